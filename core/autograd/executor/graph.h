@@ -1,0 +1,69 @@
+// A local autograd graph, laid out for execution: its nodes numbered, its edges resolved to
+// those numbers, and for each node the count of edges that come into it.
+//
+// Built from the roots that will be fed, once, and then only read; so one Graph can serve many
+// executions (passes with retain_graph).
+#ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_GRAPH_H_
+#define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_GRAPH_H_
+
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
+#include "absl/types/span.h"
+
+namespace distgrad {
+
+// Immutable after construction.
+class Graph {
+ public:
+  using Node = torch::autograd::Node;
+  using Index = uint32_t;
+  static constexpr Index kNone = ~Index{0};
+
+  enum class Kind : uint8_t {
+    kOperator,  // runs
+    kLeaf,      // an AccumulateGrad: its gradient goes to the sink
+    kStop,      // whatever `is_stop` said: what arrives goes to the sink; not traversed
+  };
+
+  struct Successor {
+    Index node = kNone;  // kNone: no gradient is wanted
+    uint32_t input = 0;  // which of its inputs
+  };
+
+  struct Entry {
+    std::shared_ptr<Node> node;
+    Kind kind = Kind::kOperator;
+    uint32_t dependencies = 0;  // edges from nodes of this graph; a root that is fed adds none
+    uint32_t first_successor = 0;
+    uint32_t successor_count = 0;
+  };
+
+  // Traverses what can be reached from `roots` (duplicates are one). Iterative: depth does not
+  // matter.
+  Graph(absl::Span<const std::shared_ptr<Node>> roots, absl::FunctionRef<bool(Node&)> is_stop);
+
+  size_t size() const { return entries_.size(); }
+  const Entry& entry(Index i) const { return entries_[i]; }
+  absl::Span<const Successor> successors(Index i) const;
+
+  // kNone if the node is not part of this graph.
+  Index Find(const Node* node) const;
+
+  // Whether each node (by index) can be reached from `sources`, themselves included.
+  std::vector<bool> ReachableFrom(absl::Span<const Index> sources) const;
+
+ private:
+  std::vector<Entry> entries_;
+  std::vector<Successor> successors_;
+  absl::flat_hash_map<const Node*, Index> index_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_EXECUTOR_GRAPH_H_

@@ -1,0 +1,37 @@
+// Time and timers, behind an interface so that tests can turn the clock by hand.
+#ifndef DISTGRAD_CORE_BASE_CLOCK_H_
+#define DISTGRAD_CORE_BASE_CLOCK_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/time/time.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class Clock {
+ public:
+  using TimerId = uint64_t;
+
+  virtual ~Clock() = default;
+
+  // Never goes back.
+  virtual absl::Time Now() = 0;
+
+  // Calls `callback` once, at or after `when`, on the clock's own thread, with no lock held;
+  // it must not block. absl::InfiniteFuture() never fires.
+  virtual TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) = 0;
+
+  // Takes a timer back. False if it has fired, is firing, or is not known; then nothing is
+  // waited for. The callback of a cancelled timer is destroyed before this returns.
+  virtual bool Cancel(TimerId timer) = 0;
+};
+
+// The machine's steady clock, with one thread that sleeps until the next timer.
+std::unique_ptr<Clock> NewSystemClock();
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_BASE_CLOCK_H_

@@ -1,0 +1,155 @@
+// A value that arrives later, or the Status that came in its place.
+//
+//   Promise<int> promise;
+//   Future<int> future = promise.future();
+//   pool.Schedule([p = std::move(promise)]() mutable { p.Set(7); });
+//   absl::StatusOr<int> seven = future.Wait();
+//
+// Future is a copyable handle; thread-safe. Promise is move-only; a Promise that is
+// destroyed before Set() completes its future with kCancelled, so nobody waits for ever.
+#ifndef DISTGRAD_CORE_BASE_FUTURE_H_
+#define DISTGRAD_CORE_BASE_FUTURE_H_
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/thread_pool.h"
+
+namespace distgrad {
+
+// The value of work that has no result.
+struct Unit {};
+
+namespace internal {
+
+// What a promise and its futures share. Thread-safe.
+template <typename T>
+class FutureState {
+ public:
+  bool Set(absl::StatusOr<T> value) {
+    std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks;
+    {
+      absl::MutexLock lock(&mu_);
+      if (value_.has_value()) return false;
+      value_.emplace(std::move(value));
+      callbacks.swap(callbacks_);
+    }
+    for (auto& callback : callbacks) callback(*value_);
+    return true;
+  }
+
+  bool Done() const {
+    absl::MutexLock lock(&mu_);
+    return value_.has_value();
+  }
+
+  bool WaitUntil(absl::Time deadline) const {
+    if (Done()) return true;
+    ThreadPool::BlockingScope blocking;
+    absl::MutexLock lock(&mu_);
+    return mu_.AwaitWithDeadline(absl::Condition(this, &FutureState::HasValue), deadline);
+  }
+
+  // Only once done: the value does not change any more.
+  const absl::StatusOr<T>& value() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return *value_; }
+  absl::StatusOr<T>& value() ABSL_NO_THREAD_SAFETY_ANALYSIS { return *value_; }
+
+  void Then(absl::AnyInvocable<void(const absl::StatusOr<T>&)> callback) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (!value_.has_value()) {
+        callbacks_.push_back(std::move(callback));
+        return;
+      }
+    }
+    callback(value());
+  }
+
+ private:
+  bool HasValue() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return value_.has_value(); }
+
+  mutable absl::Mutex mu_;
+  std::optional<absl::StatusOr<T>> value_ ABSL_GUARDED_BY(mu_);
+  std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace internal
+
+template <typename T>
+class Future {
+ public:
+  // Never completes by itself; assign a real one over it.
+  Future() = default;
+  explicit Future(std::shared_ptr<internal::FutureState<T>> state) : state_(std::move(state)) {}
+
+  // A future that is done already.
+  static Future Of(absl::StatusOr<T> value) {
+    auto state = std::make_shared<internal::FutureState<T>>();
+    state->Set(std::move(value));
+    return Future(std::move(state));
+  }
+
+  bool valid() const { return state_ != nullptr; }
+  bool Done() const { return state_->Done(); }
+
+  // Waits. On a pool's thread the pool runs another thread meanwhile.
+  const absl::StatusOr<T>& Wait() const {
+    state_->WaitUntil(absl::InfiniteFuture());
+    return std::as_const(*state_).value();
+  }
+
+  // Waits until `deadline` at most; returns whether the future is done.
+  bool WaitUntil(absl::Time deadline) const { return state_->WaitUntil(deadline); }
+
+  // Waits and moves the value out. For the only owner of the result: other handles of this
+  // future are left with a moved-from value.
+  absl::StatusOr<T> Take() {
+    state_->WaitUntil(absl::InfiniteFuture());
+    return std::move(state_->value());
+  }
+
+  // Calls `callback` exactly once: at once if done, else on the thread that completes it.
+  void Then(absl::AnyInvocable<void(const absl::StatusOr<T>&)> callback) const {
+    state_->Then(std::move(callback));
+  }
+
+ private:
+  std::shared_ptr<internal::FutureState<T>> state_;
+};
+
+template <typename T>
+class Promise {
+ public:
+  Promise() : state_(std::make_shared<internal::FutureState<T>>()) {}
+  Promise(Promise&&) noexcept = default;
+  Promise& operator=(Promise&& other) noexcept {
+    Abandon();
+    state_ = std::move(other.state_);
+    return *this;
+  }
+  ~Promise() { Abandon(); }
+
+  Future<T> future() const { return Future<T>(state_); }
+
+  // Completes the future; the first call wins. Returns whether this was it.
+  bool Set(absl::StatusOr<T> value) { return state_->Set(std::move(value)); }
+
+ private:
+  void Abandon() {
+    if (state_) state_->Set(absl::CancelledError("the work was dropped before it completed"));
+  }
+
+  std::shared_ptr<internal::FutureState<T>> state_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_BASE_FUTURE_H_

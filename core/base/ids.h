@@ -1,0 +1,31 @@
+// The numbers by which workers name each other and what they share.
+#ifndef DISTGRAD_CORE_BASE_IDS_H_
+#define DISTGRAD_CORE_BASE_IDS_H_
+
+#include <cstdint>
+
+namespace distgrad {
+
+// A worker's number in its job: its rank.
+using WorkerId = uint16_t;
+
+// Changes with each start of a worker, so that messages of an earlier life can be told.
+using Incarnation = uint64_t;
+
+// Made by one worker and known by all: the maker's id in the top 16 bits, a counter that
+// starts at 1 below. 0 means none.
+using ContextId = uint64_t;  // made by the origin of the context
+using EdgeId = uint64_t;     // made by the sender
+using PassId = uint64_t;     // made by the initiator
+
+inline constexpr int kCounterBits = 48;
+
+constexpr uint64_t MakeId(WorkerId maker, uint64_t counter) {
+  return (uint64_t{maker} << kCounterBits) | (counter & ((uint64_t{1} << kCounterBits) - 1));
+}
+constexpr WorkerId MakerOf(uint64_t id) { return static_cast<WorkerId>(id >> kCounterBits); }
+constexpr uint64_t CounterOf(uint64_t id) { return id & ((uint64_t{1} << kCounterBits) - 1); }
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_BASE_IDS_H_

@@ -1,0 +1,35 @@
+// What a transport carries: some bytes, and memory that is too large to be copied into them.
+#ifndef DISTGRAD_CORE_RPC_PACKET_H_
+#define DISTGRAD_CORE_RPC_PACKET_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace distgrad {
+
+// A range of memory and whoever keeps it alive. On the sending side the bytes must not change
+// until the send is done; on the receiving side the receiver alone owns them.
+struct Segment {
+  std::shared_ptr<void> owner;
+  uint8_t* data = nullptr;
+  size_t size = 0;  // bytes; never 0 in a packet
+};
+
+struct Packet {
+  std::string bytes;
+  std::vector<Segment> segments;
+};
+
+// A segment of `size` bytes of its own, aligned to 64 bytes, not cleared. Freed memory of large
+// segments is kept for the next one: fresh pages cost more than the copy into them.
+Segment AllocateSegment(size_t size);
+
+// A packet that shares no memory with `packet`.
+Packet CopyPacket(const Packet& packet);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_PACKET_H_
