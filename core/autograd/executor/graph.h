@@ -39,13 +39,13 @@ class Graph {
   struct Entry {
     std::shared_ptr<Node> node;
     Kind kind = Kind::kOperator;
-    uint32_t dependencies = 0;  // edges from nodes of this graph; a root that is fed adds none
+    uint32_t dependencies = 0;  // edges that come into it; 0 for roots alone
     uint32_t first_successor = 0;
     uint32_t successor_count = 0;
   };
 
-  // Traverses what can be reached from `roots` (duplicates are one). Iterative: depth does not
-  // matter.
+  // Traverses what can be reached from `roots`, which are distinct and have no edges into them
+  // (SourceNodes). Iterative: depth does not matter.
   Graph(absl::Span<const std::shared_ptr<Node>> roots, absl::FunctionRef<bool(Node&)> is_stop);
 
   size_t size() const { return entries_.size(); }
