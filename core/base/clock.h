@@ -15,13 +15,15 @@ class Clock {
  public:
   using TimerId = uint64_t;
 
+  // Timers that have not fired are dropped; one that is firing is waited for.
   virtual ~Clock() = default;
 
-  // Never goes back.
+  // Close to the wall clock, but never goes back.
   virtual absl::Time Now() = 0;
 
   // Calls `callback` once, at or after `when`, on the clock's own thread, with no lock held;
-  // it must not block. absl::InfiniteFuture() never fires.
+  // it must not block. Timers of the same time fire in the order in which they were set;
+  // absl::InfiniteFuture() never fires.
   virtual TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) = 0;
 
   // Takes a timer back. False if it has fired, is firing, or is not known; then nothing is

@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/base/thread_pool.h"
 
@@ -53,6 +54,8 @@ class FutureState {
 
   bool WaitUntil(absl::Time deadline) const {
     if (Done()) return true;
+    // A past deadline only asks; a pool need not wake a thread for that.
+    if (deadline <= absl::Now()) return false;
     ThreadPool::BlockingScope blocking;
     absl::MutexLock lock(&mu_);
     return mu_.AwaitWithDeadline(absl::Condition(this, &FutureState::HasValue), deadline);
@@ -118,7 +121,8 @@ class Future {
 
   // Calls `callback` exactly once: at once if done, else on the thread that completes it.
   void Then(absl::AnyInvocable<void(const absl::StatusOr<T>&)> callback) const {
-    state_->Then(std::move(callback));
+    const auto state = state_;  // the callback may drop this handle
+    state->Then(std::move(callback));
   }
 
  private:
@@ -140,7 +144,10 @@ class Promise {
   Future<T> future() const { return Future<T>(state_); }
 
   // Completes the future; the first call wins. Returns whether this was it.
-  bool Set(absl::StatusOr<T> value) { return state_->Set(std::move(value)); }
+  bool Set(absl::StatusOr<T> value) {
+    const auto state = state_;  // whoever waits may destroy this promise as soon as it wakes
+    return state->Set(std::move(value));
+  }
 
  private:
   void Abandon() {

@@ -2,13 +2,16 @@
 // strand idle runs its task at once, and then whatever others handed in meanwhile.
 //
 // So an uncontended strand costs no hand-over. Tasks are short, and never block. A task that
-// calls Run() on its own strand has the new task run after it, not inside it.
+// calls Run() on its own strand has the new task run after it, not inside it. A task and what
+// it owns are gone before the next one runs.
 //
-// Thread-safe. The strand may be destroyed only when no task is running or waiting.
+// Thread-safe. Tasks that were handed in run even if the strand is destroyed meanwhile: often
+// the last owner of an object goes with a task of that object's own strand.
 #ifndef DISTGRAD_CORE_BASE_STRAND_H_
 #define DISTGRAD_CORE_BASE_STRAND_H_
 
 #include <deque>
+#include <memory>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
@@ -20,16 +23,20 @@ class Strand {
  public:
   using Task = absl::AnyInvocable<void()>;
 
-  Strand() = default;
+  Strand() : state_(std::make_shared<State>()) {}
   Strand(const Strand&) = delete;
   Strand& operator=(const Strand&) = delete;
 
   void Run(Task task);
 
  private:
-  absl::Mutex mu_;
-  bool running_ ABSL_GUARDED_BY(mu_) = false;
-  std::deque<Task> waiting_ ABSL_GUARDED_BY(mu_);
+  struct State {
+    absl::Mutex mu;
+    bool running ABSL_GUARDED_BY(mu) = false;
+    std::deque<Task> waiting ABSL_GUARDED_BY(mu);
+  };
+
+  const std::shared_ptr<State> state_;
 };
 
 }  // namespace distgrad

@@ -2,7 +2,8 @@
 //
 // A task may block (a handler that makes a nested call, say). While it does, inside a
 // BlockingScope, the pool lets a spare thread take its place, so a pool of one thread still
-// answers a call that comes back to it. Spare threads end when the blocked ones return.
+// answers a call that comes back to it. When blocked tasks go on, more than `size` run for a
+// moment. Threads start when they are first needed; a few spare ones are kept for next time.
 //
 // Thread-safe.
 #ifndef DISTGRAD_CORE_BASE_THREAD_POOL_H_
@@ -12,6 +13,7 @@
 #include <deque>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -58,21 +60,30 @@ class ThreadPool {
   };
 
  private:
+  struct Parked;
+
+  // What each thread runs.
   void Run();
-  void StartThread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool HasWork() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Waits for a slot or for the end; false if this thread is to end.
+  bool Park() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Gives a free slot, if a task is waiting for one, to a parked or a new thread.
+  void FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool NoThreads() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return threads_.empty(); }
 
   // Constant after construction.
   const std::string name_;
   const size_t size_;
 
+  absl::Mutex joining_;  // held by Join, so that each of several callers waits to the end
+
   absl::Mutex mu_;
-  // Guarded by mu_.
+  // Guarded by mu_. Whenever it is free, no task waits or all slots are taken.
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::thread> threads_ ABSL_GUARDED_BY(mu_);
-  size_t running_ ABSL_GUARDED_BY(mu_) = 0;  // threads alive and not blocked
-  size_t idle_ ABSL_GUARDED_BY(mu_) = 0;     // of those, waiting for a task
-  size_t named_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t running_ ABSL_GUARDED_BY(mu_) = 0;  // slots taken: threads not parked and not blocked
+  std::vector<Parked*> parked_ ABSL_GUARDED_BY(mu_);  // the last one in is the first one out
+  std::unordered_map<std::thread::id, std::thread> threads_ ABSL_GUARDED_BY(mu_);
+  std::thread ended_ ABSL_GUARDED_BY(mu_);  // the last that ended; joined by the next, or by Join
+  size_t started_ ABSL_GUARDED_BY(mu_) = 0;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
 };
 

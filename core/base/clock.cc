@@ -1,0 +1,102 @@
+#include "core/base/clock.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "core/base/check.h"
+#include "core/base/thread.h"
+#include "core/base/timer_queue.h"
+
+namespace distgrad {
+namespace {
+
+using Steady = std::chrono::steady_clock;
+
+// Thread-safe.
+class SystemClock final : public Clock {
+ public:
+  SystemClock() : thread_(StartThread("dg-clock", [this] { Run(); })) {}
+
+  ~SystemClock() override {
+    DG_CHECK(thread_.get_id() != std::this_thread::get_id()) << "a timer destroyed its clock";
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      stopping_ = true;
+    }
+    wake_.notify_one();
+    thread_.join();
+  }
+
+  absl::Time Now() override { return start_ + absl::FromChrono(Steady::now() - steady_start_); }
+
+  TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) override {
+    TimerId id;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      id = timers_.Add(when, std::move(callback));
+      // Most timers are deadlines far away, taken back soon: the thread sleeps through them.
+      if (when >= sleeping_until_) return id;
+      sleeping_until_ = when;
+    }
+    wake_.notify_one();
+    return id;
+  }
+
+  bool Cancel(TimerId timer) override {
+    internal::TimerQueue::Callback callback;  // destroyed after the lock is given back
+    std::lock_guard<std::mutex> lock(mu_);
+    callback = timers_.Remove(timer);
+    return callback != nullptr;
+  }
+
+ private:
+  void Run() {
+    std::unique_lock<std::mutex> lock(mu_);
+    while (!stopping_) {
+      const absl::Time next = timers_.Next();
+      if (next == absl::InfiniteFuture()) {
+        sleeping_until_ = next;
+        wake_.wait(lock);
+      } else if (const absl::Duration left = next - Now(); left > absl::ZeroDuration()) {
+        sleeping_until_ = next;
+        // In steps, so that a far time cannot overflow the steady clock's range.
+        wake_.wait_until(lock, Steady::now() +
+                                   absl::ToChronoNanoseconds(std::min(left, absl::Hours(24))));
+      } else {
+        internal::TimerQueue::Callback callback = timers_.Pop();
+        // Awake: this thread looks at the queue again before it sleeps.
+        sleeping_until_ = absl::InfinitePast();
+        lock.unlock();
+        callback();
+        callback = nullptr;
+        lock.lock();
+      }
+    }
+  }
+
+  // Constant after construction. The wall clock is read once: it may be set back.
+  const absl::Time start_ = absl::Now();
+  const Steady::time_point steady_start_ = Steady::now();
+
+  // Not absl::Mutex, whose timed waits follow the wall clock.
+  std::mutex mu_;
+  std::condition_variable wake_;
+  // Guarded by mu_.
+  internal::TimerQueue timers_;
+  absl::Time sleeping_until_ = absl::InfinitePast();
+  bool stopping_ = false;
+
+  // Last: it uses all of the above. Joined by the destructor.
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<Clock> NewSystemClock() { return std::make_unique<SystemClock>(); }
+
+}  // namespace distgrad

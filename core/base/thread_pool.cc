@@ -1,0 +1,130 @@
+#include "core/base/thread_pool.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/check.h"
+#include "core/base/thread.h"
+
+namespace distgrad {
+namespace {
+
+// Parked threads kept beyond `size`. A thread costs tens of microseconds to start, and libtorch
+// keeps state for each that ever ran it, so nested calls should find the same threads again.
+constexpr size_t kSpareThreads = 16;
+
+// The pool that the calling thread belongs to, and the same until it says that it blocks.
+thread_local ThreadPool* this_pool = nullptr;
+thread_local ThreadPool* unblocked_pool = nullptr;
+
+}  // namespace
+
+// A thread without a slot; lives on its stack.
+struct ThreadPool::Parked {
+  absl::CondVar wake;
+  bool has_slot = false;
+  bool over = false;
+};
+
+ThreadPool::ThreadPool(std::string name, size_t size) : name_(std::move(name)), size_(size) {
+  DG_CHECK(size_ >= 1) << "pool " << name_;
+}
+
+ThreadPool::~ThreadPool() { Join(); }
+
+bool ThreadPool::Schedule(Task task) {
+  absl::MutexLock lock(&mu_);
+  if (closed_) return false;
+  tasks_.push_back(std::move(task));
+  FillSlot();
+  return true;
+}
+
+void ThreadPool::Close() {
+  absl::MutexLock lock(&mu_);
+  closed_ = true;
+  // A task that blocks later starts new threads if it must: the parked ones can go.
+  for (Parked* parked : parked_) {
+    parked->over = true;
+    parked->wake.Signal();
+  }
+  parked_.clear();
+}
+
+void ThreadPool::Join() {
+  DG_CHECK(!OnThisPool()) << "a task joins its own pool " << name_;
+  Close();
+  absl::MutexLock joining(&joining_);
+  std::thread last;
+  {
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(this, &ThreadPool::NoThreads));
+    last = std::move(ended_);
+  }
+  if (last.joinable()) last.join();
+}
+
+bool ThreadPool::OnThisPool() const { return this_pool == this; }
+
+void ThreadPool::Run() {
+  this_pool = unblocked_pool = this;
+  std::thread before;
+  {
+    absl::MutexLock lock(&mu_);
+    do {
+      // After a task that had blocked there may be one thread too many.
+      while (!tasks_.empty() && running_ <= size_) {
+        Task task = std::move(tasks_.front());
+        tasks_.pop_front();
+        mu_.Unlock();
+        task();
+        task = nullptr;
+        mu_.Lock();
+      }
+      --running_;
+    } while (Park());
+    before = std::move(ended_);
+    const auto self = threads_.find(std::this_thread::get_id());
+    ended_ = std::move(self->second);
+    threads_.erase(self);
+  }
+  if (before.joinable()) before.join();
+}
+
+bool ThreadPool::Park() {
+  if (closed_ || parked_.size() >= size_ + kSpareThreads) return false;
+  Parked parked;
+  parked_.push_back(&parked);
+  while (!parked.has_slot && !parked.over) parked.wake.Wait(&mu_);
+  return parked.has_slot;
+}
+
+void ThreadPool::FillSlot() {
+  if (tasks_.empty() || running_ >= size_) return;
+  ++running_;
+  if (parked_.empty()) {
+    std::thread thread = StartThread(absl::StrCat(name_, "-", started_++), [this] { Run(); });
+    const std::thread::id id = thread.get_id();
+    threads_.emplace(id, std::move(thread));
+  } else {
+    parked_.back()->has_slot = true;
+    parked_.back()->wake.Signal();
+    parked_.pop_back();
+  }
+}
+
+ThreadPool::BlockingScope::BlockingScope() : pool_(std::exchange(unblocked_pool, nullptr)) {
+  if (pool_ == nullptr) return;
+  absl::MutexLock lock(&pool_->mu_);
+  --pool_->running_;
+  pool_->FillSlot();
+}
+
+ThreadPool::BlockingScope::~BlockingScope() {
+  if (pool_ == nullptr) return;
+  unblocked_pool = pool_;
+  absl::MutexLock lock(&pool_->mu_);
+  ++pool_->running_;
+}
+
+}  // namespace distgrad
