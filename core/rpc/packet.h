@@ -23,8 +23,9 @@ struct Packet {
   std::vector<Segment> segments;
 };
 
-// A segment of `size` bytes of its own, aligned to 64 bytes, not cleared. Freed memory of large
-// segments is kept for the next one: fresh pages cost more than the copy into them.
+// A segment of `size` bytes of its own, aligned to 64 bytes, not cleared; an empty one for 0.
+// Freed memory of large segments is kept for the next one, 256 MiB of it at most. Throws
+// std::bad_alloc when there is no memory: check a size that a peer sent before.
 Segment AllocateSegment(size_t size);
 
 // A packet that shares no memory with `packet`.
