@@ -1,0 +1,105 @@
+"""Downloads pinned wheels and unpacks them into a store shared by all clones; prints its path.
+
+fetch.py --check
+fetch.py NAME REQUIREMENTS CACHE PATTERN...
+
+Runs on any Python >= 3.8 with pip >= 21.1: which wheels are taken does not depend on it.
+"""
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+
+# The wheels are for this Python; nothing of theirs that depends on it is used.
+TARGET = ["--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=none"] + [
+    "--platform=manylinux_2_%d_x86_64" % minor for minor in range(28, 16, -1)
+] + ["--platform=manylinux2014_x86_64"]
+# For the wheels and what is kept of them; libtorch's are the largest.
+DISK_NEEDED = 1500 << 20
+
+
+def check():
+    if sys.version_info < (3, 8):
+        sys.exit("is Python %d.%d" % sys.version_info[:2])
+    try:
+        import pip
+    except ImportError:
+        sys.exit("has no pip")
+    if tuple(map(int, re.findall(r"\d+", pip.__version__)[:2])) < (21, 1):
+        sys.exit("has pip %s" % pip.__version__)
+
+
+def download(requirements, folder):
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--no-cache-dir", "--no-input",
+        "--disable-pip-version-check", "--retries=2", "--timeout=60", "--no-deps",
+        "--only-binary=:all:", "--require-hashes", "--dest", folder, "--requirement", requirements,
+    ] + TARGET
+    # pip's own temporary copy belongs on the same disk, not on a small /tmp.
+    os.makedirs(folder)
+    environment = dict(os.environ, TMPDIR=folder)
+    for attempt in range(3):
+        if attempt:
+            time.sleep(2)
+        result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if result.returncode == 0:
+            return
+    output = result.stdout.strip()
+    unreachable = re.search(r"(name resolution|NewConnectionError|Network is unreachable|"
+                            r"ConnectTimeout|ProxyError)", output)
+    errors = [line for line in output.splitlines() if line.startswith("ERROR")]
+    sys.exit("pip download failed three times: %s%s" % (
+        "no package index could be reached, is there a network? " if unreachable else "",
+        "" if unreachable else "; ".join(errors) or output[-500:]))
+
+
+def unpack(wheels, folder, patterns):
+    keep = [re.compile(p) for p in patterns if not p.startswith("!")]
+    leave = [re.compile(p[1:]) for p in patterns if p.startswith("!")]
+    for name in sorted(os.listdir(wheels)):
+        if not name.endswith(".whl"):
+            continue
+        with zipfile.ZipFile(os.path.join(wheels, name)) as wheel:
+            for member in wheel.infolist():
+                if (not any(p.fullmatch(member.filename) for p in keep)
+                        or any(p.fullmatch(member.filename) for p in leave)):
+                    continue
+                path = wheel.extract(member, folder)
+                # zipfile drops the mode; the compiler's wheels have programs.
+                os.chmod(path, (member.external_attr >> 16) & 0o777 | 0o644)
+
+
+def main(name, requirements, cache, patterns):
+    with open(requirements, "rb") as pins, open(__file__, "rb") as script:
+        key = hashlib.sha256(b"\0".join([pins.read(), script.read(), *map(str.encode, patterns)]))
+    store = os.path.join(cache, "%s-%s" % (name, key.hexdigest()[:16]))
+    os.makedirs(cache, exist_ok=True)
+    with open(os.path.join(cache, name + ".lock"), "w") as lock:
+        # Whoever comes second waits, and then finds the store filled.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.isdir(store):
+            free = shutil.disk_usage(cache).free
+            if free < DISK_NEEDED:
+                sys.exit("%s has %d MB free, needs %d" % (cache, free >> 20, DISK_NEEDED >> 20))
+            with tempfile.TemporaryDirectory(prefix="tmp.", dir=cache) as scratch:
+                download(requirements, os.path.join(scratch, "wheels"))
+                unpack(os.path.join(scratch, "wheels"), os.path.join(scratch, "site"), patterns)
+                # All or nothing: a store that exists is complete.
+                os.rename(os.path.join(scratch, "site"), store)
+    print(store)
+
+
+if __name__ == "__main__":
+    check()
+    if sys.argv[1:] != ["--check"]:
+        try:
+            main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
+        except OSError as error:
+            sys.exit(str(error))
