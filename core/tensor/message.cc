@@ -1,0 +1,506 @@
+#include "core/tensor/message.h"
+
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/resolve_conj.h>
+#include <ATen/ops/resolve_neg.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "core/base/status.h"
+#include "core/tensor/exception.h"
+
+// A message is
+//
+//   u8 version, u32 tensors, u64 bytes of payload, payload, one record for each tensor
+//
+// and a record is eight single bytes (Head), a i64 size for each dimension, as many i64 strides
+// if kStrides is set, and the elements: here, or in the next segment if kInSegment is set. How
+// many they are follows from sizes and strides. A sparse tensor has two more records in place
+// of elements: its indices and its values.
+
+namespace distgrad {
+namespace {
+
+constexpr uint8_t kVersion = 1;
+constexpr int kMaxDims = 64;
+constexpr size_t kHeadBytes = 8;
+
+enum Form : uint8_t { kUndefined = 0, kStrided = 1, kSparse = 2 };
+
+enum Flag : uint8_t {
+  kStrides = 1,    // not those of a contiguous tensor
+  kInSegment = 2,  // the elements are
+  kCoalesced = 4,  // of a sparse tensor
+};
+
+struct Head {
+  Form form = kUndefined;
+  uint8_t dtype = 0;  // libtorch's number
+  uint8_t dims = 0;
+  uint8_t flags = 0;
+  uint8_t device = 0;  // libtorch's number of the type, 0 being the CPU
+  uint8_t device_index = 0;
+  uint8_t sparse_dims = 0;
+  uint8_t reserved = 0;
+};
+static_assert(sizeof(Head) == kHeadBytes && alignof(Head) == 1, "Head is written as it is");
+
+// The wire has libtorch's numbers of dtypes and devices. It never changed one; should it, these
+// are the ones to look at.
+static_assert(static_cast<int>(at::kByte) == 0 && static_cast<int>(at::kFloat) == 6 &&
+                  static_cast<int>(at::kBool) == 11 && static_cast<int>(at::kBFloat16) == 15 &&
+                  static_cast<int>(at::ScalarType::UInt64) == 29 &&
+                  static_cast<int>(at::ScalarType::Float8_e8m0fnu) == 44,
+              "dtype numbers are part of the wire format");
+static_assert(static_cast<int>(at::kCPU) == 0 && static_cast<int>(at::kCUDA) == 1,
+              "device numbers are part of the wire format");
+
+// What an ordinary tensor in CPU memory has. One with any key more is not just its bytes.
+constexpr c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
+                                          c10::DispatchKey::ADInplaceOrView});
+
+bool IsPlain(const c10::TensorImpl& impl) {
+  return (impl.key_set() | kPlainKeys) == kPlainKeys && impl.has_storage() &&
+         !impl.has_symbolic_sizes_strides();
+}
+
+bool CanTravel(at::ScalarType dtype) {
+  return static_cast<int>(dtype) >= 0 && dtype < at::ScalarType::Undefined && !at::isQIntType(dtype);
+}
+
+// The product of `sizes`, and of them as if none were 0, which must not overflow either:
+// libtorch computes strides from it.
+std::optional<int64_t> Product(at::IntArrayRef sizes, int64_t item_size) {
+  int64_t product = item_size;
+  bool empty = false;
+  for (int64_t size : sizes) {
+    if (size < 0) return std::nullopt;
+    if (size == 0) {
+      empty = true;
+    } else if (__builtin_mul_overflow(product, size, &product)) {
+      return std::nullopt;
+    }
+  }
+  return empty ? 0 : product;
+}
+
+bool HasContiguousStrides(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  int64_t expected = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (strides[i] != expected) return false;
+    expected *= std::max<int64_t>(sizes[i], 1);
+  }
+  return true;
+}
+
+// How many elements there are in memory, if they lie there with no gap and each at one place.
+// A stride of 0 repeats what is there, and adds no element. For tensors that are not empty.
+std::optional<int64_t> DenseElements(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  std::array<size_t, kMaxDims> order;
+  size_t count = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 1 || strides[i] == 0) continue;
+    size_t at = count++;
+    for (; at > 0 && strides[order[at - 1]] > strides[i]; --at) order[at] = order[at - 1];
+    order[at] = i;
+  }
+  int64_t elements = 1;
+  for (size_t i = 0; i < count; ++i) {
+    if (strides[order[i]] != elements) return std::nullopt;
+    elements *= sizes[order[i]];  // no overflow: a part of a product that was checked
+  }
+  return elements;
+}
+
+// ---------------------------------------------------------------- writing
+
+// A tensor in CPU memory, of its elements and nothing else, that stands for `tensor`.
+absl::StatusOr<at::Tensor> ToPlain(const at::Tensor& tensor) {
+  at::Tensor plain = tensor;
+  if (plain.is_meta()) return absl::UnimplementedError("a meta tensor has no elements to send");
+  if (plain._is_zerotensor()) plain = at::zeros(plain.sizes(), plain.options());
+  if (plain.is_conj()) plain = plain.resolve_conj();
+  if (plain.is_neg()) plain = plain.resolve_neg();
+  if (!plain.is_cpu()) plain = plain.cpu();
+  if (IsPlain(*plain.unsafeGetTensorImpl())) return plain;
+  return absl::UnimplementedError(
+      absl::StrCat("a tensor of this kind cannot be sent: ", plain.toString()));
+}
+
+void AppendHead(const Head& head, at::IntArrayRef sizes, WireWriter& writer) {
+  writer.Raw(&head, kHeadBytes);
+  for (int64_t size : sizes) writer.I64(size);
+}
+
+// `tensor` is plain; `head` has the device that it came from.
+absl::Status AppendStrided(const at::Tensor& tensor, Head head, bool contiguous, Packet* packet) {
+  at::Tensor copy;
+  const at::Tensor* source = &tensor;
+  int64_t elements = tensor.numel();
+  if (elements != 0 && !HasContiguousStrides(tensor.sizes(), tensor.strides())) {
+    std::optional<int64_t> dense = DenseElements(tensor.sizes(), tensor.strides());
+    if (contiguous || !dense.has_value()) {
+      copy = tensor.contiguous(contiguous ? at::MemoryFormat::Contiguous
+                                          : tensor.suggest_memory_format());
+      source = &copy;
+    } else {
+      elements = *dense;
+    }
+    if (!HasContiguousStrides(source->sizes(), source->strides())) head.flags |= kStrides;
+  }
+  const size_t item_size = source->element_size();
+  const size_t bytes = static_cast<size_t>(elements) * item_size;
+  const size_t offset = static_cast<size_t>(source->storage_offset()) * item_size;
+  if (bytes != 0 && offset + bytes > source->storage().nbytes()) {
+    return absl::InvalidArgumentError("a tensor is larger than its storage, which was resized");
+  }
+  head.form = kStrided;
+  head.dtype = static_cast<uint8_t>(source->scalar_type());
+  head.dims = static_cast<uint8_t>(source->dim());
+  if (bytes > kInlineBytes) head.flags |= kInSegment;
+
+  WireWriter writer(&packet->bytes);
+  AppendHead(head, source->sizes(), writer);
+  if ((head.flags & kStrides) != 0) {
+    // Where the size is 1 the stride means nothing, and may be larger than the tensor.
+    for (int64_t stride : source->strides()) writer.I64(std::min(stride, elements));
+  }
+  const auto* data = static_cast<const char*>(source->const_data_ptr());
+  if ((head.flags & kInSegment) == 0) {
+    writer.Raw(data, bytes);
+    return absl::OkStatus();
+  }
+  Segment segment;
+  // The storage and not the tensor, which would keep its whole graph alive.
+  segment.owner = std::make_shared<c10::Storage>(source->storage());
+  segment.data = reinterpret_cast<uint8_t*>(const_cast<char*>(data));
+  segment.size = bytes;
+  packet->segments.push_back(std::move(segment));
+  return absl::OkStatus();
+}
+
+absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
+  const at::Tensor local = tensor.is_cpu() ? tensor : tensor.cpu();
+  DG_ASSIGN_OR_RETURN(const at::Tensor indices, ToPlain(local._indices()));
+  DG_ASSIGN_OR_RETURN(const at::Tensor values, ToPlain(local._values()));
+  head.form = kSparse;
+  head.dtype = static_cast<uint8_t>(local.scalar_type());
+  head.dims = static_cast<uint8_t>(local.dim());
+  head.sparse_dims = static_cast<uint8_t>(local.sparse_dim());
+  if (local.is_coalesced()) head.flags |= kCoalesced;
+  WireWriter writer(&packet->bytes);
+  AppendHead(head, local.sizes(), writer);
+  DG_RETURN_IF_ERROR(AppendStrided(indices, Head{}, /*contiguous=*/true, packet));
+  return AppendStrided(values, Head{}, /*contiguous=*/true, packet);
+}
+
+absl::Status AppendTensor(const at::Tensor& tensor, Packet* packet) {
+  Head head;
+  if (!tensor.defined()) {
+    WireWriter writer(&packet->bytes);
+    AppendHead(head, {}, writer);
+    return absl::OkStatus();
+  }
+  if (!CanTravel(tensor.scalar_type())) {
+    return absl::UnimplementedError(
+        absl::StrCat("tensors of dtype ", at::toString(tensor.scalar_type()), " cannot be sent"));
+  }
+  if (tensor.dim() > kMaxDims) {
+    return absl::InvalidArgumentError(absl::StrCat("a tensor of ", tensor.dim(),
+                                                   " dimensions cannot be sent; ", kMaxDims,
+                                                   " is the limit"));
+  }
+  if (IsPlain(*tensor.unsafeGetTensorImpl())) {
+    return AppendStrided(tensor, head, /*contiguous=*/false, packet);
+  }
+  if (!tensor.is_cpu()) {
+    head.device = static_cast<uint8_t>(tensor.device().type());
+    head.device_index = static_cast<uint8_t>(std::max<int>(tensor.device().index(), 0));
+  }
+  if (tensor.is_sparse()) return AppendSparse(tensor, head, packet);
+  DG_ASSIGN_OR_RETURN(const at::Tensor plain, ToPlain(tensor));
+  return AppendStrided(plain, head, /*contiguous=*/false, packet);
+}
+
+// ---------------------------------------------------------------- reading
+
+absl::Status Malformed(absl::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat("malformed tensor: ", what));
+}
+
+// A head that was checked, with the sizes and strides that follow it.
+struct Record {
+  Head head;
+  std::array<int64_t, kMaxDims> size_array;
+  std::array<int64_t, kMaxDims> stride_array;
+  int64_t bytes = 0;  // of elements
+
+  at::ScalarType dtype() const { return static_cast<at::ScalarType>(head.dtype); }
+  at::IntArrayRef sizes() const { return {size_array.data(), head.dims}; }
+  at::IntArrayRef strides() const { return {stride_array.data(), head.dims}; }
+};
+
+absl::Status ReadStrides(Record& record, WireReader& reader) {
+  const auto item_size = static_cast<int64_t>(c10::elementSize(record.dtype()));
+  if (record.bytes == 0) return Malformed("strides for no elements");
+  for (int i = 0; i < record.head.dims; ++i) record.stride_array[i] = reader.I64();
+  DG_RETURN_IF_ERROR(reader.status("strides"));
+  std::optional<int64_t> elements = DenseElements(record.sizes(), record.strides());
+  if (!elements.has_value()) return Malformed("strides with gaps or overlaps");
+  for (int64_t stride : record.strides()) {
+    if (stride < 0 || stride > *elements) return Malformed("a stride out of range");
+  }
+  record.bytes = *elements * item_size;
+  return absl::OkStatus();
+}
+
+absl::Status ReadRecord(Record& record, WireReader& reader, const MessageLimits& limits) {
+  Head& head = record.head;
+  if (!reader.Raw(&head, kHeadBytes)) return reader.status("a tensor");
+  if (head.form > kSparse || head.reserved != 0) return Malformed("unknown form");
+  const uint8_t known_flags = head.form == kStrided  ? kStrides | kInSegment
+                              : head.form == kSparse ? kCoalesced
+                                                     : 0;
+  if ((head.flags & ~known_flags) != 0) return Malformed("unknown flags");
+  if (head.sparse_dims > (head.form == kSparse ? head.dims : 0)) {
+    return Malformed("too many sparse dimensions");
+  }
+  if (head.form == kUndefined) {
+    return head.dtype == 0 && head.dims == 0 && head.device == 0 && head.device_index == 0
+               ? absl::OkStatus()
+               : Malformed("attributes of an undefined tensor");
+  }
+  if (!CanTravel(record.dtype())) return Malformed(absl::StrCat("unknown dtype ", head.dtype));
+  if (head.dims > std::min(limits.max_dims, kMaxDims)) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "a tensor of ", head.dims, " dimensions; the limit is ", limits.max_dims));
+  }
+  for (int i = 0; i < head.dims; ++i) record.size_array[i] = reader.I64();
+  DG_RETURN_IF_ERROR(reader.status("sizes"));
+  std::optional<int64_t> product =
+      Product(record.sizes(), static_cast<int64_t>(c10::elementSize(record.dtype())));
+  if (!product.has_value()) return Malformed("sizes that are negative or too large");
+  record.bytes = *product;
+  if ((head.flags & kStrides) != 0) return ReadStrides(record, reader);
+  return absl::OkStatus();
+}
+
+// A bool that is neither 0 nor 1 is undefined behaviour for whoever reads it as one.
+bool AreBools(const void* data, size_t size) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  uint64_t seen = 0;
+  for (; size >= sizeof(seen); size -= sizeof(seen), bytes += sizeof(seen)) {
+    uint64_t word;
+    std::memcpy(&word, bytes, sizeof(word));
+    seen |= word;
+  }
+  for (; size > 0; --size) seen |= *bytes++;
+  return (seen & ~uint64_t{0x0101010101010101}) == 0;
+}
+
+// The elements of a strided tensor, which follow its record.
+absl::StatusOr<at::Tensor> ReadElements(const Record& record, WireReader& reader,
+                                        SegmentReader& segments) {
+  const auto bytes = static_cast<size_t>(record.bytes);
+  at::DataPtr data;
+  c10::Allocator* allocator = nullptr;
+  if ((record.head.flags & kInSegment) != 0) {
+    if (segments.remaining() == 0) return Malformed("its segment is missing");
+    if (segments.Peek().size != bytes) {
+      return Malformed(absl::StrCat("it needs ", bytes, " bytes, and its segment has ",
+                                    segments.Peek().size));
+    }
+    Segment segment = segments.Take();
+    data = at::DataPtr(
+        segment.data, new std::shared_ptr<void>(std::move(segment.owner)),
+        [](void* owner) { delete static_cast<std::shared_ptr<void>*>(owner); }, at::kCPU);
+  } else {
+    if (bytes > reader.remaining()) return Malformed("its elements are missing");
+    allocator = c10::GetCPUAllocator();
+    data = allocator->allocate(bytes);
+    reader.Raw(data.get(), bytes);
+  }
+  if (record.dtype() == at::kBool && !AreBools(data.get(), bytes)) {
+    return Malformed("a bool that is neither 0 nor 1");
+  }
+  // What at::from_blob and at::empty do, without the way there through the dispatcher.
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), allocator,
+      /*resizable=*/allocator != nullptr);
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(record.dtype()));
+  if ((record.head.flags & kStrides) != 0) {
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(record.sizes(), record.strides());
+  } else {
+    tensor.unsafeGetTensorImpl()->set_sizes_contiguous(record.sizes());
+  }
+  return tensor;
+}
+
+// Reads a tensor that is a part of a sparse one.
+absl::StatusOr<at::Tensor> ReadPart(WireReader& reader, SegmentReader& segments,
+                                    const MessageLimits& limits) {
+  Record record;
+  DG_RETURN_IF_ERROR(ReadRecord(record, reader, limits));
+  if (record.head.form != kStrided || (record.head.flags & kStrides) != 0 ||
+      record.head.device != 0 || record.head.device_index != 0) {
+    return Malformed("a part of a sparse tensor that is not a contiguous CPU tensor");
+  }
+  return ReadElements(record, reader, segments);
+}
+
+// `indices` is [sparse dims, entries], contiguous.
+absl::Status CheckIndices(const at::Tensor& indices, at::IntArrayRef sizes, bool coalesced) {
+  const int64_t dims = indices.size(0);
+  const int64_t entries = indices.size(1);
+  if (dims == 0) {  // then there is at most one place
+    return coalesced && entries > 1 ? Malformed("sparse indices are not sorted") : absl::OkStatus();
+  }
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  for (int64_t d = 0; d < dims; ++d) {
+    for (int64_t i = 0; i < entries; ++i) {
+      const int64_t at = index[d * entries + i];
+      if (at < 0 || at >= sizes[d]) return Malformed("a sparse index out of range");
+    }
+  }
+  for (int64_t i = 1; coalesced && i < entries; ++i) {
+    int64_t d = 0;
+    while (d < dims && index[d * entries + i - 1] == index[d * entries + i]) ++d;
+    if (d == dims || index[d * entries + i - 1] > index[d * entries + i]) {
+      return Malformed("sparse indices are not sorted");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<at::Tensor> ReadSparse(const Record& record, WireReader& reader,
+                                      SegmentReader& segments, const MessageLimits& limits) {
+  DG_ASSIGN_OR_RETURN(const at::Tensor indices, ReadPart(reader, segments, limits));
+  DG_ASSIGN_OR_RETURN(const at::Tensor values, ReadPart(reader, segments, limits));
+  const int64_t sparse_dims = record.head.sparse_dims;
+  const bool coalesced = (record.head.flags & kCoalesced) != 0;
+  if (indices.scalar_type() != at::kLong || indices.dim() != 2 ||
+      indices.size(0) != sparse_dims) {
+    return Malformed("sparse indices of a wrong shape or dtype");
+  }
+  if (values.scalar_type() != record.dtype() ||
+      values.dim() != 1 + record.head.dims - sparse_dims ||
+      values.size(0) != indices.size(1) ||
+      values.sizes().slice(1) != record.sizes().slice(sparse_dims)) {
+    return Malformed("sparse values of a wrong shape or dtype");
+  }
+  DG_RETURN_IF_ERROR(CheckIndices(indices, record.sizes(), coalesced));
+  return at::_sparse_coo_tensor_unsafe(indices, values, record.sizes(),
+                                       values.options().layout(at::kSparse), coalesced);
+}
+
+// The device of a head, if this process has it.
+absl::StatusOr<at::Device> FindDevice(const Head& head) {
+  const auto type = static_cast<at::DeviceType>(head.device);
+  if (type == at::kCPU && head.device_index == 0) return at::Device(at::kCPU);
+  if (type == at::kCPU || head.device >= at::COMPILE_TIME_MAX_DEVICE_TYPES || type == at::kMeta) {
+    return Malformed(absl::StrCat("unknown device ", head.device));
+  }
+  if (!c10::impl::hasDeviceGuardImpl(type) ||
+      head.device_index >= c10::impl::getDeviceGuardImpl(type)->deviceCount()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "a tensor arrived that belongs on device ", c10::DeviceTypeName(type, /*lower_case=*/true),
+        ":", head.device_index, ", which this process does not have"));
+  }
+  return at::Device(type, static_cast<at::DeviceIndex>(head.device_index));
+}
+
+absl::StatusOr<at::Tensor> ReadTensor(WireReader& reader, SegmentReader& segments,
+                                      const MessageLimits& limits) {
+  Record record;
+  DG_RETURN_IF_ERROR(ReadRecord(record, reader, limits));
+  if (record.head.form == kUndefined) return at::Tensor();
+  DG_ASSIGN_OR_RETURN(const at::Device device, FindDevice(record.head));
+  DG_ASSIGN_OR_RETURN(at::Tensor tensor, record.head.form == kStrided
+                                             ? ReadElements(record, reader, segments)
+                                             : ReadSparse(record, reader, segments, limits));
+  return device.is_cpu() ? tensor : tensor.to(device);
+}
+
+absl::Status InTensor(size_t index, const absl::Status& status) {
+  return Annotate(status, absl::StrCat("tensor ", index));
+}
+
+}  // namespace
+
+absl::Status AppendMessage(const Message& message, Packet* packet) {
+  const size_t bytes_before = packet->bytes.size();
+  const size_t segments_before = packet->segments.size();
+  WireWriter writer(&packet->bytes);
+  writer.U8(kVersion);
+  writer.U32(static_cast<uint32_t>(message.tensors.size()));
+  writer.U64(message.payload.size());
+  writer.Raw(message.payload.data(), message.payload.size());
+  absl::Status status;
+  size_t index = 0;
+  try {
+    c10::NoGradGuard no_grad;
+    for (; index < message.tensors.size() && status.ok(); ++index) {
+      status = AppendTensor(message.tensors[index], packet);
+    }
+  } catch (...) {
+    status = StatusFromException(std::current_exception());
+    ++index;
+  }
+  if (status.ok()) return status;
+  packet->bytes.resize(bytes_before);
+  packet->segments.resize(segments_before);
+  return InTensor(index - 1, status);
+}
+
+absl::StatusOr<Message> ReadMessage(WireReader& reader, SegmentReader& segments,
+                                    const MessageLimits& limits) {
+  const uint8_t version = reader.U8();
+  const uint32_t tensors = reader.U32();
+  const uint64_t payload_bytes = reader.U64();
+  DG_RETURN_IF_ERROR(reader.status("a message"));
+  if (version != kVersion) {
+    return absl::InvalidArgumentError(absl::StrCat("message of version ", version, ", not ",
+                                                   kVersion));
+  }
+  if (tensors > limits.max_tensors || payload_bytes > limits.max_payload_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "a message with ", tensors, " tensors and a payload of ", payload_bytes,
+        " bytes; the limits are ", limits.max_tensors, " and ", limits.max_payload_bytes));
+  }
+  if (payload_bytes > reader.remaining() ||
+      tensors > (reader.remaining() - payload_bytes) / kHeadBytes) {
+    return absl::InvalidArgumentError("a message is longer than its packet");
+  }
+  Message message;
+  size_t index = 0;
+  try {
+    c10::NoGradGuard no_grad;
+    message.payload.resize(payload_bytes);
+    reader.Raw(message.payload.data(), payload_bytes);
+    message.tensors.reserve(tensors);
+    for (; index < tensors; ++index) {
+      absl::StatusOr<at::Tensor> tensor = ReadTensor(reader, segments, limits);
+      if (!tensor.ok()) return InTensor(index, tensor.status());
+      message.tensors.push_back(*std::move(tensor));
+    }
+  } catch (...) {
+    return InTensor(index, StatusFromException(std::current_exception()));
+  }
+  return message;
+}
+
+}  // namespace distgrad
