@@ -5,12 +5,23 @@
 // A node is *reached* if a root was fed a gradient and a path of nodes that ran leads from
 // there. A node that is not reached does not run; it only passes that on, so that the leaves
 // behind an unused result get nothing at all, as in local autograd.
+//
+// Does what torch::autograd::backward does, in the same order, so that gradients are equal to
+// the last bit when roots are fed from one thread: all kinds of hooks, checks of what a node
+// returns, release of what nodes saved, anomaly mode. Differences:
+//
+// - A leaf's gradient goes to the sink and never to its .grad. A post-accumulate hook therefore
+//   sees a stand-in: a tensor that shares the leaf's storage and version, and whose .grad is
+//   what arrived in this run. What the hook leaves in that .grad is what the sink gets (nothing,
+//   if it leaves none), so a hook that steps an optimizer and drops the gradient works.
+// - libtorch's notions of "the current node" and "the current graph task" are not set, since it
+//   does not export them: get_current_node() is null in a node, and Engine::queue_callback
+//   fails. A backward inside a node is libtorch's own and works.
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_EXECUTION_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_EXECUTION_H_
 
 #include <torch/csrc/autograd/function.h>
 
-#include <atomic>
 #include <memory>
 
 #include "absl/status/status.h"
@@ -30,17 +41,20 @@ class GradientSink {
   virtual ~GradientSink() = default;
 
   // The sum of what arrived at a leaf, never undefined; not called for a leaf that got nothing.
-  // The tensor is the sink's to keep. May throw: that fails the execution.
+  // The tensor is the sink's to keep, and what the leaf's .grad would be after a first backward:
+  // laid out like the leaf, and shared with nobody where libtorch would not share it either.
+  // May throw: that fails the execution.
   virtual void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) = 0;
 
   // What arrived at a stop node, one tensor (or undefined) per input; `reached` false means
-  // that no gradient will come, and then all are undefined.
+  // that no gradient will come, and then all are undefined. The node's tensor hooks have run.
+  // May throw: that fails the execution.
   virtual void OnStop(torch::autograd::Node& stop, torch::autograd::variable_list gradients,
                       bool reached) = 0;
 
   // Nothing is running any more: every root fed so far has been followed to its end (or the
-  // execution was cancelled). More roots may be fed later, and then this is called again. The
-  // last thing that the execution does in this burst.
+  // execution was cancelled). More roots may be fed later, also by this call, and then it comes
+  // again. Never called twice at a time. The execution may be destroyed by it or after it.
   virtual void OnIdle() = 0;
 };
 
@@ -52,20 +66,24 @@ struct ExecutionOptions {
 // Thread-safe.
 class Execution {
  public:
-  // `sink` must outlive the execution. Takes the thread-local state of the calling thread
-  // (autocast and the like) for its nodes; they run with gradient mode off.
+  // `sink` must outlive the execution and every Feed. Takes the thread-local state of the
+  // calling thread (autocast and the like) for its nodes; they run with gradient mode off.
   Execution(std::shared_ptr<const Graph> graph, ExecutionOptions options, GradientSink* sink);
   ~Execution();
+  Execution(const Execution&) = delete;
+  Execution& operator=(const Execution&) = delete;
 
   // Feeds a root: one gradient (or undefined) for each of its inputs, and whether it is reached
   // at all. Runs on this thread all that this makes ready. Each root that the graph was built
   // from must be fed exactly once. `root` is an index of the graph.
   void Feed(Graph::Index root, torch::autograd::variable_list gradients, bool reached);
 
-  // Stops before the next node; what is fed later is dropped. The first status wins.
+  // Stops before the next node; what is fed later is dropped, but still ends in OnIdle. The
+  // first status wins. Waits for nothing.
   void Cancel(absl::Status why);
 
-  // OK until a node throws, or Cancel. The message of a node's error names the node.
+  // OK until a node, a hook or the sink throws, or Cancel. The message of a node's error begins
+  // with the node's name; the code is that of StatusFromException.
   absl::Status status() const;
 
   // Whether no node is running or about to.
@@ -73,7 +91,8 @@ class Execution {
 
  private:
   struct State;
-  const std::unique_ptr<State> state_;
+  // Shared with running Feeds, so that OnIdle may let go of the execution.
+  const std::shared_ptr<State> state_;
 };
 
 }  // namespace distgrad

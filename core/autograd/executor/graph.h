@@ -42,15 +42,23 @@ class Graph {
     uint32_t dependencies = 0;  // edges that come into it; 0 for roots alone
     uint32_t first_successor = 0;
     uint32_t successor_count = 0;
+    uint32_t first_input = 0;  // the inputs of all nodes are numbered through
+    uint32_t input_count = 0;
   };
 
   // Traverses what can be reached from `roots`, which are distinct and have no edges into them
-  // (SourceNodes). Iterative: depth does not matter.
+  // (SourceNodes). Iterative: depth does not matter. The roots have the first indices, in their
+  // order.
   Graph(absl::Span<const std::shared_ptr<Node>> roots, absl::FunctionRef<bool(Node&)> is_stop);
 
   size_t size() const { return entries_.size(); }
+  size_t root_count() const { return root_count_; }
+  size_t input_count() const { return input_count_; }
   const Entry& entry(Index i) const { return entries_[i]; }
-  absl::Span<const Successor> successors(Index i) const;
+  absl::Span<const Successor> successors(Index i) const {
+    return absl::MakeConstSpan(successors_)
+        .subspan(entries_[i].first_successor, entries_[i].successor_count);
+  }
 
   // kNone if the node is not part of this graph.
   Index Find(const Node* node) const;
@@ -59,9 +67,13 @@ class Graph {
   std::vector<bool> ReachableFrom(absl::Span<const Index> sources) const;
 
  private:
+  Index Add(const std::shared_ptr<Node>& node, absl::FunctionRef<bool(Node&)> is_stop);
+
   std::vector<Entry> entries_;
   std::vector<Successor> successors_;
   absl::flat_hash_map<const Node*, Index> index_;
+  size_t root_count_;
+  size_t input_count_ = 0;
 };
 
 }  // namespace distgrad
