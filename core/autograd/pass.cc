@@ -1,0 +1,176 @@
+#include "core/autograd/pass.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+
+void Pass::Begin() {
+  Engage(std::nullopt, std::nullopt);
+  if (state_ != State::kRunning) return;
+  host_->FeedRoots();
+  Advance();
+}
+
+void Pass::Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by) {
+  parent_ = parent;
+  state_ = State::kRunning;
+  absl::StatusOr<PassPlan> plan = host_->Engage(by);
+  if (!plan.ok()) {
+    if (parent.has_value()) peers_.insert(*parent);
+    return Abort(plan.status(), std::nullopt);
+  }
+  absl::btree_set<WorkerId> certain(plan->certain.begin(), plan->certain.end());
+  for (const EdgeEnd& end : plan->sends) awaited_.emplace(end.edge, end.peer);
+  peers_.insert(plan->peers.begin(), plan->peers.end());
+  if (parent.has_value()) peers_.insert(*parent);
+  peers_.erase(self_);
+
+  // Nobody shall wait for a gradient that cannot come.
+  for (const EdgeEnd& end : plan->dead) {
+    certain.insert(end.peer);
+    host_->SendNoGradient(end, /*late=*/false);
+    CountSent(end.peer);
+  }
+  // Every peer must hear of the pass without waiting for us, who may be waiting for it.
+  for (WorkerId peer : peers_) {
+    if (certain.contains(peer) || peer == parent) continue;
+    host_->SendStart(peer);
+    CountSent(peer);
+  }
+  for (EdgeId edge : std::exchange(early_, {})) Feed(edge);
+}
+
+void Pass::CountSent(WorkerId to) {
+  // What a worker sends itself cannot outlive its own part of the pass.
+  if (to != self_) ++unacknowledged_[to];
+}
+
+void Pass::Feed(EdgeId edge) {
+  // A send node that is younger than our part of the pass belongs to the next one.
+  if (awaited_.erase(edge) > 0) host_->FeedSend(edge);
+}
+
+void Pass::OnEdge(WorkerId from, EdgeId edge, bool late) {
+  if (over()) return;
+  if (late) {
+    // Sent without being counted, by a worker whose own part is over: never the first word of a
+    // pass, and not acknowledged.
+    if (state_ == State::kNotEngaged) {
+      early_.insert(edge);
+    } else {
+      Feed(edge);
+      Advance();
+    }
+    return;
+  }
+  if (from != self_) ++owed_[from];
+  if (state_ == State::kNotEngaged) Engage(from, edge);
+  if (state_ != State::kRunning) return;
+  Feed(edge);
+  Advance();
+}
+
+void Pass::OnStart(WorkerId from) {
+  if (over()) return;
+  ++owed_[from];
+  if (state_ == State::kNotEngaged) Engage(from, std::nullopt);
+  Advance();
+}
+
+void Pass::OnAck(WorkerId from, uint32_t count) {
+  if (state_ != State::kRunning) return;
+  auto it = unacknowledged_.find(from);
+  if (it == unacknowledged_.end() || it->second < count) {
+    return Fail(absl::InternalError(
+        absl::StrCat("worker ", from, " acknowledged ", count, " messages more than it was sent")));
+  }
+  it->second -= count;
+  if (it->second == 0) unacknowledged_.erase(it);
+  Advance();
+}
+
+void Pass::OnAbort(WorkerId from, const absl::Status& why) {
+  if (over()) return;
+  if (state_ == State::kNotEngaged) {
+    // Whoever engages us later hears of the abort from the host, who remembers the pass.
+    state_ = State::kFailed;
+    return host_->Finish(why);
+  }
+  Abort(why, from);
+}
+
+void Pass::OnGradientSent(WorkerId to) {
+  if (state_ == State::kRunning) CountSent(to);
+}
+
+void Pass::OnIdle(const absl::Status& status) {
+  if (state_ != State::kRunning) return;
+  if (!status.ok()) return Fail(status);
+  Advance();
+}
+
+void Pass::OnLateRecv(EdgeEnd edge) {
+  switch (state_) {
+    case State::kNotEngaged:  // it will be part of the plan
+    case State::kFailed:
+      return;
+    case State::kRunning:
+      host_->SendNoGradient(edge, /*late=*/false);
+      CountSent(edge.peer);
+      peers_.insert(edge.peer);
+      peers_.erase(self_);
+      return;
+    case State::kDone:
+      // The other end may still wait for it, and as long as it does the pass is not over.
+      host_->SendNoGradient(edge, /*late=*/true);
+      return;
+  }
+}
+
+void Pass::Fail(const absl::Status& why) {
+  if (over()) return;
+  Abort(why, std::nullopt);
+}
+
+void Pass::OnPeerLost(WorkerId peer, const absl::Status& why) {
+  if (state_ != State::kRunning || !peers_.contains(peer)) return;
+  peers_.erase(peer);
+  Abort(why, peer);
+}
+
+void Pass::Abort(const absl::Status& why, std::optional<WorkerId> from) {
+  state_ = State::kFailed;
+  host_->Stop(why);
+  for (WorkerId peer : peers_) {
+    if (peer != from) host_->SendAbort(peer, why);
+  }
+  host_->Finish(why);
+}
+
+void Pass::Advance() {
+  if (state_ != State::kRunning) return;
+  if (!local_done_) {
+    if (!awaited_.empty() || !host_->Idle()) return;
+    local_done_ = true;
+  }
+  // Dijkstra and Scholten, "Termination detection for diffusing computations", 1980: the parent
+  // hears last.
+  const bool quiet = unacknowledged_.empty();
+  for (auto& [peer, count] : owed_) {
+    if (count == 0 || (peer == parent_ && !quiet)) continue;
+    host_->SendAck(peer, std::exchange(count, 0));
+  }
+  if (!quiet) return;
+  state_ = State::kDone;
+  host_->Finish(absl::OkStatus());
+}
+
+std::vector<EdgeEnd> Pass::Awaited() const {
+  std::vector<EdgeEnd> awaited;
+  for (const auto& [edge, peer] : awaited_) awaited.push_back({edge, peer});
+  return awaited;
+}
+
+}  // namespace distgrad

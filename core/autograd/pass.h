@@ -1,0 +1,125 @@
+// The backward protocol on one worker: one pass of one context, as a state machine over an
+// interface for everything it does. It knows neither tensors nor sockets, so a test can run it
+// for every order of messages (pass_test.cc). docs/autograd.md explains the protocol.
+#ifndef DISTGRAD_CORE_AUTOGRAD_PASS_H_
+#define DISTGRAD_CORE_AUTOGRAD_PASS_H_
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/container/btree_map.h"
+#include "absl/container/btree_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+// An edge of the context and the worker at its other end.
+struct EdgeEnd {
+  EdgeId edge = 0;
+  WorkerId peer = 0;
+};
+
+// What a worker finds when it looks at its local graph to take part in a pass.
+struct PassPlan {
+  // Every send node of the context: each gets exactly one message in this pass.
+  std::vector<EdgeEnd> sends;
+  // The recv nodes that no send node and no root leads to: no gradient will reach them.
+  std::vector<EdgeEnd> dead;
+  // The workers of recv nodes that will run without waiting for any other worker: reached from
+  // the roots or from the edge that engaged this worker, and from no other send node.
+  std::vector<WorkerId> certain;
+  // The workers at the other ends of all send and recv nodes.
+  std::vector<WorkerId> peers;
+};
+
+// What a pass asks of its worker. Called on the strand of the pass.
+class PassHost {
+ public:
+  virtual ~PassHost() = default;
+
+  // Looks at the local graph. `by` is the edge whose message engaged this worker, if it was one.
+  virtual absl::StatusOr<PassPlan> Engage(std::optional<EdgeId> by) = 0;
+
+  // Runs the roots; on the initiator only, once.
+  virtual void FeedRoots() = 0;
+  // Runs the send node of `edge` with what arrived for it (which may be: no gradient).
+  virtual void FeedSend(EdgeId edge) = 0;
+  // Whether all that was fed has been followed to its end.
+  virtual bool Idle() = 0;
+  // Runs nothing more.
+  virtual void Stop(const absl::Status& why) = 0;
+
+  // Messages. To this worker itself only SendNoGradient is sent; it arrives as OnEdge later.
+  virtual void SendNoGradient(EdgeEnd edge, bool late) = 0;
+  virtual void SendStart(WorkerId to) = 0;
+  virtual void SendAck(WorkerId to, uint32_t count) = 0;
+  virtual void SendAbort(WorkerId to, const absl::Status& why) = 0;
+
+  // The pass is over on this worker: called once, last. On the initiator OK means that it is
+  // over everywhere.
+  virtual void Finish(const absl::Status& status) = 0;
+};
+
+// On the strand of the pass only.
+class Pass {
+ public:
+  Pass(WorkerId self, PassHost* host) : self_(self), host_(host) {}
+
+  // On the initiator, once.
+  void Begin();
+
+  // Messages of this pass. `late`: see OnLateRecv. `from` may be this worker itself.
+  void OnEdge(WorkerId from, EdgeId edge, bool late);
+  void OnStart(WorkerId from);
+  void OnAck(WorkerId from, uint32_t count);
+  void OnAbort(WorkerId from, const absl::Status& why);
+
+  // The host has sent the gradient of a recv node to `to`.
+  void OnGradientSent(WorkerId to);
+  // What was fed has been followed to its end, or stopped with this status.
+  void OnIdle(const absl::Status& status);
+  // A recv node was made after this worker engaged: a reply came late. No gradient will reach it.
+  void OnLateRecv(EdgeEnd edge);
+  // The pass cannot go on: a node threw, a deadline passed, the context was released.
+  void Fail(const absl::Status& why);
+  // A worker is gone. Fails the pass if it took part.
+  void OnPeerLost(WorkerId peer, const absl::Status& why);
+
+  bool running() const { return state_ == State::kRunning; }
+  bool over() const { return state_ == State::kDone || state_ == State::kFailed; }
+  // The send nodes that still wait for their message.
+  std::vector<EdgeEnd> Awaited() const;
+
+ private:
+  enum class State {
+    kNotEngaged,  // heard of, at most
+    kRunning,     // engaged
+    kDone,        // this worker's part is over, and of all that it engaged
+    kFailed,      // aborted
+  };
+
+  void Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by);
+  void Feed(EdgeId edge);
+  void CountSent(WorkerId to);
+  void Advance();
+  void Abort(const absl::Status& why, std::optional<WorkerId> from);
+
+  const WorkerId self_;
+  PassHost* const host_;
+
+  State state_ = State::kNotEngaged;
+  std::optional<WorkerId> parent_;  // whose message engaged this worker; none on the initiator
+  absl::btree_set<WorkerId> peers_;
+  absl::btree_map<EdgeId, WorkerId> awaited_;  // send nodes without their message yet
+  absl::btree_set<EdgeId> early_;              // late messages that came before this worker engaged
+  absl::btree_map<WorkerId, uint32_t> owed_;   // messages not yet acknowledged by us
+  absl::btree_map<WorkerId, uint32_t> unacknowledged_;  // messages of ours; no zeros
+  bool local_done_ = false;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_PASS_H_

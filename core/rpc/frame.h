@@ -1,0 +1,60 @@
+// The header at the front of every packet between two workers. docs/wire.md has the layout.
+#ifndef DISTGRAD_CORE_RPC_FRAME_H_
+#define DISTGRAD_CORE_RPC_FRAME_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/base/ids.h"
+#include "core/rpc/wire.h"
+
+namespace distgrad {
+
+enum class FrameKind : uint8_t {
+  kHello = 1,    // the first packet of a connection: who opened it, and to whom
+  kRequest = 2,  // a call of a function
+  kReply = 3,    // its result, or the status of its failure
+  kNotice = 4,   // one way, not answered
+};
+
+inline constexpr uint32_t kWireMagic = 0x31474744;  // "DGG1"; changes with the wire format
+inline constexpr size_t kMaxFunctionName = 1024;    // bytes
+inline constexpr size_t kMaxErrorMessage = 16 << 10;  // bytes; longer ones are cut
+
+struct Frame {
+  FrameKind kind = FrameKind::kNotice;
+  uint64_t call = 0;             // request and reply: numbers the caller's calls
+  int64_t timeout_us = 0;        // request: what was left of the deadline; 0: none
+  absl::string_view function;    // request
+  absl::Status status;           // reply; the body is empty unless OK
+};
+
+// Who opens a connection, and whom it wants.
+struct Hello {
+  WorkerId from = 0;
+  Incarnation from_incarnation = 0;
+  WorkerId to = 0;
+  Incarnation to_incarnation = 0;
+};
+
+// Appends the header; the body follows.
+void AppendFrame(const Frame& frame, std::string* out);
+void AppendHello(const Hello& hello, std::string* out);
+
+// Reads the header and leaves the reader at the body. `function` points into the reader's bytes.
+absl::StatusOr<Frame> ReadFrame(WireReader& reader);
+absl::StatusOr<Hello> ReadHello(WireReader& reader);
+
+// Writes the number of a call and its timeout into a request header at the front of `bytes`.
+void SetCall(uint64_t call, int64_t timeout_us, std::string* bytes);
+
+// The one encoding of a status, also in notices.
+void AppendStatus(const absl::Status& status, WireWriter& writer);
+absl::Status ReadStatus(WireReader& reader);  // check reader.ok() afterwards
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_FRAME_H_
