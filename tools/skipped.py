@@ -1,0 +1,65 @@
+"""Says which tests of one `bazel test` were skipped and why, then counts its test targets.
+
+skipped.py FILE, written by that call under --build_event_json_file.
+"""
+import json
+import sys
+import urllib.parse
+import xml.etree.ElementTree
+
+
+def cases(path):
+    """The (name, reason for being skipped or None) of each case in a test.xml."""
+    for case in xml.etree.ElementTree.parse(path).iter("testcase"):
+        name = "%s.%s" % (case.get("classname"), case.get("name"))
+        skipped = case.find("skipped")
+        if skipped is not None:
+            text = skipped.get("message") or skipped.text or "no reason given"
+            # GoogleTest puts "file:line" before the message.
+            lines = [line.strip() for line in text.strip().splitlines()]
+            yield name, " ".join(lines[1:] or lines)
+        elif case.get("status") != "notrun":
+            yield name, None
+
+
+def main(path):
+    tests = {}  # label: "failed" until known otherwise
+    skips = set()
+    ran = set()  # labels with a case that was not skipped
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            event = json.loads(line)
+            kind, key = next(iter(event["id"].items()))
+            label = key.get("label") if isinstance(key, dict) else None
+            if kind == "targetConfigured":
+                if event.get("configured", {}).get("targetKind", "").endswith("_test rule"):
+                    tests.setdefault(label, "failed")
+            elif kind == "targetCompleted" and label in tests:
+                if event.get("aborted", {}).get("reason") == "SKIPPED":
+                    tests[label] = "skipped"
+                    skips.add((label, "", "not compatible with this platform"))
+            elif kind == "testSummary":
+                if event["testSummary"].get("overallStatus") in ("PASSED", "FLAKY"):
+                    tests[label] = "passed"
+            elif kind == "testResult":
+                for output in event["testResult"].get("testActionOutput", []):
+                    if output.get("name") != "test.xml":
+                        continue
+                    try:
+                        found = list(cases(urllib.parse.unquote(urllib.parse.urlparse(output["uri"]).path)))
+                    except (OSError, xml.etree.ElementTree.ParseError):
+                        found = []  # the test died before it had written all of it
+                    skips.update((label, name, reason) for name, reason in found if reason)
+                    if not found or not all(reason for _, reason in found):
+                        ran.add(label)
+    for label in {label for label, name, _ in skips if name} - ran:
+        if tests.get(label) == "passed":
+            tests[label] = "skipped"
+    for label, name, reason in sorted(skips):
+        print("skipped: %s %s: %s" % (label, name, reason) if name else "skipped: %s: %s" % (label, reason))
+    if tests:
+        results = list(tests.values())
+        print("%d passed, %d failed, %d skipped" % tuple(map(results.count, ("passed", "failed", "skipped"))))
+
+
+main(sys.argv[1])
