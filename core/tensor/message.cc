@@ -69,6 +69,7 @@ static_assert(static_cast<int>(at::kCPU) == 0 && static_cast<int>(at::kCUDA) == 
 
 // What an ordinary tensor in CPU memory has. One with any key more is not just its bytes.
 constexpr c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
+                                          c10::DispatchKey::AutocastCPU,
                                           c10::DispatchKey::ADInplaceOrView});
 
 bool IsPlain(const c10::TensorImpl& impl) {

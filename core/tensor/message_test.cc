@@ -1,7 +1,9 @@
 #include "core/tensor/message.h"
 
 #include <ATen/Functions.h>
-#include <c10/core/GradMode.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <functional>
@@ -112,7 +114,7 @@ TEST(Message, DenseStridesAreKept) {
   const at::Tensor base = at::rand({4, 5, 6, 7});
   for (const at::Tensor& tensor :
        {base.permute({3, 1, 0, 2}), base.contiguous(at::MemoryFormat::ChannelsLast),
-        at::rand({1, 3, 1, 1}).contiguous(at::MemoryFormat::ChannelsLast), base.select(0, 2).t_(),
+        at::rand({1, 3, 1, 1}).contiguous(at::MemoryFormat::ChannelsLast), base.select(0, 2).transpose(0, 1),
         at::rand({2, 3, 4, 5, 6}).contiguous(at::MemoryFormat::ChannelsLast3d),
         at::rand({40, 50}).t(), at::rand({1, 1, 9}).transpose(0, 2)}) {
     at::Tensor received = RoundTrip(tensor);
@@ -454,7 +456,28 @@ TEST(HostileMessage, TruncatedAnywhere) {
   }
 }
 
+// Notes the most that libtorch was asked for at once.
+class WatchingAllocator : public c10::Allocator {
+ public:
+  explicit WatchingAllocator(c10::Allocator* real) : real_(real) {}
+  c10::DataPtr allocate(size_t bytes) override {
+    largest = std::max(largest, bytes);
+    return real_->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return real_->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  size_t largest = 0;
+
+ private:
+  c10::Allocator* const real_;
+};
+
 TEST(HostileMessage, RandomCorruption) {
+  c10::Allocator* const real = c10::GetCPUAllocator();
+  WatchingAllocator watching(real);
   std::mt19937 random(9);
   const std::vector<Message> corpus = Corpus();
   int accepted = 0;
@@ -471,7 +494,11 @@ TEST(HostileMessage, RandomCorruption) {
                                : static_cast<char>(byte ^ (1 << random() % 8));
     }
     if (random() % 8 == 0) received.bytes.resize(random() % (received.bytes.size() + 1));
+    watching.largest = 0;
+    c10::SetCPUAllocator(&watching);
     absl::StatusOr<Message> message = Read(received);
+    c10::SetCPUAllocator(real);
+    EXPECT_LE(watching.largest, received.bytes.size());
     if (!message.ok()) continue;
     ++accepted;
     Touch(*message);
