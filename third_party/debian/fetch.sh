@@ -33,7 +33,8 @@ flock 9
 stored && exit
 
 apt() {
-  apt-get -q -o Acquire::Retries=3 -o APT::Sandbox::User=root -o Dir::Cache="$state" \
+  apt-get -q -o Acquire::Retries=3 -o Acquire::GzipIndexes=true -o APT::Sandbox::User=root \
+    -o Dir::Cache="$state" -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= \
     -o Dir::Etc::sourcelist=/dev/null -o Dir::Etc::sourceparts="$state/sources" \
     -o Dir::State::lists="$state/lists" "$@" </dev/null >&2
 }
@@ -69,7 +70,7 @@ get() {
 if ! (get) 2>"$log"; then
   apt update 2>"$log" || true
   (get) 2>>"$log" || die "not to be had with this machine's apt sources (no network, or not Debian 12?):" \
-    "$(grep '^[EW]:' "$log" | sort -u | head -n 4 | tr '\n' ' ')"
+    "$(grep '^[EW]:' "$log" | sort -u | head -n 2 | tr '\n' ' ')"
 fi
 files=("$download"/*)
 is_wanted "${files[0]}" || die "$(basename "${files[0]}") has checksum $(sha256sum "${files[0]}" | cut -d' ' -f1), not $sha256"

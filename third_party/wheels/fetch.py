@@ -20,6 +20,8 @@ import zipfile
 TARGET = ["--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=none"] + [
     "--platform=manylinux_2_%d_x86_64" % minor for minor in range(28, 16, -1)
 ] + ["--platform=manylinux2014_x86_64"]
+# To be raised when unpack() changes what a store looks like.
+LAYOUT = "1"
 # For the wheels and what is kept of them; libtorch's are the largest.
 DISK_NEEDED = 1500 << 20
 
@@ -37,7 +39,7 @@ def check():
 
 def download(requirements, folder):
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-cache-dir", "--no-input",
+        sys.executable, "-m", "pip", "download", "--progress-bar=off", "--no-cache-dir", "--no-input",
         "--disable-pip-version-check", "--retries=2", "--timeout=60", "--no-deps",
         "--only-binary=:all:", "--require-hashes", "--dest", folder, "--requirement", requirements,
     ] + TARGET
@@ -51,13 +53,11 @@ def download(requirements, folder):
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if result.returncode == 0:
             return
-    output = result.stdout.strip()
-    unreachable = re.search(r"(name resolution|NewConnectionError|Network is unreachable|"
-                            r"ConnectTimeout|ProxyError)", output)
-    errors = [line for line in output.splitlines() if line.startswith("ERROR")]
-    sys.exit("pip download failed three times: %s%s" % (
-        "no package index could be reached, is there a network? " if unreachable else "",
-        "" if unreachable else "; ".join(errors) or output[-500:]))
+    # pip says "no such version" for everything; what really happened stands in an earlier line.
+    causes = re.findall(r"^.*(?:NewConnectionError|ConnectTimeout|ProxyError|SSLError).*$|^ERROR.*$",
+                        result.stdout, re.MULTILINE)
+    sys.exit("pip download failed three times (no network, or no package index in reach?): %s" %
+             (causes or result.stdout.strip().splitlines() or ["no message"])[0].strip())
 
 
 def unpack(wheels, folder, patterns):
@@ -77,9 +77,9 @@ def unpack(wheels, folder, patterns):
 
 
 def main(name, requirements, cache, patterns):
-    with open(requirements, "rb") as pins, open(__file__, "rb") as script:
-        key = hashlib.sha256(b"\0".join([pins.read(), script.read(), *map(str.encode, patterns)]))
-    store = os.path.join(cache, "%s-%s" % (name, key.hexdigest()[:16]))
+    with open(requirements, encoding="utf-8") as pins:
+        key = "\0".join([LAYOUT, pins.read(), *patterns])
+    store = os.path.join(cache, "%s-%s" % (name, hashlib.sha256(key.encode()).hexdigest()[:16]))
     os.makedirs(cache, exist_ok=True)
     with open(os.path.join(cache, name + ".lock"), "w") as lock:
         # Whoever comes second waits, and then finds the store filled.
