@@ -1,0 +1,248 @@
+#include "core/tensor/values.h"
+
+#include <ATen/core/List.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "core/base/status.h"
+#include "core/rpc/wire.h"
+#include "core/tensor/exception.h"
+
+// The payload is
+//
+//   u8 version, u32 values, and for each value its u8 tag and what belongs to it
+//
+// Lengths are u64. A tensor is the next one of the message.
+namespace distgrad {
+namespace {
+
+constexpr uint8_t kVersion = 1;
+
+enum Tag : uint8_t {
+  kNone = 0,
+  kBool = 1,             // u8
+  kInt = 2,              // i64
+  kDouble = 3,           // f64
+  kComplex = 4,          // f64 twice
+  kString = 5,           // length and bytes
+  kDevice = 6,           // u8 type, u8 index + 1
+  kTensor = 7,
+  kBools = 8,            // length and u8s
+  kInts = 9,             // length and i64s
+  kDoubles = 10,         // length and f64s
+  kTensors = 11,         // length
+  kOptionalTensors = 12, // length and for each a u8: whether it is there
+};
+
+absl::Status Encode(const c10::IValue& value, WireWriter& writer,
+                    std::vector<at::Tensor>& tensors) {
+  if (value.isTensor()) {
+    writer.U8(kTensor);
+    tensors.push_back(value.toTensor());
+  } else if (value.isNone()) {
+    writer.U8(kNone);
+  } else if (value.isBool()) {
+    writer.U8(kBool);
+    writer.U8(value.toBool());
+  } else if (value.isInt()) {
+    writer.U8(kInt);
+    writer.I64(value.toInt());
+  } else if (value.isDouble()) {
+    writer.U8(kDouble);
+    writer.F64(value.toDouble());
+  } else if (value.isComplexDouble()) {
+    writer.U8(kComplex);
+    writer.F64(value.toComplexDouble().real());
+    writer.F64(value.toComplexDouble().imag());
+  } else if (value.isString()) {
+    const std::string& text = value.toStringRef();
+    writer.U8(kString);
+    writer.U64(text.size());
+    writer.Raw(text.data(), text.size());
+  } else if (value.isDevice()) {
+    writer.U8(kDevice);
+    writer.U8(static_cast<uint8_t>(value.toDevice().type()));
+    writer.U8(static_cast<uint8_t>(value.toDevice().index() + 1));
+  } else if (value.isList()) {
+    const c10::ArrayRef<c10::IValue> list = value.toListRef();
+    const bool optional = value.isOptionalTensorList();
+    const Tag tag = value.isIntList()      ? kInts
+                    : value.isDoubleList() ? kDoubles
+                    : value.isBoolList()   ? kBools
+                    : value.isTensorList() ? kTensors
+                    : optional             ? kOptionalTensors
+                                           : kNone;
+    if (tag == kNone) {
+      return absl::UnimplementedError(
+          absl::StrCat("a value of type ", value.type()->str(), " cannot be sent"));
+    }
+    writer.U8(tag);
+    writer.U64(list.size());
+    for (const c10::IValue& element : list) {
+      if (tag == kInts) writer.I64(element.toInt());
+      if (tag == kDoubles) writer.F64(element.toDouble());
+      if (tag == kBools) writer.U8(element.toBool());
+      if (optional) writer.U8(!element.isNone());
+      if (element.isTensor()) tensors.push_back(element.toTensor());
+    }
+  } else {
+    return absl::UnimplementedError(
+        absl::StrCat("a value of type ", value.tagKind(), " cannot be sent"));
+  }
+  return absl::OkStatus();
+}
+
+// Reads values one after the other. For one thread.
+class Decoder {
+ public:
+  // Takes the tensors out of `message`, which must outlive the decoder.
+  explicit Decoder(Message& message) : tensors_(message.tensors), reader_(message.payload) {}
+
+  absl::StatusOr<std::vector<c10::IValue>> Run() {
+    const uint8_t version = reader_.U8();
+    const uint32_t count = reader_.U32();
+    DG_RETURN_IF_ERROR(reader_.status("the list of values"));
+    if (version != kVersion) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("values of version ", version, ", not ", kVersion));
+    }
+    if (count > reader_.remaining()) return absl::InvalidArgumentError("too few values");
+    std::vector<c10::IValue> values;
+    values.reserve(count);
+    for (uint32_t i = 0; i < count; ++i) {
+      c10::IValue value = Value();
+      if (problem_ == nullptr && !reader_.ok()) problem_ = "it ends too early";
+      if (problem_ != nullptr) {
+        return absl::InvalidArgumentError(absl::StrCat("value ", i, ": ", problem_));
+      }
+      values.push_back(std::move(value));
+    }
+    if (reader_.remaining() != 0 || next_tensor_ != tensors_.size()) {
+      return absl::InvalidArgumentError("more was sent than the values need");
+    }
+    return values;
+  }
+
+ private:
+  c10::IValue Value() {
+    switch (reader_.U8()) {
+      case kNone: return {};
+      case kBool: return Bool();
+      case kInt: return reader_.I64();
+      case kDouble: return reader_.F64();
+      case kComplex: {
+        const double real = reader_.F64();
+        return c10::complex<double>(real, reader_.F64());
+      }
+      case kString: {
+        std::string text(Length(1), '\0');
+        reader_.Raw(text.data(), text.size());
+        return text;
+      }
+      case kDevice: return Device();
+      case kTensor: return Tensor();
+      case kBools: return List<bool>(Length(1), [this] { return Bool(); });
+      case kInts: return List<int64_t>(Length(8), [this] { return reader_.I64(); });
+      case kDoubles: return List<double>(Length(8), [this] { return reader_.F64(); });
+      case kTensors: {
+        const uint64_t length = reader_.U64();
+        if (length > tensors_.size() - next_tensor_) return Fail("its tensors are missing");
+        return List<at::Tensor>(length, [this] { return Tensor(); });
+      }
+      case kOptionalTensors:
+        return List<std::optional<at::Tensor>>(
+            Length(1), [this]() -> std::optional<at::Tensor> {
+              if (!Bool()) return std::nullopt;
+              return Tensor();
+            });
+      default: return Fail("unknown tag");
+    }
+  }
+
+  // A length, of which there is enough left; else 0.
+  size_t Length(size_t element_bytes) {
+    const uint64_t length = reader_.U64();
+    if (length <= reader_.remaining() / element_bytes) return length;
+    Fail("it ends too early");
+    return 0;
+  }
+
+  template <typename T, typename Next>
+  c10::IValue List(size_t length, Next next) {
+    c10::List<T> list;
+    list.reserve(length);
+    for (size_t i = 0; i < length; ++i) list.push_back(next());
+    return list;
+  }
+
+  bool Bool() {
+    const uint8_t value = reader_.U8();
+    if (value > 1) Fail("a bool that is neither 0 nor 1");
+    return value == 1;
+  }
+
+  c10::IValue Device() {
+    const auto type = static_cast<int8_t>(reader_.U8());
+    const int index = int{reader_.U8()} - 1;
+    if (type < 0 || type >= at::COMPILE_TIME_MAX_DEVICE_TYPES || index > INT8_MAX ||
+        (type == 0 && index > 0)) {
+      return Fail("unknown device");
+    }
+    return at::Device(static_cast<at::DeviceType>(type), static_cast<at::DeviceIndex>(index));
+  }
+
+  at::Tensor Tensor() {
+    if (next_tensor_ == tensors_.size()) {
+      Fail("its tensor is missing");
+      return {};
+    }
+    return std::move(tensors_[next_tensor_++]);
+  }
+
+  c10::IValue Fail(const char* problem) {
+    if (problem_ == nullptr) problem_ = problem;
+    return {};
+  }
+
+  std::vector<at::Tensor>& tensors_;
+  WireReader reader_;
+  size_t next_tensor_ = 0;
+  const char* problem_ = nullptr;  // the first
+};
+
+}  // namespace
+
+absl::StatusOr<Message> EncodeValues(absl::Span<const c10::IValue> values) {
+  Message message;
+  WireWriter writer(&message.payload);
+  writer.U8(kVersion);
+  writer.U32(static_cast<uint32_t>(values.size()));
+  absl::Status status;
+  size_t done = 0;
+  try {
+    for (; done < values.size(); ++done) {
+      status = Encode(values[done], writer, message.tensors);
+      if (!status.ok()) break;
+    }
+  } catch (...) {
+    status = StatusFromException(std::current_exception());
+  }
+  if (!status.ok()) return Annotate(status, absl::StrCat("value ", done));
+  return message;
+}
+
+absl::StatusOr<std::vector<c10::IValue>> DecodeValues(Message message) {
+  try {
+    return Decoder(message).Run();
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+}  // namespace distgrad
