@@ -1,0 +1,166 @@
+#include "core/base/future.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "core/base/thread_pool.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+TEST(FutureTest, SetThenWait) {
+  Promise<int> promise;
+  Future<int> future = promise.future();
+  EXPECT_FALSE(future.Done());
+  EXPECT_TRUE(promise.Set(7));
+  EXPECT_TRUE(future.Done());
+  EXPECT_EQ(future.Wait().value(), 7);
+}
+
+TEST(FutureTest, WaitThenSet) {
+  Promise<std::string> promise;
+  Future<std::string> future = promise.future();
+  std::thread setter([&] { promise.Set(std::string("late")); });
+  EXPECT_EQ(future.Wait().value(), "late");
+  setter.join();
+}
+
+TEST(FutureTest, TheFirstSetWins) {
+  Promise<int> promise;
+  EXPECT_TRUE(promise.Set(absl::AbortedError("first")));
+  EXPECT_FALSE(promise.Set(2));
+  EXPECT_EQ(promise.future().Wait().status(), absl::AbortedError("first"));
+}
+
+TEST(FutureTest, ADroppedPromiseCancels) {
+  Future<Unit> future;
+  EXPECT_FALSE(future.valid());
+  {
+    Promise<Unit> promise;
+    future = promise.future();
+    EXPECT_TRUE(future.valid());
+  }
+  EXPECT_EQ(future.Wait().status().code(), absl::StatusCode::kCancelled);
+}
+
+TEST(FutureTest, AMovedPromiseDoesNotCancel) {
+  Promise<int> promise;
+  Future<int> future = promise.future();
+  {
+    Promise<int> moved = std::move(promise);
+    EXPECT_FALSE(future.Done());
+    promise = std::move(moved);
+  }
+  EXPECT_FALSE(future.Done());
+  promise.Set(1);
+  EXPECT_EQ(*future.Wait(), 1);
+}
+
+TEST(FutureTest, AssigningOverAPromiseCancelsTheOldOne) {
+  Promise<int> promise;
+  Future<int> old = promise.future();
+  promise = Promise<int>();
+  EXPECT_EQ(old.Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_FALSE(promise.future().Done());
+}
+
+TEST(FutureTest, ThenBeforeAndAfter) {
+  Promise<int> promise;
+  Future<int> future = promise.future();
+  std::vector<int> seen;
+  future.Then([&](const absl::StatusOr<int>& value) { seen.push_back(*value); });
+  future.Then([&](const absl::StatusOr<int>& value) { seen.push_back(*value + 1); });
+  EXPECT_TRUE(seen.empty());
+  promise.Set(10);
+  EXPECT_EQ(seen, (std::vector<int>{10, 11}));
+  future.Then([&](const absl::StatusOr<int>& value) { seen.push_back(*value + 2); });
+  EXPECT_EQ(seen, (std::vector<int>{10, 11, 12}));
+}
+
+TEST(FutureTest, ACallbackMayDropPromiseAndFuture) {
+  auto promise = std::make_unique<Promise<std::string>>();
+  std::optional<Future<std::string>> future = promise->future();
+  std::string seen;
+  future->Then([&](const absl::StatusOr<std::string>& value) {
+    promise = nullptr;
+    future.reset();
+    seen = *value;
+  });
+  promise->Set(std::string("still here"));
+  EXPECT_EQ(seen, "still here");
+
+  future = Future<std::string>::Of(std::string("done"));
+  future->Then([&](const absl::StatusOr<std::string>& value) {
+    future.reset();
+    seen = *value;
+  });
+  EXPECT_EQ(seen, "done");
+}
+
+TEST(FutureTest, TheWaiterMayDestroyThePromise) {
+  for (int i = 0; i < 200; ++i) {
+    auto promise = std::make_unique<Promise<int>>();
+    Future<int> future = promise->future();
+    absl::Notification set;
+    std::thread setter([&, raw = promise.get()] {
+      raw->Set(1);
+      set.Notify();
+    });
+    future.Wait().IgnoreError();
+    set.WaitForNotification();
+    promise = nullptr;
+    setter.join();
+  }
+}
+
+TEST(FutureTest, WaitUntilWithAPastDeadlineOnlyAsks) {
+  Promise<int> promise;
+  EXPECT_FALSE(promise.future().WaitUntil(absl::InfinitePast()));
+  EXPECT_FALSE(promise.future().WaitUntil(absl::Now() - absl::Seconds(1)));
+  EXPECT_FALSE(promise.future().WaitUntil(absl::Now() + absl::Milliseconds(1)));
+  promise.Set(1);
+  EXPECT_TRUE(promise.future().WaitUntil(absl::InfinitePast()));
+}
+
+TEST(FutureTest, TakeMovesOut) {
+  Promise<std::unique_ptr<int>> promise;
+  promise.Set(std::make_unique<int>(5));
+  EXPECT_EQ(*promise.future().Take().value(), 5);
+}
+
+TEST(FutureTest, Of) {
+  EXPECT_EQ(*Future<int>::Of(3).Wait(), 3);
+  EXPECT_EQ(Future<int>::Of(absl::NotFoundError("x")).Wait().status(), absl::NotFoundError("x"));
+}
+
+TEST(FutureTest, WaitingOnAPoolOfOneLetsTheNextTaskRun) {
+  ThreadPool pool("p", 1);
+  Promise<int> outer;
+  Future<int> result = outer.future();
+  pool.Schedule([&pool, outer = std::move(outer)]() mutable {
+    Promise<int> inner;
+    Future<int> value = inner.future();
+    pool.Schedule([inner = std::move(inner)]() mutable { inner.Set(20); });
+    outer.Set(*value.Wait() + 1);
+  });
+  EXPECT_EQ(*result.Wait(), 21);
+}
+
+TEST(FutureTest, APoolThatRefusesCancels) {
+  ThreadPool pool("p", 1);
+  pool.Close();
+  Promise<int> promise;
+  Future<int> future = promise.future();
+  pool.Schedule([promise = std::move(promise)]() mutable { promise.Set(1); });
+  EXPECT_EQ(future.Wait().status().code(), absl::StatusCode::kCancelled);
+}
+
+}  // namespace
+}  // namespace distgrad

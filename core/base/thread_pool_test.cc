@@ -1,0 +1,262 @@
+#include "core/base/thread_pool.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/synchronization/barrier.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+std::string ThreadName() {
+  char name[16];
+  pthread_getname_np(pthread_self(), name, sizeof(name));
+  return name;
+}
+
+// Counts how many are inside at once, at most.
+class Peak {
+ public:
+  void Enter() {
+    const int now = ++inside_;
+    int seen = peak_;
+    while (seen < now && !peak_.compare_exchange_weak(seen, now)) {
+    }
+  }
+  void Leave() { --inside_; }
+  int value() const { return peak_; }
+
+ private:
+  std::atomic<int> inside_{0}, peak_{0};
+};
+
+TEST(ThreadPoolTest, RunsAsManyAtOnceAsItsSizeAndNoMore) {
+  ThreadPool pool("p", 3);
+  auto* all = new absl::Barrier(3);
+  Peak peak;
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(pool.Schedule([&] {
+      peak.Enter();
+      if (all->Block()) delete all;
+      peak.Leave();
+    }));
+  }
+  for (int i = 0; i < 500; ++i) {
+    ASSERT_TRUE(pool.Schedule([&] {
+      peak.Enter();
+      std::this_thread::yield();
+      peak.Leave();
+    }));
+  }
+  pool.Join();
+  EXPECT_EQ(peak.value(), 3);
+}
+
+TEST(ThreadPoolTest, OneThreadKeepsTheOrder) {
+  ThreadPool pool("p", 1);
+  std::vector<int> ran;
+  for (int i = 0; i < 1000; ++i) pool.Schedule([&ran, i] { ran.push_back(i); });
+  pool.Join();
+  ASSERT_EQ(ran.size(), 1000u);
+  for (int i = 0; i < 1000; ++i) EXPECT_EQ(ran[i], i);
+}
+
+// A task that schedules the next one and waits for it, `depth` times.
+void Nest(ThreadPool& pool, int depth, const std::function<void()>& at_bottom) {
+  if (depth == 0) return at_bottom();
+  absl::Notification done;
+  ASSERT_TRUE(pool.Schedule([&] {
+    Nest(pool, depth - 1, at_bottom);
+    done.Notify();
+  }));
+  ThreadPool::BlockingScope blocking;
+  done.WaitForNotification();
+}
+
+TEST(ThreadPoolTest, FiftyNestedWaitsEndOnOneThread) {
+  ThreadPool pool("p", 1);
+  int bottoms = 0;
+  Nest(pool, 50, [&] { ++bottoms; });
+  Nest(pool, 50, [&] { ++bottoms; });
+  EXPECT_EQ(bottoms, 2);
+}
+
+TEST(ThreadPoolTest, FiftyTasksThatNestAtOnce) {
+  ThreadPool pool("p", 2);
+  std::atomic<int> bottoms{0};
+  for (int i = 0; i < 50; ++i) {
+    pool.Schedule([&] { Nest(pool, 3, [&] { ++bottoms; }); });
+  }
+  while (bottoms < 50) std::this_thread::yield();  // they schedule, so Close must wait
+  pool.Join();
+}
+
+TEST(ThreadPoolTest, SpareThreadsAreUsedAgain) {
+  ThreadPool pool("p", 1);
+  absl::Mutex mu;
+  std::set<std::string> names;
+  for (int i = 0; i < 20; ++i) {
+    Nest(pool, 5, [] {});
+    Nest(pool, 3, [&] {
+      absl::MutexLock lock(&mu);
+      names.insert(ThreadName());
+    });
+  }
+  pool.Join();
+  for (const std::string& name : names) {
+    EXPECT_TRUE(std::set<std::string>({"p-0", "p-1", "p-2", "p-3", "p-4"}).count(name)) << name;
+  }
+}
+
+TEST(ThreadPoolTest, SettlesAtItsSizeWhenBlockedTasksGoOn) {
+  ThreadPool pool("p", 1);
+  absl::Notification unblock, unblocked, end;
+  pool.Schedule([&] {
+    {
+      ThreadPool::BlockingScope outer;
+      ThreadPool::BlockingScope inner;  // nests, and counts once
+      unblock.WaitForNotification();
+    }
+    unblocked.Notify();
+    end.WaitForNotification();
+  });
+  pool.Schedule([&] {
+    unblock.Notify();
+    end.WaitForNotification();
+  });
+  unblocked.WaitForNotification();  // two run now
+  Peak peak;
+  for (int i = 0; i < 100; ++i) {
+    pool.Schedule([&] {
+      peak.Enter();
+      std::this_thread::yield();
+      peak.Leave();
+    });
+  }
+  EXPECT_EQ(peak.value(), 0);
+  end.Notify();
+  pool.Join();
+  EXPECT_EQ(peak.value(), 1);
+}
+
+TEST(ThreadPoolTest, JoinRunsWhatWasAccepted) {
+  std::atomic<int> ran{0};
+  ThreadPool pool("p", 2);
+  absl::Notification go;
+  for (int i = 0; i < 2; ++i) pool.Schedule([&] { go.WaitForNotification(); });
+  for (int i = 0; i < 100; ++i) pool.Schedule([&] { ++ran; });
+  pool.Close();
+  EXPECT_EQ(ran, 0);
+  go.Notify();
+  pool.Join();
+  EXPECT_EQ(ran, 100);
+  pool.Join();  // again is fine
+}
+
+TEST(ThreadPoolTest, ABlockedTaskIsReplacedAfterClose) {
+  ThreadPool pool("p", 1);
+  absl::Notification closed, second;
+  pool.Schedule([&] {
+    closed.WaitForNotification();
+    ThreadPool::BlockingScope blocking;
+    second.WaitForNotification();
+  });
+  pool.Schedule([&] { second.Notify(); });
+  pool.Close();
+  closed.Notify();
+  pool.Join();
+}
+
+TEST(ThreadPoolTest, ScheduleAfterCloseDestroysTheTaskUnrun) {
+  ThreadPool pool("p", 1);
+  pool.Close();
+  auto owned = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = owned;
+  EXPECT_FALSE(pool.Schedule([owned = std::move(owned)] { FAIL(); }));
+  EXPECT_TRUE(watch.expired());
+}
+
+TEST(ThreadPoolTest, ATaskMayCloseThePool) {
+  ThreadPool pool("p", 1);
+  std::atomic<bool> accepted{true};
+  pool.Schedule([&] {
+    pool.Close();
+    accepted = pool.Schedule([] {});
+  });
+  pool.Join();
+  EXPECT_FALSE(accepted);
+}
+
+TEST(ThreadPoolTest, SeveralMayJoin) {
+  ThreadPool pool("p", 2);
+  std::atomic<int> ran{0};
+  for (int i = 0; i < 50; ++i) pool.Schedule([&] { ++ran; });
+  std::vector<std::thread> joiners;
+  for (int i = 0; i < 3; ++i) {
+    joiners.emplace_back([&] {
+      pool.Join();
+      EXPECT_EQ(ran, 50);
+    });
+  }
+  for (std::thread& joiner : joiners) joiner.join();
+}
+
+TEST(ThreadPoolTest, ThreadsKnowTheirPoolAndHaveNames) {
+  ThreadPool pool("a-rather-long-name", 1), other("other", 1);
+  EXPECT_FALSE(pool.OnThisPool());
+  pool.Schedule([&] {
+    EXPECT_TRUE(pool.OnThisPool());
+    EXPECT_FALSE(other.OnThisPool());
+    EXPECT_EQ(ThreadName(), "a-rather-long-n");
+    ThreadPool::BlockingScope blocking;
+    EXPECT_TRUE(pool.OnThisPool());
+  });
+  other.Schedule([] { EXPECT_EQ(ThreadName(), "other-0"); });
+  ThreadPool::BlockingScope on_no_pool;
+}
+
+TEST(ThreadPoolTest, SchedulesFromManyThreads) {
+  ThreadPool pool("p", 3);
+  std::atomic<int> ran{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 1000; ++i) {
+        pool.Schedule([&, i] {
+          if (i % 10 == 0) {
+            ThreadPool::BlockingScope blocking;
+            std::this_thread::yield();
+          }
+          ++ran;
+        });
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  pool.Join();
+  EXPECT_EQ(ran, 4000);
+}
+
+TEST(ThreadPoolDeathTest, ATaskMustNotJoinItsOwnPool) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_DEATH(
+      {
+        ThreadPool pool("p", 1);
+        pool.Schedule([&] { pool.Join(); });
+        pool.Join();
+      },
+      "joins its own pool");
+}
+
+}  // namespace
+}  // namespace distgrad
