@@ -1,0 +1,96 @@
+#include "core/rpc/tensorpipe/address.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+namespace {
+
+bool IsWildcard(const sockaddr* address) {
+  if (address->sa_family == AF_INET) {
+    return reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr == htonl(INADDR_ANY);
+  }
+  return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
+// 0, or the errno that says why a listener could not be put there.
+int TryBind(const addrinfo& info) {
+  const int fd = socket(info.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return errno;
+  const int error = bind(fd, info.ai_addr, info.ai_addrlen) == 0 ? 0 : errno;
+  close(fd);
+  return error;
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> ResolveBindHost(const std::string& host) {
+  if (host.empty()) return absl::InvalidArgumentError("the host to listen on is empty");
+  addrinfo hints = {};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int error = getaddrinfo(host.c_str(), nullptr, &hints, &found);
+  if (error != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cannot listen on host \"", host, "\": ", gai_strerror(error)));
+  }
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, &freeaddrinfo);
+  int bind_error = EADDRNOTAVAIL;
+  for (const addrinfo* info = found; info != nullptr; info = info->ai_next) {
+    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
+    if (IsWildcard(info->ai_addr)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "cannot listen on \"", host,
+          "\": other workers need one particular address of this machine to connect to"));
+    }
+    if ((bind_error = TryBind(*info)) != 0) continue;
+    char text[INET6_ADDRSTRLEN] = {};
+    if (info->ai_family == AF_INET) {
+      inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(info->ai_addr)->sin_addr, text,
+                sizeof(text));
+      return std::string(text);
+    }
+    inet_ntop(AF_INET6, &reinterpret_cast<sockaddr_in6*>(info->ai_addr)->sin6_addr, text,
+              sizeof(text));
+    return absl::StrCat("[", text, "]");
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("cannot listen on host \"", host, "\": ", std::strerror(bind_error)));
+}
+
+absl::Status CheckSocketAddress(absl::string_view address) {
+  const auto bad = [address](absl::string_view what) {
+    return absl::InvalidArgumentError(absl::StrCat("\"", address, "\" ", what));
+  };
+  const size_t colon = address.rfind(':');
+  if (colon == absl::string_view::npos) return bad("has no port");
+  const absl::string_view port = address.substr(colon + 1);
+  uint32_t number = 0;
+  // SimpleAtoi would take blanks and a sign.
+  if (port.empty() || port.find_first_not_of("0123456789") != absl::string_view::npos ||
+      !absl::SimpleAtoi(port, &number) || number == 0 || number > 65535) {
+    return bad("has no port between 1 and 65535");
+  }
+  absl::string_view host = address.substr(0, colon);
+  in6_addr parsed;
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+    if (inet_pton(AF_INET6, std::string(host).c_str(), &parsed) == 1) return absl::OkStatus();
+  } else if (inet_pton(AF_INET, std::string(host).c_str(), &parsed) == 1) {
+    return absl::OkStatus();
+  }
+  return bad("is not a numeric IPv4 or [IPv6] address and a port");
+}
+
+}  // namespace distgrad

@@ -1,0 +1,26 @@
+// Host names and socket addresses, checked before TensorPipe sees them: it throws on its own
+// threads, where nobody can catch, when it cannot bind or parse one.
+#ifndef DISTGRAD_CORE_RPC_TENSORPIPE_ADDRESS_H_
+#define DISTGRAD_CORE_RPC_TENSORPIPE_ADDRESS_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace distgrad {
+
+// The numeric address of `host` ("127.0.0.1", "[::1]"), which this machine can bind: others
+// will be told it, so it must be one particular address and not a wildcard. May ask a name
+// server, and so may block. kInvalidArgument for a host that is empty, a wildcard, unknown or
+// not one of this machine's.
+absl::StatusOr<std::string> ResolveBindHost(const std::string& host);
+
+// OK if `address` is "<IPv4>:<port>" or "[<IPv6>]:<port>", all numeric; else
+// kInvalidArgument.
+absl::Status CheckSocketAddress(absl::string_view address);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_TENSORPIPE_ADDRESS_H_

@@ -1,0 +1,166 @@
+#include "core/rpc/tensorpipe/message_layout.h"
+
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/rpc/wire.h"
+#include "tensorpipe/common/cpu_buffer.h"
+#include "tensorpipe/common/device.h"
+
+namespace distgrad {
+namespace {
+
+// Adds up the sizes of a packet, and stops at the limit.
+class Budget {
+ public:
+  explicit Budget(const PacketLimits& limits) : limits_(limits) {}
+
+  absl::Status Segments(size_t count) const {
+    if (count <= limits_.segments) return absl::OkStatus();
+    return absl::ResourceExhaustedError(
+        absl::StrCat("a packet of ", count, " segments; the limit is ", limits_.segments));
+  }
+  absl::Status Spend(uint64_t size) {
+    if (size <= limits_.bytes - spent_) {
+      spent_ += size;
+      return absl::OkStatus();
+    }
+    return absl::ResourceExhaustedError(absl::StrCat("a packet of ", spent_, " + ", size,
+                                                     " bytes; the limit is ", limits_.bytes));
+  }
+
+ private:
+  const PacketLimits limits_;
+  uint64_t spent_ = 0;
+};
+
+tensorpipe::Device Cpu() { return {tensorpipe::kCpuDeviceType, 0}; }
+
+tensorpipe::Message::Payload MakePayload(void* data, size_t size, uint32_t position) {
+  tensorpipe::Message::Payload payload;
+  payload.data = data;
+  payload.length = size;
+  WireWriter(&payload.metadata).U32(position);
+  return payload;
+}
+
+absl::Status Malformed(absl::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat("malformed message: ", what));
+}
+
+}  // namespace
+
+absl::Status CheckPacket(const Packet& packet, const PacketLimits& limits) {
+  Budget budget(limits);
+  DG_RETURN_IF_ERROR(budget.Segments(packet.segments.size()));
+  DG_RETURN_IF_ERROR(budget.Spend(packet.bytes.size()));
+  for (const Segment& segment : packet.segments) {
+    if (segment.size == 0) return absl::InvalidArgumentError("a packet with an empty segment");
+    DG_RETURN_IF_ERROR(budget.Spend(segment.size));
+  }
+  return absl::OkStatus();
+}
+
+tensorpipe::Message LayOut(Packet& packet) {
+  tensorpipe::Message message;
+  if (packet.bytes.size() <= kInlineBytes) {
+    message.metadata = std::move(packet.bytes);
+  } else {
+    message.payloads.push_back(
+        MakePayload(packet.bytes.data(), packet.bytes.size(), kBytesPosition));
+  }
+  for (size_t i = 0; i < packet.segments.size(); ++i) {
+    const Segment& segment = packet.segments[i];
+    if (segment.size <= kChannelBytes) {
+      message.payloads.push_back(
+          MakePayload(segment.data, segment.size, static_cast<uint32_t>(i)));
+      continue;
+    }
+    tensorpipe::Message::Tensor tensor;
+    tensor.buffer = tensorpipe::CpuBuffer{segment.data};
+    tensor.length = segment.size;
+    tensor.targetDevice = Cpu();
+    message.tensors.push_back(std::move(tensor));
+  }
+  return message;
+}
+
+absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descriptor,
+                                                  const PacketLimits& limits) {
+  Budget budget(limits);
+  // At most one of the payloads is not a segment.
+  DG_RETURN_IF_ERROR(budget.Segments(descriptor.tensors.size()));
+  DG_RETURN_IF_ERROR(budget.Segments(descriptor.payloads.size() - !descriptor.payloads.empty()));
+  DG_RETURN_IF_ERROR(budget.Spend(descriptor.metadata.size()));
+
+  bool bytes_apart = false;
+  std::vector<uint32_t> positions;  // of the payloads
+  positions.reserve(descriptor.payloads.size());
+  for (const auto& payload : descriptor.payloads) {
+    WireReader reader(payload.metadata);
+    positions.push_back(reader.U32());
+    if (!reader.ok() || reader.remaining() > 0) return Malformed("a payload of no known place");
+    if (payload.length == 0) return Malformed("an empty payload");
+    DG_RETURN_IF_ERROR(budget.Spend(payload.length));
+    if (positions.back() != kBytesPosition) continue;
+    if (bytes_apart) return Malformed("bytes that come twice");
+    bytes_apart = true;
+  }
+  if (bytes_apart && !descriptor.metadata.empty()) return Malformed("bytes that come twice");
+  for (const auto& tensor : descriptor.tensors) {
+    // TensorPipe ends the process when it is asked for a device that it has no channel for.
+    if (!(tensor.sourceDevice == Cpu() && tensor.targetDevice.value_or(Cpu()) == Cpu())) {
+      return Malformed("memory that is not the CPU's");
+    }
+    if (tensor.length == 0) return Malformed("an empty tensor");
+    DG_RETURN_IF_ERROR(budget.Spend(tensor.length));
+  }
+  const size_t count = descriptor.payloads.size() - bytes_apart + descriptor.tensors.size();
+  DG_RETURN_IF_ERROR(budget.Segments(count));
+
+  // The size of each segment; 0 where a tensor is to come.
+  std::vector<uint64_t> sizes(count, 0);
+  for (size_t i = 0; i < positions.size(); ++i) {
+    if (positions[i] == kBytesPosition) continue;
+    if (positions[i] >= count || sizes[positions[i]] != 0) {
+      return Malformed("a payload of no known place");
+    }
+    sizes[positions[i]] = descriptor.payloads[i].length;
+  }
+
+  try {
+    auto incoming = std::make_shared<Incoming>();
+    Packet& packet = incoming->packet;
+    packet.segments.reserve(count);
+    size_t next_tensor = 0;
+    for (uint64_t size : sizes) {
+      const bool is_tensor = size == 0;
+      if (is_tensor) size = descriptor.tensors[next_tensor++].length;
+      packet.segments.push_back(AllocateSegment(size));
+      if (!is_tensor) continue;
+      tensorpipe::Allocation::Tensor target;
+      target.buffer = tensorpipe::CpuBuffer{packet.segments.back().data};
+      incoming->allocation.tensors.push_back(target);
+    }
+    packet.bytes = std::move(descriptor.metadata);
+    for (size_t i = 0; i < positions.size(); ++i) {
+      tensorpipe::Allocation::Payload target;
+      if (positions[i] == kBytesPosition) {
+        packet.bytes.resize(descriptor.payloads[i].length);
+        target.data = packet.bytes.data();
+      } else {
+        target.data = packet.segments[positions[i]].data;
+      }
+      incoming->allocation.payloads.push_back(target);
+    }
+    return incoming;
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("no memory for a packet that arrived");
+  }
+}
+
+}  // namespace distgrad

@@ -1,0 +1,54 @@
+// How a packet lies in a TensorPipe message.
+//
+// The bytes are the message's metadata, which TensorPipe sends in the message's own header, in
+// one write; past kInlineBytes they are a payload. A segment is a payload too, or past
+// kChannelBytes a tensor, which goes through the channel. The metadata of a payload is its
+// position among the segments, in four bytes (kBytesPosition for the bytes); tensors fill the
+// remaining positions in order.
+#ifndef DISTGRAD_CORE_RPC_TENSORPIPE_MESSAGE_LAYOUT_H_
+#define DISTGRAD_CORE_RPC_TENSORPIPE_MESSAGE_LAYOUT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/rpc/packet.h"
+#include "tensorpipe/core/message.h"
+
+namespace distgrad {
+
+// Measured with transport_benchmark; see its header.
+inline constexpr size_t kInlineBytes = 16 << 10;
+inline constexpr size_t kChannelBytes = 32 << 10;
+
+inline constexpr uint32_t kBytesPosition = 0xffffffff;
+
+struct PacketLimits {
+  uint64_t bytes;   // the packet's bytes and its segments together
+  size_t segments;
+};
+
+// kResourceExhausted if the packet is beyond a limit, kInvalidArgument if a segment is empty.
+absl::Status CheckPacket(const Packet& packet, const PacketLimits& limits);
+
+// The message of a packet that was checked. It points into the packet, whose inline bytes are
+// moved out.
+tensorpipe::Message LayOut(Packet& packet);
+
+// A packet of the shape that a descriptor announces, and its memory as TensorPipe wants to
+// have it told. Not to be moved: short bytes lie within the packet itself.
+struct Incoming {
+  Packet packet;
+  tensorpipe::Allocation allocation;
+};
+
+// Checks all that a descriptor says before any memory is allocated for it. kResourceExhausted
+// if it is beyond a limit or there is no memory, kInvalidArgument if no LayOut made it.
+absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descriptor,
+                                                  const PacketLimits& limits);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_TENSORPIPE_MESSAGE_LAYOUT_H_

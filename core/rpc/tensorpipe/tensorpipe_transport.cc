@@ -1,0 +1,345 @@
+#include "core/rpc/tensorpipe/tensorpipe_transport.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+#include "core/rpc/tensorpipe/address.h"
+#include "core/rpc/tensorpipe/message_layout.h"
+#include "core/rpc/tensorpipe/steady_listeners.h"
+#include "tensorpipe/tensorpipe.h"
+
+namespace distgrad {
+namespace {
+
+// Threads inherit what their maker blocks. libuv writes to sockets without MSG_NOSIGNAL, so a
+// peer that dies would end this process by SIGPIPE; TensorPipe's own threads, and only they,
+// are made deaf to it.
+class SigpipeBlockedForNewThreads {
+ public:
+  SigpipeBlockedForNewThreads() {
+    sigset_t sigpipe;
+    sigemptyset(&sigpipe);
+    sigaddset(&sigpipe, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &sigpipe, &before_);
+  }
+  ~SigpipeBlockedForNewThreads() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+// TensorPipe adds where in its own sources an error comes from; that helps none of our users.
+std::string Message(const tensorpipe::Error& error) {
+  std::string what = error.what();
+  return what.substr(0, what.find(" (this error originated at"));
+}
+
+// What the connections share with their transport, and may outlive it. Thread-safe.
+class Shared {
+ public:
+  Shared(std::string name, PacketLimits limits) : name(std::move(name)), limits(limits) {}
+
+  // Constant.
+  const std::string name;
+  const PacketLimits limits;
+
+  std::atomic<bool> closing{false};  // the transport is being destroyed
+
+  // Counts what will still call back.
+  void Expect() {
+    absl::MutexLock lock(&mu_);
+    ++expected_;
+  }
+  void Done() {
+    absl::MutexLock lock(&mu_);
+    --expected_;
+  }
+  void AwaitAll() {
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(+[](int* expected) { return *expected == 0; }, &expected_));
+  }
+
+ private:
+  absl::Mutex mu_;
+  int expected_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+// Kept alive by its own pending read until it is closed. Thread-safe.
+class PipeConnection final : public Connection,
+                             public std::enable_shared_from_this<PipeConnection> {
+ public:
+  // `peer` says in messages who is at the other end.
+  PipeConnection(std::shared_ptr<Shared> shared, std::shared_ptr<tensorpipe::Pipe> pipe,
+                 std::string peer)
+      : shared_(std::move(shared)), pipe_(std::move(pipe)), peer_(std::move(peer)) {}
+
+  // Once.
+  void Start(std::shared_ptr<Receiver> receiver) {
+    receiver_ = std::move(receiver);
+    shared_->Expect();
+    ReadNext();
+  }
+
+  void Send(Packet packet, SendDone done) override {
+    if (absl::Status checked = CheckPacket(packet, shared_->limits); !checked.ok()) {
+      if (done) done(Annotate(checked, absl::StrCat("sending to ", peer_)));
+      return;
+    }
+    struct Sending {
+      Packet packet;
+      SendDone done;
+    };
+    auto sending = std::make_shared<Sending>(Sending{std::move(packet), std::move(done)});
+    tensorpipe::Message message = LayOut(sending->packet);
+    shared_->Expect();
+    pipe_->write(std::move(message),
+                 [self = shared_from_this(), sending](const tensorpipe::Error& error) {
+                   sending->packet = Packet();
+                   if (sending->done) {
+                     sending->done(error ? self->Lost(error) : absl::OkStatus());
+                     sending->done = nullptr;
+                   }
+                   self->shared_->Done();
+                 });
+  }
+
+  void Close() override {
+    closed_ = true;
+    pipe_->close();
+  }
+
+ private:
+  // The four below are one loop: called by TensorPipe, each by the callback of the one before.
+  void ReadNext() {
+    pipe_->readDescriptor([self = shared_from_this()](const tensorpipe::Error& error,
+                                                      tensorpipe::Descriptor descriptor) {
+      if (error) return self->Finish(self->Lost(error));
+      self->Read(std::move(descriptor));
+    });
+  }
+
+  void Read(tensorpipe::Descriptor descriptor) {
+    absl::StatusOr<std::shared_ptr<Incoming>> incoming =
+        Prepare(std::move(descriptor), shared_->limits);
+    if (!incoming.ok()) {
+      return Finish(Annotate(incoming.status(), absl::StrCat("receiving from ", peer_)));
+    }
+    pipe_->read(std::move((*incoming)->allocation),
+                [self = shared_from_this(), in = *incoming](const tensorpipe::Error& error) {
+                  if (error) return self->Finish(self->Lost(error));
+                  self->Deliver(std::move(in->packet));
+                });
+  }
+
+  void Deliver(Packet packet) {
+    if (!closed_) receiver_->OnPacket(std::move(packet));
+    ReadNext();
+  }
+
+  void Finish(absl::Status why) {
+    pipe_->close();
+    if (closed_ || shared_->closing) why = Cancelled();
+    // Receivers often own their connection: let go of it, so that both can be destroyed.
+    std::exchange(receiver_, nullptr)->OnClosed(std::move(why));
+    shared_->Done();
+  }
+
+  absl::Status Cancelled() const {
+    return absl::CancelledError(absl::StrCat("closed the connection to ", peer_));
+  }
+  absl::Status Lost(const tensorpipe::Error& error) const {
+    if (closed_ || shared_->closing) return Cancelled();
+    return absl::UnavailableError(absl::StrCat("lost ", peer_, ": ", Message(error)));
+  }
+
+  // Constant after construction; synchronize themselves.
+  const std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<tensorpipe::Pipe> pipe_;
+  const std::string peer_;
+  std::atomic<bool> closed_{false};  // by Close()
+
+  // Of the read loop only.
+  std::shared_ptr<Receiver> receiver_;
+};
+
+// Takes connections until the listener closes. Called by TensorPipe, one call at a time.
+class Acceptor : public std::enable_shared_from_this<Acceptor> {
+ public:
+  Acceptor(std::shared_ptr<Shared> shared, std::shared_ptr<tensorpipe::Listener> listener,
+           Transport::Accept accept)
+      : shared_(std::move(shared)), listener_(std::move(listener)), accept_(std::move(accept)) {}
+
+  void Start() {
+    shared_->Expect();
+    AcceptNext();
+  }
+
+ private:
+  void AcceptNext() {
+    listener_->accept([self = shared_from_this()](const tensorpipe::Error& error,
+                                                  std::shared_ptr<tensorpipe::Pipe> pipe) {
+      if (error) return self->Finish(error);
+      self->Take(std::move(pipe));
+    });
+  }
+
+  void Take(std::shared_ptr<tensorpipe::Pipe> pipe) {
+    // The name is the other end's word for itself.
+    std::string peer = absl::StrCat("'", absl::CHexEscape(pipe->getRemoteName().substr(0, 64)),
+                                    "' (who connected to us)");
+    auto connection =
+        std::make_shared<PipeConnection>(shared_, std::move(pipe), std::move(peer));
+    if (auto receiver = accept_(connection)) {
+      connection->Start(std::move(receiver));
+    } else {
+      connection->Close();
+    }
+    AcceptNext();
+  }
+
+  void Finish(const tensorpipe::Error& error) {
+    if (!shared_->closing) {
+      DG_LOG(ERROR) << shared_->name << " takes no more connections: " << Message(error);
+    }
+    accept_ = nullptr;
+    shared_->Done();
+  }
+
+  const std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<tensorpipe::Listener> listener_;
+  Transport::Accept accept_;
+};
+
+class TensorPipeTransport final : public Transport {
+ public:
+  TensorPipeTransport(TensorPipeOptions options, std::shared_ptr<tensorpipe::Context> context,
+                      std::string name)
+      : options_(std::move(options)),
+        scheme_(options_.kind == TensorPipeOptions::Kind::kTcp ? "tcp" : "shm"),
+        context_(std::move(context)),
+        shared_(std::make_shared<Shared>(
+            std::move(name), PacketLimits{options_.max_packet_bytes, options_.max_segments})) {}
+
+  ~TensorPipeTransport() override {
+    shared_->closing = true;
+    context_->close();
+    shared_->AwaitAll();
+    context_->join();
+  }
+
+  absl::StatusOr<std::string> Listen(Accept accept) override {
+    std::string url = scheme_ + "://";
+    if (options_.kind == TensorPipeOptions::Kind::kTcp) {
+      DG_ASSIGN_OR_RETURN(const std::string host, ResolveBindHost(options_.host));
+      url += host;
+    }
+    if (listening_.exchange(true)) {
+      return absl::FailedPreconditionError(absl::StrCat(Name(), " is listening already"));
+    }
+    try {
+      std::shared_ptr<tensorpipe::Listener> listener = context_->listen({url});
+      std::string address = listener->url(scheme_);
+      std::make_shared<Acceptor>(shared_, std::move(listener), std::move(accept))->Start();
+      return address;
+    } catch (const std::exception& e) {
+      listening_ = false;
+      return absl::UnavailableError(absl::StrCat(Name(), " cannot listen on ", url, ": ", e.what()));
+    }
+  }
+
+  absl::StatusOr<std::shared_ptr<Connection>> Connect(
+      const std::string& address, std::shared_ptr<Receiver> receiver) override {
+    DG_RETURN_IF_ERROR(Annotate(CheckAddress(address), absl::StrCat(Name(), " cannot connect")));
+    try {
+      auto pipe = context_->connect(address);
+      auto connection = std::make_shared<PipeConnection>(shared_, std::move(pipe), address);
+      connection->Start(std::move(receiver));
+      return connection;
+    } catch (const std::exception& e) {
+      return absl::UnavailableError(
+          absl::StrCat(Name(), " cannot connect to ", address, ": ", e.what()));
+    }
+  }
+
+  std::string Name() const override { return shared_->name; }
+
+ private:
+  absl::Status CheckAddress(absl::string_view address) const {
+    absl::string_view rest = address;
+    if (!absl::ConsumePrefix(&rest, scheme_ + "://")) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("\"", address, "\" does not start with ", scheme_, "://"));
+    }
+    if (options_.kind == TensorPipeOptions::Kind::kTcp) return CheckSocketAddress(rest);
+    if (rest.empty() || rest.size() > 20 ||
+        rest.find_first_not_of("0123456789abcdef") != absl::string_view::npos) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("\"", address, "\" is not shm://<hexadecimal number>"));
+    }
+    return absl::OkStatus();
+  }
+
+  // Constant after construction; synchronize themselves.
+  const TensorPipeOptions options_;
+  const std::string scheme_;
+  const std::shared_ptr<tensorpipe::Context> context_;
+  const std::shared_ptr<Shared> shared_;
+  std::atomic<bool> listening_{false};
+};
+
+absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
+  const bool tcp = options.kind == TensorPipeOptions::Kind::kTcp;
+  const std::string scheme = tcp ? "tcp" : "shm";
+  auto context = std::make_shared<tensorpipe::Context>(
+      tensorpipe::ContextOptions().name(options.name));
+
+  auto transport = tcp ? tensorpipe::transport::uv::create() : tensorpipe::transport::shm::create();
+  if (!transport->isViable()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("TensorPipe's ", scheme, " transport does not work on this machine"));
+  }
+  context->registerTransport(0, scheme, WithSteadyListeners(std::move(transport)));
+
+  // Always there: two ends that have no channel in common would end the process.
+  context->registerChannel(0, "basic", tensorpipe::channel::basic::create());
+  std::string channel_name = "basic";
+  if (options.channel == TensorPipeOptions::Channel::kCma) {
+    auto cma = tensorpipe::channel::cma::create();
+    if (cma->isViable()) {
+      context->registerChannel(1, "cma", std::move(cma));
+      channel_name = "cma";
+    } else {
+      DG_LOG(INFO) << "TensorPipe's cma channel does not work on this machine; using basic";
+    }
+  }
+  return std::make_unique<TensorPipeTransport>(
+      std::move(options), std::move(context),
+      absl::StrCat("tensorpipe ", scheme, "+", channel_name));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Transport>> NewTensorPipeTransport(TensorPipeOptions options) {
+  const SigpipeBlockedForNewThreads sigpipe_blocked;
+  try {
+    return Create(std::move(options));
+  } catch (const std::exception& e) {
+    return absl::ResourceExhaustedError(absl::StrCat("TensorPipe did not start: ", e.what()));
+  }
+}
+
+}  // namespace distgrad

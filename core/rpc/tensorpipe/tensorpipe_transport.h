@@ -1,0 +1,58 @@
+// Packets between processes and machines, over libtorch's TensorPipe.
+//
+// Small packets travel as one TensorPipe message header; larger byte strings and segments as
+// payloads behind it; large segments through a channel (CMA copies straight from the memory of
+// the other process, where both are on one machine and may).
+//
+// TensorPipe runs a context's callbacks on whichever thread finds it idle, so a Receiver may
+// also be called inside Connection::Send and Transport::Connect, on the thread that calls
+// them: hold no lock there that a Receiver takes.
+//
+// Within a process it is safe to fork only before the first of these transports exists.
+#ifndef DISTGRAD_CORE_RPC_TENSORPIPE_TENSORPIPE_TRANSPORT_H_
+#define DISTGRAD_CORE_RPC_TENSORPIPE_TENSORPIPE_TRANSPORT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "core/rpc/transport.h"
+
+namespace distgrad {
+
+struct TensorPipeOptions {
+  enum class Kind {
+    kTcp,  // any machine
+    kShm,  // within this machine; a thread of it spins while the transport exists
+  };
+  enum class Channel {
+    kCma,    // one copy between processes that may read each other, kBasic for the others
+    kBasic,  // over the transport itself
+  };
+
+  Kind kind = Kind::kTcp;
+  Channel channel = Channel::kCma;
+
+  // What Listen() binds (kTcp only): a name or number of one address of this machine.
+  std::string host = "127.0.0.1";
+
+  // Who we are, for the other end's messages; usually the worker's name.
+  std::string name;
+
+  // A packet beyond one of these is refused: at the sender with kResourceExhausted; at the
+  // receiver, before any memory is allocated for it, by closing the connection.
+  uint64_t max_packet_bytes = uint64_t{8} << 30;  // bytes and segments together
+  size_t max_segments = 1 << 14;
+};
+
+// kFailedPrecondition where the kind cannot work on this machine. A channel that cannot is
+// replaced by kBasic; Name() says which it is ("tensorpipe tcp+basic").
+//
+// Addresses are "tcp://127.0.0.1:4711" and "shm://0a3f1".
+absl::StatusOr<std::unique_ptr<Transport>> NewTensorPipeTransport(TensorPipeOptions options);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_TENSORPIPE_TENSORPIPE_TRANSPORT_H_
