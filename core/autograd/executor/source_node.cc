@@ -25,4 +25,8 @@ variable_list SourceNode::apply(variable_list&& gradients) { return std::move(gr
 
 std::string SourceNode::name() const { return "distgrad::SourceNode"; }
 
+std::shared_ptr<SourceNode> MakeSourceNode(absl::Span<const at::Tensor> tensors) {
+  return std::shared_ptr<SourceNode>(new SourceNode(tensors), torch::autograd::deleteNode);
+}
+
 }  // namespace distgrad

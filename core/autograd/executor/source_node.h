@@ -23,6 +23,9 @@ class SourceNode : public torch::autograd::Node {
   std::string name() const override;
 };
 
+// One whose graph, however long, is freed without recursion.
+std::shared_ptr<SourceNode> MakeSourceNode(absl::Span<const at::Tensor> tensors);
+
 }  // namespace distgrad
 
 #endif  // DISTGRAD_CORE_AUTOGRAD_EXECUTOR_SOURCE_NODE_H_

@@ -1,0 +1,61 @@
+#include "core/autograd/context_registry.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+
+std::shared_ptr<ContextRecord> ContextRegistry::New() {
+  absl::MutexLock lock(&mu_);
+  auto record = std::make_shared<ContextRecord>(MakeId(self_, ++last_));
+  contexts_.emplace(record->id(), record);
+  return record;
+}
+
+absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(ContextId id) {
+  absl::MutexLock lock(&mu_);
+  if (auto it = contexts_.find(id); it != contexts_.end()) return it->second;
+  // Of our own contexts we know all.
+  if (released_.contains(id) || MakerOf(id) == self_) {
+    return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
+  }
+  return contexts_.emplace(id, std::make_shared<ContextRecord>(id)).first->second;
+}
+
+std::shared_ptr<ContextRecord> ContextRegistry::Find(ContextId id) const {
+  absl::MutexLock lock(&mu_);
+  auto it = contexts_.find(id);
+  return it == contexts_.end() ? nullptr : it->second;
+}
+
+std::vector<std::shared_ptr<ContextRecord>> ContextRegistry::All() const {
+  absl::MutexLock lock(&mu_);
+  std::vector<std::shared_ptr<ContextRecord>> all;
+  all.reserve(contexts_.size());
+  for (const auto& [id, record] : contexts_) all.push_back(record);
+  return all;
+}
+
+size_t ContextRegistry::size() const {
+  absl::MutexLock lock(&mu_);
+  return contexts_.size();
+}
+
+std::shared_ptr<ContextRecord> ContextRegistry::Remove(ContextId id) {
+  absl::MutexLock lock(&mu_);
+  if (released_.insert(id).second) {
+    released_order_.push_back(id);
+    if (released_order_.size() > kRemembered) {
+      released_.erase(released_order_.front());
+      released_order_.pop_front();
+    }
+  }
+  auto it = contexts_.find(id);
+  if (it == contexts_.end()) return nullptr;
+  std::shared_ptr<ContextRecord> record = std::move(it->second);
+  contexts_.erase(it);
+  return record;
+}
+
+}  // namespace distgrad

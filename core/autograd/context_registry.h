@@ -1,0 +1,57 @@
+// The contexts that a worker knows of.
+#ifndef DISTGRAD_CORE_AUTOGRAD_CONTEXT_REGISTRY_H_
+#define DISTGRAD_CORE_AUTOGRAD_CONTEXT_REGISTRY_H_
+
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "core/autograd/context_record.h"
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class ContextRegistry {
+ public:
+  explicit ContextRegistry(WorkerId self) : self_(self) {}
+
+  // A new context, whose origin is this worker.
+  std::shared_ptr<ContextRecord> New();
+
+  // The context that a message names, known from now on. kFailedPrecondition if it was released
+  // lately: a message that comes late brings no context back.
+  absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id);
+
+  // Null if this worker does not know it.
+  std::shared_ptr<ContextRecord> Find(ContextId id) const;
+  std::vector<std::shared_ptr<ContextRecord>> All() const;
+  size_t size() const;
+
+  // Forgets a context; null if it is not known (any more).
+  std::shared_ptr<ContextRecord> Remove(ContextId id);
+
+ private:
+  // How many released ids are remembered. A message older than so many contexts is not on its
+  // way any more.
+  static constexpr size_t kRemembered = 16384;
+
+  const WorkerId self_;
+
+  mutable absl::Mutex mu_;
+  // Guarded by mu_.
+  uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::flat_hash_map<ContextId, std::shared_ptr<ContextRecord>> contexts_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_set<ContextId> released_ ABSL_GUARDED_BY(mu_);
+  std::deque<ContextId> released_order_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_CONTEXT_REGISTRY_H_

@@ -1,0 +1,113 @@
+// The distributed autograd engine of one worker: runs its part of backward passes. docs/autograd.md
+// explains the protocol; pass.h has its rules, pass_run.h ties them to the local graph.
+#ifndef DISTGRAD_CORE_AUTOGRAD_ENGINE_H_
+#define DISTGRAD_CORE_AUTOGRAD_ENGINE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "core/autograd/context_record.h"
+#include "core/autograd/context_registry.h"
+#include "core/autograd/notice.h"
+#include "core/autograd/pass_run.h"
+#include "core/base/clock.h"
+#include "core/base/future.h"
+#include "core/base/ids.h"
+#include "core/base/thread_pool.h"
+#include "core/rpc/packet.h"
+
+namespace distgrad {
+
+// How notices reach other workers. Thread-safe.
+class EngineNetwork {
+ public:
+  virtual ~EngineNetwork() = default;
+  // A packet to which notices are to be appended.
+  virtual Packet NewNotice() = 0;
+  // In order for each worker. A failure shows up as Engine::OnPeerLost.
+  virtual void Notify(WorkerId to, Packet notices) = 0;
+  // A worker's name for people.
+  virtual std::string Describe(WorkerId worker) = 0;
+};
+
+struct BackwardOptions {
+  // Keep the graph for another backward of the same context; gradients of all of them add up.
+  bool retain_graph = false;
+  // One for each root, of its shape and dtype; undefined, or none at all: ones, for roots of one
+  // element.
+  std::vector<at::Tensor> root_gradients;
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+// Thread-safe.
+class Engine {
+ public:
+  // All must outlive the last use of the engine; the pool must be joined before it goes.
+  Engine(WorkerId self, EngineNetwork* network, ThreadPool* pool, Clock* clock, ContextRegistry* contexts);
+
+  // ---- Forward: what crosses to or from another worker.
+
+  // Makes a send node for those of `tensors` that require grad. Returns its edge, 0 if none do.
+  absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerId to, absl::Span<const at::Tensor> tensors);
+
+  // Makes a recv node and sets it as the history of `tensors`, which are those that required
+  // grad on the sender, in their order.
+  absl::Status RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,
+                          absl::Span<at::Tensor> tensors);
+
+  // ---- Backward.
+
+  // Runs a pass from `roots`. The future is done when the gradients are in place on every worker
+  // that took part. With `run_here` this thread runs the local part of the graph before this
+  // returns; else the pool does.
+  Future<Unit> Backward(const std::shared_ptr<ContextRecord>& context, std::vector<at::Tensor> roots,
+                        BackwardOptions options, bool run_here);
+
+  // Ends a context here and on every worker that knows of it. Idempotent.
+  void Release(ContextId context);
+
+  // ---- From the network. Short: nodes run on the pool.
+
+  void OnNotice(WorkerId from, Packet packet, size_t offset);
+  void OnPeerLost(WorkerId peer, const absl::Status& why);
+
+  // Fails all passes; no new ones begin.
+  void Close();
+
+  // ---- For PassRun.
+  WorkerId self() const { return self_; }
+  EngineNetwork& network() { return *network_; }
+  ThreadPool& pool() { return *pool_; }
+  Clock& clock() { return *clock_; }
+
+  // Answers a message of a pass that is over here, and how it ended.
+  void AnswerForPassThatIsOver(WorkerId to, const Notice& notice, const absl::Status& status);
+
+ private:
+  void Handle(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
+  void HandleOfOnePass(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
+  void ReleaseFrom(ContextId context, std::optional<WorkerId> from);
+
+  const WorkerId self_;
+  EngineNetwork* const network_;
+  ThreadPool* const pool_;
+  Clock* const clock_;
+  ContextRegistry* const contexts_;
+
+  std::atomic<uint64_t> last_edge_{0};
+  std::atomic<uint64_t> last_pass_{0};
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_ENGINE_H_

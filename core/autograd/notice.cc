@@ -1,0 +1,85 @@
+#include "core/autograd/notice.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "core/base/status.h"
+#include "core/rpc/frame.h"
+#include "core/rpc/wire.h"
+#include "core/tensor/message.h"
+
+namespace distgrad {
+namespace {
+
+constexpr uint8_t kRetain = 1, kLate = 2, kReached = 4;
+
+}  // namespace
+
+absl::Status AppendNotice(const Notice& notice, Packet* packet) {
+  WireWriter writer(&packet->bytes);
+  writer.U8(static_cast<uint8_t>(notice.kind));
+  writer.U64(notice.context);
+  writer.U64(notice.pass);
+  writer.U8(static_cast<uint8_t>((notice.retain_graph ? kRetain : 0) | (notice.late ? kLate : 0) |
+                                 (notice.reached ? kReached : 0)));
+  switch (notice.kind) {
+    case Notice::Kind::kEdge:
+      writer.U64(notice.edge);
+      if (notice.reached) return AppendMessage(Message{"", notice.gradients}, packet);
+      break;
+    case Notice::Kind::kAck:
+      writer.U32(notice.count);
+      break;
+    case Notice::Kind::kAbort:
+      AppendStatus(notice.status, writer);
+      break;
+    case Notice::Kind::kStart:
+    case Notice::Kind::kRelease:
+      break;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset) {
+  WireReader reader(absl::string_view(packet.bytes).substr(offset));
+  SegmentReader segments(absl::MakeSpan(packet.segments));
+  std::vector<Notice> notices;
+  while (reader.ok() && reader.remaining() > 0) {
+    Notice notice;
+    notice.kind = static_cast<Notice::Kind>(reader.U8());
+    notice.context = reader.U64();
+    notice.pass = reader.U64();
+    const uint8_t flags = reader.U8();
+    notice.retain_graph = flags & kRetain;
+    notice.late = flags & kLate;
+    notice.reached = flags & kReached;
+    switch (notice.kind) {
+      case Notice::Kind::kEdge: {
+        notice.edge = reader.U64();
+        if (!notice.reached) break;
+        DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments));
+        notice.gradients = std::move(message.tensors);
+        break;
+      }
+      case Notice::Kind::kAck:
+        notice.count = reader.U32();
+        break;
+      case Notice::Kind::kAbort:
+        notice.status = ReadStatus(reader);
+        if (notice.status.ok()) notice.status = absl::UnknownError("aborted without a reason");
+        break;
+      case Notice::Kind::kStart:
+      case Notice::Kind::kRelease:
+        break;
+      default:
+        return absl::InvalidArgumentError(
+            absl::StrCat("a notice of unknown kind ", static_cast<int>(notice.kind)));
+    }
+    notices.push_back(std::move(notice));
+  }
+  DG_RETURN_IF_ERROR(reader.status("notices"));
+  return notices;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,46 @@
+// What the engines of two workers tell each other, and how it stands in a packet. Several
+// notices for one worker travel in one packet. docs/wire.md has the layout.
+#ifndef DISTGRAD_CORE_AUTOGRAD_NOTICE_H_
+#define DISTGRAD_CORE_AUTOGRAD_NOTICE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/base/ids.h"
+#include "core/rpc/packet.h"
+
+namespace distgrad {
+
+struct Notice {
+  enum class Kind : uint8_t {
+    kEdge = 1,     // the one message of an edge in a pass: its gradients, or that there are none
+    kStart = 2,    // the pass has begun
+    kAck = 3,      // `count` messages of the pass are done with
+    kAbort = 4,    // the pass has failed with `status`
+    kRelease = 5,  // the context is over
+  };
+
+  Kind kind = Kind::kStart;
+  ContextId context = 0;
+  PassId pass = 0;            // none for kRelease
+  bool retain_graph = false;  // of the pass
+  EdgeId edge = 0;            // kEdge
+  bool late = false;          // kEdge: see Pass::OnLateRecv
+  bool reached = false;       // kEdge: false for "no gradient"
+  std::vector<at::Tensor> gradients = {};  // kEdge, if reached; undefined ones keep their place
+  uint32_t count = 0;         // kAck
+  absl::Status status = {};   // kAbort
+};
+
+absl::Status AppendNotice(const Notice& notice, Packet* packet);
+
+// All notices of a packet whose body begins at `offset`. Moves the segments out.
+absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_NOTICE_H_

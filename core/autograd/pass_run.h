@@ -1,0 +1,131 @@
+// One pass on one worker: ties the protocol (Pass) to the local graph (Execution) and to the
+// network.
+#ifndef DISTGRAD_CORE_AUTOGRAD_PASS_RUN_H_
+#define DISTGRAD_CORE_AUTOGRAD_PASS_RUN_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/btree_map.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "core/autograd/context_record.h"
+#include "core/autograd/executor/execution.h"
+#include "core/autograd/executor/graph.h"
+#include "core/autograd/notice.h"
+#include "core/autograd/pass.h"
+#include "core/base/clock.h"
+#include "core/base/future.h"
+#include "core/base/strand.h"
+
+namespace distgrad {
+
+class Engine;
+
+// Thread-safe.
+class PassRun : public PassHost, public GradientSink, public std::enable_shared_from_this<PassRun> {
+ public:
+  struct Roots {
+    std::vector<at::Tensor> tensors;
+    std::vector<at::Tensor> gradients;
+  };
+
+  PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id, bool retain_graph,
+          std::optional<Roots> roots);
+
+  // Whether the calling thread may run nodes of the graph.
+  enum class RunHere : bool { kNo, kYes };
+
+  // On the initiator, once.
+  Future<Unit> Begin(absl::Time deadline, RunHere here);
+  void OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here);
+  // `place`: where the node stands among the context's recv nodes.
+  void OnNewRecv(size_t place, EdgeEnd end);
+  void OnPeerLost(WorkerId peer, const absl::Status& why);
+  void Fail(const absl::Status& why);
+
+ private:
+  struct Feed {
+    Graph::Index root;
+    std::vector<at::Tensor> gradients;
+    bool reached;
+  };
+  struct Captured {
+    EdgeEnd end;
+    std::vector<at::Tensor> gradients;
+    bool reached;
+  };
+
+  // Runs `task` on the strand, sends what it left to be sent, and sees to what it fed.
+  void Post(absl::AnyInvocable<void()> task, RunHere here);
+  void RunFeeds();
+  void Settle();
+  absl::Status LocalError(const absl::Status& why);
+
+  // ---- On strand_ only.
+  absl::StatusOr<PassPlan> Engage(std::optional<EdgeId> by) override;
+  void FeedRoots() override;
+  void FeedSend(EdgeId edge) override;
+  bool Idle() override;
+  void Stop(const absl::Status& why) override;
+  void SendNoGradient(EdgeEnd edge, bool late) override;
+  void SendStart(WorkerId to) override;
+  void SendAck(WorkerId to, uint32_t count) override;
+  void SendAbort(WorkerId to, const absl::Status& why) override;
+  void Finish(const absl::Status& status) override;
+  void OnNoticeOnStrand(WorkerId from, Notice& notice);
+  void FlushCapturedOnStrand();
+  void EndTaskOnStrand();
+  void Deliver(WorkerId to, Notice notice);
+  void Queue(Feed feed);
+  std::string DescribeAwaitedOnStrand();
+
+  // ---- GradientSink, on the threads that run nodes.
+  void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override;
+  void OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradients, bool reached) override;
+  void OnIdle() override;
+
+  // Constant after construction.
+  Engine* const engine_;
+  const std::shared_ptr<ContextRecord> context_;
+  const PassId id_;
+  const bool retain_graph_;
+
+  // Synchronizes itself.
+  Strand strand_;
+  std::atomic<size_t> outstanding_{0};  // feeds that are queued or running
+  std::shared_ptr<const Graph> graph_;    // both made before the first feed is queued
+  std::unique_ptr<Execution> execution_;
+
+  // On strand_ only.
+  Pass pass_;
+  std::optional<Roots> roots_;
+  std::optional<Promise<Unit>> promise_;  // on the initiator, until it is set
+  std::optional<Clock::TimerId> timer_;
+  size_t known_recvs_ = 0;                                  // those that the plan has
+  absl::flat_hash_map<EdgeId, Graph::Index> send_roots_;
+  Graph::Index root_ = Graph::kNone;                        // of the roots
+  Notice* arriving_ = nullptr;                              // what is being handed to pass_
+  absl::btree_map<WorkerId, Packet> outbox_;
+  std::optional<absl::Status> over_;                        // how the pass ended
+  bool ended_ = false;                                      // and that everyone was told
+
+  absl::Mutex mu_;
+  // Guarded by mu_.
+  std::deque<Feed> feeds_ ABSL_GUARDED_BY(mu_);
+  std::vector<Captured> captured_ ABSL_GUARDED_BY(mu_);
+  size_t captured_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_PASS_RUN_H_

@@ -1,0 +1,26 @@
+#include "core/autograd/recv_node.h"
+
+#include <torch/csrc/autograd/variable.h>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+
+std::shared_ptr<RecvNode> RecvNode::Attach(ContextId context, EdgeEnd end, absl::Span<at::Tensor> tensors) {
+  // deleteNode frees a long chain of nodes without recursion.
+  std::shared_ptr<RecvNode> node(new RecvNode(context, end), torch::autograd::deleteNode);
+  for (at::Tensor& tensor : tensors) {
+    const uint32_t input = node->add_input_metadata(tensor);
+    torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge(node, input));
+  }
+  return node;
+}
+
+torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& gradients) {
+  TORCH_CHECK(false, "the graph leads to a tensor received from worker ", end_.peer, " in context ",
+              absl::StrCat(context_), ": use the backward of that context, not torch's");
+}
+
+std::string RecvNode::name() const { return absl::StrCat("RecvNode(from worker ", end_.peer, ")"); }
+
+}  // namespace distgrad
