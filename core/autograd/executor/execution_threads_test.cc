@@ -1,0 +1,246 @@
+// Executions on several threads, on small stacks, and under thread-local state of others.
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <pthread.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "core/autograd/executor/execution.h"
+#include "core/autograd/executor/executor_testing.h"
+#include "core/autograd/executor/graph.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+Tensor Full(double value) { return at::full({2}, value, at::kDouble); }
+
+// Calls a function of the test's in backward.
+struct Spy : torch::autograd::Function<Spy> {
+  using Body = std::function<void()>;
+
+  static Variable forward(AutogradContext* context, const Variable& a, Body* body) {
+    context->saved_data["body"] = reinterpret_cast<int64_t>(body);
+    return a.clone();
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    (*reinterpret_cast<Body*>(context->saved_data["body"].toInt()))();
+    return {gradients[0], Variable()};
+  }
+};
+
+void RunThreads(int count, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i) threads.emplace_back([&body, i] { body(i); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Runs `body` on a thread with a stack on which a recursion over the graph would not fit.
+void RunOnSmallStack(std::function<void()> body) {
+  pthread_attr_t attributes;
+  ASSERT_EQ(pthread_attr_init(&attributes), 0);
+  ASSERT_EQ(pthread_attr_setstacksize(&attributes, 512 * 1024), 0);
+  pthread_t thread;
+  ASSERT_EQ(pthread_create(
+                &thread, &attributes,
+                [](void* argument) -> void* {
+                  (*static_cast<std::function<void()>*>(argument))();
+                  return nullptr;
+                },
+                &body),
+            0);
+  pthread_join(thread, nullptr);
+  pthread_attr_destroy(&attributes);
+}
+
+// Whole numbers in doubles: sums do not depend on their order, so they can be compared.
+TEST(ExecutionThreads, RootsFedFromSeveralThreads) {
+  constexpr int kRoots = 8, kThreads = 4, kValues = 60;
+  for (uint64_t seed = 1; seed <= 30; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    const Tensor a = Full(1).requires_grad_(), b = Full(2).requires_grad_();
+    std::vector<Tensor> values = {a, b};
+    for (int i = 0; i < kValues; ++i) {
+      const auto pick = [&] {
+        return values[values.size() - 1 - random() % std::min<size_t>(values.size(), 12)];
+      };
+      values.push_back(i % 3 == 0 ? pick() * 2 : pick() - pick());
+    }
+    std::vector<std::vector<Tensor>> roots;
+    for (int i = 0; i < kRoots; ++i) roots.push_back({values[values.size() - 1 - i]});
+    const auto graph = GraphOf(roots);
+    RecordingSink sink;
+    ExecutionOptions options;
+    options.retain_graph = true;
+    Execution execution(graph, options, &sink);
+    RunThreads(kThreads, [&](int thread) {
+      for (int i = thread; i < kRoots; i += kThreads) {
+        const bool reached = (seed + i) % 3 != 0;
+        execution.Feed(i, {reached ? Full(i + 1) : Tensor()}, reached);
+      }
+    });
+    ASSERT_TRUE(execution.status().ok()) << execution.status();
+    EXPECT_TRUE(execution.idle());
+    EXPECT_GE(sink.idle, 1);
+    EXPECT_LE(sink.idle, kRoots);
+
+    std::vector<Tensor> fed, gradients;
+    for (int i = 0; i < kRoots; ++i) {
+      if ((seed + i) % 3 == 0) continue;
+      fed.push_back(roots[i][0]);
+      gradients.push_back(Full(i + 1));
+    }
+    torch::autograd::backward(fed, gradients);
+    for (const Tensor& leaf : {a, b}) {
+      ASSERT_EQ(sink.Of(leaf).defined(), leaf.grad().defined());
+      if (!leaf.grad().defined()) continue;
+      EXPECT_TRUE(sink.Of(leaf).equal(leaf.grad()));
+    }
+  }
+}
+
+TEST(ExecutionThreads, ManyEdgesIntoOneInput) {
+  constexpr int kRoots = 400, kThreads = 4;
+  const Tensor leaf = Full(1).requires_grad_(), trunk = leaf * 3;
+  std::vector<std::vector<Tensor>> roots;
+  for (int i = 0; i < kRoots; ++i) roots.push_back({trunk * 2});
+  RecordingSink sink;
+  Execution execution(GraphOf(roots), ExecutionOptions(), &sink);
+  RunThreads(kThreads, [&](int thread) {
+    for (int i = thread; i < kRoots; i += kThreads) execution.Feed(i, {Full(i)}, true);
+  });
+  EXPECT_TRUE(sink.Of(leaf).equal(Full(6.0 * kRoots * (kRoots - 1) / 2)));
+}
+
+TEST(ExecutionThreads, AnErrorStopsAllThreads) {
+  constexpr int kThreads = 4;
+  for (int round = 0; round < 20; ++round) {
+    Spy::Body fail = [] { throw std::runtime_error("no"); };
+    std::vector<std::vector<Tensor>> roots;
+    for (int i = 0; i < kThreads; ++i) {
+      Tensor root = Full(1).requires_grad_();
+      for (int n = 0; n < 50; ++n) root = i == 2 && n == 25 ? Spy::apply(root, &fail) : root * 2;
+      roots.push_back({root});
+    }
+    RecordingSink sink;
+    Execution execution(GraphOf(roots), ExecutionOptions(), &sink);
+    RunThreads(kThreads, [&](int thread) { execution.Feed(thread, {Full(1)}, true); });
+    EXPECT_TRUE(absl::EndsWith(execution.status().message(), ": no")) << execution.status();
+    EXPECT_TRUE(execution.idle());
+    EXPECT_GE(sink.idle, 1);
+  }
+}
+
+TEST(ExecutionThreads, CancelFromAnotherThread) {
+  for (int round = 0; round < 20; ++round) {
+    Tensor root = Full(1).requires_grad_();
+    for (int n = 0; n < 200; ++n) root = root * 1;
+    RecordingSink sink;
+    Execution execution(GraphOf({{root}}), ExecutionOptions(), &sink);
+    RunThreads(2, [&](int thread) {
+      if (thread == 0) execution.Feed(0, {Full(1)}, true);
+      if (thread == 1) execution.Cancel(absl::CancelledError("enough"));
+    });
+    EXPECT_EQ(execution.status(), absl::CancelledError("enough"));
+    EXPECT_EQ(sink.idle, 1);
+  }
+}
+
+TEST(ExecutionThreads, NodesSeeTheStateOfTheThreadThatMadeTheExecution) {
+  bool ran = false;
+  Spy::Body look = [&] {
+    ran = true;
+    EXPECT_FALSE(at::GradMode::is_enabled());
+    EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
+  };
+  const Tensor root = Spy::apply(Full(1).requires_grad_(), &look);
+  RecordingSink sink;
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  Execution execution(GraphOf({{root}}), ExecutionOptions(), &sink);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  sink.on_idle = [] {
+    EXPECT_TRUE(at::GradMode::is_enabled());
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  };
+  RunThreads(1, [&](int) { execution.Feed(0, {Full(1)}, true); });
+  EXPECT_TRUE(ran);
+}
+
+TEST(ExecutionThreads, BackwardsInsideNodesNest) {
+  const Tensor inner_leaf = Full(1).requires_grad_();
+  int depth = 0;
+  Spy::Body nest = [&] {
+    const at::AutoGradMode on(true);
+    if (++depth > 5) return;
+    // libtorch's engine inside ours, and ours inside libtorch's.
+    if (depth % 2 == 1) {
+      torch::autograd::backward({Spy::apply(inner_leaf, &nest)}, {Full(1)});
+    } else {
+      RecordingSink sink;
+      Execution execution(GraphOf({{Spy::apply(inner_leaf, &nest)}}), ExecutionOptions(), &sink);
+      execution.Feed(0, {Full(1)}, true);
+      EXPECT_TRUE(execution.status().ok()) << execution.status();
+      EXPECT_TRUE(sink.Of(inner_leaf).equal(Full(1)));
+    }
+  };
+  const Tensor leaf = Full(1).requires_grad_();
+  RecordingSink sink;
+  Execution execution(GraphOf({{Spy::apply(leaf, &nest)}}), ExecutionOptions(), &sink);
+  execution.Feed(0, {Full(1)}, true);
+  EXPECT_TRUE(execution.status().ok()) << execution.status();
+  EXPECT_TRUE(sink.Of(leaf).equal(Full(1)));
+  EXPECT_TRUE(inner_leaf.grad().equal(Full(3)));
+}
+
+TEST(ExecutionThreads, DeepGraphsNeedNoDeepStack) {
+  constexpr int kDepth = 200'000;
+  RunOnSmallStack([] {
+    const Tensor leaf = Full(1).requires_grad_();
+    Tensor root = leaf;
+    for (int i = 0; i < kDepth; ++i) root = root * 1;
+    auto graph = GraphOf({{root}});
+    root = Tensor();
+    ASSERT_GE(graph->size(), size_t{kDepth});
+    RecordingSink sink;
+    auto execution = std::make_unique<Execution>(graph, ExecutionOptions(), &sink);
+    execution->Feed(0, {Full(7)}, true);
+    EXPECT_TRUE(sink.Of(leaf).equal(Full(7)));
+    execution.reset();
+    graph.reset();
+  });
+}
+
+TEST(ExecutionThreads, DeepGraphsThatAreNotReachedNeedNoDeepStackEither) {
+  constexpr int kDepth = 200'000;
+  RunOnSmallStack([] {
+    Tensor root = Full(1).requires_grad_();
+    for (int i = 0; i < kDepth; ++i) root = root * 1;
+    RecordingSink sink;
+    Execution execution(GraphOf({{root}}), ExecutionOptions(), &sink);
+    root = Tensor();
+    execution.Feed(0, {Tensor()}, false);
+    EXPECT_TRUE(sink.leaves.empty());
+    EXPECT_EQ(sink.idle, 1);
+  });
+}
+
+}  // namespace
+}  // namespace distgrad
