@@ -1,0 +1,75 @@
+#include "core/worker/call_body.h"
+
+#include <utility>
+
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "core/base/status.h"
+#include "core/rpc/wire.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kEdgeOffset = 9;  // behind the flags and the context
+constexpr uint8_t kGradEnabled = 1;
+
+absl::StatusOr<CallHeader> ReadHeader(WireReader& reader) {
+  CallHeader header;
+  header.grad_enabled = reader.U8() & kGradEnabled;
+  header.context = reader.U64();
+  header.edge = reader.U64();
+  const uint32_t recorded = reader.U32();
+  if (recorded > reader.remaining() / sizeof(uint32_t)) {
+    return absl::InvalidArgumentError("a call body that is cut short");
+  }
+  header.recorded.reserve(recorded);
+  for (uint32_t i = 0; i < recorded; ++i) header.recorded.push_back(reader.U32());
+  DG_RETURN_IF_ERROR(reader.status("call body"));
+  return header;
+}
+
+}  // namespace
+
+absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& message, Packet* packet) {
+  const size_t offset = packet->bytes.size();
+  WireWriter writer(&packet->bytes);
+  writer.U8(header.grad_enabled ? kGradEnabled : 0);
+  writer.U64(header.context);
+  writer.U64(header.edge);
+  writer.U32(static_cast<uint32_t>(header.recorded.size()));
+  for (uint32_t place : header.recorded) writer.U32(place);
+  DG_RETURN_IF_ERROR(AppendMessage(message, packet));
+  return offset;
+}
+
+void SetEdge(size_t body_offset, EdgeId edge, Packet* packet) {
+  for (int i = 0; i < 8; ++i) {
+    packet->bytes[body_offset + kEdgeOffset + i] = static_cast<char>(edge >> (8 * i));
+  }
+}
+
+absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset) {
+  WireReader reader(absl::string_view(packet.bytes).substr(offset));
+  return ReadHeader(reader);
+}
+
+absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset) {
+  WireReader reader(absl::string_view(packet.bytes).substr(offset));
+  DG_ASSIGN_OR_RETURN(const CallHeader header, ReadHeader(reader));
+  SegmentReader segments(absl::MakeSpan(packet.segments));
+  try {
+    DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments));
+    for (uint32_t place : header.recorded) {
+      if (place >= message.tensors.size() || !message.tensors[place].defined() ||
+          !at::isDifferentiableType(message.tensors[place].scalar_type())) {
+        return absl::InvalidArgumentError("a tensor that is said to require grad cannot");
+      }
+    }
+    return message;
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+}  // namespace distgrad

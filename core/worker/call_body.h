@@ -1,0 +1,38 @@
+// The body of a request or a reply: what autograd has to know of the message, and the message.
+// docs/wire.md has the layout.
+#ifndef DISTGRAD_CORE_WORKER_CALL_BODY_H_
+#define DISTGRAD_CORE_WORKER_CALL_BODY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/base/ids.h"
+#include "core/rpc/packet.h"
+#include "core/tensor/message.h"
+
+namespace distgrad {
+
+// What stands before the message. Fixed in size but for the list.
+struct CallHeader {
+  ContextId context = 0;     // 0: no context
+  EdgeId edge = 0;           // 0: no tensor of the message is recorded
+  bool grad_enabled = true;  // request: the caller's gradient mode
+  std::vector<uint32_t> recorded = {};  // the tensors that require grad, by place
+};
+
+// Appends the body. `header.edge` may be filled in later with SetEdge(). Returns where the body
+// began.
+absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& message, Packet* packet);
+void SetEdge(size_t body_offset, EdgeId edge, Packet* packet);
+
+// The two parts of reading: the header is needed even where the message is refused or unwanted.
+// Each takes the packet and where its body begins; the second moves the segments out.
+absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset);
+absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_CALL_BODY_H_

@@ -1,0 +1,76 @@
+// One training step across workers: what was sent and received under it, and the gradients that
+// its backward gave.
+#ifndef DISTGRAD_CORE_WORKER_CONTEXT_H_
+#define DISTGRAD_CORE_WORKER_CONTEXT_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/autograd/context_record.h"
+#include "core/autograd/engine.h"
+#include "core/base/future.h"
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+// Made by Worker::NewContext() on its origin, where its end releases the context on every worker;
+// and given to handlers, whose handle ends without that. Movable. Thread-safe, but for moves.
+class Context {
+ public:
+  // What a context needs of its worker; outlives it.
+  class Owner {
+   public:
+    virtual ~Owner() = default;
+    virtual Engine& engine() = 0;
+    virtual absl::Time DefaultDeadline() = 0;
+  };
+
+  Context() = default;
+  Context(std::shared_ptr<Owner> owner, std::shared_ptr<ContextRecord> record, bool is_origin)
+      : owner_(std::move(owner)), record_(std::move(record)), is_origin_(is_origin) {}
+  Context(Context&& other) noexcept = default;
+  Context& operator=(Context&& other) noexcept;
+  ~Context();
+
+  bool valid() const { return record_ != nullptr; }
+  // The same number on all workers.
+  ContextId id() const { return record_->id(); }
+
+  // Computes the gradients of everything that `roots` depend on, on every worker, and waits until
+  // they are in place. Roots are scalars that require grad, unless options.root_gradients has
+  // their gradients. Gradients add up over several passes; none goes to any tensor's grad().
+  // Without options.retain_graph it can be called once.
+  //
+  // An error of a node names the worker and the node. After an error the context is good for
+  // Release() only.
+  absl::Status Backward(std::vector<at::Tensor> roots, BackwardOptions options = {}) const;
+  Future<Unit> BackwardAsync(std::vector<at::Tensor> roots, BackwardOptions options = {}) const;
+
+  // The gradient of a leaf of this worker; kNotFound if no root depends on it.
+  absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const { return record_->Gradient(leaf); }
+  // All leaves of this worker that have one, each with its gradient; in no order.
+  std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const { return record_->Gradients(); }
+  // Replaces the gradient of a leaf that has one.
+  absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient) const {
+    return record_->SetGradient(leaf, std::move(gradient));
+  }
+
+  // Ends the context on every worker; a pass under way fails. Idempotent, does not wait.
+  void Release();
+
+  const std::shared_ptr<ContextRecord>& record() const { return record_; }
+
+ private:
+  std::shared_ptr<Owner> owner_;
+  std::shared_ptr<ContextRecord> record_;
+  bool is_origin_ = false;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_CONTEXT_H_

@@ -1,0 +1,32 @@
+// How a worker gets from its options to a place in its job: rank, store and transport. The one
+// place that picks implementations.
+#ifndef DISTGRAD_CORE_WORKER_JOB_H_
+#define DISTGRAD_CORE_WORKER_JOB_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "core/rpc/store.h"
+#include "core/rpc/transport.h"
+
+namespace distgrad {
+
+struct WorkerOptions;
+
+struct Job {
+  int rank = 0;
+  int world_size = 1;
+  std::string name;  // of this worker
+  std::shared_ptr<Store> store;
+  std::unique_ptr<Transport> transport;
+};
+
+// kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that
+// lacks something; what the store or the transport says otherwise.
+absl::StatusOr<Job> JoinJob(const WorkerOptions& options, absl::Time deadline);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_JOB_H_
