@@ -1,11 +1,5 @@
-#include "core/tensor/message.h"
-
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <ATen/ops/resolve_conj.h>
-#include <ATen/ops/resolve_neg.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -20,66 +14,13 @@
 #include "absl/strings/string_view.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
-
-// A message is
-//
-//   u8 version, u32 tensors, u64 bytes of payload, payload, one record for each tensor
-//
-// and a record is eight single bytes (Head), a i64 size for each dimension, as many i64 strides
-// if kStrides is set, and the elements: here, or in the next segment if kInSegment is set. How
-// many they are follows from sizes and strides. A sparse tensor has two more records in place
-// of elements: its indices and its values.
+#include "core/tensor/message.h"
+#include "core/tensor/message_format.h"
 
 namespace distgrad {
 namespace {
 
-constexpr uint8_t kVersion = 1;
-constexpr int kMaxDims = 64;
-constexpr size_t kHeadBytes = 8;
-
-enum Form : uint8_t { kUndefined = 0, kStrided = 1, kSparse = 2 };
-
-enum Flag : uint8_t {
-  kStrides = 1,    // not those of a contiguous tensor
-  kInSegment = 2,  // the elements are
-  kCoalesced = 4,  // of a sparse tensor
-};
-
-struct Head {
-  Form form = kUndefined;
-  uint8_t dtype = 0;  // libtorch's number
-  uint8_t dims = 0;
-  uint8_t flags = 0;
-  uint8_t device = 0;  // libtorch's number of the type, 0 being the CPU
-  uint8_t device_index = 0;
-  uint8_t sparse_dims = 0;
-  uint8_t reserved = 0;
-};
-static_assert(sizeof(Head) == kHeadBytes && alignof(Head) == 1, "Head is written as it is");
-
-// The wire has libtorch's numbers of dtypes and devices. It never changed one; should it, these
-// are the ones to look at.
-static_assert(static_cast<int>(at::kByte) == 0 && static_cast<int>(at::kFloat) == 6 &&
-                  static_cast<int>(at::kBool) == 11 && static_cast<int>(at::kBFloat16) == 15 &&
-                  static_cast<int>(at::ScalarType::UInt64) == 29 &&
-                  static_cast<int>(at::ScalarType::Float8_e8m0fnu) == 44,
-              "dtype numbers are part of the wire format");
-static_assert(static_cast<int>(at::kCPU) == 0 && static_cast<int>(at::kCUDA) == 1,
-              "device numbers are part of the wire format");
-
-// What an ordinary tensor in CPU memory has. One with any key more is not just its bytes.
-constexpr c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
-                                          c10::DispatchKey::AutocastCPU,
-                                          c10::DispatchKey::ADInplaceOrView});
-
-bool IsPlain(const c10::TensorImpl& impl) {
-  return (impl.key_set() | kPlainKeys) == kPlainKeys && impl.has_storage() &&
-         !impl.has_symbolic_sizes_strides();
-}
-
-bool CanTravel(at::ScalarType dtype) {
-  return static_cast<int>(dtype) >= 0 && dtype < at::ScalarType::Undefined && !at::isQIntType(dtype);
-}
+using namespace internal;  // NOLINT: the format is ours
 
 // The product of `sizes`, and of them as if none were 0, which must not overflow either:
 // libtorch computes strides from it.
@@ -96,146 +37,6 @@ std::optional<int64_t> Product(at::IntArrayRef sizes, int64_t item_size) {
   }
   return empty ? 0 : product;
 }
-
-bool HasContiguousStrides(at::IntArrayRef sizes, at::IntArrayRef strides) {
-  int64_t expected = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    if (strides[i] != expected) return false;
-    expected *= std::max<int64_t>(sizes[i], 1);
-  }
-  return true;
-}
-
-// How many elements there are in memory, if they lie there with no gap and each at one place.
-// A stride of 0 repeats what is there, and adds no element. For tensors that are not empty.
-std::optional<int64_t> DenseElements(at::IntArrayRef sizes, at::IntArrayRef strides) {
-  std::array<size_t, kMaxDims> order;
-  size_t count = 0;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] == 1 || strides[i] == 0) continue;
-    size_t at = count++;
-    for (; at > 0 && strides[order[at - 1]] > strides[i]; --at) order[at] = order[at - 1];
-    order[at] = i;
-  }
-  int64_t elements = 1;
-  for (size_t i = 0; i < count; ++i) {
-    if (strides[order[i]] != elements) return std::nullopt;
-    elements *= sizes[order[i]];  // no overflow: a part of a product that was checked
-  }
-  return elements;
-}
-
-// ---------------------------------------------------------------- writing
-
-// A tensor in CPU memory, of its elements and nothing else, that stands for `tensor`.
-absl::StatusOr<at::Tensor> ToPlain(const at::Tensor& tensor) {
-  at::Tensor plain = tensor;
-  if (plain.is_meta()) return absl::UnimplementedError("a meta tensor has no elements to send");
-  if (plain._is_zerotensor()) plain = at::zeros(plain.sizes(), plain.options());
-  if (plain.is_conj()) plain = plain.resolve_conj();
-  if (plain.is_neg()) plain = plain.resolve_neg();
-  if (!plain.is_cpu()) plain = plain.cpu();
-  if (IsPlain(*plain.unsafeGetTensorImpl())) return plain;
-  return absl::UnimplementedError(
-      absl::StrCat("a tensor of this kind cannot be sent: ", plain.toString()));
-}
-
-void AppendHead(const Head& head, at::IntArrayRef sizes, WireWriter& writer) {
-  writer.Raw(&head, kHeadBytes);
-  for (int64_t size : sizes) writer.I64(size);
-}
-
-// `tensor` is plain; `head` has the device that it came from.
-absl::Status AppendStrided(const at::Tensor& tensor, Head head, bool contiguous, Packet* packet) {
-  at::Tensor copy;
-  const at::Tensor* source = &tensor;
-  int64_t elements = tensor.numel();
-  if (elements != 0 && !HasContiguousStrides(tensor.sizes(), tensor.strides())) {
-    std::optional<int64_t> dense = DenseElements(tensor.sizes(), tensor.strides());
-    if (contiguous || !dense.has_value()) {
-      copy = tensor.contiguous(contiguous ? at::MemoryFormat::Contiguous
-                                          : tensor.suggest_memory_format());
-      source = &copy;
-    } else {
-      elements = *dense;
-    }
-    if (!HasContiguousStrides(source->sizes(), source->strides())) head.flags |= kStrides;
-  }
-  const size_t item_size = source->element_size();
-  const size_t bytes = static_cast<size_t>(elements) * item_size;
-  const size_t offset = static_cast<size_t>(source->storage_offset()) * item_size;
-  if (bytes != 0 && offset + bytes > source->storage().nbytes()) {
-    return absl::InvalidArgumentError("a tensor is larger than its storage, which was resized");
-  }
-  head.form = kStrided;
-  head.dtype = static_cast<uint8_t>(source->scalar_type());
-  head.dims = static_cast<uint8_t>(source->dim());
-  if (bytes > kInlineBytes) head.flags |= kInSegment;
-
-  WireWriter writer(&packet->bytes);
-  AppendHead(head, source->sizes(), writer);
-  if ((head.flags & kStrides) != 0) {
-    // Where the size is 1 the stride means nothing, and may be larger than the tensor.
-    for (int64_t stride : source->strides()) writer.I64(std::min(stride, elements));
-  }
-  const auto* data = static_cast<const char*>(source->const_data_ptr());
-  if ((head.flags & kInSegment) == 0) {
-    writer.Raw(data, bytes);
-    return absl::OkStatus();
-  }
-  Segment segment;
-  // The storage and not the tensor, which would keep its whole graph alive.
-  segment.owner = std::make_shared<c10::Storage>(source->storage());
-  segment.data = reinterpret_cast<uint8_t*>(const_cast<char*>(data));
-  segment.size = bytes;
-  packet->segments.push_back(std::move(segment));
-  return absl::OkStatus();
-}
-
-absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
-  const at::Tensor local = tensor.is_cpu() ? tensor : tensor.cpu();
-  DG_ASSIGN_OR_RETURN(const at::Tensor indices, ToPlain(local._indices()));
-  DG_ASSIGN_OR_RETURN(const at::Tensor values, ToPlain(local._values()));
-  head.form = kSparse;
-  head.dtype = static_cast<uint8_t>(local.scalar_type());
-  head.dims = static_cast<uint8_t>(local.dim());
-  head.sparse_dims = static_cast<uint8_t>(local.sparse_dim());
-  if (local.is_coalesced()) head.flags |= kCoalesced;
-  WireWriter writer(&packet->bytes);
-  AppendHead(head, local.sizes(), writer);
-  DG_RETURN_IF_ERROR(AppendStrided(indices, Head{}, /*contiguous=*/true, packet));
-  return AppendStrided(values, Head{}, /*contiguous=*/true, packet);
-}
-
-absl::Status AppendTensor(const at::Tensor& tensor, Packet* packet) {
-  Head head;
-  if (!tensor.defined()) {
-    WireWriter writer(&packet->bytes);
-    AppendHead(head, {}, writer);
-    return absl::OkStatus();
-  }
-  if (!CanTravel(tensor.scalar_type())) {
-    return absl::UnimplementedError(
-        absl::StrCat("tensors of dtype ", at::toString(tensor.scalar_type()), " cannot be sent"));
-  }
-  if (tensor.dim() > kMaxDims) {
-    return absl::InvalidArgumentError(absl::StrCat("a tensor of ", tensor.dim(),
-                                                   " dimensions cannot be sent; ", kMaxDims,
-                                                   " is the limit"));
-  }
-  if (IsPlain(*tensor.unsafeGetTensorImpl())) {
-    return AppendStrided(tensor, head, /*contiguous=*/false, packet);
-  }
-  if (!tensor.is_cpu()) {
-    head.device = static_cast<uint8_t>(tensor.device().type());
-    head.device_index = static_cast<uint8_t>(std::max<int>(tensor.device().index(), 0));
-  }
-  if (tensor.is_sparse()) return AppendSparse(tensor, head, packet);
-  DG_ASSIGN_OR_RETURN(const at::Tensor plain, ToPlain(tensor));
-  return AppendStrided(plain, head, /*contiguous=*/false, packet);
-}
-
-// ---------------------------------------------------------------- reading
 
 absl::Status Malformed(absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("malformed tensor: ", what));
@@ -298,7 +99,7 @@ absl::Status ReadRecord(Record& record, WireReader& reader, const MessageLimits&
   return absl::OkStatus();
 }
 
-// A bool that is neither 0 nor 1 is undefined behaviour for whoever reads it as one.
+// Whether all are 0 or 1.
 bool AreBools(const void* data, size_t size) {
   const auto* bytes = static_cast<const unsigned char*>(data);
   uint64_t seen = 0;
@@ -334,7 +135,9 @@ absl::StatusOr<at::Tensor> ReadElements(const Record& record, WireReader& reader
     reader.Raw(data.get(), bytes);
   }
   if (record.dtype() == at::kBool && !AreBools(data.get(), bytes)) {
-    return Malformed("a bool that is neither 0 nor 1");
+    // Undefined behaviour for whoever reads them as bools; libtorch takes them for true.
+    auto* elements = static_cast<uint8_t*>(data.get());
+    for (size_t i = 0; i < bytes; ++i) elements[i] = elements[i] != 0;
   }
   // What at::from_blob and at::empty do, without the way there through the dispatcher.
   auto storage = c10::make_intrusive<c10::StorageImpl>(
@@ -442,40 +245,15 @@ absl::Status InTensor(size_t index, const absl::Status& status) {
 
 }  // namespace
 
-absl::Status AppendMessage(const Message& message, Packet* packet) {
-  const size_t bytes_before = packet->bytes.size();
-  const size_t segments_before = packet->segments.size();
-  WireWriter writer(&packet->bytes);
-  writer.U8(kVersion);
-  writer.U32(static_cast<uint32_t>(message.tensors.size()));
-  writer.U64(message.payload.size());
-  writer.Raw(message.payload.data(), message.payload.size());
-  absl::Status status;
-  size_t index = 0;
-  try {
-    c10::NoGradGuard no_grad;
-    for (; index < message.tensors.size() && status.ok(); ++index) {
-      status = AppendTensor(message.tensors[index], packet);
-    }
-  } catch (...) {
-    status = StatusFromException(std::current_exception());
-    ++index;
-  }
-  if (status.ok()) return status;
-  packet->bytes.resize(bytes_before);
-  packet->segments.resize(segments_before);
-  return InTensor(index - 1, status);
-}
-
 absl::StatusOr<Message> ReadMessage(WireReader& reader, SegmentReader& segments,
                                     const MessageLimits& limits) {
   const uint8_t version = reader.U8();
   const uint32_t tensors = reader.U32();
   const uint64_t payload_bytes = reader.U64();
   DG_RETURN_IF_ERROR(reader.status("a message"));
-  if (version != kVersion) {
+  if (version != kMessageVersion) {
     return absl::InvalidArgumentError(absl::StrCat("message of version ", version, ", not ",
-                                                   kVersion));
+                                                   kMessageVersion));
   }
   if (tensors > limits.max_tensors || payload_bytes > limits.max_payload_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat(

@@ -1,0 +1,177 @@
+#include <ATen/ops/resolve_conj.h>
+#include <ATen/ops/resolve_neg.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/tensor/exception.h"
+#include "core/tensor/message.h"
+#include "core/tensor/message_format.h"
+
+namespace distgrad {
+namespace {
+
+using namespace internal;  // NOLINT: the format is ours
+
+// What an ordinary tensor in CPU memory has. One with any key more is not just its bytes.
+constexpr c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
+                                          c10::DispatchKey::AutocastCPU,
+                                          c10::DispatchKey::ADInplaceOrView});
+
+bool IsPlain(const c10::TensorImpl& impl) {
+  return (impl.key_set() | kPlainKeys) == kPlainKeys && impl.has_storage() &&
+         !impl.has_symbolic_sizes_strides();
+}
+
+bool HasContiguousStrides(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  int64_t expected = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (strides[i] != expected) return false;
+    expected *= std::max<int64_t>(sizes[i], 1);
+  }
+  return true;
+}
+
+// A tensor in CPU memory, of its elements and nothing else, that stands for `tensor`.
+absl::StatusOr<at::Tensor> ToPlain(const at::Tensor& tensor) {
+  at::Tensor plain = tensor;
+  if (plain.is_meta()) return absl::UnimplementedError("a meta tensor has no elements to send");
+  if (plain._is_zerotensor()) plain = at::zeros(plain.sizes(), plain.options());
+  if (plain.is_conj()) plain = plain.resolve_conj();
+  if (plain.is_neg()) plain = plain.resolve_neg();
+  if (!plain.is_cpu()) plain = plain.cpu();
+  if (IsPlain(*plain.unsafeGetTensorImpl())) return plain;
+  return absl::UnimplementedError(
+      absl::StrCat("a tensor of this kind cannot be sent: ", plain.toString()));
+}
+
+void AppendHead(const Head& head, at::IntArrayRef sizes, WireWriter& writer) {
+  writer.Raw(&head, kHeadBytes);
+  for (int64_t size : sizes) writer.I64(size);
+}
+
+// `tensor` is plain; `head` has the device that it came from.
+absl::Status AppendStrided(const at::Tensor& tensor, Head head, bool contiguous, Packet* packet) {
+  at::Tensor copy;
+  const at::Tensor* source = &tensor;
+  int64_t elements = tensor.numel();
+  if (elements != 0 && !HasContiguousStrides(tensor.sizes(), tensor.strides())) {
+    std::optional<int64_t> dense = DenseElements(tensor.sizes(), tensor.strides());
+    if (contiguous || !dense.has_value()) {
+      copy = tensor.contiguous(contiguous ? at::MemoryFormat::Contiguous
+                                          : tensor.suggest_memory_format());
+      source = &copy;
+    } else {
+      elements = *dense;
+    }
+    if (!HasContiguousStrides(source->sizes(), source->strides())) head.flags |= kStrides;
+  }
+  const size_t item_size = source->element_size();
+  const size_t bytes = static_cast<size_t>(elements) * item_size;
+  const size_t offset = static_cast<size_t>(source->storage_offset()) * item_size;
+  if (bytes != 0 && offset + bytes > source->storage().nbytes()) {
+    return absl::InvalidArgumentError("a tensor is larger than its storage, which was resized");
+  }
+  head.form = kStrided;
+  head.dtype = static_cast<uint8_t>(source->scalar_type());
+  head.dims = static_cast<uint8_t>(source->dim());
+  if (bytes > kInlineBytes) head.flags |= kInSegment;
+
+  WireWriter writer(&packet->bytes);
+  AppendHead(head, source->sizes(), writer);
+  if ((head.flags & kStrides) != 0) {
+    // Where the size is 1 the stride means nothing, and may be larger than the tensor.
+    for (int64_t stride : source->strides()) writer.I64(std::min(stride, elements));
+  }
+  const auto* data = static_cast<const char*>(source->const_data_ptr());
+  if ((head.flags & kInSegment) == 0) {
+    writer.Raw(data, bytes);
+    return absl::OkStatus();
+  }
+  Segment segment;
+  // The storage and not the tensor, which would keep its whole graph alive.
+  segment.owner = std::make_shared<c10::Storage>(source->storage());
+  segment.data = reinterpret_cast<uint8_t*>(const_cast<char*>(data));
+  segment.size = bytes;
+  packet->segments.push_back(std::move(segment));
+  return absl::OkStatus();
+}
+
+absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
+  const at::Tensor local = tensor.is_cpu() ? tensor : tensor.cpu();
+  DG_ASSIGN_OR_RETURN(const at::Tensor indices, ToPlain(local._indices()));
+  DG_ASSIGN_OR_RETURN(const at::Tensor values, ToPlain(local._values()));
+  head.form = kSparse;
+  head.dtype = static_cast<uint8_t>(local.scalar_type());
+  head.dims = static_cast<uint8_t>(local.dim());
+  head.sparse_dims = static_cast<uint8_t>(local.sparse_dim());
+  if (local.is_coalesced()) head.flags |= kCoalesced;
+  WireWriter writer(&packet->bytes);
+  AppendHead(head, local.sizes(), writer);
+  DG_RETURN_IF_ERROR(AppendStrided(indices, Head{}, /*contiguous=*/true, packet));
+  return AppendStrided(values, Head{}, /*contiguous=*/true, packet);
+}
+
+absl::Status AppendTensor(const at::Tensor& tensor, Packet* packet) {
+  Head head;
+  if (!tensor.defined()) {
+    WireWriter writer(&packet->bytes);
+    AppendHead(head, {}, writer);
+    return absl::OkStatus();
+  }
+  if (!CanTravel(tensor.scalar_type())) {
+    return absl::UnimplementedError(
+        absl::StrCat("tensors of dtype ", at::toString(tensor.scalar_type()), " cannot be sent"));
+  }
+  if (tensor.dim() > kMaxDims) {
+    return absl::InvalidArgumentError(absl::StrCat("a tensor of ", tensor.dim(),
+                                                   " dimensions cannot be sent; ", kMaxDims,
+                                                   " is the limit"));
+  }
+  if (IsPlain(*tensor.unsafeGetTensorImpl())) {
+    return AppendStrided(tensor, head, /*contiguous=*/false, packet);
+  }
+  if (!tensor.is_cpu()) {
+    head.device = static_cast<uint8_t>(tensor.device().type());
+    head.device_index = static_cast<uint8_t>(std::max<int>(tensor.device().index(), 0));
+  }
+  if (tensor.is_sparse()) return AppendSparse(tensor, head, packet);
+  DG_ASSIGN_OR_RETURN(const at::Tensor plain, ToPlain(tensor));
+  return AppendStrided(plain, head, /*contiguous=*/false, packet);
+}
+
+}  // namespace
+
+absl::Status AppendMessage(const Message& message, Packet* packet) {
+  const size_t bytes_before = packet->bytes.size();
+  const size_t segments_before = packet->segments.size();
+  WireWriter writer(&packet->bytes);
+  writer.U8(kMessageVersion);
+  writer.U32(static_cast<uint32_t>(message.tensors.size()));
+  writer.U64(message.payload.size());
+  writer.Raw(message.payload.data(), message.payload.size());
+  absl::Status status;
+  size_t index = 0;
+  try {
+    c10::NoGradGuard no_grad;
+    for (; index < message.tensors.size() && status.ok(); ++index) {
+      status = AppendTensor(message.tensors[index], packet);
+    }
+  } catch (...) {
+    status = StatusFromException(std::current_exception());
+    ++index;
+  }
+  if (status.ok()) return status;
+  packet->bytes.resize(bytes_before);
+  packet->segments.resize(segments_before);
+  return Annotate(status, absl::StrCat("tensor ", index - 1));
+}
+
+}  // namespace distgrad
