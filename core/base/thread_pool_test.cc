@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/synchronization/barrier.h"
+#include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "gtest/gtest.h"
@@ -93,11 +94,11 @@ TEST(ThreadPoolTest, FiftyNestedWaitsEndOnOneThread) {
 
 TEST(ThreadPoolTest, FiftyTasksThatNestAtOnce) {
   ThreadPool pool("p", 2);
-  std::atomic<int> bottoms{0};
+  absl::BlockingCounter bottoms(50);
   for (int i = 0; i < 50; ++i) {
-    pool.Schedule([&] { Nest(pool, 3, [&] { ++bottoms; }); });
+    pool.Schedule([&] { Nest(pool, 3, [&] { bottoms.DecrementCount(); }); });
   }
-  while (bottoms < 50) std::this_thread::yield();  // they schedule, so Close must wait
+  bottoms.Wait();  // before Close: they schedule
   pool.Join();
 }
 

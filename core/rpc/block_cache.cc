@@ -1,5 +1,6 @@
 #include "core/rpc/block_cache.h"
 
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 
@@ -31,6 +32,7 @@ BlockCache::~BlockCache() {
 }
 
 void* BlockCache::Allocate(size_t size) {
+  if (size > PTRDIFF_MAX) throw std::bad_alloc();  // below that, rounding cannot overflow
   const size_t rounded = Rounded(size);
   if (rounded >= kSmallestKept) {
     absl::MutexLock lock(&mu_);
@@ -46,7 +48,7 @@ void* BlockCache::Allocate(size_t size) {
       return memory;
     }
   }
-  void* memory = rounded < size ? nullptr : std::aligned_alloc(kAlignment, rounded);
+  void* memory = std::aligned_alloc(kAlignment, rounded);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }

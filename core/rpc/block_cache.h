@@ -25,7 +25,8 @@ class BlockCache {
   BlockCache& operator=(const BlockCache&) = delete;
   ~BlockCache();
 
-  // At least `size` bytes, aligned to kAlignment, not cleared. `size` is not 0.
+  // At least `size` bytes, aligned to kAlignment, not cleared. `size` is not 0. Throws
+  // std::bad_alloc.
   void* Allocate(size_t size);
 
   // Takes a block back; `size` as it was given to Allocate.

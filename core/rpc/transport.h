@@ -29,7 +29,9 @@ class Receiver {
   virtual void OnClosed(absl::Status why) = 0;
 };
 
-// One end of a two-way, ordered, reliable stream of packets. Thread-safe.
+// One end of a two-way, ordered, reliable stream of packets. Thread-safe. It lives until it is
+// closed, whoever holds it, and keeps its receiver until OnClosed has returned: the two may own
+// each other.
 class Connection {
  public:
   using SendDone = absl::AnyInvocable<void(const absl::Status&)>;
@@ -48,7 +50,8 @@ class Connection {
 // Thread-safe.
 class Transport {
  public:
-  // Gives the receiver of a connection that somebody else opened to us.
+  // Gives the receiver of a connection that somebody else opened to us. Called on a thread of
+  // the transport, before anything arrives; may send and close at once.
   using Accept = absl::AnyInvocable<std::shared_ptr<Receiver>(std::shared_ptr<Connection>)>;
 
   // Closes every connection, waits for all callbacks, and ends all threads.
