@@ -28,7 +28,7 @@ struct Frame {
   FrameKind kind = FrameKind::kNotice;
   uint64_t call = 0;             // request and reply: numbers the caller's calls
   int64_t timeout_us = 0;        // request: what was left of the deadline; 0: none
-  absl::string_view function;    // request
+  absl::string_view function = {};  // request
   absl::Status status = {};      // reply; the body is empty unless OK
 };
 
