@@ -31,6 +31,7 @@ command -v apt-get >/dev/null || die "needs apt-get, which this machine lacks"
 exec 9>"$state/lock"
 flock 9
 stored && exit
+rm -rf "$cache"/debian/tmp.* # of a fetch that was killed
 
 apt() {
   apt-get -q -o Acquire::Retries=3 -o Acquire::GzipIndexes=true -o APT::Sandbox::User=root \

@@ -6,10 +6,12 @@ fetch.py NAME REQUIREMENTS CACHE PATTERN...
 Runs on any Python >= 3.8 with pip >= 21.1: which wheels are taken does not depend on it.
 """
 import fcntl
+import glob
 import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +65,7 @@ def download(requirements, folder):
 def unpack(wheels, folder, patterns):
     keep = [re.compile(p) for p in patterns if not p.startswith("!")]
     leave = [re.compile(p[1:]) for p in patterns if p.startswith("!")]
+    os.makedirs(folder)
     for name in sorted(os.listdir(wheels)):
         if not name.endswith(".whl"):
             continue
@@ -84,11 +87,13 @@ def main(name, requirements, cache, patterns):
     with open(os.path.join(cache, name + ".lock"), "w") as lock:
         # Whoever comes second waits, and then finds the store filled.
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in glob.glob(os.path.join(glob.escape(cache), name + ".tmp.*")):
+            shutil.rmtree(left, ignore_errors=True)  # of a fetch that was killed
         if not os.path.isdir(store):
             free = shutil.disk_usage(cache).free
             if free < DISK_NEEDED:
                 sys.exit("%s has %d MB free, needs %d" % (cache, free >> 20, DISK_NEEDED >> 20))
-            with tempfile.TemporaryDirectory(prefix="tmp.", dir=cache) as scratch:
+            with tempfile.TemporaryDirectory(prefix=name + ".tmp.", dir=cache) as scratch:
                 download(requirements, os.path.join(scratch, "wheels"))
                 unpack(os.path.join(scratch, "wheels"), os.path.join(scratch, "site"), patterns)
                 # All or nothing: a store that exists is complete.
@@ -97,6 +102,8 @@ def main(name, requirements, cache, patterns):
 
 
 if __name__ == "__main__":
+    # Bazel's way to stop a fetch; as an exit it also ends pip and removes what is half done.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     check()
     if sys.argv[1:] != ["--check"]:
         try:
