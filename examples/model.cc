@@ -1,0 +1,122 @@
+#include "examples/model.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "ATen/CPUGeneratorImpl.h"
+#include "ATen/ops/argmax.h"
+#include "ATen/ops/conv2d.h"
+#include "ATen/ops/cross_entropy_loss.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/linear.h"
+#include "ATen/ops/relu.h"
+#include "ATen/ops/zeros.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace distgrad {
+namespace {
+
+// A convolution if it has a kernel, else fully connected. Strides stand in for pooling: a third
+// of the time for the same accuracy.
+struct Layer {
+  int64_t inputs;
+  int64_t outputs;
+  int64_t kernel;
+  int64_t stride;
+};
+
+constexpr std::array<Layer, kLayers> kNetwork = {{
+    {1, 32, 5, 2},
+    {32, 64, 3, 2},
+    {64, 64, 3, 2},
+    {64 * 4 * 4, 128, 0, 0},
+    {128, 10, 0, 0},
+}};
+constexpr int kConvolutions = 3;
+
+// The first layer of stage `index` of `count`: the convolutions are spread over all stages but
+// the last, as long as there are enough of them.
+int FirstLayer(int index, int count) {
+  if (count > kConvolutions + 1) {
+    // The last stages get one layer each.
+    return std::max(index, kLayers - (count - index));
+  }
+  if (index == count) return kLayers;
+  if (count == 1) return 0;
+  return kConvolutions * index / (count - 1);
+}
+
+}  // namespace
+
+absl::StatusOr<Stage> Stage::Create(int index, int count, uint64_t seed) {
+  if (count < 1 || count > kLayers) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the network can be cut into 1 to ", kLayers, " stages, not ", count));
+  }
+  if (index < 0 || index >= count) {
+    return absl::InvalidArgumentError(absl::StrCat("there is no stage ", index, " of ", count));
+  }
+  return Stage(FirstLayer(index, count), FirstLayer(index + 1, count), seed);
+}
+
+Stage::Stage(int begin, int end, uint64_t seed) : begin_(begin), end_(end) {
+  for (int i = begin_; i < end_; ++i) {
+    const Layer& layer = kNetwork[i];
+    std::vector<int64_t> shape = {layer.outputs, layer.inputs};
+    int64_t fan_in = layer.inputs;
+    if (layer.kernel > 0) {
+      shape.insert(shape.end(), {layer.kernel, layer.kernel});
+      fan_in *= layer.kernel * layer.kernel;
+    }
+    // Keeps the variance of what flows through ReLUs (He et al., arXiv:1502.01852); the scores
+    // start smaller, so that no class does ahead of the others.
+    double bound = std::sqrt(6.0 / static_cast<double>(fan_in));
+    if (i + 1 == kLayers) bound /= 2;
+    at::Tensor weight = at::empty(shape);
+    // A generator for each layer, so that a stage need not make the layers before it.
+    weight.uniform_(-bound, bound, at::detail::createCPUGenerator(seed * kLayers + i));
+    parameters_.push_back(weight.requires_grad_());
+    parameters_.push_back(at::zeros({layer.outputs}).requires_grad_());
+  }
+}
+
+at::Tensor Stage::Forward(at::Tensor input) const {
+  at::Tensor x = std::move(input);
+  for (int i = begin_; i < end_; ++i) {
+    const Layer& layer = kNetwork[i];
+    const at::Tensor& weight = parameters_[2 * (i - begin_)];
+    const at::Tensor& bias = parameters_[2 * (i - begin_) + 1];
+    if (layer.kernel > 0) {
+      x = at::conv2d(x, weight, bias, layer.stride, layer.kernel / 2);
+    } else {
+      x = at::linear(x.flatten(1), weight, bias);
+    }
+    if (i + 1 < kLayers) x = at::relu(x);
+  }
+  return x;
+}
+
+std::string Stage::Describe() const {
+  std::vector<std::string> names;
+  for (int i = begin_; i < end_; ++i) {
+    const Layer& layer = kNetwork[i];
+    names.push_back(layer.kernel > 0 ? absl::StrCat("conv ", layer.kernel, "x", layer.kernel, " ",
+                                                    layer.inputs, "->", layer.outputs)
+                                     : absl::StrCat("linear ", layer.inputs, "->", layer.outputs));
+  }
+  return absl::StrJoin(names, ", ");
+}
+
+at::Tensor Loss(const at::Tensor& scores, const at::Tensor& labels) {
+  return at::cross_entropy_loss(scores, labels);
+}
+
+int64_t CountCorrect(const at::Tensor& scores, const at::Tensor& labels) {
+  return at::argmax(scores, 1).eq(labels).sum().item<int64_t>();
+}
+
+}  // namespace distgrad

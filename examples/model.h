@@ -1,0 +1,54 @@
+// The network of the example: three convolutions and a classifier of two layers, 188,746
+// parameters, cut into consecutive stages, one for each worker.
+#ifndef DISTGRAD_EXAMPLES_MODEL_H_
+#define DISTGRAD_EXAMPLES_MODEL_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+
+namespace distgrad {
+
+// Layers of the network that have parameters; so also the most stages there can be.
+inline constexpr int kLayers = 5;
+
+// Consecutive layers with their parameters. Forward may run on many threads, as long as
+// nobody writes the parameters meanwhile.
+class Stage {
+ public:
+  // Stage `index` of `count`. The convolutions come first and the classifier last, in a stage
+  // of its own as soon as there are two. The same seed gives the same parameters however the
+  // network is cut. kInvalidArgument if it cannot be cut like that.
+  static absl::StatusOr<Stage> Create(int index, int count, uint64_t seed);
+
+  // The first stage takes float [n, 1, 28, 28]; the last one returns float [n, 10], the
+  // scores of the classes before softmax.
+  at::Tensor Forward(at::Tensor input) const;
+
+  // Weights and biases, in the order of the layers: leaves that require grad.
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+
+  // Its layers, for people.
+  std::string Describe() const;
+
+ private:
+  Stage(int begin, int end, uint64_t seed);
+
+  // Constant after construction. Layers begin_ to end_ (exclusive).
+  int begin_;
+  int end_;
+  std::vector<at::Tensor> parameters_;
+};
+
+// The mean cross entropy of a batch: `scores` as the last stage gives them, int64 labels [n].
+at::Tensor Loss(const at::Tensor& scores, const at::Tensor& labels);
+
+// How many of the batch have their label's score as the highest.
+int64_t CountCorrect(const at::Tensor& scores, const at::Tensor& labels);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_EXAMPLES_MODEL_H_
