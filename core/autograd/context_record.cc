@@ -24,7 +24,8 @@ absl::Status ContextRecord::AddSend(SendEnd send) {
 void ContextRecord::RemoveSend(EdgeId edge) {
   absl::MutexLock lock(&mu_);
   auto& sends = edges_.sends;
-  sends.erase(std::remove_if(sends.begin(), sends.end(), [&](const SendEnd& s) { return s.end.edge == edge; }),
+  sends.erase(std::remove_if(sends.begin(), sends.end(),
+                             [&](const SendEnd& s) { return s.end.edge == edge; }),
               sends.end());
 }
 

@@ -52,7 +52,8 @@ class ContextRecord {
   // The call that was to carry it never left this worker.
   void RemoveSend(EdgeId edge);
   // Returns its place among the recv nodes, and the passes that know only of those before it.
-  absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> AddRecv(std::shared_ptr<RecvNode> recv);
+  absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> AddRecv(
+      std::shared_ptr<RecvNode> recv);
   // Everyone to whom, or from whom, a message of this context went. Not this worker.
   void AddPeer(WorkerId peer);
   std::vector<WorkerId> Peers() const;
@@ -110,7 +111,8 @@ class ContextRecord {
   // Held while torch adds: the gradient of a leaf may be asked for by two passes at once.
   // Never together with mu_.
   mutable absl::Mutex gradients_mu_;
-  absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients_ ABSL_GUARDED_BY(gradients_mu_);
+  absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients_
+      ABSL_GUARDED_BY(gradients_mu_);
 };
 
 }  // namespace distgrad

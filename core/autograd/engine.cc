@@ -20,19 +20,22 @@ namespace {
 using RunHere = PassRun::RunHere;
 
 std::string Shape(const at::Tensor& tensor) {
-  return absl::StrCat(c10::toString(tensor.scalar_type()), "[", absl::StrJoin(tensor.sizes(), ", "), "]");
+  return absl::StrCat(c10::toString(tensor.scalar_type()), "[", absl::StrJoin(tensor.sizes(), ", "),
+                      "]");
 }
 
-absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots, std::vector<at::Tensor> gradients) {
+absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
+                                          std::vector<at::Tensor> gradients) {
   if (roots.empty()) return absl::InvalidArgumentError("backward needs at least one root");
   if (!gradients.empty() && gradients.size() != roots.size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("backward got ", roots.size(), " roots and ", gradients.size(), " root gradients"));
+    return absl::InvalidArgumentError(absl::StrCat("backward got ", roots.size(), " roots and ",
+                                                   gradients.size(), " root gradients"));
   }
   gradients.resize(roots.size());
   for (size_t i = 0; i < roots.size(); ++i) {
     const at::Tensor& root = roots[i];
-    if (!root.defined()) return absl::InvalidArgumentError(absl::StrCat("root ", i, " is undefined"));
+    if (!root.defined())
+      return absl::InvalidArgumentError(absl::StrCat("root ", i, " is undefined"));
     if (!root.requires_grad()) {
       return absl::InvalidArgumentError(absl::StrCat("root ", i, " does not require grad"));
     }
@@ -42,15 +45,17 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots, std::ve
     }
     if (!gradients[i].defined()) {
       if (root.numel() != 1) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "root ", i, " is ", Shape(root), ", not a scalar: give its gradient in root_gradients"));
+        return absl::InvalidArgumentError(
+            absl::StrCat("root ", i, " is ", Shape(root),
+                         ", not a scalar: give its gradient in root_gradients"));
       }
       gradients[i] = at::ones_like(root);
-    } else if (gradients[i].sizes() != root.sizes() || gradients[i].scalar_type() != root.scalar_type() ||
+    } else if (gradients[i].sizes() != root.sizes() ||
+               gradients[i].scalar_type() != root.scalar_type() ||
                gradients[i].device() != root.device()) {
-      return absl::InvalidArgumentError(absl::StrCat("the gradient of root ", i, " is ", Shape(gradients[i]),
-                                                     " on ", gradients[i].device().str(), ", the root ",
-                                                     Shape(root), " on ", root.device().str()));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the gradient of root ", i, " is ", Shape(gradients[i]), " on ",
+          gradients[i].device().str(), ", the root ", Shape(root), " on ", root.device().str()));
     }
   }
   return PassRun::Roots{std::move(roots), std::move(gradients)};
@@ -58,7 +63,8 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots, std::ve
 
 }  // namespace
 
-Engine::Engine(WorkerId self, EngineNetwork* network, ThreadPool* pool, Clock* clock, ContextRegistry* contexts)
+Engine::Engine(WorkerId self, EngineNetwork* network, ThreadPool* pool, Clock* clock,
+               ContextRegistry* contexts)
     : self_(self), network_(network), pool_(pool), clock_(clock), contexts_(contexts) {}
 
 absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerId to,
@@ -82,8 +88,9 @@ absl::Status Engine::RecordRecv(const std::shared_ptr<ContextRecord>& context, E
   return absl::OkStatus();
 }
 
-Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context, std::vector<at::Tensor> roots,
-                              BackwardOptions options, bool run_here) {
+Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
+                              std::vector<at::Tensor> roots, BackwardOptions options,
+                              bool run_here) {
   absl::StatusOr<PassRun::Roots> checked = absl::InternalError("unchecked");
   try {
     checked = CheckRoots(std::move(roots), std::move(options.root_gradients));
@@ -93,7 +100,8 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context, std
   if (!checked.ok()) return Future<Unit>::Of(checked.status());
   if (closed_) return Future<Unit>::Of(absl::CancelledError("this worker is shutting down"));
   const PassId pass = MakeId(self_, ++last_pass_);
-  auto run = std::make_shared<PassRun>(this, context, pass, options.retain_graph, *std::move(checked));
+  auto run =
+      std::make_shared<PassRun>(this, context, pass, options.retain_graph, *std::move(checked));
   ContextRecord::Found found = context->FindOrAddPass(pass, [&] { return run; });
   if (found.run == nullptr) return Future<Unit>::Of(found.over);
   return run->Begin(options.deadline, run_here ? RunHere::kYes : RunHere::kNo);
@@ -110,9 +118,11 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
   }
   if (!notices.ok()) {
     // What was in it is lost, and with it every pass of that worker.
-    DG_LOG(ERROR) << "a notice from worker " << network_->Describe(from) << " is malformed: " << notices.status();
-    return OnPeerLost(from, Annotate(notices.status(), absl::StrCat("a malformed notice from worker ",
-                                                                    network_->Describe(from))));
+    DG_LOG(ERROR) << "a notice from worker " << network_->Describe(from)
+                  << " is malformed: " << notices.status();
+    return OnPeerLost(
+        from, Annotate(notices.status(),
+                       absl::StrCat("a malformed notice from worker ", network_->Describe(from))));
   }
   bool runs_nodes = false;
   for (const Notice& notice : *notices) {
@@ -135,8 +145,9 @@ void Engine::Handle(WorkerId from, std::vector<Notice> notices, RunHere here) {
              last->context == first->context && last->pass == first->pass) {
         ++last;
       }
-      HandleOfOnePass(from, std::vector<Notice>(std::make_move_iterator(first), std::make_move_iterator(last)),
-                      here);
+      HandleOfOnePass(
+          from, std::vector<Notice>(std::make_move_iterator(first), std::make_move_iterator(last)),
+          here);
     }
     first = last;
   }
@@ -149,8 +160,9 @@ void Engine::HandleOfOnePass(WorkerId from, std::vector<Notice> notices, RunHere
   absl::StatusOr<std::shared_ptr<ContextRecord>> context = contexts_->FindOrAdd(id);
   ContextRecord::Found found;
   if (!context.ok() || closed_) {
-    found.over = Annotate(context.ok() ? absl::CancelledError("it is shutting down") : context.status(),
-                          absl::StrCat("on worker ", network_->Describe(self_)));
+    found.over =
+        Annotate(context.ok() ? absl::CancelledError("it is shutting down") : context.status(),
+                 absl::StrCat("on worker ", network_->Describe(self_)));
   } else {
     found = (*context)->FindOrAddPass(pass, [&] {
       return std::make_shared<PassRun>(this, *context, pass, first.retain_graph, std::nullopt);
@@ -160,8 +172,10 @@ void Engine::HandleOfOnePass(WorkerId from, std::vector<Notice> notices, RunHere
   for (const Notice& notice : notices) AnswerForPassThatIsOver(from, notice, found.over);
 }
 
-void Engine::AnswerForPassThatIsOver(WorkerId to, const Notice& notice, const absl::Status& status) {
-  const bool counted = notice.kind == Notice::Kind::kStart || (notice.kind == Notice::Kind::kEdge && !notice.late);
+void Engine::AnswerForPassThatIsOver(WorkerId to, const Notice& notice,
+                                     const absl::Status& status) {
+  const bool counted =
+      notice.kind == Notice::Kind::kStart || (notice.kind == Notice::Kind::kEdge && !notice.late);
   if (!counted) return;
   Notice answer{.kind = status.ok() ? Notice::Kind::kAck : Notice::Kind::kAbort,
                 .context = notice.context,
@@ -192,7 +206,8 @@ void Engine::ReleaseFrom(ContextId id, std::optional<WorkerId> from) {
   for (WorkerId peer : context->Peers()) {
     if (peer == from || peer == self_) continue;
     Packet packet = network_->NewNotice();
-    const absl::Status appended = AppendNotice({.kind = Notice::Kind::kRelease, .context = id}, &packet);
+    const absl::Status appended =
+        AppendNotice({.kind = Notice::Kind::kRelease, .context = id}, &packet);
     DG_CHECK(appended.ok()) << appended;
     network_->Notify(peer, std::move(packet));
   }
@@ -201,7 +216,8 @@ void Engine::ReleaseFrom(ContextId id, std::optional<WorkerId> from) {
 void Engine::Close() {
   closed_ = true;
   for (const auto& context : contexts_->All()) {
-    for (const auto& run : context->Passes()) run->Fail(absl::CancelledError("this worker is shutting down"));
+    for (const auto& run : context->Passes())
+      run->Fail(absl::CancelledError("this worker is shutting down"));
   }
 }
 

@@ -44,20 +44,24 @@ struct BackwardOptions {
   bool retain_graph = false;
   // One for each root, of its shape and dtype; undefined, or none at all: ones, for roots of one
   // element.
-  std::vector<at::Tensor> root_gradients;
-  absl::Time deadline = absl::InfiniteFuture();
+  std::vector<at::Tensor> root_gradients = {};
+  // The pass fails with kDeadlineExceeded if it is not over by then. Default: now plus
+  // WorkerOptions::timeout.
+  absl::Time deadline = absl::InfinitePast();
 };
 
 // Thread-safe.
 class Engine {
  public:
   // All must outlive the last use of the engine; the pool must be joined before it goes.
-  Engine(WorkerId self, EngineNetwork* network, ThreadPool* pool, Clock* clock, ContextRegistry* contexts);
+  Engine(WorkerId self, EngineNetwork* network, ThreadPool* pool, Clock* clock,
+         ContextRegistry* contexts);
 
   // ---- Forward: what crosses to or from another worker.
 
   // Makes a send node for those of `tensors` that require grad. Returns its edge, 0 if none do.
-  absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerId to, absl::Span<const at::Tensor> tensors);
+  absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerId to,
+                                    absl::Span<const at::Tensor> tensors);
 
   // Makes a recv node and sets it as the history of `tensors`, which are those that required
   // grad on the sender, in their order.
@@ -69,8 +73,8 @@ class Engine {
   // Runs a pass from `roots`. The future is done when the gradients are in place on every worker
   // that took part. With `run_here` this thread runs the local part of the graph before this
   // returns; else the pool does.
-  Future<Unit> Backward(const std::shared_ptr<ContextRecord>& context, std::vector<at::Tensor> roots,
-                        BackwardOptions options, bool run_here);
+  Future<Unit> Backward(const std::shared_ptr<ContextRecord>& context,
+                        std::vector<at::Tensor> roots, BackwardOptions options, bool run_here);
 
   // Ends a context here and on every worker that knows of it. Idempotent.
   void Release(ContextId context);

@@ -26,14 +26,14 @@ struct Notice {
 
   Kind kind = Kind::kStart;
   ContextId context = 0;
-  PassId pass = 0;            // none for kRelease
-  bool retain_graph = false;  // of the pass
-  EdgeId edge = 0;            // kEdge
-  bool late = false;          // kEdge: see Pass::OnLateRecv
-  bool reached = false;       // kEdge: false for "no gradient"
+  PassId pass = 0;                         // none for kRelease
+  bool retain_graph = false;               // of the pass
+  EdgeId edge = 0;                         // kEdge
+  bool late = false;                       // kEdge: see Pass::OnLateRecv
+  bool reached = false;                    // kEdge: false for "no gradient"
   std::vector<at::Tensor> gradients = {};  // kEdge, if reached; undefined ones keep their place
-  uint32_t count = 0;         // kAck
-  absl::Status status = {};   // kAbort
+  uint32_t count = 0;                      // kAck
+  absl::Status status = {};                // kAbort
 };
 
 absl::Status AppendNotice(const Notice& notice, Packet* packet);

@@ -20,8 +20,8 @@ constexpr size_t kMaxHelpers = 8;
 
 }  // namespace
 
-PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id, bool retain_graph,
-                 std::optional<Roots> roots)
+PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id,
+                 bool retain_graph, std::optional<Roots> roots)
     : engine_(engine),
       context_(std::move(context)),
       id_(id),
@@ -196,24 +196,28 @@ absl::StatusOr<PassPlan> PassRun::Engage(std::optional<EdgeId> by) {
     return true;
   });
   if (foreign != nullptr) {
-    return LocalError(absl::InvalidArgumentError(absl::StrCat(
-        "its graph leads to a tensor that was received from worker ",
-        engine_->network().Describe(foreign->end().peer), " in another context, ", foreign->context())));
+    return LocalError(absl::InvalidArgumentError(
+        absl::StrCat("its graph leads to a tensor that was received from worker ",
+                     engine_->network().Describe(foreign->end().peer), " in another context, ",
+                     foreign->context())));
   }
 
   // Only peers that nothing else tells of the pass make the second look at the graph necessary.
   bool all_dead = true;
   for (const auto& recv : edges->recvs) {
     plan.peers.push_back(recv->end().peer);
-    if (graph->Find(recv.get()) == Graph::kNone) plan.dead.push_back(recv->end());
-    else all_dead = false;
+    if (graph->Find(recv.get()) == Graph::kNone)
+      plan.dead.push_back(recv->end());
+    else
+      all_dead = false;
   }
   if (!all_dead) {
     const std::vector<bool> reach_free = graph->ReachableFrom(free);
     const std::vector<bool> reach_waiting = graph->ReachableFrom(waiting);
     for (const auto& recv : edges->recvs) {
       const Graph::Index i = graph->Find(recv.get());
-      if (i != Graph::kNone && reach_free[i] && !reach_waiting[i]) plan.certain.push_back(recv->end().peer);
+      if (i != Graph::kNone && reach_free[i] && !reach_waiting[i])
+        plan.certain.push_back(recv->end().peer);
     }
   }
   graph_ = std::move(graph);
@@ -231,7 +235,8 @@ void PassRun::FeedSend(EdgeId edge) {
   if (reached) {
     if (arriving_->gradients.size() != inputs) {
       return pass_.Fail(LocalError(absl::InvalidArgumentError(
-          absl::StrCat(arriving_->gradients.size(), " gradients came for edge ", edge, ", which has ", inputs))));
+          absl::StrCat(arriving_->gradients.size(), " gradients came for edge ", edge,
+                       ", which has ", inputs))));
     }
     gradients = std::move(arriving_->gradients);
   }
@@ -275,7 +280,9 @@ void PassRun::SendNoGradient(EdgeEnd edge, bool late) {
   Deliver(edge.peer, {.kind = Notice::Kind::kEdge, .edge = edge.edge, .late = late});
 }
 void PassRun::SendStart(WorkerId to) { Deliver(to, {.kind = Notice::Kind::kStart}); }
-void PassRun::SendAck(WorkerId to, uint32_t count) { Deliver(to, {.kind = Notice::Kind::kAck, .count = count}); }
+void PassRun::SendAck(WorkerId to, uint32_t count) {
+  Deliver(to, {.kind = Notice::Kind::kAck, .count = count});
+}
 void PassRun::SendAbort(WorkerId to, const absl::Status& why) {
   Deliver(to, {.kind = Notice::Kind::kAbort, .status = why});
 }
@@ -304,14 +311,17 @@ void PassRun::Deliver(WorkerId to, Notice notice) {
 void PassRun::Finish(const absl::Status& status) { over_ = status; }
 
 void PassRun::EndTaskOnStrand() {
-  for (auto& [to, packet] : std::exchange(outbox_, {})) engine_->network().Notify(to, std::move(packet));
+  for (auto& [to, packet] : std::exchange(outbox_, {}))
+    engine_->network().Notify(to, std::move(packet));
   if (!over_.has_value() || ended_) return;
   ended_ = true;
   context_->EndPass(id_, *over_);
   if (timer_.has_value()) engine_->clock().Cancel(*timer_);
   if (!promise_.has_value()) return;
-  if (over_->ok()) promise_->Set(Unit());
-  else promise_->Set(*over_);
+  if (over_->ok())
+    promise_->Set(Unit());
+  else
+    promise_->Set(*over_);
 }
 
 absl::Status PassRun::LocalError(const absl::Status& why) {

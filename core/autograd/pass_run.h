@@ -91,7 +91,8 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
 
   // ---- GradientSink, on the threads that run nodes.
   void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override;
-  void OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradients, bool reached) override;
+  void OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradients,
+              bool reached) override;
   void OnIdle() override;
 
   // Constant after construction.
@@ -103,7 +104,7 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   // Synchronizes itself.
   Strand strand_;
   std::atomic<size_t> outstanding_{0};  // feeds that are queued or running
-  std::shared_ptr<const Graph> graph_;    // both made before the first feed is queued
+  std::shared_ptr<const Graph> graph_;  // both made before the first feed is queued
   std::unique_ptr<Execution> execution_;
 
   // On strand_ only.
@@ -111,13 +112,13 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   std::optional<Roots> roots_;
   std::optional<Promise<Unit>> promise_;  // on the initiator, until it is set
   std::optional<Clock::TimerId> timer_;
-  size_t known_recvs_ = 0;                                  // those that the plan has
+  size_t known_recvs_ = 0;  // those that the plan has
   absl::flat_hash_map<EdgeId, Graph::Index> send_roots_;
-  Graph::Index root_ = Graph::kNone;                        // of the roots
-  Notice* arriving_ = nullptr;                              // what is being handed to pass_
+  Graph::Index root_ = Graph::kNone;  // of the roots
+  Notice* arriving_ = nullptr;        // what is being handed to pass_
   absl::btree_map<WorkerId, Packet> outbox_;
-  std::optional<absl::Status> over_;                        // how the pass ended
-  bool ended_ = false;                                      // and that everyone was told
+  std::optional<absl::Status> over_;  // how the pass ended
+  bool ended_ = false;                // and that everyone was told
 
   absl::Mutex mu_;
   // Guarded by mu_.

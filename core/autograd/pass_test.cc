@@ -49,7 +49,8 @@ struct Program {
     }
     auto some_worker = [&] {
       int w;
-      do w = Below(rng, workers); while (values[w].empty());
+      do w = Below(rng, workers);
+      while (values[w].empty());
       return w;
     };
     for (int i = 0; i < steps; ++i) {
@@ -66,8 +67,10 @@ struct Program {
       recv_of[send] = recv;
       send_of[recv] = send;
       // A reply that is late cannot have been used yet.
-      if (with_late && Below(rng, 4) == 0) late.insert(recv);
-      else values[b].push_back(recv);
+      if (with_late && Below(rng, 4) == 0)
+        late.insert(recv);
+      else
+        values[b].push_back(recv);
     }
     initiator = some_worker();
     roots = values[initiator];
@@ -135,7 +138,8 @@ class Network;
 // A worker with its local graph.
 class Worker : public PassHost {
  public:
-  Worker(Network* net, const Program* program, int me) : net_(net), p_(*program), me_(me), pass(me, this) {
+  Worker(Network* net, const Program* program, int me)
+      : net_(net), p_(*program), me_(me), pass(me, this) {
     for (auto [send, recv] : p_.recv_of) {
       if (p_.owner[send] == me) sends_.push_back(send);
       if (p_.owner[recv] == me && !p_.late.count(recv)) recvs_.push_back(recv);
@@ -163,8 +167,10 @@ class Worker : public PassHost {
     }
     for (int r : recvs_) {
       plan.peers.push_back(Peer(r));
-      if (!live_.count(r)) plan.dead.push_back({EdgeId(p_.send_of.at(r)), Peer(r)});
-      else if (reach_free.count(r) && !reach_waiting.count(r)) plan.certain.push_back(Peer(r));
+      if (!live_.count(r))
+        plan.dead.push_back({EdgeId(p_.send_of.at(r)), Peer(r)});
+      else if (reach_free.count(r) && !reach_waiting.count(r))
+        plan.certain.push_back(Peer(r));
     }
     return plan;
   }
@@ -230,9 +236,11 @@ class Worker : public PassHost {
 
 class Network {
  public:
-  Network(const Program& program, Order* order, bool fifo) : p_(program), order_(order), fifo_(fifo) {
+  Network(const Program& program, Order* order, bool fifo)
+      : p_(program), order_(order), fifo_(fifo) {
     for (int w = 0; w < p_.workers; ++w) workers.push_back(std::make_unique<Worker>(this, &p_, w));
-    for (int r : p_.late) flight_.push_back({Letter::kReply, p_.owner[p_.send_of.at(r)], p_.owner[r], uint64_t(r)});
+    for (int r : p_.late)
+      flight_.push_back({Letter::kReply, p_.owner[p_.send_of.at(r)], p_.owner[r], uint64_t(r)});
   }
 
   void Post(Letter letter) {
@@ -273,20 +281,27 @@ class Network {
       case Letter::kGradient:
         w.arrived[letter.value] |= letter.kind == Letter::kGradient;
         return w.pass.OnEdge(from, letter.value, letter.kind == Letter::kLateNone);
-      case Letter::kStart: return w.pass.OnStart(from);
-      case Letter::kAck: return w.pass.OnAck(from, static_cast<uint32_t>(letter.value));
-      case Letter::kAbort: return w.pass.OnAbort(from, absl::AbortedError("injected"));
-      case Letter::kLost: return w.pass.OnPeerLost(from, absl::UnavailableError("lost"));
-      case Letter::kReply: return w.LateReply(static_cast<int>(letter.value));
+      case Letter::kStart:
+        return w.pass.OnStart(from);
+      case Letter::kAck:
+        return w.pass.OnAck(from, static_cast<uint32_t>(letter.value));
+      case Letter::kAbort:
+        return w.pass.OnAbort(from, absl::AbortedError("injected"));
+      case Letter::kLost:
+        return w.pass.OnPeerLost(from, absl::UnavailableError("lost"));
+      case Letter::kReply:
+        return w.LateReply(static_cast<int>(letter.value));
     }
   }
   void Lose(int worker) {
     lost.insert(worker);
-    flight_.erase(std::remove_if(flight_.begin(), flight_.end(),
-                                 [&](const Letter& l) { return l.from == worker || l.to == worker; }),
-                  flight_.end());
+    flight_.erase(
+        std::remove_if(flight_.begin(), flight_.end(),
+                       [&](const Letter& l) { return l.from == worker || l.to == worker; }),
+        flight_.end());
     for (int w = 0; w < p_.workers; ++w) {
-      if (w != worker) workers[w]->pass.OnPeerLost(static_cast<WorkerId>(worker), absl::UnavailableError("lost"));
+      if (w != worker)
+        workers[w]->pass.OnPeerLost(static_cast<WorkerId>(worker), absl::UnavailableError("lost"));
     }
   }
 
@@ -331,7 +346,8 @@ void Worker::Finish(const absl::Status& s) {
   status = s;
   if (s.ok() && me_ == p_.initiator) {
     EXPECT_TRUE(net_->OnlyAcksAndReplies()) << "ended with work under way";
-    for (const auto& w : net_->workers) EXPECT_TRUE(!w->engaged || w->unfed.empty()) << "ended before a worker";
+    for (const auto& w : net_->workers)
+      EXPECT_TRUE(!w->engaged || w->unfed.empty()) << "ended before a worker";
   }
 }
 
@@ -339,7 +355,8 @@ void CheckWhole(const Program& program, const Network& net) {
   EXPECT_TRUE(net.workers[program.initiator]->finished) << "the pass never ends";
   std::set<int> got;
   for (const auto& w : net.workers) {
-    EXPECT_TRUE(!w->engaged || (w->finished && w->status.ok() && w->unfed.empty())) << "a worker waits";
+    EXPECT_TRUE(!w->engaged || (w->finished && w->status.ok() && w->unfed.empty()))
+        << "a worker waits";
     got.insert(w->got.begin(), w->got.end());
   }
   EXPECT_EQ(got, program.Wanted());
@@ -397,8 +414,10 @@ TEST(PassTest, FaultsReachEveryone) {
     const int victim = Below(rng, program.workers);
     const bool lose = Below(rng, 2) == 0;
     const bool was_running = net.workers[victim]->pass.running();
-    if (lose) net.Lose(victim);
-    else net.workers[victim]->pass.Fail(absl::InternalError("a node threw"));
+    if (lose)
+      net.Lose(victim);
+    else
+      net.workers[victim]->pass.Fail(absl::InternalError("a node threw"));
     while (net.Busy()) net.Deliver();
     for (int w = 0; w < program.workers; ++w) {
       if (net.lost.count(w)) continue;

@@ -6,7 +6,8 @@
 
 namespace distgrad {
 
-std::shared_ptr<RecvNode> RecvNode::Attach(ContextId context, EdgeEnd end, absl::Span<at::Tensor> tensors) {
+std::shared_ptr<RecvNode> RecvNode::Attach(ContextId context, EdgeEnd end,
+                                           absl::Span<at::Tensor> tensors) {
   // deleteNode frees a long chain of nodes without recursion.
   std::shared_ptr<RecvNode> node(new RecvNode(context, end), torch::autograd::deleteNode);
   for (at::Tensor& tensor : tensors) {

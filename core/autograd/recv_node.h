@@ -19,7 +19,8 @@ class RecvNode final : public torch::autograd::Node {
  public:
   // Makes the node and sets it as the history of `tensors` (each defined, floating or complex,
   // without history), whose gradients it will take in their order.
-  static std::shared_ptr<RecvNode> Attach(ContextId context, EdgeEnd end, absl::Span<at::Tensor> tensors);
+  static std::shared_ptr<RecvNode> Attach(ContextId context, EdgeEnd end,
+                                          absl::Span<at::Tensor> tensors);
 
   ContextId context() const { return context_; }
   EdgeEnd end() const { return end_; }

@@ -152,7 +152,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
 class IncomingCall::Impl {
  public:
-  Impl(std::shared_ptr<Link> link, WorkerId from, const Frame& frame, absl::Time deadline, Body body)
+  Impl(std::shared_ptr<Link> link, WorkerId from, const Frame& frame, absl::Time deadline,
+       Body body)
       : link(std::move(link)),
         from(from),
         call(frame.call),
@@ -202,8 +203,9 @@ absl::StatusOr<std::string> Agent::Impl::Listen() {
     link->SetConnection(std::move(connection));
     absl::MutexLock lock(&self->mu_);
     auto& accepted = self->accepted_;
-    accepted.erase(std::remove_if(accepted.begin(), accepted.end(), [](auto& l) { return l.expired(); }),
-                   accepted.end());
+    accepted.erase(
+        std::remove_if(accepted.begin(), accepted.end(), [](auto& l) { return l.expired(); }),
+        accepted.end());
     accepted.push_back(link);
     return link;
   });
@@ -212,7 +214,8 @@ absl::StatusOr<std::string> Agent::Impl::Listen() {
 absl::Status Agent::Impl::Start(const WorkerInfo& self, std::vector<WorkerInfo> workers) {
   {
     absl::MutexLock lock(&mu_);
-    if (started_ || !workers_.empty()) return absl::FailedPreconditionError("the agent is started already");
+    if (started_ || !workers_.empty())
+      return absl::FailedPreconditionError("the agent is started already");
     self_ = self;
     for (WorkerInfo& worker : workers) workers_.emplace(worker.id, std::move(worker));
     auto loopback = std::make_shared<Link>(shared_from_this(), /*loopback=*/true);
@@ -284,7 +287,8 @@ absl::StatusOr<std::shared_ptr<Link>> Agent::Impl::LinkTo(WorkerId to) {
   return link;
 }
 
-void Agent::Impl::Open(const std::shared_ptr<Link>& link, const WorkerInfo& peer, std::string hello) {
+void Agent::Impl::Open(const std::shared_ptr<Link>& link, const WorkerInfo& peer,
+                       std::string hello) {
   absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer.address, link);
   if (!connection.ok()) return link->OnClosed(connection.status());
   link->SetConnection(*connection);
@@ -299,7 +303,8 @@ void Agent::Impl::Call(WorkerId to, Packet request, absl::Time deadline, ReplyCa
   if (deadline != absl::InfiniteFuture()) {
     timeout_us = absl::ToInt64Microseconds(deadline - clock_->Now());
     if (timeout_us <= 0) {
-      return done(CallError(to, function, absl::DeadlineExceededError("the deadline has passed already")));
+      return done(
+          CallError(to, function, absl::DeadlineExceededError("the deadline has passed already")));
     }
   }
   bool arm = false;
@@ -370,7 +375,8 @@ void Agent::Impl::OnTimer() {
   }
   if (next != absl::InfiniteFuture()) ArmTimer(next);
   for (Pending& p : late) {
-    p.done(CallError(p.to, p.function, absl::DeadlineExceededError("no answer before the deadline")));
+    p.done(
+        CallError(p.to, p.function, absl::DeadlineExceededError("no answer before the deadline")));
   }
 }
 
@@ -400,8 +406,8 @@ absl::Status Agent::Impl::Greet(const std::shared_ptr<Link>& link, WireReader& r
   absl::MutexLock lock(&mu_);
   if (link->peer.has_value()) return absl::InvalidArgumentError("a second hello on one connection");
   if (hello.to != self_.id || hello.to_incarnation != self_.incarnation) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("it was meant for another worker, or for an earlier life of '", self_.name, "'"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "it was meant for another worker, or for an earlier life of '", self_.name, "'"));
   }
   auto from = workers_.find(hello.from);
   if (from == workers_.end() || hello.from == self_.id ||
@@ -487,7 +493,8 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
       }
     }
   }
-  if (peer) why = Annotate(why, absl::StrCat("the connection with worker ", Describe(*peer), " broke"));
+  if (peer)
+    why = Annotate(why, absl::StrCat("the connection with worker ", Describe(*peer), " broke"));
   for (Pending& p : failed) p.done(CallError(p.to, p.function, why));
   if (peer && !closed) service_->OnPeerLost(*peer, why);
 }
@@ -502,17 +509,19 @@ absl::StatusOr<WorkerId> Agent::Impl::FindWorker(absl::string_view name) const {
     names.push_back(worker.name);
   }
   std::sort(names.begin(), names.end());
-  return absl::NotFoundError(
-      absl::StrCat("there is no worker '", name, "' in this job; there are: ", absl::StrJoin(names, ", ")));
+  return absl::NotFoundError(absl::StrCat(
+      "there is no worker '", name, "' in this job; there are: ", absl::StrJoin(names, ", ")));
 }
 
 std::string Agent::Impl::Describe(WorkerId worker) const {
   absl::MutexLock lock(&mu_);
   auto it = workers_.find(worker);
-  return it == workers_.end() ? absl::StrCat(worker) : absl::StrCat("'", it->second.name, "' (", worker, ")");
+  return it == workers_.end() ? absl::StrCat(worker)
+                              : absl::StrCat("'", it->second.name, "' (", worker, ")");
 }
 
-absl::Status Agent::Impl::CallError(WorkerId to, absl::string_view function, const absl::Status& why) const {
+absl::Status Agent::Impl::CallError(WorkerId to, absl::string_view function,
+                                    const absl::Status& why) const {
   return Annotate(why, absl::StrCat("call of '", function, "' on worker ", Describe(to)));
 }
 
@@ -539,7 +548,9 @@ void Agent::Call(WorkerId to, Packet request, absl::Time deadline, ReplyCallback
   impl_->Call(to, std::move(request), deadline, std::move(done));
 }
 void Agent::Notify(WorkerId to, Packet notice) { impl_->Notify(to, std::move(notice)); }
-absl::StatusOr<WorkerId> Agent::FindWorker(absl::string_view name) const { return impl_->FindWorker(name); }
+absl::StatusOr<WorkerId> Agent::FindWorker(absl::string_view name) const {
+  return impl_->FindWorker(name);
+}
 std::string Agent::Describe(WorkerId worker) const { return impl_->Describe(worker); }
 absl::Time Agent::Now() const { return impl_->clock_->Now(); }
 void Agent::Close() { impl_->Close(); }

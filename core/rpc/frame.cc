@@ -18,8 +18,9 @@ void AppendStatus(const absl::Status& status, WireWriter& writer) {
 absl::Status ReadStatus(WireReader& reader) {
   const uint8_t code = reader.U8();
   const absl::string_view message = reader.Bytes();
-  return absl::Status(code <= kHighestCode ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown,
-                      message);
+  return absl::Status(
+      code <= kHighestCode ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown,
+      message);
 }
 
 void AppendFrame(const Frame& frame, std::string* out) {
@@ -54,7 +55,8 @@ absl::StatusOr<Frame> ReadFrame(WireReader& reader) {
   Frame frame;
   const uint32_t magic = reader.U32();
   if (reader.ok() && magic != kWireMagic) {
-    return absl::InvalidArgumentError("not a distgrad packet, or of another version of the wire format");
+    return absl::InvalidArgumentError(
+        "not a distgrad packet, or of another version of the wire format");
   }
   frame.kind = static_cast<FrameKind>(reader.U8());
   switch (frame.kind) {

@@ -20,16 +20,16 @@ enum class FrameKind : uint8_t {
   kNotice = 4,   // one way, not answered
 };
 
-inline constexpr uint32_t kWireMagic = 0x31474744;  // "DGG1"; changes with the wire format
-inline constexpr size_t kMaxFunctionName = 1024;    // bytes
+inline constexpr uint32_t kWireMagic = 0x31474744;    // "DGG1"; changes with the wire format
+inline constexpr size_t kMaxFunctionName = 1024;      // bytes
 inline constexpr size_t kMaxErrorMessage = 16 << 10;  // bytes; longer ones are cut
 
 struct Frame {
   FrameKind kind = FrameKind::kNotice;
-  uint64_t call = 0;             // request and reply: numbers the caller's calls
-  int64_t timeout_us = 0;        // request: what was left of the deadline; 0: none
+  uint64_t call = 0;                // request and reply: numbers the caller's calls
+  int64_t timeout_us = 0;           // request: what was left of the deadline; 0: none
   absl::string_view function = {};  // request
-  absl::Status status = {};      // reply; the body is empty unless OK
+  absl::Status status = {};         // reply; the body is empty unless OK
 };
 
 // Who opens a connection, and whom it wants.

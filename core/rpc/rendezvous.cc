@@ -31,19 +31,21 @@ absl::StatusOr<WorkerInfo> Decode(const std::string& entry, int rank) {
   worker.name = std::string(reader.Str16());
   worker.address = std::string(reader.Str16());
   DG_RETURN_IF_ERROR(reader.status(absl::StrCat("the store's entry of worker ", rank)));
-  if (reader.remaining() > 0 || worker.id != rank || worker.name.empty() || worker.name.size() > kMaxName ||
-      worker.address.size() > kMaxName) {
-    return absl::InvalidArgumentError(absl::StrCat("the store's entry of worker ", rank, " is malformed"));
+  if (reader.remaining() > 0 || worker.id != rank || worker.name.empty() ||
+      worker.name.size() > kMaxName || worker.address.size() > kMaxName) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the store's entry of worker ", rank, " is malformed"));
   }
   return worker;
 }
 
 }  // namespace
 
-absl::StatusOr<std::vector<WorkerInfo>> Rendezvous(Store& store, const WorkerInfo& self, int world_size,
-                                                   absl::Time deadline) {
+absl::StatusOr<std::vector<WorkerInfo>> Rendezvous(Store& store, const WorkerInfo& self,
+                                                   int world_size, absl::Time deadline) {
   if (self.name.empty() || self.name.size() > kMaxName) {
-    return absl::InvalidArgumentError(absl::StrCat("a worker's name has 1 to ", kMaxName, " bytes"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("a worker's name has 1 to ", kMaxName, " bytes"));
   }
   if (self.id >= world_size) {
     return absl::InvalidArgumentError(
@@ -54,8 +56,8 @@ absl::StatusOr<std::vector<WorkerInfo>> Rendezvous(Store& store, const WorkerInf
   // The second to claim a rank tells everyone: the first may have been heard by some already.
   DG_ASSIGN_OR_RETURN(const int64_t claims, store.Add(key + "/claims", 1));
   if (claims > 1) {
-    return absl::AlreadyExistsError(
-        absl::StrCat("worker '", self.name, "': rank ", self.id, " is taken by another worker of this job"));
+    return absl::AlreadyExistsError(absl::StrCat("worker '", self.name, "': rank ", self.id,
+                                                 " is taken by another worker of this job"));
   }
   DG_RETURN_IF_ERROR(store.Set(key, Encode(self)));
 
@@ -79,15 +81,18 @@ absl::StatusOr<std::vector<WorkerInfo>> Rendezvous(Store& store, const WorkerInf
     workers.push_back(std::move(worker));
   }
   if (!missing.empty()) {
-    return absl::DeadlineExceededError(
-        absl::StrCat(missing.size() == 1 ? "worker " : "workers ", absl::StrJoin(missing, ", "), " of ", world_size,
-                     " did not join within ", absl::FormatDuration(absl::Trunc(absl::Now() - start, absl::Milliseconds(1)))));
+    return absl::DeadlineExceededError(absl::StrCat(
+        missing.size() == 1 ? "worker " : "workers ", absl::StrJoin(missing, ", "), " of ",
+        world_size, " did not join within ",
+        absl::FormatDuration(absl::Trunc(absl::Now() - start, absl::Milliseconds(1)))));
   }
   // Two that claimed one rank: everybody refuses, not the second alone.
   for (int rank = 0; rank < world_size; ++rank) {
-    DG_ASSIGN_OR_RETURN(const int64_t others, store.Add(absl::StrCat("worker/", rank, "/claims"), 0));
+    DG_ASSIGN_OR_RETURN(const int64_t others,
+                        store.Add(absl::StrCat("worker/", rank, "/claims"), 0));
     if (others > 1) {
-      return absl::AlreadyExistsError(absl::StrCat(others, " workers claim rank ", rank, " in this job"));
+      return absl::AlreadyExistsError(
+          absl::StrCat(others, " workers claim rank ", rank, " in this job"));
     }
   }
   return workers;

@@ -31,7 +31,8 @@ absl::StatusOr<CallHeader> ReadHeader(WireReader& reader) {
 
 }  // namespace
 
-absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& message, Packet* packet) {
+absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& message,
+                                      Packet* packet) {
   const size_t offset = packet->bytes.size();
   WireWriter writer(&packet->bytes);
   writer.U8(header.grad_enabled ? kGradEnabled : 0);
@@ -62,7 +63,7 @@ absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset) {
     DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments));
     for (uint32_t place : header.recorded) {
       if (place >= message.tensors.size() || !message.tensors[place].defined() ||
-          !at::isDifferentiableType(message.tensors[place].scalar_type())) {
+          !(message.tensors[place].is_floating_point() || message.tensors[place].is_complex())) {
         return absl::InvalidArgumentError("a tensor that is said to require grad cannot");
       }
     }

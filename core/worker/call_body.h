@@ -17,15 +17,16 @@ namespace distgrad {
 
 // What stands before the message. Fixed in size but for the list.
 struct CallHeader {
-  ContextId context = 0;     // 0: no context
-  EdgeId edge = 0;           // 0: no tensor of the message is recorded
-  bool grad_enabled = true;  // request: the caller's gradient mode
+  ContextId context = 0;                // 0: no context
+  EdgeId edge = 0;                      // 0: no tensor of the message is recorded
+  bool grad_enabled = true;             // request: the caller's gradient mode
   std::vector<uint32_t> recorded = {};  // the tensors that require grad, by place
 };
 
 // Appends the body. `header.edge` may be filled in later with SetEdge(). Returns where the body
 // began.
-absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& message, Packet* packet);
+absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& message,
+                                      Packet* packet);
 void SetEdge(size_t body_offset, EdgeId edge, Packet* packet);
 
 // The two parts of reading: the header is needed even where the message is refused or unwanted.

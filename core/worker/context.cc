@@ -29,7 +29,8 @@ absl::Status Context::Backward(std::vector<at::Tensor> roots, BackwardOptions op
 
 Future<Unit> Context::BackwardAsync(std::vector<at::Tensor> roots, BackwardOptions options) const {
   if (options.deadline == absl::InfinitePast()) options.deadline = owner_->DefaultDeadline();
-  return owner_->engine().Backward(record_, std::move(roots), std::move(options), /*run_here=*/false);
+  return owner_->engine().Backward(record_, std::move(roots), std::move(options),
+                                   /*run_here=*/false);
 }
 
 }  // namespace distgrad

@@ -52,7 +52,9 @@ class Context {
   Future<Unit> BackwardAsync(std::vector<at::Tensor> roots, BackwardOptions options = {}) const;
 
   // The gradient of a leaf of this worker; kNotFound if no root depends on it.
-  absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const { return record_->Gradient(leaf); }
+  absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const {
+    return record_->Gradient(leaf);
+  }
   // All leaves of this worker that have one, each with its gradient; in no order.
   std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const { return record_->Gradients(); }
   // Replaces the gradient of a leaf that has one.

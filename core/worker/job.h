@@ -18,9 +18,9 @@ struct WorkerOptions;
 struct Job {
   int rank = 0;
   int world_size = 1;
-  std::string name;  // of this worker
-  std::shared_ptr<Store> store;
-  std::unique_ptr<Transport> transport;
+  std::string name = {};  // of this worker
+  std::shared_ptr<Store> store = nullptr;
+  std::unique_ptr<Transport> transport = nullptr;
 };
 
 // kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that

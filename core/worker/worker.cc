@@ -1,15 +1,16 @@
 #include "core/worker/worker.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <atomic>
 #include <random>
 #include <thread>
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
-
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/context_registry.h"
@@ -73,7 +74,9 @@ class Worker::Impl : public Context::Owner,
     engine_.OnNotice(from, std::move(notice.packet), notice.offset);
   }
   void OnLateReply(WorkerId from, Body reply) override;
-  void OnPeerLost(WorkerId peer, const absl::Status& why) override { engine_.OnPeerLost(peer, why); }
+  void OnPeerLost(WorkerId peer, const absl::Status& why) override {
+    engine_.OnPeerLost(peer, why);
+  }
 
   // EngineNetwork
   Packet NewNotice() override { return Agent::NewNotice(); }
@@ -89,14 +92,16 @@ class Worker::Impl : public Context::Owner,
  private:
   Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Transport> transport);
 
-  absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from, Body& body);
-  absl::Status TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerId from, const CallHeader& header,
-                        absl::StatusOr<Message>& message);
-  void Serve(IncomingCall call, const CallHeader& header, std::shared_ptr<ContextRecord> context, Message message);
+  absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+                                    Body& body);
+  absl::Status TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+                        const CallHeader& header, absl::StatusOr<Message>& message);
+  void Serve(IncomingCall call, const CallHeader& header, std::shared_ptr<ContextRecord> context,
+             Message message);
   absl::StatusOr<Message> RunHandler(Request& request, bool grad_enabled);
   absl::StatusOr<Message> ServeOperator(Request& request);
-  absl::StatusOr<Packet> Pack(Packet packet, const std::shared_ptr<ContextRecord>& context, WorkerId to,
-                              CallHeader header, const Message& message);
+  absl::StatusOr<Packet> Pack(Packet packet, const std::shared_ptr<ContextRecord>& context,
+                              WorkerId to, CallHeader header, const Message& message);
   absl::Status Barrier(const std::string& name, absl::Time deadline);
 
   // Constant after construction.
@@ -127,7 +132,8 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Trans
       self_(std::move(self)),
       clock_(NewSystemClock()),
       contexts_(self_.id),
-      pool_(self_.name, options_.threads > 0 ? options_.threads : std::max(1u, std::thread::hardware_concurrency())),
+      pool_(self_.name, options_.threads > 0 ? options_.threads
+                                             : std::max(1u, std::thread::hardware_concurrency())),
       engine_(self_.id, this, &pool_, clock_.get(), &contexts_),
       transport_(std::move(transport)),
       agent_(clock_.get(), transport_.get(), this) {}
@@ -135,10 +141,13 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Trans
 absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions options) {
   const absl::Time deadline = absl::Now() + options.join_timeout;
   DG_ASSIGN_OR_RETURN(Job job, JoinJob(options, deadline));
-  WorkerInfo self{.id = static_cast<WorkerId>(job.rank), .name = job.name};
+  WorkerInfo self;
+  self.id = static_cast<WorkerId>(job.rank);
+  self.name = job.name;
   self.incarnation = (uint64_t{std::random_device()()} << 32) | std::random_device()();
   const int world_size = job.world_size;
-  std::shared_ptr<Impl> impl(new Impl(std::move(options), std::move(self), std::move(job.transport)));
+  std::shared_ptr<Impl> impl(
+      new Impl(std::move(options), std::move(self), std::move(job.transport)));
   impl->store_ = std::move(job.store);
   DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_.Listen());
   DG_ASSIGN_OR_RETURN(impl->workers_, Rendezvous(*impl->store_, impl->self_, world_size, deadline));
@@ -174,7 +183,8 @@ absl::Status Worker::Impl::Barrier(const std::string& name, absl::Time deadline)
 }
 
 absl::Status Worker::Impl::WaitForAll(absl::Time deadline) {
-  return Annotate(Barrier(absl::StrCat("barrier/", ++barriers_), deadline), "waiting for all workers");
+  return Annotate(Barrier(absl::StrCat("barrier/", ++barriers_), deadline),
+                  "waiting for all workers");
 }
 
 absl::Status Worker::Impl::Leave(absl::Time deadline) {
@@ -183,7 +193,8 @@ absl::Status Worker::Impl::Leave(absl::Time deadline) {
 
 // ------------------------------------------------------------------------------------- Calling
 
-absl::StatusOr<Packet> Worker::Impl::Pack(Packet packet, const std::shared_ptr<ContextRecord>& context,
+absl::StatusOr<Packet> Worker::Impl::Pack(Packet packet,
+                                          const std::shared_ptr<ContextRecord>& context,
                                           WorkerId to, CallHeader header, const Message& message) {
   if (context != nullptr) {
     header.context = context->id();
@@ -200,34 +211,41 @@ absl::StatusOr<Packet> Worker::Impl::Pack(Packet packet, const std::shared_ptr<C
   return packet;
 }
 
-Future<Message> Worker::Impl::Call(absl::StatusOr<WorkerId> to, absl::string_view function, Message message,
-                                   const CallOptions& options) {
+Future<Message> Worker::Impl::Call(absl::StatusOr<WorkerId> to, absl::string_view function,
+                                   Message message, const CallOptions& options) {
   if (!to.ok()) return Future<Message>::Of(to.status());
   if (function.empty() || function.size() > kMaxFunctionName) {
-    return Future<Message>::Of(absl::InvalidArgumentError(
-        absl::StrCat("a function's name has 1 to ", kMaxFunctionName, " bytes, not ", function.size())));
+    return Future<Message>::Of(absl::InvalidArgumentError(absl::StrCat(
+        "a function's name has 1 to ", kMaxFunctionName, " bytes, not ", function.size())));
   }
-  const std::shared_ptr<ContextRecord> context = options.context ? options.context->record() : nullptr;
-  const absl::Time deadline = options.deadline == absl::InfinitePast() ? DefaultDeadline() : options.deadline;
+  const std::shared_ptr<ContextRecord> context =
+      options.context ? options.context->record() : nullptr;
+  const absl::Time deadline =
+      options.deadline == absl::InfinitePast() ? DefaultDeadline() : options.deadline;
   absl::StatusOr<Packet> packet = absl::DeadlineExceededError("the deadline has passed already");
   if (deadline > clock_->Now()) {
     try {
-      packet = Pack(Agent::NewRequest(function), context, *to, {.grad_enabled = at::GradMode::is_enabled()}, message);
+      packet = Pack(Agent::NewRequest(function), context, *to,
+                    {.grad_enabled = at::GradMode::is_enabled()}, message);
     } catch (...) {
       packet = StatusFromException(std::current_exception());
     }
   }
   if (!packet.ok()) {
-    return Future<Message>::Of(Annotate(
-        packet.status(), absl::StrCat("call of '", function, "' on worker ", agent_.Describe(*to))));
+    return Future<Message>::Of(
+        Annotate(packet.status(),
+                 absl::StrCat("call of '", function, "' on worker ", agent_.Describe(*to))));
   }
   Promise<Message> promise;
   Future<Message> future = promise.future();
-  agent_.Call(*to, *std::move(packet), deadline,
-              [this, context, to = *to, promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
-                if (!reply.ok()) promise.Set(reply.status());
-                else promise.Set(TakeReply(context, to, *reply));
-              });
+  agent_.Call(
+      *to, *std::move(packet), deadline,
+      [this, context, to = *to, promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
+        if (!reply.ok())
+          promise.Set(reply.status());
+        else
+          promise.Set(TakeReply(context, to, *reply));
+      });
   return future;
 }
 
@@ -243,8 +261,8 @@ absl::Status Worker::Impl::TakeEdge(const std::shared_ptr<ContextRecord>& contex
   return engine_.RecordRecv(context, {header.edge, from}, absl::MakeSpan(recorded));
 }
 
-absl::StatusOr<Message> Worker::Impl::TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from,
-                                                Body& body) {
+absl::StatusOr<Message> Worker::Impl::TakeReply(const std::shared_ptr<ContextRecord>& context,
+                                                WorkerId from, Body& body) {
   DG_ASSIGN_OR_RETURN(const CallHeader header, ReadCallHeader(body.packet, body.offset));
   absl::StatusOr<Message> message = ReadCallMessage(body.packet, body.offset);
   try {
@@ -276,7 +294,8 @@ absl::Status Worker::Impl::Register(std::string function, Handler handler) {
   auto shared = std::make_shared<const Handler>(std::move(handler));
   absl::MutexLock lock(&mu_);
   if (!handlers_.emplace(function, std::move(shared)).second) {
-    return absl::AlreadyExistsError(absl::StrCat("function '", function, "' is registered on worker '", self_.name, "' already"));
+    return absl::AlreadyExistsError(absl::StrCat(
+        "function '", function, "' is registered on worker '", self_.name, "' already"));
   }
   return absl::OkStatus();
 }
@@ -302,30 +321,34 @@ void Worker::Impl::OnCall(IncomingCall call) {
   }
   if (!message.ok()) return call.Fail(message.status());
   if (!taken.ok()) return call.Fail(taken);
-  pool_.Schedule([this, call = std::move(call), header = *std::move(header), context = std::move(context),
-                  message = *std::move(message)]() mutable {
+  pool_.Schedule([this, call = std::move(call), header = *std::move(header),
+                  context = std::move(context), message = *std::move(message)]() mutable {
     Serve(std::move(call), header, std::move(context), std::move(message));
   });
 }
 
-void Worker::Impl::Serve(IncomingCall call, const CallHeader& header, std::shared_ptr<ContextRecord> context,
-                         Message message) {
-  Request request{.from = call.from(),
-                  .function = call.function(),
-                  .message = std::move(message),
-                  .context = context ? Context(shared_from_this(), context, /*is_origin=*/false) : Context(),
-                  .deadline = call.deadline()};
+void Worker::Impl::Serve(IncomingCall call, const CallHeader& header,
+                         std::shared_ptr<ContextRecord> context, Message message) {
+  Request request{
+      .from = call.from(),
+      .function = call.function(),
+      .message = std::move(message),
+      .context = context ? Context(shared_from_this(), context, /*is_origin=*/false) : Context(),
+      .deadline = call.deadline()};
   absl::StatusOr<Message> reply = absl::InternalError("not run");
   absl::StatusOr<Packet> packet = absl::InternalError("not packed");
   try {
     reply = RunHandler(request, header.grad_enabled);
     if (!reply.ok()) return call.Fail(reply.status());
-    packet = Pack(call.NewReply(), context, call.from(), {.grad_enabled = header.grad_enabled}, *reply);
+    packet =
+        Pack(call.NewReply(), context, call.from(), {.grad_enabled = header.grad_enabled}, *reply);
   } catch (...) {
     packet = StatusFromException(std::current_exception());
   }
-  if (packet.ok()) call.Reply(*std::move(packet));
-  else call.Fail(packet.status());
+  if (packet.ok())
+    call.Reply(*std::move(packet));
+  else
+    call.Fail(packet.status());
 }
 
 absl::StatusOr<Message> Worker::Impl::RunHandler(Request& request, bool grad_enabled) {
@@ -338,8 +361,10 @@ absl::StatusOr<Message> Worker::Impl::RunHandler(Request& request, bool grad_ena
     if (it != handlers_.end()) handler = it->second;
   }
   if (handler != nullptr) return (*handler)(request);
-  if (!IsOperator(request.function)) return absl::NotFoundError("no such function is registered there");
-  if (!options_.serve_operators) return absl::PermissionDeniedError("operators are not served there");
+  if (!IsOperator(request.function))
+    return absl::NotFoundError("no such function is registered there");
+  if (!options_.serve_operators)
+    return absl::PermissionDeniedError("operators are not served there");
   return ServeOperator(request);
 }
 
@@ -375,11 +400,12 @@ Future<Message> Worker::CallAsync(absl::string_view to, absl::string_view functi
                                   CallOptions options) {
   return impl_->Call(impl_->agent().FindWorker(to), function, std::move(message), options);
 }
-absl::StatusOr<Message> Worker::Call(absl::string_view to, absl::string_view function, Message message,
-                                     CallOptions options) {
+absl::StatusOr<Message> Worker::Call(absl::string_view to, absl::string_view function,
+                                     Message message, CallOptions options) {
   return CallAsync(to, function, std::move(message), options).Take();
 }
-absl::StatusOr<std::vector<c10::IValue>> Worker::CallOperator(absl::string_view to, absl::string_view op,
+absl::StatusOr<std::vector<c10::IValue>> Worker::CallOperator(absl::string_view to,
+                                                              absl::string_view op,
                                                               std::vector<c10::IValue> arguments,
                                                               CallOptions options) {
   DG_ASSIGN_OR_RETURN(Message message, EncodeValues(arguments));

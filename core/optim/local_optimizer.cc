@@ -1,0 +1,40 @@
+#include "core/optim/local_optimizer.h"
+
+#include <torch/optim/optimizer.h>
+
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+
+LocalOptimizer::LocalOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer)
+    : optimizer_(std::move(optimizer)) {}
+LocalOptimizer::~LocalOptimizer() = default;
+
+absl::Status LocalOptimizer::Step(const ContextRecord& context) {
+  absl::MutexLock lock(&mu_);
+  std::vector<std::pair<at::Tensor, at::Tensor>> before;
+  absl::Status status;
+  try {
+    at::NoGradGuard no_grad;
+    for (torch::optim::OptimizerParamGroup& group : optimizer_->param_groups()) {
+      for (at::Tensor& parameter : group.params()) {
+        before.emplace_back(parameter, parameter.grad());
+        absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter);
+        parameter.mutable_grad() = gradient.ok() ? *gradient : at::Tensor();
+      }
+    }
+    optimizer_->step();
+  } catch (...) {
+    status = Annotate(StatusFromException(std::current_exception()),
+                      absl::StrCat("optimizer step of context ", context.id()));
+  }
+  for (auto& [parameter, grad] : before) parameter.mutable_grad() = std::move(grad);
+  return status;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,38 @@
+// Steps one of libtorch's optimizers from the gradients of a context.
+//
+//   LocalOptimizer optimizer(std::make_unique<torch::optim::SGD>(parameters, 0.1));
+//   absl::Status done = optimizer.Step(*context.record());
+#ifndef DISTGRAD_CORE_OPTIM_LOCAL_OPTIMIZER_H_
+#define DISTGRAD_CORE_OPTIM_LOCAL_OPTIMIZER_H_
+
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "core/autograd/context_record.h"
+
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace distgrad {
+
+// Thread-safe: steps of several contexts go one after the other.
+class LocalOptimizer {
+ public:
+  explicit LocalOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer);
+  ~LocalOptimizer();
+
+  // Updates every parameter that has a gradient in the context; the others are left alone. Each
+  // parameter's .grad is used while the optimizer runs, and is afterwards what it was before.
+  absl::Status Step(const ContextRecord& context);
+
+ private:
+  absl::Mutex mu_;  // held while torch runs: parameters change under it
+  const std::unique_ptr<torch::optim::Optimizer> optimizer_ ABSL_PT_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_OPTIM_LOCAL_OPTIMIZER_H_

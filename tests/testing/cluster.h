@@ -1,0 +1,52 @@
+// Several workers in one process, for tests.
+//
+//   Cluster cluster({.workers = 3});
+//   cluster[1].Register("f", ...);
+//   cluster[0].Call("worker1", "f", ...);
+//
+// A worker that cannot be made ends the test program with its status.
+#ifndef DISTGRAD_TESTS_TESTING_CLUSTER_H_
+#define DISTGRAD_TESTS_TESTING_CLUSTER_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "core/rpc/inproc/inproc_transport.h"
+#include "core/worker/worker.h"
+
+namespace distgrad {
+
+struct ClusterOptions {
+  int workers = 2;
+  std::string transport = "inproc";
+  size_t threads = 2;
+  absl::Duration timeout = absl::Seconds(60);
+  std::shared_ptr<FaultInjector> faults = nullptr;  // for inproc
+};
+
+// Thread-safe.
+class Cluster {
+ public:
+  explicit Cluster(const ClusterOptions& options);
+  ~Cluster();  // in good order, if none was taken out
+
+  int size() const { return static_cast<int>(workers_.size()); }
+  Worker& operator[](int i) { return *workers_[i]; }
+  InprocNetwork& network() { return *network_; }
+
+  // Ends a worker without a farewell.
+  void Kill(int i) { workers_[i].reset(); }
+
+ private:
+  const std::shared_ptr<InprocNetwork> network_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+// The name that the cluster gives worker `i`.
+std::string WorkerName(int i);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_TESTS_TESTING_CLUSTER_H_
