@@ -1,6 +1,6 @@
 // A small map of strings that all workers of a job share while they find each other.
-// Implementations: core/rpc/store (one process, a file, a TCP server). store_conformance.h
-// there is the suite that each must pass.
+// Implementations: core/rpc/store (one process, a file, a TCP server); store_test.cc there is
+// the suite that each must pass.
 #ifndef DISTGRAD_CORE_RPC_STORE_H_
 #define DISTGRAD_CORE_RPC_STORE_H_
 

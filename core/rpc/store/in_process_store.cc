@@ -1,51 +1,55 @@
 #include "core/rpc/store/in_process_store.h"
 
+#include <map>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/status.h"
+#include "core/rpc/store/store_errors.h"
 
 namespace distgrad {
 namespace {
 
 // Thread-safe.
-class InProcessStore : public Store {
+class InProcessStore final : public Store {
  public:
   absl::Status Set(const std::string& key, const std::string& value) override {
+    DG_RETURN_IF_ERROR(CheckEntry(key, value));
     absl::MutexLock lock(&mu_);
     values_[key] = value;
     return absl::OkStatus();
   }
 
   absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
-    absl::MutexLock lock(&mu_);
+    DG_RETURN_IF_ERROR(CheckEntry(key, ""));
     const auto there = [&] {
       mu_.AssertReaderHeld();
-      return values_.contains(key);
+      return values_.count(key) > 0;
     };
+    absl::MutexLock lock(&mu_);
     if (!mu_.AwaitWithDeadline(absl::Condition(&there), deadline)) {
-      return absl::DeadlineExceededError(absl::StrCat("nobody has set '", key, "' in the store"));
+      return KeyDidNotCome(key, "this process");
     }
     return values_[key];
   }
 
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
+    DG_RETURN_IF_ERROR(CheckEntry(key, ""));
     absl::MutexLock lock(&mu_);
-    int64_t value = 0;
-    auto it = values_.find(key);
-    if (it != values_.end() && !absl::SimpleAtoi(it->second, &value)) {
-      return absl::InvalidArgumentError(absl::StrCat("'", key, "' in the store is not a counter"));
-    }
-    values_[key] = absl::StrCat(value + amount);
-    return value + amount;
+    int64_t sum = 0;
+    const auto before = values_.find(key);
+    if (before != values_.end() && !absl::SimpleAtoi(before->second, &sum)) return NotACounter(key);
+    sum += amount;
+    values_[key] = absl::StrCat(sum);
+    return sum;
   }
 
  private:
   absl::Mutex mu_;
-  absl::flat_hash_map<std::string, std::string> values_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace

@@ -44,7 +44,7 @@ Descriptor DescriptorOf(const tensorpipe::Message& message) {
 // A packet after LayOut, Prepare and a copy in TensorPipe's place.
 Packet Carry(Packet packet) {
   tensorpipe::Message message = LayOut(packet);
-  auto incoming = Prepare(DescriptorOf(message), kLimits);
+  auto incoming = Prepare(DescriptorOf(message), {uint64_t{1} << 30, 100});
   EXPECT_TRUE(incoming.ok()) << incoming.status();
   if (!incoming.ok()) return {};
   auto& allocation = (*incoming)->allocation;

@@ -1,0 +1,22 @@
+// A store in a file that all workers can open (one machine, or a shared file system with locks).
+//
+// The file is kept at the end, and what a former job left in it is found by the next: use a new
+// path for each start of a job.
+#ifndef DISTGRAD_CORE_RPC_STORE_FILE_STORE_H_
+#define DISTGRAD_CORE_RPC_STORE_FILE_STORE_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "core/rpc/store.h"
+
+namespace distgrad {
+
+// Creates the file if it is not there. kInvalidArgument, with the system's reason, if it cannot
+// be opened for reading and writing.
+absl::StatusOr<std::unique_ptr<Store>> NewFileStore(const std::string& path);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_STORE_FILE_STORE_H_

@@ -1,0 +1,56 @@
+// TCP sockets whose every wait ends at a deadline, and whose every failure is a Status.
+#ifndef DISTGRAD_CORE_RPC_STORE_SOCKET_H_
+#define DISTGRAD_CORE_RPC_STORE_SOCKET_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace distgrad {
+
+// Owns a file descriptor. For one thread at a time.
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket();
+
+  // Tries each address of the host once. kUnavailable if the name is unknown or nobody answers.
+  static absl::StatusOr<Socket> Connect(const std::string& host, uint16_t port,
+                                        absl::Time deadline);
+
+  // kAlreadyExists if the port is taken; kInvalidArgument if the host is unknown or not of this
+  // machine.
+  static absl::StatusOr<Socket> Listen(const std::string& host, uint16_t port);
+
+  // All of the bytes. kDeadlineExceeded, or kUnavailable if the other end is gone.
+  absl::Status Send(absl::string_view bytes, absl::Time deadline);
+  absl::Status Receive(void* data, size_t size, absl::Time deadline);
+
+  // The port that it is bound to.
+  absl::StatusOr<uint16_t> LocalPort() const;
+
+  bool valid() const { return fd_ >= 0; }
+  int fd() const { return fd_; }
+  int Release() { return std::exchange(fd_, -1); }
+
+ private:
+  absl::Status Await(short events, absl::Time deadline);
+
+  int fd_ = -1;  // does not block
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_STORE_SOCKET_H_
