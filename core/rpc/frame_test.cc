@@ -1,0 +1,97 @@
+#include "core/rpc/frame.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+
+namespace distgrad {
+namespace {
+
+TEST(FrameTest, ARequestIsReadAsItWasWritten) {
+  std::string bytes;
+  AppendFrame({.kind = FrameKind::kRequest, .function = "square"}, &bytes);
+  SetCall(7, 1500, &bytes);
+  bytes += "body";
+  WireReader reader(bytes);
+  absl::StatusOr<Frame> frame = ReadFrame(reader);
+  ASSERT_TRUE(frame.ok()) << frame.status();
+  EXPECT_EQ(frame->kind, FrameKind::kRequest);
+  EXPECT_EQ(frame->call, 7u);
+  EXPECT_EQ(frame->timeout_us, 1500);
+  EXPECT_EQ(frame->function, "square");
+  EXPECT_EQ(reader.Rest(), "body");
+}
+
+TEST(FrameTest, AReplyCarriesItsStatus) {
+  std::string bytes;
+  AppendFrame(
+      {.kind = FrameKind::kReply, .call = 3, .status = absl::NotFoundError("no such thing")},
+      &bytes);
+  WireReader reader(bytes);
+  absl::StatusOr<Frame> frame = ReadFrame(reader);
+  ASSERT_TRUE(frame.ok()) << frame.status();
+  EXPECT_EQ(frame->call, 3u);
+  EXPECT_EQ(frame->status, absl::NotFoundError("no such thing"));
+}
+
+TEST(FrameTest, AHelloIsReadAsItWasWritten) {
+  std::string bytes;
+  AppendHello({.from = 1, .from_incarnation = 11, .to = 2, .to_incarnation = 22}, &bytes);
+  WireReader reader(bytes);
+  ASSERT_EQ(ReadFrame(reader)->kind, FrameKind::kHello);
+  absl::StatusOr<Hello> hello = ReadHello(reader);
+  ASSERT_TRUE(hello.ok()) << hello.status();
+  EXPECT_EQ(hello->from, 1);
+  EXPECT_EQ(hello->from_incarnation, 11u);
+  EXPECT_EQ(hello->to, 2);
+  EXPECT_EQ(hello->to_incarnation, 22u);
+}
+
+TEST(FrameTest, WhatIsCutShortIsRefused) {
+  for (const Frame& frame : {Frame{.kind = FrameKind::kRequest, .function = "f"},
+                             Frame{.kind = FrameKind::kReply, .status = absl::InternalError("x")},
+                             Frame{.kind = FrameKind::kNotice}}) {
+    std::string bytes;
+    AppendFrame(frame, &bytes);
+    for (size_t size = 0; size < bytes.size(); ++size) {
+      WireReader reader(absl::string_view(bytes).substr(0, size));
+      EXPECT_FALSE(ReadFrame(reader).ok()) << size;
+    }
+  }
+}
+
+TEST(FrameTest, OtherMagicKindsDeadlinesAndNamesAreRefused) {
+  std::string good;
+  AppendFrame({.kind = FrameKind::kRequest, .function = "f"}, &good);
+  const auto refused = [](const std::string& bytes) {
+    WireReader reader(bytes);
+    return ReadFrame(reader).status().code() == absl::StatusCode::kInvalidArgument;
+  };
+  std::string bad = good;
+  bad[0] ^= 1;
+  EXPECT_TRUE(refused(bad));
+  bad = good;
+  bad[4] = 99;
+  EXPECT_TRUE(refused(bad));
+  bad = good;
+  SetCall(1, -1, &bad);
+  EXPECT_TRUE(refused(bad));
+  std::string nameless;
+  AppendFrame({.kind = FrameKind::kRequest}, &nameless);
+  EXPECT_TRUE(refused(nameless));
+}
+
+TEST(FrameTest, RandomBytesNeverCrash) {
+  std::mt19937_64 rng(1);
+  for (int i = 0; i < 20000; ++i) {
+    std::string bytes;
+    AppendFrame({.kind = static_cast<FrameKind>(1 + rng() % 4), .function = "f"}, &bytes);
+    for (int flips = 0; flips < 4; ++flips) bytes[rng() % bytes.size()] = static_cast<char>(rng());
+    WireReader reader(bytes);
+    if (ReadFrame(reader).ok()) ReadHello(reader).IgnoreError();
+  }
+}
+
+}  // namespace
+}  // namespace distgrad

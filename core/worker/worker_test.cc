@@ -1,0 +1,236 @@
+#include "core/worker/worker.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/rpc/store/in_process_store.h"
+#include "tests/testing/cluster.h"
+
+namespace distgrad {
+namespace {
+
+class WorkerTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  void Start(int workers, size_t threads = 2) {
+    cluster_ = std::make_unique<Cluster>(
+        ClusterOptions{.workers = workers, .transport = GetParam(), .threads = threads});
+  }
+  Worker& worker(int i) { return (*cluster_)[i]; }
+
+  std::unique_ptr<Cluster> cluster_;
+};
+
+TEST_P(WorkerTest, BytesAndTensorsGoBothWays) {
+  Start(2);
+  ASSERT_TRUE(worker(1)
+                  .Register("swap",
+                            [](Request& r) -> absl::StatusOr<Message> {
+                              EXPECT_EQ(r.from, 0);
+                              EXPECT_FALSE(r.context.valid());
+                              std::swap(r.message.tensors[0], r.message.tensors[1]);
+                              return Message{r.message.payload + " world", r.message.tensors};
+                            })
+                  .ok());
+  const at::Tensor small = at::arange(5), large = at::randn({300, 1000});
+  auto reply = worker(0).Call("worker1", "swap", {"hello", {small, large.slice(1, 10, 900)}});
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->payload, "hello world");
+  EXPECT_TRUE(reply->tensors[0].equal(large.slice(1, 10, 900)));
+  EXPECT_TRUE(reply->tensors[1].equal(small));
+}
+
+TEST_P(WorkerTest, ErrorsNameWorkerAndFunction) {
+  Start(2);
+  ASSERT_TRUE(worker(1)
+                  .Register("throws",
+                            [](Request&) -> absl::StatusOr<Message> {
+                              throw std::runtime_error("thrown on purpose");
+                            })
+                  .ok());
+  absl::Status status = worker(0).Call("worker1", "throws", {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(status.message(), "call of 'throws' on worker 'worker1' (1): thrown on purpose");
+  status = worker(0).Call("worker1", "absent", {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  status = worker(0).Call("nobody", "throws", {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_NE(status.message().find("worker0, worker1"), std::string::npos) << status;
+  status = worker(0).Call("worker1", "", {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+}
+
+TEST_P(WorkerTest, NamesOfFunctions) {
+  Start(1);
+  const Worker::Handler nothing = [](Request&) -> absl::StatusOr<Message> { return Message{}; };
+  EXPECT_TRUE(worker(0).Register("f", nothing).ok());
+  EXPECT_EQ(worker(0).Register("f", nothing).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(worker(0).Register("", nothing).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(worker(0).Register("aten::add", nothing).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(worker(0).Register(std::string(2000, 'f'), nothing).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(worker(0).Call("worker0", "f", {}).ok()) << "a call to oneself";
+}
+
+// A calls B calls A ..., and every pool has one thread.
+TEST_P(WorkerTest, NestedCallsFiftyDeepOnPoolsOfOneThread) {
+  Start(2, /*threads=*/1);
+  for (int i = 0; i < 2; ++i) {
+    Worker& self = worker(i);
+    ASSERT_TRUE(self.Register("down",
+                              [&self, i](Request& r) -> absl::StatusOr<Message> {
+                                const int left = std::stoi(r.message.payload);
+                                if (left == 0) return Message{"bottom", {}};
+                                return self.Call(WorkerName(1 - i), "down",
+                                                 {absl::StrCat(left - 1), {}}, r.Nested());
+                              })
+                    .ok());
+  }
+  auto reply = worker(0).Call("worker1", "down", {"50", {}});
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->payload, "bottom");
+}
+
+TEST_P(WorkerTest, ADeadlineShrinksThroughNestedCallsAndFiresThoughThePoolIsBlocked) {
+  Start(2, /*threads=*/1);
+  Promise<Unit> release;
+  Future<Unit> released = release.future();
+  ASSERT_TRUE(worker(1)
+                  .Register("block",
+                            [released](Request&) -> absl::StatusOr<Message> {
+                              released.Wait().IgnoreError();
+                              return Message{};
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(0)
+                  .Register("relay",
+                            [this](Request& r) -> absl::StatusOr<Message> {
+                              auto reply = worker(0).Call("worker1", "block", {}, r.Nested());
+                              EXPECT_EQ(reply.status().code(), absl::StatusCode::kDeadlineExceeded);
+                              return reply;
+                            })
+                  .ok());
+  const absl::Status status =
+      worker(1)
+          .Call("worker0", "relay", {}, {.deadline = absl::Now() + absl::Milliseconds(100)})
+          .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  release.Set(Unit());
+  EXPECT_EQ(worker(0)
+                .Call("worker1", "block", {}, {.deadline = absl::Now() - absl::Seconds(1)})
+                .status()
+                .code(),
+            absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_P(WorkerTest, OperatorsBySchemaName) {
+  Start(2);
+  const at::Tensor x = at::randn({3, 4});
+  auto results = worker(0).CallOperator("worker1", "aten::max.dim", {x, 1});
+  ASSERT_TRUE(results.ok()) << results.status();
+  ASSERT_EQ(results->size(), 2u);
+  const auto [values, indices] = x.max(1);
+  EXPECT_TRUE((*results)[0].toTensor().equal(values));
+  EXPECT_TRUE((*results)[1].toTensor().equal(indices));
+  results = worker(0).CallOperator("worker1", "aten::add.Tensor", {x, x});
+  ASSERT_TRUE(results.ok()) << results.status();
+  EXPECT_TRUE((*results)[0].toTensor().equal(x + x));
+  const absl::Status status = worker(0).CallOperator("worker1", "aten::mm", {x, x}).status();
+  EXPECT_NE(status.message().find("'aten::mm' on worker 'worker1'"), std::string::npos) << status;
+}
+
+TEST_P(WorkerTest, ALostWorkerFailsItsCallsAndNoOthers) {
+  Start(3);
+  Promise<Unit> release;
+  Future<Unit> released = release.future();
+  Promise<Unit> arrived;
+  Future<Unit> has_arrived = arrived.future();
+  ASSERT_TRUE(worker(1)
+                  .Register("block",
+                            [&arrived, released](Request&) -> absl::StatusOr<Message> {
+                              arrived.Set(Unit());
+                              released.Wait().IgnoreError();
+                              return Message{};
+                            })
+                  .ok());
+  auto blocked = worker(0).CallAsync("worker1", "block", {});
+  has_arrived.Wait().IgnoreError();
+  std::thread killer([this] { cluster_->Kill(1); });
+  const absl::Status status = blocked.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_NE(status.message().find("'worker1' (1)"), std::string::npos) << status;
+  release.Set(Unit());
+  killer.join();
+  EXPECT_EQ(worker(0).Call("worker1", "block", {}).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(worker(0).CallOperator("worker2", "aten::neg", {at::ones({1})}).ok());
+}
+
+TEST_P(WorkerTest, ManyThreadsCallEachOther) {
+  Start(3);
+  std::vector<std::thread> threads;
+  for (int from = 0; from < 3; ++from) {
+    threads.emplace_back([this, from] {
+      for (int i = 0; i < 100; ++i) {
+        const at::Tensor x = at::full({1 + i * 20}, i);
+        auto result = worker(from).CallOperator(WorkerName(i % 3), "aten::neg", {x});
+        ASSERT_TRUE(result.ok()) << result.status();
+        ASSERT_TRUE((*result)[0].toTensor().equal(-x));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_P(WorkerTest, WaitForAllIsABarrier) {
+  Start(3);
+  std::atomic<int> before{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&, i] {
+      for (int round = 1; round <= 5; ++round) {
+        ++before;
+        ASSERT_TRUE(worker(i).WaitForAll(absl::Now() + absl::Seconds(60)).ok());
+        ASSERT_GE(before, 3 * round);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, WorkerTest, ::testing::Values("inproc", "tcp"),
+                         [](const auto& info) { return info.param; });
+
+TEST(WorkerOptionsTest, WhatMakesNoSenseIsRefused) {
+  const auto refused = [](WorkerOptions options) {
+    options.join_timeout = absl::Milliseconds(200);
+    return Worker::Create(std::move(options)).status().code();
+  };
+  auto store = std::make_shared<InProcessStore>();
+  EXPECT_EQ(refused({.store = store, .rank = 2, .world_size = 2}),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(refused({.store = store, .rank = 0, .world_size = 0}),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(refused({.store = store, .rank = 0, .world_size = 1, .transport = "pigeon"}),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(refused({.rendezvous = "pigeon://", .rank = 0, .world_size = 1}),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(refused({.rendezvous = "tcp://nowhere", .rank = 0, .world_size = 1}),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(WorkerOptionsTest, AWorkerThatNeverJoinsIsNamed) {
+  const absl::Status status = Worker::Create({.store = std::make_shared<InProcessStore>(),
+                                              .rank = 0,
+                                              .world_size = 2,
+                                              .join_timeout = absl::Milliseconds(100)})
+                                  .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_NE(status.message().find("worker 1 of 2 did not join"), std::string::npos) << status;
+}
+
+}  // namespace
+}  // namespace distgrad
