@@ -47,9 +47,9 @@ TEST(ModelTest, IsTheSameHoweverItIsCut) {
 }
 
 TEST(ModelTest, HasTheSizeItsCommentStates) {
+  const Stage whole = *Stage::Create(0, 1, 0);
   int64_t size = 0;
-  for (const at::Tensor& parameter : Stage::Create(0, 1, 0)->parameters())
-    size += parameter.numel();
+  for (const at::Tensor& parameter : whole.parameters()) size += parameter.numel();
   EXPECT_EQ(size, 188746);
 }
 

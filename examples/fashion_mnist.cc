@@ -1,0 +1,68 @@
+// The main job: trains a network on Fashion-MNIST, split over worker processes.
+//
+//   tools/bazel run //examples:fashion_mnist
+//   tools/bazel run //examples:fashion_mnist -- --help
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "examples/interrupt.h"
+#include "examples/launcher.h"
+#include "examples/model.h"
+#include "examples/options.h"
+#include "examples/single.h"
+#include "examples/training.h"
+
+namespace distgrad {
+namespace {
+
+// Says what went wrong, in one line; returns the exit status for it.
+int ExitStatus(const absl::Status& status) {
+  if (const int signal = InterruptedBy(); signal != 0) {
+    std::fprintf(stderr, "fashion_mnist: interrupted\n");
+    return 128 + signal;
+  }
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "fashion_mnist: %s\n", std::string(status.message()).c_str());
+  return status.code() == absl::StatusCode::kInvalidArgument ? 2 : 1;
+}
+
+absl::Status TrainSingle(const Options& options) {
+  CatchInterrupts();
+  absl::StatusOr<std::unique_ptr<Training>> training = Training::Create(options);
+  if (!training.ok()) return training.status();
+  SingleLearner learner(options.seed);
+  return (*training)->Run(learner);
+}
+
+absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
+  return absl::UnimplementedError("training over workers is not there yet; use --single");
+}
+
+int Main(int argc, char** argv) {
+  const absl::StatusOr<Options> options = ParseOptions(argc, argv, /*most_workers=*/kLayers);
+  if (!options.ok()) return ExitStatus(options.status());
+  if (!options->help.empty()) {
+    std::fputs(options->help.c_str(), stdout);
+    return 0;
+  }
+  if (options->single) return ExitStatus(TrainSingle(*options));
+
+  const absl::StatusOr<std::optional<JobPlace>> place = JobPlaceFromEnvironment();
+  if (!place.ok()) return ExitStatus(place.status());
+  if (place->has_value()) return ExitStatus(TrainDistributed(*options, **place));
+
+  LaunchOptions launch;
+  launch.processes = options->workers;
+  launch.arguments.assign(argv, argv + argc);
+  const absl::StatusOr<int> status = Launch(launch);
+  return status.ok() ? *status : ExitStatus(status.status());
+}
+
+}  // namespace
+}  // namespace distgrad
+
+int main(int argc, char** argv) { return distgrad::Main(argc, argv); }

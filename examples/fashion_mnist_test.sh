@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Runs the example as its users do.
+set -euo pipefail
+program=$PWD/examples/fashion_mnist
+cd "$TEST_TMPDIR"
+
+fail() { echo "FAILED: $*" >&2; exit 1; }
+
+# Runs the program with the arguments behind $1 and $2; it must end with status $1, having written
+# one line, which contains $2, to stderr.
+expect_error() {
+  local status=0
+  "$program" "${@:3}" >stdout 2>stderr || status=$?
+  ((status == $1)) || fail "${*:3}: status $status, not $1: $(cat stderr)"
+  [[ $(wc -l <stderr) == 1 && $(cat stderr) == *"$2"* ]] || fail "${*:3}: said $(cat stderr)"
+  [[ ! -s stdout ]] || fail "${*:3}: wrote $(cat stdout)"
+}
+
+echo "== errors: one line each"
+expect_error 2 "--wrokers" --wrokers=2
+expect_error 2 "--workers" --workers=99
+expect_error 1 "nowhere/train-images-idx3-ubyte.gz" --single --data=/nowhere
+touch in_the_way
+expect_error 1 "in_the_way" --single --output=in_the_way
+RANK=0 expect_error 2 "WORLD_SIZE" --epochs=1
+
+echo "== --help"
+"$program" --help | grep -q -- "--transport NAME"
+
+# A data set of 100 black images, all of class 0.
+mkdir data
+for part in train t10k; do
+  { printf '\x00\x00\x08\x03\x00\x00\x00\x64\x00\x00\x00\x1c\x00\x00\x00\x1c'
+    head -c $((100 * 28 * 28)) /dev/zero; } | gzip >data/$part-images-idx3-ubyte.gz
+  { printf '\x00\x00\x08\x01\x00\x00\x00\x64'
+    head -c 100 /dev/zero; } | gzip >data/$part-labels-idx1-ubyte.gz
+done
+
+echo "== without gnuplot"
+PATH=/nowhere "$program" --single --data=data --epochs=2 --output=small >stdout
+grep "picture: left out, gnuplot is not installed" stdout
+[[ $(wc -l <small/training.csv) == 5 ]] || fail "the table: $(cat small/training.csv)"
+
+echo "== the same seed gives the same run"
+# All columns but the times.
+run() { "$program" --single --data=data --epochs=2 --output="$1" --seed="$2" && cut -d, -f1,2,5- "$1/training.csv" >"$1.losses"; }
+run a 7; run b 7; run c 8
+cmp a.losses b.losses
+! cmp -s a.losses c.losses || fail "the seed changes nothing"
+
+echo "== a learning rate that is too high"
+expect_error 1 "--lr" --single --lr=1e30 --data=data --batch=10
+
+for signal in INT TERM; do
+  echo "== SIG$signal"
+  coproc { exec "$program" --single --data=data --epochs=10000 --output=interrupted 2>&1; }
+  pid=$COPROC_PID
+  read -r line <&"${COPROC[0]}" # the end of an epoch
+  kill -"$signal" "$pid"
+  rest=$(cat <&"${COPROC[0]}")
+  status=0; wait "$pid" || status=$?
+  ((status == 128 + $(kill -l "$signal"))) || fail "status $status"
+  [[ $(tail -n 1 <<<"$rest") == "fashion_mnist: interrupted" ]] || fail "ended with: $rest"
+done
+
+echo "== one epoch of the real thing"
+"$program" --single --epochs=1 --output=real | tee stdout
+accuracy=$(sed -n 's/^test accuracy \([0-9]*\).*/\1/p' stdout)
+((accuracy >= 85)) || fail "accuracy $accuracy"
+[[ -s real/training.svg ]] || grep "gnuplot is not installed" stdout
+echo "all passed"

@@ -1,0 +1,109 @@
+#include "examples/options.h"
+
+#include <stdlib.h>
+
+#include <cmath>
+#include <filesystem>
+#include <memory>
+
+#include "CLI/App.hpp"
+#include "CLI/Config.hpp"
+#include "CLI/Formatter.hpp"
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+
+namespace distgrad {
+namespace {
+
+// A path as its user means it: `bazel run` changes the working folder and tells the old one.
+std::string FromUsersFolder(const std::string& path) {
+  const char* folder = getenv("BUILD_WORKING_DIRECTORY");
+  const std::filesystem::path base =
+      folder != nullptr ? std::filesystem::path(folder) : std::filesystem::current_path();
+  return (base / path).lexically_normal().string();
+}
+
+// Leaves out what the descriptions say better.
+class Formatter : public CLI::Formatter {
+ public:
+  Formatter() { column_width(24); }
+  std::string make_option_opts(const CLI::Option* option) const override {
+    if (option->get_type_size() == 0) return "";
+    const std::string type = option->get_type_name();  // "N:INT in [1 - 5]"
+    const std::string value = option->get_default_str();
+    return absl::StrCat(" ", type.substr(0, type.find(':')),
+                        value.empty() ? "" : absl::StrCat(" [", value, "]"));
+  }
+};
+
+CLI::Validator AboveZero() {
+  return CLI::Validator(
+      [](std::string& text) {
+        double value = 0;
+        const bool right = absl::SimpleAtod(text, &value) && std::isfinite(value) && value > 0;
+        return right ? "" : absl::StrCat(text, " is not a number above 0");
+      },
+      "above 0");
+}
+
+}  // namespace
+
+absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, int most_workers) {
+  Options options;
+  options.output = "fashion_mnist";
+  double timeout = absl::ToDoubleSeconds(options.timeout);
+
+  CLI::App app(
+      "Trains a small convolutional network on Fashion-MNIST, its layers split over worker\n"
+      "processes that this program starts on this machine. Where a launcher has set RANK and\n"
+      "WORLD_SIZE, it joins that job as one worker instead.\n",
+      "fashion_mnist");
+  app.formatter(std::make_shared<Formatter>());
+  app.set_help_flag("-h,--help", "Print this and exit");
+  const auto add = [&](const char* name, auto& value, const char* type,
+                       const std::string& description) {
+    return app.add_option(name, value, description)->type_name(type)->capture_default_str();
+  };
+  CLI::Option* single =
+      app.add_flag("--single", options.single, "Train in this process alone, without distgrad");
+  add("--workers", options.workers, "N",
+      absl::StrCat("Worker processes, 1 to ", most_workers, ", each with some of the layers"))
+      ->check(CLI::Range(1, most_workers))
+      ->excludes(single);
+  add("--epochs", options.epochs, "N", "Times to go through the 60,000 training images")
+      ->check(CLI::Range(1, 10'000));
+  add("--batch", options.batch, "N", "Images per training step")->check(CLI::Range(1, 60'000));
+  add("--lr", options.learning_rate, "X",
+      "Learning rate of the first step; falls to 0 in a straight line")
+      ->check(AboveZero());
+  add("--seed", options.seed, "N", "Decides the first weights and the order of the images")
+      ->check(CLI::NonNegativeNumber);
+  add("--data", options.data, "DIR",
+      "Folder with Fashion-MNIST's four .gz files, if not that of the package "
+      "dataset-fashion-mnist");
+  add("--output", options.output, "DIR", "Folder for the table and the picture");
+  add("--transport", options.transport, "NAME", "How workers talk to each other: auto, shm or tcp")
+      ->check(CLI::IsMember({"auto", "shm", "tcp"}));
+  add("--timeout", timeout, "SECONDS", "How long to wait for another worker, to join or to answer")
+      ->check(AboveZero());
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    options.help = app.help();
+    return options;
+  } catch (const CLI::ParseError& error) {
+    const std::string message = absl::StrReplaceAll(error.what(), {{"\n", " "}});
+    return absl::InvalidArgumentError(
+        absl::StrCat(absl::StripAsciiWhitespace(message), " (--help explains the options)"));
+  }
+  options.timeout = absl::Seconds(timeout);
+  options.output = FromUsersFolder(options.output);
+  if (!options.data.empty()) options.data = FromUsersFolder(options.data);
+  return options;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,67 @@
+// Shows a person how far a long piece of work is: on a terminal one line that is drawn over and
+// over, elsewhere a plain line now and then.
+//
+//   epoch 2/5 [=========>                ]  38 %  loss 0.3124  8210 images/s  0:27 left
+#ifndef DISTGRAD_EXAMPLES_PROGRESS_H_
+#define DISTGRAD_EXAMPLES_PROGRESS_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace distgrad {
+
+// Where progress is shown.
+struct Screen {
+  bool terminal;
+  std::function<int()> columns;
+  std::function<void(absl::string_view)> write;
+  std::function<absl::Time()> now;
+
+  static Screen Stderr();
+};
+
+// For one thread.
+class ProgressBar {
+ public:
+  // The work is `total` images.
+  ProgressBar(Screen screen, int64_t total);
+  ProgressBar(const ProgressBar&) = delete;
+  ProgressBar& operator=(const ProgressBar&) = delete;
+  ~ProgressBar();  // Close()
+
+  // What is being done: "epoch 2/5".
+  void SetLabel(std::string label) { label_ = std::move(label); }
+
+  // `done` images in all, and the loss of late. Cheap: draws only when it is time to.
+  void Update(int64_t done, double loss);
+
+  // A line that stays, above the bar.
+  void Print(absl::string_view line);
+
+  // Takes the bar away.
+  void Close();
+
+ private:
+  std::string Numbers() const;
+  void DrawBar();
+
+  // Constant after construction.
+  const Screen screen_;
+  const int64_t total_;
+  const absl::Time start_;
+
+  std::string label_;
+  int64_t done_ = 0;
+  double loss_ = 0;
+  absl::Time now_;
+  absl::Time next_;
+  bool drawn_ = false;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_EXAMPLES_PROGRESS_H_

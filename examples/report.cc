@@ -1,0 +1,112 @@
+#include "examples/report.h"
+
+#include <errno.h>
+#include <spawn.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
+
+namespace distgrad {
+namespace {
+
+// One command a line. Columns: 1 the epoch, 5 and 6 the losses, 7 the accuracy.
+constexpr char kScript[] =
+    R"(table = {table}
+set datafile separator ','
+stats table using 7 nooutput
+set terminal svg size 960,420 font 'Helvetica,Arial,sans-serif,14' background '#ffffff'
+set output {picture}
+set multiplot layout 1,2 title {title} font ',16'
+set border 3 linecolor '#555555'
+set tics out nomirror textcolor '#333333'
+set grid ytics linecolor '#dddddd' linetype 1
+set style line 1 linecolor '#1f77b4' linewidth 1.5
+set style line 2 linecolor '#d62728' linewidth 2 pointtype 7 pointsize 0.7
+set lmargin 9
+set rmargin 3
+set xlabel 'epoch'
+set xrange [0:*]
+set yrange [0:*]
+set ylabel 'loss'
+plot table using 1:5 with lines linestyle 1 title 'training', '' using 1:6 with linespoints linestyle 2 title 'test'
+set yrange [*:*]
+set offsets 0, 0, graph 0.1, graph 0.06
+set ylabel 'accuracy on the test images (%)'
+set key off
+plot table using 1:(100*$7) with linespoints linestyle 2, '' using (STATS_records > 12 ? NaN : $1):(100*$7):(sprintf('%.1f', 100*$7)) with labels offset -1.5,0.7
+)";
+
+std::string Quoted(const std::string& text) {
+  return absl::StrCat("'", absl::StrReplaceAll(text, {{"'", "''"}}), "'");
+}
+
+std::string Cell(const std::optional<double>& value) {
+  return value ? absl::StrFormat("%.6g", *value) : "";
+}
+
+}  // namespace
+
+Report::Report(std::string directory) : directory_(std::move(directory)), table_(table_path()) {}
+
+absl::StatusOr<Report> Report::Create(const std::string& directory) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error) {
+    return absl::ErrnoToStatus(error.value(),
+                               absl::StrCat("cannot make the output folder ", directory));
+  }
+  errno = 0;
+  Report report(directory);
+  report.table_ << "epoch,step,seconds,images_per_second,train_loss,test_loss,test_accuracy"
+                << std::endl;
+  if (!report.table_)
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", report.table_path()));
+  return report;
+}
+
+absl::Status Report::Add(const ReportRow& row) {
+  errno = 0;
+  table_ << absl::StrFormat("%.4f,%d,%.3f,%.0f,%s,%s,%s", row.epoch, row.step, row.seconds,
+                            row.images_per_second, Cell(row.train_loss), Cell(row.test_loss),
+                            Cell(row.test_accuracy))
+         << std::endl;
+  if (!table_) return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", table_path()));
+  return absl::OkStatus();
+}
+
+absl::Status Report::Draw(const std::string& title) const {
+  const std::string picture = picture_path();
+  std::string script = absl::StrReplaceAll(kScript, {{"\n", "; "},
+                                                     {"{title}", Quoted(title)},
+                                                     {"{table}", Quoted(table_path())},
+                                                     {"{picture}", Quoted(picture)}});
+  std::array<std::string, 4> arguments = {"gnuplot", "--default-settings", "-e", std::move(script)};
+  std::array<char*, 5> argv = {};
+  for (size_t i = 0; i < arguments.size(); ++i) argv[i] = arguments[i].data();
+  pid_t pid;
+  const int error = posix_spawnp(&pid, argv[0], nullptr, nullptr, argv.data(), environ);
+  if (error == ENOENT) {
+    return absl::UnavailableError("gnuplot is not installed (Debian package gnuplot-nox)");
+  }
+  if (error != 0) return absl::ErrnoToStatus(error, "starting gnuplot");
+  int status = 0;
+  while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {
+  }
+  if (status != 0) {
+    std::error_code ignored;  // the half of a picture, if there is one
+    std::filesystem::remove(picture, ignored);
+    return absl::InternalError(absl::StrCat("gnuplot failed on ", table_path()));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace distgrad

@@ -1,0 +1,52 @@
+// What a training run leaves behind: a table of its loss and accuracy as CSV, and a picture of
+// them as SVG.
+#ifndef DISTGRAD_EXAMPLES_REPORT_H_
+#define DISTGRAD_EXAMPLES_REPORT_H_
+
+#include <cstdint>
+#include <fstream>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace distgrad {
+
+// A line of the table. What is not known there stays empty.
+struct ReportRow {
+  double epoch = 0;  // how many times the data has been seen; 1.5 is in the second epoch
+  int64_t step = 0;
+  double seconds = 0;  // since the start
+  double images_per_second = 0;
+  std::optional<double> train_loss;  // mean since the last such row
+  std::optional<double> test_loss;
+  std::optional<double> test_accuracy;  // 0 to 1
+};
+
+// For one thread.
+class Report {
+ public:
+  // Makes the folder, if needed, and starts training.csv in it.
+  static absl::StatusOr<Report> Create(const std::string& directory);
+
+  // The row is in the file when this returns.
+  absl::Status Add(const ReportRow& row);
+
+  // Draws training.svg from the table, with the program gnuplot. kUnavailable if that is not
+  // installed.
+  absl::Status Draw(const std::string& title) const;
+
+  std::string table_path() const { return directory_ + "/training.csv"; }
+  std::string picture_path() const { return directory_ + "/training.svg"; }
+
+ private:
+  explicit Report(std::string directory);
+
+  std::string directory_;
+  std::ofstream table_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_EXAMPLES_REPORT_H_

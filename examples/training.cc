@@ -1,0 +1,145 @@
+#include "examples/training.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "examples/interrupt.h"
+#include "examples/model.h"
+
+namespace distgrad {
+namespace {
+
+constexpr int64_t kTestBatch = 1000;
+// Lines of the table for an epoch.
+constexpr int64_t kRowsPerEpoch = 50;
+// How much of the shown loss a new step replaces.
+constexpr double kShownLossShare = 0.05;
+
+absl::Status CheckInterrupt() {
+  return InterruptedBy() == 0 ? absl::OkStatus() : absl::CancelledError("interrupted");
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Training>> Training::Create(const Options& options) {
+  absl::StatusOr<FashionMnist> data = LoadFashionMnist(options.data);
+  if (!data.ok()) return data.status();
+  absl::StatusOr<Report> report = Report::Create(options.output);
+  if (!report.ok()) return report.status();
+  return std::unique_ptr<Training>(new Training(options, *std::move(data), *std::move(report)));
+}
+
+Training::Training(const Options& options, FashionMnist data, Report report)
+    : options_(options),
+      data_(std::move(data)),
+      report_(std::move(report)),
+      batches_(data_.train, options.batch, options.seed),
+      screen_(Screen::Stderr()) {}
+
+absl::Status Training::Run(Learner& learner) {
+  start_ = screen_.now();
+  {
+    ProgressBar progress(screen_, options_.epochs * data_.train.size());
+    for (int epoch = 0; epoch < options_.epochs; ++epoch) {
+      if (auto s = RunEpoch(learner, epoch, progress); !s.ok()) return s;
+    }
+  }
+  const double took = seconds();
+  const std::string result = absl::StrFormat(
+      "test accuracy %.2f %% after %d %s in %.1f s (%.0f images/s)", 100 * last_.accuracy,
+      options_.epochs, options_.epochs == 1 ? "epoch" : "epochs", took,
+      static_cast<double>(images_) / took);
+  std::printf("%s\n", result.c_str());
+  std::printf("table:   %s\n", report_.table_path().c_str());
+  const absl::Status drawn = report_.Draw(absl::StrCat("Fashion-MNIST: ", result));
+  if (drawn.ok()) {
+    std::printf("picture: %s\n", report_.picture_path().c_str());
+  } else {
+    std::printf("picture: left out, %s\n", std::string(drawn.message()).c_str());
+  }
+  std::fflush(stdout);
+  return absl::OkStatus();
+}
+
+absl::Status Training::RunEpoch(Learner& learner, int epoch, ProgressBar& progress) {
+  const std::string label = absl::StrCat("epoch ", epoch + 1, "/", options_.epochs);
+  progress.SetLabel(label);
+  const int64_t steps = batches_.batches_per_epoch();
+  const auto all_steps = static_cast<double>(steps * options_.epochs);
+  const int64_t steps_per_row = std::max<int64_t>(1, steps / kRowsPerEpoch);
+  const double began = seconds();
+  double epoch_loss = 0;
+  double row_loss = 0;
+  double shown_loss = 0;
+  int64_t row_steps = 0;
+  for (int64_t i = 0; i < steps; ++i) {
+    if (auto s = CheckInterrupt(); !s.ok()) return s;
+    const double learning_rate =
+        options_.learning_rate * (1 - static_cast<double>(step_) / all_steps);
+    const Batch batch = batches_.Next();
+    const absl::StatusOr<double> loss = learner.Step(batch, learning_rate);
+    if (!loss.ok()) return loss.status();
+    ++step_;
+    if (!std::isfinite(*loss)) {
+      return absl::OutOfRangeError(absl::StrCat("the loss is not a number any more after step ",
+                                                step_, "; try a smaller --lr"));
+    }
+    images_ += batch.size();
+    epoch_loss += *loss * static_cast<double>(batch.size());
+    row_loss += *loss;
+    shown_loss += (*loss - shown_loss) * (i == 0 ? 1 : kShownLossShare);
+    progress.Update(images_, shown_loss);
+    if (++row_steps == steps_per_row || i + 1 == steps) {
+      ReportRow row = NewRow();
+      row.train_loss = row_loss / static_cast<double>(row_steps);
+      if (auto s = report_.Add(row); !s.ok()) return s;
+      row_loss = 0;
+      row_steps = 0;
+    }
+  }
+  const double took = seconds() - began;
+
+  absl::StatusOr<Evaluation> evaluation = Evaluate(learner);
+  if (!evaluation.ok()) return evaluation.status();
+  last_ = *evaluation;
+  ReportRow row = NewRow();
+  row.test_loss = last_.loss;
+  row.test_accuracy = last_.accuracy;
+  const auto count = static_cast<double>(data_.train.size());
+  progress.Print(absl::StrFormat(
+      "%s: loss %.4f, test loss %.4f, test accuracy %.2f %%, %.1f s, %.0f images/s", label,
+      epoch_loss / count, last_.loss, 100 * last_.accuracy, took, count / took));
+  return report_.Add(row);
+}
+
+absl::StatusOr<Training::Evaluation> Training::Evaluate(Learner& learner) {
+  Evaluation sum;
+  const int64_t size = data_.test.size();
+  for (int64_t begin = 0; begin < size; begin += kTestBatch) {
+    if (auto s = CheckInterrupt(); !s.ok()) return s;
+    const Batch batch = MakeBatch(data_.test, begin, std::min(begin + kTestBatch, size));
+    const absl::StatusOr<at::Tensor> scores = learner.Predict(batch.images);
+    if (!scores.ok()) return scores.status();
+    sum.loss += Loss(*scores, batch.labels).item<double>() * static_cast<double>(batch.size());
+    sum.accuracy += static_cast<double>(CountCorrect(*scores, batch.labels));
+  }
+  const auto count = static_cast<double>(size);
+  return Evaluation{sum.loss / count, sum.accuracy / count};
+}
+
+ReportRow Training::NewRow() const {
+  ReportRow row;
+  row.epoch = static_cast<double>(images_) / static_cast<double>(data_.train.size());
+  row.step = step_;
+  row.seconds = seconds();
+  row.images_per_second = static_cast<double>(images_) / row.seconds;
+  return row;
+}
+
+double Training::seconds() const { return absl::ToDoubleSeconds(screen_.now() - start_); }
+
+}  // namespace distgrad

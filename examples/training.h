@@ -1,0 +1,72 @@
+// The training run that all ways of the example share: epochs, progress, evaluation, report.
+#ifndef DISTGRAD_EXAMPLES_TRAINING_H_
+#define DISTGRAD_EXAMPLES_TRAINING_H_
+
+#include <memory>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "examples/dataset.h"
+#include "examples/options.h"
+#include "examples/progress.h"
+#include "examples/report.h"
+
+namespace distgrad {
+
+// The momentum of all ways to train; Options has the rest.
+inline constexpr double kMomentum = 0.9;
+
+// A network that learns, wherever its parameters are. For one thread.
+class Learner {
+ public:
+  virtual ~Learner() = default;
+
+  // One step of the optimizer; returns the batch's mean loss before it.
+  virtual absl::StatusOr<double> Step(const Batch& batch, double learning_rate) = 0;
+
+  // The scores of the classes, float [n, 10], for images as in a Batch; records no gradient.
+  virtual absl::StatusOr<at::Tensor> Predict(const at::Tensor& images) = 0;
+};
+
+// For one thread.
+class Training {
+ public:
+  // Reads the data and starts the report, so that what is wrong there shows before anything
+  // else is started.
+  static absl::StatusOr<std::unique_ptr<Training>> Create(const Options& options);
+
+  // Trains and evaluates, shows how far it is, writes the report and prints the results and
+  // where they are. kCancelled after Ctrl-C, if CatchInterrupts() was called.
+  absl::Status Run(Learner& learner);
+
+ private:
+  struct Evaluation {
+    double loss = 0;
+    double accuracy = 0;
+  };
+
+  Training(const Options& options, FashionMnist data, Report report);
+
+  absl::Status RunEpoch(Learner& learner, int epoch, ProgressBar& progress);
+  absl::StatusOr<Evaluation> Evaluate(Learner& learner);
+  ReportRow NewRow() const;
+  double seconds() const;
+
+  // Constant after construction.
+  const Options options_;
+  const FashionMnist data_;
+
+  Report report_;
+  ShuffledBatches batches_;
+  Screen screen_;
+  absl::Time start_;
+  int64_t step_ = 0;
+  int64_t images_ = 0;
+  Evaluation last_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_EXAMPLES_TRAINING_H_
