@@ -15,13 +15,15 @@ LocalOptimizer::LocalOptimizer(std::unique_ptr<torch::optim::Optimizer> optimize
     : optimizer_(std::move(optimizer)) {}
 LocalOptimizer::~LocalOptimizer() = default;
 
-absl::Status LocalOptimizer::Step(const ContextRecord& context) {
+absl::Status LocalOptimizer::Step(const ContextRecord& context,
+                                  std::optional<double> learning_rate) {
   absl::MutexLock lock(&mu_);
   std::vector<std::pair<at::Tensor, at::Tensor>> before;
   absl::Status status;
   try {
     at::NoGradGuard no_grad;
     for (torch::optim::OptimizerParamGroup& group : optimizer_->param_groups()) {
+      if (learning_rate.has_value()) group.options().set_lr(*learning_rate);
       for (at::Tensor& parameter : group.params()) {
         before.emplace_back(parameter, parameter.grad());
         absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter);

@@ -6,6 +6,7 @@
 #define DISTGRAD_CORE_OPTIM_LOCAL_OPTIMIZER_H_
 
 #include <memory>
+#include <optional>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -26,7 +27,9 @@ class LocalOptimizer {
 
   // Updates every parameter that has a gradient in the context; the others are left alone. Each
   // parameter's .grad is used while the optimizer runs, and is afterwards what it was before.
-  absl::Status Step(const ContextRecord& context);
+  // `learning_rate`, if given, is set first, for all parameters.
+  absl::Status Step(const ContextRecord& context,
+                    std::optional<double> learning_rate = std::nullopt);
 
  private:
   absl::Mutex mu_;  // held while torch runs: parameters change under it
