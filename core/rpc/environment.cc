@@ -21,9 +21,10 @@ absl::Status Bad(const std::string& name, const std::string& value, absl::string
 absl::StatusOr<std::string> Required(const Getenv& getenv, const std::string& name) {
   std::optional<std::string> value = getenv(name);
   if (value.has_value()) return *std::move(value);
-  return absl::FailedPreconditionError(absl::StrCat(
-      "the environment variable ", name,
-      " is not set; start with a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"));
+  return absl::FailedPreconditionError(
+      absl::StrCat("the environment variable ", name,
+                   " is not set; start with a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and "
+                   "MASTER_PORT"));
 }
 
 absl::StatusOr<int> ParseNumber(const std::string& name, const std::string& value, int low,
@@ -52,8 +53,8 @@ absl::StatusOr<Environment> ReadEnvironment(const Getenv& getenv) {
   DG_ASSIGN_OR_RETURN(const int port, Number(getenv, "MASTER_PORT", 1, 65535));
   environment.master_port = static_cast<uint16_t>(port);
   if (const auto local_rank = getenv("LOCAL_RANK")) {
-    DG_ASSIGN_OR_RETURN(environment.local_rank, ParseNumber("LOCAL_RANK", *local_rank, 0,
-                                                            environment.world_size - 1));
+    DG_ASSIGN_OR_RETURN(environment.local_rank,
+                        ParseNumber("LOCAL_RANK", *local_rank, 0, environment.world_size - 1));
   }
   // torchrun writes "True" and "False".
   if (const auto agent_store = getenv("TORCHELASTIC_USE_AGENT_STORE")) {

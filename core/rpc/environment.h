@@ -13,10 +13,10 @@
 namespace distgrad {
 
 struct Environment {
-  int rank = 0;             // RANK
-  int world_size = 1;       // WORLD_SIZE
-  int local_rank = 0;       // LOCAL_RANK; 0 when unset
-  std::string master_addr;  // MASTER_ADDR
+  int rank = 0;              // RANK
+  int world_size = 1;        // WORLD_SIZE
+  int local_rank = 0;        // LOCAL_RANK; 0 when unset
+  std::string master_addr;   // MASTER_ADDR
   uint16_t master_port = 0;  // MASTER_PORT
 
   // TORCHELASTIC_USE_AGENT_STORE=True: the launcher serves the store itself.

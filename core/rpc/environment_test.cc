@@ -57,12 +57,24 @@ TEST(EnvironmentTest, EachIsNeeded) {
 
 TEST(EnvironmentTest, Malformed) {
   const std::multimap<std::string, std::string> bad = {
-      {"RANK", ""},           {"RANK", "-1"},        {"RANK", "8"},
-      {"RANK", "3x"},         {"RANK", "1e0"},       {"WORLD_SIZE", "0"},
-      {"WORLD_SIZE", "-8"},   {"WORLD_SIZE", "3"},   {"WORLD_SIZE", "99999999999999"},
-      {"WORLD_SIZE", "many"}, {"MASTER_ADDR", ""},   {"MASTER_ADDR", " node0"},
-      {"MASTER_PORT", "0"},   {"MASTER_PORT", "-1"}, {"MASTER_PORT", "65536"},
-      {"MASTER_PORT", ""},    {"LOCAL_RANK", "x"},   {"LOCAL_RANK", "8"},
+      {"RANK", ""},
+      {"RANK", "-1"},
+      {"RANK", "8"},
+      {"RANK", "3x"},
+      {"RANK", "1e0"},
+      {"WORLD_SIZE", "0"},
+      {"WORLD_SIZE", "-8"},
+      {"WORLD_SIZE", "3"},
+      {"WORLD_SIZE", "99999999999999"},
+      {"WORLD_SIZE", "many"},
+      {"MASTER_ADDR", ""},
+      {"MASTER_ADDR", " node0"},
+      {"MASTER_PORT", "0"},
+      {"MASTER_PORT", "-1"},
+      {"MASTER_PORT", "65536"},
+      {"MASTER_PORT", ""},
+      {"LOCAL_RANK", "x"},
+      {"LOCAL_RANK", "8"},
       {"TORCHELASTIC_USE_AGENT_STORE", "maybe"},
   };
   for (const auto& [name, value] : bad) {
@@ -71,7 +83,8 @@ TEST(EnvironmentTest, Malformed) {
     const absl::Status status = Read(variables).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name << "=" << value;
     // A rank beyond the world's end is told as the rank's fault.
-    const std::string blamed = name == "WORLD_SIZE" && value == "3" ? "RANK=\"3\"" : name + "=\"" + value + "\"";
+    const std::string blamed =
+        name == "WORLD_SIZE" && value == "3" ? "RANK=\"3\"" : name + "=\"" + value + "\"";
     EXPECT_TRUE(absl::StrContains(status.message(), blamed)) << status;
   }
 }

@@ -90,9 +90,9 @@ absl::Status Missing(const std::vector<int>& ranks, int world_size, absl::Durati
   const size_t named = std::min(ranks.size(), kMaxNamed);
   std::string text = absl::StrJoin(ranks.begin(), ranks.begin() + named, ", ");
   if (ranks.size() > named) absl::StrAppend(&text, " and ", ranks.size() - named, " more");
-  return absl::DeadlineExceededError(
-      absl::StrCat(ranks.size() == 1 ? "worker " : "workers ", text, " of ", world_size,
-                   " did not join within ", absl::FormatDuration(waited)));
+  return absl::DeadlineExceededError(absl::StrCat(ranks.size() == 1 ? "worker " : "workers ", text,
+                                                  " of ", world_size, " did not join within ",
+                                                  absl::FormatDuration(waited)));
 }
 
 }  // namespace
@@ -100,9 +100,9 @@ absl::Status Missing(const std::vector<int>& ranks, int world_size, absl::Durati
 absl::StatusOr<std::vector<WorkerInfo>> Rendezvous(Store& store, const WorkerInfo& self,
                                                    int world_size, absl::Time deadline) {
   DG_RETURN_IF_ERROR(CheckSelf(self, world_size));
-  const absl::Duration patience = absl::Trunc(
-      std::max(deadline - absl::Now(), absl::ZeroDuration()) + absl::Milliseconds(1),
-      absl::Milliseconds(1));
+  const absl::Duration patience =
+      absl::Trunc(std::max(deadline - absl::Now(), absl::ZeroDuration()) + absl::Milliseconds(1),
+                  absl::Milliseconds(1));
 
   // Who comes second tells everyone; if all had joined before, it alone is refused.
   DG_ASSIGN_OR_RETURN(const int64_t claims, store.Add(ClaimsKey(self.id), 1));

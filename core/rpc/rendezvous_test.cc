@@ -65,8 +65,8 @@ TEST(RendezvousTest, NamesWhoIsMissing) {
   const auto store = NewInProcessStore();
   for (const Result& result : JoinAll(*store, {Worker(0), Worker(2)}, 5, Soon())) {
     EXPECT_EQ(result.status().code(), absl::StatusCode::kDeadlineExceeded);
-    EXPECT_TRUE(absl::StartsWith(result.status().message(),
-                                 "workers 1, 3, 4 of 5 did not join within "))
+    EXPECT_TRUE(
+        absl::StartsWith(result.status().message(), "workers 1, 3, 4 of 5 did not join within "))
         << result.status();
   }
   const auto one = Rendezvous(*NewInProcessStore(), Worker(0), 2, Soon());
@@ -127,8 +127,13 @@ TEST(RendezvousTest, BadArguments) {
   WorkerInfo no_name = Worker(0);
   no_name.name.clear();
   const std::pair<WorkerInfo, int> cases[] = {
-      {Worker(0), 0},       {Worker(0), -1}, {Worker(2), 2},    {Worker(0), 70000},
-      {long_address, 1},    {no_name, 1},    {Worker(0, std::string(2000, 'x')), 1},
+      {Worker(0), 0},
+      {Worker(0), -1},
+      {Worker(2), 2},
+      {Worker(0), 70000},
+      {long_address, 1},
+      {no_name, 1},
+      {Worker(0, std::string(2000, 'x')), 1},
   };
   for (const auto& [worker, world_size] : cases) {
     EXPECT_EQ(Rendezvous(*store, worker, world_size, Later()).status().code(),

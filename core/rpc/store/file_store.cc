@@ -29,9 +29,8 @@ class FileStore final : public Store {
 
   absl::Status Set(const std::string& key, const std::string& value) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, value));
-    return Try("setting", key, [&] {
-      store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
-    });
+    return Try("setting", key,
+               [&] { store_->set(key, std::vector<uint8_t>(value.begin(), value.end())); });
   }
 
   absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {

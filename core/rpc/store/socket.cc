@@ -93,10 +93,12 @@ absl::StatusOr<Socket> Socket::Listen(const std::string& host, uint16_t port) {
       error = errno;
     }
     if (error == EADDRINUSE) {
-      return absl::AlreadyExistsError(absl::StrCat("cannot listen on port ", port, ": already in use"));
+      return absl::AlreadyExistsError(
+          absl::StrCat("cannot listen on port ", port, ": already in use"));
     }
-    status = ErrnoStatus(absl::StatusCode::kInvalidArgument,
-                         absl::StrCat("cannot listen on port ", port, " of host \"", host, "\""), error);
+    status =
+        ErrnoStatus(absl::StatusCode::kInvalidArgument,
+                    absl::StrCat("cannot listen on port ", port, " of host \"", host, "\""), error);
   }
   return status;
 }

@@ -74,7 +74,7 @@ int RunChild(const std::string& kind, const std::string& where) {
 class Implementation {
  public:
   virtual ~Implementation() = default;
-  virtual std::shared_ptr<Store> NewHandle() = 0;        // all see one store
+  virtual std::shared_ptr<Store> NewHandle() = 0;                   // all see one store
   virtual std::vector<std::string> ChildArguments() { return {}; }  // none: no second process
 };
 
@@ -113,17 +113,17 @@ class StoreTest : public testing::TestWithParam<Parameter> {
   const std::shared_ptr<Store> other_ = implementation_->NewHandle();
 };
 
-INSTANTIATE_TEST_SUITE_P(
-    Stores, StoreTest,
-    testing::Values(Parameter{"in_process", [] { return std::make_unique<InProcess>(); }},
-                    Parameter{"file", [] { return std::make_unique<File>(); }},
-                    Parameter{"tcp", [] { return std::make_unique<Tcp>(); }}),
-    [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Stores, StoreTest,
+                         testing::Values(Parameter{"in_process",
+                                                   [] { return std::make_unique<InProcess>(); }},
+                                         Parameter{"file", [] { return std::make_unique<File>(); }},
+                                         Parameter{"tcp", [] { return std::make_unique<Tcp>(); }}),
+                         [](const auto& info) { return info.param.name; });
 
 TEST_P(StoreTest, WhatOneSetsTheOtherGets) {
   const std::string binary("\0\n\xff text", 8);
-  for (const std::string& value : {std::string("value"), std::string(), binary,
-                                   std::string(kMaxStoreValue, 'x')}) {
+  for (const std::string& value :
+       {std::string("value"), std::string(), binary, std::string(kMaxStoreValue, 'x')}) {
     ASSERT_TRUE(store_->Set("key", value).ok());
     const auto got = other_->Get("key", absl::InfinitePast());
     ASSERT_TRUE(got.ok()) << got.status();
@@ -232,8 +232,8 @@ TEST_P(StoreTest, TwoProcesses) {
 // --- the file store
 
 TEST(FileStoreTest, BadPaths) {
-  for (const std::string& path : {std::string(), testing::TempDir(),
-                                  std::string("/no/such/folder/file")}) {
+  for (const std::string& path :
+       {std::string(), testing::TempDir(), std::string("/no/such/folder/file")}) {
     const auto store = NewFileStore(path);
     EXPECT_EQ(store.status().code(), absl::StatusCode::kInvalidArgument) << path;
     EXPECT_TRUE(absl::StrContains(store.status().message(), absl::StrCat("\"", path, "\"")));

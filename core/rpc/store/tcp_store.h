@@ -24,7 +24,7 @@ struct TcpStoreOptions {
   // Serve the store as well, on `bind_host` (default: `host`); "0.0.0.0" or "::" is every
   // address of this machine.
   bool is_server = false;
-  std::string bind_host;
+  std::string bind_host = {};
 
   // By when the server must have answered.
   absl::Time deadline = absl::InfiniteFuture();

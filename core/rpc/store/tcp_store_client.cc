@@ -106,8 +106,7 @@ absl::Status TcpStoreClient::Set(const std::string& key, const std::string& valu
   // The server does not answer a set; it answers this when it has done it.
   writer.U8(kPing);
   writer.U32(kNonce);
-  return Exchange(request, deadline,
-                  [&](Socket& socket) { return AwaitPong(socket, deadline); });
+  return Exchange(request, deadline, [&](Socket& socket) { return AwaitPong(socket, deadline); });
 }
 
 absl::StatusOr<std::string> TcpStoreClient::Get(const std::string& key, absl::Time deadline) {

@@ -28,10 +28,26 @@ TEST(CheckSocketAddressTest, Good) {
 }
 
 TEST(CheckSocketAddressTest, Bad) {
-  for (const char* address :
-       {"", ":", "1.2.3.4", "1.2.3.4:", "1.2.3.4:0", "1.2.3.4:65536", "1.2.3.4:99999999999",
-        "1.2.3.4:+1", "1.2.3.4: 1", "1.2.3.4:1x", "1.2.3:1", "1.2.3.256:1", "localhost:1", "::1:1",
-        "[]:1", "[::1]", "[::1:1", "[1.2.3.4]:1", "[::1%lo]:1", " 1.2.3.4:1"}) {
+  for (const char* address : {"",
+                              ":",
+                              "1.2.3.4",
+                              "1.2.3.4:",
+                              "1.2.3.4:0",
+                              "1.2.3.4:65536",
+                              "1.2.3.4:99999999999",
+                              "1.2.3.4:+1",
+                              "1.2.3.4: 1",
+                              "1.2.3.4:1x",
+                              "1.2.3:1",
+                              "1.2.3.256:1",
+                              "localhost:1",
+                              "::1:1",
+                              "[]:1",
+                              "[::1]",
+                              "[::1:1",
+                              "[1.2.3.4]:1",
+                              "[::1%lo]:1",
+                              " 1.2.3.4:1"}) {
     const absl::Status status = CheckSocketAddress(address);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << address;
     EXPECT_NE(status.message().find(address), std::string::npos) << status;

@@ -29,8 +29,8 @@ class Budget {
       spent_ += size;
       return absl::OkStatus();
     }
-    return absl::ResourceExhaustedError(absl::StrCat("a packet of ", spent_, " + ", size,
-                                                     " bytes; the limit is ", limits_.bytes));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("a packet of ", spent_, " + ", size, " bytes; the limit is ", limits_.bytes));
   }
 
  private:
@@ -76,8 +76,7 @@ tensorpipe::Message LayOut(Packet& packet) {
   for (size_t i = 0; i < packet.segments.size(); ++i) {
     const Segment& segment = packet.segments[i];
     if (segment.size <= kChannelBytes) {
-      message.payloads.push_back(
-          MakePayload(segment.data, segment.size, static_cast<uint32_t>(i)));
+      message.payloads.push_back(MakePayload(segment.data, segment.size, static_cast<uint32_t>(i)));
       continue;
     }
     tensorpipe::Message::Tensor tensor;

@@ -26,7 +26,7 @@ inline constexpr size_t kChannelBytes = 512 << 10;
 inline constexpr uint32_t kBytesPosition = 0xffffffff;
 
 struct PacketLimits {
-  uint64_t bytes;   // the packet's bytes and its segments together
+  uint64_t bytes;  // the packet's bytes and its segments together
   size_t segments;
 };
 

@@ -72,8 +72,8 @@ TEST(MessageLayoutTest, SmallPacketIsMetadataAlone) {
 
 TEST(MessageLayoutTest, EverySizeArrivesInOrder) {
   for (size_t bytes : {size_t{0}, size_t{1}, kInlineBytes, kInlineBytes + 1}) {
-    const std::vector<size_t> sizes = {kChannelBytes + 1, 1,   kChannelBytes,
-                                       200000,            300, kChannelBytes + 2};
+    const std::vector<size_t> sizes = {kChannelBytes + 1, 1, kChannelBytes, 200000, 300,
+                                       kChannelBytes + 2};
     for (size_t count = 0; count <= sizes.size(); ++count) {
       Packet packet;
       packet.bytes = std::string(bytes, 'b');
@@ -160,13 +160,13 @@ TEST(HostileDescriptorTest, TooManySegments) {
 
 TEST(HostileDescriptorTest, Malformed) {
   const std::vector<std::vector<Descriptor::Payload>> payloads = {
-      {{0, Position(0)}},                      // empty
-      {{1, ""}},                               // no position
-      {{1, "abc"}},                            // a short one
-      {{1, Position(0) + "x"}},                // a long one
-      {{1, Position(1)}},                      // beyond the last
-      {{1, Position(kBytesPosition - 1)}},     // far beyond
-      {{1, Position(0)}, {1, Position(0)}},    // twice the same
+      {{0, Position(0)}},                    // empty
+      {{1, ""}},                             // no position
+      {{1, "abc"}},                          // a short one
+      {{1, Position(0) + "x"}},              // a long one
+      {{1, Position(1)}},                    // beyond the last
+      {{1, Position(kBytesPosition - 1)}},   // far beyond
+      {{1, Position(0)}, {1, Position(0)}},  // twice the same
       {{1, Position(kBytesPosition)}, {1, Position(kBytesPosition)}},
   };
   for (size_t i = 0; i < payloads.size(); ++i) {

@@ -47,7 +47,7 @@ class AcceptedConnection final : public tensorpipe::transport::Connection,
 
  private:
   const std::shared_ptr<tensorpipe::transport::Connection> connection_;
-  bool read_before_ = false;          // by TensorPipe's loop only
+  bool read_before_ = false;         // by TensorPipe's loop only
   read_nop_callback_fn unanswered_;  // by the transport's thread only
 };
 
@@ -57,12 +57,12 @@ class SteadyListener final : public tensorpipe::transport::Listener {
       : listener_(std::move(listener)) {}
 
   void accept(accept_callback_fn fn) override {
-    listener_->accept([fn = std::move(fn)](
-                          const Error& error,
-                          std::shared_ptr<tensorpipe::transport::Connection> connection) {
-      if (error) return fn(error, nullptr);
-      fn(error, std::make_shared<AcceptedConnection>(std::move(connection)));
-    });
+    listener_->accept(
+        [fn = std::move(fn)](const Error& error,
+                             std::shared_ptr<tensorpipe::transport::Connection> connection) {
+          if (error) return fn(error, nullptr);
+          fn(error, std::make_shared<AcceptedConnection>(std::move(connection)));
+        });
   }
   std::string addr() const override { return listener_->addr(); }
   void setId(std::string id) override { listener_->setId(std::move(id)); }

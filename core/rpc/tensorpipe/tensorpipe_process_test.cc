@@ -116,7 +116,8 @@ TEST_P(TwoProcessesTest, EchoesOfAllSizes) {
   const size_t bytes[] = {0, 10, 100000};
   size_t count = 0;
   for (size_t b : bytes) {
-    for (size_t s : segments) connection_->Send(MakePacket(std::string(b, 'b'), s), sends_.NewDone());
+    for (size_t s : segments)
+      connection_->Send(MakePacket(std::string(b, 'b'), s), sends_.NewDone());
   }
   receiver_->AwaitPackets(std::size(bytes) * std::size(segments));
   for (size_t b : bytes) {

@@ -15,6 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/rpc/tensorpipe/address.h"
@@ -42,6 +44,11 @@ class SigpipeBlockedForNewThreads {
   sigset_t before_;
 };
 
+// The first message of who connects. Until it is there an accepted pipe may be waiting for
+// further connections of the other end, which TensorPipe does for ever if that end is gone.
+constexpr char kGreeting[] = "distgrad 1";
+constexpr absl::Duration kGreetingPatience = absl::Seconds(10);
+
 // TensorPipe adds where in its own sources an error comes from; that helps none of our users.
 std::string Message(const tensorpipe::Error& error) {
   std::string what = error.what();
@@ -59,6 +66,9 @@ class Shared {
 
   std::atomic<bool> closing{false};  // the transport is being destroyed
 
+  // Set by Listen(); nobody uses it after AwaitAll().
+  Clock* clock = nullptr;
+
   // Counts what will still call back.
   void Expect() {
     absl::MutexLock lock(&mu_);
@@ -70,7 +80,8 @@ class Shared {
   }
   void AwaitAll() {
     absl::MutexLock lock(&mu_);
-    mu_.Await(absl::Condition(+[](int* expected) { return *expected == 0; }, &expected_));
+    mu_.Await(absl::Condition(
+        +[](int* expected) { return *expected == 0; }, &expected_));
   }
 
  private:
@@ -87,11 +98,23 @@ class PipeConnection final : public Connection,
                  std::string peer)
       : shared_(std::move(shared)), pipe_(std::move(pipe)), peer_(std::move(peer)) {}
 
-  // Once.
-  void Start(std::shared_ptr<Receiver> receiver) {
-    receiver_ = std::move(receiver);
-    shared_->Expect();
-    ReadNext();
+  // One of these, once: for a connection of our own, and for one of somebody else's.
+  void Greet(std::shared_ptr<Receiver> receiver) {
+    greeted_ = true;
+    tensorpipe::Message greeting;
+    greeting.metadata = kGreeting;
+    pipe_->write(std::move(greeting), [](const tensorpipe::Error&) {});  // the read fails too
+    Start(std::move(receiver));
+  }
+  void AwaitGreeting(std::shared_ptr<Receiver> receiver) {
+    timer_ =
+        shared_->clock->At(shared_->clock->Now() + kGreetingPatience, [watch = weak_from_this()] {
+          if (const auto self = watch.lock()) {
+            self->late_ = true;
+            self->pipe_->close();
+          }
+        });
+    Start(std::move(receiver));
   }
 
   void Send(Packet packet, SendDone done) override {
@@ -123,6 +146,12 @@ class PipeConnection final : public Connection,
   }
 
  private:
+  void Start(std::shared_ptr<Receiver> receiver) {
+    receiver_ = std::move(receiver);
+    shared_->Expect();
+    ReadNext();
+  }
+
   // The four below are one loop: called by TensorPipe, each by the callback of the one before.
   void ReadNext() {
     pipe_->readDescriptor([self = shared_from_this()](const tensorpipe::Error& error,
@@ -146,12 +175,22 @@ class PipeConnection final : public Connection,
   }
 
   void Deliver(Packet packet) {
-    if (!closed_) receiver_->OnPacket(std::move(packet));
+    if (!greeted_) {
+      if (packet.bytes != kGreeting || !packet.segments.empty()) {
+        return Finish(absl::InvalidArgumentError(
+            absl::StrCat(peer_, " speaks another protocol or another version of it")));
+      }
+      greeted_ = true;
+      shared_->clock->Cancel(timer_);
+    } else if (!closed_) {
+      receiver_->OnPacket(std::move(packet));
+    }
     ReadNext();
   }
 
   void Finish(absl::Status why) {
     pipe_->close();
+    if (!greeted_) shared_->clock->Cancel(timer_);
     if (closed_ || shared_->closing) why = Cancelled();
     // Receivers often own their connection: let go of it, so that both can be destroyed.
     std::exchange(receiver_, nullptr)->OnClosed(std::move(why));
@@ -163,6 +202,10 @@ class PipeConnection final : public Connection,
   }
   absl::Status Lost(const tensorpipe::Error& error) const {
     if (closed_ || shared_->closing) return Cancelled();
+    if (late_) {
+      return absl::UnavailableError(absl::StrCat(peer_, " did not finish connecting within ",
+                                                 absl::FormatDuration(kGreetingPatience)));
+    }
     return absl::UnavailableError(absl::StrCat("lost ", peer_, ": ", Message(error)));
   }
 
@@ -171,9 +214,12 @@ class PipeConnection final : public Connection,
   const std::shared_ptr<tensorpipe::Pipe> pipe_;
   const std::string peer_;
   std::atomic<bool> closed_{false};  // by Close()
+  std::atomic<bool> late_{false};    // closed because nothing came
 
   // Of the read loop only.
   std::shared_ptr<Receiver> receiver_;
+  bool greeted_ = false;
+  Clock::TimerId timer_ = 0;  // while not greeted
 };
 
 // Takes connections until the listener closes. Called by TensorPipe, one call at a time.
@@ -201,10 +247,9 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     // The name is the other end's word for itself.
     std::string peer = absl::StrCat("'", absl::CHexEscape(pipe->getRemoteName().substr(0, 64)),
                                     "' (who connected to us)");
-    auto connection =
-        std::make_shared<PipeConnection>(shared_, std::move(pipe), std::move(peer));
+    auto connection = std::make_shared<PipeConnection>(shared_, std::move(pipe), std::move(peer));
     if (auto receiver = accept_(connection)) {
-      connection->Start(std::move(receiver));
+      connection->AwaitGreeting(std::move(receiver));
     } else {
       connection->Close();
     }
@@ -250,6 +295,8 @@ class TensorPipeTransport final : public Transport {
     if (listening_.exchange(true)) {
       return absl::FailedPreconditionError(absl::StrCat(Name(), " is listening already"));
     }
+    shared_->clock = options_.clock;
+    if (shared_->clock == nullptr) shared_->clock = (own_clock_ = NewSystemClock()).get();
     try {
       std::shared_ptr<tensorpipe::Listener> listener = context_->listen({url});
       std::string address = listener->url(scheme_);
@@ -257,17 +304,18 @@ class TensorPipeTransport final : public Transport {
       return address;
     } catch (const std::exception& e) {
       listening_ = false;
-      return absl::UnavailableError(absl::StrCat(Name(), " cannot listen on ", url, ": ", e.what()));
+      return absl::UnavailableError(
+          absl::StrCat(Name(), " cannot listen on ", url, ": ", e.what()));
     }
   }
 
-  absl::StatusOr<std::shared_ptr<Connection>> Connect(
-      const std::string& address, std::shared_ptr<Receiver> receiver) override {
+  absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& address,
+                                                      std::shared_ptr<Receiver> receiver) override {
     DG_RETURN_IF_ERROR(Annotate(CheckAddress(address), absl::StrCat(Name(), " cannot connect")));
     try {
       auto pipe = context_->connect(address);
       auto connection = std::make_shared<PipeConnection>(shared_, std::move(pipe), address);
-      connection->Start(std::move(receiver));
+      connection->Greet(std::move(receiver));
       return connection;
     } catch (const std::exception& e) {
       return absl::UnavailableError(
@@ -299,13 +347,14 @@ class TensorPipeTransport final : public Transport {
   const std::shared_ptr<tensorpipe::Context> context_;
   const std::shared_ptr<Shared> shared_;
   std::atomic<bool> listening_{false};
+  std::unique_ptr<Clock> own_clock_;  // if none was given; set by Listen()
 };
 
 absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
   const bool tcp = options.kind == TensorPipeOptions::Kind::kTcp;
   const std::string scheme = tcp ? "tcp" : "shm";
-  auto context = std::make_shared<tensorpipe::Context>(
-      tensorpipe::ContextOptions().name(options.name));
+  auto context =
+      std::make_shared<tensorpipe::Context>(tensorpipe::ContextOptions().name(options.name));
 
   auto transport = tcp ? tensorpipe::transport::uv::create() : tensorpipe::transport::shm::create();
   if (!transport->isViable()) {

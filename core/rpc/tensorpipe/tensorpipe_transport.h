@@ -1,5 +1,6 @@
 // Packets between processes and machines, over libtorch's TensorPipe.
 //
+// Who connects sends a greeting first, so that both ends know that they speak the same version.
 // Small packets travel as one TensorPipe message header; larger byte strings and segments as
 // payloads behind it; large segments through a channel (CMA copies straight from the memory of
 // the other process, where both are on one machine and may).
@@ -18,6 +19,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "core/base/clock.h"
 #include "core/rpc/transport.h"
 
 namespace distgrad {
@@ -45,6 +47,10 @@ struct TensorPipeOptions {
   // receiver, before any memory is allocated for it, by closing the connection.
   uint64_t max_packet_bytes = uint64_t{8} << 30;  // bytes and segments together
   size_t max_segments = 1 << 14;
+
+  // Times out who connects and then says nothing; one of its own if nullptr. Must outlive the
+  // transport.
+  Clock* clock = nullptr;
 };
 
 // kFailedPrecondition where the kind cannot work on this machine. A channel that cannot is

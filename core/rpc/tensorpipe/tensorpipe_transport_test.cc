@@ -16,8 +16,10 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "core/base/fake_clock.h"
 #include "core/rpc/transport_conformance.h"
 #include "gtest/gtest.h"
+#include "tensorpipe/tensorpipe.h"
 
 namespace distgrad {
 namespace {
@@ -44,8 +46,9 @@ TransportFactory Factory(std::string name, Kind kind, Channel channel) {
   factory.start = [kind, channel] {
     return TransportFactory::Make([kind, channel] { return NewTransport(kind, channel); });
   };
-  factory.bad_addresses = {"", "nonsense", "other://1", "tcp://", "shm://", "tcp://1.2.3.4",
-                           "tcp://localhost:1", "shm://x", "shm://-1", " tcp://1.2.3.4:1"};
+  factory.bad_addresses = {"",         "nonsense",        "other://1",         "tcp://",
+                           "shm://",   "tcp://1.2.3.4",   "tcp://localhost:1", "shm://x",
+                           "shm://-1", " tcp://1.2.3.4:1"};
   return factory;
 }
 
@@ -209,6 +212,62 @@ TEST(TensorPipeTransportTest, ListensOnAfterAnEarlyGoodbye) {
   at_server->AwaitPackets(1);
 }
 
+// A TensorPipe peer that is none of ours.
+class Stranger {
+ public:
+  Stranger() {
+    context_.registerTransport(0, "tcp", tensorpipe::transport::uv::create());
+    context_.registerChannel(0, "basic", tensorpipe::channel::basic::create());
+  }
+  ~Stranger() { context_.join(); }
+  void Connect(const std::string& address) { pipe_ = context_.connect(address); }
+  void Say(std::string text) {
+    tensorpipe::Message message;
+    message.metadata = std::move(text);
+    pipe_->write(std::move(message), [](const tensorpipe::Error&) {});
+  }
+
+ private:
+  tensorpipe::Context context_;
+  std::shared_ptr<tensorpipe::Pipe> pipe_;
+};
+
+TEST(TensorPipeTransportTest, AnotherProtocol) {
+  auto server = NewTransport(TensorPipeOptions());
+  auto receiver = std::make_shared<RecordingReceiver>();
+  Stranger stranger;
+  stranger.Connect(server->Listen([&](std::shared_ptr<Connection>) { return receiver; }).value());
+  stranger.Say("distgrad 0");
+  const absl::Status why = receiver->AwaitClosed();
+  EXPECT_EQ(why.code(), absl::StatusCode::kInvalidArgument) << why;
+  EXPECT_EQ(receiver->count(), 0u);
+}
+
+TEST(TensorPipeTransportTest, WhoSaysNothingIsLetGo) {
+  FakeClock clock;
+  TensorPipeOptions options;
+  options.clock = &clock;
+  auto server = NewTransport(options);
+  auto receiver = std::make_shared<RecordingReceiver>();
+  SendLog log;
+  absl::Notification accepted;
+  Stranger stranger;
+  stranger.Connect(server
+                       ->Listen([&](std::shared_ptr<Connection> connection) {
+                         for (int i = 0; i < 3; ++i)
+                           connection->Send(Packet{"hello?", {}}, log.NewDone());
+                         accepted.Notify();
+                         return receiver;
+                       })
+                       .value());
+  accepted.WaitForNotification();
+  while (!receiver->closed()) clock.Advance(absl::Seconds(5));  // the timer may not be set yet
+  const absl::Status why = receiver->AwaitClosed();
+  EXPECT_EQ(why.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(absl::StrContains(why.message(), "did not finish connecting within 10s")) << why;
+  log.AwaitAll();
+}
+
 // Errors say who is at the other end.
 TEST(TensorPipeTransportTest, MessagesNameThePeer) {
   TensorPipeOptions options;
@@ -255,11 +314,13 @@ TEST(TensorPipeTransportTest, Limits) {
     std::shared_ptr<Connection> from_server;
     absl::Notification accepted;
     auto at_server = std::make_shared<RecordingReceiver>();
-    const std::string address = server->Listen([&](std::shared_ptr<Connection> connection) {
-      from_server = std::move(connection);
-      accepted.Notify();
-      return at_server;
-    }).value();
+    const std::string address = server
+                                    ->Listen([&](std::shared_ptr<Connection> connection) {
+                                      from_server = std::move(connection);
+                                      accepted.Notify();
+                                      return at_server;
+                                    })
+                                    .value();
     auto at_client = std::make_shared<RecordingReceiver>();
     auto connection = client->Connect(address, at_client).value();
     accepted.WaitForNotification();

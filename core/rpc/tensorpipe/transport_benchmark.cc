@@ -139,10 +139,12 @@ void RunInproc() {
   auto echo = std::make_shared<Echo>();
   auto server = NewInprocTransport(network);
   auto client = NewInprocTransport(network);
-  const std::string address = server->Listen([&](std::shared_ptr<Connection> connection) {
-    echo->connection = std::move(connection);
-    return echo;
-  }).value();
+  const std::string address = server
+                                  ->Listen([&](std::shared_ptr<Connection> connection) {
+                                    echo->connection = std::move(connection);
+                                    return echo;
+                                  })
+                                  .value();
   PingPong("inproc", *client, address);
 }
 
