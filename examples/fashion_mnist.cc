@@ -9,6 +9,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/clock.h"
+#include "core/base/status.h"
+#include "core/worker/worker.h"
+#include "examples/distributed.h"
 #include "examples/interrupt.h"
 #include "examples/launcher.h"
 #include "examples/model.h"
@@ -38,8 +42,27 @@ absl::Status TrainSingle(const Options& options) {
   return (*training)->Run(learner);
 }
 
+// One worker of the job. Worker 0 leads; the others serve until it has done.
 absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
-  return absl::UnimplementedError("training over workers is not there yet; use --single");
+  std::unique_ptr<Training> training;
+  if (place.rank == 0) {
+    CatchInterrupts();
+    DG_ASSIGN_OR_RETURN(training, Training::Create(options));
+  }
+  DG_ASSIGN_OR_RETURN(const std::unique_ptr<Worker> worker,
+                      Worker::Create({.rendezvous = "env://",
+                                      .transport = options.transport,
+                                      .timeout = options.timeout,
+                                      .join_timeout = options.timeout}));
+  DG_ASSIGN_OR_RETURN(const std::unique_ptr<StageServer> stage,
+                      StageServer::Create(worker.get(), options.seed));
+  DG_RETURN_IF_ERROR(worker->WaitForAll(absl::Now() + options.timeout));
+  if (training != nullptr) {
+    DistributedLearner learner(worker.get());
+    DG_RETURN_IF_ERROR(training->Run(learner));
+  }
+  // Worker 0 counts on the others until then, however long it trains.
+  return worker->Leave(absl::InfiniteFuture());
 }
 
 int Main(int argc, char** argv) {

@@ -106,11 +106,13 @@ TEST_P(WorkerTest, ADeadlineShrinksThroughNestedCallsAndFiresThoughThePoolIsBloc
                               return Message{};
                             })
                   .ok());
+  Promise<absl::StatusCode> nested;
+  Future<absl::StatusCode> nested_code = nested.future();
   ASSERT_TRUE(worker(0)
                   .Register("relay",
-                            [this](Request& r) -> absl::StatusOr<Message> {
+                            [this, &nested](Request& r) -> absl::StatusOr<Message> {
                               auto reply = worker(0).Call("worker1", "block", {}, r.Nested());
-                              EXPECT_EQ(reply.status().code(), absl::StatusCode::kDeadlineExceeded);
+                              nested.Set(reply.status().code());
                               return reply;
                             })
                   .ok());
@@ -119,6 +121,7 @@ TEST_P(WorkerTest, ADeadlineShrinksThroughNestedCallsAndFiresThoughThePoolIsBloc
           .Call("worker0", "relay", {}, {.deadline = absl::Now() + absl::Milliseconds(100)})
           .status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_EQ(*nested_code.Wait(), absl::StatusCode::kDeadlineExceeded);
   release.Set(Unit());
   EXPECT_EQ(worker(0)
                 .Call("worker1", "block", {}, {.deadline = absl::Now() - absl::Seconds(1)})
@@ -209,7 +212,7 @@ TEST(WorkerOptionsTest, WhatMakesNoSenseIsRefused) {
     options.join_timeout = absl::Milliseconds(200);
     return Worker::Create(std::move(options)).status().code();
   };
-  auto store = std::make_shared<InProcessStore>();
+  const std::shared_ptr<Store> store = NewInProcessStore();
   EXPECT_EQ(refused({.store = store, .rank = 2, .world_size = 2}),
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(refused({.store = store, .rank = 0, .world_size = 0}),
@@ -223,7 +226,7 @@ TEST(WorkerOptionsTest, WhatMakesNoSenseIsRefused) {
 }
 
 TEST(WorkerOptionsTest, AWorkerThatNeverJoinsIsNamed) {
-  const absl::Status status = Worker::Create({.store = std::make_shared<InProcessStore>(),
+  const absl::Status status = Worker::Create({.store = NewInProcessStore(),
                                               .rank = 0,
                                               .world_size = 2,
                                               .join_timeout = absl::Milliseconds(100)})

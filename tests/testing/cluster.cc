@@ -13,7 +13,7 @@ std::string WorkerName(int i) { return absl::StrCat("worker", i); }
 
 Cluster::Cluster(const ClusterOptions& options)
     : network_(std::make_shared<InprocNetwork>(options.faults)), workers_(options.workers) {
-  auto store = std::make_shared<InProcessStore>();
+  const std::shared_ptr<Store> store = NewInProcessStore();
   std::vector<std::thread> threads;
   for (int i = 0; i < options.workers; ++i) {
     threads.emplace_back([&, i] {

@@ -43,22 +43,24 @@ std::string Timeline::Launch(StreamKey stream, const std::vector<Block*>& reads,
   const auto check_write_before = [&](const Block& block, const char* verb) {
     const auto& [writer, when] = block.last_write;
     if (Covers(clock, writer, when)) return;
-    wrong = absl::StrCat(Name(stream), verb, "what ", Name(writer), " wrote, without waiting for it");
+    wrong = absl::StrCat(Name(stream), verb, "what ", Name(writer),
+                         " wrote, without waiting for it");
   };
-  for (Block* block : reads) {
-    check_write_before(*block, " reads ");
-    block->last_reads[stream] = tick;
-  }
-  for (Block* block : writes) {
+  for (const Block* block : reads) check_write_before(*block, " reads ");
+  for (const Block* block : writes) {
     check_write_before(*block, " writes over ");
     for (const auto& [reader, when] : block->last_reads) {
       if (reader == stream || Covers(clock, reader, when)) continue;
       wrong = absl::StrCat(Name(stream), " writes over what ", Name(reader),
                            " reads, without waiting for it");
     }
-    block->last_write = {stream, tick};
   }
-  if (!wrong.empty()) violations_.push_back(wrong);
+  if (!wrong.empty()) {
+    violations_.push_back(wrong);
+    return wrong;
+  }
+  for (Block* block : reads) block->last_reads[stream] = tick;
+  for (Block* block : writes) block->last_write = {stream, tick};
   return wrong;
 }
 

@@ -35,7 +35,7 @@ class Timeline {
 
   // A kernel on `stream` reads and writes these. Returns what is wrong with that: something
   // here was last written, or read and is now written, by a stream that `stream` did not wait
-  // for. Empty if all is well.
+  // for. Empty if all is well; else the kernel did not run.
   std::string Launch(StreamKey stream, const std::vector<Block*>& reads,
                      const std::vector<Block*>& writes);
 
