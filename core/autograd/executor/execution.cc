@@ -1,17 +1,13 @@
 #include "core/autograd/executor/execution.h"
 
 #include <ATen/ThreadLocalState.h>
-#include <ATen/ops/_is_any_true.h>
-#include <ATen/ops/isnan.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/input_buffer.h>
 
-#include <algorithm>
 #include <atomic>
+#include <deque>
 #include <exception>
-#include <string>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -19,6 +15,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/executor/gradient_slot.h"
+#include "core/autograd/executor/lane.h"
+#include "core/autograd/executor/node_calls.h"
+#include "core/autograd/executor/streams.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -34,123 +33,45 @@ struct Progress {
   std::atomic<bool> reached{false};
 };
 
-// The nodes that one thread has made ready, in libtorch's order: the one made last in forward
-// comes first, leaves before all. Not thread-safe.
-class ReadyHeap {
- public:
-  bool empty() const { return heap_.empty(); }
-
-  void Push(uint64_t sequence_nr, Graph::Index node) {
-    heap_.push_back({sequence_nr, node});
-    std::push_heap(heap_.begin(), heap_.end());
-  }
-
-  Graph::Index Pop() {
-    std::pop_heap(heap_.begin(), heap_.end());
-    const Graph::Index node = heap_.back().node;
-    heap_.pop_back();
-    return node;
-  }
-
- private:
-  struct Item {
-    uint64_t sequence_nr;
-    Graph::Index node;
-    bool operator<(const Item& other) const { return sequence_nr < other.sequence_nr; }
-  };
-  std::vector<Item> heap_;
+// A thread that is running nodes. Not thread-safe.
+struct Runner {
+  uint8_t lane = 0;
+  Lane* inbox = nullptr;  // none for a thread that feeds
+  ReadyHeap ready;
 };
-
-// libtorch's own buffer does the addition, so that its choice of in place or not, of the order
-// of sparse and dense, and so of the result's layout, is the same.
-at::Tensor Sum(Node* consumer, at::Tensor held, at::Tensor gradient) {
-  torch::autograd::InputBuffer buffer(1);
-  buffer.buffer[0] = std::move(held);
-  buffer.add(0, std::move(gradient), std::nullopt, std::nullopt, consumer);
-  return std::move(buffer.buffer[0]);
-}
-
-variable_list CallTensorHooks(Node& node, variable_list gradients) {
-  for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
-  for (const auto& [output, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
-  return gradients;
-}
-
-// Before a node runs. `gradients` undergoes the hooks on tensors, then those on the node.
-variable_list CallHooksBefore(Node& node, variable_list gradients) {
-  gradients = CallTensorHooks(node, std::move(gradients));
-  for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
-  return gradients;
-}
-
-// The gradient as the leaf's .grad would hold it: laid out like the leaf, and taken without a
-// copy if `gradient` and the `other_owners` known here are all that hold it.
-at::Tensor OwnedGradient(const AccumulateGrad& leaf, at::Tensor gradient, size_t other_owners) {
-  at::Tensor owned;
-  AccumulateGrad::accumulateGrad(leaf.variable, owned, gradient, 1 + other_owners,
-                                 [&owned](at::Tensor&& result) { owned = std::move(result); });
-  return owned;
-}
-
-// What remains of a leaf's gradient after its post-accumulate hook; see execution.h.
-at::Tensor CallPostAccumulateHook(const AccumulateGrad& leaf, at::Tensor gradient) {
-  const auto& hook = leaf.tensor_post_acc_grad_hooks();
-  if (hook == nullptr) return gradient;
-  at::Tensor stand_in = leaf.variable.detach();
-  stand_in.set_requires_grad(true);
-  stand_in.mutable_grad() = std::move(gradient);
-  (*hook)(stand_in);
-  return std::move(stand_in.mutable_grad());
-}
-
-void CheckNoNan(const Node& node, const variable_list& outputs) {
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    if (!outputs[i].defined()) continue;
-    const c10::OptionalDeviceGuard guard(outputs[i].device());
-    TORCH_CHECK(!at::_is_any_true(at::isnan(outputs[i])).item<bool>(), "output ", i,
-                " of the backward is nan");
-  }
-}
 
 }  // namespace
 
-struct Execution::State {
+struct Execution::State : std::enable_shared_from_this<Execution::State> {
   State(std::shared_ptr<const Graph> the_graph, ExecutionOptions the_options,
-        GradientSink* the_sink)
-      : graph(std::move(the_graph)),
-        options(the_options),
-        sink(the_sink),
-        progress(new Progress[graph->size()]),
-        inputs(new GradientSlot[graph->input_count()]) {
-    thread_state.set_grad_mode(false);
-    for (Graph::Index i = 0; i < graph->size(); ++i) {
-      const uint32_t dependencies = graph->entry(i).dependencies;
-      progress[i].missing.store(dependencies == 0 ? 1 : dependencies, std::memory_order_relaxed);
-    }
-  }
+        GradientSink* the_sink);
 
   // A burst begins with the first Begin() and ends when each has had its End().
   void Begin();
   void End();
   void Fail(absl::Status why);
 
-  // The root's gradients, then all that they make ready.
-  void Run(Graph::Index root, variable_list gradients, bool reached);
-  void RunNode(Graph::Index node, variable_list gradients, ReadyHeap& ready);
-  void RunLeaf(AccumulateGrad& leaf, variable_list gradients);
-  variable_list RunOperator(Node& node, variable_list gradients);
-  // One edge has been followed: adds `gradient`, and puts the node in `ready` if it was the last.
-  void Arrive(Graph::Successor at, at::Tensor gradient, bool reached, ReadyHeap& ready);
+  // What a thread does for one Feed, or for one lane.
+  void RunRoot(Graph::Index root, variable_list gradients, bool reached);
+  void RunLane(uint8_t lane);
+  void RunReady(Runner& runner);
+
+  void RunNode(Graph::Index index, variable_list gradients, Runner& runner);
+  // One edge has been followed: adds `gradient`, and has the node run if it was the last.
+  void Arrive(Graph::Successor at, at::Tensor gradient, bool reached, Runner& runner);
+  void HandOver(uint8_t lane, ReadyNode node);
 
   // Constant after construction.
   const std::shared_ptr<const Graph> graph;
   const ExecutionOptions options;
   GradientSink* const sink;
+  const bool has_devices;
   at::ThreadLocalState thread_state;
 
   // Synchronize themselves.
   const std::unique_ptr<Progress[]> progress;    // by node
   const std::unique_ptr<GradientSlot[]> inputs;  // by input
+  std::deque<Lane> lanes;                        // by Graph::Entry::lane; none without threads
   std::atomic<bool> stopped{false};
 
   absl::Mutex mu;
@@ -160,6 +81,27 @@ struct Execution::State {
   bool in_on_idle ABSL_GUARDED_BY(mu) = false;
   bool idle_again ABSL_GUARDED_BY(mu) = false;  // a burst ended while OnIdle was being called
 };
+
+Execution::State::State(std::shared_ptr<const Graph> the_graph, ExecutionOptions the_options,
+                        GradientSink* the_sink)
+    : graph(std::move(the_graph)),
+      options(the_options),
+      sink(the_sink),
+      has_devices(!graph->devices().empty()),
+      progress(new Progress[graph->size()]),
+      inputs(new GradientSlot[graph->input_count()]) {
+  thread_state.set_grad_mode(false);
+  for (Graph::Index i = 0; i < graph->size(); ++i) {
+    const uint32_t dependencies = graph->entry(i).dependencies;
+    progress[i].missing.store(dependencies == 0 ? 1 : dependencies, std::memory_order_relaxed);
+  }
+  if (has_devices && options.device_threads != nullptr) {
+    lanes.emplace_back(options.device_threads->cpu());
+    for (const c10::Device device : graph->devices()) {
+      lanes.emplace_back(options.device_threads->Of(device));
+    }
+  }
+}
 
 void Execution::State::Begin() {
   absl::MutexLock lock(&mu);
@@ -193,9 +135,8 @@ void Execution::State::Fail(absl::Status why) {
   stopped.store(true, std::memory_order_relaxed);
 }
 
-void Execution::State::Run(Graph::Index root, variable_list gradients, bool reached) {
+void Execution::State::RunRoot(Graph::Index root, variable_list gradients, bool reached) {
   const at::ThreadLocalStateGuard guard(thread_state);
-  ReadyHeap ready;
   const Graph::Entry& entry = graph->entry(root);
   if (gradients.size() != entry.input_count) {
     Fail(absl::InvalidArgumentError(absl::StrCat("a root with ", entry.input_count,
@@ -208,27 +149,49 @@ void Execution::State::Run(Graph::Index root, variable_list gradients, bool reac
     return;
   }
   progress[root].reached.store(reached, std::memory_order_relaxed);
-  RunNode(root, std::move(gradients), ready);
-  while (!ready.empty() && !stopped.load(std::memory_order_relaxed)) {
-    const Graph::Index node = ready.Pop();
-    const Graph::Entry& next = graph->entry(node);
-    variable_list inputs_of_node(next.input_count);
-    for (uint32_t i = 0; i < next.input_count; ++i) {
-      inputs_of_node[i] = inputs[next.first_input + i].Take();
+  Runner runner;
+  RunNode(root, std::move(gradients), runner);
+  RunReady(runner);
+}
+
+void Execution::State::RunLane(uint8_t lane) {
+  const at::ThreadLocalStateGuard guard(thread_state);
+  Runner runner;
+  runner.lane = lane;
+  runner.inbox = &lanes[lane];
+  RunReady(runner);
+}
+
+void Execution::State::RunReady(Runner& runner) {
+  while (!stopped.load(std::memory_order_relaxed)) {
+    if (runner.inbox != nullptr ? !runner.inbox->Refill(&runner.ready) : runner.ready.empty()) {
+      return;
     }
-    RunNode(node, std::move(inputs_of_node), ready);
+    const Graph::Index index = runner.ready.Pop();
+    const Graph::Entry& entry = graph->entry(index);
+    variable_list gradients(entry.input_count);
+    for (uint32_t i = 0; i < entry.input_count; ++i) {
+      gradients[i] = inputs[entry.first_input + i].Take();
+    }
+    RunNode(index, std::move(gradients), runner);
   }
 }
 
-void Execution::State::RunNode(Graph::Index index, variable_list gradients, ReadyHeap& ready) {
+void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runner& runner) {
   const Graph::Entry& entry = graph->entry(index);
   Node& node = *entry.node;
   const bool reached = progress[index].reached.load(std::memory_order_relaxed);
   try {
+    std::optional<HomeStreamGuard> streams;
+    if (entry.lane != 0) streams.emplace(node, gradients);
     switch (entry.kind) {
-      case Graph::Kind::kLeaf:
-        if (reached) RunLeaf(static_cast<AccumulateGrad&>(node), std::move(gradients));
+      case Graph::Kind::kLeaf: {
+        if (!reached) return;
+        auto& leaf = static_cast<AccumulateGrad&>(node);
+        CallLeaf(leaf, std::move(gradients), entry.lane == 0 || graph->one_stream_per_device(),
+                 [&](at::Tensor gradient) { sink->OnLeaf(leaf, std::move(gradient)); });
         return;
+      }
       case Graph::Kind::kStop:
         if (reached) gradients = CallTensorHooks(node, std::move(gradients));
         sink->OnStop(node, std::move(gradients), reached);
@@ -238,12 +201,11 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Read
     }
     const absl::Span<const Graph::Successor> successors = graph->successors(index);
     variable_list outputs =
-        reached ? RunOperator(node, std::move(gradients)) : variable_list(successors.size());
-    TORCH_CHECK(outputs.size() == successors.size(), "a hook changed the number of gradients to ",
-                outputs.size(), " from ", successors.size());
+        reached ? CallOperator(node, std::move(gradients), options.retain_graph)
+                : variable_list(successors.size());
     for (size_t i = 0; i < successors.size(); ++i) {
       if (successors[i].node == Graph::kNone) continue;
-      Arrive(successors[i], std::move(outputs[i]), reached, ready);
+      Arrive(successors[i], std::move(outputs[i]), reached, runner);
     }
   } catch (...) {
     const absl::Status error = StatusFromException(std::current_exception());
@@ -252,55 +214,41 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Read
   }
 }
 
-void Execution::State::RunLeaf(AccumulateGrad& leaf, variable_list gradients) {
-  gradients = CallHooksBefore(leaf, std::move(gradients));
-  // Hooks after the node are shown what went in.
-  const variable_list inputs_of_leaf = leaf.post_hooks().empty() ? variable_list() : gradients;
-  TORCH_CHECK(gradients.size() == 1, "expected 1 gradient, got ", gradients.size());
-  if (gradients[0].defined() && leaf.variable.requires_grad()) {
-    at::Tensor gradient = OwnedGradient(leaf, std::move(gradients[0]), inputs_of_leaf.size());
-    gradient = CallPostAccumulateHook(leaf, std::move(gradient));
-    if (gradient.defined()) sink->OnLeaf(leaf, std::move(gradient));
-  }
-  variable_list outputs;
-  for (const auto& hook : leaf.post_hooks()) outputs = (*hook)(outputs, inputs_of_leaf);
-}
-
-variable_list Execution::State::RunOperator(Node& node, variable_list gradients) {
-  gradients = CallHooksBefore(node, std::move(gradients));
-  if (!options.retain_graph) node.will_release_variables();
-  variable_list outputs;
-  if (node.post_hooks().empty()) {
-    outputs = node(std::move(gradients));
-  } else {
-    outputs = node(variable_list(gradients));
-  }
-  torch::autograd::validate_outputs(
-      node.next_edges(), outputs, [&node](const std::string& message) {
-        return absl::StrCat("Function ", node.name(), " returned an ", message);
-      });
-  for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, gradients);
-  if (!options.retain_graph) node.release_variables();
-  if (torch::autograd::AnomalyMode::is_enabled() &&
-      torch::autograd::AnomalyMode::should_check_nan()) {
-    CheckNoNan(node, outputs);
-  }
-  return outputs;
-}
-
 void Execution::State::Arrive(Graph::Successor at, at::Tensor gradient, bool reached,
-                              ReadyHeap& ready) {
+                              Runner& runner) {
   const Graph::Entry& entry = graph->entry(at.node);
-  Progress& node = progress[at.node];
+  std::optional<c10::Stream> home;
+  if (has_devices && IsOnAccelerator(gradient)) {
+    home = HomeStream(*entry.node, at.input, gradient);
+    if (home.has_value()) BringHome(gradient, *home);
+  }
   inputs[entry.first_input + at.input].Add(
-      std::move(gradient), [&entry](at::Tensor held, at::Tensor more) {
-        return Sum(entry.node.get(), std::move(held), std::move(more));
+      std::move(gradient), [&](at::Tensor held, at::Tensor more) {
+        return AddGradients(*entry.node, std::move(held), std::move(more), home,
+                            !home.has_value() || graph->one_stream_per_device());
       });
+  Progress& node = progress[at.node];
   if (reached) node.reached.store(true, std::memory_order_relaxed);
   // The last to count down sees what all others stored before they did.
-  if (node.missing.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    ready.Push(entry.node->sequence_nr(), at.node);
+  if (node.missing.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  const ReadyNode ready = {entry.node->sequence_nr(), at.node};
+  if (lanes.empty() || entry.lane == runner.lane) {
+    runner.ready.Push(ready);
+  } else {
+    HandOver(entry.lane, ready);
   }
+}
+
+void Execution::State::HandOver(uint8_t lane, ReadyNode node) {
+  if (!lanes[lane].Put(node)) return;
+  Begin();
+  const bool scheduled = lanes[lane].threads()->Schedule([state = shared_from_this(), lane] {
+    state->RunLane(lane);
+    state->End();
+  });
+  if (scheduled) return;
+  Fail(absl::CancelledError("the thread pool of the execution was closed"));
+  End();  // never the last: the caller is running
 }
 
 Execution::Execution(std::shared_ptr<const Graph> graph, ExecutionOptions options,
@@ -313,7 +261,7 @@ void Execution::Feed(Graph::Index root, variable_list gradients, bool reached) {
   const std::shared_ptr<State> state = state_;
   state->Begin();
   if (!state->stopped.load(std::memory_order_relaxed)) {
-    state->Run(root, std::move(gradients), reached);
+    state->RunRoot(root, std::move(gradients), reached);
   }
   state->End();
 }

@@ -14,9 +14,15 @@
 //   sees a stand-in: a tensor that shares the leaf's storage and version, and whose .grad is
 //   what arrived in this run. What the hook leaves in that .grad is what the sink gets (nothing,
 //   if it leaves none), so a hook that steps an optimizer and drops the gradient works.
+// - A post-hook that changes how many gradients a node has fails the execution.
 // - libtorch's notions of "the current node" and "the current graph task" are not set, since it
 //   does not export them: get_current_node() is null in a node, and Engine::queue_callback
 //   fails. A backward inside a node is libtorch's own and works.
+//
+// A node whose input is on an accelerator runs on the stream on which forward made that input,
+// and with DeviceThreads on that device's thread; a node of the CPU that becomes ready there is
+// handed to the pool. A gradient is fed, and given to the sink, in the order of the current
+// stream of its device: nothing here waits for a device.
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_EXECUTION_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_EXECUTION_H_
 
@@ -25,6 +31,7 @@
 #include <memory>
 
 #include "absl/status/status.h"
+#include "core/autograd/executor/device_threads.h"
 #include "core/autograd/executor/graph.h"
 
 namespace torch::autograd {
@@ -61,12 +68,14 @@ class GradientSink {
 struct ExecutionOptions {
   // Keep what nodes saved in forward, so that the graph can be run again.
   bool retain_graph = false;
+  // Must outlive the execution. Without it all nodes run on the threads that feed.
+  DeviceThreads* device_threads = nullptr;
 };
 
 // Thread-safe.
 class Execution {
  public:
-  // `sink` must outlive the execution and every Feed. Takes the thread-local state of the
+  // `sink` must outlive the last OnIdle. Takes the thread-local state of the
   // calling thread (autocast and the like) for its nodes; they run with gradient mode off.
   Execution(std::shared_ptr<const Graph> graph, ExecutionOptions options, GradientSink* sink);
   ~Execution();
@@ -74,8 +83,9 @@ class Execution {
   Execution& operator=(const Execution&) = delete;
 
   // Feeds a root: one gradient (or undefined) for each of its inputs, and whether it is reached
-  // at all. Runs on this thread all that this makes ready. Each root that the graph was built
-  // from must be fed exactly once. `root` is an index of the graph.
+  // at all. Runs on this thread all that this makes ready, but for what has a device thread;
+  // OnIdle says when that has ended too. Each root that the graph was built from must be fed
+  // exactly once. `root` is an index of the graph.
   void Feed(Graph::Index root, torch::autograd::variable_list gradients, bool reached);
 
   // Stops before the next node; what is fed later is dropped, but still ends in OnIdle. The

@@ -6,6 +6,8 @@
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_GRAPH_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_GRAPH_H_
 
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
@@ -44,6 +46,7 @@ class Graph {
     uint32_t successor_count = 0;
     uint32_t first_input = 0;  // the inputs of all nodes are numbered through
     uint32_t input_count = 0;
+    uint8_t lane = 0;  // 0: of the CPU, like all roots; n: of devices()[n - 1]
   };
 
   // Traverses what can be reached from `roots`, which are distinct and have no edges into them
@@ -54,6 +57,11 @@ class Graph {
   size_t size() const { return entries_.size(); }
   size_t root_count() const { return root_count_; }
   size_t input_count() const { return input_count_; }
+  // The accelerators that nodes run on.
+  absl::Span<const c10::Device> devices() const { return devices_; }
+  // Whether all nodes of one device run on one stream. If not, a gradient that one node is done
+  // with may still be being read on another stream, so nothing may be written over it.
+  bool one_stream_per_device() const { return one_stream_per_device_; }
   const Entry& entry(Index i) const { return entries_[i]; }
   absl::Span<const Successor> successors(Index i) const {
     return absl::MakeConstSpan(successors_)
@@ -68,9 +76,13 @@ class Graph {
 
  private:
   Index Add(const std::shared_ptr<Node>& node, absl::FunctionRef<bool(Node&)> is_stop);
+  uint8_t LaneOf(Node& node);
 
   std::vector<Entry> entries_;
   std::vector<Successor> successors_;
+  std::vector<c10::Device> devices_;
+  std::vector<c10::Stream> streams_;  // the first one seen, by device
+  bool one_stream_per_device_ = true;
   absl::flat_hash_map<const Node*, Index> index_;
   size_t root_count_;
   size_t input_count_ = 0;

@@ -1,0 +1,43 @@
+// Where nodes run that the thread that feeds a graph cannot run itself: a thread for each
+// accelerator, and a pool for nodes of the CPU that become ready on such a thread.
+//
+// Nodes of one device share a thread, as in libtorch: launching kernels from several threads
+// gains nothing, and a node that waits for its device (to read a value) holds up no other
+// device's.
+#ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_DEVICE_THREADS_H_
+#define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_DEVICE_THREADS_H_
+
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <unordered_map>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/thread_pool.h"
+
+namespace distgrad {
+
+// Thread-safe. Destroying it waits for the threads; no execution may be running then.
+class DeviceThreads {
+ public:
+  // `cpu` must outlive this.
+  explicit DeviceThreads(ThreadPool* cpu) : cpu_(cpu) {}
+  DeviceThreads(const DeviceThreads&) = delete;
+  DeviceThreads& operator=(const DeviceThreads&) = delete;
+
+  ThreadPool* cpu() const { return cpu_; }
+  // The one thread of an accelerator, started when first asked for. The pool lives as long as
+  // this.
+  ThreadPool* Of(c10::Device device);
+
+ private:
+  ThreadPool* const cpu_;
+
+  absl::Mutex mu_;
+  std::unordered_map<c10::Device, std::unique_ptr<ThreadPool>> devices_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_EXECUTOR_DEVICE_THREADS_H_

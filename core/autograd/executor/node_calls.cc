@@ -1,0 +1,116 @@
+#include "core/autograd/executor/node_calls.h"
+
+#include <ATen/ops/_is_any_true.h>
+#include <ATen/ops/isnan.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/input_buffer.h>
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::AnomalyMode;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+variable_list CallHooksBefore(Node& node, variable_list gradients) {
+  gradients = CallTensorHooks(node, std::move(gradients));
+  for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
+  return gradients;
+}
+
+// The gradient as the leaf's .grad would hold it: laid out like the leaf, and taken without a
+// copy if `gradient` and the `other_owners` known here are all that hold it.
+at::Tensor OwnedGradient(const AccumulateGrad& leaf, at::Tensor gradient, size_t other_owners) {
+  at::Tensor owned;
+  AccumulateGrad::accumulateGrad(leaf.variable, owned, gradient, 1 + other_owners,
+                                 [&owned](at::Tensor&& result) { owned = std::move(result); });
+  return owned;
+}
+
+at::Tensor CallPostAccumulateHook(const AccumulateGrad& leaf, at::Tensor gradient) {
+  const auto& hook = leaf.tensor_post_acc_grad_hooks();
+  if (hook == nullptr) return gradient;
+  at::Tensor stand_in = leaf.variable.detach();
+  stand_in.set_requires_grad(true);
+  stand_in.mutable_grad() = std::move(gradient);
+  (*hook)(stand_in);
+  return std::move(stand_in.mutable_grad());
+}
+
+void CheckNoNan(const variable_list& outputs) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!outputs[i].defined()) continue;
+    const c10::OptionalDeviceGuard guard(outputs[i].device());
+    TORCH_CHECK(!at::_is_any_true(at::isnan(outputs[i])).item<bool>(), "output ", i,
+                " of the backward is nan");
+  }
+}
+
+}  // namespace
+
+variable_list CallTensorHooks(Node& node, variable_list gradients) {
+  for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
+  for (const auto& [output, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
+  return gradients;
+}
+
+variable_list CallOperator(Node& node, variable_list gradients, bool retain_graph) {
+  gradients = CallHooksBefore(node, std::move(gradients));
+  if (!retain_graph) node.will_release_variables();
+  variable_list outputs;
+  if (node.post_hooks().empty()) {
+    outputs = node(std::move(gradients));
+  } else {
+    outputs = node(variable_list(gradients));
+  }
+  torch::autograd::validate_outputs(
+      node.next_edges(), outputs, [&node](const std::string& message) {
+        return absl::StrCat("Function ", node.name(), " returned an ", message);
+      });
+  for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, gradients);
+  TORCH_CHECK(outputs.size() == node.num_outputs(), "a hook changed the number of gradients to ",
+              outputs.size(), " from ", node.num_outputs());
+  if (!retain_graph) node.release_variables();
+  if (AnomalyMode::is_enabled() && AnomalyMode::should_check_nan()) CheckNoNan(outputs);
+  return outputs;
+}
+
+void CallLeaf(AccumulateGrad& leaf, variable_list gradients, bool reuse,
+              absl::FunctionRef<void(at::Tensor)> accumulate) {
+  gradients = CallHooksBefore(leaf, std::move(gradients));
+  TORCH_CHECK(gradients.size() == 1, "expected 1 gradient, got ", gradients.size());
+  // Hooks after the node are shown what went in.
+  const variable_list inputs = leaf.post_hooks().empty() ? variable_list() : gradients;
+  if (gradients[0].defined() && leaf.variable.requires_grad()) {
+    const at::Tensor kept = reuse ? at::Tensor() : gradients[0];  // a second owner: is copied
+    at::Tensor gradient = OwnedGradient(leaf, std::move(gradients[0]), inputs.size());
+    gradient = CallPostAccumulateHook(leaf, std::move(gradient));
+    if (gradient.defined()) accumulate(std::move(gradient));
+  }
+  variable_list outputs;
+  for (const auto& hook : leaf.post_hooks()) outputs = (*hook)(outputs, inputs);
+}
+
+at::Tensor AddGradients(Node& consumer, at::Tensor held, at::Tensor gradient,
+                        std::optional<c10::Stream> stream, bool reuse) {
+  const c10::OptionalStreamGuard guard(stream);
+  // Second owners keep the addition from being done in place.
+  const variable_list kept = reuse ? variable_list() : variable_list{held, gradient};
+  // libtorch's own buffer adds, so that its choice of in place or not, of the order of sparse and
+  // dense, and so of the result's layout, is the same.
+  torch::autograd::InputBuffer buffer(1);
+  buffer.add(0, std::move(held), stream, stream, &consumer);
+  buffer.add(0, std::move(gradient), stream, stream, &consumer);
+  return std::move(buffer.buffer[0]);
+}
+
+}  // namespace distgrad

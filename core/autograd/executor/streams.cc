@@ -1,0 +1,82 @@
+#include "core/autograd/executor/streams.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace distgrad {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+void KeepMemoryFor(const at::Tensor& tensor, c10::Stream stream,
+                   const c10::impl::VirtualGuardImpl& device) {
+  if (tensor.is_sparse()) {
+    KeepMemoryFor(tensor._indices(), stream, device);
+    KeepMemoryFor(tensor._values(), stream, device);
+  } else if (tensor.has_storage()) {
+    device.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  }
+}
+
+// Has `to` wait for what `from` has been given so far.
+void Order(c10::Stream from, c10::Stream to) {
+  if (from == to) return;
+  c10::Event event(from.device_type());
+  event.record(from);
+  event.block(to);
+}
+
+}  // namespace
+
+bool IsOnAccelerator(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_cpu() &&
+         at::accelerator::isAccelerator(tensor.device().type());
+}
+
+std::optional<c10::Stream> HomeStream(const Node& node, uint32_t input,
+                                      const at::Tensor& gradient) {
+  const torch::autograd::InputMetadata& metadata = node.input_metadata(input);
+  if (metadata.was_default_constructed() || metadata.device() != gradient.device()) {
+    return std::nullopt;
+  }
+  return metadata.stream();
+}
+
+void BringHome(const at::Tensor& gradient, c10::Stream home) {
+  const c10::impl::VirtualGuardImpl device(home.device_type());
+  const c10::Stream made_on = device.getStream(gradient.device());
+  if (made_on == home) return;
+  Order(made_on, home);
+  KeepMemoryFor(gradient, home, device);
+}
+
+HomeStreamGuard::HomeStreamGuard(Node& node, const variable_list& gradients) {
+  const std::optional<c10::Stream> of_node = node.stream();
+  if (!of_node.has_value()) return;
+  of_node_.reset_stream(*of_node);
+  // One stream can be current on each device. Inputs that live on others are ordered before it.
+  std::vector<c10::Stream> current = {*of_node};
+  for (uint32_t i = 0; i < gradients.size() && i < node.num_inputs(); ++i) {
+    if (!IsOnAccelerator(gradients[i])) continue;
+    const std::optional<c10::Stream> home = HomeStream(node, i, gradients[i]);
+    if (!home.has_value()) continue;
+    const auto same_device = std::find_if(
+        current.begin(), current.end(),
+        [&home](const c10::Stream& stream) { return stream.device() == home->device(); });
+    if (same_device == current.end()) {
+      current.push_back(*home);
+    } else if (*same_device != *home) {
+      Order(*home, *same_device);
+      KeepMemoryFor(gradients[i], *same_device,
+                    c10::impl::VirtualGuardImpl(home->device_type()));
+    }
+  }
+  if (current.size() > 1) of_other_devices_.emplace(current);
+}
+
+}  // namespace distgrad

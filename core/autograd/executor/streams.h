@@ -1,0 +1,44 @@
+// In which order the streams of an accelerator must work, so that gradients that are still being
+// computed can be handed from one to another. What is explained in docs of libtorch as "stream
+// semantics of backward passes" holds here too.
+//
+// The rule: each input of a node has a home stream, the one on which forward made the tensor.
+// A gradient for it is brought into the order of that stream when it arrives, is added up there,
+// and the node runs there. No thread ever waits for a device.
+#ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_STREAMS_H_
+#define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_STREAMS_H_
+
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace distgrad {
+
+// Whether its values may still be under way on a stream.
+bool IsOnAccelerator(const at::Tensor& tensor);
+
+// The home stream of a node's input; none if the node expects nothing on the gradient's device.
+std::optional<c10::Stream> HomeStream(const torch::autograd::Node& node, uint32_t input,
+                                      const at::Tensor& gradient);
+
+// `gradient` (on an accelerator) was computed on this thread's current stream: has `home` wait
+// for that, and the allocator keep the memory until `home` is done with it.
+void BringHome(const at::Tensor& gradient, c10::Stream home);
+
+// While it lives, what this thread launches goes to the home streams of the node's inputs, and
+// the node's device is the current one. Does nothing for a node of the CPU.
+class HomeStreamGuard {
+ public:
+  HomeStreamGuard(torch::autograd::Node& node, const torch::autograd::variable_list& gradients);
+
+ private:
+  c10::OptionalStreamGuard of_node_;
+  std::optional<c10::MultiStreamGuard> of_other_devices_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_EXECUTOR_STREAMS_H_
