@@ -1,0 +1,203 @@
+// distgrad, PyTorch's own engine, and the floors, side by side:
+//
+//   tools/bazel run //benchmarks:compare -- [--quick] [--json FILE] [--plot FILE]
+//
+// docs/performance.md explains what is measured, and how to read the table.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "benchmarks/group.h"
+#include "benchmarks/report.h"
+#include "benchmarks/rows.h"
+#include "core/base/status.h"
+
+namespace distgrad {
+namespace {
+
+struct Options {
+  bool quick = false;
+  std::string json, plot, filter, transport = "tcp";
+  int rounds = 0;      // 0: 3 when quick, else 9
+  int slice_ms = 0;    // 0: 120 when quick, else 400
+  double quiet = 0.1;  // of the machine, that others may take in a round
+};
+
+// Runs rows, and keeps the groups that they need.
+class Runner {
+ public:
+  explicit Runner(Options options) : options_(std::move(options)) {}
+
+  absl::StatusOr<Result> Run(const Row& row) {
+    // Many workers take much memory.
+    for (auto it = groups_.begin(); it != groups_.end();) {
+      const int world = std::get<2>(it->first);
+      it = world > 2 && world != row.world ? groups_.erase(it) : std::next(it);
+    }
+    Result result{.row = row, .pytorch = {}, .floors = {}};
+    result.pytorch.resize(row.pytorch.size());
+    result.floors.resize(row.floors.size());
+    std::vector<std::pair<const Contender*, std::vector<Slice>*>> turns;
+    if (!row.ours.side.empty()) turns.emplace_back(&row.ours, &result.ours);
+    for (size_t i = 0; i < row.pytorch.size(); ++i)
+      turns.emplace_back(&row.pytorch[i], &result.pytorch[i]);
+    for (size_t i = 0; i < row.floors.size(); ++i)
+      turns.emplace_back(&row.floors[i], &result.floors[i]);
+
+    std::vector<bool> quiet;
+    for (result.rounds = 0; result.rounds < options_.rounds; ++result.rounds) {
+      // There and back, so that nobody always comes first.
+      std::reverse(turns.begin(), turns.end());
+      quiet.push_back(true);
+      for (const auto& [contender, slices] : turns) {
+        DG_ASSIGN_OR_RETURN(const Slice slice, RunOne(*contender, row.world));
+        slices->push_back(slice);
+        if (slice.others > options_.quiet) quiet.back() = false;
+      }
+    }
+    const auto kept = std::count(quiet.begin(), quiet.end(), true);
+    result.noisy = kept * 3 < options_.rounds;
+    if (!result.noisy) {
+      for (const auto& [contender, slices] : turns) {
+        std::vector<Slice> good;
+        for (size_t i = 0; i < quiet.size(); ++i) {
+          if (quiet[i]) good.push_back((*slices)[i]);
+        }
+        *slices = std::move(good);
+      }
+    }
+    Derive(&result);
+    return result;
+  }
+
+ private:
+  using Key = std::tuple<std::string, std::string, int>;
+
+  absl::StatusOr<Slice> RunOne(const Contender& contender, int world) {
+    std::unique_ptr<Group>& group = groups_[Key(contender.side, contender.config, world)];
+    const std::string& kind = contender.work.kind;
+    if (group == nullptr || kind == "start") {
+      group = nullptr;
+      DG_ASSIGN_OR_RETURN(group, Group::Start(contender.side, contender.config, world));
+    }
+    Slice fact;
+    fact.sample.operations = 1;
+    if (kind == "start") {
+      fact.sample.median_us = group->facts().start_ms;
+    } else if (kind == "thread_count") {
+      fact.sample.median_us = group->facts().threads;
+    } else if (kind == "memory") {
+      fact.sample.median_us = group->facts().peak_mb;
+    } else if (kind == "idle") {
+      return group->Idle(absl::Milliseconds(std::max(300, options_.slice_ms)));
+    } else {
+      return group->Run(contender.work, absl::Milliseconds(options_.slice_ms));
+    }
+    return fact;
+  }
+
+  const Options options_;
+  std::map<Key, std::unique_ptr<Group>> groups_;
+};
+
+// `bazel run` changes the folder; a file is meant from where it was called.
+std::string FromCaller(const std::string& file) {
+  const char* const folder = std::getenv("BUILD_WORKING_DIRECTORY");
+  return file.empty() || file[0] == '/' || folder == nullptr ? file
+                                                             : absl::StrCat(folder, "/", file);
+}
+
+bool Chosen(const Row& row, const Options& options) {
+  if (options.quick && !row.quick) return false;
+  if (options.filter.empty()) return true;
+  for (absl::string_view part : absl::StrSplit(options.filter, ',')) {
+    if (absl::StrContains(row.metric, part)) return true;
+  }
+  return false;
+}
+
+int Compare(Options options) {
+  if (options.rounds == 0) options.rounds = options.quick ? 3 : 9;
+  if (options.slice_ms == 0) options.slice_ms = options.quick ? 100 : 400;
+  std::ofstream json;
+  if (!options.json.empty()) {
+    json.open(FromCaller(options.json));
+    if (!json) {
+      std::fprintf(stderr, "cannot write %s\n", options.json.c_str());
+      return 1;
+    }
+  }
+  std::printf("%s\n\n%s", DescribeMachine().c_str(), TableHead().c_str());
+  std::fflush(stdout);
+  std::vector<Result> results;
+  std::vector<std::string> fallen;
+  Runner runner(options);
+  for (const Row& row : AllRows(options.transport)) {
+    if (!Chosen(row, options)) continue;
+    absl::StatusOr<Result> result = runner.Run(row);
+    if (!result.ok()) {
+      std::fprintf(stderr, "%s: %s\n", row.title.c_str(), result.status().ToString().c_str());
+      return 1;
+    }
+    std::printf("%s", TableLine(*result).c_str());
+    std::fflush(stdout);
+    if (json.is_open()) json << JsonLine(*result) << std::endl;
+    if (row.gates && result->achieved > 0 && result->achieved < 0.5) fallen.push_back(row.title);
+    results.push_back(*std::move(result));
+  }
+  std::printf("\n%s%s\n", TableNotes().c_str(), DescribeMachine().c_str());
+  if (!options.plot.empty()) {
+    if (absl::Status drawn = Plot(results, FromCaller(options.plot)); !drawn.ok()) {
+      std::fprintf(stderr, "the plot: %s\n", drawn.ToString().c_str());
+      return 1;
+    }
+  }
+  if (!options.quick || fallen.empty()) return 0;
+  for (const std::string& title : fallen)
+    std::fprintf(stderr, "less than half of what is to be reached: %s\n", title.c_str());
+  return 1;
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app{"distgrad, PyTorch's own engine, and the floors, side by side"};
+  Options options;
+  app.add_flag("--quick", options.quick,
+               "under two minutes; fails if a row that gates gets to less than half of its target");
+  app.add_option("--json", options.json, "writes a JSON line for each row");
+  app.add_option("--plot", options.plot, "draws an SVG, with gnuplot");
+  app.add_option("--transport", options.transport, "distgrad's: tcp, shm or inproc")
+      ->capture_default_str();
+  app.add_option("--filter", options.filter,
+                 "rows whose metric contains one of these, comma between");
+  app.add_option("--rounds", options.rounds, "how often each has its turn");
+  app.add_option("--slice_ms", options.slice_ms, "how long a turn is");
+  app.add_option("--quiet", options.quiet,
+                 "rounds in which others took more of the machine are dropped")
+      ->capture_default_str();
+  // For the processes that this program starts.
+  std::string side;
+  Place place;
+  app.add_option("--side", side)->group("");
+  app.add_option("--config", place.config)->group("");
+  app.add_option("--rank", place.rank)->group("");
+  app.add_option("--world", place.world)->group("");
+  app.add_option("--port", place.port)->group("");
+  CLI11_PARSE(app, argc, argv);
+  return side.empty() ? Compare(options) : ServeGroup(side, place);
+}
+
+}  // namespace
+}  // namespace distgrad
+
+int main(int argc, char** argv) { return distgrad::Main(argc, argv); }

@@ -1,0 +1,18 @@
+// distgrad, as a program uses it.
+#ifndef DISTGRAD_BENCHMARKS_DISTGRAD_SIDE_H_
+#define DISTGRAD_BENCHMARKS_DISTGRAD_SIDE_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "benchmarks/work.h"
+
+namespace distgrad {
+
+// `place.config` is the worker's transport. "inproc" has all workers in one process: `rank` must
+// be 0.
+absl::StatusOr<std::unique_ptr<Side>> StartDistgrad(const Place& place);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_BENCHMARKS_DISTGRAD_SIDE_H_

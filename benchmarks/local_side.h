@@ -1,0 +1,16 @@
+// What needs no peer: distgrad's executor against torch::autograd::backward, and memcpy.
+#ifndef DISTGRAD_BENCHMARKS_LOCAL_SIDE_H_
+#define DISTGRAD_BENCHMARKS_LOCAL_SIDE_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "benchmarks/work.h"
+
+namespace distgrad {
+
+absl::StatusOr<std::unique_ptr<Side>> StartLocal(const Place& place);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_BENCHMARKS_LOCAL_SIDE_H_

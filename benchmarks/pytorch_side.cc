@@ -1,0 +1,244 @@
+#include "benchmarks/pytorch_side.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/autograd/engine/dist_engine.h>
+#include <torch/csrc/distributed/autograd/utils.h>
+#include <torch/csrc/distributed/rpc/request_callback_no_python.h>
+#include <torch/csrc/distributed/rpc/script_call.h>
+#include <torch/csrc/distributed/rpc/script_resp.h>
+#include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+#include <torch/csrc/jit/api/compilation_unit.h>
+#include <torch/csrc/jit/frontend/script_type_parser.h>
+#include <torch/csrc/jit/runtime/operator.h>
+
+#include <cmath>
+#include <string>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+namespace {
+
+namespace rpc = torch::distributed::rpc;
+namespace dist = torch::distributed::autograd;
+
+using Answer = c10::intrusive_ptr<rpc::JitFuture>;
+
+constexpr double kFactor = 1.0001;
+constexpr char kChain[] = "benchmark.chain";
+
+at::Tensor TensorOf(rpc::JitFuture& answer) {
+  auto message = answer.constValue().toCustomClass<rpc::Message>();
+  return rpc::deserializeRespToIValue(*message).toTensor();
+}
+at::Tensor Await(const Answer& answer) {
+  answer->waitAndThrow();
+  return TensorOf(*answer);
+}
+
+class PytorchSide;
+PytorchSide* the_side = nullptr;  // its agent is one for the process, too
+
+// The functions it serves without Python are operators; ours is added.
+class Callback : public rpc::RequestCallbackNoPython {
+ protected:
+  Answer processScriptCall(rpc::RpcCommandBase& command,
+                           const std::vector<c10::Stream>& streams) const override;
+};
+
+class PytorchSide : public Side {
+ public:
+  explicit PytorchSide(const Place& place) : place_(place) {
+    at::set_num_threads(1);
+    std::optional<std::vector<std::string>> transports, channels;
+    if (place.config == "uv") {
+      transports = {"uv"};
+      channels = {"basic"};
+    }
+    c10d::TCPStoreOptions store;
+    store.port = static_cast<uint16_t>(place.port);
+    store.isServer = place.rank == 0;
+    store.numWorkers = place.world;
+    const rpc::TensorPipeRpcBackendOptions options(rpc::kDefaultNumWorkerThreads, transports,
+                                                   channels, rpc::kDefaultRpcTimeoutSeconds, "");
+    dist::DistAutogradContainer::init(static_cast<int64_t>(place.rank));
+    agent_ = std::make_shared<rpc::TensorPipeAgent>(
+        c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store), NameOf(place.rank),
+        static_cast<rpc::worker_id_t>(place.rank), place.world, options,
+        std::unordered_map<std::string, rpc::DeviceMap>{}, std::vector<c10::Device>{},
+        std::make_unique<Callback>());
+    rpc::RpcAgent::setCurrentRpcAgent(agent_);
+    // It asks this to parse the type that comes with every message.
+    auto unit = std::make_shared<torch::jit::CompilationUnit>();
+    auto parser = std::make_shared<torch::jit::ScriptTypeParser>();
+    agent_->setTypeResolver(
+        std::make_shared<rpc::TypeResolver>([unit, parser](const c10::QualifiedName& name) {
+          return c10::StrongTypePtr(unit, parser->parseType(name.qualifiedName()));
+        }));
+    agent_->start();
+    the_side = this;
+  }
+
+  absl::StatusOr<Sample> Run(const Work& work, absl::Duration budget) override {
+    try {
+      const at::Tensor x = at::ones({static_cast<int64_t>(work.bytes / sizeof(float))});
+      if (work.kind == "call") {
+        return Repeat(budget, [&]() -> absl::StatusOr<double> {
+          const double start = MicrosNow();
+          const at::Tensor y = Await(CallAdd(x));
+          const double micros = MicrosNow() - start;
+          if (auto wrong = CheckSum(y); !wrong.ok()) return wrong;
+          return micros;
+        });
+      }
+      if (work.kind == "calls") {
+        std::vector<Answer> answers(work.count);
+        return RepeatInFlight(
+            work.count, budget, [&](int i) { answers[i] = CallAdd(x); },
+            [&](int i) { return CheckSum(Await(answers[i])); });
+      }
+      if (work.kind == "threads") {
+        return RepeatOnThreads(work.count, budget, [&] {
+          return Pass(at::ones({1}), 1,
+                      [this](const at::Tensor& y) { return Await(CallMul(1, y)); });
+        });
+      }
+      if (work.kind == "pass") {
+        return Repeat(budget, [&] {
+          return Pass(x, work.count, [&](at::Tensor y) {
+            for (int i = 0; i < work.count; ++i) y = Await(CallMul(1, y));
+            return y;
+          });
+        });
+      }
+      if (work.kind == "fan") {
+        return Repeat(budget, [&] {
+          return Pass(x, 1, [&](const at::Tensor& leaf) {
+            std::vector<Answer> answers;
+            for (int i = 0; i < work.count; ++i)
+              answers.push_back(CallMul(1 + i % (place_.world - 1), leaf));
+            std::vector<at::Tensor> results;
+            for (const Answer& answer : answers) results.push_back(Await(answer));
+            return at::div(at::sum(at::stack(results), 0), work.count);
+          });
+        });
+      }
+      if (work.kind == "chain") {
+        return Repeat(budget, [&] {
+          return Pass(x, work.count,
+                      [&](const at::Tensor& leaf) { return Await(CallChain(leaf, work.count)); });
+        });
+      }
+      return absl::UnimplementedError(absl::StrCat("no such work: ", work.kind));
+    } catch (const std::exception& e) {
+      return absl::InternalError(e.what());
+    }
+  }
+
+  // x * kFactor, here or, after as many hops, on each worker on the way.
+  Answer ServeChain(const std::vector<at::IValue>& arguments) {
+    const at::Tensor y = at::mul(arguments[0].toTensor(), kFactor);
+    const int64_t left = arguments[1].toInt() - 1;
+    if (left == 0) {
+      auto done = c10::make_intrusive<rpc::JitFuture>(c10::AnyType::get());
+      done->markCompleted(at::IValue(y));
+      return done;
+    }
+    return CallChain(y, left)->then([](rpc::JitFuture& f) { return at::IValue(TensorOf(f)); },
+                                    c10::AnyType::get());
+  }
+
+ private:
+  static std::string NameOf(int rank) { return absl::StrCat("worker", rank); }
+
+  Answer Send(int to, rpc::ScriptCall call) {
+    return dist::sendMessageWithAutograd(*agent_,
+                                         agent_->getWorkerInfo(static_cast<rpc::worker_id_t>(to)),
+                                         std::move(call).toMessage(), /*forceGradRecording=*/false);
+  }
+  Answer CallAdd(const at::Tensor& x) { return Send(1, rpc::ScriptCall(add_, {x, 1, 1})); }
+  Answer CallMul(int to, const at::Tensor& x) {
+    return Send(to, rpc::ScriptCall(mul_, {x, kFactor}));
+  }
+  Answer CallChain(const at::Tensor& x, int64_t hops) {
+    return Send((place_.rank + 1) % place_.world,
+                rpc::ScriptCall(c10::QualifiedName(kChain), {x, hops}));
+  }
+
+  static absl::Status CheckSum(const at::Tensor& y) {
+    const float* const values = y.const_data_ptr<float>();
+    if (values[0] == 2 && values[y.numel() - 1] == 2) return absl::OkStatus();
+    return absl::InternalError("1 + 1 is not 2");
+  }
+
+  // A context, forward, backward, release; the gradient is looked at, untimed.
+  template <typename Forward>
+  absl::StatusOr<double> Pass(const at::Tensor& values, int factors, Forward forward) {
+    const at::Tensor x = values.detach().requires_grad_();
+    auto& container = dist::DistAutogradContainer::getInstance();
+    const double start = MicrosNow();
+    auto context = container.newContext();
+    const int64_t id = context->contextId();
+    {
+      const at::Tensor loss = at::sum(forward(x));
+      dist::DistEngine::getInstance().execute(id, {loss}, /*retainGraph=*/false);
+    }
+    const double forward_and_backward = MicrosNow() - start;
+    const at::Tensor gradient = context->getGradients().at(x);
+    const double got = gradient.const_data_ptr<float>()[gradient.numel() - 1];
+    context.reset();
+    const double released = MicrosNow();
+    container.releaseContext(id);
+    const double micros = forward_and_backward + MicrosNow() - released;
+    if (const double want = std::pow(kFactor, factors); std::abs(got - want) > 1e-4) {
+      return absl::InternalError(absl::StrCat("the gradient is ", got, ", not ", want));
+    }
+    return micros;
+  }
+
+  static std::shared_ptr<torch::jit::Operator> Find(const char* name) {
+    auto found = torch::jit::findOperatorFor(c10::OperatorName(name, "Scalar"));
+    TORCH_CHECK(found, "no operator ", name);
+    return found;
+  }
+
+  const Place place_;
+  const std::shared_ptr<torch::jit::Operator> add_ = Find("aten::add");
+  const std::shared_ptr<torch::jit::Operator> mul_ = Find("aten::mul");
+  std::shared_ptr<rpc::TensorPipeAgent> agent_;
+};
+
+Answer Callback::processScriptCall(rpc::RpcCommandBase& command,
+                                   const std::vector<c10::Stream>& streams) const {
+  auto& call = static_cast<rpc::ScriptCall&>(command);
+  if (call.hasOp()) return RequestCallbackNoPython::processScriptCall(command, streams);
+  TORCH_CHECK(call.qualifiedName().qualifiedName() == kChain);
+  return the_side->ServeChain(call.stackRef())
+      ->then(
+          [](rpc::JitFuture& f) {
+            return rpc::withStorages(rpc::ScriptResp(at::IValue(f.value())).toMessage());
+          },
+          c10::getCustomClassType<c10::intrusive_ptr<rpc::Message>>());
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Side>> StartPytorch(const Place& place) {
+  try {
+    return std::make_unique<PytorchSide>(place);
+  } catch (const std::exception& e) {
+    return absl::InternalError(e.what());
+  }
+}
+
+}  // namespace distgrad

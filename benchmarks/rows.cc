@@ -1,0 +1,236 @@
+#include "benchmarks/rows.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+namespace {
+
+std::string Bytes(size_t bytes) {
+  if (bytes >= (1 << 20)) return absl::StrCat(bytes >> 20, " MB");
+  if (bytes >= (1 << 10)) return absl::StrCat(bytes >> 10, " KB");
+  return absl::StrCat(bytes, " B");
+}
+
+std::vector<Contender> Pytorch(const Work& work) {
+  return {{"pytorch", "default", work}, {"pytorch", "uv", work}};
+}
+std::vector<Contender> PytorchTcp(const Work& work) { return {{"pytorch", "uv", work}}; }
+
+// Raw TensorPipe on the transport that we use, both ways of sending the bytes.
+std::vector<Contender> RawTensorPipe(const std::string& transport, const Work& work) {
+  const std::string raw = transport == "shm" ? "shm" : "uv";
+  return {{"tensorpipe", raw, work}, {"tensorpipe", raw + "+cma", work}};
+}
+
+// For workers of one process there is no floor between processes.
+std::vector<Contender> Socket(const std::string& kind, const Work& work) {
+  return {{"sockets", kind, work}};
+}
+
+}  // namespace
+
+std::vector<Row> AllRows(const std::string& transport) {
+  std::vector<Row> rows;
+  const auto add = [&](std::string metric, std::string title, const Work& work, double reach) {
+    rows.push_back({.metric = std::move(metric),
+                    .title = std::move(title),
+                    .ours = {"distgrad", transport, work},
+                    .pytorch = Pytorch(work),
+                    .reach = reach});
+    return &rows.back();
+  };
+  Row* row;
+
+  row = add("start", "start of a worker", {"start"}, 1);
+  row->value = Row::Value::kMillis;
+  row = add("threads", "its threads", {"thread_count"}, 1);
+  row->value = Row::Value::kCount;
+  row->gates = true;
+  row = add("memory", "its peak memory", {"memory"}, 1);
+  row->value = Row::Value::kMegabytes;
+  row->gates = true;
+  row = add("idle", "idle worker, share of a core", {"idle"}, 0.5);
+  row->value = Row::Value::kPercent;
+  row->against = Row::Against::kLimit;
+
+  for (const size_t bytes : {size_t{4}, size_t{4} << 10}) {
+    const Work work = {"call", 1, bytes};
+    row = add(absl::StrCat("call_", bytes), "call, " + Bytes(bytes), work, 6);
+    row->floors = Socket("unix", work);
+    row->gates = true;
+    row = add(absl::StrCat("call_tcp_", bytes), "call over TCP, " + Bytes(bytes), work, 4);
+    row->ours.config = "tcp";
+    row->pytorch = PytorchTcp(work);
+    row->floors = Socket("tcp", work);
+    row->gates = true;
+  }
+  for (const size_t bytes : {size_t{1} << 20, size_t{16} << 20}) {
+    const Work work = {"call", 1, bytes};
+    row = add(absl::StrCat("call_", bytes), "call, " + Bytes(bytes), work, 1.3);
+    row->floors = RawTensorPipe(transport, work);
+    row->against = Row::Against::kFloor;
+    row->quick = bytes < (16 << 20);
+  }
+  for (const size_t bytes : {size_t{4}, size_t{4} << 10}) {
+    row = add(absl::StrCat("calls_64_", bytes), "calls, 64 in flight, " + Bytes(bytes),
+              {"calls", 64, bytes}, 8);
+    row->value = Row::Value::kPerSecond;
+    row->gates = true;
+  }
+  for (const int count : {1, 10, 100}) {
+    row = add(absl::StrCat("pass_", count),
+              absl::StrCat("pass of ", count, " remote operator", count > 1 ? "s" : ""),
+              {"pass", count, 4}, 6);
+    row->gates = true;
+    row->quick = count < 100;
+  }
+  for (const int count : {8, 64, 500}) {
+    row = add(absl::StrCat("fan_", count),
+              absl::StrCat("pass of ", count, " at once", count == 500 ? " (1,000 edges)" : ""),
+              {"fan", count, 4}, count == 500 ? 0 : 8);
+    row->gates = count < 500;
+    row->quick = count < 500;
+  }
+  for (const size_t bytes : {size_t{1} << 20, size_t{16} << 20}) {
+    row = add(absl::StrCat("pass_1_", bytes), "pass of one, " + Bytes(bytes), {"pass", 1, bytes},
+              bytes == (1 << 20) ? 2 : 1.3);
+    row->gates = bytes == (1 << 20);
+    row->quick = bytes < (16 << 20);
+  }
+  row = add("passes_8", "passes, 8 threads", {"threads", 8, 4}, 6);
+  row->value = Row::Value::kPerSecond;
+  row->gates = true;
+  for (const int nodes : {10, 1000, 10000}) {
+    row = add(absl::StrCat("executor_", nodes),
+              absl::StrCat("local graph of ", nodes, " nodes, to backward()"),
+              {"executor", nodes, 4}, 1 / 0.75);
+    row->ours = {"local", "", {"executor", nodes, 4}};
+    row->pytorch = {{"local", "", {"backward", nodes, 4}}};
+    row->gates = true;
+    row->quick = nodes < 10000;
+    row->world = 1;
+  }
+  for (const int hops : {1, 2, 3}) {
+    row = add(absl::StrCat("chain_", hops + 1), absl::StrCat("chain of ", hops + 1, " workers"),
+              {"chain", hops, 1024}, hops == 3 ? 5 : 0);
+    row->world = 4;
+    row->quick = hops == 3;
+    row->gates = hops == 3;
+  }
+  for (const int peers : {1, 2, 4, 8, 16}) {
+    row = add(absl::StrCat("star_", peers), absl::StrCat("pass over a star of ", peers),
+              {"fan", peers, 4}, 0);
+    row->world = 17;
+    row->quick = false;
+  }
+  // The floors, for themselves.
+  const auto add_floor = [&](const std::string& title, const std::string& side,
+                             const std::string& config, const Work& work) {
+    rows.push_back(
+        {.metric = absl::StrCat("floor_", side, config.empty() ? "" : "_", config, "_", work.bytes),
+         .title = absl::StrCat("floor: ", title, ", ", Bytes(work.bytes)),
+         .world = side == "local" ? 1 : 2,
+         .ours = {},
+         .floors = {{side, config, work}},
+         .quick = work.bytes < (16 << 20)});
+  };
+  for (const size_t bytes : {size_t{4}, size_t{4} << 10, size_t{1} << 20, size_t{16} << 20}) {
+    add_floor("Unix socket there and back", "sockets", "unix", {"call", 1, bytes});
+    add_floor("TCP there and back", "sockets", "tcp", {"call", 1, bytes});
+    add_floor("TensorPipe there and back", "tensorpipe", "uv", {"call", 1, bytes});
+    add_floor("TensorPipe there and back", "tensorpipe", "shm", {"call", 1, bytes});
+    add_floor("memcpy", "local", "", {"memcpy", 1, bytes});
+  }
+  return rows;
+}
+
+const char* UnitOf(const Row& row) {
+  switch (row.value) {
+    case Row::Value::kMicros:
+      return "us";
+    case Row::Value::kPerSecond:
+      return "1/s";
+    case Row::Value::kMillis:
+      return "ms";
+    case Row::Value::kPercent:
+      return "%";
+    case Row::Value::kCount:
+      return "";
+    case Row::Value::kMegabytes:
+      return "MB";
+  }
+  return "";
+}
+
+double ValueOf(const Row& row, const Sample& sample) {
+  return row.value == Row::Value::kPerSecond ? sample.per_second : sample.median_us;
+}
+
+namespace {
+
+double MedianValue(const Row& row, const std::vector<Slice>& slices) {
+  std::vector<double> values;
+  for (const Slice& slice : slices) values.push_back(ValueOf(row, slice.sample));
+  return Quantile(values, 0.5);
+}
+
+double MedianP99(const std::vector<Slice>& slices) {
+  std::vector<double> values;
+  for (const Slice& slice : slices) values.push_back(slice.sample.p99_us);
+  return Quantile(values, 0.5);
+}
+
+// How many times better `a` is than `b`, round by round.
+double MedianRatio(const Row& row, const std::vector<Slice>& a, const std::vector<Slice>& b) {
+  std::vector<double> ratios;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double one = ValueOf(row, a[i].sample), other = ValueOf(row, b[i].sample);
+    ratios.push_back(row.value == Row::Value::kPerSecond ? one / other : other / one);
+  }
+  return Quantile(ratios, 0.5);
+}
+
+int BestOf(const Row& row, const std::vector<std::vector<Slice>>& all, double* value) {
+  int best = -1;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const double median = MedianValue(row, all[i]);
+    const bool better =
+        best < 0 || (row.value == Row::Value::kPerSecond ? median > *value : median < *value);
+    if (!better) continue;
+    best = static_cast<int>(i);
+    *value = median;
+  }
+  return best;
+}
+
+}  // namespace
+
+void Derive(Result* result) {
+  const Row& row = result->row;
+  result->best = BestOf(row, result->pytorch, &result->pytorch_value);
+  result->best_floor = BestOf(row, result->floors, &result->floor_value);
+  if (result->best >= 0) result->pytorch_p99 = MedianP99(result->pytorch[result->best]);
+  if (result->ours.empty()) return;
+  result->our_value = MedianValue(row, result->ours);
+  result->our_p99 = MedianP99(result->ours);
+  if (result->best >= 0)
+    result->ratio = MedianRatio(row, result->ours, result->pytorch[result->best]);
+  if (result->best_floor >= 0)
+    result->floor_ratio = 1 / MedianRatio(row, result->ours, result->floors[result->best_floor]);
+  if (row.reach == 0) return;
+  switch (row.against) {
+    case Row::Against::kPytorch:
+      result->achieved = result->ratio / row.reach;
+      return;
+    case Row::Against::kFloor:
+      result->achieved = row.reach / result->floor_ratio;
+      return;
+    case Row::Against::kLimit:
+      result->achieved = row.reach / result->our_value;
+      return;
+  }
+}
+
+}  // namespace distgrad

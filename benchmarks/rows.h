@@ -1,0 +1,73 @@
+// The rows of the table: what is measured, for whom, and what is to be reached.
+#ifndef DISTGRAD_BENCHMARKS_ROWS_H_
+#define DISTGRAD_BENCHMARKS_ROWS_H_
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "benchmarks/group.h"
+#include "benchmarks/work.h"
+
+namespace distgrad {
+
+struct Contender {
+  std::string side;
+  std::string config;
+  Work work;
+
+  std::string name() const { return config.empty() ? side : side + " " + config; }
+};
+
+struct Row {
+  enum class Value { kMicros, kPerSecond, kMillis, kPercent, kCount, kMegabytes };
+  enum class Against { kPytorch, kFloor, kLimit };
+
+  std::string metric;
+  std::string title;
+  int world = 2;
+  Value value = Value::kMicros;
+  Contender ours;
+  std::vector<Contender> pytorch = {};  // the best of them counts
+  std::vector<Contender> floors = {};   // the best of them is the floor
+  // kPytorch: at least so many times better than PyTorch. kFloor: at most so many times the
+  // floor. kLimit: at most this value. 0: only measured.
+  double reach = 0;
+  Against against = Against::kPytorch;
+  bool quick = true;   // part of --quick
+  bool gates = false;  // --quick fails if it gets to less than half of `reach`
+};
+
+// `transport`: distgrad's, where the row does not say which.
+std::vector<Row> AllRows(const std::string& transport);
+
+const char* UnitOf(const Row& row);
+
+// What was measured of a row.
+struct Result {
+  Row row;
+  // One slice per round that was kept, in order; by contender as the row lists them.
+  std::vector<Slice> ours;
+  std::vector<std::vector<Slice>> pytorch, floors;
+  int rounds = 0;      // before some were dropped
+  bool noisy = false;  // there were too few quiet rounds, so all were kept
+
+  // Derived by Derive().
+  double our_value = 0, our_p99 = 0;
+  double pytorch_value = 0, pytorch_p99 = 0;  // of the best
+  double floor_value = 0;
+  int best = -1, best_floor = -1;  // which of row.pytorch, row.floors; -1: none
+  double ratio = 0;                // how many times better than PyTorch: median over rounds
+  double floor_ratio = 0;          // how many times the floor
+  // 1: just what is to be reached; 2: twice as good. 0 if there is nothing to reach.
+  double achieved = 0;
+};
+
+// The value of a slice in the row's unit.
+double ValueOf(const Row& row, const Sample& sample);
+
+void Derive(Result* result);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_BENCHMARKS_ROWS_H_

@@ -1,0 +1,82 @@
+// What is measured: pieces of work that every side does, and what doing one often gave.
+#ifndef DISTGRAD_BENCHMARKS_WORK_H_
+#define DISTGRAD_BENCHMARKS_WORK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace distgrad {
+
+// One kind of work, by name, with its parameters:
+//
+//   call      one call of aten::add on the first peer, with a tensor of `bytes`
+//   calls     the same with `count` calls under way all the time; an operation is one call
+//   pass      `count` remote multiplications, each of the result before; backward; release
+//   fan       the same, but all of them at once, and spread over the peers
+//   threads   passes of one multiplication, on `count` threads; an operation is one pass
+//   chain     a function that goes on from worker to worker, `count` hops; backward; release
+//   executor  backward of a chain of `count` local nodes, in distgrad's executor
+//   backward  the same in torch::autograd::backward
+//   memcpy    one copy of `bytes`
+struct Work {
+  std::string kind;
+  int count = 1;
+  size_t bytes = 4;
+};
+
+// "pass/10/4" and back.
+std::string ToText(const Work& work);
+absl::StatusOr<Work> WorkFromText(absl::string_view text);
+
+struct Sample {
+  int64_t operations = 0;
+  double median_us = 0;  // of one operation
+  double p99_us = 0;
+  double per_second = 0;
+};
+
+// Of the first half when sorted, and so on. `values` must not be empty.
+double Quantile(std::vector<double> values, double quantile);
+
+double MicrosNow();
+
+// Does `once` for about `budget`, at least three times. It returns the microseconds that count:
+// what it spends on checks does not. Stops at the first error.
+absl::StatusOr<Sample> Repeat(absl::Duration budget,
+                              absl::FunctionRef<absl::StatusOr<double>()> once);
+
+// Runs `once` on `count` threads at the same time, for about `budget`.
+absl::StatusOr<Sample> RepeatOnThreads(int count, absl::Duration budget,
+                                       absl::FunctionRef<absl::StatusOr<double>()> once);
+
+// Keeps `width` things under way: `start(i)` starts the i-th of them, `finish(i)` waits for it.
+absl::StatusOr<Sample> RepeatInFlight(int width, absl::Duration budget,
+                                      absl::FunctionRef<void(int)> start,
+                                      absl::FunctionRef<absl::Status(int)> finish);
+
+// One of those compared, in one process. The process of rank 0 is asked; the others are peers.
+class Side {
+ public:
+  virtual ~Side() = default;
+  // kInternal if an answer is not what it should be.
+  virtual absl::StatusOr<Sample> Run(const Work& work, absl::Duration budget) = 0;
+};
+
+// Where a side's process stands among its peers.
+struct Place {
+  std::string config;  // the side's own word: a transport, or several
+  int rank = 0;
+  int world = 1;
+  int port = 0;  // for what the peers meet at
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_BENCHMARKS_WORK_H_
