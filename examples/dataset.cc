@@ -8,9 +8,11 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <system_error>
 
 #include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
@@ -138,9 +140,9 @@ std::string FilePath(const std::string& directory, const char* part, const char*
 
 // The runfiles folder beside the program, if Bazel has made one.
 std::string RunfilesBesideProgram() {
-  std::array<char, 4096> path;
-  const ssize_t n = readlink("/proc/self/exe", path.data(), path.size());
-  return n <= 0 ? "" : absl::StrCat(absl::string_view(path.data(), n), ".runfiles");
+  std::error_code error;
+  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
+  return absl::StrCat(program.string(), ".runfiles");
 }
 
 std::optional<std::string> FindDirectory() {

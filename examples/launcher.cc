@@ -15,6 +15,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <filesystem>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -329,10 +331,9 @@ absl::StatusOr<std::optional<JobPlace>> JobPlaceFromEnvironment() {
 absl::StatusOr<int> Launch(const LaunchOptions& options) {
   std::string program = options.program;
   if (program.empty()) {
-    std::array<char, 4096> path;
-    const ssize_t n = readlink("/proc/self/exe", path.data(), path.size());
-    if (n < 0) return SystemError("/proc/self/exe");
-    program.assign(path.data(), n);
+    std::error_code error;
+    program = std::filesystem::read_symlink("/proc/self/exe", error).string();
+    if (error) return absl::ErrnoToStatus(error.value(), "/proc/self/exe");
   }
   absl::StatusOr<ReservedPort> port = ReservePort();
   if (!port.ok()) return port.status();
