@@ -38,8 +38,7 @@ set xrange [0:*]
 set yrange [0:*]
 set ylabel 'loss'
 plot table using 1:5 with lines linestyle 1 title 'training', '' using 1:6 with linespoints linestyle 2 title 'test'
-set yrange [*:*]
-set offsets 0, 0, graph 0.1, graph 0.06
+set yrange [100*STATS_min - 0.5 : 100*STATS_max + 0.8]
 set ylabel 'accuracy on the test images (%)'
 set key off
 plot table using 1:(100*$7) with linespoints linestyle 2, '' using (STATS_records > 12 ? NaN : $1):(100*$7):(sprintf('%.1f', 100*$7)) with labels offset -1.5,0.7
