@@ -45,7 +45,8 @@ class Runner {
       const int world = std::get<2>(it->first);
       it = world > 2 && world != row.world ? groups_.erase(it) : std::next(it);
     }
-    Result result{.row = row, .pytorch = {}, .floors = {}};
+    Result result;
+    result.row = row;
     result.pytorch.resize(row.pytorch.size());
     result.floors.resize(row.floors.size());
     std::vector<std::pair<const Contender*, std::vector<Slice>*>> turns;

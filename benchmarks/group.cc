@@ -127,7 +127,7 @@ int ServeGroup(const std::string& side, const Place& place) {
     const std::pair<std::string, std::string> words = absl::StrSplit(line, ' ');
     double seconds = 0;
     absl::StatusOr<Work> work = WorkFromText(words.first);
-    absl::StatusOr<Sample> sample = work.status();
+    absl::StatusOr<Sample> sample = absl::InvalidArgumentError(line);
     if (work.ok() && absl::SimpleAtod(words.second, &seconds)) {
       sample = (*started)->Run(*work, absl::Seconds(seconds));
     }
@@ -282,8 +282,8 @@ absl::StatusOr<Slice> Group::Idle(absl::Duration budget) {
   slice.sample.operations = 1;
   slice.cpu_us = (after.cpu_us - before.cpu_us) / processes_.size();
   slice.switches = (after.switches - before.switches) / processes_.size();
-  slice.sample.median_us = slice.sample.p99_us =
-      100 * slice.cpu_us / (after.now_us - before.now_us);
+  // A ten-thousandth of a percent at least, for there are ratios to be made of it.
+  slice.sample.median_us = std::max(1e-4, 100 * slice.cpu_us / (after.now_us - before.now_us));
   return slice;
 }
 

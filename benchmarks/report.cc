@@ -23,6 +23,7 @@ std::string Number(double value) {
   if (value == 0) return "-";
   if (std::abs(value) >= 100) return absl::StrFormat("%.0f", value);
   if (std::abs(value) >= 10) return absl::StrFormat("%.1f", value);
+  if (std::abs(value) < 0.1) return absl::StrFormat("%.3f", value);
   return absl::StrFormat("%.2f", value);
 }
 
@@ -84,7 +85,7 @@ std::string DescribeMachine() {
 }
 
 std::string TableHead() {
-  return absl::StrFormat("%-38s %4s %9s %9s %9s %9s %-8s %8s %7s %-18s %11s %11s %6s %6s\n", "work",
+  return absl::StrFormat("%-41s %4s %9s %9s %9s %9s %-8s %8s %7s %-18s %11s %11s %6s %6s\n", "work",
                          "unit", "distgrad", "p99 us", "PyTorch", "p99 us", "its best", "floor",
                          "times", "reach", "CPU us/op", "switches/op", "rounds", "others");
 }
@@ -96,7 +97,7 @@ std::string TableLine(const Result& result) {
   const bool floor_only = result.ours.empty();
   const size_t kept = floor_only ? result.floors.at(0).size() : result.ours.size();
   return absl::StrFormat(
-      "%-38s %4s %9s %9s %9s %9s %-8s %8s %7s %-18s %11s %11s %6s %5.0f%%\n", result.row.title,
+      "%-41s %4s %9s %9s %9s %9s %-8s %8s %7s %-18s %11s %11s %6s %5.0f%%\n", result.row.title,
       UnitOf(result.row), Number(result.our_value), Number(result.our_p99),
       Number(result.pytorch_value), Number(result.pytorch_p99),
       result.best < 0 ? "-" : result.row.pytorch[result.best].config, Number(result.floor_value),

@@ -137,10 +137,10 @@ std::vector<Row> AllRows(const std::string& transport) {
          .quick = work.bytes < (16 << 20)});
   };
   for (const size_t bytes : {size_t{4}, size_t{4} << 10, size_t{1} << 20, size_t{16} << 20}) {
-    add_floor("Unix socket there and back", "sockets", "unix", {"call", 1, bytes});
-    add_floor("TCP there and back", "sockets", "tcp", {"call", 1, bytes});
-    add_floor("TensorPipe there and back", "tensorpipe", "uv", {"call", 1, bytes});
-    add_floor("TensorPipe there and back", "tensorpipe", "shm", {"call", 1, bytes});
+    add_floor("Unix socket", "sockets", "unix", {"call", 1, bytes});
+    add_floor("TCP socket", "sockets", "tcp", {"call", 1, bytes});
+    add_floor("TensorPipe over TCP", "tensorpipe", "uv", {"call", 1, bytes});
+    add_floor("TensorPipe, shared memory", "tensorpipe", "shm", {"call", 1, bytes});
     add_floor("memcpy", "local", "", {"memcpy", 1, bytes});
   }
   return rows;
