@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 
@@ -67,6 +68,10 @@ absl::StatusOr<std::string> ResolveBindHost(const std::string& host) {
   }
   return absl::InvalidArgumentError(
       absl::StrCat("cannot listen on host \"", host, "\": ", std::strerror(bind_error)));
+}
+
+bool IsLoopback(absl::string_view host) {
+  return host == "[::1]" || absl::StartsWith(host, "127.");
 }
 
 absl::Status CheckSocketAddress(absl::string_view address) {

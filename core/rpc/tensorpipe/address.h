@@ -17,6 +17,9 @@ namespace distgrad {
 // not one of this machine's.
 absl::StatusOr<std::string> ResolveBindHost(const std::string& host);
 
+// Whether what ResolveBindHost returned can be reached from this machine only.
+bool IsLoopback(absl::string_view host);
+
 // OK if `address` is "<IPv4>:<port>" or "[<IPv6>]:<port>", all numeric; else
 // kInvalidArgument.
 absl::Status CheckSocketAddress(absl::string_view address);

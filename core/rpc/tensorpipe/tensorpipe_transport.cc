@@ -21,6 +21,8 @@
 #include "core/base/status.h"
 #include "core/rpc/tensorpipe/address.h"
 #include "core/rpc/tensorpipe/message_layout.h"
+#include "core/rpc/tensorpipe/socket/endpoint.h"
+#include "core/rpc/tensorpipe/socket/socket_transport.h"
 #include "core/rpc/tensorpipe/steady_listeners.h"
 #include "tensorpipe/tensorpipe.h"
 
@@ -53,6 +55,27 @@ constexpr absl::Duration kGreetingPatience = absl::Seconds(10);
 std::string Message(const tensorpipe::Error& error) {
   std::string what = error.what();
   return what.substr(0, what.find(" (this error originated at"));
+}
+
+using Kind = TensorPipeOptions::Kind;
+
+// As it stands before "://" in addresses.
+std::string Scheme(Kind kind) {
+  switch (kind) {
+    case Kind::kSocket:
+      return "socket";
+    case Kind::kTcp:
+      return "tcp";
+    case Kind::kShm:
+      return "shm";
+  }
+  return "";
+}
+
+// An address without what is for whoever shall connect only: messages end up in logs.
+std::string PublicPart(const std::string& address) {
+  const size_t slashes = address.find("://");
+  return slashes == std::string::npos ? address : address.substr(0, address.find('/', slashes + 3));
 }
 
 // What the connections share with their transport, and may outlive it. Thread-safe.
@@ -274,7 +297,7 @@ class TensorPipeTransport final : public Transport {
   TensorPipeTransport(TensorPipeOptions options, std::shared_ptr<tensorpipe::Context> context,
                       std::string name)
       : options_(std::move(options)),
-        scheme_(options_.kind == TensorPipeOptions::Kind::kTcp ? "tcp" : "shm"),
+        scheme_(Scheme(options_.kind)),
         context_(std::move(context)),
         shared_(std::make_shared<Shared>(
             std::move(name), PacketLimits{options_.max_packet_bytes, options_.max_segments})) {}
@@ -288,8 +311,12 @@ class TensorPipeTransport final : public Transport {
 
   absl::StatusOr<std::string> Listen(Accept accept) override {
     std::string url = scheme_ + "://";
-    if (options_.kind == TensorPipeOptions::Kind::kTcp) {
+    if (options_.kind != Kind::kShm) {
       DG_ASSIGN_OR_RETURN(const std::string host, ResolveBindHost(options_.host));
+      if (options_.cluster_key.empty() && !IsLoopback(host)) {
+        DG_LOG(WARNING) << Name() << " listens on " << host
+                        << " without a cluster key; see docs/security.md";
+      }
       url += host;
     }
     if (listening_.exchange(true)) {
@@ -314,12 +341,13 @@ class TensorPipeTransport final : public Transport {
     DG_RETURN_IF_ERROR(Annotate(CheckAddress(address), absl::StrCat(Name(), " cannot connect")));
     try {
       auto pipe = context_->connect(address);
-      auto connection = std::make_shared<PipeConnection>(shared_, std::move(pipe), address);
+      auto connection =
+          std::make_shared<PipeConnection>(shared_, std::move(pipe), PublicPart(address));
       connection->Greet(std::move(receiver));
       return connection;
     } catch (const std::exception& e) {
       return absl::UnavailableError(
-          absl::StrCat(Name(), " cannot connect to ", address, ": ", e.what()));
+          absl::StrCat(Name(), " cannot connect to ", PublicPart(address), ": ", e.what()));
     }
   }
 
@@ -329,10 +357,11 @@ class TensorPipeTransport final : public Transport {
   absl::Status CheckAddress(absl::string_view address) const {
     absl::string_view rest = address;
     if (!absl::ConsumePrefix(&rest, scheme_ + "://")) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("\"", address, "\" does not start with ", scheme_, "://"));
+      return absl::InvalidArgumentError(absl::StrCat("\"", PublicPart(std::string(address)),
+                                                     "\" does not start with ", scheme_, "://"));
     }
-    if (options_.kind == TensorPipeOptions::Kind::kTcp) return CheckSocketAddress(rest);
+    if (options_.kind == Kind::kSocket) return ParseEndpoint(rest).status();
+    if (options_.kind == Kind::kTcp) return CheckSocketAddress(rest);
     if (rest.empty() || rest.size() > 20 ||
         rest.find_first_not_of("0123456789abcdef") != absl::string_view::npos) {
       return absl::InvalidArgumentError(
@@ -350,13 +379,29 @@ class TensorPipeTransport final : public Transport {
   std::unique_ptr<Clock> own_clock_;  // if none was given; set by Listen()
 };
 
+absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
+    const TensorPipeOptions& options) {
+  if (options.kind == Kind::kSocket) {
+    SocketOptions socket;
+    socket.key = options.cluster_key;
+    socket.handshake_timeout = options.handshake_timeout;
+    socket.max_unauthenticated = options.max_unauthenticated;
+    return NewSocketTransport(std::move(socket));
+  }
+  if (!options.cluster_key.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "TensorPipe's own transport ", Scheme(options.kind), " cannot use a cluster key"));
+  }
+  return options.kind == Kind::kTcp ? tensorpipe::transport::uv::create()
+                                    : tensorpipe::transport::shm::create();
+}
+
 absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
-  const bool tcp = options.kind == TensorPipeOptions::Kind::kTcp;
-  const std::string scheme = tcp ? "tcp" : "shm";
+  const std::string scheme = Scheme(options.kind);
   auto context =
       std::make_shared<tensorpipe::Context>(tensorpipe::ContextOptions().name(options.name));
 
-  auto transport = tcp ? tensorpipe::transport::uv::create() : tensorpipe::transport::shm::create();
+  DG_ASSIGN_OR_RETURN(auto transport, NewTransport(options));
   if (!transport->isViable()) {
     return absl::FailedPreconditionError(
         absl::StrCat("TensorPipe's ", scheme, " transport does not work on this machine"));

@@ -26,19 +26,28 @@ namespace distgrad {
 
 struct TensorPipeOptions {
   enum class Kind {
-    kTcp,  // any machine
-    kShm,  // within this machine; a thread of it spins while the transport exists
+    kSocket,  // our own: Unix-domain sockets within a machine, TCP between machines
+    kTcp,     // any machine; any stranger who connects can end the process
+    kShm,     // within this machine; a thread of it spins while the transport exists
   };
   enum class Channel {
     kCma,    // one copy between processes that may read each other, kBasic for the others
     kBasic,  // over the transport itself
   };
 
-  Kind kind = Kind::kTcp;
+  Kind kind = Kind::kSocket;
   Channel channel = Channel::kCma;
 
-  // What Listen() binds (kTcp only): a name or number of one address of this machine.
+  // What Listen() binds (not for kShm): a name or number of one address of this machine.
   std::string host = "127.0.0.1";
+
+  // With a key nobody connects, or is connected to, who does not have it; see
+  // core/rpc/tensorpipe/socket and docs/security.md. Only kSocket can.
+  std::string cluster_key;
+
+  // Of kSocket: to connect and prove that, and how many may be about to at a time.
+  absl::Duration handshake_timeout = absl::Seconds(10);
+  size_t max_unauthenticated = 256;
 
   // Who we are, for the other end's messages; usually the worker's name.
   std::string name;
@@ -53,10 +62,12 @@ struct TensorPipeOptions {
   Clock* clock = nullptr;
 };
 
-// kFailedPrecondition where the kind cannot work on this machine. A channel that cannot is
-// replaced by kBasic; Name() says which it is ("tensorpipe tcp+basic").
+// kFailedPrecondition where the kind cannot work on this machine, kInvalidArgument for a cluster
+// key that is too short or that the kind cannot use. A channel that cannot work is replaced by
+// kBasic; Name() says which it is ("tensorpipe tcp+basic").
 //
-// Addresses are "tcp://127.0.0.1:4711" and "shm://0a3f1".
+// Addresses are "tcp://127.0.0.1:4711", "shm://0a3f1" and "socket://127.0.0.1:4711/...", whose
+// rest is for whoever shall connect only; messages leave it out.
 absl::StatusOr<std::unique_ptr<Transport>> NewTensorPipeTransport(TensorPipeOptions options);
 
 }  // namespace distgrad

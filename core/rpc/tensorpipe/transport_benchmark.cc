@@ -1,7 +1,7 @@
 // Round trips between two processes (for "inproc" two transports of one): the time from Send
 // to the echo's arrival.
 //
-//   transport_benchmark [tcp_basic tcp_cma shm_basic shm_cma inproc]
+//   transport_benchmark [socket_basic socket_cma tcp_basic tcp_cma shm_basic shm_cma inproc]
 //
 // Where a packet's bytes go from the header to a payload, and a segment from a payload to the
 // channel (kInlineBytes, kChannelBytes), was chosen with it.
@@ -50,7 +50,10 @@ const Shape kShapes[] = {
 
 absl::StatusOr<std::unique_ptr<Transport>> New(const std::string& combination) {
   TensorPipeOptions options;
-  if (absl::StartsWith(combination, "shm")) options.kind = TensorPipeOptions::Kind::kShm;
+  using Kind = TensorPipeOptions::Kind;
+  options.kind = absl::StartsWith(combination, "tcp")   ? Kind::kTcp
+                 : absl::StartsWith(combination, "shm") ? Kind::kShm
+                                                        : Kind::kSocket;
   if (!absl::EndsWith(combination, "cma")) options.channel = TensorPipeOptions::Channel::kBasic;
   return NewTensorPipeTransport(options);
 }
@@ -160,7 +163,10 @@ int RunTensorPipe(const std::string& combination) {
 }
 
 int Main(std::vector<std::string> names) {
-  if (names.empty()) names = {"inproc", "tcp_basic", "tcp_cma", "shm_basic", "shm_cma"};
+  if (names.empty()) {
+    names = {"inproc",  "socket_basic", "socket_cma", "tcp_basic",
+             "tcp_cma", "shm_basic",    "shm_cma"};
+  }
   for (const std::string& name : names) {
     if (name == "inproc") {
       RunInproc();

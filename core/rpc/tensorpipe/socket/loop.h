@@ -1,0 +1,94 @@
+// One thread that waits in epoll for the sockets of a transport, and for its timers. It never
+// spins: with nothing to do it sleeps.
+//
+// Sockets are watched edge-triggered: a handler is told once when a socket becomes ready, and
+// uses it until the kernel says EAGAIN. So no system call but the reads and writes themselves is
+// needed while messages come and go.
+//
+// Thread-safe.
+#ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_LOOP_H_
+#define DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_LOOP_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/timer_queue.h"
+#include "core/rpc/tensorpipe/socket/endpoint.h"
+
+namespace distgrad {
+
+class Loop {
+ public:
+  using Task = absl::AnyInvocable<void()>;
+  using TimerId = uint64_t;
+
+  class Handler {
+   public:
+    virtual ~Handler() = default;
+    // Its socket is ready for `events` (EPOLLIN, ...). On the loop's thread; must not block.
+    virtual void OnEvents(uint32_t events) = 0;
+    // The loop is being closed: give up, and call Remove(). On the thread that called Close().
+    virtual void OnLoopClosed() = 0;
+  };
+
+  // kResourceExhausted and the like where the machine gives no more file descriptors.
+  static absl::StatusOr<std::unique_ptr<Loop>> Start(std::string thread_name);
+  // Close() and Join() must have been called, or be possible here.
+  ~Loop();
+
+  // The loop keeps a handler until Remove(). 0 if the loop is closed already.
+  uint64_t Add(std::shared_ptr<Handler> handler);
+  void Remove(uint64_t id);
+
+  // Adds a socket to a handler's, changes what it waits for, or takes it away again; before the
+  // socket is closed.
+  absl::Status Watch(uint64_t id, int fd, uint32_t events);
+  void Change(uint64_t id, int fd, uint32_t events);
+  void Unwatch(int fd);
+
+  // Runs `task` on the loop's thread, after `delay`. Dropped if the loop ends before.
+  TimerId After(absl::Duration delay, Task task);
+  void Cancel(TimerId timer);
+  void Run(Task task);
+
+  // Tells all handlers; from then on there are no new ones.
+  void Close();
+  // Waits until all handlers are gone, and ends the thread. Not on the loop's own thread.
+  void Join();
+
+ private:
+  Loop(Fd epoll, Fd wake) : epoll_(std::move(epoll)), wake_(std::move(wake)) {}
+
+  void Work();
+  // How long epoll may sleep, in milliseconds; -1 for ever.
+  int Patience();
+  void RunDue();
+  void Wake();
+
+  // Constant after Start().
+  const Fd epoll_;
+  const Fd wake_;  // an eventfd
+
+  absl::Mutex join_mu_;  // one joins, the others wait for it
+  std::thread thread_ ABSL_GUARDED_BY(join_mu_);
+
+  absl::Mutex mu_;
+  uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
+  internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);
+  std::vector<Task> tasks_ ABSL_GUARDED_BY(mu_);
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_LOOP_H_

@@ -1,0 +1,90 @@
+// Waits for connections, and lets only those through that finish their handshake.
+//
+// A connection that has not costs a file descriptor and a few hundred bytes; how many there may
+// be, and for how long, is limited. Nothing that strangers do ends the listener.
+#ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_SOCKET_LISTENER_H_
+#define DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_SOCKET_LISTENER_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "core/base/strand.h"
+#include "core/rpc/tensorpipe/socket/endpoint.h"
+#include "core/rpc/tensorpipe/socket/handshake.h"
+#include "core/rpc/tensorpipe/socket/loop.h"
+#include "core/rpc/tensorpipe/socket/socket_connection.h"
+#include "core/rpc/tensorpipe/socket/socket_transport.h"
+
+namespace distgrad {
+
+// Thread-safe. Callbacks run on the loop's thread or on one that calls in here, one at a time, in
+// the order in which they were given, each exactly once.
+class SocketListener final : public std::enable_shared_from_this<SocketListener> {
+ public:
+  using Accepted = std::function<void(const tensorpipe::Error&, std::shared_ptr<SocketConnection>)>;
+
+  // `host` is numeric.
+  static absl::StatusOr<std::shared_ptr<SocketListener>> Listen(std::shared_ptr<Loop> loop,
+                                                                const std::string& host,
+                                                                const SocketOptions& options);
+  // Not for use: see Listen.
+  SocketListener(std::shared_ptr<Loop> loop, SocketOptions options)
+      : loop_(std::move(loop)), options_(std::move(options)) {}
+
+  // The next connection.
+  void Accept(Accepted accepted);
+  // Fails all Accepts, and closes all connections that have not been accepted.
+  void Close();
+
+  const std::string& address() const { return address_; }
+
+ private:
+  class Events;
+
+  // A socket that others connect to.
+  struct Door {
+    Fd fd;
+    uint64_t id = 0;
+    bool is_unix = false;
+  };
+  // Somebody who has connected and not yet shown who it is.
+  struct Guest {
+    Fd fd;
+    uint64_t id = 0;
+    Handshake handshake;
+    Loop::TimerId deadline = 0;
+  };
+  using Guests = std::list<Guest>;
+
+  // What is private runs on strand_ only, but for Listen's own calls.
+  absl::Status OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is_unix);
+  void TakeGuests(Door& door);
+  void Welcome(Fd fd, bool is_unix);
+  void ShakeHands(Guests::iterator guest);
+  void Dismiss(Guests::iterator guest, absl::string_view why);
+  void Forget(Guests::iterator guest);
+  void HandOver();
+
+  // Constant after Listen(); synchronize themselves.
+  const std::shared_ptr<Loop> loop_;
+  const SocketOptions options_;
+  std::string address_;
+  Token token_ = {};
+  Strand strand_;
+
+  // On strand_ only.
+  bool closed_ = false;
+  Door tcp_, unix_;
+  Guests guests_;  // the oldest first
+  std::deque<std::shared_ptr<SocketConnection>> ready_;
+  std::deque<Accepted> waiting_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_SOCKET_LISTENER_H_
