@@ -57,8 +57,8 @@ std::vector<std::string> RunTorch(Program& program, int passes) {
 
 std::vector<std::string> RunExecutor(Program& program, int passes) {
   const std::shared_ptr<Graph::Node> source = std::make_shared<SourceNode>(program.roots);
-  const auto graph = std::make_shared<const Graph>(absl::MakeSpan(&source, 1),
-                                                   [](Graph::Node&) { return false; });
+  const auto graph =
+      std::make_shared<const Graph>(absl::MakeSpan(&source, 1), [](Graph::Node&) { return false; });
   Gradients gradients;
   for (int pass = 0; pass < passes; ++pass) {
     AddingSink sink(&gradients);
@@ -84,8 +84,8 @@ void ExpectEqual(uint64_t seed, const ProgramOptions& options, int passes = 1) {
   Program ours(seed, options);
   const std::vector<std::string> expected = RunTorch(theirs, passes);
   const std::vector<std::string> actual = RunExecutor(ours, passes);
-  SCOPED_TRACE(absl::StrCat("seed ", seed, ", dtype ", c10::toString(options.dtype), ": ",
-                            theirs.text));
+  SCOPED_TRACE(
+      absl::StrCat("seed ", seed, ", dtype ", c10::toString(options.dtype), ": ", theirs.text));
   ASSERT_EQ(expected.size(), actual.size());
   for (size_t i = 0; i < expected.size(); ++i) ASSERT_EQ(expected[i], actual[i]) << "line " << i;
 }

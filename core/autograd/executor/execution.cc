@@ -139,9 +139,8 @@ void Execution::State::RunRoot(Graph::Index root, variable_list gradients, bool 
   const at::ThreadLocalStateGuard guard(thread_state);
   const Graph::Entry& entry = graph->entry(root);
   if (gradients.size() != entry.input_count) {
-    Fail(absl::InvalidArgumentError(absl::StrCat("a root with ", entry.input_count,
-                                                 " inputs was fed ", gradients.size(),
-                                                 " gradients")));
+    Fail(absl::InvalidArgumentError(absl::StrCat(
+        "a root with ", entry.input_count, " inputs was fed ", gradients.size(), " gradients")));
     return;
   }
   if (progress[root].missing.exchange(0, std::memory_order_relaxed) != 1) {
@@ -200,9 +199,8 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runn
         break;
     }
     const absl::Span<const Graph::Successor> successors = graph->successors(index);
-    variable_list outputs =
-        reached ? CallOperator(node, std::move(gradients), options.retain_graph)
-                : variable_list(successors.size());
+    variable_list outputs = reached ? CallOperator(node, std::move(gradients), options.retain_graph)
+                                    : variable_list(successors.size());
     for (size_t i = 0; i < successors.size(); ++i) {
       if (successors[i].node == Graph::kNone) continue;
       Arrive(successors[i], std::move(outputs[i]), reached, runner);

@@ -7,7 +7,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <functional>
 #include <memory>
@@ -37,8 +36,6 @@ namespace {
 using at::Tensor;
 using fake_device::Device;
 using fake_device::NewStream;
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 const at::Device kCpu(at::kCPU);
@@ -46,26 +43,11 @@ const at::Device kCpu(at::kCPU);
 Tensor Full(double value, at::Device device = kCpu) {
   return at::full({2}, value, at::TensorOptions(device).dtype(at::kDouble));
 }
-Tensor Leaf(double value, at::Device device = kCpu) {
-  return Full(value, device).requires_grad_();
-}
+Tensor Leaf(double value, at::Device device = kCpu) { return Full(value, device).requires_grad_(); }
 
 c10::Stream CurrentStream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
-
-// Calls a function of the test's in backward.
-struct Spy : torch::autograd::Function<Spy> {
-  using Body = std::function<void()>;
-  static Variable forward(AutogradContext* context, const Variable& a, Body* body) {
-    context->saved_data["body"] = reinterpret_cast<int64_t>(body);
-    return a.clone();
-  }
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    (*reinterpret_cast<Body*>(context->saved_data["body"].toInt()))();
-    return {gradients[0], Variable()};
-  }
-};
 
 // Whoever reads a gradient waits for the stream on which the sink got it.
 class EventSink : public RecordingSink {
@@ -162,22 +144,22 @@ TEST_P(DeviceExecution, NodesRunOnTheirThreadsAndStreams) {
     EXPECT_EQ(std::this_thread::get_id() == feeder, !handed_over || !GetParam());
     EXPECT_EQ(pool_.OnThisPool(), handed_over && GetParam());
   };
-  Spy::Body on_cpu_late = [&] { expect_cpu(true); };
-  Spy::Body on_cpu_early = [&] { expect_cpu(false); };
-  Spy::Body on_device = [&] {
+  Spy::Body on_cpu_late = [&](const variable_list&) { expect_cpu(true); };
+  Spy::Body on_cpu_early = [&](const variable_list&) { expect_cpu(false); };
+  Spy::Body on_device = [&](const variable_list&) {
     ++ran;
     EXPECT_EQ(threads_.Of(Device(2))->OnThisPool(), GetParam());
     EXPECT_EQ(CurrentStream(Device(2)), stream);
     EXPECT_EQ(c10::impl::VirtualGuardImpl(stream.device_type()).getDevice(), Device(2));
   };
   const Tensor leaf = Leaf(1);
-  const Tensor late = Spy::apply(leaf, &on_cpu_late);
+  const Tensor late = Watch(leaf, &on_cpu_late);
   Tensor on_stream;
   {
     const c10::StreamGuard guard(stream);
-    on_stream = Spy::apply(late.to(Device(2)), &on_device).to(kCpu);
+    on_stream = Watch(late.to(Device(2)), &on_device).to(kCpu);
   }
-  const absl::Status status = Run({Spy::apply(on_stream, &on_cpu_early)});
+  const absl::Status status = Run({Watch(on_stream, &on_cpu_early)});
   EXPECT_TRUE(status.ok()) << status;
   EXPECT_EQ(ran, 3);
   EXPECT_TRUE(sink_.Of(leaf).equal(Full(1)));
@@ -201,9 +183,9 @@ TEST_P(DeviceExecution, StopNodesAndUnreachedBranches) {
 }
 
 TEST_P(DeviceExecution, AnErrorOnADevice) {
-  Spy::Body fail = [] { throw std::runtime_error("no"); };
+  Spy::Body fail = [](const variable_list&) { throw std::runtime_error("no"); };
   const Tensor leaf = Leaf(1);
-  const Tensor root = Spy::apply((leaf * 2).to(Device(0)), &fail).to(Device(1)).to(kCpu);
+  const Tensor root = Watch((leaf * 2).to(Device(0)), &fail).to(Device(1)).to(kCpu);
   const absl::Status status = Run({root});
   EXPECT_TRUE(absl::EndsWith(status.message(), ": no")) << status;
   EXPECT_TRUE(sink_.leaves.empty());
@@ -212,8 +194,10 @@ TEST_P(DeviceExecution, AnErrorOnADevice) {
 
 TEST_P(DeviceExecution, CancelOnADevice) {
   std::unique_ptr<Execution> execution;
-  Spy::Body cancel = [&] { execution->Cancel(absl::DeadlineExceededError("late")); };
-  const Tensor root = Spy::apply((Leaf(1) * 2).to(Device(0)), &cancel).to(kCpu);
+  Spy::Body cancel = [&](const variable_list&) {
+    execution->Cancel(absl::DeadlineExceededError("late"));
+  };
+  const Tensor root = Watch((Leaf(1) * 2).to(Device(0)), &cancel).to(kCpu);
   execution = Make(GraphOf({{root}}));
   execution->Feed(0, {Full(1)}, true);
   idle_.WaitForNotification();
@@ -234,6 +218,15 @@ TEST_P(DeviceExecution, AClosedPoolIsAnError) {
 
 // Whole numbers in doubles: sums do not depend on the order in which lanes make them.
 struct RandomPlacement {
+  // Of each device the default stream and another, the same for all programs.
+  static const std::vector<std::vector<c10::Stream>>& Streams() {
+    static const std::vector<std::vector<c10::Stream>> streams = {
+        {CurrentStream(Device(0)), NewStream(0)},
+        {CurrentStream(Device(1)), NewStream(1)},
+        {CurrentStream(Device(2)), NewStream(2)}};
+    return streams;
+  }
+
   struct Value {
     Tensor tensor;
     c10::Stream stream;  // on which it was made, if on a device
@@ -241,17 +234,15 @@ struct RandomPlacement {
 
   RandomPlacement(uint64_t seed, bool devices) {
     std::mt19937_64 random(seed);
-    std::vector<std::vector<c10::Stream>> streams;
-    for (int i = 0; i < 3; ++i) streams.push_back({CurrentStream(Device(i)), NewStream(i)});
     std::vector<Value> values;
     for (int i = 0; i < 3; ++i) {
       leaves.push_back(Leaf(i + 1, devices && i > 0 ? Device(i) : kCpu));
-      values.push_back({leaves.back(), streams[i][0]});
+      values.push_back({leaves.back(), Streams()[i][0]});
     }
     for (int i = 0; i < 30; ++i) {
       const Value& x = values[values.size() - 1 - random() % std::min<size_t>(values.size(), 6)];
       const Value& y = values[values.size() - 1 - random() % std::min<size_t>(values.size(), 6)];
-      const c10::Stream stream = streams[random() % 3][random() % 2];
+      const c10::Stream stream = Streams()[random() % 3][random() % 2];
       const bool on_cpu = random() % 3 == 0 || !devices;
       const uint64_t kind = random() % 4;
       const at::Device device = on_cpu ? kCpu : stream.device();
@@ -266,7 +257,7 @@ struct RandomPlacement {
     for (int i = 0; i < 3; ++i) {
       const Value& root = values[values.size() - 1 - i];
       // Roots are fed on the current streams.
-      roots.push_back(Bring(root, root.tensor.device(), streams[root.stream.device_index()][0]));
+      roots.push_back(Bring(root, root.tensor.device(), Streams()[root.stream.device_index()][0]));
     }
   }
 
@@ -341,11 +332,11 @@ INSTANTIATE_TEST_SUITE_P(All, DevicePlacement, testing::Bool(), [](const auto& i
 });
 
 TEST_P(DevicePlacement, RandomDevicesAndStreams) {
-  for (uint64_t seed = 1; seed <= 60; ++seed) Compare(seed, /*one_source=*/true);
+  for (uint64_t seed = 1; seed <= 40; ++seed) Compare(seed, /*one_source=*/true);
 }
 
 TEST_P(DevicePlacement, RootsFedFromSeveralThreads) {
-  for (uint64_t seed = 100; seed < 140; ++seed) Compare(seed, /*one_source=*/false);
+  for (uint64_t seed = 100; seed < 130; ++seed) Compare(seed, /*one_source=*/false);
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <ATen/ops/ones.h>
 #include <pthread.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <functional>
 #include <memory>
@@ -26,25 +25,9 @@ namespace distgrad {
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 Tensor Full(double value) { return at::full({2}, value, at::kDouble); }
-
-// Calls a function of the test's in backward.
-struct Spy : torch::autograd::Function<Spy> {
-  using Body = std::function<void()>;
-
-  static Variable forward(AutogradContext* context, const Variable& a, Body* body) {
-    context->saved_data["body"] = reinterpret_cast<int64_t>(body);
-    return a.clone();
-  }
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    (*reinterpret_cast<Body*>(context->saved_data["body"].toInt()))();
-    return {gradients[0], Variable()};
-  }
-};
 
 void RunThreads(int count, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
@@ -133,11 +116,11 @@ TEST(ExecutionThreads, ManyEdgesIntoOneInput) {
 TEST(ExecutionThreads, AnErrorStopsAllThreads) {
   constexpr int kThreads = 4;
   for (int round = 0; round < 20; ++round) {
-    Spy::Body fail = [] { throw std::runtime_error("no"); };
+    Spy::Body fail = [](const variable_list&) { throw std::runtime_error("no"); };
     std::vector<std::vector<Tensor>> roots;
     for (int i = 0; i < kThreads; ++i) {
       Tensor root = Full(1).requires_grad_();
-      for (int n = 0; n < 50; ++n) root = i == 2 && n == 25 ? Spy::apply(root, &fail) : root * 2;
+      for (int n = 0; n < 50; ++n) root = i == 2 && n == 25 ? Watch(root, &fail) : root * 2;
       roots.push_back({root});
     }
     RecordingSink sink;
@@ -166,12 +149,12 @@ TEST(ExecutionThreads, CancelFromAnotherThread) {
 
 TEST(ExecutionThreads, NodesSeeTheStateOfTheThreadThatMadeTheExecution) {
   bool ran = false;
-  Spy::Body look = [&] {
+  Spy::Body look = [&](const variable_list&) {
     ran = true;
     EXPECT_FALSE(at::GradMode::is_enabled());
     EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
   };
-  const Tensor root = Spy::apply(Full(1).requires_grad_(), &look);
+  const Tensor root = Watch(Full(1).requires_grad_(), &look);
   RecordingSink sink;
   at::autocast::set_autocast_enabled(at::kCPU, true);
   Execution execution(GraphOf({{root}}), ExecutionOptions(), &sink);
@@ -187,15 +170,15 @@ TEST(ExecutionThreads, NodesSeeTheStateOfTheThreadThatMadeTheExecution) {
 TEST(ExecutionThreads, BackwardsInsideNodesNest) {
   const Tensor inner_leaf = Full(1).requires_grad_();
   int depth = 0;
-  Spy::Body nest = [&] {
+  Spy::Body nest = [&](const variable_list&) {
     const at::AutoGradMode on(true);
     if (++depth > 5) return;
     // libtorch's engine inside ours, and ours inside libtorch's.
     if (depth % 2 == 1) {
-      torch::autograd::backward({Spy::apply(inner_leaf, &nest)}, {Full(1)});
+      torch::autograd::backward({Watch(inner_leaf, &nest)}, {Full(1)});
     } else {
       RecordingSink sink;
-      Execution execution(GraphOf({{Spy::apply(inner_leaf, &nest)}}), ExecutionOptions(), &sink);
+      Execution execution(GraphOf({{Watch(inner_leaf, &nest)}}), ExecutionOptions(), &sink);
       execution.Feed(0, {Full(1)}, true);
       EXPECT_TRUE(execution.status().ok()) << execution.status();
       EXPECT_TRUE(sink.Of(inner_leaf).equal(Full(1)));
@@ -203,7 +186,7 @@ TEST(ExecutionThreads, BackwardsInsideNodesNest) {
   };
   const Tensor leaf = Full(1).requires_grad_();
   RecordingSink sink;
-  Execution execution(GraphOf({{Spy::apply(leaf, &nest)}}), ExecutionOptions(), &sink);
+  Execution execution(GraphOf({{Watch(leaf, &nest)}}), ExecutionOptions(), &sink);
   execution.Feed(0, {Full(1)}, true);
   EXPECT_TRUE(execution.status().ok()) << execution.status();
   EXPECT_TRUE(sink.Of(leaf).equal(Full(1)));

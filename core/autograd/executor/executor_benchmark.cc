@@ -40,9 +40,10 @@ at::Tensor Chain(int length) {
 }
 
 void RunExecutor(const at::Tensor& root) {
-  const std::shared_ptr<Graph::Node> source = std::make_shared<SourceNode>(absl::MakeSpan(&root, 1));
-  const auto graph = std::make_shared<const Graph>(absl::MakeSpan(&source, 1),
-                                                   [](Graph::Node&) { return false; });
+  const std::shared_ptr<Graph::Node> source =
+      std::make_shared<SourceNode>(absl::MakeSpan(&root, 1));
+  const auto graph =
+      std::make_shared<const Graph>(absl::MakeSpan(&source, 1), [](Graph::Node&) { return false; });
   KeepingSink sink;
   Execution execution(graph, ExecutionOptions(), &sink);
   execution.Feed(0, {at::ones_like(root)}, /*reached=*/true);
@@ -71,8 +72,8 @@ void Compare(int length, int rounds) {
     theirs.push_back(MicrosOf(RunTorch, length));
     ratios.push_back(ours.back() / theirs.back());
   }
-  std::printf("%6d nodes: executor %9.1f us, libtorch %9.1f us, ratio %.2f\n", length,
-              Median(ours), Median(theirs), Median(ratios));
+  std::printf("%6d nodes: executor %9.1f us, libtorch %9.1f us, ratio %.2f\n", length, Median(ours),
+              Median(theirs), Median(ratios));
 }
 
 }  // namespace

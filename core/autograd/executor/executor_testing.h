@@ -2,7 +2,9 @@
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_EXECUTOR_TESTING_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_EXECUTOR_TESTING_H_
 
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <functional>
@@ -18,6 +20,54 @@
 #include "core/autograd/executor/source_node.h"
 
 namespace distgrad {
+
+// A function of two results, a and 2 a, that calls one of the test's in backward with what
+// arrived. Its gradient is the first one that arrived.
+struct Spy : torch::autograd::Function<Spy> {
+  using Body = std::function<void(const torch::autograd::variable_list&)>;
+
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
+                                                const at::Tensor& a, Body* body, bool materialize) {
+    context->set_materialize_grads(materialize);
+    context->saved_data["body"] = reinterpret_cast<int64_t>(body);
+    return {a.clone(), a * 2};
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    (*reinterpret_cast<Body*>(context->saved_data["body"].toInt()))(gradients);
+    return {gradients[0], at::Tensor(), at::Tensor()};
+  }
+};
+
+// `a`, with `body` called when its gradient has arrived. `body` must live until then.
+inline at::Tensor Watch(const at::Tensor& a, Spy::Body* body) {
+  return Spy::apply(a, body, /*materialize=*/true)[0];
+}
+
+struct PreHook : torch::autograd::FunctionPreHook {
+  using Body = std::function<torch::autograd::variable_list(torch::autograd::variable_list)>;
+  explicit PreHook(Body b) : body(std::move(b)) {}
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    return body(gradients);
+  }
+  const Body body;
+};
+
+struct PostHook : torch::autograd::FunctionPostHook {
+  explicit PostHook(PreHook::Body b) : body(std::move(b)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    return body(outputs);
+  }
+  const PreHook::Body body;
+};
+
+struct PostAccumulateHook : torch::autograd::PostAccumulateGradHook {
+  explicit PostAccumulateHook(std::function<void(const at::Tensor&)> b) : body(std::move(b)) {}
+  void operator()(const at::Tensor& tensor) override { body(tensor); }
+  const std::function<void(const at::Tensor&)> body;
+};
 
 // Remembers all that it is given. Thread-safe while an execution runs; read it afterwards.
 class RecordingSink : public GradientSink {

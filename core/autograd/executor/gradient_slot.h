@@ -42,8 +42,7 @@ class GradientSlot {
     if (held_.load(std::memory_order_relaxed) == nullptr) return at::Tensor();
     c10::TensorImpl* const held = held_.exchange(nullptr, std::memory_order_acquire);
     if (held == nullptr) return at::Tensor();
-    return at::Tensor(
-        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(held));
+    return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(held));
   }
 
  private:

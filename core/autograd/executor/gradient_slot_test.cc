@@ -46,11 +46,10 @@ TEST(GradientSlot, AddsTheLaterToTheEarlier) {
 TEST(GradientSlot, AThrowingSumLosesBoth) {
   GradientSlot slot;
   slot.Add(Full(1), AddInPlace);
-  EXPECT_THROW(slot.Add(Full(2),
-                        [](at::Tensor, at::Tensor) -> at::Tensor {
-                          throw std::runtime_error("no");
-                        }),
-               std::runtime_error);
+  EXPECT_THROW(
+      slot.Add(Full(2),
+               [](at::Tensor, at::Tensor) -> at::Tensor { throw std::runtime_error("no"); }),
+      std::runtime_error);
   EXPECT_FALSE(slot.Take().defined());
 }
 

@@ -9,8 +9,7 @@
 
 namespace distgrad {
 
-Graph::Graph(absl::Span<const std::shared_ptr<Node>> roots,
-             absl::FunctionRef<bool(Node&)> is_stop)
+Graph::Graph(absl::Span<const std::shared_ptr<Node>> roots, absl::FunctionRef<bool(Node&)> is_stop)
     : root_count_(roots.size()) {
   for (const std::shared_ptr<Node>& root : roots) entries_[Add(root, is_stop)].lane = 0;
   // entries_ is its own list of what is left to visit, so each node's successors lie together.
@@ -31,8 +30,7 @@ Graph::Graph(absl::Span<const std::shared_ptr<Node>> roots,
   }
 }
 
-Graph::Index Graph::Add(const std::shared_ptr<Node>& node,
-                        absl::FunctionRef<bool(Node&)> is_stop) {
+Graph::Index Graph::Add(const std::shared_ptr<Node>& node, absl::FunctionRef<bool(Node&)> is_stop) {
   const auto [it, is_new] = index_.try_emplace(node.get(), static_cast<Index>(entries_.size()));
   if (!is_new) return it->second;
   Entry entry;

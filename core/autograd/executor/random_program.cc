@@ -39,8 +39,8 @@ class Drawer {
   }
   // For sparse gradients, which libtorch's CPU build does not add up in half precision.
   Tensor NewTable() {
-    leaves_.push_back(at::randn({6, kSize}, dtype_ == at::kHalf ? at::kFloat : dtype_)
-                          .requires_grad_());
+    leaves_.push_back(
+        at::randn({6, kSize}, dtype_ == at::kHalf ? at::kFloat : dtype_).requires_grad_());
     return leaves_.back();
   }
   void AddValue(Tensor value) { values_.push_back(std::move(value)); }
@@ -123,6 +123,8 @@ struct Operator {
   Tensor (*make)(Drawer& draw);
 };
 
+// One line or few for each; clang-format would make it four pages.
+// clang-format off
 const Operator kOperators[] = {
     {"add", [](Drawer& d) { return d.Value() + d.Value(); }},
     {"add_same", [](Drawer& d) { const Tensor a = d.Value(); return a + a; }},
@@ -274,6 +276,7 @@ const Operator kOperators[] = {
        return a.slice(0, 2, 2).sum() + a.sum() * d.NewLeaf({}) + a * 0.5;
      }},
 };
+// clang-format on
 
 // What hooks do: note what they see, and often change it.
 struct Scale {
@@ -294,9 +297,7 @@ struct Scale {
 
 struct PreHook : torch::autograd::FunctionPreHook {
   explicit PreHook(Scale s) : scale(std::move(s)) {}
-  variable_list operator()(const variable_list& gradients) override {
-    return scale.All(gradients);
-  }
+  variable_list operator()(const variable_list& gradients) override { return scale.All(gradients); }
   const Scale scale;
 };
 
@@ -311,9 +312,7 @@ struct PostHook : torch::autograd::FunctionPostHook {
 
 struct PostAccumulateHook : torch::autograd::PostAccumulateGradHook {
   explicit PostAccumulateHook(Scale s) : scale(std::move(s)) {}
-  void operator()(const Variable& tensor) override {
-    tensor.mutable_grad() = scale(tensor.grad());
-  }
+  void operator()(const Variable& tensor) override { tensor.mutable_grad() = scale(tensor.grad()); }
   const Scale scale;
 };
 
@@ -335,9 +334,15 @@ Program::Program(uint64_t seed, const ProgramOptions& options) {
     };
     if (options.hooks) {
       switch (draw.Below(8)) {
-        case 0: value.register_hook(scale("tensor hook")); break;
-        case 1: value.register_hook([s = scale("observer")](Tensor g) { s(g); }); break;
-        case 2: value.grad_fn()->add_pre_hook(std::make_unique<PreHook>(scale("pre-hook"))); break;
+        case 0:
+          value.register_hook(scale("tensor hook"));
+          break;
+        case 1:
+          value.register_hook([s = scale("observer")](Tensor g) { s(g); });
+          break;
+        case 2:
+          value.grad_fn()->add_pre_hook(std::make_unique<PreHook>(scale("pre-hook")));
+          break;
         case 3:
           value.grad_fn()->add_post_hook(std::make_unique<PostHook>(scale("post-hook")));
           break;
@@ -346,7 +351,8 @@ Program::Program(uint64_t seed, const ProgramOptions& options) {
           retained.push_back(value);
           value.register_hook(scale("hook beside retain_grad"));
           break;
-        default: break;
+        default:
+          break;
       }
     }
     draw.AddValue(std::move(value));
@@ -356,15 +362,22 @@ Program::Program(uint64_t seed, const ProgramOptions& options) {
     const Scale scale{trace, absl::StrCat("leaf ", i), 0.75};
     accumulators.push_back(torch::autograd::impl::grad_accumulator(leaves[i]));
     switch (draw.Below(6)) {
-      case 0: leaves[i].register_hook(scale); break;
-      case 1: accumulators[i]->add_pre_hook(std::make_unique<PreHook>(scale)); break;
-      case 2: accumulators[i]->add_post_hook(std::make_unique<PostHook>(scale)); break;
+      case 0:
+        leaves[i].register_hook(scale);
+        break;
+      case 1:
+        accumulators[i]->add_pre_hook(std::make_unique<PreHook>(scale));
+        break;
+      case 2:
+        accumulators[i]->add_post_hook(std::make_unique<PostHook>(scale));
+        break;
       case 3:
         if (!options.post_accumulate_hooks) break;
-        torch::autograd::impl::set_post_acc_grad_hooks(
-            leaves[i], std::make_unique<PostAccumulateHook>(scale));
+        torch::autograd::impl::set_post_acc_grad_hooks(leaves[i],
+                                                       std::make_unique<PostAccumulateHook>(scale));
         break;
-      default: break;
+      default:
+        break;
     }
   }
   for (int i = 0; i < options.roots; ++i) {

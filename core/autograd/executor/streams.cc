@@ -72,8 +72,7 @@ HomeStreamGuard::HomeStreamGuard(Node& node, const variable_list& gradients) {
       current.push_back(*home);
     } else if (*same_device != *home) {
       Order(*home, *same_device);
-      KeepMemoryFor(gradients[i], *same_device,
-                    c10::impl::VirtualGuardImpl(home->device_type()));
+      KeepMemoryFor(gradients[i], *same_device, c10::impl::VirtualGuardImpl(home->device_type()));
     }
   }
   if (current.size() > 1) of_other_devices_.emplace(current);

@@ -181,8 +181,7 @@ void AddBlock(const at::Tensor& tensor, std::vector<Block*>* blocks) {
   if (context != nullptr) blocks->push_back(static_cast<Block*>(context));
 }
 
-void Launch(StreamKey stream, const std::vector<Block*>& reads,
-            const std::vector<Block*>& writes) {
+void Launch(StreamKey stream, const std::vector<Block*>& reads, const std::vector<Block*>& writes) {
   if (in_kernel) return;  // what a kernel does inside is its own
   const std::string wrong = Timeline::Get().Launch(stream, reads, writes);
   TORCH_CHECK(wrong.empty(), "fake device: ", wrong);
@@ -246,9 +245,9 @@ void RunOnCpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // The same memory seen as a CPU tensor.
 at::Tensor OnHost(const at::Tensor& tensor) {
   if (!OnDevice(tensor)) return tensor;
-  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(),
-                       tensor.strides(), [tensor](void*) {},
-                       tensor.options().device(at::kCPU));
+  return at::from_blob(
+      const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+      [tensor](void*) {}, tensor.options().device(at::kCPU));
 }
 
 at::Tensor CopyFrom(const at::Tensor& from, const at::Tensor& to, bool /*non_blocking*/) {

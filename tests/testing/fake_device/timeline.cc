@@ -43,8 +43,8 @@ std::string Timeline::Launch(StreamKey stream, const std::vector<Block*>& reads,
   const auto check_write_before = [&](const Block& block, const char* verb) {
     const auto& [writer, when] = block.last_write;
     if (Covers(clock, writer, when)) return;
-    wrong = absl::StrCat(Name(stream), verb, "what ", Name(writer),
-                         " wrote, without waiting for it");
+    wrong =
+        absl::StrCat(Name(stream), verb, "what ", Name(writer), " wrote, without waiting for it");
   };
   for (const Block* block : reads) check_write_before(*block, " reads ");
   for (const Block* block : writes) {

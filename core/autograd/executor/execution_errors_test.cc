@@ -1,0 +1,181 @@
+// What becomes of exceptions in nodes, hooks and sinks.
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/sqrt.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "core/autograd/executor/execution.h"
+#include "core/autograd/executor/executor_testing.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+Tensor Leaf(double value = 1) { return at::full({2}, value, at::kDouble).requires_grad_(); }
+Tensor Full(double value) { return at::full({2}, value, at::kDouble); }
+
+struct WrongShape : torch::autograd::Function<WrongShape> {
+  static Variable forward(AutogradContext*, const Variable& a) { return a.clone(); }
+  static variable_list backward(AutogradContext*, variable_list) {
+    return {at::ones({7}, at::kDouble)};
+  }
+};
+
+// Runs what leads from `root`, fed with ones, and which ends in one burst.
+absl::Status StatusOf(const Tensor& root, RecordingSink* sink) {
+  Execution execution(GraphOf({{root}}), ExecutionOptions(), sink);
+  execution.Feed(0, {at::ones_like(root)}, true);
+  EXPECT_EQ(sink->idle, 1);
+  EXPECT_TRUE(execution.idle());
+  return execution.status();
+}
+
+TEST(ExecutionErrors, NamesTheNodeThatThrew) {
+  Spy::Body fail = [](const variable_list&) { throw std::runtime_error("out of luck"); };
+  const Tensor leaf = Leaf();
+  RecordingSink sink;
+  const absl::Status status = StatusOf(Watch(leaf, &fail), &sink);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(absl::StrContains(status.message(), "Spy")) << status;
+  EXPECT_TRUE(absl::EndsWith(status.message(), ": out of luck")) << status;
+  EXPECT_TRUE(sink.leaves.empty());
+}
+
+TEST(ExecutionErrors, CodesFollowTheException) {
+  const std::vector<std::pair<std::function<void()>, absl::StatusCode>> cases = {
+      {[] { TORCH_CHECK_VALUE(false, "bad value"); }, absl::StatusCode::kInvalidArgument},
+      {[] { TORCH_CHECK_NOT_IMPLEMENTED(false, "none"); }, absl::StatusCode::kUnimplemented},
+      {[] { TORCH_CHECK(false, "checked"); }, absl::StatusCode::kInternal},
+      {[] { throw 42; }, absl::StatusCode::kInternal},
+  };
+  for (const auto& [body, code] : cases) {
+    Spy::Body fail = [&body = body](const variable_list&) { body(); };
+    RecordingSink sink;
+    const absl::Status status = StatusOf(Watch(Leaf(), &fail), &sink);
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_FALSE(absl::StrContains(status.message(), "frame #")) << status;
+  }
+}
+
+TEST(ExecutionErrors, HooksOfEveryKind) {
+  const auto thrower = [](const variable_list& v) -> variable_list {
+    throw std::runtime_error("hook says no");
+    return v;
+  };
+  const std::vector<std::function<void(const Tensor&, const Tensor&)>> cases = {
+      [](const Tensor& root, const Tensor&) {
+        root.register_hook([](const Tensor&) { throw std::runtime_error("hook says no"); });
+      },
+      [&](const Tensor& root, const Tensor&) {
+        root.grad_fn()->add_pre_hook(std::make_unique<PreHook>(thrower));
+      },
+      [&](const Tensor& root, const Tensor&) {
+        root.grad_fn()->add_post_hook(std::make_unique<PostHook>(thrower));
+      },
+      [&](const Tensor& root, const Tensor&) {
+        root.grad_fn()->add_retains_grad_hook(std::make_unique<PreHook>(thrower), 0);
+      },
+      [](const Tensor&, const Tensor& leaf) {
+        torch::autograd::impl::set_post_acc_grad_hooks(
+            leaf, std::make_unique<PostAccumulateHook>(
+                      [](const Tensor&) { throw std::runtime_error("hook says no"); }));
+      },
+  };
+  for (const auto& add_hook : cases) {
+    const Tensor leaf = Leaf(), root = leaf * 2;
+    add_hook(root, leaf);
+    RecordingSink sink;
+    const absl::Status status = StatusOf(root, &sink);
+    EXPECT_TRUE(absl::EndsWith(status.message(), ": hook says no")) << status;
+    EXPECT_TRUE(absl::StartsWith(status.message(), "MulBackward") ||
+                absl::StrContains(status.message(), "AccumulateGrad"))
+        << status;
+    EXPECT_TRUE(sink.leaves.empty());
+  }
+}
+
+TEST(ExecutionErrors, AHookThatChangesTheNumberOfGradients) {
+  const Tensor root = Leaf() * 2;
+  root.grad_fn()->add_post_hook(
+      std::make_unique<PostHook>([](const variable_list&) { return variable_list(5); }));
+  RecordingSink sink;
+  const absl::Status status = StatusOf(root, &sink);
+  EXPECT_TRUE(absl::StrContains(status.message(), "number of gradients")) << status;
+}
+
+TEST(ExecutionErrors, ChecksWhatANodeReturns) {
+  RecordingSink sink;
+  const absl::Status status = StatusOf(WrongShape::apply(Leaf()), &sink);
+  EXPECT_TRUE(absl::StrContains(status.message(), "WrongShape")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "returned an invalid gradient")) << status;
+  Execution execution(GraphOf({{Leaf() * 2}}), ExecutionOptions(), &sink);
+  execution.Feed(0, {at::ones({3}, at::kDouble)}, true);
+  EXPECT_TRUE(absl::StrContains(execution.status().message(), "SourceNode")) << execution.status();
+}
+
+TEST(ExecutionErrors, TheSink) {
+  const auto stop = std::make_shared<StopNode>();
+  const Tensor received = Full(1);
+  StopNode::MakeHistory(stop, received);
+  for (const Tensor& root : {received * 2, Leaf() * 2}) {
+    RecordingSink sink;
+    sink.on_leaf = sink.on_stop = [] { throw std::runtime_error("full"); };
+    const absl::Status status = StatusOf(root, &sink);
+    EXPECT_TRUE(absl::EndsWith(status.message(), ": full")) << status;
+  }
+}
+
+TEST(ExecutionErrors, WhatIsFedAfterwardsIsDroppedButEndsInOnIdle) {
+  Spy::Body fail = [](const variable_list&) { throw std::runtime_error("first"); };
+  Spy::Body never = [](const variable_list&) { ADD_FAILURE(); };
+  RecordingSink sink;
+  Execution execution(GraphOf({{Watch(Leaf(), &fail)}, {Watch(Leaf(), &never)}}),
+                      ExecutionOptions(), &sink);
+  execution.Feed(0, {Full(1)}, true);
+  execution.Feed(1, {Full(1)}, true);
+  execution.Cancel(absl::CancelledError("second"));
+  EXPECT_TRUE(absl::StrContains(execution.status().message(), "first")) << execution.status();
+  EXPECT_EQ(sink.idle, 2);
+}
+
+TEST(ExecutionErrors, FeedingWrongly) {
+  const auto graph = GraphOf({{Leaf() * 2}});
+  RecordingSink sink;
+  ExecutionOptions retain;
+  retain.retain_graph = true;
+  Execution wrong_count(graph, retain, &sink);
+  wrong_count.Feed(0, {Full(1), Full(1)}, true);
+  EXPECT_EQ(wrong_count.status().code(), absl::StatusCode::kInvalidArgument);
+  Execution twice(graph, retain, &sink);
+  twice.Feed(0, {Full(1)}, true);
+  twice.Feed(0, {Full(1)}, true);
+  EXPECT_EQ(twice.status().code(), absl::StatusCode::kInternal);
+}
+
+TEST(ExecutionErrors, AnomalyModeFindsNan) {
+  const torch::autograd::DetectAnomalyGuard guard(/*check_nan=*/true);
+  const Tensor leaf = Leaf(-1);
+  RecordingSink sink;
+  const absl::Status status = StatusOf(at::sqrt(leaf), &sink);
+  EXPECT_TRUE(absl::StrContains(status.message(), "SqrtBackward0")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "nan")) << status;
+}
+
+}  // namespace
+}  // namespace distgrad
