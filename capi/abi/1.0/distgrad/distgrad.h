@@ -1,0 +1,625 @@
+/* distgrad: distributed autograd over RPC.
+ *
+ * This header is the whole public interface. It is C99 and includes nothing of torch; the library
+ * behind it may change freely as long as this file does not. docs/abi.md has the promise and the
+ * reasons.
+ *
+ *   Handles    are opaque, and checked at each use: NULL, a handle of another kind and one that
+ *              was destroyed give DG_INVALID_ARGUMENT, or the value that a comment names. They are
+ *              not addresses: never dereference one. A function that hands one out through a
+ *              `T **out` parameter makes the caller its owner, who ends it with one
+ *              dg_T_destroy; that accepts NULL and cannot fail.
+ *   Arguments  are borrowed until the function returns, unless its comment says "takes": then the
+ *              library owns them from that moment on, also when the function fails.
+ *   Errors     are returned. NULL means success; otherwise the caller owns the error, and every
+ *              `out` parameter was left as it was.
+ *   Threads    Any function may be called on any thread at any time, unless its comment says
+ *              otherwise.
+ *   Waiting    Functions marked "Waits" may be called by handlers, but return
+ *              DG_FAILED_PRECONDITION in the callback of a future and in destructors of user data,
+ *              where they could wait for ever for the thread that they are on.
+ *   Callbacks  run with no lock held. `user_data` is ended exactly once, by the destructor given
+ *              with it (NULL: none), after the last call, on any thread.
+ *   Options    begin with `struct_size`: start from the DG_..._INIT macro. NULL means all default.
+ *              Fields are only ever added at the end.
+ *   Times      are in milliseconds from now. DG_FOREVER: no limit.
+ */
+#ifndef DISTGRAD_DISTGRAD_H_
+#define DISTGRAD_DISTGRAD_H_
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define DG_API __attribute__((visibility("default")))
+#define DG_MUST_USE __attribute__((warn_unused_result))
+#else
+#define DG_API
+#define DG_MUST_USE
+#endif
+
+#ifdef __cplusplus
+#define DG_NOEXCEPT noexcept
+extern "C" {
+#else
+#define DG_NOEXCEPT
+#endif
+
+/* ----------------------------------------------------------------------------------- Version */
+
+/* MAJOR changes when a program built against an older header may break; it is also the number in
+ * the library's soname. MINOR counts additions. */
+#define DG_ABI_MAJOR 1
+#define DG_ABI_MINOR 0
+
+/* What the loaded library implements: MAJOR << 16 | MINOR. */
+DG_API uint32_t dg_abi_version(void) DG_NOEXCEPT;
+
+/* ----------------------------------------------------------------------------------- Strings */
+
+/* A borrowed UTF-8 string; not NUL-terminated. */
+typedef struct dg_str {
+  const char* data;
+  size_t size;
+} dg_str;
+
+/* Of a string literal. */
+#ifdef __cplusplus
+#define DG_STR(literal) \
+  dg_str { "" literal, sizeof(literal) - 1 }
+#else
+#define DG_STR(literal) ((dg_str){"" literal, sizeof(literal) - 1})
+#endif
+
+/* The version of the libtorch that the library was built with: "2.11.0". */
+DG_API dg_str dg_torch_version(void) DG_NOEXCEPT;
+
+/* ------------------------------------------------------------------------------------ Errors */
+
+typedef struct dg_error dg_error;
+
+/* The canonical codes of absl::StatusCode and gRPC, number for number. */
+typedef int32_t dg_code;
+enum {
+  DG_OK = 0,
+  DG_CANCELLED = 1,
+  DG_UNKNOWN = 2,
+  DG_INVALID_ARGUMENT = 3,
+  DG_DEADLINE_EXCEEDED = 4,
+  DG_NOT_FOUND = 5,
+  DG_ALREADY_EXISTS = 6,
+  DG_PERMISSION_DENIED = 7,
+  DG_RESOURCE_EXHAUSTED = 8,
+  DG_FAILED_PRECONDITION = 9,
+  DG_ABORTED = 10,
+  DG_OUT_OF_RANGE = 11,
+  DG_UNIMPLEMENTED = 12,
+  DG_INTERNAL = 13,
+  DG_UNAVAILABLE = 14,
+  DG_DATA_LOSS = 15,
+  DG_UNAUTHENTICATED = 16
+};
+
+/* Makes an error, for a callback to return. Never returns NULL. A code that is none of the above
+ * (or DG_OK) becomes DG_UNKNOWN. */
+DG_API dg_error* dg_error_create(dg_code code, dg_str message) DG_NOEXCEPT;
+DG_API void dg_error_destroy(dg_error* error) DG_NOEXCEPT;
+/* DG_OK for NULL. */
+DG_API dg_code dg_error_code(const dg_error* error) DG_NOEXCEPT;
+/* For people, not for programs to parse. Lives as long as `error`. */
+DG_API dg_str dg_error_message(const dg_error* error) DG_NOEXCEPT;
+
+/* ----------------------------------------------------------------------------------- Tensors */
+
+/* A reference to a torch tensor. Two handles may refer to the same tensor. */
+typedef struct dg_tensor dg_tensor;
+
+/* torch's numbers; as an argument or result of an operator a dtype is an integer. */
+typedef int32_t dg_dtype;
+enum {
+  DG_UINT8 = 0,
+  DG_INT8 = 1,
+  DG_INT16 = 2,
+  DG_INT32 = 3,
+  DG_INT64 = 4,
+  DG_FLOAT16 = 5,
+  DG_FLOAT32 = 6,
+  DG_FLOAT64 = 7,
+  DG_COMPLEX32 = 8,
+  DG_COMPLEX64 = 9,
+  DG_COMPLEX128 = 10,
+  DG_BOOL = 11,
+  DG_BFLOAT16 = 15,
+  DG_FLOAT8_E5M2 = 23,
+  DG_FLOAT8_E4M3FN = 24,
+  DG_UINT16 = 27,
+  DG_UINT32 = 28,
+  DG_UINT64 = 29
+};
+
+/* A tensor on the CPU with a copy of the elements at `data`, in row-major order. */
+DG_API DG_MUST_USE dg_error* dg_tensor_from_data(const void* data, dg_dtype dtype,
+                                                 const int64_t* shape, size_t dim_count,
+                                                 dg_tensor** out) DG_NOEXCEPT;
+
+/* A tensor on the CPU over the caller's memory, which must stay until `destroy` is called: when
+ * the last reference to the tensor's storage is gone. `strides` counts elements; NULL: row-major.
+ * Takes `user_data`. */
+DG_API DG_MUST_USE dg_error* dg_tensor_from_memory(void* data, dg_dtype dtype, const int64_t* shape,
+                                                   const int64_t* strides, size_t dim_count,
+                                                   void* user_data,
+                                                   void (*destroy)(void* user_data),
+                                                   dg_tensor** out) DG_NOEXCEPT;
+
+struct DLManagedTensorVersioned; /* dlpack/dlpack.h, version 1.x */
+
+/* Imports a tensor in the CPU's memory without a copy. Takes `managed`: its deleter runs when the
+ * last reference is gone. DG_FAILED_PRECONDITION if it is marked read-only, for operators could
+ * write to it; DG_UNIMPLEMENTED for another major version of DLPack, or another device. */
+DG_API DG_MUST_USE dg_error* dg_tensor_from_dlpack(struct DLManagedTensorVersioned* managed,
+                                                   dg_tensor** out) DG_NOEXCEPT;
+
+/* Exports a tensor without a copy. The caller owns *out, and ends it by its deleter.
+ * DG_FAILED_PRECONDITION if the tensor requires grad: detach it first. */
+DG_API DG_MUST_USE dg_error* dg_tensor_to_dlpack(const dg_tensor* tensor,
+                                                 struct DLManagedTensorVersioned** out) DG_NOEXCEPT;
+
+/* For programs that link the same libtorch as well: the `at::Tensor *` of a handle, which lives as
+ * long as the handle (NULL for what is none); and a handle of an `const at::Tensor *`. History and
+ * memory are shared. */
+DG_API void* dg_tensor_torch(const dg_tensor* tensor) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_tensor_from_torch(const void* torch_tensor,
+                                                  dg_tensor** out) DG_NOEXCEPT;
+
+/* One more handle of the same tensor. */
+DG_API DG_MUST_USE dg_error* dg_tensor_clone(const dg_tensor* tensor, dg_tensor** out) DG_NOEXCEPT;
+/* The same memory without history: nothing that is computed from it is recorded. */
+DG_API DG_MUST_USE dg_error* dg_tensor_detach(const dg_tensor* tensor, dg_tensor** out) DG_NOEXCEPT;
+DG_API void dg_tensor_destroy(dg_tensor* tensor) DG_NOEXCEPT;
+
+/* -1 if `tensor` is none. */
+DG_API dg_dtype dg_tensor_dtype(const dg_tensor* tensor) DG_NOEXCEPT;
+DG_API size_t dg_tensor_dim_count(const dg_tensor* tensor) DG_NOEXCEPT;
+/* dim_count numbers each, which live as long as the handle, until an operator changes the shape in
+ * place. NULL if `tensor` is none; strides also if it has none (sparse). */
+DG_API const int64_t* dg_tensor_shape(const dg_tensor* tensor) DG_NOEXCEPT;
+DG_API const int64_t* dg_tensor_strides(const dg_tensor* tensor) DG_NOEXCEPT;
+DG_API int64_t dg_tensor_element_count(const dg_tensor* tensor) DG_NOEXCEPT;
+/* "cpu", "cuda:1"; lives for ever. Empty if `tensor` is none. */
+DG_API dg_str dg_tensor_device(const dg_tensor* tensor) DG_NOEXCEPT;
+
+/* The first element, as dg_tensor_strides() goes on from it; lives as long as the handle. Write to
+ * it only where torch might: not under an operator, nor while a call sends it.
+ * DG_FAILED_PRECONDITION if its memory does not hold its elements as they are (sparse, conjugate
+ * views) or is not the CPU's. */
+DG_API DG_MUST_USE dg_error* dg_tensor_data(const dg_tensor* tensor, void** out) DG_NOEXCEPT;
+
+DG_API bool dg_tensor_requires_grad(const dg_tensor* tensor) DG_NOEXCEPT;
+/* Makes a leaf one whose gradient is wanted. DG_FAILED_PRECONDITION if it is not a leaf,
+ * DG_INVALID_ARGUMENT if it is not of a floating or complex type. */
+DG_API DG_MUST_USE dg_error* dg_tensor_require_grad(dg_tensor* tensor) DG_NOEXCEPT;
+
+/* Whether operators on this thread are recorded for backward (true at first); returns what it was.
+ * A handler starts with the mode of its caller. */
+DG_API bool dg_grad_set_enabled(bool enabled) DG_NOEXCEPT;
+
+/* ------------------------------------------------------------------------------------ Values */
+
+/* An argument or a result of an operator; `kind` says which member of `as` counts. A dtype, layout
+ * or memory format is an integer, a device a string. */
+typedef struct dg_value {
+  uint64_t kind;
+  union {
+    int64_t integer;
+    double real;
+    struct dg_complex {
+      double real, imaginary;
+    } complex;
+    dg_str string;
+    const dg_tensor* tensor;
+    struct dg_integers {
+      const int64_t* data;
+      size_t size;
+    } integers;
+    struct dg_reals {
+      const double* data;
+      size_t size;
+    } reals;
+    struct dg_bools {
+      const uint8_t* data;
+      size_t size;
+    } bools;
+    struct dg_tensors {
+      const dg_tensor* const* data;
+      size_t size;
+    } tensors;
+  } as;
+} dg_value;
+enum {
+  DG_VALUE_NONE = 0,
+  DG_VALUE_INTEGER = 1,
+  DG_VALUE_REAL = 2,
+  DG_VALUE_BOOL = 3, /* as.integer: 0 or 1 */
+  DG_VALUE_COMPLEX = 4,
+  DG_VALUE_STRING = 5,
+  DG_VALUE_TENSOR = 6, /* NULL: no tensor, as DG_VALUE_NONE */
+  DG_VALUE_INTEGERS = 7,
+  DG_VALUE_REALS = 8,
+  DG_VALUE_BOOLS = 9,   /* each 0 or 1 */
+  DG_VALUE_TENSORS = 10 /* NULL in a list of optional tensors: no tensor */
+};
+
+static inline dg_value dg_value_none(void) {
+  dg_value value;
+  value.kind = DG_VALUE_NONE;
+  value.as.integer = 0;
+  return value;
+}
+static inline dg_value dg_value_integer(int64_t integer) {
+  dg_value value;
+  value.kind = DG_VALUE_INTEGER;
+  value.as.integer = integer;
+  return value;
+}
+static inline dg_value dg_value_real(double real) {
+  dg_value value;
+  value.kind = DG_VALUE_REAL;
+  value.as.real = real;
+  return value;
+}
+static inline dg_value dg_value_bool(bool boolean) {
+  dg_value value;
+  value.kind = DG_VALUE_BOOL;
+  value.as.integer = boolean ? 1 : 0;
+  return value;
+}
+static inline dg_value dg_value_complex(double real, double imaginary) {
+  dg_value value;
+  value.kind = DG_VALUE_COMPLEX;
+  value.as.complex.real = real;
+  value.as.complex.imaginary = imaginary;
+  return value;
+}
+static inline dg_value dg_value_string(dg_str string) {
+  dg_value value;
+  value.kind = DG_VALUE_STRING;
+  value.as.string = string;
+  return value;
+}
+static inline dg_value dg_value_tensor(const dg_tensor* tensor) {
+  dg_value value;
+  value.kind = DG_VALUE_TENSOR;
+  value.as.tensor = tensor;
+  return value;
+}
+static inline dg_value dg_value_integers(const int64_t* data, size_t size) {
+  dg_value value;
+  value.kind = DG_VALUE_INTEGERS;
+  value.as.integers.data = data;
+  value.as.integers.size = size;
+  return value;
+}
+static inline dg_value dg_value_reals(const double* data, size_t size) {
+  dg_value value;
+  value.kind = DG_VALUE_REALS;
+  value.as.reals.data = data;
+  value.as.reals.size = size;
+  return value;
+}
+static inline dg_value dg_value_bools(const uint8_t* data, size_t size) {
+  dg_value value;
+  value.kind = DG_VALUE_BOOLS;
+  value.as.bools.data = data;
+  value.as.bools.size = size;
+  return value;
+}
+static inline dg_value dg_value_tensors(const dg_tensor* const* data, size_t size) {
+  dg_value value;
+  value.kind = DG_VALUE_TENSORS;
+  value.as.tensors.data = data;
+  value.as.tensors.size = size;
+  return value;
+}
+
+/* The results of an operator. Immutable. */
+typedef struct dg_values dg_values;
+
+DG_API size_t dg_values_count(const dg_values* values) DG_NOEXCEPT;
+/* What *out points to lives as long as `values`, the handles of tensors too. */
+DG_API DG_MUST_USE dg_error* dg_values_get(const dg_values* values, size_t index,
+                                           dg_value* out) DG_NOEXCEPT;
+DG_API void dg_values_destroy(dg_values* values) DG_NOEXCEPT;
+
+/* --------------------------------------------------------------------------------- Operators */
+
+/* Runs a torch operator on this thread; autograd records it. `op` is its name with its overload, as
+ * in "aten::mm" or "aten::sum.dim_IntList".
+ *
+ * `arguments` are those of its schema, in order, those after the "*" too. What is missing at the
+ * end gets its default. Where the schema asks for it, an integer or bool becomes a real, one number
+ * fills a list of fixed length, and a number becomes a tensor of no dimensions.
+ *
+ * DG_NOT_FOUND for an unknown name; DG_INVALID_ARGUMENT, before anything runs, for arguments that
+ * do not fit the schema. */
+DG_API DG_MUST_USE dg_error* dg_op_call(dg_str op, const dg_value* arguments, size_t argument_count,
+                                        dg_values** out) DG_NOEXCEPT;
+
+/* The same for operators whose results are tensors: stores them in outs[0..out_count), those of a
+ * list one after the other, and NULL for no tensor. DG_INVALID_ARGUMENT if they are not that many,
+ * or not tensors; the operator has run then. */
+DG_API DG_MUST_USE dg_error* dg_op_tensors(dg_str op, const dg_value* arguments,
+                                           size_t argument_count, dg_tensor** outs,
+                                           size_t out_count) DG_NOEXCEPT;
+
+/* ---------------------------------------------------------------------------------- Messages */
+
+/* What a call carries, either way: some bytes and a list of tensors. Immutable. */
+typedef struct dg_message dg_message;
+
+/* Copies the payload, refers to the tensors. A NULL among `tensors` keeps its place. */
+DG_API DG_MUST_USE dg_error* dg_message_create(const void* payload, size_t payload_size,
+                                               const dg_tensor* const* tensors, size_t tensor_count,
+                                               dg_message** out) DG_NOEXCEPT;
+DG_API void dg_message_destroy(dg_message* message) DG_NOEXCEPT;
+/* Lives as long as `message`. */
+DG_API dg_str dg_message_payload(const dg_message* message) DG_NOEXCEPT;
+DG_API size_t dg_message_tensor_count(const dg_message* message) DG_NOEXCEPT;
+/* Stores NULL for a place without a tensor. */
+DG_API DG_MUST_USE dg_error* dg_message_tensor(const dg_message* message, size_t index,
+                                               dg_tensor** out) DG_NOEXCEPT;
+
+/* ----------------------------------------------------------------------------------- Futures */
+
+/* The outcome of something under way: not done, done, or failed; and done for ever after.
+ * Destroying a future neither cancels the work nor waits for it. */
+typedef struct dg_future dg_future;
+
+#define DG_FOREVER INT64_C(-1)
+
+/* Waits, at most timeout_ms (0 polls, which is allowed everywhere), and stores whether the future
+ * is done. A timeout is no error, nor is a failed future: ask dg_future_result. */
+DG_API DG_MUST_USE dg_error* dg_future_wait(const dg_future* future, int64_t timeout_ms,
+                                            bool* done) DG_NOEXCEPT;
+
+/* Returns the error of the work if it failed; else stores what it replied: NULL for work without a
+ * reply (backward). DG_FAILED_PRECONDITION if not done, or if it has values. */
+DG_API DG_MUST_USE dg_error* dg_future_result(const dg_future* future,
+                                              dg_message** reply) DG_NOEXCEPT;
+/* The same for an operator on another worker. */
+DG_API DG_MUST_USE dg_error* dg_future_values(const dg_future* future, dg_values** out) DG_NOEXCEPT;
+
+/* Calls `done` once the future is done: on the thread that completes it, which `done` must not
+ * hold up; or within this call, if it is done already. Takes `user_data`. */
+DG_API DG_MUST_USE dg_error* dg_future_then(const dg_future* future, void (*done)(void* user_data),
+                                            void* user_data,
+                                            void (*destroy)(void* user_data)) DG_NOEXCEPT;
+DG_API void dg_future_destroy(dg_future* future) DG_NOEXCEPT;
+
+/* ----------------------------------------------------------------------------------- Workers */
+
+/* One member of a job: it listens, calls the others, and is called by them. It owns all its threads
+ * and sockets; a process may have several, for tests mostly. */
+typedef struct dg_worker dg_worker;
+typedef struct dg_context dg_context;
+
+typedef struct dg_worker_options {
+  size_t struct_size;
+  dg_str name;             /* unique in the job; empty: "worker<rank>" */
+  uint32_t rank;           /* in [0, world_size); its id */
+  uint32_t world_size;     /* 0: both from RANK and WORLD_SIZE in the environment */
+  dg_str rendezvous;       /* how the workers find each other:
+                            * "tcp://host:port"  worker 0 serves a store there
+                            * "file:///path"     a file that all see, not there from an earlier job
+                            * "env://" or empty  MASTER_ADDR and MASTER_PORT, as launchers set them
+                            */
+  dg_str transport;        /* "tcp" (or empty), or "shm": this machine; keeps a core busy */
+  dg_str host;             /* what it listens on, for "tcp"; empty: "127.0.0.1" */
+  uint64_t thread_count;   /* that run handlers at the same time; 0: one per core */
+  int64_t timeout_ms;      /* of calls and passes that set none; 0: a minute */
+  int64_t join_timeout_ms; /* for all workers to join; 0: a minute */
+  uint64_t flags;          /* DG_WORKER_... */
+} dg_worker_options;
+#define DG_WORKER_OPTIONS_INIT \
+  { sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0 }
+#define DG_WORKER_NO_OPERATORS UINT64_C(1) /* the others may not call operators here */
+
+/* Joins the job. Waits until all its workers have. */
+DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
+                                              dg_worker** out) DG_NOEXCEPT;
+
+/* Waits until every worker has called it as often as this one. */
+DG_API DG_MUST_USE dg_error* dg_worker_wait_for_all(dg_worker* worker,
+                                                    int64_t timeout_ms) DG_NOEXCEPT;
+
+/* Leaves in good order, so that nobody's call finds this worker gone. Waits until every worker of
+ * the job has called this; then destroy it. */
+DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
+
+/* Fails what is still under way with DG_CANCELLED, waits for running callbacks to return, and stops
+ * all threads. Handles of contexts, futures and optimizers stay valid, and give errors. In a
+ * callback, a handler's too, it cannot: there it logs an error and leaves the worker alive. */
+DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
+
+/* 0 if `worker` is none. */
+DG_API uint32_t dg_worker_rank(const dg_worker* worker) DG_NOEXCEPT;
+DG_API uint32_t dg_worker_world_size(const dg_worker* worker) DG_NOEXCEPT;
+/* The name of the worker with that rank. Lives as long as `worker`; empty if there is none. */
+DG_API dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) DG_NOEXCEPT;
+/* How many contexts this worker knows of. */
+DG_API size_t dg_worker_context_count(const dg_worker* worker) DG_NOEXCEPT;
+
+/* What a handler gets; all of it is borrowed for the call. Fields are only ever added. */
+typedef struct dg_request {
+  size_t struct_size; /* as the library knows it */
+  dg_str function;
+  uint64_t from;             /* the caller's rank */
+  const dg_message* message; /* what it sent */
+  const dg_context* context; /* the caller's; NULL: none */
+  int64_t timeout_ms;        /* the caller waits no longer; give it to calls in turn */
+} dg_request;
+
+/* A remote function. Runs on a thread of the worker, several at once; may block and make calls.
+ * Store the reply, which the library takes (NULL: an empty one), and return NULL; or return an
+ * error, which the library takes, and the caller gets with its code. */
+typedef dg_error* (*dg_handler)(void* user_data, const dg_request* request, dg_message** reply);
+
+/* Lets all workers call `function`. Takes `user_data`. Calls that come before it are refused, so
+ * register before the others may call: before a dg_worker_wait_for_all, for instance.
+ * DG_ALREADY_EXISTS if it is registered; DG_INVALID_ARGUMENT if the name is empty, longer than 1000
+ * bytes, has a "::" (an operator's) or begins with "distgrad.". */
+DG_API DG_MUST_USE dg_error* dg_worker_register(dg_worker* worker, dg_str function,
+                                                dg_handler handler, void* user_data,
+                                                void (*destroy)(void* user_data)) DG_NOEXCEPT;
+
+typedef struct dg_call_options {
+  size_t struct_size;
+  const dg_context* context; /* records the call for its backward; NULL: none */
+  int64_t timeout_ms;        /* 0: as in dg_worker_options */
+} dg_call_options;
+#define DG_CALL_OPTIONS_INIT \
+  { sizeof(dg_call_options), 0, 0 }
+
+/* Calls a function of the worker named `to` (itself, too). Waits for the reply.
+ *
+ * Inside a context gradients will flow back through the tensors that require grad, both ways.
+ * Large tensors are sent from where they are: do not write to them before the reply has come. */
+DG_API DG_MUST_USE dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str function,
+                                            const dg_message* request,
+                                            const dg_call_options* options,
+                                            dg_message** reply) DG_NOEXCEPT;
+/* The same without waiting: dg_future_result has the reply. */
+DG_API DG_MUST_USE dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, dg_str function,
+                                                  const dg_message* request,
+                                                  const dg_call_options* options,
+                                                  dg_future** out) DG_NOEXCEPT;
+
+/* Runs an operator there, as dg_op_call does here. Waits for the results. */
+DG_API DG_MUST_USE dg_error* dg_worker_call_op(dg_worker* worker, dg_str to, dg_str op,
+                                               const dg_value* arguments, size_t argument_count,
+                                               const dg_call_options* options,
+                                               dg_values** out) DG_NOEXCEPT;
+/* The same without waiting: dg_future_values has the results. */
+DG_API DG_MUST_USE dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str to, dg_str op,
+                                                     const dg_value* arguments,
+                                                     size_t argument_count,
+                                                     const dg_call_options* options,
+                                                     dg_future** out) DG_NOEXCEPT;
+
+/* ---------------------------------------------------------------------------------- Autograd */
+
+/* One training step across workers: what was sent and received under it, and the gradients that
+ * its backward gave. */
+DG_API DG_MUST_USE dg_error* dg_context_create(dg_worker* worker, dg_context** out) DG_NOEXCEPT;
+
+/* Ends the context on every worker; a pass under way fails. Idempotent, does not wait. */
+DG_API DG_MUST_USE dg_error* dg_context_release(dg_context* context) DG_NOEXCEPT;
+/* Releases it too. */
+DG_API void dg_context_destroy(dg_context* context) DG_NOEXCEPT;
+
+/* The same number on all workers; 0 if `context` is none. */
+DG_API uint64_t dg_context_id(const dg_context* context) DG_NOEXCEPT;
+
+typedef struct dg_backward_options {
+  size_t struct_size;
+  uint64_t flags;                         /* DG_BACKWARD_... */
+  int64_t timeout_ms;                     /* 0: as in dg_worker_options */
+  const dg_tensor* const* root_gradients; /* one for each root, of its shape; a NULL, or none at
+                                           * all: one, for a root of one element */
+} dg_backward_options;
+#define DG_BACKWARD_OPTIONS_INIT \
+  { sizeof(dg_backward_options), 0, 0, 0 }
+#define DG_BACKWARD_RETAIN_GRAPH UINT64_C(1) /* another backward may follow; gradients add up */
+
+/* Computes the gradients of everything that `roots` depend on, on every worker. Waits until they
+ * are in place everywhere. Roots were computed on this worker, from something that requires grad.
+ * After an error the context is good for dg_context_release only. */
+DG_API DG_MUST_USE dg_error* dg_context_backward(const dg_context* context,
+                                                 const dg_tensor* const* roots, size_t root_count,
+                                                 const dg_backward_options* options) DG_NOEXCEPT;
+/* The same without waiting. */
+DG_API DG_MUST_USE dg_error* dg_context_backward_async(const dg_context* context,
+                                                       const dg_tensor* const* roots,
+                                                       size_t root_count,
+                                                       const dg_backward_options* options,
+                                                       dg_future** out) DG_NOEXCEPT;
+
+/* The gradient of a leaf of this worker. DG_NOT_FOUND if no root depends on it. */
+DG_API DG_MUST_USE dg_error* dg_context_gradient(const dg_context* context, const dg_tensor* leaf,
+                                                 dg_tensor** out) DG_NOEXCEPT;
+/* Replaces the gradient of a leaf that has one. */
+DG_API DG_MUST_USE dg_error* dg_context_set_gradient(const dg_context* context,
+                                                     const dg_tensor* leaf,
+                                                     const dg_tensor* gradient) DG_NOEXCEPT;
+/* Calls `visit` within this call for every leaf of this worker that has a gradient, in no order,
+ * with handles that are borrowed for the visit. */
+DG_API DG_MUST_USE dg_error* dg_context_gradients(const dg_context* context,
+                                                  void (*visit)(void* user_data,
+                                                                const dg_tensor* leaf,
+                                                                const dg_tensor* gradient),
+                                                  void* user_data) DG_NOEXCEPT;
+
+/* -------------------------------------------------------------------------------- Optimizers */
+
+/* This worker's part of an optimizer that all workers of the job share under a name: each gives its
+ * own parameters (there may be none), and one of them asks for a step. */
+typedef struct dg_optimizer dg_optimizer;
+
+/* In these, numbers are taken as they are: start from the INIT macros, which have the defaults. */
+typedef struct dg_sgd_options {
+  size_t struct_size;
+  double learning_rate;
+  double momentum;
+  double dampening;
+  double weight_decay;
+  uint64_t flags; /* DG_SGD_... */
+} dg_sgd_options;
+#define DG_SGD_OPTIONS_INIT \
+  { sizeof(dg_sgd_options), 1e-3, 0, 0, 0, 0 }
+#define DG_SGD_NESTEROV UINT64_C(1)
+
+typedef struct dg_adam_options {
+  size_t struct_size;
+  double learning_rate;
+  double beta1;
+  double beta2;
+  double epsilon;
+  double weight_decay;
+  uint64_t flags; /* DG_ADAM_... */
+} dg_adam_options;
+#define DG_ADAM_OPTIONS_INIT \
+  { sizeof(dg_adam_options), 1e-3, 0.9, 0.999, 1e-8, 0, 0 }
+#define DG_ADAMW_OPTIONS_INIT \
+  { sizeof(dg_adam_options), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0 }
+#define DG_ADAM_AMSGRAD UINT64_C(1)
+
+/* Every worker makes its part before the first step. The part lasts as long as the worker, also
+ * when its handle is destroyed. DG_ALREADY_EXISTS if it has one of that name (empty is a name). */
+DG_API DG_MUST_USE dg_error* dg_optimizer_create_sgd(dg_worker* worker, dg_str name,
+                                                     const dg_tensor* const* parameters,
+                                                     size_t parameter_count,
+                                                     const dg_sgd_options* options,
+                                                     dg_optimizer** out) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_optimizer_create_adam(dg_worker* worker, dg_str name,
+                                                      const dg_tensor* const* parameters,
+                                                      size_t parameter_count,
+                                                      const dg_adam_options* options,
+                                                      dg_optimizer** out) DG_NOEXCEPT;
+/* Adam with decoupled weight decay. NULL options are those of DG_ADAMW_OPTIONS_INIT. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str name,
+                                                       const dg_tensor* const* parameters,
+                                                       size_t parameter_count,
+                                                       const dg_adam_options* options,
+                                                       dg_optimizer** out) DG_NOEXCEPT;
+
+/* Steps the parts of all workers, each from its own gradients in the context. Waits for all; the
+ * first error, by rank, and DG_NOT_FOUND for a worker that has no part. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_step(dg_optimizer* optimizer,
+                                               const dg_context* context) DG_NOEXCEPT;
+DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* DISTGRAD_DISTGRAD_H_ */

@@ -1,0 +1,130 @@
+// Autograd.
+#include "core/worker/context.h"
+
+#include "absl/strings/str_cat.h"
+#include "capi/guard.h"
+#include "capi/objects.h"
+#include "capi/worker_object.h"
+
+namespace distgrad {
+namespace {
+
+struct Backward {
+  std::vector<at::Tensor> roots;
+  BackwardOptions options;
+};
+
+absl::StatusOr<Backward> ToBackward(const dg_tensor* const* roots, size_t root_count,
+                                    const dg_backward_options* given) {
+  Backward backward;
+  DG_ASSIGN_OR_RETURN(backward.roots, PinTensors(roots, root_count, /*allow_null=*/false));
+  DG_ASSIGN_OR_RETURN(
+      const dg_backward_options read,
+      ReadOptions<dg_backward_options>(given, DG_BACKWARD_OPTIONS_INIT, "dg_backward_options"));
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_BACKWARD_RETAIN_GRAPH, "dg_backward_options"));
+  backward.options.retain_graph = (read.flags & DG_BACKWARD_RETAIN_GRAPH) != 0;
+  backward.options.deadline = ToDeadline(read.timeout_ms, absl::InfinitePast());
+  if (read.root_gradients != nullptr) {
+    absl::StatusOr<std::vector<at::Tensor>> gradients =
+        PinTensors(read.root_gradients, root_count, /*allow_null=*/true);
+    if (!gradients.ok()) return Annotate(gradients.status(), "root_gradients");
+    backward.options.root_gradients = *std::move(gradients);
+  }
+  return backward;
+}
+
+}  // namespace
+}  // namespace distgrad
+
+using namespace distgrad;
+
+extern "C" {
+
+dg_error* dg_context_create(dg_worker* worker, dg_context** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    *out = NewHandle<ContextObject>(use->NewContext());
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_context_release(dg_context* context) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    pinned->context.Release();
+    return absl::OkStatus();
+  });
+}
+
+void dg_context_destroy(dg_context* context) noexcept { DestroyHandle<ContextObject>(context); }
+
+uint64_t dg_context_id(const dg_context* context) noexcept {
+  return GuardValue<uint64_t>(0, [&]() -> uint64_t {
+    absl::StatusOr<Pinned<ContextObject>> pinned = Pin<ContextObject>(context);
+    return pinned.ok() ? (*pinned)->context.id() : 0;
+  });
+}
+
+dg_error* dg_context_backward(const dg_context* context, const dg_tensor* const* roots,
+                              size_t root_count, const dg_backward_options* options) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(Backward backward, ToBackward(roots, root_count, options));
+    return pinned->context.Backward(std::move(backward.roots), std::move(backward.options));
+  });
+}
+
+dg_error* dg_context_backward_async(const dg_context* context, const dg_tensor* const* roots,
+                                    size_t root_count, const dg_backward_options* options,
+                                    dg_future** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(Backward backward, ToBackward(roots, root_count, options));
+    *out = NewHandle<FutureObject>(
+        pinned->context.BackwardAsync(std::move(backward.roots), std::move(backward.options)));
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_context_gradient(const dg_context* context, const dg_tensor* leaf,
+                              dg_tensor** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> tensor, Pin<TensorObject>(leaf));
+    DG_ASSIGN_OR_RETURN(const at::Tensor gradient, pinned->context.Gradient(tensor->tensor));
+    *out = NewTensorHandle(gradient);
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_context_set_gradient(const dg_context* context, const dg_tensor* leaf,
+                                  const dg_tensor* gradient) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> tensor, Pin<TensorObject>(leaf));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> value, Pin<TensorObject>(gradient));
+    return pinned->context.SetGradient(tensor->tensor, value->tensor);
+  });
+}
+
+dg_error* dg_context_gradients(const dg_context* context,
+                               void (*visit)(void* user_data, const dg_tensor* leaf,
+                                             const dg_tensor* gradient),
+                               void* user_data) noexcept {
+  return Guard([&]() -> absl::Status {
+    if (visit == nullptr) return absl::InvalidArgumentError("the visitor is NULL");
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    for (const auto& [leaf, gradient] : pinned->context.Gradients()) {
+      const auto leaf_handle = NewOwnedHandle<TensorObject>(leaf);
+      const auto gradient_handle = NewOwnedHandle<TensorObject>(gradient);
+      visit(user_data, leaf_handle.get(), gradient_handle.get());
+    }
+    return absl::OkStatus();
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,154 @@
+// Version, strings, errors; and guard.h.
+#include <ATen/core/grad_mode.h>
+#include <torch/version.h>
+
+#include <algorithm>
+
+#include "absl/time/clock.h"
+#include "capi/guard.h"
+#include "capi/objects.h"
+
+namespace distgrad {
+namespace {
+
+constexpr absl::Duration kNoLimit = absl::Hours(24 * 365 * 10);
+// No struct of options comes near; a larger size is a program's mistake.
+constexpr size_t kMaxOptionsSize = 4096;
+
+// Stands for an error that there was no memory for.
+struct dg_error* OutOfMemory() {
+  return reinterpret_cast<dg_error*>(~uintptr_t{0});
+}
+
+thread_local int no_wait_scopes = 0;
+
+absl::StatusCode ToStatusCode(dg_code code) {
+  const bool known = code > DG_OK && code <= DG_UNAUTHENTICATED;
+  return known ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown;
+}
+
+}  // namespace
+
+dg_error* ToError(const absl::Status& status) noexcept {
+  if (status.ok()) return nullptr;
+  try {
+    return NewHandle<ErrorObject>(status);
+  } catch (...) {
+    return OutOfMemory();
+  }
+}
+
+absl::Status TakeError(dg_error* error) noexcept {
+  if (error == nullptr) return absl::OkStatus();
+  if (error == OutOfMemory()) return absl::ResourceExhaustedError("");
+  absl::StatusOr<std::unique_ptr<ErrorObject>> taken = TakeHandle<ErrorObject>(error);
+  if (taken.ok()) return (*taken)->status;
+  return absl::InternalError("a callback returned something that is not a dg_error");
+}
+
+absl::Status CheckArray(const void* data, size_t size, absl::string_view what) {
+  if (size == 0 || data != nullptr) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(what, " is NULL, and its size is ", size));
+}
+
+absl::StatusOr<std::string> FromStr(dg_str text, absl::string_view what) {
+  DG_RETURN_IF_ERROR(CheckArray(text.data, text.size, what));
+  return text.size == 0 ? std::string() : std::string(text.data, text.size);
+}
+
+absl::Status CheckOut(const void* out) {
+  if (out != nullptr) return absl::OkStatus();
+  return absl::InvalidArgumentError("where the result is to be stored is NULL");
+}
+
+absl::Time ToDeadline(int64_t timeout_ms, absl::Time if_zero) {
+  if (timeout_ms == 0) return if_zero;
+  if (timeout_ms < 0) return absl::Now() + kNoLimit;
+  return absl::Now() + std::min(absl::Milliseconds(timeout_ms), kNoLimit);
+}
+
+int64_t ToTimeoutMs(absl::Time deadline) {
+  return std::max(int64_t{1}, absl::ToInt64Milliseconds(
+                                  std::min<absl::Duration>(deadline - absl::Now(), kNoLimit)));
+}
+
+absl::Status CheckOptionsSize(size_t given, size_t known, const void* options,
+                              absl::string_view name) {
+  // Version 1.0 is the only one so far: no program knows a shorter struct.
+  if (given < known || given > kMaxOptionsSize) {
+    return absl::InvalidArgumentError(absl::StrCat(name, ".struct_size is ", given, ", not ", known,
+                                                   ": start from its ..._INIT macro"));
+  }
+  const char* bytes = static_cast<const char*>(options);
+  if (std::any_of(bytes + known, bytes + given, [](char byte) { return byte != 0; })) {
+    return absl::UnimplementedError(
+        absl::StrCat(name, " sets something that this version of the library does not know"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckFlags(uint64_t flags, uint64_t known, absl::string_view name) {
+  if ((flags & ~known) == 0) return absl::OkStatus();
+  return absl::UnimplementedError(
+      absl::StrCat(name, ".flags has bits that this version of the library does not know"));
+}
+
+NoWaitScope::NoWaitScope() : grad_enabled_(at::GradMode::is_enabled()) { ++no_wait_scopes; }
+NoWaitScope::~NoWaitScope() {
+  --no_wait_scopes;
+  at::GradMode::set_enabled(grad_enabled_);
+}
+
+absl::Status CheckMayWait() {
+  if (no_wait_scopes == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      "this waits, which a future's callback and a destructor must not");
+}
+
+UserData::~UserData() {
+  if (destroy_ == nullptr) return;
+  NoWaitScope scope;
+  destroy_(data_);
+}
+
+}  // namespace distgrad
+
+using namespace distgrad;
+
+extern "C" {
+
+uint32_t dg_abi_version(void) noexcept {
+  return uint32_t{DG_ABI_MAJOR} << 16 | uint32_t{DG_ABI_MINOR};
+}
+
+dg_str dg_torch_version(void) noexcept { return ToStr(TORCH_VERSION); }
+
+dg_error* dg_error_create(dg_code code, dg_str message) noexcept {
+  return Guard([&]() -> absl::Status {
+    absl::StatusOr<std::string> text = FromStr(message, "message");
+    return absl::Status(ToStatusCode(code), text.ok() ? *text : "");
+  });
+}
+
+void dg_error_destroy(dg_error* error) noexcept { DestroyHandle<ErrorObject>(error); }
+
+dg_code dg_error_code(const dg_error* error) noexcept {
+  if (error == nullptr) return DG_OK;
+  if (error == OutOfMemory()) return DG_RESOURCE_EXHAUSTED;
+  return GuardValue<dg_code>(DG_INVALID_ARGUMENT, [&]() -> dg_code {
+    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error);
+    if (!pinned.ok()) return DG_INVALID_ARGUMENT;
+    return static_cast<dg_code>((*pinned)->status.code());
+  });
+}
+
+dg_str dg_error_message(const dg_error* error) noexcept {
+  if (error == nullptr) return ToStr("");
+  if (error == OutOfMemory()) return ToStr("out of memory");
+  return GuardValue<dg_str>(ToStr(""), [&] {
+    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error);
+    return pinned.ok() ? ToStr((*pinned)->status.message()) : ToStr("not a dg_error");
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,421 @@
+/* Random calls of every function on random handles: alive, destroyed, of another kind, and with a
+ * bit turned over. Nothing may crash, hang or leak, whatever the calls return.
+ *
+ *   fuzz_test [SEED [CALLS]]
+ *
+ * First on one thread, then on three that destroy each other's handles. What torch itself leaves
+ * to the caller is left out there: to change one tensor on two threads at once. */
+#define _POSIX_C_SOURCE 200809L
+#include <pthread.h>
+#include <unistd.h>
+
+#include "capi/testing/check.h"
+
+enum kind { ERROR, TENSOR, VALUES, MESSAGE, FUTURE, WORKER, CONTEXT, OPTIMIZER, KINDS };
+enum { SLOTS = 12 };
+
+static void* pool[KINDS][SLOTS];
+static pthread_mutex_t pool_mutex = PTHREAD_MUTEX_INITIALIZER;
+static int workers_made;
+
+typedef struct state {
+  uint64_t random;
+  int calls;
+  bool alone;
+  int failures, successes;
+} state;
+
+static uint64_t next(state* s) { /* xorshift */
+  s->random ^= s->random << 13;
+  s->random ^= s->random >> 7;
+  s->random ^= s->random << 17;
+  return s->random >> 16;
+}
+
+static void destroy(enum kind kind, void* handle) {
+  switch (kind) {
+    case ERROR:
+      dg_error_destroy((dg_error*)handle);
+      break;
+    case TENSOR:
+      dg_tensor_destroy((dg_tensor*)handle);
+      break;
+    case VALUES:
+      dg_values_destroy((dg_values*)handle);
+      break;
+    case MESSAGE:
+      dg_message_destroy((dg_message*)handle);
+      break;
+    case FUTURE:
+      dg_future_destroy((dg_future*)handle);
+      break;
+    case WORKER:
+      dg_worker_destroy((dg_worker*)handle);
+      break;
+    case CONTEXT:
+      dg_context_destroy((dg_context*)handle);
+      break;
+    case OPTIMIZER:
+      dg_optimizer_destroy((dg_optimizer*)handle);
+      break;
+    case KINDS:
+      break;
+  }
+}
+
+/* Mostly one of that kind, dead or alive. */
+static void* pick(state* s, enum kind kind) {
+  const uint64_t dice = next(s) % 16;
+  void* handle;
+  if (dice == 0) return NULL;
+  if (dice == 1) kind = (enum kind)(next(s) % KINDS);
+  pthread_mutex_lock(&pool_mutex);
+  handle = pool[kind][next(s) % SLOTS];
+  pthread_mutex_unlock(&pool_mutex);
+  if (dice == 2) handle = (void*)((uintptr_t)handle ^ (uintptr_t)1 << next(s) % 64);
+  return handle;
+}
+
+static void keep(state* s, enum kind kind, void* handle) {
+  void* old;
+  if (handle == NULL) return;
+  pthread_mutex_lock(&pool_mutex);
+  {
+    void** slot = &pool[kind][next(s) % SLOTS];
+    old = *slot;
+    *slot = handle;
+  }
+  pthread_mutex_unlock(&pool_mutex);
+  destroy(kind, old);
+}
+
+/* Errors are kept too, half of them. */
+static void ran(state* s, dg_error* error) {
+  if (error == NULL) {
+    ++s->successes;
+    return;
+  }
+  ++s->failures;
+  CHECK(dg_error_code(error) != DG_OK);
+  if (next(s) % 2 == 0)
+    keep(s, ERROR, error);
+  else
+    dg_error_destroy(error);
+}
+
+static dg_error* handle_call(void* user_data, const dg_request* request, dg_message** reply) {
+  dg_tensor *x = NULL, *y = NULL;
+  dg_value argument;
+  dg_error* error = dg_message_tensor(request->message, 0, &x);
+  (void)user_data;
+  argument = dg_value_tensor(x);
+  if (error == NULL) error = dg_op_tensors(DG_STR("aten::sin"), &argument, 1, &y, 1);
+  if (error == NULL) {
+    const dg_tensor* result = y;
+    error = dg_message_create("ok", 2, &result, 1, reply);
+  }
+  dg_tensor_destroy(x);
+  dg_tensor_destroy(y);
+  return error;
+}
+
+static void nothing(void* user_data) { (void)user_data; }
+static void visit(void* user_data, const dg_tensor* leaf, const dg_tensor* gradient) {
+  (void)user_data;
+  CHECK(dg_tensor_dtype(leaf) >= 0 && dg_tensor_dtype(gradient) >= 0);
+}
+
+static dg_worker* new_worker(void) {
+  char path[512];
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  dg_worker* worker = NULL;
+  const char* folder = getenv("TEST_TMPDIR");
+  snprintf(path, sizeof(path), "file://%s/fuzz.%d.%d", folder ? folder : "/tmp", (int)getpid(),
+           __atomic_add_fetch(&workers_made, 1, __ATOMIC_SEQ_CST));
+  options.world_size = 1;
+  options.rendezvous.data = path;
+  options.rendezvous.size = strlen(path);
+  options.thread_count = 2;
+  options.timeout_ms = 20000;
+  OK(dg_worker_create(&options, &worker));
+  OK(dg_worker_register(worker, DG_STR("sin"), handle_call, NULL, NULL));
+  return worker;
+}
+
+#define T ((dg_tensor*)pick(s, TENSOR))
+#define V ((dg_values*)pick(s, VALUES))
+#define M ((dg_message*)pick(s, MESSAGE))
+#define F ((dg_future*)pick(s, FUTURE))
+#define W ((dg_worker*)pick(s, WORKER))
+#define C ((dg_context*)pick(s, CONTEXT))
+#define O ((dg_optimizer*)pick(s, OPTIMIZER))
+#define E ((dg_error*)pick(s, ERROR))
+#define MAKE(kind, type, call) \
+  do {                         \
+    type* out = NULL;          \
+    ran(s, call);              \
+    keep(s, kind, out);        \
+  } while (0)
+
+static void call(state* s) {
+  static float memory[16];
+  const dg_str self = next(s) % 8 ? DG_STR("worker0") : DG_STR("nobody");
+  const dg_str function = next(s) % 8 ? DG_STR("sin") : DG_STR("no");
+  const int64_t shape[2] = {2, next(s) % 16 ? (int64_t)(next(s) % 4) : -1};
+  const size_t dims = next(s) % 3;
+  const dg_dtype dtype = next(s) % 4 ? DG_FLOAT32 : (dg_dtype)(next(s) % 32);
+  const dg_tensor* two[2];
+  dg_value values[2], value;
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  bool done = false;
+  void* data = NULL;
+  two[0] = T;
+  two[1] = T;
+  values[0] = next(s) % 8 ? dg_value_tensor(T) : dg_value_tensors(two, 2);
+  values[1] = next(s) % 2 ? dg_value_tensor(T) : dg_value_real(3);
+  if (next(s) % 16 == 0) values[1].kind = next(s) % 7; /* of those without a pointer */
+  if (values[1].kind == DG_VALUE_STRING) values[1].kind = DG_VALUE_REAL;
+  if (next(s) % 2) options.context = C;
+  if (next(s) % 16 == 0) options.struct_size = next(s) % 64;
+  if (options.struct_size > sizeof(options)) options.struct_size = 1;
+
+  switch (next(s) % 54) {
+    case 0:
+      (void)dg_error_code(E);
+      break;
+    case 1:
+      (void)dg_error_message(E);
+      break;
+    case 2:
+      keep(s, ERROR, dg_error_create((dg_code)(next(s) % 20), DG_STR("made")));
+      break;
+    case 3:
+      dg_error_destroy(E);
+      break;
+    case 4:
+    case 5:
+      MAKE(TENSOR, dg_tensor, dg_tensor_from_data(memory, dtype, shape, dims, &out));
+      break;
+    case 6:
+      MAKE(TENSOR, dg_tensor,
+           dg_tensor_from_memory(memory, DG_FLOAT32, shape, NULL, dims, NULL, nothing, &out));
+      break;
+    case 7: { /* round trip through DLPack, if that much is to be had */
+      struct DLManagedTensorVersioned* managed = NULL;
+      ran(s, dg_tensor_to_dlpack(T, &managed));
+      if (managed != NULL) MAKE(TENSOR, dg_tensor, dg_tensor_from_dlpack(managed, &out));
+      break;
+    }
+    case 8:
+      MAKE(TENSOR, dg_tensor, dg_tensor_clone(T, &out));
+      break;
+    case 9:
+      MAKE(TENSOR, dg_tensor, dg_tensor_detach(T, &out));
+      break;
+    case 10:
+      dg_tensor_destroy(T);
+      break;
+    case 11:
+      (void)dg_tensor_dtype(T);
+      break;
+    case 12:
+      (void)dg_tensor_dim_count(T);
+      break;
+    case 13:
+      (void)dg_tensor_shape(T);
+      break;
+    case 14:
+      (void)dg_tensor_strides(T);
+      break;
+    case 15:
+      (void)dg_tensor_element_count(T);
+      break;
+    case 16:
+      (void)dg_tensor_device(T);
+      break;
+    case 17:
+      ran(s, dg_tensor_data(T, &data));
+      break;
+    case 18:
+      (void)dg_tensor_requires_grad(T);
+      break;
+    case 19:
+      (void)dg_tensor_torch(T);
+      break;
+    case 20:
+    case 21: { /* a leaf, that no other thread knows yet */
+      dg_tensor* leaf = NULL;
+      const int64_t some[2] = {1, 3};
+      OK(dg_tensor_from_data(memory, DG_FLOAT32, some, 2, &leaf));
+      OK(dg_tensor_require_grad(leaf));
+      keep(s, TENSOR, leaf);
+      if (s->alone) ran(s, dg_tensor_require_grad(T));
+      break;
+    }
+    case 22:
+      (void)dg_values_count(V);
+      break;
+    case 23:
+      ran(s, dg_values_get(V, next(s) % 3, &value));
+      break;
+    case 24:
+      dg_values_destroy(V);
+      break;
+    case 25:
+    case 26:
+      MAKE(VALUES, dg_values, dg_op_call(DG_STR("aten::add.Tensor"), values, 2, &out));
+      break;
+    case 27:
+    case 28:
+      MAKE(TENSOR, dg_tensor, dg_op_tensors(DG_STR("aten::mul.Tensor"), values, 2, &out, 1));
+      break;
+    case 29:
+      MAKE(TENSOR, dg_tensor, dg_op_tensors(DG_STR("aten::sum"), values, 1, &out, 1));
+      break;
+    case 30:
+    case 31:
+      MAKE(MESSAGE, dg_message, dg_message_create("abc", 3, two, next(s) % 3, &out));
+      break;
+    case 32:
+      dg_message_destroy(M);
+      break;
+    case 33:
+      (void)dg_message_payload(M);
+      break;
+    case 34:
+      (void)dg_message_tensor_count(M);
+      break;
+    case 35:
+      MAKE(TENSOR, dg_tensor, dg_message_tensor(M, next(s) % 3, &out));
+      break;
+    case 36:
+      ran(s, dg_future_wait(F, (int64_t)(next(s) % 2) * DG_FOREVER, &done));
+      break;
+    case 37:
+      MAKE(MESSAGE, dg_message, dg_future_result(F, &out));
+      break;
+    case 38:
+      MAKE(VALUES, dg_values, dg_future_values(F, &out));
+      break;
+    case 39:
+      ran(s, dg_future_then(F, nothing, NULL, next(s) % 2 ? nothing : NULL));
+      break;
+    case 40:
+      dg_future_destroy(F);
+      break;
+    case 41:
+      if (next(s) % 16 == 0) dg_worker_destroy(W);
+      if (next(s) % 8 == 0 && workers_made < 20) keep(s, WORKER, new_worker());
+      break;
+    case 42:
+      ran(s, dg_worker_wait_for_all(W, 20000));
+      if (next(s) % 32 == 0) ran(s, dg_worker_leave(W, 20000));
+      break;
+    case 43:
+      (void)dg_worker_rank(W);
+      (void)dg_worker_world_size(W);
+      (void)dg_worker_name(W, (uint32_t)(next(s) % 3));
+      (void)dg_worker_context_count(W);
+      break;
+    case 44:
+      ran(s, dg_worker_register(W, function, next(s) % 8 ? handle_call : NULL, NULL, nothing));
+      break;
+    case 45:
+      MAKE(MESSAGE, dg_message, dg_worker_call(W, self, function, M, &options, &out));
+      break;
+    case 46:
+      MAKE(FUTURE, dg_future, dg_worker_call_async(W, self, function, M, &options, &out));
+      break;
+    case 47:
+      MAKE(VALUES, dg_values,
+           dg_worker_call_op(W, self, DG_STR("aten::add.Tensor"), values, 2, &options, &out));
+      break;
+    case 48:
+      MAKE(FUTURE, dg_future,
+           dg_worker_call_op_async(W, self, DG_STR("aten::max"), values, 1, &options, &out));
+      break;
+    case 49:
+      MAKE(CONTEXT, dg_context, dg_context_create(W, &out));
+      break;
+    case 50:
+      if (next(s) % 2) ran(s, dg_context_release(C));
+      dg_context_destroy(C);
+      (void)dg_context_id(C);
+      break;
+    case 51:
+      if (!s->alone) break;
+      {
+        dg_backward_options backward = DG_BACKWARD_OPTIONS_INIT;
+        backward.flags = next(s) % 3;
+        if (next(s) % 4 == 0) backward.root_gradients = two;
+        ran(s, dg_context_backward(C, two, next(s) % 3, &backward));
+        MAKE(FUTURE, dg_future, dg_context_backward_async(C, two, 1, &backward, &out));
+      }
+      break;
+    case 52:
+      MAKE(TENSOR, dg_tensor, dg_context_gradient(C, T, &out));
+      ran(s, dg_context_set_gradient(C, two[0], two[1]));
+      ran(s, dg_context_gradients(C, visit, NULL));
+      break;
+    case 53: {
+      dg_optimizer* optimizer = NULL;
+      dg_tensor* leaf = NULL;
+      const dg_tensor* leaves[1];
+      const dg_str name = next(s) % 2 ? DG_STR("a") : DG_STR("b");
+      OK(dg_tensor_from_data(memory, DG_FLOAT32, NULL, 0, &leaf));
+      OK(dg_tensor_require_grad(leaf));
+      leaves[0] = leaf;
+      switch (next(s) % 3) {
+        case 0:
+          ran(s, dg_optimizer_create_sgd(W, name, leaves, 1, NULL, &optimizer));
+          break;
+        case 1:
+          ran(s, dg_optimizer_create_adam(W, name, leaves, 1, NULL, &optimizer));
+          break;
+        default:
+          ran(s, dg_optimizer_create_adamw(W, name, leaves, 1, NULL, &optimizer));
+          break;
+      }
+      keep(s, OPTIMIZER, optimizer);
+      dg_tensor_destroy(leaf);
+      ran(s, dg_optimizer_step(O, C));
+      if (next(s) % 4 == 0) dg_optimizer_destroy(O);
+      break;
+    }
+    default:
+      break;
+  }
+}
+
+static void* run(void* argument) {
+  state* s = (state*)argument;
+  for (int i = 0; i < s->calls; ++i) call(s);
+  return NULL;
+}
+
+int main(int argc, char** argv) {
+  const uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 20240229;
+  const int calls = argc > 2 ? atoi(argv[2]) : 30000;
+  state states[3];
+  pthread_t threads[3];
+  printf("seed %llu\n", (unsigned long long)seed);
+  for (int threaded = 0; threaded < 2; ++threaded) {
+    const int count = threaded ? 3 : 1;
+    keep(&(state){.random = seed | 1}, WORKER, new_worker());
+    for (int i = 0; i < count; ++i) {
+      states[i] = (state){.random = (seed + 1) * 2654435761u * (uint64_t)(threaded * 3 + i + 1) | 1,
+                          .calls = calls / count,
+                          .alone = !threaded};
+      CHECK(pthread_create(&threads[i], NULL, run, &states[i]) == 0);
+    }
+    for (int i = 0; i < count; ++i) {
+      CHECK(pthread_join(threads[i], NULL) == 0);
+      printf("%d calls gave results, %d errors\n", states[i].successes, states[i].failures);
+      CHECK(states[i].successes > states[i].calls / 20); /* it does not only fail */
+    }
+  }
+  for (int kind = 0; kind < KINDS; ++kind) {
+    for (int i = 0; i < SLOTS; ++i) destroy((enum kind)kind, pool[kind][i]);
+  }
+  return 0;
+}

@@ -1,0 +1,126 @@
+// What each function of the C interface does at its border: no exception leaves it, what it was
+// given is checked, and callbacks run in their scope.
+#ifndef DISTGRAD_CAPI_GUARD_H_
+#define DISTGRAD_CAPI_GUARD_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "capi/handles.h"
+#include "capi/include/distgrad/distgrad.h"
+#include "core/base/status.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+
+// -------------------------------------------------------------------------------------- Errors
+
+// NULL for an OK status. Never throws: if memory is out, an error that says so and needs none.
+dg_error* ToError(const absl::Status& status) noexcept;
+
+// Takes an error that a callback returned; what is none is an error too.
+absl::Status TakeError(dg_error* error) noexcept;
+
+// Runs `body`, which returns a Status, and lets nothing through but its error.
+template <typename F>
+dg_error* Guard(F&& body) noexcept {
+  try {
+    return ToError(body());
+  } catch (...) {
+    try {
+      return ToError(StatusFromException(std::current_exception()));
+    } catch (...) {
+      return ToError(absl::ResourceExhaustedError(""));
+    }
+  }
+}
+
+// For functions that cannot return an error: `fallback` instead.
+template <typename T, typename F>
+T GuardValue(T fallback, F&& body) noexcept {
+  try {
+    return body();
+  } catch (...) {
+    return fallback;
+  }
+}
+
+// ----------------------------------------------------------------------------------- Arguments
+
+inline dg_str ToStr(absl::string_view text) { return {text.data(), text.size()}; }
+
+// Of `size` elements at `data`, there if size > 0.
+absl::Status CheckArray(const void* data, size_t size, absl::string_view what);
+
+absl::StatusOr<std::string> FromStr(dg_str text, absl::string_view what);
+
+absl::Status CheckOut(const void* out);
+
+// Now plus timeout_ms; `if_zero` for 0. Negative is as good as no limit.
+absl::Time ToDeadline(int64_t timeout_ms, absl::Time if_zero);
+
+// What is left of it, at least 1.
+int64_t ToTimeoutMs(absl::Time deadline);
+
+absl::Status CheckOptionsSize(size_t given, size_t known, const void* options,
+                              absl::string_view name);
+
+// A struct of options of any version: fields that it lacks are as in `defaults`. Unknown ones must
+// be zero.
+template <typename T>
+absl::StatusOr<T> ReadOptions(const T* options, const T& defaults, absl::string_view name) {
+  T read = defaults;
+  if (options != nullptr) {
+    DG_RETURN_IF_ERROR(CheckOptionsSize(options->struct_size, sizeof(T), options, name));
+    std::memcpy(&read, options, std::min(options->struct_size, sizeof(T)));
+  }
+  return read;
+}
+
+absl::Status CheckFlags(uint64_t flags, uint64_t known, absl::string_view name);
+
+// ----------------------------------------------------------------------------------- Callbacks
+
+// While it lives, this thread is in a callback that must not wait. What the callback does to the
+// thread's gradient mode is undone.
+class NoWaitScope {
+ public:
+  NoWaitScope();
+  ~NoWaitScope();
+  NoWaitScope(const NoWaitScope&) = delete;
+  NoWaitScope& operator=(const NoWaitScope&) = delete;
+
+ private:
+  const bool grad_enabled_;
+};
+
+// kFailedPrecondition inside a NoWaitScope.
+absl::Status CheckMayWait();
+
+// A caller's user_data with its destructor, which runs exactly once. Movable.
+class UserData {
+ public:
+  UserData(void* data, void (*destroy)(void*)) : data_(data), destroy_(destroy) {}
+  UserData(UserData&& other) noexcept
+      : data_(other.data_), destroy_(std::exchange(other.destroy_, nullptr)) {}
+  UserData& operator=(UserData&&) = delete;
+  ~UserData();
+
+  void* get() const { return data_; }
+
+ private:
+  void* const data_;
+  void (*destroy_)(void*);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CAPI_GUARD_H_

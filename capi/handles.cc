@@ -1,0 +1,169 @@
+#include "capi/handles.h"
+
+#include <atomic>
+#include <cstddef>
+#include <new>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+
+namespace distgrad {
+namespace internal {
+namespace {
+
+static_assert(sizeof(uintptr_t) == sizeof(HandleBits), "handles need pointers of 64 bits");
+
+// A handle:     kind (8 bits) | generation of the slot (32) | number of the slot (24)
+// A slot's state: generation of the slot (32) | alive (1) | pins (31)
+constexpr int kSlotBits = 24;
+constexpr int kGenerationBits = 32;
+constexpr uint64_t kAlive = uint64_t{1} << 31;
+constexpr uint64_t kPins = kAlive - 1;
+constexpr size_t kSlotsOfBlock = size_t{1} << 12;
+constexpr size_t kBlocks = (size_t{1} << kSlotBits) / kSlotsOfBlock;
+
+struct Slot {
+  std::atomic<uint64_t> state{0};
+  std::atomic<HandleKind> kind{};
+  // Written before the slot comes alive, constant while it is alive or pinned.
+  // With its bits inverted, so that to LeakSanitizer a handle that nobody destroyed is a leak.
+  uintptr_t object = 0;
+};
+
+uint64_t Generation(uint64_t state) { return state >> kGenerationBits; }
+
+// Blocks are never freed: any number may be looked up.
+class Table {
+ public:
+  static Table& Get() {
+    static Table& table = *new Table;
+    return table;
+  }
+
+  HandleBits Add(HandleKind kind, std::unique_ptr<HandleObject> object) {
+    const size_t number = TakeFreeSlot();
+    Slot& slot = At(number);
+    slot.kind.store(kind, std::memory_order_relaxed);
+    slot.object = ~reinterpret_cast<uintptr_t>(object.release());
+    const uint64_t generation = Generation(slot.state.load(std::memory_order_relaxed));
+    slot.state.store(generation << kGenerationBits | kAlive, std::memory_order_release);
+    return uint64_t{static_cast<uint8_t>(kind)} << (kSlotBits + kGenerationBits) |
+           generation << kSlotBits | number;
+  }
+
+  HandleObject* Pin(HandleKind kind, HandleBits handle) {
+    Slot* slot = nullptr;
+    uint64_t state = 0;
+    if (!Match(kind, handle, &slot, &state)) return nullptr;
+    const uint64_t generation = Generation(state);
+    while (!slot->state.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
+      if (Generation(state) != generation || !(state & kAlive)) return nullptr;
+    }
+    return Object(*slot);
+  }
+
+  void Unpin(HandleBits handle) {
+    const size_t number = Number(handle);
+    Slot& slot = At(number);
+    const uint64_t before = slot.state.fetch_sub(1, std::memory_order_acq_rel);
+    if ((before & kPins) == 1 && !(before & kAlive)) TakeObject(number, slot);
+  }
+
+  std::pair<bool, std::unique_ptr<HandleObject>> Remove(HandleKind kind, HandleBits handle) {
+    Slot* slot = nullptr;
+    uint64_t state = 0;
+    if (!Match(kind, handle, &slot, &state)) return {};
+    const uint64_t generation = Generation(state);
+    while (!slot->state.compare_exchange_weak(state, state & ~kAlive, std::memory_order_acq_rel)) {
+      if (Generation(state) != generation || !(state & kAlive)) return {};
+    }
+    if ((state & kPins) != 0) return {true, nullptr};
+    return {true, TakeObject(Number(handle), *slot)};
+  }
+
+  size_t Count() {
+    absl::MutexLock lock(&mu_);
+    return used_ - free_.size();
+  }
+
+ private:
+  static size_t Number(HandleBits handle) { return handle & ((uint64_t{1} << kSlotBits) - 1); }
+  static HandleObject* Object(const Slot& slot) {
+    return reinterpret_cast<HandleObject*>(~slot.object);
+  }
+
+  // Of a slot that there is.
+  Slot& At(size_t number) {
+    return blocks_[number / kSlotsOfBlock].load(std::memory_order_acquire)[number % kSlotsOfBlock];
+  }
+  // Null if there is no such slot yet.
+  Slot* Find(size_t number) {
+    Slot* block = blocks_[number / kSlotsOfBlock].load(std::memory_order_acquire);
+    return block == nullptr ? nullptr : &block[number % kSlotsOfBlock];
+  }
+
+  // The slot of a live handle, and its state.
+  bool Match(HandleKind kind, HandleBits handle, Slot** slot, uint64_t* state) {
+    if (handle >> (kSlotBits + kGenerationBits) != static_cast<uint8_t>(kind)) return false;
+    *slot = Find(Number(handle));
+    if (*slot == nullptr) return false;
+    *state = (*slot)->state.load(std::memory_order_acquire);
+    return Generation(*state) == ((handle >> kSlotBits) & 0xffffffff) && (*state & kAlive) &&
+           (*slot)->kind.load(std::memory_order_relaxed) == kind;
+  }
+
+  size_t TakeFreeSlot() {
+    absl::MutexLock lock(&mu_);
+    if (!free_.empty()) {
+      const size_t number = free_.back();
+      free_.pop_back();
+      return number;
+    }
+    if (used_ == kBlocks * kSlotsOfBlock) throw std::bad_alloc();
+    if (used_ % kSlotsOfBlock == 0) {
+      free_.reserve(used_ + kSlotsOfBlock);  // so that giving a slot back cannot fail
+      blocks_[used_ / kSlotsOfBlock].store(new Slot[kSlotsOfBlock], std::memory_order_release);
+    }
+    return used_++;
+  }
+
+  // Of a slot that is neither alive nor pinned; makes it free.
+  std::unique_ptr<HandleObject> TakeObject(size_t number, Slot& slot) {
+    std::unique_ptr<HandleObject> object(Object(slot));
+    slot.object = 0;
+    // A generation is 32 bits wide: after 4 billion objects a slot's old handles come back to life.
+    const uint64_t generation = (Generation(slot.state.load(std::memory_order_relaxed)) + 1) &
+                                ((uint64_t{1} << kGenerationBits) - 1);
+    slot.state.store(generation << kGenerationBits, std::memory_order_release);
+    absl::MutexLock lock(&mu_);
+    free_.push_back(number);
+    return object;
+  }
+
+  std::atomic<Slot*> blocks_[kBlocks] = {};
+
+  absl::Mutex mu_;
+  size_t used_ ABSL_GUARDED_BY(mu_) = 0;  // slots that ever held an object
+  std::vector<size_t> free_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace
+
+HandleBits AddToTable(HandleKind kind, std::unique_ptr<HandleObject> object) {
+  return Table::Get().Add(kind, std::move(object));
+}
+HandleObject* PinInTable(HandleKind kind, HandleBits handle) {
+  return Table::Get().Pin(kind, handle);
+}
+void UnpinInTable(HandleBits handle) noexcept { Table::Get().Unpin(handle); }
+std::pair<bool, std::unique_ptr<HandleObject>> RemoveFromTable(HandleKind kind,
+                                                               HandleBits handle) noexcept {
+  return Table::Get().Remove(kind, handle);
+}
+
+}  // namespace internal
+
+size_t CountHandles() { return internal::Table::Get().Count(); }
+
+}  // namespace distgrad

@@ -1,0 +1,154 @@
+// The handles of the C interface: numbers that look like pointers.
+//
+// A handle names a slot of a table, its kind, and which of the objects that the slot has held in
+// its time is meant. So whatever a program passes can be told apart from a live handle of the right
+// kind, without reading memory that the program could have freed. A handle in use is pinned: if it
+// is destroyed meanwhile, the last one to use it ends the object.
+//
+//   dg_tensor* handle = NewHandle<TensorObject>(tensor);      // throws if memory is out
+//   {
+//     DG_ASSIGN_OR_RETURN(Pinned<TensorObject> pinned, Pin<TensorObject>(handle));
+//     Use(pinned->tensor);
+//   }
+//   DestroyHandle<TensorObject>(handle);
+//
+// The table is the one global of this library: a handle must be told from garbage before anything
+// that it belongs to is known.
+//
+// All functions here are thread-safe.
+#ifndef DISTGRAD_CAPI_HANDLES_H_
+#define DISTGRAD_CAPI_HANDLES_H_
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+
+enum class HandleKind : uint8_t {
+  kError = 1,
+  kTensor,
+  kValues,
+  kMessage,
+  kFuture,
+  kWorker,
+  kContext,
+  kOptimizer,
+};
+
+// What a handle stands for. Each kind has a subclass with
+//   using Handle = dg_...;
+//   static constexpr HandleKind kKind;
+//   static constexpr char kName[] = "dg_...";
+class HandleObject {
+ public:
+  virtual ~HandleObject() = default;
+};
+
+namespace internal {
+
+using HandleBits = uint64_t;
+
+// Throws std::bad_alloc if memory, or the table, is full.
+HandleBits AddToTable(HandleKind kind, std::unique_ptr<HandleObject> object);
+// Null if it is not a live handle of that kind.
+HandleObject* PinInTable(HandleKind kind, HandleBits handle);
+void UnpinInTable(HandleBits handle) noexcept;
+// From now on the handle is dead. Whether this call did that; its object, if nobody has it pinned.
+std::pair<bool, std::unique_ptr<HandleObject>> RemoveFromTable(HandleKind kind,
+                                                               HandleBits handle) noexcept;
+
+template <typename T>
+HandleBits BitsOf(const T* handle) {
+  return reinterpret_cast<uintptr_t>(handle);
+}
+
+}  // namespace internal
+
+// How many handles there are; for tests.
+size_t CountHandles();
+
+// Keeps the object of a handle. Movable.
+template <typename T>
+class Pinned {
+ public:
+  Pinned(internal::HandleBits handle, T* object) : handle_(handle), object_(object) {}
+  Pinned(Pinned&& other) noexcept
+      : handle_(other.handle_), object_(std::exchange(other.object_, nullptr)) {}
+  Pinned& operator=(Pinned&&) = delete;
+  ~Pinned() {
+    if (object_ != nullptr) internal::UnpinInTable(handle_);
+  }
+  T* operator->() const { return object_; }
+  T& operator*() const { return *object_; }
+
+ private:
+  const internal::HandleBits handle_;
+  T* object_;
+};
+
+template <typename T>
+absl::Status NotAHandle(const typename T::Handle* handle) {
+  return absl::InvalidArgumentError(
+      handle == nullptr ? absl::StrCat("a ", T::kName, " is NULL")
+                        : absl::StrCat("what was given as a ", T::kName,
+                                       " is none: destroyed already, or a handle of another kind"));
+}
+
+template <typename T>
+absl::StatusOr<Pinned<T>> Pin(const typename T::Handle* handle) {
+  const internal::HandleBits bits = internal::BitsOf(handle);
+  HandleObject* object = internal::PinInTable(T::kKind, bits);
+  if (object == nullptr) return NotAHandle<T>(handle);
+  return Pinned<T>(bits, static_cast<T*>(object));
+}
+
+template <typename T>
+typename T::Handle* AdoptHandle(std::unique_ptr<T> object) {
+  return reinterpret_cast<typename T::Handle*>(
+      static_cast<uintptr_t>(internal::AddToTable(T::kKind, std::move(object))));
+}
+
+template <typename T, typename... Args>
+typename T::Handle* NewHandle(Args&&... args) {
+  return AdoptHandle(std::make_unique<T>(std::forward<Args>(args)...));
+}
+
+// Whether it was a live handle.
+template <typename T>
+bool DestroyHandle(const typename T::Handle* handle) noexcept {
+  return internal::RemoveFromTable(T::kKind, internal::BitsOf(handle)).first;
+}
+
+// Destroys a handle and gives its object, which nobody else may be using.
+template <typename T>
+absl::StatusOr<std::unique_ptr<T>> TakeHandle(const typename T::Handle* handle) {
+  auto [was_live, object] = internal::RemoveFromTable(T::kKind, internal::BitsOf(handle));
+  if (!was_live) return NotAHandle<T>(handle);
+  if (object == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("a ", T::kName, " that is taken is in use on another thread"));
+  }
+  return std::unique_ptr<T>(static_cast<T*>(object.release()));
+}
+
+// Owns a handle.
+template <typename T>
+struct HandleDeleter {
+  void operator()(typename T::Handle* handle) const noexcept { DestroyHandle<T>(handle); }
+};
+template <typename T>
+using OwnedHandle = std::unique_ptr<typename T::Handle, HandleDeleter<T>>;
+
+template <typename T, typename... Args>
+OwnedHandle<T> NewOwnedHandle(Args&&... args) {
+  return OwnedHandle<T>(NewHandle<T>(std::forward<Args>(args)...));
+}
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CAPI_HANDLES_H_

@@ -1,0 +1,488 @@
+// A thin C++17 wrapper over distgrad.h, and over nothing else: handles that end themselves,
+// exceptions instead of errors, closures as handlers. All of it is compiled into the program; only
+// the C interface crosses to the library.
+//
+//   dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+//   ...
+//   dg::Worker worker(options);
+//   worker.Register("square", [](const dg::Request& request) {
+//     return dg::Message("", {dg::Op("aten::square", {request.tensor(0)})});
+//   });
+//   dg::Context context(worker);
+//   dg::Message reply = worker.Call("back", "square", dg::Message("", {x}), &context);
+//   context.Backward({dg::Op("aten::sum", {reply.tensor(0)})});
+//   dg::Tensor gradient = context.Gradient(x);
+//
+// What distgrad.h says of threads, waiting and callbacks holds here too. All functions throw
+// dg::Error.
+#ifndef DISTGRAD_DISTGRAD_HPP_
+#define DISTGRAD_DISTGRAD_HPP_
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "distgrad.h"
+
+namespace dg {
+
+// ------------------------------------------------------------------------------------- Errors
+
+class Error : public std::runtime_error {
+ public:
+  Error(dg_code code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  dg_code code() const noexcept { return code_; }
+
+ private:
+  dg_code code_;
+};
+
+inline dg_str Str(std::string_view text) noexcept { return dg_str{text.data(), text.size()}; }
+inline std::string_view View(dg_str text) noexcept { return {text.data, text.size}; }
+
+// Takes what a function returned, and throws it if it is an error.
+inline void Check(dg_error* error) {
+  if (error == nullptr) return;
+  const std::unique_ptr<dg_error, void (*)(dg_error*)> owner(
+      error, [](dg_error* e) { dg_error_destroy(e); });
+  throw Error(dg_error_code(error), std::string(View(dg_error_message(error))));
+}
+
+// Owns a handle. Movable.
+template <typename T, void (*kDestroy)(T*) noexcept>
+class Handle {
+ public:
+  explicit Handle(T* handle = nullptr) noexcept : handle_(handle) {}
+  Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Handle& operator=(Handle&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Handle() { kDestroy(handle_); }
+
+  T* get() const noexcept { return handle_; }
+  T* release() noexcept { return std::exchange(handle_, nullptr); }
+  explicit operator bool() const noexcept { return handle_ != nullptr; }
+
+ private:
+  T* handle_;
+};
+
+// ------------------------------------------------------------------------------------ Tensors
+
+template <typename T>
+constexpr dg_dtype DtypeOf() = delete;
+template <>
+constexpr dg_dtype DtypeOf<float>() {
+  return DG_FLOAT32;
+}
+template <>
+constexpr dg_dtype DtypeOf<double>() {
+  return DG_FLOAT64;
+}
+template <>
+constexpr dg_dtype DtypeOf<int64_t>() {
+  return DG_INT64;
+}
+template <>
+constexpr dg_dtype DtypeOf<int32_t>() {
+  return DG_INT32;
+}
+template <>
+constexpr dg_dtype DtypeOf<uint8_t>() {
+  return DG_UINT8;
+}
+
+// A reference to a tensor; a copy refers to the same one. May be null: no tensor.
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(dg_tensor* handle) noexcept : handle_(handle) {}
+  Tensor(Tensor&&) noexcept = default;
+  Tensor& operator=(Tensor&&) noexcept = default;
+  Tensor(const Tensor& other) : handle_(Clone(other.get())) {}
+  Tensor& operator=(const Tensor& other) { return *this = Tensor(other); }
+
+  // One with a copy of `data`, in row-major order.
+  template <typename T>
+  static Tensor From(const std::vector<T>& data, const std::vector<int64_t>& shape) {
+    int64_t count = 1;
+    for (int64_t size : shape) count *= size;
+    if (count != static_cast<int64_t>(data.size())) {
+      throw Error(DG_INVALID_ARGUMENT, "the data's size is not the shape's");
+    }
+    dg_tensor* out = nullptr;
+    Check(dg_tensor_from_data(data.data(), DtypeOf<T>(), shape.data(), shape.size(), &out));
+    return Tensor(out);
+  }
+  // One more reference to a borrowed handle.
+  static Tensor Borrow(const dg_tensor* handle) { return Tensor(Clone(handle)); }
+
+  dg_dtype dtype() const noexcept { return dg_tensor_dtype(get()); }
+  std::vector<int64_t> shape() const {
+    const int64_t* sizes = dg_tensor_shape(get());
+    return {sizes, sizes + dg_tensor_dim_count(get())};
+  }
+  int64_t size() const noexcept { return dg_tensor_element_count(get()); }
+  std::string_view device() const noexcept { return View(dg_tensor_device(get())); }
+  bool requires_grad() const noexcept { return dg_tensor_requires_grad(get()); }
+  void RequireGrad() { Check(dg_tensor_require_grad(get())); }
+  Tensor Detach() const {
+    dg_tensor* out = nullptr;
+    Check(dg_tensor_detach(get(), &out));
+    return Tensor(out);
+  }
+  // Of a tensor of that dtype without gaps.
+  template <typename T>
+  T* data() const {
+    void* out = nullptr;
+    Check(dg_tensor_data(get(), &out));
+    if (dtype() != DtypeOf<T>()) throw Error(DG_INVALID_ARGUMENT, "the tensor has another dtype");
+    return static_cast<T*>(out);
+  }
+
+  dg_tensor* get() const noexcept { return handle_.get(); }
+  dg_tensor* release() noexcept { return handle_.release(); }
+  explicit operator bool() const noexcept { return static_cast<bool>(handle_); }
+
+ private:
+  static dg_tensor* Clone(const dg_tensor* handle) {
+    dg_tensor* out = nullptr;
+    if (handle != nullptr) Check(dg_tensor_clone(handle, &out));
+    return out;
+  }
+  Handle<dg_tensor, dg_tensor_destroy> handle_;
+};
+
+inline std::vector<const dg_tensor*> Handles(const std::vector<Tensor>& tensors) {
+  std::vector<const dg_tensor*> handles;
+  for (const Tensor& tensor : tensors) handles.push_back(tensor.get());
+  return handles;
+}
+
+// While it lives, what this thread computes is not recorded.
+class NoGrad {
+ public:
+  NoGrad() noexcept : before_(dg_grad_set_enabled(false)) {}
+  ~NoGrad() { dg_grad_set_enabled(before_); }
+  NoGrad(const NoGrad&) = delete;
+  NoGrad& operator=(const NoGrad&) = delete;
+
+ private:
+  const bool before_;
+};
+
+// ---------------------------------------------------------------------------------- Operators
+
+// An argument; borrows what it is made of, until the end of the statement.
+class Value {
+ public:
+  Value() noexcept : value_(dg_value_none()) {}
+  Value(std::nullptr_t) noexcept : value_(dg_value_none()) {}
+  Value(bool value) noexcept : value_(dg_value_bool(value)) {}
+  Value(int value) noexcept : value_(dg_value_integer(value)) {}
+  Value(int64_t value) noexcept : value_(dg_value_integer(value)) {}
+  Value(double value) noexcept : value_(dg_value_real(value)) {}
+  Value(const char* value) noexcept : value_(dg_value_string(Str(value))) {}
+  Value(const Tensor& value) noexcept : value_(dg_value_tensor(value.get())) {}
+  Value(const std::vector<int64_t>& value) noexcept
+      : value_(dg_value_integers(value.data(), value.size())) {}
+  Value(const std::vector<double>& value) noexcept
+      : value_(dg_value_reals(value.data(), value.size())) {}
+  Value(const std::vector<Tensor>& value)
+      : tensors_(std::make_shared<std::vector<const dg_tensor*>>(Handles(value))),
+        value_(dg_value_tensors(tensors_->data(), tensors_->size())) {}
+  explicit Value(const dg_value& value) noexcept : value_(value) {}
+  const dg_value& get() const noexcept { return value_; }
+
+ private:
+  std::shared_ptr<std::vector<const dg_tensor*>> tensors_;
+  dg_value value_;
+};
+
+using Arguments = std::initializer_list<Value>;
+
+inline std::vector<dg_value> ToValues(Arguments arguments) {
+  std::vector<dg_value> values;
+  for (const Value& argument : arguments) values.push_back(argument.get());
+  return values;
+}
+
+// The tensors among the results, those of lists too. Takes `values`.
+inline std::vector<Tensor> TensorsOf(dg_values* values) {
+  const Handle<dg_values, dg_values_destroy> owner(values);
+  std::vector<Tensor> tensors;
+  for (size_t i = 0; i < dg_values_count(values); ++i) {
+    dg_value value;
+    Check(dg_values_get(values, i, &value));
+    if (value.kind == DG_VALUE_TENSOR) tensors.push_back(Tensor::Borrow(value.as.tensor));
+    if (value.kind != DG_VALUE_TENSORS) continue;
+    for (size_t j = 0; j < value.as.tensors.size; ++j) {
+      tensors.push_back(Tensor::Borrow(value.as.tensors.data[j]));
+    }
+  }
+  return tensors;
+}
+
+inline std::vector<Tensor> Ops(std::string_view op, Arguments arguments) {
+  const std::vector<dg_value> values = ToValues(arguments);
+  dg_values* out = nullptr;
+  Check(dg_op_call(Str(op), values.data(), values.size(), &out));
+  return TensorsOf(out);
+}
+
+// An operator of one result.
+inline Tensor Op(std::string_view op, Arguments arguments) {
+  const std::vector<dg_value> values = ToValues(arguments);
+  dg_tensor* out = nullptr;
+  Check(dg_op_tensors(Str(op), values.data(), values.size(), &out, 1));
+  return Tensor(out);
+}
+
+// ----------------------------------------------------------------------------------- Messages
+
+class Message {
+ public:
+  explicit Message(std::string_view payload = {}, const std::vector<Tensor>& tensors = {}) {
+    const std::vector<const dg_tensor*> handles = Handles(tensors);
+    dg_message* out = nullptr;
+    Check(dg_message_create(payload.data(), payload.size(), handles.data(), handles.size(), &out));
+    handle_ = Handle<dg_message, dg_message_destroy>(out);
+  }
+  explicit Message(dg_message* handle) noexcept : handle_(handle) {}
+
+  std::string_view payload() const noexcept { return View(dg_message_payload(get())); }
+  size_t tensor_count() const noexcept { return dg_message_tensor_count(get()); }
+  Tensor tensor(size_t index) const {
+    dg_tensor* out = nullptr;
+    Check(dg_message_tensor(get(), index, &out));
+    return Tensor(out);
+  }
+
+  dg_message* get() const noexcept { return handle_.get(); }
+  dg_message* release() noexcept { return handle_.release(); }
+
+ private:
+  Handle<dg_message, dg_message_destroy> handle_;
+};
+
+class Future {
+ public:
+  explicit Future(dg_future* handle) noexcept : handle_(handle) {}
+
+  bool Wait(int64_t timeout_ms = DG_FOREVER) const {
+    bool done = false;
+    Check(dg_future_wait(get(), timeout_ms, &done));
+    return done;
+  }
+  // Waits, and gives the reply; null for work without one.
+  Message Get() const {
+    Wait();
+    dg_message* reply = nullptr;
+    Check(dg_future_result(get(), &reply));
+    return Message(reply);
+  }
+  // `done` must not throw, wait, or hold up the thread.
+  void Then(std::function<void()> done) const {
+    using Done = std::function<void()>;
+    Check(dg_future_then(
+        get(), [](void* data) { (*static_cast<Done*>(data))(); }, new Done(std::move(done)),
+        [](void* data) { delete static_cast<Done*>(data); }));
+  }
+  dg_future* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_future, dg_future_destroy> handle_;
+};
+
+// ------------------------------------------------------------------------------------ Workers
+
+class Context;
+
+// What a handler gets; borrowed for the call.
+class Request {
+ public:
+  explicit Request(const dg_request* request) noexcept : request_(request) {}
+  std::string_view function() const noexcept { return View(request_->function); }
+  uint32_t from() const noexcept { return static_cast<uint32_t>(request_->from); }
+  std::string_view payload() const noexcept { return View(dg_message_payload(request_->message)); }
+  size_t tensor_count() const noexcept { return dg_message_tensor_count(request_->message); }
+  Tensor tensor(size_t index) const {
+    dg_tensor* out = nullptr;
+    Check(dg_message_tensor(request_->message, index, &out));
+    return Tensor(out);
+  }
+  // Of calls in turn: within the same context and time.
+  dg_call_options Nested() const noexcept {
+    dg_call_options options = DG_CALL_OPTIONS_INIT;
+    options.context = request_->context;
+    options.timeout_ms = request_->timeout_ms;
+    return options;
+  }
+  const dg_request& get() const noexcept { return *request_; }
+
+ private:
+  const dg_request* request_;
+};
+
+class Worker {
+ public:
+  using Handler = std::function<Message(const Request&)>;
+
+  explicit Worker(const dg_worker_options& options) {
+    dg_worker* out = nullptr;
+    Check(dg_worker_create(&options, &out));
+    handle_ = Handle<dg_worker, dg_worker_destroy>(out);
+  }
+
+  uint32_t rank() const noexcept { return dg_worker_rank(get()); }
+  uint32_t world_size() const noexcept { return dg_worker_world_size(get()); }
+  std::string_view name(uint32_t of) const noexcept { return View(dg_worker_name(get(), of)); }
+
+  void Register(std::string_view function, Handler handler) {
+    Check(dg_worker_register(get(), Str(function), Serve, new Handler(std::move(handler)),
+                             [](void* data) { delete static_cast<Handler*>(data); }));
+  }
+
+  Message Call(std::string_view to, std::string_view function, const Message& request,
+               const dg_call_options& options) {
+    dg_message* reply = nullptr;
+    Check(dg_worker_call(get(), Str(to), Str(function), request.get(), &options, &reply));
+    return Message(reply);
+  }
+  Future CallAsync(std::string_view to, std::string_view function, const Message& request,
+                   const dg_call_options& options) {
+    dg_future* out = nullptr;
+    Check(dg_worker_call_async(get(), Str(to), Str(function), request.get(), &options, &out));
+    return Future(out);
+  }
+  Message Call(std::string_view to, std::string_view function, const Message& request,
+               const Context* context = nullptr);
+  Future CallAsync(std::string_view to, std::string_view function, const Message& request,
+                   const Context* context = nullptr);
+  std::vector<Tensor> CallOps(std::string_view to, std::string_view op, Arguments arguments,
+                              const Context* context = nullptr);
+
+  void WaitForAll(int64_t timeout_ms = DG_FOREVER) {
+    Check(dg_worker_wait_for_all(get(), timeout_ms));
+  }
+  void Leave(int64_t timeout_ms = DG_FOREVER) { Check(dg_worker_leave(get(), timeout_ms)); }
+
+  dg_worker* get() const noexcept { return handle_.get(); }
+
+ private:
+  static dg_error* Serve(void* data, const dg_request* request, dg_message** reply) noexcept {
+    try {
+      *reply = (*static_cast<Handler*>(data))(Request(request)).release();
+      return nullptr;
+    } catch (const Error& error) {
+      return dg_error_create(error.code(), Str(error.what()));
+    } catch (const std::exception& error) {
+      return dg_error_create(DG_INTERNAL, Str(error.what()));
+    } catch (...) {
+      return dg_error_create(DG_INTERNAL, DG_STR("a handler threw"));
+    }
+  }
+
+  Handle<dg_worker, dg_worker_destroy> handle_;
+};
+
+// ----------------------------------------------------------------------------------- Autograd
+
+class Context {
+ public:
+  explicit Context(Worker& worker) {
+    dg_context* out = nullptr;
+    Check(dg_context_create(worker.get(), &out));
+    handle_ = Handle<dg_context, dg_context_destroy>(out);
+  }
+
+  uint64_t id() const noexcept { return dg_context_id(get()); }
+  void Backward(const std::vector<Tensor>& roots,
+                const dg_backward_options& options = DG_BACKWARD_OPTIONS_INIT) const {
+    const std::vector<const dg_tensor*> handles = Handles(roots);
+    Check(dg_context_backward(get(), handles.data(), handles.size(), &options));
+  }
+  Tensor Gradient(const Tensor& leaf) const {
+    dg_tensor* out = nullptr;
+    Check(dg_context_gradient(get(), leaf.get(), &out));
+    return Tensor(out);
+  }
+  void SetGradient(const Tensor& leaf, const Tensor& gradient) const {
+    Check(dg_context_set_gradient(get(), leaf.get(), gradient.get()));
+  }
+  void Release() { Check(dg_context_release(get())); }
+  dg_context* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_context, dg_context_destroy> handle_;
+};
+
+inline dg_call_options In(const Context* context) noexcept {
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  options.context = context == nullptr ? nullptr : context->get();
+  return options;
+}
+inline Message Worker::Call(std::string_view to, std::string_view function, const Message& request,
+                            const Context* context) {
+  return Call(to, function, request, In(context));
+}
+inline Future Worker::CallAsync(std::string_view to, std::string_view function,
+                                const Message& request, const Context* context) {
+  return CallAsync(to, function, request, In(context));
+}
+inline std::vector<Tensor> Worker::CallOps(std::string_view to, std::string_view op,
+                                           Arguments arguments, const Context* context) {
+  const std::vector<dg_value> values = ToValues(arguments);
+  const dg_call_options options = In(context);
+  dg_values* out = nullptr;
+  Check(dg_worker_call_op(get(), Str(to), Str(op), values.data(), values.size(), &options, &out));
+  return TensorsOf(out);
+}
+
+class Optimizer {
+ public:
+  Optimizer(Worker& worker, std::string_view name, const std::vector<Tensor>& parameters,
+            const dg_sgd_options& options) {
+    Create(dg_optimizer_create_sgd, worker, name, parameters, options);
+  }
+  static Optimizer Adam(Worker& worker, std::string_view name,
+                        const std::vector<Tensor>& parameters,
+                        const dg_adam_options& options = DG_ADAM_OPTIONS_INIT) {
+    Optimizer optimizer;
+    optimizer.Create(dg_optimizer_create_adam, worker, name, parameters, options);
+    return optimizer;
+  }
+  static Optimizer AdamW(Worker& worker, std::string_view name,
+                         const std::vector<Tensor>& parameters,
+                         const dg_adam_options& options = DG_ADAMW_OPTIONS_INIT) {
+    Optimizer optimizer;
+    optimizer.Create(dg_optimizer_create_adamw, worker, name, parameters, options);
+    return optimizer;
+  }
+  void Step(const Context& context) { Check(dg_optimizer_step(get(), context.get())); }
+  dg_optimizer* get() const noexcept { return handle_.get(); }
+
+ private:
+  Optimizer() = default;
+  template <typename Function, typename Options>
+  void Create(Function create, Worker& worker, std::string_view name,
+              const std::vector<Tensor>& parameters, const Options& options) {
+    const std::vector<const dg_tensor*> handles = Handles(parameters);
+    dg_optimizer* out = nullptr;
+    Check(create(worker.get(), Str(name), handles.data(), handles.size(), &options, &out));
+    handle_ = Handle<dg_optimizer, dg_optimizer_destroy>(out);
+  }
+  Handle<dg_optimizer, dg_optimizer_destroy> handle_;
+};
+
+}  // namespace dg
+
+#endif  // DISTGRAD_DISTGRAD_HPP_

@@ -1,0 +1,154 @@
+// Optimizers.
+#include "core/worker/optimizer.h"
+
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include "absl/strings/str_cat.h"
+#include "capi/guard.h"
+#include "capi/objects.h"
+#include "capi/worker_object.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kMaxName = 900;  // it is part of a function's name
+
+struct OptimizerObject : HandleObject {
+  using Handle = dg_optimizer;
+  static constexpr HandleKind kKind = HandleKind::kOptimizer;
+  static constexpr char kName[] = "dg_optimizer";
+
+  OptimizerObject(std::shared_ptr<SharedWorker> worker, std::unique_ptr<Optimizer> optimizer)
+      : worker(std::move(worker)), optimizer(std::move(optimizer)) {}
+  const std::shared_ptr<SharedWorker> worker;
+  const std::unique_ptr<Optimizer> optimizer;  // not used once the worker is gone
+};
+
+// `make` gives torch's optimizer for the parameters, or throws.
+template <typename F>
+absl::Status Create(dg_worker* worker, dg_str name, const dg_tensor* const* parameters,
+                    size_t parameter_count, dg_optimizer** out, F&& make) {
+  DG_RETURN_IF_ERROR(CheckOut(out));
+  DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+  DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, "name"));
+  if (text.size() > kMaxName) return absl::InvalidArgumentError("the optimizer's name is too long");
+  DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> leaves,
+                      PinTensors(parameters, parameter_count, /*allow_null=*/false));
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (leaves[i].is_leaf() && leaves[i].requires_grad()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("parameter ", i, " is not a leaf that requires grad"));
+  }
+  std::unique_ptr<torch::optim::Optimizer> made = make(std::move(leaves));
+  DG_RETURN_IF_ERROR(use.shared().ClaimOptimizer(text));
+  *out = NewHandle<OptimizerObject>(use.shared().shared_from_this(),
+                                    std::make_unique<Optimizer>(use.get(), std::move(made), text));
+  return absl::OkStatus();
+}
+
+// torch's own checks throw with their sources' lines; these name the field.
+absl::Status CheckNotNegative(double value, absl::string_view field) {
+  if (value >= 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(field, " is ", value));
+}
+
+absl::StatusOr<dg_adam_options> ReadAdam(const dg_adam_options* given,
+                                         const dg_adam_options& defaults) {
+  DG_ASSIGN_OR_RETURN(const dg_adam_options read,
+                      ReadOptions<dg_adam_options>(given, defaults, "dg_adam_options"));
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_ADAM_AMSGRAD, "dg_adam_options"));
+  DG_RETURN_IF_ERROR(CheckNotNegative(read.learning_rate, "learning_rate"));
+  DG_RETURN_IF_ERROR(CheckNotNegative(read.epsilon, "epsilon"));
+  DG_RETURN_IF_ERROR(CheckNotNegative(read.weight_decay, "weight_decay"));
+  if (!(read.beta1 >= 0 && read.beta1 < 1 && read.beta2 >= 0 && read.beta2 < 1)) {
+    return absl::InvalidArgumentError("beta1 and beta2 are in [0, 1)");
+  }
+  return read;
+}
+
+template <typename Options>
+Options ToAdam(const dg_adam_options& read) {
+  return Options(read.learning_rate)
+      .betas({read.beta1, read.beta2})
+      .eps(read.epsilon)
+      .weight_decay(read.weight_decay)
+      .amsgrad((read.flags & DG_ADAM_AMSGRAD) != 0);
+}
+
+}  // namespace
+}  // namespace distgrad
+
+using namespace distgrad;
+
+extern "C" {
+
+dg_error* dg_optimizer_create_sgd(dg_worker* worker, dg_str name,
+                                  const dg_tensor* const* parameters, size_t parameter_count,
+                                  const dg_sgd_options* options, dg_optimizer** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(
+        const dg_sgd_options read,
+        ReadOptions<dg_sgd_options>(options, DG_SGD_OPTIONS_INIT, "dg_sgd_options"));
+    DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_SGD_NESTEROV, "dg_sgd_options"));
+    DG_RETURN_IF_ERROR(CheckNotNegative(read.learning_rate, "learning_rate"));
+    DG_RETURN_IF_ERROR(CheckNotNegative(read.momentum, "momentum"));
+    DG_RETURN_IF_ERROR(CheckNotNegative(read.weight_decay, "weight_decay"));
+    const bool nesterov = (read.flags & DG_SGD_NESTEROV) != 0;
+    if (nesterov && (read.momentum == 0 || read.dampening != 0)) {
+      return absl::InvalidArgumentError("Nesterov's momentum needs a momentum and no dampening");
+    }
+    return Create(worker, name, parameters, parameter_count, out,
+                  [&](std::vector<at::Tensor> leaves) {
+                    return std::make_unique<torch::optim::SGD>(
+                        std::move(leaves), torch::optim::SGDOptions(read.learning_rate)
+                                               .momentum(read.momentum)
+                                               .dampening(read.dampening)
+                                               .weight_decay(read.weight_decay)
+                                               .nesterov(nesterov));
+                  });
+  });
+}
+
+dg_error* dg_optimizer_create_adam(dg_worker* worker, dg_str name,
+                                   const dg_tensor* const* parameters, size_t parameter_count,
+                                   const dg_adam_options* options, dg_optimizer** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const dg_adam_options read, ReadAdam(options, DG_ADAM_OPTIONS_INIT));
+    return Create(worker, name, parameters, parameter_count, out,
+                  [&](std::vector<at::Tensor> leaves) {
+                    return std::make_unique<torch::optim::Adam>(
+                        std::move(leaves), ToAdam<torch::optim::AdamOptions>(read));
+                  });
+  });
+}
+
+dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str name,
+                                    const dg_tensor* const* parameters, size_t parameter_count,
+                                    const dg_adam_options* options, dg_optimizer** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const dg_adam_options read, ReadAdam(options, DG_ADAMW_OPTIONS_INIT));
+    return Create(worker, name, parameters, parameter_count, out,
+                  [&](std::vector<at::Tensor> leaves) {
+                    return std::make_unique<torch::optim::AdamW>(
+                        std::move(leaves), ToAdam<torch::optim::AdamWOptions>(read));
+                  });
+  });
+}
+
+dg_error* dg_optimizer_step(dg_optimizer* optimizer, const dg_context* context) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    return pinned->optimizer->Step(of->context);
+  });
+}
+
+void dg_optimizer_destroy(dg_optimizer* optimizer) noexcept {
+  DestroyHandle<OptimizerObject>(optimizer);
+}
+
+}  // extern "C"

@@ -1,0 +1,354 @@
+// Workers.
+#include "core/worker/worker.h"
+
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "capi/guard.h"
+#include "capi/objects.h"
+#include "capi/worker_object.h"
+#include "core/base/log.h"
+#include "core/base/thread_pool.h"
+#include "core/tensor/values.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kMaxFunctionName = 1000;
+
+thread_local const SharedWorker* serving = nullptr;
+
+// While it lives, this thread runs a handler of `worker`.
+class ServingScope {
+ public:
+  explicit ServingScope(const SharedWorker* worker) : outer_(std::exchange(serving, worker)) {}
+  ~ServingScope() { serving = outer_; }
+  ServingScope(const ServingScope&) = delete;
+  ServingScope& operator=(const ServingScope&) = delete;
+
+ private:
+  const SharedWorker* const outer_;
+};
+
+absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
+  DG_ASSIGN_OR_RETURN(
+      const dg_worker_options read,
+      ReadOptions<dg_worker_options>(given, DG_WORKER_OPTIONS_INIT, "dg_worker_options"));
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_WORKER_NO_OPERATORS, "dg_worker_options"));
+  WorkerOptions options;
+  DG_ASSIGN_OR_RETURN(options.name, FromStr(read.name, "name"));
+  if (read.world_size > 0) {
+    if (read.world_size > 1 << 16 || read.rank >= read.world_size) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("there is no worker of rank ", read.rank, " in a job of ", read.world_size));
+    }
+    options.rank = static_cast<int>(read.rank);
+    options.world_size = static_cast<int>(read.world_size);
+  } else if (read.rank != 0) {
+    return absl::InvalidArgumentError("a rank needs a world_size");
+  }
+  DG_ASSIGN_OR_RETURN(const std::string rendezvous, FromStr(read.rendezvous, "rendezvous"));
+  DG_ASSIGN_OR_RETURN(const std::string transport, FromStr(read.transport, "transport"));
+  DG_ASSIGN_OR_RETURN(const std::string host, FromStr(read.host, "host"));
+  if (!rendezvous.empty()) options.rendezvous = rendezvous;
+  if (!transport.empty()) options.transport = transport;
+  if (!host.empty()) options.host = host;
+  if (read.thread_count > 1024) {
+    return absl::InvalidArgumentError(absl::StrCat("thread_count is ", read.thread_count));
+  }
+  options.threads = read.thread_count;
+  const absl::Time now = absl::Now();
+  options.timeout = ToDeadline(read.timeout_ms, now + options.timeout) - now;
+  options.join_timeout = ToDeadline(read.join_timeout_ms, now + options.join_timeout) - now;
+  options.serve_operators = (read.flags & DG_WORKER_NO_OPERATORS) == 0;
+  return options;
+}
+
+// Options of a call, and what keeps its context.
+struct OptionsOfCall {
+  CallOptions options;
+  std::optional<Pinned<ContextObject>> context;
+};
+
+absl::StatusOr<OptionsOfCall> ToOptions(const dg_call_options* given) {
+  DG_ASSIGN_OR_RETURN(const dg_call_options read,
+                      ReadOptions<dg_call_options>(given, DG_CALL_OPTIONS_INIT, "dg_call_options"));
+  OptionsOfCall of;
+  of.options.deadline = ToDeadline(read.timeout_ms, absl::InfinitePast());
+  if (read.context != nullptr) {
+    DG_ASSIGN_OR_RETURN(Pinned<ContextObject> context, Pin<ContextObject>(read.context));
+    of.context.emplace(std::move(context));
+    of.options.context = &(*of.context)->context;
+  }
+  return of;
+}
+
+absl::StatusOr<Future<Message>> Call(dg_worker* worker, dg_str to, dg_str function, Message message,
+                                     const dg_call_options* given) {
+  DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+  DG_ASSIGN_OR_RETURN(const std::string to_name, FromStr(to, "to"));
+  DG_ASSIGN_OR_RETURN(const std::string name, FromStr(function, "function"));
+  DG_ASSIGN_OR_RETURN(const OptionsOfCall options, ToOptions(given));
+  return use->CallAsync(to_name, name, std::move(message), options.options);
+}
+
+absl::StatusOr<Future<Message>> CallFunction(dg_worker* worker, dg_str to, dg_str function,
+                                             const dg_message* request,
+                                             const dg_call_options* options) {
+  DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> message, Pin<MessageObject>(request));
+  return Call(worker, to, function, message->message, options);
+}
+
+absl::StatusOr<Future<Message>> CallOp(dg_worker* worker, dg_str to, dg_str op,
+                                       const dg_value* arguments, size_t argument_count,
+                                       const dg_call_options* options) {
+  DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values, FromValues(arguments, argument_count));
+  DG_ASSIGN_OR_RETURN(Message message, EncodeValues(values));
+  return Call(worker, to, op, std::move(message), options);
+}
+
+}  // namespace
+
+bool InHandler() { return serving != nullptr; }
+
+SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
+    : names_(worker->names()), rank_(worker->id()), worker_(std::move(worker)) {}
+
+absl::StatusOr<SharedWorker::Use> SharedWorker::Begin() {
+  // Close() waits for this worker's handlers anyway; if they counted it would wait for ever, for
+  // it is Close() that fails what they wait for.
+  const bool counted = serving != this;
+  absl::MutexLock lock(&mu_);
+  if (closed_ && counted) return absl::FailedPreconditionError("the worker is gone");
+  if (counted) ++uses_;
+  return Use(shared_from_this(), counted);
+}
+
+void SharedWorker::End() {
+  absl::MutexLock lock(&mu_);
+  --uses_;
+}
+
+void SharedWorker::Close() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (closed_) return;
+    closed_ = true;
+    mu_.Await(absl::Condition(this, &SharedWorker::Unused));
+  }
+  worker_.reset();
+  std::vector<std::shared_ptr<Handler>> handlers;
+  {
+    absl::MutexLock lock(&mu_);
+    handlers.swap(handlers_);
+  }
+}
+
+absl::Status SharedWorker::Register(std::string function, std::shared_ptr<Handler> handler) {
+  DG_ASSIGN_OR_RETURN(const Use use, Begin());
+  DG_RETURN_IF_ERROR(use->Register(
+      std::move(function), [this, weak = std::weak_ptr<Handler>(handler)](Request& request) {
+        return Serve(weak, request);
+      }));
+  absl::MutexLock lock(&mu_);
+  handlers_.push_back(std::move(handler));
+  return absl::OkStatus();
+}
+
+absl::Status SharedWorker::ClaimOptimizer(const std::string& name) {
+  absl::MutexLock lock(&mu_);
+  if (optimizers_.insert(name).second) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat("the worker has an optimizer '", name, "' already"));
+}
+
+absl::StatusOr<Message> SharedWorker::Serve(const std::weak_ptr<Handler>& weak, Request& request) {
+  const std::shared_ptr<Handler> handler = weak.lock();
+  if (handler == nullptr) return absl::UnavailableError("the worker is ending");
+  const auto message = NewOwnedHandle<MessageObject>(std::move(request.message));
+  OwnedHandle<ContextObject> context;
+  if (request.context.valid()) {
+    context = NewOwnedHandle<ContextObject>(std::move(request.context));
+  }
+  dg_request borrowed = {};
+  borrowed.struct_size = sizeof(borrowed);
+  borrowed.function = ToStr(request.function);
+  borrowed.from = request.from;
+  borrowed.message = message.get();
+  borrowed.context = context.get();
+  borrowed.timeout_ms = ToTimeoutMs(request.deadline);
+
+  dg_message* reply = nullptr;
+  absl::Status status;
+  {
+    ServingScope scope(this);
+    status = TakeError(handler->function(handler->user_data.get(), &borrowed, &reply));
+  }
+  const OwnedHandle<MessageObject> reply_owner(reply);
+  if (!status.ok()) return status;
+  if (reply == nullptr) return Message{};
+  absl::StatusOr<std::unique_ptr<MessageObject>> taken = TakeHandle<MessageObject>(reply);
+  if (!taken.ok())
+    return absl::InternalError(absl::StrCat("its reply: ", taken.status().message()));
+  return std::move((*taken)->message);
+}
+
+absl::StatusOr<SharedWorker::Use> UseWorker(const dg_worker* worker) {
+  DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker));
+  return pinned->shared->Begin();
+}
+
+}  // namespace distgrad
+
+using namespace distgrad;
+
+extern "C" {
+
+dg_error* dg_worker_create(const dg_worker_options* options, dg_worker** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(WorkerOptions core_options, ToOptions(options));
+    ThreadPool::BlockingScope blocking;
+    DG_ASSIGN_OR_RETURN(std::unique_ptr<Worker> worker, Worker::Create(std::move(core_options)));
+    *out = NewHandle<WorkerObject>(std::move(worker));
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_worker_wait_for_all(dg_worker* worker, int64_t timeout_ms) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    ThreadPool::BlockingScope blocking;
+    return use->WaitForAll(ToDeadline(timeout_ms, absl::Now()));
+  });
+}
+
+dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    ThreadPool::BlockingScope blocking;
+    return use->Leave(ToDeadline(timeout_ms, absl::Now()));
+  });
+}
+
+void dg_worker_destroy(dg_worker* worker) noexcept {
+  if (worker == nullptr) return;
+  GuardValue(0, [&] {
+    std::shared_ptr<SharedWorker> shared;
+    {
+      absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+      if (!pinned.ok()) return 0;
+      shared = (*pinned)->shared;
+    }
+    if (InHandler() || !CheckMayWait().ok()) {
+      DG_LOG(ERROR) << "worker '" << shared->names()[shared->rank()]
+                    << "' cannot be destroyed in a callback; it stays alive";
+      return 0;
+    }
+    if (DestroyHandle<WorkerObject>(worker)) shared->Close();
+    return 0;
+  });
+}
+
+uint32_t dg_worker_rank(const dg_worker* worker) noexcept {
+  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
+    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+    return pinned.ok() ? (*pinned)->shared->rank() : 0;
+  });
+}
+
+uint32_t dg_worker_world_size(const dg_worker* worker) noexcept {
+  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
+    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+    return pinned.ok() ? static_cast<uint32_t>((*pinned)->shared->names().size()) : 0;
+  });
+}
+
+dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) noexcept {
+  return GuardValue<dg_str>(ToStr(""), [&] {
+    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+    if (!pinned.ok() || rank >= (*pinned)->shared->names().size()) return ToStr("");
+    return ToStr((*pinned)->shared->names()[rank]);
+  });
+}
+
+size_t dg_worker_context_count(const dg_worker* worker) noexcept {
+  return GuardValue<size_t>(0, [&]() -> size_t {
+    absl::StatusOr<SharedWorker::Use> use = UseWorker(worker);
+    return use.ok() ? (*use)->context_count() : 0;
+  });
+}
+
+dg_error* dg_worker_register(dg_worker* worker, dg_str function, dg_handler handler,
+                             void* user_data, void (*destroy)(void* user_data)) noexcept {
+  UserData taken(user_data, destroy);
+  return Guard([&]() -> absl::Status {
+    if (handler == nullptr) return absl::InvalidArgumentError("the handler is NULL");
+    DG_ASSIGN_OR_RETURN(std::string name, FromStr(function, "function"));
+    if (name.size() > kMaxFunctionName || absl::StartsWith(name, "distgrad.")) {
+      return absl::InvalidArgumentError(
+          "a function's name has at most 1000 bytes, and does not begin with 'distgrad.'");
+    }
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    return use.shared().Register(std::move(name),
+                                 std::make_shared<Handler>(Handler{handler, std::move(taken)}));
+  });
+}
+
+dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str function, const dg_message* request,
+                         const dg_call_options* options, dg_message** reply) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(reply));
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(Future<Message> future,
+                        CallFunction(worker, to, function, request, options));
+    DG_ASSIGN_OR_RETURN(Message message, future.Take());
+    *reply = NewHandle<MessageObject>(std::move(message));
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, dg_str function,
+                               const dg_message* request, const dg_call_options* options,
+                               dg_future** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(Future<Message> future,
+                        CallFunction(worker, to, function, request, options));
+    *out = NewHandle<FutureObject>(std::move(future));
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_worker_call_op(dg_worker* worker, dg_str to, dg_str op, const dg_value* arguments,
+                            size_t argument_count, const dg_call_options* options,
+                            dg_values** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(Future<Message> future,
+                        CallOp(worker, to, op, arguments, argument_count, options));
+    DG_ASSIGN_OR_RETURN(Message message, future.Take());
+    DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values, DecodeValues(std::move(message)));
+    DG_ASSIGN_OR_RETURN(std::unique_ptr<ValuesObject> converted, ToValues(values));
+    *out = AdoptHandle(std::move(converted));
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str to, dg_str op,
+                                  const dg_value* arguments, size_t argument_count,
+                                  const dg_call_options* options, dg_future** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(Future<Message> future,
+                        CallOp(worker, to, op, arguments, argument_count, options));
+    *out = NewHandle<FutureObject>(RemoteValues{std::move(future)});
+    return absl::OkStatus();
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,115 @@
+// A worker behind its handle, and who is using it.
+#ifndef DISTGRAD_CAPI_WORKER_OBJECT_H_
+#define DISTGRAD_CAPI_WORKER_OBJECT_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "capi/guard.h"
+#include "capi/handles.h"
+#include "core/worker/worker.h"
+
+namespace distgrad {
+
+struct Handler {
+  dg_handler function;
+  UserData user_data;
+};
+
+// Shared by a worker's handle and whatever needs the worker and may outlive that handle.
+// Thread-safe.
+class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
+ public:
+  explicit SharedWorker(std::unique_ptr<Worker> worker);
+  ~SharedWorker() { Close(); }
+
+  // Keeps the worker from ending. Movable.
+  class Use {
+   public:
+    Use(std::shared_ptr<SharedWorker> owner, bool counted)
+        : owner_(std::move(owner)), counted_(counted) {}
+    Use(Use&& other) noexcept
+        : owner_(other.owner_), counted_(std::exchange(other.counted_, false)) {}
+    Use& operator=(Use&&) = delete;
+    ~Use() {
+      if (counted_) owner_->End();
+    }
+    Worker* operator->() const { return owner_->worker_.get(); }
+    Worker* get() const { return owner_->worker_.get(); }
+    SharedWorker& shared() const { return *owner_; }
+
+   private:
+    const std::shared_ptr<SharedWorker> owner_;
+    bool counted_;
+  };
+
+  // kFailedPrecondition once the worker is gone.
+  absl::StatusOr<Use> Begin();
+
+  // Waits until nobody uses the worker, and ends it. Not in a callback. Idempotent.
+  void Close();
+
+  // The names are constant, and stay after Close().
+  const std::vector<std::string>& names() const { return names_; }
+  uint32_t rank() const { return rank_; }
+
+  absl::Status Register(std::string function, std::shared_ptr<Handler> handler);
+  // kAlreadyExists if the worker has an optimizer of that name.
+  absl::Status ClaimOptimizer(const std::string& name);
+
+ private:
+  absl::StatusOr<Message> Serve(const std::weak_ptr<Handler>& weak, Request& request);
+
+  void End();
+  bool Unused() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return uses_ == 0; }
+
+  const std::vector<std::string> names_;
+  const uint32_t rank_;
+
+  absl::Mutex mu_;
+  // Guarded by mu_.
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  // Of threads other than those that run this worker's handlers: the worker's end waits for those.
+  int uses_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::flat_hash_set<std::string> optimizers_ ABSL_GUARDED_BY(mu_);
+  // Ended with the worker, though contexts may keep what is left of it.
+  std::vector<std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
+
+  std::unique_ptr<Worker> worker_;  // constant while there is a Use
+};
+
+// Whether this thread runs a handler of any worker.
+bool InHandler();
+
+struct WorkerObject : HandleObject {
+  using Handle = dg_worker;
+  static constexpr HandleKind kKind = HandleKind::kWorker;
+  static constexpr char kName[] = "dg_worker";
+
+  explicit WorkerObject(std::unique_ptr<Worker> worker)
+      : shared(std::make_shared<SharedWorker>(std::move(worker))) {}
+  const std::shared_ptr<SharedWorker> shared;
+};
+
+struct ContextObject : HandleObject {
+  using Handle = dg_context;
+  static constexpr HandleKind kKind = HandleKind::kContext;
+  static constexpr char kName[] = "dg_context";
+
+  explicit ContextObject(Context context) : context(std::move(context)) {}
+  Context context;  // thread-safe
+};
+
+// A worker that is alive, from its handle.
+absl::StatusOr<SharedWorker::Use> UseWorker(const dg_worker* worker);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CAPI_WORKER_OBJECT_H_

@@ -1,0 +1,526 @@
+/* Two workers in this process, from plain C: calls, futures, contexts, backward, optimizers; and
+ * what becomes of wrong use, in callbacks and after the end. */
+#define _POSIX_C_SOURCE 200809L
+#include <pthread.h>
+#include <semaphore.h>
+#include <unistd.h>
+
+#include "capi/testing/check.h"
+
+static dg_worker* workers[2];
+static int handlers_ended;
+
+/* The part of each of two workers at the same time. */
+typedef struct both {
+  void (*run)(int rank);
+  int rank;
+} both;
+static void* run_one(void* argument) {
+  both* part = (both*)argument;
+  part->run(part->rank);
+  return NULL;
+}
+static void on_both(void (*run)(int rank)) {
+  both parts[2];
+  pthread_t thread;
+  for (int i = 0; i < 2; ++i) {
+    parts[i].run = run;
+    parts[i].rank = i;
+  }
+  CHECK(pthread_create(&thread, NULL, run_one, &parts[1]) == 0);
+  run_one(&parts[0]);
+  CHECK(pthread_join(thread, NULL) == 0);
+}
+
+static char rendezvous[512];
+
+static void create(int rank) {
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  options.name = rank == 0 ? DG_STR("front") : DG_STR("back");
+  options.rank = (uint32_t)rank;
+  options.world_size = 2;
+  options.rendezvous.data = rendezvous;
+  options.rendezvous.size = strlen(rendezvous);
+  options.thread_count = 2;
+  OK(dg_worker_create(&options, &workers[rank]));
+}
+
+static void test_options(void) {
+  struct {
+    dg_worker_options known;
+    uint64_t unknown;
+  } longer;
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  dg_worker* worker = NULL;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, NULL));
+  options.struct_size = 0;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  options.struct_size = (size_t)-1;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  options.struct_size = sizeof(options);
+  options.flags = ~UINT64_C(0);
+  FAILS(DG_UNIMPLEMENTED, dg_worker_create(&options, &worker));
+  options.flags = 0;
+  options.rank = 1;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker)); /* without a world_size */
+  options.world_size = 1;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  options.rank = 0;
+  options.rendezvous = DG_STR("smoke://signals");
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  options.rendezvous.data = NULL;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  options.rendezvous.data = rendezvous;
+  options.rendezvous.size = strlen(rendezvous);
+  options.transport = DG_STR("pigeon");
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  /* A newer program's struct is taken if it asks for nothing unknown. */
+  memset(&longer, 0, sizeof(longer));
+  longer.known.struct_size = sizeof(longer);
+  longer.known.world_size = 1;
+  longer.known.rendezvous = DG_STR("smoke://signals");
+  longer.unknown = 1;
+  FAILS(DG_UNIMPLEMENTED, dg_worker_create(&longer.known, &worker));
+  longer.unknown = 0;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&longer.known, &worker)); /* the rendezvous */
+  CHECK(worker == NULL);
+}
+
+/* ---------------------------------------------------------------------------------- Handlers */
+
+/* The tensor times the parameter that is the handler's own. */
+static dg_tensor* parameter;
+
+static dg_error* multiply(void* user_data, const dg_request* request, dg_message** reply) {
+  dg_tensor *x = NULL, *y;
+  const dg_tensor* result;
+  (void)user_data;
+  CHECK(request->struct_size >= sizeof(dg_request));
+  CHECK(request->timeout_ms > 0 && request->timeout_ms <= 60000);
+  OK(dg_message_tensor(request->message, 0, &x));
+  y = op2("aten::mul.Tensor", x, parameter);
+  result = y;
+  OK(dg_message_create("done", 4, &result, 1, reply));
+  dg_tensor_destroy(x);
+  dg_tensor_destroy(y);
+  return NULL;
+}
+
+static dg_error* fail(void* user_data, const dg_request* request, dg_message** reply) {
+  (void)user_data;
+  OK(dg_message_create(NULL, 0, NULL, 0, reply)); /* not to be leaked */
+  CHECK(str_is(request->function, "fail"));
+  return dg_error_create(DG_DATA_LOSS, DG_STR("the dog ate it"));
+}
+
+static dg_error* lie(void* user_data, const dg_request* request, dg_message** reply) {
+  (void)user_data;
+  if (dg_message_payload(request->message).size > 0) {
+    *reply = (dg_message*)(uintptr_t)parameter; /* a handle, but of a tensor */
+    return NULL;
+  }
+  return (dg_error*)(uintptr_t)parameter;
+}
+
+static dg_error* nothing(void* user_data, const dg_request* request, dg_message** reply) {
+  (void)user_data;
+  (void)request;
+  (void)reply;
+  return NULL;
+}
+
+/* Calls back to who called, within its context; and tries to end its own worker. */
+static dg_error* relay(void* user_data, const dg_request* request, dg_message** reply) {
+  dg_worker* self = (dg_worker*)user_data;
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  dg_worker_destroy(self); /* refused, and logged */
+  CHECK(dg_worker_world_size(self) == 2);
+  options.context = request->context;
+  options.timeout_ms = request->timeout_ms;
+  return dg_worker_call(self, dg_worker_name(self, (uint32_t)request->from), DG_STR("multiply"),
+                        request->message, &options, reply);
+}
+
+static void add(int rank, const char* name, dg_handler handler, void* user_data) {
+  dg_str text;
+  text.data = name;
+  text.size = strlen(name);
+  OK(dg_worker_register(workers[rank], text, handler, user_data, NULL));
+}
+
+static void test_register(void) {
+  int ended = 0;
+  dg_worker* w = workers[1];
+  char longest[1002];
+  dg_str text;
+  for (int rank = 0; rank < 2; ++rank) {
+    OK(dg_worker_register(workers[rank], DG_STR("multiply"), multiply, &handlers_ended, count_up));
+    add(rank, "relay", relay, workers[rank]);
+  }
+  add(1, "fail", fail, NULL);
+  add(1, "lie", lie, NULL);
+  add(1, "nothing", nothing, NULL);
+  memset(longest, 'a', sizeof(longest));
+  text.data = longest;
+  text.size = 1001;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register(w, text, fail, &ended, count_up));
+  FAILS(DG_ALREADY_EXISTS, dg_worker_register(w, DG_STR("fail"), fail, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register(w, DG_STR(""), fail, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register(w, DG_STR("aten::mm"), fail, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_worker_register(w, DG_STR("distgrad.optimizer.step/"), fail, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register(w, DG_STR("null"), NULL, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register(NULL, DG_STR("g"), fail, &ended, count_up));
+  CHECK(ended == 7);
+}
+
+static void test_names(void) {
+  CHECK(dg_worker_rank(workers[1]) == 1 && dg_worker_world_size(workers[0]) == 2);
+  CHECK(str_is(dg_worker_name(workers[0], 1), "back"));
+  CHECK(dg_worker_name(workers[0], 2).size == 0);
+  CHECK(dg_worker_rank(NULL) == 0 && dg_worker_world_size(NULL) == 0);
+  CHECK(dg_worker_name(NULL, 0).size == 0 && dg_worker_context_count(NULL) == 0);
+}
+
+static dg_message* message_of(const dg_tensor* tensor) {
+  dg_message* message = NULL;
+  OK(dg_message_create(NULL, 0, &tensor, tensor != NULL, &message));
+  return message;
+}
+
+static void test_calls(void) {
+  const float two = 2;
+  dg_tensor *x = floats(&two, 1, 1), *y = NULL;
+  dg_message *request = message_of(x), *empty = message_of(NULL), *reply = NULL, *some = NULL;
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  dg_worker* w = workers[0];
+  OK(dg_worker_call(w, DG_STR("back"), DG_STR("multiply"), request, NULL, &reply));
+  CHECK(str_is(dg_message_payload(reply), "done"));
+  OK(dg_message_tensor(reply, 0, &y));
+  CHECK(data_of(y)[0] == 6 && !dg_tensor_requires_grad(y)); /* no context */
+  dg_tensor_destroy(y);
+  dg_message_destroy(reply);
+  OK(dg_worker_call(w, DG_STR("front"), DG_STR("multiply"), request, NULL, &reply)); /* itself */
+  dg_message_destroy(reply);
+  OK(dg_worker_call(w, DG_STR("back"), DG_STR("relay"), request, &options, &reply));
+  dg_message_destroy(reply);
+  OK(dg_worker_call(w, DG_STR("back"), DG_STR("nothing"), request, NULL, &reply));
+  CHECK(dg_message_tensor_count(reply) == 0 && dg_message_payload(reply).size == 0);
+  dg_message_destroy(reply);
+
+  reply = NULL;
+  OK(dg_message_create("x", 1, NULL, 0, &some));
+  FAILS(DG_DATA_LOSS, dg_worker_call(w, DG_STR("back"), DG_STR("fail"), empty, NULL, &reply));
+  FAILS(DG_INTERNAL, dg_worker_call(w, DG_STR("back"), DG_STR("lie"), empty, NULL, &reply));
+  FAILS(DG_INTERNAL, dg_worker_call(w, DG_STR("back"), DG_STR("lie"), some, NULL, &reply));
+  FAILS(DG_NOT_FOUND, dg_worker_call(w, DG_STR("back"), DG_STR("no"), empty, NULL, &reply));
+  FAILS(DG_NOT_FOUND, dg_worker_call(w, DG_STR("nobody"), DG_STR("fail"), empty, NULL, &reply));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_call(w, DG_STR("back"), DG_STR(""), empty, NULL, &reply));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_call(w, DG_STR("back"), DG_STR("fail"), NULL, NULL, &reply));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_call(w, DG_STR("back"), DG_STR("fail"), empty, NULL, NULL));
+  options.context = (const dg_context*)(const void*)x;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_worker_call(w, DG_STR("back"), DG_STR("fail"), empty, &options, &reply));
+  options.context = NULL;
+  options.struct_size = 8;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_worker_call(w, DG_STR("back"), DG_STR("fail"), empty, &options, &reply));
+  CHECK(reply == NULL);
+  dg_message_destroy(some);
+  dg_message_destroy(empty);
+  dg_message_destroy(request);
+  dg_tensor_destroy(x);
+}
+
+static void test_remote_operators(void) {
+  const float data[4] = {1, 2, 3, 4};
+  dg_tensor* x = floats(data, 2, 2);
+  dg_value arguments[2], result;
+  dg_values* values = NULL;
+  dg_future* future = NULL;
+  dg_message* reply = NULL;
+  bool done = false;
+  arguments[0] = dg_value_tensor(x);
+  arguments[1] = dg_value_integer(1);
+  OK(dg_worker_call_op(workers[0], DG_STR("back"), DG_STR("aten::max.dim"), arguments, 2, NULL,
+                       &values));
+  CHECK(dg_values_count(values) == 2);
+  OK(dg_values_get(values, 0, &result));
+  CHECK(data_of(result.as.tensor)[1] == 4);
+  dg_values_destroy(values);
+  OK(dg_worker_call_op_async(workers[0], DG_STR("back"), DG_STR("aten::size.int"), arguments, 2,
+                             NULL, &future));
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  CHECK(done);
+  FAILS(DG_FAILED_PRECONDITION, dg_future_result(future, &reply));
+  OK(dg_future_values(future, &values));
+  OK(dg_values_get(values, 0, &result));
+  CHECK(result.kind == DG_VALUE_INTEGER && result.as.integer == 2);
+  dg_values_destroy(values);
+  dg_future_destroy(future);
+  FAILS(DG_NOT_FOUND, dg_worker_call_op(workers[0], DG_STR("back"), DG_STR("aten::no"), arguments,
+                                        1, NULL, &values));
+  arguments[0] = dg_value_tensor((const dg_tensor*)(const void*)workers);
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_worker_call_op_async(workers[0], DG_STR("back"), DG_STR("aten::exp"), arguments, 1, NULL,
+                                &future));
+  dg_tensor_destroy(x);
+}
+
+/* ----------------------------------------------------------------------------------- Futures */
+
+static sem_t ended;
+static dg_code codes[7];
+static dg_future* waited_for;
+
+static void post(void* user_data) { CHECK(sem_post((sem_t*)user_data) == 0); }
+
+static dg_code code_of(dg_error* error) {
+  const dg_code code = dg_error_code(error);
+  dg_error_destroy(error);
+  return code;
+}
+
+/* Everything that waits fails, and nothing hangs. */
+static void when_done(void* user_data) {
+  bool done = false;
+  dg_message* reply = NULL;
+  dg_values* values = NULL;
+  dg_worker* worker = NULL;
+  (void)user_data;
+  codes[0] = code_of(dg_future_wait(waited_for, 1000, &done));
+  codes[1] =
+      code_of(dg_worker_call(workers[0], DG_STR("back"), DG_STR("fail"), NULL, NULL, &reply));
+  codes[2] = code_of(
+      dg_worker_call_op(workers[0], DG_STR("back"), DG_STR("aten::exp"), NULL, 0, NULL, &values));
+  codes[3] = code_of(dg_worker_create(NULL, &worker));
+  codes[4] = code_of(dg_worker_wait_for_all(workers[0], DG_FOREVER));
+  codes[5] = code_of(dg_context_backward(NULL, NULL, 0, NULL));
+  codes[6] = code_of(dg_optimizer_step(NULL, NULL));
+  dg_worker_destroy(workers[0]);            /* refused, and logged */
+  OK(dg_future_wait(waited_for, 0, &done)); /* to poll is no wait */
+  dg_grad_set_enabled(false);               /* undone behind us */
+}
+
+static void nothing_done(void* user_data) { (void)user_data; }
+
+static void test_futures(void) {
+  dg_message *empty = message_of(NULL), *reply = NULL;
+  dg_values* values = NULL;
+  bool done = false;
+  int count = 0;
+  CHECK(sem_init(&ended, 0, 0) == 0);
+  for (int i = 0; i < 2; ++i) {
+    OK(dg_worker_call_async(workers[0], DG_STR("back"), i == 0 ? DG_STR("nothing") : DG_STR("fail"),
+                            empty, NULL, &waited_for));
+    OK(dg_future_then(waited_for, when_done, &ended, post));
+    while (sem_wait(&ended) != 0) continue;
+    for (int c = 0; c < 7; ++c) CHECK(codes[c] == DG_FAILED_PRECONDITION);
+    CHECK(dg_worker_world_size(workers[0]) == 2);
+    OK(dg_future_then(waited_for, count_up, &count, NULL)); /* done: at once */
+    CHECK(count == 2 * i + 1);
+    CHECK(dg_grad_set_enabled(true));
+    FAILS(DG_INVALID_ARGUMENT, dg_future_then(waited_for, NULL, &ended, post));
+    while (sem_wait(&ended) != 0) continue;
+    if (i == 0) {
+      FAILS(DG_FAILED_PRECONDITION, dg_future_values(waited_for, &values));
+      for (int twice = 0; twice < 2; ++twice) {
+        OK(dg_future_result(waited_for, &reply));
+        dg_message_destroy(reply);
+      }
+    } else {
+      FAILS(DG_DATA_LOSS, dg_future_result(waited_for, &reply));
+      FAILS(DG_DATA_LOSS, dg_future_values(waited_for, &values));
+    }
+    dg_future_destroy(waited_for);
+    FAILS(DG_INVALID_ARGUMENT, dg_future_wait(waited_for, 1, &done));
+    FAILS(DG_INVALID_ARGUMENT, dg_future_result(waited_for, &reply));
+    FAILS(DG_INVALID_ARGUMENT, dg_future_then(waited_for, nothing_done, &count, count_up));
+    CHECK(count == 2 * i + 2); /* taken */
+  }
+  dg_message_destroy(empty);
+}
+
+/* ---------------------------------------------------------------------------------- Autograd */
+
+static void visit(void* user_data, const dg_tensor* leaf, const dg_tensor* gradient) {
+  CHECK(dg_tensor_requires_grad(leaf));
+  *(float*)user_data += data_of(gradient)[0];
+}
+
+/* The reply of a remote multiplication with the parameter, in the context. */
+static dg_tensor* remote(dg_context* context, const dg_tensor* x, dg_str function) {
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  dg_message *request = message_of(x), *reply = NULL;
+  dg_tensor* y = NULL;
+  options.context = context;
+  OK(dg_worker_call(workers[0], DG_STR("back"), function, request, &options, &reply));
+  OK(dg_message_tensor(reply, 0, &y));
+  CHECK(dg_tensor_requires_grad(y));
+  dg_message_destroy(reply);
+  dg_message_destroy(request);
+  return y;
+}
+
+static void test_backward(void) {
+  const float two = 2, ten = 10;
+  dg_tensor *x = floats(&two, 1, 1), *y, *gradient = NULL, *ones = floats(&ten, 1, 1);
+  const dg_tensor *root, *root_gradient = ones;
+  dg_context* context = NULL;
+  dg_backward_options options = DG_BACKWARD_OPTIONS_INIT;
+  dg_future* future = NULL;
+  dg_message* reply = (dg_message*)(uintptr_t)parameter;
+  bool done = false;
+  float sum = 0;
+  OK(dg_tensor_require_grad(x));
+  OK(dg_context_create(workers[0], &context));
+  CHECK(dg_context_id(context) != 0 && dg_worker_context_count(workers[0]) == 1);
+  root = y = remote(context, x, DG_STR("relay"));
+  options.flags = DG_BACKWARD_RETAIN_GRAPH;
+  OK(dg_context_backward(context, &root, 1, &options));
+  OK(dg_context_gradient(context, x, &gradient));
+  CHECK(data_of(gradient)[0] == 3); /* the parameter */
+  dg_tensor_destroy(gradient);
+  options.flags = 0;
+  options.root_gradients = &root_gradient;
+  OK(dg_context_backward_async(context, &root, 1, &options, &future));
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  OK(dg_future_result(future, &reply));
+  CHECK(done && reply == NULL);
+  dg_future_destroy(future);
+  OK(dg_context_gradient(context, x, &gradient));
+  CHECK(data_of(gradient)[0] == 33); /* they add up */
+  dg_tensor_destroy(gradient);
+  OK(dg_context_gradients(context, visit, &sum));
+  CHECK(sum == 33 + 22); /* x, and the parameter, which lives in this process too */
+  OK(dg_context_set_gradient(context, x, ones));
+  OK(dg_context_gradient(context, x, &gradient));
+  CHECK(data_of(gradient)[0] == 10);
+  dg_tensor_destroy(gradient);
+
+  gradient = NULL;
+  FAILS(DG_FAILED_PRECONDITION, dg_context_backward(context, &root, 1, NULL)); /* once more */
+  FAILS(DG_INVALID_ARGUMENT, dg_context_backward(context, NULL, 0, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_backward(context, NULL, 1, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_backward(NULL, &root, 1, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_backward_async(context, &root, 1, NULL, NULL));
+  options.flags = 2;
+  FAILS(DG_UNIMPLEMENTED, dg_context_backward(context, &root, 1, &options));
+  FAILS(DG_NOT_FOUND, dg_context_gradient(context, y, &gradient));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_gradient(context, NULL, &gradient));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_set_gradient(context, x, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_gradients(context, NULL, NULL));
+  CHECK(gradient == NULL);
+  OK(dg_context_release(context));
+  OK(dg_context_release(context));
+  dg_context_destroy(context);
+  CHECK(dg_context_id(context) == 0);
+  FAILS(DG_INVALID_ARGUMENT, dg_context_release(context));
+  CHECK(dg_worker_context_count(workers[0]) == 0);
+  dg_tensor_destroy(x);
+  dg_tensor_destroy(y);
+  dg_tensor_destroy(ones);
+}
+
+static void test_optimizers(void) {
+  const float one = 1;
+  const dg_tensor* parameters[1];
+  dg_tensor *mine = floats(&one, 1, 1), *plain = floats(&one, 1, 1), *y;
+  const dg_tensor *root, *no_leaf = plain;
+  dg_optimizer *fronts[3], *back[3], *none = NULL;
+  dg_context* context = NULL;
+  dg_sgd_options sgd = DG_SGD_OPTIONS_INIT;
+  dg_adam_options adam = DG_ADAM_OPTIONS_INIT, adamw = DG_ADAMW_OPTIONS_INIT;
+  sgd.learning_rate = adam.learning_rate = adamw.learning_rate = 0.25;
+  OK(dg_tensor_require_grad(mine));
+  parameters[0] = mine;
+  OK(dg_optimizer_create_sgd(workers[0], DG_STR("s"), parameters, 1, &sgd, &fronts[0]));
+  OK(dg_optimizer_create_adam(workers[0], DG_STR("a"), parameters, 1, &adam, &fronts[1]));
+  OK(dg_optimizer_create_adamw(workers[0], DG_STR("w"), parameters, 1, &adamw, &fronts[2]));
+  OK(dg_context_create(workers[0], &context));
+  root = y = remote(context, mine, DG_STR("multiply"));
+  OK(dg_context_backward(context, &root, 1, NULL));
+  FAILS(DG_NOT_FOUND, dg_optimizer_step(fronts[0], context)); /* the other has no part */
+  data_of(mine)[0] = 1;
+  parameters[0] = parameter;
+  OK(dg_optimizer_create_sgd(workers[1], DG_STR("s"), parameters, 1, &sgd, &back[0]));
+  OK(dg_optimizer_create_adam(workers[1], DG_STR("a"), NULL, 0, NULL, &back[1]));
+  OK(dg_optimizer_create_adamw(workers[1], DG_STR("w"), NULL, 0, NULL, &back[2]));
+  OK(dg_optimizer_step(fronts[0], context));
+  CHECK(data_of(mine)[0] == 1 - 0.25f * 3);      /* on both workers */
+  CHECK(data_of(parameter)[0] == 3 - 0.25f * 1); /* the first, failed try took no part here */
+  OK(dg_optimizer_step(fronts[1], context));
+  OK(dg_optimizer_step(fronts[2], context));
+  CHECK(data_of(mine)[0] < 0.25f - 0.4f);
+
+  FAILS(DG_ALREADY_EXISTS, dg_optimizer_create_sgd(workers[0], DG_STR("s"), NULL, 0, NULL, &none));
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_create_sgd(workers[0], DG_STR("p"), &no_leaf, 1, NULL, &none));
+  sgd.learning_rate = -1;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_create_sgd(workers[0], DG_STR("p"), NULL, 0, &sgd, &none));
+  sgd.learning_rate = 1;
+  sgd.flags = DG_SGD_NESTEROV;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_create_sgd(workers[0], DG_STR("p"), NULL, 0, &sgd, &none));
+  adam.beta1 = 1;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_create_adam(workers[0], DG_STR("p"), NULL, 0, &adam, &none));
+  adam.flags = 2;
+  FAILS(DG_UNIMPLEMENTED,
+        dg_optimizer_create_adamw(workers[0], DG_STR("p"), NULL, 0, &adam, &none));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_step(NULL, context));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_step(fronts[0], NULL));
+  CHECK(none == NULL);
+  for (int i = 0; i < 3; ++i) {
+    dg_optimizer_destroy(back[i]);
+    if (i > 0) dg_optimizer_destroy(fronts[i]);
+  }
+  dg_context_destroy(context);
+
+  /* What outlives its worker gives errors. */
+  OK(dg_context_create(workers[0], &context));
+  root = (dg_tensor_destroy(y), y = remote(context, mine, DG_STR("multiply")));
+  for (int i = 0; i < 2; ++i) {
+    dg_worker* gone = workers[i];
+    dg_worker_destroy(gone);
+    dg_worker_destroy(gone);
+    FAILS(DG_INVALID_ARGUMENT, dg_worker_wait_for_all(gone, 1));
+    FAILS(DG_INVALID_ARGUMENT, dg_worker_leave(gone, 1));
+  }
+  CHECK(handlers_ended == 2);
+  FAILS(DG_CANCELLED, dg_context_backward(context, &root, 1, NULL));
+  FAILS(DG_FAILED_PRECONDITION, dg_optimizer_step(fronts[0], context));
+  dg_optimizer_destroy(fronts[0]);
+  OK(dg_context_release(context));
+  dg_context_destroy(context);
+  dg_tensor_destroy(y);
+  dg_tensor_destroy(mine);
+  dg_tensor_destroy(plain);
+}
+
+static void wait_for_all(int rank) { OK(dg_worker_wait_for_all(workers[rank], DG_FOREVER)); }
+static void leave(int rank) { OK(dg_worker_leave(workers[rank], DG_FOREVER)); }
+
+int main(void) {
+  const char* folder = getenv("TEST_TMPDIR");
+  const float three = 3;
+  snprintf(rendezvous, sizeof(rendezvous), "file://%s/rendezvous.%d", folder ? folder : "/tmp",
+           (int)getpid());
+  test_options();
+  parameter = floats(&three, 1, 1);
+  OK(dg_tensor_require_grad(parameter));
+  on_both(create);
+  test_names();
+  test_register();
+  on_both(wait_for_all);
+  test_calls();
+  test_remote_operators();
+  test_futures();
+  test_backward();
+  on_both(leave);
+  test_optimizers();
+  dg_tensor_destroy(parameter);
+  unlink(rendezvous + strlen("file://"));
+  return 0;
+}
