@@ -3,6 +3,8 @@
 #include <string>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "tensorpipe/transport/connection.h"
 #include "tensorpipe/transport/listener.h"
 
@@ -12,8 +14,8 @@ namespace {
 using tensorpipe::AbstractNopHolder;
 using tensorpipe::Error;
 
-// An accepted connection. Its first read is the listener's; if it fails, the callback is kept,
-// not called, until the listener closes and lets go of this connection.
+// An accepted connection. Its first read is the listener's; if it fails, the callback is kept
+// back until the listener, which keeps this connection meanwhile, closes it.
 class AcceptedConnection final : public tensorpipe::transport::Connection,
                                  public std::enable_shared_from_this<AcceptedConnection> {
  public:
@@ -22,13 +24,9 @@ class AcceptedConnection final : public tensorpipe::transport::Connection,
 
   void read(AbstractNopHolder& object, read_nop_callback_fn fn) override {
     if (std::exchange(read_before_, true)) return connection_->read(object, std::move(fn));
-    // The listener keeps us until the callback, unless it is closed itself.
     connection_->read(object, [watch = weak_from_this(), fn = std::move(fn)](const Error& error) {
-      if (!error) return fn(error);
-      if (const auto self = watch.lock()) {
-        self->unanswered_ = fn;
-        self->connection_->close();
-      }
+      const auto self = watch.lock();
+      if (!error || self == nullptr || !self->KeepBack(fn, error)) fn(error);
     });
   }
 
@@ -43,12 +41,39 @@ class AcceptedConnection final : public tensorpipe::transport::Connection,
     connection_->write(object, std::move(fn));
   }
   void setId(std::string id) override { connection_->setId(std::move(id)); }
-  void close() override { connection_->close(); }
+  void close() override {
+    connection_->close();
+    read_nop_callback_fn kept;
+    Error error;
+    {
+      absl::MutexLock lock(&mu_);
+      closed_ = true;
+      kept = std::exchange(kept_, nullptr);
+      error = error_;
+    }
+    if (kept) kept(error);
+  }
 
  private:
+  // False if we are closed already.
+  bool KeepBack(const read_nop_callback_fn& fn, const Error& error) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (closed_) return false;
+      kept_ = fn;
+      error_ = error;
+    }
+    connection_->close();
+    return true;
+  }
+
   const std::shared_ptr<tensorpipe::transport::Connection> connection_;
-  bool read_before_ = false;         // by TensorPipe's loop only
-  read_nop_callback_fn unanswered_;  // by the transport's thread only
+  bool read_before_ = false;  // by TensorPipe's loop only
+
+  absl::Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  read_nop_callback_fn kept_ ABSL_GUARDED_BY(mu_);
+  Error error_ ABSL_GUARDED_BY(mu_);
 };
 
 class SteadyListener final : public tensorpipe::transport::Listener {
