@@ -229,7 +229,9 @@ TEST_F(HostileClientTest, HalfAHandshake) {
         RawSocket socket(address_, family);
         Handshake handshake = Handshake::Create(Handshake::Role::kClient, kKey, token).value();
         socket.Send(handshake.TakeOutput().substr(0, size));
-        if (size == kHelloBytes) EXPECT_EQ(socket.Receive(kHelloBytes).size(), kHelloBytes);
+        if (size == kHelloBytes) {
+          EXPECT_EQ(socket.Receive(kHelloBytes).size(), kHelloBytes);
+        }
         if (hold) {
           held.push_back(std::move(socket));
         } else {
