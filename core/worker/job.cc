@@ -10,7 +10,9 @@
 #include "core/rpc/environment.h"
 #include "core/rpc/inproc/inproc_transport.h"
 #include "core/rpc/store/file_store.h"
+#include "core/rpc/store/signed_store.h"
 #include "core/rpc/store/tcp_store.h"
+#include "core/rpc/tensorpipe/socket/cluster_key.h"
 #include "core/rpc/tensorpipe/tensorpipe_transport.h"
 #include "core/worker/worker.h"
 
@@ -20,7 +22,8 @@ namespace {
 constexpr int kMaxWorkers = 1 << 16;  // ids have 16 bits
 
 absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& options,
-                                                         const std::string& name) {
+                                                         const std::string& name,
+                                                         const std::string& cluster_key) {
   if (options.transport == "inproc") {
     if (options.network == nullptr) {
       return absl::InvalidArgumentError(
@@ -31,13 +34,16 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
   TensorPipeOptions tensorpipe;
   tensorpipe.host = options.host;
   tensorpipe.name = name;
-  if (options.transport == "tcp")
+  tensorpipe.cluster_key = cluster_key;
+  if (options.transport == "socket")
+    tensorpipe.kind = TensorPipeOptions::Kind::kSocket;
+  else if (options.transport == "tcp")
     tensorpipe.kind = TensorPipeOptions::Kind::kTcp;
   else if (options.transport == "shm")
     tensorpipe.kind = TensorPipeOptions::Kind::kShm;
   else {
     return absl::InvalidArgumentError(absl::StrCat("there is no transport '", options.transport,
-                                                   "'; there are tcp, shm and inproc"));
+                                                   "'; there are socket, tcp, shm and inproc"));
   }
   return NewTensorPipeTransport(std::move(tensorpipe));
 }
@@ -63,6 +69,7 @@ absl::StatusOr<std::shared_ptr<Store>> TcpStoreAt(absl::string_view address, boo
 }  // namespace
 
 absl::StatusOr<Job> JoinJob(const WorkerOptions& options, absl::Time deadline) {
+  DG_ASSIGN_OR_RETURN(const std::string cluster_key, LoadClusterKey(options.key_file));
   Job job{.rank = options.rank, .world_size = options.world_size};
   const bool by_environment = options.store == nullptr && options.rendezvous == "env://";
   Environment environment;
@@ -95,7 +102,8 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, absl::Time deadline) {
         absl::StrCat("rendezvous '", options.rendezvous,
                      "' is none of env://, tcp://host:port and file:///path"));
   }
-  DG_ASSIGN_OR_RETURN(job.transport, MakeTransport(options, job.name));
+  if (!cluster_key.empty()) job.store = NewSignedStore(cluster_key, std::move(job.store));
+  DG_ASSIGN_OR_RETURN(job.transport, MakeTransport(options, job.name, cluster_key));
   return job;
 }
 

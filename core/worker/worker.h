@@ -52,12 +52,19 @@ struct WorkerOptions {
   int rank = -1;
   int world_size = -1;
 
-  // "tcp" (any machine), "shm" (this machine; keeps a core busy), or "inproc" (this process; give
-  // the network that its workers share).
-  std::string transport = "tcp";
-  // What this worker listens on, for "tcp".
+  // "socket" (Unix-domain sockets within a machine, TCP between machines), TensorPipe's own "tcp"
+  // (any machine; strangers can end the process) and "shm" (this machine; keeps a core busy), or
+  // "inproc" (this process; give the network that its workers share).
+  std::string transport = "socket";
+  // What this worker listens on, for "socket" and "tcp".
   std::string host = "127.0.0.1";
   std::shared_ptr<InprocNetwork> network = nullptr;
+
+  // A file with the secret that all workers of the job share, at least 16 bytes; "": what
+  // DISTGRAD_KEY_FILE names, or the secret itself in DISTGRAD_KEY, or none. With one, "socket"
+  // talks only to those who have it, and "tcp" and "shm", which cannot tell, are refused. See
+  // docs/security.md.
+  std::string key_file = {};
 
   // Threads that run handlers and backward at the same time; more are started while some wait
   // for others. 0: as many as the machine has cores.
