@@ -24,7 +24,7 @@ StageServer::StageServer(Worker* worker, Stage stage)
     : worker_(worker),
       stage_(std::move(stage)),
       optimizer_(std::make_unique<LocalOptimizer>(std::make_unique<torch::optim::SGD>(
-          stage_.parameters(), torch::optim::SGDOptions(0.1).momentum(kMomentum)))) {}
+          stage_.parameters(), torch::optim::SGDOptions(/*lr=*/0).momentum(kMomentum)))) {}
 
 absl::StatusOr<Message> StageServer::Forward(Request& request) {
   std::vector<at::Tensor>& tensors = request.message.tensors;

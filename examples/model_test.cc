@@ -7,8 +7,8 @@
 #include "ATen/ops/randint.h"
 #include "ATen/ops/randn.h"
 #include "absl/status/status.h"
-#include "examples/sgd.h"
 #include "gtest/gtest.h"
+#include "torch/optim/sgd.h"
 
 namespace distgrad {
 namespace {
@@ -75,34 +75,18 @@ TEST(ModelTest, RefusesOtherCuts) {
 
 TEST(ModelTest, LearnsABatchByHeart) {
   const Stage model = *Stage::Create(0, 1, 1);
-  Sgd sgd(model.parameters(), 0.9);
+  torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   const at::Tensor images = SomeImages(20);
   const at::Tensor labels = at::randint(10, {20}, at::detail::createCPUGenerator(4), at::kLong);
   // About ln 10: no class starts ahead.
   EXPECT_NEAR(Loss(model.Forward(images), labels).item<double>(), 2.3, 0.7);
   for (int step = 0; step < 30; ++step) {
+    sgd.zero_grad();
     Loss(model.Forward(images), labels).backward();
-    std::vector<at::Tensor> gradients;
-    for (at::Tensor parameter : model.parameters()) {
-      gradients.push_back(parameter.grad());
-      parameter.mutable_grad().reset();
-    }
-    sgd.Step(gradients, 0.05);
+    sgd.step();
   }
   EXPECT_LT(Loss(model.Forward(images), labels).item<double>(), 0.1);
   EXPECT_EQ(CountCorrect(model.Forward(images), labels), 20);
-}
-
-TEST(SgdTest, StepsWithMomentum) {
-  at::Tensor a = at::ones({2});
-  at::Tensor b = at::ones({2});
-  Sgd sgd({a, b}, 0.5);
-  const at::Tensor gradient = at::ones({2});
-  sgd.Step({gradient, at::Tensor()}, 0.25);  // v = 1
-  sgd.Step({gradient, at::Tensor()}, 0.25);  // v = 1.5
-  EXPECT_TRUE(a.equal(at::ones({2}).mul_(1 - 0.25 * 2.5)));
-  EXPECT_TRUE(b.equal(at::ones({2})));
-  EXPECT_TRUE(gradient.equal(at::ones({2})));
 }
 
 }  // namespace

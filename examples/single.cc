@@ -1,21 +1,23 @@
 #include "examples/single.h"
 
 #include "c10/core/GradMode.h"
+#include "torch/optim/sgd.h"
 
 namespace distgrad {
 
 SingleLearner::SingleLearner(uint64_t seed)
-    : model_(*Stage::Create(0, 1, seed)), optimizer_(model_.parameters(), kMomentum) {}
+    : model_(*Stage::Create(0, 1, seed)),
+      optimizer_(std::make_unique<torch::optim::SGD>(
+          model_.parameters(), torch::optim::SGDOptions(/*lr=*/0).momentum(kMomentum))) {}
+
+SingleLearner::~SingleLearner() = default;
 
 absl::StatusOr<double> SingleLearner::Step(const Batch& batch, double learning_rate) {
+  optimizer_->zero_grad();
   const at::Tensor loss = Loss(model_.Forward(batch.images), batch.labels);
   loss.backward();
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : model_.parameters()) {
-    gradients.push_back(parameter.grad());
-    parameter.mutable_grad().reset();
-  }
-  optimizer_.Step(gradients, learning_rate);
+  optimizer_->param_groups()[0].options().set_lr(learning_rate);
+  optimizer_->step();
   return loss.item<double>();
 }
 

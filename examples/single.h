@@ -3,9 +3,15 @@
 #ifndef DISTGRAD_EXAMPLES_SINGLE_H_
 #define DISTGRAD_EXAMPLES_SINGLE_H_
 
+#include <memory>
+#include <vector>
+
 #include "examples/model.h"
-#include "examples/sgd.h"
 #include "examples/training.h"
+
+namespace torch::optim {
+class SGD;
+}
 
 namespace distgrad {
 
@@ -13,6 +19,7 @@ namespace distgrad {
 class SingleLearner : public Learner {
  public:
   explicit SingleLearner(uint64_t seed);
+  ~SingleLearner() override;
 
   absl::StatusOr<double> Step(const Batch& batch, double learning_rate) override;
   absl::StatusOr<at::Tensor> Predict(const at::Tensor& images) override;
@@ -21,7 +28,7 @@ class SingleLearner : public Learner {
 
  private:
   const Stage model_;
-  Sgd optimizer_;
+  const std::unique_ptr<torch::optim::SGD> optimizer_;
 };
 
 }  // namespace distgrad
