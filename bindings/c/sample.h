@@ -1,0 +1,71 @@
+/* What the samples share: errors end the program, and a job of two processes is started by fork. */
+#ifndef DISTGRAD_BINDINGS_C_SAMPLE_H_
+#define DISTGRAD_BINDINGS_C_SAMPLE_H_
+
+#include <distgrad/distgrad.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* Takes what a function returned; an error is said and ends this process. */
+static inline void must(dg_error* error) {
+  if (error == NULL) return;
+  const dg_str message = dg_error_message(error);
+  fprintf(stderr, "error %d: %.*s\n", (int)dg_error_code(error), (int)message.size, message.data);
+  exit(1);
+}
+
+/* One of the two processes of the job. */
+typedef struct job {
+  int rank;        /* 0: the process that was started, 1: its child */
+  pid_t child;     /* of rank 0 */
+  char folder[64]; /* where the two find each other */
+  dg_worker* worker;
+} job;
+
+/* Splits the process in two, before any use of the library, and makes the worker of each: "front"
+ * and "back". Jobs on several machines are started by a launcher instead, and find each other by
+ * "env://" or "tcp://host:port". */
+static inline job start(void) {
+  job self = {0};
+  strcpy(self.folder, "/tmp/distgrad.XXXXXX");
+  if (mkdtemp(self.folder) == NULL) {
+    perror("a temporary folder");
+    exit(1);
+  }
+  self.child = fork();
+  if (self.child < 0) {
+    perror("fork");
+    exit(1);
+  }
+  self.rank = self.child == 0;
+
+  char rendezvous[128];
+  const int size = snprintf(rendezvous, sizeof(rendezvous), "file://%s/workers", self.folder);
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  options.name = self.rank == 0 ? DG_STR("front") : DG_STR("back");
+  options.rank = (uint32_t)self.rank;
+  options.world_size = 2;
+  options.rendezvous.data = rendezvous;
+  options.rendezvous.size = (size_t)size;
+  must(dg_worker_create(&options, &self.worker));
+  return self;
+}
+
+/* Ends the job in good order; what main returns. */
+static inline int finish(job* self) {
+  must(dg_worker_leave(self->worker, 60000));
+  dg_worker_destroy(self->worker);
+  if (self->rank == 1) return 0;
+  int status = 1;
+  waitpid(self->child, &status, 0);
+  char path[96];
+  snprintf(path, sizeof(path), "%s/workers", self->folder);
+  unlink(path);
+  rmdir(self->folder);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+}
+
+#endif /* DISTGRAD_BINDINGS_C_SAMPLE_H_ */

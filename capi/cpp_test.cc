@@ -1,0 +1,93 @@
+// The C++ wrapper, over the library as programs see it.
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "distgrad/distgrad.hpp"
+#include "gtest/gtest.h"
+
+namespace {
+
+dg_code CodeOf(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const dg::Error& error) {
+    return error.code();
+  }
+  return DG_OK;
+}
+
+TEST(CppTest, Operators) {
+  const dg::Tensor x = dg::Tensor::From<float>({3, 1, 2}, {3});
+  EXPECT_EQ(x.shape(), std::vector<int64_t>{3});
+  EXPECT_EQ(x.device(), "cpu");
+  EXPECT_EQ(dg::Op("aten::add.Tensor", {x, 1.5}).data<float>()[0], 4.5f);
+  EXPECT_EQ(dg::Op("aten::cat", {std::vector<dg::Tensor>{x, x}}).size(), 6);
+  const std::vector<dg::Tensor> sorted = dg::Ops("aten::sort", {x});
+  ASSERT_EQ(sorted.size(), 2u);
+  EXPECT_EQ(sorted[0].data<float>()[0], 1);
+  EXPECT_EQ(sorted[1].data<int64_t>()[0], 1);
+  EXPECT_EQ(CodeOf([&] { dg::Op("aten::nothing", {x}); }), DG_NOT_FOUND);
+  EXPECT_EQ(CodeOf([&] { x.data<double>(); }), DG_INVALID_ARGUMENT);
+  EXPECT_EQ(CodeOf([&] { dg::Tensor::From<float>({1}, {2}); }), DG_INVALID_ARGUMENT);
+  dg::Tensor leaf = x;  // the same tensor
+  leaf.RequireGrad();
+  EXPECT_TRUE(x.requires_grad());
+  EXPECT_FALSE(x.Detach().requires_grad());
+  const dg::NoGrad no_grad;
+  EXPECT_FALSE(dg::Op("aten::exp", {x}).requires_grad());
+}
+
+TEST(CppTest, Job) {
+  const std::string rendezvous = "file://" + std::string(getenv("TEST_TMPDIR")) + "/rendezvous";
+  const auto make = [&](uint32_t rank) {
+    dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+    options.rank = rank;
+    options.world_size = 2;
+    options.rendezvous = dg::Str(rendezvous);
+    return dg::Worker(options);
+  };
+  std::thread back([&] {
+    dg::Worker worker = make(1);
+    dg::Tensor scale = dg::Tensor::From<float>({5}, {1});
+    scale.RequireGrad();
+    worker.Register("scale", [&](const dg::Request& request) {
+      if (request.tensor_count() == 0) throw dg::Error(DG_OUT_OF_RANGE, "no tensor");
+      if (request.payload() == "throw") throw std::runtime_error("oh");
+      return dg::Message("", {dg::Op("aten::mul.Tensor", {request.tensor(0), scale})});
+    });
+    dg::Optimizer optimizer = dg::Optimizer::Adam(worker, "", {scale});
+    worker.WaitForAll();
+    worker.Leave();
+    EXPECT_LT(scale.data<float>()[0], 5);
+  });
+  dg::Worker worker = make(0);
+  EXPECT_EQ(worker.name(1), "worker1");
+  dg::Tensor x = dg::Tensor::From<float>({2}, {1});
+  x.RequireGrad();
+  dg::Optimizer optimizer = dg::Optimizer::AdamW(worker, "", {x});
+  worker.WaitForAll();
+  EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "scale", dg::Message()); }), DG_OUT_OF_RANGE);
+  EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "scale", dg::Message("throw", {x})); }),
+            DG_INTERNAL);
+  {
+    const dg::Context context(worker);
+    const dg::Future future = worker.CallAsync("worker1", "scale", dg::Message("", {x}), &context);
+    bool called = false;
+    ASSERT_TRUE(future.Wait());
+    const dg::Message reply = future.Get();
+    future.Then([&] { called = true; });
+    EXPECT_TRUE(called);
+    context.Backward({reply.tensor(0)});
+    EXPECT_EQ(context.Gradient(x).data<float>()[0], 5);
+    context.SetGradient(x, dg::Tensor::From<float>({7}, {1}));
+    optimizer.Step(context);
+    EXPECT_LT(x.data<float>()[0], 2);
+    EXPECT_EQ(worker.CallOps("worker1", "aten::neg", {x}, &context)[0].size(), 1);
+  }
+  worker.Leave();
+  back.join();
+}
+
+}  // namespace

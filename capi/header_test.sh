@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The headers under every language standard that they promise, all warnings being errors.
+set -euo pipefail
+include=$TEST_SRCDIR/distgrad/capi/include
+warnings=(-Wall -Wextra -Wconversion -Wshadow -Wundef -Wpadded -pedantic-errors -Werror)
+failed=0
+check() { # COMPILER LANGUAGE STANDARD HEADER WARNINGS...
+  local compiler=$1 language=$2 standard=$3 header=$4
+  shift 4
+  # Twice: it can be included again.
+  if printf '#include <distgrad/%s>\n' "$header" "$header" |
+    "$compiler" -x "$language" -std="$standard" "${warnings[@]}" "$@" -I"$include" -fsyntax-only -; then
+    echo "ok: $header as $standard by $compiler"
+  else
+    echo "FAILED: $header as $standard by $compiler"
+    failed=1
+  fi
+}
+for compiler in gcc clang; do
+  if ! command -v $compiler >/dev/null; then
+    echo "no $compiler on this machine: left out"
+    continue
+  fi
+  for standard in c99 c11 c17; do check $compiler c $standard distgrad.h -Wstrict-prototypes -Wc++-compat; done
+done
+for compiler in g++ clang++; do
+  if ! command -v $compiler >/dev/null; then continue; fi
+  for standard in c++11 c++14 c++17 c++20; do check $compiler c++ $standard distgrad.h -Wold-style-cast; done
+  for standard in c++17 c++20; do check $compiler c++ $standard distgrad.hpp -Wold-style-cast -Wno-padded; done
+done
+exit $failed

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Installs into a folder of the test's own, moves it, and builds and runs programs against it as
+# somebody would who has never heard of Bazel: with pkg-config, with the samples' Makefile, in C++,
+# and with CMake.
+set -euo pipefail
+capi=$TEST_SRCDIR/distgrad/capi samples=$TEST_SRCDIR/distgrad/bindings/c
+cd "$TEST_TMPDIR"
+RUNFILES_DIR=$TEST_SRCDIR "$capi/install" "$PWD/first place" --link-libtorch
+mkdir -p moved
+mv "first place" moved/prefix
+prefix=$PWD/moved/prefix
+export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
+cp -L "$samples"/{*.c,*.h,Makefile} . && chmod u+w ./*
+
+if command -v pkg-config >/dev/null; then
+  [[ $(pkg-config --modversion distgrad) == 1.* ]]
+  # shellcheck disable=SC2046
+  cc -std=c99 hello.c $(pkg-config --cflags --libs distgrad) -o app
+  ./app | grep "^Hello process one"
+  make --no-print-directory -j2 PKG_CONFIG_PATH="$PKG_CONFIG_PATH"
+  ./custom_handler
+else
+  echo "no pkg-config on this machine: its part is left out"
+  cc -std=c99 hello.c -I"$prefix/include" -L"$prefix/lib" -Wl,-rpath,"$prefix/lib" -ldistgrad -o app
+  ./app | grep "^Hello process one"
+fi
+
+cat >app.cc <<'END'
+#include <distgrad/distgrad.hpp>
+int main() {
+  const dg::Tensor x = dg::Tensor::From<float>({1, 2, 3}, {3});
+  return dg::Op("aten::sum", {x}).data<float>()[0] == 6 ? 0 : 1;
+}
+END
+g++ -std=c++17 app.cc -I"$prefix/include" -L"$prefix/lib" -Wl,-rpath,"$prefix/lib" -ldistgrad -o app_cc
+./app_cc
+
+if command -v cmake >/dev/null; then
+  cat >CMakeLists.txt <<'END'
+cmake_minimum_required(VERSION 3.13)
+project(app C)
+find_package(distgrad 1.0 REQUIRED)
+add_executable(hello hello.c)
+target_link_libraries(hello PRIVATE distgrad::distgrad)
+END
+  cmake -S . -B build -DCMAKE_PREFIX_PATH="$prefix" >/dev/null
+  cmake --build build >/dev/null
+  build/hello
+else
+  echo "no cmake on this machine: its part is left out"
+fi
+echo "all of it runs"

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# symbols_test LIBRARY MAP HEADER PROGRAM...
+#
+# What the library exports is what the map names and what the header declares, and the test programs
+# in C call all of it.
+set -euo pipefail
+library=$1 map=$2 header=$3
+shift 3
+scratch=$(mktemp -d "${TEST_TMPDIR:-/tmp}/symbols.XXXXXX")
+nm -D --defined-only "$library" | awk '$2 != "A" {print $3}' | sort >"$scratch/versioned"
+sed 's/@.*//' "$scratch/versioned" >"$scratch/exported"
+sed -nE 's/^ +(dg_[a-z0-9_]+);$/\1/p' "$map" | sort >"$scratch/map"
+# Each declaration is one DG_API ... name(...);
+tr '\n' ' ' <"$header" | grep -oE 'DG_API [^;(]*\(' | grep -oE 'dg_[a-z0-9_]+ *\($' | tr -d ' (' |
+  sort >"$scratch/header"
+nm -D --undefined-only "$@" | sed -nE 's/^ +U (dg_[a-z0-9_]+).*$/\1/p' | sort -u >"$scratch/called"
+
+failed=0
+same() {
+  if ! diff "$scratch/$1" "$scratch/$2"; then
+    echo "FAILED: '$1' (<) and '$2' (>) are not the same" >&2
+    failed=1
+  fi
+}
+same exported map
+same map header
+same header called
+if grep -vE '@@DISTGRAD_[0-9]+\.[0-9]+$' "$scratch/versioned"; then
+  echo "FAILED: exported without a version" >&2
+  failed=1
+fi
+echo "$(wc -l <"$scratch/exported") functions"
+exit $failed
