@@ -89,11 +89,15 @@ absl::StatusOr<Fd> Listen(const SocketAddress& address) {
   return fd;
 }
 
-// "net:[4026531840]", or "".
+// The number in "net:[4026531840]", or "".
 std::string Namespace(const char* kind) {
   char text[64];
   const ssize_t n = readlink(absl::StrCat("/proc/self/ns/", kind).c_str(), text, sizeof(text));
-  return n > 0 ? std::string(text, n) : "";
+  std::string number;
+  for (ssize_t i = 0; i < n; ++i) {
+    if (absl::ascii_isdigit(text[i])) number += text[i];
+  }
+  return number;
 }
 
 std::string FindPlace() {
@@ -102,11 +106,7 @@ std::string FindPlace() {
   if (!fd.valid() || read(fd.get(), boot, sizeof(boot)) != sizeof(boot)) return "";
   const std::string net = Namespace("net"), user = Namespace("user");
   if (net.empty() || user.empty()) return "";
-  std::string place;
-  for (const char c : absl::StrCat(absl::string_view(boot, sizeof(boot)), net, user)) {
-    if (absl::ascii_isxdigit(c) || c == '-') place += c;
-  }
-  return absl::StrCat(place, "-", geteuid());
+  return absl::StrCat(absl::string_view(boot, sizeof(boot)), "-", net, "-", user, "-", geteuid());
 }
 
 }  // namespace

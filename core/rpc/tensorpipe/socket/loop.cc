@@ -17,14 +17,13 @@ namespace {
 
 constexpr uint64_t kWakeId = 0;  // no handler has it
 
-// Timers must not jump with the wall clock.
-absl::Time SteadyNow() {
+}  // namespace
+
+absl::Time Loop::Now() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return absl::TimeFromTimespec(now);
 }
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));
@@ -80,7 +79,7 @@ void Loop::Change(uint64_t id, int fd, uint32_t events) {
 void Loop::Unwatch(int fd) { epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
 Loop::TimerId Loop::After(absl::Duration delay, Task task) {
-  const absl::Time when = SteadyNow() + delay;
+  const absl::Time when = Now() + delay;
   absl::MutexLock lock(&mu_);
   if (when < timers_.Next()) Wake();
   return timers_.Add(when, std::move(task));
@@ -125,7 +124,7 @@ int Loop::Patience() {
   if (!tasks_.empty() || (closed_ && handlers_.empty())) return 0;
   const absl::Time next = timers_.Next();
   if (next == absl::InfiniteFuture()) return -1;
-  const absl::Duration left = std::max(next - SteadyNow(), absl::ZeroDuration());
+  const absl::Duration left = std::max(next - Now(), absl::ZeroDuration());
   // Rounded up: waking too early would be waking twice.
   return static_cast<int>(std::min<int64_t>(
       absl::ToInt64Milliseconds(absl::Ceil(left, absl::Milliseconds(1))), 1 << 30));
@@ -137,7 +136,7 @@ void Loop::RunDue() {
     absl::MutexLock lock(&mu_);
     due.swap(tasks_);
     if (timers_.Next() != absl::InfiniteFuture()) {
-      const absl::Time now = SteadyNow();
+      const absl::Time now = Now();
       while (timers_.Next() <= now) due.push_back(timers_.Pop());
     }
   }

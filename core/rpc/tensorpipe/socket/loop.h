@@ -55,6 +55,9 @@ class Loop {
   void Change(uint64_t id, int fd, uint32_t events);
   void Unwatch(int fd);
 
+  // Time as timers count it: it does not jump with the wall clock.
+  static absl::Time Now();
+
   // Runs `task` on the loop's thread, after `delay`. Dropped if the loop ends before.
   TimerId After(absl::Duration delay, Task task);
   void Cancel(TimerId timer);

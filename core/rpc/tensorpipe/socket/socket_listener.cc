@@ -20,6 +20,8 @@ namespace {
 
 // How long to wait when the process has no file descriptors left.
 constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
+// What a guest is given even when others wait: when a large job starts, all of them are honest.
+constexpr absl::Duration kGrace = absl::Milliseconds(100);
 
 }  // namespace
 
@@ -111,8 +113,30 @@ void SocketListener::Close() {
   });
 }
 
+bool SocketListener::MakeRoom() {
+  if (guests_.size() < std::max<size_t>(options_.max_unauthenticated, 1)) return true;
+  const absl::Duration left = guests_.front().since + kGrace - Loop::Now();
+  if (left <= absl::ZeroDuration()) {
+    Dismiss(guests_.begin(), "others wait too");
+    return true;
+  }
+  if (std::exchange(full_, true)) return false;
+  loop_->After(left, [watch = weak_from_this()] {
+    const auto self = watch.lock();
+    if (self != nullptr) self->strand_.Run([self] { self->Resume(); });
+  });
+  return false;
+}
+
+void SocketListener::Resume() {
+  if (closed_ || !std::exchange(full_, false)) return;
+  for (Door* door : {&tcp_, &unix_}) {
+    if (door->fd.valid()) TakeGuests(*door);
+  }
+}
+
 void SocketListener::TakeGuests(Door& door) {
-  for (;;) {
+  while (MakeRoom()) {
     Fd fd(accept4(door.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd.valid()) {
       Welcome(std::move(fd), door.is_unix);
@@ -154,10 +178,8 @@ void SocketListener::Welcome(Fd fd, bool is_unix) {
     DG_LOG(ERROR) << "cannot take a connection: " << handshake.status();
     return;
   }
-  if (guests_.size() >= std::max<size_t>(options_.max_unauthenticated, 1)) {
-    Dismiss(guests_.begin(), "too many others wait too");
-  }
-  const auto guest = guests_.insert(guests_.end(), Guest{std::move(fd), 0, *std::move(handshake)});
+  const auto guest =
+      guests_.insert(guests_.end(), Guest{std::move(fd), 0, *std::move(handshake), Loop::Now()});
   // While the guest is in the list the loop knows its id; both go together, on our strand.
   guest->id = loop_->Add(
       std::make_shared<Events>(weak_from_this(), [id = &guest->id](SocketListener& self) {
@@ -222,6 +244,7 @@ void SocketListener::Forget(Guests::iterator guest) {
   if (guest->fd.valid()) loop_->Unwatch(guest->fd.get());
   loop_->Remove(guest->id);
   guests_.erase(guest);
+  if (full_) strand_.Run([self = shared_from_this()] { self->Resume(); });
 }
 
 void SocketListener::HandOver() {

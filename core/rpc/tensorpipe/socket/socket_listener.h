@@ -13,6 +13,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "core/base/strand.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
 #include "core/rpc/tensorpipe/socket/handshake.h"
@@ -57,6 +58,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
     Fd fd;
     uint64_t id = 0;
     Handshake handshake;
+    absl::Time since;
     Loop::TimerId deadline = 0;
   };
   using Guests = std::list<Guest>;
@@ -64,6 +66,10 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   // What is private runs on strand_ only, but for Listen's own calls.
   absl::Status OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is_unix);
   void TakeGuests(Door& door);
+  // Whether there is room for one more, once the oldest has been sent away if it is no loss.
+  bool MakeRoom();
+  // Takes guests again after there was no room.
+  void Resume();
   void Welcome(Fd fd, bool is_unix);
   void ShakeHands(Guests::iterator guest);
   void Dismiss(Guests::iterator guest, absl::string_view why);
@@ -79,6 +85,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
 
   // On strand_ only.
   bool closed_ = false;
+  bool full_ = false;  // those who connect wait in the kernel's queue
   Door tcp_, unix_;
   Guests guests_;  // the oldest first
   std::deque<std::shared_ptr<SocketConnection>> ready_;

@@ -27,8 +27,8 @@ struct SocketOptions {
   // To connect and to finish the handshake, at both ends.
   absl::Duration handshake_timeout = absl::Seconds(10);
 
-  // Connections of a listener that have not finished their handshake. One more, and the oldest is
-  // closed: so strangers who connect and say nothing keep nobody out.
+  // Connections of a listener that have not finished their handshake. For one more the oldest is
+  // closed, after a tenth of a second: so strangers who connect and say nothing keep nobody out.
   size_t max_unauthenticated = 256;
 };
 
