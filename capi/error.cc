@@ -72,15 +72,15 @@ int64_t ToTimeoutMs(absl::Time deadline) {
                                   std::min<absl::Duration>(deadline - absl::Now(), kNoLimit)));
 }
 
-absl::Status CheckOptionsSize(size_t given, size_t known, const void* options,
+absl::Status CheckOptionsSize(size_t given, size_t first, size_t known, const void* options,
                               absl::string_view name) {
-  // Version 1.0 is the only one so far: no program knows a shorter struct.
-  if (given < known || given > kMaxOptionsSize) {
+  if (given < first || given > kMaxOptionsSize) {
     return absl::InvalidArgumentError(absl::StrCat(name, ".struct_size is ", given, ", not ", known,
                                                    ": start from its ..._INIT macro"));
   }
   const char* bytes = static_cast<const char*>(options);
-  if (std::any_of(bytes + known, bytes + given, [](char byte) { return byte != 0; })) {
+  if (given > known &&
+      std::any_of(bytes + known, bytes + given, [](char byte) { return byte != 0; })) {
     return absl::UnimplementedError(
         absl::StrCat(name, " sets something that this version of the library does not know"));
   }

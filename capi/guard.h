@@ -3,6 +3,7 @@
 #ifndef DISTGRAD_CAPI_GUARD_H_
 #define DISTGRAD_CAPI_GUARD_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -70,16 +71,18 @@ absl::Time ToDeadline(int64_t timeout_ms, absl::Time if_zero);
 // What is left of it, at least 1.
 int64_t ToTimeoutMs(absl::Time deadline);
 
-absl::Status CheckOptionsSize(size_t given, size_t known, const void* options,
+absl::Status CheckOptionsSize(size_t given, size_t first, size_t known, const void* options,
                               absl::string_view name);
 
-// A struct of options of any version: fields that it lacks are as in `defaults`. Unknown ones must
-// be zero.
+// A struct of options of any version from the first on, when it had `first_size` bytes: fields that
+// it lacks are as in `defaults`. Unknown ones must be zero.
 template <typename T>
-absl::StatusOr<T> ReadOptions(const T* options, const T& defaults, absl::string_view name) {
+absl::StatusOr<T> ReadOptions(const T* options, const T& defaults, absl::string_view name,
+                              size_t first_size = sizeof(T)) {
   T read = defaults;
   if (options != nullptr) {
-    DG_RETURN_IF_ERROR(CheckOptionsSize(options->struct_size, sizeof(T), options, name));
+    DG_RETURN_IF_ERROR(
+        CheckOptionsSize(options->struct_size, first_size, sizeof(T), options, name));
     std::memcpy(&read, options, std::min(options->struct_size, sizeof(T)));
   }
   return read;

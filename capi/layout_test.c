@@ -1,0 +1,132 @@
+/* The layout and the numbers of version 1.0, which no later version may change: a struct may only
+ * grow, and only one that begins with struct_size. Compiling this is the test. */
+#include <stddef.h>
+
+#include "distgrad/distgrad.h"
+
+#define SIZE(type, bytes) _Static_assert(sizeof(type) == (bytes), #type)
+#define GROWS_FROM(type, bytes) _Static_assert(sizeof(type) >= (bytes), #type)
+#define FIELD(type, field, place) _Static_assert(offsetof(type, field) == (place), #type "." #field)
+#define NUMBER(name, number) _Static_assert((name) == (number), #name)
+
+SIZE(dg_str, 16);
+FIELD(dg_str, data, 0);
+FIELD(dg_str, size, 8);
+
+SIZE(dg_value, 24);
+FIELD(dg_value, kind, 0);
+FIELD(dg_value, as, 8);
+FIELD(dg_value, as.integer, 8);
+FIELD(dg_value, as.real, 8);
+FIELD(dg_value, as.complex.imaginary, 16);
+FIELD(dg_value, as.string.size, 16);
+FIELD(dg_value, as.tensor, 8);
+FIELD(dg_value, as.integers.size, 16);
+FIELD(dg_value, as.reals.size, 16);
+FIELD(dg_value, as.bools.size, 16);
+FIELD(dg_value, as.tensors.size, 16);
+
+GROWS_FROM(dg_worker_options, 112);
+FIELD(dg_worker_options, struct_size, 0);
+FIELD(dg_worker_options, name, 8);
+FIELD(dg_worker_options, rank, 24);
+FIELD(dg_worker_options, world_size, 28);
+FIELD(dg_worker_options, rendezvous, 32);
+FIELD(dg_worker_options, transport, 48);
+FIELD(dg_worker_options, host, 64);
+FIELD(dg_worker_options, thread_count, 80);
+FIELD(dg_worker_options, timeout_ms, 88);
+FIELD(dg_worker_options, join_timeout_ms, 96);
+FIELD(dg_worker_options, flags, 104);
+
+GROWS_FROM(dg_request, 56);
+FIELD(dg_request, struct_size, 0);
+FIELD(dg_request, function, 8);
+FIELD(dg_request, from, 24);
+FIELD(dg_request, message, 32);
+FIELD(dg_request, context, 40);
+FIELD(dg_request, timeout_ms, 48);
+
+GROWS_FROM(dg_call_options, 24);
+FIELD(dg_call_options, struct_size, 0);
+FIELD(dg_call_options, context, 8);
+FIELD(dg_call_options, timeout_ms, 16);
+
+GROWS_FROM(dg_backward_options, 32);
+FIELD(dg_backward_options, struct_size, 0);
+FIELD(dg_backward_options, flags, 8);
+FIELD(dg_backward_options, timeout_ms, 16);
+FIELD(dg_backward_options, root_gradients, 24);
+
+GROWS_FROM(dg_sgd_options, 48);
+FIELD(dg_sgd_options, struct_size, 0);
+FIELD(dg_sgd_options, learning_rate, 8);
+FIELD(dg_sgd_options, momentum, 16);
+FIELD(dg_sgd_options, dampening, 24);
+FIELD(dg_sgd_options, weight_decay, 32);
+FIELD(dg_sgd_options, flags, 40);
+
+GROWS_FROM(dg_adam_options, 56);
+FIELD(dg_adam_options, struct_size, 0);
+FIELD(dg_adam_options, learning_rate, 8);
+FIELD(dg_adam_options, beta1, 16);
+FIELD(dg_adam_options, beta2, 24);
+FIELD(dg_adam_options, epsilon, 32);
+FIELD(dg_adam_options, weight_decay, 40);
+FIELD(dg_adam_options, flags, 48);
+
+SIZE(dg_code, 4);
+SIZE(dg_dtype, 4);
+NUMBER(DG_OK, 0);
+NUMBER(DG_CANCELLED, 1);
+NUMBER(DG_UNKNOWN, 2);
+NUMBER(DG_INVALID_ARGUMENT, 3);
+NUMBER(DG_DEADLINE_EXCEEDED, 4);
+NUMBER(DG_NOT_FOUND, 5);
+NUMBER(DG_ALREADY_EXISTS, 6);
+NUMBER(DG_PERMISSION_DENIED, 7);
+NUMBER(DG_RESOURCE_EXHAUSTED, 8);
+NUMBER(DG_FAILED_PRECONDITION, 9);
+NUMBER(DG_ABORTED, 10);
+NUMBER(DG_OUT_OF_RANGE, 11);
+NUMBER(DG_UNIMPLEMENTED, 12);
+NUMBER(DG_INTERNAL, 13);
+NUMBER(DG_UNAVAILABLE, 14);
+NUMBER(DG_DATA_LOSS, 15);
+NUMBER(DG_UNAUTHENTICATED, 16);
+NUMBER(DG_UINT8, 0);
+NUMBER(DG_INT8, 1);
+NUMBER(DG_INT16, 2);
+NUMBER(DG_INT32, 3);
+NUMBER(DG_INT64, 4);
+NUMBER(DG_FLOAT16, 5);
+NUMBER(DG_FLOAT32, 6);
+NUMBER(DG_FLOAT64, 7);
+NUMBER(DG_COMPLEX32, 8);
+NUMBER(DG_COMPLEX64, 9);
+NUMBER(DG_COMPLEX128, 10);
+NUMBER(DG_BOOL, 11);
+NUMBER(DG_BFLOAT16, 15);
+NUMBER(DG_FLOAT8_E5M2, 23);
+NUMBER(DG_FLOAT8_E4M3FN, 24);
+NUMBER(DG_UINT16, 27);
+NUMBER(DG_UINT32, 28);
+NUMBER(DG_UINT64, 29);
+NUMBER(DG_VALUE_NONE, 0);
+NUMBER(DG_VALUE_INTEGER, 1);
+NUMBER(DG_VALUE_REAL, 2);
+NUMBER(DG_VALUE_BOOL, 3);
+NUMBER(DG_VALUE_COMPLEX, 4);
+NUMBER(DG_VALUE_STRING, 5);
+NUMBER(DG_VALUE_TENSOR, 6);
+NUMBER(DG_VALUE_INTEGERS, 7);
+NUMBER(DG_VALUE_REALS, 8);
+NUMBER(DG_VALUE_BOOLS, 9);
+NUMBER(DG_VALUE_TENSORS, 10);
+NUMBER(DG_WORKER_NO_OPERATORS, 1);
+NUMBER(DG_BACKWARD_RETAIN_GRAPH, 1);
+NUMBER(DG_SGD_NESTEROV, 1);
+NUMBER(DG_ADAM_AMSGRAD, 1);
+NUMBER(DG_FOREVER, -1);
+
+int main(void) { return 0; }

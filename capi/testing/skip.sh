@@ -1,0 +1,18 @@
+# For shell tests: skip REASON ends the test, and lets the run say that it was skipped, and why.
+skip() {
+  echo "skipped: $1"
+  if [[ -n ${XML_OUTPUT_FILE:-} ]]; then
+    cat >"$XML_OUTPUT_FILE" <<END
+<testsuites><testsuite name="shell"><testcase classname="shell" name="all"><skipped message="$1"/></testcase></testsuite></testsuites>
+END
+  fi
+  exit 0
+}
+
+# A sanitizer's run-time has to come first in a program: one that was not built with it can't load
+# the library.
+skip_if_sanitized() { # LIBRARY
+  if nm -D --undefined-only "$1" | grep -qE ' __(asan|tsan)_init'; then
+    skip "the library is built with a sanitizer, the program that would load it is not"
+  fi
+}
