@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "core/autograd/pass_run.h"
 #include "core/base/status.h"
 
 namespace distgrad {
@@ -14,9 +15,16 @@ absl::Status ContextRecord::CheckAlive() const {
   return absl::FailedPreconditionError(absl::StrCat("context ", id_, " is released"));
 }
 
+absl::Status ContextRecord::CheckReachable(WorkerId peer) const {
+  auto it = lost_.find(peer);
+  if (it == lost_.end()) return absl::OkStatus();
+  return Annotate(it->second, absl::StrCat("context ", id_, " has lost a worker"));
+}
+
 absl::Status ContextRecord::AddSend(SendEnd send) {
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(CheckAlive());
+  DG_RETURN_IF_ERROR(CheckReachable(send.end.peer));
   edges_.sends.push_back(std::move(send));
   return absl::OkStatus();
 }
@@ -33,15 +41,26 @@ absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> Context
     std::shared_ptr<RecvNode> recv) {
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(CheckAlive());
+  DG_RETURN_IF_ERROR(CheckReachable(recv->end().peer));
   edges_.recvs.push_back(std::move(recv));
   std::vector<std::shared_ptr<PassRun>> passes;
   for (const auto& [pass, run] : passes_) passes.push_back(run);
+  for (const auto& [pass, run] : done_) passes.push_back(run);
   return std::pair(edges_.recvs.size() - 1, std::move(passes));
 }
 
-void ContextRecord::AddPeer(WorkerId peer) {
+absl::Status ContextRecord::AddPeer(WorkerId peer) {
   absl::MutexLock lock(&mu_);
+  DG_RETURN_IF_ERROR(CheckAlive());
   peers_.insert(peer);
+  return absl::OkStatus();
+}
+
+bool ContextRecord::LosePeer(WorkerId peer, const absl::Status& why) {
+  absl::MutexLock lock(&mu_);
+  if (!peers_.contains(peer)) return false;
+  lost_.try_emplace(peer, why);
+  return true;
 }
 
 std::vector<WorkerId> ContextRecord::Peers() const {
@@ -59,6 +78,9 @@ std::vector<std::shared_ptr<PassRun>> ContextRecord::Passes() const {
 absl::StatusOr<ContextRecord::Edges> ContextRecord::Claim(PassId pass, bool retain_graph) {
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(CheckAlive());
+  // The message that was to make the other end of an edge may be lost, and nothing would come.
+  for (const SendEnd& send : edges_.sends) DG_RETURN_IF_ERROR(CheckReachable(send.end.peer));
+  for (const auto& recv : edges_.recvs) DG_RETURN_IF_ERROR(CheckReachable(recv->end().peer));
   if (last_pass_ != 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("a backward of context ", id_,
@@ -78,8 +100,14 @@ absl::StatusOr<ContextRecord::Edges> ContextRecord::Claim(PassId pass, bool reta
 
 void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) {
   absl::MutexLock lock(&gradients_mu_);
+  if (gradients_dropped_) return;
   LeafGradient& slot = gradients_[leaf.variable.unsafeGetTensorImpl()];
   slot.leaf = leaf.variable;
+  // Another view of the same memory may become the gradient of another leaf, or be on its way to
+  // another worker; the next pass adds to this one in place.
+  if (!slot.gradient.defined() && gradient.has_storage() && gradient.storage().use_count() > 1) {
+    gradient = gradient.clone();
+  }
   // `gradient` is the one reference that we know of; a tensor with more is copied, not taken.
   torch::autograd::AccumulateGrad::accumulateGrad(
       leaf.variable, slot.gradient, gradient, /*num_expected_refs=*/1,
@@ -90,6 +118,9 @@ absl::StatusOr<at::Tensor> ContextRecord::Gradient(const at::Tensor& leaf) const
   absl::MutexLock lock(&gradients_mu_);
   auto it = gradients_.find(leaf.unsafeGetTensorImpl());
   if (it != gradients_.end()) return it->second.gradient;
+  if (gradients_dropped_) {
+    return absl::FailedPreconditionError(absl::StrCat("context ", id_, " is released"));
+  }
   return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));
 }
 
@@ -107,18 +138,57 @@ absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradi
   if (it == gradients_.end()) {
     return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));
   }
-  it->second.gradient = std::move(gradient);
+  std::swap(it->second.gradient, gradient);
   return absl::OkStatus();
 }
 
-ContextRecord::Found ContextRecord::FindOrAddPass(
-    PassId pass, absl::FunctionRef<std::shared_ptr<PassRun>()> make) {
+absl::StatusOr<std::shared_ptr<PassRun>> ContextRecord::BeginPass(
+    WorkerId self, absl::FunctionRef<std::shared_ptr<PassRun>(PassId settled)> make) {
+  std::vector<std::shared_ptr<PassRun>> over;  // ends outside the lock
   absl::MutexLock lock(&mu_);
+  DG_RETURN_IF_ERROR(CheckAlive());
+  PassId settled = last_begun_;
+  for (const auto& [pass, run] : passes_) {
+    if (MakerOf(pass) == self) settled = std::min(settled, pass - 1);
+  }
+  std::shared_ptr<PassRun> run = make(settled);
+  last_begun_ = run->id();
+  passes_.emplace(run->id(), run);
+  over = TakeSettled(settled);
+  return run;
+}
+
+ContextRecord::Found ContextRecord::FindPassLocked(PassId pass) const {
   if (released_) return {nullptr, CheckAlive()};
-  if (auto it = over_.find(pass); it != over_.end()) return {nullptr, it->second};
-  auto [it, is_new] = passes_.try_emplace(pass);
-  if (is_new) it->second = make();
-  return {it->second, absl::OkStatus()};
+  if (auto it = passes_.find(pass); it != passes_.end()) return {it->second, absl::OkStatus()};
+  if (auto it = done_.find(pass); it != done_.end()) return {it->second, absl::OkStatus()};
+  if (auto it = failed_.find(pass); it != failed_.end()) return {nullptr, it->second};
+  return {nullptr, absl::OkStatus()};
+}
+
+ContextRecord::Found ContextRecord::FindPass(PassId pass) const {
+  absl::MutexLock lock(&mu_);
+  return FindPassLocked(pass);
+}
+
+ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, PassId settled, MakeRun make) {
+  std::vector<std::shared_ptr<PassRun>> over;  // ends outside the lock
+  absl::MutexLock lock(&mu_);
+  Found found = FindPassLocked(pass);
+  if (found.run != nullptr || !found.over.ok()) return found;
+  found.run = passes_.emplace(pass, make()).first->second;
+  over = TakeSettled(settled);
+  return found;
+}
+
+std::vector<std::shared_ptr<PassRun>> ContextRecord::TakeSettled(PassId settled) {
+  std::vector<std::shared_ptr<PassRun>> over;
+  auto it = done_.lower_bound(MakeId(MakerOf(settled), 0));
+  while (it != done_.end() && it->first <= settled) {
+    over.push_back(std::move(it->second));
+    it = done_.erase(it);
+  }
+  return over;
 }
 
 void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
@@ -128,23 +198,49 @@ void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
     run = std::move(it->second);
     passes_.erase(it);
   }
-  over_.emplace(pass, status);
   claims_.erase(std::remove(claims_.begin(), claims_.end(), pass), claims_.end());
+  if (released_) return;
+  if (status.ok()) {
+    done_.emplace(pass, run);
+  } else if (failed_.emplace(pass, status).second) {
+    failed_order_.push_back(pass);
+    if (failed_order_.size() > kRemembered) {
+      failed_.erase(failed_order_.front());
+      failed_order_.pop_front();
+    }
+  }
 }
 
 std::vector<std::shared_ptr<PassRun>> ContextRecord::Release() {
-  Edges edges;  // end outside the lock
+  Edges edges;  // these end outside the lock
+  absl::btree_map<PassId, std::shared_ptr<PassRun>> done;
   std::vector<std::shared_ptr<PassRun>> passes;
   {
     absl::MutexLock lock(&mu_);
     released_ = true;
     std::swap(edges, edges_);
+    done.swap(done_);
     for (const auto& [pass, run] : passes_) passes.push_back(run);
   }
   absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients;
   absl::MutexLock lock(&gradients_mu_);
   gradients.swap(gradients_);
+  gradients_dropped_ = true;
   return passes;
+}
+
+ContextSnapshot ContextRecord::Snapshot() const {
+  ContextSnapshot snapshot;
+  snapshot.id = id_;
+  {
+    absl::MutexLock lock(&mu_);
+    snapshot.peers.assign(peers_.begin(), peers_.end());
+    snapshot.sends = edges_.sends.size();
+    snapshot.recvs = edges_.recvs.size();
+  }
+  absl::MutexLock lock(&gradients_mu_);
+  snapshot.gradients = gradients_.size();
+  return snapshot;
 }
 
 bool ContextRecord::released() const {

@@ -5,12 +5,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <deque>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
@@ -20,6 +22,7 @@
 #include "core/autograd/executor/source_node.h"
 #include "core/autograd/pass.h"
 #include "core/autograd/recv_node.h"
+#include "core/autograd/snapshot.h"
 #include "core/base/ids.h"
 
 namespace torch::autograd {
@@ -46,17 +49,21 @@ class ContextRecord {
   explicit ContextRecord(ContextId id) : id_(id) {}
   ContextId id() const { return id_; }
 
-  // ---- Edges. kFailedPrecondition once released.
+  // ---- Edges. kFailedPrecondition once released; kUnavailable if the worker at the other end was
+  // lost since the context began, for then an edge may have been lost with it.
 
   absl::Status AddSend(SendEnd send);
-  // The call that was to carry it never left this worker.
+  // The message that was to carry it never left this worker.
   void RemoveSend(EdgeId edge);
-  // Returns its place among the recv nodes, and the passes that know only of those before it.
+  // Returns its place among the recv nodes, and the passes that know only of those before it, also
+  // those that are over on this worker.
   absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> AddRecv(
       std::shared_ptr<RecvNode> recv);
   // Everyone to whom, or from whom, a message of this context went. Not this worker.
-  void AddPeer(WorkerId peer);
+  absl::Status AddPeer(WorkerId peer);
   std::vector<WorkerId> Peers() const;
+  // The connection with a worker broke. Returns whether it was a peer.
+  bool LosePeer(WorkerId peer, const absl::Status& why);
 
   // ---- Passes.
 
@@ -64,9 +71,16 @@ class ContextRecord {
     std::shared_ptr<PassRun> run;  // null if the pass is over, or the context is released
     absl::Status over;             // how it ended
   };
-  // The pass, made by `make` if it is new here.
-  Found FindOrAddPass(PassId pass, absl::FunctionRef<std::shared_ptr<PassRun>()> make);
+  // A pass that begins on this worker, `self`. `make` is given Notice::settled.
+  absl::StatusOr<std::shared_ptr<PassRun>> BeginPass(
+      WorkerId self, absl::FunctionRef<std::shared_ptr<PassRun>(PassId settled)> make);
+  // One that another worker began. Made by `make` if it is new here, unless that is null.
+  using MakeRun = absl::FunctionRef<std::shared_ptr<PassRun>()>;
+  Found FindPass(PassId pass) const;
+  Found FindOrAddPass(PassId pass, PassId settled, MakeRun make);
+  // One that is done is kept until it is known to be so everywhere: see Pass::OnLateRecv.
   void EndPass(PassId pass, const absl::Status& status);
+  // Those that run.
   std::vector<std::shared_ptr<PassRun>> Passes() const;
 
   // Whether the pass may run the graph, and the graph's edges at this moment. A pass without
@@ -75,9 +89,9 @@ class ContextRecord {
 
   // ---- Gradients.
 
-  // Adds to the gradient of a leaf; takes the tensor over where nobody else holds it.
+  // Adds to the gradient of a leaf; takes the tensor over where nobody else holds it or its memory.
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
-  // The gradient of a leaf; kNotFound if no pass gave it one.
+  // The gradient of a leaf; kNotFound if no pass gave it one, kFailedPrecondition once released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
   // All leaves with a gradient.
   std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const;
@@ -88,13 +102,24 @@ class ContextRecord {
   std::vector<std::shared_ptr<PassRun>> Release();
   bool released() const;
 
+  // All but the passes.
+  ContextSnapshot Snapshot() const;
+
  private:
+  // How many failed passes are remembered.
+  static constexpr size_t kRemembered = 1024;
+
   struct LeafGradient {
     at::Tensor leaf;
     at::Tensor gradient;
   };
 
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status CheckReachable(WorkerId peer) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  Found FindPassLocked(PassId pass) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Takes out of done_ what is over everywhere; to end outside the lock.
+  std::vector<std::shared_ptr<PassRun>> TakeSettled(PassId settled)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const ContextId id_;
 
@@ -104,13 +129,18 @@ class ContextRecord {
   Edges edges_ ABSL_GUARDED_BY(mu_);
   absl::btree_set<WorkerId> peers_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<PassId, std::shared_ptr<PassRun>> passes_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<PassId, absl::Status> over_ ABSL_GUARDED_BY(mu_);
+  absl::btree_map<WorkerId, absl::Status> lost_ ABSL_GUARDED_BY(mu_);  // peers, and how
+  absl::btree_map<PassId, std::shared_ptr<PassRun>> done_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<PassId, absl::Status> failed_ ABSL_GUARDED_BY(mu_);
+  std::deque<PassId> failed_order_ ABSL_GUARDED_BY(mu_);
+  PassId last_begun_ ABSL_GUARDED_BY(mu_) = 0;       // on this worker
   std::vector<PassId> claims_ ABSL_GUARDED_BY(mu_);  // passes that run the graph now
   PassId last_pass_ ABSL_GUARDED_BY(mu_) = 0;        // the one that did not retain the graph
 
   // Held while torch adds: the gradient of a leaf may be asked for by two passes at once.
   // Never together with mu_.
   mutable absl::Mutex gradients_mu_;
+  bool gradients_dropped_ ABSL_GUARDED_BY(gradients_mu_) = false;
   absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients_
       ABSL_GUARDED_BY(gradients_mu_);
 };

@@ -3,6 +3,7 @@
 #include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -22,6 +23,14 @@ using RunHere = PassRun::RunHere;
 std::string Shape(const at::Tensor& tensor) {
   return absl::StrCat(c10::toString(tensor.scalar_type()), "[", absl::StrJoin(tensor.sizes(), ", "),
                       "]");
+}
+
+absl::Status ShuttingDown() { return absl::CancelledError("this worker is shutting down"); }
+
+// Whether the notice is to be acknowledged.
+bool IsCounted(const Notice& notice) {
+  return notice.kind == Notice::Kind::kStart ||
+         (notice.kind == Notice::Kind::kEdge && !notice.late);
 }
 
 absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
@@ -65,7 +74,12 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
 
 Engine::Engine(WorkerId self, EngineNetwork* network, ThreadPool* pool, Clock* clock,
                ContextRegistry* contexts)
-    : self_(self), network_(network), pool_(pool), clock_(clock), contexts_(contexts) {}
+    : self_(self),
+      network_(network),
+      pool_(pool),
+      clock_(clock),
+      contexts_(contexts),
+      device_threads_(std::make_unique<DeviceThreads>(pool)) {}
 
 absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerId to,
                                           absl::Span<const at::Tensor> tensors) {
@@ -77,6 +91,11 @@ absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerId to,
   const EdgeId edge = MakeId(self_, ++last_edge_);
   DG_RETURN_IF_ERROR(context.AddSend({{edge, to}, MakeSourceNode(recorded)}));
   return edge;
+}
+
+void Engine::DropSend(ContextRecord& context, EdgeId edge) {
+  context.RemoveSend(edge);
+  for (const auto& run : context.Passes()) run->OnLostSend(edge);
 }
 
 absl::Status Engine::RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,
@@ -98,13 +117,13 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
     checked = StatusFromException(std::current_exception());
   }
   if (!checked.ok()) return Future<Unit>::Of(checked.status());
-  if (closed_) return Future<Unit>::Of(absl::CancelledError("this worker is shutting down"));
-  const PassId pass = MakeId(self_, ++last_pass_);
-  auto run =
-      std::make_shared<PassRun>(this, context, pass, options.retain_graph, *std::move(checked));
-  ContextRecord::Found found = context->FindOrAddPass(pass, [&] { return run; });
-  if (found.run == nullptr) return Future<Unit>::Of(found.over);
-  return run->Begin(options.deadline, run_here ? RunHere::kYes : RunHere::kNo);
+  absl::StatusOr<std::shared_ptr<PassRun>> run = context->BeginPass(self_, [&](PassId settled) {
+    return std::make_shared<PassRun>(this, context, MakeId(self_, ++last_pass_), settled,
+                                     options.retain_graph, *std::move(checked));
+  });
+  if (!run.ok()) return Future<Unit>::Of(run.status());
+  if (closed_) (*run)->Fail(ShuttingDown());  // Close() may have missed it
+  return (*run)->Begin(options.deadline, run_here ? RunHere::kYes : RunHere::kNo);
 }
 
 // ----------------------------------------------------------------------------- From the network
@@ -126,6 +145,14 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
   }
   bool runs_nodes = false;
   for (const Notice& notice : *notices) {
+    // 0 is no pass, and would be the end of none.
+    const bool of_context =
+        notice.kind == Notice::Kind::kRelease || notice.kind == Notice::Kind::kKnown;
+    if (of_context != (notice.pass == 0)) {
+      return OnPeerLost(
+          from, absl::InvalidArgumentError(absl::StrCat("a notice without its pass from worker ",
+                                                        network_->Describe(from))));
+    }
     runs_nodes |= notice.kind == Notice::Kind::kEdge || notice.kind == Notice::Kind::kStart;
   }
   if (!runs_nodes) return Handle(from, *std::move(notices), RunHere::kNo);
@@ -139,10 +166,13 @@ void Engine::Handle(WorkerId from, std::vector<Notice> notices, RunHere here) {
   for (auto first = notices.begin(); first != notices.end();) {
     auto last = first + 1;
     if (first->kind == Notice::Kind::kRelease) {
-      ReleaseFrom(first->context, from);
+      // The origin alone ends its contexts; whoever lost it speaks for itself.
+      if (MakerOf(first->context) != self_) ReleaseFrom(first->context, from);
+    } else if (first->kind == Notice::Kind::kKnown) {
+      OnKnown(first->context, from);
     } else {
-      while (last != notices.end() && last->kind != Notice::Kind::kRelease &&
-             last->context == first->context && last->pass == first->pass) {
+      while (last != notices.end() && last->pass != 0 && last->context == first->context &&
+             last->pass == first->pass) {
         ++last;
       }
       HandleOfOnePass(
@@ -157,41 +187,67 @@ void Engine::HandleOfOnePass(WorkerId from, std::vector<Notice> notices, RunHere
   const Notice& first = notices.front();
   const ContextId id = first.context;
   const PassId pass = first.pass;
-  absl::StatusOr<std::shared_ptr<ContextRecord>> context = contexts_->FindOrAdd(id);
+  const bool may_be_new = std::any_of(notices.begin(), notices.end(), [](const Notice& notice) {
+    return IsCounted(notice) || notice.kind == Notice::Kind::kAbort;
+  });
   ContextRecord::Found found;
-  if (!context.ok() || closed_) {
-    found.over =
-        Annotate(context.ok() ? absl::CancelledError("it is shutting down") : context.status(),
-                 absl::StrCat("on worker ", network_->Describe(self_)));
+  if (!may_be_new) {
+    if (auto context = contexts_->Find(id)) found = context->FindPass(pass);
+    if (found.run != nullptr) found.run->OnNotices(from, std::move(notices), here);
+    return;
+  }
+  absl::StatusOr<std::shared_ptr<ContextRecord>> context = contexts_->FindOrAdd(id);
+  if (!context.ok()) {
+    found.over = Annotate(context.status(), absl::StrCat("on worker ", network_->Describe(self_)));
   } else {
-    found = (*context)->FindOrAddPass(pass, [&] {
-      return std::make_shared<PassRun>(this, *context, pass, first.retain_graph, std::nullopt);
+    found = (*context)->FindOrAddPass(pass, first.settled, [&] {
+      return std::make_shared<PassRun>(this, *context, pass, first.settled, first.retain_graph,
+                                       std::nullopt);
     });
   }
-  if (found.run != nullptr) return found.run->OnNotices(from, std::move(notices), here);
-  for (const Notice& notice : notices) AnswerForPassThatIsOver(from, notice, found.over);
+  if (found.run == nullptr) {
+    for (const Notice& notice : notices) Refuse(from, notice, found.over);
+    return;
+  }
+  if (closed_) found.run->Fail(ShuttingDown());  // Close() may have missed it
+  found.run->OnNotices(from, std::move(notices), here);
 }
 
-void Engine::AnswerForPassThatIsOver(WorkerId to, const Notice& notice,
-                                     const absl::Status& status) {
-  const bool counted =
-      notice.kind == Notice::Kind::kStart || (notice.kind == Notice::Kind::kEdge && !notice.late);
-  if (!counted) return;
-  Notice answer{.kind = status.ok() ? Notice::Kind::kAck : Notice::Kind::kAbort,
-                .context = notice.context,
-                .pass = notice.pass,
-                .retain_graph = notice.retain_graph,
-                .count = 1,
-                .status = status};
+void Engine::Refuse(WorkerId to, const Notice& notice, const absl::Status& why) {
+  if (!IsCounted(notice)) return;
+  Send(to, {.kind = Notice::Kind::kAbort,
+            .context = notice.context,
+            .pass = notice.pass,
+            .status = why});
+}
+
+void Engine::Send(WorkerId to, const Notice& notice) {
   Packet packet = network_->NewNotice();
-  if (AppendNotice(answer, &packet).ok()) network_->Notify(to, std::move(packet));
+  const absl::Status appended = AppendNotice(notice, &packet);
+  DG_CHECK(appended.ok()) << appended << ": there is no tensor in it";
+  network_->Notify(to, std::move(packet));
 }
 
 void Engine::OnPeerLost(WorkerId peer, const absl::Status& why) {
   for (const auto& context : contexts_->All()) {
+    const ContextId id = context->id();
+    const bool was_peer = context->LosePeer(peer, why);
     for (const auto& run : context->Passes()) run->OnPeerLost(peer, why);
-    if (MakerOf(context->id()) == peer) ReleaseFrom(context->id(), peer);
+    if (MakerOf(id) == peer) {
+      ReleaseFrom(id, peer);
+    } else if (was_peer && MakerOf(id) != self_) {
+      // The release may have been going to come by way of that worker.
+      if (context->AddPeer(MakerOf(id)).ok())
+        Send(MakerOf(id), {.kind = Notice::Kind::kKnown, .context = id});
+    }
   }
+}
+
+void Engine::OnKnown(ContextId id, WorkerId from) {
+  if (MakerOf(id) != self_) return;
+  const std::shared_ptr<ContextRecord> context = contexts_->Find(id);
+  if (context == nullptr || !context->AddPeer(from).ok())
+    Send(from, {.kind = Notice::Kind::kRelease, .context = id});
 }
 
 // ------------------------------------------------------------------------------------- Release
@@ -205,20 +261,26 @@ void Engine::ReleaseFrom(ContextId id, std::optional<WorkerId> from) {
   for (const auto& run : context->Release()) run->Fail(released);
   for (WorkerId peer : context->Peers()) {
     if (peer == from || peer == self_) continue;
-    Packet packet = network_->NewNotice();
-    const absl::Status appended =
-        AppendNotice({.kind = Notice::Kind::kRelease, .context = id}, &packet);
-    DG_CHECK(appended.ok()) << appended;
-    network_->Notify(peer, std::move(packet));
+    Send(peer, {.kind = Notice::Kind::kRelease, .context = id});
   }
 }
 
 void Engine::Close() {
   closed_ = true;
   for (const auto& context : contexts_->All()) {
-    for (const auto& run : context->Passes())
-      run->Fail(absl::CancelledError("this worker is shutting down"));
+    for (const auto& run : context->Passes()) run->Fail(ShuttingDown());
   }
+}
+
+void Engine::Join() { device_threads_.reset(); }
+
+std::vector<ContextSnapshot> Engine::Snapshot() const {
+  std::vector<ContextSnapshot> snapshots;
+  for (const auto& context : contexts_->All()) {
+    snapshots.push_back(context->Snapshot());
+    for (const auto& run : context->Passes()) snapshots.back().passes.push_back(run->Snapshot());
+  }
+  return snapshots;
 }
 
 }  // namespace distgrad

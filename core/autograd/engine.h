@@ -17,8 +17,10 @@
 #include "absl/types/span.h"
 #include "core/autograd/context_record.h"
 #include "core/autograd/context_registry.h"
+#include "core/autograd/executor/device_threads.h"
 #include "core/autograd/notice.h"
 #include "core/autograd/pass_run.h"
+#include "core/autograd/snapshot.h"
 #include "core/base/clock.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
@@ -63,6 +65,9 @@ class Engine {
   absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerId to,
                                     absl::Span<const at::Tensor> tensors);
 
+  // The message with that edge never left this worker: no gradient will come.
+  void DropSend(ContextRecord& context, EdgeId edge);
+
   // Makes a recv node and sets it as the history of `tensors`, which are those that required
   // grad on the sender, in their order.
   absl::Status RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,
@@ -87,18 +92,26 @@ class Engine {
   // Fails all passes; no new ones begin.
   void Close();
 
+  // Waits for the threads of accelerators; after Close() and when the pool is joined.
+  void Join();
+
+  // Contexts and passes at this moment. Waits for steps of the protocol that are under way.
+  std::vector<ContextSnapshot> Snapshot() const;
+
   // ---- For PassRun.
   WorkerId self() const { return self_; }
   EngineNetwork& network() { return *network_; }
   ThreadPool& pool() { return *pool_; }
   Clock& clock() { return *clock_; }
-
-  // Answers a message of a pass that is over here, and how it ended.
-  void AnswerForPassThatIsOver(WorkerId to, const Notice& notice, const absl::Status& status);
+  DeviceThreads* device_threads() { return device_threads_.get(); }
 
  private:
   void Handle(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
   void HandleOfOnePass(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
+  // Answers messages of a pass that has failed here, or cannot be.
+  void Refuse(WorkerId to, const Notice& notice, const absl::Status& why);
+  void Send(WorkerId to, const Notice& notice);
+  void OnKnown(ContextId context, WorkerId from);
   void ReleaseFrom(ContextId context, std::optional<WorkerId> from);
 
   const WorkerId self_;
@@ -107,6 +120,7 @@ class Engine {
   Clock* const clock_;
   ContextRegistry* const contexts_;
 
+  std::unique_ptr<DeviceThreads> device_threads_;
   std::atomic<uint64_t> last_edge_{0};
   std::atomic<uint64_t> last_pass_{0};
   std::atomic<bool> closed_{false};

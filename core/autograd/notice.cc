@@ -7,6 +7,7 @@
 #include "core/base/status.h"
 #include "core/rpc/frame.h"
 #include "core/rpc/wire.h"
+#include "core/tensor/exception.h"
 #include "core/tensor/message.h"
 
 namespace distgrad {
@@ -17,16 +18,28 @@ constexpr uint8_t kRetain = 1, kLate = 2, kReached = 4;
 }  // namespace
 
 absl::Status AppendNotice(const Notice& notice, Packet* packet) {
+  const size_t begin = packet->bytes.size();
   WireWriter writer(&packet->bytes);
   writer.U8(static_cast<uint8_t>(notice.kind));
   writer.U64(notice.context);
   writer.U64(notice.pass);
+  writer.U64(notice.settled);
   writer.U8(static_cast<uint8_t>((notice.retain_graph ? kRetain : 0) | (notice.late ? kLate : 0) |
                                  (notice.reached ? kReached : 0)));
   switch (notice.kind) {
     case Notice::Kind::kEdge:
       writer.U64(notice.edge);
-      if (notice.reached) return AppendMessage(Message{"", notice.gradients}, packet);
+      if (notice.reached) {
+        absl::Status status;
+        try {
+          status = AppendMessage(Message{"", notice.gradients}, packet);
+        } catch (...) {
+          status = StatusFromException(std::current_exception());
+        }
+        // What else is in the packet must stay readable.
+        if (!status.ok()) packet->bytes.resize(begin);
+        return status;
+      }
       break;
     case Notice::Kind::kAck:
       writer.U32(notice.count);
@@ -36,6 +49,7 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet) {
       break;
     case Notice::Kind::kStart:
     case Notice::Kind::kRelease:
+    case Notice::Kind::kKnown:
       break;
   }
   return absl::OkStatus();
@@ -50,6 +64,7 @@ absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset) {
     notice.kind = static_cast<Notice::Kind>(reader.U8());
     notice.context = reader.U64();
     notice.pass = reader.U64();
+    notice.settled = reader.U64();
     const uint8_t flags = reader.U8();
     notice.retain_graph = flags & kRetain;
     notice.late = flags & kLate;
@@ -71,6 +86,7 @@ absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset) {
         break;
       case Notice::Kind::kStart:
       case Notice::Kind::kRelease:
+      case Notice::Kind::kKnown:
         break;
       default:
         return absl::InvalidArgumentError(

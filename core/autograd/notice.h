@@ -22,11 +22,14 @@ struct Notice {
     kAck = 3,      // `count` messages of the pass are done with
     kAbort = 4,    // the pass has failed with `status`
     kRelease = 5,  // the context is over
+    kKnown = 6,    // to the origin: we know the context, and whoever told us of it is lost
   };
 
   Kind kind = Kind::kStart;
   ContextId context = 0;
-  PassId pass = 0;                         // none for kRelease
+  PassId pass = 0;  // none for kRelease and kKnown
+  // Of the passes of the same initiator on this context: they are over everywhere up to this one.
+  PassId settled = 0;
   bool retain_graph = false;               // of the pass
   EdgeId edge = 0;                         // kEdge
   bool late = false;                       // kEdge: see Pass::OnLateRecv

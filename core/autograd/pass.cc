@@ -7,6 +7,7 @@
 namespace distgrad {
 
 void Pass::Begin() {
+  if (over()) return;
   Engage(std::nullopt, std::nullopt);
   if (state_ != State::kRunning) return;
   host_->FeedRoots();
@@ -39,7 +40,6 @@ void Pass::Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by) {
     host_->SendStart(peer);
     CountSent(peer);
   }
-  for (EdgeId edge : std::exchange(early_, {})) Feed(edge);
 }
 
 void Pass::CountSent(WorkerId to) {
@@ -52,31 +52,38 @@ void Pass::Feed(EdgeId edge) {
   if (awaited_.erase(edge) > 0) host_->FeedSend(edge);
 }
 
-void Pass::OnEdge(WorkerId from, EdgeId edge, bool late) {
-  if (over()) return;
-  if (late) {
-    // Sent without being counted, by a worker whose own part is over: never the first word of a
-    // pass, and not acknowledged.
-    if (state_ == State::kNotEngaged) {
-      early_.insert(edge);
-    } else {
-      Feed(edge);
-      Advance();
-    }
-    return;
+bool Pass::Count(WorkerId from, std::optional<EdgeId> by) {
+  switch (state_) {
+    case State::kNotEngaged:
+      ++owed_[from];
+      Engage(from, by);
+      break;
+    case State::kRunning:
+      if (from != self_) ++owed_[from];
+      break;
+    case State::kDone:
+      if (from == self_) break;
+      owed_.try_emplace(from, 0);
+      host_->SendAck(from, 1);
+      for (const EdgeEnd& edge : std::exchange(late_[from], {})) {
+        host_->SendNoGradient(edge, /*late=*/true);
+      }
+      break;
+    case State::kFailed:
+      if (from != self_) host_->SendAbort(from, why_);
+      break;
   }
-  if (from != self_) ++owed_[from];
-  if (state_ == State::kNotEngaged) Engage(from, edge);
-  if (state_ != State::kRunning) return;
+  return running();
+}
+
+void Pass::OnEdge(WorkerId from, EdgeId edge, bool late) {
+  if (late ? !running() : !Count(from, edge)) return;
   Feed(edge);
   Advance();
 }
 
 void Pass::OnStart(WorkerId from) {
-  if (over()) return;
-  ++owed_[from];
-  if (state_ == State::kNotEngaged) Engage(from, std::nullopt);
-  Advance();
+  if (Count(from, std::nullopt)) Advance();
 }
 
 void Pass::OnAck(WorkerId from, uint32_t count) {
@@ -94,8 +101,9 @@ void Pass::OnAck(WorkerId from, uint32_t count) {
 void Pass::OnAbort(WorkerId from, const absl::Status& why) {
   if (over()) return;
   if (state_ == State::kNotEngaged) {
-    // Whoever engages us later hears of the abort from the host, who remembers the pass.
+    // Nobody has heard of the pass from us.
     state_ = State::kFailed;
+    why_ = why;
     return host_->Finish(why);
   }
   Abort(why, from);
@@ -123,10 +131,21 @@ void Pass::OnLateRecv(EdgeEnd edge) {
       peers_.erase(self_);
       return;
     case State::kDone:
-      // The other end may still wait for it, and as long as it does the pass is not over.
-      host_->SendNoGradient(edge, /*late=*/true);
+      // The other end may be waiting for it, and as long as it does the pass is not over. If so,
+      // it has said something, or will: it saw to it that we hear of the pass.
+      if (edge.peer == self_) return;
+      if (owed_.contains(edge.peer))
+        host_->SendNoGradient(edge, /*late=*/true);
+      else
+        late_[edge.peer].push_back(edge);
       return;
   }
+}
+
+void Pass::OnLostSend(EdgeId edge) {
+  if (!running()) return;
+  Feed(edge);
+  Advance();
 }
 
 void Pass::Fail(const absl::Status& why) {
@@ -142,6 +161,7 @@ void Pass::OnPeerLost(WorkerId peer, const absl::Status& why) {
 
 void Pass::Abort(const absl::Status& why, std::optional<WorkerId> from) {
   state_ = State::kFailed;
+  why_ = why;
   host_->Stop(why);
   for (WorkerId peer : peers_) {
     if (peer != from) host_->SendAbort(peer, why);

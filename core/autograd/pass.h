@@ -53,13 +53,14 @@ class PassHost {
   virtual void Stop(const absl::Status& why) = 0;
 
   // Messages. To this worker itself only SendNoGradient is sent; it arrives as OnEdge later.
+  // `late`: see Pass::OnLateRecv.
   virtual void SendNoGradient(EdgeEnd edge, bool late) = 0;
   virtual void SendStart(WorkerId to) = 0;
   virtual void SendAck(WorkerId to, uint32_t count) = 0;
   virtual void SendAbort(WorkerId to, const absl::Status& why) = 0;
 
-  // The pass is over on this worker: called once, last. On the initiator OK means that it is
-  // over everywhere.
+  // The pass is over on this worker: called once. On the initiator OK means that it is over
+  // everywhere. Afterwards messages may still be answered.
   virtual void Finish(const absl::Status& status) = 0;
 };
 
@@ -71,7 +72,8 @@ class Pass {
   // On the initiator, once.
   void Begin();
 
-  // Messages of this pass. `late`: see OnLateRecv. `from` may be this worker itself.
+  // Messages of this pass. `late`: see OnLateRecv. `from` may be this worker itself. A pass that
+  // is over answers them: others may still be at it.
   void OnEdge(WorkerId from, EdgeId edge, bool late);
   void OnStart(WorkerId from);
   void OnAck(WorkerId from, uint32_t count);
@@ -82,7 +84,11 @@ class Pass {
   // What was fed has been followed to its end, or stopped with this status.
   void OnIdle(const absl::Status& status);
   // A recv node was made after this worker engaged: a reply came late. No gradient will reach it.
+  // If our part is over, its other end hears that in a message that is neither counted nor
+  // acknowledged; and only once we know that it is engaged, because it has said so.
   void OnLateRecv(EdgeEnd edge);
+  // The message that was to make a recv node never left this worker.
+  void OnLostSend(EdgeId edge);
   // The pass cannot go on: a node threw, a deadline passed, the context was released.
   void Fail(const absl::Status& why);
   // A worker is gone. Fails the pass if it took part.
@@ -92,6 +98,8 @@ class Pass {
   bool over() const { return state_ == State::kDone || state_ == State::kFailed; }
   // The send nodes that still wait for their message.
   std::vector<EdgeEnd> Awaited() const;
+  // How many messages of ours each peer has not acknowledged. No zeros.
+  const absl::btree_map<WorkerId, uint32_t>& Unacknowledged() const { return unacknowledged_; }
 
  private:
   enum class State {
@@ -101,6 +109,9 @@ class Pass {
     kFailed,      // aborted
   };
 
+  // Counts a message that is to be acknowledged, which may be the first of the pass (and then of
+  // the edge `by`). Returns whether the pass runs here.
+  bool Count(WorkerId from, std::optional<EdgeId> by);
   void Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by);
   void Feed(EdgeId edge);
   void CountSent(WorkerId to);
@@ -114,10 +125,13 @@ class Pass {
   std::optional<WorkerId> parent_;  // whose message engaged this worker; none on the initiator
   absl::btree_set<WorkerId> peers_;
   absl::btree_map<EdgeId, WorkerId> awaited_;  // send nodes without their message yet
-  absl::btree_set<EdgeId> early_;              // late messages that came before this worker engaged
-  absl::btree_map<WorkerId, uint32_t> owed_;   // messages not yet acknowledged by us
+  // Messages not yet acknowledged by us, by sender; all senders that there were.
+  absl::btree_map<WorkerId, uint32_t> owed_;
   absl::btree_map<WorkerId, uint32_t> unacknowledged_;  // messages of ours; no zeros
+  // Edges that came late, of workers that may not be engaged yet.
+  absl::btree_map<WorkerId, std::vector<EdgeEnd>> late_;
   bool local_done_ = false;
+  absl::Status why_;  // if failed
 };
 
 }  // namespace distgrad

@@ -9,6 +9,7 @@
 #include "core/autograd/engine.h"
 #include "core/base/check.h"
 #include "core/base/status.h"
+#include "core/tensor/exception.h"
 
 namespace distgrad {
 namespace {
@@ -20,14 +21,18 @@ constexpr size_t kMaxHelpers = 8;
 
 }  // namespace
 
-PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id,
+PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id, PassId settled,
                  bool retain_graph, std::optional<Roots> roots)
     : engine_(engine),
       context_(std::move(context)),
       id_(id),
+      settled_(settled),
       retain_graph_(retain_graph),
       pass_(engine->self(), this),
-      roots_(std::move(roots)) {}
+      roots_(std::move(roots)) {
+  // From the start: a release may end the pass before it begins.
+  if (roots_.has_value()) promise_.emplace();
+}
 
 // ------------------------------------------------------------------------------ From outside
 
@@ -36,6 +41,11 @@ void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here) {
     task();
     self->EndTaskOnStrand();
   });
+  CallHelpers(here);
+  if (here == RunHere::kYes) RunFeeds();
+}
+
+void PassRun::CallHelpers(RunHere here) {
   size_t queued;
   {
     absl::MutexLock lock(&mu_);
@@ -46,14 +56,13 @@ void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here) {
   for (size_t i = 0; i < helpers; ++i) {
     engine_->pool().Schedule([self = shared_from_this()] { self->RunFeeds(); });
   }
-  if (here == RunHere::kYes) RunFeeds();
 }
 
 Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
-  promise_.emplace();
   Future<Unit> done = promise_->future();
   Post(
       [this, deadline] {
+        if (over_.has_value()) return;
         if (deadline != absl::InfiniteFuture()) {
           timer_ = engine_->clock().At(deadline, [weak = weak_from_this()] {
             auto self = weak.lock();
@@ -89,6 +98,10 @@ void PassRun::OnNewRecv(size_t place, EdgeEnd end) {
       RunHere::kNo);
 }
 
+void PassRun::OnLostSend(EdgeId edge) {
+  Post([this, edge] { pass_.OnLostSend(edge); }, RunHere::kNo);
+}
+
 void PassRun::OnPeerLost(WorkerId peer, const absl::Status& why) {
   Post([this, peer, why] { pass_.OnPeerLost(peer, LocalError(why)); }, RunHere::kNo);
 }
@@ -102,23 +115,31 @@ void PassRun::Fail(const absl::Status& why) {
 void PassRun::RunFeeds() {
   for (;;) {
     Feed feed;
+    std::shared_ptr<Execution> execution;
     {
       absl::MutexLock lock(&mu_);
       if (feeds_.empty()) return;
       feed = std::move(feeds_.front());
       feeds_.pop_front();
+      execution = execution_;
     }
-    execution_->Feed(feed.root, std::move(feed.gradients), feed.reached);
-    if (--outstanding_ == 0) Settle();
+    execution->Feed(feed.root, std::move(feed.gradients), feed.reached);
+    const bool was_last = --outstanding_ == 0;
+    // An error is not kept waiting for what else runs.
+    if (!was_last && execution->status().ok()) continue;
+    Settle();
+    CallHelpers(RunHere::kYes);
   }
 }
 
 void PassRun::Settle() {
   strand_.Run([self = shared_from_this()] {
-    self->FlushCapturedOnStrand();
-    absl::Status status = self->execution_->status();
-    if (!status.ok()) status = self->LocalError(status);
-    self->pass_.OnIdle(status);
+    if (const auto execution = self->execution()) {
+      self->FlushCapturedOnStrand();
+      absl::Status status = execution->status();
+      if (!status.ok()) status = self->LocalError(status);
+      self->pass_.OnIdle(status);
+    }
     self->EndTaskOnStrand();
   });
 }
@@ -130,7 +151,10 @@ void PassRun::OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient)
 void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradients, bool reached) {
   const auto& recv = static_cast<const RecvNode&>(stop);
   size_t bytes = 0;
-  for (const at::Tensor& gradient : gradients) bytes += gradient.defined() ? gradient.nbytes() : 0;
+  for (const at::Tensor& gradient : gradients) {
+    // A sparse one has no storage, and no size to ask for.
+    if (gradient.defined()) bytes += gradient.has_storage() ? gradient.nbytes() : kFlushBytes;
+  }
   {
     absl::MutexLock lock(&mu_);
     captured_.push_back({recv.end(), std::move(gradients), reached});
@@ -149,7 +173,6 @@ void PassRun::OnIdle() {
 // ------------------------------------------------------------------------------- On the strand
 
 void PassRun::OnNoticeOnStrand(WorkerId from, Notice& notice) {
-  if (over_.has_value()) return engine_->AnswerForPassThatIsOver(from, notice, *over_);
   switch (notice.kind) {
     case Notice::Kind::kEdge:
       arriving_ = &notice;
@@ -163,11 +186,20 @@ void PassRun::OnNoticeOnStrand(WorkerId from, Notice& notice) {
     case Notice::Kind::kAbort:
       return pass_.OnAbort(from, notice.status);
     case Notice::Kind::kRelease:
-      DG_CHECK(false) << "a release is of a context, not of a pass";
+    case Notice::Kind::kKnown:
+      DG_CHECK(false) << "this is of a context, not of a pass";
   }
 }
 
 absl::StatusOr<PassPlan> PassRun::Engage(std::optional<EdgeId> by) {
+  try {
+    return LookAtGraph(by);
+  } catch (...) {
+    return LocalError(StatusFromException(std::current_exception()));
+  }
+}
+
+absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   absl::StatusOr<ContextRecord::Edges> edges = context_->Claim(id_, retain_graph_);
   if (!edges.ok()) return LocalError(edges.status());
   known_recvs_ = edges->recvs.size();
@@ -221,11 +253,21 @@ absl::StatusOr<PassPlan> PassRun::Engage(std::optional<EdgeId> by) {
     }
   }
   graph_ = std::move(graph);
-  execution_ = std::make_unique<Execution>(graph_, ExecutionOptions{retain_graph_}, this);
+  auto execution =
+      std::make_shared<Execution>(graph_,
+                                  ExecutionOptions{.retain_graph = retain_graph_,
+                                                   .device_threads = engine_->device_threads(),
+                                                   .keep_alive = shared_from_this()},
+                                  this);
+  absl::MutexLock lock(&mu_);
+  execution_ = std::move(execution);
   return plan;
 }
 
-void PassRun::FeedRoots() { Queue({root_, std::move(roots_->gradients), /*reached=*/true}); }
+void PassRun::FeedRoots() {
+  Queue({root_, std::move(roots_->gradients), /*reached=*/true});
+  roots_.reset();
+}
 
 void PassRun::FeedSend(EdgeId edge) {
   const Graph::Index root = send_roots_.at(edge);
@@ -249,10 +291,17 @@ void PassRun::Queue(Feed feed) {
   feeds_.push_back(std::move(feed));
 }
 
-bool PassRun::Idle() { return outstanding_ == 0 && (execution_ == nullptr || execution_->idle()); }
+bool PassRun::Idle() {
+  // A feed that has just ended may have left gradients to be sent, or an error: Settle() sees to
+  // them, and comes here again.
+  if (outstanding_ > 0) return false;
+  absl::MutexLock lock(&mu_);
+  return captured_.empty() &&
+         (execution_ == nullptr || (execution_->idle() && execution_->status().ok()));
+}
 
 void PassRun::Stop(const absl::Status& why) {
-  if (execution_) execution_->Cancel(why);
+  if (const auto execution = this->execution()) execution->Cancel(why);
   absl::MutexLock lock(&mu_);
   outstanding_ -= feeds_.size();
   feeds_.clear();
@@ -290,14 +339,14 @@ void PassRun::SendAbort(WorkerId to, const absl::Status& why) {
 void PassRun::Deliver(WorkerId to, Notice notice) {
   notice.context = context_->id();
   notice.pass = id_;
+  notice.settled = settled_;
   notice.retain_graph = retain_graph_;
   if (to == engine_->self()) {
     // Runs after this task, like any message.
     std::vector<Notice> notices;
     notices.push_back(std::move(notice));
     strand_.Run([self = shared_from_this(), notices = std::move(notices)]() mutable {
-      // The answer to a message that one sends oneself would go nowhere.
-      if (!self->over_.has_value()) self->OnNoticeOnStrand(self->engine_->self(), notices.front());
+      self->OnNoticeOnStrand(self->engine_->self(), notices.front());
       self->EndTaskOnStrand();
     });
     return;
@@ -311,17 +360,32 @@ void PassRun::Deliver(WorkerId to, Notice notice) {
 void PassRun::Finish(const absl::Status& status) { over_ = status; }
 
 void PassRun::EndTaskOnStrand() {
+  const bool ends = over_.has_value() && !std::exchange(ended_, over_.has_value());
+  // Before the last acknowledgement goes out: the next pass may be here as soon as it has.
+  if (ends) EndOnStrand();
   for (auto& [to, packet] : std::exchange(outbox_, {}))
     engine_->network().Notify(to, std::move(packet));
-  if (!over_.has_value() || ended_) return;
-  ended_ = true;
-  context_->EndPass(id_, *over_);
-  if (timer_.has_value()) engine_->clock().Cancel(*timer_);
-  if (!promise_.has_value()) return;
+  if (!ends || !promise_.has_value()) return;
   if (over_->ok())
     promise_->Set(Unit());
   else
     promise_->Set(*over_);
+}
+
+void PassRun::EndOnStrand() {
+  if (timer_.has_value()) engine_->clock().Cancel(*timer_);
+  // It may be kept for late messages: without the graph.
+  graph_.reset();
+  roots_.reset();
+  send_roots_.clear();
+  std::shared_ptr<Execution> execution;  // a feed may still be using it
+  std::vector<Captured> captured;
+  {
+    absl::MutexLock lock(&mu_);
+    execution.swap(execution_);
+    captured.swap(captured_);
+  }
+  context_->EndPass(id_, *over_);
 }
 
 absl::Status PassRun::LocalError(const absl::Status& why) {
@@ -329,16 +393,46 @@ absl::Status PassRun::LocalError(const absl::Status& why) {
                                     engine_->network().Describe(engine_->self())));
 }
 
+std::shared_ptr<Execution> PassRun::execution() {
+  absl::MutexLock lock(&mu_);
+  return execution_;
+}
+
+PassSnapshot PassRun::Snapshot() {
+  Promise<PassSnapshot> promise;
+  const Future<PassSnapshot> snapshot = promise.future();
+  strand_.Run([self = shared_from_this(), promise = std::move(promise)]() mutable {
+    PassSnapshot s;
+    s.id = self->id_;
+    s.retain_graph = self->retain_graph_;
+    s.awaited = self->pass_.Awaited();
+    const auto& unacknowledged = self->pass_.Unacknowledged();
+    s.unacknowledged.insert(unacknowledged.begin(), unacknowledged.end());
+    s.busy = self->outstanding_;
+    promise.Set(std::move(s));
+  });
+  return *snapshot.Wait();
+}
+
 std::string PassRun::DescribeAwaitedOnStrand() {
-  const std::vector<EdgeEnd> awaited = pass_.Awaited();
-  if (awaited.empty()) return "; what is missing is on other workers";
-  absl::btree_map<WorkerId, int> by_peer;
-  for (const EdgeEnd& end : awaited) ++by_peer[end.peer];
-  return absl::StrCat("; awaited are gradients of ",
-                      absl::StrJoin(by_peer, ", ", [&](std::string* out, const auto& item) {
-                        absl::StrAppend(out, item.second, " edge(s) to worker ",
-                                        engine_->network().Describe(item.first));
-                      }));
+  // Of the edges only so many are named.
+  constexpr size_t kNamed = 8;
+  std::vector<std::string> parts;
+  absl::btree_map<WorkerId, std::vector<std::string>> by_peer;
+  for (const EdgeEnd& end : pass_.Awaited()) by_peer[end.peer].push_back(absl::StrCat(end.edge));
+  for (auto& [peer, edges] : by_peer) {
+    const size_t count = edges.size();
+    if (count > kNamed) edges.resize(kNamed);
+    parts.push_back(absl::StrCat("the gradients of ", count, " edge(s) to worker ",
+                                 engine_->network().Describe(peer), " (",
+                                 absl::StrJoin(edges, ", "), count > kNamed ? ", ...)" : ")"));
+  }
+  for (const auto& [peer, count] : pass_.Unacknowledged()) {
+    parts.push_back(
+        absl::StrCat("the end of worker ", engine_->network().Describe(peer), "'s part"));
+  }
+  if (outstanding_ > 0) parts.push_back("nodes that run on this worker");
+  return absl::StrCat("; awaited: ", absl::StrJoin(parts, ", "));
 }
 
 }  // namespace distgrad

@@ -39,8 +39,10 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
     std::vector<at::Tensor> gradients;
   };
 
-  PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id, bool retain_graph,
-          std::optional<Roots> roots);
+  // `settled`: see Notice.
+  PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id, PassId settled,
+          bool retain_graph, std::optional<Roots> roots);
+  PassId id() const { return id_; }
 
   // Whether the calling thread may run nodes of the graph.
   enum class RunHere : bool { kNo, kYes };
@@ -50,8 +52,13 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   void OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here);
   // `place`: where the node stands among the context's recv nodes.
   void OnNewRecv(size_t place, EdgeEnd end);
+  // See Pass::OnLostSend.
+  void OnLostSend(EdgeId edge);
   void OnPeerLost(WorkerId peer, const absl::Status& why);
   void Fail(const absl::Status& why);
+
+  // Not from a callback of the pass.
+  PassSnapshot Snapshot();
 
  private:
   struct Feed {
@@ -67,6 +74,8 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
 
   // Runs `task` on the strand, sends what it left to be sent, and sees to what it fed.
   void Post(absl::AnyInvocable<void()> task, RunHere here);
+  // Asks the pool to run what is queued, but for one if this thread runs some.
+  void CallHelpers(RunHere here);
   void RunFeeds();
   void Settle();
   absl::Status LocalError(const absl::Status& why);
@@ -82,12 +91,15 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   void SendAck(WorkerId to, uint32_t count) override;
   void SendAbort(WorkerId to, const absl::Status& why) override;
   void Finish(const absl::Status& status) override;
+  absl::StatusOr<PassPlan> LookAtGraph(std::optional<EdgeId> by);
   void OnNoticeOnStrand(WorkerId from, Notice& notice);
   void FlushCapturedOnStrand();
   void EndTaskOnStrand();
+  void EndOnStrand();
   void Deliver(WorkerId to, Notice notice);
   void Queue(Feed feed);
   std::string DescribeAwaitedOnStrand();
+  std::shared_ptr<Execution> execution();
 
   // ---- GradientSink, on the threads that run nodes.
   void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override;
@@ -99,18 +111,18 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   Engine* const engine_;
   const std::shared_ptr<ContextRecord> context_;
   const PassId id_;
+  const PassId settled_;
   const bool retain_graph_;
 
   // Synchronizes itself.
   Strand strand_;
   std::atomic<size_t> outstanding_{0};  // feeds that are queued or running
-  std::shared_ptr<const Graph> graph_;  // both made before the first feed is queued
-  std::unique_ptr<Execution> execution_;
 
   // On strand_ only.
+  std::shared_ptr<const Graph> graph_;
   Pass pass_;
   std::optional<Roots> roots_;
-  std::optional<Promise<Unit>> promise_;  // on the initiator, until it is set
+  std::optional<Promise<Unit>> promise_;  // on the initiator
   std::optional<Clock::TimerId> timer_;
   size_t known_recvs_ = 0;  // those that the plan has
   absl::flat_hash_map<EdgeId, Graph::Index> send_roots_;
@@ -122,6 +134,7 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
 
   absl::Mutex mu_;
   // Guarded by mu_.
+  std::shared_ptr<Execution> execution_ ABSL_GUARDED_BY(mu_);  // from engaging until it is over
   std::deque<Feed> feeds_ ABSL_GUARDED_BY(mu_);
   std::vector<Captured> captured_ ABSL_GUARDED_BY(mu_);
   size_t captured_bytes_ ABSL_GUARDED_BY(mu_) = 0;

@@ -269,12 +269,6 @@ class Network {
     flight_.erase(flight_.begin() + i);
     Worker& w = *workers[letter.to];
     const auto from = static_cast<WorkerId>(letter.from);
-    // What the engine does for a pass that is over: it remembers how it ended.
-    if (w.finished && (letter.kind == Letter::kGradient || letter.kind == Letter::kNone ||
-                       letter.kind == Letter::kStart)) {
-      return Post(w.status.ok() ? Letter{Letter::kAck, letter.to, letter.from, 1}
-                                : Letter{Letter::kAbort, letter.to, letter.from});
-    }
     switch (letter.kind) {
       case Letter::kNone:
       case Letter::kLateNone:

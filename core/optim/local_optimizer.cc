@@ -1,5 +1,6 @@
 #include "core/optim/local_optimizer.h"
 
+#include <ATen/ops/norm.h>
 #include <torch/optim/optimizer.h>
 
 #include <utility>
@@ -37,6 +38,42 @@ absl::Status LocalOptimizer::Step(const ContextRecord& context,
   }
   for (auto& [parameter, grad] : before) parameter.mutable_grad() = std::move(grad);
   return status;
+}
+
+absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
+    const ContextRecord& context) {
+  absl::MutexLock lock(&mu_);
+  std::vector<at::Tensor> norms;
+  try {
+    at::NoGradGuard no_grad;
+    for (const torch::optim::OptimizerParamGroup& group : optimizer_->param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter);
+        if (gradient.ok()) norms.push_back(at::norm(*gradient).to(at::kCPU));
+      }
+    }
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+  return norms;
+}
+
+absl::Status LocalOptimizer::ScaleGradients(ContextRecord& context, const at::Tensor& factor) {
+  absl::MutexLock lock(&mu_);
+  try {
+    at::NoGradGuard no_grad;
+    for (const torch::optim::OptimizerParamGroup& group : optimizer_->param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter);
+        if (!gradient.ok()) continue;
+        // Not in place: whoever asked for the gradient before keeps what it was.
+        DG_RETURN_IF_ERROR(context.SetGradient(parameter, gradient->mul(factor)));
+      }
+    }
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace distgrad

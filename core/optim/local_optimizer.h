@@ -5,11 +5,15 @@
 #ifndef DISTGRAD_CORE_OPTIM_LOCAL_OPTIMIZER_H_
 #define DISTGRAD_CORE_OPTIM_LOCAL_OPTIMIZER_H_
 
+#include <ATen/core/Tensor.h>
+
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/context_record.h"
 
@@ -30,6 +34,12 @@ class LocalOptimizer {
   // `learning_rate`, if given, is set first, for all parameters.
   absl::Status Step(const ContextRecord& context,
                     std::optional<double> learning_rate = std::nullopt);
+
+  // The 2-norm of each gradient, as scalars on the CPU, in the order of the parameters; none for
+  // a parameter without one.
+  absl::StatusOr<std::vector<at::Tensor>> GradientNorms(const ContextRecord& context);
+  // Multiplies every gradient by a scalar.
+  absl::Status ScaleGradients(ContextRecord& context, const at::Tensor& factor);
 
  private:
   absl::Mutex mu_;  // held while torch runs: parameters change under it

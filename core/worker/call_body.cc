@@ -11,12 +11,11 @@
 namespace distgrad {
 namespace {
 
-constexpr size_t kEdgeOffset = 9;  // behind the flags and the context
-constexpr uint8_t kGradEnabled = 1;
+constexpr size_t kEdgeOffset = 11;  // behind the modes and the context
 
 absl::StatusOr<CallHeader> ReadHeader(WireReader& reader) {
   CallHeader header;
-  header.grad_enabled = reader.U8() & kGradEnabled;
+  header.modes = ReadCallModes(reader);
   header.context = reader.U64();
   header.edge = reader.U64();
   const uint32_t recorded = reader.U32();
@@ -35,7 +34,7 @@ absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& m
                                       Packet* packet) {
   const size_t offset = packet->bytes.size();
   WireWriter writer(&packet->bytes);
-  writer.U8(header.grad_enabled ? kGradEnabled : 0);
+  AppendCallModes(header.modes, writer);
   writer.U64(header.context);
   writer.U64(header.edge);
   writer.U32(static_cast<uint32_t>(header.recorded.size()));

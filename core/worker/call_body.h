@@ -12,14 +12,16 @@
 #include "core/base/ids.h"
 #include "core/rpc/packet.h"
 #include "core/tensor/message.h"
+#include "core/worker/call_modes.h"
 
 namespace distgrad {
 
-// What stands before the message. Fixed in size but for the list.
+// What stands before the message. Fixed in size but for the list. A reply has the modes of its
+// request: in inference mode its tensors arrive as inference tensors.
 struct CallHeader {
   ContextId context = 0;                // 0: no context
   EdgeId edge = 0;                      // 0: no tensor of the message is recorded
-  bool grad_enabled = true;             // request: the caller's gradient mode
+  CallModes modes = {};                 // the caller's
   std::vector<uint32_t> recorded = {};  // the tensors that require grad, by place
 };
 

@@ -1,38 +1,110 @@
 #include "core/worker/optimizer.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/norm.h>
+#include <ATen/ops/stack.h>
 #include <torch/optim/optimizer.h>
 
+#include <cmath>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
+#include "core/base/status.h"
+#include "core/tensor/exception.h"
 
 namespace distgrad {
 
+namespace {
+
+constexpr absl::string_view kStep = "distgrad.optimizer.step/";
+constexpr absl::string_view kNorms = "distgrad.optimizer.norms/";
+constexpr absl::string_view kScale = "distgrad.optimizer.scale/";
+
+}  // namespace
+
 Optimizer::Optimizer(Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
                      absl::string_view name)
-    : worker_(worker), function_(absl::StrCat("distgrad.optimizer.step/", name)) {
+    : worker_(worker), name_(name) {
   auto local = std::make_shared<LocalOptimizer>(std::move(optimizer));
-  const absl::Status registered =
-      worker->Register(function_, [local](Request& request) -> absl::StatusOr<Message> {
-        if (!request.context.valid())
-          return absl::InvalidArgumentError("an optimizer step needs a context");
-        const absl::Status done = local->Step(*request.context.record());
-        if (!done.ok()) return done;
-        return Message{};
-      });
-  DG_CHECK(registered.ok()) << registered << ": one worker has one optimizer of a name";
+  const auto serve = [&](absl::string_view function, auto body) {
+    const absl::Status registered = worker->Register(
+        absl::StrCat(function, name), [body](Request& request) -> absl::StatusOr<Message> {
+          if (!request.context.valid())
+            return absl::InvalidArgumentError("an optimizer works on a context");
+          return body(request);
+        });
+    DG_CHECK(registered.ok()) << registered << ": one worker has one optimizer of a name";
+  };
+  serve(kStep, [local](Request& request) -> absl::StatusOr<Message> {
+    DG_RETURN_IF_ERROR(local->Step(*request.context.record()));
+    return Message{};
+  });
+  serve(kNorms, [local](Request& request) -> absl::StatusOr<Message> {
+    DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> norms,
+                        local->GradientNorms(*request.context.record()));
+    return Message{"", std::move(norms)};
+  });
+  serve(kScale, [local](Request& request) -> absl::StatusOr<Message> {
+    if (request.message.tensors.size() != 1)
+      return absl::InvalidArgumentError("the factor is one tensor");
+    DG_RETURN_IF_ERROR(
+        local->ScaleGradients(*request.context.record(), request.message.tensors[0]));
+    return Message{};
+  });
+}
+
+absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& function,
+                                                        const Message& message,
+                                                        const Context& context) {
+  std::vector<Future<Message>> calls;
+  for (const std::string& worker : worker_->names()) {
+    calls.push_back(worker_->CallAsync(worker, function, message, {.context = &context}));
+  }
+  std::vector<Message> replies;
+  absl::Status status;
+  for (Future<Message>& call : calls) {
+    absl::StatusOr<Message> reply = call.Take();
+    status.Update(reply.status());
+    if (reply.ok()) replies.push_back(*std::move(reply));
+  }
+  DG_RETURN_IF_ERROR(status);
+  return replies;
 }
 
 absl::Status Optimizer::Step(const Context& context) {
-  std::vector<Future<Message>> steps;
-  for (const std::string& worker : worker_->names()) {
-    steps.push_back(worker_->CallAsync(worker, function_, {}, {.context = &context}));
+  return CallAll(absl::StrCat(kStep, name_), {}, context).status();
+}
+
+absl::StatusOr<double> Optimizer::ClipGradients(const Context& context, double max_norm) {
+  DG_ASSIGN_OR_RETURN(const std::vector<Message> replies,
+                      CallAll(absl::StrCat(kNorms, name_), {}, context));
+  try {
+    at::NoGradGuard no_grad;
+    std::vector<at::Tensor> norms;
+    at::ScalarType type = at::kHalf;
+    for (const Message& reply : replies) {
+      for (const at::Tensor& norm : reply.tensors) {
+        type = norms.empty() ? norm.scalar_type() : at::promote_types(type, norm.scalar_type());
+        norms.push_back(norm);
+      }
+    }
+    if (norms.empty()) return 0.0;
+    for (at::Tensor& norm : norms) norm = norm.to(type);
+    // The same arithmetic as clipping in one process, so that the result is so to the last bit.
+    const at::Tensor total = norms.size() == 1 ? norms[0] : at::norm(at::stack(norms));
+    const double value = total.item().toDouble();
+    if (!std::isfinite(value))
+      return absl::OutOfRangeError(absl::StrCat("the norm of the gradients is ", value));
+    const at::Tensor factor = max_norm / (total + 1e-6);
+    if (factor.item().toDouble() < 1) {
+      DG_RETURN_IF_ERROR(CallAll(absl::StrCat(kScale, name_), {"", {factor}}, context).status());
+    }
+    return value;
+  } catch (...) {
+    return StatusFromException(std::current_exception());
   }
-  absl::Status status;
-  for (Future<Message>& step : steps) status.Update(step.Wait().status());
-  return status;
 }
 
 }  // namespace distgrad

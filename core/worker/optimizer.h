@@ -8,8 +8,10 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "core/optim/local_optimizer.h"
 #include "core/worker/worker.h"
@@ -27,9 +29,18 @@ class Optimizer {
   // first error, by worker; kNotFound for a worker that has no part.
   absl::Status Step(const Context& context);
 
+  // Clips the gradients of all parts by their global norm, before a step: the 2-norm of all of
+  // them as one vector. If it is more than `max_norm` they are scaled down to that. Returns the
+  // norm as it was. kOutOfRange, and nothing is scaled, if it is not finite.
+  absl::StatusOr<double> ClipGradients(const Context& context, double max_norm);
+
  private:
+  // Calls a function of all parts, and returns their replies by worker.
+  absl::StatusOr<std::vector<Message>> CallAll(const std::string& function, const Message& message,
+                                               const Context& context);
+
   Worker* const worker_;
-  const std::string function_;
+  const std::string name_;
 };
 
 }  // namespace distgrad

@@ -1,7 +1,5 @@
 #include "core/worker/worker.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
 #include <atomic>
 #include <random>
@@ -88,6 +86,7 @@ class Worker::Impl : public Context::Owner,
   const std::vector<WorkerInfo>& workers() const { return workers_; }
   const Agent& agent() const { return agent_; }
   size_t context_count() const { return contexts_.size(); }
+  std::vector<ContextSnapshot> Contexts() const { return engine_.Snapshot(); }
 
  private:
   Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Transport> transport);
@@ -98,10 +97,10 @@ class Worker::Impl : public Context::Owner,
                         const CallHeader& header, absl::StatusOr<Message>& message);
   void Serve(IncomingCall call, const CallHeader& header, std::shared_ptr<ContextRecord> context,
              Message message);
-  absl::StatusOr<Message> RunHandler(Request& request, bool grad_enabled);
+  absl::StatusOr<Message> RunHandler(Request& request);
   absl::StatusOr<Message> ServeOperator(Request& request);
   absl::StatusOr<Packet> Pack(Packet packet, const std::shared_ptr<ContextRecord>& context,
-                              WorkerId to, CallHeader header, const Message& message);
+                              WorkerId to, CallHeader header, const Message& message, EdgeId* edge);
   absl::Status Barrier(const std::string& name, absl::Time deadline);
 
   // Constant after construction.
@@ -164,6 +163,7 @@ void Worker::Impl::Close() {
   engine_.Close();
   agent_.Close();
   pool_.Join();
+  engine_.Join();
   transport_.reset();
   for (const auto& context : contexts_.All()) engine_.Release(context->id());
 }
@@ -195,18 +195,19 @@ absl::Status Worker::Impl::Leave(absl::Time deadline) {
 
 absl::StatusOr<Packet> Worker::Impl::Pack(Packet packet,
                                           const std::shared_ptr<ContextRecord>& context,
-                                          WorkerId to, CallHeader header, const Message& message) {
+                                          WorkerId to, CallHeader header, const Message& message,
+                                          EdgeId* edge) {
   if (context != nullptr) {
     header.context = context->id();
-    if (header.grad_enabled) header.recorded = Recorded(message);
+    if (header.modes.grad_enabled) header.recorded = Recorded(message);
   }
   DG_ASSIGN_OR_RETURN(const size_t offset, AppendCallBody(header, message, &packet));
   if (context == nullptr) return packet;
-  context->AddPeer(to);
+  DG_RETURN_IF_ERROR(context->AddPeer(to));
   if (!header.recorded.empty()) {
-    // Last, for now nothing can keep the edge from being sent.
-    DG_ASSIGN_OR_RETURN(const EdgeId edge, engine_.RecordSend(*context, to, message.tensors));
-    SetEdge(offset, edge, &packet);
+    // Last, for now next to nothing can keep the edge from being sent.
+    DG_ASSIGN_OR_RETURN(*edge, engine_.RecordSend(*context, to, message.tensors));
+    SetEdge(offset, *edge, &packet);
   }
   return packet;
 }
@@ -222,11 +223,12 @@ Future<Message> Worker::Impl::Call(absl::StatusOr<WorkerId> to, absl::string_vie
       options.context ? options.context->record() : nullptr;
   const absl::Time deadline =
       options.deadline == absl::InfinitePast() ? DefaultDeadline() : options.deadline;
+  EdgeId edge = 0;
   absl::StatusOr<Packet> packet = absl::DeadlineExceededError("the deadline has passed already");
   if (deadline > clock_->Now()) {
     try {
-      packet = Pack(Agent::NewRequest(function), context, *to,
-                    {.grad_enabled = at::GradMode::is_enabled()}, message);
+      packet = Pack(Agent::NewRequest(function), context, *to, {.modes = CallModes::Current()},
+                    message, &edge);
     } catch (...) {
       packet = StatusFromException(std::current_exception());
     }
@@ -238,14 +240,21 @@ Future<Message> Worker::Impl::Call(absl::StatusOr<WorkerId> to, absl::string_vie
   }
   Promise<Message> promise;
   Future<Message> future = promise.future();
-  agent_.Call(
-      *to, *std::move(packet), deadline,
-      [this, context, to = *to, promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
-        if (!reply.ok())
-          promise.Set(reply.status());
-        else
-          promise.Set(TakeReply(context, to, *reply));
-      });
+  // While this thread is in agent_.Call() the request has not left, or fails at once.
+  std::shared_ptr<std::atomic<bool>> leaving;
+  if (edge != 0) leaving = std::make_shared<std::atomic<bool>>(true);
+  agent_.Call(*to, *std::move(packet), deadline,
+              [this, context, to = *to, edge, leaving, caller = std::this_thread::get_id(),
+               promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
+                if (reply.ok()) {
+                  promise.Set(TakeReply(context, to, *reply));
+                  return;
+                }
+                if (edge != 0 && *leaving && caller == std::this_thread::get_id())
+                  engine_.DropSend(*context, edge);
+                promise.Set(reply.status());
+              });
+  if (leaving != nullptr) *leaving = false;
   return future;
 }
 
@@ -264,13 +273,14 @@ absl::Status Worker::Impl::TakeEdge(const std::shared_ptr<ContextRecord>& contex
 absl::StatusOr<Message> Worker::Impl::TakeReply(const std::shared_ptr<ContextRecord>& context,
                                                 WorkerId from, Body& body) {
   DG_ASSIGN_OR_RETURN(const CallHeader header, ReadCallHeader(body.packet, body.offset));
-  absl::StatusOr<Message> message = ReadCallMessage(body.packet, body.offset);
   try {
+    const c10::InferenceMode inference(header.modes.inference);
+    absl::StatusOr<Message> message = ReadCallMessage(body.packet, body.offset);
     DG_RETURN_IF_ERROR(TakeEdge(context, from, header, message));
+    return message;
   } catch (...) {
     return StatusFromException(std::current_exception());
   }
-  return message;
 }
 
 void Worker::Impl::OnLateReply(WorkerId from, Body reply) {
@@ -308,7 +318,8 @@ void Worker::Impl::OnCall(IncomingCall call) {
     absl::StatusOr<std::shared_ptr<ContextRecord>> found = contexts_.FindOrAdd(header->context);
     if (!found.ok()) return call.Fail(found.status());
     context = *std::move(found);
-    context->AddPeer(call.from());
+    const absl::Status added = context->AddPeer(call.from());
+    if (!added.ok()) return call.Fail(added);
   }
   // Here and now, in the order of arrival: messages of a pass that come after this call must find
   // its edge.
@@ -338,10 +349,12 @@ void Worker::Impl::Serve(IncomingCall call, const CallHeader& header,
   absl::StatusOr<Message> reply = absl::InternalError("not run");
   absl::StatusOr<Packet> packet = absl::InternalError("not packed");
   try {
-    reply = RunHandler(request, header.grad_enabled);
+    // The caller's modes are the handler's too.
+    const CallModesScope modes(header.modes);
+    reply = RunHandler(request);
     if (!reply.ok()) return call.Fail(reply.status());
-    packet =
-        Pack(call.NewReply(), context, call.from(), {.grad_enabled = header.grad_enabled}, *reply);
+    EdgeId edge = 0;
+    packet = Pack(call.NewReply(), context, call.from(), {.modes = header.modes}, *reply, &edge);
   } catch (...) {
     packet = StatusFromException(std::current_exception());
   }
@@ -351,9 +364,7 @@ void Worker::Impl::Serve(IncomingCall call, const CallHeader& header,
     call.Fail(packet.status());
 }
 
-absl::StatusOr<Message> Worker::Impl::RunHandler(Request& request, bool grad_enabled) {
-  // The caller's gradient mode is the handler's too.
-  at::AutoGradMode mode(grad_enabled);
+absl::StatusOr<Message> Worker::Impl::RunHandler(Request& request) {
   std::shared_ptr<const Handler> handler;
   {
     absl::MutexLock lock(&mu_);
@@ -416,5 +427,6 @@ Context Worker::NewContext() { return impl_->NewContext(); }
 absl::Status Worker::WaitForAll(absl::Time deadline) { return impl_->WaitForAll(deadline); }
 absl::Status Worker::Leave(absl::Time deadline) { return impl_->Leave(deadline); }
 size_t Worker::context_count() const { return impl_->context_count(); }
+std::vector<ContextSnapshot> Worker::Contexts() const { return impl_->Contexts(); }
 
 }  // namespace distgrad

@@ -27,6 +27,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "core/autograd/snapshot.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/rpc/inproc/inproc_transport.h"
@@ -158,6 +159,10 @@ class Worker {
 
   // How many contexts this worker knows of.
   size_t context_count() const;
+
+  // What it holds of them, and the passes that run on it at this moment, with what they wait for.
+  // Not from a callback of Context::BackwardAsync.
+  std::vector<ContextSnapshot> Contexts() const;
 
   class Impl;
 

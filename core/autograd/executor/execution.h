@@ -70,6 +70,8 @@ struct ExecutionOptions {
   bool retain_graph = false;
   // Must outlive the execution. Without it all nodes run on the threads that feed.
   DeviceThreads* device_threads = nullptr;
+  // Kept until the last OnIdle has returned: what owns the sink, say.
+  std::shared_ptr<void> keep_alive = nullptr;
 };
 
 // Thread-safe.

@@ -1,0 +1,100 @@
+#include "core/autograd/notice.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/quantize_per_tensor.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace distgrad {
+namespace {
+
+TEST(NoticeTest, EveryKindArrivesAsItWasSent) {
+  const std::vector<Notice> sent = {
+      {.kind = Notice::Kind::kEdge,
+       .context = 1,
+       .pass = 2,
+       .settled = 1,
+       .retain_graph = true,
+       .edge = 3,
+       .reached = true,
+       .gradients = {at::ones({2, 3}), at::Tensor(), at::ones({100, 100})}},
+      {.kind = Notice::Kind::kEdge, .context = 1, .pass = 2, .edge = 4, .late = true},
+      {.kind = Notice::Kind::kStart, .context = 1, .pass = 2},
+      {.kind = Notice::Kind::kAck, .context = 1, .pass = 2, .count = 7},
+      {.kind = Notice::Kind::kAbort,
+       .context = 1,
+       .pass = 2,
+       .status = absl::CancelledError("because")},
+      {.kind = Notice::Kind::kRelease, .context = 1},
+      {.kind = Notice::Kind::kKnown, .context = 1}};
+  Packet packet;
+  packet.bytes = "front";
+  for (const Notice& notice : sent) ASSERT_TRUE(AppendNotice(notice, &packet).ok());
+  Packet arrived = CopyPacket(packet);
+  const absl::StatusOr<std::vector<Notice>> got = ReadNotices(arrived, 5);
+  ASSERT_TRUE(got.ok()) << got.status();
+  ASSERT_EQ(got->size(), sent.size());
+  for (size_t i = 0; i < sent.size(); ++i) {
+    SCOPED_TRACE(i);
+    const Notice &a = (*got)[i], &b = sent[i];
+    EXPECT_EQ(a.kind, b.kind);
+    EXPECT_EQ(a.context, b.context);
+    EXPECT_EQ(a.pass, b.pass);
+    EXPECT_EQ(a.settled, b.settled);
+    EXPECT_EQ(a.retain_graph, b.retain_graph);
+    EXPECT_EQ(a.edge, b.edge);
+    EXPECT_EQ(a.late, b.late);
+    EXPECT_EQ(a.reached, b.reached);
+    EXPECT_EQ(a.count, b.count);
+    EXPECT_EQ(a.status, b.status);
+    ASSERT_EQ(a.gradients.size(), b.gradients.size());
+    for (size_t g = 0; g < a.gradients.size(); ++g) {
+      ASSERT_EQ(a.gradients[g].defined(), b.gradients[g].defined());
+      if (a.gradients[g].defined()) {
+        EXPECT_TRUE(a.gradients[g].equal(b.gradients[g]));
+      }
+    }
+  }
+}
+
+TEST(NoticeTest, OneThatCannotBeSentLeavesThePacketAsItWas) {
+  Packet packet;
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kStart, .context = 1, .pass = 2}, &packet).ok());
+  const std::string before = packet.bytes;
+  const absl::Status status = AppendNotice(
+      {.kind = Notice::Kind::kEdge,
+       .context = 1,
+       .pass = 2,
+       .edge = 3,
+       .reached = true,
+       .gradients = {at::ones({4}), at::quantize_per_tensor(at::ones({4}), 0.5, 0, at::kQInt8)}},
+      &packet);
+  EXPECT_FALSE(status.ok());
+  EXPECT_EQ(packet.bytes, before);
+  EXPECT_TRUE(packet.segments.empty());
+}
+
+TEST(NoticeTest, CutShortItIsAnError) {
+  Packet packet;
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kAbort,
+                            .context = 1,
+                            .pass = 2,
+                            .status = absl::CancelledError("because")},
+                           &packet)
+                  .ok());
+  for (size_t size = 1; size < packet.bytes.size(); ++size) {
+    Packet cut;
+    cut.bytes = packet.bytes.substr(0, size);
+    EXPECT_FALSE(ReadNotices(cut, 0).ok()) << size << " bytes";
+  }
+  Packet odd;
+  odd.bytes = packet.bytes;
+  odd.bytes[0] = 99;
+  EXPECT_FALSE(ReadNotices(odd, 0).ok());
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,39 @@
+// What a worker's part of distributed autograd holds at one moment: for tests, and for whoever
+// wants to know what a job waits for.
+#ifndef DISTGRAD_CORE_AUTOGRAD_SNAPSHOT_H_
+#define DISTGRAD_CORE_AUTOGRAD_SNAPSHOT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "core/autograd/pass.h"
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+// A pass that runs on this worker.
+struct PassSnapshot {
+  PassId id = 0;
+  bool retain_graph = false;
+  // The send nodes that still wait for their message, and the workers who owe it.
+  std::vector<EdgeEnd> awaited;
+  // How many messages of ours each worker has not acknowledged.
+  std::map<WorkerId, uint32_t> unacknowledged;
+  // Send nodes (and roots) that are running or about to.
+  size_t busy = 0;
+};
+
+struct ContextSnapshot {
+  ContextId id = 0;
+  std::vector<WorkerId> peers;  // with whom messages of this context were exchanged
+  size_t sends = 0;
+  size_t recvs = 0;
+  size_t gradients = 0;
+  std::vector<PassSnapshot> passes;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_SNAPSHOT_H_

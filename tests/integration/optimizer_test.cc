@@ -1,0 +1,165 @@
+// Steps and clipping over workers, against the same training in one process: to the last bit.
+#include "core/worker/optimizer.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/integration/team.h"
+
+namespace distgrad {
+namespace {
+
+constexpr int kWorkers = 3;
+
+using Make = std::unique_ptr<torch::optim::Optimizer> (*)(std::vector<at::Tensor>);
+std::unique_ptr<torch::optim::Optimizer> MakeSgd(std::vector<at::Tensor> parameters) {
+  return std::make_unique<torch::optim::SGD>(
+      std::move(parameters), torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
+}
+std::unique_ptr<torch::optim::Optimizer> MakeAdam(std::vector<at::Tensor> parameters) {
+  return std::make_unique<torch::optim::Adam>(std::move(parameters),
+                                              torch::optim::AdamOptions(0.01));
+}
+std::unique_ptr<torch::optim::Optimizer> MakeAdamW(std::vector<at::Tensor> parameters) {
+  return std::make_unique<torch::optim::AdamW>(std::move(parameters),
+                                               torch::optim::AdamWOptions(0.01).weight_decay(0.1));
+}
+
+// A layer on each worker, of a weight, a bias, and a parameter that only some steps use.
+std::vector<Tensors> MakeParameters() {
+  std::vector<Tensors> parameters;
+  for (int w = 0; w < kWorkers; ++w)
+    parameters.push_back({Leaf({4, 4}, 10 + w), Leaf({4}, 20 + w), Leaf({4}, 30 + w)});
+  return parameters;
+}
+at::Tensor Layer(const Tensors& p, const at::Tensor& x, int step, int worker) {
+  const at::Tensor y = at::addmm(p[1], x, p[0]).tanh();
+  return step % kWorkers == worker ? y * p[2] : y;
+}
+at::Tensor Input(int step) { return Leaf({8, 4}, 100 + step).detach(); }
+
+struct Case {
+  const char* name;
+  Make make;
+  double max_norm;  // 0: no clipping
+};
+
+class OptimizerTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(OptimizerTest, FiftyStepsEqualThoseOfOneProcess) {
+  Team team(kWorkers);
+  const std::vector<Tensors> mine = MakeParameters(), reference = MakeParameters();
+  std::vector<std::unique_ptr<Optimizer>> optimizers;
+  for (int w = 0; w < kWorkers; ++w)
+    optimizers.push_back(std::make_unique<Optimizer>(&team[w], GetParam().make(mine[w])));
+  Tensors all;
+  for (const Tensors& p : reference) all.insert(all.end(), p.begin(), p.end());
+  const auto single = GetParam().make(all);
+
+  for (int step = 0; step < 50; ++step) {
+    SCOPED_TRACE(step);
+    Context context = team[0].NewContext();
+    at::Tensor x = Input(step), y = Input(step);
+    for (int w = 0; w < kWorkers; ++w) {
+      x = team.Run(0, w, context,
+                   [&, w](Tensors in, Request&) { return Tensors{Layer(mine[w], in[0], step, w)}; },
+                   {x})[0];
+      y = Layer(reference[w], y, step, w);
+    }
+    const absl::Status done = context.Backward({x.square().mean()});
+    ASSERT_TRUE(done.ok()) << done;
+    single->zero_grad();
+    y.square().mean().backward();
+    if (GetParam().max_norm > 0) {
+      const absl::StatusOr<double> norm =
+          optimizers[step % kWorkers]->ClipGradients(context, GetParam().max_norm);
+      ASSERT_TRUE(norm.ok()) << norm.status();
+      EXPECT_EQ(*norm, torch::nn::utils::clip_grad_norm_(all, GetParam().max_norm));
+    }
+    // From any of them, and of a context that may be another's.
+    const absl::Status stepped = optimizers[step % kWorkers]->Step(context);
+    ASSERT_TRUE(stepped.ok()) << stepped;
+    single->step();
+  }
+  for (int w = 0; w < kWorkers; ++w) {
+    for (size_t i = 0; i < mine[w].size(); ++i) {
+      EXPECT_TRUE(mine[w][i].equal(reference[w][i])) << "worker " << w << ", parameter " << i;
+      EXPECT_FALSE(mine[w][i].grad().defined());
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, OptimizerTest,
+                         ::testing::Values(Case{"sgd", MakeSgd, 0}, Case{"adam", MakeAdam, 0},
+                                           Case{"adamw", MakeAdamW, 0},
+                                           Case{"clipped_sgd", MakeSgd, 0.05},
+                                           Case{"clipped_adamw", MakeAdamW, 0.05}),
+                         [](const auto& info) { return info.param.name; });
+
+// Steps that come at once, from several threads and contexts, lose nothing of each other.
+TEST(OptimizerStepTest, StepsAtOnce) {
+  Team team(2);
+  const at::Tensor w = at::zeros({64, 64}).set_requires_grad(true);
+  Optimizer here(&team[0], std::make_unique<torch::optim::SGD>(Tensors{Leaf({1}, 1)}, 1.0));
+  Optimizer there(&team[1], std::make_unique<torch::optim::SGD>(Tensors{w}, 1.0));
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 25; ++i) {
+        Context context = team[0].NewContext();
+        const at::Tensor y = team.Run(
+            0, 1, context, [&](Tensors, Request&) { return Tensors{(w * 3).sum()}; }, {})[0];
+        const absl::Status done = context.Backward({y * 1});
+        EXPECT_TRUE(done.ok()) << done;
+        const absl::Status stepped = here.Step(context);
+        EXPECT_TRUE(stepped.ok()) << stepped;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(w.equal(at::full({64, 64}, -300.0)));
+}
+
+TEST(OptimizerStepTest, Errors) {
+  Team team(2);
+  const at::Tensor w = Leaf({2}, 1), v = Leaf({2}, 2);
+  Optimizer here(&team[0], std::make_unique<torch::optim::SGD>(Tensors{w}, 1.0));
+  Context context = team[0].NewContext();
+  absl::Status status = here.Step(context);
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << "worker 1 has no part: " << status;
+
+  Optimizer there(&team[1], std::make_unique<torch::optim::SGD>(Tensors{v}, 1.0));
+  // No gradients: nothing to do, and nothing to clip.
+  const at::Tensor before = w.detach().clone();
+  EXPECT_TRUE(here.Step(context).ok());
+  EXPECT_EQ(*there.ClipGradients(context, 1), 0.0);
+  EXPECT_TRUE(w.equal(before));
+
+  // One that is not a number changes nothing.
+  const at::Tensor y =
+      team.Run(0, 1, context, [&](Tensors, Request&) { return Tensors{v.sum()}; }, {})[0];
+  ASSERT_TRUE(
+      context
+          .Backward({y * std::numeric_limits<double>::infinity() + w.sum()}, {.retain_graph = true})
+          .ok());
+  EXPECT_EQ(here.ClipGradients(context, 1).status().code(), absl::StatusCode::kOutOfRange);
+  EXPECT_TRUE(GradientOf(context, w).equal(at::ones({2})));
+
+  context.Release();
+  status = here.Step(context);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,692 @@
+// Passes that meet: each other, calls that are made or answered while they run, and errors,
+// losses and releases at every point. None may hang, and none may leave anything behind.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <malloc.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <atomic>
+#include <map>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "tests/integration/team.h"
+
+namespace distgrad {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+Tensors Sin(Tensors in, Request&) { return {in[0].sin()}; }
+
+// Passes x through the workers named in `path`, one calling the next; each computes a sine on the
+// way there and a tanh on the way back, with `at(worker, there)` in between.
+using Visit = std::function<at::Tensor(int worker, bool there, at::Tensor)>;
+Team::Function Along(Team& team, std::string path, Visit visit = nullptr) {
+  return [&team, path, visit](Tensors in, Request& r) -> absl::StatusOr<Tensors> {
+    const int self = path[0] - '0';
+    at::Tensor x = in[0].sin();
+    if (visit) x = visit(self, true, x);
+    if (path.size() > 1) {
+      auto further =
+          team.Try(self, path[1] - '0', r.Nested(), Along(team, path.substr(1), visit), {x});
+      if (!further.ok()) return further.status();
+      x = (*further)[0];
+    }
+    x = x.tanh();
+    if (visit) x = visit(self, false, x);
+    return Tensors{x};
+  };
+}
+at::Tensor LocalAlong(at::Tensor x, size_t workers) {
+  for (size_t i = 0; i < workers; ++i) x = x.sin();
+  for (size_t i = 0; i < workers; ++i) x = x.tanh();
+  return x;
+}
+
+// Whether an error of a pass says all of that.
+void ExpectError(const absl::Status& status, const std::vector<std::string>& texts) {
+  EXPECT_FALSE(status.ok());
+  for (const std::string& text : texts)
+    EXPECT_TRUE(absl::StrContains(status.message(), text)) << status << "\nlacks " << text;
+}
+
+class PassesTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  void Start(int workers) {
+    team_ = std::make_unique<Team>(workers, ClusterOptions{.transport = GetParam()});
+  }
+  Team& team() { return *team_; }
+
+  const at::Tensor x_ = Leaf({2, 3}, 1);
+
+ private:
+  std::unique_ptr<Team> team_;
+};
+
+// ------------------------------------------------------------------------ Passes at once
+
+TEST_P(PassesTest, ThreadsThatRetain) {
+  Start(3);
+  Context context = team()[0].NewContext();
+  const at::Tensor loss = team().Run(0, 1, context, Along(team(), "12"), {x_})[0].sum();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 25; ++i) {
+        const absl::Status done = context.Backward({loss}, {.retain_graph = true});
+        EXPECT_TRUE(done.ok()) << done;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const at::Tensor want = Reference(LocalAlong(x_, 2).sum(), {x_})[0];
+  EXPECT_TRUE(GradientOf(context, x_).allclose(want * 100));
+  team().AwaitQuiet(1);
+}
+
+TEST_P(PassesTest, ThreadsThatDoNotRetain) {
+  Start(3);
+  for (int round = 0; round < 20; ++round) {
+    Context context = team()[0].NewContext();
+    const at::Tensor loss = team().Run(0, 1, context, Along(team(), "12"), {x_})[0].sum();
+    std::atomic<int> succeeded{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&] {
+        const absl::Status done = context.Backward({loss});
+        if (done.ok())
+          ++succeeded;
+        else
+          EXPECT_EQ(done.code(), absl::StatusCode::kFailedPrecondition) << done;
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(succeeded, 1);
+    EXPECT_TRUE(GradientOf(context, x_).allclose(Reference(LocalAlong(x_, 2).sum(), {x_})[0]));
+  }
+}
+
+TEST_P(PassesTest, InitiatorsOnSeveralWorkers) {
+  Start(3);
+  for (int round = 0; round < 10; ++round) {
+    Context context = team()[0].NewContext();
+    std::vector<Future<Message>> running;
+    // Each runs a backward of its own from what it got, while the others do.
+    for (int w = 0; w < 3; ++w) {
+      running.push_back(team().Start(
+          0, w, {.context = &context},
+          [&, w](Tensors in, Request& r) -> absl::StatusOr<Tensors> {
+            auto y = team().Try(w, (w + 1) % 3, r.Nested(), Sin, {in[0]});
+            if (!y.ok()) return y.status();
+            const absl::Status done = r.context.Backward({(*y)[0].sum()}, {.retain_graph = true});
+            if (!done.ok()) return done;
+            return Tensors{};
+          },
+          {x_}));
+    }
+    for (auto& one : running) EXPECT_TRUE(one.Wait().ok()) << one.Wait().status();
+    EXPECT_TRUE(GradientOf(context, x_).allclose(x_.cos() * 3));
+  }
+  team().AwaitQuiet(0);
+}
+
+// ------------------------------------------------------------- Calls and replies meanwhile
+
+// The root has nothing to do with the chain, whose end nobody uses: its workers hear of the pass
+// only because they are told.
+TEST_P(PassesTest, WorkersThatWouldWaitForEachOther) {
+  Start(2);
+  const at::Tensor y = Leaf({2, 3}, 2);
+  Context context = team()[0].NewContext();
+  at::Tensor chain = y;
+  for (int i = 0; i < 3; ++i) chain = team().Run(0, 1, context, Sin, {chain * 2})[0];
+  ASSERT_TRUE(context.Backward({x_.sin().sum()}, {.retain_graph = true}).ok());
+  EXPECT_TRUE(GradientOf(context, x_).allclose(x_.cos()));
+  EXPECT_FALSE(GradientOf(context, y).defined());
+  // The other one begins, with nothing of its own in the chain either.
+  team().Run(0, 1, context,
+             [&](Tensors, Request& r) -> absl::StatusOr<Tensors> {
+               const absl::Status done =
+                   r.context.Backward({Leaf({2}, 3).sum()}, {.retain_graph = true});
+               EXPECT_TRUE(done.ok()) << done;
+               return Tensors{};
+             },
+             {});
+  team().AwaitQuiet(1);
+}
+
+TEST_P(PassesTest, ACallMadeWhileAPassRuns) {
+  Start(3);
+  Context context = team()[0].NewContext();
+  at::Tensor later;
+  const at::Tensor y = team().Run(0, 1, context,
+                                  [&](Tensors in, Request& r) {
+                                    const ContextId id = r.context.id();
+                                    in[0].register_hook([&, id](const at::Tensor&) {
+                                      // In the middle of the backward, and in the context that it
+                                      // is of.
+                                      if (later.defined()) return;
+                                      const at::AutoGradMode on(true);
+                                      EXPECT_EQ(context.id(), id);
+                                      later =
+                                          team().Run(0, 2, context, Along(team(), "201"), {x_})[0];
+                                    });
+                                    return Sin(in, r);
+                                  },
+                                  {x_})[0];
+  ASSERT_TRUE(context.Backward({y.sum()}, {.retain_graph = true}).ok());
+  EXPECT_TRUE(GradientOf(context, x_).allclose(x_.cos()));
+  ASSERT_TRUE(context.Backward({later.sum()}).ok());
+  EXPECT_TRUE(
+      GradientOf(context, x_).allclose(x_.cos() + Reference(LocalAlong(x_, 3).sum(), {x_})[0]));
+  team().AwaitQuiet(1);
+}
+
+TEST_P(PassesTest, AReplyThatArrivesWhileAPassRuns) {
+  Start(3);
+  Context context = team()[0].NewContext();
+  absl::Notification reply, arrived;
+  Future<Message> late = team().Start(0, 1, {.context = &context},
+                                      [&](Tensors in, Request& r) {
+                                        reply.WaitForNotification();
+                                        return Sin(in, r);
+                                      },
+                                      {x_});
+  const at::Tensor y = team().Run(0, 2, context,
+                                  [&](Tensors in, Request& r) {
+                                    in[0].register_hook([&](const at::Tensor&) {
+                                      reply.Notify();
+                                      EXPECT_TRUE(late.Wait().ok());
+                                      arrived.Notify();
+                                    });
+                                    return Sin(in, r);
+                                  },
+                                  {x_})[0];
+  std::thread pass([&] {
+    const absl::Status done = context.Backward({y.sum()}, {.retain_graph = true});
+    EXPECT_TRUE(done.ok()) << done;
+  });
+  arrived.WaitForNotification();
+  pass.join();
+  EXPECT_TRUE(GradientOf(context, x_).allclose(x_.cos()));
+  team().AwaitQuiet(1);
+  // It belongs to the next pass, which does not run the hook: nothing uses that branch.
+  ASSERT_TRUE(context.Backward({late.Take()->tensors[0].sum()}).ok());
+  EXPECT_TRUE(GradientOf(context, x_).allclose(x_.cos() * 2));
+}
+
+TEST_P(PassesTest, ALateReplyLeavesNothingToWaitFor) {
+  Start(3);
+  Context context = team()[0].NewContext();
+  absl::Notification go, gone;
+  const at::Tensor p = Leaf({2, 3}, 2);
+  const auto late =
+      team().Try(0, 1, {.context = &context, .deadline = absl::Now() + absl::Milliseconds(30)},
+                 [&](Tensors in, Request& r) -> absl::StatusOr<Tensors> {
+                   go.WaitForNotification();
+                   auto further = team().Try(1, 2, {.context = &r.context}, Sin, {in[0] * p});
+                   gone.Notify();
+                   return further;
+                 },
+                 {x_});
+  EXPECT_EQ(late.status().code(), absl::StatusCode::kDeadlineExceeded) << late.status();
+  const at::Tensor y = team().Run(0, 2, context, Along(team(), "21"), {x_})[0];
+  const at::Tensor want = Reference(LocalAlong(x_, 2).sum(), {x_})[0];
+  // Before the answer, while it is on its way, and after it.
+  ASSERT_TRUE(context.Backward({y.sum()}, {.retain_graph = true}).ok());
+  go.Notify();
+  ASSERT_TRUE(context.Backward({y.sum()}, {.retain_graph = true}).ok());
+  gone.WaitForNotification();
+  for (int i = 0; i < 5; ++i) ASSERT_TRUE(context.Backward({y.sum()}, {.retain_graph = true}).ok());
+  EXPECT_TRUE(GradientOf(context, x_).allclose(want * 7));
+  EXPECT_FALSE(team().Gradient(1, context, p).defined());
+  team().AwaitQuiet(1);
+}
+
+TEST_P(PassesTest, ThousandPassesLeaveNothing) {
+  Start(4);
+  Context context = team()[0].NewContext();
+  const at::Tensor loss = team().Run(0, 1, context, Along(team(), "1230"), {x_})[0].sum();
+  size_t before = 0;
+  for (int pass = 1; pass <= 1000; ++pass) {
+    ASSERT_TRUE(context.Backward({loss}, {.retain_graph = true}).ok());
+    if (pass == 200) before = mallinfo2().uordblks;
+  }
+  team().AwaitQuiet(1);
+  // A kilobyte for each pass would be 800 kB.
+  EXPECT_LT(mallinfo2().uordblks, before + (200 << 10));
+  const at::Tensor want = Reference(LocalAlong(x_, 4).sum(), {x_})[0];
+  EXPECT_TRUE(GradientOf(context, x_).allclose(want * 1000, 1e-3));
+  for (int i = 0; i < 4; ++i) {
+    const std::vector<ContextSnapshot> contexts = team()[i].Contexts();
+    ASSERT_EQ(contexts.size(), 1u);
+    EXPECT_EQ(contexts[0].sends, 2u);
+    EXPECT_EQ(contexts[0].recvs, 2u);
+  }
+  context.Release();
+  team().AwaitQuiet(0);
+}
+
+// ---------------------------------------------------------------------------------- Errors
+
+struct Throws : torch::autograd::Function<Throws> {
+  static Variable forward(AutogradContext*, const Variable& x) { return x.clone(); }
+  static variable_list backward(AutogradContext*, variable_list) {
+    TORCH_CHECK(false, "thrown on purpose");
+  }
+};
+
+TEST_P(PassesTest, AThrowInEveryPosition) {
+  Start(4);
+  const std::string path = "1231";
+  for (int thrower = 0; thrower < 4; ++thrower) {
+    for (const bool there : {false, true}) {
+      SCOPED_TRACE(absl::StrCat("worker ", thrower, there ? " there" : " back"));
+      const Visit visit = [&](int worker, bool is_there, at::Tensor x) {
+        return worker == thrower && is_there == there ? at::Tensor(Throws::apply(x)) : x;
+      };
+      Context context = team()[0].NewContext(), other = team()[0].NewContext();
+      at::Tensor x = x_ * 1;
+      if (thrower == 0 && there) x = Throws::apply(x);
+      at::Tensor y = team().Run(0, 1, context, Along(team(), path, visit), {x})[0];
+      if (thrower == 0 && !there) y = Throws::apply(y);
+      // A branch that is well, over the same workers.
+      const at::Tensor z = team().Run(0, 3, context, Along(team(), "321"), {x_})[0];
+      const at::Tensor fine = team().Run(0, 2, other, Along(team(), "231"), {x_})[0];
+
+      const absl::Status status = context.Backward({(y * z).sum()});
+      ExpectError(status, {"thrown on purpose", "Throws", WorkerName(thrower),
+                           absl::StrCat("context ", context.id())});
+      // Long before the deadline, which is a minute away.
+      team().AwaitQuiet(2);
+      const absl::Status done = other.Backward({fine.sum()});
+      EXPECT_TRUE(done.ok()) << done;
+    }
+  }
+  team().AwaitQuiet(0);
+}
+
+TEST_P(PassesTest, ADiamondLeavesNothingRunning) {
+  Start(4);
+  for (int round = 0; round < 5; ++round) {
+    Context context = team()[0].NewContext();
+    const Team::Function corner = [](Tensors in, Request&) {
+      return Tensors{Throws::apply(in[0])};
+    };
+    Tensors sides;
+    for (const int side : {1, 2}) {
+      sides.push_back(team().Run(
+          0, side, context,
+          [&, side](Tensors in, Request& r) {
+            return team().Try(side, 3, r.Nested(),
+                              side == 1 + round % 2 ? corner : Team::Function(Sin), {in[0].sin()});
+          },
+          {x_})[0]);
+    }
+    ExpectError(context.Backward({(sides[0] * sides[1]).sum()}), {"thrown on purpose", "worker3"});
+    team().AwaitQuiet(1);
+  }
+}
+
+TEST_P(PassesTest, AThrowDoesNotWaitForOtherNodes) {
+  Start(2);
+  Context context = team()[0].NewContext();
+  absl::Notification blocked, go;
+  const at::Tensor slow = team().Run(0, 1, context,
+                                     [&](Tensors in, Request& r) {
+                                       in[0].register_hook([&](const at::Tensor&) {
+                                         blocked.Notify();
+                                         go.WaitForNotification();
+                                       });
+                                       return Sin(in, r);
+                                     },
+                                     {x_})[0];
+  const at::Tensor bad =
+      team().Run(0, 1, context,
+                 [&](Tensors in, Request&) {
+                   const at::Tensor y = Throws::apply(in[0]);
+                   y.register_hook([&](const at::Tensor&) { blocked.WaitForNotification(); });
+                   return Tensors{y};
+                 },
+                 {x_})[0];
+  ExpectError(context.Backward({(slow + bad).sum()}), {"thrown on purpose", "worker1"});
+  team().AwaitQuiet(1);
+  go.Notify();
+}
+
+TEST_P(PassesTest, PastItsDeadlineItSaysWhatIsMissing) {
+  Start(3);
+  Context context = team()[0].NewContext();
+  absl::Notification go;
+  const at::Tensor y =
+      team().Run(0, 1, context,
+                 [&](Tensors in, Request& r) {
+                   in[0].register_hook([&](const at::Tensor&) { go.WaitForNotification(); });
+                   return Sin(in, r);
+                 },
+                 {x_})[0];
+  const absl::Status status =
+      context.Backward({y.sum()}, {.deadline = absl::Now() + absl::Milliseconds(30)});
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  ExpectError(status, {"gradients of 1 edge(s) to worker 'worker1' (1)"});
+  go.Notify();
+  team().AwaitQuiet(1);
+}
+
+TEST_P(PassesTest, TheSnapshotShowsWhatIsAwaited) {
+  Start(3);
+  Context context = team()[0].NewContext();
+  absl::Notification blocked, go;
+  const at::Tensor y = team().Run(0, 1, context,
+                                  Along(team(), "12",
+                                        [&](int w, bool, at::Tensor x) {
+                                          if (w == 2) {
+                                            x.register_hook([&](const at::Tensor&) {
+                                              if (!blocked.HasBeenNotified()) blocked.Notify();
+                                              go.WaitForNotification();
+                                            });
+                                          }
+                                          return x;
+                                        }),
+                                  {x_})[0];
+  std::thread pass([&] { EXPECT_TRUE(context.Backward({y.sum()}).ok()); });
+  blocked.WaitForNotification();
+  // Worker 0 waits for worker 1, and that for worker 2, which is at it.
+  for (int w = 0; w < 2; ++w) {
+    EXPECT_TRUE(Eventually([&] {
+      const std::vector<ContextSnapshot> contexts = team()[w].Contexts();
+      return contexts.size() == 1 && contexts[0].passes.size() == 1 &&
+             contexts[0].passes[0].awaited.size() == 1 &&
+             contexts[0].passes[0].awaited[0].peer == w + 1 && contexts[0].passes[0].busy == 0;
+    }));
+  }
+  const std::vector<ContextSnapshot> there = team()[2].Contexts();
+  ASSERT_EQ(there.size(), 1u);
+  ASSERT_EQ(there[0].passes.size(), 1u);
+  EXPECT_TRUE(there[0].passes[0].awaited.empty());
+  EXPECT_EQ(there[0].passes[0].busy, 1u);
+  go.Notify();
+  pass.join();
+  team().AwaitQuiet(1);
+}
+
+// ----------------------------------------------------------------------- Losses and releases
+
+TEST_P(PassesTest, AWorkerThatIsKilledDuringAPass) {
+  Start(4);
+  Context context = team()[0].NewContext();
+  absl::Notification blocked, go;
+  const at::Tensor y = team().Run(0, 1, context,
+                                  Along(team(), "123",
+                                        [&](int w, bool there, at::Tensor x) {
+                                          if (w == 1 && !there) {
+                                            x.register_hook([&](const at::Tensor&) {
+                                              blocked.Notify();
+                                              go.WaitForNotification();
+                                            });
+                                          }
+                                          return x;
+                                        }),
+                                  {x_})[0];
+  // Worker 3 is told of the pass by another way, and waits for worker 2.
+  const at::Tensor z = team().Run(0, 3, context, Sin, {x_})[0];
+  absl::Status status;
+  std::thread pass([&] { status = context.Backward({(y * z).sum()}); });
+  blocked.WaitForNotification();
+  EXPECT_TRUE(Eventually([&] {
+    const auto contexts = team()[2].Contexts();
+    return !contexts.empty() && !contexts[0].passes.empty();
+  })) << "it hears of the pass without waiting for worker 1";
+  team().Kill(2);
+  pass.join();
+  ExpectError(status, {"worker2"});
+  go.Notify();
+  team().AwaitQuiet(1);
+  // The context has lost a worker for good: an error, and at once.
+  ExpectError(context.Backward({z.sum()}, {.retain_graph = true}), {});
+  // Others have not.
+  Context next = team()[0].NewContext();
+  const at::Tensor fine = team().Run(0, 1, next, Along(team(), "13"), {x_})[0];
+  const absl::Status done = next.Backward({fine.sum()});
+  EXPECT_TRUE(done.ok()) << done;
+  next.Release();
+  context.Release();
+  team().AwaitQuiet(0);
+}
+
+TEST_P(PassesTest, ARelease) {
+  Start(3);
+  absl::Notification blocked, go;
+  Context context = team()[0].NewContext();
+  const at::Tensor y = team().Run(0, 1, context,
+                                  Along(team(), "12",
+                                        [&](int w, bool, at::Tensor x) {
+                                          if (w == 2) {
+                                            x.register_hook([&](const at::Tensor&) {
+                                              if (!blocked.HasBeenNotified()) blocked.Notify();
+                                              go.WaitForNotification();
+                                            });
+                                          }
+                                          return x;
+                                        }),
+                                  {x_})[0];
+  absl::Status status;
+  std::thread pass([&] { status = context.Backward({y.sum()}); });
+  blocked.WaitForNotification();
+  context.Release();
+  context.Release();
+  pass.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+  ExpectError(status, {"released"});
+  go.Notify();
+  team().AwaitQuiet(0);
+  EXPECT_EQ(context.Gradient(x_).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(context.Backward({y.sum()}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(team().Try(0, 1, {.context = &context}, Sin, {x_.detach()}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  team().AwaitQuiet(0);
+}
+
+TEST_P(PassesTest, AReleaseWhileAHandlerRuns) {
+  Start(3);
+  Context context = team()[0].NewContext();
+  absl::Notification running, go;
+  absl::Status nested;
+  Future<Message> reply = team().Start(0, 1, {.context = &context},
+                                       [&](Tensors in, Request& r) -> absl::StatusOr<Tensors> {
+                                         running.Notify();
+                                         go.WaitForNotification();
+                                         nested = team().Try(1, 2, r.Nested(), Sin, in).status();
+                                         return Tensors{in[0].sin()};
+                                       },
+                                       {x_});
+  running.WaitForNotification();
+  context.Release();
+  EXPECT_TRUE(Eventually([&] { return team()[1].context_count() == 0; }));
+  go.Notify();
+  EXPECT_FALSE(reply.Wait().ok()) << "its result would belong to a context that is gone";
+  EXPECT_EQ(nested.code(), absl::StatusCode::kFailedPrecondition) << nested;
+  team().AwaitQuiet(0);
+}
+
+// Worker 2 knows of the context through worker 1 alone.
+TEST_P(PassesTest, AReleaseWhoseWayIsGone) {
+  Start(4);
+  Context context = team()[0].NewContext();
+  team().Run(0, 1, context, Along(team(), "123"), {x_});
+  EXPECT_EQ(team()[3].context_count(), 1u);
+  team().Kill(1);
+  // Sooner or later: it tells the origin that it needs to be told.
+  EXPECT_TRUE(Eventually([&] {
+    for (const ContextSnapshot& known : team()[0].Contexts()) {
+      for (const WorkerId peer : known.peers) {
+        if (peer == 2) return true;
+      }
+    }
+    return false;
+  }));
+  context.Release();
+  team().AwaitQuiet(0);
+  // And if the release was before that.
+  Context again = team()[0].NewContext();
+  team().Run(0, 2, again, Along(team(), "23"), {x_});
+  again.Release();
+  team().AwaitQuiet(0);
+}
+
+TEST_P(PassesTest, AContextWhoseOriginIsGoneGoes) {
+  Start(4);
+  Context context = team()[0].NewContext();
+  team().Run(0, 1, context, Along(team(), "123"), {x_});
+  EXPECT_EQ(team()[3].context_count(), 1u);
+  team().Kill(0);
+  team().AwaitQuiet(0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, PassesTest, ::testing::Values("inproc", "tcp"),
+                         [](const auto& info) { return info.param; });
+
+// ------------------------------------------------------------------- With packets in hand
+
+// Cuts or holds what the test says. Thread-safe.
+class Faults : public FaultInjector {
+ public:
+  Action OnSend(const std::string& from, const std::string& to, Packet&) override {
+    absl::MutexLock lock(&mu_);
+    last_ = {from, to};
+    if (std::exchange(cut_, false)) return Action::kCut;
+    return held_.count({from, to}) > 0 ? Action::kHold : Action::kDeliver;
+  }
+  // The next packet is lost, with its connection.
+  void Cut() {
+    absl::MutexLock lock(&mu_);
+    cut_ = true;
+  }
+  void Hold(const std::pair<std::string, std::string>& way) {
+    absl::MutexLock lock(&mu_);
+    held_.insert(way);
+  }
+  void Let() {
+    absl::MutexLock lock(&mu_);
+    held_.clear();
+  }
+  std::pair<std::string, std::string> last() const {
+    absl::MutexLock lock(&mu_);
+    return last_;
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  bool cut_ ABSL_GUARDED_BY(mu_) = false;
+  std::set<std::pair<std::string, std::string>> held_ ABSL_GUARDED_BY(mu_);
+  std::pair<std::string, std::string> last_ ABSL_GUARDED_BY(mu_);  // who sent to whom
+};
+
+class PacketsTest : public ::testing::Test {
+ protected:
+  PacketsTest() : team_(3, {.faults = faults_}) {}
+
+  const std::shared_ptr<Faults> faults_ = std::make_shared<Faults>();
+  Team team_;
+  const at::Tensor x_ = Leaf({2, 3}, 1);
+};
+
+// Worker 1 is done with its part of the pass before a reply comes to it from worker 2, whose own
+// part has not begun and will find the edge of that reply.
+TEST_F(PacketsTest, AReplyToAWorkerThatIsDoneWithThePass) {
+  const at::Tensor p = Leaf({2, 3}, 2), q = Leaf({2, 3}, 3);
+  Context context = team_[0].NewContext();
+  absl::Notification go;
+  Future<Message> late;
+  const at::Tensor y = team_.Run(0, 1, context,
+                                 [&](Tensors in, Request& r) {
+                                   late = team_.Start(1, 2, r.Nested(),
+                                                      [&](Tensors, Request&) {
+                                                        go.WaitForNotification();
+                                                        return Tensors{p * 2};
+                                                      },
+                                                      {});
+                                   return Sin(in, r);
+                                 },
+                                 {x_})[0];
+  std::pair<std::string, std::string> to_worker2;
+  const at::Tensor z = team_.Run(0, 2, context,
+                                 [&](Tensors, Request&) {
+                                   to_worker2 = faults_->last();
+                                   return Tensors{q * 3};
+                                 },
+                                 {})[0];
+  faults_->Hold(to_worker2);
+  std::thread pass([&] {
+    const absl::Status done = context.Backward({(y + z).sum()}, {.retain_graph = true});
+    EXPECT_TRUE(done.ok()) << done;
+  });
+  const auto of = [&](int worker) {
+    const std::vector<ContextSnapshot> contexts = team_[worker].Contexts();
+    return contexts.empty() ? ContextSnapshot() : contexts[0];
+  };
+  EXPECT_TRUE(Eventually([&] {
+    const ContextSnapshot here = of(0);
+    return here.passes.size() == 1 && here.passes[0].awaited.empty() &&
+           here.passes[0].unacknowledged == std::map<WorkerId, uint32_t>{{2, 1}} &&
+           of(1).passes.empty();
+  }));
+  go.Notify();
+  EXPECT_TRUE(late.Wait().ok()) << late.Wait().status();
+  EXPECT_TRUE(of(1).passes.empty());
+  faults_->Let();
+  team_.cluster().network().ReleaseHeld();
+  pass.join();
+  EXPECT_TRUE(team_.Gradient(2, context, q).equal(at::full_like(q, 3)));
+  EXPECT_FALSE(team_.Gradient(2, context, p).defined());
+  team_.AwaitQuiet(1);
+}
+
+TEST_F(PacketsTest, ALostPacketIsAnErrorAndNoHang) {
+  for (int lost = 0; lost < 4; ++lost) {
+    SCOPED_TRACE(lost);
+    Context context = team_[0].NewContext();
+    // Another path, so that all three take part.
+    const at::Tensor y = team_.Run(0, 1, context, Along(team_, "12"), {x_})[0];
+    absl::Status status;
+    if (lost == 0) faults_->Cut();  // a request
+    const auto z = team_.Try(0, 2, {.context = &context},
+                             [&](Tensors in, Request& r) {
+                               if (lost == 1) faults_->Cut();  // a reply
+                               return Sin(in, r);
+                             },
+                             {x_});
+    EXPECT_EQ(z.ok(), lost > 1) << z.status();
+    if (lost == 2) {  // the first message of the pass
+      faults_->Cut();
+    } else if (lost == 3) {  // one in the middle
+      y.register_hook([&](const at::Tensor&) { faults_->Cut(); });
+    }
+    status = context.Backward({y.sum()});
+    EXPECT_FALSE(status.ok());
+    if (lost < 2) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    }
+    team_.AwaitQuiet(1);
+    context.Release();
+    team_.AwaitQuiet(0);
+    // The connection is made again, for new contexts.
+    Context next = team_[0].NewContext();
+    const at::Tensor fine = team_.Run(0, 1, next, Along(team_, "120"), {x_})[0];
+    const absl::Status done = next.Backward({fine.sum()});
+    EXPECT_TRUE(done.ok()) << done;
+  }
+}
+
+}  // namespace
+}  // namespace distgrad
