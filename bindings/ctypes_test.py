@@ -36,8 +36,9 @@ class Value(c.Structure):
 
 class WorkerOptions(c.Structure):
     _fields_ = [("struct_size", c.c_size_t), ("name", Str), ("rank", c.c_uint32), ("world_size", c.c_uint32),
-                ("rendezvous", Str), ("transport", Str), ("host", Str), ("thread_count", c.c_uint64),
-                ("timeout_ms", c.c_int64), ("join_timeout_ms", c.c_int64), ("flags", c.c_uint64)]
+                ("rendezvous", Str), ("transport", Str), ("host", Str), ("key_file", Str),
+                ("thread_count", c.c_uint64), ("timeout_ms", c.c_int64), ("join_timeout_ms", c.c_int64),
+                ("flags", c.c_uint64)]
 
 
 class Request(c.Structure):

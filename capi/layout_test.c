@@ -26,7 +26,7 @@ FIELD(dg_value, as.reals.size, 16);
 FIELD(dg_value, as.bools.size, 16);
 FIELD(dg_value, as.tensors.size, 16);
 
-GROWS_FROM(dg_worker_options, 112);
+GROWS_FROM(dg_worker_options, 128);
 FIELD(dg_worker_options, struct_size, 0);
 FIELD(dg_worker_options, name, 8);
 FIELD(dg_worker_options, rank, 24);
@@ -34,10 +34,11 @@ FIELD(dg_worker_options, world_size, 28);
 FIELD(dg_worker_options, rendezvous, 32);
 FIELD(dg_worker_options, transport, 48);
 FIELD(dg_worker_options, host, 64);
-FIELD(dg_worker_options, thread_count, 80);
-FIELD(dg_worker_options, timeout_ms, 88);
-FIELD(dg_worker_options, join_timeout_ms, 96);
-FIELD(dg_worker_options, flags, 104);
+FIELD(dg_worker_options, key_file, 80);
+FIELD(dg_worker_options, thread_count, 96);
+FIELD(dg_worker_options, timeout_ms, 104);
+FIELD(dg_worker_options, join_timeout_ms, 112);
+FIELD(dg_worker_options, flags, 120);
 
 GROWS_FROM(dg_request, 56);
 FIELD(dg_request, struct_size, 0);

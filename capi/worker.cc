@@ -51,6 +51,7 @@ absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
   DG_ASSIGN_OR_RETURN(const std::string rendezvous, FromStr(read.rendezvous, "rendezvous"));
   DG_ASSIGN_OR_RETURN(const std::string transport, FromStr(read.transport, "transport"));
   DG_ASSIGN_OR_RETURN(const std::string host, FromStr(read.host, "host"));
+  DG_ASSIGN_OR_RETURN(options.key_file, FromStr(read.key_file, "key_file"));
   if (!rendezvous.empty()) options.rendezvous = rendezvous;
   if (!transport.empty()) options.transport = transport;
   if (!host.empty()) options.host = host;

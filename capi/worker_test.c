@@ -1,6 +1,7 @@
 /* Two workers in this process, from plain C: calls, futures, contexts, backward, optimizers; and
  * what becomes of wrong use, in callbacks and after the end. */
 #define _POSIX_C_SOURCE 200809L
+#include <fcntl.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <unistd.h>
@@ -32,7 +33,7 @@ static void on_both(void (*run)(int rank)) {
   CHECK(pthread_join(thread, NULL) == 0);
 }
 
-static char rendezvous[512];
+static char rendezvous[512], key_file[512];
 
 static void create(int rank) {
   dg_worker_options options = DG_WORKER_OPTIONS_INIT;
@@ -41,8 +42,16 @@ static void create(int rank) {
   options.world_size = 2;
   options.rendezvous.data = rendezvous;
   options.rendezvous.size = strlen(rendezvous);
+  options.key_file.data = key_file;
+  options.key_file.size = strlen(key_file);
   options.thread_count = 2;
   OK(dg_worker_create(&options, &workers[rank]));
+}
+
+static dg_code code_of(dg_error* error) {
+  const dg_code code = dg_error_code(error);
+  dg_error_destroy(error);
+  return code;
 }
 
 static void test_options(void) {
@@ -74,6 +83,9 @@ static void test_options(void) {
   options.rendezvous.size = strlen(rendezvous);
   options.transport = DG_STR("pigeon");
   FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  options.transport = DG_STR("");
+  options.key_file = DG_STR("/no/such/key");
+  CHECK(code_of(dg_worker_create(&options, &worker)) != DG_OK);
   /* A newer program's struct is taken if it asks for nothing unknown. */
   memset(&longer, 0, sizeof(longer));
   longer.known.struct_size = sizeof(longer);
@@ -274,12 +286,6 @@ static dg_code codes[7];
 static dg_future* waited_for;
 
 static void post(void* user_data) { CHECK(sem_post((sem_t*)user_data) == 0); }
-
-static dg_code code_of(dg_error* error) {
-  const dg_code code = dg_error_code(error);
-  dg_error_destroy(error);
-  return code;
-}
 
 /* Everything that waits fails, and nothing hangs. */
 static void when_done(void* user_data) {
@@ -502,11 +508,19 @@ static void test_optimizers(void) {
 static void wait_for_all(int rank) { OK(dg_worker_wait_for_all(workers[rank], DG_FOREVER)); }
 static void leave(int rank) { OK(dg_worker_leave(workers[rank], DG_FOREVER)); }
 
+static void write_key(void) {
+  const int file = open(key_file, O_WRONLY | O_CREAT | O_EXCL, 0600);
+  CHECK(file >= 0 && write(file, "0123456789abcdef0123456789abcdef", 32) == 32);
+  close(file);
+}
+
 int main(void) {
   const char* folder = getenv("TEST_TMPDIR");
   const float three = 3;
   snprintf(rendezvous, sizeof(rendezvous), "file://%s/rendezvous.%d", folder ? folder : "/tmp",
            (int)getpid());
+  snprintf(key_file, sizeof(key_file), "%s/key.%d", folder ? folder : "/tmp", (int)getpid());
+  write_key();
   test_options();
   parameter = floats(&three, 1, 1);
   OK(dg_tensor_require_grad(parameter));
@@ -521,6 +535,7 @@ int main(void) {
   on_both(leave);
   test_optimizers();
   dg_tensor_destroy(parameter);
+  unlink(key_file);
   unlink(rendezvous + strlen("file://"));
   return 0;
 }

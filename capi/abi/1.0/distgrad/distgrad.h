@@ -413,15 +413,17 @@ typedef struct dg_worker_options {
                             * "file:///path"     a file that all see, not there from an earlier job
                             * "env://" or empty  MASTER_ADDR and MASTER_PORT, as launchers set them
                             */
-  dg_str transport;        /* "tcp" (or empty), or "shm": this machine; keeps a core busy */
-  dg_str host;             /* what it listens on, for "tcp"; empty: "127.0.0.1" */
+  dg_str transport;        /* "socket" (or empty); "tcp" and "shm" are TensorPipe's own */
+  dg_str host;             /* what it listens on; empty: "127.0.0.1" */
+  dg_str key_file;         /* has the secret that all workers share; empty: what the environment
+                            * names (DISTGRAD_KEY_FILE), or none. docs/security.md */
   uint64_t thread_count;   /* that run handlers at the same time; 0: one per core */
   int64_t timeout_ms;      /* of calls and passes that set none; 0: a minute */
   int64_t join_timeout_ms; /* for all workers to join; 0: a minute */
   uint64_t flags;          /* DG_WORKER_... */
 } dg_worker_options;
 #define DG_WORKER_OPTIONS_INIT \
-  { sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0 }
+  { sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0 }
 #define DG_WORKER_NO_OPERATORS UINT64_C(1) /* the others may not call operators here */
 
 /* Joins the job. Waits until all its workers have. */
