@@ -119,8 +119,10 @@ std::string TableNotes() {
          "context\n"
          "switches are of all processes of a side together, distgrad's / PyTorch's. 'rounds': kept "
          "/\n"
-         "done; a round is dropped if other processes took CPU in it; '!': too few were quiet, so\n"
-         "all are kept. 'others': the most that other processes took, of the machine.\n";
+         "done; a round is dropped if other processes took CPU in it. '!': they did in most of "
+         "them,\n"
+         "so all are kept, and each side's best round is shown instead of a median. 'others': the\n"
+         "most that other processes took, of the machine.\n";
 }
 
 std::string JsonLine(const Result& result) {

@@ -170,37 +170,47 @@ double ValueOf(const Row& row, const Sample& sample) {
 
 namespace {
 
-double MedianValue(const Row& row, const std::vector<Slice>& slices) {
-  std::vector<double> values;
-  for (const Slice& slice : slices) values.push_back(ValueOf(row, slice.sample));
-  return Quantile(values, 0.5);
+bool MoreIsBetter(const Row& row) { return row.value == Row::Value::kPerSecond; }
+
+// Over rounds: the median; or the best, where others disturbed most of them.
+double Typical(std::vector<double> values, bool noisy, bool more_is_better) {
+  return Quantile(std::move(values), !noisy ? 0.5 : more_is_better ? 1 : 0);
 }
 
-double MedianP99(const std::vector<Slice>& slices) {
+double TypicalValue(const Result& result, const std::vector<Slice>& slices) {
+  std::vector<double> values;
+  for (const Slice& slice : slices) values.push_back(ValueOf(result.row, slice.sample));
+  return Typical(std::move(values), result.noisy, MoreIsBetter(result.row));
+}
+
+double TypicalP99(const Result& result, const std::vector<Slice>& slices) {
   std::vector<double> values;
   for (const Slice& slice : slices) values.push_back(slice.sample.p99_us);
-  return Quantile(values, 0.5);
+  return Typical(std::move(values), result.noisy, /*more_is_better=*/false);
 }
 
-// How many times better `a` is than `b`, round by round.
-double MedianRatio(const Row& row, const std::vector<Slice>& a, const std::vector<Slice>& b) {
+// How many times better `a` is than `b`: round by round, or best against best.
+double Ratio(const Result& result, const std::vector<Slice>& a, const std::vector<Slice>& b) {
+  const auto times = [&](double one, double other) {
+    return MoreIsBetter(result.row) ? one / other : other / one;
+  };
+  if (result.noisy) return times(TypicalValue(result, a), TypicalValue(result, b));
   std::vector<double> ratios;
   for (size_t i = 0; i < a.size(); ++i) {
-    const double one = ValueOf(row, a[i].sample), other = ValueOf(row, b[i].sample);
-    ratios.push_back(row.value == Row::Value::kPerSecond ? one / other : other / one);
+    ratios.push_back(times(ValueOf(result.row, a[i].sample), ValueOf(result.row, b[i].sample)));
   }
-  return Quantile(ratios, 0.5);
+  return Quantile(std::move(ratios), 0.5);
 }
 
-int BestOf(const Row& row, const std::vector<std::vector<Slice>>& all, double* value) {
+int BestOf(const Result& result, const std::vector<std::vector<Slice>>& all, double* value) {
   int best = -1;
   for (size_t i = 0; i < all.size(); ++i) {
-    const double median = MedianValue(row, all[i]);
+    const double typical = TypicalValue(result, all[i]);
     const bool better =
-        best < 0 || (row.value == Row::Value::kPerSecond ? median > *value : median < *value);
+        best < 0 || (MoreIsBetter(result.row) ? typical > *value : typical < *value);
     if (!better) continue;
     best = static_cast<int>(i);
-    *value = median;
+    *value = typical;
   }
   return best;
 }
@@ -209,16 +219,16 @@ int BestOf(const Row& row, const std::vector<std::vector<Slice>>& all, double* v
 
 void Derive(Result* result) {
   const Row& row = result->row;
-  result->best = BestOf(row, result->pytorch, &result->pytorch_value);
-  result->best_floor = BestOf(row, result->floors, &result->floor_value);
-  if (result->best >= 0) result->pytorch_p99 = MedianP99(result->pytorch[result->best]);
+  result->best = BestOf(*result, result->pytorch, &result->pytorch_value);
+  result->best_floor = BestOf(*result, result->floors, &result->floor_value);
+  if (result->best >= 0) result->pytorch_p99 = TypicalP99(*result, result->pytorch[result->best]);
   if (result->ours.empty()) return;
-  result->our_value = MedianValue(row, result->ours);
-  result->our_p99 = MedianP99(result->ours);
+  result->our_value = TypicalValue(*result, result->ours);
+  result->our_p99 = TypicalP99(*result, result->ours);
   if (result->best >= 0)
-    result->ratio = MedianRatio(row, result->ours, result->pytorch[result->best]);
+    result->ratio = Ratio(*result, result->ours, result->pytorch[result->best]);
   if (result->best_floor >= 0)
-    result->floor_ratio = 1 / MedianRatio(row, result->ours, result->floors[result->best_floor]);
+    result->floor_ratio = 1 / Ratio(*result, result->ours, result->floors[result->best_floor]);
   if (row.reach == 0) return;
   switch (row.against) {
     case Row::Against::kPytorch:

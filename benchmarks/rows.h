@@ -49,15 +49,16 @@ struct Result {
   // One slice per round that was kept, in order; by contender as the row lists them.
   std::vector<Slice> ours;
   std::vector<std::vector<Slice>> pytorch, floors;
-  int rounds = 0;      // before some were dropped
-  bool noisy = false;  // there were too few quiet rounds, so all were kept
+  int rounds = 0;  // before some were dropped
+  // There were too few quiet rounds: all were kept, and each contender's best one counts.
+  bool noisy = false;
 
   // Derived by Derive().
   double our_value = 0, our_p99 = 0;
   double pytorch_value = 0, pytorch_p99 = 0;  // of the best
   double floor_value = 0;
   int best = -1, best_floor = -1;  // which of row.pytorch, row.floors; -1: none
-  double ratio = 0;                // how many times better than PyTorch: median over rounds
+  double ratio = 0;                // how many times better than PyTorch
   double floor_ratio = 0;          // how many times the floor
   // 1: just what is to be reached; 2: twice as good. 0 if there is nothing to reach.
   double achieved = 0;
