@@ -33,6 +33,20 @@ constexpr absl::string_view kOperatorMark = "::";
 
 bool IsOperator(absl::string_view function) { return absl::StrContains(function, kOperatorMark); }
 
+// Whether running it takes less than handing it to another thread: an operator of libtorch's own,
+// which waits for nothing, on small tensors.
+bool IsShort(absl::string_view function, const Message& message) {
+  constexpr size_t kShortBytes = 16 << 10;
+  if (!absl::StartsWith(function, "aten::") || message.tensors.empty()) return false;
+  size_t bytes = 0;
+  for (const at::Tensor& tensor : message.tensors) {
+    if (!tensor.defined()) continue;
+    if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided) return false;
+    bytes += tensor.nbytes();
+  }
+  return bytes <= kShortBytes;
+}
+
 // The places of the tensors that a peer is to record.
 std::vector<uint32_t> Recorded(const Message& message) {
   std::vector<uint32_t> places;
@@ -332,6 +346,9 @@ void Worker::Impl::OnCall(IncomingCall call) {
   }
   if (!message.ok()) return call.Fail(message.status());
   if (!taken.ok()) return call.Fail(taken);
+  if (IsShort(call.function(), *message)) {
+    return Serve(std::move(call), *header, std::move(context), *std::move(message));
+  }
   pool_.Schedule([this, call = std::move(call), header = *std::move(header),
                   context = std::move(context), message = *std::move(message)]() mutable {
     Serve(std::move(call), header, std::move(context), std::move(message));
