@@ -158,7 +158,7 @@ static dg_worker* new_worker(void) {
   } while (0)
 
 static void call(state* s) {
-  static float memory[16];
+  static float memory[64]; /* enough for the largest dtype */
   const dg_str self = next(s) % 8 ? DG_STR("worker0") : DG_STR("nobody");
   const dg_str function = next(s) % 8 ? DG_STR("sin") : DG_STR("no");
   const int64_t shape[2] = {2, next(s) % 16 ? (int64_t)(next(s) % 4) : -1};
