@@ -300,7 +300,7 @@ class Delays : public FaultInjector {
  public:
   Action OnSend(const std::string&, const std::string&, Packet&) override {
     absl::MutexLock lock(&mu_);
-    if (random_() % 5 != 0) return Action::kDeliver;
+    if (over_ || random_() % 5 != 0) return Action::kDeliver;
     ++held_;
     return Action::kHold;
   }
@@ -372,10 +372,12 @@ class PropertyTest : public ::testing::Test {
     }
   }
   ~PropertyTest() override {
+    if (faults_ != nullptr) {
+      faults_->End();
+      releaser_.join();
+      cluster_->network().ReleaseHeld();
+    }
     cluster_.reset();
-    if (faults_ == nullptr) return;
-    faults_->End();
-    releaser_.join();
   }
 
   static void Take(const Context& context, int worker, State* run) {
