@@ -146,7 +146,7 @@ int Compare(Options options) {
   std::printf("%s\n\n%s", DescribeMachine().c_str(), TableHead().c_str());
   std::fflush(stdout);
   std::vector<Result> results;
-  std::vector<std::string> fallen;
+  std::vector<std::string> fallen, doubtful;
   Runner runner(options);
   for (const Row& row : AllRows(options.transport)) {
     if (!Chosen(row, options)) continue;
@@ -158,7 +158,10 @@ int Compare(Options options) {
     std::printf("%s", TableLine(*result).c_str());
     std::fflush(stdout);
     if (json.is_open()) json << JsonLine(*result) << std::endl;
-    if (row.gates && result->achieved > 0 && result->achieved < 0.5) fallen.push_back(row.title);
+    if (row.gates && result->achieved > 0 && result->achieved < 0.5) {
+      // What others disturbed proves nothing.
+      (result->noisy ? doubtful : fallen).push_back(row.title);
+    }
     results.push_back(*std::move(result));
   }
   std::printf("\n%s%s\n", TableNotes().c_str(), DescribeMachine().c_str());
@@ -168,6 +171,8 @@ int Compare(Options options) {
       return 1;
     }
   }
+  for (const std::string& title : doubtful)
+    std::fprintf(stderr, "less than half of the target, but disturbed: %s\n", title.c_str());
   if (!options.quick || fallen.empty()) return 0;
   for (const std::string& title : fallen)
     std::fprintf(stderr, "less than half of what is to be reached: %s\n", title.c_str());
