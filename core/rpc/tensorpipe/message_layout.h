@@ -21,7 +21,7 @@ namespace distgrad {
 
 // Measured with transport_benchmark; see its header.
 inline constexpr size_t kInlineBytes = 32 << 10;
-inline constexpr size_t kChannelBytes = 512 << 10;
+inline constexpr size_t kChannelBytes = 256 << 10;
 
 inline constexpr uint32_t kBytesPosition = 0xffffffff;
 
