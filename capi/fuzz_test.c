@@ -32,6 +32,14 @@ static uint64_t next(state* s) { /* xorshift */
   return s->random >> 16;
 }
 
+/* Far apart for seeds that are near to each other; not 0. */
+static uint64_t start(uint64_t seed, int stream) {
+  uint64_t x = (seed * 8 + (uint64_t)stream + 1) * UINT64_C(0x9e3779b97f4a7c15);
+  x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+  x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+  return (x ^ x >> 31) | 1;
+}
+
 static void destroy(enum kind kind, void* handle) {
   switch (kind) {
     case ERROR:
@@ -403,9 +411,8 @@ int main(int argc, char** argv) {
     const int count = threaded ? 3 : 1;
     keep(&(state){.random = seed | 1}, WORKER, new_worker());
     for (int i = 0; i < count; ++i) {
-      states[i] = (state){.random = (seed + 1) * 2654435761u * (uint64_t)(threaded * 3 + i + 1) | 1,
-                          .calls = calls / count,
-                          .alone = !threaded};
+      states[i] = (state){
+          .random = start(seed, threaded * 3 + i), .calls = calls / count, .alone = !threaded};
       CHECK(pthread_create(&threads[i], NULL, run, &states[i]) == 0);
     }
     for (int i = 0; i < count; ++i) {
