@@ -153,6 +153,24 @@ static dg_error* relay(void* user_data, const dg_request* request, dg_message** 
                         request->message, &options, reply);
 }
 
+/* For a worker that ends while its handler waits for another. */
+static sem_t entered, released;
+static dg_code blocked_code = DG_OK;
+
+static dg_error* hold(void* user_data, const dg_request* request, dg_message** reply) {
+  (void)user_data, (void)request, (void)reply;
+  CHECK(sem_post(&entered) == 0);
+  while (sem_wait(&released) != 0) continue;
+  return NULL;
+}
+
+static dg_error* block(void* user_data, const dg_request* request, dg_message** reply) {
+  dg_error* error = dg_worker_call((dg_worker*)user_data, DG_STR("front"), DG_STR("hold"),
+                                   request->message, NULL, reply);
+  blocked_code = dg_error_code(error);
+  return error;
+}
+
 static void add(int rank, const char* name, dg_handler handler, void* user_data) {
   dg_str text;
   text.data = name;
@@ -169,6 +187,9 @@ static void test_register(void) {
     OK(dg_worker_register(workers[rank], DG_STR("multiply"), multiply, &handlers_ended, count_up));
     add(rank, "relay", relay, workers[rank]);
   }
+  CHECK(sem_init(&entered, 0, 0) == 0 && sem_init(&released, 0, 0) == 0);
+  add(0, "hold", hold, NULL);
+  add(1, "block", block, workers[1]);
   add(1, "fail", fail, NULL);
   add(1, "lie", lie, NULL);
   add(1, "nothing", nothing, NULL);
@@ -428,6 +449,21 @@ static void test_backward(void) {
   dg_tensor_destroy(ones);
 }
 
+static void test_end_while_a_handler_waits(void) {
+  dg_message *empty = message_of(NULL), *reply = NULL;
+  dg_future* future = NULL;
+  bool done = false;
+  OK(dg_worker_call_async(workers[0], DG_STR("back"), DG_STR("block"), empty, NULL, &future));
+  while (sem_wait(&entered) != 0) continue;
+  dg_worker_destroy(workers[1]); /* fails the handler's call, and waits for the handler */
+  CHECK(blocked_code == DG_CANCELLED);
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  CHECK(done && code_of(dg_future_result(future, &reply)) != DG_OK);
+  CHECK(sem_post(&released) == 0);
+  dg_future_destroy(future);
+  dg_message_destroy(empty);
+}
+
 static void test_optimizers(void) {
   const float one = 1;
   const dg_tensor* parameters[1];
@@ -487,6 +523,7 @@ static void test_optimizers(void) {
   /* What outlives its worker gives errors. */
   OK(dg_context_create(workers[0], &context));
   root = (dg_tensor_destroy(y), y = remote(context, mine, DG_STR("multiply")));
+  test_end_while_a_handler_waits();
   for (int i = 0; i < 2; ++i) {
     dg_worker* gone = workers[i];
     dg_worker_destroy(gone);
