@@ -12,7 +12,8 @@ END
 # A sanitizer's run-time has to come first in a program: one that was not built with it can't load
 # the library.
 skip_if_sanitized() { # LIBRARY
-  if nm -D --undefined-only "$1" | grep -qE ' __(asan|tsan)_init'; then
+  # Not grep -q, which would stop nm in the middle, and with pipefail that counts.
+  if nm -D --undefined-only "$1" | grep -E ' __(asan|tsan)_init' >/dev/null; then
     skip "the library is built with a sanitizer, the program that would load it is not"
   fi
 }
