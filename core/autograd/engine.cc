@@ -30,7 +30,7 @@ absl::Status ShuttingDown() { return absl::CancelledError("this worker is shutti
 // Whether the notice is to be acknowledged.
 bool IsCounted(const Notice& notice) {
   return notice.kind == Notice::Kind::kStart ||
-         (notice.kind == Notice::Kind::kEdge && !notice.late);
+         (notice.kind == Notice::Kind::kEdge && !notice.uncounted);
 }
 
 absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,

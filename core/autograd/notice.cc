@@ -13,7 +13,7 @@
 namespace distgrad {
 namespace {
 
-constexpr uint8_t kRetain = 1, kLate = 2, kReached = 4;
+constexpr uint8_t kRetain = 1, kUncounted = 2, kReached = 4;
 
 }  // namespace
 
@@ -24,7 +24,8 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet) {
   writer.U64(notice.context);
   writer.U64(notice.pass);
   writer.U64(notice.settled);
-  writer.U8(static_cast<uint8_t>((notice.retain_graph ? kRetain : 0) | (notice.late ? kLate : 0) |
+  writer.U8(static_cast<uint8_t>((notice.retain_graph ? kRetain : 0) |
+                                 (notice.uncounted ? kUncounted : 0) |
                                  (notice.reached ? kReached : 0)));
   switch (notice.kind) {
     case Notice::Kind::kEdge:
@@ -67,7 +68,7 @@ absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset) {
     notice.settled = reader.U64();
     const uint8_t flags = reader.U8();
     notice.retain_graph = flags & kRetain;
-    notice.late = flags & kLate;
+    notice.uncounted = flags & kUncounted;
     notice.reached = flags & kReached;
     switch (notice.kind) {
       case Notice::Kind::kEdge: {

@@ -32,7 +32,7 @@ struct Notice {
   PassId settled = 0;
   bool retain_graph = false;               // of the pass
   EdgeId edge = 0;                         // kEdge
-  bool late = false;                       // kEdge: see Pass::OnLateRecv
+  bool uncounted = false;                  // kEdge: see Pass::OnLateRecv
   bool reached = false;                    // kEdge: false for "no gradient"
   std::vector<at::Tensor> gradients = {};  // kEdge, if reached; undefined ones keep their place
   uint32_t count = 0;                      // kAck

@@ -31,8 +31,7 @@ void Pass::Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by) {
   // Nobody shall wait for a gradient that cannot come.
   for (const EdgeEnd& end : plan->dead) {
     certain.insert(end.peer);
-    host_->SendNoGradient(end, /*late=*/false);
-    CountSent(end.peer);
+    host_->SendNoGradient(end, /*uncounted=*/!CountSent(end.peer));
   }
   // Every peer must hear of the pass without waiting for us, who may be waiting for it.
   for (WorkerId peer : peers_) {
@@ -42,9 +41,12 @@ void Pass::Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by) {
   }
 }
 
-void Pass::CountSent(WorkerId to) {
-  // What a worker sends itself cannot outlive its own part of the pass.
-  if (to != self_) ++unacknowledged_[to];
+bool Pass::CountSent(WorkerId to) {
+  // What a worker sends itself cannot outlive its own part of the pass; and one that has sent us
+  // something takes part, and is not done before it has what it waits for.
+  if (to == self_ || owed_.contains(to)) return false;
+  ++unacknowledged_[to];
+  return true;
 }
 
 void Pass::Feed(EdgeId edge) {
@@ -66,7 +68,7 @@ bool Pass::Count(WorkerId from, std::optional<EdgeId> by) {
       owed_.try_emplace(from, 0);
       host_->SendAck(from, 1);
       for (const EdgeEnd& edge : std::exchange(late_[from], {})) {
-        host_->SendNoGradient(edge, /*late=*/true);
+        host_->SendNoGradient(edge, /*uncounted=*/true);
       }
       break;
     case State::kFailed:
@@ -76,8 +78,8 @@ bool Pass::Count(WorkerId from, std::optional<EdgeId> by) {
   return running();
 }
 
-void Pass::OnEdge(WorkerId from, EdgeId edge, bool late) {
-  if (late ? !running() : !Count(from, edge)) return;
+void Pass::OnEdge(WorkerId from, EdgeId edge, bool uncounted) {
+  if (uncounted ? !running() : !Count(from, edge)) return;
   Feed(edge);
   Advance();
 }
@@ -109,9 +111,7 @@ void Pass::OnAbort(WorkerId from, const absl::Status& why) {
   Abort(why, from);
 }
 
-void Pass::OnGradientSent(WorkerId to) {
-  if (state_ == State::kRunning) CountSent(to);
-}
+bool Pass::CountGradient(WorkerId to) { return state_ == State::kRunning && CountSent(to); }
 
 void Pass::OnIdle(const absl::Status& status) {
   if (state_ != State::kRunning) return;
@@ -125,8 +125,7 @@ void Pass::OnLateRecv(EdgeEnd edge) {
     case State::kFailed:
       return;
     case State::kRunning:
-      host_->SendNoGradient(edge, /*late=*/false);
-      CountSent(edge.peer);
+      host_->SendNoGradient(edge, /*uncounted=*/!CountSent(edge.peer));
       peers_.insert(edge.peer);
       peers_.erase(self_);
       return;
@@ -135,7 +134,7 @@ void Pass::OnLateRecv(EdgeEnd edge) {
       // it has said something, or will: it saw to it that we hear of the pass.
       if (edge.peer == self_) return;
       if (owed_.contains(edge.peer))
-        host_->SendNoGradient(edge, /*late=*/true);
+        host_->SendNoGradient(edge, /*uncounted=*/true);
       else
         late_[edge.peer].push_back(edge);
       return;

@@ -53,8 +53,8 @@ class PassHost {
   virtual void Stop(const absl::Status& why) = 0;
 
   // Messages. To this worker itself only SendNoGradient is sent; it arrives as OnEdge later.
-  // `late`: see Pass::OnLateRecv.
-  virtual void SendNoGradient(EdgeEnd edge, bool late) = 0;
+  // `uncounted`: see Pass::OnEdge.
+  virtual void SendNoGradient(EdgeEnd edge, bool uncounted) = 0;
   virtual void SendStart(WorkerId to) = 0;
   virtual void SendAck(WorkerId to, uint32_t count) = 0;
   virtual void SendAbort(WorkerId to, const absl::Status& why) = 0;
@@ -72,15 +72,16 @@ class Pass {
   // On the initiator, once.
   void Begin();
 
-  // Messages of this pass. `late`: see OnLateRecv. `from` may be this worker itself. A pass that
-  // is over answers them: others may still be at it.
-  void OnEdge(WorkerId from, EdgeId edge, bool late);
+  // Messages of this pass. `from` may be this worker itself. A pass that is over answers them:
+  // others may still be at it. An `uncounted` one is not acknowledged: its sender knows that we
+  // take part, for we have sent it something, and so that we wait for it ourselves.
+  void OnEdge(WorkerId from, EdgeId edge, bool uncounted);
   void OnStart(WorkerId from);
   void OnAck(WorkerId from, uint32_t count);
   void OnAbort(WorkerId from, const absl::Status& why);
 
-  // The host has sent the gradient of a recv node to `to`.
-  void OnGradientSent(WorkerId to);
+  // The host sends the gradient of a recv node to `to`. Returns whether it is to be counted.
+  bool CountGradient(WorkerId to);
   // What was fed has been followed to its end, or stopped with this status.
   void OnIdle(const absl::Status& status);
   // A recv node was made after this worker engaged: a reply came late. No gradient will reach it.
@@ -114,7 +115,8 @@ class Pass {
   bool Count(WorkerId from, std::optional<EdgeId> by);
   void Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by);
   void Feed(EdgeId edge);
-  void CountSent(WorkerId to);
+  // Whether a message to `to` is to be acknowledged; if so, counts it.
+  bool CountSent(WorkerId to);
   void Advance();
   void Abort(const absl::Status& why, std::optional<WorkerId> from);
 

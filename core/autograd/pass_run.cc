@@ -4,6 +4,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/autograd/engine.h"
@@ -176,7 +177,7 @@ void PassRun::OnNoticeOnStrand(WorkerId from, Notice& notice) {
   switch (notice.kind) {
     case Notice::Kind::kEdge:
       arriving_ = &notice;
-      pass_.OnEdge(from, notice.edge, notice.late);
+      pass_.OnEdge(from, notice.edge, notice.uncounted);
       arriving_ = nullptr;
       return;
     case Notice::Kind::kStart:
@@ -207,11 +208,13 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   PassPlan plan;
   std::vector<std::shared_ptr<torch::autograd::Node>> sources;
   std::vector<Graph::Index> free, waiting;
+  std::optional<WorkerId> by_peer;  // who engaged us
   for (const ContextRecord::SendEnd& send : edges->sends) {
     const auto index = static_cast<Graph::Index>(sources.size());
     send_roots_.emplace(send.end.edge, index);
     sources.push_back(send.node);
     (by == send.end.edge ? free : waiting).push_back(index);
+    if (by == send.end.edge) by_peer = send.end.peer;
     plan.sends.push_back(send.end);
     plan.peers.push_back(send.end.peer);
   }
@@ -234,16 +237,19 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
                      foreign->context())));
   }
 
-  // Only peers that nothing else tells of the pass make the second look at the graph necessary.
-  bool all_dead = true;
+  // What can be reached decides only whether a peer is told of the pass that nothing else tells.
+  absl::flat_hash_set<WorkerId> told = {engine_->self()};
+  if (by_peer.has_value()) told.insert(*by_peer);
   for (const auto& recv : edges->recvs) {
     plan.peers.push_back(recv->end().peer);
-    if (graph->Find(recv.get()) == Graph::kNone)
-      plan.dead.push_back(recv->end());
-    else
-      all_dead = false;
+    if (graph->Find(recv.get()) != Graph::kNone) continue;
+    plan.dead.push_back(recv->end());
+    told.insert(recv->end().peer);
   }
-  if (!all_dead) {
+  const bool all_told =
+      std::all_of(edges->recvs.begin(), edges->recvs.end(),
+                  [&](const auto& recv) { return told.contains(recv->end().peer); });
+  if (!all_told) {
     const std::vector<bool> reach_free = graph->ReachableFrom(free);
     const std::vector<bool> reach_waiting = graph->ReachableFrom(waiting);
     for (const auto& recv : edges->recvs) {
@@ -317,16 +323,17 @@ void PassRun::FlushCapturedOnStrand() {
   }
   for (Captured& c : captured) {
     if (!pass_.running()) return;
-    pass_.OnGradientSent(c.end.peer);
+    const bool counted = pass_.CountGradient(c.end.peer);
     Deliver(c.end.peer, {.kind = Notice::Kind::kEdge,
                          .edge = c.end.edge,
+                         .uncounted = !counted,
                          .reached = c.reached,
                          .gradients = std::move(c.gradients)});
   }
 }
 
-void PassRun::SendNoGradient(EdgeEnd edge, bool late) {
-  Deliver(edge.peer, {.kind = Notice::Kind::kEdge, .edge = edge.edge, .late = late});
+void PassRun::SendNoGradient(EdgeEnd edge, bool uncounted) {
+  Deliver(edge.peer, {.kind = Notice::Kind::kEdge, .edge = edge.edge, .uncounted = uncounted});
 }
 void PassRun::SendStart(WorkerId to) { Deliver(to, {.kind = Notice::Kind::kStart}); }
 void PassRun::SendAck(WorkerId to, uint32_t count) {

@@ -86,7 +86,7 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   void FeedSend(EdgeId edge) override;
   bool Idle() override;
   void Stop(const absl::Status& why) override;
-  void SendNoGradient(EdgeEnd edge, bool late) override;
+  void SendNoGradient(EdgeEnd edge, bool uncounted) override;
   void SendStart(WorkerId to) override;
   void SendAck(WorkerId to, uint32_t count) override;
   void SendAbort(WorkerId to, const absl::Status& why) override;

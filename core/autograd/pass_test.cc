@@ -95,7 +95,17 @@ struct Program {
 };
 
 struct Letter {
-  enum Kind { kNone, kGradient, kLateNone, kStart, kAck, kAbort, kReply, kLost } kind;
+  enum Kind {
+    kNone,
+    kGradient,
+    kUncountedNone,
+    kUncountedGradient,
+    kStart,
+    kAck,
+    kAbort,
+    kReply,
+    kLost
+  } kind;
   int from, to;
   uint64_t value = 0;  // edge, or number of acknowledgements
 };
@@ -185,7 +195,7 @@ class Worker : public PassHost {
   }
   bool Idle() override { return true; }
   void Stop(const absl::Status&) override { stopped = true; }
-  void SendNoGradient(EdgeEnd edge, bool late) override;
+  void SendNoGradient(EdgeEnd edge, bool uncounted) override;
   void SendStart(WorkerId to) override;
   void SendAck(WorkerId to, uint32_t count) override;
   void SendAbort(WorkerId to, const absl::Status& why) override;
@@ -253,7 +263,7 @@ class Network {
   bool Busy() const { return !flight_.empty(); }
   bool OnlyAcksAndReplies() const {
     return std::all_of(flight_.begin(), flight_.end(), [](const Letter& l) {
-      return l.kind == Letter::kAck || l.kind == Letter::kReply || l.kind == Letter::kLateNone;
+      return l.kind == Letter::kAck || l.kind == Letter::kReply || l.kind == Letter::kUncountedNone;
     });
   }
 
@@ -271,10 +281,14 @@ class Network {
     const auto from = static_cast<WorkerId>(letter.from);
     switch (letter.kind) {
       case Letter::kNone:
-      case Letter::kLateNone:
+      case Letter::kUncountedNone:
       case Letter::kGradient:
-        w.arrived[letter.value] |= letter.kind == Letter::kGradient;
-        return w.pass.OnEdge(from, letter.value, letter.kind == Letter::kLateNone);
+      case Letter::kUncountedGradient:
+        w.arrived[letter.value] |=
+            letter.kind == Letter::kGradient || letter.kind == Letter::kUncountedGradient;
+        return w.pass.OnEdge(
+            from, letter.value,
+            letter.kind == Letter::kUncountedNone || letter.kind == Letter::kUncountedGradient);
       case Letter::kStart:
         return w.pass.OnStart(from);
       case Letter::kAck:
@@ -319,8 +333,10 @@ void Worker::Run(int n) {
     const bool reached = reached_[n];
     if (reached && p_.parameters.count(n)) got.insert(n);
     if (auto it = p_.send_of.find(n); it != p_.send_of.end()) {
-      net_->Post({reached ? Letter::kGradient : Letter::kNone, me_, Peer(n), uint64_t(it->second)});
-      pass.OnGradientSent(Peer(n));
+      const bool counted = pass.CountGradient(Peer(n));
+      net_->Post({reached ? (counted ? Letter::kGradient : Letter::kUncountedGradient)
+                          : (counted ? Letter::kNone : Letter::kUncountedNone),
+                  me_, Peer(n), uint64_t(it->second)});
     }
     for (int m : p_.next[n]) {
       reached_[m] = reached_[m] || reached;
@@ -328,8 +344,8 @@ void Worker::Run(int n) {
     }
   }
 }
-void Worker::SendNoGradient(EdgeEnd edge, bool late) {
-  net_->Post({late ? Letter::kLateNone : Letter::kNone, me_, edge.peer, edge.edge});
+void Worker::SendNoGradient(EdgeEnd edge, bool uncounted) {
+  net_->Post({uncounted ? Letter::kUncountedNone : Letter::kNone, me_, edge.peer, edge.edge});
 }
 void Worker::SendStart(WorkerId to) { net_->Post({Letter::kStart, me_, to}); }
 void Worker::SendAck(WorkerId to, uint32_t count) { net_->Post({Letter::kAck, me_, to, count}); }
