@@ -95,13 +95,15 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     if (loopback_) return agent_->OnPacket(shared_from_this(), CopyPacket(packet));
     // In order, also while the connection is still being opened.
     out_.Run([this, self = shared_from_this(), packet = std::move(packet)]() mutable {
+      if (open_ != nullptr) std::exchange(open_, nullptr)();
       // An error closes the connection, and is reported there.
       if (auto connection = this->connection()) connection->Send(std::move(packet), nullptr);
     });
   }
 
-  // Runs `open` before whatever is sent on this link.
-  void Open(absl::AnyInvocable<void()> open) { out_.Run(std::move(open)); }
+  // Has the first Send() run `open` before it. Once, before anybody else knows the link. Not at
+  // once: it is called under the agent's mutex, and a connection may fail while it is made.
+  void OpenLater(absl::AnyInvocable<void()> open) { open_ = std::move(open); }
 
   void SetConnection(std::shared_ptr<Connection> connection) {
     absl::MutexLock lock(&mu_);
@@ -140,6 +142,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   const std::shared_ptr<Agent::Impl> agent_;
   const bool loopback_;
   Strand out_;
+  absl::AnyInvocable<void()> open_;  // on out_ only, once others know the link
   mutable absl::Mutex mu_;
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
@@ -281,14 +284,20 @@ absl::StatusOr<std::shared_ptr<Link>> Agent::Impl::LinkTo(WorkerId to) {
                .to_incarnation = worker->second.incarnation},
               &hello);
   // Runs on the first thread that sends; opening is the first task of the link.
-  link->Open([this, link, peer = worker->second, hello = std::move(hello)]() mutable {
-    Open(link, peer, std::move(hello));
+  link->OpenLater([this, watch = std::weak_ptr<Link>(link), peer = worker->second,
+                   hello = std::move(hello)]() mutable {
+    if (const auto link = watch.lock()) Open(link, peer, std::move(hello));
   });
   return link;
 }
 
 void Agent::Impl::Open(const std::shared_ptr<Link>& link, const WorkerInfo& peer,
                        std::string hello) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (closed_) hello.clear();
+  }
+  if (hello.empty()) return link->OnClosed(absl::CancelledError("this worker is shutting down"));
   absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer.address, link);
   if (!connection.ok()) return link->OnClosed(connection.status());
   link->SetConnection(*connection);

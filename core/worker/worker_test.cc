@@ -204,7 +204,7 @@ TEST_P(WorkerTest, WaitForAllIsABarrier) {
   for (std::thread& thread : threads) thread.join();
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, WorkerTest, ::testing::Values("inproc", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, WorkerTest, ::testing::Values("inproc", "socket", "tcp"),
                          [](const auto& info) { return info.param; });
 
 TEST(WorkerOptionsTest, WhatMakesNoSenseIsRefused) {
