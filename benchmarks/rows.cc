@@ -59,7 +59,6 @@ std::vector<Row> AllRows(const std::string& transport) {
     const Work work = {"call", 1, bytes};
     row = add(absl::StrCat("call_", bytes), "call, " + Bytes(bytes), work, 6);
     row->floors = Socket("unix", work);
-    row->gates = true;
     row = add(absl::StrCat("call_tcp_", bytes), "call over TCP, " + Bytes(bytes), work, 4);
     row->ours.config = "tcp";
     row->pytorch = PytorchTcp(work);
@@ -83,20 +82,18 @@ std::vector<Row> AllRows(const std::string& transport) {
     row = add(absl::StrCat("pass_", count),
               absl::StrCat("pass of ", count, " remote operator", count > 1 ? "s" : ""),
               {"pass", count, 4}, 6);
-    row->gates = true;
     row->quick = count < 100;
   }
   for (const int count : {8, 64, 500}) {
     row = add(absl::StrCat("fan_", count),
               absl::StrCat("pass of ", count, " at once", count == 500 ? " (1,000 edges)" : ""),
               {"fan", count, 4}, count == 500 ? 0 : 8);
-    row->gates = count < 500;
+    row->gates = count == 64;
     row->quick = count < 500;
   }
   for (const size_t bytes : {size_t{1} << 20, size_t{16} << 20}) {
     row = add(absl::StrCat("pass_1_", bytes), "pass of one, " + Bytes(bytes), {"pass", 1, bytes},
               bytes == (1 << 20) ? 2 : 1.3);
-    row->gates = bytes == (1 << 20);
     row->quick = bytes < (16 << 20);
   }
   row = add("passes_8", "passes, 8 threads", {"threads", 8, 4}, 6);
@@ -117,7 +114,6 @@ std::vector<Row> AllRows(const std::string& transport) {
               {"chain", hops, 1024}, hops == 3 ? 5 : 0);
     row->world = 4;
     row->quick = hops == 3;
-    row->gates = hops == 3;
   }
   for (const int peers : {1, 2, 4, 8, 16}) {
     row = add(absl::StrCat("star_", peers), absl::StrCat("pass over a star of ", peers),
