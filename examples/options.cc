@@ -86,8 +86,8 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, int most
       "dataset-fashion-mnist");
   add("--output", options.output, "DIR", "Folder for the table and the picture");
   add("--transport", options.transport, "NAME",
-      "How workers talk to each other: tcp, or shm (this machine; keeps a core busy)")
-      ->check(CLI::IsMember({"tcp", "shm"}));
+      "How workers talk to each other: socket, tcp, or shm (this machine; keeps a core busy)")
+      ->check(CLI::IsMember({"socket", "tcp", "shm"}));
   add("--timeout", timeout, "SECONDS", "How long to wait for another worker, to join or to answer")
       ->check(AboveZero());
 

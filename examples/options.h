@@ -19,7 +19,7 @@ struct Options {
   uint64_t seed = 1;
   std::string data;    // empty: look for it
   std::string output;  // absolute
-  std::string transport = "tcp";
+  std::string transport = "socket";
   absl::Duration timeout = absl::Seconds(60);
   // Not empty if --help was asked for: what to print.
   std::string help;

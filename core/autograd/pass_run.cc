@@ -408,16 +408,20 @@ std::shared_ptr<Execution> PassRun::execution() {
 PassSnapshot PassRun::Snapshot() {
   Promise<PassSnapshot> promise;
   const Future<PassSnapshot> snapshot = promise.future();
-  strand_.Run([self = shared_from_this(), promise = std::move(promise)]() mutable {
-    PassSnapshot s;
-    s.id = self->id_;
-    s.retain_graph = self->retain_graph_;
-    s.awaited = self->pass_.Awaited();
-    const auto& unacknowledged = self->pass_.Unacknowledged();
-    s.unacknowledged.insert(unacknowledged.begin(), unacknowledged.end());
-    s.busy = self->outstanding_;
-    promise.Set(std::move(s));
-  });
+  // By Post, as all that runs on the strand from outside: this thread may find itself running
+  // tasks of others there, and has to see to what they fed.
+  Post(
+      [this, promise = std::move(promise)]() mutable {
+        PassSnapshot s;
+        s.id = id_;
+        s.retain_graph = retain_graph_;
+        s.awaited = pass_.Awaited();
+        const auto& unacknowledged = pass_.Unacknowledged();
+        s.unacknowledged.insert(unacknowledged.begin(), unacknowledged.end());
+        s.busy = outstanding_;
+        promise.Set(std::move(s));
+      },
+      RunHere::kNo);
   return *snapshot.Wait();
 }
 

@@ -331,7 +331,7 @@ TEST_P(BackwardTest, AReleasedContextIsGoneEverywhere) {
   EXPECT_EQ(worker(2).context_count(), 0u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, BackwardTest, ::testing::Values("inproc", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, BackwardTest, ::testing::Values("inproc", "socket"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

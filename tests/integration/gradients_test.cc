@@ -465,7 +465,7 @@ TEST_P(GradientsTest, TheCallersModesReachTheHandler) {
   EXPECT_EQ(team_.Gradient(2, context, w).scalar_type(), at::kFloat);
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, GradientsTest, ::testing::Values("inproc", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, GradientsTest, ::testing::Values("inproc", "socket"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

@@ -145,11 +145,12 @@ std::string CaseName(const ::testing::TestParamInfo<Case>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, TrainingOverThreadsTest,
-                         ::testing::Values(Case{"inproc", 2}, Case{"inproc", 5}, Case{"tcp", 2},
-                                           Case{"shm", 2}),
+                         ::testing::Values(Case{"inproc", 2}, Case{"inproc", 5}, Case{"socket", 2},
+                                           Case{"tcp", 2}, Case{"shm", 2}),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(Transports, TrainingOverProcessesTest,
-                         ::testing::Values(Case{"tcp", 2}, Case{"tcp", 3}, Case{"shm", 2}),
+                         ::testing::Values(Case{"socket", 2}, Case{"socket", 3}, Case{"tcp", 2},
+                                           Case{"shm", 2}),
                          CaseName);
 
 }  // namespace
