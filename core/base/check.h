@@ -27,10 +27,10 @@ struct Voidify {
 
 }  // namespace distgrad::internal
 
-#define DG_CHECK(condition)                             \
+#define DG_CHECK(condition)                            \
   __builtin_expect(static_cast<bool>(condition), true) \
-      ? void()                                          \
-      : ::distgrad::internal::Voidify() &               \
+      ? void()                                         \
+      : ::distgrad::internal::Voidify() &              \
             ::distgrad::internal::CheckFailure(__FILE__, __LINE__, #condition).stream()
 
 #endif  // DISTGRAD_CORE_BASE_CHECK_H_

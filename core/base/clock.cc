@@ -65,8 +65,8 @@ class SystemClock final : public Clock {
       } else if (const absl::Duration left = next - Now(); left > absl::ZeroDuration()) {
         sleeping_until_ = next;
         // In steps, so that a far time cannot overflow the steady clock's range.
-        wake_.wait_until(lock, Steady::now() +
-                                   absl::ToChronoNanoseconds(std::min(left, absl::Hours(24))));
+        wake_.wait_until(
+            lock, Steady::now() + absl::ToChronoNanoseconds(std::min(left, absl::Hours(24))));
       } else {
         internal::TimerQueue::Callback callback = timers_.Pop();
         // Awake: this thread looks at the queue again before it sleeps.

@@ -123,9 +123,8 @@ TEST_P(AnyClockTest, TheCallbackOfACancelledTimerMayUseTheClock) {
   EXPECT_FALSE(clock_->Cancel(other));
 }
 
-INSTANTIATE_TEST_SUITE_P(Clocks, AnyClockTest, testing::Bool(), [](const auto& info) {
-  return info.param ? "System" : "Fake";
-});
+INSTANTIATE_TEST_SUITE_P(Clocks, AnyClockTest, testing::Bool(),
+                         [](const auto& info) { return info.param ? "System" : "Fake"; });
 
 TEST(SystemClockTest, NeverFiresEarlyAndNeverGoesBack) {
   const std::unique_ptr<Clock> clock = NewSystemClock();

@@ -36,12 +36,12 @@ struct LogVoidify {
 
 }  // namespace distgrad::internal
 
-#define DG_LOG(severity)                                                                      \
-  ::distgrad::internal::LogSeverity::k##severity < ::distgrad::internal::LogThreshold()       \
-      ? void()                                                                                \
-      : ::distgrad::internal::LogVoidify() &                                                  \
-            ::distgrad::internal::LogLine(::distgrad::internal::LogSeverity::k##severity,     \
-                                          __FILE__, __LINE__)                                 \
+#define DG_LOG(severity)                                                                  \
+  ::distgrad::internal::LogSeverity::k##severity < ::distgrad::internal::LogThreshold()   \
+      ? void()                                                                            \
+      : ::distgrad::internal::LogVoidify() &                                              \
+            ::distgrad::internal::LogLine(::distgrad::internal::LogSeverity::k##severity, \
+                                          __FILE__, __LINE__)                             \
                 .stream()
 
 #endif  // DISTGRAD_CORE_BASE_LOG_H_

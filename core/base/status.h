@@ -22,11 +22,11 @@ absl::Status Annotate(const absl::Status& status, absl::string_view what);
 }  // namespace distgrad
 
 // Returns the error of `expr` (a Status) from the function that this stands in, if it is one.
-#define DG_RETURN_IF_ERROR(expr)                                  \
-  do {                                                            \
-    if (::absl::Status dg_status = (expr); !dg_status.ok()) {     \
-      return dg_status;                                           \
-    }                                                             \
+#define DG_RETURN_IF_ERROR(expr)                              \
+  do {                                                        \
+    if (::absl::Status dg_status = (expr); !dg_status.ok()) { \
+      return dg_status;                                       \
+    }                                                         \
   } while (false)
 
 // Assigns the value of `expr` (a StatusOr) to `lhs`, which may be a declaration, or returns its

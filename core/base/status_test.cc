@@ -26,8 +26,10 @@ absl::StatusOr<std::unique_ptr<int>> Half(int n) {
 }
 
 absl::Status Check(int n) {
-  if (n > 100) DG_RETURN_IF_ERROR(absl::OutOfRangeError("large"));
-  else return absl::OkStatus();
+  if (n > 100)
+    DG_RETURN_IF_ERROR(absl::OutOfRangeError("large"));
+  else
+    return absl::OkStatus();
   return absl::OkStatus();
 }
 

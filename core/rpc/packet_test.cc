@@ -124,7 +124,8 @@ TEST(PacketTest, ACopySharesNoMemory) {
   ASSERT_EQ(copy.segments.size(), 2u);
   for (size_t s = 0; s < 2; ++s) {
     ASSERT_EQ(copy.segments[s].size, packet.segments[s].size);
-    EXPECT_EQ(std::memcmp(copy.segments[s].data, packet.segments[s].data, copy.segments[s].size), 0);
+    EXPECT_EQ(std::memcmp(copy.segments[s].data, packet.segments[s].data, copy.segments[s].size),
+              0);
     packet.segments[s].data[0] = 8;
     EXPECT_EQ(copy.segments[s].data[0], 7);
   }

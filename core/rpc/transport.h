@@ -63,8 +63,8 @@ class Transport {
   // Opens a connection. Returns at once: packets may be sent already, and an address where
   // nobody listens shows up as OnClosed(kUnavailable). kInvalidArgument for an address that is
   // not of this transport.
-  virtual absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& address,
-                                                              std::shared_ptr<Receiver> receiver) = 0;
+  virtual absl::StatusOr<std::shared_ptr<Connection>> Connect(
+      const std::string& address, std::shared_ptr<Receiver> receiver) = 0;
 
   // "inproc", "tensorpipe tcp+basic", ...; for logs and errors.
   virtual std::string Name() const = 0;

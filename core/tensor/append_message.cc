@@ -131,9 +131,8 @@ absl::Status AppendTensor(const at::Tensor& tensor, Packet* packet) {
         absl::StrCat("tensors of dtype ", at::toString(tensor.scalar_type()), " cannot be sent"));
   }
   if (tensor.dim() > kMaxDims) {
-    return absl::InvalidArgumentError(absl::StrCat("a tensor of ", tensor.dim(),
-                                                   " dimensions cannot be sent; ", kMaxDims,
-                                                   " is the limit"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "a tensor of ", tensor.dim(), " dimensions cannot be sent; ", kMaxDims, " is the limit"));
   }
   if (IsPlain(*tensor.unsafeGetTensorImpl())) {
     return AppendStrided(tensor, head, /*contiguous=*/false, packet);

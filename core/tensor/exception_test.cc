@@ -25,8 +25,7 @@ TEST(StatusFromException, CodesOfLibtorchErrors) {
   EXPECT_EQ(Caught([] { TORCH_CHECK_INDEX(false, "i"); }), absl::InvalidArgumentError("i"));
   EXPECT_EQ(Caught([] { TORCH_CHECK_VALUE(false, "v"); }), absl::InvalidArgumentError("v"));
   EXPECT_EQ(Caught([] { TORCH_CHECK_TYPE(false, "t"); }), absl::InvalidArgumentError("t"));
-  EXPECT_EQ(Caught([] { TORCH_CHECK_NOT_IMPLEMENTED(false, "n"); }),
-            absl::UnimplementedError("n"));
+  EXPECT_EQ(Caught([] { TORCH_CHECK_NOT_IMPLEMENTED(false, "n"); }), absl::UnimplementedError("n"));
   EXPECT_EQ(Caught([] { TORCH_CHECK_WITH(OutOfMemoryError, false, "m"); }),
             absl::ResourceExhaustedError("m"));
   EXPECT_EQ(Caught([] { TORCH_CHECK(false, "shapes differ: ", 3); }),

@@ -64,13 +64,31 @@ void ExpectSame(const at::Tensor& a, const at::Tensor& b) {
   }
 }
 
-const at::ScalarType kDtypes[] = {
-    at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kFloat, at::kDouble,
-    at::kComplexHalf, at::kComplexFloat, at::kComplexDouble, at::kBool, at::kBFloat16,
-    at::kFloat8_e5m2, at::kFloat8_e4m3fn, at::kFloat8_e5m2fnuz, at::kFloat8_e4m3fnuz,
-    at::ScalarType::UInt16, at::ScalarType::UInt32, at::ScalarType::UInt64,
-    at::ScalarType::Float8_e8m0fnu, at::ScalarType::Float4_e2m1fn_x2, at::ScalarType::Bits8,
-    at::ScalarType::Int4, at::ScalarType::UInt7};
+const at::ScalarType kDtypes[] = {at::kByte,
+                                  at::kChar,
+                                  at::kShort,
+                                  at::kInt,
+                                  at::kLong,
+                                  at::kHalf,
+                                  at::kFloat,
+                                  at::kDouble,
+                                  at::kComplexHalf,
+                                  at::kComplexFloat,
+                                  at::kComplexDouble,
+                                  at::kBool,
+                                  at::kBFloat16,
+                                  at::kFloat8_e5m2,
+                                  at::kFloat8_e4m3fn,
+                                  at::kFloat8_e5m2fnuz,
+                                  at::kFloat8_e4m3fnuz,
+                                  at::ScalarType::UInt16,
+                                  at::ScalarType::UInt32,
+                                  at::ScalarType::UInt64,
+                                  at::ScalarType::Float8_e8m0fnu,
+                                  at::ScalarType::Float4_e2m1fn_x2,
+                                  at::ScalarType::Bits8,
+                                  at::ScalarType::Int4,
+                                  at::ScalarType::UInt7};
 
 at::Tensor RandomTensor(at::ScalarType dtype, at::IntArrayRef sizes, std::mt19937& random) {
   at::Tensor tensor = at::empty(sizes, dtype);
@@ -172,8 +190,8 @@ TEST(Message, ConjugateNegativeAndZeroTensorsArriveResolved) {
 }
 
 at::Tensor RandomSparse(int64_t rows, int64_t entries, bool coalesce) {
-  at::Tensor indices = at::stack({at::randint(rows, {entries}, at::kLong),
-                                  at::randint(8, {entries}, at::kLong)});
+  at::Tensor indices =
+      at::stack({at::randint(rows, {entries}, at::kLong), at::randint(8, {entries}, at::kLong)});
   at::Tensor sparse = at::sparse_coo_tensor(indices, at::rand({entries, 5}), {rows, 8, 5});
   return coalesce ? sparse.coalesce() : sparse;
 }
@@ -190,8 +208,8 @@ TEST(Message, Sparse) {
   }
   // As the gradient of an embedding comes: indices and values that are views.
   at::Tensor indices = at::arange(12).slice(0, 0, 12, 3).reshape({1, -1});
-  at::Tensor views = at::_sparse_coo_tensor_unsafe(
-      indices, at::rand({1, 3}).expand({4, 3}), {100, 3}, at::TensorOptions(), false);
+  at::Tensor views = at::_sparse_coo_tensor_unsafe(indices, at::rand({1, 3}).expand({4, 3}),
+                                                   {100, 3}, at::TensorOptions(), false);
   at::Tensor received = RoundTrip(views);
   EXPECT_TRUE(at::equal(views.to_dense(), received.to_dense()));
   // No sparse dimensions at all.
@@ -325,8 +343,8 @@ std::string Encoded(uint8_t form, at::ScalarType dtype, uint8_t flags, uint8_t d
   writer.U8(1);
   writer.U32(1);
   writer.U64(0);
-  for (uint8_t byte : {form, static_cast<uint8_t>(dtype), static_cast<uint8_t>(sizes.size()),
-                       flags, device, uint8_t{0}, uint8_t{0}, uint8_t{0}}) {
+  for (uint8_t byte : {form, static_cast<uint8_t>(dtype), static_cast<uint8_t>(sizes.size()), flags,
+                       device, uint8_t{0}, uint8_t{0}, uint8_t{0}}) {
     writer.U8(byte);
   }
   for (int64_t size : sizes) writer.I64(size);
@@ -411,8 +429,8 @@ TEST(HostileMessage, CountsThatAreNotThere) {
 
 TEST(HostileMessage, SparseIndices) {
   auto send = [](at::Tensor indices, std::vector<int64_t> sizes, bool coalesced) {
-    at::Tensor sparse = at::_sparse_coo_tensor_unsafe(
-        indices, at::rand({indices.size(1)}), sizes, at::TensorOptions(), coalesced);
+    at::Tensor sparse = at::_sparse_coo_tensor_unsafe(indices, at::rand({indices.size(1)}), sizes,
+                                                      at::TensorOptions(), coalesced);
     Packet packet;
     EXPECT_TRUE(AppendMessage(Message{"", {sparse}}, &packet).ok());
     return Read(packet).status();
@@ -497,8 +515,8 @@ TEST(HostileMessage, RandomCorruption) {
     ASSERT_TRUE(AppendMessage(corpus[random() % corpus.size()], &packet).ok());
     Packet received = CopyPacket(packet);
     // Mostly the front, where the lengths are.
-    const size_t range = random() % 2 != 0 ? std::min<size_t>(received.bytes.size(), 80)
-                                           : received.bytes.size();
+    const size_t range =
+        random() % 2 != 0 ? std::min<size_t>(received.bytes.size(), 80) : received.bytes.size();
     for (uint32_t changes = 1 + random() % 4; changes > 0; --changes) {
       char& byte = received.bytes[random() % range];
       byte = random() % 2 != 0 ? static_cast<char>(random())

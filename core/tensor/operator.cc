@@ -49,8 +49,8 @@ absl::Status NotFound(absl::string_view name, const c10::OperatorName& wanted) {
   std::set<std::string> near;
   if (wanted.name.size() <= kLongestName) {
     for (const c10::OperatorName& other : c10::Dispatcher::singleton().getAllOpNames()) {
-      const std::string full = absl::StrCat(
-          other.name, other.overload_name.empty() ? "" : ".", other.overload_name);
+      const std::string full =
+          absl::StrCat(other.name, other.overload_name.empty() ? "" : ".", other.overload_name);
       if (other.name == wanted.name) {
         overloads.insert(full);
       } else if (EditDistance(other.name, wanted.name, kNear) <= kNear) {
@@ -61,10 +61,10 @@ absl::Status NotFound(absl::string_view name, const c10::OperatorName& wanted) {
   const std::set<std::string>& found = overloads.empty() ? near : overloads;
   std::vector<absl::string_view> shown(found.begin(), found.end());
   if (shown.size() > kShown) shown.resize(kShown);
-  return absl::NotFoundError(absl::StrCat(
-      "no operator ", name.substr(0, kLongestName), " is registered",
-      shown.empty() ? "" : "; there is ", absl::StrJoin(shown, ", "),
-      shown.size() < found.size() ? ", ..." : ""));
+  return absl::NotFoundError(absl::StrCat("no operator ", name.substr(0, kLongestName),
+                                          " is registered", shown.empty() ? "" : "; there is ",
+                                          absl::StrJoin(shown, ", "),
+                                          shown.size() < found.size() ? ", ..." : ""));
 }
 
 // The dispatcher's own table is fast enough (all of CallOperator adds 0.1 us), and stays right
@@ -146,19 +146,25 @@ bool Coerce(const c10::TypePtr& type, std::optional<int32_t> length, c10::IValue
       if (value.isBool()) value = value.toBool() ? 1.0 : 0.0;
       if (value.isInt()) value = static_cast<double>(value.toInt());
       return value.isDouble();
-    case TypeKind::NumberType: return value.isScalar();
-    case TypeKind::BoolType: return value.isBool();
-    case TypeKind::StringType: return value.isString();
+    case TypeKind::NumberType:
+      return value.isScalar();
+    case TypeKind::BoolType:
+      return value.isBool();
+    case TypeKind::StringType:
+      return value.isString();
     case TypeKind::DeviceObjType:
       if (value.isString()) value = at::Device(value.toStringRef());
       return value.isDevice();
     case TypeKind::ScalarTypeType:
       return IsEnum(value, static_cast<int64_t>(at::ScalarType::Undefined));
-    case TypeKind::LayoutType: return IsEnum(value, static_cast<int64_t>(at::Layout::NumOptions));
+    case TypeKind::LayoutType:
+      return IsEnum(value, static_cast<int64_t>(at::Layout::NumOptions));
     case TypeKind::MemoryFormatType:
       return IsEnum(value, static_cast<int64_t>(at::MemoryFormat::NumOptions));
-    case TypeKind::AnyType: return true;
-    default: return value.type()->isSubtypeOf(*type);
+    case TypeKind::AnyType:
+      return true;
+    default:
+      return value.type()->isSubtypeOf(*type);
   }
 }
 
@@ -166,8 +172,8 @@ bool Coerce(const c10::TypePtr& type, std::optional<int32_t> length, c10::IValue
 absl::Status Fit(const c10::FunctionSchema& schema, std::vector<c10::IValue>& args) {
   const std::vector<c10::Argument>& arguments = schema.arguments();
   if (args.size() > arguments.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("takes ", arguments.size(),
-                                                   " arguments at most, not ", args.size()));
+    return absl::InvalidArgumentError(
+        absl::StrCat("takes ", arguments.size(), " arguments at most, not ", args.size()));
   }
   for (size_t i = 0; i < args.size(); ++i) {
     const c10::Argument& argument = arguments[i];
@@ -176,19 +182,16 @@ absl::Status Fit(const c10::FunctionSchema& schema, std::vector<c10::IValue>& ar
         Coerce(argument.real_type(), argument.N(), args[i])) {
       continue;
     }
-    return absl::InvalidArgumentError(
-        absl::StrCat("argument ", i + 1, " '", argument.name(), "' must be ",
-                     argument.real_type()->str(), ", not ",
-                     args[i].isInt() ? absl::StrCat("int ", args[i].toInt())
-                                     : args[i].type()->str()));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "argument ", i + 1, " '", argument.name(), "' must be ", argument.real_type()->str(),
+        ", not ", args[i].isInt() ? absl::StrCat("int ", args[i].toInt()) : args[i].type()->str()));
   }
   args.reserve(arguments.size());
   for (size_t i = args.size(); i < arguments.size(); ++i) {
     const std::optional<c10::IValue>& value = arguments[i].default_value();
     if (!value.has_value()) {
-      return absl::InvalidArgumentError(absl::StrCat("argument ", i + 1, " '",
-                                                     arguments[i].name(), "' (",
-                                                     arguments[i].real_type()->str(),
+      return absl::InvalidArgumentError(absl::StrCat("argument ", i + 1, " '", arguments[i].name(),
+                                                     "' (", arguments[i].real_type()->str(),
                                                      ") is missing and has no default"));
     }
     args.push_back(*value);

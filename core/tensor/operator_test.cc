@@ -77,8 +77,8 @@ TEST(CallOperator, OneNumberFillsAListOfKnownLength) {
 TEST(CallOperator, ScalarsAndEnums) {
   Values full = Call("aten::full", {std::vector<int64_t>{2, 2}, 1.5, int64_t{7}});
   EXPECT_EQUAL(full[0].toTensor(), at::full({2, 2}, 1.5, at::kDouble));
-  Values on_cpu = Call("aten::full", {std::vector<int64_t>{2}, 3, c10::IValue(), c10::IValue(),
-                                      "cpu"});
+  Values on_cpu =
+      Call("aten::full", {std::vector<int64_t>{2}, 3, c10::IValue(), c10::IValue(), "cpu"});
   EXPECT_EQUAL(on_cpu[0].toTensor(), at::full({2}, 3, at::kLong));
   at::Tensor a = at::rand({4});
   EXPECT_EQUAL(Call("aten::where.self", {at::gt(a, 0.5), a, at::zeros({4})})[0].toTensor(),
@@ -97,9 +97,9 @@ TEST(CallOperator, OptionalTensors) {
   indices.push_back(std::nullopt);
   indices.push_back(rows);
   EXPECT_EQUAL(Call("aten::index.Tensor", {a, indices})[0].toTensor(), at::index(a, indices));
-  EXPECT_EQUAL(Call("aten::index.Tensor", {a, std::vector<at::Tensor>{at::Tensor(), rows}})[0]
-                   .toTensor(),
-               at::index(a, indices));
+  EXPECT_EQUAL(
+      Call("aten::index.Tensor", {a, std::vector<at::Tensor>{at::Tensor(), rows}})[0].toTensor(),
+      at::index(a, indices));
   at::Tensor weight = at::rand({2, 4});
   for (const c10::IValue& bias : {c10::IValue(), c10::IValue(at::Tensor())}) {
     EXPECT_EQUAL(Call("aten::linear", {a, weight, bias})[0].toTensor(), at::linear(a, weight));
@@ -172,8 +172,8 @@ TEST(CallOperator, WhatTheOperatorThrows) {
   EXPECT_FALSE(absl::StrContains(shapes.message(), "frame #")) << shapes;
   EXPECT_EQ(CallError("aten::select.int", {at::rand({2}), 0, 5}).code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(CallError("aten::full", {std::vector<int64_t>{2}, 1, c10::IValue(), c10::IValue(),
-                                     "no such device"})
+  EXPECT_EQ(CallError("aten::full",
+                      {std::vector<int64_t>{2}, 1, c10::IValue(), c10::IValue(), "no such device"})
                 .code(),
             absl::StatusCode::kInternal);
 }

@@ -86,8 +86,8 @@ absl::Status ReadRecord(Record& record, WireReader& reader, const MessageLimits&
   }
   if (!CanTravel(record.dtype())) return Malformed(absl::StrCat("unknown dtype ", head.dtype));
   if (head.dims > std::min(limits.max_dims, kMaxDims)) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "a tensor of ", head.dims, " dimensions; the limit is ", limits.max_dims));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("a tensor of ", head.dims, " dimensions; the limit is ", limits.max_dims));
   }
   for (int i = 0; i < head.dims; ++i) record.size_array[i] = reader.I64();
   DG_RETURN_IF_ERROR(reader.status("sizes"));
@@ -121,8 +121,8 @@ absl::StatusOr<at::Tensor> ReadElements(const Record& record, WireReader& reader
   if ((record.head.flags & kInSegment) != 0) {
     if (segments.remaining() == 0) return Malformed("its segment is missing");
     if (segments.Peek().size != bytes) {
-      return Malformed(absl::StrCat("it needs ", bytes, " bytes, and its segment has ",
-                                    segments.Peek().size));
+      return Malformed(
+          absl::StrCat("it needs ", bytes, " bytes, and its segment has ", segments.Peek().size));
     }
     Segment segment = segments.Take();
     data = at::DataPtr(
@@ -140,9 +140,9 @@ absl::StatusOr<at::Tensor> ReadElements(const Record& record, WireReader& reader
     for (size_t i = 0; i < bytes; ++i) elements[i] = elements[i] != 0;
   }
   // What at::from_blob and at::empty do, without the way there through the dispatcher.
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), allocator,
-      /*resizable=*/allocator != nullptr);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                       std::move(data), allocator,
+                                                       /*resizable=*/allocator != nullptr);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU),
       c10::scalarTypeToTypeMeta(record.dtype()));
@@ -196,13 +196,11 @@ absl::StatusOr<at::Tensor> ReadSparse(const Record& record, WireReader& reader,
   DG_ASSIGN_OR_RETURN(const at::Tensor values, ReadPart(reader, segments, limits));
   const int64_t sparse_dims = record.head.sparse_dims;
   const bool coalesced = (record.head.flags & kCoalesced) != 0;
-  if (indices.scalar_type() != at::kLong || indices.dim() != 2 ||
-      indices.size(0) != sparse_dims) {
+  if (indices.scalar_type() != at::kLong || indices.dim() != 2 || indices.size(0) != sparse_dims) {
     return Malformed("sparse indices of a wrong shape or dtype");
   }
   if (values.scalar_type() != record.dtype() ||
-      values.dim() != 1 + record.head.dims - sparse_dims ||
-      values.size(0) != indices.size(1) ||
+      values.dim() != 1 + record.head.dims - sparse_dims || values.size(0) != indices.size(1) ||
       values.sizes().slice(1) != record.sizes().slice(sparse_dims)) {
     return Malformed("sparse values of a wrong shape or dtype");
   }
@@ -252,8 +250,8 @@ absl::StatusOr<Message> ReadMessage(WireReader& reader, SegmentReader& segments,
   const uint64_t payload_bytes = reader.U64();
   DG_RETURN_IF_ERROR(reader.status("a message"));
   if (version != kMessageVersion) {
-    return absl::InvalidArgumentError(absl::StrCat("message of version ", version, ", not ",
-                                                   kMessageVersion));
+    return absl::InvalidArgumentError(
+        absl::StrCat("message of version ", version, ", not ", kMessageVersion));
   }
   if (tensors > limits.max_tensors || payload_bytes > limits.max_payload_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat(

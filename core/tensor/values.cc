@@ -26,18 +26,18 @@ constexpr uint8_t kVersion = 1;
 
 enum Tag : uint8_t {
   kNone = 0,
-  kBool = 1,             // u8
-  kInt = 2,              // i64
-  kDouble = 3,           // f64
-  kComplex = 4,          // f64 twice
-  kString = 5,           // length and bytes
-  kDevice = 6,           // u8 type, u8 index + 1
+  kBool = 1,     // u8
+  kInt = 2,      // i64
+  kDouble = 3,   // f64
+  kComplex = 4,  // f64 twice
+  kString = 5,   // length and bytes
+  kDevice = 6,   // u8 type, u8 index + 1
   kTensor = 7,
-  kBools = 8,            // length and u8s
-  kInts = 9,             // length and i64s
-  kDoubles = 10,         // length and f64s
-  kTensors = 11,         // length
-  kOptionalTensors = 12, // length and for each a u8: whether it is there
+  kBools = 8,             // length and u8s
+  kInts = 9,              // length and i64s
+  kDoubles = 10,          // length and f64s
+  kTensors = 11,          // length
+  kOptionalTensors = 12,  // length and for each a u8: whether it is there
 };
 
 absl::Status Encode(const c10::IValue& value, WireWriter& writer,
@@ -132,10 +132,14 @@ class Decoder {
  private:
   c10::IValue Value() {
     switch (reader_.U8()) {
-      case kNone: return {};
-      case kBool: return Bool();
-      case kInt: return reader_.I64();
-      case kDouble: return reader_.F64();
+      case kNone:
+        return {};
+      case kBool:
+        return Bool();
+      case kInt:
+        return reader_.I64();
+      case kDouble:
+        return reader_.F64();
       case kComplex: {
         const double real = reader_.F64();
         return c10::complex<double>(real, reader_.F64());
@@ -145,23 +149,28 @@ class Decoder {
         reader_.Raw(text.data(), text.size());
         return text;
       }
-      case kDevice: return Device();
-      case kTensor: return Tensor();
-      case kBools: return List<bool>(Length(1), [this] { return Bool(); });
-      case kInts: return List<int64_t>(Length(8), [this] { return reader_.I64(); });
-      case kDoubles: return List<double>(Length(8), [this] { return reader_.F64(); });
+      case kDevice:
+        return Device();
+      case kTensor:
+        return Tensor();
+      case kBools:
+        return List<bool>(Length(1), [this] { return Bool(); });
+      case kInts:
+        return List<int64_t>(Length(8), [this] { return reader_.I64(); });
+      case kDoubles:
+        return List<double>(Length(8), [this] { return reader_.F64(); });
       case kTensors: {
         const uint64_t length = reader_.U64();
         if (length > tensors_.size() - next_tensor_) return Fail("its tensors are missing");
         return List<at::Tensor>(length, [this] { return Tensor(); });
       }
       case kOptionalTensors:
-        return List<std::optional<at::Tensor>>(
-            Length(1), [this]() -> std::optional<at::Tensor> {
-              if (!Bool()) return std::nullopt;
-              return Tensor();
-            });
-      default: return Fail("unknown tag");
+        return List<std::optional<at::Tensor>>(Length(1), [this]() -> std::optional<at::Tensor> {
+          if (!Bool()) return std::nullopt;
+          return Tensor();
+        });
+      default:
+        return Fail("unknown tag");
     }
   }
 

@@ -83,8 +83,8 @@ TEST(Values, RoundTrip) {
 TEST(Values, WhatCannotBeSent) {
   for (const c10::IValue& value :
        {c10::IValue(at::make_generator<at::CPUGeneratorImpl>()),
-        c10::IValue(c10::ivalue::Tuple::create({1, 2})),
-        c10::IValue(std::vector<std::string>{"a"}), c10::IValue(at::zeros({1}).storage())}) {
+        c10::IValue(c10::ivalue::Tuple::create({1, 2})), c10::IValue(std::vector<std::string>{"a"}),
+        c10::IValue(at::zeros({1}).storage())}) {
     EXPECT_EQ(EncodeValues({1, value}).status().code(), absl::StatusCode::kUnimplemented)
         << value.tagKind();
   }

@@ -432,7 +432,7 @@ TEST_P(DistributedAutogradTest, debug_info) {
   EXPECT_TRUE(snapshot.passes.empty());
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, DistributedAutogradTest, ::testing::Values("inproc", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, DistributedAutogradTest, ::testing::Values("inproc", "socket"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

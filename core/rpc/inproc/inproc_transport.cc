@@ -138,9 +138,9 @@ absl::Status InprocEnd::TrySend(const Packet& packet) {
     return absl::ResourceExhaustedError("no memory for the copy of a packet");
   }
   FaultInjector* faults = node_->network().faults();
-  const FaultInjector::Action action =
-      faults == nullptr ? FaultInjector::Action::kDeliver
-                        : faults->OnSend(node_->address(), peer_address_, copy);
+  const FaultInjector::Action action = faults == nullptr
+                                           ? FaultInjector::Action::kDeliver
+                                           : faults->OnSend(node_->address(), peer_address_, copy);
   if (action == FaultInjector::Action::kDrop) return absl::OkStatus();
   if (action == FaultInjector::Action::kCut) CloseBoth("cut", /*by_caller=*/false);
 
@@ -195,8 +195,9 @@ void InprocEnd::CloseBoth(absl::string_view how, bool by_caller) {
     peer = peer_;
   }
   const std::string text = absl::StrCat("the connection to ", peer_address_, " was ", how);
-  Finish(by_caller ? absl::CancelledError(absl::StrCat(text, " here")) : absl::UnavailableError(text),
-         by_caller);
+  Finish(
+      by_caller ? absl::CancelledError(absl::StrCat(text, " here")) : absl::UnavailableError(text),
+      by_caller);
   if (peer == nullptr) return;
   peer->Finish(absl::UnavailableError(absl::StrCat("the connection to ", node_->address(), " was ",
                                                    how, by_caller ? " there" : "")),
@@ -306,8 +307,8 @@ class InprocTransport final : public Transport {
     if (absl::Status status = node_->Listen(std::move(accept)); !status.ok()) return status;
     return node_->address();
   }
-  absl::StatusOr<std::shared_ptr<Connection>> Connect(
-      const std::string& address, std::shared_ptr<Receiver> receiver) override {
+  absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& address,
+                                                      std::shared_ptr<Receiver> receiver) override {
     return node_->Connect(address, std::move(receiver));
   }
   std::string Name() const override { return "inproc"; }

@@ -11,15 +11,15 @@
 namespace distgrad {
 namespace {
 
-INSTANTIATE_TEST_SUITE_P(
-    Inproc, TransportConformanceTest,
-    testing::Values(TransportFactory{"inproc",
-                                     []() -> TransportFactory::Make {
-                                       auto network = std::make_shared<InprocNetwork>();
-                                       return [network] { return NewInprocTransport(network); };
-                                     },
-                                     {"", "nonsense", "other://1", "inproc://", "inproc://x"}}),
-    TransportFactoryName);
+INSTANTIATE_TEST_SUITE_P(Inproc, TransportConformanceTest,
+                         testing::Values(TransportFactory{
+                             "inproc",
+                             []() -> TransportFactory::Make {
+                               auto network = std::make_shared<InprocNetwork>();
+                               return [network] { return NewInprocTransport(network); };
+                             },
+                             {"", "nonsense", "other://1", "inproc://", "inproc://x"}}),
+                         TransportFactoryName);
 
 // Does to the n-th packet what the test says.
 class Script final : public FaultInjector {
