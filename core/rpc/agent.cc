@@ -20,7 +20,7 @@ namespace {
 
 class Link;
 
-// Serialises nothing: what is sent to oneself is copied and received at once.
+// A call that has not been answered.
 struct Pending {
   std::shared_ptr<Link> link;
   std::string function;

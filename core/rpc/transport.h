@@ -15,8 +15,8 @@
 namespace distgrad {
 
 // Who gets what arrives on a connection. Called by one thread at a time, on a thread of the
-// transport (or, within Connection::Close, on the caller's), with no lock held; must not
-// block.
+// transport or on one that is inside Connection::Send, Connection::Close or Transport::Connect:
+// hold no lock there that a Receiver takes. No lock of the transport is held. Must not block.
 class Receiver {
  public:
   virtual ~Receiver() = default;
