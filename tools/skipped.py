@@ -39,10 +39,10 @@ def main(path):
                     tests[label] = "skipped"
                     skips.add((label, "", "not compatible with this platform"))
             elif kind == "testSummary":
-                if event["testSummary"].get("overallStatus") in ("PASSED", "FLAKY"):
+                if event.get("testSummary", {}).get("overallStatus") in ("PASSED", "FLAKY"):
                     tests[label] = "passed"
             elif kind == "testResult":
-                for output in event["testResult"].get("testActionOutput", []):
+                for output in event.get("testResult", {}).get("testActionOutput", []):
                     if output.get("name") != "test.xml":
                         continue
                     try:

@@ -117,6 +117,7 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
     checked = StatusFromException(std::current_exception());
   }
   if (!checked.ok()) return Future<Unit>::Of(checked.status());
+  if (closed_) return Future<Unit>::Of(ShuttingDown());
   absl::StatusOr<std::shared_ptr<PassRun>> run = context->BeginPass(self_, [&](PassId settled) {
     return std::make_shared<PassRun>(this, context, MakeId(self_, ++last_pass_), settled,
                                      options.retain_graph, *std::move(checked));

@@ -21,7 +21,7 @@ TEST(NoticeTest, EveryKindArrivesAsItWasSent) {
        .edge = 3,
        .reached = true,
        .gradients = {at::ones({2, 3}), at::Tensor(), at::ones({100, 100})}},
-      {.kind = Notice::Kind::kEdge, .context = 1, .pass = 2, .edge = 4, .late = true},
+      {.kind = Notice::Kind::kEdge, .context = 1, .pass = 2, .edge = 4, .uncounted = true},
       {.kind = Notice::Kind::kStart, .context = 1, .pass = 2},
       {.kind = Notice::Kind::kAck, .context = 1, .pass = 2, .count = 7},
       {.kind = Notice::Kind::kAbort,
@@ -46,7 +46,7 @@ TEST(NoticeTest, EveryKindArrivesAsItWasSent) {
     EXPECT_EQ(a.settled, b.settled);
     EXPECT_EQ(a.retain_graph, b.retain_graph);
     EXPECT_EQ(a.edge, b.edge);
-    EXPECT_EQ(a.late, b.late);
+    EXPECT_EQ(a.uncounted, b.uncounted);
     EXPECT_EQ(a.reached, b.reached);
     EXPECT_EQ(a.count, b.count);
     EXPECT_EQ(a.status, b.status);
