@@ -14,10 +14,10 @@
 #include "ATen/ops/randint.h"
 #include "ATen/ops/randn.h"
 #include "absl/strings/str_cat.h"
-#include "core/rpc/store/child_process.h"
 #include "core/worker/worker.h"
 #include "examples/distributed.h"
 #include "examples/single.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/cluster.h"
 
 namespace distgrad {

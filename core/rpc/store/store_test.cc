@@ -18,13 +18,13 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "core/rpc/store/child_process.h"
 #include "core/rpc/store/file_store.h"
 #include "core/rpc/store/in_process_store.h"
 #include "core/rpc/store/socket.h"
 #include "core/rpc/store/store_errors.h"
 #include "core/rpc/store/tcp_store.h"
 #include "gtest/gtest.h"
+#include "tests/testing/child_process.h"
 
 namespace distgrad {
 namespace {

@@ -10,10 +10,10 @@
 #include "absl/strings/match.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
-#include "core/rpc/store/child_process.h"
 #include "core/rpc/tensorpipe/tensorpipe_transport.h"
 #include "core/rpc/transport_conformance.h"
 #include "gtest/gtest.h"
+#include "tests/testing/child_process.h"
 
 namespace distgrad {
 

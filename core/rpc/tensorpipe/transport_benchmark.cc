@@ -21,8 +21,8 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/rpc/inproc/inproc_transport.h"
-#include "core/rpc/store/child_process.h"
 #include "core/rpc/tensorpipe/tensorpipe_transport.h"
+#include "tests/testing/child_process.h"
 
 namespace distgrad {
 namespace {

@@ -1,4 +1,4 @@
-#include "core/rpc/store/child_process.h"
+#include "tests/testing/child_process.h"
 
 #include <signal.h>
 #include <sys/prctl.h>

@@ -5,8 +5,8 @@
 //     testing::InitGoogleTest(&argc, argv);
 //     return RUN_ALL_TESTS();
 //   }
-#ifndef DISTGRAD_CORE_RPC_STORE_CHILD_PROCESS_H_
-#define DISTGRAD_CORE_RPC_STORE_CHILD_PROCESS_H_
+#ifndef DISTGRAD_TESTS_TESTING_CHILD_PROCESS_H_
+#define DISTGRAD_TESTS_TESTING_CHILD_PROCESS_H_
 
 #include <sys/types.h>
 
@@ -39,4 +39,4 @@ class ChildProcess {
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_RPC_STORE_CHILD_PROCESS_H_
+#endif  // DISTGRAD_TESTS_TESTING_CHILD_PROCESS_H_
