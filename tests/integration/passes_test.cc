@@ -68,6 +68,19 @@ class PassesTest : public ::testing::TestWithParam<std::string> {
   Team& team() { return *team_; }
 
   const at::Tensor x_ = Leaf({2, 3}, 1);
+  // Worker 2's nodes tell blocked_ that they have been reached, and wait for go_.
+  Visit HeldOnWorker2() {
+    return [this](int w, bool, at::Tensor x) {
+      if (w == 2) {
+        x.register_hook([this](const at::Tensor&) {
+          if (!blocked_.HasBeenNotified()) blocked_.Notify();
+          go_.WaitForNotification();
+        });
+      }
+      return x;
+    };
+  }
+
   // For hooks that still run when their pass is over: these live until the workers are gone.
   absl::Notification blocked_, go_;
 
@@ -389,18 +402,7 @@ TEST_P(PassesTest, TheSnapshotShowsWhatIsAwaited) {
   Start(3);
   Context context = team()[0].NewContext();
   absl::Notification &blocked = blocked_, &go = go_;
-  const at::Tensor y = team().Run(0, 1, context,
-                                  Along(team(), "12",
-                                        [&](int w, bool, at::Tensor x) {
-                                          if (w == 2) {
-                                            x.register_hook([&](const at::Tensor&) {
-                                              if (!blocked.HasBeenNotified()) blocked.Notify();
-                                              go.WaitForNotification();
-                                            });
-                                          }
-                                          return x;
-                                        }),
-                                  {x_})[0];
+  const at::Tensor y = team().Run(0, 1, context, Along(team(), "12", HeldOnWorker2()), {x_})[0];
   std::thread pass([&] { EXPECT_TRUE(context.Backward({y.sum()}).ok()); });
   blocked.WaitForNotification();
   // Worker 0 waits for worker 1, and that for worker 2, which is at it.
@@ -470,18 +472,7 @@ TEST_P(PassesTest, ARelease) {
   Start(3);
   absl::Notification &blocked = blocked_, &go = go_;
   Context context = team()[0].NewContext();
-  const at::Tensor y = team().Run(0, 1, context,
-                                  Along(team(), "12",
-                                        [&](int w, bool, at::Tensor x) {
-                                          if (w == 2) {
-                                            x.register_hook([&](const at::Tensor&) {
-                                              if (!blocked.HasBeenNotified()) blocked.Notify();
-                                              go.WaitForNotification();
-                                            });
-                                          }
-                                          return x;
-                                        }),
-                                  {x_})[0];
+  const at::Tensor y = team().Run(0, 1, context, Along(team(), "12", HeldOnWorker2()), {x_})[0];
   absl::Status status;
   std::thread pass([&] { status = context.Backward({y.sum()}); });
   blocked.WaitForNotification();
