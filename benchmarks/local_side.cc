@@ -10,7 +10,9 @@
 #include <cstring>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "benchmarks/parallel_step.h"
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/graph.h"
 #include "core/autograd/executor/source_node.h"
@@ -73,6 +75,9 @@ class LocalSide : public Side {
   absl::StatusOr<Sample> Run(const Work& work, absl::Duration budget) override {
     if (work.kind == "executor" || work.kind == "backward") {
       return Repeat(budget, [&] { return Backward(work.count, work.kind == "executor"); });
+    }
+    if (absl::StartsWith(work.kind, "step_") || absl::StartsWith(work.kind, "parallel_")) {
+      return RunParallelStep(work, budget);
     }
     if (work.kind != "memcpy")
       return absl::UnimplementedError(absl::StrCat("no such work: ", work.kind));

@@ -47,10 +47,8 @@ std::vector<Row> AllRows(const std::string& transport) {
   row->value = Row::Value::kMillis;
   row = add("threads", "its threads", {"thread_count"}, 1);
   row->value = Row::Value::kCount;
-  row->gates = true;
   row = add("memory", "its peak memory", {"memory"}, 1);
   row->value = Row::Value::kMegabytes;
-  row->gates = true;
   row = add("idle", "idle worker, share of a core", {"idle"}, 0.5);
   row->value = Row::Value::kPercent;
   row->against = Row::Against::kLimit;
@@ -63,7 +61,6 @@ std::vector<Row> AllRows(const std::string& transport) {
     row->ours.config = "tcp";
     row->pytorch = PytorchTcp(work);
     row->floors = Socket("tcp", work);
-    row->gates = true;
   }
   for (const size_t bytes : {size_t{1} << 20, size_t{16} << 20}) {
     const Work work = {"call", 1, bytes};
@@ -76,7 +73,6 @@ std::vector<Row> AllRows(const std::string& transport) {
     row = add(absl::StrCat("calls_64_", bytes), "calls, 64 in flight, " + Bytes(bytes),
               {"calls", 64, bytes}, 8);
     row->value = Row::Value::kPerSecond;
-    row->gates = true;
   }
   for (const int count : {1, 10, 100}) {
     row = add(absl::StrCat("pass_", count),
@@ -88,7 +84,6 @@ std::vector<Row> AllRows(const std::string& transport) {
     row = add(absl::StrCat("fan_", count),
               absl::StrCat("pass of ", count, " at once", count == 500 ? " (1,000 edges)" : ""),
               {"fan", count, 4}, count == 500 ? 0 : 8);
-    row->gates = count == 64;
     row->quick = count < 500;
   }
   for (const size_t bytes : {size_t{1} << 20, size_t{16} << 20}) {
@@ -98,16 +93,27 @@ std::vector<Row> AllRows(const std::string& transport) {
   }
   row = add("passes_8", "passes, 8 threads", {"threads", 8, 4}, 6);
   row->value = Row::Value::kPerSecond;
-  row->gates = true;
   for (const int nodes : {10, 1000, 10000}) {
     row = add(absl::StrCat("executor_", nodes),
               absl::StrCat("local graph of ", nodes, " nodes, to backward()"),
               {"executor", nodes, 4}, 1 / 0.75);
     row->ours = {"local", "", {"executor", nodes, 4}};
     row->pytorch = {{"local", "", {"backward", nodes, 4}}};
-    row->gates = true;
     row->quick = nodes < 10000;
     row->world = 1;
+  }
+  // Data parallel over the CPU, as so many times the plain step.
+  for (const char* const size : {"small", "large"}) {
+    for (const int replicas : {1, 2, 4, 8}) {
+      const Work work = {absl::StrCat("parallel_", size), replicas, 4};
+      rows.push_back({.metric = absl::StrCat(work.kind, "_", replicas),
+                      .title = absl::StrCat("data parallel, ", size, " layers, ", replicas,
+                                            replicas > 1 ? " replicas" : " replica"),
+                      .world = 1,
+                      .ours = {"local", "", work},
+                      .floors = {{"local", "", {absl::StrCat("step_", size), 1, 4}}},
+                      .quick = false});
+    }
   }
   for (const int hops : {1, 2, 3}) {
     row = add(absl::StrCat("chain_", hops + 1), absl::StrCat("chain of ", hops + 1, " workers"),

@@ -34,8 +34,7 @@ struct Row {
   // floor. kLimit: at most this value. 0: only measured.
   double reach = 0;
   Against against = Against::kPytorch;
-  bool quick = true;   // part of --quick
-  bool gates = false;  // --quick fails if it gets to less than half of `reach`
+  bool quick = true;  // part of --quick
 };
 
 // `transport`: distgrad's, where the row does not say which.

@@ -24,6 +24,8 @@ namespace distgrad {
 //   chain     a function that goes on from worker to worker, `count` hops; backward; release
 //   executor  backward of a chain of `count` local nodes, in distgrad's executor
 //   backward  the same in torch::autograd::backward
+//   step_small, step_large  forward and backward of many small layers, or of few large ones
+//   parallel_small, parallel_large  the same by DataParallel over `count` replicas on the CPU
 //   memcpy    one copy of `bytes`
 struct Work {
   std::string kind;

@@ -1,4 +1,5 @@
 // The C++ wrapper, over the library as programs see it.
+#include <cmath>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -39,6 +40,13 @@ TEST(CppTest, Operators) {
   EXPECT_FALSE(dg::Op("aten::exp", {x}).requires_grad());
 }
 
+TEST(CppTest, WaitLetsExceptionsThrough) {
+  bool ran = false;
+  dg::Wait([&] { ran = true; });
+  EXPECT_TRUE(ran);
+  EXPECT_THROW(dg::Wait([] { throw std::runtime_error("not yet"); }), std::runtime_error);
+}
+
 TEST(CppTest, Job) {
   const std::string rendezvous = "file://" + std::string(getenv("TEST_TMPDIR")) + "/rendezvous";
   const auto make = [&](uint32_t rank) {
@@ -72,6 +80,16 @@ TEST(CppTest, Job) {
   EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "scale", dg::Message("throw", {x})); }),
             DG_INTERNAL);
   {
+    // Where nothing waits for it, the answer may come first.
+    const dg::Future future = worker.CallAsync("worker1", "scale", dg::Message("", {x}));
+    future.Cancel();
+    const dg_code code = CodeOf([&] { future.Get(); });
+    EXPECT_TRUE(code == DG_OK || code == DG_CANCELLED) << code;
+  }
+  EXPECT_NE(worker.MetricsText().find("distgrad_calls_total"), std::string::npos);
+  EXPECT_EQ(worker.local_rank(), 0u);
+  EXPECT_EQ(worker.local_world_size(), 0u);
+  {
     const dg::Context context(worker);
     const dg::Future future = worker.CallAsync("worker1", "scale", dg::Message("", {x}), &context);
     bool called = false;
@@ -82,12 +100,17 @@ TEST(CppTest, Job) {
     context.Backward({reply.tensor(0)});
     EXPECT_EQ(context.Gradient(x).data<float>()[0], 5);
     context.SetGradient(x, dg::Tensor::From<float>({7}, {1}));
+    const double norm = optimizer.ClipGradients(context, 1e6);  // of 7, and 2 over there
+    EXPECT_NEAR(norm, std::sqrt(53), 1e-4);
+    EXPECT_EQ(CodeOf([&] { optimizer.ClipGradients(context, -1); }), DG_INVALID_ARGUMENT);
     optimizer.Step(context);
     EXPECT_LT(x.data<float>()[0], 2);
     EXPECT_EQ(worker.CallOps("worker1", "aten::neg", {x}, &context)[0].size(), 1);
   }
   worker.Leave();
   back.join();
+  worker.LeaveAlone();
+  EXPECT_EQ(CodeOf([&] { worker.LeaveAlone(); }), DG_FAILED_PRECONDITION);
 }
 
 }  // namespace

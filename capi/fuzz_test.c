@@ -177,6 +177,7 @@ static void call(state* s) {
   dg_call_options options = DG_CALL_OPTIONS_INIT;
   bool done = false;
   void* data = NULL;
+  double norm = 0;
   two[0] = T;
   two[1] = T;
   values[0] = next(s) % 8 ? dg_value_tensor(T) : dg_value_tensors(two, 2);
@@ -309,6 +310,7 @@ static void call(state* s) {
       ran(s, dg_future_then(F, nothing, NULL, next(s) % 2 ? nothing : NULL));
       break;
     case 40:
+      if (next(s) % 2) ran(s, dg_future_cancel(F));
       dg_future_destroy(F);
       break;
     case 41:
@@ -318,12 +320,17 @@ static void call(state* s) {
     case 42:
       ran(s, dg_worker_wait_for_all(W, 20000));
       if (next(s) % 32 == 0) ran(s, dg_worker_leave(W, 20000));
+      if (next(s) % 64 == 0) ran(s, dg_worker_leave_alone(W, 1));
+      ran(s, dg_wait(next(s) % 2 == 0 ? nothing : NULL, NULL));
       break;
     case 43:
       (void)dg_worker_rank(W);
       (void)dg_worker_world_size(W);
       (void)dg_worker_name(W, (uint32_t)(next(s) % 3));
+      (void)dg_worker_local_rank(W);
+      (void)dg_worker_local_world_size(W);
       (void)dg_worker_context_count(W);
+      MAKE(MESSAGE, dg_message, dg_worker_metrics_text(W, &out));
       break;
     case 44:
       ran(s, dg_worker_register(W, function, next(s) % 8 ? handle_call : NULL, NULL, nothing));
@@ -386,6 +393,7 @@ static void call(state* s) {
       }
       keep(s, OPTIMIZER, optimizer);
       dg_tensor_destroy(leaf);
+      ran(s, dg_optimizer_clip_gradients(O, C, (double)(next(s) % 3) - 0.5, &norm));
       ran(s, dg_optimizer_step(O, C));
       if (next(s) % 4 == 0) dg_optimizer_destroy(O);
       break;

@@ -26,7 +26,7 @@ FIELD(dg_value, as.reals.size, 16);
 FIELD(dg_value, as.bools.size, 16);
 FIELD(dg_value, as.tensors.size, 16);
 
-GROWS_FROM(dg_worker_options, 128);
+GROWS_FROM(dg_worker_options, 152);
 FIELD(dg_worker_options, struct_size, 0);
 FIELD(dg_worker_options, name, 8);
 FIELD(dg_worker_options, rank, 24);
@@ -39,6 +39,8 @@ FIELD(dg_worker_options, thread_count, 96);
 FIELD(dg_worker_options, timeout_ms, 104);
 FIELD(dg_worker_options, join_timeout_ms, 112);
 FIELD(dg_worker_options, flags, 120);
+FIELD(dg_worker_options, job, 128);
+FIELD(dg_worker_options, heartbeat_limit_ms, 144);
 
 GROWS_FROM(dg_request, 56);
 FIELD(dg_request, struct_size, 0);
@@ -125,6 +127,7 @@ NUMBER(DG_VALUE_REALS, 8);
 NUMBER(DG_VALUE_BOOLS, 9);
 NUMBER(DG_VALUE_TENSORS, 10);
 NUMBER(DG_WORKER_NO_OPERATORS, 1);
+NUMBER(DG_WORKER_ALL_OPERATORS, 2);
 NUMBER(DG_BACKWARD_RETAIN_GRAPH, 1);
 NUMBER(DG_SGD_NESTEROV, 1);
 NUMBER(DG_ADAM_AMSGRAD, 1);

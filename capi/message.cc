@@ -145,6 +145,14 @@ dg_error* dg_future_then(const dg_future* future, void (*done)(void* user_data),
   });
 }
 
+dg_error* dg_future_cancel(const dg_future* future) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
+    VisitFuture(*pinned, [](const auto& work) { work.Cancel(); });
+    return absl::OkStatus();
+  });
+}
+
 void dg_future_destroy(dg_future* future) noexcept { DestroyHandle<FutureObject>(future); }
 
 }  // extern "C"

@@ -147,6 +147,20 @@ dg_error* dg_optimizer_step(dg_optimizer* optimizer, const dg_context* context) 
   });
 }
 
+dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer, const dg_context* context,
+                                      double max_norm, double* norm) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(norm));
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckNotNegative(max_norm, "max_norm"));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(*norm, pinned->optimizer->ClipGradients(of->context, max_norm));
+    return absl::OkStatus();
+  });
+}
+
 void dg_optimizer_destroy(dg_optimizer* optimizer) noexcept {
   DestroyHandle<OptimizerObject>(optimizer);
 }

@@ -8,8 +8,8 @@
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "capi/worker_object.h"
+#include "core/base/blocking.h"
 #include "core/base/log.h"
-#include "core/base/thread_pool.h"
 #include "core/tensor/values.h"
 
 namespace distgrad {
@@ -34,8 +34,10 @@ class ServingScope {
 absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
   DG_ASSIGN_OR_RETURN(
       const dg_worker_options read,
-      ReadOptions<dg_worker_options>(given, DG_WORKER_OPTIONS_INIT, "dg_worker_options"));
-  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_WORKER_NO_OPERATORS, "dg_worker_options"));
+      ReadOptions<dg_worker_options>(given, DG_WORKER_OPTIONS_INIT, "dg_worker_options",
+                                     offsetof(dg_worker_options, job)));
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_WORKER_NO_OPERATORS | DG_WORKER_ALL_OPERATORS,
+                                "dg_worker_options"));
   WorkerOptions options;
   DG_ASSIGN_OR_RETURN(options.name, FromStr(read.name, "name"));
   if (read.world_size > 0) {
@@ -62,7 +64,20 @@ absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
   const absl::Time now = absl::Now();
   options.timeout = ToDeadline(read.timeout_ms, now + options.timeout) - now;
   options.join_timeout = ToDeadline(read.join_timeout_ms, now + options.join_timeout) - now;
-  options.serve_operators = (read.flags & DG_WORKER_NO_OPERATORS) == 0;
+  DG_ASSIGN_OR_RETURN(options.job, FromStr(read.job, "job"));
+  if (read.heartbeat_limit_ms < 0) {
+    options.heartbeat_limit = absl::InfiniteDuration();
+  } else if (read.heartbeat_limit_ms > 0) {
+    options.heartbeat_limit = absl::Milliseconds(read.heartbeat_limit_ms);
+  }
+  const bool no_operators = (read.flags & DG_WORKER_NO_OPERATORS) != 0;
+  const bool all_operators = (read.flags & DG_WORKER_ALL_OPERATORS) != 0;
+  if (no_operators && all_operators) {
+    return absl::InvalidArgumentError(
+        "dg_worker_options: DG_WORKER_NO_OPERATORS and DG_WORKER_ALL_OPERATORS exclude each other");
+  }
+  if (no_operators) options.serve_operators = ServeOperators::kNone;
+  if (all_operators) options.serve_operators = ServeOperators::kAll;
   return options;
 }
 
@@ -112,9 +127,15 @@ absl::StatusOr<Future<Message>> CallOp(dg_worker* worker, dg_str to, dg_str op,
 }  // namespace
 
 bool InHandler() { return serving != nullptr; }
+bool InHandlerOf(const SharedWorker& worker) { return serving == &worker; }
 
 SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
-    : names_(worker->names()), rank_(worker->id()), worker_(std::move(worker)) {}
+    : name_(worker->name()),
+      names_(worker->names()),
+      rank_(worker->id()),
+      local_rank_(static_cast<uint32_t>(worker->local_rank())),
+      local_world_size_(static_cast<uint32_t>(worker->local_world_size())),
+      worker_(std::move(worker)) {}
 
 absl::StatusOr<SharedWorker::Use> SharedWorker::Begin() {
   // Close() waits for this worker's handlers anyway; if they counted it would wait for ever, for
@@ -210,7 +231,7 @@ dg_error* dg_worker_create(const dg_worker_options* options, dg_worker** out) no
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(WorkerOptions core_options, ToOptions(options));
-    ThreadPool::BlockingScope blocking;
+    BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(std::unique_ptr<Worker> worker, Worker::Create(std::move(core_options)));
     *out = NewHandle<WorkerObject>(std::move(worker));
     return absl::OkStatus();
@@ -221,7 +242,7 @@ dg_error* dg_worker_wait_for_all(dg_worker* worker, int64_t timeout_ms) noexcept
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
-    ThreadPool::BlockingScope blocking;
+    BlockingScope blocking;
     return use->WaitForAll(ToDeadline(timeout_ms, absl::Now()));
   });
 }
@@ -230,8 +251,22 @@ dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
-    ThreadPool::BlockingScope blocking;
+    BlockingScope blocking;
     return use->Leave(ToDeadline(timeout_ms, absl::Now()));
+  });
+}
+
+dg_error* dg_worker_leave_alone(dg_worker* worker, int64_t timeout_ms) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    if (InHandlerOf(use.shared())) {
+      return absl::FailedPreconditionError(absl::StrCat("worker '", use.shared().name(),
+                                                        "' cannot leave in a handler of its own, ",
+                                                        "for it waits for those"));
+    }
+    BlockingScope blocking;
+    return use->LeaveAlone(ToDeadline(timeout_ms, absl::Now()));
   });
 }
 
@@ -245,7 +280,7 @@ void dg_worker_destroy(dg_worker* worker) noexcept {
       shared = (*pinned)->shared;
     }
     if (InHandler() || !CheckMayWait().ok()) {
-      DG_LOG(ERROR) << "worker '" << shared->names()[shared->rank()]
+      DG_LOG(ERROR) << "worker '" << shared->name()
                     << "' cannot be destroyed in a callback; it stays alive";
       return 0;
     }
@@ -268,6 +303,20 @@ uint32_t dg_worker_world_size(const dg_worker* worker) noexcept {
   });
 }
 
+uint32_t dg_worker_local_rank(const dg_worker* worker) noexcept {
+  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
+    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+    return pinned.ok() ? (*pinned)->shared->local_rank() : 0;
+  });
+}
+
+uint32_t dg_worker_local_world_size(const dg_worker* worker) noexcept {
+  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
+    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+    return pinned.ok() ? (*pinned)->shared->local_world_size() : 0;
+  });
+}
+
 dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) noexcept {
   return GuardValue<dg_str>(ToStr(""), [&] {
     absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
@@ -280,6 +329,15 @@ size_t dg_worker_context_count(const dg_worker* worker) noexcept {
   return GuardValue<size_t>(0, [&]() -> size_t {
     absl::StatusOr<SharedWorker::Use> use = UseWorker(worker);
     return use.ok() ? (*use)->context_count() : 0;
+  });
+}
+
+dg_error* dg_worker_metrics_text(const dg_worker* worker, dg_message** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    *out = NewHandle<MessageObject>(Message{ToPrometheus(use->Metrics()), {}});
+    return absl::OkStatus();
   });
 }
 
@@ -296,6 +354,16 @@ dg_error* dg_worker_register(dg_worker* worker, dg_str function, dg_handler hand
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     return use.shared().Register(std::move(name),
                                  std::make_shared<Handler>(Handler{handler, std::move(taken)}));
+  });
+}
+
+dg_error* dg_wait(void (*wait)(void* user_data), void* user_data) noexcept {
+  return Guard([&]() -> absl::Status {
+    if (wait == nullptr) return absl::InvalidArgumentError("wait is NULL");
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    BlockingScope blocking;
+    wait(user_data);
+    return absl::OkStatus();
   });
 }
 

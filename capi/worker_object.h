@@ -56,9 +56,12 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // Waits until nobody uses the worker, and ends it. Not in a callback. Idempotent.
   void Close();
 
-  // The names are constant, and stay after Close().
+  // Constant, also after Close(): this worker's name, and those of all members at its start, by id.
+  const std::string& name() const { return name_; }
   const std::vector<std::string>& names() const { return names_; }
   uint32_t rank() const { return rank_; }
+  uint32_t local_rank() const { return local_rank_; }
+  uint32_t local_world_size() const { return local_world_size_; }
 
   absl::Status Register(std::string function, std::shared_ptr<Handler> handler);
   // kAlreadyExists if the worker has an optimizer of that name.
@@ -70,8 +73,11 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   void End();
   bool Unused() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return uses_ == 0; }
 
+  const std::string name_;
   const std::vector<std::string> names_;
   const uint32_t rank_;
+  const uint32_t local_rank_;
+  const uint32_t local_world_size_;
 
   absl::Mutex mu_;
   // Guarded by mu_.
@@ -85,8 +91,9 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   std::unique_ptr<Worker> worker_;  // constant while there is a Use
 };
 
-// Whether this thread runs a handler of any worker.
+// Whether this thread runs a handler of any worker; of that one.
 bool InHandler();
+bool InHandlerOf(const SharedWorker& worker);
 
 struct WorkerObject : HandleObject {
   using Handle = dg_worker;

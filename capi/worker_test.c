@@ -2,6 +2,7 @@
  * what becomes of wrong use, in callbacks and after the end. */
 #define _POSIX_C_SOURCE 200809L
 #include <fcntl.h>
+#include <math.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <unistd.h>
@@ -98,6 +99,94 @@ static void test_options(void) {
   CHECK(worker == NULL);
 }
 
+/* ------------------------------------------------------------------------ Workers of their own */
+
+static bool has(const dg_message* message, const char* part) {
+  const dg_str text = dg_message_payload(message);
+  const size_t size = strlen(part);
+  for (size_t i = 0; i + size <= text.size; ++i) {
+    if (memcmp(text.data + i, part, size) == 0) return true;
+  }
+  return false;
+}
+
+static dg_code call_operator(dg_worker* worker, dg_str op, dg_value argument) {
+  dg_values* values = NULL;
+  const dg_code code = code_of(
+      dg_worker_call_op(worker, dg_worker_name(worker, 0), op, &argument, 1, NULL, &values));
+  dg_values_destroy(values);
+  return code;
+}
+
+/* Three jobs of one worker each, that share a rendezvous and serve other operators. */
+static void test_jobs(void) {
+  const float one = 1;
+  const char* const launcher[4][2] = {
+      {"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "3"}, {"LOCAL_WORLD_SIZE", "4"}};
+  const dg_str names[3] = {DG_STR("pure"), DG_STR("none"), DG_STR("all")};
+  const dg_value file = dg_value_string(DG_STR("/no/such/file"));
+  dg_tensor* x = floats(&one, 1, 1);
+  dg_worker *jobs[3] = {NULL, NULL, NULL}, *refused = NULL;
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  dg_context* context = NULL;
+  dg_message* text = NULL;
+  char shared[600];
+  /* As the fourth worker of a launcher's machine would be, were the job not of one. */
+  for (int i = 0; i < 4; ++i) CHECK(setenv(launcher[i][0], launcher[i][1], 1) == 0);
+  snprintf(shared, sizeof(shared), "%s.jobs?world_size=1", rendezvous);
+  options.rendezvous.data = shared;
+  options.rendezvous.size = strlen(shared);
+  options.thread_count = 1;
+  for (uint64_t i = 0; i < 3; ++i) {
+    options.job = names[i];
+    options.flags = i; /* 1: DG_WORKER_NO_OPERATORS, 2: DG_WORKER_ALL_OPERATORS */
+    options.heartbeat_limit_ms = i == 0 ? 0 : i == 1 ? DG_FOREVER : 100;
+    OK(dg_worker_create(&options, &jobs[i]));
+  }
+  options.job = DG_STR("refused");
+  options.flags = DG_WORKER_NO_OPERATORS | DG_WORKER_ALL_OPERATORS;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &refused));
+  options.flags = 0;
+  options.heartbeat_limit_ms = 99;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &refused));
+  options.heartbeat_limit_ms = 0;
+  options.job = DG_STR("a/b");
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &refused));
+  options.job.data = NULL;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &refused));
+  for (int i = 0; i < 4; ++i) CHECK(unsetenv(launcher[i][0]) == 0);
+
+  CHECK(call_operator(jobs[0], DG_STR("aten::neg"), dg_value_tensor(x)) == DG_OK);
+  CHECK(call_operator(jobs[0], DG_STR("aten::from_file"), file) == DG_PERMISSION_DENIED);
+  CHECK(call_operator(jobs[1], DG_STR("aten::neg"), dg_value_tensor(x)) == DG_PERMISSION_DENIED);
+  CHECK(call_operator(jobs[2], DG_STR("aten::from_file"), file) != DG_PERMISSION_DENIED);
+
+  CHECK(dg_worker_local_rank(jobs[0]) == 3 && dg_worker_local_world_size(jobs[0]) == 4);
+  CHECK(dg_worker_local_rank(NULL) == 0 && dg_worker_local_world_size(NULL) == 0);
+  OK(dg_worker_metrics_text(jobs[0], &text));
+  CHECK(has(text, "distgrad_calls_total{worker=\"worker0\"") && has(text, "\"aten::from_file\""));
+  CHECK(dg_message_tensor_count(text) == 0);
+  dg_message_destroy(text);
+  text = NULL;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text(jobs[0], NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text(NULL, &text));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text((const dg_worker*)(const void*)x, &text));
+
+  OK(dg_worker_leave_alone(jobs[0], DG_FOREVER)); /* nothing is under way */
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_leave_alone(jobs[0], 1));
+  OK(dg_context_create(jobs[2], &context));
+  FAILS(DG_DEADLINE_EXCEEDED, dg_worker_leave_alone(jobs[2], 1));
+  dg_context_destroy(context);
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_leave_alone(NULL, 1));
+  for (int i = 0; i < 3; ++i) dg_worker_destroy(jobs[i]);
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_leave_alone(jobs[0], 1));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text(jobs[0], &text));
+  CHECK(dg_worker_local_world_size(jobs[0]) == 0 && text == NULL && refused == NULL);
+  dg_tensor_destroy(x);
+  *strchr(shared, '?') = '\0';
+  unlink(shared + strlen("file://"));
+}
+
 /* ---------------------------------------------------------------------------------- Handlers */
 
 /* The tensor times the parameter that is the handler's own. */
@@ -146,6 +235,7 @@ static dg_error* relay(void* user_data, const dg_request* request, dg_message** 
   dg_worker* self = (dg_worker*)user_data;
   dg_call_options options = DG_CALL_OPTIONS_INIT;
   dg_worker_destroy(self); /* refused, and logged */
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_leave_alone(self, DG_FOREVER));
   CHECK(dg_worker_world_size(self) == 2);
   options.context = request->context;
   options.timeout_ms = request->timeout_ms;
@@ -303,7 +393,7 @@ static void test_remote_operators(void) {
 /* ----------------------------------------------------------------------------------- Futures */
 
 static sem_t ended;
-static dg_code codes[7];
+static dg_code codes[9];
 static dg_future* waited_for;
 
 static void post(void* user_data) { CHECK(sem_post((sem_t*)user_data) == 0); }
@@ -314,6 +404,7 @@ static void when_done(void* user_data) {
   dg_message* reply = NULL;
   dg_values* values = NULL;
   dg_worker* worker = NULL;
+  double norm = 0;
   (void)user_data;
   codes[0] = code_of(dg_future_wait(waited_for, 1000, &done));
   codes[1] =
@@ -324,6 +415,8 @@ static void when_done(void* user_data) {
   codes[4] = code_of(dg_worker_wait_for_all(workers[0], DG_FOREVER));
   codes[5] = code_of(dg_context_backward(NULL, NULL, 0, NULL));
   codes[6] = code_of(dg_optimizer_step(NULL, NULL));
+  codes[7] = code_of(dg_optimizer_clip_gradients(NULL, NULL, 1, &norm));
+  codes[8] = code_of(dg_worker_leave_alone(workers[0], 1));
   dg_worker_destroy(workers[0]);            /* refused, and logged */
   OK(dg_future_wait(waited_for, 0, &done)); /* to poll is no wait */
   dg_grad_set_enabled(false);               /* undone behind us */
@@ -342,7 +435,7 @@ static void test_futures(void) {
                             empty, NULL, &waited_for));
     OK(dg_future_then(waited_for, when_done, &ended, post));
     while (sem_wait(&ended) != 0) continue;
-    for (int c = 0; c < 7; ++c) CHECK(codes[c] == DG_FAILED_PRECONDITION);
+    for (int c = 0; c < 9; ++c) CHECK(codes[c] == DG_FAILED_PRECONDITION);
     CHECK(dg_worker_world_size(workers[0]) == 2);
     OK(dg_future_then(waited_for, count_up, &count, NULL)); /* done: at once */
     CHECK(count == 2 * i + 1);
@@ -352,6 +445,7 @@ static void test_futures(void) {
     if (i == 0) {
       FAILS(DG_FAILED_PRECONDITION, dg_future_values(waited_for, &values));
       for (int twice = 0; twice < 2; ++twice) {
+        OK(dg_future_cancel(waited_for)); /* too late */
         OK(dg_future_result(waited_for, &reply));
         dg_message_destroy(reply);
       }
@@ -365,6 +459,30 @@ static void test_futures(void) {
     FAILS(DG_INVALID_ARGUMENT, dg_future_then(waited_for, nothing_done, &count, count_up));
     CHECK(count == 2 * i + 2); /* taken */
   }
+  dg_message_destroy(empty);
+}
+
+/* The caller waits no longer, though the handler does. */
+static void test_cancel(void) {
+  dg_message *empty = message_of(NULL), *reply = NULL;
+  dg_future* future = NULL;
+  bool done = false;
+  int count = 0;
+  OK(dg_worker_call_async(workers[1], DG_STR("front"), DG_STR("hold"), empty, NULL, &future));
+  OK(dg_future_then(future, nothing_done, &count, count_up));
+  while (sem_wait(&entered) != 0) continue;
+  OK(dg_future_wait(future, 0, &done));
+  CHECK(!done);
+  OK(dg_future_cancel(future));
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  CHECK(done && count == 1);
+  FAILS(DG_CANCELLED, dg_future_result(future, &reply));
+  CHECK(sem_post(&released) == 0);
+  dg_future_destroy(future);
+  FAILS(DG_INVALID_ARGUMENT, dg_future_cancel(future));
+  FAILS(DG_INVALID_ARGUMENT, dg_future_cancel(NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_future_cancel((const dg_future*)(const void*)empty));
+  CHECK(reply == NULL);
   dg_message_destroy(empty);
 }
 
@@ -449,6 +567,52 @@ static void test_backward(void) {
   dg_tensor_destroy(ones);
 }
 
+static sem_t gate;
+
+static void wait_at_gate(void* user_data) {
+  while (sem_wait((sem_t*)user_data) != 0) continue;
+}
+
+static dg_error* serve_gate(void* user_data, const dg_request* request, dg_message** reply) {
+  (void)reply;
+  if (dg_message_tensor_count(request->message) == 0) return dg_wait(wait_at_gate, user_data);
+  CHECK(sem_post(&gate) == 0 && sem_post(&gate) == 0);
+  return NULL;
+}
+
+static void wait_in_callback(void* user_data) {
+  *(dg_code*)user_data = code_of(dg_wait(wait_at_gate, &gate));
+}
+
+/* The worker has two threads: both wait, and the call that frees them is served all the same. */
+static void test_wait(void) {
+  const float one = 1;
+  dg_tensor* tensor = floats(&one, 1, 1);
+  dg_message *empty = message_of(NULL), *full = message_of(tensor), *reply = NULL;
+  dg_future* waiting[2];
+  bool done = false;
+  dg_code code = DG_OK;
+  CHECK(sem_init(&gate, 0, 0) == 0);
+  OK(dg_worker_register(workers[1], DG_STR("gate"), serve_gate, &gate, NULL));
+  for (int i = 0; i < 2; ++i) {
+    OK(dg_worker_call_async(workers[0], DG_STR("back"), DG_STR("gate"), empty, NULL, &waiting[i]));
+  }
+  OK(dg_worker_call(workers[0], DG_STR("back"), DG_STR("gate"), full, NULL, &reply));
+  for (int i = 0; i < 2; ++i) {
+    OK(dg_future_wait(waiting[i], DG_FOREVER, &done));
+    CHECK(done);
+    OK(dg_future_then(waiting[i], wait_in_callback, &code, NULL));
+    CHECK(code == DG_FAILED_PRECONDITION);
+    dg_future_destroy(waiting[i]);
+  }
+  FAILS(DG_INVALID_ARGUMENT, dg_wait(NULL, NULL));
+  CHECK(sem_destroy(&gate) == 0);
+  dg_message_destroy(reply);
+  dg_message_destroy(empty);
+  dg_message_destroy(full);
+  dg_tensor_destroy(tensor);
+}
+
 static void test_end_while_a_handler_waits(void) {
   dg_message *empty = message_of(NULL), *reply = NULL;
   dg_future* future = NULL;
@@ -464,6 +628,30 @@ static void test_end_while_a_handler_waits(void) {
   dg_message_destroy(empty);
 }
 
+/* The gradient of `leaf` is 3, and `norm` that of the gradients of both workers. */
+static void test_clip(dg_optimizer* optimizer, dg_context* context, const dg_tensor* leaf,
+                      double norm) {
+  const float infinite = (float)INFINITY;
+  dg_tensor *gradient = NULL, *too_much = floats(&infinite, 1, 1);
+  double before = -1;
+  OK(dg_optimizer_clip_gradients(optimizer, context, norm / 2, &before));
+  CHECK(before == norm);
+  OK(dg_context_gradient(context, leaf, &gradient));
+  CHECK(data_of(gradient)[0] > 1.4999f && data_of(gradient)[0] < 1.5001f);
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, context, -1, &before));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, context, NAN, &before));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, context, 1, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, NULL, 1, &before));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(NULL, context, 1, &before));
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_clip_gradients((dg_optimizer*)(uintptr_t)context, context, 1, &before));
+  OK(dg_context_set_gradient(context, leaf, too_much));
+  FAILS(DG_OUT_OF_RANGE, dg_optimizer_clip_gradients(optimizer, context, 1, &before));
+  CHECK(before == norm);
+  dg_tensor_destroy(gradient);
+  dg_tensor_destroy(too_much);
+}
+
 static void test_optimizers(void) {
   const float one = 1;
   const dg_tensor* parameters[1];
@@ -471,6 +659,7 @@ static void test_optimizers(void) {
   const dg_tensor *root, *no_leaf = plain;
   dg_optimizer *fronts[3], *back[3], *none = NULL;
   dg_context* context = NULL;
+  double norm = -1;
   dg_sgd_options sgd = DG_SGD_OPTIONS_INIT;
   dg_adam_options adam = DG_ADAM_OPTIONS_INIT, adamw = DG_ADAMW_OPTIONS_INIT;
   sgd.learning_rate = adam.learning_rate = adamw.learning_rate = 0.25;
@@ -482,18 +671,24 @@ static void test_optimizers(void) {
   OK(dg_context_create(workers[0], &context));
   root = y = remote(context, mine, DG_STR("multiply"));
   OK(dg_context_backward(context, &root, 1, NULL));
+  FAILS(DG_NOT_FOUND, dg_optimizer_clip_gradients(fronts[0], context, 1, &norm));
   FAILS(DG_NOT_FOUND, dg_optimizer_step(fronts[0], context)); /* the other has no part */
   data_of(mine)[0] = 1;
   parameters[0] = parameter;
   OK(dg_optimizer_create_sgd(workers[1], DG_STR("s"), parameters, 1, &sgd, &back[0]));
   OK(dg_optimizer_create_adam(workers[1], DG_STR("a"), NULL, 0, NULL, &back[1]));
   OK(dg_optimizer_create_adamw(workers[1], DG_STR("w"), NULL, 0, NULL, &back[2]));
+  CHECK(norm == -1);
+  OK(dg_optimizer_clip_gradients(fronts[0], context, 100,
+                                 &norm)); /* of 3 and 1: left as they are */
+  CHECK(norm > 3.1622 && norm < 3.1623);
   OK(dg_optimizer_step(fronts[0], context));
   CHECK(data_of(mine)[0] == 1 - 0.25f * 3);      /* on both workers */
   CHECK(data_of(parameter)[0] == 3 - 0.25f * 1); /* the first, failed try took no part here */
   OK(dg_optimizer_step(fronts[1], context));
   OK(dg_optimizer_step(fronts[2], context));
   CHECK(data_of(mine)[0] < 0.25f - 0.4f);
+  test_clip(fronts[0], context, mine, norm);
 
   FAILS(DG_ALREADY_EXISTS, dg_optimizer_create_sgd(workers[0], DG_STR("s"), NULL, 0, NULL, &none));
   FAILS(DG_INVALID_ARGUMENT,
@@ -534,7 +729,9 @@ static void test_optimizers(void) {
   CHECK(handlers_ended == 2);
   FAILS(DG_CANCELLED, dg_context_backward(context, &root, 1, NULL));
   FAILS(DG_FAILED_PRECONDITION, dg_optimizer_step(fronts[0], context));
+  FAILS(DG_FAILED_PRECONDITION, dg_optimizer_clip_gradients(fronts[0], context, 1, &norm));
   dg_optimizer_destroy(fronts[0]);
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(fronts[0], context, 1, &norm));
   OK(dg_context_release(context));
   dg_context_destroy(context);
   dg_tensor_destroy(y);
@@ -559,6 +756,7 @@ int main(void) {
   snprintf(key_file, sizeof(key_file), "%s/key.%d", folder ? folder : "/tmp", (int)getpid());
   write_key();
   test_options();
+  test_jobs();
   parameter = floats(&three, 1, 1);
   OK(dg_tensor_require_grad(parameter));
   on_both(create);
@@ -568,7 +766,9 @@ int main(void) {
   test_calls();
   test_remote_operators();
   test_futures();
+  test_cancel();
   test_backward();
+  test_wait();
   on_both(leave);
   test_optimizers();
   dg_tensor_destroy(parameter);

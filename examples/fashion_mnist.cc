@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
 #include "core/base/status.h"
+#include "core/worker/failure.h"
 #include "core/worker/worker.h"
 #include "examples/distributed.h"
 #include "examples/interrupt.h"
@@ -29,13 +30,14 @@
 namespace distgrad {
 namespace {
 
-// Says what went wrong, in one line; returns the exit status for it.
+// Says what went wrong, in one line, to the launcher too; returns the exit status for it.
 int ExitStatus(const absl::Status& status) {
   if (const int signal = InterruptedBy(); signal != 0) {
     std::fprintf(stderr, "fashion_mnist: interrupted\n");
     return 128 + signal;
   }
   if (status.ok()) return 0;
+  ReportFailure(status).IgnoreError();  // it stands on stderr, too
   std::fprintf(stderr, "fashion_mnist: %s\n", std::string(status.message()).c_str());
   return status.code() == absl::StatusCode::kInvalidArgument ? 2 : 1;
 }

@@ -22,7 +22,7 @@ expect_error 2 "--workers" --workers=99
 expect_error 1 "nowhere/train-images-idx3-ubyte.gz" --single --data=/nowhere
 touch in_the_way
 expect_error 1 "in_the_way" --single --output=in_the_way
-RANK=0 expect_error 2 "WORLD_SIZE" --epochs=1
+RANK=0 expect_error 1 "WORLD_SIZE" --epochs=1
 
 echo "== --help"
 "$program" --help | grep -q -- "--transport NAME"

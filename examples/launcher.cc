@@ -22,9 +22,9 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "core/rpc/environment.h"
 
 namespace distgrad {
 namespace {
@@ -311,21 +311,11 @@ class Job {
 }  // namespace
 
 absl::StatusOr<std::optional<JobPlace>> JobPlaceFromEnvironment() {
-  const char* rank = getenv("RANK");
-  const char* world_size = getenv("WORLD_SIZE");
-  if (rank == nullptr && world_size == nullptr) return std::nullopt;
-  JobPlace place;
-  if (rank == nullptr || world_size == nullptr || !absl::SimpleAtoi(rank, &place.rank) ||
-      !absl::SimpleAtoi(world_size, &place.world_size) || place.rank < 0 ||
-      place.rank >= place.world_size) {
-    const auto shown = [](const char* v) {
-      return v == nullptr ? "unset" : absl::StrCat("'", v, "'");
-    };
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the environment names no place in a job: RANK is ", shown(rank), ", WORLD_SIZE is ",
-        shown(world_size), "; set both, or neither to start the workers here"));
-  }
-  return place;
+  const absl::StatusOr<Place> place = FindPlace({}, &ProcessEnvironment);
+  if (!place.ok()) return place.status();
+  const bool alone = place->rendezvous.kind == RendezvousUrl::Kind::kEnvironment;
+  if (alone) return std::nullopt;
+  return JobPlace{place->rank, place->world_size};
 }
 
 absl::StatusOr<int> Launch(const LaunchOptions& options) {

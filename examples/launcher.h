@@ -18,7 +18,7 @@ struct JobPlace {
   int world_size;
 };
 
-// From RANK and WORLD_SIZE; nothing if neither is set.
+// As a launcher has set it in the environment (docs/launching.md); nothing if none has.
 absl::StatusOr<std::optional<JobPlace>> JobPlaceFromEnvironment();
 
 struct LaunchOptions {

@@ -143,16 +143,17 @@ TEST(LauncherTest, SaysWhatCannotBeRun) {
 }
 
 TEST(JobPlaceTest, ReadsTheEnvironment) {
-  unsetenv("RANK");
-  unsetenv("WORLD_SIZE");
+  for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) unsetenv(name);
   EXPECT_FALSE(JobPlaceFromEnvironment()->has_value());
   setenv("RANK", "1", 1);
   EXPECT_THAT(std::string(JobPlaceFromEnvironment().status().message()),
-              HasSubstr("WORLD_SIZE is unset"));
+              HasSubstr("WORLD_SIZE is not"));
   setenv("WORLD_SIZE", "2", 1);
+  setenv("MASTER_ADDR", "127.0.0.1", 1);
+  setenv("MASTER_PORT", "29500", 1);
   EXPECT_EQ((*JobPlaceFromEnvironment())->rank, 1);
   EXPECT_EQ((*JobPlaceFromEnvironment())->world_size, 2);
-  for (const char* wrong : {"2", "-1", "x", ""}) {
+  for (const char* wrong : {"2", "-1", "x"}) {
     setenv("RANK", wrong, 1);
     EXPECT_EQ(JobPlaceFromEnvironment().status().code(), absl::StatusCode::kInvalidArgument)
         << wrong;

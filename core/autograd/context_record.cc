@@ -3,8 +3,10 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
+#include <typeinfo>
 
 #include "absl/strings/str_cat.h"
+#include "core/autograd/executor/brief.h"
 #include "core/autograd/pass_run.h"
 #include "core/base/status.h"
 
@@ -56,6 +58,18 @@ absl::Status ContextRecord::AddPeer(WorkerId peer) {
   return absl::OkStatus();
 }
 
+bool ContextRecord::IsBrief() const {
+  constexpr size_t kEdges = 16;
+  std::vector<std::shared_ptr<torch::autograd::Node>> sends;
+  {
+    absl::MutexLock lock(&mu_);
+    if (edges_.sends.size() > kEdges || edges_.recvs.size() > kEdges) return false;
+    for (const SendEnd& send : edges_.sends) sends.push_back(send.node);
+  }
+  return distgrad::IsBrief(
+      sends, [](torch::autograd::Node& node) { return typeid(node) == typeid(RecvNode); });
+}
+
 bool ContextRecord::LosePeer(WorkerId peer, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
   if (!peers_.contains(peer)) return false;
@@ -103,6 +117,7 @@ void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor
   if (gradients_dropped_) return;
   LeafGradient& slot = gradients_[leaf.variable.unsafeGetTensorImpl()];
   slot.leaf = leaf.variable;
+  slot.ready.Await(slot.gradient);
   // Another view of the same memory may become the gradient of another leaf, or be on its way to
   // another worker; the next pass adds to this one in place.
   if (!slot.gradient.defined() && gradient.has_storage() && gradient.storage().use_count() > 1) {
@@ -112,12 +127,16 @@ void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor
   torch::autograd::AccumulateGrad::accumulateGrad(
       leaf.variable, slot.gradient, gradient, /*num_expected_refs=*/1,
       [&slot](at::Tensor&& sum) { slot.gradient = std::move(sum); });
+  slot.ready = ReadyMark({slot.gradient});
 }
 
 absl::StatusOr<at::Tensor> ContextRecord::Gradient(const at::Tensor& leaf) const {
   absl::MutexLock lock(&gradients_mu_);
   auto it = gradients_.find(leaf.unsafeGetTensorImpl());
-  if (it != gradients_.end()) return it->second.gradient;
+  if (it != gradients_.end()) {
+    it->second.ready.Await(it->second.gradient);
+    return it->second.gradient;
+  }
   if (gradients_dropped_) {
     return absl::FailedPreconditionError(absl::StrCat("context ", id_, " is released"));
   }
@@ -128,7 +147,10 @@ std::vector<std::pair<at::Tensor, at::Tensor>> ContextRecord::Gradients() const 
   absl::MutexLock lock(&gradients_mu_);
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
   gradients.reserve(gradients_.size());
-  for (const auto& [impl, slot] : gradients_) gradients.emplace_back(slot.leaf, slot.gradient);
+  for (const auto& [impl, slot] : gradients_) {
+    slot.ready.Await(slot.gradient);
+    gradients.emplace_back(slot.leaf, slot.gradient);
+  }
   return gradients;
 }
 
@@ -139,6 +161,7 @@ absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradi
     return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));
   }
   std::swap(it->second.gradient, gradient);
+  it->second.ready = ReadyMark({it->second.gradient});
   return absl::OkStatus();
 }
 

@@ -20,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/executor/source_node.h"
+#include "core/autograd/executor/streams.h"
 #include "core/autograd/pass.h"
 #include "core/autograd/recv_node.h"
 #include "core/autograd/snapshot.h"
@@ -62,6 +63,9 @@ class ContextRecord {
   // Everyone to whom, or from whom, a message of this context went. Not this worker.
   absl::Status AddPeer(WorkerId peer);
   std::vector<WorkerId> Peers() const;
+  // Whether what a gradient for any of the send nodes can set off takes so little time that the
+  // thread that received it may do it. See executor/brief.h.
+  bool IsBrief() const;
   // The connection with a worker broke. Returns whether it was a peer.
   bool LosePeer(WorkerId peer, const absl::Status& why);
 
@@ -87,7 +91,8 @@ class ContextRecord {
   // `retain_graph` is the last one, and must be alone.
   absl::StatusOr<Edges> Claim(PassId pass, bool retain_graph);
 
-  // ---- Gradients.
+  // ---- Gradients. On an accelerator: written in the order of this thread's current stream, and
+  // read in that of the reader's, which is made to wait for the values; nobody waits for a device.
 
   // Adds to the gradient of a leaf; takes the tensor over where nobody else holds it or its memory.
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
@@ -112,6 +117,7 @@ class ContextRecord {
   struct LeafGradient {
     at::Tensor leaf;
     at::Tensor gradient;
+    ReadyMark ready;
   };
 
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);

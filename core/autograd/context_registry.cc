@@ -20,6 +20,13 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
   if (released_.contains(id) || MakerOf(id) == self_) {
     return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
   }
+  size_t& count = of_origin_[MakerOf(id)];
+  if (count >= most_) {
+    return absl::ResourceExhaustedError(absl::StrCat(count, " contexts of worker ", MakerOf(id),
+                                                     " are open here; limit contexts_per_peer is ",
+                                                     most_));
+  }
+  ++count;
   return contexts_.emplace(id, std::make_shared<ContextRecord>(id)).first->second;
 }
 
@@ -55,6 +62,8 @@ std::shared_ptr<ContextRecord> ContextRegistry::Remove(ContextId id) {
   if (it == contexts_.end()) return nullptr;
   std::shared_ptr<ContextRecord> record = std::move(it->second);
   contexts_.erase(it);
+  const auto origin = of_origin_.find(MakerOf(id));
+  if (origin != of_origin_.end() && --origin->second == 0) of_origin_.erase(origin);
   return record;
 }
 

@@ -20,13 +20,16 @@ namespace distgrad {
 // Thread-safe.
 class ContextRegistry {
  public:
-  explicit ContextRegistry(WorkerId self) : self_(self) {}
+  // `most` contexts of one other origin are known at a time.
+  ContextRegistry(WorkerId self, Incarnation incarnation, size_t most = 4096)
+      : self_(self), most_(most), last_(FirstCounter(incarnation)) {}
 
   // A new context, whose origin is this worker.
   std::shared_ptr<ContextRecord> New();
 
   // The context that a message names, known from now on. kFailedPrecondition if it was released
-  // lately: a message that comes late brings no context back.
+  // lately: a message that comes late brings no context back. kResourceExhausted if its origin has
+  // too many.
   absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id);
 
   // Null if this worker does not know it.
@@ -43,11 +46,13 @@ class ContextRegistry {
   static constexpr size_t kRemembered = 16384;
 
   const WorkerId self_;
+  const size_t most_;
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
-  uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t last_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<ContextId, std::shared_ptr<ContextRecord>> contexts_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<WorkerId, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
   absl::flat_hash_set<ContextId> released_ ABSL_GUARDED_BY(mu_);
   std::deque<ContextId> released_order_ ABSL_GUARDED_BY(mu_);
 };

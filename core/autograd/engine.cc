@@ -11,6 +11,7 @@
 #include "core/autograd/executor/source_node.h"
 #include "core/autograd/pass_run.h"
 #include "core/base/check.h"
+#include "core/base/event_loop.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
@@ -67,19 +68,22 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
           gradients[i].device().str(), ", the root ", Shape(root), " on ", root.device().str()));
     }
   }
-  return PassRun::Roots{std::move(roots), std::move(gradients)};
+  ReadyMark ready(gradients);
+  return PassRun::Roots{std::move(roots), std::move(gradients), std::move(ready)};
 }
 
 }  // namespace
 
-Engine::Engine(WorkerId self, EngineNetwork* network, ThreadPool* pool, Clock* clock,
-               ContextRegistry* contexts)
+Engine::Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
+               Clock* clock, ContextRegistry* contexts)
     : self_(self),
       network_(network),
       pool_(pool),
       clock_(clock),
       contexts_(contexts),
-      device_threads_(std::make_unique<DeviceThreads>(pool)) {}
+      device_threads_(std::make_unique<DeviceThreads>(pool)),
+      last_edge_(FirstCounter(incarnation)),
+      last_pass_(FirstCounter(incarnation)) {}
 
 absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerId to,
                                           absl::Span<const at::Tensor> tensors) {
@@ -157,9 +161,33 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
     runs_nodes |= notice.kind == Notice::Kind::kEdge || notice.kind == Notice::Kind::kStart;
   }
   if (!runs_nodes) return Handle(from, *std::move(notices), RunHere::kNo);
+  // A hand-over to the pool would cost more than what there is to do.
+  EventLoop* const loop = EventLoop::Current();
+  if (loop != nullptr && AreBrief(*notices)) {
+    return loop->Run([this, from, notices = *std::move(notices)]() mutable {
+      Handle(from, std::move(notices), RunHere::kAlone);
+    });
+  }
   pool_->Schedule([this, from, notices = *std::move(notices)]() mutable {
     Handle(from, std::move(notices), RunHere::kYes);
   });
+}
+
+bool Engine::AreBrief(const std::vector<Notice>& notices) const {
+  constexpr size_t kBytes = 16 << 10;
+  const ContextId id = notices.front().context;
+  size_t bytes = 0;
+  for (const Notice& notice : notices) {
+    if (notice.context != id) return false;
+    for (const at::Tensor& gradient : notice.gradients) {
+      if (!gradient.defined()) continue;
+      if (!gradient.device().is_cpu() || !gradient.has_storage()) return false;
+      bytes += gradient.nbytes();
+    }
+  }
+  if (bytes > kBytes) return false;
+  const std::shared_ptr<ContextRecord> context = contexts_->Find(id);
+  return context != nullptr && context->IsBrief();
 }
 
 void Engine::Handle(WorkerId from, std::vector<Notice> notices, RunHere here) {
@@ -274,6 +302,12 @@ void Engine::Close() {
 }
 
 void Engine::Join() { device_threads_.reset(); }
+
+Engine::PassCounts Engine::CountPasses() const {
+  PassCounts counts{.ended = passes_ended_, .failed = passes_failed_};
+  for (const auto& context : contexts_->All()) counts.running += context->Passes().size();
+  return counts;
+}
 
 std::vector<ContextSnapshot> Engine::Snapshot() const {
   std::vector<ContextSnapshot> snapshots;

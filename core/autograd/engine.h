@@ -26,6 +26,7 @@
 #include "core/base/ids.h"
 #include "core/base/thread_pool.h"
 #include "core/rpc/packet.h"
+#include "core/tensor/device_map.h"
 
 namespace distgrad {
 
@@ -37,6 +38,8 @@ class EngineNetwork {
   virtual Packet NewNotice() = 0;
   // In order for each worker. A failure shows up as Engine::OnPeerLost.
   virtual void Notify(WorkerId to, Packet notices) = 0;
+  // Which devices go with which of that worker.
+  virtual absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) = 0;
   // A worker's name for people.
   virtual std::string Describe(WorkerId worker) = 0;
 };
@@ -56,8 +59,8 @@ struct BackwardOptions {
 class Engine {
  public:
   // All must outlive the last use of the engine; the pool must be joined before it goes.
-  Engine(WorkerId self, EngineNetwork* network, ThreadPool* pool, Clock* clock,
-         ContextRegistry* contexts);
+  Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
+         Clock* clock, ContextRegistry* contexts);
 
   // ---- Forward: what crosses to or from another worker.
 
@@ -98,14 +101,29 @@ class Engine {
   // Contexts and passes at this moment. Waits for steps of the protocol that are under way.
   std::vector<ContextSnapshot> Snapshot() const;
 
+  // The passes that ran on this worker: those that are over, those of them that failed, and those
+  // under way.
+  struct PassCounts {
+    uint64_t ended = 0;
+    uint64_t failed = 0;
+    uint64_t running = 0;
+  };
+  PassCounts CountPasses() const;
+
   // ---- For PassRun.
   WorkerId self() const { return self_; }
   EngineNetwork& network() { return *network_; }
   ThreadPool& pool() { return *pool_; }
   Clock& clock() { return *clock_; }
+  void OnPassEnd(const absl::Status& how) {
+    ++passes_ended_;
+    if (!how.ok()) ++passes_failed_;
+  }
   DeviceThreads* device_threads() { return device_threads_.get(); }
 
  private:
+  // Whether handling them takes less time than having another thread do it.
+  bool AreBrief(const std::vector<Notice>& notices) const;
   void Handle(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
   void HandleOfOnePass(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
   // Answers messages of a pass that has failed here, or cannot be.
@@ -121,9 +139,10 @@ class Engine {
   ContextRegistry* const contexts_;
 
   std::unique_ptr<DeviceThreads> device_threads_;
-  std::atomic<uint64_t> last_edge_{0};
-  std::atomic<uint64_t> last_pass_{0};
+  std::atomic<uint64_t> last_edge_;
+  std::atomic<uint64_t> last_pass_;
   std::atomic<bool> closed_{false};
+  std::atomic<uint64_t> passes_ended_{0}, passes_failed_{0};
 };
 
 }  // namespace distgrad

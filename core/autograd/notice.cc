@@ -1,5 +1,6 @@
 #include "core/autograd/notice.h"
 
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -17,7 +18,7 @@ constexpr uint8_t kRetain = 1, kUncounted = 2, kReached = 4;
 
 }  // namespace
 
-absl::Status AppendNotice(const Notice& notice, Packet* packet) {
+absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap& devices) {
   const size_t begin = packet->bytes.size();
   WireWriter writer(&packet->bytes);
   writer.U8(static_cast<uint8_t>(notice.kind));
@@ -33,7 +34,7 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet) {
       if (notice.reached) {
         absl::Status status;
         try {
-          status = AppendMessage(Message{"", notice.gradients}, packet);
+          status = AppendMessage(Message{"", notice.gradients}, packet, devices);
         } catch (...) {
           status = StatusFromException(std::current_exception());
         }
@@ -47,6 +48,11 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet) {
       break;
     case Notice::Kind::kAbort:
       AppendStatus(notice.status, writer);
+      break;
+    case Notice::Kind::kReport:
+      writer.Str16(absl::string_view(notice.awaited).substr(0, kMaxReport));
+      writer.U16(static_cast<uint16_t>(notice.peers.size()));
+      for (const WorkerId peer : notice.peers) writer.U16(peer);
       break;
     case Notice::Kind::kStart:
     case Notice::Kind::kRelease:
@@ -84,6 +90,11 @@ absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset) {
       case Notice::Kind::kAbort:
         notice.status = ReadStatus(reader);
         if (notice.status.ok()) notice.status = absl::UnknownError("aborted without a reason");
+        break;
+      case Notice::Kind::kReport:
+        notice.awaited = std::string(reader.Str16().substr(0, kMaxReport));
+        for (uint16_t left = reader.U16(); left > 0 && reader.ok(); --left)
+          notice.peers.push_back(reader.U16());
         break;
       case Notice::Kind::kStart:
       case Notice::Kind::kRelease:

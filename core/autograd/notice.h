@@ -5,13 +5,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/base/ids.h"
 #include "core/rpc/packet.h"
+#include "core/tensor/device_map.h"
 
 namespace distgrad {
 
@@ -23,6 +26,7 @@ struct Notice {
     kAbort = 4,    // the pass has failed with `status`
     kRelease = 5,  // the context is over
     kKnown = 6,    // to the origin: we know the context, and whoever told us of it is lost
+    kReport = 7,   // to the initiator, whose deadline has passed: what we waited for
   };
 
   Kind kind = Kind::kStart;
@@ -37,9 +41,16 @@ struct Notice {
   std::vector<at::Tensor> gradients = {};  // kEdge, if reached; undefined ones keep their place
   uint32_t count = 0;                      // kAck
   absl::Status status = {};                // kAbort
+  std::string awaited = {};                // kReport; cut to kMaxReport bytes
+  std::vector<WorkerId> peers = {};        // kReport: who else was told of the abort
 };
 
-absl::Status AppendNotice(const Notice& notice, Packet* packet);
+// How much of what a worker waits for goes into an error.
+inline constexpr size_t kMaxReport = 1000;
+
+// The gradients go to the devices that `devices` gives for theirs.
+absl::Status AppendNotice(const Notice& notice, Packet* packet,
+                          const DeviceMap& devices = DeviceMap());
 
 // All notices of a packet whose body begins at `offset`. Moves the segments out.
 absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset);

@@ -29,7 +29,12 @@ TEST(NoticeTest, EveryKindArrivesAsItWasSent) {
        .pass = 2,
        .status = absl::CancelledError("because")},
       {.kind = Notice::Kind::kRelease, .context = 1},
-      {.kind = Notice::Kind::kKnown, .context = 1}};
+      {.kind = Notice::Kind::kKnown, .context = 1},
+      {.kind = Notice::Kind::kReport,
+       .context = 1,
+       .pass = 2,
+       .awaited = "the gradients of an edge",
+       .peers = {3, 65535}}};
   Packet packet;
   packet.bytes = "front";
   for (const Notice& notice : sent) ASSERT_TRUE(AppendNotice(notice, &packet).ok());
@@ -50,6 +55,8 @@ TEST(NoticeTest, EveryKindArrivesAsItWasSent) {
     EXPECT_EQ(a.reached, b.reached);
     EXPECT_EQ(a.count, b.count);
     EXPECT_EQ(a.status, b.status);
+    EXPECT_EQ(a.awaited, b.awaited);
+    EXPECT_EQ(a.peers, b.peers);
     ASSERT_EQ(a.gradients.size(), b.gradients.size());
     for (size_t g = 0; g < a.gradients.size(); ++g) {
       ASSERT_EQ(a.gradients[g].defined(), b.gradients[g].defined());
@@ -77,6 +84,16 @@ TEST(NoticeTest, OneThatCannotBeSentLeavesThePacketAsItWas) {
   EXPECT_TRUE(packet.segments.empty());
 }
 
+TEST(NoticeTest, AReportIsCut) {
+  Packet packet;
+  ASSERT_TRUE(
+      AppendNotice({.kind = Notice::Kind::kReport, .awaited = std::string(100000, 'x')}, &packet)
+          .ok());
+  const absl::StatusOr<std::vector<Notice>> got = ReadNotices(packet, 0);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ(got->at(0).awaited, std::string(kMaxReport, 'x'));
+}
+
 TEST(NoticeTest, CutShortItIsAnError) {
   Packet packet;
   ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kAbort,
@@ -85,7 +102,12 @@ TEST(NoticeTest, CutShortItIsAnError) {
                             .status = absl::CancelledError("because")},
                            &packet)
                   .ok());
+  const size_t whole = packet.bytes.size();
+  ASSERT_TRUE(
+      AppendNotice({.kind = Notice::Kind::kReport, .awaited = "two", .peers = {1, 2}}, &packet)
+          .ok());
   for (size_t size = 1; size < packet.bytes.size(); ++size) {
+    if (size == whole) continue;
     Packet cut;
     cut.bytes = packet.bytes.substr(0, size);
     EXPECT_FALSE(ReadNotices(cut, 0).ok()) << size << " bytes";

@@ -99,6 +99,8 @@ class Pass {
   bool over() const { return state_ == State::kDone || state_ == State::kFailed; }
   // The send nodes that still wait for their message.
   std::vector<EdgeEnd> Awaited() const;
+  // The workers who are told if it fails; while it runs, and after it failed.
+  const absl::btree_set<WorkerId>& peers() const { return peers_; }
   // How many messages of ours each peer has not acknowledged. No zeros.
   const absl::btree_map<WorkerId, uint32_t>& Unacknowledged() const { return unacknowledged_; }
 

@@ -11,6 +11,7 @@
 #include "core/base/check.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/message.h"
 
 namespace distgrad {
 namespace {
@@ -19,6 +20,13 @@ namespace {
 constexpr size_t kFlushBytes = 64 << 10;
 // How many pool threads are asked at once to run send nodes of one pass.
 constexpr size_t kMaxHelpers = 8;
+
+// For how many helpers a thread counts. One that needs no help stands for all.
+size_t Weight(PassRun::RunHere here) { return here == PassRun::RunHere::kAlone ? kMaxHelpers : 1; }
+// For how long the initiator, past its deadline, waits for what the others say they waited for.
+constexpr absl::Duration kReportPatience = absl::Seconds(2);
+// How many of them its error quotes.
+constexpr size_t kMaxReports = 16;
 
 }  // namespace
 
@@ -38,25 +46,15 @@ PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId 
 // ------------------------------------------------------------------------------ From outside
 
 void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here) {
+  if (here != RunHere::kNo) {
+    absl::MutexLock lock(&mu_);
+    coming_ += Weight(here);
+  }
   strand_.Run([self = shared_from_this(), task = std::move(task)]() mutable {
     task();
     self->EndTaskOnStrand();
   });
-  CallHelpers(here);
-  if (here == RunHere::kYes) RunFeeds();
-}
-
-void PassRun::CallHelpers(RunHere here) {
-  size_t queued;
-  {
-    absl::MutexLock lock(&mu_);
-    queued = feeds_.size();
-  }
-  if (queued == 0) return;
-  const size_t helpers = std::min(queued - (here == RunHere::kYes ? 1 : 0), kMaxHelpers);
-  for (size_t i = 0; i < helpers; ++i) {
-    engine_->pool().Schedule([self = shared_from_this()] { self->RunFeeds(); });
-  }
+  if (here != RunHere::kNo) RunFeeds(here);
 }
 
 Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
@@ -68,12 +66,7 @@ Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
           timer_ = engine_->clock().At(deadline, [weak = weak_from_this()] {
             auto self = weak.lock();
             if (!self) return;
-            self->Post(
-                [run = self.get()] {
-                  run->pass_.Fail(run->LocalError(absl::DeadlineExceededError(
-                      absl::StrCat("the deadline has passed", run->DescribeAwaitedOnStrand()))));
-                },
-                RunHere::kNo);
+            self->Post([run = self.get()] { run->OnDeadlineOnStrand(); }, RunHere::kNo);
           });
         }
         pass_.Begin();
@@ -104,32 +97,52 @@ void PassRun::OnLostSend(EdgeId edge) {
 }
 
 void PassRun::OnPeerLost(WorkerId peer, const absl::Status& why) {
-  Post([this, peer, why] { pass_.OnPeerLost(peer, LocalError(why)); }, RunHere::kNo);
+  Post(
+      [this, peer, why] {
+        if (reports_.has_value()) reports_->missing.erase(peer);
+        pass_.OnPeerLost(peer, LocalError(why));
+      },
+      RunHere::kNo);
 }
 
 void PassRun::Fail(const absl::Status& why) {
-  Post([this, why] { pass_.Fail(LocalError(why)); }, RunHere::kNo);
+  Post(
+      [this, why] {
+        if (reports_.has_value()) reports_->missing.clear();
+        pass_.Fail(LocalError(why));
+      },
+      RunHere::kNo);
 }
 
 // ---------------------------------------------------------------------------- Running the graph
 
-void PassRun::RunFeeds() {
+void PassRun::RunFeeds(RunHere here) {
   for (;;) {
     Feed feed;
     std::shared_ptr<Execution> execution;
     {
       absl::MutexLock lock(&mu_);
+      coming_ -= Weight(here);
       if (feeds_.empty()) return;
+      // What the roots lead to may be anything: somebody else's.
+      if (here == RunHere::kAlone && feeds_.front().is_of_roots) {
+        ++coming_;
+        engine_->pool().Schedule([self = shared_from_this()] { self->RunFeeds(RunHere::kYes); });
+        return;
+      }
       feed = std::move(feeds_.front());
       feeds_.pop_front();
       execution = execution_;
     }
+    for (const at::Tensor& gradient : feed.gradients) feed.ready.Await(gradient);
     execution->Feed(feed.root, std::move(feed.gradients), feed.reached);
+    {
+      absl::MutexLock lock(&mu_);
+      coming_ += Weight(here);
+    }
     const bool was_last = --outstanding_ == 0;
     // An error is not kept waiting for what else runs.
-    if (!was_last && execution->status().ok()) continue;
-    Settle();
-    CallHelpers(RunHere::kYes);
+    if (was_last || !execution->status().ok()) Settle();
   }
 }
 
@@ -156,9 +169,10 @@ void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradie
     // A sparse one has no storage, and no size to ask for.
     if (gradient.defined()) bytes += gradient.has_storage() ? gradient.nbytes() : kFlushBytes;
   }
+  ReadyMark ready(gradients);
   {
     absl::MutexLock lock(&mu_);
-    captured_.push_back({recv.end(), std::move(gradients), reached});
+    captured_.push_back({recv.end(), std::move(gradients), std::move(ready), reached});
     captured_bytes_ += bytes;
     if (captured_bytes_ < kFlushBytes) return;
     captured_bytes_ = 0;
@@ -185,7 +199,10 @@ void PassRun::OnNoticeOnStrand(WorkerId from, Notice& notice) {
     case Notice::Kind::kAck:
       return pass_.OnAck(from, notice.count);
     case Notice::Kind::kAbort:
+      if (absl::IsDeadlineExceeded(notice.status)) SendReportOnStrand();
       return pass_.OnAbort(from, notice.status);
+    case Notice::Kind::kReport:
+      return TakeReportOnStrand(from, notice);
     case Notice::Kind::kRelease:
     case Notice::Kind::kKnown:
       DG_CHECK(false) << "this is of a context, not of a pass";
@@ -271,7 +288,8 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
 }
 
 void PassRun::FeedRoots() {
-  Queue({root_, std::move(roots_->gradients), /*reached=*/true});
+  Queue({root_, std::move(roots_->gradients), std::move(roots_->ready), /*reached=*/true,
+         /*is_of_roots=*/true});
   roots_.reset();
 }
 
@@ -288,7 +306,8 @@ void PassRun::FeedSend(EdgeId edge) {
     }
     gradients = std::move(arriving_->gradients);
   }
-  Queue({root, std::move(gradients), reached});
+  ReadyMark ready(gradients);
+  Queue({root, std::move(gradients), std::move(ready), reached});
 }
 
 void PassRun::Queue(Feed feed) {
@@ -323,6 +342,7 @@ void PassRun::FlushCapturedOnStrand() {
   }
   for (Captured& c : captured) {
     if (!pass_.running()) return;
+    for (const at::Tensor& gradient : c.gradients) c.ready.Await(gradient);
     const bool counted = pass_.CountGradient(c.end.peer);
     Deliver(c.end.peer, {.kind = Notice::Kind::kEdge,
                          .edge = c.end.edge,
@@ -360,14 +380,22 @@ void PassRun::Deliver(WorkerId to, Notice notice) {
   }
   auto [it, is_new] = outbox_.try_emplace(to);
   if (is_new) it->second = engine_->network().NewNotice();
-  absl::Status appended = AppendNotice(notice, &it->second);
+  absl::Status appended;
+  if (HasDeviceTensors(notice.gradients)) {
+    const auto devices = engine_->network().DevicesWith(to);
+    appended = devices.ok() ? AppendNotice(notice, &it->second, **devices) : devices.status();
+  } else {
+    appended = AppendNotice(notice, &it->second);
+  }
   if (!appended.ok()) pass_.Fail(LocalError(Annotate(appended, "sending a gradient")));
 }
 
 void PassRun::Finish(const absl::Status& status) { over_ = status; }
 
 void PassRun::EndTaskOnStrand() {
-  const bool ends = over_.has_value() && !std::exchange(ended_, over_.has_value());
+  CallHelpersOnStrand();
+  if (reports_.has_value() && reports_->missing.empty()) EndReportsOnStrand();
+  const bool ends = over_.has_value() && !reports_.has_value() && !std::exchange(ended_, true);
   // Before the last acknowledgement goes out: the next pass may be here as soon as it has.
   if (ends) EndOnStrand();
   for (auto& [to, packet] : std::exchange(outbox_, {}))
@@ -377,6 +405,20 @@ void PassRun::EndTaskOnStrand() {
     promise_->Set(Unit());
   else
     promise_->Set(*over_);
+}
+
+void PassRun::CallHelpersOnStrand() {
+  size_t helpers = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    const size_t wanted = std::min(feeds_.size(), kMaxHelpers);
+    if (wanted <= coming_) return;
+    helpers = wanted - coming_;
+    coming_ = wanted;
+  }
+  for (; helpers > 0; --helpers) {
+    engine_->pool().Schedule([self = shared_from_this()] { self->RunFeeds(RunHere::kYes); });
+  }
 }
 
 void PassRun::EndOnStrand() {
@@ -393,6 +435,7 @@ void PassRun::EndOnStrand() {
     captured.swap(captured_);
   }
   context_->EndPass(id_, *over_);
+  engine_->OnPassEnd(*over_);
 }
 
 absl::Status PassRun::LocalError(const absl::Status& why) {
@@ -408,8 +451,6 @@ std::shared_ptr<Execution> PassRun::execution() {
 PassSnapshot PassRun::Snapshot() {
   Promise<PassSnapshot> promise;
   const Future<PassSnapshot> snapshot = promise.future();
-  // By Post, as all that runs on the strand from outside: this thread may find itself running
-  // tasks of others there, and has to see to what they fed.
   Post(
       [this, promise = std::move(promise)]() mutable {
         PassSnapshot s;
@@ -423,6 +464,55 @@ PassSnapshot PassRun::Snapshot() {
       },
       RunHere::kNo);
   return *snapshot.Wait();
+}
+
+// ------------------------------------------------------------------------- Past the deadline
+
+void PassRun::OnDeadlineOnStrand() {
+  if (over_.has_value()) return;
+  Reports& reports = reports_.emplace();
+  reports.parts.push_back(DescribeAwaitedOnStrand());
+  reports.missing = pass_.peers();
+  timer_ = engine_->clock().At(engine_->clock().Now() + kReportPatience, [weak = weak_from_this()] {
+    auto self = weak.lock();
+    if (self) self->Post([run = self.get()] { run->EndReportsOnStrand(); }, RunHere::kNo);
+  });
+  // Everyone drops the pass now, and says in answer what it was waiting for.
+  pass_.Fail(LocalError(absl::DeadlineExceededError("the deadline has passed")));
+}
+
+void PassRun::SendReportOnStrand() {
+  if (MakerOf(id_) == engine_->self() || std::exchange(reported_, true)) return;
+  Notice report{.kind = Notice::Kind::kReport};
+  if (pass_.running()) {
+    report.awaited = DescribeAwaitedOnStrand();
+    report.peers.assign(pass_.peers().begin(), pass_.peers().end());
+  }
+  Deliver(MakerOf(id_), std::move(report));
+}
+
+void PassRun::TakeReportOnStrand(WorkerId from, const Notice& report) {
+  // It may come before that of the worker by whom we learn that this one takes part.
+  if (!reports_.has_value() || !reports_->heard.insert(from).second) return;
+  reports_->missing.erase(from);
+  for (const WorkerId peer : report.peers) {
+    if (peer != engine_->self() && !reports_->heard.contains(peer)) reports_->missing.insert(peer);
+  }
+  if (!report.awaited.empty() && reports_->parts.size() < kMaxReports)
+    reports_->parts.push_back(report.awaited);
+}
+
+void PassRun::EndReportsOnStrand() {
+  if (!reports_.has_value()) return;
+  std::vector<std::string> parts = std::move(reports_->parts);
+  for (const WorkerId silent : reports_->missing) {
+    if (parts.size() == 2 * kMaxReports) break;
+    parts.push_back(
+        absl::StrCat("worker ", engine_->network().Describe(silent), " does not say what"));
+  }
+  reports_.reset();
+  over_ = absl::DeadlineExceededError(
+      absl::StrCat(over_->message(), "; awaited: ", absl::StrJoin(parts, "; ")));
 }
 
 std::string PassRun::DescribeAwaitedOnStrand() {
@@ -442,8 +532,9 @@ std::string PassRun::DescribeAwaitedOnStrand() {
     parts.push_back(
         absl::StrCat("the end of worker ", engine_->network().Describe(peer), "'s part"));
   }
-  if (outstanding_ > 0) parts.push_back("nodes that run on this worker");
-  return absl::StrCat("; awaited: ", absl::StrJoin(parts, ", "));
+  if (outstanding_ > 0) parts.push_back("nodes that run there");
+  return absl::StrCat("by worker ", engine_->network().Describe(engine_->self()), ": ",
+                      parts.empty() ? "nothing" : absl::StrJoin(parts, ", "));
 }
 
 }  // namespace distgrad

@@ -14,6 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/btree_map.h"
+#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
@@ -21,6 +22,7 @@
 #include "core/autograd/context_record.h"
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/graph.h"
+#include "core/autograd/executor/streams.h"
 #include "core/autograd/notice.h"
 #include "core/autograd/pass.h"
 #include "core/base/clock.h"
@@ -37,6 +39,7 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   struct Roots {
     std::vector<at::Tensor> tensors;
     std::vector<at::Tensor> gradients;
+    ReadyMark ready;
   };
 
   // `settled`: see Notice.
@@ -45,7 +48,11 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   PassId id() const { return id_; }
 
   // Whether the calling thread may run nodes of the graph.
-  enum class RunHere : bool { kNo, kYes };
+  enum class RunHere {
+    kNo,
+    kYes,
+    kAlone,  // it may, and needs no help: see ContextRecord::IsBrief
+  };
 
   // On the initiator, once.
   Future<Unit> Begin(absl::Time deadline, RunHere here);
@@ -64,19 +71,28 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   struct Feed {
     Graph::Index root;
     std::vector<at::Tensor> gradients;
+    ReadyMark ready;  // of the gradients
     bool reached;
+    bool is_of_roots = false;
   };
   struct Captured {
     EdgeEnd end;
     std::vector<at::Tensor> gradients;
+    ReadyMark ready;
     bool reached;
   };
 
-  // Runs `task` on the strand, sends what it left to be sent, and sees to what it fed.
+  // What the workers who take part were waiting for when the initiator's deadline passed.
+  struct Reports {
+    absl::btree_set<WorkerId> heard;    // who has said something
+    absl::btree_set<WorkerId> missing;  // who was told of the abort, and has not
+    std::vector<std::string> parts;
+  };
+
+  // Runs `task` on the strand.
   void Post(absl::AnyInvocable<void()> task, RunHere here);
-  // Asks the pool to run what is queued, but for one if this thread runs some.
-  void CallHelpers(RunHere here);
-  void RunFeeds();
+  // Runs what is queued. Whoever calls it has been counted in coming_.
+  void RunFeeds(RunHere here);
   void Settle();
   absl::Status LocalError(const absl::Status& why);
 
@@ -94,8 +110,14 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   absl::StatusOr<PassPlan> LookAtGraph(std::optional<EdgeId> by);
   void OnNoticeOnStrand(WorkerId from, Notice& notice);
   void FlushCapturedOnStrand();
+  // After each task: has what it fed run, and what it left to be sent, sent.
   void EndTaskOnStrand();
+  void CallHelpersOnStrand();
   void EndOnStrand();
+  void OnDeadlineOnStrand();
+  void SendReportOnStrand();
+  void TakeReportOnStrand(WorkerId from, const Notice& report);
+  void EndReportsOnStrand();
   void Deliver(WorkerId to, Notice notice);
   void Queue(Feed feed);
   std::string DescribeAwaitedOnStrand();
@@ -131,11 +153,16 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   absl::btree_map<WorkerId, Packet> outbox_;
   std::optional<absl::Status> over_;  // how the pass ended
   bool ended_ = false;                // and that everyone was told
+  std::optional<Reports> reports_;    // on the initiator, from its deadline on
+  bool reported_ = false;             // on the others
 
   absl::Mutex mu_;
   // Guarded by mu_.
   std::shared_ptr<Execution> execution_ ABSL_GUARDED_BY(mu_);  // from engaging until it is over
   std::deque<Feed> feeds_ ABSL_GUARDED_BY(mu_);
+  // Threads on their way to take a feed. After each task on the strand at least one for each feed
+  // that is queued, up to kMaxHelpers: nothing fed is left lying.
+  size_t coming_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<Captured> captured_ ABSL_GUARDED_BY(mu_);
   size_t captured_bytes_ ABSL_GUARDED_BY(mu_) = 0;
 };

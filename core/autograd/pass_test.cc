@@ -104,7 +104,8 @@ struct Letter {
     kAck,
     kAbort,
     kReply,
-    kLost
+    kLost,
+    kRelease
   } kind;
   int from, to;
   uint64_t value = 0;  // edge, or number of acknowledgements
@@ -263,7 +264,8 @@ class Network {
   bool Busy() const { return !flight_.empty(); }
   bool OnlyAcksAndReplies() const {
     return std::all_of(flight_.begin(), flight_.end(), [](const Letter& l) {
-      return l.kind == Letter::kAck || l.kind == Letter::kReply || l.kind == Letter::kUncountedNone;
+      return l.kind == Letter::kAck || l.kind == Letter::kReply ||
+             l.kind == Letter::kUncountedNone || l.kind == Letter::kRelease;
     });
   }
 
@@ -297,6 +299,8 @@ class Network {
         return w.pass.OnAbort(from, absl::AbortedError("injected"));
       case Letter::kLost:
         return w.pass.OnPeerLost(from, absl::UnavailableError("lost"));
+      case Letter::kRelease:
+        return Release(letter.to);
       case Letter::kReply:
         return w.LateReply(static_cast<int>(letter.value));
     }
@@ -313,9 +317,20 @@ class Network {
     }
   }
 
+  // The context ends on a worker, which tells those it has edges with.
+  void Release(int worker) {
+    if (!released.insert(worker).second) return;
+    workers[worker]->pass.Fail(absl::CancelledError("released"));
+    for (auto [send, recv] : p_.recv_of) {
+      const int a = p_.owner[send], b = p_.owner[recv];
+      if (a != b && (a == worker || b == worker))
+        Post({Letter::kRelease, worker, a == worker ? b : a});
+    }
+  }
+
   std::vector<std::unique_ptr<Worker>> workers;
   std::map<std::pair<int, int>, int> acks;
-  std::set<int> lost;
+  std::set<int> lost, released;
 
  private:
   const Program& p_;
@@ -411,39 +426,73 @@ TEST(PassTest, SmallProgramsInEveryOrder) {
   RecordProperty("orders", std::to_string(orders));
 }
 
-// After a fault at any point nobody keeps running: a worker is done, has failed, or never engaged.
+enum class Fault { kThrow, kLoss, kRelease };
+
+// Runs `steps` of the pass, has the fault happen, and the rest run. After it nobody keeps running:
+// a worker is done, has failed, or never engaged. Returns whether there were so many steps.
+bool CheckFault(const Program& program, Order* order, bool fifo, int steps, Fault fault,
+                int victim) {
+  Network net(program, order, fifo);
+  net.Begin();
+  for (; steps > 0 && net.Busy(); --steps) net.Deliver();
+  if (steps > 0) return false;
+  const bool was_running = net.workers[victim]->pass.running();
+  switch (fault) {
+    case Fault::kThrow:
+      net.workers[victim]->pass.Fail(absl::InternalError("a node threw"));
+      break;
+    case Fault::kLoss:
+      net.Lose(victim);
+      break;
+    case Fault::kRelease:
+      net.Release(victim);
+      break;
+  }
+  while (net.Busy()) net.Deliver();
+  for (int w = 0; w < program.workers; ++w) {
+    if (net.lost.count(w)) continue;
+    Worker& worker = *net.workers[w];
+    EXPECT_FALSE(worker.pass.running()) << "worker " << w << " waits for ever";
+    if (worker.engaged) {
+      EXPECT_EQ(worker.stopped, !worker.status.ok());
+    }
+  }
+  Worker& initiator = *net.workers[program.initiator];
+  if (!net.lost.count(program.initiator)) {
+    EXPECT_TRUE(initiator.finished);
+    if (was_running) {
+      EXPECT_FALSE(initiator.status.ok());
+    }
+  }
+  return true;
+}
+
+TEST(PassTest, FaultsAtEveryPointOfSmallPrograms) {
+  for (uint64_t seed = 0; seed < 300 && !::testing::Test::HasFailure(); ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    Rng rng(seed);
+    const Program program(rng, 2 + Below(rng, 3), 3 + Below(rng, 8), /*with_late=*/seed % 2 == 1);
+    for (const Fault fault : {Fault::kThrow, Fault::kLoss, Fault::kRelease}) {
+      for (int victim = 0; victim < program.workers; ++victim) {
+        bool more = true;
+        for (int steps = 0; more; ++steps) {
+          SCOPED_TRACE(absl::StrCat("fault ", int(fault), " of ", victim, " after ", steps));
+          RandomOrder random(seed);
+          more = CheckFault(program, &random, /*fifo=*/seed % 4 < 2, steps, fault, victim);
+        }
+      }
+    }
+  }
+}
+
 TEST(PassTest, FaultsReachEveryone) {
   for (uint64_t seed = 0; seed < 6000 && !::testing::Test::HasFailure(); ++seed) {
     SCOPED_TRACE(absl::StrCat("seed ", seed));
     Rng rng(seed);
     const Program program(rng, 2 + Below(rng, 5), 2 + Below(rng, 25), /*with_late=*/seed % 3 == 0);
     RandomOrder random(seed);
-    Network net(program, &random, /*fifo=*/seed % 2 == 0);
-    net.Begin();
-    for (int steps = Below(rng, 20); steps > 0 && net.Busy(); --steps) net.Deliver();
-    const int victim = Below(rng, program.workers);
-    const bool lose = Below(rng, 2) == 0;
-    const bool was_running = net.workers[victim]->pass.running();
-    if (lose)
-      net.Lose(victim);
-    else
-      net.workers[victim]->pass.Fail(absl::InternalError("a node threw"));
-    while (net.Busy()) net.Deliver();
-    for (int w = 0; w < program.workers; ++w) {
-      if (net.lost.count(w)) continue;
-      Worker& worker = *net.workers[w];
-      EXPECT_FALSE(worker.pass.running()) << "worker " << w << " waits for ever";
-      if (worker.engaged) {
-        EXPECT_EQ(worker.stopped, !worker.status.ok());
-      }
-    }
-    Worker& initiator = *net.workers[program.initiator];
-    if (!net.lost.count(program.initiator)) {
-      EXPECT_TRUE(initiator.finished);
-      if (was_running) {
-        EXPECT_FALSE(initiator.status.ok());
-      }
-    }
+    const int steps = Below(rng, 20), victim = Below(rng, program.workers);
+    CheckFault(program, &random, /*fifo=*/seed % 2 == 0, steps, Fault(Below(rng, 3)), victim);
   }
 }
 

@@ -7,9 +7,13 @@
 //
 // Future is a copyable handle; thread-safe. Promise is move-only; a Promise that is
 // destroyed before Set() completes its future with kCancelled, so nobody waits for ever.
+//
+// Whoever makes the value may let it be cancelled: see Canceller.
 #ifndef DISTGRAD_CORE_BASE_FUTURE_H_
 #define DISTGRAD_CORE_BASE_FUTURE_H_
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -22,12 +26,21 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "core/base/thread_pool.h"
+#include "core/base/blocking.h"
+#include "core/base/spin.h"
 
 namespace distgrad {
 
 // The value of work that has no result.
 struct Unit {};
+
+// Makes values that can be cancelled, and knows each by a number. Thread-safe.
+class Canceller {
+ public:
+  virtual ~Canceller() = default;
+  // Ends the work, if it has not ended, and with it the future. Must not block.
+  virtual void Cancel(uint64_t work) = 0;
+};
 
 namespace internal {
 
@@ -42,23 +55,41 @@ class FutureState {
       if (value_.has_value()) return false;
       value_.emplace(std::move(value));
       callbacks.swap(callbacks_);
+      done_.store(true, std::memory_order_release);
     }
     for (auto& callback : callbacks) callback(*value_);
     return true;
   }
 
-  bool Done() const {
-    absl::MutexLock lock(&mu_);
-    return value_.has_value();
-  }
+  bool Done() const { return done_.load(std::memory_order_acquire); }
 
   bool WaitUntil(absl::Time deadline) const {
     if (Done()) return true;
     // A past deadline only asks; a pool need not wake a thread for that.
     if (deadline <= absl::Now()) return false;
-    ThreadPool::BlockingScope blocking;
+    BlockingScope blocking;
+    // What threads wait for is often the answer to a small call, and there at once.
+    if (Spin::OfThisThread().Await([this] { return Done(); })) return true;
     absl::MutexLock lock(&mu_);
     return mu_.AwaitWithDeadline(absl::Condition(this, &FutureState::HasValue), deadline);
+  }
+
+  void CancelBy(std::weak_ptr<Canceller> maker, uint64_t work) {
+    absl::MutexLock lock(&mu_);
+    canceller_ = std::move(maker);
+    work_ = work;
+  }
+
+  void Cancel() {
+    std::shared_ptr<Canceller> maker;
+    uint64_t work = 0;
+    {
+      absl::MutexLock lock(&mu_);
+      if (value_.has_value()) return;
+      maker = canceller_.lock();
+      work = work_;
+    }
+    if (maker != nullptr) maker->Cancel(work);
   }
 
   // Only once done: the value does not change any more.
@@ -79,8 +110,12 @@ class FutureState {
  private:
   bool HasValue() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return value_.has_value(); }
 
+  std::atomic<bool> done_{false};  // whether there is a value, for those who do not hold mu_
+
   mutable absl::Mutex mu_;
   std::optional<absl::StatusOr<T>> value_ ABSL_GUARDED_BY(mu_);
+  std::weak_ptr<Canceller> canceller_ ABSL_GUARDED_BY(mu_);
+  uint64_t work_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks_ ABSL_GUARDED_BY(mu_);
 };
 
@@ -123,6 +158,17 @@ class Future {
   void Then(absl::AnyInvocable<void(const absl::StatusOr<T>&)> callback) const {
     const auto state = state_;  // the callback may drop this handle
     state->Then(std::move(callback));
+  }
+
+  // Asks whoever makes the value to stop; the future is then done, with kCancelled if nothing came
+  // first. No effect where it is done, or its maker has no way to stop.
+  void Cancel() const {
+    const auto state = state_;  // what that completes may drop this handle
+    state->Cancel();
+  }
+  // For the maker: how Cancel() reaches it.
+  void CancelBy(std::weak_ptr<Canceller> maker, uint64_t work) const {
+    state_->CancelBy(std::move(maker), work);
   }
 
  private:

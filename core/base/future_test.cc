@@ -153,6 +153,28 @@ TEST(FutureTest, WaitingOnAPoolOfOneLetsTheNextTaskRun) {
   EXPECT_EQ(*result.Wait(), 21);
 }
 
+TEST(FutureTest, CancelReachesTheMakerUntilItIsDone) {
+  struct Maker : Canceller {
+    Promise<int> promise;
+    int asked = 0;
+    void Cancel(uint64_t work) override {
+      EXPECT_EQ(work, 7u);
+      ++asked;
+      promise.Set(absl::CancelledError("as was asked"));
+    }
+  };
+  auto maker = std::make_shared<Maker>();
+  const Future<int> future = maker->promise.future();
+  future.Cancel();  // nobody is there to be asked
+  EXPECT_FALSE(future.Done());
+  future.CancelBy(maker, 7);
+  future.Cancel();
+  EXPECT_EQ(future.Wait().status(), absl::CancelledError("as was asked"));
+  future.Cancel();
+  EXPECT_EQ(maker->asked, 1);
+  Future<int>::Of(3).Cancel();
+}
+
 TEST(FutureTest, APoolThatRefusesCancels) {
   ThreadPool pool("p", 1);
   pool.Close();

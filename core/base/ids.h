@@ -9,11 +9,15 @@ namespace distgrad {
 // A worker's number in its job: its rank.
 using WorkerId = uint16_t;
 
-// Changes with each start of a worker, so that messages of an earlier life can be told.
+// Changes with each start of a worker, so that messages of an earlier life can be told: the number
+// of its life in the top 32 bits, so that the later is the greater one.
 using Incarnation = uint64_t;
 
+constexpr uint64_t LifeOf(Incarnation incarnation) { return incarnation >> 32; }
+
 // Made by one worker and known by all: the maker's id in the top 16 bits, a counter that
-// starts at 1 below. 0 means none.
+// starts at 1 below. 0 means none. A later life counts on from where no earlier one got, so that
+// it gives no number again.
 using ContextId = uint64_t;  // made by the origin of the context
 using EdgeId = uint64_t;     // made by the sender
 using PassId = uint64_t;     // made by the initiator
@@ -22,6 +26,9 @@ inline constexpr int kCounterBits = 48;
 
 constexpr uint64_t MakeId(WorkerId maker, uint64_t counter) {
   return (uint64_t{maker} << kCounterBits) | (counter & ((uint64_t{1} << kCounterBits) - 1));
+}
+constexpr uint64_t FirstCounter(Incarnation incarnation) {
+  return LifeOf(incarnation) < 2 ? 0 : ((LifeOf(incarnation) - 1) & 0xffff) << 32;
 }
 constexpr WorkerId MakerOf(uint64_t id) { return static_cast<WorkerId>(id >> kCounterBits); }
 constexpr uint64_t CounterOf(uint64_t id) { return id & ((uint64_t{1} << kCounterBits) - 1); }

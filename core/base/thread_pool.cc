@@ -13,9 +13,8 @@ namespace {
 // keeps state for each that ever ran it, so nested calls should find the same threads again.
 constexpr size_t kSpareThreads = 16;
 
-// The pool that the calling thread belongs to, and the same until it says that it blocks.
+// The pool that the calling thread belongs to.
 thread_local ThreadPool* this_pool = nullptr;
-thread_local ThreadPool* unblocked_pool = nullptr;
 
 }  // namespace
 
@@ -67,7 +66,8 @@ void ThreadPool::Join() {
 bool ThreadPool::OnThisPool() const { return this_pool == this; }
 
 void ThreadPool::Run() {
-  this_pool = unblocked_pool = this;
+  this_pool = this;
+  Blockable::SetCurrent(this);
   std::thread before;
   {
     absl::MutexLock lock(&mu_);
@@ -113,18 +113,15 @@ void ThreadPool::FillSlot() {
   }
 }
 
-ThreadPool::BlockingScope::BlockingScope() : pool_(std::exchange(unblocked_pool, nullptr)) {
-  if (pool_ == nullptr) return;
-  absl::MutexLock lock(&pool_->mu_);
-  --pool_->running_;
-  pool_->FillSlot();
+void ThreadPool::OnBlocked() {
+  absl::MutexLock lock(&mu_);
+  --running_;
+  FillSlot();
 }
 
-ThreadPool::BlockingScope::~BlockingScope() {
-  if (pool_ == nullptr) return;
-  unblocked_pool = pool_;
-  absl::MutexLock lock(&pool_->mu_);
-  ++pool_->running_;
+void ThreadPool::OnUnblocked() {
+  absl::MutexLock lock(&mu_);
+  ++running_;
 }
 
 }  // namespace distgrad

@@ -19,10 +19,11 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/blocking.h"
 
 namespace distgrad {
 
-class ThreadPool {
+class ThreadPool : private Blockable {
  public:
   using Task = absl::AnyInvocable<void()>;
 
@@ -46,22 +47,11 @@ class ThreadPool {
   // Whether the calling thread is one of this pool's.
   bool OnThisPool() const;
 
-  // Says that the calling thread is about to wait for something. Does nothing on a thread
-  // that belongs to no pool. Nests.
-  class BlockingScope {
-   public:
-    BlockingScope();
-    ~BlockingScope();
-    BlockingScope(const BlockingScope&) = delete;
-    BlockingScope& operator=(const BlockingScope&) = delete;
-
-   private:
-    ThreadPool* const pool_;
-  };
-
  private:
   struct Parked;
 
+  void OnBlocked() override;
+  void OnUnblocked() override;
   // What each thread runs.
   void Run();
   // Waits for a slot or for the end; false if this thread is to end.

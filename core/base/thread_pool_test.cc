@@ -14,6 +14,7 @@
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "core/base/blocking.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -80,7 +81,7 @@ void Nest(ThreadPool& pool, int depth, const std::function<void()>& at_bottom) {
     Nest(pool, depth - 1, at_bottom);
     done.Notify();
   }));
-  ThreadPool::BlockingScope blocking;
+  BlockingScope blocking;
   done.WaitForNotification();
 }
 
@@ -124,8 +125,8 @@ TEST(ThreadPoolTest, SettlesAtItsSizeWhenBlockedTasksGoOn) {
   absl::Notification unblock, unblocked, end;
   pool.Schedule([&] {
     {
-      ThreadPool::BlockingScope outer;
-      ThreadPool::BlockingScope inner;  // nests, and counts once
+      BlockingScope outer;
+      BlockingScope inner;  // nests, and counts once
       unblock.WaitForNotification();
     }
     unblocked.Notify();
@@ -169,7 +170,7 @@ TEST(ThreadPoolTest, ABlockedTaskIsReplacedAfterClose) {
   absl::Notification closed, second;
   pool.Schedule([&] {
     closed.WaitForNotification();
-    ThreadPool::BlockingScope blocking;
+    BlockingScope blocking;
     second.WaitForNotification();
   });
   pool.Schedule([&] { second.Notify(); });
@@ -219,11 +220,11 @@ TEST(ThreadPoolTest, ThreadsKnowTheirPoolAndHaveNames) {
     EXPECT_TRUE(pool.OnThisPool());
     EXPECT_FALSE(other.OnThisPool());
     EXPECT_EQ(ThreadName(), "a-rather-long-n");
-    ThreadPool::BlockingScope blocking;
+    BlockingScope blocking;
     EXPECT_TRUE(pool.OnThisPool());
   });
   other.Schedule([] { EXPECT_EQ(ThreadName(), "other-0"); });
-  ThreadPool::BlockingScope on_no_pool;
+  BlockingScope on_no_pool;
 }
 
 TEST(ThreadPoolTest, SchedulesFromManyThreads) {
@@ -235,7 +236,7 @@ TEST(ThreadPoolTest, SchedulesFromManyThreads) {
       for (int i = 0; i < 1000; ++i) {
         pool.Schedule([&, i] {
           if (i % 10 == 0) {
-            ThreadPool::BlockingScope blocking;
+            BlockingScope blocking;
             std::this_thread::yield();
           }
           ++ran;

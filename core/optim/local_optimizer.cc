@@ -3,14 +3,56 @@
 #include <ATen/ops/norm.h>
 #include <torch/optim/optimizer.h>
 
+#include <bitset>
 #include <utility>
 #include <vector>
 
+#include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
+namespace {
+
+// Parameters belong to the process, and so do their locks: several optimizers, also of several
+// workers, may hold the same ones. Each is locked by one of a few mutexes, by its memory.
+constexpr size_t kLocks = 64;
+absl::Mutex* Locks() {
+  static absl::Mutex* const locks = new absl::Mutex[kLocks];
+  return locks;
+}
+
+// Locks all parameters of an optimizer. In one order, so that no two wait for each other.
+class ParametersLock {
+ public:
+  explicit ParametersLock(const torch::optim::Optimizer& optimizer) {
+    for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const void* const memory =
+            parameter.has_storage()
+                ? static_cast<const void*>(parameter.storage().unsafeGetStorageImpl())
+                : parameter.unsafeGetTensorImpl();
+        held_.set(absl::HashOf(memory) % kLocks);
+      }
+    }
+    for (size_t i = 0; i < kLocks; ++i) {
+      if (held_[i]) Locks()[i].Lock();
+    }
+  }
+  ~ParametersLock() {
+    for (size_t i = 0; i < kLocks; ++i) {
+      if (held_[i]) Locks()[i].Unlock();
+    }
+  }
+  ParametersLock(const ParametersLock&) = delete;
+  ParametersLock& operator=(const ParametersLock&) = delete;
+
+ private:
+  std::bitset<kLocks> held_;
+};
+
+}  // namespace
 
 LocalOptimizer::LocalOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer)
     : optimizer_(std::move(optimizer)) {}
@@ -19,6 +61,7 @@ LocalOptimizer::~LocalOptimizer() = default;
 absl::Status LocalOptimizer::Step(const ContextRecord& context,
                                   std::optional<double> learning_rate) {
   absl::MutexLock lock(&mu_);
+  const ParametersLock parameters(*optimizer_);
   std::vector<std::pair<at::Tensor, at::Tensor>> before;
   absl::Status status;
   try {
@@ -43,6 +86,7 @@ absl::Status LocalOptimizer::Step(const ContextRecord& context,
 absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
     const ContextRecord& context) {
   absl::MutexLock lock(&mu_);
+  const ParametersLock parameters(*optimizer_);
   std::vector<at::Tensor> norms;
   try {
     at::NoGradGuard no_grad;
@@ -60,6 +104,7 @@ absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
 
 absl::Status LocalOptimizer::ScaleGradients(ContextRecord& context, const at::Tensor& factor) {
   absl::MutexLock lock(&mu_);
+  const ParametersLock parameters(*optimizer_);
   try {
     at::NoGradGuard no_grad;
     for (const torch::optim::OptimizerParamGroup& group : optimizer_->param_groups()) {

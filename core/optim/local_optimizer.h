@@ -23,7 +23,8 @@ class Optimizer;
 
 namespace distgrad {
 
-// Thread-safe: steps of several contexts go one after the other.
+// Thread-safe: steps of several contexts go one after the other, also those of other optimizers
+// of this process that hold some of the same parameters.
 class LocalOptimizer {
  public:
   explicit LocalOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer);

@@ -1,348 +1,249 @@
 #include "core/rpc/agent.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "absl/synchronization/mutex.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
-#include "core/base/strand.h"
-#include "core/rpc/frame.h"
-#include "core/rpc/wire.h"
+#include "core/rpc/agent_impl.h"
 
 namespace distgrad {
 namespace {
 
-class Link;
-
-// A call that has not been answered.
-struct Pending {
-  std::shared_ptr<Link> link;
-  std::string function;
-  WorkerId to = 0;
-  absl::Time deadline;
-  Agent::ReplyCallback done;
-};
-
-}  // namespace
-
-// Thread-safe.
-class Agent::Impl : public std::enable_shared_from_this<Agent::Impl> {
- public:
-  Impl(Clock* clock, Transport* transport, AgentService* service)
-      : clock_(clock), transport_(transport), service_(service) {}
-
-  absl::StatusOr<std::string> Listen();
-  absl::Status Start(const WorkerInfo& self, std::vector<WorkerInfo> workers);
-  void Call(WorkerId to, Packet request, absl::Time deadline, ReplyCallback done);
-  void Notify(WorkerId to, Packet notice);
-  absl::StatusOr<WorkerId> FindWorker(absl::string_view name) const;
-  std::string Describe(WorkerId worker) const;
-  void Close();
-
-  // From links.
-  void OnPacket(const std::shared_ptr<Link>& link, Packet packet);
-  void OnClosed(const std::shared_ptr<Link>& link, absl::Status why);
-
-  Clock* const clock_;
-  Transport* const transport_;
-  AgentService* const service_;
-
- private:
-  void Handle(const std::shared_ptr<Link>& link, Packet packet);
-  absl::Status HandleOrFail(const std::shared_ptr<Link>& link, Packet packet);
-  absl::Status Greet(const std::shared_ptr<Link>& link, WireReader& reader);
-  absl::StatusOr<std::shared_ptr<Link>> LinkTo(WorkerId to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Open(const std::shared_ptr<Link>& link, const WorkerInfo& peer, std::string hello);
-  void ArmTimer(absl::Time deadline);
-  void OnTimer();
-  absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
-
-  mutable absl::Mutex mu_;
-  // Guarded by mu_; constant once started.
-  bool started_ ABSL_GUARDED_BY(mu_) = false;
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  WorkerInfo self_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<WorkerId, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
-  // Guarded by mu_.
-  std::vector<std::pair<std::shared_ptr<Link>, Packet>> held_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<WorkerId, std::shared_ptr<Link>> links_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::weak_ptr<Link>> accepted_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mu_);
-  uint64_t last_call_ ABSL_GUARDED_BY(mu_) = 0;
-  absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
-  std::optional<Clock::TimerId> timer_ ABSL_GUARDED_BY(mu_);
-};
-
-namespace {
-
-// One connection, or the short cut to oneself. Thread-safe.
-class Link : public Receiver, public std::enable_shared_from_this<Link> {
- public:
-  explicit Link(std::shared_ptr<Agent::Impl> agent, bool loopback = false)
-      : agent_(std::move(agent)), loopback_(loopback) {}
-
-  // Who is at the other end: known from the start of a link that we opened, from its hello on
-  // one that was accepted. Written and read by the agent, under its mutex.
-  std::optional<WorkerId> peer;
-
-  void Send(Packet packet) {
-    if (loopback_) return agent_->OnPacket(shared_from_this(), CopyPacket(packet));
-    // In order, also while the connection is still being opened.
-    out_.Run([this, self = shared_from_this(), packet = std::move(packet)]() mutable {
-      if (open_ != nullptr) std::exchange(open_, nullptr)();
-      // An error closes the connection, and is reported there.
-      if (auto connection = this->connection()) connection->Send(std::move(packet), nullptr);
-    });
-  }
-
-  // Has the first Send() run `open` before it. Once, before anybody else knows the link. Not at
-  // once: it is called under the agent's mutex, and a connection may fail while it is made.
-  void OpenLater(absl::AnyInvocable<void()> open) { open_ = std::move(open); }
-
-  void SetConnection(std::shared_ptr<Connection> connection) {
-    absl::MutexLock lock(&mu_);
-    if (!closed_) connection_ = std::move(connection);
-  }
-
-  void Close(absl::Status why) {
-    std::shared_ptr<Connection> connection;
-    {
-      absl::MutexLock lock(&mu_);
-      if (why_.ok()) why_ = std::move(why);
-      connection = connection_;
-    }
-    if (connection) connection->Close();
-  }
-
-  void OnPacket(Packet packet) override { agent_->OnPacket(shared_from_this(), std::move(packet)); }
-
-  void OnClosed(absl::Status why) override {
-    std::shared_ptr<Connection> connection;  // ends outside the lock
-    {
-      absl::MutexLock lock(&mu_);
-      closed_ = true;
-      connection.swap(connection_);
-      if (!why_.ok()) why = why_;
-    }
-    agent_->OnClosed(shared_from_this(), std::move(why));
-  }
-
- private:
-  std::shared_ptr<Connection> connection() const {
-    absl::MutexLock lock(&mu_);
-    return connection_;
-  }
-
-  const std::shared_ptr<Agent::Impl> agent_;
-  const bool loopback_;
-  Strand out_;
-  absl::AnyInvocable<void()> open_;  // on out_ only, once others know the link
-  mutable absl::Mutex mu_;
-  std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Status why_ ABSL_GUARDED_BY(mu_);  // why we closed it, if we did
-};
-
-}  // namespace
-
-// ------------------------------------------------------------------------------- IncomingCall
-
-class IncomingCall::Impl {
- public:
-  Impl(std::shared_ptr<Link> link, WorkerId from, const Frame& frame, absl::Time deadline,
-       Body body)
-      : link(std::move(link)),
-        from(from),
-        call(frame.call),
-        function(frame.function),
-        deadline(deadline),
-        body(std::move(body)) {}
-  ~Impl() { Answer(absl::InternalError("the handler ended without an answer")); }
-
-  void Answer(const absl::Status& status) {
-    Packet packet;
-    AppendFrame({.kind = FrameKind::kReply, .call = call, .status = status}, &packet.bytes);
-    Answer(std::move(packet));
-  }
-  void Answer(Packet packet) {
-    if (auto to = std::exchange(link, nullptr)) to->Send(std::move(packet));
-  }
-
-  std::shared_ptr<Link> link;  // null once answered
-  const WorkerId from;
-  const uint64_t call;
-  const std::string function;
-  const absl::Time deadline;
-  Body body;
-};
-
-IncomingCall::IncomingCall(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-IncomingCall::IncomingCall(IncomingCall&&) noexcept = default;
-IncomingCall& IncomingCall::operator=(IncomingCall&&) noexcept = default;
-IncomingCall::~IncomingCall() = default;
-WorkerId IncomingCall::from() const { return impl_->from; }
-const std::string& IncomingCall::function() const { return impl_->function; }
-absl::Time IncomingCall::deadline() const { return impl_->deadline; }
-Body& IncomingCall::body() { return impl_->body; }
-Packet IncomingCall::NewReply() const {
+Packet CancelOf(uint64_t call) {
   Packet packet;
-  AppendFrame({.kind = FrameKind::kReply, .call = impl_->call}, &packet.bytes);
+  AppendFrame({.kind = FrameKind::kCancel, .call = call}, &packet.bytes);
   return packet;
 }
-void IncomingCall::Reply(Packet reply) { impl_->Answer(std::move(reply)); }
-void IncomingCall::Fail(const absl::Status& status) { impl_->Answer(status); }
+
+}  // namespace
 
 // --------------------------------------------------------------------------------- Life
 
 absl::StatusOr<std::string> Agent::Impl::Listen() {
   return transport_->Listen([self = shared_from_this()](std::shared_ptr<Connection> connection) {
-    auto link = std::make_shared<Link>(self);
+    auto link = std::make_shared<Link>(self, &self->shared_);
     link->SetConnection(std::move(connection));
-    absl::MutexLock lock(&self->mu_);
-    auto& accepted = self->accepted_;
-    accepted.erase(
-        std::remove_if(accepted.begin(), accepted.end(), [](auto& l) { return l.expired(); }),
-        accepted.end());
-    accepted.push_back(link);
+    bool closed;
+    {
+      absl::MutexLock lock(&self->mu_);
+      closed = self->closed_;
+      auto& others = self->others_;
+      others.erase(
+          std::remove_if(others.begin(), others.end(), [](auto& l) { return l.expired(); }),
+          others.end());
+      others.push_back(link);
+      link->number = ++self->last_link_;
+      // Until we know who is a member.
+      link->holds = !self->started_;
+    }
+    if (closed) link->Close(absl::CancelledError("this worker is shutting down"));
+    self->StartHeartbeat();
     return link;
   });
 }
 
 absl::Status Agent::Impl::Start(const WorkerInfo& self, std::vector<WorkerInfo> workers) {
+  DG_RETURN_IF_ERROR(peers_.Start(self, std::move(workers)));
+  std::vector<std::shared_ptr<Link>> links;
   {
     absl::MutexLock lock(&mu_);
-    if (started_ || !workers_.empty())
-      return absl::FailedPreconditionError("the agent is started already");
-    self_ = self;
-    for (WorkerInfo& worker : workers) workers_.emplace(worker.id, std::move(worker));
-    auto loopback = std::make_shared<Link>(shared_from_this(), /*loopback=*/true);
+    links = AllLinks();
+    started_ = true;
+    auto loopback = std::make_shared<Link>(shared_from_this(), &shared_, /*loopback=*/true);
     loopback->peer = self.id;
     links_.emplace(self.id, std::move(loopback));
   }
-  // What others sent before we knew who they are, in order; more may come meanwhile.
-  for (;;) {
-    std::vector<std::pair<std::shared_ptr<Link>, Packet>> held;
-    {
-      absl::MutexLock lock(&mu_);
-      if (held_.empty()) {
-        started_ = true;
-        return absl::OkStatus();
-      }
-      held.swap(held_);
-    }
-    for (auto& [link, packet] : held) Handle(link, std::move(packet));
-  }
+  // What others sent before we knew who they are.
+  for (const auto& link : links) Release(link);
+  return absl::OkStatus();
 }
 
 void Agent::Impl::Close() {
   std::vector<std::shared_ptr<Link>> links;
-  absl::flat_hash_map<uint64_t, Pending> pending;
-  std::optional<Clock::TimerId> timer;
+  PendingCalls pending;
+  std::optional<Clock::TimerId> timer, beat;
   {
     absl::MutexLock lock(&mu_);
     if (closed_) return;
     closed_ = true;
-    for (auto& [peer, link] : links_) links.push_back(link);
-    for (auto& link : accepted_) {
-      if (auto l = link.lock()) links.push_back(std::move(l));
-    }
+    links = AllLinks();
     links_.clear();
-    held_.clear();
     pending.swap(pending_);
     timer = std::exchange(timer_, std::nullopt);
+    beat = std::exchange(beat_, std::nullopt);
   }
   if (timer) clock_->Cancel(*timer);
+  if (beat) clock_->Cancel(*beat);
   for (auto& [call, p] : pending) {
-    p.done(CallError(p.to, p.function, absl::CancelledError("this worker is shutting down")));
+    End(p, CallError(p.to, p.function, absl::CancelledError("this worker is shutting down")));
   }
   for (auto& link : links) link->Close(absl::CancelledError("this worker is shutting down"));
 }
 
 // --------------------------------------------------------------------------------- Sending
 
-absl::StatusOr<std::shared_ptr<Link>> Agent::Impl::LinkTo(WorkerId to) {
-  if (closed_) return absl::CancelledError("this worker is shutting down");
-  auto it = links_.find(to);
-  if (it != links_.end()) return it->second;
-  auto worker = workers_.find(to);
-  if (worker == workers_.end()) {
-    return absl::NotFoundError(absl::StrCat("there is no worker with the id ", to, " in this job"));
+absl::Status Agent::Impl::CheckCalls(const Link& link) const {
+  const Limits& limits = shared_.limits;
+  if (link.made >= limits.calls_per_peer) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        link.made, " calls to it are under way; limit calls_per_peer is ", limits.calls_per_peer));
   }
-  auto link = std::make_shared<Link>(shared_from_this());
-  link->peer = to;
-  links_.emplace(to, link);
-  std::string hello;
-  AppendHello({.from = self_.id,
-               .from_incarnation = self_.incarnation,
-               .to = to,
-               .to_incarnation = worker->second.incarnation},
-              &hello);
-  // Runs on the first thread that sends; opening is the first task of the link.
-  link->OpenLater([this, watch = std::weak_ptr<Link>(link), peer = worker->second,
-                   hello = std::move(hello)]() mutable {
-    if (const auto link = watch.lock()) Open(link, peer, std::move(hello));
-  });
-  return link;
+  if (pending_.size() >= limits.calls) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(pending_.size(), " calls are under way; limit calls is ", limits.calls));
+  }
+  return absl::OkStatus();
 }
 
-void Agent::Impl::Open(const std::shared_ptr<Link>& link, const WorkerInfo& peer,
-                       std::string hello) {
-  {
-    absl::MutexLock lock(&mu_);
-    if (closed_) hello.clear();
-  }
-  if (hello.empty()) return link->OnClosed(absl::CancelledError("this worker is shutting down"));
-  absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer.address, link);
-  if (!connection.ok()) return link->OnClosed(connection.status());
-  link->SetConnection(*connection);
-  (*connection)->Send(Packet{std::move(hello), {}}, nullptr);
-}
-
-void Agent::Impl::Call(WorkerId to, Packet request, absl::Time deadline, ReplyCallback done) {
+uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
+                           ReplyCallback done) {
   WireReader reader(request.bytes);
   const std::string function(ReadFrame(reader)->function);
-  absl::StatusOr<std::shared_ptr<Link>> link = nullptr;
-  int64_t timeout_us = 0;
-  if (deadline != absl::InfiniteFuture()) {
-    timeout_us = absl::ToInt64Microseconds(deadline - clock_->Now());
-    if (timeout_us <= 0) {
-      return done(
-          CallError(to, function, absl::DeadlineExceededError("the deadline has passed already")));
+  const uint64_t size = request.size();
+  const auto fail = [&](const absl::Status& why) {
+    done(CallError(to, function, why));
+    return 0;
+  };
+  if (size > shared_.limits.message_bytes) return fail(TooLarge("the message", size));
+  SendWindow::Room room;
+  for (;;) {
+    const absl::Time now = clock_->Now();
+    int64_t timeout_us = 0;
+    if (terms.deadline != absl::InfiniteFuture()) {
+      timeout_us = absl::ToInt64Microseconds(terms.deadline - now);
+      if (timeout_us <= 0) {
+        return fail(absl::DeadlineExceededError("the deadline has passed already"));
+      }
     }
+    std::shared_ptr<Link> link;
+    bool arm = false;
+    uint64_t call = 0;
+    {
+      absl::ReleasableMutexLock lock(&mu_);
+      absl::StatusOr<std::shared_ptr<Link>> found = LinkTo(to);
+      absl::Status status = found.ok() ? CheckCalls(**found) : found.status();
+      if (!status.ok()) {
+        lock.Release();
+        return fail(status);
+      }
+      link = *std::move(found);
+      std::optional<SendWindow::Room> taken;
+      if (room.window() != link->window().get()) taken = link->window()->TryTake(size);
+      if (taken.has_value() || room.window() == link->window().get()) {
+        call = ++last_call_;
+        SetCall(call, timeout_us, &request.bytes);
+        CallCounters* counters = metrics_.Find(to, /*served=*/false, function);
+        ++counters->calls;
+        counters->bytes_sent += size;
+        ++link->made;
+        pending_.emplace(
+            call, Pending{link, function, to, terms.deadline, std::move(done), counters, now});
+        arm = terms.deadline < armed_;
+        lock.Release();
+        if (taken.has_value()) room = *std::move(taken);
+      }
+    }
+    if (call != 0) {
+      if (arm) ArmTimer(terms.deadline);
+      link->Send(std::move(request), std::move(room));
+      return call;
+    }
+    if (!terms.wait_for_room) {
+      return fail(absl::ResourceExhaustedError(absl::StrCat(
+          link->window()->taken(), " bytes wait to be sent to it, and this message has ", size,
+          "; limit bytes_per_peer is ", link->window()->limit())));
+    }
+    // When it is there, the connection may be another one.
+    absl::StatusOr<SendWindow::Room> waited = AwaitRoom(link->window(), size, terms);
+    if (!waited.ok()) return fail(waited.status());
+    room = *std::move(waited);
   }
-  bool arm = false;
+}
+
+absl::StatusOr<SendWindow::Room> Agent::Impl::AwaitRoom(const std::shared_ptr<SendWindow>& window,
+                                                        uint64_t bytes, const CallTerms& terms) {
+  Promise<SendWindow::Room> promise;
+  Future<SendWindow::Room> room = promise.future();
+  const uint64_t waiter = window->TakeLater(
+      bytes, [promise = std::move(promise)](absl::StatusOr<SendWindow::Room> room) mutable {
+        promise.Set(std::move(room));
+      });
+  Cancellation* const cancellation = terms.cancellation;
+  const uint64_t watch =
+      cancellation == nullptr ? 0 : cancellation->OnCancel([window, waiter, cancellation] {
+        window->Withdraw(waiter, cancellation->why());
+      });
+  if (!room.WaitUntil(terms.deadline)) {
+    window->Withdraw(
+        waiter, absl::DeadlineExceededError(absl::StrCat(
+                    "no room before the deadline: ", window->taken(),
+                    " bytes wait to be sent to it; limit bytes_per_peer is ", window->limit())));
+  }
+  if (watch != 0) cancellation->Forget(watch);
+  return room.Take();
+}
+
+absl::Status Agent::Impl::TooLarge(absl::string_view what, uint64_t size) const {
+  return absl::ResourceExhaustedError(absl::StrCat(
+      what, " has ", size, " bytes; limit message_bytes is ", shared_.limits.message_bytes));
+}
+
+void Agent::Impl::Notify(WorkerId to, Packet notice) {
+  const uint64_t size = notice.size();
+  absl::StatusOr<std::shared_ptr<Link>> link = nullptr;
   {
     absl::MutexLock lock(&mu_);
     link = LinkTo(to);
     if (link.ok()) {
-      const uint64_t call = ++last_call_;
-      SetCall(call, timeout_us, &request.bytes);
-      pending_.emplace(call, Pending{*link, function, to, deadline, std::move(done)});
-      arm = deadline < armed_;
+      CallCounters* counters = metrics_.Find(to, /*served=*/false, kNotices);
+      ++counters->calls;
+      ++counters->ended;
+      counters->bytes_sent += size;
     }
   }
-  if (!link.ok()) return done(CallError(to, function, link.status()));
-  if (arm) ArmTimer(deadline);
-  (*link)->Send(std::move(request));
-}
-
-void Agent::Impl::Notify(WorkerId to, Packet notice) {
-  absl::StatusOr<std::shared_ptr<Link>> link = nullptr;
-  {
-    absl::MutexLock lock(&mu_);
-    link = LinkTo(to);
+  if (link.ok() && size > shared_.limits.message_bytes) {
+    link = absl::ResourceExhaustedError(absl::StrCat("a message to worker ", Describe(to), " has ",
+                                                     size, " bytes; limit message_bytes is ",
+                                                     shared_.limits.message_bytes));
   }
   if (link.ok()) {
     (*link)->Send(std::move(notice));
   } else if (!absl::IsCancelled(link.status())) {
     service_->OnPeerLost(to, link.status());
   }
+}
+
+Agent::Impl::Pending Agent::Impl::TakeOut(PendingCalls::iterator call) {
+  Pending pending = std::move(call->second);
+  pending_.erase(call);
+  --pending.link->made;
+  return pending;
+}
+
+void Agent::Impl::End(Pending& call, absl::StatusOr<Body> reply) {
+  if (reply.ok()) {
+    call.counters->bytes_received += reply->packet.size();
+  } else {
+    ++call.counters->errors;
+  }
+  call.counters->run_ns += absl::ToInt64Nanoseconds(clock_->Now() - call.begun);
+  ++call.counters->ended;
+  call.done(std::move(reply));
+}
+
+void Agent::Impl::Cancel(uint64_t call) {
+  std::optional<Pending> cancelled;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = pending_.find(call);
+    if (found == pending_.end()) return;
+    cancelled = TakeOut(found);
+  }
+  cancelled->link->Send(CancelOf(call));
+  End(*cancelled, CallError(cancelled->to, cancelled->function,
+                            absl::CancelledError("it was cancelled by its caller")));
 }
 
 // One timer serves all calls: it stands at the earliest deadline that there was, and is not
@@ -365,7 +266,7 @@ void Agent::Impl::ArmTimer(absl::Time deadline) {
 }
 
 void Agent::Impl::OnTimer() {
-  std::vector<Pending> late;
+  std::vector<std::pair<uint64_t, Pending>> late;
   absl::Time next = absl::InfiniteFuture();
   {
     absl::MutexLock lock(&mu_);
@@ -374,8 +275,8 @@ void Agent::Impl::OnTimer() {
     const absl::Time now = clock_->Now();
     for (auto it = pending_.begin(); it != pending_.end();) {
       if (it->second.deadline <= now) {
-        late.push_back(std::move(it->second));
-        pending_.erase(it++);
+        const uint64_t call = it->first;
+        late.emplace_back(call, TakeOut(it++));
       } else {
         next = std::min(next, it->second.deadline);
         ++it;
@@ -383,8 +284,9 @@ void Agent::Impl::OnTimer() {
     }
   }
   if (next != absl::InfiniteFuture()) ArmTimer(next);
-  for (Pending& p : late) {
-    p.done(
+  for (auto& [call, p] : late) {
+    p.link->Send(CancelOf(call));
+    End(p,
         CallError(p.to, p.function, absl::DeadlineExceededError("no answer before the deadline")));
   }
 }
@@ -392,13 +294,22 @@ void Agent::Impl::OnTimer() {
 // ------------------------------------------------------------------------------- Receiving
 
 void Agent::Impl::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
+  bool full = false;
   {
     absl::MutexLock lock(&mu_);
-    if (closed_) return;
-    if (!started_) {
-      held_.emplace_back(link, std::move(packet));
-      return;
+    if (closed_ || link->dead) return;
+    if (link->holds) {
+      const uint64_t size = packet.size();
+      full = link->held.size() >= shared_.limits.calls_per_peer ||
+             (!link->held.empty() && link->held_bytes + size > shared_.limits.bytes_per_peer);
+      if (!full) {
+        link->held_bytes += size;
+        return link->held.push_back(std::move(packet));
+      }
     }
+  }
+  if (full) {
+    return link->Close(absl::ResourceExhaustedError("too much came before its sender was known"));
   }
   Handle(link, std::move(packet));
 }
@@ -408,26 +319,6 @@ void Agent::Impl::Handle(const std::shared_ptr<Link>& link, Packet packet) {
   if (status.ok()) return;
   DG_LOG(WARNING) << "closing a connection: " << status.message();
   link->Close(status);
-}
-
-absl::Status Agent::Impl::Greet(const std::shared_ptr<Link>& link, WireReader& reader) {
-  DG_ASSIGN_OR_RETURN(const Hello hello, ReadHello(reader));
-  absl::MutexLock lock(&mu_);
-  if (link->peer.has_value()) return absl::InvalidArgumentError("a second hello on one connection");
-  if (hello.to != self_.id || hello.to_incarnation != self_.incarnation) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "it was meant for another worker, or for an earlier life of '", self_.name, "'"));
-  }
-  auto from = workers_.find(hello.from);
-  if (from == workers_.end() || hello.from == self_.id ||
-      from->second.incarnation != hello.from_incarnation) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("it comes from worker ", hello.from, ", which is not a member of this job"));
-  }
-  link->peer = hello.from;
-  // Two workers may open connections to each other at the same time; then both stay.
-  links_.emplace(hello.from, link);
-  return absl::OkStatus();
 }
 
 absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet packet) {
@@ -445,88 +336,116 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
       auto it = pending_.find(frame.call);
       // A reply after the deadline finds nobody; one to a call that went elsewhere is refused.
       if (it != pending_.end() && it->second.to == *peer) {
-        answered = std::move(it->second);
-        pending_.erase(it);
+        answered = TakeOut(it);
       }
     }
   }
   if (!peer) return absl::InvalidArgumentError("somebody did not say hello first");
 
   switch (frame.kind) {
-    case FrameKind::kRequest: {
-      const absl::Time deadline = frame.timeout_us == 0
-                                      ? absl::InfiniteFuture()
-                                      : clock_->Now() + absl::Microseconds(frame.timeout_us);
-      // The frame's function points into the packet, so it is copied before the packet moves.
-      auto impl = std::make_unique<IncomingCall::Impl>(link, *peer, frame, deadline, Body());
-      impl->body = Body{std::move(packet), offset};
-      service_->OnCall(IncomingCall(std::move(impl)));
+    case FrameKind::kRequest:
+      return Serve(link, *peer, frame, std::move(packet), offset);
+    case FrameKind::kCancel:
+      link->served().Cancel(frame.call, absl::CancelledError("the caller waits no longer"));
       break;
-    }
     case FrameKind::kReply:
       if (!answered) {
         service_->OnLateReply(*peer, Body{std::move(packet), offset});
       } else if (!frame.status.ok()) {
-        answered->done(CallError(*peer, answered->function, frame.status));
+        End(*answered, CallError(*peer, answered->function, frame.status));
       } else {
-        answered->done(Body{std::move(packet), offset});
+        End(*answered, Body{std::move(packet), offset});
       }
       break;
-    case FrameKind::kNotice:
+    case FrameKind::kNotice: {
+      absl::MutexLock lock(&mu_);
+      CallCounters* counters = metrics_.Find(*peer, /*served=*/true, kNotices);
+      ++counters->calls;
+      ++counters->ended;
+      counters->bytes_received += packet.size();
+    }
       service_->OnNotice(*peer, Body{std::move(packet), offset});
       break;
+    case FrameKind::kPing: {
+      Packet pong;
+      AppendFrame({.kind = FrameKind::kPong}, &pong.bytes);
+      link->Send(std::move(pong));
+      break;
+    }
+    case FrameKind::kLeaving:
+      peers_.SetLeft(*peer);
+      break;
+    case FrameKind::kRefused:
+      link->Close(absl::UnavailableError(
+          absl::StrCat("it refused the connection: ", frame.status.message())));
+      break;
+    case FrameKind::kPong:
     case FrameKind::kHello:
       break;
   }
   return absl::OkStatus();
 }
 
-void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) {
-  std::vector<Pending> failed;
-  std::optional<WorkerId> peer;
-  bool closed = false;
+absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer,
+                                const Frame& frame, Packet packet, size_t offset) {
+  const absl::Time deadline = frame.timeout_us == 0
+                                  ? absl::InfiniteFuture()
+                                  : clock_->Now() + absl::Microseconds(frame.timeout_us);
+  const uint64_t size = packet.size();
+  absl::StatusOr<std::shared_ptr<Cancellation>> begun = link->served().Begin(frame.call, size);
+  // A packet that came twice: its call is under way.
+  if (absl::IsAlreadyExists(begun.status())) return absl::OkStatus();
+  CallCounters* counters;
   {
     absl::MutexLock lock(&mu_);
-    closed = closed_;
-    peer = link->peer;
-    if (peer) {
-      auto it = links_.find(*peer);
-      if (it != links_.end() && it->second == link) links_.erase(it);
-    }
-    for (auto it = pending_.begin(); it != pending_.end();) {
-      if (it->second.link == link) {
-        failed.push_back(std::move(it->second));
-        pending_.erase(it++);
-      } else {
-        ++it;
-      }
+    counters = metrics_.Find(peer, /*served=*/true, frame.function);
+  }
+  ++counters->calls;
+  counters->bytes_received += size;
+  if (!begun.ok() && link->window()->taken() > link->window()->limit()) {
+    return absl::ResourceExhaustedError("it calls on and on, and reads no answers");
+  }
+  // The frame's function points into the packet, so it is copied before the packet moves.
+  IncomingCall call(link, peer, frame, deadline, begun.ok() ? *begun : nullptr, begun.status(),
+                    counters);
+  call.body() = Body{std::move(packet), offset};
+  service_->OnCall(std::move(call));
+  return absl::OkStatus();
+}
+
+std::vector<Agent::Impl::Pending> Agent::Impl::TakePending(const Link& link) {
+  std::vector<Pending> taken;
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    if (it->second.link.get() == &link) {
+      taken.push_back(TakeOut(it++));
+    } else {
+      ++it;
     }
   }
-  if (peer)
-    why = Annotate(why, absl::StrCat("the connection with worker ", Describe(*peer), " broke"));
-  for (Pending& p : failed) p.done(CallError(p.to, p.function, why));
-  if (peer && !closed) service_->OnPeerLost(*peer, why);
+  return taken;
+}
+
+size_t Agent::Impl::under_way() const {
+  absl::MutexLock lock(&mu_);
+  return pending_.size();
 }
 
 // --------------------------------------------------------------------------------- Names
 
-absl::StatusOr<WorkerId> Agent::Impl::FindWorker(absl::string_view name) const {
-  absl::MutexLock lock(&mu_);
-  std::vector<std::string> names;
-  for (const auto& [id, worker] : workers_) {
-    if (worker.name == name) return id;
-    names.push_back(worker.name);
-  }
-  std::sort(names.begin(), names.end());
-  return absl::NotFoundError(absl::StrCat(
-      "there is no worker '", name, "' in this job; there are: ", absl::StrJoin(names, ", ")));
+absl::StatusOr<WorkerId> Agent::Impl::FindWorker(int id) const {
+  const auto worker = static_cast<WorkerId>(id);
+  if (id != worker || (directory_ == nullptr && !peers_.Find(worker))) return NoWorker(id);
+  return worker;
 }
 
-std::string Agent::Impl::Describe(WorkerId worker) const {
-  absl::MutexLock lock(&mu_);
-  auto it = workers_.find(worker);
-  return it == workers_.end() ? absl::StrCat(worker)
-                              : absl::StrCat("'", it->second.name, "' (", worker, ")");
+absl::StatusOr<WorkerInfo> Agent::Impl::Info(WorkerId worker) const {
+  const std::optional<WorkerInfo> known = peers_.Find(worker);
+  if (!known) return NoWorker(worker);
+  return *known;
+}
+
+absl::Status Agent::Impl::NoWorker(int id) const {
+  return absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job"));
 }
 
 absl::Status Agent::Impl::CallError(WorkerId to, absl::string_view function,
@@ -534,10 +453,23 @@ absl::Status Agent::Impl::CallError(WorkerId to, absl::string_view function,
   return Annotate(why, absl::StrCat("call of '", function, "' on worker ", Describe(to)));
 }
 
+std::vector<CallStats> Agent::Impl::Stats() const {
+  absl::MutexLock lock(&mu_);
+  return metrics_.Snapshot();
+}
+
+std::vector<std::pair<WorkerId, uint64_t>> Agent::Impl::Queued() const {
+  absl::MutexLock lock(&mu_);
+  std::vector<std::pair<WorkerId, uint64_t>> queued;
+  for (const auto& [peer, link] : links_) queued.emplace_back(peer, link->window()->taken());
+  std::sort(queued.begin(), queued.end());
+  return queued;
+}
+
 // --------------------------------------------------------------------------------- Agent
 
-Agent::Agent(Clock* clock, Transport* transport, AgentService* service)
-    : impl_(std::make_shared<Impl>(clock, transport, service)) {}
+Agent::Agent(Clock* clock, Transport* transport, AgentService* service, AgentOptions options)
+    : impl_(std::make_shared<Impl>(clock, transport, service, options)) {}
 Agent::~Agent() { Close(); }
 absl::StatusOr<std::string> Agent::Listen() { return impl_->Listen(); }
 absl::Status Agent::Start(const WorkerInfo& self, std::vector<WorkerInfo> workers) {
@@ -553,14 +485,24 @@ Packet Agent::NewNotice() {
   AppendFrame({.kind = FrameKind::kNotice}, &packet.bytes);
   return packet;
 }
-void Agent::Call(WorkerId to, Packet request, absl::Time deadline, ReplyCallback done) {
-  impl_->Call(to, std::move(request), deadline, std::move(done));
+uint64_t Agent::Call(WorkerId to, Packet request, const CallTerms& terms, ReplyCallback done) {
+  return impl_->Call(to, std::move(request), terms, std::move(done));
 }
+std::weak_ptr<Canceller> Agent::canceller() { return impl_; }
+std::vector<CallStats> Agent::Stats() const { return impl_->Stats(); }
+std::vector<std::pair<WorkerId, uint64_t>> Agent::Queued() const { return impl_->Queued(); }
 void Agent::Notify(WorkerId to, Packet notice) { impl_->Notify(to, std::move(notice)); }
 absl::StatusOr<WorkerId> Agent::FindWorker(absl::string_view name) const {
-  return impl_->FindWorker(name);
+  return impl_->peers().Find(name);
 }
-std::string Agent::Describe(WorkerId worker) const { return impl_->Describe(worker); }
+absl::StatusOr<WorkerId> Agent::FindWorker(int id) const { return impl_->FindWorker(id); }
+absl::StatusOr<WorkerInfo> Agent::Info(WorkerId worker) const { return impl_->Info(worker); }
+std::vector<WorkerInfo> Agent::Members() const { return impl_->peers().Members(); }
+absl::Status Agent::Learn(const WorkerInfo& worker) { return impl_->Learn(worker, nullptr); }
+std::string Agent::Describe(WorkerId worker) const { return impl_->peers().Describe(worker); }
+void Agent::SayLeaving() { impl_->SayLeaving(); }
+size_t Agent::under_way() const { return impl_->under_way(); }
+size_t Agent::served() const { return impl_->served(); }
 absl::Time Agent::Now() const { return impl_->clock_->Now(); }
 void Agent::Close() { impl_->Close(); }
 

@@ -3,14 +3,16 @@
 // service's affair.
 //
 // There is one connection to each peer, opened by whoever calls first and used both ways. When
-// it breaks, everything under way with that peer fails at once, and the next call opens another.
-// A call to oneself touches no transport.
+// it breaks, or nothing is heard on it for too long, everything under way with that peer fails at
+// once, and the next call opens another: to where the peer is then, for it may have come back.
+// docs/membership.md has the rules. A call to oneself touches no transport.
 #ifndef DISTGRAD_CORE_RPC_AGENT_H_
 #define DISTGRAD_CORE_RPC_AGENT_H_
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -18,58 +20,53 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "core/base/cancellation.h"
 #include "core/base/clock.h"
+#include "core/base/future.h"
 #include "core/base/ids.h"
+#include "core/rpc/call_metrics.h"
+#include "core/rpc/directory.h"
+#include "core/rpc/incoming_call.h"
+#include "core/rpc/limits.h"
 #include "core/rpc/packet.h"
-#include "core/rpc/rendezvous.h"
+#include "core/rpc/send_window.h"
 #include "core/rpc/transport.h"
+#include "core/rpc/worker_info.h"
 
 namespace distgrad {
-
-// What arrived: the packet and where its body starts.
-struct Body {
-  Packet packet;
-  size_t offset = 0;
-
-  absl::string_view bytes() const { return absl::string_view(packet.bytes).substr(offset); }
-};
-
-// A call that somebody made to us. Answered exactly once, on any thread; one that is destroyed
-// unanswered tells its caller so. Movable.
-class IncomingCall {
- public:
-  class Impl;
-
-  explicit IncomingCall(std::unique_ptr<Impl> impl);
-  IncomingCall(IncomingCall&&) noexcept;
-  IncomingCall& operator=(IncomingCall&&) noexcept;
-  ~IncomingCall();
-
-  WorkerId from() const;
-  const std::string& function() const;
-  absl::Time deadline() const;
-  Body& body();
-
-  // A reply packet to which the body is to be appended, for Reply().
-  Packet NewReply() const;
-  void Reply(Packet reply);
-  void Fail(const absl::Status& status);
-
- private:
-  std::unique_ptr<Impl> impl_;
-};
 
 // Who gets what others send. Called on transport threads, several at once for different peers
 // (and on the calling thread for messages to oneself), with no lock held; must not block.
 class AgentService {
  public:
   virtual ~AgentService() = default;
+  // Also for one that is refused (IncomingCall::refusal), for its body may be of interest.
   virtual void OnCall(IncomingCall call) = 0;
   virtual void OnNotice(WorkerId from, Body notice) = 0;
-  // A reply to a call that has ended already, by its deadline. Nobody waits for it.
+  // A reply to a call that has ended already, by its deadline or a cancel. Nobody waits for it.
   virtual void OnLateReply(WorkerId from, Body reply) = 0;
   // The connection with a worker broke: what was under way with it may be lost. It may be back.
   virtual void OnPeerLost(WorkerId peer, const absl::Status& why) = 0;
+};
+
+// How a call is made.
+struct CallTerms {
+  absl::Time deadline = absl::InfiniteFuture();
+  // Where there is no room for more bytes to that worker: wait for it, on this thread; else the
+  // call fails.
+  bool wait_for_room = false;
+  // Ends that wait (not the call); may be null.
+  Cancellation* cancellation = nullptr;
+};
+
+struct AgentOptions {
+  // Asked before each connection who the peer is now, and whether a stranger is a member. Null:
+  // the members are those of Start(), for ever.
+  Directory* directory = nullptr;
+  // WorkerOptions has what these mean.
+  absl::Duration heartbeat_limit = absl::InfiniteDuration();
+  size_t max_workers = 1 << 16;
+  Limits limits = {};
 };
 
 // Thread-safe.
@@ -78,8 +75,9 @@ class Agent {
   class Impl;
   using ReplyCallback = absl::AnyInvocable<void(absl::StatusOr<Body>)>;
 
-  // `clock`, `transport` and `service` must outlive the agent's Close().
-  Agent(Clock* clock, Transport* transport, AgentService* service);
+  // `clock`, `transport`, `service` and what is in the options must outlive the agent's Close().
+  // No answer of the directory may come later.
+  Agent(Clock* clock, Transport* transport, AgentService* service, AgentOptions options = {});
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
   ~Agent();  // Close()
@@ -95,17 +93,40 @@ class Agent {
   static Packet NewRequest(absl::string_view function);
   // Sends it. `done` is called exactly once, on any thread (also before this returns), with no
   // lock held; it must not block. The message of an error names the worker and the function.
-  void Call(WorkerId to, Packet request, absl::Time deadline, ReplyCallback done);
+  // kResourceExhausted past a limit. Returns the number of the call, 0 if it has ended already.
+  uint64_t Call(WorkerId to, Packet request, const CallTerms& terms, ReplyCallback done);
+  // Ends calls by their number, with kCancelled, and tells the worker that serves it.
+  std::weak_ptr<Canceller> canceller();
 
-  // The same for a message without an answer. A failure to deliver shows up as OnPeerLost.
+  // The same for a message without an answer. It waits for no room. A failure to deliver shows up
+  // as OnPeerLost.
   static Packet NewNotice();
   void Notify(WorkerId to, Packet notice);
 
-  // kNotFound with the names that exist.
+  // kNotFound with the names that are known.
   absl::StatusOr<WorkerId> FindWorker(absl::string_view name) const;
+  absl::StatusOr<WorkerId> FindWorker(int id) const;
+  // Who that is; kNotFound.
+  absl::StatusOr<WorkerInfo> Info(WorkerId worker) const;
+  // Those who have not left, this worker among them, by id; of those who joined later, whom this
+  // worker has heard of.
+  std::vector<WorkerInfo> Members() const;
+  // What the store says of a worker.
+  absl::Status Learn(const WorkerInfo& worker);
   // "'name' (id)", for messages.
   std::string Describe(WorkerId worker) const;
   absl::Time Now() const;
+
+  // Calls and notices so far, the latter under kNotices.
+  static constexpr absl::string_view kNotices = "(notices)";
+  std::vector<CallStats> Stats() const;
+  // The bytes that wait to be sent, by peer.
+  std::vector<std::pair<WorkerId, uint64_t>> Queued() const;
+  // Tells all to whom there is a connection that this worker leaves the job.
+  void SayLeaving();
+  // Calls made from here, and calls of others, that have not ended.
+  size_t under_way() const;
+  size_t served() const;
 
   // Fails every call under way with kCancelled and closes all connections. No callback starts
   // after the transport is destroyed.

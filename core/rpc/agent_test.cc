@@ -116,7 +116,7 @@ class AgentTest : public ::testing::Test {
     Future<std::string> future = promise.future();
     Packet request = Agent::NewRequest(function);
     request.bytes += body;
-    agents_[from]->Call(to, std::move(request), deadline,
+    agents_[from]->Call(to, std::move(request), {.deadline = deadline},
                         [promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
                           if (reply.ok())
                             promise.Set(std::string(reply->bytes()));

@@ -37,8 +37,17 @@ void AppendFrame(const Frame& frame, std::string* out) {
       writer.U64(frame.call);
       AppendStatus(frame.status, writer);
       break;
+    case FrameKind::kCancel:
+      writer.U64(frame.call);
+      break;
+    case FrameKind::kRefused:
+      AppendStatus(frame.status, writer);
+      break;
     case FrameKind::kHello:
     case FrameKind::kNotice:
+    case FrameKind::kPing:
+    case FrameKind::kPong:
+    case FrameKind::kLeaving:
       break;
   }
 }
@@ -73,8 +82,20 @@ absl::StatusOr<Frame> ReadFrame(WireReader& reader) {
       frame.call = reader.U64();
       frame.status = ReadStatus(reader);
       break;
+    case FrameKind::kCancel:
+      frame.call = reader.U64();
+      break;
+    case FrameKind::kRefused:
+      frame.status = ReadStatus(reader);
+      if (reader.ok() && frame.status.ok()) {
+        return absl::InvalidArgumentError("a refusal that gives no reason");
+      }
+      break;
     case FrameKind::kHello:
     case FrameKind::kNotice:
+    case FrameKind::kPing:
+    case FrameKind::kPong:
+    case FrameKind::kLeaving:
       break;
     default:
       return absl::InvalidArgumentError(

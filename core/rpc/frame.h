@@ -18,18 +18,23 @@ enum class FrameKind : uint8_t {
   kRequest = 2,  // a call of a function
   kReply = 3,    // its result, or the status of its failure
   kNotice = 4,   // one way, not answered
+  kCancel = 5,   // nobody waits for the answer to a request any more
+  kPing = 6,     // asks for a sign of life
+  kPong = 7,     // the sign
+  kLeaving = 8,  // the sender leaves the job: it takes no new calls
+  kRefused = 9,  // why the receiver of a hello does not want the connection; the last packet
 };
 
-inline constexpr uint32_t kWireMagic = 0x31474744;    // "DGG1"; changes with the wire format
+inline constexpr uint32_t kWireMagic = 0x32474744;    // "DGG2"; changes with the wire format
 inline constexpr size_t kMaxFunctionName = 1024;      // bytes
 inline constexpr size_t kMaxErrorMessage = 16 << 10;  // bytes; longer ones are cut
 
 struct Frame {
   FrameKind kind = FrameKind::kNotice;
-  uint64_t call = 0;                // request and reply: numbers the caller's calls
+  uint64_t call = 0;                // all but notices and hello: numbers the caller's calls
   int64_t timeout_us = 0;           // request: what was left of the deadline; 0: none
   absl::string_view function = {};  // request
-  absl::Status status = {};         // reply; the body is empty unless OK
+  absl::Status status = {};         // reply; the body is empty unless OK. Refusal; not OK
 };
 
 // Who opens a connection, and whom it wants.

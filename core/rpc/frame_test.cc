@@ -35,6 +35,37 @@ TEST(FrameTest, AReplyCarriesItsStatus) {
   EXPECT_EQ(frame->status, absl::NotFoundError("no such thing"));
 }
 
+TEST(FrameTest, ACancelNamesItsCall) {
+  std::string bytes;
+  AppendFrame({.kind = FrameKind::kCancel, .call = 9}, &bytes);
+  WireReader reader(bytes);
+  const absl::StatusOr<Frame> frame = ReadFrame(reader);
+  ASSERT_TRUE(frame.ok()) << frame.status();
+  EXPECT_EQ(frame->kind, FrameKind::kCancel);
+  EXPECT_EQ(frame->call, 9u);
+}
+
+TEST(FrameTest, ARefusalHasAReason) {
+  std::string bytes;
+  AppendFrame({.kind = FrameKind::kRefused, .status = absl::AbortedError("not you")}, &bytes);
+  WireReader reader(bytes);
+  EXPECT_EQ(ReadFrame(reader)->status, absl::AbortedError("not you"));
+  bytes.clear();
+  AppendFrame({.kind = FrameKind::kRefused}, &bytes);
+  WireReader none(bytes);
+  EXPECT_EQ(ReadFrame(none).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(FrameTest, WhatIsSaidWithoutABodyIsReadAsItWasWritten) {
+  for (FrameKind kind : {FrameKind::kPing, FrameKind::kPong, FrameKind::kLeaving}) {
+    std::string bytes;
+    AppendFrame({.kind = kind}, &bytes);
+    WireReader reader(bytes);
+    EXPECT_EQ(ReadFrame(reader)->kind, kind);
+    EXPECT_EQ(reader.remaining(), 0u);
+  }
+}
+
 TEST(FrameTest, AHelloIsReadAsItWasWritten) {
   std::string bytes;
   AppendHello({.from = 1, .from_incarnation = 11, .to = 2, .to_incarnation = 22}, &bytes);
@@ -51,7 +82,9 @@ TEST(FrameTest, AHelloIsReadAsItWasWritten) {
 TEST(FrameTest, WhatIsCutShortIsRefused) {
   for (const Frame& frame : {Frame{.kind = FrameKind::kRequest, .function = "f"},
                              Frame{.kind = FrameKind::kReply, .status = absl::InternalError("x")},
-                             Frame{.kind = FrameKind::kNotice}}) {
+                             Frame{.kind = FrameKind::kCancel, .call = 9},
+                             Frame{.kind = FrameKind::kRefused, .status = absl::AbortedError("x")},
+                             Frame{.kind = FrameKind::kPing}, Frame{.kind = FrameKind::kNotice}}) {
     std::string bytes;
     AppendFrame(frame, &bytes);
     for (size_t size = 0; size < bytes.size(); ++size) {
@@ -86,7 +119,7 @@ TEST(FrameTest, RandomBytesNeverCrash) {
   std::mt19937_64 rng(1);
   for (int i = 0; i < 20000; ++i) {
     std::string bytes;
-    AppendFrame({.kind = static_cast<FrameKind>(1 + rng() % 4), .function = "f"}, &bytes);
+    AppendFrame({.kind = static_cast<FrameKind>(1 + rng() % 9), .function = "f"}, &bytes);
     for (int flips = 0; flips < 4; ++flips) bytes[rng() % bytes.size()] = static_cast<char>(rng());
     WireReader reader(bytes);
     if (ReadFrame(reader).ok()) ReadHello(reader).IgnoreError();

@@ -21,6 +21,13 @@ struct Segment {
 struct Packet {
   std::string bytes;
   std::vector<Segment> segments;
+
+  // Of both together.
+  uint64_t size() const {
+    uint64_t size = bytes.size();
+    for (const Segment& segment : segments) size += segment.size;
+    return size;
+  }
 };
 
 // A segment of `size` bytes of its own, aligned to 64 bytes, not cleared; an empty one for 0.

@@ -5,6 +5,7 @@
 #define DISTGRAD_CORE_RPC_STORE_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -33,10 +34,11 @@ class Store {
 };
 
 // The part of a store whose keys begin with `prefix`, so that several users of one store do
-// not meet. The store must outlive it.
+// not meet.
 class PrefixStore : public Store {
  public:
-  PrefixStore(std::string prefix, Store* store) : prefix_(std::move(prefix)), store_(store) {}
+  PrefixStore(std::string prefix, std::shared_ptr<Store> store)
+      : prefix_(std::move(prefix)), store_(std::move(store)) {}
 
   absl::Status Set(const std::string& key, const std::string& value) override {
     return store_->Set(prefix_ + key, value);
@@ -50,7 +52,7 @@ class PrefixStore : public Store {
 
  private:
   const std::string prefix_;
-  Store* const store_;
+  const std::shared_ptr<Store> store_;
 };
 
 }  // namespace distgrad

@@ -119,7 +119,7 @@ absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
   return AppendStrided(values, Head{}, /*contiguous=*/true, packet);
 }
 
-absl::Status AppendTensor(const at::Tensor& tensor, Packet* packet) {
+absl::Status AppendTensor(const at::Tensor& tensor, const DeviceMap& devices, Packet* packet) {
   Head head;
   if (!tensor.defined()) {
     WireWriter writer(&packet->bytes);
@@ -138,8 +138,9 @@ absl::Status AppendTensor(const at::Tensor& tensor, Packet* packet) {
     return AppendStrided(tensor, head, /*contiguous=*/false, packet);
   }
   if (!tensor.is_cpu()) {
-    head.device = static_cast<uint8_t>(tensor.device().type());
-    head.device_index = static_cast<uint8_t>(std::max<int>(tensor.device().index(), 0));
+    DG_ASSIGN_OR_RETURN(const at::Device device, devices.Remote(tensor.device()));
+    head.device = static_cast<uint8_t>(device.type());
+    head.device_index = static_cast<uint8_t>(std::max<int>(device.index(), 0));
   }
   if (tensor.is_sparse()) return AppendSparse(tensor, head, packet);
   DG_ASSIGN_OR_RETURN(const at::Tensor plain, ToPlain(tensor));
@@ -148,7 +149,12 @@ absl::Status AppendTensor(const at::Tensor& tensor, Packet* packet) {
 
 }  // namespace
 
-absl::Status AppendMessage(const Message& message, Packet* packet) {
+bool HasDeviceTensors(absl::Span<const at::Tensor> tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return tensor.defined() && !tensor.is_cpu(); });
+}
+
+absl::Status AppendMessage(const Message& message, Packet* packet, const DeviceMap& devices) {
   const size_t bytes_before = packet->bytes.size();
   const size_t segments_before = packet->segments.size();
   WireWriter writer(&packet->bytes);
@@ -161,7 +167,7 @@ absl::Status AppendMessage(const Message& message, Packet* packet) {
   try {
     c10::NoGradGuard no_grad;
     for (; index < message.tensors.size() && status.ok(); ++index) {
-      status = AppendTensor(message.tensors[index], packet);
+      status = AppendTensor(message.tensors[index], devices, packet);
     }
   } catch (...) {
     status = StatusFromException(std::current_exception());

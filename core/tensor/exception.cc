@@ -1,9 +1,8 @@
 #include "core/tensor/exception.h"
 
-#include <c10/util/Exception.h>
-
 #include <new>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -13,6 +12,7 @@ namespace distgrad {
 namespace {
 
 absl::StatusCode CodeOf(const c10::Error& error) {
+  if (const auto* ours = dynamic_cast<const StatusError*>(&error)) return ours->status().code();
   if (dynamic_cast<const c10::IndexError*>(&error) != nullptr ||
       dynamic_cast<const c10::ValueError*>(&error) != nullptr ||
       dynamic_cast<const c10::TypeError*>(&error) != nullptr) {
@@ -30,6 +30,10 @@ absl::StatusCode CodeOf(const c10::Error& error) {
 }
 
 }  // namespace
+
+StatusError::StatusError(absl::Status status)
+    : c10::Error({__func__, __FILE__, __LINE__}, std::string(status.message())),
+      status_(std::move(status)) {}
 
 absl::Status StatusFromException(std::exception_ptr exception) {
   try {

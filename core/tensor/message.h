@@ -14,8 +14,8 @@
 // arrives as sparse COO. Quantized tensors and other layouts are kUnimplemented. What autograd
 // knows of a tensor is not sent: it arrives without history and without requires_grad.
 //
-// Tensors of an accelerator go by way of the CPU and arrive on the device of the same name and
-// number.
+// Tensors of an accelerator go by way of the CPU, and arrive on the device that the sender's
+// DeviceMap gives for theirs.
 //
 // All functions here are thread-safe.
 #ifndef DISTGRAD_CORE_TENSOR_MESSAGE_H_
@@ -34,6 +34,7 @@
 #include "absl/types/span.h"
 #include "core/rpc/packet.h"
 #include "core/rpc/wire.h"
+#include "core/tensor/device_map.h"
 
 namespace distgrad {
 
@@ -74,8 +75,13 @@ class SegmentReader {
 
 // Appends `message` to what the packet has. The segments that this makes are the tensors' own
 // memory (and keep it alive): nobody may write to those tensors, resize them or free their
-// storage until the packet is sent. On an error the packet is as it was.
-absl::Status AppendMessage(const Message& message, Packet* packet);
+// storage until the packet is sent. On an error, as that of a device which has no place in
+// `devices`, the packet is as it was.
+absl::Status AppendMessage(const Message& message, Packet* packet,
+                           const DeviceMap& devices = DeviceMap::Identity());
+
+// Whether a message has a tensor that is not on the CPU, so that device maps matter.
+bool HasDeviceTensors(absl::Span<const at::Tensor> tensors);
 
 // Reads the next message; what follows it is left in `reader` and `segments`. Tensors that came
 // in segments use that memory, and keep its owner alive; they share nothing else. Trusts

@@ -1,6 +1,7 @@
 #include "core/tensor/values.h"
 
 #include <ATen/core/List.h>
+#include <ATen/core/jit_type.h>
 
 #include <cstdint>
 #include <optional>
@@ -38,7 +39,61 @@ enum Tag : uint8_t {
   kDoubles = 10,          // length and f64s
   kTensors = 11,          // length
   kOptionalTensors = 12,  // length and for each a u8: whether it is there
+  kStrings = 13,          // length and for each its length and bytes
+  kComplexes = 14,        // length and f64s, twice as many
+  kMixed = 15,            // length and as many values, none of them a tensor or a list
 };
+
+absl::Status Encode(const c10::IValue& value, WireWriter& writer, std::vector<at::Tensor>& tensors);
+
+void EncodeString(const std::string& text, WireWriter& writer) {
+  writer.U64(text.size());
+  writer.Raw(text.data(), text.size());
+}
+
+void EncodeComplex(c10::complex<double> value, WireWriter& writer) {
+  writer.F64(value.real());
+  writer.F64(value.imag());
+}
+
+template <typename Type>
+bool IsListOf(const c10::IValue& value) {
+  return value.toList().elementType()->kind() == Type::Kind;
+}
+
+absl::Status EncodeList(const c10::IValue& value, WireWriter& writer,
+                        std::vector<at::Tensor>& tensors) {
+  const c10::ArrayRef<c10::IValue> list = value.toListRef();
+  const Tag tag = value.isIntList()                   ? kInts
+                  : value.isDoubleList()              ? kDoubles
+                  : value.isBoolList()                ? kBools
+                  : value.isTensorList()              ? kTensors
+                  : value.isOptionalTensorList()      ? kOptionalTensors
+                  : IsListOf<c10::StringType>(value)  ? kStrings
+                  : IsListOf<c10::ComplexType>(value) ? kComplexes
+                                                      : kMixed;
+  writer.U8(tag);
+  writer.U64(list.size());
+  for (const c10::IValue& element : list) {
+    if (tag == kInts) writer.I64(element.toInt());
+    if (tag == kDoubles) writer.F64(element.toDouble());
+    if (tag == kBools) writer.U8(element.toBool());
+    if (tag == kStrings) EncodeString(element.toStringRef(), writer);
+    if (tag == kComplexes) EncodeComplex(element.toComplexDouble(), writer);
+    if (tag == kOptionalTensors) writer.U8(!element.isNone());
+    if (tag == kTensors || (tag == kOptionalTensors && !element.isNone())) {
+      tensors.push_back(element.toTensor());
+    }
+    if (tag == kMixed) {
+      if (element.isTensor() || element.isList()) {
+        return absl::UnimplementedError(
+            absl::StrCat("a value of type ", value.type()->str(), " cannot be sent"));
+      }
+      DG_RETURN_IF_ERROR(Encode(element, writer, tensors));
+    }
+  }
+  return absl::OkStatus();
+}
 
 absl::Status Encode(const c10::IValue& value, WireWriter& writer,
                     std::vector<at::Tensor>& tensors) {
@@ -58,39 +113,16 @@ absl::Status Encode(const c10::IValue& value, WireWriter& writer,
     writer.F64(value.toDouble());
   } else if (value.isComplexDouble()) {
     writer.U8(kComplex);
-    writer.F64(value.toComplexDouble().real());
-    writer.F64(value.toComplexDouble().imag());
+    EncodeComplex(value.toComplexDouble(), writer);
   } else if (value.isString()) {
-    const std::string& text = value.toStringRef();
     writer.U8(kString);
-    writer.U64(text.size());
-    writer.Raw(text.data(), text.size());
+    EncodeString(value.toStringRef(), writer);
   } else if (value.isDevice()) {
     writer.U8(kDevice);
     writer.U8(static_cast<uint8_t>(value.toDevice().type()));
     writer.U8(static_cast<uint8_t>(value.toDevice().index() + 1));
   } else if (value.isList()) {
-    const c10::ArrayRef<c10::IValue> list = value.toListRef();
-    const bool optional = value.isOptionalTensorList();
-    const Tag tag = value.isIntList()      ? kInts
-                    : value.isDoubleList() ? kDoubles
-                    : value.isBoolList()   ? kBools
-                    : value.isTensorList() ? kTensors
-                    : optional             ? kOptionalTensors
-                                           : kNone;
-    if (tag == kNone) {
-      return absl::UnimplementedError(
-          absl::StrCat("a value of type ", value.type()->str(), " cannot be sent"));
-    }
-    writer.U8(tag);
-    writer.U64(list.size());
-    for (const c10::IValue& element : list) {
-      if (tag == kInts) writer.I64(element.toInt());
-      if (tag == kDoubles) writer.F64(element.toDouble());
-      if (tag == kBools) writer.U8(element.toBool());
-      if (optional) writer.U8(!element.isNone());
-      if (element.isTensor()) tensors.push_back(element.toTensor());
-    }
+    return EncodeList(value, writer, tensors);
   } else {
     return absl::UnimplementedError(
         absl::StrCat("a value of type ", value.tagKind(), " cannot be sent"));
@@ -116,7 +148,7 @@ class Decoder {
     std::vector<c10::IValue> values;
     values.reserve(count);
     for (uint32_t i = 0; i < count; ++i) {
-      c10::IValue value = Value();
+      c10::IValue value = Value(reader_.U8());
       if (problem_ == nullptr && !reader_.ok()) problem_ = "it ends too early";
       if (problem_ != nullptr) {
         return absl::InvalidArgumentError(absl::StrCat("value ", i, ": ", problem_));
@@ -130,8 +162,8 @@ class Decoder {
   }
 
  private:
-  c10::IValue Value() {
-    switch (reader_.U8()) {
+  c10::IValue Value(uint8_t tag) {
+    switch (tag) {
       case kNone:
         return {};
       case kBool:
@@ -140,15 +172,10 @@ class Decoder {
         return reader_.I64();
       case kDouble:
         return reader_.F64();
-      case kComplex: {
-        const double real = reader_.F64();
-        return c10::complex<double>(real, reader_.F64());
-      }
-      case kString: {
-        std::string text(Length(1), '\0');
-        reader_.Raw(text.data(), text.size());
-        return text;
-      }
+      case kComplex:
+        return Complex();
+      case kString:
+        return String();
       case kDevice:
         return Device();
       case kTensor:
@@ -169,9 +196,32 @@ class Decoder {
           if (!Bool()) return std::nullopt;
           return Tensor();
         });
+      case kStrings:
+        return List<std::string>(Length(8), [this] { return String(); });
+      case kComplexes:
+        return List<c10::complex<double>>(Length(16), [this] { return Complex(); });
+      case kMixed: {
+        c10::impl::GenericList list(c10::AnyType::get());
+        for (size_t left = Length(1); left > 0 && problem_ == nullptr; --left) {
+          const uint8_t inner = reader_.U8();
+          list.push_back(inner <= kDevice ? Value(inner) : Fail("a list within a list"));
+        }
+        return list;
+      }
       default:
         return Fail("unknown tag");
     }
+  }
+
+  c10::complex<double> Complex() {
+    const double real = reader_.F64();
+    return {real, reader_.F64()};
+  }
+
+  std::string String() {
+    std::string text(Length(1), '\0');
+    reader_.Raw(text.data(), text.size());
+    return text;
   }
 
   // A length, of which there is enough left; else 0.

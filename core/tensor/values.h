@@ -1,8 +1,9 @@
 // The values that operators take and give, as a message and back.
 //
 // None, bool, int, double, complex, string, device, tensor (an undefined one too), and lists of
-// bool, int, double, tensor and optional tensor. A dtype, layout or memory format is an int,
-// as it is in c10::IValue. All else (generators, streams, tuples, dictionaries, objects) is
+// bool, int, double, complex, string, tensor and optional tensor, and of numbers of several types.
+// A dtype, layout or memory format is an int, and the name of a dimension a string, as they are in
+// c10::IValue. All else (generators, storages, streams, tuples, dictionaries, objects) is
 // kUnimplemented.
 //
 // All functions here are thread-safe.

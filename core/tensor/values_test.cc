@@ -80,11 +80,16 @@ TEST(Values, RoundTrip) {
   EXPECT_EQ(DecodeValues(*EncodeValues({}))->size(), 0);
 }
 
+c10::IValue ListOfLists() {
+  c10::impl::GenericList lists(c10::AnyType::get());
+  lists.push_back(std::vector<int64_t>{1});
+  return lists;
+}
+
 TEST(Values, WhatCannotBeSent) {
-  for (const c10::IValue& value :
-       {c10::IValue(at::make_generator<at::CPUGeneratorImpl>()),
-        c10::IValue(c10::ivalue::Tuple::create({1, 2})), c10::IValue(std::vector<std::string>{"a"}),
-        c10::IValue(at::zeros({1}).storage())}) {
+  for (const c10::IValue& value : {c10::IValue(at::make_generator<at::CPUGeneratorImpl>()),
+                                   c10::IValue(c10::ivalue::Tuple::create({1, 2})), ListOfLists(),
+                                   c10::IValue(at::zeros({1}).storage())}) {
     EXPECT_EQ(EncodeValues({1, value}).status().code(), absl::StatusCode::kUnimplemented)
         << value.tagKind();
   }

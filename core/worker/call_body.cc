@@ -31,7 +31,7 @@ absl::StatusOr<CallHeader> ReadHeader(WireReader& reader) {
 }  // namespace
 
 absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& message,
-                                      Packet* packet) {
+                                      Packet* packet, const DeviceMap& devices) {
   const size_t offset = packet->bytes.size();
   WireWriter writer(&packet->bytes);
   AppendCallModes(header.modes, writer);
@@ -39,7 +39,7 @@ absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& m
   writer.U64(header.edge);
   writer.U32(static_cast<uint32_t>(header.recorded.size()));
   for (uint32_t place : header.recorded) writer.U32(place);
-  DG_RETURN_IF_ERROR(AppendMessage(message, packet));
+  DG_RETURN_IF_ERROR(AppendMessage(message, packet, devices));
   return offset;
 }
 
@@ -54,12 +54,13 @@ absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset) {
   return ReadHeader(reader);
 }
 
-absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset) {
+absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset,
+                                        const MessageLimits& limits) {
   WireReader reader(absl::string_view(packet.bytes).substr(offset));
   DG_ASSIGN_OR_RETURN(const CallHeader header, ReadHeader(reader));
   SegmentReader segments(absl::MakeSpan(packet.segments));
   try {
-    DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments));
+    DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments, limits));
     for (uint32_t place : header.recorded) {
       if (place >= message.tensors.size() || !message.tensors[place].defined() ||
           !(message.tensors[place].is_floating_point() || message.tensors[place].is_complex())) {

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "core/base/ids.h"
 #include "core/rpc/packet.h"
+#include "core/tensor/device_map.h"
 #include "core/tensor/message.h"
 #include "core/worker/call_modes.h"
 
@@ -28,13 +29,14 @@ struct CallHeader {
 // Appends the body. `header.edge` may be filled in later with SetEdge(). Returns where the body
 // began.
 absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& message,
-                                      Packet* packet);
+                                      Packet* packet, const DeviceMap& devices);
 void SetEdge(size_t body_offset, EdgeId edge, Packet* packet);
 
 // The two parts of reading: the header is needed even where the message is refused or unwanted.
 // Each takes the packet and where its body begins; the second moves the segments out.
 absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset);
-absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset);
+absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset,
+                                        const MessageLimits& limits = {});
 
 }  // namespace distgrad
 

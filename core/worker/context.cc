@@ -20,6 +20,7 @@ void Context::Release() {
 }
 
 absl::Status Context::Backward(std::vector<at::Tensor> roots, BackwardOptions options) const {
+  if (!valid()) return absl::FailedPreconditionError("backward of no context");
   if (options.deadline == absl::InfinitePast()) options.deadline = owner_->DefaultDeadline();
   return owner_->engine()
       .Backward(record_, std::move(roots), std::move(options), /*run_here=*/true)
@@ -28,6 +29,7 @@ absl::Status Context::Backward(std::vector<at::Tensor> roots, BackwardOptions op
 }
 
 Future<Unit> Context::BackwardAsync(std::vector<at::Tensor> roots, BackwardOptions options) const {
+  if (!valid()) return Future<Unit>::Of(absl::FailedPreconditionError("backward of no context"));
   if (options.deadline == absl::InfinitePast()) options.deadline = owner_->DefaultDeadline();
   return owner_->engine().Backward(record_, std::move(roots), std::move(options),
                                    /*run_here=*/false);

@@ -1,15 +1,16 @@
 #include "core/worker/job.h"
 
+#include <random>
 #include <utility>
 
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "core/base/status.h"
 #include "core/rpc/environment.h"
 #include "core/rpc/inproc/inproc_transport.h"
+#include "core/rpc/start.h"
 #include "core/rpc/store/file_store.h"
+#include "core/rpc/store/in_process_store.h"
 #include "core/rpc/store/signed_store.h"
 #include "core/rpc/store/tcp_store.h"
 #include "core/rpc/tensorpipe/socket/cluster_key.h"
@@ -19,12 +20,12 @@
 namespace distgrad {
 namespace {
 
-constexpr int kMaxWorkers = 1 << 16;  // ids have 16 bits
-
 absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& options,
+                                                         const std::string& kind,
+                                                         const std::string& host,
                                                          const std::string& name,
                                                          const std::string& cluster_key) {
-  if (options.transport == "inproc") {
+  if (kind == "inproc") {
     if (options.network == nullptr) {
       return absl::InvalidArgumentError(
           "transport 'inproc' needs a network that the workers share");
@@ -32,78 +33,104 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
     return NewInprocTransport(options.network);
   }
   TensorPipeOptions tensorpipe;
-  tensorpipe.host = options.host;
+  tensorpipe.host = host;
   tensorpipe.name = name;
   tensorpipe.cluster_key = cluster_key;
-  if (options.transport == "socket")
+  tensorpipe.handshake_timeout = options.limits.handshake_timeout;
+  tensorpipe.max_unauthenticated = options.limits.unauthenticated;
+  tensorpipe.max_packet_bytes = options.limits.message_bytes;
+  // A sparse tensor has two, and a packet of the engine the gradients of several messages.
+  tensorpipe.max_segments = size_t{4} * options.limits.tensors_per_message;
+  if (kind == "socket")
     tensorpipe.kind = TensorPipeOptions::Kind::kSocket;
-  else if (options.transport == "tcp")
+  else if (kind == "tcp")
     tensorpipe.kind = TensorPipeOptions::Kind::kTcp;
-  else if (options.transport == "shm")
+  else if (kind == "shm")
     tensorpipe.kind = TensorPipeOptions::Kind::kShm;
   else {
-    return absl::InvalidArgumentError(absl::StrCat("there is no transport '", options.transport,
-                                                   "'; there are socket, tcp, shm and inproc"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("there is no transport '", kind, "'; there are socket, tcp, shm and inproc"));
   }
   return NewTensorPipeTransport(std::move(tensorpipe));
 }
 
-// "tcp://host:port"; "[::1]:port" for an IPv6 address.
-absl::StatusOr<std::shared_ptr<Store>> TcpStoreAt(absl::string_view address, bool serve,
-                                                  absl::Time deadline) {
-  const size_t colon = address.rfind(':');
-  uint32_t port = 0;
-  if (colon == 0 || colon == absl::string_view::npos ||
-      !absl::SimpleAtoi(address.substr(colon + 1), &port) || port == 0 || port > 65535) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rendezvous 'tcp://", address, "' is not tcp://host:port"));
+absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const std::string& cluster_key,
+                                                 absl::Time deadline) {
+  const RendezvousUrl& url = place.rendezvous;
+  switch (url.kind) {
+    case RendezvousUrl::Kind::kEnvironment:
+      return NewInProcessStore();  // for one worker alone
+    case RendezvousUrl::Kind::kFile:
+      return NewFileStore(url.path);
+    case RendezvousUrl::Kind::kTcp:
+      return NewTcpStore({.host = url.host,
+                          .port = url.port,
+                          .cluster_key = cluster_key,
+                          .of_launcher = place.launcher_serves,
+                          .is_server = place.serves_store,
+                          .bind_host = url.bind,
+                          .deadline = deadline});
   }
-  absl::string_view host = address.substr(0, colon);
-  if (absl::ConsumePrefix(&host, "[")) absl::ConsumeSuffix(&host, "]");
-  return NewTcpStore({.host = std::string(host),
-                      .port = static_cast<uint16_t>(port),
-                      .is_server = serve,
-                      .deadline = deadline});
+  return absl::InternalError("a rendezvous of no kind");
+}
+
+absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(const Place& place,
+                                                        std::shared_ptr<Store> store,
+                                                        absl::Time deadline) {
+  auto run = std::make_shared<PrefixStore>(absl::StrCat("run/", place.run, "/"), std::move(store));
+  const uint64_t nonce = (uint64_t{std::random_device()()} << 32) | std::random_device()();
+  DG_ASSIGN_OR_RETURN(const int64_t start,
+                      AgreeOnStart(*run, place.rank, place.world_size, nonce, deadline));
+  return std::make_shared<PrefixStore>(absl::StrCat(start, "/"), std::move(run));
+}
+
+// What the options say, or else the variable.
+std::string Chosen(const std::string& option, const char* variable, const char* otherwise) {
+  return option.empty() ? ProcessEnvironment(variable).value_or(otherwise) : option;
 }
 
 }  // namespace
 
 absl::StatusOr<Job> JoinJob(const WorkerOptions& options, absl::Time deadline) {
   DG_ASSIGN_OR_RETURN(const std::string cluster_key, LoadClusterKey(options.key_file));
-  Job job{.rank = options.rank, .world_size = options.world_size};
-  const bool by_environment = options.store == nullptr && options.rendezvous == "env://";
-  Environment environment;
-  if (by_environment || job.rank < 0 || job.world_size < 0) {
-    DG_ASSIGN_OR_RETURN(environment, ReadEnvironment());
-    if (job.rank < 0) job.rank = environment.rank;
-    if (job.world_size < 0) job.world_size = environment.world_size;
+  // Who joins later has no rank of the start; least of all the one that serves the store.
+  DG_ASSIGN_OR_RETURN(const Place place,
+                      FindPlace({.rank = options.join ? 1 : options.rank,
+                                 .world_size = options.join ? 2 : options.world_size,
+                                 .rendezvous = options.rendezvous,
+                                 .has_store = options.store != nullptr},
+                                &ProcessEnvironment));
+  Job job{.rank = place.rank,
+          .world_size = place.world_size,
+          .local_rank = place.local_rank,
+          .local_world_size = place.local_world_size,
+          .name = options.name,
+          .store = options.store};
+  if (job.name.empty()) job.name = place.name;
+  if (job.name.empty()) job.name = absl::StrCat("worker", job.rank);
+  if (job.store == nullptr) {
+    DG_ASSIGN_OR_RETURN(job.store, MakeStore(place, cluster_key, deadline));
+    job.serves_store = place.rendezvous.kind == RendezvousUrl::Kind::kTcp && place.serves_store;
   }
-  if (job.world_size < 1 || job.world_size > kMaxWorkers || job.rank >= job.world_size) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("there is no worker of rank ", job.rank, " in a job of ", job.world_size));
-  }
-  job.name = options.name.empty() ? absl::StrCat("worker", job.rank) : options.name;
-
-  absl::string_view rest = options.rendezvous;
-  if (options.store != nullptr) {
-    job.store = options.store;
-  } else if (by_environment) {
-    DG_ASSIGN_OR_RETURN(job.store,
-                        NewTcpStore({.host = environment.master_addr,
-                                     .port = environment.master_port,
-                                     .is_server = job.rank == 0 && !environment.agent_store,
-                                     .deadline = deadline}));
-  } else if (absl::ConsumePrefix(&rest, "tcp://")) {
-    DG_ASSIGN_OR_RETURN(job.store, TcpStoreAt(rest, job.rank == 0, deadline));
-  } else if (absl::ConsumePrefix(&rest, "file://")) {
-    DG_ASSIGN_OR_RETURN(job.store, NewFileStore(std::string(rest)));
-  } else {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rendezvous '", options.rendezvous,
-                     "' is none of env://, tcp://host:port and file:///path"));
-  }
+  // The signature is over the whole key: an entry of one job or start does not pass for one of
+  // another.
   if (!cluster_key.empty()) job.store = NewSignedStore(cluster_key, std::move(job.store));
-  DG_ASSIGN_OR_RETURN(job.transport, MakeTransport(options, job.name, cluster_key));
+  if (absl::StrContains(options.job, '/')) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the name of job '", options.job, "' must not have a '/'"));
+  }
+  if (!options.job.empty()) {
+    job.store =
+        std::make_shared<PrefixStore>(absl::StrCat("job/", options.job, "/"), std::move(job.store));
+  }
+  if (!place.run.empty()) {
+    DG_ASSIGN_OR_RETURN(job.store, StoreOfThisStart(place, std::move(job.store), deadline));
+  }
+  const std::string host = Chosen(options.host, "DISTGRAD_HOST", "127.0.0.1");
+  DG_ASSIGN_OR_RETURN(
+      job.transport,
+      MakeTransport(options, Chosen(options.transport, "DISTGRAD_TRANSPORT", "socket"), host,
+                    job.name, cluster_key));
   return job;
 }
 

@@ -18,8 +18,11 @@ struct WorkerOptions;
 struct Job {
   int rank = 0;
   int world_size = 1;
+  int local_rank = 0;
+  int local_world_size = 0;
   std::string name = {};  // of this worker
   std::shared_ptr<Store> store = nullptr;
+  bool serves_store = false;  // to the others
   std::unique_ptr<Transport> transport = nullptr;
 };
 

@@ -1,5 +1,8 @@
 // Workers with and without the cluster key.
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <fstream>
@@ -14,6 +17,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/rpc/store/in_process_store.h"
+#include "core/rpc/worker_info.h"
 #include "core/worker/worker.h"
 #include "gtest/gtest.h"
 
@@ -31,13 +35,13 @@ class TrustTest : public testing::Test {
 
   // One worker for each of the files; their statuses where that fails.
   std::vector<absl::Status> Start(const std::vector<std::string>& key_files) {
-    const std::shared_ptr<Store> store = NewInProcessStore();
+    store_ = NewInProcessStore();
     workers_.resize(key_files.size());
     std::vector<absl::Status> statuses(key_files.size());
     std::vector<std::thread> threads;
     for (size_t i = 0; i < key_files.size(); ++i) {
       threads.emplace_back([&, i] {
-        auto worker = Worker::Create({.store = store,
+        auto worker = Worker::Create({.store = store_,
                                       .rank = static_cast<int>(i),
                                       .world_size = static_cast<int>(key_files.size()),
                                       .key_file = key_files[i],
@@ -51,6 +55,7 @@ class TrustTest : public testing::Test {
     return statuses;
   }
 
+  std::shared_ptr<Store> store_;  // of the last Start()
   std::vector<std::unique_ptr<Worker>> workers_;
   int files_ = 0;
 };
@@ -101,6 +106,53 @@ TEST_F(TrustTest, AKeyThatCannotBeUsedIsAnError) {
     const absl::Status status = create(transport, KeyFile("a secret of the whole job"));
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
   }
+}
+
+// Connects to where a worker listens.
+int ConnectTo(const std::string& address) {
+  const std::string host_and_port = address.substr(address.find("://") + 3);
+  sockaddr_in in = {};
+  in.sin_family = AF_INET;
+  in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  in.sin_port = htons(std::stoi(host_and_port.substr(host_and_port.find(':') + 1)));
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&in), sizeof(in)), 0);
+  return fd;
+}
+
+// What core/rpc/tensorpipe/socket/hostile_client_test.cc does to a listener, done to a worker
+// that others call meanwhile.
+TEST_F(TrustTest, AWorkerServesWhileStrangersKnock) {
+  const std::string key = KeyFile("a secret of the whole job");
+  for (const absl::Status& status : Start({key, key})) ASSERT_TRUE(status.ok()) << status;
+  ASSERT_TRUE(workers_[1]
+                  ->Register("echo",
+                             [](Request& request) -> absl::StatusOr<Message> {
+                               return std::move(request.message);
+                             })
+                  .ok());
+  // The entry in the store has a signature behind it.
+  std::string entry = store_->Get("worker/1", absl::InfinitePast()).value();
+  entry.resize(entry.size() - 32);
+  const auto worker = DecodeWorkerInfo(entry, 1);
+  ASSERT_TRUE(worker.ok()) << worker.status();
+
+  const std::string greetings[] = {"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+                                   std::string(16, '\0'),  // enough for TensorPipe's own listener
+                                   std::string(8, '\xff') + "huge", "distgrad half a hello"};
+  std::vector<int> idle;
+  for (int i = 0; i < 300; ++i) idle.push_back(ConnectTo(worker->address));
+  for (int round = 0; round < 50; ++round) {
+    for (const std::string& greeting : greetings) {
+      const int fd = ConnectTo(worker->address);
+      send(fd, greeting.data(), greeting.size(), MSG_NOSIGNAL);
+      close(fd);
+    }
+    const auto reply = workers_[0]->Call("worker1", "echo", Message{"still there", {}});
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    EXPECT_EQ(reply->payload, "still there");
+  }
+  for (const int fd : idle) close(fd);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,38 +28,67 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "core/autograd/snapshot.h"
+#include "core/base/cancellation.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/rpc/inproc/inproc_transport.h"
+#include "core/rpc/limits.h"
 #include "core/rpc/store.h"
+#include "core/tensor/device_map.h"
 #include "core/tensor/message.h"
 #include "core/worker/context.h"
+#include "core/worker/metrics.h"
 
 namespace distgrad {
 
+// Which operators ("aten::...") the other workers may call here; see docs/security.md.
+enum class ServeOperators {
+  kNone,
+  // Those of libtorch's own that only compute: no file, no setting of the process, no operator
+  // that trusts its arguments unchecked. See core/tensor/operator_policy.h.
+  kPure,
+  // All that are registered in this process.
+  kAll,
+};
+
 struct WorkerOptions {
-  // Unique in the job. Default: "worker<rank>".
+  // Unique in the job. Default: DISTGRAD_NAME, or "worker<rank>".
   std::string name = {};
 
-  // How the workers find each other:
-  //   "env://"            MASTER_ADDR and MASTER_PORT (and RANK, WORLD_SIZE), as launchers set them
+  // How the workers find each other; docs/launching.md:
+  //   "env://"            as DISTGRAD_RENDEZVOUS says, or the launcher: torchrun, Slurm, Open MPI,
+  //                       Kubernetes' training operators, whoever sets MASTER_ADDR and
+  //                       MASTER_PORT; where nobody says anything, one worker alone
   //   "tcp://host:port"   worker 0 serves a store there
   //   "file:///path"      a file that all workers see; it must not be there from an earlier job
+  // with "?rank=1&world_size=2" where these are not given below.
   std::string rendezvous = "env://";
   // Used instead of `rendezvous`: workers of one process share an in-process store.
   std::shared_ptr<Store> store = nullptr;
 
-  // -1: from RANK and WORLD_SIZE in the environment.
+  // Several jobs can share one store: each by a name of its own, with no '/' in it.
+  std::string job = {};
+
+  // Joins a job that runs already, as one more worker: the store gives its id, and `rank` and
+  // `world_size` are not looked at. See docs/membership.md.
+  bool join = false;
+  // Of all that ever join. A worker neither joins as one more nor knows of more.
+  int max_workers = 4096;
+
+  // -1: as the rendezvous or the launcher says.
   int rank = -1;
   int world_size = -1;
 
   // "socket" (Unix-domain sockets within a machine, TCP between machines), TensorPipe's own "tcp"
   // (any machine; strangers can end the process) and "shm" (this machine; keeps a core busy), or
   // "inproc" (this process; give the network that its workers share).
-  std::string transport = "socket";
-  // What this worker listens on, for "socket" and "tcp".
-  std::string host = "127.0.0.1";
+  // "": DISTGRAD_TRANSPORT, or "socket".
+  std::string transport = {};
+  // What this worker listens on, for "socket" and "tcp", and the others connect to: an address, a
+  // name, or an interface ("eth0") of this machine. "": DISTGRAD_HOST, or "127.0.0.1".
+  std::string host = {};
   std::shared_ptr<InprocNetwork> network = nullptr;
 
   // A file with the secret that all workers of the job share, at least 16 bytes; "": what
@@ -75,9 +105,20 @@ struct WorkerOptions {
   absl::Duration timeout = absl::Minutes(1);
   // For all workers to join.
   absl::Duration join_timeout = absl::Minutes(1);
+  // A peer of which nothing is heard for so long is lost, though its connection stands: it was
+  // stopped, or its cable was cut. One that has nothing to say is asked for a sign of life before.
+  // At least 100 ms; InfiniteDuration() for never (in a debugger, for instance).
+  absl::Duration heartbeat_limit = absl::Seconds(20);
 
-  // Whether the others may call operators ("aten::...") here.
-  bool serve_operators = true;
+  ServeOperators serve_operators = ServeOperators::kPure;
+
+  Limits limits = {};
+
+  // By the name of a peer: which of our devices goes with which of its. A tensor on ours that is
+  // sent to it arrives on its; replies and gradients go the way back. One to one, and known to both
+  // ends as soon as one of them says so; where both do they must agree. A tensor of an accelerator
+  // that has no place in the map cannot be sent. The CPU always goes with the CPU.
+  std::map<std::string, DevicePairs> device_maps = {};
 };
 
 struct CallOptions {
@@ -86,6 +127,26 @@ struct CallOptions {
   // The call fails with kDeadlineExceeded if it is not answered by then. Default: now plus
   // WorkerOptions::timeout.
   absl::Time deadline = absl::InfinitePast();
+  // Cancels the call too. Null: nothing does but the future's Cancel().
+  std::shared_ptr<Cancellation> cancellation = nullptr;
+};
+
+// A worker by its name or its id. For parameters: it does not keep the name.
+class WorkerRef {
+ public:
+  WorkerRef(absl::string_view name) : name_(name) {}   // NOLINT: implicit
+  WorkerRef(const std::string& name) : name_(name) {}  // NOLINT: implicit
+  WorkerRef(const char* name) : name_(name) {}         // NOLINT: implicit
+  WorkerRef(int id) : by_id_(true), id_(id) {}         // NOLINT: implicit
+
+  bool by_id() const { return by_id_; }
+  int id() const { return id_; }
+  absl::string_view name() const { return name_; }
+
+ private:
+  bool by_id_ = false;
+  int id_ = 0;
+  absl::string_view name_;
 };
 
 // What a handler gets.
@@ -97,10 +158,16 @@ struct Request {
   Context context;
   // The caller waits no longer than this.
   absl::Time deadline;
+  // Cancelled as soon as nobody waits for the answer: the caller has cancelled the call, given up
+  // by its deadline, or is gone.
+  std::shared_ptr<Cancellation> cancellation;
 
-  // For calls that the handler makes in turn: within the same context and deadline.
+  // For calls that the handler makes in turn: within the same context and deadline, and cancelled
+  // with this one.
   CallOptions Nested() const {
-    return {.context = context.valid() ? &context : nullptr, .deadline = deadline};
+    return {.context = context.valid() ? &context : nullptr,
+            .deadline = deadline,
+            .cancellation = cancellation};
   }
 };
 
@@ -110,6 +177,10 @@ class Worker {
   // Runs on the worker's pool, several at once; may block, make calls, and throw. The caller gets
   // the error with its code.
   using Handler = std::function<absl::StatusOr<Message>(Request&)>;
+  // The same, but the answer may come after the handler has returned, and from any thread; no
+  // thread is held meanwhile. The request lives until then. If the caller waits no longer, the
+  // future is cancelled.
+  using AsyncHandler = std::function<Future<Message>(Request&)>;
 
   // Joins the job. Waits until all its workers have.
   static absl::StatusOr<std::unique_ptr<Worker>> Create(WorkerOptions options);
@@ -121,44 +192,74 @@ class Worker {
 
   WorkerId id() const;
   const std::string& name() const;
+  // The members that this worker knows of, by id: those of the start, and of those who joined later
+  // whom it has heard of; without those who have left. WaitForAll() and UpdateMembers() look in the
+  // store for all.
   int world_size() const;
-  // The names of all workers, by id.
   std::vector<std::string> names() const;
+  // Waits for the store.
+  absl::Status UpdateMembers();
+  // Its number among the workers of its machine, and how many these are, as the launcher says:
+  // to choose a device by. 0 and 0 where it says nothing.
+  int local_rank() const;
+  int local_world_size() const;
 
   // Lets all workers call `function`. kAlreadyExists if it is registered, kInvalidArgument if the
   // name is empty, too long, or an operator's. Calls that come before it are refused, so register
   // before the others may call: for instance, before a WaitForAll().
   absl::Status Register(std::string function, Handler handler);
+  absl::Status RegisterAsync(std::string function, AsyncHandler handler);
 
-  // Calls a function of the worker with that name (itself, too), and waits for the reply.
+  // Calls a function of that worker (itself, too), and waits for the reply.
   //
   // Inside a context, gradients will flow back through the tensors that require grad, both ways;
   // tensors of the reply that depend on them, or on parameters over there, require grad.
   //
   // Large tensors are sent from where they are: don't write to them before the reply has come.
-  absl::StatusOr<Message> Call(absl::string_view to, absl::string_view function, Message message,
+  //
+  // Future::Cancel() ends the call at once, with kCancelled, and its handler can see it. Where
+  // Limits::bytes_per_peer wait to be sent, Call() waits for room and CallAsync(), which never
+  // waits, fails with kResourceExhausted.
+  absl::StatusOr<Message> Call(WorkerRef to, absl::string_view function, Message message,
                                CallOptions options = {});
-  Future<Message> CallAsync(absl::string_view to, absl::string_view function, Message message,
+  Future<Message> CallAsync(WorkerRef to, absl::string_view function, Message message,
                             CallOptions options = {});
+
+  // The same on several workers, at once and with one message, which is encoded only once. A result
+  // for each, in their order.
+  std::vector<absl::StatusOr<Message>> CallEach(absl::Span<const WorkerRef> to,
+                                                absl::string_view function, const Message& message,
+                                                CallOptions options = {});
 
   // The same for any operator by its schema's name, "aten::add.Tensor" for instance. Missing
   // trailing arguments get their defaults.
-  absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view to, absl::string_view op,
+  absl::StatusOr<std::vector<c10::IValue>> CallOperator(WorkerRef to, absl::string_view op,
                                                         std::vector<c10::IValue> arguments,
                                                         CallOptions options = {});
 
   // A new context, of which this worker is the origin.
   Context NewContext();
 
-  // Waits until every worker has called it as often as this one.
+  // Waits until every worker has called it as often as this one. Who leaves meanwhile is not
+  // waited for, nor who joined or came back after the first of them called it.
   absl::Status WaitForAll(absl::Time deadline);
 
-  // Leaves in good order: waits until every worker of the job has called this, so that nobody's
-  // call finds us gone. Then the worker can be destroyed.
+  // Ends the job in good order: waits until every worker has called this, so that nobody's call
+  // finds us gone. Then the worker can be destroyed.
   absl::Status Leave(absl::Time deadline);
+
+  // Leaves in good order while the job goes on. New calls are refused from now on with
+  // kUnavailable, and the others know that we are no member any more; calls under way and contexts
+  // that this worker takes part in are waited for until they are over, or until the deadline, which
+  // is an error that counts them. Then the worker can be destroyed. Once; not for the worker that
+  // serves the store.
+  absl::Status LeaveAlone(absl::Time deadline);
 
   // How many contexts this worker knows of.
   size_t context_count() const;
+
+  // Calls, bytes, errors, times and passes so far. ToPrometheus() writes it as text.
+  WorkerMetrics Metrics() const;
 
   // What it holds of them, and the passes that run on it at this moment, with what they wait for.
   // Not from a callback of Context::BackwardAsync.

@@ -121,7 +121,9 @@ TEST_P(WorkerTest, ADeadlineShrinksThroughNestedCallsAndFiresThoughThePoolIsBloc
           .Call("worker0", "relay", {}, {.deadline = absl::Now() + absl::Milliseconds(100)})
           .status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-  EXPECT_EQ(*nested_code.Wait(), absl::StatusCode::kDeadlineExceeded);
+  // By its own deadline, or by the word that the caller has given up at the same deadline.
+  EXPECT_TRUE(*nested_code.Wait() == absl::StatusCode::kDeadlineExceeded ||
+              *nested_code.Wait() == absl::StatusCode::kCancelled);
   release.Set(Unit());
   EXPECT_EQ(worker(0)
                 .Call("worker1", "block", {}, {.deadline = absl::Now() - absl::Seconds(1)})

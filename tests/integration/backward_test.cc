@@ -171,6 +171,22 @@ TEST_P(BackwardTest, UnusedResultsDoNotHang) {
   ExpectGradient(context, y, {});
 }
 
+// One branch of a diamond is not used; and what a worker sends that received nothing.
+TEST_P(BackwardTest, AnUnusedBranchAndAWorkerThatOnlySends) {
+  Start(4);
+  at::Tensor x = Leaf({2, 3}, 1), y = Leaf({2, 3}, 2);
+  Context context = worker(0).NewContext();
+  const CallOptions in{.context = &context};
+  at::Tensor used = Unwrap(worker(0).Call("worker1", "relay", {"2", {x}}, in));
+  Unwrap(worker(0).Call("worker3", "relay", {"2", {y}}, in));
+  EXPECT_TRUE(
+      Unwrap(worker(0).Call("worker3", "mm", {"", {at::ones({2, 3})}}, in)).requires_grad());
+  const absl::Status done = context.Backward({used.sum()});
+  ASSERT_TRUE(done.ok()) << done;
+  ExpectGradient(context, x, Reference(Local(x, "12").sum(), {x})[0]);
+  ExpectGradient(context, y, {});
+}
+
 TEST_P(BackwardTest, Diamond) {
   Start(3);
   at::Tensor x = Leaf({2, 3}, 1);
@@ -229,6 +245,26 @@ TEST_P(BackwardTest, BadRootsAreRefused) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
   context.Release();
   EXPECT_EQ(context.Backward({x.sum()}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Context().Backward({x.sum()}).code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_P(BackwardTest, RootsOfSeveralTypes) {
+  Start(2);
+  at::Tensor x = Leaf({2, 3}, 1);
+  Context context = worker(0).NewContext();
+  at::Tensor y = Unwrap(worker(0).Call("worker1", "mm", {"", {x}}, {.context = &context}));
+  const auto roots = [&](const at::Tensor& y) {
+    return std::vector<at::Tensor>{y.to(at::kDouble).sum(), y.to(at::kBFloat16).sum(),
+                                   at::complex(y, y).sum(), y.sum().reshape({1, 1})};
+  };
+  const absl::Status done = context.Backward(roots(y));
+  ASSERT_TRUE(done.ok()) << done;
+  const std::vector<at::Tensor> want_roots = roots(x.mm(parameters_[1]));
+  std::vector<at::Tensor> ones;
+  for (const at::Tensor& root : want_roots) ones.push_back(at::ones_like(root));
+  const at::Tensor want = torch::autograd::grad(want_roots, {x}, ones)[0];
+  EXPECT_TRUE(context.Gradient(x)->allclose(want));
+  EXPECT_FALSE(context.Gradient(x)->requires_grad()) << "gradients of gradients are not recorded";
 }
 
 struct Throws : torch::autograd::Function<Throws> {

@@ -131,6 +131,36 @@ TEST(OptimizerStepTest, StepsAtOnce) {
   EXPECT_TRUE(w.equal(at::full({64, 64}, -300.0)));
 }
 
+// Two optimizers of one worker, and one of another, share a parameter.
+TEST(OptimizerStepTest, StepsOfOptimizersThatShareAParameter) {
+  Team team(2);
+  const at::Tensor w = at::zeros({64, 64}).set_requires_grad(true);
+  const auto make = [&](int worker, const char* name) {
+    return std::make_unique<Optimizer>(&team[worker],
+                                       std::make_unique<torch::optim::SGD>(Tensors{w}, 1.0), name);
+  };
+  const auto a0 = make(0, "a"), a1 = make(1, "a"), b0 = make(0, "b"), b1 = make(1, "b");
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 25; ++i) {
+        // Both workers have a gradient of it, and so a step of each is two.
+        Context context = team[t % 2].NewContext();
+        const at::Tensor y =
+            team.Run(t % 2, 1 - t % 2, context,
+                     [&](Tensors, Request&) { return Tensors{(w * 2).sum()}; }, {})[0];
+        const absl::Status done = context.Backward({y + w.sum()});
+        EXPECT_TRUE(done.ok()) << done;
+        const absl::Status stepped = (t < 2 ? a0 : b1)->Step(context);
+        EXPECT_TRUE(stepped.ok()) << stepped;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(w.equal(at::full({64, 64}, -300.0)));
+  EXPECT_FALSE(w.grad().defined());
+}
+
 TEST(OptimizerStepTest, Errors) {
   Team team(2);
   const at::Tensor w = Leaf({2}, 1), v = Leaf({2}, 2);

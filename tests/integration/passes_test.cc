@@ -155,6 +155,29 @@ TEST_P(PassesTest, InitiatorsOnSeveralWorkers) {
   team().AwaitQuiet(0);
 }
 
+// Two send nodes of one worker, each of which waits until the other runs.
+TEST_P(PassesTest, SendNodesRunInParallel) {
+  Start(2);
+  Context context = team()[0].NewContext();
+  absl::Notification running[2];
+  at::Tensor sum;
+  for (int i = 0; i < 2; ++i) {
+    const at::Tensor y = team().Run(0, 1, context,
+                                    [&, i](Tensors in, Request& r) {
+                                      in[0].register_hook([&, i](const at::Tensor&) {
+                                        running[i].Notify();
+                                        running[1 - i].WaitForNotification();
+                                      });
+                                      return Sin(in, r);
+                                    },
+                                    {x_})[0];
+    sum = i == 0 ? y : sum + y;
+  }
+  const absl::Status done = context.Backward({sum.sum()});
+  EXPECT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(GradientOf(context, x_).allclose(x_.cos() * 2));
+}
+
 // ------------------------------------------------------------- Calls and replies meanwhile
 
 // The root has nothing to do with the chain, whose end nobody uses: its workers hear of the pass
@@ -379,23 +402,26 @@ TEST_P(PassesTest, AThrowDoesNotWaitForOtherNodes) {
   go.Notify();
 }
 
+// Which edges of which workers: also of those with whom the initiator exchanged nothing.
 TEST_P(PassesTest, PastItsDeadlineItSaysWhatIsMissing) {
-  Start(3);
+  Start(4);
   Context context = team()[0].NewContext();
-  absl::Notification& go = go_;
-  const at::Tensor y =
-      team().Run(0, 1, context,
-                 [&](Tensors in, Request& r) {
-                   in[0].register_hook([&](const at::Tensor&) { go.WaitForNotification(); });
-                   return Sin(in, r);
-                 },
-                 {x_})[0];
-  const absl::Status status =
-      context.Backward({y.sum()}, {.deadline = absl::Now() + absl::Milliseconds(30)});
+  const at::Tensor y = team().Run(0, 1, context, Along(team(), "132", HeldOnWorker2()), {x_})[0];
+  Future<Unit> done =
+      context.BackwardAsync({y.sum()}, {.deadline = absl::Now() + absl::Milliseconds(500)});
+  blocked_.WaitForNotification();
+  const absl::Status status = done.Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-  ExpectError(status, {"gradients of 1 edge(s) to worker 'worker1' (1)"});
-  go.Notify();
+  const auto awaits = [](WorkerId of, WorkerId peer) {
+    return absl::StrCat("by worker 'worker", of, "' (", of,
+                        "): the gradients of 1 edge(s) to worker 'worker", peer, "' (", peer, ") (",
+                        MakeId(of, 1), ")");
+  };
+  ExpectError(status, {awaits(0, 1), awaits(1, 3), awaits(3, 2),
+                       "by worker 'worker2' (2): nodes that run"});
+  // All have dropped it, though the node still runs.
   team().AwaitQuiet(1);
+  go_.Notify();
 }
 
 TEST_P(PassesTest, TheSnapshotShowsWhatIsAwaited) {
@@ -556,6 +582,7 @@ class Faults : public FaultInjector {
  public:
   Action OnSend(const std::string& from, const std::string& to, Packet&) override {
     absl::MutexLock lock(&mu_);
+    ++sent_;
     last_ = {from, to};
     if (std::exchange(cut_, false)) return Action::kCut;
     return held_.count({from, to}) > 0 ? Action::kHold : Action::kDeliver;
@@ -573,6 +600,10 @@ class Faults : public FaultInjector {
     absl::MutexLock lock(&mu_);
     held_.clear();
   }
+  int sent() const {
+    absl::MutexLock lock(&mu_);
+    return sent_;
+  }
   std::pair<std::string, std::string> last() const {
     absl::MutexLock lock(&mu_);
     return last_;
@@ -581,6 +612,7 @@ class Faults : public FaultInjector {
  private:
   mutable absl::Mutex mu_;
   bool cut_ ABSL_GUARDED_BY(mu_) = false;
+  int sent_ ABSL_GUARDED_BY(mu_) = 0;
   std::set<std::pair<std::string, std::string>> held_ ABSL_GUARDED_BY(mu_);
   std::pair<std::string, std::string> last_ ABSL_GUARDED_BY(mu_);  // who sent to whom
 };
@@ -599,12 +631,13 @@ class PacketsTest : public ::testing::Test {
 TEST_F(PacketsTest, AReplyToAWorkerThatIsDoneWithThePass) {
   const at::Tensor p = Leaf({2, 3}, 2), q = Leaf({2, 3}, 3);
   Context context = team_[0].NewContext();
-  absl::Notification go;
+  absl::Notification begun, go;
   Future<Message> late;
   const at::Tensor y = team_.Run(0, 1, context,
                                  [&](Tensors in, Request& r) {
                                    late = team_.Start(1, 2, r.Nested(),
                                                       [&](Tensors, Request&) {
+                                                        begun.Notify();
                                                         go.WaitForNotification();
                                                         return Tensors{p * 2};
                                                       },
@@ -612,6 +645,8 @@ TEST_F(PacketsTest, AReplyToAWorkerThatIsDoneWithThePass) {
                                    return Sin(in, r);
                                  },
                                  {x_})[0];
+  // So that the last packet there is the one from worker 0.
+  begun.WaitForNotification();
   std::pair<std::string, std::string> to_worker2;
   const at::Tensor z = team_.Run(0, 2, context,
                                  [&](Tensors, Request&) {
@@ -643,6 +678,75 @@ TEST_F(PacketsTest, AReplyToAWorkerThatIsDoneWithThePass) {
   EXPECT_TRUE(team_.Gradient(2, context, q).equal(at::full_like(q, 3)));
   EXPECT_FALSE(team_.Gradient(2, context, p).defined());
   team_.AwaitQuiet(1);
+}
+
+// A worker that says nothing is named, and waited for not long.
+TEST_F(PacketsTest, PastItsDeadlineASilentWorkerIsNamed) {
+  Context context = team_[0].NewContext();
+  std::pair<std::string, std::string> there;
+  const at::Tensor y = team_.Run(0, 1, context,
+                                 [&](Tensors in, Request& r) {
+                                   there = faults_->last();
+                                   return Sin(in, r);
+                                 },
+                                 {x_})[0];
+  faults_->Hold({there.second, there.first});
+  const absl::Status status =
+      context.Backward({y.sum()}, {.deadline = absl::Now() + absl::Milliseconds(30)});
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  ExpectError(status, {"by worker 'worker0' (0): the gradients of 1 edge(s) to worker 'worker1'",
+                       "worker 'worker1' (1) does not say what"});
+  faults_->Let();
+  team_.cluster().network().ReleaseHeld();
+  team_.AwaitQuiet(1);
+}
+
+// All three know each other: the origin tells two, and each of those the other.
+TEST_F(PacketsTest, AReleaseIsRelayedOnce) {
+  Context context = team_[0].NewContext();
+  team_.Run(0, 1, context, Along(team_, "12"), {x_});
+  team_.Run(0, 2, context, Along(team_, "20"), {x_});
+  const int before = faults_->sent();
+  context.Release();
+  EXPECT_TRUE(Eventually([&] { return faults_->sent() >= before + 4; }));
+  context.Release();
+  team_.AwaitQuiet(0);
+  EXPECT_EQ(faults_->sent(), before + 4);
+}
+
+// A call that is on its way when the context is released elsewhere.
+TEST_F(PacketsTest, ALateMessageBringsNoContextBack) {
+  Context context = team_[0].NewContext();
+  team_.Run(0, 1, context, Sin, {x_});
+  std::pair<std::string, std::string> from2to1;
+  team_.Run(0, 2, context,
+            [&](Tensors in, Request& r) {
+              return team_.Try(
+                  2, 1, r.Nested(),
+                  [&](Tensors in, Request& r) {
+                    from2to1 = faults_->last();
+                    return Sin(in, r);
+                  },
+                  std::move(in));
+            },
+            {x_});
+  faults_->Hold(from2to1);
+  Future<Message> late;
+  team_.Run(0, 2, context,
+            [&](Tensors in, Request& r) {
+              late = team_.Start(2, 1, r.Nested(), Sin, std::move(in));
+              return Tensors{};
+            },
+            {x_});
+  context.Release();
+  EXPECT_TRUE(Eventually([&] { return team_[2].context_count() == 0; }));
+  // Worker 1 hears of it from the origin: what worker 2 says is held, with the call before it.
+  EXPECT_TRUE(Eventually([&] { return team_[1].context_count() == 0; }));
+  faults_->Let();
+  team_.cluster().network().ReleaseHeld();
+  EXPECT_EQ(late.Wait().status().code(), absl::StatusCode::kFailedPrecondition)
+      << late.Wait().status();
+  team_.AwaitQuiet(0);
 }
 
 TEST_F(PacketsTest, ALostPacketIsAnErrorAndNoHang) {

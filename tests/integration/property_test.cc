@@ -138,7 +138,11 @@ class Frame {
       };
       switch (s.kind) {
         case Step::kOp:
-          if (!values.empty()) values.push_back(Apply(s.c, value(s.a), value(s.b)));
+          if (!values.empty()) {
+            at::Tensor a = value(s.a);
+            if (s.c == kBrokenOp && Broken()) a = a * 2;
+            values.push_back(Apply(s.c, a, value(s.b)));
+          }
           break;
         case Step::kParameter:
           values.push_back(Parameter(s.a % kParameters));
@@ -179,6 +183,11 @@ class Frame {
     return out;
   }
 
+ protected:
+  // Whether the run is to be wrong, so that it can be seen that it is found out.
+  static constexpr int kBrokenOp = 2;
+  virtual bool Broken() { return false; }
+
  private:
   static at::Tensor Apply(int op, const at::Tensor& a, const at::Tensor& b) {
     switch (op) {
@@ -203,6 +212,7 @@ struct State {
   std::vector<Tensors> parameters;  // by worker
   std::vector<Tensors> kept = std::vector<Tensors>(kWorkers);
   std::map<std::pair<int, int>, at::Tensor> gradients;  // by worker and parameter
+  bool broken = false;
 
   absl::Mutex mu;
   absl::Status status ABSL_GUARDED_BY(mu);  // the first error
@@ -269,6 +279,8 @@ class DistributedFrame : public Frame {
   }
   at::Tensor Parameter(int i) override { return run_.parameters[worker_.id()][i]; }
   Tensors& Kept() override { return run_.kept[worker_.id()]; }
+  // On a worker that was called.
+  bool Broken() override { return run_.broken && worker_.id() != 0; }
   void Backward(const Tensors& roots, bool retain_graph) override {
     const absl::Status done = options_.context->Backward(
         roots, {.retain_graph = retain_graph, .deadline = options_.deadline});
@@ -393,6 +405,7 @@ class PropertyTest : public ::testing::Test {
     auto run = std::make_unique<std::pair<Steps, State>>();
     run->first = program;
     run->second.parameters = parameters_;
+    run->second.broken = broken_;
     std::string wrong = Check(run->first, patience, run->second);
     // Some of it may still be under way.
     absl::MutexLock lock(&mu_);
@@ -435,40 +448,57 @@ class PropertyTest : public ::testing::Test {
     return "";
   }
 
-  // Drops steps for as long as the program fails.
+  // Makes the program smaller for as long as it fails.
   Steps Shrink(Steps program) {
-    bool shrunk = true;
-    while (shrunk) {
+    for (bool shrunk = true; shrunk;) {
       shrunk = false;
-      std::vector<std::vector<size_t>> paths;
-      Paths(program, {}, &paths);
-      for (const auto& path : paths) {
-        Steps smaller = program;
-        Steps* list = &smaller;
-        for (size_t i = 0; i + 1 < path.size(); ++i) list = &(*list)[path[i]].body;
-        list->erase(list->begin() + static_cast<ptrdiff_t>(path.back()));
-        if (Check(smaller, absl::Seconds(2)).empty()) continue;
-        program = std::move(smaller);
+      std::vector<Steps> smaller = Smaller(program);
+      for (size_t i = 0; i < smaller.size();) {
+        if (Check(smaller[i], absl::Seconds(2)).empty()) {
+          ++i;
+          continue;
+        }
+        program = std::move(smaller[i]);
+        smaller = Smaller(program);
         shrunk = true;
-        break;
       }
     }
     return program;
   }
-  static void Paths(const Steps& steps, std::vector<size_t> prefix,
-                    std::vector<std::vector<size_t>>* paths) {
+  // All programs with one step less; then those with one value less that is passed on; then those
+  // in which one number is 0, since most say which of the values there are is meant.
+  static std::vector<Steps> Smaller(const Steps& steps) {
+    std::vector<Steps> smaller, fewer, simpler;
     for (size_t i = 0; i < steps.size(); ++i) {
-      prefix.push_back(i);
-      paths->push_back(prefix);
-      Paths(steps[i].body, prefix, paths);
-      prefix.pop_back();
+      const auto with = [&](auto change) {
+        Steps changed = steps;
+        change(changed[i]);
+        return changed;
+      };
+      smaller.push_back(steps);
+      smaller.back().erase(smaller.back().begin() + static_cast<ptrdiff_t>(i));
+      for (const auto list : {&Step::arguments, &Step::results}) {
+        for (size_t k = 0; k < (steps[i].*list).size(); ++k) {
+          fewer.push_back(with(
+              [&](Step& s) { (s.*list).erase((s.*list).begin() + static_cast<ptrdiff_t>(k)); }));
+          if ((steps[i].*list)[k] != 0) simpler.push_back(with([&](Step& s) { (s.*list)[k] = 0; }));
+        }
+      }
+      for (const auto number : {&Step::a, &Step::b}) {
+        if (steps[i].*number != 0) simpler.push_back(with([&](Step& s) { s.*number = 0; }));
+      }
+      for (Steps& body : Smaller(steps[i].body))
+        fewer.push_back(with([&](Step& s) { s.body = std::move(body); }));
     }
+    for (auto* more : {&fewer, &simpler}) smaller.insert(smaller.end(), more->begin(), more->end());
+    return smaller;
   }
 
   std::shared_ptr<Delays> faults_;
   std::unique_ptr<Cluster> cluster_;
   std::thread releaser_;
   std::vector<Tensors> parameters_;
+  bool broken_ = false;
   absl::Mutex mu_;
   std::vector<std::unique_ptr<std::pair<Steps, State>>> failed_ ABSL_GUARDED_BY(mu_);
 };
@@ -482,6 +512,30 @@ TEST_F(PropertyTest, GradientsAreThoseOfOneProcess) {
     FAIL() << "seed " << seed << ": " << wrong << "\nthe smallest part that fails:\n"
            << Text(small) << Check(small, absl::Seconds(2));
   }
+}
+
+int CountSteps(const Steps& steps) {
+  int count = 0;
+  for (const Step& step : steps) count += 1 + CountSteps(step.body);
+  return count;
+}
+
+// If one operator is wrong on workers that are called, a program finds out, and what is left of it
+// is a call of that operator, what it needs, and a backward.
+TEST_F(PropertyTest, AnErrorIsFoundAndShrunk) {
+  broken_ = true;
+  int found = 0;
+  for (uint64_t seed = first_seed; found < 3 && seed < first_seed + 200; ++seed) {
+    const Steps program = Generator(seed).Main();
+    if (Check(program, absl::Seconds(30)).empty()) continue;
+    ++found;
+    const Steps small = Shrink(program);
+    EXPECT_FALSE(Check(small, absl::Seconds(30)).empty()) << Text(small);
+    EXPECT_LE(CountSteps(small), 12) << "seed " << seed << ", of " << CountSteps(program) << ":\n"
+                                     << Text(small);
+    EXPECT_NE(Text(small).find("call"), std::string::npos) << Text(small);
+  }
+  EXPECT_EQ(found, 3);
 }
 
 // The same programs in several contexts at once, which share workers and parameters.

@@ -54,6 +54,16 @@ std::string ChildProcess::ReadLine() {
 
 void ChildProcess::Signal(int signal) { kill(pid_, signal); }
 
+void ChildProcess::Stop() {
+  Signal(SIGSTOP);
+  int status = 0;
+  pid_t stopped;
+  do {
+    stopped = waitpid(pid_, &status, WUNTRACED);
+  } while (stopped < 0 && errno == EINTR);
+  DG_CHECK(stopped == pid_ && WIFSTOPPED(status)) << "it ended, or cannot be waited for";
+}
+
 int ChildProcess::Wait() {
   int status = 0;
   pid_t ended;

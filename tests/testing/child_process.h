@@ -29,6 +29,9 @@ class ChildProcess {
 
   void Signal(int signal);
 
+  // SIGSTOP, and waits until it has stopped. SIGCONT lets it go on.
+  void Stop();
+
   // Waits for its end; its exit code, or minus the signal that killed it.
   int Wait();
 

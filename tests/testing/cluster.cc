@@ -17,15 +17,18 @@ Cluster::Cluster(const ClusterOptions& options)
   std::vector<std::thread> threads;
   for (int i = 0; i < options.workers; ++i) {
     threads.emplace_back([&, i] {
-      absl::StatusOr<std::unique_ptr<Worker>> worker =
-          Worker::Create({.name = WorkerName(i),
-                          .store = store,
-                          .rank = i,
-                          .world_size = options.workers,
-                          .transport = options.transport,
-                          .network = network_,
-                          .threads = options.threads,
-                          .timeout = options.timeout});
+      absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(
+          {.name = WorkerName(i),
+           .store = store,
+           .rank = i,
+           .world_size = options.workers,
+           .transport = options.transport,
+           .network = network_,
+           .threads = options.threads,
+           .timeout = options.timeout,
+           .serve_operators = options.serve_operators,
+           .limits = options.limits,
+           .device_maps = i == 0 ? options.device_maps : std::map<std::string, DevicePairs>()});
       DG_CHECK(worker.ok()) << worker.status();
       workers_[i] = *std::move(worker);
     });

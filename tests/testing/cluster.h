@@ -8,6 +8,7 @@
 #ifndef DISTGRAD_TESTS_TESTING_CLUSTER_H_
 #define DISTGRAD_TESTS_TESTING_CLUSTER_H_
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,9 @@ struct ClusterOptions {
   size_t threads = 2;
   absl::Duration timeout = absl::Seconds(60);
   std::shared_ptr<FaultInjector> faults = nullptr;  // for inproc
+  Limits limits = {};
+  std::map<std::string, DevicePairs> device_maps = {};  // of worker 0
+  ServeOperators serve_operators = ServeOperators::kPure;
 };
 
 // Thread-safe.

@@ -1,7 +1,9 @@
 """Downloads pinned wheels and unpacks them into a store shared by all clones; prints its path.
 
 fetch.py --check
-fetch.py NAME REQUIREMENTS CACHE PATTERN...
+fetch.py NAME REQUIREMENTS CACHE MEGABYTES PATTERN...
+
+MEGABYTES is the disk space for the wheels and what is kept of them; with less free it stops.
 
 Runs on any Python >= 3.8 with pip >= 21.1: which wheels are taken does not depend on it.
 """
@@ -20,12 +22,10 @@ import zipfile
 
 # The wheels are for this Python; nothing of theirs that depends on it is used.
 TARGET = ["--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=none"] + [
-    "--platform=manylinux_2_%d_x86_64" % minor for minor in range(28, 16, -1)
+    "--platform=manylinux_2_%d_x86_64" % minor for minor in range(28, 11, -1)
 ] + ["--platform=manylinux2014_x86_64"]
 # To be raised when unpack() changes what a store looks like.
 LAYOUT = "1"
-# For the wheels and what is kept of them; libtorch's are the largest.
-DISK_NEEDED = 1500 << 20
 
 
 def check():
@@ -79,7 +79,7 @@ def unpack(wheels, folder, patterns):
                 os.chmod(path, (member.external_attr >> 16) & 0o777 | 0o644)
 
 
-def main(name, requirements, cache, patterns):
+def main(name, requirements, cache, megabytes, patterns):
     with open(requirements, encoding="utf-8") as pins:
         key = "\0".join([LAYOUT, pins.read(), *patterns])
     store = os.path.join(cache, "%s-%s" % (name, hashlib.sha256(key.encode()).hexdigest()[:16]))
@@ -90,9 +90,9 @@ def main(name, requirements, cache, patterns):
         for left in glob.glob(os.path.join(glob.escape(cache), name + ".tmp.*")):
             shutil.rmtree(left, ignore_errors=True)  # of a fetch that was killed
         if not os.path.isdir(store):
-            free = shutil.disk_usage(cache).free
-            if free < DISK_NEEDED:
-                sys.exit("%s has %d MB free, needs %d" % (cache, free >> 20, DISK_NEEDED >> 20))
+            free = shutil.disk_usage(cache).free >> 20
+            if free < megabytes:
+                sys.exit("%s has %d MB free, needs %d" % (cache, free, megabytes))
             with tempfile.TemporaryDirectory(prefix=name + ".tmp.", dir=cache) as scratch:
                 download(requirements, os.path.join(scratch, "wheels"))
                 unpack(os.path.join(scratch, "wheels"), os.path.join(scratch, "site"), patterns)
@@ -107,6 +107,6 @@ if __name__ == "__main__":
     check()
     if sys.argv[1:] != ["--check"]:
         try:
-            main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
+            main(*sys.argv[1:4], int(sys.argv[4]), sys.argv[5:])
         except OSError as error:
             sys.exit(str(error))

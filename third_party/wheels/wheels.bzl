@@ -18,28 +18,42 @@ def _python(ctx):
     fail("@%s needs a python3 (>= 3.8) with pip (>= 21.1), as by `apt-get install python3-pip`; %s" %
          (ctx.name, "; ".join(tried) or "none found"))
 
-def _impl(ctx):
+def fetch_wheels(ctx):
+    """For repository rules with the attributes below: what `keep` names, in a store; returns its path."""
     cache = ctx.os.environ.get("DISTGRAD_CACHE") or ctx.os.environ.get("HOME", "/root") + "/.cache/distgrad"
     ctx.report_progress("wheels with pip, once for all clones")
     result = ctx.execute(
-        [_python(ctx), ctx.path(ctx.attr._fetch), ctx.name, ctx.path(ctx.attr.requirements), cache] + ctx.attr.keep,
+        [_python(ctx), ctx.path(ctx.attr._fetch), ctx.name, ctx.path(ctx.attr.requirements), cache] +
+        [str(ctx.attr.megabytes)] + ctx.attr.keep,
         timeout = 3600,
     )
     if result.return_code != 0:
         fail("@%s: %s" % (ctx.name, result.stderr.strip()))
-    ctx.symlink(result.stdout.strip(), "site")
+    return result.stdout.strip()
+
+def _impl(ctx):
+    store = fetch_wheels(ctx)
+    ctx.symlink(store, "site")
     for link, target in ctx.attr.links.items():
-        ctx.symlink("%s/%s" % (result.stdout.strip(), target), link)
-    ctx.symlink(ctx.attr.build_file, "BUILD.bazel")
+        ctx.symlink("%s/%s" % (store, target), link)
+    ctx.template("BUILD.bazel", ctx.attr.build_file, {"{store}": store})
+
+WHEEL_ATTRS = {
+    "requirements": attr.label(mandatory = True, allow_single_file = True),
+    "build_file": attr.label(
+        mandatory = True,
+        allow_single_file = True,
+        doc = "{store} in it is replaced by the store's path.",
+    ),
+    "keep": attr.string_list(doc = "Regular expressions: members to unpack; one with a leading ! leaves out."),
+    "megabytes": attr.int(default = 1500, doc = "Disk space for the wheels and what is kept of them."),
+    "_fetch": attr.label(default = "//third_party:wheels/fetch.py", allow_single_file = True),
+}
+
+WHEEL_ENVIRON = ["DISTGRAD_CACHE", "DISTGRAD_FETCH_PYTHON"]
 
 wheel_repository = repository_rule(
     implementation = _impl,
-    attrs = {
-        "requirements": attr.label(mandatory = True, allow_single_file = True),
-        "build_file": attr.label(mandatory = True, allow_single_file = True),
-        "keep": attr.string_list(doc = "Regular expressions: members to unpack; one with a leading ! leaves out."),
-        "links": attr.string_dict(doc = "Path in the repository to path in the store."),
-        "_fetch": attr.label(default = "//third_party:wheels/fetch.py", allow_single_file = True),
-    },
-    environ = ["DISTGRAD_CACHE", "DISTGRAD_FETCH_PYTHON"],
+    attrs = dict(WHEEL_ATTRS, links = attr.string_dict(doc = "Path in the repository to path in the store.")),
+    environ = WHEEL_ENVIRON,
 )

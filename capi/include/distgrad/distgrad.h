@@ -394,6 +394,11 @@ DG_API DG_MUST_USE dg_error* dg_future_values(const dg_future* future, dg_values
 DG_API DG_MUST_USE dg_error* dg_future_then(const dg_future* future, void (*done)(void* user_data),
                                             void* user_data,
                                             void (*destroy)(void* user_data)) DG_NOEXCEPT;
+
+/* Gives a call up: its future is then done, with DG_CANCELLED if nothing came first. A handler that
+ * runs already is not stopped, but its answer is dropped. No effect on a future that is done, nor
+ * on backward, which dg_context_release ends. Does not wait. */
+DG_API DG_MUST_USE dg_error* dg_future_cancel(const dg_future* future) DG_NOEXCEPT;
 DG_API void dg_future_destroy(dg_future* future) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------------- Workers */
@@ -405,26 +410,34 @@ typedef struct dg_context dg_context;
 
 typedef struct dg_worker_options {
   size_t struct_size;
-  dg_str name;             /* unique in the job; empty: "worker<rank>" */
-  uint32_t rank;           /* in [0, world_size); its id */
-  uint32_t world_size;     /* 0: both from RANK and WORLD_SIZE in the environment */
-  dg_str rendezvous;       /* how the workers find each other:
-                            * "tcp://host:port"  worker 0 serves a store there
-                            * "file:///path"     a file that all see, not there from an earlier job
-                            * "env://" or empty  MASTER_ADDR and MASTER_PORT, as launchers set them
-                            */
-  dg_str transport;        /* "socket" (or empty); "tcp" and "shm" are TensorPipe's own */
-  dg_str host;             /* what it listens on; empty: "127.0.0.1" */
-  dg_str key_file;         /* has the secret that all workers share; empty: what the environment
-                            * names (DISTGRAD_KEY_FILE), or none. docs/security.md */
-  uint64_t thread_count;   /* that run handlers at the same time; 0: one per core */
-  int64_t timeout_ms;      /* of calls and passes that set none; 0: a minute */
-  int64_t join_timeout_ms; /* for all workers to join; 0: a minute */
-  uint64_t flags;          /* DG_WORKER_... */
+  dg_str name;                /* unique in the job; empty: DISTGRAD_NAME, or "worker<rank>" */
+  uint32_t rank;              /* in [0, world_size); its id */
+  uint32_t world_size;        /* 0: both as the rendezvous or the launcher says */
+  dg_str rendezvous;          /* how the workers find each other:
+                               * "tcp://host:port"  worker 0 serves a store there
+                               * "file:///path"     a file that all see, not there from a job before
+                               * "env://" or empty  as DISTGRAD_RENDEZVOUS or the launcher says
+                               * with "?rank=1&world_size=2" where these are 0. docs/launching.md */
+  dg_str transport;           /* "socket"; "tcp" and "shm" are TensorPipe's own; empty:
+                               * DISTGRAD_TRANSPORT, or "socket" */
+  dg_str host;                /* the address, name or interface that it listens on; empty:
+                               * DISTGRAD_HOST, or "127.0.0.1" */
+  dg_str key_file;            /* has the secret that all workers share; empty: what the environment
+                               * names (DISTGRAD_KEY_FILE), or none. docs/security.md */
+  uint64_t thread_count;      /* that run handlers at the same time; 0: one per core */
+  int64_t timeout_ms;         /* of calls and passes that set none; 0: a minute */
+  int64_t join_timeout_ms;    /* for all workers to join; 0: a minute */
+  uint64_t flags;             /* DG_WORKER_... */
+  dg_str job;                 /* tells jobs that share one rendezvous apart; has no '/' */
+  int64_t heartbeat_limit_ms; /* a peer not heard of for so long is lost, though its connection
+                               * stands; at least 100, DG_FOREVER: never; 0: 20 seconds */
 } dg_worker_options;
 #define DG_WORKER_OPTIONS_INIT \
-  { sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0 }
-#define DG_WORKER_NO_OPERATORS UINT64_C(1) /* the others may not call operators here */
+  { sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0, {0, 0}, 0 }
+/* Which operators the others may call here: without a flag, those of torch that only compute; see
+ * docs/security.md. Not both. */
+#define DG_WORKER_NO_OPERATORS UINT64_C(1)  /* none */
+#define DG_WORKER_ALL_OPERATORS UINT64_C(2) /* all that this process has */
 
 /* Joins the job. Waits until all its workers have. */
 DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
@@ -438,6 +451,13 @@ DG_API DG_MUST_USE dg_error* dg_worker_wait_for_all(dg_worker* worker,
  * the job has called this; then destroy it. */
 DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
 
+/* Leaves in good order while the job goes on: refuses new calls of the others with DG_UNAVAILABLE,
+ * and waits until those under way and the contexts that it takes part in are over; then destroy it.
+ * DG_DEADLINE_EXCEEDED says how many were left. Once; DG_FAILED_PRECONDITION in a handler of this
+ * worker, and for the worker that serves the rendezvous. */
+DG_API DG_MUST_USE dg_error* dg_worker_leave_alone(dg_worker* worker,
+                                                   int64_t timeout_ms) DG_NOEXCEPT;
+
 /* Fails what is still under way with DG_CANCELLED, waits for running callbacks to return, and stops
  * all threads. Handles of contexts, futures and optimizers stay valid, and give errors. In a
  * callback, a handler's too, it cannot: there it logs an error and leaves the worker alive. */
@@ -448,8 +468,17 @@ DG_API uint32_t dg_worker_rank(const dg_worker* worker) DG_NOEXCEPT;
 DG_API uint32_t dg_worker_world_size(const dg_worker* worker) DG_NOEXCEPT;
 /* The name of the worker with that rank. Lives as long as `worker`; empty if there is none. */
 DG_API dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) DG_NOEXCEPT;
+/* Its number among the workers of its machine, and how many these are, as the launcher says: to
+ * choose a device by. 0 and 0 where it says nothing. */
+DG_API uint32_t dg_worker_local_rank(const dg_worker* worker) DG_NOEXCEPT;
+DG_API uint32_t dg_worker_local_world_size(const dg_worker* worker) DG_NOEXCEPT;
 /* How many contexts this worker knows of. */
 DG_API size_t dg_worker_context_count(const dg_worker* worker) DG_NOEXCEPT;
+
+/* What the worker has done so far, in Prometheus' text format (version 0.0.4), as the payload of
+ * *out. docs/metrics.md explains each number. */
+DG_API DG_MUST_USE dg_error* dg_worker_metrics_text(const dg_worker* worker,
+                                                    dg_message** out) DG_NOEXCEPT;
 
 /* What a handler gets; all of it is borrowed for the call. Fields are only ever added. */
 typedef struct dg_request {
@@ -473,6 +502,11 @@ typedef dg_error* (*dg_handler)(void* user_data, const dg_request* request, dg_m
 DG_API DG_MUST_USE dg_error* dg_worker_register(dg_worker* worker, dg_str function,
                                                 dg_handler handler, void* user_data,
                                                 void (*destroy)(void* user_data)) DG_NOEXCEPT;
+
+/* Calls `wait` on this thread and returns; in a handler, others may run in its place meanwhile. For
+ * handlers that wait for something which is not distgrad's, a lock or a condition, and which other
+ * handlers may have to bring about. Waits. */
+DG_API DG_MUST_USE dg_error* dg_wait(void (*wait)(void* user_data), void* user_data) DG_NOEXCEPT;
 
 typedef struct dg_call_options {
   size_t struct_size;
@@ -618,6 +652,14 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str
  * first error, by rank, and DG_NOT_FOUND for a worker that has no part. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_step(dg_optimizer* optimizer,
                                                const dg_context* context) DG_NOEXCEPT;
+
+/* Clips the gradients of the parts of all workers by their global norm, before a step: the 2-norm
+ * of all of them as one vector. If it is more than max_norm (not negative) they are scaled down to
+ * that. Stores the norm as it was; 0 if there are no gradients. Waits for all. Errors as of a step,
+ * and DG_OUT_OF_RANGE, with nothing scaled, if the norm is not finite. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer,
+                                                         const dg_context* context, double max_norm,
+                                                         double* norm) DG_NOEXCEPT;
 DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
 
 #ifdef __cplusplus

@@ -296,6 +296,7 @@ class Future {
         get(), [](void* data) { (*static_cast<Done*>(data))(); }, new Done(std::move(done)),
         [](void* data) { delete static_cast<Done*>(data); }));
   }
+  void Cancel() const { Check(dg_future_cancel(get())); }
   dg_future* get() const noexcept { return handle_.get(); }
 
  private:
@@ -345,6 +346,13 @@ class Worker {
   uint32_t rank() const noexcept { return dg_worker_rank(get()); }
   uint32_t world_size() const noexcept { return dg_worker_world_size(get()); }
   std::string_view name(uint32_t of) const noexcept { return View(dg_worker_name(get(), of)); }
+  uint32_t local_rank() const noexcept { return dg_worker_local_rank(get()); }
+  uint32_t local_world_size() const noexcept { return dg_worker_local_world_size(get()); }
+  std::string MetricsText() const {
+    dg_message* out = nullptr;
+    Check(dg_worker_metrics_text(get(), &out));
+    return std::string(Message(out).payload());
+  }
 
   void Register(std::string_view function, Handler handler) {
     Check(dg_worker_register(get(), Str(function), Serve, new Handler(std::move(handler)),
@@ -374,6 +382,9 @@ class Worker {
     Check(dg_worker_wait_for_all(get(), timeout_ms));
   }
   void Leave(int64_t timeout_ms = DG_FOREVER) { Check(dg_worker_leave(get(), timeout_ms)); }
+  void LeaveAlone(int64_t timeout_ms = DG_FOREVER) {
+    Check(dg_worker_leave_alone(get(), timeout_ms));
+  }
 
   dg_worker* get() const noexcept { return handle_.get(); }
 
@@ -393,6 +404,21 @@ class Worker {
 
   Handle<dg_worker, dg_worker_destroy> handle_;
 };
+
+// In a handler, others may run in its place while `wait` waits for what is not distgrad's.
+template <typename F>
+void Wait(F&& wait) {
+  std::exception_ptr thrown;
+  auto run = [&] {
+    try {
+      wait();
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+  };
+  Check(dg_wait([](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run));
+  if (thrown) std::rethrow_exception(thrown);
+}
 
 // ----------------------------------------------------------------------------------- Autograd
 
@@ -468,6 +494,12 @@ class Optimizer {
     return optimizer;
   }
   void Step(const Context& context) { Check(dg_optimizer_step(get(), context.get())); }
+  // Returns the norm as it was.
+  double ClipGradients(const Context& context, double max_norm) {
+    double norm = 0;
+    Check(dg_optimizer_clip_gradients(get(), context.get(), max_norm, &norm));
+    return norm;
+  }
   dg_optimizer* get() const noexcept { return handle_.get(); }
 
  private:

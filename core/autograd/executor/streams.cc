@@ -1,7 +1,6 @@
 #include "core/autograd/executor/streams.h"
 
 #include <ATen/DeviceAccelerator.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -53,6 +52,26 @@ void BringHome(const at::Tensor& gradient, c10::Stream home) {
   if (made_on == home) return;
   Order(made_on, home);
   KeepMemoryFor(gradient, home, device);
+}
+
+void ReadyMark::Add(const at::Tensor& tensor) {
+  if (!IsOnAccelerator(tensor)) return;
+  const c10::Device device = tensor.device();
+  for (const c10::Event& event : events_) {
+    if (event.device() == device) return;
+  }
+  events_.emplace_back(device.type())
+      .record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+void ReadyMark::Await(const at::Tensor& tensor) const {
+  for (const c10::Event& event : events_) {
+    if (!tensor.defined() || event.device() != tensor.device()) continue;
+    const c10::impl::VirtualGuardImpl device(tensor.device().type());
+    const c10::Stream current = device.getStream(tensor.device());
+    event.block(current);
+    KeepMemoryFor(tensor, current, device);
+  }
 }
 
 HomeStreamGuard::HomeStreamGuard(Node& node, const variable_list& gradients) {

@@ -8,12 +8,14 @@
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_STREAMS_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_STREAMS_H_
 
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace distgrad {
 
@@ -27,6 +29,26 @@ std::optional<c10::Stream> HomeStream(const torch::autograd::Node& node, uint32_
 // `gradient` (on an accelerator) was computed on this thread's current stream: has `home` wait
 // for that, and the allocator keep the memory until `home` is done with it.
 void BringHome(const at::Tensor& gradient, c10::Stream home);
+
+// That the values of some tensors are there, or will be without anybody's doing: how far the
+// streams were on which they were computed. Not thread-safe.
+class ReadyMark {
+ public:
+  ReadyMark() = default;
+  // What was launched on this thread's current streams computes `tensors` (or nothing, of those
+  // that are undefined or not on an accelerator).
+  explicit ReadyMark(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) Add(tensor);
+  }
+  void Add(const at::Tensor& tensor);
+
+  // Has this thread's current stream wait until `tensor`, one of those, is computed, and the
+  // allocator keep its memory until that stream is done with it.
+  void Await(const at::Tensor& tensor) const;
+
+ private:
+  std::vector<c10::Event> events_;  // one for each device
+};
 
 // While it lives, what this thread launches goes to the home streams of the node's inputs, and
 // the node's device is the current one. Does nothing for a node of the CPU.

@@ -38,7 +38,7 @@ class InprocEnd final : public Connection, public std::enable_shared_from_this<I
   }
 
   void Send(Packet packet, SendDone done) override {
-    const absl::Status status = TrySend(packet);
+    const absl::Status status = TrySend(packet, done);
     packet = Packet();  // it goes before the sender hears that it is done with
     if (done) done(status);
   }
@@ -58,7 +58,8 @@ class InprocEnd final : public Connection, public std::enable_shared_from_this<I
   void SetReceiver(std::shared_ptr<Receiver> receiver) { receiver_ = std::move(receiver); }
 
  private:
-  absl::Status TrySend(const Packet& packet);
+  // Takes `done` where the packet is held.
+  absl::Status TrySend(const Packet& packet, SendDone& done);
   void CloseBoth(absl::string_view how, bool by_caller);
   // Makes `copy` arrive at this end.
   void Arrive(Packet copy);
@@ -72,7 +73,7 @@ class InprocEnd final : public Connection, public std::enable_shared_from_this<I
   std::shared_ptr<InprocEnd> peer_ ABSL_GUARDED_BY(mu_);  // null once closed
   absl::Status closed_ ABSL_GUARDED_BY(mu_);              // why; OK while open
   bool closed_by_caller_ ABSL_GUARDED_BY(mu_) = false;
-  std::deque<Packet> held_ ABSL_GUARDED_BY(mu_);
+  std::deque<std::pair<Packet, SendDone>> held_ ABSL_GUARDED_BY(mu_);
 
   // On the node's thread only.
   std::shared_ptr<Receiver> receiver_;  // null before Accept and after OnClosed
@@ -126,7 +127,7 @@ class InprocNode final : public std::enable_shared_from_this<InprocNode> {
 
 // InprocEnd
 
-absl::Status InprocEnd::TrySend(const Packet& packet) {
+absl::Status InprocEnd::TrySend(const Packet& packet, SendDone& done) {
   {
     absl::MutexLock lock(&mu_);
     if (!closed_.ok()) return closed_;
@@ -151,7 +152,7 @@ absl::Status InprocEnd::TrySend(const Packet& packet) {
   const bool hold = action == FaultInjector::Action::kHold || !held_.empty();
   const auto put = [&](Packet one) {
     if (hold) {
-      held_.push_back(std::move(one));
+      held_.emplace_back(std::move(one), std::exchange(done, nullptr));
     } else {
       peer_->Arrive(std::move(one));
     }
@@ -173,19 +174,24 @@ void InprocEnd::Arrive(Packet copy) {
 }
 
 void InprocEnd::Finish(absl::Status why, bool by_caller) {
-  std::deque<Packet> lost;  // freed without the lock
+  std::deque<std::pair<Packet, SendDone>> lost;
   std::shared_ptr<InprocEnd> peer;
-  absl::MutexLock lock(&mu_);
-  if (by_caller) closed_by_caller_ = true;
-  if (!closed_.ok()) return;
-  closed_ = why;
-  lost.swap(held_);
-  peer.swap(peer_);
-  // Under the lock, so that whoever finds the end closed knows that this is on its way.
-  node_->Post([self = shared_from_this(), why = std::move(why)] {
-    if (const auto receiver = std::move(self->receiver_)) receiver->OnClosed(why);
-    self->node_->Forget(self);
-  });
+  {
+    absl::MutexLock lock(&mu_);
+    if (by_caller) closed_by_caller_ = true;
+    if (!closed_.ok()) return;
+    closed_ = why;
+    lost.swap(held_);
+    peer.swap(peer_);
+    // Under the lock, so that whoever finds the end closed knows that this is on its way.
+    node_->Post([self = shared_from_this(), why] {
+      if (const auto receiver = std::move(self->receiver_)) receiver->OnClosed(why);
+      self->node_->Forget(self);
+    });
+  }
+  for (auto& [packet, done] : lost) {
+    if (done) done(why);
+  }
 }
 
 void InprocEnd::CloseBoth(absl::string_view how, bool by_caller) {
@@ -210,9 +216,15 @@ bool InprocEnd::PostIfOpen(ThreadPool::Task task) {
 }
 
 void InprocEnd::ReleaseHeld() {
-  absl::MutexLock lock(&mu_);
-  for (Packet& packet : held_) peer_->Arrive(std::move(packet));
-  held_.clear();
+  std::deque<std::pair<Packet, SendDone>> held;
+  {
+    absl::MutexLock lock(&mu_);
+    held.swap(held_);
+    for (auto& [packet, done] : held) peer_->Arrive(std::move(packet));
+  }
+  for (auto& [packet, done] : held) {
+    if (done) done(absl::OkStatus());
+  }
 }
 
 // InprocNode

@@ -30,7 +30,8 @@ class FaultInjector {
   enum class Action {
     kDeliver,
     kDrop,       // lost, though the sender is told that it went
-    kHold,       // waits, with all behind it on this connection, for InprocNetwork::ReleaseHeld
+    kHold,       // waits, with all behind it on this connection, for InprocNetwork::ReleaseHeld;
+                 // and so does the sender, to hear that it went
     kDuplicate,  // arrives twice
     kCut,        // is lost with its connection: kUnavailable at both ends
   };

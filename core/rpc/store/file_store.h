@@ -9,13 +9,18 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "core/rpc/store.h"
 
 namespace distgrad {
 
 // Creates the file if it is not there. kInvalidArgument, with the system's reason, if it cannot
-// be opened for reading and writing.
-absl::StatusOr<std::unique_ptr<Store>> NewFileStore(const std::string& path);
+// be opened for reading and writing, or holds something else than a store.
+//
+// Calls fail with kUnavailable once the file is deleted or replaced, or damaged; and with
+// kDeadlineExceeded if somebody keeps it locked for `patience`.
+absl::StatusOr<std::unique_ptr<Store>> NewFileStore(const std::string& path,
+                                                    absl::Duration patience = absl::Seconds(10));
 
 }  // namespace distgrad
 

@@ -65,8 +65,7 @@ absl::StatusOr<Socket> Socket::Connect(const std::string& host, uint16_t port,
       getsockopt(socket.fd_, SOL_SOCKET, SO_ERROR, &error, &size);
     }
     if (error == 0) {
-      const int on = 1;
-      setsockopt(socket.fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+      socket.SetNoDelay();
       return socket;
     }
     status = ErrnoStatus(absl::StatusCode::kUnavailable, "connect", error);
@@ -78,7 +77,7 @@ absl::StatusOr<Socket> Socket::Listen(const std::string& host, uint16_t port) {
   std::string why;
   const AddressList addresses = Resolve(host, port, &why);
   absl::Status status =
-      absl::InvalidArgumentError(absl::StrCat("cannot listen on host \"", host, "\": ", why));
+      absl::UnavailableError(absl::StrCat("cannot listen on host \"", host, "\": ", why));
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
     Socket socket = NewSocket(*address);
     const int on = 1;
@@ -149,6 +148,11 @@ absl::Status Socket::Receive(void* data, size_t size, absl::Time deadline) {
     }
   }
   return absl::OkStatus();
+}
+
+void Socket::SetNoDelay() {
+  const int on = 1;
+  setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
 absl::StatusOr<uint16_t> Socket::LocalPort() const {

@@ -30,13 +30,16 @@ class Socket {
   static absl::StatusOr<Socket> Connect(const std::string& host, uint16_t port,
                                         absl::Time deadline);
 
-  // kAlreadyExists if the port is taken; kInvalidArgument if the host is unknown or not of this
-  // machine.
+  // kAlreadyExists if the port is taken; kUnavailable if the host's name is unknown, which may
+  // change; kInvalidArgument if the host is not of this machine.
   static absl::StatusOr<Socket> Listen(const std::string& host, uint16_t port);
 
   // All of the bytes. kDeadlineExceeded, or kUnavailable if the other end is gone.
   absl::Status Send(absl::string_view bytes, absl::Time deadline);
   absl::Status Receive(void* data, size_t size, absl::Time deadline);
+
+  // Small messages leave at once.
+  void SetNoDelay();
 
   // The port that it is bound to.
   absl::StatusOr<uint16_t> LocalPort() const;

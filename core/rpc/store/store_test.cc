@@ -1,13 +1,18 @@
 // What every store must do, for each of the three; and two processes for those that span them.
 #include "core/rpc/store.h"
 
+#include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <set>
 #include <string>
@@ -22,9 +27,12 @@
 #include "core/rpc/store/in_process_store.h"
 #include "core/rpc/store/socket.h"
 #include "core/rpc/store/store_errors.h"
+#include "core/rpc/store/store_server.h"
 #include "core/rpc/store/tcp_store.h"
+#include "core/rpc/tensorpipe/socket/handshake.h"
 #include "gtest/gtest.h"
 #include "tests/testing/child_process.h"
+#include "torch/csrc/distributed/c10d/TCPStore.hpp"
 
 namespace distgrad {
 namespace {
@@ -55,6 +63,16 @@ std::unique_ptr<TcpStore> Join(uint16_t port) {
   return store.ok() ? *std::move(store) : nullptr;
 }
 
+std::unique_ptr<TcpStore> JoinLauncher(uint16_t port) {
+  TcpStoreOptions options;
+  options.port = port;
+  options.of_launcher = true;
+  options.deadline = Later();
+  auto store = NewTcpStore(options);
+  EXPECT_TRUE(store.ok()) << store.status();
+  return store.ok() ? *std::move(store) : nullptr;
+}
+
 // The child's half of the two-process tests: answers "ping" with "pong", counts to 1000.
 int RunChild(const std::string& kind, const std::string& where) {
   std::unique_ptr<Store> store;
@@ -66,6 +84,7 @@ int RunChild(const std::string& kind, const std::string& where) {
   }
   if (kind == "file") store = NewFileStore(where).value();
   if (kind == "tcp") store = Join(static_cast<uint16_t>(std::atoi(where.c_str())));
+  if (kind == "launcher") store = JoinLauncher(static_cast<uint16_t>(std::atoi(where.c_str())));
   const std::string ping = store->Get("ping", Later()).value();
   for (int i = 0; i < 200; ++i) store->Add("count", 1).value();
   return store->Set("pong", "answer to " + ping).ok() ? 0 : 1;
@@ -100,6 +119,25 @@ class Tcp : public Implementation {
   bool first_ = true;
 };
 
+// c10d's server, as torchrun's agent has it; its child is a client of ours too.
+class Launcher : public Implementation {
+ public:
+  Launcher() {
+    c10d::TCPStoreOptions options;
+    options.isServer = true;
+    options.port = 0;
+    options.waitWorkers = false;
+    server_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  }
+
+ private:
+  std::shared_ptr<Store> NewHandle() override { return JoinLauncher(server_->getPort()); }
+  std::vector<std::string> ChildArguments() override {
+    return {"--child", "launcher", absl::StrCat(server_->getPort())};
+  }
+  c10::intrusive_ptr<c10d::TCPStore> server_;
+};
+
 struct Parameter {
   std::string name;
   std::function<std::unique_ptr<Implementation>()> make;
@@ -113,12 +151,13 @@ class StoreTest : public testing::TestWithParam<Parameter> {
   const std::shared_ptr<Store> other_ = implementation_->NewHandle();
 };
 
-INSTANTIATE_TEST_SUITE_P(Stores, StoreTest,
-                         testing::Values(Parameter{"in_process",
-                                                   [] { return std::make_unique<InProcess>(); }},
-                                         Parameter{"file", [] { return std::make_unique<File>(); }},
-                                         Parameter{"tcp", [] { return std::make_unique<Tcp>(); }}),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Stores, StoreTest,
+    testing::Values(Parameter{"in_process", [] { return std::make_unique<InProcess>(); }},
+                    Parameter{"file", [] { return std::make_unique<File>(); }},
+                    Parameter{"tcp", [] { return std::make_unique<Tcp>(); }},
+                    Parameter{"launcher", [] { return std::make_unique<Launcher>(); }}),
+    [](const auto& info) { return info.param.name; });
 
 TEST_P(StoreTest, WhatOneSetsTheOtherGets) {
   const std::string binary("\0\n\xff text", 8);
@@ -209,7 +248,7 @@ TEST_P(StoreTest, BadEntries) {
 }
 
 TEST_P(StoreTest, Prefix) {
-  PrefixStore one("1/", store_.get()), two("2/", other_.get()), also_one("1/", other_.get());
+  PrefixStore one("1/", store_), two("2/", other_), also_one("1/", other_);
   ASSERT_TRUE(one.Set("key", "a").ok());
   EXPECT_FALSE(two.Get("key", absl::InfinitePast()).ok());
   EXPECT_EQ(also_one.Get("key", absl::InfinitePast()).value(), "a");
@@ -240,6 +279,74 @@ TEST(FileStoreTest, BadPaths) {
   }
 }
 
+TEST(FileStoreTest, WhatIsNoStoreIsLeftAlone) {
+  for (const std::string& text : {std::string("a letter to somebody\n"), std::string(3, '\0')}) {
+    const std::string path = NewPath();
+    std::ofstream(path) << text;
+    const absl::Status status = NewFileStore(path).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), path)) << status;
+    std::ifstream file(path);
+    EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), text);
+  }
+}
+
+// Whoever shares the file sees at once that it is gone, and waits for nothing.
+TEST(FileStoreTest, DeletedOrReplaced) {
+  const std::string path = NewPath();
+  const auto store = NewFileStore(path).value();
+  ASSERT_TRUE(store->Set("key", "x").ok());
+  std::filesystem::remove(path);
+  for (int round = 0; round < 2; ++round) {
+    for (const absl::Status& status :
+         {store->Set("key", "y"), store->Get("key", absl::InfiniteFuture()).status(),
+          store->Add("n", 1).status()}) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), path)) << status;
+    }
+    EXPECT_TRUE(NewFileStore(path).ok());  // another file in its place
+  }
+}
+
+// Somebody who has locked the file and is stopped holds nobody up for ever.
+TEST(FileStoreTest, LockedByASleeper) {
+  const std::string path = NewPath();
+  const auto store = NewFileStore(path, absl::Milliseconds(30)).value();
+  ASSERT_TRUE(store->Set("key", "x").ok());
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(flock(fd, LOCK_EX), 0);
+  for (const absl::Status& status :
+       {store->Set("key", "y"), store->Get("key", Soon()).status(),
+        store->Get("key", absl::InfiniteFuture()).status(), store->Add("n", 1).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "locked")) << status;
+  }
+  close(fd);
+  EXPECT_EQ(store->Get("key", absl::InfinitePast()).value(), "x");
+}
+
+// A process that is killed while it writes leaves a piece behind the end, which the next one
+// overwrites; and lengths that cannot be are an error.
+TEST(FileStoreTest, PiecesAndLies) {
+  const std::string path = NewPath();
+  ASSERT_TRUE(NewFileStore(path).value()->Set("key", "x").ok());
+  std::ofstream(path, std::ios::app) << std::string(100, '\xff');
+  const auto store = NewFileStore(path).value();
+  ASSERT_TRUE(store->Set("other", "y").ok());
+  EXPECT_EQ(NewFileStore(path).value()->Get("other", absl::InfinitePast()).value(), "y");
+  const auto size = std::filesystem::file_size(path);
+  for (size_t at = 8; at < size; ++at) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    char byte = 0;
+    file.seekg(at).read(&byte, 1);
+    file.seekp(at).put(static_cast<char>(byte ^ 0x80)).flush();
+    const auto lying = NewFileStore(path);
+    if (lying.ok()) (*lying)->Get("key", absl::InfinitePast()).IgnoreError();
+    file.seekp(at).put(byte);
+  }
+  EXPECT_EQ(NewFileStore(path).value()->Get("key", absl::InfinitePast()).value(), "x");
+}
+
 // --- the TCP store
 
 TEST(TcpStoreTest, TakenPort) {
@@ -262,14 +369,34 @@ TEST(TcpStoreTest, PortIsFreeAgain) {
 }
 
 TEST(TcpStoreTest, BadHostsToServeOn) {
-  for (const char* host : {"203.0.113.7", "no-such-host.invalid"}) {
-    TcpStoreOptions options;
-    options.is_server = true;
-    options.host = host;
-    const auto store = NewTcpStore(options);
-    EXPECT_EQ(store.status().code(), absl::StatusCode::kInvalidArgument);
-    EXPECT_TRUE(absl::StrContains(store.status().message(), host)) << store.status();
-  }
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.host = "203.0.113.7";
+  const absl::Status not_ours = NewTcpStore(options).status();
+  EXPECT_EQ(not_ours.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(absl::StrContains(not_ours.message(), options.host)) << not_ours;
+  // It may become known, so it is tried until then.
+  options.host = "no-such-host.invalid";
+  options.deadline = Soon();
+  const absl::Status unknown = NewTcpStore(options).status();
+  EXPECT_EQ(unknown.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(absl::StrContains(unknown.message(), options.host)) << unknown;
+  EXPECT_GE(absl::Now(), options.deadline);
+}
+
+TEST(TcpStoreTest, Ipv6) {
+  TcpStoreOptions options;
+  options.host = "::1";
+  options.is_server = true;
+  options.deadline = Later();
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.is_server = false;
+  options.port = (*server)->port();
+  const auto client = NewTcpStore(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  ASSERT_TRUE((*client)->Set("key", "x").ok());
+  EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
 }
 
 TEST(TcpStoreTest, ServesOnEveryAddress) {
@@ -330,6 +457,131 @@ TEST(TcpStoreTest, ServerHangs) {
   EXPECT_EQ(store->Get("key", Soon()).status().code(), absl::StatusCode::kDeadlineExceeded);
   server.Signal(SIGCONT);
   EXPECT_EQ(store->Get("key", Soon()).status().code(), absl::StatusCode::kUnavailable);
+}
+
+// --- who may use it
+
+TEST(TcpStoreTest, ClusterKey) {
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.cluster_key = "a secret of the whole job";
+  options.deadline = Later();
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.is_server = false;
+  options.port = (*server)->port();
+  ASSERT_TRUE((*NewTcpStore(options))->Set("key", "x").ok());
+  options.cluster_key = "";
+  const absl::Status none = NewTcpStore(options).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_TRUE(absl::StrContains(none.message(), "has a cluster key")) << none;
+  options.cluster_key = "a secret of somebody else";
+  options.deadline = Soon();
+  EXPECT_EQ(NewTcpStore(options).status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
+}
+
+// What a stranger hears who says `words`, until the server closes.
+std::string Heard(uint16_t port, const std::string& words) {
+  Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
+  socket.Send(words, Later()).IgnoreError();
+  std::string heard;
+  char byte;
+  while (socket.Receive(&byte, 1, Later()).ok()) heard += byte;
+  return heard;
+}
+
+// A client that has shaken hands.
+Socket Friend(uint16_t port) {
+  Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
+  Handshake handshake = Handshake::Create(Handshake::Role::kClient, "", kStoreToken).value();
+  while (!handshake.done()) {
+    EXPECT_TRUE(socket.Send(handshake.TakeOutput(), Later()).ok());
+    std::string bytes(handshake.wanted(), '\0');
+    EXPECT_TRUE(socket.Receive(bytes.data(), bytes.size(), Later()).ok());
+    EXPECT_TRUE(handshake.Receive(bytes).ok());
+  }
+  return socket;
+}
+
+TEST(TcpStoreTest, HostileClients) {
+  const auto store = Serve();
+  ASSERT_TRUE(store->Set("key", "x").ok());
+  for (const std::string& words :
+       {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(16, '\0'), std::string(64, '\xff'),
+        std::string("\0\xce\xf7\x85\x3c", 5), std::string(1 << 20, 'x')}) {
+    EXPECT_EQ(Heard(store->port(), words), "");
+  }
+  // Friends, who say what is no request: huge lengths, unknown ones, text for numbers.
+  const std::string length(8, '\xff');
+  for (const std::string& words :
+       {"\x01" + length, "\x03" + length, "\x04" + length, "\x05" + length, std::string("\x02"),
+        std::string("\xff"), std::string("\0abcd", 5), std::string("\x05\2\0\0\0\0\0\0\0", 9),
+        std::string("\x03\4\0\0\0\0\0\0\0/nok", 13),
+        std::string("\x04\4\0\0\0\0\0\0\0/key\1\0\0\0\0\0\0\0", 21)}) {
+    Socket socket = Friend(store->port());
+    ASSERT_TRUE(socket.Send(words, Later()).ok());
+    char byte;
+    EXPECT_EQ(socket.Receive(&byte, 1, Later()).code(), absl::StatusCode::kUnavailable);
+  }
+  // Byte by byte a request is as good as any; half of one holds nobody up.
+  Socket slow = Friend(store->port()), half = Friend(store->port());
+  ASSERT_TRUE(half.Send("\x03", Later()).ok());
+  for (const char c : std::string("\x05\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0/key", 21)) {
+    ASSERT_TRUE(slow.Send(absl::string_view(&c, 1), Later()).ok());
+  }
+  char missing = 7;
+  ASSERT_TRUE(slow.Receive(&missing, 1, Later()).ok());
+  EXPECT_EQ(missing, 0);
+  EXPECT_EQ(store->Get("key", Later()).value(), "x");
+}
+
+// Who asks and does not listen gets some of his answers, the rest when he does, and holds up
+// nobody else.
+TEST(TcpStoreTest, WhoDoesNotListen) {
+  const auto store = Serve();
+  const size_t size = kMaxStoreValue;
+  ASSERT_TRUE(store->Set("k", std::string(size, 'x')).ok());
+  Socket deaf = Friend(store->port());
+  constexpr int kTimes = 60;  // 60 MiB of answers
+  for (int i = 0; i < kTimes; ++i) {
+    ASSERT_TRUE(deaf.Send(std::string("\x03\2\0\0\0\0\0\0\0/k", 11), Later()).ok());
+  }
+  EXPECT_TRUE(store->Set("other", "x").ok());
+  std::string answer(sizeof(uint64_t) + size, '\0');
+  for (int i = 0; i < kTimes; ++i) {
+    ASSERT_TRUE(deaf.Receive(answer.data(), answer.size(), Later()).ok()) << i;
+    EXPECT_EQ(answer.back(), 'x');
+  }
+}
+
+TEST(StoreServerTest, StrangersMakeRoom) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server =
+      StoreServer::Start(std::move(listener), {.max_unauthenticated = 2, .max_bytes = 100});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::vector<Socket> idle;
+  for (int i = 0; i < 50; ++i) {
+    idle.push_back(Socket::Connect("127.0.0.1", port, Later()).value());
+  }
+  char byte;
+  for (int i = 0; i < 48; ++i) {
+    EXPECT_EQ(idle[i].Receive(&byte, 1, Later()).code(), absl::StatusCode::kUnavailable);
+  }
+  const auto client = Join(port);
+  ASSERT_TRUE(client->Set("key", std::string(90, 'x')).ok());
+  ASSERT_TRUE(client->Set("key", std::string(95, 'x')).ok());  // in place of the other
+  EXPECT_EQ(client->Set("more", "12345").code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(95, 'x'));
+}
+
+TEST(StoreServerTest, NobodyMayThinkForEver) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server =
+      StoreServer::Start(std::move(listener), {.handshake_timeout = absl::Milliseconds(20)});
+  EXPECT_EQ(Heard(port, "distgrad"), "");
 }
 
 }  // namespace

@@ -1,9 +1,8 @@
-// A store that one process serves to all others over TCP: c10d's TCPStore, which torchrun's
-// agent serves too.
+// A store that one process serves to all others over TCP: worker 0 (store_server.h), or torchrun's
+// agent with c10d's TCPStore.
 //
-// The server is libtorch's; the client is ours and speaks its protocol, because libtorch's waits
-// for ever on a server that does not answer, holds its lock meanwhile, and prints a stack trace
-// for each failure.
+// The client is ours for both, because libtorch's waits for ever on a server that does not answer,
+// holds its lock meanwhile, and prints a stack trace for each failure.
 #ifndef DISTGRAD_CORE_RPC_STORE_TCP_STORE_H_
 #define DISTGRAD_CORE_RPC_STORE_TCP_STORE_H_
 
@@ -21,6 +20,11 @@ struct TcpStoreOptions {
   std::string host = "127.0.0.1";  // a name or a number; where clients find the server
   uint16_t port = 0;               // 0: any free one (for the server only)
 
+  // The secret that both ends prove to each other before anything else is said; "": none. The
+  // store of a launcher knows nothing of it.
+  std::string cluster_key = {};
+  bool of_launcher = false;
+
   // Serve the store as well, on `bind_host` (default: `host`); "0.0.0.0" or "::" is every
   // address of this machine.
   bool is_server = false;
@@ -35,10 +39,11 @@ class TcpStore : public Store {
   virtual uint16_t port() const = 0;
 };
 
-// A client tries until the deadline, also while the host's name is not known yet; then
-// kDeadlineExceeded with the last reason. A server: kAlreadyExists if the port is taken,
-// kInvalidArgument if the host is not one of this machine's. The server ends with its store,
-// and then its clients get kUnavailable.
+// Both try until the deadline while the host's name is not known yet, and a client also while
+// nobody answers; then kDeadlineExceeded with the last reason. kUnauthenticated if one end has a
+// cluster key and the other has none. A server: kAlreadyExists if the port is taken,
+// kInvalidArgument if the host is not one of this machine's. The server ends with its store, and
+// then its clients get kUnavailable.
 absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& options);
 
 }  // namespace distgrad

@@ -6,28 +6,34 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "core/base/status.h"
-#include "core/rpc/store/backoff.h"
+#include "core/rpc/backoff.h"
 #include "core/rpc/store/store_errors.h"
+#include "core/rpc/store/store_server.h"
+#include "core/rpc/store/tcp_store_protocol.h"
+#include "core/rpc/tensorpipe/socket/handshake.h"
 #include "core/rpc/wire.h"
 
 namespace distgrad {
 namespace {
 
-enum Request : uint8_t { kValidate = 0, kSet = 1, kGet = 3, kAdd = 4, kCheck = 5, kPing = 13 };
-
-constexpr uint32_t kMagic = 0x3C85F7CE;
 constexpr uint32_t kNonce = 0x64677264;  // any number: the server sends it back
 
 // For Set and Add, which have no deadline of their own, and for each question that Get asks:
 // a server that lives answers at once.
 constexpr absl::Duration kPatience = absl::Seconds(60);
+// For a question whose deadline has passed: on a busy machine the server's turn may come late, and
+// a client that gives up is broken for good.
+constexpr absl::Duration kLeastPatience = absl::Seconds(5);
 
 void AppendString(absl::string_view text, WireWriter& writer) {
   writer.U64(text.size());
   writer.Raw(text.data(), text.size());
 }
 
-// c10d's clients put this before every key, so that its own keys are apart.
+void AppendRequest(StoreRequest request, WireWriter& writer) {
+  writer.U8(static_cast<uint8_t>(request));
+}
+
 void AppendKey(const std::string& key, WireWriter& writer) {
   AppendString(absl::StrCat("/", key), writer);
 }
@@ -36,16 +42,33 @@ absl::Status AwaitPong(Socket& socket, absl::Time deadline) {
   uint32_t answer = 0;
   DG_RETURN_IF_ERROR(socket.Receive(&answer, sizeof(answer), deadline));
   if (answer == kNonce) return absl::OkStatus();
-  return absl::UnavailableError("what answers there is no c10d store");
+  return absl::UnavailableError("what answers there is no store");
 }
 
-absl::StatusOr<Socket> ConnectOnce(const std::string& host, uint16_t port, absl::Time deadline) {
+absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, absl::Time deadline) {
+  DG_ASSIGN_OR_RETURN(Handshake handshake,
+                      Handshake::Create(Handshake::Role::kClient, cluster_key, kStoreToken));
+  std::string bytes;
+  while (!handshake.done()) {
+    DG_RETURN_IF_ERROR(socket.Send(handshake.TakeOutput(), deadline));
+    bytes.resize(handshake.wanted());
+    const absl::Status received = socket.Receive(bytes.data(), bytes.size(), deadline);
+    DG_RETURN_IF_ERROR(Annotate(received, "the handshake (another cluster key?)"));
+    DG_RETURN_IF_ERROR(handshake.Receive(bytes));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Socket> ConnectOnce(const std::string& host, uint16_t port,
+                                   const std::optional<std::string>& cluster_key,
+                                   absl::Time deadline) {
   DG_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(host, port, deadline));
+  if (cluster_key.has_value()) DG_RETURN_IF_ERROR(ShakeHands(socket, *cluster_key, deadline));
   std::string hello;
   WireWriter writer(&hello);
-  writer.U8(kValidate);
-  writer.U32(kMagic);
-  writer.U8(kPing);
+  AppendRequest(StoreRequest::kValidate, writer);
+  writer.U32(kStoreMagic);
+  AppendRequest(StoreRequest::kPing, writer);
   writer.U32(kNonce);
   DG_RETURN_IF_ERROR(socket.Send(hello, deadline));
   DG_RETURN_IF_ERROR(AwaitPong(socket, deadline));
@@ -54,16 +77,20 @@ absl::StatusOr<Socket> ConnectOnce(const std::string& host, uint16_t port, absl:
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(const std::string& host,
-                                                                        uint16_t port,
-                                                                        absl::Time deadline) {
+absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
+    const std::string& host, uint16_t port, const std::optional<std::string>& cluster_key,
+    absl::Time deadline) {
   std::string where = absl::StrCat(host, ":", port);
   Backoff backoff(deadline);
   absl::Status last;
   do {
-    auto socket = ConnectOnce(host, port, deadline);
+    auto socket = ConnectOnce(host, port, cluster_key, deadline);
     if (socket.ok()) return std::make_unique<TcpStoreClient>(*std::move(socket), where);
-    last = socket.status();
+    if (absl::IsUnauthenticated(socket.status())) {
+      return Annotate(socket.status(), absl::StrCat("the store at ", where));
+    }
+    // That the time was over in the midst of an attempt tells less than how one before it ended.
+    if (last.ok() || !absl::IsDeadlineExceeded(socket.status())) last = socket.status();
   } while (backoff.Sleep());
   return absl::DeadlineExceededError(
       absl::StrCat("no store answered at ", where, " in time: ", last.message()));
@@ -100,11 +127,11 @@ absl::Status TcpStoreClient::Set(const std::string& key, const std::string& valu
   const absl::Time deadline = absl::Now() + kPatience;
   std::string request;
   WireWriter writer(&request);
-  writer.U8(kSet);
+  AppendRequest(StoreRequest::kSet, writer);
   AppendKey(key, writer);
   AppendString(value, writer);
   // The server does not answer a set; it answers this when it has done it.
-  writer.U8(kPing);
+  AppendRequest(StoreRequest::kPing, writer);
   writer.U32(kNonce);
   return Exchange(request, deadline, [&](Socket& socket) { return AwaitPong(socket, deadline); });
 }
@@ -115,7 +142,7 @@ absl::StatusOr<std::string> TcpStoreClient::Get(const std::string& key, absl::Ti
   do {
     // One question is asked even if the deadline has passed.
     const absl::Time now = absl::Now();
-    const absl::Time until = std::min(now + kPatience, std::max(deadline, now + absl::Seconds(1)));
+    const absl::Time until = std::min(now + kPatience, std::max(deadline, now + kLeastPatience));
     DG_ASSIGN_OR_RETURN(const bool there, Check(key, until));
     if (there) return Fetch(key, until);
   } while (backoff.Sleep());
@@ -134,7 +161,7 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
   }
   std::string request;
   WireWriter writer(&request);
-  writer.U8(kAdd);
+  AppendRequest(StoreRequest::kAdd, writer);
   AppendKey(key, writer);
   writer.I64(amount);
   DG_RETURN_IF_ERROR(Exchange(request, deadline, [&](Socket& socket) {
@@ -146,7 +173,7 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
 absl::StatusOr<bool> TcpStoreClient::Check(const std::string& key, absl::Time deadline) {
   std::string request;
   WireWriter writer(&request);
-  writer.U8(kCheck);
+  AppendRequest(StoreRequest::kCheck, writer);
   writer.U64(1);
   AppendKey(key, writer);
   uint8_t missing = 0;
@@ -161,7 +188,7 @@ absl::StatusOr<bool> TcpStoreClient::Check(const std::string& key, absl::Time de
 absl::StatusOr<std::string> TcpStoreClient::Fetch(const std::string& key, absl::Time deadline) {
   std::string request;
   WireWriter writer(&request);
-  writer.U8(kGet);
+  AppendRequest(StoreRequest::kGet, writer);
   AppendKey(key, writer);
   std::string value;
   DG_RETURN_IF_ERROR(Exchange(request, deadline, [&](Socket& socket) -> absl::Status {

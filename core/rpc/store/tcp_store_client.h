@@ -1,12 +1,11 @@
-// The client of c10d's TCPStore.
-//
-// Its protocol: a request is one byte and its arguments; strings are a 64-bit length and the
-// bytes; all numbers little-endian. A connection begins with a magic number and a ping.
+// The client of a store that is served over TCP: by worker 0 (store_server.h), or by torchrun's
+// agent with c10d's TCPStore. The protocol: tcp_store_protocol.h.
 #ifndef DISTGRAD_CORE_RPC_STORE_TCP_STORE_CLIENT_H_
 #define DISTGRAD_CORE_RPC_STORE_TCP_STORE_CLIENT_H_
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -21,9 +20,10 @@ namespace distgrad {
 // Thread-safe. After an error other than a key's, it stays broken.
 class TcpStoreClient final : public Store {
  public:
-  static absl::StatusOr<std::unique_ptr<TcpStoreClient>> Connect(const std::string& host,
-                                                                 uint16_t port,
-                                                                 absl::Time deadline);
+  // With no `cluster_key` (which may be "") it is c10d's, and there is no handshake.
+  static absl::StatusOr<std::unique_ptr<TcpStoreClient>> Connect(
+      const std::string& host, uint16_t port, const std::optional<std::string>& cluster_key,
+      absl::Time deadline);
 
   TcpStoreClient(Socket socket, std::string where)
       : where_(std::move(where)), socket_(std::move(socket)) {}

@@ -1,6 +1,7 @@
 #include "core/rpc/tensorpipe/address.h"
 
 #include <arpa/inet.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -9,10 +10,12 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <set>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 
 namespace distgrad {
 namespace {
@@ -33,18 +36,60 @@ int TryBind(const addrinfo& info) {
   return error;
 }
 
+// "127.0.0.1" or "[::1]".
+std::string Numeric(const sockaddr* address) {
+  char text[INET6_ADDRSTRLEN] = {};
+  if (address->sa_family == AF_INET) {
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, text,
+              sizeof(text));
+    return text;
+  }
+  inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, text,
+            sizeof(text));
+  return absl::StrCat("[", text, "]");
+}
+
+// The address of an interface: IPv4 before IPv6, and none that is good on its own link only.
+// kNotFound, with the names that there are, if there is no such interface.
+absl::StatusOr<std::string> AddressOfInterface(const std::string& name) {
+  ifaddrs* found = nullptr;
+  if (getifaddrs(&found) != 0) return absl::ErrnoToStatus(errno, "this machine's interfaces");
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(found, &freeifaddrs);
+  std::set<absl::string_view> names;
+  std::string ipv4, ipv6;
+  for (const ifaddrs* entry = found; entry != nullptr; entry = entry->ifa_next) {
+    names.insert(entry->ifa_name);
+    if (name != entry->ifa_name || entry->ifa_addr == nullptr) continue;
+    const int family = entry->ifa_addr->sa_family;
+    if (family == AF_INET && ipv4.empty()) ipv4 = Numeric(entry->ifa_addr);
+    if (family == AF_INET6 && ipv6.empty() &&
+        !IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<sockaddr_in6*>(entry->ifa_addr)->sin6_addr)) {
+      ipv6 = Numeric(entry->ifa_addr);
+    }
+  }
+  if (names.count(name) == 0) {
+    return absl::NotFoundError(absl::StrCat("interfaces are ", absl::StrJoin(names, ", ")));
+  }
+  if (!ipv4.empty() || !ipv6.empty()) return ipv4.empty() ? ipv6 : ipv4;
+  return absl::InvalidArgumentError(
+      absl::StrCat("cannot listen on interface \"", name, "\": it has no address"));
+}
+
 }  // namespace
 
 absl::StatusOr<std::string> ResolveBindHost(const std::string& host) {
   if (host.empty()) return absl::InvalidArgumentError("the host to listen on is empty");
+  absl::StatusOr<std::string> interface = AddressOfInterface(host);
+  if (!absl::IsNotFound(interface.status())) return interface;
   addrinfo hints = {};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
   const int error = getaddrinfo(host.c_str(), nullptr, &hints, &found);
   if (error != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("cannot listen on host \"", host, "\": ", gai_strerror(error)));
+    return absl::InvalidArgumentError(absl::StrCat("cannot listen on host \"", host,
+                                                   "\": ", gai_strerror(error), "; the ",
+                                                   interface.status().message()));
   }
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, &freeaddrinfo);
   int bind_error = EADDRNOTAVAIL;
@@ -56,15 +101,7 @@ absl::StatusOr<std::string> ResolveBindHost(const std::string& host) {
           "\": other workers need one particular address of this machine to connect to"));
     }
     if ((bind_error = TryBind(*info)) != 0) continue;
-    char text[INET6_ADDRSTRLEN] = {};
-    if (info->ai_family == AF_INET) {
-      inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(info->ai_addr)->sin_addr, text,
-                sizeof(text));
-      return std::string(text);
-    }
-    inet_ntop(AF_INET6, &reinterpret_cast<sockaddr_in6*>(info->ai_addr)->sin6_addr, text,
-              sizeof(text));
-    return absl::StrCat("[", text, "]");
+    return Numeric(info->ai_addr);
   }
   return absl::InvalidArgumentError(
       absl::StrCat("cannot listen on host \"", host, "\": ", std::strerror(bind_error)));

@@ -11,8 +11,9 @@
 
 namespace distgrad {
 
-// The numeric address of `host` ("127.0.0.1", "[::1]"), which this machine can bind: others
-// will be told it, so it must be one particular address and not a wildcard. May ask a name
+// The numeric address ("127.0.0.1", "[::1]") of `host`, a name, an address or an interface
+// ("eth0"), which this machine can bind: others will be told it, so it must be one particular
+// address and not a wildcard. Of an interface it is the first, IPv4 before IPv6. May ask a name
 // server, and so may block. kInvalidArgument for a host that is empty, a wildcard, unknown or
 // not one of this machine's.
 absl::StatusOr<std::string> ResolveBindHost(const std::string& host);

@@ -12,6 +12,19 @@ TEST(ResolveBindHostTest, NumbersAndNames) {
   EXPECT_TRUE(*localhost == "127.0.0.1" || *localhost == "[::1]") << *localhost;
 }
 
+TEST(ResolveBindHostTest, Interfaces) {
+  EXPECT_EQ(ResolveBindHost("lo").value(), "127.0.0.1");
+  const absl::Status status = ResolveBindHost("lo7").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("interfaces are lo"), std::string::npos) << status;
+}
+
+TEST(ResolveBindHostTest, Ipv6) {
+  for (const char* host : {"::1", "0:0::1"}) {
+    EXPECT_EQ(ResolveBindHost(host).value(), "[::1]");
+  }
+}
+
 TEST(ResolveBindHostTest, WhatOthersCouldNotConnectTo) {
   for (const char* host : {"", "0.0.0.0", "::", "203.0.113.7", "no-such-host.invalid"}) {
     const auto result = ResolveBindHost(host);

@@ -53,6 +53,9 @@ StreamKey CurrentKey(c10::Device device) {
   return {index, current_stream[index]};
 }
 
+// libtorch takes no second accelerator, and finds a GPU only where CUDA shows one.
+[[maybe_unused]] const int gpus_hidden = setenv("CUDA_VISIBLE_DEVICES", "", /*replace=*/1);
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {

@@ -8,8 +8,8 @@
 // every run and not only on unlucky ones; memory that is freed while another stream may use it,
 // with nobody having told the allocator (record_stream), is a violation too.
 //
-// Linking it makes HPU libtorch's accelerator; CPU builds of libtorch only, since libtorch takes
-// no second one beside CUDA. Thread-safe.
+// Linking it makes HPU libtorch's accelerator, and hides GPUs from the process: libtorch takes no
+// second one beside CUDA. Thread-safe.
 #ifndef DISTGRAD_TESTS_TESTING_FAKE_DEVICE_FAKE_DEVICE_H_
 #define DISTGRAD_TESTS_TESTING_FAKE_DEVICE_FAKE_DEVICE_H_
 

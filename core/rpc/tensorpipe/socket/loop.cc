@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/base/check.h"
+#include "core/base/spin.h"
 #include "core/base/thread.h"
 
 namespace distgrad {
@@ -30,13 +31,18 @@ absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
   if (!epoll.valid()) return absl::ErrnoToStatus(errno, "epoll_create1");
   Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake.valid()) return absl::ErrnoToStatus(errno, "eventfd");
-  auto loop = std::unique_ptr<Loop>(new Loop(std::move(epoll), std::move(wake)));
+  auto loop =
+      std::unique_ptr<Loop>(new Loop(std::move(epoll), std::move(wake), std::move(thread_name)));
   if (absl::Status watched = loop->Watch(kWakeId, loop->wake_.get(), EPOLLIN); !watched.ok()) {
     return watched;
   }
-  absl::MutexLock lock(&loop->join_mu_);
-  loop->thread_ = StartThread(std::move(thread_name), [self = loop.get()] { self->Work(); });
+  absl::MutexLock lock(&loop->mu_);
+  loop->StartThread();
   return loop;
+}
+
+void Loop::StartThread() {
+  threads_.push_back(distgrad::StartThread(thread_name_, [this] { Work(); }));
 }
 
 Loop::~Loop() {
@@ -81,6 +87,7 @@ void Loop::Unwatch(int fd) { epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr)
 Loop::TimerId Loop::After(absl::Duration delay, Task task) {
   const absl::Time when = Now() + delay;
   absl::MutexLock lock(&mu_);
+  if (over_) return 0;
   if (when < timers_.Next()) Wake();
   return timers_.Add(when, std::move(task));
 }
@@ -93,7 +100,9 @@ void Loop::Cancel(TimerId timer) {
 
 void Loop::Run(Task task) {
   absl::MutexLock lock(&mu_);
-  if (tasks_.empty()) Wake();
+  if (over_) return;
+  // The loop's own thread comes to it by itself.
+  if (tasks_.empty() && Current() != this) Wake();
   tasks_.push_back(std::move(task));
 }
 
@@ -109,8 +118,25 @@ void Loop::Close() {
 }
 
 void Loop::Join() {
-  absl::MutexLock lock(&join_mu_);
-  if (thread_.joinable()) thread_.join();
+  absl::MutexLock joining(&join_mu_);
+  for (;;) {
+    std::thread thread;
+    {
+      absl::MutexLock lock(&mu_);
+      std::vector<std::thread>& threads = ended_.empty() ? threads_ : ended_;
+      if (threads.empty()) break;
+      thread = std::move(threads.back());
+      threads.pop_back();
+    }
+    thread.join();
+  }
+  // Nobody is left whom these could concern.
+  std::deque<Task> tasks;
+  internal::TimerQueue timers;
+  absl::MutexLock lock(&mu_);
+  over_ = true;
+  tasks.swap(tasks_);
+  std::swap(timers, timers_);
 }
 
 void Loop::Wake() {
@@ -130,52 +156,91 @@ int Loop::Patience() {
       absl::ToInt64Milliseconds(absl::Ceil(left, absl::Milliseconds(1))), 1 << 30));
 }
 
-void Loop::RunDue() {
-  std::vector<Task> due;
-  {
-    absl::MutexLock lock(&mu_);
-    due.swap(tasks_);
-    if (timers_.Next() != absl::InfiniteFuture()) {
-      const absl::Time now = Now();
-      while (timers_.Next() <= now) due.push_back(timers_.Pop());
-    }
+void Loop::HandleEvents(Spin& spin) {
+  constexpr int kEvents = 64;
+  epoll_event events[kEvents];
+  int n = 0;
+  const auto look = [&] { return (n = epoll_wait(epoll_.get(), events, kEvents, 0)) != 0; };
+  if (const int patience = Patience(); patience == 0) {
+    look();
+  } else if (!spin.Await(look)) {
+    // What follows a message often follows at once, its answer or the next request. Not this time.
+    n = epoll_wait(epoll_.get(), events, kEvents, patience);
   }
-  for (Task& task : due) {
-    task();
-    task = nullptr;
+  DG_CHECK(n >= 0 || errno == EINTR) << "epoll_wait: errno " << errno;
+  for (int i = 0; i < n; ++i) {
+    if (events[i].data.u64 == kWakeId) {
+      uint64_t count;
+      [[maybe_unused]] const ssize_t read_bytes = read(wake_.get(), &count, sizeof(count));
+      continue;
+    }
+    std::shared_ptr<Handler> handler;
+    {
+      absl::MutexLock lock(&mu_);
+      const auto found = handlers_.find(events[i].data.u64);
+      if (found != handlers_.end()) handler = found->second;
+    }
+    if (handler != nullptr) handler->OnEvents(events[i].events);
   }
 }
 
-void Loop::Work() {
-  constexpr int kEvents = 64;
-  epoll_event events[kEvents];
-  for (;;) {
-    const int n = epoll_wait(epoll_.get(), events, kEvents, Patience());
-    DG_CHECK(n >= 0 || errno == EINTR) << "epoll_wait: errno " << errno;
-    for (int i = 0; i < n; ++i) {
-      if (events[i].data.u64 == kWakeId) {
-        uint64_t count;
-        [[maybe_unused]] const ssize_t read_bytes = read(wake_.get(), &count, sizeof(count));
-        continue;
-      }
-      std::shared_ptr<Handler> handler;
-      {
-        absl::MutexLock lock(&mu_);
-        const auto found = handlers_.find(events[i].data.u64);
-        if (found != handlers_.end()) handler = found->second;
-      }
-      if (handler != nullptr) handler->OnEvents(events[i].events);
-    }
-    RunDue();
+bool Loop::RunDue() {
+  size_t due;
+  {
     absl::MutexLock lock(&mu_);
-    if (closed_ && handlers_.empty()) break;
+    if (timers_.Next() != absl::InfiniteFuture()) {
+      const absl::Time now = Now();
+      while (timers_.Next() <= now) tasks_.push_back(timers_.Pop());
+    }
+    // What these add comes after the next events.
+    due = tasks_.size();
   }
-  // Nobody is left whom these could concern.
-  std::vector<Task> tasks;
-  internal::TimerQueue timers;
+  for (; due > 0; --due) {
+    Task task;
+    {
+      absl::MutexLock lock(&mu_);
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    Blockable::SetCurrent(this);
+    task();
+    task = nullptr;
+    Blockable::SetCurrent(nullptr);
+    if (Current() != this) return false;
+  }
+  return true;
+}
+
+// On the loop's thread, in a task.
+void Loop::OnBlocked() {
+  if (Current() != this) return;  // relieved already
+  EventLoop::SetCurrent(nullptr);
+  std::vector<std::thread> ended;
   absl::MutexLock lock(&mu_);
-  tasks.swap(tasks_);
-  std::swap(timers, timers_);
+  // Takes no time: they have nothing left to do.
+  ended.swap(ended_);
+  for (std::thread& thread : ended) thread.join();
+  StartThread();
+}
+
+void Loop::Work() {
+  EventLoop::SetCurrent(this);
+  Spin spin;
+  for (;;) {
+    HandleEvents(spin);
+    const bool relieved = !RunDue();
+    absl::MutexLock lock(&mu_);
+    if (!relieved && !(closed_ && handlers_.empty())) continue;
+    const auto self = std::find_if(threads_.begin(), threads_.end(), [](const std::thread& t) {
+      return t.get_id() == std::this_thread::get_id();
+    });
+    // Join() may have it already.
+    if (self != threads_.end()) {
+      ended_.push_back(std::move(*self));
+      threads_.erase(self);
+    }
+    return;
+  }
 }
 
 }  // namespace distgrad

@@ -1,15 +1,19 @@
-// One thread that waits in epoll for the sockets of a transport, and for its timers. It never
-// spins: with nothing to do it sleeps.
+// One thread that waits in epoll for the sockets of a transport, and for its timers. After an
+// event it looks for the next one for a moment (core/base/spin.h); with nothing to do it sleeps.
 //
 // Sockets are watched edge-triggered: a handler is told once when a socket becomes ready, and
 // uses it until the kernel says EAGAIN. So no system call but the reads and writes themselves is
 // needed while messages come and go.
+//
+// A task may wait, in a BlockingScope: another thread then takes over the loop, and this one ends
+// with its task. Handlers must not.
 //
 // Thread-safe.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_LOOP_H_
 #define DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_LOOP_H_
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <thread>
@@ -21,12 +25,15 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/base/blocking.h"
+#include "core/base/event_loop.h"
+#include "core/base/spin.h"
 #include "core/base/timer_queue.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
 
 namespace distgrad {
 
-class Loop {
+class Loop : public EventLoop, private Blockable {
  public:
   using Task = absl::AnyInvocable<void()>;
   using TimerId = uint64_t;
@@ -43,7 +50,7 @@ class Loop {
   // kResourceExhausted and the like where the machine gives no more file descriptors.
   static absl::StatusOr<std::unique_ptr<Loop>> Start(std::string thread_name);
   // Close() and Join() must have been called, or be possible here.
-  ~Loop();
+  ~Loop() override;
 
   // The loop keeps a handler until Remove(). 0 if the loop is closed already.
   uint64_t Add(std::shared_ptr<Handler> handler);
@@ -61,7 +68,7 @@ class Loop {
   // Runs `task` on the loop's thread, after `delay`. Dropped if the loop ends before.
   TimerId After(absl::Duration delay, Task task);
   void Cancel(TimerId timer);
-  void Run(Task task);
+  void Run(Task task) override;
 
   // Tells all handlers; from then on there are no new ones.
   void Close();
@@ -69,27 +76,40 @@ class Loop {
   void Join();
 
  private:
-  Loop(Fd epoll, Fd wake) : epoll_(std::move(epoll)), wake_(std::move(wake)) {}
+  Loop(Fd epoll, Fd wake, std::string thread_name)
+      : epoll_(std::move(epoll)), wake_(std::move(wake)), thread_name_(std::move(thread_name)) {}
 
+  void StartThread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What each thread runs, until it is relieved or the loop is over.
   void Work();
+  // Waits for events and handles them.
+  void HandleEvents(Spin& spin);
+  // Runs what is due. Returns whether this thread is still that of the loop.
+  bool RunDue();
   // How long epoll may sleep, in milliseconds; -1 for ever.
   int Patience();
-  void RunDue();
   void Wake();
+
+  void OnBlocked() override;
+  void OnUnblocked() override {}
 
   // Constant after Start().
   const Fd epoll_;
   const Fd wake_;  // an eventfd
+  const std::string thread_name_;
 
   absl::Mutex join_mu_;  // one joins, the others wait for it
-  std::thread thread_ ABSL_GUARDED_BY(join_mu_);
 
   absl::Mutex mu_;
+  // Guarded by mu_. The last one is the thread of the loop, those before it were relieved.
+  std::vector<std::thread> threads_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::thread> ended_ ABSL_GUARDED_BY(mu_);  // or about to; not in threads_
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
   internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);
-  std::vector<Task> tasks_ ABSL_GUARDED_BY(mu_);
+  std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool over_ ABSL_GUARDED_BY(mu_) = false;  // no thread any more
 };
 
 }  // namespace distgrad

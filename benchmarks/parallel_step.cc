@@ -1,0 +1,76 @@
+#include "benchmarks/parallel_step.h"
+
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/rand.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "core/base/status.h"
+#include "core/parallel/data_parallel.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+constexpr int64_t kBatch = 64;
+
+struct Size {
+  int layers;
+  int64_t width;
+};
+constexpr Size kSmall = {100, 32};  // 200 parameters of 4 KiB and 128 bytes
+constexpr Size kLarge = {4, 1024};  // 4 of 4 MiB
+
+at::Tensor Forward(torch::nn::Sequential& net, const at::Tensor& input) {
+  return net->forward(input);
+}
+
+absl::Status Check(torch::nn::Sequential& net, const at::Tensor& input) {
+  std::vector<at::Tensor> got;
+  for (const at::Tensor& parameter : net->parameters()) got.push_back(parameter.grad().clone());
+  net->zero_grad();
+  Forward(net, input).sum().backward();
+  const std::vector<at::Tensor> parameters = net->parameters();
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (!at::allclose(got[i], parameters[i].grad(), 1e-3, 1e-4)) {
+      return absl::InternalError("the gradients are not those of the module");
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Sample> RunParallelStep(const Work& work, absl::Duration budget) {
+  try {
+    const Size size = absl::EndsWith(work.kind, "_small") ? kSmall : kLarge;
+    torch::nn::Sequential net;
+    for (int i = 0; i < size.layers; ++i) {
+      net->push_back(torch::nn::Linear(size.width, size.width));
+    }
+    const at::Tensor input = at::rand({kBatch, size.width});
+    std::optional<DataParallel<torch::nn::SequentialImpl>> parallel;
+    if (absl::StartsWith(work.kind, "parallel")) {
+      parallel.emplace(
+          net, DataParallelOptions{.devices = std::vector<c10::Device>(work.count, c10::kCPU)});
+    }
+    const auto step = [&]() -> absl::StatusOr<double> {
+      net->zero_grad();
+      const double start = MicrosNow();
+      (parallel.has_value() ? parallel->Forward(input) : Forward(net, input)).sum().backward();
+      return MicrosNow() - start;
+    };
+    DG_RETURN_IF_ERROR(step().status());
+    DG_RETURN_IF_ERROR(Check(net, input));
+    return Repeat(budget, step);
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+}  // namespace distgrad

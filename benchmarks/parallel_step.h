@@ -1,0 +1,17 @@
+// A step of training on the CPU, by the module alone or by DataParallel over some replicas.
+#ifndef DISTGRAD_BENCHMARKS_PARALLEL_STEP_H_
+#define DISTGRAD_BENCHMARKS_PARALLEL_STEP_H_
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "benchmarks/work.h"
+
+namespace distgrad {
+
+// step_small, step_large: forward and backward of a batch. parallel_small, parallel_large: the same
+// over work.count replicas on the CPU. kInternal if the gradients are not those of the module.
+absl::StatusOr<Sample> RunParallelStep(const Work& work, absl::Duration budget);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_BENCHMARKS_PARALLEL_STEP_H_

@@ -1,0 +1,134 @@
+//! Calls: of functions and operators, of workers, inside contexts or not.
+use crate::{
+    ffi::{self, ContextHandle, WorkerHandle},
+    future::{milliseconds_or_default, Future},
+    Message, Result, Value,
+};
+use std::{marker::PhantomData, time::Duration};
+
+/// How to call: from which worker, inside which context, with how much time.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, context: &distgrad::Context, message: &distgrad::Message)
+/// # -> distgrad::Result<()> {
+/// use std::time::Duration;
+/// worker.call("back", "classify", message)?; // as long as the worker's options say
+/// worker.caller().timeout(Duration::from_secs(5)).call("back", "classify", message)?;
+/// context.call("back", "classify", message)?; // recorded for backward
+/// # Ok(())
+/// # }
+/// ```
+#[doc(alias = "dg_call_options")]
+#[derive(Clone, Copy)]
+pub struct Caller<'a> {
+    worker: WorkerHandle,
+    context: ContextHandle,
+    timeout: Option<Duration>,
+    lifetime: PhantomData<&'a ()>,
+}
+
+impl<'a> Caller<'a> {
+    pub(crate) fn new(worker: WorkerHandle, context: ContextHandle) -> Self {
+        Self { worker, context, timeout: None, lifetime: PhantomData }
+    }
+
+    /// Calls fail with `Code::DeadlineExceeded` after that long.
+    pub fn timeout(self, timeout: Duration) -> Caller<'a> {
+        Self { timeout: Some(timeout), ..self }
+    }
+
+    pub(crate) fn caller(&self) -> Caller<'a> {
+        *self
+    }
+
+    pub(crate) fn invoke(&self, to: &str, function: &str, request: &Message) -> Result<Message> {
+        let timeout = milliseconds_or_default(self.timeout);
+        let reply =
+            ffi::worker_call(self.worker, to, function, request.handle(), self.context, timeout)?;
+        Ok(Message::own(reply))
+    }
+
+    pub(crate) fn invoke_async(
+        &self,
+        to: &str,
+        function: &str,
+        request: &Message,
+    ) -> Result<Future<Message>> {
+        let timeout = milliseconds_or_default(self.timeout);
+        let (request, context) = (request.handle(), self.context);
+        Ok(Future::own(ffi::worker_call_async(
+            self.worker,
+            to,
+            function,
+            request,
+            context,
+            timeout,
+        )?))
+    }
+
+    pub(crate) fn invoke_op(
+        &self,
+        to: &str,
+        op: &str,
+        arguments: &[Value<'_>],
+    ) -> Result<Vec<Value<'static>>> {
+        let timeout = milliseconds_or_default(self.timeout);
+        ffi::take_values(ffi::with_raw(arguments, |raw| {
+            ffi::worker_call_op(self.worker, to, op, raw, self.context, timeout)
+        })?)
+    }
+
+    pub(crate) fn invoke_op_async(
+        &self,
+        to: &str,
+        op: &str,
+        arguments: &[Value<'_>],
+    ) -> Result<Future<Vec<Value<'static>>>> {
+        let timeout = milliseconds_or_default(self.timeout);
+        let handle = ffi::with_raw(arguments, |raw| {
+            ffi::worker_call_op_async(self.worker, to, op, raw, self.context, timeout)
+        })?;
+        Ok(Future::own(handle))
+    }
+}
+
+/// The four calls, as methods of what has a `caller()`.
+macro_rules! calls {
+    ($($type:ty),*) => {$(
+        impl $type {
+            /// Calls a function of the worker named `to` (itself, too), and waits for the reply.
+            ///
+            /// Inside a context gradients will flow back through the tensors that require grad, both
+            /// ways. Large tensors are sent from where they are: do not write to them before the
+            /// reply has come.
+            ///
+            /// The code is the handler's if that failed; `Code::NotFound` for an unknown worker or
+            /// function, `Code::DeadlineExceeded` if it took too long, `Code::Unavailable` if the
+            /// worker is gone.
+            #[doc(alias = "dg_worker_call")]
+            pub fn call(&self, to: &str, function: &str, request: &$crate::Message) -> $crate::Result<$crate::Message> {
+                self.caller().invoke(to, function, request)
+            }
+
+            /// The same without waiting.
+            #[doc(alias = "dg_worker_call_async")]
+            pub fn call_async(&self, to: &str, function: &str, request: &$crate::Message) -> $crate::Result<$crate::Future<$crate::Message>> {
+                self.caller().invoke_async(to, function, request)
+            }
+
+            /// Runs an operator on the worker named `to`, as [`ops`]($crate::ops) does here, and
+            /// waits for its results.
+            #[doc(alias = "dg_worker_call_op")]
+            pub fn call_op(&self, to: &str, op: &str, arguments: &[$crate::Value<'_>]) -> $crate::Result<Vec<$crate::Value<'static>>> {
+                self.caller().invoke_op(to, op, arguments)
+            }
+
+            /// The same without waiting.
+            #[doc(alias = "dg_worker_call_op_async")]
+            pub fn call_op_async(&self, to: &str, op: &str, arguments: &[$crate::Value<'_>]) -> $crate::Result<$crate::Future<Vec<$crate::Value<'static>>>> {
+                self.caller().invoke_op_async(to, op, arguments)
+            }
+        }
+    )*};
+}
+calls!(Caller<'_>, crate::Worker, crate::Context<'_>, crate::Request<'_>);

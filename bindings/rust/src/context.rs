@@ -1,0 +1,150 @@
+//! Distributed autograd.
+use crate::{
+    ffi::{self, ContextHandle, Handle, Owned, TensorHandle, WorkerHandle},
+    future::{milliseconds_or_default, Future},
+    message::handles_of,
+    Caller, Result, Tensor, Worker,
+};
+use std::{borrow::Borrow, fmt, marker::PhantomData, time::Duration};
+
+/// One training step across workers: what was sent and received under it, and the gradients that its
+/// backward gave. Dropping it ends it on every worker.
+#[doc(alias = "dg_context")]
+pub struct Context<'w> {
+    worker: WorkerHandle,
+    handle: Owned<ContextHandle>,
+    lifetime: PhantomData<&'w Worker>,
+}
+
+impl<'w> Context<'w> {
+    pub(crate) fn own(worker: WorkerHandle, handle: ContextHandle) -> Self {
+        Self { worker, handle: Owned::new(handle), lifetime: PhantomData }
+    }
+    pub(crate) fn handle(&self) -> ContextHandle {
+        self.handle.get()
+    }
+    pub(crate) fn is_some(&self) -> bool {
+        !self.handle().is_null()
+    }
+
+    /// The same number on all workers.
+    #[doc(alias = "dg_context_id")]
+    pub fn id(&self) -> u64 {
+        ffi::context_id(self.handle())
+    }
+
+    /// Calls that are recorded here, for which more can be said.
+    pub fn caller(&self) -> Caller<'_> {
+        Caller::new(self.worker, self.handle())
+    }
+
+    /// Computes the gradients of everything that `roots` depend on, on every worker, and waits until
+    /// they are in place everywhere.
+    ///
+    /// Roots have one element each, and were computed on this worker from something that requires
+    /// grad. After an error the context is good for [`release`](Context::release) only.
+    #[doc(alias = "dg_context_backward")]
+    pub fn backward(&self, roots: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<()> {
+        self.pass().run(roots)
+    }
+
+    /// A backward of which more can be said.
+    pub fn pass(&self) -> Pass<'_, 'w> {
+        Pass { context: self, root_gradients: Vec::new(), retain_graph: false, timeout: None }
+    }
+
+    /// The gradient of a leaf of this worker. `Code::NotFound` if no root depends on it.
+    #[doc(alias = "dg_context_gradient")]
+    pub fn gradient(&self, leaf: &Tensor) -> Result<Tensor> {
+        Ok(Tensor::own(ffi::context_gradient(self.handle(), leaf.handle())?))
+    }
+
+    /// Replaces the gradient of a leaf that has one.
+    #[doc(alias = "dg_context_set_gradient")]
+    pub fn set_gradient(&self, leaf: &Tensor, gradient: &Tensor) -> Result<()> {
+        Ok(ffi::context_set_gradient(self.handle(), leaf.handle(), gradient.handle())?)
+    }
+
+    /// Every leaf of this worker that has a gradient, and that; in no order.
+    #[doc(alias = "dg_context_gradients")]
+    pub fn gradients(&self) -> Result<Vec<(Tensor, Tensor)>> {
+        let handles = ffi::context_gradients(self.handle())?;
+        let pairs = handles.chunks_exact(2);
+        Ok(pairs.map(|pair| (Tensor::own(pair[0]), Tensor::own(pair[1]))).collect())
+    }
+
+    /// Ends it on every worker; a pass under way fails. Idempotent, does not wait.
+    #[doc(alias = "dg_context_release")]
+    #[doc(alias = "dg_context_destroy")]
+    pub fn release(&self) -> Result<()> {
+        Ok(ffi::context_release(self.handle())?)
+    }
+}
+
+impl fmt::Debug for Context<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Context({:#x})", self.id())
+    }
+}
+
+/// One backward of a context.
+#[doc(alias = "dg_backward_options")]
+pub struct Pass<'c, 'w> {
+    context: &'c Context<'w>,
+    root_gradients: Vec<Option<Tensor>>,
+    retain_graph: bool,
+    timeout: Option<Duration>,
+}
+
+impl Pass<'_, '_> {
+    /// Where it starts: for each root a gradient of its shape, or `None` for 1. Default: all 1.
+    pub fn root_gradients(mut self, gradients: &[Option<&Tensor>]) -> Self {
+        self.root_gradients = gradients.iter().map(|gradient| gradient.cloned()).collect();
+        self
+    }
+    /// Another backward may follow; gradients add up. Default: none may.
+    pub fn retain_graph(mut self) -> Self {
+        self.retain_graph = true;
+        self
+    }
+    /// It fails with `Code::DeadlineExceeded` after that long. Default: as the worker's options say.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+
+    /// Waits until the gradients are in place everywhere; see [`Context::backward`].
+    pub fn run(self, roots: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<()> {
+        let (_roots, roots) = handles_of(roots);
+        let (gradients, timeout) = (self.gradients(roots.len())?, self.timeout_ms());
+        let context = self.context.handle();
+        Ok(ffi::context_backward(context, &roots, &gradients, self.retain_graph, timeout)?)
+    }
+
+    /// The same without waiting.
+    #[doc(alias = "dg_context_backward_async")]
+    pub fn start(self, roots: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<Future<()>> {
+        let (_roots, roots) = handles_of(roots);
+        let (gradients, timeout) = (self.gradients(roots.len())?, self.timeout_ms());
+        let context = self.context.handle();
+        let handle =
+            ffi::context_backward_async(context, &roots, &gradients, self.retain_graph, timeout)?;
+        Ok(Future::own(handle))
+    }
+
+    fn timeout_ms(&self) -> i64 {
+        milliseconds_or_default(self.timeout)
+    }
+
+    fn gradients(&self, roots: usize) -> Result<Vec<TensorHandle>> {
+        let given = &self.root_gradients;
+        if !given.is_empty() && given.len() != roots {
+            let text = format!("{} root gradients for {roots} roots", given.len());
+            return Err(crate::Error::invalid(text));
+        }
+        Ok(given
+            .iter()
+            .map(|gradient| gradient.as_ref().map_or(TensorHandle::NULL, Tensor::handle))
+            .collect())
+    }
+}

@@ -1,0 +1,211 @@
+//! What crosses to C++ (shim.h), and what C++ calls here.
+use super::{
+    callback::{Callback, Handler, Owner, Waiting},
+    handle::*,
+    value::RawValue,
+};
+
+#[cxx::bridge(namespace = "distgrad_rust")]
+pub(crate) mod raw {
+    /// `dg_worker_options`, but for its size.
+    struct RawWorkerOptions<'a> {
+        name: &'a str,
+        rank: u32,
+        world_size: u32,
+        rendezvous: &'a str,
+        transport: &'a str,
+        host: &'a str,
+        key_file: &'a str,
+        thread_count: u64,
+        timeout_ms: i64,
+        join_timeout_ms: i64,
+        no_operators: bool,
+    }
+
+    /// `dg_request`, and the worker that serves it.
+    struct RawRequest<'a> {
+        worker: WorkerHandle,
+        function: &'a [u8],
+        from: u64,
+        message: MessageHandle,
+        context: ContextHandle,
+        timeout_ms: i64,
+    }
+
+    extern "Rust" {
+        type Handler;
+        fn serve(
+            self: &Handler,
+            request: &RawRequest<'_>,
+            reply: &mut MessageHandle,
+        ) -> ErrorHandle;
+        type Callback;
+        fn run(self: &Callback);
+        type Owner;
+        type Waiting;
+        fn wait(self: &mut Waiting);
+    }
+
+    unsafe extern "C++" {
+        include!("distgrad/src/ffi/shim.h");
+
+        type ErrorHandle = super::ErrorHandle;
+        type TensorHandle = super::TensorHandle;
+        type ValuesHandle = super::ValuesHandle;
+        type MessageHandle = super::MessageHandle;
+        type FutureHandle = super::FutureHandle;
+        type WorkerHandle = super::WorkerHandle;
+        type ContextHandle = super::ContextHandle;
+        type OptimizerHandle = super::OptimizerHandle;
+        #[namespace = ""]
+        #[cxx_name = "dg_value"]
+        type RawValue = super::RawValue;
+
+        fn abi_version() -> u32;
+        fn abi_major() -> u32;
+        fn torch_version() -> &'static [u8];
+        fn error_create(code: i32, message: &str) -> ErrorHandle;
+
+        unsafe fn tensor_from_data(
+            data: *const u8,
+            dtype: i32,
+            shape: &[i64],
+        ) -> Result<TensorHandle>;
+        unsafe fn tensor_from_memory(
+            data: *mut u8,
+            dtype: i32,
+            shape: &[i64],
+            owner: Box<Owner>,
+        ) -> Result<TensorHandle>;
+        unsafe fn tensor_from_dlpack(managed: *mut u8) -> Result<TensorHandle>;
+        fn tensor_to_dlpack(tensor: TensorHandle) -> Result<*mut u8>;
+        unsafe fn tensor_from_torch(tensor: *const u8) -> Result<TensorHandle>;
+        fn tensor_torch(tensor: TensorHandle) -> *mut u8;
+        fn tensor_clone(tensor: TensorHandle) -> Result<TensorHandle>;
+        fn tensor_detach(tensor: TensorHandle) -> Result<TensorHandle>;
+        fn tensor_destroy(tensor: TensorHandle);
+        fn tensor_dtype(tensor: TensorHandle) -> i32;
+        fn tensor_shape(tensor: TensorHandle) -> Vec<i64>;
+        fn tensor_strides(tensor: TensorHandle) -> Vec<i64>;
+        fn tensor_element_count(tensor: TensorHandle) -> i64;
+        fn tensor_device(tensor: TensorHandle) -> &'static [u8];
+        fn tensor_data(tensor: TensorHandle) -> Result<*mut u8>;
+        fn tensor_requires_grad(tensor: TensorHandle) -> bool;
+        fn tensor_require_grad(tensor: TensorHandle) -> Result<()>;
+        fn grad_set_enabled(enabled: bool) -> bool;
+
+        fn op_tensor(op: &str, arguments: &[RawValue]) -> Result<TensorHandle>;
+        fn op_call(op: &str, arguments: &[RawValue]) -> Result<ValuesHandle>;
+        fn values_count(values: ValuesHandle) -> usize;
+        fn values_get(values: ValuesHandle, index: usize) -> Result<RawValue>;
+        fn values_destroy(values: ValuesHandle);
+
+        fn message_create(payload: &[u8], tensors: &[TensorHandle]) -> Result<MessageHandle>;
+        fn message_destroy(message: MessageHandle);
+        unsafe fn message_payload<'a>(message: MessageHandle) -> &'a [u8];
+        fn message_tensor_count(message: MessageHandle) -> usize;
+        fn message_tensor(message: MessageHandle, index: usize) -> Result<TensorHandle>;
+
+        fn future_wait(future: FutureHandle, timeout_ms: i64) -> Result<bool>;
+        fn future_result(future: FutureHandle) -> Result<MessageHandle>;
+        fn future_values(future: FutureHandle) -> Result<ValuesHandle>;
+        fn future_then(future: FutureHandle, callback: Box<Callback>) -> Result<()>;
+        fn future_destroy(future: FutureHandle);
+
+        fn wait(waiting: &mut Waiting) -> Result<()>;
+
+        fn worker_create(options: &RawWorkerOptions<'_>) -> Result<WorkerHandle>;
+        fn worker_wait_for_all(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
+        fn worker_leave(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
+        fn worker_destroy(worker: WorkerHandle);
+        fn worker_rank(worker: WorkerHandle) -> u32;
+        fn worker_world_size(worker: WorkerHandle) -> u32;
+        fn worker_name(worker: WorkerHandle, rank: u32) -> String;
+        fn worker_context_count(worker: WorkerHandle) -> usize;
+        fn worker_register(
+            worker: WorkerHandle,
+            function: &str,
+            handler: Box<Handler>,
+        ) -> Result<()>;
+        fn worker_call(
+            worker: WorkerHandle,
+            to: &str,
+            function: &str,
+            request: MessageHandle,
+            context: ContextHandle,
+            timeout_ms: i64,
+        ) -> Result<MessageHandle>;
+        fn worker_call_async(
+            worker: WorkerHandle,
+            to: &str,
+            function: &str,
+            request: MessageHandle,
+            context: ContextHandle,
+            timeout_ms: i64,
+        ) -> Result<FutureHandle>;
+        fn worker_call_op(
+            worker: WorkerHandle,
+            to: &str,
+            op: &str,
+            arguments: &[RawValue],
+            context: ContextHandle,
+            timeout_ms: i64,
+        ) -> Result<ValuesHandle>;
+        fn worker_call_op_async(
+            worker: WorkerHandle,
+            to: &str,
+            op: &str,
+            arguments: &[RawValue],
+            context: ContextHandle,
+            timeout_ms: i64,
+        ) -> Result<FutureHandle>;
+
+        fn context_create(worker: WorkerHandle) -> Result<ContextHandle>;
+        fn context_release(context: ContextHandle) -> Result<()>;
+        fn context_destroy(context: ContextHandle);
+        fn context_id(context: ContextHandle) -> u64;
+        fn context_backward(
+            context: ContextHandle,
+            roots: &[TensorHandle],
+            root_gradients: &[TensorHandle],
+            retain_graph: bool,
+            timeout_ms: i64,
+        ) -> Result<()>;
+        fn context_backward_async(
+            context: ContextHandle,
+            roots: &[TensorHandle],
+            root_gradients: &[TensorHandle],
+            retain_graph: bool,
+            timeout_ms: i64,
+        ) -> Result<FutureHandle>;
+        fn context_gradient(context: ContextHandle, leaf: TensorHandle) -> Result<TensorHandle>;
+        fn context_set_gradient(
+            context: ContextHandle,
+            leaf: TensorHandle,
+            gradient: TensorHandle,
+        ) -> Result<()>;
+        /// Leaf, gradient, leaf, gradient...
+        fn context_gradients(context: ContextHandle) -> Result<Vec<TensorHandle>>;
+
+        fn optimizer_create_sgd(
+            worker: WorkerHandle,
+            name: &str,
+            parameters: &[TensorHandle],
+            numbers: [f64; 4],
+            nesterov: bool,
+        ) -> Result<OptimizerHandle>;
+        fn optimizer_create_adam(
+            worker: WorkerHandle,
+            name: &str,
+            parameters: &[TensorHandle],
+            numbers: [f64; 5],
+            amsgrad: bool,
+            decoupled: bool,
+        ) -> Result<OptimizerHandle>;
+        fn optimizer_step(optimizer: OptimizerHandle, context: ContextHandle) -> Result<()>;
+        fn optimizer_destroy(optimizer: OptimizerHandle);
+    }
+
+    // Vec<T> of a type that is declared elsewhere has to be asked for.
+    impl Vec<TensorHandle> {}
+}

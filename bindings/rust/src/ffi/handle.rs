@@ -1,0 +1,85 @@
+//! Handles of the C interface: numbers that look like pointers, checked by the library at each use.
+use super::bridge::raw;
+use cxx::{kind::Trivial, type_id, ExternType};
+use std::ffi::c_void;
+
+/// A handle that somebody owns.
+pub(crate) trait Handle: Copy {
+    const NULL: Self;
+    fn is_null(self) -> bool;
+    /// Ends it; accepts a null one.
+    fn destroy(self);
+}
+
+macro_rules! handles {
+    ($($name:ident, $id:literal, $destroy:expr;)*) => {$(
+        /// Copies name the same thing; only [`Owned`] ends it.
+        #[derive(Clone, Copy)]
+        #[repr(transparent)]
+        pub(crate) struct $name(*mut c_void);
+
+        // SAFETY: shim.h makes it an alias of a pointer, as it is here.
+        unsafe impl ExternType for $name {
+            type Id = type_id!($id);
+            type Kind = Trivial;
+        }
+        // SAFETY: "Any function may be called on any thread at any time, unless its comment says
+        // otherwise." None of those that take a handle says otherwise.
+        unsafe impl Send for $name {}
+        // SAFETY: the same sentence.
+        unsafe impl Sync for $name {}
+
+        impl Handle for $name {
+            const NULL: Self = Self(std::ptr::null_mut());
+            fn is_null(self) -> bool {
+                self.0.is_null()
+            }
+            fn destroy(self) {
+                $destroy(self)
+            }
+        }
+    )*};
+}
+handles! {
+    ErrorHandle, "distgrad_rust::ErrorHandle", |_| ();
+    TensorHandle, "distgrad_rust::TensorHandle", raw::tensor_destroy;
+    ValuesHandle, "distgrad_rust::ValuesHandle", raw::values_destroy;
+    MessageHandle, "distgrad_rust::MessageHandle", raw::message_destroy;
+    FutureHandle, "distgrad_rust::FutureHandle", raw::future_destroy;
+    WorkerHandle, "distgrad_rust::WorkerHandle", raw::worker_destroy;
+    ContextHandle, "distgrad_rust::ContextHandle", raw::context_destroy;
+    OptimizerHandle, "distgrad_rust::OptimizerHandle", raw::optimizer_destroy;
+}
+
+impl TensorHandle {
+    pub(crate) fn from_pointer(pointer: *mut c_void) -> Self {
+        Self(pointer)
+    }
+    pub(crate) fn pointer(self) -> *mut c_void {
+        self.0
+    }
+}
+
+/// Ends its handle when it is dropped.
+pub(crate) struct Owned<H: Handle>(H);
+
+impl<H: Handle> Owned<H> {
+    pub(crate) fn new(handle: H) -> Self {
+        Self(handle)
+    }
+    /// Borrowed: good while `self` is.
+    pub(crate) fn get(&self) -> H {
+        self.0
+    }
+    pub(crate) fn release(mut self) -> H {
+        std::mem::replace(&mut self.0, H::NULL)
+    }
+}
+
+impl<H: Handle> Drop for Owned<H> {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            self.0.destroy();
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! Elements of tensors: in from slices and vectors, out to vectors, and shared by DLPack.
+use super::{bridge::raw, callback::Owner, handle::MessageHandle};
+use crate::{element::Element, values, Error, Result, Tensor};
+use std::{ffi::c_void, slice};
+
+/// As many elements as `shape` has, or an error.
+fn check_size<T>(data: &[T], shape: &[i64]) -> Result<()> {
+    let count = shape.iter().try_fold(1i64, |count, &size| count.checked_mul(size));
+    if shape.iter().all(|&size| size >= 0) && count == i64::try_from(data.len()).ok() {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("{} elements do not fill a tensor of shape {shape:?}", data.len())))
+}
+
+impl Tensor {
+    /// A tensor on the CPU with a copy of `data`, in row-major order.
+    ///
+    /// `Code::InvalidArgument` if there are not as many elements as `shape` has.
+    #[doc(alias = "dg_tensor_from_data")]
+    pub fn from_slice<T: Element>(data: &[T], shape: &[i64]) -> Result<Self> {
+        check_size(data, shape)?;
+        // SAFETY: "A tensor on the CPU with a copy of the elements at `data`, in row-major order":
+        // they are as many as the shape has, and of that dtype.
+        let handle =
+            unsafe { raw::tensor_from_data(data.as_ptr().cast(), T::DTYPE.code(), shape)? };
+        Ok(Self::own(handle))
+    }
+
+    /// A tensor on the CPU over `data`, without a copy; it is dropped with the last reference to
+    /// the tensor's memory, on any thread.
+    ///
+    /// `Code::InvalidArgument` if there are not as many elements as `shape` has.
+    #[doc(alias = "dg_tensor_from_memory")]
+    pub fn from_vec<T: Element>(mut data: Vec<T>, shape: &[i64]) -> Result<Self> {
+        check_size(&data, shape)?;
+        let pointer = data.as_mut_ptr().cast();
+        // SAFETY: "over the caller's memory, which must stay until `destroy` is called": the owner
+        // keeps the vector, whose elements do not move with it, and nobody else can reach it.
+        let handle =
+            unsafe { raw::tensor_from_memory(pointer, T::DTYPE.code(), shape, Owner::new(data))? };
+        Ok(Self::own(handle))
+    }
+
+    /// A copy of the elements in row-major order, whatever the strides.
+    ///
+    /// `Code::InvalidArgument` for another dtype; `Code::FailedPrecondition` if the elements are
+    /// not in the CPU's memory as they are (sparse, other devices).
+    #[doc(alias = "dg_tensor_data")]
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        let tensor = crate::op("aten::contiguous", &values![&self.detach()?])?;
+        // SAFETY: a copy is made at once, of a handle that no one else has.
+        Ok(unsafe { tensor.as_slice()? }.to_vec())
+    }
+
+    /// The elements where they are, in row-major order.
+    ///
+    /// Errors as [`Tensor::to_vec`], and `Code::FailedPrecondition` if there are gaps between the
+    /// elements or they are in another order.
+    ///
+    /// # Safety
+    /// While the slice lives nothing writes to the memory, not through other tensors that share it
+    /// either, and no operator changes the shape of the tensor in place.
+    #[doc(alias = "dg_tensor_data")]
+    pub unsafe fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        if self.dtype() != T::DTYPE {
+            return Err(Error::invalid(format!(
+                "the tensor's elements are {}, not {}",
+                self.dtype(),
+                T::DTYPE
+            )));
+        }
+        let pointer = raw::tensor_data(self.handle())?;
+        let (shape, strides) = (self.shape(), self.strides());
+        let mut expected = 1;
+        for (&size, &stride) in shape.iter().zip(&strides).rev() {
+            if size > 1 && stride != expected {
+                return Err(Error::precondition(
+                    "the tensor's elements are not in row-major order",
+                ));
+            }
+            expected *= size.max(1);
+        }
+        let count: i64 = shape.iter().product();
+        if count == 0 {
+            return Ok(&[]); // the pointer may be null then
+        }
+        // SAFETY: "The first element, as dg_tensor_strides() goes on from it; lives as long as the
+        // handle", which outlives the slice; the rest is the caller's promise. torch aligns its
+        // memory, but imported memory need not be aligned: that is looked at.
+        if !pointer.cast::<T>().is_aligned() {
+            return Err(Error::precondition("the tensor's elements are not aligned"));
+        }
+        Ok(unsafe { slice::from_raw_parts(pointer.cast(), count as usize) })
+    }
+
+    /// The `at::Tensor *` of this tensor, for programs that link the same libtorch as well. It lives
+    /// as long as this `Tensor`.
+    #[doc(alias = "dg_tensor_torch")]
+    pub fn as_torch_ptr(&self) -> *mut c_void {
+        raw::tensor_torch(self.handle()).cast()
+    }
+
+    /// One more reference to an `at::Tensor` of the same libtorch: memory and history are shared.
+    ///
+    /// # Safety
+    /// `tensor` points to an `at::Tensor` that is alive during the call, of the libtorch that
+    /// distgrad runs on ([`torch_version`](crate::torch_version)).
+    #[doc(alias = "dg_tensor_from_torch")]
+    pub unsafe fn from_torch_ptr(tensor: *const c_void) -> Result<Self> {
+        // SAFETY: "a handle of an `const at::Tensor *`": the caller's promise.
+        Ok(Self::own(unsafe { raw::tensor_from_torch(tensor.cast())? }))
+    }
+
+    /// This tensor for another library, without a copy.
+    ///
+    /// `Code::FailedPrecondition` if it requires grad ([`Tensor::detach`] it first) or is not in
+    /// the CPU's memory.
+    #[doc(alias = "dg_tensor_to_dlpack")]
+    pub fn to_dlpack(&self) -> Result<DlpackTensor> {
+        Ok(DlpackTensor(raw::tensor_to_dlpack(self.handle())?.cast()))
+    }
+
+    /// A tensor of another library, without a copy.
+    ///
+    /// `Code::FailedPrecondition` if it is read-only, for operators could write to it;
+    /// `Code::Unimplemented` for another major version of DLPack, or another device.
+    #[doc(alias = "dg_tensor_from_dlpack")]
+    pub fn from_dlpack(tensor: DlpackTensor) -> Result<Self> {
+        // SAFETY: "Takes `managed`: its deleter runs when the last reference is gone", also when it
+        // fails, and so ours does not.
+        Ok(Self::own(unsafe { raw::tensor_from_dlpack(tensor.into_raw().cast())? }))
+    }
+}
+
+/// The payload of a message that `_owner` keeps.
+pub(crate) fn payload<T>(_owner: &T, message: MessageHandle) -> &[u8] {
+    // SAFETY: "Lives as long as `message`", which does not change and lives as long as its owner.
+    unsafe { raw::message_payload(message) }
+}
+
+/// The head of a `DLManagedTensorVersioned` (DLPack 1.x, `dlpack/dlpack.h`).
+#[repr(C)]
+struct Managed {
+    version: [u32; 2],
+    manager_ctx: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Managed)>,
+}
+
+/// Owns a `DLManagedTensorVersioned` (DLPack 1.x): a tensor on its way from one library to another.
+pub struct DlpackTensor(*mut Managed);
+
+// SAFETY: DLPack's deleter may be called on any thread, and nothing else is done with it here.
+unsafe impl Send for DlpackTensor {}
+
+impl DlpackTensor {
+    /// Takes a `DLManagedTensorVersioned *` that another library exported.
+    ///
+    /// # Safety
+    /// It is one, and nobody else will end it.
+    pub unsafe fn from_raw(managed: *mut c_void) -> Self {
+        Self(managed.cast())
+    }
+
+    /// Borrowed: to look at.
+    pub fn as_ptr(&self) -> *mut c_void {
+        self.0.cast()
+    }
+
+    /// The caller ends it, by its deleter, or gives it to a library that will.
+    pub fn into_raw(self) -> *mut c_void {
+        let managed = self.0;
+        std::mem::forget(self);
+        managed.cast()
+    }
+}
+
+impl Drop for DlpackTensor {
+    fn drop(&mut self) {
+        // SAFETY: it is owned, so it is alive; DLPack: "the caller owns *out, and ends it by its
+        // deleter", which may be missing.
+        unsafe {
+            if let Some(deleter) = self.0.as_ref().and_then(|managed| managed.deleter) {
+                deleter(self.0);
+            }
+        }
+    }
+}

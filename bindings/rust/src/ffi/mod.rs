@@ -1,0 +1,16 @@
+//! All that is unsafe: the bridge to C++, and memory that torch and Rust share. What makes each
+//! use sound is a sentence of `distgrad.h`, which stands beside it.
+mod bridge;
+mod callback;
+mod handle;
+mod memory;
+#[cfg(feature = "tch")]
+mod tch;
+mod value;
+
+pub(crate) use bridge::raw::*;
+pub(crate) use callback::{park, Callback, Handler};
+pub(crate) use handle::{Handle, Owned};
+pub(crate) use memory::payload;
+pub use memory::DlpackTensor;
+pub(crate) use value::{take_values, with_raw};

@@ -1,0 +1,269 @@
+// What Rust calls: distgrad.h's functions with C++'s strings and slices, errors being thrown.
+#ifndef DISTGRAD_BINDINGS_RUST_SHIM_H_
+#define DISTGRAD_BINDINGS_RUST_SHIM_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <distgrad/distgrad.hpp>
+#include <exception>
+#include <string>
+
+#include "rust/cxx.h"
+
+// cxx hands over an exception's text and nothing else, so the code is its first character.
+namespace rust::behavior {
+template <typename Try, typename Fail>
+static void trycatch(Try&& run, Fail&& fail) noexcept {
+  const auto text = [](dg_code code, const char* what) {
+    return std::string(1, static_cast<char>('@' + code)) + what;
+  };
+  try {
+    run();
+  } catch (const dg::Error& error) {
+    fail(text(error.code(), error.what()));
+  } catch (const std::exception& error) {
+    fail(text(DG_INTERNAL, error.what()));
+  }
+}
+}  // namespace rust::behavior
+
+namespace distgrad_rust {
+
+using ErrorHandle = dg_error*;
+using TensorHandle = dg_tensor*;
+using ValuesHandle = dg_values*;
+using MessageHandle = dg_message*;
+using FutureHandle = dg_future*;
+using WorkerHandle = dg_worker*;
+using ContextHandle = dg_context*;
+using OptimizerHandle = dg_optimizer*;
+
+struct Handler;
+struct Callback;
+struct Owner;
+struct Waiting;
+struct RawWorkerOptions;
+
+// What Rust takes a dg_value to be.
+static_assert(sizeof(dg_value) == 24 && offsetof(dg_value, as) == 8);
+static_assert(sizeof(dg_str) == 16 && offsetof(dg_str, size) == 8);
+static_assert(DG_VALUE_INTEGER == 1 && DG_VALUE_COMPLEX == 4 && DG_VALUE_TENSORS == 10);
+
+using Bytes = rust::Slice<const uint8_t>;
+using Numbers = rust::Slice<const int64_t>;
+using Tensors = rust::Slice<const TensorHandle>;
+using Values = rust::Slice<const dg_value>;
+
+// Bytes and not rust::Str, for what comes from elsewhere need not be UTF-8.
+inline Bytes ToBytes(dg_str text) {
+  return {reinterpret_cast<const uint8_t*>(text.data), text.size};
+}
+inline dg_str ToStr(rust::Str text) { return {text.data(), text.size()}; }
+
+// What `function` stores in its last argument.
+template <typename T, typename Function, typename... Arguments>
+T Out(Function function, Arguments... arguments) {
+  T out{};
+  dg::Check(function(arguments..., &out));
+  return out;
+}
+
+// ------------------------------------------------------------------------------------ Tensors
+
+inline uint32_t abi_version() { return dg_abi_version(); }
+inline uint32_t abi_major() { return DG_ABI_MAJOR; }
+inline Bytes torch_version() { return ToBytes(dg_torch_version()); }
+inline ErrorHandle error_create(int32_t code, rust::Str message) {
+  return dg_error_create(code, ToStr(message));
+}
+
+inline TensorHandle tensor_from_data(const uint8_t* data, int32_t dtype, Numbers shape) {
+  return Out<TensorHandle>(dg_tensor_from_data, data, dtype, shape.data(), shape.size());
+}
+TensorHandle tensor_from_memory(uint8_t* data, int32_t dtype, Numbers shape,
+                                rust::Box<Owner> owner);
+inline TensorHandle tensor_from_dlpack(uint8_t* managed) {
+  return Out<TensorHandle>(dg_tensor_from_dlpack,
+                           reinterpret_cast<DLManagedTensorVersioned*>(managed));
+}
+inline uint8_t* tensor_to_dlpack(TensorHandle tensor) {
+  return reinterpret_cast<uint8_t*>(Out<DLManagedTensorVersioned*>(dg_tensor_to_dlpack, tensor));
+}
+inline TensorHandle tensor_from_torch(const uint8_t* tensor) {
+  return Out<TensorHandle>(dg_tensor_from_torch, tensor);
+}
+inline uint8_t* tensor_torch(TensorHandle tensor) {
+  return static_cast<uint8_t*>(dg_tensor_torch(tensor));
+}
+inline TensorHandle tensor_clone(TensorHandle tensor) {
+  return Out<TensorHandle>(dg_tensor_clone, tensor);
+}
+inline TensorHandle tensor_detach(TensorHandle tensor) {
+  return Out<TensorHandle>(dg_tensor_detach, tensor);
+}
+inline void tensor_destroy(TensorHandle tensor) { dg_tensor_destroy(tensor); }
+inline int32_t tensor_dtype(TensorHandle tensor) { return dg_tensor_dtype(tensor); }
+inline rust::Vec<int64_t> Copy(const int64_t* numbers, TensorHandle tensor) {
+  rust::Vec<int64_t> copy;
+  if (numbers == nullptr) return copy;
+  for (size_t i = 0; i < dg_tensor_dim_count(tensor); ++i) copy.push_back(numbers[i]);
+  return copy;
+}
+inline rust::Vec<int64_t> tensor_shape(TensorHandle tensor) {
+  return Copy(dg_tensor_shape(tensor), tensor);
+}
+inline rust::Vec<int64_t> tensor_strides(TensorHandle tensor) {
+  return Copy(dg_tensor_strides(tensor), tensor);
+}
+inline int64_t tensor_element_count(TensorHandle tensor) { return dg_tensor_element_count(tensor); }
+inline Bytes tensor_device(TensorHandle tensor) { return ToBytes(dg_tensor_device(tensor)); }
+inline uint8_t* tensor_data(TensorHandle tensor) {
+  return static_cast<uint8_t*>(Out<void*>(dg_tensor_data, tensor));
+}
+inline bool tensor_requires_grad(TensorHandle tensor) { return dg_tensor_requires_grad(tensor); }
+inline void tensor_require_grad(TensorHandle tensor) { dg::Check(dg_tensor_require_grad(tensor)); }
+inline bool grad_set_enabled(bool enabled) { return dg_grad_set_enabled(enabled); }
+
+// ---------------------------------------------------------------------- Operators and messages
+
+TensorHandle op_tensor(rust::Str op, Values arguments);
+inline ValuesHandle op_call(rust::Str op, Values arguments) {
+  return Out<ValuesHandle>(dg_op_call, ToStr(op), arguments.data(), arguments.size());
+}
+inline size_t values_count(ValuesHandle values) { return dg_values_count(values); }
+inline dg_value values_get(ValuesHandle values, size_t index) {
+  return Out<dg_value>(dg_values_get, values, index);
+}
+inline void values_destroy(ValuesHandle values) { dg_values_destroy(values); }
+
+inline MessageHandle message_create(Bytes payload, Tensors tensors) {
+  return Out<MessageHandle>(dg_message_create, payload.data(), payload.size(), tensors.data(),
+                            tensors.size());
+}
+inline void message_destroy(MessageHandle message) { dg_message_destroy(message); }
+inline Bytes message_payload(MessageHandle message) { return ToBytes(dg_message_payload(message)); }
+inline size_t message_tensor_count(MessageHandle message) {
+  return dg_message_tensor_count(message);
+}
+inline TensorHandle message_tensor(MessageHandle message, size_t index) {
+  return Out<TensorHandle>(dg_message_tensor, message, index);
+}
+
+// ------------------------------------------------------------------------------------ Futures
+
+inline bool future_wait(FutureHandle future, int64_t timeout_ms) {
+  return Out<bool>(dg_future_wait, future, timeout_ms);
+}
+inline MessageHandle future_result(FutureHandle future) {
+  return Out<MessageHandle>(dg_future_result, future);
+}
+inline ValuesHandle future_values(FutureHandle future) {
+  return Out<ValuesHandle>(dg_future_values, future);
+}
+void future_then(FutureHandle future, rust::Box<Callback> callback);
+inline void future_destroy(FutureHandle future) { dg_future_destroy(future); }
+
+// ------------------------------------------------------------------------------------ Workers
+
+void wait(Waiting& waiting);
+WorkerHandle worker_create(const RawWorkerOptions& options);
+inline void worker_wait_for_all(WorkerHandle worker, int64_t timeout_ms) {
+  dg::Check(dg_worker_wait_for_all(worker, timeout_ms));
+}
+inline void worker_leave(WorkerHandle worker, int64_t timeout_ms) {
+  dg::Check(dg_worker_leave(worker, timeout_ms));
+}
+inline void worker_destroy(WorkerHandle worker) { dg_worker_destroy(worker); }
+inline uint32_t worker_rank(WorkerHandle worker) { return dg_worker_rank(worker); }
+inline uint32_t worker_world_size(WorkerHandle worker) { return dg_worker_world_size(worker); }
+inline rust::String worker_name(WorkerHandle worker, uint32_t rank) {
+  const dg_str name = dg_worker_name(worker, rank);
+  return rust::String::lossy(name.data, name.size);
+}
+inline size_t worker_context_count(WorkerHandle worker) { return dg_worker_context_count(worker); }
+void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler> handler);
+
+inline dg_call_options CallOptions(ContextHandle context, int64_t timeout_ms) {
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  options.context = context;
+  options.timeout_ms = timeout_ms;
+  return options;
+}
+inline MessageHandle worker_call(WorkerHandle worker, rust::Str to, rust::Str function,
+                                 MessageHandle request, ContextHandle context, int64_t timeout_ms) {
+  const dg_call_options options = CallOptions(context, timeout_ms);
+  return Out<MessageHandle>(dg_worker_call, worker, ToStr(to), ToStr(function), request, &options);
+}
+inline FutureHandle worker_call_async(WorkerHandle worker, rust::Str to, rust::Str function,
+                                      MessageHandle request, ContextHandle context,
+                                      int64_t timeout_ms) {
+  const dg_call_options options = CallOptions(context, timeout_ms);
+  return Out<FutureHandle>(dg_worker_call_async, worker, ToStr(to), ToStr(function), request,
+                           &options);
+}
+inline ValuesHandle worker_call_op(WorkerHandle worker, rust::Str to, rust::Str op,
+                                   Values arguments, ContextHandle context, int64_t timeout_ms) {
+  const dg_call_options options = CallOptions(context, timeout_ms);
+  return Out<ValuesHandle>(dg_worker_call_op, worker, ToStr(to), ToStr(op), arguments.data(),
+                           arguments.size(), &options);
+}
+inline FutureHandle worker_call_op_async(WorkerHandle worker, rust::Str to, rust::Str op,
+                                         Values arguments, ContextHandle context,
+                                         int64_t timeout_ms) {
+  const dg_call_options options = CallOptions(context, timeout_ms);
+  return Out<FutureHandle>(dg_worker_call_op_async, worker, ToStr(to), ToStr(op), arguments.data(),
+                           arguments.size(), &options);
+}
+
+// --------------------------------------------------------------------- Autograd and optimizers
+
+inline ContextHandle context_create(WorkerHandle worker) {
+  return Out<ContextHandle>(dg_context_create, worker);
+}
+inline void context_release(ContextHandle context) { dg::Check(dg_context_release(context)); }
+inline void context_destroy(ContextHandle context) { dg_context_destroy(context); }
+inline uint64_t context_id(ContextHandle context) { return dg_context_id(context); }
+
+// `gradients` is empty, or as long as the roots.
+inline dg_backward_options BackwardOptions(Tensors gradients, bool retain, int64_t timeout_ms) {
+  dg_backward_options options = DG_BACKWARD_OPTIONS_INIT;
+  options.flags = retain ? DG_BACKWARD_RETAIN_GRAPH : 0;
+  options.timeout_ms = timeout_ms;
+  options.root_gradients = gradients.empty() ? nullptr : gradients.data();
+  return options;
+}
+inline void context_backward(ContextHandle context, Tensors roots, Tensors root_gradients,
+                             bool retain_graph, int64_t timeout_ms) {
+  const dg_backward_options options = BackwardOptions(root_gradients, retain_graph, timeout_ms);
+  dg::Check(dg_context_backward(context, roots.data(), roots.size(), &options));
+}
+inline FutureHandle context_backward_async(ContextHandle context, Tensors roots,
+                                           Tensors root_gradients, bool retain_graph,
+                                           int64_t timeout_ms) {
+  const dg_backward_options options = BackwardOptions(root_gradients, retain_graph, timeout_ms);
+  return Out<FutureHandle>(dg_context_backward_async, context, roots.data(), roots.size(),
+                           &options);
+}
+inline TensorHandle context_gradient(ContextHandle context, TensorHandle leaf) {
+  return Out<TensorHandle>(dg_context_gradient, context, leaf);
+}
+inline void context_set_gradient(ContextHandle context, TensorHandle leaf, TensorHandle gradient) {
+  dg::Check(dg_context_set_gradient(context, leaf, gradient));
+}
+rust::Vec<TensorHandle> context_gradients(ContextHandle context);
+
+// `numbers`: learning rate, momentum, dampening, weight decay.
+OptimizerHandle optimizer_create_sgd(WorkerHandle worker, rust::Str name, Tensors parameters,
+                                     std::array<double, 4> numbers, bool nesterov);
+// `numbers`: learning rate, beta1, beta2, epsilon, weight decay.
+OptimizerHandle optimizer_create_adam(WorkerHandle worker, rust::Str name, Tensors parameters,
+                                      std::array<double, 5> numbers, bool amsgrad, bool decoupled);
+inline void optimizer_step(OptimizerHandle optimizer, ContextHandle context) {
+  dg::Check(dg_optimizer_step(optimizer, context));
+}
+inline void optimizer_destroy(OptimizerHandle optimizer) { dg_optimizer_destroy(optimizer); }
+
+}  // namespace distgrad_rust
+
+#endif  // DISTGRAD_BINDINGS_RUST_SHIM_H_

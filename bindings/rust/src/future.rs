@@ -1,0 +1,194 @@
+//! Work under way on other workers.
+use crate::{
+    ffi::{self, Callback, FutureHandle, Owned},
+    Code, Error, Message, Result, Value,
+};
+use std::{
+    fmt,
+    future::IntoFuture,
+    marker::PhantomData,
+    pin::{pin, Pin},
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        Arc, Mutex,
+    },
+    task::{Context, Poll, Wake, Waker},
+    thread::{self, Thread},
+    time::{Duration, Instant},
+};
+
+mod sealed {
+    use super::*;
+
+    /// One that is done. Only this crate can look into it.
+    pub struct Done<'a>(pub(crate) &'a Owned<FutureHandle>);
+
+    /// What a future can have in the end.
+    pub trait Outcome: Sized {
+        fn of(future: Done<'_>) -> Result<Self>;
+    }
+    impl Outcome for () {
+        fn of(future: Done<'_>) -> Result<Self> {
+            ffi::future_result(future.0.get())?; // null: such work has no reply
+            Ok(())
+        }
+    }
+    impl Outcome for Message {
+        fn of(future: Done<'_>) -> Result<Self> {
+            Ok(Message::own(ffi::future_result(future.0.get())?))
+        }
+    }
+    impl Outcome for Vec<Value<'static>> {
+        fn of(future: Done<'_>) -> Result<Self> {
+            ffi::take_values(ffi::future_values(future.0.get())?)
+        }
+    }
+}
+use sealed::{Done, Outcome};
+
+/// The outcome of something under way, which goes on by itself: a `T`, or an error.
+///
+/// It can be awaited on any executor, waited for, or asked. Dropping it neither cancels the work nor
+/// waits for it. Work ends at its deadline at the latest, so no wait is for ever.
+#[doc(alias = "dg_future")]
+pub struct Future<T> {
+    handle: Owned<FutureHandle>,
+    outcome: PhantomData<fn() -> T>,
+}
+
+impl<T: Outcome> Future<T> {
+    pub(crate) fn own(handle: FutureHandle) -> Self {
+        Self { handle: Owned::new(handle), outcome: PhantomData }
+    }
+
+    /// Waits for the end.
+    #[doc(alias = "dg_future_wait")]
+    #[doc(alias = "dg_future_result")]
+    #[doc(alias = "dg_future_values")]
+    pub fn wait(&self) -> Result<T> {
+        ffi::future_wait(self.handle.get(), FOREVER)?;
+        T::of(Done(&self.handle))
+    }
+
+    /// Waits for the end, at most that long; `None` if it has not come.
+    pub fn wait_timeout(&self, timeout: Duration) -> Option<Result<T>> {
+        match ffi::future_wait(self.handle.get(), milliseconds(timeout)) {
+            Ok(true) => Some(T::of(Done(&self.handle))),
+            Ok(false) => None,
+            Err(error) => Some(Err(error.into())),
+        }
+    }
+
+    /// Whether the end has come.
+    pub fn is_done(&self) -> bool {
+        matches!(ffi::future_wait(self.handle.get(), 0), Ok(true))
+    }
+
+    /// Calls `done` at the end: on the thread that brings it, which `done` must not hold up; or
+    /// within this call, if it has come. A panic in it is printed and goes no further.
+    #[doc(alias = "dg_future_then")]
+    pub fn then(&self, done: impl FnOnce() + Send + 'static) -> Result<()> {
+        Ok(ffi::future_then(self.handle.get(), Callback::new(done))?)
+    }
+}
+
+impl<T> fmt::Debug for Future<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Future")
+    }
+}
+
+impl<T: Outcome> IntoFuture for Future<T> {
+    type Output = Result<T>;
+    type IntoFuture = Awaiting<T>;
+
+    fn into_future(self) -> Awaiting<T> {
+        Awaiting { future: self, waker: None }
+    }
+}
+
+/// A [`Future`] that is being awaited.
+pub struct Awaiting<T> {
+    future: Future<T>,
+    // Whom to wake; shared with what the library calls. None before the first poll.
+    waker: Option<Arc<Mutex<Option<Waker>>>>,
+}
+
+impl<T: Outcome> std::future::Future for Awaiting<T> {
+    type Output = Result<T>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
+        let this = &mut *self;
+        let slot = this.waker.get_or_insert_with(Arc::default);
+        let first = {
+            let mut waker = slot.lock().unwrap_or_else(|poison| poison.into_inner());
+            waker.replace(context.waker().clone()).is_none()
+        };
+        // Looked at behind the waker: whoever ends it now either is seen here, or wakes.
+        if this.future.is_done() {
+            return Poll::Ready(T::of(Done(&this.future.handle)));
+        }
+        if first {
+            let slot = Arc::clone(slot);
+            let wake = move || {
+                let waker = slot.lock().unwrap_or_else(|poison| poison.into_inner()).take();
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            };
+            if let Err(error) = this.future.then(wake) {
+                return Poll::Ready(Err(error));
+            }
+        }
+        Poll::Pending
+    }
+}
+
+impl<T> Unpin for Awaiting<T> {}
+
+/// Runs a future on this thread, which is a handler's: what it waits for may be other handlers.
+pub(crate) fn run<T>(
+    future: impl std::future::Future<Output = T>,
+    deadline: Option<Instant>,
+) -> Result<T> {
+    struct Unpark {
+        thread: Thread,
+        woken: AtomicBool,
+    }
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.woken.store(true, Ordering::Release);
+            self.thread.unpark();
+        }
+    }
+    let unpark = Arc::new(Unpark { thread: thread::current(), woken: AtomicBool::new(true) });
+    let waker = Waker::from(Arc::clone(&unpark));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        if unpark.woken.swap(false, Ordering::Acquire) {
+            if let Poll::Ready(result) = future.as_mut().poll(&mut context) {
+                return Ok(result);
+            }
+        } else if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return Err(Error::new(Code::DeadlineExceeded, "the caller waits no longer"));
+        } else {
+            ffi::park(deadline)?;
+        }
+    }
+}
+
+pub(crate) const FOREVER: i64 = -1;
+
+/// As C wants it; more than it can say is for ever. Rounded up, for 0 has a meaning of its own.
+pub(crate) fn milliseconds(duration: Duration) -> i64 {
+    i64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(FOREVER)
+}
+
+/// Of an option for which 0 stands for the default.
+pub(crate) fn milliseconds_or_default(duration: Option<Duration>) -> i64 {
+    duration.map_or(0, |duration| match milliseconds(duration) {
+        0 => 1,
+        milliseconds => milliseconds,
+    })
+}

@@ -1,0 +1,113 @@
+//! Trains one model across threads, processes and machines, from Rust.
+//!
+//! ```
+//! use distgrad::{Message, Tensor, WorkerOptions};
+//! use std::time::Duration;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let store = std::env::temp_dir().join(format!("distgrad-doc-{}", std::process::id()));
+//! # let rendezvous = format!("file://{}", store.display());
+//! // A job of two workers: here on two threads, usually in processes on several machines.
+//! let options = WorkerOptions::new().rendezvous(rendezvous);
+//! std::thread::scope(|scope| {
+//!     let back = scope.spawn(|| {
+//!         let worker = options.clone().name("back").rank(1, 2).create()?;
+//!         worker.register("square", |request| {
+//!             Ok(Message::new("", [request.tensor(0)?.square()?])?)
+//!         })?;
+//!         worker.wait_for_all(Duration::from_secs(60))?; // from here on it may be called
+//!         worker.leave(Duration::from_secs(60))
+//!     });
+//!
+//!     let worker = options.clone().name("front").rank(0, 2).create()?;
+//!     worker.wait_for_all(Duration::from_secs(60))?;
+//!     let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0], &[3])?.require_grad()?;
+//!     let context = worker.context()?; // one training step
+//!     let reply = context.call("back", "square", &Message::new("", [&x])?)?;
+//!     context.backward([reply.tensor(0)?.sum()?])?; // through both workers
+//!     assert_eq!(context.gradient(&x)?.to_vec::<f32>()?, [2.0, 4.0, 6.0]);
+//!     drop(context);
+//!     worker.leave(Duration::from_secs(60))?;
+//!     back.join().expect("no panic")
+//! })?;
+//! # let _ = std::fs::remove_file(store);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Ideas
+//!
+//! - A [`Worker`] is a named member of a job. It calls functions that others have
+//!   [registered](Worker::register), tensors in and tensors out; and [operators](Worker::call_op),
+//!   which nobody has to register. A closure is a handler; its error, and its panic, is an error at
+//!   the caller.
+//! - Calls made inside a [`Context`] are recorded, and one [`backward`](Context::backward) runs
+//!   through every worker that took part. Gradients belong to the context, not to the tensors, so
+//!   many contexts may be under way at the same time.
+//! - An [`Optimizer`] steps the parameters of all workers from a context's gradients.
+//! - A [`Tensor`] is torch's. All of torch's operators are there by name ([`op`]), common ones as
+//!   methods, and autograd records them.
+//! - What takes its time can be awaited, or waited for with a timeout: [`Future`].
+//!
+//! # Threads and ends
+//!
+//! Everything here but [`NoGrad`] may be used and dropped on any thread, in any order. Nothing waits
+//! for ever: calls, passes and joins have deadlines.
+//!
+//! # Features
+//!
+//! - `tch`: `tch::Tensor`s from and to [`Tensor`]s, without a copy and with their autograd graph, so
+//!   that models written with tch train across workers.
+//! - `ndarray`: data in and out of `ndarray`'s arrays.
+//!
+//! # The library
+//!
+//! The crate stands on `libdistgrad`, which it finds by `DISTGRAD_DIR` (an installed tree), or by
+//! pkg-config. README.md has the details.
+#![deny(missing_docs, unsafe_op_in_unsafe_fn)]
+#![deny(unsafe_code)]
+
+#[cfg(all(distgrad_missing, not(doc)))]
+compile_error!(
+    "libdistgrad was not found. Install it (tools/bazel run //capi:install -- PREFIX), and either \
+     set DISTGRAD_DIR=PREFIX or put PREFIX/lib/pkgconfig on PKG_CONFIG_PATH; then build again. \
+     The warnings of build.rs say what was tried."
+);
+
+mod call;
+mod context;
+mod element;
+mod error;
+#[allow(unsafe_code)]
+mod ffi;
+mod future;
+mod message;
+#[cfg(feature = "ndarray")]
+mod ndarray;
+mod ops;
+mod optimizer;
+mod request;
+mod tensor;
+mod value;
+mod worker;
+
+pub use call::Caller;
+pub use context::{Context, Pass};
+pub use element::{Dtype, Element};
+pub use error::{Code, Error, Result};
+pub use ffi::DlpackTensor;
+pub use future::{Awaiting, Future};
+pub use message::Message;
+#[doc(hidden)]
+pub use ops::OPERATORS;
+pub use optimizer::{Adam, Optimizer, Sgd};
+pub use request::Request;
+pub use tensor::{NoGrad, Tensor};
+pub use value::{op, ops, Value};
+pub use worker::{HandlerResult, Worker, WorkerOptions};
+
+/// The version of the libtorch that the library was built with: "2.11.0".
+#[doc(alias = "dg_torch_version")]
+pub fn torch_version() -> &'static str {
+    std::str::from_utf8(ffi::torch_version()).unwrap_or("")
+}

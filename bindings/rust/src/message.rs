@@ -1,0 +1,104 @@
+//! What calls carry.
+use crate::{
+    ffi::{self, Handle, MessageHandle, Owned, TensorHandle},
+    Error, Result, Tensor,
+};
+use std::{borrow::Borrow, fmt};
+
+/// What a call carries, either way: some bytes and a list of tensors. Immutable.
+#[doc(alias = "dg_message")]
+pub struct Message(Owned<MessageHandle>);
+
+impl Message {
+    pub(crate) fn own(handle: MessageHandle) -> Self {
+        Self(Owned::new(handle))
+    }
+    pub(crate) fn handle(&self) -> MessageHandle {
+        self.0.get()
+    }
+    pub(crate) fn release(self) -> MessageHandle {
+        self.0.release()
+    }
+
+    /// Copies the payload, refers to the tensors.
+    #[doc(alias = "dg_message_create")]
+    pub fn new(
+        payload: impl AsRef<[u8]>,
+        tensors: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<Self> {
+        let (_tensors, handles) = handles_of(tensors);
+        Ok(Self::own(ffi::message_create(payload.as_ref(), &handles)?))
+    }
+
+    /// Bytes alone.
+    pub fn from_payload(payload: impl AsRef<[u8]>) -> Result<Self> {
+        Ok(Self::own(ffi::message_create(payload.as_ref(), &[])?))
+    }
+
+    /// With places that have no tensor.
+    pub fn with_gaps(payload: impl AsRef<[u8]>, tensors: &[Option<&Tensor>]) -> Result<Self> {
+        let handles: Vec<_> = tensors
+            .iter()
+            .map(|tensor| tensor.map_or(TensorHandle::NULL, Tensor::handle))
+            .collect();
+        Ok(Self::own(ffi::message_create(payload.as_ref(), &handles)?))
+    }
+
+    /// The bytes.
+    #[doc(alias = "dg_message_payload")]
+    pub fn payload(&self) -> &[u8] {
+        ffi::payload(self, self.handle())
+    }
+
+    /// The bytes as text; `Code::InvalidArgument` if they are not UTF-8.
+    pub fn text(&self) -> Result<&str> {
+        text_of(self.payload())
+    }
+
+    /// How many places for tensors there are.
+    #[doc(alias = "dg_message_tensor_count")]
+    pub fn tensor_count(&self) -> usize {
+        ffi::message_tensor_count(self.handle())
+    }
+
+    /// One of the tensors. `Code::OutOfRange` or `Code::InvalidArgument` behind the last place,
+    /// `Code::NotFound` for a place without one.
+    #[doc(alias = "dg_message_tensor")]
+    pub fn tensor(&self, index: usize) -> Result<Tensor> {
+        tensor_of(self.handle(), index)?.ok_or_else(|| gap(index))
+    }
+
+    /// All places, of which some may have no tensor.
+    pub fn tensors(&self) -> Result<Vec<Option<Tensor>>> {
+        (0..self.tensor_count()).map(|index| tensor_of(self.handle(), index)).collect()
+    }
+}
+
+impl fmt::Debug for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (bytes, tensors) = (self.payload().len(), self.tensor_count());
+        write!(f, "Message({bytes} bytes, {tensors} tensors)")
+    }
+}
+
+/// The handles, and what keeps them while they are used.
+pub(crate) fn handles_of<B: Borrow<Tensor>>(
+    tensors: impl IntoIterator<Item = B>,
+) -> (Vec<B>, Vec<TensorHandle>) {
+    let tensors: Vec<B> = tensors.into_iter().collect();
+    let handles = tensors.iter().map(|tensor| tensor.borrow().handle()).collect();
+    (tensors, handles)
+}
+
+/// What stands below is of requests too, which borrow their message.
+pub(crate) fn text_of(payload: &[u8]) -> Result<&str> {
+    std::str::from_utf8(payload)
+        .map_err(|error| Error::invalid(format!("the payload is no text: {error}")))
+}
+pub(crate) fn tensor_of(handle: MessageHandle, index: usize) -> Result<Option<Tensor>> {
+    let tensor = ffi::message_tensor(handle, index)?;
+    Ok((!tensor.is_null()).then(|| Tensor::own(tensor)))
+}
+pub(crate) fn gap(index: usize) -> Error {
+    Error::new(crate::Code::NotFound, format!("the message has no tensor at place {index}"))
+}

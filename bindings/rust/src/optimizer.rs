@@ -1,0 +1,164 @@
+//! Optimizers that step on all workers at once.
+use crate::{
+    ffi::{self, OptimizerHandle, Owned},
+    message::handles_of,
+    Context, Result, Tensor, Worker,
+};
+use std::{borrow::Borrow, fmt, marker::PhantomData};
+
+/// This worker's part of an optimizer that all workers of the job share under a name: each gives its
+/// own parameters (there may be none), and one of them asks for a step.
+///
+/// Every worker makes its part before the first step. The part lasts as long as the worker, also
+/// when this is dropped.
+#[doc(alias = "dg_optimizer")]
+pub struct Optimizer<'w> {
+    handle: Owned<OptimizerHandle>,
+    lifetime: PhantomData<&'w Worker>,
+}
+
+impl Optimizer<'_> {
+    fn own(handle: OptimizerHandle) -> Self {
+        Self { handle: Owned::new(handle), lifetime: PhantomData }
+    }
+
+    /// Steps the parts of all workers, each from its own gradients in the context. Waits for all;
+    /// the first error, by rank, and `Code::NotFound` for a worker that has no part.
+    #[doc(alias = "dg_optimizer_step")]
+    pub fn step(&self, context: &Context<'_>) -> Result<()> {
+        Ok(ffi::optimizer_step(self.handle.get(), context.handle())?)
+    }
+}
+
+impl fmt::Debug for Optimizer<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Optimizer")
+    }
+}
+
+/// Stochastic gradient descent.
+#[doc(alias = "dg_sgd_options")]
+#[derive(Clone, Copy, Debug)]
+pub struct Sgd {
+    learning_rate: f64,
+    momentum: f64,
+    dampening: f64,
+    weight_decay: f64,
+    nesterov: bool,
+}
+
+impl Sgd {
+    /// Without momentum or decay.
+    pub fn new(learning_rate: f64) -> Self {
+        Self { learning_rate, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false }
+    }
+    /// How much of the last step goes on. Default: 0.
+    pub fn momentum(mut self, momentum: f64) -> Self {
+        self.momentum = momentum;
+        self
+    }
+    /// How much of a gradient the momentum does not take. Default: 0.
+    pub fn dampening(mut self, dampening: f64) -> Self {
+        self.dampening = dampening;
+        self
+    }
+    /// How much of each parameter is added to its gradient. Default: 0.
+    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
+        self.weight_decay = weight_decay;
+        self
+    }
+    /// Nesterov's momentum, which looks one step ahead. Default: not.
+    pub fn nesterov(mut self, nesterov: bool) -> Self {
+        self.nesterov = nesterov;
+        self
+    }
+
+    /// Makes this worker's part; empty is a name. `Code::AlreadyExists` if it has one of that name.
+    #[doc(alias = "dg_optimizer_create_sgd")]
+    pub fn create<'w>(
+        &self,
+        worker: &'w Worker,
+        name: &str,
+        parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<Optimizer<'w>> {
+        let (_parameters, handles) = handles_of(parameters);
+        Ok(Optimizer::own(ffi::optimizer_create_sgd(
+            worker.handle(),
+            name,
+            &handles,
+            [self.learning_rate, self.momentum, self.dampening, self.weight_decay],
+            self.nesterov,
+        )?))
+    }
+}
+
+/// Adam (Kingma and Ba, arXiv:1412.6980), and AdamW (Loshchilov and Hutter, arXiv:1711.05101).
+#[doc(alias = "dg_adam_options")]
+#[derive(Clone, Copy, Debug)]
+pub struct Adam {
+    learning_rate: f64,
+    betas: (f64, f64),
+    epsilon: f64,
+    weight_decay: f64,
+    amsgrad: bool,
+    decoupled: bool,
+}
+
+impl Adam {
+    /// Without weight decay.
+    pub fn new(learning_rate: f64) -> Self {
+        Self {
+            learning_rate,
+            betas: (0.9, 0.999),
+            epsilon: 1e-8,
+            weight_decay: 0.0,
+            amsgrad: false,
+            decoupled: false,
+        }
+    }
+    /// AdamW: weights decay by themselves, not through the gradient; by 0.01 if nothing else is said.
+    #[doc(alias = "dg_optimizer_create_adamw")]
+    pub fn decoupled(learning_rate: f64) -> Self {
+        Self { weight_decay: 1e-2, decoupled: true, ..Self::new(learning_rate) }
+    }
+    /// How much of the moments goes on. Default: 0.9 and 0.999.
+    pub fn betas(mut self, first: f64, second: f64) -> Self {
+        self.betas = (first, second);
+        self
+    }
+    /// What keeps the divisor from 0. Default: 1e-8.
+    pub fn epsilon(mut self, epsilon: f64) -> Self {
+        self.epsilon = epsilon;
+        self
+    }
+    /// How much of each parameter is added to its gradient, or taken away (decoupled).
+    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
+        self.weight_decay = weight_decay;
+        self
+    }
+    /// Divides by the largest second moment so far (Reddi, Kale and Kumar, arXiv:1904.09237).
+    pub fn amsgrad(mut self, amsgrad: bool) -> Self {
+        self.amsgrad = amsgrad;
+        self
+    }
+
+    /// Makes this worker's part; empty is a name. `Code::AlreadyExists` if it has one of that name.
+    #[doc(alias = "dg_optimizer_create_adam")]
+    pub fn create<'w>(
+        &self,
+        worker: &'w Worker,
+        name: &str,
+        parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<Optimizer<'w>> {
+        let (_parameters, handles) = handles_of(parameters);
+        let (beta1, beta2) = self.betas;
+        Ok(Optimizer::own(ffi::optimizer_create_adam(
+            worker.handle(),
+            name,
+            &handles,
+            [self.learning_rate, beta1, beta2, self.epsilon, self.weight_decay],
+            self.amsgrad,
+            self.decoupled,
+        )?))
+    }
+}

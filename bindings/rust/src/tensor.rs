@@ -1,0 +1,150 @@
+//! Tensors: references to torch's.
+use crate::{
+    ffi::{self, Owned, TensorHandle},
+    Dtype, Element, Error, Result,
+};
+use std::{fmt, marker::PhantomData};
+
+/// A reference to a torch tensor; a clone refers to the same one.
+///
+/// Elements come in by [`from_slice`](Tensor::from_slice) and [`from_vec`](Tensor::from_vec), and go
+/// out by [`to_vec`](Tensor::to_vec) and [`item`](Tensor::item). Operators that are used a lot are
+/// methods, [`op`](crate::op) runs any other.
+///
+/// Any thread may use it. Operators that write in place (torch's names for them end in `_`) are not
+/// ordered with what other threads do with the same memory: that is the program's part, as
+/// everywhere in torch.
+#[doc(alias = "dg_tensor")]
+pub struct Tensor(Owned<TensorHandle>);
+
+impl Tensor {
+    pub(crate) fn own(handle: TensorHandle) -> Self {
+        Self(Owned::new(handle))
+    }
+    pub(crate) fn handle(&self) -> TensorHandle {
+        self.0.get()
+    }
+
+    /// Of no dimensions.
+    pub fn from_scalar<T: Element>(value: T) -> Result<Self> {
+        Self::from_slice(&[value], &[])
+    }
+
+    /// The only element.
+    ///
+    /// `Code::InvalidArgument` if it has not one element, or of another dtype.
+    pub fn item<T: Element>(&self) -> Result<T> {
+        match self.to_vec::<T>()?[..] {
+            [element] => Ok(element),
+            ref all => {
+                Err(Error::invalid(format!("the tensor has {} elements, not one", all.len())))
+            }
+        }
+    }
+
+    /// The type of its elements.
+    #[doc(alias = "dg_tensor_dtype")]
+    pub fn dtype(&self) -> Dtype {
+        Dtype::from_code(ffi::tensor_dtype(self.handle()))
+    }
+
+    /// How many elements there are along each dimension.
+    #[doc(alias = "dg_tensor_shape")]
+    #[doc(alias = "dg_tensor_dim_count")]
+    pub fn shape(&self) -> Vec<i64> {
+        ffi::tensor_shape(self.handle())
+    }
+
+    /// The distance along each dimension, in elements; empty for a sparse tensor.
+    #[doc(alias = "dg_tensor_strides")]
+    pub fn strides(&self) -> Vec<i64> {
+        ffi::tensor_strides(self.handle())
+    }
+
+    /// How many elements there are.
+    #[doc(alias = "dg_tensor_element_count")]
+    pub fn element_count(&self) -> i64 {
+        ffi::tensor_element_count(self.handle())
+    }
+
+    /// `cpu`, `cuda:1`.
+    #[doc(alias = "dg_tensor_device")]
+    pub fn device(&self) -> &'static str {
+        std::str::from_utf8(ffi::tensor_device(self.handle())).unwrap_or("")
+    }
+
+    /// Whether backward computes a gradient for it or through it.
+    #[doc(alias = "dg_tensor_requires_grad")]
+    pub fn requires_grad(&self) -> bool {
+        ffi::tensor_requires_grad(self.handle())
+    }
+
+    /// Makes a leaf one whose gradient is wanted, and returns it.
+    ///
+    /// `Code::FailedPrecondition` if it is not a leaf, `Code::InvalidArgument` if its elements are
+    /// not floating or complex.
+    #[doc(alias = "dg_tensor_require_grad")]
+    pub fn require_grad(self) -> Result<Self> {
+        ffi::tensor_require_grad(self.handle())?;
+        Ok(self)
+    }
+
+    /// The same memory without history: nothing that is computed from it is recorded.
+    #[doc(alias = "dg_tensor_detach")]
+    pub fn detach(&self) -> Result<Self> {
+        Ok(Self::own(ffi::tensor_detach(self.handle())?))
+    }
+}
+
+/// One more reference to the same tensor. Panics if there is no memory for a handle.
+impl Clone for Tensor {
+    #[doc(alias = "dg_tensor_clone")]
+    fn clone(&self) -> Self {
+        Self::own(ffi::tensor_clone(self.handle()).expect("a handle of a live tensor"))
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {:?} on {})", self.dtype(), self.shape(), self.device())
+    }
+}
+
+/// While it lives, what its thread computes is not recorded for backward.
+///
+/// ```
+/// # fn main() -> distgrad::Result<()> {
+/// let weight = distgrad::Tensor::from_slice(&[1.0f32, 2.0], &[2])?.require_grad()?;
+/// let _no_grad = distgrad::NoGrad::new();
+/// assert!(!weight.relu()?.requires_grad());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// It does not leave its thread:
+///
+/// ```compile_fail,E0277
+/// let no_grad = distgrad::NoGrad::new();
+/// std::thread::spawn(move || drop(no_grad));
+/// ```
+#[doc(alias = "dg_grad_set_enabled")]
+pub struct NoGrad {
+    before: bool,
+    // The mode is its thread's.
+    not_send: PhantomData<*const ()>,
+}
+
+impl NoGrad {
+    /// Begins.
+    #[allow(clippy::new_without_default)] // a guard is not a value to start from
+    #[must_use = "it ends when it is dropped"]
+    pub fn new() -> Self {
+        Self { before: ffi::grad_set_enabled(false), not_send: PhantomData }
+    }
+}
+
+impl Drop for NoGrad {
+    fn drop(&mut self) {
+        ffi::grad_set_enabled(self.before);
+    }
+}

@@ -1,0 +1,292 @@
+//! Tensors, values and operators.
+use distgrad::{op, ops, values, Code, DlpackTensor, Dtype, NoGrad, Tensor, Value, OPERATORS};
+use std::{
+    ffi::c_void,
+    sync::{
+        atomic::{AtomicUsize, Ordering},
+        Arc,
+    },
+};
+
+fn floats(data: &[f32], shape: &[i64]) -> Tensor {
+    Tensor::from_slice(data, shape).unwrap()
+}
+
+#[test]
+fn elements_go_in_and_out() {
+    let x = floats(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3]);
+    assert_eq!((x.shape(), x.strides()), (vec![2, 3], vec![3, 1]));
+    assert_eq!((x.dtype(), x.device(), x.element_count()), (Dtype::FLOAT32, "cpu", 6));
+    assert_eq!(format!("{x:?}"), "Tensor(float32 [2, 3] on cpu)");
+    // Row-major, whatever lies in memory.
+    let turned = x.transpose(0, 1).unwrap();
+    assert_eq!(turned.strides(), [1, 3]);
+    assert_eq!(turned.to_vec::<f32>().unwrap(), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+    assert_eq!(x.select(0, 1).unwrap().to_vec::<f32>().unwrap(), [4.0, 5.0, 6.0]);
+    assert_eq!(Tensor::from_scalar(7i64).unwrap().item::<i64>().unwrap(), 7);
+    assert!(Tensor::from_slice::<u8>(&[], &[0, 5]).unwrap().to_vec::<u8>().unwrap().is_empty());
+}
+
+#[test]
+fn wrong_elements_are_errors() {
+    for shape in [&[2, 2][..], &[-1, -3], &[i64::MAX, 3], &[0]] {
+        let error = Tensor::from_slice(&[1.0f32, 2.0, 3.0], shape).unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{shape:?}");
+    }
+    let x = floats(&[1.0, 2.0], &[2]);
+    assert_eq!(x.to_vec::<f64>().unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(x.item::<f32>().unwrap_err().code(), Code::InvalidArgument);
+    let sparse = op("aten::to_sparse", &values![&x]).unwrap();
+    assert!(sparse.to_vec::<f32>().is_err());
+    // SAFETY: nothing writes here.
+    let turned = unsafe {
+        floats(&[1.0; 6], &[2, 3]).transpose(0, 1).unwrap().as_slice::<f32>().map(<[_]>::len)
+    };
+    assert_eq!(turned.unwrap_err().code(), Code::FailedPrecondition);
+}
+
+#[test]
+fn a_vector_is_neither_copied_nor_lost() {
+    let data = vec![1.0f32, 2.0, 3.0];
+    let address = data.as_ptr();
+    let x = Tensor::from_vec(data, &[3]).unwrap();
+    let alias = x.narrow(0, 1, 2).unwrap();
+    // SAFETY: nothing writes here.
+    assert_eq!(unsafe { x.as_slice::<f32>() }.unwrap().as_ptr(), address);
+    drop(x);
+    assert_eq!(alias.to_vec::<f32>().unwrap(), [2.0, 3.0]);
+}
+
+#[test]
+fn dlpack_shares_memory() {
+    let x = floats(&[1.0, 2.0, 3.0], &[3]);
+    let y = Tensor::from_dlpack(x.to_dlpack().unwrap()).unwrap();
+    x.zero_().unwrap();
+    assert_eq!(y.to_vec::<f32>().unwrap(), [0.0; 3]);
+    // What nobody imports is dropped.
+    drop(x.to_dlpack().unwrap());
+    let leaf = floats(&[1.0], &[1]).require_grad().unwrap();
+    assert_eq!(leaf.to_dlpack().err().unwrap().code(), Code::FailedPrecondition);
+}
+
+/// `DLManagedTensorVersioned`, as another library would have it.
+#[repr(C)]
+struct Managed {
+    version: [u32; 2],
+    manager_ctx: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Managed)>,
+    flags: u64,
+    data: *mut c_void,
+    device: [i32; 2],
+    ndim: i32,
+    dtype: [u8; 4],
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+struct Foreign {
+    managed: Managed,
+    data: [f32; 2],
+    shape: [i64; 1],
+    ended: Arc<AtomicUsize>,
+}
+
+fn foreign(ended: &Arc<AtomicUsize>, major: u32, flags: u64) -> DlpackTensor {
+    unsafe extern "C" fn end(managed: *mut Managed) {
+        // SAFETY: the context is the box that was leaked below.
+        let foreign = unsafe { Box::from_raw((*managed).manager_ctx.cast::<Foreign>()) };
+        foreign.ended.fetch_add(1, Ordering::SeqCst);
+    }
+    let managed = Managed {
+        version: [major, 0],
+        manager_ctx: std::ptr::null_mut(),
+        deleter: Some(end),
+        flags,
+        data: std::ptr::null_mut(),
+        device: [1, 0],
+        ndim: 1,
+        dtype: [2, 32, 1, 0],
+        shape: std::ptr::null_mut(),
+        strides: std::ptr::null_mut(),
+        byte_offset: 0,
+    };
+    let boxed = Foreign { managed, data: [5.0, 6.0], shape: [2], ended: Arc::clone(ended) };
+    let foreign = Box::into_raw(Box::new(boxed));
+    // SAFETY: it was just leaked, and is a DLManagedTensorVersioned with all that it points to.
+    unsafe {
+        (*foreign).managed.manager_ctx = foreign.cast();
+        (*foreign).managed.data = (&raw mut (*foreign).data).cast();
+        (*foreign).managed.shape = (&raw mut (*foreign).shape).cast();
+        DlpackTensor::from_raw((&raw mut (*foreign).managed).cast())
+    }
+}
+
+#[test]
+fn dlpack_of_others_is_ended_once() {
+    let ended = Arc::new(AtomicUsize::new(0));
+    let x = Tensor::from_dlpack(foreign(&ended, 1, 0)).unwrap();
+    assert_eq!(x.to_vec::<f32>().unwrap(), [5.0, 6.0]);
+    assert_eq!(ended.load(Ordering::SeqCst), 0);
+    drop(x);
+    assert_eq!(ended.load(Ordering::SeqCst), 1);
+    // Taken means taken, also when it fails; and what is not given away is ended here.
+    assert_eq!(Tensor::from_dlpack(foreign(&ended, 2, 0)).unwrap_err().code(), Code::Unimplemented);
+    let read_only = Tensor::from_dlpack(foreign(&ended, 1, 1)).unwrap_err();
+    assert_eq!(read_only.code(), Code::FailedPrecondition);
+    drop(foreign(&ended, 1, 0));
+    assert_eq!(ended.load(Ordering::SeqCst), 4);
+}
+
+#[test]
+fn operators_by_name() {
+    let x = floats(&[3.0, 1.0, 2.0], &[3]);
+    let sorted = ops("aten::sort", &values![&x, -1, true]).unwrap();
+    let [Value::Tensor(elements), Value::Tensor(places)] = &sorted[..] else {
+        panic!("{sorted:?}");
+    };
+    assert_eq!(elements.to_vec::<f32>().unwrap(), [3.0, 2.0, 1.0]);
+    assert_eq!(places.to_vec::<i64>().unwrap(), [0, 2, 1]);
+
+    let parts = ops("aten::split.Tensor", &values![&x, 2]).unwrap().remove(0);
+    let parts = Vec::<Tensor>::try_from(parts).unwrap();
+    assert_eq!(parts[1].to_vec::<f32>().unwrap(), [2.0]);
+    assert!(bool::try_from(ops("aten::equal", &values![&x, &x]).unwrap().remove(0)).unwrap());
+    let size = i64::try_from(ops("aten::size.int", &values![&x, 0]).unwrap().remove(0));
+    assert_eq!(size.unwrap(), 3);
+
+    assert_eq!(op("aten::no_such", &[]).unwrap_err().code(), Code::NotFound);
+    assert_eq!(op("aten::mm", &values![&x]).unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(op("aten::mm", &values![&x, "text"]).unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(op("aten::equal", &values![&x, &x]).unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(i64::try_from(Value::from(1.5)).unwrap_err().code(), Code::InvalidArgument);
+}
+
+#[test]
+fn every_kind_of_value() {
+    let x = floats(&[1.0, 2.0, 3.0, 4.0], &[2, 2]);
+    let none: Option<&Tensor> = None;
+    let linear = op("aten::linear", &values![&x, &x, none]).unwrap();
+    assert_eq!(linear.to_vec::<f32>().unwrap(), [5.0, 11.0, 11.0, 25.0]);
+    assert_eq!(op("aten::flip", &values![&x, [0, 1]]).unwrap().to_vec::<f32>().unwrap()[0], 4.0);
+    let full = op("aten::full", &values![[2], 1.5, Dtype::FLOAT64, (), "cpu", false]).unwrap();
+    assert_eq!(full.to_vec::<f64>().unwrap(), [1.5, 1.5]);
+    let cat = op("aten::cat", &values![[&x, &x], 1]).unwrap();
+    assert_eq!(cat.shape(), [2, 4]);
+    let complex = op("aten::full", &[[1i64].into(), Value::Complex(0.0, 2.0)]).unwrap();
+    assert_eq!(complex.dtype(), Dtype::COMPLEX64);
+    let number =
+        ops("aten::item", &values![&op("aten::sum", &values![&complex]).unwrap()]).unwrap();
+    assert!(
+        matches!(number[..], [Value::Complex(real, imaginary)] if (real, imaginary) == (0.0, 2.0))
+    );
+    // A list of optional tensors with a gap: all rows, column 1.
+    let column = Tensor::from_slice(&[1i64], &[1]).unwrap();
+    let index: &[Option<Tensor>] = &[None, Some(column)];
+    let picked = op("aten::index.Tensor", &values![&x, index]).unwrap();
+    assert_eq!(picked.to_vec::<f32>().unwrap(), [2.0, 4.0]);
+    let reals = [2.0, 2.0];
+    let image = x.reshape(&[1, 1, 2, 2]).unwrap();
+    let sizes: Option<&Tensor> = None;
+    let larger = op("aten::upsample_nearest2d.vec", &values![&image, sizes, reals]).unwrap();
+    assert_eq!(larger.shape(), [1, 1, 4, 4]);
+}
+
+#[test]
+fn typed_operators() -> distgrad::Result<()> {
+    // A name that is wrong gives NotFound, arguments that are missing InvalidArgument.
+    for name in OPERATORS {
+        assert_eq!(op(name, &[]).unwrap_err().code(), Code::InvalidArgument, "{name}");
+    }
+    let x = floats(&[-1.0, 2.0, 3.0, -4.0], &[2, 2]);
+    let labels = Tensor::from_slice(&[1i64, 0], &[2]).unwrap();
+    let image = Tensor::ones(&[1, 1, 4, 4], Dtype::FLOAT32).unwrap();
+    let kernel = Tensor::ones(&[2, 1, 3, 3], Dtype::FLOAT32).unwrap();
+    // Each with arguments: those that do not fit the schema fail here.
+    let results = [
+        x.add(&x),
+        x.add_scalar(1.5),
+        x.sub(&x),
+        x.sub_scalar(2.0),
+        x.mul(&x),
+        x.mul_scalar(2.0),
+        x.div(&x),
+        x.div_scalar(2.0),
+        x.pow(2.0),
+        x.neg(),
+        x.abs(),
+        x.exp(),
+        x.log(),
+        x.sqrt(),
+        x.square(),
+        x.relu(),
+        x.gelu(),
+        x.sigmoid(),
+        x.tanh(),
+        x.softmax(1),
+        x.log_softmax(1),
+        x.clamp(-1.0, 1.0),
+        x.matmul(&x),
+        x.linear(&x, None),
+        x.linear(&x, Some(&x)),
+        image.conv2d(&kernel, None, [1, 1], [1, 1]),
+        image.max_pool2d([2, 2]),
+        x.index_select(0, &labels),
+        x.layer_norm(&[2], None, None),
+        x.dropout(0.5, true),
+        x.sum(),
+        x.sum_dims(&[1], true),
+        x.mean(),
+        x.mean_dims(&[0], false),
+        x.max(),
+        x.min(),
+        x.argmax(1),
+        x.cross_entropy_loss(&labels),
+        x.nll_loss(&labels),
+        x.mse_loss(&x),
+        x.eq(&x),
+        x.reshape(&[4]),
+        x.flatten(0, -1),
+        x.transpose(0, 1),
+        x.unsqueeze(0),
+        x.squeeze(0),
+        x.narrow(0, 0, 1),
+        x.select(0, 0),
+        x.to_dtype(Dtype::FLOAT64),
+        x.contiguous(),
+        x.copy(),
+        x.copy()?.copy_(&x),
+        x.copy()?.zero_(),
+        x.copy()?.add_(&x, 2.0),
+        Tensor::zeros(&[2], Dtype::INT64),
+        Tensor::randn(&[2]),
+        Tensor::stack(&[&x, &x], 0),
+        Tensor::cat(&[&x, &x], 0),
+    ];
+    assert!(results.len() > OPERATORS.len());
+    for (place, result) in results.iter().enumerate() {
+        assert!(result.is_ok(), "{place}: {result:?}");
+    }
+    assert_eq!(results[51].as_ref().unwrap().to_vec::<f32>()?, [-1.0, 2.0, 3.0, -4.0]);
+    Ok(())
+}
+
+#[test]
+fn history() {
+    let weight = floats(&[1.0, 2.0], &[2]).require_grad().unwrap();
+    assert!(weight.requires_grad() && weight.square().unwrap().requires_grad());
+    assert!(!weight.detach().unwrap().requires_grad());
+    {
+        let _no_grad = NoGrad::new();
+        assert!(!weight.square().unwrap().requires_grad());
+        // The mode is the thread's.
+        let other = std::thread::scope(|scope| scope.spawn(|| weight.square()).join());
+        assert!(other.unwrap().unwrap().requires_grad());
+    }
+    assert!(weight.square().unwrap().requires_grad());
+    let result = weight.square().unwrap().require_grad();
+    assert!(result.is_ok() || result.unwrap_err().code() == Code::FailedPrecondition);
+    let integers = Tensor::from_slice(&[1i64], &[1]).unwrap().require_grad();
+    assert_eq!(integers.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(distgrad::torch_version(), "2.11.0");
+}

@@ -1,0 +1,87 @@
+#include "core/autograd/executor/brief.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "core/autograd/executor/source_node.h"
+
+namespace distgrad {
+namespace {
+
+using torch::autograd::Node;
+
+bool Brief(const at::Tensor& result) {
+  return IsBrief({MakeSourceNode({result})}, [](Node&) { return false; });
+}
+
+at::Tensor Leaf(at::IntArrayRef shape) { return at::ones(shape).requires_grad_(); }
+
+TEST(BriefTest, AFewSmallOperatorsAre) { EXPECT_TRUE(Brief((Leaf({8, 8}) * 2 + 1).sum())); }
+
+TEST(BriefTest, LargeTensorsAreNot) {
+  EXPECT_TRUE(Brief(Leaf({4096}) * 2));
+  EXPECT_FALSE(Brief(Leaf({4097}) * 2));
+  // Also where only what lies behind a small result is large.
+  EXPECT_FALSE(Brief((Leaf({100, 100}) * 2).sum()));
+  EXPECT_FALSE(Brief(Leaf({100, 100}).sum()));
+}
+
+TEST(BriefTest, ManyNodesAreNot) {
+  at::Tensor x = Leaf({1});
+  for (int i = 0; i < 100; ++i) x = x * 2;
+  EXPECT_FALSE(Brief(x));
+}
+
+TEST(BriefTest, TheSameNodeByManyWaysIsOne) {
+  const at::Tensor x = Leaf({1}) * 2;
+  at::Tensor sum = x + x;
+  for (int i = 0; i < 10; ++i) sum = sum + x * x;
+  EXPECT_TRUE(Brief(sum));
+}
+
+TEST(BriefTest, NothingWithAHookIs) {
+  const at::Tensor leaf = Leaf({1});
+  const at::Tensor middle = leaf * 2;
+  const at::Tensor result = middle + 1;
+  ASSERT_TRUE(Brief(result));
+  middle.register_hook([](const at::Tensor& gradient) { return gradient; });
+  EXPECT_FALSE(Brief(result));
+
+  const at::Tensor other = Leaf({1});
+  const at::Tensor of_other = other * 2;
+  ASSERT_TRUE(Brief(of_other));
+  other.register_hook([](const at::Tensor& gradient) { return gradient; });
+  EXPECT_FALSE(Brief(of_other));
+
+  const at::Tensor retained = Leaf({1}) * 2;
+  retained.retain_grad();
+  EXPECT_FALSE(Brief(retained + 1));
+}
+
+struct Double : torch::autograd::Function<Double> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return x * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    return {gradients[0] * 2};
+  }
+};
+
+TEST(BriefTest, AFunctionOfTheUsersIsNot) { EXPECT_FALSE(Brief(Double::apply(Leaf({1})))); }
+
+TEST(BriefTest, WhatLiesBehindAStopDoesNotCount) {
+  const at::Tensor middle = Leaf({1000, 1000}).sum();
+  const at::Tensor result = middle * 2;
+  EXPECT_FALSE(Brief(result));
+  const Node* const stop = middle.grad_fn().get();
+  EXPECT_TRUE(IsBrief({MakeSourceNode({result})}, [stop](Node& node) { return &node == stop; }));
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,35 @@
+// Says to whoever gave the calling thread its work that the thread is about to wait.
+#ifndef DISTGRAD_CORE_BASE_BLOCKING_H_
+#define DISTGRAD_CORE_BASE_BLOCKING_H_
+
+namespace distgrad {
+
+// Who has threads that should not all wait: another takes the place of one that does.
+class Blockable {
+ public:
+  // On the thread that is about to wait, and when it goes on.
+  virtual void OnBlocked() = 0;
+  virtual void OnUnblocked() = 0;
+
+  // Whom the work that the calling thread does now belongs to; null for nobody.
+  static void SetCurrent(Blockable* blockable);
+
+ protected:
+  ~Blockable() = default;
+};
+
+// Around whatever waits. Does nothing on a thread that nobody needs back. Nests.
+class BlockingScope {
+ public:
+  BlockingScope();
+  ~BlockingScope();
+  BlockingScope(const BlockingScope&) = delete;
+  BlockingScope& operator=(const BlockingScope&) = delete;
+
+ private:
+  Blockable* const blockable_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_BASE_BLOCKING_H_

@@ -1,0 +1,53 @@
+// Whether work is still wanted: whoever asked for it says when it isn't, and whoever does it looks
+// now and then, or is told.
+//
+//   if (cancellation->cancelled()) return cancellation->why();
+//   const uint64_t watch = cancellation->OnCancel([&] { stream.Stop(); });
+//   ...
+//   cancellation->Forget(watch);
+#ifndef DISTGRAD_CORE_BASE_CANCELLATION_H_
+#define DISTGRAD_CORE_BASE_CANCELLATION_H_
+
+#include <atomic>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class Cancellation {
+ public:
+  using Callback = absl::AnyInvocable<void()>;
+
+  bool cancelled() const { return cancelled_.load(std::memory_order_acquire); }
+  // OK until cancelled.
+  absl::Status why() const;
+
+  // Calls what watches, on this thread and with no lock held. The first reason stays.
+  void Cancel(absl::Status why);
+
+  // Has `callback` called once on cancel, on the thread that cancels; at once if that was before.
+  // It must not block. Returns a number for Forget(); 0 if it was called.
+  uint64_t OnCancel(Callback callback);
+  // The callback is not called from now on, unless it is being called at this moment.
+  void Forget(uint64_t watch);
+
+ private:
+  std::atomic<bool> cancelled_{false};
+
+  mutable absl::Mutex mu_;
+  // Guarded by mu_.
+  absl::Status why_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<std::pair<uint64_t, Callback>> watches_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_BASE_CANCELLATION_H_

@@ -1,0 +1,19 @@
+#include "core/base/spin.h"
+
+#include <thread>
+
+namespace distgrad {
+
+Spin& Spin::OfThisThread() {
+  thread_local Spin spin;
+  return spin;
+}
+
+bool Spin::Alone() {
+  static const bool alone = std::thread::hardware_concurrency() < 2;
+  return alone;
+}
+
+std::chrono::microseconds Spin::Patience() { return std::chrono::microseconds(200); }
+
+}  // namespace distgrad

@@ -1,0 +1,50 @@
+#include "core/base/spin.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+namespace distgrad {
+namespace {
+
+// How often a wait for what never comes looks for it.
+int LooksInVain(Spin& spin) {
+  int looks = 0;
+  EXPECT_FALSE(spin.Await([&] {
+    ++looks;
+    return false;
+  }));
+  return looks;
+}
+
+TEST(SpinTest, WhatIsThereIsSeenAtTheFirstLook) {
+  Spin spin;
+  int looks = 0;
+  EXPECT_TRUE(spin.Await([&] { return ++looks == 1; }));
+  EXPECT_EQ(looks, 1);
+}
+
+TEST(SpinTest, EachWaitInVainLeavesOutTwiceAsMany) {
+  if (Spin::Alone()) GTEST_SKIP() << "one processor: there is no spinning";
+  Spin spin;
+  for (int left_out : {1, 3, 7, 15}) {
+    EXPECT_GT(LooksInVain(spin), 1);
+    for (int i = 0; i < left_out; ++i) EXPECT_EQ(LooksInVain(spin), 1) << i << " of " << left_out;
+  }
+}
+
+TEST(SpinTest, SuccessForgetsWhatWasInVain) {
+  if (Spin::Alone()) GTEST_SKIP() << "one processor: there is no spinning";
+  Spin spin;
+  EXPECT_GT(LooksInVain(spin), 1);
+  EXPECT_EQ(LooksInVain(spin), 1);
+  int looks = 0;
+  ASSERT_TRUE(spin.Await([&] { return ++looks == 2; }));
+  EXPECT_GT(LooksInVain(spin), 1);
+  EXPECT_EQ(LooksInVain(spin), 1);
+  EXPECT_GT(LooksInVain(spin), 1);
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,159 @@
+#include "core/parallel/coalesced_reducer.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/base/status.h"
+#include "core/parallel/bucket.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+// What is copied from or to the host is there when the call returns; else only in stream order.
+at::Tensor CopyTo(const at::Tensor& tensor, c10::Device device) {
+  const bool non_blocking = !tensor.is_cpu() && !device.is_cpu();
+  return tensor.to(device, non_blocking);
+}
+
+// A sum that grows; it begins as a copy where the first summand must stay as it is.
+class Sum {
+ public:
+  explicit Sum(c10::Device destination) : destination_(destination) {}
+
+  // `owned`: nobody else has the tensor.
+  void Add(const at::Tensor& tensor, bool owned) {
+    const at::Tensor here = CopyTo(tensor, destination_);
+    owned = owned || !here.is_same(tensor);
+    if (!sum_.defined()) {
+      sum_ = here;
+      owned_ = owned;
+      return;
+    }
+    const c10::DeviceGuard guard(destination_);
+    if (here.layout() != sum_.layout()) {
+      // torch adds sparse to dense, not the other way round.
+      sum_ = sum_.is_sparse() ? here + sum_ : sum_ + here;
+    } else if (owned_ && !sum_.is_sparse()) {
+      sum_.add_(here);
+      return;
+    } else {
+      sum_ = sum_ + here;
+    }
+    owned_ = true;
+  }
+
+  const at::Tensor& value() const { return sum_; }
+
+ private:
+  const c10::Device destination_;
+  at::Tensor sum_;
+  bool owned_ = false;
+};
+
+// Sparse here and dense there, or not to be packed anywhere.
+bool GoesAlone(absl::Span<const TensorVector> lists, size_t k) {
+  return std::any_of(lists.begin(), lists.end(), [k](const TensorVector& list) {
+    return list[k].defined() && list[k].layout() != at::kStrided;
+  });
+}
+
+}  // namespace
+
+CoalescedReducer::CoalescedReducer(std::vector<c10::Device> devices, ReducerOptions options)
+    : devices_(std::move(devices)), options_(options) {}
+
+absl::StatusOr<TensorVector> CoalescedReducer::Reduce(absl::Span<const TensorVector> lists,
+                                                      c10::Device destination) {
+  DG_RETURN_IF_ERROR(Aborted());
+  DG_RETURN_IF_ERROR(CheckReduce(devices_, lists));
+  try {
+    const at::NoGradGuard no_grad;
+    TensorVector results(lists[0].size());
+    TensorVector shapes(results.size());  // of what may be packed
+    const auto add_alone = [&](size_t k) {
+      Sum sum(destination);
+      for (const TensorVector& list : lists) {
+        if (list[k].defined()) sum.Add(list[k], /*owned=*/false);
+      }
+      results[k] = sum.value();
+    };
+    for (size_t k = 0; k < results.size(); ++k) {
+      if (GoesAlone(lists, k)) {
+        add_alone(k);
+        continue;
+      }
+      for (size_t i = 0; i < lists.size() && !shapes[k].defined(); ++i) shapes[k] = lists[i][k];
+    }
+    // Shapes may come from lists of different devices.
+    std::vector<Bucket> buckets = AssignBuckets(shapes, options_.bucket_bytes);
+    for (const Bucket& bucket : buckets) {
+      if (bucket.slots.size() == 1) {
+        add_alone(bucket.slots[0].tensor);
+        continue;
+      }
+      Sum sum(destination);
+      for (const TensorVector& list : lists) {
+        const bool any =
+            std::any_of(bucket.slots.begin(), bucket.slots.end(),
+                        [&list](const Bucket::Slot& slot) { return list[slot.tensor].defined(); });
+        if (any) sum.Add(Pack(bucket, list), /*owned=*/true);
+      }
+      TensorVector parts = Parts(bucket, sum.value());
+      for (size_t i = 0; i < parts.size(); ++i) {
+        results[bucket.slots[i].tensor] = std::move(parts[i]);
+      }
+    }
+    return results;
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), "reduce");
+  }
+}
+
+absl::StatusOr<std::vector<TensorVector>> CoalescedReducer::Broadcast(const TensorVector& tensors) {
+  DG_RETURN_IF_ERROR(Aborted());
+  DG_RETURN_IF_ERROR(CheckBroadcast(tensors));
+  try {
+    const at::NoGradGuard no_grad;
+    std::vector<TensorVector> results(devices_.size(), TensorVector(tensors.size()));
+    for (const Bucket& bucket : AssignBuckets(tensors, options_.bucket_bytes)) {
+      const bool alone = bucket.slots.size() == 1;
+      at::Tensor packed;  // once, for all devices
+      for (size_t i = 0; i < devices_.size(); ++i) {
+        if (devices_[i] == bucket.device) {
+          for (const Bucket::Slot& slot : bucket.slots) {
+            results[i][slot.tensor] = tensors[slot.tensor];
+          }
+          continue;
+        }
+        if (!packed.defined()) {
+          packed = alone ? tensors[bucket.slots[0].tensor] : Pack(bucket, tensors);
+        }
+        const at::Tensor copy = CopyTo(packed, devices_[i]);
+        TensorVector parts = alone ? TensorVector{copy} : Parts(bucket, copy);
+        for (size_t p = 0; p < parts.size(); ++p) {
+          results[i][bucket.slots[p].tensor] = std::move(parts[p]);
+        }
+      }
+    }
+    return results;
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), "broadcast");
+  }
+}
+
+void CoalescedReducer::Abort(const absl::Status& why) {
+  absl::MutexLock lock(&mu_);
+  aborted_.Update(why);
+}
+
+absl::Status CoalescedReducer::Aborted() const {
+  absl::MutexLock lock(&mu_);
+  return aborted_;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,41 @@
+// NCCL's functions and CUDA's that NcclGroup calls: a table, so that a test can have them fail.
+#ifndef DISTGRAD_CORE_PARALLEL_NCCL_NCCL_FUNCTIONS_H_
+#define DISTGRAD_CORE_PARALLEL_NCCL_NCCL_FUNCTIONS_H_
+
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "core/parallel/nccl/nccl_group.h"
+#include "nccl.h"
+
+namespace distgrad {
+
+// As libnccl and libtorch have them.
+struct NcclFunctions {
+  int (*device_count)() = nullptr;
+  int (*exchange_device)(int device) = nullptr;  // returns the one that was current
+  cudaStream_t (*stream)(c10::Stream stream) = nullptr;
+  decltype(&ncclGetUniqueId) get_unique_id = &ncclGetUniqueId;
+  decltype(&ncclCommInitRankConfig) init_rank = &ncclCommInitRankConfig;
+  decltype(&ncclCommGetAsyncError) get_async_error = &ncclCommGetAsyncError;
+  decltype(&ncclCommAbort) abort = &ncclCommAbort;
+  decltype(&ncclGroupStart) group_start = &ncclGroupStart;
+  decltype(&ncclGroupEnd) group_end = &ncclGroupEnd;
+  decltype(&ncclReduce) reduce = &ncclReduce;
+  decltype(&ncclBroadcast) broadcast = &ncclBroadcast;
+  decltype(&ncclGetErrorString) error_string = &ncclGetErrorString;
+  decltype(&ncclGetLastError) last_error = &ncclGetLastError;
+
+  static NcclFunctions Real();
+};
+
+// Communicators that do not block, one for each of `devices`, which are distinct CUDA devices.
+// kFailedPrecondition if one of them is not there, kInternal with NCCL's words if it fails.
+absl::StatusOr<std::unique_ptr<NcclGroup>> StartNcclGroup(
+    const std::vector<c10::Device>& devices,
+    const NcclFunctions& functions = NcclFunctions::Real());
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_NCCL_NCCL_FUNCTIONS_H_

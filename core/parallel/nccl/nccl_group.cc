@@ -1,0 +1,156 @@
+#include "core/parallel/nccl/nccl_group.h"
+
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/check.h"
+#include "core/base/status.h"
+#include "core/parallel/nccl/nccl_functions.h"
+
+namespace distgrad {
+namespace {
+
+ncclDataType_t DataType(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return ncclFloat32;
+    case c10::ScalarType::Double:
+      return ncclFloat64;
+    case c10::ScalarType::Half:
+      return ncclFloat16;
+    case c10::ScalarType::BFloat16:
+      return ncclBfloat16;
+    case c10::ScalarType::Byte:
+      return ncclUint8;
+    case c10::ScalarType::Char:
+      return ncclInt8;
+    case c10::ScalarType::Int:
+      return ncclInt32;
+    default:
+      DG_CHECK(dtype == c10::ScalarType::Long) << "see NcclAdds";
+      return ncclInt64;
+  }
+}
+
+class RealNcclGroup final : public NcclGroup {
+ public:
+  RealNcclGroup(std::vector<c10::Device> devices, const NcclFunctions& functions)
+      : devices_(std::move(devices)), nccl_(functions), communicators_(devices_.size(), nullptr) {}
+  // Abort is NCCL's way to end a communicator whatever its state is; the reducer has waited for
+  // what was still of use.
+  ~RealNcclGroup() override { Abort(); }
+
+  absl::Status Start() {
+    const int count = nccl_.device_count();
+    for (const c10::Device device : devices_) {
+      if (device.index() < count) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "NCCL: there is no ", device.str(), ": CUDA finds ", count, " GPUs on this machine"));
+    }
+    ncclUniqueId id;
+    DG_RETURN_IF_ERROR(Check(nccl_.get_unique_id(&id), "ncclGetUniqueId", 0));
+    return Grouped("ncclCommInitRankConfig", [&](size_t i) {
+      ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+      config.blocking = 0;
+      return nccl_.init_rank(&communicators_[i], static_cast<int>(devices_.size()), id,
+                             static_cast<int>(i), &config);
+    });
+  }
+
+  absl::StatusOr<bool> Ready() override {
+    bool ready = true;
+    for (size_t i = 0; i < devices_.size(); ++i) {
+      ncclResult_t state = ncclSuccess;
+      DG_RETURN_IF_ERROR(
+          Check(nccl_.get_async_error(communicators_[i], &state), "ncclCommGetAsyncError", i));
+      DG_RETURN_IF_ERROR(Check(state, "communicator", i));
+      if (state == ncclInProgress) ready = false;
+    }
+    return ready;
+  }
+
+  absl::Status Reduce(absl::Span<const Part> parts, size_t count, size_t root) override {
+    return Grouped("ncclReduce", [&](size_t i) {
+      const at::Tensor& send = parts[i].send;
+      return nccl_.reduce(send.const_data_ptr(), Memory(parts[i].receive), count,
+                          DataType(send.scalar_type()), ncclSum, static_cast<int>(root),
+                          communicators_[i], nccl_.stream(parts[i].stream));
+    });
+  }
+
+  absl::Status Broadcast(absl::Span<const Part> parts, size_t count, size_t root) override {
+    return Grouped("ncclBroadcast", [&](size_t i) {
+      const at::Tensor& send = parts[i].send;
+      return nccl_.broadcast(send.const_data_ptr(), Memory(parts[i].receive),
+                             count * send.itemsize(), ncclUint8, static_cast<int>(root),
+                             communicators_[i], nccl_.stream(parts[i].stream));
+    });
+  }
+
+  void Abort() override {
+    for (ncclComm_t& communicator : communicators_) {
+      // What it answers changes nothing: the communicator is gone either way.
+      if (communicator != nullptr) nccl_.abort(std::exchange(communicator, nullptr));
+    }
+  }
+
+ private:
+  // Not mutable_data_ptr(): of a root it may be a tensor that is only read.
+  static void* Memory(const at::Tensor& tensor) {
+    return const_cast<void*>(tensor.const_data_ptr());
+  }
+
+  absl::Status Check(ncclResult_t result, const char* what, size_t i) const {
+    if (result == ncclSuccess || result == ncclInProgress) return absl::OkStatus();
+    const char* const details = nccl_.last_error(communicators_[i]);
+    std::string message =
+        absl::StrCat(what, " of ", devices_[i].str(), ": ", nccl_.error_string(result));
+    if (details != nullptr && *details != '\0') absl::StrAppend(&message, " (", details, ")");
+    return absl::InternalError(message);
+  }
+
+  // One call for each device, on it, which NCCL begins together.
+  template <typename Call>
+  absl::Status Grouped(const char* what, Call call) {
+    DG_RETURN_IF_ERROR(Check(nccl_.group_start(), "ncclGroupStart", 0));
+    absl::Status status;
+    for (size_t i = 0; i < devices_.size() && status.ok(); ++i) {
+      const int before = nccl_.exchange_device(devices_[i].index());
+      status = Check(call(i), what, i);
+      nccl_.exchange_device(before);
+    }
+    // Also after an error: a group that stays open takes in what other code calls.
+    status.Update(Check(nccl_.group_end(), "ncclGroupEnd", 0));
+    return status;
+  }
+
+  // Constant after construction.
+  const std::vector<c10::Device> devices_;
+  const NcclFunctions nccl_;
+  std::vector<ncclComm_t> communicators_;  // null where there is none
+};
+
+}  // namespace
+
+NcclFunctions NcclFunctions::Real() {
+  NcclFunctions functions;
+  functions.device_count = [] { return static_cast<int>(c10::cuda::device_count()); };
+  functions.exchange_device = [](int device) {
+    return static_cast<int>(c10::cuda::ExchangeDevice(static_cast<c10::DeviceIndex>(device)));
+  };
+  functions.stream = [](c10::Stream stream) { return c10::cuda::CUDAStream(stream).stream(); };
+  return functions;
+}
+
+absl::StatusOr<std::unique_ptr<NcclGroup>> StartNcclGroup(const std::vector<c10::Device>& devices,
+                                                          const NcclFunctions& functions) {
+  auto group = std::make_unique<RealNcclGroup>(devices, functions);
+  DG_RETURN_IF_ERROR(group->Start());
+  return group;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,168 @@
+// NCCL's error paths, by functions that fail; that without a GPU there is a clear error; and, with
+// two GPUs, NCCL itself.
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <c10/cuda/CUDAFunctions.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/parallel/nccl/nccl_functions.h"
+#include "core/parallel/new_reducer.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+const std::vector<c10::Device> kTwo = {{c10::kCUDA, 0}, {c10::kCUDA, 1}};
+
+// What NCCL was asked, and what it answers. Functions of a table cannot carry state.
+struct Fake {
+  std::vector<std::string> calls;
+  ncclResult_t init = ncclSuccess, end = ncclInProgress, state = ncclSuccess, reduce = ncclSuccess;
+  int init_fails_at = -1;  // rank
+  int current = 7;
+} fake;
+
+ncclComm_t Communicator(int rank) {
+  return reinterpret_cast<ncclComm_t>(static_cast<uintptr_t>(rank + 1));
+}
+
+NcclFunctions Functions() {
+  fake = Fake();
+  NcclFunctions functions;
+  functions.device_count = [] { return 2; };
+  functions.exchange_device = [](int device) { return std::exchange(fake.current, device); };
+  functions.stream = [](c10::Stream) { return cudaStream_t{}; };
+  functions.get_unique_id = [](ncclUniqueId*) { return ncclSuccess; };
+  functions.init_rank = [](ncclComm_t* out, int, ncclUniqueId, int rank, ncclConfig_t* config) {
+    fake.calls.push_back("init " + std::to_string(rank) + " on " + std::to_string(fake.current) +
+                         (config->blocking == 0 ? "" : " blocking"));
+    if (rank == fake.init_fails_at) return fake.init;
+    *out = Communicator(rank);
+    return ncclInProgress;
+  };
+  functions.get_async_error = [](ncclComm_t communicator, ncclResult_t* state) {
+    *state = communicator == Communicator(1) ? fake.state : ncclSuccess;
+    return ncclSuccess;
+  };
+  functions.abort = [](ncclComm_t communicator) {
+    fake.calls.push_back("abort " + std::to_string(reinterpret_cast<uintptr_t>(communicator) - 1));
+    return ncclSuccess;
+  };
+  functions.group_start = [] {
+    fake.calls.push_back("start");
+    return ncclSuccess;
+  };
+  functions.group_end = [] {
+    fake.calls.push_back("end");
+    return fake.end;
+  };
+  functions.reduce = [](const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, int, ncclComm_t,
+                        cudaStream_t) { return fake.reduce; };
+  functions.last_error = [](ncclComm_t) { return "the cable is cut"; };
+  return functions;
+}
+
+TEST(NcclGroupTest, CommunicatorsDoNotBlockAndStandOnTheirDevices) {
+  {
+    auto group = StartNcclGroup(kTwo, Functions());
+    ASSERT_TRUE(group.ok()) << group.status();
+    EXPECT_EQ(fake.current, 7);
+    fake.state = ncclInProgress;
+    EXPECT_FALSE((*group)->Ready().value());
+    fake.state = ncclSuccess;
+    EXPECT_TRUE((*group)->Ready().value());
+  }
+  EXPECT_THAT(fake.calls,
+              ElementsAre("start", "init 0 on 0", "init 1 on 1", "end", "abort 0", "abort 1"));
+}
+
+TEST(NcclGroupTest, ACommunicatorThatCannotBeMadeEndsTheOthers) {
+  const NcclFunctions functions = Functions();
+  fake.init_fails_at = 1;
+  fake.init = ncclUnhandledCudaError;
+  const absl::Status status = StartNcclGroup(kTwo, functions).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("ncclCommInitRankConfig of cuda:1: unhandled cuda error"),
+                    HasSubstr("the cable is cut")));
+  // The group is closed all the same.
+  EXPECT_THAT(fake.calls, ElementsAre("start", "init 0 on 0", "init 1 on 1", "end", "abort 0"));
+  EXPECT_EQ(fake.current, 7);
+}
+
+TEST(NcclGroupTest, WhatFailsLaterNamesItsDevice) {
+  auto group = StartNcclGroup(kTwo, Functions());
+  ASSERT_TRUE(group.ok()) << group.status();
+  fake.state = ncclRemoteError;
+  EXPECT_THAT(std::string((*group)->Ready().status().message()), HasSubstr("cuda:1"));
+}
+
+TEST(NcclGroupTest, ACollectiveThatIsRefusedIsAnErrorAndItsGroupClosed) {
+  auto group = StartNcclGroup(kTwo, Functions());
+  ASSERT_TRUE(group.ok()) << group.status();
+  fake.calls.clear();
+  fake.reduce = ncclInvalidUsage;
+  const c10::Stream stream(c10::Stream::UNSAFE, kTwo[0], 0);
+  const at::Tensor memory = at::ones({4});
+  const absl::Status status =
+      (*group)->Reduce({{memory, memory, stream}, {memory, memory, stream}}, 4, 0);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("ncclReduce of cuda:0: invalid usage"));
+  EXPECT_THAT(fake.calls, ElementsAre("start", "end"));
+}
+
+TEST(NcclGroupTest, ADeviceThatIsNotThereIsNamed) {
+  const absl::Status status =
+      StartNcclGroup({{c10::kCUDA, 0}, {c10::kCUDA, 2}}, Functions()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no cuda:2: CUDA finds 2 GPUs"));
+}
+
+TEST(NcclGroupTest, WithoutGpusTheReducerIsAClearError) {
+  if (c10::cuda::device_count() > 1) GTEST_SKIP() << "this machine has GPUs";
+  const absl::Status status = NewReducer(kTwo).status();
+  EXPECT_FALSE(status.ok());
+  EXPECT_THAT(std::string(status.message()), HasSubstr("there is no cuda:"));
+}
+
+class OnTwoGpus : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (c10::cuda::device_count() < 2) GTEST_SKIP() << "this machine has fewer than 2 GPUs";
+  }
+};
+
+TEST_F(OnTwoGpus, SumsAndCopiesAreRightInStreamOrder) {
+  auto reducer = NewReducer(kTwo);
+  ASSERT_TRUE(reducer.ok()) << reducer.status();
+  EXPECT_EQ(*reducer, NewReducer(kTwo).value()) << "communicators are kept";
+  for (int step = 0; step < 100; ++step) {
+    std::vector<TensorVector> lists(2);
+    for (int i = 0; i < 2; ++i) {
+      for (const int64_t size : {1, 1000, 1 << 22}) {
+        lists[i].push_back(at::full({size}, step + i, at::TensorOptions(kTwo[i])));
+      }
+    }
+    auto sums = (*reducer)->Reduce(lists, kTwo[step % 2]);
+    ASSERT_TRUE(sums.ok()) << sums.status();
+    auto copies = (*reducer)->Broadcast(*sums);
+    ASSERT_TRUE(copies.ok()) << copies.status();
+    for (const TensorVector& list : *copies) {
+      for (const at::Tensor& tensor : list) {
+        EXPECT_TRUE(tensor.eq(2 * step + 1).all().item<bool>()) << step;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace distgrad

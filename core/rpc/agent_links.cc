@@ -1,0 +1,336 @@
+// The connections of an agent: opened to where a peer is now, taken in from who is a member,
+// watched, and ended. docs/membership.md has the rules.
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+#include "core/rpc/agent_impl.h"
+
+namespace distgrad {
+
+// -------------------------------------------------------------------------------------- Opening
+
+absl::StatusOr<std::shared_ptr<Link>> Agent::Impl::LinkTo(WorkerId to) {
+  if (closed_) return absl::CancelledError("this worker is shutting down");
+  auto it = links_.find(to);
+  if (it != links_.end()) return it->second;
+  if (directory_ == nullptr && !peers_.Find(to)) return NoWorker(to);
+  auto link = std::make_shared<Link>(shared_from_this(), &shared_);
+  link->peer = to;
+  link->number = ++last_link_;
+  links_.emplace(to, link);
+  // Runs on the first thread that sends; opening is the first task of the link.
+  link->OpenLater([this, watch = std::weak_ptr<Link>(link), to] {
+    if (const auto link = watch.lock()) Open(link, to);
+  });
+  return link;
+}
+
+// Who opens a connection first asks who the peer is now: it may have come back elsewhere.
+void Agent::Impl::Open(const std::shared_ptr<Link>& link, WorkerId to) {
+  StartHeartbeat();
+  if (directory_ == nullptr) return Connect(link, to);
+  directory_->Find(to, [self = shared_from_this(), link, to](absl::StatusOr<WorkerInfo> found) {
+    self->OnFound(link, to, found);
+  });
+}
+
+void Agent::Impl::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
+                          const absl::StatusOr<WorkerInfo>& found) {
+  absl::Status learned = found.ok() ? Learn(*found, link) : found.status();
+  const std::optional<WorkerInfo> known = peers_.Find(to);
+  if (!known || absl::IsCancelled(learned)) return link->Close(learned);
+  // A store that is gone, or whose entry is of a life that is over, does not keep us from a peer
+  // that we know.
+  if (!learned.ok()) DG_LOG(WARNING) << "asking for worker " << Describe(to) << ": " << learned;
+  if (known->left) return link->Close(absl::UnavailableError("it has left the job"));
+  Connect(link, to);
+}
+
+void Agent::Impl::Connect(const std::shared_ptr<Link>& link, WorkerId to) {
+  bool closed;
+  {
+    absl::MutexLock lock(&mu_);
+    closed = closed_;
+  }
+  const std::optional<WorkerInfo> peer = peers_.Find(to);
+  if (closed || !peer) {
+    return link->Close(absl::CancelledError("this worker is shutting down"));
+  }
+  const WorkerInfo self = peers_.self();
+  std::string hello;
+  AppendHello({.from = self.id,
+               .from_incarnation = self.incarnation,
+               .to = to,
+               .to_incarnation = peer->incarnation},
+              &hello);
+  absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer->address, link);
+  if (!connection.ok()) return link->Close(connection.status());
+  (*connection)->Send(Packet{std::move(hello), {}}, nullptr);
+  link->SetConnection(*connection);
+}
+
+// ------------------------------------------------------------------------------------ Taking in
+
+// Takes what waits on a link, in order, until nothing does or the store is to be asked.
+void Agent::Impl::Release(const std::shared_ptr<Link>& link) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (std::exchange(link->releasing, true)) return;
+  }
+  for (;;) {
+    Packet packet;
+    {
+      absl::MutexLock lock(&mu_);
+      if (link->dead) link->held.clear();
+      if (link->held.empty() || link->asking) {
+        link->holds = link->asking;
+        link->releasing = false;
+        return;
+      }
+      packet = std::move(link->held.front());
+      link->held.pop_front();
+      link->held_bytes -= packet.size();
+    }
+    Handle(link, std::move(packet));
+  }
+}
+
+absl::Status Agent::Impl::Greet(const std::shared_ptr<Link>& link, WireReader& reader) {
+  DG_ASSIGN_OR_RETURN(const Hello hello, ReadHello(reader));
+  {
+    absl::MutexLock lock(&mu_);
+    if (link->peer || link->asking) {
+      return absl::InvalidArgumentError("a second hello on one connection");
+    }
+  }
+  absl::StatusOr<bool> known = peers_.Check(hello);
+  if (known.ok() && !*known && directory_ == nullptr) {
+    known = absl::FailedPreconditionError(
+        absl::StrCat("it comes from worker ", hello.from, ", which is not a member of this job"));
+  }
+  if (!known.ok()) {
+    Refuse(link, known.status());
+  } else if (*known) {
+    Admit(link, hello.from);
+  } else {
+    {
+      absl::MutexLock lock(&mu_);
+      link->holds = link->asking = true;
+    }
+    directory_->Find(hello.from,
+                     [self = shared_from_this(), link, hello](absl::StatusOr<WorkerInfo> found) {
+                       self->OnFoundGuest(link, hello, found);
+                     });
+  }
+  return absl::OkStatus();
+}
+
+// The store's word on one who has joined, or come back, since we last looked.
+void Agent::Impl::OnFoundGuest(const std::shared_ptr<Link>& link, const Hello& hello,
+                               const absl::StatusOr<WorkerInfo>& found) {
+  absl::Status status = found.status();
+  if (status.ok() && found->incarnation != hello.from_incarnation) {
+    status = absl::FailedPreconditionError(absl::StrCat("it comes from a life of worker '",
+                                                        found->name, "' (", hello.from,
+                                                        ") that the job's store does not know"));
+  }
+  if (status.ok()) status = Learn(*found, link);
+  if (status.ok()) {
+    Admit(link, hello.from);
+  } else {
+    Refuse(link, status);
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    link->asking = false;
+  }
+  Release(link);
+}
+
+void Agent::Impl::Admit(const std::shared_ptr<Link>& link, WorkerId peer) {
+  absl::MutexLock lock(&mu_);
+  link->peer = peer;
+  // Two workers may open connections to each other at the same time; then both stay.
+  if (!closed_) links_.emplace(peer, link);
+}
+
+void Agent::Impl::Refuse(const std::shared_ptr<Link>& link, const absl::Status& why) {
+  DG_LOG(WARNING) << "refusing a connection: " << why.message();
+  {
+    absl::MutexLock lock(&mu_);
+    link->dead = true;
+  }
+  Packet packet;
+  AppendFrame({.kind = FrameKind::kRefused, .status = why}, &packet.bytes);
+  link->SendLast(std::move(packet), why);
+}
+
+// --------------------------------------------------------------------------------------- Ending
+
+void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) {
+  std::vector<Pending> failed;
+  bool known = false, lost = false;
+  WorkerId peer = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    known = link->peer.has_value();
+    if (known) {
+      peer = *link->peer;
+      auto it = links_.find(peer);
+      const bool was_used = it != links_.end() && it->second == link;
+      if (was_used) links_.erase(it);
+      // A probe that nobody answered carried nothing that could be lost.
+      lost = !closed_ && !link->dead && (was_used || link->heard() > 0);
+    }
+    failed = TakePending(*link);
+  }
+  if (known) {
+    const std::optional<WorkerInfo> info = peers_.Find(peer);
+    why =
+        info && info->left
+            ? absl::UnavailableError(absl::StrCat("worker ", Describe(peer), " has left the job"))
+            : Annotate(why, absl::StrCat("the connection with worker ", Describe(peer), " broke"));
+  }
+  for (Pending& p : failed) End(p, CallError(p.to, p.function, why));
+  if (lost) service_->OnPeerLost(peer, why);
+}
+
+absl::Status Agent::Impl::Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
+  DG_ASSIGN_OR_RETURN(const bool new_life, peers_.Learn(worker));
+  if (new_life) Bury(worker.id, keep);
+  return absl::OkStatus();
+}
+
+// Ends what there is with the old life of a peer, here and now: whatever the new one sends must
+// find nothing of it.
+void Agent::Impl::Bury(WorkerId peer, const std::shared_ptr<Link>& keep) {
+  const absl::Status why = absl::UnavailableError(
+      absl::StrCat("worker ", Describe(peer), " has come back as a new incarnation"));
+  std::vector<std::shared_ptr<Link>> old;
+  std::vector<Pending> failed;
+  {
+    absl::MutexLock lock(&mu_);
+    for (auto& link : AllLinks()) {
+      if (link->peer != peer || link == keep) continue;
+      link->dead = true;
+      for (Pending& p : TakePending(*link)) failed.push_back(std::move(p));
+      old.push_back(std::move(link));
+    }
+    const auto it = links_.find(peer);
+    if (it != links_.end() && it->second != keep) links_.erase(it);
+  }
+  for (Pending& p : failed) End(p, CallError(p.to, p.function, why));
+  // Where there was no connection, what went over an earlier one has been lost with that; and a
+  // context may have begun since, for which this peer is the new life.
+  if (!old.empty()) service_->OnPeerLost(peer, why);
+  for (const auto& link : old) link->Close(why);
+}
+
+void Agent::Impl::SayLeaving() {
+  std::vector<std::shared_ptr<Link>> links;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [peer, link] : links_) links.push_back(link);
+  }
+  for (const auto& link : links) {
+    if (!link->connected()) continue;  // whoever connects asks the store
+    Packet packet;
+    AppendFrame({.kind = FrameKind::kLeaving}, &packet.bytes);
+    link->Send(std::move(packet));
+  }
+}
+
+// ----------------------------------------------------------------------------------- Heartbeats
+
+std::vector<std::shared_ptr<Link>> Agent::Impl::AllLinks() {
+  std::vector<std::shared_ptr<Link>> links;
+  absl::flat_hash_set<const Link*> seen;
+  const auto add = [&](std::shared_ptr<Link> link) {
+    if (link != nullptr && !link->loopback() && seen.insert(link.get()).second) {
+      links.push_back(std::move(link));
+    }
+  };
+  for (const auto& [peer, link] : links_) add(link);
+  for (const auto& link : others_) add(link.lock());
+  return links;
+}
+
+void Agent::Impl::StartHeartbeat() {
+  if (heartbeat_.interval() == absl::InfiniteDuration()) return;
+  {
+    absl::MutexLock lock(&mu_);
+    if (closed_ || std::exchange(beats_, true)) return;
+  }
+  ArmHeartbeat();
+}
+
+void Agent::Impl::ArmHeartbeat() {
+  const Clock::TimerId timer =
+      clock_->At(clock_->Now() + heartbeat_.interval(), [weak = weak_from_this()] {
+        if (auto self = weak.lock()) self->Beat();
+      });
+  bool closed;
+  {
+    absl::MutexLock lock(&mu_);
+    closed = closed_;
+    if (!closed) beat_ = timer;
+  }
+  if (closed) clock_->Cancel(timer);
+}
+
+void Agent::Impl::Beat() {
+  std::vector<std::shared_ptr<Link>> links;
+  std::vector<Heartbeat::Reading> readings;
+  {
+    absl::MutexLock lock(&mu_);
+    beat_.reset();
+    if (closed_) return;
+    for (auto& link : AllLinks()) {
+      if (link->closed()) continue;
+      readings.push_back({.link = link->number, .peer = link->peer, .heard = link->heard()});
+      links.push_back(std::move(link));
+    }
+    beats_ = !links.empty();
+    if (!beats_) return;
+  }
+  ArmHeartbeat();
+  const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
+  for (size_t i : verdict.ask) {
+    Packet ping;
+    AppendFrame({.kind = FrameKind::kPing}, &ping.bytes);
+    links[i]->Send(std::move(ping));
+  }
+  for (WorkerId peer : verdict.probe) Probe(peer);
+  for (size_t i : verdict.lost) {
+    links[i]->Close(absl::UnavailableError(
+        absl::StrCat("nothing was heard of it within the heartbeat limit of ",
+                     absl::FormatDuration(heartbeat_.limit()))));
+  }
+}
+
+// A second link stays for as long as the first.
+void Agent::Impl::Probe(WorkerId peer) {
+  auto probe = std::make_shared<Link>(shared_from_this(), &shared_);
+  {
+    absl::MutexLock lock(&mu_);
+    int links = 0;
+    for (const auto& link : AllLinks()) links += link->peer == peer && !link->closed();
+    if (closed_ || links != 1) return;
+    probe->peer = peer;
+    probe->number = ++last_link_;
+    others_.push_back(probe);
+  }
+  Connect(probe, peer);
+  Packet ping;
+  AppendFrame({.kind = FrameKind::kPing}, &ping.bytes);
+  probe->Send(std::move(ping));
+}
+
+}  // namespace distgrad

@@ -1,0 +1,465 @@
+// Agents whose peers fall silent, come back, join and leave.
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/fake_clock.h"
+#include "core/base/future.h"
+#include "core/rpc/agent.h"
+#include "core/rpc/directory.h"
+#include "core/rpc/frame.h"
+#include "core/rpc/inproc/inproc_transport.h"
+#include "core/rpc/wire.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+constexpr absl::Duration kLimit = absl::Seconds(50);  // a beat each 10 s
+
+// Answers "echo", keeps all other calls, and remembers the rest. Thread-safe.
+class Service : public AgentService {
+ public:
+  void OnCall(IncomingCall call) override {
+    if (call.function() == "echo") {
+      Packet reply = call.NewReply();
+      reply.bytes += std::string(call.body().bytes());
+      return call.Reply(std::move(reply));
+    }
+    absl::MutexLock lock(&mu_);
+    kept_.push_back(std::move(call));
+  }
+  void OnNotice(WorkerId, Body notice) override {
+    absl::MutexLock lock(&mu_);
+    notices_.push_back(std::string(notice.bytes()));
+  }
+  void OnLateReply(WorkerId, Body) override {}
+  void OnPeerLost(WorkerId peer, const absl::Status& why) override {
+    absl::MutexLock lock(&mu_);
+    lost_[peer] = why;
+  }
+
+  void AwaitKept() {
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(
+        +[](std::deque<IncomingCall>* kept) { return !kept->empty(); }, &kept_));
+  }
+  absl::Status AwaitLost(WorkerId peer) {
+    absl::MutexLock lock(&mu_);
+    const auto there = [&] {
+      mu_.AssertReaderHeld();
+      return lost_.count(peer) > 0;
+    };
+    mu_.Await(absl::Condition(&there));
+    return lost_[peer];
+  }
+  bool HasLost(WorkerId peer) {
+    absl::MutexLock lock(&mu_);
+    return lost_.count(peer) > 0;
+  }
+  std::vector<std::string> AwaitNotices(size_t n) {
+    absl::MutexLock lock(&mu_);
+    const auto there = [&] {
+      mu_.AssertReaderHeld();
+      return notices_.size() >= n;
+    };
+    mu_.Await(absl::Condition(&there));
+    return notices_;
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerId, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
+};
+
+// Takes the part of the store. Thread-safe.
+class FakeDirectory : public Directory {
+ public:
+  void Set(const WorkerInfo& worker) {
+    absl::MutexLock lock(&mu_);
+    workers_[worker.id] = worker;
+  }
+  void Break() {
+    absl::MutexLock lock(&mu_);
+    broken_ = true;
+  }
+  // From now on answers come with Answer() only.
+  void Hold() {
+    absl::MutexLock lock(&mu_);
+    holds_ = true;
+  }
+  void AwaitQuestion() {
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(
+        +[](std::deque<std::pair<WorkerId, Found>>* asked) { return !asked->empty(); }, &asked_));
+  }
+  void Answer() {
+    std::deque<std::pair<WorkerId, Found>> asked;
+    {
+      absl::MutexLock lock(&mu_);
+      holds_ = false;
+      asked.swap(asked_);
+    }
+    for (auto& [worker, found] : asked) Find(worker, std::move(found));
+  }
+  void Find(WorkerId worker, Found found) override {
+    absl::StatusOr<WorkerInfo> answer = absl::NotFoundError("never heard of it");
+    {
+      absl::MutexLock lock(&mu_);
+      if (holds_) {
+        asked_.emplace_back(worker, std::move(found));
+        return;
+      }
+      if (workers_.count(worker) > 0) answer = workers_[worker];
+      if (broken_) answer = absl::UnavailableError("the store is gone");
+    }
+    found(std::move(answer));
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::map<WorkerId, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
+  bool broken_ ABSL_GUARDED_BY(mu_) = false, holds_ ABSL_GUARDED_BY(mu_) = false;
+  std::deque<std::pair<WorkerId, Found>> asked_ ABSL_GUARDED_BY(mu_);
+};
+
+// Counts signs of life, and loses all that comes from or goes to some address. Thread-safe.
+class Silence : public FaultInjector {
+ public:
+  void Of(const std::string& address) {
+    absl::MutexLock lock(&mu_);
+    silent_ = address;
+  }
+  int pings() const { return pings_; }
+  void AwaitPongs(int n) {
+    absl::MutexLock lock(&mu_);
+    const auto there = [&] {
+      mu_.AssertReaderHeld();
+      return pongs_ >= n;
+    };
+    mu_.Await(absl::Condition(&there));
+  }
+  Action OnSend(const std::string& from, const std::string& to, Packet& packet) override {
+    absl::MutexLock lock(&mu_);
+    WireReader reader(packet.bytes);
+    const FrameKind kind = ReadFrame(reader)->kind;
+    if (kind == FrameKind::kPing) ++pings_;
+    if (kind == FrameKind::kPong) ++pongs_;
+    return from == silent_ || to == silent_ ? Action::kDrop : Action::kDeliver;
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::string silent_ ABSL_GUARDED_BY(mu_);
+  std::atomic<int> pings_{0};
+  int pongs_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+// One worker: a life of one.
+struct Node {
+  Node(Clock* clock, const std::shared_ptr<InprocNetwork>& network, Directory* directory,
+       WorkerId id, uint64_t life, size_t max_workers = 100)
+      : transport(NewInprocTransport(network)),
+        agent(clock, transport.get(), &service,
+              {.directory = directory, .heartbeat_limit = kLimit, .max_workers = max_workers}) {
+    info.id = id;
+    info.name = std::string(1, static_cast<char>('a' + id));
+    info.incarnation = life << 32;
+    info.address = *agent.Listen();
+  }
+  ~Node() {
+    agent.Close();
+    transport.reset();
+  }
+
+  Future<std::string> Call(WorkerId to, const std::string& function, const std::string& body = "") {
+    Promise<std::string> promise;
+    Future<std::string> future = promise.future();
+    Packet request = Agent::NewRequest(function);
+    request.bytes += body;
+    agent.Call(to, std::move(request), {.deadline = absl::InfiniteFuture()},
+               [promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
+                 if (reply.ok())
+                   promise.Set(std::string(reply->bytes()));
+                 else
+                   promise.Set(reply.status());
+               });
+    return future;
+  }
+  void Notify(WorkerId to, const std::string& body) {
+    Packet notice = Agent::NewNotice();
+    notice.bytes += body;
+    agent.Notify(to, std::move(notice));
+  }
+
+  Service service;
+  std::unique_ptr<Transport> transport;
+  Agent agent;
+  WorkerInfo info;
+};
+
+class AgentMembersTest : public testing::Test {
+ protected:
+  // "a", "b" and "c", who know each other from the start.
+  void SetUp() override {
+    std::vector<WorkerInfo> infos;
+    for (WorkerId id = 0; id < 3; ++id) {
+      nodes_.push_back(New(id, 1));
+      infos.push_back(nodes_.back()->info);
+      directory_.Set(infos.back());
+    }
+    for (auto& node : nodes_) ASSERT_TRUE(node->agent.Start(node->info, infos).ok());
+  }
+  std::unique_ptr<Node> New(WorkerId id, uint64_t life) {
+    return std::make_unique<Node>(&clock_, network_, &directory_, id, life);
+  }
+  // One that comes late: the store has it, and it knows those of the start.
+  std::unique_ptr<Node> Come(WorkerId id, uint64_t life) {
+    auto node = New(id, life);
+    directory_.Set(node->info);
+    std::vector<WorkerInfo> infos = {node->info};
+    for (auto& other : nodes_) {
+      if (other != nullptr && other->info.id != id) infos.push_back(other->info);
+    }
+    EXPECT_TRUE(node->agent.Start(node->info, infos).ok());
+    return node;
+  }
+  Node& a() { return *nodes_[0]; }
+  Node& b() { return *nodes_[1]; }
+  Node& c() { return *nodes_[2]; }
+  void Beat() { clock_.Advance(kLimit / 5); }
+
+  FakeClock clock_;
+  FakeDirectory directory_;
+  const std::shared_ptr<Silence> silence_ = std::make_shared<Silence>();
+  const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>(silence_);
+  std::vector<std::unique_ptr<Node>> nodes_;
+};
+
+bool Contains(const absl::Status& status, absl::string_view text) {
+  return absl::StrContains(status.message(), text);
+}
+
+// --------------------------------------------------------------------------------- Heartbeats
+
+TEST_F(AgentMembersTest, ASilentPeerIsLostAtBothEndsAndNobodyElseIs) {
+  auto pending = a().Call(1, "keep");
+  auto other = a().Call(2, "keep");
+  b().service.AwaitKept();
+  silence_->Of(b().info.address);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_FALSE(pending.Done()) << "beat " << i;
+    EXPECT_EQ(*a().Call(2, "echo", "here").Wait(), "here");
+    Beat();
+  }
+  const absl::Status status = pending.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "call of 'keep' on worker 'b' (1)")) << status;
+  EXPECT_TRUE(Contains(status, "heartbeat limit of 50s")) << status;
+  EXPECT_TRUE(Contains(a().service.AwaitLost(1), "'b' (1)"));
+  b().service.AwaitLost(0).IgnoreError();
+  EXPECT_FALSE(other.Done());
+  EXPECT_FALSE(a().service.HasLost(2));
+}
+
+TEST_F(AgentMembersTest, WhoIsIdleIsAskedAndKept) {
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  Beat();
+  EXPECT_EQ(silence_->pings(), 0) << "there was other traffic";
+  for (int i = 0; i < 20; ++i) {
+    Beat();
+    silence_->AwaitPongs(silence_->pings());
+    // What those two have sent has arrived when what comes after it has.
+    for (WorkerId to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
+  }
+  EXPECT_GE(silence_->pings(), 5);
+  EXPECT_FALSE(a().service.HasLost(1));
+  EXPECT_FALSE(b().service.HasLost(0));
+  EXPECT_EQ(*a().Call(1, "echo", "y").Wait(), "y");
+}
+
+TEST_F(AgentMembersTest, WhereThereIsNoConnectionNothingIsSent) {
+  for (int i = 0; i < 20; ++i) Beat();
+  EXPECT_EQ(silence_->pings(), 0);
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
+}
+
+TEST_F(AgentMembersTest, ACallToOneWhoIsSilentFromTheStartFails) {
+  silence_->Of(b().info.address);
+  auto call = a().Call(1, "echo");
+  for (int i = 0; i < 6; ++i) Beat();
+  EXPECT_TRUE(Contains(call.Wait().status(), "heartbeat limit")) << call.Wait().status();
+  // It speaks again, and is as good as before.
+  silence_->Of("");
+  EXPECT_EQ(*a().Call(1, "echo", "again").Wait(), "again");
+}
+
+// What is large keeps the link busy, and all behind it waiting.
+TEST_F(AgentMembersTest, WhoseLinkIsBusyIsAskedOnAnother) {
+  struct Busy : FaultInjector {
+    std::atomic<bool> busy{false};
+    std::atomic<int> hellos{0};
+    Action OnSend(const std::string&, const std::string&, Packet& packet) override {
+      WireReader reader(packet.bytes);
+      if (ReadFrame(reader)->kind == FrameKind::kHello) ++hellos;
+      // Only the first link is held up.
+      return busy && hellos == 1 ? Action::kHold : Action::kDeliver;
+    }
+  };
+  const auto busy = std::make_shared<Busy>();
+  const auto network = std::make_shared<InprocNetwork>(busy);
+  FakeDirectory directory;
+  Node x(&clock_, network, &directory, 0, 1), y(&clock_, network, &directory, 1, 1);
+  for (Node* node : {&x, &y}) directory.Set(node->info);
+  for (Node* node : {&x, &y}) ASSERT_TRUE(node->agent.Start(node->info, {x.info, y.info}).ok());
+  EXPECT_EQ(*x.Call(1, "echo", "x").Wait(), "x");
+  busy->busy = true;
+  auto large = x.Call(1, "echo", "large");
+  for (int i = 0; i < 4; ++i) Beat();
+  EXPECT_GE(busy->hellos, 2);
+  network->ReleaseHeld();
+  EXPECT_EQ(*large.Wait(), "large");
+  EXPECT_FALSE(x.service.HasLost(1));
+  EXPECT_FALSE(y.service.HasLost(0));
+}
+
+// ------------------------------------------------------------------------------------- Return
+
+TEST_F(AgentMembersTest, AWorkerThatDiedComesBackElsewhere) {
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  nodes_[1].reset();
+  a().service.AwaitLost(1).IgnoreError();
+  const absl::Status gone = a().Call(1, "echo").Wait().status();
+  EXPECT_EQ(gone.code(), absl::StatusCode::kUnavailable) << gone;
+  nodes_[1] = Come(1, 2);
+  EXPECT_EQ(*a().Call(1, "echo", "back").Wait(), "back");
+  EXPECT_EQ(*c().Call(1, "echo", "never met").Wait(), "never met");
+  EXPECT_EQ(*b().Call(0, "echo", "and it calls us").Wait(), "and it calls us");
+}
+
+TEST_F(AgentMembersTest, ANewLifeEndsWhatThereIsWithTheOld) {
+  auto pending = a().Call(1, "keep");
+  b().service.AwaitKept();
+  // The old one lives, and nobody hears of its end: it is on a machine that was cut off.
+  auto old = std::move(nodes_[1]);
+  nodes_[1] = Come(1, 2);
+  EXPECT_EQ(*b().Call(0, "echo", "new").Wait(), "new");
+  const absl::Status status = pending.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "new incarnation")) << status;
+  EXPECT_TRUE(Contains(a().service.AwaitLost(1), "new incarnation"));
+  // The old one is told why nobody talks to it any more.
+  old->service.AwaitLost(0).IgnoreError();
+  const absl::Status refused = old->Call(0, "echo").Wait().status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable) << refused;
+  EXPECT_TRUE(Contains(refused, "refused the connection")) << refused;
+  EXPECT_TRUE(Contains(refused, "a life of worker 'b' (1) that is over")) << refused;
+  EXPECT_EQ(*a().Call(1, "echo", "goes to the new one").Wait(), "goes to the new one");
+}
+
+TEST_F(AgentMembersTest, AnOldEntryOfTheStoreIsRefused) {
+  const WorkerInfo old = b().info;
+  nodes_[1].reset();
+  nodes_[1] = Come(1, 2);
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  directory_.Set(old);  // somebody replays it
+  // Who knows better goes on; here on a new connection.
+  nodes_[1]->agent.Close();
+  a().service.AwaitLost(1).IgnoreError();
+  EXPECT_EQ(a().agent.Learn(old).code(), absl::StatusCode::kFailedPrecondition);
+  const absl::Status status = a().Call(1, "echo").Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+}
+
+TEST_F(AgentMembersTest, AStoreThatIsGoneKeepsNobodyFromThoseItKnows) {
+  directory_.Break();
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  EXPECT_EQ(a().Call(7, "echo").Wait().status().code(), absl::StatusCode::kUnavailable);
+}
+
+// ------------------------------------------------------------------------------------- Joining
+
+TEST_F(AgentMembersTest, OneWhoJoinsCallsAndIsCalled) {
+  const auto d = Come(3, 1);
+  EXPECT_EQ(a().agent.Members().size(), 3u);
+  EXPECT_EQ(*d->Call(0, "echo", "here I am").Wait(), "here I am");
+  EXPECT_EQ(a().agent.Members().size(), 4u);
+  EXPECT_EQ(*a().agent.FindWorker("d"), 3);
+  EXPECT_EQ(*c().Call(3, "echo", "by its id").Wait(), "by its id");
+  EXPECT_EQ(c().agent.Describe(3), "'d' (3)");
+}
+
+TEST_F(AgentMembersTest, WhatComesBeforeTheStoreHasAnsweredKeepsItsOrder) {
+  const auto d = Come(3, 1);
+  EXPECT_TRUE(d->Call(1, "echo").Wait().ok());  // the way is free
+  directory_.Hold();
+  std::thread asking([&] {
+    for (int i = 0; i < 200; ++i) d->Notify(0, absl::StrCat(i));
+  });
+  directory_.AwaitQuestion();  // its own, for where we are
+  directory_.Answer();
+  asking.join();
+  const std::vector<std::string> notices = a().service.AwaitNotices(200);
+  for (int i = 0; i < 200; ++i) EXPECT_EQ(notices[i], absl::StrCat(i));
+}
+
+TEST_F(AgentMembersTest, WhoIsNotInTheStoreIsRefused) {
+  const auto d = New(3, 1);
+  std::vector<WorkerInfo> infos = {d->info};
+  for (auto& node : nodes_) infos.push_back(node->info);
+  ASSERT_TRUE(d->agent.Start(d->info, infos).ok());
+  const absl::Status status = d->Call(0, "echo").Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "refused the connection")) << status;
+  EXPECT_EQ(a().agent.Members().size(), 3u);
+}
+
+TEST_F(AgentMembersTest, NoMoreThanTheLimitAreKnown) {
+  Node small(&clock_, network_, &directory_, 4, 1, /*max_workers=*/2);
+  directory_.Set(small.info);
+  ASSERT_TRUE(small.agent.Start(small.info, {small.info, a().info}).ok());
+  const absl::Status status = b().Call(4, "echo").Wait().status();
+  EXPECT_TRUE(Contains(status, "max_workers")) << status;
+  EXPECT_EQ(*a().Call(4, "echo", "known").Wait(), "known");
+}
+
+// ------------------------------------------------------------------------------------- Leaving
+
+TEST_F(AgentMembersTest, OneWhoLeavesIsNoMemberAndItsCallsFailClearly) {
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  auto pending = a().Call(1, "keep");
+  b().service.AwaitKept();
+  WorkerInfo left = b().info;
+  left.left = true;
+  directory_.Set(left);
+  b().agent.SayLeaving();
+  EXPECT_EQ(*b().Call(0, "echo", "still at work").Wait(), "still at work");
+  EXPECT_EQ(a().agent.Members().size(), 2u);
+  nodes_[1].reset();
+  const absl::Status status = pending.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "worker 'b' (1) has left the job")) << status;
+  for (Node* node : {&a(), &c()}) {
+    const absl::Status later = node->Call(1, "echo").Wait().status();
+    EXPECT_EQ(later.code(), absl::StatusCode::kUnavailable) << later;
+    EXPECT_TRUE(Contains(later, "has left the job")) << later;
+  }
+  nodes_[1] = Come(1, 2);
+  EXPECT_EQ(*a().Call(1, "echo", "back").Wait(), "back");
+  EXPECT_EQ(a().agent.Members().size(), 3u);
+}
+
+}  // namespace
+}  // namespace distgrad

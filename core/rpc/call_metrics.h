@@ -1,0 +1,65 @@
+// Counts the calls of a worker, by peer and function, each way.
+#ifndef DISTGRAD_CORE_RPC_CALL_METRICS_H_
+#define DISTGRAD_CORE_RPC_CALL_METRICS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+// Of one function with one peer, one way. Thread-safe.
+struct CallCounters {
+  std::atomic<uint64_t> calls{0};   // begun
+  std::atomic<uint64_t> errors{0};  // of those that ended
+  std::atomic<uint64_t> ended{0};
+  std::atomic<uint64_t> bytes_sent{0};      // made: requests, served: replies; with all tensors
+  std::atomic<uint64_t> bytes_received{0};  // the other way
+  std::atomic<int64_t> queue_ns{0};         // served: from arrival until the handler began
+  // Served: from then until the answer; made: from the call until its end.
+  std::atomic<int64_t> run_ns{0};
+};
+
+// What the counters of one function with one peer were at one moment.
+struct CallStats {
+  WorkerId peer = 0;
+  bool served = false;  // the peer's calls of our function; else ours of the peer's
+  std::string function = {};
+  uint64_t calls = 0;
+  uint64_t errors = 0;
+  uint64_t in_flight = 0;
+  uint64_t bytes_sent = 0;
+  uint64_t bytes_received = 0;
+  absl::Duration queue_time = {};  // of all calls together; 0 for those that were made
+  absl::Duration run_time = {};    // of all that ended together: the handler's, or the whole call's
+};
+
+// Needs a lock of its owner's around it; the counters don't, and live as long as this does.
+//
+// Whoever calls chooses the name of the function, so a peer has kNames of them each way; what has
+// another is counted under kOther.
+class CallMetrics {
+ public:
+  static constexpr size_t kNames = 256;
+  static constexpr absl::string_view kOther = "(other)";
+
+  CallCounters* Find(WorkerId peer, bool served, absl::string_view function);
+  // By peer, those that were made first, and by name.
+  std::vector<CallStats> Snapshot() const;
+
+ private:
+  using Table = absl::flat_hash_map<std::string, std::unique_ptr<CallCounters>>;
+
+  absl::flat_hash_map<uint32_t, Table> tables_;  // by peer, doubled, plus 1 for what was served
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_CALL_METRICS_H_

@@ -1,0 +1,27 @@
+// Whom the agent asks who a worker is now. Implementation: core/rpc/lookups.h, which asks the
+// job's store; tests have their own.
+#ifndef DISTGRAD_CORE_RPC_DIRECTORY_H_
+#define DISTGRAD_CORE_RPC_DIRECTORY_H_
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "core/base/ids.h"
+#include "core/rpc/worker_info.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class Directory {
+ public:
+  using Found = absl::AnyInvocable<void(absl::StatusOr<WorkerInfo>)>;
+
+  virtual ~Directory() = default;
+
+  // Returns at once. `found` is called exactly once, on any thread, with no lock held: kNotFound
+  // if there was never such a worker.
+  virtual void Find(WorkerId worker, Found found) = 0;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_DIRECTORY_H_

@@ -1,0 +1,51 @@
+#include "core/rpc/heartbeat.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace distgrad {
+
+Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& readings) {
+  const bool slept = now - std::exchange(ticked_, now) > 2 * interval();
+  absl::flat_hash_map<uint64_t, Sign> links;
+  absl::flat_hash_map<WorkerId, absl::Time> peers;
+  for (const Reading& reading : readings) {
+    const auto before = links_.find(reading.link);
+    Sign sign{reading.heard, now};
+    // The first tick that sees something takes it for new, though it may be as old as the last
+    // tick: that is the fifth of the limit by which a loss comes early.
+    if (before != links_.end() && before->second.heard == reading.heard && !slept) {
+      sign.last = before->second.last;
+    }
+    links.emplace(reading.link, sign);
+    // A new link of our own is no sign of life.
+    if (!reading.peer || reading.heard == 0) continue;
+    const auto [peer, is_new] = peers.emplace(*reading.peer, sign.last);
+    peer->second = std::max(peer->second, sign.last);
+  }
+  links_ = std::move(links);
+
+  Verdict verdict;
+  absl::flat_hash_map<WorkerId, bool> probed;
+  for (size_t i = 0; i < readings.size(); ++i) {
+    const Reading& reading = readings[i];
+    absl::Time last = links_[reading.link].last;
+    if (reading.peer && peers.contains(*reading.peer)) last = peers[*reading.peer];
+    const absl::Duration silent = now - last;
+    if (silent >= limit_ - interval()) {
+      verdict.lost.push_back(i);
+      continue;
+    }
+    if (!reading.peer || silent < interval()) continue;
+    verdict.ask.push_back(i);
+    if (silent < 2 * interval()) continue;
+    if (!probed_.contains(*reading.peer) && probed.emplace(*reading.peer, true).second) {
+      verdict.probe.push_back(*reading.peer);
+    }
+    probed.emplace(*reading.peer, true);
+  }
+  probed_ = std::move(probed);
+  return verdict;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,62 @@
+// Decides from what is heard on each link who is silent, who is to be asked for a sign of life,
+// and who is lost. It has no clock and sends nothing: its owner calls Tick() now and then.
+//
+// A peer lives as long as anything arrives from it, on whichever link. What is large arrives only
+// when it is complete, and keeps all behind it on its link waiting: so a peer that stays silent
+// for long is asked on a new link, a probe, before it is given up.
+#ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
+#define DISTGRAD_CORE_RPC_HEARTBEAT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/time/time.h"
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+// For one thread at a time.
+class Heartbeat {
+ public:
+  // A link, and how many packets have come on it so far.
+  struct Reading {
+    uint64_t link = 0;                  // any number of its own
+    std::optional<WorkerId> peer = {};  // not known before its hello
+    uint64_t heard = 0;
+  };
+  // What is to be done; links by their place in the readings.
+  struct Verdict {
+    std::vector<size_t> ask;      // for a sign of life
+    std::vector<WorkerId> probe;  // ask these on a new link, too
+    std::vector<size_t> lost;
+  };
+
+  // Whoever is silent is lost within `limit`, and not before 3/5 of it.
+  explicit Heartbeat(absl::Duration limit) : limit_(limit) {}
+
+  // How often to call Tick(); InfiniteDuration() for never.
+  absl::Duration interval() const { return limit_ / 5; }
+  absl::Duration limit() const { return limit_; }
+
+  // All links that there are. A tick that comes late says that this process slept, and knows
+  // nothing of others: all get a new start.
+  Verdict Tick(absl::Time now, const std::vector<Reading>& readings);
+
+ private:
+  struct Sign {
+    uint64_t heard = 0;
+    absl::Time last;
+  };
+
+  const absl::Duration limit_;
+  absl::Time ticked_ = absl::InfinitePast();
+  absl::flat_hash_map<uint64_t, Sign> links_;
+  absl::flat_hash_map<WorkerId, bool> probed_;  // since they were last heard
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_HEARTBEAT_H_

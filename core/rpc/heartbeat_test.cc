@@ -1,0 +1,85 @@
+#include "core/rpc/heartbeat.h"
+
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using Reading = Heartbeat::Reading;
+
+// A limit of 50 s is a tick each 10 s.
+class HeartbeatTest : public testing::Test {
+ protected:
+  // Goes on by a tick.
+  Heartbeat::Verdict Tick(const std::vector<Reading>& readings) {
+    now_ += heartbeat_.interval();
+    return heartbeat_.Tick(now_, readings);
+  }
+
+  Heartbeat heartbeat_{absl::Seconds(50)};
+  absl::Time now_ = absl::FromUnixSeconds(1'000'000'000);
+};
+
+TEST_F(HeartbeatTest, WhoIsHeardIsLeftAlone) {
+  for (uint64_t heard = 1; heard < 20; ++heard) {
+    const auto verdict = Tick({{.link = 1, .peer = 5, .heard = heard}});
+    EXPECT_TRUE(verdict.ask.empty());
+    EXPECT_TRUE(verdict.probe.empty());
+    EXPECT_TRUE(verdict.lost.empty());
+  }
+}
+
+TEST_F(HeartbeatTest, WhoIsSilentIsAskedThenProbedThenLost) {
+  const std::vector<Reading> silent = {{.link = 1, .peer = 5, .heard = 3}};
+  EXPECT_TRUE(Tick(silent).ask.empty());
+  auto verdict = Tick(silent);  // 10 s
+  EXPECT_EQ(verdict.ask, std::vector<size_t>{0});
+  EXPECT_TRUE(verdict.probe.empty());
+  verdict = Tick(silent);  // 20 s
+  EXPECT_EQ(verdict.ask, std::vector<size_t>{0});
+  EXPECT_EQ(verdict.probe, std::vector<WorkerId>{5});
+  verdict = Tick(silent);  // 30 s
+  EXPECT_EQ(verdict.ask, std::vector<size_t>{0});
+  EXPECT_TRUE(verdict.probe.empty()) << "it was probed already";
+  verdict = Tick(silent);  // 40 s, and up to 50 since it was heard
+  EXPECT_EQ(verdict.lost, std::vector<size_t>{0});
+}
+
+TEST_F(HeartbeatTest, AnyLinkOfAPeerSpeaksForAll) {
+  for (uint64_t i = 0; i < 20; ++i) {
+    const auto verdict = Tick({{.link = 1, .peer = 5, .heard = 3},
+                               {.link = 2, .peer = 5, .heard = i},
+                               {.link = 3, .peer = 6, .heard = i}});
+    EXPECT_TRUE(verdict.ask.empty());
+    EXPECT_TRUE(verdict.lost.empty());
+  }
+}
+
+TEST_F(HeartbeatTest, AProbeThatNobodyAnswersIsNoSignOfLife) {
+  std::vector<Reading> links = {{.link = 1, .peer = 5, .heard = 3}};
+  for (int i = 0; i < 3; ++i) Tick(links);
+  links.push_back({.link = 2, .peer = 5, .heard = 0});
+  EXPECT_TRUE(Tick(links).lost.empty());
+  EXPECT_EQ(Tick(links).lost, (std::vector<size_t>{0, 1}));
+}
+
+TEST_F(HeartbeatTest, OneThatNeverConnectsIsLost) {
+  const std::vector<Reading> links = {{.link = 1, .peer = 5}, {.link = 2, .peer = {}}};
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(Tick(links).lost.empty());
+  EXPECT_EQ(Tick(links).lost, (std::vector<size_t>{0, 1}));
+}
+
+TEST_F(HeartbeatTest, WhoHasSleptDoesNotBlameOthers) {
+  const std::vector<Reading> silent = {{.link = 1, .peer = 5, .heard = 3}};
+  for (int i = 0; i < 3; ++i) Tick(silent);
+  now_ += absl::Hours(1);
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(Tick(silent).lost.empty());
+  EXPECT_EQ(Tick(silent).lost, std::vector<size_t>{0});
+}
+
+TEST_F(HeartbeatTest, ThereMayBeNoLimit) {
+  EXPECT_EQ(Heartbeat(absl::InfiniteDuration()).interval(), absl::InfiniteDuration());
+}
+
+}  // namespace
+}  // namespace distgrad

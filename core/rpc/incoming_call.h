@@ -1,0 +1,73 @@
+// A call that somebody made to this worker, on its way to an answer.
+#ifndef DISTGRAD_CORE_RPC_INCOMING_CALL_H_
+#define DISTGRAD_CORE_RPC_INCOMING_CALL_H_
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/base/cancellation.h"
+#include "core/base/ids.h"
+#include "core/rpc/call_metrics.h"
+#include "core/rpc/frame.h"
+#include "core/rpc/link.h"
+#include "core/rpc/packet.h"
+#include "core/rpc/send_window.h"
+
+namespace distgrad {
+
+// What arrived: the packet and where its body starts.
+struct Body {
+  Packet packet;
+  size_t offset = 0;
+
+  absl::string_view bytes() const { return absl::string_view(packet.bytes).substr(offset); }
+};
+
+// A call that somebody made to us. Answered exactly once, on any thread; one that is destroyed
+// unanswered tells its caller so. Movable.
+class IncomingCall {
+ public:
+  // For the agent. With a `cancellation` the call counts as served by its link, until it is
+  // answered; else it is refused.
+  IncomingCall(std::shared_ptr<Link> link, WorkerId from, const Frame& frame, absl::Time deadline,
+               std::shared_ptr<Cancellation> cancellation, absl::Status refusal,
+               CallCounters* counters);
+  IncomingCall(IncomingCall&&) noexcept;
+  IncomingCall& operator=(IncomingCall&&) noexcept;
+  ~IncomingCall();
+
+  WorkerId from() const;
+  const std::string& function() const;
+  absl::Time deadline() const;
+  Body& body();
+
+  // Not OK if the call is past a limit: fail it with this.
+  const absl::Status& refusal() const;
+  // Cancelled when the caller waits no longer, or is gone.
+  const std::shared_ptr<Cancellation>& cancellation() const;
+
+  // What waits to be sent to the caller. While there is no room in it, better not begin.
+  const std::shared_ptr<SendWindow>& window() const;
+
+  // The handler begins.
+  void Begin();
+
+  // A reply packet to which the body is to be appended, for Reply().
+  Packet NewReply() const;
+  // Does not wait: where there is no room, the reply goes when there is.
+  void Reply(Packet reply);
+  void Fail(const absl::Status& status);
+
+ private:
+  class Impl;
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_INCOMING_CALL_H_

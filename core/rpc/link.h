@@ -1,0 +1,128 @@
+// One connection with a peer as the agent has it: what is sent goes in order, also while the
+// connection is still being opened; and the short cut to oneself, which touches no transport.
+#ifndef DISTGRAD_CORE_RPC_LINK_H_
+#define DISTGRAD_CORE_RPC_LINK_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/clock.h"
+#include "core/base/ids.h"
+#include "core/base/strand.h"
+#include "core/rpc/limits.h"
+#include "core/rpc/packet.h"
+#include "core/rpc/send_window.h"
+#include "core/rpc/served_calls.h"
+#include "core/rpc/transport.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class Link : public Receiver, public std::enable_shared_from_this<Link> {
+ public:
+  // Who gets what arrives. Called as a Receiver is. Thread-safe.
+  class Owner {
+   public:
+    virtual ~Owner() = default;
+    virtual void OnPacket(const std::shared_ptr<Link>& link, Packet packet) = 0;
+    // Once, and last.
+    virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why) = 0;
+  };
+
+  // What the links of an agent share; outlives them, but for the clock, which outlives Close().
+  struct Shared {
+    Clock* clock;
+    Limits limits;
+    std::atomic<size_t> served{0};  // calls, of all peers together
+  };
+
+  Link(std::shared_ptr<Owner> owner, Shared* shared, bool loopback = false);
+
+  // Who is at the other end: known from the start of a link that we opened, from its hello on
+  // one that was accepted. Written and read by the owner, under its mutex.
+  std::optional<WorkerId> peer;
+
+  // Calls made to the peer over this link that have not ended; like `peer`.
+  size_t made = 0;
+
+  // The rest of what the owner keeps with a link, like `peer`.
+  uint64_t number = 0;     // of its own
+  bool dead = false;       // nothing of it counts any more: it was refused, or its peer came back
+  bool holds = false;      // what arrives waits in `held`
+  bool asking = false;     // until it is known whether the hello is good
+  bool releasing = false;  // somebody is taking it from there
+  std::deque<Packet> held;
+  uint64_t held_bytes = 0;
+
+  bool loopback() const { return loopback_; }
+  bool closed() const;
+
+  // How many packets have arrived.
+  uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
+
+  const Limits& limits() const { return *limits_; }
+  // The bytes that wait to be sent; and the peer's calls that came over this link.
+  const std::shared_ptr<SendWindow>& window() const { return window_; }
+  ServedCalls& served() { return served_; }
+
+  // An error closes the connection, and is reported there. `room` is given back when the packet
+  // has left; one that has none goes all the same.
+  void Send(Packet packet, SendWindow::Room room = {});
+
+  // The same, and closes the connection when it has gone.
+  void SendLast(Packet packet, absl::Status why);
+
+  // Has the first Send() run `open` before it. Once, before anybody else knows the link. Not at
+  // once: it is called under the owner's mutex, and a connection may fail while it is made.
+  void OpenLater(absl::AnyInvocable<void()> open) { open_ = std::move(open); }
+  // Until then what is sent waits.
+  void SetConnection(std::shared_ptr<Connection> connection);
+  bool connected() const { return connection() != nullptr; }
+
+  // The first reason stays; it is what the owner hears, at once if there is no connection yet.
+  // Cancels what is served.
+  void Close(absl::Status why);
+
+  // Receiver
+  void OnPacket(Packet packet) override;
+  void OnClosed(absl::Status why) override;
+
+ private:
+  std::shared_ptr<Connection> connection() const;
+  void FlushOnStrand();
+
+  // Constant after construction.
+  const std::shared_ptr<Owner> owner_;
+  const Limits* const limits_;
+  const bool loopback_;
+
+  // Synchronize themselves.
+  const std::shared_ptr<SendWindow> window_;
+  ServedCalls served_;
+  Strand out_;
+  std::atomic<uint64_t> heard_{0};
+
+  // On out_ only, once others know the link.
+  absl::AnyInvocable<void()> open_;
+  using Waiting = std::pair<Packet, SendWindow::Room>;
+  std::deque<Waiting> waiting_;  // for the connection
+
+  mutable absl::Mutex mu_;
+  // Guarded by mu_.
+  std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status why_ ABSL_GUARDED_BY(mu_);  // why we closed it, if we did
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_LINK_H_

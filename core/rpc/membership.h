@@ -1,0 +1,107 @@
+// Who is a member of a job, by way of its store: how workers find each other when it starts, and
+// how they come and go while it runs. docs/membership.md has the rules.
+//
+//   Membership members(store, {.name = "back", .rank = 1, .world_size = 2});
+//   WorkerInfo self = *members.Claim(deadline);         // an id, and a life of it
+//   self.address = ...;                                 // listens
+//   std::vector<WorkerInfo> all = *members.Enter(self, deadline);
+#ifndef DISTGRAD_CORE_RPC_MEMBERSHIP_H_
+#define DISTGRAD_CORE_RPC_MEMBERSHIP_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/base/ids.h"
+#include "core/rpc/store.h"
+#include "core/rpc/worker_info.h"
+
+namespace distgrad {
+
+// The place that a worker asks for.
+struct Seat {
+  std::string name = {};  // "": "worker<id>"
+  int rank = 0;           // in the job's start
+  int world_size = 1;     // of the job's start
+  // Comes to a job that has started, under a name of its own: the store gives the id, and neither
+  // `rank` nor `world_size` is looked at.
+  bool join = false;
+  // Of all that ever join the job. A worker neither joins as one more nor knows of more.
+  int max_workers = 4096;
+};
+
+// Blocks in the store: never on a pool's or a transport's thread. Claim and then Enter come
+// first, once each; thread-safe after that.
+class Membership {
+ public:
+  Membership(std::shared_ptr<Store> store, Seat seat)
+      : store_(std::move(store)), seat_(std::move(seat)) {}
+
+  // Takes the seat: id, name and incarnation of this worker. A seat that is taken is taken again,
+  // by a new life, if its worker had that name and the job has started.
+  //
+  // kInvalidArgument for a seat that there cannot be; kAlreadyExists, on every worker, when two
+  // claim one rank before the job has started; kResourceExhausted beyond `max_workers`;
+  // kDeadlineExceeded if the job that is to be joined has not started.
+  absl::StatusOr<WorkerInfo> Claim(absl::Time deadline);
+
+  // Publishes `self`, which is what Claim() gave with an address. At the job's start this waits
+  // for all its workers. Returns the members, this one among them, by id.
+  //
+  // kDeadlineExceeded names the ranks that did not come; kAlreadyExists, on every worker, when
+  // two have one name.
+  absl::StatusOr<std::vector<WorkerInfo>> Enter(const WorkerInfo& self, absl::Time deadline);
+
+  // As the store has it now, whether it has left or not. kNotFound if it was never a member.
+  absl::StatusOr<WorkerInfo> Find(WorkerId id);
+  absl::StatusOr<WorkerInfo> Find(absl::string_view name);
+
+  // Those who have not left, by id; and all who ever were.
+  absl::StatusOr<std::vector<WorkerInfo>> All();
+  absl::StatusOr<std::vector<WorkerInfo>> AllEver();
+
+  // Says that this worker leaves.
+  absl::Status Leave();
+
+  // Waits until every member has called it as often as this one. A member that leaves meanwhile
+  // is not waited for, nor is one that joined or came back after this barrier had begun.
+  // kDeadlineExceeded names who did not come.
+  absl::Status Barrier(absl::Time deadline);
+
+  // The same, once, before all end. Worker 0, which may serve the store, goes last.
+  absl::Status BarrierOfTheEnd(absl::Time deadline);
+
+ private:
+  absl::Status CheckSeat() const;
+  absl::StatusOr<WorkerInfo> ClaimRank();
+  absl::StatusOr<WorkerInfo> ClaimByName(absl::Time deadline);
+  absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);
+  absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(absl::Time deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> EnterLate();
+  absl::Status Gather(const std::string& name, int64_t number, absl::Time deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> Missing(const std::string& name, int64_t number);
+  absl::Status AwaitOthers(const std::string& name, absl::Time deadline);
+  absl::Status Publish();
+
+  // Constant after construction.
+  const std::shared_ptr<Store> store_;
+  const Seat seat_;
+
+  // Constant after Enter().
+  WorkerInfo self_;
+  int world_size_ = 0;  // at the job's start
+  bool late_ = false;   // the job had started before
+
+  std::atomic<int64_t> barriers_{0};
+  std::atomic<int> size_{0};  // the members when we last looked
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_MEMBERSHIP_H_

@@ -1,0 +1,348 @@
+#include "core/rpc/membership.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "core/rpc/store/in_process_store.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using Result = absl::StatusOr<std::vector<WorkerInfo>>;
+
+absl::Time Later() { return absl::Now() + absl::Minutes(2); }
+absl::Time Soon() { return absl::Now() + absl::Milliseconds(400); }
+
+WorkerInfo Worker(int rank, std::string name = "") {
+  WorkerInfo worker;
+  worker.id = static_cast<WorkerId>(rank);
+  worker.name = name.empty() ? absl::StrCat("worker", rank) : std::move(name);
+  worker.address = absl::StrCat("tcp://127.0.0.1:", 4000 + rank);
+  return worker;
+}
+
+// Claims and enters.
+Result Rendezvous(std::shared_ptr<Store> store, const WorkerInfo& self, int world_size,
+                  absl::Time deadline) {
+  Membership members(std::move(store),
+                     {.name = self.name, .rank = self.id, .world_size = world_size});
+  auto claimed = members.Claim(deadline);
+  if (!claimed.ok()) return claimed.status();
+  claimed->address = self.address;
+  return members.Enter(*claimed, deadline);
+}
+
+// All at once, each on a thread of its own.
+std::vector<Result> JoinAll(std::shared_ptr<Store> store, const std::vector<WorkerInfo>& workers,
+                            int world_size, absl::Time deadline) {
+  std::vector<Result> results(workers.size(), absl::UnknownError("not run"));
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < workers.size(); ++i) {
+    threads.emplace_back(
+        [&, i] { results[i] = Rendezvous(store, workers[i], world_size, deadline); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return results;
+}
+
+TEST(RendezvousTest, AllJoin) {
+  for (int world_size : {1, 2, 8}) {
+    const auto store = NewInProcessStore();
+    std::vector<WorkerInfo> workers;
+    for (int rank = world_size - 1; rank >= 0; --rank) workers.push_back(Worker(rank));
+    for (const Result& result : JoinAll(store, workers, world_size, Later())) {
+      ASSERT_TRUE(result.ok()) << result.status();
+      ASSERT_EQ(result->size(), static_cast<size_t>(world_size));
+      for (int rank = 0; rank < world_size; ++rank) {
+        const WorkerInfo expected = Worker(rank);
+        EXPECT_EQ((*result)[rank].id, rank);
+        EXPECT_EQ((*result)[rank].name, expected.name);
+        EXPECT_EQ((*result)[rank].address, expected.address);
+        EXPECT_EQ(LifeOf((*result)[rank].incarnation), 1);
+      }
+    }
+  }
+}
+
+TEST(RendezvousTest, NamesWhoIsMissing) {
+  const auto store = NewInProcessStore();
+  for (const Result& result : JoinAll(store, {Worker(0), Worker(2)}, 5, Soon())) {
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kDeadlineExceeded);
+    EXPECT_TRUE(
+        absl::StartsWith(result.status().message(), "workers 1, 3, 4 of 5 did not join within "))
+        << result.status();
+  }
+  const auto one = Rendezvous(NewInProcessStore(), Worker(0), 2, Soon());
+  EXPECT_TRUE(absl::StartsWith(one.status().message(), "worker 1 of 2 did not join within "))
+      << one.status();
+  const auto many = Rendezvous(NewInProcessStore(), Worker(0), 1000, Soon());
+  EXPECT_TRUE(absl::StrContains(many.status().message(), ", 16 and 983 more of 1000 did not join"))
+      << many.status();
+  // A deadline in the past only asks.
+  const auto past = Rendezvous(NewInProcessStore(), Worker(0), 2, absl::InfinitePast());
+  EXPECT_EQ(past.status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST(RendezvousTest, OneNameTwice) {
+  const auto store = NewInProcessStore();
+  const std::vector<WorkerInfo> workers = {Worker(0, "same"), Worker(1), Worker(2, "same")};
+  for (const Result& result : JoinAll(store, workers, 3, Later())) {
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ(result.status().message(), "workers 0 and 2 have the same name, 'same'");
+  }
+}
+
+// Nobody starts, also those who still wait for somebody else.
+TEST(RendezvousTest, OneRankTwice) {
+  const auto store = NewInProcessStore();
+  const std::vector<WorkerInfo> workers = {Worker(0), Worker(1, "first"), Worker(1, "second")};
+  int refused = 0;
+  for (const Result& result : JoinAll(store, workers, 3, Later())) {
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kAlreadyExists) << result.status();
+    EXPECT_TRUE(absl::StrContains(result.status().message(), "rank 1")) << result.status();
+    refused += absl::StrContains(result.status().message(), "cannot join");
+  }
+  EXPECT_EQ(refused, 1);
+}
+
+TEST(RendezvousTest, RankTakenAfterAllJoined) {
+  const auto store = NewInProcessStore();
+  for (const Result& result : JoinAll(store, {Worker(0), Worker(1)}, 2, Later())) {
+    EXPECT_TRUE(result.ok()) << result.status();
+  }
+  const auto late = Rendezvous(store, Worker(1, "late"), 2, Later());
+  EXPECT_EQ(late.status(), absl::AlreadyExistsError(
+                               "worker 'late' cannot join: rank 1 is taken by another worker"));
+}
+
+TEST(RendezvousTest, SeveralStartsShareAStore) {
+  const auto store = NewInProcessStore();
+  for (const char* start : {"1/", "2/"}) {
+    const auto prefix = std::make_shared<PrefixStore>(start, store);
+    EXPECT_TRUE(Rendezvous(prefix, Worker(0), 1, Later()).ok());
+  }
+}
+
+TEST(RendezvousTest, BadArguments) {
+  const auto store = NewInProcessStore();
+  const std::pair<WorkerInfo, int> cases[] = {
+      {Worker(0), 0},
+      {Worker(0), -1},
+      {Worker(2), 2},
+      {Worker(0), 70000},
+      {Worker(0, std::string(2000, 'x')), 1},
+  };
+  for (const auto& [worker, world_size] : cases) {
+    EXPECT_EQ(Rendezvous(store, worker, world_size, Later()).status().code(),
+              absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_TRUE(Rendezvous(store, Worker(0), 1, Later()).ok()) << "a bad call left traces";
+
+  WorkerInfo long_address = Worker(0);
+  long_address.address = std::string(2000, 'x');
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(Rendezvous(NewInProcessStore(), long_address, 1, Later()).status()));
+}
+
+// The good entry of another worker, as it stands in a store.
+std::string GoodEntry() {
+  const auto store = NewInProcessStore();
+  EXPECT_FALSE(Rendezvous(store, Worker(1), 2, absl::InfinitePast()).ok());
+  return store->Get("worker/1", absl::InfinitePast()).value();
+}
+
+TEST(RendezvousTest, HostileEntries) {
+  const std::string good = GoodEntry();
+  std::vector<std::string> entries = {good + "x", std::string(100000, '\xff')};
+  for (size_t size = 0; size < good.size(); ++size) entries.push_back(good.substr(0, size));
+  std::string other_rank = good;
+  other_rank[0] = 7;
+  entries.push_back(other_rank);
+  std::string long_name = good;
+  long_name[19] = long_name[20] = '\xff';  // the length of the name
+  entries.push_back(long_name);
+  std::string half_left = good;
+  half_left[10] = 2;
+  entries.push_back(half_left);
+  for (const std::string& entry : entries) {
+    const auto store = NewInProcessStore();
+    ASSERT_TRUE(store->Set("worker/1", entry).ok());
+    const Result result = Rendezvous(store, Worker(0), 2, Later());
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(result.status().message(), "the store's entry of worker 1 is malformed");
+  }
+}
+
+// ------------------------------------------------------------------------- While the job runs
+
+using Names = std::vector<std::string>;
+
+// A job that has started: "worker0", "worker1" and so on.
+class RunningJobTest : public testing::Test {
+ protected:
+  void Start(int workers) {
+    std::vector<std::thread> threads;
+    members_.resize(workers);
+    for (int rank = 0; rank < workers; ++rank) {
+      threads.emplace_back([&, rank] {
+        members_[rank] =
+            std::make_unique<Membership>(store_, Seat{.rank = rank, .world_size = workers});
+        EXPECT_TRUE(Come(*members_[rank], absl::StrCat("inproc://", rank)).ok());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  // What Claim() and Enter() gave.
+  static absl::StatusOr<WorkerInfo> Come(Membership& members, std::string address) {
+    absl::StatusOr<WorkerInfo> self = members.Claim(Later());
+    if (!self.ok()) return self;
+    self->address = std::move(address);
+    const Result all = members.Enter(*self, Later());
+    if (!all.ok()) return all.status();
+    return self;
+  }
+  absl::StatusOr<WorkerInfo> Come(Seat seat, std::string address = "inproc://new") {
+    members_.push_back(std::make_unique<Membership>(store_, std::move(seat)));
+    return Come(*members_.back(), std::move(address));
+  }
+  Names Present() {
+    Names names;
+    const Result all = members_[0]->All();
+    EXPECT_TRUE(all.ok()) << all.status();
+    for (const WorkerInfo& worker : *all) names.push_back(worker.name);
+    return names;
+  }
+
+  const std::shared_ptr<Store> store_ = NewInProcessStore();
+  std::vector<std::unique_ptr<Membership>> members_;
+};
+
+TEST_F(RunningJobTest, AWorkerComesBackAsANewLife) {
+  Start(2);
+  const WorkerInfo before = *members_[0]->Find("worker1");
+  const auto back = Come({.rank = 1, .world_size = 2});
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->id, 1);
+  EXPECT_EQ(LifeOf(back->incarnation), 2);
+  EXPECT_GT(back->incarnation, before.incarnation);
+  EXPECT_EQ(members_[0]->Find(WorkerId{1})->incarnation, back->incarnation);
+  EXPECT_EQ(members_[0]->Find("worker1")->address, "inproc://new");
+  EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
+  // By its name alone, too.
+  const auto again = Come({.name = "worker1", .join = true});
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->id, 1);
+  EXPECT_EQ(LifeOf(again->incarnation), 3);
+}
+
+TEST_F(RunningJobTest, ASeatIsNotTakenByAnotherNameOrForAnotherSize) {
+  Start(2);
+  const auto other = Come({.name = "other", .rank = 1, .world_size = 2});
+  EXPECT_EQ(other.status(), absl::AlreadyExistsError(
+                                "worker 'other' cannot join: rank 1 is taken by another worker"));
+  EXPECT_TRUE(absl::IsInvalidArgument(Come({.rank = 1, .world_size = 3}).status()));
+  EXPECT_EQ(LifeOf(members_[0]->Find("worker1")->incarnation), 1);
+}
+
+TEST_F(RunningJobTest, WorkersJoinAndLeave) {
+  Start(1);
+  const auto named = Come({.name = "late", .join = true});
+  ASSERT_TRUE(named.ok()) << named.status();
+  EXPECT_EQ(named->id, 1);
+  const auto unnamed = Come({.join = true});
+  ASSERT_TRUE(unnamed.ok()) << unnamed.status();
+  EXPECT_EQ(unnamed->id, 2);
+  EXPECT_EQ(unnamed->name, "worker2");
+  EXPECT_EQ(Present(), (Names{"worker0", "late", "worker2"}));
+
+  ASSERT_TRUE(members_[1]->Leave().ok());
+  EXPECT_EQ(Present(), (Names{"worker0", "worker2"}));
+  EXPECT_TRUE(members_[0]->Find("late")->left);
+  const auto back = Come({.name = "late", .join = true});
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->id, 1);
+  EXPECT_EQ(Present(), (Names{"worker0", "late", "worker2"}));
+}
+
+TEST_F(RunningJobTest, NoMoreThanTheLimitJoin) {
+  Start(1);
+  ASSERT_TRUE(Come({.name = "second", .join = true, .max_workers = 2}).ok());
+  for (int i = 0; i < 3; ++i) {
+    const auto third = Come({.name = "third", .join = true, .max_workers = 2});
+    EXPECT_EQ(third.status().code(), absl::StatusCode::kResourceExhausted) << third.status();
+  }
+  EXPECT_EQ(Come({.name = "third", .join = true, .max_workers = 3})->id, 2)
+      << "a refused one left traces";
+  EXPECT_TRUE(absl::IsInvalidArgument(Come({.join = true, .max_workers = 0}).status()));
+}
+
+TEST_F(RunningJobTest, AJobThatHasNotStartedIsNotJoined) {
+  Membership late(store_, {.name = "late", .join = true});
+  const auto claimed = late.Claim(Soon());
+  EXPECT_EQ(claimed.status(),
+            absl::DeadlineExceededError("the job that is to be joined has not started"));
+}
+
+TEST_F(RunningJobTest, WhoWasNeverThereIsNotFound) {
+  Start(1);
+  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find("nobody").status()));
+  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find(WorkerId{7}).status()));
+  ASSERT_TRUE(store_->Set("name/nobody", "0").ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody").status()));
+  ASSERT_TRUE(store_->Set("name/nobody", "-3").ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody").status()));
+}
+
+TEST_F(RunningJobTest, ABarrierNamesWhoHasNotCome) {
+  Start(3);
+  const absl::Status status = members_[0]->Barrier(Soon());
+  EXPECT_EQ(status, absl::DeadlineExceededError("waiting for all workers: 'worker1' (1), "
+                                                "'worker2' (2) have not come"));
+}
+
+TEST_F(RunningJobTest, ABarrierDoesNotWaitForWhoLeavesOrCameLater) {
+  Start(3);
+  std::thread waiting([&] { EXPECT_TRUE(members_[0]->Barrier(Later()).ok()); });
+  // It has begun once it is counted.
+  while (*store_->Add("barriers", 0) == 0) std::this_thread::yield();
+  ASSERT_TRUE(Come({.name = "late", .join = true}).ok());
+  ASSERT_TRUE(Come({.rank = 1, .world_size = 3}).ok());
+  ASSERT_TRUE(members_[2]->Leave().ok());
+  waiting.join();
+
+  // The next one is theirs too.
+  const absl::Status status = members_[0]->Barrier(Soon());
+  EXPECT_EQ(status, absl::DeadlineExceededError("waiting for all workers: 'worker1' (1), "
+                                                "'late' (3) have not come"));
+  EXPECT_TRUE(members_[3]->Barrier(Soon()).code() == absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(members_[4]->Barrier(Later()).ok());
+}
+
+TEST_F(RunningJobTest, BarriersGoOnWithWhoJoined) {
+  Start(2);
+  ASSERT_TRUE(Come({.join = true}).ok());
+  std::vector<std::thread> threads;
+  std::atomic<int> before{0};
+  for (auto& members : members_) {
+    threads.emplace_back([&, m = members.get()] {
+      for (int round = 1; round <= 5; ++round) {
+        ++before;
+        ASSERT_TRUE(m->Barrier(Later()).ok());
+        ASSERT_GE(before, 3 * round);
+      }
+      ASSERT_TRUE(m->BarrierOfTheEnd(Later()).ok());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace distgrad

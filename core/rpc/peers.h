@@ -1,0 +1,65 @@
+// What an agent knows of the members of its job.
+#ifndef DISTGRAD_CORE_RPC_PEERS_H_
+#define DISTGRAD_CORE_RPC_PEERS_H_
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/btree_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/ids.h"
+#include "core/rpc/frame.h"
+#include "core/rpc/worker_info.h"
+
+namespace distgrad {
+
+// Thread-safe; calls nobody.
+class Peers {
+ public:
+  explicit Peers(size_t max_workers) : max_workers_(max_workers) {}
+
+  // Once; kFailedPrecondition after that.
+  absl::Status Start(const WorkerInfo& self, std::vector<WorkerInfo> workers);
+
+  WorkerInfo self() const;
+  std::optional<WorkerInfo> Find(WorkerId worker) const;
+  // kNotFound with the names that are known.
+  absl::StatusOr<WorkerId> Find(absl::string_view name) const;
+  // Those who have not left, this worker among them, by id.
+  std::vector<WorkerInfo> Members() const;
+  // "'name' (id)", for messages.
+  std::string Describe(WorkerId worker) const;
+
+  // What the store says of a worker. True if this is a new life of one that was known: what is
+  // left of the old one is to be ended. kFailedPrecondition for a life that is over;
+  // kResourceExhausted beyond max_workers.
+  absl::StatusOr<bool> Learn(const WorkerInfo& worker);
+
+  // It says itself that it leaves.
+  void SetLeft(WorkerId worker);
+
+  // Whether a connection from this one is to be taken: true if it is as we know it, false if the
+  // store has to say. kFailedPrecondition if it is not meant for this life of ours, or comes from
+  // one that is over.
+  absl::StatusOr<bool> Check(const Hello& hello) const;
+
+ private:
+  absl::Status Outdated(const WorkerInfo& known) const;
+
+  const size_t max_workers_;
+
+  mutable absl::Mutex mu_;
+  // Guarded by mu_.
+  WorkerInfo self_ ABSL_GUARDED_BY(mu_);
+  absl::btree_map<WorkerId, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_PEERS_H_

@@ -1,0 +1,80 @@
+#include "core/rpc/served_calls.h"
+
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+
+absl::StatusOr<std::shared_ptr<Cancellation>> ServedCalls::Begin(uint64_t call, uint64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  if (closed_) return absl::CancelledError("the connection is closed");
+  if (calls_.contains(call)) {
+    return absl::AlreadyExistsError(absl::StrCat("call ", call, " is under way already"));
+  }
+  if (calls_.size() >= limits_->calls_per_peer) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(calls_.size(),
+                     " calls of this caller are under way there; limit "
+                     "calls_per_peer is ",
+                     limits_->calls_per_peer));
+  }
+  if (!calls_.empty() &&
+      (bytes > limits_->bytes_per_peer || bytes_ > limits_->bytes_per_peer - bytes)) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "calls of this caller with ", bytes_, " bytes are under way there, and this one has ",
+        bytes, "; limit bytes_per_peer is ", limits_->bytes_per_peer));
+  }
+  if (total_->fetch_add(1) >= limits_->calls) {
+    total_->fetch_sub(1);
+    return absl::ResourceExhaustedError(
+        absl::StrCat("too many calls are under way there; limit calls is ", limits_->calls));
+  }
+  auto cancellation = std::make_shared<Cancellation>();
+  calls_.try_emplace(call, Served{bytes, cancellation});
+  bytes_ += bytes;
+  return cancellation;
+}
+
+void ServedCalls::End(uint64_t call) {
+  absl::MutexLock lock(&mu_);
+  const auto found = calls_.find(call);
+  if (found == calls_.end()) return;
+  bytes_ -= found->second.bytes;
+  calls_.erase(found);
+  total_->fetch_sub(1);
+}
+
+void ServedCalls::Cancel(uint64_t call, const absl::Status& why) {
+  std::shared_ptr<Cancellation> cancellation;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = calls_.find(call);
+    if (found == calls_.end()) return;
+    cancellation = found->second.cancellation;
+  }
+  cancellation->Cancel(why);
+}
+
+void ServedCalls::Close(const absl::Status& why) {
+  std::vector<std::shared_ptr<Cancellation>> cancellations;
+  {
+    absl::MutexLock lock(&mu_);
+    closed_ = true;
+    for (const auto& [call, served] : calls_) cancellations.push_back(served.cancellation);
+  }
+  for (const auto& cancellation : cancellations) cancellation->Cancel(why);
+}
+
+size_t ServedCalls::count() const {
+  absl::MutexLock lock(&mu_);
+  return calls_.size();
+}
+
+absl::Time ServedCalls::Now() const {
+  absl::MutexLock lock(&mu_);
+  return closed_ ? absl::InfinitePast() : clock_->Now();
+}
+
+}  // namespace distgrad

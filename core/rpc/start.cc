@@ -1,0 +1,89 @@
+#include "core/rpc/start.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "core/base/status.h"
+#include "core/rpc/backoff.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kMaxNamed = 16;  // ranks in a message
+
+// The keys. A worker asks under its rank with its nonce; worker 0 answers "<nonce> <number>".
+std::string Question(int rank) { return absl::StrCat("start/ask/", rank); }
+std::string Answer(int rank) { return absl::StrCat("start/answer/", rank); }
+std::string Heard(int64_t number, int rank) {
+  return absl::StrCat("start/", number, "/heard/", rank);
+}
+
+// What the key holds now; "" if it is not there.
+absl::StatusOr<std::string> Look(Store& store, const std::string& key) {
+  absl::StatusOr<std::string> value = store.Get(key, absl::InfinitePast());
+  if (absl::IsDeadlineExceeded(value.status())) return std::string();
+  return value;
+}
+
+absl::StatusOr<int64_t> Ask(Store& store, int rank, const std::string& nonce, absl::Time deadline) {
+  DG_RETURN_IF_ERROR(store.Set(Question(rank), nonce));
+  Backoff backoff(deadline);
+  do {
+    DG_ASSIGN_OR_RETURN(const std::string answer, Look(store, Answer(rank)));
+    // An answer with another nonce was for a worker of a former start.
+    absl::string_view text = answer;
+    if (absl::ConsumePrefix(&text, absl::StrCat(nonce, " "))) {
+      int64_t number = 0;
+      if (!absl::SimpleAtoi(text, &number)) {
+        return absl::InvalidArgumentError("the number of this start is malformed in the store");
+      }
+      DG_RETURN_IF_ERROR(store.Set(Heard(number, rank), "1"));
+      return number;
+    }
+  } while (backoff.Sleep());
+  return absl::DeadlineExceededError("worker 0 did not join in time");
+}
+
+// A question that a former start has left is answered too, and nobody hears it.
+absl::StatusOr<int64_t> Number(Store& store, int world_size, absl::Time deadline) {
+  DG_ASSIGN_OR_RETURN(const int64_t number, store.Add("start/count", 1));
+  std::vector<std::string> answered(world_size);
+  std::vector<int> missing(world_size - 1);
+  for (int rank = 1; rank < world_size; ++rank) missing[rank - 1] = rank;
+  Backoff backoff(deadline);
+  do {
+    std::vector<int> still;
+    for (const int rank : missing) {
+      DG_ASSIGN_OR_RETURN(const std::string heard, Look(store, Heard(number, rank)));
+      if (!heard.empty()) continue;
+      still.push_back(rank);
+      DG_ASSIGN_OR_RETURN(const std::string nonce, Look(store, Question(rank)));
+      if (nonce.empty() || nonce == answered[rank]) continue;
+      DG_RETURN_IF_ERROR(store.Set(Answer(rank), absl::StrCat(nonce, " ", number)));
+      answered[rank] = nonce;
+    }
+    missing = std::move(still);
+    if (missing.empty()) return number;
+  } while (backoff.Sleep());
+  const size_t named = std::min(missing.size(), kMaxNamed);
+  return absl::DeadlineExceededError(
+      absl::StrCat("of ", world_size, " workers these did not join in time: ",
+                   absl::StrJoin(missing.begin(), missing.begin() + named, ", "),
+                   missing.size() > named ? " and more" : ""));
+}
+
+}  // namespace
+
+absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uint64_t nonce,
+                                     absl::Time deadline) {
+  if (rank == 0) return Number(store, world_size, deadline);
+  return Ask(store, rank, absl::StrCat(nonce), deadline);
+}
+
+}  // namespace distgrad

@@ -1,0 +1,28 @@
+// Which start of a job this is, where one store sees several: torchrun starts all workers anew
+// when one has failed, in the store of the first start.
+//
+// Its TORCHELASTIC_RESTART_COUNT does not tell starts apart: each machine counts its own failures,
+// and none are counted when a machine joins or leaves. So worker 0 numbers the starts, and the
+// others ask it.
+#ifndef DISTGRAD_CORE_RPC_START_H_
+#define DISTGRAD_CORE_RPC_START_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "core/rpc/store.h"
+
+namespace distgrad {
+
+// The number of this start, the same on all its workers and on none of another's. Waits for all
+// `world_size` of them. `nonce` is new with each worker that is started. What former starts have
+// left in the store does not matter, as long as none of their workers runs any more.
+//
+// kDeadlineExceeded names the ranks that did not come.
+absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uint64_t nonce,
+                                     absl::Time deadline);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_START_H_

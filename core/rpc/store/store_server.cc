@@ -1,0 +1,263 @@
+#include "core/rpc/store/store_server.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "core/base/status.h"
+#include "core/base/thread.h"
+#include "core/rpc/store/store_errors.h"
+#include "core/rpc/store/tcp_store_protocol.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kReadBytes = 64 << 10;
+// Of answers that a peer does not read; until it does, it is not read from either.
+constexpr size_t kMaxUnread = 4 << 20;
+
+// A string of the protocol; empty, and *fits false, if it is longer than any can be.
+absl::string_view String(WireReader& reader, size_t most, bool* fits) {
+  const uint64_t size = reader.U64();
+  if (!reader.ok()) return {};
+  if (size > most) {
+    *fits = false;
+    return {};
+  }
+  const absl::string_view rest = reader.Rest();
+  reader = WireReader(rest.substr(std::min<size_t>(size, rest.size())));
+  if (size <= rest.size()) return rest.substr(0, size);
+  reader.U8();  // no longer ok()
+  return {};
+}
+
+// c10d's clients put this before every key.
+absl::string_view Key(WireReader& reader, bool* fits) {
+  absl::string_view key = String(reader, kMaxStoreKey + 1, fits);
+  if (reader.ok() && *fits && key.empty()) *fits = false;
+  if (!key.empty()) key.remove_prefix(1);
+  return key;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Start(Socket listener,
+                                                                StoreServerOptions options) {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) {
+    return absl::ErrnoToStatus(errno, "serving a store");
+  }
+  std::unique_ptr<StoreServer> server(
+      new StoreServer(std::move(listener), Socket(ends[0]), Socket(ends[1]), std::move(options)));
+  server->thread_ = StartThread("dg/store", [self = server.get()] { self->Run(); });
+  return server;
+}
+
+StoreServer::~StoreServer() {
+  shutdown(stop_.fd(), SHUT_RDWR);
+  thread_.join();
+}
+
+void StoreServer::Run() {
+  std::vector<pollfd> entries;
+  for (;;) {
+    entries.clear();
+    entries.push_back({wake_.fd(), POLLIN, 0});
+    const bool accepts = absl::Now() >= accept_again_;
+    entries.push_back({accepts ? listener_.fd() : -1, POLLIN, 0});
+    for (const Peer& peer : peers_) {
+      const bool reads = peer.out.size() < kMaxUnread;
+      entries.push_back(
+          {peer.socket.fd(),
+           static_cast<short>((reads ? POLLIN : 0) | (peer.out.empty() ? 0 : POLLOUT)), 0});
+    }
+    if (poll(entries.data(), entries.size(), Patience()) < 0) continue;
+    if (entries[0].revents != 0) return;
+    const absl::Time now = absl::Now();
+    size_t at = 2;
+    for (auto peer = peers_.begin(); peer != peers_.end(); ++at) {
+      const short events = entries[at].revents;
+      bool stays = peer->ours || now < peer->deadline;
+      if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(*peer);
+      // What it has said, and was not answered while it did not read, is answered now.
+      if (stays && !peer->out.empty()) stays = Write(*peer) && Understand(*peer);
+      if (!stays && !peer->ours) --strangers_;
+      peer = stays ? std::next(peer) : peers_.erase(peer);
+    }
+    if (entries[1].revents != 0) Accept();
+  }
+}
+
+int StoreServer::Patience() const {
+  const absl::Time now = absl::Now();
+  absl::Time next = accept_again_ > now ? accept_again_ : absl::InfiniteFuture();
+  for (const Peer& peer : peers_) {
+    if (!peer.ours) next = std::min(next, peer.deadline);
+  }
+  if (next == absl::InfiniteFuture()) return -1;
+  return static_cast<int>(absl::ToInt64Milliseconds(
+      std::clamp(next - now + absl::Microseconds(999), absl::ZeroDuration(), absl::Minutes(1))));
+}
+
+void StoreServer::Accept() {
+  for (;;) {
+    const int fd = accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    const bool full = fd < 0 && (errno == EMFILE || errno == ENFILE);
+    if (full || (fd >= 0 && strangers_ >= options_.max_unauthenticated)) {
+      const auto oldest =
+          std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.ours; });
+      if (oldest != peers_.end()) {
+        peers_.erase(oldest);
+        --strangers_;
+      }
+    }
+    if (fd < 0) {
+      // Nobody is to be had, or no file descriptor for him: then a little later.
+      if (full) accept_again_ = absl::Now() + absl::Milliseconds(50);
+      return;
+    }
+    Socket socket(fd);
+    socket.SetNoDelay();
+    auto handshake = Handshake::Create(Handshake::Role::kServer, options_.cluster_key, kStoreToken);
+    if (!handshake.ok()) continue;  // no random numbers
+    peers_.push_back(
+        {std::move(socket), *std::move(handshake), absl::Now() + options_.handshake_timeout});
+    ++strangers_;
+  }
+}
+
+bool StoreServer::Read(Peer& peer) {
+  char bytes[kReadBytes];
+  const ssize_t n = recv(peer.socket.fd(), bytes, sizeof(bytes), 0);
+  if (n < 0) return errno == EAGAIN || errno == EINTR;
+  if (n == 0) return false;
+  peer.in.append(bytes, static_cast<size_t>(n));
+  return Greet(peer) && Understand(peer);
+}
+
+bool StoreServer::Write(Peer& peer) {
+  const ssize_t n = send(peer.socket.fd(), peer.out.data(), peer.out.size(), MSG_NOSIGNAL);
+  if (n < 0) return errno == EAGAIN || errno == EINTR;
+  peer.out.erase(0, static_cast<size_t>(n));
+  return true;
+}
+
+bool StoreServer::Greet(Peer& peer) {
+  while (!peer.handshake.done() && !peer.in.empty()) {
+    const size_t size = std::min(peer.in.size(), peer.handshake.wanted());
+    if (!peer.handshake.Receive(peer.in.substr(0, size)).ok()) return false;
+    peer.in.erase(0, size);
+    peer.out += peer.handshake.TakeOutput();
+  }
+  if (peer.handshake.done() && !peer.ours) {
+    peer.ours = true;
+    --strangers_;
+  }
+  return true;
+}
+
+bool StoreServer::Understand(Peer& peer) {
+  if (!peer.ours) return true;
+  size_t done = 0;
+  while (done < peer.in.size() && peer.out.size() < kMaxUnread) {
+    const absl::StatusOr<size_t> size = Answer(absl::string_view(peer.in).substr(done), &peer.out);
+    if (!size.ok()) return false;
+    if (*size == 0) break;
+    done += *size;
+  }
+  peer.in.erase(0, done);
+  return true;
+}
+
+absl::StatusOr<size_t> StoreServer::Answer(absl::string_view in, std::string* out) {
+  const absl::Status malformed = absl::InvalidArgumentError("no request of a store");
+  WireReader reader(in);
+  WireWriter writer(out);
+  bool fits = true;
+  const auto request = static_cast<StoreRequest>(reader.U8());
+  uint32_t number = 0;
+  int64_t amount = 0;
+  absl::string_view key, value;
+  switch (request) {
+    case StoreRequest::kValidate:
+    case StoreRequest::kPing:
+      number = reader.U32();
+      break;
+    case StoreRequest::kSet:
+      key = Key(reader, &fits);
+      if (fits) value = String(reader, kMaxStoreValue, &fits);
+      break;
+    case StoreRequest::kGet:
+      key = Key(reader, &fits);
+      break;
+    case StoreRequest::kAdd:
+      key = Key(reader, &fits);
+      amount = reader.I64();
+      break;
+    case StoreRequest::kCheck:
+      if (reader.U64() != 1 && reader.ok()) return malformed;
+      key = Key(reader, &fits);
+      break;
+    default:
+      return malformed;
+  }
+  if (!fits) return malformed;
+  if (!reader.ok()) return 0;  // the rest is under way
+
+  const auto found = values_.find(key);
+  switch (request) {
+    case StoreRequest::kValidate:
+      if (number != kStoreMagic) return malformed;
+      break;
+    case StoreRequest::kPing:
+      writer.U32(number);
+      break;
+    case StoreRequest::kSet:
+      DG_RETURN_IF_ERROR(Set(key, value));
+      break;
+    case StoreRequest::kGet:
+      if (found == values_.end()) return malformed;  // our clients look first
+      writer.U64(found->second.size());
+      writer.Raw(found->second.data(), found->second.size());
+      break;
+    case StoreRequest::kAdd: {
+      int64_t sum = 0;
+      if (found != values_.end() && !absl::SimpleAtoi(found->second, &sum)) return malformed;
+      sum = static_cast<int64_t>(static_cast<uint64_t>(sum) + static_cast<uint64_t>(amount));
+      DG_RETURN_IF_ERROR(Set(key, absl::StrCat(sum)));
+      writer.I64(sum);
+      break;
+    }
+    case StoreRequest::kCheck:
+      writer.U8(found == values_.end() ? 1 : 0);
+      break;
+  }
+  return in.size() - reader.remaining();
+}
+
+absl::Status StoreServer::Set(absl::string_view key, absl::string_view value) {
+  auto entry = values_.find(key);
+  const size_t before = entry == values_.end() ? 0 : key.size() + entry->second.size();
+  if (bytes_ - before + key.size() + value.size() > options_.max_bytes) {
+    return absl::ResourceExhaustedError("the store is full");
+  }
+  bytes_ += key.size() + value.size() - before;
+  if (entry == values_.end()) {
+    values_.emplace(key, value);
+  } else {
+    entry->second = std::string(value);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace distgrad

@@ -1,0 +1,95 @@
+// Serves a store to the workers of a job: what worker 0 does where no launcher serves one.
+//
+// Who connects first shakes hands as between workers (core/rpc/tensorpipe/socket/handshake.h);
+// then it speaks the protocol of tcp_store_client.h.
+#ifndef DISTGRAD_CORE_RPC_STORE_STORE_SERVER_H_
+#define DISTGRAD_CORE_RPC_STORE_STORE_SERVER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/rpc/store/socket.h"
+#include "core/rpc/tensorpipe/socket/handshake.h"
+#include "core/rpc/wire.h"
+
+namespace distgrad {
+
+// In the place of the token of a listener's address: a store's address has none, and a proof for
+// a store is none for a worker.
+inline constexpr Token kStoreToken = {'d', 'i', 's', 't', 'g', 'r', 'a', 'd', ' ', 's', 't', 'o'};
+
+struct StoreServerOptions {
+  std::string cluster_key = {};  // "": none
+  // Connections that have not shown that they are ours; for one more the oldest is closed.
+  size_t max_unauthenticated = 256;
+  absl::Duration handshake_timeout = absl::Seconds(10);
+  // Of keys and values together; who sets more loses its connection.
+  size_t max_bytes = 256 << 20;
+};
+
+// Runs on a thread of its own until it is destroyed.
+class StoreServer {
+ public:
+  static absl::StatusOr<std::unique_ptr<StoreServer>> Start(Socket listener,
+                                                            StoreServerOptions options);
+  ~StoreServer();
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
+ private:
+  struct Peer {
+    Socket socket;
+    Handshake handshake;
+    absl::Time deadline;  // to be one of ours
+    bool ours = false;
+    std::string in = {};   // read, and not understood yet
+    std::string out = {};  // to be written
+  };
+  using Peers = std::list<Peer>;
+
+  StoreServer(Socket listener, Socket wake, Socket stop, StoreServerOptions options)
+      : options_(std::move(options)),
+        listener_(std::move(listener)),
+        wake_(std::move(wake)),
+        stop_(std::move(stop)) {}
+
+  void Run();
+  // Milliseconds for poll().
+  int Patience() const;
+  void Accept();
+  // False: it is to be closed.
+  bool Read(Peer& peer);
+  bool Write(Peer& peer);
+  bool Understand(Peer& peer);
+  bool Greet(Peer& peer);
+  // The bytes of the first request of `in`: 0 if not all of them are there.
+  absl::StatusOr<size_t> Answer(absl::string_view in, std::string* out);
+  absl::Status Set(absl::string_view key, absl::string_view value);
+
+  // Constant after construction.
+  const StoreServerOptions options_;
+  const Socket listener_;
+  const Socket wake_;  // readable when it is to end
+  const Socket stop_;  // the other end
+
+  // On thread_ only.
+  Peers peers_;  // by age
+  size_t strangers_ = 0;
+  std::map<std::string, std::string, std::less<>> values_;
+  size_t bytes_ = 0;
+  absl::Time accept_again_ = absl::InfinitePast();
+
+  std::thread thread_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_STORE_STORE_SERVER_H_

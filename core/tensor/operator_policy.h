@@ -1,0 +1,23 @@
+// Which operators a worker runs for others who may not do with this process what they like.
+#ifndef DISTGRAD_CORE_TENSOR_OPERATOR_POLICY_H_
+#define DISTGRAD_CORE_TENSOR_OPERATOR_POLICY_H_
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace distgrad {
+
+// kPermissionDenied unless `name` ("aten::add.Tensor") is an operator of libtorch's own that only
+// computes. Refused are
+//
+//   - all namespaces but "aten": what an extension registers may do anything;
+//   - names that begin with "_", but for the "_foreach_" ones: they are libtorch's internal steps,
+//     many of which take sizes and indices on trust and read or write where those say;
+//   - those that touch files, settings of the process or a tensor's storage.
+//
+// An operator that does not exist is not refused here. Thread-safe.
+absl::Status CheckPure(absl::string_view name);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_TENSOR_OPERATOR_POLICY_H_

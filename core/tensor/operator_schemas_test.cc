@@ -1,0 +1,210 @@
+// Which of all operators that libtorch registers can be called from another worker, by the types of
+// their arguments and results; and which of them a worker serves unless told otherwise.
+#include <ATen/Functions.h>
+#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/jit_type.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "core/tensor/operator.h"
+#include "core/tensor/operator_policy.h"
+#include "core/tensor/values.h"
+
+namespace distgrad {
+namespace {
+
+using Values = std::vector<c10::IValue>;
+
+// A value that stands for any of a type; none where nothing can.
+std::optional<c10::IValue> Sample(const c10::TypePtr& type) {
+  switch (type->kind()) {
+    case c10::TypeKind::TensorType:
+      return at::ones({1});
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType:
+    case c10::TypeKind::ScalarTypeType:
+    case c10::TypeKind::LayoutType:
+    case c10::TypeKind::MemoryFormatType:
+      return c10::IValue(int64_t{1});
+    case c10::TypeKind::FloatType:
+      return c10::IValue(0.5);
+    case c10::TypeKind::NumberType:
+      return c10::IValue(c10::complex<double>(1, 2));
+    case c10::TypeKind::BoolType:
+      return c10::IValue(true);
+    case c10::TypeKind::StringType:
+      return c10::IValue("text");
+    case c10::TypeKind::DeviceObjType:
+      return c10::IValue(at::Device(at::kCPU));
+    case c10::TypeKind::OptionalType: {
+      // None always can; so what matters is the other.
+      return Sample(type->expectRef<c10::OptionalType>().getElementType());
+    }
+    case c10::TypeKind::ListType: {
+      const c10::TypePtr element = type->expectRef<c10::ListType>().getElementType();
+      std::optional<c10::IValue> one = Sample(element);
+      if (!one.has_value()) return std::nullopt;
+      c10::impl::GenericList list(element->kind() == c10::TypeKind::SymIntType
+                                      ? c10::TypePtr(c10::IntType::get())
+                                      : element);
+      list.push_back(*std::move(one));
+      return c10::IValue(std::move(list));
+    }
+    default:
+      return std::nullopt;
+  }
+}
+
+std::string NameOf(const c10::OperatorName& op) {
+  return op.overload_name.empty() ? op.name : absl::StrCat(op.name, ".", op.overload_name);
+}
+
+TEST(OperatorSchemas, EveryTypeOfEveryArgumentTravelsOrIsKnownNotTo) {
+  std::map<std::string, std::set<std::string>> stuck;  // by type, who has it
+  std::set<std::string> checked;
+  size_t operators = 0;
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (!absl::StartsWith(op.name, "aten::")) continue;
+    const auto found = c10::Dispatcher::singleton().findSchema(op);
+    if (!found.has_value()) continue;
+    ++operators;
+    std::vector<c10::Argument> all = found->schema().arguments();
+    all.insert(all.end(), found->schema().returns().begin(), found->schema().returns().end());
+    for (const c10::Argument& argument : all) {
+      const std::string type = argument.real_type()->str();
+      if (stuck.count(type) > 0) stuck[type].insert(op.name);
+      if (!checked.insert(type).second) continue;
+      const std::optional<c10::IValue> value = Sample(argument.real_type());
+      if (!value.has_value()) {
+        stuck[type].insert(op.name);
+        continue;
+      }
+      absl::StatusOr<Message> sent = EncodeValues({{*value}});
+      ASSERT_TRUE(sent.ok()) << type << ": " << sent.status();
+      absl::StatusOr<Values> received = DecodeValues(*std::move(sent));
+      ASSERT_TRUE(received.ok()) << type << ": " << received.status();
+      ASSERT_EQ(received->size(), 1u);
+      EXPECT_EQ((*received)[0].tagKind(), value->tagKind()) << type;
+    }
+  }
+  EXPECT_GT(operators, 3000u);
+  std::string report;
+  for (const auto& [type, who] : stuck) {
+    absl::StrAppend(&report, type, " (", who.size(), ")\n");
+  }
+  // Generators, storages, streams and objects are of one process; an optional generator can be left
+  // out. The others are of one operator each: autograd's cache, the scheme of a quantized tensor,
+  // and a symbolic truth.
+  std::set<std::string> types;
+  for (const auto& [type, who] : stuck) types.insert(type);
+  EXPECT_EQ(types, (std::set<std::string>{"Dict(Tensor, Tensor)", "Generator?", "QScheme",
+                                          "Storage", "Stream", "SymBool",
+                                          "__torch__.torch.classes.rnn.CellParamsBase[]"}))
+      << report;
+}
+
+TEST(OperatorSchemas, AllThatIsPureOnlyComputes) {
+  size_t pure = 0;
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (!CheckPure(NameOf(op)).ok()) continue;
+    ++pure;
+    const auto found = c10::Dispatcher::singleton().findSchema(op);
+    if (!found.has_value()) continue;
+    for (const c10::Argument& argument : found->schema().arguments()) {
+      const std::string type = argument.real_type()->str();
+      EXPECT_NE(type, "Storage") << op;
+      EXPECT_NE(type, "Stream") << op;
+      for (const char* part : {"file", "path", "url"}) {
+        EXPECT_FALSE(absl::StrContains(type, "str") && absl::StrContains(argument.name(), part))
+            << op << " " << argument.name();
+      }
+    }
+  }
+  EXPECT_GT(pure, 1500u);
+  EXPECT_TRUE(CheckPure("aten::add.Tensor").ok());
+  EXPECT_TRUE(CheckPure("aten::__and__.Tensor").ok());
+  EXPECT_TRUE(CheckPure("aten::_foreach_add.List").ok());
+  for (const char* name :
+       {"aten::from_file", "aten::from_file.out", "aten::_sparse_coo_tensor_unsafe", "aten::set_",
+        "aten::set_.source_Storage", "prim::Print", "profiler::_record_function_enter", "aten", "",
+        "aten::_index_put_impl_", "xaten::add", "quantized::add"}) {
+    const absl::Status status = CheckPure(name);
+    EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << name;
+  }
+}
+
+// Through a message and back, as a call does it.
+Values Call(absl::string_view name, Values arguments) {
+  absl::StatusOr<Message> sent = EncodeValues(arguments);
+  EXPECT_TRUE(sent.ok()) << sent.status();
+  absl::StatusOr<Values> received = DecodeValues(*std::move(sent));
+  EXPECT_TRUE(received.ok()) << received.status();
+  absl::StatusOr<Values> results = CallOperator(name, *std::move(received));
+  EXPECT_TRUE(results.ok()) << results.status();
+  return results.ok() ? *std::move(results) : Values(4);
+}
+
+TEST(OperatorSchemas, KindsOfArguments) {
+  const at::Tensor a = at::arange(6, at::kFloat).view({2, 3});
+  // Complex scalars, strings, dtypes and devices; masks; none for what is optional.
+  EXPECT_TRUE(Call("aten::mul.Scalar", {a, c10::complex<double>(0, 1)})[0].toTensor().equal(
+      at::mul(a, c10::complex<double>(0, 1))));
+  EXPECT_TRUE(Call("aten::div.Tensor_mode", {a, at::full({}, 2), "floor"})[0].toTensor().equal(
+      at::div(a, at::full({}, 2), "floor")));
+  EXPECT_TRUE(
+      Call("aten::einsum", {"ij->ji", std::vector<at::Tensor>{a}})[0].toTensor().equal(a.t()));
+  EXPECT_EQ(Call("aten::to.device", {a, at::Device(at::kCPU), static_cast<int64_t>(at::kHalf)})[0]
+                .toTensor()
+                .scalar_type(),
+            at::kHalf);
+  EXPECT_TRUE(Call("aten::contiguous",
+                   {a.view({1, 2, 3, 1}), static_cast<int64_t>(at::MemoryFormat::ChannelsLast)})[0]
+                  .toTensor()
+                  .is_contiguous(at::MemoryFormat::ChannelsLast));
+  EXPECT_EQ(Call("aten::empty.memory_format",
+                 {std::vector<int64_t>{2}, c10::IValue(), static_cast<int64_t>(at::kStrided)})[0]
+                .toTensor()
+                .layout(),
+            at::kStrided);
+  EXPECT_TRUE(Call("aten::clamp", {a, c10::IValue(), 3})[0].toTensor().equal(
+      at::clamp(a, std::nullopt, 3)));
+  EXPECT_TRUE(Call("aten::upsample_nearest2d.vec",
+                   {a.view({1, 1, 2, 3}), c10::IValue(), std::vector<double>{2.0, 2.0}})[0]
+                  .toTensor()
+                  .equal(at::upsample_nearest2d(a.view({1, 1, 2, 3}), {4, 6})));
+  // A list of numbers of several types.
+  c10::impl::GenericList numbers(c10::NumberType::get());
+  numbers.push_back(int64_t{2});
+  numbers.push_back(0.5);
+  EXPECT_TRUE(Call("aten::_foreach_mul.ScalarList", {std::vector<at::Tensor>{a, a}, numbers})[0]
+                  .toTensorVector()[1]
+                  .equal(at::mul(a, 0.5)));
+  // Names of dimensions travel as strings, alone and in lists.
+  const at::Tensor named =
+      Call("aten::refine_names",
+           {a, std::vector<std::string>{"dimname::rows", "dimname::columns"}})[0]
+          .toTensor();
+  EXPECT_TRUE(named.has_names());
+  EXPECT_TRUE(Call("aten::randn.generator", {std::vector<int64_t>{2}, c10::IValue()})[0]
+                  .toTensor()
+                  .defined());
+}
+
+TEST(OperatorSchemas, AGeneratorIsRefusedByName) {
+  const absl::Status status =
+      EncodeValues({{std::vector<int64_t>{2}, at::detail::createCPUGenerator(1)}}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_TRUE(absl::StrContains(status.message(), "Generator")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "value 1")) << status;
+}
+
+}  // namespace
+}  // namespace distgrad

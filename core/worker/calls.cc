@@ -1,0 +1,217 @@
+// What a worker asks of others, and what it does with their answers.
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+#include "core/rpc/frame.h"
+#include "core/tensor/exception.h"
+#include "core/worker/worker_impl.h"
+
+namespace distgrad {
+namespace {
+
+// The places of the tensors that a peer is to record.
+std::vector<uint32_t> Recorded(const Message& message) {
+  std::vector<uint32_t> places;
+  for (size_t i = 0; i < message.tensors.size(); ++i) {
+    if (message.tensors[i].defined() && message.tensors[i].requires_grad()) {
+      places.push_back(static_cast<uint32_t>(i));
+    }
+  }
+  return places;
+}
+
+}  // namespace
+
+absl::StatusOr<size_t> Worker::Impl::Encode(CallHeader& header,
+                                            const std::shared_ptr<ContextRecord>& context,
+                                            WorkerId to, const Message& message, Packet* packet) {
+  if (message.tensors.size() > options_.limits.tensors_per_message) {
+    return absl::ResourceExhaustedError(absl::StrCat("the message has ", message.tensors.size(),
+                                                     " tensors; limit tensors_per_message is ",
+                                                     options_.limits.tensors_per_message));
+  }
+  if (context != nullptr) {
+    header.context = context->id();
+    if (header.modes.grad_enabled) header.recorded = Recorded(message);
+  }
+  if (!HasDeviceTensors(message.tensors)) {
+    return AppendCallBody(header, message, packet, DeviceMap());
+  }
+  DG_ASSIGN_OR_RETURN(const std::shared_ptr<const DeviceMap> devices, DevicesWith(to));
+  return AppendCallBody(header, message, packet, *devices);
+}
+
+absl::StatusOr<std::shared_ptr<const DeviceMap>> Worker::Impl::DevicesWith(WorkerId worker) {
+  DG_ASSIGN_OR_RETURN(const WorkerInfo info, agent_.Info(worker));
+  return device_maps_.With(info);
+}
+
+absl::StatusOr<EdgeId> Worker::Impl::Record(const CallHeader& header,
+                                            const std::shared_ptr<ContextRecord>& context,
+                                            WorkerId to, const Message& message, size_t body,
+                                            Packet* packet) {
+  if (context == nullptr) return EdgeId{0};
+  DG_RETURN_IF_ERROR(context->AddPeer(to));
+  if (header.recorded.empty()) return EdgeId{0};
+  // Last, for now next to nothing can keep the edge from being sent.
+  DG_ASSIGN_OR_RETURN(const EdgeId edge, engine_.RecordSend(*context, to, message.tensors));
+  SetEdge(body, edge, packet);
+  return edge;
+}
+
+absl::StatusOr<WorkerId> Worker::Impl::Find(WorkerRef worker) const {
+  return worker.by_id() ? agent_.FindWorker(worker.id()) : agent_.FindWorker(worker.name());
+}
+
+absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
+                                                             absl::string_view function,
+                                                             const Message& message,
+                                                             const CallOptions& options) {
+  if (function.empty() || function.size() > kMaxFunctionName) {
+    return absl::InvalidArgumentError(absl::StrCat("a function's name has 1 to ", kMaxFunctionName,
+                                                   " bytes, not ", function.size()));
+  }
+  Outgoing call;
+  call.context = options.context ? options.context->record() : nullptr;
+  call.deadline = options.deadline == absl::InfinitePast() ? DefaultDeadline() : options.deadline;
+  if (call.deadline <= clock_->Now()) {
+    return absl::DeadlineExceededError("the deadline has passed already");
+  }
+  if (options.cancellation != nullptr && options.cancellation->cancelled()) {
+    return options.cancellation->why();
+  }
+  call.packet = Agent::NewRequest(function);
+  try {
+    call.header.modes = CallModes::Current();
+    DG_ASSIGN_OR_RETURN(call.body, Encode(call.header, call.context, to, message, &call.packet));
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+  return call;
+}
+
+Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outgoing call,
+                                   const Message& message, const CallOptions& options, bool wait) {
+  absl::StatusOr<EdgeId> edge = EdgeId{0};
+  try {
+    edge = Record(call.header, call.context, to, message, call.body, &call.packet);
+  } catch (...) {
+    edge = StatusFromException(std::current_exception());
+  }
+  if (!edge.ok()) return Future<Message>::Of(CallError(to, function, edge.status()));
+  Promise<Message> promise;
+  const Future<Message> future = promise.future();
+  // While this thread is in agent_.Call() the request has not left, or fails at once.
+  std::shared_ptr<std::atomic<bool>> leaving;
+  if (*edge != 0) leaving = std::make_shared<std::atomic<bool>>(true);
+  const CallTerms terms{
+      .deadline = call.deadline, .wait_for_room = wait, .cancellation = options.cancellation.get()};
+  const uint64_t number =
+      agent_.Call(to, std::move(call.packet), terms,
+                  [this, context = std::move(call.context), to, edge = *edge, leaving,
+                   caller = std::this_thread::get_id(),
+                   promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
+                    if (reply.ok()) {
+                      promise.Set(TakeReply(context, to, *reply));
+                      return;
+                    }
+                    if (edge != 0 && *leaving && caller == std::this_thread::get_id())
+                      engine_.DropSend(*context, edge);
+                    promise.Set(reply.status());
+                  });
+  if (leaving != nullptr) *leaving = false;
+  if (number == 0) return future;
+  future.CancelBy(agent_.canceller(), number);
+  if (options.cancellation != nullptr) {
+    const uint64_t watch = options.cancellation->OnCancel([future] { future.Cancel(); });
+    future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
+      cancellation->Forget(watch);
+    });
+  }
+  return future;
+}
+
+Future<Message> Worker::Impl::Call(WorkerRef to, absl::string_view function, const Message& message,
+                                   const CallOptions& options, bool wait) {
+  const absl::StatusOr<WorkerId> id = Find(to);
+  if (!id.ok()) {
+    if (to.name().empty()) return Future<Message>::Of(id.status());
+    return CallStranger(std::string(to.name()), function, message, options, wait);
+  }
+  absl::StatusOr<Outgoing> call = Prepare(*id, function, message, options);
+  if (!call.ok()) return Future<Message>::Of(CallError(*id, function, call.status()));
+  return Send(*id, function, *std::move(call), message, options, wait);
+}
+
+std::vector<Future<Message>> Worker::Impl::CallEach(absl::Span<const WorkerRef> to,
+                                                    absl::string_view function,
+                                                    const Message& message,
+                                                    const CallOptions& options) {
+  // By way of a device map the bytes are each worker's own.
+  const bool shared = !HasDeviceTensors(message.tensors);
+  std::optional<absl::StatusOr<Outgoing>> call;
+  std::vector<Future<Message>> replies;
+  for (const WorkerRef& worker : to) {
+    const absl::StatusOr<WorkerId> id = Find(worker);
+    if (!id.ok()) {
+      replies.push_back(worker.name().empty()
+                            ? Future<Message>::Of(id.status())
+                            : CallStranger(std::string(worker.name()), function, message, options,
+                                           /*wait=*/true));
+      continue;
+    }
+    if (!shared || !call.has_value()) call = Prepare(*id, function, message, options);
+    if (!call->ok()) {
+      replies.push_back(Future<Message>::Of(CallError(*id, function, call->status())));
+    } else {
+      // Large tensors are segments, whose memory all the packets share.
+      replies.push_back(Send(*id, function, **call, message, options, /*wait=*/true));
+    }
+  }
+  return replies;
+}
+
+absl::Status Worker::Impl::CallError(WorkerId to, absl::string_view function,
+                                     const absl::Status& why) const {
+  return Annotate(why, absl::StrCat("call of '", function, "' on worker ", agent_.Describe(to)));
+}
+
+// Makes the recv node of an edge. A message that could not be read, or that nobody wants, gets
+// one too, which leads nowhere: so the other end hears that no gradient will come.
+absl::Status Worker::Impl::TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+                                    const CallHeader& header, absl::StatusOr<Message>& message) {
+  if (context == nullptr || header.edge == 0) return absl::OkStatus();
+  std::vector<at::Tensor> recorded;
+  if (message.ok()) {
+    for (uint32_t place : header.recorded) recorded.push_back(message->tensors[place]);
+  }
+  return engine_.RecordRecv(context, {header.edge, from}, absl::MakeSpan(recorded));
+}
+
+absl::StatusOr<Message> Worker::Impl::TakeReply(const std::shared_ptr<ContextRecord>& context,
+                                                WorkerId from, Body& body) {
+  DG_ASSIGN_OR_RETURN(const CallHeader header, ReadCallHeader(body.packet, body.offset));
+  try {
+    const c10::InferenceMode inference(header.modes.inference);
+    absl::StatusOr<Message> message = ReadCallMessage(body.packet, body.offset, message_limits());
+    DG_RETURN_IF_ERROR(TakeEdge(context, from, header, message));
+    return message;
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+void Worker::Impl::OnLateReply(WorkerId from, Body reply) {
+  absl::StatusOr<CallHeader> header = ReadCallHeader(reply.packet, reply.offset);
+  if (!header.ok() || header->context == 0) return;
+  if (auto context = contexts_.Find(header->context)) {
+    absl::StatusOr<Message> unwanted = absl::CancelledError("the reply came late");
+    const absl::Status taken = TakeEdge(context, from, *header, unwanted);
+    if (!taken.ok()) DG_LOG(INFO) << "a late reply: " << taken;
+  }
+}
+
+}  // namespace distgrad

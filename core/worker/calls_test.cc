@@ -1,0 +1,365 @@
+// Calls that are cancelled, answered later, sent to many, refused or counted.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "core/worker/worker.h"
+#include "tests/testing/cluster.h"
+
+namespace distgrad {
+namespace {
+
+using ::absl::StatusCode;
+
+class CallsTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  void Start(ClusterOptions options) {
+    options.transport = GetParam();
+    cluster_ = std::make_unique<Cluster>(options);
+  }
+  Worker& worker(int i) { return (*cluster_)[i]; }
+
+  // Registers "wait": says that it began, and waits until its caller has gone.
+  void RegisterWait(int i) {
+    ASSERT_TRUE(worker(i)
+                    .Register("wait",
+                              [this](Request& r) -> absl::StatusOr<Message> {
+                                began_.Set(Unit());
+                                Promise<Unit> gone;
+                                Future<Unit> is_gone = gone.future();
+                                r.cancellation->OnCancel([&] { gone.Set(Unit()); });
+                                is_gone.Wait().IgnoreError();
+                                cancelled_.Set(r.cancellation->why());
+                                return r.cancellation->why();
+                              })
+                    .ok());
+  }
+
+  Promise<Unit> began_;
+  Promise<absl::Status> cancelled_;
+  Future<Unit> has_begun_ = began_.future();
+  Future<absl::Status> was_cancelled_ = cancelled_.future();
+  std::unique_ptr<Cluster> cluster_;
+};
+
+TEST_P(CallsTest, ACancelTravelsThroughNestedCalls) {
+  Start({.workers = 3, .threads = 1});
+  RegisterWait(2);
+  ASSERT_TRUE(
+      worker(1)
+          .Register("relay",
+                    [this](Request& r) { return worker(1).Call(2, "wait", {}, r.Nested()); })
+          .ok());
+  Future<Message> call = worker(0).CallAsync(1, "relay", {});
+  has_begun_.Wait().IgnoreError();
+  call.Cancel();
+  ASSERT_TRUE(call.Done());
+  EXPECT_EQ(call.Wait().status(),
+            absl::CancelledError(
+                "call of 'relay' on worker 'worker1' (1): it was cancelled by its caller"));
+  EXPECT_EQ(was_cancelled_.Wait()->code(), StatusCode::kCancelled);
+  EXPECT_TRUE(worker(0).CallOperator(1, "aten::neg", {at::ones({1})}).ok());
+}
+
+// The call sent a tensor that requires grad, and the loss has others to be differentiated through.
+TEST_P(CallsTest, ACancelledCallLeavesNothingWaitingInItsContext) {
+  Start({.workers = 2});
+  RegisterWait(1);
+  const at::Tensor x = at::ones({3}).requires_grad_(), y = at::full({3}, 2.0).requires_grad_();
+  Context context = worker(0).NewContext();
+  Future<Message> call = worker(0).CallAsync(1, "wait", {"", {x * y}}, {.context = &context});
+  has_begun_.Wait().IgnoreError();
+  auto product = worker(0).CallOperator(1, "aten::mul.Tensor", {x, y}, {.context = &context});
+  ASSERT_TRUE(product.ok()) << product.status();
+  call.Cancel();
+  EXPECT_EQ(call.Wait().status().code(), StatusCode::kCancelled);
+  const absl::Status done = context.Backward({(*product)[0].toTensor().sum()});
+  ASSERT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(context.Gradient(x)->equal(y));
+  was_cancelled_.Wait().IgnoreError();
+}
+
+TEST_P(CallsTest, AHandlerMayAnswerLater) {
+  Start({.workers = 2, .threads = 1});
+  std::vector<std::pair<Promise<Message>, std::string>> waiting;
+  ASSERT_TRUE(worker(1)
+                  .RegisterAsync("later",
+                                 [&](Request& r) {
+                                   waiting.emplace_back(Promise<Message>(), r.message.payload);
+                                   return waiting.back().first.future();
+                                 })
+                  .ok());
+  ASSERT_TRUE(worker(1)
+                  .Register("answer",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              for (auto& [promise, text] : waiting) promise.Set(Message{text, {}});
+                              waiting.clear();
+                              return Message{};
+                            })
+                  .ok());
+  std::vector<Future<Message>> replies;
+  for (int i = 0; i < 20; ++i) {
+    replies.push_back(worker(0).CallAsync(1, "later", {absl::StrCat(i), {}}));
+  }
+  ASSERT_TRUE(worker(0).Call(1, "answer", {}).ok()) << "the one thread is not held";
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(replies[i].Wait()->payload, absl::StrCat(i));
+
+  // One that nobody will answer, one that never could be, and one that throws.
+  Future<Message> dropped = worker(0).CallAsync(1, "later", {});
+  ASSERT_TRUE(worker(1)
+                  .Register("drop",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              waiting.clear();
+                              return Message{};
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(0).Call(1, "drop", {}).ok());
+  EXPECT_EQ(dropped.Wait().status().code(), StatusCode::kCancelled);
+  ASSERT_TRUE(worker(1).RegisterAsync("none", [](Request&) { return Future<Message>(); }).ok());
+  EXPECT_EQ(worker(0).Call(1, "none", {}).status().code(), StatusCode::kInternal);
+  ASSERT_TRUE(worker(1)
+                  .RegisterAsync("throws",
+                                 [](Request&) -> Future<Message> {
+                                   throw std::runtime_error("thrown on purpose");
+                                 })
+                  .ok());
+  EXPECT_TRUE(
+      absl::StrContains(worker(0).Call(1, "throws", {}).status().message(), "thrown on purpose"));
+}
+
+// The reply's history is the caller's modes' and context's, though no handler runs any more.
+TEST_P(CallsTest, ALaterAnswerIsRecorded) {
+  Start({.workers = 3});
+  const at::Tensor w = at::full({3}, 3.0).requires_grad_();
+  ASSERT_TRUE(worker(2)
+                  .Register("mul",
+                            [&](Request& r) -> absl::StatusOr<Message> {
+                              return Message{"", {r.message.tensors[0] * w}};
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(1)
+                  .RegisterAsync("relay",
+                                 [this](Request& r) {
+                                   return worker(1).CallAsync(2, "mul", r.message, r.Nested());
+                                 })
+                  .ok());
+  const at::Tensor x = at::full({3}, 2.0).requires_grad_();
+  Context context = worker(0).NewContext();
+  auto reply = worker(0).Call("worker1", "relay", {"", {x}}, {.context = &context});
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  const absl::Status done = context.Backward({reply->tensors[0].sum()});
+  ASSERT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(context.Gradient(x)->equal(at::full({3}, 3.0)));
+  {
+    at::NoGradGuard no_grad;
+    auto plain = worker(0).Call("worker1", "relay", {"", {x}}, {.context = &context});
+    ASSERT_TRUE(plain.ok()) << plain.status();
+    EXPECT_FALSE(plain->tensors[0].requires_grad());
+  }
+}
+
+TEST_P(CallsTest, ACallThatIsCancelledCancelsTheAnswerToCome) {
+  Start({.workers = 3, .threads = 1});
+  RegisterWait(2);
+  ASSERT_TRUE(worker(1)
+                  .RegisterAsync("relay",
+                                 [this](Request& r) {
+                                   // On purpose without Nested(): the future alone is cancelled.
+                                   (void)r;
+                                   return worker(1).CallAsync(2, "wait", {});
+                                 })
+                  .ok());
+  Future<Message> call = worker(0).CallAsync(1, "relay", {});
+  has_begun_.Wait().IgnoreError();
+  call.Cancel();
+  EXPECT_EQ(was_cancelled_.Wait()->code(), StatusCode::kCancelled);
+}
+
+// A calls B calls A ..., with one thread each, none of which is ever held.
+TEST_P(CallsTest, LaterAnswersFiftyDeepOnPoolsOfOneThread) {
+  Start({.workers = 2, .threads = 1});
+  for (int i = 0; i < 2; ++i) {
+    Worker& self = worker(i);
+    ASSERT_TRUE(
+        self.RegisterAsync(
+                "down",
+                [&self, i](Request& r) {
+                  const int left = std::stoi(r.message.payload);
+                  if (left == 0) return Future<Message>::Of(Message{"end", {}});
+                  return self.CallAsync(1 - i, "down", {absl::StrCat(left - 1), {}}, r.Nested());
+                })
+            .ok());
+  }
+  auto reply = worker(0).Call(1, "down", {"50", {}});
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->payload, "end");
+}
+
+TEST_P(CallsTest, ByNameById) {
+  Start({.workers = 2});
+  const std::string name = "worker1";
+  EXPECT_TRUE(worker(0).CallOperator(name, "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(worker(0).CallOperator(0, "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(worker(0).CallOperator(worker(1).id(), "aten::neg", {at::ones({1})}).ok());
+  for (int id : {2, -1, 65536, 1 << 20}) {
+    EXPECT_EQ(worker(0).Call(id, "f", {}).status().code(), StatusCode::kNotFound) << id;
+  }
+  EXPECT_EQ(worker(0).Call("", "f", {}).status().code(), StatusCode::kNotFound);
+}
+
+TEST_P(CallsTest, OneMessageToMany) {
+  Start({.workers = 3});
+  for (int i = 0; i < 3; ++i) {
+    if (i == 1) continue;
+    ASSERT_TRUE(worker(i)
+                    .Register("scale",
+                              [i](Request& r) -> absl::StatusOr<Message> {
+                                return Message{absl::StrCat(i), {r.message.tensors[0] * i}};
+                              })
+                    .ok());
+  }
+  // Not contiguous, and large: it is laid out once for all.
+  const at::Tensor x = at::ones({200, 300}).t().requires_grad_();
+  Context context = worker(0).NewContext();
+  auto replies =
+      worker(0).CallEach({"worker2", 0, 1, "nobody"}, "scale", {"", {x}}, {.context = &context});
+  ASSERT_EQ(replies.size(), 4u);
+  ASSERT_TRUE(replies[0].ok()) << replies[0].status();
+  EXPECT_EQ(replies[0]->payload, "2");
+  ASSERT_TRUE(replies[1].ok()) << replies[1].status();
+  EXPECT_EQ(replies[2].status().code(), StatusCode::kNotFound);
+  EXPECT_TRUE(absl::StrContains(replies[2].status().message(), "'scale' on worker 'worker1' (1)"))
+      << replies[2].status();
+  EXPECT_EQ(replies[3].status().code(), StatusCode::kNotFound);
+  // Each has an edge of its own.
+  const absl::Status done =
+      context.Backward({replies[0]->tensors[0].sum() + replies[1]->tensors[0].sum()});
+  ASSERT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(context.Gradient(x)->equal(at::full_like(x, 2.0)));
+}
+
+// --------------------------------------------------------------------------------- Limits
+
+TEST_P(CallsTest, LimitsAreNamed) {
+  Start({.workers = 2, .limits = {.tensors_per_message = 2, .calls_per_peer = 1}});
+  RegisterWait(1);
+  Future<Message> one = worker(0).CallAsync(1, "wait", {});
+  has_begun_.Wait().IgnoreError();
+  absl::Status status = worker(0).Call(1, "wait", {}).status();
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "limit calls_per_peer is 1")) << status;
+  one.Cancel();
+  const std::vector<at::Tensor> three(3, at::ones({1}));
+  status = worker(0).Call(1, "wait", {"", three}).status();
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "limit tensors_per_message is 2")) << status;
+  was_cancelled_.Wait().IgnoreError();
+}
+
+TEST_P(CallsTest, ContextsOfAPeerAreBounded) {
+  Start({.workers = 2, .limits = {.contexts_per_peer = 2}});
+  std::vector<Context> contexts;
+  for (int i = 0; i < 3; ++i) contexts.push_back(worker(0).NewContext());
+  const at::Tensor x = at::ones({2}).requires_grad_();
+  const auto call = [&](int i) {
+    return worker(0).CallOperator(1, "aten::neg", {x}, {.context = &contexts[i]});
+  };
+  auto first = call(0);
+  ASSERT_TRUE(first.ok()) << first.status();
+  ASSERT_TRUE(call(1).ok());
+  const absl::Status status = call(2).status();
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "limit contexts_per_peer is 2")) << status;
+  // The context that was refused does not hang: it fails, for its edge was never made.
+  EXPECT_EQ(contexts[2].Backward({x.sum()}).code(), StatusCode::kResourceExhausted);
+  EXPECT_TRUE(contexts[0].Backward({(*first)[0].toTensor().sum()}).ok());
+  contexts[0].Release();
+  contexts[1].Release();
+  EXPECT_TRUE(worker(0).Call(1, "absent", {}).status().code() == StatusCode::kNotFound);
+  Context again = worker(0).NewContext();
+  EXPECT_TRUE(worker(0).CallOperator(1, "aten::neg", {x}, {.context = &again}).ok());
+}
+
+// ------------------------------------------------------------------------------ Operators
+
+TEST_P(CallsTest, OperatorsThatDoMoreThanComputeAreRefused) {
+  Start({.workers = 2});
+  for (const char* name : {"aten::from_file", "aten::_sparse_coo_tensor_unsafe", "prim::Print",
+                           "aten::set_.source_Tensor", "custom::anything"}) {
+    const absl::Status status = worker(0).CallOperator(1, name, {"/nowhere"}).status();
+    EXPECT_EQ(status.code(), StatusCode::kPermissionDenied) << name << ": " << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
+  }
+}
+
+TEST_P(CallsTest, OperatorsMayBeServedAllOrNotAtAll) {
+  Start({.workers = 1, .serve_operators = ServeOperators::kAll});
+  absl::Status status = worker(0).CallOperator(0, "aten::from_file", {"/nowhere"}).status();
+  EXPECT_NE(status.code(), StatusCode::kPermissionDenied) << status;
+  Start({.workers = 1, .serve_operators = ServeOperators::kNone});
+  status = worker(0).CallOperator(0, "aten::neg", {at::ones({1})}).status();
+  EXPECT_EQ(status.code(), StatusCode::kPermissionDenied) << status;
+}
+
+// -------------------------------------------------------------------------------- Metrics
+
+TEST_P(CallsTest, Metrics) {
+  Start({.workers = 2});
+  const at::Tensor x = at::ones({1000}).requires_grad_();
+  Context context = worker(0).NewContext();
+  auto product = worker(0).CallOperator(1, "aten::mul.Tensor", {x, x}, {.context = &context});
+  ASSERT_TRUE(product.ok()) << product.status();
+  ASSERT_TRUE(context.Backward({(*product)[0].toTensor().sum()}).ok());
+  EXPECT_FALSE(worker(0).Call(1, "absent\n\"\\\xff", {}).ok());
+
+  const WorkerMetrics caller = worker(0).Metrics(), callee = worker(1).Metrics();
+  EXPECT_EQ(caller.worker, "worker0");
+  EXPECT_EQ(caller.contexts, 1u);
+  EXPECT_EQ(caller.passes_ended, 1u);
+  EXPECT_EQ(caller.passes_failed, 0u);
+  EXPECT_EQ(caller.passes_running, 0u);
+  const auto find = [](const WorkerMetrics& metrics, const std::string& function) {
+    for (const CallStats& stats : metrics.calls) {
+      if (stats.function == function) return stats;
+    }
+    return CallStats{};
+  };
+  const CallStats made = find(caller, "aten::mul.Tensor"),
+                  served = find(callee, "aten::mul.Tensor");
+  EXPECT_EQ(made.calls, 1u);
+  EXPECT_EQ(made.errors, 0u);
+  EXPECT_EQ(made.in_flight, 0u);
+  EXPECT_GT(made.bytes_sent, 8000u);
+  EXPECT_GT(made.bytes_received, 4000u);
+  EXPECT_EQ(served.bytes_received, made.bytes_sent);
+  EXPECT_EQ(served.bytes_sent, made.bytes_received);
+  EXPECT_GT(made.run_time, absl::ZeroDuration());
+  EXPECT_GT(find(caller, "(notices)").bytes_sent, 0u);
+
+  const std::string text = ToPrometheus(caller);
+  EXPECT_TRUE(absl::StrContains(
+      text,
+      "# TYPE distgrad_calls_total counter\n"
+      "distgrad_calls_total{worker=\"worker0\",peer=\"worker1\",function=\"(notices)\","
+      "side=\"made\"} "))
+      << text;
+  EXPECT_TRUE(
+      absl::StrContains(text,
+                        "distgrad_call_errors_total{worker=\"worker0\",peer=\"worker1\",function="
+                        "\"absent\\n\\\"\\\\?\",side=\"made\"} 1\n"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "\ndistgrad_passes_total{worker=\"worker0\"} 1\n")) << text;
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, CallsTest, ::testing::Values("inproc", "socket"),
+                         [](const auto& info) { return info.param; });
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,57 @@
+// The device maps of a worker with its peers, checked against the devices that each side has.
+#ifndef DISTGRAD_CORE_WORKER_DEVICE_MAPS_H_
+#define DISTGRAD_CORE_WORKER_DEVICE_MAPS_H_
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/ids.h"
+#include "core/rpc/worker_info.h"
+#include "core/tensor/device_map.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class DeviceMaps {
+ public:
+  // By the peers' names.
+  using Wanted = std::map<std::string, DevicePairs>;
+
+  // What the others have to know of us (WorkerInfo::devices): the devices of this process, and our
+  // maps. kInvalidArgument for maps that are none.
+  static absl::StatusOr<std::string> Encode(const Wanted& wanted);
+
+  DeviceMaps(std::string self, Wanted wanted)
+      : self_(std::move(self)), wanted_(std::move(wanted)) {}
+
+  // The map with a worker, from both its maps and ours. kInvalidArgument if the two contradict each
+  // other, or name a device that is not there; its message names the worker.
+  absl::StatusOr<std::shared_ptr<const DeviceMap>> With(const WorkerInfo& peer);
+
+ private:
+  struct Known {
+    Incarnation incarnation;
+    absl::StatusOr<std::shared_ptr<const DeviceMap>> map;
+  };
+
+  absl::StatusOr<std::shared_ptr<const DeviceMap>> Make(const WorkerInfo& peer) const;
+
+  // Constant after construction.
+  const std::string self_;
+  const Wanted wanted_;
+
+  absl::Mutex mu_;
+  absl::flat_hash_map<WorkerId, Known> known_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_DEVICE_MAPS_H_

@@ -1,0 +1,117 @@
+// What a worker knows and says of the members of its job.
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/blocking.h"
+#include "core/base/status.h"
+#include "core/rpc/backoff.h"
+#include "core/worker/worker_impl.h"
+
+namespace distgrad {
+
+Future<Message> Worker::Impl::SendToStranger(std::string name, std::string function, Outgoing call,
+                                             Message message, CallOptions options, bool wait) {
+  // What the deadline, the store and the call itself share: the first of them says how it ends.
+  struct Waiting {
+    Promise<Message> promise;
+    std::optional<Clock::TimerId> timer;
+  };
+  options.context = nullptr;  // the call has what it needs of it
+  const auto waiting = std::make_shared<Waiting>();
+  Future<Message> future = waiting->promise.future();
+  const absl::Time deadline = call.deadline;
+  waiting->timer = clock_->At(deadline, [waiting, name] {
+    waiting->promise.Set(absl::DeadlineExceededError(
+        absl::StrCat("the store has not said in time who worker '", name, "' is")));
+  });
+  auto send = [this, waiting, name, function = std::move(function), call = std::move(call),
+               message = std::move(message), options = std::move(options),
+               wait](const absl::StatusOr<WorkerInfo>& found) mutable {
+    clock_->Cancel(*waiting->timer);
+    absl::Status status = found.ok() ? agent_.Learn(*found) : found.status();
+    // The message of this one has the names that are known.
+    if (absl::IsNotFound(status)) status = agent_.FindWorker(name).status();
+    if (!status.ok()) {
+      waiting->promise.Set(status);
+      return;
+    }
+    Send(found->id, function, std::move(call), message, options, wait)
+        .Then([waiting](const absl::StatusOr<Message>& reply) { waiting->promise.Set(reply); });
+  };
+  lookups_.Find(name, [this, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
+    // A call may wait for room; the store's thread has others to serve.
+    pool_.Schedule([send = std::move(send), found = std::move(found)]() mutable { send(found); });
+  });
+  return future;
+}
+
+Future<Message> Worker::Impl::CallStranger(std::string name, absl::string_view function,
+                                           const Message& message, const CallOptions& options,
+                                           bool wait) {
+  if (HasDeviceTensors(message.tensors)) {
+    return Future<Message>::Of(absl::FailedPreconditionError(absl::StrCat(
+        "the devices of worker '", name, "' are not known; call UpdateMembers() first")));
+  }
+  // Without tensors of devices the packet is the same for whoever gets it.
+  absl::StatusOr<Outgoing> call = Prepare(self_.id, function, message, options);
+  if (!call.ok()) return Future<Message>::Of(call.status());
+  return SendToStranger(std::move(name), std::string(function), *std::move(call), message, options,
+                        wait);
+}
+
+std::vector<std::string> Worker::Impl::names() const {
+  std::vector<std::string> names;
+  for (const WorkerInfo& worker : agent_.Members()) names.push_back(worker.name);
+  return names;
+}
+
+absl::Status Worker::Impl::UpdateMembers() {
+  DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> all, members_->AllEver());
+  for (const WorkerInfo& worker : all) {
+    // An entry of a life that is over is older than what we know, and says nothing.
+    const absl::Status learned = agent_.Learn(worker);
+    if (!learned.ok() && !absl::IsFailedPrecondition(learned)) return learned;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Worker::Impl::WaitForAll(absl::Time deadline) {
+  DG_RETURN_IF_ERROR(members_->Barrier(deadline));
+  return UpdateMembers();
+}
+
+// Calls of a context that this worker takes part in belong to what is under way.
+bool Worker::Impl::Refuses(ContextId context) const {
+  return leaving_ && (context == 0 || contexts_.Find(context) == nullptr);
+}
+
+absl::Status Worker::Impl::LeaveAlone(absl::Time deadline) {
+  if (serves_store_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("worker '", self_.name,
+                     "' serves the job's store, and cannot leave while the job goes on"));
+  }
+  if (leaving_.exchange(true)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("worker '", self_.name, "' is leaving already"));
+  }
+  // Who is not connected learns it from the store when it connects.
+  const absl::Status said = members_->Leave();
+  agent_.SayLeaving();
+  BlockingScope blocking;
+  Backoff backoff(deadline);
+  size_t serving, calls, contexts;
+  do {
+    serving = agent_.served();
+    calls = agent_.under_way();
+    contexts = contexts_.size();
+    if (serving == 0 && calls == 0 && contexts == 0) return said;
+  } while (backoff.Sleep());
+  return absl::DeadlineExceededError(
+      absl::StrCat("worker '", self_.name, "' leaves, and this is not over: ", serving,
+                   " calls of others, ", calls, " calls of its own, ", contexts, " contexts"));
+}
+
+}  // namespace distgrad

@@ -1,0 +1,332 @@
+// Workers that join a running job, leave it and come back; several jobs in one store.
+#include <ATen/ops/full.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "core/rpc/store/in_process_store.h"
+#include "core/rpc/store/signed_store.h"
+#include "core/worker/worker.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+absl::Time Later() { return absl::Now() + absl::Minutes(1); }
+
+bool Contains(const absl::Status& status, absl::string_view text) {
+  return absl::StrContains(status.message(), text);
+}
+
+// "worker0", "worker1", ... over one store. Each has "echo", and "double", which can be
+// differentiated.
+class MembersTest : public testing::TestWithParam<std::string> {
+ protected:
+  WorkerOptions Options() {
+    return {.store = store_, .transport = GetParam(), .network = network_, .threads = 2};
+  }
+  static std::unique_ptr<Worker> New(WorkerOptions options) {
+    absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(std::move(options));
+    EXPECT_TRUE(worker.ok()) << worker.status();
+    if (!worker.ok()) return nullptr;
+    Worker& self = **worker;
+    EXPECT_TRUE(
+        self.Register("echo",
+                      [](Request& r) -> absl::StatusOr<Message> { return std::move(r.message); })
+            .ok());
+    EXPECT_TRUE(self.Register("double",
+                              [](Request& r) -> absl::StatusOr<Message> {
+                                return Message{"", {at::mul(r.message.tensors[0], 2)}};
+                              })
+                    .ok());
+    return *std::move(worker);
+  }
+  std::unique_ptr<Worker> NewRank(int rank, int world_size) {
+    WorkerOptions options = Options();
+    options.rank = rank;
+    options.world_size = world_size;
+    return New(std::move(options));
+  }
+  std::unique_ptr<Worker> Join(std::string name) {
+    WorkerOptions options = Options();
+    options.name = std::move(name);
+    options.join = true;
+    return New(std::move(options));
+  }
+  void Start(int world_size) {
+    workers_.resize(world_size);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < world_size; ++rank) {
+      threads.emplace_back([&, rank] { workers_[rank] = NewRank(rank, world_size); });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  Worker& worker(int i) { return *workers_[i]; }
+
+  static absl::Status Echo(Worker& from, const std::string& to) {
+    return from.Call(to, "echo", {"hello", {}}).status();
+  }
+  // Forward and backward by way of another worker.
+  static absl::Status Train(Worker& from, const std::string& to) {
+    const Context context = from.NewContext();
+    const at::Tensor x = at::ones({3}).requires_grad_();
+    const auto y = from.Call(to, "double", {"", {x}}, {.context = &context});
+    if (!y.ok()) return y.status();
+    const absl::Status done = context.Backward({y->tensors[0].sum()});
+    if (!done.ok()) return done;
+    EXPECT_TRUE(context.Gradient(x)->equal(at::full({3}, 2.0)));
+    return done;
+  }
+
+  std::shared_ptr<Store> store_ = NewInProcessStore();
+  const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>();
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+using Names = std::vector<std::string>;
+
+TEST_P(MembersTest, OneWhoJoinsIsFoundByItsName) {
+  Start(2);
+  const absl::Status nobody = Echo(worker(0), "late");
+  EXPECT_EQ(nobody.code(), absl::StatusCode::kNotFound) << nobody;
+  EXPECT_TRUE(Contains(nobody, "there are: worker0, worker1")) << nobody;
+  auto late = Join("late");
+  ASSERT_NE(late, nullptr);
+  EXPECT_EQ(late->id(), 2);
+  EXPECT_EQ(late->names(), (Names{"worker0", "worker1", "late"}));
+  EXPECT_TRUE(Train(worker(0), "late").ok());
+  EXPECT_TRUE(Train(*late, "worker1").ok());
+  EXPECT_EQ(worker(0).names(), late->names());
+  EXPECT_EQ(worker(1).world_size(), 3) << "the new one has called it";
+
+  workers_.push_back(std::move(late));
+  std::vector<std::thread> threads;
+  for (auto& w : workers_) {
+    threads.emplace_back([&w] { EXPECT_TRUE(w->WaitForAll(Later()).ok()); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsUnderWay) {
+  Start(3);
+  absl::Notification arrived, release;
+  ASSERT_TRUE(worker(1)
+                  .Register("wait",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              arrived.Notify();
+                              release.WaitForNotification();
+                              return Message{"done", {}};
+                            })
+                  .ok());
+  Context context = worker(0).NewContext();
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  const auto y = worker(0).Call("worker1", "double", {"", {x}}, {.context = &context});
+  ASSERT_TRUE(y.ok()) << y.status();
+  auto waiting = worker(0).CallAsync("worker1", "wait", {});
+  arrived.WaitForNotification();
+
+  EXPECT_EQ(worker(1).LeaveAlone(absl::Now()).code(), absl::StatusCode::kDeadlineExceeded);
+  const absl::Status refused = Echo(worker(0), "worker1");
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable) << refused;
+  EXPECT_TRUE(Contains(refused, "'worker1' (1): it is leaving the job")) << refused;
+  const absl::Status unknown = Echo(worker(2), "worker1");
+  EXPECT_EQ(unknown.code(), absl::StatusCode::kUnavailable) << unknown;
+  EXPECT_TRUE(Contains(unknown, "has left the job")) << unknown;
+  // What belongs to a context that it takes part in goes on.
+  EXPECT_TRUE(worker(0).Call("worker1", "echo", {"", {}}, {.context = &context}).ok());
+  EXPECT_TRUE(context.Backward({y->tensors[0].sum()}).ok());
+  EXPECT_TRUE(context.Gradient(x)->equal(at::full({3}, 2.0)));
+  release.Notify();
+  EXPECT_EQ(waiting.Take()->payload, "done");
+  EXPECT_EQ(worker(1).LeaveAlone(Later()).code(), absl::StatusCode::kFailedPrecondition);
+
+  workers_[1].reset();
+  context.Release();
+  EXPECT_EQ(worker(0).names(), (Names{"worker0", "worker2"}));
+  EXPECT_TRUE(Contains(Echo(worker(0), "worker1"), "has left the job"));
+  EXPECT_TRUE(Train(worker(0), "worker2").ok());
+  // It may come back.
+  workers_[1] = NewRank(1, 3);
+  EXPECT_TRUE(Train(worker(0), "worker1").ok());
+}
+
+TEST_P(MembersTest, LeavingWaitsForContextsToEnd) {
+  Start(2);
+  Context context = worker(0).NewContext();
+  ASSERT_TRUE(worker(0).Call("worker1", "echo", {"", {}}, {.context = &context}).ok());
+  const absl::Status early = worker(1).LeaveAlone(absl::Now());
+  EXPECT_EQ(early.code(), absl::StatusCode::kDeadlineExceeded);
+  // The call may still count: its answer is here before all of it is put away.
+  EXPECT_TRUE(Contains(early, "0 calls of its own, 1 contexts")) << early;
+  absl::Status left = absl::UnknownError("not run");
+  std::thread leaving([&] { left = worker(0).LeaveAlone(Later()); });
+  context.Release();
+  leaving.join();
+  EXPECT_TRUE(left.ok()) << left;
+}
+
+TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
+  Start(3);
+  EXPECT_TRUE(Train(worker(0), "worker1").ok());
+  Context old = worker(0).NewContext();
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  const auto y = worker(0).Call("worker1", "double", {"", {x}}, {.context = &old});
+  ASSERT_TRUE(y.ok()) << y.status();
+  workers_[1].reset();
+  const absl::Status gone = Echo(worker(0), "worker1");
+  EXPECT_EQ(gone.code(), absl::StatusCode::kUnavailable) << gone;
+  EXPECT_TRUE(Contains(gone, "'worker1' (1)")) << gone;
+
+  workers_[1] = NewRank(1, 3);
+  ASSERT_NE(workers_[1], nullptr);
+  // A connection to the old life that is still being tried may fail one more call.
+  absl::Status first;
+  const absl::Time end = Later();
+  do {
+    first = Train(worker(0), "worker1");
+  } while (absl::IsUnavailable(first) && absl::Now() < end);
+  EXPECT_TRUE(first.ok()) << first;
+  EXPECT_TRUE(Train(worker(2), "worker1").ok()) << "had never met the old one";
+  // Contexts, edges and passes of the new life have numbers of their own.
+  EXPECT_TRUE(Train(worker(1), "worker0").ok());
+  EXPECT_TRUE(Train(worker(1), "worker2").ok());
+  // What the old life took part in is over.
+  const absl::Status backward = old.Backward({y->tensors[0].sum()});
+  EXPECT_EQ(backward.code(), absl::StatusCode::kUnavailable) << backward;
+  EXPECT_TRUE(Contains(backward, "'worker1' (1)")) << backward;
+}
+
+TEST_P(MembersTest, AJobIsApartFromAnotherInTheSameStore) {
+  std::vector<std::unique_ptr<Worker>> red(2), blue(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    for (auto* job : {&red, &blue}) {
+      threads.emplace_back([this, job, rank, &red] {
+        WorkerOptions options = Options();
+        options.job = job == &red ? "red" : "blue";
+        options.rank = rank;
+        options.world_size = 2;
+        (*job)[rank] = New(std::move(options));
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (auto* job : {&red, &blue}) {
+    const std::string color = job == &red ? "red" : "blue";
+    ASSERT_TRUE((*job)[1]
+                    ->Register("job",
+                               [color](Request&) -> absl::StatusOr<Message> {
+                                 return Message{color, {}};
+                               })
+                    .ok());
+  }
+  EXPECT_EQ(red[0]->Call("worker1", "job", {})->payload, "red");
+  EXPECT_EQ(blue[0]->Call("worker1", "job", {})->payload, "blue");
+  // One ends, the other goes on.
+  std::thread other([&] { EXPECT_TRUE(red[1]->Leave(Later()).ok()); });
+  EXPECT_TRUE(red[0]->Leave(Later()).ok());
+  other.join();
+  red.clear();
+  EXPECT_TRUE(Train(*blue[0], "worker1").ok());
+}
+
+// Neither deadlines nor the loss of a peer need a thread of the pool.
+TEST_P(MembersTest, DeadlinesFireThoughEveryPoolThreadIsBlocked) {
+  Start(2);
+  absl::Notification release;
+  std::vector<std::unique_ptr<absl::Notification>> blocked;
+  for (int i = 0; i < 4; ++i) blocked.push_back(std::make_unique<absl::Notification>());
+  for (int i = 0; i < 2; ++i) {
+    // They wait as a library would that knows nothing of the pool.
+    ASSERT_TRUE(worker(i)
+                    .Register("block",
+                              [&](Request& r) -> absl::StatusOr<Message> {
+                                blocked[std::stoi(r.message.payload)]->Notify();
+                                release.WaitForNotification();
+                                return Message{};
+                              })
+                    .ok());
+  }
+  const Context context = worker(0).NewContext();
+  // Large enough to need the pool: what is brief runs where it arrives.
+  const at::Tensor x = at::ones({1 << 16}).requires_grad_();
+  const auto y = worker(0).Call("worker1", "double", {"", {x}}, {.context = &context});
+  ASSERT_TRUE(y.ok()) << y.status();
+  std::vector<Future<Message>> calls;
+  for (int i = 0; i < 4; ++i) {
+    calls.push_back(worker(i % 2).CallAsync(absl::StrCat("worker", i % 2), "block",
+                                            {absl::StrCat(i), {}}, {.deadline = Later()}));
+  }
+  for (auto& b : blocked) b->WaitForNotification();
+
+  const absl::Time soon = absl::Now() + absl::Milliseconds(50);
+  const absl::Status call = worker(0).Call("worker1", "echo", {}, {.deadline = soon}).status();
+  EXPECT_EQ(call.code(), absl::StatusCode::kDeadlineExceeded) << call;
+  const absl::Status backward = context.Backward({y->tensors[0].sum()}, {.deadline = soon});
+  EXPECT_EQ(backward.code(), absl::StatusCode::kDeadlineExceeded) << backward;
+  release.Notify();
+  for (auto& c : calls) EXPECT_TRUE(c.Wait().ok()) << c.Wait().status();
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, MembersTest, ::testing::Values("inproc", "socket"),
+                         [](const auto& info) { return info.param; });
+
+// The store is in the hands of somebody who has no key, but has seen all that it ever held.
+TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {
+  const auto raw = NewInProcessStore();
+  const auto store = NewSignedStore("a secret of the whole job", raw);
+  const auto start = [&](int rank, const std::string& job) {
+    auto worker = Worker::Create({.store = store, .job = job, .rank = rank, .world_size = 2});
+    EXPECT_TRUE(worker.ok()) << worker.status();
+    return *std::move(worker);
+  };
+  std::vector<std::unique_ptr<Worker>> workers(2), others(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] { workers[rank] = start(rank, ""); });
+    threads.emplace_back([&, rank] { others[rank] = start(rank, "other"); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const std::string old = *raw->Get("worker/1", absl::InfinitePast());
+  workers[1].reset();
+  workers[1] = start(1, "");
+  ASSERT_TRUE(workers[1]
+                  ->Register("f", [](Request&) -> absl::StatusOr<Message> { return Message{}; })
+                  .ok());
+  ASSERT_TRUE(workers[0]->Call("worker1", "f", {}).ok());
+
+  // Who knows the new life is not led back to the old one.
+  ASSERT_TRUE(raw->Set("worker/1", old).ok());
+  EXPECT_TRUE(workers[0]->UpdateMembers().ok());
+  EXPECT_TRUE(workers[0]->Call("worker1", "f", {}).ok());
+  // Who doesn't, finds nobody there.
+  auto late = Worker::Create({.name = "late", .store = store, .join = true});
+  ASSERT_TRUE(late.ok()) << late.status();
+  const absl::Status status = (*late)->Call("worker1", "f", {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+
+  ASSERT_TRUE(raw->Set("worker/1", *raw->Get("job/other/worker/1", absl::InfinitePast())).ok());
+  EXPECT_TRUE(absl::IsUnauthenticated(workers[0]->UpdateMembers()));
+}
+
+TEST(MembersOptionsTest, WhatMakesNoSenseIsRefused) {
+  const absl::Status status = Worker::Create({.store = NewInProcessStore(),
+                                              .rank = 0,
+                                              .world_size = 1,
+                                              .heartbeat_limit = absl::ZeroDuration()})
+                                  .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(Contains(status, "heartbeat_limit")) << status;
+}
+
+}  // namespace
+}  // namespace distgrad

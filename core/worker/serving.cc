@@ -1,0 +1,191 @@
+// What others ask of a worker.
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/rpc/frame.h"
+#include "core/tensor/exception.h"
+#include "core/tensor/operator.h"
+#include "core/tensor/operator_policy.h"
+#include "core/tensor/values.h"
+#include "core/worker/worker_impl.h"
+
+namespace distgrad {
+namespace {
+
+constexpr absl::string_view kOperatorMark = "::";
+
+bool IsOperator(absl::string_view function) { return absl::StrContains(function, kOperatorMark); }
+
+// Whether running it takes less than handing it to another thread: an operator of libtorch's own,
+// which waits for nothing, on small tensors.
+bool IsShort(absl::string_view function, const Message& message) {
+  constexpr size_t kShortBytes = 16 << 10;
+  if (!absl::StartsWith(function, "aten::") || message.tensors.empty()) return false;
+  size_t bytes = 0;
+  for (const at::Tensor& tensor : message.tensors) {
+    if (!tensor.defined()) continue;
+    if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided) return false;
+    bytes += tensor.nbytes();
+  }
+  return bytes <= kShortBytes;
+}
+
+}  // namespace
+
+absl::Status Worker::Impl::Register(std::string name, Function function) {
+  if (name.empty() || name.size() > kMaxFunctionName || IsOperator(name)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", name, "' cannot be a function's name: it has 1 to ", kMaxFunctionName,
+                     " bytes, and '::' is for operators"));
+  }
+  auto shared = std::make_shared<const Function>(std::move(function));
+  absl::MutexLock lock(&mu_);
+  if (!functions_.emplace(name, std::move(shared)).second) {
+    return absl::AlreadyExistsError(
+        absl::StrCat("function '", name, "' is registered on worker '", self_.name, "' already"));
+  }
+  return absl::OkStatus();
+}
+
+std::shared_ptr<const Worker::Impl::Function> Worker::Impl::FindFunction(
+    absl::string_view name) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = functions_.find(name);
+  return found == functions_.end() ? nullptr : found->second;
+}
+
+void Worker::Impl::OnCall(IncomingCall call) {
+  absl::StatusOr<CallHeader> header = ReadCallHeader(call.body().packet, call.body().offset);
+  if (!header.ok()) return call.Fail(header.status());
+  absl::Status refusal = call.refusal();
+  if (call.from() != self_.id && Refuses(header->context)) {
+    refusal = absl::UnavailableError("it is leaving the job");
+    if (header->edge == 0) return call.Fail(refusal);
+  }
+  std::shared_ptr<ContextRecord> context;
+  if (header->context != 0) {
+    absl::StatusOr<std::shared_ptr<ContextRecord>> found = contexts_.FindOrAdd(header->context);
+    if (!found.ok()) return call.Fail(found.status());
+    context = *std::move(found);
+    const absl::Status added = context->AddPeer(call.from());
+    if (!added.ok()) return call.Fail(added);
+  }
+  // Here and now, in the order of arrival: messages of a pass that come after this call must find
+  // its edge. One that is refused has an edge too; nothing else is made of it.
+  absl::StatusOr<Message> message =
+      refusal.ok() ? ReadCallMessage(call.body().packet, call.body().offset, message_limits())
+                   : refusal;
+  absl::Status taken;
+  try {
+    taken = TakeEdge(context, call.from(), *header, message);
+  } catch (...) {
+    taken = StatusFromException(std::current_exception());
+  }
+  if (!message.ok()) return call.Fail(message.status());
+  if (!taken.ok()) return call.Fail(taken);
+  Request request{
+      .from = call.from(),
+      .function = call.function(),
+      .message = *std::move(message),
+      .context = context ? Context(shared_from_this(), context, /*is_origin=*/false) : Context(),
+      .deadline = call.deadline(),
+      .cancellation = call.cancellation()};
+  const auto window = call.window();
+  Serving serving{std::move(call), *std::move(header), std::move(context), std::move(request)};
+  // While a caller does not take its answers, no more of them are made.
+  if (!window->TryTake(0).has_value()) {
+    window->TakeLater(0, [weak = weak_from_this(), serving = std::move(serving)](
+                             const absl::StatusOr<SendWindow::Room>& room) mutable {
+      const auto self = weak.lock();
+      if (self == nullptr || !room.ok()) return;
+      self->pool_.Schedule([impl = self.get(), serving = std::move(serving)]() mutable {
+        impl->Serve(std::move(serving));
+      });
+    });
+    return;
+  }
+  if (IsShort(serving.request.function, serving.request.message)) return Serve(std::move(serving));
+  pool_.Schedule([this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
+}
+
+void Worker::Impl::Serve(Serving serving) {
+  serving.call.Begin();
+  if (serving.request.cancellation->cancelled()) {
+    return serving.call.Fail(serving.request.cancellation->why());
+  }
+  absl::StatusOr<Message> reply = absl::InternalError("not run");
+  try {
+    const std::shared_ptr<const Function> function = FindFunction(serving.request.function);
+    if (function != nullptr && function->async_handler != nullptr) {
+      return ServeLater(function->async_handler, std::move(serving));
+    }
+    // The caller's modes are the handler's too.
+    const CallModesScope modes(serving.header.modes);
+    if (function != nullptr) {
+      reply = function->handler(serving.request);
+    } else if (IsOperator(serving.request.function)) {
+      reply = ServeOperator(serving.request);
+    } else {
+      reply = absl::NotFoundError("no such function is registered there");
+    }
+  } catch (...) {
+    reply = StatusFromException(std::current_exception());
+  }
+  Answer(serving, reply);
+}
+
+void Worker::Impl::ServeLater(const AsyncHandler& handler, Serving serving) {
+  const auto shared = std::make_shared<Serving>(std::move(serving));
+  Future<Message> reply;
+  try {
+    const CallModesScope modes(shared->header.modes);
+    reply = handler(shared->request);
+    if (!reply.valid()) reply = Future<Message>::Of(absl::InternalError("it returned no future"));
+  } catch (...) {
+    reply = Future<Message>::Of(StatusFromException(std::current_exception()));
+  }
+  if (reply.Done()) return Answer(*shared, reply.Wait());
+  shared->request.cancellation->OnCancel([reply] { reply.Cancel(); });
+  reply.Then([weak = weak_from_this(), shared, reply](const absl::StatusOr<Message>&) {
+    // Whoever completes it may be a thread that must not be kept.
+    if (const auto self = weak.lock()) {
+      self->pool_.Schedule(
+          [impl = self.get(), shared, reply] { impl->Answer(*shared, reply.Wait()); });
+    }
+  });
+}
+
+void Worker::Impl::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
+  if (!reply.ok()) return serving.call.Fail(reply.status());
+  const WorkerId from = serving.request.from;
+  Packet packet = serving.call.NewReply();
+  CallHeader header{.modes = serving.header.modes};
+  absl::StatusOr<EdgeId> edge = absl::InternalError("not packed");
+  try {
+    const CallModesScope modes(header.modes);
+    const absl::StatusOr<size_t> body = Encode(header, serving.context, from, *reply, &packet);
+    edge =
+        body.ok() ? Record(header, serving.context, from, *reply, *body, &packet) : body.status();
+  } catch (...) {
+    edge = StatusFromException(std::current_exception());
+  }
+  if (!edge.ok()) return serving.call.Fail(edge.status());
+  serving.call.Reply(std::move(packet));
+}
+
+absl::StatusOr<Message> Worker::Impl::ServeOperator(Request& request) {
+  if (options_.serve_operators == ServeOperators::kNone) {
+    return absl::PermissionDeniedError("operators are not served there");
+  }
+  if (options_.serve_operators == ServeOperators::kPure) {
+    DG_RETURN_IF_ERROR(CheckPure(request.function));
+  }
+  DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));
+  DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> results,
+                      distgrad::CallOperator(request.function, std::move(arguments)));
+  return EncodeValues(results);
+}
+
+}  // namespace distgrad

@@ -1,0 +1,173 @@
+// What a Worker is made of. Private to core/worker: worker.cc has its life, calls.cc what it asks
+// of others, serving.cc what they ask of it.
+#ifndef DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
+#define DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/autograd/context_registry.h"
+#include "core/autograd/engine.h"
+#include "core/base/clock.h"
+#include "core/base/thread_pool.h"
+#include "core/rpc/agent.h"
+#include "core/rpc/lookups.h"
+#include "core/rpc/membership.h"
+#include "core/rpc/worker_info.h"
+#include "core/worker/call_body.h"
+#include "core/worker/device_maps.h"
+#include "core/worker/worker.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class Worker::Impl : public Context::Owner,
+                     public AgentService,
+                     public EngineNetwork,
+                     public std::enable_shared_from_this<Worker::Impl> {
+ public:
+  static absl::StatusOr<std::shared_ptr<Impl>> Create(WorkerOptions options);
+  ~Impl() override { Close(); }
+
+  // A handler, or one that answers later.
+  struct Function {
+    Handler handler = nullptr;
+    AsyncHandler async_handler = nullptr;
+  };
+  absl::Status Register(std::string name, Function function);
+  // `wait`: this thread may wait for room to send.
+  Future<Message> Call(WorkerRef to, absl::string_view function, const Message& message,
+                       const CallOptions& options, bool wait);
+  std::vector<Future<Message>> CallEach(absl::Span<const WorkerRef> to, absl::string_view function,
+                                        const Message& message, const CallOptions& options);
+  Context NewContext() { return Context(shared_from_this(), contexts_.New(), /*is_origin=*/true); }
+  // Members: members.cc.
+  std::vector<std::string> names() const;
+  absl::Status UpdateMembers();
+  absl::Status WaitForAll(absl::Time deadline);
+  absl::Status Leave(absl::Time deadline) { return members_->BarrierOfTheEnd(deadline); }
+  absl::Status LeaveAlone(absl::Time deadline);
+
+  void Close();
+
+  // Context::Owner
+  Engine& engine() override { return engine_; }
+  absl::Time DefaultDeadline() override { return clock_->Now() + options_.timeout; }
+
+  // AgentService
+  void OnCall(IncomingCall call) override;
+  // Whether a call that comes now is new work, for which one that leaves is not to be had.
+  bool Refuses(ContextId context) const;
+  void OnNotice(WorkerId from, Body notice) override {
+    engine_.OnNotice(from, std::move(notice.packet), notice.offset);
+  }
+  void OnLateReply(WorkerId from, Body reply) override;
+  void OnPeerLost(WorkerId peer, const absl::Status& why) override {
+    engine_.OnPeerLost(peer, why);
+  }
+
+  // EngineNetwork
+  Packet NewNotice() override { return Agent::NewNotice(); }
+  void Notify(WorkerId to, Packet notices) override { agent_.Notify(to, std::move(notices)); }
+  absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) override;
+  std::string Describe(WorkerId worker) override { return agent_.Describe(worker); }
+
+  const WorkerInfo& self() const { return self_; }
+  const WorkerOptions& options() const { return options_; }
+  int local_rank() const { return local_rank_; }
+  int local_world_size() const { return local_world_size_; }
+  const Agent& agent() const { return agent_; }
+  size_t context_count() const { return contexts_.size(); }
+  std::vector<ContextSnapshot> Contexts() const { return engine_.Snapshot(); }
+  WorkerMetrics Metrics() const;
+
+ private:
+  // A call that is served, while its handler has it.
+  struct Serving {
+    IncomingCall call;
+    CallHeader header;
+    std::shared_ptr<ContextRecord> context;
+    Request request;
+  };
+  // A call about to be made.
+  struct Outgoing {
+    std::shared_ptr<ContextRecord> context;
+    absl::Time deadline;
+    CallHeader header;
+    Packet packet;
+    size_t body = 0;  // where it begins
+  };
+
+  Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Membership> members,
+       std::unique_ptr<Transport> transport);
+
+  absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+                                    Body& body);
+  absl::Status TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+                        const CallHeader& header, absl::StatusOr<Message>& message);
+  void Serve(Serving serving);
+  void ServeLater(const AsyncHandler& handler, Serving serving);
+  void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
+  std::shared_ptr<const Function> FindFunction(absl::string_view name) const;
+  absl::StatusOr<Message> ServeOperator(Request& request);
+
+  absl::StatusOr<WorkerId> Find(WorkerRef worker) const;
+  absl::StatusOr<Outgoing> Prepare(WorkerId to, absl::string_view function, const Message& message,
+                                   const CallOptions& options);
+  // To one who is not known here: asks the store, without making this thread wait.
+  Future<Message> CallStranger(std::string name, absl::string_view function, const Message& message,
+                               const CallOptions& options, bool wait);
+  Future<Message> SendToStranger(std::string name, std::string function, Outgoing call,
+                                 Message message, CallOptions options, bool wait);
+  Future<Message> Send(WorkerId to, absl::string_view function, Outgoing call,
+                       const Message& message, const CallOptions& options, bool wait);
+  absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
+  MessageLimits message_limits() const {
+    return {.max_tensors = options_.limits.tensors_per_message,
+            .max_payload_bytes = options_.limits.message_bytes};
+  }
+  // The two steps from a message to a packet: its bytes, which differ by who gets them only for
+  // tensors of devices; and its edge, which nobody else has. 0 where nothing is recorded.
+  absl::StatusOr<size_t> Encode(CallHeader& header, const std::shared_ptr<ContextRecord>& context,
+                                WorkerId to, const Message& message, Packet* packet);
+  absl::StatusOr<EdgeId> Record(const CallHeader& header,
+                                const std::shared_ptr<ContextRecord>& context, WorkerId to,
+                                const Message& message, size_t body, Packet* packet);
+
+  // Constant after construction.
+  const WorkerOptions options_;
+  WorkerInfo self_;
+  int local_rank_ = 0;
+  int local_world_size_ = 0;
+  bool serves_store_ = false;
+
+  // Synchronize themselves. In the order in which they depend on each other.
+  const std::unique_ptr<Clock> clock_;
+  const std::unique_ptr<Membership> members_;
+  Lookups lookups_;
+  DeviceMaps device_maps_;
+  ContextRegistry contexts_;
+  ThreadPool pool_;
+  Engine engine_;
+  std::unique_ptr<Transport> transport_;
+  Agent agent_;
+  std::atomic<bool> leaving_{false};
+
+  mutable absl::Mutex mu_;
+  // Guarded by mu_.
+  absl::flat_hash_map<std::string, std::shared_ptr<const Function>> functions_ ABSL_GUARDED_BY(mu_);
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_WORKER_IMPL_H_

@@ -1,0 +1,43 @@
+// A worker's entry in the store, and the address in it.
+#include "absl/strings/strip.h"
+#include "core/base/check.h"
+#include "core/rpc/tensorpipe/socket/endpoint.h"
+#include "core/rpc/worker_info.h"
+#include "tests/fuzz/target.h"
+
+namespace distgrad {
+namespace {
+
+constexpr WorkerId kId = 7;
+
+}  // namespace
+
+// What was taken is written again, and must be read as the same.
+bool ReadHostile(absl::string_view bytes) {
+  const absl::StatusOr<WorkerInfo> worker = DecodeWorkerInfo(bytes, kId);
+  if (!worker.ok()) return false;
+  DG_CHECK(worker->id == kId && worker->name.size() <= kMaxWorkerText &&
+           worker->address.size() <= kMaxWorkerText);
+  const absl::StatusOr<WorkerInfo> same = DecodeWorkerInfo(EncodeWorkerInfo(*worker), kId);
+  DG_CHECK(same.ok()) << same.status();
+  DG_CHECK(same->name == worker->name && same->address == worker->address &&
+           same->incarnation == worker->incarnation && same->left == worker->left &&
+           same->barriers == worker->barriers);
+  absl::string_view address = worker->address;
+  absl::ConsumePrefix(&address, "socket://");
+  const absl::StatusOr<Endpoint> endpoint = ParseEndpoint(address);
+  if (endpoint.ok()) DG_CHECK(ParseEndpoint(FormatEndpoint(*endpoint)).ok());
+  return true;
+}
+
+std::vector<std::string> GoodInputs() {
+  Endpoint endpoint{"[::1]:4711", "0123abcd-1-2-3", std::string(32, 'a'), Token{1, 2, 3}};
+  return {EncodeWorkerInfo({.id = kId,
+                            .name = "back",
+                            .address = "socket://" + FormatEndpoint(endpoint),
+                            .incarnation = 12345,
+                            .barriers = 3}),
+          EncodeWorkerInfo({.id = kId, .name = "x", .left = true})};
+}
+
+}  // namespace distgrad

@@ -1,0 +1,104 @@
+// Many processes, started as launchers start them: each with nothing but its variables.
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "gtest/gtest.h"
+#include "tests/launchers/launched_worker.h"
+#include "tests/testing/child_process.h"
+
+namespace distgrad {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+// Starts `workers` processes with the variables that `of` gives each; all must call all.
+void ExpectAllCallAll(int workers, const std::function<Variables(int rank)>& of,
+                      bool says_local_ranks = true) {
+  const absl::Time begin = absl::Now();
+  std::vector<std::unique_ptr<ChildProcess>> children;
+  for (int rank = 0; rank < workers; ++rank) {
+    const Variables variables = of(rank);
+    for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
+    children.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{"--worker"}));
+    for (const auto& [name, value] : variables) unsetenv(name.c_str());
+  }
+  for (int rank = 0; rank < workers; ++rank) {
+    EXPECT_EQ(children[rank]->ReadLine(),
+              absl::StrCat("rank ", rank, " of ", workers, ", local ", says_local_ranks ? rank : 0,
+                           " of ", says_local_ranks ? workers : 0, ", called ", workers));
+    EXPECT_EQ(children[rank]->Wait(), 0) << "of rank " << rank;
+  }
+  std::printf("%d processes: %s\n", workers, absl::FormatDuration(absl::Now() - begin).c_str());
+}
+
+TEST(CrowdTest, ThirtyTwoWorkers) {
+  constexpr int kWorkers = 32;
+  const auto of = [](int rank) {
+    return Variables{{"RANK", absl::StrCat(rank)},
+                     {"WORLD_SIZE", absl::StrCat(kWorkers)},
+                     {"LOCAL_RANK", absl::StrCat(rank)},
+                     {"LOCAL_WORLD_SIZE", absl::StrCat(kWorkers)},
+                     {"MASTER_ADDR", "127.0.0.1"},
+                     {"MASTER_PORT", "29500"},  // each test has a loopback of its own
+                     {"DISTGRAD_KEY", "a secret of the whole crowd"},
+                     {"TORCHELASTIC_RUN_ID", "crowd"}};
+  };
+  ExpectAllCallAll(kWorkers, of);
+}
+
+TEST(CrowdTest, AsSlurmStartsThem) {
+  const auto of = [](int rank) {
+    return Variables{{"SLURM_JOB_ID", "77"},
+                     {"SLURM_STEP_ID", "0"},
+                     {"SLURM_PROCID", absl::StrCat(rank)},
+                     {"SLURM_NTASKS", "3"},
+                     {"SLURM_LOCALID", absl::StrCat(rank)},
+                     {"SLURM_NODEID", "0"},
+                     {"SLURM_STEP_NODELIST", "gpu7"},
+                     {"SLURM_STEP_TASKS_PER_NODE", "3"}};
+  };
+  ExpectAllCallAll(3, of);
+}
+
+TEST(CrowdTest, AsMpirunStartsThem) {
+  const auto of = [](int rank) {
+    return Variables{{"OMPI_COMM_WORLD_RANK", absl::StrCat(rank)},
+                     {"OMPI_COMM_WORLD_SIZE", "3"},
+                     {"OMPI_COMM_WORLD_LOCAL_RANK", absl::StrCat(rank)},
+                     {"OMPI_COMM_WORLD_LOCAL_SIZE", "3"},
+                     {"PMIX_NAMESPACE", "prterun-host-1@1"}};
+  };
+  ExpectAllCallAll(3, of);
+}
+
+// TensorPipe's own transport, for ours would take a Unix-domain socket here.
+TEST(CrowdTest, OverIpv6) {
+  const auto of = [](int rank) {
+    return Variables{
+        {"DISTGRAD_RENDEZVOUS", absl::StrCat("tcp://[::1]:29500?world_size=2&rank=", rank)},
+        {"DISTGRAD_HOST", "::1"},
+        {"DISTGRAD_TRANSPORT", "tcp"}};
+  };
+  ExpectAllCallAll(2, of, /*says_local_ranks=*/false);
+}
+
+}  // namespace
+}  // namespace distgrad
+
+int main(int argc, char** argv) {
+  if (argc == 2 && std::string(argv[1]) == "--worker") {
+    const absl::Status status =
+        distgrad::RunLaunchedWorker([](const distgrad::Worker&) { return absl::OkStatus(); });
+    if (!status.ok()) std::fprintf(stderr, "%s\n", status.ToString().c_str());
+    return status.ok() ? 0 : 1;
+  }
+  testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

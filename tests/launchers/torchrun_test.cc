@@ -1,0 +1,138 @@
+// Our workers under the real torchrun. It is Python and 2.5 GB, so it is not fetched for this test:
+//
+//   python3 -m pip install --target=DIR torch==2.11.0
+//   PYTHONPATH=DIR DISTGRAD_TORCHRUN="python3 -m torch.distributed.run" tools/bazel test
+//       --test_env=PYTHONPATH --test_env=DISTGRAD_TORCHRUN //tests/launchers:torchrun_test
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <future>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+constexpr char kWorker[] = "tests/launchers/launched_worker";
+
+struct Result {
+  int status = -1;
+  std::string output;  // of torchrun and of all that it started
+
+  int Count(const std::string& text) const {
+    int count = 0;
+    for (size_t at = output.find(text); at != std::string::npos; at = output.find(text, at + 1)) {
+      ++count;
+    }
+    return count;
+  }
+};
+
+int FreePort() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), size), 0);
+  EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+class TorchrunTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    const char* torchrun = std::getenv("DISTGRAD_TORCHRUN");
+    if (torchrun == nullptr || *torchrun == '\0') {
+      GTEST_SKIP() << "DISTGRAD_TORCHRUN does not say how to start torchrun; see torchrun_test.cc";
+    }
+    torchrun_ = torchrun;
+    std::filesystem::remove(marker_);
+  }
+
+  Result Run(const std::string& arguments) {
+    Result result;
+    FILE* pipe = popen(absl::StrCat(torchrun_, " ", arguments, " 2>&1").c_str(), "r");
+    char line[4096];
+    while (std::fgets(line, sizeof(line), pipe) != nullptr) result.output += line;
+    const int status = pclose(pipe);
+    result.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    return result;
+  }
+  // `workers` on this machine, by one agent.
+  Result RunHere(int workers, const std::string& options, const std::string& worker) {
+    return Run(absl::StrCat("--standalone --local-addr=127.0.0.1 --nproc-per-node=", workers, " ",
+                            options, " --no-python ", kWorker, " ", worker));
+  }
+
+  std::string torchrun_;
+  const std::string marker_ = testing::TempDir() + "/marker";
+};
+
+TEST_F(TorchrunTest, AllCallAll) {
+  for (const int workers : {2, 4}) {
+    const Result result = RunHere(workers, "", "");
+    EXPECT_EQ(result.status, 0) << result.output;
+    for (int rank = 0; rank < workers; ++rank) {
+      const std::string line = absl::StrCat("rank ", rank, " of ", workers, ", local ", rank,
+                                            " of ", workers, ", called ", workers, "\n");
+      EXPECT_EQ(result.Count(line), 1) << line << result.output;
+    }
+  }
+}
+
+// In the store of the first start, of which worker 1's death leaves all entries.
+TEST_F(TorchrunTest, StartsAgainWhenAWorkerDies) {
+  const Result result = RunHere(2, "--max-restarts=1", absl::StrCat("kill 1 ", marker_));
+  EXPECT_EQ(result.status, 0) << result.output;
+  EXPECT_TRUE(std::filesystem::exists(marker_));
+  for (const char* line :
+       {"rank 0 of 2, local 0 of 2, called 2\n", "rank 1 of 2, local 1 of 2, called 2\n"}) {
+    EXPECT_EQ(result.Count(line), 1) << result.output;
+  }
+}
+
+// Two agents, each with its own count of restarts: only one of them has seen a worker die.
+TEST_F(TorchrunTest, StartsAgainOnAllMachines) {
+  const std::string arguments = absl::StrCat(
+      "--nnodes=2 --nproc-per-node=2 --max-restarts=1 --rdzv-backend=c10d --rdzv-id=two "
+      "--local-addr=127.0.0.1 --rdzv-endpoint=127.0.0.1:",
+      FreePort(), " --no-python ", kWorker, " kill 3 ", marker_);
+  std::future<Result> other = std::async(std::launch::async, [&] { return Run(arguments); });
+  Result result = Run(arguments);
+  const Result more = other.get();
+  EXPECT_EQ(result.status, 0) << result.output;
+  EXPECT_EQ(more.status, 0) << more.output;
+  EXPECT_TRUE(std::filesystem::exists(marker_));
+  result.output += more.output;
+  for (int rank = 0; rank < 4; ++rank) {
+    const std::string line =
+        absl::StrCat("rank ", rank, " of 4, local ", rank % 2, " of 2, called 4\n");
+    EXPECT_EQ(result.Count(line), 1) << line << result.output;
+  }
+}
+
+TEST_F(TorchrunTest, ItsSummarySaysWhatWeReport) {
+  const Result result = RunHere(2, "", "fail 1");
+  EXPECT_NE(result.status, 0);
+  const size_t cause = result.output.find("Root Cause");
+  ASSERT_NE(cause, std::string::npos) << result.output;
+  const std::string summary = result.output.substr(cause);
+  EXPECT_TRUE(absl::StrContains(summary, "rank      : 1 (local_rank: 1)")) << summary;
+  EXPECT_TRUE(absl::StrContains(summary, "exitcode  : 3")) << summary;
+  EXPECT_TRUE(
+      absl::StrContains(summary, "traceback : RESOURCE_EXHAUSTED: the disk of rank 1 is full"))
+      << summary;
+}
+
+}  // namespace
+}  // namespace distgrad

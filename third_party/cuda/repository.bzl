@@ -1,0 +1,59 @@
+"""cuda_repository and nccl_repository: the CUDA toolkit's compiler and NCCL, the machine's own or out of pinned wheels.
+
+CUDA_HOME names an installed toolkit 13, NCCL_HOME a folder with NCCL's include and lib (CUDA_HOME
+is looked into as well). Without them, or for what they lack, wheels are fetched as for @torch.
+Both are given with --repo_env=CUDA_HOME=... or in the environment.
+"""
+
+load("//third_party:wheels/wheels.bzl", "WHEEL_ATTRS", "WHEEL_ENVIRON", "fetch_wheels")
+
+# libtorch_cuda is built for this major version, and so is the cudart that all of a process shares.
+_CUDA = "13"
+
+def _cuda_impl(ctx):
+    home = ctx.os.environ.get("CUDA_HOME")
+    if home:
+        nvcc = home + "/bin/nvcc"
+        if not ctx.path(nvcc).exists:
+            fail("@%s: CUDA_HOME=%s has no bin/nvcc; unset it to use the pinned wheels" % (ctx.name, home))
+        version = ctx.execute([nvcc, "--version"])
+        if version.return_code != 0 or "release %s." % _CUDA not in version.stdout:
+            fail("@%s: CUDA_HOME=%s is not a toolkit of version %s: %s" %
+                 (ctx.name, home, _CUDA, (version.stdout + version.stderr).strip()))
+        for folder in ["bin", "include", "nvvm"]:
+            ctx.symlink("%s/%s" % (home, folder), "toolkit/" + folder)
+        # Where it lies in wheels and in Conda's packages; an installed toolkit has it below nvvm.
+        if ctx.path(home + "/lib/libnvvm.so.4").exists:
+            ctx.symlink(home + "/lib/libnvvm.so.4", "toolkit/lib/libnvvm.so.4")
+    else:
+        ctx.symlink(fetch_wheels(ctx) + "/nvidia/cu13", "toolkit")
+    ctx.symlink(ctx.attr.build_file, "BUILD.bazel")
+
+def _nccl_impl(ctx):
+    named = ctx.os.environ.get("NCCL_HOME")
+    found = None
+    for home in [named, ctx.os.environ.get("CUDA_HOME")]:
+        for lib in ["lib", "lib64", "lib/x86_64-linux-gnu"]:
+            folder = "%s/%s" % (home, lib)
+            if (home and not found and ctx.path(folder + "/libnccl.so.2").exists and
+                ctx.path(home + "/include/nccl.h").exists):
+                found = (home + "/include", folder)
+    if named and not (found and found[0].startswith(named)):
+        fail("@%s: NCCL_HOME=%s has no include/nccl.h, or no lib/libnccl.so.2" % (ctx.name, named))
+    if not found:
+        store = fetch_wheels(ctx) + "/nvidia/nccl"
+        found = (store + "/include", store + "/lib")
+    ctx.symlink(found[0] + "/nccl.h", "include/nccl.h")
+    ctx.template("BUILD.bazel", ctx.attr.build_file, {"{lib}": found[1]})
+
+cuda_repository = repository_rule(
+    implementation = _cuda_impl,
+    attrs = WHEEL_ATTRS,
+    environ = WHEEL_ENVIRON + ["CUDA_HOME"],
+)
+
+nccl_repository = repository_rule(
+    implementation = _nccl_impl,
+    attrs = WHEEL_ATTRS,
+    environ = WHEEL_ENVIRON + ["CUDA_HOME", "NCCL_HOME"],
+)
