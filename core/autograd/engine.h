@@ -36,7 +36,8 @@ class EngineNetwork {
   virtual ~EngineNetwork() = default;
   // A packet to which notices are to be appended.
   virtual Packet NewNotice() = 0;
-  // In order for each worker. A failure shows up as Engine::OnPeerLost.
+  // Those to one worker may pass each other: large ones take a way of their own. A failure shows up
+  // as Engine::OnPeerLost.
   virtual void Notify(WorkerId to, Packet notices) = 0;
   // Which devices go with which of that worker.
   virtual absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) = 0;

@@ -2,10 +2,11 @@
 // reachable. It carries bytes and segments and does not look into them; what a call means is its
 // service's affair.
 //
-// There is one connection to each peer, opened by whoever calls first and used both ways. When
-// it breaks, or nothing is heard on it for too long, everything under way with that peer fails at
-// once, and the next call opens another: to where the peer is then, for it may have come back.
-// docs/membership.md has the rules. A call to oneself touches no transport.
+// There is one connection to each peer, opened by whoever calls first and used both ways, and one
+// for large packets, which nothing else waits behind (docs/threading.md). When either breaks, or
+// nothing is heard on it for too long, everything under way with that peer fails at once, and the
+// next call opens another: to where the peer is then, for it may have come back. docs/membership.md
+// has the rules. A call to oneself touches no transport.
 #ifndef DISTGRAD_CORE_RPC_AGENT_H_
 #define DISTGRAD_CORE_RPC_AGENT_H_
 
@@ -35,8 +36,8 @@
 
 namespace distgrad {
 
-// Who gets what others send. Called on transport threads, several at once for different peers
-// (and on the calling thread for messages to oneself), with no lock held; must not block.
+// Who gets what others send. Called on transport threads, several at once, also for one peer (and
+// on the calling thread for messages to oneself), with no lock held; must not block.
 class AgentService {
  public:
   virtual ~AgentService() = default;

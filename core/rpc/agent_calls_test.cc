@@ -2,62 +2,24 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <deque>
 #include <memory>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "core/base/fake_clock.h"
 #include "core/base/future.h"
 #include "core/rpc/agent.h"
+#include "core/rpc/agent_testing.h"
 #include "core/rpc/inproc/inproc_transport.h"
 
 namespace distgrad {
 namespace {
 
 using ::absl::StatusCode;
-
-// Keeps the calls that come, and answers those of "echo". Thread-safe.
-class KeepingService : public AgentService {
- public:
-  void OnCall(IncomingCall call) override {
-    if (!call.refusal().ok()) {
-      ++refused;
-      return call.Fail(call.refusal());
-    }
-    if (call.function() == "echo") {
-      Packet reply = call.NewReply();
-      reply.bytes += std::string(call.body().bytes());
-      return call.Reply(std::move(reply));
-    }
-    absl::MutexLock lock(&mu_);
-    kept_.push_back(std::move(call));
-  }
-  void OnNotice(WorkerId, Body) override { ++notices; }
-  void OnLateReply(WorkerId, Body) override { ++late; }
-  void OnPeerLost(WorkerId, const absl::Status&) override {}
-
-  IncomingCall WaitForKept() {
-    absl::MutexLock lock(&mu_);
-    mu_.Await(absl::Condition(
-        +[](std::deque<IncomingCall>* kept) { return !kept->empty(); }, &kept_));
-    IncomingCall call = std::move(kept_.front());
-    kept_.pop_front();
-    return call;
-  }
-
-  std::atomic<int> refused{0}, notices{0}, late{0};
-
- private:
-  absl::Mutex mu_;
-  std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
-};
 
 // Does to all packets of one agent what it is told. Thread-safe.
 class Fault : public FaultInjector {
@@ -71,110 +33,74 @@ class Fault : public FaultInjector {
 
 class AgentCallsTest : public ::testing::Test {
  protected:
-  void Start(Limits limits = {}) {
-    for (int i = 0; i < 2; ++i) {
-      transports_.push_back(NewInprocTransport(network_));
-      agents_.push_back(std::make_unique<Agent>(&clock_, transports_[i].get(), &services_[i],
-                                                AgentOptions{.limits = limits}));
-      WorkerInfo info;
-      info.id = static_cast<WorkerId>(i);
-      info.name = i == 0 ? "a" : "b";
-      info.address = *agents_[i]->Listen();
-      info.incarnation = 100 + i;
-      infos_.push_back(info);
+  void Start(const Limits& limits = {}) {
+    for (WorkerId id = 0; id < 2; ++id) {
+      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, id, /*life=*/1,
+                                                    AgentOptions{.limits = limits}));
     }
-    faults_->of = infos_[0].address;
-    for (int i = 0; i < 2; ++i) ASSERT_TRUE(agents_[i]->Start(infos_[i], infos_).ok());
+    faults_->of = a().info.address;
+    StartAll(agents_);
   }
-  void TearDown() override {
-    for (auto& agent : agents_) agent->Close();
-    transports_.clear();
+  TestAgent& a() { return *agents_[0]; }
+  TestAgent& b() { return *agents_[1]; }
+  static StatusCode CodeOf(const Future<std::string>& reply) {
+    return reply.Wait().status().code();
   }
-
-  static Packet Request(const std::string& function, const std::string& body) {
-    Packet request = Agent::NewRequest(function);
-    request.bytes += body;
-    return request;
-  }
-  struct Made {
-    uint64_t call;
-    Future<std::string> reply;
-  };
-  Made Call(int from, WorkerId to, const std::string& function, const std::string& body,
-            const CallTerms& terms = {}) {
-    Promise<std::string> promise;
-    Future<std::string> future = promise.future();
-    const uint64_t call =
-        agents_[from]->Call(to, Request(function, body), terms,
-                            [promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
-                              if (reply.ok()) {
-                                promise.Set(std::string(reply->bytes()));
-                              } else {
-                                promise.Set(reply.status());
-                              }
-                            });
-    future.CancelBy(agents_[from]->canceller(), call);
-    return {call, future};
-  }
-  static StatusCode CodeOf(const Made& made) { return made.reply.Wait().status().code(); }
 
   FakeClock clock_;
   const std::shared_ptr<Fault> faults_ = std::make_shared<Fault>();
   const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>(faults_);
-  KeepingService services_[2];
-  std::vector<std::unique_ptr<Transport>> transports_;
-  std::vector<std::unique_ptr<Agent>> agents_;
-  std::vector<WorkerInfo> infos_;
+  std::vector<std::unique_ptr<TestAgent>> agents_;
 };
 
 // Waits until the other end has had all that was sent to it.
-#define ECHO() EXPECT_EQ(*Call(0, 1, "echo", "x").reply.Wait(), "x")
+#define ECHO() EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x")
 
 TEST_F(AgentCallsTest, ACancelEndsTheCallAtOnceAndReachesTheHandler) {
   Start();
-  const Made made = Call(0, 1, "keep", "");
-  IncomingCall kept = services_[1].WaitForKept();
+  const Future<std::string> made = a().Call(1, "keep", "");
+  IncomingCall kept = b().service.AwaitKept();
   Promise<Unit> told;
   Future<Unit> heard = told.future();
   kept.cancellation()->OnCancel([&] { told.Set(Unit()); });
   EXPECT_FALSE(kept.cancellation()->cancelled());
-  made.reply.Cancel();
-  ASSERT_TRUE(made.reply.Done()) << "with no word from the other end";
+  made.Cancel();
+  ASSERT_TRUE(made.Done()) << "with no word from the other end";
   EXPECT_EQ(
-      made.reply.Wait().status(),
+      made.Wait().status(),
       absl::CancelledError("call of 'keep' on worker 'b' (1): it was cancelled by its caller"));
   ASSERT_TRUE(heard.Wait().ok());
   EXPECT_EQ(kept.cancellation()->why().code(), StatusCode::kCancelled);
   kept.Reply(kept.NewReply());
-  made.reply.Cancel();
-  ASSERT_TRUE(Call(1, 0, "echo", "x").reply.Wait().ok());
-  EXPECT_EQ(services_[0].late, 1);
+  made.Cancel();
+  ASSERT_TRUE(b().Call(0, "echo", "x").Wait().ok());
+  EXPECT_EQ(a().service.AwaitLateReplies(1).size(), 1u);
 }
 
 TEST_F(AgentCallsTest, ADeadlineAndALostCallerReachTheHandlerToo) {
   Start();
-  const Made late = Call(0, 1, "keep", "", {.deadline = clock_.Now() + absl::Seconds(1)});
-  IncomingCall first = services_[1].WaitForKept();
+  const Future<std::string> late =
+      a().Call(1, "keep", "", {.deadline = clock_.Now() + absl::Seconds(1)});
+  IncomingCall first = b().service.AwaitKept();
   clock_.Advance(absl::Seconds(2));
   EXPECT_EQ(CodeOf(late), StatusCode::kDeadlineExceeded);
   ECHO();
   EXPECT_TRUE(first.cancellation()->cancelled());
 
-  const Made lost = Call(0, 1, "keep", "");
-  IncomingCall second = services_[1].WaitForKept();
+  const Future<std::string> lost = a().Call(1, "keep", "");
+  IncomingCall second = b().service.AwaitKept();
   Promise<Unit> told;
   Future<Unit> heard = told.future();
   second.cancellation()->OnCancel([&] { told.Set(Unit()); });
-  agents_[0]->Close();
+  a().agent.Close();
   EXPECT_TRUE(heard.Wait().ok());
 }
 
 TEST_F(AgentCallsTest, ACancelOfWhatIsOverOrWasNeverThere) {
   Start();
-  const Made made = Call(0, 1, "echo", "x");
-  ASSERT_TRUE(made.reply.Wait().ok());
-  agents_[0]->canceller().lock()->Cancel(made.call);
-  agents_[0]->canceller().lock()->Cancel(4711);
+  ECHO();
+  a().agent.canceller().lock()->Cancel(1);
+  a().agent.canceller().lock()->Cancel(4711);
   ECHO();
 }
 
@@ -182,29 +108,29 @@ TEST_F(AgentCallsTest, ACallOfWhichTwoPacketsComeIsServedOnce) {
   Start();
   ECHO();
   faults_->action = FaultInjector::Action::kDuplicate;
-  const Made made = Call(0, 1, "keep", "");
+  const Future<std::string> made = a().Call(1, "keep", "");
   faults_->action = FaultInjector::Action::kDeliver;
-  IncomingCall kept = services_[1].WaitForKept();
-  const Made next = Call(0, 1, "keep", "next");
-  IncomingCall other = services_[1].WaitForKept();
+  IncomingCall kept = b().service.AwaitKept();
+  const Future<std::string> next = a().Call(1, "keep", "next");
+  IncomingCall other = b().service.AwaitKept();
   EXPECT_EQ(other.body().bytes(), "next");
   kept.Reply(kept.NewReply());
-  EXPECT_TRUE(made.reply.Wait().ok());
+  EXPECT_TRUE(made.Wait().ok());
 }
 
 TEST_F(AgentCallsTest, CallsUnderWayAreBoundedAtTheCaller) {
   Start({.calls_per_peer = 2, .calls = 3});
-  const Made first = Call(0, 1, "keep", ""), second = Call(0, 1, "keep", "");
-  const absl::Status status = Call(0, 1, "keep", "").reply.Wait().status();
+  const Future<std::string> first = a().Call(1, "keep", ""), second = a().Call(1, "keep", "");
+  const absl::Status status = a().Call(1, "keep", "").Wait().status();
   EXPECT_EQ(status, absl::ResourceExhaustedError(
                         "call of 'keep' on worker 'b' (1): 2 calls to it are under way; limit "
                         "calls_per_peer is 2"));
-  const Made self = Call(0, 0, "keep", "");
-  EXPECT_TRUE(absl::StrContains(Call(0, 0, "keep", "").reply.Wait().status().message(),
-                                "limit calls is 3"));
-  IncomingCall kept = services_[1].WaitForKept();
+  const Future<std::string> self = a().Call(0, "keep", "");
+  EXPECT_TRUE(
+      absl::StrContains(a().Call(0, "keep", "").Wait().status().message(), "limit calls is 3"));
+  IncomingCall kept = b().service.AwaitKept();
   kept.Reply(kept.NewReply());
-  ASSERT_TRUE(first.reply.Wait().ok());
+  ASSERT_TRUE(first.Wait().ok());
   ECHO();
 }
 
@@ -234,11 +160,11 @@ TEST_F(AgentCallsTest, CallsUnderWayAreBoundedWhereTheyAreServed) {
 
 TEST_F(AgentCallsTest, MessagesAreBounded) {
   Start({.message_bytes = 1000});
-  const absl::Status status = Call(0, 1, "echo", std::string(1000, 'x')).reply.Wait().status();
+  const absl::Status status = a().Call(1, "echo", std::string(1000, 'x')).Wait().status();
   EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
   EXPECT_TRUE(absl::StrContains(status.message(), "limit message_bytes is 1000")) << status;
-  const Made made = Call(0, 1, "keep", "");
-  IncomingCall kept = services_[1].WaitForKept();
+  const Future<std::string> made = a().Call(1, "keep", "");
+  IncomingCall kept = b().service.AwaitKept();
   Packet reply = kept.NewReply();
   reply.bytes.append(1000, 'x');
   kept.Reply(std::move(reply));
@@ -262,24 +188,23 @@ class SlowPeerTest : public AgentCallsTest {
 };
 
 TEST_F(SlowPeerTest, WhatWaitsToBeSentIsBounded) {
-  const Made first = Call(0, 1, "echo", std::string(6000, 'x'));
-  const Made second = Call(0, 1, "echo", std::string(6000, 'y'));
-  ASSERT_TRUE(second.reply.Done());
+  const Future<std::string> first = a().Call(1, "echo", std::string(6000, 'x'));
+  const Future<std::string> second = a().Call(1, "echo", std::string(6000, 'y'));
+  ASSERT_TRUE(second.Done());
   EXPECT_EQ(CodeOf(second), StatusCode::kResourceExhausted);
-  EXPECT_TRUE(
-      absl::StrContains(second.reply.Wait().status().message(), "limit bytes_per_peer is 10000"));
-  EXPECT_GT(agents_[0]->Queued()[1].second, 6000u);
+  EXPECT_TRUE(absl::StrContains(second.Wait().status().message(), "limit bytes_per_peer is 10000"));
+  EXPECT_GT(a().agent.Queued()[1].second, 6000u);
   Release();
-  EXPECT_EQ(first.reply.Wait()->size(), 6000u);
-  EXPECT_TRUE(Call(0, 1, "echo", std::string(6000, 'z')).reply.Wait().ok());
+  EXPECT_EQ(first.Wait()->size(), 6000u);
+  EXPECT_TRUE(a().Call(1, "echo", std::string(6000, 'z')).Wait().ok());
 }
 
 TEST_F(SlowPeerTest, WhoWaitsForRoomGoesWhenThereIsSome) {
-  const Made first = Call(0, 1, "echo", std::string(6000, 'x'));
+  const Future<std::string> first = a().Call(1, "echo", std::string(6000, 'x'));
   Promise<std::string> promise;
   Future<std::string> second = promise.future();
   std::thread waits([&] {
-    promise.Set(Call(0, 1, "echo", std::string(5000, 'y'), {.wait_for_room = true}).reply.Wait());
+    promise.Set(a().Call(1, "echo", std::string(5000, 'y'), {.wait_for_room = true}).Wait());
   });
   EXPECT_FALSE(second.Done());
   Release();
@@ -288,10 +213,10 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGoesWhenThereIsSome) {
 }
 
 TEST_F(SlowPeerTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
-  const Made first = Call(0, 1, "echo", std::string(6000, 'x'));
+  const Future<std::string> first = a().Call(1, "echo", std::string(6000, 'x'));
   const auto call = [&](CallTerms terms) {
     terms.wait_for_room = true;
-    return Call(0, 1, "echo", std::string(6000, 'x'), terms).reply.Wait().status();
+    return a().Call(1, "echo", std::string(6000, 'x'), terms).Wait().status();
   };
   // The wait is by the machine's clock, long after that of the test.
   absl::Status status = call({.deadline = absl::Now() - absl::Seconds(1)});
@@ -307,50 +232,50 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
   cancelled.join();
 
   std::thread lost([&] { EXPECT_FALSE(call({}).ok()); });
-  agents_[1]->Close();
+  b().agent.Close();
   lost.join();
 }
 
 // Replies wait for room as well; none is lost, and meanwhile their calls count as under way.
 TEST_F(SlowPeerTest, RepliesGoWhenThereIsRoom) {
   Release();
-  std::vector<Made> made;
-  for (int i = 0; i < 3; ++i) made.push_back(Call(1, 0, "keep", ""));
+  std::vector<Future<std::string>> made;
+  for (int i = 0; i < 3; ++i) made.push_back(b().Call(0, "keep", ""));
   std::vector<IncomingCall> kept;
-  for (int i = 0; i < 3; ++i) kept.push_back(services_[0].WaitForKept());
+  for (int i = 0; i < 3; ++i) kept.push_back(a().service.AwaitKept());
   faults_->action = FaultInjector::Action::kHold;
   for (IncomingCall& call : kept) {
     Packet reply = call.NewReply();
     reply.bytes.append(6000, 'x');
     call.Reply(std::move(reply));
   }
-  EXPECT_LT(agents_[0]->Queued()[1].second, 10000u);
+  EXPECT_LT(a().agent.Queued()[1].second, 10000u);
   EXPECT_FALSE(kept[0].cancellation()->cancelled());
   Release();
-  for (const Made& call : made) EXPECT_EQ(call.reply.Wait()->size(), 6000u);
+  for (const Future<std::string>& call : made) EXPECT_EQ(call.Wait()->size(), 6000u);
 }
 
 // ----------------------------------------------------------------------------------- Metrics
 
 TEST_F(AgentCallsTest, WhatIsCounted) {
   Start();
-  const Made made = Call(0, 1, "keep", std::string(100, 'x'));
-  IncomingCall kept = services_[1].WaitForKept();
+  const Future<std::string> made = a().Call(1, "keep", std::string(100, 'x'));
+  IncomingCall kept = b().service.AwaitKept();
   clock_.Advance(absl::Seconds(2));
   kept.Begin();
   clock_.Advance(absl::Seconds(3));
   Packet reply = kept.NewReply();
   reply.bytes.append(200, 'y');
-  const uint64_t request_bytes = Request("keep", std::string(100, 'x')).bytes.size(),
+  const uint64_t request_bytes = Agent::NewRequest("keep").bytes.size() + 100,
                  reply_bytes = reply.bytes.size();
   kept.Reply(std::move(reply));
-  ASSERT_TRUE(made.reply.Wait().ok());
-  const Made failed = Call(0, 1, "keep", "");
-  services_[1].WaitForKept().Fail(absl::DataLossError("as was asked"));
+  ASSERT_TRUE(made.Wait().ok());
+  const Future<std::string> failed = a().Call(1, "keep", "");
+  b().service.AwaitKept().Fail(absl::DataLossError("as was asked"));
   EXPECT_EQ(CodeOf(failed), StatusCode::kDataLoss);
-  const Made open = Call(0, 1, "keep", "");
-  IncomingCall still = services_[1].WaitForKept();
-  agents_[0]->Notify(1, Agent::NewNotice());
+  const Future<std::string> open = a().Call(1, "keep", "");
+  IncomingCall still = b().service.AwaitKept();
+  a().agent.Notify(1, Agent::NewNotice());
   ECHO();
 
   const auto find = [](const std::vector<CallStats>& all, absl::string_view function) {
@@ -359,7 +284,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
     }
     return CallStats{};
   };
-  const CallStats caller = find(agents_[0]->Stats(), "keep");
+  const CallStats caller = find(a().agent.Stats(), "keep");
   EXPECT_EQ(caller.peer, 1);
   EXPECT_FALSE(caller.served);
   EXPECT_EQ(caller.calls, 3u);
@@ -369,7 +294,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   EXPECT_EQ(caller.bytes_received, reply_bytes);
   EXPECT_EQ(caller.run_time, absl::Seconds(5));
 
-  const CallStats callee = find(agents_[1]->Stats(), "keep");
+  const CallStats callee = find(b().agent.Stats(), "keep");
   EXPECT_TRUE(callee.served);
   EXPECT_EQ(callee.calls, 3u);
   EXPECT_EQ(callee.errors, 1u);
@@ -378,7 +303,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   EXPECT_GT(callee.bytes_sent, reply_bytes);
   EXPECT_EQ(callee.queue_time, absl::Seconds(2));
   EXPECT_EQ(callee.run_time, absl::Seconds(3));
-  EXPECT_EQ(find(agents_[1]->Stats(), Agent::kNotices).calls, 1u);
+  EXPECT_EQ(find(b().agent.Stats(), Agent::kNotices).calls, 1u);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What an Agent is made of. Private to core/rpc: agent.cc has its calls, agent_links.cc its
-// connections.
+// What an Agent is made of. Private to core/rpc: agent.cc has its life and what it can be asked,
+// agent_calls.cc its calls, agent_links.cc its connections.
 #ifndef DISTGRAD_CORE_RPC_AGENT_IMPL_H_
 #define DISTGRAD_CORE_RPC_AGENT_IMPL_H_
 
@@ -64,6 +64,7 @@ class Agent::Impl : public Link::Owner,
 
   // Link::Owner
   void OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
+  void OnBulkWanted(const std::shared_ptr<Link>& link) override;
   void OnClosed(const std::shared_ptr<Link>& link, absl::Status why) override;
 
   Clock* const clock_;
@@ -77,6 +78,7 @@ class Agent::Impl : public Link::Owner,
     std::shared_ptr<Link> link;
     std::string function;
     WorkerId to = 0;
+    uint64_t bytes = 0;
     absl::Time deadline;
     Agent::ReplyCallback done;
     CallCounters* counters = nullptr;
@@ -90,13 +92,16 @@ class Agent::Impl : public Link::Owner,
   void Open(const std::shared_ptr<Link>& link, WorkerId to);
   void OnFound(const std::shared_ptr<Link>& link, WorkerId to,
                const absl::StatusOr<WorkerInfo>& found);
-  void Connect(const std::shared_ptr<Link>& link, WorkerId to);
+  // As what `bulk_of` says in the hello.
+  void Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t bulk_of = 0);
+  void OpenBulk(const std::shared_ptr<Link>& link, WorkerId peer, uint64_t number);
 
   // Taking in: one that a peer opened.
   absl::Status Greet(const std::shared_ptr<Link>& link, WireReader& reader);
   void OnFoundGuest(const std::shared_ptr<Link>& link, const Hello& hello,
                     const absl::StatusOr<WorkerInfo>& found);
   void Admit(const std::shared_ptr<Link>& link, WorkerId peer);
+  absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
   void Release(const std::shared_ptr<Link>& link);
 
@@ -120,6 +125,8 @@ class Agent::Impl : public Link::Owner,
   absl::Status CheckCalls(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Pending TakeOut(PendingCalls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(Pending& call, absl::StatusOr<Body> reply);
+  // Tells the worker that serves it that nobody waits for the answer any more.
+  static void TakeBack(uint64_t number, const Pending& call);
   void ArmTimer(absl::Time deadline);
   void OnTimer();
   std::string Describe(WorkerId worker) const { return peers_.Describe(worker); }
@@ -133,7 +140,8 @@ class Agent::Impl : public Link::Owner,
   // Guarded by mu_.
   bool started_ ABSL_GUARDED_BY(mu_) = false;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  // One for each peer; and all others: accepted ones that are not known yet, second ones, probes.
+  // One for each peer; and all others: accepted ones that are not known yet, second ones, probes,
+  // bulk links.
   absl::flat_hash_map<WorkerId, std::shared_ptr<Link>> links_ ABSL_GUARDED_BY(mu_);
   std::vector<std::weak_ptr<Link>> others_ ABSL_GUARDED_BY(mu_);
   uint64_t last_link_ ABSL_GUARDED_BY(mu_) = 0;

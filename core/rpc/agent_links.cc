@@ -53,7 +53,7 @@ void Agent::Impl::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
   Connect(link, to);
 }
 
-void Agent::Impl::Connect(const std::shared_ptr<Link>& link, WorkerId to) {
+void Agent::Impl::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t bulk_of) {
   bool closed;
   {
     absl::MutexLock lock(&mu_);
@@ -68,12 +68,61 @@ void Agent::Impl::Connect(const std::shared_ptr<Link>& link, WorkerId to) {
   AppendHello({.from = self.id,
                .from_incarnation = self.incarnation,
                .to = to,
-               .to_incarnation = peer->incarnation},
+               .to_incarnation = peer->incarnation,
+               .link = bulk_of},
               &hello);
   absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer->address, link);
   if (!connection.ok()) return link->Close(connection.status());
   (*connection)->Send(Packet{std::move(hello), {}}, nullptr);
   link->SetConnection(*connection);
+}
+
+// The bulk link of a link. Who opened the link opens this, too, for the other end may have no way
+// to it. It names a number that it has heard over the link, and so does not come before that.
+
+void Agent::Impl::OnBulkWanted(const std::shared_ptr<Link>& link) {
+  Packet packet;
+  {
+    absl::MutexLock lock(&mu_);
+    AppendFrame({.kind = FrameKind::kBulk, .link = link->accepted ? link->number : 0},
+                &packet.bytes);
+  }
+  link->Send(std::move(packet));
+}
+
+void Agent::Impl::OpenBulk(const std::shared_ptr<Link>& link, WorkerId peer, uint64_t number) {
+  if (number == 0) return OnBulkWanted(link);
+  auto bulk = std::make_shared<Link>(shared_from_this(), &shared_);
+  {
+    absl::MutexLock lock(&mu_);
+    // Both ends may have asked for it.
+    if (closed_ || link->accepted || std::exchange(link->has_bulk, true)) return;
+    bulk->peer = peer;
+    bulk->number = ++last_link_;
+    bulk->is_bulk = true;
+    bulk->main = link;
+    others_.push_back(bulk);
+  }
+  Connect(bulk, peer, number);
+  link->SetBulk(std::move(bulk));
+}
+
+absl::Status Agent::Impl::AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello) {
+  std::shared_ptr<Link> main;
+  {
+    absl::MutexLock lock(&mu_);
+    for (auto& other : AllLinks()) {
+      if (other->number == hello.link) main = std::move(other);
+    }
+    if (main == nullptr || !main->accepted || main->is_bulk || main->peer != hello.from) {
+      return absl::FailedPreconditionError("the connection that it belongs to is not there");
+    }
+    link->peer = hello.from;
+    link->is_bulk = true;
+    link->main = main;
+  }
+  main->SetBulk(link);
+  return absl::OkStatus();
 }
 
 // ------------------------------------------------------------------------------------ Taking in
@@ -117,6 +166,9 @@ absl::Status Agent::Impl::Greet(const std::shared_ptr<Link>& link, WireReader& r
   }
   if (!known.ok()) {
     Refuse(link, known.status());
+  } else if (hello.link != 0) {
+    const absl::Status admitted = AdmitBulk(link, hello);
+    if (!admitted.ok()) Refuse(link, admitted);
   } else if (*known) {
     Admit(link, hello.from);
   } else {
@@ -156,9 +208,10 @@ void Agent::Impl::OnFoundGuest(const std::shared_ptr<Link>& link, const Hello& h
 
 void Agent::Impl::Admit(const std::shared_ptr<Link>& link, WorkerId peer) {
   absl::MutexLock lock(&mu_);
+  if (closed_ || link->dead) return;  // it broke while the store was asked
   link->peer = peer;
   // Two workers may open connections to each other at the same time; then both stay.
-  if (!closed_) links_.emplace(peer, link);
+  links_.emplace(peer, link);
 }
 
 void Agent::Impl::Refuse(const std::shared_ptr<Link>& link, const absl::Status& why) {
@@ -178,9 +231,11 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
   std::vector<Pending> failed;
   bool known = false, lost = false;
   WorkerId peer = 0;
+  std::shared_ptr<Link> main;
   {
     absl::MutexLock lock(&mu_);
-    known = link->peer.has_value();
+    if (link->is_bulk) main = link->main.lock();
+    known = link->peer.has_value() && !link->is_bulk;
     if (known) {
       peer = *link->peer;
       auto it = links_.find(peer);
@@ -190,7 +245,9 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
       lost = !closed_ && !link->dead && (was_used || link->heard() > 0);
     }
     failed = TakePending(*link);
+    link->dead = true;
   }
+  if (main != nullptr) main->Close(why);
   if (known) {
     const std::optional<WorkerInfo> info = peers_.Find(peer);
     why =
@@ -321,7 +378,9 @@ void Agent::Impl::Probe(WorkerId peer) {
   {
     absl::MutexLock lock(&mu_);
     int links = 0;
-    for (const auto& link : AllLinks()) links += link->peer == peer && !link->closed();
+    for (const auto& link : AllLinks()) {
+      links += link->peer == peer && !link->is_bulk && !link->closed();
+    }
     if (closed_ || links != 1) return;
     probe->peer = peer;
     probe->number = ++last_link_;

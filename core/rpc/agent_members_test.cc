@@ -16,9 +16,11 @@
 #include "core/base/fake_clock.h"
 #include "core/base/future.h"
 #include "core/rpc/agent.h"
+#include "core/rpc/agent_testing.h"
 #include "core/rpc/directory.h"
 #include "core/rpc/frame.h"
 #include "core/rpc/inproc/inproc_transport.h"
+#include "core/rpc/link.h"
 #include "core/rpc/wire.h"
 #include "gtest/gtest.h"
 
@@ -26,63 +28,6 @@ namespace distgrad {
 namespace {
 
 constexpr absl::Duration kLimit = absl::Seconds(50);  // a beat each 10 s
-
-// Answers "echo", keeps all other calls, and remembers the rest. Thread-safe.
-class Service : public AgentService {
- public:
-  void OnCall(IncomingCall call) override {
-    if (call.function() == "echo") {
-      Packet reply = call.NewReply();
-      reply.bytes += std::string(call.body().bytes());
-      return call.Reply(std::move(reply));
-    }
-    absl::MutexLock lock(&mu_);
-    kept_.push_back(std::move(call));
-  }
-  void OnNotice(WorkerId, Body notice) override {
-    absl::MutexLock lock(&mu_);
-    notices_.push_back(std::string(notice.bytes()));
-  }
-  void OnLateReply(WorkerId, Body) override {}
-  void OnPeerLost(WorkerId peer, const absl::Status& why) override {
-    absl::MutexLock lock(&mu_);
-    lost_[peer] = why;
-  }
-
-  void AwaitKept() {
-    absl::MutexLock lock(&mu_);
-    mu_.Await(absl::Condition(
-        +[](std::deque<IncomingCall>* kept) { return !kept->empty(); }, &kept_));
-  }
-  absl::Status AwaitLost(WorkerId peer) {
-    absl::MutexLock lock(&mu_);
-    const auto there = [&] {
-      mu_.AssertReaderHeld();
-      return lost_.count(peer) > 0;
-    };
-    mu_.Await(absl::Condition(&there));
-    return lost_[peer];
-  }
-  bool HasLost(WorkerId peer) {
-    absl::MutexLock lock(&mu_);
-    return lost_.count(peer) > 0;
-  }
-  std::vector<std::string> AwaitNotices(size_t n) {
-    absl::MutexLock lock(&mu_);
-    const auto there = [&] {
-      mu_.AssertReaderHeld();
-      return notices_.size() >= n;
-    };
-    mu_.Await(absl::Condition(&there));
-    return notices_;
-  }
-
- private:
-  absl::Mutex mu_;
-  std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_);
-  std::map<WorkerId, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
-};
 
 // Takes the part of the store. Thread-safe.
 class FakeDirectory : public Directory {
@@ -105,30 +50,35 @@ class FakeDirectory : public Directory {
     mu_.Await(absl::Condition(
         +[](std::deque<std::pair<WorkerId, Found>>* asked) { return !asked->empty(); }, &asked_));
   }
-  void Answer() {
+  // `hold_on`: this once.
+  void Answer(bool hold_on = false) {
     std::deque<std::pair<WorkerId, Found>> asked;
     {
       absl::MutexLock lock(&mu_);
-      holds_ = false;
+      holds_ = hold_on;
       asked.swap(asked_);
     }
-    for (auto& [worker, found] : asked) Find(worker, std::move(found));
+    for (auto& [worker, found] : asked) found(Entry(worker));
   }
   void Find(WorkerId worker, Found found) override {
-    absl::StatusOr<WorkerInfo> answer = absl::NotFoundError("never heard of it");
     {
       absl::MutexLock lock(&mu_);
       if (holds_) {
         asked_.emplace_back(worker, std::move(found));
         return;
       }
-      if (workers_.count(worker) > 0) answer = workers_[worker];
-      if (broken_) answer = absl::UnavailableError("the store is gone");
     }
-    found(std::move(answer));
+    found(Entry(worker));
   }
 
  private:
+  absl::StatusOr<WorkerInfo> Entry(WorkerId worker) {
+    absl::MutexLock lock(&mu_);
+    if (broken_) return absl::UnavailableError("the store is gone");
+    if (workers_.count(worker) == 0) return absl::NotFoundError("never heard of it");
+    return workers_[worker];
+  }
+
   absl::Mutex mu_;
   std::map<WorkerId, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
   bool broken_ ABSL_GUARDED_BY(mu_) = false, holds_ ABSL_GUARDED_BY(mu_) = false;
@@ -142,6 +92,7 @@ class Silence : public FaultInjector {
     absl::MutexLock lock(&mu_);
     silent_ = address;
   }
+  void HoldsLarge(bool holds) { holds_large_ = holds; }
   int pings() const { return pings_; }
   void AwaitPongs(int n) {
     absl::MutexLock lock(&mu_);
@@ -157,58 +108,21 @@ class Silence : public FaultInjector {
     const FrameKind kind = ReadFrame(reader)->kind;
     if (kind == FrameKind::kPing) ++pings_;
     if (kind == FrameKind::kPong) ++pongs_;
-    return from == silent_ || to == silent_ ? Action::kDrop : Action::kDeliver;
+    if (from == silent_ || to == silent_) return Action::kDrop;
+    return holds_large_ && packet.size() > Link::kBulkBytes ? Action::kHold : Action::kDeliver;
   }
 
  private:
   absl::Mutex mu_;
   std::string silent_ ABSL_GUARDED_BY(mu_);
+  std::atomic<bool> holds_large_{false};
   std::atomic<int> pings_{0};
   int pongs_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-// One worker: a life of one.
-struct Node {
-  Node(Clock* clock, const std::shared_ptr<InprocNetwork>& network, Directory* directory,
-       WorkerId id, uint64_t life, size_t max_workers = 100)
-      : transport(NewInprocTransport(network)),
-        agent(clock, transport.get(), &service,
-              {.directory = directory, .heartbeat_limit = kLimit, .max_workers = max_workers}) {
-    info.id = id;
-    info.name = std::string(1, static_cast<char>('a' + id));
-    info.incarnation = life << 32;
-    info.address = *agent.Listen();
-  }
-  ~Node() {
-    agent.Close();
-    transport.reset();
-  }
-
-  Future<std::string> Call(WorkerId to, const std::string& function, const std::string& body = "") {
-    Promise<std::string> promise;
-    Future<std::string> future = promise.future();
-    Packet request = Agent::NewRequest(function);
-    request.bytes += body;
-    agent.Call(to, std::move(request), {.deadline = absl::InfiniteFuture()},
-               [promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
-                 if (reply.ok())
-                   promise.Set(std::string(reply->bytes()));
-                 else
-                   promise.Set(reply.status());
-               });
-    return future;
-  }
-  void Notify(WorkerId to, const std::string& body) {
-    Packet notice = Agent::NewNotice();
-    notice.bytes += body;
-    agent.Notify(to, std::move(notice));
-  }
-
-  Service service;
-  std::unique_ptr<Transport> transport;
-  Agent agent;
-  WorkerInfo info;
-};
+AgentOptions Options(Directory* directory) {
+  return {.directory = directory, .heartbeat_limit = kLimit, .max_workers = 100};
+}
 
 class AgentMembersTest : public testing::Test {
  protected:
@@ -222,11 +136,11 @@ class AgentMembersTest : public testing::Test {
     }
     for (auto& node : nodes_) ASSERT_TRUE(node->agent.Start(node->info, infos).ok());
   }
-  std::unique_ptr<Node> New(WorkerId id, uint64_t life) {
-    return std::make_unique<Node>(&clock_, network_, &directory_, id, life);
+  std::unique_ptr<TestAgent> New(WorkerId id, uint64_t life) {
+    return std::make_unique<TestAgent>(&clock_, network_, id, life, Options(&directory_));
   }
   // One that comes late: the store has it, and it knows those of the start.
-  std::unique_ptr<Node> Come(WorkerId id, uint64_t life) {
+  std::unique_ptr<TestAgent> Come(WorkerId id, uint64_t life) {
     auto node = New(id, life);
     directory_.Set(node->info);
     std::vector<WorkerInfo> infos = {node->info};
@@ -236,16 +150,16 @@ class AgentMembersTest : public testing::Test {
     EXPECT_TRUE(node->agent.Start(node->info, infos).ok());
     return node;
   }
-  Node& a() { return *nodes_[0]; }
-  Node& b() { return *nodes_[1]; }
-  Node& c() { return *nodes_[2]; }
+  TestAgent& a() { return *nodes_[0]; }
+  TestAgent& b() { return *nodes_[1]; }
+  TestAgent& c() { return *nodes_[2]; }
   void Beat() { clock_.Advance(kLimit / 5); }
 
   FakeClock clock_;
   FakeDirectory directory_;
   const std::shared_ptr<Silence> silence_ = std::make_shared<Silence>();
   const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>(silence_);
-  std::vector<std::unique_ptr<Node>> nodes_;
+  std::vector<std::unique_ptr<TestAgent>> nodes_;
 };
 
 bool Contains(const absl::Status& status, absl::string_view text) {
@@ -257,7 +171,7 @@ bool Contains(const absl::Status& status, absl::string_view text) {
 TEST_F(AgentMembersTest, ASilentPeerIsLostAtBothEndsAndNobodyElseIs) {
   auto pending = a().Call(1, "keep");
   auto other = a().Call(2, "keep");
-  b().service.AwaitKept();
+  const IncomingCall kept = b().service.AwaitKept();
   silence_->Of(b().info.address);
   for (int i = 0; i < 5; ++i) {
     EXPECT_FALSE(pending.Done()) << "beat " << i;
@@ -321,9 +235,11 @@ TEST_F(AgentMembersTest, WhoseLinkIsBusyIsAskedOnAnother) {
   const auto busy = std::make_shared<Busy>();
   const auto network = std::make_shared<InprocNetwork>(busy);
   FakeDirectory directory;
-  Node x(&clock_, network, &directory, 0, 1), y(&clock_, network, &directory, 1, 1);
-  for (Node* node : {&x, &y}) directory.Set(node->info);
-  for (Node* node : {&x, &y}) ASSERT_TRUE(node->agent.Start(node->info, {x.info, y.info}).ok());
+  TestAgent x(&clock_, network, 0, 1, Options(&directory));
+  TestAgent y(&clock_, network, 1, 1, Options(&directory));
+  for (TestAgent* node : {&x, &y}) directory.Set(node->info);
+  for (TestAgent* node : {&x, &y})
+    ASSERT_TRUE(node->agent.Start(node->info, {x.info, y.info}).ok());
   EXPECT_EQ(*x.Call(1, "echo", "x").Wait(), "x");
   busy->busy = true;
   auto large = x.Call(1, "echo", "large");
@@ -333,6 +249,24 @@ TEST_F(AgentMembersTest, WhoseLinkIsBusyIsAskedOnAnother) {
   EXPECT_EQ(*large.Wait(), "large");
   EXPECT_FALSE(x.service.HasLost(1));
   EXPECT_FALSE(y.service.HasLost(0));
+}
+
+// Signs of life do not wait behind what is large.
+TEST_F(AgentMembersTest, WhoTakesLongForALargePacketIsKept) {
+  const std::string large(Link::kBulkBytes, 'x');
+  EXPECT_EQ(*a().Call(1, "echo", large).Wait(), large);
+  silence_->HoldsLarge(true);
+  auto call = a().Call(1, "echo", large);
+  for (int i = 0; i < 10; ++i) {
+    Beat();
+    for (WorkerId to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
+  }
+  EXPECT_FALSE(call.Done());
+  silence_->HoldsLarge(false);
+  network_->ReleaseHeld();
+  EXPECT_EQ(*call.Wait(), large);
+  EXPECT_FALSE(a().service.HasLost(1));
+  EXPECT_FALSE(b().service.HasLost(0));
 }
 
 // ------------------------------------------------------------------------------------- Return
@@ -351,7 +285,7 @@ TEST_F(AgentMembersTest, AWorkerThatDiedComesBackElsewhere) {
 
 TEST_F(AgentMembersTest, ANewLifeEndsWhatThereIsWithTheOld) {
   auto pending = a().Call(1, "keep");
-  b().service.AwaitKept();
+  const IncomingCall kept = b().service.AwaitKept();
   // The old one lives, and nobody hears of its end: it is on a machine that was cut off.
   auto old = std::move(nodes_[1]);
   nodes_[1] = Come(1, 2);
@@ -412,7 +346,23 @@ TEST_F(AgentMembersTest, WhatComesBeforeTheStoreHasAnsweredKeepsItsOrder) {
   directory_.Answer();
   asking.join();
   const std::vector<std::string> notices = a().service.AwaitNotices(200);
-  for (int i = 0; i < 200; ++i) EXPECT_EQ(notices[i], absl::StrCat(i));
+  for (int i = 0; i < 200; ++i) EXPECT_EQ(notices[i], absl::StrCat("3:", i));
+}
+
+TEST_F(AgentMembersTest, OneWhoIsGoneBeforeTheStoreHasAnsweredIsNotTakenIn) {
+  const auto d = Come(3, 1);
+  EXPECT_EQ(*c().Call(0, "echo", "the way is free").Wait(), "the way is free");
+  directory_.Hold();
+  auto never = d->Call(0, "echo");
+  directory_.AwaitQuestion();  // its own, for where we are
+  directory_.Answer(/*hold_on=*/true);
+  directory_.AwaitQuestion();  // ours, for who it is
+  d->agent.Close();
+  EXPECT_EQ(never.Wait().status().code(), absl::StatusCode::kCancelled);
+  // What comes after its end has come, so that has come, too.
+  EXPECT_EQ(*c().Call(0, "echo", "x").Wait(), "x");
+  directory_.Answer();
+  EXPECT_EQ(a().Call(3, "echo").Wait().status().code(), absl::StatusCode::kUnavailable);
 }
 
 TEST_F(AgentMembersTest, WhoIsNotInTheStoreIsRefused) {
@@ -427,7 +377,9 @@ TEST_F(AgentMembersTest, WhoIsNotInTheStoreIsRefused) {
 }
 
 TEST_F(AgentMembersTest, NoMoreThanTheLimitAreKnown) {
-  Node small(&clock_, network_, &directory_, 4, 1, /*max_workers=*/2);
+  AgentOptions options = Options(&directory_);
+  options.max_workers = 2;
+  TestAgent small(&clock_, network_, 4, 1, options);
   directory_.Set(small.info);
   ASSERT_TRUE(small.agent.Start(small.info, {small.info, a().info}).ok());
   const absl::Status status = b().Call(4, "echo").Wait().status();
@@ -440,7 +392,7 @@ TEST_F(AgentMembersTest, NoMoreThanTheLimitAreKnown) {
 TEST_F(AgentMembersTest, OneWhoLeavesIsNoMemberAndItsCallsFailClearly) {
   EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
   auto pending = a().Call(1, "keep");
-  b().service.AwaitKept();
+  const IncomingCall kept = b().service.AwaitKept();
   WorkerInfo left = b().info;
   left.left = true;
   directory_.Set(left);
@@ -451,7 +403,7 @@ TEST_F(AgentMembersTest, OneWhoLeavesIsNoMemberAndItsCallsFailClearly) {
   const absl::Status status = pending.Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   EXPECT_TRUE(Contains(status, "worker 'b' (1) has left the job")) << status;
-  for (Node* node : {&a(), &c()}) {
+  for (TestAgent* node : {&a(), &c()}) {
     const absl::Status later = node->Call(1, "echo").Wait().status();
     EXPECT_EQ(later.code(), absl::StatusCode::kUnavailable) << later;
     EXPECT_TRUE(Contains(later, "has left the job")) << later;

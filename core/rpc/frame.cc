@@ -43,6 +43,9 @@ void AppendFrame(const Frame& frame, std::string* out) {
     case FrameKind::kRefused:
       AppendStatus(frame.status, writer);
       break;
+    case FrameKind::kBulk:
+      writer.U64(frame.link);
+      break;
     case FrameKind::kHello:
     case FrameKind::kNotice:
     case FrameKind::kPing:
@@ -91,6 +94,9 @@ absl::StatusOr<Frame> ReadFrame(WireReader& reader) {
         return absl::InvalidArgumentError("a refusal that gives no reason");
       }
       break;
+    case FrameKind::kBulk:
+      frame.link = reader.U64();
+      break;
     case FrameKind::kHello:
     case FrameKind::kNotice:
     case FrameKind::kPing:
@@ -113,6 +119,7 @@ void AppendHello(const Hello& hello, std::string* out) {
   writer.U64(hello.from_incarnation);
   writer.U16(hello.to);
   writer.U64(hello.to_incarnation);
+  writer.U64(hello.link);
 }
 
 absl::StatusOr<Hello> ReadHello(WireReader& reader) {
@@ -121,6 +128,7 @@ absl::StatusOr<Hello> ReadHello(WireReader& reader) {
   hello.from_incarnation = reader.U64();
   hello.to = reader.U16();
   hello.to_incarnation = reader.U64();
+  hello.link = reader.U64();
   absl::Status read = reader.status("hello");
   if (!read.ok()) return read;
   return hello;

@@ -23,15 +23,17 @@ enum class FrameKind : uint8_t {
   kPong = 7,     // the sign
   kLeaving = 8,  // the sender leaves the job: it takes no new calls
   kRefused = 9,  // why the receiver of a hello does not want the connection; the last packet
+  kBulk = 10,    // large packets want a connection of their own
 };
 
-inline constexpr uint32_t kWireMagic = 0x32474744;    // "DGG2"; changes with the wire format
+inline constexpr uint32_t kWireMagic = 0x33474744;    // "DGG3"; changes with the wire format
 inline constexpr size_t kMaxFunctionName = 1024;      // bytes
 inline constexpr size_t kMaxErrorMessage = 16 << 10;  // bytes; longer ones are cut
 
 struct Frame {
   FrameKind kind = FrameKind::kNotice;
-  uint64_t call = 0;                // all but notices and hello: numbers the caller's calls
+  uint64_t call = 0;                // request, reply, cancel: numbers the caller's calls
+  uint64_t link = 0;                // bulk: what the hello shall name; 0 asks for such a number
   int64_t timeout_us = 0;           // request: what was left of the deadline; 0: none
   absl::string_view function = {};  // request
   absl::Status status = {};         // reply; the body is empty unless OK. Refusal; not OK
@@ -43,6 +45,7 @@ struct Hello {
   Incarnation from_incarnation = 0;
   WorkerId to = 0;
   Incarnation to_incarnation = 0;
+  uint64_t link = 0;  // not 0: for the large packets of that link, by the number `to` gave it
 };
 
 // Appends the header; the body follows.

@@ -45,6 +45,13 @@ TEST(FrameTest, ACancelNamesItsCall) {
   EXPECT_EQ(frame->call, 9u);
 }
 
+TEST(FrameTest, ABulkFrameNamesItsLink) {
+  std::string bytes;
+  AppendFrame({.kind = FrameKind::kBulk, .link = 9}, &bytes);
+  WireReader reader(bytes);
+  EXPECT_EQ(ReadFrame(reader)->link, 9u);
+}
+
 TEST(FrameTest, ARefusalHasAReason) {
   std::string bytes;
   AppendFrame({.kind = FrameKind::kRefused, .status = absl::AbortedError("not you")}, &bytes);
@@ -68,7 +75,8 @@ TEST(FrameTest, WhatIsSaidWithoutABodyIsReadAsItWasWritten) {
 
 TEST(FrameTest, AHelloIsReadAsItWasWritten) {
   std::string bytes;
-  AppendHello({.from = 1, .from_incarnation = 11, .to = 2, .to_incarnation = 22}, &bytes);
+  AppendHello({.from = 1, .from_incarnation = 11, .to = 2, .to_incarnation = 22, .link = 3},
+              &bytes);
   WireReader reader(bytes);
   ASSERT_EQ(ReadFrame(reader)->kind, FrameKind::kHello);
   absl::StatusOr<Hello> hello = ReadHello(reader);
@@ -77,14 +85,16 @@ TEST(FrameTest, AHelloIsReadAsItWasWritten) {
   EXPECT_EQ(hello->from_incarnation, 11u);
   EXPECT_EQ(hello->to, 2);
   EXPECT_EQ(hello->to_incarnation, 22u);
+  EXPECT_EQ(hello->link, 3u);
 }
 
 TEST(FrameTest, WhatIsCutShortIsRefused) {
-  for (const Frame& frame : {Frame{.kind = FrameKind::kRequest, .function = "f"},
-                             Frame{.kind = FrameKind::kReply, .status = absl::InternalError("x")},
-                             Frame{.kind = FrameKind::kCancel, .call = 9},
-                             Frame{.kind = FrameKind::kRefused, .status = absl::AbortedError("x")},
-                             Frame{.kind = FrameKind::kPing}, Frame{.kind = FrameKind::kNotice}}) {
+  for (const Frame& frame :
+       {Frame{.kind = FrameKind::kRequest, .function = "f"},
+        Frame{.kind = FrameKind::kReply, .status = absl::InternalError("x")},
+        Frame{.kind = FrameKind::kCancel, .call = 9}, Frame{.kind = FrameKind::kBulk, .link = 9},
+        Frame{.kind = FrameKind::kRefused, .status = absl::AbortedError("x")},
+        Frame{.kind = FrameKind::kPing}, Frame{.kind = FrameKind::kNotice}}) {
     std::string bytes;
     AppendFrame(frame, &bytes);
     for (size_t size = 0; size < bytes.size(); ++size) {
@@ -119,7 +129,7 @@ TEST(FrameTest, RandomBytesNeverCrash) {
   std::mt19937_64 rng(1);
   for (int i = 0; i < 20000; ++i) {
     std::string bytes;
-    AppendFrame({.kind = static_cast<FrameKind>(1 + rng() % 9), .function = "f"}, &bytes);
+    AppendFrame({.kind = static_cast<FrameKind>(1 + rng() % 10), .function = "f"}, &bytes);
     for (int flips = 0; flips < 4; ++flips) bytes[rng() % bytes.size()] = static_cast<char>(rng());
     WireReader reader(bytes);
     if (ReadFrame(reader).ok()) ReadHello(reader).IgnoreError();

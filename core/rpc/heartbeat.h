@@ -1,9 +1,9 @@
 // Decides from what is heard on each link who is silent, who is to be asked for a sign of life,
 // and who is lost. It has no clock and sends nothing: its owner calls Tick() now and then.
 //
-// A peer lives as long as anything arrives from it, on whichever link. What is large arrives only
-// when it is complete, and keeps all behind it on its link waiting: so a peer that stays silent
-// for long is asked on a new link, a probe, before it is given up.
+// A peer lives as long as anything arrives from it, on whichever link. What waits to be sent on a
+// link keeps a question behind it waiting: so a peer that stays silent for long is asked on a new
+// link, a probe, before it is given up.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 

@@ -16,11 +16,23 @@ Link::Link(std::shared_ptr<Owner> owner, Shared* shared, bool loopback)
 
 void Link::Send(Packet packet, SendWindow::Room room) {
   if (loopback_) return owner_->OnPacket(shared_from_this(), CopyPacket(packet));
-  if (room.window() != window_.get()) room = window_->Take(packet.size());
-  out_.Run([this, self = shared_from_this(), packet = std::move(packet),
-            room = std::move(room)]() mutable {
+  const uint64_t size = packet.size();
+  if (room.window() != window_.get()) room = window_->Take(size);
+  Queue(std::move(packet), std::move(room), size > kBulkBytes);
+}
+
+void Link::SendBehind(uint64_t bytes, Packet packet) {
+  if (loopback_) return Send(std::move(packet));
+  SendWindow::Room room = window_->Take(packet.size());
+  Queue(std::move(packet), std::move(room), bytes > kBulkBytes);
+}
+
+void Link::Queue(Packet packet, SendWindow::Room room, bool is_large) {
+  out_.Run([this, self = shared_from_this(), packet = std::move(packet), room = std::move(room),
+            is_large]() mutable {
     if (open_ != nullptr) std::exchange(open_, nullptr)();
-    waiting_.emplace_back(std::move(packet), std::move(room));
+    (is_large ? large_waiting_ : waiting_).emplace_back(std::move(packet), std::move(room));
+    if (is_large && !std::exchange(bulk_wanted_, true)) owner_->OnBulkWanted(self);
     FlushOnStrand();
   });
 }
@@ -35,20 +47,26 @@ void Link::SendLast(Packet packet, absl::Status why) {
 }
 
 void Link::FlushOnStrand() {
-  const auto connection = this->connection();
-  if (connection == nullptr) {
-    std::deque<Waiting> unwanted;  // they end outside the lock
-    {
-      absl::MutexLock lock(&mu_);
-      if (closed_) unwanted.swap(waiting_);
+  std::shared_ptr<Connection> connection;
+  std::shared_ptr<Link> bulk;
+  std::deque<Waiting> unwanted, large_unwanted;  // they end outside the lock
+  {
+    absl::MutexLock lock(&mu_);
+    connection = connection_;
+    bulk = bulk_;
+    if (closed_) {
+      unwanted.swap(waiting_);
+      large_unwanted.swap(large_waiting_);
     }
-    return;
   }
-  while (!waiting_.empty()) {
-    Waiting next = std::move(waiting_.front());
-    waiting_.pop_front();
-    connection->Send(std::move(next.first), [room = std::move(next.second)](
-                                                const absl::Status&) mutable { room.GiveBack(); });
+  for (; connection != nullptr && !waiting_.empty(); waiting_.pop_front()) {
+    auto& [packet, room] = waiting_.front();
+    connection->Send(std::move(packet),
+                     [room = std::move(room)](const absl::Status&) mutable { room.GiveBack(); });
+  }
+  for (; bulk != nullptr && !large_waiting_.empty(); large_waiting_.pop_front()) {
+    auto& [packet, room] = large_waiting_.front();
+    bulk->Queue(std::move(packet), std::move(room), /*is_large=*/false);
   }
 }
 
@@ -58,6 +76,15 @@ void Link::SetConnection(std::shared_ptr<Connection> connection) {
     if (!closed_) connection_ = std::exchange(connection, nullptr);
   }
   if (connection != nullptr) return connection->Close();  // it comes too late
+  out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
+}
+
+void Link::SetBulk(std::shared_ptr<Link> bulk) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!closed_ && bulk_ == nullptr) bulk_ = std::exchange(bulk, nullptr);
+  }
+  if (bulk != nullptr) return bulk->Close(absl::CancelledError("nobody wants it any more"));
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
 }
 
@@ -80,17 +107,20 @@ void Link::OnPacket(Packet packet) {
 }
 
 void Link::OnClosed(absl::Status why) {
-  std::shared_ptr<Connection> connection;  // ends outside the lock
+  std::shared_ptr<Connection> connection;  // these end outside the lock
+  std::shared_ptr<Link> bulk;
   {
     absl::MutexLock lock(&mu_);
     if (closed_) return;
     closed_ = true;
     connection.swap(connection_);
+    bulk.swap(bulk_);
     if (!why_.ok()) why = why_;
   }
   served_.Close(why);
   window_->Close(why);
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
+  if (bulk != nullptr) bulk->Close(why);
   owner_->OnClosed(shared_from_this(), std::move(why));
 }
 

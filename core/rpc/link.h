@@ -1,5 +1,8 @@
 // One connection with a peer as the agent has it: what is sent goes in order, also while the
 // connection is still being opened; and the short cut to oneself, which touches no transport.
+//
+// Large packets go over a second connection, the bulk link, so that nothing else waits behind
+// them; they keep their order among themselves. docs/threading.md, "Large packets".
 #ifndef DISTGRAD_CORE_RPC_LINK_H_
 #define DISTGRAD_CORE_RPC_LINK_H_
 
@@ -34,9 +37,14 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
    public:
     virtual ~Owner() = default;
     virtual void OnPacket(const std::shared_ptr<Link>& link, Packet packet) = 0;
+    // Once: a large packet waits for SetBulk(). Called as Link::Send() is.
+    virtual void OnBulkWanted(const std::shared_ptr<Link>& link) = 0;
     // Once, and last.
     virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why) = 0;
   };
+
+  // A packet of more bytes than this is large.
+  static constexpr uint64_t kBulkBytes = 64 << 10;
 
   // What the links of an agent share; outlives them, but for the clock, which outlives Close().
   struct Shared {
@@ -56,12 +64,16 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   // The rest of what the owner keeps with a link, like `peer`.
   uint64_t number = 0;     // of its own
+  bool accepted = false;   // the peer opened it
   bool dead = false;       // nothing of it counts any more: it was refused, or its peer came back
   bool holds = false;      // what arrives waits in `held`
   bool asking = false;     // until it is known whether the hello is good
   bool releasing = false;  // somebody is taking it from there
   std::deque<Packet> held;
   uint64_t held_bytes = 0;
+  bool has_bulk = false;     // we have opened it
+  bool is_bulk = false;      // what arrives belongs to `main`
+  std::weak_ptr<Link> main;  // gone when that is closed
 
   bool loopback() const { return loopback_; }
   bool closed() const;
@@ -77,6 +89,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // An error closes the connection, and is reported there. `room` is given back when the packet
   // has left; one that has none goes all the same.
   void Send(Packet packet, SendWindow::Room room = {});
+  // Goes where one of `bytes` has gone, behind it.
+  void SendBehind(uint64_t bytes, Packet packet);
 
   // The same, and closes the connection when it has gone.
   void SendLast(Packet packet, absl::Status why);
@@ -87,6 +101,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Until then what is sent waits.
   void SetConnection(std::shared_ptr<Connection> connection);
   bool connected() const { return connection() != nullptr; }
+  // The link for large packets; once. Either one's end is the other's.
+  void SetBulk(std::shared_ptr<Link> bulk);
 
   // The first reason stays; it is what the owner hears, at once if there is no connection yet.
   // Cancels what is served.
@@ -97,7 +113,10 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void OnClosed(absl::Status why) override;
 
  private:
+  using Waiting = std::pair<Packet, SendWindow::Room>;
+
   std::shared_ptr<Connection> connection() const;
+  void Queue(Packet packet, SendWindow::Room room, bool is_large);
   void FlushOnStrand();
 
   // Constant after construction.
@@ -113,12 +132,14 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   // On out_ only, once others know the link.
   absl::AnyInvocable<void()> open_;
-  using Waiting = std::pair<Packet, SendWindow::Room>;
-  std::deque<Waiting> waiting_;  // for the connection
+  std::deque<Waiting> waiting_;        // for the connection
+  std::deque<Waiting> large_waiting_;  // for the bulk link
+  bool bulk_wanted_ = false;
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<Link> bulk_ ABSL_GUARDED_BY(mu_);
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status why_ ABSL_GUARDED_BY(mu_);  // why we closed it, if we did
 };

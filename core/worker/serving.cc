@@ -72,8 +72,8 @@ void Worker::Impl::OnCall(IncomingCall call) {
     const absl::Status added = context->AddPeer(call.from());
     if (!added.ok()) return call.Fail(added);
   }
-  // Here and now, in the order of arrival: messages of a pass that come after this call must find
-  // its edge. One that is refused has an edge too; nothing else is made of it.
+  // Here and now: messages of a pass that follow from this call must find its edge. One that is
+  // refused has an edge too; nothing else is made of it.
   absl::StatusOr<Message> message =
       refusal.ok() ? ReadCallMessage(call.body().packet, call.body().offset, message_limits())
                    : refusal;

@@ -23,20 +23,22 @@ bool ReadHostile(absl::string_view bytes) {
   WireReader second(again);
   const absl::StatusOr<Frame> same = ReadFrame(second);
   DG_CHECK(same.ok()) << same.status();
-  DG_CHECK(same->kind == frame->kind && same->call == frame->call &&
+  DG_CHECK(same->kind == frame->kind && same->call == frame->call && same->link == frame->link &&
            same->timeout_us == frame->timeout_us && same->function == frame->function &&
            same->status == frame->status);
   return true;
 }
 
 std::vector<std::string> GoodInputs() {
-  std::vector<std::string> inputs(4);
+  std::vector<std::string> inputs(5);
   AppendFrame({.kind = FrameKind::kRequest, .function = "square"}, &inputs[0]);
   SetCall(7, 1500, &inputs[0]);
   AppendFrame({.kind = FrameKind::kReply, .call = 3}, &inputs[1]);
   AppendFrame({.kind = FrameKind::kReply, .call = 4, .status = absl::NotFoundError("none")},
               &inputs[2]);
-  AppendHello({.from = 1, .from_incarnation = 11, .to = 2, .to_incarnation = 22}, &inputs[3]);
+  AppendHello({.from = 1, .from_incarnation = 11, .to = 2, .to_incarnation = 22, .link = 3},
+              &inputs[3]);
+  AppendFrame({.kind = FrameKind::kBulk, .link = 5}, &inputs[4]);
   return inputs;
 }
 

@@ -1,0 +1,380 @@
+// The calls and notices of an agent: sent, matched with their answers, ended by their deadlines, and
+// taken in.
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+#include "core/rpc/agent_impl.h"
+
+namespace distgrad {
+
+// --------------------------------------------------------------------------------- Sending
+
+absl::Status Agent::Impl::CheckCalls(const Link& link) const {
+  const Limits& limits = shared_.limits;
+  if (link.made >= limits.calls_per_peer) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        link.made, " calls to it are under way; limit calls_per_peer is ", limits.calls_per_peer));
+  }
+  if (pending_.size() >= limits.calls) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(pending_.size(), " calls are under way; limit calls is ", limits.calls));
+  }
+  return absl::OkStatus();
+}
+
+uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
+                           ReplyCallback done) {
+  WireReader reader(request.bytes);
+  const std::string function(ReadFrame(reader)->function);
+  const uint64_t size = request.size();
+  const auto fail = [&](const absl::Status& why) {
+    done(CallError(to, function, why));
+    return 0;
+  };
+  if (size > shared_.limits.message_bytes) return fail(TooLarge("the message", size));
+  SendWindow::Room room;
+  for (;;) {
+    const absl::Time now = clock_->Now();
+    int64_t timeout_us = 0;
+    if (terms.deadline != absl::InfiniteFuture()) {
+      timeout_us = absl::ToInt64Microseconds(terms.deadline - now);
+      if (timeout_us <= 0) {
+        return fail(absl::DeadlineExceededError("the deadline has passed already"));
+      }
+    }
+    std::shared_ptr<Link> link;
+    bool arm = false;
+    uint64_t call = 0;
+    {
+      absl::ReleasableMutexLock lock(&mu_);
+      absl::StatusOr<std::shared_ptr<Link>> found = LinkTo(to);
+      absl::Status status = found.ok() ? CheckCalls(**found) : found.status();
+      if (!status.ok()) {
+        lock.Release();
+        return fail(status);
+      }
+      link = *std::move(found);
+      std::optional<SendWindow::Room> taken;
+      if (room.window() != link->window().get()) taken = link->window()->TryTake(size);
+      if (taken.has_value() || room.window() == link->window().get()) {
+        call = ++last_call_;
+        SetCall(call, timeout_us, &request.bytes);
+        CallCounters* counters = metrics_.Find(to, /*served=*/false, function);
+        ++counters->calls;
+        counters->bytes_sent += size;
+        ++link->made;
+        pending_.emplace(call, Pending{link, function, to, size, terms.deadline, std::move(done),
+                                       counters, now});
+        arm = terms.deadline < armed_;
+        lock.Release();
+        if (taken.has_value()) room = *std::move(taken);
+      }
+    }
+    if (call != 0) {
+      if (arm) ArmTimer(terms.deadline);
+      link->Send(std::move(request), std::move(room));
+      return call;
+    }
+    if (!terms.wait_for_room) {
+      return fail(absl::ResourceExhaustedError(absl::StrCat(
+          link->window()->taken(), " bytes wait to be sent to it, and this message has ", size,
+          "; limit bytes_per_peer is ", link->window()->limit())));
+    }
+    // When it is there, the connection may be another one.
+    absl::StatusOr<SendWindow::Room> waited = AwaitRoom(link->window(), size, terms);
+    if (!waited.ok()) return fail(waited.status());
+    room = *std::move(waited);
+  }
+}
+
+absl::StatusOr<SendWindow::Room> Agent::Impl::AwaitRoom(const std::shared_ptr<SendWindow>& window,
+                                                        uint64_t bytes, const CallTerms& terms) {
+  Promise<SendWindow::Room> promise;
+  Future<SendWindow::Room> room = promise.future();
+  const uint64_t waiter = window->TakeLater(
+      bytes, [promise = std::move(promise)](absl::StatusOr<SendWindow::Room> room) mutable {
+        promise.Set(std::move(room));
+      });
+  Cancellation* const cancellation = terms.cancellation;
+  const uint64_t watch =
+      cancellation == nullptr ? 0 : cancellation->OnCancel([window, waiter, cancellation] {
+        window->Withdraw(waiter, cancellation->why());
+      });
+  if (!room.WaitUntil(terms.deadline)) {
+    window->Withdraw(
+        waiter, absl::DeadlineExceededError(absl::StrCat(
+                    "no room before the deadline: ", window->taken(),
+                    " bytes wait to be sent to it; limit bytes_per_peer is ", window->limit())));
+  }
+  if (watch != 0) cancellation->Forget(watch);
+  return room.Take();
+}
+
+absl::Status Agent::Impl::TooLarge(absl::string_view what, uint64_t size) const {
+  return absl::ResourceExhaustedError(absl::StrCat(
+      what, " has ", size, " bytes; limit message_bytes is ", shared_.limits.message_bytes));
+}
+
+void Agent::Impl::Notify(WorkerId to, Packet notice) {
+  const uint64_t size = notice.size();
+  absl::StatusOr<std::shared_ptr<Link>> link = nullptr;
+  {
+    absl::MutexLock lock(&mu_);
+    link = LinkTo(to);
+    if (link.ok()) {
+      CallCounters* counters = metrics_.Find(to, /*served=*/false, kNotices);
+      ++counters->calls;
+      ++counters->ended;
+      counters->bytes_sent += size;
+    }
+  }
+  if (link.ok() && size > shared_.limits.message_bytes) {
+    link = absl::ResourceExhaustedError(absl::StrCat("a message to worker ", Describe(to), " has ",
+                                                     size, " bytes; limit message_bytes is ",
+                                                     shared_.limits.message_bytes));
+  }
+  if (link.ok()) {
+    (*link)->Send(std::move(notice));
+  } else if (!absl::IsCancelled(link.status())) {
+    service_->OnPeerLost(to, link.status());
+  }
+}
+
+Agent::Impl::Pending Agent::Impl::TakeOut(PendingCalls::iterator call) {
+  Pending pending = std::move(call->second);
+  pending_.erase(call);
+  --pending.link->made;
+  return pending;
+}
+
+void Agent::Impl::End(Pending& call, absl::StatusOr<Body> reply) {
+  if (reply.ok()) {
+    call.counters->bytes_received += reply->packet.size();
+  } else {
+    ++call.counters->errors;
+  }
+  call.counters->run_ns += absl::ToInt64Nanoseconds(clock_->Now() - call.begun);
+  ++call.counters->ended;
+  call.done(std::move(reply));
+}
+
+void Agent::Impl::TakeBack(uint64_t number, const Pending& call) {
+  Packet packet;
+  AppendFrame({.kind = FrameKind::kCancel, .call = number}, &packet.bytes);
+  // Should it come before its call, it would find nothing.
+  call.link->SendBehind(call.bytes, std::move(packet));
+}
+
+void Agent::Impl::Cancel(uint64_t call) {
+  std::optional<Pending> cancelled;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = pending_.find(call);
+    if (found == pending_.end()) return;
+    cancelled = TakeOut(found);
+  }
+  TakeBack(call, *cancelled);
+  End(*cancelled, CallError(cancelled->to, cancelled->function,
+                            absl::CancelledError("it was cancelled by its caller")));
+}
+
+// One timer serves all calls: it stands at the earliest deadline that there was, and is not
+// moved when that call is answered in time.
+void Agent::Impl::ArmTimer(absl::Time deadline) {
+  const Clock::TimerId timer = clock_->At(deadline, [weak = weak_from_this()] {
+    if (auto self = weak.lock()) self->OnTimer();
+  });
+  std::optional<Clock::TimerId> stale;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!closed_ && deadline < armed_) {
+      armed_ = deadline;
+      stale = std::exchange(timer_, timer);
+    } else {
+      stale = timer;
+    }
+  }
+  if (stale) clock_->Cancel(*stale);
+}
+
+void Agent::Impl::OnTimer() {
+  std::vector<std::pair<uint64_t, Pending>> late;
+  absl::Time next = absl::InfiniteFuture();
+  {
+    absl::MutexLock lock(&mu_);
+    armed_ = absl::InfiniteFuture();
+    timer_.reset();
+    const absl::Time now = clock_->Now();
+    for (auto it = pending_.begin(); it != pending_.end();) {
+      if (it->second.deadline <= now) {
+        const uint64_t call = it->first;
+        late.emplace_back(call, TakeOut(it++));
+      } else {
+        next = std::min(next, it->second.deadline);
+        ++it;
+      }
+    }
+  }
+  if (next != absl::InfiniteFuture()) ArmTimer(next);
+  for (auto& [call, p] : late) {
+    TakeBack(call, p);
+    End(p,
+        CallError(p.to, p.function, absl::DeadlineExceededError("no answer before the deadline")));
+  }
+}
+
+// ------------------------------------------------------------------------------- Receiving
+
+void Agent::Impl::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
+  bool full = false;
+  std::shared_ptr<Link> main = link;
+  {
+    absl::MutexLock lock(&mu_);
+    if (closed_ || link->dead) return;
+    if (link->is_bulk) {
+      main = link->main.lock();
+      if (main == nullptr || main->dead) return;
+    }
+    if (link->holds) {
+      const uint64_t size = packet.size();
+      full = link->held.size() >= shared_.limits.calls_per_peer ||
+             (!link->held.empty() && link->held_bytes + size > shared_.limits.bytes_per_peer);
+      if (!full) {
+        link->held_bytes += size;
+        return link->held.push_back(std::move(packet));
+      }
+    }
+  }
+  if (full) {
+    return link->Close(absl::ResourceExhaustedError("too much came before its sender was known"));
+  }
+  Handle(main, std::move(packet));
+}
+
+void Agent::Impl::Handle(const std::shared_ptr<Link>& link, Packet packet) {
+  absl::Status status = HandleOrFail(link, std::move(packet));
+  if (status.ok()) return;
+  DG_LOG(WARNING) << "closing a connection: " << status.message();
+  link->Close(status);
+}
+
+absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet packet) {
+  WireReader reader(packet.bytes);
+  DG_ASSIGN_OR_RETURN(const Frame frame, ReadFrame(reader));
+  if (frame.kind == FrameKind::kHello) return Greet(link, reader);
+
+  const size_t offset = packet.bytes.size() - reader.remaining();
+  std::optional<WorkerId> peer;
+  std::optional<Pending> answered;
+  {
+    absl::MutexLock lock(&mu_);
+    peer = link->peer;
+    if (peer && frame.kind == FrameKind::kReply) {
+      auto it = pending_.find(frame.call);
+      // A reply after the deadline finds nobody; one to a call that went elsewhere is refused.
+      if (it != pending_.end() && it->second.to == *peer) {
+        answered = TakeOut(it);
+      }
+    }
+  }
+  if (!peer) return absl::InvalidArgumentError("somebody did not say hello first");
+
+  switch (frame.kind) {
+    case FrameKind::kRequest:
+      return Serve(link, *peer, frame, std::move(packet), offset);
+    case FrameKind::kCancel:
+      link->served().Cancel(frame.call, absl::CancelledError("the caller waits no longer"));
+      break;
+    case FrameKind::kReply:
+      if (!answered) {
+        service_->OnLateReply(*peer, Body{std::move(packet), offset});
+      } else if (!frame.status.ok()) {
+        End(*answered, CallError(*peer, answered->function, frame.status));
+      } else {
+        End(*answered, Body{std::move(packet), offset});
+      }
+      break;
+    case FrameKind::kNotice: {
+      absl::MutexLock lock(&mu_);
+      CallCounters* counters = metrics_.Find(*peer, /*served=*/true, kNotices);
+      ++counters->calls;
+      ++counters->ended;
+      counters->bytes_received += packet.size();
+    }
+      service_->OnNotice(*peer, Body{std::move(packet), offset});
+      break;
+    case FrameKind::kPing: {
+      Packet pong;
+      AppendFrame({.kind = FrameKind::kPong}, &pong.bytes);
+      link->Send(std::move(pong));
+      break;
+    }
+    case FrameKind::kLeaving:
+      peers_.SetLeft(*peer);
+      break;
+    case FrameKind::kBulk:
+      OpenBulk(link, *peer, frame.link);
+      break;
+    case FrameKind::kRefused:
+      link->Close(absl::UnavailableError(
+          absl::StrCat("it refused the connection: ", frame.status.message())));
+      break;
+    case FrameKind::kPong:
+    case FrameKind::kHello:
+      break;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer,
+                                const Frame& frame, Packet packet, size_t offset) {
+  const absl::Time deadline = frame.timeout_us == 0
+                                  ? absl::InfiniteFuture()
+                                  : clock_->Now() + absl::Microseconds(frame.timeout_us);
+  const uint64_t size = packet.size();
+  absl::StatusOr<std::shared_ptr<Cancellation>> begun = link->served().Begin(frame.call, size);
+  // A packet that came twice: its call is under way.
+  if (absl::IsAlreadyExists(begun.status())) return absl::OkStatus();
+  CallCounters* counters;
+  {
+    absl::MutexLock lock(&mu_);
+    counters = metrics_.Find(peer, /*served=*/true, frame.function);
+  }
+  ++counters->calls;
+  counters->bytes_received += size;
+  if (!begun.ok() && link->window()->taken() > link->window()->limit()) {
+    return absl::ResourceExhaustedError("it calls on and on, and reads no answers");
+  }
+  // The frame's function points into the packet, so it is copied before the packet moves.
+  IncomingCall call(link, peer, frame, deadline, begun.ok() ? *begun : nullptr, begun.status(),
+                    counters);
+  call.body() = Body{std::move(packet), offset};
+  service_->OnCall(std::move(call));
+  return absl::OkStatus();
+}
+
+std::vector<Agent::Impl::Pending> Agent::Impl::TakePending(const Link& link) {
+  std::vector<Pending> taken;
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    if (it->second.link.get() == &link) {
+      taken.push_back(TakeOut(it++));
+    } else {
+      ++it;
+    }
+  }
+  return taken;
+}
+
+size_t Agent::Impl::under_way() const {
+  absl::MutexLock lock(&mu_);
+  return pending_.size();
+}
+
+}  // namespace distgrad

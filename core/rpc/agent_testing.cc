@@ -1,0 +1,133 @@
+#include "core/rpc/agent_testing.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/check.h"
+
+namespace distgrad {
+namespace {
+
+// Waits for `n` texts.
+std::vector<std::string> Await(absl::Mutex& mu, const std::vector<std::string>& texts, size_t n) {
+  absl::MutexLock lock(&mu);
+  const auto there = [&] { return texts.size() >= n; };
+  mu.Await(absl::Condition(&there));
+  return texts;
+}
+
+}  // namespace
+
+void TestService::OnCall(IncomingCall call) {
+  if (!call.refusal().ok()) return call.Fail(call.refusal());
+  if (call.function() == "echo") {
+    Packet reply = call.NewReply();
+    reply.bytes += std::string(call.body().bytes());
+    reply.segments = std::move(call.body().packet.segments);
+    return call.Reply(std::move(reply));
+  }
+  if (call.function() == "fail") return call.Fail(absl::DataLossError("as was asked"));
+  if (call.function() == "drop") return;
+  absl::MutexLock lock(&mu_);
+  kept_.push_back(std::move(call));
+}
+
+void TestService::OnNotice(WorkerId from, Body notice) {
+  absl::MutexLock lock(&mu_);
+  notices_.push_back(absl::StrCat(from, ":", notice.bytes()));
+}
+
+void TestService::OnLateReply(WorkerId, Body reply) {
+  absl::MutexLock lock(&mu_);
+  late_.push_back(std::string(reply.bytes()));
+}
+
+void TestService::OnPeerLost(WorkerId peer, const absl::Status& why) {
+  absl::MutexLock lock(&mu_);
+  lost_[peer] = why;
+}
+
+IncomingCall TestService::AwaitKept() {
+  absl::MutexLock lock(&mu_);
+  mu_.Await(absl::Condition(
+      +[](std::deque<IncomingCall>* kept) { return !kept->empty(); }, &kept_));
+  IncomingCall call = std::move(kept_.front());
+  kept_.pop_front();
+  return call;
+}
+
+std::vector<std::string> TestService::AwaitNotices(size_t n) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  return Await(mu_, notices_, n);
+}
+
+std::vector<std::string> TestService::AwaitLateReplies(size_t n) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  return Await(mu_, late_, n);
+}
+
+absl::Status TestService::AwaitLost(WorkerId peer) {
+  absl::MutexLock lock(&mu_);
+  const auto there = [&] {
+    mu_.AssertReaderHeld();
+    return lost_.count(peer) > 0;
+  };
+  mu_.Await(absl::Condition(&there));
+  return lost_[peer];
+}
+
+bool TestService::HasLost(WorkerId peer) const {
+  absl::MutexLock lock(&mu_);
+  return lost_.count(peer) > 0;
+}
+
+TestAgent::TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerId id,
+                     uint64_t life, const AgentOptions& options)
+    : transport(NewInprocTransport(std::move(network))),
+      agent(clock, transport.get(), &service, options) {
+  info.id = id;
+  info.name = std::string(1, static_cast<char>('a' + id));
+  info.incarnation = life << 32;
+  absl::StatusOr<std::string> address = agent.Listen();
+  DG_CHECK(address.ok()) << address.status();
+  info.address = *std::move(address);
+}
+
+TestAgent::~TestAgent() {
+  agent.Close();
+  transport.reset();
+}
+
+Future<std::string> TestAgent::Call(WorkerId to, const std::string& function,
+                                    const std::string& body, const CallTerms& terms) {
+  Promise<std::string> promise;
+  Future<std::string> future = promise.future();
+  Packet request = Agent::NewRequest(function);
+  request.bytes += body;
+  const uint64_t call =
+      agent.Call(to, std::move(request), terms,
+                 [promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
+                   if (reply.ok()) {
+                     promise.Set(std::string(reply->bytes()));
+                   } else {
+                     promise.Set(reply.status());
+                   }
+                 });
+  future.CancelBy(agent.canceller(), call);
+  return future;
+}
+
+void TestAgent::Notify(WorkerId to, const std::string& body) {
+  Packet notice = Agent::NewNotice();
+  notice.bytes += body;
+  agent.Notify(to, std::move(notice));
+}
+
+void StartAll(const std::vector<std::unique_ptr<TestAgent>>& agents) {
+  std::vector<WorkerInfo> infos;
+  for (const auto& agent : agents) infos.push_back(agent->info);
+  for (const auto& agent : agents) {
+    const absl::Status started = agent->agent.Start(agent->info, infos);
+    DG_CHECK(started.ok()) << started;
+  }
+}
+
+}  // namespace distgrad

@@ -1,0 +1,81 @@
+// What the tests of agents share: a worker that has nothing but an agent.
+//
+//   FakeClock clock;
+//   auto network = std::make_shared<InprocNetwork>();
+//   std::vector<std::unique_ptr<TestAgent>> agents;
+//   for (WorkerId id : {0, 1}) {
+//     agents.push_back(std::make_unique<TestAgent>(&clock, network, id, /*life=*/1));
+//   }
+//   StartAll(agents);
+//   EXPECT_EQ(*agents[0]->Call(1, "echo", "x").Wait(), "x");
+#ifndef DISTGRAD_CORE_RPC_AGENT_TESTING_H_
+#define DISTGRAD_CORE_RPC_AGENT_TESTING_H_
+
+#include <cstddef>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/clock.h"
+#include "core/base/future.h"
+#include "core/base/ids.h"
+#include "core/rpc/agent.h"
+#include "core/rpc/inproc/inproc_transport.h"
+#include "core/rpc/transport.h"
+#include "core/rpc/worker_info.h"
+
+namespace distgrad {
+
+// Echoes what is sent to "echo", fails "fail", drops "drop", and keeps all other calls; remembers
+// the rest. Thread-safe.
+class TestService : public AgentService {
+ public:
+  void OnCall(IncomingCall call) override;
+  void OnNotice(WorkerId from, Body notice) override;
+  void OnLateReply(WorkerId from, Body reply) override;
+  void OnPeerLost(WorkerId peer, const absl::Status& why) override;
+
+  // The next one that was kept.
+  IncomingCall AwaitKept();
+  // At least `n`, each as "from:text".
+  std::vector<std::string> AwaitNotices(size_t n);
+  std::vector<std::string> AwaitLateReplies(size_t n);
+  // Why a worker was lost.
+  absl::Status AwaitLost(WorkerId peer);
+  bool HasLost(WorkerId peer) const;
+
+ private:
+  mutable absl::Mutex mu_;
+  // Guarded by mu_.
+  std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_), late_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerId, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
+};
+
+// One life of a worker, which listens from the start. Worker 0 is "a", 1 is "b", and so on.
+struct TestAgent {
+  TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerId id, uint64_t life,
+            const AgentOptions& options = {});
+  ~TestAgent();
+
+  Future<std::string> Call(WorkerId to, const std::string& function, const std::string& body = "",
+                           const CallTerms& terms = {});
+  void Notify(WorkerId to, const std::string& body);
+
+  TestService service;
+  std::unique_ptr<Transport> transport;
+  Agent agent;
+  WorkerInfo info;
+};
+
+// Has all know each other.
+void StartAll(const std::vector<std::unique_ptr<TestAgent>>& agents);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_AGENT_TESTING_H_
