@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -123,10 +124,13 @@ TEST_F(DeviceTest, GradientsAreThereOnTheReadersStream) {
     order(impl.getDefaultStream(stream.device()), stream);
     return stream;
   };
+  // Where the gradients of on_device_ are added up.
+  std::optional<c10::Stream> home;
   ASSERT_TRUE(cluster_[1]
                   .Register("on a stream",
                             [&](Request& r) -> absl::StatusOr<Message> {
-                              const c10::StreamGuard guard(new_stream(0));
+                              home = new_stream(0);
+                              const c10::StreamGuard guard(*home);
                               const at::Tensor x = r.message.tensors[0].to(Device(0));
                               return Message{"", {(x * on_device_).sin().to(at::kCPU)}};
                             })
@@ -134,12 +138,17 @@ TEST_F(DeviceTest, GradientsAreThereOnTheReadersStream) {
   ASSERT_TRUE(cluster_[1]
                   .Register("read",
                             [&](Request& r) -> absl::StatusOr<Message> {
-                              const c10::StreamGuard guard(fake_device::NewStream(0));
+                              const c10::Stream readers = fake_device::NewStream(0);
+                              const c10::StreamGuard guard(readers);
                               const auto gradient = r.context.Gradient(on_device_);
                               if (!gradient.ok()) return gradient.status();
                               const auto all = r.context.Gradients();
                               EXPECT_EQ(all.size(), 1u);
-                              return Message{"", {(*gradient + all[0].second).to(at::kCPU)}};
+                              const at::Tensor read = (*gradient + all[0].second).to(at::kCPU);
+                              // The next pass adds in place, on a thread of which the fake device
+                              // does not know that it comes after this one's wait.
+                              order(readers, *home);
+                              return Message{"", {read}};
                             })
                   .ok());
   // The caller's stream is not the handler's.
