@@ -20,8 +20,8 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Membe
       self_(std::move(self)),
       clock_(NewSystemClock()),
       members_(std::move(members)),
-      device_maps_(self_.name, options_.device_maps),
       lookups_(self_.name, members_.get()),
+      device_maps_(self_.name, options_.device_maps),
       contexts_(self_.id, self_.incarnation, options_.limits.contexts_per_peer),
       pool_(self_.name, options_.threads > 0 ? options_.threads
                                              : std::max(1u, std::thread::hardware_concurrency())),
