@@ -2,6 +2,9 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -13,6 +16,8 @@
 
 namespace distgrad {
 namespace {
+
+constexpr int64_t kPieceBytes = 256 << 10;
 
 // What is copied from or to the host is there when the call returns; else only in stream order.
 at::Tensor CopyTo(const at::Tensor& tensor, c10::Device device) {
@@ -55,6 +60,32 @@ class Sum {
   bool owned_ = false;
 };
 
+// Whether all lie in the host's memory in one and the same order.
+bool AreAlikeOnHost(absl::Span<const at::Tensor> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.is_cpu() && tensor.layout() == at::kStrided &&
+           tensor.is_non_overlapping_and_dense() && tensor.strides() == tensors[0].strides();
+  });
+}
+
+// The same sum as by Sum, piece by piece, so that a piece of it stays in the processor's cache:
+// each summand goes through memory once, and so does the sum.
+at::Tensor AddOnHost(absl::Span<const at::Tensor> tensors) {
+  const at::Tensor sum = at::empty_like(tensors[0]);
+  const int64_t elements = sum.numel();
+  const int64_t step = kPieceBytes / static_cast<int64_t>(sum.itemsize());
+  for (int64_t begin = 0; begin < elements; begin += step) {
+    const int64_t length = std::min(step, elements - begin);
+    const auto piece_of = [&](const at::Tensor& tensor) {
+      return tensor.as_strided({length}, {1}, tensor.storage_offset() + begin);
+    };
+    at::Tensor piece = piece_of(sum);
+    at::add_out(piece, piece_of(tensors[0]), piece_of(tensors[1]));
+    for (const at::Tensor& tensor : tensors.subspan(2)) piece.add_(piece_of(tensor));
+  }
+  return sum;
+}
+
 // Sparse here and dense there, or not to be packed anywhere.
 bool GoesAlone(absl::Span<const TensorVector> lists, size_t k) {
   return std::any_of(lists.begin(), lists.end(), [k](const TensorVector& list) {
@@ -76,10 +107,16 @@ absl::StatusOr<TensorVector> CoalescedReducer::Reduce(absl::Span<const TensorVec
     TensorVector results(lists[0].size());
     TensorVector shapes(results.size());  // of what may be packed
     const auto add_alone = [&](size_t k) {
-      Sum sum(destination);
+      TensorVector summands;
       for (const TensorVector& list : lists) {
-        if (list[k].defined()) sum.Add(list[k], /*owned=*/false);
+        if (list[k].defined()) summands.push_back(list[k]);
       }
+      if (destination.is_cpu() && summands.size() > 2 && AreAlikeOnHost(summands)) {
+        results[k] = AddOnHost(summands);
+        return;
+      }
+      Sum sum(destination);
+      for (const at::Tensor& summand : summands) sum.Add(summand, /*owned=*/false);
       results[k] = sum.value();
     };
     for (size_t k = 0; k < results.size(); ++k) {

@@ -31,12 +31,12 @@ class CoalescedReducerTest : public testing::TestWithParam<Case> {
  protected:
   void TearDown() override { EXPECT_THAT(fake_device::TakeViolations(), IsEmpty()); }
 
-  // Many small ones, one that is larger than a bucket, and odd ones.
+  // Many small ones, one that is larger than a bucket (and than a piece of one), and odd ones.
   TensorVector List(c10::Device device) const {
     const auto options = at::TensorOptions(device);
     TensorVector list;
     for (int i = 0; i < 20; ++i) list.push_back(at::rand({i, 3}, options));
-    list.push_back(at::rand({64, 64}, options));
+    list.push_back(at::rand({300, 300}, options));
     list.push_back(at::rand({4, 6}, options).t());
     list.push_back(at::rand({3}, options).to(at::kDouble));
     return list;
