@@ -116,13 +116,6 @@ class Runner {
   std::map<Key, std::unique_ptr<Group>> groups_;
 };
 
-// `bazel run` changes the folder; a file is meant from where it was called.
-std::string FromCaller(const std::string& file) {
-  const char* const folder = std::getenv("BUILD_WORKING_DIRECTORY");
-  return file.empty() || file[0] == '/' || folder == nullptr ? file
-                                                             : absl::StrCat(folder, "/", file);
-}
-
 bool Chosen(const Row& row, const Options& options) {
   if (options.quick && !row.quick) return false;
   if (options.filter.empty()) return true;
@@ -195,16 +188,9 @@ int Main(int argc, char** argv) {
   app.add_option("--quiet", options.quiet,
                  "rounds in which others took more of the machine are dropped")
       ->capture_default_str();
-  // For the processes that this program starts.
-  std::string side;
-  Place place;
-  app.add_option("--side", side)->group("");
-  app.add_option("--config", place.config)->group("");
-  app.add_option("--rank", place.rank)->group("");
-  app.add_option("--world", place.world)->group("");
-  app.add_option("--port", place.port)->group("");
+  const GroupMember member(&app);
   CLI11_PARSE(app, argc, argv);
-  return side.empty() ? Compare(options) : ServeGroup(side, place);
+  return member.IsOne() ? member.Serve() : Compare(options);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <ATen/ops/sum.h>
 
 #include <cmath>
+#include <deque>
 #include <string>
 #include <thread>
 #include <utility>
@@ -22,8 +23,11 @@
 namespace distgrad {
 namespace {
 
-constexpr double kFactor = 1.0001;
+constexpr double kFactor = 1.01;
 constexpr char kChain[] = "chain";
+constexpr char kScale[] = "scale";
+// Calls under way at once, in a pass of many: fewer than a worker lets one peer have.
+constexpr size_t kWindow = 1024;
 
 std::string NameOf(int rank) { return absl::StrCat("worker", rank); }
 
@@ -58,6 +62,7 @@ class DistgradSide : public Side {
         workers_[i] = *std::move(worker);
         statuses[i] = workers_[i]->Register(
             kChain, [this, i](Request& r) { return ServeChain(*workers_[i], r); });
+        if (statuses[i].ok()) statuses[i] = workers_[i]->Register(kScale, ServeScale);
         // Nobody is called before all have registered.
         if (statuses[i].ok()) {
           statuses[i] = workers_[i]->WaitForAll(absl::Now() + absl::Seconds(60));
@@ -117,6 +122,13 @@ class DistgradSide : public Side {
         });
       });
     }
+    if (work.kind == "tensors") {
+      return Repeat(budget, [&] {
+        return Pass(x, 1, [&](const Context& context, const at::Tensor& leaf) {
+          return Scale(context, leaf, work.count);
+        });
+      });
+    }
     if (work.kind == "chain") {
       return Repeat(budget, [&] {
         return Pass(x, work.count, [&](const Context& context, const at::Tensor& leaf) {
@@ -138,17 +150,34 @@ class DistgradSide : public Side {
   }
 
   absl::StatusOr<at::Tensor> Fan(const Context& context, const at::Tensor& leaf, int count) {
-    std::vector<Future<Message>> answers;
-    for (int i = 0; i < count; ++i) {
-      DG_ASSIGN_OR_RETURN(Message message, EncodeValues({leaf, kFactor}));
-      answers.push_back(worker().CallAsync(NameOf(1 + i % (world_ - 1)), "aten::mul.Scalar",
-                                           std::move(message), {.context = &context}));
-    }
+    std::deque<Future<Message>> answers;
     std::vector<at::Tensor> results;
-    for (Future<Message>& answer : answers) {
-      DG_ASSIGN_OR_RETURN(results.emplace_back(), Await(answer));
+    for (int i = 0; i < count || !answers.empty(); ++i) {
+      if (i < count) {
+        DG_ASSIGN_OR_RETURN(Message message, EncodeValues({leaf, kFactor}));
+        answers.push_back(worker().CallAsync(NameOf(1 + i % (world_ - 1)), "aten::mul.Scalar",
+                                             std::move(message), {.context = &context}));
+        if (answers.size() < kWindow) continue;
+      }
+      DG_ASSIGN_OR_RETURN(results.emplace_back(), Await(answers.front()));
+      answers.pop_front();
     }
     return at::div(at::sum(at::stack(results), 0), count);
+  }
+
+  absl::StatusOr<at::Tensor> Scale(const Context& context, const at::Tensor& leaf, int count) {
+    DG_ASSIGN_OR_RETURN(const Message reply,
+                        worker().Call(NameOf(1), kScale, {"", std::vector<at::Tensor>(count, leaf)},
+                                      {.context = &context}));
+    return at::div(at::sum(at::stack(reply.tensors), 0), count);
+  }
+
+  static absl::StatusOr<Message> ServeScale(Request& request) {
+    Message reply;
+    for (const at::Tensor& x : request.message.tensors) {
+      reply.tensors.push_back(at::mul(x, kFactor));
+    }
+    return reply;
   }
 
   absl::StatusOr<at::Tensor> CallChain(Worker& from, const at::Tensor& x, int hops,
@@ -195,7 +224,7 @@ class DistgradSide : public Side {
     const double released = MicrosNow();
     context.Release();
     const double micros = forward_and_backward + MicrosNow() - released;
-    if (const double want = std::pow(kFactor, factors); std::abs(got - want) > 1e-4) {
+    if (const double want = std::pow(kFactor, factors); std::abs(got - want) > 1e-3 * want) {
       return absl::InternalError(absl::StrCat("the gradient is ", got, ", not ", want));
     }
     return micros;

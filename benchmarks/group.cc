@@ -12,6 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -110,14 +111,22 @@ absl::StatusOr<std::unique_ptr<Side>> StartSide(const std::string& side, const P
 
 // ----------------------------------------------------------------------------- In the children
 
-int ServeGroup(const std::string& side, const Place& place) {
+GroupMember::GroupMember(CLI::App* app) {
+  app->add_option("--side", side_)->group("");
+  app->add_option("--config", place_.config)->group("");
+  app->add_option("--rank", place_.rank)->group("");
+  app->add_option("--world", place_.world)->group("");
+  app->add_option("--port", place_.port)->group("");
+}
+
+int GroupMember::Serve() const {
   signal(SIGPIPE, SIG_IGN);  // its peers' end must not be a PyTorch process's own
   const auto say = [](const std::string& line) { std::cout << line << std::endl; };
   say("loaded");
   std::string line;
   if (!std::getline(std::cin, line)) return 0;
   const double start = MicrosNow();
-  absl::StatusOr<std::unique_ptr<Side>> started = StartSide(side, place);
+  absl::StatusOr<std::unique_ptr<Side>> started = StartSide(side_, place_);
   if (!started.ok()) {
     say(absl::StrCat("error ", started.status().ToString()));
     return 1;

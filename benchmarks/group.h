@@ -16,6 +16,10 @@
 #include "absl/time/time.h"
 #include "benchmarks/work.h"
 
+namespace CLI {
+class App;
+}
+
 namespace distgrad {
 
 // What was measured at once, and what it cost: all processes of the group together.
@@ -72,9 +76,20 @@ class Group {
   StartFacts facts_;
 };
 
-// What the processes of a group run: starts the side, and answers until nobody asks any more.
-// Returns the exit code.
-int ServeGroup(const std::string& side, const Place& place);
+// What a program that starts groups is itself, where a group started it: a process of that one.
+class GroupMember {
+ public:
+  // Adds the options by which a process is told so; users do not see them.
+  explicit GroupMember(CLI::App* app);
+
+  bool IsOne() const { return !side_.empty(); }
+  // Starts the side, and answers until nobody asks any more. Returns the exit code.
+  int Serve() const;
+
+ private:
+  std::string side_;
+  Place place_;
+};
 
 }  // namespace distgrad
 

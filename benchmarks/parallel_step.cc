@@ -17,14 +17,13 @@
 namespace distgrad {
 namespace {
 
-constexpr int64_t kBatch = 64;
-
 struct Size {
   int layers;
   int64_t width;
+  int64_t batch;
 };
-constexpr Size kSmall = {100, 32};  // 200 parameters of 4 KiB and 128 bytes
-constexpr Size kLarge = {4, 1024};  // 4 of 4 MiB
+constexpr Size kSmall = {100, 32, 64};   // 200 parameters of 4 KiB and 128 bytes
+constexpr Size kLarge = {6, 2048, 512};  // 25 million, 6 of 16 MiB
 
 at::Tensor Forward(torch::nn::Sequential& net, const at::Tensor& input) {
   return net->forward(input);
@@ -53,7 +52,7 @@ absl::StatusOr<Sample> RunParallelStep(const Work& work, absl::Duration budget) 
     for (int i = 0; i < size.layers; ++i) {
       net->push_back(torch::nn::Linear(size.width, size.width));
     }
-    const at::Tensor input = at::rand({kBatch, size.width});
+    const at::Tensor input = at::rand({size.batch, size.width});
     std::optional<DataParallel<torch::nn::SequentialImpl>> parallel;
     if (absl::StartsWith(work.kind, "parallel")) {
       parallel.emplace(

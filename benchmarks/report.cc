@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 
@@ -82,6 +83,12 @@ std::string DescribeMachine() {
       static_cast<int>(static_cast<double>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / 1e9),
       kernel.sysname, kernel.release, load[0], load[1], load[2],
       absl::FormatTime("%Y-%m-%d %H:%M UTC", absl::Now(), absl::UTCTimeZone()));
+}
+
+std::string FromCaller(const std::string& file) {
+  const char* const folder = std::getenv("BUILD_WORKING_DIRECTORY");
+  return file.empty() || file[0] == '/' || folder == nullptr ? file
+                                                             : absl::StrCat(folder, "/", file);
 }
 
 std::string TableHead() {

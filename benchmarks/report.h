@@ -13,6 +13,9 @@ namespace distgrad {
 // The machine, its load, and what the versions are.
 std::string DescribeMachine();
 
+// `bazel run` changes the folder; a file is meant from where it was called.
+std::string FromCaller(const std::string& file);
+
 std::string TableHead();
 std::string TableLine(const Result& result);
 // What the columns mean.

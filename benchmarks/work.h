@@ -20,6 +20,7 @@ namespace distgrad {
 //   calls     the same with `count` calls under way all the time; an operation is one call
 //   pass      `count` remote multiplications, each of the result before; backward; release
 //   fan       the same, but all of them at once, and spread over the peers
+//   tensors   a function of `count` tensors, all in one message; backward; release
 //   threads   passes of one multiplication, on `count` threads; an operation is one pass
 //   chain     a function that goes on from worker to worker, `count` hops; backward; release
 //   executor  backward of a chain of `count` local nodes, in distgrad's executor
