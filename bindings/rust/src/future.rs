@@ -90,6 +90,14 @@ impl<T: Outcome> Future<T> {
     pub fn then(&self, done: impl FnOnce() + Send + 'static) -> Result<()> {
         Ok(ffi::future_then(self.handle.get(), Callback::new(done))?)
     }
+
+    /// Gives a call up: it then ends with `Code::Cancelled`, if nothing came first. A handler that
+    /// runs already is not stopped, but its answer is dropped. No effect on what has ended, nor on
+    /// a backward, which [`Context::release`](crate::Context::release) ends. Does not wait.
+    #[doc(alias = "dg_future_cancel")]
+    pub fn cancel(&self) -> Result<()> {
+        Ok(ffi::future_cancel(self.handle.get())?)
+    }
 }
 
 impl<T> fmt::Debug for Future<T> {

@@ -104,7 +104,28 @@ pub use optimizer::{Adam, Optimizer, Sgd};
 pub use request::Request;
 pub use tensor::{NoGrad, Tensor};
 pub use value::{op, ops, Value};
-pub use worker::{HandlerResult, Worker, WorkerOptions};
+pub use worker::{HandlerResult, Operators, Worker, WorkerOptions};
+
+/// Calls `wait` on this thread and returns what it returned; in a handler, others may run in its
+/// place meanwhile. For handlers that wait for something which is not distgrad's, a lock or a
+/// channel, and which other handlers may have to bring about.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, gate: std::sync::mpsc::Receiver<()>) -> distgrad::Result<()> {
+/// # let gate = std::sync::Mutex::new(gate);
+/// worker.register("pass", move |_| {
+///     distgrad::wait(|| gate.lock().unwrap().recv())??;
+///     Ok(distgrad::Message::from_payload("")?)
+/// })
+/// # }
+/// ```
+///
+/// `Code::FailedPrecondition`, without having called it, in what [`Future::then`] calls and in a
+/// destructor of what the library holds: they could wait for ever for the thread that they are on.
+#[doc(alias = "dg_wait")]
+pub fn wait<T>(wait: impl FnOnce() -> T) -> Result<T> {
+    ffi::wait(wait)
+}
 
 /// The version of the libtorch that the library was built with: "2.11.0".
 #[doc(alias = "dg_torch_version")]

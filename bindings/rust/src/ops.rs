@@ -1,5 +1,5 @@
 //! Typed methods for operators that are used a lot, generated from the table below.
-use crate::{op, Dtype, Result, Tensor, Value};
+use crate::{op, ops, Dtype, Error, Result, Tensor, Value};
 
 macro_rules! operators {
     ($($doc:literal $name:ident($($argument:ident: $type:ty),*) = $op:literal $(, $trailing:expr)*;)*) => {
@@ -31,22 +31,39 @@ operators! {
     "e to the power of each" exp() = "aten::exp";
     "Natural logarithms" log() = "aten::log";
     "Square roots" sqrt() = "aten::sqrt";
+    "Sines" sin() = "aten::sin";
+    "Cosines" cos() = "aten::cos";
     "Squares" square() = "aten::square";
     "Negative ones become 0" relu() = "aten::relu";
     "Gaussian error linear units" gelu() = "aten::gelu";
+    "x times the sigmoid of x" silu() = "aten::silu";
+    "Negative ones times `slope`" leaky_relu(slope: f64) = "aten::leaky_relu";
     "1 / (1 + exp(-x))" sigmoid() = "aten::sigmoid";
     "Hyperbolic tangents" tanh() = "aten::tanh";
     "Along `dim` positive and 1 together" softmax(dim: i64) = "aten::softmax.int";
     "Logarithms of softmax" log_softmax(dim: i64) = "aten::log_softmax.int";
     "Within bounds" clamp(min: f64, max: f64) = "aten::clamp";
+    "The larger of two" maximum(other: &Tensor) = "aten::maximum";
+    "The smaller of two" minimum(other: &Tensor) = "aten::minimum";
+    "`value` where `mask` is true" masked_fill(mask: &Tensor, value: f64) = "aten::masked_fill.Scalar";
 
     "Product of matrices, batched ones too" matmul(other: &Tensor) = "aten::matmul";
+    "Products of `[n, a, b]` and `[n, b, c]`" bmm(other: &Tensor) = "aten::bmm";
     "`[n, in]` by a weight `[out, in]`, plus a bias `[out]`"
         linear(weight: &Tensor, bias: Option<&Tensor>) = "aten::linear";
     "`[n, in, h, w]` by a weight `[out, in, kh, kw]`, plus a bias `[out]`"
         conv2d(weight: &Tensor, bias: Option<&Tensor>, stride: [i64; 2], padding: [i64; 2])
         = "aten::conv2d";
     "The largest of each window" max_pool2d(kernel: [i64; 2]) = "aten::max_pool2d";
+    "The mean of each of as many parts as `[h, w]`" adaptive_avg_pool2d(size: [i64; 2])
+        = "aten::adaptive_avg_pool2d";
+    "Rows of a table `[n, size]`, one for each index (int64)" embedding(indices: &Tensor)
+        = "aten::embedding";
+    "Attention of queries `[n, heads, length, size]` (Vaswani and others, arXiv:1706.03762)"
+        scaled_dot_product_attention(keys: &Tensor, values: &Tensor)
+        = "aten::scaled_dot_product_attention";
+    "Of each place along `dim` the element at `index`" gather(dim: i64, index: &Tensor)
+        = "aten::gather";
     "Rows of a table `[n, size]`, by indices" index_select(dim: i64, index: &Tensor)
         = "aten::index_select";
     "Scaled to deviation 1 about mean 0 over the last dimensions"
@@ -58,6 +75,9 @@ operators! {
     "Along `dims`" sum_dims(dims: &[i64], keep: bool) = "aten::sum.dim_IntList";
     "Of all elements" mean() = "aten::mean";
     "Along `dims`" mean_dims(dims: &[i64], keep: bool) = "aten::mean.dim";
+    "The 2-norm of all elements" norm() = "aten::norm.Scalar";
+    "Sums so far along `dim`" cumsum(dim: i64) = "aten::cumsum";
+    "log(sum(exp(x))) along `dims`" logsumexp(dims: &[i64], keep: bool) = "aten::logsumexp";
     "The largest" max() = "aten::max";
     "The smallest" min() = "aten::min";
     "Where the largest is along `dim`" argmax(dim: i64) = "aten::argmax";
@@ -66,9 +86,21 @@ operators! {
     "Log-probabilities `[n, classes]` against labels `[n]` (int64); the mean over n"
         nll_loss(labels: &Tensor) = "aten::nll_loss";
     "The mean of squared differences" mse_loss(other: &Tensor) = "aten::mse_loss";
+    "The mean of absolute differences" l1_loss(other: &Tensor) = "aten::l1_loss";
+    "Scores against probabilities of the same shape; the mean"
+        binary_cross_entropy_with_logits(targets: &Tensor)
+        = "aten::binary_cross_entropy_with_logits";
     "Whether equal, element by element" eq(other: &Tensor) = "aten::eq.Tensor";
+    "Whether greater, element by element" gt(other: &Tensor) = "aten::gt.Tensor";
+    "Whether less, element by element" lt(other: &Tensor) = "aten::lt.Tensor";
 
     "Another shape, in the same order" reshape(shape: &[i64]) = "aten::reshape";
+    "Another shape of the same memory" view(shape: &[i64]) = "aten::view";
+    "Dimensions of size 1 as large as said; nothing is copied" expand(shape: &[i64])
+        = "aten::expand";
+    "The dimensions in another order" permute(dims: &[i64]) = "aten::permute";
+    "Backwards along `dims`" flip(dims: &[i64]) = "aten::flip";
+    "0 above the diagonal" tril() = "aten::tril";
     "Dimensions `start` to `end` as one" flatten(start: i64, end: i64) = "aten::flatten.using_ints";
     "Two dimensions change places" transpose(first: i64, second: i64) = "aten::transpose.int";
     "A dimension of size 1 more" unsqueeze(dim: i64) = "aten::unsqueeze";
@@ -77,11 +109,62 @@ operators! {
     "One of `dim`, without that dimension" select(dim: i64, index: i64) = "aten::select.int";
     "Elements of another type" to_dtype(dtype: Dtype) = "aten::to.dtype";
     "Row-major, by a copy if it is not" contiguous() = "aten::contiguous";
+    "Zeros, of the same shape and type" zeros_like() = "aten::zeros_like";
     "A copy with memory of its own" copy() = "aten::clone";
 
     "Takes the elements of another, in place" copy_(source: &Tensor) = "aten::copy_";
     "Every element becomes 0, in place" zero_() = "aten::zero_";
+    "Every element becomes `value`, in place" fill_(value: f64) = "aten::fill_.Scalar";
+    "Each times a number, in place" mul_(other: f64) = "aten::mul_.Scalar";
+    "Evenly random between two numbers, in place" uniform_(from: f64, to: f64) = "aten::uniform_";
+    "Normally random, in place" normal_(mean: f64, deviation: f64) = "aten::normal_";
     "Adds `scale` times another, in place" add_(other: &Tensor, scale: f64) = "aten::add_.Tensor";
+}
+
+/// The results of an operator that has two.
+fn pair(name: &str, arguments: &[Value<'_>]) -> Result<(Tensor, Tensor)> {
+    let mut results = ops(name, arguments)?.into_iter().map(Tensor::try_from);
+    match (results.next(), results.next(), results.next()) {
+        (Some(first), Some(second), None) => Ok((first?, second?)),
+        _ => Err(Error::invalid(format!("{name} has not two results"))),
+    }
+}
+
+/// The results of an operator that has a list of them.
+fn list(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Tensor>> {
+    match ops(name, arguments)?.pop() {
+        Some(value) => value.try_into(),
+        None => Err(Error::invalid(format!("{name} has no results"))),
+    }
+}
+
+/// Those that have several results.
+impl Tensor {
+    /// The largest along `dim`, and where they are: `aten::max.dim`.
+    #[doc(alias = "aten::max.dim")]
+    pub fn max_dim(&self, dim: i64, keep: bool) -> Result<(Tensor, Tensor)> {
+        pair("aten::max.dim", &[self.into(), dim.into(), keep.into()])
+    }
+    /// In order along `dim`, and where they were: `aten::sort`.
+    #[doc(alias = "aten::sort")]
+    pub fn sort(&self, dim: i64, descending: bool) -> Result<(Tensor, Tensor)> {
+        pair("aten::sort", &[self.into(), dim.into(), descending.into()])
+    }
+    /// The `k` largest along `dim`, and where they are: `aten::topk`.
+    #[doc(alias = "aten::topk")]
+    pub fn topk(&self, k: i64, dim: i64) -> Result<(Tensor, Tensor)> {
+        pair("aten::topk", &[self.into(), k.into(), dim.into()])
+    }
+    /// Parts of `size` along `dim`; the last may be smaller: `aten::split.Tensor`.
+    #[doc(alias = "aten::split.Tensor")]
+    pub fn split(&self, size: i64, dim: i64) -> Result<Vec<Tensor>> {
+        list("aten::split.Tensor", &[self.into(), size.into(), dim.into()])
+    }
+    /// At most `count` parts along `dim`, of one size but for the last: `aten::chunk`.
+    #[doc(alias = "aten::chunk")]
+    pub fn chunk(&self, count: i64, dim: i64) -> Result<Vec<Tensor>> {
+        list("aten::chunk", &[self.into(), count.into(), dim.into()])
+    }
 }
 
 /// Those that take no tensor, or a list of them.
@@ -96,10 +179,30 @@ impl Tensor {
     pub fn ones(shape: &[i64], dtype: Dtype) -> Result<Tensor> {
         op("aten::ones", &[shape.into(), dtype.into()])
     }
+    /// Of one value: `aten::full`.
+    #[doc(alias = "aten::full")]
+    pub fn full(shape: &[i64], value: f64, dtype: Dtype) -> Result<Tensor> {
+        op("aten::full", &[shape.into(), value.into(), dtype.into()])
+    }
+    /// 0, 1, and so on below `end`, of int64: `aten::arange`.
+    #[doc(alias = "aten::arange")]
+    pub fn arange(end: i64) -> Result<Tensor> {
+        op("aten::arange", &[end.into()])
+    }
     /// Random, with mean 0 and deviation 1, of float32: `aten::randn`.
     #[doc(alias = "aten::randn")]
     pub fn randn(shape: &[i64]) -> Result<Tensor> {
         op("aten::randn", &[shape.into()])
+    }
+    /// Random between 0 and 1, of float32: `aten::rand`.
+    #[doc(alias = "aten::rand")]
+    pub fn rand(shape: &[i64]) -> Result<Tensor> {
+        op("aten::rand", &[shape.into()])
+    }
+    /// Of `a` where `condition` is true, else of `b`: `aten::where.self`.
+    #[doc(alias = "aten::where.self")]
+    pub fn choose(condition: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+        op("aten::where.self", &[condition.into(), a.into(), b.into()])
     }
     /// One after the other along `dim`: `aten::cat`.
     #[doc(alias = "aten::cat")]

@@ -28,6 +28,17 @@ impl Optimizer<'_> {
     pub fn step(&self, context: &Context<'_>) -> Result<()> {
         Ok(ffi::optimizer_step(self.handle.get(), context.handle())?)
     }
+
+    /// Clips the gradients of the parts of all workers by their global norm, before a step: the
+    /// 2-norm of all of them as one vector. If it is more than `max_norm` they are scaled down to
+    /// that. Returns the norm as it was; 0 if there are no gradients. Waits for all.
+    ///
+    /// Errors as of a step; `Code::InvalidArgument` for a negative `max_norm`, `Code::OutOfRange`,
+    /// with nothing scaled, if the norm is not finite.
+    #[doc(alias = "dg_optimizer_clip_gradients")]
+    pub fn clip_gradients(&self, context: &Context<'_>, max_norm: f64) -> Result<f64> {
+        Ok(ffi::optimizer_clip_gradients(self.handle.get(), context.handle(), max_norm)?)
+    }
 }
 
 impl fmt::Debug for Optimizer<'_> {

@@ -20,7 +20,23 @@ pub struct WorkerOptions {
     thread_count: u64,
     timeout: Option<Duration>,
     join_timeout: Option<Duration>,
-    no_operators: bool,
+    operators: Operators,
+    job: String,
+    heartbeat_limit: Option<Duration>,
+}
+
+/// Which operators the others may call on a worker, without its having registered anything.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Operators {
+    /// Those of torch that only compute; docs/security.md has the rule.
+    #[default]
+    Pure,
+    /// None.
+    #[doc(alias = "DG_WORKER_NO_OPERATORS")]
+    None,
+    /// All that this process has.
+    #[doc(alias = "DG_WORKER_ALL_OPERATORS")]
+    All,
 }
 
 impl WorkerOptions {
@@ -77,9 +93,20 @@ impl WorkerOptions {
         self.join_timeout = Some(timeout);
         self
     }
-    /// Others may call operators here. Default: they may.
-    pub fn serve_operators(mut self, serve: bool) -> Self {
-        self.no_operators = !serve;
+    /// Which operators the others may call here. Default: those that only compute.
+    pub fn operators(mut self, operators: Operators) -> Self {
+        self.operators = operators;
+        self
+    }
+    /// Tells jobs that share one rendezvous apart; has no `/`. Default: empty.
+    pub fn job(mut self, job: impl Into<String>) -> Self {
+        self.job = job.into();
+        self
+    }
+    /// A peer that was not heard of for so long is lost, though its connection stands. At least
+    /// 100 ms; `Duration::MAX`: never. Default: 20 seconds.
+    pub fn heartbeat_limit(mut self, limit: Duration) -> Self {
+        self.heartbeat_limit = Some(limit);
         self
     }
 
@@ -107,7 +134,13 @@ impl WorkerOptions {
             thread_count: self.thread_count,
             timeout_ms: milliseconds_or_default(self.timeout),
             join_timeout_ms: milliseconds_or_default(self.join_timeout),
-            no_operators: self.no_operators,
+            flags: match self.operators {
+                Operators::Pure => 0,
+                Operators::None => 1,
+                Operators::All => 2,
+            },
+            job: &self.job,
+            heartbeat_limit_ms: milliseconds_or_default(self.heartbeat_limit),
         })?;
         Ok(Worker(Owned::new(handle)))
     }
@@ -159,6 +192,25 @@ impl Worker {
     #[doc(alias = "dg_worker_name")]
     pub fn name(&self, rank: u32) -> Option<String> {
         Some(ffi::worker_name(self.handle(), rank)).filter(|name| !name.is_empty())
+    }
+
+    /// Its number among the workers of its machine, as the launcher says: to choose a device by.
+    /// 0 where it says nothing.
+    #[doc(alias = "dg_worker_local_rank")]
+    pub fn local_rank(&self) -> u32 {
+        ffi::worker_local_rank(self.handle())
+    }
+
+    /// How many workers its machine has, as the launcher says. 0 where it says nothing.
+    #[doc(alias = "dg_worker_local_world_size")]
+    pub fn local_world_size(&self) -> u32 {
+        ffi::worker_local_world_size(self.handle())
+    }
+
+    /// What it has done so far, in Prometheus' text format. docs/metrics.md explains each number.
+    #[doc(alias = "dg_worker_metrics_text")]
+    pub fn metrics_text(&self) -> Result<String> {
+        Ok(Message::own(ffi::worker_metrics_text(self.handle())?).text()?.to_owned())
     }
 
     /// How many contexts it knows of.
@@ -252,6 +304,17 @@ impl Worker {
     #[doc(alias = "dg_worker_destroy")]
     pub fn leave(self, timeout: Duration) -> Result<()> {
         Ok(ffi::worker_leave(self.handle(), milliseconds(timeout))?)
+    }
+
+    /// Leaves in good order while the job goes on, and ends it: refuses new calls of the others with
+    /// `Code::Unavailable`, and waits until those under way, and the contexts that it takes part in,
+    /// are over.
+    ///
+    /// `Code::DeadlineExceeded` says how many were left; `Code::FailedPrecondition` for the worker
+    /// that serves the rendezvous.
+    #[doc(alias = "dg_worker_leave_alone")]
+    pub fn leave_alone(self, timeout: Duration) -> Result<()> {
+        Ok(ffi::worker_leave_alone(self.handle(), milliseconds(timeout))?)
     }
 }
 

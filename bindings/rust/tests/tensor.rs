@@ -58,6 +58,18 @@ fn a_vector_is_neither_copied_nor_lost() {
 }
 
 #[test]
+fn torchs_own_tensors_are_shared() {
+    let x = floats(&[1.0, 2.0], &[2]).require_grad().unwrap();
+    let y = x.square().unwrap();
+    // SAFETY: it is the library's own, and alive.
+    let same = unsafe { Tensor::from_torch_ptr(y.as_torch_ptr()) }.unwrap();
+    assert_ne!(same.as_torch_ptr(), y.as_torch_ptr()); // a reference of its own
+    drop(y);
+    assert!(same.requires_grad());
+    assert_eq!(same.to_vec::<f32>().unwrap(), [1.0, 4.0]);
+}
+
+#[test]
 fn dlpack_shares_memory() {
     let x = floats(&[1.0, 2.0, 3.0], &[3]);
     let y = Tensor::from_dlpack(x.to_dlpack().unwrap()).unwrap();
@@ -201,6 +213,7 @@ fn typed_operators() -> distgrad::Result<()> {
     let x = floats(&[-1.0, 2.0, 3.0, -4.0], &[2, 2]);
     let labels = Tensor::from_slice(&[1i64, 0], &[2]).unwrap();
     let image = Tensor::ones(&[1, 1, 4, 4], Dtype::FLOAT32).unwrap();
+    let cube = Tensor::ones(&[2, 2, 2], Dtype::FLOAT32).unwrap();
     let kernel = Tensor::ones(&[2, 1, 3, 3], Dtype::FLOAT32).unwrap();
     // Each with arguments: those that do not fit the schema fail here.
     let results = [
@@ -226,6 +239,37 @@ fn typed_operators() -> distgrad::Result<()> {
         x.softmax(1),
         x.log_softmax(1),
         x.clamp(-1.0, 1.0),
+        x.sin(),
+        x.cos(),
+        x.silu(),
+        x.leaky_relu(0.1),
+        x.maximum(&x),
+        x.minimum(&x),
+        x.masked_fill(&x.gt(&x)?, 1.0),
+        x.lt(&x),
+        cube.bmm(&cube),
+        image.adaptive_avg_pool2d([2, 2]),
+        x.embedding(&labels),
+        image.scaled_dot_product_attention(&image, &image),
+        x.gather(0, &labels.unsqueeze(0)?),
+        x.norm(),
+        x.cumsum(0),
+        x.logsumexp(&[0], true),
+        x.l1_loss(&x),
+        x.binary_cross_entropy_with_logits(&x),
+        x.view(&[4]),
+        x.unsqueeze(0)?.expand(&[3, 2, 2]),
+        x.permute(&[1, 0]),
+        x.flip(&[0]),
+        x.tril(),
+        x.copy()?.fill_(1.0),
+        x.copy()?.mul_(2.0),
+        x.copy()?.uniform_(0.0, 1.0),
+        x.copy()?.normal_(0.0, 1.0),
+        Tensor::full(&[2], 1.5, Dtype::FLOAT64),
+        Tensor::arange(3),
+        Tensor::rand(&[2]),
+        Tensor::choose(&x.lt(&x)?, &x, &x),
         x.matmul(&x),
         x.linear(&x, None),
         x.linear(&x, Some(&x)),
@@ -255,6 +299,7 @@ fn typed_operators() -> distgrad::Result<()> {
         x.to_dtype(Dtype::FLOAT64),
         x.contiguous(),
         x.copy(),
+        x.zeros_like(),
         x.copy()?.copy_(&x),
         x.copy()?.zero_(),
         x.copy()?.add_(&x, 2.0),
@@ -267,7 +312,39 @@ fn typed_operators() -> distgrad::Result<()> {
     for (place, result) in results.iter().enumerate() {
         assert!(result.is_ok(), "{place}: {result:?}");
     }
-    assert_eq!(results[51].as_ref().unwrap().to_vec::<f32>()?, [-1.0, 2.0, 3.0, -4.0]);
+    Ok(())
+}
+
+#[test]
+fn typed_operators_compute() -> distgrad::Result<()> {
+    let x = floats(&[-1.0, 2.0, 3.0, -4.0], &[2, 2]);
+    let vector = |tensor: Tensor| tensor.to_vec::<f32>();
+    let places = |tensor: Tensor| tensor.to_vec::<i64>();
+    // Arguments are where they belong.
+    assert_eq!(vector(x.copy()?.add_(&x, 2.0)?)?, [-3.0, 6.0, 9.0, -12.0]);
+    assert_eq!(vector(x.clamp(-2.0, 1.0)?)?, [-1.0, 1.0, 1.0, -2.0]);
+    assert_eq!(vector(x.leaky_relu(0.5)?)?, [-0.5, 2.0, 3.0, -2.0]);
+    assert_eq!(vector(x.masked_fill(&x.lt(&x.neg()?)?, 7.0)?)?, [7.0, 2.0, 3.0, 7.0]);
+    assert_eq!(vector(x.narrow(0, 1, 1)?)?, [3.0, -4.0]);
+    assert_eq!(vector(x.embedding(&Tensor::arange(2)?)?)?, vector(x.copy()?)?);
+    assert_eq!(vector(x.cumsum(1)?)?, [-1.0, 1.0, 3.0, -1.0]);
+    assert_eq!(vector(x.permute(&[1, 0])?)?, [-1.0, 3.0, 2.0, -4.0]);
+    assert_eq!(vector(x.tril()?)?, [-1.0, 0.0, 3.0, -4.0]);
+    let positive = x.gt(&x.zeros_like()?)?;
+    assert_eq!(vector(Tensor::choose(&positive, &x, &x.neg()?)?)?, vector(x.abs()?)?);
+    assert_eq!(Tensor::full(&[2], 1.5, Dtype::FLOAT64)?.to_vec::<f64>()?, [1.5, 1.5]);
+
+    let (largest, where_) = x.max_dim(1, false)?;
+    assert_eq!((vector(largest)?, places(where_)?), (vec![2.0, 3.0], vec![1, 0]));
+    let (sorted, from) = x.sort(1, true)?;
+    assert_eq!((vector(sorted)?, places(from)?), (vec![2.0, -1.0, 3.0, -4.0], vec![1, 0, 0, 1]));
+    let (top, from) = x.topk(1, 0)?;
+    assert_eq!((vector(top)?, places(from)?), (vec![3.0, 2.0], vec![1, 0]));
+    let rows = x.split(1, 0)?;
+    assert_eq!((rows.len(), rows[1].to_vec::<f32>()?), (2, vec![3.0, -4.0]));
+    let columns = x.chunk(2, 1)?;
+    assert_eq!((columns.len(), columns[1].to_vec::<f32>()?), (2, vec![2.0, -4.0]));
+    assert!(x.topk(5, 0).is_err());
     Ok(())
 }
 

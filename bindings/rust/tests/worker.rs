@@ -1,48 +1,17 @@
-//! Workers, calls, futures, contexts, optimizers.
+//! Workers, calls, contexts, optimizers.
 mod common;
-use common::{alone, alone_with, pair, LONG};
+use common::{alone, alone_with, block_on, empty, floats, pair, weight, LONG};
 use distgrad::{
     values, Adam, Code, Context, Error, Future, Message, NoGrad, Optimizer, Sgd, Tensor, Value,
     Worker, WorkerOptions,
 };
 use std::{
-    future::{poll_fn, Future as _, IntoFuture},
     sync::{
         atomic::{AtomicUsize, Ordering},
-        mpsc, Arc,
+        Arc,
     },
-    task::{Poll, Wake, Waker},
     thread,
-    time::Duration,
 };
-
-fn floats(data: &[f32]) -> Tensor {
-    Tensor::from_slice(data, &[data.len() as i64]).unwrap()
-}
-fn weight(data: &[f32]) -> Tensor {
-    floats(data).require_grad().unwrap()
-}
-fn empty() -> Message {
-    Message::from_payload("").unwrap()
-}
-
-/// Runs a future on this thread.
-fn block_on<T>(future: impl IntoFuture<Output = T>) -> T {
-    struct Unpark(thread::Thread);
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    let mut future = Box::pin(future.into_future());
-    loop {
-        match future.as_mut().poll(&mut std::task::Context::from_waker(&waker)) {
-            Poll::Ready(result) => return result,
-            Poll::Pending => thread::park(),
-        }
-    }
-}
 
 #[test]
 fn what_may_cross_threads() {
@@ -59,26 +28,6 @@ fn what_may_cross_threads() {
     check::<distgrad::Caller<'_>>();
     check::<Value<'_>>();
     check::<Error>();
-}
-
-#[test]
-fn names_and_numbers() {
-    pair(
-        |back| assert_eq!((back.rank(), back.world_size()), (1, 2)),
-        |front| {
-            assert_eq!(front.name(0).as_deref(), Some("front"));
-            assert_eq!(front.name(1).as_deref(), Some("back"));
-            assert_eq!(front.name(2), None);
-            assert_eq!(format!("{front:?}"), "Worker(0 of 2)");
-        },
-    );
-    let lonely = WorkerOptions::new()
-        .rank(0, 2)
-        .rendezvous("tcp://127.0.0.1:0")
-        .join_timeout(Duration::from_millis(50))
-        .create();
-    assert!(lonely.is_err());
-    assert_eq!(WorkerOptions::new().rank(3, 2).create().unwrap_err().code(), Code::InvalidArgument);
 }
 
 #[test]
@@ -170,130 +119,6 @@ fn handlers_call_in_turn() {
 }
 
 #[test]
-fn asynchronous_handlers() {
-    // One thread for handlers that wait for each other.
-    let worker = alone_with(WorkerOptions::new().thread_count(1));
-    let (sender, receiver) = mpsc::channel::<Waker>();
-    let (receiver, opened) = (std::sync::Mutex::new(receiver), Arc::new(AtomicUsize::new(0)));
-    let seen = opened.clone();
-    // Waits for what is not distgrad's: a flag that another handler sets.
-    worker
-        .register_async("wait", async move |request| {
-            poll_fn(|context| match seen.load(Ordering::SeqCst) {
-                0 => {
-                    sender.send(context.waker().clone()).unwrap();
-                    Poll::Pending
-                }
-                _ => Poll::Ready(()),
-            })
-            .await;
-            Ok(Message::new("", [request.tensor(0)?.square()?])?)
-        })
-        .unwrap();
-    worker
-        .register("open", move |_| {
-            opened.store(1, Ordering::SeqCst);
-            receiver.lock().unwrap().recv()?.wake();
-            Ok(empty())
-        })
-        .unwrap();
-    worker
-        .register_async("both", async |request| {
-            let message = Message::new("", [request.tensor(0)?])?;
-            let wait = request.call_async("alone", "wait", &message)?;
-            let open = request.call_async("alone", "open", &message)?;
-            open.await?;
-            Ok(wait.await?)
-        })
-        .unwrap();
-    worker.register_async("fail", async |_| Err("not this one".into())).unwrap();
-    worker.register_async("panic", async |_| panic!("nor this one")).unwrap();
-    worker.register_async("never", async |_| std::future::pending().await).unwrap();
-
-    let x = weight(&[1.0, 2.0]);
-    let context = worker.context().unwrap();
-    let reply = context.call("alone", "both", &Message::new("", [&x]).unwrap()).unwrap();
-    context.backward([reply.tensor(0).unwrap().sum().unwrap()]).unwrap();
-    assert_eq!(context.gradient(&x).unwrap().to_vec::<f32>().unwrap(), [2.0, 4.0]);
-
-    assert_eq!(worker.call("alone", "fail", &empty()).unwrap_err().code(), Code::Unknown);
-    assert_eq!(worker.call("alone", "panic", &empty()).unwrap_err().code(), Code::Internal);
-    let caller = worker.caller().timeout(Duration::from_millis(20));
-    assert_eq!(caller.call("alone", "never", &empty()).unwrap_err().code(), Code::DeadlineExceeded);
-}
-
-#[test]
-fn futures() {
-    let worker = alone();
-    let (open, gate) = mpsc::channel::<()>();
-    let gate = std::sync::Mutex::new(gate);
-    worker
-        .register("wait", move |request| {
-            gate.lock().unwrap().recv()?;
-            Ok(Message::from_payload(request.payload())?)
-        })
-        .unwrap();
-    let start = |text| {
-        let message = Message::from_payload(text).unwrap();
-        worker.call_async("alone", "wait", &message).unwrap()
-    };
-
-    let future = start("one");
-    assert!(!future.is_done());
-    assert!(future.wait_timeout(Duration::from_millis(1)).is_none());
-    let (ran, running) = mpsc::channel();
-    future.then(move || ran.send(()).unwrap()).unwrap();
-    future.then(|| panic!("goes no further")).unwrap();
-    open.send(()).unwrap();
-    assert_eq!(future.wait().unwrap().text().unwrap(), "one");
-    running.recv_timeout(LONG).unwrap();
-    assert!(future.is_done());
-    assert!(future.wait_timeout(LONG).unwrap().is_ok());
-    let (ran, running) = mpsc::channel();
-    future.then(move || ran.send(()).unwrap()).unwrap(); // done: at once
-    running.try_recv().unwrap();
-    assert_eq!(block_on(future).unwrap().text().unwrap(), "one"); // awaited when done
-
-    // Awaited before it is done, and polled again meanwhile.
-    let mut awaiting = start("two").into_future();
-    for _ in 0..3 {
-        let mut context = std::task::Context::from_waker(Waker::noop());
-        assert!(std::pin::Pin::new(&mut awaiting).poll(&mut context).is_pending());
-    }
-    let opener = thread::spawn(move || {
-        open.send(()).unwrap();
-        open
-    });
-    assert_eq!(block_on(awaiting).unwrap().text().unwrap(), "two");
-    let open = opener.join().unwrap();
-
-    // Dropped: the work goes on. Its worker gone: an error.
-    drop(start("three"));
-    let last = start("four");
-    drop(open);
-    drop(worker);
-    assert!(block_on(last).is_err());
-}
-
-#[test]
-fn deadlines() {
-    let worker = alone();
-    let (open, gate) = mpsc::channel::<()>();
-    let gate = std::sync::Mutex::new(gate);
-    worker
-        .register("wait", move |_| {
-            let _ = gate.lock().unwrap().recv();
-            Ok(empty())
-        })
-        .unwrap();
-    let caller = worker.caller().timeout(Duration::from_millis(20));
-    assert_eq!(caller.call("alone", "wait", &empty()).unwrap_err().code(), Code::DeadlineExceeded);
-    let future = caller.call_async("alone", "wait", &empty()).unwrap();
-    assert_eq!(future.wait().unwrap_err().code(), Code::DeadlineExceeded);
-    drop(open);
-}
-
-#[test]
 fn operators_of_other_workers() {
     pair(
         |_| (),
@@ -310,8 +135,6 @@ fn operators_of_other_workers() {
             assert_eq!(error.code(), Code::NotFound);
         },
     );
-    let closed = alone_with(WorkerOptions::new().serve_operators(false));
-    assert!(closed.call_op("alone", "aten::square", &values![&floats(&[1.0])]).is_err());
 }
 
 #[test]
@@ -388,6 +211,37 @@ fn optimizers() {
     assert!((step(&adamw.unwrap(), &parameters[3]) - 0.85).abs() < 1e-6);
     let twice = Sgd::new(0.1).create(&worker, "sgd", [&parameters[0]]);
     assert_eq!(twice.unwrap_err().code(), Code::AlreadyExists);
+}
+
+#[test]
+fn gradients_are_clipped_over_all_workers() {
+    let [ours, theirs] = [weight(&[3.0]), weight(&[4.0])];
+    let half = |x: &Tensor| x.square()?.sum()?.mul_scalar(0.5);
+    let served = theirs.clone();
+    pair(
+        move |back| {
+            back.register("loss", move |_| Ok(Message::new("", [half(&served)?])?)).unwrap();
+            // The part lasts as long as the worker.
+            drop(Sgd::new(0.1).create(back, "", [&theirs]).unwrap());
+        },
+        |front| {
+            let sgd = Sgd::new(0.1).create(front, "", [&ours]).unwrap();
+            let context = front.context().unwrap();
+            assert_eq!(sgd.clip_gradients(&context, 1.0).unwrap(), 0.0);
+            let loss = context.call("back", "loss", &empty()).unwrap().tensor(0).unwrap();
+            context.backward([loss.add(&half(&ours).unwrap()).unwrap()]).unwrap();
+            assert_eq!(sgd.clip_gradients(&context, 6.0).unwrap(), 5.0);
+            assert_eq!(sgd.clip_gradients(&context, 1.0).unwrap(), 5.0);
+            let clipped = context.gradient(&ours).unwrap().item::<f32>().unwrap();
+            assert!((clipped - 0.6).abs() < 1e-6, "{clipped}");
+
+            let negative = sgd.clip_gradients(&context, -1.0).unwrap_err();
+            assert_eq!(negative.code(), Code::InvalidArgument);
+            context.set_gradient(&ours, &floats(&[f32::INFINITY])).unwrap();
+            let infinite = sgd.clip_gradients(&context, 1.0).unwrap_err();
+            assert_eq!(infinite.code(), Code::OutOfRange);
+        },
+    );
 }
 
 #[test]

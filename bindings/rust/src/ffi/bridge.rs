@@ -19,7 +19,9 @@ pub(crate) mod raw {
         thread_count: u64,
         timeout_ms: i64,
         join_timeout_ms: i64,
-        no_operators: bool,
+        flags: u64,
+        job: &'a str,
+        heartbeat_limit_ms: i64,
     }
 
     /// `dg_request`, and the worker that serves it.
@@ -42,8 +44,8 @@ pub(crate) mod raw {
         type Callback;
         fn run(self: &Callback);
         type Owner;
-        type Waiting;
-        fn wait(self: &mut Waiting);
+        type Waiting<'a>;
+        fn wait(self: &mut Waiting<'_>);
     }
 
     unsafe extern "C++" {
@@ -110,17 +112,22 @@ pub(crate) mod raw {
         fn future_result(future: FutureHandle) -> Result<MessageHandle>;
         fn future_values(future: FutureHandle) -> Result<ValuesHandle>;
         fn future_then(future: FutureHandle, callback: Box<Callback>) -> Result<()>;
+        fn future_cancel(future: FutureHandle) -> Result<()>;
         fn future_destroy(future: FutureHandle);
 
-        fn wait(waiting: &mut Waiting) -> Result<()>;
+        fn wait(waiting: &mut Waiting<'_>) -> Result<()>;
 
         fn worker_create(options: &RawWorkerOptions<'_>) -> Result<WorkerHandle>;
         fn worker_wait_for_all(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
         fn worker_leave(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
+        fn worker_leave_alone(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
         fn worker_destroy(worker: WorkerHandle);
         fn worker_rank(worker: WorkerHandle) -> u32;
         fn worker_world_size(worker: WorkerHandle) -> u32;
         fn worker_name(worker: WorkerHandle, rank: u32) -> String;
+        fn worker_local_rank(worker: WorkerHandle) -> u32;
+        fn worker_local_world_size(worker: WorkerHandle) -> u32;
+        fn worker_metrics_text(worker: WorkerHandle) -> Result<MessageHandle>;
         fn worker_context_count(worker: WorkerHandle) -> usize;
         fn worker_register(
             worker: WorkerHandle,
@@ -203,6 +210,11 @@ pub(crate) mod raw {
             decoupled: bool,
         ) -> Result<OptimizerHandle>;
         fn optimizer_step(optimizer: OptimizerHandle, context: ContextHandle) -> Result<()>;
+        fn optimizer_clip_gradients(
+            optimizer: OptimizerHandle,
+            context: ContextHandle,
+            max_norm: f64,
+        ) -> Result<f64>;
         fn optimizer_destroy(optimizer: OptimizerHandle);
     }
 

@@ -7,7 +7,7 @@ use crate::{error::describe, HandlerResult, Request};
 use std::{
     any::Any,
     mem::ManuallyDrop,
-    panic::{catch_unwind, AssertUnwindSafe},
+    panic::{catch_unwind, resume_unwind, AssertUnwindSafe},
     sync::Mutex,
     thread,
     time::Instant,
@@ -20,8 +20,10 @@ fn catch<T>(action: impl FnOnce() -> T) -> Result<T, String> {
             .downcast_ref::<&str>()
             .map(|text| text.to_string())
             .or_else(|| payload.downcast_ref::<String>().cloned());
-        // Its own drop may panic too.
-        std::mem::forget(payload);
+        // Its own drop may panic too; what that panics with is not looked at any more.
+        if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+            std::mem::forget(again);
+        }
         text.unwrap_or_else(|| "with a value that is no text".into())
     })
 }
@@ -84,9 +86,9 @@ impl Callback {
 }
 
 /// Something that waits, once.
-pub(crate) struct Waiting(Option<Box<dyn FnOnce()>>);
+pub(crate) struct Waiting<'a>(Option<Box<dyn FnOnce() + 'a>>);
 
-impl Waiting {
+impl Waiting<'_> {
     pub(crate) fn wait(&mut self) {
         if let Some(wait) = self.0.take() {
             wait();
@@ -94,15 +96,24 @@ impl Waiting {
     }
 }
 
-/// Parks this thread until it is unparked, or `deadline` has come; in a handler, others may run in
-/// its place meanwhile. It may return early.
-pub(crate) fn park(deadline: Option<Instant>) -> Result<(), crate::Error> {
-    // Neither panics.
-    let park = move || match deadline {
+/// Runs `wait` on this thread; in a handler, others may run in its place meanwhile.
+pub(crate) fn wait<T>(wait: impl FnOnce() -> T) -> crate::Result<T> {
+    let mut outcome = None;
+    let run = || outcome = Some(catch_unwind(AssertUnwindSafe(wait)));
+    raw::wait(&mut Waiting(Some(Box::new(run))))?;
+    match outcome {
+        Some(Ok(value)) => Ok(value),
+        Some(Err(payload)) => resume_unwind(payload),
+        None => Err(crate::Error::new(crate::Code::Internal, "dg_wait did not wait")),
+    }
+}
+
+/// Parks this thread until it is unparked, or `deadline` has come. It may return early.
+pub(crate) fn park(deadline: Option<Instant>) -> crate::Result<()> {
+    wait(move || match deadline {
         Some(deadline) => thread::park_timeout(deadline.saturating_duration_since(Instant::now())),
         None => thread::park(),
-    };
-    Ok(raw::wait(&mut Waiting(Some(Box::new(park))))?)
+    })
 }
 
 /// Keeps memory that a tensor uses.

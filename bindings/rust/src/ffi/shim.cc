@@ -73,7 +73,9 @@ WorkerHandle worker_create(const RawWorkerOptions& from) {
   options.thread_count = from.thread_count;
   options.timeout_ms = from.timeout_ms;
   options.join_timeout_ms = from.join_timeout_ms;
-  options.flags = from.no_operators ? DG_WORKER_NO_OPERATORS : 0;
+  options.flags = from.flags;
+  options.job = ToStr(from.job);
+  options.heartbeat_limit_ms = from.heartbeat_limit_ms;
   return Out<WorkerHandle>(dg_worker_create, &options);
 }
 

@@ -69,7 +69,7 @@ T Out(Function function, Arguments... arguments) {
   return out;
 }
 
-// ------------------------------------------------------------------------------------ Tensors
+// ----------------------------------------------------------------------------- Version, errors
 
 inline uint32_t abi_version() { return dg_abi_version(); }
 inline uint32_t abi_major() { return DG_ABI_MAJOR; }
@@ -77,6 +77,8 @@ inline Bytes torch_version() { return ToBytes(dg_torch_version()); }
 inline ErrorHandle error_create(int32_t code, rust::Str message) {
   return dg_error_create(code, ToStr(message));
 }
+
+// ------------------------------------------------------------------------------------ Tensors
 
 inline TensorHandle tensor_from_data(const uint8_t* data, int32_t dtype, Numbers shape) {
   return Out<TensorHandle>(dg_tensor_from_data, data, dtype, shape.data(), shape.size());
@@ -162,6 +164,7 @@ inline ValuesHandle future_values(FutureHandle future) {
   return Out<ValuesHandle>(dg_future_values, future);
 }
 void future_then(FutureHandle future, rust::Box<Callback> callback);
+inline void future_cancel(FutureHandle future) { dg::Check(dg_future_cancel(future)); }
 inline void future_destroy(FutureHandle future) { dg_future_destroy(future); }
 
 // ------------------------------------------------------------------------------------ Workers
@@ -174,12 +177,22 @@ inline void worker_wait_for_all(WorkerHandle worker, int64_t timeout_ms) {
 inline void worker_leave(WorkerHandle worker, int64_t timeout_ms) {
   dg::Check(dg_worker_leave(worker, timeout_ms));
 }
+inline void worker_leave_alone(WorkerHandle worker, int64_t timeout_ms) {
+  dg::Check(dg_worker_leave_alone(worker, timeout_ms));
+}
 inline void worker_destroy(WorkerHandle worker) { dg_worker_destroy(worker); }
 inline uint32_t worker_rank(WorkerHandle worker) { return dg_worker_rank(worker); }
 inline uint32_t worker_world_size(WorkerHandle worker) { return dg_worker_world_size(worker); }
 inline rust::String worker_name(WorkerHandle worker, uint32_t rank) {
   const dg_str name = dg_worker_name(worker, rank);
   return rust::String::lossy(name.data, name.size);
+}
+inline uint32_t worker_local_rank(WorkerHandle worker) { return dg_worker_local_rank(worker); }
+inline uint32_t worker_local_world_size(WorkerHandle worker) {
+  return dg_worker_local_world_size(worker);
+}
+inline MessageHandle worker_metrics_text(WorkerHandle worker) {
+  return Out<MessageHandle>(dg_worker_metrics_text, worker);
 }
 inline size_t worker_context_count(WorkerHandle worker) { return dg_worker_context_count(worker); }
 void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler> handler);
@@ -261,6 +274,10 @@ OptimizerHandle optimizer_create_adam(WorkerHandle worker, rust::Str name, Tenso
                                       std::array<double, 5> numbers, bool amsgrad, bool decoupled);
 inline void optimizer_step(OptimizerHandle optimizer, ContextHandle context) {
   dg::Check(dg_optimizer_step(optimizer, context));
+}
+inline double optimizer_clip_gradients(OptimizerHandle optimizer, ContextHandle context,
+                                       double max_norm) {
+  return Out<double>(dg_optimizer_clip_gradients, optimizer, context, max_norm);
 }
 inline void optimizer_destroy(OptimizerHandle optimizer) { dg_optimizer_destroy(optimizer); }
 

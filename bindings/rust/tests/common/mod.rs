@@ -1,16 +1,50 @@
 //! A job of several workers in one process: one thread for each.
 #![allow(dead_code)] // each test uses a part of it
-use distgrad::{Worker, WorkerOptions};
+use distgrad::{Message, Tensor, Worker, WorkerOptions};
 use std::{
     env, fs,
+    future::{Future, IntoFuture},
     path::PathBuf,
     process,
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        atomic::{AtomicU32, Ordering},
+        Arc,
+    },
+    task::{Context, Poll, Wake, Waker},
+    thread,
     time::Duration,
 };
 
 /// Long enough for anything here; a test that gets there has failed.
 pub const LONG: Duration = Duration::from_secs(60);
+
+pub fn floats(data: &[f32]) -> Tensor {
+    Tensor::from_slice(data, &[data.len() as i64]).unwrap()
+}
+pub fn weight(data: &[f32]) -> Tensor {
+    floats(data).require_grad().unwrap()
+}
+pub fn empty() -> Message {
+    Message::from_payload("").unwrap()
+}
+
+/// Runs a future on this thread.
+pub fn block_on<T>(future: impl IntoFuture<Output = T>) -> T {
+    struct Unpark(thread::Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut future = Box::pin(future.into_future());
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(result) => return result,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
 
 /// A folder of the test's own, which ends with it.
 pub struct Folder(pub PathBuf);
@@ -51,7 +85,7 @@ pub fn alone_with(options: WorkerOptions) -> Worker {
 pub fn pair(back: impl FnOnce(&Worker) + Send, front: impl FnOnce(&Worker)) {
     let folder = Folder::new();
     let options = folder.options();
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let other = options.clone().name("back").rank(1, 2);
         scope.spawn(move || {
             let worker = other.create().expect("the back worker");

@@ -1,0 +1,136 @@
+//! How workers join a job, what they know of it, and how they leave it.
+mod common;
+use common::{alone, alone_with, empty, floats, pair, Folder, LONG};
+use distgrad::{values, Code, Operators, Value, WorkerOptions};
+use std::{env, process::Command, thread, time::Duration};
+
+#[test]
+fn names_and_numbers() {
+    pair(
+        |back| assert_eq!((back.rank(), back.world_size()), (1, 2)),
+        |front| {
+            assert_eq!(front.name(0).as_deref(), Some("front"));
+            assert_eq!(front.name(1).as_deref(), Some("back"));
+            assert_eq!(front.name(2), None);
+            assert_eq!(format!("{front:?}"), "Worker(0 of 2)");
+        },
+    );
+    let lonely = WorkerOptions::new()
+        .rank(0, 2)
+        .rendezvous("tcp://127.0.0.1:0")
+        .join_timeout(Duration::from_millis(50))
+        .create();
+    assert!(lonely.is_err());
+    assert_eq!(WorkerOptions::new().rank(3, 2).create().unwrap_err().code(), Code::InvalidArgument);
+}
+
+/// What a launcher says is in the environment, which is a process's own: so this is another one.
+#[test]
+#[ignore = "is run by the test below"]
+fn child_of_a_launcher() {
+    // The fourth worker of the launcher's machine, were the job not one of its own.
+    let folder = Folder::new();
+    let rendezvous = format!("file://{}/workers?world_size=1", folder.0.display());
+    let worker = WorkerOptions::new().rendezvous(rendezvous).create().unwrap();
+    assert_eq!((worker.rank(), worker.world_size()), (0, 1));
+    assert_eq!((worker.local_rank(), worker.local_world_size()), (3, 4));
+}
+
+#[test]
+fn places_on_a_machine() {
+    let output = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "child_of_a_launcher", "--ignored"])
+        .envs([("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "4")])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+}
+
+#[test]
+fn jobs_share_a_rendezvous() {
+    let folder = Folder::new();
+    let options = || folder.options().rank(0, 1);
+    let one = options().job("one").name("of one").create().unwrap();
+    let two = options().job("two").name("of two").create().unwrap();
+    assert_eq!(one.name(0).as_deref(), Some("of one"));
+    assert_eq!(two.name(0).as_deref(), Some("of two"));
+    assert_eq!(options().job("a/b").create().unwrap_err().code(), Code::InvalidArgument);
+}
+
+#[test]
+fn limits_of_silence() {
+    let folder = Folder::new();
+    let with =
+        |job: &str, limit| folder.options().rank(0, 1).job(job).heartbeat_limit(limit).create();
+    let short = with("a", Duration::from_millis(99)).unwrap_err();
+    assert_eq!(short.code(), Code::InvalidArgument, "{short}");
+    assert!(with("b", Duration::from_millis(100)).is_ok());
+    assert!(with("c", Duration::MAX).is_ok());
+}
+
+#[test]
+fn operators_that_may_be_called() {
+    let x = floats(&[2.0]);
+    for (operators, code_of_computing, code_of_others) in [
+        (Operators::Pure, None, Some(Code::PermissionDenied)),
+        (Operators::None, Some(Code::PermissionDenied), Some(Code::PermissionDenied)),
+        (Operators::All, None, None),
+    ] {
+        let worker = alone_with(WorkerOptions::new().operators(operators));
+        let code = |op: &str, arguments: &[Value<'_>]| {
+            worker.call_op("alone", op, arguments).err().map(|error| error.code())
+        };
+        assert_eq!(code("aten::square", &values![&x]), code_of_computing, "{operators:?}");
+        // An internal step of torch's.
+        let others = code("aten::_cast_Int", &values![&x]);
+        assert_eq!(others, code_of_others, "{operators:?}");
+    }
+}
+
+#[test]
+fn a_worker_leaves_alone() {
+    let folder = Folder::new();
+    let options = |rank: u32| folder.options().name(format!("worker{rank}")).rank(rank, 3);
+    thread::scope(|scope| {
+        let leave = |rank, timeout| {
+            let worker = options(rank).create()?;
+            worker.register("any", |_| Ok(empty()))?;
+            worker.wait_for_all(LONG)?; // may be called
+            worker.wait_for_all(LONG)?; // was called
+            worker.leave_alone(timeout)
+        };
+        let idle = scope.spawn(move || leave(1, LONG));
+        let busy = scope.spawn(move || leave(2, Duration::from_millis(20)));
+        let worker = options(0).create().unwrap();
+        worker.wait_for_all(LONG).unwrap();
+        let context = worker.context().unwrap();
+        context.call("worker2", "any", &empty()).unwrap();
+        worker.wait_for_all(LONG).unwrap();
+        idle.join().unwrap().unwrap();
+        // It takes part in a context that does not end.
+        assert_eq!(busy.join().unwrap().unwrap_err().code(), Code::DeadlineExceeded);
+        for gone in ["worker1", "worker2"] {
+            let error = worker.call(gone, "any", &empty()).unwrap_err();
+            assert_eq!(error.code(), Code::Unavailable, "{error}");
+        }
+        drop(context);
+        worker.leave_alone(LONG).unwrap();
+    });
+}
+
+#[test]
+fn metrics() {
+    let worker = alone();
+    worker.register("counted", |_| Ok(empty())).unwrap();
+    for _ in 0..3 {
+        worker.call("alone", "counted", &empty()).unwrap();
+    }
+    let text = worker.metrics_text().unwrap();
+    let made = text.lines().find(|line| {
+        line.starts_with("distgrad_calls_total{")
+            && line.contains("function=\"counted\"")
+            && line.contains("side=\"made\"")
+    });
+    assert!(made.is_some_and(|line| line.ends_with(" 3")), "{text}");
+}
