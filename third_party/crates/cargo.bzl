@@ -11,6 +11,7 @@ CrateInfo = provider(fields = {
     "dependencies": "what it depends on, built: a tar; None if there is nothing",
     "outputs": "name of a program or a check: its file",
     "libraries": "files that programs load",
+    "features": "with which it was built",
     "skip": "why there is nothing, or \"\"",
 })
 
@@ -25,6 +26,7 @@ def _run(ctx, command, inputs, outputs, arguments, message):
     args.add(RUST.store)
     args.add(ctx.file.manifest)
     args.add(",".join(ctx.attr.crate_features))
+    args.add("%s:%s" % (ctx.attr.sanitizer, RUST.sanitizers) if ctx.attr.sanitizer else "")
     args.add_all(arguments)
     ctx.actions.run(
         executable = "/usr/bin/python3",
@@ -41,9 +43,11 @@ def _crate_impl(ctx):
     skip = RUST.missing
     if sanitized:
         skip = "the library is built with a sanitizer, Rust programs are not"
+    elif ctx.attr.sanitizer and not skip and not RUST.sanitizers:
+        skip = "the Rust toolchain has no sanitizers"
     libraries = ctx.files.library
     if skip:
-        return [CrateInfo(dependencies = None, outputs = {}, libraries = [], skip = skip)]
+        return [CrateInfo(dependencies = None, outputs = {}, libraries = [], features = "", skip = skip)]
 
     dependencies = ctx.actions.declare_file(ctx.label.name + "_dependencies.tar")
     base = [ctx.attr.base[CrateInfo].dependencies] if ctx.attr.base else []
@@ -63,8 +67,14 @@ def _crate_impl(ctx):
         "Building and checking the crate %s",
     )
     return [
-        DefaultInfo(files = depset(outputs.values())),
-        CrateInfo(dependencies = dependencies, outputs = outputs, libraries = libraries, skip = ""),
+        DefaultInfo(files = depset(outputs.values()), runfiles = ctx.runfiles(files = outputs.values())),
+        CrateInfo(
+            dependencies = dependencies,
+            outputs = outputs,
+            libraries = libraries,
+            features = ",".join(ctx.attr.crate_features),
+            skip = "",
+        ),
     ]
 
 cargo_crate = rule(
@@ -76,6 +86,7 @@ cargo_crate = rule(
         "header": attr.label(providers = [CcInfo], mandatory = True, doc = "The C interface."),
         "library": attr.label(allow_single_file = True, mandatory = True, doc = "libdistgrad.so.1."),
         "crate_features": attr.string_list(),
+        "sanitizer": attr.string(doc = "For the crate and what it depends on, but not for the library: \"address\"."),
         "base": attr.label(providers = [CrateInfo], doc = "The same crate with fewer features: what that depends on is not built again."),
         "programs": attr.string_list(doc = "Names of tests and examples."),
         "checks": attr.string_list(doc = "Of CHECKS."),
@@ -99,20 +110,24 @@ cat "$TEST_SRCDIR/$TEST_WORKSPACE/{program}"
 exit "$(tail -n 1 "$TEST_SRCDIR/$TEST_WORKSPACE/{program}")"
 """
 
+# A test that runs `script`, or says why not.
+def _test(ctx, script, runfiles):
+    skip = ctx.attr.crate[CrateInfo].skip
+    if skip:
+        script = "source \"$TEST_SRCDIR/$TEST_WORKSPACE/%s\"\nskip '%s'\n" % (ctx.file._skip.short_path, skip.replace("'", ""))
+        runfiles = ctx.runfiles(files = [ctx.file._skip])
+    executable = ctx.actions.declare_file(ctx.label.name)
+    ctx.actions.write(executable, "#!/usr/bin/env bash\nset -euo pipefail\n" + script, is_executable = True)
+    return [DefaultInfo(executable = executable, runfiles = runfiles)]
+
 def _test_impl(ctx):
     crate = ctx.attr.crate[CrateInfo]
-    script = "#!/usr/bin/env bash\nset -euo pipefail\n"
-    files = [ctx.file._skip] + crate.libraries + ctx.files._torch
     if crate.skip:
-        script += "source \"$TEST_SRCDIR/$TEST_WORKSPACE/%s\"\nskip '%s'\n" % (ctx.file._skip.short_path, crate.skip.replace("'", ""))
-    else:
-        program = crate.outputs[ctx.attr.program]
-        files.append(program)
-        text = _CHECK if ctx.attr.program in CHECKS else _PROGRAM
-        script += text.replace("{program}", program.short_path).replace("{library}", "distgrad/" + crate.libraries[0].short_path)
-    executable = ctx.actions.declare_file(ctx.label.name)
-    ctx.actions.write(executable, script, is_executable = True)
-    return [DefaultInfo(executable = executable, runfiles = ctx.runfiles(files = files + ctx.files.data))]
+        return _test(ctx, "", None)
+    program = crate.outputs[ctx.attr.program]
+    script = _CHECK if ctx.attr.program in CHECKS else _PROGRAM
+    script = script.replace("{program}", program.short_path).replace("{library}", "distgrad/" + crate.libraries[0].short_path)
+    return _test(ctx, script, ctx.runfiles(files = [program] + crate.libraries + ctx.files._torch + ctx.files.data))
 
 cargo_test = rule(
     implementation = _test_impl,
@@ -123,5 +138,43 @@ cargo_test = rule(
         "data": attr.label_list(allow_files = True),
         "_skip": attr.label(default = "//capi:testing/skip.sh", allow_single_file = True),
         "_torch": attr.label(default = "@torch//:shared_objects"),
+    },
+)
+
+_OUTSIDE = """
+cd "$TEST_TMPDIR"
+files=$TEST_SRCDIR/$TEST_WORKSPACE
+RUNFILES_DIR=$TEST_SRCDIR "$files/{install}" "$PWD/prefix" --link-libtorch
+exec python3 "$files/{outside}" '{sysroot}' '{store}' "$files/{manifest}" '{features}' "$files/{tar}" prefix
+"""
+
+def _outside_impl(ctx):
+    crate = ctx.attr.crate[CrateInfo]
+    if crate.skip:
+        return _test(ctx, "", None)
+    files = [ctx.file._cargo, ctx.file._outside, ctx.file.manifest, crate.dependencies] + ctx.files.srcs
+    script = _OUTSIDE.format(
+        install = ctx.executable.install.short_path,
+        outside = ctx.file._outside.short_path,
+        sysroot = RUST.sysroot,
+        store = RUST.store,
+        manifest = ctx.file.manifest.short_path,
+        features = crate.features,
+        tar = crate.dependencies.short_path,
+    )
+    return _test(ctx, script, ctx.runfiles(files = files).merge(ctx.attr.install[DefaultInfo].default_runfiles))
+
+# Builds the crate with an installed library and no help from Bazel.
+cargo_outside_test = rule(
+    implementation = _outside_impl,
+    test = True,
+    attrs = {
+        "crate": attr.label(providers = [CrateInfo], mandatory = True, doc = "For what it depends on."),
+        "manifest": attr.label(allow_single_file = ["Cargo.toml"], mandatory = True),
+        "srcs": attr.label_list(allow_files = True),
+        "install": attr.label(executable = True, cfg = "target", mandatory = True, doc = "Installs the library into its argument."),
+        "_skip": attr.label(default = "//capi:testing/skip.sh", allow_single_file = True),
+        "_cargo": attr.label(default = "//third_party:crates/cargo.py", allow_single_file = True),
+        "_outside": attr.label(default = "//third_party:crates/outside.py", allow_single_file = True),
     },
 )

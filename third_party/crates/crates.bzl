@@ -2,7 +2,8 @@
 
 The crates are downloaded once by `cargo vendor`, into a store outside Bazel's output base
 ($DISTGRAD_CACHE, default ~/.cache/distgrad) that all clones share; cargo checks their hashes.
-`defs.bzl` has RUST, whose `missing` says why there is no toolchain, or is "".
+`defs.bzl` has RUST, whose `missing` says why there is no toolchain, or is "", and whose
+`sanitizers` is the target for which the toolchain has their run-times, or "".
 """
 
 # What the crate's Cargo.toml asks for.
@@ -28,8 +29,12 @@ def _toolchain(ctx):
 
 def _impl(ctx):
     sysroot, version, missing = _toolchain(ctx)
-    store = ""
+    store, sanitizers = "", ""
     if not missing:
+        host = version.split("host: ")[1].split("\n")[0]
+        libraries = ctx.path(sysroot + "/lib/rustlib/" + host + "/lib").readdir()
+        if [file for file in libraries if file.basename.endswith("_rt.asan.a")]:
+            sanitizers = host
         cache = ctx.os.environ.get("DISTGRAD_CACHE") or ctx.os.environ.get("HOME", "/root") + "/.cache/distgrad"
         python = ctx.which("python3")
         ctx.report_progress("crates with cargo, once for all clones")
@@ -44,7 +49,8 @@ def _impl(ctx):
 
     # The store has thousands of files; to actions this one stands for them and for the toolchain.
     ctx.file("stamp.txt", version + sysroot + "\n" + store + "\n" if not missing else missing + "\n")
-    ctx.file("defs.bzl", "RUST = struct(missing = %r, sysroot = %r, store = %r)\n" % (missing, sysroot or "", store))
+    ctx.file("defs.bzl", "RUST = struct(missing = %r, sysroot = %r, store = %r, sanitizers = %r)\n" %
+                         (missing, sysroot or "", store, sanitizers))
     ctx.file("BUILD.bazel", "exports_files([\"stamp.txt\"])\n")
 
 crates_repository = repository_rule(
