@@ -11,19 +11,17 @@
 #ifndef DISTGRAD_CORE_RPC_TRANSPORT_CONFORMANCE_H_
 #define DISTGRAD_CORE_RPC_TRANSPORT_CONFORMANCE_H_
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <ostream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
-#include "core/rpc/packet.h"
 #include "core/rpc/transport.h"
+#include "core/rpc/transport_testing.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -40,57 +38,6 @@ struct TransportFactory {
 
 std::ostream& operator<<(std::ostream& out, const TransportFactory& factory);
 std::string TransportFactoryName(const testing::TestParamInfo<TransportFactory>& info);
-
-// Keeps what arrives, and fails the test if callbacks overlap, come after OnClosed, or if
-// OnClosed comes twice or with OK. Thread-safe.
-class RecordingReceiver final : public Receiver {
- public:
-  // Called with each packet before it is kept; set before the receiver is given away. Dropped
-  // by OnClosed, so it may own the connection.
-  std::function<void(const Packet&)> on_packet;
-
-  void OnPacket(Packet packet) override;
-  void OnClosed(absl::Status why) override;
-
-  // Waits until `count` packets in all have arrived; fails the test after a long time.
-  void AwaitPackets(size_t count);
-  // Waits for OnClosed and returns its status.
-  absl::Status AwaitClosed();
-
-  const Packet& packet(size_t i) const;  // stays where it is
-  size_t count() const;
-  bool closed() const;
-
- private:
-  std::atomic<std::thread::id> inside_{};  // the thread that is in OnPacket
-
-  mutable absl::Mutex mu_;
-  std::vector<std::unique_ptr<Packet>> packets_ ABSL_GUARDED_BY(mu_);
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Status why_ ABSL_GUARDED_BY(mu_);
-};
-
-// Makes callbacks for Send and sees that each is called exactly once. Thread-safe.
-class SendLog {
- public:
-  Connection::SendDone NewDone();
-
-  // Waits until all callbacks made so far have been called; fails the test after a long time.
-  void AwaitAll();
-  // How many were called with OK, and with an error.
-  size_t ok() const;
-  size_t failed() const;
-  size_t pending() const;
-
- private:
-  struct State {
-    absl::Mutex mu;
-    size_t made ABSL_GUARDED_BY(mu) = 0;
-    size_t ok ABSL_GUARDED_BY(mu) = 0;
-    size_t failed ABSL_GUARDED_BY(mu) = 0;
-  };
-  const std::shared_ptr<State> state_ = std::make_shared<State>();
-};
 
 class TransportConformanceTest : public testing::TestWithParam<TransportFactory> {
  protected:

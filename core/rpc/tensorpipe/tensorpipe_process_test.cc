@@ -11,14 +11,11 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "core/rpc/tensorpipe/tensorpipe_transport.h"
-#include "core/rpc/transport_conformance.h"
+#include "core/rpc/transport_testing.h"
 #include "gtest/gtest.h"
 #include "tests/testing/child_process.h"
 
 namespace distgrad {
-
-// Only its helpers are of use here.
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(TransportConformanceTest);
 
 namespace {
 

@@ -18,6 +18,7 @@
 #include "absl/synchronization/notification.h"
 #include "core/base/fake_clock.h"
 #include "core/rpc/transport_conformance.h"
+#include "core/rpc/transport_testing.h"
 #include "gtest/gtest.h"
 #include "tensorpipe/tensorpipe.h"
 

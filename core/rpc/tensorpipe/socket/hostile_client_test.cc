@@ -26,13 +26,10 @@
 #include "core/rpc/tensorpipe/socket/endpoint.h"
 #include "core/rpc/tensorpipe/socket/handshake.h"
 #include "core/rpc/tensorpipe/tensorpipe_transport.h"
-#include "core/rpc/transport_conformance.h"
+#include "core/rpc/transport_testing.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
-
-// Only its helpers are of use here.
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(TransportConformanceTest);
 
 namespace {
 
