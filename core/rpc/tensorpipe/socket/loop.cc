@@ -11,12 +11,13 @@
 
 #include "core/base/check.h"
 #include "core/base/spin.h"
-#include "core/base/thread.h"
 
 namespace distgrad {
 namespace {
 
 constexpr uint64_t kWakeId = 0;  // no handler has it
+// One runs the loop; any number may wait.
+constexpr size_t kThreads = 1 << 20;
 
 }  // namespace
 
@@ -25,6 +26,11 @@ absl::Time Loop::Now() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return absl::TimeFromTimespec(now);
 }
+
+Loop::Loop(Fd epoll, Fd wake, std::string thread_name)
+    : epoll_(std::move(epoll)),
+      wake_(std::move(wake)),
+      threads_(std::move(thread_name), kThreads) {}
 
 absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));
@@ -37,12 +43,9 @@ absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
     return watched;
   }
   absl::MutexLock lock(&loop->mu_);
-  loop->StartThread();
+  loop->idle_ = false;
+  loop->threads_.Schedule([loop = loop.get()] { loop->Work(); });
   return loop;
-}
-
-void Loop::StartThread() {
-  threads_.push_back(distgrad::StartThread(thread_name_, [this] { Work(); }));
 }
 
 Loop::~Loop() {
@@ -118,18 +121,11 @@ void Loop::Close() {
 }
 
 void Loop::Join() {
-  absl::MutexLock joining(&join_mu_);
-  for (;;) {
-    std::thread thread;
-    {
-      absl::MutexLock lock(&mu_);
-      std::vector<std::thread>& threads = ended_.empty() ? threads_ : ended_;
-      if (threads.empty()) break;
-      thread = std::move(threads.back());
-      threads.pop_back();
-    }
-    thread.join();
+  {
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&idle_));
   }
+  threads_.Join();
   // Nobody is left whom these could concern.
   std::deque<Task> tasks;
   internal::TimerQueue timers;
@@ -215,12 +211,7 @@ bool Loop::RunDue() {
 void Loop::OnBlocked() {
   if (Current() != this) return;  // relieved already
   EventLoop::SetCurrent(nullptr);
-  std::vector<std::thread> ended;
-  absl::MutexLock lock(&mu_);
-  // Takes no time: they have nothing left to do.
-  ended.swap(ended_);
-  for (std::thread& thread : ended) thread.join();
-  StartThread();
+  threads_.Schedule([this] { Work(); });
 }
 
 void Loop::Work() {
@@ -228,17 +219,11 @@ void Loop::Work() {
   Spin spin;
   for (;;) {
     HandleEvents(spin);
-    const bool relieved = !RunDue();
+    if (!RunDue()) return;
     absl::MutexLock lock(&mu_);
-    if (!relieved && !(closed_ && handlers_.empty())) continue;
-    const auto self = std::find_if(threads_.begin(), threads_.end(), [](const std::thread& t) {
-      return t.get_id() == std::this_thread::get_id();
-    });
-    // Join() may have it already.
-    if (self != threads_.end()) {
-      ended_.push_back(std::move(*self));
-      threads_.erase(self);
-    }
+    if (!closed_ || !handlers_.empty()) continue;
+    EventLoop::SetCurrent(nullptr);
+    idle_ = true;
     return;
   }
 }

@@ -16,8 +16,6 @@
 #include <deque>
 #include <memory>
 #include <string>
-#include <thread>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -28,6 +26,7 @@
 #include "core/base/blocking.h"
 #include "core/base/event_loop.h"
 #include "core/base/spin.h"
+#include "core/base/thread_pool.h"
 #include "core/base/timer_queue.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
 
@@ -76,11 +75,9 @@ class Loop : public EventLoop, private Blockable {
   void Join();
 
  private:
-  Loop(Fd epoll, Fd wake, std::string thread_name)
-      : epoll_(std::move(epoll)), wake_(std::move(wake)), thread_name_(std::move(thread_name)) {}
+  Loop(Fd epoll, Fd wake, std::string thread_name);
 
-  void StartThread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // What each thread runs, until it is relieved or the loop is over.
+  // What the thread of the loop runs, until it is relieved or the loop is over.
   void Work();
   // Waits for events and handles them.
   void HandleEvents(Spin& spin);
@@ -96,14 +93,13 @@ class Loop : public EventLoop, private Blockable {
   // Constant after Start().
   const Fd epoll_;
   const Fd wake_;  // an eventfd
-  const std::string thread_name_;
 
-  absl::Mutex join_mu_;  // one joins, the others wait for it
+  // Synchronizes itself. The thread of the loop, and those that were relieved and still wait.
+  ThreadPool threads_;
 
   absl::Mutex mu_;
-  // Guarded by mu_. The last one is the thread of the loop, those before it were relieved.
-  std::vector<std::thread> threads_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::thread> ended_ ABSL_GUARDED_BY(mu_);  // or about to; not in threads_
+  // Guarded by mu_.
+  bool idle_ ABSL_GUARDED_BY(mu_) = true;  // nobody works, or will
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
   internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);
