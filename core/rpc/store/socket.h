@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -13,6 +14,10 @@
 #include "absl/time/time.h"
 
 namespace distgrad {
+
+// Says of a host's name what to look up in its stead: its number, or the name itself, which the
+// machine then looks up. kUnavailable where it is not known (yet).
+using Resolver = std::function<absl::StatusOr<std::string>(const std::string& host)>;
 
 // Owns a file descriptor. For one thread at a time.
 class Socket {

@@ -384,6 +384,29 @@ TEST(TcpStoreTest, BadHostsToServeOn) {
   EXPECT_GE(absl::Now(), options.deadline);
 }
 
+TEST(TcpStoreTest, AHostMayBecomeKnownLater) {
+  int unknown = 3;
+  TcpStoreOptions options;
+  options.host = "node0.invalid";
+  options.resolver = [&](const std::string& host) -> absl::StatusOr<std::string> {
+    EXPECT_EQ(host, options.host);
+    if (unknown-- > 0) return absl::UnavailableError("nobody knows it yet");
+    return "127.0.0.1";
+  };
+  options.is_server = true;
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  EXPECT_LE(unknown, 0);
+  unknown = 3;
+  options.is_server = false;
+  options.port = (*server)->port();
+  const auto client = NewTcpStore(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  EXPECT_LE(unknown, 0);
+  ASSERT_TRUE((*client)->Set("key", "x").ok());
+  EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
+}
+
 TEST(TcpStoreTest, Ipv6) {
   TcpStoreOptions options;
   options.host = "::1";

@@ -38,10 +38,12 @@ class TcpStoreImpl final : public TcpStore {
 };
 
 // A cluster's name server may learn a host's name only when its first process runs.
-absl::StatusOr<Socket> Listen(const std::string& host, uint16_t port, absl::Time deadline) {
-  Backoff backoff(deadline);
+absl::StatusOr<Socket> Listen(const std::string& host, const TcpStoreOptions& options) {
+  Backoff backoff(options.deadline);
   for (;;) {
-    absl::StatusOr<Socket> socket = Socket::Listen(host, port);
+    const absl::StatusOr<std::string> known = options.resolver(host);
+    absl::StatusOr<Socket> socket = known.status();
+    if (known.ok()) socket = Socket::Listen(*known, options.port);
     if (!absl::IsUnavailable(socket.status())) return socket;
     if (!backoff.Sleep()) return absl::DeadlineExceededError(socket.status().message());
   }
@@ -55,7 +57,7 @@ absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& opt
   std::string host = options.host;
   if (options.is_server) {
     if (!options.bind_host.empty()) host = options.bind_host;
-    DG_ASSIGN_OR_RETURN(Socket listener, Listen(host, port, options.deadline));
+    DG_ASSIGN_OR_RETURN(Socket listener, Listen(host, options));
     DG_ASSIGN_OR_RETURN(port, listener.LocalPort());
     DG_ASSIGN_OR_RETURN(
         server, StoreServer::Start(std::move(listener), {.cluster_key = options.cluster_key}));
@@ -64,8 +66,9 @@ absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& opt
   }
   std::optional<std::string> cluster_key = options.cluster_key;
   if (options.of_launcher) cluster_key.reset();
-  DG_ASSIGN_OR_RETURN(std::unique_ptr<TcpStoreClient> client,
-                      TcpStoreClient::Connect(host, port, cluster_key, options.deadline));
+  DG_ASSIGN_OR_RETURN(
+      std::unique_ptr<TcpStoreClient> client,
+      TcpStoreClient::Connect(host, port, cluster_key, options.deadline, options.resolver));
   return std::make_unique<TcpStoreImpl>(std::move(server), std::move(client), port);
 }
 

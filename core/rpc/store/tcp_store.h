@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "core/rpc/store.h"
+#include "core/rpc/store/socket.h"
 
 namespace distgrad {
 
@@ -29,6 +30,9 @@ struct TcpStoreOptions {
   // address of this machine.
   bool is_server = false;
   std::string bind_host = {};
+
+  // Asked before each attempt to connect or to listen.
+  Resolver resolver = [](const std::string& host) { return host; };
 
   // By when the server must have answered.
   absl::Time deadline = absl::InfiniteFuture();

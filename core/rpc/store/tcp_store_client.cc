@@ -61,8 +61,9 @@ absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, absl::Ti
 
 absl::StatusOr<Socket> ConnectOnce(const std::string& host, uint16_t port,
                                    const std::optional<std::string>& cluster_key,
-                                   absl::Time deadline) {
-  DG_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(host, port, deadline));
+                                   absl::Time deadline, const Resolver& resolver) {
+  DG_ASSIGN_OR_RETURN(const std::string known, resolver(host));
+  DG_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(known, port, deadline));
   if (cluster_key.has_value()) DG_RETURN_IF_ERROR(ShakeHands(socket, *cluster_key, deadline));
   std::string hello;
   WireWriter writer(&hello);
@@ -79,12 +80,12 @@ absl::StatusOr<Socket> ConnectOnce(const std::string& host, uint16_t port,
 
 absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
     const std::string& host, uint16_t port, const std::optional<std::string>& cluster_key,
-    absl::Time deadline) {
+    absl::Time deadline, const Resolver& resolver) {
   std::string where = absl::StrCat(host, ":", port);
   Backoff backoff(deadline);
   absl::Status last;
   do {
-    auto socket = ConnectOnce(host, port, cluster_key, deadline);
+    auto socket = ConnectOnce(host, port, cluster_key, deadline, resolver);
     if (socket.ok()) return std::make_unique<TcpStoreClient>(*std::move(socket), where);
     if (absl::IsUnauthenticated(socket.status())) {
       return Annotate(socket.status(), absl::StrCat("the store at ", where));

@@ -23,7 +23,7 @@ class TcpStoreClient final : public Store {
   // With no `cluster_key` (which may be "") it is c10d's, and there is no handshake.
   static absl::StatusOr<std::unique_ptr<TcpStoreClient>> Connect(
       const std::string& host, uint16_t port, const std::optional<std::string>& cluster_key,
-      absl::Time deadline);
+      absl::Time deadline, const Resolver& resolver);
 
   TcpStoreClient(Socket socket, std::string where)
       : where_(std::move(where)), socket_(std::move(socket)) {}
