@@ -1,5 +1,5 @@
-// The calls and notices of an agent: sent, matched with their answers, ended by their deadlines, and
-// taken in.
+// The calls and notices of an agent: sent, matched with their answers, ended by their deadlines,
+// and taken in.
 #include <algorithm>
 #include <memory>
 #include <optional>
