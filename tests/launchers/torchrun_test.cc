@@ -1,4 +1,6 @@
-// Our workers under the real torchrun. It is Python and 2.5 GB, so it is not fetched for this test:
+// Our workers under the real torchrun. It is Python, of one version, and imports all of torch,
+// whose libtorch_python.so loads libtorch_cuda.so and with it NVIDIA's libraries: 3 GB, so it is
+// not fetched for this test.
 //
 //   python3 -m pip install --target=DIR torch==2.11.0
 //   PYTHONPATH=DIR DISTGRAD_TORCHRUN="python3 -m torch.distributed.run" tools/bazel test
