@@ -42,8 +42,8 @@ absl::StatusOr<Socket> Listen(const std::string& host, const TcpStoreOptions& op
   Backoff backoff(options.deadline);
   for (;;) {
     const absl::StatusOr<std::string> known = options.resolver(host);
-    absl::StatusOr<Socket> socket = known.status();
-    if (known.ok()) socket = Socket::Listen(*known, options.port);
+    absl::StatusOr<Socket> socket =
+        known.ok() ? Socket::Listen(*known, options.port) : absl::StatusOr<Socket>(known.status());
     if (!absl::IsUnavailable(socket.status())) return socket;
     if (!backoff.Sleep()) return absl::DeadlineExceededError(socket.status().message());
   }
