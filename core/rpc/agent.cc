@@ -60,6 +60,9 @@ void Agent::Impl::Close() {
     if (closed_) return;
     closed_ = true;
     links = AllLinks();
+    for (const auto& [peer, link] : links_) {
+      if (link != nullptr && link->loopback()) links.push_back(link);
+    }
     links_.clear();
     pending.swap(pending_);
     timer = std::exchange(timer_, std::nullopt);

@@ -86,6 +86,38 @@ TEST_P(CallsTest, ACancelledCallLeavesNothingWaitingInItsContext) {
   was_cancelled_.Wait().IgnoreError();
 }
 
+TEST_P(CallsTest, TheEndOfAWorkerCancelsItsCallsOfItself) {
+  Start({.workers = 1});
+  RegisterWait(0);
+  Future<Message> call = worker(0).CallAsync(0, "wait", {});
+  has_begun_.Wait().IgnoreError();
+  cluster_->Kill(0);  // waits for the handler
+  EXPECT_EQ(call.Wait().status().code(), absl::StatusCode::kCancelled) << call.Wait().status();
+  EXPECT_EQ(was_cancelled_.Wait()->code(), absl::StatusCode::kCancelled);
+}
+
+TEST_P(CallsTest, AnAnswerMayComeAfterTheEndOfItsWorker) {
+  Start({.workers = 2});
+  std::vector<Promise<Message>> answers(2);
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(worker(1)
+                    .RegisterAsync(absl::StrCat("later", i),
+                                   [&, i](Request&) {
+                                     if (i == 1) began_.Set(Unit());
+                                     return answers[i].future();
+                                   })
+                    .ok());
+  }
+  // From another worker, and from itself.
+  const Future<Message> first = worker(0).CallAsync(1, "later0", {});
+  const Future<Message> second = worker(1).CallAsync(1, "later1", {});
+  has_begun_.Wait().IgnoreError();
+  cluster_->Kill(1);
+  EXPECT_FALSE(first.Wait().ok());
+  EXPECT_FALSE(second.Wait().ok());
+  for (Promise<Message>& answer : answers) answer.Set(Message{});
+}
+
 TEST_P(CallsTest, AHandlerMayAnswerLater) {
   Start({.workers = 2, .threads = 1});
   std::vector<std::pair<Promise<Message>, std::string>> waiting;
