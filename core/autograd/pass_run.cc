@@ -59,6 +59,7 @@ void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here) {
 
 Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
   Future<Unit> done = promise_->future();
+  done.CancelBy(weak_from_this(), id_);
   Post(
       [this, deadline] {
         if (over_.has_value()) return;
@@ -110,6 +111,18 @@ void PassRun::Fail(const absl::Status& why) {
       [this, why] {
         if (reports_.has_value()) reports_->missing.clear();
         pass_.Fail(LocalError(why));
+      },
+      RunHere::kNo);
+}
+
+void PassRun::Cancel(uint64_t) {
+  Post(
+      [this] {
+        if (reports_.has_value()) reports_->missing.clear();
+        // A future may outlive the engine, but not a pass that is not over.
+        if (!over_.has_value()) {
+          pass_.Fail(LocalError(absl::CancelledError("the pass was cancelled")));
+        }
       },
       RunHere::kNo);
 }

@@ -34,7 +34,10 @@ namespace distgrad {
 class Engine;
 
 // Thread-safe.
-class PassRun : public PassHost, public GradientSink, public std::enable_shared_from_this<PassRun> {
+class PassRun : public PassHost,
+                public GradientSink,
+                public Canceller,
+                public std::enable_shared_from_this<PassRun> {
  public:
   struct Roots {
     std::vector<at::Tensor> tensors;
@@ -54,7 +57,7 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
     kAlone,  // it may, and needs no help: see ContextRecord::IsBrief
   };
 
-  // On the initiator, once.
+  // On the initiator, once. To cancel the future fails the pass.
   Future<Unit> Begin(absl::Time deadline, RunHere here);
   void OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here);
   // `place`: where the node stands among the context's recv nodes.
@@ -122,6 +125,9 @@ class PassRun : public PassHost, public GradientSink, public std::enable_shared_
   void Queue(Feed feed);
   std::string DescribeAwaitedOnStrand();
   std::shared_ptr<Execution> execution();
+
+  // Canceller
+  void Cancel(uint64_t pass) override;
 
   // ---- GradientSink, on the threads that run nodes.
   void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override;

@@ -49,6 +49,8 @@ class Context {
   // An error of a node names the worker and the node. After an error the context is good for
   // Release() only.
   absl::Status Backward(std::vector<at::Tensor> roots, BackwardOptions options = {}) const;
+  // Future::Cancel() ends the pass on every worker, with kCancelled; the context is then good for
+  // Release() only, too.
   Future<Unit> BackwardAsync(std::vector<at::Tensor> roots, BackwardOptions options = {}) const;
 
   // The gradient of a leaf of this worker; kNotFound if no root depends on it.

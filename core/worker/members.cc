@@ -61,10 +61,12 @@ Future<Message> Worker::Impl::CallStranger(std::string name, absl::string_view f
                         wait);
 }
 
-std::vector<std::string> Worker::Impl::names() const {
-  std::vector<std::string> names;
-  for (const WorkerInfo& worker : agent_.Members()) names.push_back(worker.name);
-  return names;
+std::vector<Member> Worker::Impl::members() const {
+  std::vector<Member> members;
+  for (const WorkerInfo& worker : agent_.Members()) {
+    members.push_back({worker.id, worker.name, worker.incarnation});
+  }
+  return members;
 }
 
 absl::Status Worker::Impl::UpdateMembers() {

@@ -152,6 +152,12 @@ TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsUnderWay) {
   workers_[1].reset();
   context.Release();
   EXPECT_EQ(worker(0).names(), (Names{"worker0", "worker2"}));
+  EXPECT_EQ(worker(0).members()[1].id, 2);
+  // What they agree on besides.
+  ASSERT_TRUE(worker(0).store()->Set("test/key", "seen").ok());
+  const absl::StatusOr<std::string> seen = worker(2).store()->Get("test/key", Later());
+  ASSERT_TRUE(seen.ok()) << seen.status();
+  EXPECT_EQ(*seen, "seen");
   EXPECT_TRUE(Contains(Echo(worker(0), "worker1"), "has left the job"));
   EXPECT_TRUE(Train(worker(0), "worker2").ok());
   // It may come back.
@@ -181,6 +187,7 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
   const at::Tensor x = at::ones({3}).requires_grad_();
   const auto y = worker(0).Call("worker1", "double", {"", {x}}, {.context = &old});
   ASSERT_TRUE(y.ok()) << y.status();
+  const Incarnation life = worker(0).members()[1].incarnation;
   workers_[1].reset();
   const absl::Status gone = Echo(worker(0), "worker1");
   EXPECT_EQ(gone.code(), absl::StatusCode::kUnavailable) << gone;
@@ -188,6 +195,8 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
 
   workers_[1] = NewRank(1, 3);
   ASSERT_NE(workers_[1], nullptr);
+  EXPECT_EQ(workers_[1]->members()[1].name, "worker1");
+  EXPECT_GT(workers_[1]->members()[1].incarnation, life);
   // A connection to the old life that is still being tried may fail one more call.
   absl::Status first;
   const absl::Time end = Later();
@@ -195,6 +204,7 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
     first = Train(worker(0), "worker1");
   } while (absl::IsUnavailable(first) && absl::Now() < end);
   EXPECT_TRUE(first.ok()) << first;
+  EXPECT_EQ(worker(0).members()[1].incarnation, workers_[1]->members()[1].incarnation);
   EXPECT_TRUE(Train(worker(2), "worker1").ok()) << "had never met the old one";
   // Contexts, edges and passes of the new life have numbers of their own.
   EXPECT_TRUE(Train(worker(1), "worker0").ok());

@@ -40,8 +40,8 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
                                                    absl::FormatDuration(options.heartbeat_limit)));
   }
   DG_ASSIGN_OR_RETURN(Job job, JoinJob(options, deadline));
-  auto members = std::make_unique<Membership>(std::move(job.store),
-                                              Seat{.name = options.join ? options.name : job.name,
+  auto members =
+      std::make_unique<Membership>(job.store, Seat{.name = options.join ? options.name : job.name,
                                                    .rank = job.rank,
                                                    .world_size = job.world_size,
                                                    .join = options.join,
@@ -49,6 +49,7 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
   DG_ASSIGN_OR_RETURN(WorkerInfo self, members->Claim(deadline));
   std::shared_ptr<Impl> impl(
       new Impl(std::move(options), std::move(self), std::move(members), std::move(job.transport)));
+  impl->store_ = std::move(job.store);
   impl->local_rank_ = job.local_rank;
   impl->local_world_size_ = job.local_world_size;
   DG_ASSIGN_OR_RETURN(impl->self_.devices, DeviceMaps::Encode(impl->options_.device_maps));
@@ -106,9 +107,15 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
 WorkerId Worker::id() const { return impl_->self().id; }
 const std::string& Worker::name() const { return impl_->self().name; }
 int Worker::world_size() const { return static_cast<int>(impl_->agent().Members().size()); }
+const std::shared_ptr<Store>& Worker::store() const { return impl_->store(); }
 int Worker::local_rank() const { return impl_->local_rank(); }
 int Worker::local_world_size() const { return impl_->local_world_size(); }
-std::vector<std::string> Worker::names() const { return impl_->names(); }
+std::vector<std::string> Worker::names() const {
+  std::vector<std::string> names;
+  for (Member& member : members()) names.push_back(std::move(member.name));
+  return names;
+}
+std::vector<Member> Worker::members() const { return impl_->members(); }
 absl::Status Worker::Register(std::string function, Handler handler) {
   return impl_->Register(std::move(function), {.handler = std::move(handler)});
 }

@@ -149,6 +149,13 @@ class WorkerRef {
   absl::string_view name_;
 };
 
+// A member of the job as another one knows it.
+struct Member {
+  WorkerId id = 0;
+  std::string name;
+  Incarnation incarnation = 0;  // another one for each life of that name
+};
+
 // What a handler gets.
 struct Request {
   WorkerId from;
@@ -197,8 +204,12 @@ class Worker {
   // store for all.
   int world_size() const;
   std::vector<std::string> names() const;
+  std::vector<Member> members() const;
   // Waits for the store.
   absl::Status UpdateMembers();
+  // Where the members of the job find each other: for what they want to agree on besides, under
+  // keys that begin with a word of its own and a '/'. Lives as long as whoever serves it.
+  const std::shared_ptr<Store>& store() const;
   // Its number among the workers of its machine, and how many these are, as the launcher says:
   // to choose a device by. 0 and 0 where it says nothing.
   int local_rank() const;

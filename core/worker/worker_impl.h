@@ -51,7 +51,7 @@ class Worker::Impl : public Context::Owner,
                                         const Message& message, const CallOptions& options);
   Context NewContext() { return Context(shared_from_this(), contexts_.New(), /*is_origin=*/true); }
   // Members: members.cc.
-  std::vector<std::string> names() const;
+  std::vector<Member> members() const;
   absl::Status UpdateMembers();
   absl::Status WaitForAll(absl::Time deadline);
   absl::Status Leave(absl::Time deadline) { return members_->BarrierOfTheEnd(deadline); }
@@ -83,6 +83,7 @@ class Worker::Impl : public Context::Owner,
 
   const WorkerInfo& self() const { return self_; }
   const WorkerOptions& options() const { return options_; }
+  const std::shared_ptr<Store>& store() const { return store_; }
   int local_rank() const { return local_rank_; }
   int local_world_size() const { return local_world_size_; }
   const Agent& agent() const { return agent_; }
@@ -146,6 +147,7 @@ class Worker::Impl : public Context::Owner,
   // Constant after construction.
   const WorkerOptions options_;
   WorkerInfo self_;
+  std::shared_ptr<Store> store_;
   int local_rank_ = 0;
   int local_world_size_ = 0;
   bool serves_store_ = false;

@@ -516,6 +516,33 @@ TEST_P(PassesTest, ARelease) {
   team().AwaitQuiet(0);
 }
 
+TEST_P(PassesTest, ACancelEndsThePassOnEveryWorker) {
+  Start(3);
+  absl::Notification &blocked = blocked_, &go = go_;
+  Context context = team()[0].NewContext();
+  const at::Tensor y = team().Run(0, 1, context, Along(team(), "12", HeldOnWorker2()), {x_})[0];
+  const Future<Unit> pass = context.BackwardAsync({y.sum()});
+  blocked.WaitForNotification();
+  pass.Cancel();
+  EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kCancelled) << pass.Wait().status();
+  ExpectError(pass.Wait().status(), {"'worker0' (0)", "the pass was cancelled"});
+  pass.Cancel();  // too late
+  go.Notify();
+  // The context is there still, and no pass of it runs anywhere.
+  team().AwaitQuiet(1);
+  EXPECT_FALSE(context.Backward({y.sum()}).ok());
+  context.Release();
+  team().AwaitQuiet(0);
+  // One that is done is not undone.
+  Context next = team()[0].NewContext();
+  const at::Tensor z = team().Run(0, 1, next, Along(team(), "12"), {x_})[0];
+  const Future<Unit> done = next.BackwardAsync({z.sum()});
+  EXPECT_TRUE(done.Wait().ok()) << done.Wait().status();
+  done.Cancel();
+  EXPECT_TRUE(done.Wait().ok());
+  EXPECT_TRUE(next.Gradient(x_).ok());
+}
+
 TEST_P(PassesTest, AReleaseWhileAHandlerRuns) {
   Start(3);
   Context context = team()[0].NewContext();
