@@ -47,6 +47,42 @@ TEST(CppTest, WaitLetsExceptionsThrough) {
   EXPECT_THROW(dg::Wait([] { throw std::runtime_error("not yet"); }), std::runtime_error);
 }
 
+TEST(CppTest, DataParallel) {
+  const std::vector<std::string> devices = {"cpu", "cpu"};
+  const std::vector<dg_str> names = dg::Strs(devices);
+  dg_data_parallel_options options = DG_DATA_PARALLEL_OPTIONS_INIT;
+  options.devices = names.data();
+  options.device_count = names.size();
+  const dg::Tensor x = dg::Tensor::From<float>({1, 2, 3, 4}, {4});
+  const dg::Tensor scale = dg::Tensor::From<float>({5}, {1});
+  const dg::Tensor shift = dg::Tensor::From<float>({7}, {1});
+  const dg_tensor* const buffer = shift.get();
+  options.buffers = &buffer;
+  options.buffer_count = 1;
+  const dg::DataParallel parallel({scale}, options, [](const dg::Replica& replica) {
+    EXPECT_EQ(replica.device(), "cpu");
+    const dg::Tensor y = dg::Op("aten::mul.Tensor", {replica.inputs()[0], replica.parameters()[0]});
+    if (y.data<float>()[0] == 0) throw dg::Error(DG_OUT_OF_RANGE, "zero");
+    return std::vector<dg::Tensor>{dg::Op("aten::add.Tensor", {y, replica.buffers()[0]})};
+  });
+  const dg::Tensor y = parallel.Forward({x})[0];
+  EXPECT_EQ(y.shape(), std::vector<int64_t>{4});
+  EXPECT_EQ(y.data<float>()[3], 27);
+  EXPECT_EQ(CodeOf([&] { parallel.Forward({x}, 2); }), DG_INVALID_ARGUMENT);
+  EXPECT_EQ(CodeOf([&] { parallel.Forward({dg::Op("aten::zeros_like", {x})}); }), DG_OUT_OF_RANGE);
+
+  const std::vector<dg::Tensor> parts = dg::Scatter(x, devices, 0, {1, 3});
+  ASSERT_EQ(parts.size(), 2u);
+  EXPECT_EQ(parts[1].size(), 3);
+  EXPECT_EQ(dg::Scatter(scale, devices).size(), 1u);
+  EXPECT_EQ(CodeOf([&] { dg::Scatter(x, devices, 0, {4}); }), DG_INVALID_ARGUMENT);
+  EXPECT_EQ(dg::Gather(parts).data<float>()[3], 4);
+  const auto copies = dg::Broadcast({x, scale}, devices);
+  ASSERT_EQ(copies.size(), 2u);
+  EXPECT_EQ(dg::ReduceAdd(copies)[1].data<float>()[0], 10);
+  EXPECT_EQ(CodeOf([&] { dg::ReduceAdd({{x}, {}}); }), DG_INVALID_ARGUMENT);
+}
+
 TEST(CppTest, Job) {
   const std::string rendezvous = "file://" + std::string(getenv("TEST_TMPDIR")) + "/rendezvous";
   const auto make = [&](uint32_t rank) {

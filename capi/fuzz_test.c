@@ -11,7 +11,7 @@
 
 #include "capi/testing/check.h"
 
-enum kind { ERROR, TENSOR, VALUES, MESSAGE, FUTURE, WORKER, CONTEXT, OPTIMIZER, KINDS };
+enum kind { ERROR, TENSOR, VALUES, MESSAGE, FUTURE, WORKER, CONTEXT, OPTIMIZER, PARALLEL, KINDS };
 enum { SLOTS = 12 };
 
 static void* pool[KINDS][SLOTS];
@@ -65,6 +65,9 @@ static void destroy(enum kind kind, void* handle) {
       break;
     case OPTIMIZER:
       dg_optimizer_destroy((dg_optimizer*)handle);
+      break;
+    case PARALLEL:
+      dg_data_parallel_destroy((dg_data_parallel*)handle);
       break;
     case KINDS:
       break;
@@ -127,6 +130,17 @@ static dg_error* handle_call(void* user_data, const dg_request* request, dg_mess
   return error;
 }
 
+/* Of whatever it has at its first places. */
+static dg_error* run_replica(void* user_data, const dg_replica* replica, dg_tensor** outputs) {
+  dg_value values[2];
+  (void)user_data;
+  if (replica->input_count == 0) return dg_error_create(DG_INVALID_ARGUMENT, DG_STR("no input"));
+  values[0] = dg_value_tensor(replica->inputs[0]);
+  values[1] = replica->parameter_count > 0 ? dg_value_tensor(replica->parameters[0])
+                                           : dg_value_real((double)replica->index);
+  return dg_op_tensors(DG_STR("aten::mul.Tensor"), values, 2, outputs, replica->output_count);
+}
+
 static void nothing(void* user_data) { (void)user_data; }
 static void visit(void* user_data, const dg_tensor* leaf, const dg_tensor* gradient) {
   (void)user_data;
@@ -157,6 +171,7 @@ static dg_worker* new_worker(void) {
 #define W ((dg_worker*)pick(s, WORKER))
 #define C ((dg_context*)pick(s, CONTEXT))
 #define O ((dg_optimizer*)pick(s, OPTIMIZER))
+#define P ((dg_data_parallel*)pick(s, PARALLEL))
 #define E ((dg_error*)pick(s, ERROR))
 #define MAKE(kind, type, call) \
   do {                         \
@@ -188,7 +203,7 @@ static void call(state* s) {
   if (next(s) % 16 == 0) options.struct_size = next(s) % 64;
   if (options.struct_size > sizeof(options)) options.struct_size = 1;
 
-  switch (next(s) % 54) {
+  switch (next(s) % 58) {
     case 0:
       (void)dg_error_code(E);
       break;
@@ -396,6 +411,50 @@ static void call(state* s) {
       ran(s, dg_optimizer_clip_gradients(O, C, (double)(next(s) % 3) - 0.5, &norm));
       ran(s, dg_optimizer_step(O, C));
       if (next(s) % 4 == 0) dg_optimizer_destroy(O);
+      break;
+    }
+    case 54:
+    case 55: {
+      const dg_str devices[3] = {DG_STR("cpu"), next(s) % 8 ? DG_STR("cpu") : DG_STR("no"),
+                                 DG_STR("cpu")};
+      dg_data_parallel_options parallel = DG_DATA_PARALLEL_OPTIONS_INIT;
+      parallel.devices = devices;
+      parallel.device_count = next(s) % 4;
+      parallel.dim = next(s) % 4 == 0;
+      if (next(s) % 4 == 0) {
+        parallel.buffers = two;
+        parallel.buffer_count = next(s) % 3;
+      }
+      MAKE(PARALLEL, dg_data_parallel,
+           dg_data_parallel_create(two + 1, next(s) % 2, &parallel,
+                                   next(s) % 8 ? run_replica : NULL, NULL, nothing, &out));
+      if (next(s) % 4 == 0) dg_data_parallel_destroy(P);
+      break;
+    }
+    case 56:
+      MAKE(TENSOR, dg_tensor, dg_data_parallel_forward(P, two, next(s) % 3, &out, 1));
+      break;
+    case 57: {
+      const dg_str devices[2] = {DG_STR("cpu"), next(s) % 8 ? DG_STR("cpu") : DG_STR("no")};
+      const size_t device_count = next(s) % 3;
+      dg_tensor* outs[4] = {NULL, NULL, NULL, NULL};
+      size_t count = 0;
+      switch (next(s) % 4) {
+        case 0:
+          ran(s, dg_scatter(T, devices, device_count, (int64_t)(next(s) % 3) - 1,
+                            next(s) % 4 ? NULL : shape, outs, &count));
+          break;
+        case 1:
+          ran(s, dg_gather(two, next(s) % 3, devices[1], 0, outs));
+          break;
+        case 2:
+          ran(s, dg_broadcast(two, next(s) % 3, devices, device_count, outs));
+          break;
+        default:
+          ran(s, dg_reduce_add(two, 2, next(s) % 2, devices[1], outs));
+          break;
+      }
+      for (int i = 0; i < 4; ++i) keep(s, TENSOR, outs[i]);
       break;
     }
     default:

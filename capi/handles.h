@@ -38,6 +38,7 @@ enum class HandleKind : uint8_t {
   kWorker,
   kContext,
   kOptimizer,
+  kDataParallel,
 };
 
 // What a handle stands for. Each kind has a subclass with

@@ -19,18 +19,6 @@ constexpr size_t kMaxFunctionName = 1000;
 
 thread_local const SharedWorker* serving = nullptr;
 
-// While it lives, this thread runs a handler of `worker`.
-class ServingScope {
- public:
-  explicit ServingScope(const SharedWorker* worker) : outer_(std::exchange(serving, worker)) {}
-  ~ServingScope() { serving = outer_; }
-  ServingScope(const ServingScope&) = delete;
-  ServingScope& operator=(const ServingScope&) = delete;
-
- private:
-  const SharedWorker* const outer_;
-};
-
 absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
   DG_ASSIGN_OR_RETURN(
       const dg_worker_options read,
@@ -126,7 +114,10 @@ absl::StatusOr<Future<Message>> CallOp(dg_worker* worker, dg_str to, dg_str op,
 
 }  // namespace
 
-bool InHandler() { return serving != nullptr; }
+ServingScope::ServingScope(const SharedWorker* worker) : outer_(std::exchange(serving, worker)) {}
+ServingScope::~ServingScope() { serving = outer_; }
+
+const SharedWorker* Serving() { return serving; }
 bool InHandlerOf(const SharedWorker& worker) { return serving == &worker; }
 
 SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
@@ -279,7 +270,7 @@ void dg_worker_destroy(dg_worker* worker) noexcept {
       if (!pinned.ok()) return 0;
       shared = (*pinned)->shared;
     }
-    if (InHandler() || !CheckMayWait().ok()) {
+    if (Serving() != nullptr || !CheckMayWait().ok()) {
       DG_LOG(ERROR) << "worker '" << shared->name()
                     << "' cannot be destroyed in a callback; it stays alive";
       return 0;

@@ -91,8 +91,20 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   std::unique_ptr<Worker> worker_;  // constant while there is a Use
 };
 
-// Whether this thread runs a handler of any worker; of that one.
-bool InHandler();
+// While it lives, this thread does the work of a handler of `worker`; of none if that is null.
+class ServingScope {
+ public:
+  explicit ServingScope(const SharedWorker* worker);
+  ~ServingScope();
+  ServingScope(const ServingScope&) = delete;
+  ServingScope& operator=(const ServingScope&) = delete;
+
+ private:
+  const SharedWorker* const outer_;
+};
+
+// The worker of which this thread runs a handler, or null; whether it is that one.
+const SharedWorker* Serving();
 bool InHandlerOf(const SharedWorker& worker);
 
 struct WorkerObject : HandleObject {

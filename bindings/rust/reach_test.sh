@@ -6,6 +6,13 @@
 set -euo pipefail
 source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
 declare -A without=(
+  [dg_data_parallel_create]="not bound yet"
+  [dg_data_parallel_forward]="not bound yet"
+  [dg_data_parallel_destroy]="not bound yet"
+  [dg_scatter]="not bound yet"
+  [dg_gather]="not bound yet"
+  [dg_broadcast]="not bound yet"
+  [dg_reduce_add]="not bound yet"
 )
 map=$1
 shift

@@ -19,8 +19,9 @@ if command -v pkg-config >/dev/null; then
   # shellcheck disable=SC2046
   cc -std=c99 hello.c $(pkg-config --cflags --libs distgrad) -o app
   ./app | grep "^Hello process one"
-  make --no-print-directory custom_handler PKG_CONFIG_PATH="$PKG_CONFIG_PATH"
+  make --no-print-directory custom_handler data_parallel PKG_CONFIG_PATH="$PKG_CONFIG_PATH"
   ./custom_handler
+  ./data_parallel
 else
   echo "no pkg-config on this machine: its part is left out"
   cc -std=c99 hello.c -I"$prefix/include" -L"$prefix/lib" -Wl,-rpath,"$prefix/lib" -ldistgrad -o app

@@ -662,6 +662,94 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer
                                                          double* norm) DG_NOEXCEPT;
 DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
 
+/* ----------------------------------------------------------------------------- Data parallel */
+
+/* One function on several devices, each with a part of the batch and with the same parameters;
+ * backward adds up their gradients. No worker is needed but for a context to go backward in.
+ * docs/data_parallel.md. */
+typedef struct dg_data_parallel dg_data_parallel;
+
+typedef struct dg_data_parallel_options {
+  size_t struct_size;
+  const dg_str* devices;           /* "cpu", "cuda:1"; the same may stand there several times */
+  size_t device_count;             /* 0: all CUDA devices */
+  dg_str output_device;            /* empty: the first of the devices */
+  int64_t dim;                     /* along which inputs are split and outputs put together */
+  const dg_tensor* const* buffers; /* what the function itself writes to, as batch norm does to its
+                                    * statistics; what replica 0 makes of them is kept */
+  size_t buffer_count;
+  uint64_t bucket_bytes; /* of gradients that are added up as one, at most; 0: 25 MiB */
+  int64_t timeout_ms;    /* of a reduction between GPUs; 0: ten minutes */
+} dg_data_parallel_options;
+#define DG_DATA_PARALLEL_OPTIONS_INIT \
+  { sizeof(dg_data_parallel_options), 0, 0, {0, 0}, 0, 0, 0, 0, 0 }
+
+/* What the function gets; all of it is borrowed for the call. Fields are only ever added. */
+typedef struct dg_replica {
+  size_t struct_size;                 /* as the library knows it */
+  uint64_t index;                     /* in the list of devices */
+  dg_str device;                      /* the current one */
+  const dg_tensor* const* parameters; /* those of dg_data_parallel_create, on the device */
+  size_t parameter_count;
+  const dg_tensor* const* buffers;
+  size_t buffer_count;
+  const dg_tensor* const* inputs; /* its parts of them; NULL where none was given */
+  size_t input_count;
+  size_t output_count; /* what dg_data_parallel_forward asks for */
+} dg_replica;
+
+/* Stores output_count outputs, NULL for none, which the library takes, also with an error; and
+ * returns NULL, or an error, which the library takes. Runs for all replicas at the same time, each
+ * on a thread of its own, with the grad mode of dg_data_parallel_forward; may wait. */
+typedef dg_error* (*dg_forward)(void* user_data, const dg_replica* replica, dg_tensor** outputs);
+
+/* Keeps replicas, threads and buckets until it is destroyed. Parameters and buffers lie on one
+ * device, which need not be one of the list, and stay the caller's tensors: replicas follow their
+ * values. Takes `user_data`. */
+DG_API DG_MUST_USE dg_error* dg_data_parallel_create(const dg_tensor* const* parameters,
+                                                     size_t parameter_count,
+                                                     const dg_data_parallel_options* options,
+                                                     dg_forward forward, void* user_data,
+                                                     void (*destroy)(void* user_data),
+                                                     dg_data_parallel** out) DG_NOEXCEPT;
+
+/* Splits the inputs, runs the function, and puts its outputs together in outputs[0..output_count).
+ * Inputs all give as many parts; a batch smaller than the list of devices leaves some at rest. What
+ * is NULL stays NULL. Waits for all replicas. The first error of them, by the list, keeps its code
+ * and names replica and device. DG_FAILED_PRECONDITION while another forward of it is under way. */
+DG_API DG_MUST_USE dg_error* dg_data_parallel_forward(const dg_data_parallel* data_parallel,
+                                                      const dg_tensor* const* inputs,
+                                                      size_t input_count, dg_tensor** outputs,
+                                                      size_t output_count) DG_NOEXCEPT;
+DG_API void dg_data_parallel_destroy(dg_data_parallel* data_parallel) DG_NOEXCEPT;
+
+/* The pieces of it. Autograd records each. */
+
+/* The parts of a tensor along `dim`, the i-th on devices[i], of sizes[i]; without sizes (NULL) they
+ * are as equal as may be. outs has room for device_count, and gets NULL behind the last part: a
+ * short `dim` gives fewer, and one at least. *part_count says how many. */
+DG_API DG_MUST_USE dg_error* dg_scatter(const dg_tensor* tensor, const dg_str* devices,
+                                        size_t device_count, int64_t dim, const int64_t* sizes,
+                                        dg_tensor** outs, size_t* part_count) DG_NOEXCEPT;
+
+/* The tensors behind one another along `dim`, on a device (empty: that of the first). Those of no
+ * dimensions give a vector. */
+DG_API DG_MUST_USE dg_error* dg_gather(const dg_tensor* const* tensors, size_t tensor_count,
+                                       dg_str device, int64_t dim, dg_tensor** out) DG_NOEXCEPT;
+
+/* Copies for each device, in few large pieces: outs[d * tensor_count + k] is that of tensors[k] on
+ * devices[d]. The tensors lie on one device; a NULL stays NULL. */
+DG_API DG_MUST_USE dg_error* dg_broadcast(const dg_tensor* const* tensors, size_t tensor_count,
+                                          const dg_str* devices, size_t device_count,
+                                          dg_tensor** outs) DG_NOEXCEPT;
+
+/* The other way: outs[k] is the sum of all tensors[l * tensor_count + k], on a device (empty: that
+ * of the first). Each list of tensor_count lies on one device. A NULL counts as zeros; where there
+ * are only NULLs, so is the sum. */
+DG_API DG_MUST_USE dg_error* dg_reduce_add(const dg_tensor* const* tensors, size_t list_count,
+                                           size_t tensor_count, dg_str device,
+                                           dg_tensor** outs) DG_NOEXCEPT;
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

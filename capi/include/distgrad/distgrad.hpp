@@ -55,6 +55,21 @@ inline void Check(dg_error* error) {
   throw Error(dg_error_code(error), std::string(View(dg_error_message(error))));
 }
 
+// The other way, in a callback: runs `run`, and gives what it throws as an error.
+template <typename F>
+dg_error* Catch(F&& run) noexcept {
+  try {
+    run();
+    return nullptr;
+  } catch (const Error& error) {
+    return dg_error_create(error.code(), Str(error.what()));
+  } catch (const std::exception& error) {
+    return dg_error_create(DG_INTERNAL, Str(error.what()));
+  } catch (...) {
+    return dg_error_create(DG_INTERNAL, DG_STR("a callback threw"));
+  }
+}
+
 // Owns a handle. Movable.
 template <typename T, void (*kDestroy)(T*) noexcept>
 class Handle {
@@ -390,16 +405,7 @@ class Worker {
 
  private:
   static dg_error* Serve(void* data, const dg_request* request, dg_message** reply) noexcept {
-    try {
-      *reply = (*static_cast<Handler*>(data))(Request(request)).release();
-      return nullptr;
-    } catch (const Error& error) {
-      return dg_error_create(error.code(), Str(error.what()));
-    } catch (const std::exception& error) {
-      return dg_error_create(DG_INTERNAL, Str(error.what()));
-    } catch (...) {
-      return dg_error_create(DG_INTERNAL, DG_STR("a handler threw"));
-    }
+    return Catch([&] { *reply = (*static_cast<Handler*>(data))(Request(request)).release(); });
   }
 
   Handle<dg_worker, dg_worker_destroy> handle_;
@@ -514,6 +520,125 @@ class Optimizer {
   }
   Handle<dg_optimizer, dg_optimizer_destroy> handle_;
 };
+
+// ------------------------------------------------------------------------------ Data parallel
+
+// What the function of a DataParallel gets; borrowed for the call.
+class Replica {
+ public:
+  explicit Replica(const dg_replica* replica) noexcept : replica_(replica) {}
+  size_t index() const noexcept { return static_cast<size_t>(replica_->index); }
+  std::string_view device() const noexcept { return View(replica_->device); }
+  std::vector<Tensor> parameters() const {
+    return Tensors(replica_->parameters, replica_->parameter_count);
+  }
+  std::vector<Tensor> buffers() const { return Tensors(replica_->buffers, replica_->buffer_count); }
+  std::vector<Tensor> inputs() const { return Tensors(replica_->inputs, replica_->input_count); }
+  const dg_replica& get() const noexcept { return *replica_; }
+
+ private:
+  static std::vector<Tensor> Tensors(const dg_tensor* const* handles, size_t count) {
+    std::vector<Tensor> tensors;
+    for (size_t i = 0; i < count; ++i) tensors.push_back(Tensor::Borrow(handles[i]));
+    return tensors;
+  }
+  const dg_replica* replica_;
+};
+
+// Owns what a function stored at each of `count` places.
+inline std::vector<Tensor> Own(const std::vector<dg_tensor*>& handles) {
+  std::vector<Tensor> tensors;
+  for (dg_tensor* handle : handles) tensors.emplace_back(handle);
+  return tensors;
+}
+
+class DataParallel {
+ public:
+  // Gives as many outputs as Forward asks for.
+  using Function = std::function<std::vector<Tensor>(const Replica&)>;
+
+  DataParallel(const std::vector<Tensor>& parameters, const dg_data_parallel_options& options,
+               Function function) {
+    const std::vector<const dg_tensor*> handles = Handles(parameters);
+    dg_data_parallel* out = nullptr;
+    Check(dg_data_parallel_create(
+        handles.data(), handles.size(), &options, Run, new Function(std::move(function)),
+        [](void* data) { delete static_cast<Function*>(data); }, &out));
+    handle_ = Handle<dg_data_parallel, dg_data_parallel_destroy>(out);
+  }
+  std::vector<Tensor> Forward(const std::vector<Tensor>& inputs, size_t output_count = 1) const {
+    const std::vector<const dg_tensor*> handles = Handles(inputs);
+    std::vector<dg_tensor*> outs(output_count);
+    Check(
+        dg_data_parallel_forward(get(), handles.data(), handles.size(), outs.data(), outs.size()));
+    return Own(outs);
+  }
+  dg_data_parallel* get() const noexcept { return handle_.get(); }
+
+ private:
+  static dg_error* Run(void* data, const dg_replica* replica, dg_tensor** outputs) noexcept {
+    return Catch([&] {
+      std::vector<Tensor> made = (*static_cast<Function*>(data))(Replica(replica));
+      if (made.size() != replica->output_count) {
+        throw Error(DG_INVALID_ARGUMENT, "the function gave another number of outputs");
+      }
+      for (Tensor& output : made) *outputs++ = output.release();
+    });
+  }
+  Handle<dg_data_parallel, dg_data_parallel_destroy> handle_;
+};
+
+inline std::vector<dg_str> Strs(const std::vector<std::string>& texts) {
+  std::vector<dg_str> strs;
+  for (const std::string& text : texts) strs.push_back(Str(text));
+  return strs;
+}
+
+// As many parts as there are, at most one for each device; `sizes` may be empty.
+inline std::vector<Tensor> Scatter(const Tensor& tensor, const std::vector<std::string>& devices,
+                                   int64_t dim = 0, const std::vector<int64_t>& sizes = {}) {
+  if (!sizes.empty() && sizes.size() != devices.size()) {
+    throw Error(DG_INVALID_ARGUMENT, "there is not one size for each device");
+  }
+  const std::vector<dg_str> names = Strs(devices);
+  std::vector<dg_tensor*> outs(devices.size());
+  size_t count = 0;
+  Check(dg_scatter(tensor.get(), names.data(), names.size(), dim,
+                   sizes.empty() ? nullptr : sizes.data(), outs.data(), &count));
+  outs.resize(count);
+  return Own(outs);
+}
+inline Tensor Gather(const std::vector<Tensor>& tensors, std::string_view device = {},
+                     int64_t dim = 0) {
+  const std::vector<const dg_tensor*> handles = Handles(tensors);
+  dg_tensor* out = nullptr;
+  Check(dg_gather(handles.data(), handles.size(), Str(device), dim, &out));
+  return Tensor(out);
+}
+// By device, then by tensor.
+inline std::vector<std::vector<Tensor>> Broadcast(const std::vector<Tensor>& tensors,
+                                                  const std::vector<std::string>& devices) {
+  const std::vector<const dg_tensor*> handles = Handles(tensors);
+  const std::vector<dg_str> names = Strs(devices);
+  std::vector<dg_tensor*> outs(tensors.size() * devices.size());
+  Check(dg_broadcast(handles.data(), handles.size(), names.data(), names.size(), outs.data()));
+  std::vector<std::vector<Tensor>> copies(devices.size());
+  for (size_t i = 0; i < outs.size(); ++i) copies[i / tensors.size()].emplace_back(outs[i]);
+  return copies;
+}
+// Of lists of one length.
+inline std::vector<Tensor> ReduceAdd(const std::vector<std::vector<Tensor>>& lists,
+                                     std::string_view device = {}) {
+  const size_t length = lists.empty() ? 0 : lists[0].size();
+  std::vector<const dg_tensor*> handles;
+  for (const std::vector<Tensor>& list : lists) {
+    if (list.size() != length) throw Error(DG_INVALID_ARGUMENT, "lists of different lengths");
+    for (const Tensor& tensor : list) handles.push_back(tensor.get());
+  }
+  std::vector<dg_tensor*> outs(length);
+  Check(dg_reduce_add(handles.data(), lists.size(), length, Str(device), outs.data()));
+  return Own(outs);
+}
 
 }  // namespace dg
 
