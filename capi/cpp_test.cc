@@ -93,18 +93,36 @@ TEST(CppTest, Job) {
     return dg::Worker(options);
   };
   std::thread back([&] {
-    dg::Worker worker = make(1);
-    dg::Tensor scale = dg::Tensor::From<float>({5}, {1});
-    scale.RequireGrad();
-    worker.Register("scale", [&](const dg::Request& request) {
-      if (request.tensor_count() == 0) throw dg::Error(DG_OUT_OF_RANGE, "no tensor");
-      if (request.payload() == "throw") throw std::runtime_error("oh");
-      return dg::Message("", {dg::Op("aten::mul.Tensor", {request.tensor(0), scale})});
-    });
-    dg::Optimizer optimizer = dg::Optimizer::Adam(worker, "", {scale});
-    worker.WaitForAll();
-    worker.Leave();
-    EXPECT_LT(scale.data<float>()[0], 5);
+    // What handlers use outlives the worker.
+    dg::Responder kept(nullptr);
+    std::thread answering;
+    {
+      dg::Worker worker = make(1);
+      dg::Tensor scale = dg::Tensor::From<float>({5}, {1});
+      scale.RequireGrad();
+      worker.Register("scale", [&](const dg::Request& request) {
+        if (request.tensor_count() == 0) throw dg::Error(DG_OUT_OF_RANGE, "no tensor");
+        if (request.payload() == "throw") throw std::runtime_error("oh");
+        return dg::Message("", {dg::Op("aten::mul.Tensor", {request.tensor(0), scale})});
+      });
+      worker.RegisterAsync("later", [&](const dg::Request& request, dg::Responder&& responder) {
+        if (request.payload() == "throw") throw dg::Error(DG_DATA_LOSS, "oh");
+        if (request.payload() == "drop") return;
+        if (request.payload() == "cancel") {
+          kept = std::move(responder);
+          request.OnCancel([&kept] { kept.Fail(DG_ABORTED, "nobody hears it"); });
+          return;
+        }
+        answering = std::thread([request, to = std::move(responder)]() mutable {
+          to.Answer(dg::Message(std::string(request.payload()) + "!"));
+        });
+      });
+      dg::Optimizer optimizer = dg::Optimizer::Adam(worker, "", {scale});
+      worker.WaitForAll();
+      worker.Leave();
+      EXPECT_LT(scale.data<float>()[0], 5);
+    }
+    answering.join();
   });
   dg::Worker worker = make(0);
   EXPECT_EQ(worker.name(1), "worker1");
@@ -121,6 +139,19 @@ TEST(CppTest, Job) {
     future.Cancel();
     const dg_code code = CodeOf([&] { future.Get(); });
     EXPECT_TRUE(code == DG_OK || code == DG_CANCELLED) << code;
+  }
+  EXPECT_EQ(worker.Call("worker1", "later", dg::Message("soon")).payload(), "soon!");
+  EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "later", dg::Message("throw")); }), DG_DATA_LOSS);
+  EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "later", dg::Message("drop")); }), DG_INTERNAL);
+  {
+    dg::Cancellation cancellation;
+    dg_call_options options = DG_CALL_OPTIONS_INIT;
+    options.cancellation = cancellation.get();
+    const dg::Future future = worker.CallAsync("worker1", "later", dg::Message("cancel"), options);
+    cancellation.ThrowIfCancelled();
+    cancellation.Cancel();
+    EXPECT_EQ(CodeOf([&] { future.Get(); }), DG_CANCELLED);
+    EXPECT_EQ(CodeOf([&] { cancellation.ThrowIfCancelled(); }), DG_CANCELLED);
   }
   EXPECT_NE(worker.MetricsText().find("distgrad_calls_total"), std::string::npos);
   EXPECT_EQ(worker.local_rank(), 0u);

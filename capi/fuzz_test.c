@@ -11,7 +11,20 @@
 
 #include "capi/testing/check.h"
 
-enum kind { ERROR, TENSOR, VALUES, MESSAGE, FUTURE, WORKER, CONTEXT, OPTIMIZER, PARALLEL, KINDS };
+enum kind {
+  ERROR,
+  TENSOR,
+  VALUES,
+  MESSAGE,
+  FUTURE,
+  WORKER,
+  CONTEXT,
+  OPTIMIZER,
+  PARALLEL,
+  CANCELLATION,
+  RESPONDER,
+  KINDS
+};
 enum { SLOTS = 12 };
 
 static void* pool[KINDS][SLOTS];
@@ -68,6 +81,12 @@ static void destroy(enum kind kind, void* handle) {
       break;
     case PARALLEL:
       dg_data_parallel_destroy((dg_data_parallel*)handle);
+      break;
+    case CANCELLATION:
+      dg_cancellation_destroy((dg_cancellation*)handle);
+      break;
+    case RESPONDER:
+      dg_responder_destroy((dg_responder*)handle);
       break;
     case KINDS:
       break;
@@ -130,6 +149,21 @@ static dg_error* handle_call(void* user_data, const dg_request* request, dg_mess
   return error;
 }
 
+/* Handlers have no random numbers of their own: every third call is left to be answered by whoever
+ * picks it up, the others are answered at once. */
+static void handle_later(void* user_data, const dg_request* request, dg_responder* responder) {
+  static int calls;
+  state one = {.random = 1};
+  dg_message* reply = NULL;
+  dg_error* error;
+  if (__atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) % 3 == 0) {
+    keep(&one, RESPONDER, responder);
+    return;
+  }
+  error = handle_call(user_data, request, &reply);
+  dg_error_destroy(dg_responder_answer(responder, reply, error));
+}
+
 /* Of whatever it has at its first places. */
 static dg_error* run_replica(void* user_data, const dg_replica* replica, dg_tensor** outputs) {
   dg_value values[2];
@@ -161,6 +195,7 @@ static dg_worker* new_worker(void) {
   options.timeout_ms = 20000;
   OK(dg_worker_create(&options, &worker));
   OK(dg_worker_register(worker, DG_STR("sin"), handle_call, NULL, NULL));
+  OK(dg_worker_register_async(worker, DG_STR("later"), handle_later, NULL, NULL));
   return worker;
 }
 
@@ -171,6 +206,8 @@ static dg_worker* new_worker(void) {
 #define W ((dg_worker*)pick(s, WORKER))
 #define C ((dg_context*)pick(s, CONTEXT))
 #define O ((dg_optimizer*)pick(s, OPTIMIZER))
+#define X ((dg_cancellation*)pick(s, CANCELLATION))
+#define R ((dg_responder*)pick(s, RESPONDER))
 #define P ((dg_data_parallel*)pick(s, PARALLEL))
 #define E ((dg_error*)pick(s, ERROR))
 #define MAKE(kind, type, call) \
@@ -184,6 +221,7 @@ static void call(state* s) {
   static float memory[64]; /* enough for the largest dtype */
   const dg_str self = next(s) % 8 ? DG_STR("worker0") : DG_STR("nobody");
   const dg_str function = next(s) % 8 ? DG_STR("sin") : DG_STR("no");
+  const bool later = next(s) % 4 == 0;
   const int64_t shape[2] = {2, next(s) % 16 ? (int64_t)(next(s) % 4) : -1};
   const size_t dims = next(s) % 3;
   const dg_dtype dtype = next(s) % 4 ? DG_FLOAT32 : (dg_dtype)(next(s) % 32);
@@ -200,10 +238,11 @@ static void call(state* s) {
   if (next(s) % 16 == 0) values[1].kind = next(s) % 7; /* of those without a pointer */
   if (values[1].kind == DG_VALUE_STRING) values[1].kind = DG_VALUE_REAL;
   if (next(s) % 2) options.context = C;
+  if (next(s) % 8 == 0) options.cancellation = X;
   if (next(s) % 16 == 0) options.struct_size = next(s) % 64;
   if (options.struct_size > sizeof(options)) options.struct_size = 1;
 
-  switch (next(s) % 58) {
+  switch (next(s) % 61) {
     case 0:
       (void)dg_error_code(E);
       break;
@@ -354,7 +393,9 @@ static void call(state* s) {
       MAKE(MESSAGE, dg_message, dg_worker_call(W, self, function, M, &options, &out));
       break;
     case 46:
-      MAKE(FUTURE, dg_future, dg_worker_call_async(W, self, function, M, &options, &out));
+      if (later) options.timeout_ms = 20; /* nobody may ever answer */
+      MAKE(FUTURE, dg_future,
+           dg_worker_call_async(W, self, later ? DG_STR("later") : function, M, &options, &out));
       break;
     case 47:
       MAKE(VALUES, dg_values,
@@ -457,6 +498,24 @@ static void call(state* s) {
       for (int i = 0; i < 4; ++i) keep(s, TENSOR, outs[i]);
       break;
     }
+    case 58:
+      ran(s, dg_worker_register_async(W, next(s) % 2 ? DG_STR("later") : DG_STR("last"),
+                                      next(s) % 8 ? handle_later : NULL, NULL, nothing));
+      MAKE(CANCELLATION, dg_cancellation, dg_cancellation_create(&out));
+      break;
+    case 59:
+      if (next(s) % 4 == 0) ran(s, dg_cancellation_cancel(X));
+      ran(s, dg_cancellation_check(X));
+      ran(s, dg_cancellation_then(X, next(s) % 8 ? nothing : NULL, NULL, nothing));
+      if (next(s) % 4 == 0) dg_cancellation_destroy(X);
+      break;
+    case 60:
+      if (next(s) % 2) {
+        dg_responder_destroy(R);
+      } else {
+        ran(s, dg_responder_answer(R, M, next(s) % 2 ? NULL : E));
+      }
+      break;
     default:
       break;
   }

@@ -39,6 +39,8 @@ enum class HandleKind : uint8_t {
   kContext,
   kOptimizer,
   kDataParallel,
+  kCancellation,
+  kResponder,
 };
 
 // What a handle stands for. Each kind has a subclass with

@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "capi/handles.h"
 #include "capi/include/distgrad/distgrad.h"
+#include "core/base/cancellation.h"
 #include "core/base/future.h"
 #include "core/tensor/message.h"
 
@@ -77,6 +78,16 @@ struct FutureObject : HandleObject {
   using Work = std::variant<Future<Message>, Future<Unit>, RemoteValues>;
   explicit FutureObject(Work work) : work(std::move(work)) {}
   const Work work;
+};
+
+struct CancellationObject : HandleObject {
+  using Handle = dg_cancellation;
+  static constexpr HandleKind kKind = HandleKind::kCancellation;
+  static constexpr char kName[] = "dg_cancellation";
+
+  explicit CancellationObject(std::shared_ptr<Cancellation> cancellation)
+      : cancellation(std::move(cancellation)) {}
+  const std::shared_ptr<Cancellation> cancellation;  // synchronizes itself
 };
 
 // ---------------------------------------------------------------------------------- Conversion

@@ -3,7 +3,6 @@
 
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
@@ -14,10 +13,6 @@
 
 namespace distgrad {
 namespace {
-
-constexpr size_t kMaxFunctionName = 1000;
-
-thread_local const SharedWorker* serving = nullptr;
 
 absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
   DG_ASSIGN_OR_RETURN(
@@ -77,13 +72,19 @@ struct OptionsOfCall {
 
 absl::StatusOr<OptionsOfCall> ToOptions(const dg_call_options* given) {
   DG_ASSIGN_OR_RETURN(const dg_call_options read,
-                      ReadOptions<dg_call_options>(given, DG_CALL_OPTIONS_INIT, "dg_call_options"));
+                      ReadOptions<dg_call_options>(given, DG_CALL_OPTIONS_INIT, "dg_call_options",
+                                                   offsetof(dg_call_options, cancellation)));
   OptionsOfCall of;
   of.options.deadline = ToDeadline(read.timeout_ms, absl::InfinitePast());
   if (read.context != nullptr) {
     DG_ASSIGN_OR_RETURN(Pinned<ContextObject> context, Pin<ContextObject>(read.context));
     of.context.emplace(std::move(context));
     of.options.context = &(*of.context)->context;
+  }
+  if (read.cancellation != nullptr) {
+    DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> cancellation,
+                        Pin<CancellationObject>(read.cancellation));
+    of.options.cancellation = cancellation->cancellation;
   }
   return of;
 }
@@ -114,12 +115,6 @@ absl::StatusOr<Future<Message>> CallOp(dg_worker* worker, dg_str to, dg_str op,
 
 }  // namespace
 
-ServingScope::ServingScope(const SharedWorker* worker) : outer_(std::exchange(serving, worker)) {}
-ServingScope::~ServingScope() { serving = outer_; }
-
-const SharedWorker* Serving() { return serving; }
-bool InHandlerOf(const SharedWorker& worker) { return serving == &worker; }
-
 SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
     : name_(worker->name()),
       names_(worker->names()),
@@ -131,7 +126,7 @@ SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
 absl::StatusOr<SharedWorker::Use> SharedWorker::Begin() {
   // Close() waits for this worker's handlers anyway; if they counted it would wait for ever, for
   // it is Close() that fails what they wait for.
-  const bool counted = serving != this;
+  const bool counted = !InHandlerOf(*this);
   absl::MutexLock lock(&mu_);
   if (closed_ && counted) return absl::FailedPreconditionError("the worker is gone");
   if (counted) ++uses_;
@@ -158,52 +153,10 @@ void SharedWorker::Close() {
   }
 }
 
-absl::Status SharedWorker::Register(std::string function, std::shared_ptr<Handler> handler) {
-  DG_ASSIGN_OR_RETURN(const Use use, Begin());
-  DG_RETURN_IF_ERROR(use->Register(
-      std::move(function), [this, weak = std::weak_ptr<Handler>(handler)](Request& request) {
-        return Serve(weak, request);
-      }));
-  absl::MutexLock lock(&mu_);
-  handlers_.push_back(std::move(handler));
-  return absl::OkStatus();
-}
-
 absl::Status SharedWorker::ClaimOptimizer(const std::string& name) {
   absl::MutexLock lock(&mu_);
   if (optimizers_.insert(name).second) return absl::OkStatus();
   return absl::AlreadyExistsError(absl::StrCat("the worker has an optimizer '", name, "' already"));
-}
-
-absl::StatusOr<Message> SharedWorker::Serve(const std::weak_ptr<Handler>& weak, Request& request) {
-  const std::shared_ptr<Handler> handler = weak.lock();
-  if (handler == nullptr) return absl::UnavailableError("the worker is ending");
-  const auto message = NewOwnedHandle<MessageObject>(std::move(request.message));
-  OwnedHandle<ContextObject> context;
-  if (request.context.valid()) {
-    context = NewOwnedHandle<ContextObject>(std::move(request.context));
-  }
-  dg_request borrowed = {};
-  borrowed.struct_size = sizeof(borrowed);
-  borrowed.function = ToStr(request.function);
-  borrowed.from = request.from;
-  borrowed.message = message.get();
-  borrowed.context = context.get();
-  borrowed.timeout_ms = ToTimeoutMs(request.deadline);
-
-  dg_message* reply = nullptr;
-  absl::Status status;
-  {
-    ServingScope scope(this);
-    status = TakeError(handler->function(handler->user_data.get(), &borrowed, &reply));
-  }
-  const OwnedHandle<MessageObject> reply_owner(reply);
-  if (!status.ok()) return status;
-  if (reply == nullptr) return Message{};
-  absl::StatusOr<std::unique_ptr<MessageObject>> taken = TakeHandle<MessageObject>(reply);
-  if (!taken.ok())
-    return absl::InternalError(absl::StrCat("its reply: ", taken.status().message()));
-  return std::move((*taken)->message);
 }
 
 absl::StatusOr<SharedWorker::Use> UseWorker(const dg_worker* worker) {
@@ -329,22 +282,6 @@ dg_error* dg_worker_metrics_text(const dg_worker* worker, dg_message** out) noex
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     *out = NewHandle<MessageObject>(Message{ToPrometheus(use->Metrics()), {}});
     return absl::OkStatus();
-  });
-}
-
-dg_error* dg_worker_register(dg_worker* worker, dg_str function, dg_handler handler,
-                             void* user_data, void (*destroy)(void* user_data)) noexcept {
-  UserData taken(user_data, destroy);
-  return Guard([&]() -> absl::Status {
-    if (handler == nullptr) return absl::InvalidArgumentError("the handler is NULL");
-    DG_ASSIGN_OR_RETURN(std::string name, FromStr(function, "function"));
-    if (name.size() > kMaxFunctionName || absl::StartsWith(name, "distgrad.")) {
-      return absl::InvalidArgumentError(
-          "a function's name has at most 1000 bytes, and does not begin with 'distgrad.'");
-    }
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
-    return use.shared().Register(std::move(name),
-                                 std::make_shared<Handler>(Handler{handler, std::move(taken)}));
   });
 }
 

@@ -18,8 +18,10 @@
 
 namespace distgrad {
 
+// Of a function that others may call; one of the two answers later.
 struct Handler {
   dg_handler function;
+  dg_async_handler async_function;
   UserData user_data;
 };
 
@@ -68,7 +70,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   absl::Status ClaimOptimizer(const std::string& name);
 
  private:
-  absl::StatusOr<Message> Serve(const std::weak_ptr<Handler>& weak, Request& request);
+  absl::StatusOr<Message> Serve(const Handler& handler, Request& request) const;
+  Future<Message> ServeLater(const Handler& handler, Request& request) const;
 
   void End();
   bool Unused() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return uses_ == 0; }

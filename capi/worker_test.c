@@ -243,6 +243,38 @@ static dg_error* relay(void* user_data, const dg_request* request, dg_message** 
                         request->message, &options, reply);
 }
 
+/* ------------------------------------------------------------------------------- Answers later */
+
+static sem_t asked, seen, watched; /* a handler runs; each saw that nobody waits */
+static const dg_request* later_request;
+static dg_responder* later_responder;
+
+static void post(void* user_data) { CHECK(sem_post((sem_t*)user_data) == 0); }
+static void wait_at_gate(void* user_data) {
+  while (sem_wait((sem_t*)user_data) != 0) continue;
+}
+
+static void later(void* user_data, const dg_request* request, dg_responder* responder) {
+  (void)user_data;
+  dg_worker_destroy(workers[1]); /* refused, and logged */
+  OK(dg_cancellation_then(request->cancellation, post, &seen, NULL));
+  later_request = request;
+  later_responder = responder;
+  CHECK(sem_post(&asked) == 0);
+}
+
+/* Waits until its caller has gone. */
+static dg_error* watch(void* user_data, const dg_request* request, dg_message** reply) {
+  (void)user_data, (void)reply;
+  OK(dg_cancellation_check(request->cancellation));
+  OK(dg_cancellation_then(request->cancellation, post, &watched, NULL));
+  CHECK(sem_post(&asked) == 0);
+  OK(dg_wait(wait_at_gate, &watched));
+  FAILS(DG_CANCELLED, dg_cancellation_check(request->cancellation));
+  CHECK(sem_post(&asked) == 0);
+  return dg_cancellation_check(request->cancellation);
+}
+
 /* For a worker that ends while its handler waits for another. */
 static sem_t entered, released;
 static dg_code blocked_code = DG_OK;
@@ -283,6 +315,16 @@ static void test_register(void) {
   add(1, "fail", fail, NULL);
   add(1, "lie", lie, NULL);
   add(1, "nothing", nothing, NULL);
+  add(1, "watch", watch, NULL);
+  CHECK(sem_init(&asked, 0, 0) == 0 && sem_init(&seen, 0, 0) == 0);
+  CHECK(sem_init(&watched, 0, 0) == 0);
+  OK(dg_worker_register_async(w, DG_STR("later"), later, &handlers_ended, count_up));
+  FAILS(DG_ALREADY_EXISTS, dg_worker_register_async(w, DG_STR("later"), later, &ended, count_up));
+  FAILS(DG_ALREADY_EXISTS, dg_worker_register_async(w, DG_STR("watch"), later, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register_async(w, DG_STR(""), later, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register_async(w, DG_STR("l"), NULL, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register_async(NULL, DG_STR("l"), later, &ended, count_up));
+  CHECK(ended == 5);
   memset(longest, 'a', sizeof(longest));
   text.data = longest;
   text.size = 1001;
@@ -294,7 +336,7 @@ static void test_register(void) {
         dg_worker_register(w, DG_STR("distgrad.optimizer.step/"), fail, &ended, count_up));
   FAILS(DG_INVALID_ARGUMENT, dg_worker_register(w, DG_STR("null"), NULL, &ended, count_up));
   FAILS(DG_INVALID_ARGUMENT, dg_worker_register(NULL, DG_STR("g"), fail, &ended, count_up));
-  CHECK(ended == 7);
+  CHECK(ended == 12);
 }
 
 static void test_names(void) {
@@ -396,8 +438,6 @@ static sem_t ended;
 static dg_code codes[9];
 static dg_future* waited_for;
 
-static void post(void* user_data) { CHECK(sem_post((sem_t*)user_data) == 0); }
-
 /* Everything that waits fails, and nothing hangs. */
 static void when_done(void* user_data) {
   bool done = false;
@@ -486,6 +526,142 @@ static void test_cancel(void) {
   dg_message_destroy(empty);
 }
 
+/* A call that is under way: `function` of the back worker has begun. */
+static dg_future* begin(dg_worker* from, dg_str function, const dg_cancellation* cancellation) {
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  dg_message* request = NULL;
+  dg_future* future = NULL;
+  options.cancellation = cancellation;
+  OK(dg_message_create("ask", 3, NULL, 0, &request));
+  OK(dg_worker_call_async(from, DG_STR("back"), function, request, &options, &future));
+  wait_at_gate(&asked);
+  dg_message_destroy(request);
+  return future;
+}
+
+/* How it ended, and what it gave. */
+static dg_code end(dg_future* future, dg_message** reply) {
+  bool done = false;
+  dg_code code;
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  CHECK(done);
+  code = code_of(dg_future_result(future, reply));
+  dg_future_destroy(future);
+  return code;
+}
+
+static void test_answers_later(void) {
+  dg_future* future = begin(workers[0], DG_STR("later"), NULL);
+  dg_message *answer = NULL, *reply = NULL;
+  dg_responder* gone = later_responder;
+  bool done = true;
+  OK(dg_future_wait(future, 0, &done));
+  CHECK(!done);
+  /* All of the request is still there. */
+  CHECK(str_is(dg_message_payload(later_request->message), "ask") && later_request->from == 0);
+  CHECK(str_is(later_request->function, "later") && later_request->context == NULL);
+  OK(dg_cancellation_check(later_request->cancellation));
+  OK(dg_message_create("at last", 7, NULL, 0, &answer));
+  OK(dg_responder_answer(later_responder, answer, NULL));
+  CHECK(end(future, &reply) == DG_OK && str_is(dg_message_payload(reply), "at last"));
+  dg_message_destroy(reply);
+  reply = NULL;
+  /* Once; and what was taken is gone. */
+  OK(dg_message_create("again", 5, NULL, 0, &answer));
+  FAILS(DG_INVALID_ARGUMENT, dg_responder_answer(gone, answer, NULL));
+  CHECK(dg_message_payload(answer).size == 0);
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_responder_answer(NULL, NULL, dg_error_create(DG_ABORTED, DG_STR(""))));
+  dg_responder_destroy(gone);
+  dg_responder_destroy(NULL);
+
+  future = begin(workers[0], DG_STR("later"), NULL);
+  OK(dg_responder_answer(later_responder, NULL, NULL));
+  CHECK(end(future, &reply) == DG_OK && dg_message_payload(reply).size == 0);
+  dg_message_destroy(reply);
+  reply = NULL;
+  future = begin(workers[0], DG_STR("later"), NULL);
+  OK(dg_message_create("not this", 8, NULL, 0, &answer));
+  OK(dg_responder_answer(later_responder, answer,
+                         dg_error_create(DG_DATA_LOSS, DG_STR("the dog"))));
+  CHECK(end(future, &reply) == DG_DATA_LOSS);
+  future = begin(workers[0], DG_STR("later"), NULL);
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_responder_answer(later_responder, (dg_message*)(uintptr_t)parameter, NULL));
+  CHECK(end(future, &reply) == DG_INTERNAL);
+  future = begin(workers[0], DG_STR("later"), NULL);
+  OK(dg_responder_answer(later_responder, NULL, (dg_error*)(uintptr_t)parameter));
+  CHECK(end(future, &reply) == DG_INTERNAL);
+  future = begin(workers[0], DG_STR("later"), NULL);
+  dg_responder_destroy(later_responder);
+  CHECK(end(future, &reply) == DG_INTERNAL && reply == NULL);
+}
+
+/* Handlers of both kinds see that their caller has given up. */
+static void test_cancelled_handlers(void) {
+  dg_message* reply = NULL;
+  dg_future* future = begin(workers[0], DG_STR("later"), NULL);
+  OK(dg_future_cancel(future));
+  CHECK(end(future, &reply) == DG_CANCELLED);
+  wait_at_gate(&seen);
+  FAILS(DG_CANCELLED, dg_cancellation_check(later_request->cancellation));
+  OK(dg_responder_answer(later_responder, NULL, NULL)); /* dropped */
+  future = begin(workers[0], DG_STR("watch"), NULL);
+  OK(dg_future_cancel(future));
+  CHECK(end(future, &reply) == DG_CANCELLED);
+  wait_at_gate(&asked); /* it has seen it */
+  CHECK(reply == NULL);
+}
+
+static void test_cancellations(void) {
+  dg_cancellation *cancellation = NULL, *unused = NULL;
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  dg_message *reply = NULL, *empty = message_of(NULL);
+  dg_future* futures[2];
+  int count = 0, ended = 0;
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_create(NULL));
+  OK(dg_cancellation_create(&cancellation));
+  OK(dg_cancellation_check(cancellation));
+  OK(dg_cancellation_then(cancellation, count_up, &count, NULL));
+  futures[0] = begin(workers[0], DG_STR("watch"), cancellation);
+  futures[1] = begin(workers[0], DG_STR("later"), cancellation);
+  CHECK(count == 0);
+  OK(dg_cancellation_cancel(cancellation));
+  OK(dg_cancellation_cancel(cancellation));
+  CHECK(count == 1);
+  for (int i = 0; i < 2; ++i) CHECK(end(futures[i], &reply) == DG_CANCELLED);
+  wait_at_gate(&asked); /* the one has seen it, */
+  wait_at_gate(&seen);  /* and the other */
+  dg_responder_destroy(later_responder);
+  FAILS(DG_CANCELLED, dg_cancellation_check(cancellation));
+  OK(dg_cancellation_then(cancellation, count_up, &count, NULL)); /* at once */
+  CHECK(count == 2);
+  options.cancellation = cancellation;
+  FAILS(DG_CANCELLED,
+        dg_worker_call(workers[0], DG_STR("back"), DG_STR("nothing"), empty, &options, &reply));
+  dg_cancellation_destroy(cancellation);
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_worker_call(workers[0], DG_STR("back"), DG_STR("nothing"), empty, &options, &reply));
+  /* A program of before has a shorter struct. */
+  options.struct_size = offsetof(dg_call_options, cancellation);
+  OK(dg_worker_call(workers[0], DG_STR("back"), DG_STR("nothing"), empty, &options, &reply));
+  dg_message_destroy(reply);
+
+  OK(dg_cancellation_create(&unused));
+  OK(dg_cancellation_then(unused, count_up, &ended, count_up));
+  CHECK(ended == 0);
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_then(unused, NULL, &ended, count_up));
+  dg_cancellation_destroy(unused);
+  CHECK(ended == 2); /* never called, but ended */
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_cancel(unused));
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_cancel(NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_check(unused));
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_check((dg_cancellation*)(uintptr_t)empty));
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_then(unused, count_up, &ended, count_up));
+  CHECK(ended == 3);
+  dg_message_destroy(empty);
+}
+
 /* ---------------------------------------------------------------------------------- Autograd */
 
 static void visit(void* user_data, const dg_tensor* leaf, const dg_tensor* gradient) {
@@ -560,6 +736,20 @@ static void test_backward(void) {
   OK(dg_context_release(context));
   dg_context_destroy(context);
   CHECK(dg_context_id(context) == 0);
+
+  /* A cancel comes in time, or too late. */
+  OK(dg_context_create(workers[0], &context));
+  dg_tensor_destroy(y);
+  root = y = remote(context, x, DG_STR("relay"));
+  OK(dg_context_backward_async(context, &root, 1, NULL, &future));
+  OK(dg_future_cancel(future));
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  {
+    const dg_code code = code_of(dg_future_result(future, &reply));
+    CHECK(done && (code == DG_OK || code == DG_CANCELLED));
+  }
+  dg_future_destroy(future);
+  dg_context_destroy(context);
   FAILS(DG_INVALID_ARGUMENT, dg_context_release(context));
   CHECK(dg_worker_context_count(workers[0]) == 0);
   dg_tensor_destroy(x);
@@ -568,10 +758,6 @@ static void test_backward(void) {
 }
 
 static sem_t gate;
-
-static void wait_at_gate(void* user_data) {
-  while (sem_wait((sem_t*)user_data) != 0) continue;
-}
 
 static dg_error* serve_gate(void* user_data, const dg_request* request, dg_message** reply) {
   (void)reply;
@@ -659,6 +845,9 @@ static void test_optimizers(void) {
   const dg_tensor *root, *no_leaf = plain;
   dg_optimizer *fronts[3], *back[3], *none = NULL;
   dg_context* context = NULL;
+  dg_future* outliving[2];
+  dg_responder* responders[2];
+  dg_message* reply = NULL;
   double norm = -1;
   dg_sgd_options sgd = DG_SGD_OPTIONS_INIT;
   dg_adam_options adam = DG_ADAM_OPTIONS_INIT, adamw = DG_ADAMW_OPTIONS_INIT;
@@ -718,6 +907,10 @@ static void test_optimizers(void) {
   /* What outlives its worker gives errors. */
   OK(dg_context_create(workers[0], &context));
   root = (dg_tensor_destroy(y), y = remote(context, mine, DG_STR("multiply")));
+  for (int i = 0; i < 2; ++i) {
+    outliving[i] = begin(workers[i], DG_STR("later"), NULL);
+    responders[i] = later_responder;
+  }
   test_end_while_a_handler_waits();
   for (int i = 0; i < 2; ++i) {
     dg_worker* gone = workers[i];
@@ -726,7 +919,10 @@ static void test_optimizers(void) {
     FAILS(DG_INVALID_ARGUMENT, dg_worker_wait_for_all(gone, 1));
     FAILS(DG_INVALID_ARGUMENT, dg_worker_leave(gone, 1));
   }
-  CHECK(handlers_ended == 2);
+  CHECK(handlers_ended == 3);
+  for (int i = 0; i < 2; ++i) CHECK(end(outliving[i], &reply) != DG_OK);
+  OK(dg_responder_answer(responders[0], NULL, NULL)); /* to nobody */
+  dg_responder_destroy(responders[1]);
   FAILS(DG_CANCELLED, dg_context_backward(context, &root, 1, NULL));
   FAILS(DG_FAILED_PRECONDITION, dg_optimizer_step(fronts[0], context));
   FAILS(DG_FAILED_PRECONDITION, dg_optimizer_clip_gradients(fronts[0], context, 1, &norm));
@@ -767,6 +963,9 @@ int main(void) {
   test_remote_operators();
   test_futures();
   test_cancel();
+  test_answers_later();
+  test_cancelled_handlers();
+  test_cancellations();
   test_backward();
   test_wait();
   on_both(leave);

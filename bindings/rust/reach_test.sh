@@ -6,6 +6,14 @@
 set -euo pipefail
 source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
 declare -A without=(
+  [dg_worker_register_async]="not bound yet"
+  [dg_responder_answer]="not bound yet"
+  [dg_responder_destroy]="not bound yet"
+  [dg_cancellation_create]="not bound yet"
+  [dg_cancellation_cancel]="not bound yet"
+  [dg_cancellation_check]="not bound yet"
+  [dg_cancellation_then]="not bound yet"
+  [dg_cancellation_destroy]="not bound yet"
   [dg_data_parallel_create]="not bound yet"
   [dg_data_parallel_forward]="not bound yet"
   [dg_data_parallel_destroy]="not bound yet"

@@ -318,6 +318,22 @@ class Future {
   Handle<dg_future, dg_future_destroy> handle_;
 };
 
+class Cancellation {
+ public:
+  Cancellation() {
+    dg_cancellation* out = nullptr;
+    Check(dg_cancellation_create(&out));
+    handle_ = Handle<dg_cancellation, dg_cancellation_destroy>(out);
+  }
+  void Cancel() { Check(dg_cancellation_cancel(get())); }
+  // Throws if it is cancelled.
+  void ThrowIfCancelled() const { Check(dg_cancellation_check(get())); }
+  dg_cancellation* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_cancellation, dg_cancellation_destroy> handle_;
+};
+
 // ------------------------------------------------------------------------------------ Workers
 
 class Context;
@@ -335,12 +351,23 @@ class Request {
     Check(dg_message_tensor(request_->message, index, &out));
     return Tensor(out);
   }
-  // Of calls in turn: within the same context and time.
+  // Of calls in turn: within the same context and time, and given up with this one.
   dg_call_options Nested() const noexcept {
     dg_call_options options = DG_CALL_OPTIONS_INIT;
     options.context = request_->context;
     options.timeout_ms = request_->timeout_ms;
+    options.cancellation = request_->cancellation;
     return options;
+  }
+  // Throws if nobody waits for the answer any more.
+  void ThrowIfCancelled() const { Check(dg_cancellation_check(request_->cancellation)); }
+  // `cancelled` must not throw, wait, or hold up the thread.
+  void OnCancel(std::function<void()> cancelled) const {
+    using Callback = std::function<void()>;
+    Check(dg_cancellation_then(
+        request_->cancellation, [](void* data) { (*static_cast<Callback*>(data))(); },
+        new Callback(std::move(cancelled)),
+        [](void* data) { delete static_cast<Callback*>(data); }));
   }
   const dg_request& get() const noexcept { return *request_; }
 
@@ -348,9 +375,29 @@ class Request {
   const dg_request* request_;
 };
 
+// Answers once; the caller gets an error if it ends without that.
+class Responder {
+ public:
+  explicit Responder(dg_responder* handle) noexcept : handle_(handle) {}
+  void Answer(Message reply) {
+    Check(dg_responder_answer(handle_.release(), reply.release(), nullptr));
+  }
+  void Fail(dg_code code, std::string_view message) {
+    Check(dg_responder_answer(handle_.release(), nullptr, dg_error_create(code, Str(message))));
+  }
+  dg_responder* get() const noexcept { return handle_.get(); }
+  dg_responder* release() noexcept { return handle_.release(); }
+
+ private:
+  Handle<dg_responder, dg_responder_destroy> handle_;
+};
+
 class Worker {
  public:
   using Handler = std::function<Message(const Request&)>;
+  // Moves the responder to where the answer will be known; the request lives until it has answered.
+  // What it throws before is the answer.
+  using AsyncHandler = std::function<void(const Request&, Responder&&)>;
 
   explicit Worker(const dg_worker_options& options) {
     dg_worker* out = nullptr;
@@ -372,6 +419,12 @@ class Worker {
   void Register(std::string_view function, Handler handler) {
     Check(dg_worker_register(get(), Str(function), Serve, new Handler(std::move(handler)),
                              [](void* data) { delete static_cast<Handler*>(data); }));
+  }
+
+  void RegisterAsync(std::string_view function, AsyncHandler handler) {
+    Check(dg_worker_register_async(get(), Str(function), ServeLater,
+                                   new AsyncHandler(std::move(handler)),
+                                   [](void* data) { delete static_cast<AsyncHandler*>(data); }));
   }
 
   Message Call(std::string_view to, std::string_view function, const Message& request,
@@ -406,6 +459,13 @@ class Worker {
  private:
   static dg_error* Serve(void* data, const dg_request* request, dg_message** reply) noexcept {
     return Catch([&] { *reply = (*static_cast<Handler*>(data))(Request(request)).release(); });
+  }
+
+  static void ServeLater(void* data, const dg_request* request, dg_responder* responder) noexcept {
+    Responder owner(responder);
+    dg_error* error =
+        Catch([&] { (*static_cast<AsyncHandler*>(data))(Request(request), std::move(owner)); });
+    if (error != nullptr) dg_error_destroy(dg_responder_answer(owner.release(), nullptr, error));
   }
 
   Handle<dg_worker, dg_worker_destroy> handle_;

@@ -395,11 +395,35 @@ DG_API DG_MUST_USE dg_error* dg_future_then(const dg_future* future, void (*done
                                             void* user_data,
                                             void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
-/* Gives a call up: its future is then done, with DG_CANCELLED if nothing came first. A handler that
- * runs already is not stopped, but its answer is dropped. No effect on a future that is done, nor
- * on backward, which dg_context_release ends. Does not wait. */
+/* Gives a call or a backward up: its future is then done, with DG_CANCELLED if nothing came first.
+ * A handler that runs already is not stopped, but can see it, and its answer is dropped. A backward
+ * ends on every worker, and its context is good for dg_context_release only. No effect on a future
+ * that is done. Does not wait. */
 DG_API DG_MUST_USE dg_error* dg_future_cancel(const dg_future* future) DG_NOEXCEPT;
 DG_API void dg_future_destroy(dg_future* future) DG_NOEXCEPT;
+
+/* ----------------------------------------------------------------------------- Cancellations */
+
+/* Whether work is still wanted: whoever asked for it says when it is not, and whoever does it looks
+ * now and then, or is told. */
+typedef struct dg_cancellation dg_cancellation;
+
+/* One for calls of this program to go with, by dg_call_options. */
+DG_API DG_MUST_USE dg_error* dg_cancellation_create(dg_cancellation** out) DG_NOEXCEPT;
+/* Fails the calls that go with it with DG_CANCELLED, for good; those, too, that are made later.
+ * Idempotent, does not wait. */
+DG_API DG_MUST_USE dg_error* dg_cancellation_cancel(dg_cancellation* cancellation) DG_NOEXCEPT;
+/* NULL as long as it is not cancelled; then an error that says why, for a handler to return. */
+DG_API DG_MUST_USE dg_error* dg_cancellation_check(const dg_cancellation* cancellation) DG_NOEXCEPT;
+/* Calls `cancelled` once it is cancelled: on the thread that does so, which `cancelled` must not
+ * hold up; or within this call, if it is already. Takes `user_data`, which ends with the
+ * cancellation if it is never cancelled. */
+DG_API DG_MUST_USE dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
+                                                  void (*cancelled)(void* user_data),
+                                                  void* user_data,
+                                                  void (*destroy)(void* user_data)) DG_NOEXCEPT;
+/* Of the handle alone: what goes with it goes on. */
+DG_API void dg_cancellation_destroy(dg_cancellation* cancellation) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------------- Workers */
 
@@ -484,10 +508,12 @@ DG_API DG_MUST_USE dg_error* dg_worker_metrics_text(const dg_worker* worker,
 typedef struct dg_request {
   size_t struct_size; /* as the library knows it */
   dg_str function;
-  uint64_t from;             /* the caller's rank */
-  const dg_message* message; /* what it sent */
-  const dg_context* context; /* the caller's; NULL: none */
-  int64_t timeout_ms;        /* the caller waits no longer; give it to calls in turn */
+  uint64_t from;                       /* the caller's rank */
+  const dg_message* message;           /* what it sent */
+  const dg_context* context;           /* the caller's; NULL: none */
+  int64_t timeout_ms;                  /* the caller waits no longer; give it to calls in turn */
+  const dg_cancellation* cancellation; /* cancelled as soon as nobody waits for the answer: the
+                                        * caller gave up, or is gone; give it to calls in turn */
 } dg_request;
 
 /* A remote function. Runs on a thread of the worker, several at once; may block and make calls.
@@ -503,6 +529,28 @@ DG_API DG_MUST_USE dg_error* dg_worker_register(dg_worker* worker, dg_str functi
                                                 dg_handler handler, void* user_data,
                                                 void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
+/* The way back to the caller of a handler that answers later. One that is destroyed without an
+ * answer gives the caller DG_INTERNAL. */
+typedef struct dg_responder dg_responder;
+
+/* A remote function whose answer may come after it has returned, from any thread; no thread is held
+ * meanwhile. Owns the responder, and gives it to dg_responder_answer or dg_responder_destroy. The
+ * request with all in it lives until then. */
+typedef void (*dg_async_handler)(void* user_data, const dg_request* request,
+                                 dg_responder* responder);
+
+/* As dg_worker_register. */
+DG_API DG_MUST_USE dg_error* dg_worker_register_async(dg_worker* worker, dg_str function,
+                                                      dg_async_handler handler, void* user_data,
+                                                      void (*destroy)(void* user_data)) DG_NOEXCEPT;
+
+/* Answers with the error, or without one (NULL) with the reply (NULL: an empty one). Takes all
+ * three. Where nobody waits for it any more, the answer is dropped, and that is no error.
+ * DG_INVALID_ARGUMENT if `reply` is not a message; the caller gets DG_INTERNAL then. */
+DG_API DG_MUST_USE dg_error* dg_responder_answer(dg_responder* responder, dg_message* reply,
+                                                 dg_error* error) DG_NOEXCEPT;
+DG_API void dg_responder_destroy(dg_responder* responder) DG_NOEXCEPT;
+
 /* Calls `wait` on this thread and returns; in a handler, others may run in its place meanwhile. For
  * handlers that wait for something which is not distgrad's, a lock or a condition, and which other
  * handlers may have to bring about. Waits. */
@@ -510,11 +558,12 @@ DG_API DG_MUST_USE dg_error* dg_wait(void (*wait)(void* user_data), void* user_d
 
 typedef struct dg_call_options {
   size_t struct_size;
-  const dg_context* context; /* records the call for its backward; NULL: none */
-  int64_t timeout_ms;        /* 0: as in dg_worker_options */
+  const dg_context* context;           /* records the call for its backward; NULL: none */
+  int64_t timeout_ms;                  /* 0: as in dg_worker_options */
+  const dg_cancellation* cancellation; /* cancels the call too; NULL: only its future does */
 } dg_call_options;
 #define DG_CALL_OPTIONS_INIT \
-  { sizeof(dg_call_options), 0, 0 }
+  { sizeof(dg_call_options), 0, 0, 0 }
 
 /* Calls a function of the worker named `to` (itself, too). Waits for the reply.
  *

@@ -1,0 +1,226 @@
+// What others ask of a worker: handlers, and how they answer and see that nobody waits any more.
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "capi/guard.h"
+#include "capi/objects.h"
+#include "capi/worker_object.h"
+#include "core/worker/worker.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kMaxFunctionName = 1000;
+
+thread_local const SharedWorker* serving = nullptr;
+
+// What a handler borrows; throws if memory is out.
+class Borrowed {
+ public:
+  explicit Borrowed(Request& from)
+      : function_(std::move(from.function)),
+        message_(NewOwnedHandle<MessageObject>(std::move(from.message))),
+        context_(from.context.valid() ? NewOwnedHandle<ContextObject>(std::move(from.context))
+                                      : nullptr),
+        cancellation_(NewOwnedHandle<CancellationObject>(from.cancellation)) {
+    request_.struct_size = sizeof(request_);
+    request_.function = ToStr(function_);
+    request_.from = from.from;
+    request_.message = message_.get();
+    request_.context = context_.get();
+    request_.timeout_ms = ToTimeoutMs(from.deadline);
+    request_.cancellation = cancellation_.get();
+  }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+
+  const dg_request* request() const { return &request_; }
+
+ private:
+  const std::string function_;
+  const OwnedHandle<MessageObject> message_;
+  const OwnedHandle<ContextObject> context_;
+  const OwnedHandle<CancellationObject> cancellation_;
+  dg_request request_ = {};
+};
+
+// NULL is an empty one.
+absl::StatusOr<Message> TakeReply(dg_message* reply) {
+  if (reply == nullptr) return Message{};
+  DG_ASSIGN_OR_RETURN(const std::unique_ptr<MessageObject> taken, TakeHandle<MessageObject>(reply));
+  return std::move(taken->message);
+}
+
+// What the caller is told of a reply that is none.
+absl::Status BadReply(const absl::Status& why) {
+  return absl::InternalError(absl::StrCat("its reply: ", why.message()));
+}
+
+struct ResponderObject : HandleObject {
+  using Handle = dg_responder;
+  static constexpr HandleKind kKind = HandleKind::kResponder;
+  static constexpr char kName[] = "dg_responder";
+
+  explicit ResponderObject(Request& request) : borrowed(request) {}
+  ~ResponderObject() override {
+    promise.Set(absl::InternalError("the handler destroyed its responder without an answer"));
+  }
+  const Borrowed borrowed;
+  Promise<Message> promise;  // for whoever takes the responder
+};
+
+absl::Status Register(dg_worker* worker, dg_str function, Handler handler) {
+  if (handler.function == nullptr && handler.async_function == nullptr) {
+    return absl::InvalidArgumentError("the handler is NULL");
+  }
+  DG_ASSIGN_OR_RETURN(std::string name, FromStr(function, "function"));
+  if (name.size() > kMaxFunctionName || absl::StartsWith(name, "distgrad.")) {
+    return absl::InvalidArgumentError(
+        "a function's name has at most 1000 bytes, and does not begin with 'distgrad.'");
+  }
+  DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+  return use.shared().Register(std::move(name), std::make_shared<Handler>(std::move(handler)));
+}
+
+}  // namespace
+
+ServingScope::ServingScope(const SharedWorker* worker) : outer_(std::exchange(serving, worker)) {}
+ServingScope::~ServingScope() { serving = outer_; }
+
+const SharedWorker* Serving() { return serving; }
+bool InHandlerOf(const SharedWorker& worker) { return serving == &worker; }
+
+absl::Status SharedWorker::Register(std::string function, std::shared_ptr<Handler> handler) {
+  DG_ASSIGN_OR_RETURN(const Use use, Begin());
+  const auto ending = [] { return absl::UnavailableError("the worker is ending"); };
+  const std::weak_ptr<Handler> weak = handler;
+  if (handler->function != nullptr) {
+    DG_RETURN_IF_ERROR(use->Register(
+        std::move(function), [this, weak, ending](Request& request) -> absl::StatusOr<Message> {
+          const std::shared_ptr<Handler> alive = weak.lock();
+          return alive == nullptr ? ending() : Serve(*alive, request);
+        }));
+  } else {
+    DG_RETURN_IF_ERROR(
+        use->RegisterAsync(std::move(function), [this, weak, ending](Request& request) {
+          const std::shared_ptr<Handler> alive = weak.lock();
+          return alive == nullptr ? Future<Message>::Of(ending()) : ServeLater(*alive, request);
+        }));
+  }
+  absl::MutexLock lock(&mu_);
+  handlers_.push_back(std::move(handler));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Message> SharedWorker::Serve(const Handler& handler, Request& request) const {
+  const Borrowed borrowed(request);
+  dg_message* reply = nullptr;
+  dg_error* error = nullptr;
+  {
+    const ServingScope scope(this);
+    error = handler.function(handler.user_data.get(), borrowed.request(), &reply);
+  }
+  const OwnedHandle<MessageObject> reply_owner(reply);
+  DG_RETURN_IF_ERROR(TakeError(error));
+  absl::StatusOr<Message> message = TakeReply(reply);
+  if (!message.ok()) return BadReply(message.status());
+  return message;
+}
+
+Future<Message> SharedWorker::ServeLater(const Handler& handler, Request& request) const {
+  auto made = std::make_unique<ResponderObject>(request);
+  const dg_request* const borrowed = made->borrowed.request();
+  Future<Message> answer = made->promise.future();
+  dg_responder* const responder = AdoptHandle(std::move(made));
+  const ServingScope scope(this);
+  handler.async_function(handler.user_data.get(), borrowed, responder);
+  return answer;
+}
+
+}  // namespace distgrad
+
+using namespace distgrad;
+
+extern "C" {
+
+dg_error* dg_worker_register(dg_worker* worker, dg_str function, dg_handler handler,
+                             void* user_data, void (*destroy)(void* user_data)) noexcept {
+  UserData taken(user_data, destroy);
+  return Guard([&] { return Register(worker, function, {handler, nullptr, std::move(taken)}); });
+}
+
+dg_error* dg_worker_register_async(dg_worker* worker, dg_str function, dg_async_handler handler,
+                                   void* user_data, void (*destroy)(void* user_data)) noexcept {
+  UserData taken(user_data, destroy);
+  return Guard([&] { return Register(worker, function, {nullptr, handler, std::move(taken)}); });
+}
+
+dg_error* dg_responder_answer(dg_responder* responder, dg_message* reply,
+                              dg_error* error) noexcept {
+  return Guard([&]() -> absl::Status {
+    const OwnedHandle<MessageObject> reply_owner(reply);
+    const absl::Status failed = TakeError(error);
+    DG_ASSIGN_OR_RETURN(const std::unique_ptr<ResponderObject> taken,
+                        TakeHandle<ResponderObject>(responder));
+    if (!failed.ok()) {
+      taken->promise.Set(failed);
+      return absl::OkStatus();
+    }
+    absl::StatusOr<Message> message = TakeReply(reply);
+    const absl::Status status = message.status();
+    taken->promise.Set(status.ok() ? std::move(message) : BadReply(status));
+    return status;
+  });
+}
+
+void dg_responder_destroy(dg_responder* responder) noexcept {
+  DestroyHandle<ResponderObject>(responder);
+}
+
+dg_error* dg_cancellation_create(dg_cancellation** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    *out = NewHandle<CancellationObject>(std::make_shared<Cancellation>());
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_cancellation_cancel(dg_cancellation* cancellation) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
+                        Pin<CancellationObject>(cancellation));
+    pinned->cancellation->Cancel(absl::CancelledError("the program has cancelled it"));
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_cancellation_check(const dg_cancellation* cancellation) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
+                        Pin<CancellationObject>(cancellation));
+    return pinned->cancellation->why();
+  });
+}
+
+dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
+                               void (*cancelled)(void* user_data), void* user_data,
+                               void (*destroy)(void* user_data)) noexcept {
+  UserData taken(user_data, destroy);
+  return Guard([&]() -> absl::Status {
+    if (cancelled == nullptr) return absl::InvalidArgumentError("the callback is NULL");
+    DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
+                        Pin<CancellationObject>(cancellation));
+    pinned->cancellation->OnCancel([cancelled, taken = std::move(taken)] {
+      NoWaitScope scope;
+      cancelled(taken.get());
+    });
+    return absl::OkStatus();
+  });
+}
+
+void dg_cancellation_destroy(dg_cancellation* cancellation) noexcept {
+  DestroyHandle<CancellationObject>(cancellation);
+}
+
+}  // extern "C"
