@@ -140,6 +140,10 @@ TEST(CppTest, Job) {
     const dg_code code = CodeOf([&] { future.Get(); });
     EXPECT_TRUE(code == DG_OK || code == DG_CANCELLED) << code;
   }
+  worker.UpdateMembers();
+  ASSERT_EQ(worker.members().size(), 2u);
+  EXPECT_EQ(worker.members()[1].name, "worker1");
+  EXPECT_EQ(worker.members()[1].rank, 1u);
   EXPECT_EQ(worker.Call("worker1", "later", dg::Message("soon")).payload(), "soon!");
   EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "later", dg::Message("throw")); }), DG_DATA_LOSS);
   EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "later", dg::Message("drop")); }), DG_INTERNAL);
@@ -165,6 +169,11 @@ TEST(CppTest, Job) {
     future.Then([&] { called = true; });
     EXPECT_TRUE(called);
     context.Backward({reply.tensor(0)});
+    size_t sends = 0;
+    worker.Contexts([&](const dg_context_state& state) { sends += state.sends; });
+    EXPECT_EQ(sends, 1u);
+    EXPECT_THROW(worker.Contexts([](const dg_context_state&) { throw std::runtime_error("no"); }),
+                 std::runtime_error);
     EXPECT_EQ(context.Gradient(x).data<float>()[0], 5);
     context.SetGradient(x, dg::Tensor::From<float>({7}, {1}));
     const double norm = optimizer.ClipGradients(context, 1e6);  // of 7, and 2 over there

@@ -25,29 +25,20 @@ namespace {
 
 // ------------------------------------------------------------------------------------- Devices
 
-absl::StatusOr<std::optional<c10::Device>> ToDevice(dg_str name, absl::string_view what) {
-  DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, what));
-  if (text.empty()) return std::nullopt;
-  try {
-    return c10::Device(text);
-  } catch (...) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(what, ": there is no device '", text, "'; one is 'cpu' or 'cuda:1'"));
-  }
-}
-
 absl::StatusOr<std::vector<c10::Device>> ToDevices(const dg_str* names, size_t count) {
   DG_RETURN_IF_ERROR(CheckArray(names, count, "the list of devices"));
   std::vector<c10::Device> devices;
   for (size_t i = 0; i < count; ++i) {
-    DG_ASSIGN_OR_RETURN(const std::optional<c10::Device> device,
-                        ToDevice(names[i], absl::StrCat("device ", i)));
-    if (!device.has_value()) {
-      return absl::InvalidArgumentError(absl::StrCat("device ", i, " has no name"));
-    }
-    devices.push_back(*device);
+    DG_ASSIGN_OR_RETURN(const c10::Device device, ToDevice(names[i], absl::StrCat("device ", i)));
+    devices.push_back(device);
   }
   return devices;
+}
+
+// Nothing for the empty name.
+absl::StatusOr<std::optional<c10::Device>> ToAnyDevice(dg_str name, absl::string_view what) {
+  if (name.size == 0) return std::nullopt;
+  return ToDevice(name, what);
 }
 
 // For the pieces, which have no default.
@@ -199,7 +190,7 @@ struct DataParallelObject : HandleObject {
 absl::StatusOr<DataParallelOptions> ToOptions(const dg_data_parallel_options& read) {
   DataParallelOptions options;
   DG_ASSIGN_OR_RETURN(options.devices, ToDevices(read.devices, read.device_count));
-  DG_ASSIGN_OR_RETURN(options.output_device, ToDevice(read.output_device, "output_device"));
+  DG_ASSIGN_OR_RETURN(options.output_device, ToAnyDevice(read.output_device, "output_device"));
   options.dim = read.dim;
   if (read.bucket_bytes > 0) {
     options.reducer.bucket_bytes = read.bucket_bytes;
@@ -294,7 +285,7 @@ dg_error* dg_gather(const dg_tensor* const* tensors, size_t tensor_count, dg_str
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const TensorVector values,
                         PinTensors(tensors, tensor_count, /*allow_null=*/false));
-    DG_ASSIGN_OR_RETURN(const std::optional<c10::Device> to, ToDevice(device, "device"));
+    DG_ASSIGN_OR_RETURN(const std::optional<c10::Device> to, ToAnyDevice(device, "device"));
     *out = NewTensorHandle(Gather(values, to, dim));
     return absl::OkStatus();
   });
@@ -325,7 +316,7 @@ dg_error* dg_reduce_add(const dg_tensor* const* tensors, size_t list_count, size
       return absl::InvalidArgumentError("there are not so many tensors");
     }
     DG_ASSIGN_OR_RETURN(const TensorVector values, PinTensors(tensors, count, /*allow_null=*/true));
-    DG_ASSIGN_OR_RETURN(const std::optional<c10::Device> to, ToDevice(device, "device"));
+    DG_ASSIGN_OR_RETURN(const std::optional<c10::Device> to, ToAnyDevice(device, "device"));
     std::vector<TensorVector> lists;
     for (auto list = values.begin(); list != values.end(); list += tensor_count) {
       lists.emplace_back(list, list + tensor_count);

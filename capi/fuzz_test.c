@@ -176,6 +176,14 @@ static dg_error* run_replica(void* user_data, const dg_replica* replica, dg_tens
 }
 
 static void nothing(void* user_data) { (void)user_data; }
+static void see_member(void* user_data, const dg_member* member) {
+  (void)user_data;
+  CHECK(member->name.size > 0);
+}
+static void see_context(void* user_data, const dg_context_state* context) {
+  (void)user_data;
+  CHECK(context->id != 0);
+}
 static void visit(void* user_data, const dg_tensor* leaf, const dg_tensor* gradient) {
   (void)user_data;
   CHECK(dg_tensor_dtype(leaf) >= 0 && dg_tensor_dtype(gradient) >= 0);
@@ -384,6 +392,9 @@ static void call(state* s) {
       (void)dg_worker_local_rank(W);
       (void)dg_worker_local_world_size(W);
       (void)dg_worker_context_count(W);
+      ran(s, dg_worker_members(W, next(s) % 8 ? see_member : NULL, NULL));
+      ran(s, dg_worker_contexts(W, next(s) % 8 ? see_context : NULL, NULL));
+      if (next(s) % 4 == 0) ran(s, dg_worker_update_members(W));
       MAKE(MESSAGE, dg_message, dg_worker_metrics_text(W, &out));
       break;
     case 44:

@@ -26,7 +26,7 @@ FIELD(dg_value, as.reals.size, 16);
 FIELD(dg_value, as.bools.size, 16);
 FIELD(dg_value, as.tensors.size, 16);
 
-GROWS_FROM(dg_worker_options, 152);
+GROWS_FROM(dg_worker_options, 184);
 FIELD(dg_worker_options, struct_size, 0);
 FIELD(dg_worker_options, name, 8);
 FIELD(dg_worker_options, rank, 24);
@@ -41,19 +41,68 @@ FIELD(dg_worker_options, join_timeout_ms, 112);
 FIELD(dg_worker_options, flags, 120);
 FIELD(dg_worker_options, job, 128);
 FIELD(dg_worker_options, heartbeat_limit_ms, 144);
+FIELD(dg_worker_options, max_workers, 152);
+FIELD(dg_worker_options, limits, 160);
+FIELD(dg_worker_options, device_pairs, 168);
+FIELD(dg_worker_options, device_pair_count, 176);
 
-GROWS_FROM(dg_request, 56);
+GROWS_FROM(dg_limits, 72);
+FIELD(dg_limits, struct_size, 0);
+FIELD(dg_limits, message_bytes, 8);
+FIELD(dg_limits, tensors_per_message, 16);
+FIELD(dg_limits, calls_per_peer, 24);
+FIELD(dg_limits, calls, 32);
+FIELD(dg_limits, bytes_per_peer, 40);
+FIELD(dg_limits, contexts_per_peer, 48);
+FIELD(dg_limits, unauthenticated, 56);
+FIELD(dg_limits, handshake_timeout_ms, 64);
+
+SIZE(dg_device_pair, 48);
+FIELD(dg_device_pair, peer, 0);
+FIELD(dg_device_pair, mine, 16);
+FIELD(dg_device_pair, theirs, 32);
+
+GROWS_FROM(dg_member, 40);
+FIELD(dg_member, struct_size, 0);
+FIELD(dg_member, name, 8);
+FIELD(dg_member, rank, 24);
+FIELD(dg_member, incarnation, 32);
+
+GROWS_FROM(dg_pass_state, 64);
+FIELD(dg_pass_state, struct_size, 0);
+FIELD(dg_pass_state, id, 8);
+FIELD(dg_pass_state, flags, 16);
+FIELD(dg_pass_state, busy, 24);
+FIELD(dg_pass_state, awaited, 32);
+FIELD(dg_pass_state, awaited_count, 40);
+FIELD(dg_pass_state, unacknowledged, 48);
+FIELD(dg_pass_state, unacknowledged_count, 56);
+
+GROWS_FROM(dg_context_state, 72);
+FIELD(dg_context_state, struct_size, 0);
+FIELD(dg_context_state, id, 8);
+FIELD(dg_context_state, sends, 16);
+FIELD(dg_context_state, receives, 24);
+FIELD(dg_context_state, gradients, 32);
+FIELD(dg_context_state, peers, 40);
+FIELD(dg_context_state, peer_count, 48);
+FIELD(dg_context_state, passes, 56);
+FIELD(dg_context_state, pass_count, 64);
+
+GROWS_FROM(dg_request, 64);
 FIELD(dg_request, struct_size, 0);
 FIELD(dg_request, function, 8);
 FIELD(dg_request, from, 24);
 FIELD(dg_request, message, 32);
 FIELD(dg_request, context, 40);
 FIELD(dg_request, timeout_ms, 48);
+FIELD(dg_request, cancellation, 56);
 
-GROWS_FROM(dg_call_options, 24);
+GROWS_FROM(dg_call_options, 32);
 FIELD(dg_call_options, struct_size, 0);
 FIELD(dg_call_options, context, 8);
 FIELD(dg_call_options, timeout_ms, 16);
+FIELD(dg_call_options, cancellation, 24);
 
 GROWS_FROM(dg_backward_options, 32);
 FIELD(dg_backward_options, struct_size, 0);
@@ -77,6 +126,29 @@ FIELD(dg_adam_options, beta2, 24);
 FIELD(dg_adam_options, epsilon, 32);
 FIELD(dg_adam_options, weight_decay, 40);
 FIELD(dg_adam_options, flags, 48);
+
+GROWS_FROM(dg_data_parallel_options, 80);
+FIELD(dg_data_parallel_options, struct_size, 0);
+FIELD(dg_data_parallel_options, devices, 8);
+FIELD(dg_data_parallel_options, device_count, 16);
+FIELD(dg_data_parallel_options, output_device, 24);
+FIELD(dg_data_parallel_options, dim, 40);
+FIELD(dg_data_parallel_options, buffers, 48);
+FIELD(dg_data_parallel_options, buffer_count, 56);
+FIELD(dg_data_parallel_options, bucket_bytes, 64);
+FIELD(dg_data_parallel_options, timeout_ms, 72);
+
+GROWS_FROM(dg_replica, 88);
+FIELD(dg_replica, struct_size, 0);
+FIELD(dg_replica, index, 8);
+FIELD(dg_replica, device, 16);
+FIELD(dg_replica, parameters, 32);
+FIELD(dg_replica, parameter_count, 40);
+FIELD(dg_replica, buffers, 48);
+FIELD(dg_replica, buffer_count, 56);
+FIELD(dg_replica, inputs, 64);
+FIELD(dg_replica, input_count, 72);
+FIELD(dg_replica, output_count, 80);
 
 SIZE(dg_code, 4);
 SIZE(dg_dtype, 4);
@@ -128,6 +200,7 @@ NUMBER(DG_VALUE_BOOLS, 9);
 NUMBER(DG_VALUE_TENSORS, 10);
 NUMBER(DG_WORKER_NO_OPERATORS, 1);
 NUMBER(DG_WORKER_ALL_OPERATORS, 2);
+NUMBER(DG_WORKER_JOIN, 4);
 NUMBER(DG_BACKWARD_RETAIN_GRAPH, 1);
 NUMBER(DG_SGD_NESTEROV, 1);
 NUMBER(DG_ADAM_AMSGRAD, 1);

@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "capi/handles.h"
 #include "capi/include/distgrad/distgrad.h"
 #include "core/base/cancellation.h"
@@ -97,6 +98,8 @@ absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handl
                                                    bool allow_null);
 // NULL for an undefined one. Throws if memory is out.
 dg_tensor* NewTensorHandle(const at::Tensor& tensor);
+
+absl::StatusOr<c10::Device> ToDevice(dg_str name, absl::string_view what);
 
 absl::StatusOr<std::vector<c10::IValue>> FromValues(const dg_value* values, size_t count);
 absl::StatusOr<std::unique_ptr<ValuesObject>> ToValues(const std::vector<c10::IValue>& values);

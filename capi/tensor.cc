@@ -169,6 +169,16 @@ absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handl
   return tensors;
 }
 
+absl::StatusOr<c10::Device> ToDevice(dg_str name, absl::string_view what) {
+  DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, what));
+  try {
+    return c10::Device(text);
+  } catch (...) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, ": there is no device '", text, "'; one is 'cpu' or 'cuda:1'"));
+  }
+}
+
 dg_tensor* NewTensorHandle(const at::Tensor& tensor) {
   return tensor.defined() ? NewHandle<TensorObject>(tensor) : nullptr;
 }

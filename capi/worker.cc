@@ -14,16 +14,58 @@
 namespace distgrad {
 namespace {
 
+absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
+  DG_ASSIGN_OR_RETURN(const dg_limits read,
+                      ReadOptions<dg_limits>(given, DG_LIMITS_INIT, "dg_limits"));
+  if (read.tensors_per_message > UINT32_MAX) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tensors_per_message is ", read.tensors_per_message));
+  }
+  Limits limits;
+  const auto set = [](uint64_t value, auto* limit) {
+    if (value > 0) *limit = static_cast<std::remove_pointer_t<decltype(limit)>>(value);
+  };
+  set(read.message_bytes, &limits.message_bytes);
+  set(read.tensors_per_message, &limits.tensors_per_message);
+  set(read.calls_per_peer, &limits.calls_per_peer);
+  set(read.calls, &limits.calls);
+  set(read.bytes_per_peer, &limits.bytes_per_peer);
+  set(read.contexts_per_peer, &limits.contexts_per_peer);
+  set(read.unauthenticated, &limits.unauthenticated);
+  const absl::Time now = absl::Now();
+  limits.handshake_timeout =
+      ToDeadline(read.handshake_timeout_ms, now + limits.handshake_timeout) - now;
+  return limits;
+}
+
+absl::StatusOr<std::map<std::string, DevicePairs>> ToDeviceMaps(const dg_device_pair* pairs,
+                                                                size_t count) {
+  DG_RETURN_IF_ERROR(CheckArray(pairs, count, "device_pairs"));
+  std::map<std::string, DevicePairs> maps;
+  for (size_t i = 0; i < count; ++i) {
+    const std::string what = absl::StrCat("device pair ", i);
+    DG_ASSIGN_OR_RETURN(const std::string peer, FromStr(pairs[i].peer, what));
+    DG_ASSIGN_OR_RETURN(const c10::Device mine, ToDevice(pairs[i].mine, what));
+    DG_ASSIGN_OR_RETURN(const c10::Device theirs, ToDevice(pairs[i].theirs, what));
+    maps[peer].emplace_back(mine, theirs);
+  }
+  return maps;
+}
+
 absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
   DG_ASSIGN_OR_RETURN(
       const dg_worker_options read,
       ReadOptions<dg_worker_options>(given, DG_WORKER_OPTIONS_INIT, "dg_worker_options",
                                      offsetof(dg_worker_options, job)));
-  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_WORKER_NO_OPERATORS | DG_WORKER_ALL_OPERATORS,
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags,
+                                DG_WORKER_NO_OPERATORS | DG_WORKER_ALL_OPERATORS | DG_WORKER_JOIN,
                                 "dg_worker_options"));
   WorkerOptions options;
   DG_ASSIGN_OR_RETURN(options.name, FromStr(read.name, "name"));
-  if (read.world_size > 0) {
+  options.join = (read.flags & DG_WORKER_JOIN) != 0;
+  if (options.join) {
+    // The store says which.
+  } else if (read.world_size > 0) {
     if (read.world_size > 1 << 16 || read.rank >= read.world_size) {
       return absl::InvalidArgumentError(
           absl::StrCat("there is no worker of rank ", read.rank, " in a job of ", read.world_size));
@@ -61,6 +103,13 @@ absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
   }
   if (no_operators) options.serve_operators = ServeOperators::kNone;
   if (all_operators) options.serve_operators = ServeOperators::kAll;
+  if (read.max_workers > 1 << 16) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_workers is ", read.max_workers, ", and ranks have 16 bits"));
+  }
+  if (read.max_workers > 0) options.max_workers = static_cast<int>(read.max_workers);
+  DG_ASSIGN_OR_RETURN(options.limits, ToLimits(read.limits));
+  DG_ASSIGN_OR_RETURN(options.device_maps, ToDeviceMaps(read.device_pairs, read.device_pair_count));
   return options;
 }
 
@@ -117,7 +166,6 @@ absl::StatusOr<Future<Message>> CallOp(dg_worker* worker, dg_str to, dg_str op,
 
 SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
     : name_(worker->name()),
-      names_(worker->names()),
       rank_(worker->id()),
       local_rank_(static_cast<uint32_t>(worker->local_rank())),
       local_world_size_(static_cast<uint32_t>(worker->local_world_size())),
@@ -230,58 +278,6 @@ void dg_worker_destroy(dg_worker* worker) noexcept {
     }
     if (DestroyHandle<WorkerObject>(worker)) shared->Close();
     return 0;
-  });
-}
-
-uint32_t dg_worker_rank(const dg_worker* worker) noexcept {
-  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
-    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
-    return pinned.ok() ? (*pinned)->shared->rank() : 0;
-  });
-}
-
-uint32_t dg_worker_world_size(const dg_worker* worker) noexcept {
-  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
-    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
-    return pinned.ok() ? static_cast<uint32_t>((*pinned)->shared->names().size()) : 0;
-  });
-}
-
-uint32_t dg_worker_local_rank(const dg_worker* worker) noexcept {
-  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
-    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
-    return pinned.ok() ? (*pinned)->shared->local_rank() : 0;
-  });
-}
-
-uint32_t dg_worker_local_world_size(const dg_worker* worker) noexcept {
-  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
-    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
-    return pinned.ok() ? (*pinned)->shared->local_world_size() : 0;
-  });
-}
-
-dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) noexcept {
-  return GuardValue<dg_str>(ToStr(""), [&] {
-    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
-    if (!pinned.ok() || rank >= (*pinned)->shared->names().size()) return ToStr("");
-    return ToStr((*pinned)->shared->names()[rank]);
-  });
-}
-
-size_t dg_worker_context_count(const dg_worker* worker) noexcept {
-  return GuardValue<size_t>(0, [&]() -> size_t {
-    absl::StatusOr<SharedWorker::Use> use = UseWorker(worker);
-    return use.ok() ? (*use)->context_count() : 0;
-  });
-}
-
-dg_error* dg_worker_metrics_text(const dg_worker* worker, dg_message** out) noexcept {
-  return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
-    *out = NewHandle<MessageObject>(Message{ToPrometheus(use->Metrics()), {}});
-    return absl::OkStatus();
   });
 }
 

@@ -9,6 +9,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/container/node_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
@@ -58,12 +59,14 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // Waits until nobody uses the worker, and ends it. Not in a callback. Idempotent.
   void Close();
 
-  // Constant, also after Close(): this worker's name, and those of all members at its start, by id.
+  // Constant, also after Close().
   const std::string& name() const { return name_; }
-  const std::vector<std::string>& names() const { return names_; }
   uint32_t rank() const { return rank_; }
   uint32_t local_rank() const { return local_rank_; }
   uint32_t local_world_size() const { return local_world_size_; }
+
+  // A member's name for as long as this lives.
+  const std::string& Keep(const std::string& name);
 
   absl::Status Register(std::string function, std::shared_ptr<Handler> handler);
   // kAlreadyExists if the worker has an optimizer of that name.
@@ -77,7 +80,6 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   bool Unused() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return uses_ == 0; }
 
   const std::string name_;
-  const std::vector<std::string> names_;
   const uint32_t rank_;
   const uint32_t local_rank_;
   const uint32_t local_world_size_;
@@ -87,6 +89,7 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   // Of threads other than those that run this worker's handlers: the worker's end waits for those.
   int uses_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::node_hash_set<std::string> names_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_set<std::string> optimizers_ ABSL_GUARDED_BY(mu_);
   // Ended with the worker, though contexts may keep what is left of it.
   std::vector<std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);

@@ -6,6 +6,9 @@
 set -euo pipefail
 source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
 declare -A without=(
+  [dg_worker_members]="not bound yet"
+  [dg_worker_update_members]="not bound yet"
+  [dg_worker_contexts]="not bound yet"
   [dg_worker_register_async]="not bound yet"
   [dg_responder_answer]="not bound yet"
   [dg_responder_destroy]="not bound yet"

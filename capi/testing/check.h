@@ -34,6 +34,24 @@ static inline void check_code(dg_code want, dg_error* error, const char* call, c
   dg_error_destroy(error);
 }
 
+/* The call fails with that code, and says `part`. */
+#define SAYS(code, part, call) check_text((code), (part), (call), __FILE__, __LINE__)
+
+static inline void check_text(dg_code want, const char* part, dg_error* error, const char* file,
+                              int line) {
+  const dg_str message = dg_error_message(error);
+  char text[2000];
+  const size_t size = message.size < sizeof(text) ? message.size : sizeof(text) - 1;
+  if (size > 0) memcpy(text, message.data, size);
+  text[size] = '\0';
+  if (dg_error_code(error) != want || strstr(text, part) == NULL) {
+    fprintf(stderr, "%s:%d: code %d, not %d; or '%s' lacks '%s'\n", file, line,
+            (int)dg_error_code(error), (int)want, text, part);
+    abort();
+  }
+  dg_error_destroy(error);
+}
+
 static inline bool str_is(dg_str text, const char* want) {
   return text.size == strlen(want) && memcmp(text.data, want, text.size) == 0;
 }

@@ -392,6 +392,12 @@ class Responder {
   Handle<dg_responder, dg_responder_destroy> handle_;
 };
 
+struct Member {
+  std::string name;
+  uint32_t rank;
+  uint64_t incarnation;
+};
+
 class Worker {
  public:
   using Handler = std::function<Message(const Request&)>;
@@ -410,6 +416,38 @@ class Worker {
   std::string_view name(uint32_t of) const noexcept { return View(dg_worker_name(get(), of)); }
   uint32_t local_rank() const noexcept { return dg_worker_local_rank(get()); }
   uint32_t local_world_size() const noexcept { return dg_worker_local_world_size(get()); }
+  void UpdateMembers() { Check(dg_worker_update_members(get())); }
+  std::vector<Member> members() const {
+    std::vector<Member> members;
+    Check(dg_worker_members(
+        get(),
+        [](void* data, const dg_member* member) {
+          static_cast<std::vector<Member>*>(data)->push_back({std::string(View(member->name)),
+                                                              static_cast<uint32_t>(member->rank),
+                                                              member->incarnation});
+        },
+        &members));
+    return members;
+  }
+  // Calls `visit` for each context that this worker knows of; what it is given lives until then.
+  template <typename F>
+  void Contexts(F&& visit) const {
+    std::exception_ptr thrown;
+    auto run = [&](const dg_context_state& context) {
+      try {
+        if (!thrown) visit(context);
+      } catch (...) {
+        thrown = std::current_exception();
+      }
+    };
+    Check(dg_worker_contexts(
+        get(),
+        [](void* data, const dg_context_state* context) {
+          (*static_cast<decltype(run)*>(data))(*context);
+        },
+        &run));
+    if (thrown) std::rethrow_exception(thrown);
+  }
   std::string MetricsText() const {
     dg_message* out = nullptr;
     Check(dg_worker_metrics_text(get(), &out));

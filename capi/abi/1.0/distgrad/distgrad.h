@@ -432,6 +432,30 @@ DG_API void dg_cancellation_destroy(dg_cancellation* cancellation) DG_NOEXCEPT;
 typedef struct dg_worker dg_worker;
 typedef struct dg_context dg_context;
 
+/* What a worker lets others, and its own program, make it hold. Past one of these a call fails with
+ * DG_RESOURCE_EXHAUSTED and the limit's name. A 0 is the default. */
+typedef struct dg_limits {
+  size_t struct_size;
+  uint64_t message_bytes;       /* of one message, with its tensors; 8 GiB */
+  uint64_t tensors_per_message; /* 16384 */
+  uint64_t calls_per_peer;      /* under way to one peer, and served here of one; 4096 */
+  uint64_t calls;               /* of all peers together; 65536 */
+  uint64_t bytes_per_peer;      /* that wait to be sent to one, and of its calls here; 4 GiB */
+  uint64_t contexts_per_peer;   /* of one origin that are open here; 4096 */
+  uint64_t unauthenticated;     /* strangers whose handshake is not finished; 256 */
+  int64_t handshake_timeout_ms; /* how long each may take for it; 10 seconds */
+} dg_limits;
+#define DG_LIMITS_INIT \
+  { sizeof(dg_limits), 0, 0, 0, 0, 0, 0, 0, 0 }
+
+/* Which device of this worker goes with which of another: a tensor that is on the one here arrives
+ * on the other there, and its gradient comes back the same way. */
+typedef struct dg_device_pair {
+  dg_str peer;   /* its name */
+  dg_str mine;   /* "cuda:0" */
+  dg_str theirs; /* "cuda:1" */
+} dg_device_pair;
+
 typedef struct dg_worker_options {
   size_t struct_size;
   dg_str name;                /* unique in the job; empty: DISTGRAD_NAME, or "worker<rank>" */
@@ -455,13 +479,25 @@ typedef struct dg_worker_options {
   dg_str job;                 /* tells jobs that share one rendezvous apart; has no '/' */
   int64_t heartbeat_limit_ms; /* a peer not heard of for so long is lost, though its connection
                                * stands; at least 100, DG_FOREVER: never; 0: 20 seconds */
+  uint64_t max_workers;       /* of all that ever join; 0: 4096 */
+  const dg_limits* limits;    /* NULL: the defaults */
+  const dg_device_pair* device_pairs; /* one to one for each peer, and without the CPU, which always
+                                       * goes with the CPU. One end of a pair may say it alone */
+  size_t device_pair_count;
 } dg_worker_options;
-#define DG_WORKER_OPTIONS_INIT \
-  { sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0, {0, 0}, 0 }
+#define DG_WORKER_OPTIONS_INIT                                                                   \
+  {                                                                                              \
+    sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0, {0, 0}, \
+        0, 0, 0, 0, 0                                                                            \
+  }
 /* Which operators the others may call here: without a flag, those of torch that only compute; see
  * docs/security.md. Not both. */
 #define DG_WORKER_NO_OPERATORS UINT64_C(1)  /* none */
 #define DG_WORKER_ALL_OPERATORS UINT64_C(2) /* all that this process has */
+/* Joins a job that runs already, as one more worker: the store gives its rank, and neither `rank`
+ * nor `world_size` is looked at. Under a name that it had before it comes back. docs/membership.md.
+ */
+#define DG_WORKER_JOIN UINT64_C(4)
 
 /* Joins the job. Waits until all its workers have. */
 DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
@@ -489,9 +525,29 @@ DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
 
 /* 0 if `worker` is none. */
 DG_API uint32_t dg_worker_rank(const dg_worker* worker) DG_NOEXCEPT;
+
+/* A worker knows the members of the job's start, and hears of those who join later when they call
+ * it. This looks in the store for all, as dg_worker_wait_for_all does. Waits. */
+DG_API DG_MUST_USE dg_error* dg_worker_update_members(dg_worker* worker) DG_NOEXCEPT;
+/* How many members it knows of, without those who have left: then their ranks have gaps. 0 if
+ * `worker` is none. */
 DG_API uint32_t dg_worker_world_size(const dg_worker* worker) DG_NOEXCEPT;
-/* The name of the worker with that rank. Lives as long as `worker`; empty if there is none. */
+/* The name of the member with that rank. Lives as long as `worker`; empty if there is none. */
 DG_API dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) DG_NOEXCEPT;
+
+/* Borrowed for the visit. Fields are only ever added. */
+typedef struct dg_member {
+  size_t struct_size; /* as the library knows it */
+  dg_str name;
+  uint64_t rank;
+  uint64_t incarnation; /* another one for each life of that name, the later the greater */
+} dg_member;
+/* Calls `visit` within this call for each member that it knows of, by rank. */
+DG_API DG_MUST_USE dg_error* dg_worker_members(const dg_worker* worker,
+                                               void (*visit)(void* user_data,
+                                                             const dg_member* member),
+                                               void* user_data) DG_NOEXCEPT;
+
 /* Its number among the workers of its machine, and how many these are, as the launcher says: to
  * choose a device by. 0 and 0 where it says nothing. */
 DG_API uint32_t dg_worker_local_rank(const dg_worker* worker) DG_NOEXCEPT;
@@ -503,6 +559,41 @@ DG_API size_t dg_worker_context_count(const dg_worker* worker) DG_NOEXCEPT;
  * *out. docs/metrics.md explains each number. */
 DG_API DG_MUST_USE dg_error* dg_worker_metrics_text(const dg_worker* worker,
                                                     dg_message** out) DG_NOEXCEPT;
+
+/* A backward pass that runs on a worker, and what it waits for. Borrowed for the visit. Fields are
+ * only ever added. */
+typedef struct dg_pass_state {
+  size_t struct_size; /* as the library knows it */
+  uint64_t id;        /* the initiator's rank in the top 16 bits */
+  uint64_t flags;     /* DG_BACKWARD_... */
+  uint64_t busy;      /* nodes of received tensors, and roots, that run or are about to */
+  /* Whose gradients have not come: the rank, for each tensor list that was sent. */
+  const uint64_t* awaited;
+  size_t awaited_count;
+  /* Who has not acknowledged a message of this worker: the rank, once for each message. */
+  const uint64_t* unacknowledged;
+  size_t unacknowledged_count;
+} dg_pass_state;
+
+/* What a worker holds of a context. */
+typedef struct dg_context_state {
+  size_t struct_size; /* as the library knows it */
+  uint64_t id;        /* the origin's rank in the top 16 bits */
+  uint64_t sends;     /* messages with tensors to differentiate through, sent and received */
+  uint64_t receives;
+  uint64_t gradients;    /* of leaves of this worker */
+  const uint64_t* peers; /* the ranks of those with whom messages of it were exchanged */
+  size_t peer_count;
+  const dg_pass_state* const* passes;
+  size_t pass_count;
+} dg_context_state;
+
+/* Calls `visit` within this call for each context that this worker knows of, to see what a job
+ * waits for. Waits for steps of passes that are under way, not for passes. */
+DG_API DG_MUST_USE dg_error* dg_worker_contexts(const dg_worker* worker,
+                                                void (*visit)(void* user_data,
+                                                              const dg_context_state* context),
+                                                void* user_data) DG_NOEXCEPT;
 
 /* What a handler gets; all of it is borrowed for the call. Fields are only ever added. */
 typedef struct dg_request {

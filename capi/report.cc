@@ -1,0 +1,95 @@
+// What a worker says of itself: metrics, and what it waits for.
+#include <utility>
+#include <vector>
+
+#include "capi/guard.h"
+#include "capi/objects.h"
+#include "capi/worker_object.h"
+#include "core/autograd/snapshot.h"
+#include "core/worker/metrics.h"
+#include "core/worker/worker.h"
+
+namespace distgrad {
+namespace {
+
+// A pass, and what its state points to.
+struct PassState {
+  explicit PassState(const PassSnapshot& pass) {
+    for (const EdgeEnd& end : pass.awaited) awaited.push_back(end.peer);
+    for (const auto& [worker, count] : pass.unacknowledged) {
+      unacknowledged.insert(unacknowledged.end(), count, worker);
+    }
+    state.struct_size = sizeof(state);
+    state.id = pass.id;
+    state.flags = pass.retain_graph ? DG_BACKWARD_RETAIN_GRAPH : 0;
+    state.busy = pass.busy;
+    state.awaited = awaited.data();
+    state.awaited_count = awaited.size();
+    state.unacknowledged = unacknowledged.data();
+    state.unacknowledged_count = unacknowledged.size();
+  }
+  PassState(PassState&&) noexcept = default;  // vectors keep their memory
+
+  std::vector<uint64_t> awaited, unacknowledged;
+  dg_pass_state state = {};
+};
+
+void Visit(const ContextSnapshot& context,
+           void (*visit)(void* user_data, const dg_context_state* context), void* user_data) {
+  std::vector<PassState> passes(context.passes.begin(), context.passes.end());
+  std::vector<const dg_pass_state*> pointers;
+  for (const PassState& pass : passes) pointers.push_back(&pass.state);
+  const std::vector<uint64_t> peers(context.peers.begin(), context.peers.end());
+  dg_context_state state = {};
+  state.struct_size = sizeof(state);
+  state.id = context.id;
+  state.sends = context.sends;
+  state.receives = context.recvs;
+  state.gradients = context.gradients;
+  state.peers = peers.data();
+  state.peer_count = peers.size();
+  state.passes = pointers.data();
+  state.pass_count = pointers.size();
+  visit(user_data, &state);
+}
+
+}  // namespace
+}  // namespace distgrad
+
+using namespace distgrad;
+
+extern "C" {
+
+size_t dg_worker_context_count(const dg_worker* worker) noexcept {
+  return GuardValue<size_t>(0, [&]() -> size_t {
+    absl::StatusOr<SharedWorker::Use> use = UseWorker(worker);
+    return use.ok() ? (*use)->context_count() : 0;
+  });
+}
+
+dg_error* dg_worker_metrics_text(const dg_worker* worker, dg_message** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    *out = NewHandle<MessageObject>(Message{ToPrometheus(use->Metrics()), {}});
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_worker_contexts(const dg_worker* worker,
+                             void (*visit)(void* user_data, const dg_context_state* context),
+                             void* user_data) noexcept {
+  return Guard([&]() -> absl::Status {
+    if (visit == nullptr) return absl::InvalidArgumentError("the visitor is NULL");
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    std::vector<ContextSnapshot> contexts;
+    {
+      DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+      contexts = use->Contexts();
+    }
+    for (const ContextSnapshot& context : contexts) Visit(context, visit, user_data);
+    return absl::OkStatus();
+  });
+}
+
+}  // extern "C"
