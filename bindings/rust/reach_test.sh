@@ -6,24 +6,6 @@
 set -euo pipefail
 source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
 declare -A without=(
-  [dg_worker_members]="not bound yet"
-  [dg_worker_update_members]="not bound yet"
-  [dg_worker_contexts]="not bound yet"
-  [dg_worker_register_async]="not bound yet"
-  [dg_responder_answer]="not bound yet"
-  [dg_responder_destroy]="not bound yet"
-  [dg_cancellation_create]="not bound yet"
-  [dg_cancellation_cancel]="not bound yet"
-  [dg_cancellation_check]="not bound yet"
-  [dg_cancellation_then]="not bound yet"
-  [dg_cancellation_destroy]="not bound yet"
-  [dg_data_parallel_create]="not bound yet"
-  [dg_data_parallel_forward]="not bound yet"
-  [dg_data_parallel_destroy]="not bound yet"
-  [dg_scatter]="not bound yet"
-  [dg_gather]="not bound yet"
-  [dg_broadcast]="not bound yet"
-  [dg_reduce_add]="not bound yet"
 )
 map=$1
 shift

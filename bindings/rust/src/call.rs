@@ -1,8 +1,8 @@
 //! Calls: of functions and operators, of workers, inside contexts or not.
 use crate::{
-    ffi::{self, ContextHandle, WorkerHandle},
+    ffi::{self, CancellationHandle, ContextHandle, Handle, RawCallOptions, WorkerHandle},
     future::{milliseconds_or_default, Future},
-    Message, Result, Value,
+    Cancellation, Message, Result, Value,
 };
 use std::{marker::PhantomData, time::Duration};
 
@@ -23,13 +23,15 @@ use std::{marker::PhantomData, time::Duration};
 pub struct Caller<'a> {
     worker: WorkerHandle,
     context: ContextHandle,
+    cancellation: CancellationHandle,
     timeout: Option<Duration>,
     lifetime: PhantomData<&'a ()>,
 }
 
 impl<'a> Caller<'a> {
     pub(crate) fn new(worker: WorkerHandle, context: ContextHandle) -> Self {
-        Self { worker, context, timeout: None, lifetime: PhantomData }
+        let cancellation = CancellationHandle::NULL;
+        Self { worker, context, cancellation, timeout: None, lifetime: PhantomData }
     }
 
     /// Calls fail with `Code::DeadlineExceeded` after that long.
@@ -37,15 +39,29 @@ impl<'a> Caller<'a> {
         Self { timeout: Some(timeout), ..self }
     }
 
+    /// Calls fail with `Code::Cancelled` as soon as it is cancelled.
+    pub fn cancellation<'b>(self, cancellation: &'b Cancellation) -> Caller<'b>
+    where
+        'a: 'b,
+    {
+        Caller { cancellation: cancellation.handle(), ..self }
+    }
+
     pub(crate) fn caller(&self) -> Caller<'a> {
         *self
     }
 
+    fn options(&self) -> RawCallOptions {
+        RawCallOptions {
+            context: self.context,
+            timeout_ms: milliseconds_or_default(self.timeout),
+            cancellation: self.cancellation,
+        }
+    }
+
     pub(crate) fn invoke(&self, to: &str, function: &str, request: &Message) -> Result<Message> {
-        let timeout = milliseconds_or_default(self.timeout);
-        let reply =
-            ffi::worker_call(self.worker, to, function, request.handle(), self.context, timeout)?;
-        Ok(Message::own(reply))
+        let (request, options) = (request.handle(), self.options());
+        Ok(Message::own(ffi::worker_call(self.worker, to, function, request, &options)?))
     }
 
     pub(crate) fn invoke_async(
@@ -54,16 +70,8 @@ impl<'a> Caller<'a> {
         function: &str,
         request: &Message,
     ) -> Result<Future<Message>> {
-        let timeout = milliseconds_or_default(self.timeout);
-        let (request, context) = (request.handle(), self.context);
-        Ok(Future::own(ffi::worker_call_async(
-            self.worker,
-            to,
-            function,
-            request,
-            context,
-            timeout,
-        )?))
+        let (request, options) = (request.handle(), self.options());
+        Ok(Future::own(ffi::worker_call_async(self.worker, to, function, request, &options)?))
     }
 
     pub(crate) fn invoke_op(
@@ -72,9 +80,8 @@ impl<'a> Caller<'a> {
         op: &str,
         arguments: &[Value<'_>],
     ) -> Result<Vec<Value<'static>>> {
-        let timeout = milliseconds_or_default(self.timeout);
         ffi::take_values(ffi::with_raw(arguments, |raw| {
-            ffi::worker_call_op(self.worker, to, op, raw, self.context, timeout)
+            ffi::worker_call_op(self.worker, to, op, raw, &self.options())
         })?)
     }
 
@@ -84,9 +91,8 @@ impl<'a> Caller<'a> {
         op: &str,
         arguments: &[Value<'_>],
     ) -> Result<Future<Vec<Value<'static>>>> {
-        let timeout = milliseconds_or_default(self.timeout);
         let handle = ffi::with_raw(arguments, |raw| {
-            ffi::worker_call_op_async(self.worker, to, op, raw, self.context, timeout)
+            ffi::worker_call_op_async(self.worker, to, op, raw, &self.options())
         })?;
         Ok(Future::own(handle))
     }

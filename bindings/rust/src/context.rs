@@ -142,9 +142,6 @@ impl Pass<'_, '_> {
             let text = format!("{} root gradients for {roots} roots", given.len());
             return Err(crate::Error::invalid(text));
         }
-        Ok(given
-            .iter()
-            .map(|gradient| gradient.as_ref().map_or(TensorHandle::NULL, Tensor::handle))
-            .collect())
+        Ok(given.iter().map(|gradient| Tensor::handle_or_null(gradient.as_ref())).collect())
     }
 }

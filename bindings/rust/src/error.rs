@@ -77,6 +77,9 @@ pub struct Error {
 /// What fails with an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// What handlers and other callbacks fail with: any error.
+pub(crate) type BoxedError = Box<dyn StdError + Send + Sync + 'static>;
+
 impl Error {
     /// One for a handler to return: its caller gets this code, and a text with this message in it.
     #[doc(alias = "dg_error_create")]

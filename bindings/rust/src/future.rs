@@ -1,7 +1,7 @@
 //! Work under way on other workers.
 use crate::{
     ffi::{self, Callback, FutureHandle, Owned},
-    Code, Error, Message, Result, Value,
+    Code, Error, Message, Request, Result, Value,
 };
 use std::{
     fmt,
@@ -91,9 +91,10 @@ impl<T: Outcome> Future<T> {
         Ok(ffi::future_then(self.handle.get(), Callback::new(done))?)
     }
 
-    /// Gives a call up: it then ends with `Code::Cancelled`, if nothing came first. A handler that
-    /// runs already is not stopped, but its answer is dropped. No effect on what has ended, nor on
-    /// a backward, which [`Context::release`](crate::Context::release) ends. Does not wait.
+    /// Gives a call or a backward up: it then ends with `Code::Cancelled`, if nothing came first. A
+    /// handler that runs already is not stopped, but [can see it](crate::Request::cancellation), and
+    /// its answer is dropped. A backward ends on every worker, and its context is good for
+    /// [`release`](crate::Context::release) only. No effect on what has ended. Does not wait.
     #[doc(alias = "dg_future_cancel")]
     pub fn cancel(&self) -> Result<()> {
         Ok(ffi::future_cancel(self.handle.get())?)
@@ -157,7 +158,7 @@ impl<T> Unpin for Awaiting<T> {}
 /// Runs a future on this thread, which is a handler's: what it waits for may be other handlers.
 pub(crate) fn run<T>(
     future: impl std::future::Future<Output = T>,
-    deadline: Option<Instant>,
+    request: &Request<'_>,
 ) -> Result<T> {
     struct Unpark {
         thread: Thread,
@@ -171,10 +172,14 @@ pub(crate) fn run<T>(
     }
     let unpark = Arc::new(Unpark { thread: thread::current(), woken: AtomicBool::new(true) });
     let waker = Waker::from(Arc::clone(&unpark));
+    let (cancellation, deadline) = (request.cancellation(), request.deadline());
+    let cancelled = waker.clone();
+    cancellation.then(move || cancelled.wake())?;
     let mut context = Context::from_waker(&waker);
     let mut future = pin!(future);
     loop {
         if unpark.woken.swap(false, Ordering::Acquire) {
+            cancellation.check()?;
             if let Poll::Ready(result) = future.as_mut().poll(&mut context) {
                 return Ok(result);
             }

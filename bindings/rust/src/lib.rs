@@ -45,6 +45,8 @@
 //!   through every worker that took part. Gradients belong to the context, not to the tensors, so
 //!   many contexts may be under way at the same time.
 //! - An [`Optimizer`] steps the parameters of all workers from a context's gradients.
+//! - A [`DataParallel`] runs a function on several devices of one machine, each with a part of the
+//!   batch.
 //! - A [`Tensor`] is torch's. All of torch's operators are there by name ([`op`]), common ones as
 //!   methods, and autograd records them.
 //! - What takes its time can be awaited, or waited for with a timeout: [`Future`].
@@ -75,6 +77,7 @@ compile_error!(
 );
 
 mod call;
+mod cancellation;
 mod context;
 mod element;
 mod error;
@@ -86,12 +89,16 @@ mod message;
 mod ndarray;
 mod ops;
 mod optimizer;
+mod parallel;
 mod request;
+mod state;
 mod tensor;
 mod value;
 mod worker;
+mod worker_options;
 
 pub use call::Caller;
+pub use cancellation::Cancellation;
 pub use context::{Context, Pass};
 pub use element::{Dtype, Element};
 pub use error::{Code, Error, Result};
@@ -101,10 +108,15 @@ pub use message::Message;
 #[doc(hidden)]
 pub use ops::OPERATORS;
 pub use optimizer::{Adam, Optimizer, Sgd};
-pub use request::Request;
+pub use parallel::{
+    broadcast, gather, reduce_add, scatter, DataParallel, DataParallelOptions, Replica,
+};
+pub use request::{Later, Request};
+pub use state::{ContextState, Member, PassState};
 pub use tensor::{NoGrad, Tensor};
 pub use value::{op, ops, Value};
-pub use worker::{HandlerResult, Operators, Worker, WorkerOptions};
+pub use worker::{HandlerResult, Worker};
+pub use worker_options::{Limits, Operators, WorkerOptions};
 
 /// Calls `wait` on this thread and returns what it returned; in a handler, others may run in its
 /// place meanwhile. For handlers that wait for something which is not distgrad's, a lock or a

@@ -1,6 +1,6 @@
 //! What calls carry.
 use crate::{
-    ffi::{self, Handle, MessageHandle, Owned, TensorHandle},
+    ffi::{self, MessageHandle, Owned, TensorHandle},
     Error, Result, Tensor,
 };
 use std::{borrow::Borrow, fmt};
@@ -37,10 +37,8 @@ impl Message {
 
     /// With places that have no tensor.
     pub fn with_gaps(payload: impl AsRef<[u8]>, tensors: &[Option<&Tensor>]) -> Result<Self> {
-        let handles: Vec<_> = tensors
-            .iter()
-            .map(|tensor| tensor.map_or(TensorHandle::NULL, Tensor::handle))
-            .collect();
+        let handles: Vec<_> =
+            tensors.iter().map(|tensor| Tensor::handle_or_null(*tensor)).collect();
         Ok(Self::own(ffi::message_create(payload.as_ref(), &handles)?))
     }
 
@@ -96,8 +94,7 @@ pub(crate) fn text_of(payload: &[u8]) -> Result<&str> {
         .map_err(|error| Error::invalid(format!("the payload is no text: {error}")))
 }
 pub(crate) fn tensor_of(handle: MessageHandle, index: usize) -> Result<Option<Tensor>> {
-    let tensor = ffi::message_tensor(handle, index)?;
-    Ok((!tensor.is_null()).then(|| Tensor::own(tensor)))
+    Ok(Tensor::own_or_none(ffi::message_tensor(handle, index)?))
 }
 pub(crate) fn gap(index: usize) -> Error {
     Error::new(crate::Code::NotFound, format!("the message has no tensor at place {index}"))

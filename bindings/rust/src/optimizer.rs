@@ -11,7 +11,17 @@ use std::{borrow::Borrow, fmt, marker::PhantomData};
 ///
 /// Every worker makes its part before the first step. The part lasts as long as the worker, also
 /// when this is dropped.
+///
+/// ```compile_fail,E0505
+/// # fn f(worker: distgrad::Worker, x: distgrad::Tensor) -> distgrad::Result<()> {
+/// let optimizer = distgrad::Sgd::new(0.1).create(&worker, "", [&x])?;
+/// drop(worker); // the optimizer borrows it
+/// println!("{optimizer:?}");
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_optimizer")]
+#[doc(alias = "dg_optimizer_destroy")]
 pub struct Optimizer<'w> {
     handle: Owned<OptimizerHandle>,
     lifetime: PhantomData<&'w Worker>,

@@ -1,8 +1,11 @@
 //! What a handler gets.
 use crate::{
-    ffi::{self, MessageHandle, RawRequest, WorkerHandle},
+    error::describe,
+    ffi::{
+        self, ErrorHandle, Handle, MessageHandle, Owned, RawRequest, ResponderHandle, WorkerHandle,
+    },
     message::{gap, tensor_of, text_of},
-    Caller, Context, Result, Tensor,
+    Caller, Cancellation, Context, HandlerResult, Message, Result, Tensor,
 };
 use std::{
     fmt,
@@ -17,8 +20,9 @@ pub struct Request<'a> {
     function: &'a str,
     from: u32,
     message: MessageHandle,
-    // The library's, which ends it.
+    // These two are the library's, which ends them.
     context: ManuallyDrop<Context<'a>>,
+    cancellation: ManuallyDrop<Cancellation>,
     // None: the caller waits for ever.
     deadline: Option<Instant>,
 }
@@ -33,6 +37,7 @@ impl<'a> Request<'a> {
             from: raw.from as u32,
             message: raw.message,
             context: ManuallyDrop::new(Context::own(raw.worker, raw.context)),
+            cancellation: ManuallyDrop::new(Cancellation::own(raw.cancellation)),
             deadline: timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         }
     }
@@ -82,13 +87,20 @@ impl<'a> Request<'a> {
         self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
     }
 
+    /// Cancelled as soon as nobody waits for the answer: the caller gave up, or is gone.
+    pub fn cancellation(&self) -> &Cancellation {
+        &self.cancellation
+    }
+
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Calls in turn: within the caller's context, and the time that it still waits.
+    /// Calls in turn: within the caller's context and the time that it still waits, and given up
+    /// with its call.
     pub fn caller(&self) -> Caller<'_> {
         let caller = Caller::new(self.worker, self.context.handle());
+        let caller = caller.cancellation(&self.cancellation);
         match self.timeout() {
             Some(timeout) => caller.timeout(timeout),
             None => caller.timeout(Duration::MAX),
@@ -99,5 +111,52 @@ impl<'a> Request<'a> {
 impl fmt::Debug for Request<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Request({:?} from worker {})", self.function, self.from)
+    }
+}
+
+/// A request whose answer comes later: see [`Worker::register_later`](crate::Worker::register_later).
+///
+/// One that is dropped without an answer, by a panic too, gives the caller `Code::Internal`.
+#[doc(alias = "dg_responder")]
+#[doc(alias = "dg_responder_destroy")]
+pub struct Later {
+    // Not for longer than the responder, and so lent only.
+    request: Request<'static>,
+    responder: Owned<ResponderHandle>,
+}
+
+impl Later {
+    pub(crate) fn own(request: Request<'static>, responder: ResponderHandle) -> Self {
+        Self { request, responder: Owned::new(responder) }
+    }
+
+    /// What is asked for.
+    ///
+    /// ```compile_fail,E0505
+    /// # fn f(later: distgrad::Later) {
+    /// let name = later.request().function();
+    /// drop(later); // and with it the request
+    /// println!("{name}");
+    /// # }
+    /// ```
+    pub fn request(&self) -> &Request<'_> {
+        &self.request
+    }
+
+    /// Answers as a handler returns. Where nobody waits for it any more, the answer is dropped, and
+    /// that is no error.
+    #[doc(alias = "dg_responder_answer")]
+    pub fn answer(self, result: HandlerResult) -> Result<()> {
+        let (reply, error) = match result.map_err(|error| describe(error.as_ref())) {
+            Ok(message) => (Message::release(message), ErrorHandle::NULL),
+            Err((code, text)) => (MessageHandle::NULL, ffi::error_create(code as i32, &text)),
+        };
+        Ok(ffi::responder_answer(self.responder.release(), reply, error)?)
+    }
+}
+
+impl fmt::Debug for Later {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Later({:?})", self.request)
     }
 }

@@ -1,6 +1,6 @@
 //! Tensors: references to torch's.
 use crate::{
-    ffi::{self, Owned, TensorHandle},
+    ffi::{self, Handle, Owned, TensorHandle},
     Dtype, Element, Error, Result,
 };
 use std::{fmt, marker::PhantomData};
@@ -23,6 +23,23 @@ impl Tensor {
     }
     pub(crate) fn handle(&self) -> TensorHandle {
         self.0.get()
+    }
+    pub(crate) fn release(self) -> TensorHandle {
+        self.0.release()
+    }
+    /// Where a null handle is no tensor.
+    pub(crate) fn own_or_none(handle: TensorHandle) -> Option<Self> {
+        (!handle.is_null()).then(|| Self::own(handle))
+    }
+    pub(crate) fn handle_or_null(tensor: Option<&Self>) -> TensorHandle {
+        tensor.map_or(TensorHandle::NULL, Self::handle)
+    }
+    /// One more reference to what somebody else owns.
+    pub(crate) fn share(handle: TensorHandle) -> Result<Option<Self>> {
+        if handle.is_null() {
+            return Ok(None);
+        }
+        Ok(Some(Self::own(ffi::tensor_clone(handle)?)))
     }
 
     /// Of no dimensions.

@@ -1,154 +1,15 @@
 //! Workers: the members of a job.
 use crate::{
-    ffi::{self, ContextHandle, Handle, Handler, Owned, RawWorkerOptions, WorkerHandle},
-    future::{self, milliseconds, milliseconds_or_default},
-    Caller, Code, Context, Error, Message, Request, Result,
+    error::BoxedError,
+    ffi::{self, ContextHandle, Handle, Handler, LaterHandler, Owned, WorkerHandle},
+    future::{self, milliseconds},
+    Caller, Context, ContextState, Later, Member, Message, Request, Result,
 };
-use std::{fmt, path::Path, time::Duration};
+use std::{fmt, time::Duration};
 
-/// How a worker joins a job. What is not said has a default.
-#[doc(alias = "dg_worker_options")]
-#[derive(Clone, Debug, Default)]
-pub struct WorkerOptions {
-    name: String,
-    rank: u32,
-    world_size: u32,
-    rendezvous: String,
-    transport: String,
-    host: String,
-    key_file: String,
-    thread_count: u64,
-    timeout: Option<Duration>,
-    join_timeout: Option<Duration>,
-    operators: Operators,
-    job: String,
-    heartbeat_limit: Option<Duration>,
-}
-
-/// Which operators the others may call on a worker, without its having registered anything.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Operators {
-    /// Those of torch that only compute; docs/security.md has the rule.
-    #[default]
-    Pure,
-    /// None.
-    #[doc(alias = "DG_WORKER_NO_OPERATORS")]
-    None,
-    /// All that this process has.
-    #[doc(alias = "DG_WORKER_ALL_OPERATORS")]
-    All,
-}
-
-impl WorkerOptions {
-    /// All default: rank and world size are `RANK` and `WORLD_SIZE` in the environment, where
-    /// launchers put them, and so is the rendezvous.
-    pub fn new() -> Self {
-        Self::default()
-    }
-    /// Unique in the job. Default: `worker<rank>`.
-    pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.name = name.into();
-        self
-    }
-    /// Its number, below `world_size`, which is how many workers the job has.
-    pub fn rank(mut self, rank: u32, world_size: u32) -> Self {
-        (self.rank, self.world_size) = (rank, world_size);
-        self
-    }
-    /// How the workers find each other: `tcp://host:port`, where worker 0 serves a store;
-    /// `file:///path`, a file that all see, and that is not there from an earlier job; `env://`
-    /// (the default), `MASTER_ADDR` and `MASTER_PORT` as launchers set them.
-    pub fn rendezvous(mut self, rendezvous: impl Into<String>) -> Self {
-        self.rendezvous = rendezvous.into();
-        self
-    }
-    /// `socket` (the default); `tcp` and `shm` are TensorPipe's own.
-    pub fn transport(mut self, transport: impl Into<String>) -> Self {
-        self.transport = transport.into();
-        self
-    }
-    /// What it listens on. Default: `127.0.0.1`.
-    pub fn host(mut self, host: impl Into<String>) -> Self {
-        self.host = host.into();
-        self
-    }
-    /// A file with the secret that all workers share. Default: what `DISTGRAD_KEY_FILE` in the
-    /// environment names, or none.
-    pub fn key_file(mut self, key_file: impl AsRef<Path>) -> Self {
-        self.key_file = key_file.as_ref().to_string_lossy().into_owned();
-        self
-    }
-    /// How many handlers run at the same time. Default: one per core.
-    pub fn thread_count(mut self, thread_count: u64) -> Self {
-        self.thread_count = thread_count;
-        self
-    }
-    /// Of calls and passes that set none. Default: a minute.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
-    }
-    /// For all workers to join. Default: a minute.
-    pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.join_timeout = Some(timeout);
-        self
-    }
-    /// Which operators the others may call here. Default: those that only compute.
-    pub fn operators(mut self, operators: Operators) -> Self {
-        self.operators = operators;
-        self
-    }
-    /// Tells jobs that share one rendezvous apart; has no `/`. Default: empty.
-    pub fn job(mut self, job: impl Into<String>) -> Self {
-        self.job = job.into();
-        self
-    }
-    /// A peer that was not heard of for so long is lost, though its connection stands. At least
-    /// 100 ms; `Duration::MAX`: never. Default: 20 seconds.
-    pub fn heartbeat_limit(mut self, limit: Duration) -> Self {
-        self.heartbeat_limit = Some(limit);
-        self
-    }
-
-    /// Joins the job, and waits until all its workers have.
-    #[doc(alias = "dg_worker_create")]
-    pub fn create(&self) -> Result<Worker> {
-        let loaded = ffi::abi_version() >> 16;
-        if loaded != ffi::abi_major() {
-            return Err(Error::new(
-                Code::Unimplemented,
-                format!(
-                    "libdistgrad has version {loaded} of its interface, not {}",
-                    ffi::abi_major()
-                ),
-            ));
-        }
-        let handle = ffi::worker_create(&RawWorkerOptions {
-            name: &self.name,
-            rank: self.rank,
-            world_size: self.world_size,
-            rendezvous: &self.rendezvous,
-            transport: &self.transport,
-            host: &self.host,
-            key_file: &self.key_file,
-            thread_count: self.thread_count,
-            timeout_ms: milliseconds_or_default(self.timeout),
-            join_timeout_ms: milliseconds_or_default(self.join_timeout),
-            flags: match self.operators {
-                Operators::Pure => 0,
-                Operators::None => 1,
-                Operators::All => 2,
-            },
-            job: &self.job,
-            heartbeat_limit_ms: milliseconds_or_default(self.heartbeat_limit),
-        })?;
-        Ok(Worker(Owned::new(handle)))
-    }
-}
-
-/// What a handler returns. Any error will do; the code of an [`Error`] reaches the caller.
-pub type HandlerResult =
-    std::result::Result<Message, Box<dyn std::error::Error + Send + Sync + 'static>>;
+/// What a handler returns. Any error will do; the code of an [`Error`](crate::Error) reaches the
+/// caller.
+pub type HandlerResult = std::result::Result<Message, BoxedError>;
 
 /// One member of a job: it listens, calls the others, and is called by them. It owns all its threads
 /// and sockets; a process may have several, for tests mostly.
@@ -172,6 +33,9 @@ pub type HandlerResult =
 pub struct Worker(Owned<WorkerHandle>);
 
 impl Worker {
+    pub(crate) fn own(handle: WorkerHandle) -> Self {
+        Self(Owned::new(handle))
+    }
     pub(crate) fn handle(&self) -> WorkerHandle {
         self.0.get()
     }
@@ -182,16 +46,30 @@ impl Worker {
         ffi::worker_rank(self.handle())
     }
 
-    /// How many workers the job has.
+    /// How many members the job has that this worker knows of, without those who have left: then
+    /// their ranks have gaps.
     #[doc(alias = "dg_worker_world_size")]
     pub fn world_size(&self) -> u32 {
         ffi::worker_world_size(self.handle())
     }
 
-    /// The name of the worker with that rank; `None` if there is none.
+    /// The name of the member with that rank; `None` if there is none.
     #[doc(alias = "dg_worker_name")]
     pub fn name(&self, rank: u32) -> Option<String> {
         Some(ffi::worker_name(self.handle(), rank)).filter(|name| !name.is_empty())
+    }
+
+    /// The members that it knows of, by rank: those of the job's start, and those who joined later
+    /// and have called it.
+    #[doc(alias = "dg_worker_members")]
+    pub fn members(&self) -> Result<Vec<Member>> {
+        Ok(ffi::worker_members(self.handle())?.into_iter().map(Member::from).collect())
+    }
+
+    /// Looks in the store for all members, as [`wait_for_all`](Worker::wait_for_all) does.
+    #[doc(alias = "dg_worker_update_members")]
+    pub fn update_members(&self) -> Result<()> {
+        Ok(ffi::worker_update_members(self.handle())?)
     }
 
     /// Its number among the workers of its machine, as the launcher says: to choose a device by.
@@ -219,6 +97,12 @@ impl Worker {
         ffi::worker_context_count(self.handle())
     }
 
+    /// What it holds of each context that it knows of: to see what a job waits for.
+    #[doc(alias = "dg_worker_contexts")]
+    pub fn contexts(&self) -> Result<Vec<ContextState>> {
+        Ok(ffi::worker_contexts(self.handle())?.into_iter().map(ContextState::from).collect())
+    }
+
     /// Lets all workers call `function`.
     ///
     /// The handler runs on threads of the worker, several at once; it may block and make calls
@@ -240,7 +124,7 @@ impl Worker {
     ///
     /// And what it is given ends with the call:
     ///
-    /// ```compile_fail
+    /// ```compile_fail,E0521
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
     /// let kept: std::sync::Mutex<Option<&distgrad::Request<'_>>> = Default::default();
     /// worker.register("keep", move |request| {
@@ -261,7 +145,8 @@ impl Worker {
     /// The same for an asynchronous closure: `async |request| { ... }`.
     ///
     /// It runs on a thread of the worker, which others use while it waits, whatever it waits for. It
-    /// is dropped, and the caller gets `Code::DeadlineExceeded`, when that waits no longer.
+    /// is dropped when nobody waits for the answer any more: the caller's time is over, it gave up,
+    /// or it is gone.
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
@@ -278,7 +163,36 @@ impl Worker {
     where
         F: AsyncFn(&Request<'_>) -> HandlerResult + Send + Sync + 'static,
     {
-        self.register(function, move |request| future::run(handler(request), request.deadline())?)
+        self.register(function, move |request| future::run(handler(request), request)?)
+    }
+
+    /// The same for one whose answer may come after it has returned, from any thread: of an executor
+    /// of the program's own, for instance. No thread is held meanwhile.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+    /// use distgrad::{Later, Message};
+    /// let (sender, receiver) = std::sync::mpsc::channel::<Later>();
+    /// worker.register_later("echo", move |later| {
+    ///     let _ = sender.send(later); // one that is dropped is an error at the caller
+    /// })?;
+    /// std::thread::spawn(move || {
+    ///     for later in receiver {
+    ///         let reply = Message::from_payload(later.request().payload());
+    ///         later.answer(reply.map_err(Into::into))?;
+    ///     }
+    ///     distgrad::Result::Ok(())
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(alias = "dg_worker_register_async")]
+    #[doc(alias = "dg_async_handler")]
+    pub fn register_later<F>(&self, function: &str, handler: F) -> Result<()>
+    where
+        F: Fn(Later) + Send + Sync + 'static,
+    {
+        Ok(ffi::worker_register_async(self.handle(), function, LaterHandler::new(handler))?)
     }
 
     /// Calls of this worker, outside any context, for which more can be said.

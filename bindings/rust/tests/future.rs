@@ -1,7 +1,7 @@
 //! Futures, asynchronous handlers, and handlers that wait.
 mod common;
 use common::{alone, alone_with, block_on, empty, weight, LONG};
-use distgrad::{Code, Message, WorkerOptions};
+use distgrad::{Cancellation, Code, Error, Later, Message, WorkerOptions};
 use std::{
     future::{poll_fn, Future as _, IntoFuture},
     sync::{
@@ -193,4 +193,128 @@ fn a_handler_that_waits_lets_others_run() {
     future.then(move || sender.send(distgrad::wait(|| 9)).unwrap()).unwrap();
     let refused = receiver.recv_timeout(LONG).unwrap().unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition);
+}
+
+#[test]
+fn a_handler_sees_that_it_is_given_up() {
+    let worker = alone();
+    let (tell, told) = mpsc::channel();
+    worker
+        .register("wait", move |request| {
+            request.cancellation().check()?;
+            tell.send("begun")?;
+            let (wake, woken) = mpsc::channel();
+            request.cancellation().then(move || wake.send(()).unwrap())?;
+            let result = distgrad::wait(|| woken.recv_timeout(LONG))?;
+            tell.send(if result.is_ok() { "given up" } else { "left alone" })?;
+            Err(request.cancellation().check().unwrap_err().into())
+        })
+        .unwrap();
+    let tell = |expected| assert_eq!(told.recv_timeout(LONG).unwrap(), expected);
+
+    let future = worker.call_async("alone", "wait", &empty()).unwrap();
+    tell("begun");
+    future.cancel().unwrap();
+    assert_eq!(future.wait().unwrap_err().code(), Code::Cancelled);
+    tell("given up");
+
+    // Two calls that are given up together, and one that is made too late.
+    let both = Cancellation::new().unwrap();
+    assert_eq!(format!("{both:?}"), "Cancellation(cancelled: false)");
+    let caller = worker.caller().cancellation(&both);
+    let futures = [0, 1].map(|_| caller.call_async("alone", "wait", &empty()).unwrap());
+    tell("begun");
+    tell("begun");
+    both.cancel().unwrap();
+    both.cancel().unwrap();
+    for future in futures {
+        assert_eq!(future.wait().unwrap_err().code(), Code::Cancelled);
+        tell("given up");
+    }
+    assert_eq!(caller.call("alone", "wait", &empty()).unwrap_err().code(), Code::Cancelled);
+    assert_eq!(both.check().unwrap_err().code(), Code::Cancelled);
+    let (ran, running) = mpsc::channel();
+    both.then(move || ran.send(()).unwrap()).unwrap(); // is already: at once
+    running.try_recv().unwrap();
+}
+
+#[test]
+fn an_asynchronous_handler_is_dropped_when_it_is_given_up() {
+    struct Tell(mpsc::Sender<()>);
+    impl Drop for Tell {
+        fn drop(&mut self) {
+            self.0.send(()).unwrap();
+        }
+    }
+    let worker = alone();
+    let (dropped, drops) = mpsc::channel();
+    let (begun, begins) = mpsc::channel();
+    worker
+        .register_async("never", async move |_| {
+            let _tell = Tell(dropped.clone());
+            begun.send(()).unwrap();
+            std::future::pending().await
+        })
+        .unwrap();
+    let future = worker.call_async("alone", "never", &empty()).unwrap();
+    begins.recv_timeout(LONG).unwrap();
+    future.cancel().unwrap();
+    drops.recv_timeout(LONG).unwrap();
+}
+
+#[test]
+fn answers_come_later() {
+    let worker = alone_with(WorkerOptions::new().thread_count(1));
+    let (hand, handed) = mpsc::channel::<Later>();
+    worker
+        .register_later("later", move |later| {
+            assert_ne!(later.request().payload(), b"panic");
+            hand.send(later).unwrap();
+        })
+        .unwrap();
+    let call = |payload: &str, x: &distgrad::Tensor| {
+        worker.call_async("alone", "later", &Message::new(payload, [x]).unwrap()).unwrap()
+    };
+    let x = weight(&[1.0, 2.0]);
+
+    // Answered in another order, from another thread; the request is still there.
+    let [one, two] = ["one", "two"].map(|payload| call(payload, &x));
+    let [first, second] = [(); 2].map(|()| handed.recv_timeout(LONG).unwrap());
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for later in [second, first] {
+                let request = later.request();
+                assert_eq!((request.function(), request.from()), ("later", 0));
+                let reply = Message::new(request.payload(), [request.tensor(0).unwrap()]);
+                later.answer(reply.map_err(Into::into)).unwrap();
+            }
+        });
+    });
+    let texts = [one, two].map(|future| future.wait().unwrap().text().unwrap().to_owned());
+    assert_eq!(texts, ["one", "two"]);
+
+    // Inside a context.
+    let context = worker.context().unwrap();
+    let future = context.call_async("alone", "later", &Message::new("", [&x]).unwrap()).unwrap();
+    let later = handed.recv_timeout(LONG).unwrap();
+    let square = later.request().tensor(0).unwrap().square().unwrap();
+    later.answer(Ok(Message::new("", [square]).unwrap())).unwrap();
+    let y = future.wait().unwrap().tensor(0).unwrap();
+    context.backward([y.sum().unwrap()]).unwrap();
+    assert_eq!(context.gradient(&x).unwrap().to_vec::<f32>().unwrap(), [2.0, 4.0]);
+
+    // An error; none at all; a panic; and too late.
+    let future = call("", &x);
+    let error = Error::new(Code::OutOfRange, "the end");
+    handed.recv_timeout(LONG).unwrap().answer(Err(error.into())).unwrap();
+    assert_eq!(future.wait().unwrap_err().code(), Code::OutOfRange);
+    let future = call("", &x);
+    drop(handed.recv_timeout(LONG).unwrap());
+    assert_eq!(future.wait().unwrap_err().code(), Code::Internal);
+    assert_eq!(call("panic", &x).wait().unwrap_err().code(), Code::Internal);
+    let future = call("", &x);
+    let later = handed.recv_timeout(LONG).unwrap();
+    future.cancel().unwrap();
+    assert_eq!(future.wait().unwrap_err().code(), Code::Cancelled);
+    later.answer(Ok(empty())).unwrap();
 }

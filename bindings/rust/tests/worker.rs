@@ -28,6 +28,9 @@ fn what_may_cross_threads() {
     check::<distgrad::Caller<'_>>();
     check::<Value<'_>>();
     check::<Error>();
+    check::<distgrad::Cancellation>();
+    check::<distgrad::Later>();
+    check::<distgrad::DataParallel>();
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! What crosses to C++ (shim.h), and what C++ calls here.
 use super::{
-    callback::{Callback, Handler, Owner, Waiting},
+    callback::{Callback, Forward, Handler, LaterHandler, Owner, Waiting},
     handle::*,
     value::RawValue,
 };
@@ -22,6 +22,48 @@ pub(crate) mod raw {
         flags: u64,
         job: &'a str,
         heartbeat_limit_ms: i64,
+        max_workers: u64,
+        limits: RawLimits,
+        /// Peer, mine, theirs, peer, mine, theirs...
+        device_pairs: &'a [&'a str],
+    }
+
+    /// `dg_limits`, but for its size.
+    struct RawLimits {
+        message_bytes: u64,
+        tensors_per_message: u64,
+        calls_per_peer: u64,
+        calls: u64,
+        bytes_per_peer: u64,
+        contexts_per_peer: u64,
+        unauthenticated: u64,
+        handshake_timeout_ms: i64,
+    }
+
+    /// `dg_member`.
+    struct RawMember {
+        name: String,
+        rank: u64,
+        incarnation: u64,
+    }
+
+    /// `dg_pass_state`.
+    struct RawPassState {
+        id: u64,
+        flags: u64,
+        busy: u64,
+        awaited: Vec<u64>,
+        unacknowledged: Vec<u64>,
+    }
+
+    /// `dg_context_state`.
+    struct RawContextState {
+        id: u64,
+        sends: u64,
+        receives: u64,
+        gradients: u64,
+        peers: Vec<u64>,
+        passes: Vec<RawPassState>,
     }
 
     /// `dg_request`, and the worker that serves it.
@@ -32,6 +74,33 @@ pub(crate) mod raw {
         message: MessageHandle,
         context: ContextHandle,
         timeout_ms: i64,
+        cancellation: CancellationHandle,
+    }
+
+    /// `dg_call_options`, but for its size.
+    struct RawCallOptions {
+        context: ContextHandle,
+        timeout_ms: i64,
+        cancellation: CancellationHandle,
+    }
+
+    /// `dg_data_parallel_options`, but for its size.
+    struct RawDataParallelOptions<'a> {
+        devices: &'a [&'a str],
+        output_device: &'a str,
+        dim: i64,
+        buffers: &'a [TensorHandle],
+        bucket_bytes: u64,
+        timeout_ms: i64,
+    }
+
+    /// `dg_replica`.
+    struct RawReplica<'a> {
+        index: u64,
+        device: &'a [u8],
+        parameters: &'a [TensorHandle],
+        buffers: &'a [TensorHandle],
+        inputs: &'a [TensorHandle],
     }
 
     extern "Rust" {
@@ -40,6 +109,14 @@ pub(crate) mod raw {
             self: &Handler,
             request: &RawRequest<'_>,
             reply: &mut MessageHandle,
+        ) -> ErrorHandle;
+        type LaterHandler;
+        fn serve_later(self: &LaterHandler, request: &RawRequest<'_>, responder: ResponderHandle);
+        type Forward;
+        fn forward(
+            self: &Forward,
+            replica: &RawReplica<'_>,
+            outputs: &mut [TensorHandle],
         ) -> ErrorHandle;
         type Callback;
         fn run(self: &Callback);
@@ -56,9 +133,12 @@ pub(crate) mod raw {
         type ValuesHandle = super::ValuesHandle;
         type MessageHandle = super::MessageHandle;
         type FutureHandle = super::FutureHandle;
+        type CancellationHandle = super::CancellationHandle;
+        type ResponderHandle = super::ResponderHandle;
         type WorkerHandle = super::WorkerHandle;
         type ContextHandle = super::ContextHandle;
         type OptimizerHandle = super::OptimizerHandle;
+        type DataParallelHandle = super::DataParallelHandle;
         #[namespace = ""]
         #[cxx_name = "dg_value"]
         type RawValue = super::RawValue;
@@ -115,6 +195,15 @@ pub(crate) mod raw {
         fn future_cancel(future: FutureHandle) -> Result<()>;
         fn future_destroy(future: FutureHandle);
 
+        fn cancellation_create() -> Result<CancellationHandle>;
+        fn cancellation_cancel(cancellation: CancellationHandle) -> Result<()>;
+        fn cancellation_check(cancellation: CancellationHandle) -> Result<()>;
+        fn cancellation_then(
+            cancellation: CancellationHandle,
+            callback: Box<Callback>,
+        ) -> Result<()>;
+        fn cancellation_destroy(cancellation: CancellationHandle);
+
         fn wait(waiting: &mut Waiting<'_>) -> Result<()>;
 
         fn worker_create(options: &RawWorkerOptions<'_>) -> Result<WorkerHandle>;
@@ -125,6 +214,9 @@ pub(crate) mod raw {
         fn worker_rank(worker: WorkerHandle) -> u32;
         fn worker_world_size(worker: WorkerHandle) -> u32;
         fn worker_name(worker: WorkerHandle, rank: u32) -> String;
+        fn worker_members(worker: WorkerHandle) -> Result<Vec<RawMember>>;
+        fn worker_update_members(worker: WorkerHandle) -> Result<()>;
+        fn worker_contexts(worker: WorkerHandle) -> Result<Vec<RawContextState>>;
         fn worker_local_rank(worker: WorkerHandle) -> u32;
         fn worker_local_world_size(worker: WorkerHandle) -> u32;
         fn worker_metrics_text(worker: WorkerHandle) -> Result<MessageHandle>;
@@ -134,37 +226,44 @@ pub(crate) mod raw {
             function: &str,
             handler: Box<Handler>,
         ) -> Result<()>;
+        fn worker_register_async(
+            worker: WorkerHandle,
+            function: &str,
+            handler: Box<LaterHandler>,
+        ) -> Result<()>;
+        fn responder_answer(
+            responder: ResponderHandle,
+            reply: MessageHandle,
+            error: ErrorHandle,
+        ) -> Result<()>;
+        fn responder_destroy(responder: ResponderHandle);
         fn worker_call(
             worker: WorkerHandle,
             to: &str,
             function: &str,
             request: MessageHandle,
-            context: ContextHandle,
-            timeout_ms: i64,
+            options: &RawCallOptions,
         ) -> Result<MessageHandle>;
         fn worker_call_async(
             worker: WorkerHandle,
             to: &str,
             function: &str,
             request: MessageHandle,
-            context: ContextHandle,
-            timeout_ms: i64,
+            options: &RawCallOptions,
         ) -> Result<FutureHandle>;
         fn worker_call_op(
             worker: WorkerHandle,
             to: &str,
             op: &str,
             arguments: &[RawValue],
-            context: ContextHandle,
-            timeout_ms: i64,
+            options: &RawCallOptions,
         ) -> Result<ValuesHandle>;
         fn worker_call_op_async(
             worker: WorkerHandle,
             to: &str,
             op: &str,
             arguments: &[RawValue],
-            context: ContextHandle,
-            timeout_ms: i64,
+            options: &RawCallOptions,
         ) -> Result<FutureHandle>;
 
         fn context_create(worker: WorkerHandle) -> Result<ContextHandle>;
@@ -216,6 +315,32 @@ pub(crate) mod raw {
             max_norm: f64,
         ) -> Result<f64>;
         fn optimizer_destroy(optimizer: OptimizerHandle);
+
+        fn data_parallel_create(
+            parameters: &[TensorHandle],
+            options: &RawDataParallelOptions<'_>,
+            forward: Box<Forward>,
+        ) -> Result<DataParallelHandle>;
+        fn data_parallel_forward(
+            data_parallel: DataParallelHandle,
+            inputs: &[TensorHandle],
+            output_count: usize,
+        ) -> Result<Vec<TensorHandle>>;
+        fn data_parallel_destroy(data_parallel: DataParallelHandle);
+        /// `sizes` is empty, or as long as the devices.
+        fn scatter(
+            tensor: TensorHandle,
+            devices: &[&str],
+            dim: i64,
+            sizes: &[i64],
+        ) -> Result<Vec<TensorHandle>>;
+        fn gather(tensors: &[TensorHandle], device: &str, dim: i64) -> Result<TensorHandle>;
+        fn broadcast(tensors: &[TensorHandle], devices: &[&str]) -> Result<Vec<TensorHandle>>;
+        fn reduce_add(
+            tensors: &[TensorHandle],
+            list_count: usize,
+            device: &str,
+        ) -> Result<Vec<TensorHandle>>;
     }
 
     // Vec<T> of a type that is declared elsewhere has to be asked for.

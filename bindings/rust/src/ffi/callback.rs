@@ -1,13 +1,17 @@
 //! Closures that C++ holds. It calls them on any thread and ends them once; no panic may reach it.
 use super::{
-    bridge::raw::{self, RawRequest},
-    handle::{ErrorHandle, Handle, MessageHandle},
+    bridge::raw::{self, RawReplica, RawRequest},
+    handle::{ErrorHandle, Handle, MessageHandle, ResponderHandle, TensorHandle},
 };
-use crate::{error::describe, HandlerResult, Request};
+use crate::{
+    error::{describe, BoxedError},
+    Code, Error, HandlerResult, Later, Replica, Request, Tensor,
+};
 use std::{
     any::Any,
     mem::ManuallyDrop,
     panic::{catch_unwind, resume_unwind, AssertUnwindSafe},
+    slice,
     sync::Mutex,
     thread,
     time::Instant,
@@ -26,6 +30,17 @@ fn catch<T>(action: impl FnOnce() -> T) -> Result<T, String> {
         }
         text.unwrap_or_else(|| "with a value that is no text".into())
     })
+}
+
+/// Runs what belongs to a user; its error, or what it panicked with, as the library takes it.
+fn run<T>(what: &str, action: impl FnOnce() -> Result<T, BoxedError>) -> Result<T, ErrorHandle> {
+    // The text of an error is the user's code too, and may panic.
+    let (code, message) = match catch(|| action().map_err(|error| describe(error.as_ref()))) {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(error)) => error,
+        Err(text) => (Code::Internal, format!("{what} panicked: {text}")),
+    };
+    Err(raw::error_create(code as i32, &message))
 }
 
 /// Drops what belongs to a user. The panic of a destructor has been printed by the panic hook, and
@@ -52,18 +67,79 @@ impl Handler {
     }
 
     pub(crate) fn serve(&self, request: &RawRequest<'_>, reply: &mut MessageHandle) -> ErrorHandle {
-        // The text of an error is the user's code too, and may panic.
-        let result =
-            catch(|| (self.0 .0)(&Request::new(request)).map_err(|error| describe(error.as_ref())));
-        let (code, message) = match result {
-            Ok(Ok(message)) => {
+        let message = run("a handler", || (self.0 .0)(&Request::new(request)));
+        message.map_or_else(
+            |error| error,
+            |message| {
                 *reply = message.release();
-                return ErrorHandle::NULL;
+                ErrorHandle::NULL
+            },
+        )
+    }
+}
+
+type LaterFn = dyn Fn(Later) + Send + Sync;
+
+/// A registered function that answers later.
+pub(crate) struct LaterHandler(Quiet<Box<LaterFn>>);
+
+impl LaterHandler {
+    pub(crate) fn new(serve: impl Fn(Later) + Send + Sync + 'static) -> Box<Self> {
+        Box::new(Self(Quiet(ManuallyDrop::new(Box::new(serve)))))
+    }
+
+    pub(crate) fn serve_later(&self, request: &RawRequest<'_>, responder: ResponderHandle) {
+        // SAFETY: "The request with all in it lives until then": until the responder is answered or
+        // destroyed. Later has both, and lends the request for no longer than it lives.
+        let function =
+            unsafe { slice::from_raw_parts(request.function.as_ptr(), request.function.len()) };
+        let request = Request::new(&RawRequest {
+            worker: request.worker,
+            function,
+            from: request.from,
+            message: request.message,
+            context: request.context,
+            timeout_ms: request.timeout_ms,
+            cancellation: request.cancellation,
+        });
+        let _ = catch(|| (self.0 .0)(Later::own(request, responder)));
+    }
+}
+
+type ForwardFn = dyn Fn(&Replica) -> Result<Vec<Option<Tensor>>, BoxedError> + Send + Sync;
+
+/// What a data parallel runs for each replica.
+pub(crate) struct Forward(Quiet<Box<ForwardFn>>);
+
+impl Forward {
+    pub(crate) fn new(
+        forward: impl Fn(&Replica) -> Result<Vec<Option<Tensor>>, BoxedError> + Send + Sync + 'static,
+    ) -> Box<Self> {
+        Box::new(Self(Quiet(ManuallyDrop::new(Box::new(forward)))))
+    }
+
+    pub(crate) fn forward(
+        &self,
+        replica: &RawReplica<'_>,
+        outputs: &mut [TensorHandle],
+    ) -> ErrorHandle {
+        let made = run("the function", || {
+            let made = (self.0 .0)(&Replica::new(replica)?)?;
+            if made.len() != outputs.len() {
+                let text = format!("{} outputs, and not {}", made.len(), outputs.len());
+                return Err(Error::new(Code::InvalidArgument, text).into());
             }
-            Ok(Err(error)) => error,
-            Err(text) => (crate::Code::Internal, format!("a handler panicked: {text}")),
-        };
-        raw::error_create(code as i32, &message)
+            Ok(made)
+        });
+        made.map_or_else(
+            |error| error,
+            |made| {
+                for (output, tensor) in outputs.iter_mut().zip(made) {
+                    *output = tensor.map_or(TensorHandle::NULL, Tensor::release);
+                }
+                ErrorHandle::NULL
+            },
+        )
     }
 }
 
@@ -104,7 +180,7 @@ pub(crate) fn wait<T>(wait: impl FnOnce() -> T) -> crate::Result<T> {
     match outcome {
         Some(Ok(value)) => Ok(value),
         Some(Err(payload)) => resume_unwind(payload),
-        None => Err(crate::Error::new(crate::Code::Internal, "dg_wait did not wait")),
+        None => Err(Error::new(Code::Internal, "dg_wait did not wait")),
     }
 }
 

@@ -46,9 +46,12 @@ handles! {
     ValuesHandle, "distgrad_rust::ValuesHandle", raw::values_destroy;
     MessageHandle, "distgrad_rust::MessageHandle", raw::message_destroy;
     FutureHandle, "distgrad_rust::FutureHandle", raw::future_destroy;
+    CancellationHandle, "distgrad_rust::CancellationHandle", raw::cancellation_destroy;
+    ResponderHandle, "distgrad_rust::ResponderHandle", raw::responder_destroy;
     WorkerHandle, "distgrad_rust::WorkerHandle", raw::worker_destroy;
     ContextHandle, "distgrad_rust::ContextHandle", raw::context_destroy;
     OptimizerHandle, "distgrad_rust::OptimizerHandle", raw::optimizer_destroy;
+    DataParallelHandle, "distgrad_rust::DataParallelHandle", raw::data_parallel_destroy;
 }
 
 impl TensorHandle {

@@ -147,6 +147,12 @@ struct Managed {
 }
 
 /// Owns a `DLManagedTensorVersioned` (DLPack 1.x): a tensor on its way from one library to another.
+/// It may be sent to another thread, but not shared with one:
+///
+/// ```compile_fail,E0277
+/// fn check<T: Sync>() {}
+/// check::<distgrad::DlpackTensor>();
+/// ```
 pub struct DlpackTensor(*mut Managed);
 
 // SAFETY: DLPack's deleter may be called on any thread, and nothing else is done with it here.

@@ -1,6 +1,7 @@
 #include "distgrad/src/ffi/shim.h"
 
 #include <utility>
+#include <vector>
 
 #include "distgrad/src/ffi/bridge.rs.h"
 
@@ -18,21 +19,72 @@ void End(void* user_data) {
 }
 
 // A handler knows its worker: the one that its closure was registered on.
+template <typename H>
 struct Registration {
   WorkerHandle worker;
-  rust::Box<Handler> handler;
+  rust::Box<H> handler;
+
+  static void End(void* user_data) { delete static_cast<Registration*>(user_data); }
 };
 
+// Handles are numbers: borrowed ones are not written through on the other side.
+RawRequest ToRequest(WorkerHandle worker, const dg_request* request) {
+  return {worker,
+          ToBytes(request->function),
+          request->from,
+          const_cast<dg_message*>(request->message),
+          const_cast<dg_context*>(request->context),
+          request->timeout_ms,
+          const_cast<dg_cancellation*>(request->cancellation)};
+}
+
 dg_error* Serve(void* user_data, const dg_request* request, dg_message** reply) noexcept {
-  const auto* registration = static_cast<const Registration*>(user_data);
-  // Handles are numbers: borrowed ones are not written through on the other side.
-  const RawRequest raw{registration->worker,
-                       ToBytes(request->function),
-                       request->from,
-                       const_cast<dg_message*>(request->message),
-                       const_cast<dg_context*>(request->context),
-                       request->timeout_ms};
-  return registration->handler->serve(raw, *reply);
+  const auto* registration = static_cast<const Registration<Handler>*>(user_data);
+  return registration->handler->serve(ToRequest(registration->worker, request), *reply);
+}
+
+void ServeLater(void* user_data, const dg_request* request, dg_responder* responder) noexcept {
+  const auto* registration = static_cast<const Registration<LaterHandler>*>(user_data);
+  registration->handler->serve_later(ToRequest(registration->worker, request), responder);
+}
+
+void Run(void* callback) { static_cast<const Callback*>(callback)->run(); }
+
+Tensors ToTensors(const dg_tensor* const* tensors, size_t count) {
+  return {const_cast<dg_tensor* const*>(tensors), count};
+}
+
+dg_error* RunForward(void* user_data, const dg_replica* replica, dg_tensor** outputs) noexcept {
+  const RawReplica raw{replica->index, ToBytes(replica->device),
+                       ToTensors(replica->parameters, replica->parameter_count),
+                       ToTensors(replica->buffers, replica->buffer_count),
+                       ToTensors(replica->inputs, replica->input_count)};
+  return static_cast<const Forward*>(user_data)->forward(raw, {outputs, replica->output_count});
+}
+
+dg_call_options ToOptions(const RawCallOptions& from) {
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  options.context = from.context;
+  options.timeout_ms = from.timeout_ms;
+  options.cancellation = from.cancellation;
+  return options;
+}
+
+std::vector<dg_str> ToStrs(Texts texts) {
+  std::vector<dg_str> strs;
+  for (rust::Str text : texts) strs.push_back(ToStr(text));
+  return strs;
+}
+
+template <typename T>
+rust::Vec<T> ToVec(const T* data, size_t size) {
+  rust::Vec<T> copy;
+  copy.reserve(size);
+  for (size_t i = 0; i < size; ++i) copy.push_back(data[i]);
+  return copy;
+}
+rust::Vec<TensorHandle> ToVec(const std::vector<dg_tensor*>& handles) {
+  return ToVec(handles.data(), handles.size());
 }
 
 }  // namespace
@@ -52,9 +104,11 @@ TensorHandle op_tensor(rust::Str op, Values arguments) {
 }
 
 void future_then(FutureHandle future, rust::Box<Callback> callback) {
-  dg::Check(dg_future_then(
-      future, [](void* data) { static_cast<const Callback*>(data)->run(); },
-      Leak(std::move(callback)), End<Callback>));
+  dg::Check(dg_future_then(future, Run, Leak(std::move(callback)), End<Callback>));
+}
+
+void cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback) {
+  dg::Check(dg_cancellation_then(cancellation, Run, Leak(std::move(callback)), End<Callback>));
 }
 
 void wait(Waiting& waiting) {
@@ -76,13 +130,94 @@ WorkerHandle worker_create(const RawWorkerOptions& from) {
   options.flags = from.flags;
   options.job = ToStr(from.job);
   options.heartbeat_limit_ms = from.heartbeat_limit_ms;
+  options.max_workers = from.max_workers;
+  dg_limits limits = DG_LIMITS_INIT;
+  limits.message_bytes = from.limits.message_bytes;
+  limits.tensors_per_message = from.limits.tensors_per_message;
+  limits.calls_per_peer = from.limits.calls_per_peer;
+  limits.calls = from.limits.calls;
+  limits.bytes_per_peer = from.limits.bytes_per_peer;
+  limits.contexts_per_peer = from.limits.contexts_per_peer;
+  limits.unauthenticated = from.limits.unauthenticated;
+  limits.handshake_timeout_ms = from.limits.handshake_timeout_ms;
+  options.limits = &limits;
+  std::vector<dg_device_pair> pairs;
+  for (size_t i = 0; i + 2 < from.device_pairs.size(); i += 3) {
+    pairs.push_back({ToStr(from.device_pairs[i]), ToStr(from.device_pairs[i + 1]),
+                     ToStr(from.device_pairs[i + 2])});
+  }
+  options.device_pairs = pairs.data();
+  options.device_pair_count = pairs.size();
   return Out<WorkerHandle>(dg_worker_create, &options);
 }
 
+rust::Vec<RawMember> worker_members(WorkerHandle worker) {
+  rust::Vec<RawMember> members;
+  const auto add = [](void* data, const dg_member* member) {
+    static_cast<rust::Vec<RawMember>*>(data)->push_back(
+        {rust::String::lossy(member->name.data, member->name.size), member->rank,
+         member->incarnation});
+  };
+  dg::Check(dg_worker_members(worker, add, &members));
+  return members;
+}
+
+rust::Vec<RawContextState> worker_contexts(WorkerHandle worker) {
+  rust::Vec<RawContextState> contexts;
+  const auto add = [](void* data, const dg_context_state* context) {
+    rust::Vec<RawPassState> passes;
+    for (size_t i = 0; i < context->pass_count; ++i) {
+      const dg_pass_state* pass = context->passes[i];
+      passes.push_back({pass->id, pass->flags, pass->busy,
+                        ToVec(pass->awaited, pass->awaited_count),
+                        ToVec(pass->unacknowledged, pass->unacknowledged_count)});
+    }
+    static_cast<rust::Vec<RawContextState>*>(data)->push_back(
+        {context->id, context->sends, context->receives, context->gradients,
+         ToVec(context->peers, context->peer_count), std::move(passes)});
+  };
+  dg::Check(dg_worker_contexts(worker, add, &contexts));
+  return contexts;
+}
+
 void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler> handler) {
-  dg::Check(dg_worker_register(worker, ToStr(function), Serve,
-                               new Registration{worker, std::move(handler)},
-                               [](void* data) { delete static_cast<Registration*>(data); }));
+  using Ours = Registration<Handler>;
+  dg::Check(dg_worker_register(worker, ToStr(function), Serve, new Ours{worker, std::move(handler)},
+                               Ours::End));
+}
+
+void worker_register_async(WorkerHandle worker, rust::Str function,
+                           rust::Box<LaterHandler> handler) {
+  using Ours = Registration<LaterHandler>;
+  dg::Check(dg_worker_register_async(worker, ToStr(function), ServeLater,
+                                     new Ours{worker, std::move(handler)}, Ours::End));
+}
+
+MessageHandle worker_call(WorkerHandle worker, rust::Str to, rust::Str function,
+                          MessageHandle request, const RawCallOptions& from) {
+  const dg_call_options options = ToOptions(from);
+  return Out<MessageHandle>(dg_worker_call, worker, ToStr(to), ToStr(function), request, &options);
+}
+
+FutureHandle worker_call_async(WorkerHandle worker, rust::Str to, rust::Str function,
+                               MessageHandle request, const RawCallOptions& from) {
+  const dg_call_options options = ToOptions(from);
+  return Out<FutureHandle>(dg_worker_call_async, worker, ToStr(to), ToStr(function), request,
+                           &options);
+}
+
+ValuesHandle worker_call_op(WorkerHandle worker, rust::Str to, rust::Str op, Values arguments,
+                            const RawCallOptions& from) {
+  const dg_call_options options = ToOptions(from);
+  return Out<ValuesHandle>(dg_worker_call_op, worker, ToStr(to), ToStr(op), arguments.data(),
+                           arguments.size(), &options);
+}
+
+FutureHandle worker_call_op_async(WorkerHandle worker, rust::Str to, rust::Str op, Values arguments,
+                                  const RawCallOptions& from) {
+  const dg_call_options options = ToOptions(from);
+  return Out<FutureHandle>(dg_worker_call_op_async, worker, ToStr(to), ToStr(op), arguments.data(),
+                           arguments.size(), &options);
 }
 
 rust::Vec<TensorHandle> context_gradients(ContextHandle context) {
@@ -131,6 +266,56 @@ OptimizerHandle optimizer_create_adam(WorkerHandle worker, rust::Str name, Tenso
   options.flags = amsgrad ? DG_ADAM_AMSGRAD : 0;
   return Out<OptimizerHandle>(decoupled ? dg_optimizer_create_adamw : dg_optimizer_create_adam,
                               worker, ToStr(name), parameters.data(), parameters.size(), &options);
+}
+
+DataParallelHandle data_parallel_create(Tensors parameters, const RawDataParallelOptions& from,
+                                        rust::Box<Forward> forward) {
+  const std::vector<dg_str> devices = ToStrs(from.devices);
+  dg_data_parallel_options options = DG_DATA_PARALLEL_OPTIONS_INIT;
+  options.devices = devices.data();
+  options.device_count = devices.size();
+  options.output_device = ToStr(from.output_device);
+  options.dim = from.dim;
+  options.buffers = from.buffers.data();
+  options.buffer_count = from.buffers.size();
+  options.bucket_bytes = from.bucket_bytes;
+  options.timeout_ms = from.timeout_ms;
+  dg_data_parallel* out = nullptr;
+  dg::Check(dg_data_parallel_create(parameters.data(), parameters.size(), &options, RunForward,
+                                    Leak(std::move(forward)), End<Forward>, &out));
+  return out;
+}
+
+rust::Vec<TensorHandle> data_parallel_forward(DataParallelHandle data_parallel, Tensors inputs,
+                                              size_t output_count) {
+  std::vector<dg_tensor*> outs(output_count);
+  dg::Check(dg_data_parallel_forward(data_parallel, inputs.data(), inputs.size(), outs.data(),
+                                     outs.size()));
+  return ToVec(outs);
+}
+
+rust::Vec<TensorHandle> scatter(TensorHandle tensor, Texts devices, int64_t dim, Numbers sizes) {
+  const std::vector<dg_str> names = ToStrs(devices);
+  std::vector<dg_tensor*> outs(names.size());
+  size_t count = 0;
+  dg::Check(dg_scatter(tensor, names.data(), names.size(), dim,
+                       sizes.empty() ? nullptr : sizes.data(), outs.data(), &count));
+  outs.resize(count);
+  return ToVec(outs);
+}
+
+rust::Vec<TensorHandle> broadcast(Tensors tensors, Texts devices) {
+  const std::vector<dg_str> names = ToStrs(devices);
+  std::vector<dg_tensor*> outs(tensors.size() * names.size());
+  dg::Check(dg_broadcast(tensors.data(), tensors.size(), names.data(), names.size(), outs.data()));
+  return ToVec(outs);
+}
+
+rust::Vec<TensorHandle> reduce_add(Tensors tensors, size_t list_count, rust::Str device) {
+  const size_t length = list_count == 0 ? 0 : tensors.size() / list_count;
+  std::vector<dg_tensor*> outs(length);
+  dg::Check(dg_reduce_add(tensors.data(), list_count, length, ToStr(device), outs.data()));
+  return ToVec(outs);
 }
 
 }  // namespace distgrad_rust

@@ -35,15 +35,24 @@ using TensorHandle = dg_tensor*;
 using ValuesHandle = dg_values*;
 using MessageHandle = dg_message*;
 using FutureHandle = dg_future*;
+using CancellationHandle = dg_cancellation*;
+using ResponderHandle = dg_responder*;
 using WorkerHandle = dg_worker*;
 using ContextHandle = dg_context*;
 using OptimizerHandle = dg_optimizer*;
+using DataParallelHandle = dg_data_parallel*;
 
 struct Handler;
+struct LaterHandler;
+struct Forward;
 struct Callback;
 struct Owner;
 struct Waiting;
 struct RawWorkerOptions;
+struct RawMember;
+struct RawContextState;
+struct RawCallOptions;
+struct RawDataParallelOptions;
 
 // What Rust takes a dg_value to be.
 static_assert(sizeof(dg_value) == 24 && offsetof(dg_value, as) == 8);
@@ -54,6 +63,7 @@ using Bytes = rust::Slice<const uint8_t>;
 using Numbers = rust::Slice<const int64_t>;
 using Tensors = rust::Slice<const TensorHandle>;
 using Values = rust::Slice<const dg_value>;
+using Texts = rust::Slice<const rust::Str>;
 
 // Bytes and not rust::Str, for what comes from elsewhere need not be UTF-8.
 inline Bytes ToBytes(dg_str text) {
@@ -167,6 +177,20 @@ void future_then(FutureHandle future, rust::Box<Callback> callback);
 inline void future_cancel(FutureHandle future) { dg::Check(dg_future_cancel(future)); }
 inline void future_destroy(FutureHandle future) { dg_future_destroy(future); }
 
+inline CancellationHandle cancellation_create() {
+  return Out<CancellationHandle>(dg_cancellation_create);
+}
+inline void cancellation_cancel(CancellationHandle cancellation) {
+  dg::Check(dg_cancellation_cancel(cancellation));
+}
+inline void cancellation_check(CancellationHandle cancellation) {
+  dg::Check(dg_cancellation_check(cancellation));
+}
+void cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback);
+inline void cancellation_destroy(CancellationHandle cancellation) {
+  dg_cancellation_destroy(cancellation);
+}
+
 // ------------------------------------------------------------------------------------ Workers
 
 void wait(Waiting& waiting);
@@ -187,6 +211,11 @@ inline rust::String worker_name(WorkerHandle worker, uint32_t rank) {
   const dg_str name = dg_worker_name(worker, rank);
   return rust::String::lossy(name.data, name.size);
 }
+rust::Vec<RawMember> worker_members(WorkerHandle worker);
+inline void worker_update_members(WorkerHandle worker) {
+  dg::Check(dg_worker_update_members(worker));
+}
+rust::Vec<RawContextState> worker_contexts(WorkerHandle worker);
 inline uint32_t worker_local_rank(WorkerHandle worker) { return dg_worker_local_rank(worker); }
 inline uint32_t worker_local_world_size(WorkerHandle worker) {
   return dg_worker_local_world_size(worker);
@@ -197,37 +226,21 @@ inline MessageHandle worker_metrics_text(WorkerHandle worker) {
 inline size_t worker_context_count(WorkerHandle worker) { return dg_worker_context_count(worker); }
 void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler> handler);
 
-inline dg_call_options CallOptions(ContextHandle context, int64_t timeout_ms) {
-  dg_call_options options = DG_CALL_OPTIONS_INIT;
-  options.context = context;
-  options.timeout_ms = timeout_ms;
-  return options;
+void worker_register_async(WorkerHandle worker, rust::Str function,
+                           rust::Box<LaterHandler> handler);
+inline void responder_answer(ResponderHandle responder, MessageHandle reply, ErrorHandle error) {
+  dg::Check(dg_responder_answer(responder, reply, error));
 }
-inline MessageHandle worker_call(WorkerHandle worker, rust::Str to, rust::Str function,
-                                 MessageHandle request, ContextHandle context, int64_t timeout_ms) {
-  const dg_call_options options = CallOptions(context, timeout_ms);
-  return Out<MessageHandle>(dg_worker_call, worker, ToStr(to), ToStr(function), request, &options);
-}
-inline FutureHandle worker_call_async(WorkerHandle worker, rust::Str to, rust::Str function,
-                                      MessageHandle request, ContextHandle context,
-                                      int64_t timeout_ms) {
-  const dg_call_options options = CallOptions(context, timeout_ms);
-  return Out<FutureHandle>(dg_worker_call_async, worker, ToStr(to), ToStr(function), request,
-                           &options);
-}
-inline ValuesHandle worker_call_op(WorkerHandle worker, rust::Str to, rust::Str op,
-                                   Values arguments, ContextHandle context, int64_t timeout_ms) {
-  const dg_call_options options = CallOptions(context, timeout_ms);
-  return Out<ValuesHandle>(dg_worker_call_op, worker, ToStr(to), ToStr(op), arguments.data(),
-                           arguments.size(), &options);
-}
-inline FutureHandle worker_call_op_async(WorkerHandle worker, rust::Str to, rust::Str op,
-                                         Values arguments, ContextHandle context,
-                                         int64_t timeout_ms) {
-  const dg_call_options options = CallOptions(context, timeout_ms);
-  return Out<FutureHandle>(dg_worker_call_op_async, worker, ToStr(to), ToStr(op), arguments.data(),
-                           arguments.size(), &options);
-}
+inline void responder_destroy(ResponderHandle responder) { dg_responder_destroy(responder); }
+
+MessageHandle worker_call(WorkerHandle worker, rust::Str to, rust::Str function,
+                          MessageHandle request, const RawCallOptions& options);
+FutureHandle worker_call_async(WorkerHandle worker, rust::Str to, rust::Str function,
+                               MessageHandle request, const RawCallOptions& options);
+ValuesHandle worker_call_op(WorkerHandle worker, rust::Str to, rust::Str op, Values arguments,
+                            const RawCallOptions& options);
+FutureHandle worker_call_op_async(WorkerHandle worker, rust::Str to, rust::Str op, Values arguments,
+                                  const RawCallOptions& options);
 
 // --------------------------------------------------------------------- Autograd and optimizers
 
@@ -280,6 +293,22 @@ inline double optimizer_clip_gradients(OptimizerHandle optimizer, ContextHandle 
   return Out<double>(dg_optimizer_clip_gradients, optimizer, context, max_norm);
 }
 inline void optimizer_destroy(OptimizerHandle optimizer) { dg_optimizer_destroy(optimizer); }
+
+// ------------------------------------------------------------------------------ Data parallel
+
+DataParallelHandle data_parallel_create(Tensors parameters, const RawDataParallelOptions& options,
+                                        rust::Box<Forward> forward);
+rust::Vec<TensorHandle> data_parallel_forward(DataParallelHandle data_parallel, Tensors inputs,
+                                              size_t output_count);
+inline void data_parallel_destroy(DataParallelHandle data_parallel) {
+  dg_data_parallel_destroy(data_parallel);
+}
+rust::Vec<TensorHandle> scatter(TensorHandle tensor, Texts devices, int64_t dim, Numbers sizes);
+inline TensorHandle gather(Tensors tensors, rust::Str device, int64_t dim) {
+  return Out<TensorHandle>(dg_gather, tensors.data(), tensors.size(), ToStr(device), dim);
+}
+rust::Vec<TensorHandle> broadcast(Tensors tensors, Texts devices);
+rust::Vec<TensorHandle> reduce_add(Tensors tensors, size_t list_count, rust::Str device);
 
 }  // namespace distgrad_rust
 

@@ -1,7 +1,7 @@
 //! `dg_value`, from and to [`Value`].
 use super::{
     bridge::raw,
-    handle::{Handle, Owned, TensorHandle, ValuesHandle},
+    handle::{Owned, TensorHandle, ValuesHandle},
 };
 use crate::{Error, Result, Tensor, Value};
 use cxx::{kind::Trivial, type_id, ExternType};
@@ -59,10 +59,9 @@ pub(crate) fn with_raw<T>(values: &[Value<'_>], call: impl FnOnce(&[RawValue]) -
     let lists: Vec<Vec<TensorHandle>> = values
         .iter()
         .map(|value| match value {
-            Value::Tensors(tensors) => tensors
-                .iter()
-                .map(|tensor| tensor.as_ref().map_or(TensorHandle::NULL, Tensor::handle))
-                .collect(),
+            Value::Tensors(tensors) => {
+                tensors.iter().map(|tensor| Tensor::handle_or_null(tensor.as_ref())).collect()
+            }
             _ => Vec::new(),
         })
         .collect();
@@ -120,10 +119,12 @@ impl RawValue {
                     let text = String::from_utf8_lossy(data.list.elements::<u8>()).into_owned();
                     Value::String(Cow::Owned(text))
                 }
-                TENSOR => match share(TensorHandle::from_pointer(data.tensor.cast_mut()))? {
-                    Some(tensor) => Value::Tensor(Cow::Owned(tensor)),
-                    None => Value::None,
-                },
+                TENSOR => {
+                    match Tensor::share(TensorHandle::from_pointer(data.tensor.cast_mut()))? {
+                        Some(tensor) => Value::Tensor(Cow::Owned(tensor)),
+                        None => Value::None,
+                    }
+                }
                 INTEGERS => Value::Integers(Cow::Owned(data.list.elements().to_vec())),
                 REALS => Value::Reals(Cow::Owned(data.list.elements().to_vec())),
                 BOOLS => {
@@ -132,7 +133,7 @@ impl RawValue {
                 }
                 TENSORS => {
                     let handles = data.list.elements::<TensorHandle>();
-                    let tensors: Result<_> = handles.iter().copied().map(share).collect();
+                    let tensors: Result<_> = handles.iter().copied().map(Tensor::share).collect();
                     Value::Tensors(Cow::Owned(tensors?))
                 }
                 kind => return Err(Error::unknown_kind(kind)),
@@ -150,11 +151,4 @@ impl List {
         }
         unsafe { slice::from_raw_parts(self.data.cast(), self.size) }
     }
-}
-
-fn share(handle: TensorHandle) -> Result<Option<Tensor>> {
-    if handle.is_null() {
-        return Ok(None);
-    }
-    Ok(Some(Tensor::own(raw::tensor_clone(handle)?)))
 }

@@ -1,0 +1,86 @@
+//! What a worker knows of its job.
+use crate::ffi::{RawContextState, RawMember, RawPassState};
+
+/// A member of a job, as a worker knows it.
+#[doc(alias = "dg_member")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Member {
+    /// Unique in the job.
+    pub name: String,
+    /// Its number in the job.
+    pub rank: u32,
+    /// Another one for each life of that name, the later the greater.
+    pub incarnation: u64,
+}
+
+/// What a worker holds of a context.
+#[doc(alias = "dg_context_state")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ContextState {
+    /// The origin's rank in the top 16 bits.
+    pub id: u64,
+    /// How many messages with tensors to differentiate through were sent.
+    pub sends: u64,
+    /// How many were received.
+    pub receives: u64,
+    /// How many leaves of this worker have a gradient.
+    pub gradients: u64,
+    /// The ranks of those with whom messages of it were exchanged.
+    pub peers: Vec<u32>,
+    /// The backward passes that run here.
+    pub passes: Vec<PassState>,
+}
+
+/// A backward pass that runs on a worker, and what it waits for.
+#[doc(alias = "dg_pass_state")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PassState {
+    /// The initiator's rank in the top 16 bits.
+    pub id: u64,
+    /// Whether another backward may follow.
+    pub retain_graph: bool,
+    /// Nodes of received tensors, and roots, that run or are about to.
+    pub busy: u64,
+    /// Whose gradients have not come: the rank, for each tensor list that was sent.
+    pub awaited: Vec<u32>,
+    /// Who has not acknowledged a message of this worker: the rank, once for each message.
+    pub unacknowledged: Vec<u32>,
+}
+
+fn ranks(ranks: Vec<u64>) -> Vec<u32> {
+    ranks.into_iter().map(|rank| rank as u32).collect()
+}
+
+impl From<RawMember> for Member {
+    fn from(raw: RawMember) -> Self {
+        Self { name: raw.name, rank: raw.rank as u32, incarnation: raw.incarnation }
+    }
+}
+
+impl From<RawContextState> for ContextState {
+    fn from(raw: RawContextState) -> Self {
+        Self {
+            id: raw.id,
+            sends: raw.sends,
+            receives: raw.receives,
+            gradients: raw.gradients,
+            peers: ranks(raw.peers),
+            passes: raw.passes.into_iter().map(PassState::from).collect(),
+        }
+    }
+}
+
+impl From<RawPassState> for PassState {
+    fn from(raw: RawPassState) -> Self {
+        Self {
+            id: raw.id,
+            retain_graph: raw.flags & 1 != 0,
+            busy: raw.busy,
+            awaited: ranks(raw.awaited),
+            unacknowledged: ranks(raw.unacknowledged),
+        }
+    }
+}

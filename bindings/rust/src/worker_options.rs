@@ -1,0 +1,225 @@
+//! How a worker joins a job.
+use crate::{
+    ffi::{self, RawLimits, RawWorkerOptions},
+    future::milliseconds_or_default,
+    Code, Error, Result, Worker,
+};
+use std::{path::Path, time::Duration};
+
+/// How a worker joins a job. What is not said has a default.
+#[doc(alias = "dg_worker_options")]
+#[derive(Clone, Debug, Default)]
+pub struct WorkerOptions {
+    name: String,
+    rank: u32,
+    world_size: u32,
+    rendezvous: String,
+    transport: String,
+    host: String,
+    key_file: String,
+    thread_count: u64,
+    timeout: Option<Duration>,
+    join_timeout: Option<Duration>,
+    operators: Operators,
+    job: String,
+    heartbeat_limit: Option<Duration>,
+    join: bool,
+    max_workers: u64,
+    limits: Limits,
+    device_pairs: Vec<[String; 3]>,
+}
+
+impl WorkerOptions {
+    /// All default: rank and world size are `RANK` and `WORLD_SIZE` in the environment, where
+    /// launchers put them, and so is the rendezvous.
+    pub fn new() -> Self {
+        Self::default()
+    }
+    /// Unique in the job. Default: `worker<rank>`.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+    /// Its number, below `world_size`, which is how many workers the job has.
+    pub fn rank(mut self, rank: u32, world_size: u32) -> Self {
+        (self.rank, self.world_size) = (rank, world_size);
+        self
+    }
+    /// How the workers find each other: `tcp://host:port`, where worker 0 serves a store;
+    /// `file:///path`, a file that all see, and that is not there from an earlier job; `env://`
+    /// (the default), `MASTER_ADDR` and `MASTER_PORT` as launchers set them.
+    pub fn rendezvous(mut self, rendezvous: impl Into<String>) -> Self {
+        self.rendezvous = rendezvous.into();
+        self
+    }
+    /// `socket` (the default); `tcp` and `shm` are TensorPipe's own.
+    pub fn transport(mut self, transport: impl Into<String>) -> Self {
+        self.transport = transport.into();
+        self
+    }
+    /// What it listens on. Default: `127.0.0.1`.
+    pub fn host(mut self, host: impl Into<String>) -> Self {
+        self.host = host.into();
+        self
+    }
+    /// A file with the secret that all workers share. Default: what `DISTGRAD_KEY_FILE` in the
+    /// environment names, or none.
+    pub fn key_file(mut self, key_file: impl AsRef<Path>) -> Self {
+        self.key_file = key_file.as_ref().to_string_lossy().into_owned();
+        self
+    }
+    /// How many handlers run at the same time. Default: one per core.
+    pub fn thread_count(mut self, thread_count: u64) -> Self {
+        self.thread_count = thread_count;
+        self
+    }
+    /// Of calls and passes that set none. Default: a minute.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+    /// For all workers to join. Default: a minute.
+    pub fn join_timeout(mut self, timeout: Duration) -> Self {
+        self.join_timeout = Some(timeout);
+        self
+    }
+    /// Which operators the others may call here. Default: those that only compute.
+    pub fn operators(mut self, operators: Operators) -> Self {
+        self.operators = operators;
+        self
+    }
+    /// Tells jobs that share one rendezvous apart; has no `/`. Default: empty.
+    pub fn job(mut self, job: impl Into<String>) -> Self {
+        self.job = job.into();
+        self
+    }
+    /// A peer that was not heard of for so long is lost, though its connection stands. At least
+    /// 100 ms; `Duration::MAX`: never. Default: 20 seconds.
+    pub fn heartbeat_limit(mut self, limit: Duration) -> Self {
+        self.heartbeat_limit = Some(limit);
+        self
+    }
+    /// Joins a job that runs already, as one more worker: the store gives its rank, and neither rank
+    /// nor world size is looked at. Under a name that it had before it comes back. Default: the
+    /// worker is one of the job's start.
+    #[doc(alias = "DG_WORKER_JOIN")]
+    pub fn join(mut self, join: bool) -> Self {
+        self.join = join;
+        self
+    }
+    /// How many workers may ever join the job. Default: 4096.
+    pub fn max_workers(mut self, max_workers: u64) -> Self {
+        self.max_workers = max_workers;
+        self
+    }
+    /// What it lets others, and its own program, make it hold.
+    pub fn limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+    /// A device of this worker's that goes with one of another's: a tensor that is on `mine` here
+    /// arrives on `theirs` there, and its gradient comes back the same way. One to one for each
+    /// peer, and without the CPU, which always goes with the CPU. One end of a pair may say it
+    /// alone. Default: none.
+    #[doc(alias = "dg_device_pair")]
+    pub fn device_pair(
+        mut self,
+        peer: impl Into<String>,
+        mine: impl Into<String>,
+        theirs: impl Into<String>,
+    ) -> Self {
+        self.device_pairs.push([peer.into(), mine.into(), theirs.into()]);
+        self
+    }
+
+    /// Joins the job, and waits until all its workers have.
+    #[doc(alias = "dg_worker_create")]
+    pub fn create(&self) -> Result<Worker> {
+        let loaded = ffi::abi_version() >> 16;
+        if loaded != ffi::abi_major() {
+            return Err(Error::new(
+                Code::Unimplemented,
+                format!(
+                    "libdistgrad has version {loaded} of its interface, not {}",
+                    ffi::abi_major()
+                ),
+            ));
+        }
+        let operators = match self.operators {
+            Operators::Pure => 0,
+            Operators::None => 1,
+            Operators::All => 2,
+        };
+        let texts: Vec<&str> = self.device_pairs.iter().flatten().map(String::as_str).collect();
+        let handle = ffi::worker_create(&RawWorkerOptions {
+            name: &self.name,
+            rank: self.rank,
+            world_size: self.world_size,
+            rendezvous: &self.rendezvous,
+            transport: &self.transport,
+            host: &self.host,
+            key_file: &self.key_file,
+            thread_count: self.thread_count,
+            timeout_ms: milliseconds_or_default(self.timeout),
+            join_timeout_ms: milliseconds_or_default(self.join_timeout),
+            flags: operators | if self.join { 4 } else { 0 },
+            job: &self.job,
+            heartbeat_limit_ms: milliseconds_or_default(self.heartbeat_limit),
+            max_workers: self.max_workers,
+            limits: RawLimits {
+                message_bytes: self.limits.message_bytes,
+                tensors_per_message: self.limits.tensors_per_message,
+                calls_per_peer: self.limits.calls_per_peer,
+                calls: self.limits.calls,
+                bytes_per_peer: self.limits.bytes_per_peer,
+                contexts_per_peer: self.limits.contexts_per_peer,
+                unauthenticated: self.limits.unauthenticated,
+                handshake_timeout_ms: milliseconds_or_default(self.limits.handshake_timeout),
+            },
+            device_pairs: &texts,
+        })?;
+        Ok(Worker::own(handle))
+    }
+}
+
+/// Which operators the others may call on a worker, without its having registered anything.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Operators {
+    /// Those of torch that only compute; docs/security.md has the rule.
+    #[default]
+    Pure,
+    /// None.
+    #[doc(alias = "DG_WORKER_NO_OPERATORS")]
+    None,
+    /// All that this process has.
+    #[doc(alias = "DG_WORKER_ALL_OPERATORS")]
+    All,
+}
+
+/// What a worker lets others, and its own program, make it hold. Past one of these a call fails with
+/// `Code::ResourceExhausted` and the limit's name. A 0, or `None`, is the default.
+///
+/// ```
+/// let limits = distgrad::Limits { calls_per_peer: 100, ..Default::default() };
+/// # let _ = distgrad::WorkerOptions::new().limits(limits);
+/// ```
+#[doc(alias = "dg_limits")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Of one message, with its tensors. Default: 8 GiB.
+    pub message_bytes: u64,
+    /// Default: 16384.
+    pub tensors_per_message: u64,
+    /// Under way to one peer, and served here of one. Default: 4096.
+    pub calls_per_peer: u64,
+    /// Of all peers together. Default: 65536.
+    pub calls: u64,
+    /// That wait to be sent to one peer, and of its calls here. Default: 4 GiB.
+    pub bytes_per_peer: u64,
+    /// Of one origin that are open here. Default: 4096.
+    pub contexts_per_peer: u64,
+    /// Strangers whose handshake is not finished. Default: 256.
+    pub unauthenticated: u64,
+    /// How long each may take for it. Default: 10 seconds.
+    pub handshake_timeout: Option<Duration>,
+}

@@ -1,0 +1,96 @@
+//! Workers that join a running job, leave it and come back; limits and device pairs; what a worker
+//! holds of its contexts.
+mod common;
+use common::{alone_with, empty, pair, weight, Folder, LONG};
+use distgrad::{values, Code, Limits, Message, Tensor, Worker, WorkerOptions};
+
+fn known(worker: &Worker) -> Vec<(String, u32)> {
+    worker.members().unwrap().into_iter().map(|member| (member.name, member.rank)).collect()
+}
+
+#[test]
+fn a_worker_joins_leaves_and_comes_back() {
+    let folder = Folder::new();
+    let late = || folder.options().name("late").join(true).create().unwrap();
+    let first = folder.options().name("first").rank(0, 1).create().unwrap();
+    first.register("echo", |request| Ok(Message::from_payload(request.payload())?)).unwrap();
+    assert_eq!(known(&first), [("first".to_owned(), 0)]);
+
+    let both = [("first".to_owned(), 0), ("late".to_owned(), 1)];
+    let worker = late();
+    assert_eq!((worker.rank(), worker.world_size()), (1, 2));
+    assert_eq!(known(&worker), both);
+    worker.call("first", "echo", &empty()).unwrap();
+    first.update_members().unwrap();
+    assert_eq!(known(&first), both);
+    let before = first.members().unwrap();
+
+    let third = folder.options().name("third").join(true).max_workers(2).create().unwrap_err();
+    assert_eq!(third.code(), Code::ResourceExhausted, "{third}");
+
+    worker.leave_alone(LONG).unwrap();
+    first.update_members().unwrap();
+    assert_eq!(known(&first), both[..1]);
+    assert_eq!((first.world_size(), first.name(1)), (1, None));
+    let worker = late();
+    first.update_members().unwrap();
+    let after = first.members().unwrap();
+    assert_eq!(known(&first), both);
+    assert_eq!(after[0], before[0]);
+    assert!(after[1].incarnation > before[1].incarnation);
+    drop(worker);
+}
+
+#[test]
+fn limits_are_named() {
+    let limits = Limits { message_bytes: 1000, tensors_per_message: 1, ..Limits::default() };
+    let worker = alone_with(WorkerOptions::new().limits(limits));
+    worker.register("echo", |request| Ok(Message::from_payload(request.payload())?)).unwrap();
+    let call = |message: Message| worker.call("alone", "echo", &message).unwrap_err();
+    let long = call(Message::from_payload([0; 2000]).unwrap());
+    let two = call(Message::with_gaps("", &[None, None]).unwrap());
+    for (error, limit) in [(long, "message_bytes"), (two, "tensors_per_message")] {
+        assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+        assert!(error.message().contains(limit), "{error}");
+    }
+    worker.call("alone", "echo", &empty()).unwrap();
+}
+
+#[test]
+fn device_pairs() {
+    let folder = Folder::new();
+    let with = |job: &str, theirs: &str| {
+        let options = folder.options().rank(0, 1).job(job).device_pair("peer", "cuda:0", "cuda:1");
+        options.device_pair("peer", "cuda:1", theirs).create()
+    };
+    with("a", "cuda:0").unwrap(); // of a peer that may come yet
+    for (job, theirs, text) in
+        [("b", "cuda:1", "one to one"), ("c", "cpu", "with the CPU"), ("d", "abacus", "abacus")]
+    {
+        let error = with(job, theirs).unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        assert!(error.message().contains(text), "{error}");
+    }
+}
+
+#[test]
+fn what_a_worker_holds_of_a_context() {
+    pair(
+        |_| (),
+        |front| {
+            assert_eq!(front.contexts().unwrap(), []);
+            let x = weight(&[2.0]);
+            let context = front.context().unwrap();
+            let y = context.call_op("back", "aten::exp", &values![&x]).unwrap().remove(0);
+            let states = front.contexts().unwrap();
+            let [state] = &states[..] else { panic!("{states:?}") };
+            assert_eq!((state.id, state.sends, state.receives), (context.id(), 1, 1));
+            assert_eq!((&state.peers[..], state.gradients), (&[1][..], 0));
+            assert!(state.passes.is_empty());
+            context.backward([Tensor::try_from(y).unwrap()]).unwrap();
+            assert_eq!(front.contexts().unwrap()[0].gradients, 1);
+            drop(context);
+            assert_eq!(front.contexts().unwrap(), []);
+        },
+    );
+}
