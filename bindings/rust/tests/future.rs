@@ -1,7 +1,7 @@
 //! Futures, asynchronous handlers, and handlers that wait.
 mod common;
 use common::{alone, alone_with, block_on, empty, weight, LONG};
-use distgrad::{Cancellation, Code, Error, Later, Message, WorkerOptions};
+use distgrad::{Cancellation, Code, Error, Later, Message, Worker, WorkerOptions};
 use std::{
     future::{poll_fn, Future as _, IntoFuture},
     sync::{
@@ -12,6 +12,19 @@ use std::{
     thread,
     time::Duration,
 };
+
+/// Registers "wait", which gives back what it got once something is sent.
+fn gate(worker: &Worker) -> mpsc::Sender<()> {
+    let (open, gate) = mpsc::channel();
+    let gate = Mutex::new(gate);
+    worker
+        .register("wait", move |request| {
+            gate.lock().unwrap().recv()?;
+            Ok(Message::from_payload(request.payload())?)
+        })
+        .unwrap();
+    open
+}
 
 #[test]
 fn asynchronous_handlers() {
@@ -69,14 +82,7 @@ fn asynchronous_handlers() {
 #[test]
 fn futures() {
     let worker = alone();
-    let (open, gate) = mpsc::channel::<()>();
-    let gate = Mutex::new(gate);
-    worker
-        .register("wait", move |request| {
-            gate.lock().unwrap().recv()?;
-            Ok(Message::from_payload(request.payload())?)
-        })
-        .unwrap();
+    let open = gate(&worker);
     let start = |text| {
         let message = Message::from_payload(text).unwrap();
         worker.call_async("alone", "wait", &message).unwrap()
@@ -122,14 +128,7 @@ fn futures() {
 #[test]
 fn deadlines() {
     let worker = alone();
-    let (open, gate) = mpsc::channel::<()>();
-    let gate = Mutex::new(gate);
-    worker
-        .register("wait", move |_| {
-            let _ = gate.lock().unwrap().recv();
-            Ok(empty())
-        })
-        .unwrap();
+    let open = gate(&worker);
     let caller = worker.caller().timeout(Duration::from_millis(20));
     assert_eq!(caller.call("alone", "wait", &empty()).unwrap_err().code(), Code::DeadlineExceeded);
     let future = caller.call_async("alone", "wait", &empty()).unwrap();
@@ -140,14 +139,7 @@ fn deadlines() {
 #[test]
 fn a_call_is_given_up() {
     let worker = alone();
-    let (open, gate) = mpsc::channel::<()>();
-    let gate = Mutex::new(gate);
-    worker
-        .register("wait", move |_| {
-            let _ = gate.lock().unwrap().recv();
-            Ok(empty())
-        })
-        .unwrap();
+    let open = gate(&worker);
     let future = worker.call_async("alone", "wait", &empty()).unwrap();
     future.cancel().unwrap();
     assert_eq!(future.wait().unwrap_err().code(), Code::Cancelled);
