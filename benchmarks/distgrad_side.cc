@@ -77,14 +77,14 @@ class DistgradSide : public Side {
   absl::StatusOr<Sample> Run(const Work& work, absl::Duration budget) override {
     const at::Tensor x = at::ones({static_cast<int64_t>(work.bytes / sizeof(float))});
     if (work.kind == "call") {
-      return Repeat(budget, [&]() -> absl::StatusOr<double> {
-        const double start = MicrosNow();
-        DG_ASSIGN_OR_RETURN(const auto values,
-                            worker().CallOperator(NameOf(1), "aten::add.Scalar", {x, 1, 1}));
-        const double micros = MicrosNow() - start;
-        DG_RETURN_IF_ERROR(CheckSum(values.at(0).toTensor()));
-        return micros;
-      });
+      return Repeat(budget, [&] { return Add(x); });
+    }
+    if (work.kind == "beside") {
+      const at::Tensor small = at::ones({1});
+      const auto send = [&] {
+        return worker().CallOperator(NameOf(1), "aten::select.int", {x, 0, 0}).status();
+      };
+      return RepeatBeside(work.count, budget, send, [&] { return Add(small); });
     }
     if (work.kind == "calls") {
       std::vector<Future<Message>> answers(work.count);
@@ -141,6 +141,15 @@ class DistgradSide : public Side {
 
  private:
   Worker& worker() { return *workers_[0]; }
+
+  absl::StatusOr<double> Add(const at::Tensor& x) {
+    const double start = MicrosNow();
+    DG_ASSIGN_OR_RETURN(const auto values,
+                        worker().CallOperator(NameOf(1), "aten::add.Scalar", {x, 1, 1}));
+    const double micros = MicrosNow() - start;
+    DG_RETURN_IF_ERROR(CheckSum(values.at(0).toTensor()));
+    return micros;
+  }
 
   absl::StatusOr<at::Tensor> Multiply(const Context& context, const at::Tensor& y) {
     DG_ASSIGN_OR_RETURN(

@@ -95,13 +95,15 @@ class PytorchSide : public Side {
     try {
       const at::Tensor x = at::ones({static_cast<int64_t>(work.bytes / sizeof(float))});
       if (work.kind == "call") {
-        return Repeat(budget, [&]() -> absl::StatusOr<double> {
-          const double start = MicrosNow();
-          const at::Tensor y = Await(CallAdd(x));
-          const double micros = MicrosNow() - start;
-          if (auto wrong = CheckSum(y); !wrong.ok()) return wrong;
-          return micros;
-        });
+        return Repeat(budget, [&] { return Add(x); });
+      }
+      if (work.kind == "beside") {
+        const at::Tensor small = at::ones({1});
+        const auto send = [&] {
+          Await(Send(1, rpc::ScriptCall(select_, {x, 0, 0})));
+          return absl::OkStatus();
+        };
+        return RepeatBeside(work.count, budget, send, [&] { return Add(small); });
       }
       if (work.kind == "calls") {
         std::vector<Answer> answers(work.count);
@@ -187,6 +189,14 @@ class PytorchSide : public Side {
                                          agent_->getWorkerInfo(static_cast<rpc::worker_id_t>(to)),
                                          std::move(call).toMessage(), /*forceGradRecording=*/false);
   }
+  absl::StatusOr<double> Add(const at::Tensor& x) {
+    const double start = MicrosNow();
+    const at::Tensor y = Await(CallAdd(x));
+    const double micros = MicrosNow() - start;
+    if (auto wrong = CheckSum(y); !wrong.ok()) return wrong;
+    return micros;
+  }
+
   Answer CallAdd(const at::Tensor& x) { return Send(1, rpc::ScriptCall(add_, {x, 1, 1})); }
   Answer CallMul(int to, const at::Tensor& x) {
     return Send(to, rpc::ScriptCall(mul_, {x, kFactor}));
@@ -227,8 +237,9 @@ class PytorchSide : public Side {
     return micros;
   }
 
-  static std::shared_ptr<torch::jit::Operator> Find(const char* name) {
-    auto found = torch::jit::findOperatorFor(c10::OperatorName(name, "Scalar"));
+  static std::shared_ptr<torch::jit::Operator> Find(const char* name,
+                                                    const char* overload = "Scalar") {
+    auto found = torch::jit::findOperatorFor(c10::OperatorName(name, overload));
     TORCH_CHECK(found, "no operator ", name);
     return found;
   }
@@ -236,6 +247,7 @@ class PytorchSide : public Side {
   const Place place_;
   const std::shared_ptr<torch::jit::Operator> add_ = Find("aten::add");
   const std::shared_ptr<torch::jit::Operator> mul_ = Find("aten::mul");
+  const std::shared_ptr<torch::jit::Operator> select_ = Find("aten::select", "int");
   std::shared_ptr<rpc::TensorPipeAgent> agent_;
 };
 

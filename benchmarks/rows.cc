@@ -69,6 +69,8 @@ std::vector<Row> AllRows(const std::string& transport) {
     row->against = Row::Against::kFloor;
     row->quick = bytes < (16 << 20);
   }
+  row = add("call_beside", "call, 4 B, beside 64 MB", {"beside", 2, size_t{64} << 20}, 0);
+  row->quick = false;
   for (const size_t bytes : {size_t{4}, size_t{4} << 10}) {
     row = add(absl::StrCat("calls_64_", bytes), "calls, 64 in flight, " + Bytes(bytes),
               {"calls", 64, bytes}, 8);

@@ -87,6 +87,26 @@ absl::StatusOr<Sample> RepeatOnThreads(int count, absl::Duration budget,
   return all;
 }
 
+absl::StatusOr<Sample> RepeatBeside(int count, absl::Duration budget,
+                                    absl::FunctionRef<absl::Status()> beside,
+                                    absl::FunctionRef<absl::StatusOr<double>()> once) {
+  std::atomic<bool> stop{false};
+  std::vector<absl::Status> statuses(count);
+  std::vector<std::thread> threads;
+  for (absl::Status& status : statuses) {
+    threads.emplace_back([&] {
+      while (!stop && status.ok()) status = beside();
+    });
+  }
+  const absl::StatusOr<Sample> sample = Repeat(budget, once);
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  for (const absl::Status& status : statuses) {
+    if (!status.ok()) return status;
+  }
+  return sample;
+}
+
 absl::StatusOr<Sample> RepeatInFlight(int width, absl::Duration budget,
                                       absl::FunctionRef<void(int)> start,
                                       absl::FunctionRef<absl::Status(int)> finish) {

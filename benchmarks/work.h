@@ -18,6 +18,7 @@ namespace distgrad {
 //
 //   call      one call of aten::add on the first peer, with a tensor of `bytes`
 //   calls     the same with `count` calls under way all the time; an operation is one call
+//   beside    a call with 4 bytes, while `count` other threads send `bytes` to the same peer
 //   pass      `count` remote multiplications, each of the result before; backward; release
 //   fan       the same, but all of them at once, and spread over the peers
 //   tensors   a function of `count` tensors, all in one message; backward; release
@@ -58,6 +59,11 @@ absl::StatusOr<Sample> Repeat(absl::Duration budget,
 // Runs `once` on `count` threads at the same time, for about `budget`.
 absl::StatusOr<Sample> RepeatOnThreads(int count, absl::Duration budget,
                                        absl::FunctionRef<absl::StatusOr<double>()> once);
+
+// Does `once` as Repeat() does, while `count` other threads do `beside` again and again.
+absl::StatusOr<Sample> RepeatBeside(int count, absl::Duration budget,
+                                    absl::FunctionRef<absl::Status()> beside,
+                                    absl::FunctionRef<absl::StatusOr<double>()> once);
 
 // Keeps `width` things under way: `start(i)` starts the i-th of them, `finish(i)` waits for it.
 absl::StatusOr<Sample> RepeatInFlight(int width, absl::Duration budget,
