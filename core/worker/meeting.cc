@@ -1,0 +1,84 @@
+#include "core/worker/meeting.h"
+
+#include <random>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/rpc/start.h"
+#include "core/rpc/store/file_store.h"
+#include "core/rpc/store/in_process_store.h"
+#include "core/rpc/store/signed_store.h"
+#include "core/rpc/store/tcp_store.h"
+#include "core/rpc/tensorpipe/socket/cluster_key.h"
+
+namespace distgrad {
+namespace {
+
+absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const std::string& cluster_key,
+                                                 absl::Time deadline) {
+  const RendezvousUrl& url = place.rendezvous;
+  switch (url.kind) {
+    case RendezvousUrl::Kind::kEnvironment:
+      return NewInProcessStore();  // for one worker alone
+    case RendezvousUrl::Kind::kFile:
+      return NewFileStore(url.path);
+    case RendezvousUrl::Kind::kTcp:
+      return NewTcpStore({.host = url.host,
+                          .port = url.port,
+                          .cluster_key = cluster_key,
+                          .of_launcher = place.launcher_serves,
+                          .is_server = place.serves_store,
+                          .bind_host = url.bind,
+                          .deadline = deadline});
+  }
+  return absl::InternalError("a rendezvous of no kind");
+}
+
+absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(const Place& place,
+                                                        std::shared_ptr<Store> store,
+                                                        absl::Time deadline) {
+  auto run = std::make_shared<PrefixStore>(absl::StrCat("run/", place.run, "/"), std::move(store));
+  const uint64_t nonce = (uint64_t{std::random_device()()} << 32) | std::random_device()();
+  DG_ASSIGN_OR_RETURN(const int64_t start,
+                      AgreeOnStart(*run, place.rank, place.world_size, nonce, deadline));
+  return std::make_shared<PrefixStore>(absl::StrCat(start, "/"), std::move(run));
+}
+
+}  // namespace
+
+absl::StatusOr<Meeting> Meet(const MeetingOptions& options, absl::Time deadline) {
+  Meeting meeting;
+  DG_ASSIGN_OR_RETURN(meeting.cluster_key, LoadClusterKey(options.key_file));
+  DG_ASSIGN_OR_RETURN(meeting.place, FindPlace({.rank = options.rank,
+                                                .world_size = options.world_size,
+                                                .rendezvous = options.rendezvous,
+                                                .has_store = options.store != nullptr},
+                                               &ProcessEnvironment));
+  const Place& place = meeting.place;
+  meeting.store = options.store;
+  if (meeting.store == nullptr) {
+    DG_ASSIGN_OR_RETURN(meeting.store, MakeStore(place, meeting.cluster_key, deadline));
+    meeting.serves_store = place.rendezvous.kind == RendezvousUrl::Kind::kTcp && place.serves_store;
+  }
+  // The signature is over the whole key: an entry of one job or start does not pass for one of
+  // another.
+  if (!meeting.cluster_key.empty()) {
+    meeting.store = NewSignedStore(meeting.cluster_key, std::move(meeting.store));
+  }
+  if (absl::StrContains(options.job, '/')) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the name of job '", options.job, "' must not have a '/'"));
+  }
+  if (!options.job.empty()) {
+    meeting.store = std::make_shared<PrefixStore>(absl::StrCat("job/", options.job, "/"),
+                                                  std::move(meeting.store));
+  }
+  if (!place.run.empty()) {
+    DG_ASSIGN_OR_RETURN(meeting.store, StoreOfThisStart(place, std::move(meeting.store), deadline));
+  }
+  return meeting;
+}
+
+}  // namespace distgrad

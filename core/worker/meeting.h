@@ -1,0 +1,40 @@
+// Where the processes of a job meet, and who each of them is: by options, the user's variables or a
+// launcher's. For all that joins a job, with a worker or without; docs/launching.md.
+#ifndef DISTGRAD_CORE_WORKER_MEETING_H_
+#define DISTGRAD_CORE_WORKER_MEETING_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "core/rpc/environment.h"
+#include "core/rpc/store.h"
+
+namespace distgrad {
+
+// As WorkerOptions has them.
+struct MeetingOptions {
+  std::string rendezvous = "env://";
+  std::shared_ptr<Store> store = nullptr;
+  std::string job = {};
+  int rank = -1;
+  int world_size = -1;
+  std::string key_file = {};
+};
+
+struct Meeting {
+  Place place = {};
+  std::string cluster_key = {};
+  // Of this start of this job alone; signed, where there is a cluster key.
+  std::shared_ptr<Store> store = nullptr;
+  bool serves_store = false;  // to the others
+};
+
+// kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that
+// lacks something; what the store says otherwise.
+absl::StatusOr<Meeting> Meet(const MeetingOptions& options, absl::Time deadline);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_MEETING_H_
