@@ -1,0 +1,126 @@
+#include "core/parallel/process_group/c10d_store.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "core/base/status.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+// Thread-safe, as c10d's stores are.
+class FromC10d : public Store {
+ public:
+  explicit FromC10d(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  absl::Status Set(const std::string& key, const std::string& value) override {
+    return Call<Unit>(key,
+                      [&] {
+                        store_->set(key, value);
+                        return Unit{};
+                      })
+        .status();
+  }
+
+  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+    const absl::Duration left = deadline - absl::Now();
+    return Call<std::string>(key, [&]() -> absl::StatusOr<std::string> {
+      if (!store_->check({key})) {
+        // A time-out of 0 would be none.
+        if (left < absl::Milliseconds(1)) return NotThere(key);
+        try {
+          store_->wait({key}, absl::ToChronoMilliseconds(left));
+        } catch (...) {
+          // It counts in milliseconds.
+          if (absl::Now() + absl::Milliseconds(1) >= deadline) return NotThere(key);
+          throw;
+        }
+      }
+      return store_->get_to_str(key);
+    });
+  }
+
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
+    return Call<int64_t>(key, [&] { return store_->add(key, amount); });
+  }
+
+ private:
+  struct Unit {};
+
+  static absl::Status NotThere(const std::string& key) {
+    return absl::DeadlineExceededError(absl::StrCat("key '", key, "' is not in c10d's store"));
+  }
+
+  template <typename T, typename F>
+  static absl::StatusOr<T> Call(const std::string& key, const F& call) {
+    try {
+      return call();
+    } catch (...) {
+      return Annotate(StatusFromException(std::current_exception()),
+                      absl::StrCat("key '", key, "' of c10d's store"));
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+};
+
+// Thread-safe, as our stores are.
+class ToC10d : public c10d::Store {
+ public:
+  ToC10d(std::shared_ptr<distgrad::Store> store, std::chrono::milliseconds timeout)
+      : c10d::Store(timeout), store_(std::move(store)) {}
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::make_intrusive<ToC10d>(store_, timeout_);
+  }
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    const absl::Status status = store_->Set(key, std::string(value.begin(), value.end()));
+    if (!status.ok()) throw StatusError(status);
+  }
+  std::vector<uint8_t> get(const std::string& key) override { return Get(key, timeout_); }
+  int64_t add(const std::string& key, int64_t value) override {
+    return ValueOrThrow(store_->Add(key, value));
+  }
+  bool deleteKey(const std::string& /*key*/) override { return false; }
+  bool check(const std::vector<std::string>& keys) override {
+    return std::all_of(keys.begin(), keys.end(), [&](const std::string& key) {
+      const absl::Status status = store_->Get(key, absl::InfinitePast()).status();
+      if (!status.ok() && !absl::IsDeadlineExceeded(status)) throw StatusError(status);
+      return status.ok();
+    });
+  }
+  int64_t getNumKeys() override {
+    throw StatusError(absl::UnimplementedError("this store does not count its keys"));
+  }
+  void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
+  void wait(const std::vector<std::string>& keys,
+            const std::chrono::milliseconds& timeout) override {
+    for (const std::string& key : keys) Get(key, timeout);
+  }
+
+ private:
+  std::vector<uint8_t> Get(const std::string& key, std::chrono::milliseconds timeout) {
+    const std::string value =
+        ValueOrThrow(store_->Get(key, absl::Now() + absl::FromChrono(timeout)));
+    return {value.begin(), value.end()};
+  }
+
+  const std::shared_ptr<distgrad::Store> store_;
+};
+
+}  // namespace
+
+std::shared_ptr<Store> StoreOfC10d(c10::intrusive_ptr<c10d::Store> store) {
+  return std::make_shared<FromC10d>(std::move(store));
+}
+
+c10::intrusive_ptr<c10d::Store> C10dStoreOf(std::shared_ptr<Store> store, absl::Duration timeout) {
+  return c10::make_intrusive<ToC10d>(std::move(store), absl::ToChronoMilliseconds(timeout));
+}
+
+}  // namespace distgrad

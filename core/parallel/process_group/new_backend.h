@@ -1,0 +1,27 @@
+// c10d's backends that can be had: one, whose header stays in one file.
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_NEW_BACKEND_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_NEW_BACKEND_H_
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "absl/time/time.h"
+#include "core/rpc/store.h"
+
+namespace distgrad {
+
+struct BackendPlace {
+  std::shared_ptr<Store> store;  // of this start of this group alone
+  int rank = 0;
+  int size = 1;
+  absl::Duration timeout;
+  std::string host;  // or interface, that the others can reach this rank at
+};
+
+// Connects to all ranks; throws what c10d throws.
+c10::intrusive_ptr<c10d::Backend> NewGlooBackend(const BackendPlace& place);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_NEW_BACKEND_H_

@@ -1,0 +1,206 @@
+#include "core/parallel/process_group/process_group.h"
+
+#include <random>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "absl/base/attributes.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "core/base/blocking.h"
+#include "core/base/status.h"
+#include "core/parallel/bucket.h"
+#include "core/parallel/process_group/new_backend.h"
+#include "core/rpc/environment.h"
+#include "core/rpc/start.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+// What is packed together, at most.
+constexpr size_t kBucketBytes = size_t{25} << 20;
+constexpr int kNoRoot = -1;
+
+// Held while a collective is begun. c10d numbers those of a group as they come; and in its recorder
+// of collectives, one for all groups of the process, a map grows without a lock.
+ABSL_CONST_INIT absl::Mutex beginning(absl::kConstInit);
+
+absl::Status Check(const ProcessGroupOptions& options) {
+  const std::string who = absl::StrCat("process group '", options.name, "': ");
+  if (options.store == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(who, "there is no store to meet in"));
+  }
+  if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
+    return absl::InvalidArgumentError(absl::StrCat(who, "rank ", options.rank, " of ", options.size,
+                                                   ": ranks go from 0 to one less than the size"));
+  }
+  if (options.backend != "gloo") {
+    return absl::InvalidArgumentError(
+        absl::StrCat(who, "there is no backend '", options.backend, "'; there is gloo"));
+  }
+  if (options.timeout < absl::Milliseconds(1) || options.timeout > absl::Hours(24 * 365)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        who, "the timeout is ", absl::FormatDuration(options.timeout), ", not 1ms to a year"));
+  }
+  if (options.name.empty() || absl::StrContains(options.name, '/')) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(who, "a name is not empty and has no '/' in it"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+struct ProcessGroup::Backend {
+  c10::intrusive_ptr<c10d::Backend> backend;
+};
+
+struct ProcessGroup::Running {
+  c10::intrusive_ptr<c10d::Work> work;
+  const std::string* what;
+};
+
+ProcessGroup::ProcessGroup(ProcessGroupOptions options)
+    : options_(std::move(options)),
+      who_(absl::StrCat("process group '", options_.name, "' (rank ", options_.rank, " of ",
+                        options_.size, ", ", options_.backend, ")")) {}
+
+ProcessGroup::~ProcessGroup() = default;
+
+absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupOptions options) {
+  DG_RETURN_IF_ERROR(Check(options));
+  const absl::Time deadline = absl::Now() + options.timeout;
+  if (options.host.empty()) {
+    options.host = ProcessEnvironment("DISTGRAD_HOST").value_or("127.0.0.1");
+  }
+  std::shared_ptr<ProcessGroup> group(new ProcessGroup(std::move(options)));
+  const ProcessGroupOptions& place = group->options_;
+  // A group that is made again under its name must not meet the addresses of the former one.
+  auto store = std::make_shared<PrefixStore>(absl::StrCat("group/", place.name, "/"), place.store);
+  const uint64_t nonce = (uint64_t{std::random_device()()} << 32) | std::random_device()();
+  const absl::StatusOr<int64_t> start =
+      AgreeOnStart(*store, place.rank, place.size, nonce, deadline);
+  if (!start.ok()) return Annotate(start.status(), group->who_);
+  const BackendPlace at = {
+      std::make_shared<PrefixStore>(absl::StrCat(*start, "/"), std::move(store)), place.rank,
+      place.size, place.timeout, place.host};
+  try {
+    group->backend_ = std::make_unique<Backend>(Backend{NewGlooBackend(at)});
+  } catch (...) {
+    return group->Failed(std::current_exception(), "connecting the ranks");
+  }
+  return group;
+}
+
+absl::Status ProcessGroup::status() const {
+  absl::MutexLock lock(&mu_);
+  return status_;
+}
+
+void ProcessGroup::Fail(const absl::Status& why) {
+  absl::MutexLock lock(&mu_);
+  status_.Update(why);
+}
+
+absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::string& what) {
+  absl::Status status = StatusFromException(std::move(exception));
+  // Backends say with words alone what happened to the other end.
+  if (status.code() == absl::StatusCode::kInternal) {
+    const bool late = absl::StrContains(status.message(), "imed out") ||
+                      absl::StrContains(status.message(), "timeout");
+    status = late ? absl::DeadlineExceededError(absl::StrCat("some rank took longer than ",
+                                                             absl::FormatDuration(options_.timeout),
+                                                             ": ", status.message()))
+                  : absl::UnavailableError(status.message());
+  }
+  Fail(Annotate(status, absl::StrCat(who_, ": ", what)));
+  return this->status();
+}
+
+absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::Begin(const at::Tensor& tensor,
+                                                                           const std::string& what,
+                                                                           int root) {
+  absl::MutexLock lock(&beginning);
+  DG_RETURN_IF_ERROR(status());
+  std::vector<at::Tensor> tensors = {tensor};
+  ++collectives_;
+  try {
+    if (root == kNoRoot) {
+      return std::make_shared<Running>(Running{backend_->backend->allreduce(tensors), &what});
+    }
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    return std::make_shared<Running>(
+        Running{backend_->backend->broadcast(tensors, options), &what});
+  } catch (...) {
+    return Failed(std::current_exception(), what);
+  }
+}
+
+absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::BeginSum(
+    const at::Tensor& tensor, const std::string& what) {
+  return Begin(tensor, what, kNoRoot);
+}
+
+absl::Status ProcessGroup::Wait(Running& running) {
+  const BlockingScope blocking;
+  try {
+    running.work->wait();
+    return absl::OkStatus();
+  } catch (...) {
+    return Failed(std::current_exception(), *running.what);
+  }
+}
+
+absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
+  const std::string what = absl::StrCat("averaging ", tensors.size(), " tensors");
+  try {
+    const at::NoGradGuard no_grad;
+    const std::vector<Bucket> buckets = AssignBuckets(tensors, kBucketBytes);
+    std::vector<at::Tensor> sums;
+    std::vector<std::shared_ptr<Running>> running;
+    absl::Status status;
+    for (const Bucket& bucket : buckets) {
+      sums.push_back(bucket.flat ? Pack(bucket, tensors) : tensors[bucket.slots[0].tensor]);
+      absl::StatusOr<std::shared_ptr<Running>> begun = BeginSum(sums.back(), what);
+      status.Update(begun.status());
+      if (!begun.ok()) break;
+      running.push_back(*std::move(begun));
+    }
+    for (const auto& each : running) status.Update(Wait(*each));
+    DG_RETURN_IF_ERROR(status);
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      sums[i].div_(options_.size);
+      if (buckets[i].flat) Unpack(buckets[i], sums[i], tensors);
+    }
+    return absl::OkStatus();
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), absl::StrCat(who_, ": ", what));
+  }
+}
+
+absl::Status ProcessGroup::Broadcast(absl::Span<const at::Tensor> tensors, int root) {
+  const std::string what = absl::StrCat("broadcasting ", tensors.size(), " tensors of rank ", root);
+  if (root < 0 || root >= options_.size) {
+    return absl::InvalidArgumentError(absl::StrCat(who_, ": ", what, ": there is no such rank"));
+  }
+  try {
+    const at::NoGradGuard no_grad;
+    for (const Bucket& bucket : AssignBuckets(tensors, kBucketBytes)) {
+      TORCH_CHECK_VALUE(bucket.flat, "tensor ", bucket.slots[0].tensor, " is not dense");
+      const at::Tensor flat = Pack(bucket, tensors);
+      // As bytes: backends do not know all dtypes.
+      DG_ASSIGN_OR_RETURN(const auto running, Begin(flat.view(at::kByte), what, root));
+      DG_RETURN_IF_ERROR(Wait(*running));
+      if (options_.rank != root) Unpack(bucket, flat, tensors);
+    }
+    return absl::OkStatus();
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), absl::StrCat(who_, ": ", what));
+  }
+}
+
+}  // namespace distgrad

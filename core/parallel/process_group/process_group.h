@@ -1,0 +1,112 @@
+// Processes that compute the same thing together: each is one rank of a group, and all call the
+// same collectives in the same order. On top of c10d's backends, of which there is Gloo, on the
+// CPU.
+//
+//   absl::StatusOr<std::shared_ptr<ProcessGroup>> group =
+//       ProcessGroup::Create({.name = "replicas", .store = store, .rank = 1, .size = 2});
+//   absl::Status status = (*group)->Average({loss});
+//
+// A rank that is gone or stopped is an error on the others, at once or at the latest when a
+// collective has taken `timeout`. After an error nobody can tell which collectives the others have
+// seen: it is the result of all later calls too, and the only way on is a new group.
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "core/rpc/store.h"
+
+namespace distgrad {
+
+struct ProcessGroupOptions {
+  // For messages, and for several groups in one store: no two at a time have the same name there.
+  std::string name = "default";
+  // Where the ranks meet; StoreOfC10d() makes one of c10d's.
+  std::shared_ptr<Store> store = nullptr;
+  int rank = 0;
+  int size = 1;
+  // "gloo".
+  std::string backend = "gloo";
+  // For all ranks to come, and then for each collective.
+  absl::Duration timeout = absl::Minutes(10);
+  // An address, a name, or an interface ("eth0") of this machine, at which the others reach
+  // it. "": DISTGRAD_HOST, or "127.0.0.1". Gloo knows no cluster key, and whoever reaches it there
+  // can disturb the group: let it be a network that is trusted.
+  std::string host = {};
+};
+
+// Thread-safe; but it is for the callers to see to the same order on all ranks.
+class ProcessGroup {
+ public:
+  // A collective under way.
+  struct Running;
+
+  // Waits until all ranks have called it. kDeadlineExceeded names those that have not.
+  static absl::StatusOr<std::shared_ptr<ProcessGroup>> Create(ProcessGroupOptions options);
+
+  // Waits for the collectives under way, each until its time-out.
+  ~ProcessGroup();
+  ProcessGroup(const ProcessGroup&) = delete;
+  ProcessGroup& operator=(const ProcessGroup&) = delete;
+
+  const std::string& name() const { return options_.name; }
+  int rank() const { return options_.rank; }
+  int size() const { return options_.size; }
+
+  // OK, or the first error.
+  absl::Status status() const;
+  // How many collectives this rank has begun: ranks in step have the same number.
+  int64_t collectives() const { return collectives_; }
+
+  // In place: each tensor becomes the average of those of all ranks. They have the same shapes and
+  // dtypes on all ranks, which is not checked, and are packed into few collectives.
+  absl::Status Average(absl::Span<const at::Tensor> tensors);
+
+  // In place: each tensor becomes that of `root`. Of any dtype; else as above.
+  absl::Status Broadcast(absl::Span<const at::Tensor> tensors, int root = 0);
+
+  // Begins to add up a tensor, without gaps or sparse, in place; it is not to be touched until
+  // Wait() has returned. `what` is for messages, and outlives that.
+  absl::StatusOr<std::shared_ptr<Running>> BeginSum(const at::Tensor& tensor,
+                                                    const std::string& what);
+  // On an accelerator it is this thread's current stream that waits.
+  absl::Status Wait(Running& running);
+
+  // Has all later calls fail with `why`, which is not OK. The first wins.
+  void Fail(const absl::Status& why);
+
+ private:
+  struct Backend;
+
+  explicit ProcessGroup(ProcessGroupOptions options);
+
+  absl::StatusOr<std::shared_ptr<Running>> Begin(const at::Tensor& tensor, const std::string& what,
+                                                 int root);
+  absl::Status Failed(std::exception_ptr exception, const std::string& what);
+
+  // Constant after construction.
+  const ProcessGroupOptions options_;
+  const std::string who_;  // "process group 'replicas' (rank 1 of 2, gloo)"
+
+  std::atomic<int64_t> collectives_{0};
+  std::unique_ptr<Backend> backend_;  // constant after Create
+
+  mutable absl::Mutex mu_;
+  absl::Status status_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_

@@ -1,0 +1,188 @@
+#include "core/parallel/process_group/process_group.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <iterator>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "core/parallel/process_group/c10d_store.h"
+#include "core/rpc/store/in_process_store.h"
+#include "tests/testing/ranks.h"
+
+namespace distgrad {
+namespace {
+
+using at::Tensor;
+
+bool Contains(const absl::Status& status, absl::string_view text) {
+  return absl::StrContains(status.message(), text);
+}
+
+ProcessGroupOptions Alone() { return {.name = "alone", .store = NewInProcessStore()}; }
+
+TEST(ProcessGroupTest, Averages) {
+  RunRanks(3, [](std::shared_ptr<ProcessGroup> group) {
+    const double rank = group->rank();
+    std::vector<Tensor> tensors = {at::full({2, 3}, rank),
+                                   at::full({5}, rank, at::kDouble),
+                                   at::full({3, 2}, 10 * rank).t(),
+                                   at::full({}, rank, at::kHalf),
+                                   at::full({2}, rank, at::kComplexFloat),
+                                   at::full({2}, rank, at::kBFloat16),
+                                   at::zeros({0})};
+    const absl::Status status = group->Average(tensors);
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(tensors[0].equal(at::ones({2, 3})));
+    EXPECT_TRUE(tensors[1].equal(at::ones({5}, at::kDouble)));
+    EXPECT_TRUE(tensors[2].equal(at::full({2, 3}, 10.0f)));
+    EXPECT_EQ(tensors[3].item<float>(), 1);
+    EXPECT_TRUE(tensors[4].equal(at::ones({2}, at::kComplexFloat)));
+    EXPECT_TRUE(tensors[5].equal(at::ones({2}, at::kBFloat16)));
+  });
+}
+
+TEST(ProcessGroupTest, BroadcastsAnyDtype) {
+  RunRanks(3, [](std::shared_ptr<ProcessGroup> group) {
+    std::vector<Tensor> tensors;
+    for (const at::ScalarType dtype :
+         {at::kFloat, at::kLong, at::kBool, at::kComplexDouble, at::kFloat8_e5m2}) {
+      tensors.push_back(at::full({3}, group->rank() == 1 ? 1 : 0).to(dtype));
+    }
+    const absl::Status status = group->Broadcast(tensors, 1);
+    ASSERT_TRUE(status.ok()) << status;
+    for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.to(at::kFloat).equal(at::ones({3})));
+    EXPECT_EQ(group->Broadcast(tensors, 3).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_TRUE(group->status().ok()) << "that harmed nobody";
+  });
+}
+
+TEST(ProcessGroupTest, MeetsInStoresOfC10dAsOftenAsOneLikes) {
+  const auto store = StoreOfC10d(c10::make_intrusive<c10d::HashStore>());
+  for (int time = 0; time < 3; ++time) {
+    RunRanks(2,
+             [](std::shared_ptr<ProcessGroup> group) {
+               const Tensor tensor = at::full({}, group->rank(), at::kFloat);
+               const absl::Status status = group->Average({tensor});
+               EXPECT_TRUE(status.ok()) << status;
+               EXPECT_EQ(tensor.item<float>(), 0.5);
+             },
+             {.store = store});
+  }
+  EXPECT_EQ(store->Get("nothing", absl::InfinitePast()).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(store->Get("nothing", absl::Now() + absl::Milliseconds(5)).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(*store->Add("count", 2), 2);
+  EXPECT_EQ(*store->Get("count", absl::InfinitePast()), "2");
+}
+
+TEST(ProcessGroupTest, OurStoreIsOneOfC10d) {
+  const auto store = C10dStoreOf(NewInProcessStore(), absl::Milliseconds(5));
+  EXPECT_FALSE(store->check({"a"}));
+  store->set("a", "b");
+  EXPECT_TRUE(store->clone()->check({"a"}));
+  EXPECT_EQ(store->get_to_str("a"), "b");
+  EXPECT_EQ(store->add("n", 3), 3);
+  EXPECT_FALSE(store->deleteKey("a"));
+  EXPECT_THROW(store->get("missing"), c10::Error);
+  EXPECT_THROW(store->wait({"a", "missing"}), c10::Error);
+  EXPECT_THROW(store->getNumKeys(), c10::Error);
+}
+
+TEST(ProcessGroupTest, ARankThatDoesNotComeIsNamed) {
+  ProcessGroupOptions options = Alone();
+  options.size = 3;
+  options.timeout = absl::Milliseconds(50);
+  const absl::Status status = ProcessGroup::Create(options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_TRUE(Contains(status, "process group 'alone' (rank 0 of 3, gloo)")) << status;
+  EXPECT_TRUE(Contains(status, "1, 2")) << status;
+}
+
+TEST(ProcessGroupTest, ChecksItsOptions) {
+  const auto code = [](ProcessGroupOptions options) {
+    return ProcessGroup::Create(std::move(options)).status().code();
+  };
+  EXPECT_EQ(code(Alone()), absl::StatusCode::kOk);
+  ProcessGroupOptions options = Alone();
+  options.store = nullptr;
+  EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
+  options = Alone();
+  options.rank = 1;
+  EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
+  options = Alone();
+  options.backend = "mpi";
+  EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
+  options = Alone();
+  options.timeout = absl::InfiniteDuration();
+  EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
+  options = Alone();
+  options.name = "a/b";
+  EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
+  options = Alone();
+  options.host = "lo";
+  EXPECT_EQ(code(options), absl::StatusCode::kOk);
+  options.host = "no.such.host.invalid";
+  const absl::Status status = ProcessGroup::Create(options).status();
+  EXPECT_FALSE(status.ok());
+  EXPECT_TRUE(Contains(status, "connecting the ranks")) << status;
+}
+
+size_t Threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return std::distance(begin(tasks), end(tasks));
+}
+
+TEST(ProcessGroupTest, ARankThatGoesIsAnErrorThatStaysAndLeavesNoThread) {
+  RunRanks(2, [](std::shared_ptr<ProcessGroup>) {});  // libtorch's own threads
+  const size_t before = Threads();
+  RunRanks(2, [](std::shared_ptr<ProcessGroup> group) {
+    const Tensor tensor = at::ones({4});
+    ASSERT_TRUE(group->Average({tensor}).ok());
+    if (group->rank() == 1) return;
+    const absl::Status status = group->Average({tensor});
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_TRUE(Contains(status, "process group 'ranks' (rank 0 of 2, gloo): averaging 1 tensors"))
+        << status;
+    const int64_t collectives = group->collectives();
+    EXPECT_EQ(group->Average({tensor}), status);
+    EXPECT_EQ(group->Broadcast({tensor}), status);
+    EXPECT_EQ(group->status(), status);
+    EXPECT_EQ(group->collectives(), collectives) << "nothing was begun any more";
+  });
+  // The system may list a thread a moment longer than join() waits for it.
+  const absl::Time deadline = absl::Now() + absl::Minutes(1);
+  while (Threads() > before && absl::Now() < deadline) std::this_thread::yield();
+  EXPECT_EQ(Threads(), before);
+}
+
+TEST(ProcessGroupTest, ARankThatIsSilentIsAnErrorInTime) {
+  absl::Notification over;
+  RunRanks(2,
+           [&](std::shared_ptr<ProcessGroup> group) {
+             if (group->rank() == 1) {
+               over.WaitForNotification();
+               return;
+             }
+             const absl::Status status = group->Average({at::ones({4})});
+             over.Notify();
+             EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+             EXPECT_TRUE(Contains(status, "took longer than 5s")) << status;
+           },
+           {.timeout = absl::Seconds(5)});
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,25 @@
+// A process group of all processes of a job, started as its workers are.
+//
+//   auto group = JoinProcessGroup({.name = "trainers"});   // under torchrun, srun, mpirun ...
+//
+// Under a launcher that serves no store, rank 0 serves one; where the same process has a worker,
+// which would serve it too, Meet() once and give both the store and the rank.
+#ifndef DISTGRAD_CORE_WORKER_JOIN_PROCESS_GROUP_H_
+#define DISTGRAD_CORE_WORKER_JOIN_PROCESS_GROUP_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "core/parallel/process_group/process_group.h"
+#include "core/worker/meeting.h"
+
+namespace distgrad {
+
+// `options` have no store, rank and size of their own: they are those of the meeting. The first
+// error, as Meet() and ProcessGroup::Create() have it.
+absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(ProcessGroupOptions options = {},
+                                                               const MeetingOptions& meeting = {});
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_JOIN_PROCESS_GROUP_H_

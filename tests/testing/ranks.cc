@@ -1,0 +1,32 @@
+#include "tests/testing/ranks.h"
+
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/base/check.h"
+#include "core/rpc/store/in_process_store.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+
+void RunRanks(int size, const std::function<void(std::shared_ptr<ProcessGroup>)>& rank,
+              const RanksOptions& options) {
+  const auto store = options.store == nullptr ? NewInProcessStore() : options.store;
+  std::vector<std::thread> threads;
+  for (int r = 0; r < size; ++r) {
+    threads.emplace_back([&, r] {
+      auto group = ProcessGroup::Create(
+          {.name = "ranks", .store = store, .rank = r, .size = size, .timeout = options.timeout});
+      DG_CHECK(group.ok()) << group.status();
+      try {
+        rank(*std::move(group));
+      } catch (...) {
+        DG_CHECK(false) << "rank " << r << ": " << StatusFromException(std::current_exception());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace distgrad

@@ -1,0 +1,29 @@
+// The ranks of a process group as threads of one process, for tests.
+//
+//   RunRanks(2, [](std::shared_ptr<ProcessGroup> group) {
+//     ... group->rank() ...
+//   });
+#ifndef DISTGRAD_TESTS_TESTING_RANKS_H_
+#define DISTGRAD_TESTS_TESTING_RANKS_H_
+
+#include <functional>
+#include <memory>
+
+#include "absl/time/time.h"
+#include "core/parallel/process_group/process_group.h"
+
+namespace distgrad {
+
+struct RanksOptions {
+  absl::Duration timeout = absl::Minutes(1);
+  std::shared_ptr<Store> store = nullptr;  // by default one of this process
+};
+
+// Returns when all are done. A group that cannot be made, and a rank that throws, ends the test
+// program with its status.
+void RunRanks(int size, const std::function<void(std::shared_ptr<ProcessGroup>)>& rank,
+              const RanksOptions& options = {});
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_TESTS_TESTING_RANKS_H_

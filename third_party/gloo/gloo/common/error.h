@@ -1,0 +1,2 @@
+// See third_party/gloo/gloo/context.h.
+#pragma once
