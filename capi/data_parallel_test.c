@@ -44,7 +44,7 @@ static dg_error* forward(void* user_data, const dg_replica* replica, dg_tensor**
   CHECK(replica->inputs[1] == NULL);
   __atomic_add_fetch(&self->calls, 1, __ATOMIC_SEQ_CST);
   if (self->own != NULL && replica->index == 0) {
-    self->code = dg_error_code(dg_data_parallel_forward(self->own, replica->inputs, 2, outputs, 1));
+    self->code = code_of(dg_data_parallel_forward(self->own, replica->inputs, 2, outputs, 1));
   }
   product = op2("aten::matmul", replica->inputs[0], replica->parameters[0]);
   if (replica->buffer_count > 0) {
@@ -193,7 +193,7 @@ static void test_errors_of_the_function(void) {
 static void forward_in_destructor(void* user_data) {
   function* self = (function*)user_data;
   dg_tensor* output = NULL;
-  self->code = dg_error_code(dg_data_parallel_forward(self->own, NULL, 0, &output, 1));
+  self->code = code_of(dg_data_parallel_forward(self->own, NULL, 0, &output, 1));
 }
 
 static void test_misuse(void) {

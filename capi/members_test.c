@@ -245,9 +245,7 @@ static states contexts_of(const dg_worker* worker) {
 static dg_worker* looked_at;
 static dg_code code;
 static void look_in_callback(void* user_data) {
-  dg_error* error = dg_worker_contexts(looked_at, look, user_data);
-  code = dg_error_code(error);
-  dg_error_destroy(error);
+  code = code_of(dg_worker_contexts(looked_at, look, user_data));
 }
 
 static void test_contexts(void) {

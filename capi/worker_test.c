@@ -49,12 +49,6 @@ static void create(int rank) {
   OK(dg_worker_create(&options, &workers[rank]));
 }
 
-static dg_code code_of(dg_error* error) {
-  const dg_code code = dg_error_code(error);
-  dg_error_destroy(error);
-  return code;
-}
-
 static void test_options(void) {
   struct {
     dg_worker_options known;

@@ -16,6 +16,13 @@
     }                                                                           \
   } while (0)
 
+/* Takes the error. */
+static inline dg_code code_of(dg_error* error) {
+  const dg_code code = dg_error_code(error);
+  dg_error_destroy(error);
+  return code;
+}
+
 /* The call succeeds. */
 #define OK(call) check_code(DG_OK, (call), #call, __FILE__, __LINE__)
 /* The call fails with that code. */
