@@ -93,8 +93,8 @@ absl::StatusOr<Point> Measure(Group& group, const Series& series, int count,
                               const Options& options) {
   std::vector<double> micros, cpu_us;
   for (int round = 0; round < options.rounds; ++round) {
-    DG_ASSIGN_OR_RETURN(const Slice slice, group.Run({series.kind, count, 4},
-                                                     absl::Milliseconds(options.slice_ms)));
+    DG_ASSIGN_OR_RETURN(const Slice slice,
+                        group.Run({series.kind, count, 4}, absl::Milliseconds(options.slice_ms)));
     micros.push_back(slice.sample.median_us);
     cpu_us.push_back(slice.cpu_us);
   }
@@ -148,10 +148,12 @@ absl::Status Plot(const std::vector<std::pair<const Series*, Measured>>& all,
       const Line line = Fit(points);
       const char* const color = side == "distgrad" ? "#4477aa" : "#cc3311";
       absl::StrAppendFormat(
-          &curves, "%s%s with points pt 7 lc rgb '%s' title '%s', %g+%g*x with lines lc rgb '%s' notitle",
+          &curves,
+          "%s%s with points pt 7 lc rgb '%s' title '%s', %g+%g*x with lines lc rgb '%s' notitle",
           curves.empty() ? "" : ", ", name, color, side, line.base, line.each, color);
     }
-    absl::StrAppend(&plots, "set xlabel '", series->name, "'\nplot [1:", series->counts.back() * series->per_count, "] ", curves, "\n");
+    absl::StrAppend(&plots, "set xlabel '", series->name,
+                    "'\nplot [1:", series->counts.back() * series->per_count, "] ", curves, "\n");
   }
   FILE* const gnuplot = popen("gnuplot", "w");
   if (gnuplot == nullptr) return absl::UnavailableError(std::strerror(errno));
@@ -185,12 +187,12 @@ absl::Status Scale(const Options& options) {
       std::printf("%s\n", Model(*series, side, line).c_str());
       if (!json.is_open()) continue;
       json << absl::StrFormat(
-                  "{\"series\": \"%s\", \"side\": \"%s\", \"base_us\": %g, \"each_us\": %g, "
-                  "\"worst\": %g, \"points\": [",
-                  series->name, side, line.base, line.each, line.worst);
+          "{\"series\": \"%s\", \"side\": \"%s\", \"base_us\": %g, \"each_us\": %g, "
+          "\"worst\": %g, \"points\": [",
+          series->name, side, line.base, line.each, line.worst);
       for (size_t i = 0; i < points.size(); ++i) {
-        json << absl::StrFormat("%s[%d, %g, %g]", i == 0 ? "" : ", ", points[i].x,
-                                points[i].micros, points[i].cpu_us);
+        json << absl::StrFormat("%s[%d, %g, %g]", i == 0 ? "" : ", ", points[i].x, points[i].micros,
+                                points[i].cpu_us);
       }
       json << "]}" << std::endl;
     }
