@@ -1,0 +1,166 @@
+#include "core/parallel/process_group/averaging_round.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+
+namespace distgrad {
+namespace {
+
+bool IsDense(const at::Tensor& tensor) { return tensor.layout() == at::kStrided; }
+
+}  // namespace
+
+AveragingPlan::AveragingPlan(std::shared_ptr<ProcessGroup> group, std::vector<Parameter> parameters,
+                             size_t bucket_bytes, size_t first_bucket_bytes)
+    : group_(std::move(group)), parameters_(std::move(parameters)), bucket_of_(parameters_.size()) {
+  std::vector<at::Tensor> dense(parameters_.size());
+  for (size_t k = 0; k < parameters_.size(); ++k) {
+    if (!parameters_[k].sparse_gradient) dense[k] = parameters_[k].tensor;
+  }
+  buckets_ = AssignBuckets(dense, bucket_bytes, first_bucket_bytes);
+  // The first has the notes of who is active.
+  if (buckets_.empty()) buckets_.emplace_back();
+  // They are the first layers as a rule, whose gradients come last.
+  for (size_t k = 0; k < parameters_.size(); ++k) {
+    const at::Tensor& tensor = parameters_[k].tensor;
+    if (!parameters_[k].sparse_gradient) continue;
+    buckets_.push_back(
+        {tensor.device(), tensor.scalar_type(), /*flat=*/false, 0, {{k, 0, {}, {}}}});
+  }
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
+    notes_.push_back(bucket.elements);
+    if (bucket.flat) bucket.elements += static_cast<int64_t>(bucket.slots.size());
+    if (b == 0) bucket.elements += group_->size();
+    for (const Bucket::Slot& slot : bucket.slots) bucket_of_[slot.tensor] = b;
+    what_.push_back(absl::StrCat("averaging bucket ", b + 1, " of ", buckets_.size(), " of "));
+    if (bucket.slots.empty()) {
+      absl::StrAppend(&what_[b], "no gradients");
+    } else {
+      absl::StrAppend(&what_[b], bucket.slots.size(), " gradients ('",
+                      parameters_[bucket.slots.front().tensor].name, "' to '",
+                      parameters_[bucket.slots.back().tensor].name, "')");
+    }
+  }
+}
+
+at::Tensor AveragingRound::Packed(const Bucket& bucket,
+                                  const std::vector<at::Tensor>& gradients) const {
+  const bool any = std::any_of(bucket.slots.begin(), bucket.slots.end(),
+                               [&](const auto& slot) { return gradients[slot.tensor].defined(); });
+  const auto options = at::TensorOptions(bucket.dtype).device(bucket.device);
+  if (!any) return at::zeros({bucket.elements}, options);
+  std::vector<at::Tensor> dense(gradients.size());
+  for (const Bucket::Slot& slot : bucket.slots) {
+    const at::Tensor& gradient = gradients[slot.tensor];
+    if (!gradient.defined()) continue;
+    const std::string& name = plan_.parameters()[slot.tensor].name;
+    TORCH_CHECK_VALUE(gradient.device() == bucket.device && gradient.scalar_type() == bucket.dtype,
+                      "the gradient of '", name, "' is ", gradient.scalar_type(), " on ",
+                      gradient.device(), ", and the parameter was ", bucket.dtype, " on ",
+                      bucket.device, " when the averager was made");
+    dense[slot.tensor] = IsDense(gradient) ? gradient : gradient.to_dense();
+  }
+  return Pack(bucket, dense);
+}
+
+at::Tensor AveragingRound::Notes(size_t bucket) const {
+  const int64_t begin = plan_.notes(bucket);
+  return sums_[bucket].narrow(0, begin, plan_.buckets()[bucket].elements - begin);
+}
+
+absl::Status AveragingRound::Begin(const std::vector<at::Tensor>& gradients,
+                                   const std::vector<bool>& touched) {
+  const at::NoGradGuard no_grad;
+  const size_t b = sums_.size();
+  const Bucket& bucket = plan_.buckets()[b];
+  const c10::OptionalDeviceGuard guard(bucket.device);
+  at::Tensor sum;
+  if (bucket.flat) {
+    sum = Packed(bucket, gradients);
+    std::vector<float> notes;
+    for (const Bucket::Slot& slot : bucket.slots) notes.push_back(touched[slot.tensor] ? 1 : 0);
+    for (int rank = 0; b == 0 && rank < plan_.group().size(); ++rank) {
+      notes.push_back(active_ && rank == plan_.group().rank() ? 1 : 0);
+    }
+    sum.narrow(0, plan_.notes(b), static_cast<int64_t>(notes.size()))
+        .copy_(at::tensor(notes), /*non_blocking=*/true);
+  } else {
+    const size_t k = bucket.slots[0].tensor;
+    const at::Tensor& parameter = plan_.parameters()[k].tensor;
+    if (!gradients[k].defined()) {
+      sum = at::sparse_coo_tensor(parameter.sizes(), parameter.options().layout(at::kSparse));
+      // Of the shape that the gradients of an embedding have: rows.
+      sum.sparse_resize_and_clear_(parameter.sizes(), 1, parameter.dim() - 1);
+    } else {
+      sum = IsDense(gradients[k]) ? gradients[k].to_sparse(1) : gradients[k].clone();
+    }
+    sum = sum.coalesce();
+  }
+  DG_ASSIGN_OR_RETURN(auto running, plan_.group().BeginSum(sum, plan_.what(b)));
+  sums_.push_back(std::move(sum));
+  running_.push_back(std::move(running));
+  return absl::OkStatus();
+}
+
+absl::Status AveragingRound::Await(size_t bucket) {
+  const auto running = std::exchange(running_[bucket], nullptr);
+  return running == nullptr ? absl::OkStatus() : plan_.group().Wait(*running);
+}
+
+absl::StatusOr<at::Tensor> AveragingRound::Active() {
+  DG_RETURN_IF_ERROR(Await(0));
+  const int64_t size = plan_.group().size();
+  // A copy: the rest of the bucket need not be kept for it.
+  return sums_[0].narrow(0, plan_.buckets()[0].elements - size, size).clone();
+}
+
+absl::StatusOr<std::vector<at::Tensor>> AveragingRound::Finish(
+    const std::vector<at::Tensor>& gradients, const std::vector<bool>& touched,
+    bool divide_by_active) {
+  const at::NoGradGuard no_grad;
+  const std::vector<Bucket>& buckets = plan_.buckets();
+  absl::Status status;
+  while (status.ok() && begun() < buckets.size()) status = Begin(gradients, touched);
+  // Also after an error: nothing is to be under way when this returns.
+  for (size_t b = 0; b < begun(); ++b) status.Update(Await(b));
+  DG_RETURN_IF_ERROR(status);
+  int64_t divisor = plan_.group().size();
+  if (divide_by_active) {
+    DG_ASSIGN_OR_RETURN(const at::Tensor active, Active());
+    divisor = std::max<int64_t>(1, active.gt(0).sum().item<int64_t>());
+  }
+  std::vector<at::Tensor> averages(gradients.size());
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    const Bucket& bucket = buckets[b];
+    const c10::OptionalDeviceGuard guard(bucket.device);
+    at::Tensor& sum = sums_[b];
+    if (!bucket.flat) {
+      const size_t k = bucket.slots[0].tensor;
+      if (touched[k] || sum._nnz() > 0) averages[k] = sum.coalesce().div_(divisor);
+      continue;
+    }
+    // An accelerator is waited for only where this rank cannot tell by itself.
+    const bool all = std::all_of(bucket.slots.begin(), bucket.slots.end(),
+                                 [&](const auto& slot) { return touched[slot.tensor]; });
+    const at::Tensor notes = all ? at::Tensor() : Notes(b).to(at::kCPU, at::kFloat);
+    sum.narrow(0, 0, plan_.notes(b)).div_(divisor);
+    std::vector<at::Tensor> parts = Parts(bucket, sum);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const size_t k = bucket.slots[i].tensor;
+      if (all || notes.const_data_ptr<float>()[i] > 0) averages[k] = std::move(parts[i]);
+    }
+  }
+  return averages;
+}
+
+}  // namespace distgrad

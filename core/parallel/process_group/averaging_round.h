@@ -1,0 +1,93 @@
+// One average of the gradients of a list of parameters over all ranks of a group, bucket by bucket.
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_AVERAGING_ROUND_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_AVERAGING_ROUND_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/parallel/bucket.h"
+#include "core/parallel/process_group/process_group.h"
+
+namespace distgrad {
+
+// Which parameters are averaged together, in the order in which all ranks do. Immutable after
+// construction.
+//
+// Behind the gradients a bucket has notes, which are summed like them: for each of its parameters
+// how many ranks have a gradient of it, and in the first bucket for each rank whether it is active.
+// So no collective is needed to find out what is used nowhere, or who is left.
+class AveragingPlan {
+ public:
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;
+    bool sparse_gradient;
+  };
+
+  // Gradients are expected from the first parameter to the last.
+  AveragingPlan(std::shared_ptr<ProcessGroup> group, std::vector<Parameter> parameters,
+                size_t bucket_bytes, size_t first_bucket_bytes);
+
+  ProcessGroup& group() const { return *group_; }
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  const std::vector<Bucket>& buckets() const { return buckets_; }
+  // What is done with it, for messages.
+  const std::string& what(size_t bucket) const { return what_[bucket]; }
+  size_t bucket_of(size_t parameter) const { return bucket_of_[parameter]; }
+  // Where the notes begin, in elements, of a flat bucket.
+  int64_t notes(size_t bucket) const { return notes_[bucket]; }
+
+ private:
+  const std::shared_ptr<ProcessGroup> group_;
+  const std::vector<Parameter> parameters_;
+  std::vector<Bucket> buckets_;
+  std::vector<std::string> what_;
+  std::vector<size_t> bucket_of_;
+  std::vector<int64_t> notes_;
+};
+
+// Nothing is recorded; throws as torch does, where it is not a collective that fails. Not
+// thread-safe. The plan outlives it.
+class AveragingRound {
+ public:
+  // `active`: this rank has gradients of its own, and is not only here for the others.
+  explicit AveragingRound(const AveragingPlan& plan, bool active = true)
+      : plan_(plan), active_(active) {}
+
+  // How many buckets have begun: the first ones.
+  size_t begun() const { return sums_.size(); }
+
+  // Begins the next bucket. `gradients` are by parameter; only those of this bucket are looked at,
+  // and undefined ones are zeros. `touched`: there is a gradient that is to be averaged. One that
+  // no rank has touched is left as it is.
+  absl::Status Begin(const std::vector<at::Tensor>& gradients, const std::vector<bool>& touched);
+
+  // Begins all buckets that are left, and waits for all. The averages by parameter; undefined for
+  // those that no rank has touched.
+  absl::StatusOr<std::vector<at::Tensor>> Finish(const std::vector<at::Tensor>& gradients,
+                                                 const std::vector<bool>& touched,
+                                                 bool divide_by_active);
+
+  // By rank: more than 0 for those that are active. Waits for the first bucket, on its device.
+  absl::StatusOr<at::Tensor> Active();
+
+ private:
+  at::Tensor Packed(const Bucket& bucket, const std::vector<at::Tensor>& gradients) const;
+  at::Tensor Notes(size_t bucket) const;
+  absl::Status Await(size_t bucket);
+
+  const AveragingPlan& plan_;
+  const bool active_;
+  std::vector<at::Tensor> sums_;                                 // by bucket
+  std::vector<std::shared_ptr<ProcessGroup::Running>> running_;  // null once it was waited for
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_AVERAGING_ROUND_H_

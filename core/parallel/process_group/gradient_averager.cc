@@ -1,0 +1,432 @@
+#include "core/parallel/process_group/gradient_averager.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "core/autograd/context_record.h"
+#include "core/base/status.h"
+#include "core/parallel/process_group/gradient_averager_impl.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+namespace autograd_impl = torch::autograd::impl;
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::PostAccumulateGradHook;
+
+void ThrowIfError(const absl::Status& status) {
+  if (!status.ok()) throw StatusError(status);
+}
+
+std::vector<NamedTensor> Distinct(std::vector<NamedTensor> tensors) {
+  std::unordered_set<const void*> known;
+  std::vector<NamedTensor> distinct;
+  for (NamedTensor& each : tensors) {
+    if (!each.tensor.defined() || !known.insert(each.tensor.unsafeGetTensorImpl()).second) continue;
+    distinct.push_back(std::move(each));
+  }
+  return distinct;
+}
+
+// Gradients come in the reverse order, more or less.
+std::vector<AveragingPlan::Parameter> Trained(const std::vector<NamedTensor>& parameters) {
+  std::vector<AveragingPlan::Parameter> trained;
+  for (auto each = parameters.rbegin(); each != parameters.rend(); ++each) {
+    if (!each->tensor.requires_grad()) continue;
+    trained.push_back({each->name, each->tensor, each->sparse_gradient});
+  }
+  return trained;
+}
+
+// The text of rank `root`, in place.
+absl::Status BroadcastText(ProcessGroup& group, int root, std::string* text) {
+  const at::Tensor size = at::zeros({1}, at::kLong);
+  size.fill_(static_cast<int64_t>(text->size()));
+  DG_RETURN_IF_ERROR(group.Broadcast({size}, root));
+  const at::Tensor bytes = at::zeros({size.item<int64_t>()}, at::kByte);
+  char* const data = reinterpret_cast<char*>(bytes.mutable_data_ptr<uint8_t>());
+  if (group.rank() == root) std::copy(text->begin(), text->end(), data);
+  DG_RETURN_IF_ERROR(group.Broadcast({bytes}, root));
+  text->assign(data, bytes.numel());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+// --------------------------------------------------------------------------------------- Hooks
+
+// Comes after whatever hook the parameter had, and does nothing once the averager is gone.
+class GradientAverager::Impl::Hook : public PostAccumulateGradHook {
+ public:
+  Hook(std::weak_ptr<Impl> averager, size_t parameter,
+       std::unique_ptr<PostAccumulateGradHook> earlier)
+      : averager_(std::move(averager)), parameter_(parameter), earlier_(std::move(earlier)) {}
+
+  void operator()(const at::Tensor& tensor) override {
+    if (earlier_ != nullptr) (*earlier_)(tensor);
+    if (const auto averager = averager_.lock()) averager->OnGradient(parameter_, tensor);
+  }
+
+  std::unique_ptr<PostAccumulateGradHook> TakeEarlier() { return std::move(earlier_); }
+
+ private:
+  const std::weak_ptr<Impl> averager_;
+  const size_t parameter_;
+  std::unique_ptr<PostAccumulateGradHook> earlier_;
+};
+
+// What libtorch calls at the end of a backward, and drops without a call if that fails.
+class GradientAverager::Impl::Ending {
+ public:
+  explicit Ending(std::weak_ptr<Impl> averager) : averager_(std::move(averager)) {}
+  ~Ending() {
+    const auto averager = called_ ? nullptr : averager_.lock();
+    if (averager != nullptr) averager->OnBackwardAbandoned();
+  }
+  void Call() {
+    called_ = true;
+    // A backward within a node of another one: that one ends later.
+    if (torch::autograd::get_current_node() != nullptr) return;
+    if (const auto averager = averager_.lock()) averager->OnBackwardEnd();
+  }
+
+ private:
+  const std::weak_ptr<Impl> averager_;
+  bool called_ = false;
+};
+
+void GradientAverager::Impl::AddHooks() {
+  for (size_t k = 0; k < plan_.parameters().size(); ++k) {
+    const at::Tensor& parameter = plan_.parameters()[k].tensor;
+    auto hook = std::make_unique<Hook>(weak_from_this(), k,
+                                       std::move(autograd_impl::post_acc_grad_hooks(parameter)));
+    hooks_.push_back(hook.get());
+    autograd_impl::set_post_acc_grad_hooks(parameter, std::move(hook));
+  }
+}
+
+void GradientAverager::Impl::RemoveHooks() {
+  for (size_t k = 0; k < hooks_.size(); ++k) {
+    const at::Tensor& parameter = plan_.parameters()[k].tensor;
+    auto& hook = autograd_impl::post_acc_grad_hooks(parameter);
+    // Below another one it stays, and does nothing.
+    if (hook.get() == hooks_[k]) hook = static_cast<Hook&>(*hook).TakeEarlier();
+  }
+}
+
+void GradientAverager::Impl::OnGradient(size_t parameter, const at::Tensor& tensor) {
+  // A context has a tensor of its own stand in for the leaf, and leaves .grad alone.
+  if (!tensor.is_same(plan_.parameters()[parameter].tensor)) return;
+  // libtorch calls hooks of leaves that get no gradient, too.
+  if (!tensor.grad().defined()) return;
+  absl::MutexLock lock(&mu_);
+  touched_[parameter] = true;
+  if (no_sync_ > 0) return;
+  ThrowIfError(Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!round_.has_value()) OpenRound();
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (task < 0) return absl::InternalError("a hook was called outside of a backward");
+    if (std::find(tasks_.begin(), tasks_.end(), task) == tasks_.end()) {
+      tasks_.push_back(task);
+      torch::autograd::Engine::get_default_engine().queue_callback(
+          [ending = std::make_shared<Ending>(weak_from_this())] { ending->Call(); });
+    }
+    const size_t bucket = plan_.bucket_of(parameter);
+    const Seen seen = {tensor.grad().unsafeGetTensorImpl(), tensor.grad()._version()};
+    if (round_->begun() > bucket) {
+      if (seen_[parameter] == seen) return absl::OkStatus();
+      return absl::FailedPreconditionError(absl::StrCat(
+          "'", plan_.parameters()[parameter].name,
+          "' got another gradient in one backward when it had been averaged already; let "
+          "GradientAverager::NoSync live during this backward, and call Average() after it"));
+    }
+    if (seen_[parameter] == Seen()) --missing_[bucket];
+    seen_[parameter] = seen;
+    if (missing_[round_->begun()] > 0) return absl::OkStatus();
+    const std::vector<at::Tensor> gradients = Gradients();
+    while (round_->begun() < missing_.size() && missing_[round_->begun()] == 0) {
+      DG_RETURN_IF_ERROR(round_->Begin(gradients, touched_));
+    }
+    return absl::OkStatus();
+  }));
+}
+
+void GradientAverager::Impl::OnBackwardEnd() {
+  absl::MutexLock lock(&mu_);
+  if (round_.has_value()) {
+    ThrowIfError(Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return FinishRound(); }));
+  }
+}
+
+void GradientAverager::Impl::OnBackwardAbandoned() {
+  absl::MutexLock lock(&mu_);
+  if (!round_.has_value()) return;
+  if (round_->begun() > 0) {
+    group_->Fail(absl::FailedPreconditionError(
+        absl::StrCat("rank ", group_->rank(), " of process group '", group_->name(),
+                     "': a backward failed when ", round_->begun(), " of ", plan_.buckets().size(),
+                     " buckets were being averaged; the other ranks wait for the rest")));
+  }
+  round_.reset();
+}
+
+// -------------------------------------------------------------------------------------- Rounds
+
+void GradientAverager::Impl::OpenRound() {
+  round_.emplace(plan_);
+  tasks_.clear();
+  seen_.assign(plan_.parameters().size(), Seen());
+  missing_.clear();
+  for (const Bucket& bucket : plan_.buckets()) missing_.push_back(bucket.slots.size());
+}
+
+// An error of one rank leaves the others waiting, so nothing can go on after any.
+absl::Status GradientAverager::Impl::Guarded(absl::FunctionRef<absl::Status()> body) {
+  absl::Status status = group_->status();
+  if (status.ok()) {
+    try {
+      status = body();
+    } catch (...) {
+      status = StatusFromException(std::current_exception());
+    }
+    if (!status.ok() && group_->status().ok()) {
+      status =
+          Annotate(status, absl::StrCat("averaging gradients over process group '", group_->name(),
+                                        "' (rank ", group_->rank(), " of ", group_->size(), ")"));
+      group_->Fail(status);
+    }
+  }
+  if (!status.ok()) round_.reset();
+  return status;
+}
+
+std::vector<at::Tensor> GradientAverager::Impl::Gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const auto& parameter : plan_.parameters()) gradients.push_back(parameter.tensor.grad());
+  return gradients;
+}
+
+absl::Status GradientAverager::Impl::CheckFrozen() const {
+  for (const NamedTensor& each : frozen_) {
+    if (!each.tensor.requires_grad()) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "'", each.name, "' was frozen when the averager was made, and now requires grad"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GradientAverager::Impl::FinishRound() {
+  const std::vector<at::Tensor> gradients = Gradients();
+  DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages,
+                      round_->Finish(gradients, touched_, options_.divide_by_active));
+  for (const Bucket& bucket : plan_.buckets()) {
+    std::vector<at::Tensor> to, from;
+    for (const Bucket::Slot& slot : bucket.slots) {
+      const at::Tensor& gradient = gradients[slot.tensor];
+      const at::Tensor& average = averages[slot.tensor];
+      if (!average.defined()) continue;
+      if (gradient.defined() && gradient.layout() == at::kStrided && bucket.flat) {
+        to.push_back(gradient);
+        from.push_back(average);
+      } else {
+        plan_.parameters()[slot.tensor].tensor.mutable_grad() = average;
+      }
+    }
+    CopyMany(to, from);
+  }
+  DG_RETURN_IF_ERROR(FollowActive(*round_));
+  round_.reset();
+  touched_.assign(touched_.size(), false);
+  return CheckFrozen();
+}
+
+absl::Status GradientAverager::Impl::FollowActive(AveragingRound& round) {
+  DG_ASSIGN_OR_RETURN(active_, round.Active());
+  if (buffers_.empty()) return absl::OkStatus();
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& each : buffers_) tensors.push_back(each.tensor);
+  return group_->Broadcast(tensors, LowestActive());
+}
+
+int GradientAverager::Impl::LowestActive() const {
+  return active_.defined() ? active_.gt(0).to(at::kInt).argmax().item<int>() : 0;
+}
+
+absl::Status GradientAverager::Impl::Average() {
+  absl::MutexLock lock(&mu_);
+  return Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!options_.in_backward) {
+      for (size_t k = 0; k < touched_.size(); ++k) {
+        touched_[k] = plan_.parameters()[k].tensor.grad().defined();
+      }
+    }
+    if (!round_.has_value()) OpenRound();
+    return FinishRound();
+  });
+}
+
+absl::Status GradientAverager::Impl::Average(ContextRecord& context) {
+  absl::MutexLock lock(&mu_);
+  return Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
+    std::vector<at::Tensor> gradients;
+    std::vector<bool> touched;
+    for (const auto& parameter : plan_.parameters()) {
+      absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter.tensor);
+      if (!gradient.ok() && !absl::IsNotFound(gradient.status())) return gradient.status();
+      touched.push_back(gradient.ok());
+      gradients.push_back(gradient.ok() ? *std::move(gradient) : at::Tensor());
+    }
+    AveragingRound round(plan_);
+    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages,
+                        round.Finish(gradients, touched, options_.divide_by_active));
+    for (size_t k = 0; k < averages.size(); ++k) {
+      const at::Tensor& parameter = plan_.parameters()[k].tensor;
+      if (touched[k]) {
+        DG_RETURN_IF_ERROR(context.SetGradient(parameter, averages[k]));
+      } else if (averages[k].defined()) {
+        context.Accumulate(
+            static_cast<AccumulateGrad&>(*autograd_impl::grad_accumulator(parameter)), averages[k]);
+      }
+    }
+    DG_RETURN_IF_ERROR(FollowActive(round));
+    return CheckFrozen();
+  });
+}
+
+absl::Status GradientAverager::Impl::Join() {
+  absl::MutexLock lock(&mu_);
+  return Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
+    const std::vector<at::Tensor> none(plan_.parameters().size());
+    const std::vector<bool> untouched(none.size(), false);
+    while (true) {
+      AveragingRound round(plan_, /*active=*/false);
+      DG_RETURN_IF_ERROR(round.Begin(none, untouched));
+      DG_ASSIGN_OR_RETURN(const at::Tensor active, round.Active());
+      if (active.sum().item<float>() == 0) return BroadcastState(LowestActive());
+      DG_RETURN_IF_ERROR(round.Finish(none, untouched, options_.divide_by_active).status());
+      DG_RETURN_IF_ERROR(FollowActive(round));
+    }
+  });
+}
+
+void GradientAverager::Impl::AddToNoSync(int amount) {
+  absl::MutexLock lock(&mu_);
+  no_sync_ += amount;
+}
+
+// --------------------------------------------------------------------------------------- Start
+
+GradientAverager::Impl::Impl(std::shared_ptr<ProcessGroup> group,
+                             std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers,
+                             const AveragerOptions& options)
+    : group_(std::move(group)),
+      options_(options),
+      buffers_(std::move(buffers)),
+      plan_(group_, Trained(parameters), options.bucket_bytes, options.first_bucket_bytes),
+      touched_(plan_.parameters().size(), false) {
+  for (NamedTensor& each : parameters) {
+    if (!each.tensor.requires_grad()) frozen_.push_back(std::move(each));
+  }
+}
+
+std::string GradientAverager::Impl::Describe() const {
+  std::vector<std::string> lines = {
+      absl::StrCat("buckets of ", options_.bucket_bytes, " bytes, the first of ",
+                   options_.first_bucket_bytes, ", ", plan_.parameters().size(), " parameters, ",
+                   frozen_.size(), " frozen ones and ", buffers_.size(), " buffers",
+                   options_.divide_by_active ? ", divided by the active ranks" : "")};
+  const auto describe = [&lines](const char* kind, const std::string& name,
+                                 const at::Tensor& tensor) {
+    lines.push_back(c10::str(kind, " '", name, "': ", tensor.scalar_type(), " ", tensor.sizes(),
+                             " on ", tensor.device().type()));
+  };
+  for (const auto& each : plan_.parameters()) {
+    describe(each.sparse_gradient ? "sparse parameter" : "parameter", each.name, each.tensor);
+  }
+  for (const NamedTensor& each : frozen_) describe("frozen parameter", each.name, each.tensor);
+  for (const NamedTensor& each : buffers_) describe("buffer", each.name, each.tensor);
+  return absl::StrJoin(lines, "\n");
+}
+
+absl::Status GradientAverager::Impl::Agree() {
+  const std::string mine = Describe();
+  std::string first = mine;
+  DG_RETURN_IF_ERROR(BroadcastText(*group_, 0, &first));
+  const std::vector<std::string> here = absl::StrSplit(mine, '\n');
+  const std::vector<std::string> there = absl::StrSplit(first, '\n');
+  // Lists of different lengths differ in their first line.
+  const size_t line =
+      std::mismatch(here.begin(), here.end(), there.begin(), there.end()).first - here.begin();
+  // By rank, and 0 for all is well.
+  const at::Tensor differs = at::zeros({group_->size()}, at::kLong);
+  if (mine != first) differs[group_->rank()].fill_(static_cast<int64_t>(line + 1));
+  const std::string what = "comparing parameters";
+  DG_ASSIGN_OR_RETURN(const auto running, group_->BeginSum(differs, what));
+  DG_RETURN_IF_ERROR(group_->Wait(*running));
+  for (int rank = 0; rank < group_->size(); ++rank) {
+    const int64_t number = differs[rank].item<int64_t>();
+    if (number == 0) continue;
+    std::string theirs = here[std::min<size_t>(number, here.size()) - 1];
+    DG_RETURN_IF_ERROR(BroadcastText(*group_, rank, &theirs));
+    return absl::InvalidArgumentError(
+        absl::StrCat("process group '", group_->name(), "': rank ", rank, " has ", theirs,
+                     ", and rank 0 has ", there[std::min<size_t>(number, there.size()) - 1]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GradientAverager::Impl::BroadcastState(int root) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& each : plan_.parameters()) tensors.push_back(each.tensor);
+  for (const NamedTensor& each : frozen_) tensors.push_back(each.tensor);
+  for (const NamedTensor& each : buffers_) tensors.push_back(each.tensor);
+  return group_->Broadcast(tensors, root);
+}
+
+// ------------------------------------------------------------------------------------ The shell
+
+absl::StatusOr<std::unique_ptr<GradientAverager>> GradientAverager::Create(
+    std::shared_ptr<ProcessGroup> group, std::vector<NamedTensor> parameters,
+    std::vector<NamedTensor> buffers, AveragerOptions options) {
+  if (group == nullptr) return absl::InvalidArgumentError("an averager needs a process group");
+  parameters = Distinct(std::move(parameters));
+  for (const NamedTensor& each : parameters) {
+    if (each.tensor.is_leaf() && each.tensor.layout() == at::kStrided) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("parameter '", each.name, "' is not a dense leaf; only such are averaged"));
+  }
+  const auto impl = std::make_shared<Impl>(std::move(group), std::move(parameters),
+                                           Distinct(std::move(buffers)), options);
+  DG_RETURN_IF_ERROR(impl->Agree());
+  DG_RETURN_IF_ERROR(impl->BroadcastState(0));
+  if (options.in_backward) impl->AddHooks();
+  return std::unique_ptr<GradientAverager>(new GradientAverager(impl));
+}
+
+GradientAverager::GradientAverager(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+GradientAverager::~GradientAverager() { impl_->RemoveHooks(); }
+
+GradientAverager::NoSync::NoSync(GradientAverager& averager) : averager_(averager) {
+  averager_.impl_->AddToNoSync(1);
+}
+GradientAverager::NoSync::~NoSync() { averager_.impl_->AddToNoSync(-1); }
+
+absl::Status GradientAverager::Average() { return impl_->Average(); }
+absl::Status GradientAverager::Average(ContextRecord& context) { return impl_->Average(context); }
+absl::Status GradientAverager::Join() { return impl_->Join(); }
+
+}  // namespace distgrad

@@ -1,0 +1,118 @@
+// Data parallel training across processes: each rank of a group has the same parameters and its
+// own part of each batch, and their gradients are averaged, in buckets, while the backward runs.
+//
+//   auto averager = GradientAverager::Create(group, *net);       // every rank
+//   for (...) {
+//     optimizer.zero_grad();
+//     loss(net->forward(my_part)).backward();   // ends when .grad are the averages
+//     optimizer.step();                         // the same on every rank
+//   }
+//   absl::Status done = (*averager)->Join();    // where some ranks have more batches than others
+//
+// or, for the parameters of one stage of a pipeline, after the backward of a context:
+//
+//   auto averager = GradientAverager::Create(group, parameters, {.in_backward = false});
+//   absl::Status status = (*averager)->Average(*context.record());
+//
+// docs/data_parallel.md ("Across processes") has what happens with unused, shared and frozen
+// parameters, buffers, sparse gradients, and with errors.
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/parallel/process_group/process_group.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace distgrad {
+
+class ContextRecord;
+
+struct AveragerOptions {
+  // Gradients are averaged in buckets of so many bytes; the first of a backward is smaller, so
+  // that it begins early. The same on all ranks.
+  size_t bucket_bytes = size_t{25} << 20;
+  size_t first_bucket_bytes = size_t{1} << 20;
+  // Every backward that reaches a parameter averages. Without it only Average() does.
+  bool in_backward = true;
+  // Divide by the number of ranks that have not run out of input, rather than by all. On an
+  // accelerator this makes the host wait for each backward.
+  bool divide_by_active = false;
+};
+
+// A parameter or a buffer, and what messages call it.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+  // Its gradient is sparse: it goes alone, and nothing but its nonzero rows is sent. A sparse
+  // gradient of any other parameter becomes dense.
+  bool sparse_gradient = false;
+};
+
+// Thread-safe, as far as the order is the same on all ranks. An error of the averager or its group
+// is the result of all later calls; backward() throws it as a StatusError.
+class GradientAverager {
+ public:
+  // Every rank calls it, with the same parameters and buffers but for their values: those of rank 0
+  // are given to all. kInvalidArgument on every rank names the first rank and tensor that differ.
+  // Each tensor counts once; frozen parameters are left out.
+  static absl::StatusOr<std::unique_ptr<GradientAverager>> Create(
+      std::shared_ptr<ProcessGroup> group, std::vector<NamedTensor> parameters,
+      std::vector<NamedTensor> buffers, AveragerOptions options = {});
+  // Of all parameters and buffers of a module. It may change and end before the averager.
+  static absl::StatusOr<std::unique_ptr<GradientAverager>> Create(
+      std::shared_ptr<ProcessGroup> group, const torch::nn::Module& module,
+      AveragerOptions options = {});
+
+  // Takes the hooks off the parameters.
+  ~GradientAverager();
+  GradientAverager(const GradientAverager&) = delete;
+  GradientAverager& operator=(const GradientAverager&) = delete;
+
+  // As long as it lives, backward only adds to .grad. The first backward after it averages all
+  // that has been added up, or Average() does. They nest.
+  class NoSync {
+   public:
+    explicit NoSync(GradientAverager& averager);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    GradientAverager& averager_;
+  };
+
+  // Averages the .grad of all parameters, as a backward does. For a rank whose backward reaches
+  // none of the parameters, too: nothing else tells the others.
+  absl::Status Average();
+
+  // Averages the gradients that a context has for the parameters, once its backward is done on all
+  // ranks' own workers; contexts need not be the same.
+  absl::Status Average(ContextRecord& context);
+
+  // For a rank that has run out of input while others have not: takes part in their averages, with
+  // zeros, until all ranks have called it. Then all have the parameters and buffers of the lowest
+  // rank that was the last to go on.
+  absl::Status Join();
+
+  class Impl;
+
+ private:
+  explicit GradientAverager(std::shared_ptr<Impl> impl);
+
+  const std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_H_

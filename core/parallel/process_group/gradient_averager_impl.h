@@ -1,0 +1,84 @@
+// What a GradientAverager is made of. Private to its folder.
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_IMPL_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_IMPL_H_
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/synchronization/mutex.h"
+#include "core/parallel/process_group/averaging_round.h"
+#include "core/parallel/process_group/gradient_averager.h"
+
+namespace distgrad {
+
+// Thread-safe. The hooks of the parameters and the callbacks of a backward know of it as long as it
+// lives.
+class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
+ public:
+  // `parameters` are distinct and in the order of the module.
+  Impl(std::shared_ptr<ProcessGroup> group, std::vector<NamedTensor> parameters,
+       std::vector<NamedTensor> buffers, const AveragerOptions& options);
+
+  // All ranks have the same; then those of rank 0.
+  absl::Status Agree();
+  absl::Status BroadcastState(int root);
+
+  void AddHooks();
+  void RemoveHooks();
+
+  absl::Status Average();
+  absl::Status Average(ContextRecord& context);
+  absl::Status Join();
+  void AddToNoSync(int amount);
+
+ private:
+  class Hook;
+  class Ending;
+  // A gradient and its version, when it was seen last.
+  using Seen = std::pair<const c10::TensorImpl*, int64_t>;
+
+  // From the hooks and callbacks of a backward; they throw StatusError.
+  void OnGradient(size_t parameter, const at::Tensor& tensor);
+  void OnBackwardEnd();
+  void OnBackwardAbandoned();
+
+  std::string Describe() const;
+  absl::Status CheckFrozen() const;
+  std::vector<at::Tensor> Gradients() const;
+  void OpenRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Averages .grad with what has begun.
+  absl::Status FinishRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status Guarded(absl::FunctionRef<absl::Status()> body) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // After each round: who goes on, and the buffers of the first of these.
+  absl::Status FollowActive(AveragingRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  int LowestActive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  // Constant after construction.
+  const std::shared_ptr<ProcessGroup> group_;
+  const AveragerOptions options_;
+  std::vector<NamedTensor> frozen_, buffers_;
+  const AveragingPlan plan_;  // from the last parameter to the first
+  std::vector<const Hook*> hooks_;
+
+  // Guarded by mu_, which is held while torch copies and while ranks are waited for: rounds come
+  // one after the other.
+  absl::Mutex mu_;
+  int no_sync_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<bool> touched_ ABSL_GUARDED_BY(mu_);  // since they were last averaged
+  at::Tensor active_ ABSL_GUARDED_BY(mu_);          // by rank, in the last round that had any such
+  // Of the backward that runs.
+  std::optional<AveragingRound> round_ ABSL_GUARDED_BY(mu_);
+  std::vector<int> tasks_ ABSL_GUARDED_BY(mu_);       // libtorch's numbers of it and of those in it
+  std::vector<Seen> seen_ ABSL_GUARDED_BY(mu_);       // by parameter
+  std::vector<size_t> missing_ ABSL_GUARDED_BY(mu_);  // gradients, by bucket
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_IMPL_H_

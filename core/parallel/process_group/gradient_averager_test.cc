@@ -1,0 +1,340 @@
+#include "core/parallel/process_group/gradient_averager.h"
+
+#include <gtest/gtest.h>
+#include <torch/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "core/tensor/exception.h"
+#include "tests/testing/ranks.h"
+
+namespace distgrad {
+namespace {
+
+using at::Tensor;
+using Group = std::shared_ptr<ProcessGroup>;
+
+constexpr AveragerOptions kSmallBuckets = {.bucket_bytes = 64, .first_bucket_bytes = 16};
+
+bool Contains(const absl::Status& status, absl::string_view text) {
+  return absl::StrContains(status.message(), text);
+}
+
+std::unique_ptr<GradientAverager> NewAverager(const Group& group,
+                                              std::vector<NamedTensor> parameters,
+                                              std::vector<NamedTensor> buffers = {},
+                                              AveragerOptions options = kSmallBuckets) {
+  auto averager =
+      GradientAverager::Create(group, std::move(parameters), std::move(buffers), options);
+  EXPECT_TRUE(averager.ok()) << averager.status();
+  return averager.ok() ? *std::move(averager) : nullptr;
+}
+
+Tensor Parameter(std::vector<int64_t> sizes, double value = 1) {
+  return torch::full(sizes, value).requires_grad_();
+}
+
+// What backward() throws.
+absl::Status StatusOfBackward(const Tensor& loss) {
+  try {
+    loss.backward();
+    return absl::OkStatus();
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+TEST(GradientAveragerTest, GivesParametersAndBuffersOfRank0ToAll) {
+  RunRanks(3, [](Group group) {
+    const Tensor w = Parameter({2, 3}, group->rank()), frozen = torch::full({2}, group->rank());
+    const Tensor count = torch::full({}, group->rank(), torch::kLong);
+    const auto averager = NewAverager(group, {{"w", w}, {"frozen", frozen}}, {{"count", count}});
+    EXPECT_TRUE(w.equal(torch::zeros({2, 3})));
+    EXPECT_TRUE(frozen.equal(torch::zeros({2})));
+    EXPECT_EQ(count.item<int64_t>(), 0);
+  });
+}
+
+TEST(GradientAveragerTest, BackwardEndsWithAverages) {
+  RunRanks(3, [](Group group) {
+    const double rank = group->rank();
+    const Tensor a = Parameter({2, 3}), b = Parameter({5}), c = Parameter({4, 4}).detach().t();
+    c.requires_grad_();
+    const auto averager = NewAverager(group, {{"a", a}, {"b", b}, {"c", c}});
+    for (int step = 1; step < 4; ++step) {
+      for (const Tensor& parameter : {a, b, c}) parameter.mutable_grad().reset();
+      (a.sum() * rank + b.sum() * (rank * step) + (c * c).sum() * rank).backward();
+      EXPECT_TRUE(a.grad().equal(torch::ones({2, 3})));
+      EXPECT_TRUE(b.grad().equal(torch::full({5}, float(step))));
+      EXPECT_TRUE(c.grad().equal(torch::full({4, 4}, 2.0f)));
+      EXPECT_EQ(c.grad().strides(), c.strides());
+    }
+    // Without zeroing they add up, and a tensor that was there stays the same.
+    const Tensor before = a.grad();
+    (a.sum() * rank).backward();
+    EXPECT_TRUE(before.is_same(a.grad()));
+    EXPECT_TRUE(before.equal(torch::full({2, 3}, 2.0f)));
+  });
+}
+
+TEST(GradientAveragerTest, BucketsAreUnderWayWhileTheBackwardRuns) {
+  RunRanks(2, [](Group group) {
+    const Tensor first = Parameter({8}), last = Parameter({8});
+    const auto averager = NewAverager(group, {{"first", first}, {"last", last}});
+    const Tensor middle = first * 2;
+    int64_t begun = -1;
+    middle.register_hook([&](const Tensor&) { begun = group->collectives(); });
+    const int64_t before = group->collectives();
+    (middle * last).sum().backward();
+    EXPECT_EQ(begun, before + 1) << "that of the last parameter";
+    EXPECT_EQ(group->collectives(), before + 2);
+  });
+}
+
+TEST(GradientAveragerTest, NothingIsTouchedAfterItsEnd) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2});
+    NewAverager(group, {{"w", w}}).reset();
+    EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(w), nullptr);
+    (w.sum() * group->rank()).backward();
+    EXPECT_TRUE(w.grad().equal(torch::full({2}, float(group->rank()))));
+  });
+}
+
+struct CountingHook : torch::autograd::PostAccumulateGradHook {
+  explicit CountingHook(int* count) : count(count) {}
+  void operator()(const Tensor&) override { ++*count; }
+  int* const count;
+};
+
+TEST(GradientAveragerTest, OtherHooksOfAParameterGoOn) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2});
+    int count = 0;
+    torch::autograd::impl::set_post_acc_grad_hooks(w, std::make_unique<CountingHook>(&count));
+    auto averager = NewAverager(group, {{"w", w}});
+    auto second = NewAverager(group, {{"w", w}});
+    averager.reset();  // below another one
+    (w.sum() * group->rank()).backward();
+    EXPECT_EQ(count, 1);
+    EXPECT_TRUE(w.grad().equal(torch::full({2}, 0.5f)));
+    second.reset();
+    w.sum().backward();
+    EXPECT_EQ(count, 2);
+  });
+}
+
+TEST(GradientAveragerTest, WhatDiffersIsNamedOnEveryRank) {
+  RunRanks(3, [](Group group) {
+    const int rank = group->rank();
+    const auto status = [&](std::vector<NamedTensor> parameters,
+                            std::vector<NamedTensor> buffers = {}, AveragerOptions options = {}) {
+      return GradientAverager::Create(group, std::move(parameters), std::move(buffers), options)
+          .status();
+    };
+    const NamedTensor a = {"a", Parameter({2})};
+    // By shape, dtype, number, name, gradient, and options.
+    absl::Status differs = status({a, {"fc.weight", Parameter({3, rank == 2 ? 4 : 5})}});
+    EXPECT_EQ(differs.code(), absl::StatusCode::kInvalidArgument) << differs;
+    EXPECT_EQ(differs.message(),
+              "process group 'ranks': rank 2 has parameter 'fc.weight': Float [3, 4] on cpu, and "
+              "rank 0 has parameter 'fc.weight': Float [3, 5] on cpu");
+    differs = status({a}, {{"mean", torch::zeros({2}, rank == 1 ? torch::kLong : torch::kFloat)}});
+    EXPECT_TRUE(Contains(differs, "rank 1 has buffer 'mean': Long [2]")) << differs;
+    differs = status(rank == 1 ? std::vector<NamedTensor>{a}
+                               : std::vector<NamedTensor>{a, {"b", Parameter({1})}});
+    EXPECT_TRUE(Contains(differs, "1 parameters")) << differs;
+    EXPECT_TRUE(Contains(differs, "rank 0 has buckets of")) << differs;
+    differs = status({{rank == 0 ? "x" : "y", Parameter({1})}});
+    EXPECT_TRUE(Contains(differs, "rank 1 has parameter 'y'")) << differs;
+    const NamedTensor frozen = {"f", torch::ones({1}).requires_grad_(rank != 2)};
+    differs = status({a, frozen});
+    EXPECT_TRUE(Contains(differs, "rank 2 has buckets")) << differs;
+    differs = status({a}, {}, {.bucket_bytes = size_t(100 + rank)});
+    EXPECT_TRUE(Contains(differs, "rank 1 has buckets of 101 bytes")) << differs;
+    // That harmed nobody.
+    EXPECT_TRUE(status({a}).ok());
+  });
+}
+
+TEST(GradientAveragerTest, RefusesWhatIsNoParameter) {
+  RunRanks(1, [](Group group) {
+    const Tensor w = Parameter({2});
+    for (const Tensor& bad : {w * 2, torch::eye(2).to_sparse()}) {
+      const absl::Status status = GradientAverager::Create(group, {{"w", bad}}, {}).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+      EXPECT_TRUE(Contains(status, "parameter 'w'")) << status;
+    }
+    EXPECT_EQ(GradientAverager::Create(nullptr, {{"w", w}}, {}).status().code(),
+              absl::StatusCode::kInvalidArgument);
+    // A module without parameters, and one that is not shared.
+    const auto averager = GradientAverager::Create(group, torch::nn::ReLUImpl());
+    ASSERT_TRUE(averager.ok()) << averager.status();
+    EXPECT_TRUE((*averager)->Average().ok());
+  });
+}
+
+TEST(GradientAveragerTest, AverageWithoutHooks) {
+  RunRanks(2, [](Group group) {
+    const Tensor a = Parameter({2}), b = Parameter({2}), c = Parameter({2});
+    const auto averager =
+        NewAverager(group, {{"a", a}, {"b", b}, {"c", c}}, {}, {.in_backward = false});
+    (group->rank() == 0 ? a.sum() : a.sum() * 3 + b.sum()).backward();
+    EXPECT_TRUE(a.grad().equal(torch::full({2}, group->rank() == 0 ? 1.0f : 3.0f)));
+    const absl::Status status = averager->Average();
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(a.grad().equal(torch::full({2}, 2.0f)));
+    EXPECT_TRUE(b.grad().equal(torch::full({2}, 0.5f)));
+    EXPECT_FALSE(c.grad().defined());
+  });
+}
+
+// A rank whose loss depends on no parameter has no hook to tell it.
+TEST(GradientAveragerTest, ARankThatReachesNoParameterAveragesByHand) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}});
+    if (group->rank() == 0) {
+      EXPECT_TRUE(averager->Average().ok());
+    } else {
+      w.sum().backward();
+    }
+    EXPECT_TRUE(w.grad().equal(torch::full({2}, 0.5f)));
+  });
+}
+
+struct Fail : torch::autograd::Function<Fail> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list) {
+    throw std::runtime_error("on fire");
+  }
+};
+
+TEST(GradientAveragerTest, ABackwardThatFailsBeforeAnyAverageCanBeDoneAgain) {
+  RunRanks(2, [](Group group) {
+    const Tensor first = Parameter({8}), last = Parameter({8});
+    const auto averager = NewAverager(group, {{"first", first}, {"last", last}});
+    if (group->rank() == 1) {
+      EXPECT_TRUE(Contains(StatusOfBackward(Fail::apply(first * last).sum()), "on fire"));
+    }
+    EXPECT_TRUE(StatusOfBackward((first * last).sum() * group->rank()).ok());
+    EXPECT_TRUE(first.grad().equal(torch::full({8}, 0.5f)));
+  });
+}
+
+TEST(GradientAveragerTest, ABackwardThatFailsInTheMiddleIsAnErrorOfAllLaterCalls) {
+  RunRanks(2, [](Group group) {
+    const Tensor first = Parameter({8}), last = Parameter({8});
+    auto averager = NewAverager(group, {{"first", first}, {"last", last}});
+    if (group->rank() == 1) {
+      EXPECT_TRUE(Contains(StatusOfBackward((Fail::apply(first) * last).sum()), "on fire"));
+      const absl::Status status = averager->Average();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_TRUE(Contains(status, "a backward failed when 1 of 2 buckets")) << status;
+      EXPECT_EQ(StatusOfBackward((first * last).sum()), status);
+      EXPECT_EQ(averager->Join(), status);
+      return;  // which ends its part of the group
+    }
+    const absl::Status status = StatusOfBackward((first * last).sum());
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_TRUE(Contains(status,
+                         "process group 'ranks' (rank 0 of 2, gloo): averaging bucket "
+                         "2 of 2 of 1 gradients ('first' to 'first')"))
+        << status;
+    const int64_t collectives = group->collectives();
+    EXPECT_EQ(StatusOfBackward((first * last).sum()), status);
+    EXPECT_EQ(averager->Average(), status);
+    EXPECT_EQ(GradientAverager::Create(group, {{"first", first}}, {}).status(), status);
+    EXPECT_EQ(group->collectives(), collectives);
+  });
+}
+
+// A backward within a node, as checkpointing does it.
+struct Nested : torch::autograd::Function<Nested> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const Tensor& w) {
+    context->save_for_backward({x, w});
+    return x * w;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::AutoGradMode grad(true);
+    const Tensor x = saved[0].detach().requires_grad_(), w = saved[1];
+    (x * w).backward(gradients[0]);
+    return {x.grad(), Tensor()};
+  }
+};
+
+TEST(GradientAveragerTest, BackwardsWithinABackwardAreOne) {
+  RunRanks(2, [](Group group) {
+    const Tensor first = Parameter({8}), nested = Parameter({8}, 3), last = Parameter({8});
+    const auto averager =
+        NewAverager(group, {{"first", first}, {"nested", nested}, {"last", last}});
+    for (int step = 0; step < 2; ++step) {
+      for (const Tensor& parameter : {first, nested, last}) parameter.mutable_grad().reset();
+      (Nested::apply(first, nested) * last * group->rank()).sum().backward();
+      EXPECT_TRUE(first.grad().equal(torch::full({8}, 1.5f)));
+      EXPECT_TRUE(nested.grad().equal(torch::full({8}, 0.5f)));
+      EXPECT_TRUE(last.grad().equal(torch::full({8}, 1.5f)));
+    }
+  });
+}
+
+TEST(GradientAveragerTest, AGradientThatComesTwiceIsAnError) {
+  RunRanks(2, [](Group group) {
+    const Tensor first = Parameter({8}), w = Parameter({8});
+    const auto averager = NewAverager(group, {{"first", first}, {"w", w}});
+    const Tensor loss = Nested::apply(Nested::apply(first, w), w).sum();
+    absl::Status status = StatusOfBackward(loss);
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(Contains(status, "'w' got another gradient in one backward")) << status;
+  });
+}
+
+TEST(GradientAveragerTest, AFrozenParameterThatIsThawedIsAnError) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2}), frozen = torch::ones({2});
+    const auto averager = NewAverager(group, {{"w", w}, {"frozen", frozen}});
+    w.sum().backward();
+    frozen.requires_grad_();
+    const absl::Status status = StatusOfBackward((w * frozen).sum());
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(Contains(status, "'frozen' was frozen when the averager was made")) << status;
+  });
+}
+
+TEST(GradientAveragerTest, ASparseGradientOfAnyParameterBecomesDense) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({4, 2});
+    const auto averager = NewAverager(group, {{"w", w}});
+    const Tensor row = torch::full({1}, group->rank(), torch::kLong);
+    torch::embedding(w, row, -1, false, /*sparse=*/true).sum().backward();
+    ASSERT_FALSE(w.grad().is_sparse());
+    EXPECT_TRUE(w.grad().equal(torch::tensor({{.5f, .5f}, {.5f, .5f}, {0.f, 0.f}, {0.f, 0.f}})));
+  });
+}
+
+TEST(GradientAveragerTest, DividesByTheActiveRanksIfAsked) {
+  RunRanks(3, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}}, {}, {.divide_by_active = true});
+    for (int step = 0; step < 1 + group->rank(); ++step) {
+      w.mutable_grad().reset();
+      (w.sum() * (group->rank() + 1)).backward();
+      // The sum over ranks from `step` on, by their number.
+      EXPECT_TRUE(w.grad().equal(torch::full({2}, (step + 4) / 2.0f))) << step;
+    }
+    EXPECT_TRUE(averager->Join().ok());
+  });
+}
+
+}  // namespace
+}  // namespace distgrad

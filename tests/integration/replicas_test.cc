@@ -1,0 +1,187 @@
+// Replicas of a pipeline: two pipelines of two workers each, whose stages average the gradients of
+// their contexts with the same stage of the other pipeline, against the same training in one
+// process: to the last bit.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/optim/local_optimizer.h"
+#include "core/parallel/process_group/gradient_averager.h"
+#include "core/rpc/store/in_process_store.h"
+#include "tests/integration/team.h"
+
+namespace distgrad {
+namespace {
+
+constexpr int kReplicas = 2, kStages = 2, kSteps = 20;
+
+std::unique_ptr<torch::optim::Optimizer> NewOptimizer(int kind, Tensors parameters) {
+  if (kind == 0) {
+    return std::make_unique<torch::optim::SGD>(std::move(parameters),
+                                               torch::optim::SGDOptions(0.1).momentum(0.9));
+  }
+  if (kind == 1) {
+    return std::make_unique<torch::optim::Adam>(std::move(parameters),
+                                                torch::optim::AdamOptions(0.01));
+  }
+  return std::make_unique<torch::optim::AdamW>(std::move(parameters),
+                                               torch::optim::AdamWOptions(0.01));
+}
+
+// A layer, and a parameter that only one replica uses, and not in every step.
+struct Stage {
+  Stage(int number, int seed)
+      : parameters{Leaf({4, 4}, seed + 10 * number), Leaf({4}, seed + 10 * number + 1),
+                   Leaf({4}, seed + 10 * number + 2)} {}
+  at::Tensor Forward(const at::Tensor& x, int step, int replica) const {
+    const at::Tensor y = at::addmm(parameters[1], x, parameters[0]).tanh();
+    return step % 3 == 1 && replica == 1 ? y * parameters[2] : y;
+  }
+  Tensors parameters;
+};
+
+at::Tensor Input(int step, int replica) { return Leaf({8, 4}, 100 + 2 * step + replica).detach(); }
+
+// What one worker has of its replica.
+struct Holder {
+  Stage stage;
+  std::unique_ptr<GradientAverager> averager;
+  std::unique_ptr<LocalOptimizer> optimizer;
+
+  absl::Status Step(ContextRecord& context) {
+    const absl::Status averaged = averager->Average(context);
+    return averaged.ok() ? optimizer->Step(context) : averaged;
+  }
+};
+
+constexpr const char* kOptimizerNames[] = {"sgd", "adam", "adamw"};
+
+class ReplicasTest : public testing::TestWithParam<int> {};
+
+TEST_P(ReplicasTest, OfPipelinesEqualOneProcess) {
+  const int kind = GetParam();
+  Team team(kReplicas * kStages);  // replica by replica
+  const std::shared_ptr<Store> store = NewInProcessStore();
+  std::vector<std::unique_ptr<Holder>> holders(team.size());
+  const auto lead = [&](int replica) {
+    const int first = replica * kStages, second = first + 1;
+    for (int step = 0; step < kSteps; ++step) {
+      Context context = team[first].NewContext();
+      const at::Tensor hidden = holders[first]->stage.Forward(Input(step, replica), step, replica);
+      const at::Tensor output =
+          team.Run(first, second, context,
+                   [&](Tensors in, Request&) {
+                     return Tensors{holders[second]->stage.Forward(in[0], step, replica)};
+                   },
+                   {hidden})[0];
+      absl::Status status = context.Backward({output.square().mean()});
+      ASSERT_TRUE(status.ok()) << status;
+      status = holders[first]->Step(*context.record());
+      ASSERT_TRUE(status.ok()) << status;
+      team.Run(first, second, context,
+               [&](Tensors, Request& request) -> absl::StatusOr<Tensors> {
+                 const absl::Status stepped = holders[second]->Step(*request.context.record());
+                 if (!stepped.ok()) return stepped;
+                 return Tensors{};
+               },
+               {});
+    }
+  };
+  const auto start = [&](int worker) {
+    const int replica = worker / kStages, number = worker % kStages;
+    auto group = ProcessGroup::Create({.name = "stage" + std::to_string(number),
+                                       .store = store,
+                                       .rank = replica,
+                                       .size = kReplicas});
+    ASSERT_TRUE(group.ok()) << group.status();
+    // Those of replica 0 are given to all.
+    Stage stage(number, 1000 * replica);
+    std::vector<NamedTensor> named;
+    for (const at::Tensor& parameter : stage.parameters) {
+      named.push_back({std::to_string(named.size()), parameter});
+    }
+    auto averager = GradientAverager::Create(*group, named, {}, {.in_backward = false});
+    ASSERT_TRUE(averager.ok()) << averager.status();
+    auto optimizer = std::make_unique<LocalOptimizer>(NewOptimizer(kind, stage.parameters));
+    holders[worker] = std::make_unique<Holder>(
+        Holder{std::move(stage), *std::move(averager), std::move(optimizer)});
+  };
+  const auto on_threads = [](int count, const auto& run) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < count; ++i) threads.emplace_back([&run, i] { run(i); });
+    for (std::thread& thread : threads) thread.join();
+  };
+  on_threads(team.size(), start);
+  ASSERT_FALSE(HasFatalFailure());
+  on_threads(kReplicas, lead);
+  ASSERT_FALSE(HasFatalFailure());
+
+  std::vector<Stage> stages = {Stage(0, 0), Stage(1, 0)};
+  Tensors all;
+  for (const Stage& stage : stages) {
+    all.insert(all.end(), stage.parameters.begin(), stage.parameters.end());
+  }
+  const auto optimizer = NewOptimizer(kind, all);
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer->zero_grad();
+    for (int replica = 0; replica < kReplicas; ++replica) {
+      at::Tensor x = Input(step, replica);
+      for (const Stage& stage : stages) x = stage.Forward(x, step, replica);
+      x.square().mean().backward();
+    }
+    for (const at::Tensor& parameter : all) {
+      if (parameter.grad().defined()) parameter.mutable_grad().div_(kReplicas);
+    }
+    optimizer->step();
+  }
+  for (int worker = 0; worker < team.size(); ++worker) {
+    for (size_t i = 0; i < 3; ++i) {
+      EXPECT_TRUE(
+          holders[worker]->stage.parameters[i].equal(stages[worker % kStages].parameters[i]))
+          << "worker " << worker << ", parameter " << i;
+      EXPECT_FALSE(holders[worker]->stage.parameters[i].grad().defined());
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReplicasTest, testing::Values(0, 1, 2),
+                         [](const auto& info) { return std::string(kOptimizerNames[info.param]); });
+
+// A context is not disturbed by hooks for .grad, and .grad not by it.
+TEST(ReplicasOfStageTest, AParameterMayHaveBoth) {
+  Team team(2);
+  const std::shared_ptr<Store> store = NewInProcessStore();
+  auto group = ProcessGroup::Create({.store = store, .rank = 0, .size = 1});
+  ASSERT_TRUE(group.ok()) << group.status();
+  const at::Tensor w = Leaf({3}, 1);
+  auto averager = GradientAverager::Create(*group, {{"w", w}}, {});
+  ASSERT_TRUE(averager.ok()) << averager.status();
+  const int64_t before = (*group)->collectives();
+  Context context = team[0].NewContext();
+  const at::Tensor y =
+      team.Run(0, 1, context, [](Tensors in, Request&) { return Tensors{in[0] * 2}; }, {w})[0];
+  ASSERT_TRUE(context.Backward({y.sum()}).ok());
+  EXPECT_EQ((*group)->collectives(), before);
+  EXPECT_FALSE(w.grad().defined());
+  absl::Status status = (*averager)->Average(*context.record());
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(GradientOf(context, w).equal(at::full({3}, 2.0f)));
+  (w * 5).sum().backward();
+  EXPECT_TRUE(w.grad().equal(at::full({3}, 5.0f)));
+  EXPECT_TRUE(GradientOf(context, w).equal(at::full({3}, 2.0f)));
+  // An error of the context is one of the averager: the other ranks have been left alone.
+  context.Release();
+  status = (*averager)->Average(*context.record());
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_EQ((*averager)->Average(), status);
+}
+
+}  // namespace
+}  // namespace distgrad
