@@ -83,6 +83,26 @@ TEST(CppTest, DataParallel) {
   EXPECT_EQ(CodeOf([&] { dg::ReduceAdd({{x}, {}}); }), DG_INVALID_ARGUMENT);
 }
 
+// One of two ranks.
+void Replicas(dg::Worker& worker, float scale) {
+  dg::ProcessGroup group(worker);
+  EXPECT_EQ(group.size(), 2u);
+  EXPECT_EQ(group.rank(), worker.rank());
+  dg::Tensor w = dg::Tensor::From<float>({scale}, {1});
+  group.Average({w});
+  EXPECT_EQ(w.data<float>()[0], 2);
+  w.data<float>()[0] = scale;
+  group.Broadcast({w}, 1);
+  EXPECT_EQ(w.data<float>()[0], 3);
+  w.RequireGrad();
+  dg::Averager averager(group, {w});
+  const dg::Context context(worker);
+  context.Backward({dg::Op("aten::mul.Tensor", {w, static_cast<double>(scale)})});
+  averager.Average(context);
+  EXPECT_EQ(context.Gradient(w).data<float>()[0], 2);
+  averager.Join();
+}
+
 TEST(CppTest, Job) {
   const std::string rendezvous = "file://" + std::string(getenv("TEST_TMPDIR")) + "/rendezvous";
   const auto make = [&](uint32_t rank) {
@@ -119,6 +139,7 @@ TEST(CppTest, Job) {
       });
       dg::Optimizer optimizer = dg::Optimizer::Adam(worker, "", {scale});
       worker.WaitForAll();
+      Replicas(worker, 3);
       worker.Leave();
       EXPECT_LT(scale.data<float>()[0], 5);
     }
@@ -183,6 +204,7 @@ TEST(CppTest, Job) {
     EXPECT_LT(x.data<float>()[0], 2);
     EXPECT_EQ(worker.CallOps("worker1", "aten::neg", {x}, &context)[0].size(), 1);
   }
+  Replicas(worker, 1);
   worker.Leave();
   back.join();
   worker.LeaveAlone();

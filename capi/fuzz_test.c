@@ -23,6 +23,8 @@ enum kind {
   PARALLEL,
   CANCELLATION,
   RESPONDER,
+  GROUP,
+  AVERAGER,
   KINDS
 };
 enum { SLOTS = 12 };
@@ -87,6 +89,12 @@ static void destroy(enum kind kind, void* handle) {
       break;
     case RESPONDER:
       dg_responder_destroy((dg_responder*)handle);
+      break;
+    case GROUP:
+      dg_process_group_destroy((dg_process_group*)handle);
+      break;
+    case AVERAGER:
+      dg_averager_destroy((dg_averager*)handle);
       break;
     case KINDS:
       break;
@@ -216,6 +224,8 @@ static dg_worker* new_worker(void) {
 #define O ((dg_optimizer*)pick(s, OPTIMIZER))
 #define X ((dg_cancellation*)pick(s, CANCELLATION))
 #define R ((dg_responder*)pick(s, RESPONDER))
+#define G ((dg_process_group*)pick(s, GROUP))
+#define A ((dg_averager*)pick(s, AVERAGER))
 #define P ((dg_data_parallel*)pick(s, PARALLEL))
 #define E ((dg_error*)pick(s, ERROR))
 #define MAKE(kind, type, call) \
@@ -250,7 +260,7 @@ static void call(state* s) {
   if (next(s) % 16 == 0) options.struct_size = next(s) % 64;
   if (options.struct_size > sizeof(options)) options.struct_size = 1;
 
-  switch (next(s) % 61) {
+  switch (next(s) % 64) {
     case 0:
       (void)dg_error_code(E);
       break;
@@ -526,6 +536,38 @@ static void call(state* s) {
       } else {
         ran(s, dg_responder_answer(R, M, next(s) % 2 ? NULL : E));
       }
+      break;
+    case 61: { /* of one rank: it waits for nobody */
+      dg_process_group_options group = DG_PROCESS_GROUP_OPTIONS_INIT;
+      if (next(s) % 8) break; /* each has threads of its own */
+      group.name = next(s) % 2 ? DG_STR("a") : DG_STR("b");
+      group.size = 1;
+      group.rank = next(s) % 8 == 0;
+      MAKE(GROUP, dg_process_group, dg_process_group_create(W, &group, &out));
+      break;
+    }
+    case 62: {
+      dg_averager_options averager = DG_AVERAGER_OPTIONS_INIT;
+      dg_tensor* leaf = NULL;
+      OK(dg_tensor_from_data(memory, DG_FLOAT32, NULL, 0, &leaf));
+      OK(dg_tensor_require_grad(leaf));
+      if (!s->alone || next(s) % 2) two[0] = leaf; /* it is written to */
+      averager.flags = next(s) % 3;
+      MAKE(AVERAGER, dg_averager,
+           dg_averager_create(G, two, s->alone ? next(s) % 3 : 1, &averager, &out));
+      dg_tensor_destroy(leaf);
+      if (next(s) % 4 == 0) dg_averager_destroy(A);
+      if (next(s) % 16 == 0) dg_process_group_destroy(G);
+      break;
+    }
+    case 63:
+      (void)dg_process_group_rank(G);
+      (void)dg_process_group_size(G);
+      ran(s, dg_averager_average(A, C));
+      if (next(s) % 4 == 0) ran(s, dg_averager_join(A));
+      if (!s->alone) break;
+      ran(s, dg_process_group_average(G, two, next(s) % 3));
+      ran(s, dg_process_group_broadcast(G, two, next(s) % 3, (uint32_t)(next(s) % 2)));
       break;
     default:
       break;

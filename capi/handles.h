@@ -41,6 +41,8 @@ enum class HandleKind : uint8_t {
   kDataParallel,
   kCancellation,
   kResponder,
+  kProcessGroup,
+  kAverager,
 };
 
 // What a handle stands for. Each kind has a subclass with

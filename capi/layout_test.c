@@ -150,6 +150,22 @@ FIELD(dg_replica, inputs, 64);
 FIELD(dg_replica, input_count, 72);
 FIELD(dg_replica, output_count, 80);
 
+GROWS_FROM(dg_process_group_options, 72);
+FIELD(dg_process_group_options, struct_size, 0);
+FIELD(dg_process_group_options, name, 8);
+FIELD(dg_process_group_options, rank, 24);
+FIELD(dg_process_group_options, size, 28);
+FIELD(dg_process_group_options, backend, 32);
+FIELD(dg_process_group_options, host, 48);
+FIELD(dg_process_group_options, timeout_ms, 64);
+
+GROWS_FROM(dg_averager_options, 40);
+FIELD(dg_averager_options, struct_size, 0);
+FIELD(dg_averager_options, flags, 8);
+FIELD(dg_averager_options, bucket_bytes, 16);
+FIELD(dg_averager_options, buffers, 24);
+FIELD(dg_averager_options, buffer_count, 32);
+
 SIZE(dg_code, 4);
 SIZE(dg_dtype, 4);
 NUMBER(DG_OK, 0);
@@ -204,6 +220,7 @@ NUMBER(DG_WORKER_JOIN, 4);
 NUMBER(DG_BACKWARD_RETAIN_GRAPH, 1);
 NUMBER(DG_SGD_NESTEROV, 1);
 NUMBER(DG_ADAM_AMSGRAD, 1);
+NUMBER(DG_AVERAGER_DIVIDE_BY_ACTIVE, 1);
 NUMBER(DG_FOREVER, -1);
 
 int main(void) { return 0; }

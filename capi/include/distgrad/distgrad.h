@@ -890,6 +890,85 @@ DG_API DG_MUST_USE dg_error* dg_reduce_add(const dg_tensor* const* tensors, size
                                            size_t tensor_count, dg_str device,
                                            dg_tensor** outs) DG_NOEXCEPT;
 
+/* ---------------------------------------------------------------------------- Process groups */
+
+/* Processes that compute the same thing together, each with its own part of the data: each is one
+ * rank of a group, and all call the same functions of it in the same order. An error of one of
+ * these is the result of all later ones too, but for arguments that are wrong: then make a new
+ * group. docs/data_parallel.md, "Across processes". */
+typedef struct dg_process_group dg_process_group;
+
+typedef struct dg_process_group_options {
+  size_t struct_size;
+  dg_str name;        /* no two groups of a job have the same at a time; empty: "default" */
+  uint32_t rank;      /* in [0, size) */
+  uint32_t size;      /* 0: all workers of the job, each by its rank */
+  dg_str backend;     /* "gloo", for the CPU; empty: that */
+  dg_str host;        /* the address, name or interface of this machine at which the others reach it
+                       * by Gloo, which knows no cluster key; empty: DISTGRAD_HOST, or "127.0.0.1" */
+  int64_t timeout_ms; /* for all ranks to come, and then of each collective; 0: ten minutes */
+} dg_process_group_options;
+#define DG_PROCESS_GROUP_OPTIONS_INIT \
+  { sizeof(dg_process_group_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, 0 }
+
+/* The ranks meet by way of the worker's job, and need the worker no more. Waits until all ranks
+ * have called it; DG_DEADLINE_EXCEEDED names those that have not. */
+DG_API DG_MUST_USE dg_error* dg_process_group_create(dg_worker* worker,
+                                                     const dg_process_group_options* options,
+                                                     dg_process_group** out) DG_NOEXCEPT;
+DG_API void dg_process_group_destroy(dg_process_group* group) DG_NOEXCEPT;
+
+/* 0 if `group` is none. */
+DG_API uint32_t dg_process_group_rank(const dg_process_group* group) DG_NOEXCEPT;
+DG_API uint32_t dg_process_group_size(const dg_process_group* group) DG_NOEXCEPT;
+
+/* In place: each tensor becomes the average of those of all ranks, which have the same shapes and
+ * dtypes there (that is not checked). Waits for all ranks. */
+DG_API DG_MUST_USE dg_error* dg_process_group_average(dg_process_group* group,
+                                                      const dg_tensor* const* tensors,
+                                                      size_t tensor_count) DG_NOEXCEPT;
+/* In place: each tensor becomes that of the rank `root`. Else the same. */
+DG_API DG_MUST_USE dg_error* dg_process_group_broadcast(dg_process_group* group,
+                                                        const dg_tensor* const* tensors,
+                                                        size_t tensor_count,
+                                                        uint32_t root) DG_NOEXCEPT;
+
+/* Averages the gradients of a list of parameters over the ranks, step for step. */
+typedef struct dg_averager dg_averager;
+
+typedef struct dg_averager_options {
+  size_t struct_size;
+  uint64_t flags;                  /* DG_AVERAGER_... */
+  uint64_t bucket_bytes;           /* of gradients that go as one, at most; 0: 25 MiB */
+  const dg_tensor* const* buffers; /* what a model has besides; see dg_averager_create */
+  size_t buffer_count;
+} dg_averager_options;
+#define DG_AVERAGER_OPTIONS_INIT \
+  { sizeof(dg_averager_options), 0, 0, 0, 0 }
+/* Divide by the number of ranks that have not joined (dg_averager_join), rather than by all. */
+#define DG_AVERAGER_DIVIDE_BY_ACTIVE UINT64_C(1)
+
+/* Every rank gives the same parameters and buffers but for their values, and gets those of rank 0.
+ * DG_INVALID_ARGUMENT, on every rank, names the first one that differs. Keeps the group. Waits for
+ * all ranks. */
+DG_API DG_MUST_USE dg_error* dg_averager_create(dg_process_group* group,
+                                                const dg_tensor* const* parameters,
+                                                size_t parameter_count,
+                                                const dg_averager_options* options,
+                                                dg_averager** out) DG_NOEXCEPT;
+DG_API void dg_averager_destroy(dg_averager* averager) DG_NOEXCEPT;
+
+/* Averages the gradients that a context has for the parameters, between its backward and the step
+ * of an optimizer; each rank has a context of its own. A parameter that no rank has a gradient of
+ * is left out. Waits for all ranks. */
+DG_API DG_MUST_USE dg_error* dg_averager_average(dg_averager* averager,
+                                                 const dg_context* context) DG_NOEXCEPT;
+
+/* For a rank that has run out of data while others have not: takes part in their averages, with
+ * zeros, until all ranks have called it. Then all have the parameters and buffers of the lowest
+ * rank that was the last to go on. Waits for all ranks. */
+DG_API DG_MUST_USE dg_error* dg_averager_join(dg_averager* averager) DG_NOEXCEPT;
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

@@ -738,6 +738,50 @@ inline std::vector<Tensor> ReduceAdd(const std::vector<std::vector<Tensor>>& lis
   return Own(outs);
 }
 
+// ----------------------------------------------------------------------------- Process groups
+
+class ProcessGroup {
+ public:
+  explicit ProcessGroup(Worker& worker,
+                        const dg_process_group_options& options = DG_PROCESS_GROUP_OPTIONS_INIT) {
+    dg_process_group* out = nullptr;
+    Check(dg_process_group_create(worker.get(), &options, &out));
+    handle_ = Handle<dg_process_group, dg_process_group_destroy>(out);
+  }
+  uint32_t rank() const noexcept { return dg_process_group_rank(get()); }
+  uint32_t size() const noexcept { return dg_process_group_size(get()); }
+  // In place.
+  void Average(const std::vector<Tensor>& tensors) {
+    const std::vector<const dg_tensor*> handles = Handles(tensors);
+    Check(dg_process_group_average(get(), handles.data(), handles.size()));
+  }
+  void Broadcast(const std::vector<Tensor>& tensors, uint32_t root = 0) {
+    const std::vector<const dg_tensor*> handles = Handles(tensors);
+    Check(dg_process_group_broadcast(get(), handles.data(), handles.size(), root));
+  }
+  dg_process_group* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_process_group, dg_process_group_destroy> handle_;
+};
+
+class Averager {
+ public:
+  Averager(ProcessGroup& group, const std::vector<Tensor>& parameters,
+           const dg_averager_options& options = DG_AVERAGER_OPTIONS_INIT) {
+    const std::vector<const dg_tensor*> handles = Handles(parameters);
+    dg_averager* out = nullptr;
+    Check(dg_averager_create(group.get(), handles.data(), handles.size(), &options, &out));
+    handle_ = Handle<dg_averager, dg_averager_destroy>(out);
+  }
+  void Average(const Context& context) { Check(dg_averager_average(get(), context.get())); }
+  void Join() { Check(dg_averager_join(get())); }
+  dg_averager* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_averager, dg_averager_destroy> handle_;
+};
+
 }  // namespace dg
 
 #endif  // DISTGRAD_DISTGRAD_HPP_

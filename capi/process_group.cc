@@ -1,0 +1,206 @@
+// Process groups, and the average of gradients over them.
+#include "core/parallel/process_group/process_group.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "capi/guard.h"
+#include "capi/objects.h"
+#include "capi/worker_object.h"
+#include "core/base/blocking.h"
+#include "core/parallel/process_group/gradient_averager.h"
+
+namespace distgrad {
+namespace {
+
+struct ProcessGroupObject : HandleObject {
+  using Handle = dg_process_group;
+  static constexpr HandleKind kKind = HandleKind::kProcessGroup;
+  static constexpr char kName[] = "dg_process_group";
+
+  explicit ProcessGroupObject(std::shared_ptr<ProcessGroup> group) : group(std::move(group)) {}
+  const std::shared_ptr<ProcessGroup> group;
+};
+
+struct AveragerObject : HandleObject {
+  using Handle = dg_averager;
+  static constexpr HandleKind kKind = HandleKind::kAverager;
+  static constexpr char kName[] = "dg_averager";
+
+  explicit AveragerObject(std::unique_ptr<GradientAverager> averager)
+      : averager(std::move(averager)) {}
+  const std::unique_ptr<GradientAverager> averager;
+};
+
+absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
+                                              const dg_process_group_options* given) {
+  DG_ASSIGN_OR_RETURN(const dg_process_group_options read,
+                      ReadOptions<dg_process_group_options>(given, DG_PROCESS_GROUP_OPTIONS_INIT,
+                                                            "dg_process_group_options"));
+  DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+  DG_ASSIGN_OR_RETURN(const std::string name, FromStr(read.name, "name"));
+  DG_ASSIGN_OR_RETURN(const std::string backend, FromStr(read.backend, "backend"));
+  DG_ASSIGN_OR_RETURN(const std::string host, FromStr(read.host, "host"));
+  ProcessGroupOptions options;
+  options.store = use->store();
+  if (!name.empty()) options.name = name;
+  if (!backend.empty()) options.backend = backend;
+  if (!host.empty()) options.host = host;
+  if (read.size == 0 && read.rank != 0) {
+    return absl::InvalidArgumentError("a rank of a process group needs its size");
+  }
+  if (read.size > INT32_MAX || read.rank > INT32_MAX) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("there is no rank ", read.rank, " in a process group of ", read.size));
+  }
+  options.rank = static_cast<int>(read.size == 0 ? use->id() : read.rank);
+  options.size = read.size == 0 ? use->world_size() : static_cast<int>(read.size);
+  constexpr absl::Duration kLongest = absl::Hours(24 * 365);  // core has no "for ever"
+  if (read.timeout_ms < 0) options.timeout = kLongest;
+  if (read.timeout_ms > 0) {
+    options.timeout = std::min(absl::Milliseconds(read.timeout_ms), kLongest);
+  }
+  return options;
+}
+
+absl::StatusOr<std::vector<NamedTensor>> ToNamed(const dg_tensor* const* handles, size_t count,
+                                                 absl::string_view what) {
+  absl::StatusOr<std::vector<at::Tensor>> tensors =
+      PinTensors(handles, count, /*allow_null=*/false);
+  if (!tensors.ok()) return Annotate(tensors.status(), what);
+  std::vector<NamedTensor> named;
+  for (at::Tensor& tensor : *tensors) {
+    named.push_back({.name = absl::StrCat(what, " ", named.size()), .tensor = std::move(tensor)});
+  }
+  return named;
+}
+
+// Runs a collective of a group, by its handle.
+template <typename F>
+dg_error* Collective(dg_process_group* group, const dg_tensor* const* tensors, size_t tensor_count,
+                     F&& run) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned, Pin<ProcessGroupObject>(group));
+    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> values,
+                        PinTensors(tensors, tensor_count, /*allow_null=*/false));
+    const BlockingScope blocking;
+    return run(*pinned->group, values);
+  });
+}
+
+uint32_t Ask(const dg_process_group* group, int (ProcessGroup::*get)() const) noexcept {
+  return GuardValue<uint32_t>(0, [&]() -> uint32_t {
+    absl::StatusOr<Pinned<ProcessGroupObject>> pinned = Pin<ProcessGroupObject>(group);
+    return pinned.ok() ? static_cast<uint32_t>(((*pinned)->group.get()->*get)()) : 0;
+  });
+}
+
+}  // namespace
+}  // namespace distgrad
+
+using namespace distgrad;
+
+extern "C" {
+
+dg_error* dg_process_group_create(dg_worker* worker, const dg_process_group_options* options,
+                                  dg_process_group** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(ProcessGroupOptions core_options, ToOptions(worker, options));
+    const BlockingScope blocking;
+    DG_ASSIGN_OR_RETURN(std::shared_ptr<ProcessGroup> group,
+                        ProcessGroup::Create(std::move(core_options)));
+    *out = NewHandle<ProcessGroupObject>(std::move(group));
+    return absl::OkStatus();
+  });
+}
+
+void dg_process_group_destroy(dg_process_group* group) noexcept {
+  DestroyHandle<ProcessGroupObject>(group);
+}
+
+uint32_t dg_process_group_rank(const dg_process_group* group) noexcept {
+  return Ask(group, &ProcessGroup::rank);
+}
+
+uint32_t dg_process_group_size(const dg_process_group* group) noexcept {
+  return Ask(group, &ProcessGroup::size);
+}
+
+dg_error* dg_process_group_average(dg_process_group* group, const dg_tensor* const* tensors,
+                                   size_t tensor_count) noexcept {
+  return Collective(
+      group, tensors, tensor_count,
+      [](ProcessGroup& of, const std::vector<at::Tensor>& values) { return of.Average(values); });
+}
+
+dg_error* dg_process_group_broadcast(dg_process_group* group, const dg_tensor* const* tensors,
+                                     size_t tensor_count, uint32_t root) noexcept {
+  return Collective(group, tensors, tensor_count,
+                    [root](ProcessGroup& of, const std::vector<at::Tensor>& values) {
+                      // No group is so large, and a root that is too large is an error of core's.
+                      return of.Broadcast(values,
+                                          static_cast<int>(std::min(root, uint32_t{INT32_MAX})));
+                    });
+}
+
+dg_error* dg_averager_create(dg_process_group* group, const dg_tensor* const* parameters,
+                             size_t parameter_count, const dg_averager_options* options,
+                             dg_averager** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(
+        const dg_averager_options read,
+        ReadOptions<dg_averager_options>(options, DG_AVERAGER_OPTIONS_INIT, "dg_averager_options"));
+    DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_AVERAGER_DIVIDE_BY_ACTIVE, "dg_averager_options"));
+    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned, Pin<ProcessGroupObject>(group));
+    DG_ASSIGN_OR_RETURN(std::vector<NamedTensor> of_model,
+                        ToNamed(parameters, parameter_count, "parameter"));
+    DG_ASSIGN_OR_RETURN(std::vector<NamedTensor> buffers,
+                        ToNamed(read.buffers, read.buffer_count, "buffer"));
+    // A program in C has no backward but that of contexts.
+    AveragerOptions core_options{
+        .in_backward = false, .divide_by_active = (read.flags & DG_AVERAGER_DIVIDE_BY_ACTIVE) != 0};
+    if (read.bucket_bytes > 0) core_options.bucket_bytes = read.bucket_bytes;
+    const BlockingScope blocking;
+    DG_ASSIGN_OR_RETURN(std::unique_ptr<GradientAverager> averager,
+                        GradientAverager::Create(pinned->group, std::move(of_model),
+                                                 std::move(buffers), core_options));
+    *out = NewHandle<AveragerObject>(std::move(averager));
+    return absl::OkStatus();
+  });
+}
+
+void dg_averager_destroy(dg_averager* averager) noexcept {
+  DestroyHandle<AveragerObject>(averager);
+}
+
+dg_error* dg_averager_average(dg_averager* averager, const dg_context* context) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    const BlockingScope blocking;
+    return pinned->averager->Average(*of->context.record());
+  });
+}
+
+dg_error* dg_averager_join(dg_averager* averager) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
+    const BlockingScope blocking;
+    return pinned->averager->Join();
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,244 @@
+/* Process groups from plain C. The ranks are threads of this process, each with its own worker. */
+#define _POSIX_C_SOURCE 200809L
+#include <pthread.h>
+#include <unistd.h>
+
+#include "capi/testing/check.h"
+
+enum { RANKS = 2 };
+
+static dg_worker* workers[RANKS];
+static dg_process_group* groups[RANKS];
+static char rendezvous[512];
+
+typedef struct part {
+  void (*run)(int rank);
+  int rank;
+} part;
+static void* run_part(void* argument) {
+  part* self = (part*)argument;
+  self->run(self->rank);
+  return NULL;
+}
+static void on_all(void (*run)(int rank)) {
+  part parts[RANKS];
+  pthread_t threads[RANKS];
+  for (int i = 0; i < RANKS; ++i) {
+    parts[i].run = run;
+    parts[i].rank = i;
+    CHECK(pthread_create(&threads[i], NULL, run_part, &parts[i]) == 0);
+  }
+  for (int i = 0; i < RANKS; ++i) CHECK(pthread_join(threads[i], NULL) == 0);
+}
+
+static void start(int rank) {
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  options.rank = (uint32_t)rank;
+  options.world_size = RANKS;
+  options.rendezvous.data = rendezvous;
+  options.rendezvous.size = strlen(rendezvous);
+  options.thread_count = 2;
+  OK(dg_worker_create(&options, &workers[rank]));
+}
+
+static void make_group(int rank) {
+  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
+  options.name = DG_STR("all");
+  OK(dg_process_group_create(workers[rank], &options, &groups[rank]));
+  CHECK(dg_process_group_rank(groups[rank]) == (uint32_t)rank);
+  CHECK(dg_process_group_size(groups[rank]) == RANKS);
+}
+
+/* --------------------------------------------------------------------------------- Collectives */
+
+static void collectives(int rank) {
+  const float one[2] = {(float)rank, 10}, other[1] = {(float)(rank * 4)};
+  dg_tensor *x = floats(one, 1, 2), *y = floats(other, 1, 1);
+  const dg_tensor* both[2];
+  both[0] = x;
+  both[1] = y;
+  OK(dg_process_group_average(groups[rank], both, 2));
+  CHECK(data_of(x)[0] == 0.5f && data_of(x)[1] == 10 && data_of(y)[0] == 2);
+  data_of(y)[0] = (float)rank;
+  OK(dg_process_group_broadcast(groups[rank], both, 2, 1));
+  CHECK(data_of(y)[0] == 1);
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_broadcast(groups[rank], both, 2, RANKS));
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_broadcast(groups[rank], both, 2, ~UINT32_C(0)));
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(groups[rank], NULL, 1));
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(NULL, both, 2));
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_average((dg_process_group*)(void*)x, both, 2));
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_broadcast(NULL, both, 2, 0));
+  dg_tensor_destroy(x);
+  dg_tensor_destroy(y);
+}
+
+/* ------------------------------------------------------------------------------------ Averager */
+
+/* The gradient of the sum of w * scale, averaged. */
+static float average_of(dg_worker* worker, dg_averager* averager, const dg_tensor* w, float scale) {
+  dg_context* context = NULL;
+  dg_tensor *x = floats(&scale, 1, 1), *y = op2("aten::mul.Tensor", w, x), *gradient = NULL;
+  const dg_tensor* root = y;
+  float value;
+  OK(dg_context_create(worker, &context));
+  OK(dg_context_backward(context, &root, 1, NULL));
+  OK(dg_averager_average(averager, context));
+  OK(dg_context_gradient(context, w, &gradient));
+  value = data_of(gradient)[0];
+  dg_tensor_destroy(gradient);
+  dg_tensor_destroy(y);
+  dg_tensor_destroy(x);
+  dg_context_destroy(context);
+  return value;
+}
+
+static void averages(int rank) {
+  const float start_value = 5 + (float)rank;
+  dg_tensor *w = floats(&start_value, 1, 1), *buffer = floats(&start_value, 1, 1);
+  const dg_tensor *parameter = w, *of_model = buffer;
+  dg_averager* averager = NULL;
+  dg_averager_options options = DG_AVERAGER_OPTIONS_INIT;
+  options.buffers = &of_model;
+  options.buffer_count = 1;
+  options.bucket_bytes = 1000;
+  options.flags = DG_AVERAGER_DIVIDE_BY_ACTIVE;
+  OK(dg_tensor_require_grad(w));
+  OK(dg_averager_create(groups[rank], &parameter, 1, &options, &averager));
+  CHECK(data_of(w)[0] == 5 && data_of(buffer)[0] == 5); /* rank 0's */
+  CHECK(average_of(workers[rank], averager, w, (float)(2 + 4 * rank)) == 4);
+  if (rank == 1) {
+    /* More data than the other has: alone among those that are active. */
+    CHECK(average_of(workers[rank], averager, w, 7) == 7);
+    CHECK(average_of(workers[rank], averager, w, 3) == 3);
+    data_of(buffer)[0] = 9;
+  }
+  OK(dg_averager_join(averager));
+  dg_averager_destroy(averager);
+  dg_tensor_destroy(buffer);
+  dg_tensor_destroy(w);
+}
+
+/* Both ranks are told of parameters that differ. */
+static void differ(int rank) {
+  const float values[2] = {1, 2};
+  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
+  dg_process_group* group = NULL;
+  dg_averager* averager = NULL;
+  dg_tensor* w = floats(values, 1, 1 + rank);
+  const dg_tensor* parameter = w;
+  options.name = DG_STR("differ");
+  options.size = RANKS;
+  options.rank = (uint32_t)(1 - rank); /* of its own ranks */
+  OK(dg_tensor_require_grad(w));
+  OK(dg_process_group_create(workers[rank], &options, &group));
+  CHECK(dg_process_group_rank(group) == (uint32_t)(1 - rank));
+  SAYS(DG_INVALID_ARGUMENT, "parameter 0",
+       dg_averager_create(group, &parameter, 1, NULL, &averager));
+  CHECK(averager == NULL);
+  dg_process_group_destroy(group);
+  dg_tensor_destroy(w);
+}
+
+/* ---------------------------------------------------------------------------------- Wrong use */
+
+static dg_tensor* tensor;
+static dg_code codes[5];
+static void in_destructor(void* user_data) {
+  const dg_tensor* one = tensor;
+  dg_process_group* group = NULL;
+  dg_averager* averager = NULL;
+  (void)user_data;
+  codes[0] = code_of(dg_process_group_create(workers[0], NULL, &group));
+  codes[1] = code_of(dg_process_group_average(groups[0], &one, 1));
+  codes[2] = code_of(dg_process_group_broadcast(groups[0], &one, 1, 0));
+  codes[3] = code_of(dg_averager_create(groups[0], &one, 1, NULL, &averager));
+  codes[4] = code_of(dg_averager_join(averager));
+}
+
+static void test_misuse(void) {
+  const float one = 1;
+  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
+  dg_averager_options of_averager = DG_AVERAGER_OPTIONS_INIT;
+  dg_process_group* group = NULL;
+  dg_averager* averager = NULL;
+  dg_context* context = NULL;
+  dg_tensor* w = floats(&one, 1, 1);
+  const dg_tensor* parameter = w;
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(NULL, &options, &group));
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(workers[0], &options, NULL));
+  options.struct_size = 8;
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(workers[0], &options, &group));
+  options.struct_size = sizeof(options);
+  options.rank = 1;
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(workers[0], &options, &group));
+  options.size = 1;
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(workers[0], &options, &group));
+  options.size = ~UINT32_C(0);
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(workers[0], &options, &group));
+  options.rank = 0;
+  options.size = 1;
+  options.backend = DG_STR("drums");
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(workers[0], &options, &group));
+  options.backend.size = 0;
+  options.name = DG_STR("a/b");
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(workers[0], &options, &group));
+  options.name = DG_STR("lonely");
+  options.size = 2;
+  options.timeout_ms = 1;
+  FAILS(DG_DEADLINE_EXCEEDED, dg_process_group_create(workers[0], &options, &group));
+  CHECK(group == NULL);
+
+  options.name = DG_STR("one");
+  options.size = 1;
+  options.timeout_ms = DG_FOREVER;
+  OK(dg_process_group_create(workers[0], &options, &group));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_create(NULL, &parameter, 1, NULL, &averager));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_create(group, NULL, 1, NULL, &averager));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_create(group, &parameter, 1, NULL, NULL));
+  of_averager.flags = 2;
+  FAILS(DG_UNIMPLEMENTED, dg_averager_create(group, &parameter, 1, &of_averager, &averager));
+  of_averager.flags = 0;
+  of_averager.buffer_count = 1;
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_create(group, &parameter, 1, &of_averager, &averager));
+  CHECK(averager == NULL);
+  OK(dg_tensor_require_grad(w));
+  OK(dg_averager_create(group, &parameter, 1, NULL, &averager));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_average(averager, NULL));
+  OK(dg_context_create(workers[0], &context));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_average(NULL, context));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(NULL));
+  dg_process_group_destroy(group); /* the averager keeps it */
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(group, &parameter, 1));
+  CHECK(dg_process_group_rank(group) == 0 && dg_process_group_size(group) == 0);
+  CHECK(average_of(workers[0], averager, w, 7) == 7);
+  dg_averager_destroy(averager);
+  dg_averager_destroy(averager);
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager));
+  dg_context_destroy(context);
+
+  tensor = w;
+  {
+    dg_tensor* ends = NULL;
+    OK(dg_tensor_from_memory(&options, DG_UINT8, NULL, NULL, 0, &options, in_destructor, &ends));
+    dg_tensor_destroy(ends);
+  }
+  for (int i = 0; i < 5; ++i) CHECK(codes[i] == DG_FAILED_PRECONDITION);
+  dg_tensor_destroy(w);
+}
+
+int main(void) {
+  const char* folder = getenv("TEST_TMPDIR");
+  snprintf(rendezvous, sizeof(rendezvous), "file://%s/group.%d", folder ? folder : "/tmp",
+           (int)getpid());
+  on_all(start);
+  on_all(make_group);
+  on_all(collectives);
+  on_all(averages);
+  on_all(differ);
+  test_misuse();
+  for (int i = 0; i < RANKS; ++i) dg_worker_destroy(workers[i]);
+  on_all(collectives); /* they need the workers no more */
+  for (int i = 0; i < RANKS; ++i) dg_process_group_destroy(groups[i]);
+  unlink(rendezvous + strlen("file://"));
+  return 0;
+}
