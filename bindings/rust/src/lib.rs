@@ -46,7 +46,8 @@
 //!   many contexts may be under way at the same time.
 //! - An [`Optimizer`] steps the parameters of all workers from a context's gradients.
 //! - A [`DataParallel`] runs a function on several devices of one machine, each with a part of the
-//!   batch.
+//!   batch. A [`ProcessGroup`] does so across processes: an [`Averager`] averages the gradients that
+//!   their contexts have.
 //! - A [`Tensor`] is torch's. All of torch's operators are there by name ([`op`]), common ones as
 //!   methods, and autograd records them.
 //! - What takes its time can be awaited, or waited for with a timeout: [`Future`].
@@ -84,6 +85,7 @@ mod error;
 #[allow(unsafe_code)]
 mod ffi;
 mod future;
+mod group;
 mod message;
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -104,6 +106,7 @@ pub use element::{Dtype, Element};
 pub use error::{Code, Error, Result};
 pub use ffi::DlpackTensor;
 pub use future::{Awaiting, Future};
+pub use group::{Averager, AveragerOptions, ProcessGroup, ProcessGroupOptions};
 pub use message::Message;
 #[doc(hidden)]
 pub use ops::OPERATORS;

@@ -94,6 +94,16 @@ pub(crate) mod raw {
         timeout_ms: i64,
     }
 
+    /// `dg_process_group_options`, but for its size.
+    struct RawProcessGroupOptions<'a> {
+        name: &'a str,
+        rank: u32,
+        size: u32,
+        backend: &'a str,
+        host: &'a str,
+        timeout_ms: i64,
+    }
+
     /// `dg_replica`.
     struct RawReplica<'a> {
         index: u64,
@@ -139,6 +149,8 @@ pub(crate) mod raw {
         type ContextHandle = super::ContextHandle;
         type OptimizerHandle = super::OptimizerHandle;
         type DataParallelHandle = super::DataParallelHandle;
+        type ProcessGroupHandle = super::ProcessGroupHandle;
+        type AveragerHandle = super::AveragerHandle;
         #[namespace = ""]
         #[cxx_name = "dg_value"]
         type RawValue = super::RawValue;
@@ -341,6 +353,31 @@ pub(crate) mod raw {
             list_count: usize,
             device: &str,
         ) -> Result<Vec<TensorHandle>>;
+
+        fn process_group_create(
+            worker: WorkerHandle,
+            options: &RawProcessGroupOptions<'_>,
+        ) -> Result<ProcessGroupHandle>;
+        fn process_group_destroy(group: ProcessGroupHandle);
+        fn process_group_rank(group: ProcessGroupHandle) -> u32;
+        fn process_group_size(group: ProcessGroupHandle) -> u32;
+        fn process_group_average(group: ProcessGroupHandle, tensors: &[TensorHandle])
+            -> Result<()>;
+        fn process_group_broadcast(
+            group: ProcessGroupHandle,
+            tensors: &[TensorHandle],
+            root: u32,
+        ) -> Result<()>;
+        fn averager_create(
+            group: ProcessGroupHandle,
+            parameters: &[TensorHandle],
+            buffers: &[TensorHandle],
+            bucket_bytes: u64,
+            divide_by_active: bool,
+        ) -> Result<AveragerHandle>;
+        fn averager_destroy(averager: AveragerHandle);
+        fn averager_average(averager: AveragerHandle, context: ContextHandle) -> Result<()>;
+        fn averager_join(averager: AveragerHandle) -> Result<()>;
     }
 
     // Vec<T> of a type that is declared elsewhere has to be asked for.

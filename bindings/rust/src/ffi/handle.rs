@@ -52,6 +52,8 @@ handles! {
     ContextHandle, "distgrad_rust::ContextHandle", raw::context_destroy;
     OptimizerHandle, "distgrad_rust::OptimizerHandle", raw::optimizer_destroy;
     DataParallelHandle, "distgrad_rust::DataParallelHandle", raw::data_parallel_destroy;
+    ProcessGroupHandle, "distgrad_rust::ProcessGroupHandle", raw::process_group_destroy;
+    AveragerHandle, "distgrad_rust::AveragerHandle", raw::averager_destroy;
 }
 
 impl TensorHandle {

@@ -318,4 +318,26 @@ rust::Vec<TensorHandle> reduce_add(Tensors tensors, size_t list_count, rust::Str
   return ToVec(outs);
 }
 
+ProcessGroupHandle process_group_create(WorkerHandle worker, const RawProcessGroupOptions& from) {
+  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
+  options.name = ToStr(from.name);
+  options.rank = from.rank;
+  options.size = from.size;
+  options.backend = ToStr(from.backend);
+  options.host = ToStr(from.host);
+  options.timeout_ms = from.timeout_ms;
+  return Out<ProcessGroupHandle>(dg_process_group_create, worker, &options);
+}
+
+AveragerHandle averager_create(ProcessGroupHandle group, Tensors parameters, Tensors buffers,
+                               uint64_t bucket_bytes, bool divide_by_active) {
+  dg_averager_options options = DG_AVERAGER_OPTIONS_INIT;
+  options.flags = divide_by_active ? DG_AVERAGER_DIVIDE_BY_ACTIVE : 0;
+  options.bucket_bytes = bucket_bytes;
+  options.buffers = buffers.data();
+  options.buffer_count = buffers.size();
+  return Out<AveragerHandle>(dg_averager_create, group, parameters.data(), parameters.size(),
+                             &options);
+}
+
 }  // namespace distgrad_rust

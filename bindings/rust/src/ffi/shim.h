@@ -41,6 +41,8 @@ using WorkerHandle = dg_worker*;
 using ContextHandle = dg_context*;
 using OptimizerHandle = dg_optimizer*;
 using DataParallelHandle = dg_data_parallel*;
+using ProcessGroupHandle = dg_process_group*;
+using AveragerHandle = dg_averager*;
 
 struct Handler;
 struct LaterHandler;
@@ -53,6 +55,7 @@ struct RawMember;
 struct RawContextState;
 struct RawCallOptions;
 struct RawDataParallelOptions;
+struct RawProcessGroupOptions;
 
 // What Rust takes a dg_value to be.
 static_assert(sizeof(dg_value) == 24 && offsetof(dg_value, as) == 8);
@@ -309,6 +312,30 @@ inline TensorHandle gather(Tensors tensors, rust::Str device, int64_t dim) {
 }
 rust::Vec<TensorHandle> broadcast(Tensors tensors, Texts devices);
 rust::Vec<TensorHandle> reduce_add(Tensors tensors, size_t list_count, rust::Str device);
+
+// ----------------------------------------------------------------------------- Process groups
+
+ProcessGroupHandle process_group_create(WorkerHandle worker, const RawProcessGroupOptions& options);
+inline void process_group_destroy(ProcessGroupHandle group) { dg_process_group_destroy(group); }
+inline uint32_t process_group_rank(ProcessGroupHandle group) {
+  return dg_process_group_rank(group);
+}
+inline uint32_t process_group_size(ProcessGroupHandle group) {
+  return dg_process_group_size(group);
+}
+inline void process_group_average(ProcessGroupHandle group, Tensors tensors) {
+  dg::Check(dg_process_group_average(group, tensors.data(), tensors.size()));
+}
+inline void process_group_broadcast(ProcessGroupHandle group, Tensors tensors, uint32_t root) {
+  dg::Check(dg_process_group_broadcast(group, tensors.data(), tensors.size(), root));
+}
+AveragerHandle averager_create(ProcessGroupHandle group, Tensors parameters, Tensors buffers,
+                               uint64_t bucket_bytes, bool divide_by_active);
+inline void averager_destroy(AveragerHandle averager) { dg_averager_destroy(averager); }
+inline void averager_average(AveragerHandle averager, ContextHandle context) {
+  dg::Check(dg_averager_average(averager, context));
+}
+inline void averager_join(AveragerHandle averager) { dg::Check(dg_averager_join(averager)); }
 
 }  // namespace distgrad_rust
 

@@ -1,0 +1,99 @@
+//! Processes that compute the same thing together; here they are threads.
+mod common;
+use common::{floats, weight, Folder, LONG};
+use distgrad::{AveragerOptions, Code, Context, ProcessGroup, ProcessGroupOptions, Tensor, Worker};
+use std::{thread, time::Duration};
+
+/// Runs `rank` with each of two workers, in a group of both.
+fn on_both(rank: impl Fn(&Worker, &ProcessGroup) + Sync) {
+    let folder = Folder::new();
+    thread::scope(|scope| {
+        for place in [0, 1] {
+            let (folder, rank) = (&folder, &rank);
+            scope.spawn(move || {
+                let worker = folder.options().rank(place, 2).create().unwrap();
+                let group = ProcessGroupOptions::new()
+                    .name("replicas")
+                    .backend("gloo")
+                    .host("127.0.0.1")
+                    .timeout(LONG)
+                    .create(&worker)
+                    .unwrap();
+                assert_eq!((group.rank(), group.size()), (place, 2));
+                rank(&worker, &group);
+                worker.leave(LONG).unwrap();
+            });
+        }
+    });
+}
+
+fn numbers(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_vec().unwrap()
+}
+
+#[test]
+fn collectives() {
+    fn may_cross_threads<T: Send + Sync>(_: &T) {}
+    on_both(|worker, group| {
+        may_cross_threads(group);
+        let mine = worker.rank() as f32;
+        let [x, y] = [floats(&[mine, 2.0 * mine]), floats(&[4.0 - mine])];
+        group.average([&x, &y]).unwrap();
+        assert_eq!((numbers(&x), numbers(&y)), (vec![0.5, 1.0], vec![3.5]));
+        let z = floats(&[mine]);
+        group.broadcast([&z], 1).unwrap();
+        assert_eq!(numbers(&z), [1.0]);
+        assert_eq!(format!("{group:?}"), format!("ProcessGroup({} of 2)", worker.rank()));
+    });
+}
+
+/// A backward whose gradient of `parameter` is `factor`.
+fn backward<'w>(worker: &'w Worker, parameter: &Tensor, factor: f64) -> Context<'w> {
+    let context = worker.context().unwrap();
+    context.backward([parameter.mul_scalar(factor).unwrap().sum().unwrap()]).unwrap();
+    context
+}
+
+#[test]
+fn gradients_are_averaged_and_a_rank_may_run_out() {
+    on_both(|worker, group| {
+        let mine = f64::from(worker.rank());
+        let parameter = weight(&[1.0 + mine as f32]);
+        let buffer = floats(&[5.0 + mine as f32]);
+        let averager = AveragerOptions::new()
+            .divide_by_active(true)
+            .bucket_bytes(1 << 10)
+            .buffers([&buffer])
+            .create(group, [&parameter])
+            .unwrap();
+        // Those of rank 0.
+        assert_eq!((numbers(&parameter), numbers(&buffer)), (vec![1.0], vec![5.0]));
+
+        let context = backward(worker, &parameter, 2.0 + 2.0 * mine);
+        averager.average(&context).unwrap();
+        assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [3.0]);
+        if worker.rank() == 0 {
+            // One step more than the other has.
+            let context = backward(worker, &parameter, 7.0);
+            averager.average(&context).unwrap();
+            assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [7.0]);
+        }
+        averager.join().unwrap();
+    });
+}
+
+#[test]
+fn who_does_not_fit_or_come_is_named() {
+    on_both(|worker, group| {
+        let shape = [1 + i64::from(worker.rank())];
+        let parameter = Tensor::zeros(&shape, distgrad::Dtype::FLOAT32).unwrap();
+        let parameter = parameter.require_grad().unwrap();
+        let error = AveragerOptions::new().create(group, [&parameter]).unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+    });
+    let folder = Folder::new();
+    let worker = folder.options().rank(0, 1).create().unwrap();
+    let lonely = ProcessGroupOptions::new().rank(0, 2).timeout(Duration::from_millis(50));
+    let error = lonely.create(&worker).unwrap_err();
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+}
