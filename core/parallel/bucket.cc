@@ -47,7 +47,8 @@ bool CopyOnHost(const at::Tensor& tensor, const Bucket::Slot& slot, char* to) {
   if (!tensor.is_cpu() || tensor.strides() != slot.strides || tensor.is_conj() || tensor.is_neg()) {
     return false;
   }
-  std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
+  // An empty tensor has no address to copy from.
+  if (tensor.numel() > 0) std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
   return true;
 }
 
@@ -60,6 +61,7 @@ at::Tensor Part(const Bucket::Slot& slot, const at::Tensor& flat) {
 at::Tensor PackOnHost(const Bucket& bucket, absl::Span<const at::Tensor> tensors,
                       const at::TensorOptions& options) {
   at::Tensor flat = at::empty({bucket.elements}, options);
+  if (bucket.elements == 0) return flat;
   char* const data = static_cast<char*>(flat.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(flat.itemsize());
   for (size_t i = 0; i < bucket.slots.size(); ++i) {
