@@ -1,7 +1,9 @@
 #include "core/rpc/start.h"
 
 #include <algorithm>
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -84,6 +86,13 @@ absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uin
                                      absl::Time deadline) {
   if (rank == 0) return Number(store, world_size, deadline);
   return Ask(store, rank, absl::StrCat(nonce), deadline);
+}
+
+absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(std::shared_ptr<Store> store, int rank,
+                                                        int world_size, absl::Time deadline) {
+  const uint64_t nonce = (uint64_t{std::random_device()()} << 32) | std::random_device()();
+  DG_ASSIGN_OR_RETURN(const int64_t start, AgreeOnStart(*store, rank, world_size, nonce, deadline));
+  return std::make_shared<PrefixStore>(absl::StrCat(start, "/"), std::move(store));
 }
 
 }  // namespace distgrad

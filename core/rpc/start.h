@@ -8,6 +8,7 @@
 #define DISTGRAD_CORE_RPC_START_H_
 
 #include <cstdint>
+#include <memory>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -22,6 +23,10 @@ namespace distgrad {
 // kDeadlineExceeded names the ranks that did not come.
 absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uint64_t nonce,
                                      absl::Time deadline);
+
+// The part of the store that is this start's alone, with a nonce of its own making.
+absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(std::shared_ptr<Store> store, int rank,
+                                                        int world_size, absl::Time deadline);
 
 }  // namespace distgrad
 

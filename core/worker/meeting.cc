@@ -1,6 +1,5 @@
 #include "core/worker/meeting.h"
 
-#include <random>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -36,16 +35,6 @@ absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const std::
   return absl::InternalError("a rendezvous of no kind");
 }
 
-absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(const Place& place,
-                                                        std::shared_ptr<Store> store,
-                                                        absl::Time deadline) {
-  auto run = std::make_shared<PrefixStore>(absl::StrCat("run/", place.run, "/"), std::move(store));
-  const uint64_t nonce = (uint64_t{std::random_device()()} << 32) | std::random_device()();
-  DG_ASSIGN_OR_RETURN(const int64_t start,
-                      AgreeOnStart(*run, place.rank, place.world_size, nonce, deadline));
-  return std::make_shared<PrefixStore>(absl::StrCat(start, "/"), std::move(run));
-}
-
 }  // namespace
 
 absl::StatusOr<Meeting> Meet(const MeetingOptions& options, absl::Time deadline) {
@@ -76,7 +65,10 @@ absl::StatusOr<Meeting> Meet(const MeetingOptions& options, absl::Time deadline)
                                                   std::move(meeting.store));
   }
   if (!place.run.empty()) {
-    DG_ASSIGN_OR_RETURN(meeting.store, StoreOfThisStart(place, std::move(meeting.store), deadline));
+    auto run = std::make_shared<PrefixStore>(absl::StrCat("run/", place.run, "/"),
+                                             std::move(meeting.store));
+    DG_ASSIGN_OR_RETURN(meeting.store,
+                        StoreOfThisStart(std::move(run), place.rank, place.world_size, deadline));
   }
   return meeting;
 }

@@ -1,6 +1,5 @@
 #include "core/parallel/process_group/process_group.h"
 
-#include <random>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -80,13 +79,10 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
   const ProcessGroupOptions& place = group->options_;
   // A group that is made again under its name must not meet the addresses of the former one.
   auto store = std::make_shared<PrefixStore>(absl::StrCat("group/", place.name, "/"), place.store);
-  const uint64_t nonce = (uint64_t{std::random_device()()} << 32) | std::random_device()();
-  const absl::StatusOr<int64_t> start =
-      AgreeOnStart(*store, place.rank, place.size, nonce, deadline);
-  if (!start.ok()) return Annotate(start.status(), group->who_);
-  const BackendPlace at = {
-      std::make_shared<PrefixStore>(absl::StrCat(*start, "/"), std::move(store)), place.rank,
-      place.size, place.timeout, place.host};
+  absl::StatusOr<std::shared_ptr<Store>> of_start =
+      StoreOfThisStart(std::move(store), place.rank, place.size, deadline);
+  if (!of_start.ok()) return Annotate(of_start.status(), group->who_);
+  const BackendPlace at = {*std::move(of_start), place.rank, place.size, place.timeout, place.host};
   try {
     group->backend_ = std::make_unique<Backend>(Backend{NewGlooBackend(at)});
   } catch (...) {
