@@ -55,6 +55,13 @@ class TrustTest : public testing::Test {
     return statuses;
   }
 
+  // On worker 1.
+  absl::Status RegisterEcho() {
+    return workers_[1]->Register("echo", [](Request& request) -> absl::StatusOr<Message> {
+      return std::move(request.message);
+    });
+  }
+
   std::shared_ptr<Store> store_;  // of the last Start()
   std::vector<std::unique_ptr<Worker>> workers_;
   int files_ = 0;
@@ -63,12 +70,7 @@ class TrustTest : public testing::Test {
 TEST_F(TrustTest, WhoHasTheKeyCallsTheOthers) {
   const std::string key = KeyFile("a secret of the whole job");
   for (const absl::Status& status : Start({key, key})) ASSERT_TRUE(status.ok()) << status;
-  ASSERT_TRUE(workers_[1]
-                  ->Register("echo",
-                             [](Request& request) -> absl::StatusOr<Message> {
-                               return std::move(request.message);
-                             })
-                  .ok());
+  ASSERT_TRUE(RegisterEcho().ok());
   const auto reply = workers_[0]->Call("worker1", "echo", Message{"hello", {}});
   ASSERT_TRUE(reply.ok()) << reply.status();
   EXPECT_EQ(reply->payload, "hello");
@@ -125,12 +127,7 @@ int ConnectTo(const std::string& address) {
 TEST_F(TrustTest, AWorkerServesWhileStrangersKnock) {
   const std::string key = KeyFile("a secret of the whole job");
   for (const absl::Status& status : Start({key, key})) ASSERT_TRUE(status.ok()) << status;
-  ASSERT_TRUE(workers_[1]
-                  ->Register("echo",
-                             [](Request& request) -> absl::StatusOr<Message> {
-                               return std::move(request.message);
-                             })
-                  .ok());
+  ASSERT_TRUE(RegisterEcho().ok());
   // The entry in the store has a signature behind it.
   std::string entry = store_->Get("worker/1", absl::InfinitePast()).value();
   entry.resize(entry.size() - 32);
