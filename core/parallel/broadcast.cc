@@ -1,7 +1,6 @@
 #include "core/parallel/broadcast.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstdint>
 #include <limits>
@@ -12,6 +11,7 @@
 #include "core/parallel/new_reducer.h"
 #include "core/parallel/recording.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/keep_memory.h"
 
 namespace distgrad {
 namespace {
@@ -48,17 +48,6 @@ c10::Device DeviceOf(const TensorVector& tensors) {
     if (tensor.defined()) return tensor.device();
   }
   return c10::kCPU;
-}
-
-void KeepMemoryFor(const at::Tensor& tensor, c10::Stream stream) {
-  if (!tensor.defined()) return;
-  if (tensor.is_sparse()) {
-    KeepMemoryFor(tensor._indices(), stream);
-    KeepMemoryFor(tensor._values(), stream);
-  } else if (tensor.has_storage() && tensor.device() == stream.device()) {
-    c10::impl::VirtualGuardImpl(stream.device_type())
-        .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-  }
 }
 
 std::shared_ptr<Reducer> ReducerFor(std::vector<c10::Device> devices) {

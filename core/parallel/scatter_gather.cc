@@ -15,6 +15,7 @@
 
 #include "core/parallel/devices.h"
 #include "core/parallel/recording.h"
+#include "core/tensor/keep_memory.h"
 
 namespace distgrad {
 namespace {
@@ -88,8 +89,7 @@ at::Tensor CopyOf(const at::Tensor& part, c10::Device device,
   }
   TORCH_CHECK_VALUE(stream->device() == device, "scatter: ", *stream, " is not a stream of ",
                     device);
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  const c10::Stream current = impl.getStream(device);
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   c10::Event before(device.type()), after(device.type());
   before.record(current);
   before.block(*stream);
@@ -100,7 +100,7 @@ at::Tensor CopyOf(const at::Tensor& part, c10::Device device,
   }
   after.record(*stream);
   after.block(current);
-  if (*stream != current) impl.recordDataPtrOnStream(copy.storage().data_ptr(), current);
+  if (*stream != current) KeepMemoryFor(copy, current);
   return copy;
 }
 

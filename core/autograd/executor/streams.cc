@@ -6,21 +6,13 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/tensor/keep_memory.h"
+
 namespace distgrad {
 namespace {
 
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-
-void KeepMemoryFor(const at::Tensor& tensor, c10::Stream stream,
-                   const c10::impl::VirtualGuardImpl& device) {
-  if (tensor.is_sparse()) {
-    KeepMemoryFor(tensor._indices(), stream, device);
-    KeepMemoryFor(tensor._values(), stream, device);
-  } else if (tensor.has_storage()) {
-    device.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-  }
-}
 
 // Has `to` wait for what `from` has been given so far.
 void Order(c10::Stream from, c10::Stream to) {
@@ -51,7 +43,7 @@ void BringHome(const at::Tensor& gradient, c10::Stream home) {
   const c10::Stream made_on = device.getStream(gradient.device());
   if (made_on == home) return;
   Order(made_on, home);
-  KeepMemoryFor(gradient, home, device);
+  KeepMemoryFor(gradient, home);
 }
 
 void ReadyMark::Add(const at::Tensor& tensor) {
@@ -70,7 +62,7 @@ void ReadyMark::Await(const at::Tensor& tensor) const {
     const c10::impl::VirtualGuardImpl device(tensor.device().type());
     const c10::Stream current = device.getStream(tensor.device());
     event.block(current);
-    KeepMemoryFor(tensor, current, device);
+    KeepMemoryFor(tensor, current);
   }
 }
 
@@ -91,7 +83,7 @@ HomeStreamGuard::HomeStreamGuard(Node& node, const variable_list& gradients) {
       current.push_back(*home);
     } else if (*same_device != *home) {
       Order(*home, *same_device);
-      KeepMemoryFor(gradients[i], *same_device, c10::impl::VirtualGuardImpl(home->device_type()));
+      KeepMemoryFor(gradients[i], *same_device);
     }
   }
   if (current.size() > 1) of_other_devices_.emplace(current);
