@@ -36,7 +36,8 @@ TEST_F(LoopTest, TasksKnowTheirLoop) {
 }
 
 TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpTheNext) {
-  absl::Notification first_waits, second_waits, third_ran, over;
+  absl::Notification first_waits, second_waits, third_ran;
+  absl::BlockingCounter over(2);
   loop_->Run([&] {
     const std::thread::id before = std::this_thread::get_id();
     {
@@ -49,18 +50,19 @@ TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpTheNext) {
     {
       BlockingScope again;  // and so nobody takes its place
     }
-    over.Notify();
+    over.DecrementCount();
   });
   // What was there when the first began to wait, and what comes later.
   loop_->Run([&] {
     BlockingScope blocking;
     second_waits.Notify();
     third_ran.WaitForNotification();
+    over.DecrementCount();
   });
   first_waits.WaitForNotification();
   second_waits.WaitForNotification();
   loop_->Run([&] { third_ran.Notify(); });
-  over.WaitForNotification();
+  over.Wait();
 }
 
 TEST_F(LoopTest, TimersGoOnWhileATaskWaits) {
