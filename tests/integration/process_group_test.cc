@@ -1,5 +1,5 @@
 // Data parallel training in several processes: equal to one process on the whole batch, and an
-// error on all others, in time, when one of them is killed or stopped.
+// error on all others, in time, when one of them is killed or stopped, or fails.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <torch/nn.h>
@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -103,8 +104,8 @@ std::string ParametersFile(const std::string& file, int optimizer, int rank) {
   return absl::StrCat(file, ".", optimizer, ".", rank);
 }
 
-// What a child does, and then says how it ended: "train" with each optimizer, or "on" with one for
-// as long as it lives.
+// What a child does, and then says how it ended: "train" with each optimizer, "on" with one for as
+// long as it lives, or "fail" in the middle of a backward, and then live on.
 int RunRank(const std::string& mode, const std::string& file, int rank, int size, int seconds) {
   const auto say = [](const absl::Status& status) {
     std::printf("%s\n", status.ToString(absl::StatusToStringMode::kWithNoExtraData).c_str());
@@ -118,10 +119,17 @@ int RunRank(const std::string& mode, const std::string& file, int rank, int size
     const auto optimizer = NewOptimizer(kind, model->parameters());
     const auto averager = GradientAverager::Create(*group, *model, SmallBuckets());
     if (!averager.ok()) return say(averager.status());
-    if (mode == "on") say(absl::OkStatus());
-    for (int step = 0; step < kSteps || mode == "on"; ++step) {
+    if (mode != "train") say(absl::OkStatus());
+    for (int step = 0; step < kSteps || mode != "train"; ++step) {
+      if (mode == "fail" && step == 3) {
+        model->first->weight.register_hook(
+            [](const Tensor&) { throw std::runtime_error("on fire"); });
+      }
       const absl::Status status = Step(model, *optimizer, step, rank, size);
-      if (!status.ok()) return say(status);
+      if (status.ok()) continue;
+      const int code = say(status);
+      while (mode == "fail") pause();
+      return code;
     }
     torch::save(model->parameters(), ParametersFile(file, kind, rank));
   }
@@ -192,12 +200,13 @@ TEST_P(TrainingTest, EqualsOneProcess) {
 
 INSTANTIATE_TEST_SUITE_P(Processes, TrainingTest, testing::Values(2, 3, 4));
 
-// This process is rank 0 of 3, and the last one is killed or stopped.
+// This process is rank 0 of 3, and the last one is killed or stopped, or fails.
 class LostRankTest : public ProcessGroupProcessTest {
  protected:
-  void Train(int seconds, const std::function<void(ChildProcess&)>& lose) {
+  void Train(int seconds, const std::function<void(ChildProcess&)>& lose,
+             const std::string& mode = "on") {
     Start("on", 1, 3, seconds);
-    Start("on", 2, 3, seconds);
+    Start(mode, 2, 3, seconds);
     {
       auto group = Meet(file_, 0, 3, absl::Seconds(seconds));
       ASSERT_TRUE(group.ok()) << group.status();
@@ -250,6 +259,15 @@ TEST_F(LostRankTest, AStoppedRankIsAnErrorOfTheOthersInTime) {
   EXPECT_TRUE(here || there) << status_ << "; " << other_;
   EXPECT_TRUE(here || status_.code() == absl::StatusCode::kUnavailable) << status_;
   EXPECT_TRUE(there || absl::StartsWith(other_, "UNAVAILABLE")) << other_;
+}
+
+TEST_F(LostRankTest, ARankWhoseBackwardFailsIsAnErrorOfTheOthersAtOnce) {
+  Train(
+      300, [](ChildProcess& child) { EXPECT_EQ(child.ReadLine(), "INTERNAL: on fire"); }, "fail");
+  const std::string reason = "rank 2 failed: a backward failed when ";
+  EXPECT_EQ(status_.code(), absl::StatusCode::kUnavailable) << status_;
+  EXPECT_TRUE(absl::StrContains(status_.message(), reason)) << status_;
+  EXPECT_TRUE(absl::StrContains(other_, reason)) << other_;
 }
 
 }  // namespace

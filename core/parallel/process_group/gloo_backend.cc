@@ -1,7 +1,11 @@
+#include <ATen/ops/empty.h>
 #include <net/if.h>
 #include <signal.h>
 
+#include <chrono>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <utility>
+#include <vector>
 
 #include "core/parallel/process_group/c10d_store.h"
 #include "core/parallel/process_group/new_backend.h"
@@ -30,6 +34,22 @@ class SigpipeBlocked {
   sigset_t sigpipe_, before_;
 };
 
+class Gloo : public c10d::ProcessGroupGloo {
+ public:
+  using ProcessGroupGloo::ProcessGroupGloo;
+
+  // c10d's does nothing, and Gloo's own way to close connections leaves those waiting for ever who
+  // wait here. But it closes all of them, and wakes everybody, when a receipt is late; and this one
+  // is, for nobody sends.
+  void abort() override {
+    try {
+      std::vector<at::Tensor> nothing = {at::empty({1}, at::kByte)};
+      recvAnysource(nothing, /*tag=*/0)->wait(std::chrono::milliseconds(1));
+    } catch (...) {
+    }
+  }
+};
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> NewGlooBackend(const BackendPlace& place) {
@@ -39,8 +59,8 @@ c10::intrusive_ptr<c10d::Backend> NewGlooBackend(const BackendPlace& place) {
   options->devices.push_back(if_nametoindex(place.host.c_str()) != 0
                                  ? ProcessGroupGloo::createDeviceForInterface(place.host)
                                  : ProcessGroupGloo::createDeviceForHostname(place.host));
-  return c10::make_intrusive<ProcessGroupGloo>(C10dStoreOf(place.store, place.timeout), place.rank,
-                                               place.size, std::move(options));
+  return c10::make_intrusive<Gloo>(C10dStoreOf(place.store, place.timeout), place.rank, place.size,
+                                   std::move(options));
 }
 
 }  // namespace distgrad

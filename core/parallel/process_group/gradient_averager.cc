@@ -174,13 +174,14 @@ void GradientAverager::Impl::OnBackwardEnd() {
 
 void GradientAverager::Impl::OnBackwardAbandoned() {
   absl::MutexLock lock(&mu_);
-  if (!round_.has_value()) return;
-  if (round_->begun() > 0) {
-    group_->Fail(absl::FailedPreconditionError(
-        absl::StrCat("rank ", group_->rank(), " of process group '", group_->name(),
-                     "': a backward failed when ", round_->begun(), " of ", plan_.buckets().size(),
-                     " buckets were being averaged; the other ranks wait for the rest")));
-  }
+  // Before its first bucket the others have seen nothing of it.
+  if (round_.has_value() && round_->begun() > 0) FailRound("a backward failed");
+  round_.reset();
+}
+
+void GradientAverager::Impl::OnAveragerEnd() {
+  absl::MutexLock lock(&mu_);
+  if (round_.has_value()) FailRound("the averager was destroyed in the middle of a backward");
   round_.reset();
 }
 
@@ -194,6 +195,16 @@ void GradientAverager::Impl::OpenRound() {
   for (const Bucket& bucket : plan_.buckets()) missing_.push_back(bucket.slots.size());
 }
 
+void GradientAverager::Impl::FailRound(const char* what) {
+  std::string last;  // where one may look for what failed
+  for (size_t k = 0; k < seen_.size(); ++k) {
+    if (seen_[k] != Seen()) last = plan_.parameters()[k].name;
+  }
+  group_->Fail(absl::FailedPreconditionError(
+      absl::StrCat(what, " when ", round_->begun(), " of ", plan_.buckets().size(),
+                   " buckets were being averaged, after the gradient of '", last, "'")));
+}
+
 // An error of one rank leaves the others waiting, so nothing can go on after any.
 absl::Status GradientAverager::Impl::Guarded(absl::FunctionRef<absl::Status()> body) {
   absl::Status status = group_->status();
@@ -203,11 +214,9 @@ absl::Status GradientAverager::Impl::Guarded(absl::FunctionRef<absl::Status()> b
     } catch (...) {
       status = StatusFromException(std::current_exception());
     }
-    if (!status.ok() && group_->status().ok()) {
-      status =
-          Annotate(status, absl::StrCat("averaging gradients over process group '", group_->name(),
-                                        "' (rank ", group_->rank(), " of ", group_->size(), ")"));
-      group_->Fail(status);
+    if (!status.ok()) {
+      group_->Fail(Annotate(status, "averaging gradients"));
+      status = group_->status();
     }
   }
   if (!status.ok()) round_.reset();
@@ -418,7 +427,10 @@ absl::StatusOr<std::unique_ptr<GradientAverager>> GradientAverager::Create(
 }
 
 GradientAverager::GradientAverager(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
-GradientAverager::~GradientAverager() { impl_->RemoveHooks(); }
+GradientAverager::~GradientAverager() {
+  impl_->RemoveHooks();
+  impl_->OnAveragerEnd();
+}
 
 GradientAverager::NoSync::NoSync(GradientAverager& averager) : averager_(averager) {
   averager_.impl_->AddToNoSync(1);

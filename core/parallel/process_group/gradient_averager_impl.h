@@ -31,6 +31,7 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
 
   void AddHooks();
   void RemoveHooks();
+  void OnAveragerEnd();
 
   absl::Status Average();
   absl::Status Average(ContextRecord& context);
@@ -51,6 +52,7 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   std::string Describe() const;
   absl::Status CheckFrozen() const;
   std::vector<at::Tensor> Gradients() const;
+  void FailRound(const char* what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void OpenRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Averages .grad with what has begun.
   absl::Status FinishRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

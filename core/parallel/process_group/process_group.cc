@@ -22,9 +22,12 @@ namespace {
 // What is packed together, at most.
 constexpr size_t kBucketBytes = size_t{25} << 20;
 constexpr int kNoRoot = -1;
+// The key under which a rank that fails says so.
+constexpr char kFailure[] = "failure";
 
-// Held while a collective is begun. c10d numbers those of a group as they come; and in its recorder
-// of collectives, one for all groups of the process, a map grows without a lock.
+// Held while a collective is begun or a group aborted. c10d numbers those of a group as they come;
+// and in its recorder of collectives, one for all groups of the process, a map grows without a
+// lock.
 ABSL_CONST_INIT absl::Mutex beginning(absl::kConstInit);
 
 absl::Status Check(const ProcessGroupOptions& options) {
@@ -82,7 +85,8 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
   absl::StatusOr<std::shared_ptr<Store>> of_start =
       StoreOfThisStart(std::move(store), place.rank, place.size, deadline);
   if (!of_start.ok()) return Annotate(of_start.status(), group->who_);
-  const BackendPlace at = {*std::move(of_start), place.rank, place.size, place.timeout, place.host};
+  group->store_ = *std::move(of_start);
+  const BackendPlace at = {group->store_, place.rank, place.size, place.timeout, place.host};
   try {
     group->backend_ = std::make_unique<Backend>(Backend{NewGlooBackend(at)});
   } catch (...) {
@@ -97,8 +101,17 @@ absl::Status ProcessGroup::status() const {
 }
 
 void ProcessGroup::Fail(const absl::Status& why) {
-  absl::MutexLock lock(&mu_);
-  status_.Update(why);
+  {
+    absl::MutexLock lock(&mu_);
+    if (!status_.ok()) return;
+    status_ = Annotate(why, who_);
+  }
+  // Before the others notice anything. Another rank's reason is why this one fails, so it stays.
+  if (!store_->Get(kFailure, absl::InfinitePast()).ok()) {
+    store_->Set(kFailure, absl::StrCat("rank ", rank(), " failed: ", why.message())).IgnoreError();
+  }
+  absl::MutexLock lock(&beginning);
+  if (backend_ != nullptr) backend_->backend->abort();
 }
 
 absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::string& what) {
@@ -112,18 +125,21 @@ absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::strin
                                                              ": ", status.message()))
                   : absl::UnavailableError(status.message());
   }
-  Fail(Annotate(status, absl::StrCat(who_, ": ", what)));
+  if (const auto failure = store_->Get(kFailure, absl::InfinitePast()); failure.ok()) {
+    status = absl::UnavailableError(absl::StrCat(*failure, " (here: ", status.message(), ")"));
+  }
+  Fail(Annotate(status, what));
   return this->status();
 }
 
 absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::Begin(const at::Tensor& tensor,
                                                                            const std::string& what,
                                                                            int root) {
-  absl::MutexLock lock(&beginning);
-  DG_RETURN_IF_ERROR(status());
   std::vector<at::Tensor> tensors = {tensor};
-  ++collectives_;
   try {
+    absl::MutexLock lock(&beginning);
+    DG_RETURN_IF_ERROR(status());
+    ++collectives_;
     if (root == kNoRoot) {
       return std::make_shared<Running>(Running{backend_->backend->allreduce(tensors), &what});
     }

@@ -6,9 +6,10 @@
 //       ProcessGroup::Create({.name = "replicas", .store = store, .rank = 1, .size = 2});
 //   absl::Status status = (*group)->Average({loss});
 //
-// A rank that is gone or stopped is an error on the others, at once or at the latest when a
-// collective has taken `timeout`. After an error nobody can tell which collectives the others have
-// seen: it is the result of all later calls too, and the only way on is a new group.
+// A rank that is gone or has failed is an error on the others at once, with the reason that it
+// gave; one that is stopped is when a collective has taken `timeout`. After an error nobody can
+// tell which collectives the others have seen: it is the result of all later calls too, and the
+// only way on is a new group, which may have the same name and store.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
 
@@ -84,7 +85,8 @@ class ProcessGroup {
   // On an accelerator it is this thread's current stream that waits.
   absl::Status Wait(Running& running);
 
-  // Has all later calls fail with `why`, which is not OK. The first wins.
+  // This rank cannot go on: all later calls fail with `why`, which is not OK, those under way end,
+  // and so do at once those of the others, with the words of `why`. The first wins.
   void Fail(const absl::Status& why);
 
  private:
@@ -101,7 +103,9 @@ class ProcessGroup {
   const std::string who_;  // "process group 'replicas' (rank 1 of 2, gloo)"
 
   std::atomic<int64_t> collectives_{0};
-  std::unique_ptr<Backend> backend_;  // constant after Create
+  // Constant after Create.
+  std::shared_ptr<Store> store_;  // of this start of the group alone
+  std::unique_ptr<Backend> backend_;
 
   mutable absl::Mutex mu_;
   absl::Status status_ ABSL_GUARDED_BY(mu_);
