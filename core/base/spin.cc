@@ -1,6 +1,6 @@
 #include "core/base/spin.h"
 
-#include <thread>
+#include "core/base/processors.h"
 
 namespace distgrad {
 
@@ -10,7 +10,7 @@ Spin& Spin::OfThisThread() {
 }
 
 bool Spin::Alone() {
-  static const bool alone = std::thread::hardware_concurrency() < 2;
+  static const bool alone = UsableProcessors() < 2;
   return alone;
 }
 
