@@ -8,13 +8,16 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/fake_clock.h"
 #include "core/base/future.h"
 #include "core/rpc/agent.h"
 #include "core/rpc/agent_testing.h"
+#include "core/rpc/frame.h"
 #include "core/rpc/inproc/inproc_transport.h"
+#include "core/rpc/wire.h"
 
 namespace distgrad {
 namespace {
@@ -147,8 +150,10 @@ TEST_F(AgentCallsTest, CallsUnderWayAreBoundedWhereTheyAreServed) {
   ASSERT_TRUE(served.Begin(2, 100).ok());
   status = served.Begin(3, 0).status();
   EXPECT_TRUE(absl::StrContains(status.message(), "limit calls_per_peer is 2")) << status;
-  served.End(1);
-  served.End(2);
+  for (const uint64_t call : {1, 2}) {
+    served.FreePlace(call);
+    served.End();
+  }
   EXPECT_TRUE(served.Begin(4, 5000).ok()) << "alone it may be larger";
   EXPECT_EQ(total, 1u);
   ServedCalls other(&clock_, &(strict.calls = 1, strict), &total);
@@ -156,6 +161,39 @@ TEST_F(AgentCallsTest, CallsUnderWayAreBoundedWhereTheyAreServed) {
   served.Close(absl::UnavailableError("gone"));
   EXPECT_EQ(served.Begin(5, 0).status().code(), StatusCode::kCancelled);
   EXPECT_EQ(served.Now(), absl::InfinitePast());
+}
+
+// Its place is free before it can know that the call is over.
+TEST_F(AgentCallsTest, WhoHasItsAnswerMayCallAgain) {
+  struct AtReply : FaultInjector {
+    absl::AnyInvocable<void()> call;  // once, when a reply has as good as arrived
+    Action OnSend(const std::string&, const std::string&, Packet& packet) override {
+      WireReader reader(packet.bytes);
+      if (ReadFrame(reader)->kind == FrameKind::kReply) {
+        if (auto now = std::exchange(call, nullptr)) now();
+      }
+      return Action::kDeliver;
+    }
+  };
+  const auto at_reply = std::make_shared<AtReply>();
+  const auto network = std::make_shared<InprocNetwork>(at_reply);
+  std::vector<std::unique_ptr<TestAgent>> agents;
+  for (WorkerId id = 0; id < 2; ++id) {
+    agents.push_back(std::make_unique<TestAgent>(&clock_, network, id, /*life=*/1,
+                                                 AgentOptions{.limits = {.bytes_per_peer = 1000}}));
+  }
+  StartAll(agents);
+  const std::string most(900, 'x');
+  const Future<std::string> first = agents[0]->Call(1, "keep", most);
+  IncomingCall kept = agents[1]->service.AwaitKept();
+  Future<std::string> second;
+  at_reply->call = [&] {
+    second = agents[0]->Call(1, "echo", most);
+    while (agents[1]->agent.Stats().size() < 2) std::this_thread::yield();  // it was taken in
+  };
+  kept.Reply(kept.NewReply());
+  EXPECT_TRUE(first.Wait().ok());
+  EXPECT_TRUE(second.Wait().ok()) << second.Wait().status();
 }
 
 TEST_F(AgentCallsTest, MessagesAreBounded) {

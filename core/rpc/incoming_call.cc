@@ -41,15 +41,17 @@ class IncomingCall::Impl {
     Count(size, /*failed=*/false);
     const auto to = std::exchange(link, nullptr);
     if (auto room = to->window()->TryTake(size)) {
+      to->served().FreePlace(call);
       to->Send(std::move(packet), *std::move(room));
-      to->served().End(call);
+      to->served().End();
       return;
     }
     // It stays one that is served, and so counts against those limits.
     to->window()->TakeLater(size, [to, call = call, packet = std::move(packet)](
                                       absl::StatusOr<SendWindow::Room> room) mutable {
+      to->served().FreePlace(call);
       if (room.ok()) to->Send(std::move(packet), *std::move(room));
-      to->served().End(call);
+      to->served().End();
     });
   }
 
@@ -59,8 +61,10 @@ class IncomingCall::Impl {
     AppendFrame({.kind = FrameKind::kReply, .call = call, .status = status}, &packet.bytes);
     Count(packet.size(), /*failed=*/true);
     const auto to = std::exchange(link, nullptr);
+    const bool was_begun = cancellation != nullptr;  // it was not refused
+    if (was_begun) to->served().FreePlace(call);
     to->Send(std::move(packet));
-    if (cancellation != nullptr) to->served().End(call);
+    if (was_begun) to->served().End();
   }
 
   std::shared_ptr<Link> link;  // null once answered

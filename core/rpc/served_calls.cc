@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/check.h"
 
 namespace distgrad {
 
@@ -37,13 +38,12 @@ absl::StatusOr<std::shared_ptr<Cancellation>> ServedCalls::Begin(uint64_t call, 
   return cancellation;
 }
 
-void ServedCalls::End(uint64_t call) {
+void ServedCalls::FreePlace(uint64_t call) {
   absl::MutexLock lock(&mu_);
   const auto found = calls_.find(call);
-  if (found == calls_.end()) return;
+  DG_CHECK(found != calls_.end()) << "call " << call;
   bytes_ -= found->second.bytes;
   calls_.erase(found);
-  total_->fetch_sub(1);
 }
 
 void ServedCalls::Cancel(uint64_t call, const absl::Status& why) {

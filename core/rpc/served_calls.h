@@ -29,11 +29,14 @@ class ServedCalls {
   // kResourceExhausted past a limit; kAlreadyExists for the number of one that is under way;
   // kCancelled after Close().
   absl::StatusOr<std::shared_ptr<Cancellation>> Begin(uint64_t call, uint64_t bytes);
-  void End(uint64_t call);
+  // A call ends in two steps: its place is free before its answer goes out, for who has that may
+  // call again at once; and it counts in the total until the answer has gone.
+  void FreePlace(uint64_t call);
+  void End() { total_->fetch_sub(1); }
 
   // Nothing where there is no such call (any more).
   void Cancel(uint64_t call, const absl::Status& why);
-  // Cancels all; they still have to End(). No more begin.
+  // Cancels all; they still have to end. No more begin.
   void Close(const absl::Status& why);
 
   size_t count() const;
