@@ -214,7 +214,7 @@ TEST(ThreadPoolTest, SeveralMayJoin) {
 }
 
 TEST(ThreadPoolTest, ThreadsKnowTheirPoolAndHaveNames) {
-  ThreadPool pool("a-rather-long-name", 1), other("other", 1);
+  ThreadPool other("other", 1), pool("a-rather-long-name", 1);
   EXPECT_FALSE(pool.OnThisPool());
   pool.Schedule([&] {
     EXPECT_TRUE(pool.OnThisPool());

@@ -476,7 +476,7 @@ TEST(TcpStoreTest, ServerIsKilled) {
 TEST(TcpStoreTest, ServerHangs) {
   ChildProcess server({"--child", "serve", ""});
   const auto store = Join(static_cast<uint16_t>(std::stoi(server.ReadLine())));
-  server.Signal(SIGSTOP);
+  server.Stop();
   EXPECT_EQ(store->Get("key", Soon()).status().code(), absl::StatusCode::kDeadlineExceeded);
   server.Signal(SIGCONT);
   EXPECT_EQ(store->Get("key", Soon()).status().code(), absl::StatusCode::kUnavailable);
