@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <bitset>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -81,6 +82,15 @@ absl::Status LocalOptimizer::Step(const ContextRecord& context,
   }
   for (auto& [parameter, grad] : before) parameter.mutable_grad() = std::move(grad);
   return status;
+}
+
+absl::Status LocalOptimizer::SetLearningRate(double learning_rate) {
+  if (!std::isfinite(learning_rate) || learning_rate < 0)
+    return absl::InvalidArgumentError(absl::StrCat("the learning rate is ", learning_rate));
+  absl::MutexLock lock(&mu_);
+  for (torch::optim::OptimizerParamGroup& group : optimizer_->param_groups())
+    group.options().set_lr(learning_rate);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(

@@ -36,6 +36,9 @@ class LocalOptimizer {
   absl::Status Step(const ContextRecord& context,
                     std::optional<double> learning_rate = std::nullopt);
 
+  // For all parameters, from the next step on. kInvalidArgument if it is negative or not finite.
+  absl::Status SetLearningRate(double learning_rate);
+
   // The 2-norm of each gradient, as scalars on the CPU, in the order of the parameters; none for
   // a parameter without one.
   absl::StatusOr<std::vector<at::Tensor>> GradientNorms(const ContextRecord& context);

@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/norm.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <torch/optim/optimizer.h>
 
@@ -21,6 +22,7 @@ namespace {
 constexpr absl::string_view kStep = "distgrad.optimizer.step/";
 constexpr absl::string_view kNorms = "distgrad.optimizer.norms/";
 constexpr absl::string_view kScale = "distgrad.optimizer.scale/";
+constexpr absl::string_view kRate = "distgrad.optimizer.rate/";
 
 }  // namespace
 
@@ -28,14 +30,16 @@ Optimizer::Optimizer(Worker* worker, std::unique_ptr<torch::optim::Optimizer> op
                      absl::string_view name)
     : worker_(worker), name_(name) {
   auto local = std::make_shared<LocalOptimizer>(std::move(optimizer));
-  const auto serve = [&](absl::string_view function, auto body) {
-    const absl::Status registered = worker->Register(
-        absl::StrCat(function, name), [body](Request& request) -> absl::StatusOr<Message> {
-          if (!request.context.valid())
-            return absl::InvalidArgumentError("an optimizer works on a context");
-          return body(request);
-        });
+  const auto serve_any = [&](absl::string_view function, auto body) {
+    const absl::Status registered = worker->Register(absl::StrCat(function, name), body);
     DG_CHECK(registered.ok()) << registered << ": one worker has one optimizer of a name";
+  };
+  const auto serve = [&](absl::string_view function, auto body) {
+    serve_any(function, [body](Request& request) -> absl::StatusOr<Message> {
+      if (!request.context.valid())
+        return absl::InvalidArgumentError("an optimizer works on a context");
+      return body(request);
+    });
   };
   serve(kStep, [local](Request& request) -> absl::StatusOr<Message> {
     DG_RETURN_IF_ERROR(local->Step(*request.context.record()));
@@ -53,14 +57,20 @@ Optimizer::Optimizer(Worker* worker, std::unique_ptr<torch::optim::Optimizer> op
         local->ScaleGradients(*request.context.record(), request.message.tensors[0]));
     return Message{};
   });
+  serve_any(kRate, [local](Request& request) -> absl::StatusOr<Message> {
+    if (request.message.tensors.size() != 1)
+      return absl::InvalidArgumentError("the learning rate is one tensor");
+    DG_RETURN_IF_ERROR(local->SetLearningRate(request.message.tensors[0].item<double>()));
+    return Message{};
+  });
 }
 
 absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& function,
                                                         const Message& message,
-                                                        const Context& context) {
+                                                        const Context* context) {
   std::vector<Future<Message>> calls;
   for (const std::string& worker : worker_->names()) {
-    calls.push_back(worker_->CallAsync(worker, function, message, {.context = &context}));
+    calls.push_back(worker_->CallAsync(worker, function, message, {.context = context}));
   }
   std::vector<Message> replies;
   absl::Status status;
@@ -74,12 +84,17 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
 }
 
 absl::Status Optimizer::Step(const Context& context) {
-  return CallAll(absl::StrCat(kStep, name_), {}, context).status();
+  return CallAll(absl::StrCat(kStep, name_), {}, &context).status();
+}
+
+absl::Status Optimizer::SetLearningRate(double learning_rate) {
+  const at::Tensor rate = at::scalar_tensor(learning_rate, at::kDouble);
+  return CallAll(absl::StrCat(kRate, name_), {"", {rate}}, nullptr).status();
 }
 
 absl::StatusOr<double> Optimizer::ClipGradients(const Context& context, double max_norm) {
   DG_ASSIGN_OR_RETURN(const std::vector<Message> replies,
-                      CallAll(absl::StrCat(kNorms, name_), {}, context));
+                      CallAll(absl::StrCat(kNorms, name_), {}, &context));
   try {
     at::NoGradGuard no_grad;
     std::vector<at::Tensor> norms;
@@ -99,7 +114,7 @@ absl::StatusOr<double> Optimizer::ClipGradients(const Context& context, double m
       return absl::OutOfRangeError(absl::StrCat("the norm of the gradients is ", value));
     const at::Tensor factor = max_norm / (total + 1e-6);
     if (factor.item().toDouble() < 1) {
-      DG_RETURN_IF_ERROR(CallAll(absl::StrCat(kScale, name_), {"", {factor}}, context).status());
+      DG_RETURN_IF_ERROR(CallAll(absl::StrCat(kScale, name_), {"", {factor}}, &context).status());
     }
     return value;
   } catch (...) {

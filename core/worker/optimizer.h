@@ -29,15 +29,19 @@ class Optimizer {
   // first error, by worker; kNotFound for a worker that has no part.
   absl::Status Step(const Context& context);
 
+  // Of all parameters of all parts, from the next step on: for schedules. Waits. kInvalidArgument
+  // if it is negative or not finite; else errors as of a step.
+  absl::Status SetLearningRate(double learning_rate);
+
   // Clips the gradients of all parts by their global norm, before a step: the 2-norm of all of
   // them as one vector. If it is more than `max_norm` they are scaled down to that. Returns the
   // norm as it was. kOutOfRange, and nothing is scaled, if it is not finite.
   absl::StatusOr<double> ClipGradients(const Context& context, double max_norm);
 
  private:
-  // Calls a function of all parts, and returns their replies by worker.
+  // Calls a function of all parts, and returns their replies by worker. The context may be null.
   absl::StatusOr<std::vector<Message>> CallAll(const std::string& function, const Message& message,
-                                               const Context& context);
+                                               const Context* context);
 
   Worker* const worker_;
   const std::string name_;

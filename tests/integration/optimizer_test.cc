@@ -69,6 +69,13 @@ TEST_P(OptimizerTest, FiftyStepsEqualThoseOfOneProcess) {
 
   for (int step = 0; step < 50; ++step) {
     SCOPED_TRACE(step);
+    if (step % 7 == 6) {
+      // Of all parts, by whichever worker.
+      const double rate = 0.1 / (step + 1);
+      const absl::Status set = optimizers[step % kWorkers]->SetLearningRate(rate);
+      ASSERT_TRUE(set.ok()) << set;
+      single->param_groups()[0].options().set_lr(rate);
+    }
     Context context = team[0].NewContext();
     at::Tensor x = Input(step), y = Input(step);
     for (int w = 0; w < kWorkers; ++w) {
@@ -168,6 +175,7 @@ TEST(OptimizerStepTest, Errors) {
   Context context = team[0].NewContext();
   absl::Status status = here.Step(context);
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << "worker 1 has no part: " << status;
+  EXPECT_EQ(here.SetLearningRate(0.5).code(), absl::StatusCode::kNotFound);
 
   Optimizer there(&team[1], std::make_unique<torch::optim::SGD>(Tensors{v}, 1.0));
   // No gradients: nothing to do, and nothing to clip.
@@ -175,6 +183,9 @@ TEST(OptimizerStepTest, Errors) {
   EXPECT_TRUE(here.Step(context).ok());
   EXPECT_EQ(*there.ClipGradients(context, 1), 0.0);
   EXPECT_TRUE(w.equal(before));
+  for (const double rate : {-0.1, std::numeric_limits<double>::infinity(), std::nan("")})
+    EXPECT_EQ(here.SetLearningRate(rate).code(), absl::StatusCode::kInvalidArgument) << rate;
+  EXPECT_TRUE(here.SetLearningRate(0).ok());
 
   // One that is not a number changes nothing.
   const at::Tensor y =
