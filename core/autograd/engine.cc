@@ -75,11 +75,12 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
 }  // namespace
 
 Engine::Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
-               Clock* clock, ContextRegistry* contexts)
+               Clock* clock, TraceRecorder* trace, ContextRegistry* contexts)
     : self_(self),
       network_(network),
       pool_(pool),
       clock_(clock),
+      trace_(trace),
       contexts_(contexts),
       device_threads_(std::make_unique<DeviceThreads>(pool)),
       last_edge_(FirstCounter(incarnation)),

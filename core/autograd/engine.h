@@ -25,6 +25,7 @@
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/base/thread_pool.h"
+#include "core/base/trace.h"
 #include "core/rpc/packet.h"
 #include "core/tensor/device_map.h"
 
@@ -61,7 +62,7 @@ class Engine {
  public:
   // All must outlive the last use of the engine; the pool must be joined before it goes.
   Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
-         Clock* clock, ContextRegistry* contexts);
+         Clock* clock, TraceRecorder* trace, ContextRegistry* contexts);
 
   // ---- Forward: what crosses to or from another worker.
 
@@ -116,6 +117,7 @@ class Engine {
   EngineNetwork& network() { return *network_; }
   ThreadPool& pool() { return *pool_; }
   Clock& clock() { return *clock_; }
+  TraceRecorder& trace() { return *trace_; }
   void OnPassEnd(const absl::Status& how) {
     ++passes_ended_;
     if (!how.ok()) ++passes_failed_;
@@ -137,6 +139,7 @@ class Engine {
   EngineNetwork* const network_;
   ThreadPool* const pool_;
   Clock* const clock_;
+  TraceRecorder* const trace_;
   ContextRegistry* const contexts_;
 
   std::unique_ptr<DeviceThreads> device_threads_;

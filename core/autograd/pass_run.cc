@@ -41,6 +41,23 @@ PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId 
       roots_(std::move(roots)) {
   // From the start: a release may end the pass before it begins.
   if (roots_.has_value()) promise_.emplace();
+  span_ = BeginSpan(TraceSpan::Kind::kPass);
+}
+
+std::unique_ptr<TraceSpan> PassRun::BeginSpan(TraceSpan::Kind kind) {
+  if (!engine_->trace().on()) return nullptr;
+  return std::make_unique<TraceSpan>(TraceSpan{.kind = kind,
+                                               .peer = MakerOf(id_),
+                                               .context = context_->id(),
+                                               .pass = id_,
+                                               .begin = engine_->clock().Now()});
+}
+
+void PassRun::EndSpan(std::unique_ptr<TraceSpan> span, const absl::Status& status) {
+  if (span == nullptr) return;
+  span->end = engine_->clock().Now();
+  span->status = status;
+  engine_->trace().Add(std::move(*span));
 }
 
 // ------------------------------------------------------------------------------ From outside
@@ -148,7 +165,9 @@ void PassRun::RunFeeds(RunHere here) {
       execution = execution_;
     }
     for (const at::Tensor& gradient : feed.gradients) feed.ready.Await(gradient);
+    std::unique_ptr<TraceSpan> span = BeginSpan(TraceSpan::Kind::kNodes);
     execution->Feed(feed.root, std::move(feed.gradients), feed.reached);
+    if (span != nullptr) EndSpan(std::move(span), execution->status());
     {
       absl::MutexLock lock(&mu_);
       coming_ += Weight(here);
@@ -447,6 +466,7 @@ void PassRun::EndOnStrand() {
     execution.swap(execution_);
     captured.swap(captured_);
   }
+  EndSpan(std::move(span_), *over_);
   context_->EndPass(id_, *over_);
   engine_->OnPassEnd(*over_);
 }

@@ -28,6 +28,7 @@
 #include "core/base/clock.h"
 #include "core/base/future.h"
 #include "core/base/strand.h"
+#include "core/base/trace.h"
 
 namespace distgrad {
 
@@ -97,6 +98,9 @@ class PassRun : public PassHost,
   // Runs what is queued. Whoever calls it has been counted in coming_.
   void RunFeeds(RunHere here);
   void Settle();
+  // Null unless a trace runs.
+  std::unique_ptr<TraceSpan> BeginSpan(TraceSpan::Kind kind);
+  void EndSpan(std::unique_ptr<TraceSpan> span, const absl::Status& status);
   absl::Status LocalError(const absl::Status& why);
 
   // ---- On strand_ only.
@@ -152,6 +156,7 @@ class PassRun : public PassHost,
   std::optional<Roots> roots_;
   std::optional<Promise<Unit>> promise_;  // on the initiator
   std::optional<Clock::TimerId> timer_;
+  std::unique_ptr<TraceSpan> span_;
   size_t known_recvs_ = 0;  // those that the plan has
   absl::flat_hash_map<EdgeId, Graph::Index> send_roots_;
   Graph::Index root_ = Graph::kNone;  // of the roots

@@ -25,6 +25,7 @@
 #include "core/base/clock.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
+#include "core/base/trace.h"
 #include "core/rpc/call_metrics.h"
 #include "core/rpc/directory.h"
 #include "core/rpc/incoming_call.h"
@@ -58,12 +59,16 @@ struct CallTerms {
   bool wait_for_room = false;
   // Ends that wait (not the call); may be null.
   Cancellation* cancellation = nullptr;
+  // That it belongs to, for the trace.
+  ContextId context = 0;
 };
 
 struct AgentOptions {
   // Asked before each connection who the peer is now, and whether a stranger is a member. Null:
   // the members are those of Start(), for ever.
   Directory* directory = nullptr;
+  // Where calls are recorded while a trace runs. Null: nowhere.
+  std::shared_ptr<TraceRecorder> trace = nullptr;
   // WorkerOptions has what these mean.
   absl::Duration heartbeat_limit = absl::InfiniteDuration();
   size_t max_workers = 1 << 16;

@@ -34,8 +34,19 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
   WireReader reader(request.bytes);
   const std::string function(ReadFrame(reader)->function);
   const uint64_t size = request.size();
+  std::unique_ptr<TraceSpan> span;
+  if (trace_->on()) {
+    span = std::make_unique<TraceSpan>(TraceSpan{.kind = TraceSpan::Kind::kCallMade,
+                                                 .peer = to,
+                                                 .function = function,
+                                                 .context = terms.context,
+                                                 .bytes_sent = size,
+                                                 .begin = clock_->Now()});
+  }
   const auto fail = [&](const absl::Status& why) {
-    done(CallError(to, function, why));
+    const absl::Status status = CallError(to, function, why);
+    Record(std::move(span), clock_->Now(), status);
+    done(status);
     return 0;
   };
   if (size > shared_.limits.message_bytes) return fail(TooLarge("the message", size));
@@ -70,8 +81,9 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
         ++counters->calls;
         counters->bytes_sent += size;
         ++link->made;
+        if (span != nullptr) span->call = call;
         pending_.emplace(call, Pending{link, function, to, size, terms.deadline, std::move(done),
-                                       counters, now});
+                                       counters, now, std::move(span)});
         arm = terms.deadline < armed_;
         lock.Release();
         if (taken.has_value()) room = *std::move(taken);
@@ -160,9 +172,20 @@ void Agent::Impl::End(Pending& call, absl::StatusOr<Body> reply) {
   } else {
     ++call.counters->errors;
   }
-  call.counters->run_ns += absl::ToInt64Nanoseconds(clock_->Now() - call.begun);
+  const absl::Time now = clock_->Now();
+  call.counters->run_ns += absl::ToInt64Nanoseconds(now - call.begun);
   ++call.counters->ended;
+  if (call.span != nullptr && reply.ok()) call.span->bytes_received = reply->packet.size();
+  Record(std::move(call.span), now, reply.status());
   call.done(std::move(reply));
+}
+
+void Agent::Impl::Record(std::unique_ptr<TraceSpan> span, absl::Time end,
+                         const absl::Status& status) {
+  if (span == nullptr) return;
+  span->end = end;
+  span->status = status;
+  trace_->Add(std::move(*span));
 }
 
 void Agent::Impl::TakeBack(uint64_t number, const Pending& call) {
@@ -352,9 +375,19 @@ absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer
   if (!begun.ok() && link->window()->taken() > link->window()->limit()) {
     return absl::ResourceExhaustedError("it calls on and on, and reads no answers");
   }
+  std::unique_ptr<TraceSpan> span;
+  if (trace_->on()) {
+    const std::optional<WorkerInfo> caller = peers_.Find(peer);
+    span = std::make_unique<TraceSpan>(TraceSpan{.kind = TraceSpan::Kind::kCallServed,
+                                                 .peer = peer,
+                                                 .function = std::string(frame.function),
+                                                 .call = frame.call,
+                                                 .incarnation = caller ? caller->incarnation : 0,
+                                                 .bytes_received = size});
+  }
   // The frame's function points into the packet, so it is copied before the packet moves.
   IncomingCall call(link, peer, frame, deadline, begun.ok() ? *begun : nullptr, begun.status(),
-                    counters);
+                    {counters, trace_.get(), std::move(span)});
   call.body() = Body{std::move(packet), offset};
   service_->OnCall(std::move(call));
   return absl::OkStatus();

@@ -19,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/clock.h"
+#include "core/base/trace.h"
 #include "core/rpc/agent.h"
 #include "core/rpc/call_metrics.h"
 #include "core/rpc/frame.h"
@@ -40,6 +41,7 @@ class Agent::Impl : public Link::Owner,
         transport_(transport),
         service_(service),
         directory_(options.directory),
+        trace_(options.trace != nullptr ? options.trace : std::make_shared<TraceRecorder>()),
         shared_{.clock = clock, .limits = options.limits},
         peers_(options.max_workers),
         heartbeat_(options.heartbeat_limit) {}
@@ -71,6 +73,7 @@ class Agent::Impl : public Link::Owner,
   Transport* const transport_;
   AgentService* const service_;
   Directory* const directory_;
+  const std::shared_ptr<TraceRecorder> trace_;  // as long as calls that arrived
 
  private:
   // A call that has not been answered.
@@ -83,6 +86,7 @@ class Agent::Impl : public Link::Owner,
     Agent::ReplyCallback done;
     CallCounters* counters = nullptr;
     absl::Time begun;
+    std::unique_ptr<TraceSpan> span;  // null unless a trace runs
   };
   using PendingCalls = absl::flat_hash_map<uint64_t, Pending>;
 
@@ -125,6 +129,7 @@ class Agent::Impl : public Link::Owner,
   absl::Status CheckCalls(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Pending TakeOut(PendingCalls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(Pending& call, absl::StatusOr<Body> reply);
+  void Record(std::unique_ptr<TraceSpan> span, absl::Time end, const absl::Status& status);
   // Tells the worker that serves it that nobody waits for the answer any more.
   static void TakeBack(uint64_t number, const Pending& call);
   void ArmTimer(absl::Time deadline);

@@ -10,7 +10,7 @@ namespace distgrad {
 class IncomingCall::Impl {
  public:
   Impl(std::shared_ptr<Link> link, WorkerId from, const Frame& frame, absl::Time deadline,
-       std::shared_ptr<Cancellation> cancellation, absl::Status refusal, CallCounters* counters)
+       std::shared_ptr<Cancellation> cancellation, absl::Status refusal, Record record)
       : link(std::move(link)),
         from(from),
         call(frame.call),
@@ -18,8 +18,10 @@ class IncomingCall::Impl {
         deadline(deadline),
         cancellation(std::move(cancellation)),
         refusal(std::move(refusal)),
-        counters(counters),
-        since(this->link->served().Now()) {}
+        record(std::move(record)),
+        since(this->link->served().Now()) {
+    if (this->record.span != nullptr) this->record.span->begin = since;
+  }
   ~Impl() {
     if (link) Fail(absl::InternalError("the handler ended without an answer"));
   }
@@ -27,7 +29,8 @@ class IncomingCall::Impl {
   void Begin() {
     if (begun) return;
     begun = true;
-    counters->queue_ns += TakeTime();
+    record.counters->queue_ns += TakeTime();
+    if (record.span != nullptr) record.span->work = since;
   }
 
   void Reply(Packet packet) {
@@ -38,7 +41,7 @@ class IncomingCall::Impl {
                                                             " bytes; limit message_bytes is ",
                                                             link->limits().message_bytes)));
     }
-    Count(size, /*failed=*/false);
+    Count(size, absl::OkStatus());
     const auto to = std::exchange(link, nullptr);
     if (auto room = to->window()->TryTake(size)) {
       to->served().FreePlace(call);
@@ -59,7 +62,7 @@ class IncomingCall::Impl {
     if (link == nullptr) return;
     Packet packet;
     AppendFrame({.kind = FrameKind::kReply, .call = call, .status = status}, &packet.bytes);
-    Count(packet.size(), /*failed=*/true);
+    Count(packet.size(), status);
     const auto to = std::exchange(link, nullptr);
     const bool was_begun = cancellation != nullptr;  // it was not refused
     if (was_begun) to->served().FreePlace(call);
@@ -74,8 +77,8 @@ class IncomingCall::Impl {
   const absl::Time deadline;
   const std::shared_ptr<Cancellation> cancellation;
   const absl::Status refusal;
-  CallCounters* const counters;  // the agent's, which the link keeps alive
-  absl::Time since;              // when it arrived, or began
+  Record record;     // in the agent, which the link keeps alive
+  absl::Time since;  // when it arrived, or began
   bool begun = false;
   Body body;
 
@@ -86,19 +89,25 @@ class IncomingCall::Impl {
     if (now == absl::InfinitePast() || since == absl::InfinitePast()) return 0;
     return absl::ToInt64Nanoseconds(now - std::exchange(since, now));
   }
-  void Count(uint64_t bytes, bool failed) {
-    (begun ? counters->run_ns : counters->queue_ns) += TakeTime();
-    counters->bytes_sent += bytes;
-    if (failed) ++counters->errors;
-    ++counters->ended;
+  void Count(uint64_t bytes, const absl::Status& status) {
+    CallCounters& counters = *record.counters;
+    (begun ? counters.run_ns : counters.queue_ns) += TakeTime();
+    counters.bytes_sent += bytes;
+    if (!status.ok()) ++counters.errors;
+    ++counters.ended;
+    if (record.span == nullptr) return;
+    record.span->bytes_sent = bytes;
+    record.span->end = since;
+    record.span->status = status;
+    record.trace->Add(std::move(*record.span));
   }
 };
 
 IncomingCall::IncomingCall(std::shared_ptr<Link> link, WorkerId from, const Frame& frame,
                            absl::Time deadline, std::shared_ptr<Cancellation> cancellation,
-                           absl::Status refusal, CallCounters* counters)
+                           absl::Status refusal, Record record)
     : impl_(std::make_unique<Impl>(std::move(link), from, frame, deadline, std::move(cancellation),
-                                   std::move(refusal), counters)) {}
+                                   std::move(refusal), std::move(record))) {}
 IncomingCall::IncomingCall(IncomingCall&&) noexcept = default;
 IncomingCall& IncomingCall::operator=(IncomingCall&&) noexcept = default;
 IncomingCall::~IncomingCall() = default;
@@ -111,6 +120,9 @@ const std::shared_ptr<Cancellation>& IncomingCall::cancellation() const {
   return impl_->cancellation;
 }
 const std::shared_ptr<SendWindow>& IncomingCall::window() const { return impl_->link->window(); }
+void IncomingCall::SetContext(ContextId context) {
+  if (impl_->record.span != nullptr) impl_->record.span->context = context;
+}
 void IncomingCall::Begin() { impl_->Begin(); }
 Packet IncomingCall::NewReply() const {
   Packet packet;

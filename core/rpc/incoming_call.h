@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "core/base/cancellation.h"
 #include "core/base/ids.h"
+#include "core/base/trace.h"
 #include "core/rpc/call_metrics.h"
 #include "core/rpc/frame.h"
 #include "core/rpc/link.h"
@@ -31,11 +32,17 @@ struct Body {
 // unanswered tells its caller so. Movable.
 class IncomingCall {
  public:
+  // What is kept of it, for both of which the link's agent must live.
+  struct Record {
+    CallCounters* counters;
+    TraceRecorder* trace;
+    std::unique_ptr<TraceSpan> span;  // null unless a trace runs
+  };
+
   // For the agent. With a `cancellation` the call counts as served by its link, until it is
   // answered; else it is refused.
   IncomingCall(std::shared_ptr<Link> link, WorkerId from, const Frame& frame, absl::Time deadline,
-               std::shared_ptr<Cancellation> cancellation, absl::Status refusal,
-               CallCounters* counters);
+               std::shared_ptr<Cancellation> cancellation, absl::Status refusal, Record record);
   IncomingCall(IncomingCall&&) noexcept;
   IncomingCall& operator=(IncomingCall&&) noexcept;
   ~IncomingCall();
@@ -53,6 +60,8 @@ class IncomingCall {
   // What waits to be sent to the caller. While there is no room in it, better not begin.
   const std::shared_ptr<SendWindow>& window() const;
 
+  // That it belongs to a context, for the trace.
+  void SetContext(ContextId context);
   // The handler begins.
   void Begin();
 

@@ -107,8 +107,10 @@ Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outg
   // While this thread is in agent_.Call() the request has not left, or fails at once.
   std::shared_ptr<std::atomic<bool>> leaving;
   if (*edge != 0) leaving = std::make_shared<std::atomic<bool>>(true);
-  const CallTerms terms{
-      .deadline = call.deadline, .wait_for_room = wait, .cancellation = options.cancellation.get()};
+  const CallTerms terms{.deadline = call.deadline,
+                        .wait_for_room = wait,
+                        .cancellation = options.cancellation.get(),
+                        .context = call.header.context};
   const uint64_t number =
       agent_.Call(to, std::move(call.packet), terms,
                   [this, context = std::move(call.context), to, edge = *edge, leaving,

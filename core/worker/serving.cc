@@ -59,6 +59,7 @@ std::shared_ptr<const Worker::Impl::Function> Worker::Impl::FindFunction(
 void Worker::Impl::OnCall(IncomingCall call) {
   absl::StatusOr<CallHeader> header = ReadCallHeader(call.body().packet, call.body().offset);
   if (!header.ok()) return call.Fail(header.status());
+  call.SetContext(header->context);
   absl::Status refusal = call.refusal();
   if (call.from() != self_.id && Refuses(header->context)) {
     refusal = absl::UnavailableError("it is leaving the job");

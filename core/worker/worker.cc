@@ -5,12 +5,30 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/tensor/values.h"
 #include "core/worker/job.h"
 #include "core/worker/worker_impl.h"
 
 namespace distgrad {
+namespace {
+
+// What is to be added to its times to get those of the machine's clock, which is what the traces of
+// several processes have in common.
+absl::Duration ToMachinesClock(Clock& clock) {
+  absl::Duration shift, best = absl::InfiniteDuration();
+  // The best of some: between two looks this thread may have to wait.
+  for (int i = 0; i < 10; ++i) {
+    const absl::Time before = clock.Now(), now = absl::Now(), after = clock.Now();
+    if (after - before >= best) continue;
+    best = after - before;
+    shift = now - before;
+  }
+  return shift;
+}
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------- Life
 
@@ -19,16 +37,18 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Membe
     : options_(std::move(options)),
       self_(std::move(self)),
       clock_(NewSystemClock()),
+      trace_(std::make_shared<TraceRecorder>()),
       members_(std::move(members)),
       lookups_(self_.name, members_.get()),
       device_maps_(self_.name, options_.device_maps),
       contexts_(self_.id, self_.incarnation, options_.limits.contexts_per_peer),
       pool_(self_.name, options_.threads > 0 ? options_.threads
                                              : std::max(1u, std::thread::hardware_concurrency())),
-      engine_(self_.id, self_.incarnation, this, &pool_, clock_.get(), &contexts_),
+      engine_(self_.id, self_.incarnation, this, &pool_, clock_.get(), trace_.get(), &contexts_),
       transport_(std::move(transport)),
       agent_(clock_.get(), transport_.get(), this,
              {.directory = &lookups_,
+              .trace = trace_,
               .heartbeat_limit = options_.heartbeat_limit,
               .max_workers = static_cast<size_t>(options_.max_workers),
               .limits = options_.limits}) {}
@@ -78,12 +98,37 @@ void Worker::Impl::Close() {
   for (const auto& context : contexts_.All()) engine_.Release(context->id());
 }
 
+std::map<WorkerId, std::string> Worker::Impl::Names() const {
+  std::map<WorkerId, std::string> names;
+  for (WorkerInfo& worker : agent_.Members()) names.emplace(worker.id, std::move(worker.name));
+  return names;
+}
+
+absl::StatusOr<Trace> Worker::Impl::StopTrace() {
+  DG_ASSIGN_OR_RETURN(Trace trace, trace_->Stop(clock_->Now()));
+  trace.worker = self_.name;
+  trace.id = self_.id;
+  trace.incarnation = self_.incarnation;
+  trace.names = Names();
+  const absl::Duration shift = ToMachinesClock(*clock_);
+  trace.begin += shift;
+  trace.end += shift;
+  for (TraceSpan& span : trace.spans) {
+    span.begin += shift;
+    span.work += shift;
+    span.end += shift;
+  }
+  if (trace.dropped > 0) {
+    DG_LOG(WARNING) << "worker '" << self_.name << "': " << trace.dropped
+                    << " spans did not fit into the trace; give TraceOptions more max_bytes";
+  }
+  return trace;
+}
+
 WorkerMetrics Worker::Impl::Metrics() const {
   WorkerMetrics metrics;
   metrics.worker = self_.name;
-  for (const WorkerInfo& worker : agent_.Members()) {
-    metrics.names.emplace(worker.id, worker.name);
-  }
+  metrics.names = Names();
   metrics.calls = agent_.Stats();
   for (const auto& [peer, bytes] : agent_.Queued()) metrics.queued_bytes.emplace(peer, bytes);
   metrics.contexts = contexts_.size();
@@ -153,6 +198,8 @@ absl::Status Worker::LeaveAlone(absl::Time deadline) { return impl_->LeaveAlone(
 absl::Status Worker::UpdateMembers() { return impl_->UpdateMembers(); }
 size_t Worker::context_count() const { return impl_->context_count(); }
 WorkerMetrics Worker::Metrics() const { return impl_->Metrics(); }
+absl::Status Worker::StartTrace(TraceOptions options) { return impl_->StartTrace(options); }
+absl::StatusOr<Trace> Worker::StopTrace() { return impl_->StopTrace(); }
 std::vector<ContextSnapshot> Worker::Contexts() const { return impl_->Contexts(); }
 
 }  // namespace distgrad

@@ -33,6 +33,7 @@
 #include "core/base/cancellation.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
+#include "core/base/trace.h"
 #include "core/rpc/inproc/inproc_transport.h"
 #include "core/rpc/limits.h"
 #include "core/rpc/store.h"
@@ -271,6 +272,13 @@ class Worker {
 
   // Calls, bytes, errors, times and passes so far. ToPrometheus() writes it as text.
   WorkerMetrics Metrics() const;
+
+  // Records from now on when calls are made and served, and passes run: docs/trace.md.
+  // kFailedPrecondition while a trace runs.
+  absl::Status StartTrace(TraceOptions options = {});
+  // Ends the trace. It has what began and ended meanwhile; ToChromeTrace() writes it as text.
+  // kFailedPrecondition if none runs.
+  absl::StatusOr<Trace> StopTrace();
 
   // What it holds of them, and the passes that run on it at this moment, with what they wait for.
   // Not from a callback of Context::BackwardAsync.

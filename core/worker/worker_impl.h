@@ -4,6 +4,7 @@
 #define DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "core/autograd/engine.h"
 #include "core/base/clock.h"
 #include "core/base/thread_pool.h"
+#include "core/base/trace.h"
 #include "core/rpc/agent.h"
 #include "core/rpc/lookups.h"
 #include "core/rpc/membership.h"
@@ -90,6 +92,10 @@ class Worker::Impl : public Context::Owner,
   size_t context_count() const { return contexts_.size(); }
   std::vector<ContextSnapshot> Contexts() const { return engine_.Snapshot(); }
   WorkerMetrics Metrics() const;
+  absl::Status StartTrace(const TraceOptions& options) {
+    return trace_->Start(options, clock_->Now());
+  }
+  absl::StatusOr<Trace> StopTrace();
 
  private:
   // A call that is served, while its handler has it.
@@ -132,6 +138,7 @@ class Worker::Impl : public Context::Owner,
   Future<Message> Send(WorkerId to, absl::string_view function, Outgoing call,
                        const Message& message, const CallOptions& options, bool wait);
   absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
+  std::map<WorkerId, std::string> Names() const;
   MessageLimits message_limits() const {
     return {.max_tensors = options_.limits.tensors_per_message,
             .max_payload_bytes = options_.limits.message_bytes};
@@ -154,6 +161,7 @@ class Worker::Impl : public Context::Owner,
 
   // Synchronize themselves. In the order in which they depend on each other.
   const std::unique_ptr<Clock> clock_;
+  const std::shared_ptr<TraceRecorder> trace_;
   const std::unique_ptr<Membership> members_;
   Lookups lookups_;
   DeviceMaps device_maps_;

@@ -1,0 +1,88 @@
+// What a worker did, and when: spans of time, recorded while a trace runs. docs/trace.md says what
+// is recorded, chrome_trace.h writes it for people to look at.
+#ifndef DISTGRAD_CORE_BASE_TRACE_H_
+#define DISTGRAD_CORE_BASE_TRACE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+struct TraceOptions {
+  // Of memory. Spans that do not fit are left out, and counted.
+  size_t max_bytes = 64 << 20;
+};
+
+struct TraceSpan {
+  enum class Kind {
+    kCallMade,    // from the call until its end
+    kCallServed,  // from its arrival until the answer
+    kPass,        // a backward pass, as long as it is under way on this worker
+    kNodes,       // of a pass: nodes that one thread ran in one go
+  };
+
+  Kind kind = Kind::kCallMade;
+  WorkerId peer = 0;            // at the other end of a call; who began the pass
+  std::string function = {};    // of a call
+  uint64_t call = 0;            // as its caller numbers it; 0: it failed before it had a number
+  Incarnation incarnation = 0;  // served: of the caller
+  ContextId context = 0;        // 0: none
+  PassId pass = 0;              // 0: none
+  uint64_t bytes_sent = 0;      // of a call's packets, with all tensors
+  uint64_t bytes_received = 0;
+  absl::Time begin = {};
+  absl::Time work = absl::InfiniteFuture();  // served: when the handler began, if it did
+  absl::Time end = {};
+  absl::Status status = {};
+};
+
+struct Trace {
+  std::string worker = {};  // its name
+  WorkerId id = 0;
+  Incarnation incarnation = 0;
+  std::map<WorkerId, std::string> names = {};  // of all, by id
+
+  absl::Time begin = {};
+  absl::Time end = {};
+  std::deque<TraceSpan> spans = {};  // by their ends, about
+  uint64_t dropped = 0;              // spans that did not fit
+};
+
+// Thread-safe.
+class TraceRecorder {
+ public:
+  // Whether a trace runs. Ask before a span is made; it costs next to nothing.
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+
+  // kFailedPrecondition if one runs.
+  absl::Status Start(const TraceOptions& options, absl::Time now);
+  // Its times, spans and their count. kFailedPrecondition if none runs.
+  absl::StatusOr<Trace> Stop(absl::Time now);
+
+  // Once the span has ended. Nothing happens if it did not begin in the trace that runs.
+  void Add(TraceSpan span);
+
+ private:
+  std::atomic<bool> on_{false};
+
+  absl::Mutex mu_;
+  // Guarded by mu_.
+  TraceOptions options_ ABSL_GUARDED_BY(mu_);
+  size_t bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  Trace trace_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_BASE_TRACE_H_
