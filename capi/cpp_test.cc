@@ -7,6 +7,7 @@
 
 #include "distgrad/distgrad.hpp"
 #include "gtest/gtest.h"
+#include "tests/testing/trace_events.h"
 
 namespace {
 
@@ -101,6 +102,45 @@ void Replicas(dg::Worker& worker, float scale) {
   averager.Average(context);
   EXPECT_EQ(context.Gradient(w).data<float>()[0], 2);
   averager.Join();
+}
+
+TEST(CppTest, TracesAndSeveralWorkers) {
+  const std::string rendezvous = "file://" + std::string(getenv("TEST_TMPDIR")) + "/traced";
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  options.world_size = 1;
+  options.rendezvous = dg::Str(rendezvous);
+  dg::Worker worker(options);
+  worker.Register("echo", [](const dg::Request& request) {
+    if (request.payload().empty()) throw dg::Error(DG_OUT_OF_RANGE, "nothing");
+    return dg::Message(std::string(request.payload()));
+  });
+  EXPECT_EQ(CodeOf([&] { worker.StopTrace(); }), DG_FAILED_PRECONDITION);
+  worker.StartTrace();
+  const auto replies = worker.CallEach({"worker0", "nobody"}, "echo", dg::Message("x"));
+  ASSERT_EQ(replies.size(), 2u);
+  EXPECT_EQ(std::get<dg::Message>(replies[0]).payload(), "x");
+  EXPECT_EQ(std::get<dg::Error>(replies[1]).code(), DG_NOT_FOUND);
+  EXPECT_EQ(CodeOf([&] { worker.Call("worker0", "echo", dg::Message()); }), DG_OUT_OF_RANGE);
+  const absl::StatusOr<distgrad::TraceEvents> events = distgrad::ReadTraces({worker.StopTrace()});
+  ASSERT_TRUE(events.ok()) << events.status();
+  int calls = 0;
+  for (const distgrad::TraceSlice& slice : events->slices) {
+    if (slice.name != "echo") continue;
+    ++calls;
+    EXPECT_NE(OtherEnd(*events, slice), nullptr);
+  }
+  EXPECT_EQ(calls, 4);
+
+  dg::Tensor x = dg::Tensor::From<float>({1}, {1});
+  x.RequireGrad();
+  dg_sgd_options sgd = DG_SGD_OPTIONS_INIT;
+  dg::Optimizer optimizer(worker, "", {x}, sgd);
+  optimizer.SetLearningRate(0.5);
+  const dg::Context context(worker);
+  context.Backward({dg::Op("aten::sum", {x})});
+  optimizer.Step(context);
+  EXPECT_EQ(x.data<float>()[0], 0.5f);
+  EXPECT_EQ(CodeOf([&] { optimizer.SetLearningRate(-1); }), DG_INVALID_ARGUMENT);
 }
 
 TEST(CppTest, Job) {

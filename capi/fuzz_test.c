@@ -406,12 +406,30 @@ static void call(state* s) {
       ran(s, dg_worker_contexts(W, next(s) % 8 ? see_context : NULL, NULL));
       if (next(s) % 4 == 0) ran(s, dg_worker_update_members(W));
       MAKE(MESSAGE, dg_message, dg_worker_metrics_text(W, &out));
+      {
+        dg_trace_options trace = DG_TRACE_OPTIONS_INIT;
+        trace.max_bytes = next(s) % 2 ? 0 : next(s) % 10000;
+        ran(s, dg_worker_trace_start(W, next(s) % 8 ? &trace : NULL));
+        if (next(s) % 4 == 0) MAKE(MESSAGE, dg_message, dg_worker_trace_stop(W, &out));
+      }
       break;
     case 44:
       ran(s, dg_worker_register(W, function, next(s) % 8 ? handle_call : NULL, NULL, nothing));
       break;
     case 45:
       MAKE(MESSAGE, dg_message, dg_worker_call(W, self, function, M, &options, &out));
+      {
+        dg_message* replies[3] = {NULL, NULL, NULL};
+        dg_error* errors[3] = {NULL, NULL, NULL};
+        dg_str to[3] = {DG_STR("nobody"), DG_STR("")};
+        to[2] = self;
+        ran(s, dg_worker_call_each(W, to, next(s) % 4, function, M, &options, replies,
+                                   next(s) % 8 ? errors : NULL));
+        for (int i = 0; i < 3; ++i) {
+          keep(s, MESSAGE, replies[i]);
+          if (errors[i] != NULL) keep(s, ERROR, errors[i]);
+        }
+      }
       break;
     case 46:
       if (later) options.timeout_ms = 20; /* nobody may ever answer */
@@ -471,6 +489,7 @@ static void call(state* s) {
       keep(s, OPTIMIZER, optimizer);
       dg_tensor_destroy(leaf);
       ran(s, dg_optimizer_clip_gradients(O, C, (double)(next(s) % 3) - 0.5, &norm));
+      ran(s, dg_optimizer_set_learning_rate(O, (double)(next(s) % 3) - 0.5));
       ran(s, dg_optimizer_step(O, C));
       if (next(s) % 4 == 0) dg_optimizer_destroy(O);
       break;

@@ -166,6 +166,9 @@ FIELD(dg_averager_options, bucket_bytes, 16);
 FIELD(dg_averager_options, buffers, 24);
 FIELD(dg_averager_options, buffer_count, 32);
 
+SIZE(dg_trace_options, 16);
+FIELD(dg_trace_options, max_bytes, 8);
+
 SIZE(dg_code, 4);
 SIZE(dg_dtype, 4);
 NUMBER(DG_OK, 0);

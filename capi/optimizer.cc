@@ -161,6 +161,15 @@ dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer, const dg_context*
   });
 }
 
+dg_error* dg_optimizer_set_learning_rate(dg_optimizer* optimizer, double learning_rate) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    return pinned->optimizer->SetLearningRate(learning_rate);
+  });
+}
+
 void dg_optimizer_destroy(dg_optimizer* optimizer) noexcept {
   DestroyHandle<OptimizerObject>(optimizer);
 }

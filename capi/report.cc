@@ -1,4 +1,4 @@
-// What a worker says of itself: metrics, and what it waits for.
+// What a worker says of itself: metrics, traces, and what it waits for.
 #include <utility>
 #include <vector>
 
@@ -6,6 +6,7 @@
 #include "capi/objects.h"
 #include "capi/worker_object.h"
 #include "core/autograd/snapshot.h"
+#include "core/base/chrome_trace.h"
 #include "core/worker/metrics.h"
 #include "core/worker/worker.h"
 
@@ -72,6 +73,28 @@ dg_error* dg_worker_metrics_text(const dg_worker* worker, dg_message** out) noex
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     *out = NewHandle<MessageObject>(Message{ToPrometheus(use->Metrics()), {}});
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_worker_trace_start(dg_worker* worker, const dg_trace_options* options) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(
+        const dg_trace_options read,
+        ReadOptions<dg_trace_options>(options, DG_TRACE_OPTIONS_INIT, "dg_trace_options"));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    TraceOptions core_options;
+    if (read.max_bytes > 0) core_options.max_bytes = read.max_bytes;
+    return use->StartTrace(core_options);
+  });
+}
+
+dg_error* dg_worker_trace_stop(dg_worker* worker, dg_message** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    DG_ASSIGN_OR_RETURN(const Trace trace, use->StopTrace());
+    *out = NewHandle<MessageObject>(Message{ToChromeTrace(trace), {}});
     return absl::OkStatus();
   });
 }

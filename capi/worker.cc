@@ -316,6 +316,38 @@ dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, dg_str function,
   });
 }
 
+dg_error* dg_worker_call_each(dg_worker* worker, const dg_str* to, size_t to_count, dg_str function,
+                              const dg_message* request, const dg_call_options* given,
+                              dg_message** replies, dg_error** errors) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckArray(to, to_count, "to"));
+    DG_RETURN_IF_ERROR(CheckArray(replies, to_count, "replies"));
+    DG_RETURN_IF_ERROR(CheckArray(errors, to_count, "errors"));
+    std::vector<std::string> names;
+    for (size_t i = 0; i < to_count; ++i) {
+      DG_ASSIGN_OR_RETURN(std::string name, FromStr(to[i], "to"));
+      names.push_back(std::move(name));
+    }
+    DG_ASSIGN_OR_RETURN(const std::string name, FromStr(function, "function"));
+    DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> message, Pin<MessageObject>(request));
+    DG_ASSIGN_OR_RETURN(const OptionsOfCall options, ToOptions(given));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    std::vector<absl::StatusOr<Message>> results =
+        use->CallEach(std::vector<WorkerRef>(names.begin(), names.end()), name, message->message,
+                      options.options);
+    std::vector<OwnedHandle<MessageObject>> made(to_count);
+    for (size_t i = 0; i < to_count; ++i) {
+      if (results[i].ok()) made[i] = NewOwnedHandle<MessageObject>(*std::move(results[i]));
+    }
+    for (size_t i = 0; i < to_count; ++i) {
+      replies[i] = made[i].release();
+      errors[i] = ToError(results[i].status());
+    }
+    return absl::OkStatus();
+  });
+}
+
 dg_error* dg_worker_call_op(dg_worker* worker, dg_str to, dg_str op, const dg_value* arguments,
                             size_t argument_count, const dg_call_options* options,
                             dg_values** out) noexcept {

@@ -560,6 +560,22 @@ DG_API size_t dg_worker_context_count(const dg_worker* worker) DG_NOEXCEPT;
 DG_API DG_MUST_USE dg_error* dg_worker_metrics_text(const dg_worker* worker,
                                                     dg_message** out) DG_NOEXCEPT;
 
+typedef struct dg_trace_options {
+  size_t struct_size;
+  uint64_t max_bytes; /* of memory; what does not fit is left out, and counted; 0: 64 MiB */
+} dg_trace_options;
+#define DG_TRACE_OPTIONS_INIT \
+  { sizeof(dg_trace_options), 0 }
+
+/* Records from now on when calls are made and served, and passes run. DG_FAILED_PRECONDITION while
+ * a trace runs. */
+DG_API DG_MUST_USE dg_error* dg_worker_trace_start(dg_worker* worker,
+                                                   const dg_trace_options* options) DG_NOEXCEPT;
+/* Ends the trace. What began and ended meanwhile is the payload of *out, in Chrome's trace event
+ * format (JSON), for ui.perfetto.dev and chrome://tracing to open; docs/trace.md explains it.
+ * DG_FAILED_PRECONDITION if none runs. */
+DG_API DG_MUST_USE dg_error* dg_worker_trace_stop(dg_worker* worker, dg_message** out) DG_NOEXCEPT;
+
 /* A backward pass that runs on a worker, and what it waits for. Borrowed for the visit. Fields are
  * only ever added. */
 typedef struct dg_pass_state {
@@ -669,6 +685,17 @@ DG_API DG_MUST_USE dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, 
                                                   const dg_message* request,
                                                   const dg_call_options* options,
                                                   dg_future** out) DG_NOEXCEPT;
+
+/* The same on several workers, at once and with one message, which is encoded only once. For each
+ * of them, in their order, either replies[i] or errors[i] is stored, which the caller owns, and the
+ * other is NULL. Waits for all. What it returns itself is about the arguments; then it has called
+ * nobody. */
+DG_API DG_MUST_USE dg_error* dg_worker_call_each(dg_worker* worker, const dg_str* to,
+                                                 size_t to_count, dg_str function,
+                                                 const dg_message* request,
+                                                 const dg_call_options* options,
+                                                 dg_message** replies,
+                                                 dg_error** errors) DG_NOEXCEPT;
 
 /* Runs an operator there, as dg_op_call does here. Waits for the results. */
 DG_API DG_MUST_USE dg_error* dg_worker_call_op(dg_worker* worker, dg_str to, dg_str op,
@@ -800,6 +827,11 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_step(dg_optimizer* optimizer,
 DG_API DG_MUST_USE dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer,
                                                          const dg_context* context, double max_norm,
                                                          double* norm) DG_NOEXCEPT;
+
+/* Of the parts of all workers, from the next step on: for schedules. Waits for all. Errors as of a
+ * step; DG_INVALID_ARGUMENT, and nothing is changed, if it is negative or not finite. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_set_learning_rate(dg_optimizer* optimizer,
+                                                            double learning_rate) DG_NOEXCEPT;
 DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------- Data parallel */

@@ -27,6 +27,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "distgrad.h"
@@ -46,6 +47,11 @@ class Error : public std::runtime_error {
 
 inline dg_str Str(std::string_view text) noexcept { return dg_str{text.data(), text.size()}; }
 inline std::string_view View(dg_str text) noexcept { return {text.data, text.size}; }
+inline std::vector<dg_str> Strs(const std::vector<std::string>& texts) {
+  std::vector<dg_str> strs;
+  for (const std::string& text : texts) strs.push_back(Str(text));
+  return strs;
+}
 
 // Takes what a function returned, and throws it if it is an error.
 inline void Check(dg_error* error) {
@@ -453,6 +459,14 @@ class Worker {
     Check(dg_worker_metrics_text(get(), &out));
     return std::string(Message(out).payload());
   }
+  void StartTrace(const dg_trace_options& options = DG_TRACE_OPTIONS_INIT) {
+    Check(dg_worker_trace_start(get(), &options));
+  }
+  std::string StopTrace() {
+    dg_message* out = nullptr;
+    Check(dg_worker_trace_stop(get(), &out));
+    return std::string(Message(out).payload());
+  }
 
   void Register(std::string_view function, Handler handler) {
     Check(dg_worker_register(get(), Str(function), Serve, new Handler(std::move(handler)),
@@ -483,6 +497,11 @@ class Worker {
                    const Context* context = nullptr);
   std::vector<Tensor> CallOps(std::string_view to, std::string_view op, Arguments arguments,
                               const Context* context = nullptr);
+  // For each worker what it replied, or why not.
+  std::vector<std::variant<Message, Error>> CallEach(const std::vector<std::string>& to,
+                                                     std::string_view function,
+                                                     const Message& request,
+                                                     const Context* context = nullptr);
 
   void WaitForAll(int64_t timeout_ms = DG_FOREVER) {
     Check(dg_worker_wait_for_all(get(), timeout_ms));
@@ -577,6 +596,27 @@ inline std::vector<Tensor> Worker::CallOps(std::string_view to, std::string_view
   return TensorsOf(out);
 }
 
+inline std::vector<std::variant<Message, Error>> Worker::CallEach(
+    const std::vector<std::string>& to, std::string_view function, const Message& request,
+    const Context* context) {
+  const std::vector<dg_str> names = Strs(to);
+  const dg_call_options options = In(context);
+  std::vector<dg_message*> replies(to.size());
+  std::vector<dg_error*> errors(to.size());
+  Check(dg_worker_call_each(get(), names.data(), names.size(), Str(function), request.get(),
+                            &options, replies.data(), errors.data()));
+  std::vector<std::variant<Message, Error>> results;
+  for (size_t i = 0; i < to.size(); ++i) {
+    try {
+      Check(errors[i]);
+      results.emplace_back(Message(replies[i]));
+    } catch (Error& error) {
+      results.emplace_back(std::move(error));
+    }
+  }
+  return results;
+}
+
 class Optimizer {
  public:
   Optimizer(Worker& worker, std::string_view name, const std::vector<Tensor>& parameters,
@@ -603,6 +643,9 @@ class Optimizer {
     double norm = 0;
     Check(dg_optimizer_clip_gradients(get(), context.get(), max_norm, &norm));
     return norm;
+  }
+  void SetLearningRate(double learning_rate) {
+    Check(dg_optimizer_set_learning_rate(get(), learning_rate));
   }
   dg_optimizer* get() const noexcept { return handle_.get(); }
 
@@ -685,12 +728,6 @@ class DataParallel {
   }
   Handle<dg_data_parallel, dg_data_parallel_destroy> handle_;
 };
-
-inline std::vector<dg_str> Strs(const std::vector<std::string>& texts) {
-  std::vector<dg_str> strs;
-  for (const std::string& text : texts) strs.push_back(Str(text));
-  return strs;
-}
 
 // As many parts as there are, at most one for each device; `sizes` may be empty.
 inline std::vector<Tensor> Scatter(const Tensor& tensor, const std::vector<std::string>& devices,
