@@ -20,8 +20,9 @@ namespace {
 
 // How long to wait when the process has no file descriptors left.
 constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
-// What a guest is given even when others wait: when a large job starts, all of them are honest.
-constexpr absl::Duration kGrace = absl::Milliseconds(100);
+// The part of its time that a guest is given even when others wait: when a large job starts, all of
+// them are honest.
+constexpr int kGracePart = 100;
 
 }  // namespace
 
@@ -115,7 +116,8 @@ void SocketListener::Close() {
 
 bool SocketListener::MakeRoom() {
   if (guests_.size() < std::max<size_t>(options_.max_unauthenticated, 1)) return true;
-  const absl::Duration left = guests_.front().since + kGrace - Loop::Now();
+  const absl::Duration left =
+      guests_.front().since + options_.handshake_timeout / kGracePart - Loop::Now();
   if (left <= absl::ZeroDuration()) {
     Dismiss(guests_.begin(), "others wait too");
     return true;
