@@ -165,7 +165,7 @@ TEST(ProcessGroupTest, ARankThatGoesIsAnErrorThatStaysAndLeavesNoThread) {
   // The system may list a thread a moment longer than join() waits for it.
   const absl::Time deadline = absl::Now() + absl::Minutes(1);
   while (Threads() > before && absl::Now() < deadline) std::this_thread::yield();
-  EXPECT_EQ(Threads(), before);
+  EXPECT_LE(Threads(), before);
 }
 
 TEST(ProcessGroupTest, ARankThatIsSilentIsAnErrorInTime) {
