@@ -5,12 +5,7 @@
 # stand below, with the reason.
 set -euo pipefail
 source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
-declare -A without=(
-  [dg_worker_call_each]="not bound yet"
-  [dg_worker_trace_start]="not bound yet"
-  [dg_worker_trace_stop]="not bound yet"
-  [dg_optimizer_set_learning_rate]="not bound yet"
-)
+declare -A without=()
 map=$1
 shift
 [[ -e $1 ]] || skip "the crate is not built here; its other tests say why"

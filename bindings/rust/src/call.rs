@@ -2,7 +2,7 @@
 use crate::{
     ffi::{self, CancellationHandle, ContextHandle, Handle, RawCallOptions, WorkerHandle},
     future::{milliseconds_or_default, Future},
-    Cancellation, Message, Result, Value,
+    Cancellation, Error, Message, Result, Value,
 };
 use std::{marker::PhantomData, time::Duration};
 
@@ -74,6 +74,23 @@ impl<'a> Caller<'a> {
         Ok(Future::own(ffi::worker_call_async(self.worker, to, function, request, &options)?))
     }
 
+    pub(crate) fn invoke_each(
+        &self,
+        to: &[&str],
+        function: &str,
+        request: &Message,
+    ) -> Result<Vec<Result<Message>>> {
+        let (request, options) = (request.handle(), self.options());
+        let replies = ffi::worker_call_each(self.worker, to, function, request, &options)?;
+        Ok(replies
+            .into_iter()
+            .map(|reply| match reply.code {
+                0 => Ok(Message::own(reply.message)),
+                code => Err(Error::new(code.into(), reply.error)),
+            })
+            .collect())
+    }
+
     pub(crate) fn invoke_op(
         &self,
         to: &str,
@@ -98,7 +115,7 @@ impl<'a> Caller<'a> {
     }
 }
 
-/// The four calls, as methods of what has a `caller()`.
+/// The five calls, as methods of what has a `caller()`.
 macro_rules! calls {
     ($($type:ty),*) => {$(
         impl $type {
@@ -120,6 +137,13 @@ macro_rules! calls {
             #[doc(alias = "dg_worker_call_async")]
             pub fn call_async(&self, to: &str, function: &str, request: &$crate::Message) -> $crate::Result<$crate::Future<$crate::Message>> {
                 self.caller().invoke_async(to, function, request)
+            }
+
+            /// The same on several workers, at once and with one message, which is encoded only
+            /// once. For each, in their order, what it replied, or why not. Waits for all.
+            #[doc(alias = "dg_worker_call_each")]
+            pub fn call_each(&self, to: &[&str], function: &str, request: &$crate::Message) -> $crate::Result<Vec<$crate::Result<$crate::Message>>> {
+                self.caller().invoke_each(to, function, request)
             }
 
             /// Runs an operator on the worker named `to`, as [`ops`]($crate::ops) does here, and

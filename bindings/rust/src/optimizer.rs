@@ -49,6 +49,16 @@ impl Optimizer<'_> {
     pub fn clip_gradients(&self, context: &Context<'_>, max_norm: f64) -> Result<f64> {
         Ok(ffi::optimizer_clip_gradients(self.handle.get(), context.handle(), max_norm)?)
     }
+
+    /// Sets the learning rate of the parts of all workers, from the next step on: for schedules.
+    /// Waits for all.
+    ///
+    /// Errors as of a step; `Code::InvalidArgument`, and nothing is changed, if it is negative or
+    /// not finite.
+    #[doc(alias = "dg_optimizer_set_learning_rate")]
+    pub fn set_learning_rate(&self, learning_rate: f64) -> Result<()> {
+        Ok(ffi::optimizer_set_learning_rate(self.handle.get(), learning_rate)?)
+    }
 }
 
 impl fmt::Debug for Optimizer<'_> {

@@ -5,7 +5,7 @@ use crate::{
     future::{self, milliseconds},
     Caller, Context, ContextState, Later, Member, Message, Request, Result,
 };
-use std::{fmt, time::Duration};
+use std::{fmt, num::NonZeroU64, time::Duration};
 
 /// What a handler returns. Any error will do; the code of an [`Error`](crate::Error) reaches the
 /// caller.
@@ -89,6 +89,34 @@ impl Worker {
     #[doc(alias = "dg_worker_metrics_text")]
     pub fn metrics_text(&self) -> Result<String> {
         Ok(Message::own(ffi::worker_metrics_text(self.handle())?).text()?.to_owned())
+    }
+
+    /// Records from now on when calls are made and served, and passes run, in at most so much
+    /// memory (`None`: 64 MiB); what does not fit is left out, and counted.
+    ///
+    /// `Code::FailedPrecondition` while a trace runs.
+    #[doc(alias = "dg_worker_trace_start")]
+    #[doc(alias = "dg_trace_options")]
+    pub fn start_trace(&self, max_bytes: Option<NonZeroU64>) -> Result<()> {
+        Ok(ffi::worker_trace_start(self.handle(), max_bytes.map_or(0, NonZeroU64::get))?)
+    }
+
+    /// Ends the trace, and gives what began and ended meanwhile, in Chrome's trace event format
+    /// (JSON), for `ui.perfetto.dev` and `chrome://tracing` to open. docs/trace.md explains it.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker) -> Result<(), Box<dyn std::error::Error>> {
+    /// worker.start_trace(None)?;
+    /// // ... a step ...
+    /// std::fs::write("trace.json", worker.stop_trace()?)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// `Code::FailedPrecondition` if none runs.
+    #[doc(alias = "dg_worker_trace_stop")]
+    pub fn stop_trace(&self) -> Result<String> {
+        Ok(Message::own(ffi::worker_trace_stop(self.handle())?).text()?.to_owned())
     }
 
     /// How many contexts it knows of.

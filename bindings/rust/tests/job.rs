@@ -1,7 +1,7 @@
 //! How workers join a job, what they know of it, and how they leave it.
 mod common;
-use common::{alone, alone_with, empty, floats, pair, Folder, LONG};
-use distgrad::{values, Code, Operators, Value, WorkerOptions};
+use common::{alone, alone_with, empty, floats, pair, weight, Folder, LONG};
+use distgrad::{values, Code, Message, Operators, Value, WorkerOptions};
 use std::{env, process::Command, thread, time::Duration};
 
 #[test]
@@ -117,6 +117,61 @@ fn a_worker_leaves_alone() {
         drop(context);
         worker.leave_alone(LONG).unwrap();
     });
+}
+
+#[test]
+fn one_message_to_several_workers() {
+    pair(
+        |back| {
+            back.register("echo", |request| {
+                Ok(Message::new(format!("{}!", request.text()?), [request.tensor(0)?.square()?])?)
+            })
+            .unwrap();
+        },
+        |front| {
+            front.register("echo", |_| Err("not me".into())).unwrap();
+            let x = weight(&[3.0]);
+            let context = front.context().unwrap();
+            let message = Message::new("hello", [&x]).unwrap();
+            let to = ["back", "front", "nobody", "back"];
+            let mut replies = context.call_each(&to, "echo", &message).unwrap();
+            let last = replies.pop().unwrap().unwrap();
+            assert_eq!(replies.len(), 3);
+            assert_eq!(replies[1].as_ref().unwrap_err().code(), Code::Unknown);
+            assert!(replies[1].as_ref().unwrap_err().message().contains("not me"));
+            assert_eq!(replies[2].as_ref().unwrap_err().code(), Code::NotFound);
+            let first = replies.swap_remove(0).unwrap();
+            assert_eq!((first.text().unwrap(), last.text().unwrap()), ("hello!", "hello!"));
+            // Each has an edge of its own.
+            let sum = first.tensor(0).unwrap().add(&last.tensor(0).unwrap()).unwrap();
+            context.backward([sum.sum().unwrap()]).unwrap();
+            assert_eq!(context.gradient(&x).unwrap().to_vec::<f32>().unwrap(), [12.0]);
+            assert!(front.call_each(&[], "echo", &message).unwrap().is_empty());
+        },
+    );
+}
+
+#[test]
+fn a_trace() {
+    let worker = alone();
+    worker.register("traced", |_| Ok(empty())).unwrap();
+    let call = || worker.call("alone", "traced", &empty()).unwrap();
+    assert_eq!(worker.stop_trace().unwrap_err().code(), Code::FailedPrecondition);
+    call();
+    worker.start_trace(None).unwrap();
+    assert_eq!(worker.start_trace(None).unwrap_err().code(), Code::FailedPrecondition);
+    call();
+    let text = worker.stop_trace().unwrap();
+    let count = |part: &str| text.matches(part).count();
+    // The call at both ends, with an arrow from one to the other.
+    assert_eq!(count(r#""name":"traced""#), 2, "{text}");
+    assert_eq!((count(r#""ph":"s""#), count(r#""ph":"f""#)), (1, 1), "{text}");
+    assert_eq!(count(r#""dropped_spans":0"#), 1, "{text}");
+    // Too small for anything.
+    worker.start_trace(std::num::NonZeroU64::new(1)).unwrap();
+    call();
+    let text = worker.stop_trace().unwrap();
+    assert!(text.contains(r#""dropped_spans":2"#), "{text}");
 }
 
 #[test]

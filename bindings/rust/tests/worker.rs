@@ -214,6 +214,15 @@ fn optimizers() {
     assert!((step(&adamw.unwrap(), &parameters[3]) - 0.85).abs() < 1e-6);
     let twice = Sgd::new(0.1).create(&worker, "sgd", [&parameters[0]]);
     assert_eq!(twice.unwrap_err().code(), Code::AlreadyExists);
+
+    // A schedule: smaller steps, of the same optimizer.
+    sgd.set_learning_rate(0.05).unwrap();
+    assert!((step(&sgd, &parameters[0]) - 0.72).abs() < 1e-6);
+    adam.set_learning_rate(0.0).unwrap();
+    let before = parameters[2].item::<f32>().unwrap();
+    assert_eq!(step(&adam, &parameters[2]), before);
+    let negative = sgd.set_learning_rate(-1.0).unwrap_err();
+    assert_eq!(negative.code(), Code::InvalidArgument);
 }
 
 #[test]

@@ -84,6 +84,13 @@ pub(crate) mod raw {
         cancellation: CancellationHandle,
     }
 
+    /// What one of several workers answered: a message, or a code and text.
+    struct RawReply {
+        message: MessageHandle,
+        code: i32,
+        error: String,
+    }
+
     /// `dg_data_parallel_options`, but for its size.
     struct RawDataParallelOptions<'a> {
         devices: &'a [&'a str],
@@ -232,6 +239,8 @@ pub(crate) mod raw {
         fn worker_local_rank(worker: WorkerHandle) -> u32;
         fn worker_local_world_size(worker: WorkerHandle) -> u32;
         fn worker_metrics_text(worker: WorkerHandle) -> Result<MessageHandle>;
+        fn worker_trace_start(worker: WorkerHandle, max_bytes: u64) -> Result<()>;
+        fn worker_trace_stop(worker: WorkerHandle) -> Result<MessageHandle>;
         fn worker_context_count(worker: WorkerHandle) -> usize;
         fn worker_register(
             worker: WorkerHandle,
@@ -263,6 +272,13 @@ pub(crate) mod raw {
             request: MessageHandle,
             options: &RawCallOptions,
         ) -> Result<FutureHandle>;
+        fn worker_call_each(
+            worker: WorkerHandle,
+            to: &[&str],
+            function: &str,
+            request: MessageHandle,
+            options: &RawCallOptions,
+        ) -> Result<Vec<RawReply>>;
         fn worker_call_op(
             worker: WorkerHandle,
             to: &str,
@@ -326,6 +342,10 @@ pub(crate) mod raw {
             context: ContextHandle,
             max_norm: f64,
         ) -> Result<f64>;
+        fn optimizer_set_learning_rate(
+            optimizer: OptimizerHandle,
+            learning_rate: f64,
+        ) -> Result<()>;
         fn optimizer_destroy(optimizer: OptimizerHandle);
 
         fn data_parallel_create(

@@ -206,6 +206,24 @@ FutureHandle worker_call_async(WorkerHandle worker, rust::Str to, rust::Str func
                            &options);
 }
 
+rust::Vec<RawReply> worker_call_each(WorkerHandle worker, Texts to, rust::Str function,
+                                     MessageHandle request, const RawCallOptions& from) {
+  const dg_call_options options = ToOptions(from);
+  const std::vector<dg_str> names = ToStrs(to);
+  std::vector<dg_message*> replies(names.size());
+  std::vector<dg_error*> errors(names.size());
+  dg::Check(dg_worker_call_each(worker, names.data(), names.size(), ToStr(function), request,
+                                &options, replies.data(), errors.data()));
+  rust::Vec<RawReply> results;
+  for (size_t i = 0; i < names.size(); ++i) {
+    const dg_str text = dg_error_message(errors[i]);
+    results.push_back(
+        {replies[i], dg_error_code(errors[i]), rust::String::lossy(text.data, text.size)});
+    dg_error_destroy(errors[i]);
+  }
+  return results;
+}
+
 ValuesHandle worker_call_op(WorkerHandle worker, rust::Str to, rust::Str op, Values arguments,
                             const RawCallOptions& from) {
   const dg_call_options options = ToOptions(from);

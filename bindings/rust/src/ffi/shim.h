@@ -54,6 +54,7 @@ struct RawWorkerOptions;
 struct RawMember;
 struct RawContextState;
 struct RawCallOptions;
+struct RawReply;
 struct RawDataParallelOptions;
 struct RawProcessGroupOptions;
 
@@ -226,6 +227,14 @@ inline uint32_t worker_local_world_size(WorkerHandle worker) {
 inline MessageHandle worker_metrics_text(WorkerHandle worker) {
   return Out<MessageHandle>(dg_worker_metrics_text, worker);
 }
+inline void worker_trace_start(WorkerHandle worker, uint64_t max_bytes) {
+  dg_trace_options options = DG_TRACE_OPTIONS_INIT;
+  options.max_bytes = max_bytes;
+  dg::Check(dg_worker_trace_start(worker, &options));
+}
+inline MessageHandle worker_trace_stop(WorkerHandle worker) {
+  return Out<MessageHandle>(dg_worker_trace_stop, worker);
+}
 inline size_t worker_context_count(WorkerHandle worker) { return dg_worker_context_count(worker); }
 void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler> handler);
 
@@ -240,6 +249,8 @@ MessageHandle worker_call(WorkerHandle worker, rust::Str to, rust::Str function,
                           MessageHandle request, const RawCallOptions& options);
 FutureHandle worker_call_async(WorkerHandle worker, rust::Str to, rust::Str function,
                                MessageHandle request, const RawCallOptions& options);
+rust::Vec<RawReply> worker_call_each(WorkerHandle worker, Texts to, rust::Str function,
+                                     MessageHandle request, const RawCallOptions& options);
 ValuesHandle worker_call_op(WorkerHandle worker, rust::Str to, rust::Str op, Values arguments,
                             const RawCallOptions& options);
 FutureHandle worker_call_op_async(WorkerHandle worker, rust::Str to, rust::Str op, Values arguments,
@@ -294,6 +305,9 @@ inline void optimizer_step(OptimizerHandle optimizer, ContextHandle context) {
 inline double optimizer_clip_gradients(OptimizerHandle optimizer, ContextHandle context,
                                        double max_norm) {
   return Out<double>(dg_optimizer_clip_gradients, optimizer, context, max_norm);
+}
+inline void optimizer_set_learning_rate(OptimizerHandle optimizer, double learning_rate) {
+  dg::Check(dg_optimizer_set_learning_rate(optimizer, learning_rate));
 }
 inline void optimizer_destroy(OptimizerHandle optimizer) { dg_optimizer_destroy(optimizer); }
 
