@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,7 +16,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "core/base/chrome_trace.h"
 #include "core/base/status.h"
 #include "core/worker/failure.h"
 #include "core/worker/worker.h"
@@ -60,8 +63,21 @@ absl::Status TrainSingle(const Options& options) {
   return (*training)->Run(learner);
 }
 
+// The file for a worker's trace: "trace.json" is "trace.1.json" for worker 1. Opened before it
+// trains, so that whoever asked for it in vain hears of it now.
+absl::StatusOr<std::ofstream> OpenTrace(std::filesystem::path path, int rank) {
+  path.replace_extension(absl::StrCat(".", rank, path.extension().string()));
+  std::ofstream file(path);
+  if (file) return file;
+  return absl::UnavailableError(absl::StrCat("--trace: cannot write ", path.string()));
+}
+
 // One worker of the job. Worker 0 leads; the others serve until it has done.
 absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
+  std::optional<std::ofstream> trace;
+  if (!options.trace.empty()) {
+    DG_ASSIGN_OR_RETURN(trace, OpenTrace(options.trace, place.rank));
+  }
   std::unique_ptr<Training> training;
   if (place.rank == 0) {
     CatchInterrupts();
@@ -74,13 +90,21 @@ absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
                                       .join_timeout = options.timeout}));
   DG_ASSIGN_OR_RETURN(const std::unique_ptr<StageServer> stage,
                       StageServer::Create(worker.get(), options.seed));
+  // Before the others may call, so that each call is in the traces of both.
+  if (trace.has_value()) DG_RETURN_IF_ERROR(worker->StartTrace());
   DG_RETURN_IF_ERROR(worker->WaitForAll(absl::Now() + options.timeout));
   if (training != nullptr) {
     DistributedLearner learner(worker.get());
     DG_RETURN_IF_ERROR(training->Run(learner));
   }
   // Worker 0 counts on the others until then, however long it trains.
-  return worker->Leave(absl::InfiniteFuture());
+  DG_RETURN_IF_ERROR(worker->Leave(absl::InfiniteFuture()));
+  if (trace.has_value()) {
+    DG_ASSIGN_OR_RETURN(const Trace recorded, worker->StopTrace());
+    *trace << ToChromeTrace(recorded) << std::flush;
+    if (!*trace) return absl::DataLossError("--trace: the file could not be written");
+  }
+  return absl::OkStatus();
 }
 
 int Main(int argc, char** argv) {

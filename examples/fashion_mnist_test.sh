@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the example as its users do.
 set -euo pipefail
-program=$PWD/examples/fashion_mnist
+program=$PWD/examples/fashion_mnist check=$PWD/tests/testing/trace_check
 cd "$TEST_TMPDIR"
 
 fail() { echo "FAILED: $*" >&2; exit 1; }
@@ -40,6 +40,18 @@ echo "== without gnuplot"
 PATH=/nowhere "$program" --single --data=data --epochs=2 --output=small >stdout
 grep "picture: left out, gnuplot is not installed" stdout
 [[ $(wc -l <small/training.csv) == 5 ]] || fail "the table: $(cat small/training.csv)"
+
+echo "== traces of two workers"
+expect_error 2 "--trace" --single --trace=trace.json
+"$program" --workers=2 --data=data --epochs=1 --batch=25 --output=traced --trace=trace.json
+"$check" trace.0.json trace.1.json | tee stdout
+# Four steps: worker 0 steps itself and worker 1, and each takes part in the backward.
+for line in "worker0 made step 8" "worker1 served step 4" "worker0 pass backward 4" \
+  "worker1 pass backward 4"; do
+  grep -qx "$line" stdout || fail "the traces lack: $line"
+done
+! grep "did not fit" stdout
+expect_error 1 "/nowhere/trace.0.json" --workers=1 --trace=/nowhere/trace.json
 
 echo "== the same seed gives the same run"
 # All columns but the times.

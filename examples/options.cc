@@ -88,6 +88,10 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, int most
   add("--transport", options.transport, "NAME",
       "How workers talk to each other: socket, tcp, or shm (this machine; keeps a core busy)")
       ->check(CLI::IsMember({"socket", "tcp", "shm"}));
+  add("--trace", options.trace, "FILE",
+      "Record what each worker does and when, into FILE with its rank before the ending "
+      "(trace.0.json), for ui.perfetto.dev")
+      ->excludes(single);
   add("--timeout", timeout, "SECONDS", "How long to wait for another worker, to join or to answer")
       ->check(AboveZero());
 
@@ -104,6 +108,7 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, int most
   options.timeout = absl::Seconds(timeout);
   options.output = FromUsersFolder(options.output);
   if (!options.data.empty()) options.data = FromUsersFolder(options.data);
+  if (!options.trace.empty()) options.trace = FromUsersFolder(options.trace);
   return options;
 }
 

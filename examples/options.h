@@ -20,6 +20,7 @@ struct Options {
   std::string data;    // empty: look for it
   std::string output;  // absolute
   std::string transport = "socket";
+  std::string trace;  // absolute; empty: none
   absl::Duration timeout = absl::Seconds(60);
   // Not empty if --help was asked for: what to print.
   std::string help;

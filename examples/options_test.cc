@@ -26,14 +26,15 @@ TEST(OptionsTest, HasDefaults) {
   EXPECT_EQ(options.workers, 2);
   EXPECT_EQ(options.output, "/home/user/fashion_mnist");
   EXPECT_EQ(options.data, "");
+  EXPECT_EQ(options.trace, "");
   EXPECT_EQ(options.help, "");
 }
 
 TEST(OptionsTest, ReadsEach) {
   setenv("BUILD_WORKING_DIRECTORY", "/home/user", 1);
-  const Options options = *Parse({"--workers", "3", "--epochs=2", "--batch=32", "--lr=0.5",
-                                  "--seed=18446744073709551615", "--data=here",
-                                  "--output=/tmp/there", "--transport=tcp", "--timeout=1.5"});
+  const Options options = *Parse(
+      {"--workers", "3", "--epochs=2", "--batch=32", "--lr=0.5", "--seed=18446744073709551615",
+       "--data=here", "--output=/tmp/there", "--transport=tcp", "--timeout=1.5", "--trace=t.json"});
   EXPECT_EQ(options.workers, 3);
   EXPECT_EQ(options.epochs, 2);
   EXPECT_EQ(options.batch, 32);
@@ -43,6 +44,7 @@ TEST(OptionsTest, ReadsEach) {
   EXPECT_EQ(options.output, "/tmp/there");
   EXPECT_EQ(options.transport, "tcp");
   EXPECT_EQ(options.timeout, absl::Seconds(1.5));
+  EXPECT_EQ(options.trace, "/home/user/t.json");
   EXPECT_TRUE(Parse({"--single"})->single);
 }
 
@@ -60,6 +62,7 @@ TEST(OptionsTest, SaysInOneLineWhatIsWrong) {
            {{"--transport=pigeon"}, "--transport"},
            {{"--timeout"}, "--timeout"},
            {{"--single", "--workers=2"}, "--single"},
+           {{"--single", "--trace=t.json"}, "--single"},
        }) {
     const absl::Status status = Parse(arguments).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << says;
@@ -71,7 +74,7 @@ TEST(OptionsTest, SaysInOneLineWhatIsWrong) {
 TEST(OptionsTest, ExplainsEachOption) {
   const std::string help = Parse({"--help"})->help;
   for (const char* option : {"--single", "--workers", "--epochs", "--batch", "--lr", "--seed",
-                             "--data", "--output", "--transport", "--timeout"}) {
+                             "--data", "--output", "--transport", "--timeout", "--trace"}) {
     EXPECT_THAT(help, HasSubstr(option));
   }
 }
