@@ -6,8 +6,10 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
@@ -58,6 +60,19 @@ void ExpectError(const absl::Status& status, const std::vector<std::string>& tex
   EXPECT_FALSE(status.ok());
   for (const std::string& text : texts)
     EXPECT_TRUE(absl::StrContains(status.message(), text)) << status << "\nlacks " << text;
+}
+
+// Whether the error of a pass past its deadline says all of that. On a busy machine the deadline
+// may pass before all workers are where a test wants them: then it is tried once more with longer,
+// and in the end expected.
+bool IsEnough(const absl::Status& status, const std::vector<std::string>& texts,
+              absl::Duration patience) {
+  const bool says_all = std::all_of(texts.begin(), texts.end(), [&](const std::string& text) {
+    return absl::StrContains(status.message(), text);
+  });
+  if (!says_all && patience < absl::Seconds(10)) return false;
+  ExpectError(status, texts);
+  return true;
 }
 
 class PassesTest : public ::testing::TestWithParam<std::string> {
@@ -266,18 +281,21 @@ TEST_P(PassesTest, AReplyThatArrivesWhileAPassRuns) {
 TEST_P(PassesTest, ALateReplyLeavesNothingToWaitFor) {
   Start(3);
   Context context = team()[0].NewContext();
-  absl::Notification go, gone;
+  absl::Notification begun, go, gone;
   const at::Tensor p = Leaf({2, 3}, 2);
-  const auto late =
-      team().Try(0, 1, {.context = &context, .deadline = absl::Now() + absl::Milliseconds(30)},
-                 [&](Tensors in, Request& r) -> absl::StatusOr<Tensors> {
-                   go.WaitForNotification();
-                   auto further = team().Try(1, 2, {.context = &r.context}, Sin, {in[0] * p});
-                   gone.Notify();
-                   return further;
-                 },
-                 {x_});
-  EXPECT_EQ(late.status().code(), absl::StatusCode::kDeadlineExceeded) << late.status();
+  const Future<Message> late =
+      team().Start(0, 1, {.context = &context},
+                   [&](Tensors in, Request& r) -> absl::StatusOr<Tensors> {
+                     begun.Notify();
+                     go.WaitForNotification();
+                     auto further = team().Try(1, 2, {.context = &r.context}, Sin, {in[0] * p});
+                     gone.Notify();
+                     return further;
+                   },
+                   {x_});
+  begun.WaitForNotification();
+  late.Cancel();
+  EXPECT_EQ(late.Wait().status().code(), absl::StatusCode::kCancelled) << late.Wait().status();
   const at::Tensor y = team().Run(0, 2, context, Along(team(), "21"), {x_})[0];
   const at::Tensor want = Reference(LocalAlong(x_, 2).sum(), {x_})[0];
   // Before the answer, while it is on its way, and after it.
@@ -404,24 +422,29 @@ TEST_P(PassesTest, AThrowDoesNotWaitForOtherNodes) {
 
 // Which edges of which workers: also of those with whom the initiator exchanged nothing.
 TEST_P(PassesTest, PastItsDeadlineItSaysWhatIsMissing) {
-  Start(4);
-  Context context = team()[0].NewContext();
-  const at::Tensor y = team().Run(0, 1, context, Along(team(), "132", HeldOnWorker2()), {x_})[0];
-  Future<Unit> done =
-      context.BackwardAsync({y.sum()}, {.deadline = absl::Now() + absl::Milliseconds(500)});
-  blocked_.WaitForNotification();
-  const absl::Status status = done.Wait().status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   const auto awaits = [](WorkerId of, WorkerId peer) {
     return absl::StrCat("by worker 'worker", of, "' (", of,
                         "): the gradients of 1 edge(s) to worker 'worker", peer, "' (", peer, ") (",
                         MakeId(of, 1), ")");
   };
-  ExpectError(status, {awaits(0, 1), awaits(1, 3), awaits(3, 2),
-                       "by worker 'worker2' (2): nodes that run"});
-  // All have dropped it, though the node still runs.
-  team().AwaitQuiet(1);
-  go_.Notify();
+  const std::vector<std::string> texts = {awaits(0, 1), awaits(1, 3), awaits(3, 2),
+                                          "by worker 'worker2' (2): nodes that run"};
+  for (absl::Duration patience = absl::Milliseconds(500);; patience *= 2) {
+    const auto go = std::make_shared<absl::Notification>();
+    const Visit visit = [go](int w, bool, at::Tensor x) {
+      if (w == 2) x.register_hook([go](const at::Tensor&) { go->WaitForNotification(); });
+      return x;
+    };
+    Start(4);
+    Context context = team()[0].NewContext();
+    const at::Tensor y = team().Run(0, 1, context, Along(team(), "132", visit), {x_})[0];
+    const absl::Status status = context.Backward({y.sum()}, {.deadline = absl::Now() + patience});
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    // All have dropped it, though the node still runs.
+    team().AwaitQuiet(1);
+    go->Notify();
+    if (IsEnough(status, texts, patience)) return;
+  }
 }
 
 TEST_P(PassesTest, TheSnapshotShowsWhatIsAwaited) {
@@ -709,23 +732,26 @@ TEST_F(PacketsTest, AReplyToAWorkerThatIsDoneWithThePass) {
 
 // A worker that says nothing is named, and waited for not long.
 TEST_F(PacketsTest, PastItsDeadlineASilentWorkerIsNamed) {
-  Context context = team_[0].NewContext();
-  std::pair<std::string, std::string> there;
-  const at::Tensor y = team_.Run(0, 1, context,
-                                 [&](Tensors in, Request& r) {
-                                   there = faults_->last();
-                                   return Sin(in, r);
-                                 },
-                                 {x_})[0];
-  faults_->Hold({there.second, there.first});
-  const absl::Status status =
-      context.Backward({y.sum()}, {.deadline = absl::Now() + absl::Milliseconds(30)});
-  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-  ExpectError(status, {"by worker 'worker0' (0): the gradients of 1 edge(s) to worker 'worker1'",
-                       "worker 'worker1' (1) does not say what"});
-  faults_->Let();
-  team_.cluster().network().ReleaseHeld();
-  team_.AwaitQuiet(1);
+  const std::vector<std::string> texts = {
+      "by worker 'worker0' (0): the gradients of 1 edge(s) to worker 'worker1'",
+      "worker 'worker1' (1) does not say what"};
+  for (absl::Duration patience = absl::Milliseconds(30);; patience *= 2) {
+    Context context = team_[0].NewContext();
+    std::pair<std::string, std::string> there;
+    const at::Tensor y = team_.Run(0, 1, context,
+                                   [&](Tensors in, Request& r) {
+                                     there = faults_->last();
+                                     return Sin(in, r);
+                                   },
+                                   {x_})[0];
+    faults_->Hold({there.second, there.first});
+    const absl::Status status = context.Backward({y.sum()}, {.deadline = absl::Now() + patience});
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    faults_->Let();
+    team_.cluster().network().ReleaseHeld();
+    team_.AwaitQuiet(1);
+    if (IsEnough(status, texts, patience)) return;
+  }
 }
 
 // All three know each other: the origin tells two, and each of those the other.

@@ -14,11 +14,10 @@
 namespace distgrad {
 
 Team::Team(int workers, ClusterOptions options)
-    : cluster_([&] {
+    : killed_(workers), cluster_([&] {
         options.workers = workers;
         return options;
-      }()),
-      killed_(workers) {
+      }()) {
   for (int i = 0; i < workers; ++i) {
     const absl::Status registered =
         cluster_[i].Register("run", [](Request& r) -> absl::StatusOr<Message> {

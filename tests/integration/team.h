@@ -55,10 +55,11 @@ class Team {
  private:
   bool alive(int i);
 
-  Cluster cluster_;
   absl::Mutex mu_;
   std::vector<bool> killed_ ABSL_GUARDED_BY(mu_);
   std::vector<std::unique_ptr<Function>> functions_ ABSL_GUARDED_BY(mu_);
+  // Last: some of them may still run when it ends.
+  Cluster cluster_;
 };
 
 // Polls, for what nothing announces. False after a time that no working test needs.

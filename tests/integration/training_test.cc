@@ -124,9 +124,11 @@ absl::Status RunWorker(const std::string& rendezvous, const std::string& transpo
   if (!worker.ok()) return worker.status();
   const std::unique_ptr<StageServer> stage = *StageServer::Create(worker->get(), kSeed);
   absl::Status status = RegisterGradients(worker->get(), stage.get());
-  if (status.ok()) status = (*worker)->WaitForAll(absl::Now() + absl::Minutes(1));
+  // Those that do not lead wait for all of the training.
+  const absl::Time deadline = absl::Now() + absl::Minutes(5);
+  if (status.ok()) status = (*worker)->WaitForAll(deadline);
   if (status.ok() && rank == 0) TrainBothWays(**worker);
-  if (status.ok()) status = (*worker)->Leave(absl::Now() + absl::Minutes(1));
+  if (status.ok()) status = (*worker)->Leave(deadline);
   return status;
 }
 
