@@ -30,6 +30,7 @@
 #include "benchmarks/floor_side.h"
 #include "benchmarks/local_side.h"
 #include "benchmarks/pytorch_side.h"
+#include "benchmarks/rank_side.h"
 #include "core/base/status.h"
 
 namespace distgrad {
@@ -102,6 +103,7 @@ absl::StatusOr<std::unique_ptr<Side>> StartSide(const std::string& side, const P
   if (side == "distgrad") return StartDistgrad(place);
   if (side == "pytorch") return StartPytorch(place);
   if (side == "local") return StartLocal(place);
+  if (side == "ranks") return StartRank(place);
   if (side == "sockets") return StartSockets(place);
   if (side == "tensorpipe") return StartTensorPipe(place);
   return absl::InvalidArgumentError(absl::StrCat("there is no side '", side, "'"));

@@ -1,11 +1,12 @@
 #include "benchmarks/parallel_step.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/rand.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
-#include <memory>
+#include <cmath>
 #include <optional>
 #include <vector>
 
@@ -23,6 +24,7 @@ struct Size {
   int64_t batch;
 };
 constexpr Size kSmall = {100, 32, 64};   // 200 parameters of 4 KiB and 128 bytes
+constexpr Size kMany = {1500, 128, 64};  // 25 million, 3,000 of 64 KiB and 512 bytes
 constexpr Size kLarge = {6, 2048, 512};  // 25 million, 6 of 16 MiB
 
 at::Tensor Forward(torch::nn::Sequential& net, const at::Tensor& input) {
@@ -45,20 +47,30 @@ absl::Status Check(torch::nn::Sequential& net, const at::Tensor& input) {
 
 }  // namespace
 
+Layers NewLayers(const std::string& kind, int parts) {
+  const Size size = absl::EndsWith(kind, "_small")  ? kSmall
+                    : absl::EndsWith(kind, "_many") ? kMany
+                                                    : kLarge;
+  const at::NoGradGuard no_grad;
+  torch::nn::Sequential net;
+  for (int i = 0; i < size.layers; ++i) {
+    torch::nn::Linear layer(size.width, size.width);
+    // So that gradients keep their size from layer to layer: processors are slow with tiny numbers.
+    layer->weight.mul_(std::sqrt(3.0));
+    net->push_back(layer);
+  }
+  return {net, at::rand({size.batch / parts, size.width})};
+}
+
 absl::StatusOr<Sample> RunParallelStep(const Work& work, absl::Duration budget) {
   try {
-    const Size size = absl::EndsWith(work.kind, "_small") ? kSmall : kLarge;
-    torch::nn::Sequential net;
-    for (int i = 0; i < size.layers; ++i) {
-      net->push_back(torch::nn::Linear(size.width, size.width));
-    }
-    const at::Tensor input = at::rand({size.batch, size.width});
+    auto [net, input] = NewLayers(work.kind);
     std::optional<DataParallel<torch::nn::SequentialImpl>> parallel;
     if (absl::StartsWith(work.kind, "parallel")) {
       parallel.emplace(
           net, DataParallelOptions{.devices = std::vector<c10::Device>(work.count, c10::kCPU)});
     }
-    const auto step = [&]() -> absl::StatusOr<double> {
+    const auto step = [&, &net = net, &input = input]() -> absl::StatusOr<double> {
       net->zero_grad();
       const double start = MicrosNow();
       (parallel.has_value() ? parallel->Forward(input) : Forward(net, input)).sum().backward();

@@ -2,11 +2,23 @@
 #ifndef DISTGRAD_BENCHMARKS_PARALLEL_STEP_H_
 #define DISTGRAD_BENCHMARKS_PARALLEL_STEP_H_
 
+#include <torch/nn/modules/container/sequential.h>
+
+#include <string>
+
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "benchmarks/work.h"
 
 namespace distgrad {
+
+struct Layers {
+  torch::nn::Sequential net;
+  at::Tensor input;
+};
+// What a kind of work is done with, by how its name ends: "_small", "_many" or "_large". Where the
+// batch is that of `parts` ranks together, this is the part of one.
+Layers NewLayers(const std::string& kind, int parts = 1);
 
 // step_small, step_large: forward and backward of a batch. parallel_small, parallel_large: the same
 // over work.count replicas on the CPU. kInternal if the gradients are not those of the module.

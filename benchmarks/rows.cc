@@ -117,6 +117,29 @@ std::vector<Row> AllRows(const std::string& transport) {
                       .quick = false});
     }
   }
+  // Averages over processes, as so many times the steps without them.
+  for (const char* const size : {"small", "many", "large"}) {
+    for (const int ranks : {2, 4}) {
+      const auto by = [&](const char* how) -> Contender {
+        return {"ranks", "", {absl::StrCat(how, "_", size), 1, 4}};
+      };
+      rows.push_back(
+          {.metric = absl::StrCat("averaged_", size, "_", ranks),
+           .title = absl::StrCat("gradients averaged, ", size, " layers, ", ranks, " processes"),
+           .world = ranks,
+           .ours = by("averaged"),
+           .pytorch = {by("reducer"), by("views")},
+           .floors = {by("alone")},
+           .quick = false});
+      rows.push_back(
+          {.metric = absl::StrCat("floor_allreduce_", size, "_", ranks),
+           .title = absl::StrCat("floor: one allreduce, ", size, " layers, ", ranks, " processes"),
+           .world = ranks,
+           .ours = {},
+           .floors = {by("allreduce")},
+           .quick = false});
+    }
+  }
   for (const int hops : {1, 2, 3}) {
     row = add(absl::StrCat("chain_", hops + 1), absl::StrCat("chain of ", hops + 1, " workers"),
               {"chain", hops, 1024}, hops == 3 ? 5 : 0);

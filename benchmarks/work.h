@@ -28,7 +28,11 @@ namespace distgrad {
 //   backward  the same in torch::autograd::backward
 //   step_small, step_large  forward and backward of many small layers, or of few large ones
 //   parallel_small, parallel_large  the same by DataParallel over `count` replicas on the CPU
-//   memcpy    one copy of `bytes`
+//   alone_small, alone_many, alone_large  the same by every rank of a group for its part of the
+//   batch averaged_...  the same, and gradients are averaged by a GradientAverager reducer_... the
+//   same by c10d's Reducer, as PyTorch's DistributedDataParallel sets it up views_...     the same
+//   where .grad are views of its buckets allreduce_... the bytes of all gradients by one allreduce
+//   of c10d's Gloo memcpy    one copy of `bytes`
 struct Work {
   std::string kind;
   int count = 1;

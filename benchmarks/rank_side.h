@@ -1,0 +1,17 @@
+// Ranks that train one model together, each on its part of a batch.
+#ifndef DISTGRAD_BENCHMARKS_RANK_SIDE_H_
+#define DISTGRAD_BENCHMARKS_RANK_SIDE_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "benchmarks/work.h"
+
+namespace distgrad {
+
+// All ranks do what rank 0 is asked for, at the same time.
+absl::StatusOr<std::unique_ptr<Side>> StartRank(const Place& place);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_BENCHMARKS_RANK_SIDE_H_
