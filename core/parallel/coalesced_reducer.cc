@@ -18,6 +18,8 @@ namespace distgrad {
 namespace {
 
 constexpr int64_t kPieceBytes = 256 << 10;
+// From here on a copy takes longer than the few calls that it spares.
+constexpr int64_t kAloneBytes = 64 << 10;
 
 // What is copied from or to the host is there when the call returns; else only in stream order.
 at::Tensor CopyTo(const at::Tensor& tensor, c10::Device device) {
@@ -86,11 +88,18 @@ at::Tensor AddOnHost(absl::Span<const at::Tensor> tensors) {
   return sum;
 }
 
-// Sparse here and dense there, or not to be packed anywhere.
-bool GoesAlone(absl::Span<const TensorVector> lists, size_t k) {
-  return std::any_of(lists.begin(), lists.end(), [k](const TensorVector& list) {
-    return list[k].defined() && list[k].layout() != at::kStrided;
-  });
+// Sparse here and dense there, or not to be packed anywhere; or large, and all on the host that
+// wants the sum: packing would be a copy more.
+bool GoesAlone(absl::Span<const TensorVector> lists, size_t k, c10::Device destination) {
+  bool on_host = destination.is_cpu();
+  for (const TensorVector& list : lists) {
+    const at::Tensor& tensor = list[k];
+    if (!tensor.defined()) continue;
+    if (tensor.layout() != at::kStrided) return true;
+    on_host = on_host && tensor.is_cpu() &&
+              tensor.numel() * static_cast<int64_t>(tensor.itemsize()) >= kAloneBytes;
+  }
+  return on_host;
 }
 
 }  // namespace
@@ -120,7 +129,7 @@ absl::StatusOr<TensorVector> CoalescedReducer::Reduce(absl::Span<const TensorVec
       results[k] = sum.value();
     };
     for (size_t k = 0; k < results.size(); ++k) {
-      if (GoesAlone(lists, k)) {
+      if (GoesAlone(lists, k, destination)) {
         add_alone(k);
         continue;
       }
