@@ -66,6 +66,7 @@ absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
   if (read.timeout_ms > 0) {
     options.timeout = std::min(absl::Milliseconds(read.timeout_ms), kLongest);
   }
+  options.join_timeout = options.timeout;
   return options;
 }
 

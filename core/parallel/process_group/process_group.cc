@@ -43,9 +43,10 @@ absl::Status Check(const ProcessGroupOptions& options) {
     return absl::InvalidArgumentError(
         absl::StrCat(who, "there is no backend '", options.backend, "'; there is gloo"));
   }
-  if (options.timeout < absl::Milliseconds(1) || options.timeout > absl::Hours(24 * 365)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        who, "the timeout is ", absl::FormatDuration(options.timeout), ", not 1ms to a year"));
+  for (const absl::Duration timeout : {options.timeout, options.join_timeout}) {
+    if (timeout >= absl::Milliseconds(1) && timeout <= absl::Hours(24 * 365)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(who, "a timeout is ", absl::FormatDuration(timeout), ", not 1ms to a year"));
   }
   if (options.name.empty() || absl::StrContains(options.name, '/')) {
     return absl::InvalidArgumentError(
@@ -74,7 +75,7 @@ ProcessGroup::~ProcessGroup() = default;
 
 absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupOptions options) {
   DG_RETURN_IF_ERROR(Check(options));
-  const absl::Time deadline = absl::Now() + options.timeout;
+  const absl::Time deadline = absl::Now() + options.join_timeout;
   if (options.host.empty()) {
     options.host = ProcessEnvironment("DISTGRAD_HOST").value_or("127.0.0.1");
   }

@@ -40,8 +40,10 @@ struct ProcessGroupOptions {
   int size = 1;
   // "gloo".
   std::string backend = "gloo";
-  // For all ranks to come, and then for each collective.
+  // For each collective.
   absl::Duration timeout = absl::Minutes(10);
+  // For all ranks to come.
+  absl::Duration join_timeout = absl::Minutes(10);
   // An address, a name, or an interface ("eth0") of this machine, at which the others reach
   // it. "": DISTGRAD_HOST, or "127.0.0.1". Gloo knows no cluster key, and whoever reaches it there
   // can disturb the group: let it be a network that is trusted.

@@ -104,7 +104,7 @@ TEST(ProcessGroupTest, OurStoreIsOneOfC10d) {
 TEST(ProcessGroupTest, ARankThatDoesNotComeIsNamed) {
   ProcessGroupOptions options = Alone();
   options.size = 3;
-  options.timeout = absl::Milliseconds(50);
+  options.join_timeout = absl::Milliseconds(50);
   const absl::Status status = ProcessGroup::Create(options).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   EXPECT_TRUE(Contains(status, "process group 'alone' (rank 0 of 3, gloo)")) << status;
@@ -127,6 +127,9 @@ TEST(ProcessGroupTest, ChecksItsOptions) {
   EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
   options = Alone();
   options.timeout = absl::InfiniteDuration();
+  EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
+  options = Alone();
+  options.join_timeout = absl::ZeroDuration();
   EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
   options = Alone();
   options.name = "a/b";
