@@ -59,8 +59,9 @@ at::Tensor Part(const Bucket::Slot& slot, const at::Tensor& flat) {
 }
 
 at::Tensor PackOnHost(const Bucket& bucket, absl::Span<const at::Tensor> tensors,
-                      const at::TensorOptions& options) {
-  at::Tensor flat = at::empty({bucket.elements}, options);
+                      const at::TensorOptions& options, at::Tensor spare) {
+  const bool free = spare.defined() && spare.use_count() == 1 && spare.storage().use_count() == 1;
+  at::Tensor flat = free ? std::move(spare) : at::empty({bucket.elements}, options);
   if (bucket.elements == 0) return flat;
   char* const data = static_cast<char*>(flat.mutable_data_ptr());
   const auto bytes = static_cast<int64_t>(flat.itemsize());
@@ -128,7 +129,7 @@ std::vector<at::Tensor> Parts(const Bucket& bucket, const at::Tensor& flat) {
   return parts;
 }
 
-at::Tensor Pack(const Bucket& bucket, absl::Span<const at::Tensor> tensors) {
+at::Tensor Pack(const Bucket& bucket, absl::Span<const at::Tensor> tensors, at::Tensor spare) {
   const at::NoGradGuard no_grad;
   at::TensorOptions options = at::TensorOptions(bucket.dtype);
   for (const Bucket::Slot& slot : bucket.slots) {
@@ -139,7 +140,7 @@ at::Tensor Pack(const Bucket& bucket, absl::Span<const at::Tensor> tensors) {
                       ", and its bucket has ", slot.sizes, " of ", bucket.dtype, " for it");
     options = options.device(tensor.device());
   }
-  if (options.device().is_cpu()) return PackOnHost(bucket, tensors, options);
+  if (options.device().is_cpu()) return PackOnHost(bucket, tensors, options, std::move(spare));
   const c10::DeviceGuard guard(options.device());
   at::Tensor flat = at::zeros({bucket.elements}, options);
   std::vector<at::Tensor> to, from;

@@ -53,7 +53,9 @@ std::vector<at::Tensor> Parts(const Bucket& bucket, const at::Tensor& flat);
 
 // A new flat buffer with the bucket's members out of the list that it was assigned from, or of
 // one with the same shapes. Undefined members, and what lies between members, are zeros.
-at::Tensor Pack(const Bucket& bucket, absl::Span<const at::Tensor> tensors);
+// `spare` is taken for it if it is one of the CPU, of this bucket, that nobody else holds: fresh
+// memory costs as much as the copy.
+at::Tensor Pack(const Bucket& bucket, absl::Span<const at::Tensor> tensors, at::Tensor spare = {});
 
 // Copies the parts of `flat` into the bucket's members; undefined ones are left out.
 void Unpack(const Bucket& bucket, const at::Tensor& flat, absl::Span<const at::Tensor> tensors);

@@ -120,6 +120,20 @@ TEST_P(PackTest, UnpackCopiesBackIntoAnyLayout) {
   }
 }
 
+TEST(PackTest, TakesASpareBufferThatNobodyElseHolds) {
+  const std::vector<Tensor> ones = {at::ones({3}), at::ones({2})};
+  const std::vector<Tensor> twos = {at::full({3}, 2.0f), Tensor()};
+  const Bucket bucket = AssignBuckets(ones, 1 << 20)[0];
+  Tensor spare = Pack(bucket, ones);
+  const void* const memory = spare.const_data_ptr();
+  Tensor flat = Pack(bucket, twos, std::move(spare));
+  EXPECT_EQ(flat.const_data_ptr(), memory);
+  EXPECT_EQ(flat.sum().item<float>(), 6) << "what was there is gone, also between the members";
+  const std::vector<Tensor> parts = Parts(bucket, flat);
+  EXPECT_NE(Pack(bucket, ones, std::move(flat)).const_data_ptr(), memory) << "its parts are held";
+  EXPECT_TRUE(parts[0].equal(twos[0]));
+}
+
 TEST(PackTest, RefusesOtherShapes) {
   const Bucket bucket = AssignBuckets({at::ones({2}), at::ones({3})}, 99)[0];
   EXPECT_THROW(Pack(bucket, {at::ones({2}), at::ones({4})}), c10::ValueError);

@@ -53,8 +53,8 @@ AveragingPlan::AveragingPlan(std::shared_ptr<ProcessGroup> group, std::vector<Pa
   }
 }
 
-at::Tensor AveragingRound::Packed(const Bucket& bucket,
-                                  const std::vector<at::Tensor>& gradients) const {
+at::Tensor AveragingRound::Packed(size_t b, const std::vector<at::Tensor>& gradients) {
+  const Bucket& bucket = plan_.buckets()[b];
   const bool any = std::any_of(bucket.slots.begin(), bucket.slots.end(),
                                [&](const auto& slot) { return gradients[slot.tensor].defined(); });
   const auto options = at::TensorOptions(bucket.dtype).device(bucket.device);
@@ -70,7 +70,10 @@ at::Tensor AveragingRound::Packed(const Bucket& bucket,
                       bucket.device, " when the averager was made");
     dense[slot.tensor] = IsDense(gradient) ? gradient : gradient.to_dense();
   }
-  return Pack(bucket, dense);
+  if (!bucket.device.is_cpu()) return Pack(bucket, dense);
+  spare_->resize(plan_.buckets().size());
+  at::Tensor& spare = (*spare_)[b];
+  return spare = Pack(bucket, dense, std::move(spare));
 }
 
 at::Tensor AveragingRound::Notes(size_t bucket) const {
@@ -86,7 +89,7 @@ absl::Status AveragingRound::Begin(const std::vector<at::Tensor>& gradients,
   const c10::OptionalDeviceGuard guard(bucket.device);
   at::Tensor sum;
   if (bucket.flat) {
-    sum = Packed(bucket, gradients);
+    sum = Packed(b, gradients);
     std::vector<float> notes;
     for (const Bucket::Slot& slot : bucket.slots) notes.push_back(touched[slot.tensor] ? 1 : 0);
     for (int rank = 0; b == 0 && rank < plan_.group().size(); ++rank) {
@@ -131,36 +134,43 @@ absl::StatusOr<std::vector<at::Tensor>> AveragingRound::Finish(
   const std::vector<Bucket>& buckets = plan_.buckets();
   absl::Status status;
   while (status.ok() && begun() < buckets.size()) status = Begin(gradients, touched);
-  // Also after an error: nothing is to be under way when this returns.
-  for (size_t b = 0; b < begun(); ++b) status.Update(Await(b));
-  DG_RETURN_IF_ERROR(status);
   int64_t divisor = plan_.group().size();
-  if (divide_by_active) {
-    DG_ASSIGN_OR_RETURN(const at::Tensor active, Active());
-    divisor = std::max<int64_t>(1, active.gt(0).sum().item<int64_t>());
+  if (status.ok() && divide_by_active) {
+    const absl::StatusOr<at::Tensor> active = Active();
+    status = active.status();
+    if (active.ok()) divisor = std::max<int64_t>(1, active->gt(0).sum().item<int64_t>());
   }
   std::vector<at::Tensor> averages(gradients.size());
-  for (size_t b = 0; b < buckets.size(); ++b) {
-    const Bucket& bucket = buckets[b];
-    const c10::OptionalDeviceGuard guard(bucket.device);
-    at::Tensor& sum = sums_[b];
-    if (!bucket.flat) {
-      const size_t k = bucket.slots[0].tensor;
-      if (touched[k] || sum._nnz() > 0) averages[k] = sum.coalesce().div_(divisor);
-      continue;
-    }
-    // An accelerator is waited for only where this rank cannot tell by itself.
-    const bool all = std::all_of(bucket.slots.begin(), bucket.slots.end(),
-                                 [&](const auto& slot) { return touched[slot.tensor]; });
-    const at::Tensor notes = all ? at::Tensor() : Notes(b).to(at::kCPU, at::kFloat);
-    sum.narrow(0, 0, plan_.notes(b)).div_(divisor);
-    std::vector<at::Tensor> parts = Parts(bucket, sum);
-    for (size_t i = 0; i < parts.size(); ++i) {
-      const size_t k = bucket.slots[i].tensor;
-      if (all || notes.const_data_ptr<float>()[i] > 0) averages[k] = std::move(parts[i]);
-    }
+  // One is divided while those behind it are under way. All are waited for also after an error:
+  // nothing is to be under way when this returns.
+  for (size_t b = 0; b < begun(); ++b) {
+    status.Update(Await(b));
+    if (status.ok()) Divide(b, touched, divisor, &averages);
   }
+  DG_RETURN_IF_ERROR(status);
   return averages;
+}
+
+void AveragingRound::Divide(size_t b, const std::vector<bool>& touched, int64_t divisor,
+                            std::vector<at::Tensor>* averages) {
+  const Bucket& bucket = plan_.buckets()[b];
+  const c10::OptionalDeviceGuard guard(bucket.device);
+  const at::Tensor& sum = sums_[b];
+  if (!bucket.flat) {
+    const size_t k = bucket.slots[0].tensor;
+    if (touched[k] || sum._nnz() > 0) (*averages)[k] = sum.coalesce().div_(divisor);
+    return;
+  }
+  // An accelerator is waited for only where this rank cannot tell by itself.
+  const bool all = std::all_of(bucket.slots.begin(), bucket.slots.end(),
+                               [&](const auto& slot) { return touched[slot.tensor]; });
+  const at::Tensor notes = all ? at::Tensor() : Notes(b).to(at::kCPU, at::kFloat);
+  sum.narrow(0, 0, plan_.notes(b)).div_(divisor);
+  std::vector<at::Tensor> parts = Parts(bucket, sum);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (!all && notes.const_data_ptr<float>()[i] <= 0) continue;
+    (*averages)[bucket.slots[i].tensor] = std::move(parts[i]);
+  }
 }
 
 }  // namespace distgrad

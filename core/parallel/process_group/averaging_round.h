@@ -56,9 +56,10 @@ class AveragingPlan {
 // thread-safe. The plan outlives it.
 class AveragingRound {
  public:
-  // `active`: this rank has gradients of its own, and is not only here for the others.
-  explicit AveragingRound(const AveragingPlan& plan, bool active = true)
-      : plan_(plan), active_(active) {}
+  // `active`: this rank has gradients of its own, and is not only here for the others. `spare` has
+  // the buffers of earlier rounds with this plan, and gets those of this one; it outlives it, too.
+  AveragingRound(const AveragingPlan& plan, std::vector<at::Tensor>* spare, bool active = true)
+      : plan_(plan), spare_(spare), active_(active) {}
 
   // How many buckets have begun: the first ones.
   size_t begun() const { return sums_.size(); }
@@ -78,11 +79,14 @@ class AveragingRound {
   absl::StatusOr<at::Tensor> Active();
 
  private:
-  at::Tensor Packed(const Bucket& bucket, const std::vector<at::Tensor>& gradients) const;
+  at::Tensor Packed(size_t bucket, const std::vector<at::Tensor>& gradients);
   at::Tensor Notes(size_t bucket) const;
   absl::Status Await(size_t bucket);
+  void Divide(size_t bucket, const std::vector<bool>& touched, int64_t divisor,
+              std::vector<at::Tensor>* averages);
 
   const AveragingPlan& plan_;
+  std::vector<at::Tensor>* const spare_;  // by bucket
   const bool active_;
   std::vector<at::Tensor> sums_;                                 // by bucket
   std::vector<std::shared_ptr<ProcessGroup::Running>> running_;  // null once it was waited for

@@ -188,7 +188,7 @@ void GradientAverager::Impl::OnAveragerEnd() {
 // -------------------------------------------------------------------------------------- Rounds
 
 void GradientAverager::Impl::OpenRound() {
-  round_.emplace(plan_);
+  round_.emplace(plan_, &spare_);
   tasks_.clear();
   seen_.assign(plan_.parameters().size(), Seen());
   missing_.clear();
@@ -238,6 +238,13 @@ absl::Status GradientAverager::Impl::CheckFrozen() const {
   return absl::OkStatus();
 }
 
+// Whether nobody can tell if another tensor takes its place in its parameter: it and its memory are
+// known there alone, and to our list.
+bool IsPrivate(const at::Tensor& gradient) {
+  return gradient.use_count() == 2 && gradient.storage().use_count() == 1 &&
+         !gradient.requires_grad();
+}
+
 absl::Status GradientAverager::Impl::FinishRound() {
   const std::vector<at::Tensor> gradients = Gradients();
   DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages,
@@ -248,7 +255,8 @@ absl::Status GradientAverager::Impl::FinishRound() {
       const at::Tensor& gradient = gradients[slot.tensor];
       const at::Tensor& average = averages[slot.tensor];
       if (!average.defined()) continue;
-      if (gradient.defined() && gradient.layout() == at::kStrided && bucket.flat) {
+      if (gradient.defined() && gradient.layout() == at::kStrided && bucket.flat &&
+          !IsPrivate(gradient)) {
         to.push_back(gradient);
         from.push_back(average);
       } else {
@@ -299,7 +307,7 @@ absl::Status GradientAverager::Impl::Average(ContextRecord& context) {
       touched.push_back(gradient.ok());
       gradients.push_back(gradient.ok() ? *std::move(gradient) : at::Tensor());
     }
-    AveragingRound round(plan_);
+    AveragingRound round(plan_, &spare_);
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages,
                         round.Finish(gradients, touched, options_.divide_by_active));
     for (size_t k = 0; k < averages.size(); ++k) {
@@ -322,7 +330,7 @@ absl::Status GradientAverager::Impl::Join() {
     const std::vector<at::Tensor> none(plan_.parameters().size());
     const std::vector<bool> untouched(none.size(), false);
     while (true) {
-      AveragingRound round(plan_, /*active=*/false);
+      AveragingRound round(plan_, &spare_, /*active=*/false);
       DG_RETURN_IF_ERROR(round.Begin(none, untouched));
       DG_ASSIGN_OR_RETURN(const at::Tensor active, round.Active());
       if (active.sum().item<float>() == 0) return BroadcastState(LowestActive());

@@ -72,8 +72,9 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   // one after the other.
   absl::Mutex mu_;
   int no_sync_ ABSL_GUARDED_BY(mu_) = 0;
-  std::vector<bool> touched_ ABSL_GUARDED_BY(mu_);  // since they were last averaged
-  at::Tensor active_ ABSL_GUARDED_BY(mu_);          // by rank, in the last round that had any such
+  std::vector<bool> touched_ ABSL_GUARDED_BY(mu_);      // since they were last averaged
+  std::vector<at::Tensor> spare_ ABSL_GUARDED_BY(mu_);  // buffers of buckets, for the next round
+  at::Tensor active_ ABSL_GUARDED_BY(mu_);  // by rank, in the last round that had any such
   // Of the backward that runs.
   std::optional<AveragingRound> round_ ABSL_GUARDED_BY(mu_);
   std::vector<int> tasks_ ABSL_GUARDED_BY(mu_);       // libtorch's numbers of it and of those in it

@@ -86,6 +86,24 @@ TEST(GradientAveragerTest, BackwardEndsWithAverages) {
   });
 }
 
+TEST(GradientAveragerTest, NothingIsCopiedBackThatNobodyElseHolds) {
+  RunRanks(2, [](Group group) {
+    const Tensor a = Parameter({2}), b = Parameter({2});
+    const auto averager = NewAverager(group, {{"a", a}, {"b", b}});
+    const auto step = [&](float value) {
+      for (const Tensor& parameter : {a, b}) parameter.mutable_grad().reset();
+      (a.sum() * value + b.sum() * value).backward();
+    };
+    step(1);
+    EXPECT_TRUE(a.grad().is_alias_of(b.grad())) << "both lie in the buffer of their bucket";
+    const Tensor held = a.grad();
+    step(2);
+    EXPECT_TRUE(held.equal(torch::full({2}, 1.0f))) << "it is the holder's now";
+    EXPECT_TRUE(a.grad().equal(torch::full({2}, 2.0f)));
+    EXPECT_FALSE(a.grad().is_alias_of(held));
+  });
+}
+
 TEST(GradientAveragerTest, BucketsAreUnderWayWhileTheBackwardRuns) {
   RunRanks(2, [](Group group) {
     const Tensor first = Parameter({8}), last = Parameter({8});
