@@ -1,11 +1,14 @@
-// c10d's backends that can be had: one, whose header stays in one file.
+// c10d's backends that can be had. The header of each stays in one file.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_NEW_BACKEND_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_NEW_BACKEND_H_
+
+#include <c10/core/Device.h>
 
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "core/rpc/store.h"
 
@@ -21,6 +24,11 @@ struct BackendPlace {
 
 // Connects to all ranks; throws what c10d throws.
 c10::intrusive_ptr<c10d::Backend> NewGlooBackend(const BackendPlace& place);
+
+// The GPU that NCCL would use: this thread's current one. kFailedPrecondition where the build or
+// the machine has none; NewNcclBackend() is for where it has one, and connects when it is used.
+absl::StatusOr<c10::Device> NcclDevice();
+c10::intrusive_ptr<c10d::Backend> NewNcclBackend(const BackendPlace& place);
 
 }  // namespace distgrad
 

@@ -1,5 +1,7 @@
 #include "core/parallel/process_group/process_group.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -39,9 +41,9 @@ absl::Status Check(const ProcessGroupOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat(who, "rank ", options.rank, " of ", options.size,
                                                    ": ranks go from 0 to one less than the size"));
   }
-  if (options.backend != "gloo") {
+  if (options.backend != "gloo" && options.backend != "nccl") {
     return absl::InvalidArgumentError(
-        absl::StrCat(who, "there is no backend '", options.backend, "'; there is gloo"));
+        absl::StrCat(who, "there is no backend '", options.backend, "'; there are gloo and nccl"));
   }
   for (const absl::Duration timeout : {options.timeout, options.join_timeout}) {
     if (timeout >= absl::Milliseconds(1) && timeout <= absl::Hours(24 * 365)) continue;
@@ -66,8 +68,9 @@ struct ProcessGroup::Running {
   const std::string* what;
 };
 
-ProcessGroup::ProcessGroup(ProcessGroupOptions options)
+ProcessGroup::ProcessGroup(ProcessGroupOptions options, c10::Device device)
     : options_(std::move(options)),
+      device_(device),
       who_(absl::StrCat("process group '", options_.name, "' (rank ", options_.rank, " of ",
                         options_.size, ", ", options_.backend, ")")) {}
 
@@ -79,7 +82,12 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
   if (options.host.empty()) {
     options.host = ProcessEnvironment("DISTGRAD_HOST").value_or("127.0.0.1");
   }
-  std::shared_ptr<ProcessGroup> group(new ProcessGroup(std::move(options)));
+  const bool nccl = options.backend == "nccl";
+  const absl::StatusOr<c10::Device> device = nccl ? NcclDevice() : c10::Device(c10::kCPU);
+  if (!device.ok()) {
+    return Annotate(device.status(), absl::StrCat("process group '", options.name, "'"));
+  }
+  std::shared_ptr<ProcessGroup> group(new ProcessGroup(std::move(options), *device));
   const ProcessGroupOptions& place = group->options_;
   // A group that is made again under its name must not meet the addresses of the former one.
   auto store = std::make_shared<PrefixStore>(absl::StrCat("group/", place.name, "/"), place.store);
@@ -89,7 +97,8 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
   group->store_ = *std::move(of_start);
   const BackendPlace at = {group->store_, place.rank, place.size, place.timeout, place.host};
   try {
-    group->backend_ = std::make_unique<Backend>(Backend{NewGlooBackend(at)});
+    group->backend_ =
+        std::make_unique<Backend>(Backend{nccl ? NewNcclBackend(at) : NewGlooBackend(at)});
   } catch (...) {
     return group->Failed(std::current_exception(), "connecting the ranks");
   }
@@ -136,6 +145,11 @@ absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::strin
 absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::Begin(const at::Tensor& tensor,
                                                                            const std::string& what,
                                                                            int root) {
+  if (device_.is_cuda() && !(tensor.is_cuda() && tensor.layout() == at::kStrided)) {
+    return absl::InvalidArgumentError(c10::str(who_, ": ", what,
+                                               ": NCCL takes dense tensors of a GPU, and one is ",
+                                               tensor.layout(), " on ", tensor.device()));
+  }
   std::vector<at::Tensor> tensors = {tensor};
   try {
     absl::MutexLock lock(&beginning);

@@ -1,6 +1,6 @@
 // Processes that compute the same thing together: each is one rank of a group, and all call the
-// same collectives in the same order. On top of c10d's backends, of which there is Gloo, on the
-// CPU.
+// same collectives in the same order. On top of c10d's backends: Gloo, on the CPU, and in builds
+// with CUDA NCCL, on GPUs.
 //
 //   absl::StatusOr<std::shared_ptr<ProcessGroup>> group =
 //       ProcessGroup::Create({.name = "replicas", .store = store, .rank = 1, .size = 2});
@@ -14,6 +14,7 @@
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <atomic>
 #include <cstdint>
@@ -38,7 +39,7 @@ struct ProcessGroupOptions {
   std::shared_ptr<Store> store = nullptr;
   int rank = 0;
   int size = 1;
-  // "gloo".
+  // "gloo"; or "nccl", on the GPU that is the current one of the thread that calls Create().
   std::string backend = "gloo";
   // For each collective.
   absl::Duration timeout = absl::Minutes(10);
@@ -67,6 +68,8 @@ class ProcessGroup {
   const std::string& name() const { return options_.name; }
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
+  // Where tensors of collectives are: with NCCL a GPU, else the CPU.
+  c10::Device device() const { return device_; }
 
   // OK, or the first error.
   absl::Status status() const;
@@ -94,7 +97,7 @@ class ProcessGroup {
  private:
   struct Backend;
 
-  explicit ProcessGroup(ProcessGroupOptions options);
+  ProcessGroup(ProcessGroupOptions options, c10::Device device);
 
   absl::StatusOr<std::shared_ptr<Running>> Begin(const at::Tensor& tensor, const std::string& what,
                                                  int root);
@@ -102,6 +105,7 @@ class ProcessGroup {
 
   // Constant after construction.
   const ProcessGroupOptions options_;
+  const c10::Device device_;
   const std::string who_;  // "process group 'replicas' (rank 1 of 2, gloo)"
 
   std::atomic<int64_t> collectives_{0};

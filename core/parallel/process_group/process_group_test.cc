@@ -1,5 +1,6 @@
 #include "core/parallel/process_group/process_group.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -141,6 +142,16 @@ TEST(ProcessGroupTest, ChecksItsOptions) {
   const absl::Status status = ProcessGroup::Create(options).status();
   EXPECT_FALSE(status.ok());
   EXPECT_TRUE(Contains(status, "connecting the ranks")) << status;
+}
+
+// In builds with CUDA and without.
+TEST(ProcessGroupTest, NcclWithoutAGpuIsAnError) {
+  if (at::hasCUDA()) GTEST_SKIP() << "this machine has a GPU";
+  ProcessGroupOptions options = Alone();
+  options.backend = "nccl";
+  const absl::Status status = ProcessGroup::Create(options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_TRUE(Contains(status, "process group 'alone': NCCL: ")) << status;
 }
 
 size_t Threads() {

@@ -1,0 +1,14 @@
+// For builds without CUDA.
+#include "absl/status/status.h"
+#include "core/parallel/process_group/new_backend.h"
+
+namespace distgrad {
+
+absl::StatusOr<c10::Device> NcclDevice() {
+  return absl::FailedPreconditionError(
+      "NCCL: this build has no CUDA; one with --config=cuda has it");
+}
+
+c10::intrusive_ptr<c10d::Backend> NewNcclBackend(const BackendPlace& /*place*/) { return nullptr; }
+
+}  // namespace distgrad
