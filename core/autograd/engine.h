@@ -22,6 +22,7 @@
 #include "core/autograd/pass_run.h"
 #include "core/autograd/snapshot.h"
 #include "core/base/clock.h"
+#include "core/base/event_loop.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/base/thread_pool.h"
@@ -44,6 +45,8 @@ class EngineNetwork {
   virtual absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) = 0;
   // A worker's name for people.
   virtual std::string Describe(WorkerId worker) = 0;
+  // The loop that brings what others send, if threads that wait for it may do its work.
+  virtual std::shared_ptr<EventLoop> loop() { return nullptr; }
 };
 
 struct BackwardOptions {

@@ -77,6 +77,7 @@ void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here) {
 Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
   Future<Unit> done = promise_->future();
   done.CancelBy(weak_from_this(), id_);
+  done.BroughtBy(engine_->network().loop());
   Post(
       [this, deadline] {
         if (over_.has_value()) return;

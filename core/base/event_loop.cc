@@ -4,8 +4,11 @@ namespace distgrad {
 namespace {
 
 thread_local EventLoop* current = nullptr;
+thread_local uint64_t asked = 0;
 
 }  // namespace
+
+uint64_t& EventLoop::AskedByThisThread() { return asked; }
 
 EventLoop* EventLoop::Current() { return current; }
 void EventLoop::SetCurrent(EventLoop* loop) { current = loop; }

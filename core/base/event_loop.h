@@ -7,20 +7,48 @@
 #ifndef DISTGRAD_CORE_BASE_EVENT_LOOP_H_
 #define DISTGRAD_CORE_BASE_EVENT_LOOP_H_
 
+#include <cstdint>
+#include <memory>
+
 #include "absl/functional/any_invocable.h"
+#include "absl/time/time.h"
 
 namespace distgrad {
 
 // Thread-safe.
 class EventLoop {
  public:
+  // A thread that waits for what the loop will bring, and looks for it itself.
+  class Visitor {
+   public:
+    virtual ~Visitor() = default;
+    // Handles what has come, in place of the loop's own thread, if that has nothing to do. Does
+    // not wait.
+    virtual void Look() = 0;
+    // The same, but sleeps until something comes, WakeVisitor(), or `deadline`. False, at once,
+    // where another thread has that to do.
+    virtual bool Sleep(absl::Time deadline) = 0;
+  };
+
   virtual ~EventLoop() = default;
 
   // Has the loop's thread run `task` between two events, after those before it. Dropped if the
   // loop ends first.
   virtual void Run(absl::AnyInvocable<void()> task) = 0;
 
-  // The loop that the calling thread is the thread of; null on others.
+  // For the calling thread, which does nothing else until it has destroyed it.
+  // So nobody needs to be woken to tell it. Null where others do what is to be done: there is one
+  // visitor at a time.
+  virtual std::unique_ptr<Visitor> Visit() { return nullptr; }
+
+  // Wakes the visitor that sleeps: what it waits for has happened elsewhere.
+  virtual void WakeVisitor() {}
+
+  // How many things the calling thread has asked for that some loop is to bring. Who waits for the
+  // last of them has nothing else to do.
+  static uint64_t& AskedByThisThread();
+
+  // The loop that the calling thread is the thread of, a visitor's too; null on others.
   static EventLoop* Current();
 
  protected:

@@ -27,6 +27,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/base/blocking.h"
+#include "core/base/event_loop.h"
 #include "core/base/spin.h"
 
 namespace distgrad {
@@ -50,13 +51,16 @@ class FutureState {
  public:
   bool Set(absl::StatusOr<T> value) {
     std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks;
+    std::shared_ptr<EventLoop> visited;
     {
       absl::MutexLock lock(&mu_);
       if (value_.has_value()) return false;
       value_.emplace(std::move(value));
       callbacks.swap(callbacks_);
+      visited.swap(visited_);
       done_.store(true, std::memory_order_release);
     }
+    if (visited != nullptr) visited->WakeVisitor();
     for (auto& callback : callbacks) callback(*value_);
     return true;
   }
@@ -68,8 +72,20 @@ class FutureState {
     // A past deadline only asks; a pool need not wake a thread for that.
     if (deadline <= absl::Now()) return false;
     BlockingScope blocking;
+    // Who can bring it about does so, rather than be told by who else would.
+    const std::shared_ptr<EventLoop> loop = LoopToVisit();
+    std::unique_ptr<EventLoop::Visitor> visitor;
+    const auto look = [&] {
+      if (visitor == nullptr && loop != nullptr) visitor = loop->Visit();
+      if (visitor != nullptr) visitor->Look();
+    };
     // What threads wait for is often the answer to a small call, and there at once.
-    if (Spin::OfThisThread().Await([this] { return Done(); })) return true;
+    if (Spin::OfThisThread().Await([this] { return Done(); }, look)) return true;
+    if (loop != nullptr) {
+      if (visitor == nullptr) visitor = loop->Visit();
+      if (visitor != nullptr && SleepVisiting(loop, *visitor, deadline)) return true;
+      visitor = nullptr;
+    }
     absl::MutexLock lock(&mu_);
     return mu_.AwaitWithDeadline(absl::Condition(this, &FutureState::HasValue), deadline);
   }
@@ -78,6 +94,12 @@ class FutureState {
     absl::MutexLock lock(&mu_);
     canceller_ = std::move(maker);
     work_ = work;
+  }
+
+  void BroughtBy(std::weak_ptr<EventLoop> loop) {
+    absl::MutexLock lock(&mu_);
+    loop_ = std::move(loop);
+    asked_ = ++EventLoop::AskedByThisThread();
   }
 
   void Cancel() {
@@ -110,12 +132,37 @@ class FutureState {
  private:
   bool HasValue() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return value_.has_value(); }
 
+  // Whether there is a value then. Else the visit, or the time, is over.
+  bool SleepVisiting(const std::shared_ptr<EventLoop>& loop, EventLoop::Visitor& visitor,
+                     absl::Time deadline) const {
+    {
+      absl::MutexLock lock(&mu_);
+      if (value_.has_value()) return true;
+      visited_ = loop;
+    }
+    while (!Done() && absl::Now() < deadline && visitor.Sleep(deadline)) {
+    }
+    absl::MutexLock lock(&mu_);
+    visited_ = nullptr;
+    return value_.has_value();
+  }
+
+  // A thread that has asked for more since will ask for more again: it leaves the loop to others,
+  // who bring the answers meanwhile.
+  std::shared_ptr<EventLoop> LoopToVisit() const {
+    absl::MutexLock lock(&mu_);
+    return asked_ == EventLoop::AskedByThisThread() ? loop_.lock() : nullptr;
+  }
+
   std::atomic<bool> done_{false};  // whether there is a value, for those who do not hold mu_
 
   mutable absl::Mutex mu_;
   std::optional<absl::StatusOr<T>> value_ ABSL_GUARDED_BY(mu_);
   std::weak_ptr<Canceller> canceller_ ABSL_GUARDED_BY(mu_);
   uint64_t work_ ABSL_GUARDED_BY(mu_) = 0;
+  std::weak_ptr<EventLoop> loop_ ABSL_GUARDED_BY(mu_);
+  uint64_t asked_ ABSL_GUARDED_BY(mu_) = 0;
+  mutable std::shared_ptr<EventLoop> visited_ ABSL_GUARDED_BY(mu_);  // while its visitor sleeps
   std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks_ ABSL_GUARDED_BY(mu_);
 };
 
@@ -170,6 +217,9 @@ class Future {
   void CancelBy(std::weak_ptr<Canceller> maker, uint64_t work) const {
     state_->CancelBy(std::move(maker), work);
   }
+  // For the maker, on the thread that asks for the value: which loop will bring it. Who waits for
+  // it may do that loop's work.
+  void BroughtBy(std::weak_ptr<EventLoop> loop) const { state_->BroughtBy(std::move(loop)); }
 
  private:
   std::shared_ptr<internal::FutureState<T>> state_;

@@ -7,8 +7,12 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "core/base/event_loop.h"
 #include "core/base/thread_pool.h"
 #include "gtest/gtest.h"
 
@@ -151,6 +155,99 @@ TEST(FutureTest, WaitingOnAPoolOfOneLetsTheNextTaskRun) {
     outer.Set(*value.Wait() + 1);
   });
   EXPECT_EQ(*result.Wait(), 21);
+}
+
+// Its one visitor does what there is to do.
+class VisitedLoop : public EventLoop {
+ public:
+  void Run(absl::AnyInvocable<void()> task) override {
+    absl::MutexLock lock(&mu_);
+    tasks_.push_back(std::move(task));
+  }
+  std::unique_ptr<EventLoop::Visitor> Visit() override { return std::make_unique<Visitor>(this); }
+  void WakeVisitor() override {
+    absl::MutexLock lock(&mu_);
+    woken_ = true;
+  }
+  // Until a visitor sleeps.
+  void AwaitSleeper() {
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&sleeps_));
+  }
+
+ private:
+  class Visitor : public EventLoop::Visitor {
+   public:
+    explicit Visitor(VisitedLoop* loop) : loop_(loop) {}
+    void Look() override {
+      std::vector<absl::AnyInvocable<void()>> tasks;
+      {
+        absl::MutexLock lock(&loop_->mu_);
+        tasks.swap(loop_->tasks_);
+      }
+      for (auto& task : tasks) task();
+    }
+    bool Sleep(absl::Time deadline) override {
+      {
+        absl::MutexLock lock(&loop_->mu_);
+        loop_->sleeps_ = true;
+        loop_->mu_.AwaitWithDeadline(absl::Condition(loop_, &VisitedLoop::HasWork), deadline);
+      }
+      Look();
+      return true;
+    }
+
+   private:
+    VisitedLoop* const loop_;
+  };
+
+  bool HasWork() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return woken_ || !tasks_.empty(); }
+
+  absl::Mutex mu_;
+  std::vector<absl::AnyInvocable<void()>> tasks_ ABSL_GUARDED_BY(mu_);
+  bool sleeps_ ABSL_GUARDED_BY(mu_) = false;
+  bool woken_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+TEST(FutureTest, WhoWaitsDoesWhatBringsTheValue) {
+  const auto loop = std::make_shared<VisitedLoop>();
+  Promise<std::thread::id> promise;
+  const Future<std::thread::id> future = promise.future();
+  future.BroughtBy(loop);
+  loop->Run([&] { promise.Set(std::this_thread::get_id()); });
+  EXPECT_EQ(*future.Wait(), std::this_thread::get_id());
+}
+
+TEST(FutureTest, WhoSleepsAtALoopIsWokenByAValueFromElsewhere) {
+  const auto loop = std::make_shared<VisitedLoop>();
+  Promise<int> promise;
+  const Future<int> future = promise.future();
+  future.BroughtBy(loop);
+  std::thread other([&] {
+    loop->AwaitSleeper();
+    promise.Set(3);
+  });
+  EXPECT_EQ(*future.Wait(), 3);
+  other.join();
+}
+
+TEST(FutureTest, TheDeadlineOfWhoSleepsAtALoop) {
+  const auto loop = std::make_shared<VisitedLoop>();
+  Promise<int> promise;
+  promise.future().BroughtBy(loop);
+  EXPECT_FALSE(promise.future().WaitUntil(absl::Now() + absl::Milliseconds(1)));
+}
+
+TEST(FutureTest, WhoHasAskedForMoreLeavesTheLoopToOthers) {
+  const auto loop = std::make_shared<VisitedLoop>();
+  Promise<int> first, second;
+  const Future<int> future = first.future();
+  future.BroughtBy(loop);
+  second.future().BroughtBy(loop);
+  loop->Run([&] { first.Set(1); });
+  EXPECT_FALSE(future.WaitUntil(absl::Now() + absl::Milliseconds(1)));
+  loop->Visit()->Look();
+  EXPECT_EQ(*future.Wait(), 1);
 }
 
 TEST(FutureTest, CancelReachesTheMakerUntilItIsDone) {

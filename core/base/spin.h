@@ -21,9 +21,11 @@ namespace distgrad {
 // Not thread-safe: one for each thread that waits.
 class Spin {
  public:
-  // Whether `ready()` came true within Patience(), or already was.
-  template <typename Ready>
-  bool Await(Ready ready) {
+  // Whether `ready()` came true within Patience(), or already was. `look()` is called each time
+  // before it is asked again, and may bring it about.
+  template <typename Ready, typename Look = void (*)()>
+  bool Await(
+      Ready ready, Look look = [] {}) {
     if (ready()) return true;
     if (Alone()) return false;
     if (left_out_ > 0) {
@@ -33,6 +35,7 @@ class Spin {
     const auto end = std::chrono::steady_clock::now() + Patience();
     do {
       sched_yield();
+      look();
       if (ready()) {
         vain_ = 0;
         return true;

@@ -10,6 +10,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/base/event_loop.h"
 #include "core/rpc/packet.h"
 
 namespace distgrad {
@@ -65,6 +66,9 @@ class Transport {
   // not of this transport.
   virtual absl::StatusOr<std::shared_ptr<Connection>> Connect(
       const std::string& address, std::shared_ptr<Receiver> receiver) = 0;
+
+  // The loop that brings what arrives, if threads that wait for it may do its work.
+  virtual std::shared_ptr<EventLoop> loop() { return nullptr; }
 
   // "inproc", "tensorpipe tcp+basic", ...; for logs and errors.
   virtual std::string Name() const = 0;

@@ -8,6 +8,7 @@
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/tensor/values.h"
+#include "core/worker/callers_loop.h"
 #include "core/worker/job.h"
 #include "core/worker/worker_impl.h"
 
@@ -46,6 +47,7 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Membe
                                              : std::max(1u, std::thread::hardware_concurrency())),
       engine_(self_.id, self_.incarnation, this, &pool_, clock_.get(), trace_.get(), &contexts_),
       transport_(std::move(transport)),
+      loop_(NewCallersLoop(transport_->loop())),
       agent_(clock_.get(), transport_.get(), this,
              {.directory = &lookups_,
               .trace = trace_,

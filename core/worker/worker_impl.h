@@ -19,6 +19,7 @@
 #include "core/autograd/context_registry.h"
 #include "core/autograd/engine.h"
 #include "core/base/clock.h"
+#include "core/base/event_loop.h"
 #include "core/base/thread_pool.h"
 #include "core/base/trace.h"
 #include "core/rpc/agent.h"
@@ -82,6 +83,7 @@ class Worker::Impl : public Context::Owner,
   void Notify(WorkerId to, Packet notices) override { agent_.Notify(to, std::move(notices)); }
   absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) override;
   std::string Describe(WorkerId worker) override { return agent_.Describe(worker); }
+  std::shared_ptr<EventLoop> loop() override { return loop_; }
 
   const WorkerInfo& self() const { return self_; }
   const WorkerOptions& options() const { return options_; }
@@ -169,6 +171,7 @@ class Worker::Impl : public Context::Owner,
   ThreadPool pool_;
   Engine engine_;
   std::unique_ptr<Transport> transport_;
+  const std::shared_ptr<EventLoop> loop_;  // may be null
   Agent agent_;
   std::atomic<bool> leaving_{false};
 

@@ -17,11 +17,13 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/clock.h"
+#include "core/base/event_loop.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/rpc/tensorpipe/address.h"
 #include "core/rpc/tensorpipe/message_layout.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
+#include "core/rpc/tensorpipe/socket/loop.h"
 #include "core/rpc/tensorpipe/socket/socket_transport.h"
 #include "core/rpc/tensorpipe/steady_listeners.h"
 #include "tensorpipe/tensorpipe.h"
@@ -294,11 +296,13 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
 
 class TensorPipeTransport final : public Transport {
  public:
+  // `loop`: if the transport below is our own.
   TensorPipeTransport(TensorPipeOptions options, std::shared_ptr<tensorpipe::Context> context,
-                      std::string name)
+                      std::shared_ptr<Loop> loop, std::string name)
       : options_(std::move(options)),
         scheme_(Scheme(options_.kind)),
         context_(std::move(context)),
+        loop_(std::move(loop)),
         shared_(std::make_shared<Shared>(
             std::move(name), PacketLimits{options_.max_packet_bytes, options_.max_segments})) {}
 
@@ -351,6 +355,7 @@ class TensorPipeTransport final : public Transport {
     }
   }
 
+  std::shared_ptr<EventLoop> loop() override { return loop_; }
   std::string Name() const override { return shared_->name; }
 
  private:
@@ -374,19 +379,21 @@ class TensorPipeTransport final : public Transport {
   const TensorPipeOptions options_;
   const std::string scheme_;
   const std::shared_ptr<tensorpipe::Context> context_;
+  const std::shared_ptr<Loop> loop_;
   const std::shared_ptr<Shared> shared_;
   std::atomic<bool> listening_{false};
   std::unique_ptr<Clock> own_clock_;  // if none was given; set by Listen()
 };
 
 absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
-    const TensorPipeOptions& options) {
+    const TensorPipeOptions& options, std::shared_ptr<Loop>* loop) {
   if (options.kind == Kind::kSocket) {
     SocketOptions socket;
     socket.key = options.cluster_key;
     socket.handshake_timeout = options.handshake_timeout;
     socket.max_unauthenticated = options.max_unauthenticated;
-    return NewSocketTransport(std::move(socket));
+    DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-sockets"));
+    return NewSocketTransport(*loop, std::move(socket));
   }
   if (!options.cluster_key.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -401,7 +408,8 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
   auto context =
       std::make_shared<tensorpipe::Context>(tensorpipe::ContextOptions().name(options.name));
 
-  DG_ASSIGN_OR_RETURN(auto transport, NewTransport(options));
+  std::shared_ptr<Loop> loop;
+  DG_ASSIGN_OR_RETURN(auto transport, NewTransport(options, &loop));
   if (!transport->isViable()) {
     return absl::FailedPreconditionError(
         absl::StrCat("TensorPipe's ", scheme, " transport does not work on this machine"));
@@ -421,7 +429,7 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
     }
   }
   return std::make_unique<TensorPipeTransport>(
-      std::move(options), std::move(context),
+      std::move(options), std::move(context), std::move(loop),
       absl::StrCat("tensorpipe ", scheme, "+", channel_name));
 }
 

@@ -18,6 +18,19 @@ namespace {
 constexpr uint64_t kWakeId = 0;  // no handler has it
 // One runs the loop; any number may wait.
 constexpr size_t kThreads = 1 << 20;
+// After so many sleeps without a visitor none is expected.
+constexpr int kSleepsUnvisited = 16;
+// Where several threads would visit at once, so many find the door closed: the own thread brings
+// something to all of them.
+constexpr int kCrowd = 64;
+
+// For epoll: rounded up, as waking too early would be waking twice; -1 for ever.
+int MillisecondsUntil(absl::Time then) {
+  if (then == absl::InfiniteFuture()) return -1;
+  const absl::Duration left = std::max(then - Loop::Now(), absl::ZeroDuration());
+  return static_cast<int>(std::min<int64_t>(
+      absl::ToInt64Milliseconds(absl::Ceil(left, absl::Milliseconds(1))), 1 << 30));
+}
 
 }  // namespace
 
@@ -27,18 +40,61 @@ absl::Time Loop::Now() {
   return absl::TimeFromTimespec(now);
 }
 
-Loop::Loop(Fd epoll, Fd wake, std::string thread_name)
+class Loop::Visitor final : public EventLoop::Visitor {
+ public:
+  explicit Visitor(Loop* loop) : loop_(loop) {}
+  ~Visitor() override {
+    loop_->visited_ = false;
+    if (Current() == loop_) loop_->LeaveToOwn();
+  }
+
+  void Look() override {
+    if (!TryLead()) return;
+    loop_->HandleEvents();
+    loop_->RunDue();
+  }
+
+  bool Sleep(absl::Time deadline) override {
+    if (!TryLead()) return false;
+    absl::Time until;
+    {
+      absl::MutexLock lock(&loop_->mu_);
+      until = std::min(loop_->WakeTime(), Now() + (deadline - absl::Now()));
+    }
+    loop_->HandleEvents(MillisecondsUntil(until));
+    return loop_->RunDue();
+  }
+
+ private:
+  bool TryLead() {
+    if (Current() == loop_) return true;
+    if (!loop_->TryLead(Leader::kVisitor)) return false;
+    loop_->WakeOwn(false);
+    return true;
+  }
+
+  Loop* const loop_;
+};
+
+Loop::Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name)
     : epoll_(std::move(epoll)),
+      sleep_(std::move(sleep)),
       wake_(std::move(wake)),
       threads_(std::move(thread_name), kThreads) {}
 
 absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll.valid()) return absl::ErrnoToStatus(errno, "epoll_create1");
+  Fd sleep(epoll_create1(EPOLL_CLOEXEC));
+  if (!sleep.valid()) return absl::ErrnoToStatus(errno, "epoll_create1");
   Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake.valid()) return absl::ErrnoToStatus(errno, "eventfd");
-  auto loop =
-      std::unique_ptr<Loop>(new Loop(std::move(epoll), std::move(wake), std::move(thread_name)));
+  epoll_event none = {};
+  if (epoll_ctl(sleep.get(), EPOLL_CTL_ADD, epoll.get(), &none) != 0) {
+    return absl::ErrnoToStatus(errno, "epoll_ctl");
+  }
+  auto loop = std::unique_ptr<Loop>(
+      new Loop(std::move(epoll), std::move(sleep), std::move(wake), std::move(thread_name)));
   if (absl::Status watched = loop->Watch(kWakeId, loop->wake_.get(), EPOLLIN); !watched.ok()) {
     return watched;
   }
@@ -141,28 +197,92 @@ void Loop::Wake() {
   [[maybe_unused]] const ssize_t n = write(wake_.get(), &one, sizeof(one));
 }
 
-int Loop::Patience() {
-  absl::MutexLock lock(&mu_);
-  if (!tasks_.empty() || (closed_ && handlers_.empty())) return 0;
-  const absl::Time next = timers_.Next();
-  if (next == absl::InfiniteFuture()) return -1;
-  const absl::Duration left = std::max(next - Now(), absl::ZeroDuration());
-  // Rounded up: waking too early would be waking twice.
-  return static_cast<int>(std::min<int64_t>(
-      absl::ToInt64Milliseconds(absl::Ceil(left, absl::Milliseconds(1))), 1 << 30));
+std::unique_ptr<EventLoop::Visitor> Loop::Visit() {
+  // In an event of some loop: whoever waits there waits in vain, and must not handle others.
+  if (Current() != nullptr) return nullptr;
+  if (crowd_ > 0 && --crowd_ >= 0) return nullptr;
+  if (visited_.exchange(true)) {
+    crowd_ = kCrowd;
+    return nullptr;
+  }
+  sleeps_unvisited_ = 0;
+  return std::make_unique<Visitor>(this);
 }
 
-void Loop::HandleEvents(Spin& spin) {
+void Loop::WakeVisitor() {
+  if (Current() != this) Wake();
+}
+
+bool Loop::TryLead(Leader leader) {
+  Leader nobody = Leader::kNobody;
+  if (!leader_.compare_exchange_strong(nobody, leader)) return false;
+  EventLoop::SetCurrent(this);
+  return true;
+}
+
+void Loop::WakeOwn(bool wake) {
+  epoll_event event = {};
+  if (wake) event.events = EPOLLIN | EPOLLONESHOT;
+  DG_CHECK(epoll_ctl(sleep_.get(), EPOLL_CTL_MOD, epoll_.get(), &event) == 0) << "errno " << errno;
+}
+
+void Loop::LeaveToOwn() {
+  EventLoop::SetCurrent(nullptr);
+  leader_ = Leader::kNobody;
+  WakeOwn(true);
+  absl::MutexLock lock(&mu_);
+  if (WakeTime() < sleeps_until_) Wake();
+}
+
+absl::Time Loop::WakeTime() {
+  if (!tasks_.empty() || (closed_ && handlers_.empty())) return absl::InfinitePast();
+  return timers_.Next();
+}
+
+void Loop::AwaitEvents(Spin& spin) {
+  absl::Time until;
+  {
+    absl::MutexLock lock(&mu_);
+    sleeps_until_ = until = WakeTime();
+  }
+  bool any = false;
+  const auto look = [&] { return (any = HandleEvents()) || visited_; };
+  if (until == absl::InfinitePast()) {
+    HandleEvents();
+  } else if (spin.Await(look) && any) {
+    // What follows a message often follows at once, its answer or the next request.
+  } else if (sleeps_unvisited_ >= kSleepsUnvisited) {
+    HandleEvents(MillisecondsUntil(until));
+  } else {
+    Sleep(until);
+    HandleEvents();
+  }
+}
+
+void Loop::Sleep(absl::Time until) {
+  ++sleeps_unvisited_;
+  EventLoop::SetCurrent(nullptr);
+  leader_ = Leader::kNobody;
+  WakeOwn(true);
+  epoll_event event;
+  for (;;) {
+    const int n = epoll_wait(sleep_.get(), &event, 1, MillisecondsUntil(until));
+    DG_CHECK(n >= 0 || errno == EINTR) << "epoll_wait: errno " << errno;
+    if (TryLead(Leader::kOwn)) return;
+    // A visitor was faster. It wakes this thread as it leaves if there is something to do then.
+    until = absl::InfiniteFuture();
+    {
+      absl::MutexLock lock(&mu_);
+      sleeps_until_ = until;
+    }
+    if (TryLead(Leader::kOwn)) return;
+  }
+}
+
+bool Loop::HandleEvents(int patience) {
   constexpr int kEvents = 64;
   epoll_event events[kEvents];
-  int n = 0;
-  const auto look = [&] { return (n = epoll_wait(epoll_.get(), events, kEvents, 0)) != 0; };
-  if (const int patience = Patience(); patience == 0) {
-    look();
-  } else if (!spin.Await(look)) {
-    // What follows a message often follows at once, its answer or the next request. Not this time.
-    n = epoll_wait(epoll_.get(), events, kEvents, patience);
-  }
+  const int n = epoll_wait(epoll_.get(), events, kEvents, patience);
   DG_CHECK(n >= 0 || errno == EINTR) << "epoll_wait: errno " << errno;
   for (int i = 0; i < n; ++i) {
     if (events[i].data.u64 == kWakeId) {
@@ -178,6 +298,7 @@ void Loop::HandleEvents(Spin& spin) {
     }
     if (handler != nullptr) handler->OnEvents(events[i].events);
   }
+  return n > 0;
 }
 
 bool Loop::RunDue() {
@@ -207,9 +328,10 @@ bool Loop::RunDue() {
   return true;
 }
 
-// On the loop's thread, in a task.
+// In a task.
 void Loop::OnBlocked() {
   if (Current() != this) return;  // relieved already
+  if (leader_ == Leader::kVisitor) return LeaveToOwn();
   EventLoop::SetCurrent(nullptr);
   threads_.Schedule([this] { Work(); });
 }
@@ -218,12 +340,12 @@ void Loop::Work() {
   EventLoop::SetCurrent(this);
   Spin spin;
   for (;;) {
-    HandleEvents(spin);
+    AwaitEvents(spin);
     if (!RunDue()) return;
     absl::MutexLock lock(&mu_);
     if (!closed_ || !handlers_.empty()) continue;
     EventLoop::SetCurrent(nullptr);
-    idle_ = true;
+    idle_ = true;  // it keeps the lead: no visitor gets it any more
     return;
   }
 }

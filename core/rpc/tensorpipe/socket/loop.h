@@ -5,13 +5,18 @@
 // uses it until the kernel says EAGAIN. So no system call but the reads and writes themselves is
 // needed while messages come and go.
 //
-// A task may wait, in a BlockingScope: another thread then takes over the loop, and this one ends
-// with its task. Handlers must not.
+// One thread at a time has the lead: it waits for events, handles them, and runs tasks. As a rule
+// that is the loop's own. A visitor (core/base/event_loop.h) takes the lead while that sleeps or
+// would only look for events, and leaves the sleeper alone: it sleeps on a second epoll, in which
+// the first is a member, watched only while nobody looks.
+//
+// A task may wait, in a BlockingScope: another thread then takes over the loop. Handlers must not.
 //
 // Thread-safe.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_LOOP_H_
 #define DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_LOOP_H_
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -68,6 +73,8 @@ class Loop : public EventLoop, private Blockable {
   TimerId After(absl::Duration delay, Task task);
   void Cancel(TimerId timer);
   void Run(Task task) override;
+  std::unique_ptr<EventLoop::Visitor> Visit() override;
+  void WakeVisitor() override;
 
   // Tells all handlers; from then on there are no new ones.
   void Close();
@@ -75,27 +82,48 @@ class Loop : public EventLoop, private Blockable {
   void Join();
 
  private:
-  Loop(Fd epoll, Fd wake, std::string thread_name);
+  class Visitor;
+  enum class Leader { kNobody, kOwn, kVisitor };
 
-  // What the thread of the loop runs, until it is relieved or the loop is over.
+  Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name);
+
+  // What the loop's own thread runs, with the lead, until it is relieved or the loop is over.
   void Work();
-  // Waits for events and handles them.
-  void HandleEvents(Spin& spin);
-  // Runs what is due. Returns whether this thread is still that of the loop.
+  // Waits for events, and handles them.
+  void AwaitEvents(Spin& spin);
+  // Gives up the lead, and sleeps until then or until there is something to do. Then has the lead
+  // again.
+  void Sleep(absl::Time until);
+  // Handles the events that there are, or come within `patience` milliseconds; returns whether
+  // there were any.
+  bool HandleEvents(int patience = 0);
+  // Runs what is due. Returns whether this thread still has the lead.
   bool RunDue();
-  // How long epoll may sleep, in milliseconds; -1 for ever.
-  int Patience();
+  // When whoever has the lead must be awake again.
+  absl::Time WakeTime() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Wake();
+
+  bool TryLead(Leader leader);
+  // Whether the own thread, if it sleeps, wakes for the next event.
+  void WakeOwn(bool wake);
+  // A visitor goes, or waits, and gives up the lead.
+  void LeaveToOwn();
 
   void OnBlocked() override;
   void OnUnblocked() override {}
 
   // Constant after Start().
   const Fd epoll_;
-  const Fd wake_;  // an eventfd
+  const Fd sleep_;  // an epoll with the other as its member
+  const Fd wake_;   // an eventfd
 
-  // Synchronizes itself. The thread of the loop, and those that were relieved and still wait.
+  // Synchronize themselves.
+  // The own thread, and those that were relieved and still wait.
   ThreadPool threads_;
+  std::atomic<Leader> leader_{Leader::kOwn};
+  std::atomic<bool> visited_{false};
+  std::atomic<int> sleeps_unvisited_{0};
+  std::atomic<int> crowd_{0};  // so many may not visit
 
   absl::Mutex mu_;
   // Guarded by mu_.
@@ -103,6 +131,8 @@ class Loop : public EventLoop, private Blockable {
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
   internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);
+  // Until when the own thread sleeps, if it does.
+  absl::Time sleeps_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   bool over_ ABSL_GUARDED_BY(mu_) = false;  // no thread any more

@@ -2,10 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
 
@@ -91,6 +94,113 @@ TEST_F(LoopTest, ManyTasksWaitOneAfterTheOther) {
     });
   }
   over.Wait();
+}
+
+// Has `task` run by this thread, as a visitor.
+void RunVisiting(Loop& loop, absl::FunctionRef<void()> task) {
+  const std::unique_ptr<EventLoop::Visitor> visitor = loop.Visit();
+  ASSERT_NE(visitor, nullptr);
+  std::atomic<bool> ran = false;
+  while (!ran) {
+    // The own thread may be faster.
+    absl::Notification over;
+    loop.Run([&, me = std::this_thread::get_id()] {
+      if (std::this_thread::get_id() == me) {
+        ran = true;
+        task();
+      }
+      over.Notify();
+    });
+    while (!over.HasBeenNotified()) visitor->Look();
+  }
+}
+
+TEST_F(LoopTest, AVisitorRunsWhatIsDue) {
+  RunVisiting(*loop_, [&] {
+    EXPECT_EQ(EventLoop::Current(), loop_.get());
+    EXPECT_EQ(loop_->Visit(), nullptr);  // one on this thread is enough
+  });
+  EXPECT_EQ(EventLoop::Current(), nullptr);
+}
+
+TEST_F(LoopTest, WhatAVisitorLeavesTheOwnThreadDoes) {
+  absl::Notification task_ran, timer_fired, later_ran;
+  RunVisiting(*loop_, [&] {
+    loop_->Run([&] { task_ran.Notify(); });
+    loop_->After(absl::Milliseconds(1), [&] { timer_fired.Notify(); });
+  });
+  task_ran.WaitForNotification();
+  timer_fired.WaitForNotification();
+  loop_->Run([&] { later_ran.Notify(); });
+  later_ran.WaitForNotification();
+}
+
+TEST_F(LoopTest, AVisitorThatWaitsLeavesTheLoopToTheOwnThread) {
+  bool waited = false;
+  RunVisiting(*loop_, [&] {
+    absl::Notification other_ran;
+    loop_->Run([&] { other_ran.Notify(); });
+    BlockingScope blocking;
+    other_ran.WaitForNotification();
+    waited = true;
+  });
+  EXPECT_TRUE(waited);
+}
+
+TEST_F(LoopTest, ASleepingVisitorWakesForWhatComes) {
+  const auto visitor = loop_->Visit();
+  // Until the own thread has made room.
+  while (EventLoop::Current() == nullptr) visitor->Look();
+  std::atomic<bool> fired = false, ran = false;
+  loop_->After(absl::Milliseconds(1), [&] { fired = true; });
+  while (!fired) EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  std::thread other([&] { loop_->Run([&] { ran = true; }); });
+  while (!ran) EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  other.join();
+  EXPECT_TRUE(visitor->Sleep(absl::Now() + absl::Milliseconds(1)));
+  std::thread waker([&] { loop_->WakeVisitor(); });
+  EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  waker.join();
+}
+
+TEST_F(LoopTest, NothingIsLostAsVisitorsComeAndGo) {
+  constexpr int kRounds = 2000;
+  std::atomic<bool> over = false;
+  std::vector<std::thread> visitors;
+  for (int i = 0; i < 2; ++i) {
+    visitors.emplace_back([&, i] {
+      for (int looks = i; !over; ++looks) {
+        const auto visitor = loop_->Visit();  // of one of them
+        for (int j = looks % 7; visitor != nullptr && j > 0; --j) {
+          visitor->Look();
+          if (j == 3) visitor->Sleep(absl::Now() + absl::Microseconds(100));
+        }
+      }
+    });
+  }
+  for (int i = 0; i < kRounds; ++i) {
+    absl::Notification ran;
+    if (i % 4 == 0) {
+      loop_->After(absl::Microseconds(i % 100), [&] { ran.Notify(); });
+    } else {
+      loop_->Run([&] { ran.Notify(); });
+    }
+    ran.WaitForNotification();
+  }
+  over = true;
+  for (std::thread& visitor : visitors) visitor.join();
+}
+
+TEST_F(LoopTest, JoinWaitsForVisitors) {
+  auto visitor = loop_->Visit();
+  visitor->Look();
+  loop_->Close();
+  std::thread joins([&] { loop_->Join(); });
+  for (int i = 0; i < 100; ++i) visitor->Look();
+  visitor = nullptr;
+  joins.join();
+  visitor = loop_->Visit();  // too late, and no harm
+  visitor->Look();
 }
 
 TEST_F(LoopTest, JoinWaitsForTasksThatWait) {

@@ -103,9 +103,8 @@ class SocketTransport final : public tensorpipe::transport::Context {
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewSocketTransport(
-    SocketOptions options) {
+    std::shared_ptr<Loop> loop, SocketOptions options) {
   DG_RETURN_IF_ERROR(CheckClusterKey(options.key));
-  DG_ASSIGN_OR_RETURN(std::unique_ptr<Loop> loop, Loop::Start("dg-sockets"));
   return std::make_shared<SocketTransport>(std::move(loop), std::move(options));
 }
 

@@ -16,6 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "core/rpc/tensorpipe/socket/loop.h"
 #include "tensorpipe/transport/context.h"
 
 namespace distgrad {
@@ -32,11 +33,10 @@ struct SocketOptions {
   size_t max_unauthenticated = 256;
 };
 
-// kResourceExhausted where the machine gives no more file descriptors, kInvalidArgument for a bad
-// key. Its listen() takes a numeric host without a port, and throws std::runtime_error where it
-// cannot listen.
+// On a loop of its own, which it ends. kInvalidArgument for a bad key. Its listen() takes a numeric
+// host without a port, and throws std::runtime_error where it cannot listen.
 absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewSocketTransport(
-    SocketOptions options);
+    std::shared_ptr<Loop> loop, SocketOptions options);
 
 }  // namespace distgrad
 

@@ -1,0 +1,18 @@
+// The transport's loop, as threads of the user see it that wait for an answer: what they do for it
+// meanwhile, they do as a new thread would, not in their own grad mode, autocast, profiler or
+// hooks.
+#ifndef DISTGRAD_CORE_WORKER_CALLERS_LOOP_H_
+#define DISTGRAD_CORE_WORKER_CALLERS_LOOP_H_
+
+#include <memory>
+
+#include "core/base/event_loop.h"
+
+namespace distgrad {
+
+// Null for a null `loop`.
+std::shared_ptr<EventLoop> NewCallersLoop(std::shared_ptr<EventLoop> loop);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_CALLERS_LOOP_H_
