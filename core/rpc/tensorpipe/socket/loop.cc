@@ -251,7 +251,7 @@ void Loop::AwaitEvents(Spin& spin) {
     HandleEvents();
   } else if (spin.Await(look) && any) {
     // What follows a message often follows at once, its answer or the next request.
-  } else if (sleeps_unvisited_ >= kSleepsUnvisited) {
+  } else if (!visited_ && sleeps_unvisited_ >= kSleepsUnvisited) {
     HandleEvents(MillisecondsUntil(until));
   } else {
     Sleep(until);
@@ -260,7 +260,7 @@ void Loop::AwaitEvents(Spin& spin) {
 }
 
 void Loop::Sleep(absl::Time until) {
-  ++sleeps_unvisited_;
+  if (!visited_) ++sleeps_unvisited_;
   EventLoop::SetCurrent(nullptr);
   leader_ = Leader::kNobody;
   WakeOwn(true);

@@ -122,8 +122,8 @@ class Loop : public EventLoop, private Blockable {
   ThreadPool threads_;
   std::atomic<Leader> leader_{Leader::kOwn};
   std::atomic<bool> visited_{false};
-  std::atomic<int> sleeps_unvisited_{0};
-  std::atomic<int> crowd_{0};  // so many may not visit
+  std::atomic<int> sleeps_unvisited_{0};  // of the own thread, since the last visit
+  std::atomic<int> crowd_{0};             // so many may not visit
 
   absl::Mutex mu_;
   // Guarded by mu_.
