@@ -28,7 +28,7 @@ namespace {
 
 struct Options {
   bool quick = false;
-  std::string json, plot, filter, transport = "socket";
+  std::string json, plot, filter, transport = "socket", against;
   int rounds = 0;      // 0: 7 when quick, else 11
   int slice_ms = 0;    // 0: 60 when quick, else 300
   double quiet = 0.1;  // of the machine, that others may take in a round
@@ -87,14 +87,16 @@ class Runner {
   }
 
  private:
-  using Key = std::tuple<std::string, std::string, int>;
+  using Key = std::tuple<std::string, std::string, int, std::string>;
 
   absl::StatusOr<Slice> RunOne(const Contender& contender, int world) {
-    std::unique_ptr<Group>& group = groups_[Key(contender.side, contender.config, world)];
+    std::unique_ptr<Group>& group =
+        groups_[Key(contender.side, contender.config, world, contender.program)];
     const std::string& kind = contender.work.kind;
     if (group == nullptr || kind == "start") {
       group = nullptr;
-      DG_ASSIGN_OR_RETURN(group, Group::Start(contender.side, contender.config, world));
+      DG_ASSIGN_OR_RETURN(group,
+                          Group::Start(contender.side, contender.config, world, contender.program));
     }
     Slice fact;
     fact.sample.operations = 1;
@@ -141,8 +143,15 @@ int Compare(Options options) {
   std::vector<Result> results;
   std::vector<std::string> fallen, doubtful;
   Runner runner(options);
-  for (const Row& row : AllRows(options.transport)) {
+  for (Row& row : AllRows(options.transport)) {
     if (!Chosen(row, options)) continue;
+    if (!options.against.empty()) {
+      if (row.ours.side.empty()) continue;
+      row.pytorch = {row.ours};
+      row.pytorch[0].program = FromCaller(options.against);
+      row.floors.clear();
+      row.reach = 0;
+    }
     absl::StatusOr<Result> result = runner.Run(row);
     if (!result.ok()) {
       std::fprintf(stderr, "%s: %s\n", row.title.c_str(), result.status().ToString().c_str());
@@ -181,6 +190,8 @@ int Main(int argc, char** argv) {
   app.add_option("--plot", options.plot, "draws an SVG, with gnuplot");
   app.add_option("--transport", options.transport, "distgrad's: socket, tcp, shm or inproc")
       ->capture_default_str();
+  app.add_option("--against", options.against,
+                 "another build of this program, which takes the place of PyTorch");
   app.add_option("--filter", options.filter,
                  "rows whose metric contains one of these, comma between");
   app.add_option("--rounds", options.rounds, "how often each has its turn");

@@ -152,14 +152,16 @@ int GroupMember::Serve() const {
 // ------------------------------------------------------------------------------- In the parent
 
 absl::StatusOr<std::unique_ptr<Group>> Group::Start(const std::string& side,
-                                                    const std::string& config, int world) {
+                                                    const std::string& config, int world,
+                                                    const std::string& program) {
   std::unique_ptr<Group> group(new Group());
-  group->name_ = absl::StrCat(side, " ", config);
+  group->name_ = absl::StrCat(program, program.empty() ? "" : ", ", side, " ", config);
   const bool one_process = side == "local" || config == "inproc";
   const std::string port = absl::StrCat(FreePort());
   for (int rank = 0; rank < (one_process ? 1 : world); ++rank) {
     DG_RETURN_IF_ERROR(
-        group->Spawn({"--side", side, "--config", config, "--rank", absl::StrCat(rank), "--world",
+        group->Spawn(program.empty() ? "/proc/self/exe" : program,
+                     {"--side", side, "--config", config, "--rank", absl::StrCat(rank), "--world",
                       absl::StrCat(world), "--port", port}));
   }
   // All begin at once, when all have been loaded.
@@ -189,13 +191,12 @@ absl::StatusOr<std::unique_ptr<Group>> Group::Start(const std::string& side,
   return group;
 }
 
-absl::Status Group::Spawn(const std::vector<std::string>& arguments) {
+absl::Status Group::Spawn(std::string program, const std::vector<std::string>& arguments) {
   int in[2], out[2];
   if (pipe2(in, O_CLOEXEC) != 0 || pipe2(out, O_CLOEXEC) != 0)
     return absl::InternalError(std::strerror(errno));
   std::vector<std::string> strings = arguments;
-  std::string name = "/proc/self/exe";
-  std::vector<char*> argv = {name.data()};
+  std::vector<char*> argv = {program.data()};
   for (std::string& argument : strings) argv.push_back(argument.data());
   argv.push_back(nullptr);
   const pid_t parent = getpid();
@@ -206,7 +207,7 @@ absl::Status Group::Spawn(const std::vector<std::string>& arguments) {
     if (getppid() != parent) _exit(126);
     dup2(in[0], STDIN_FILENO);
     dup2(out[1], STDOUT_FILENO);
-    execv(name.c_str(), argv.data());
+    execv(program.c_str(), argv.data());
     _exit(127);
   }
   close(in[0]);

@@ -39,8 +39,10 @@ struct StartFacts {
 // Not thread-safe. Kills its processes at its end; they die with this one, too.
 class Group {
  public:
+  // `program`: another build of this one, or empty for this one.
   static absl::StatusOr<std::unique_ptr<Group>> Start(const std::string& side,
-                                                      const std::string& config, int world);
+                                                      const std::string& config, int world,
+                                                      const std::string& program = "");
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -65,7 +67,7 @@ class Group {
   };
 
   Group() = default;
-  absl::Status Spawn(const std::vector<std::string>& arguments);
+  absl::Status Spawn(std::string program, const std::vector<std::string>& arguments);
   absl::StatusOr<std::string> Ask(Process& process, const std::string& line);
   absl::StatusOr<Sample> Ask(const Work& work, absl::Duration budget);
   void Signal(int signal);

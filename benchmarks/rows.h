@@ -15,6 +15,7 @@ struct Contender {
   std::string side;
   std::string config;
   Work work;
+  std::string program = {};  // another build of this program, that runs it; empty: this one
 
   std::string name() const { return config.empty() ? side : side + " " + config; }
 };
