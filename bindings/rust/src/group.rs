@@ -35,7 +35,7 @@ impl ProcessGroupOptions {
         (self.rank, self.size) = (rank, size);
         self
     }
-    /// `gloo`, for the CPU. Default: that.
+    /// `gloo`, for the CPU; `nccl`, where the library was built with CUDA. Default: `gloo`.
     pub fn backend(mut self, backend: impl Into<String>) -> Self {
         self.backend = backend.into();
         self

@@ -935,7 +935,7 @@ typedef struct dg_process_group_options {
   dg_str name;        /* no two groups of a job have the same at a time; empty: "default" */
   uint32_t rank;      /* in [0, size) */
   uint32_t size;      /* 0: all workers of the job, each by its rank */
-  dg_str backend;     /* "gloo", for the CPU; empty: that */
+  dg_str backend;     /* "gloo", for the CPU; "nccl", where built with CUDA; empty: "gloo" */
   dg_str host;        /* the address, name or interface of this machine at which the others reach it
                        * by Gloo, which knows no cluster key; empty: DISTGRAD_HOST, or "127.0.0.1" */
   int64_t timeout_ms; /* for all ranks to come, and then of each collective; 0: ten minutes */
