@@ -27,6 +27,13 @@ void ThrowIfError(const absl::Status& status) {
   if (!status.ok()) throw StatusError(status);
 }
 
+// Whether nobody can tell if another tensor takes its place in its parameter: it and its memory are
+// known there alone, and to our list.
+bool IsPrivate(const at::Tensor& gradient) {
+  return gradient.use_count() == 2 && gradient.storage().use_count() == 1 &&
+         !gradient.requires_grad();
+}
+
 }  // namespace
 
 // --------------------------------------------------------------------------------------- Hooks
@@ -198,13 +205,6 @@ absl::Status GradientAverager::Impl::CheckFrozen() const {
         "'", each.name, "' was frozen when the averager was made, and now requires grad"));
   }
   return absl::OkStatus();
-}
-
-// Whether nobody can tell if another tensor takes its place in its parameter: it and its memory are
-// known there alone, and to our list.
-bool IsPrivate(const at::Tensor& gradient) {
-  return gradient.use_count() == 2 && gradient.storage().use_count() == 1 &&
-         !gradient.requires_grad();
 }
 
 absl::Status GradientAverager::Impl::FinishRound() {
