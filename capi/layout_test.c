@@ -150,7 +150,7 @@ FIELD(dg_replica, inputs, 64);
 FIELD(dg_replica, input_count, 72);
 FIELD(dg_replica, output_count, 80);
 
-GROWS_FROM(dg_process_group_options, 72);
+GROWS_FROM(dg_process_group_options, 80);
 FIELD(dg_process_group_options, struct_size, 0);
 FIELD(dg_process_group_options, name, 8);
 FIELD(dg_process_group_options, rank, 24);
@@ -158,6 +158,7 @@ FIELD(dg_process_group_options, size, 28);
 FIELD(dg_process_group_options, backend, 32);
 FIELD(dg_process_group_options, host, 48);
 FIELD(dg_process_group_options, timeout_ms, 64);
+FIELD(dg_process_group_options, join_timeout_ms, 72);
 
 GROWS_FROM(dg_averager_options, 40);
 FIELD(dg_averager_options, struct_size, 0);

@@ -2,6 +2,7 @@
 #include "core/parallel/process_group/process_group.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -38,11 +39,18 @@ struct AveragerObject : HandleObject {
   const std::unique_ptr<GradientAverager> averager;
 };
 
+absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero) {
+  constexpr absl::Duration kLongest = absl::Hours(24 * 365);  // core has no "for ever"
+  if (timeout_ms == 0) return if_zero;
+  return timeout_ms < 0 ? kLongest : std::min(absl::Milliseconds(timeout_ms), kLongest);
+}
+
 absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
                                               const dg_process_group_options* given) {
   DG_ASSIGN_OR_RETURN(const dg_process_group_options read,
-                      ReadOptions<dg_process_group_options>(given, DG_PROCESS_GROUP_OPTIONS_INIT,
-                                                            "dg_process_group_options"));
+                      ReadOptions<dg_process_group_options>(
+                          given, DG_PROCESS_GROUP_OPTIONS_INIT, "dg_process_group_options",
+                          offsetof(dg_process_group_options, join_timeout_ms)));
   DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
   DG_ASSIGN_OR_RETURN(const std::string name, FromStr(read.name, "name"));
   DG_ASSIGN_OR_RETURN(const std::string backend, FromStr(read.backend, "backend"));
@@ -61,12 +69,8 @@ absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
   }
   options.rank = static_cast<int>(read.size == 0 ? use->id() : read.rank);
   options.size = read.size == 0 ? use->world_size() : static_cast<int>(read.size);
-  constexpr absl::Duration kLongest = absl::Hours(24 * 365);  // core has no "for ever"
-  if (read.timeout_ms < 0) options.timeout = kLongest;
-  if (read.timeout_ms > 0) {
-    options.timeout = std::min(absl::Milliseconds(read.timeout_ms), kLongest);
-  }
-  options.join_timeout = options.timeout;
+  options.timeout = ToTimeout(read.timeout_ms, options.timeout);
+  options.join_timeout = ToTimeout(read.join_timeout_ms, options.timeout);
   return options;
 }
 

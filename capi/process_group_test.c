@@ -184,7 +184,16 @@ static void test_misuse(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(workers[0], &options, &group));
   options.name = DG_STR("lonely");
   options.size = 2;
+  options.timeout_ms = DG_FOREVER;
+  options.join_timeout_ms = 1;
+  FAILS(DG_DEADLINE_EXCEEDED, dg_process_group_create(workers[0], &options, &group));
+  /* What has no join_timeout_ms has that of timeout_ms. */
   options.timeout_ms = 1;
+  options.join_timeout_ms = DG_FOREVER;
+  options.struct_size = offsetof(dg_process_group_options, join_timeout_ms);
+  FAILS(DG_DEADLINE_EXCEEDED, dg_process_group_create(workers[0], &options, &group));
+  options.struct_size = sizeof(options);
+  options.join_timeout_ms = 0;
   FAILS(DG_DEADLINE_EXCEEDED, dg_process_group_create(workers[0], &options, &group));
   CHECK(group == NULL);
 

@@ -17,6 +17,7 @@ pub struct ProcessGroupOptions {
     backend: String,
     host: String,
     timeout: Option<Duration>,
+    join_timeout: Option<Duration>,
 }
 
 impl ProcessGroupOptions {
@@ -46,9 +47,14 @@ impl ProcessGroupOptions {
         self.host = host.into();
         self
     }
-    /// For all ranks to come, and then of each collective. Default: ten minutes.
+    /// Of each collective. Default: ten minutes.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
+        self
+    }
+    /// For all ranks to come. Default: as `timeout`.
+    pub fn join_timeout(mut self, timeout: Duration) -> Self {
+        self.join_timeout = Some(timeout);
         self
     }
 
@@ -63,6 +69,7 @@ impl ProcessGroupOptions {
             backend: &self.backend,
             host: &self.host,
             timeout_ms: milliseconds_or_default(self.timeout),
+            join_timeout_ms: milliseconds_or_default(self.join_timeout),
         };
         Ok(ProcessGroup(Owned::new(ffi::process_group_create(worker.handle(), &options)?)))
     }

@@ -93,7 +93,7 @@ fn who_does_not_fit_or_come_is_named() {
     });
     let folder = Folder::new();
     let worker = folder.options().rank(0, 1).create().unwrap();
-    let lonely = ProcessGroupOptions::new().rank(0, 2).timeout(Duration::from_millis(50));
-    let error = lonely.create(&worker).unwrap_err();
+    let lonely = ProcessGroupOptions::new().rank(0, 2).timeout(LONG);
+    let error = lonely.join_timeout(Duration::from_millis(50)).create(&worker).unwrap_err();
     assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
 }

@@ -109,6 +109,7 @@ pub(crate) mod raw {
         backend: &'a str,
         host: &'a str,
         timeout_ms: i64,
+        join_timeout_ms: i64,
     }
 
     /// `dg_replica`.

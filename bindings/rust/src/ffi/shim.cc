@@ -344,6 +344,7 @@ ProcessGroupHandle process_group_create(WorkerHandle worker, const RawProcessGro
   options.backend = ToStr(from.backend);
   options.host = ToStr(from.host);
   options.timeout_ms = from.timeout_ms;
+  options.join_timeout_ms = from.join_timeout_ms;
   return Out<ProcessGroupHandle>(dg_process_group_create, worker, &options);
 }
 

@@ -932,16 +932,18 @@ typedef struct dg_process_group dg_process_group;
 
 typedef struct dg_process_group_options {
   size_t struct_size;
-  dg_str name;        /* no two groups of a job have the same at a time; empty: "default" */
-  uint32_t rank;      /* in [0, size) */
-  uint32_t size;      /* 0: all workers of the job, each by its rank */
-  dg_str backend;     /* "gloo", for the CPU; "nccl", where built with CUDA; empty: "gloo" */
-  dg_str host;        /* the address, name or interface of this machine at which the others reach it
-                       * by Gloo, which knows no cluster key; empty: DISTGRAD_HOST, or "127.0.0.1" */
-  int64_t timeout_ms; /* for all ranks to come, and then of each collective; 0: ten minutes */
+  dg_str name;             /* no two groups of a job have the same at a time; empty: "default" */
+  uint32_t rank;           /* in [0, size) */
+  uint32_t size;           /* 0: all workers of the job, each by its rank */
+  dg_str backend;          /* "gloo", for the CPU; "nccl", where built with CUDA; empty: "gloo" */
+  dg_str host;             /* the address, name or interface of this machine at which the others
+                            * reach it by Gloo, which knows no cluster key; empty: DISTGRAD_HOST, or
+                            * "127.0.0.1" */
+  int64_t timeout_ms;      /* of each collective; 0: ten minutes */
+  int64_t join_timeout_ms; /* for all ranks to come; 0: as timeout_ms */
 } dg_process_group_options;
 #define DG_PROCESS_GROUP_OPTIONS_INIT \
-  { sizeof(dg_process_group_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, 0 }
+  { sizeof(dg_process_group_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, 0, 0 }
 
 /* The ranks meet by way of the worker's job, and need the worker no more. Waits until all ranks
  * have called it; DG_DEADLINE_EXCEEDED names those that have not. */
