@@ -1,10 +1,5 @@
-// Our workers under the real torchrun. It is Python, of one version, and imports all of torch,
-// whose libtorch_python.so loads libtorch_cuda.so and with it NVIDIA's libraries: 3 GB, so it is
-// not fetched for this test.
-//
-//   python3 -m pip install --target=DIR torch==2.11.0
-//   PYTHONPATH=DIR DISTGRAD_TORCHRUN="python3 -m torch.distributed.run" tools/bazel test
-//       --test_env=PYTHONPATH --test_env=DISTGRAD_TORCHRUN //tests/launchers:torchrun_test
+// Our workers under the real torchrun, of the torch that we are built with. It is Python, and
+// imports all of torch and of what torch loads for CUDA: so it is there with --config=cuda alone.
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -23,6 +18,7 @@
 namespace distgrad {
 namespace {
 
+constexpr char kTorchrun[] = "../torchrun/torchrun";
 constexpr char kWorker[] = "tests/launchers/launched_worker";
 
 struct Result {
@@ -53,17 +49,15 @@ int FreePort() {
 class TorchrunTest : public testing::Test {
  protected:
   void SetUp() override {
-    const char* torchrun = std::getenv("DISTGRAD_TORCHRUN");
-    if (torchrun == nullptr || *torchrun == '\0') {
-      GTEST_SKIP() << "DISTGRAD_TORCHRUN does not say how to start torchrun; see torchrun_test.cc";
+    if (std::system("python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'") != 0) {
+      GTEST_SKIP() << "there is no python3 that is 3.11, which torch's wheel is for";
     }
-    torchrun_ = torchrun;
     std::filesystem::remove(marker_);
   }
 
   Result Run(const std::string& arguments) {
     Result result;
-    FILE* pipe = popen(absl::StrCat(torchrun_, " ", arguments, " 2>&1").c_str(), "r");
+    FILE* pipe = popen(absl::StrCat(kTorchrun, " ", arguments, " 2>&1").c_str(), "r");
     char line[4096];
     while (std::fgets(line, sizeof(line), pipe) != nullptr) result.output += line;
     const int status = pclose(pipe);
@@ -76,7 +70,6 @@ class TorchrunTest : public testing::Test {
                             options, " --no-python ", kWorker, " ", worker));
   }
 
-  std::string torchrun_;
   const std::string marker_ = testing::TempDir() + "/marker";
 };
 

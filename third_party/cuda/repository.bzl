@@ -44,6 +44,7 @@ def _nccl_impl(ctx):
         store = fetch_wheels(ctx) + "/nvidia/nccl"
         found = (store + "/include", store + "/lib")
     ctx.symlink(found[0] + "/nccl.h", "include/nccl.h")
+    ctx.symlink(found[1] + "/libnccl.so.2", "lib/libnccl.so.2")
     ctx.template("BUILD.bazel", ctx.attr.build_file, {"{lib}": found[1]})
 
 cuda_repository = repository_rule(

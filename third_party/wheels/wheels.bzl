@@ -1,4 +1,4 @@
-"""wheel_repository: native libraries out of pinned Python wheels; no Python is built or run with them.
+"""wheel_repository: native libraries out of pinned Python wheels; no Python is built with them.
 
 The wheels named in a requirements file with hashes are downloaded with pip and unpacked, in their
 own layout, into a store outside Bazel's output base ($DISTGRAD_CACHE, default ~/.cache/distgrad),
