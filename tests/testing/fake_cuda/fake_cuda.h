@@ -1,0 +1,38 @@
+// A stand-in for CUDA's runtime and driver, for tests on machines without a GPU: depend on it, and
+// libtorch and TensorPipe find kDevices GPUs. It is memory of the host with streams that run late
+// and in order, so a wait that is missing is found by what is read. Copies, fills with zeros,
+// streams, events and callbacks work; no kernel does. Whoever calls a function that it lacks ends
+// the process with that function's name. A real GPU of the machine stays unused.
+//
+// Memory of a device can be touched by copies alone: who reads or writes it directly crashes, as
+// with a real GPU.
+#ifndef DISTGRAD_TESTS_TESTING_FAKE_CUDA_FAKE_CUDA_H_
+#define DISTGRAD_TESTS_TESTING_FAKE_CUDA_FAKE_CUDA_H_
+
+#include <cstddef>
+
+namespace distgrad::fake_cuda {
+
+inline constexpr int kDevices = 3;
+inline constexpr size_t kDeviceBytes = size_t{1} << 30;
+
+// While it lives, no stream moves; or that one does not, by its cudaStream_t (none of the default
+// ones).
+class Standstill {
+ public:
+  explicit Standstill(void* stream = nullptr);
+  ~Standstill();
+  Standstill(const Standstill&) = delete;
+  Standstill& operator=(const Standstill&) = delete;
+
+ private:
+  void* const stream_;
+};
+
+// How many bytes were copied to and from memory of the host that is not pinned: all of a tensor's
+// that goes by way of the CPU, and none of what TensorPipe's channel carries.
+size_t PageableBytes();
+
+}  // namespace distgrad::fake_cuda
+
+#endif  // DISTGRAD_TESTS_TESTING_FAKE_CUDA_FAKE_CUDA_H_
