@@ -16,6 +16,15 @@ struct Segment {
   std::shared_ptr<void> owner;
   uint8_t* data = nullptr;
   size_t size = 0;  // bytes; never 0 in a packet
+
+  // The number of the accelerator whose memory it is, where the transport carries such memory
+  // (Transport::CarriesDevices); -1: the host's.
+  int device = -1;
+  // On the sending side the number of the receiver's accelerator that it goes to.
+  int target = -1;
+  // In whose order the bytes are ready to be sent, or are written as they arrive. What a Receiver
+  // gets has arrived.
+  void* stream = nullptr;
 };
 
 struct Packet {

@@ -67,6 +67,9 @@ class Transport {
   virtual absl::StatusOr<std::shared_ptr<Connection>> Connect(
       const std::string& address, std::shared_ptr<Receiver> receiver) = 0;
 
+  // Whether segments of what is sent to who listens on `address` may be memory of accelerators.
+  virtual bool CarriesDevices(const std::string& address) const { return false; }
+
   // The loop that brings what arrives, if threads that wait for it may do its work.
   virtual std::shared_ptr<EventLoop> loop() { return nullptr; }
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <memory>
@@ -20,13 +21,17 @@ namespace {
 
 using namespace internal;  // NOLINT: the format is ours
 
-// What an ordinary tensor in CPU memory has. One with any key more is not just its bytes.
+// What an ordinary tensor has, of the CPU and of a GPU. One with any key more is not just its
+// bytes.
 constexpr c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
                                           c10::DispatchKey::AutocastCPU,
                                           c10::DispatchKey::ADInplaceOrView});
+constexpr c10::DispatchKeySet kPlainGpuKeys({c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA,
+                                             c10::DispatchKey::AutocastCUDA,
+                                             c10::DispatchKey::ADInplaceOrView});
 
-bool IsPlain(const c10::TensorImpl& impl) {
-  return (impl.key_set() | kPlainKeys) == kPlainKeys && impl.has_storage() &&
+bool IsPlain(const c10::TensorImpl& impl, c10::DispatchKeySet keys = kPlainKeys) {
+  return (impl.key_set() | keys) == keys && impl.has_storage() &&
          !impl.has_symbolic_sizes_strides();
 }
 
@@ -39,15 +44,16 @@ bool HasContiguousStrides(at::IntArrayRef sizes, at::IntArrayRef strides) {
   return true;
 }
 
-// A tensor in CPU memory, of its elements and nothing else, that stands for `tensor`.
-absl::StatusOr<at::Tensor> ToPlain(const at::Tensor& tensor) {
+// A tensor of its elements and nothing else, that stands for `tensor`: in CPU memory, or if
+// `stays`, on the GPU that it is on.
+absl::StatusOr<at::Tensor> ToPlain(const at::Tensor& tensor, bool stays = false) {
   at::Tensor plain = tensor;
   if (plain.is_meta()) return absl::UnimplementedError("a meta tensor has no elements to send");
   if (plain._is_zerotensor()) plain = at::zeros(plain.sizes(), plain.options());
   if (plain.is_conj()) plain = plain.resolve_conj();
   if (plain.is_neg()) plain = plain.resolve_neg();
-  if (!plain.is_cpu()) plain = plain.cpu();
-  if (IsPlain(*plain.unsafeGetTensorImpl())) return plain;
+  if (!plain.is_cpu() && !stays) plain = plain.cpu();
+  if (IsPlain(*plain.unsafeGetTensorImpl(), stays ? kPlainGpuKeys : kPlainKeys)) return plain;
   return absl::UnimplementedError(
       absl::StrCat("a tensor of this kind cannot be sent: ", plain.toString()));
 }
@@ -58,7 +64,9 @@ void AppendHead(const Head& head, at::IntArrayRef sizes, WireWriter& writer) {
 }
 
 // `tensor` is plain; `head` has the device that it came from.
-absl::Status AppendStrided(const at::Tensor& tensor, Head head, bool contiguous, Packet* packet) {
+absl::Status AppendStrided(const at::Tensor& tensor, const Head& origin, bool contiguous,
+                           Packet* packet) {
+  Head head = origin;
   at::Tensor copy;
   const at::Tensor* source = &tensor;
   int64_t elements = tensor.numel();
@@ -82,7 +90,11 @@ absl::Status AppendStrided(const at::Tensor& tensor, Head head, bool contiguous,
   head.form = kStrided;
   head.dtype = static_cast<uint8_t>(source->scalar_type());
   head.dims = static_cast<uint8_t>(source->dim());
-  if (bytes > kInlineBytes) head.flags |= kInSegment;
+  if (bytes > kInlineBytes) {
+    head.flags |= kInSegment;
+  } else if (!source->is_cpu()) {
+    return AppendStrided(tensor.cpu(), origin, contiguous, packet);
+  }
 
   WireWriter writer(&packet->bytes);
   AppendHead(head, source->sizes(), writer);
@@ -100,6 +112,13 @@ absl::Status AppendStrided(const at::Tensor& tensor, Head head, bool contiguous,
   segment.owner = std::make_shared<c10::Storage>(source->storage());
   segment.data = reinterpret_cast<uint8_t*>(const_cast<char*>(data));
   segment.size = bytes;
+  if (!source->is_cpu()) {
+    segment.device = source->device().index();
+    segment.target = head.device_index;
+    segment.stream = c10::impl::VirtualGuardImpl(source->device().type())
+                         .getStream(source->device())
+                         .native_handle();
+  }
   packet->segments.push_back(std::move(segment));
   return absl::OkStatus();
 }
@@ -143,7 +162,10 @@ absl::Status AppendTensor(const at::Tensor& tensor, const DeviceMap& devices, Pa
     head.device_index = static_cast<uint8_t>(std::max<int>(device.index(), 0));
   }
   if (tensor.is_sparse()) return AppendSparse(tensor, head, packet);
-  DG_ASSIGN_OR_RETURN(const at::Tensor plain, ToPlain(tensor));
+  const bool stays = devices.carries_gpus() && tensor.is_cuda() &&
+                     tensor.scalar_type() != at::kBool &&
+                     head.device == static_cast<uint8_t>(at::kCUDA);
+  DG_ASSIGN_OR_RETURN(const at::Tensor plain, ToPlain(tensor, stays));
   return AppendStrided(plain, head, /*contiguous=*/false, packet);
 }
 

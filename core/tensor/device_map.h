@@ -17,7 +17,7 @@ namespace distgrad {
 // Ours and theirs. The CPU is not among them: it always goes with the CPU.
 using DevicePairs = std::vector<std::pair<c10::Device, c10::Device>>;
 
-// Immutable after construction.
+// Immutable once it is shared.
 class DeviceMap {
  public:
   // The CPU alone.
@@ -36,8 +36,13 @@ class DeviceMap {
 
   const DevicePairs& pairs() const { return pairs_; }
 
+  // Whether memory of GPUs goes to GPUs as it is. If not, by way of the CPU, like all others.
+  bool carries_gpus() const { return carries_gpus_; }
+  void set_carries_gpus(bool carries) { carries_gpus_ = carries; }
+
  private:
   bool identity_ = false;
+  bool carries_gpus_ = false;
   DevicePairs pairs_;
 };
 

@@ -14,8 +14,9 @@
 // arrives as sparse COO. Quantized tensors and other layouts are kUnimplemented. What autograd
 // knows of a tensor is not sent: it arrives without history and without requires_grad.
 //
-// Tensors of an accelerator go by way of the CPU, and arrive on the device that the sender's
-// DeviceMap gives for theirs.
+// Tensors of an accelerator arrive on the device that the sender's DeviceMap gives for theirs. They
+// go by way of the CPU; where the map carries GPUs, strided ones of more than kInlineBytes are
+// segments of a GPU (but for bools and parts of sparse tensors, which the reader has to look at).
 //
 // All functions here are thread-safe.
 #ifndef DISTGRAD_CORE_TENSOR_MESSAGE_H_
@@ -75,8 +76,8 @@ class SegmentReader {
 
 // Appends `message` to what the packet has. The segments that this makes are the tensors' own
 // memory (and keep it alive): nobody may write to those tensors, resize them or free their
-// storage until the packet is sent. On an error, as that of a device which has no place in
-// `devices`, the packet is as it was.
+// storage until the packet is sent. Those of a GPU are read in the order of its current stream. On
+// an error, as that of a device which has no place in `devices`, the packet is as it was.
 absl::Status AppendMessage(const Message& message, Packet* packet,
                            const DeviceMap& devices = DeviceMap::Identity());
 
@@ -84,7 +85,8 @@ absl::Status AppendMessage(const Message& message, Packet* packet,
 bool HasDeviceTensors(absl::Span<const at::Tensor> tensors);
 
 // Reads the next message; what follows it is left in `reader` and `segments`. Tensors that came
-// in segments use that memory, and keep its owner alive; they share nothing else. Trusts
+// in segments use that memory, and keep its owner alive; they share nothing else. Those of a GPU
+// are there, for any stream, and are the current stream's as far as the allocator knows. Trusts
 // nothing that it reads: kInvalidArgument for what no AppendMessage wrote,
 // kResourceExhausted past a limit, kFailedPrecondition for a device that this process lacks.
 absl::StatusOr<Message> ReadMessage(WireReader& reader, SegmentReader& segments,

@@ -2,6 +2,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/keep_memory.h"
 #include "core/tensor/message.h"
 #include "core/tensor/message_format.h"
 
@@ -112,6 +114,31 @@ bool AreBools(const void* data, size_t size) {
   return (seen & ~uint64_t{0x0101010101010101}) == 0;
 }
 
+// What at::from_blob and at::empty do, without the way there through the dispatcher.
+at::Tensor MakeTensor(const Record& record, c10::Storage storage, c10::DispatchKey key) {
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(record.dtype()));
+  if ((record.head.flags & kStrides) != 0) {
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(record.sizes(), record.strides());
+  } else {
+    tensor.unsafeGetTensorImpl()->set_sizes_contiguous(record.sizes());
+  }
+  return tensor;
+}
+
+// A tensor whose elements are in a GPU's segment, of the right size.
+absl::StatusOr<at::Tensor> ReadOnGpu(const Record& record, const Segment& segment) {
+  if (record.head.device != static_cast<uint8_t>(at::kCUDA) ||
+      record.head.device_index != segment.device || record.dtype() == at::kBool) {
+    return Malformed(absl::StrCat("its segment is on cuda:", segment.device));
+  }
+  const at::Tensor tensor =
+      MakeTensor(record, *static_cast<c10::Storage*>(segment.owner.get()), c10::DispatchKey::CUDA);
+  // It was allocated for the stream that wrote it.
+  KeepMemoryFor(tensor, c10::impl::VirtualGuardImpl(at::kCUDA).getStream(tensor.device()));
+  return tensor;
+}
+
 // The elements of a strided tensor, which follow its record.
 absl::StatusOr<at::Tensor> ReadElements(const Record& record, WireReader& reader,
                                         SegmentReader& segments) {
@@ -124,6 +151,7 @@ absl::StatusOr<at::Tensor> ReadElements(const Record& record, WireReader& reader
       return Malformed(
           absl::StrCat("it needs ", bytes, " bytes, and its segment has ", segments.Peek().size));
     }
+    if (segments.Peek().device >= 0) return ReadOnGpu(record, segments.Take());
     Segment segment = segments.Take();
     data = at::DataPtr(
         segment.data, new std::shared_ptr<void>(std::move(segment.owner)),
@@ -139,19 +167,10 @@ absl::StatusOr<at::Tensor> ReadElements(const Record& record, WireReader& reader
     auto* elements = static_cast<uint8_t*>(data.get());
     for (size_t i = 0; i < bytes; ++i) elements[i] = elements[i] != 0;
   }
-  // What at::from_blob and at::empty do, without the way there through the dispatcher.
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        std::move(data), allocator,
                                                        /*resizable=*/allocator != nullptr);
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::scalarTypeToTypeMeta(record.dtype()));
-  if ((record.head.flags & kStrides) != 0) {
-    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(record.sizes(), record.strides());
-  } else {
-    tensor.unsafeGetTensorImpl()->set_sizes_contiguous(record.sizes());
-  }
-  return tensor;
+  return MakeTensor(record, c10::Storage(std::move(storage)), c10::DispatchKey::CPU);
 }
 
 // Reads a tensor that is a part of a sparse one.
@@ -234,7 +253,7 @@ absl::StatusOr<at::Tensor> ReadTensor(WireReader& reader, SegmentReader& segment
   DG_ASSIGN_OR_RETURN(at::Tensor tensor, record.head.form == kStrided
                                              ? ReadElements(record, reader, segments)
                                              : ReadSparse(record, reader, segments, limits));
-  return device.is_cpu() ? tensor : tensor.to(device);
+  return device == tensor.device() ? tensor : tensor.to(device);
 }
 
 absl::Status InTensor(size_t index, const absl::Status& status) {

@@ -119,6 +119,7 @@ absl::StatusOr<std::shared_ptr<const DeviceMap>> DeviceMaps::Make(const WorkerIn
     DG_RETURN_IF_ERROR(CheckIsThere(here, local, self_));
     DG_RETURN_IF_ERROR(CheckIsThere(there, theirs.devices, peer.name));
   }
+  map.set_carries_gpus(transport_->CarriesDevices(peer.address));
   return std::make_shared<const DeviceMap>(std::move(map));
 }
 

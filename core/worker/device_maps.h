@@ -14,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/ids.h"
+#include "core/rpc/transport.h"
 #include "core/rpc/worker_info.h"
 #include "core/tensor/device_map.h"
 
@@ -29,8 +30,9 @@ class DeviceMaps {
   // maps. kInvalidArgument for maps that are none.
   static absl::StatusOr<std::string> Encode(const Wanted& wanted);
 
-  DeviceMaps(std::string self, Wanted wanted)
-      : self_(std::move(self)), wanted_(std::move(wanted)) {}
+  // `transport` says to whom memory of GPUs goes as it is; With() may be called while it lives.
+  DeviceMaps(std::string self, Wanted wanted, const Transport* transport)
+      : self_(std::move(self)), wanted_(std::move(wanted)), transport_(transport) {}
 
   // The map with a worker, from both its maps and ours. kInvalidArgument if the two contradict each
   // other, or name a device that is not there; its message names the worker.
@@ -47,6 +49,7 @@ class DeviceMaps {
   // Constant after construction.
   const std::string self_;
   const Wanted wanted_;
+  const Transport* const transport_;
 
   absl::Mutex mu_;
   absl::flat_hash_map<WorkerId, Known> known_ ABSL_GUARDED_BY(mu_);

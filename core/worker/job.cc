@@ -7,6 +7,7 @@
 #include "core/rpc/environment.h"
 #include "core/rpc/inproc/inproc_transport.h"
 #include "core/rpc/tensorpipe/tensorpipe_transport.h"
+#include "core/tensor/gpu_memory.h"
 #include "core/worker/meeting.h"
 #include "core/worker/worker.h"
 
@@ -34,6 +35,7 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
   tensorpipe.max_packet_bytes = options.limits.message_bytes;
   // A sparse tensor has two, and a packet of the engine the gradients of several messages.
   tensorpipe.max_segments = size_t{4} * options.limits.tensors_per_message;
+  if (options.gpu_channel) tensorpipe.gpus = NewGpuMemory();
   if (kind == "socket")
     tensorpipe.kind = TensorPipeOptions::Kind::kSocket;
   else if (kind == "tcp")

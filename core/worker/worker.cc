@@ -41,7 +41,7 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Membe
       trace_(std::make_shared<TraceRecorder>()),
       members_(std::move(members)),
       lookups_(self_.name, members_.get()),
-      device_maps_(self_.name, options_.device_maps),
+      device_maps_(self_.name, options_.device_maps, transport.get()),
       contexts_(self_.id, self_.incarnation, options_.limits.contexts_per_peer),
       pool_(self_.name, options_.threads > 0 ? options_.threads
                                              : std::max(1u, std::thread::hardware_concurrency())),

@@ -120,6 +120,9 @@ struct WorkerOptions {
   // ends as soon as one of them says so; where both do they must agree. A tensor of an accelerator
   // that has no place in the map cannot be sent. The CPU always goes with the CPU.
   std::map<std::string, DevicePairs> device_maps = {};
+  // In builds with CUDA, large tensors on GPUs go through TensorPipe's channel for them, to workers
+  // that have it too (docs/cuda.md). If false they go by way of the CPU, like all others.
+  bool gpu_channel = true;
 };
 
 struct CallOptions {

@@ -28,7 +28,8 @@ Cluster::Cluster(const ClusterOptions& options)
            .timeout = options.timeout,
            .serve_operators = options.serve_operators,
            .limits = options.limits,
-           .device_maps = i == 0 ? options.device_maps : std::map<std::string, DevicePairs>()});
+           .device_maps = i == 0 ? options.device_maps : std::map<std::string, DevicePairs>(),
+           .gpu_channel = i != 0 || options.gpu_channel});
       DG_CHECK(worker.ok()) << worker.status();
       workers_[i] = *std::move(worker);
     });

@@ -27,6 +27,7 @@ struct ClusterOptions {
   std::shared_ptr<FaultInjector> faults = nullptr;  // for inproc
   Limits limits = {};
   std::map<std::string, DevicePairs> device_maps = {};  // of worker 0
+  bool gpu_channel = true;                              // of worker 0
   ServeOperators serve_operators = ServeOperators::kPure;
 };
 

@@ -1,4 +1,5 @@
 """cuda_library: .cu files, compiled with nvcc for the GPUs named below. if_cuda: what --config=cuda adds.
+link_only: that without its headers.
 
     cuda_library(
         name = "pack_kernel",
@@ -28,6 +29,16 @@ def if_cuda(yes, no = []):
         "//third_party:with_cuda": yes,
         "//conditions:default": no,
     })
+
+def _link_only_impl(ctx):
+    return [CcInfo(linking_context = ctx.attr.dep[CcInfo].linking_context)]
+
+# A library without its headers: what depends on it is compiled as it is without CUDA, and so is not
+# compiled again for it.
+link_only = rule(
+    implementation = _link_only_impl,
+    attrs = {"dep": attr.label(providers = [CcInfo])},
+)
 
 def _compile(ctx, toolchain, features, context, source):
     object = ctx.actions.declare_file("_objs/%s/%s.o" % (ctx.label.name, source.basename))

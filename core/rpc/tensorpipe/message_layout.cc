@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
+#include "core/rpc/tensorpipe/gpu_channel.h"
 #include "core/rpc/wire.h"
 #include "tensorpipe/common/cpu_buffer.h"
 #include "tensorpipe/common/device.h"
@@ -39,6 +40,11 @@ class Budget {
 };
 
 tensorpipe::Device Cpu() { return {tensorpipe::kCpuDeviceType, 0}; }
+tensorpipe::Device Gpu(int index) { return {tensorpipe::kCudaDeviceType, index}; }
+
+bool IsOneOf(const tensorpipe::Device& device, int gpus) {
+  return device.type == tensorpipe::kCudaDeviceType && device.index >= 0 && device.index < gpus;
+}
 
 tensorpipe::Message::Payload MakePayload(void* data, size_t size, uint32_t position) {
   tensorpipe::Message::Payload payload;
@@ -61,6 +67,14 @@ absl::Status CheckPacket(const Packet& packet, const PacketLimits& limits) {
   for (const Segment& segment : packet.segments) {
     if (segment.size == 0) return absl::InvalidArgumentError("a packet with an empty segment");
     DG_RETURN_IF_ERROR(budget.Spend(segment.size));
+    if (segment.device < 0) continue;
+    if (segment.device >= limits.gpus_here || segment.target < 0 ||
+        segment.target >= limits.gpus_there) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("memory of cuda:", segment.device, " for its cuda:", segment.target,
+                       "; of this end's GPUs ", limits.gpus_here,
+                       " have a channel, of the other's ", limits.gpus_there));
+    }
   }
   return absl::OkStatus();
 }
@@ -75,21 +89,22 @@ tensorpipe::Message LayOut(Packet& packet) {
   }
   for (size_t i = 0; i < packet.segments.size(); ++i) {
     const Segment& segment = packet.segments[i];
-    if (segment.size <= kChannelBytes) {
+    const bool on_gpu = segment.device >= 0;
+    if (!on_gpu && segment.size <= kChannelBytes) {
       message.payloads.push_back(MakePayload(segment.data, segment.size, static_cast<uint32_t>(i)));
       continue;
     }
     tensorpipe::Message::Tensor tensor;
-    tensor.buffer = tensorpipe::CpuBuffer{segment.data};
+    tensor.buffer = on_gpu ? GpuBuffer(segment) : tensorpipe::CpuBuffer{segment.data};
     tensor.length = segment.size;
-    tensor.targetDevice = Cpu();
+    tensor.targetDevice = on_gpu ? Gpu(segment.target) : Cpu();
     message.tensors.push_back(std::move(tensor));
   }
   return message;
 }
 
 absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descriptor,
-                                                  const PacketLimits& limits) {
+                                                  const PacketLimits& limits, DeviceMemory* gpus) {
   Budget budget(limits);
   // At most one of the payloads is not a segment.
   DG_RETURN_IF_ERROR(budget.Segments(descriptor.tensors.size()));
@@ -112,8 +127,12 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
   if (bytes_apart && !descriptor.metadata.empty()) return Malformed("bytes that come twice");
   for (const auto& tensor : descriptor.tensors) {
     // TensorPipe ends the process when it is asked for a device that it has no channel for.
-    if (!(tensor.sourceDevice == Cpu() && tensor.targetDevice.value_or(Cpu()) == Cpu())) {
-      return Malformed("memory that is not the CPU's");
+    const tensorpipe::Device& from = tensor.sourceDevice;
+    const tensorpipe::Device to = tensor.targetDevice.value_or(Cpu());
+    if (!(from == Cpu() && to == Cpu()) &&
+        !(IsOneOf(from, limits.gpus_there) && IsOneOf(to, limits.gpus_here))) {
+      return Malformed(absl::StrCat("memory of its ", from.toString(), " for our ", to.toString(),
+                                    ", between which there is no channel"));
     }
     if (tensor.length == 0) return Malformed("an empty tensor");
     DG_RETURN_IF_ERROR(budget.Spend(tensor.length));
@@ -137,12 +156,22 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
     packet.segments.reserve(count);
     size_t next_tensor = 0;
     for (uint64_t size : sizes) {
-      const bool is_tensor = size == 0;
-      if (is_tensor) size = descriptor.tensors[next_tensor++].length;
-      packet.segments.push_back(AllocateSegment(size));
-      if (!is_tensor) continue;
+      if (size != 0) {
+        packet.segments.push_back(AllocateSegment(size));
+        continue;
+      }
+      const auto& tensor = descriptor.tensors[next_tensor++];
       tensorpipe::Allocation::Tensor target;
-      target.buffer = tensorpipe::CpuBuffer{packet.segments.back().data};
+      if (tensor.sourceDevice == Cpu()) {
+        packet.segments.push_back(AllocateSegment(tensor.length));
+        target.buffer = tensorpipe::CpuBuffer{packet.segments.back().data};
+      } else {
+        DG_ASSIGN_OR_RETURN(Segment segment,
+                            gpus->Allocate(tensor.targetDevice->index, tensor.length));
+        target.buffer = GpuBuffer(segment);
+        packet.segments.push_back(std::move(segment));
+        incoming->on_gpus = true;
+      }
       incoming->allocation.tensors.push_back(target);
     }
     packet.bytes = std::move(descriptor.metadata);

@@ -4,7 +4,7 @@
 // one write; past kInlineBytes they are a payload. A segment is a payload too, or past
 // kChannelBytes a tensor, which goes through the channel. The metadata of a payload is its
 // position among the segments, in four bytes (kBytesPosition for the bytes); tensors fill the
-// remaining positions in order.
+// remaining positions in order. A segment of a GPU is a tensor of any size.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_MESSAGE_LAYOUT_H_
 #define DISTGRAD_CORE_RPC_TENSORPIPE_MESSAGE_LAYOUT_H_
 
@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/rpc/device_memory.h"
 #include "core/rpc/packet.h"
 #include "tensorpipe/core/message.h"
 
@@ -28,9 +29,14 @@ inline constexpr uint32_t kBytesPosition = 0xffffffff;
 struct PacketLimits {
   uint64_t bytes;  // the packet's bytes and its segments together
   size_t segments;
+  // How many GPUs have a channel, of this end's and of the other's. TensorPipe ends the process
+  // when it is asked for one between any others.
+  int gpus_here = 0;
+  int gpus_there = 0;
 };
 
-// kResourceExhausted if the packet is beyond a limit, kInvalidArgument if a segment is empty.
+// kResourceExhausted if the packet is beyond a limit, kInvalidArgument if a segment is empty,
+// kFailedPrecondition if one is of, or for, a GPU without a channel.
 absl::Status CheckPacket(const Packet& packet, const PacketLimits& limits);
 
 // The message of a packet that was checked. It points into the packet, whose inline bytes are
@@ -42,12 +48,15 @@ tensorpipe::Message LayOut(Packet& packet);
 struct Incoming {
   Packet packet;
   tensorpipe::Allocation allocation;
+  bool on_gpus = false;  // a part of it
 };
 
 // Checks all that a descriptor says before any memory is allocated for it. kResourceExhausted
-// if it is beyond a limit or there is no memory, kInvalidArgument if no LayOut made it.
+// if it is beyond a limit or there is no memory, kInvalidArgument if no LayOut made it. `gpus` is
+// asked for memory only if the limits have gpus_here.
 absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descriptor,
-                                                  const PacketLimits& limits);
+                                                  const PacketLimits& limits,
+                                                  DeviceMemory* gpus = nullptr);
 
 }  // namespace distgrad
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -190,6 +191,48 @@ TEST(HostileDescriptorTest, Tensors) {
   descriptor.tensors = {Tensor(1)};
   descriptor.tensors[0].targetDevice = Device(tensorpipe::kCpuDeviceType, 1);
   EXPECT_EQ(CodeOf(descriptor), absl::StatusCode::kInvalidArgument);
+}
+
+// TensorPipe would end the process for each of these.
+TEST(HostileDescriptorTest, GpusWithoutAChannel) {
+  PacketLimits limits = kLimits;
+  limits.gpus_here = 2;
+  limits.gpus_there = 3;
+  const auto gpu = [](int index) { return Device(tensorpipe::kCudaDeviceType, index); };
+  const Device cpu(tensorpipe::kCpuDeviceType, 0);
+  for (const auto& [from, to] : std::vector<std::pair<Device, Device>>{{gpu(0), cpu},
+                                                                       {cpu, gpu(0)},
+                                                                       {gpu(3), gpu(0)},
+                                                                       {gpu(-1), gpu(0)},
+                                                                       {gpu(0), gpu(2)},
+                                                                       {gpu(0), gpu(-1)},
+                                                                       {gpu(0), Device("tpu", 0)},
+                                                                       {Device("tpu", 0), cpu}}) {
+    Descriptor descriptor;
+    descriptor.tensors = {Tensor(1)};
+    descriptor.tensors[0].sourceDevice = from;
+    descriptor.tensors[0].targetDevice = to;
+    const absl::Status status = Prepare(descriptor, limits).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_NE(status.message().find(to.toString()), std::string::npos) << status;
+  }
+}
+
+TEST(CheckPacketTest, GpusWithoutAChannel) {
+  PacketLimits limits = kLimits;
+  limits.gpus_here = 2;
+  limits.gpus_there = 3;
+  Packet packet;
+  packet.segments = {Filled(1, 'x')};
+  Segment& segment = packet.segments[0];
+  for (const auto& [device, target, fits] : std::vector<std::tuple<int, int, bool>>{
+           {1, 2, true}, {2, 0, false}, {0, 3, false}, {0, -1, false}}) {
+    segment.device = device;
+    segment.target = target;
+    const absl::Status status = CheckPacket(packet, limits);
+    EXPECT_EQ(status.code(), fits ? absl::StatusCode::kOk : absl::StatusCode::kFailedPrecondition)
+        << status;
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <functional>
@@ -21,6 +22,7 @@
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/rpc/tensorpipe/address.h"
+#include "core/rpc/tensorpipe/gpu_channel.h"
 #include "core/rpc/tensorpipe/message_layout.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
 #include "core/rpc/tensorpipe/socket/loop.h"
@@ -53,6 +55,20 @@ class SigpipeBlockedForNewThreads {
 constexpr char kGreeting[] = "distgrad 1";
 constexpr absl::Duration kGreetingPatience = absl::Seconds(10);
 
+// At the end of an address and of a greeting: how many GPUs have a channel.
+constexpr char kGpus[] = "#gpus=";
+
+// Cuts that off, and returns it; 0 if it is not there.
+int TakeGpus(std::string* text) {
+  const size_t at = text->rfind(kGpus);
+  int gpus = 0;
+  if (at == std::string::npos || !absl::SimpleAtoi(text->substr(at + sizeof(kGpus) - 1), &gpus)) {
+    return 0;
+  }
+  text->resize(at);
+  return gpus;
+}
+
 // TensorPipe adds where in its own sources an error comes from; that helps none of our users.
 std::string Message(const tensorpipe::Error& error) {
   std::string what = error.what();
@@ -83,11 +99,18 @@ std::string PublicPart(const std::string& address) {
 // What the connections share with their transport, and may outlive it. Thread-safe.
 class Shared {
  public:
-  Shared(std::string name, PacketLimits limits) : name(std::move(name)), limits(limits) {}
+  Shared(std::string name, PacketLimits limits, DeviceMemory* gpus)
+      : name(std::move(name)), limits(limits), gpus(gpus) {}
+
+  // What follows an address or a greeting of ours.
+  std::string GpusHere() const {
+    return limits.gpus_here == 0 ? "" : absl::StrCat(kGpus, limits.gpus_here);
+  }
 
   // Constant.
   const std::string name;
   const PacketLimits limits;
+  DeviceMemory* const gpus;  // nobody uses it after AwaitAll(); null without gpus_here
 
   std::atomic<bool> closing{false};  // the transport is being destroyed
 
@@ -124,10 +147,11 @@ class PipeConnection final : public Connection,
       : shared_(std::move(shared)), pipe_(std::move(pipe)), peer_(std::move(peer)) {}
 
   // One of these, once: for a connection of our own, and for one of somebody else's.
-  void Greet(std::shared_ptr<Receiver> receiver) {
+  void Greet(int gpus_there, std::shared_ptr<Receiver> receiver) {
     greeted_ = true;
+    gpus_there_ = gpus_there;
     tensorpipe::Message greeting;
-    greeting.metadata = kGreeting;
+    greeting.metadata = kGreeting + shared_->GpusHere();
     pipe_->write(std::move(greeting), [](const tensorpipe::Error&) {});  // the read fails too
     Start(std::move(receiver));
   }
@@ -143,7 +167,7 @@ class PipeConnection final : public Connection,
   }
 
   void Send(Packet packet, SendDone done) override {
-    if (absl::Status checked = CheckPacket(packet, shared_->limits); !checked.ok()) {
+    if (absl::Status checked = CheckPacket(packet, limits()); !checked.ok()) {
       if (done) done(Annotate(checked, absl::StrCat("sending to ", peer_)));
       return;
     }
@@ -177,7 +201,14 @@ class PipeConnection final : public Connection,
     ReadNext();
   }
 
-  // The four below are one loop: called by TensorPipe, each by the callback of the one before.
+  PacketLimits limits() const {
+    PacketLimits limits = shared_->limits;
+    limits.gpus_there = gpus_there_;
+    return limits;
+  }
+
+  // The five below are one loop: called by TensorPipe, each by the callback of the one before;
+  // or by DeviceMemory.
   void ReadNext() {
     pipe_->readDescriptor([self = shared_from_this()](const tensorpipe::Error& error,
                                                       tensorpipe::Descriptor descriptor) {
@@ -188,24 +219,36 @@ class PipeConnection final : public Connection,
 
   void Read(tensorpipe::Descriptor descriptor) {
     absl::StatusOr<std::shared_ptr<Incoming>> incoming =
-        Prepare(std::move(descriptor), shared_->limits);
+        Prepare(std::move(descriptor), limits(), shared_->gpus);
     if (!incoming.ok()) {
       return Finish(Annotate(incoming.status(), absl::StrCat("receiving from ", peer_)));
     }
     pipe_->read(std::move((*incoming)->allocation),
                 [self = shared_from_this(), in = *incoming](const tensorpipe::Error& error) {
                   if (error) return self->Finish(self->Lost(error));
-                  self->Deliver(std::move(in->packet));
+                  if (!in->on_gpus) return self->Deliver(std::move(in->packet));
+                  self->AwaitGpus(std::move(in));
                 });
+  }
+
+  // What a channel has read for a GPU is only under way to it.
+  void AwaitGpus(std::shared_ptr<Incoming> in) {
+    shared_->gpus->AfterArrival(
+        in->packet, [self = shared_from_this(), in](const absl::Status& arrived) {
+          if (arrived.ok()) return self->Deliver(std::move(in->packet));
+          self->Finish(Annotate(arrived, absl::StrCat("receiving from ", self->peer_)));
+        });
   }
 
   void Deliver(Packet packet) {
     if (!greeted_) {
+      const int gpus = TakeGpus(&packet.bytes);
       if (packet.bytes != kGreeting || !packet.segments.empty()) {
         return Finish(absl::InvalidArgumentError(
             absl::StrCat(peer_, " speaks another protocol or another version of it")));
       }
       greeted_ = true;
+      gpus_there_ = gpus;
       shared_->clock->Cancel(timer_);
     } else if (!closed_) {
       receiver_->OnPacket(std::move(packet));
@@ -240,6 +283,7 @@ class PipeConnection final : public Connection,
   const std::string peer_;
   std::atomic<bool> closed_{false};  // by Close()
   std::atomic<bool> late_{false};    // closed because nothing came
+  std::atomic<int> gpus_there_{0};
 
   // Of the read loop only.
   std::shared_ptr<Receiver> receiver_;
@@ -298,13 +342,15 @@ class TensorPipeTransport final : public Transport {
  public:
   // `loop`: if the transport below is our own.
   TensorPipeTransport(TensorPipeOptions options, std::shared_ptr<tensorpipe::Context> context,
-                      std::shared_ptr<Loop> loop, std::string name)
+                      std::shared_ptr<Loop> loop, std::string name, int gpus)
       : options_(std::move(options)),
         scheme_(Scheme(options_.kind)),
         context_(std::move(context)),
         loop_(std::move(loop)),
         shared_(std::make_shared<Shared>(
-            std::move(name), PacketLimits{options_.max_packet_bytes, options_.max_segments})) {}
+            std::move(name),
+            PacketLimits{options_.max_packet_bytes, options_.max_segments, /*gpus_here=*/gpus},
+            options_.gpus.get())) {}
 
   ~TensorPipeTransport() override {
     shared_->closing = true;
@@ -332,7 +378,7 @@ class TensorPipeTransport final : public Transport {
       std::shared_ptr<tensorpipe::Listener> listener = context_->listen({url});
       std::string address = listener->url(scheme_);
       std::make_shared<Acceptor>(shared_, std::move(listener), std::move(accept))->Start();
-      return address;
+      return address + shared_->GpusHere();
     } catch (const std::exception& e) {
       listening_ = false;
       return absl::UnavailableError(
@@ -340,19 +386,26 @@ class TensorPipeTransport final : public Transport {
     }
   }
 
-  absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& address,
+  absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& full_address,
                                                       std::shared_ptr<Receiver> receiver) override {
+    std::string address = full_address;
+    const int gpus_there = TakeGpus(&address);
     DG_RETURN_IF_ERROR(Annotate(CheckAddress(address), absl::StrCat(Name(), " cannot connect")));
     try {
       auto pipe = context_->connect(address);
       auto connection =
           std::make_shared<PipeConnection>(shared_, std::move(pipe), PublicPart(address));
-      connection->Greet(std::move(receiver));
+      connection->Greet(gpus_there, std::move(receiver));
       return connection;
     } catch (const std::exception& e) {
       return absl::UnavailableError(
           absl::StrCat(Name(), " cannot connect to ", PublicPart(address), ": ", e.what()));
     }
+  }
+
+  bool CarriesDevices(const std::string& address) const override {
+    std::string rest = address;
+    return shared_->limits.gpus_here > 0 && TakeGpus(&rest) > 0;
   }
 
   std::shared_ptr<EventLoop> loop() override { return loop_; }
@@ -428,9 +481,18 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
       DG_LOG(INFO) << "TensorPipe's cma channel does not work on this machine; using basic";
     }
   }
+  int gpus = 0;
+  if (options.gpus != nullptr) {
+    if (auto channel = NewGpuChannel()) {
+      // One of the channel's devices is the CPU; that one is better served by the others.
+      gpus = std::min(options.gpus->devices(),
+                      static_cast<int>(channel->deviceDescriptors().size()) - 1);
+      context->registerChannel(2, "cuda_basic", std::move(channel));
+    }
+  }
   return std::make_unique<TensorPipeTransport>(
       std::move(options), std::move(context), std::move(loop),
-      absl::StrCat("tensorpipe ", scheme, "+", channel_name));
+      absl::StrCat("tensorpipe ", scheme, "+", channel_name), gpus);
 }
 
 }  // namespace

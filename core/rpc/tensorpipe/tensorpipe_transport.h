@@ -20,6 +20,7 @@
 
 #include "absl/status/statusor.h"
 #include "core/base/clock.h"
+#include "core/rpc/device_memory.h"
 #include "core/rpc/transport.h"
 
 namespace distgrad {
@@ -49,6 +50,10 @@ struct TensorPipeOptions {
   absl::Duration handshake_timeout = absl::Seconds(10);
   size_t max_unauthenticated = 256;
 
+  // The memory of GPUs here, for segments that come from a GPU and go to one; null: there are none.
+  // Only in builds with CUDA, and only to and from others that have it too.
+  std::shared_ptr<DeviceMemory> gpus;
+
   // Who we are, for the other end's messages; usually the worker's name.
   std::string name;
 
@@ -67,7 +72,8 @@ struct TensorPipeOptions {
 // kBasic; Name() says which it is ("tensorpipe tcp+basic").
 //
 // Addresses are "tcp://127.0.0.1:4711", "shm://0a3f1" and "socket://127.0.0.1:4711/...", whose
-// rest is for whoever shall connect only; messages leave it out.
+// rest is for whoever shall connect only; messages leave it out. Behind it stands "#gpus=2" where
+// GPUs have a channel, and behind the greeting, so that both ends know before the first tensor.
 absl::StatusOr<std::unique_ptr<Transport>> NewTensorPipeTransport(TensorPipeOptions options);
 
 }  // namespace distgrad

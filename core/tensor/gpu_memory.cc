@@ -1,0 +1,102 @@
+#include "core/tensor/gpu_memory.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <exception>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/status.h"
+#include "core/base/thread_pool.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+class GpuMemory final : public DeviceMemory {
+ public:
+  explicit GpuMemory(int devices) : devices_(devices), streams_(devices) {}
+
+  int devices() const override { return devices_; }
+
+  absl::StatusOr<Segment> Allocate(int device, size_t size) override {
+    try {
+      const c10::Stream stream = StreamOf(device);
+      const c10::StreamGuard guard(stream);
+      const at::Tensor memory = at::empty({static_cast<int64_t>(size)},
+                                          at::TensorOptions(at::kByte).device(stream.device()));
+      Segment segment;
+      segment.owner = std::make_shared<c10::Storage>(memory.storage());
+      segment.data = static_cast<uint8_t*>(memory.mutable_data_ptr());
+      segment.size = size;
+      segment.device = device;
+      segment.stream = stream.native_handle();
+      return segment;
+    } catch (...) {
+      return Annotate(StatusFromException(std::current_exception()),
+                      absl::StrCat(size, " bytes of cuda:", device));
+    }
+  }
+
+  void AfterArrival(const Packet& packet,
+                    absl::AnyInvocable<void(const absl::Status&)> done) override {
+    std::vector<c10::Event> events;
+    try {
+      std::set<int> on;
+      for (const Segment& segment : packet.segments) {
+        if (segment.device < 0 || !on.insert(segment.device).second) continue;
+        events.emplace_back(at::kCUDA).record(StreamOf(segment.device));
+      }
+    } catch (...) {
+      return done(StatusFromException(std::current_exception()));
+    }
+    arrivals_.Schedule([events = std::move(events), done = std::move(done)]() mutable {
+      absl::Status status;
+      try {
+        for (const c10::Event& event : events) event.synchronize();
+        events.clear();
+      } catch (...) {
+        status = StatusFromException(std::current_exception());
+      }
+      done(status);
+    });
+  }
+
+ private:
+  c10::Stream StreamOf(int device) {
+    absl::MutexLock lock(&mu_);
+    if (!streams_[device].has_value()) {
+      at::globalContext().lazyInitDevice(at::kCUDA);
+      streams_[device] = c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(
+          {at::kCUDA, static_cast<c10::DeviceIndex>(device)}, /*isHighPriority=*/true);
+    }
+    return *streams_[device];
+  }
+
+  const int devices_;
+
+  absl::Mutex mu_;
+  std::vector<std::optional<c10::Stream>> streams_ ABSL_GUARDED_BY(mu_);
+
+  // One thread suffices: all that the streams ever wait for are copies that are under way.
+  ThreadPool arrivals_{"dg-gpus", 1};
+};
+
+}  // namespace
+
+std::unique_ptr<DeviceMemory> NewGpuMemory() {
+  if (!c10::impl::hasDeviceGuardImpl(at::kCUDA)) return nullptr;
+  const int devices = c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount();
+  return devices > 0 ? std::make_unique<GpuMemory>(devices) : nullptr;
+}
+
+}  // namespace distgrad

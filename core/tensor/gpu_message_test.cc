@@ -1,0 +1,218 @@
+// Messages with tensors on GPUs whose device map carries them as they are, on the stand-in for
+// CUDA; and the memory that they arrive in.
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
+#include "core/tensor/gpu_memory.h"
+#include "core/tensor/message.h"
+#include "gtest/gtest.h"
+#include "tests/testing/fake_cuda/fake_cuda.h"
+
+namespace distgrad {
+namespace {
+
+at::Device Gpu(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
+
+// GPU i goes with GPU i + 1 of the other end.
+DeviceMap Shifted(bool carries_gpus = true) {
+  DevicePairs pairs;
+  for (int i = 0; i < fake_cuda::kDevices; ++i) {
+    pairs.emplace_back(Gpu(i), Gpu((i + 1) % fake_cuda::kDevices));
+  }
+  DeviceMap map = DeviceMap::Of(pairs).value();
+  map.set_carries_gpus(carries_gpus);
+  return map;
+}
+
+// What a transport does: each segment in memory of its own, GPUs' on the other end's.
+Packet Carry(const Packet& packet, DeviceMemory& gpus) {
+  Packet carried;
+  carried.bytes = packet.bytes;
+  for (const Segment& segment : packet.segments) {
+    if (segment.device < 0) {
+      carried.segments.push_back(CopyPacket({"", {segment}}).segments[0]);
+      continue;
+    }
+    carried.segments.push_back(gpus.Allocate(segment.target, segment.size).value());
+    const auto as_tensor = [](const Segment& s) {
+      auto* const storage = static_cast<c10::Storage*>(s.owner.get());
+      const int64_t offset = s.data - static_cast<const uint8_t*>(storage->data());
+      at::Tensor bytes = at::empty({0}, at::TensorOptions(at::kByte).device(Gpu(s.device)));
+      return bytes.set_(*storage, offset, {static_cast<int64_t>(s.size)});
+    };
+    as_tensor(carried.segments.back()).copy_(as_tensor(segment));
+  }
+  return carried;
+}
+
+absl::StatusOr<Message> Read(Packet& packet) {
+  WireReader reader(packet.bytes);
+  SegmentReader segments(absl::MakeSpan(packet.segments));
+  return ReadMessage(reader, segments);
+}
+
+class GpuMessageTest : public testing::Test {
+ protected:
+  const std::unique_ptr<DeviceMemory> gpus_ = NewGpuMemory();
+};
+
+TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
+  const at::Tensor matrix = at::rand({100, 200}, at::kDouble);
+  struct Case {
+    std::string name;
+    at::Tensor on_host;
+    at::Tensor sent;
+    bool stays;
+  };
+  const at::Tensor there = matrix.to(Gpu(1));
+  const at::Tensor row = at::rand({1, 2000}), small = at::rand({1024});
+  std::vector<Case> cases = {
+      {"whole", matrix, there, true},
+      {"slice", matrix.slice(0, 10, 60), there.slice(0, 10, 60), true},
+      {"transposed", matrix.t(), there.t(), true},
+      {"expanded", row.expand({7, 2000}), row.to(Gpu(0)).expand({7, 2000}), true},
+      {"half", row.to(at::kHalf), row.to(at::kHalf).to(Gpu(2)), false},
+      {"larger half", matrix.to(at::kHalf), matrix.to(at::kHalf).to(Gpu(2)), true},
+      {"complex", matrix.to(at::kComplexFloat), matrix.to(at::kComplexFloat).to(Gpu(2)), true},
+      {"bools", matrix > 0.5, (matrix > 0.5).to(Gpu(0)), false},
+      {"small", small, small.to(Gpu(2)), false},
+      {"no element", at::empty({0, 3}), at::empty({0, 3}, Gpu(1)), false},
+      {"one", row[0][0], row[0][0].to(Gpu(1)), false},
+      {"host", matrix, matrix, false},
+  };
+  for (const Case& test : cases) {
+    SCOPED_TRACE(test.name);
+    Packet packet;
+    const absl::Status appended = AppendMessage({"x", {test.sent}}, &packet, Shifted());
+    ASSERT_TRUE(appended.ok()) << appended;
+    const bool stays = !packet.segments.empty() && packet.segments[0].device >= 0;
+    EXPECT_EQ(stays, test.stays);
+    if (stays) {
+      EXPECT_EQ(packet.segments[0].device, test.sent.device().index());
+      EXPECT_EQ(packet.segments[0].data, test.sent.const_data_ptr());
+    }
+    Packet carried = Carry(packet, *gpus_);
+    const absl::StatusOr<Message> message = Read(carried);
+    ASSERT_TRUE(message.ok()) << message.status();
+    const at::Tensor& arrived = message->tensors[0];
+    if (test.sent.is_cpu()) {
+      EXPECT_TRUE(arrived.is_cpu());
+    } else {
+      EXPECT_EQ(arrived.device(), Gpu((test.sent.device().index() + 1) % fake_cuda::kDevices));
+    }
+    EXPECT_EQ(arrived.sizes(), test.on_host.sizes());
+    EXPECT_EQ(arrived.strides(), test.on_host.strides());
+    // The stand-in cannot copy what repeats itself.
+    const bool repeats = test.name == "expanded";
+    EXPECT_TRUE(repeats ? arrived[6].cpu().equal(row[0]) : arrived.cpu().equal(test.on_host));
+  }
+}
+
+TEST_F(GpuMessageTest, WithoutTheChannelAllGoByWayOfTheCpu) {
+  const at::Tensor x = at::rand({5000});
+  Packet packet;
+  ASSERT_TRUE(AppendMessage({"", {x.to(Gpu(0))}}, &packet, Shifted(false)).ok());
+  EXPECT_EQ(packet.segments.at(0).device, -1);
+  const absl::StatusOr<Message> message = Read(packet);
+  ASSERT_TRUE(message.ok()) << message.status();
+  EXPECT_EQ(message->tensors[0].device(), Gpu(1));
+  EXPECT_TRUE(message->tensors[0].cpu().equal(x));
+}
+
+TEST_F(GpuMessageTest, TheStreamIsTheCurrentOne) {
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(0));
+  const c10::StreamGuard guard(stream);
+  Packet packet;
+  ASSERT_TRUE(AppendMessage({"", {at::rand({5000}).to(Gpu(0))}}, &packet, Shifted()).ok());
+  EXPECT_EQ(packet.segments.at(0).stream, stream.native_handle());
+}
+
+// The reader's stream still has to read what it has let go of, and the next thing arrives.
+TEST_F(GpuMessageTest, MemoryIsNotUsedAgainBeforeTheReaderIsDone) {
+  const c10::Stream readers = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(1));
+  const at::Tensor x = at::rand({1 << 20}), y = at::rand({1 << 20});
+  at::Tensor read = at::empty({1 << 20}).pin_memory();
+  const auto arrive = [&](const at::Tensor& tensor) {
+    Packet packet;
+    EXPECT_TRUE(AppendMessage({"", {tensor.to(Gpu(0))}}, &packet, Shifted()).ok());
+    Packet carried = Carry(packet, *gpus_);
+    const c10::StreamGuard guard(readers);
+    return Read(carried).value().tensors[0];
+  };
+  {
+    const fake_cuda::Standstill standstill(readers.native_handle());
+    {
+      const at::Tensor arrived = arrive(x);
+      const c10::StreamGuard guard(readers);
+      read.copy_(arrived, /*non_blocking=*/true);
+    }
+    EXPECT_TRUE(arrive(y).cpu().equal(y));
+  }
+  readers.synchronize();
+  EXPECT_TRUE(read.equal(x));
+}
+
+TEST_F(GpuMessageTest, AfterArrivalComesWhenTheStreamHasWritten) {
+  Packet packet;
+  packet.segments.push_back(gpus_->Allocate(2, 1000).value());
+  absl::Notification arrived;
+  {
+    const fake_cuda::Standstill standstill(packet.segments[0].stream);
+    gpus_->AfterArrival(packet, [&](const absl::Status& status) {
+      EXPECT_TRUE(status.ok()) << status;
+      arrived.Notify();
+    });
+    EXPECT_FALSE(arrived.HasBeenNotified());
+  }
+  arrived.WaitForNotification();
+}
+
+TEST_F(GpuMessageTest, NoMemory) {
+  const absl::Status status = gpus_->Allocate(1, fake_cuda::kDeviceBytes + 1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "bytes of cuda:1")) << status;
+  EXPECT_TRUE(gpus_->Allocate(1, 1000).ok());
+}
+
+// Each is a segment of a GPU where it should be none, or another one's.
+TEST_F(GpuMessageTest, HostileSegments) {
+  const auto refused = [&](const at::Tensor& tensor, int gpu, const DeviceMap& map) {
+    Packet packet;
+    EXPECT_TRUE(AppendMessage({"", {tensor}}, &packet, map).ok());
+    for (Segment& segment : packet.segments) {
+      segment = gpus_->Allocate(gpu, segment.size).value();
+    }
+    const absl::Status status = Read(packet).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "its segment is on cuda:")) << status;
+  };
+  const at::Tensor x = at::rand({5000});
+  refused(x, 0, Shifted());                     // belongs on the CPU
+  refused(x.to(Gpu(0)), 0, Shifted());          // belongs on GPU 1
+  refused((x > 0.5).to(Gpu(0)), 1, Shifted());  // bools have to be looked at
+  refused(at::sparse_coo_tensor(at::arange(5000).unsqueeze(0), x, {5000}), 1, Shifted());
+  // The wrong size.
+  Packet packet;
+  ASSERT_TRUE(AppendMessage({"", {x.to(Gpu(0))}}, &packet, Shifted()).ok());
+  packet.segments[0] = gpus_->Allocate(1, 5000).value();
+  const absl::Status status = Read(packet).status();
+  EXPECT_TRUE(absl::StrContains(status.message(), "needs 20000 bytes")) << status;
+}
+
+}  // namespace
+}  // namespace distgrad
