@@ -171,7 +171,7 @@ static void test_limits(void) {
 static void test_device_pairs(void) {
   dg_device_pair pairs[2] = {{DG_STR("peer"), DG_STR("cuda:0"), DG_STR("cuda:1")},
                              {DG_STR("peer"), DG_STR("cuda:1"), DG_STR("cuda:0")}};
-  dg_worker_options options = options_of(DG_STR("with devices"), 0);
+  dg_worker_options options = options_of(DG_STR("with devices"), DG_WORKER_NO_GPU_CHANNEL);
   dg_worker* worker = NULL;
   options.device_pair_count = 2;
   FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));

@@ -57,12 +57,14 @@ absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
       const dg_worker_options read,
       ReadOptions<dg_worker_options>(given, DG_WORKER_OPTIONS_INIT, "dg_worker_options",
                                      offsetof(dg_worker_options, job)));
-  DG_RETURN_IF_ERROR(CheckFlags(read.flags,
-                                DG_WORKER_NO_OPERATORS | DG_WORKER_ALL_OPERATORS | DG_WORKER_JOIN,
-                                "dg_worker_options"));
+  DG_RETURN_IF_ERROR(CheckFlags(
+      read.flags,
+      DG_WORKER_NO_OPERATORS | DG_WORKER_ALL_OPERATORS | DG_WORKER_JOIN | DG_WORKER_NO_GPU_CHANNEL,
+      "dg_worker_options"));
   WorkerOptions options;
   DG_ASSIGN_OR_RETURN(options.name, FromStr(read.name, "name"));
   options.join = (read.flags & DG_WORKER_JOIN) != 0;
+  options.gpu_channel = (read.flags & DG_WORKER_NO_GPU_CHANNEL) == 0;
   if (options.join) {
     // The store says which.
   } else if (read.world_size > 0) {

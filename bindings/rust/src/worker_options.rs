@@ -27,6 +27,7 @@ pub struct WorkerOptions {
     max_workers: u64,
     limits: Limits,
     device_pairs: Vec<[String; 3]>,
+    no_gpu_channel: bool,
 }
 
 impl WorkerOptions {
@@ -117,6 +118,13 @@ impl WorkerOptions {
         self.limits = limits;
         self
     }
+    /// Whether large tensors on GPUs go straight to GPUs of workers that have this too, in builds
+    /// with CUDA; if not, by way of the CPU. Default: yes.
+    #[doc(alias = "DG_WORKER_NO_GPU_CHANNEL")]
+    pub fn gpu_channel(mut self, gpu_channel: bool) -> Self {
+        self.no_gpu_channel = !gpu_channel;
+        self
+    }
     /// A device of this worker's that goes with one of another's: a tensor that is on `mine` here
     /// arrives on `theirs` there, and its gradient comes back the same way. One to one for each
     /// peer, and without the CPU, which always goes with the CPU. One end of a pair may say it
@@ -162,7 +170,9 @@ impl WorkerOptions {
             thread_count: self.thread_count,
             timeout_ms: milliseconds_or_default(self.timeout),
             join_timeout_ms: milliseconds_or_default(self.join_timeout),
-            flags: operators | if self.join { 4 } else { 0 },
+            flags: operators
+                | if self.join { 4 } else { 0 }
+                | if self.no_gpu_channel { 8 } else { 0 },
             job: &self.job,
             heartbeat_limit_ms: milliseconds_or_default(self.heartbeat_limit),
             max_workers: self.max_workers,

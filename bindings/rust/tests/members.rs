@@ -64,6 +64,7 @@ fn device_pairs() {
         options.device_pair("peer", "cuda:1", theirs).create()
     };
     with("a", "cuda:0").unwrap(); // of a peer that may come yet
+    folder.options().rank(0, 1).job("without").gpu_channel(false).create().unwrap();
     for (job, theirs, text) in
         [("b", "cuda:1", "one to one"), ("c", "cpu", "with the CPU"), ("d", "abacus", "abacus")]
     {

@@ -488,6 +488,7 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
       gpus = std::min(options.gpus->devices(),
                       static_cast<int>(channel->deviceDescriptors().size()) - 1);
       context->registerChannel(2, "cuda_basic", std::move(channel));
+      channel_name += "+cuda_basic";
     }
   }
   return std::make_unique<TensorPipeTransport>(

@@ -69,7 +69,8 @@ struct TensorPipeOptions {
 
 // kFailedPrecondition where the kind cannot work on this machine, kInvalidArgument for a cluster
 // key that is too short or that the kind cannot use. A channel that cannot work is replaced by
-// kBasic; Name() says which it is ("tensorpipe tcp+basic").
+// kBasic; Name() says which it is ("tensorpipe tcp+basic"), and whether GPUs have one
+// ("...+cuda_basic").
 //
 // Addresses are "tcp://127.0.0.1:4711", "shm://0a3f1" and "socket://127.0.0.1:4711/...", whose
 // rest is for whoever shall connect only; messages leave it out. Behind it stands "#gpus=2" where

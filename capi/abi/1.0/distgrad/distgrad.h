@@ -498,6 +498,9 @@ typedef struct dg_worker_options {
  * nor `world_size` is looked at. Under a name that it had before it comes back. docs/membership.md.
  */
 #define DG_WORKER_JOIN UINT64_C(4)
+/* Large tensors on GPUs go by way of the CPU; otherwise, in builds with CUDA, straight to GPUs of
+ * workers that have none of this flag either. docs/cuda.md */
+#define DG_WORKER_NO_GPU_CHANNEL UINT64_C(8)
 
 /* Joins the job. Waits until all its workers have. */
 DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
