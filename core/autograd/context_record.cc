@@ -62,6 +62,10 @@ bool ContextRecord::IsBrief() const {
   constexpr size_t kEdges = 16;
   std::vector<std::shared_ptr<torch::autograd::Node>> sends;
   {
+    absl::MutexLock lock(&gradients_mu_);
+    if (observer_ != nullptr) return false;
+  }
+  {
     absl::MutexLock lock(&mu_);
     if (edges_.sends.size() > kEdges || edges_.recvs.size() > kEdges) return false;
     for (const SendEnd& send : edges_.sends) sends.push_back(send.node);
@@ -113,8 +117,13 @@ absl::StatusOr<ContextRecord::Edges> ContextRecord::Claim(PassId pass, bool reta
 }
 
 void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) {
+  if (const auto observer = AddToGradient(leaf, std::move(gradient))) (*observer)(leaf.variable);
+}
+
+std::shared_ptr<const ContextRecord::LeafObserver> ContextRecord::AddToGradient(
+    torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) {
   absl::MutexLock lock(&gradients_mu_);
-  if (gradients_dropped_) return;
+  if (gradients_dropped_) return nullptr;
   LeafGradient& slot = gradients_[leaf.variable.unsafeGetTensorImpl()];
   slot.leaf = leaf.variable;
   slot.ready.Await(slot.gradient);
@@ -128,6 +137,14 @@ void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor
       leaf.variable, slot.gradient, gradient, /*num_expected_refs=*/1,
       [&slot](at::Tensor&& sum) { slot.gradient = std::move(sum); });
   slot.ready = ReadyMark({slot.gradient});
+  return observer_;
+}
+
+void ContextRecord::SetLeafObserver(LeafObserver observer) {
+  auto next =
+      observer == nullptr ? nullptr : std::make_shared<const LeafObserver>(std::move(observer));
+  absl::MutexLock lock(&gradients_mu_);
+  if (!gradients_dropped_) observer_.swap(next);
 }
 
 absl::StatusOr<at::Tensor> ContextRecord::Gradient(const at::Tensor& leaf) const {
@@ -246,8 +263,10 @@ std::vector<std::shared_ptr<PassRun>> ContextRecord::Release() {
     for (const auto& [pass, run] : passes_) passes.push_back(run);
   }
   absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients;
+  std::shared_ptr<const LeafObserver> observer;
   absl::MutexLock lock(&gradients_mu_);
   gradients.swap(gradients_);
+  observer.swap(observer_);
   gradients_dropped_ = true;
   return passes;
 }

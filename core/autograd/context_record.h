@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -102,6 +103,10 @@ class ContextRecord {
   std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const;
   // Replaces the gradient of a leaf that has one (clipping, averaging over replicas).
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient);
+  // Is called with each leaf whose gradient a pass has added to, on the thread that did; what it
+  // throws fails that pass. Null: nobody. Ends with the context's release.
+  using LeafObserver = std::function<void(const at::Tensor& leaf)>;
+  void SetLeafObserver(LeafObserver observer);
 
   // Drops everything. Returns the passes that were under way; idempotent.
   std::vector<std::shared_ptr<PassRun>> Release();
@@ -120,6 +125,9 @@ class ContextRecord {
     ReadyMark ready;
   };
 
+  // Returns whom to tell, outside the lock.
+  std::shared_ptr<const LeafObserver> AddToGradient(torch::autograd::AccumulateGrad& leaf,
+                                                    at::Tensor gradient);
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status CheckReachable(WorkerId peer) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Found FindPassLocked(PassId pass) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -149,6 +157,7 @@ class ContextRecord {
   bool gradients_dropped_ ABSL_GUARDED_BY(gradients_mu_) = false;
   absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients_
       ABSL_GUARDED_BY(gradients_mu_);
+  std::shared_ptr<const LeafObserver> observer_ ABSL_GUARDED_BY(gradients_mu_);
 };
 
 }  // namespace distgrad

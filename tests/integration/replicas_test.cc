@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "core/optim/local_optimizer.h"
@@ -63,25 +64,34 @@ struct Holder {
 
 constexpr const char* kOptimizerNames[] = {"sgd", "adam", "adamw"};
 
-class ReplicasTest : public testing::TestWithParam<int> {};
+// By optimizer, and by how many replicas average while the backward runs.
+class ReplicasTest : public testing::TestWithParam<std::tuple<int, int>> {};
 
 TEST_P(ReplicasTest, OfPipelinesEqualOneProcess) {
-  const int kind = GetParam();
+  const auto [kind, early] = GetParam();
   Team team(kReplicas * kStages);  // replica by replica
   const std::shared_ptr<Store> store = NewInProcessStore();
   std::vector<std::unique_ptr<Holder>> holders(team.size());
+  const auto begin = [&, early = early](int worker, const Context& context) {
+    if (worker / kStages >= early) return absl::OkStatus();
+    return holders[worker]->averager->AverageInBackward(*context.record());
+  };
   const auto lead = [&](int replica) {
     const int first = replica * kStages, second = first + 1;
     for (int step = 0; step < kSteps; ++step) {
       Context context = team[first].NewContext();
+      absl::Status status = begin(first, context);
+      ASSERT_TRUE(status.ok()) << status;
       const at::Tensor hidden = holders[first]->stage.Forward(Input(step, replica), step, replica);
       const at::Tensor output =
           team.Run(first, second, context,
-                   [&](Tensors in, Request&) {
+                   [&](Tensors in, Request& request) -> absl::StatusOr<Tensors> {
+                     const absl::Status begun = begin(second, request.context);
+                     if (!begun.ok()) return begun;
                      return Tensors{holders[second]->stage.Forward(in[0], step, replica)};
                    },
                    {hidden})[0];
-      absl::Status status = context.Backward({output.square().mean()});
+      status = context.Backward({output.square().mean()});
       ASSERT_TRUE(status.ok()) << status;
       status = holders[first]->Step(*context.record());
       ASSERT_TRUE(status.ok()) << status;
@@ -103,11 +113,11 @@ TEST_P(ReplicasTest, OfPipelinesEqualOneProcess) {
     ASSERT_TRUE(group.ok()) << group.status();
     // Those of replica 0 are given to all.
     Stage stage(number, 1000 * replica);
+    // The one that is not used in every step is in the last bucket.
     std::vector<NamedTensor> named;
-    for (const at::Tensor& parameter : stage.parameters) {
-      named.push_back({std::to_string(named.size()), parameter});
-    }
-    auto averager = GradientAverager::Create(*group, named, {}, {.in_backward = false});
+    for (const int i : {2, 0, 1}) named.push_back({std::to_string(i), stage.parameters[i]});
+    auto averager = GradientAverager::Create(
+        *group, named, {}, {.bucket_bytes = 64, .first_bucket_bytes = 16, .in_backward = false});
     ASSERT_TRUE(averager.ok()) << averager.status();
     auto optimizer = std::make_unique<LocalOptimizer>(NewOptimizer(kind, stage.parameters));
     holders[worker] = std::make_unique<Holder>(
@@ -151,8 +161,13 @@ TEST_P(ReplicasTest, OfPipelinesEqualOneProcess) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ReplicasTest, testing::Values(0, 1, 2),
-                         [](const auto& info) { return std::string(kOptimizerNames[info.param]); });
+INSTANTIATE_TEST_SUITE_P(All, ReplicasTest,
+                         testing::Combine(testing::Values(0, 1, 2),
+                                          testing::Range(0, kReplicas + 1)),
+                         [](const auto& info) {
+                           return kOptimizerNames[std::get<0>(info.param)] +
+                                  std::to_string(std::get<1>(info.param)) + "early";
+                         });
 
 // A context is not disturbed by hooks for .grad, and .grad not by it.
 TEST(ReplicasOfStageTest, AParameterMayHaveBoth) {
@@ -181,6 +196,80 @@ TEST(ReplicasOfStageTest, AParameterMayHaveBoth) {
   status = (*averager)->Average(*context.record());
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_EQ((*averager)->Average(), status);
+}
+
+class AverageInBackwardTest : public testing::Test {
+ protected:
+  AverageInBackwardTest() {
+    group_ = *ProcessGroup::Create({.store = NewInProcessStore(), .rank = 0, .size = 1});
+    averager_ = *GradientAverager::Create(
+        group_, {{"first", first_}, {"last", last_}}, {},
+        {.bucket_bytes = 32, .first_bucket_bytes = 32, .in_backward = false});
+  }
+  at::Tensor Root() { return (first_ * 2 * last_).sum(); }
+
+  Team team_{1};
+  const at::Tensor first_ = Leaf({8}, 1), last_ = Leaf({8}, 2);
+  std::shared_ptr<ProcessGroup> group_;
+  std::unique_ptr<GradientAverager> averager_;
+};
+
+TEST_F(AverageInBackwardTest, AllBucketsHaveBegunWhenItIsOver) {
+  Context unused = team_[0].NewContext(), context = team_[0].NewContext();
+  ASSERT_TRUE(averager_->AverageInBackward(*unused.record()).ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
+  const int64_t before = group_->collectives();
+  ASSERT_TRUE(context.Backward({Root()}).ok());
+  EXPECT_EQ(group_->collectives(), before + 2);
+  ASSERT_TRUE(unused.Backward({Root()}).ok());
+  EXPECT_EQ(group_->collectives(), before + 2);
+  ASSERT_TRUE(averager_->Average(*context.record()).ok());
+  EXPECT_EQ(group_->collectives(), before + 2);
+  EXPECT_TRUE(GradientOf(context, first_).equal(last_.detach() * 2));
+  // It was for that backward.
+  Context later = team_[0].NewContext();
+  ASSERT_TRUE(later.Backward({Root()}).ok());
+  EXPECT_EQ(group_->collectives(), before + 2);
+}
+
+TEST_F(AverageInBackwardTest, ASecondBackwardOfTheContextIsAnError) {
+  Context context = team_[0].NewContext();
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
+  const at::Tensor root = Root();
+  ASSERT_TRUE(context.Backward({root}, {.retain_graph = true}).ok());
+  const absl::Status status = context.Backward({root});
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_NE(status.message().find("'last' got another gradient"), std::string::npos) << status;
+  EXPECT_FALSE(averager_->Average(*context.record()).ok());
+}
+
+TEST_F(AverageInBackwardTest, AContextThatIsGivenUpInTheMiddleIsAnError) {
+  Context context = team_[0].NewContext(), other = team_[0].NewContext();
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
+  ASSERT_TRUE(context.Backward({Root()}).ok());
+  const absl::Status status = averager_->Average(*other.record());
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_NE(status.message().find("was given up when 2 of 2 buckets"), std::string::npos) << status;
+}
+
+TEST_F(AverageInBackwardTest, AReleaseInTheMiddleFailsTheGroup) {
+  Context unused = team_[0].NewContext(), context = team_[0].NewContext();
+  ASSERT_TRUE(averager_->AverageInBackward(*unused.record()).ok());
+  unused.Release();
+  EXPECT_TRUE(group_->status().ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
+  ASSERT_TRUE(context.Backward({Root()}).ok());
+  EXPECT_TRUE(group_->status().ok());
+  context.Release();
+  EXPECT_EQ(group_->status().code(), absl::StatusCode::kFailedPrecondition) << group_->status();
+}
+
+TEST_F(AverageInBackwardTest, AnAveragerThatEndsInTheMiddleFailsItsGroup) {
+  Context context = team_[0].NewContext();
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
+  ASSERT_TRUE(context.Backward({Root()}).ok());
+  averager_.reset();
+  EXPECT_FALSE(group_->status().ok());
 }
 
 }  // namespace

@@ -61,6 +61,9 @@ GradientAverager::Impl::Impl(std::shared_ptr<ProcessGroup> group,
       buffers_(std::move(buffers)),
       plan_(group_, Trained(parameters), options.bucket_bytes, options.first_bucket_bytes),
       touched_(plan_.parameters().size(), false) {
+  for (size_t k = 0; k < plan_.parameters().size(); ++k) {
+    numbers_.emplace(plan_.parameters()[k].tensor.unsafeGetTensorImpl(), k);
+  }
   for (NamedTensor& each : parameters) {
     if (!each.tensor.requires_grad()) frozen_.push_back(std::move(each));
   }
@@ -152,6 +155,9 @@ GradientAverager::NoSync::~NoSync() { averager_.impl_->AddToNoSync(-1); }
 
 absl::Status GradientAverager::Average() { return impl_->Average(); }
 absl::Status GradientAverager::Average(ContextRecord& context) { return impl_->Average(context); }
+absl::Status GradientAverager::AverageInBackward(ContextRecord& context) {
+  return impl_->AverageInBackward(context);
+}
 absl::Status GradientAverager::Join() { return impl_->Join(); }
 
 }  // namespace distgrad

@@ -3,14 +3,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "core/autograd/context_record.h"
 #include "core/base/status.h"
 #include "core/parallel/process_group/gradient_averager_impl.h"
 #include "core/tensor/exception.h"
@@ -20,7 +18,6 @@ namespace {
 
 namespace autograd_impl = torch::autograd::impl;
 
-using torch::autograd::AccumulateGrad;
 using torch::autograd::PostAccumulateGradHook;
 
 void ThrowIfError(const absl::Status& status) {
@@ -106,6 +103,7 @@ void GradientAverager::Impl::OnGradient(size_t parameter, const at::Tensor& tens
   touched_[parameter] = true;
   if (no_sync_ > 0) return;
   ThrowIfError(Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    DG_RETURN_IF_ERROR(GiveUpFollowed());
     if (!round_.has_value()) OpenRound();
     const int task = torch::autograd::get_current_graph_task_id();
     if (task < 0) return absl::InternalError("a hook was called outside of a backward");
@@ -152,6 +150,7 @@ void GradientAverager::Impl::OnAveragerEnd() {
   absl::MutexLock lock(&mu_);
   if (round_.has_value()) FailRound("the averager was destroyed in the middle of a backward");
   round_.reset();
+  FailFollowed();
 }
 
 // -------------------------------------------------------------------------------------- Rounds
@@ -160,8 +159,13 @@ void GradientAverager::Impl::OpenRound() {
   round_.emplace(plan_, &spare_);
   tasks_.clear();
   seen_.assign(plan_.parameters().size(), Seen());
-  missing_.clear();
-  for (const Bucket& bucket : plan_.buckets()) missing_.push_back(bucket.slots.size());
+  missing_ = AllMissing();
+}
+
+std::vector<size_t> GradientAverager::Impl::AllMissing() const {
+  std::vector<size_t> missing;
+  for (const Bucket& bucket : plan_.buckets()) missing.push_back(bucket.slots.size());
+  return missing;
 }
 
 void GradientAverager::Impl::FailRound(const char* what) {
@@ -188,7 +192,10 @@ absl::Status GradientAverager::Impl::Guarded(absl::FunctionRef<absl::Status()> b
       status = group_->status();
     }
   }
-  if (!status.ok()) round_.reset();
+  if (!status.ok()) {
+    round_.reset();
+    Unfollow();
+  }
   return status;
 }
 
@@ -253,42 +260,16 @@ absl::Status GradientAverager::Impl::Average() {
         touched_[k] = plan_.parameters()[k].tensor.grad().defined();
       }
     }
+    DG_RETURN_IF_ERROR(GiveUpFollowed());
     if (!round_.has_value()) OpenRound();
     return FinishRound();
-  });
-}
-
-absl::Status GradientAverager::Impl::Average(ContextRecord& context) {
-  absl::MutexLock lock(&mu_);
-  return Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
-    std::vector<at::Tensor> gradients;
-    std::vector<bool> touched;
-    for (const auto& parameter : plan_.parameters()) {
-      absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter.tensor);
-      if (!gradient.ok() && !absl::IsNotFound(gradient.status())) return gradient.status();
-      touched.push_back(gradient.ok());
-      gradients.push_back(gradient.ok() ? *std::move(gradient) : at::Tensor());
-    }
-    AveragingRound round(plan_, &spare_);
-    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages,
-                        round.Finish(gradients, touched, options_.divide_by_active));
-    for (size_t k = 0; k < averages.size(); ++k) {
-      const at::Tensor& parameter = plan_.parameters()[k].tensor;
-      if (touched[k]) {
-        DG_RETURN_IF_ERROR(context.SetGradient(parameter, averages[k]));
-      } else if (averages[k].defined()) {
-        context.Accumulate(
-            static_cast<AccumulateGrad&>(*autograd_impl::grad_accumulator(parameter)), averages[k]);
-      }
-    }
-    DG_RETURN_IF_ERROR(FollowActive(round));
-    return CheckFrozen();
   });
 }
 
 absl::Status GradientAverager::Impl::Join() {
   absl::MutexLock lock(&mu_);
   return Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
+    DG_RETURN_IF_ERROR(GiveUpFollowed());
     const std::vector<at::Tensor> none(plan_.parameters().size());
     const std::vector<bool> untouched(none.size(), false);
     while (true) {

@@ -14,6 +14,8 @@
 //   auto averager = GradientAverager::Create(group, parameters, {.in_backward = false});
 //   absl::Status status = (*averager)->Average(*context.record());
 //
+// whose averages begin while it runs if AverageInBackward(*context.record()) came before it.
+//
 // docs/data_parallel.md ("Across processes") has what happens with unused, shared and frozen
 // parameters, buffers, sparse gradients, and with errors.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_H_
@@ -99,6 +101,12 @@ class GradientAverager {
   // Averages the gradients that a context has for the parameters, once its backward is done on all
   // ranks' own workers; contexts need not be the same.
   absl::Status Average(ContextRecord& context);
+  // Before the backward of a context, the only one that it will have: averages begin as its
+  // gradients come, and Average(context) ends them; nobody else changes the gradients until then.
+  // Ranks need not do alike. One context at a time, and one averager for each: any other average,
+  // and the context's release, gives this one up, and that is an error of all ranks if averages of
+  // it have begun.
+  absl::Status AverageInBackward(ContextRecord& context);
 
   // For a rank that has run out of input while others have not: takes part in their averages, with
   // zeros, until all ranks have called it. Then all have the parameters and buffers of the lowest

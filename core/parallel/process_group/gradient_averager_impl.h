@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "core/parallel/process_group/averaging_round.h"
@@ -35,6 +36,7 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
 
   absl::Status Average();
   absl::Status Average(ContextRecord& context);
+  absl::Status AverageInBackward(ContextRecord& context);
   absl::Status Join();
   void AddToNoSync(int amount);
 
@@ -43,15 +45,34 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   class Ending;
   // A gradient and its version, when it was seen last.
   using Seen = std::pair<const c10::TensorImpl*, int64_t>;
+  class Following;
+  // A context whose gradients are averaged as they come.
+  struct Followed {
+    Following* following;  // whose end comes here first
+    AveragingRound round;
+    std::vector<bool> touched;    // by parameter
+    std::vector<size_t> missing;  // gradients, by bucket
+  };
 
   // From the hooks and callbacks of a backward; they throw StatusError.
   void OnGradient(size_t parameter, const at::Tensor& tensor);
   void OnBackwardEnd();
   void OnBackwardAbandoned();
+  // From a context: of its passes, likewise, and of its release.
+  void OnContextGradient(const Following& following, const at::Tensor& leaf);
+  void OnContextEnd(const Following& following);
 
   std::string Describe() const;
   absl::Status CheckFrozen() const;
   std::vector<at::Tensor> Gradients() const;
+  absl::StatusOr<std::vector<at::Tensor>> GradientsOf(const ContextRecord& context) const;
+  std::vector<size_t> AllMissing() const;
+  bool Follows(const ContextRecord& context) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  void Unfollow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Before any other average. An error once averages of it have begun.
+  absl::Status GiveUpFollowed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The group's error, if averages of it have begun.
+  void FailFollowed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FailRound(const char* what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void OpenRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Averages .grad with what has begun.
@@ -66,6 +87,7 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   const AveragerOptions options_;
   std::vector<NamedTensor> frozen_, buffers_;
   const AveragingPlan plan_;  // from the last parameter to the first
+  absl::flat_hash_map<const c10::TensorImpl*, size_t> numbers_;  // of its parameters
   std::vector<const Hook*> hooks_;
 
   // Guarded by mu_, which is held while torch copies and while ranks are waited for: rounds come
@@ -80,6 +102,7 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   std::vector<int> tasks_ ABSL_GUARDED_BY(mu_);       // libtorch's numbers of it and of those in it
   std::vector<Seen> seen_ ABSL_GUARDED_BY(mu_);       // by parameter
   std::vector<size_t> missing_ ABSL_GUARDED_BY(mu_);  // gradients, by bucket
+  std::optional<Followed> followed_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad
