@@ -64,8 +64,8 @@ class ContextRecord {
   // Everyone to whom, or from whom, a message of this context went. Not this worker.
   absl::Status AddPeer(WorkerId peer);
   std::vector<WorkerId> Peers() const;
-  // Whether what a gradient for any of the send nodes can set off takes so little time that the
-  // thread that received it may do it. See executor/brief.h.
+  // Whether all of the graph takes so little time that the thread that received the first message
+  // of a pass may look at it, and run it. See executor/brief.h.
   bool IsBrief() const;
   // The connection with a worker broke. Returns whether it was a peer.
   bool LosePeer(WorkerId peer, const absl::Status& why);

@@ -166,7 +166,7 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
   EventLoop* const loop = EventLoop::Current();
   if (loop != nullptr && AreBrief(*notices)) {
     return loop->Run([this, from, notices = *std::move(notices)]() mutable {
-      Handle(from, std::move(notices), RunHere::kAlone);
+      Handle(from, std::move(notices), RunHere::kBrief);
     });
   }
   pool_->Schedule([this, from, notices = *std::move(notices)]() mutable {
@@ -175,20 +175,17 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
 }
 
 bool Engine::AreBrief(const std::vector<Notice>& notices) const {
-  constexpr size_t kBytes = 16 << 10;
-  const ContextId id = notices.front().context;
-  size_t bytes = 0;
+  constexpr size_t kNotices = 64;
+  if (notices.size() > kNotices) return false;
+  const Notice& first = notices.front();
   for (const Notice& notice : notices) {
-    if (notice.context != id) return false;
-    for (const at::Tensor& gradient : notice.gradients) {
-      if (!gradient.defined()) continue;
-      if (!gradient.device().is_cpu() || !gradient.has_storage()) return false;
-      bytes += gradient.nbytes();
-    }
+    if (notice.context != first.context || notice.pass != first.pass) return false;
   }
-  if (bytes > kBytes) return false;
-  const std::shared_ptr<ContextRecord> context = contexts_->Find(id);
-  return context != nullptr && context->IsBrief();
+  const std::shared_ptr<ContextRecord> context = contexts_->Find(first.context);
+  if (context == nullptr) return false;
+  // The first message of a pass has the whole graph looked at.
+  const std::shared_ptr<PassRun> run = context->FindPass(first.pass).run;
+  return (run != nullptr && run->engaged()) || context->IsBrief();
 }
 
 void Engine::Handle(WorkerId from, std::vector<Notice> notices, RunHere here) {

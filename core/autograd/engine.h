@@ -128,7 +128,8 @@ class Engine {
   DeviceThreads* device_threads() { return device_threads_.get(); }
 
  private:
-  // Whether handling them takes less time than having another thread do it.
+  // Whether handling them, but for nodes that are not brief, takes less time than having another
+  // thread do it.
   bool AreBrief(const std::vector<Notice>& notices) const;
   void Handle(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
   void HandleOfOnePass(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);

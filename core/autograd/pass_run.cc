@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/autograd/engine.h"
+#include "core/autograd/executor/brief.h"
 #include "core/base/check.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
@@ -21,8 +22,25 @@ constexpr size_t kFlushBytes = 64 << 10;
 // How many pool threads are asked at once to run send nodes of one pass.
 constexpr size_t kMaxHelpers = 8;
 
-// For how many helpers a thread counts. One that needs no help stands for all.
-size_t Weight(PassRun::RunHere here) { return here == PassRun::RunHere::kAlone ? kMaxHelpers : 1; }
+// How many feeds, of so many bytes, a thread runs that runs what is brief.
+constexpr size_t kMaxBriefFeeds = 16;
+constexpr size_t kMaxBriefBytes = 16 << 10;
+
+// For how many helpers a thread counts. One that runs what is brief calls them itself if it must.
+size_t Weight(PassRun::RunHere here) { return here == PassRun::RunHere::kBrief ? kMaxHelpers : 1; }
+
+bool IsRecv(torch::autograd::Node& node) { return typeid(node) == typeid(RecvNode); }
+
+bool AreBrief(const std::vector<at::Tensor>& gradients) {
+  size_t bytes = 0;
+  for (const at::Tensor& gradient : gradients) {
+    if (!gradient.defined()) continue;
+    if (!gradient.device().is_cpu() || !gradient.has_storage()) return false;
+    bytes += gradient.nbytes();
+  }
+  return bytes <= kMaxBriefBytes;
+}
+
 // For how long the initiator, past its deadline, waits for what the others say they waited for.
 constexpr absl::Duration kReportPatience = absl::Seconds(2);
 // How many of them its error quotes.
@@ -53,13 +71,6 @@ std::unique_ptr<TraceSpan> PassRun::BeginSpan(TraceSpan::Kind kind) {
                                                .begin = engine_->clock().Now()});
 }
 
-void PassRun::EndSpan(std::unique_ptr<TraceSpan> span, const absl::Status& status) {
-  if (span == nullptr) return;
-  span->end = engine_->clock().Now();
-  span->status = status;
-  engine_->trace().Add(std::move(*span));
-}
-
 // ------------------------------------------------------------------------------ From outside
 
 void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here) {
@@ -76,8 +87,7 @@ void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here) {
 
 Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
   Future<Unit> done = promise_->future();
-  done.CancelBy(weak_from_this(), id_);
-  done.BroughtBy(engine_->network().loop());
+  done.MadeBy(weak_from_this(), id_, engine_->network().loop());
   Post(
       [this, deadline] {
         if (over_.has_value()) return;
@@ -148,19 +158,14 @@ void PassRun::Cancel(uint64_t) {
 // ---------------------------------------------------------------------------- Running the graph
 
 void PassRun::RunFeeds(RunHere here) {
-  for (;;) {
+  for (size_t brief = 0;; ++brief) {
     Feed feed;
     std::shared_ptr<Execution> execution;
     {
       absl::MutexLock lock(&mu_);
       coming_ -= Weight(here);
       if (feeds_.empty()) return;
-      // What the roots lead to may be anything: somebody else's.
-      if (here == RunHere::kAlone && feeds_.front().is_of_roots) {
-        ++coming_;
-        engine_->pool().Schedule([self = shared_from_this()] { self->RunFeeds(RunHere::kYes); });
-        return;
-      }
+      if (here == RunHere::kBrief && (brief == kMaxBriefFeeds || !feeds_.front().brief)) break;
       feed = std::move(feeds_.front());
       feeds_.pop_front();
       execution = execution_;
@@ -168,7 +173,9 @@ void PassRun::RunFeeds(RunHere here) {
     for (const at::Tensor& gradient : feed.gradients) feed.ready.Await(gradient);
     std::unique_ptr<TraceSpan> span = BeginSpan(TraceSpan::Kind::kNodes);
     execution->Feed(feed.root, std::move(feed.gradients), feed.reached);
-    if (span != nullptr) EndSpan(std::move(span), execution->status());
+    if (span != nullptr) {
+      engine_->trace().End(std::move(span), engine_->clock().Now(), execution->status());
+    }
     {
       absl::MutexLock lock(&mu_);
       coming_ += Weight(here);
@@ -176,6 +183,21 @@ void PassRun::RunFeeds(RunHere here) {
     const bool was_last = --outstanding_ == 0;
     // An error is not kept waiting for what else runs.
     if (was_last || !execution->status().ok()) Settle();
+  }
+  CallHelpers();
+}
+
+void PassRun::CallHelpers() {
+  size_t helpers = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    const size_t wanted = std::min(feeds_.size(), kMaxHelpers);
+    if (wanted <= coming_) return;
+    helpers = wanted - coming_;
+    coming_ = wanted;
+  }
+  for (; helpers > 0; --helpers) {
+    engine_->pool().Schedule([self = shared_from_this()] { self->RunFeeds(RunHere::kYes); });
   }
 }
 
@@ -275,7 +297,7 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   }
   const RecvNode* foreign = nullptr;
   auto graph = std::make_shared<const Graph>(sources, [&](torch::autograd::Node& node) {
-    if (typeid(node) != typeid(RecvNode)) return false;
+    if (!IsRecv(node)) return false;
     const auto& recv = static_cast<const RecvNode&>(node);
     if (recv.context() != context_->id()) foreign = &recv;
     return true;
@@ -322,7 +344,7 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
 
 void PassRun::FeedRoots() {
   Queue({root_, std::move(roots_->gradients), std::move(roots_->ready), /*reached=*/true,
-         /*is_of_roots=*/true});
+         /*brief=*/false});
   roots_.reset();
 }
 
@@ -340,7 +362,8 @@ void PassRun::FeedSend(EdgeId edge) {
     gradients = std::move(arriving_->gradients);
   }
   ReadyMark ready(gradients);
-  Queue({root, std::move(gradients), std::move(ready), reached});
+  const bool brief = AreBrief(gradients) && IsBrief({graph_->entry(root).node}, IsRecv);
+  Queue({root, std::move(gradients), std::move(ready), reached, brief});
 }
 
 void PassRun::Queue(Feed feed) {
@@ -426,7 +449,7 @@ void PassRun::Deliver(WorkerId to, Notice notice) {
 void PassRun::Finish(const absl::Status& status) { over_ = status; }
 
 void PassRun::EndTaskOnStrand() {
-  CallHelpersOnStrand();
+  CallHelpers();
   if (reports_.has_value() && reports_->missing.empty()) EndReportsOnStrand();
   const bool ends = over_.has_value() && !reports_.has_value() && !std::exchange(ended_, true);
   // Before the last acknowledgement goes out: the next pass may be here as soon as it has.
@@ -438,20 +461,6 @@ void PassRun::EndTaskOnStrand() {
     promise_->Set(Unit());
   else
     promise_->Set(*over_);
-}
-
-void PassRun::CallHelpersOnStrand() {
-  size_t helpers = 0;
-  {
-    absl::MutexLock lock(&mu_);
-    const size_t wanted = std::min(feeds_.size(), kMaxHelpers);
-    if (wanted <= coming_) return;
-    helpers = wanted - coming_;
-    coming_ = wanted;
-  }
-  for (; helpers > 0; --helpers) {
-    engine_->pool().Schedule([self = shared_from_this()] { self->RunFeeds(RunHere::kYes); });
-  }
 }
 
 void PassRun::EndOnStrand() {
@@ -467,7 +476,7 @@ void PassRun::EndOnStrand() {
     execution.swap(execution_);
     captured.swap(captured_);
   }
-  EndSpan(std::move(span_), *over_);
+  engine_->trace().End(std::move(span_), engine_->clock().Now(), *over_);
   context_->EndPass(id_, *over_);
   engine_->OnPassEnd(*over_);
 }

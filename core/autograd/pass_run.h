@@ -55,7 +55,7 @@ class PassRun : public PassHost,
   enum class RunHere {
     kNo,
     kYes,
-    kAlone,  // it may, and needs no help: see ContextRecord::IsBrief
+    kBrief,  // those that are brief (executor/brief.h), and a few of them: the pool runs the rest
   };
 
   // On the initiator, once. To cancel the future fails the pass.
@@ -68,6 +68,8 @@ class PassRun : public PassHost,
   void OnPeerLost(WorkerId peer, const absl::Status& why);
   void Fail(const absl::Status& why);
 
+  // Whether it has looked at the graph, and is under way on this worker.
+  bool engaged() { return execution() != nullptr; }
   // Not from a callback of the pass.
   PassSnapshot Snapshot();
 
@@ -77,7 +79,7 @@ class PassRun : public PassHost,
     std::vector<at::Tensor> gradients;
     ReadyMark ready;  // of the gradients
     bool reached;
-    bool is_of_roots = false;
+    bool brief;  // what it can make run
   };
   struct Captured {
     EdgeEnd end;
@@ -97,10 +99,11 @@ class PassRun : public PassHost,
   void Post(absl::AnyInvocable<void()> task, RunHere here);
   // Runs what is queued. Whoever calls it has been counted in coming_.
   void RunFeeds(RunHere here);
+  // Has the pool run what is queued, unless enough threads are coming.
+  void CallHelpers();
   void Settle();
   // Null unless a trace runs.
   std::unique_ptr<TraceSpan> BeginSpan(TraceSpan::Kind kind);
-  void EndSpan(std::unique_ptr<TraceSpan> span, const absl::Status& status);
   absl::Status LocalError(const absl::Status& why);
 
   // ---- On strand_ only.
@@ -119,7 +122,6 @@ class PassRun : public PassHost,
   void FlushCapturedOnStrand();
   // After each task: has what it fed run, and what it left to be sent, sent.
   void EndTaskOnStrand();
-  void CallHelpersOnStrand();
   void EndOnStrand();
   void OnDeadlineOnStrand();
   void SendReportOnStrand();

@@ -75,29 +75,25 @@ class FutureState {
     // Who can bring it about does so, rather than be told by who else would.
     const std::shared_ptr<EventLoop> loop = LoopToVisit();
     std::unique_ptr<EventLoop::Visitor> visitor;
-    const auto look = [&] {
+    const auto visit = [&] {
       if (visitor == nullptr && loop != nullptr) visitor = loop->Visit();
-      if (visitor != nullptr) visitor->Look();
+      return visitor != nullptr;
+    };
+    const auto look = [&] {
+      if (visit()) visitor->Look();
     };
     // What threads wait for is often the answer to a small call, and there at once.
     if (Spin::OfThisThread().Await([this] { return Done(); }, look)) return true;
-    if (loop != nullptr) {
-      if (visitor == nullptr) visitor = loop->Visit();
-      if (visitor != nullptr && SleepVisiting(loop, *visitor, deadline)) return true;
-      visitor = nullptr;
-    }
+    if (visit() && SleepVisiting(loop, *visitor, deadline)) return true;
+    visitor = nullptr;
     absl::MutexLock lock(&mu_);
     return mu_.AwaitWithDeadline(absl::Condition(this, &FutureState::HasValue), deadline);
   }
 
-  void CancelBy(std::weak_ptr<Canceller> maker, uint64_t work) {
+  void MadeBy(std::weak_ptr<Canceller> maker, uint64_t work, std::weak_ptr<EventLoop> loop) {
     absl::MutexLock lock(&mu_);
     canceller_ = std::move(maker);
     work_ = work;
-  }
-
-  void BroughtBy(std::weak_ptr<EventLoop> loop) {
-    absl::MutexLock lock(&mu_);
     loop_ = std::move(loop);
     asked_ = ++EventLoop::AskedByThisThread();
   }
@@ -213,13 +209,12 @@ class Future {
     const auto state = state_;  // what that completes may drop this handle
     state->Cancel();
   }
-  // For the maker: how Cancel() reaches it.
-  void CancelBy(std::weak_ptr<Canceller> maker, uint64_t work) const {
-    state_->CancelBy(std::move(maker), work);
+  // For the maker, on the thread that asks for the value: how Cancel() reaches it (none: not at
+  // all), and which loop will bring it (none: no one will). Who waits for it may do that loop's
+  // work.
+  void MadeBy(std::weak_ptr<Canceller> maker, uint64_t work, std::weak_ptr<EventLoop> loop) const {
+    state_->MadeBy(std::move(maker), work, std::move(loop));
   }
-  // For the maker, on the thread that asks for the value: which loop will bring it. Who waits for
-  // it may do that loop's work.
-  void BroughtBy(std::weak_ptr<EventLoop> loop) const { state_->BroughtBy(std::move(loop)); }
 
  private:
   std::shared_ptr<internal::FutureState<T>> state_;

@@ -213,7 +213,7 @@ TEST(FutureTest, WhoWaitsDoesWhatBringsTheValue) {
   const auto loop = std::make_shared<VisitedLoop>();
   Promise<std::thread::id> promise;
   const Future<std::thread::id> future = promise.future();
-  future.BroughtBy(loop);
+  future.MadeBy({}, 0, loop);
   loop->Run([&] { promise.Set(std::this_thread::get_id()); });
   EXPECT_EQ(*future.Wait(), std::this_thread::get_id());
 }
@@ -222,7 +222,7 @@ TEST(FutureTest, WhoSleepsAtALoopIsWokenByAValueFromElsewhere) {
   const auto loop = std::make_shared<VisitedLoop>();
   Promise<int> promise;
   const Future<int> future = promise.future();
-  future.BroughtBy(loop);
+  future.MadeBy({}, 0, loop);
   std::thread other([&] {
     loop->AwaitSleeper();
     promise.Set(3);
@@ -234,7 +234,7 @@ TEST(FutureTest, WhoSleepsAtALoopIsWokenByAValueFromElsewhere) {
 TEST(FutureTest, TheDeadlineOfWhoSleepsAtALoop) {
   const auto loop = std::make_shared<VisitedLoop>();
   Promise<int> promise;
-  promise.future().BroughtBy(loop);
+  promise.future().MadeBy({}, 0, loop);
   EXPECT_FALSE(promise.future().WaitUntil(absl::Now() + absl::Milliseconds(1)));
 }
 
@@ -242,8 +242,8 @@ TEST(FutureTest, WhoHasAskedForMoreLeavesTheLoopToOthers) {
   const auto loop = std::make_shared<VisitedLoop>();
   Promise<int> first, second;
   const Future<int> future = first.future();
-  future.BroughtBy(loop);
-  second.future().BroughtBy(loop);
+  future.MadeBy({}, 0, loop);
+  second.future().MadeBy({}, 0, loop);
   loop->Run([&] { first.Set(1); });
   EXPECT_FALSE(future.WaitUntil(absl::Now() + absl::Milliseconds(1)));
   loop->Visit()->Look();
@@ -264,7 +264,7 @@ TEST(FutureTest, CancelReachesTheMakerUntilItIsDone) {
   const Future<int> future = maker->promise.future();
   future.Cancel();  // nobody is there to be asked
   EXPECT_FALSE(future.Done());
-  future.CancelBy(maker, 7);
+  future.MadeBy(maker, 7, {});
   future.Cancel();
   EXPECT_EQ(future.Wait().status(), absl::CancelledError("as was asked"));
   future.Cancel();

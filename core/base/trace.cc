@@ -29,16 +29,20 @@ absl::StatusOr<Trace> TraceRecorder::Stop(absl::Time now) {
   return std::exchange(trace_, Trace());
 }
 
-void TraceRecorder::Add(TraceSpan span) {
+void TraceRecorder::End(std::unique_ptr<TraceSpan> span, absl::Time end,
+                        const absl::Status& status) {
+  if (span == nullptr) return;
+  span->end = end;
+  span->status = status;
   absl::MutexLock lock(&mu_);
-  if (!on() || span.begin < trace_.begin) return;
-  const size_t bytes = BytesOf(span);
+  if (!on() || span->begin < trace_.begin) return;
+  const size_t bytes = BytesOf(*span);
   if (bytes > options_.max_bytes - bytes_) {
     ++trace_.dropped;
     return;
   }
   bytes_ += bytes;
-  trace_.spans.push_back(std::move(span));
+  trace_.spans.push_back(*std::move(span));
 }
 
 }  // namespace distgrad

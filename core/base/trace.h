@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -70,8 +71,8 @@ class TraceRecorder {
   // Its times, spans and their count. kFailedPrecondition if none runs.
   absl::StatusOr<Trace> Stop(absl::Time now);
 
-  // Once the span has ended. Nothing happens if it did not begin in the trace that runs.
-  void Add(TraceSpan span);
+  // The span has ended, if there is one. Nothing happens if it did not begin in the trace that runs.
+  void End(std::unique_ptr<TraceSpan> span, absl::Time end, const absl::Status& status);
 
  private:
   std::atomic<bool> on_{false};

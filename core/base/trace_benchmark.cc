@@ -40,9 +40,7 @@ void Run() {
     if (recorder.on()) {
       span = std::make_unique<TraceSpan>(TraceSpan{.function = function, .begin = absl::Now()});
     }
-    if (span == nullptr) return;
-    span->end = absl::Now();
-    recorder.Add(std::move(*span));
+    if (span != nullptr) recorder.End(std::move(span), absl::Now(), absl::OkStatus());
   };
   std::printf("off %6.1f\n", Cost(recorder, false, record));
   std::printf("on  %6.1f, of which two looks at the clock\n", Cost(recorder, true, record));

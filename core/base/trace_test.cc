@@ -1,5 +1,6 @@
 #include "core/base/trace.h"
 
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -10,30 +11,35 @@ namespace {
 
 absl::Time At(int us) { return absl::UnixEpoch() + absl::Microseconds(us); }
 
-TraceSpan Span(std::string function, int begin, int end) {
-  return {.function = std::move(function), .begin = At(begin), .end = At(end)};
+void Add(TraceRecorder& recorder, std::string function, int begin, int end,
+         const absl::Status& status = absl::OkStatus()) {
+  recorder.End(std::make_unique<TraceSpan>(
+                   TraceSpan{.function = std::move(function), .begin = At(begin)}),
+               At(end), status);
 }
 
 TEST(TraceTest, RecordsWhileItRuns) {
   TraceRecorder recorder;
   EXPECT_FALSE(recorder.on());
-  recorder.Add(Span("nobody asked", 1, 2));
+  Add(recorder, "nobody asked", 1, 2);
   ASSERT_TRUE(recorder.Start({}, At(10)).ok());
   EXPECT_TRUE(recorder.on());
   EXPECT_EQ(recorder.Start({}, At(11)), absl::FailedPreconditionError("a trace runs already"));
-  recorder.Add(Span("began before", 9, 12));
-  recorder.Add(Span("a", 10, 13));
-  recorder.Add(Span("b", 12, 14));
+  Add(recorder, "began before", 9, 12);
+  recorder.End(nullptr, At(12), absl::OkStatus());
+  Add(recorder, "a", 10, 13);
+  Add(recorder, "b", 12, 14);
   const absl::StatusOr<Trace> trace = recorder.Stop(At(20));
   ASSERT_TRUE(trace.ok());
   EXPECT_FALSE(recorder.on());
   EXPECT_EQ(recorder.Stop(At(21)).status(), absl::FailedPreconditionError("no trace runs"));
-  recorder.Add(Span("too late", 15, 22));
+  Add(recorder, "too late", 15, 22);
   EXPECT_EQ(trace->begin, At(10));
   EXPECT_EQ(trace->end, At(20));
   EXPECT_EQ(trace->dropped, 0u);
   ASSERT_EQ(trace->spans.size(), 2u);
   EXPECT_EQ(trace->spans[0].function, "a");
+  EXPECT_EQ(trace->spans[0].end, At(13));
   EXPECT_EQ(trace->spans[1].function, "b");
 
   // The next one has nothing of it.
@@ -45,24 +51,22 @@ TEST(TraceTest, WhatDoesNotFitIsCounted) {
   TraceRecorder recorder;
   const size_t bytes = sizeof(TraceSpan) + 1000;
   ASSERT_TRUE(recorder.Start({.max_bytes = 3 * bytes}, At(0)).ok());
-  for (int i = 0; i < 10; ++i) recorder.Add(Span(std::string(900, 'x'), i, i));
+  for (int i = 0; i < 10; ++i) Add(recorder, std::string(900, 'x'), i, i);
   // Its error counts too.
-  TraceSpan failed = Span("failed", 10, 10);
-  failed.status = absl::InternalError(std::string(bytes, 'y'));
-  recorder.Add(failed);
+  Add(recorder, "failed", 10, 10, absl::InternalError(std::string(bytes, 'y')));
   absl::StatusOr<Trace> trace = recorder.Stop(At(20));
   EXPECT_EQ(trace->spans.size(), 3u);
   EXPECT_EQ(trace->dropped, 8u);
 
   // The next one has room again, and none of that count.
   ASSERT_TRUE(recorder.Start({.max_bytes = 3 * bytes}, At(30)).ok());
-  recorder.Add(Span("x", 30, 31));
+  Add(recorder, "x", 30, 31);
   trace = recorder.Stop(At(32));
   EXPECT_EQ(trace->spans.size(), 1u);
   EXPECT_EQ(trace->dropped, 0u);
 
   ASSERT_TRUE(recorder.Start({.max_bytes = 0}, At(40)).ok());
-  recorder.Add(Span("x", 40, 41));
+  Add(recorder, "x", 40, 41);
   EXPECT_EQ(recorder.Stop(At(42))->dropped, 1u);
 }
 
@@ -73,7 +77,7 @@ TEST(TraceTest, ManyThreads) {
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&] {
       for (int i = 0; i < 1000; ++i)
-        if (recorder.on()) recorder.Add(Span("x", i, i));
+        if (recorder.on()) Add(recorder, "x", i, i);
     });
   }
   for (std::thread& thread : threads) thread.join();

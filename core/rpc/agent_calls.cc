@@ -45,7 +45,7 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
   }
   const auto fail = [&](const absl::Status& why) {
     const absl::Status status = CallError(to, function, why);
-    Record(std::move(span), clock_->Now(), status);
+    trace_->End(std::move(span), clock_->Now(), status);
     done(status);
     return 0;
   };
@@ -176,16 +176,8 @@ void Agent::Impl::End(Pending& call, absl::StatusOr<Body> reply) {
   call.counters->run_ns += absl::ToInt64Nanoseconds(now - call.begun);
   ++call.counters->ended;
   if (call.span != nullptr && reply.ok()) call.span->bytes_received = reply->packet.size();
-  Record(std::move(call.span), now, reply.status());
+  trace_->End(std::move(call.span), now, reply.status());
   call.done(std::move(reply));
-}
-
-void Agent::Impl::Record(std::unique_ptr<TraceSpan> span, absl::Time end,
-                         const absl::Status& status) {
-  if (span == nullptr) return;
-  span->end = end;
-  span->status = status;
-  trace_->Add(std::move(*span));
 }
 
 void Agent::Impl::TakeBack(uint64_t number, const Pending& call) {

@@ -129,7 +129,6 @@ class Agent::Impl : public Link::Owner,
   absl::Status CheckCalls(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Pending TakeOut(PendingCalls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(Pending& call, absl::StatusOr<Body> reply);
-  void Record(std::unique_ptr<TraceSpan> span, absl::Time end, const absl::Status& status);
   // Tells the worker that serves it that nobody waits for the answer any more.
   static void TakeBack(uint64_t number, const Pending& call);
   void ArmTimer(absl::Time deadline);

@@ -111,7 +111,7 @@ Future<std::string> TestAgent::Call(WorkerId to, const std::string& function,
                      promise.Set(reply.status());
                    }
                  });
-  future.CancelBy(agent.canceller(), call);
+  future.MadeBy(agent.canceller(), call, {});
   return future;
 }
 

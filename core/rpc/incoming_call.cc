@@ -95,11 +95,8 @@ class IncomingCall::Impl {
     counters.bytes_sent += bytes;
     if (!status.ok()) ++counters.errors;
     ++counters.ended;
-    if (record.span == nullptr) return;
-    record.span->bytes_sent = bytes;
-    record.span->end = since;
-    record.span->status = status;
-    record.trace->Add(std::move(*record.span));
+    if (record.span != nullptr) record.span->bytes_sent = bytes;
+    record.trace->End(std::move(record.span), since, status);
   }
 };
 

@@ -126,8 +126,7 @@ Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outg
                   });
   if (leaving != nullptr) *leaving = false;
   if (number == 0) return future;
-  future.CancelBy(agent_.canceller(), number);
-  future.BroughtBy(loop_);
+  future.MadeBy(agent_.canceller(), number, loop_);
   if (options.cancellation != nullptr) {
     const uint64_t watch = options.cancellation->OnCancel([future] { future.Cancel(); });
     future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
