@@ -71,7 +71,8 @@ class TraceRecorder {
   // Its times, spans and their count. kFailedPrecondition if none runs.
   absl::StatusOr<Trace> Stop(absl::Time now);
 
-  // The span has ended, if there is one. Nothing happens if it did not begin in the trace that runs.
+  // The span has ended, if there is one. Nothing happens if it did not begin in the trace that
+  // runs.
   void End(std::unique_ptr<TraceSpan> span, absl::Time end, const absl::Status& status);
 
  private:

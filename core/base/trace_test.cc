@@ -13,9 +13,9 @@ absl::Time At(int us) { return absl::UnixEpoch() + absl::Microseconds(us); }
 
 void Add(TraceRecorder& recorder, std::string function, int begin, int end,
          const absl::Status& status = absl::OkStatus()) {
-  recorder.End(std::make_unique<TraceSpan>(
-                   TraceSpan{.function = std::move(function), .begin = At(begin)}),
-               At(end), status);
+  recorder.End(
+      std::make_unique<TraceSpan>(TraceSpan{.function = std::move(function), .begin = At(begin)}),
+      At(end), status);
 }
 
 TEST(TraceTest, RecordsWhileItRuns) {

@@ -1,11 +1,11 @@
 #include "core/worker/worker.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/log.h"
+#include "core/base/processors.h"
 #include "core/base/status.h"
 #include "core/tensor/values.h"
 #include "core/worker/callers_loop.h"
@@ -43,8 +43,7 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Membe
       lookups_(self_.name, members_.get()),
       device_maps_(self_.name, options_.device_maps, transport.get()),
       contexts_(self_.id, self_.incarnation, options_.limits.contexts_per_peer),
-      pool_(self_.name, options_.threads > 0 ? options_.threads
-                                             : std::max(1u, std::thread::hardware_concurrency())),
+      pool_(self_.name, options_.threads > 0 ? options_.threads : UsableProcessors()),
       engine_(self_.id, self_.incarnation, this, &pool_, clock_.get(), trace_.get(), &contexts_),
       transport_(std::move(transport)),
       loop_(NewCallersLoop(transport_->loop())),

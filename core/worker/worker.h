@@ -99,7 +99,7 @@ struct WorkerOptions {
   std::string key_file = {};
 
   // Threads that run handlers and backward at the same time; more are started while some wait
-  // for others. 0: as many as the machine has cores.
+  // for others. 0: as many as there are processors that the process may use.
   size_t threads = 0;
 
   // Of calls and backward passes that set no deadline.

@@ -22,6 +22,7 @@
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/rpc/tensorpipe/address.h"
+#include "core/rpc/tensorpipe/cma_channel.h"
 #include "core/rpc/tensorpipe/gpu_channel.h"
 #include "core/rpc/tensorpipe/message_layout.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
@@ -473,12 +474,11 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
   context->registerChannel(0, "basic", tensorpipe::channel::basic::create());
   std::string channel_name = "basic";
   if (options.channel == TensorPipeOptions::Channel::kCma) {
-    auto cma = tensorpipe::channel::cma::create();
-    if (cma->isViable()) {
-      context->registerChannel(1, "cma", std::move(cma));
+    if (auto cma = NewCmaChannel()) {
+      context->registerChannel(1, "distgrad cma", std::move(cma));
       channel_name = "cma";
     } else {
-      DG_LOG(INFO) << "TensorPipe's cma channel does not work on this machine; using basic";
+      DG_LOG(INFO) << "no process may read another's memory on this machine; using basic";
     }
   }
   int gpus = 0;

@@ -32,7 +32,7 @@ struct TensorPipeOptions {
     kShm,     // within this machine; a thread of it spins while the transport exists
   };
   enum class Channel {
-    kCma,    // one copy between processes that may read each other, kBasic for the others
+    kCma,    // cma_channel.h between processes that may read each other, kBasic for the others
     kBasic,  // over the transport itself
   };
 

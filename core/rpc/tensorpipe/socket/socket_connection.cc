@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "core/rpc/tensorpipe/socket/socket_error.h"
+#include "core/rpc/tensorpipe/error.h"
 
 namespace distgrad {
 namespace {
@@ -427,7 +427,7 @@ void SocketConnection::FailErrno(absl::string_view what, int error) {
 void SocketConnection::Fail(absl::string_view why) {
   if (state_ == State::kClosed) return;
   state_ = State::kClosed;
-  error_ = MakeSocketError(why);
+  error_ = MakeError(why);
   if (deadline_ != 0) loop_->Cancel(deadline_);
   if (retry_ != 0) loop_->Cancel(retry_);
   if (fd_.valid() && id_ != 0) loop_->Unwatch(fd_.get());

@@ -12,8 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
+#include "core/rpc/tensorpipe/error.h"
 #include "core/rpc/tensorpipe/socket/cluster_key.h"
-#include "core/rpc/tensorpipe/socket/socket_error.h"
 
 namespace distgrad {
 namespace {
@@ -91,7 +91,7 @@ absl::Status SocketListener::OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is
 
 void SocketListener::Accept(Accepted accepted) {
   strand_.Run([self = shared_from_this(), accepted = std::move(accepted)]() mutable {
-    if (self->closed_) return accepted(MakeSocketError("the listener was closed"), nullptr);
+    if (self->closed_) return accepted(MakeError("the listener was closed"), nullptr);
     self->waiting_.push_back(std::move(accepted));
     self->HandOver();
   });
@@ -104,7 +104,7 @@ void SocketListener::Close() {
     for (const auto& connection : self->ready_) connection->Close();
     self->ready_.clear();
     for (const Accepted& accepted : std::exchange(self->waiting_, {})) {
-      accepted(MakeSocketError("the listener was closed"), nullptr);
+      accepted(MakeError("the listener was closed"), nullptr);
     }
     for (Door* door : {&self->tcp_, &self->unix_}) {
       if (door->fd.valid()) self->loop_->Unwatch(door->fd.get());
