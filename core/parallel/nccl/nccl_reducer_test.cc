@@ -8,6 +8,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
 #include <deque>
@@ -46,7 +47,7 @@ class FakeNcclGroup final : public NcclGroup {
   absl::Status Reduce(absl::Span<const Part> parts, size_t count, size_t root) override {
     script_->calls.push_back("reduce " + std::to_string(count) + " to " + std::to_string(root));
     if (!script_->launch.ok()) return script_->launch;
-    const Streams streams(parts);
+    const Streams streams(parts, root);
     at::Tensor sum;
     for (const Part& part : parts) {
       const at::Tensor here = Flat(part.send, count).to(parts[root].stream.device());
@@ -60,7 +61,7 @@ class FakeNcclGroup final : public NcclGroup {
     script_->calls.push_back("broadcast " + std::to_string(count) + " from " +
                              std::to_string(root));
     if (!script_->launch.ok()) return script_->launch;
-    const Streams streams(parts);
+    const Streams streams(parts, root);
     for (size_t i = 0; i < parts.size(); ++i) {
       if (i != root) Flat(parts[i].receive, count).copy_(Flat(parts[root].send, count));
     }
@@ -70,11 +71,19 @@ class FakeNcclGroup final : public NcclGroup {
   void Abort() override { script_->calls.push_back("abort"); }
 
  private:
-  // The parts' streams are current.
+  // The parts' streams are current. As in NCCL, what a stream has been given ends when its memory
+  // is not used any more; here the root's stream uses all of it.
   struct Streams {
-    explicit Streams(absl::Span<const Part> parts) {
+    Streams(absl::Span<const Part> parts, size_t root) : parts(parts), root(root) {
       for (const Part& part : parts) guards.emplace_back(part.stream);
     }
+    ~Streams() {
+      c10::Event end(parts[root].stream.device_type());
+      end.record(parts[root].stream);
+      for (const Part& part : parts) end.block(part.stream);
+    }
+    const absl::Span<const Part> parts;
+    const size_t root;
     std::deque<c10::StreamGuard> guards;
   };
   static at::Tensor Flat(const at::Tensor& tensor, size_t count) {

@@ -94,6 +94,8 @@ void Timeline::Free(const Block& block) {
   absl::MutexLock lock(&mu_);
   VectorClock known = clocks_[block.owner];
   Join(host_clock, &known);
+  // The allocator keeps it until these are done with what they have been given.
+  for (const auto& [stream, recorded] : block.recorded) Join(clocks_[stream], &known);
   VectorClock uses = block.last_reads;
   if (block.last_write.second != 0) {
     uint64_t& use = uses[block.last_write.first];
@@ -101,7 +103,6 @@ void Timeline::Free(const Block& block) {
   }
   for (const auto& [stream, tick] : uses) {
     if (stream == block.owner || Covers(known, stream, tick)) continue;
-    if (block.recorded.count(stream) > 0) continue;
     violations_.push_back(absl::StrCat("memory of ", Name(block.owner), " was freed while ",
                                        Name(stream), " may use it"));
   }
