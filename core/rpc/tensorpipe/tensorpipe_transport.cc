@@ -470,12 +470,13 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
   }
   context->registerTransport(0, scheme, WithSteadyListeners(std::move(transport)));
 
-  // Always there: two ends that have no channel in common would end the process.
-  context->registerChannel(0, "basic", tensorpipe::channel::basic::create());
+  // Higher numbers come first. Always there: two ends that have no channel in common would end the
+  // process.
+  context->registerChannel(1, "basic", tensorpipe::channel::basic::create());
   std::string channel_name = "basic";
   if (options.channel == TensorPipeOptions::Channel::kCma) {
     if (auto cma = NewCmaChannel()) {
-      context->registerChannel(1, "distgrad cma", std::move(cma));
+      context->registerChannel(2, "distgrad cma", std::move(cma));
       channel_name = "cma";
     } else {
       DG_LOG(INFO) << "no process may read another's memory on this machine; using basic";
@@ -484,10 +485,10 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
   int gpus = 0;
   if (options.gpus != nullptr) {
     if (auto channel = NewGpuChannel()) {
-      // One of the channel's devices is the CPU; that one is better served by the others.
+      // One of the channel's devices is the CPU, which the others serve better.
       gpus = std::min(options.gpus->devices(),
                       static_cast<int>(channel->deviceDescriptors().size()) - 1);
-      context->registerChannel(2, "cuda_basic", std::move(channel));
+      context->registerChannel(0, "cuda_basic", std::move(channel));
       channel_name += "+cuda_basic";
     }
   }
