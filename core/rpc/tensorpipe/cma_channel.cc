@@ -41,7 +41,8 @@ constexpr size_t kPiece = 2 << 20;
 // So many threads get all out of the memory that there is to get.
 size_t CopyThreads() {
   constexpr int kMax = 4;
-  return std::min(UsableProcessors(), kMax);
+  static const int threads = std::min(UsableProcessors(), kMax);  // it reads files to find out
+  return threads;
 }
 
 // Where what is sent lies. Both ends are on one machine.
