@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
-#include <typeinfo>
 
 #include "absl/strings/str_cat.h"
 #include "core/autograd/executor/brief.h"
@@ -62,16 +61,11 @@ bool ContextRecord::IsBrief() const {
   constexpr size_t kEdges = 16;
   std::vector<std::shared_ptr<torch::autograd::Node>> sends;
   {
-    absl::MutexLock lock(&gradients_mu_);
-    if (observer_ != nullptr) return false;
-  }
-  {
     absl::MutexLock lock(&mu_);
     if (edges_.sends.size() > kEdges || edges_.recvs.size() > kEdges) return false;
     for (const SendEnd& send : edges_.sends) sends.push_back(send.node);
   }
-  return distgrad::IsBrief(
-      sends, [](torch::autograd::Node& node) { return typeid(node) == typeid(RecvNode); });
+  return distgrad::IsBrief(sends, RecvNode::Is);
 }
 
 bool ContextRecord::LosePeer(WorkerId peer, const absl::Status& why) {
@@ -145,6 +139,11 @@ void ContextRecord::SetLeafObserver(LeafObserver observer) {
       observer == nullptr ? nullptr : std::make_shared<const LeafObserver>(std::move(observer));
   absl::MutexLock lock(&gradients_mu_);
   if (!gradients_dropped_) observer_.swap(next);
+}
+
+bool ContextRecord::has_leaf_observer() const {
+  absl::MutexLock lock(&gradients_mu_);
+  return observer_ != nullptr;
 }
 
 absl::StatusOr<at::Tensor> ContextRecord::Gradient(const at::Tensor& leaf) const {

@@ -1,7 +1,6 @@
 #include "core/autograd/pass_run.h"
 
 #include <algorithm>
-#include <typeinfo>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
@@ -28,8 +27,6 @@ constexpr size_t kMaxBriefBytes = 16 << 10;
 
 // For how many helpers a thread counts. One that runs what is brief calls them itself if it must.
 size_t Weight(PassRun::RunHere here) { return here == PassRun::RunHere::kBrief ? kMaxHelpers : 1; }
-
-bool IsRecv(torch::autograd::Node& node) { return typeid(node) == typeid(RecvNode); }
 
 bool AreBrief(const std::vector<at::Tensor>& gradients) {
   size_t bytes = 0;
@@ -297,7 +294,7 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   }
   const RecvNode* foreign = nullptr;
   auto graph = std::make_shared<const Graph>(sources, [&](torch::autograd::Node& node) {
-    if (!IsRecv(node)) return false;
+    if (!RecvNode::Is(node)) return false;
     const auto& recv = static_cast<const RecvNode&>(node);
     if (recv.context() != context_->id()) foreign = &recv;
     return true;
@@ -362,7 +359,8 @@ void PassRun::FeedSend(EdgeId edge) {
     gradients = std::move(arriving_->gradients);
   }
   ReadyMark ready(gradients);
-  const bool brief = AreBrief(gradients) && IsBrief({graph_->entry(root).node}, IsRecv);
+  const bool brief = AreBrief(gradients) && !context_->has_leaf_observer() &&
+                     IsBrief({graph_->entry(root).node}, RecvNode::Is);
   Queue({root, std::move(gradients), std::move(ready), reached, brief});
 }
 

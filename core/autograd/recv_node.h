@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <typeinfo>
 
 #include "absl/types/span.h"
 #include "core/autograd/pass.h"
@@ -21,6 +22,8 @@ class RecvNode final : public torch::autograd::Node {
   // without history), whose gradients it will take in their order.
   static std::shared_ptr<RecvNode> Attach(ContextId context, EdgeEnd end,
                                           absl::Span<at::Tensor> tensors);
+
+  static bool Is(const torch::autograd::Node& node) { return typeid(node) == typeid(RecvNode); }
 
   ContextId context() const { return context_; }
   EdgeEnd end() const { return end_; }

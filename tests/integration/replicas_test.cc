@@ -7,12 +7,15 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
 #include <tuple>
 #include <vector>
 
+#include "core/autograd/context_record.h"
+#include "core/base/event_loop.h"
 #include "core/optim/local_optimizer.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/rpc/store/in_process_store.h"
@@ -213,6 +216,22 @@ class AverageInBackwardTest : public testing::Test {
   std::shared_ptr<ProcessGroup> group_;
   std::unique_ptr<GradientAverager> averager_;
 };
+
+// It may wait, for other ranks or for whoever holds the averager.
+TEST(LeafObserverTest, IsNotCalledOnTheThreadOfTheSockets) {
+  Team team(2, {.transport = "socket"});
+  const at::Tensor x = Leaf({8}, 1);
+  Context context = team[0].NewContext();
+  std::atomic<int> calls = 0;
+  context.record()->SetLeafObserver([&](const at::Tensor&) {
+    EXPECT_EQ(EventLoop::Current(), nullptr);
+    ++calls;
+  });
+  const auto twice = [](Tensors in, Request&) { return Tensors{in[0] * 2}; };
+  const at::Tensor y = team.Run(0, 1, context, twice, {x})[0];
+  ASSERT_TRUE(context.Backward({y.sum()}).ok());
+  EXPECT_EQ(calls, 1);
+}
 
 TEST_F(AverageInBackwardTest, AllBucketsHaveBegunWhenItIsOver) {
   Context unused = team_[0].NewContext(), context = team_[0].NewContext();
