@@ -169,7 +169,7 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
       Handle(from, std::move(notices), RunHere::kBrief);
     });
   }
-  pool_->Schedule([this, from, notices = *std::move(notices)]() mutable {
+  pool_->ScheduleHere([this, from, notices = *std::move(notices)]() mutable {
     Handle(from, std::move(notices), RunHere::kYes);
   });
 }

@@ -194,7 +194,10 @@ void PassRun::CallHelpers() {
     coming_ = wanted;
   }
   for (; helpers > 0; --helpers) {
-    engine_->pool().Schedule([self = shared_from_this()] { self->RunFeeds(RunHere::kYes); });
+    // One may be this thread, the initiator's if it waits for the pass.
+    const Canceller* const maker = this;
+    engine_->pool().ScheduleHere([self = shared_from_this()] { self->RunFeeds(RunHere::kYes); },
+                                 maker);
   }
 }
 

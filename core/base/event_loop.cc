@@ -5,10 +5,12 @@ namespace {
 
 thread_local EventLoop* current = nullptr;
 thread_local uint64_t asked = 0;
+thread_local const void* awaited = nullptr;
 
 }  // namespace
 
 uint64_t& EventLoop::AskedByThisThread() { return asked; }
+const void*& EventLoop::AwaitedByThisThread() { return awaited; }
 
 EventLoop* EventLoop::Current() { return current; }
 void EventLoop::SetCurrent(EventLoop* loop) { current = loop; }

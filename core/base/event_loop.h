@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/time/time.h"
@@ -23,8 +24,8 @@ class EventLoop {
    public:
     virtual ~Visitor() = default;
     // Handles what has come, in place of the loop's own thread, if that has nothing to do. Does
-    // not wait.
-    virtual void Look() = 0;
+    // not wait. Whether there was anything.
+    virtual bool Look() = 0;
     // The same, but sleeps until something comes, WakeVisitor(), or `deadline`. False, at once,
     // where another thread has that to do.
     virtual bool Sleep(absl::Time deadline) = 0;
@@ -35,6 +36,14 @@ class EventLoop {
   // Has the loop's thread run `task` between two events, after those before it. Dropped if the
   // loop ends first.
   virtual void Run(absl::AnyInvocable<void()> task) = 0;
+
+  // For what is not brief, on the thread that handles events: whether the loop can do without it
+  // afterwards, so that it may run a task of `work` (null: of nobody's) then, and has it do so. It
+  // need not be woken for that, as a pool's would; and another thread is, to wait for events
+  // meanwhile, only if some come. A visitor can be had only for what it waits for.
+  virtual bool CanRunAside(const void* work) { return false; }
+  // Only if it can.
+  virtual void RunAside(absl::AnyInvocable<void()> task) { Run(std::move(task)); }
 
   // For the calling thread, which does nothing else until it has destroyed it.
   // So nobody needs to be woken to tell it. Null where others do what is to be done: there is one
@@ -47,6 +56,8 @@ class EventLoop {
   // How many things the calling thread has asked for that some loop is to bring. Who waits for the
   // last of them has nothing else to do.
   static uint64_t& AskedByThisThread();
+  // Whose result the calling thread waits for, visiting; null for nobody's.
+  static const void*& AwaitedByThisThread();
 
   // The loop that the calling thread is the thread of, a visitor's too; null on others.
   static EventLoop* Current();

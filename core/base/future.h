@@ -45,6 +45,19 @@ class Canceller {
 
 namespace internal {
 
+// Says whom the calling thread waits for.
+class Awaiting {
+ public:
+  explicit Awaiting(const void* maker)
+      : before_(std::exchange(EventLoop::AwaitedByThisThread(), maker)) {}
+  ~Awaiting() { EventLoop::AwaitedByThisThread() = before_; }
+  Awaiting(const Awaiting&) = delete;
+  Awaiting& operator=(const Awaiting&) = delete;
+
+ private:
+  const void* const before_;
+};
+
 // What a promise and its futures share. Thread-safe.
 template <typename T>
 class FutureState {
@@ -73,18 +86,20 @@ class FutureState {
     if (deadline <= absl::Now()) return false;
     BlockingScope blocking;
     // Who can bring it about does so, rather than be told by who else would.
-    const std::shared_ptr<EventLoop> loop = LoopToVisit();
+    const void* maker = nullptr;
+    const std::shared_ptr<EventLoop> loop = LoopToVisit(&maker);
+    const Awaiting awaiting(maker);
     std::unique_ptr<EventLoop::Visitor> visitor;
     const auto visit = [&] {
       if (visitor == nullptr && loop != nullptr) visitor = loop->Visit();
       return visitor != nullptr;
     };
-    const auto look = [&] {
-      if (visit()) visitor->Look();
-    };
+    // Where other things come the answer may be next.
+    const auto look = [&] { return visit() && visitor->Look() && absl::Now() < deadline; };
     // What threads wait for is often the answer to a small call, and there at once.
-    if (Spin::OfThisThread().Await([this] { return Done(); }, look)) return true;
-    if (visit() && SleepVisiting(loop, *visitor, deadline)) return true;
+    do {
+      if (Spin::OfThisThread().Await([this] { return Done(); }, look)) return true;
+    } while (absl::Now() < deadline && visit() && SleepVisiting(loop, *visitor, deadline));
     visitor = nullptr;
     absl::MutexLock lock(&mu_);
     return mu_.AwaitWithDeadline(absl::Condition(this, &FutureState::HasValue), deadline);
@@ -128,7 +143,7 @@ class FutureState {
  private:
   bool HasValue() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return value_.has_value(); }
 
-  // Whether there is a value then. Else the visit, or the time, is over.
+  // Until something comes, the value among it. False where the visit is over.
   bool SleepVisiting(const std::shared_ptr<EventLoop>& loop, EventLoop::Visitor& visitor,
                      absl::Time deadline) const {
     {
@@ -136,18 +151,21 @@ class FutureState {
       if (value_.has_value()) return true;
       visited_ = loop;
     }
-    while (!Done() && absl::Now() < deadline && visitor.Sleep(deadline)) {
-    }
+    const bool visits = visitor.Sleep(deadline);
     absl::MutexLock lock(&mu_);
     visited_ = nullptr;
-    return value_.has_value();
+    return visits;
   }
 
   // A thread that has asked for more since will ask for more again: it leaves the loop to others,
   // who bring the answers meanwhile.
-  std::shared_ptr<EventLoop> LoopToVisit() const {
+  std::shared_ptr<EventLoop> LoopToVisit(const void** maker) const {
+    std::shared_ptr<Canceller> canceller;  // it may end here, and then outside the lock
     absl::MutexLock lock(&mu_);
-    return asked_ == EventLoop::AskedByThisThread() ? loop_.lock() : nullptr;
+    if (asked_ != EventLoop::AskedByThisThread()) return nullptr;
+    canceller = canceller_.lock();
+    *maker = canceller.get();
+    return loop_.lock();
   }
 
   std::atomic<bool> done_{false};  // whether there is a value, for those who do not hold mu_
@@ -211,7 +229,7 @@ class Future {
   }
   // For the maker, on the thread that asks for the value: how Cancel() reaches it (none: not at
   // all), and which loop will bring it (none: no one will). Who waits for it may do that loop's
-  // work.
+  // work, and the maker's.
   void MadeBy(std::weak_ptr<Canceller> maker, uint64_t work, std::weak_ptr<EventLoop> loop) const {
     state_->MadeBy(std::move(maker), work, std::move(loop));
   }

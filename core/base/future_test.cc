@@ -179,13 +179,14 @@ class VisitedLoop : public EventLoop {
   class Visitor : public EventLoop::Visitor {
    public:
     explicit Visitor(VisitedLoop* loop) : loop_(loop) {}
-    void Look() override {
+    bool Look() override {
       std::vector<absl::AnyInvocable<void()>> tasks;
       {
         absl::MutexLock lock(&loop_->mu_);
         tasks.swap(loop_->tasks_);
       }
       for (auto& task : tasks) task();
+      return !tasks.empty();
     }
     bool Sleep(absl::Time deadline) override {
       {
@@ -216,6 +217,23 @@ TEST(FutureTest, WhoWaitsDoesWhatBringsTheValue) {
   future.MadeBy({}, 0, loop);
   loop->Run([&] { promise.Set(std::this_thread::get_id()); });
   EXPECT_EQ(*future.Wait(), std::this_thread::get_id());
+}
+
+TEST(FutureTest, WhoWaitsSaysForWhom) {
+  struct Maker : Canceller {
+    void Cancel(uint64_t) override {}
+  };
+  const auto maker = std::make_shared<Maker>();
+  const auto loop = std::make_shared<VisitedLoop>();
+  Promise<bool> promise;
+  const Future<bool> future = promise.future();
+  future.MadeBy(maker, 0, loop);
+  loop->Run([&] {
+    const Canceller* const made_by = maker.get();
+    promise.Set(EventLoop::AwaitedByThisThread() == made_by);
+  });
+  EXPECT_TRUE(*future.Wait());
+  EXPECT_EQ(EventLoop::AwaitedByThisThread(), nullptr);
 }
 
 TEST(FutureTest, WhoSleepsAtALoopIsWokenByAValueFromElsewhere) {

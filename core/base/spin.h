@@ -22,24 +22,25 @@ namespace distgrad {
 class Spin {
  public:
   // Whether `ready()` came true within Patience(), or already was. `look()` is called each time
-  // before it is asked again, and may bring it about.
-  template <typename Ready, typename Look = void (*)()>
+  // before it is asked again, and may bring it about; true has the patience begin anew.
+  template <typename Ready, typename Look = bool (*)()>
   bool Await(
-      Ready ready, Look look = [] {}) {
+      Ready ready, Look look = [] { return false; }) {
     if (ready()) return true;
     if (Alone()) return false;
     if (left_out_ > 0) {
       --left_out_;
       return false;
     }
-    const auto end = std::chrono::steady_clock::now() + Patience();
+    auto end = std::chrono::steady_clock::now() + Patience();
     do {
       sched_yield();
-      look();
+      const bool anew = look();
       if (ready()) {
         vain_ = 0;
         return true;
       }
+      if (anew) end = std::chrono::steady_clock::now() + Patience();
     } while (std::chrono::steady_clock::now() < end);
     vain_ = std::min(vain_ + 1, kMostVain);
     left_out_ = (int64_t{1} << vain_) - 1;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 namespace distgrad {
@@ -32,6 +33,18 @@ TEST(SpinTest, EachWaitInVainLeavesOutTwiceAsMany) {
     EXPECT_GT(LooksInVain(spin), 1);
     for (int i = 0; i < left_out; ++i) EXPECT_EQ(LooksInVain(spin), 1) << i << " of " << left_out;
   }
+}
+
+TEST(SpinTest, WhereOtherThingsComeItGoesOnLooking) {
+  if (Spin::Alone()) GTEST_SKIP() << "one processor: there is no spinning";
+  Spin spin;
+  const auto begin = std::chrono::steady_clock::now();
+  bool late = false;
+  const auto look = [&] {
+    late = std::chrono::steady_clock::now() - begin > 3 * Spin::Patience();
+    return true;
+  };
+  EXPECT_TRUE(spin.Await([&] { return late; }, look));
 }
 
 TEST(SpinTest, SuccessForgetsWhatWasInVain) {

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
+#include "core/base/event_loop.h"
 #include "core/base/thread.h"
 
 namespace distgrad {
@@ -37,6 +38,36 @@ bool ThreadPool::Schedule(Task task) {
   tasks_.push_back(std::move(task));
   FillSlot();
   return true;
+}
+
+bool ThreadPool::ScheduleHere(Task task, const void* work) {
+  EventLoop* const loop = EventLoop::Current();
+  if (loop == nullptr || !loop->CanRunAside(work) || !TakeSlotForGuest()) {
+    return Schedule(std::move(task));
+  }
+  loop->RunAside([this, task = std::move(task)]() mutable { RunAsGuest(std::move(task)); });
+  return true;
+}
+
+bool ThreadPool::TakeSlotForGuest() {
+  absl::MutexLock lock(&mu_);
+  if (closed_ || running_ >= size_) return false;
+  ++running_;
+  ++guests_;
+  return true;
+}
+
+void ThreadPool::RunAsGuest(Task task) {
+  ThreadPool* const own = std::exchange(this_pool, this);
+  Blockable::SetCurrent(this);
+  task();
+  task = nullptr;
+  Blockable::SetCurrent(nullptr);
+  this_pool = own;
+  absl::MutexLock lock(&mu_);
+  --running_;
+  --guests_;
+  FillSlot();
 }
 
 void ThreadPool::Close() {

@@ -37,6 +37,11 @@ class ThreadPool : private Blockable {
   // is returned. Tasks must not throw.
   bool Schedule(Task task);
 
+  // The same; but where fewer than `size` tasks run, and the calling thread handles events of a
+  // loop that can do without it for `work` (EventLoop::CanRunAside), that thread runs the task, as
+  // one of these.
+  bool ScheduleHere(Task task, const void* work = nullptr);
+
   // Takes no more tasks; those accepted still run.
   void Close();
 
@@ -44,7 +49,7 @@ class ThreadPool : private Blockable {
   // not be called by a task.
   void Join();
 
-  // Whether the calling thread is one of this pool's.
+  // Whether the calling thread is one of this pool's, or runs one of its tasks.
   bool OnThisPool() const;
 
  private:
@@ -58,7 +63,12 @@ class ThreadPool : private Blockable {
   bool Park() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Gives a free slot, if a task is waiting for one, to a parked or a new thread.
   void FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool NoThreads() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return threads_.empty(); }
+  // For a guest: a thread that is not the pool's, and runs one task of it.
+  bool TakeSlotForGuest();
+  void RunAsGuest(Task task);
+  bool NoThreads() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return threads_.empty() && guests_ == 0;
+  }
 
   // Constant after construction.
   const std::string name_;
@@ -69,7 +79,9 @@ class ThreadPool : private Blockable {
   absl::Mutex mu_;
   // Guarded by mu_. Whenever it is free, no task waits or all slots are taken.
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
-  size_t running_ ABSL_GUARDED_BY(mu_) = 0;  // slots taken: threads not parked and not blocked
+  // Slots taken: threads not parked and not blocked, guests among them.
+  size_t running_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t guests_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<Parked*> parked_ ABSL_GUARDED_BY(mu_);  // the last one in is the first one out
   std::unordered_map<std::thread::id, std::thread> threads_ ABSL_GUARDED_BY(mu_);
   std::thread ended_ ABSL_GUARDED_BY(mu_);  // the last that ended; joined by the next, or by Join

@@ -8,13 +8,17 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/synchronization/barrier.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "core/base/blocking.h"
+#include "core/base/event_loop.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -258,6 +262,72 @@ TEST(ThreadPoolDeathTest, ATaskMustNotJoinItsOwnPool) {
         pool.Join();
       },
       "joins its own pool");
+}
+
+// The thread that handles its events has time for one task.
+class IdleLoop : public EventLoop {
+ public:
+  void Run(absl::AnyInvocable<void()> task) override { task(); }
+  bool CanRunAside(const void* work) override { return !task_ && work == nullptr; }
+  void RunAside(absl::AnyInvocable<void()> task) override { task_ = std::move(task); }
+
+  // What `handler` leaves behind.
+  absl::AnyInvocable<void()> Handle(absl::FunctionRef<void()> handler) {
+    SetCurrent(this);
+    handler();
+    SetCurrent(nullptr);
+    return std::exchange(task_, nullptr);
+  }
+
+ private:
+  absl::AnyInvocable<void()> task_;
+};
+
+TEST(ThreadPoolTest, ALoopsThreadRunsATaskAsOneOfThePool) {
+  IdleLoop loop;
+  ThreadPool pool("p", 1);
+  std::vector<int> ran;
+  absl::Notification second_ran;
+  auto aside = loop.Handle([&] {
+    ASSERT_TRUE(pool.ScheduleHere([&] {
+      EXPECT_TRUE(pool.OnThisPool());
+      ran.push_back(1);
+      // It has the pool's one slot, until it waits.
+      BlockingScope blocking;
+      second_ran.WaitForNotification();
+    }));
+    EXPECT_TRUE(pool.ScheduleHere([&] {
+      ran.push_back(2);
+      second_ran.Notify();
+    }));
+  });
+  ASSERT_TRUE(aside);
+  EXPECT_TRUE(ran.empty());
+  aside();
+  EXPECT_FALSE(pool.OnThisPool());
+  pool.Join();
+  EXPECT_EQ(ran, std::vector<int>({1, 2}));
+}
+
+TEST(ThreadPoolTest, JoinWaitsForTasksOnALoopsThread) {
+  IdleLoop loop;
+  ThreadPool pool("p", 1);
+  bool ran = false;
+  auto aside = loop.Handle([&] { pool.ScheduleHere([&] { ran = true; }); });
+  std::thread thread([&] { aside(); });
+  pool.Join();
+  EXPECT_TRUE(ran);
+  thread.join();
+  EXPECT_FALSE(loop.Handle([&] { EXPECT_FALSE(pool.ScheduleHere([] {})); }));
+}
+
+TEST(ThreadPoolTest, WhatALoopCannotRunAsideThePoolRuns) {
+  IdleLoop loop;
+  ThreadPool pool("p", 1);
+  absl::Notification ran;
+  const int work = 0;
+  EXPECT_FALSE(loop.Handle([&] { pool.ScheduleHere([&] { ran.Notify(); }, &work); }));
+  ran.WaitForNotification();
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ class CallersLoop final : public EventLoop {
   class Visitor final : public EventLoop::Visitor {
    public:
     explicit Visitor(std::unique_ptr<EventLoop::Visitor> visitor) : visitor_(std::move(visitor)) {}
-    void Look() override { visitor_->Look(); }
+    bool Look() override { return visitor_->Look(); }
     bool Sleep(absl::Time deadline) override { return visitor_->Sleep(deadline); }
 
    private:

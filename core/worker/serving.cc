@@ -108,7 +108,7 @@ void Worker::Impl::OnCall(IncomingCall call) {
     return;
   }
   if (IsShort(serving.request.function, serving.request.message)) return Serve(std::move(serving));
-  pool_.Schedule([this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
+  pool_.ScheduleHere([this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
 }
 
 void Worker::Impl::Serve(Serving serving) {

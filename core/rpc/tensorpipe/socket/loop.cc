@@ -16,8 +16,10 @@ namespace distgrad {
 namespace {
 
 constexpr uint64_t kWakeId = 0;  // no handler has it
-// One runs the loop; any number may wait.
+// Any number may be aside.
 constexpr size_t kThreads = 1 << 20;
+// That many lead or wait for the lead: after one has been aside there is another.
+constexpr int kOwnThreads = 2;
 // After so many sleeps without a visitor none is expected.
 constexpr int kSleepsUnvisited = 16;
 // Where several threads would visit at once, so many find the door closed: the own thread brings
@@ -48,21 +50,27 @@ class Loop::Visitor final : public EventLoop::Visitor {
     if (Current() == loop_) loop_->LeaveToOwn();
   }
 
-  void Look() override {
-    if (!TryLead()) return;
-    loop_->HandleEvents();
+  bool Look() override {
+    if (!TryLead()) return false;
+    const bool any = loop_->HandleEvents();
     loop_->RunDue();
+    return any;
   }
 
   bool Sleep(absl::Time deadline) override {
-    if (!TryLead()) return false;
+    if (Current() != loop_) {
+      if (!TryLead()) return false;
+      // What WakeVisitor() was to say may have gone to who had the lead: the caller asks once more.
+      deadline = absl::InfinitePast();
+    }
     absl::Time until;
     {
       absl::MutexLock lock(&loop_->mu_);
       until = std::min(loop_->WakeTime(), Now() + (deadline - absl::Now()));
     }
     loop_->HandleEvents(MillisecondsUntil(until));
-    return loop_->RunDue();
+    loop_->RunDue();
+    return true;
   }
 
  private:
@@ -100,6 +108,7 @@ absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
   }
   absl::MutexLock lock(&loop->mu_);
   loop->idle_ = false;
+  loop->own_ = 1;
   loop->threads_.Schedule([loop = loop.get()] { loop->Work(); });
   return loop;
 }
@@ -164,6 +173,14 @@ void Loop::Run(Task task) {
   if (tasks_.empty() && Current() != this) Wake();
   tasks_.push_back(std::move(task));
 }
+
+// Only the thread that leads comes here.
+bool Loop::CanRunAside(const void* work) {
+  if (Current() != this || aside_ != nullptr) return false;
+  return leader_ == Leader::kOwn || (work != nullptr && work == AwaitedByThisThread());
+}
+
+void Loop::RunAside(Task task) { aside_ = std::move(task); }
 
 void Loop::Close() {
   std::vector<std::shared_ptr<Handler>> handlers;
@@ -239,7 +256,7 @@ absl::Time Loop::WakeTime() {
   return timers_.Next();
 }
 
-void Loop::AwaitEvents(Spin& spin) {
+bool Loop::AwaitEvents(Spin& spin) {
   absl::Time until;
   {
     absl::MutexLock lock(&mu_);
@@ -254,29 +271,33 @@ void Loop::AwaitEvents(Spin& spin) {
   } else if (!visited_ && sleeps_unvisited_ >= kSleepsUnvisited) {
     HandleEvents(MillisecondsUntil(until));
   } else {
-    Sleep(until);
+    if (!visited_) ++sleeps_unvisited_;
+    EventLoop::SetCurrent(nullptr);
+    leader_ = Leader::kNobody;
+    WakeOwn(true);
+    if (!AwaitLead(until)) return false;
     HandleEvents();
   }
+  return true;
 }
 
-void Loop::Sleep(absl::Time until) {
-  if (!visited_) ++sleeps_unvisited_;
-  EventLoop::SetCurrent(nullptr);
-  leader_ = Leader::kNobody;
-  WakeOwn(true);
+bool Loop::AwaitLead(absl::Time until) {
   epoll_event event;
   for (;;) {
     const int n = epoll_wait(sleep_.get(), &event, 1, MillisecondsUntil(until));
     DG_CHECK(n >= 0 || errno == EINTR) << "epoll_wait: errno " << errno;
-    if (TryLead(Leader::kOwn)) return;
-    // A visitor was faster. It wakes this thread as it leaves if there is something to do then.
+    if (TryLead(Leader::kOwn)) break;
+    // Somebody was faster, who wakes this thread if there is something to do as the lead is free.
     until = absl::InfiniteFuture();
     {
       absl::MutexLock lock(&mu_);
+      if (idle_) return false;
       sleeps_until_ = until;
     }
-    if (TryLead(Leader::kOwn)) return;
+    if (TryLead(Leader::kOwn)) break;
   }
+  WakeOwn(false);
+  return true;
 }
 
 bool Loop::HandleEvents(int patience) {
@@ -325,29 +346,68 @@ bool Loop::RunDue() {
     Blockable::SetCurrent(nullptr);
     if (Current() != this) return false;
   }
-  return true;
+  if (aside_ == nullptr) return true;
+  Task task = std::exchange(aside_, nullptr);
+  StepAside();
+  task();
+  return false;
 }
 
 // In a task.
 void Loop::OnBlocked() {
-  if (Current() != this) return;  // relieved already
+  if (Current() != this) return;  // it has given up the lead already
+  // That cannot wait until this one goes on.
+  if (aside_ != nullptr) threads_.Schedule(std::exchange(aside_, nullptr));
+  StepAside();
+}
+
+void Loop::StepAside() {
   if (leader_ == Leader::kVisitor) return LeaveToOwn();
+  bool is_last;
+  {
+    absl::MutexLock lock(&mu_);
+    is_last = own_ == 1;
+    if (!is_last) --own_;
+    sleeps_until_ = absl::InfiniteFuture();  // this thread does not
+  }
+  LeaveToOwn();
+  if (is_last) threads_.Schedule([this] { Work(); });
+}
+
+bool Loop::Return() {
+  absl::MutexLock lock(&mu_);
+  if (idle_ || own_ == kOwnThreads) return false;
+  ++own_;
+  return true;
+}
+
+bool Loop::IsOver() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!closed_ || !handlers_.empty()) return false;
+    idle_ = true;
+  }
   EventLoop::SetCurrent(nullptr);
-  threads_.Schedule([this] { Work(); });
+  // It keeps the lead, so nobody gets it any more. Who waits for it may go.
+  WakeOwn(true);
+  Wake();
+  return true;
 }
 
 void Loop::Work() {
-  EventLoop::SetCurrent(this);
   Spin spin;
-  for (;;) {
-    AwaitEvents(spin);
-    if (!RunDue()) return;
-    absl::MutexLock lock(&mu_);
-    if (!closed_ || !handlers_.empty()) continue;
-    EventLoop::SetCurrent(nullptr);
-    idle_ = true;  // it keeps the lead: no visitor gets it any more
-    return;
-  }
+  do {
+    if (TryLead(Leader::kOwn)) {
+      WakeOwn(false);
+    } else if (!AwaitLead(absl::InfiniteFuture())) {
+      return;
+    }
+    for (;;) {
+      if (!AwaitEvents(spin)) return;
+      if (!RunDue()) break;
+      if (IsOver()) return;
+    }
+  } while (Return());
 }
 
 }  // namespace distgrad

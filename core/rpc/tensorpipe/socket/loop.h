@@ -1,16 +1,18 @@
-// One thread that waits in epoll for the sockets of a transport, and for its timers. After an
-// event it looks for the next one for a moment (core/base/spin.h); with nothing to do it sleeps.
+// Waits in epoll for the sockets of a transport, and for its timers. After an event it looks for
+// the next one for a moment (core/base/spin.h); with nothing to do it sleeps.
 //
 // Sockets are watched edge-triggered: a handler is told once when a socket becomes ready, and
 // uses it until the kernel says EAGAIN. So no system call but the reads and writes themselves is
 // needed while messages come and go.
 //
 // One thread at a time has the lead: it waits for events, handles them, and runs tasks. As a rule
-// that is the loop's own. A visitor (core/base/event_loop.h) takes the lead while that sleeps or
-// would only look for events, and leaves the sleeper alone: it sleeps on a second epoll, in which
-// the first is a member, watched only while nobody looks.
+// that is one of the loop's own. A visitor (core/base/event_loop.h) takes the lead while that
+// sleeps or would only look for events. Own threads without the lead sleep on a second epoll, in
+// which the first is a member, watched only while nobody leads.
 //
-// A task may wait, in a BlockingScope: another thread then takes over the loop. Handlers must not.
+// A task may wait, in a BlockingScope, and one that was given to RunAside() may do what it likes:
+// the thread gives up the lead for it, and takes it back afterwards unless another has it.
+// Handlers must not wait.
 //
 // Thread-safe.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_LOOP_H_
@@ -73,6 +75,8 @@ class Loop : public EventLoop, private Blockable {
   TimerId After(absl::Duration delay, Task task);
   void Cancel(TimerId timer);
   void Run(Task task) override;
+  bool CanRunAside(const void* work) override;
+  void RunAside(Task task) override;
   std::unique_ptr<EventLoop::Visitor> Visit() override;
   void WakeVisitor() override;
 
@@ -87,26 +91,33 @@ class Loop : public EventLoop, private Blockable {
 
   Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name);
 
-  // What the loop's own thread runs, with the lead, until it is relieved or the loop is over.
+  // What an own thread runs, until enough others do or the loop is over.
   void Work();
-  // Waits for events, and handles them.
-  void AwaitEvents(Spin& spin);
-  // Gives up the lead, and sleeps until then or until there is something to do. Then has the lead
-  // again.
-  void Sleep(absl::Time until);
+  // Waits for events, and handles them. False once the loop is over.
+  bool AwaitEvents(Spin& spin);
+  // Without the lead: sleeps until then, or until there is something to do and nobody who does it,
+  // and takes the lead. False once the loop is over.
+  bool AwaitLead(absl::Time until);
   // Handles the events that there are, or come within `patience` milliseconds; returns whether
   // there were any.
   bool HandleEvents(int patience = 0);
   // Runs what is due. Returns whether this thread still has the lead.
   bool RunDue();
+  // Gives up the lead, and sees to it that an own thread waits for it: the task that runs now may
+  // take long.
+  void StepAside();
+  // After that. False if this thread is not needed any more.
+  bool Return();
+  // Whether there is nothing left to do, ever.
+  bool IsOver();
   // When whoever has the lead must be awake again.
   absl::Time WakeTime() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Wake();
 
   bool TryLead(Leader leader);
-  // Whether the own thread, if it sleeps, wakes for the next event.
+  // Whether an own thread that sleeps wakes for the next event.
   void WakeOwn(bool wake);
-  // A visitor goes, or waits, and gives up the lead.
+  // Gives up the lead to an own thread that sleeps.
   void LeaveToOwn();
 
   void OnBlocked() override;
@@ -118,20 +129,22 @@ class Loop : public EventLoop, private Blockable {
   const Fd wake_;   // an eventfd
 
   // Synchronize themselves.
-  // The own thread, and those that were relieved and still wait.
-  ThreadPool threads_;
-  std::atomic<Leader> leader_{Leader::kOwn};
+  ThreadPool threads_;  // the own ones, and those aside
+  std::atomic<Leader> leader_{Leader::kNobody};
   std::atomic<bool> visited_{false};
   std::atomic<int> sleeps_unvisited_{0};  // of the own thread, since the last visit
   std::atomic<int> crowd_{0};             // so many may not visit
 
+  Task aside_;  // only for whoever has the lead
+
   absl::Mutex mu_;
   // Guarded by mu_.
   bool idle_ ABSL_GUARDED_BY(mu_) = true;  // nobody works, or will
+  int own_ ABSL_GUARDED_BY(mu_) = 0;       // own threads that lead or wait for the lead
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
   internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);
-  // Until when the own thread sleeps, if it does.
+  // Until when an own thread sleeps at most, if one does.
   absl::Time sleeps_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
   bool closed_ ABSL_GUARDED_BY(mu_) = false;

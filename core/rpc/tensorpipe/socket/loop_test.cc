@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
+#include "core/base/future.h"
 
 namespace distgrad {
 namespace {
@@ -163,6 +165,110 @@ TEST_F(LoopTest, ASleepingVisitorWakesForWhatComes) {
   waker.join();
 }
 
+TEST_F(LoopTest, AVisitorThatGetsTheLeadLooksBeforeItSleeps) {
+  const auto visitor = loop_->Visit();
+  // Says that there is something, but the own thread hears it.
+  std::thread([&] { loop_->WakeVisitor(); }).join();
+  absl::Notification heard;
+  loop_->Run([&] { heard.Notify(); });
+  heard.WaitForNotification();
+  while (!visitor->Sleep(absl::InfiniteFuture())) {
+  }
+}
+
+// Has the loop's own thread run `task` aside.
+void RunAside(Loop& loop, Loop::Task task) {
+  absl::Notification given;
+  loop.Run([&] {
+    ASSERT_TRUE(loop.CanRunAside(nullptr));
+    loop.RunAside(std::move(task));
+    EXPECT_FALSE(loop.CanRunAside(nullptr));  // one at a time
+    given.Notify();
+  });
+  given.WaitForNotification();
+}
+
+TEST_F(LoopTest, WhatRunsAsideHoldsNothingUp) {
+  EXPECT_FALSE(loop_->CanRunAside(nullptr));  // this is no thread of it
+  absl::Notification first_over, second_over, go_on;
+  RunAside(*loop_, [&] {
+    EXPECT_EQ(EventLoop::Current(), nullptr);
+    go_on.WaitForNotification();
+    first_over.Notify();
+  });
+  // Of the thread that took over, which leaves it to a third.
+  RunAside(*loop_, [&] {
+    go_on.WaitForNotification();
+    second_over.Notify();
+  });
+  absl::Notification fired;
+  loop_->After(absl::Milliseconds(1), [&] { fired.Notify(); });
+  fired.WaitForNotification();
+  loop_->Run([&] { go_on.Notify(); });
+  first_over.WaitForNotification();
+  second_over.WaitForNotification();
+}
+
+TEST_F(LoopTest, ThreadsThatWereAsideComeBack) {
+  std::set<std::thread::id> threads;
+  for (int i = 0; i < 200; ++i) {
+    absl::Notification over;
+    std::thread::id thread;
+    RunAside(*loop_, [&] {
+      thread = std::this_thread::get_id();
+      over.Notify();
+    });
+    over.WaitForNotification();
+    threads.insert(thread);
+  }
+  // One that leads, one that waits for the lead, and some on their way back.
+  EXPECT_LE(threads.size(), 20u);
+}
+
+TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpWhatRunsAside) {
+  absl::Notification over, may_wait;
+  loop_->Run([&] {
+    loop_->RunAside([&] { over.Notify(); });
+    BlockingScope blocking;
+    over.WaitForNotification();
+    may_wait.Notify();
+  });
+  may_wait.WaitForNotification();
+}
+
+TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {
+  absl::Notification go_on;
+  bool over = false;
+  RunAside(*loop_, [&] {
+    go_on.WaitForNotification();
+    over = true;
+  });
+  loop_->Close();
+  go_on.Notify();
+  loop_->Join();
+  EXPECT_TRUE(over);
+}
+
+TEST_F(LoopTest, AVisitorRunsAsideOnlyWhatItWaitsFor) {
+  const int mine = 0, other = 0;
+  const internal::Awaiting awaiting(&mine);
+  absl::Notification over;
+  RunVisiting(*loop_, [&] {
+    EXPECT_FALSE(loop_->CanRunAside(nullptr));
+    EXPECT_FALSE(loop_->CanRunAside(&other));
+    ASSERT_TRUE(loop_->CanRunAside(&mine));
+    loop_->RunAside([&, me = std::this_thread::get_id()] {
+      EXPECT_EQ(std::this_thread::get_id(), me);
+      EXPECT_EQ(EventLoop::Current(), nullptr);
+      absl::Notification ran;
+      loop_->Run([&] { ran.Notify(); });
+      ran.WaitForNotification();
+      over.Notify();
+    });
+  });
+  EXPECT_TRUE(over.HasBeenNotified());
+}
+
 TEST_F(LoopTest, NothingIsLostAsVisitorsComeAndGo) {
   constexpr int kRounds = 2000;
   std::atomic<bool> over = false;
@@ -182,6 +288,11 @@ TEST_F(LoopTest, NothingIsLostAsVisitorsComeAndGo) {
     absl::Notification ran;
     if (i % 4 == 0) {
       loop_->After(absl::Microseconds(i % 100), [&] { ran.Notify(); });
+    } else if (i % 4 == 1) {
+      loop_->Run([&] {
+        if (!loop_->CanRunAside(nullptr)) return ran.Notify();
+        loop_->RunAside([&] { ran.Notify(); });
+      });
     } else {
       loop_->Run([&] { ran.Notify(); });
     }
