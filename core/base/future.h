@@ -98,7 +98,8 @@ class FutureState {
     const auto look = [&] { return visit() && visitor->Look() && absl::Now() < deadline; };
     // What threads wait for is often the answer to a small call, and there at once.
     do {
-      if (Spin::OfThisThread().Await([this] { return Done(); }, look)) return true;
+      const auto patience = visit() ? Spin::kPatienceAtSockets : Spin::kPatience;
+      if (Spin::OfThisThread().Await([this] { return Done(); }, patience, look)) return true;
     } while (absl::Now() < deadline && visit() && SleepVisiting(loop, *visitor, deadline));
     visitor = nullptr;
     absl::MutexLock lock(&mu_);

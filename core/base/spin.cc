@@ -14,6 +14,4 @@ bool Spin::Alone() {
   return alone;
 }
 
-std::chrono::microseconds Spin::Patience() { return std::chrono::microseconds(200); }
-
 }  // namespace distgrad

@@ -21,18 +21,26 @@ namespace distgrad {
 // Not thread-safe: one for each thread that waits.
 class Spin {
  public:
-  // Whether `ready()` came true within Patience(), or already was. `look()` is called each time
-  // before it is asked again, and may bring it about; true has the patience begin anew.
-  template <typename Ready, typename Look = bool (*)()>
-  bool Await(
-      Ready ready, Look look = [] { return false; }) {
+  // How long to look: a few times what sleeping and being woken takes. Who looks at the sockets
+  // itself needs nobody else to be awake, and looks through the next worker's part of a way.
+  static constexpr std::chrono::microseconds kPatience{200}, kPatienceAtSockets{500};
+
+  // Whether `ready()` came true within `patience`, or already was.
+  template <typename Ready>
+  bool Await(Ready ready, std::chrono::microseconds patience) {
+    return Await(ready, patience, [] { return false; });
+  }
+  // `look()` is called each time before it is asked again, and may bring it about; true has the
+  // patience begin anew.
+  template <typename Ready, typename Look>
+  bool Await(Ready ready, std::chrono::microseconds patience, Look look) {
     if (ready()) return true;
     if (Alone()) return false;
     if (left_out_ > 0) {
       --left_out_;
       return false;
     }
-    auto end = std::chrono::steady_clock::now() + Patience();
+    auto end = std::chrono::steady_clock::now() + patience;
     do {
       sched_yield();
       const bool anew = look();
@@ -40,7 +48,7 @@ class Spin {
         vain_ = 0;
         return true;
       }
-      if (anew) end = std::chrono::steady_clock::now() + Patience();
+      if (anew) end = std::chrono::steady_clock::now() + patience;
     } while (std::chrono::steady_clock::now() < end);
     vain_ = std::min(vain_ + 1, kMostVain);
     left_out_ = (int64_t{1} << vain_) - 1;
@@ -53,8 +61,6 @@ class Spin {
 
   // Whether there is but one processor, on which nothing happens while we look.
   static bool Alone();
-  // How long to look: a few times what sleeping and being woken takes.
-  static std::chrono::microseconds Patience();
 
  private:
   static constexpr int kMostVain = 10;

@@ -12,17 +12,19 @@ namespace {
 // How often a wait for what never comes looks for it.
 int LooksInVain(Spin& spin) {
   int looks = 0;
-  EXPECT_FALSE(spin.Await([&] {
-    ++looks;
-    return false;
-  }));
+  EXPECT_FALSE(spin.Await(
+      [&] {
+        ++looks;
+        return false;
+      },
+      Spin::kPatience));
   return looks;
 }
 
 TEST(SpinTest, WhatIsThereIsSeenAtTheFirstLook) {
   Spin spin;
   int looks = 0;
-  EXPECT_TRUE(spin.Await([&] { return ++looks == 1; }));
+  EXPECT_TRUE(spin.Await([&] { return ++looks == 1; }, Spin::kPatience));
   EXPECT_EQ(looks, 1);
 }
 
@@ -41,10 +43,10 @@ TEST(SpinTest, WhereOtherThingsComeItGoesOnLooking) {
   const auto begin = std::chrono::steady_clock::now();
   bool late = false;
   const auto look = [&] {
-    late = std::chrono::steady_clock::now() - begin > 3 * Spin::Patience();
+    late = std::chrono::steady_clock::now() - begin > 3 * Spin::kPatience;
     return true;
   };
-  EXPECT_TRUE(spin.Await([&] { return late; }, look));
+  EXPECT_TRUE(spin.Await([&] { return late; }, Spin::kPatience, look));
 }
 
 TEST(SpinTest, SuccessForgetsWhatWasInVain) {
@@ -53,7 +55,7 @@ TEST(SpinTest, SuccessForgetsWhatWasInVain) {
   EXPECT_GT(LooksInVain(spin), 1);
   EXPECT_EQ(LooksInVain(spin), 1);
   int looks = 0;
-  ASSERT_TRUE(spin.Await([&] { return ++looks == 2; }));
+  ASSERT_TRUE(spin.Await([&] { return ++looks == 2; }, Spin::kPatience));
   EXPECT_GT(LooksInVain(spin), 1);
   EXPECT_EQ(LooksInVain(spin), 1);
   EXPECT_GT(LooksInVain(spin), 1);
