@@ -26,6 +26,7 @@ struct Size {
 constexpr Size kSmall = {100, 32, 64};   // 200 parameters of 4 KiB and 128 bytes
 constexpr Size kMany = {1500, 128, 64};  // 25 million, 3,000 of 64 KiB and 512 bytes
 constexpr Size kLarge = {6, 2048, 512};  // 25 million, 6 of 16 MiB
+constexpr Size kTall = {6, 2048, 2048};  // the same with more rows
 
 at::Tensor Forward(torch::nn::Sequential& net, const at::Tensor& input) {
   return net->forward(input);
@@ -50,6 +51,7 @@ absl::Status Check(torch::nn::Sequential& net, const at::Tensor& input) {
 Layers NewLayers(const std::string& kind, int parts) {
   const Size size = absl::EndsWith(kind, "_small")  ? kSmall
                     : absl::EndsWith(kind, "_many") ? kMany
+                    : absl::EndsWith(kind, "_tall") ? kTall
                                                     : kLarge;
   const at::NoGradGuard no_grad;
   torch::nn::Sequential net;

@@ -16,12 +16,13 @@ struct Layers {
   torch::nn::Sequential net;
   at::Tensor input;
 };
-// What a kind of work is done with, by how its name ends: "_small", "_many" or "_large". Where the
-// batch is that of `parts` ranks together, this is the part of one.
+// What a kind of work is done with, by how its name ends: "_small", "_many" (layers), "_large" or
+// "_tall" (large ones, and more rows). Where the batch is that of `parts` ranks together, this is
+// the part of one.
 Layers NewLayers(const std::string& kind, int parts = 1);
 
-// step_small, step_large: forward and backward of a batch. parallel_small, parallel_large: the same
-// over work.count replicas on the CPU. kInternal if the gradients are not those of the module.
+// step_...: forward and backward of a batch. parallel_...: the same over work.count replicas on the
+// CPU. kInternal if the gradients are not those of the module.
 absl::StatusOr<Sample> RunParallelStep(const Work& work, absl::Duration budget);
 
 }  // namespace distgrad

@@ -1,6 +1,8 @@
 #include "benchmarks/rows.h"
 
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
@@ -105,15 +107,18 @@ std::vector<Row> AllRows(const std::string& transport) {
     row->world = 1;
   }
   // Data parallel over the CPU, as so many times the plain step.
-  for (const char* const size : {"small", "large"}) {
+  for (const auto& [size, batch] : std::vector<std::pair<std::string, std::string>>{
+           {"small", "small layers"}, {"large", "large layers"}, {"tall", "2,048 rows"}}) {
     for (const int replicas : {1, 2, 4, 8}) {
       const Work work = {absl::StrCat("parallel_", size), replicas, 4};
       rows.push_back({.metric = absl::StrCat(work.kind, "_", replicas),
-                      .title = absl::StrCat("data parallel, ", size, " layers, ", replicas,
+                      .title = absl::StrCat("data parallel, ", batch, ", ", replicas,
                                             replicas > 1 ? " replicas" : " replica"),
                       .world = 1,
                       .ours = {"local", "", work},
                       .floors = {{"local", "", {absl::StrCat("step_", size), 1, 4}}},
+                      .reach = size == "small" ? 0 : 1.05,
+                      .against = Row::Against::kFloor,
                       .quick = false});
     }
   }

@@ -26,13 +26,17 @@ namespace distgrad {
 //   chain     a function that goes on from worker to worker, `count` hops; backward; release
 //   executor  backward of a chain of `count` local nodes, in distgrad's executor
 //   backward  the same in torch::autograd::backward
-//   step_small, step_large  forward and backward of many small layers, or of few large ones
-//   parallel_small, parallel_large  the same by DataParallel over `count` replicas on the CPU
-//   alone_small, alone_many, alone_large  the same by every rank of a group for its part of the
-//   batch averaged_...  the same, and gradients are averaged by a GradientAverager reducer_... the
-//   same by c10d's Reducer, as PyTorch's DistributedDataParallel sets it up views_...     the same
-//   where .grad are views of its buckets allreduce_... the bytes of all gradients by one allreduce
-//   of c10d's Gloo memcpy    one copy of `bytes`
+//   memcpy    one copy of `bytes`
+//
+// and, with the layers and the batch that the end of the name says (parallel_step.h),
+//
+//   step_       forward and backward
+//   parallel_   the same by DataParallel over `count` replicas on the CPU
+//   alone_      the same by every rank of a group for its part of the batch
+//   averaged_   the same, and gradients are averaged by a GradientAverager
+//   reducer_    the same by c10d's Reducer, as PyTorch's DistributedDataParallel sets it up
+//   views_      the same where .grad are views of its buckets
+//   allreduce_  the bytes of all gradients by one allreduce of c10d's Gloo
 struct Work {
   std::string kind;
   int count = 1;

@@ -10,6 +10,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/notification.h"
 #include "core/worker/worker.h"
 #include "tests/testing/cluster.h"
 
@@ -215,6 +217,30 @@ TEST_P(CallsTest, ACallThatIsCancelledCancelsTheAnswerToCome) {
 }
 
 // A calls B calls A ..., with one thread each, none of which is ever held.
+// With neither of them waiting in a way that the worker could know of.
+TEST_P(CallsTest, LongHandlersHoldUpNeitherEachOtherNorTheSockets) {
+  Start({.workers = 2, .threads = 2});
+  absl::BlockingCounter both_run(2);
+  absl::Notification go_on;
+  ASSERT_TRUE(worker(1)
+                  .Register("hold",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              both_run.DecrementCount();
+                              go_on.WaitForNotification();
+                              return Message();
+                            })
+                  .ok());
+  Future<Message> first = worker(0).CallAsync(1, "hold", {});
+  Future<Message> second = worker(0).CallAsync(1, "hold", {});
+  both_run.Wait();
+  // A short operator needs no thread of the pool, and so is answered.
+  const auto minus_one = worker(0).CallOperator(1, "aten::neg", {at::ones({1})});
+  EXPECT_TRUE(minus_one.ok()) << minus_one.status();
+  go_on.Notify();
+  EXPECT_TRUE(first.Wait().ok()) << first.Wait().status();
+  EXPECT_TRUE(second.Wait().ok()) << second.Wait().status();
+}
+
 TEST_P(CallsTest, LaterAnswersFiftyDeepOnPoolsOfOneThread) {
   Start({.workers = 2, .threads = 1});
   for (int i = 0; i < 2; ++i) {
