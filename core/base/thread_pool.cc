@@ -45,7 +45,9 @@ bool ThreadPool::ScheduleHere(Task task, const void* work) {
   if (loop == nullptr || !loop->CanRunAside(work) || !TakeSlotForGuest()) {
     return Schedule(std::move(task));
   }
-  loop->RunAside([this, task = std::move(task)]() mutable { RunAsGuest(std::move(task)); });
+  const bool stays = work == nullptr;
+  loop->RunAside(
+      [this, task = std::move(task), stays]() mutable { RunAsGuest(std::move(task), stays); });
   return true;
 }
 
@@ -57,17 +59,32 @@ bool ThreadPool::TakeSlotForGuest() {
   return true;
 }
 
-void ThreadPool::RunAsGuest(Task task) {
+void ThreadPool::RunAsGuest(Task task, bool stays) {
   ThreadPool* const own = std::exchange(this_pool, this);
   Blockable::SetCurrent(this);
   task();
   task = nullptr;
+  {
+    absl::MutexLock lock(&mu_);
+    if (stays) RunTasks();
+    --running_;
+    --guests_;
+    FillSlot();
+  }
   Blockable::SetCurrent(nullptr);
   this_pool = own;
-  absl::MutexLock lock(&mu_);
-  --running_;
-  --guests_;
-  FillSlot();
+}
+
+void ThreadPool::RunTasks() {
+  // After a task that had blocked there may be one thread too many.
+  while (!tasks_.empty() && running_ <= size_) {
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    mu_.Unlock();
+    task();
+    task = nullptr;
+    mu_.Lock();
+  }
 }
 
 void ThreadPool::Close() {
@@ -103,15 +120,7 @@ void ThreadPool::Run() {
   {
     absl::MutexLock lock(&mu_);
     do {
-      // After a task that had blocked there may be one thread too many.
-      while (!tasks_.empty() && running_ <= size_) {
-        Task task = std::move(tasks_.front());
-        tasks_.pop_front();
-        mu_.Unlock();
-        task();
-        task = nullptr;
-        mu_.Lock();
-      }
+      RunTasks();
       --running_;
     } while (Park());
     before = std::move(ended_);

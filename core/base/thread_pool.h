@@ -39,7 +39,7 @@ class ThreadPool : private Blockable {
 
   // The same; but where fewer than `size` tasks run, and the calling thread handles events of a
   // loop that can do without it for `work` (EventLoop::CanRunAside), that thread runs the task, as
-  // one of these.
+  // one of these. With null `work` it then goes on with others that wait.
   bool ScheduleHere(Task task, const void* work = nullptr);
 
   // Takes no more tasks; those accepted still run.
@@ -63,9 +63,12 @@ class ThreadPool : private Blockable {
   bool Park() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Gives a free slot, if a task is waiting for one, to a parked or a new thread.
   void FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // For a guest: a thread that is not the pool's, and runs one task of it.
+  // Runs what waits, with the slot of the calling thread.
+  void RunTasks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // For a guest: a thread that is not the pool's, and runs a task of it, and then those that wait
+  // if it `stays`.
   bool TakeSlotForGuest();
-  void RunAsGuest(Task task);
+  void RunAsGuest(Task task, bool stays);
   bool NoThreads() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return threads_.empty() && guests_ == 0;
   }

@@ -309,6 +309,18 @@ TEST(ThreadPoolTest, ALoopsThreadRunsATaskAsOneOfThePool) {
   EXPECT_EQ(ran, std::vector<int>({1, 2}));
 }
 
+TEST(ThreadPoolTest, ALoopsThreadGoesOnWithWhatWaits) {
+  IdleLoop loop;
+  ThreadPool pool("p", 1);
+  std::vector<std::thread::id> ran;
+  const auto task = [&] { ran.push_back(std::this_thread::get_id()); };
+  auto aside = loop.Handle([&] {
+    for (int i = 0; i < 3; ++i) pool.ScheduleHere(task);
+  });
+  aside();
+  EXPECT_EQ(ran, std::vector<std::thread::id>(3, std::this_thread::get_id()));
+}
+
 TEST(ThreadPoolTest, JoinWaitsForTasksOnALoopsThread) {
   IdleLoop loop;
   ThreadPool pool("p", 1);
