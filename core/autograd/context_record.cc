@@ -11,9 +11,12 @@
 
 namespace distgrad {
 
-absl::Status ContextRecord::CheckAlive() const {
-  if (!released_) return absl::OkStatus();
+absl::Status ContextRecord::ReleasedError() const {
   return absl::FailedPreconditionError(absl::StrCat("context ", id_, " is released"));
+}
+
+absl::Status ContextRecord::CheckAlive() const {
+  return released_ ? ReleasedError() : absl::OkStatus();
 }
 
 absl::Status ContextRecord::CheckReachable(WorkerId peer) const {
@@ -147,16 +150,25 @@ bool ContextRecord::has_leaf_observer() const {
 }
 
 absl::StatusOr<at::Tensor> ContextRecord::Gradient(const at::Tensor& leaf) const {
-  absl::MutexLock lock(&gradients_mu_);
-  auto it = gradients_.find(leaf.unsafeGetTensorImpl());
-  if (it != gradients_.end()) {
-    it->second.ready.Await(it->second.gradient);
-    return it->second.gradient;
-  }
-  if (gradients_dropped_) {
-    return absl::FailedPreconditionError(absl::StrCat("context ", id_, " is released"));
-  }
+  DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> gradients, GradientsOf({leaf}));
+  if (gradients[0].defined()) return std::move(gradients[0]);
   return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));
+}
+
+absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
+    absl::Span<const at::Tensor> leaves) const {
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(leaves.size());
+  absl::MutexLock lock(&gradients_mu_);
+  if (gradients_dropped_) return ReleasedError();
+  for (const at::Tensor& leaf : leaves) {
+    at::Tensor& gradient = gradients.emplace_back();
+    const auto it = gradients_.find(leaf.unsafeGetTensorImpl());
+    if (it == gradients_.end()) continue;
+    gradient = it->second.gradient;
+    it->second.ready.Await(gradient);
+  }
+  return gradients;
 }
 
 std::vector<std::pair<at::Tensor, at::Tensor>> ContextRecord::Gradients() const {
@@ -172,6 +184,7 @@ std::vector<std::pair<at::Tensor, at::Tensor>> ContextRecord::Gradients() const 
 
 absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradient) {
   absl::MutexLock lock(&gradients_mu_);
+  if (gradients_dropped_) return ReleasedError();
   auto it = gradients_.find(leaf.unsafeGetTensorImpl());
   if (it == gradients_.end()) {
     return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));

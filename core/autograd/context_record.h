@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "core/autograd/executor/source_node.h"
 #include "core/autograd/executor/streams.h"
 #include "core/autograd/pass.h"
@@ -99,6 +100,8 @@ class ContextRecord {
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
   // The gradient of a leaf; kNotFound if no pass gave it one, kFailedPrecondition once released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
+  // Those of several leaves at one moment; undefined for one that has none.
+  absl::StatusOr<std::vector<at::Tensor>> GradientsOf(absl::Span<const at::Tensor> leaves) const;
   // All leaves with a gradient.
   std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const;
   // Replaces the gradient of a leaf that has one (clipping, averaging over replicas).
@@ -129,6 +132,7 @@ class ContextRecord {
   // Returns whom to tell, outside the lock.
   std::shared_ptr<const LeafObserver> AddToGradient(torch::autograd::AccumulateGrad& leaf,
                                                     at::Tensor gradient);
+  absl::Status ReleasedError() const;
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status CheckReachable(WorkerId peer) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Found FindPassLocked(PassId pass) const ABSL_SHARED_LOCKS_REQUIRED(mu_);

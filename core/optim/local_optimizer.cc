@@ -53,6 +53,14 @@ class ParametersLock {
   std::bitset<kLocks> held_;
 };
 
+std::vector<at::Tensor> ParametersOf(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> parameters;
+  for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  }
+  return parameters;
+}
+
 }  // namespace
 
 LocalOptimizer::LocalOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer)
@@ -62,25 +70,25 @@ LocalOptimizer::~LocalOptimizer() = default;
 absl::Status LocalOptimizer::Step(const ContextRecord& context,
                                   std::optional<double> learning_rate) {
   absl::MutexLock lock(&mu_);
-  const ParametersLock parameters(*optimizer_);
-  std::vector<std::pair<at::Tensor, at::Tensor>> before;
+  const ParametersLock parameters_lock(*optimizer_);
+  const std::vector<at::Tensor> parameters = ParametersOf(*optimizer_);
+  std::vector<at::Tensor> before;
   absl::Status status;
   try {
     at::NoGradGuard no_grad;
+    // All of them before anything changes: a context may be released meanwhile.
+    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, context.GradientsOf(parameters));
+    for (const at::Tensor& parameter : parameters) before.push_back(parameter.grad());
     for (torch::optim::OptimizerParamGroup& group : optimizer_->param_groups()) {
       if (learning_rate.has_value()) group.options().set_lr(*learning_rate);
-      for (at::Tensor& parameter : group.params()) {
-        before.emplace_back(parameter, parameter.grad());
-        absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter);
-        parameter.mutable_grad() = gradient.ok() ? *gradient : at::Tensor();
-      }
     }
+    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
     optimizer_->step();
   } catch (...) {
     status = Annotate(StatusFromException(std::current_exception()),
                       absl::StrCat("optimizer step of context ", context.id()));
   }
-  for (auto& [parameter, grad] : before) parameter.mutable_grad() = std::move(grad);
+  for (size_t i = 0; i < before.size(); ++i) parameters[i].mutable_grad() = std::move(before[i]);
   return status;
 }
 
@@ -96,15 +104,14 @@ absl::Status LocalOptimizer::SetLearningRate(double learning_rate) {
 absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
     const ContextRecord& context) {
   absl::MutexLock lock(&mu_);
-  const ParametersLock parameters(*optimizer_);
+  const ParametersLock parameters_lock(*optimizer_);
   std::vector<at::Tensor> norms;
   try {
     at::NoGradGuard no_grad;
-    for (const torch::optim::OptimizerParamGroup& group : optimizer_->param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        const absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter);
-        if (gradient.ok()) norms.push_back(at::norm(*gradient).to(at::kCPU));
-      }
+    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients,
+                        context.GradientsOf(ParametersOf(*optimizer_)));
+    for (const at::Tensor& gradient : gradients) {
+      if (gradient.defined()) norms.push_back(at::norm(gradient).to(at::kCPU));
     }
   } catch (...) {
     return StatusFromException(std::current_exception());
@@ -114,16 +121,15 @@ absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
 
 absl::Status LocalOptimizer::ScaleGradients(ContextRecord& context, const at::Tensor& factor) {
   absl::MutexLock lock(&mu_);
-  const ParametersLock parameters(*optimizer_);
+  const ParametersLock parameters_lock(*optimizer_);
+  const std::vector<at::Tensor> parameters = ParametersOf(*optimizer_);
   try {
     at::NoGradGuard no_grad;
-    for (const torch::optim::OptimizerParamGroup& group : optimizer_->param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        const absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter);
-        if (!gradient.ok()) continue;
-        // Not in place: whoever asked for the gradient before keeps what it was.
-        DG_RETURN_IF_ERROR(context.SetGradient(parameter, gradient->mul(factor)));
-      }
+    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, context.GradientsOf(parameters));
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      // Not in place: whoever asked for the gradient before keeps what it was.
+      DG_RETURN_IF_ERROR(context.SetGradient(parameters[i], gradients[i].mul(factor)));
     }
   } catch (...) {
     return StatusFromException(std::current_exception());

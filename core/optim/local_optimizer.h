@@ -32,7 +32,8 @@ class LocalOptimizer {
 
   // Updates every parameter that has a gradient in the context; the others are left alone. Each
   // parameter's .grad is used while the optimizer runs, and is afterwards what it was before.
-  // `learning_rate`, if given, is set first, for all parameters.
+  // `learning_rate`, if given, is set first, for all parameters. kFailedPrecondition, as of the two
+  // below, once the context is released: then nothing has changed.
   absl::Status Step(const ContextRecord& context,
                     std::optional<double> learning_rate = std::nullopt);
 

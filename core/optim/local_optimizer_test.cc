@@ -1,0 +1,65 @@
+#include "core/optim/local_optimizer.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/optim/sgd.h>
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+namespace distgrad {
+namespace {
+
+class LocalOptimizerTest : public testing::Test {
+ protected:
+  static void AddGradient(ContextRecord& context, const at::Tensor& parameter, double value) {
+    context.Accumulate(static_cast<torch::autograd::AccumulateGrad&>(
+                           *torch::autograd::impl::grad_accumulator(parameter)),
+                       at::full({2}, value));
+  }
+  static double LearningRate(torch::optim::Optimizer& sgd) {
+    return sgd.param_groups()[0].options().get_lr();
+  }
+
+  const at::Tensor used_ = at::ones({2}).set_requires_grad(true);
+  const at::Tensor unused_ = at::ones({2}).set_requires_grad(true);
+  torch::optim::SGD* const sgd_ =
+      new torch::optim::SGD({used_, unused_}, torch::optim::SGDOptions(1));
+  LocalOptimizer optimizer_{std::unique_ptr<torch::optim::Optimizer>(sgd_)};
+  ContextRecord context_{1};
+};
+
+TEST_F(LocalOptimizerTest, WhatHasNoGradientIsLeftAlone) {
+  used_.mutable_grad() = at::full({2}, 7.0);
+  AddGradient(context_, used_, 3);
+  const auto norms = optimizer_.GradientNorms(context_);
+  ASSERT_TRUE(norms.ok()) << norms.status();
+  ASSERT_EQ(norms->size(), 1u);
+  EXPECT_NEAR((*norms)[0].item<double>(), 3 * std::sqrt(2), 1e-5);
+  ASSERT_TRUE(optimizer_.ScaleGradients(context_, at::scalar_tensor(2)).ok());
+  ASSERT_TRUE(optimizer_.Step(context_, /*learning_rate=*/0.5).ok());
+  EXPECT_TRUE(used_.equal(at::full({2}, -2.0f)));
+  EXPECT_TRUE(unused_.equal(at::ones({2})));
+  EXPECT_TRUE(used_.grad().equal(at::full({2}, 7.0f)));
+  EXPECT_FALSE(unused_.grad().defined());
+}
+
+TEST_F(LocalOptimizerTest, AContextThatIsReleasedIsAnErrorAndChangesNothing) {
+  AddGradient(context_, used_, 3);
+  context_.Release();
+  for (const absl::Status& status : {optimizer_.Step(context_, /*learning_rate=*/0.5),
+                                     optimizer_.GradientNorms(context_).status(),
+                                     optimizer_.ScaleGradients(context_, at::scalar_tensor(2))}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  }
+  EXPECT_TRUE(used_.equal(at::ones({2})));
+  EXPECT_EQ(LearningRate(*sgd_), 1);
+}
+
+}  // namespace
+}  // namespace distgrad
