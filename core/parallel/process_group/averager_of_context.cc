@@ -25,6 +25,8 @@ class GradientAverager::Impl::Following {
     if (const auto averager = averager_.lock()) averager->OnContextEnd(*this);
   }
   void OnGradient(const at::Tensor& leaf) {
+    // The averager may be the one that calls, from under its mutex.
+    if (done_) return;
     if (const auto averager = averager_.lock()) averager->OnContextGradient(*this, leaf);
   }
   // The averager no longer follows, and need not be told of the end.
@@ -72,13 +74,9 @@ void GradientAverager::Impl::OnContextEnd(const Following& following) {
 
 absl::StatusOr<std::vector<at::Tensor>> GradientAverager::Impl::GradientsOf(
     const ContextRecord& context) const {
-  std::vector<at::Tensor> gradients;
-  for (const auto& parameter : plan_.parameters()) {
-    absl::StatusOr<at::Tensor> gradient = context.Gradient(parameter.tensor);
-    if (!gradient.ok() && !absl::IsNotFound(gradient.status())) return gradient.status();
-    gradients.push_back(gradient.ok() ? *std::move(gradient) : at::Tensor());
-  }
-  return gradients;
+  std::vector<at::Tensor> leaves;
+  for (const auto& parameter : plan_.parameters()) leaves.push_back(parameter.tensor);
+  return context.GradientsOf(leaves);
 }
 
 absl::Status GradientAverager::Impl::AverageInBackward(ContextRecord& context) {
@@ -117,9 +115,10 @@ void GradientAverager::Impl::OnContextGradient(const Following& following, const
     if (!touched[known->second]) --missing[bucket];
     touched[known->second] = true;
     if (missing[round.begun()] > 0) return absl::OkStatus();
-    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, GradientsOf(of->context()));
+    const absl::StatusOr<std::vector<at::Tensor>> gradients = GradientsOf(of->context());
+    if (!gradients.ok()) return GiveUpFollowed();  // it was released meanwhile
     while (round.begun() < missing.size() && missing[round.begun()] == 0) {
-      DG_RETURN_IF_ERROR(round.Begin(gradients, touched));
+      DG_RETURN_IF_ERROR(round.Begin(*gradients, touched));
     }
     return absl::OkStatus();
   });

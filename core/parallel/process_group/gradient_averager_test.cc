@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/autograd.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn.h>
 
@@ -13,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/barrier.h"
+#include "core/autograd/context_record.h"
 #include "core/rpc/store/in_process_store.h"
 #include "core/tensor/exception.h"
 #include "tests/testing/ranks.h"
@@ -411,6 +413,46 @@ TEST(GradientAveragerTest, DividesByTheActiveRanksIfAsked) {
       EXPECT_TRUE(w.grad().equal(torch::full({2}, (step + 4) / 2.0f))) << step;
     }
     EXPECT_TRUE(averager->Join().ok());
+  });
+}
+
+// ------------------------------------------------------------------------------ Of contexts
+
+void AddGradient(ContextRecord& context, const Tensor& parameter, Tensor gradient) {
+  context.Accumulate(static_cast<torch::autograd::AccumulateGrad&>(
+                         *torch::autograd::impl::grad_accumulator(parameter)),
+                     std::move(gradient));
+}
+
+// What the averager adds itself, for a parameter that only another rank has used, is not news.
+TEST(GradientAveragerTest, AContextThatWasGivenUpMayBeAveragedAfterAll) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = false});
+    ContextRecord context(1), other(2);
+    EXPECT_TRUE(averager->AverageInBackward(context).ok());
+    EXPECT_TRUE(averager->AverageInBackward(other).ok());
+    if (group->rank() == 1) AddGradient(context, w, torch::ones({2}));
+    const absl::Status status = averager->Average(context);
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(context.Gradient(w)->equal(torch::full({2}, 0.5f)));
+  });
+}
+
+// The others have seen nothing of it.
+TEST(GradientAveragerTest, AReleaseBeforeTheFirstBucketIsNoErrorOfTheGroup) {
+  RunRanks(1, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = false});
+    ContextRecord context(1), other(2);
+    AddGradient(context, w, torch::ones({2}));
+    EXPECT_TRUE(averager->AverageInBackward(context).ok());
+    // Released when the gradient has been added, and before the averager looks at it.
+    float values[2] = {1, 1};
+    AddGradient(context, w, torch::from_blob(values, {2}, [&](void*) { context.Release(); }));
+    EXPECT_EQ(context.Gradient(w).status().code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_TRUE(group->status().ok()) << group->status();
+    EXPECT_TRUE(averager->Average(other).ok());
   });
 }
 
