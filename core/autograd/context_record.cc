@@ -263,24 +263,23 @@ void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
   }
 }
 
-std::vector<std::shared_ptr<PassRun>> ContextRecord::Release() {
+ContextRecord::Released ContextRecord::Release() {
   Edges edges;  // these end outside the lock
   absl::btree_map<PassId, std::shared_ptr<PassRun>> done;
-  std::vector<std::shared_ptr<PassRun>> passes;
+  Released released;
   {
     absl::MutexLock lock(&mu_);
     released_ = true;
     std::swap(edges, edges_);
     done.swap(done_);
-    for (const auto& [pass, run] : passes_) passes.push_back(run);
+    for (const auto& [pass, run] : passes_) released.passes.push_back(run);
   }
   absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients;
-  std::shared_ptr<const LeafObserver> observer;
   absl::MutexLock lock(&gradients_mu_);
   gradients.swap(gradients_);
-  observer.swap(observer_);
+  released.observer.swap(observer_);
   gradients_dropped_ = true;
-  return passes;
+  return released;
 }
 
 ContextSnapshot ContextRecord::Snapshot() const {

@@ -107,13 +107,17 @@ class ContextRecord {
   // Replaces the gradient of a leaf that has one (clipping, averaging over replicas).
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient);
   // Is called with each leaf whose gradient a pass has added to, on the thread that did; what it
-  // throws fails that pass. It may wait. Null: nobody. Ends with the context's release.
+  // throws fails that pass. Null: nobody. Ends with the context's release. Both may wait.
   using LeafObserver = std::function<void(const at::Tensor& leaf)>;
   void SetLeafObserver(LeafObserver observer);
   bool has_leaf_observer() const;
 
-  // Drops everything. Returns the passes that were under way; idempotent.
-  std::vector<std::shared_ptr<PassRun>> Release();
+  struct Released {
+    std::vector<std::shared_ptr<PassRun>> passes;  // that were under way
+    std::shared_ptr<const LeafObserver> observer;  // its end may wait
+  };
+  // Drops everything; idempotent.
+  Released Release();
   bool released() const;
 
   // All but the passes.

@@ -284,11 +284,16 @@ void Engine::Release(ContextId context) { ReleaseFrom(context, std::nullopt); }
 void Engine::ReleaseFrom(ContextId id, std::optional<WorkerId> from) {
   std::shared_ptr<ContextRecord> context = contexts_->Remove(id);
   if (context == nullptr) return;
-  const absl::Status released = absl::CancelledError("the context was released");
-  for (const auto& run : context->Release()) run->Fail(released);
+  ContextRecord::Released released = context->Release();
+  const absl::Status why = absl::CancelledError("the context was released");
+  for (const auto& run : released.passes) run->Fail(why);
   for (WorkerId peer : context->Peers()) {
     if (peer == from || peer == self_) continue;
     Send(peer, {.kind = Notice::Kind::kRelease, .context = id});
+  }
+  // Whoever hears of it from another worker may be the thread of the sockets, which must not wait.
+  if (from.has_value() && released.observer != nullptr) {
+    pool_->Schedule([observer = std::move(released.observer)]() mutable { observer = nullptr; });
   }
 }
 

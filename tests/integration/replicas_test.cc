@@ -14,10 +14,13 @@
 #include <tuple>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
 #include "core/autograd/context_record.h"
 #include "core/base/event_loop.h"
 #include "core/optim/local_optimizer.h"
 #include "core/parallel/process_group/gradient_averager.h"
+#include "core/rpc/store.h"
 #include "core/rpc/store/in_process_store.h"
 #include "tests/integration/team.h"
 
@@ -231,6 +234,53 @@ TEST(LeafObserverTest, IsNotCalledOnTheThreadOfTheSockets) {
   const at::Tensor y = team.Run(0, 1, context, twice, {x})[0];
   ASSERT_TRUE(context.Backward({y.sum()}).ok());
   EXPECT_EQ(calls, 1);
+}
+
+// Remembers on whose thread a group says that it has failed. Thread-safe.
+class WatchedStore : public Store {
+ public:
+  absl::Status Set(const std::string& key, const std::string& value) override {
+    if (absl::StrContains(key, "failure")) {
+      loop_ = EventLoop::Current();
+      failed.Notify();
+    }
+    return store_->Set(key, value);
+  }
+  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+    return store_->Get(key, deadline);
+  }
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
+    return store_->Add(key, amount);
+  }
+  const EventLoop* loop() const { return loop_; }  // once `failed`
+
+  absl::Notification failed;
+
+ private:
+  const std::shared_ptr<Store> store_ = NewInProcessStore();
+  const EventLoop* loop_ = nullptr;
+};
+
+// So may its end, where another worker releases the context.
+TEST(LeafObserverTest, DoesNotEndOnTheThreadOfTheSockets) {
+  const auto store = std::make_shared<WatchedStore>();
+  const at::Tensor w = Leaf({8}, 1);
+  auto group = ProcessGroup::Create({.store = store, .rank = 0, .size = 1});
+  ASSERT_TRUE(group.ok()) << group.status();
+  auto averager = GradientAverager::Create(*group, {{"w", w}}, {}, {.in_backward = false});
+  ASSERT_TRUE(averager.ok()) << averager.status();
+  Team team(2, {.transport = "socket"});
+  Context context = team[0].NewContext();
+  const auto times_w = [&](Tensors in, Request& request) -> absl::StatusOr<Tensors> {
+    const absl::Status begun = (*averager)->AverageInBackward(*request.context.record());
+    if (!begun.ok()) return begun;
+    return Tensors{in[0] * w};
+  };
+  const at::Tensor y = team.Run(0, 1, context, times_w, {Leaf({8}, 2)})[0];
+  ASSERT_TRUE(context.Backward({y.sum()}).ok());
+  context.Release();
+  store->failed.WaitForNotification();
+  EXPECT_EQ(store->loop(), nullptr);
 }
 
 TEST_F(AverageInBackwardTest, AllBucketsHaveBegunWhenItIsOver) {
