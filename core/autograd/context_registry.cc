@@ -13,15 +13,22 @@ std::shared_ptr<ContextRecord> ContextRegistry::New() {
   return record;
 }
 
-absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(ContextId id) {
+absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(ContextId id,
+                                                                          EdgeId edge) {
   absl::MutexLock lock(&mu_);
   if (auto it = contexts_.find(id); it != contexts_.end()) return it->second;
+  const auto gone = gone_.find(id);
+  if (gone != gone_.end() && gone->second == Gone::kRefused) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "context ", id, " was refused when it came; limit contexts_per_peer is ", most_));
+  }
   // Of our own contexts we know all.
-  if (released_.contains(id) || MakerOf(id) == self_) {
+  if (gone != gone_.end() || MakerOf(id) == self_) {
     return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
   }
   size_t& count = of_origin_[MakerOf(id)];
   if (count >= most_) {
+    if (edge != 0) Remember(id, Gone::kRefused);
     return absl::ResourceExhaustedError(absl::StrCat(count, " contexts of worker ", MakerOf(id),
                                                      " are open here; limit contexts_per_peer is ",
                                                      most_));
@@ -51,13 +58,7 @@ size_t ContextRegistry::size() const {
 
 std::shared_ptr<ContextRecord> ContextRegistry::Remove(ContextId id) {
   absl::MutexLock lock(&mu_);
-  if (released_.insert(id).second) {
-    released_order_.push_back(id);
-    if (released_order_.size() > kRemembered) {
-      released_.erase(released_order_.front());
-      released_order_.pop_front();
-    }
-  }
+  Remember(id, Gone::kReleased);
   auto it = contexts_.find(id);
   if (it == contexts_.end()) return nullptr;
   std::shared_ptr<ContextRecord> record = std::move(it->second);
@@ -65,6 +66,15 @@ std::shared_ptr<ContextRecord> ContextRegistry::Remove(ContextId id) {
   const auto origin = of_origin_.find(MakerOf(id));
   if (origin != of_origin_.end() && --origin->second == 0) of_origin_.erase(origin);
   return record;
+}
+
+void ContextRegistry::Remember(ContextId id, Gone how) {
+  if (!gone_.emplace(id, how).second) return;
+  gone_order_.push_back(id);
+  if (gone_order_.size() > kRemembered) {
+    gone_.erase(gone_order_.front());
+    gone_order_.pop_front();
+  }
 }
 
 }  // namespace distgrad

@@ -3,13 +3,13 @@
 #define DISTGRAD_CORE_AUTOGRAD_CONTEXT_REGISTRY_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/context_record.h"
@@ -29,8 +29,9 @@ class ContextRegistry {
 
   // The context that a message names, known from now on. kFailedPrecondition if it was released
   // lately: a message that comes late brings no context back. kResourceExhausted if its origin has
-  // too many.
-  absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id);
+  // too many; and from then on, where that cost the context the `edge` of the message (0: it has
+  // none), which would be waited for in vain.
+  absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id, EdgeId edge);
 
   // Null if this worker does not know it.
   std::shared_ptr<ContextRecord> Find(ContextId id) const;
@@ -41,9 +42,12 @@ class ContextRegistry {
   std::shared_ptr<ContextRecord> Remove(ContextId id);
 
  private:
-  // How many released ids are remembered. A message older than so many contexts is not on its
+  // How many ids are remembered that are gone. A message older than so many contexts is not on its
   // way any more.
   static constexpr size_t kRemembered = 16384;
+
+  enum class Gone : uint8_t { kReleased, kRefused };
+  void Remember(ContextId id, Gone how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const WorkerId self_;
   const size_t most_;
@@ -53,8 +57,8 @@ class ContextRegistry {
   uint64_t last_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<ContextId, std::shared_ptr<ContextRecord>> contexts_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<WorkerId, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
-  absl::flat_hash_set<ContextId> released_ ABSL_GUARDED_BY(mu_);
-  std::deque<ContextId> released_order_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<ContextId, Gone> gone_ ABSL_GUARDED_BY(mu_);
+  std::deque<ContextId> gone_order_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

@@ -223,7 +223,7 @@ void Engine::HandleOfOnePass(WorkerId from, std::vector<Notice> notices, RunHere
     if (found.run != nullptr) found.run->OnNotices(from, std::move(notices), here);
     return;
   }
-  absl::StatusOr<std::shared_ptr<ContextRecord>> context = contexts_->FindOrAdd(id);
+  absl::StatusOr<std::shared_ptr<ContextRecord>> context = contexts_->FindOrAdd(id, /*edge=*/0);
   if (!context.ok()) {
     found.over = Annotate(context.status(), absl::StrCat("on worker ", network_->Describe(self_)));
   } else {

@@ -67,7 +67,8 @@ void Worker::Impl::OnCall(IncomingCall call) {
   }
   std::shared_ptr<ContextRecord> context;
   if (header->context != 0) {
-    absl::StatusOr<std::shared_ptr<ContextRecord>> found = contexts_.FindOrAdd(header->context);
+    absl::StatusOr<std::shared_ptr<ContextRecord>> found =
+        contexts_.FindOrAdd(header->context, header->edge);
     if (!found.ok()) return call.Fail(found.status());
     context = *std::move(found);
     const absl::Status added = context->AddPeer(call.from());
