@@ -32,11 +32,12 @@ bool HasHooks(Node& node) {
 
 bool IsBriefNode(Node& node, bool is_stop) {
   if (HasHooks(node)) return false;
-  if (is_stop || typeid(node) == typeid(SourceNode)) return true;
+  // Whoever feeds it knows the size of what he feeds.
+  if (typeid(node) == typeid(SourceNode)) return true;
   if (typeid(node) == typeid(AccumulateGrad)) {
     const auto& leaf = static_cast<const AccumulateGrad&>(node);
     if (leaf.tensor_post_acc_grad_hooks() != nullptr) return false;
-  } else if (!IsOfLibtorch(node)) {
+  } else if (!is_stop && !IsOfLibtorch(node)) {
     return false;
   }
   for (uint32_t i = 0; i < node.num_inputs(); ++i) {

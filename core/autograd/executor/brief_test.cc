@@ -83,5 +83,12 @@ TEST(BriefTest, WhatLiesBehindAStopDoesNotCount) {
   EXPECT_TRUE(IsBrief({MakeSourceNode({result})}, [stop](Node& node) { return &node == stop; }));
 }
 
+TEST(BriefTest, WhatComesToAStopDoes) {
+  const at::Tensor large = Leaf({100, 100}) * 2;
+  const Node* const stop = large.grad_fn().get();
+  EXPECT_FALSE(
+      IsBrief({MakeSourceNode({large.sum()})}, [stop](Node& node) { return &node == stop; }));
+}
+
 }  // namespace
 }  // namespace distgrad
