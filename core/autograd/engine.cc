@@ -75,13 +75,14 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
 }  // namespace
 
 Engine::Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
-               Clock* clock, TraceRecorder* trace, ContextRegistry* contexts)
+               Clock* clock, TraceRecorder* trace, ContextRegistry* contexts, const Limits& limits)
     : self_(self),
       network_(network),
       pool_(pool),
       clock_(clock),
       trace_(trace),
       contexts_(contexts),
+      limits_(limits),
       device_threads_(std::make_unique<DeviceThreads>(pool)),
       last_edge_(FirstCounter(incarnation)),
       last_pass_(FirstCounter(incarnation)) {}
@@ -137,7 +138,7 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
 void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
   absl::StatusOr<std::vector<Notice>> notices = absl::InternalError("unread");
   try {
-    notices = ReadNotices(packet, offset);
+    notices = ReadNotices(packet, offset, message_limits());
   } catch (...) {
     notices = StatusFromException(std::current_exception());
   }

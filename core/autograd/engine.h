@@ -27,8 +27,10 @@
 #include "core/base/ids.h"
 #include "core/base/thread_pool.h"
 #include "core/base/trace.h"
+#include "core/rpc/limits.h"
 #include "core/rpc/packet.h"
 #include "core/tensor/device_map.h"
+#include "core/tensor/message.h"
 
 namespace distgrad {
 
@@ -65,7 +67,7 @@ class Engine {
  public:
   // All must outlive the last use of the engine; the pool must be joined before it goes.
   Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
-         Clock* clock, TraceRecorder* trace, ContextRegistry* contexts);
+         Clock* clock, TraceRecorder* trace, ContextRegistry* contexts, const Limits& limits);
 
   // ---- Forward: what crosses to or from another worker.
 
@@ -115,12 +117,18 @@ class Engine {
   };
   PassCounts CountPasses() const;
 
+  // Of what others send.
+  MessageLimits message_limits() const {
+    return {.max_tensors = limits_.tensors_per_message, .max_payload_bytes = limits_.message_bytes};
+  }
+
   // ---- For PassRun.
   WorkerId self() const { return self_; }
   EngineNetwork& network() { return *network_; }
   ThreadPool& pool() { return *pool_; }
   Clock& clock() { return *clock_; }
   TraceRecorder& trace() { return *trace_; }
+  const Limits& limits() const { return limits_; }
   void OnPassEnd(const absl::Status& how) {
     ++passes_ended_;
     if (!how.ok()) ++passes_failed_;
@@ -145,6 +153,7 @@ class Engine {
   Clock* const clock_;
   TraceRecorder* const trace_;
   ContextRegistry* const contexts_;
+  const Limits limits_;
 
   std::unique_ptr<DeviceThreads> device_threads_;
   std::atomic<uint64_t> last_edge_;

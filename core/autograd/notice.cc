@@ -9,7 +9,6 @@
 #include "core/rpc/frame.h"
 #include "core/rpc/wire.h"
 #include "core/tensor/exception.h"
-#include "core/tensor/message.h"
 
 namespace distgrad {
 namespace {
@@ -62,7 +61,8 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap&
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset) {
+absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset,
+                                                const MessageLimits& limits) {
   WireReader reader(absl::string_view(packet.bytes).substr(offset));
   SegmentReader segments(absl::MakeSpan(packet.segments));
   std::vector<Notice> notices;
@@ -80,7 +80,7 @@ absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset) {
       case Notice::Kind::kEdge: {
         notice.edge = reader.U64();
         if (!notice.reached) break;
-        DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments));
+        DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments, limits));
         notice.gradients = std::move(message.tensors);
         break;
       }

@@ -15,6 +15,7 @@
 #include "core/base/ids.h"
 #include "core/rpc/packet.h"
 #include "core/tensor/device_map.h"
+#include "core/tensor/message.h"
 
 namespace distgrad {
 
@@ -52,8 +53,10 @@ inline constexpr size_t kMaxReport = 1000;
 absl::Status AppendNotice(const Notice& notice, Packet* packet,
                           const DeviceMap& devices = DeviceMap());
 
-// All notices of a packet whose body begins at `offset`. Moves the segments out.
-absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset);
+// All notices of a packet whose body begins at `offset`. Moves the segments out. `limits` are of
+// the gradients of one edge.
+absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset,
+                                                const MessageLimits& limits);
 
 }  // namespace distgrad
 

@@ -39,7 +39,7 @@ TEST(NoticeTest, EveryKindArrivesAsItWasSent) {
   packet.bytes = "front";
   for (const Notice& notice : sent) ASSERT_TRUE(AppendNotice(notice, &packet).ok());
   Packet arrived = CopyPacket(packet);
-  const absl::StatusOr<std::vector<Notice>> got = ReadNotices(arrived, 5);
+  const absl::StatusOr<std::vector<Notice>> got = ReadNotices(arrived, 5, {});
   ASSERT_TRUE(got.ok()) << got.status();
   ASSERT_EQ(got->size(), sent.size());
   for (size_t i = 0; i < sent.size(); ++i) {
@@ -89,9 +89,24 @@ TEST(NoticeTest, AReportIsCut) {
   ASSERT_TRUE(
       AppendNotice({.kind = Notice::Kind::kReport, .awaited = std::string(100000, 'x')}, &packet)
           .ok());
-  const absl::StatusOr<std::vector<Notice>> got = ReadNotices(packet, 0);
+  const absl::StatusOr<std::vector<Notice>> got = ReadNotices(packet, 0, {});
   ASSERT_TRUE(got.ok()) << got.status();
   EXPECT_EQ(got->at(0).awaited, std::string(kMaxReport, 'x'));
+}
+
+TEST(NoticeTest, TheReadersLimitsAreKept) {
+  Packet packet;
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kEdge,
+                            .context = 1,
+                            .pass = 2,
+                            .edge = 3,
+                            .reached = true,
+                            .gradients = {at::ones({1}), at::ones({1})}},
+                           &packet)
+                  .ok());
+  EXPECT_TRUE(ReadNotices(packet, 0, {.max_tensors = 2}).ok());
+  EXPECT_EQ(ReadNotices(packet, 0, {.max_tensors = 1}).status().code(),
+            absl::StatusCode::kResourceExhausted);
 }
 
 TEST(NoticeTest, CutShortItIsAnError) {
@@ -110,12 +125,12 @@ TEST(NoticeTest, CutShortItIsAnError) {
     if (size == whole) continue;
     Packet cut;
     cut.bytes = packet.bytes.substr(0, size);
-    EXPECT_FALSE(ReadNotices(cut, 0).ok()) << size << " bytes";
+    EXPECT_FALSE(ReadNotices(cut, 0, {}).ok()) << size << " bytes";
   }
   Packet odd;
   odd.bytes = packet.bytes;
   odd.bytes[0] = 99;
-  EXPECT_FALSE(ReadNotices(odd, 0).ok());
+  EXPECT_FALSE(ReadNotices(odd, 0, {}).ok());
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ Packet Carry(const Packet& packet, DeviceMemory& gpus) {
 absl::StatusOr<Message> Read(Packet& packet) {
   WireReader reader(packet.bytes);
   SegmentReader segments(absl::MakeSpan(packet.segments));
-  return ReadMessage(reader, segments);
+  return ReadMessage(reader, segments, {});
 }
 
 class GpuMessageTest : public testing::Test {

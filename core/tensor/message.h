@@ -5,7 +5,7 @@
 //   ...
 //   WireReader reader(packet.bytes);
 //   SegmentReader segments(absl::MakeSpan(packet.segments));
-//   absl::StatusOr<Message> received = ReadMessage(reader, segments);
+//   absl::StatusOr<Message> received = ReadMessage(reader, segments, limits);
 //
 // A tensor arrives with its dtype, sizes, and, where it has neither gaps nor overlaps, its
 // strides (so channels-last stays channels-last). An expanded tensor sends each of its elements
@@ -90,7 +90,7 @@ bool HasDeviceTensors(absl::Span<const at::Tensor> tensors);
 // nothing that it reads: kInvalidArgument for what no AppendMessage wrote,
 // kResourceExhausted past a limit, kFailedPrecondition for a device that this process lacks.
 absl::StatusOr<Message> ReadMessage(WireReader& reader, SegmentReader& segments,
-                                    const MessageLimits& limits = {});
+                                    const MessageLimits& limits);
 
 }  // namespace distgrad
 

@@ -49,7 +49,7 @@ void Run() {
       WireReader reader(packet.bytes);
       std::vector<Segment> copies = packet.segments;
       SegmentReader segments(absl::MakeSpan(copies));
-      Check(ReadMessage(reader, segments).status());
+      Check(ReadMessage(reader, segments, {}).status());
     });
     // What an inproc or socket transport adds for a segment, less its system calls.
     const double segment = packet.segments.empty() ? 0 : Cost([&] { CopyPacket(packet); });

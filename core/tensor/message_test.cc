@@ -241,7 +241,7 @@ TEST(Message, SeveralInOnePacket) {
   reader.Raw(before, 6);
   SegmentReader segments(absl::MakeSpan(received.segments));
   for (const Message& message : messages) {
-    absl::StatusOr<Message> read = ReadMessage(reader, segments);
+    absl::StatusOr<Message> read = ReadMessage(reader, segments, {});
     ASSERT_TRUE(read.ok()) << read.status();
     EXPECT_EQ(read->payload, message.payload);
     ASSERT_EQ(read->tensors.size(), message.tensors.size());

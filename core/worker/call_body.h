@@ -35,8 +35,7 @@ void SetEdge(size_t body_offset, EdgeId edge, Packet* packet);
 // The two parts of reading: the header is needed even where the message is refused or unwanted.
 // Each takes the packet and where its body begins; the second moves the segments out.
 absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset);
-absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset,
-                                        const MessageLimits& limits = {});
+absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset, const MessageLimits& limits);
 
 }  // namespace distgrad
 

@@ -198,7 +198,8 @@ absl::StatusOr<Message> Worker::Impl::TakeReply(const std::shared_ptr<ContextRec
   DG_ASSIGN_OR_RETURN(const CallHeader header, ReadCallHeader(body.packet, body.offset));
   try {
     const c10::InferenceMode inference(header.modes.inference);
-    absl::StatusOr<Message> message = ReadCallMessage(body.packet, body.offset, message_limits());
+    absl::StatusOr<Message> message =
+        ReadCallMessage(body.packet, body.offset, engine_.message_limits());
     DG_RETURN_IF_ERROR(TakeEdge(context, from, header, message));
     return message;
   } catch (...) {

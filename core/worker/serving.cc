@@ -77,8 +77,9 @@ void Worker::Impl::OnCall(IncomingCall call) {
   // Here and now: messages of a pass that follow from this call must find its edge. One that is
   // refused has an edge too; nothing else is made of it.
   absl::StatusOr<Message> message =
-      refusal.ok() ? ReadCallMessage(call.body().packet, call.body().offset, message_limits())
-                   : refusal;
+      refusal.ok()
+          ? ReadCallMessage(call.body().packet, call.body().offset, engine_.message_limits())
+          : refusal;
   absl::Status taken;
   try {
     taken = TakeEdge(context, call.from(), *header, message);

@@ -141,10 +141,6 @@ class Worker::Impl : public Context::Owner,
                        const Message& message, const CallOptions& options, bool wait);
   absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
   std::map<WorkerId, std::string> Names() const;
-  MessageLimits message_limits() const {
-    return {.max_tensors = options_.limits.tensors_per_message,
-            .max_payload_bytes = options_.limits.message_bytes};
-  }
   // The two steps from a message to a packet: its bytes, which differ by who gets them only for
   // tensors of devices; and its edge, which nobody else has. 0 where nothing is recorded.
   absl::StatusOr<size_t> Encode(CallHeader& header, const std::shared_ptr<ContextRecord>& context,

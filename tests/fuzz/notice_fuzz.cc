@@ -12,14 +12,14 @@ namespace distgrad {
 // What was taken can be sent on, and arrives as the same kinds.
 bool ReadHostile(absl::string_view bytes) {
   Packet packet = PacketFromInput(bytes);
-  const absl::StatusOr<std::vector<Notice>> notices = ReadNotices(packet, 0);
+  const absl::StatusOr<std::vector<Notice>> notices = ReadNotices(packet, 0, {});
   if (!notices.ok() || notices->empty()) return false;
   Packet again;
   for (const Notice& notice : *notices) {
     const absl::Status appended = AppendNotice(notice, &again);
     DG_CHECK(appended.ok()) << appended;
   }
-  const absl::StatusOr<std::vector<Notice>> same = ReadNotices(again, 0);
+  const absl::StatusOr<std::vector<Notice>> same = ReadNotices(again, 0, {});
   DG_CHECK(same.ok()) << same.status();
   DG_CHECK(same->size() == notices->size());
   for (size_t i = 0; i < same->size(); ++i) {
