@@ -17,6 +17,7 @@ namespace distgrad {
 namespace {
 
 // A gradient of this many bytes is sent at once; smaller ones wait for those that come with them.
+// A packet has no more than this, but where one message alone has.
 constexpr size_t kFlushBytes = 64 << 10;
 // How many pool threads are asked at once to run send nodes of one pass.
 constexpr size_t kMaxHelpers = 8;
@@ -435,16 +436,40 @@ void PassRun::Deliver(WorkerId to, Notice notice) {
     });
     return;
   }
-  auto [it, is_new] = outbox_.try_emplace(to);
-  if (is_new) it->second = engine_->network().NewNotice();
-  absl::Status appended;
+  const absl::Status appended = AppendOnStrand(to, notice);
+  if (appended.ok()) return;
+  pass_.Fail(LocalError(Annotate(
+      appended, absl::StrCat("sending a gradient to worker ", engine_->network().Describe(to)))));
+}
+
+absl::Status PassRun::AppendOnStrand(WorkerId to, const Notice& notice) {
+  std::shared_ptr<const DeviceMap> devices;
   if (HasDeviceTensors(notice.gradients)) {
-    const auto devices = engine_->network().DevicesWith(to);
-    appended = devices.ok() ? AppendNotice(notice, &it->second, **devices) : devices.status();
-  } else {
-    appended = AppendNotice(notice, &it->second);
+    DG_ASSIGN_OR_RETURN(devices, engine_->network().DevicesWith(to));
   }
-  if (!appended.ok()) pass_.Fail(LocalError(Annotate(appended, "sending a gradient")));
+  auto& packets = outbox_[to];
+  const bool is_first = packets.empty();
+  if (is_first) packets.push_back(engine_->network().NewNotice());
+  Packet& packet = packets.back();
+  const size_t bytes = packet.bytes.size(), segments = packet.segments.size();
+  DG_RETURN_IF_ERROR(devices == nullptr ? AppendNotice(notice, &packet)
+                                        : AppendNotice(notice, &packet, *devices));
+  const uint64_t limit = engine_->limits().message_bytes;
+  if (packet.size() <= std::min<uint64_t>(kFlushBytes, limit)) return absl::OkStatus();
+  if (!is_first) {
+    Packet next = engine_->network().NewNotice();
+    next.bytes.append(packet.bytes, bytes);
+    next.segments.assign(std::make_move_iterator(packet.segments.begin() + segments),
+                         std::make_move_iterator(packet.segments.end()));
+    packet.bytes.resize(bytes);
+    packet.segments.resize(segments);
+    packets.push_back(std::move(next));
+  }
+  const uint64_t size = packets.back().size();
+  if (size <= limit) return absl::OkStatus();
+  packets.pop_back();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the message has ", size, " bytes; limit message_bytes is ", limit));
 }
 
 void PassRun::Finish(const absl::Status& status) { over_ = status; }
@@ -455,8 +480,9 @@ void PassRun::EndTaskOnStrand() {
   const bool ends = over_.has_value() && !reports_.has_value() && !std::exchange(ended_, true);
   // Before the last acknowledgement goes out: the next pass may be here as soon as it has.
   if (ends) EndOnStrand();
-  for (auto& [to, packet] : std::exchange(outbox_, {}))
-    engine_->network().Notify(to, std::move(packet));
+  for (auto& [to, packets] : std::exchange(outbox_, {})) {
+    for (Packet& packet : packets) engine_->network().Notify(to, std::move(packet));
+  }
   if (!ends || !promise_.has_value()) return;
   if (over_->ok())
     promise_->Set(Unit());

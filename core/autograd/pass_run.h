@@ -16,6 +16,7 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/inlined_vector.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
@@ -29,6 +30,7 @@
 #include "core/base/future.h"
 #include "core/base/strand.h"
 #include "core/base/trace.h"
+#include "core/rpc/packet.h"
 
 namespace distgrad {
 
@@ -128,6 +130,7 @@ class PassRun : public PassHost,
   void TakeReportOnStrand(WorkerId from, const Notice& report);
   void EndReportsOnStrand();
   void Deliver(WorkerId to, Notice notice);
+  absl::Status AppendOnStrand(WorkerId to, const Notice& notice);
   void Queue(Feed feed);
   std::string DescribeAwaitedOnStrand();
   std::shared_ptr<Execution> execution();
@@ -163,7 +166,7 @@ class PassRun : public PassHost,
   absl::flat_hash_map<EdgeId, Graph::Index> send_roots_;
   Graph::Index root_ = Graph::kNone;  // of the roots
   Notice* arriving_ = nullptr;        // what is being handed to pass_
-  absl::btree_map<WorkerId, Packet> outbox_;
+  absl::btree_map<WorkerId, absl::InlinedVector<Packet, 1>> outbox_;
   std::optional<absl::Status> over_;  // how the pass ended
   bool ended_ = false;                // and that everyone was told
   std::optional<Reports> reports_;    // on the initiator, from its deadline on

@@ -147,15 +147,13 @@ void Agent::Impl::Notify(WorkerId to, Packet notice) {
       counters->bytes_sent += size;
     }
   }
-  if (link.ok() && size > shared_.limits.message_bytes) {
-    link = absl::ResourceExhaustedError(absl::StrCat("a message to worker ", Describe(to), " has ",
-                                                     size, " bytes; limit message_bytes is ",
-                                                     shared_.limits.message_bytes));
-  }
-  if (link.ok()) {
+  if (!link.ok()) {
+    if (!absl::IsCancelled(link.status())) service_->OnPeerLost(to, link.status());
+  } else if (size > shared_.limits.message_bytes) {
+    // It is lost, and the other end shall know that something is.
+    (*link)->Close(TooLarge("a notice", size));
+  } else {
     (*link)->Send(std::move(notice));
-  } else if (!absl::IsCancelled(link.status())) {
-    service_->OnPeerLost(to, link.status());
   }
 }
 
