@@ -209,6 +209,22 @@ TEST_F(AgentCallsTest, MessagesAreBounded) {
   EXPECT_EQ(CodeOf(made), StatusCode::kResourceExhausted);
 }
 
+// Whoever waits for what was in it must not wait for ever, at either end.
+TEST_F(AgentCallsTest, APacketThatIsLostEndsTheConnection) {
+  Start({.message_bytes = 1000});
+  ECHO();
+  a().Notify(1, std::string(1000, 'x'));
+  EXPECT_TRUE(absl::StrContains(a().service.AwaitLost(1).message(), "limit message_bytes is 1000"))
+      << a().service.AwaitLost(1);
+  EXPECT_FALSE(b().service.AwaitLost(0).ok());
+  ECHO();
+  faults_->action = FaultInjector::Action::kRefuse;
+  const absl::Status status = a().Call(1, "echo", "x").Wait().status();
+  EXPECT_TRUE(absl::StrContains(status.message(), "a packet was refused")) << status;
+  faults_->action = FaultInjector::Action::kDeliver;
+  ECHO();
+}
+
 // ------------------------------------------------------------------------------- A slow peer
 
 class SlowPeerTest : public AgentCallsTest {

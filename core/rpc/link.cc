@@ -4,6 +4,8 @@
 #include <limits>
 #include <utility>
 
+#include "core/base/log.h"
+
 namespace distgrad {
 
 Link::Link(std::shared_ptr<Owner> owner, Shared* shared, bool loopback)
@@ -61,13 +63,24 @@ void Link::FlushOnStrand() {
   }
   for (; connection != nullptr && !waiting_.empty(); waiting_.pop_front()) {
     auto& [packet, room] = waiting_.front();
-    connection->Send(std::move(packet),
-                     [room = std::move(room)](const absl::Status&) mutable { room.GiveBack(); });
+    connection->Send(std::move(packet), [self = shared_from_this(),
+                                         room = std::move(room)](const absl::Status& sent) mutable {
+      room.GiveBack();
+      self->OnSent(sent);
+    });
   }
   for (; bulk != nullptr && !large_waiting_.empty(); large_waiting_.pop_front()) {
     auto& [packet, room] = large_waiting_.front();
     bulk->Queue(std::move(packet), std::move(room), /*is_large=*/false);
   }
+}
+
+void Link::OnSent(const absl::Status& sent) {
+  // Where the connection is over, its receiver hears of that. One that stands and refuses a packet
+  // would leave those waiting who wait for what was in it.
+  if (sent.ok() || absl::IsUnavailable(sent) || absl::IsCancelled(sent)) return;
+  DG_LOG(WARNING) << "closing a connection: " << sent.message();
+  Close(sent);
 }
 
 void Link::SetConnection(std::shared_ptr<Connection> connection) {

@@ -118,6 +118,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   std::shared_ptr<Connection> connection() const;
   void Queue(Packet packet, SendWindow::Room room, bool is_large);
   void FlushOnStrand();
+  void OnSent(const absl::Status& sent);
 
   // Constant after construction.
   const std::shared_ptr<Owner> owner_;

@@ -143,6 +143,9 @@ absl::Status InprocEnd::TrySend(const Packet& packet, SendDone& done) {
                                            ? FaultInjector::Action::kDeliver
                                            : faults->OnSend(node_->address(), peer_address_, copy);
   if (action == FaultInjector::Action::kDrop) return absl::OkStatus();
+  if (action == FaultInjector::Action::kRefuse) {
+    return absl::ResourceExhaustedError("a packet was refused");
+  }
   if (action == FaultInjector::Action::kCut) CloseBoth("cut", /*by_caller=*/false);
 
   Packet again;

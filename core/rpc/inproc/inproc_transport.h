@@ -34,6 +34,7 @@ class FaultInjector {
                  // and so does the sender, to hear that it went
     kDuplicate,  // arrives twice
     kCut,        // is lost with its connection: kUnavailable at both ends
+    kRefuse,     // is not taken, as one beyond a limit of the transport: kResourceExhausted
   };
 
   virtual ~FaultInjector() = default;
