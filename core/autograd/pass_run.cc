@@ -5,7 +5,6 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "core/autograd/engine.h"
 #include "core/autograd/executor/brief.h"
 #include "core/base/check.h"
@@ -38,11 +37,6 @@ bool AreBrief(const std::vector<at::Tensor>& gradients) {
   }
   return bytes <= kMaxBriefBytes;
 }
-
-// For how long the initiator, past its deadline, waits for what the others say they waited for.
-constexpr absl::Duration kReportPatience = absl::Seconds(2);
-// How many of them its error quotes.
-constexpr size_t kMaxReports = 16;
 
 }  // namespace
 
@@ -516,95 +510,6 @@ absl::Status PassRun::LocalError(const absl::Status& why) {
 std::shared_ptr<Execution> PassRun::execution() {
   absl::MutexLock lock(&mu_);
   return execution_;
-}
-
-PassSnapshot PassRun::Snapshot() {
-  Promise<PassSnapshot> promise;
-  const Future<PassSnapshot> snapshot = promise.future();
-  Post(
-      [this, promise = std::move(promise)]() mutable {
-        PassSnapshot s;
-        s.id = id_;
-        s.retain_graph = retain_graph_;
-        s.awaited = pass_.Awaited();
-        const auto& unacknowledged = pass_.Unacknowledged();
-        s.unacknowledged.insert(unacknowledged.begin(), unacknowledged.end());
-        s.busy = outstanding_;
-        promise.Set(std::move(s));
-      },
-      RunHere::kNo);
-  return *snapshot.Wait();
-}
-
-// ------------------------------------------------------------------------- Past the deadline
-
-void PassRun::OnDeadlineOnStrand() {
-  if (over_.has_value()) return;
-  Reports& reports = reports_.emplace();
-  reports.parts.push_back(DescribeAwaitedOnStrand());
-  reports.missing = pass_.peers();
-  timer_ = engine_->clock().At(engine_->clock().Now() + kReportPatience, [weak = weak_from_this()] {
-    auto self = weak.lock();
-    if (self) self->Post([run = self.get()] { run->EndReportsOnStrand(); }, RunHere::kNo);
-  });
-  // Everyone drops the pass now, and says in answer what it was waiting for.
-  pass_.Fail(LocalError(absl::DeadlineExceededError("the deadline has passed")));
-}
-
-void PassRun::SendReportOnStrand() {
-  if (MakerOf(id_) == engine_->self() || std::exchange(reported_, true)) return;
-  Notice report{.kind = Notice::Kind::kReport};
-  if (pass_.running()) {
-    report.awaited = DescribeAwaitedOnStrand();
-    report.peers.assign(pass_.peers().begin(), pass_.peers().end());
-  }
-  Deliver(MakerOf(id_), std::move(report));
-}
-
-void PassRun::TakeReportOnStrand(WorkerId from, const Notice& report) {
-  // It may come before that of the worker by whom we learn that this one takes part.
-  if (!reports_.has_value() || !reports_->heard.insert(from).second) return;
-  reports_->missing.erase(from);
-  for (const WorkerId peer : report.peers) {
-    if (peer != engine_->self() && !reports_->heard.contains(peer)) reports_->missing.insert(peer);
-  }
-  if (!report.awaited.empty() && reports_->parts.size() < kMaxReports)
-    reports_->parts.push_back(report.awaited);
-}
-
-void PassRun::EndReportsOnStrand() {
-  if (!reports_.has_value()) return;
-  std::vector<std::string> parts = std::move(reports_->parts);
-  for (const WorkerId silent : reports_->missing) {
-    if (parts.size() == 2 * kMaxReports) break;
-    parts.push_back(
-        absl::StrCat("worker ", engine_->network().Describe(silent), " does not say what"));
-  }
-  reports_.reset();
-  over_ = absl::DeadlineExceededError(
-      absl::StrCat(over_->message(), "; awaited: ", absl::StrJoin(parts, "; ")));
-}
-
-std::string PassRun::DescribeAwaitedOnStrand() {
-  // Of the edges only so many are named.
-  constexpr size_t kNamed = 8;
-  std::vector<std::string> parts;
-  absl::btree_map<WorkerId, std::vector<std::string>> by_peer;
-  for (const EdgeEnd& end : pass_.Awaited()) by_peer[end.peer].push_back(absl::StrCat(end.edge));
-  for (auto& [peer, edges] : by_peer) {
-    const size_t count = edges.size();
-    if (count > kNamed) edges.resize(kNamed);
-    parts.push_back(absl::StrCat("the gradients of ", count, " edge(s) to worker ",
-                                 engine_->network().Describe(peer), " (",
-                                 absl::StrJoin(edges, ", "), count > kNamed ? ", ...)" : ")"));
-  }
-  for (const auto& [peer, count] : pass_.Unacknowledged()) {
-    parts.push_back(
-        absl::StrCat("the end of worker ", engine_->network().Describe(peer), "'s part"));
-  }
-  if (outstanding_ > 0) parts.push_back("nodes that run there");
-  return absl::StrCat("by worker ", engine_->network().Describe(engine_->self()), ": ",
-                      parts.empty() ? "nothing" : absl::StrJoin(parts, ", "));
 }
 
 }  // namespace distgrad
