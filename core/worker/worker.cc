@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "core/base/log.h"
 #include "core/base/processors.h"
 #include "core/base/status.h"
@@ -96,6 +97,10 @@ void Worker::Impl::Close() {
   lookups_.Close();
   pool_.Join();
   engine_.Join();
+  // The clock's thread may be in the agent or in a pass, and go on to the transport.
+  absl::Notification idle;
+  clock_->At(absl::InfinitePast(), [&idle] { idle.Notify(); });
+  idle.WaitForNotification();
   transport_.reset();
   for (const auto& context : contexts_.All()) engine_.Release(context->id());
 }

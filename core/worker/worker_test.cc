@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "core/rpc/inproc/inproc_transport.h"
 #include "core/rpc/store/in_process_store.h"
 #include "tests/testing/cluster.h"
 
@@ -213,6 +215,41 @@ TEST_P(WorkerTest, WaitForAllIsABarrier) {
 
 INSTANTIATE_TEST_SUITE_P(Transports, WorkerTest, ::testing::Values("inproc", "socket", "tcp"),
                          [](const auto& info) { return info.param; });
+
+// The clock's thread may be in the agent, and go on to the transport.
+TEST(WorkerEndTest, TheTransportStaysAsLongAsATimerRuns) {
+  for (absl::Duration patience = absl::Milliseconds(10);; patience *= 2) {
+    const auto network = std::make_shared<InprocNetwork>();
+    auto worker = Worker::Create({.store = NewInProcessStore(),
+                                  .rank = 0,
+                                  .world_size = 1,
+                                  .transport = "inproc",
+                                  .network = network});
+    ASSERT_TRUE(worker.ok()) << worker.status();
+    Promise<Message> never;
+    ASSERT_TRUE((*worker)->RegisterAsync("wait", [&](Request&) { return never.future(); }).ok());
+    const auto test = std::this_thread::get_id();
+    bool passed = false;
+    absl::Notification in_timer;
+    std::atomic<bool> gone{false};
+    (*worker)
+        ->CallAsync(0, "wait", {}, {.deadline = absl::Now() + patience})
+        .Then([&](const absl::StatusOr<Message>&) {
+          passed = std::this_thread::get_id() == test;
+          if (passed) return;
+          in_timer.Notify();
+          for (int i = 0; i < 100000 && !gone; ++i) {
+            gone = network->Find("inproc://1") == nullptr;
+            std::this_thread::yield();
+          }
+        });
+    if (passed) continue;  // before it was asked what came of it
+    in_timer.WaitForNotification();
+    worker->reset();
+    EXPECT_FALSE(gone);
+    return;
+  }
+}
 
 TEST(WorkerOptionsTest, WhatMakesNoSenseIsRefused) {
   const auto refused = [](WorkerOptions options) {
