@@ -5,6 +5,9 @@
 // where a sleeping thread is slow to wake. Here the thread copies that hears of it, which is
 // often the one that waits for it; what is large is copied in pieces by several threads at once.
 //
+// A sender that closes takes its memory back at once, as with TensorPipe's own: a copy that runs at
+// that moment may bring what that process has there by then.
+//
 // Two connections go with each channel. On the first a sender says where its memory lies, on the
 // second the receiver says that it has it, each in the order in which they were asked to.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_CMA_CHANNEL_H_
