@@ -37,11 +37,19 @@ absl::StatusOr<size_t> Worker::Impl::Encode(CallHeader& header,
     header.context = context->id();
     if (header.modes.grad_enabled) header.recorded = Recorded(message);
   }
-  if (!HasDeviceTensors(message.tensors)) {
-    return AppendCallBody(header, message, packet, DeviceMap());
+  DeviceMap devices;
+  if (HasDeviceTensors(message.tensors)) {
+    DG_ASSIGN_OR_RETURN(const auto with, DevicesWith(to));
+    devices = *with;
   }
-  DG_ASSIGN_OR_RETURN(const std::shared_ptr<const DeviceMap> devices, DevicesWith(to));
-  return AppendCallBody(header, message, packet, *devices);
+  DG_ASSIGN_OR_RETURN(const size_t body, AppendCallBody(header, message, packet, devices));
+  // Here, before an edge is made for it.
+  if (packet->size() > options_.limits.message_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("the message has ", packet->size(),
+                                                     " bytes; limit message_bytes is ",
+                                                     options_.limits.message_bytes));
+  }
+  return body;
 }
 
 absl::StatusOr<std::shared_ptr<const DeviceMap>> Worker::Impl::DevicesWith(WorkerId worker) {

@@ -63,6 +63,20 @@ TEST_P(LimitsTest, AGradientThatIsTooLargeIsAnErrorOfAllWorkers) {
   EXPECT_TRUE(done.ok()) << done;
 }
 
+// No gradient will come for it, and none is waited for.
+TEST_P(LimitsTest, AReplyThatIsTooLargeLeavesNoEdge) {
+  Team team(2, With({.message_bytes = 100 << 10}));
+  const at::Tensor x = Leaf({1}, 1);
+  Context context = team[0].NewContext();
+  ExpectExhausted(team.Try(0, 1, {.context = &context}, Sin, {x.expand({50000})}).status(),
+                  {"'run' on worker 'worker1' (1): the message has 200",
+                   " bytes; limit message_bytes is 102400"});
+  const at::Tensor y = team.Run(0, 1, context, Sin, {x})[0];
+  const absl::Status done = context.Backward({y.sum()});
+  EXPECT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(GradientOf(context, x).allclose(x.cos()));
+}
+
 TEST_P(LimitsTest, AsManyGradientsAsTensorsAreAllowed) {
   constexpr int kTensors = 70000;
   Team team(2, With({.tensors_per_message = kTensors}));
