@@ -220,13 +220,13 @@ INSTANTIATE_TEST_SUITE_P(Transports, WorkerTest, ::testing::Values("inproc", "so
 TEST(WorkerEndTest, TheTransportStaysAsLongAsATimerRuns) {
   for (absl::Duration patience = absl::Milliseconds(10);; patience *= 2) {
     const auto network = std::make_shared<InprocNetwork>();
+    Promise<Message> never;
     auto worker = Worker::Create({.store = NewInProcessStore(),
                                   .rank = 0,
                                   .world_size = 1,
                                   .transport = "inproc",
                                   .network = network});
     ASSERT_TRUE(worker.ok()) << worker.status();
-    Promise<Message> never;
     ASSERT_TRUE((*worker)->RegisterAsync("wait", [&](Request&) { return never.future(); }).ok());
     const auto test = std::this_thread::get_id();
     bool passed = false;
@@ -235,8 +235,10 @@ TEST(WorkerEndTest, TheTransportStaysAsLongAsATimerRuns) {
     (*worker)
         ->CallAsync(0, "wait", {}, {.deadline = absl::Now() + patience})
         .Then([&](const absl::StatusOr<Message>&) {
-          passed = std::this_thread::get_id() == test;
-          if (passed) return;
+          if (std::this_thread::get_id() == test) {
+            passed = true;
+            return;
+          }
           in_timer.Notify();
           for (int i = 0; i < 100000 && !gone; ++i) {
             gone = network->Find("inproc://1") == nullptr;
