@@ -13,8 +13,6 @@
 namespace distgrad {
 namespace {
 
-constexpr size_t kMaxName = 900;  // it is part of a function's name
-
 struct OptimizerObject : HandleObject {
   using Handle = dg_optimizer;
   static constexpr HandleKind kKind = HandleKind::kOptimizer;
@@ -33,7 +31,6 @@ absl::Status Create(dg_worker* worker, dg_str name, const dg_tensor* const* para
   DG_RETURN_IF_ERROR(CheckOut(out));
   DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
   DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, "name"));
-  if (text.size() > kMaxName) return absl::InvalidArgumentError("the optimizer's name is too long");
   DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> leaves,
                       PinTensors(parameters, parameter_count, /*allow_null=*/false));
   for (size_t i = 0; i < leaves.size(); ++i) {
@@ -41,10 +38,9 @@ absl::Status Create(dg_worker* worker, dg_str name, const dg_tensor* const* para
     return absl::InvalidArgumentError(
         absl::StrCat("parameter ", i, " is not a leaf that requires grad"));
   }
-  std::unique_ptr<torch::optim::Optimizer> made = make(std::move(leaves));
-  DG_RETURN_IF_ERROR(use.shared().ClaimOptimizer(text));
-  *out = NewHandle<OptimizerObject>(use.shared().shared_from_this(),
-                                    std::make_unique<Optimizer>(use.get(), std::move(made), text));
+  DG_ASSIGN_OR_RETURN(std::unique_ptr<Optimizer> optimizer,
+                      Optimizer::Create(use.get(), make(std::move(leaves)), text));
+  *out = NewHandle<OptimizerObject>(use.shared().shared_from_this(), std::move(optimizer));
   return absl::OkStatus();
 }
 

@@ -1,7 +1,6 @@
 // What others ask of a worker: handlers, and how they answer and see that nobody waits any more.
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
@@ -10,8 +9,6 @@
 
 namespace distgrad {
 namespace {
-
-constexpr size_t kMaxFunctionName = 1000;
 
 thread_local const SharedWorker* serving = nullptr;
 
@@ -75,10 +72,6 @@ absl::Status Register(dg_worker* worker, dg_str function, Handler handler) {
     return absl::InvalidArgumentError("the handler is NULL");
   }
   DG_ASSIGN_OR_RETURN(std::string name, FromStr(function, "function"));
-  if (name.size() > kMaxFunctionName || absl::StartsWith(name, "distgrad.")) {
-    return absl::InvalidArgumentError(
-        "a function's name has at most 1000 bytes, and does not begin with 'distgrad.'");
-  }
   DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
   return use.shared().Register(std::move(name), std::make_shared<Handler>(std::move(handler)));
 }

@@ -203,12 +203,6 @@ void SharedWorker::Close() {
   }
 }
 
-absl::Status SharedWorker::ClaimOptimizer(const std::string& name) {
-  absl::MutexLock lock(&mu_);
-  if (optimizers_.insert(name).second) return absl::OkStatus();
-  return absl::AlreadyExistsError(absl::StrCat("the worker has an optimizer '", name, "' already"));
-}
-
 absl::StatusOr<SharedWorker::Use> UseWorker(const dg_worker* worker) {
   DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker));
   return pinned->shared->Begin();

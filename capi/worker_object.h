@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/container/node_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -69,8 +68,6 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   const std::string& Keep(const std::string& name);
 
   absl::Status Register(std::string function, std::shared_ptr<Handler> handler);
-  // kAlreadyExists if the worker has an optimizer of that name.
-  absl::Status ClaimOptimizer(const std::string& name);
 
  private:
   absl::StatusOr<Message> Serve(const Handler& handler, Request& request) const;
@@ -90,7 +87,6 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // Of threads other than those that run this worker's handlers: the worker's end waits for those.
   int uses_ ABSL_GUARDED_BY(mu_) = 0;
   absl::node_hash_set<std::string> names_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_set<std::string> optimizers_ ABSL_GUARDED_BY(mu_);
   // Ended with the worker, though contexts may keep what is left of it.
   std::vector<std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
 

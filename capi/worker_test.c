@@ -874,6 +874,8 @@ static void test_optimizers(void) {
   test_clip(fronts[0], context, mine, norm);
 
   FAILS(DG_ALREADY_EXISTS, dg_optimizer_create_sgd(workers[0], DG_STR("s"), NULL, 0, NULL, &none));
+  SAYS(DG_INVALID_ARGUMENT, "'net::head'",
+       dg_optimizer_create_adam(workers[0], DG_STR("net::head"), NULL, 0, NULL, &none));
   FAILS(DG_INVALID_ARGUMENT,
         dg_optimizer_create_sgd(workers[0], DG_STR("p"), &no_leaf, 1, NULL, &none));
   sgd.learning_rate = -1;

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "core/base/check.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -23,46 +23,57 @@ constexpr absl::string_view kStep = "distgrad.optimizer.step/";
 constexpr absl::string_view kNorms = "distgrad.optimizer.norms/";
 constexpr absl::string_view kScale = "distgrad.optimizer.scale/";
 constexpr absl::string_view kRate = "distgrad.optimizer.rate/";
+constexpr size_t kMaxName = 900;  // with the longest of these it is a function's name
 
 }  // namespace
 
-Optimizer::Optimizer(Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
-                     absl::string_view name)
-    : worker_(worker), name_(name) {
+absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
+    Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer, absl::string_view name) {
+  if (name.size() > kMaxName || absl::StrContains(name, "::")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("worker '", worker->name(), "' cannot have an optimizer '", name,
+                     "': a name has at most ", kMaxName, " bytes, and no '::'"));
+  }
   auto local = std::make_shared<LocalOptimizer>(std::move(optimizer));
   const auto serve_any = [&](absl::string_view function, auto body) {
-    const absl::Status registered = worker->Register(absl::StrCat(function, name), body);
-    DG_CHECK(registered.ok()) << registered << ": one worker has one optimizer of a name";
+    return worker->RegisterOwn(absl::StrCat(function, name), body);
   };
   const auto serve = [&](absl::string_view function, auto body) {
-    serve_any(function, [body](Request& request) -> absl::StatusOr<Message> {
+    return serve_any(function, [body](Request& request) -> absl::StatusOr<Message> {
       if (!request.context.valid())
         return absl::InvalidArgumentError("an optimizer works on a context");
       return body(request);
     });
   };
-  serve(kStep, [local](Request& request) -> absl::StatusOr<Message> {
+  // Who comes first here has the name.
+  const absl::Status claimed = serve(kStep, [local](Request& request) -> absl::StatusOr<Message> {
     DG_RETURN_IF_ERROR(local->Step(*request.context.record()));
     return Message{};
   });
-  serve(kNorms, [local](Request& request) -> absl::StatusOr<Message> {
+  if (absl::IsAlreadyExists(claimed)) {
+    return absl::AlreadyExistsError(
+        absl::StrCat("worker '", worker->name(), "' has an optimizer '", name, "' already"));
+  }
+  DG_RETURN_IF_ERROR(claimed);
+  DG_RETURN_IF_ERROR(serve(kNorms, [local](Request& request) -> absl::StatusOr<Message> {
     DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> norms,
                         local->GradientNorms(*request.context.record()));
     return Message{"", std::move(norms)};
-  });
-  serve(kScale, [local](Request& request) -> absl::StatusOr<Message> {
+  }));
+  DG_RETURN_IF_ERROR(serve(kScale, [local](Request& request) -> absl::StatusOr<Message> {
     if (request.message.tensors.size() != 1)
       return absl::InvalidArgumentError("the factor is one tensor");
     DG_RETURN_IF_ERROR(
         local->ScaleGradients(*request.context.record(), request.message.tensors[0]));
     return Message{};
-  });
-  serve_any(kRate, [local](Request& request) -> absl::StatusOr<Message> {
+  }));
+  DG_RETURN_IF_ERROR(serve_any(kRate, [local](Request& request) -> absl::StatusOr<Message> {
     if (request.message.tensors.size() != 1)
       return absl::InvalidArgumentError("the learning rate is one tensor");
     DG_RETURN_IF_ERROR(local->SetLearningRate(request.message.tensors[0].item<double>()));
     return Message{};
-  });
+  }));
+  return std::unique_ptr<Optimizer>(new Optimizer(worker, name));
 }
 
 absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& function,

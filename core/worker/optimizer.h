@@ -1,8 +1,9 @@
 // One optimizer step on every worker of a job, from the gradients of a context.
 //
-//   Optimizer optimizer(worker.get(), std::make_unique<torch::optim::SGD>(my_parameters, 0.1));
-//   ...                                       // on every worker, before the first step
-//   absl::Status done = optimizer.Step(context);       // on one of them
+//   absl::StatusOr<std::unique_ptr<Optimizer>> optimizer =
+//       Optimizer::Create(worker.get(), std::make_unique<torch::optim::SGD>(my_parameters, 0.1));
+//   ...                                          // on every worker, before the first step
+//   absl::Status done = (*optimizer)->Step(context);      // on one of them
 #ifndef DISTGRAD_CORE_WORKER_OPTIMIZER_H_
 #define DISTGRAD_CORE_WORKER_OPTIMIZER_H_
 
@@ -21,9 +22,12 @@ namespace distgrad {
 // Thread-safe.
 class Optimizer {
  public:
-  // Makes `optimizer` this worker's part of the optimizer `name`. The worker must outlive it.
-  Optimizer(Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
-            absl::string_view name = "");
+  // Makes `optimizer` this worker's part of the optimizer `name`, which lasts as long as the
+  // worker; that must outlive the result. kAlreadyExists if the worker has one of that name;
+  // kInvalidArgument for a name of more than 900 bytes, or with a "::" in it.
+  static absl::StatusOr<std::unique_ptr<Optimizer>> Create(
+      Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
+      absl::string_view name = "");
 
   // Steps the parts of all workers, each from its own gradients in the context, and waits. The
   // first error, by worker; kNotFound for a worker that has no part.
@@ -39,6 +43,8 @@ class Optimizer {
   absl::StatusOr<double> ClipGradients(const Context& context, double max_norm);
 
  private:
+  Optimizer(Worker* worker, absl::string_view name) : worker_(worker), name_(name) {}
+
   // Calls a function of all parts, and returns their replies by worker. The context may be null.
   absl::StatusOr<std::vector<Message>> CallAll(const std::string& function, const Message& message,
                                                const Context* context);

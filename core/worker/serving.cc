@@ -15,6 +15,9 @@ namespace distgrad {
 namespace {
 
 constexpr absl::string_view kOperatorMark = "::";
+constexpr absl::string_view kOwnPrefix = "distgrad.";
+constexpr size_t kMaxName = 1000;  // bytes
+static_assert(kMaxName <= kMaxFunctionName);
 
 bool IsOperator(absl::string_view function) { return absl::StrContains(function, kOperatorMark); }
 
@@ -35,10 +38,12 @@ bool IsShort(absl::string_view function, const Message& message) {
 }  // namespace
 
 absl::Status Worker::Impl::Register(std::string name, Function function) {
-  if (name.empty() || name.size() > kMaxFunctionName || IsOperator(name)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("'", name, "' cannot be a function's name: it has 1 to ", kMaxFunctionName,
-                     " bytes, and '::' is for operators"));
+  if (name.empty() || name.size() > kMaxName || IsOperator(name) ||
+      (absl::StartsWith(name, kOwnPrefix) && !function.is_own)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "'", name, "' cannot be the name of a function of worker '", self_.name, "': it has 1 to ",
+        kMaxName, " bytes, '::' is for operators, and what begins with '", kOwnPrefix,
+        "' is distgrad's own"));
   }
   auto shared = std::make_shared<const Function>(std::move(function));
   absl::MutexLock lock(&mu_);

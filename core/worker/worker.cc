@@ -174,6 +174,9 @@ absl::Status Worker::Register(std::string function, Handler handler) {
 absl::Status Worker::RegisterAsync(std::string function, AsyncHandler handler) {
   return impl_->Register(std::move(function), {.async_handler = std::move(handler)});
 }
+absl::Status Worker::RegisterOwn(std::string function, Handler handler) {
+  return impl_->Register(std::move(function), {.handler = std::move(handler), .is_own = true});
+}
 Future<Message> Worker::CallAsync(WorkerRef to, absl::string_view function, Message message,
                                   CallOptions options) {
   return impl_->Call(to, function, message, options, /*wait=*/false);

@@ -220,10 +220,13 @@ class Worker {
   int local_world_size() const;
 
   // Lets all workers call `function`. kAlreadyExists if it is registered, kInvalidArgument if the
-  // name is empty, too long, or an operator's. Calls that come before it are refused, so register
-  // before the others may call: for instance, before a WaitForAll().
+  // name is empty, longer than 1000 bytes, has a "::" (an operator's) or begins with "distgrad.".
+  // Calls that come before it are refused, so register before the others may call: for instance,
+  // before a WaitForAll().
   absl::Status Register(std::string function, Handler handler);
   absl::Status RegisterAsync(std::string function, AsyncHandler handler);
+  // For functions of distgrad itself, whose names begin with "distgrad.".
+  absl::Status RegisterOwn(std::string function, Handler handler);
 
   // Calls a function of that worker (itself, too), and waits for the reply.
   //

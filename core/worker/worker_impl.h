@@ -45,6 +45,7 @@ class Worker::Impl : public Context::Owner,
   struct Function {
     Handler handler = nullptr;
     AsyncHandler async_handler = nullptr;
+    bool is_own = false;  // of distgrad, not of its user
   };
   absl::Status Register(std::string name, Function function);
   // `wait`: this thread may wait for room to send.

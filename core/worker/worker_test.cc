@@ -75,8 +75,16 @@ TEST_P(WorkerTest, NamesOfFunctions) {
   EXPECT_EQ(worker(0).Register("f", nothing).code(), absl::StatusCode::kAlreadyExists);
   EXPECT_EQ(worker(0).Register("", nothing).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(worker(0).Register("aten::add", nothing).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(worker(0).Register(std::string(2000, 'f'), nothing).code(),
+  EXPECT_TRUE(worker(0).Register(std::string(1000, 'f'), nothing).ok());
+  EXPECT_EQ(worker(0).Register(std::string(1001, 'f'), nothing).code(),
             absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(worker(0).Register("distgrad.f", nothing).message(),
+            "'distgrad.f' cannot be the name of a function of worker 'worker0': it has 1 to 1000 "
+            "bytes, '::' is for operators, and what begins with 'distgrad.' is distgrad's own");
+  const Worker::AsyncHandler later = [](Request&) { return Future<Message>::Of(Message{}); };
+  EXPECT_EQ(worker(0).RegisterAsync("distgrad.f", later).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(worker(0).RegisterOwn("distgrad.f", nothing).ok());
   EXPECT_TRUE(worker(0).Call("worker0", "f", {}).ok()) << "a call to oneself";
 }
 

@@ -55,6 +55,18 @@ struct Case {
   double max_norm;  // 0: no clipping
 };
 
+std::unique_ptr<Optimizer> NewOptimizer(Worker& worker,
+                                        std::unique_ptr<torch::optim::Optimizer> part,
+                                        absl::string_view name = "") {
+  auto optimizer = Optimizer::Create(&worker, std::move(part), name);
+  EXPECT_TRUE(optimizer.ok()) << optimizer.status();
+  return optimizer.ok() ? *std::move(optimizer) : nullptr;
+}
+std::unique_ptr<Optimizer> NewSgd(Worker& worker, Tensors parameters, absl::string_view name = "") {
+  return NewOptimizer(worker, std::make_unique<torch::optim::SGD>(std::move(parameters), 1.0),
+                      name);
+}
+
 class OptimizerTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(OptimizerTest, FiftyStepsEqualThoseOfOneProcess) {
@@ -62,7 +74,7 @@ TEST_P(OptimizerTest, FiftyStepsEqualThoseOfOneProcess) {
   const std::vector<Tensors> mine = MakeParameters(), reference = MakeParameters();
   std::vector<std::unique_ptr<Optimizer>> optimizers;
   for (int w = 0; w < kWorkers; ++w)
-    optimizers.push_back(std::make_unique<Optimizer>(&team[w], GetParam().make(mine[w])));
+    optimizers.push_back(NewOptimizer(team[w], GetParam().make(mine[w])));
   Tensors all;
   for (const Tensors& p : reference) all.insert(all.end(), p.begin(), p.end());
   const auto single = GetParam().make(all);
@@ -118,8 +130,7 @@ INSTANTIATE_TEST_SUITE_P(All, OptimizerTest,
 TEST(OptimizerStepTest, StepsAtOnce) {
   Team team(2);
   const at::Tensor w = at::zeros({64, 64}).set_requires_grad(true);
-  Optimizer here(&team[0], std::make_unique<torch::optim::SGD>(Tensors{Leaf({1}, 1)}, 1.0));
-  Optimizer there(&team[1], std::make_unique<torch::optim::SGD>(Tensors{w}, 1.0));
+  const auto here = NewSgd(team[0], {Leaf({1}, 1)}), there = NewSgd(team[1], {w});
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&] {
@@ -129,7 +140,7 @@ TEST(OptimizerStepTest, StepsAtOnce) {
             0, 1, context, [&](Tensors, Request&) { return Tensors{(w * 3).sum()}; }, {})[0];
         const absl::Status done = context.Backward({y * 1});
         EXPECT_TRUE(done.ok()) << done;
-        const absl::Status stepped = here.Step(context);
+        const absl::Status stepped = here->Step(context);
         EXPECT_TRUE(stepped.ok()) << stepped;
       }
     });
@@ -142,10 +153,7 @@ TEST(OptimizerStepTest, StepsAtOnce) {
 TEST(OptimizerStepTest, StepsOfOptimizersThatShareAParameter) {
   Team team(2);
   const at::Tensor w = at::zeros({64, 64}).set_requires_grad(true);
-  const auto make = [&](int worker, const char* name) {
-    return std::make_unique<Optimizer>(&team[worker],
-                                       std::make_unique<torch::optim::SGD>(Tensors{w}, 1.0), name);
-  };
+  const auto make = [&](int worker, const char* name) { return NewSgd(team[worker], {w}, name); };
   const auto a0 = make(0, "a"), a1 = make(1, "a"), b0 = make(0, "b"), b1 = make(1, "b");
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
@@ -168,24 +176,44 @@ TEST(OptimizerStepTest, StepsOfOptimizersThatShareAParameter) {
   EXPECT_FALSE(w.grad().defined());
 }
 
+TEST(OptimizerCreateTest, NamesThatCannotBe) {
+  Team team(1);
+  const auto create = [&](absl::string_view name) {
+    return Optimizer::Create(&team[0], MakeSgd({Leaf({1}, 1)}), name).status();
+  };
+  const std::string longest(900, 'a');
+  EXPECT_TRUE(create("").ok());
+  EXPECT_TRUE(create(longest).ok());
+  EXPECT_EQ(create("").code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(create(longest).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(create(longest + "a").code(), absl::StatusCode::kInvalidArgument);
+  const absl::Status status = create("net::head");
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(),
+            "worker 'worker0' cannot have an optimizer 'net::head': a name has at most 900 bytes, "
+            "and no '::'");
+  EXPECT_TRUE(create("head").ok());
+  EXPECT_EQ(create("head").message(), "worker 'worker0' has an optimizer 'head' already");
+}
+
 TEST(OptimizerStepTest, Errors) {
   Team team(2);
   const at::Tensor w = Leaf({2}, 1), v = Leaf({2}, 2);
-  Optimizer here(&team[0], std::make_unique<torch::optim::SGD>(Tensors{w}, 1.0));
+  const auto here = NewSgd(team[0], {w});
   Context context = team[0].NewContext();
-  absl::Status status = here.Step(context);
+  absl::Status status = here->Step(context);
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << "worker 1 has no part: " << status;
-  EXPECT_EQ(here.SetLearningRate(0.5).code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(here->SetLearningRate(0.5).code(), absl::StatusCode::kNotFound);
 
-  Optimizer there(&team[1], std::make_unique<torch::optim::SGD>(Tensors{v}, 1.0));
+  const auto there = NewSgd(team[1], {v});
   // No gradients: nothing to do, and nothing to clip.
   const at::Tensor before = w.detach().clone();
-  EXPECT_TRUE(here.Step(context).ok());
-  EXPECT_EQ(*there.ClipGradients(context, 1), 0.0);
+  EXPECT_TRUE(here->Step(context).ok());
+  EXPECT_EQ(*there->ClipGradients(context, 1), 0.0);
   EXPECT_TRUE(w.equal(before));
   for (const double rate : {-0.1, std::numeric_limits<double>::infinity(), std::nan("")})
-    EXPECT_EQ(here.SetLearningRate(rate).code(), absl::StatusCode::kInvalidArgument) << rate;
-  EXPECT_TRUE(here.SetLearningRate(0).ok());
+    EXPECT_EQ(here->SetLearningRate(rate).code(), absl::StatusCode::kInvalidArgument) << rate;
+  EXPECT_TRUE(here->SetLearningRate(0).ok());
 
   // One that is not a number changes nothing.
   const at::Tensor y =
@@ -194,11 +222,11 @@ TEST(OptimizerStepTest, Errors) {
       context
           .Backward({y * std::numeric_limits<double>::infinity() + w.sum()}, {.retain_graph = true})
           .ok());
-  EXPECT_EQ(here.ClipGradients(context, 1).status().code(), absl::StatusCode::kOutOfRange);
+  EXPECT_EQ(here->ClipGradients(context, 1).status().code(), absl::StatusCode::kOutOfRange);
   EXPECT_TRUE(GradientOf(context, w).equal(at::ones({2})));
 
   context.Release();
-  status = here.Step(context);
+  status = here->Step(context);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
 }
 

@@ -104,7 +104,9 @@ impl Sgd {
         self
     }
 
-    /// Makes this worker's part; empty is a name. `Code::AlreadyExists` if it has one of that name.
+    /// Makes this worker's part; empty is a name. `Code::AlreadyExists` if it has one of that name;
+    /// `Code::InvalidArgument` for a name of more than 900 bytes or with a `::` in it, and for a
+    /// parameter that is not a leaf that requires grad.
     #[doc(alias = "dg_optimizer_create_sgd")]
     pub fn create<'w>(
         &self,
@@ -173,7 +175,9 @@ impl Adam {
         self
     }
 
-    /// Makes this worker's part; empty is a name. `Code::AlreadyExists` if it has one of that name.
+    /// Makes this worker's part; empty is a name. `Code::AlreadyExists` if it has one of that name;
+    /// `Code::InvalidArgument` for a name of more than 900 bytes or with a `::` in it, and for a
+    /// parameter that is not a leaf that requires grad.
     #[doc(alias = "dg_optimizer_create_adam")]
     pub fn create<'w>(
         &self,

@@ -214,6 +214,8 @@ fn optimizers() {
     assert!((step(&adamw.unwrap(), &parameters[3]) - 0.85).abs() < 1e-6);
     let twice = Sgd::new(0.1).create(&worker, "sgd", [&parameters[0]]);
     assert_eq!(twice.unwrap_err().code(), Code::AlreadyExists);
+    let named = Adam::new(0.1).create(&worker, "net::head", [&parameters[0]]);
+    assert_eq!(named.unwrap_err().code(), Code::InvalidArgument);
 
     // A schedule: smaller steps, of the same optimizer.
     sgd.set_learning_rate(0.05).unwrap();

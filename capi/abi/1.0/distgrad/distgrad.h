@@ -800,7 +800,9 @@ typedef struct dg_adam_options {
 #define DG_ADAM_AMSGRAD UINT64_C(1)
 
 /* Every worker makes its part before the first step. The part lasts as long as the worker, also
- * when its handle is destroyed. DG_ALREADY_EXISTS if it has one of that name (empty is a name). */
+ * when its handle is destroyed. DG_ALREADY_EXISTS if it has one of that name (empty is a name);
+ * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, and for a parameter
+ * that is not a leaf that requires grad. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_create_sgd(dg_worker* worker, dg_str name,
                                                      const dg_tensor* const* parameters,
                                                      size_t parameter_count,
