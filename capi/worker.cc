@@ -140,28 +140,46 @@ absl::StatusOr<OptionsOfCall> ToOptions(const dg_call_options* given) {
   return of;
 }
 
-absl::StatusOr<Future<Message>> Call(dg_worker* worker, dg_str to, dg_str function, Message message,
-                                     const dg_call_options* given) {
-  DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
-  DG_ASSIGN_OR_RETURN(const std::string to_name, FromStr(to, "to"));
-  DG_ASSIGN_OR_RETURN(const std::string name, FromStr(function, "function"));
-  DG_ASSIGN_OR_RETURN(const OptionsOfCall options, ToOptions(given));
-  return use->CallAsync(to_name, name, std::move(message), options.options);
+// A call that is ready to be made.
+struct Prepared {
+  // Waits for room to send it, and for the reply.
+  absl::StatusOr<Message> Run() {
+    return use->Call(to, function, std::move(message), options.options);
+  }
+  Future<Message> Start() {
+    return use->CallAsync(to, function, std::move(message), options.options);
+  }
+
+  SharedWorker::Use use;
+  std::string to;
+  std::string function;
+  Message message;
+  OptionsOfCall options;
+};
+
+absl::StatusOr<Prepared> Prepare(dg_worker* worker, dg_str to, dg_str function, Message message,
+                                 const dg_call_options* given) {
+  DG_ASSIGN_OR_RETURN(SharedWorker::Use use, UseWorker(worker));
+  DG_ASSIGN_OR_RETURN(std::string to_name, FromStr(to, "to"));
+  DG_ASSIGN_OR_RETURN(std::string name, FromStr(function, "function"));
+  DG_ASSIGN_OR_RETURN(OptionsOfCall options, ToOptions(given));
+  return Prepared{std::move(use), std::move(to_name), std::move(name), std::move(message),
+                  std::move(options)};
 }
 
-absl::StatusOr<Future<Message>> CallFunction(dg_worker* worker, dg_str to, dg_str function,
-                                             const dg_message* request,
-                                             const dg_call_options* options) {
+absl::StatusOr<Prepared> PrepareFunction(dg_worker* worker, dg_str to, dg_str function,
+                                         const dg_message* request,
+                                         const dg_call_options* options) {
   DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> message, Pin<MessageObject>(request));
-  return Call(worker, to, function, message->message, options);
+  return Prepare(worker, to, function, message->message, options);
 }
 
-absl::StatusOr<Future<Message>> CallOp(dg_worker* worker, dg_str to, dg_str op,
-                                       const dg_value* arguments, size_t argument_count,
-                                       const dg_call_options* options) {
+absl::StatusOr<Prepared> PrepareOp(dg_worker* worker, dg_str to, dg_str op,
+                                   const dg_value* arguments, size_t argument_count,
+                                   const dg_call_options* options) {
   DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values, FromValues(arguments, argument_count));
   DG_ASSIGN_OR_RETURN(Message message, EncodeValues(values));
-  return Call(worker, to, op, std::move(message), options);
+  return Prepare(worker, to, op, std::move(message), options);
 }
 
 }  // namespace
@@ -193,6 +211,10 @@ void SharedWorker::Close() {
     absl::MutexLock lock(&mu_);
     if (closed_) return;
     closed_ = true;
+  }
+  worker_->Close();  // or some would wait for ever, and we for them
+  {
+    absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(this, &SharedWorker::Unused));
   }
   worker_.reset();
@@ -292,9 +314,8 @@ dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str function, const dg
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(reply));
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(Future<Message> future,
-                        CallFunction(worker, to, function, request, options));
-    DG_ASSIGN_OR_RETURN(Message message, future.Take());
+    DG_ASSIGN_OR_RETURN(Prepared call, PrepareFunction(worker, to, function, request, options));
+    DG_ASSIGN_OR_RETURN(Message message, call.Run());
     *reply = NewHandle<MessageObject>(std::move(message));
     return absl::OkStatus();
   });
@@ -305,9 +326,8 @@ dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, dg_str function,
                                dg_future** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(Future<Message> future,
-                        CallFunction(worker, to, function, request, options));
-    *out = NewHandle<FutureObject>(std::move(future));
+    DG_ASSIGN_OR_RETURN(Prepared call, PrepareFunction(worker, to, function, request, options));
+    *out = NewHandle<FutureObject>(call.Start());
     return absl::OkStatus();
   });
 }
@@ -350,9 +370,9 @@ dg_error* dg_worker_call_op(dg_worker* worker, dg_str to, dg_str op, const dg_va
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(Future<Message> future,
-                        CallOp(worker, to, op, arguments, argument_count, options));
-    DG_ASSIGN_OR_RETURN(Message message, future.Take());
+    DG_ASSIGN_OR_RETURN(Prepared call,
+                        PrepareOp(worker, to, op, arguments, argument_count, options));
+    DG_ASSIGN_OR_RETURN(Message message, call.Run());
     DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values, DecodeValues(std::move(message)));
     DG_ASSIGN_OR_RETURN(std::unique_ptr<ValuesObject> converted, ToValues(values));
     *out = AdoptHandle(std::move(converted));
@@ -365,9 +385,9 @@ dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str to, dg_str op,
                                   const dg_call_options* options, dg_future** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(Future<Message> future,
-                        CallOp(worker, to, op, arguments, argument_count, options));
-    *out = NewHandle<FutureObject>(RemoteValues{std::move(future)});
+    DG_ASSIGN_OR_RETURN(Prepared call,
+                        PrepareOp(worker, to, op, arguments, argument_count, options));
+    *out = NewHandle<FutureObject>(RemoteValues{call.Start()});
     return absl::OkStatus();
   });
 }

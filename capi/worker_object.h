@@ -55,7 +55,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // kFailedPrecondition once the worker is gone.
   absl::StatusOr<Use> Begin();
 
-  // Waits until nobody uses the worker, and ends it. Not in a callback. Idempotent.
+  // Fails what is under way, waits until nobody uses the worker, and ends it. Not in a callback.
+  // Idempotent.
   void Close();
 
   // Constant, also after Close().

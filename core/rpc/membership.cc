@@ -345,8 +345,14 @@ absl::Status Membership::BarrierOfTheEnd(absl::Time deadline) {
   return Annotate(status, "waiting for all workers to leave");
 }
 
+absl::Status Membership::CheckOpen() const {
+  if (!closed_) return absl::OkStatus();
+  return absl::CancelledError("this worker is shutting down");
+}
+
 absl::Status Membership::AwaitOthers(const std::string& name, absl::Time deadline) {
   for (;;) {
+    DG_RETURN_IF_ERROR(CheckOpen());
     DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> missing, Missing(name, kLast));
     if (missing.empty()) return absl::OkStatus();
     if (absl::Now() >= deadline) return NotCome(missing);
@@ -382,6 +388,7 @@ absl::Status Membership::Gather(const std::string& name, int64_t number, absl::T
   const std::string door = name + "/open";
   bool look = come >= size_;
   for (;;) {
+    DG_RETURN_IF_ERROR(CheckOpen());
     if (look) {
       DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> missing, Missing(name, number));
       if (missing.empty()) {

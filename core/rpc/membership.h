@@ -77,8 +77,13 @@ class Membership {
   // The same, once, before all end. Worker 0, which may serve the store, goes last.
   absl::Status BarrierOfTheEnd(absl::Time deadline);
 
+  // Whoever waits in a barrier, or will, gets kCancelled within a second. Waits for nothing.
+  void Close() { closed_ = true; }
+  bool closed() const { return closed_; }
+
  private:
   absl::Status CheckSeat() const;
+  absl::Status CheckOpen() const;
   absl::StatusOr<WorkerInfo> ClaimRank();
   absl::StatusOr<WorkerInfo> ClaimByName(absl::Time deadline);
   absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);
@@ -98,6 +103,7 @@ class Membership {
   int world_size_ = 0;  // at the job's start
   bool late_ = false;   // the job had started before
 
+  std::atomic<bool> closed_{false};
   std::atomic<int64_t> barriers_{0};
   std::atomic<int> size_{0};  // the members when we last looked
 };

@@ -106,6 +106,9 @@ absl::Status Worker::Impl::LeaveAlone(absl::Time deadline) {
   Backoff backoff(deadline);
   size_t serving, calls, contexts;
   do {
+    if (members_->closed()) {
+      return absl::CancelledError(absl::StrCat("worker '", self_.name, "' is shutting down"));
+    }
     serving = agent_.served();
     calls = agent_.under_way();
     contexts = contexts_.size();

@@ -180,6 +180,41 @@ TEST_P(MembersTest, LeavingWaitsForContextsToEnd) {
   EXPECT_TRUE(left.ok()) << left;
 }
 
+TEST_P(MembersTest, CloseEndsWhateverWaits) {
+  Start(3);
+  const auto release = std::make_shared<absl::Notification>();  // the handler may begin late
+  ASSERT_TRUE(worker(2)
+                  .Register("wait",
+                            [release](Request&) -> absl::StatusOr<Message> {
+                              release->WaitForNotification();
+                              return Message{};
+                            })
+                  .ok());
+  const CallOptions for_ever{.deadline = absl::InfiniteFuture()};
+  Context context = worker(1).NewContext();  // or it could leave
+  absl::Status barrier, end, alone, call;
+  std::thread threads[] = {
+      std::thread([&] { barrier = worker(0).WaitForAll(absl::InfiniteFuture()); }),
+      std::thread([&] { end = worker(0).Leave(absl::InfiniteFuture()); }),
+      std::thread([&] { alone = worker(1).LeaveAlone(absl::InfiniteFuture()); }),
+      std::thread([&] { call = worker(0).Call("worker2", "wait", {}, for_ever).status(); }),
+  };
+  EXPECT_TRUE(store_->Get("barrier/1/count", Later()).ok());
+  EXPECT_TRUE(store_->Get("leave/count", Later()).ok());
+  while (!absl::IsUnavailable(Echo(worker(2), "worker1"))) continue;
+  worker(0).Close();
+  worker(1).Close();
+  for (std::thread& thread : threads) thread.join();
+  for (const absl::Status& status : {barrier, end, alone, call}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+  }
+  EXPECT_EQ(Echo(worker(0), "worker2").code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(worker(1).WaitForAll(absl::InfiniteFuture()).code(), absl::StatusCode::kCancelled);
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  EXPECT_EQ(context.Backward({x.sum()}).code(), absl::StatusCode::kCancelled);
+  release->Notify();
+}
+
 TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
   Start(3);
   EXPECT_TRUE(Train(worker(0), "worker1").ok());

@@ -87,13 +87,18 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
 }
 
 void Worker::Impl::Close() {
-  {
-    absl::MutexLock lock(&mu_);
-    if (closed_) return;
-    closed_ = true;
-  }
+  members_->Close();
   engine_.Close();
   agent_.Close();
+}
+
+void Worker::Impl::Join() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (joined_) return;
+    joined_ = true;
+  }
+  Close();
   lookups_.Close();
   pool_.Join();
   engine_.Join();
@@ -149,7 +154,8 @@ WorkerMetrics Worker::Impl::Metrics() const {
 // -------------------------------------------------------------------------------------- Worker
 
 Worker::Worker(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Worker::~Worker() { impl_->Close(); }
+Worker::~Worker() { impl_->Join(); }
+void Worker::Close() { impl_->Close(); }
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
   DG_ASSIGN_OR_RETURN(std::shared_ptr<Impl> impl, Impl::Create(std::move(options)));

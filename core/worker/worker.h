@@ -196,10 +196,15 @@ class Worker {
   // Joins the job. Waits until all its workers have.
   static absl::StatusOr<std::unique_ptr<Worker>> Create(WorkerOptions options);
 
-  // Fails what is under way, and ends all threads. Leave() first, to end in good order.
+  // Close(), and ends all threads. Leave() first, to end in good order.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
+
+  // Fails what is under way, and what is begun from now on, with kCancelled, so that no thread
+  // waits in this worker any more (in a barrier, after a second). Does not wait itself. The others
+  // find this worker gone.
+  void Close();
 
   WorkerId id() const;
   const std::string& name() const;

@@ -39,7 +39,7 @@ class Worker::Impl : public Context::Owner,
                      public std::enable_shared_from_this<Worker::Impl> {
  public:
   static absl::StatusOr<std::shared_ptr<Impl>> Create(WorkerOptions options);
-  ~Impl() override { Close(); }
+  ~Impl() override { Join(); }
 
   // A handler, or one that answers later.
   struct Function {
@@ -62,6 +62,7 @@ class Worker::Impl : public Context::Owner,
   absl::Status LeaveAlone(absl::Time deadline);
 
   void Close();
+  void Join();  // Close(), and ends all threads
 
   // Context::Owner
   Engine& engine() override { return engine_; }
@@ -175,7 +176,7 @@ class Worker::Impl : public Context::Owner,
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   absl::flat_hash_map<std::string, std::shared_ptr<const Function>> functions_ ABSL_GUARDED_BY(mu_);
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool joined_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace distgrad

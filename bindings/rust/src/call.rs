@@ -119,7 +119,8 @@ impl<'a> Caller<'a> {
 macro_rules! calls {
     ($($type:ty),*) => {$(
         impl $type {
-            /// Calls a function of the worker named `to` (itself, too), and waits for the reply.
+            /// Calls a function of the worker named `to` (itself, too), and waits for the reply, and
+            /// before it for room to send ([`Limits::bytes_per_peer`]($crate::Limits)).
             ///
             /// Inside a context gradients will flow back through the tensors that require grad, both
             /// ways. Large tensors are sent from where they are: do not write to them before the
@@ -127,13 +128,15 @@ macro_rules! calls {
             ///
             /// The code is the handler's if that failed; `Code::NotFound` for an unknown worker or
             /// function, `Code::DeadlineExceeded` if it took too long, `Code::Unavailable` if the
-            /// worker is gone.
+            /// worker is gone, `Code::Cancelled` if it was given up, or this worker ended meanwhile,
+            /// `Code::ResourceExhausted` with the name of a limit.
             #[doc(alias = "dg_worker_call")]
             pub fn call(&self, to: &str, function: &str, request: &$crate::Message) -> $crate::Result<$crate::Message> {
                 self.caller().invoke(to, function, request)
             }
 
-            /// The same without waiting.
+            /// The same without waiting: `Code::ResourceExhausted`, as the future's error, if there is
+            /// no room to send.
             #[doc(alias = "dg_worker_call_async")]
             pub fn call_async(&self, to: &str, function: &str, request: &$crate::Message) -> $crate::Result<$crate::Future<$crate::Message>> {
                 self.caller().invoke_async(to, function, request)
@@ -153,7 +156,7 @@ macro_rules! calls {
                 self.caller().invoke_op(to, op, arguments)
             }
 
-            /// The same without waiting.
+            /// The same without waiting, as `call_async`.
             #[doc(alias = "dg_worker_call_op_async")]
             pub fn call_op_async(&self, to: &str, op: &str, arguments: &[$crate::Value<'_>]) -> $crate::Result<$crate::Future<Vec<$crate::Value<'static>>>> {
                 self.caller().invoke_op_async(to, op, arguments)

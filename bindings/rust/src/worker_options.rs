@@ -224,7 +224,8 @@ pub struct Limits {
     pub calls_per_peer: u64,
     /// Of all peers together. Default: 65536.
     pub calls: u64,
-    /// That wait to be sent to one peer, and of its calls here. Default: 4 GiB.
+    /// That wait to be sent to one peer, where calls that wait for their reply wait for room; and of
+    /// its calls here. Default: 4 GiB.
     pub bytes_per_peer: u64,
     /// Of one origin that are open here. Default: 4096.
     pub contexts_per_peer: u64,

@@ -433,7 +433,8 @@ typedef struct dg_worker dg_worker;
 typedef struct dg_context dg_context;
 
 /* What a worker lets others, and its own program, make it hold. Past one of these a call fails with
- * DG_RESOURCE_EXHAUSTED and the limit's name. A 0 is the default. */
+ * DG_RESOURCE_EXHAUSTED and the limit's name; but where bytes_per_peer wait to be sent, calls that
+ * wait for their reply wait for room. A 0 is the default. */
 typedef struct dg_limits {
   size_t struct_size;
   uint64_t message_bytes;       /* of one message, with its tensors; 8 GiB */
@@ -521,9 +522,10 @@ DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_
 DG_API DG_MUST_USE dg_error* dg_worker_leave_alone(dg_worker* worker,
                                                    int64_t timeout_ms) DG_NOEXCEPT;
 
-/* Fails what is still under way with DG_CANCELLED, waits for running callbacks to return, and stops
- * all threads. Handles of contexts, futures and optimizers stay valid, and give errors. In a
- * callback, a handler's too, it cannot: there it logs an error and leaves the worker alive. */
+/* Fails what is still under way with DG_CANCELLED, also what other threads wait for in it (in a
+ * dg_worker_wait_for_all or dg_worker_leave after a second); waits for running callbacks to return,
+ * and stops all threads. Handles of contexts, futures and optimizers stay valid, and give errors.
+ * In a callback, a handler's too, it cannot: there it logs an error and leaves the worker alive. */
 DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
 
 /* 0 if `worker` is none. */
@@ -675,15 +677,22 @@ typedef struct dg_call_options {
 #define DG_CALL_OPTIONS_INIT \
   { sizeof(dg_call_options), 0, 0, 0 }
 
-/* Calls a function of the worker named `to` (itself, too). Waits for the reply.
+/* Calls a function of the worker named `to` (itself, too). Waits for the reply, and before it for
+ * room to send (dg_limits.bytes_per_peer).
  *
  * Inside a context gradients will flow back through the tensors that require grad, both ways.
- * Large tensors are sent from where they are: do not write to them before the reply has come. */
+ * Large tensors are sent from where they are: do not write to them before the reply has come.
+ *
+ * The handler's error keeps its code. Besides: DG_NOT_FOUND for a worker or a function that there
+ * is not, DG_UNAVAILABLE if the connection breaks or the other leaves, DG_DEADLINE_EXCEEDED,
+ * DG_CANCELLED by a cancellation or the end of this worker, DG_RESOURCE_EXHAUSTED with the name of
+ * a limit. */
 DG_API DG_MUST_USE dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str function,
                                             const dg_message* request,
                                             const dg_call_options* options,
                                             dg_message** reply) DG_NOEXCEPT;
-/* The same without waiting: dg_future_result has the reply. */
+/* The same without waiting: dg_future_result has the reply. DG_RESOURCE_EXHAUSTED, as the future's
+ * error, if there is no room to send. */
 DG_API DG_MUST_USE dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, dg_str function,
                                                   const dg_message* request,
                                                   const dg_call_options* options,
@@ -705,7 +714,7 @@ DG_API DG_MUST_USE dg_error* dg_worker_call_op(dg_worker* worker, dg_str to, dg_
                                                const dg_value* arguments, size_t argument_count,
                                                const dg_call_options* options,
                                                dg_values** out) DG_NOEXCEPT;
-/* The same without waiting: dg_future_values has the results. */
+/* The same without waiting, as dg_worker_call_async: dg_future_values has the results. */
 DG_API DG_MUST_USE dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str to, dg_str op,
                                                      const dg_value* arguments,
                                                      size_t argument_count,
