@@ -81,7 +81,7 @@ absl::Status CheckPacket(const Packet& packet, const PacketLimits& limits) {
 
 tensorpipe::Message LayOut(Packet& packet) {
   tensorpipe::Message message;
-  if (packet.bytes.size() <= kInlineBytes) {
+  if (packet.bytes.size() <= kMetadataBytes) {
     message.metadata = std::move(packet.bytes);
   } else {
     message.payloads.push_back(

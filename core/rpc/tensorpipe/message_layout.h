@@ -1,7 +1,7 @@
 // How a packet lies in a TensorPipe message.
 //
 // The bytes are the message's metadata, which TensorPipe sends in the message's own header, in
-// one write; past kInlineBytes they are a payload. A segment is a payload too, or past
+// one write; past kMetadataBytes they are a payload. A segment is a payload too, or past
 // kChannelBytes a tensor, which goes through the channel. The metadata of a payload is its
 // position among the segments, in four bytes (kBytesPosition for the bytes); tensors fill the
 // remaining positions in order. A segment of a GPU is a tensor of any size.
@@ -21,7 +21,7 @@
 namespace distgrad {
 
 // Measured with transport_benchmark; see its header.
-inline constexpr size_t kInlineBytes = 32 << 10;
+inline constexpr size_t kMetadataBytes = 32 << 10;
 inline constexpr size_t kChannelBytes = 256 << 10;
 
 inline constexpr uint32_t kBytesPosition = 0xffffffff;

@@ -64,15 +64,15 @@ Packet Carry(Packet packet) {
 
 TEST(MessageLayoutTest, SmallPacketIsMetadataAlone) {
   Packet packet;
-  packet.bytes = std::string(kInlineBytes, 'x');
+  packet.bytes = std::string(kMetadataBytes, 'x');
   const tensorpipe::Message message = LayOut(packet);
-  EXPECT_EQ(message.metadata, std::string(kInlineBytes, 'x'));
+  EXPECT_EQ(message.metadata, std::string(kMetadataBytes, 'x'));
   EXPECT_TRUE(message.payloads.empty());
   EXPECT_TRUE(message.tensors.empty());
 }
 
 TEST(MessageLayoutTest, EverySizeArrivesInOrder) {
-  for (size_t bytes : {size_t{0}, size_t{1}, kInlineBytes, kInlineBytes + 1}) {
+  for (size_t bytes : {size_t{0}, size_t{1}, kMetadataBytes, kMetadataBytes + 1}) {
     const std::vector<size_t> sizes = {kChannelBytes + 1, 1, kChannelBytes, 200000, 300,
                                        kChannelBytes + 2};
     for (size_t count = 0; count <= sizes.size(); ++count) {

@@ -4,7 +4,7 @@
 //   transport_benchmark [socket_basic socket_cma tcp_basic tcp_cma shm_basic shm_cma inproc]
 //
 // Where a packet's bytes go from the header to a payload, and a segment from a payload to the
-// channel (kInlineBytes, kChannelBytes), was chosen with it.
+// channel (kMetadataBytes, kChannelBytes), was chosen with it.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
