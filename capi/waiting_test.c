@@ -1,4 +1,5 @@
-/* Calls that wait for room to send, and a worker that ends while threads wait in it. From plain C. */
+/* Calls that wait for room to send, and a worker that ends while threads wait in it. From plain C.
+ */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <semaphore.h>

@@ -73,13 +73,18 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, absl::Time deadline) {
           .name = options.name,
           .store = std::move(meeting.store),
           .serves_store = meeting.serves_store};
-  if (job.name.empty()) job.name = place.name;
-  if (job.name.empty()) job.name = absl::StrCat("worker", job.rank);
+  if (options.join) {
+    // Without a name it is called by the id that the store gives.
+    if (job.name.empty()) job.name = ProcessEnvironment("DISTGRAD_NAME").value_or("");
+  } else {
+    if (job.name.empty()) job.name = place.name;
+    if (job.name.empty()) job.name = absl::StrCat("worker", job.rank);
+  }
   const std::string host = Chosen(options.host, "DISTGRAD_HOST", "127.0.0.1");
   DG_ASSIGN_OR_RETURN(
       job.transport,
       MakeTransport(options, Chosen(options.transport, "DISTGRAD_TRANSPORT", "socket"), host,
-                    job.name, meeting.cluster_key));
+                    job.name.empty() ? "a worker that joins" : job.name, meeting.cluster_key));
   return job;
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -361,6 +362,25 @@ TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {
 
   ASSERT_TRUE(raw->Set("worker/1", *raw->Get("job/other/worker/1", absl::InfinitePast())).ok());
   EXPECT_TRUE(absl::IsUnauthenticated(workers[0]->UpdateMembers()));
+}
+
+TEST(MembersOptionsTest, OneWhoJoinsIsNamedByTheEnvironmentUnlessItsOptionsSayANameOfItsOwn) {
+  const auto store = NewInProcessStore();
+  const auto create = [&](std::string name, bool join) {
+    WorkerOptions options{.name = std::move(name), .store = store, .join = join};
+    if (!join) options.rank = 0, options.world_size = 1;
+    auto worker = Worker::Create(std::move(options));
+    EXPECT_TRUE(worker.ok()) << worker.status();
+    return *std::move(worker);
+  };
+  const auto first = create("", false), second = create("", true);
+  setenv("DISTGRAD_NAME", "named", 1);
+  const auto third = create("", true), fourth = create("own", true);
+  unsetenv("DISTGRAD_NAME");
+  EXPECT_EQ(first->name(), "worker0");
+  EXPECT_EQ(second->name(), "worker1");
+  EXPECT_EQ(third->name(), "named");
+  EXPECT_EQ(fourth->name(), "own");
 }
 
 TEST(MembersOptionsTest, WhatMakesNoSenseIsRefused) {

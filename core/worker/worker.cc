@@ -63,12 +63,11 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
                                                    absl::FormatDuration(options.heartbeat_limit)));
   }
   DG_ASSIGN_OR_RETURN(Job job, JoinJob(options, deadline));
-  auto members =
-      std::make_unique<Membership>(job.store, Seat{.name = options.join ? options.name : job.name,
-                                                   .rank = job.rank,
-                                                   .world_size = job.world_size,
-                                                   .join = options.join,
-                                                   .max_workers = options.max_workers});
+  auto members = std::make_unique<Membership>(job.store, Seat{.name = job.name,
+                                                              .rank = job.rank,
+                                                              .world_size = job.world_size,
+                                                              .join = options.join,
+                                                              .max_workers = options.max_workers});
   DG_ASSIGN_OR_RETURN(WorkerInfo self, members->Claim(deadline));
   std::shared_ptr<Impl> impl(
       new Impl(std::move(options), std::move(self), std::move(members), std::move(job.transport)));
