@@ -678,8 +678,8 @@ static dg_tensor* remote(dg_context* context, const dg_tensor* x, dg_str functio
 }
 
 static void test_backward(void) {
-  const float two = 2, ten = 10;
-  dg_tensor *x = floats(&two, 1, 1), *y, *gradient = NULL, *ones = floats(&ten, 1, 1);
+  const float two = 2, ten = 10, pair[2] = {1, 2};
+  dg_tensor *x = floats(&two, 1, 1), *y, *gradient = NULL, *ones = floats(&ten, 1, 1), *wide;
   const dg_tensor *root, *root_gradient = ones;
   dg_context* context = NULL;
   dg_backward_options options = DG_BACKWARD_OPTIONS_INIT;
@@ -724,10 +724,15 @@ static void test_backward(void) {
   FAILS(DG_NOT_FOUND, dg_context_gradient(context, y, &gradient));
   FAILS(DG_INVALID_ARGUMENT, dg_context_gradient(context, NULL, &gradient));
   FAILS(DG_INVALID_ARGUMENT, dg_context_set_gradient(context, x, NULL));
+  wide = floats(pair, 1, 2);
+  SAYS(DG_INVALID_ARGUMENT, "[1, 2] Float on cpu", dg_context_set_gradient(context, x, wide));
+  dg_tensor_destroy(wide);
+  FAILS(DG_NOT_FOUND, dg_context_set_gradient(context, ones, ones));
   FAILS(DG_INVALID_ARGUMENT, dg_context_gradients(context, NULL, NULL));
   CHECK(gradient == NULL);
   OK(dg_context_release(context));
   OK(dg_context_release(context));
+  FAILS(DG_FAILED_PRECONDITION, dg_context_set_gradient(context, x, ones));
   dg_context_destroy(context);
   CHECK(dg_context_id(context) == 0);
 

@@ -1,5 +1,6 @@
 #include "core/autograd/context_record.h"
 
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
@@ -188,6 +189,19 @@ absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradi
   auto it = gradients_.find(leaf.unsafeGetTensorImpl());
   if (it == gradients_.end()) {
     return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));
+  }
+  if (!gradient.defined()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the new gradient in context ", id_, " is undefined"));
+  }
+  if (gradient.sizes() != leaf.sizes() || gradient.scalar_type() != leaf.scalar_type() ||
+      gradient.device() != leaf.device()) {
+    const auto kind = [](const at::Tensor& tensor) {
+      return c10::str(tensor.sizes(), " ", tensor.scalar_type(), " on ", tensor.device());
+    };
+    return absl::InvalidArgumentError(absl::StrCat("the new gradient in context ", id_, " is ",
+                                                   kind(gradient), ", and its leaf is ",
+                                                   kind(leaf)));
   }
   std::swap(it->second.gradient, gradient);
   it->second.ready = ReadyMark({it->second.gradient});

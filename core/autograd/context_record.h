@@ -105,6 +105,7 @@ class ContextRecord {
   // All leaves with a gradient.
   std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const;
   // Replaces the gradient of a leaf that has one (clipping, averaging over replicas).
+  // kInvalidArgument unless it has the sizes, dtype and device of the leaf; else errors as above.
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient);
   // Is called with each leaf whose gradient a pass has added to, on the thread that did; what it
   // throws fails that pass. Null: nobody. Ends with the context's release. Both may wait.

@@ -82,8 +82,11 @@ absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
     return absl::InvalidArgumentError(absl::StrCat("a function's name has 1 to ", kMaxFunctionName,
                                                    " bytes, not ", function.size()));
   }
+  if (options.context != nullptr && !options.context->valid()) {
+    return absl::FailedPreconditionError("the context of the call is not valid");
+  }
   Outgoing call;
-  call.context = options.context ? options.context->record() : nullptr;
+  if (options.context != nullptr) call.context = options.context->record();
   call.deadline = options.deadline == absl::InfinitePast() ? DefaultDeadline() : options.deadline;
   if (call.deadline <= clock_->Now()) {
     return absl::DeadlineExceededError("the deadline has passed already");

@@ -303,6 +303,37 @@ TEST_P(CallsTest, OneMessageToMany) {
   EXPECT_TRUE(context.Gradient(x)->equal(at::full_like(x, 2.0)));
 }
 
+// -------------------------------------------------------------------------------- Contexts
+
+TEST_P(CallsTest, AContextThatIsNoneIsAnError) {
+  Start({.workers = 1});
+  // As a handler has it that was called outside any context.
+  Context none;
+  ASSERT_TRUE(worker(0)
+                  .Register("f",
+                            [&](Request& request) -> absl::StatusOr<Message> {
+                              none = std::move(request.context);
+                              return Message{};
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(0).Call(0, "f", {}).ok());
+  const at::Tensor x = at::ones({1}).requires_grad_();
+  EXPECT_FALSE(none.valid());
+  EXPECT_EQ(none.id(), 0u);
+  EXPECT_TRUE(none.Gradients().empty());
+  EXPECT_EQ(none.Gradient(x).status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(none.SetGradient(x, x.detach()).code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(none.Backward({x.sum()}).code(), StatusCode::kFailedPrecondition);
+  none.Release();
+  const CallOptions recorded{.context = &none};
+  for (const absl::Status& status : {worker(0).Call(0, "f", {}, recorded).status(),
+                                     worker(0).CallAsync(0, "f", {}, recorded).Take().status(),
+                                     worker(0).CallEach({0}, "f", {}, recorded)[0].status(),
+                                     worker(0).Call("nobody", "f", {}, recorded).status()}) {
+    EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status;
+  }
+}
+
 // --------------------------------------------------------------------------------- Limits
 
 TEST_P(CallsTest, LimitsAreNamed) {

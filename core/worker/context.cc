@@ -1,5 +1,7 @@
 #include "core/worker/context.h"
 
+#include "core/base/status.h"
+
 namespace distgrad {
 
 Context& Context::operator=(Context&& other) noexcept {
@@ -19,8 +21,12 @@ void Context::Release() {
   if (record_ != nullptr) owner_->engine().Release(record_->id());
 }
 
+absl::Status Context::CheckValid() const {
+  return valid() ? absl::OkStatus() : absl::FailedPreconditionError("there is no context");
+}
+
 absl::Status Context::Backward(std::vector<at::Tensor> roots, BackwardOptions options) const {
-  if (!valid()) return absl::FailedPreconditionError("backward of no context");
+  DG_RETURN_IF_ERROR(CheckValid());
   if (options.deadline == absl::InfinitePast()) options.deadline = owner_->DefaultDeadline();
   return owner_->engine()
       .Backward(record_, std::move(roots), std::move(options), /*run_here=*/true)
@@ -29,10 +35,25 @@ absl::Status Context::Backward(std::vector<at::Tensor> roots, BackwardOptions op
 }
 
 Future<Unit> Context::BackwardAsync(std::vector<at::Tensor> roots, BackwardOptions options) const {
-  if (!valid()) return Future<Unit>::Of(absl::FailedPreconditionError("backward of no context"));
+  if (!valid()) return Future<Unit>::Of(CheckValid());
   if (options.deadline == absl::InfinitePast()) options.deadline = owner_->DefaultDeadline();
   return owner_->engine().Backward(record_, std::move(roots), std::move(options),
                                    /*run_here=*/false);
+}
+
+absl::StatusOr<at::Tensor> Context::Gradient(const at::Tensor& leaf) const {
+  DG_RETURN_IF_ERROR(CheckValid());
+  return record_->Gradient(leaf);
+}
+
+std::vector<std::pair<at::Tensor, at::Tensor>> Context::Gradients() const {
+  if (!valid()) return {};
+  return record_->Gradients();
+}
+
+absl::Status Context::SetGradient(const at::Tensor& leaf, at::Tensor gradient) const {
+  DG_RETURN_IF_ERROR(CheckValid());
+  return record_->SetGradient(leaf, std::move(gradient));
 }
 
 }  // namespace distgrad

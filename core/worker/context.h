@@ -37,9 +37,11 @@ class Context {
   Context& operator=(Context&& other) noexcept;
   ~Context();
 
+  // Of one that is not, all but Release() fails with kFailedPrecondition: of Context() or one moved
+  // from, and of a request that was made outside any context.
   bool valid() const { return record_ != nullptr; }
-  // The same number on all workers.
-  ContextId id() const { return record_->id(); }
+  // The same number on all workers; 0 if it is not valid.
+  ContextId id() const { return valid() ? record_->id() : 0; }
 
   // Computes the gradients of everything that `roots` depend on, on every worker, and waits until
   // they are in place. Roots are scalars that require grad, unless options.root_gradients has
@@ -53,16 +55,15 @@ class Context {
   // Release() only, too.
   Future<Unit> BackwardAsync(std::vector<at::Tensor> roots, BackwardOptions options = {}) const;
 
-  // The gradient of a leaf of this worker; kNotFound if no root depends on it.
-  absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const {
-    return record_->Gradient(leaf);
-  }
-  // All leaves of this worker that have one, each with its gradient; in no order.
-  std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const { return record_->Gradients(); }
-  // Replaces the gradient of a leaf that has one.
-  absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient) const {
-    return record_->SetGradient(leaf, std::move(gradient));
-  }
+  // The gradient of a leaf of this worker; kNotFound if no root depends on it, kFailedPrecondition
+  // once the context is released.
+  absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
+  // All leaves of this worker that have one, each with its gradient; in no order. None if the
+  // context is released, or not valid.
+  std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const;
+  // Replaces the gradient of a leaf that has one. kInvalidArgument unless it has the sizes, dtype
+  // and device of the leaf; else errors as of Gradient().
+  absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient) const;
 
   // Ends the context on every worker; a pass under way fails. Idempotent, does not wait.
   void Release();
@@ -70,6 +71,8 @@ class Context {
   const std::shared_ptr<ContextRecord>& record() const { return record_; }
 
  private:
+  absl::Status CheckValid() const;
+
   std::shared_ptr<Owner> owner_;
   std::shared_ptr<ContextRecord> record_;
   bool is_origin_ = false;

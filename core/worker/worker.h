@@ -126,7 +126,8 @@ struct WorkerOptions {
 };
 
 struct CallOptions {
-  // Records the call for the backward of this context.
+  // Records the call for the backward of this context. Null: of none; one that is not valid() fails
+  // the call with kFailedPrecondition.
   const Context* context = nullptr;
   // The call fails with kDeadlineExceeded if it is not answered by then. Default: now plus
   // WorkerOptions::timeout.

@@ -207,6 +207,22 @@ TEST_P(GradientsTest, AGradientThatNobodyElseHoldsIsNotCopied) {
   EXPECT_EQ(GradientOf(context, x).data_ptr(), memory);
 }
 
+TEST_P(GradientsTest, ANewGradientIsOfItsLeafsKind) {
+  const at::Tensor x = Leaf({2, 3}, 1), other = Leaf({2, 3}, 2);
+  Context context = team_[0].NewContext();
+  ASSERT_TRUE(context.Backward({x.sum()}).ok());
+  for (const at::Tensor& wrong : {at::Tensor(), at::ones({3, 2}), at::ones({6}),
+                                  at::ones({2, 3}, at::kDouble), at::ones({2, 3}, at::kMeta)}) {
+    EXPECT_EQ(context.SetGradient(x, wrong).code(), absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(context.SetGradient(other, at::ones({2, 3})).code(), absl::StatusCode::kNotFound);
+  ExpectSame(GradientOf(context, x), at::ones({2, 3}));
+  EXPECT_TRUE(context.SetGradient(x, at::full({2, 3}, 7.0)).ok());
+  ExpectSame(GradientOf(context, x), at::full({2, 3}, 7.0));
+  context.Release();
+  EXPECT_EQ(context.SetGradient(x, at::ones({2, 3})).code(), absl::StatusCode::kFailedPrecondition);
+}
+
 TEST_P(GradientsTest, TensorHooksAndRetainsGrad) {
   const at::Tensor x = Leaf({2, 3}, 1);
   at::Tensor received, hooked;

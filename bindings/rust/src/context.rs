@@ -53,13 +53,15 @@ impl<'w> Context<'w> {
         Pass { context: self, root_gradients: Vec::new(), retain_graph: false, timeout: None }
     }
 
-    /// The gradient of a leaf of this worker. `Code::NotFound` if no root depends on it.
+    /// The gradient of a leaf of this worker. `Code::NotFound` if no root depends on it,
+    /// `Code::FailedPrecondition` once the context is released.
     #[doc(alias = "dg_context_gradient")]
     pub fn gradient(&self, leaf: &Tensor) -> Result<Tensor> {
         Ok(Tensor::own(ffi::context_gradient(self.handle(), leaf.handle())?))
     }
 
-    /// Replaces the gradient of a leaf that has one.
+    /// Replaces the gradient of a leaf that has one. `Code::InvalidArgument` unless it has the shape,
+    /// dtype and device of the leaf; else errors as of [`gradient`](Context::gradient).
     #[doc(alias = "dg_context_set_gradient")]
     pub fn set_gradient(&self, leaf: &Tensor, gradient: &Tensor) -> Result<()> {
         Ok(ffi::context_set_gradient(self.handle(), leaf.handle(), gradient.handle())?)

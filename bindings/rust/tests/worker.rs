@@ -160,6 +160,8 @@ fn backward_and_gradients() {
     assert_eq!(context.gradient(&x).unwrap().to_vec::<f32>().unwrap(), [4.0, 80.0]);
 
     context.set_gradient(&x, &floats(&[7.0, 8.0])).unwrap();
+    let short = context.set_gradient(&x, &floats(&[7.0])).unwrap_err();
+    assert_eq!(short.code(), Code::InvalidArgument);
     let gradients = context.gradients().unwrap();
     assert_eq!(gradients.len(), 1);
     assert_eq!(gradients[0].0.to_vec::<f32>().unwrap(), [1.0, 2.0]);

@@ -759,10 +759,12 @@ DG_API DG_MUST_USE dg_error* dg_context_backward_async(const dg_context* context
                                                        const dg_backward_options* options,
                                                        dg_future** out) DG_NOEXCEPT;
 
-/* The gradient of a leaf of this worker. DG_NOT_FOUND if no root depends on it. */
+/* The gradient of a leaf of this worker. DG_NOT_FOUND if no root depends on it,
+ * DG_FAILED_PRECONDITION once the context is released. */
 DG_API DG_MUST_USE dg_error* dg_context_gradient(const dg_context* context, const dg_tensor* leaf,
                                                  dg_tensor** out) DG_NOEXCEPT;
-/* Replaces the gradient of a leaf that has one. */
+/* Replaces the gradient of a leaf that has one. DG_INVALID_ARGUMENT unless it has the shape, dtype
+ * and device of the leaf; else errors as of dg_context_gradient. */
 DG_API DG_MUST_USE dg_error* dg_context_set_gradient(const dg_context* context,
                                                      const dg_tensor* leaf,
                                                      const dg_tensor* gradient) DG_NOEXCEPT;
