@@ -241,21 +241,23 @@ impl Worker {
     }
 
     /// Leaves in good order, so that nobody's call finds this worker gone: waits until every worker
-    /// of the job has called this, and ends it.
+    /// of the job has called this. Then drop it.
+    ///
+    /// `Code::DeadlineExceeded` names those that have not.
     #[doc(alias = "dg_worker_leave")]
     #[doc(alias = "dg_worker_destroy")]
-    pub fn leave(self, timeout: Duration) -> Result<()> {
+    pub fn leave(&self, timeout: Duration) -> Result<()> {
         Ok(ffi::worker_leave(self.handle(), milliseconds(timeout))?)
     }
 
-    /// Leaves in good order while the job goes on, and ends it: refuses new calls of the others with
+    /// Leaves in good order while the job goes on: refuses new calls of the others with
     /// `Code::Unavailable`, and waits until those under way, and the contexts that it takes part in,
-    /// are over.
+    /// are over. Then drop it.
     ///
-    /// `Code::DeadlineExceeded` says how many were left; `Code::FailedPrecondition` for the worker
-    /// that serves the rendezvous.
+    /// `Code::DeadlineExceeded` says how many were left; they go on until the worker is dropped. Once:
+    /// then it is `Code::FailedPrecondition`, as for the worker that serves the rendezvous.
     #[doc(alias = "dg_worker_leave_alone")]
-    pub fn leave_alone(self, timeout: Duration) -> Result<()> {
+    pub fn leave_alone(&self, timeout: Duration) -> Result<()> {
         Ok(ffi::worker_leave_alone(self.handle(), milliseconds(timeout))?)
     }
 }

@@ -98,7 +98,9 @@ fn a_worker_leaves_alone() {
             worker.register("any", |_| Ok(empty()))?;
             worker.wait_for_all(LONG)?; // may be called
             worker.wait_for_all(LONG)?; // was called
-            worker.leave_alone(timeout)
+            let left = worker.leave_alone(timeout);
+            assert_eq!(worker.rank(), rank); // it is there, whatever came of that
+            left
         };
         let idle = scope.spawn(move || leave(1, LONG));
         let busy = scope.spawn(move || leave(2, Duration::from_millis(20)));

@@ -29,6 +29,7 @@ fn a_worker_joins_leaves_and_comes_back() {
     assert_eq!(third.code(), Code::ResourceExhausted, "{third}");
 
     worker.leave_alone(LONG).unwrap();
+    drop(worker);
     first.update_members().unwrap();
     assert_eq!(known(&first), both[..1]);
     assert_eq!((first.world_size(), first.name(1)), (1, None));
