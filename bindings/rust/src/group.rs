@@ -52,7 +52,7 @@ impl ProcessGroupOptions {
         self.timeout = Some(timeout);
         self
     }
-    /// For all ranks to come. Default: as `timeout`.
+    /// For all ranks to come. Default: ten minutes.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
         self.join_timeout = Some(timeout);
         self

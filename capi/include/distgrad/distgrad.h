@@ -956,7 +956,7 @@ typedef struct dg_process_group_options {
                             * reach it by Gloo, which knows no cluster key; empty: DISTGRAD_HOST, or
                             * "127.0.0.1" */
   int64_t timeout_ms;      /* of each collective; 0: ten minutes */
-  int64_t join_timeout_ms; /* for all ranks to come; 0: as timeout_ms */
+  int64_t join_timeout_ms; /* for all ranks to come; 0: ten minutes */
 } dg_process_group_options;
 #define DG_PROCESS_GROUP_OPTIONS_INIT \
   { sizeof(dg_process_group_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, 0, 0 }
