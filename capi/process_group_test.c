@@ -53,8 +53,10 @@ static void make_group(int rank) {
 
 static void collectives(int rank) {
   const float one[2] = {(float)rank, 10}, other[1] = {(float)(rank * 4)};
-  dg_tensor *x = floats(one, 1, 2), *y = floats(other, 1, 1);
+  const int64_t number = 1;
+  dg_tensor *x = floats(one, 1, 2), *y = floats(other, 1, 1), *whole = NULL;
   const dg_tensor* both[2];
+  OK(dg_tensor_from_data(&number, DG_INT64, NULL, 0, &whole));
   both[0] = x;
   both[1] = y;
   OK(dg_process_group_average(groups[rank], both, 2));
@@ -65,6 +67,9 @@ static void collectives(int rank) {
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_broadcast(groups[rank], both, 2, RANKS));
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_broadcast(groups[rank], both, 2, ~UINT32_C(0)));
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(groups[rank], NULL, 1));
+  both[1] = whole;
+  SAYS(DG_INVALID_ARGUMENT, "tensor 1", dg_process_group_average(groups[rank], both, 2));
+  dg_tensor_destroy(whole);
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(NULL, both, 2));
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_average((dg_process_group*)(void*)x, both, 2));
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_broadcast(NULL, both, 2, 0));

@@ -99,13 +99,16 @@ impl ProcessGroup {
 
     /// In place: each tensor becomes the average of those of all ranks, which have the same shapes
     /// and dtypes there (that is not checked). Waits for all ranks.
+    ///
+    /// `Code::InvalidArgument`, before anything begins, for tensors that are not of a floating or
+    /// complex dtype (of 16 bits or more for each number; complex ones of 32 or more).
     #[doc(alias = "dg_process_group_average")]
     pub fn average(&self, tensors: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<()> {
         let (_tensors, handles) = handles_of(tensors);
         Ok(ffi::process_group_average(self.0.get(), &handles)?)
     }
 
-    /// In place: each tensor becomes that of the rank `root`. Otherwise as
+    /// In place: each tensor, of any dtype, becomes that of the rank `root`. Otherwise as
     /// [`average`](ProcessGroup::average).
     #[doc(alias = "dg_process_group_broadcast")]
     pub fn broadcast(

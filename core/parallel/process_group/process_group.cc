@@ -57,6 +57,22 @@ absl::Status Check(const ProcessGroupOptions& options) {
   return absl::OkStatus();
 }
 
+// Others cannot be divided, or not be sent; and whoever finds that out behind a collective leaves
+// the other ranks with half of it.
+bool HasAverages(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+    case at::kComplexFloat:
+    case at::kComplexDouble:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace
 
 struct ProcessGroup::Backend {
@@ -184,6 +200,12 @@ absl::Status ProcessGroup::Wait(Running& running) {
 
 absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
   const std::string what = absl::StrCat("averaging ", tensors.size(), " tensors");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined() || HasAverages(tensors[i].scalar_type())) continue;
+    return absl::InvalidArgumentError(absl::StrCat(who_, ": ", what, ": tensor ", i, " is of ",
+                                                   c10::toString(tensors[i].scalar_type()),
+                                                   ", which has no averages"));
+  }
   try {
     const at::NoGradGuard no_grad;
     const std::vector<Bucket> buckets = AssignBuckets(tensors, kBucketBytes);

@@ -6,10 +6,10 @@
 //       ProcessGroup::Create({.name = "replicas", .store = store, .rank = 1, .size = 2});
 //   absl::Status status = (*group)->Average({loss});
 //
-// A rank that is gone or has failed is an error on the others at once, with the reason that it
-// gave; one that is stopped is when a collective has taken `timeout`. After an error nobody can
-// tell which collectives the others have seen: it is the result of all later calls too, and the
-// only way on is a new group, which may have the same name and store.
+// If a rank dies or fails, the others get an error at once, with its reason if it gave one. If a
+// rank is merely stopped, they get one after `timeout`. After an error nobody can tell which
+// collectives the others have seen: it is the result of all later calls too, and the only way on is
+// a new group, which may have the same name and store.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
 
@@ -78,6 +78,8 @@ class ProcessGroup {
 
   // In place: each tensor becomes the average of those of all ranks. They have the same shapes and
   // dtypes on all ranks, which is not checked, and are packed into few collectives.
+  // kInvalidArgument, before anything begins, unless all are half, bfloat16, float, double or
+  // complex of the last two.
   absl::Status Average(absl::Span<const at::Tensor> tensors);
 
   // In place: each tensor becomes that of `root`. Of any dtype; else as above.

@@ -54,6 +54,20 @@ TEST(ProcessGroupTest, Averages) {
   });
 }
 
+TEST(ProcessGroupTest, WhatHasNoAveragesIsRefusedBeforeAnythingBegins) {
+  const auto group = ProcessGroup::Create(Alone());
+  ASSERT_TRUE(group.ok()) << group.status();
+  for (const at::ScalarType dtype : {at::kLong, at::kByte, at::kBool, at::kFloat8_e5m2}) {
+    const absl::Status status = (*group)->Average({at::ones({2}), at::ones({2}).to(dtype)});
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(Contains(status, "tensor 1 is of " + std::string(c10::toString(dtype)))) << status;
+  }
+  EXPECT_EQ((*group)->collectives(), 0);
+  EXPECT_TRUE((*group)->status().ok());
+  const Tensor complex = at::ones({2}, at::kComplexDouble);
+  EXPECT_TRUE((*group)->Average({complex}).ok());
+}
+
 TEST(ProcessGroupTest, BroadcastsAnyDtype) {
   RunRanks(3, [](std::shared_ptr<ProcessGroup> group) {
     std::vector<Tensor> tensors;

@@ -956,7 +956,7 @@ typedef struct dg_process_group_options {
                             * reach it by Gloo, which knows no cluster key; empty: DISTGRAD_HOST, or
                             * "127.0.0.1" */
   int64_t timeout_ms;      /* of each collective; 0: ten minutes */
-  int64_t join_timeout_ms; /* for all ranks to come; 0: as timeout_ms */
+  int64_t join_timeout_ms; /* for all ranks to come; 0: ten minutes */
 } dg_process_group_options;
 #define DG_PROCESS_GROUP_OPTIONS_INIT \
   { sizeof(dg_process_group_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, 0, 0 }
@@ -973,11 +973,12 @@ DG_API uint32_t dg_process_group_rank(const dg_process_group* group) DG_NOEXCEPT
 DG_API uint32_t dg_process_group_size(const dg_process_group* group) DG_NOEXCEPT;
 
 /* In place: each tensor becomes the average of those of all ranks, which have the same shapes and
- * dtypes there (that is not checked). Waits for all ranks. */
+ * dtypes there (that is not checked). Waits for all ranks. DG_INVALID_ARGUMENT, before anything
+ * begins, unless all are of DG_FLOAT16, 32 or 64, DG_BFLOAT16, or DG_COMPLEX64 or 128. */
 DG_API DG_MUST_USE dg_error* dg_process_group_average(dg_process_group* group,
                                                       const dg_tensor* const* tensors,
                                                       size_t tensor_count) DG_NOEXCEPT;
-/* In place: each tensor becomes that of the rank `root`. Else the same. */
+/* In place: each tensor, of any dtype, becomes that of the rank `root`. Else the same. */
 DG_API DG_MUST_USE dg_error* dg_process_group_broadcast(dg_process_group* group,
                                                         const dg_tensor* const* tensors,
                                                         size_t tensor_count,
