@@ -101,7 +101,29 @@ void Replicas(dg::Worker& worker, float scale) {
   context.Backward({dg::Op("aten::mul.Tensor", {w, static_cast<double>(scale)})});
   averager.Average(context);
   EXPECT_EQ(context.Gradient(w).data<float>()[0], 2);
+  const dg::Context overlapped(worker);
+  averager.AverageInBackward(overlapped);
+  overlapped.Backward({dg::Op("aten::mul.Tensor", {w, static_cast<double>(scale)})});
+  averager.Average(overlapped);
+  EXPECT_EQ(overlapped.Gradient(w).data<float>()[0], 2);
   averager.Join();
+  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
+  const std::string name = "alone" + std::to_string(worker.rank());
+  options.name = dg::Str(name);
+  options.size = 1;
+  dg::ProcessGroup alone(worker, options);
+  alone.Fail(DG_DATA_LOSS, "the disk is full");
+  EXPECT_EQ(CodeOf([&] { alone.Average({w}); }), DG_DATA_LOSS);
+  dg::ReportFailure(dg::Error(DG_DATA_LOSS, "to nobody"));
+}
+
+TEST(CppTest, RandomNumbersBeginAnew) {
+  const auto number = [] {
+    dg::ManualSeed(7);
+    const dg::Tensor x = dg::Op("aten::randn", {std::vector<int64_t>{1}});
+    return x.data<float>()[0];
+  };
+  EXPECT_EQ(number(), number());
 }
 
 TEST(CppTest, TracesAndSeveralWorkers) {

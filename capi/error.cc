@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
+#include "core/worker/failure.h"
 
 namespace distgrad {
 namespace {
@@ -22,12 +23,12 @@ struct dg_error* OutOfMemory() {
 
 thread_local int no_wait_scopes = 0;
 
+}  // namespace
+
 absl::StatusCode ToStatusCode(dg_code code) {
   const bool known = code > DG_OK && code <= DG_UNAUTHENTICATED;
   return known ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown;
 }
-
-}  // namespace
 
 dg_error* ToError(const absl::Status& status) noexcept {
   if (status.ok()) return nullptr;
@@ -148,6 +149,13 @@ dg_str dg_error_message(const dg_error* error) noexcept {
   return GuardValue<dg_str>(ToStr(""), [&] {
     absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error);
     return pinned.ok() ? ToStr((*pinned)->status.message()) : ToStr("not a dg_error");
+  });
+}
+
+dg_error* dg_report_failure(dg_code code, dg_str message) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const std::string text, FromStr(message, "message"));
+    return ReportFailure(absl::Status(ToStatusCode(code), text));
   });
 }
 

@@ -268,6 +268,8 @@ static void call(state* s) {
       (void)dg_error_message(E);
       break;
     case 2:
+      ran(s, dg_report_failure(dtype, function)); /* to nobody */
+      ran(s, dg_manual_seed(next(s)));
       keep(s, ERROR, dg_error_create((dg_code)(next(s) % 20), DG_STR("made")));
       break;
     case 3:
@@ -584,6 +586,8 @@ static void call(state* s) {
       (void)dg_process_group_size(G);
       ran(s, dg_averager_average(A, C));
       if (next(s) % 4 == 0) ran(s, dg_averager_join(A));
+      if (next(s) % 4 == 0) ran(s, dg_averager_average_in_backward(A, C));
+      if (next(s) % 16 == 0) ran(s, dg_process_group_fail(G, dtype, function));
       if (!s->alone) break;
       ran(s, dg_process_group_average(G, two, next(s) % 3));
       ran(s, dg_process_group_broadcast(G, two, next(s) % 3, (uint32_t)(next(s) % 2)));

@@ -27,6 +27,9 @@ namespace distgrad {
 // NULL for an OK status. Never throws: if memory is out, an error that says so and needs none.
 dg_error* ToError(const absl::Status& status) noexcept;
 
+// kUnknown for what is none, or no error.
+absl::StatusCode ToStatusCode(dg_code code);
+
 // Takes an error that a callback returned; what is none is an error too.
 absl::Status TakeError(dg_error* error) noexcept;
 

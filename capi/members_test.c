@@ -1,5 +1,5 @@
 /* Workers that join a running job, leave it and come back; limits and device pairs; what a worker
- * says of itself. From plain C. */
+ * says of itself, and its process to torchrun. From plain C. */
 #define _POSIX_C_SOURCE 200809L
 #include <unistd.h>
 
@@ -300,6 +300,32 @@ static void test_contexts(void) {
   unlink(rendezvous + strlen("file://"));
 }
 
+/* ------------------------------------------------------------------------------------- Failure */
+
+/* As torchrun has it. */
+static void test_report_failure(void) {
+  const char* folder = getenv("TEST_TMPDIR");
+  char path[512], report[500] = {0};
+  FILE* file;
+  dg_str bad;
+  bad.data = NULL;
+  bad.size = 3;
+  OK(dg_report_failure(DG_DATA_LOSS, DG_STR("to nobody")));
+  snprintf(path, sizeof(path), "%s/error.%d", folder ? folder : "/tmp", (int)getpid());
+  CHECK(setenv("TORCHELASTIC_ERROR_FILE", path, 1) == 0);
+  FAILS(DG_INVALID_ARGUMENT, dg_report_failure(DG_DATA_LOSS, bad));
+  OK(dg_report_failure(DG_OK, DG_STR("the disk is full")));
+  OK(dg_report_failure(DG_UNAVAILABLE, DG_STR("a consequence")));
+  file = fopen(path, "r");
+  CHECK(file != NULL && fread(report, 1, sizeof(report) - 1, file) > 0);
+  CHECK(strstr(report, "UNKNOWN: the disk is full") != NULL);
+  fclose(file);
+  unlink(path);
+  CHECK(setenv("TORCHELASTIC_ERROR_FILE", "/no/such/folder/error", 1) == 0);
+  SAYS(DG_NOT_FOUND, "/no/such/folder/error", dg_report_failure(DG_DATA_LOSS, DG_STR("why")));
+  CHECK(unsetenv("TORCHELASTIC_ERROR_FILE") == 0);
+}
+
 int main(void) {
   const char* folder = getenv("TEST_TMPDIR");
   snprintf(rendezvous, sizeof(rendezvous), "file://%s/members.%d", folder ? folder : "/tmp",
@@ -309,5 +335,6 @@ int main(void) {
   test_device_pairs();
   test_device_that_is_not_there();
   test_contexts();
+  test_report_failure();
   return 0;
 }

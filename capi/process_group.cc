@@ -157,6 +157,15 @@ dg_error* dg_process_group_broadcast(dg_process_group* group, const dg_tensor* c
                     });
 }
 
+dg_error* dg_process_group_fail(dg_process_group* group, dg_code code, dg_str why) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned, Pin<ProcessGroupObject>(group));
+    DG_ASSIGN_OR_RETURN(const std::string text, FromStr(why, "why"));
+    pinned->group->Fail(absl::Status(ToStatusCode(code), text));
+    return absl::OkStatus();
+  });
+}
+
 dg_error* dg_averager_create(dg_process_group* group, const dg_tensor* const* parameters,
                              size_t parameter_count, const dg_averager_options* options,
                              dg_averager** out) noexcept {
@@ -196,6 +205,15 @@ dg_error* dg_averager_average(dg_averager* averager, const dg_context* context) 
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
     const BlockingScope blocking;
     return pinned->averager->Average(*of->context.record());
+  });
+}
+
+dg_error* dg_averager_average_in_backward(dg_averager* averager,
+                                          const dg_context* context) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    return pinned->averager->AverageInBackward(*of->context.record());
   });
 }
 

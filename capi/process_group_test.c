@@ -123,6 +123,32 @@ static void averages(int rank) {
   dg_tensor_destroy(w);
 }
 
+/* One of them gives up, and the other hears why. */
+static void fail(int rank) {
+  const float one = 1;
+  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
+  dg_process_group* group = NULL;
+  dg_tensor* x = floats(&one, 1, 1);
+  const dg_tensor* values = x;
+  dg_str bad;
+  bad.data = NULL;
+  bad.size = 3;
+  options.name = DG_STR("fails");
+  OK(dg_process_group_create(workers[rank], &options, &group));
+  OK(dg_worker_wait_for_all(workers[rank], 60000)); /* both have it */
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_fail(NULL, DG_ABORTED, DG_STR("no")));
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_fail(group, DG_ABORTED, bad));
+  if (rank == 0) OK(dg_process_group_fail(group, DG_DATA_LOSS, DG_STR("the disk is full")));
+  SAYS(rank == 0 ? DG_DATA_LOSS : DG_UNAVAILABLE, "the disk is full",
+       dg_process_group_average(group, &values, 1));
+  OK(dg_process_group_fail(group, DG_OK, DG_STR("too late")));
+  SAYS(rank == 0 ? DG_DATA_LOSS : DG_UNAVAILABLE, "the disk is full",
+       dg_process_group_average(group, &values, 1));
+  dg_process_group_destroy(group);
+  FAILS(DG_INVALID_ARGUMENT, dg_process_group_fail(group, DG_ABORTED, DG_STR("gone")));
+  dg_tensor_destroy(x);
+}
+
 /* Both ranks are told of parameters that differ. */
 static void differ(int rank) {
   const float values[2] = {1, 2};
@@ -158,6 +184,24 @@ static void in_destructor(void* user_data) {
   codes[2] = code_of(dg_process_group_broadcast(groups[0], &one, 1, 0));
   codes[3] = code_of(dg_averager_create(groups[0], &one, 1, NULL, &averager));
   codes[4] = code_of(dg_averager_join(averager));
+}
+
+/* Of one rank. A second backward would change what is being averaged. */
+static void average_in_backward(dg_averager* averager, dg_context* context, const dg_tensor* w) {
+  dg_backward_options options = DG_BACKWARD_OPTIONS_INIT;
+  dg_tensor *y = op2("aten::mul.Tensor", w, w), *gradient = NULL;
+  const dg_tensor* root = y;
+  options.flags = DG_BACKWARD_RETAIN_GRAPH;
+  OK(dg_averager_average_in_backward(averager, context));
+  OK(dg_context_backward(context, &root, 1, &options));
+  OK(dg_averager_average(averager, context));
+  OK(dg_context_gradient(context, w, &gradient));
+  CHECK(data_of(gradient)[0] == 2);
+  dg_tensor_destroy(gradient);
+  OK(dg_averager_average_in_backward(averager, context));
+  OK(dg_context_backward(context, &root, 1, &options));
+  SAYS(DG_FAILED_PRECONDITION, "one backward", dg_context_backward(context, &root, 1, &options));
+  dg_tensor_destroy(y);
 }
 
 static void test_misuse(void) {
@@ -216,10 +260,13 @@ static void test_misuse(void) {
   OK(dg_context_create(workers[0], &context));
   FAILS(DG_INVALID_ARGUMENT, dg_averager_average(NULL, context));
   FAILS(DG_INVALID_ARGUMENT, dg_averager_join(NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_average_in_backward(NULL, context));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_average_in_backward(averager, NULL));
   dg_process_group_destroy(group); /* the averager keeps it */
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(group, &parameter, 1));
   CHECK(dg_process_group_rank(group) == 0 && dg_process_group_size(group) == 0);
   CHECK(average_of(workers[0], averager, w, 7) == 7);
+  average_in_backward(averager, context, w);
   dg_averager_destroy(averager);
   dg_averager_destroy(averager);
   FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager));
@@ -244,6 +291,7 @@ int main(void) {
   on_all(collectives);
   on_all(averages);
   on_all(differ);
+  on_all(fail);
   test_misuse();
   for (int i = 0; i < RANKS; ++i) dg_worker_destroy(workers[i]);
   on_all(collectives); /* they need the workers no more */

@@ -1,4 +1,5 @@
 // Tensors.
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/dlpack.h>
@@ -359,6 +360,13 @@ bool dg_grad_set_enabled(bool enabled) noexcept {
   const bool before = at::GradMode::is_enabled();
   at::GradMode::set_enabled(enabled);
   return before;
+}
+
+dg_error* dg_manual_seed(uint64_t seed) noexcept {
+  return Guard([&]() -> absl::Status {
+    at::manual_seed(seed);
+    return absl::OkStatus();
+  });
 }
 
 }  // extern "C"

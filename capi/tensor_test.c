@@ -442,6 +442,22 @@ static void test_wrong_handles(void) {
   dg_tensor_destroy(alive);
 }
 
+static void test_seed(void) {
+  const int64_t three = 3;
+  const dg_value shape = dg_value_integers(&three, 1);
+  dg_tensor* x[2];
+  for (int i = 0; i < 2; ++i) {
+    OK(dg_manual_seed(7));
+    x[i] = op("aten::randn", &shape, 1);
+  }
+  CHECK(memcmp(data_of(x[0]), data_of(x[1]), 3 * sizeof(float)) == 0);
+  dg_tensor_destroy(x[1]);
+  x[1] = op("aten::randn", &shape, 1);
+  CHECK(memcmp(data_of(x[0]), data_of(x[1]), 3 * sizeof(float)) != 0);
+  dg_tensor_destroy(x[0]);
+  dg_tensor_destroy(x[1]);
+}
+
 int main(void) {
   test_version();
   test_errors();
@@ -452,5 +468,6 @@ int main(void) {
   test_values();
   test_messages();
   test_wrong_handles();
+  test_seed();
   return 0;
 }

@@ -3,7 +3,7 @@ use crate::{
     ffi::{self, AveragerHandle, Owned, ProcessGroupHandle, RawProcessGroupOptions},
     future::milliseconds_or_default,
     message::handles_of,
-    Context, Result, Tensor, Worker,
+    Context, Error, Result, Tensor, Worker,
 };
 use std::{borrow::Borrow, fmt, time::Duration};
 
@@ -119,6 +119,14 @@ impl ProcessGroup {
         let (_tensors, handles) = handles_of(tensors);
         Ok(ffi::process_group_broadcast(self.0.get(), &handles, root)?)
     }
+
+    /// This rank cannot go on: all later calls of the group fail with the code of `why` and a text
+    /// that has its message, those under way end, and the others fail at once, too, with
+    /// `Code::Unavailable` and that message. The first error of a group wins.
+    #[doc(alias = "dg_process_group_fail")]
+    pub fn fail(&self, why: &Error) -> Result<()> {
+        Ok(ffi::process_group_fail(self.0.get(), why.code() as i32, why.message())?)
+    }
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -193,6 +201,18 @@ impl Averager {
     #[doc(alias = "dg_averager_average")]
     pub fn average(&self, context: &Context<'_>) -> Result<()> {
         Ok(ffi::averager_average(self.0.get(), context.handle())?)
+    }
+
+    /// Before the backward of a context, the only one that it will have: its averages begin as its
+    /// gradients come, and [`average`](Averager::average) ends them; nobody else changes the
+    /// gradients until then.
+    ///
+    /// Ranks need not do alike. One context at a time, and one averager for each: any other average,
+    /// and the context's release, gives this one up, and that is an error of all ranks if averages
+    /// of it have begun.
+    #[doc(alias = "dg_averager_average_in_backward")]
+    pub fn average_in_backward(&self, context: &Context<'_>) -> Result<()> {
+        Ok(ffi::averager_average_in_backward(self.0.get(), context.handle())?)
     }
 
     /// For a rank that has run out of data while others have not: takes part in their averages, with

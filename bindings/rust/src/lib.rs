@@ -142,6 +142,27 @@ pub fn wait<T>(wait: impl FnOnce() -> T) -> Result<T> {
     ffi::wait(wait)
 }
 
+/// Seeds torch's generators of random numbers, of all devices of this process: operators on one
+/// thread give the same numbers after the same seed.
+#[doc(alias = "dg_manual_seed")]
+pub fn manual_seed(seed: u64) -> Result<()> {
+    Ok(ffi::manual_seed(seed)?)
+}
+
+/// Tells the launcher that started this process why it fails, where that wants to know: torchrun's
+/// summary then has code and message. The first of a process stays. docs/launching.md, "torchrun".
+///
+/// ```no_run
+/// # fn train() -> distgrad::Result<()> { Ok(()) }
+/// fn main() -> distgrad::Result<()> {
+///     train().inspect_err(|failure| drop(distgrad::report_failure(failure)))
+/// }
+/// ```
+#[doc(alias = "dg_report_failure")]
+pub fn report_failure(failure: &Error) -> Result<()> {
+    Ok(ffi::report_failure(failure.code() as i32, failure.message())?)
+}
+
 /// The version of the libtorch that the library was built with: "2.11.0".
 #[doc(alias = "dg_torch_version")]
 pub fn torch_version() -> &'static str {

@@ -1,7 +1,9 @@
 //! Processes that compute the same thing together; here they are threads.
 mod common;
 use common::{floats, weight, Folder, LONG};
-use distgrad::{AveragerOptions, Code, Context, ProcessGroup, ProcessGroupOptions, Tensor, Worker};
+use distgrad::{
+    AveragerOptions, Code, Context, Error, ProcessGroup, ProcessGroupOptions, Tensor, Worker,
+};
 use std::{thread, time::Duration};
 
 /// Runs `rank` with each of two workers, in a group of both.
@@ -79,6 +81,35 @@ fn gradients_are_averaged_and_a_rank_may_run_out() {
             assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [7.0]);
         }
         averager.join().unwrap();
+    });
+}
+
+#[test]
+fn averages_begin_while_the_backward_runs() {
+    on_both(|worker, group| {
+        let mine = f64::from(worker.rank());
+        let parameter = weight(&[1.0]);
+        let averager = AveragerOptions::new().create(group, [&parameter]).unwrap();
+        let context = worker.context().unwrap();
+        averager.average_in_backward(&context).unwrap();
+        let loss = parameter.mul_scalar(2.0 + 2.0 * mine).unwrap().sum().unwrap();
+        context.pass().retain_graph().run([&loss]).unwrap();
+        averager.average(&context).unwrap();
+        assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [3.0]);
+    });
+}
+
+#[test]
+fn a_rank_that_cannot_go_on_takes_the_others_with_it() {
+    on_both(|worker, group| {
+        worker.wait_for_all(LONG).unwrap(); // both have it
+        if worker.rank() == 0 {
+            group.fail(&Error::new(Code::DataLoss, "the disk is full")).unwrap();
+        }
+        let error = group.average([&floats(&[1.0])]).unwrap_err();
+        let code = if worker.rank() == 0 { Code::DataLoss } else { Code::Unavailable };
+        assert_eq!(error.code(), code, "{error}");
+        assert!(error.message().contains("the disk is full"), "{error}");
     });
 }
 

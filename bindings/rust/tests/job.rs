@@ -1,8 +1,8 @@
 //! How workers join a job, what they know of it, and how they leave it.
 mod common;
 use common::{alone, alone_with, empty, floats, pair, weight, Folder, LONG};
-use distgrad::{values, Code, Message, Operators, Value, WorkerOptions};
-use std::{env, process::Command, thread, time::Duration};
+use distgrad::{values, Code, Error, Message, Operators, Value, WorkerOptions};
+use std::{env, fs, process::Command, thread, time::Duration};
 
 #[test]
 fn names_and_numbers() {
@@ -45,6 +45,29 @@ fn places_on_a_machine() {
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
+}
+
+#[test]
+#[ignore = "is run by the test below"]
+fn child_of_torchrun() {
+    let failure = Error::new(Code::DataLoss, "the disk is full");
+    distgrad::report_failure(&failure).unwrap();
+    distgrad::report_failure(&Error::new(Code::Unavailable, "a consequence")).unwrap();
+}
+
+#[test]
+fn a_failure_is_reported() {
+    distgrad::report_failure(&Error::new(Code::DataLoss, "to nobody")).unwrap();
+    let folder = Folder::new();
+    let file = folder.0.join("error.json");
+    let output = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "child_of_torchrun", "--ignored"])
+        .env("TORCHELASTIC_ERROR_FILE", &file)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    let report = fs::read_to_string(file).unwrap();
+    assert!(report.contains("DATA_LOSS: the disk is full"), "{report}");
 }
 
 #[test]

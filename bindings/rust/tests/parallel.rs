@@ -178,3 +178,14 @@ fn pieces() {
     let uneven = reduce_add(&[vec![Some(x)], vec![]], None).unwrap_err();
     assert_eq!(uneven.code(), Code::InvalidArgument);
 }
+
+/// Here, for the other tests of this program draw none.
+#[test]
+fn random_numbers_begin_anew() {
+    let numbers = || Tensor::randn(&[3]).unwrap().to_vec::<f32>().unwrap();
+    distgrad::manual_seed(7).unwrap();
+    let first = numbers();
+    assert_ne!(numbers(), first);
+    distgrad::manual_seed(7).unwrap();
+    assert_eq!(numbers(), first);
+}

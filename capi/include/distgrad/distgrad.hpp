@@ -61,6 +61,11 @@ inline void Check(dg_error* error) {
   throw Error(dg_error_code(error), std::string(View(dg_error_message(error))));
 }
 
+// Tells the launcher, torchrun for instance, why this process fails.
+inline void ReportFailure(const Error& failure) {
+  Check(dg_report_failure(failure.code(), Str(failure.what())));
+}
+
 // The other way, in a callback: runs `run`, and gives what it throws as an error.
 template <typename F>
 dg_error* Catch(F&& run) noexcept {
@@ -187,6 +192,9 @@ inline std::vector<const dg_tensor*> Handles(const std::vector<Tensor>& tensors)
   for (const Tensor& tensor : tensors) handles.push_back(tensor.get());
   return handles;
 }
+
+// Of torch's random numbers, on all devices.
+inline void ManualSeed(uint64_t seed) { Check(dg_manual_seed(seed)); }
 
 // While it lives, what this thread computes is not recorded.
 class NoGrad {
@@ -796,6 +804,10 @@ class ProcessGroup {
     const std::vector<const dg_tensor*> handles = Handles(tensors);
     Check(dg_process_group_broadcast(get(), handles.data(), handles.size(), root));
   }
+  // This rank cannot go on, and the others are told why.
+  void Fail(dg_code code, std::string_view why) {
+    Check(dg_process_group_fail(get(), code, Str(why)));
+  }
   dg_process_group* get() const noexcept { return handle_.get(); }
 
  private:
@@ -812,6 +824,10 @@ class Averager {
     handle_ = Handle<dg_averager, dg_averager_destroy>(out);
   }
   void Average(const Context& context) { Check(dg_averager_average(get(), context.get())); }
+  // Before the backward of the context; Average() after it.
+  void AverageInBackward(const Context& context) {
+    Check(dg_averager_average_in_backward(get(), context.get()));
+  }
   void Join() { Check(dg_averager_join(get())); }
   dg_averager* get() const noexcept { return handle_.get(); }
 

@@ -167,6 +167,7 @@ pub(crate) mod raw {
         fn abi_major() -> u32;
         fn torch_version() -> &'static [u8];
         fn error_create(code: i32, message: &str) -> ErrorHandle;
+        fn report_failure(code: i32, message: &str) -> Result<()>;
 
         unsafe fn tensor_from_data(
             data: *const u8,
@@ -195,6 +196,7 @@ pub(crate) mod raw {
         fn tensor_requires_grad(tensor: TensorHandle) -> bool;
         fn tensor_require_grad(tensor: TensorHandle) -> Result<()>;
         fn grad_set_enabled(enabled: bool) -> bool;
+        fn manual_seed(seed: u64) -> Result<()>;
 
         fn op_tensor(op: &str, arguments: &[RawValue]) -> Result<TensorHandle>;
         fn op_call(op: &str, arguments: &[RawValue]) -> Result<ValuesHandle>;
@@ -389,6 +391,7 @@ pub(crate) mod raw {
             tensors: &[TensorHandle],
             root: u32,
         ) -> Result<()>;
+        fn process_group_fail(group: ProcessGroupHandle, code: i32, why: &str) -> Result<()>;
         fn averager_create(
             group: ProcessGroupHandle,
             parameters: &[TensorHandle],
@@ -398,6 +401,10 @@ pub(crate) mod raw {
         ) -> Result<AveragerHandle>;
         fn averager_destroy(averager: AveragerHandle);
         fn averager_average(averager: AveragerHandle, context: ContextHandle) -> Result<()>;
+        fn averager_average_in_backward(
+            averager: AveragerHandle,
+            context: ContextHandle,
+        ) -> Result<()>;
         fn averager_join(averager: AveragerHandle) -> Result<()>;
     }
 

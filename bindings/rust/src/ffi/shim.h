@@ -91,6 +91,9 @@ inline Bytes torch_version() { return ToBytes(dg_torch_version()); }
 inline ErrorHandle error_create(int32_t code, rust::Str message) {
   return dg_error_create(code, ToStr(message));
 }
+inline void report_failure(int32_t code, rust::Str message) {
+  dg::Check(dg_report_failure(code, ToStr(message)));
+}
 
 // ------------------------------------------------------------------------------------ Tensors
 
@@ -140,6 +143,7 @@ inline uint8_t* tensor_data(TensorHandle tensor) {
 inline bool tensor_requires_grad(TensorHandle tensor) { return dg_tensor_requires_grad(tensor); }
 inline void tensor_require_grad(TensorHandle tensor) { dg::Check(dg_tensor_require_grad(tensor)); }
 inline bool grad_set_enabled(bool enabled) { return dg_grad_set_enabled(enabled); }
+inline void manual_seed(uint64_t seed) { dg::Check(dg_manual_seed(seed)); }
 
 // ---------------------------------------------------------------------- Operators and messages
 
@@ -343,11 +347,17 @@ inline void process_group_average(ProcessGroupHandle group, Tensors tensors) {
 inline void process_group_broadcast(ProcessGroupHandle group, Tensors tensors, uint32_t root) {
   dg::Check(dg_process_group_broadcast(group, tensors.data(), tensors.size(), root));
 }
+inline void process_group_fail(ProcessGroupHandle group, int32_t code, rust::Str why) {
+  dg::Check(dg_process_group_fail(group, code, ToStr(why)));
+}
 AveragerHandle averager_create(ProcessGroupHandle group, Tensors parameters, Tensors buffers,
                                uint64_t bucket_bytes, bool divide_by_active);
 inline void averager_destroy(AveragerHandle averager) { dg_averager_destroy(averager); }
 inline void averager_average(AveragerHandle averager, ContextHandle context) {
   dg::Check(dg_averager_average(averager, context));
+}
+inline void averager_average_in_backward(AveragerHandle averager, ContextHandle context) {
+  dg::Check(dg_averager_average_in_backward(averager, context));
 }
 inline void averager_join(AveragerHandle averager) { dg::Check(dg_averager_join(averager)); }
 

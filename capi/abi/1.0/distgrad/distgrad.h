@@ -110,6 +110,11 @@ DG_API dg_code dg_error_code(const dg_error* error) DG_NOEXCEPT;
 /* For people, not for programs to parse. Lives as long as `error`. */
 DG_API dg_str dg_error_message(const dg_error* error) DG_NOEXCEPT;
 
+/* Tells the launcher that started this process why it fails, where that wants to know: torchrun's
+ * summary then has code and message. Codes as of dg_error_create. The first of a process stays.
+ * docs/launching.md, "torchrun". An error if it cannot be written. */
+DG_API DG_MUST_USE dg_error* dg_report_failure(dg_code code, dg_str message) DG_NOEXCEPT;
+
 /* ----------------------------------------------------------------------------------- Tensors */
 
 /* A reference to a torch tensor. Two handles may refer to the same tensor. */
@@ -203,6 +208,10 @@ DG_API DG_MUST_USE dg_error* dg_tensor_require_grad(dg_tensor* tensor) DG_NOEXCE
 /* Whether operators on this thread are recorded for backward (true at first); returns what it was.
  * A handler starts with the mode of its caller. */
 DG_API bool dg_grad_set_enabled(bool enabled) DG_NOEXCEPT;
+
+/* Seeds torch's generators of random numbers, of all devices of this process: operators on one
+ * thread give the same numbers after the same seed. */
+DG_API DG_MUST_USE dg_error* dg_manual_seed(uint64_t seed) DG_NOEXCEPT;
 
 /* ------------------------------------------------------------------------------------ Values */
 
@@ -984,6 +993,12 @@ DG_API DG_MUST_USE dg_error* dg_process_group_broadcast(dg_process_group* group,
                                                         size_t tensor_count,
                                                         uint32_t root) DG_NOEXCEPT;
 
+/* This rank cannot go on: all later calls of the group fail with that code and a message that has
+ * `why`, those under way end, and the others fail at once, too, with DG_UNAVAILABLE and `why`. The
+ * first error of a group wins. Codes as of dg_error_create. */
+DG_API DG_MUST_USE dg_error* dg_process_group_fail(dg_process_group* group, dg_code code,
+                                                   dg_str why) DG_NOEXCEPT;
+
 /* Averages the gradients of a list of parameters over the ranks, step for step. */
 typedef struct dg_averager dg_averager;
 
@@ -1014,6 +1029,13 @@ DG_API void dg_averager_destroy(dg_averager* averager) DG_NOEXCEPT;
  * is left out. Waits for all ranks. */
 DG_API DG_MUST_USE dg_error* dg_averager_average(dg_averager* averager,
                                                  const dg_context* context) DG_NOEXCEPT;
+/* Before the backward of a context, the only one that it will have: its averages begin as its
+ * gradients come, and dg_averager_average ends them; nobody else changes the gradients until then.
+ * Ranks need not do alike. One context at a time, and one averager for each: any other average, and
+ * the context's release, gives this one up, and that is an error of all ranks if averages of it
+ * have begun. */
+DG_API DG_MUST_USE dg_error* dg_averager_average_in_backward(dg_averager* averager,
+                                                             const dg_context* context) DG_NOEXCEPT;
 
 /* For a rank that has run out of data while others have not: takes part in their averages, with
  * zeros, until all ranks have called it. Then all have the parameters and buffers of the lowest
