@@ -17,13 +17,13 @@
 #include <cstdio>
 #include <filesystem>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "core/base/processors.h"
 #include "core/rpc/environment.h"
 
 namespace distgrad {
@@ -169,10 +169,10 @@ std::vector<std::string> Environment(int rank, int processes, int port) {
   }
   variables.push_back("MASTER_ADDR=127.0.0.1");
   variables.push_back(absl::StrCat("MASTER_PORT=", port));
-  // More threads than cores would wait for each other in every parallel loop.
+  // More threads than processors would wait for each other in every parallel loop.
   if (getenv("OMP_NUM_THREADS") == nullptr) {
-    const int cores = static_cast<int>(std::thread::hardware_concurrency());
-    variables.push_back(absl::StrCat("OMP_NUM_THREADS=", std::max(1, cores / processes)));
+    variables.push_back(
+        absl::StrCat("OMP_NUM_THREADS=", std::max(1, UsableProcessors() / processes)));
   }
   return variables;
 }
