@@ -59,8 +59,8 @@ impl Message {
         ffi::message_tensor_count(self.handle())
     }
 
-    /// One of the tensors. `Code::OutOfRange` or `Code::InvalidArgument` behind the last place,
-    /// `Code::NotFound` for a place without one.
+    /// One of the tensors. `Code::InvalidArgument` behind the last place, `Code::NotFound` for a place
+    /// without one.
     #[doc(alias = "dg_message_tensor")]
     pub fn tensor(&self, index: usize) -> Result<Tensor> {
         tensor_of(self.handle(), index)?.ok_or_else(|| gap(index))

@@ -31,45 +31,51 @@ pub struct WorkerOptions {
 }
 
 impl WorkerOptions {
-    /// All default: rank and world size are `RANK` and `WORLD_SIZE` in the environment, where
-    /// launchers put them, and so is the rendezvous.
+    /// All default: rank, world size and rendezvous are as `DISTGRAD_RANK`, `DISTGRAD_WORLD_SIZE` and
+    /// `DISTGRAD_RENDEZVOUS` in the environment say, or the launcher (torchrun, Slurm, MPI,
+    /// Kubernetes); where nobody says anything, it is one worker alone. docs/launching.md.
     pub fn new() -> Self {
         Self::default()
     }
-    /// Unique in the job. Default: `worker<rank>`.
+    /// Unique in the job. Default: what `DISTGRAD_NAME` in the environment says, or `worker<rank>`.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self
     }
-    /// Its number, below `world_size`, which is how many workers the job has.
+    /// Its number, below `world_size`, which is how many workers the job has. Default: as the
+    /// rendezvous, the environment or the launcher says.
     pub fn rank(mut self, rank: u32, world_size: u32) -> Self {
         (self.rank, self.world_size) = (rank, world_size);
         self
     }
     /// How the workers find each other: `tcp://host:port`, where worker 0 serves a store;
     /// `file:///path`, a file that all see, and that is not there from an earlier job; `env://`
-    /// (the default), `MASTER_ADDR` and `MASTER_PORT` as launchers set them.
+    /// (the default), as `DISTGRAD_RENDEZVOUS` in the environment or the launcher says. With
+    /// `?rank=1&world_size=2` where these are not given by [`rank`](WorkerOptions::rank).
     pub fn rendezvous(mut self, rendezvous: impl Into<String>) -> Self {
         self.rendezvous = rendezvous.into();
         self
     }
-    /// `socket` (the default); `tcp` and `shm` are TensorPipe's own.
+    /// `socket`; `tcp` and `shm` are TensorPipe's own. Default: what `DISTGRAD_TRANSPORT` in the
+    /// environment says, or `socket`.
     pub fn transport(mut self, transport: impl Into<String>) -> Self {
         self.transport = transport.into();
         self
     }
-    /// What it listens on. Default: `127.0.0.1`.
+    /// The address, name or interface of this machine that it listens on. Default: what
+    /// `DISTGRAD_HOST` in the environment says, or `127.0.0.1`.
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.host = host.into();
         self
     }
     /// A file with the secret that all workers share. Default: what `DISTGRAD_KEY_FILE` in the
-    /// environment names, or none.
+    /// environment names, or the secret itself in `DISTGRAD_KEY`, or none. docs/security.md.
     pub fn key_file(mut self, key_file: impl AsRef<Path>) -> Self {
         self.key_file = key_file.as_ref().to_string_lossy().into_owned();
         self
     }
-    /// How many handlers run at the same time. Default: one per core.
+    /// How many handlers run at the same time. Default: as many as there are processors that the
+    /// process may use.
     pub fn thread_count(mut self, thread_count: u64) -> Self {
         self.thread_count = thread_count;
         self

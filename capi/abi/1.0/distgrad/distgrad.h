@@ -5,14 +5,16 @@
  * reasons.
  *
  *   Handles    are opaque, and checked at each use: NULL, a handle of another kind and one that
- *              was destroyed give DG_INVALID_ARGUMENT, or the value that a comment names. They are
- *              not addresses: never dereference one. A function that hands one out through a
+ *              was destroyed give DG_INVALID_ARGUMENT; of functions that return no error, the value
+ *              that a comment names, or else 0, false or an empty string. They are not addresses:
+ *              never dereference one. A function that hands one out through a
  *              `T **out` parameter makes the caller its owner, who ends it with one
  *              dg_T_destroy; that accepts NULL and cannot fail.
  *   Arguments  are borrowed until the function returns, unless its comment says "takes": then the
  *              library owns them from that moment on, also when the function fails.
  *   Errors     are returned. NULL means success; otherwise the caller owns the error, and every
- *              `out` parameter was left as it was.
+ *              `out` parameter was left as it was. Arguments that cannot be are
+ *              DG_INVALID_ARGUMENT everywhere; comments name what else is to be expected.
  *   Threads    Any function may be called on any thread at any time, unless its comment says
  *              otherwise.
  *   Waiting    Functions marked "Waits" may be called by handlers, but return
@@ -143,7 +145,9 @@ enum {
   DG_UINT64 = 29
 };
 
-/* A tensor on the CPU with a copy of the elements at `data`, in row-major order. */
+/* A tensor on the CPU with a copy of the elements at `data`, in row-major order.
+ * DG_INVALID_ARGUMENT for a dtype that is none of the above, and for a negative or too large shape;
+ * DG_RESOURCE_EXHAUSTED if memory is out. */
 DG_API DG_MUST_USE dg_error* dg_tensor_from_data(const void* data, dg_dtype dtype,
                                                  const int64_t* shape, size_t dim_count,
                                                  dg_tensor** out) DG_NOEXCEPT;
@@ -335,7 +339,8 @@ static inline dg_value dg_value_tensors(const dg_tensor* const* data, size_t siz
 typedef struct dg_values dg_values;
 
 DG_API size_t dg_values_count(const dg_values* values) DG_NOEXCEPT;
-/* What *out points to lives as long as `values`, the handles of tensors too. */
+/* What *out points to lives as long as `values`, the handles of tensors too. DG_INVALID_ARGUMENT
+ * behind the last one. */
 DG_API DG_MUST_USE dg_error* dg_values_get(const dg_values* values, size_t index,
                                            dg_value* out) DG_NOEXCEPT;
 DG_API void dg_values_destroy(dg_values* values) DG_NOEXCEPT;
@@ -374,7 +379,7 @@ DG_API void dg_message_destroy(dg_message* message) DG_NOEXCEPT;
 /* Lives as long as `message`. */
 DG_API dg_str dg_message_payload(const dg_message* message) DG_NOEXCEPT;
 DG_API size_t dg_message_tensor_count(const dg_message* message) DG_NOEXCEPT;
-/* Stores NULL for a place without a tensor. */
+/* Stores NULL for a place without a tensor. DG_INVALID_ARGUMENT behind the last place. */
 DG_API DG_MUST_USE dg_error* dg_message_tensor(const dg_message* message, size_t index,
                                                dg_tensor** out) DG_NOEXCEPT;
 
@@ -480,9 +485,11 @@ typedef struct dg_worker_options {
                                * DISTGRAD_TRANSPORT, or "socket" */
   dg_str host;                /* the address, name or interface that it listens on; empty:
                                * DISTGRAD_HOST, or "127.0.0.1" */
-  dg_str key_file;            /* has the secret that all workers share; empty: what the environment
-                               * names (DISTGRAD_KEY_FILE), or none. docs/security.md */
-  uint64_t thread_count;      /* that run handlers at the same time; 0: one per core */
+  dg_str key_file;            /* has the secret that all workers share; empty: what
+                               * DISTGRAD_KEY_FILE names, or the secret itself in DISTGRAD_KEY, or
+                               * none. docs/security.md */
+  uint64_t thread_count;      /* that run handlers at the same time; 0: as many as there are
+                               * processors that the process may use */
   int64_t timeout_ms;         /* of calls and passes that set none; 0: a minute */
   int64_t join_timeout_ms;    /* for all workers to join; 0: a minute */
   uint64_t flags;             /* DG_WORKER_... */
@@ -512,7 +519,12 @@ typedef struct dg_worker_options {
  * workers that have none of this flag either. docs/cuda.md */
 #define DG_WORKER_NO_GPU_CHANNEL UINT64_C(8)
 
-/* Joins the job. Waits until all its workers have. */
+/* Joins the job. Waits until all its workers have.
+ *
+ * DG_INVALID_ARGUMENT for options or variables that make no sense, DG_FAILED_PRECONDITION for an
+ * environment that lacks something, DG_DEADLINE_EXCEEDED with those that did not come,
+ * DG_ALREADY_EXISTS if two claim one rank or name, DG_RESOURCE_EXHAUSTED beyond max_workers,
+ * DG_UNAUTHENTICATED for another key than the others', DG_UNAVAILABLE if the store is gone. */
 DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
                                               dg_worker** out) DG_NOEXCEPT;
 
@@ -748,8 +760,9 @@ typedef struct dg_backward_options {
   size_t struct_size;
   uint64_t flags;                         /* DG_BACKWARD_... */
   int64_t timeout_ms;                     /* 0: as in dg_worker_options */
-  const dg_tensor* const* root_gradients; /* one for each root, of its shape; a NULL, or none at
-                                           * all: one, for a root of one element */
+  const dg_tensor* const* root_gradients; /* one for each root, of its shape. A NULL, or no array,
+                                           * means a gradient of 1, which only a root of a single
+                                           * element can have. */
 } dg_backward_options;
 #define DG_BACKWARD_OPTIONS_INIT \
   { sizeof(dg_backward_options), 0, 0, 0 }
@@ -757,7 +770,11 @@ typedef struct dg_backward_options {
 
 /* Computes the gradients of everything that `roots` depend on, on every worker. Waits until they
  * are in place everywhere. Roots were computed on this worker, from something that requires grad.
- * After an error the context is good for dg_context_release only. */
+ * After an error the context is good for dg_context_release only.
+ *
+ * The error of a node keeps its code and names worker and node. Besides: DG_FAILED_PRECONDITION if
+ * the graph is used up or the context released, DG_DEADLINE_EXCEEDED with what was waited for,
+ * DG_UNAVAILABLE if a worker that takes part is lost, DG_CANCELLED. */
 DG_API DG_MUST_USE dg_error* dg_context_backward(const dg_context* context,
                                                  const dg_tensor* const* roots, size_t root_count,
                                                  const dg_backward_options* options) DG_NOEXCEPT;
@@ -924,7 +941,9 @@ DG_API void dg_data_parallel_destroy(dg_data_parallel* data_parallel) DG_NOEXCEP
 
 /* The parts of a tensor along `dim`, the i-th on devices[i], of sizes[i]; without sizes (NULL) they
  * are as equal as may be. outs has room for device_count, and gets NULL behind the last part: a
- * short `dim` gives fewer, and one at least. *part_count says how many. */
+ * short `dim` gives fewer, and one at least. *part_count says how many. Of this and of the next
+ * three: DG_INVALID_ARGUMENT for no device, or one that is not there, and for a `dim`, sizes or
+ * shapes that do not fit; DG_RESOURCE_EXHAUSTED if memory is out. */
 DG_API DG_MUST_USE dg_error* dg_scatter(const dg_tensor* tensor, const dg_str* devices,
                                         size_t device_count, int64_t dim, const int64_t* sizes,
                                         dg_tensor** outs, size_t* part_count) DG_NOEXCEPT;
