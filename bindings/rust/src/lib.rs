@@ -86,6 +86,7 @@ mod error;
 mod ffi;
 mod future;
 mod group;
+mod limits;
 mod message;
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -107,6 +108,7 @@ pub use error::{Code, Error, Result};
 pub use ffi::DlpackTensor;
 pub use future::{Awaiting, Future};
 pub use group::{Averager, AveragerOptions, ProcessGroup, ProcessGroupOptions};
+pub use limits::Limits;
 pub use message::Message;
 #[doc(hidden)]
 pub use ops::OPERATORS;
@@ -119,7 +121,7 @@ pub use state::{ContextState, Member, PassState};
 pub use tensor::{NoGrad, Tensor};
 pub use value::{op, ops, Value};
 pub use worker::{HandlerResult, Worker};
-pub use worker_options::{Limits, Operators, WorkerOptions};
+pub use worker_options::{Operators, WorkerOptions};
 
 /// Calls `wait` on this thread and returns what it returned; in a handler, others may run in its
 /// place meanwhile. For handlers that wait for something which is not distgrad's, a lock or a

@@ -1,8 +1,8 @@
 //! How a worker joins a job.
 use crate::{
-    ffi::{self, RawLimits, RawWorkerOptions},
+    ffi::{self, RawWorkerOptions},
     future::milliseconds_or_default,
-    Code, Error, Result, Worker,
+    Code, Error, Limits, Result, Worker,
 };
 use std::{path::Path, time::Duration};
 
@@ -182,16 +182,7 @@ impl WorkerOptions {
             job: &self.job,
             heartbeat_limit_ms: milliseconds_or_default(self.heartbeat_limit),
             max_workers: self.max_workers,
-            limits: RawLimits {
-                message_bytes: self.limits.message_bytes,
-                tensors_per_message: self.limits.tensors_per_message,
-                calls_per_peer: self.limits.calls_per_peer,
-                calls: self.limits.calls,
-                bytes_per_peer: self.limits.bytes_per_peer,
-                contexts_per_peer: self.limits.contexts_per_peer,
-                unauthenticated: self.limits.unauthenticated,
-                handshake_timeout_ms: milliseconds_or_default(self.limits.handshake_timeout),
-            },
+            limits: self.limits.raw(),
             device_pairs: &texts,
         })?;
         Ok(Worker::own(handle))
@@ -210,33 +201,4 @@ pub enum Operators {
     /// All that this process has.
     #[doc(alias = "DG_WORKER_ALL_OPERATORS")]
     All,
-}
-
-/// What a worker lets others, and its own program, make it hold. Past one of these a call fails with
-/// `Code::ResourceExhausted` and the limit's name. A 0, or `None`, is the default.
-///
-/// ```
-/// let limits = distgrad::Limits { calls_per_peer: 100, ..Default::default() };
-/// # let _ = distgrad::WorkerOptions::new().limits(limits);
-/// ```
-#[doc(alias = "dg_limits")]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Limits {
-    /// Of one message, with its tensors. Default: 8 GiB.
-    pub message_bytes: u64,
-    /// Default: 16384.
-    pub tensors_per_message: u64,
-    /// Under way to one peer, and served here of one. Default: 4096.
-    pub calls_per_peer: u64,
-    /// Of all peers together. Default: 65536.
-    pub calls: u64,
-    /// That wait to be sent to one peer, where calls that wait for their reply wait for room; and of
-    /// its calls here. Default: 4 GiB.
-    pub bytes_per_peer: u64,
-    /// Of one origin that are open here. Default: 4096.
-    pub contexts_per_peer: u64,
-    /// Strangers whose handshake is not finished. Default: 256.
-    pub unauthenticated: u64,
-    /// How long each may take for it. Default: 10 seconds.
-    pub handshake_timeout: Option<Duration>,
 }

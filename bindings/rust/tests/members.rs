@@ -44,7 +44,7 @@ fn a_worker_joins_leaves_and_comes_back() {
 
 #[test]
 fn limits_are_named() {
-    let limits = Limits { message_bytes: 1000, tensors_per_message: 1, ..Limits::default() };
+    let limits = Limits::new().message_bytes(1000).tensors_per_message(1);
     let worker = alone_with(WorkerOptions::new().limits(limits));
     worker.register("echo", |request| Ok(Message::from_payload(request.payload())?)).unwrap();
     let call = |message: Message| worker.call("alone", "echo", &message).unwrap_err();
