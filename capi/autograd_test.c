@@ -1,0 +1,248 @@
+/* Contexts, backward and optimizers over two workers in this process, from plain C; and what
+ * becomes of them after the workers' end. */
+#define _POSIX_C_SOURCE 200809L
+#include <math.h>
+
+#include "capi/testing/pair.h"
+
+static void visit(void* user_data, const dg_tensor* leaf, const dg_tensor* gradient) {
+  CHECK(dg_tensor_requires_grad(leaf));
+  *(float*)user_data += data_of(gradient)[0];
+}
+
+/* The reply of a remote multiplication with the parameter, in the context. */
+static dg_tensor* remote(dg_context* context, const dg_tensor* x, dg_str function) {
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  dg_message *request = message_of(x), *reply = NULL;
+  dg_tensor* y = NULL;
+  options.context = context;
+  OK(dg_worker_call(workers[0], DG_STR("back"), function, request, &options, &reply));
+  OK(dg_message_tensor(reply, 0, &y));
+  CHECK(dg_tensor_requires_grad(y));
+  dg_message_destroy(reply);
+  dg_message_destroy(request);
+  return y;
+}
+
+static void test_backward(void) {
+  const float two = 2, ten = 10, pair[2] = {1, 2};
+  dg_tensor *x = floats(&two, 1, 1), *y, *gradient = NULL, *ones = floats(&ten, 1, 1), *wide;
+  const dg_tensor *root, *root_gradient = ones;
+  dg_context* context = NULL;
+  dg_backward_options options = DG_BACKWARD_OPTIONS_INIT;
+  dg_future* future = NULL;
+  dg_message* reply = (dg_message*)(uintptr_t)parameter;
+  bool done = false;
+  float sum = 0;
+  OK(dg_tensor_require_grad(x));
+  OK(dg_context_create(workers[0], &context));
+  CHECK(dg_context_id(context) != 0 && dg_worker_context_count(workers[0]) == 1);
+  root = y = remote(context, x, DG_STR("relay"));
+  options.flags = DG_BACKWARD_RETAIN_GRAPH;
+  OK(dg_context_backward(context, &root, 1, &options));
+  OK(dg_context_gradient(context, x, &gradient));
+  CHECK(data_of(gradient)[0] == 3); /* the parameter */
+  dg_tensor_destroy(gradient);
+  options.flags = 0;
+  options.root_gradients = &root_gradient;
+  OK(dg_context_backward_async(context, &root, 1, &options, &future));
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  OK(dg_future_result(future, &reply));
+  CHECK(done && reply == NULL);
+  dg_future_destroy(future);
+  OK(dg_context_gradient(context, x, &gradient));
+  CHECK(data_of(gradient)[0] == 33); /* they add up */
+  dg_tensor_destroy(gradient);
+  OK(dg_context_gradients(context, visit, &sum));
+  CHECK(sum == 33 + 22); /* x, and the parameter, which lives in this process too */
+  OK(dg_context_set_gradient(context, x, ones));
+  OK(dg_context_gradient(context, x, &gradient));
+  CHECK(data_of(gradient)[0] == 10);
+  dg_tensor_destroy(gradient);
+
+  gradient = NULL;
+  FAILS(DG_FAILED_PRECONDITION, dg_context_backward(context, &root, 1, NULL)); /* once more */
+  FAILS(DG_INVALID_ARGUMENT, dg_context_backward(context, NULL, 0, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_backward(context, NULL, 1, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_backward(NULL, &root, 1, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_backward_async(context, &root, 1, NULL, NULL));
+  options.flags = 2;
+  FAILS(DG_UNIMPLEMENTED, dg_context_backward(context, &root, 1, &options));
+  FAILS(DG_NOT_FOUND, dg_context_gradient(context, y, &gradient));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_gradient(context, NULL, &gradient));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_set_gradient(context, x, NULL));
+  wide = floats(pair, 1, 2);
+  SAYS(DG_INVALID_ARGUMENT, "[1, 2] Float on cpu", dg_context_set_gradient(context, x, wide));
+  dg_tensor_destroy(wide);
+  FAILS(DG_NOT_FOUND, dg_context_set_gradient(context, ones, ones));
+  FAILS(DG_INVALID_ARGUMENT, dg_context_gradients(context, NULL, NULL));
+  CHECK(gradient == NULL);
+  OK(dg_context_release(context));
+  OK(dg_context_release(context));
+  FAILS(DG_FAILED_PRECONDITION, dg_context_set_gradient(context, x, ones));
+  dg_context_destroy(context);
+  CHECK(dg_context_id(context) == 0);
+
+  /* A cancel comes in time, or too late. */
+  OK(dg_context_create(workers[0], &context));
+  dg_tensor_destroy(y);
+  root = y = remote(context, x, DG_STR("relay"));
+  OK(dg_context_backward_async(context, &root, 1, NULL, &future));
+  OK(dg_future_cancel(future));
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  {
+    const dg_code code = code_of(dg_future_result(future, &reply));
+    CHECK(done && (code == DG_OK || code == DG_CANCELLED));
+  }
+  dg_future_destroy(future);
+  dg_context_destroy(context);
+  FAILS(DG_INVALID_ARGUMENT, dg_context_release(context));
+  CHECK(dg_worker_context_count(workers[0]) == 0);
+  dg_tensor_destroy(x);
+  dg_tensor_destroy(y);
+  dg_tensor_destroy(ones);
+}
+
+/* The gradient of `leaf` is 3, and `norm` that of the gradients of both workers. */
+static void test_clip(dg_optimizer* optimizer, dg_context* context, const dg_tensor* leaf,
+                      double norm) {
+  const float infinite = (float)INFINITY;
+  dg_tensor *gradient = NULL, *too_much = floats(&infinite, 1, 1);
+  double before = -1;
+  OK(dg_optimizer_clip_gradients(optimizer, context, norm / 2, &before));
+  CHECK(before == norm);
+  OK(dg_context_gradient(context, leaf, &gradient));
+  CHECK(data_of(gradient)[0] > 1.4999f && data_of(gradient)[0] < 1.5001f);
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, context, -1, &before));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, context, NAN, &before));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, context, 1, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, NULL, 1, &before));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(NULL, context, 1, &before));
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_clip_gradients((dg_optimizer*)(uintptr_t)context, context, 1, &before));
+  OK(dg_context_set_gradient(context, leaf, too_much));
+  FAILS(DG_OUT_OF_RANGE, dg_optimizer_clip_gradients(optimizer, context, 1, &before));
+  CHECK(before == norm);
+  dg_tensor_destroy(gradient);
+  dg_tensor_destroy(too_much);
+}
+
+static void test_optimizers(void) {
+  const float one = 1;
+  const dg_tensor* parameters[1];
+  dg_tensor *mine = floats(&one, 1, 1), *plain = floats(&one, 1, 1), *y;
+  const dg_tensor *root, *no_leaf = plain;
+  dg_optimizer *fronts[3], *back[3], *none = NULL;
+  dg_context* context = NULL;
+  double norm = -1;
+  dg_sgd_options sgd = DG_SGD_OPTIONS_INIT;
+  dg_adam_options adam = DG_ADAM_OPTIONS_INIT, adamw = DG_ADAMW_OPTIONS_INIT;
+  sgd.learning_rate = adam.learning_rate = adamw.learning_rate = 0.25;
+  OK(dg_tensor_require_grad(mine));
+  parameters[0] = mine;
+  OK(dg_optimizer_create_sgd(workers[0], DG_STR("s"), parameters, 1, &sgd, &fronts[0]));
+  OK(dg_optimizer_create_adam(workers[0], DG_STR("a"), parameters, 1, &adam, &fronts[1]));
+  OK(dg_optimizer_create_adamw(workers[0], DG_STR("w"), parameters, 1, &adamw, &fronts[2]));
+  OK(dg_context_create(workers[0], &context));
+  root = y = remote(context, mine, DG_STR("multiply"));
+  OK(dg_context_backward(context, &root, 1, NULL));
+  FAILS(DG_NOT_FOUND, dg_optimizer_clip_gradients(fronts[0], context, 1, &norm));
+  FAILS(DG_NOT_FOUND, dg_optimizer_step(fronts[0], context)); /* the other has no part */
+  data_of(mine)[0] = 1;
+  parameters[0] = parameter;
+  OK(dg_optimizer_create_sgd(workers[1], DG_STR("s"), parameters, 1, &sgd, &back[0]));
+  OK(dg_optimizer_create_adam(workers[1], DG_STR("a"), NULL, 0, NULL, &back[1]));
+  OK(dg_optimizer_create_adamw(workers[1], DG_STR("w"), NULL, 0, NULL, &back[2]));
+  CHECK(norm == -1);
+  OK(dg_optimizer_clip_gradients(fronts[0], context, 100,
+                                 &norm)); /* of 3 and 1: left as they are */
+  CHECK(norm > 3.1622 && norm < 3.1623);
+  OK(dg_optimizer_step(fronts[0], context));
+  CHECK(data_of(mine)[0] == 1 - 0.25f * 3);      /* on both workers */
+  CHECK(data_of(parameter)[0] == 3 - 0.25f * 1); /* the first, failed try took no part here */
+  OK(dg_optimizer_step(fronts[1], context));
+  OK(dg_optimizer_step(fronts[2], context));
+  CHECK(data_of(mine)[0] < 0.25f - 0.4f);
+  test_clip(fronts[0], context, mine, norm);
+
+  FAILS(DG_ALREADY_EXISTS, dg_optimizer_create_sgd(workers[0], DG_STR("s"), NULL, 0, NULL, &none));
+  SAYS(DG_INVALID_ARGUMENT, "'net::head'",
+       dg_optimizer_create_adam(workers[0], DG_STR("net::head"), NULL, 0, NULL, &none));
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_create_sgd(workers[0], DG_STR("p"), &no_leaf, 1, NULL, &none));
+  sgd.learning_rate = -1;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_create_sgd(workers[0], DG_STR("p"), NULL, 0, &sgd, &none));
+  sgd.learning_rate = 1;
+  sgd.flags = DG_SGD_NESTEROV;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_create_sgd(workers[0], DG_STR("p"), NULL, 0, &sgd, &none));
+  adam.beta1 = 1;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_create_adam(workers[0], DG_STR("p"), NULL, 0, &adam, &none));
+  adam.flags = 2;
+  FAILS(DG_UNIMPLEMENTED,
+        dg_optimizer_create_adamw(workers[0], DG_STR("p"), NULL, 0, &adam, &none));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_step(NULL, context));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_step(fronts[0], NULL));
+  CHECK(none == NULL);
+  for (int i = 0; i < 3; ++i) {
+    dg_optimizer_destroy(back[i]);
+    dg_optimizer_destroy(fronts[i]);
+  }
+  dg_context_destroy(context);
+  dg_tensor_destroy(y);
+  dg_tensor_destroy(mine);
+  dg_tensor_destroy(plain);
+}
+
+/* Contexts, optimizers, futures and responders give errors. */
+static void test_what_outlives_its_worker(void) {
+  const float one = 1;
+  dg_tensor *mine = floats(&one, 1, 1), *y;
+  const dg_tensor* root;
+  dg_optimizer* optimizer = NULL;
+  dg_context* context = NULL;
+  dg_future* outliving[2];
+  dg_responder* responders[2];
+  dg_message* reply = NULL;
+  double norm = -1;
+  OK(dg_tensor_require_grad(mine));
+  OK(dg_optimizer_create_sgd(workers[0], DG_STR("last"), NULL, 0, NULL, &optimizer));
+  OK(dg_context_create(workers[0], &context));
+  root = y = remote(context, mine, DG_STR("multiply"));
+  for (int i = 0; i < 2; ++i) {
+    outliving[i] = begin(workers[i], DG_STR("later"), NULL);
+    responders[i] = later_responder;
+  }
+  for (int i = 1; i >= 0; --i) dg_worker_destroy(workers[i]);
+  for (int i = 0; i < 2; ++i) CHECK(end(outliving[i], &reply) != DG_OK);
+  OK(dg_responder_answer(responders[0], NULL, NULL)); /* to nobody */
+  dg_responder_destroy(responders[1]);
+  FAILS(DG_CANCELLED, dg_context_backward(context, &root, 1, NULL));
+  FAILS(DG_FAILED_PRECONDITION, dg_optimizer_step(optimizer, context));
+  FAILS(DG_FAILED_PRECONDITION, dg_optimizer_clip_gradients(optimizer, context, 1, &norm));
+  dg_optimizer_destroy(optimizer);
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, context, 1, &norm));
+  OK(dg_context_release(context));
+  dg_context_destroy(context);
+  dg_tensor_destroy(y);
+  dg_tensor_destroy(mine);
+}
+
+int main(void) {
+  prepare();
+  on_both(create);
+  for (int rank = 0; rank < 2; ++rank) {
+    add(rank, "multiply", multiply, NULL);
+    add(rank, "relay", relay, workers[rank]);
+  }
+  OK(dg_worker_register_async(workers[1], DG_STR("later"), later, NULL, NULL));
+  on_both(wait_for_all);
+  test_backward();
+  on_both(leave);
+  test_optimizers();
+  test_what_outlives_its_worker();
+  clean_up();
+  return 0;
+}
