@@ -87,7 +87,8 @@ class FutureState {
     BlockingScope blocking;
     // Who can bring it about does so, rather than be told by who else would.
     const void* maker = nullptr;
-    const std::shared_ptr<EventLoop> loop = LoopToVisit(&maker);
+    std::shared_ptr<EventLoop> loop;
+    const bool is_last = IsLastAskedFor(&maker, &loop);
     const Awaiting awaiting(maker);
     std::unique_ptr<EventLoop::Visitor> visitor;
     const auto visit = [&] {
@@ -98,7 +99,8 @@ class FutureState {
     const auto look = [&] { return visit() && visitor->Look() && absl::Now() < deadline; };
     // What threads wait for is often the answer to a small call, and there at once.
     do {
-      const auto patience = visit() ? Spin::kPatienceAtSockets : Spin::kPatience;
+      const bool company = !is_last || (loop != nullptr && !visit());
+      const auto patience = company ? Spin::kPatience : Spin::kLongPatience;
       if (Spin::OfThisThread().Await([this] { return Done(); }, patience, look)) return true;
     } while (absl::Now() < deadline && visit() && SleepVisiting(loop, *visitor, deadline));
     visitor = nullptr;
@@ -158,15 +160,16 @@ class FutureState {
     return visits;
   }
 
-  // A thread that has asked for more since will ask for more again: it leaves the loop to others,
-  // who bring the answers meanwhile.
-  std::shared_ptr<EventLoop> LoopToVisit(const void** maker) const {
+  // Who makes the value, and the loop that brings it. A thread that has asked for more since will
+  // ask for more again: it leaves the loop to others, who bring the answers meanwhile.
+  bool IsLastAskedFor(const void** maker, std::shared_ptr<EventLoop>* loop) const {
     std::shared_ptr<Canceller> canceller;  // it may end here, and then outside the lock
     absl::MutexLock lock(&mu_);
-    if (asked_ != EventLoop::AskedByThisThread()) return nullptr;
+    if (asked_ != EventLoop::AskedByThisThread()) return false;
     canceller = canceller_.lock();
     *maker = canceller.get();
-    return loop_.lock();
+    *loop = loop_.lock();
+    return true;
   }
 
   std::atomic<bool> done_{false};  // whether there is a value, for those who do not hold mu_

@@ -21,9 +21,9 @@ namespace distgrad {
 // Not thread-safe: one for each thread that waits.
 class Spin {
  public:
-  // How long to look: a few times what sleeping and being woken takes. Who looks at the sockets
-  // itself needs nobody else to be awake, and looks through the next worker's part of a way.
-  static constexpr std::chrono::microseconds kPatience{200}, kPatienceAtSockets{500};
+  // How long to look: a few times what sleeping and being woken takes. The long one, for who has
+  // nothing else to do and no company, lasts through the next worker's part of a way.
+  static constexpr std::chrono::microseconds kPatience{200}, kLongPatience{500};
 
   // Whether `ready()` came true within `patience`, or already was.
   template <typename Ready>

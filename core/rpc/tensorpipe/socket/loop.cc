@@ -266,7 +266,7 @@ bool Loop::AwaitEvents(Spin& spin) {
   const auto look = [&] { return (any = HandleEvents()) || visited_; };
   if (until == absl::InfinitePast()) {
     HandleEvents();
-  } else if (spin.Await(look, Spin::kPatienceAtSockets) && any) {
+  } else if (spin.Await(look, Spin::kLongPatience) && any) {
     // What follows a message often follows at once, its answer or the next request.
   } else if (!visited_ && sleeps_unvisited_ >= kSleepsUnvisited) {
     HandleEvents(MillisecondsUntil(until));
