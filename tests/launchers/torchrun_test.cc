@@ -123,7 +123,8 @@ TEST_F(TorchrunTest, ItsSummarySaysWhatWeReport) {
   ASSERT_NE(cause, std::string::npos) << result.output;
   const std::string summary = result.output.substr(cause);
   EXPECT_TRUE(absl::StrContains(summary, "rank      : 1 (local_rank: 1)")) << summary;
-  EXPECT_TRUE(absl::StrContains(summary, "exitcode  : 3")) << summary;
+  // Not its exit status: the other rank, which loses it, may be seen to end first, and then
+  // torchrun ends this one before it returns.
   EXPECT_TRUE(
       absl::StrContains(summary, "traceback : RESOURCE_EXHAUSTED: the disk of rank 1 is full"))
       << summary;
