@@ -62,12 +62,14 @@ absl::StatusOr<int> ReadNumber(Store& store, const std::string& key, absl::Time 
   return absl::InvalidArgumentError(absl::StrCat("the store's entry '", key, "' is malformed"));
 }
 
-// Waits for a key; kAlreadyExists as soon as the job has failed.
+// Waits for a key; kAlreadyExists as soon as the job has failed. kNotFound, if it does not come.
 absl::StatusOr<std::string> Await(Store& store, const std::string& key, absl::Time deadline) {
   for (;;) {
     const bool last = absl::Now() + kLook >= deadline;
     auto value = store.Get(key, last ? deadline : absl::Now() + kLook);
-    if (!absl::IsDeadlineExceeded(value.status())) return value;
+    // A store that is silent is asked again until the deadline.
+    const bool is_silent = absl::IsDeadlineExceeded(value.status());
+    if (!absl::IsNotFound(value.status()) && !is_silent) return value;
     const auto outcome = store.Get(kOutcome, absl::InfinitePast());
     if (outcome.ok() && !outcome->empty()) return absl::AlreadyExistsError(*outcome);
     if (last) return value;
@@ -136,6 +138,7 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank() {
                                                  self.id, " is taken by another worker"));
   };
   const auto outcome = store_->Get(kOutcome, absl::InfinitePast());
+  if (!absl::IsNotFound(outcome.status())) DG_RETURN_IF_ERROR(outcome.status());
   if (!outcome.ok() || !outcome->empty()) {
     // Before the start that is a mistake; who comes second tells everyone.
     DG_RETURN_IF_ERROR(Settle(
@@ -156,7 +159,7 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank() {
 
 absl::StatusOr<WorkerInfo> Membership::ClaimByName(absl::Time deadline) {
   const auto outcome = store_->Get(kOutcome, deadline);
-  if (absl::IsDeadlineExceeded(outcome.status())) {
+  if (absl::IsNotFound(outcome.status())) {
     return absl::DeadlineExceededError("the job that is to be joined has not started");
   }
   DG_RETURN_IF_ERROR(outcome.status());
@@ -225,7 +228,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(absl::Time dead
   for (int rank = 0; rank < world_size_; ++rank) {
     // Past the deadline this only asks, so that all who are missing are named.
     const auto entry = Await(*store_, EntryKey(rank), deadline);
-    if (absl::IsDeadlineExceeded(entry.status())) {
+    if (absl::IsNotFound(entry.status())) {
       missing.push_back(absl::StrCat(rank));
       continue;
     }
@@ -252,7 +255,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(absl::Time dead
   DG_ASSIGN_OR_RETURN(const int64_t ready, store_->Add(kReady, 1));
   if (ready == world_size_) DG_RETURN_IF_ERROR(Settle(*store_, world_size_, ""));
   const auto outcome = Await(*store_, kOutcome, deadline);
-  if (absl::IsDeadlineExceeded(outcome.status())) {
+  if (absl::IsNotFound(outcome.status())) {
     return absl::DeadlineExceededError(absl::StrCat("all ", world_size_,
                                                     " workers joined, but not all of them were "
                                                     "ready within ",
@@ -281,7 +284,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate() {
 
 absl::StatusOr<WorkerInfo> Membership::Find(WorkerId id) {
   const auto entry = store_->Get(EntryKey(id), absl::InfinitePast());
-  if (absl::IsDeadlineExceeded(entry.status())) {
+  if (absl::IsNotFound(entry.status())) {
     return absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job"));
   }
   DG_RETURN_IF_ERROR(entry.status());
@@ -291,7 +294,7 @@ absl::StatusOr<WorkerInfo> Membership::Find(WorkerId id) {
 absl::StatusOr<WorkerInfo> Membership::Find(absl::string_view name) {
   DG_RETURN_IF_ERROR(CheckName(name));
   const auto id = ReadNumber(*store_, NameKey(name), absl::InfinitePast());
-  if (absl::IsDeadlineExceeded(id.status())) {
+  if (absl::IsNotFound(id.status())) {
     return absl::NotFoundError(absl::StrCat("there is no worker '", name, "' in this job"));
   }
   DG_RETURN_IF_ERROR(id.status());
@@ -350,15 +353,22 @@ absl::Status Membership::CheckOpen() const {
   return absl::CancelledError("this worker is shutting down");
 }
 
+bool Membership::IsSilence(const absl::Status& status, absl::Time deadline) const {
+  return absl::IsDeadlineExceeded(status) && absl::Now() < deadline;
+}
+
 absl::Status Membership::AwaitOthers(const std::string& name, absl::Time deadline) {
   for (;;) {
     DG_RETURN_IF_ERROR(CheckOpen());
-    DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> missing, Missing(name, kLast));
-    if (missing.empty()) return absl::OkStatus();
-    if (absl::Now() >= deadline) return NotCome(missing);
-    const auto there = store_->Get(absl::StrCat(name, "/", missing.front().id),
+    const absl::StatusOr<std::vector<WorkerInfo>> missing = Missing(name, kLast);
+    if (IsSilence(missing.status(), deadline)) continue;
+    DG_RETURN_IF_ERROR(missing.status());
+    if (missing->empty()) return absl::OkStatus();
+    if (absl::Now() >= deadline) return NotCome(*missing);
+    const auto there = store_->Get(absl::StrCat(name, "/", missing->front().id),
                                    std::min(deadline, absl::Now() + kLook));
-    if (!there.ok() && !absl::IsDeadlineExceeded(there.status())) return there.status();
+    if (absl::IsNotFound(there.status()) || IsSilence(there.status(), deadline)) continue;
+    DG_RETURN_IF_ERROR(there.status());
   }
 }
 
@@ -370,7 +380,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::Missing(const std::string& n
   for (const WorkerInfo& member : members) {
     if (member.barriers >= number) continue;
     const auto there = store_->Get(absl::StrCat(name, "/", member.id), absl::InfinitePast());
-    if (absl::IsDeadlineExceeded(there.status())) {
+    if (absl::IsNotFound(there.status())) {
       missing.push_back(member);
     } else {
       DG_RETURN_IF_ERROR(there.status());
@@ -390,17 +400,18 @@ absl::Status Membership::Gather(const std::string& name, int64_t number, absl::T
   for (;;) {
     DG_RETURN_IF_ERROR(CheckOpen());
     if (look) {
-      DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> missing, Missing(name, number));
-      if (missing.empty()) {
-        // Again, for one may have joined before the first of us came, and after we looked.
-        DG_ASSIGN_OR_RETURN(missing, Missing(name, number));
-      }
-      if (missing.empty()) return store_->Set(door, "1");
-      if (absl::Now() >= deadline) return NotCome(missing);
+      absl::StatusOr<std::vector<WorkerInfo>> missing = Missing(name, number);
+      // Again, for one may have joined before the first of us came, and after we looked.
+      if (missing.ok() && missing->empty()) missing = Missing(name, number);
+      if (IsSilence(missing.status(), deadline)) continue;
+      DG_RETURN_IF_ERROR(missing.status());
+      if (missing->empty()) return store_->Set(door, "1");
+      if (absl::Now() >= deadline) return NotCome(*missing);
     }
     const auto open = store_->Get(door, std::min(deadline, absl::Now() + kLook));
-    if (!absl::IsDeadlineExceeded(open.status())) return open.status();
     look = true;
+    if (absl::IsNotFound(open.status()) || IsSilence(open.status(), deadline)) continue;
+    return open.status();
   }
 }
 

@@ -84,6 +84,8 @@ class Membership {
  private:
   absl::Status CheckSeat() const;
   absl::Status CheckOpen() const;
+  // Whether the store has not answered, and may be asked again before the deadline.
+  bool IsSilence(const absl::Status& status, absl::Time deadline) const;
   absl::StatusOr<WorkerInfo> ClaimRank();
   absl::StatusOr<WorkerInfo> ClaimByName(absl::Time deadline);
   absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);

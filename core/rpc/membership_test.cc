@@ -125,6 +125,64 @@ TEST(RendezvousTest, RankTakenAfterAllJoined) {
                                "worker 'late' cannot join: rank 1 is taken by another worker"));
 }
 
+// Does not answer to Get() while it is silent, as a store whose process is stopped.
+class SilentStore : public Store {
+ public:
+  absl::Status Set(const std::string& key, const std::string& value) override {
+    return store_->Set(key, value);
+  }
+  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+    if (!silent_) return store_->Get(key, deadline);
+    ++unanswered_;
+    return absl::DeadlineExceededError("the store is silent");
+  }
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
+    return store_->Add(key, amount);
+  }
+
+  void set_silent(bool silent) { silent_ = silent; }
+  int unanswered() const { return unanswered_; }
+
+ private:
+  const std::shared_ptr<Store> store_ = NewInProcessStore();
+  std::atomic<bool> silent_{false};
+  std::atomic<int> unanswered_{0};
+};
+
+// A worker that comes back does not take the job for one that has not started.
+TEST(RendezvousTest, SilenceOfTheStoreIsNoAnswer) {
+  const auto store = std::make_shared<SilentStore>();
+  ASSERT_TRUE(Rendezvous(store, Worker(0), 1, Later()).ok());
+  store->set_silent(true);
+  EXPECT_EQ(Rendezvous(store, Worker(0), 1, Later()).status(),
+            absl::DeadlineExceededError("the store is silent"));
+  Membership joiner(store, {.name = "late", .join = true});
+  EXPECT_EQ(joiner.Claim(Later()).status(), absl::DeadlineExceededError("the store is silent"));
+  EXPECT_EQ(joiner.Find("worker0").status(), absl::DeadlineExceededError("the store is silent"));
+  store->set_silent(false);
+  EXPECT_TRUE(Rendezvous(store, Worker(0), 1, Later()).ok());
+}
+
+TEST(RendezvousTest, ABarrierOutlastsTheSilenceOfTheStore) {
+  const auto store = std::make_shared<SilentStore>();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      Membership members(store, {.rank = rank, .world_size = 2});
+      ASSERT_TRUE(members.Claim(Later()).ok());
+      ASSERT_TRUE(members.Enter(Worker(rank), Later()).ok());
+      if (rank == 1) {
+        store->set_silent(true);
+        while (store->unanswered() < 3) std::this_thread::yield();
+        store->set_silent(false);
+      }
+      EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+      EXPECT_EQ(members.BarrierOfTheEnd(Later()), absl::OkStatus());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST(RendezvousTest, SeveralStartsShareAStore) {
   const auto store = NewInProcessStore();
   for (const char* start : {"1/", "2/"}) {

@@ -26,10 +26,13 @@ std::string Heard(int64_t number, int rank) {
   return absl::StrCat("start/", number, "/heard/", rank);
 }
 
-// What the key holds now; "" if it is not there.
+// Returns what the key holds now; "" if it is not there, or if the store is silent, so that the
+// caller asks again.
 absl::StatusOr<std::string> Look(Store& store, const std::string& key) {
   absl::StatusOr<std::string> value = store.Get(key, absl::InfinitePast());
-  if (absl::IsDeadlineExceeded(value.status())) return std::string();
+  if (absl::IsNotFound(value.status()) || absl::IsDeadlineExceeded(value.status())) {
+    return std::string();
+  }
   return value;
 }
 

@@ -17,6 +17,10 @@ namespace distgrad {
 
 // Thread-safe. Every call may block: never call it on a pool's or a transport's thread.
 //
+// Three codes tell what a caller can do when a call fails: kNotFound, the key is not there;
+// kDeadlineExceeded, the store itself did not answer in time, and another call may succeed;
+// kUnavailable, the store is gone for good.
+//
 // Keys are not empty. A key holds either what Set() gave it or a counter of Add(); a counter
 // reads as a decimal number.
 class Store {
@@ -25,11 +29,12 @@ class Store {
 
   virtual absl::Status Set(const std::string& key, const std::string& value) = 0;
 
-  // Waits until the key is there; kDeadlineExceeded, with the key's name, if it does not come.
-  // A deadline in the past only asks.
+  // Waits until the key is there; kNotFound, with the key's name, if it does not come in time.
+  // A deadline in the past only asks. A store that does not answer is given some seconds more.
   virtual absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) = 0;
 
   // Adds to a counter, which starts at 0, and returns its new value; atomic among all workers.
+  // kAborted where the answer was lost and it cannot be known whether the store has added.
   virtual absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) = 0;
 };
 

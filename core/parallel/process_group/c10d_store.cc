@@ -53,7 +53,7 @@ class FromC10d : public Store {
   struct Unit {};
 
   static absl::Status NotThere(const std::string& key) {
-    return absl::DeadlineExceededError(absl::StrCat("key '", key, "' is not in c10d's store"));
+    return absl::NotFoundError(absl::StrCat("key '", key, "' is not in c10d's store"));
   }
 
   template <typename T, typename F>
@@ -90,7 +90,7 @@ class ToC10d : public c10d::Store {
   bool check(const std::vector<std::string>& keys) override {
     return std::all_of(keys.begin(), keys.end(), [&](const std::string& key) {
       const absl::Status status = store_->Get(key, absl::InfinitePast()).status();
-      if (!status.ok() && !absl::IsDeadlineExceeded(status)) throw StatusError(status);
+      if (!status.ok() && !absl::IsNotFound(status)) throw StatusError(status);
       return status.ok();
     });
   }
@@ -105,9 +105,13 @@ class ToC10d : public c10d::Store {
 
  private:
   std::vector<uint8_t> Get(const std::string& key, std::chrono::milliseconds timeout) {
-    const std::string value =
-        ValueOrThrow(store_->Get(key, absl::Now() + absl::FromChrono(timeout)));
-    return {value.begin(), value.end()};
+    const auto value = store_->Get(key, absl::Now() + absl::FromChrono(timeout));
+    // c10d knows a time-out alone.
+    if (absl::IsNotFound(value.status())) {
+      throw StatusError(absl::DeadlineExceededError(value.status().message()));
+    }
+    const std::string bytes = ValueOrThrow(value);
+    return {bytes.begin(), bytes.end()};
   }
 
   const std::shared_ptr<distgrad::Store> store_;

@@ -133,7 +133,7 @@ void ProcessGroup::Fail(const absl::Status& why) {
     status_ = Annotate(why, who_);
   }
   // Before the others notice anything. Another rank's reason is why this one fails, so it stays.
-  if (!store_->Get(kFailure, absl::InfinitePast()).ok()) {
+  if (absl::IsNotFound(store_->Get(kFailure, absl::InfinitePast()).status())) {
     store_->Set(kFailure, absl::StrCat("rank ", rank(), " failed: ", why.message())).IgnoreError();
   }
   absl::MutexLock lock(&beginning);

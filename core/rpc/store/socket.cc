@@ -68,7 +68,9 @@ absl::StatusOr<Socket> Socket::Connect(const std::string& host, uint16_t port,
       socket.SetNoDelay();
       return socket;
     }
-    status = ErrnoStatus(absl::StatusCode::kUnavailable, "connect", error);
+    status = ErrnoStatus(error == ECONNREFUSED ? absl::StatusCode::kFailedPrecondition
+                                               : absl::StatusCode::kUnavailable,
+                         "connect", error);
   }
   return status;
 }

@@ -31,7 +31,8 @@ class Socket {
   }
   ~Socket();
 
-  // Tries each address of the host once. kUnavailable if the name is unknown or nobody answers.
+  // Tries each address of the host once. kFailedPrecondition if the host says that nobody listens
+  // there; kUnavailable if the name is unknown or the host cannot be reached.
   static absl::StatusOr<Socket> Connect(const std::string& host, uint16_t port,
                                         absl::Time deadline);
 

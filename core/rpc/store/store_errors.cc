@@ -25,7 +25,7 @@ absl::Status CheckEntry(absl::string_view key, absl::string_view value) {
 }
 
 absl::Status KeyDidNotCome(absl::string_view key, absl::string_view where) {
-  return absl::DeadlineExceededError(
+  return absl::NotFoundError(
       absl::StrCat("nobody set ", Quote(key), " in the store of ", where, " in time"));
 }
 

@@ -15,7 +15,7 @@ inline constexpr size_t kMaxStoreValue = 1 << 20;  // bytes; c10d's server break
 // kInvalidArgument for an empty or too long key, or a too long value.
 absl::Status CheckEntry(absl::string_view key, absl::string_view value);
 
-// kDeadlineExceeded; `where` is the store.
+// kNotFound; `where` is the store.
 absl::Status KeyDidNotCome(absl::string_view key, absl::string_view where);
 
 // kInvalidArgument.

@@ -1,3 +1,4 @@
+// One loop over poll(): reads requests, and answers what is there of them.
 #include "core/rpc/store/store_server.h"
 
 #include <fcntl.h>
@@ -87,7 +88,7 @@ void StoreServer::Run() {
     size_t at = 2;
     for (auto peer = peers_.begin(); peer != peers_.end(); ++at) {
       const short events = entries[at].revents;
-      bool stays = peer->ours || now < peer->deadline;
+      bool stays = !peer->superseded && (peer->ours || now < peer->deadline);
       if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(*peer);
       // What it has said, and was not answered while it did not read, is answered now.
       if (stays && !peer->out.empty()) stays = Write(*peer) && Understand(*peer);
@@ -170,7 +171,7 @@ bool StoreServer::Understand(Peer& peer) {
   if (!peer.ours) return true;
   size_t done = 0;
   while (done < peer.in.size() && peer.out.size() < kMaxUnread) {
-    const absl::StatusOr<size_t> size = Answer(absl::string_view(peer.in).substr(done), &peer.out);
+    const absl::StatusOr<size_t> size = Answer(peer, absl::string_view(peer.in).substr(done));
     if (!size.ok()) return false;
     if (*size == 0) break;
     done += *size;
@@ -179,13 +180,14 @@ bool StoreServer::Understand(Peer& peer) {
   return true;
 }
 
-absl::StatusOr<size_t> StoreServer::Answer(absl::string_view in, std::string* out) {
+absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
   const absl::Status malformed = absl::InvalidArgumentError("no request of a store");
   WireReader reader(in);
-  WireWriter writer(out);
+  WireWriter writer(&peer.out);
   bool fits = true;
   const auto request = static_cast<StoreRequest>(reader.U8());
   uint32_t number = 0;
+  uint64_t session = 0, addition = 0;
   int64_t amount = 0;
   absl::string_view key, value;
   switch (request) {
@@ -201,6 +203,14 @@ absl::StatusOr<size_t> StoreServer::Answer(absl::string_view in, std::string* ou
       key = Key(reader, &fits);
       break;
     case StoreRequest::kAdd:
+      key = Key(reader, &fits);
+      amount = reader.I64();
+      break;
+    case StoreRequest::kSession:
+      session = reader.U64();
+      break;
+    case StoreRequest::kAddOnce:
+      addition = reader.U64();
       key = Key(reader, &fits);
       amount = reader.I64();
       break;
@@ -231,11 +241,23 @@ absl::StatusOr<size_t> StoreServer::Answer(absl::string_view in, std::string* ou
       writer.Raw(found->second.data(), found->second.size());
       break;
     case StoreRequest::kAdd: {
-      int64_t sum = 0;
-      if (found != values_.end() && !absl::SimpleAtoi(found->second, &sum)) return malformed;
-      sum = static_cast<int64_t>(static_cast<uint64_t>(sum) + static_cast<uint64_t>(amount));
-      DG_RETURN_IF_ERROR(Set(key, absl::StrCat(sum)));
+      DG_ASSIGN_OR_RETURN(const int64_t sum, Add(key, amount));
       writer.I64(sum);
+      break;
+    }
+    case StoreRequest::kSession: {
+      DG_ASSIGN_OR_RETURN(const bool known, BeginSession(peer, session));
+      writer.U8(known ? 1 : 0);
+      break;
+    }
+    case StoreRequest::kAddOnce: {
+      if (!peer.session.has_value()) return malformed;
+      std::optional<Addition>& last = sessions_[*peer.session];
+      if (!last.has_value() || last->number != addition) {
+        DG_ASSIGN_OR_RETURN(const int64_t sum, Add(key, amount));
+        last = {addition, sum};
+      }
+      writer.I64(last->sum);
       break;
     }
     case StoreRequest::kCheck:
@@ -243,6 +265,39 @@ absl::StatusOr<size_t> StoreServer::Answer(absl::string_view in, std::string* ou
       break;
   }
   return in.size() - reader.remaining();
+}
+
+// Nothing that is still on its way in the client's former connection may be done after what comes
+// in this one, so that connection ends here.
+absl::StatusOr<bool> StoreServer::BeginSession(Peer& peer, uint64_t session) {
+  if (peer.session.has_value()) return absl::InvalidArgumentError("a second session");
+  for (Peer& other : peers_) {
+    if (other.session != session) continue;
+    other.superseded = true;
+    other.session.reset();
+    shutdown(other.socket.fd(), SHUT_RDWR);  // so that poll() shows it
+  }
+  peer.session = session;
+  const auto [entry, is_new] = sessions_.try_emplace(session);
+  if (!is_new) return true;
+  const size_t size = sizeof(*entry);
+  if (bytes_ + size > options_.max_bytes) {
+    sessions_.erase(entry);
+    return absl::ResourceExhaustedError("the store is full");
+  }
+  bytes_ += size;
+  return false;
+}
+
+absl::StatusOr<int64_t> StoreServer::Add(absl::string_view key, int64_t amount) {
+  int64_t sum = 0;
+  const auto found = values_.find(key);
+  if (found != values_.end() && !absl::SimpleAtoi(found->second, &sum)) {
+    return absl::InvalidArgumentError("the value is no number");
+  }
+  sum = static_cast<int64_t>(static_cast<uint64_t>(sum) + static_cast<uint64_t>(amount));
+  DG_RETURN_IF_ERROR(Set(key, absl::StrCat(sum)));
+  return sum;
 }
 
 absl::Status StoreServer::Set(absl::string_view key, absl::string_view value) {

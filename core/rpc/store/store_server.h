@@ -10,6 +10,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -31,7 +32,7 @@ struct StoreServerOptions {
   // Connections that have not shown that they are ours; for one more the oldest is closed.
   size_t max_unauthenticated = 256;
   absl::Duration handshake_timeout = absl::Seconds(10);
-  // Of keys and values together; who sets more loses its connection.
+  // Of keys, values and sessions together; who needs more loses its connection.
   size_t max_bytes = 256 << 20;
 };
 
@@ -50,10 +51,18 @@ class StoreServer {
     Handshake handshake;
     absl::Time deadline;  // to be one of ours
     bool ours = false;
+    std::optional<uint64_t> session = {};  // none: c10d's protocol alone
+    bool superseded = false;               // its client has another connection now
     std::string in = {};   // read, and not understood yet
     std::string out = {};  // to be written
   };
   using Peers = std::list<Peer>;
+
+  // The last addition of a client, which it may repeat after it has lost its connection.
+  struct Addition {
+    uint64_t number;
+    int64_t sum;
+  };
 
   StoreServer(Socket listener, Socket wake, Socket stop, StoreServerOptions options)
       : options_(std::move(options)),
@@ -70,8 +79,10 @@ class StoreServer {
   bool Write(Peer& peer);
   bool Understand(Peer& peer);
   bool Greet(Peer& peer);
-  // The bytes of the first request of `in`: 0 if not all of them are there.
-  absl::StatusOr<size_t> Answer(absl::string_view in, std::string* out);
+  // Answers the first request of `in`; its bytes, or 0 if not all of them are there.
+  absl::StatusOr<size_t> Answer(Peer& peer, absl::string_view in);
+  absl::StatusOr<bool> BeginSession(Peer& peer, uint64_t session);
+  absl::StatusOr<int64_t> Add(absl::string_view key, int64_t amount);
   absl::Status Set(absl::string_view key, absl::string_view value);
 
   // Constant after construction.
@@ -84,7 +95,8 @@ class StoreServer {
   Peers peers_;  // by age
   size_t strangers_ = 0;
   std::map<std::string, std::string, std::less<>> values_;
-  size_t bytes_ = 0;
+  std::map<uint64_t, std::optional<Addition>> sessions_;  // as long as the server
+  size_t bytes_ = 0;                                      // of values_ and sessions_
   absl::Time accept_again_ = absl::InfinitePast();
 
   std::thread thread_;

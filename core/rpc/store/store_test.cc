@@ -2,10 +2,13 @@
 #include "core/rpc/store.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/file.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -14,6 +17,7 @@
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -200,7 +204,7 @@ TEST_P(StoreTest, OneHandleForAll) {
 TEST_P(StoreTest, DeadlineNamesTheKey) {
   for (const absl::Time deadline : {absl::InfinitePast(), absl::Now(), Soon()}) {
     const auto got = store_->Get("no\nsuch", deadline);
-    EXPECT_EQ(got.status().code(), absl::StatusCode::kDeadlineExceeded);
+    EXPECT_EQ(got.status().code(), absl::StatusCode::kNotFound);
     EXPECT_TRUE(absl::StrContains(got.status().message(), "\"no\\nsuch\"")) << got.status();
     EXPECT_GE(absl::Now(), deadline);
   }
@@ -472,14 +476,128 @@ TEST(TcpStoreTest, ServerIsKilled) {
   EXPECT_EQ(store->Add("n", 1).status().code(), absl::StatusCode::kUnavailable);
 }
 
-// A server that is there but does nothing any more.
-TEST(TcpStoreTest, ServerHangs) {
+std::unique_ptr<TcpStore> JoinInHaste(uint16_t port) {
+  TcpStoreOptions options;
+  options.port = port;
+  options.deadline = Later();
+  options.answer_timeout = absl::Milliseconds(200);
+  auto store = NewTcpStore(options);
+  EXPECT_TRUE(store.ok()) << store.status();
+  return store.ok() ? *std::move(store) : nullptr;
+}
+
+// While the server's process is stopped a client waits; what it asked for is done once.
+TEST(TcpStoreTest, ServerIsStoppedForAWhile) {
   ChildProcess server({"--child", "serve", ""});
-  const auto store = Join(static_cast<uint16_t>(std::stoi(server.ReadLine())));
+  const auto port = static_cast<uint16_t>(std::stoi(server.ReadLine()));
+  const auto store = JoinInHaste(port), other = JoinInHaste(port);
+  ASSERT_EQ(store->Add("n", 1).value(), 1);
   server.Stop();
-  EXPECT_EQ(store->Get("key", Soon()).status().code(), absl::StatusCode::kDeadlineExceeded);
+  std::thread adder([&] { EXPECT_EQ(store->Add("n", 1).value(), 2); });
+  for (int i = 0; i < 3; ++i) {
+    const absl::Status silent = other->Get("n", absl::InfinitePast()).status();
+    EXPECT_EQ(silent.code(), absl::StatusCode::kDeadlineExceeded) << silent;
+    EXPECT_TRUE(absl::StrContains(silent.message(), absl::StrCat("127.0.0.1:", port))) << silent;
+  }
   server.Signal(SIGCONT);
-  EXPECT_EQ(store->Get("key", Soon()).status().code(), absl::StatusCode::kUnavailable);
+  adder.join();
+  EXPECT_TRUE(other->Set("key", "x").ok());
+  EXPECT_EQ(other->Get("n", Later()).value(), "2");
+}
+
+TEST(TcpStoreTest, AStoreThatHasForgottenIsNotTaken) {
+  auto server = Serve();
+  const auto client = Join(server->port());
+  ASSERT_TRUE(client->Set("key", "x").ok());
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.port = server->port();
+  server.reset();
+  const auto second = NewTcpStore(options);
+  ASSERT_TRUE(second.ok()) << second.status();
+  for (int i = 0; i < 2; ++i) {
+    const absl::Status gone = client->Get("key", Later()).status();
+    EXPECT_EQ(gone.code(), absl::StatusCode::kUnavailable);
+    EXPECT_TRUE(absl::StrContains(gone.message(), "another store")) << gone;
+  }
+}
+
+// Stands between a client and a server, and cuts connections when so many bytes of answers have
+// come through; in the midst of a number, or when the server has answered and nobody has heard it.
+class CuttingProxy {
+ public:
+  CuttingProxy(uint16_t server_port, uint64_t seed)
+      : server_port_(server_port), random_(seed), thread_([this] { Run(); }) {}
+  ~CuttingProxy() {
+    shutdown(listener_.fd(), SHUT_RDWR);
+    thread_.join();
+  }
+  uint16_t port() const { return listener_.LocalPort().value(); }
+  int cuts() const { return cuts_; }
+
+ private:
+  void Run() {
+    for (;;) {
+      pollfd entry = {listener_.fd(), POLLIN, 0};
+      poll(&entry, 1, -1);
+      Socket client(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!client.valid()) return;
+      // The bytes of every second connection are enough for its handshake and an answer.
+      const int bytes = std::uniform_int_distribution(0, 400)(random_);
+      Forward(std::move(client), ++cuts_ % 2 == 0 ? bytes + 300 : bytes);
+    }
+  }
+
+  void Forward(Socket client, int answer_bytes) {
+    Socket server = Socket::Connect("127.0.0.1", server_port_, Later()).value();
+    char bytes[512];
+    while (answer_bytes > 0) {
+      pollfd entries[] = {{client.fd(), POLLIN, 0}, {server.fd(), POLLIN, 0}};
+      poll(entries, 2, -1);
+      if (entries[0].revents != 0) {
+        const ssize_t n = recv(client.fd(), bytes, sizeof(bytes), 0);
+        if (n <= 0 || !server.Send({bytes, static_cast<size_t>(n)}, Later()).ok()) return;
+      }
+      if (entries[1].revents != 0) {
+        const ssize_t n = recv(server.fd(), bytes, std::min<size_t>(sizeof(bytes), answer_bytes), 0);
+        if (n <= 0 || !client.Send({bytes, static_cast<size_t>(n)}, Later()).ok()) return;
+        answer_bytes -= static_cast<int>(n);
+      }
+    }
+  }
+
+  const uint16_t server_port_;
+  std::mt19937_64 random_;
+  const Socket listener_ = Socket::Listen("127.0.0.1", 0).value();
+  std::atomic<int> cuts_{0};
+  std::thread thread_;
+};
+
+TEST(TcpStoreTest, NothingIsLostOrDoneTwiceWhenConnectionsBreak) {
+  const auto server = Serve();
+  constexpr int kAdditions = 300;
+  std::set<int64_t> seen[2];
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      const uint64_t seed = 20 + i;
+      CuttingProxy proxy(server->port(), seed);
+      const auto client = Join(proxy.port());
+      for (int k = 0; k < kAdditions; ++k) {
+        const auto sum = client->Add("n", 1);
+        ASSERT_TRUE(sum.ok()) << sum.status() << " (seed " << seed << ")";
+        seen[i].insert(*sum);
+        const std::string key = absl::StrCat(i, "/", k);
+        ASSERT_TRUE(client->Set(key, absl::StrCat(*sum)).ok());
+        EXPECT_EQ(client->Get(key, Later()).value(), absl::StrCat(*sum));
+      }
+      EXPECT_GT(proxy.cuts(), 20);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  seen[0].merge(seen[1]);
+  EXPECT_EQ(seen[0].size(), 2u * kAdditions);
+  EXPECT_EQ(server->Get("n", Later()).value(), absl::StrCat(2 * kAdditions));
 }
 
 // --- who may use it
@@ -578,11 +696,43 @@ TEST(TcpStoreTest, WhoDoesNotListen) {
   }
 }
 
+std::string Number(uint64_t number) { return {reinterpret_cast<const char*>(&number), 8}; }
+
+TEST(StoreServerTest, ASessionHasOneConnection) {
+  const auto store = Serve();
+  const std::string session = "\x80" + Number(4711);
+  const std::string add = "\x81" + Number(1) + Number(2) + "/n" + Number(1);
+  Socket first = Friend(store->port());
+  char known = 7;
+  int64_t sum = 0;
+  ASSERT_TRUE(first.Send(session + add, Later()).ok());
+  ASSERT_TRUE(first.Receive(&known, 1, Later()).ok());
+  EXPECT_EQ(known, 0);
+  ASSERT_TRUE(first.Receive(&sum, 8, Later()).ok());
+  EXPECT_EQ(sum, 1);
+
+  Socket second = Friend(store->port());
+  ASSERT_TRUE(second.Send(session + add, Later()).ok());
+  ASSERT_TRUE(second.Receive(&known, 1, Later()).ok());
+  EXPECT_EQ(known, 1);
+  ASSERT_TRUE(second.Receive(&sum, 8, Later()).ok());
+  EXPECT_EQ(sum, 1);
+  EXPECT_EQ(first.Receive(&known, 1, Later()).code(), absl::StatusCode::kUnavailable);
+
+  // A second session on one connection, and an addition without any.
+  ASSERT_TRUE(second.Send(session, Later()).ok());
+  EXPECT_EQ(second.Receive(&known, 1, Later()).code(), absl::StatusCode::kUnavailable);
+  Socket none = Friend(store->port());
+  ASSERT_TRUE(none.Send(add, Later()).ok());
+  EXPECT_EQ(none.Receive(&known, 1, Later()).code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(store->Add("n", 0).value(), 1);
+}
+
 TEST(StoreServerTest, StrangersMakeRoom) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();
   const uint16_t port = listener.LocalPort().value();
   const auto server =
-      StoreServer::Start(std::move(listener), {.max_unauthenticated = 2, .max_bytes = 100});
+      StoreServer::Start(std::move(listener), {.max_unauthenticated = 2, .max_bytes = 1000});
   ASSERT_TRUE(server.ok()) << server.status();
   std::vector<Socket> idle;
   for (int i = 0; i < 50; ++i) {
@@ -593,10 +743,13 @@ TEST(StoreServerTest, StrangersMakeRoom) {
     EXPECT_EQ(idle[i].Receive(&byte, 1, Later()).code(), absl::StatusCode::kUnavailable);
   }
   const auto client = Join(port);
-  ASSERT_TRUE(client->Set("key", std::string(90, 'x')).ok());
-  ASSERT_TRUE(client->Set("key", std::string(95, 'x')).ok());  // in place of the other
-  EXPECT_EQ(client->Set("more", "12345").code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(95, 'x'));
+  ASSERT_TRUE(client->Set("key", std::string(700, 'x')).ok());
+  ASSERT_TRUE(client->Set("key", std::string(800, 'x')).ok());  // in place of the other
+  const absl::Status full = client->Set("more", std::string(200, 'x'));
+  EXPECT_EQ(full.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(absl::StrContains(full.message(), "is it full?")) << full;
+  EXPECT_EQ(client->Get("key", Later()).value(), std::string(800, 'x'));
+  EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(800, 'x'));
 }
 
 TEST(StoreServerTest, NobodyMayThinkForEver) {

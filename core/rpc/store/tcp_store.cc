@@ -66,9 +66,13 @@ absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& opt
   }
   std::optional<std::string> cluster_key = options.cluster_key;
   if (options.of_launcher) cluster_key.reset();
-  DG_ASSIGN_OR_RETURN(
-      std::unique_ptr<TcpStoreClient> client,
-      TcpStoreClient::Connect(host, port, cluster_key, options.deadline, options.resolver));
+  DG_ASSIGN_OR_RETURN(std::unique_ptr<TcpStoreClient> client,
+                      TcpStoreClient::Connect({.host = host,
+                                               .port = port,
+                                               .cluster_key = cluster_key,
+                                               .resolver = options.resolver,
+                                               .answer_timeout = options.answer_timeout},
+                                              options.deadline));
   return std::make_unique<TcpStoreImpl>(std::move(server), std::move(client), port);
 }
 

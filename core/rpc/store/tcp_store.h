@@ -36,6 +36,9 @@ struct TcpStoreOptions {
 
   // By when the server must have answered.
   absl::Time deadline = absl::InfiniteFuture();
+
+  // How long the server may take for an answer later on, before a client tries another connection.
+  absl::Duration answer_timeout = absl::Seconds(5);
 };
 
 class TcpStore : public Store {
@@ -47,7 +50,8 @@ class TcpStore : public Store {
 // nobody answers; then kDeadlineExceeded with the last reason. kUnauthenticated if one end has a
 // cluster key and the other has none. A server: kAlreadyExists if the port is taken,
 // kInvalidArgument if the host is not one of this machine's. The server ends with its store, and
-// then its clients get kUnavailable.
+// then its clients get kUnavailable. While it is silent, or cannot be reached, they wait and connect
+// again.
 absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& options);
 
 }  // namespace distgrad

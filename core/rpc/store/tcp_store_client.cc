@@ -1,6 +1,8 @@
+// Reconnects and repeats: see Exchange().
 #include "core/rpc/store/tcp_store_client.h"
 
 #include <algorithm>
+#include <random>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -18,12 +20,8 @@ namespace {
 
 constexpr uint32_t kNonce = 0x64677264;  // any number: the server sends it back
 
-// For Set and Add, which have no deadline of their own, and for each question that Get asks:
-// a server that lives answers at once.
+// The time that Set and Add have, which take no deadline.
 constexpr absl::Duration kPatience = absl::Seconds(60);
-// For a question whose deadline has passed: on a busy machine the server's turn may come late, and
-// a client that gives up is broken for good.
-constexpr absl::Duration kLeastPatience = absl::Seconds(5);
 
 void AppendString(absl::string_view text, WireWriter& writer) {
   writer.U64(text.size());
@@ -59,12 +57,45 @@ absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, absl::Ti
   return absl::OkStatus();
 }
 
-absl::StatusOr<Socket> ConnectOnce(const std::string& host, uint16_t port,
-                                   const std::optional<std::string>& cluster_key,
-                                   absl::Time deadline, const Resolver& resolver) {
-  DG_ASSIGN_OR_RETURN(const std::string known, resolver(host));
-  DG_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(known, port, deadline));
-  if (cluster_key.has_value()) DG_RETURN_IF_ERROR(ShakeHands(socket, *cluster_key, deadline));
+uint64_t RandomNumber() {
+  std::random_device random;
+  return (uint64_t{random()} << 32) | random();
+}
+
+}  // namespace
+
+TcpStoreClient::TcpStoreClient(TcpStoreClientOptions options)
+    : options_(std::move(options)),
+      where_(absl::StrCat(options_.host, ":", options_.port)),
+      session_(RandomNumber()) {}
+
+absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
+    TcpStoreClientOptions options, absl::Time deadline) {
+  std::unique_ptr<TcpStoreClient> client(new TcpStoreClient(std::move(options)));
+  Backoff backoff(deadline);
+  absl::Status last;
+  do {
+    auto socket = client->ConnectOnce(deadline);
+    if (socket.ok()) {
+      client->socket_ = *std::move(socket);
+      return client;
+    }
+    if (absl::IsUnauthenticated(socket.status())) {
+      return Annotate(socket.status(), absl::StrCat("the store at ", client->where_));
+    }
+    // That the time was over in the midst of an attempt tells less than how one before it ended.
+    if (last.ok() || !absl::IsDeadlineExceeded(socket.status())) last = socket.status();
+  } while (backoff.Sleep());
+  return absl::DeadlineExceededError(
+      absl::StrCat("no store answered at ", client->where_, " in time: ", last.message()));
+}
+
+absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(absl::Time deadline) {
+  DG_ASSIGN_OR_RETURN(const std::string known, options_.resolver(options_.host));
+  DG_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(known, options_.port, deadline));
+  if (options_.cluster_key.has_value()) {
+    DG_RETURN_IF_ERROR(ShakeHands(socket, *options_.cluster_key, deadline));
+  }
   std::string hello;
   WireWriter writer(&hello);
   AppendRequest(StoreRequest::kValidate, writer);
@@ -73,32 +104,29 @@ absl::StatusOr<Socket> ConnectOnce(const std::string& host, uint16_t port,
   writer.U32(kNonce);
   DG_RETURN_IF_ERROR(socket.Send(hello, deadline));
   DG_RETURN_IF_ERROR(AwaitPong(socket, deadline));
+  if (options_.cluster_key.has_value()) DG_RETURN_IF_ERROR(BeginSession(socket, deadline));
   return socket;
 }
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
-    const std::string& host, uint16_t port, const std::optional<std::string>& cluster_key,
-    absl::Time deadline, const Resolver& resolver) {
-  std::string where = absl::StrCat(host, ":", port);
-  Backoff backoff(deadline);
-  absl::Status last;
-  do {
-    auto socket = ConnectOnce(host, port, cluster_key, deadline, resolver);
-    if (socket.ok()) return std::make_unique<TcpStoreClient>(*std::move(socket), where);
-    if (absl::IsUnauthenticated(socket.status())) {
-      return Annotate(socket.status(), absl::StrCat("the store at ", where));
-    }
-    // That the time was over in the midst of an attempt tells less than how one before it ended.
-    if (last.ok() || !absl::IsDeadlineExceeded(socket.status())) last = socket.status();
-  } while (backoff.Sleep());
-  return absl::DeadlineExceededError(
-      absl::StrCat("no store answered at ", where, " in time: ", last.message()));
+// Tells a server of ours whom it serves, and finds out whether it still is the one that this client
+// has spoken to before.
+absl::Status TcpStoreClient::BeginSession(Socket& socket, absl::Time deadline) {
+  std::string request;
+  WireWriter writer(&request);
+  AppendRequest(StoreRequest::kSession, writer);
+  writer.U64(session_);
+  DG_RETURN_IF_ERROR(socket.Send(request, deadline));
+  uint8_t known = 0;
+  DG_RETURN_IF_ERROR(socket.Receive(&known, sizeof(known), deadline));
+  if (known_ && known == 0) {
+    return absl::FailedPreconditionError("another store is served there now, which is empty");
+  }
+  known_ = true;
+  return absl::OkStatus();
 }
 
 absl::Status TcpStoreClient::Exchange(const std::string& request, absl::Time deadline,
-                                      absl::FunctionRef<absl::Status(Socket&)> read_answer) {
+                                      Repeat repeat, ReadAnswer read_answer) {
   {
     const auto free = [this] {
       mu_.AssertReaderHeld();
@@ -108,19 +136,56 @@ absl::Status TcpStoreClient::Exchange(const std::string& request, absl::Time dea
     if (!mu_.AwaitWithDeadline(absl::Condition(&free), deadline)) {
       return absl::DeadlineExceededError(absl::StrCat("the store at ", where_, " is busy"));
     }
-    if (!broken_.ok()) return broken_;
+    if (!gone_.ok()) return gone_;
     busy_ = true;
   }
-  absl::Status status = socket_.Send(request, deadline);
-  if (status.ok()) status = read_answer(socket_);
+  bool gone = false;
+  absl::Status status = ExchangeAlone(request, deadline, repeat, read_answer, &gone);
+  if (!status.ok()) {
+    status = Annotate(status, absl::StrCat(gone ? "lost the store at " : "the store at ", where_));
+  }
   absl::MutexLock lock(&mu_);
   busy_ = false;
-  if (!status.ok()) {
-    // Half an answer may be under way: nobody can use this connection any more.
-    status = Annotate(status, absl::StrCat("lost the store at ", where_));
-    broken_ = absl::UnavailableError(status.message());
-  }
+  if (gone) gone_ = status;
   return status;
+}
+
+absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, absl::Time deadline,
+                                           Repeat repeat, ReadAnswer read_answer, bool* gone) {
+  Backoff backoff(deadline);
+  absl::Status last;  // why the attempt before this one failed
+  int closed = 0;     // how many new connections the server has closed instead of an answer
+  do {
+    const absl::Time until = std::min(deadline, absl::Now() + options_.answer_timeout);
+    const bool is_new = !socket_.valid();
+    if (is_new) {
+      auto socket = ConnectOnce(until);
+      if (!socket.ok()) {
+        *gone = absl::IsFailedPrecondition(socket.status()) ||
+                absl::IsUnauthenticated(socket.status());
+        if (*gone) return absl::UnavailableError(socket.status().message());
+        last = socket.status();
+        continue;
+      }
+      socket_ = *std::move(socket);
+    }
+    const absl::Time answer_by = repeat == Repeat::kAllowed ? until : deadline;
+    absl::Status status = socket_.Send(request, answer_by);
+    if (status.ok()) status = read_answer(socket_, answer_by);
+    if (status.ok()) return status;
+    // Half an answer may be on its way: nobody can use this connection any more.
+    socket_ = Socket();
+    last = status;
+    if (repeat == Repeat::kForbidden) {
+      return absl::AbortedError(absl::StrCat(
+          status.message(), "; whether it has added to the counter is not known"));
+    }
+    if (is_new && absl::IsUnavailable(status) && ++closed == 2) {
+      return absl::UnavailableError(
+          absl::StrCat("it closes the connection on this request (is it full?): ", last.message()));
+    }
+  } while (backoff.Sleep());
+  return absl::DeadlineExceededError(absl::StrCat("it does not answer: ", last.message()));
 }
 
 absl::Status TcpStoreClient::Set(const std::string& key, const std::string& value) {
@@ -134,16 +199,16 @@ absl::Status TcpStoreClient::Set(const std::string& key, const std::string& valu
   // The server does not answer a set; it answers this when it has done it.
   AppendRequest(StoreRequest::kPing, writer);
   writer.U32(kNonce);
-  return Exchange(request, deadline, [&](Socket& socket) { return AwaitPong(socket, deadline); });
+  return Exchange(request, deadline, Repeat::kAllowed, AwaitPong);
 }
 
 absl::StatusOr<std::string> TcpStoreClient::Get(const std::string& key, absl::Time deadline) {
   DG_RETURN_IF_ERROR(CheckEntry(key, ""));
   Backoff backoff(deadline);
   do {
-    // One question is asked even if the deadline has passed.
-    const absl::Time now = absl::Now();
-    const absl::Time until = std::min(now + kPatience, std::max(deadline, now + kLeastPatience));
+    // One question is asked even if the deadline has passed: on a busy machine the server's turn
+    // may come late.
+    const absl::Time until = std::max(deadline, absl::Now() + options_.answer_timeout);
     DG_ASSIGN_OR_RETURN(const bool there, Check(key, until));
     if (there) return Fetch(key, until);
   } while (backoff.Sleep());
@@ -160,14 +225,17 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
     DG_ASSIGN_OR_RETURN(const std::string before, Fetch(key, deadline));
     if (!absl::SimpleAtoi(before, &sum)) return NotACounter(key);
   }
+  const bool is_ours = options_.cluster_key.has_value();
   std::string request;
   WireWriter writer(&request);
-  AppendRequest(StoreRequest::kAdd, writer);
+  AppendRequest(is_ours ? StoreRequest::kAddOnce : StoreRequest::kAdd, writer);
+  if (is_ours) writer.U64(++additions_);
   AppendKey(key, writer);
   writer.I64(amount);
-  DG_RETURN_IF_ERROR(Exchange(request, deadline, [&](Socket& socket) {
-    return socket.Receive(&sum, sizeof(sum), deadline);
-  }));
+  DG_RETURN_IF_ERROR(Exchange(request, deadline, is_ours ? Repeat::kAllowed : Repeat::kForbidden,
+                              [&](Socket& socket, absl::Time until) {
+                                return socket.Receive(&sum, sizeof(sum), until);
+                              }));
   return sum;
 }
 
@@ -178,11 +246,12 @@ absl::StatusOr<bool> TcpStoreClient::Check(const std::string& key, absl::Time de
   writer.U64(1);
   AppendKey(key, writer);
   uint8_t missing = 0;
-  DG_RETURN_IF_ERROR(Exchange(request, deadline, [&](Socket& socket) -> absl::Status {
-    DG_RETURN_IF_ERROR(socket.Receive(&missing, 1, deadline));
+  const auto read_answer = [&](Socket& socket, absl::Time until) -> absl::Status {
+    DG_RETURN_IF_ERROR(socket.Receive(&missing, 1, until));
     if (missing > 1) return absl::InternalError("an unknown answer");
     return absl::OkStatus();
-  }));
+  };
+  DG_RETURN_IF_ERROR(Exchange(request, deadline, Repeat::kAllowed, read_answer));
   return missing == 0;
 }
 
@@ -192,13 +261,14 @@ absl::StatusOr<std::string> TcpStoreClient::Fetch(const std::string& key, absl::
   AppendRequest(StoreRequest::kGet, writer);
   AppendKey(key, writer);
   std::string value;
-  DG_RETURN_IF_ERROR(Exchange(request, deadline, [&](Socket& socket) -> absl::Status {
+  const auto read_answer = [&](Socket& socket, absl::Time until) -> absl::Status {
     uint64_t size = 0;
-    DG_RETURN_IF_ERROR(socket.Receive(&size, sizeof(size), deadline));
+    DG_RETURN_IF_ERROR(socket.Receive(&size, sizeof(size), until));
     if (size > kMaxStoreValue) return absl::InternalError("a value that is too long");
     value.resize(size);
-    return socket.Receive(value.data(), size, deadline);
-  }));
+    return socket.Receive(value.data(), size, until);
+  };
+  DG_RETURN_IF_ERROR(Exchange(request, deadline, Repeat::kAllowed, read_answer));
   return value;
 }
 

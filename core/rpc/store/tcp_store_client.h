@@ -3,6 +3,7 @@
 #ifndef DISTGRAD_CORE_RPC_STORE_TCP_STORE_CLIENT_H_
 #define DISTGRAD_CORE_RPC_STORE_TCP_STORE_CLIENT_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -12,41 +13,68 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "core/rpc/store.h"
 #include "core/rpc/store/socket.h"
 
 namespace distgrad {
 
-// Thread-safe. After an error other than a key's, it stays broken.
+struct TcpStoreClientOptions {
+  std::string host;
+  uint16_t port = 0;
+  // With none (it may be "") the server is c10d's, and there is no handshake.
+  std::optional<std::string> cluster_key;
+  Resolver resolver;
+  // How long the server may take for one answer before the client tries another connection.
+  absl::Duration answer_timeout;
+};
+
+// Thread-safe.
+//
+// It survives the loss of its connection and a server that is silent for a while: it connects
+// again and repeats the request for as long as its caller has time. Only when nobody listens at
+// the server's address any more, or when the server has forgotten this client, is the store lost.
 class TcpStoreClient final : public Store {
  public:
-  // With no `cluster_key` (which may be "") it is c10d's, and there is no handshake.
-  static absl::StatusOr<std::unique_ptr<TcpStoreClient>> Connect(
-      const std::string& host, uint16_t port, const std::optional<std::string>& cluster_key,
-      absl::Time deadline, const Resolver& resolver);
-
-  TcpStoreClient(Socket socket, std::string where)
-      : where_(std::move(where)), socket_(std::move(socket)) {}
+  static absl::StatusOr<std::unique_ptr<TcpStoreClient>> Connect(TcpStoreClientOptions options,
+                                                                 absl::Time deadline);
 
   absl::Status Set(const std::string& key, const std::string& value) override;
   absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override;
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override;
 
  private:
-  // One at a time: sends the request and reads what answers it.
-  absl::Status Exchange(const std::string& request, absl::Time deadline,
-                        absl::FunctionRef<absl::Status(Socket&)> read_answer);
+  // Whether the server may get a request twice. All may, but for additions to c10d's counters.
+  enum class Repeat { kAllowed, kForbidden };
+  using ReadAnswer = absl::FunctionRef<absl::Status(Socket&, absl::Time deadline)>;
+
+  explicit TcpStoreClient(TcpStoreClientOptions options);
+
+  // Sends the request and reads what answers it, when nobody else does.
+  absl::Status Exchange(const std::string& request, absl::Time deadline, Repeat repeat,
+                        ReadAnswer read_answer);
+  // The same for the one who has set busy_. Sets *gone if the store is lost for good.
+  absl::Status ExchangeAlone(const std::string& request, absl::Time deadline, Repeat repeat,
+                             ReadAnswer read_answer, bool* gone);
+  absl::StatusOr<Socket> ConnectOnce(absl::Time deadline);
+  absl::Status BeginSession(Socket& socket, absl::Time deadline);
   absl::StatusOr<bool> Check(const std::string& key, absl::Time deadline);
   absl::StatusOr<std::string> Fetch(const std::string& key, absl::Time deadline);
 
   // Constant after construction.
+  const TcpStoreClientOptions options_;
   const std::string where_;
+  const uint64_t session_;
 
   absl::Mutex mu_;
-  bool busy_ ABSL_GUARDED_BY(mu_) = false;  // somebody uses the socket
-  absl::Status broken_ ABSL_GUARDED_BY(mu_);
+  bool busy_ ABSL_GUARDED_BY(mu_) = false;  // somebody uses the connection
+  absl::Status gone_ ABSL_GUARDED_BY(mu_);
 
-  Socket socket_;  // of whoever has set busy_
+  std::atomic<uint64_t> additions_{0};
+
+  // Of whoever has set busy_.
+  Socket socket_;       // invalid between two connections
+  bool known_ = false;  // the server has heard of this session
 };
 
 }  // namespace distgrad
