@@ -2,16 +2,10 @@
 //
 //   tools/bazel run //examples:fashion_mnist
 //   tools/bazel run //examples:fashion_mnist -- --help
-#include <stdlib.h>
-#include <unistd.h>
-
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <optional>
-#include <string>
-#include <system_error>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -20,48 +14,17 @@
 #include "absl/time/clock.h"
 #include "core/base/chrome_trace.h"
 #include "core/base/status.h"
-#include "core/worker/failure.h"
 #include "core/worker/worker.h"
 #include "examples/distributed.h"
 #include "examples/interrupt.h"
 #include "examples/launcher.h"
 #include "examples/model.h"
 #include "examples/options.h"
-#include "examples/single.h"
+#include "examples/program.h"
 #include "examples/training.h"
 
 namespace distgrad {
 namespace {
-
-// Says what went wrong, in one line, to the launcher too; returns the exit status for it.
-int ExitStatus(const absl::Status& status) {
-  if (const int signal = InterruptedBy(); signal != 0) {
-    std::fprintf(stderr, "fashion_mnist: interrupted\n");
-    return 128 + signal;
-  }
-  if (status.ok()) return 0;
-  ReportFailure(status).IgnoreError();  // it stands on stderr, too
-  std::fprintf(stderr, "fashion_mnist: %s\n", std::string(status.message()).c_str());
-  return status.code() == absl::StatusCode::kInvalidArgument ? 2 : 1;
-}
-
-// Starts this program again with OpenMP threads that sleep while they wait, unless the user has
-// chosen. By default they spin, which makes training ten times slower as soon as other processes
-// want the cores too. libgomp reads the variable when it is loaded, before main().
-void AskForSleepingThreads(char** argv) {
-  std::error_code error;
-  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
-  if (error || setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
-  execv(program.c_str(), argv);  // if it fails, training is slower, no more
-}
-
-absl::Status TrainSingle(const Options& options) {
-  CatchInterrupts();
-  absl::StatusOr<std::unique_ptr<Training>> training = Training::Create(options);
-  if (!training.ok()) return training.status();
-  SingleLearner learner(options.seed);
-  return (*training)->Run(learner);
-}
 
 // The file for a worker's trace: "trace.json" is "trace.1.json" for worker 1. Opened before it
 // trains, so that whoever asked for it in vain hears of it now.
@@ -107,28 +70,19 @@ absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
   return absl::OkStatus();
 }
 
-int Main(int argc, char** argv) {
-  const absl::StatusOr<Options> options = ParseOptions(argc, argv, /*most_workers=*/kLayers);
-  if (!options.ok()) return ExitStatus(options.status());
-  if (!options->help.empty()) {
-    std::fputs(options->help.c_str(), stdout);
-    return 0;
-  }
-  if (getenv("OMP_WAIT_POLICY") == nullptr) AskForSleepingThreads(argv);
-  if (options->single) return ExitStatus(TrainSingle(*options));
-
-  const absl::StatusOr<std::optional<JobPlace>> place = JobPlaceFromEnvironment();
-  if (!place.ok()) return ExitStatus(place.status());
-  if (place->has_value()) return ExitStatus(TrainDistributed(*options, **place));
-
-  LaunchOptions launch;
-  launch.processes = options->workers;
-  launch.arguments.assign(argv, argv + argc);
-  const absl::StatusOr<int> status = Launch(launch);
-  return status.ok() ? *status : ExitStatus(status.status());
-}
-
 }  // namespace
 }  // namespace distgrad
 
-int main(int argc, char** argv) { return distgrad::Main(argc, argv); }
+int main(int argc, char** argv) {
+  const distgrad::CommandLine line = {
+      .name = "fashion_mnist",
+      .description =
+          "Trains a small convolutional network on Fashion-MNIST, its layers split over worker\n"
+          "processes that this program starts on this machine. Where a launcher has set RANK and\n"
+          "WORLD_SIZE, it joins that job as one worker instead.\n",
+      .processes = "--workers",
+      .processes_description = "Worker processes, each with some of the layers",
+      .most_processes = distgrad::kLayers,
+      .has_worker_options = true};
+  return distgrad::RunProgram(argc, argv, line, distgrad::TrainDistributed);
+}

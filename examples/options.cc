@@ -51,16 +51,12 @@ CLI::Validator AboveZero() {
 
 }  // namespace
 
-absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, int most_workers) {
+absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const CommandLine& line) {
   Options options;
-  options.output = "fashion_mnist";
+  options.output = line.name;
   double timeout = absl::ToDoubleSeconds(options.timeout);
 
-  CLI::App app(
-      "Trains a small convolutional network on Fashion-MNIST, its layers split over worker\n"
-      "processes that this program starts on this machine. Where a launcher has set RANK and\n"
-      "WORLD_SIZE, it joins that job as one worker instead.\n",
-      "fashion_mnist");
+  CLI::App app(line.description, line.name);
   app.formatter(std::make_shared<Formatter>());
   app.set_help_flag("-h,--help", "Print this and exit");
   const auto add = [&](const char* name, auto& value, const char* type,
@@ -69,9 +65,9 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, int most
   };
   CLI::Option* single =
       app.add_flag("--single", options.single, "Train in this process alone, without distgrad");
-  add("--workers", options.workers, "N",
-      absl::StrCat("Worker processes, 1 to ", most_workers, ", each with some of the layers"))
-      ->check(CLI::Range(1, most_workers))
+  add(line.processes.c_str(), options.processes, "N",
+      absl::StrCat(line.processes_description, ", 1 to ", line.most_processes))
+      ->check(CLI::Range(1, line.most_processes))
       ->excludes(single);
   add("--epochs", options.epochs, "N", "Times to go through the 60,000 training images")
       ->check(CLI::Range(1, 10'000));
@@ -85,14 +81,16 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, int most
       "Folder with Fashion-MNIST's four .gz files, if not that of the package "
       "dataset-fashion-mnist");
   add("--output", options.output, "DIR", "Folder for the table and the picture");
-  add("--transport", options.transport, "NAME",
-      "How workers talk to each other: socket, tcp, or shm (this machine; keeps a core busy)")
-      ->check(CLI::IsMember({"socket", "tcp", "shm"}));
-  add("--trace", options.trace, "FILE",
-      "Record what each worker does and when, into FILE with its rank before the ending "
-      "(trace.0.json), for ui.perfetto.dev")
-      ->excludes(single);
-  add("--timeout", timeout, "SECONDS", "How long to wait for another worker, to join or to answer")
+  if (line.has_worker_options) {
+    add("--transport", options.transport, "NAME",
+        "How workers talk to each other: socket, tcp, or shm (this machine; keeps a core busy)")
+        ->check(CLI::IsMember({"socket", "tcp", "shm"}));
+    add("--trace", options.trace, "FILE",
+        "Record what each worker does and when, into FILE with its rank before the ending "
+        "(trace.0.json), for ui.perfetto.dev")
+        ->excludes(single);
+  }
+  add("--timeout", timeout, "SECONDS", "How long to wait for another process, to join or to answer")
       ->check(AboveZero());
 
   try {

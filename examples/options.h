@@ -1,4 +1,4 @@
-// The command line of the example.
+// The command line of the examples that train.
 #ifndef DISTGRAD_EXAMPLES_OPTIONS_H_
 #define DISTGRAD_EXAMPLES_OPTIONS_H_
 
@@ -12,7 +12,7 @@ namespace distgrad {
 
 struct Options {
   bool single = false;
-  int workers = 2;
+  int processes = 2;
   int epochs = 5;
   int64_t batch = 128;
   double learning_rate = 0.1;
@@ -26,8 +26,19 @@ struct Options {
   std::string help;
 };
 
-// kInvalidArgument says in one line what is wrong. `most_workers` is the limit of --workers.
-absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, int most_workers);
+// In what the command lines of two programs differ.
+struct CommandLine {
+  std::string name;         // of the program, and of the folder that it writes to
+  std::string description;  // for --help
+  // The option that says how many processes there are: "--workers".
+  std::string processes;
+  std::string processes_description;
+  int most_processes = 1;
+  bool has_worker_options = false;  // --transport and --trace
+};
+
+// kInvalidArgument says in one line what is wrong.
+absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const CommandLine& line);
 
 }  // namespace distgrad
 

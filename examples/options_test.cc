@@ -16,14 +16,20 @@ using ::testing::Not;
 
 absl::StatusOr<Options> Parse(std::vector<const char*> arguments) {
   arguments.insert(arguments.begin(), "fashion_mnist");
-  return ParseOptions(static_cast<int>(arguments.size()), arguments.data(), /*most_workers=*/5);
+  const CommandLine line = {.name = "fashion_mnist",
+                            .description = "Trains a network.",
+                            .processes = "--workers",
+                            .processes_description = "Worker processes",
+                            .most_processes = 5,
+                            .has_worker_options = true};
+  return ParseOptions(static_cast<int>(arguments.size()), arguments.data(), line);
 }
 
 TEST(OptionsTest, HasDefaults) {
   setenv("BUILD_WORKING_DIRECTORY", "/home/user", 1);
   const Options options = *Parse({});
   EXPECT_FALSE(options.single);
-  EXPECT_EQ(options.workers, 2);
+  EXPECT_EQ(options.processes, 2);
   EXPECT_EQ(options.output, "/home/user/fashion_mnist");
   EXPECT_EQ(options.data, "");
   EXPECT_EQ(options.trace, "");
@@ -35,7 +41,7 @@ TEST(OptionsTest, ReadsEach) {
   const Options options = *Parse(
       {"--workers", "3", "--epochs=2", "--batch=32", "--lr=0.5", "--seed=18446744073709551615",
        "--data=here", "--output=/tmp/there", "--transport=tcp", "--timeout=1.5", "--trace=t.json"});
-  EXPECT_EQ(options.workers, 3);
+  EXPECT_EQ(options.processes, 3);
   EXPECT_EQ(options.epochs, 2);
   EXPECT_EQ(options.batch, 32);
   EXPECT_EQ(options.learning_rate, 0.5);

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
 
 namespace distgrad {
 namespace {
@@ -27,6 +28,13 @@ std::string Clock(absl::Duration duration) {
 }
 
 }  // namespace
+
+Screen Screen::None() {
+  return {.terminal = false,
+          .columns = [] { return 0; },
+          .write = [](absl::string_view) {},
+          .now = [] { return absl::Now(); }};
+}
 
 Screen Screen::Stderr() {
   const char* type = getenv("TERM");

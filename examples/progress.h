@@ -22,6 +22,7 @@ struct Screen {
   std::function<absl::Time()> now;
 
   static Screen Stderr();
+  static Screen None();  // shows nothing
 };
 
 // For one thread.

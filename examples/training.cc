@@ -1,3 +1,4 @@
+// One loop over epochs and steps, whatever learns in it.
 #include "examples/training.h"
 
 #include <algorithm>
@@ -25,20 +26,24 @@ absl::Status CheckInterrupt() {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Training>> Training::Create(const Options& options) {
+absl::StatusOr<std::unique_ptr<Training>> Training::Create(const Options& options, Role role) {
   absl::StatusOr<FashionMnist> data = LoadFashionMnist(options.data);
   if (!data.ok()) return data.status();
-  absl::StatusOr<Report> report = Report::Create(options.output);
-  if (!report.ok()) return report.status();
-  return std::unique_ptr<Training>(new Training(options, *std::move(data), *std::move(report)));
+  std::optional<Report> report;
+  if (role == Role::kLead) {
+    absl::StatusOr<Report> started = Report::Create(options.output);
+    if (!started.ok()) return started.status();
+    report = *std::move(started);
+  }
+  return std::unique_ptr<Training>(new Training(options, *std::move(data), std::move(report)));
 }
 
-Training::Training(const Options& options, FashionMnist data, Report report)
+Training::Training(const Options& options, FashionMnist data, std::optional<Report> report)
     : options_(options),
       data_(std::move(data)),
       report_(std::move(report)),
       batches_(data_.train, options.batch, options.seed),
-      screen_(Screen::Stderr()) {}
+      screen_(report_.has_value() ? Screen::Stderr() : Screen::None()) {}
 
 absl::Status Training::Run(Learner& learner) {
   start_ = screen_.now();
@@ -48,21 +53,25 @@ absl::Status Training::Run(Learner& learner) {
       if (auto s = RunEpoch(learner, epoch, progress); !s.ok()) return s;
     }
   }
+  if (report_.has_value()) PrintResults();
+  return absl::OkStatus();
+}
+
+void Training::PrintResults() {
   const double took = seconds();
   const std::string result = absl::StrFormat(
       "test accuracy %.2f %% after %d %s in %.1f s (%.0f images/s)", 100 * last_.accuracy,
       options_.epochs, options_.epochs == 1 ? "epoch" : "epochs", took,
       static_cast<double>(images_) / took);
   std::printf("%s\n", result.c_str());
-  std::printf("table:   %s\n", report_.table_path().c_str());
-  const absl::Status drawn = report_.Draw(absl::StrCat("Fashion-MNIST: ", result));
+  std::printf("table:   %s\n", report_->table_path().c_str());
+  const absl::Status drawn = report_->Draw(absl::StrCat("Fashion-MNIST: ", result));
   if (drawn.ok()) {
-    std::printf("picture: %s\n", report_.picture_path().c_str());
+    std::printf("picture: %s\n", report_->picture_path().c_str());
   } else {
     std::printf("picture: left out, %s\n", std::string(drawn.message()).c_str());
   }
   std::fflush(stdout);
-  return absl::OkStatus();
 }
 
 absl::Status Training::RunEpoch(Learner& learner, int epoch, ProgressBar& progress) {
@@ -93,14 +102,16 @@ absl::Status Training::RunEpoch(Learner& learner, int epoch, ProgressBar& progre
     row_loss += *loss;
     shown_loss += (*loss - shown_loss) * (i == 0 ? 1 : kShownLossShare);
     progress.Update(images_, shown_loss);
+    if (!report_.has_value()) continue;
     if (++row_steps == steps_per_row || i + 1 == steps) {
       ReportRow row = NewRow();
       row.train_loss = row_loss / static_cast<double>(row_steps);
-      if (auto s = report_.Add(row); !s.ok()) return s;
+      if (auto s = report_->Add(row); !s.ok()) return s;
       row_loss = 0;
       row_steps = 0;
     }
   }
+  if (!report_.has_value()) return absl::OkStatus();
   const double took = seconds() - began;
 
   absl::StatusOr<Evaluation> evaluation = Evaluate(learner);
@@ -113,7 +124,7 @@ absl::Status Training::RunEpoch(Learner& learner, int epoch, ProgressBar& progre
   progress.Print(absl::StrFormat(
       "%s: loss %.4f, test loss %.4f, test accuracy %.2f %%, %.1f s, %.0f images/s", label,
       epoch_loss / count, last_.loss, 100 * last_.accuracy, took, count / took));
-  return report_.Add(row);
+  return report_->Add(row);
 }
 
 absl::StatusOr<Training::Evaluation> Training::Evaluate(Learner& learner) {

@@ -3,6 +3,7 @@
 #define DISTGRAD_EXAMPLES_TRAINING_H_
 
 #include <memory>
+#include <optional>
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
@@ -33,12 +34,19 @@ class Learner {
 // For one thread.
 class Training {
  public:
+  // What a process does beside learning.
+  enum class Role {
+    kLead,    // evaluates after each epoch, shows how far it is, and writes the report
+    kFollow,  // nothing: another process does that
+  };
+
   // Reads the data and starts the report, so that what is wrong there shows before anything
   // else is started.
-  static absl::StatusOr<std::unique_ptr<Training>> Create(const Options& options);
+  static absl::StatusOr<std::unique_ptr<Training>> Create(const Options& options,
+                                                          Role role = Role::kLead);
 
-  // Trains and evaluates, shows how far it is, writes the report and prints the results and
-  // where they are. kCancelled after Ctrl-C, if CatchInterrupts() was called.
+  // Trains; whoever leads prints the results and where they are, too. kCancelled after Ctrl-C, if
+  // CatchInterrupts() was called.
   absl::Status Run(Learner& learner);
 
  private:
@@ -47,10 +55,11 @@ class Training {
     double accuracy = 0;
   };
 
-  Training(const Options& options, FashionMnist data, Report report);
+  Training(const Options& options, FashionMnist data, std::optional<Report> report);
 
   absl::Status RunEpoch(Learner& learner, int epoch, ProgressBar& progress);
   absl::StatusOr<Evaluation> Evaluate(Learner& learner);
+  void PrintResults();
   ReportRow NewRow() const;
   double seconds() const;
 
@@ -58,7 +67,7 @@ class Training {
   const Options options_;
   const FashionMnist data_;
 
-  Report report_;
+  std::optional<Report> report_;  // of whoever leads
   ShuffledBatches batches_;
   Screen screen_;
   absl::Time start_;

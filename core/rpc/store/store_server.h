@@ -53,8 +53,8 @@ class StoreServer {
     bool ours = false;
     std::optional<uint64_t> session = {};  // none: c10d's protocol alone
     bool superseded = false;               // its client has another connection now
-    std::string in = {};   // read, and not understood yet
-    std::string out = {};  // to be written
+    std::string in = {};                   // read, and not understood yet
+    std::string out = {};                  // to be written
   };
   using Peers = std::list<Peer>;
 

@@ -559,7 +559,8 @@ class CuttingProxy {
         if (n <= 0 || !server.Send({bytes, static_cast<size_t>(n)}, Later()).ok()) return;
       }
       if (entries[1].revents != 0) {
-        const ssize_t n = recv(server.fd(), bytes, std::min<size_t>(sizeof(bytes), answer_bytes), 0);
+        const ssize_t n =
+            recv(server.fd(), bytes, std::min<size_t>(sizeof(bytes), answer_bytes), 0);
         if (n <= 0 || !client.Send({bytes, static_cast<size_t>(n)}, Later()).ok()) return;
         answer_bytes -= static_cast<int>(n);
       }

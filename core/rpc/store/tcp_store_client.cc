@@ -161,8 +161,8 @@ absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, absl::Tim
     if (is_new) {
       auto socket = ConnectOnce(until);
       if (!socket.ok()) {
-        *gone = absl::IsFailedPrecondition(socket.status()) ||
-                absl::IsUnauthenticated(socket.status());
+        *gone =
+            absl::IsFailedPrecondition(socket.status()) || absl::IsUnauthenticated(socket.status());
         if (*gone) return absl::UnavailableError(socket.status().message());
         last = socket.status();
         continue;
@@ -177,8 +177,8 @@ absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, absl::Tim
     socket_ = Socket();
     last = status;
     if (repeat == Repeat::kForbidden) {
-      return absl::AbortedError(absl::StrCat(
-          status.message(), "; whether it has added to the counter is not known"));
+      return absl::AbortedError(
+          absl::StrCat(status.message(), "; whether it has added to the counter is not known"));
     }
     if (is_new && absl::IsUnavailable(status) && ++closed == 2) {
       return absl::UnavailableError(
@@ -232,10 +232,9 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
   if (is_ours) writer.U64(++additions_);
   AppendKey(key, writer);
   writer.I64(amount);
-  DG_RETURN_IF_ERROR(Exchange(request, deadline, is_ours ? Repeat::kAllowed : Repeat::kForbidden,
-                              [&](Socket& socket, absl::Time until) {
-                                return socket.Receive(&sum, sizeof(sum), until);
-                              }));
+  DG_RETURN_IF_ERROR(Exchange(
+      request, deadline, is_ours ? Repeat::kAllowed : Repeat::kForbidden,
+      [&](Socket& socket, absl::Time until) { return socket.Receive(&sum, sizeof(sum), until); }));
   return sum;
 }
 
