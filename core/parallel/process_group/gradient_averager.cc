@@ -59,20 +59,29 @@ class GradientAverager::Impl::Hook : public PostAccumulateGradHook {
 class GradientAverager::Impl::Ending {
  public:
   explicit Ending(std::weak_ptr<Impl> averager) : averager_(std::move(averager)) {}
+  // libtorch drops it in the thread that called the backward, where an outer one is current again.
   ~Ending() {
-    const auto averager = called_ ? nullptr : averager_.lock();
-    if (averager != nullptr) averager->OnBackwardAbandoned();
+    const auto averager = state_ == State::kEnded ? nullptr : averager_.lock();
+    if (averager == nullptr) return;
+    if (state_ == State::kNestedEnded) {
+      averager->OnNestedBackwardEnd();
+    } else {
+      averager->OnBackwardAbandoned();
+    }
   }
   void Call() {
-    called_ = true;
     // A backward within a node of another one: that one ends later.
-    if (torch::autograd::get_current_node() != nullptr) return;
-    if (const auto averager = averager_.lock()) averager->OnBackwardEnd();
+    const bool nested = torch::autograd::get_current_node() != nullptr;
+    state_ = nested ? State::kNestedEnded : State::kEnded;
+    const auto averager = nested ? nullptr : averager_.lock();
+    if (averager != nullptr) averager->OnBackwardEnd();
   }
 
  private:
+  enum class State { kRunning, kNestedEnded, kEnded };
+
   const std::weak_ptr<Impl> averager_;
-  bool called_ = false;
+  State state_ = State::kRunning;
 };
 
 void GradientAverager::Impl::AddHooks() {
@@ -105,13 +114,7 @@ void GradientAverager::Impl::OnGradient(size_t parameter, const at::Tensor& tens
   ThrowIfError(Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     DG_RETURN_IF_ERROR(GiveUpFollowed());
     if (!round_.has_value()) OpenRound();
-    const int task = torch::autograd::get_current_graph_task_id();
-    if (task < 0) return absl::InternalError("a hook was called outside of a backward");
-    if (std::find(tasks_.begin(), tasks_.end(), task) == tasks_.end()) {
-      tasks_.push_back(task);
-      torch::autograd::Engine::get_default_engine().queue_callback(
-          [ending = std::make_shared<Ending>(weak_from_this())] { ending->Call(); });
-    }
+    if (!AwaitBackwardEnd()) return absl::InternalError("a hook was called outside of a backward");
     const size_t bucket = plan_.bucket_of(parameter);
     const Seen seen = {tensor.grad().unsafeGetTensorImpl(), tensor.grad()._version()};
     if (round_->begun() > bucket) {
@@ -132,11 +135,33 @@ void GradientAverager::Impl::OnGradient(size_t parameter, const at::Tensor& tens
   }));
 }
 
+bool GradientAverager::Impl::AwaitBackwardEnd() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) return false;
+  if (std::find(tasks_.begin(), tasks_.end(), task) == tasks_.end()) {
+    tasks_.push_back(task);
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [ending = std::make_shared<Ending>(weak_from_this())] { ending->Call(); });
+  }
+  return true;
+}
+
 void GradientAverager::Impl::OnBackwardEnd() {
   absl::MutexLock lock(&mu_);
   if (round_.has_value()) {
     ThrowIfError(Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return FinishRound(); }));
   }
+}
+
+void GradientAverager::Impl::OnNestedBackwardEnd() {
+  absl::MutexLock lock(&mu_);
+  // The outer backward may reach no parameter by itself, and so have no hook that asks for its end.
+  if (!round_.has_value() || AwaitBackwardEnd()) return;
+  FailRound(
+      "a backward within another one ended on a thread where the other one does not run, so that "
+      "its end cannot be seen (let GradientAverager::NoSync live during it, and call Average() "
+      "after it)");
+  round_.reset();
 }
 
 void GradientAverager::Impl::OnBackwardAbandoned() {

@@ -57,6 +57,7 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   // From the hooks and callbacks of a backward; they throw StatusError.
   void OnGradient(size_t parameter, const at::Tensor& tensor);
   void OnBackwardEnd();
+  void OnNestedBackwardEnd();
   void OnBackwardAbandoned();
   // From a context: of its passes, likewise, and of its release.
   void OnContextGradient(const Following& following, const at::Tensor& leaf);
@@ -75,6 +76,8 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   void FailFollowed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FailRound(const char* what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void OpenRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Has libtorch tell of the end of the backward that this thread runs; false if it runs none.
+  bool AwaitBackwardEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Averages .grad with what has begun.
   absl::Status FinishRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Guarded(absl::FunctionRef<absl::Status()> body) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

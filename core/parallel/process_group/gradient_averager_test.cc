@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn.h>
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -361,6 +363,84 @@ TEST(GradientAveragerTest, BackwardsWithinABackwardAreOne) {
       EXPECT_TRUE(nested.grad().equal(torch::full({8}, 0.5f)));
       EXPECT_TRUE(last.grad().equal(torch::full({8}, 1.5f)));
     }
+  });
+}
+
+// As reentrant checkpointing does it: computed again in the backward, with a backward of its own,
+// by a closure that alone knows of the parameters.
+struct Checkpointed : torch::autograd::Function<Checkpointed> {
+  using Run = std::function<Tensor(const Tensor&)>;
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const Run* run) {
+    context->save_for_backward({x});
+    context->saved_data["run"] = static_cast<int64_t>(reinterpret_cast<intptr_t>(run));
+    return (*run)(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto* run =
+        reinterpret_cast<const Run*>(static_cast<intptr_t>(context->saved_data["run"].toInt()));
+    const at::AutoGradMode grad(true);
+    const Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    (*run)(x).backward(gradients[0]);
+    return {x.grad(), Tensor()};
+  }
+};
+
+// No hook of a parameter runs in the outermost backward: its end is that of the average.
+TEST(GradientAveragerTest, ABackwardWhoseParametersAreAllInCheckpointsEndsWithAverages) {
+  RunRanks(2, [](Group group) {
+    const Tensor a = Parameter({8}), b = Parameter({8});
+    const Tensor x = torch::full({8}, 1.0f + group->rank());
+    const auto averager = NewAverager(group, {{"a", a}, {"b", b}});
+    const Checkpointed::Run times_a = [&](const Tensor& y) { return y * a; };
+    const Checkpointed::Run times_b = [&](const Tensor& y) { return y * b; };
+    // Of 60 within each other libtorch runs the next one on another thread.
+    std::vector<Checkpointed::Run> deep = {[&](const Tensor& y) { return y * a * b; }};
+    while (deep.size() < 70) {
+      const size_t level = deep.size();
+      deep.push_back(
+          [&deep, level](const Tensor& y) { return Checkpointed::apply(y, &deep[level - 1]); });
+    }
+    const std::vector<std::pair<const char*, Checkpointed::Run>> models = {
+        {"in a row",
+         [&](const Tensor& y) {
+           return Checkpointed::apply(Checkpointed::apply(y, &times_a), &times_b);
+         }},
+        {"within one another", [&](const Tensor& y) { return Checkpointed::apply(y, &deep[2]); }},
+        {"deep", [&](const Tensor& y) { return Checkpointed::apply(y, &deep.back()); }},
+    };
+    for (const auto& [name, model] : models) {
+      for (int step = 0; step < 2; ++step) {
+        for (const Tensor& parameter : {a, b}) parameter.mutable_grad().reset();
+        const int64_t before = group->collectives();
+        const absl::Status status = StatusOfBackward(model(x.detach().requires_grad_()).sum());
+        ASSERT_TRUE(status.ok()) << name << ": " << status;
+        EXPECT_TRUE(a.grad().equal(torch::full({8}, 1.5f))) << name << ", step " << step;
+        EXPECT_TRUE(b.grad().equal(torch::full({8}, 1.5f))) << name << ", step " << step;
+        EXPECT_EQ(group->collectives(), before + 2) << name << ": one average of two buckets";
+      }
+    }
+  });
+}
+
+TEST(GradientAveragerTest, ABackwardThatFailsAfterOneWithinItCanBeDoneAgain) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({8}), unused = Parameter({8});
+    const Tensor x = torch::full({8}, 1.0f + group->rank()).requires_grad_();
+    const auto averager =
+        NewAverager(group, {{"w", w}, {"unused", unused}}, {}, {.bucket_bytes = 1024});
+    const Checkpointed::Run times_w = [&](const Tensor& y) { return y * w; };
+    if (group->rank() == 1) {
+      const absl::Status status =
+          StatusOfBackward(Checkpointed::apply(Fail::apply(x), &times_w).sum());
+      EXPECT_TRUE(Contains(status, "on fire")) << status;
+      w.mutable_grad().reset();
+    }
+    const absl::Status status = StatusOfBackward(Checkpointed::apply(x, &times_w).sum());
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(w.grad().equal(torch::full({8}, 1.5f))) << w.grad();
+    EXPECT_FALSE(unused.grad().defined());
   });
 }
 
