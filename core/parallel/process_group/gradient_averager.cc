@@ -224,9 +224,13 @@ absl::Status GradientAverager::Impl::Guarded(absl::FunctionRef<absl::Status()> b
   return status;
 }
 
-std::vector<at::Tensor> GradientAverager::Impl::Gradients() const {
+std::vector<at::Tensor> GradientAverager::Impl::Gradients() {
   std::vector<at::Tensor> gradients;
-  for (const auto& parameter : plan_.parameters()) gradients.push_back(parameter.tensor.grad());
+  for (size_t k = 0; k < plan_.parameters().size(); ++k) {
+    gradients.push_back(plan_.parameters()[k].tensor.grad());
+    // What a backward that failed, or one under NoSync, had left there was not wanted.
+    if (!gradients.back().defined()) touched_[k] = false;
+  }
   return gradients;
 }
 

@@ -65,7 +65,8 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
 
   std::string Describe() const;
   absl::Status CheckFrozen() const;
-  std::vector<at::Tensor> Gradients() const;
+  // The .grad of all parameters. Those that have been reset are no longer touched.
+  std::vector<at::Tensor> Gradients() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<std::vector<at::Tensor>> GradientsOf(const ContextRecord& context) const;
   std::vector<size_t> AllMissing() const;
   bool Follows(const ContextRecord& context) const ABSL_SHARED_LOCKS_REQUIRED(mu_);

@@ -444,6 +444,45 @@ TEST(GradientAveragerTest, ABackwardThatFailsAfterOneWithinItCanBeDoneAgain) {
   });
 }
 
+// A gradient that nobody has averaged, and that is no more, is none.
+TEST(GradientAveragerTest, WhatWasResetBeforeItWasAveragedIsUnused) {
+  for (const bool fails : {true, false}) {
+    RunRanks(2, [&](Group group) {
+      const Tensor first = Parameter({8}), middle = Parameter({8}), last = Parameter({8});
+      const auto averager =
+          NewAverager(group, {{"first", first}, {"middle", middle}, {"last", last}}, {},
+                      {.bucket_bytes = 1024});
+      if (group->rank() == 1) {
+        if (fails) {
+          EXPECT_FALSE(StatusOfBackward((Fail::apply(first) * middle).sum()).ok());
+        } else {
+          const GradientAverager::NoSync no_sync(*averager);
+          (first * middle).sum().backward();
+        }
+        EXPECT_TRUE(middle.grad().defined());
+        for (const Tensor& parameter : {first, middle}) parameter.mutable_grad().reset();
+      }
+      EXPECT_TRUE(StatusOfBackward((first * last).sum() * group->rank()).ok());
+      EXPECT_TRUE(first.grad().equal(torch::full({8}, 0.5f)));
+      EXPECT_FALSE(middle.grad().defined()) << "fails: " << fails << ", " << middle.grad();
+    });
+  }
+}
+
+// What was not reset is averaged with the next ones.
+TEST(GradientAveragerTest, WhatABackwardThatFailedHasLeftIsAveraged) {
+  RunRanks(2, [](Group group) {
+    const Tensor first = Parameter({8}), middle = Parameter({8}), last = Parameter({8});
+    const auto averager = NewAverager(group, {{"first", first}, {"middle", middle}, {"last", last}},
+                                      {}, {.bucket_bytes = 1024});
+    if (group->rank() == 1) {
+      EXPECT_FALSE(StatusOfBackward((Fail::apply(first) * middle).sum()).ok());
+    }
+    EXPECT_TRUE(StatusOfBackward((first * last).sum() * group->rank()).ok());
+    EXPECT_TRUE(middle.grad().equal(torch::full({8}, 0.5f)));
+  });
+}
+
 TEST(GradientAveragerTest, AGradientThatComesTwiceIsAnError) {
   RunRanks(2, [](Group group) {
     const Tensor first = Parameter({8}), w = Parameter({8});
