@@ -15,33 +15,37 @@ namespace distgrad {
 
 using torch::autograd::AccumulateGrad;
 
-// A context that is followed, as the context knows it: it ends with the context's release.
+// A context that is followed, as the context knows it: it ends after the context's release, when
+// the record itself may be gone, and another one in its place.
 class GradientAverager::Impl::Following {
  public:
   Following(std::weak_ptr<Impl> averager, const ContextRecord& context)
-      : averager_(std::move(averager)), context_(context) {}
+      : averager_(std::move(averager)), id_(context.id()), place_(&context) {}
   ~Following() {
     if (done_) return;
     if (const auto averager = averager_.lock()) averager->OnContextEnd(*this);
   }
-  void OnGradient(const at::Tensor& leaf) {
+  void OnGradient(const ContextRecord& context, const at::Tensor& leaf) {
     // The averager may be the one that calls, from under its mutex.
     if (done_) return;
-    if (const auto averager = averager_.lock()) averager->OnContextGradient(*this, leaf);
+    if (const auto averager = averager_.lock()) averager->OnContextGradient(*this, context, leaf);
   }
   // The averager no longer follows, and need not be told of the end.
   void SetDone() { done_ = true; }
 
-  const ContextRecord& context() const { return context_; }
+  ContextId id() const { return id_; }
+  // Workers of one process may have records of the same context.
+  bool Is(const ContextRecord& context) const { return place_ == &context && id_ == context.id(); }
 
  private:
   const std::weak_ptr<Impl> averager_;
-  const ContextRecord& context_;
+  const ContextId id_;
+  const void* const place_;
   std::atomic<bool> done_{false};
 };
 
 bool GradientAverager::Impl::Follows(const ContextRecord& context) const {
-  return followed_.has_value() && &followed_->following->context() == &context;
+  return followed_.has_value() && followed_->following->Is(context);
 }
 
 void GradientAverager::Impl::Unfollow() {
@@ -54,8 +58,8 @@ absl::Status GradientAverager::Impl::GiveUpFollowed() {
   const size_t begun = followed_->round.begun();
   if (begun > 0) {
     return absl::FailedPreconditionError(
-        absl::StrCat("context ", followed_->following->context().id(), " was given up when ", begun,
-                     " of ", plan_.buckets().size(), " buckets of it were being averaged"));
+        absl::StrCat("context ", followed_->following->id(), " was given up when ", begun, " of ",
+                     plan_.buckets().size(), " buckets of it were being averaged"));
   }
   Unfollow();  // the others have seen nothing of it
   return absl::OkStatus();
@@ -94,28 +98,31 @@ absl::Status GradientAverager::Impl::AverageInBackward(ContextRecord& context) {
     }));
   }
   // It may end the one that the context had of another averager.
-  context.SetLeafObserver([following](const at::Tensor& leaf) { following->OnGradient(leaf); });
+  context.SetLeafObserver(
+      [following, &context](const at::Tensor& leaf) { following->OnGradient(context, leaf); });
   return absl::OkStatus();
 }
 
-void GradientAverager::Impl::OnContextGradient(const Following& following, const at::Tensor& leaf) {
+void GradientAverager::Impl::OnContextGradient(const Following& following,
+                                               const ContextRecord& context,
+                                               const at::Tensor& leaf) {
   const auto known = numbers_.find(leaf.unsafeGetTensorImpl());
   if (known == numbers_.end()) return;
   absl::MutexLock lock(&mu_);
   if (!followed_.has_value() || followed_->following != &following) return;
   const absl::Status status = Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
-    auto& [of, round, touched, missing] = *followed_;
+    auto& [ignored, round, touched, missing] = *followed_;
     const size_t bucket = plan_.bucket_of(known->second);
     if (round.begun() > bucket) {
       return absl::FailedPreconditionError(absl::StrCat(
           "'", plan_.parameters()[known->second].name, "' got another gradient in context ",
-          of->context().id(),
+          context.id(),
           " when it had been averaged already; AverageInBackward is for one backward"));
     }
     if (!touched[known->second]) --missing[bucket];
     touched[known->second] = true;
     if (missing[round.begun()] > 0) return absl::OkStatus();
-    const absl::StatusOr<std::vector<at::Tensor>> gradients = GradientsOf(of->context());
+    const absl::StatusOr<std::vector<at::Tensor>> gradients = GradientsOf(context);
     if (!gradients.ok()) return GiveUpFollowed();  // it was released meanwhile
     while (round.begun() < missing.size() && missing[round.begun()] == 0) {
       DG_RETURN_IF_ERROR(round.Begin(*gradients, touched));

@@ -60,7 +60,8 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   void OnNestedBackwardEnd();
   void OnBackwardAbandoned();
   // From a context: of its passes, likewise, and of its release.
-  void OnContextGradient(const Following& following, const at::Tensor& leaf);
+  void OnContextGradient(const Following& following, const ContextRecord& context,
+                         const at::Tensor& leaf);
   void OnContextEnd(const Following& following);
 
   std::string Describe() const;

@@ -7,8 +7,10 @@
 #include <torch/nn.h>
 
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -572,6 +574,57 @@ TEST(GradientAveragerTest, AReleaseBeforeTheFirstBucketIsNoErrorOfTheGroup) {
     EXPECT_EQ(context.Gradient(w).status().code(), absl::StatusCode::kFailedPrecondition);
     EXPECT_TRUE(group->status().ok()) << group->status();
     EXPECT_TRUE(averager->Average(other).ok());
+  });
+}
+
+// Another worker's release ends the observer on a thread of the pool, and the context may be gone
+// by then.
+class ContextInPlace {
+ public:
+  ~ContextInPlace() { context_->~ContextRecord(); }
+  ContextRecord& Begin(ContextId id) {
+    if (context_ != nullptr) {
+      context_->~ContextRecord();
+      std::memset(place_, 0xdd, sizeof(place_));
+    }
+    return *(context_ = new (place_) ContextRecord(id));
+  }
+  ContextRecord& operator*() { return *context_; }
+
+ private:
+  alignas(ContextRecord) unsigned char place_[sizeof(ContextRecord)];
+  ContextRecord* context_ = nullptr;
+};
+
+TEST(GradientAveragerTest, AFollowedContextMayBeGoneBeforeItsObserver) {
+  RunRanks(1, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = false});
+    auto context = std::make_unique<ContextRecord>(7);
+    EXPECT_TRUE(averager->AverageInBackward(*context).ok());
+    AddGradient(*context, w, torch::ones({2}));
+    ContextRecord::Released released = context->Release();
+    context.reset();
+    released.observer.reset();
+    const absl::Status status = group->status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(Contains(status, "context 7 was given up when 1 of 1 buckets")) << status;
+  });
+}
+
+TEST(GradientAveragerTest, AContextInThePlaceOfTheFollowedOneIsAnother) {
+  RunRanks(1, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = false});
+    ContextInPlace place;
+    ContextRecord& context = place.Begin(7);
+    EXPECT_TRUE(averager->AverageInBackward(context).ok());
+    AddGradient(context, w, torch::ones({2}));
+    const ContextRecord::Released released = context.Release();
+    AddGradient(place.Begin(8), w, torch::full({2}, 5.0f));
+    const absl::Status status = averager->Average(*place);
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(Contains(status, "context 7 was given up when 1 of 1 buckets")) << status;
   });
 }
 
