@@ -106,7 +106,7 @@ void Replicas(dg::Worker& worker, float scale) {
   overlapped.Backward({dg::Op("aten::mul.Tensor", {w, static_cast<double>(scale)})});
   averager.Average(overlapped);
   EXPECT_EQ(overlapped.Gradient(w).data<float>()[0], 2);
-  averager.Join();
+  EXPECT_FALSE(averager.Join(dg::Context(worker)));
   dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
   const std::string name = "alone" + std::to_string(worker.rank());
   options.name = dg::Str(name);

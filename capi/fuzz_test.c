@@ -585,7 +585,10 @@ static void call(state* s) {
       (void)dg_process_group_rank(G);
       (void)dg_process_group_size(G);
       ran(s, dg_averager_average(A, C));
-      if (next(s) % 4 == 0) ran(s, dg_averager_join(A));
+      if (next(s) % 4 == 0) {
+        uint32_t others;
+        ran(s, dg_averager_join(A, C, next(s) % 3, &others));
+      }
       if (next(s) % 4 == 0) ran(s, dg_averager_average_in_backward(A, C));
       if (next(s) % 16 == 0) ran(s, dg_process_group_fail(G, dtype, function));
       if (!s->alone) break;

@@ -217,12 +217,21 @@ dg_error* dg_averager_average_in_backward(dg_averager* averager,
   });
 }
 
-dg_error* dg_averager_join(dg_averager* averager) noexcept {
+dg_error* dg_averager_join(dg_averager* averager, const dg_context* context, uint64_t flags,
+                           uint32_t* others_go_on) noexcept {
   return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(others_go_on));
     DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckFlags(flags, DG_AVERAGER_JOIN_KEEP_GRADIENTS, "flags"));
     DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
     const BlockingScope blocking;
-    return pinned->averager->Join();
+    DG_ASSIGN_OR_RETURN(
+        const bool others,
+        pinned->averager->Join(*of->context.record(),
+                               {.keep_gradients = (flags & DG_AVERAGER_JOIN_KEEP_GRADIENTS) != 0}));
+    *others_go_on = others ? 1 : 0;
+    return absl::OkStatus();
   });
 }
 

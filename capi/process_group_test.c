@@ -97,6 +97,24 @@ static float average_of(dg_worker* worker, dg_averager* averager, const dg_tenso
   return value;
 }
 
+/* What a rank without data does. An average of 0: there is none any more. */
+static void join(int rank, dg_averager* averager, const dg_tensor* w, float average) {
+  dg_context* context = NULL;
+  dg_tensor* gradient = NULL;
+  uint32_t others = 2;
+  OK(dg_context_create(workers[rank], &context));
+  OK(dg_averager_join(averager, context, 0, &others));
+  CHECK(others == (average != 0 ? 1 : 0));
+  if (average != 0) {
+    OK(dg_context_gradient(context, w, &gradient));
+    CHECK(data_of(gradient)[0] == average);
+    dg_tensor_destroy(gradient);
+    SAYS(DG_FAILED_PRECONDITION, "has a gradient of",
+         dg_averager_join(averager, context, 0, &others));
+  }
+  dg_context_destroy(context);
+}
+
 static void averages(int rank) {
   const float start_value = 5 + (float)rank;
   dg_tensor *w = floats(&start_value, 1, 1), *buffer = floats(&start_value, 1, 1);
@@ -113,11 +131,16 @@ static void averages(int rank) {
   CHECK(average_of(workers[rank], averager, w, (float)(2 + 4 * rank)) == 4);
   if (rank == 1) {
     /* More data than the other has: alone among those that are active. */
+    data_of(buffer)[0] = 9;
     CHECK(average_of(workers[rank], averager, w, 7) == 7);
     CHECK(average_of(workers[rank], averager, w, 3) == 3);
-    data_of(buffer)[0] = 9;
+    join(rank, averager, w, 0);
+  } else {
+    join(rank, averager, w, 7);
+    CHECK(data_of(buffer)[0] == 9);
+    join(rank, averager, w, 3);
+    join(rank, averager, w, 0);
   }
-  OK(dg_averager_join(averager));
   dg_averager_destroy(averager);
   dg_tensor_destroy(buffer);
   dg_tensor_destroy(w);
@@ -178,12 +201,13 @@ static void in_destructor(void* user_data) {
   const dg_tensor* one = tensor;
   dg_process_group* group = NULL;
   dg_averager* averager = NULL;
+  uint32_t others;
   (void)user_data;
   codes[0] = code_of(dg_process_group_create(workers[0], NULL, &group));
   codes[1] = code_of(dg_process_group_average(groups[0], &one, 1));
   codes[2] = code_of(dg_process_group_broadcast(groups[0], &one, 1, 0));
   codes[3] = code_of(dg_averager_create(groups[0], &one, 1, NULL, &averager));
-  codes[4] = code_of(dg_averager_join(averager));
+  codes[4] = code_of(dg_averager_join(averager, NULL, 0, &others));
 }
 
 /* Of one rank. A second backward would change what is being averaged. */
@@ -211,6 +235,7 @@ static void test_misuse(void) {
   dg_process_group* group = NULL;
   dg_averager* averager = NULL;
   dg_context* context = NULL;
+  uint32_t others = 0;
   dg_tensor* w = floats(&one, 1, 1);
   const dg_tensor* parameter = w;
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(NULL, &options, &group));
@@ -259,7 +284,10 @@ static void test_misuse(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_averager_average(averager, NULL));
   OK(dg_context_create(workers[0], &context));
   FAILS(DG_INVALID_ARGUMENT, dg_averager_average(NULL, context));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(NULL, context, 0, &others));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager, NULL, 0, &others));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager, context, 0, NULL));
+  FAILS(DG_UNIMPLEMENTED, dg_averager_join(averager, context, 2, &others));
   FAILS(DG_INVALID_ARGUMENT, dg_averager_average_in_backward(NULL, context));
   FAILS(DG_INVALID_ARGUMENT, dg_averager_average_in_backward(averager, NULL));
   dg_process_group_destroy(group); /* the averager keeps it */
@@ -269,7 +297,7 @@ static void test_misuse(void) {
   average_in_backward(averager, context, w);
   dg_averager_destroy(averager);
   dg_averager_destroy(averager);
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager));
+  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager, context, 0, &others));
   dg_context_destroy(context);
 
   tensor = w;

@@ -215,12 +215,39 @@ impl Averager {
         Ok(ffi::averager_average_in_backward(self.0.get(), context.handle())?)
     }
 
-    /// For a rank that has run out of data while others have not: takes part in their averages, with
-    /// zeros, until all ranks have called it. Then all have the parameters and buffers of the lowest
-    /// rank that was the last to go on. Waits for all ranks.
+    /// For a rank that has run out of data while others have not: takes part in their next
+    /// [`average`](Averager::average) with a context of its own, which has no gradients of the
+    /// parameters. Waits for all ranks.
+    ///
+    /// `true`: the context has the averages, and an optimizer of this rank takes the same step with
+    /// them as those of the others do, so that it keeps the same state. `false`: all ranks have
+    /// called it, and have the parameters and buffers of the lowest rank that was the last to go on.
+    ///
+    /// ```no_run
+    /// # fn f(worker: &distgrad::Worker, averager: &distgrad::Averager,
+    /// #      optimizer: &distgrad::Optimizer<'_>) -> distgrad::Result<()> {
+    /// loop {
+    ///     let context = worker.context()?;
+    ///     if !averager.join(&context)? {
+    ///         break;
+    ///     }
+    ///     optimizer.step(&context)?;
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// `Code::FailedPrecondition`, before anything begins, if the context has gradients already.
     #[doc(alias = "dg_averager_join")]
-    pub fn join(&self) -> Result<()> {
-        Ok(ffi::averager_join(self.0.get())?)
+    pub fn join(&self, context: &Context<'_>) -> Result<bool> {
+        Ok(ffi::averager_join(self.0.get(), context.handle(), false)?)
+    }
+
+    /// As [`join`](Averager::join), for the second average of a step and those after it: the context
+    /// has the gradients of earlier averages, as those of the other ranks have.
+    #[doc(alias = "DG_AVERAGER_JOIN_KEEP_GRADIENTS")]
+    pub fn join_keeping_gradients(&self, context: &Context<'_>) -> Result<bool> {
+        Ok(ffi::averager_join(self.0.get(), context.handle(), true)?)
     }
 }
 

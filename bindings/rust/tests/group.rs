@@ -74,13 +74,24 @@ fn gradients_are_averaged_and_a_rank_may_run_out() {
         let context = backward(worker, &parameter, 2.0 + 2.0 * mine);
         averager.average(&context).unwrap();
         assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [3.0]);
-        if worker.rank() == 0 {
-            // One step more than the other has.
-            let context = backward(worker, &parameter, 7.0);
-            averager.average(&context).unwrap();
-            assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [7.0]);
+        // The one has a step more than the other, with two averages.
+        let context = worker.context().unwrap();
+        for sum in [7.0, 10.0] {
+            if worker.rank() == 0 {
+                let factor = if sum == 7.0 { 7.0 } else { 3.0 };
+                let loss = parameter.mul_scalar(factor).unwrap().sum().unwrap();
+                context.pass().retain_graph().run([&loss]).unwrap();
+                averager.average(&context).unwrap();
+            } else if sum == 7.0 {
+                assert!(averager.join(&context).unwrap());
+            } else {
+                let error = averager.join(&context).unwrap_err();
+                assert_eq!(error.code(), Code::FailedPrecondition);
+                assert!(averager.join_keeping_gradients(&context).unwrap());
+            }
+            assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [sum]);
         }
-        averager.join().unwrap();
+        assert!(!averager.join(&worker.context().unwrap()).unwrap());
     });
 }
 

@@ -828,7 +828,12 @@ class Averager {
   void AverageInBackward(const Context& context) {
     Check(dg_averager_average_in_backward(get(), context.get()));
   }
-  void Join() { Check(dg_averager_join(get())); }
+  // For a rank that has run out of data; false when all have. `flags`: DG_AVERAGER_JOIN_...
+  bool Join(const Context& context, uint64_t flags = 0) {
+    uint32_t others_go_on = 0;
+    Check(dg_averager_join(get(), context.get(), flags, &others_go_on));
+    return others_go_on != 0;
+  }
   dg_averager* get() const noexcept { return handle_.get(); }
 
  private:

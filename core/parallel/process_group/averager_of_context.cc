@@ -111,7 +111,7 @@ void GradientAverager::Impl::OnContextGradient(const Following& following,
   absl::MutexLock lock(&mu_);
   if (!followed_.has_value() || followed_->following != &following) return;
   const absl::Status status = Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
-    auto& [ignored, round, touched, missing] = *followed_;
+    auto& [unused, round, touched, missing] = *followed_;
     const size_t bucket = plan_.bucket_of(known->second);
     if (round.begun() > bucket) {
       return absl::FailedPreconditionError(absl::StrCat(
@@ -143,21 +143,51 @@ absl::Status GradientAverager::Impl::Average(ContextRecord& context) {
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, GradientsOf(context));
     std::vector<bool> touched;
     for (const at::Tensor& gradient : gradients) touched.push_back(gradient.defined());
-    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages,
-                        round.Finish(gradients, touched, options_.divide_by_active));
-    for (size_t k = 0; k < averages.size(); ++k) {
-      const at::Tensor& parameter = plan_.parameters()[k].tensor;
-      if (touched[k]) {
-        DG_RETURN_IF_ERROR(context.SetGradient(parameter, averages[k]));
-      } else if (averages[k].defined()) {
-        context.Accumulate(
-            static_cast<AccumulateGrad&>(*torch::autograd::impl::grad_accumulator(parameter)),
-            averages[k]);
-      }
-    }
-    DG_RETURN_IF_ERROR(FollowActive(round));
-    return CheckFrozen();
+    return Finish(context, round, gradients, touched);
   });
+}
+
+absl::Status GradientAverager::Impl::Finish(ContextRecord& context, AveragingRound& round,
+                                            const std::vector<at::Tensor>& gradients,
+                                            const std::vector<bool>& touched) {
+  DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages, round.Finish(gradients, touched));
+  for (size_t k = 0; k < averages.size(); ++k) {
+    const at::Tensor& parameter = plan_.parameters()[k].tensor;
+    if (!averages[k].defined()) continue;
+    if (gradients[k].defined()) {
+      DG_RETURN_IF_ERROR(context.SetGradient(parameter, averages[k]));
+    } else {
+      context.Accumulate(
+          static_cast<AccumulateGrad&>(*torch::autograd::impl::grad_accumulator(parameter)),
+          averages[k]);
+    }
+  }
+  DG_RETURN_IF_ERROR(FollowActive(round));
+  return CheckFrozen();
+}
+
+absl::StatusOr<bool> GradientAverager::Impl::Join(ContextRecord& context,
+                                                  const JoinOptions& options) {
+  absl::MutexLock lock(&mu_);
+  DG_RETURN_IF_ERROR(group_->status());
+  DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, GradientsOf(context));
+  for (size_t k = 0; k < gradients.size() && !options.keep_gradients; ++k) {
+    if (!gradients[k].defined()) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "Join(): context ", context.id(), " has a gradient of '", plan_.parameters()[k].name,
+        "' already; give a new context for each step, or, for further averages in one step, "
+        "keep_gradients"));
+  }
+  bool any = false;
+  DG_RETURN_IF_ERROR(Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
+    DG_RETURN_IF_ERROR(GiveUpFollowed());
+    const std::vector<bool> untouched(gradients.size(), false);
+    AveragingRound round(plan_, &spare_, /*active=*/false);
+    DG_RETURN_IF_ERROR(round.Begin(gradients, untouched));
+    DG_ASSIGN_OR_RETURN(any, AnyActive(round));
+    return any ? Finish(context, round, gradients, untouched) : absl::OkStatus();
+  }));
+  return any;
 }
 
 }  // namespace distgrad

@@ -59,8 +59,10 @@ GradientAverager::Impl::Impl(std::shared_ptr<ProcessGroup> group,
     : group_(std::move(group)),
       options_(options),
       buffers_(std::move(buffers)),
-      plan_(group_, Trained(parameters), options.bucket_bytes, options.first_bucket_bytes),
-      touched_(plan_.parameters().size(), false) {
+      plan_(group_, Trained(parameters), options.bucket_bytes, options.first_bucket_bytes,
+            options.divide_by_active),
+      touched_(plan_.parameters().size(), false),
+      seen_(plan_.parameters().size()) {
   for (size_t k = 0; k < plan_.parameters().size(); ++k) {
     numbers_.emplace(plan_.parameters()[k].tensor.unsafeGetTensorImpl(), k);
   }
@@ -158,6 +160,9 @@ absl::Status GradientAverager::Average(ContextRecord& context) { return impl_->A
 absl::Status GradientAverager::AverageInBackward(ContextRecord& context) {
   return impl_->AverageInBackward(context);
 }
-absl::Status GradientAverager::Join() { return impl_->Join(); }
+absl::StatusOr<bool> GradientAverager::Join(JoinOptions options) { return impl_->Join(options); }
+absl::StatusOr<bool> GradientAverager::Join(ContextRecord& context, JoinOptions options) {
+  return impl_->Join(context, options);
+}
 
 }  // namespace distgrad

@@ -20,8 +20,11 @@ bool IsDense(const at::Tensor& tensor) { return tensor.layout() == at::kStrided;
 }  // namespace
 
 AveragingPlan::AveragingPlan(std::shared_ptr<ProcessGroup> group, std::vector<Parameter> parameters,
-                             size_t bucket_bytes, size_t first_bucket_bytes)
-    : group_(std::move(group)), parameters_(std::move(parameters)), bucket_of_(parameters_.size()) {
+                             size_t bucket_bytes, size_t first_bucket_bytes, bool divide_by_active)
+    : group_(std::move(group)),
+      parameters_(std::move(parameters)),
+      divide_by_active_(divide_by_active),
+      bucket_of_(parameters_.size()) {
   std::vector<at::Tensor> dense(parameters_.size());
   for (size_t k = 0; k < parameters_.size(); ++k) {
     if (!parameters_[k].sparse_gradient) dense[k] = parameters_[k].tensor;
@@ -81,9 +84,12 @@ at::Tensor AveragingRound::Notes(size_t bucket) const {
   return sums_[bucket].narrow(0, begin, plan_.buckets()[bucket].elements - begin);
 }
 
-absl::Status AveragingRound::Begin(const std::vector<at::Tensor>& gradients,
+absl::Status AveragingRound::Begin(const std::vector<at::Tensor>& all,
                                    const std::vector<bool>& touched) {
   const at::NoGradGuard no_grad;
+  const bool counts = active_ || !plan_.divide_by_active();
+  const std::vector<at::Tensor> none(counts ? 0 : all.size());
+  const std::vector<at::Tensor>& gradients = counts ? all : none;
   const size_t b = sums_.size();
   const Bucket& bucket = plan_.buckets()[b];
   const c10::OptionalDeviceGuard guard(bucket.device);
@@ -128,14 +134,13 @@ absl::StatusOr<at::Tensor> AveragingRound::Active() {
 }
 
 absl::StatusOr<std::vector<at::Tensor>> AveragingRound::Finish(
-    const std::vector<at::Tensor>& gradients, const std::vector<bool>& touched,
-    bool divide_by_active) {
+    const std::vector<at::Tensor>& gradients, const std::vector<bool>& touched) {
   const at::NoGradGuard no_grad;
   const std::vector<Bucket>& buckets = plan_.buckets();
   absl::Status status;
   while (status.ok() && begun() < buckets.size()) status = Begin(gradients, touched);
   int64_t divisor = plan_.group().size();
-  if (status.ok() && divide_by_active) {
+  if (status.ok() && plan_.divide_by_active()) {
     const absl::StatusOr<at::Tensor> active = Active();
     status = active.status();
     if (active.ok()) divisor = std::max<int64_t>(1, active->gt(0).sum().item<int64_t>());

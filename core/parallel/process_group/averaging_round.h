@@ -32,11 +32,13 @@ class AveragingPlan {
 
   // Gradients are expected from the first parameter to the last.
   AveragingPlan(std::shared_ptr<ProcessGroup> group, std::vector<Parameter> parameters,
-                size_t bucket_bytes, size_t first_bucket_bytes);
+                size_t bucket_bytes, size_t first_bucket_bytes, bool divide_by_active);
 
   ProcessGroup& group() const { return *group_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
+  // Sums are divided by the number of active ranks, rather than by that of all.
+  bool divide_by_active() const { return divide_by_active_; }
   // What is done with it, for messages.
   const std::string& what(size_t bucket) const { return what_[bucket]; }
   size_t bucket_of(size_t parameter) const { return bucket_of_[parameter]; }
@@ -46,6 +48,7 @@ class AveragingPlan {
  private:
   const std::shared_ptr<ProcessGroup> group_;
   const std::vector<Parameter> parameters_;
+  const bool divide_by_active_;
   std::vector<Bucket> buckets_;
   std::vector<std::string> what_;
   std::vector<size_t> bucket_of_;
@@ -56,8 +59,8 @@ class AveragingPlan {
 // thread-safe. The plan outlives it.
 class AveragingRound {
  public:
-  // `active`: this rank has gradients of its own, and is not only here for the others. `spare` has
-  // the buffers of earlier rounds with this plan, and gets those of this one; it outlives it, too.
+  // `active`: this rank has input, and is not only here for the others. `spare` has the buffers of
+  // earlier rounds with this plan, and gets those of this one; it outlives it, too.
   AveragingRound(const AveragingPlan& plan, std::vector<at::Tensor>* spare, bool active = true)
       : plan_(plan), spare_(spare), active_(active) {}
 
@@ -67,13 +70,15 @@ class AveragingRound {
   // Begins the next bucket. `gradients` are by parameter; only those of this bucket are looked at,
   // and undefined ones are zeros. `touched`: there is a gradient that is to be averaged. One that
   // no rank has touched is left as it is.
+  //
+  // What a gradient holds of earlier averages is the same on all ranks, and so is its average, if
+  // each rank by which the sum is divided has it in the sum, also one that is not active.
   absl::Status Begin(const std::vector<at::Tensor>& gradients, const std::vector<bool>& touched);
 
   // Begins all buckets that are left, and waits for all. The averages by parameter; undefined for
   // those that no rank has touched.
   absl::StatusOr<std::vector<at::Tensor>> Finish(const std::vector<at::Tensor>& gradients,
-                                                 const std::vector<bool>& touched,
-                                                 bool divide_by_active);
+                                                 const std::vector<bool>& touched);
 
   // By rank: more than 0 for those that are active. Waits for the first bucket, on its device.
   absl::StatusOr<at::Tensor> Active();

@@ -33,6 +33,10 @@ bool IsPrivate(const at::Tensor& gradient) {
 
 }  // namespace
 
+GradientAverager::Impl::Seen GradientAverager::Impl::SeenOf(const at::Tensor& gradient) {
+  return gradient.defined() ? Seen(gradient.unsafeGetTensorImpl(), gradient._version()) : Seen();
+}
+
 // --------------------------------------------------------------------------------------- Hooks
 
 // Comes after whatever hook the parameter had, and does nothing once the averager is gone.
@@ -116,7 +120,7 @@ void GradientAverager::Impl::OnGradient(size_t parameter, const at::Tensor& tens
     if (!round_.has_value()) OpenRound();
     if (!AwaitBackwardEnd()) return absl::InternalError("a hook was called outside of a backward");
     const size_t bucket = plan_.bucket_of(parameter);
-    const Seen seen = {tensor.grad().unsafeGetTensorImpl(), tensor.grad()._version()};
+    const Seen seen = SeenOf(tensor.grad());
     if (round_->begun() > bucket) {
       if (seen_[parameter] == seen) return absl::OkStatus();
       return absl::FailedPreconditionError(absl::StrCat(
@@ -180,8 +184,8 @@ void GradientAverager::Impl::OnAveragerEnd() {
 
 // -------------------------------------------------------------------------------------- Rounds
 
-void GradientAverager::Impl::OpenRound() {
-  round_.emplace(plan_, &spare_);
+void GradientAverager::Impl::OpenRound(bool active) {
+  round_.emplace(plan_, &spare_, active);
   tasks_.clear();
   seen_.assign(plan_.parameters().size(), Seen());
   missing_ = AllMissing();
@@ -245,8 +249,7 @@ absl::Status GradientAverager::Impl::CheckFrozen() const {
 
 absl::Status GradientAverager::Impl::FinishRound() {
   const std::vector<at::Tensor> gradients = Gradients();
-  DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages,
-                      round_->Finish(gradients, touched_, options_.divide_by_active));
+  DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages, round_->Finish(gradients, touched_));
   for (const Bucket& bucket : plan_.buckets()) {
     std::vector<at::Tensor> to, from;
     for (const Bucket::Slot& slot : bucket.slots) {
@@ -266,6 +269,9 @@ absl::Status GradientAverager::Impl::FinishRound() {
   DG_RETURN_IF_ERROR(FollowActive(*round_));
   round_.reset();
   touched_.assign(touched_.size(), false);
+  for (size_t k = 0; k < seen_.size(); ++k) {
+    seen_[k] = SeenOf(plan_.parameters()[k].tensor.grad());
+  }
   return CheckFrozen();
 }
 
@@ -295,21 +301,54 @@ absl::Status GradientAverager::Impl::Average() {
   });
 }
 
-absl::Status GradientAverager::Impl::Join() {
-  absl::MutexLock lock(&mu_);
-  return Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
-    DG_RETURN_IF_ERROR(GiveUpFollowed());
-    const std::vector<at::Tensor> none(plan_.parameters().size());
-    const std::vector<bool> untouched(none.size(), false);
-    while (true) {
-      AveragingRound round(plan_, &spare_, /*active=*/false);
-      DG_RETURN_IF_ERROR(round.Begin(none, untouched));
-      DG_ASSIGN_OR_RETURN(const at::Tensor active, round.Active());
-      if (active.sum().item<float>() == 0) return BroadcastState(LowestActive());
-      DG_RETURN_IF_ERROR(round.Finish(none, untouched, options_.divide_by_active).status());
-      DG_RETURN_IF_ERROR(FollowActive(round));
+// --------------------------------------------------------------------------------------- Join
+
+absl::StatusOr<bool> GradientAverager::Impl::AnyActive(AveragingRound& round) {
+  DG_ASSIGN_OR_RETURN(const at::Tensor active, round.Active());
+  if (active.gt(0).any().item<bool>()) return true;
+  DG_RETURN_IF_ERROR(BroadcastState(LowestActive()));
+  return false;
+}
+
+absl::Status GradientAverager::Impl::CheckMayJoin(const JoinOptions& options) const {
+  for (size_t k = 0; k < plan_.parameters().size(); ++k) {
+    const auto& [name, tensor, sparse] = plan_.parameters()[k];
+    const at::Tensor& gradient = tensor.grad();
+    if (!gradient.defined()) continue;
+    if (touched_[k]) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("Join(): '", name,
+                       "' has a gradient that is still to be averaged; call Average() before, or "
+                       "reset it"));
     }
-  });
+    if (!options.keep_gradients && seen_[k] == SeenOf(gradient)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "Join(): '", name,
+          "' still has the gradient of the last average; call zero_grad() where the other ranks "
+          "do, or, for further averages in one step, give keep_gradients"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> GradientAverager::Impl::Join(const JoinOptions& options) {
+  absl::MutexLock lock(&mu_);
+  DG_RETURN_IF_ERROR(group_->status());
+  DG_RETURN_IF_ERROR(CheckMayJoin(options));
+  bool any = false;
+  DG_RETURN_IF_ERROR(Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> absl::Status {
+    DG_RETURN_IF_ERROR(GiveUpFollowed());
+    if (round_.has_value()) {
+      return absl::FailedPreconditionError("Join() was called in the middle of a backward");
+    }
+    OpenRound(/*active=*/false);
+    DG_RETURN_IF_ERROR(round_->Begin(Gradients(), touched_));
+    DG_ASSIGN_OR_RETURN(any, AnyActive(*round_));
+    if (any) return FinishRound();
+    round_.reset();
+    return absl::OkStatus();
+  }));
+  return any;
 }
 
 void GradientAverager::Impl::AddToNoSync(int amount) {

@@ -7,7 +7,11 @@
 //     loss(net->forward(my_part)).backward();   // ends when .grad are the averages
 //     optimizer.step();                         // the same on every rank
 //   }
-//   absl::Status done = (*averager)->Join();    // where some ranks have more batches than others
+//   while (true) {                              // where some ranks have more batches than others
+//     optimizer.zero_grad();
+//     if (!(*averager)->Join().value()) break;  // in place of a backward, until all have run out
+//     optimizer.step();
+//   }
 //
 // or, for the parameters of one stage of a pipeline, after the backward of a context:
 //
@@ -50,6 +54,12 @@ struct AveragerOptions {
   // Divide by the number of ranks that have not run out of input, rather than by all. On an
   // accelerator this makes the host wait for each backward.
   bool divide_by_active = false;
+};
+
+struct JoinOptions {
+  // What the gradients hold of earlier averages is what the other ranks hold, too: for a step's
+  // second average and those after it. Without it that is an error.
+  bool keep_gradients = false;
 };
 
 // A parameter or a buffer, and what messages call it.
@@ -108,10 +118,18 @@ class GradientAverager {
   // it have begun.
   absl::Status AverageInBackward(ContextRecord& context);
 
-  // For a rank that has run out of input while others have not: takes part in their averages, with
-  // zeros, until all ranks have called it. Then all have the parameters and buffers of the lowest
-  // rank that was the last to go on.
-  absl::Status Join();
+  // For a rank that has run out of input while others have not: takes part in their next average,
+  // in place of a backward that reaches nothing. True: .grad are the averages; this rank takes the
+  // same optimizer step with them as the others do, so that its optimizer keeps the same state. It
+  // also resets .grad where they do. False: all ranks have called it, and have the parameters and
+  // buffers of the lowest rank that was the last to go on; none takes a step.
+  //
+  // kFailedPrecondition, and nothing has begun: this rank has gradients that are still to be
+  // averaged, or, without `keep_gradients`, those of the last average.
+  absl::StatusOr<bool> Join(JoinOptions options = {});
+  // The same for Average(context). The context is one without gradients for the parameters, and
+  // gets the averages; with `keep_gradients` it may have those of earlier averages.
+  absl::StatusOr<bool> Join(ContextRecord& context, JoinOptions options = {});
 
   class Impl;
 

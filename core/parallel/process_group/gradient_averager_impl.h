@@ -37,7 +37,8 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   absl::Status Average();
   absl::Status Average(ContextRecord& context);
   absl::Status AverageInBackward(ContextRecord& context);
-  absl::Status Join();
+  absl::StatusOr<bool> Join(const JoinOptions& options);
+  absl::StatusOr<bool> Join(ContextRecord& context, const JoinOptions& options);
   void AddToNoSync(int amount);
 
  private:
@@ -45,6 +46,7 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   class Ending;
   // A gradient and its version, when it was seen last.
   using Seen = std::pair<const c10::TensorImpl*, int64_t>;
+  static Seen SeenOf(const at::Tensor& gradient);
   class Following;
   // A context whose gradients are averaged as they come.
   struct Followed {
@@ -77,14 +79,22 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   // The group's error, if averages of it have begun.
   void FailFollowed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FailRound(const char* what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void OpenRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void OpenRound(bool active = true) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Has libtorch tell of the end of the backward that this thread runs; false if it runs none.
   bool AwaitBackwardEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Averages .grad with what has begun.
   absl::Status FinishRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Averages the gradients of a context with what has begun.
+  absl::Status Finish(ContextRecord& context, AveragingRound& round,
+                      const std::vector<at::Tensor>& gradients, const std::vector<bool>& touched)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Guarded(absl::FunctionRef<absl::Status()> body) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // After each round: who goes on, and the buffers of the first of these.
   absl::Status FollowActive(AveragingRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Whether any rank is active in a round whose first bucket has begun. If none is, all get the
+  // parameters and buffers of the lowest one that was so last.
+  absl::StatusOr<bool> AnyActive(AveragingRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckMayJoin(const JoinOptions& options) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   int LowestActive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   // Constant after construction.
@@ -104,8 +114,9 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
   at::Tensor active_ ABSL_GUARDED_BY(mu_);  // by rank, in the last round that had any such
   // Of the backward that runs.
   std::optional<AveragingRound> round_ ABSL_GUARDED_BY(mu_);
-  std::vector<int> tasks_ ABSL_GUARDED_BY(mu_);       // libtorch's numbers of it and of those in it
-  std::vector<Seen> seen_ ABSL_GUARDED_BY(mu_);       // by parameter
+  std::vector<int> tasks_ ABSL_GUARDED_BY(mu_);  // libtorch's numbers of it and of those in it
+  // By parameter. Between two backwards: what the last average has left.
+  std::vector<Seen> seen_ ABSL_GUARDED_BY(mu_);
   std::vector<size_t> missing_ ABSL_GUARDED_BY(mu_);  // gradients, by bucket
   std::optional<Followed> followed_ ABSL_GUARDED_BY(mu_);
 };

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn.h>
+#include <torch/optim.h>
 
 #include <cstdint>
 #include <cstring>
@@ -283,7 +284,7 @@ TEST(GradientAveragerTest, ABackwardThatFailsInTheMiddleIsAnErrorOfAllRanksAtOnc
     const int64_t collectives = group->collectives();
     EXPECT_EQ(StatusOfBackward((first * last).sum()), status);
     EXPECT_EQ(averager->Average(), status);
-    EXPECT_EQ(averager->Join(), status);
+    EXPECT_EQ(averager->Join().status(), status);
     EXPECT_EQ(GradientAverager::Create(group, {{"first", first}}, {}).status(), status);
     EXPECT_EQ(group->collectives(), collectives);
     end.Block();
@@ -527,13 +528,146 @@ TEST(GradientAveragerTest, DividesByTheActiveRanksIfAsked) {
   RunRanks(3, [](Group group) {
     const Tensor w = Parameter({2});
     const auto averager = NewAverager(group, {{"w", w}}, {}, {.divide_by_active = true});
-    for (int step = 0; step < 1 + group->rank(); ++step) {
+    for (int step = 0; step < 3; ++step) {
       w.mutable_grad().reset();
-      (w.sum() * (group->rank() + 1)).backward();
+      if (step <= group->rank()) {
+        (w.sum() * (group->rank() + 1)).backward();
+      } else {
+        EXPECT_TRUE(averager->Join().value());
+      }
       // The sum over ranks from `step` on, by their number.
       EXPECT_TRUE(w.grad().equal(torch::full({2}, (step + 4) / 2.0f))) << step;
     }
-    EXPECT_TRUE(averager->Join().ok());
+    w.mutable_grad().reset();
+    EXPECT_FALSE(averager->Join().value());
+  });
+}
+
+// ---------------------------------------------------------------------------------------- Join
+
+// What a rank does that has run out of input, in place of its other steps.
+void StepWithTheOthers(GradientAverager& averager, const std::function<void()>& zero_grad,
+                       const std::function<void()>& step) {
+  while (true) {
+    zero_grad();
+    const absl::StatusOr<bool> others = averager.Join();
+    ASSERT_TRUE(others.ok()) << others.status();
+    if (!*others) return;
+    step();
+  }
+}
+
+std::unique_ptr<torch::optim::Optimizer> NewOptimizer(bool adam, std::vector<Tensor> parameters) {
+  if (adam) {
+    return std::make_unique<torch::optim::Adam>(std::move(parameters),
+                                                torch::optim::AdamOptions(0.01));
+  }
+  return std::make_unique<torch::optim::SGD>(std::move(parameters),
+                                             torch::optim::SGDOptions(0.1).momentum(0.9));
+}
+
+// So replicas stay equal in the epochs after. One parameter is used in the first step alone, and by
+// a rank that runs out first; it goes on by its momentum, if its gradient is reset to zeros.
+TEST(GradientAveragerTest, ARankThatJoinsHasTheSameParametersAndOptimizerState) {
+  for (const bool adam : {false, true}) {
+    for (const bool set_to_none : {false, true}) {
+      std::vector<std::vector<Tensor>> ends(3);
+      RunRanks(3, [&](Group group) {
+        const int rank = group->rank();
+        const Tensor w = Parameter({4}, 1 + rank), once = Parameter({4}, 2 + rank);
+        const auto averager = NewAverager(group, {{"w", w}, {"once", once}});
+        const auto optimizer = NewOptimizer(adam, {w, once});
+        const auto zero_grad = [&] { optimizer->zero_grad(set_to_none); };
+        const auto step = [&] { optimizer->step(); };
+        for (int epoch = 0; epoch < 3; ++epoch) {
+          for (int batch = 0; batch < 1 + rank; ++batch) {
+            zero_grad();
+            Tensor loss = (w * w).sum() * (1 + rank + batch);
+            if (batch == 0 && rank == 0) loss = loss + (once * once).sum();
+            loss.backward();
+            step();
+          }
+          StepWithTheOthers(*averager, zero_grad, step);
+          if (epoch == 1) {
+            // Before the last broadcast makes them so.
+            w.sum().backward();
+            step();
+          }
+          ends[rank].push_back(w.detach().clone());
+          ends[rank].push_back(once.detach().clone());
+        }
+      });
+      for (int rank = 1; rank < 3; ++rank) {
+        for (size_t i = 0; i < ends[0].size(); ++i) {
+          EXPECT_TRUE(ends[rank][i].equal(ends[0][i]))
+              << (adam ? "adam" : "sgd") << ", set_to_none " << set_to_none << ", rank " << rank
+              << ", " << i << ": " << ends[rank][i] << ends[0][i];
+        }
+      }
+    }
+  }
+}
+
+TEST(GradientAveragerTest, SeveralAveragesInAStepBesideARankThatHasJoined) {
+  for (const bool divide_by_active : {false, true}) {
+    RunRanks(2, [&](Group group) {
+      const Tensor w = Parameter({2}), other = Parameter({2});
+      const auto averager = NewAverager(
+          group, {{"w", w}, {"other", other}}, {},
+          {.bucket_bytes = 8, .first_bucket_bytes = 8, .divide_by_active = divide_by_active});
+      const float ranks = divide_by_active ? 1 : 2;
+      for (int step = 0; step < 2; ++step) {
+        for (const Tensor& parameter : {w, other}) parameter.mutable_grad().reset();
+        // The second and third do not use `other`, whose gradient stays.
+        for (const float factor : {2, 4, 6}) {
+          if (group->rank() == 1) {
+            const auto others = averager->Join({.keep_gradients = factor > 2});
+            ASSERT_TRUE(others.ok()) << others.status();
+            ASSERT_TRUE(*others);
+          } else {
+            (factor == 2 ? w.sum() * 2 + other.sum() * 8 : w.sum() * factor).backward();
+          }
+          const float sum = factor == 2 ? 2 : factor == 4 ? 6 : 12;
+          EXPECT_TRUE(w.grad().equal(torch::full({2}, sum / ranks))) << w.grad();
+          EXPECT_TRUE(other.grad().equal(torch::full({2}, 8 / ranks))) << other.grad();
+        }
+      }
+      for (const Tensor& parameter : {w, other}) parameter.mutable_grad().reset();
+      const auto others = averager->Join();
+      ASSERT_TRUE(others.ok()) << others.status();
+      EXPECT_FALSE(*others);
+    });
+  }
+}
+
+// They would be in the averages of the others.
+TEST(GradientAveragerTest, GradientsOfTheLastStepAreNoneOfAJoin) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}});
+    w.sum().backward();
+    if (group->rank() == 0) {
+      (w.sum() * 6).backward();
+      EXPECT_TRUE(w.grad().equal(torch::full({2}, 4.0f))) << w.grad();
+    } else {
+      const int64_t collectives = group->collectives();
+      absl::Status status = averager->Join().status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_TRUE(Contains(status, "'w' still has the gradient of the last average")) << status;
+      {
+        const GradientAverager::NoSync no_sync(*averager);
+        w.sum().backward();
+      }
+      status = averager->Join().status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_TRUE(Contains(status, "'w' has a gradient that is still to be averaged")) << status;
+      EXPECT_EQ(group->collectives(), collectives);
+      EXPECT_TRUE(group->status().ok()) << group->status();
+      w.mutable_grad().fill_(1);
+      EXPECT_TRUE(averager->Average().ok());
+    }
+    w.mutable_grad().reset();
+    EXPECT_FALSE(averager->Join().value());
   });
 }
 
@@ -574,6 +708,48 @@ TEST(GradientAveragerTest, AReleaseBeforeTheFirstBucketIsNoErrorOfTheGroup) {
     EXPECT_EQ(context.Gradient(w).status().code(), absl::StatusCode::kFailedPrecondition);
     EXPECT_TRUE(group->status().ok()) << group->status();
     EXPECT_TRUE(averager->Average(other).ok());
+  });
+}
+
+TEST(GradientAveragerTest, ARankMayJoinWithContexts) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2}), other = Parameter({2});
+    const Tensor count = torch::full({}, group->rank());
+    const auto averager = NewAverager(group, {{"w", w}, {"other", other}}, {{"count", count}},
+                                      {.in_backward = false});
+    const auto join = [&](ContextRecord& context, JoinOptions options) {
+      const absl::StatusOr<bool> others = averager->Join(context, options);
+      EXPECT_TRUE(others.ok()) << others.status();
+      return others.ok() && *others;
+    };
+    for (int step = 0; step < 2; ++step) {
+      ContextRecord context(1 + step);
+      // Several averages in a step; `other` is in the first alone.
+      for (const int average : {0, 1}) {
+        if (group->rank() == 0) {
+          EXPECT_TRUE(join(context, {.keep_gradients = average > 0}));
+        } else {
+          AddGradient(context, w, torch::full({2}, 2.0f * (1 + average)));
+          if (average == 0) AddGradient(context, other, torch::full({2}, 8.0f));
+          count.add_(1);
+          EXPECT_TRUE(averager->Average(context).ok());
+        }
+        EXPECT_TRUE(context.Gradient(w)->equal(torch::full({2}, average == 0 ? 1.0f : 3.0f)));
+        EXPECT_TRUE(context.Gradient(other)->equal(torch::full({2}, 4.0f)));
+        EXPECT_EQ(count.item<int64_t>(), 1 + 2 * step + average);
+      }
+      if (group->rank() == 1) continue;
+      const absl::Status status = averager->Join(context).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_TRUE(Contains(status, "has a gradient of 'other' already")) << status;
+    }
+    ContextRecord last(9), released(10);
+    released.Release();
+    const absl::Status status = averager->Join(released).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(group->status().ok()) << group->status();
+    EXPECT_FALSE(join(last, {}));
+    EXPECT_FALSE(last.Gradient(w).ok());
   });
 }
 

@@ -405,7 +405,11 @@ pub(crate) mod raw {
             averager: AveragerHandle,
             context: ContextHandle,
         ) -> Result<()>;
-        fn averager_join(averager: AveragerHandle) -> Result<()>;
+        fn averager_join(
+            averager: AveragerHandle,
+            context: ContextHandle,
+            keep_gradients: bool,
+        ) -> Result<bool>;
     }
 
     // Vec<T> of a type that is declared elsewhere has to be asked for.

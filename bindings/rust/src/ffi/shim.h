@@ -359,7 +359,12 @@ inline void averager_average(AveragerHandle averager, ContextHandle context) {
 inline void averager_average_in_backward(AveragerHandle averager, ContextHandle context) {
   dg::Check(dg_averager_average_in_backward(averager, context));
 }
-inline void averager_join(AveragerHandle averager) { dg::Check(dg_averager_join(averager)); }
+inline bool averager_join(AveragerHandle averager, ContextHandle context, bool keep_gradients) {
+  uint32_t others_go_on = 0;
+  dg::Check(dg_averager_join(averager, context,
+                             keep_gradients ? DG_AVERAGER_JOIN_KEEP_GRADIENTS : 0, &others_go_on));
+  return others_go_on != 0;
+}
 
 }  // namespace distgrad_rust
 

@@ -1056,10 +1056,18 @@ DG_API DG_MUST_USE dg_error* dg_averager_average(dg_averager* averager,
 DG_API DG_MUST_USE dg_error* dg_averager_average_in_backward(dg_averager* averager,
                                                              const dg_context* context) DG_NOEXCEPT;
 
-/* For a rank that has run out of data while others have not: takes part in their averages, with
- * zeros, until all ranks have called it. Then all have the parameters and buffers of the lowest
- * rank that was the last to go on. Waits for all ranks. */
-DG_API DG_MUST_USE dg_error* dg_averager_join(dg_averager* averager) DG_NOEXCEPT;
+/* For a rank that has run out of data while others have not: takes part in their next
+ * dg_averager_average with a context of its own, which has no gradients of the parameters.
+ * `others_go_on` becomes 1: the context has the averages, and an optimizer of this rank takes the
+ * same step with them as those of the others do, so that it keeps the same state. 0: all ranks have
+ * called it, and have the parameters and buffers of the lowest rank that was the last to go on.
+ * Waits for all ranks. DG_FAILED_PRECONDITION, before anything begins, if the context has gradients
+ * and `flags` do not have DG_AVERAGER_JOIN_KEEP_GRADIENTS. */
+DG_API DG_MUST_USE dg_error* dg_averager_join(dg_averager* averager, const dg_context* context,
+                                              uint64_t flags, uint32_t* others_go_on) DG_NOEXCEPT;
+/* The context has the gradients of earlier averages, as those of the other ranks have: for a step's
+ * second average and those after it. */
+#define DG_AVERAGER_JOIN_KEEP_GRADIENTS UINT64_C(1)
 
 #ifdef __cplusplus
 } /* extern "C" */
