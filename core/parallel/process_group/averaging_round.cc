@@ -1,6 +1,7 @@
 #include "core/parallel/process_group/averaging_round.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/real.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -81,7 +82,9 @@ at::Tensor AveragingRound::Packed(size_t b, const std::vector<at::Tensor>& gradi
 
 at::Tensor AveragingRound::Notes(size_t bucket) const {
   const int64_t begin = plan_.notes(bucket);
-  return sums_[bucket].narrow(0, begin, plan_.buckets()[bucket].elements - begin);
+  const at::Tensor notes = sums_[bucket].narrow(0, begin, plan_.buckets()[bucket].elements - begin);
+  // Complex numbers have no order.
+  return notes.is_complex() ? at::real(notes).contiguous() : notes;
 }
 
 absl::Status AveragingRound::Begin(const std::vector<at::Tensor>& all,
@@ -128,9 +131,10 @@ absl::Status AveragingRound::Await(size_t bucket) {
 
 absl::StatusOr<at::Tensor> AveragingRound::Active() {
   DG_RETURN_IF_ERROR(Await(0));
+  const at::Tensor notes = Notes(0);
   const int64_t size = plan_.group().size();
   // A copy: the rest of the bucket need not be kept for it.
-  return sums_[0].narrow(0, plan_.buckets()[0].elements - size, size).clone();
+  return notes.narrow(0, notes.size(0) - size, size).clone();
 }
 
 absl::StatusOr<std::vector<at::Tensor>> AveragingRound::Finish(

@@ -85,6 +85,7 @@ class AveragingRound {
 
  private:
   at::Tensor Packed(size_t bucket, const std::vector<at::Tensor>& gradients);
+  // Real numbers, whatever the bucket's dtype.
   at::Tensor Notes(size_t bucket) const;
   absl::Status Await(size_t bucket);
   void Divide(size_t bucket, const std::vector<bool>& touched, int64_t divisor,

@@ -543,6 +543,48 @@ TEST(GradientAveragerTest, DividesByTheActiveRanksIfAsked) {
   });
 }
 
+TEST(GradientAveragerTest, WhateverTheDtypeOfTheFirstBucket) {
+  for (const at::ScalarType dtype :
+       {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble}) {
+    for (const bool divide_by_active : {false, true}) {
+      RunRanks(3, [&](Group group) {
+        const int rank = group->rank();
+        const auto parameter = [&] { return torch::ones({3}, dtype).requires_grad_(); };
+        const Tensor w = parameter(), sometimes = parameter(), never = parameter();
+        const Tensor count = torch::zeros({}, torch::kLong);
+        const auto averager =
+            NewAverager(group, {{"w", w}, {"sometimes", sometimes}, {"never", never}},
+                        {{"count", count}}, {.divide_by_active = divide_by_active});
+        Tensor loss = w.sum() * (3 * rank);
+        if (rank == 1) loss = loss + sometimes.sum() * 6;
+        count.add_(10 + rank);
+        const absl::Status status = StatusOfBackward(loss.is_complex() ? at::real(loss) : loss);
+        ASSERT_TRUE(status.ok()) << dtype << ": " << status;
+        EXPECT_TRUE(w.grad().equal(torch::full({3}, 3, dtype))) << w.grad();
+        EXPECT_TRUE(sometimes.grad().equal(torch::full({3}, 2, dtype))) << sometimes.grad();
+        EXPECT_FALSE(never.grad().defined()) << never.grad();
+        EXPECT_EQ(count.item<int64_t>(), 10);
+        for (const Tensor& each : {w, sometimes}) each.mutable_grad().reset();
+        if (rank == 2) {
+          w.sum().abs().backward();
+        } else {
+          const auto others = averager->Join();
+          ASSERT_TRUE(others.ok()) << dtype << ": " << others.status();
+          EXPECT_TRUE(*others) << dtype;
+        }
+        const double ranks = divide_by_active ? 1 : 3;
+        EXPECT_TRUE(torch::allclose(w.grad(), torch::full({3}, 1 / ranks, dtype), 0.01))
+            << w.grad();
+        EXPECT_FALSE(sometimes.grad().defined()) << sometimes.grad();
+        w.mutable_grad().reset();
+        const auto others = averager->Join();
+        ASSERT_TRUE(others.ok()) << dtype << ": " << others.status();
+        EXPECT_FALSE(*others) << dtype;
+      });
+    }
+  }
+}
+
 // ---------------------------------------------------------------------------------------- Join
 
 // What a rank does that has run out of input, in place of its other steps.
