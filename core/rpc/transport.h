@@ -16,8 +16,8 @@
 namespace distgrad {
 
 // Who gets what arrives on a connection. Called by one thread at a time, on a thread of the
-// transport or on one that is inside Connection::Send, Connection::Close or Transport::Connect:
-// hold no lock there that a Receiver takes. No lock of the transport is held. Must not block.
+// transport: never on one that sends, connects, closes or destroys, which has modes of its own
+// (grad mode, autocast) and may hold locks. No lock of the transport is held. Must not block.
 class Receiver {
  public:
   virtual ~Receiver() = default;
@@ -40,8 +40,8 @@ class Connection {
   virtual ~Connection() = default;
 
   // Queues a packet. `done` (may be null) is called exactly once: when the packet's memory is
-  // no longer needed, or with the error. It is called on a transport thread or on the calling
-  // one, with no lock held, and must not block.
+  // no longer needed, or with the error. It is called on a transport thread or inside this very
+  // call, with no lock held, and must not block.
   virtual void Send(Packet packet, SendDone done) = 0;
 
   // Ends the connection at both ends. Packets under way may be lost. Returns at once.

@@ -1,6 +1,8 @@
 #include "core/rpc/transport_conformance.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -13,6 +15,60 @@ namespace {
 
 constexpr size_t kKiB = 1 << 10;
 constexpr size_t kMiB = 1 << 20;
+
+// What the calling thread asks a transport for at this moment; 0 for nothing.
+thread_local uint64_t asking = 0;
+constexpr uint64_t kToConnectOrClose = 1;  // greater numbers are those of sends
+
+class Asks {
+ public:
+  explicit Asks(uint64_t what) : before_(std::exchange(asking, what)) {}
+  ~Asks() { asking = before_; }
+
+ private:
+  const uint64_t before_;
+};
+
+// Callbacks that ran on a thread that was asking for something else. Thread-safe.
+struct Strays {
+  std::atomic<int> packets{0}, ends{0}, sends{0}, accepts{0};
+};
+
+// Counts what arrives, and strays among it.
+class StrayCounter final : public Receiver {
+ public:
+  explicit StrayCounter(Strays* strays) : strays_(strays) {}
+
+  void OnPacket(Packet) override {
+    if (asking != 0) ++strays_->packets;
+    absl::MutexLock lock(&mu_);
+    ++count_;
+  }
+  void OnClosed(absl::Status) override {
+    if (asking != 0) ++strays_->ends;
+    absl::MutexLock lock(&mu_);
+    closed_ = true;
+  }
+  void AwaitPackets(int count) {
+    const auto enough = [&] {
+      mu_.AssertReaderHeld();
+      return count_ >= count || closed_;
+    };
+    absl::MutexLock lock(&mu_);
+    EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&enough), kTransportPatience));
+    EXPECT_GE(count_, count);
+  }
+  void AwaitClosed() {
+    absl::MutexLock lock(&mu_);
+    EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&closed_), kTransportPatience));
+  }
+
+ private:
+  Strays* const strays_;
+  absl::Mutex mu_;
+  int count_ ABSL_GUARDED_BY(mu_) = 0;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+};
 
 }  // namespace
 
@@ -462,6 +518,110 @@ TEST_P(TransportConformanceTest, NothingKeepsAClosedReceiverAlive) {
   EXPECT_FALSE(watch.expired()) << "an open connection keeps its receiver";
   Destroy(client);
   EXPECT_TRUE(watch.expired());
+}
+
+// A thread that sends, connects or closes has its own modes (torch's, say) and may hold locks.
+// Nobody else's packets, completions and ends are delivered on it.
+TEST_P(TransportConformanceTest, WhoSendsRunsNobodyElsesCallbacks) {
+  constexpr int kRounds = 300;
+  Strays strays;
+  struct End {
+    std::shared_ptr<Connection> connection;
+    std::shared_ptr<StrayCounter> receiver;
+  };
+  absl::Mutex mu;
+  std::vector<End> accepted;  // guarded by mu
+  Transport* server = NewTransport();
+  const std::string address =
+      server
+          ->Listen([&](std::shared_ptr<Connection> connection) {
+            if (asking != 0) ++strays.accepts;
+            auto receiver = std::make_shared<StrayCounter>(&strays);
+            absl::MutexLock lock(&mu);
+            accepted.push_back({std::move(connection), receiver});
+            return receiver;
+          })
+          .value();
+  // Two of them share a transport, so that their threads meet in it.
+  Transport* client = NewTransport();
+  Transport* const clients[] = {client, client, NewTransport()};
+  std::vector<End> ends;
+  for (Transport* transport : clients) {
+    auto receiver = std::make_shared<StrayCounter>(&strays);
+    const Asks asks(kToConnectOrClose);
+    ends.push_back({transport->Connect(address, receiver).value(), receiver});
+  }
+  {
+    const auto all = [&] { return accepted.size() == std::size(clients); };
+    absl::MutexLock lock(&mu);
+    ASSERT_TRUE(mu.AwaitWithTimeout(absl::Condition(&all), kTransportPatience));
+    ends.insert(ends.end(), accepted.begin(), accepted.end());
+  }
+  std::atomic<uint64_t> last_send{kToConnectOrClose};
+  std::vector<std::thread> threads;
+  for (End& end : ends) {
+    threads.emplace_back([&, connection = end.connection.get()] {
+      for (int i = 0; i < kRounds; ++i) {
+        const uint64_t number = ++last_send;
+        const Asks asks(number);
+        const std::vector<size_t> sizes(i % 8 == 0 ? 1 : 0, i % 16 == 0 ? 300 * kKiB : kKiB);
+        connection->Send(PatternPacket(i, "x", sizes),
+                         [&strays, number, done = sends_.NewDone()](const absl::Status& s) mutable {
+                           // Its own may be called inside it.
+                           if (asking != 0 && asking != number) ++strays.sends;
+                           done(s);
+                         });
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (End& end : ends) end.receiver->AwaitPackets(kRounds);
+  sends_.AwaitAll();
+
+  // Ends: of one's own closing too, and of an address where nobody listens.
+  auto unheard = std::make_shared<StrayCounter>(&strays);
+  const std::string dead = DeadAddress();
+  {
+    const Asks asks(kToConnectOrClose);
+    for (End& end : ends) end.connection->Close();
+    EXPECT_TRUE(client->Connect(dead, unheard).ok());
+  }
+  for (End& end : ends) end.receiver->AwaitClosed();
+  unheard->AwaitClosed();
+  EXPECT_EQ(strays.packets, 0);
+  EXPECT_EQ(strays.sends, 0);
+  EXPECT_EQ(strays.accepts, 0);
+  EXPECT_EQ(strays.ends, 0);
+  ends.clear();
+  accepted.clear();
+}
+
+// What waits when a transport goes away is told on its own threads too.
+TEST_P(TransportConformanceTest, WhoEndsATransportRunsNobodyElsesCallbacks) {
+  Strays strays;
+  auto at_server = std::make_shared<StrayCounter>(&strays);
+  auto at_client = std::make_shared<StrayCounter>(&strays);
+  const std::string address =
+      NewTransport()->Listen([&](std::shared_ptr<Connection>) { return at_server; }).value();
+  Transport* client = NewTransport();
+  auto connection = client->Connect(address, at_client).value();
+  connection->Send(BytesPacket("x"), sends_.NewDone());
+  at_server->AwaitPackets(1);
+  for (int i = 0; i < 50; ++i) {
+    connection->Send(PatternPacket(i, "x", {kMiB}),
+                     [&strays, done = sends_.NewDone()](const absl::Status& s) mutable {
+                       if (asking == kToConnectOrClose) ++strays.sends;
+                       done(s);
+                     });
+  }
+  {
+    const Asks asks(kToConnectOrClose);
+    Destroy(client);
+  }
+  at_client->AwaitClosed();
+  at_server->AwaitClosed();
+  EXPECT_EQ(strays.ends, 0);
+  EXPECT_EQ(strays.sends, 0);
 }
 
 }  // namespace distgrad

@@ -63,10 +63,7 @@ void RecordingReceiver::OnPacket(Packet packet) {
 }
 
 void RecordingReceiver::OnClosed(absl::Status why) {
-  // Close() may call OnClosed on the calling thread, so inside OnPacket it may nest.
-  const std::thread::id inside = inside_;
-  EXPECT_TRUE(inside == std::thread::id() || inside == std::this_thread::get_id())
-      << "OnClosed while another thread is in OnPacket";
+  EXPECT_EQ(inside_.load(), std::thread::id()) << "OnClosed during OnPacket";
   on_packet = nullptr;
   EXPECT_FALSE(why.ok());
   absl::MutexLock lock(&mu_);

@@ -177,23 +177,24 @@ void InprocEnd::Arrive(Packet copy) {
 }
 
 void InprocEnd::Finish(absl::Status why, bool by_caller) {
-  std::deque<std::pair<Packet, SendDone>> lost;
   std::shared_ptr<InprocEnd> peer;
   {
     absl::MutexLock lock(&mu_);
     if (by_caller) closed_by_caller_ = true;
     if (!closed_.ok()) return;
     closed_ = why;
+    std::deque<std::pair<Packet, SendDone>> lost;
     lost.swap(held_);
     peer.swap(peer_);
     // Under the lock, so that whoever finds the end closed knows that this is on its way.
-    node_->Post([self = shared_from_this(), why] {
+    node_->Post([self = shared_from_this(), lost = std::move(lost), why]() mutable {
+      for (auto& [packet, done] : lost) {
+        packet = Packet();
+        if (done) done(why);
+      }
       if (const auto receiver = std::move(self->receiver_)) receiver->OnClosed(why);
       self->node_->Forget(self);
     });
-  }
-  for (auto& [packet, done] : lost) {
-    if (done) done(why);
   }
 }
 
@@ -219,15 +220,15 @@ bool InprocEnd::PostIfOpen(ThreadPool::Task task) {
 }
 
 void InprocEnd::ReleaseHeld() {
-  std::deque<std::pair<Packet, SendDone>> held;
-  {
-    absl::MutexLock lock(&mu_);
-    held.swap(held_);
-    for (auto& [packet, done] : held) peer_->Arrive(std::move(packet));
-  }
-  for (auto& [packet, done] : held) {
-    if (done) done(absl::OkStatus());
-  }
+  absl::MutexLock lock(&mu_);
+  if (held_.empty()) return;
+  for (auto& [packet, done] : held_) peer_->Arrive(std::move(packet));
+  // Under the lock: while an end is open its node runs.
+  node_->Post([held = std::exchange(held_, {})]() mutable {
+    for (auto& [packet, done] : held) {
+      if (done) done(absl::OkStatus());
+    }
+  });
 }
 
 // InprocNode

@@ -97,11 +97,51 @@ std::string PublicPart(const std::string& address) {
   return slashes == std::string::npos ? address : address.substr(0, address.find('/', slashes + 3));
 }
 
+// What the calling thread asks TensorPipe for at this moment; null on a thread of the transport's.
+thread_local const void* asking = nullptr;
+
+// Stands around each call into TensorPipe. A thread that calls there runs what others have queued
+// meanwhile (tensorpipe/common/deferred_executor.h), their callbacks included: it must hand those
+// on, for it has modes of its own, may hold locks, and was told that it would not wait.
+class Asking {
+ public:
+  explicit Asking(const void* what) : before_(std::exchange(asking, what)) {}
+  ~Asking() { asking = before_; }
+  Asking(const Asking&) = delete;
+  Asking& operator=(const Asking&) = delete;
+
+ private:
+  const void* const before_;
+};
+
+// Keeps a loop running until it is removed from it: what is delivered while a transport ends needs
+// the loop. Immutable.
+class KeepsLoopRunning final : public Loop::Handler {
+ public:
+  void OnEvents(uint32_t) override {}
+  void OnLoopClosed() override {}
+};
+
 // What the connections share with their transport, and may outlive it. Thread-safe.
 class Shared {
  public:
-  Shared(std::string name, PacketLimits limits, DeviceMemory* gpus)
-      : name(std::move(name)), limits(limits), gpus(gpus) {}
+  // `is_sockets`: the transport's sockets are the loop's too.
+  Shared(std::string name, PacketLimits limits, DeviceMemory* gpus, std::shared_ptr<Loop> loop,
+         bool is_sockets)
+      : name(std::move(name)),
+        limits(limits),
+        gpus(gpus),
+        loop(std::move(loop)),
+        is_sockets(is_sockets) {}
+
+  // Runs `task`, a callback for others, on a thread of the transport: here and now if this is one.
+  // What one TensorPipe callback follows from another keeps its order, as the later one is asked
+  // for by the task of the earlier one.
+  template <typename Task>
+  void Deliver(Task task) {
+    if (asking == nullptr && (!is_sockets || EventLoop::Current() == loop.get())) return task();
+    loop->Run(std::move(task));
+  }
 
   // What follows an address or a greeting of ours.
   std::string GpusHere() const {
@@ -112,8 +152,10 @@ class Shared {
   const std::string name;
   const PacketLimits limits;
   DeviceMemory* const gpus;  // nobody uses it after AwaitAll(); null without gpus_here
+  const std::shared_ptr<Loop> loop;
+  const bool is_sockets;
 
-  std::atomic<bool> closing{false};  // the transport is being destroyed
+  std::atomic<bool> closing{false};  // the transport is being destroyed; set by Close()
 
   // Set by Listen(); nobody uses it after AwaitAll().
   Clock* clock = nullptr;
@@ -122,6 +164,17 @@ class Shared {
   void Expect() {
     absl::MutexLock lock(&mu_);
     ++expected_;
+  }
+  // For threads that are not the transport's: false once it ends.
+  bool ExpectUnlessClosing() {
+    absl::MutexLock lock(&mu_);
+    if (closing) return false;
+    ++expected_;
+    return true;
+  }
+  void Close() {
+    absl::MutexLock lock(&mu_);
+    closing = true;
   }
   void Done() {
     absl::MutexLock lock(&mu_);
@@ -146,6 +199,10 @@ class PipeConnection final : public Connection,
   PipeConnection(std::shared_ptr<Shared> shared, std::shared_ptr<tensorpipe::Pipe> pipe,
                  std::string peer)
       : shared_(std::move(shared)), pipe_(std::move(pipe)), peer_(std::move(peer)) {}
+  ~PipeConnection() override {
+    const Asking asks(this);
+    pipe_ = nullptr;  // it closes once more
+  }
 
   // One of these, once: for a connection of our own, and for one of somebody else's.
   void Greet(int gpus_there, std::shared_ptr<Receiver> receiver) {
@@ -161,6 +218,7 @@ class PipeConnection final : public Connection,
         shared_->clock->At(shared_->clock->Now() + kGreetingPatience, [watch = weak_from_this()] {
           if (const auto self = watch.lock()) {
             self->late_ = true;
+            const Asking asks(self.get());
             self->pipe_->close();
           }
         });
@@ -172,30 +230,44 @@ class PipeConnection final : public Connection,
       if (done) done(Annotate(checked, absl::StrCat("sending to ", peer_)));
       return;
     }
-    struct Sending {
-      Packet packet;
-      SendDone done;
-    };
+    if (!shared_->ExpectUnlessClosing()) {
+      packet = Packet();  // it goes before the sender hears that it is done with
+      if (done) done(Cancelled());
+      return;
+    }
     auto sending = std::make_shared<Sending>(Sending{std::move(packet), std::move(done)});
     tensorpipe::Message message = LayOut(sending->packet);
-    shared_->Expect();
+    const Asking asks(sending.get());
     pipe_->write(std::move(message),
                  [self = shared_from_this(), sending](const tensorpipe::Error& error) {
-                   sending->packet = Packet();
-                   if (sending->done) {
-                     sending->done(error ? self->Lost(error) : absl::OkStatus());
-                     sending->done = nullptr;
-                   }
-                   self->shared_->Done();
+                   // Of what a thread sends itself it may hear at once.
+                   if (asking == sending.get()) return self->FinishSend(*sending, error);
+                   self->shared_->Deliver(
+                       [self, sending, error] { self->FinishSend(*sending, error); });
                  });
   }
 
   void Close() override {
     closed_ = true;
+    const Asking asks(this);
     pipe_->close();
   }
 
  private:
+  struct Sending {
+    Packet packet;
+    SendDone done;
+  };
+
+  void FinishSend(Sending& sending, const tensorpipe::Error& error) {
+    sending.packet = Packet();
+    if (sending.done) {
+      sending.done(error ? Lost(error) : absl::OkStatus());
+      sending.done = nullptr;
+    }
+    shared_->Done();
+  }
+
   void Start(std::shared_ptr<Receiver> receiver) {
     receiver_ = std::move(receiver);
     shared_->Expect();
@@ -208,13 +280,15 @@ class PipeConnection final : public Connection,
     return limits;
   }
 
-  // The five below are one loop: called by TensorPipe, each by the callback of the one before;
-  // or by DeviceMemory.
+  // The five below are one loop, each called after the callback of the one before, on the
+  // transport's threads.
   void ReadNext() {
     pipe_->readDescriptor([self = shared_from_this()](const tensorpipe::Error& error,
                                                       tensorpipe::Descriptor descriptor) {
-      if (error) return self->Finish(self->Lost(error));
-      self->Read(std::move(descriptor));
+      self->shared_->Deliver([self, error, descriptor = std::move(descriptor)]() mutable {
+        if (error) return self->Finish(self->Lost(error));
+        self->Read(std::move(descriptor));
+      });
     });
   }
 
@@ -226,9 +300,11 @@ class PipeConnection final : public Connection,
     }
     pipe_->read(std::move((*incoming)->allocation),
                 [self = shared_from_this(), in = *incoming](const tensorpipe::Error& error) {
-                  if (error) return self->Finish(self->Lost(error));
-                  if (!in->on_gpus) return self->Deliver(std::move(in->packet));
-                  self->AwaitGpus(std::move(in));
+                  self->shared_->Deliver([self, in, error] {
+                    if (error) return self->Finish(self->Lost(error));
+                    if (!in->on_gpus) return self->Deliver(std::move(in->packet));
+                    self->AwaitGpus(in);
+                  });
                 });
   }
 
@@ -236,8 +312,10 @@ class PipeConnection final : public Connection,
   void AwaitGpus(std::shared_ptr<Incoming> in) {
     shared_->gpus->AfterArrival(
         in->packet, [self = shared_from_this(), in](const absl::Status& arrived) {
-          if (arrived.ok()) return self->Deliver(std::move(in->packet));
-          self->Finish(Annotate(arrived, absl::StrCat("receiving from ", self->peer_)));
+          self->shared_->Deliver([self, in, arrived] {
+            if (arrived.ok()) return self->Deliver(std::move(in->packet));
+            self->Finish(Annotate(arrived, absl::StrCat("receiving from ", self->peer_)));
+          });
         });
   }
 
@@ -280,7 +358,7 @@ class PipeConnection final : public Connection,
 
   // Constant after construction; synchronize themselves.
   const std::shared_ptr<Shared> shared_;
-  const std::shared_ptr<tensorpipe::Pipe> pipe_;
+  std::shared_ptr<tensorpipe::Pipe> pipe_;
   const std::string peer_;
   std::atomic<bool> closed_{false};  // by Close()
   std::atomic<bool> late_{false};    // closed because nothing came
@@ -292,7 +370,7 @@ class PipeConnection final : public Connection,
   Clock::TimerId timer_ = 0;  // while not greeted
 };
 
-// Takes connections until the listener closes. Called by TensorPipe, one call at a time.
+// Takes connections until the listener closes. On the transport's threads, one call at a time.
 class Acceptor : public std::enable_shared_from_this<Acceptor> {
  public:
   Acceptor(std::shared_ptr<Shared> shared, std::shared_ptr<tensorpipe::Listener> listener,
@@ -308,8 +386,10 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
   void AcceptNext() {
     listener_->accept([self = shared_from_this()](const tensorpipe::Error& error,
                                                   std::shared_ptr<tensorpipe::Pipe> pipe) {
-      if (error) return self->Finish(error);
-      self->Take(std::move(pipe));
+      self->shared_->Deliver([self, error, pipe = std::move(pipe)]() mutable {
+        if (error) return self->Finish(error);
+        self->Take(std::move(pipe));
+      });
     });
   }
 
@@ -341,7 +421,7 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
 
 class TensorPipeTransport final : public Transport {
  public:
-  // `loop`: if the transport below is our own.
+  // `loop`: of the sockets if the transport below is our own.
   TensorPipeTransport(TensorPipeOptions options, std::shared_ptr<tensorpipe::Context> context,
                       std::shared_ptr<Loop> loop, std::string name, int gpus)
       : options_(std::move(options)),
@@ -351,12 +431,17 @@ class TensorPipeTransport final : public Transport {
         shared_(std::make_shared<Shared>(
             std::move(name),
             PacketLimits{options_.max_packet_bytes, options_.max_segments, /*gpus_here=*/gpus},
-            options_.gpus.get())) {}
+            options_.gpus.get(), loop_, options_.kind == Kind::kSocket)),
+        keeps_loop_(loop_->Add(std::make_shared<KeepsLoopRunning>())) {}
 
   ~TensorPipeTransport() override {
-    shared_->closing = true;
+    const Asking asks(this);
+    shared_->Close();
     context_->close();
     shared_->AwaitAll();
+    loop_->Remove(keeps_loop_);
+    loop_->Close();
+    loop_->Join();
     context_->join();
   }
 
@@ -375,6 +460,7 @@ class TensorPipeTransport final : public Transport {
     }
     shared_->clock = options_.clock;
     if (shared_->clock == nullptr) shared_->clock = (own_clock_ = NewSystemClock()).get();
+    const Asking asks(this);
     try {
       std::shared_ptr<tensorpipe::Listener> listener = context_->listen({url});
       std::string address = listener->url(scheme_);
@@ -392,6 +478,7 @@ class TensorPipeTransport final : public Transport {
     std::string address = full_address;
     const int gpus_there = TakeGpus(&address);
     DG_RETURN_IF_ERROR(Annotate(CheckAddress(address), absl::StrCat(Name(), " cannot connect")));
+    const Asking asks(this);
     try {
       auto pipe = context_->connect(address);
       auto connection =
@@ -409,7 +496,7 @@ class TensorPipeTransport final : public Transport {
     return shared_->limits.gpus_here > 0 && TakeGpus(&rest) > 0;
   }
 
-  std::shared_ptr<EventLoop> loop() override { return loop_; }
+  std::shared_ptr<EventLoop> loop() override { return shared_->is_sockets ? loop_ : nullptr; }
   std::string Name() const override { return shared_->name; }
 
  private:
@@ -435,6 +522,7 @@ class TensorPipeTransport final : public Transport {
   const std::shared_ptr<tensorpipe::Context> context_;
   const std::shared_ptr<Loop> loop_;
   const std::shared_ptr<Shared> shared_;
+  const uint64_t keeps_loop_;
   std::atomic<bool> listening_{false};
   std::unique_ptr<Clock> own_clock_;  // if none was given; set by Listen()
 };
@@ -453,6 +541,8 @@ absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
     return absl::InvalidArgumentError(absl::StrCat(
         "TensorPipe's own transport ", Scheme(options.kind), " cannot use a cluster key"));
   }
+  // It runs only what a thread of TensorPipe's could not deliver itself.
+  DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-deliver"));
   return options.kind == Kind::kTcp ? tensorpipe::transport::uv::create()
                                     : tensorpipe::transport::shm::create();
 }

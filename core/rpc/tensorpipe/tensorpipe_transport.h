@@ -5,9 +5,8 @@
 // payloads behind it; large segments through a channel (CMA copies straight from the memory of
 // the other process, where both are on one machine and may).
 //
-// TensorPipe runs a context's callbacks on whichever thread finds it idle, so a Receiver may
-// also be called inside Connection::Send and Transport::Connect, on the thread that calls
-// them: hold no lock there that a Receiver takes.
+// TensorPipe runs a context's callbacks on whichever thread finds it idle, also on one that only
+// sends, connects or closes. Such a thread delivers nothing: it leaves that to the loop's.
 //
 // Within a process it is safe to fork only before the first of these transports exists.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_TENSORPIPE_TRANSPORT_H_

@@ -240,6 +240,9 @@ void SocketConnection::Open() {
 // Reading
 
 void SocketConnection::AdvanceReads() {
+  if (reads_.empty() || (!readable_ && begin_ == end_)) return;
+  // A thread that only wants to send is not to be kept by what others send.
+  if (EventLoop::Current() != loop_.get()) return ReadLater();
   size_t moved = 0;
   while (state_ == State::kOpen && !reads_.empty() && !turn_over_) {
     if (!in_frame_) {
@@ -254,15 +257,18 @@ void SocketConnection::AdvanceReads() {
     if (!FillFrame()) return;
     moved += frame_filled_ - filled_before;
     if (frame_filled_ == frame_size_) FinishFrame();
-    if (moved < kTurnBytes) continue;
-    turn_over_ = true;
-    loop_->Run([self = shared_from_this()] {
-      self->strand_.Run([self] {
-        self->turn_over_ = false;
-        self->AdvanceReads();
-      });
-    });
+    if (moved >= kTurnBytes) ReadLater();
   }
+}
+
+void SocketConnection::ReadLater() {
+  if (state_ != State::kOpen || std::exchange(turn_over_, true)) return;
+  loop_->Run([self = shared_from_this()] {
+    self->strand_.Run([self] {
+      self->turn_over_ = false;
+      self->AdvanceReads();
+    });
+  });
 }
 
 bool SocketConnection::StartFrame() {

@@ -5,9 +5,9 @@
 // checked against what the read can take before a byte of it is stored.
 //
 // A write is tried at once on the thread that asks for it; only what the kernel does not take
-// waits for the loop's thread. Frames that wait go together in one system call. Reads fetch
-// whatever has arrived, up to a buffer's size, in one; a large frame goes straight to where its
-// reader wants it.
+// waits for the loop's thread. Frames that wait go together in one system call. Only the loop's
+// thread reads. A read fetches whatever has arrived, up to a buffer's size, in one system call; a
+// large frame goes straight to where its reader wants it.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_SOCKET_CONNECTION_H_
 #define DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_SOCKET_CONNECTION_H_
 
@@ -32,8 +32,8 @@
 
 namespace distgrad {
 
-// Thread-safe. Callbacks run on the loop's thread or on one that calls in here, one at a time, in
-// the order of their reads and of their writes, each exactly once.
+// Thread-safe. Callbacks run on the loop's thread or, of writes and errors, on one that calls in
+// here, one at a time, in the order of their reads and of their writes, each exactly once.
 class SocketConnection final : public Loop::Handler,
                                public std::enable_shared_from_this<SocketConnection> {
  public:
@@ -95,6 +95,8 @@ class SocketConnection final : public Loop::Handler,
   void Enqueue(ReadRequest request);
   void Enqueue(WriteRequest request);
   void AdvanceReads();
+  // Goes on with that when the loop's thread has served others.
+  void ReadLater();
   // Parses the length of the next frame; false, and all is over, if it cannot be right.
   bool StartFrame();
   // Moves what has arrived into the frame's place. False when there is no more for now.
@@ -136,7 +138,7 @@ class SocketConnection final : public Loop::Handler,
   size_t frame_size_ = 0, frame_filled_ = 0;
   uint8_t* frame_ = nullptr;      // where it goes; null if it is used where it lies in the buffer
   std::vector<uint8_t> storage_;  // for frames that have no other place
-  bool turn_over_ = false;        // others are to be served before we read on
+  bool turn_over_ = false;        // ReadLater() is on its way
 };
 
 }  // namespace distgrad
