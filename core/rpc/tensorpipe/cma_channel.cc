@@ -2,13 +2,14 @@
 
 #include <errno.h>
 #include <string.h>
+#include <sys/types.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <random>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -17,9 +18,12 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/event_loop.h"
 #include "core/base/processors.h"
 #include "core/base/thread_pool.h"
 #include "core/rpc/tensorpipe/error.h"
+#include "core/rpc/tensorpipe/socket/endpoint.h"
+#include "core/rpc/tensorpipe/socket/peer_process.h"
 #include "tensorpipe/channel/channel.h"
 #include "tensorpipe/channel/cma/factory.h"
 #include "tensorpipe/common/cpu_buffer.h"
@@ -34,8 +38,8 @@ using tensorpipe::Error;
 using tensorpipe::transport::Connection;
 using Done = std::function<void(const Error&)>;
 
-// As much is copied at once by the thread that hears of it; more by several threads, in such
-// pieces.
+// The thread of the sockets copies so much at most before it serves others. More is copied by
+// several threads, in such pieces.
 constexpr size_t kPiece = 2 << 20;
 
 // So many threads get all out of the memory that there is to get.
@@ -45,45 +49,83 @@ size_t CopyThreads() {
   return threads;
 }
 
-// Where what is sent lies. Both ends are on one machine.
+// What a sender says of memory that it sends: where it lies, and where its lease does, a number
+// that the sender clears before the memory is anything else again.
 struct Offer {
-  int64_t process = 0;
   uint64_t address = 0;
+  uint64_t lease_address = 0;
+  uint64_t lease = 0;  // not 0
 };
 
 // Copies out of a process's memory. Returns errno, or 0.
-int CopyFrom(Offer from, uint8_t* to, size_t size) {
+int CopyFrom(pid_t process, uint64_t address, void* target, size_t size) {
+  auto* to = static_cast<uint8_t*>(target);
   while (size > 0) {
     const iovec local{to, size};
-    const iovec remote{reinterpret_cast<void*>(from.address), size};
-    const ssize_t n = process_vm_readv(static_cast<pid_t>(from.process), &local, 1, &remote, 1, 0);
+    const iovec remote{reinterpret_cast<void*>(address), size};
+    const ssize_t n = process_vm_readv(process, &local, 1, &remote, 1, 0);
     if (n < 0) return errno;
     if (n == 0) return EFAULT;
-    from.address += n;
+    address += n;
     to += n;
     size -= n;
   }
   return 0;
 }
 
+// The threads that copy, for all channels of a context. Thread-safe.
+class Copiers {
+ public:
+  // False once the context has been joined: then nobody else will run `task`.
+  bool Schedule(const std::function<void()>& task) { return threads_.Schedule(task); }
+  void Join() { threads_.Join(); }
+
+  // Whether the calling thread is to copy so much itself.
+  static bool IsForThisThread(const std::shared_ptr<Copiers>& self, size_t size) {
+    EventLoop* const loop = EventLoop::Current();
+    if (loop == nullptr) return size <= kPiece;  // one that does nothing else
+    const size_t before = self->copied_.load(std::memory_order_relaxed);
+    if (size > kPiece - before) return false;
+    // One message may have thousands of tensors.
+    if (before == 0 && size > 0) loop->Run([self] { self->copied_ = 0; });
+    self->copied_.store(before + size, std::memory_order_relaxed);
+    return true;
+  }
+
+ private:
+  ThreadPool threads_{"dg-copy", CopyThreads()};
+  // By the loop's thread, before it serves others; that thread alone writes it.
+  std::atomic<size_t> copied_{0};
+};
+
 // Thread-safe. Callbacks run on the threads of the connections and on those that copy, one at a
 // time for each direction.
 class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
  public:
   CmaChannel(std::shared_ptr<Connection> offers, std::shared_ptr<Connection> taken,
-             std::shared_ptr<ThreadPool> threads)
-      : offers_(std::move(offers)), taken_(std::move(taken)), threads_(std::move(threads)) {}
+             std::shared_ptr<Copiers> copiers)
+      : offers_(std::move(offers)), taken_(std::move(taken)), copiers_(std::move(copiers)) {
+    std::random_device random;
+    last_lease_ = (uint64_t{random()} << 32) | random();
+  }
 
   void Send(const void* data, Done done) {
-    struct Messages {
-      Offer offer;
-      uint8_t taken = 0;
-    };
-    const auto messages = std::make_shared<Messages>();
-    messages->offer = {getpid(), reinterpret_cast<uint64_t>(data)};
-    offers_->write(&messages->offer, sizeof(Offer), [messages](const Error&) {});
-    taken_->read(&messages->taken, sizeof(messages->taken),
-                 [messages, done = std::move(done)](const Error& error, const void*, size_t) {
+    const auto loan = std::make_shared<Loan>();
+    {
+      absl::MutexLock lock(&mu_);
+      if (++last_lease_ == 0) ++last_lease_;
+      loan->offer = {reinterpret_cast<uint64_t>(data), reinterpret_cast<uint64_t>(&loan->lease),
+                     last_lease_};
+      if (!closed_) {
+        loan->lease = last_lease_;
+        loans_.push_back(loan);
+      }
+    }
+    offers_->write(&loan->offer, sizeof(Offer), [loan](const Error&) {});
+    taken_->read(&loan->taken, sizeof(loan->taken),
+                 [self = shared_from_this(), loan, done = std::move(done)](const Error& error,
+                                                                           const void*, size_t) {
+                   self->TakeBack(*loan);
                    done(error);
                  });
   }
@@ -99,15 +141,28 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
                   });
   }
 
-  // Ends what waits for the other end; a copy that runs ends first.
+  // Ends what waits for the other end; a copy that runs ends first. From now on nothing that was
+  // sent counts as received there, unless it does already: its memory may soon be reused.
   void Close() {
+    {
+      absl::MutexLock lock(&mu_);
+      closed_ = true;
+      for (const auto& loan : loans_) loan->lease = 0;
+      loans_.clear();
+    }
     offers_->close();
     taken_->close();
   }
 
  private:
+  struct Loan {
+    Offer offer;
+    std::atomic<uint64_t> lease{0};  // the other end reads it
+    uint8_t taken = 0;
+  };
   struct Copy {
     Offer from;
+    pid_t process = 0;
     uint8_t* to = nullptr;
     size_t size = 0;
     Done done;
@@ -117,9 +172,27 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
     std::atomic<int> failure{0};  // errno
   };
 
+  void TakeBack(Loan& loan) {
+    loan.lease = 0;
+    absl::MutexLock lock(&mu_);
+    // As a rule the first.
+    const auto found = std::find_if(loans_.begin(), loans_.end(),
+                                    [&](const auto& other) { return other.get() == &loan; });
+    if (found != loans_.end()) loans_.erase(found);
+  }
+
   // One after the other, in their order.
   void OnOffer(std::shared_ptr<Copy> copy, const Error& error) {
     copy->error = error;
+    if (!error) {
+      // As the kernel says it, not the other end, which might name somebody else's process.
+      const auto* peer = dynamic_cast<const HasPeerProcess*>(offers_.get());
+      if (peer != nullptr) copy->process = peer->PeerProcess();
+      if (copy->process == 0) {
+        copy->error = MakeError(
+            "the other end offers its memory, but is not connected over a Unix-domain socket");
+      }
+    }
     {
       absl::MutexLock lock(&mu_);
       copies_.push_back(copy);
@@ -130,8 +203,10 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
 
   void Begin(std::shared_ptr<Copy> copy) {
     while (copy != nullptr) {
-      if (!copy->error && copy->size > kPiece) return BeginPieces(copy);
-      if (!copy->error) copy->failure = CopyFrom(copy->from, copy->to, copy->size);
+      if (!copy->error) {
+        if (!Copiers::IsForThisThread(copiers_, copy->size)) return BeginPieces(copy);
+        copy->failure = CopyFrom(copy->process, copy->from.address, copy->to, copy->size);
+      }
       copy = End(*copy);
     }
   }
@@ -142,7 +217,7 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
     for (size_t i = std::min(pieces, CopyThreads()); i > 0; --i) {
       const auto help = [self = shared_from_this(), copy] { self->CopyPieces(copy); };
       // The channel is being closed: there is no other thread any more.
-      if (!threads_->Schedule(help)) help();
+      if (!copiers_->Schedule(help)) help();
     }
   }
 
@@ -150,8 +225,8 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
     for (;;) {
       const size_t begin = copy->begun.fetch_add(kPiece);
       if (begin >= copy->size) return;
-      const int failure = CopyFrom({copy->from.process, copy->from.address + begin},
-                                   copy->to + begin, std::min(kPiece, copy->size - begin));
+      const int failure = CopyFrom(copy->process, copy->from.address + begin, copy->to + begin,
+                                   std::min(kPiece, copy->size - begin));
       if (failure != 0) copy->failure = failure;
       if (--copy->left == 0) return Begin(End(*copy));
     }
@@ -159,9 +234,17 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
 
   // Returns the next.
   std::shared_ptr<Copy> End(Copy& copy) {
+    // Read after the last byte: while the lease is there, all that was copied is the message.
+    uint64_t lease = 0;
+    if (!copy.error && copy.failure == 0) {
+      copy.failure = CopyFrom(copy.process, copy.from.lease_address, &lease, sizeof(lease));
+    }
     if (copy.failure != 0) {
       copy.error = MakeError(absl::StrCat("copying ", copy.size, " bytes out of process ",
-                                          copy.from.process, ": ", strerror(copy.failure)));
+                                          copy.process, ": ", strerror(copy.failure)));
+    } else if (!copy.error && (lease == 0 || lease != copy.from.lease)) {
+      copy.error = MakeError(absl::StrCat("copying ", copy.size, " bytes out of process ",
+                                          copy.process, ": it has taken its memory back"));
     }
     if (copy.error) {
       Close();
@@ -177,11 +260,15 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
 
   // Constant after construction; synchronize themselves.
   const std::shared_ptr<Connection> offers_, taken_;
-  const std::shared_ptr<ThreadPool> threads_;
+  const std::shared_ptr<Copiers> copiers_;
 
   absl::Mutex mu_;
-  // Guarded by mu_. The first is being copied.
-  std::deque<std::shared_ptr<Copy>> copies_ ABSL_GUARDED_BY(mu_);
+  // Guarded by mu_.
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  // Begins with a random number: memory that was freed and is used again does not hold the next.
+  uint64_t last_lease_ ABSL_GUARDED_BY(mu_) = 0;
+  std::deque<std::shared_ptr<Loan>> loans_ ABSL_GUARDED_BY(mu_);   // as the other end takes them
+  std::deque<std::shared_ptr<Copy>> copies_ ABSL_GUARDED_BY(mu_);  // the first is being copied
 };
 
 // What TensorPipe holds: it may let go without closing.
@@ -207,7 +294,10 @@ class CmaContext final : public tensorpipe::channel::Context {
  public:
   // `like`: TensorPipe's own.
   explicit CmaContext(const tensorpipe::channel::Context& like)
-      : descriptors_(like.deviceDescriptors()) {}
+      : descriptors_(like.deviceDescriptors()) {
+    // Those that meet on a Unix-domain socket.
+    for (auto& [device, descriptor] : descriptors_) absl::StrAppend(&descriptor, "/", ThisPlace());
+  }
   ~CmaContext() override { join(); }
 
   bool isViable() const override { return true; }
@@ -224,7 +314,7 @@ class CmaContext final : public tensorpipe::channel::Context {
       std::vector<std::shared_ptr<Connection>> connections,
       tensorpipe::channel::Endpoint) override {
     auto channel = std::make_shared<CmaChannel>(std::move(connections[0]),
-                                                std::move(connections[1]), threads_);
+                                                std::move(connections[1]), copiers_);
     absl::MutexLock lock(&mu_);
     if (closed_) channel->Close();
     channels_.erase(std::remove_if(channels_.begin(), channels_.end(),
@@ -248,13 +338,12 @@ class CmaContext final : public tensorpipe::channel::Context {
   }
   void join() final {
     close();
-    threads_->Join();
+    copiers_->Join();
   }
 
  private:
-  const std::unordered_map<tensorpipe::Device, std::string> descriptors_;
-  const std::shared_ptr<ThreadPool> threads_ =
-      std::make_shared<ThreadPool>("dg-copy", CopyThreads());
+  std::unordered_map<tensorpipe::Device, std::string> descriptors_;  // constant
+  const std::shared_ptr<Copiers> copiers_ = std::make_shared<Copiers>();
 
   absl::Mutex mu_;
   // Guarded by mu_.
@@ -266,7 +355,8 @@ class CmaContext final : public tensorpipe::channel::Context {
 
 std::shared_ptr<tensorpipe::channel::Context> NewCmaChannel() {
   const auto like = tensorpipe::channel::cma::create();
-  auto channel = like->isViable() ? std::make_shared<CmaContext>(*like) : nullptr;
+  const bool works = like->isViable() && !ThisPlace().empty();
+  auto channel = works ? std::make_shared<CmaContext>(*like) : nullptr;
   like->close();
   like->join();
   return channel;

@@ -5,6 +5,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "core/rpc/tensorpipe/socket/peer_process.h"
 #include "tensorpipe/transport/connection.h"
 #include "tensorpipe/transport/listener.h"
 
@@ -17,6 +18,7 @@ using tensorpipe::Error;
 // An accepted connection. Its first read is the listener's; if it fails, the callback is kept
 // back until the listener, which keeps this connection meanwhile, closes it.
 class AcceptedConnection final : public tensorpipe::transport::Connection,
+                                 public HasPeerProcess,
                                  public std::enable_shared_from_this<AcceptedConnection> {
  public:
   explicit AcceptedConnection(std::shared_ptr<tensorpipe::transport::Connection> connection)
@@ -41,6 +43,10 @@ class AcceptedConnection final : public tensorpipe::transport::Connection,
     connection_->write(object, std::move(fn));
   }
   void setId(std::string id) override { connection_->setId(std::move(id)); }
+  pid_t PeerProcess() const override {
+    const auto* knows = dynamic_cast<const HasPeerProcess*>(connection_.get());
+    return knows == nullptr ? 0 : knows->PeerProcess();
+  }
   void close() override {
     connection_->close();
     read_nop_callback_fn kept;

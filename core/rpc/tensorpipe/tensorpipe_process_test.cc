@@ -107,7 +107,7 @@ class TwoProcessesTest : public testing::TestWithParam<std::string> {
 };
 
 INSTANTIATE_TEST_SUITE_P(TensorPipe, TwoProcessesTest,
-                         testing::Values("socket_basic", "socket_cma", "tcp_cma", "shm_cma"),
+                         testing::Values("socket_basic", "socket_cma", "tcp_basic", "shm_basic"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(TwoProcessesTest, EchoesOfAllSizes) {

@@ -564,9 +564,10 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
   // process.
   context->registerChannel(1, "basic", tensorpipe::channel::basic::create());
   std::string channel_name = "basic";
-  if (options.channel == TensorPipeOptions::Channel::kCma) {
+  if (options.channel == TensorPipeOptions::Channel::kCma && options.kind == Kind::kSocket) {
     if (auto cma = NewCmaChannel()) {
-      context->registerChannel(2, "distgrad cma", std::move(cma));
+      // With the number of what its two ends say to each other.
+      context->registerChannel(2, "distgrad cma 2", std::move(cma));
       channel_name = "cma";
     } else {
       DG_LOG(INFO) << "no process may read another's memory on this machine; using basic";

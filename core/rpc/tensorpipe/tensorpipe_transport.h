@@ -31,7 +31,8 @@ struct TensorPipeOptions {
     kShm,     // within this machine; a thread of it spins while the transport exists
   };
   enum class Channel {
-    kCma,    // cma_channel.h between processes that may read each other, kBasic for the others
+    kCma,    // cma_channel.h between processes on a Unix-domain socket that may read each other's
+             // memory, kBasic for the others; only kSocket can
     kBasic,  // over the transport itself
   };
 

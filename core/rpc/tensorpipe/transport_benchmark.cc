@@ -1,7 +1,7 @@
 // Round trips between two processes (for "inproc" two transports of one): the time from Send
 // to the echo's arrival.
 //
-//   transport_benchmark [socket_basic socket_cma tcp_basic tcp_cma shm_basic shm_cma inproc]
+//   transport_benchmark [socket_basic socket_cma tcp_basic shm_basic inproc]
 //
 // Where a packet's bytes go from the header to a payload, and a segment from a payload to the
 // channel (kMetadataBytes, kChannelBytes), was chosen with it.
@@ -164,8 +164,7 @@ int RunTensorPipe(const std::string& combination) {
 
 int Main(std::vector<std::string> names) {
   if (names.empty()) {
-    names = {"inproc",  "socket_basic", "socket_cma", "tcp_basic",
-             "tcp_cma", "shm_basic",    "shm_cma"};
+    names = {"inproc", "socket_basic", "socket_cma", "tcp_basic", "shm_basic"};
   }
   for (const std::string& name : names) {
     if (name == "inproc") {

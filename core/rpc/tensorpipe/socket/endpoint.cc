@@ -188,6 +188,18 @@ void SetNoDelay(const Fd& fd) {
   setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
+pid_t PeerProcessOf(const Fd& fd) {
+  int domain = 0;
+  socklen_t size = sizeof(domain);
+  if (getsockopt(fd.get(), SOL_SOCKET, SO_DOMAIN, &domain, &size) != 0 || domain != AF_UNIX) {
+    return 0;
+  }
+  ucred peer = {};
+  size = sizeof(peer);
+  if (getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return 0;
+  return peer.pid;
+}
+
 absl::Status CheckPeerUser(const Fd& fd) {
   ucred peer = {};
   socklen_t size = sizeof(peer);

@@ -2,6 +2,8 @@
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_ENDPOINT_H_
 #define DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_ENDPOINT_H_
 
+#include <sys/types.h>
+
 #include <string>
 
 #include "absl/status/status.h"
@@ -60,6 +62,9 @@ int StartConnecting(const Fd& fd, const Endpoint& endpoint, bool is_unix);
 
 // Small messages leave at once.
 void SetNoDelay(const Fd& fd);
+// The process at the other end of a Unix-domain socket, by its number here; 0 for any other socket,
+// or where there is no such number.
+pid_t PeerProcessOf(const Fd& fd);
 // kPermissionDenied unless the other end of a Unix-domain socket is a process of our own user.
 absl::Status CheckPeerUser(const Fd& fd);
 

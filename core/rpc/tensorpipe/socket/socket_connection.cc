@@ -229,6 +229,7 @@ void SocketConnection::ShakeHands() {
 
 void SocketConnection::Open() {
   state_ = State::kOpen;
+  peer_process_ = PeerProcessOf(fd_);
   if (deadline_ != 0) loop_->Cancel(deadline_);
   handshake_.reset();
   buffer_ = std::unique_ptr<uint8_t[]>(new uint8_t[kBufferBytes]);  // not cleared

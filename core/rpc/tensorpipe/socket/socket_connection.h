@@ -11,6 +11,9 @@
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_SOCKET_CONNECTION_H_
 #define DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_SOCKET_CONNECTION_H_
 
+#include <sys/types.h>
+
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -65,6 +68,9 @@ class SocketConnection final : public Loop::Handler,
   // Fails all that is under way.
   void Close();
 
+  // See HasPeerProcess.
+  pid_t PeerProcess() const { return peer_process_; }
+
   void OnEvents(uint32_t events) override;
   void OnLoopClosed() override;
 
@@ -110,6 +116,7 @@ class SocketConnection final : public Loop::Handler,
   // Constant after construction; synchronizes itself.
   const std::shared_ptr<Loop> loop_;
   Strand strand_;
+  std::atomic<pid_t> peer_process_{0};  // once it is open
 
   // On strand_ only.
   State state_ = State::kConnecting;

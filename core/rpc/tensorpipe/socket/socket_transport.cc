@@ -8,6 +8,7 @@
 #include "core/rpc/tensorpipe/socket/cluster_key.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
 #include "core/rpc/tensorpipe/socket/loop.h"
+#include "core/rpc/tensorpipe/socket/peer_process.h"
 #include "core/rpc/tensorpipe/socket/socket_connection.h"
 #include "core/rpc/tensorpipe/socket/socket_listener.h"
 #include "tensorpipe/transport/connection.h"
@@ -19,7 +20,7 @@ namespace {
 using tensorpipe::AbstractNopHolder;
 
 // What TensorPipe holds: it may let go without closing.
-class ConnectionHandle final : public tensorpipe::transport::Connection {
+class ConnectionHandle final : public tensorpipe::transport::Connection, public HasPeerProcess {
  public:
   explicit ConnectionHandle(std::shared_ptr<SocketConnection> connection)
       : connection_(std::move(connection)) {}
@@ -40,6 +41,7 @@ class ConnectionHandle final : public tensorpipe::transport::Connection {
   }
   void setId(std::string) override {}
   void close() override { connection_->Close(); }
+  pid_t PeerProcess() const override { return connection_->PeerProcess(); }
 
  private:
   const std::shared_ptr<SocketConnection> connection_;
