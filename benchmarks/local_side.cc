@@ -45,7 +45,7 @@ absl::StatusOr<at::Tensor> RunExecutor(const at::Tensor& root) {
       std::make_shared<const Graph>(absl::MakeSpan(&source, 1), [](Graph::Node&) { return false; });
   KeepingSink sink;
   Execution execution(graph, ExecutionOptions(), &sink);
-  execution.Feed(0, {at::ones_like(root)}, /*reached=*/true);
+  execution.Feed(0, {at::ones_like(root)}, {true});
   DG_RETURN_IF_ERROR(execution.status());
   return sink.gradient();
 }

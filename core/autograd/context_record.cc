@@ -43,10 +43,10 @@ void ContextRecord::RemoveSend(EdgeId edge) {
 }
 
 absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> ContextRecord::AddRecv(
-    std::shared_ptr<RecvNode> recv) {
+    RecvEnd recv) {
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(CheckAlive());
-  DG_RETURN_IF_ERROR(CheckReachable(recv->end().peer));
+  DG_RETURN_IF_ERROR(CheckReachable(recv.end.peer));
   edges_.recvs.push_back(std::move(recv));
   std::vector<std::shared_ptr<PassRun>> passes;
   for (const auto& [pass, run] : passes_) passes.push_back(run);
@@ -96,7 +96,7 @@ absl::StatusOr<ContextRecord::Edges> ContextRecord::Claim(PassId pass, bool reta
   DG_RETURN_IF_ERROR(CheckAlive());
   // The message that was to make the other end of an edge may be lost, and nothing would come.
   for (const SendEnd& send : edges_.sends) DG_RETURN_IF_ERROR(CheckReachable(send.end.peer));
-  for (const auto& recv : edges_.recvs) DG_RETURN_IF_ERROR(CheckReachable(recv->end().peer));
+  for (const RecvEnd& recv : edges_.recvs) DG_RETURN_IF_ERROR(CheckReachable(recv.end.peer));
   if (last_pass_ != 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("a backward of context ", id_,

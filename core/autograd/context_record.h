@@ -43,10 +43,14 @@ class ContextRecord {
     EdgeEnd end;
     std::shared_ptr<SourceNode> node;
   };
+  struct RecvEnd {
+    EdgeEnd end;
+    RecvNodes nodes;  // none of a message that could not be taken
+  };
   // The edges there were at one moment. Both lists only ever grow.
   struct Edges {
     std::vector<SendEnd> sends;
-    std::vector<std::shared_ptr<RecvNode>> recvs;
+    std::vector<RecvEnd> recvs;
   };
 
   explicit ContextRecord(ContextId id) : id_(id) {}
@@ -58,10 +62,9 @@ class ContextRecord {
   absl::Status AddSend(SendEnd send);
   // The message that was to carry it never left this worker.
   void RemoveSend(EdgeId edge);
-  // Returns its place among the recv nodes, and the passes that know only of those before it, also
+  // Returns its place among the recv ends, and the passes that know only of those before it, also
   // those that are over on this worker.
-  absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> AddRecv(
-      std::shared_ptr<RecvNode> recv);
+  absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> AddRecv(RecvEnd recv);
   // Everyone to whom, or from whom, a message of this context went. Not this worker.
   absl::Status AddPeer(WorkerId peer);
   std::vector<WorkerId> Peers() const;

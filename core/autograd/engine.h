@@ -78,8 +78,8 @@ class Engine {
   // The message with that edge never left this worker: no gradient will come.
   void DropSend(ContextRecord& context, EdgeId edge);
 
-  // Makes a recv node and sets it as the history of `tensors`, which are those that required
-  // grad on the sender, in their order.
+  // Makes the recv nodes of an edge and sets them as the histories of `tensors`, which are those
+  // that required grad on the sender, in their order.
   absl::Status RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,
                           absl::Span<at::Tensor> tensors);
 

@@ -1,5 +1,6 @@
 #include "core/autograd/notice.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -15,6 +16,24 @@ namespace {
 
 constexpr uint8_t kRetain = 1, kUncounted = 2, kReached = 4;
 
+// Eight to a byte, the first in its lowest bit.
+void AppendBits(absl::Span<const bool> bits, WireWriter& writer) {
+  for (size_t i = 0; i < bits.size(); i += 8) {
+    uint8_t byte = 0;
+    for (size_t j = i; j < std::min(i + 8, bits.size()); ++j) byte |= bits[j] << (j - i);
+    writer.U8(byte);
+  }
+}
+
+absl::InlinedVector<bool, 8> ReadBits(WireReader& reader, size_t count) {
+  absl::InlinedVector<bool, 8> bits(count);
+  for (size_t i = 0; i < count; i += 8) {
+    const uint8_t byte = reader.U8();
+    for (size_t j = i; j < std::min(i + 8, count); ++j) bits[j] = (byte >> (j - i)) & 1;
+  }
+  return bits;
+}
+
 }  // namespace
 
 absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap& devices) {
@@ -26,11 +45,11 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap&
   writer.U64(notice.settled);
   writer.U8(static_cast<uint8_t>((notice.retain_graph ? kRetain : 0) |
                                  (notice.uncounted ? kUncounted : 0) |
-                                 (notice.reached ? kReached : 0)));
+                                 (notice.reached.empty() ? 0 : kReached)));
   switch (notice.kind) {
     case Notice::Kind::kEdge:
       writer.U64(notice.edge);
-      if (notice.reached) {
+      if (!notice.reached.empty()) {
         absl::Status status;
         try {
           status = AppendMessage(Message{"", notice.gradients}, packet, devices);
@@ -39,6 +58,7 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap&
         }
         // What else is in the packet must stay readable.
         if (!status.ok()) packet->bytes.resize(begin);
+        if (status.ok()) AppendBits(notice.reached, writer);
         return status;
       }
       break;
@@ -75,13 +95,23 @@ absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset,
     const uint8_t flags = reader.U8();
     notice.retain_graph = flags & kRetain;
     notice.uncounted = flags & kUncounted;
-    notice.reached = flags & kReached;
     switch (notice.kind) {
       case Notice::Kind::kEdge: {
         notice.edge = reader.U64();
-        if (!notice.reached) break;
+        if (!(flags & kReached)) break;
         DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments, limits));
         notice.gradients = std::move(message.tensors);
+        if (notice.gradients.empty()) {
+          return absl::InvalidArgumentError(
+              absl::StrCat("edge ", notice.edge, " is reached, and has no tensors"));
+        }
+        notice.reached = ReadBits(reader, notice.gradients.size());
+        for (size_t i = 0; i < notice.gradients.size(); ++i) {
+          if (notice.gradients[i].defined() && !notice.reached[i]) {
+            return absl::InvalidArgumentError(absl::StrCat(
+                "gradient ", i, " of edge ", notice.edge, " is there, but said not to be reached"));
+          }
+        }
         break;
       }
       case Notice::Kind::kAck:

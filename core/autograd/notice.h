@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/base/ids.h"
@@ -38,8 +39,10 @@ struct Notice {
   bool retain_graph = false;               // of the pass
   EdgeId edge = 0;                         // kEdge
   bool uncounted = false;                  // kEdge: see Pass::OnLateRecv
-  bool reached = false;                    // kEdge: false for "no gradient"
-  std::vector<at::Tensor> gradients = {};  // kEdge, if reached; undefined ones keep their place
+  // kEdge. One for each tensor of the edge, or none at all: no gradient will come for any. A tensor
+  // that is not reached has no gradient, and nor may one that is.
+  std::vector<at::Tensor> gradients = {};
+  absl::InlinedVector<bool, 8> reached = {};
   uint32_t count = 0;                      // kAck
   absl::Status status = {};                // kAbort
   std::string awaited = {};                // kReport; cut to kMaxReport bytes

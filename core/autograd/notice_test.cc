@@ -19,9 +19,16 @@ TEST(NoticeTest, EveryKindArrivesAsItWasSent) {
        .settled = 1,
        .retain_graph = true,
        .edge = 3,
-       .reached = true,
-       .gradients = {at::ones({2, 3}), at::Tensor(), at::ones({100, 100})}},
+       .gradients = {at::ones({2, 3}), at::Tensor(), at::ones({100, 100}), at::Tensor()},
+       .reached = {true, true, true, false}},
       {.kind = Notice::Kind::kEdge, .context = 1, .pass = 2, .edge = 4, .uncounted = true},
+      {.kind = Notice::Kind::kEdge,
+       .context = 1,
+       .pass = 2,
+       .edge = 5,
+       .gradients = std::vector<at::Tensor>(19),
+       .reached = {false, true, true, false, false, false, true, false, true, true,
+                   false, false, false, false, false, false, false, true, true}},
       {.kind = Notice::Kind::kStart, .context = 1, .pass = 2},
       {.kind = Notice::Kind::kAck, .context = 1, .pass = 2, .count = 7},
       {.kind = Notice::Kind::kAbort,
@@ -76,8 +83,8 @@ TEST(NoticeTest, OneThatCannotBeSentLeavesThePacketAsItWas) {
        .context = 1,
        .pass = 2,
        .edge = 3,
-       .reached = true,
-       .gradients = {at::ones({4}), at::quantize_per_tensor(at::ones({4}), 0.5, 0, at::kQInt8)}},
+       .gradients = {at::ones({4}), at::quantize_per_tensor(at::ones({4}), 0.5, 0, at::kQInt8)},
+       .reached = {true, true}},
       &packet);
   EXPECT_FALSE(status.ok());
   EXPECT_EQ(packet.bytes, before);
@@ -100,8 +107,8 @@ TEST(NoticeTest, TheReadersLimitsAreKept) {
                             .context = 1,
                             .pass = 2,
                             .edge = 3,
-                            .reached = true,
-                            .gradients = {at::ones({1}), at::ones({1})}},
+                            .gradients = {at::ones({1}), at::ones({1})},
+                            .reached = {true, true}},
                            &packet)
                   .ok());
   EXPECT_TRUE(ReadNotices(packet, 0, {.max_tensors = 2}).ok());
@@ -109,8 +116,32 @@ TEST(NoticeTest, TheReadersLimitsAreKept) {
             absl::StatusCode::kResourceExhausted);
 }
 
+TEST(NoticeTest, AGradientThatIsThereIsReached) {
+  Packet packet;
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kEdge,
+                            .context = 1,
+                            .pass = 2,
+                            .edge = 3,
+                            .gradients = {at::ones({1}), at::Tensor()},
+                            .reached = {true, true}},
+                           &packet)
+                  .ok());
+  EXPECT_TRUE(ReadNotices(packet, 0, {}).ok());
+  packet.bytes.back() = 2;  // the first is not
+  EXPECT_EQ(ReadNotices(packet, 0, {}).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
 TEST(NoticeTest, CutShortItIsAnError) {
   Packet packet;
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kEdge,
+                            .context = 1,
+                            .pass = 2,
+                            .edge = 3,
+                            .gradients = {at::ones({1}), at::Tensor()},
+                            .reached = {true, false}},
+                           &packet)
+                  .ok());
+  const size_t edge = packet.bytes.size();
   ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kAbort,
                             .context = 1,
                             .pass = 2,
@@ -122,7 +153,7 @@ TEST(NoticeTest, CutShortItIsAnError) {
       AppendNotice({.kind = Notice::Kind::kReport, .awaited = "two", .peers = {1, 2}}, &packet)
           .ok());
   for (size_t size = 1; size < packet.bytes.size(); ++size) {
-    if (size == whole) continue;
+    if (size == edge || size == whole) continue;
     Packet cut;
     cut.bytes = packet.bytes.substr(0, size);
     EXPECT_FALSE(ReadNotices(cut, 0, {}).ok()) << size << " bytes";

@@ -26,10 +26,11 @@ struct EdgeEnd {
 struct PassPlan {
   // Every send node of the context: each gets exactly one message in this pass.
   std::vector<EdgeEnd> sends;
-  // The recv nodes that no send node and no root leads to: no gradient will reach them.
+  // The edges to whose recv nodes no send node and no root leads: no gradient will reach them.
   std::vector<EdgeEnd> dead;
-  // The workers of recv nodes that will run without waiting for any other worker: reached from
-  // the roots or from the edge that engaged this worker, and from no other send node.
+  // The workers of edges whose message will go without waiting for any other worker: their recv
+  // nodes are reached from the roots or from the edge that engaged this worker, and from no other
+  // send node.
   std::vector<WorkerId> certain;
   // The workers at the other ends of all send and recv nodes.
   std::vector<WorkerId> peers;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "core/autograd/engine.h"
@@ -214,16 +215,26 @@ void PassRun::OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient)
 
 void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradients, bool reached) {
   const auto& recv = static_cast<const RecvNode&>(stop);
-  size_t bytes = 0;
-  for (const at::Tensor& gradient : gradients) {
-    // A sparse one has no storage, and no size to ask for.
-    if (gradient.defined()) bytes += gradient.has_storage() ? gradient.nbytes() : kFlushBytes;
-  }
   ReadyMark ready(gradients);
+  Captured::Part part{std::move(gradients[0]), std::move(ready), reached};
   {
     absl::MutexLock lock(&mu_);
-    captured_.push_back({recv.end(), std::move(gradients), std::move(ready), reached});
-    captured_bytes_ += bytes;
+    if (recv.edge_size() == 1) {
+      captured_.push_back({recv.end(), {}});
+      captured_.back().parts.push_back(std::move(part));
+    } else {
+      const auto it = gathering_.find(recv.end().edge);
+      if (it == gathering_.end()) return;  // the pass is over
+      it->second.captured.parts[recv.place()] = std::move(part);
+      if (--it->second.missing > 0) return;
+      captured_.push_back(std::move(it->second.captured));
+      gathering_.erase(it);
+    }
+    for (const Captured::Part& p : captured_.back().parts) {
+      if (!p.gradient.defined()) continue;
+      // A sparse one has no storage, and no size to ask for.
+      captured_bytes_ += p.gradient.has_storage() ? p.gradient.nbytes() : kFlushBytes;
+    }
     if (captured_bytes_ < kFlushBytes) return;
     captured_bytes_ = 0;
   }
@@ -274,21 +285,23 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
 
   PassPlan plan;
   std::vector<std::shared_ptr<torch::autograd::Node>> sources;
-  std::vector<Graph::Index> free, waiting;
+  std::vector<Graph::Index> waiting;  // for other workers than the one that engaged us
   std::optional<WorkerId> by_peer;  // who engaged us
   for (const ContextRecord::SendEnd& send : edges->sends) {
     const auto index = static_cast<Graph::Index>(sources.size());
     send_roots_.emplace(send.end.edge, index);
     sources.push_back(send.node);
-    (by == send.end.edge ? free : waiting).push_back(index);
-    if (by == send.end.edge) by_peer = send.end.peer;
+    if (by == send.end.edge) {
+      by_peer = send.end.peer;
+    } else {
+      waiting.push_back(index);
+    }
     plan.sends.push_back(send.end);
     plan.peers.push_back(send.end.peer);
   }
   if (roots_.has_value()) {
     root_ = static_cast<Graph::Index>(sources.size());
     sources.push_back(MakeSourceNode(roots_->tensors));
-    free.push_back(root_);
   }
   const RecvNode* foreign = nullptr;
   auto graph = std::make_shared<const Graph>(sources, [&](torch::autograd::Node& node) {
@@ -307,22 +320,35 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   // What can be reached decides only whether a peer is told of the pass that nothing else tells.
   absl::flat_hash_set<WorkerId> told = {engine_->self()};
   if (by_peer.has_value()) told.insert(*by_peer);
-  for (const auto& recv : edges->recvs) {
-    plan.peers.push_back(recv->end().peer);
-    if (graph->Find(recv.get()) != Graph::kNone) continue;
-    plan.dead.push_back(recv->end());
-    told.insert(recv->end().peer);
+  absl::flat_hash_map<EdgeId, Gathering> gathering;
+  const auto in_graph = [&](const std::shared_ptr<RecvNode>& node) {
+    return graph->Find(node.get()) != Graph::kNone;
+  };
+  for (const ContextRecord::RecvEnd& recv : edges->recvs) {
+    plan.peers.push_back(recv.end.peer);
+    const size_t found = absl::c_count_if(recv.nodes, in_graph);
+    if (found == 0) {
+      plan.dead.push_back(recv.end);
+      told.insert(recv.end.peer);
+    } else if (recv.nodes.size() > 1) {
+      Gathering& edge = gathering[recv.end.edge];
+      edge.missing = found;
+      edge.captured.end = recv.end;
+      edge.captured.parts.resize(recv.nodes.size());
+    }
   }
-  const bool all_told =
-      std::all_of(edges->recvs.begin(), edges->recvs.end(),
-                  [&](const auto& recv) { return told.contains(recv->end().peer); });
+  const bool all_told = absl::c_all_of(edges->recvs, [&](const ContextRecord::RecvEnd& recv) {
+    return told.contains(recv.end.peer);
+  });
   if (!all_told) {
-    const std::vector<bool> reach_free = graph->ReachableFrom(free);
     const std::vector<bool> reach_waiting = graph->ReachableFrom(waiting);
-    for (const auto& recv : edges->recvs) {
-      const Graph::Index i = graph->Find(recv.get());
-      if (i != Graph::kNone && reach_free[i] && !reach_waiting[i])
-        plan.certain.push_back(recv->end().peer);
+    for (const ContextRecord::RecvEnd& recv : edges->recvs) {
+      if (told.contains(recv.end.peer)) continue;
+      if (absl::c_none_of(recv.nodes, [&](const std::shared_ptr<RecvNode>& node) {
+            return in_graph(node) && reach_waiting[graph->Find(node.get())];
+          })) {
+        plan.certain.push_back(recv.end.peer);
+      }
     }
   }
   graph_ = std::move(graph);
@@ -333,33 +359,35 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
                                                    .keep_alive = shared_from_this()},
                                   this);
   absl::MutexLock lock(&mu_);
+  gathering_ = std::move(gathering);
   execution_ = std::move(execution);
   return plan;
 }
 
 void PassRun::FeedRoots() {
-  Queue({root_, std::move(roots_->gradients), std::move(roots_->ready), /*reached=*/true,
-         /*brief=*/false});
+  const absl::InlinedVector<bool, 8> reached(roots_->gradients.size(), true);
+  Queue({root_, std::move(roots_->gradients), std::move(roots_->ready), reached, /*brief=*/false});
   roots_.reset();
 }
 
 void PassRun::FeedSend(EdgeId edge) {
   const Graph::Index root = send_roots_.at(edge);
-  const bool reached = arriving_ != nullptr && arriving_->edge == edge && arriving_->reached;
   const size_t inputs = graph_->entry(root).node->next_edges().size();
   std::vector<at::Tensor> gradients(inputs);
-  if (reached) {
+  absl::InlinedVector<bool, 8> reached(inputs, false);
+  if (arriving_ != nullptr && arriving_->edge == edge && !arriving_->reached.empty()) {
     if (arriving_->gradients.size() != inputs) {
       return pass_.Fail(LocalError(absl::InvalidArgumentError(
           absl::StrCat(arriving_->gradients.size(), " gradients came for edge ", edge,
                        ", which has ", inputs))));
     }
     gradients = std::move(arriving_->gradients);
+    reached = std::move(arriving_->reached);
   }
   ReadyMark ready(gradients);
   const bool brief = AreBrief(gradients) && !context_->has_leaf_observer() &&
                      IsBrief({graph_->entry(root).node}, RecvNode::Is);
-  Queue({root, std::move(gradients), std::move(ready), reached, brief});
+  Queue({root, std::move(gradients), std::move(ready), std::move(reached), brief});
 }
 
 void PassRun::Queue(Feed feed) {
@@ -394,13 +422,17 @@ void PassRun::FlushCapturedOnStrand() {
   }
   for (Captured& c : captured) {
     if (!pass_.running()) return;
-    for (const at::Tensor& gradient : c.gradients) c.ready.Await(gradient);
     const bool counted = pass_.CountGradient(c.end.peer);
-    Deliver(c.end.peer, {.kind = Notice::Kind::kEdge,
-                         .edge = c.end.edge,
-                         .uncounted = !counted,
-                         .reached = c.reached,
-                         .gradients = std::move(c.gradients)});
+    Notice notice{.kind = Notice::Kind::kEdge, .edge = c.end.edge, .uncounted = !counted};
+    if (absl::c_any_of(c.parts, [](const Captured::Part& part) { return part.reached; })) {
+      notice.gradients.reserve(c.parts.size());
+      for (Captured::Part& part : c.parts) {
+        part.ready.Await(part.gradient);
+        notice.gradients.push_back(std::move(part.gradient));
+        notice.reached.push_back(part.reached);
+      }
+    }
+    Deliver(c.end.peer, std::move(notice));
   }
 }
 
@@ -492,10 +524,12 @@ void PassRun::EndOnStrand() {
   send_roots_.clear();
   std::shared_ptr<Execution> execution;  // a feed may still be using it
   std::vector<Captured> captured;
+  absl::flat_hash_map<EdgeId, Gathering> gathering;
   {
     absl::MutexLock lock(&mu_);
     execution.swap(execution_);
     captured.swap(captured_);
+    gathering.swap(gathering_);
   }
   engine_->trace().End(std::move(span_), engine_->clock().Now(), *over_);
   context_->EndPass(id_, *over_);

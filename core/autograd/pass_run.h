@@ -80,14 +80,23 @@ class PassRun : public PassHost,
     Graph::Index root;
     std::vector<at::Tensor> gradients;
     ReadyMark ready;  // of the gradients
-    bool reached;
+    absl::InlinedVector<bool, 8> reached;
     bool brief;  // what it can make run
   };
+  // What came to the recv nodes of an edge.
   struct Captured {
+    struct Part {
+      at::Tensor gradient;
+      ReadyMark ready;
+      bool reached = false;
+    };
     EdgeEnd end;
-    std::vector<at::Tensor> gradients;
-    ReadyMark ready;
-    bool reached;
+    absl::InlinedVector<Part, 1> parts;  // by tensor
+  };
+  // One of several recv nodes, of which some have had theirs.
+  struct Gathering {
+    size_t missing = 0;
+    Captured captured;
   };
 
   // What the workers who take part were waiting for when the initiator's deadline passed.
@@ -179,6 +188,7 @@ class PassRun : public PassHost,
   // Threads on their way to take a feed. After each task on the strand at least one for each feed
   // that is queued, up to kMaxHelpers: nothing fed is left lying.
   size_t coming_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::flat_hash_map<EdgeId, Gathering> gathering_ ABSL_GUARDED_BY(mu_);
   std::vector<Captured> captured_ ABSL_GUARDED_BY(mu_);
   size_t captured_bytes_ ABSL_GUARDED_BY(mu_) = 0;
 };

@@ -6,15 +6,18 @@
 
 namespace distgrad {
 
-std::shared_ptr<RecvNode> RecvNode::Attach(ContextId context, EdgeEnd end,
-                                           absl::Span<at::Tensor> tensors) {
-  // deleteNode frees a long chain of nodes without recursion.
-  std::shared_ptr<RecvNode> node(new RecvNode(context, end), torch::autograd::deleteNode);
+RecvNodes RecvNode::Attach(ContextId context, EdgeEnd end, absl::Span<at::Tensor> tensors) {
+  RecvNodes nodes;
+  nodes.reserve(tensors.size());
   for (at::Tensor& tensor : tensors) {
+    // deleteNode frees a long chain of nodes without recursion.
+    const std::shared_ptr<RecvNode>& node =
+        nodes.emplace_back(new RecvNode(context, end, nodes.size(), tensors.size()),
+                           torch::autograd::deleteNode);
     const uint32_t input = node->add_input_metadata(tensor);
     torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge(node, input));
   }
-  return node;
+  return nodes;
 }
 
 torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&& gradients) {

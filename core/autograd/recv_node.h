@@ -1,4 +1,4 @@
-// Where tensors that came from another worker enter the local graph. In backward a gradient that
+// Where a tensor that came from another worker enters the local graph. In backward a gradient that
 // reaches this node is sent to the send node at the other end of its edge.
 #ifndef DISTGRAD_CORE_AUTOGRAD_RECV_NODE_H_
 #define DISTGRAD_CORE_AUTOGRAD_RECV_NODE_H_
@@ -9,34 +9,46 @@
 #include <string>
 #include <typeinfo>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/types/span.h"
 #include "core/autograd/pass.h"
 #include "core/base/ids.h"
 
 namespace distgrad {
 
+class RecvNode;
+
+// The recv nodes of one edge, one for each tensor: a hook on the node of one tensor has nothing to
+// do with the others of its message, as in one process, where each has a node of its own.
+using RecvNodes = absl::InlinedVector<std::shared_ptr<RecvNode>, 1>;
+
 // Immutable after construction.
 class RecvNode final : public torch::autograd::Node {
  public:
-  // Makes the node and sets it as the history of `tensors` (each defined, floating or complex,
-  // without history), whose gradients it will take in their order.
-  static std::shared_ptr<RecvNode> Attach(ContextId context, EdgeEnd end,
-                                          absl::Span<at::Tensor> tensors);
+  // Makes a node for each of `tensors` (defined, floating or complex, without history), and sets it
+  // as the tensor's history.
+  static RecvNodes Attach(ContextId context, EdgeEnd end, absl::Span<at::Tensor> tensors);
 
   static bool Is(const torch::autograd::Node& node) { return typeid(node) == typeid(RecvNode); }
 
   ContextId context() const { return context_; }
   EdgeEnd end() const { return end_; }
+  // Which of the edge's tensors it is of, and how many those are.
+  size_t place() const { return place_; }
+  size_t edge_size() const { return edge_size_; }
 
   // Throws: only our own engine can follow the edge to the other worker.
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override;
 
  private:
-  RecvNode(ContextId context, EdgeEnd end) : context_(context), end_(end) {}
+  RecvNode(ContextId context, EdgeEnd end, size_t place, size_t edge_size)
+      : context_(context), end_(end), place_(place), edge_size_(edge_size) {}
 
   const ContextId context_;
   const EdgeEnd end_;
+  const size_t place_;
+  const size_t edge_size_;
 };
 
 }  // namespace distgrad

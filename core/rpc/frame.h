@@ -26,7 +26,7 @@ enum class FrameKind : uint8_t {
   kBulk = 10,    // large packets want a connection of their own
 };
 
-inline constexpr uint32_t kWireMagic = 0x33474744;    // "DGG3"; changes with the wire format
+inline constexpr uint32_t kWireMagic = 0x34474744;    // "DGG4"; changes with the wire format
 inline constexpr size_t kMaxFunctionName = 1024;      // bytes
 inline constexpr size_t kMaxErrorMessage = 16 << 10;  // bytes; longer ones are cut
 

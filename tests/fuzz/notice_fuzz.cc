@@ -26,7 +26,7 @@ bool ReadHostile(absl::string_view bytes) {
     const Notice &a = (*same)[i], &b = (*notices)[i];
     DG_CHECK(a.kind == b.kind && a.context == b.context && a.pass == b.pass && a.edge == b.edge &&
              a.count == b.count && a.status == b.status &&
-             a.gradients.size() == b.gradients.size());
+             a.gradients.size() == b.gradients.size() && a.reached == b.reached);
   }
   return true;
 }
@@ -40,8 +40,8 @@ std::vector<std::string> GoodInputs() {
        .settled = 1,
        .retain_graph = true,
        .edge = 3,
-       .reached = true,
-       .gradients = {at::ones({2, 3}), at::Tensor(), at::ones({40, 40})}},
+       .gradients = {at::ones({2, 3}), at::Tensor(), at::ones({40, 40}), at::Tensor()},
+       .reached = {true, true, true, false}},
       {.kind = Kind::kEdge, .context = 1, .pass = 2, .edge = 4, .uncounted = true},
       {.kind = Kind::kStart, .context = 1, .pass = 2},
       {.kind = Kind::kAck, .context = 1, .pass = 2, .count = 7},

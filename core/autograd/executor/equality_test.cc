@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "core/autograd/executor/execution.h"
@@ -65,7 +66,8 @@ std::vector<std::string> RunExecutor(Program& program, int passes) {
     ExecutionOptions options;
     options.retain_graph = pass + 1 < passes;
     Execution execution(graph, options, &sink);
-    execution.Feed(graph->Find(source.get()), program.root_gradients, /*reached=*/true);
+    const absl::InlinedVector<bool, 8> reached(program.root_gradients.size(), true);
+    execution.Feed(graph->Find(source.get()), program.root_gradients, reached);
     EXPECT_TRUE(execution.status().ok()) << execution.status();
     EXPECT_EQ(sink.idle(), 1);
   }

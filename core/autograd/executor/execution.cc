@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -52,11 +53,12 @@ struct Execution::State : std::enable_shared_from_this<Execution::State> {
   void Fail(absl::Status why);
 
   // What a thread does for one Feed, or for one lane.
-  void RunRoot(Graph::Index root, variable_list gradients, bool reached);
+  void RunRoot(Graph::Index root, variable_list gradients, absl::Span<const bool> reached);
   void RunLane(uint8_t lane);
   void RunReady(Runner& runner);
 
   void RunNode(Graph::Index index, variable_list gradients, Runner& runner);
+  void FailAt(Node& node, std::exception_ptr exception);
   // One edge has been followed: adds `gradient`, and has the node run if it was the last.
   void Arrive(Graph::Successor at, at::Tensor gradient, bool reached, Runner& runner);
   void HandOver(uint8_t lane, ReadyNode node);
@@ -135,21 +137,36 @@ void Execution::State::Fail(absl::Status why) {
   stopped.store(true, std::memory_order_relaxed);
 }
 
-void Execution::State::RunRoot(Graph::Index root, variable_list gradients, bool reached) {
+void Execution::State::RunRoot(Graph::Index root, variable_list gradients,
+                               absl::Span<const bool> reached) {
   const at::ThreadLocalStateGuard guard(thread_state);
   const Graph::Entry& entry = graph->entry(root);
-  if (gradients.size() != entry.input_count) {
-    Fail(absl::InvalidArgumentError(absl::StrCat(
-        "a root with ", entry.input_count, " inputs was fed ", gradients.size(), " gradients")));
+  if (gradients.size() != entry.input_count || reached.size() != entry.input_count) {
+    Fail(absl::InvalidArgumentError(absl::StrCat("a root with ", entry.input_count,
+                                                 " inputs was fed ", gradients.size(),
+                                                 " gradients, and told of ", reached.size())));
     return;
   }
   if (progress[root].missing.exchange(0, std::memory_order_relaxed) != 1) {
     Fail(absl::InternalError("a root was fed twice"));
     return;
   }
-  progress[root].reached.store(reached, std::memory_order_relaxed);
   Runner runner;
-  RunNode(root, std::move(gradients), runner);
+  try {
+    // A source node: what it does is to have its gradients checked.
+    const bool any_reached = absl::c_linear_search(reached, true);
+    variable_list outputs =
+        any_reached ? CallOperator(*entry.node, std::move(gradients), options.retain_graph)
+                    : variable_list(reached.size());
+    const absl::Span<const Graph::Successor> successors = graph->successors(root);
+    for (size_t i = 0; i < successors.size(); ++i) {
+      if (successors[i].node == Graph::kNone) continue;
+      if (!reached[i]) outputs[i].reset();
+      Arrive(successors[i], std::move(outputs[i]), reached[i], runner);
+    }
+  } catch (...) {
+    FailAt(*entry.node, std::current_exception());
+  }
   RunReady(runner);
 }
 
@@ -192,7 +209,7 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runn
         return;
       }
       case Graph::Kind::kStop:
-        if (reached) gradients = CallTensorHooks(node, std::move(gradients));
+        if (reached) gradients = CallStop(node, std::move(gradients));
         sink->OnStop(node, std::move(gradients), reached);
         return;
       case Graph::Kind::kOperator:
@@ -206,10 +223,14 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runn
       Arrive(successors[i], std::move(outputs[i]), reached, runner);
     }
   } catch (...) {
-    const absl::Status error = StatusFromException(std::current_exception());
-    if (torch::autograd::AnomalyMode::is_enabled()) node.metadata()->print_stack(node.name());
-    Fail(absl::Status(error.code(), absl::StrCat(node.name(), ": ", error.message())));
+    FailAt(node, std::current_exception());
   }
+}
+
+void Execution::State::FailAt(Node& node, std::exception_ptr exception) {
+  const absl::Status error = StatusFromException(std::move(exception));
+  if (torch::autograd::AnomalyMode::is_enabled()) node.metadata()->print_stack(node.name());
+  Fail(absl::Status(error.code(), absl::StrCat(node.name(), ": ", error.message())));
 }
 
 void Execution::State::Arrive(Graph::Successor at, at::Tensor gradient, bool reached,
@@ -255,7 +276,7 @@ Execution::Execution(std::shared_ptr<const Graph> graph, ExecutionOptions option
 
 Execution::~Execution() = default;
 
-void Execution::Feed(Graph::Index root, variable_list gradients, bool reached) {
+void Execution::Feed(Graph::Index root, variable_list gradients, absl::Span<const bool> reached) {
   const std::shared_ptr<State> state = state_;
   state->Begin();
   if (!state->stopped.load(std::memory_order_relaxed)) {

@@ -2,9 +2,10 @@
 // the same time, each node runs when all that it depends on has run, and what arrives at leaves
 // and stop nodes goes to a sink. Knows nothing of workers.
 //
-// A node is *reached* if a root was fed a gradient and a path of nodes that ran leads from
-// there. A node that is not reached does not run; it only passes that on, so that the leaves
-// behind an unused result get nothing at all, as in local autograd.
+// An input of a root is *reached* or not, as whoever feeds the root says; and a node is if a path of
+// nodes leads to it from a reached input. A node that is not reached does not run; it only passes
+// that on, so that the leaves behind an unused result get nothing at all, as in local autograd,
+// where nothing leads from the loss to them.
 //
 // Does what torch::autograd::backward does, in the same order, so that gradients are equal to
 // the last bit when roots are fed from one thread: all kinds of hooks, checks of what a node
@@ -31,6 +32,7 @@
 #include <memory>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "core/autograd/executor/device_threads.h"
 #include "core/autograd/executor/graph.h"
 
@@ -54,8 +56,8 @@ class GradientSink {
   virtual void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) = 0;
 
   // What arrived at a stop node, one tensor (or undefined) per input; `reached` false means
-  // that no gradient will come, and then all are undefined. The node's tensor hooks have run.
-  // May throw: that fails the execution.
+  // that no gradient will come, and then all are undefined. The node's hooks of all kinds have run,
+  // as if it were a function that hands on what it is given. May throw: that fails the execution.
   virtual void OnStop(torch::autograd::Node& stop, torch::autograd::variable_list gradients,
                       bool reached) = 0;
 
@@ -84,11 +86,12 @@ class Execution {
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
 
-  // Feeds a root: one gradient (or undefined) for each of its inputs, and whether it is reached
-  // at all. Runs on this thread all that this makes ready, but for what has a device thread;
-  // OnIdle says when that has ended too. Each root that the graph was built from must be fed
-  // exactly once. `root` is an index of the graph.
-  void Feed(Graph::Index root, torch::autograd::variable_list gradients, bool reached);
+  // Feeds a root: for each of its inputs one gradient (or undefined), and whether it is reached;
+  // what is not has no gradient. Runs on this thread all that this makes ready, but for what has a
+  // device thread; OnIdle says when that has ended too. Each root that the graph was built from must
+  // be fed exactly once. `root` is an index of the graph.
+  void Feed(Graph::Index root, torch::autograd::variable_list gradients,
+            absl::Span<const bool> reached);
 
   // Stops before the next node; what is fed later is dropped, but still ends in OnIdle. The
   // first status wins. Waits for nothing.

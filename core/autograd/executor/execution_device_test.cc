@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/synchronization/mutex.h"
@@ -93,7 +94,8 @@ class DeviceExecution : public testing::TestWithParam<bool> {
     const auto execution = Make(GraphOf({roots}));
     variable_list gradients;
     for (const Tensor& root : roots) gradients.push_back(Full(1, root.device()));
-    execution->Feed(0, std::move(gradients), true);
+    const absl::InlinedVector<bool, 8> reached(roots.size(), true);
+    execution->Feed(0, std::move(gradients), reached);
     idle_.WaitForNotification();
     EXPECT_TRUE(execution->idle());
     return execution->status();
@@ -172,8 +174,8 @@ TEST_P(DeviceExecution, StopNodesAndUnreachedBranches) {
   const auto execution =
       Make(GraphOf({{received * 2 + leaf.to(Device(0))}, {(unused * 2).to(kCpu)}}));
   // Fed while the first root is being run: one burst.
-  sink_.on_stop = [&] { execution->Feed(1, {Tensor()}, false); };
-  execution->Feed(0, {Full(1, Device(0))}, true);
+  sink_.on_stop = [&] { execution->Feed(1, {Tensor()}, {false}); };
+  execution->Feed(0, {Full(1, Device(0))}, {true});
   idle_.WaitForNotification();
   EXPECT_TRUE(execution->status().ok()) << execution->status();
   ASSERT_EQ(sink_.stops[stop.get()].size(), 1u);
@@ -199,7 +201,7 @@ TEST_P(DeviceExecution, CancelOnADevice) {
   };
   const Tensor root = Watch((Leaf(1) * 2).to(Device(0)), &cancel).to(kCpu);
   execution = Make(GraphOf({{root}}));
-  execution->Feed(0, {Full(1)}, true);
+  execution->Feed(0, {Full(1)}, {true});
   idle_.WaitForNotification();
   EXPECT_EQ(execution->status(), absl::DeadlineExceededError("late"));
   EXPECT_TRUE(sink_.leaves.empty());
@@ -306,7 +308,8 @@ class DevicePlacement : public testing::TestWithParam<bool> {
       feeders.emplace_back([&, source] {
         variable_list gradients;
         for (const Tensor& root : sources[source]) gradients.push_back(Full(1, root.device()));
-        execution.Feed(source, std::move(gradients), true);
+        const absl::InlinedVector<bool, 8> reached(gradients.size(), true);
+        execution.Feed(source, std::move(gradients), reached);
       });
     }
     for (std::thread& feeder : feeders) feeder.join();

@@ -40,7 +40,7 @@ struct WrongShape : torch::autograd::Function<WrongShape> {
 // Runs what leads from `root`, fed with ones, and which ends in one burst.
 absl::Status StatusOf(const Tensor& root, RecordingSink* sink) {
   Execution execution(GraphOf({{root}}), ExecutionOptions(), sink);
-  execution.Feed(0, {at::ones_like(root)}, true);
+  execution.Feed(0, {at::ones_like(root)}, {true});
   EXPECT_EQ(sink->idle, 1);
   EXPECT_TRUE(execution.idle());
   return execution.status();
@@ -125,7 +125,7 @@ TEST(ExecutionErrors, ChecksWhatANodeReturns) {
   EXPECT_TRUE(absl::StrContains(status.message(), "WrongShape")) << status;
   EXPECT_TRUE(absl::StrContains(status.message(), "returned an invalid gradient")) << status;
   Execution execution(GraphOf({{Leaf() * 2}}), ExecutionOptions(), &sink);
-  execution.Feed(0, {at::ones({3}, at::kDouble)}, true);
+  execution.Feed(0, {at::ones({3}, at::kDouble)}, {true});
   EXPECT_TRUE(absl::StrContains(execution.status().message(), "SourceNode")) << execution.status();
 }
 
@@ -147,8 +147,8 @@ TEST(ExecutionErrors, WhatIsFedAfterwardsIsDroppedButEndsInOnIdle) {
   RecordingSink sink;
   Execution execution(GraphOf({{Watch(Leaf(), &fail)}, {Watch(Leaf(), &never)}}),
                       ExecutionOptions(), &sink);
-  execution.Feed(0, {Full(1)}, true);
-  execution.Feed(1, {Full(1)}, true);
+  execution.Feed(0, {Full(1)}, {true});
+  execution.Feed(1, {Full(1)}, {true});
   execution.Cancel(absl::CancelledError("second"));
   EXPECT_TRUE(absl::StrContains(execution.status().message(), "first")) << execution.status();
   EXPECT_EQ(sink.idle, 2);
@@ -160,11 +160,11 @@ TEST(ExecutionErrors, FeedingWrongly) {
   ExecutionOptions retain;
   retain.retain_graph = true;
   Execution wrong_count(graph, retain, &sink);
-  wrong_count.Feed(0, {Full(1), Full(1)}, true);
+  wrong_count.Feed(0, {Full(1), Full(1)}, {true});
   EXPECT_EQ(wrong_count.status().code(), absl::StatusCode::kInvalidArgument);
   Execution twice(graph, retain, &sink);
-  twice.Feed(0, {Full(1)}, true);
-  twice.Feed(0, {Full(1)}, true);
+  twice.Feed(0, {Full(1)}, {true});
+  twice.Feed(0, {Full(1)}, {true});
   EXPECT_EQ(twice.status().code(), absl::StatusCode::kInternal);
 }
 

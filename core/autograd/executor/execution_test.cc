@@ -34,7 +34,7 @@ ExecutionOptions Retain() {
 // Runs what leads from `root`, fed with ones, and which ends in one burst.
 absl::Status StatusOf(const Tensor& root, RecordingSink* sink) {
   Execution execution(GraphOf({{root}}), ExecutionOptions(), sink);
-  execution.Feed(0, {at::ones_like(root)}, true);
+  execution.Feed(0, {at::ones_like(root)}, {true});
   EXPECT_EQ(sink->idle, 1);
   EXPECT_TRUE(execution.idle());
   return execution.status();
@@ -60,8 +60,8 @@ TEST(Execution, WhatIsNotReachedDoesNotRun) {
   unused.register_hook([&](Tensor) { ++hooked; });
   RecordingSink sink;
   Execution execution(GraphOf({{used * 2}, {through}}), ExecutionOptions(), &sink);
-  execution.Feed(1, {Tensor()}, false);
-  execution.Feed(0, {Full(1)}, true);
+  execution.Feed(1, {Tensor()}, {false});
+  execution.Feed(0, {Full(1)}, {true});
   EXPECT_TRUE(execution.status().ok()) << execution.status();
   EXPECT_EQ(ran, 0);
   EXPECT_EQ(hooked, 0);
@@ -77,11 +77,33 @@ TEST(Execution, ReachedWithUndefinedRunsAndMaterializesZeros) {
   const variable_list outputs = Spy::apply(leaf, &note, true);
   RecordingSink sink;
   Execution execution(GraphOf({{outputs[0], outputs[1]}}), ExecutionOptions(), &sink);
-  execution.Feed(0, {Tensor(), Full(5)}, true);
+  execution.Feed(0, {Tensor(), Full(5)}, {true, true});
   ASSERT_EQ(seen.size(), 2u);
   EXPECT_TRUE(seen[0].equal(Full(0)));
   EXPECT_TRUE(seen[1].equal(Full(5)));
   EXPECT_TRUE(sink.Of(leaf).equal(Full(0)));
+}
+
+TEST(Execution, AnInputOfARootThatIsNotReachedLeadsNowhere) {
+  int ran = 0;
+  Spy::Body count = [&](const variable_list&) { ++ran; };
+  const Tensor used = Leaf(), unused = Leaf(), undefined = Leaf();
+  const auto stop = std::make_shared<StopNode>();
+  const Tensor received = Full(1);
+  StopNode::MakeHistory(stop, received);
+  RecordingSink sink;
+  Execution execution(
+      GraphOf({{used * 2, Watch(unused, &count), Watch(undefined, &count), received * 2}}),
+      ExecutionOptions(), &sink);
+  // What is fed to an input that is not reached goes nowhere either.
+  execution.Feed(0, {Full(1), Full(1), Tensor(), Tensor()}, {true, false, true, false});
+  EXPECT_TRUE(execution.status().ok()) << execution.status();
+  EXPECT_EQ(ran, 1);
+  EXPECT_TRUE(sink.Of(used).equal(Full(2)));
+  EXPECT_FALSE(sink.Of(unused).defined());
+  EXPECT_TRUE(sink.Of(undefined).equal(Full(0)));
+  ASSERT_EQ(sink.stops[stop.get()].size(), 1u);
+  EXPECT_FALSE(sink.stops[stop.get()][0].reached);
 }
 
 TEST(Execution, UndefinedAtALeafIsNotGivenToTheSink) {
@@ -93,7 +115,7 @@ TEST(Execution, UndefinedAtALeafIsNotGivenToTheSink) {
   const Tensor leaf = Leaf();
   RecordingSink sink;
   Execution execution(GraphOf({{Spy::apply(leaf, &count, false)[1]}}), ExecutionOptions(), &sink);
-  execution.Feed(0, {Full(1)}, true);
+  execution.Feed(0, {Full(1)}, {true});
   EXPECT_TRUE(execution.status().ok());
   EXPECT_EQ(ran, 1);
   EXPECT_TRUE(sink.leaves.empty());
@@ -103,10 +125,10 @@ TEST(Execution, ANodeWithOneReachedInputRunsOnceAllHaveArrived) {
   const Tensor leaf = Leaf(), trunk = leaf * 3;
   RecordingSink sink;
   Execution execution(GraphOf({{trunk * 2}, {trunk * 5}, {trunk * 7}}), ExecutionOptions(), &sink);
-  execution.Feed(0, {Full(1)}, true);
-  execution.Feed(2, {Full(1)}, true);
+  execution.Feed(0, {Full(1)}, {true});
+  execution.Feed(2, {Full(1)}, {true});
   EXPECT_TRUE(sink.leaves.empty());
-  execution.Feed(1, {Tensor()}, false);
+  execution.Feed(1, {Tensor()}, {false});
   EXPECT_TRUE(sink.Of(leaf).equal(Full(27)));
   EXPECT_EQ(sink.idle, 3);
 }
@@ -140,14 +162,61 @@ TEST(Execution, StopNodesGetTheirGradientsAfterTensorHooks) {
   EXPECT_TRUE(first.grad().equal(Full(20)));
 }
 
+TEST(Execution, StopNodesHaveHooksLikeAFunctionThatHandsOn) {
+  const auto stop = std::make_shared<StopNode>();
+  const Tensor first = Full(1), second = Full(1);
+  for (const Tensor& tensor : {first, second}) StopNode::MakeHistory(stop, tensor);
+  std::string order;
+  first.register_hook([&](const Tensor& gradient) {
+    order += "tensor ";
+    return gradient * 3;
+  });
+  stop->add_pre_hook(std::make_unique<PreHook>([&](variable_list gradients) {
+    order += "before ";
+    return variable_list{gradients[0] * 5, gradients[1]};
+  }));
+  stop->add_post_hook(std::make_unique<PostHook>([&](variable_list gradients) {
+    order += "after";
+    return variable_list{gradients[0], gradients[1] * 7};
+  }));
+  RecordingSink sink;
+  EXPECT_TRUE(StatusOf(first * 2 + second, &sink).ok());
+  EXPECT_EQ(order, "tensor before after");
+  ASSERT_EQ(sink.stops[stop.get()].size(), 1u);
+  EXPECT_TRUE(sink.stops[stop.get()][0].gradients[0].equal(Full(30)));
+  EXPECT_TRUE(sink.stops[stop.get()][0].gradients[1].equal(Full(7)));
+}
+
+TEST(Execution, AHookOfAStopNodeMayNotChangeHowManyGradientsThereAre) {
+  for (const bool before : {true, false}) {
+    const auto stop = std::make_shared<StopNode>();
+    const Tensor received = Full(1);
+    StopNode::MakeHistory(stop, received);
+    const PreHook::Body drop = [](variable_list) { return variable_list(); };
+    if (before) {
+      stop->add_pre_hook(std::make_unique<PreHook>(drop));
+    } else {
+      stop->add_post_hook(std::make_unique<PostHook>(drop));
+    }
+    RecordingSink sink;
+    const absl::Status status = StatusOf(received * 2, &sink);
+    EXPECT_TRUE(absl::StrContains(status.message(), "changed the number of gradients")) << status;
+    EXPECT_TRUE(sink.stops.empty());
+  }
+}
+
 TEST(Execution, StopNodesThatAreNotReachedAreToldSoWithoutHooks) {
   const auto stop = std::make_shared<StopNode>();
   const Tensor received = Full(1);
   StopNode::MakeHistory(stop, received);
+  stop->add_pre_hook(std::make_unique<PreHook>([](variable_list gradients) {
+    ADD_FAILURE();
+    return gradients;
+  }));
   received.register_hook([](const Tensor&) { ADD_FAILURE(); });
   RecordingSink sink;
   Execution execution(GraphOf({{received * 2}}), ExecutionOptions(), &sink);
-  execution.Feed(0, {Tensor()}, false);
+  execution.Feed(0, {Tensor()}, {false});
   ASSERT_EQ(sink.stops[stop.get()].size(), 1u);
   EXPECT_FALSE(sink.stops[stop.get()][0].reached);
   ASSERT_EQ(sink.stops[stop.get()][0].gradients.size(), 1u);
@@ -190,7 +259,7 @@ TEST(Execution, TheSinkOwnsWhatLeavesGet) {
   const Tensor fed = Full(1);
   RecordingSink sink;
   Execution execution(GraphOf({{a + b, expanded.sum()}}), ExecutionOptions(), &sink);
-  execution.Feed(0, {fed, at::ones({}, at::kDouble)}, true);
+  execution.Feed(0, {fed, at::ones({}, at::kDouble)}, {true, true});
   EXPECT_TRUE(sink.Of(a).equal(fed));
   EXPECT_FALSE(sink.Of(a).is_alias_of(sink.Of(b)));
   EXPECT_FALSE(sink.Of(a).is_alias_of(fed));
@@ -212,7 +281,7 @@ TEST(Execution, ReleasesWhatNodesSavedUnlessRetained) {
     RecordingSink sink;
     Execution execution(GraphOf({{root}}), retain ? Retain() : ExecutionOptions(), &sink);
     EXPECT_FALSE(saved->expired());
-    execution.Feed(0, {Full(1)}, true);
+    execution.Feed(0, {Full(1)}, {true});
     EXPECT_EQ(saved->expired(), !retain);
   }
 }
@@ -223,12 +292,12 @@ TEST(Execution, OneGraphServesManyExecutions) {
   for (const bool last : {false, false, true}) {
     RecordingSink sink;
     Execution execution(graph, last ? ExecutionOptions() : Retain(), &sink);
-    execution.Feed(0, {Full(1)}, true);
+    execution.Feed(0, {Full(1)}, {true});
     EXPECT_TRUE(sink.Of(leaf).equal(Full(6)));
   }
   RecordingSink sink;
   Execution execution(graph, ExecutionOptions(), &sink);
-  execution.Feed(0, {Full(1)}, true);
+  execution.Feed(0, {Full(1)}, {true});
   EXPECT_TRUE(absl::StrContains(execution.status().message(), "MulBackward0"))
       << execution.status();
   EXPECT_TRUE(
@@ -248,7 +317,7 @@ TEST(Execution, CancelInTheMiddleStopsBeforeTheNextNode) {
   Spy::Body never = [](const variable_list&) { ADD_FAILURE(); };
   const Tensor root = Watch(Watch(Leaf(), &never), &cancel);
   execution = std::make_unique<Execution>(GraphOf({{root}}), ExecutionOptions(), &sink);
-  execution->Feed(0, {Full(1)}, true);
+  execution->Feed(0, {Full(1)}, {true});
   EXPECT_EQ(execution->status(), absl::DeadlineExceededError("too late"));
   EXPECT_EQ(sink.idle, 1);
   EXPECT_TRUE(sink.leaves.empty());
@@ -259,7 +328,7 @@ TEST(Execution, CancelBeforeTheFirstFeed) {
   Execution execution(GraphOf({{Leaf() * 2}}), ExecutionOptions(), &sink);
   execution.Cancel(absl::CancelledError("no"));
   EXPECT_EQ(sink.idle, 0);
-  execution.Feed(0, {Full(1)}, true);
+  execution.Feed(0, {Full(1)}, {true});
   EXPECT_TRUE(sink.leaves.empty());
   EXPECT_EQ(sink.idle, 1);
 }
@@ -270,9 +339,9 @@ TEST(Execution, OnIdleMayFeedMore) {
   Execution execution(GraphOf({{a * 2}, {b * 2}}), ExecutionOptions(), &sink);
   sink.on_idle = [&] {
     EXPECT_TRUE(execution.idle());
-    if (sink.idle == 1) execution.Feed(1, {Full(1)}, true);
+    if (sink.idle == 1) execution.Feed(1, {Full(1)}, {true});
   };
-  execution.Feed(0, {Full(1)}, true);
+  execution.Feed(0, {Full(1)}, {true});
   EXPECT_EQ(sink.leaves.size(), 2u);
   EXPECT_EQ(sink.idle, 2);
 }
@@ -282,7 +351,7 @@ TEST(Execution, OnIdleMayDestroyTheExecution) {
   auto execution = std::make_unique<Execution>(GraphOf({{Leaf() * 2}}), ExecutionOptions(), &sink);
   sink.on_idle = [&] { execution.reset(); };
   Execution* const raw = execution.get();
-  raw->Feed(0, {Full(1)}, true);
+  raw->Feed(0, {Full(1)}, {true});
   EXPECT_EQ(execution, nullptr);
 }
 
@@ -292,8 +361,8 @@ TEST(Execution, TheSinkMayFeedAnotherRootMeanwhile) {
   StopNode::MakeHistory(stop, received);
   RecordingSink sink;
   Execution execution(GraphOf({{received * 2}, {leaf * 2}}), ExecutionOptions(), &sink);
-  sink.on_stop = [&] { execution.Feed(1, {Full(1)}, true); };
-  execution.Feed(0, {Full(1)}, true);
+  sink.on_stop = [&] { execution.Feed(1, {Full(1)}, {true}); };
+  execution.Feed(0, {Full(1)}, {true});
   EXPECT_TRUE(sink.Of(leaf).equal(Full(2)));
   EXPECT_EQ(sink.idle, 1);
 }

@@ -77,7 +77,7 @@ TEST(ExecutionThreads, RootsFedFromSeveralThreads) {
     RunThreads(kThreads, [&](int thread) {
       for (int i = thread; i < kRoots; i += kThreads) {
         const bool reached = (seed + i) % 3 != 0;
-        execution.Feed(i, {reached ? Full(i + 1) : Tensor()}, reached);
+        execution.Feed(i, {reached ? Full(i + 1) : Tensor()}, {reached});
       }
     });
     ASSERT_TRUE(execution.status().ok()) << execution.status();
@@ -108,7 +108,7 @@ TEST(ExecutionThreads, ManyEdgesIntoOneInput) {
   RecordingSink sink;
   Execution execution(GraphOf(roots), ExecutionOptions(), &sink);
   RunThreads(kThreads, [&](int thread) {
-    for (int i = thread; i < kRoots; i += kThreads) execution.Feed(i, {Full(i)}, true);
+    for (int i = thread; i < kRoots; i += kThreads) execution.Feed(i, {Full(i)}, {true});
   });
   EXPECT_TRUE(sink.Of(leaf).equal(Full(6.0 * kRoots * (kRoots - 1) / 2)));
 }
@@ -125,7 +125,7 @@ TEST(ExecutionThreads, AnErrorStopsAllThreads) {
     }
     RecordingSink sink;
     Execution execution(GraphOf(roots), ExecutionOptions(), &sink);
-    RunThreads(kThreads, [&](int thread) { execution.Feed(thread, {Full(1)}, true); });
+    RunThreads(kThreads, [&](int thread) { execution.Feed(thread, {Full(1)}, {true}); });
     EXPECT_TRUE(absl::EndsWith(execution.status().message(), ": no")) << execution.status();
     EXPECT_TRUE(execution.idle());
     EXPECT_GE(sink.idle, 1);
@@ -139,7 +139,7 @@ TEST(ExecutionThreads, CancelFromAnotherThread) {
     RecordingSink sink;
     Execution execution(GraphOf({{root}}), ExecutionOptions(), &sink);
     RunThreads(2, [&](int thread) {
-      if (thread == 0) execution.Feed(0, {Full(1)}, true);
+      if (thread == 0) execution.Feed(0, {Full(1)}, {true});
       if (thread == 1) execution.Cancel(absl::CancelledError("enough"));
     });
     EXPECT_EQ(execution.status(), absl::CancelledError("enough"));
@@ -163,7 +163,7 @@ TEST(ExecutionThreads, NodesSeeTheStateOfTheThreadThatMadeTheExecution) {
     EXPECT_TRUE(at::GradMode::is_enabled());
     EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
   };
-  RunThreads(1, [&](int) { execution.Feed(0, {Full(1)}, true); });
+  RunThreads(1, [&](int) { execution.Feed(0, {Full(1)}, {true}); });
   EXPECT_TRUE(ran);
 }
 
@@ -179,7 +179,7 @@ TEST(ExecutionThreads, BackwardsInsideNodesNest) {
     } else {
       RecordingSink sink;
       Execution execution(GraphOf({{Watch(inner_leaf, &nest)}}), ExecutionOptions(), &sink);
-      execution.Feed(0, {Full(1)}, true);
+      execution.Feed(0, {Full(1)}, {true});
       EXPECT_TRUE(execution.status().ok()) << execution.status();
       EXPECT_TRUE(sink.Of(inner_leaf).equal(Full(1)));
     }
@@ -187,7 +187,7 @@ TEST(ExecutionThreads, BackwardsInsideNodesNest) {
   const Tensor leaf = Full(1).requires_grad_();
   RecordingSink sink;
   Execution execution(GraphOf({{Watch(leaf, &nest)}}), ExecutionOptions(), &sink);
-  execution.Feed(0, {Full(1)}, true);
+  execution.Feed(0, {Full(1)}, {true});
   EXPECT_TRUE(execution.status().ok()) << execution.status();
   EXPECT_TRUE(sink.Of(leaf).equal(Full(1)));
   EXPECT_TRUE(inner_leaf.grad().equal(Full(3)));
@@ -204,7 +204,7 @@ TEST(ExecutionThreads, DeepGraphsNeedNoDeepStack) {
     ASSERT_GE(graph->size(), size_t{kDepth});
     RecordingSink sink;
     auto execution = std::make_unique<Execution>(graph, ExecutionOptions(), &sink);
-    execution->Feed(0, {Full(7)}, true);
+    execution->Feed(0, {Full(7)}, {true});
     EXPECT_TRUE(sink.Of(leaf).equal(Full(7)));
     execution.reset();
     graph.reset();
@@ -219,7 +219,7 @@ TEST(ExecutionThreads, DeepGraphsThatAreNotReachedNeedNoDeepStackEither) {
     RecordingSink sink;
     Execution execution(GraphOf({{root}}), ExecutionOptions(), &sink);
     root = Tensor();
-    execution.Feed(0, {Tensor()}, false);
+    execution.Feed(0, {Tensor()}, {false});
     EXPECT_TRUE(sink.leaves.empty());
     EXPECT_EQ(sink.idle, 1);
   });

@@ -46,7 +46,7 @@ void RunExecutor(const at::Tensor& root) {
       std::make_shared<const Graph>(absl::MakeSpan(&source, 1), [](Graph::Node&) { return false; });
   KeepingSink sink;
   Execution execution(graph, ExecutionOptions(), &sink);
-  execution.Feed(0, {at::ones_like(root)}, /*reached=*/true);
+  execution.Feed(0, {at::ones_like(root)}, {true});
   if (!execution.status().ok()) std::abort();
 }
 

@@ -22,9 +22,15 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 variable_list CallHooksBefore(Node& node, variable_list gradients) {
-  gradients = CallTensorHooks(node, std::move(gradients));
+  for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
+  for (const auto& [output, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
   for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
   return gradients;
+}
+
+void CheckCount(const variable_list& gradients, size_t expected) {
+  TORCH_CHECK(gradients.size() == expected, "a hook changed the number of gradients to ",
+              gradients.size(), " from ", expected);
 }
 
 // The gradient as the leaf's .grad would hold it: laid out like the leaf, and taken without a
@@ -57,10 +63,14 @@ void CheckNoNan(const variable_list& outputs) {
 
 }  // namespace
 
-variable_list CallTensorHooks(Node& node, variable_list gradients) {
-  for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
-  for (const auto& [output, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
-  return gradients;
+variable_list CallStop(Node& node, variable_list gradients) {
+  gradients = CallHooksBefore(node, std::move(gradients));
+  CheckCount(gradients, node.num_inputs());
+  if (node.post_hooks().empty()) return gradients;
+  variable_list outputs = gradients;
+  for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, gradients);
+  CheckCount(outputs, node.num_inputs());
+  return outputs;
 }
 
 variable_list CallOperator(Node& node, variable_list gradients, bool retain_graph) {
@@ -77,8 +87,7 @@ variable_list CallOperator(Node& node, variable_list gradients, bool retain_grap
         return absl::StrCat("Function ", node.name(), " returned an ", message);
       });
   for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, gradients);
-  TORCH_CHECK(outputs.size() == node.num_outputs(), "a hook changed the number of gradients to ",
-              outputs.size(), " from ", node.num_outputs());
+  CheckCount(outputs, node.num_outputs());
   if (!retain_graph) node.release_variables();
   if (AnomalyMode::is_enabled() && AnomalyMode::should_check_nan()) CheckNoNan(outputs);
   return outputs;

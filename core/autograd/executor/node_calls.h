@@ -18,9 +18,10 @@ namespace distgrad {
 // All of these throw what a node or a hook throws. `reuse` says whether the memory of a gradient
 // that nobody else holds may be written again; see Graph::one_stream_per_device.
 
-// The hooks on the tensors that the node is the history of.
-torch::autograd::variable_list CallTensorHooks(torch::autograd::Node& node,
-                                               torch::autograd::variable_list gradients);
+// Runs the hooks of a node at which gradients leave the graph, in place of the node itself: what the
+// hooks before it leave is what it hands on, and what the hooks after it may change.
+torch::autograd::variable_list CallStop(torch::autograd::Node& node,
+                                        torch::autograd::variable_list gradients);
 
 // Runs a node with all its hooks. Returns one gradient for each of its edges.
 torch::autograd::variable_list CallOperator(torch::autograd::Node& node,
