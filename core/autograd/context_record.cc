@@ -9,6 +9,7 @@
 #include "core/autograd/executor/brief.h"
 #include "core/autograd/pass_run.h"
 #include "core/base/status.h"
+#include "core/tensor/exception.h"
 
 namespace distgrad {
 
@@ -167,7 +168,11 @@ absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
     const auto it = gradients_.find(leaf.unsafeGetTensorImpl());
     if (it == gradients_.end()) continue;
     gradient = it->second.gradient;
-    it->second.ready.Await(gradient);
+    try {
+      it->second.ready.Await(gradient);
+    } catch (...) {
+      return StatusFromException(std::current_exception());
+    }
   }
   return gradients;
 }
@@ -203,8 +208,12 @@ absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradi
                                                    kind(gradient), ", and its leaf is ",
                                                    kind(leaf)));
   }
+  try {
+    it->second.ready = ReadyMark({gradient});
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
   std::swap(it->second.gradient, gradient);
-  it->second.ready = ReadyMark({it->second.gradient});
   return absl::OkStatus();
 }
 

@@ -48,6 +48,7 @@ PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId 
       id_(id),
       settled_(settled),
       retain_graph_(retain_graph),
+      strand_([this](std::exception_ptr thrown) { OnThrowOnStrand(std::move(thrown)); }),
       pass_(engine->self(), this),
       roots_(std::move(roots)) {
   // From the start: a release may end the pass before it begins.
@@ -163,7 +164,11 @@ void PassRun::RunFeeds(RunHere here) {
       feeds_.pop_front();
       execution = execution_;
     }
-    for (const at::Tensor& gradient : feed.gradients) feed.ready.Await(gradient);
+    try {
+      for (const at::Tensor& gradient : feed.gradients) feed.ready.Await(gradient);
+    } catch (...) {
+      execution->Cancel(StatusFromException(std::current_exception()));
+    }
     std::unique_ptr<TraceSpan> span = BeginSpan(TraceSpan::Kind::kNodes);
     execution->Feed(feed.root, std::move(feed.gradients), feed.reached);
     if (span != nullptr) {
@@ -268,6 +273,12 @@ void PassRun::OnNoticeOnStrand(WorkerId from, Notice& notice) {
     case Notice::Kind::kKnown:
       DG_CHECK(false) << "this is of a context, not of a pass";
   }
+}
+
+void PassRun::OnThrowOnStrand(std::exception_ptr thrown) {
+  arriving_ = nullptr;
+  pass_.Fail(LocalError(StatusFromException(std::move(thrown))));
+  EndTaskOnStrand();
 }
 
 absl::StatusOr<PassPlan> PassRun::Engage(std::optional<EdgeId> by) {

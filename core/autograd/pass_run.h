@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -131,6 +132,8 @@ class PassRun : public PassHost,
   absl::StatusOr<PassPlan> LookAtGraph(std::optional<EdgeId> by);
   void OnNoticeOnStrand(WorkerId from, Notice& notice);
   void FlushCapturedOnStrand();
+  // A task has thrown: a device has failed, say, or memory cannot be had.
+  void OnThrowOnStrand(std::exception_ptr thrown);
   // After each task: has what it fed run, and what it left to be sent, sent.
   void EndTaskOnStrand();
   void EndOnStrand();

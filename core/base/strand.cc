@@ -4,6 +4,17 @@
 
 namespace distgrad {
 
+Strand::Strand(OnThrow on_throw) : state_(std::make_shared<State>(std::move(on_throw))) {}
+
+// That `on_throw` throws can only be our own bug, and ends the process.
+void Strand::State::RunTask(Task& task) noexcept {
+  try {
+    task();
+  } catch (...) {
+    on_throw(std::current_exception());
+  }
+}
+
 void Strand::Run(Task task) {
   const std::shared_ptr<State> state = state_;
   {
@@ -15,7 +26,7 @@ void Strand::Run(Task task) {
     state->running = true;
   }
   while (true) {
-    task();
+    state->RunTask(task);
     task = nullptr;
     absl::MutexLock lock(&state->mu);
     if (state->waiting.empty()) {

@@ -5,13 +5,18 @@
 // calls Run() on its own strand has the new task run after it, not inside it. A task and what
 // it owns are gone before the next one runs.
 //
+// What a task throws ends that task alone, and never reaches Run()'s caller, who may be there for
+// another's task: the strand's owner is told in its place, and the next task runs.
+//
 // Thread-safe. Tasks that were handed in run even if the strand is destroyed meanwhile: often
 // the last owner of an object goes with a task of that object's own strand.
 #ifndef DISTGRAD_CORE_BASE_STRAND_H_
 #define DISTGRAD_CORE_BASE_STRAND_H_
 
 #include <deque>
+#include <exception>
 #include <memory>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
@@ -22,8 +27,11 @@ namespace distgrad {
 class Strand {
  public:
   using Task = absl::AnyInvocable<void()>;
+  // Is called on the strand while the task that threw still exists, so that what the task owns is
+  // there. Must not throw.
+  using OnThrow = absl::AnyInvocable<void(std::exception_ptr)>;
 
-  Strand() : state_(std::make_shared<State>()) {}
+  explicit Strand(OnThrow on_throw);
   Strand(const Strand&) = delete;
   Strand& operator=(const Strand&) = delete;
 
@@ -31,6 +39,11 @@ class Strand {
 
  private:
   struct State {
+    explicit State(OnThrow the_on_throw) : on_throw(std::move(the_on_throw)) {}
+    void RunTask(Task& task) noexcept;
+
+    OnThrow on_throw;  // by whoever runs a task
+
     absl::Mutex mu;
     bool running ABSL_GUARDED_BY(mu) = false;
     std::deque<Task> waiting ABSL_GUARDED_BY(mu);

@@ -1,26 +1,32 @@
 #include "core/base/strand.h"
 
 #include <atomic>
+#include <exception>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/synchronization/notification.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
 namespace {
 
+void NothingIsThrown(std::exception_ptr) { ADD_FAILURE() << "a task has thrown"; }
+
 TEST(StrandTest, AnIdleStrandRunsAtOnceOnTheCaller) {
-  Strand strand;
+  Strand strand(NothingIsThrown);
   std::thread::id ran;
   strand.Run([&] { ran = std::this_thread::get_id(); });
   EXPECT_EQ(ran, std::this_thread::get_id());
 }
 
 TEST(StrandTest, ATaskOfATaskRunsAfterIt) {
-  Strand strand;
+  Strand strand(NothingIsThrown);
   std::vector<int> order;
   strand.Run([&] {
     strand.Run([&] {
@@ -34,7 +40,7 @@ TEST(StrandTest, ATaskOfATaskRunsAfterIt) {
 }
 
 TEST(StrandTest, FourThreadsInOrderAndOneAtATime) {
-  Strand strand;
+  Strand strand(NothingIsThrown);
   constexpr int kTasks = 5000;
   std::vector<int> seen[4];  // guarded by the strand
   std::atomic<bool> inside{false};
@@ -58,7 +64,7 @@ TEST(StrandTest, FourThreadsInOrderAndOneAtATime) {
 }
 
 TEST(StrandTest, ABusyStrandTakesTheTaskAndReturns) {
-  Strand strand;
+  Strand strand(NothingIsThrown);
   absl::Notification started, go;
   std::thread::id busy, ran;
   std::thread other([&] {
@@ -76,7 +82,7 @@ TEST(StrandTest, ABusyStrandTakesTheTaskAndReturns) {
 }
 
 TEST(StrandTest, ATaskIsGoneBeforeTheNextRuns) {
-  Strand strand;
+  Strand strand(NothingIsThrown);
   auto owned = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = owned;
   bool gone = false;
@@ -84,9 +90,54 @@ TEST(StrandTest, ATaskIsGoneBeforeTheNextRuns) {
   EXPECT_TRUE(gone);
 }
 
+TEST(StrandTest, ATaskThatThrowsEndsAloneAndItsOwnerIsTold) {
+  std::vector<std::string> told;
+  bool alive = false;
+  std::weak_ptr<int> watch;
+  Strand strand([&](std::exception_ptr thrown) {
+    alive = !watch.expired();
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::exception& e) {
+      told.push_back(e.what());
+    }
+  });
+  auto owned = std::make_shared<int>(1);
+  watch = owned;
+  bool ran = false;
+  strand.Run([&, owned = std::move(owned)] {
+    strand.Run([&] { ran = true; });
+    throw std::runtime_error("out of luck");
+  });
+  EXPECT_TRUE(ran) << "what was handed in meanwhile";
+  EXPECT_THAT(told, ::testing::ElementsAre("out of luck"));
+  EXPECT_TRUE(alive) << "the task's own, until the owner has been told";
+  EXPECT_TRUE(watch.expired());
+  ran = false;
+  strand.Run([&] { ran = true; });
+  EXPECT_TRUE(ran) << "and what comes later";
+}
+
+TEST(StrandTest, WhoIsThereForAnothersTaskDoesNotSeeWhatItThrows) {
+  std::atomic<int> told{0};
+  Strand strand([&](std::exception_ptr) { ++told; });
+  absl::Notification started, go;
+  std::thread other([&] {
+    strand.Run([&] {
+      started.Notify();
+      go.WaitForNotification();
+    });
+  });
+  started.WaitForNotification();
+  strand.Run([] { throw 1; });
+  go.Notify();
+  other.join();
+  EXPECT_EQ(told, 1);
+}
+
 TEST(StrandTest, ATaskMayOwnTheStrandsOwner) {
   struct Owner {
-    Strand strand;
+    Strand strand{NothingIsThrown};
     int runs = 0;
   };
   auto owner = std::make_shared<Owner>();

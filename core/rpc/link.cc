@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "core/base/exception.h"
 #include "core/base/log.h"
 
 namespace distgrad {
@@ -14,7 +15,12 @@ Link::Link(std::shared_ptr<Owner> owner, Shared* shared, bool loopback)
       loopback_(loopback),
       window_(std::make_shared<SendWindow>(loopback ? std::numeric_limits<uint64_t>::max()
                                                     : shared->limits.bytes_per_peer)),
-      served_(shared->clock, &shared->limits, &shared->served) {}
+      served_(shared->clock, &shared->limits, &shared->served),
+      out_([this](std::exception_ptr thrown) {
+        const absl::Status why = StatusFromStdException(std::move(thrown));
+        DG_LOG(ERROR) << "closing a connection: " << why.message();
+        Close(why);
+      }) {}
 
 void Link::Send(Packet packet, SendWindow::Room room) {
   if (loopback_) return owner_->OnPacket(shared_from_this(), CopyPacket(packet));

@@ -1,12 +1,11 @@
 #include "core/tensor/exception.h"
 
-#include <new>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
+#include "core/base/exception.h"
 
 namespace distgrad {
 namespace {
@@ -37,19 +36,11 @@ StatusError::StatusError(absl::Status status)
 
 absl::Status StatusFromException(std::exception_ptr exception) {
   try {
-    std::rethrow_exception(std::move(exception));
+    std::rethrow_exception(exception);
   } catch (const c10::Error& e) {
     return absl::Status(CodeOf(e), e.what_without_backtrace());
-  } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError("out of memory");
-  } catch (const std::out_of_range& e) {
-    return absl::InvalidArgumentError(e.what());
-  } catch (const std::invalid_argument& e) {
-    return absl::InvalidArgumentError(e.what());
-  } catch (const std::exception& e) {
-    return absl::InternalError(e.what());
   } catch (...) {
-    return absl::InternalError("something was thrown that is not a std::exception");
+    return StatusFromStdException(std::move(exception));
   }
 }
 

@@ -242,6 +242,51 @@ TEST_F(DeviceTest, TensorsAndGradientsGoByTheMap) {
   EXPECT_EQ(reply->payload, Device(2).str());
 }
 
+// Whichever event it is that fails, on whatever thread: the pass fails with it.
+TEST(DeviceErrorsTest, AnEventThatFailsIsAnErrorOfThePass) {
+  DevicePairs same;
+  for (int i = 0; i < fake_device::kDevices; ++i) same.emplace_back(Device(i), Device(i));
+  const at::Tensor x = Leaf(1, Device(0)).detach().requires_grad_();
+  const at::Tensor on_device = Leaf(2, Device(1)), on_cpu = Leaf(3);
+  int nth = 0;
+  for (bool failed = true; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    // Each has workers of its own, so that nothing of a pass that has failed still runs.
+    Cluster cluster({.workers = 2, .device_maps = {{"worker1", same}}});
+    ASSERT_TRUE(cluster[1]
+                    .Register("compute",
+                              [&](Request& r) -> absl::StatusOr<Message> {
+                                const at::Tensor& in = r.message.tensors[0];
+                                const at::Tensor out =
+                                    Compute(in, on_device, on_cpu, Device(0), Device(1));
+                                return Message{"", {out, in.cos()}};
+                              })
+                    .ok());
+    Context context = cluster[0].NewContext();
+    const auto reply = cluster[0].Call(1, "compute", {"", {x.sin()}}, {.context = &context});
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    const at::Tensor root = (reply->tensors[0].to(Device(0)) * reply->tensors[1]).sum();
+    fake_device::FailEvent(nth);
+    const absl::Status done =
+        nth % 2 == 0 ? context.Backward({root}) : context.BackwardAsync({root}).Wait().status();
+    failed = fake_device::FailEvent(-1);
+    EXPECT_EQ(done.ok(), !failed) << done;
+    if (failed) {
+      EXPECT_EQ(done.code(), absl::StatusCode::kInternal) << done;
+      EXPECT_NE(done.message().find("fake device: an event failed"), std::string::npos) << done;
+      continue;
+    }
+    // And of whoever asks for a gradient.
+    fake_device::FailEvent(0);
+    EXPECT_EQ(context.Gradient(x).status().code(), absl::StatusCode::kInternal);
+    EXPECT_TRUE(fake_device::FailEvent(-1));
+    EXPECT_TRUE(context.Gradient(x).ok());
+    for (int i = 0; i < fake_device::kDevices; ++i) fake_device::Synchronize(i);
+  }
+  EXPECT_GT(nth, 10) << "a pass uses more events than that";
+  fake_device::TakeViolations();  // what is dropped in the middle of a pass is in no order
+}
+
 TEST(DeviceMapsTest, WithoutAMapADeviceIsAnErrorThatNamesIt) {
   Cluster cluster({.workers = 2, .device_maps = {{"worker1", {{Device(0), Device(1)}}}}});
   const at::Tensor x = at::ones({2}).to(Device(2));

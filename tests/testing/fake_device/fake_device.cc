@@ -39,6 +39,19 @@ thread_local bool in_kernel = false;
 std::atomic<int64_t> next_stream{1};
 std::atomic<int64_t> live_bytes[kDevices];
 
+constexpr int kNoFailure = -1, kHasFailed = -2;
+std::atomic<int> uses_until_failure{kNoFailure};
+
+void UseEvent() {
+  int left = uses_until_failure;
+  while (left >= 0) {
+    if (!uses_until_failure.compare_exchange_weak(left, left == 0 ? kHasFailed : left - 1))
+      continue;
+    TORCH_CHECK(left != 0, "fake device: an event failed");
+    return;
+  }
+}
+
 void Check(c10::DeviceIndex device) {
   TORCH_CHECK(device >= 0 && device < kDevices, "no such fake device: ", int{device});
 }
@@ -96,10 +109,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    UseEvent();
     if (*event == nullptr) *event = new VectorClock;
     *static_cast<VectorClock*>(*event) = Timeline::Get().Record(KeyOf(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
+    UseEvent();
     if (event != nullptr) Timeline::Get().Wait(KeyOf(stream), *static_cast<VectorClock*>(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -353,6 +368,10 @@ c10::Stream NewStream(int device) { return Guard().getNewStream(Device(device), 
 void Synchronize(int device) { Timeline::Get().WaitOnHostForDevice(device); }
 
 int64_t AllocatedBytes(int device) { return live_bytes[device]; }
+
+bool FailEvent(int nth) {
+  return uses_until_failure.exchange(nth < 0 ? kNoFailure : nth) == kHasFailed;
+}
 
 std::vector<std::string> TakeViolations() { return Timeline::Get().TakeViolations(); }
 

@@ -35,6 +35,11 @@ void Synchronize(int device);
 // Bytes alive on a device.
 int64_t AllocatedBytes(int device);
 
+// Has the `nth` (from 0) use of an event from now on, a record or a wait, throw "fake device: an
+// event failed"; a negative number has none throw. Returns whether the use that an earlier call
+// asked for has thrown.
+bool FailEvent(int nth);
+
 // What was used in no order, since the last call. Those of kernels were thrown as well.
 std::vector<std::string> TakeViolations();
 

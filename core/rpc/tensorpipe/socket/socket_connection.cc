@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/exception.h"
 #include "core/rpc/tensorpipe/error.h"
 
 namespace distgrad {
@@ -39,6 +40,11 @@ std::string Head(uint64_t size) {
 }
 
 }  // namespace
+
+SocketConnection::SocketConnection(std::shared_ptr<Loop> loop)
+    : loop_(std::move(loop)), strand_([this](std::exception_ptr thrown) {
+        Fail(StatusFromStdException(std::move(thrown)).message());
+      }) {}
 
 std::shared_ptr<SocketConnection> SocketConnection::Adopt(std::shared_ptr<Loop> loop, Fd fd) {
   auto connection = std::make_shared<SocketConnection>(std::move(loop));

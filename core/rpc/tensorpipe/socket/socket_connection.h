@@ -54,7 +54,7 @@ class SocketConnection final : public Loop::Handler,
                                                   absl::string_view why);
 
   // Not for use: see Adopt and Connect.
-  explicit SocketConnection(std::shared_ptr<Loop> loop) : loop_(std::move(loop)) {}
+  explicit SocketConnection(std::shared_ptr<Loop> loop);
 
   // Reads the next frame: into `data` if it is exactly `size` bytes long, into memory of our own
   // for a null `data`, or into an object.

@@ -10,6 +10,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/exception.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/rpc/tensorpipe/error.h"
@@ -47,6 +48,12 @@ class SocketListener::Events final : public Loop::Handler {
   const std::weak_ptr<SocketListener> listener_;
   const std::function<void(SocketListener&)> on_events_;
 };
+
+SocketListener::SocketListener(std::shared_ptr<Loop> loop, SocketOptions options)
+    : loop_(std::move(loop)), options_(std::move(options)), strand_([](std::exception_ptr thrown) {
+        // It goes on listening: what failed concerns one connection, which is closed with the task.
+        DG_LOG(ERROR) << "cannot take a connection: " << StatusFromStdException(std::move(thrown));
+      }) {}
 
 absl::StatusOr<std::shared_ptr<SocketListener>> SocketListener::Listen(
     std::shared_ptr<Loop> loop, const std::string& host, const SocketOptions& options) {

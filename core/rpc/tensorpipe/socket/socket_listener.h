@@ -34,8 +34,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
                                                                 const std::string& host,
                                                                 const SocketOptions& options);
   // Not for use: see Listen.
-  SocketListener(std::shared_ptr<Loop> loop, SocketOptions options)
-      : loop_(std::move(loop)), options_(std::move(options)) {}
+  SocketListener(std::shared_ptr<Loop> loop, SocketOptions options);
 
   // The next connection.
   void Accept(Accepted accepted);

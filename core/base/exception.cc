@@ -1,0 +1,25 @@
+#include "core/base/exception.h"
+
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+namespace distgrad {
+
+absl::Status StatusFromStdException(std::exception_ptr exception) {
+  try {
+    std::rethrow_exception(std::move(exception));
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("out of memory");
+  } catch (const std::out_of_range& e) {
+    return absl::InvalidArgumentError(e.what());
+  } catch (const std::invalid_argument& e) {
+    return absl::InvalidArgumentError(e.what());
+  } catch (const std::exception& e) {
+    return absl::InternalError(e.what());
+  } catch (...) {
+    return absl::InternalError("something was thrown that is not a std::exception");
+  }
+}
+
+}  // namespace distgrad
