@@ -246,11 +246,14 @@ ContextRecord::Found ContextRecord::FindPass(PassId pass) const {
   return FindPassLocked(pass);
 }
 
-ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, PassId settled, MakeRun make) {
+ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, WorkerId from, PassId settled,
+                                                  MakeRun make) {
   std::vector<std::shared_ptr<PassRun>> over;  // ends outside the lock
   absl::MutexLock lock(&mu_);
   Found found = FindPassLocked(pass);
   if (found.run != nullptr || !found.over.ok()) return found;
+  found.over = CheckReachable(from);
+  if (!found.over.ok()) return found;
   found.run = passes_.emplace(pass, make()).first->second;
   over = TakeSettled(settled);
   return found;

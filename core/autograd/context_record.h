@@ -83,10 +83,11 @@ class ContextRecord {
   // A pass that begins on this worker, `self`. `make` is given Notice::settled.
   absl::StatusOr<std::shared_ptr<PassRun>> BeginPass(
       WorkerId self, absl::FunctionRef<std::shared_ptr<PassRun>(PassId settled)> make);
-  // One that another worker began. Made by `make` if it is new here, unless that is null.
+  // One that another worker began. Made by `make` if it is new here, and `from`, whose message it
+  // is, has not been lost: nobody would say when it is over.
   using MakeRun = absl::FunctionRef<std::shared_ptr<PassRun>()>;
   Found FindPass(PassId pass) const;
-  Found FindOrAddPass(PassId pass, PassId settled, MakeRun make);
+  Found FindOrAddPass(PassId pass, WorkerId from, PassId settled, MakeRun make);
   // One that is done is kept until it is known to be so everywhere: see Pass::OnLateRecv.
   void EndPass(PassId pass, const absl::Status& status);
   // Those that run.

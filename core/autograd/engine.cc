@@ -34,6 +34,11 @@ bool IsCounted(const Notice& notice) {
          (notice.kind == Notice::Kind::kEdge && !notice.uncounted);
 }
 
+// Whether its receiver takes part in the pass from then on, if it does not yet.
+bool MayBeNew(const Notice& notice) {
+  return IsCounted(notice) || notice.kind == Notice::Kind::kAbort;
+}
+
 absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
                                           std::vector<at::Tensor> gradients) {
   if (roots.empty()) return absl::InvalidArgumentError("backward needs at least one root");
@@ -162,83 +167,94 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
     }
     runs_nodes |= notice.kind == Notice::Kind::kEdge || notice.kind == Notice::Kind::kStart;
   }
-  if (!runs_nodes) return Handle(from, *std::move(notices), RunHere::kNo);
+  Batches batches = Sort(from, *std::move(notices));
+  if (!runs_nodes) return Handle(from, std::move(batches), RunHere::kNo);
   // A hand-over to the pool would cost more than what there is to do.
   EventLoop* const loop = EventLoop::Current();
-  if (loop != nullptr && AreBrief(*notices)) {
-    return loop->Run([this, from, notices = *std::move(notices)]() mutable {
-      Handle(from, std::move(notices), RunHere::kBrief);
+  if (loop != nullptr && AreBrief(batches)) {
+    return loop->Run([this, from, batches = std::move(batches)]() mutable {
+      Handle(from, std::move(batches), RunHere::kBrief);
     });
   }
-  pool_->ScheduleHere([this, from, notices = *std::move(notices)]() mutable {
-    Handle(from, std::move(notices), RunHere::kYes);
+  pool_->ScheduleHere([this, from, batches = std::move(batches)]() mutable {
+    Handle(from, std::move(batches), RunHere::kYes);
   });
 }
 
-bool Engine::AreBrief(const std::vector<Notice>& notices) const {
-  constexpr size_t kNotices = 64;
-  if (notices.size() > kNotices) return false;
-  const Notice& first = notices.front();
-  for (const Notice& notice : notices) {
-    if (notice.context != first.context || notice.pass != first.pass) return false;
-  }
-  const std::shared_ptr<ContextRecord> context = contexts_->Find(first.context);
-  if (context == nullptr) return false;
-  // The first message of a pass has the whole graph looked at.
-  const std::shared_ptr<PassRun> run = context->FindPass(first.pass).run;
-  return (run != nullptr && run->engaged()) || context->IsBrief();
-}
-
-void Engine::Handle(WorkerId from, std::vector<Notice> notices, RunHere here) {
-  // Those of one pass go together, so that what they feed is run in parallel.
+// Those of one pass go together, so that what they feed is run in parallel. What they tell of a
+// context is known from now on, and not from when a thread handles them: if `from` is lost in
+// between, OnPeerLost() finds the context, and `from` among its peers.
+Engine::Batches Engine::Sort(WorkerId from, std::vector<Notice> notices) {
+  Batches batches;
   for (auto first = notices.begin(); first != notices.end();) {
     auto last = first + 1;
-    if (first->kind == Notice::Kind::kRelease) {
-      // The origin alone ends its contexts; whoever lost it speaks for itself.
-      if (MakerOf(first->context) != self_) ReleaseFrom(first->context, from);
-    } else if (first->kind == Notice::Kind::kKnown) {
-      OnKnown(first->context, from);
-    } else {
-      while (last != notices.end() && last->pass != 0 && last->context == first->context &&
-             last->pass == first->pass) {
-        ++last;
-      }
-      HandleOfOnePass(
-          from, std::vector<Notice>(std::make_move_iterator(first), std::make_move_iterator(last)),
-          here);
+    while (last != notices.end() && last->pass != 0 && last->context == first->context &&
+           last->pass == first->pass) {
+      ++last;
     }
+    Batch& batch = batches.emplace_back();
+    if (std::any_of(first, last, MayBeNew)) {
+      batch.context = contexts_->FindOrAdd(first->context, /*edge=*/0);
+      // Of one that has been released meanwhile nothing is to be known any more.
+      if (batch.context.ok()) (void)(*batch.context)->AddPeer(from);
+    } else if (first->pass != 0) {
+      batch.context = contexts_->Find(first->context);
+    }
+    batch.notices.assign(std::make_move_iterator(first), std::make_move_iterator(last));
     first = last;
+  }
+  return batches;
+}
+
+bool Engine::AreBrief(const Batches& batches) {
+  constexpr size_t kNotices = 64;
+  if (batches.size() > 1) return false;
+  const Batch& batch = batches.front();
+  if (batch.notices.size() > kNotices) return false;
+  if (!batch.context.ok() || *batch.context == nullptr) return false;
+  // The first message of a pass has the whole graph looked at.
+  const ContextRecord& context = **batch.context;
+  const std::shared_ptr<PassRun> run = context.FindPass(batch.notices.front().pass).run;
+  return (run != nullptr && run->engaged()) || context.IsBrief();
+}
+
+void Engine::Handle(WorkerId from, Batches batches, RunHere here) {
+  for (Batch& batch : batches) {
+    const Notice& first = batch.notices.front();
+    if (first.kind == Notice::Kind::kRelease) {
+      // The origin alone ends its contexts; whoever lost it speaks for itself.
+      if (MakerOf(first.context) != self_) ReleaseFrom(first.context, from);
+    } else if (first.kind == Notice::Kind::kKnown) {
+      OnKnown(first.context, from);
+    } else {
+      HandleOfOnePass(from, std::move(batch), here);
+    }
   }
 }
 
-void Engine::HandleOfOnePass(WorkerId from, std::vector<Notice> notices, RunHere here) {
-  const Notice& first = notices.front();
-  const ContextId id = first.context;
-  const PassId pass = first.pass;
-  const bool may_be_new = std::any_of(notices.begin(), notices.end(), [](const Notice& notice) {
-    return IsCounted(notice) || notice.kind == Notice::Kind::kAbort;
-  });
+void Engine::HandleOfOnePass(WorkerId from, Batch batch, RunHere here) {
+  const Notice& first = batch.notices.front();
   ContextRecord::Found found;
-  if (!may_be_new) {
-    if (auto context = contexts_->Find(id)) found = context->FindPass(pass);
-    if (found.run != nullptr) found.run->OnNotices(from, std::move(notices), here);
-    return;
-  }
-  absl::StatusOr<std::shared_ptr<ContextRecord>> context = contexts_->FindOrAdd(id, /*edge=*/0);
-  if (!context.ok()) {
-    found.over = Annotate(context.status(), absl::StrCat("on worker ", network_->Describe(self_)));
-  } else {
-    found = (*context)->FindOrAddPass(pass, first.settled, [&] {
-      return std::make_shared<PassRun>(this, *context, pass, first.settled, first.retain_graph,
-                                       std::nullopt);
-    });
+  if (!batch.context.ok()) {
+    found.over =
+        Annotate(batch.context.status(), absl::StrCat("on worker ", network_->Describe(self_)));
+  } else if (*batch.context != nullptr) {
+    const std::shared_ptr<ContextRecord>& context = *batch.context;
+    if (std::none_of(batch.notices.begin(), batch.notices.end(), MayBeNew)) {
+      found = context->FindPass(first.pass);
+    } else {
+      found = context->FindOrAddPass(first.pass, from, first.settled, [&] {
+        return std::make_shared<PassRun>(this, context, first.pass, first.settled,
+                                         first.retain_graph, std::nullopt);
+      });
+    }
   }
   if (found.run == nullptr) {
-    for (const Notice& notice : notices) Refuse(from, notice, found.over);
+    for (const Notice& notice : batch.notices) Refuse(from, notice, found.over);
     return;
   }
   if (closed_) found.run->Fail(ShuttingDown());  // Close() may have missed it
-  found.run->OnNotices(from, std::move(notices), here);
+  found.run->OnNotices(from, std::move(batch.notices), here);
 }
 
 void Engine::Refuse(WorkerId to, const Notice& notice, const absl::Status& why) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -136,11 +137,21 @@ class Engine {
   DeviceThreads* device_threads() { return device_threads_.get(); }
 
  private:
+  // What came together of one pass; or one message of a context.
+  struct Batch {
+    std::vector<Notice> notices;
+    // Null where it is not known, and need not be.
+    absl::StatusOr<std::shared_ptr<ContextRecord>> context = std::shared_ptr<ContextRecord>();
+  };
+
+  using Batches = absl::InlinedVector<Batch, 1>;
+
+  Batches Sort(WorkerId from, std::vector<Notice> notices);
   // Whether handling them, but for nodes that are not brief, takes less time than having another
   // thread do it.
-  bool AreBrief(const std::vector<Notice>& notices) const;
-  void Handle(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
-  void HandleOfOnePass(WorkerId from, std::vector<Notice> notices, PassRun::RunHere here);
+  static bool AreBrief(const Batches& batches);
+  void Handle(WorkerId from, Batches batches, PassRun::RunHere here);
+  void HandleOfOnePass(WorkerId from, Batch batch, PassRun::RunHere here);
   // Answers messages of a pass that has failed here, or cannot be.
   void Refuse(WorkerId to, const Notice& notice, const absl::Status& why);
   void Send(WorkerId to, const Notice& notice);

@@ -630,11 +630,12 @@ INSTANTIATE_TEST_SUITE_P(Transports, PassesTest, ::testing::Values("inproc", "so
 // Cuts or holds what the test says. Thread-safe.
 class Faults : public FaultInjector {
  public:
-  Action OnSend(const std::string& from, const std::string& to, Packet&) override {
+  Action OnSend(const std::string& from, const std::string& to, Packet& packet) override {
     absl::MutexLock lock(&mu_);
     ++sent_;
     last_ = {from, to};
     if (std::exchange(cut_, false)) return Action::kCut;
+    if (hold_large_ && packet.size() > 64 << 10) return Action::kHold;
     return held_.count({from, to}) > 0 ? Action::kHold : Action::kDeliver;
   }
   // The next packet is lost, with its connection.
@@ -646,9 +647,15 @@ class Faults : public FaultInjector {
     absl::MutexLock lock(&mu_);
     held_.insert(way);
   }
+  // What has a connection of its own because it is large, so that all else passes it.
+  void HoldLarge() {
+    absl::MutexLock lock(&mu_);
+    hold_large_ = true;
+  }
   void Let() {
     absl::MutexLock lock(&mu_);
     held_.clear();
+    hold_large_ = false;
   }
   int sent() const {
     absl::MutexLock lock(&mu_);
@@ -662,6 +669,7 @@ class Faults : public FaultInjector {
  private:
   mutable absl::Mutex mu_;
   bool cut_ ABSL_GUARDED_BY(mu_) = false;
+  bool hold_large_ ABSL_GUARDED_BY(mu_) = false;
   int sent_ ABSL_GUARDED_BY(mu_) = 0;
   std::set<std::pair<std::string, std::string>> held_ ABSL_GUARDED_BY(mu_);
   std::pair<std::string, std::string> last_ ABSL_GUARDED_BY(mu_);  // who sent to whom
@@ -799,6 +807,27 @@ TEST_F(PacketsTest, ALateMessageBringsNoContextBack) {
   team_.cluster().network().ReleaseHeld();
   EXPECT_EQ(late.Wait().status().code(), absl::StatusCode::kFailedPrecondition)
       << late.Wait().status();
+  team_.AwaitQuiet(0);
+}
+
+// Worker 2 hears of the pass before it hears of the large call, which is lost with worker 1.
+TEST_F(PacketsTest, AContextWhoseCallIsOvertakenAndLost) {
+  Context context = team_[0].NewContext();
+  faults_->HoldLarge();
+  const at::Tensor w = Leaf({200, 200}, 2);
+  Future<Message> lost;
+  const at::Tensor y = team_.Run(0, 1, context,
+                                 [&](Tensors in, Request& r) {
+                                   lost = team_.Start(1, 2, {.context = &r.context}, Sin, {w * 2});
+                                   return Sin(in, r);
+                                 },
+                                 {x_})[0];
+  const Future<Unit> pass = context.BackwardAsync({y.sum()});
+  EXPECT_TRUE(Eventually([&] { return team_[2].context_count() == 1; }));
+  team_.Kill(1);
+  EXPECT_FALSE(pass.Wait().ok());
+  EXPECT_FALSE(lost.Wait().ok());
+  context.Release();
   team_.AwaitQuiet(0);
 }
 

@@ -1,0 +1,181 @@
+// One engine, whose network, clock and peers are the test's: what leaves it in which packet, and
+// what it keeps of workers that are gone.
+#include "core/autograd/engine.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/ones.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "core/autograd/context_registry.h"
+#include "core/autograd/notice.h"
+#include "core/base/clock.h"
+#include "core/base/thread_pool.h"
+#include "core/base/trace.h"
+
+namespace distgrad {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+constexpr WorkerId kSelf = 1, kPeer = 2, kOther = 3;
+
+// Keeps what is sent. Thread-safe.
+class RecordingNetwork : public EngineNetwork {
+ public:
+  struct Sent {
+    WorkerId to;
+    std::vector<Notice> notices;
+  };
+
+  Packet NewNotice() override { return Packet(); }
+  void Notify(WorkerId to, Packet packet) override {
+    absl::StatusOr<std::vector<Notice>> notices = ReadNotices(packet, 0, {});
+    EXPECT_TRUE(notices.ok()) << notices.status();
+    absl::MutexLock lock(&mu_);
+    sent_.push_back({to, *std::move(notices)});
+  }
+  absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId) override {
+    return absl::UnimplementedError("this test has no devices");
+  }
+  std::string Describe(WorkerId worker) override { return std::to_string(worker); }
+
+  std::vector<Sent> TakeSent() {
+    absl::MutexLock lock(&mu_);
+    return std::exchange(sent_, {});
+  }
+  // How many gradients each packet had.
+  std::vector<size_t> TakeGradients() {
+    std::vector<size_t> counts;
+    for (const Sent& sent : TakeSent()) {
+      size_t gradients = 0;
+      for (const Notice& notice : sent.notices) gradients += notice.kind == Notice::Kind::kEdge;
+      if (gradients > 0) counts.push_back(gradients);
+    }
+    return counts;
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::vector<Sent> sent_ ABSL_GUARDED_BY(mu_);
+};
+
+// Stands still, or goes on by one step each time that somebody looks. Thread-safe.
+class SteppingClock : public Clock {
+ public:
+  void SetStep(absl::Duration step) {
+    absl::MutexLock lock(&mu_);
+    step_ = step;
+  }
+  absl::Time Now() override {
+    absl::MutexLock lock(&mu_);
+    return now_ += step_;
+  }
+  TimerId At(absl::Time, absl::AnyInvocable<void()>) override { return 0; }
+  bool Cancel(TimerId) override { return false; }
+
+ private:
+  absl::Mutex mu_;
+  absl::Time now_ ABSL_GUARDED_BY(mu_) = absl::FromUnixSeconds(1'000'000'000);
+  absl::Duration step_ ABSL_GUARDED_BY(mu_);
+};
+
+class EngineTest : public ::testing::Test {
+ protected:
+  ~EngineTest() override {
+    engine_.Close();
+    pool_.Join();
+    engine_.Join();
+  }
+
+  // A tensor that has come from `from` by the edge with that number.
+  at::Tensor Receive(const std::shared_ptr<ContextRecord>& context, WorkerId from, uint64_t edge) {
+    at::Tensor tensor = at::ones({2});
+    const absl::Status recorded =
+        engine_.RecordRecv(context, {MakeId(from, edge), from}, absl::MakeSpan(&tensor, 1));
+    EXPECT_TRUE(recorded.ok()) << recorded;
+    return tensor;
+  }
+  void Deliver(WorkerId from, const Notice& notice) {
+    Packet packet;
+    ASSERT_TRUE(AppendNotice(notice, &packet).ok());
+    engine_.OnNotice(from, std::move(packet), 0);
+  }
+  // Until the pool has done what was asked of it so far.
+  void AwaitPool() {
+    absl::Notification done;
+    pool_.Schedule([&] { done.Notify(); });
+    done.WaitForNotification();
+  }
+
+  SteppingClock clock_;
+  RecordingNetwork network_;
+  TraceRecorder trace_;
+  ThreadPool pool_{"engine", 1};
+  ContextRegistry contexts_{kSelf, /*incarnation=*/1};
+  Engine engine_{kSelf, /*incarnation=*/1, &network_, &pool_, &clock_, &trace_, &contexts_, {}};
+};
+
+// ------------------------------------------------------------------------------ Workers that go
+
+// Of a pass of a third worker's context, of which nothing else has come yet.
+Notice StartOf(ContextId context) {
+  return {.kind = Notice::Kind::kStart, .context = context, .pass = MakeId(MakerOf(context), 1)};
+}
+
+// Its call is on its way, on the link for large packets, and then lost.
+TEST_F(EngineTest, AContextThatANoticeBroughtIsMadeKnownToItsOriginWhenTheSenderIsLost) {
+  const ContextId context = MakeId(kOther, 1);
+  Deliver(kPeer, StartOf(context));
+  AwaitPool();
+  ASSERT_NE(contexts_.Find(context), nullptr);
+  network_.TakeSent();
+  engine_.OnPeerLost(kPeer, absl::UnavailableError("it is gone"));
+  bool asked = false;
+  for (const auto& sent : network_.TakeSent()) {
+    for (const Notice& notice : sent.notices) {
+      asked |= sent.to == kOther && notice.kind == Notice::Kind::kKnown;
+    }
+  }
+  EXPECT_TRUE(asked) << "the origin's release was going to come by way of the worker that is lost";
+  Deliver(kOther, {.kind = Notice::Kind::kRelease, .context = context});
+  AwaitPool();
+  EXPECT_EQ(contexts_.size(), 0u);
+}
+
+// The pool comes to the message of a worker when that is lost already.
+TEST_F(EngineTest, AMessageThatIsReadLateBringsNoContextOfALostWorker) {
+  absl::Notification go;
+  pool_.Schedule([&] { go.WaitForNotification(); });
+  Deliver(kPeer, StartOf(MakeId(kPeer, 1)));
+  Deliver(kPeer, StartOf(MakeId(kOther, 1)));
+  engine_.OnPeerLost(kPeer, absl::UnavailableError("it is gone"));
+  go.Notify();
+  AwaitPool();
+  EXPECT_EQ(contexts_.Find(MakeId(kPeer, 1)), nullptr) << "nobody is left to release it";
+  bool asked = false;
+  for (const auto& sent : network_.TakeSent()) {
+    for (const Notice& notice : sent.notices) {
+      asked |= sent.to == kOther && notice.kind == Notice::Kind::kKnown;
+    }
+  }
+  EXPECT_TRUE(asked || contexts_.Find(MakeId(kOther, 1)) == nullptr);
+  EXPECT_EQ(engine_.CountPasses().running, 0u) << "a pass that nobody will end";
+}
+
+}  // namespace
+}  // namespace distgrad
