@@ -135,7 +135,8 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
   });
   if (!run.ok()) return Future<Unit>::Of(run.status());
   if (closed_) (*run)->Fail(ShuttingDown());  // Close() may have missed it
-  return (*run)->Begin(options.deadline, run_here ? RunHere::kYes : RunHere::kNo);
+  return (*run)->Begin(options.deadline,
+                       run_here && MayRunNodesHere() ? RunHere::kYes : RunHere::kNo);
 }
 
 // ----------------------------------------------------------------------------- From the network
@@ -173,7 +174,8 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
   EventLoop* const loop = EventLoop::Current();
   if (loop != nullptr && AreBrief(batches)) {
     return loop->Run([this, from, batches = std::move(batches)]() mutable {
-      Handle(from, std::move(batches), RunHere::kBrief);
+      // This may be another thread: whoever has the lead of the loop by then.
+      Handle(from, std::move(batches), MayRunNodesHere() ? RunHere::kBrief : RunHere::kNo);
     });
   }
   pool_->ScheduleHere([this, from, batches = std::move(batches)]() mutable {

@@ -195,10 +195,14 @@ void PassRun::CallHelpers() {
     coming_ = wanted;
   }
   for (; helpers > 0; --helpers) {
+    auto run = [self = shared_from_this()] { self->RunFeeds(RunHere::kYes); };
+    if (!MayRunNodesHere()) {
+      engine_->pool().Schedule(std::move(run));
+      continue;
+    }
     // One may be this thread, the initiator's if it waits for the pass.
     const Canceller* const maker = this;
-    engine_->pool().ScheduleHere([self = shared_from_this()] { self->RunFeeds(RunHere::kYes); },
-                                 maker);
+    engine_->pool().ScheduleHere(std::move(run), maker);
   }
 }
 

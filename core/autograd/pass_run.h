@@ -54,7 +54,7 @@ class PassRun : public PassHost,
           bool retain_graph, std::optional<Roots> roots);
   PassId id() const { return id_; }
 
-  // Whether the calling thread may run nodes of the graph.
+  // Whether the calling thread runs nodes of the graph; only where MayRunNodesHere().
   enum class RunHere {
     kNo,
     kYes,

@@ -18,6 +18,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "tests/integration/team.h"
 
@@ -620,6 +621,63 @@ TEST_P(PassesTest, AContextWhoseOriginIsGoneGoes) {
   EXPECT_EQ(team()[3].context_count(), 1u);
   team().Kill(0);
   team().AwaitQuiet(0);
+}
+
+// ------------------------------------------------------------ Threads that torch's engine runs on
+
+// torch::autograd::grad() has libtorch's nodes on its thread leave out what is not in its own list.
+// A pass that a node of its calls for, and that comes back to this worker, is not its affair.
+TEST_P(PassesTest, APassInsideTorchsOwnGrad) {
+  Start(2);
+  for (const int64_t size : {2, 200}) {
+    SCOPED_TRACE(size);
+    const at::Tensor w = Leaf({size, size}, 2);
+    Context context = team()[0].NewContext();
+    const at::Tensor outer = x_ * 1;
+    outer.register_hook([&](const at::Tensor&) {
+      const at::AutoGradMode enabled(true);
+      const at::Tensor y = team().Run(0, 1, context, Along(team(), "101"), {w.cos()})[0];
+      const absl::Status done = context.Backward({y.sum()});
+      EXPECT_TRUE(done.ok()) << done;
+    });
+    torch::autograd::grad({outer.sum()}, {x_});
+    ExpectSame(GradientOf(context, w), Reference(LocalAlong(w.cos(), 3).sum(), {w})[0]);
+    context.Release();
+    team().AwaitQuiet(0);
+  }
+}
+
+// The same for a pass of another worker, which comes while a node waits for an answer.
+TEST_P(PassesTest, APassOfAnotherWorkerInsideTorchsOwnGrad) {
+  Start(2);
+  const at::Tensor p = Leaf({2, 3}, 2);
+  for (int round = 0; round < 10; ++round) {
+    at::Tensor gradient;
+    const at::Tensor outer = x_ * 1;
+    outer.register_hook([&](const at::Tensor&) {
+      const at::AutoGradMode enabled(true);  // a mode that goes with calls
+      const absl::StatusOr<Tensors> asked = team().Try(
+          0, 1, {},
+          [&](Tensors, Request&) -> absl::StatusOr<Tensors> {
+            Context context = team()[1].NewContext();
+            const at::Tensor y = team().Run(
+                1, 0, context, [&](Tensors in, Request&) { return Tensors{(in[0] * p).sin()}; },
+                {at::ones({2, 3})})[0];
+            const absl::Status done = context.Backward({y.sum()});
+            team().Run(1, 0, context,
+                       [&](Tensors, Request& r) {
+                         gradient = GradientOf(r.context, p);
+                         return Tensors{};
+                       },
+                       {});
+            return done.ok() ? absl::StatusOr<Tensors>(Tensors{}) : done;
+          },
+          {});
+      EXPECT_TRUE(asked.ok()) << asked.status();
+    });
+    torch::autograd::grad({outer.sum()}, {x_});
+    ExpectSame(gradient, p.detach().cos());
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, PassesTest, ::testing::Values("inproc", "socket"),

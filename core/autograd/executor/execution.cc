@@ -3,6 +3,7 @@
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
 #include <deque>
@@ -42,6 +43,12 @@ struct Runner {
 };
 
 }  // namespace
+
+// What Node::task_should_compute_output() looks at.
+bool MayRunNodesHere() {
+  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
+  return wanted == nullptr || wanted->empty();
+}
 
 struct Execution::State : std::enable_shared_from_this<Execution::State> {
   State(std::shared_ptr<const Graph> the_graph, ExecutionOptions the_options,
@@ -149,6 +156,10 @@ void Execution::State::RunRoot(Graph::Index root, variable_list gradients,
   }
   if (progress[root].missing.exchange(0, std::memory_order_relaxed) != 1) {
     Fail(absl::InternalError("a root was fed twice"));
+    return;
+  }
+  if (!MayRunNodesHere()) {
+    Fail(absl::InternalError("nodes were fed on a thread that is inside torch::autograd::grad()"));
     return;
   }
   Runner runner;

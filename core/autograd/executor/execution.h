@@ -76,6 +76,12 @@ struct ExecutionOptions {
   std::shared_ptr<void> keep_alive = nullptr;
 };
 
+// Whether nodes may run on the calling thread. Not where libtorch's own engine runs a node or a
+// hook for torch::autograd::grad(), or a backward() with inputs: there libtorch's nodes ask a
+// thread-local, which nobody outside can set, which of their outputs lead to those inputs, and
+// leave out the others without an error.
+bool MayRunNodesHere();
+
 // Thread-safe.
 class Execution {
  public:
@@ -87,9 +93,10 @@ class Execution {
   Execution& operator=(const Execution&) = delete;
 
   // Feeds a root: for each of its inputs one gradient (or undefined), and whether it is reached;
-  // what is not has no gradient. Runs on this thread all that this makes ready, but for what has a
-  // device thread; OnIdle says when that has ended too. Each root that the graph was built from must
-  // be fed exactly once. `root` is an index of the graph.
+  // what is not has no gradient. Only where MayRunNodesHere(); else the execution fails. Runs on
+  // this thread all that this makes ready, but for what has a device thread; OnIdle says when that
+  // has ended too. Each root that the graph was built from must be fed exactly once. `root` is an
+  // index of the graph.
   void Feed(Graph::Index root, torch::autograd::variable_list gradients,
             absl::Span<const bool> reached);
 

@@ -1,8 +1,10 @@
 #include "core/autograd/executor/execution.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
@@ -365,6 +367,29 @@ TEST(Execution, TheSinkMayFeedAnotherRootMeanwhile) {
   execution.Feed(0, {Full(1)}, {true});
   EXPECT_TRUE(sink.Of(leaf).equal(Full(2)));
   EXPECT_EQ(sink.idle, 1);
+}
+
+// torch::autograd::grad() would have nodes on its thread leave out what it has no use for.
+TEST(Execution, NodesDoNotRunInsideTorchsGrad) {
+  const Tensor leaf = at::ones({2}).requires_grad_(), other = at::ones({2}).requires_grad_();
+  EXPECT_TRUE(MayRunNodesHere());
+  absl::Status status;
+  Spy::Body body = [&](const torch::autograd::variable_list&) {
+    EXPECT_FALSE(MayRunNodesHere());
+    RecordingSink sink;
+    Execution execution(GraphOf({{leaf.sin()}}), ExecutionOptions(), &sink);
+    execution.Feed(0, {at::ones({2})}, {true});
+    EXPECT_EQ(sink.idle, 1);
+    EXPECT_TRUE(sink.leaves.empty());
+    status = execution.status();
+  };
+  torch::autograd::grad({Watch(other, &body).sum()}, {other});
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  Spy::Body everything = [&](const torch::autograd::variable_list&) {
+    EXPECT_TRUE(MayRunNodesHere()) << "a backward without inputs wants all that there is";
+  };
+  torch::autograd::backward({Watch(other, &everything).sum()});
+  EXPECT_TRUE(MayRunNodesHere());
 }
 
 }  // namespace
