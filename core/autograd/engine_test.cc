@@ -130,6 +130,70 @@ class EngineTest : public ::testing::Test {
   Engine engine_{kSelf, /*incarnation=*/1, &network_, &pool_, &clock_, &trace_, &contexts_, {}};
 };
 
+// --------------------------------------------------------------------------- When gradients leave
+
+// The sum of `count` received tensors, each after a few operators of its own; `after(i, x)` stands
+// between those and the sum.
+at::Tensor SumOf(int count, const std::function<at::Tensor(int)>& receive,
+                 const std::function<at::Tensor(int, at::Tensor)>& after) {
+  at::Tensor sum;
+  for (int i = 0; i < count; ++i) {
+    const at::Tensor x = after(i, (receive(i) * 2).sin());
+    sum = sum.defined() ? sum + x : x;
+  }
+  return sum.sum();
+}
+
+TEST_F(EngineTest, SmallGradientsThatComeTogetherLeaveInOnePacket) {
+  const auto context = contexts_.New();
+  const at::Tensor loss = SumOf(
+      100, [&](int i) { return Receive(context, kPeer, i + 1); },
+      [](int, at::Tensor x) { return x; });
+  engine_.Backward(context, {loss}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  EXPECT_THAT(network_.TakeGradients(), ElementsAre(100));
+}
+
+// A node with a hook may take as long as it likes. The tensors arrive on another thread, which
+// counts its nodes by itself.
+TEST_F(EngineTest, AGradientLeavesBeforeALongNode) {
+  const auto context = contexts_.New();
+  std::vector<at::Tensor> received;
+  std::thread([&] {
+    for (int i = 0; i < 8; ++i) received.push_back(Receive(context, kPeer, i + 1));
+  }).join();
+  int nodes = 0;
+  const at::Tensor loss = SumOf(
+      8, [&](int i) { return received[i]; },
+      [&](int, at::Tensor x) {
+        x.register_hook([&](const at::Tensor&) {
+          const std::vector<size_t> left = network_.TakeGradients();
+          if (nodes++ == 0) {
+            EXPECT_THAT(left, IsEmpty());
+          } else {
+            EXPECT_THAT(left, ElementsAre(1)) << "node " << nodes;
+          }
+        });
+        return x;
+      });
+  engine_.Backward(context, {loss}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  EXPECT_EQ(nodes, 8);
+  EXPECT_THAT(network_.TakeGradients(), ElementsAre(1)) << "the last";
+}
+
+// Nodes that are short each are long together.
+TEST_F(EngineTest, AGradientDoesNotWaitForLongForOthers) {
+  const auto context = contexts_.New();
+  const at::Tensor loss = SumOf(
+      100, [&](int i) { return Receive(context, kPeer, i + 1); },
+      [](int, at::Tensor x) { return x; });
+  clock_.SetStep(absl::Microseconds(10));
+  engine_.Backward(context, {loss}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  const std::vector<size_t> gradients = network_.TakeGradients();
+  EXPECT_EQ(std::accumulate(gradients.begin(), gradients.end(), size_t{0}), 100u);
+  EXPECT_GT(gradients.size(), 1u);
+  EXPECT_LT(gradients.size(), 50u) << "they travel together all the same";
+}
+
 // ------------------------------------------------------------------------------ Workers that go
 
 // Of a pass of a third worker's context, of which nothing else has come yet.

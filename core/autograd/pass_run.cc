@@ -1,6 +1,9 @@
 #include "core/autograd/pass_run.h"
 
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
 #include <algorithm>
+#include <typeinfo>
 #include <utility>
 
 #include "absl/algorithm/container.h"
@@ -16,9 +19,11 @@
 namespace distgrad {
 namespace {
 
-// A gradient of this many bytes is sent at once; smaller ones wait for those that come with them.
+// Gradients of so many bytes are sent at once; fewer wait for those that come with them, but not
+// while a node runs that may take long, and not for longer than a few packets would cost.
 // A packet has no more than this, but where one message alone has.
 constexpr size_t kFlushBytes = 64 << 10;
+constexpr absl::Duration kFlushDelay = absl::Microseconds(100);
 // How many pool threads are asked at once to run send nodes of one pass.
 constexpr size_t kMaxHelpers = 8;
 
@@ -28,6 +33,10 @@ constexpr size_t kMaxBriefBytes = 16 << 10;
 
 // For how many helpers a thread counts. One that runs what is brief calls them itself if it must.
 size_t Weight(PassRun::RunHere here) { return here == PassRun::RunHere::kBrief ? kMaxHelpers : 1; }
+
+bool IsLeaf(const torch::autograd::Node& node) {
+  return typeid(node) == typeid(torch::autograd::AccumulateGrad);
+}
 
 bool AreBrief(const std::vector<at::Tensor>& gradients) {
   size_t bytes = 0;
@@ -158,7 +167,7 @@ void PassRun::RunFeeds(RunHere here) {
     {
       absl::MutexLock lock(&mu_);
       coming_ -= Weight(here);
-      if (feeds_.empty()) return;
+      if (feeds_.empty()) break;
       if (here == RunHere::kBrief && (brief == kMaxBriefFeeds || !feeds_.front().brief)) break;
       feed = std::move(feeds_.front());
       feeds_.pop_front();
@@ -182,6 +191,7 @@ void PassRun::RunFeeds(RunHere here) {
     // An error is not kept waiting for what else runs.
     if (was_last || !execution->status().ok()) Settle();
   }
+  OnNext(nullptr);
   CallHelpers();
 }
 
@@ -226,8 +236,10 @@ void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradie
   const auto& recv = static_cast<const RecvNode&>(stop);
   ReadyMark ready(gradients);
   Captured::Part part{std::move(gradients[0]), std::move(ready), reached};
+  const absl::Time now = engine_->clock().Now();
   {
     absl::MutexLock lock(&mu_);
+    const bool is_first = captured_.empty();
     if (recv.edge_size() == 1) {
       captured_.push_back({recv.end(), {}});
       captured_.back().parts.push_back(std::move(part));
@@ -239,6 +251,8 @@ void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradie
       captured_.push_back(std::move(it->second.captured));
       gathering_.erase(it);
     }
+    if (is_first) captured_since_ = now;
+    has_captured_.store(true, std::memory_order_relaxed);
     for (const Captured::Part& p : captured_.back().parts) {
       if (!p.gradient.defined()) continue;
       // A sparse one has no storage, and no size to ask for.
@@ -246,6 +260,19 @@ void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradie
     }
     if (captured_bytes_ < kFlushBytes) return;
     captured_bytes_ = 0;
+  }
+  Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo);
+}
+
+// A peer may have nothing else to do than what these gradients are for.
+void PassRun::OnNext(torch::autograd::Node* next) {
+  if (!has_captured_.load(std::memory_order_relaxed)) return;
+  const bool wait = next != nullptr && !MayTakeLong(*next, RecvNode::Is(*next)) &&
+                    !(IsLeaf(*next) && context_->has_leaf_observer());
+  if (wait) {
+    const absl::Time now = engine_->clock().Now();
+    absl::MutexLock lock(&mu_);
+    if (captured_.empty() || now < captured_since_ + kFlushDelay) return;
   }
   Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo);
 }
@@ -301,7 +328,7 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   PassPlan plan;
   std::vector<std::shared_ptr<torch::autograd::Node>> sources;
   std::vector<Graph::Index> waiting;  // for other workers than the one that engaged us
-  std::optional<WorkerId> by_peer;  // who engaged us
+  std::optional<WorkerId> by_peer;    // who engaged us
   for (const ContextRecord::SendEnd& send : edges->sends) {
     const auto index = static_cast<Graph::Index>(sources.size());
     send_roots_.emplace(send.end.edge, index);
@@ -426,6 +453,7 @@ void PassRun::Stop(const absl::Status& why) {
   outstanding_ -= feeds_.size();
   feeds_.clear();
   captured_.clear();
+  has_captured_.store(false, std::memory_order_relaxed);
 }
 
 void PassRun::FlushCapturedOnStrand() {
@@ -434,6 +462,7 @@ void PassRun::FlushCapturedOnStrand() {
     absl::MutexLock lock(&mu_);
     captured.swap(captured_);
     captured_bytes_ = 0;
+    has_captured_.store(false, std::memory_order_relaxed);
   }
   for (Captured& c : captured) {
     if (!pass_.running()) return;

@@ -21,6 +21,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "core/autograd/context_record.h"
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/graph.h"
@@ -154,6 +155,7 @@ class PassRun : public PassHost,
   void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override;
   void OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradients,
               bool reached) override;
+  void OnNext(torch::autograd::Node* next) override;
   void OnIdle() override;
 
   // Constant after construction.
@@ -165,7 +167,8 @@ class PassRun : public PassHost,
 
   // Synchronizes itself.
   Strand strand_;
-  std::atomic<size_t> outstanding_{0};  // feeds that are queued or running
+  std::atomic<size_t> outstanding_{0};     // feeds that are queued or running
+  std::atomic<bool> has_captured_{false};  // for those who do not hold mu_
 
   // On strand_ only.
   std::shared_ptr<const Graph> graph_;
@@ -194,6 +197,7 @@ class PassRun : public PassHost,
   absl::flat_hash_map<EdgeId, Gathering> gathering_ ABSL_GUARDED_BY(mu_);
   std::vector<Captured> captured_ ABSL_GUARDED_BY(mu_);
   size_t captured_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Time captured_since_ ABSL_GUARDED_BY(mu_);  // the first of them
 };
 
 }  // namespace distgrad

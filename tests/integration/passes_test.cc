@@ -680,6 +680,74 @@ TEST_P(PassesTest, APassOfAnotherWorkerInsideTorchsOwnGrad) {
   }
 }
 
+// --------------------------------------------------------------------------------- Pipelines
+
+// Worker 1 is the second stage of eight micro-batches, and has one thread. While it is at one, the
+// gradients of all before it come to worker 0.
+TEST_P(PassesTest, GradientsOfMicroBatchesLeaveOneByOne) {
+  constexpr int kBatches = 8;
+  // Of which pass the nodes run on both workers.
+  struct Progress {
+    // Whether so many have come back; not again if they did not.
+    void AwaitBack(int count) ABSL_LOCKS_EXCLUDED(mu) {
+      absl::MutexLock lock(&mu);
+      const auto are_back = [&] { return back >= count; };
+      if (late) return;
+      late = !mu.AwaitWithTimeout(absl::Condition(&are_back), absl::Seconds(20));
+      EXPECT_FALSE(late) << "of " << count << " gradients " << back << " have come";
+    }
+    void Back() ABSL_LOCKS_EXCLUDED(mu) {
+      absl::MutexLock lock(&mu);
+      ++back;
+    }
+    absl::Mutex mu;
+    int begun ABSL_GUARDED_BY(mu) = 0, back ABSL_GUARDED_BY(mu) = 0;
+    bool late ABSL_GUARDED_BY(mu) = false;
+  };
+  // Where the second stage is called, and where it is the one that calls backward.
+  for (const bool called : {true, false}) {
+    SCOPED_TRACE(called ? "the second stage is called" : "the second stage calls");
+    const auto progress = std::make_shared<Progress>();
+    Team team(2, {.transport = GetParam(), .threads = 1});
+    const auto first = [&](const at::Tensor& x) {
+      at::Tensor y = x.sin();
+      y.register_hook([progress](const at::Tensor&) { progress->Back(); });
+      return y;
+    };
+    const auto second = [&](const at::Tensor& x) {
+      at::Tensor y = x.tanh();
+      y.register_hook([progress](const at::Tensor&) {
+        int before;
+        {
+          absl::MutexLock lock(&progress->mu);
+          before = progress->begun++;
+        }
+        progress->AwaitBack(before);
+      });
+      return y;
+    };
+    const at::Tensor w = Leaf({16, 16}, 2);
+    Context context = team[0].NewContext();
+    at::Tensor loss, local;
+    for (int i = 0; i < kBatches; ++i) {
+      const at::Tensor x = w * i;
+      const at::Tensor y =
+          called ? team.Run(0, 1, context,
+                            [&](Tensors in, Request&) { return Tensors{second(in[0])}; },
+                            {first(x)})[0]
+                 : second(team.Run(0, 1, context,
+                                   [&](Tensors in, Request&) { return Tensors{first(in[0])}; },
+                                   {x})[0]);
+      loss = loss.defined() ? loss + y.sum() : y.sum();
+      const at::Tensor z = x.sin().tanh().sum();
+      local = local.defined() ? local + z : z;
+    }
+    const absl::Status done = context.Backward({loss});
+    ASSERT_TRUE(done.ok()) << done;
+    EXPECT_TRUE(GradientOf(context, w).allclose(Reference(local, {w})[0]));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Transports, PassesTest, ::testing::Values("inproc", "socket"),
                          [](const auto& info) { return info.param; });
 

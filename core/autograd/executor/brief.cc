@@ -30,31 +30,53 @@ bool HasHooks(Node& node) {
          !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
 }
 
-bool IsBriefNode(Node& node, bool is_stop) {
+// Whether nobody but libtorch has a say in what the node does.
+bool IsPlain(Node& node) {
   if (HasHooks(node)) return false;
+  if (typeid(node) != typeid(AccumulateGrad)) {
+    return IsOfLibtorch(node) || typeid(node) == typeid(SourceNode);
+  }
+  return static_cast<const AccumulateGrad&>(node).tensor_post_acc_grad_hooks() == nullptr;
+}
+
+bool IsSmall(const torch::autograd::InputMetadata& input) {
+  if (input.is_nested_tensor()) return false;
+  size_t bytes = c10::elementSize(c10::typeMetaToScalarType(input.options().dtype()));
+  for (const c10::SymInt& size : input.shape_as_dim_vector()) {
+    const auto known = size.maybe_as_int();
+    if (!known.has_value()) return false;
+    bytes *= *known;
+  }
+  return bytes <= kBytes;
+}
+
+bool IsBriefNode(Node& node, bool is_stop) {
+  if (is_stop ? HasHooks(node) : !IsPlain(node)) return false;
   // Whoever feeds it knows the size of what he feeds.
   if (typeid(node) == typeid(SourceNode)) return true;
-  if (typeid(node) == typeid(AccumulateGrad)) {
-    const auto& leaf = static_cast<const AccumulateGrad&>(node);
-    if (leaf.tensor_post_acc_grad_hooks() != nullptr) return false;
-  } else if (!is_stop && !IsOfLibtorch(node)) {
-    return false;
-  }
   for (uint32_t i = 0; i < node.num_inputs(); ++i) {
     const torch::autograd::InputMetadata& input = node.input_metadata(i);
-    if (!input.device().is_cpu() || input.is_nested_tensor()) return false;
-    size_t bytes = c10::elementSize(c10::typeMetaToScalarType(input.options().dtype()));
-    for (const c10::SymInt& size : input.shape_as_dim_vector()) {
-      const auto known = size.maybe_as_int();
-      if (!known.has_value()) return false;
-      bytes *= *known;
-    }
-    if (bytes > kBytes) return false;
+    if (!input.device().is_cpu() || !IsSmall(input)) return false;
   }
   return true;
 }
 
 }  // namespace
+
+bool MayTakeLong(Node& node, bool is_stop) {
+  if (is_stop) return HasHooks(node);
+  if (!IsPlain(node)) return true;
+  const auto keeps_thread = [](const torch::autograd::InputMetadata& input) {
+    return input.device().is_cpu() && !IsSmall(input);
+  };
+  for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+    if (keeps_thread(node.input_metadata(i))) return true;
+  }
+  for (const torch::autograd::Edge& edge : node.next_edges()) {
+    if (edge.is_valid() && keeps_thread(edge.function->input_metadata(edge.input_nr))) return true;
+  }
+  return false;
+}
 
 bool IsBrief(absl::Span<const std::shared_ptr<Node>> roots,
              absl::FunctionRef<bool(Node&)> is_stop) {

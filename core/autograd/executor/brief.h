@@ -18,6 +18,11 @@ namespace distgrad {
 bool IsBrief(absl::Span<const std::shared_ptr<torch::autograd::Node>> roots,
              absl::FunctionRef<bool(torch::autograd::Node&)> is_stop);
 
+// Whether the node may keep the thread that runs it for long: unless it is libtorch's own, without
+// a hook, and what it takes and gives is at most a few KiB on the CPU, or anything on an
+// accelerator, for which it only launches. A stop does only if it has a hook.
+bool MayTakeLong(torch::autograd::Node& node, bool is_stop);
+
 }  // namespace distgrad
 
 #endif  // DISTGRAD_CORE_AUTOGRAD_EXECUTOR_BRIEF_H_

@@ -90,5 +90,21 @@ TEST(BriefTest, WhatComesToAStopDoes) {
       IsBrief({MakeSourceNode({large.sum()})}, [stop](Node& node) { return &node == stop; }));
 }
 
+TEST(BriefTest, WhatMayTakeLong) {
+  const auto may_take_long = [](const at::Tensor& result) {
+    return MayTakeLong(*result.grad_fn(), /*is_stop=*/false);
+  };
+  EXPECT_FALSE(may_take_long(Leaf({64, 64}) * 2));
+  EXPECT_TRUE(may_take_long(Leaf({100, 100}) * 2)) << "what it takes is large";
+  EXPECT_TRUE(may_take_long(Leaf({100, 100}).sum())) << "what it gives is large";
+  EXPECT_TRUE(may_take_long(Double::apply(Leaf({1})))) << "a function of the user's";
+  const at::Tensor hooked = Leaf({1}) * 2;
+  hooked.register_hook([](const at::Tensor& gradient) { return gradient; });
+  EXPECT_TRUE(may_take_long(hooked));
+  EXPECT_FALSE(may_take_long(hooked * 2)) << "the hook is another node's";
+  EXPECT_TRUE(MayTakeLong(*hooked.grad_fn(), /*is_stop=*/true));
+  EXPECT_FALSE(MayTakeLong(*(Leaf({100, 100}) * 2).grad_fn(), /*is_stop=*/true));
+}
+
 }  // namespace
 }  // namespace distgrad

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <deque>
 #include <exception>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -187,6 +188,7 @@ void Execution::State::RunLane(uint8_t lane) {
   runner.lane = lane;
   runner.inbox = &lanes[lane];
   RunReady(runner);
+  sink->OnNext(nullptr);
 }
 
 void Execution::State::RunReady(Runner& runner) {
@@ -209,6 +211,7 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runn
   Node& node = *entry.node;
   const bool reached = progress[index].reached.load(std::memory_order_relaxed);
   try {
+    if (reached) sink->OnNext(&node);
     std::optional<HomeStreamGuard> streams;
     if (entry.lane != 0) streams.emplace(node, gradients);
     switch (entry.kind) {
@@ -261,7 +264,11 @@ void Execution::State::Arrive(Graph::Successor at, at::Tensor gradient, bool rea
   if (reached) node.reached.store(true, std::memory_order_relaxed);
   // The last to count down sees what all others stored before they did.
   if (node.missing.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  const ReadyNode ready = {entry.node->sequence_nr(), at.node};
+  // A stop comes before all, as a leaf does: somebody may wait for it. Its own number says nothing
+  // here, for it counts the nodes of the thread on which the stop was made.
+  const uint64_t order = entry.kind == Graph::Kind::kStop ? std::numeric_limits<uint64_t>::max()
+                                                          : entry.node->sequence_nr();
+  const ReadyNode ready = {order, at.node};
   if (lanes.empty() || entry.lane == runner.lane) {
     runner.ready.Push(ready);
   } else {

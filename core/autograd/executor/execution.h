@@ -2,10 +2,10 @@
 // the same time, each node runs when all that it depends on has run, and what arrives at leaves
 // and stop nodes goes to a sink. Knows nothing of workers.
 //
-// An input of a root is *reached* or not, as whoever feeds the root says; and a node is if a path of
-// nodes leads to it from a reached input. A node that is not reached does not run; it only passes
-// that on, so that the leaves behind an unused result get nothing at all, as in local autograd,
-// where nothing leads from the loss to them.
+// An input of a root is *reached* or not, as whoever feeds the root says; and a node is if a path
+// of nodes leads to it from a reached input. A node that is not reached does not run; it only
+// passes that on, so that the leaves behind an unused result get nothing at all, as in local
+// autograd, where nothing leads from the loss to them.
 //
 // Does what torch::autograd::backward does, in the same order, so that gradients are equal to
 // the last bit when roots are fed from one thread: all kinds of hooks, checks of what a node
@@ -60,6 +60,11 @@ class GradientSink {
   // as if it were a function that hands on what it is given. May throw: that fails the execution.
   virtual void OnStop(torch::autograd::Node& stop, torch::autograd::variable_list gradients,
                       bool reached) = 0;
+
+  // The calling thread is about to run `next`, which is reached; or, where that is null, has
+  // run all that was handed to it and goes away, while other threads go on. What the sink keeps
+  // back must not wait for that. May throw, unless `next` is null: that fails the execution.
+  virtual void OnNext(torch::autograd::Node* next) {}
 
   // Nothing is running any more: every root fed so far has been followed to its end (or the
   // execution was cancelled). More roots may be fed later, also by this call, and then it comes

@@ -22,6 +22,7 @@
 #include "absl/strings/match.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 #include "core/autograd/executor/device_threads.h"
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/executor_testing.h"
@@ -182,6 +183,36 @@ TEST_P(DeviceExecution, StopNodesAndUnreachedBranches) {
   EXPECT_TRUE(sink_.stops[stop.get()][0].gradients[0].cpu().equal(Full(2)));
   EXPECT_TRUE(sink_.Of(leaf).equal(Full(1)));
   EXPECT_FALSE(sink_.Of(unused).defined());
+}
+
+// Each thread says that it goes away, though others go on.
+TEST_P(DeviceExecution, ALaneSaysThatItHasEnded) {
+  struct Sink : RecordingSink {
+    void OnNext(torch::autograd::Node* next) override {
+      if (next == nullptr) ended.Notify();
+    }
+    absl::Notification ended;
+  };
+  if (!GetParam()) GTEST_SKIP() << "nothing is handed over without threads for devices";
+  Sink sink;
+  absl::Notification idle;
+  sink.on_idle = [&] { idle.Notify(); };
+  ExecutionOptions options;
+  options.device_threads = &threads_;
+  // The CPU's part is not over before the device's.
+  bool in_time = false;
+  Spy::Body wait = [&](const variable_list&) {
+    in_time = sink.ended.WaitForNotificationWithTimeout(absl::Seconds(20));
+  };
+  const Tensor a = Leaf(1, Device(0)), b = Leaf(1);
+  // The younger node runs first, and hands the device's over.
+  const Tensor slow = Watch(b, &wait);
+  const Tensor fast = a.to(kCpu);
+  Execution execution(GraphOf({{slow, fast}}), options, &sink);
+  execution.Feed(0, {Full(1), Full(1)}, {true, true});
+  idle.WaitForNotification();
+  EXPECT_TRUE(execution.status().ok()) << execution.status();
+  EXPECT_TRUE(in_time);
 }
 
 TEST_P(DeviceExecution, AnErrorOnADevice) {

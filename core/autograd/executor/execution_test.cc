@@ -369,6 +369,28 @@ TEST(Execution, TheSinkMayFeedAnotherRootMeanwhile) {
   EXPECT_EQ(sink.idle, 1);
 }
 
+// The sink hears of each node that runs before it does; of those that are not reached, nothing.
+TEST(Execution, SaysWhatRunsNext) {
+  struct Sink : RecordingSink {
+    void OnNext(torch::autograd::Node* next) override {
+      names.push_back(next == nullptr ? "nothing" : next->name());
+    }
+    std::vector<std::string> names;
+  };
+  const Tensor leaf = at::ones({2}).requires_grad_(), other = at::ones({2}).requires_grad_();
+  const auto stop = std::make_shared<StopNode>();
+  Tensor received = at::ones({2});
+  StopNode::MakeHistory(stop, received);
+  Sink sink;
+  Execution execution(GraphOf({{leaf.sin() * received}, {other.cos()}}), ExecutionOptions(), &sink);
+  execution.Feed(1, {Tensor()}, {false});
+  EXPECT_TRUE(sink.names.empty());
+  execution.Feed(0, {at::ones({2})}, {true});
+  ASSERT_TRUE(execution.status().ok()) << execution.status();
+  EXPECT_EQ(sink.names, (std::vector<std::string>{"MulBackward0", "StopNode", "SinBackward0",
+                                                  "torch::autograd::AccumulateGrad"}));
+}
+
 // torch::autograd::grad() would have nodes on its thread leave out what it has no use for.
 TEST(Execution, NodesDoNotRunInsideTorchsGrad) {
   const Tensor leaf = at::ones({2}).requires_grad_(), other = at::ones({2}).requires_grad_();

@@ -20,7 +20,7 @@ struct ReadyNode {
 };
 
 // The ready nodes of one thread, in libtorch's order: the one made last in forward comes first,
-// leaves before all. Not thread-safe.
+// leaves, and stops, before all. Not thread-safe.
 class ReadyHeap {
  public:
   bool empty() const { return heap_.empty(); }
