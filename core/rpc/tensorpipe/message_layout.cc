@@ -103,6 +103,18 @@ tensorpipe::Message LayOut(Packet& packet) {
   return message;
 }
 
+bool TakesLongToPrepare(const tensorpipe::Descriptor& descriptor) {
+  constexpr uint64_t kLongBytes = 2 << 20;
+  constexpr size_t kManySegments = 1024;
+  if (descriptor.payloads.size() + descriptor.tensors.size() > kManySegments) return true;
+  for (const auto& payload : descriptor.payloads) {
+    if (payload.length <= kLongBytes) continue;
+    WireReader reader(payload.metadata);
+    if (reader.U32() == kBytesPosition) return true;
+  }
+  return false;
+}
+
 absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descriptor,
                                                   const PacketLimits& limits, DeviceMemory* gpus) {
   Budget budget(limits);

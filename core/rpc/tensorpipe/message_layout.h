@@ -51,6 +51,10 @@ struct Incoming {
   bool on_gpus = false;  // a part of it
 };
 
+// Whether Prepare() may take longer than the thread of the sockets is to be kept: bytes that come
+// as a payload are cleared first, however many there are, and each segment is allocated.
+bool TakesLongToPrepare(const tensorpipe::Descriptor& descriptor);
+
 // Checks all that a descriptor says before any memory is allocated for it. kResourceExhausted
 // if it is beyond a limit or there is no memory, kInvalidArgument if no LayOut made it. `gpus` is
 // asked for memory only if the limits have gpus_here.

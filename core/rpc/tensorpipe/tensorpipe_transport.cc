@@ -21,6 +21,7 @@
 #include "core/base/event_loop.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
+#include "core/base/thread_pool.h"
 #include "core/rpc/tensorpipe/address.h"
 #include "core/rpc/tensorpipe/cma_channel.h"
 #include "core/rpc/tensorpipe/gpu_channel.h"
@@ -154,6 +155,7 @@ class Shared {
   DeviceMemory* const gpus;  // nobody uses it after AwaitAll(); null without gpus_here
   const std::shared_ptr<Loop> loop;
   const bool is_sockets;
+  ThreadPool allocator{"dg-allocate", 1};  // nobody uses it after AwaitAll(); has no thread yet
 
   std::atomic<bool> closing{false};  // the transport is being destroyed; set by Close()
 
@@ -280,7 +282,7 @@ class PipeConnection final : public Connection,
     return limits;
   }
 
-  // The five below are one loop, each called after the callback of the one before, on the
+  // The six below are one loop, each called after the callback of the one before, on the
   // transport's threads.
   void ReadNext() {
     pipe_->readDescriptor([self = shared_from_this()](const tensorpipe::Error& error,
@@ -293,8 +295,19 @@ class PipeConnection final : public Connection,
   }
 
   void Read(tensorpipe::Descriptor descriptor) {
-    absl::StatusOr<std::shared_ptr<Incoming>> incoming =
-        Prepare(std::move(descriptor), limits(), shared_->gpus);
+    if (!TakesLongToPrepare(descriptor)) {
+      return ReadInto(Prepare(std::move(descriptor), limits(), shared_->gpus));
+    }
+    shared_->allocator.Schedule(
+        [self = shared_from_this(), descriptor = std::move(descriptor)]() mutable {
+          auto incoming = Prepare(std::move(descriptor), self->limits(), self->shared_->gpus);
+          self->shared_->loop->Run([self, incoming = std::move(incoming)]() mutable {
+            self->ReadInto(std::move(incoming));
+          });
+        });
+  }
+
+  void ReadInto(absl::StatusOr<std::shared_ptr<Incoming>> incoming) {
     if (!incoming.ok()) {
       return Finish(Annotate(incoming.status(), absl::StrCat("receiving from ", peer_)));
     }
@@ -439,6 +452,7 @@ class TensorPipeTransport final : public Transport {
     shared_->Close();
     context_->close();
     shared_->AwaitAll();
+    shared_->allocator.Join();
     loop_->Remove(keeps_loop_);
     loop_->Close();
     loop_->Join();

@@ -7,7 +7,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <set>
 #include <string>
 #include <utility>
@@ -16,11 +19,27 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "core/base/event_loop.h"
 #include "core/base/fake_clock.h"
 #include "core/rpc/transport_conformance.h"
 #include "core/rpc/transport_testing.h"
 #include "gtest/gtest.h"
 #include "tensorpipe/tensorpipe.h"
+
+namespace {
+
+std::atomic<int> large_on_loop{0};
+
+}  // namespace
+
+// Sees who allocates what is large.
+void* operator new(size_t size) {
+  if (size >= (48 << 20) && distgrad::EventLoop::Current() != nullptr) ++large_on_loop;
+  if (void* const memory = malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { free(memory); }
+void operator delete(void* memory, size_t) noexcept { free(memory); }
 
 namespace distgrad {
 namespace {
@@ -189,6 +208,26 @@ TEST(TensorPipeTransportTest, ListensAgainAfterABadHost) {
   const auto address = transport->Listen([](auto) { return nullptr; });
   ASSERT_TRUE(address.ok()) << address.status();
   EXPECT_TRUE(absl::StartsWith(*address, "socket://127.0.0.1:")) << *address;
+}
+
+// Bytes are cleared before they arrive, and a peer says how many there are: not on the thread of
+// the sockets.
+TEST(TensorPipeTransportTest, LongBytesAreAllocatedAside) {
+  auto server = NewTransport(TensorPipeOptions());
+  auto client = NewTransport(TensorPipeOptions());
+  auto receiver = std::make_shared<RecordingReceiver>();
+  const std::string address =
+      server->Listen([&](std::shared_ptr<Connection>) { return receiver; }).value();
+  auto connection = client->Connect(address, std::make_shared<RecordingReceiver>()).value();
+  const std::string large(64 << 20, 'x');
+  for (const std::string& bytes : {std::string("before"), large, std::string("after")}) {
+    connection->Send(BytesPacket(bytes), nullptr);
+  }
+  receiver->AwaitPackets(3);
+  EXPECT_EQ(receiver->packet(0).bytes, "before");
+  EXPECT_TRUE(receiver->packet(1).bytes == large);
+  EXPECT_EQ(receiver->packet(2).bytes, "after");
+  EXPECT_EQ(large_on_loop, 0);
 }
 
 // Who accepts nobody closes the connection.

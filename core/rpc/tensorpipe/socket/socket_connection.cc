@@ -23,6 +23,8 @@ constexpr size_t kBufferBytes = 64 << 10;
 constexpr size_t kMaxOwnFrame = 16 << 20;
 // What one connection reads before others have their turn.
 constexpr size_t kTurnBytes = 4 << 20;
+// A frame counts as so many bytes more: whoever reads it has something to do with it.
+constexpr size_t kFrameCost = 4 << 10;
 constexpr size_t kMaxIovecs = 32;
 constexpr absl::Duration kQueueFullDelay = absl::Milliseconds(5);
 constexpr uint32_t kReadEvents = EPOLLIN | EPOLLRDHUP;
@@ -159,6 +161,7 @@ void SocketConnection::OnEvents(uint32_t events) {
     if (events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) self->writable_ = true;
     if (self->state_ == State::kConnecting) return self->FinishConnecting();
     if (self->state_ == State::kShakingHands) return self->ShakeHands();
+    self->moved_ = 0;
     self->AdvanceWrites();
     self->AdvanceReads();
   });
@@ -250,7 +253,6 @@ void SocketConnection::AdvanceReads() {
   if (reads_.empty() || (!readable_ && begin_ == end_)) return;
   // A thread that only wants to send is not to be kept by what others send.
   if (EventLoop::Current() != loop_.get()) return ReadLater();
-  size_t moved = 0;
   while (state_ == State::kOpen && !reads_.empty() && !turn_over_) {
     if (!in_frame_) {
       if (end_ - begin_ < kHeadBytes) {
@@ -262,9 +264,12 @@ void SocketConnection::AdvanceReads() {
     }
     const size_t filled_before = frame_filled_;
     if (!FillFrame()) return;
-    moved += frame_filled_ - filled_before;
-    if (frame_filled_ == frame_size_) FinishFrame();
-    if (moved >= kTurnBytes) ReadLater();
+    moved_ += frame_filled_ - filled_before;
+    if (frame_filled_ == frame_size_) {
+      FinishFrame();
+      moved_ += kFrameCost;
+    }
+    if (moved_ >= kTurnBytes) ReadLater();
   }
 }
 
@@ -273,6 +278,7 @@ void SocketConnection::ReadLater() {
   loop_->Run([self = shared_from_this()] {
     self->strand_.Run([self] {
       self->turn_over_ = false;
+      self->moved_ = 0;
       self->AdvanceReads();
     });
   });
@@ -297,8 +303,8 @@ bool SocketConnection::StartFrame() {
   } else if (size <= kBufferBytes) {
     frame_ = nullptr;
   } else {
-    storage_.resize(size);
-    frame_ = storage_.data();
+    storage_.reset(new uint8_t[size]);  // not cleared
+    frame_ = storage_.get();
   }
   return true;
 }
@@ -378,7 +384,7 @@ void SocketConnection::FinishFrame() {
       Fail("received a malformed object");
     }
   }
-  storage_ = {};
+  storage_ = nullptr;
 }
 
 // Writing

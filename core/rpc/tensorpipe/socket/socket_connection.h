@@ -21,7 +21,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
@@ -143,9 +142,10 @@ class SocketConnection final : public Loop::Handler,
   // The frame of reads_.front(), once its length is known.
   bool in_frame_ = false;
   size_t frame_size_ = 0, frame_filled_ = 0;
-  uint8_t* frame_ = nullptr;      // where it goes; null if it is used where it lies in the buffer
-  std::vector<uint8_t> storage_;  // for frames that have no other place
-  bool turn_over_ = false;        // ReadLater() is on its way
+  uint8_t* frame_ = nullptr;  // where it goes; null if it is used where it lies in the buffer
+  std::unique_ptr<uint8_t[]> storage_;  // for frames that have no other place
+  size_t moved_ = 0;                    // bytes, in this turn: several reads may share one
+  bool turn_over_ = false;              // ReadLater() is on its way
 };
 
 }  // namespace distgrad
