@@ -19,11 +19,7 @@ absl::StatusOr<std::string> Agent::Impl::Listen() {
     {
       absl::MutexLock lock(&self->mu_);
       closed = self->closed_;
-      auto& others = self->others_;
-      others.erase(
-          std::remove_if(others.begin(), others.end(), [](auto& l) { return l.expired(); }),
-          others.end());
-      others.push_back(link);
+      self->AddOther(link);
       link->accepted = true;
       link->number = ++self->last_link_;
       // Until we know who is a member.

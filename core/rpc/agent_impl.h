@@ -116,6 +116,7 @@ class Agent::Impl : public Link::Owner,
   void Beat();
   void Probe(WorkerId peer);
   std::vector<std::shared_ptr<Link>> AllLinks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void AddOther(const std::shared_ptr<Link>& link) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<Pending> TakePending(const Link& link) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   void Handle(const std::shared_ptr<Link>& link, Packet packet);

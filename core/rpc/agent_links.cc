@@ -1,5 +1,6 @@
 // The connections of an agent: opened to where a peer is now, taken in from who is a member,
 // watched, and ended. docs/membership.md has the rules.
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -101,7 +102,7 @@ void Agent::Impl::OpenBulk(const std::shared_ptr<Link>& link, WorkerId peer, uin
     bulk->number = ++last_link_;
     bulk->is_bulk = true;
     bulk->main = link;
-    others_.push_back(bulk);
+    AddOther(bulk);
   }
   Connect(bulk, peer, number);
   link->SetBulk(std::move(bulk));
@@ -319,6 +320,14 @@ std::vector<std::shared_ptr<Link>> Agent::Impl::AllLinks() {
   return links;
 }
 
+// A link that has ended leaves its memory to the list, so the list is cleared of those each time.
+void Agent::Impl::AddOther(const std::shared_ptr<Link>& link) {
+  others_.erase(std::remove_if(others_.begin(), others_.end(),
+                               [](const auto& other) { return other.expired(); }),
+                others_.end());
+  others_.push_back(link);
+}
+
 void Agent::Impl::StartHeartbeat() {
   if (heartbeat_.interval() == absl::InfiniteDuration()) return;
   {
@@ -384,7 +393,7 @@ void Agent::Impl::Probe(WorkerId peer) {
     if (closed_ || links != 1) return;
     probe->peer = peer;
     probe->number = ++last_link_;
-    others_.push_back(probe);
+    AddOther(probe);
   }
   Connect(probe, peer);
   Packet ping;

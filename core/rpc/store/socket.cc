@@ -37,8 +37,15 @@ AddressList Resolve(const std::string& host, uint16_t port, std::string* error) 
   return AddressList(result == 0 ? found : nullptr, &freeaddrinfo);
 }
 
-Socket NewSocket(const addrinfo& address) {
-  return Socket(socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+Socket NewSocket(int family) {
+  return Socket(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+// For poll: rounded up, so that it does not spin at the end; at most a minute, which fits.
+int MillisecondsUntil(absl::Time then) {
+  const absl::Duration left = std::max(then - absl::Now(), absl::ZeroDuration());
+  return static_cast<int>(
+      absl::ToInt64Milliseconds(std::min(left, absl::Minutes(1)) + absl::Microseconds(999)));
 }
 
 }  // namespace
@@ -50,29 +57,78 @@ Socket::~Socket() {
 absl::StatusOr<Socket> Socket::Connect(const std::string& host, uint16_t port,
                                        absl::Time deadline) {
   std::string why;
-  const AddressList addresses = Resolve(host, port, &why);
-  absl::Status status = absl::UnavailableError(why);
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    Socket socket = NewSocket(*address);
-    if (!socket.valid()) {
-      status = ErrnoStatus(absl::StatusCode::kUnavailable, "socket", errno);
-      continue;
-    }
-    int error = connect(socket.fd_, address->ai_addr, address->ai_addrlen) == 0 ? 0 : errno;
-    if (error == EINPROGRESS) {
-      if (status = socket.Await(POLLOUT, deadline); !status.ok()) continue;
-      socklen_t size = sizeof(error);
-      getsockopt(socket.fd_, SOL_SOCKET, SO_ERROR, &error, &size);
-    }
-    if (error == 0) {
-      socket.SetNoDelay();
-      return socket;
-    }
-    status = ErrnoStatus(error == ECONNREFUSED ? absl::StatusCode::kFailedPrecondition
-                                               : absl::StatusCode::kUnavailable,
-                         "connect", error);
+  const AddressList found = Resolve(host, port, &why);
+  if (found == nullptr) return absl::UnavailableError(why);
+  std::vector<Address> addresses;
+  for (const addrinfo* address = found.get(); address != nullptr; address = address->ai_next) {
+    addresses.push_back({{}, address->ai_addrlen});
+    std::memcpy(&addresses.back().storage, address->ai_addr, address->ai_addrlen);
   }
-  return status;
+  return ConnectToAny(addresses, deadline);
+}
+
+absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresses,
+                                            absl::Time deadline) {
+  constexpr absl::Duration kHeadStart = absl::Milliseconds(250);
+  absl::Status status;
+  const auto fail = [&status](absl::string_view what, int error) {
+    const bool refused = error == ECONNREFUSED;
+    // That nobody listens there is the word of all addresses, or of none.
+    if (refused && absl::IsUnavailable(status)) return;
+    status = ErrnoStatus(
+        refused ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kUnavailable, what,
+        error);
+  };
+  std::vector<Socket> under_way;
+  std::vector<pollfd> entries;
+  size_t begun = 0;
+  absl::Time next = absl::InfinitePast();  // when the next one begins, unless all others failed
+  for (;;) {
+    while (begun < addresses.size() && (under_way.empty() || absl::Now() >= next)) {
+      const Address& address = addresses[begun++];
+      Socket socket = NewSocket(address.storage.ss_family);
+      if (!socket.valid()) {
+        fail("socket", errno);
+        continue;
+      }
+      const auto* to = reinterpret_cast<const sockaddr*>(&address.storage);
+      const int error = connect(socket.fd_, to, address.size) == 0 ? 0 : errno;
+      if (error == 0) {
+        socket.SetNoDelay();
+        return socket;
+      }
+      if (error == EINPROGRESS) {
+        under_way.push_back(std::move(socket));
+        next = absl::Now() + kHeadStart;
+      } else {
+        fail("connect", error);
+      }
+    }
+    if (under_way.empty()) {
+      return status.ok() ? absl::UnavailableError("no address to connect to") : status;
+    }
+    entries.clear();
+    for (const Socket& socket : under_way) entries.push_back({socket.fd_, POLLOUT, 0});
+    const absl::Time until = begun < addresses.size() ? std::min(next, deadline) : deadline;
+    const int ready = poll(entries.data(), entries.size(), MillisecondsUntil(until));
+    if (ready < 0 && errno != EINTR) {
+      return ErrnoStatus(absl::StatusCode::kUnavailable, "poll", errno);
+    }
+    for (size_t i = ready > 0 ? entries.size() : 0; i-- > 0;) {
+      if (entries[i].revents == 0) continue;
+      int error = 0;
+      socklen_t size = sizeof(error);
+      getsockopt(under_way[i].fd_, SOL_SOCKET, SO_ERROR, &error, &size);
+      if (error == 0) {
+        under_way[i].SetNoDelay();
+        return std::move(under_way[i]);
+      }
+      fail("connect", error);
+      under_way.erase(under_way.begin() + static_cast<ptrdiff_t>(i));
+      next = absl::InfinitePast();
+    }
+    if (ready == 0 && absl::Now() >= deadline) return absl::DeadlineExceededError("no answer");
+  }
 }
 
 absl::StatusOr<Socket> Socket::Listen(const std::string& host, uint16_t port) {
@@ -81,7 +137,7 @@ absl::StatusOr<Socket> Socket::Listen(const std::string& host, uint16_t port) {
   absl::Status status =
       absl::UnavailableError(absl::StrCat("cannot listen on host \"", host, "\": ", why));
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    Socket socket = NewSocket(*address);
+    Socket socket = NewSocket(address->ai_family);
     const int on = 1;
     int error = errno;
     if (socket.valid()) {
@@ -106,12 +162,8 @@ absl::StatusOr<Socket> Socket::Listen(const std::string& host, uint16_t port) {
 
 absl::Status Socket::Await(short events, absl::Time deadline) {
   for (;;) {
-    const absl::Duration left = std::max(deadline - absl::Now(), absl::ZeroDuration());
-    // Rounded up, so that it does not spin at the end; at most a minute, which fits.
-    const int millis = static_cast<int>(
-        absl::ToInt64Milliseconds(std::min(left, absl::Minutes(1)) + absl::Microseconds(999)));
     pollfd entry = {fd_, events, 0};
-    const int ready = poll(&entry, 1, millis);
+    const int ready = poll(&entry, 1, MillisecondsUntil(deadline));
     if (ready > 0) return absl::OkStatus();
     if (ready < 0 && errno != EINTR) {
       return ErrnoStatus(absl::StatusCode::kUnavailable, "poll", errno);
@@ -155,6 +207,14 @@ absl::Status Socket::Receive(void* data, size_t size, absl::Time deadline) {
 void Socket::SetNoDelay() {
   const int on = 1;
   setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+void Socket::SetKeepAlive() {
+  const int on = 1, idle = 60, interval = 10, probes = 6;  // seconds
+  setsockopt(fd_, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+  setsockopt(fd_, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof(idle));
+  setsockopt(fd_, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval));
+  setsockopt(fd_, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
 }
 
 absl::StatusOr<uint16_t> Socket::LocalPort() const {

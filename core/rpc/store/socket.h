@@ -2,11 +2,14 @@
 #ifndef DISTGRAD_CORE_RPC_STORE_SOCKET_H_
 #define DISTGRAD_CORE_RPC_STORE_SOCKET_H_
 
+#include <sys/socket.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -36,6 +39,15 @@ class Socket {
   static absl::StatusOr<Socket> Connect(const std::string& host, uint16_t port,
                                         absl::Time deadline);
 
+  struct Address {
+    sockaddr_storage storage;
+    socklen_t size;
+  };
+  // The first of these that answers ("Happy Eyeballs", RFC 8305): each has a head start of a
+  // quarter of a second before the next, so one that is silent does not use up the time.
+  static absl::StatusOr<Socket> ConnectToAny(const std::vector<Address>& addresses,
+                                             absl::Time deadline);
+
   // kAlreadyExists if the port is taken; kUnavailable if the host's name is unknown, which may
   // change; kInvalidArgument if the host is not of this machine.
   static absl::StatusOr<Socket> Listen(const std::string& host, uint16_t port);
@@ -46,6 +58,8 @@ class Socket {
 
   // Small messages leave at once.
   void SetNoDelay();
+  // The connection breaks within two minutes after the other end's machine is gone.
+  void SetKeepAlive();
 
   // The port that it is bound to.
   absl::StatusOr<uint16_t> LocalPort() const;

@@ -129,6 +129,8 @@ void StoreServer::Accept() {
     }
     Socket socket(fd);
     socket.SetNoDelay();
+    // A client waits for as long as it likes; one whose machine is gone does not say so.
+    socket.SetKeepAlive();
     auto handshake = Handshake::Create(Handshake::Role::kServer, options_.cluster_key, kStoreToken);
     if (!handshake.ok()) continue;  // no random numbers
     peers_.push_back(

@@ -1,7 +1,10 @@
 // What every store must do, for each of the three; and two processes for those that span them.
 #include "core/rpc/store.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/file.h>
@@ -623,6 +626,53 @@ TEST(TcpStoreTest, ClusterKey) {
   EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
 }
 
+// A dead address (of a machine that has two, say) costs a moment, not all of the time.
+TEST(StoreSocketTest, ADeadAddressBeforeALivingOne) {
+  const auto address_of = [](const Socket& listener) {
+    Socket::Address address = {{}, sizeof(address.storage)};
+    EXPECT_EQ(getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address.storage),
+                          &address.size),
+              0);
+    return address;
+  };
+  const Socket dead = Socket::Listen("127.0.0.1", 0).value();
+  ASSERT_EQ(listen(dead.fd(), 0), 0);
+  const Socket::Address silent = address_of(dead);
+  // Once its queue is full it answers nobody.
+  std::vector<Socket> queued;
+  for (int i = 0; i < 4; ++i) {
+    Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    connect(socket.fd(), reinterpret_cast<const sockaddr*>(&silent.storage), silent.size);
+    queued.push_back(std::move(socket));
+  }
+  Socket refusing = Socket::Listen("127.0.0.1", 0).value();
+  const Socket::Address refused = address_of(refusing);
+  refusing = Socket();
+  const Socket living = Socket::Listen("127.0.0.1", 0).value();
+  const Socket::Address good = address_of(living);
+  const uint16_t port = living.LocalPort().value();
+
+  const auto port_of_peer = [](const Socket& socket) {
+    sockaddr_in peer = {};
+    socklen_t size = sizeof(peer);
+    EXPECT_EQ(getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&peer), &size), 0);
+    return ntohs(peer.sin_port);
+  };
+  for (const auto& addresses : std::vector<std::vector<Socket::Address>>{
+           {good}, {silent, good}, {refused, good}, {silent, refused, silent, good}}) {
+    const absl::Time deadline = Later();
+    const absl::StatusOr<Socket> socket = Socket::ConnectToAny(addresses, deadline);
+    ASSERT_TRUE(socket.ok()) << socket.status();
+    EXPECT_EQ(port_of_peer(*socket), port);
+    EXPECT_LT(absl::Now(), deadline);
+  }
+  EXPECT_TRUE(absl::IsUnavailable(Socket::ConnectToAny({}, Later()).status()));
+  EXPECT_TRUE(
+      absl::IsFailedPrecondition(Socket::ConnectToAny({refused, refused}, Later()).status()));
+  EXPECT_TRUE(
+      absl::IsDeadlineExceeded(Socket::ConnectToAny({silent, refused, silent}, Soon()).status()));
+}
+
 // What a stranger hears who says `words`, until the server closes.
 std::string Heard(uint16_t port, const std::string& words) {
   Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
@@ -644,6 +694,34 @@ Socket Friend(uint16_t port) {
     EXPECT_TRUE(handshake.Receive(bytes).ok());
   }
   return socket;
+}
+
+// Whether the kernel asks now and then for a sign of life.
+TEST(TcpStoreTest, AClientWhoseMachineIsGoneIsGivenUp) {
+  const auto store = Serve();
+  const Socket client = Friend(store->port());
+  sockaddr_in mine = {};
+  socklen_t size = sizeof(mine);
+  ASSERT_EQ(getsockname(client.fd(), reinterpret_cast<sockaddr*>(&mine), &size), 0);
+  // The server's end is one of this process's.
+  int found = 0;
+  for (int fd = 0; fd < 1024; ++fd) {
+    sockaddr_in peer = {};
+    size = sizeof(peer);
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0 ||
+        peer.sin_family != AF_INET || peer.sin_port != mine.sin_port) {
+      continue;
+    }
+    ++found;
+    int on = 0, idle = 0;
+    size = sizeof(on);
+    EXPECT_EQ(getsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, &size), 0);
+    size = sizeof(idle);
+    EXPECT_EQ(getsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, &size), 0);
+    EXPECT_EQ(on, 1);
+    EXPECT_LE(idle, 60);
+  }
+  EXPECT_EQ(found, 1);
 }
 
 TEST(TcpStoreTest, HostileClients) {

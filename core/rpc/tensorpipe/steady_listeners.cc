@@ -1,11 +1,15 @@
 #include "core/rpc/tensorpipe/steady_listeners.h"
 
+#include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
 #include "core/rpc/tensorpipe/socket/peer_process.h"
+#include "nop/structure.h"
+#include "nop/types/variant.h"
+#include "tensorpipe/common/nop.h"
 #include "tensorpipe/transport/connection.h"
 #include "tensorpipe/transport/listener.h"
 
@@ -15,20 +19,41 @@ namespace {
 using tensorpipe::AbstractNopHolder;
 using tensorpipe::Error;
 
-// An accepted connection. Its first read is the listener's; if it fails, the callback is kept
-// back until the listener, which keeps this connection meanwhile, closes it.
-class AcceptedConnection final : public tensorpipe::transport::Connection,
-                                 public HasPeerProcess,
-                                 public std::enable_shared_from_this<AcceptedConnection> {
+// What TensorPipe's listener reads first from each connection, as it declares it in a header that
+// it does not install (tensorpipe/core/nop_types.h).
+struct SpontaneousConnection {
+  std::string context_name;
+  NOP_STRUCTURE(SpontaneousConnection, context_name);
+};
+struct RequestedConnection {
+  uint64_t registration_id;
+  NOP_STRUCTURE(RequestedConnection, registration_id);
+};
+using Hello = nop::Variant<SpontaneousConnection, RequestedConnection>;
+
+// Has `hello` say that the connection was requested under a number that TensorPipe, which counts
+// from 0, never gives: it forgets such a connection. False if it is no Hello.
+bool MakeUnwanted(AbstractNopHolder& hello) {
+  tensorpipe::NopHolder<Hello> unwanted;
+  unwanted.getObject() = RequestedConnection{std::numeric_limits<uint64_t>::max()};
+  std::vector<uint8_t> bytes(unwanted.getSize());
+  tensorpipe::NopWriter writer(bytes.data(), bytes.size());
+  if (!unwanted.write(writer)) return false;
+  tensorpipe::NopReader reader(bytes.data(), bytes.size());
+  return static_cast<bool>(hello.read(reader));
+}
+
+// An accepted connection. Its first read is the listener's, which must not hear that it failed.
+class AcceptedConnection final : public tensorpipe::transport::Connection, public HasPeerProcess {
  public:
   explicit AcceptedConnection(std::shared_ptr<tensorpipe::transport::Connection> connection)
       : connection_(std::move(connection)) {}
 
   void read(AbstractNopHolder& object, read_nop_callback_fn fn) override {
     if (std::exchange(read_before_, true)) return connection_->read(object, std::move(fn));
-    connection_->read(object, [watch = weak_from_this(), fn = std::move(fn)](const Error& error) {
-      const auto self = watch.lock();
-      if (!error || self == nullptr || !self->KeepBack(fn, error)) fn(error);
+    // The listener keeps the object until the callback.
+    connection_->read(object, [&object, fn = std::move(fn)](const Error& error) {
+      fn(error && MakeUnwanted(object) ? Error() : error);
     });
   }
 
@@ -43,43 +68,15 @@ class AcceptedConnection final : public tensorpipe::transport::Connection,
     connection_->write(object, std::move(fn));
   }
   void setId(std::string id) override { connection_->setId(std::move(id)); }
+  void close() override { connection_->close(); }
   pid_t PeerProcess() const override {
     const auto* knows = dynamic_cast<const HasPeerProcess*>(connection_.get());
     return knows == nullptr ? 0 : knows->PeerProcess();
   }
-  void close() override {
-    connection_->close();
-    read_nop_callback_fn kept;
-    Error error;
-    {
-      absl::MutexLock lock(&mu_);
-      closed_ = true;
-      kept = std::exchange(kept_, nullptr);
-      error = error_;
-    }
-    if (kept) kept(error);
-  }
 
  private:
-  // False if we are closed already.
-  bool KeepBack(const read_nop_callback_fn& fn, const Error& error) {
-    {
-      absl::MutexLock lock(&mu_);
-      if (closed_) return false;
-      kept_ = fn;
-      error_ = error;
-    }
-    connection_->close();
-    return true;
-  }
-
   const std::shared_ptr<tensorpipe::transport::Connection> connection_;
   bool read_before_ = false;  // by TensorPipe's loop only
-
-  absl::Mutex mu_;
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  read_nop_callback_fn kept_ ABSL_GUARDED_BY(mu_);
-  Error error_ ABSL_GUARDED_BY(mu_);
 };
 
 class SteadyListener final : public tensorpipe::transport::Listener {

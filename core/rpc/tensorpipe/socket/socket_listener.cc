@@ -25,6 +25,9 @@ constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
 // them are honest.
 constexpr int kGracePart = 100;
 
+// Of what anybody can bring about: the first, the second, the fourth and so on, lest the log fill.
+bool IsWorthALine(uint64_t count) { return (count & (count - 1)) == 0; }
+
 }  // namespace
 
 // Passes on what happens to one of the sockets. Immutable after construction.
@@ -155,7 +158,10 @@ void SocketListener::TakeGuests(Door& door) {
     if (error == EAGAIN) return;
     if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
       // Whoever waits longest without a word makes room; else somebody else has to.
-      DG_LOG(WARNING) << "cannot accept a connection: " << std::strerror(error);
+      if (IsWorthALine(++exhausted_)) {
+        DG_LOG(WARNING) << "cannot accept a connection: " << std::strerror(error) << " ("
+                        << exhausted_ << " times so far)";
+      }
       if (!guests_.empty()) {
         Dismiss(guests_.begin(), "no file descriptors are left");
         continue;
@@ -176,7 +182,10 @@ void SocketListener::TakeGuests(Door& door) {
 void SocketListener::Welcome(Fd fd, bool is_unix) {
   if (is_unix) {
     if (absl::Status user = CheckPeerUser(fd); !user.ok()) {
-      DG_LOG(WARNING) << "refused a connection: " << user.message();
+      if (IsWorthALine(++other_users_)) {
+        DG_LOG(WARNING) << "refused a connection: " << user.message() << " (" << other_users_
+                        << " of other users so far)";
+      }
       return;
     }
   } else {

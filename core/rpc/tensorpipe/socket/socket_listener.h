@@ -84,6 +84,8 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
 
   // On strand_ only.
   bool closed_ = false;
+  uint64_t other_users_ = 0;  // refused
+  uint64_t exhausted_ = 0;    // how often there was no file descriptor
   bool full_ = false;  // those who connect wait in the kernel's queue
   Door tcp_, unix_;
   Guests guests_;  // the oldest first
