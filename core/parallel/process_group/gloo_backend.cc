@@ -55,12 +55,16 @@ class Gloo : public c10d::ProcessGroupGloo {
 c10::intrusive_ptr<c10d::Backend> NewGlooBackend(const BackendPlace& place) {
   using c10d::ProcessGroupGloo;
   const SigpipeBlocked sigpipe_blocked;
-  auto options = ProcessGroupGloo::Options::create(absl::ToChronoMilliseconds(place.timeout));
+  // Gloo connects within the time-out of its collectives, which is another one.
+  auto options =
+      ProcessGroupGloo::Options::create(absl::ToChronoMilliseconds(place.connect_timeout));
   options->devices.push_back(if_nametoindex(place.host.c_str()) != 0
                                  ? ProcessGroupGloo::createDeviceForInterface(place.host)
                                  : ProcessGroupGloo::createDeviceForHostname(place.host));
-  return c10::make_intrusive<Gloo>(C10dStoreOf(place.store, place.timeout), place.rank, place.size,
-                                   std::move(options));
+  auto gloo = c10::make_intrusive<Gloo>(C10dStoreOf(place.store, place.connect_timeout), place.rank,
+                                        place.size, std::move(options));
+  gloo->setTimeout(absl::ToChronoMilliseconds(place.timeout));
+  return gloo;
 }
 
 }  // namespace distgrad

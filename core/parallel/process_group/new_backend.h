@@ -18,8 +18,9 @@ struct BackendPlace {
   std::shared_ptr<Store> store;  // of this start of this group alone
   int rank = 0;
   int size = 1;
-  absl::Duration timeout;
-  std::string host;  // or interface, that the others can reach this rank at
+  absl::Duration timeout;          // of each collective
+  absl::Duration connect_timeout;  // of NewGlooBackend()
+  std::string host;                // or interface, that the others can reach this rank at
 };
 
 // Connects to all ranks; throws what c10d throws.

@@ -2,6 +2,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -94,7 +95,7 @@ ProcessGroup::~ProcessGroup() = default;
 
 absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupOptions options) {
   DG_RETURN_IF_ERROR(Check(options));
-  const absl::Time deadline = absl::Now() + options.join_timeout;
+  const absl::Time begin = absl::Now(), deadline = begin + options.join_timeout;
   if (options.host.empty()) {
     options.host = ProcessEnvironment("DISTGRAD_HOST").value_or("127.0.0.1");
   }
@@ -111,12 +112,21 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
       StoreOfThisStart(std::move(store), place.rank, place.size, deadline);
   if (!of_start.ok()) return Annotate(of_start.status(), group->who_);
   group->store_ = *std::move(of_start);
-  const BackendPlace at = {group->store_, place.rank, place.size, place.timeout, place.host};
+  const BackendPlace at = {
+      .store = group->store_,
+      .rank = place.rank,
+      .size = place.size,
+      .timeout = place.timeout,
+      .connect_timeout = std::max(deadline - absl::Now(), absl::Milliseconds(1)),
+      .host = place.host,
+  };
   try {
     group->backend_ =
         std::make_unique<Backend>(Backend{nccl ? NewNcclBackend(at) : NewGlooBackend(at)});
   } catch (...) {
-    return group->Failed(std::current_exception(), "connecting the ranks");
+    const absl::Duration taken = absl::Trunc(absl::Now() - begin, absl::Milliseconds(1));
+    return group->Failed(std::current_exception(), "connecting the ranks",
+                         std::min(taken, place.join_timeout));
   }
   return group;
 }
@@ -140,16 +150,18 @@ void ProcessGroup::Fail(const absl::Status& why) {
   if (backend_ != nullptr) backend_->backend->abort();
 }
 
-absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::string& what) {
+absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::string& what,
+                                  absl::Duration timeout) {
   absl::Status status = StatusFromException(std::move(exception));
-  // Backends say with words alone what happened to the other end.
-  if (status.code() == absl::StatusCode::kInternal) {
-    const bool late = absl::StrContains(status.message(), "imed out") ||
-                      absl::StrContains(status.message(), "timeout");
-    status = late ? absl::DeadlineExceededError(absl::StrCat("some rank took longer than ",
-                                                             absl::FormatDuration(options_.timeout),
-                                                             ": ", status.message()))
-                  : absl::UnavailableError(status.message());
+  const bool in_words = status.code() == absl::StatusCode::kInternal;
+  // Backends say with words alone what happened to the other end; our store has a code for it.
+  if (absl::IsDeadlineExceeded(status) ||
+      (in_words && (absl::StrContains(status.message(), "imed out") ||
+                    absl::StrContains(status.message(), "timeout")))) {
+    status = absl::DeadlineExceededError(absl::StrCat(
+        "some rank took longer than ", absl::FormatDuration(timeout), ": ", status.message()));
+  } else if (in_words) {
+    status = absl::UnavailableError(status.message());
   }
   if (const auto failure = store_->Get(kFailure, absl::InfinitePast()); failure.ok()) {
     status = absl::UnavailableError(absl::StrCat(*failure, " (here: ", status.message(), ")"));
@@ -179,7 +191,7 @@ absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::Begin(const
     return std::make_shared<Running>(
         Running{backend_->backend->broadcast(tensors, options), &what});
   } catch (...) {
-    return Failed(std::current_exception(), what);
+    return Failed(std::current_exception(), what, options_.timeout);
   }
 }
 
@@ -194,7 +206,7 @@ absl::Status ProcessGroup::Wait(Running& running) {
     running.work->wait();
     return absl::OkStatus();
   } catch (...) {
-    return Failed(std::current_exception(), *running.what);
+    return Failed(std::current_exception(), *running.what, options_.timeout);
   }
 }
 

@@ -43,7 +43,7 @@ struct ProcessGroupOptions {
   std::string backend = "gloo";
   // For each collective.
   absl::Duration timeout = absl::Minutes(10);
-  // For all ranks to come.
+  // For all ranks to come, and to connect (with NCCL that is part of the first collective).
   absl::Duration join_timeout = absl::Minutes(10);
   // An address, a name, or an interface ("eth0") of this machine, at which the others reach
   // it. "": DISTGRAD_HOST, or "127.0.0.1". Gloo knows no cluster key, and whoever reaches it there
@@ -103,7 +103,9 @@ class ProcessGroup {
 
   absl::StatusOr<std::shared_ptr<Running>> Begin(const at::Tensor& tensor, const std::string& what,
                                                  int root);
-  absl::Status Failed(std::exception_ptr exception, const std::string& what);
+  // `timeout`: what a rank that is late has exceeded.
+  absl::Status Failed(std::exception_ptr exception, const std::string& what,
+                      absl::Duration timeout);
 
   // Constant after construction.
   const ProcessGroupOptions options_;

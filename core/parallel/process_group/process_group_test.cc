@@ -19,6 +19,8 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/parallel/process_group/c10d_store.h"
+#include "core/rpc/start.h"
+#include "core/rpc/store.h"
 #include "core/rpc/store/in_process_store.h"
 #include "tests/testing/ranks.h"
 
@@ -124,6 +126,30 @@ TEST(ProcessGroupTest, ARankThatDoesNotComeIsNamed) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   EXPECT_TRUE(Contains(status, "process group 'alone' (rank 0 of 3, gloo)")) << status;
   EXPECT_TRUE(Contains(status, "1, 2")) << status;
+}
+
+// The other rank has come, and stands still before it connects.
+TEST(ProcessGroupTest, ConnectingTheRanksIsPartOfJoining) {
+  absl::Status status;
+  absl::Duration enough = absl::Milliseconds(50);
+  do {
+    enough *= 2;
+    ProcessGroupOptions options = Alone();
+    options.size = 2;
+    options.timeout = absl::Minutes(1);
+    options.join_timeout = enough;
+    std::thread other([&] {
+      StoreOfThisStart(std::make_shared<PrefixStore>("group/alone/", options.store), 1, 2,
+                       absl::Now() + enough)
+          .status()
+          .IgnoreError();
+    });
+    status = ProcessGroup::Create(options).status();
+    other.join();
+    ASSERT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  } while (!Contains(status, "connecting the ranks"));
+  EXPECT_TRUE(Contains(status, "some rank took longer than ")) << status;
+  EXPECT_FALSE(Contains(status, "took longer than 1m:")) << status << ": that of collectives";
 }
 
 TEST(ProcessGroupTest, ChecksItsOptions) {
