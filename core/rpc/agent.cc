@@ -61,7 +61,7 @@ void Agent::Impl::Close() {
     }
     links_.clear();
     pending.swap(pending_);
-    timer = std::exchange(timer_, std::nullopt);
+    timer = std::exchange(timer_, {}).id;
     beat = std::exchange(beat_, std::nullopt);
   }
   if (timer) clock_->Cancel(*timer);

@@ -61,7 +61,7 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
       }
     }
     std::shared_ptr<Link> link;
-    bool arm = false;
+    Arming arming;
     uint64_t call = 0;
     {
       absl::ReleasableMutexLock lock(&mu_);
@@ -84,13 +84,13 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
         if (span != nullptr) span->call = call;
         pending_.emplace(call, Pending{link, function, to, size, terms.deadline, std::move(done),
                                        counters, now, std::move(span)});
-        arm = terms.deadline < armed_;
+        arming = ArmTimer(terms.deadline);
         lock.Release();
         if (taken.has_value()) room = *std::move(taken);
       }
     }
     if (call != 0) {
-      if (arm) ArmTimer(terms.deadline);
+      SetTimer(arming);
       link->Send(std::move(request), std::move(room));
       return call;
     }
@@ -200,42 +200,57 @@ void Agent::Impl::Cancel(uint64_t call) {
 
 // One timer serves all calls: it stands at the earliest deadline that there was, and is not
 // moved when that call is answered in time.
-void Agent::Impl::ArmTimer(absl::Time deadline) {
-  const Clock::TimerId timer = clock_->At(deadline, [weak = weak_from_this()] {
-    if (auto self = weak.lock()) self->OnTimer();
-  });
-  std::optional<Clock::TimerId> stale;
-  {
-    absl::MutexLock lock(&mu_);
-    if (!closed_ && deadline < armed_) {
-      armed_ = deadline;
-      stale = std::exchange(timer_, timer);
-    } else {
-      stale = timer;
-    }
-  }
-  if (stale) clock_->Cancel(*stale);
+//
+// Whenever mu_ is free, timer_.at is not later than the deadline of any call under way, and the
+// clock has a timer of that number or the thread that wrote timer_ is about to set it. The clock is
+// called without mu_, so a timer may fire, and another may take its place, before the thread that
+// sets it goes on: a timer is therefore known by a number that it has before the clock hears of it.
+
+Agent::Impl::Arming Agent::Impl::ArmTimer(absl::Time deadline) {
+  if (closed_ || deadline >= timer_.at) return {};
+  const Arming arming{++last_timer_, deadline, timer_.id};
+  timer_ = {.number = arming.number, .at = deadline};
+  return arming;
 }
 
-void Agent::Impl::OnTimer() {
-  std::vector<std::pair<uint64_t, Pending>> late;
-  absl::Time next = absl::InfiniteFuture();
+void Agent::Impl::SetTimer(const Arming& arming) {
+  if (arming.number == 0) return;
+  if (arming.stale) clock_->Cancel(*arming.stale);
+  const Clock::TimerId id =
+      clock_->At(arming.at, [weak = weak_from_this(), number = arming.number] {
+        if (auto self = weak.lock()) self->OnTimer(number);
+      });
   {
     absl::MutexLock lock(&mu_);
-    armed_ = absl::InfiniteFuture();
-    timer_.reset();
+    if (timer_.number == arming.number) {
+      timer_.id = id;
+      return;
+    }
+  }
+  clock_->Cancel(id);  // it has fired, or was replaced
+}
+
+void Agent::Impl::OnTimer(uint64_t number) {
+  std::vector<std::pair<uint64_t, Pending>> late;
+  Arming next;
+  {
+    absl::MutexLock lock(&mu_);
+    if (timer_.number != number) return;  // an earlier one has taken its place
+    timer_ = {};
     const absl::Time now = clock_->Now();
+    absl::Time earliest = absl::InfiniteFuture();
     for (auto it = pending_.begin(); it != pending_.end();) {
       if (it->second.deadline <= now) {
         const uint64_t call = it->first;
         late.emplace_back(call, TakeOut(it++));
       } else {
-        next = std::min(next, it->second.deadline);
+        earliest = std::min(earliest, it->second.deadline);
         ++it;
       }
     }
+    next = ArmTimer(earliest);
   }
-  if (next != absl::InfiniteFuture()) ArmTimer(next);
+  SetTimer(next);
   for (auto& [call, p] : late) {
     TakeBack(call, p);
     End(p,

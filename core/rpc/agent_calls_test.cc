@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -223,6 +225,120 @@ TEST_F(AgentCallsTest, APacketThatIsLostEndsTheConnection) {
   EXPECT_TRUE(absl::StrContains(status.message(), "a packet was refused")) << status;
   faults_->action = FaultInjector::Action::kDeliver;
   ECHO();
+}
+
+// ---------------------------------------------------------------------------------- Deadlines
+
+// A clock in which anything may happen while a timer is being set: `meanwhile` runs inside At(),
+// before the timer is known to the clock or after that. So it shows each order in which other
+// threads, the clock's among them, can overtake the one that sets a timer, all on one thread.
+class InterleavingClock final : public Clock {
+ public:
+  absl::Time Now() override { return clock.Now(); }
+  TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) override {
+    meanwhile(/*is_set=*/false);
+    const TimerId timer =
+        clock.At(when, [callback = std::move(callback), alive = Count()]() mutable { callback(); });
+    meanwhile(/*is_set=*/true);
+    return timer;
+  }
+  bool Cancel(TimerId timer) override { return clock.Cancel(timer); }
+
+  // Timers that have neither fired nor been taken back.
+  long timers() const { return alive_.use_count() - 1; }
+
+  FakeClock clock;
+  std::function<void(bool is_set)> meanwhile = [](bool) {};
+
+ private:
+  std::shared_ptr<int> Count() { return alive_; }
+
+  std::shared_ptr<int> alive_ = std::make_shared<int>();
+};
+
+class DeadlinesTest : public ::testing::Test {
+ protected:
+  DeadlinesTest() {
+    agents_.push_back(std::make_unique<TestAgent>(
+        &clock_, std::make_shared<InprocNetwork>(), /*id=*/0, /*life=*/1));
+    StartAll(agents_);
+  }
+  // A call to oneself: it arrives before this returns.
+  Future<std::string> Call(absl::Duration timeout) {
+    return agents_[0]->Call(0, "keep", "", {.deadline = clock_.Now() + timeout});
+  }
+
+  InterleavingClock clock_;
+  std::vector<std::unique_ptr<TestAgent>> agents_;
+};
+
+TEST_F(DeadlinesTest, ATimerThatFiresWhileItIsSetDelaysNoLaterDeadline) {
+  bool at_once = true;
+  clock_.meanwhile = [&](bool is_set) {
+    if (is_set && std::exchange(at_once, false)) clock_.clock.Advance(absl::Milliseconds(1));
+  };
+  const Future<std::string> first = Call(absl::Microseconds(100));
+  ASSERT_TRUE(first.Done());
+  EXPECT_EQ(first.Wait().status().code(), StatusCode::kDeadlineExceeded);
+  const Future<std::string> second = Call(absl::Milliseconds(50));
+  clock_.clock.Advance(absl::Seconds(1));
+  ASSERT_TRUE(second.Done());
+  EXPECT_EQ(second.Wait().status().code(), StatusCode::kDeadlineExceeded);
+}
+
+// Calls are made, answered, cancelled and run into their deadlines, in any order, also while a
+// timer is being set. No deadline is missed, and there is one timer at most.
+TEST_F(DeadlinesTest, NoDeadlineIsMissedWhateverComesBetween) {
+  for (int seed = 0; seed < 300; ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    std::mt19937 random(seed);
+    const auto pick = [&](int n) { return static_cast<int>(random() % n); };
+    std::vector<std::pair<absl::Time, Future<std::string>>> calls;
+    const auto act = [&] {
+      switch (pick(5)) {
+        case 0:
+        case 1: {
+          const absl::Duration timeout = absl::Milliseconds(1 + pick(20));
+          const absl::Time deadline = clock_.Now() + timeout;
+          Future<std::string> call = Call(timeout);
+          calls.emplace_back(deadline, std::move(call));
+          break;
+        }
+        case 2:
+          if (!calls.empty()) calls[pick(calls.size())].second.Cancel();
+          break;
+        case 3: {
+          IncomingCall kept = (Call(absl::Seconds(1)), agents_[0]->service.AwaitKept());
+          kept.Reply(kept.NewReply());
+          break;
+        }
+        case 4:
+          clock_.clock.Advance(absl::Milliseconds(pick(10)));
+          break;
+      }
+    };
+    int depth = 0;
+    clock_.meanwhile = [&](bool) {
+      if (depth >= 3 || pick(2) == 0) return;
+      ++depth;
+      act();
+      --depth;
+    };
+    for (int step = 0; step < 30; ++step) {
+      act();
+      // While At() was interrupted the clock may have gone past the timer that was being set.
+      while (clock_.clock.NextTimer() <= clock_.Now()) clock_.clock.Advance(absl::ZeroDuration());
+      for (const auto& [deadline, call] : calls) {
+        ASSERT_TRUE(call.Done() || deadline > clock_.Now()) << "step " << step;
+      }
+      ASSERT_LE(clock_.timers(), 1) << "step " << step;
+    }
+    clock_.meanwhile = [](bool) {};
+    clock_.clock.Advance(absl::Seconds(2));
+    for (const auto& [deadline, call] : calls) ASSERT_TRUE(call.Done());
+    ASSERT_EQ(clock_.timers(), 0);
+    while (agents_[0]->agent.served() > 0) agents_[0]->service.AwaitKept();
+  }
 }
 
 // ------------------------------------------------------------------------------- A slow peer

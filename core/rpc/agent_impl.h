@@ -132,8 +132,21 @@ class Agent::Impl : public Link::Owner,
   void End(Pending& call, absl::StatusOr<Body> reply);
   // Tells the worker that serves it that nobody waits for the answer any more.
   static void TakeBack(uint64_t number, const Pending& call);
-  void ArmTimer(absl::Time deadline);
-  void OnTimer();
+  // The timer of the deadlines, which agent_calls.cc explains.
+  struct Timer {
+    uint64_t number = 0;  // of its own; 0: there is none
+    absl::Time at = absl::InfiniteFuture();
+    std::optional<Clock::TimerId> id = {};  // once the clock has it
+  };
+  // Makes it stand at `deadline`, or earlier. What it returns is for SetTimer(), at once.
+  struct Arming {
+    uint64_t number = 0;  // 0: nothing is to be done
+    absl::Time at;
+    std::optional<Clock::TimerId> stale;  // the clock's timer that this one replaces
+  };
+  Arming ArmTimer(absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void SetTimer(const Arming& arming) ABSL_LOCKS_EXCLUDED(mu_);
+  void OnTimer(uint64_t number);
   std::string Describe(WorkerId worker) const { return peers_.Describe(worker); }
   absl::Status NoWorker(int id) const;
   absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
@@ -155,8 +168,8 @@ class Agent::Impl : public Link::Owner,
   PendingCalls pending_ ABSL_GUARDED_BY(mu_);
   CallMetrics metrics_ ABSL_GUARDED_BY(mu_);
   uint64_t last_call_ ABSL_GUARDED_BY(mu_) = 0;
-  absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
-  std::optional<Clock::TimerId> timer_ ABSL_GUARDED_BY(mu_);
+  Timer timer_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_timer_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace distgrad
