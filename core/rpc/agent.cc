@@ -140,6 +140,7 @@ absl::StatusOr<WorkerId> Agent::FindWorker(absl::string_view name) const {
 absl::StatusOr<WorkerId> Agent::FindWorker(int id) const { return impl_->FindWorker(id); }
 absl::StatusOr<WorkerInfo> Agent::Info(WorkerId worker) const { return impl_->Info(worker); }
 std::vector<WorkerInfo> Agent::Members() const { return impl_->peers().Members(); }
+size_t Agent::MemberCount() const { return impl_->peers().size(); }
 absl::Status Agent::Learn(const WorkerInfo& worker) { return impl_->Learn(worker, nullptr); }
 std::string Agent::Describe(WorkerId worker) const { return impl_->peers().Describe(worker); }
 void Agent::SayLeaving() { impl_->SayLeaving(); }

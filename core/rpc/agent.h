@@ -117,6 +117,8 @@ class Agent {
   // Those who have not left, this worker among them, by id; of those who joined later, whom this
   // worker has heard of.
   std::vector<WorkerInfo> Members() const;
+  // How many they are.
+  size_t MemberCount() const;
   // What the store says of a worker.
   absl::Status Learn(const WorkerInfo& worker);
   // "'name' (id)", for messages.

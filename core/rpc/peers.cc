@@ -12,8 +12,34 @@ absl::Status Peers::Start(const WorkerInfo& self, std::vector<WorkerInfo> worker
   absl::MutexLock lock(&mu_);
   if (!workers_.empty()) return absl::FailedPreconditionError("the agent is started already");
   self_ = self;
-  for (WorkerInfo& worker : workers) workers_.emplace(worker.id, std::move(worker));
+  for (WorkerInfo& worker : workers) {
+    if (!workers_.contains(worker.id)) Add(std::move(worker));
+  }
   return absl::OkStatus();
+}
+
+void Peers::Add(WorkerInfo worker) {
+  const WorkerId id = worker.id;
+  ids_.try_emplace(worker.name, id);
+  size_ += worker.left ? 0 : 1;
+  workers_.emplace(id, std::move(worker));
+}
+
+void Peers::Replace(WorkerInfo& known, WorkerInfo worker) {
+  size_ += (known.left ? 1 : 0) - (worker.left ? 1 : 0);
+  if (known.name != worker.name) {
+    if (const auto found = ids_.find(known.name);
+        found != ids_.end() && found->second == known.id) {
+      ids_.erase(found);
+    }
+    ids_.try_emplace(worker.name, worker.id);
+  }
+  known = std::move(worker);
+}
+
+size_t Peers::size() const {
+  absl::MutexLock lock(&mu_);
+  return size_;
 }
 
 WorkerInfo Peers::self() const {
@@ -30,9 +56,9 @@ std::optional<WorkerInfo> Peers::Find(WorkerId worker) const {
 
 absl::StatusOr<WorkerId> Peers::Find(absl::string_view name) const {
   absl::MutexLock lock(&mu_);
+  if (const auto found = ids_.find(name); found != ids_.end()) return found->second;
   std::vector<absl::string_view> names;
   for (const auto& [id, worker] : workers_) {
-    if (worker.name == name) return id;
     if (!worker.left) names.push_back(worker.name);
   }
   std::sort(names.begin(), names.end());
@@ -71,16 +97,16 @@ absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
                                                        ") is one more than max_workers, ",
                                                        max_workers_));
     }
-    workers_.emplace(worker.id, worker);
+    Add(worker);
     return false;
   }
   WorkerInfo& known = it->second;
   if (worker.incarnation < known.incarnation) return Outdated(known);
   const bool new_life = worker.incarnation > known.incarnation;
   // That it leaves is heard from itself, too, and maybe before the store knows.
-  const bool left = worker.left || (known.left && !new_life);
-  known = worker;
-  known.left = left;
+  WorkerInfo now = worker;
+  now.left = worker.left || (known.left && !new_life);
+  Replace(known, std::move(now));
   if (worker.id == self_.id) return false;  // our own seat was taken; the new life calls on others
   return new_life;
 }
@@ -88,7 +114,10 @@ absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
 void Peers::SetLeft(WorkerId worker) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
-  if (it != workers_.end()) it->second.left = true;
+  if (it == workers_.end()) return;
+  WorkerInfo left = it->second;
+  left.left = true;
+  Replace(it->second, std::move(left));
 }
 
 absl::StatusOr<bool> Peers::Check(const Hello& hello) const {

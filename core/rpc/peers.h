@@ -9,6 +9,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/btree_map.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -31,8 +32,9 @@ class Peers {
   std::optional<WorkerInfo> Find(WorkerId worker) const;
   // kNotFound with the names that are known.
   absl::StatusOr<WorkerId> Find(absl::string_view name) const;
-  // Those who have not left, this worker among them, by id.
+  // Those who have not left, this worker among them, by id; and how many they are.
   std::vector<WorkerInfo> Members() const;
+  size_t size() const;
   // "'name' (id)", for messages.
   std::string Describe(WorkerId worker) const;
 
@@ -51,6 +53,9 @@ class Peers {
 
  private:
   absl::Status Outdated(const WorkerInfo& known) const;
+  // The only writers of workers_.
+  void Add(WorkerInfo worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Replace(WorkerInfo& known, WorkerInfo worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const size_t max_workers_;
 
@@ -58,6 +63,9 @@ class Peers {
   // Guarded by mu_.
   WorkerInfo self_ ABSL_GUARDED_BY(mu_);
   absl::btree_map<WorkerId, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
+  // What is looked up for each call: the ids by name, and how many have not left.
+  absl::flat_hash_map<std::string, WorkerId> ids_ ABSL_GUARDED_BY(mu_);
+  size_t size_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace distgrad

@@ -163,7 +163,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
 
 WorkerId Worker::id() const { return impl_->self().id; }
 const std::string& Worker::name() const { return impl_->self().name; }
-int Worker::world_size() const { return static_cast<int>(impl_->agent().Members().size()); }
+int Worker::world_size() const { return static_cast<int>(impl_->agent().MemberCount()); }
 const std::shared_ptr<Store>& Worker::store() const { return impl_->store(); }
 int Worker::local_rank() const { return impl_->local_rank(); }
 int Worker::local_world_size() const { return impl_->local_world_size(); }
