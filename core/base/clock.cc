@@ -9,6 +9,7 @@
 
 #include "absl/time/clock.h"
 #include "core/base/check.h"
+#include "core/base/status.h"
 #include "core/base/thread.h"
 #include "core/base/timer_queue.h"
 
@@ -20,9 +21,13 @@ using Steady = std::chrono::steady_clock;
 // Thread-safe.
 class SystemClock final : public Clock {
  public:
-  SystemClock() : thread_(StartThread("dg-clock", [this] { Run(); })) {}
+  absl::Status Start() {
+    DG_ASSIGN_OR_RETURN(thread_, StartThread("dg-clock", [this] { Run(); }));
+    return absl::OkStatus();
+  }
 
   ~SystemClock() override {
+    if (!thread_.joinable()) return;  // it was not started
     DG_CHECK(thread_.get_id() != std::this_thread::get_id()) << "a timer destroyed its clock";
     {
       std::lock_guard<std::mutex> lock(mu_);
@@ -91,12 +96,15 @@ class SystemClock final : public Clock {
   absl::Time sleeping_until_ = absl::InfinitePast();
   bool stopping_ = false;
 
-  // Last: it uses all of the above. Joined by the destructor.
-  std::thread thread_;
+  std::thread thread_;  // constant after Start(); joined by the destructor
 };
 
 }  // namespace
 
-std::unique_ptr<Clock> NewSystemClock() { return std::make_unique<SystemClock>(); }
+absl::StatusOr<std::unique_ptr<Clock>> NewSystemClock() {
+  auto clock = std::make_unique<SystemClock>();
+  DG_RETURN_IF_ERROR(clock->Start());
+  return clock;
+}
 
 }  // namespace distgrad

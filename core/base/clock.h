@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
 namespace distgrad {
@@ -32,7 +33,8 @@ class Clock {
 };
 
 // The machine's steady clock, with one thread that sleeps until the next timer.
-std::unique_ptr<Clock> NewSystemClock();
+// kResourceExhausted where the machine gives no thread.
+absl::StatusOr<std::unique_ptr<Clock>> NewSystemClock();
 
 }  // namespace distgrad
 

@@ -93,7 +93,7 @@ TEST(FakeClockTest, InfiniteFutureNeverFires) {
 class AnyClockTest : public testing::TestWithParam<bool> {
  protected:
   const std::unique_ptr<Clock> clock_ =
-      GetParam() ? NewSystemClock() : std::make_unique<FakeClock>();
+      GetParam() ? NewSystemClock().value() : std::make_unique<FakeClock>();
 };
 
 TEST_P(AnyClockTest, CancelDestroysTheCallback) {
@@ -127,7 +127,7 @@ INSTANTIATE_TEST_SUITE_P(Clocks, AnyClockTest, testing::Bool(),
                          [](const auto& info) { return info.param ? "System" : "Fake"; });
 
 TEST(SystemClockTest, NeverFiresEarlyAndNeverGoesBack) {
-  const std::unique_ptr<Clock> clock = NewSystemClock();
+  const std::unique_ptr<Clock> clock = NewSystemClock().value();
   absl::Time last = clock->Now();
   for (int i = 0; i < 20; ++i) {
     absl::Notification fired;
@@ -143,7 +143,7 @@ TEST(SystemClockTest, NeverFiresEarlyAndNeverGoesBack) {
 }
 
 TEST(SystemClockTest, AnEarlierTimerOvertakesALaterOne) {
-  const std::unique_ptr<Clock> clock = NewSystemClock();
+  const std::unique_ptr<Clock> clock = NewSystemClock().value();
   const Clock::TimerId never = clock->At(absl::InfiniteFuture(), [] { FAIL(); });
   const Clock::TimerId late = clock->At(clock->Now() + absl::Hours(100), [] { FAIL(); });
   absl::Notification fired, past;
@@ -156,7 +156,7 @@ TEST(SystemClockTest, AnEarlierTimerOvertakesALaterOne) {
 }
 
 TEST(SystemClockTest, TimersOfTheSameTimeKeepTheirOrder) {
-  const std::unique_ptr<Clock> clock = NewSystemClock();
+  const std::unique_ptr<Clock> clock = NewSystemClock().value();
   const absl::Time when = clock->Now() + absl::Milliseconds(5);
   std::vector<int> fired;  // on the clock's thread, then read after `all`
   absl::Notification all;
@@ -172,7 +172,7 @@ TEST(SystemClockTest, TimersOfTheSameTimeKeepTheirOrder) {
 }
 
 TEST(SystemClockTest, CallbacksMayUseTheClock) {
-  const std::unique_ptr<Clock> clock = NewSystemClock();
+  const std::unique_ptr<Clock> clock = NewSystemClock().value();
   absl::Notification done;
   clock->At(clock->Now(), [&] {
     const Clock::TimerId other = clock->At(clock->Now(), [] { FAIL(); });
@@ -185,7 +185,7 @@ TEST(SystemClockTest, CallbacksMayUseTheClock) {
 TEST(SystemClockTest, DestructionDropsWhatHasNotFired) {
   auto owned = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = owned;
-  std::unique_ptr<Clock> clock = NewSystemClock();
+  std::unique_ptr<Clock> clock = NewSystemClock().value();
   clock->At(clock->Now() + absl::Hours(1), [owned = std::move(owned)] { FAIL(); });
   clock = nullptr;
   EXPECT_TRUE(watch.expired());

@@ -5,11 +5,11 @@
 #include <system_error>
 #include <utility>
 
-#include "core/base/check.h"
+#include "absl/strings/str_cat.h"
 
 namespace distgrad {
 
-std::thread StartThread(std::string name, absl::AnyInvocable<void()> fn) {
+absl::StatusOr<std::thread> StartThread(std::string name, absl::AnyInvocable<void()> fn) {
   constexpr size_t kKernelLimit = 15;
   if (name.size() > kKernelLimit) name.resize(kKernelLimit);
   try {
@@ -19,9 +19,10 @@ std::thread StartThread(std::string name, absl::AnyInvocable<void()> fn) {
       fn = nullptr;  // what it owns goes while the thread still has its name
     });
   } catch (const std::system_error& error) {
-    DG_CHECK(false) << "no thread for " << name << ": " << error.what();
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no thread for '", name, "' is to be had: ", error.what(),
+                     "; see ulimit -u and the limits of the container on processes"));
   }
-  return {};
 }
 
 }  // namespace distgrad

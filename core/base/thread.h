@@ -6,12 +6,14 @@
 #include <thread>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
 
 namespace distgrad {
 
 // Starts a thread that runs `fn`; the kernel keeps the first 15 bytes of `name`. The caller
-// joins it. Ends the process if the machine gives no more threads: no caller could go on.
-std::thread StartThread(std::string name, absl::AnyInvocable<void()> fn);
+// joins it. kResourceExhausted where the machine, the user or the container gives no more threads;
+// then `fn` is destroyed unrun.
+absl::StatusOr<std::thread> StartThread(std::string name, absl::AnyInvocable<void()> fn);
 
 }  // namespace distgrad
 

@@ -5,6 +5,8 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
 #include "core/base/event_loop.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
 #include "core/base/thread.h"
 
 namespace distgrad {
@@ -32,12 +34,33 @@ ThreadPool::ThreadPool(std::string name, size_t size) : name_(std::move(name)), 
 
 ThreadPool::~ThreadPool() { Join(); }
 
+absl::Status ThreadPool::Start() {
+  absl::MutexLock lock(&mu_);
+  if (closed_ || !threads_.empty()) return absl::OkStatus();
+  ++running_;
+  const absl::Status started = StartOne();
+  if (!started.ok()) --running_;
+  return started;
+}
+
 bool ThreadPool::Schedule(Task task) {
   absl::MutexLock lock(&mu_);
   if (closed_) return false;
   tasks_.push_back(std::move(task));
-  FillSlot();
-  return true;
+  if (FillSlot() || !threads_.empty() || guests_ > 0) return true;
+  task = std::move(tasks_.back());
+  tasks_.pop_back();
+  return false;
+}
+
+bool ThreadPool::ScheduleNow(Task task) {
+  absl::MutexLock lock(&mu_);
+  if (closed_ || !tasks_.empty() || running_ >= size_) return false;
+  tasks_.push_back(std::move(task));
+  if (FillSlot()) return true;
+  task = std::move(tasks_.back());
+  tasks_.pop_back();
+  return false;
 }
 
 bool ThreadPool::ScheduleHere(Task task, const void* work) {
@@ -139,18 +162,40 @@ bool ThreadPool::Park() {
   return parked.has_slot;
 }
 
-void ThreadPool::FillSlot() {
-  if (tasks_.empty() || running_ >= size_) return;
+bool ThreadPool::FillSlot() {
+  if (tasks_.empty() || running_ >= size_) return true;
   ++running_;
-  if (parked_.empty()) {
-    std::thread thread = StartThread(absl::StrCat(name_, "-", started_++), [this] { Run(); });
-    const std::thread::id id = thread.get_id();
-    threads_.emplace(id, std::move(thread));
-  } else {
+  if (!parked_.empty()) {
     parked_.back()->has_slot = true;
     parked_.back()->wake.Signal();
     parked_.pop_back();
+    return true;
   }
+  const absl::Status started = StartOne();
+  if (started.ok()) {
+    short_of_threads_ = false;
+    return true;
+  }
+  --running_;
+  if (!std::exchange(short_of_threads_, true)) {
+    DG_LOG(WARNING) << tasks_.size() << " tasks of '" << name_ << "' wait for one of its "
+                    << threads_.size() << " threads: " << started.message();
+  }
+  return false;
+}
+
+absl::Status ThreadPool::StartOne() {
+  if (threads_.size() >= size_ + kMostSpareThreads) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("all but ", size_, " of them wait for others, and it starts no more than ",
+                     kMostSpareThreads, " of those"));
+  }
+  DG_ASSIGN_OR_RETURN(std::thread thread,
+                      StartThread(absl::StrCat(name_, "-", started_), [this] { Run(); }));
+  ++started_;
+  const std::thread::id id = thread.get_id();
+  threads_.emplace(id, std::move(thread));
+  return absl::OkStatus();
 }
 
 void ThreadPool::OnBlocked() {

@@ -5,6 +5,9 @@
 // answers a call that comes back to it. When blocked tasks go on, more than `size` run for a
 // moment. Threads start when they are first needed; a few spare ones are kept for next time.
 //
+// At most kMostSpareThreads run beyond `size`, and the machine may give fewer. What comes then
+// waits until one of the threads is free.
+//
 // Thread-safe.
 #ifndef DISTGRAD_CORE_BASE_THREAD_POOL_H_
 #define DISTGRAD_CORE_BASE_THREAD_POOL_H_
@@ -18,6 +21,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/blocking.h"
 
@@ -27,15 +31,26 @@ class ThreadPool : private Blockable {
  public:
   using Task = absl::AnyInvocable<void()>;
 
+  // So deep may calls between workers be nested. A limit on processes, of a user or a container, is
+  // often a few thousand.
+  static constexpr size_t kMostSpareThreads = 1024;
+
   // `size` >= 1 threads that run at the same time, named "<name>-<n>" (cut to 15 bytes).
   ThreadPool(std::string name, size_t size);
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
   ~ThreadPool();  // Close() and Join()
 
+  // Starts the first thread, which stays until Close(): from then on every task that is taken will
+  // run. kResourceExhausted where the machine gives none.
+  absl::Status Start();
+
   // Runs `task` on one of the threads. After Close() the task is destroyed unrun and false
-  // is returned. Tasks must not throw.
+  // is returned; likewise if there is no thread, and the machine gives none. Tasks must not throw.
   bool Schedule(Task task);
+
+  // The same, but only on a thread that is to be had now; it need not wait for another task.
+  bool ScheduleNow(Task task);
 
   // The same; but where fewer than `size` tasks run, and the calling thread handles events of a
   // loop that can do without it for `work` (EventLoop::CanRunAside), that thread runs the task, as
@@ -61,8 +76,10 @@ class ThreadPool : private Blockable {
   void Run();
   // Waits for a slot or for the end; false if this thread is to end.
   bool Park() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Gives a free slot, if a task is waiting for one, to a parked or a new thread.
-  void FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Gives a free slot, if a task is waiting for one, to a parked or a new thread. False if there is
+  // neither.
+  bool FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status StartOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Runs what waits, with the slot of the calling thread.
   void RunTasks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // For a guest: a thread that is not the pool's, and runs a task of it, and then those that wait
@@ -80,7 +97,8 @@ class ThreadPool : private Blockable {
   absl::Mutex joining_;  // held by Join, so that each of several callers waits to the end
 
   absl::Mutex mu_;
-  // Guarded by mu_. Whenever it is free, no task waits or all slots are taken.
+  // Guarded by mu_. Whenever it is free, no task waits, or all slots are taken, or there is no
+  // thread for a free one.
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
   // Slots taken: threads not parked and not blocked, guests among them.
   size_t running_ ABSL_GUARDED_BY(mu_) = 0;
@@ -89,6 +107,7 @@ class ThreadPool : private Blockable {
   std::unordered_map<std::thread::id, std::thread> threads_ ABSL_GUARDED_BY(mu_);
   std::thread ended_ ABSL_GUARDED_BY(mu_);  // the last that ended; joined by the next, or by Join
   size_t started_ ABSL_GUARDED_BY(mu_) = 0;
+  bool short_of_threads_ ABSL_GUARDED_BY(mu_) = false;  // since it was last said in the log
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
 };
 

@@ -13,13 +13,17 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/functional/function_ref.h"
+#include "absl/strings/match.h"
 #include "absl/synchronization/barrier.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "core/base/blocking.h"
+#include "core/base/clock.h"
 #include "core/base/event_loop.h"
+#include "core/base/thread.h"
 #include "gtest/gtest.h"
+#include "tests/testing/no_threads.h"
 
 namespace distgrad {
 namespace {
@@ -340,6 +344,80 @@ TEST(ThreadPoolTest, WhatALoopCannotRunAsideThePoolRuns) {
   const int work = 0;
   EXPECT_FALSE(loop.Handle([&] { pool.ScheduleHere([&] { ran.Notify(); }, &work); }));
   ran.WaitForNotification();
+}
+
+// ------------------------------------------------------------------------- No more threads
+
+TEST(NoThreadsTest, AThreadThatIsNotToBeHadIsAStatus) {
+  {
+    const NoThreads no_threads;
+    const absl::Status none = StartThread("dg-none", [] { FAIL(); }).status();
+    EXPECT_EQ(none.code(), absl::StatusCode::kResourceExhausted) << none;
+    EXPECT_TRUE(absl::StrContains(none.message(), "dg-none")) << none;
+    EXPECT_EQ(NewSystemClock().status().code(), absl::StatusCode::kResourceExhausted);
+  }
+  StartThread("dg-some", [] {}).value().join();
+}
+
+TEST(NoThreadsTest, APoolWithoutAThreadTakesNothing) {
+  ThreadPool pool("p", 2);
+  const auto owned = std::make_shared<int>();
+  {
+    const NoThreads no_threads;
+    EXPECT_EQ(pool.Start().code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_FALSE(pool.Schedule([owned] {}));
+    EXPECT_FALSE(pool.ScheduleNow([owned] {}));
+    EXPECT_EQ(owned.use_count(), 1);
+  }
+  absl::Notification ran;
+  EXPECT_TRUE(pool.Schedule([&] { ran.Notify(); })) << "now there are some";
+  ran.WaitForNotification();
+}
+
+TEST(NoThreadsTest, APoolThatIsStartedTakesAllAndRunsItLater) {
+  ThreadPool pool("p", 2);
+  ASSERT_TRUE(pool.Start().ok());
+  const NoThreads no_threads;
+  absl::Notification began, unblock;
+  ASSERT_TRUE(pool.Schedule([&] {
+    const BlockingScope blocking;
+    began.Notify();
+    unblock.WaitForNotification();
+  }));
+  began.WaitForNotification();
+  std::atomic<int> ran{0};
+  for (int i = 0; i < 100; ++i) ASSERT_TRUE(pool.Schedule([&] { ++ran; }));
+  EXPECT_FALSE(pool.ScheduleNow([&] { ++ran; }));
+  EXPECT_EQ(ran, 0);
+  unblock.Notify();
+  pool.Join();
+  EXPECT_EQ(ran, 100);
+}
+
+TEST(NoThreadsTest, WhatBlocksStartsNoMoreThanSoManyThreads) {
+  constexpr int kTasks = ThreadPool::kMostSpareThreads + 100;
+  ThreadPool pool("p", 2);
+  absl::Notification unblock;
+  Peak peak;
+  absl::BlockingCounter begun(ThreadPool::kMostSpareThreads + 2);
+  std::atomic<int> places{ThreadPool::kMostSpareThreads + 2}, ran{0};
+  for (int i = 0; i < kTasks; ++i) {
+    ASSERT_TRUE(pool.Schedule([&] {
+      peak.Enter();
+      if (places.fetch_sub(1) > 0) begun.DecrementCount();
+      {
+        const BlockingScope blocking;
+        unblock.WaitForNotification();
+      }
+      peak.Leave();
+      ++ran;
+    }));
+  }
+  begun.Wait();
+  unblock.Notify();
+  pool.Join();
+  EXPECT_EQ(ran, kTasks);
+  EXPECT_EQ(peak.value(), static_cast<int>(ThreadPool::kMostSpareThreads + 2));
 }
 
 }  // namespace

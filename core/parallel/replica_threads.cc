@@ -54,13 +54,15 @@ void ReplicaThreads::Run(size_t count, absl::FunctionRef<void(size_t)> work) {
     const at::ThreadLocalState state;
     absl::BlockingCounter left(static_cast<int>(count - 1));
     for (size_t i = 1; i < count; ++i) {
-      pool_.Schedule([&, i] {
+      const auto run_as_caller = [&, i] {
         {
           const at::ThreadLocalStateGuard as_caller(state);
           run(i);
         }
         left.DecrementCount();
-      });
+      };
+      // Without another thread they run one after the other.
+      if (!pool_.Schedule(run_as_caller)) run_as_caller();
     }
     run(0);
     const BlockingScope blocking;

@@ -25,6 +25,10 @@ void Lookups::Ask(absl::AnyInvocable<absl::StatusOr<WorkerInfo>()> question, Fou
   const auto cancelled = [] { return absl::CancelledError("this worker is shutting down"); };
   // Shared, for a pool that is closed destroys its task.
   const auto asked = std::make_shared<Found>(std::move(found));
+  if (const absl::Status started = thread_.Start(); !started.ok()) {
+    --waiting_;
+    return (*asked)(started);
+  }
   const bool scheduled =
       thread_.Schedule([this, question = std::move(question), asked, cancelled]() mutable {
         --waiting_;

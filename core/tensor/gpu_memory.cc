@@ -15,6 +15,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/base/thread_pool.h"
 #include "core/tensor/exception.h"
@@ -46,6 +47,8 @@ class GpuMemory final : public DeviceMemory {
                       absl::StrCat(size, " bytes of cuda:", device));
     }
   }
+
+  absl::Status Start() { return arrivals_.Start(); }
 
   void AfterArrival(const Packet& packet,
                     absl::AnyInvocable<void(const absl::Status&)> done) override {
@@ -87,7 +90,8 @@ class GpuMemory final : public DeviceMemory {
   absl::Mutex mu_;
   std::vector<std::optional<c10::Stream>> streams_ ABSL_GUARDED_BY(mu_);
 
-  // One thread suffices: all that the streams ever wait for are copies that are under way.
+  // One thread suffices, started by NewGpuMemory(): all that the streams ever wait for are copies
+  // that are under way.
   ThreadPool arrivals_{"dg-gpus", 1};
 };
 
@@ -96,7 +100,13 @@ class GpuMemory final : public DeviceMemory {
 std::unique_ptr<DeviceMemory> NewGpuMemory() {
   if (!c10::impl::hasDeviceGuardImpl(at::kCUDA)) return nullptr;
   const int devices = c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount();
-  return devices > 0 ? std::make_unique<GpuMemory>(devices) : nullptr;
+  if (devices <= 0) return nullptr;
+  auto memory = std::make_unique<GpuMemory>(devices);
+  if (const absl::Status started = memory->Start(); !started.ok()) {
+    DG_LOG(WARNING) << "memory of GPUs is not sent directly: " << started;
+    return nullptr;
+  }
+  return memory;
 }
 
 }  // namespace distgrad

@@ -2,6 +2,7 @@
 
 #include <ATen/ThreadLocalState.h>
 
+#include <atomic>
 #include <utility>
 
 #include "core/base/thread.h"
@@ -9,10 +10,22 @@
 namespace distgrad {
 namespace {
 
+// Null where the machine gives no thread.
 const at::ThreadLocalState* NewStateOfNewThread() {
   const at::ThreadLocalState* state = nullptr;
-  StartThread("dg-new", [&] { state = new at::ThreadLocalState; }).join();
+  auto thread = StartThread("dg-new", [&] { state = new at::ThreadLocalState; });
+  if (thread.ok()) thread->join();
   return state;
+}
+
+const at::ThreadLocalState* StateOfNewThread() {
+  static std::atomic<const at::ThreadLocalState*> known{nullptr};
+  if (const at::ThreadLocalState* state = known.load(std::memory_order_acquire)) return state;
+  const at::ThreadLocalState* made = NewStateOfNewThread();
+  const at::ThreadLocalState* none = nullptr;
+  if (made == nullptr || known.compare_exchange_strong(none, made)) return made;
+  delete made;  // another thread was faster
+  return none;
 }
 
 class CallersLoop final : public EventLoop {
@@ -22,26 +35,24 @@ class CallersLoop final : public EventLoop {
   void Run(absl::AnyInvocable<void()> task) override { loop_->Run(std::move(task)); }
 
   std::unique_ptr<EventLoop::Visitor> Visit() override {
+    const at::ThreadLocalState* const state = StateOfNewThread();
+    if (state == nullptr) return nullptr;
     auto visitor = loop_->Visit();
     if (visitor == nullptr) return nullptr;
-    return std::make_unique<Visitor>(std::move(visitor));
+    return std::make_unique<Visitor>(*state, std::move(visitor));
   }
   void WakeVisitor() override { loop_->WakeVisitor(); }
 
  private:
   class Visitor final : public EventLoop::Visitor {
    public:
-    explicit Visitor(std::unique_ptr<EventLoop::Visitor> visitor) : visitor_(std::move(visitor)) {}
+    Visitor(const at::ThreadLocalState& state, std::unique_ptr<EventLoop::Visitor> visitor)
+        : guard_(state), visitor_(std::move(visitor)) {}
     bool Look() override { return visitor_->Look(); }
     bool Sleep(absl::Time deadline) override { return visitor_->Sleep(deadline); }
 
    private:
-    static const at::ThreadLocalState& state() {
-      static const at::ThreadLocalState* const state = NewStateOfNewThread();
-      return *state;
-    }
-
-    const at::ThreadLocalStateGuard guard_{state()};  // to the end of the visit
+    const at::ThreadLocalStateGuard guard_;  // to the end of the visit
     const std::unique_ptr<EventLoop::Visitor> visitor_;
   };
 

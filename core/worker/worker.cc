@@ -34,11 +34,11 @@ absl::Duration ToMachinesClock(Clock& clock) {
 
 // ---------------------------------------------------------------------------------------- Life
 
-Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Membership> members,
-                   std::unique_ptr<Transport> transport)
+Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock> clock,
+                   std::unique_ptr<Membership> members, std::unique_ptr<Transport> transport)
     : options_(std::move(options)),
       self_(std::move(self)),
-      clock_(NewSystemClock()),
+      clock_(std::move(clock)),
       trace_(std::make_shared<TraceRecorder>()),
       members_(std::move(members)),
       lookups_(self_.name, members_.get()),
@@ -62,6 +62,7 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
     return absl::InvalidArgumentError(absl::StrCat("heartbeat_limit must be 100ms or more, not ",
                                                    absl::FormatDuration(options.heartbeat_limit)));
   }
+  DG_ASSIGN_OR_RETURN(std::unique_ptr<Clock> clock, NewSystemClock());
   DG_ASSIGN_OR_RETURN(Job job, JoinJob(options, deadline));
   auto members = std::make_unique<Membership>(job.store, Seat{.name = job.name,
                                                               .rank = job.rank,
@@ -69,8 +70,9 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
                                                               .join = options.join,
                                                               .max_workers = options.max_workers});
   DG_ASSIGN_OR_RETURN(WorkerInfo self, members->Claim(deadline));
-  std::shared_ptr<Impl> impl(
-      new Impl(std::move(options), std::move(self), std::move(members), std::move(job.transport)));
+  std::shared_ptr<Impl> impl(new Impl(std::move(options), std::move(self), std::move(clock),
+                                      std::move(members), std::move(job.transport)));
+  DG_RETURN_IF_ERROR(impl->pool_.Start());
   impl->store_ = std::move(job.store);
   impl->local_rank_ = job.local_rank;
   impl->local_world_size_ = job.local_world_size;

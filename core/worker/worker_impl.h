@@ -118,8 +118,8 @@ class Worker::Impl : public Context::Owner,
     size_t body = 0;  // where it begins
   };
 
-  Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Membership> members,
-       std::unique_ptr<Transport> transport);
+  Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock> clock,
+       std::unique_ptr<Membership> members, std::unique_ptr<Transport> transport);
 
   absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from,
                                     Body& body);

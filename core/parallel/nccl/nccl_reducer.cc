@@ -72,7 +72,12 @@ absl::StatusOr<std::shared_ptr<NcclReducer>> NcclReducer::Create(std::vector<c10
                                                                  ReducerOptions options,
                                                                  const NcclGroupStarter& start,
                                                                  Clock* clock) {
-  std::shared_ptr<NcclReducer> reducer(new NcclReducer(std::move(devices), options, clock));
+  std::unique_ptr<Clock> own_clock;
+  if (clock == nullptr) {
+    DG_ASSIGN_OR_RETURN(own_clock, NewSystemClock());
+  }
+  std::shared_ptr<NcclReducer> reducer(
+      new NcclReducer(std::move(devices), options, std::move(own_clock), clock));
   try {
     DG_ASSIGN_OR_RETURN(auto group, start(reducer->devices_));
     for (const c10::Device device : reducer->devices_) {
@@ -88,12 +93,13 @@ absl::StatusOr<std::shared_ptr<NcclReducer>> NcclReducer::Create(std::vector<c10
   return reducer;
 }
 
-NcclReducer::NcclReducer(std::vector<c10::Device> devices, ReducerOptions options, Clock* clock)
+NcclReducer::NcclReducer(std::vector<c10::Device> devices, ReducerOptions options,
+                         std::unique_ptr<Clock> own_clock, Clock* clock)
     : devices_(std::move(devices)),
       options_(options),
       name_(absl::StrCat("NCCL over ", Names(devices_))),
       fallback_(devices_, options),
-      own_clock_(clock == nullptr ? NewSystemClock() : nullptr),
+      own_clock_(std::move(own_clock)),
       clock_(clock == nullptr ? own_clock_.get() : clock) {}
 
 NcclReducer::~NcclReducer() {

@@ -64,7 +64,8 @@ class NcclReducer final : public Reducer {
   // What one collective does, and with what.
   struct Collective;
 
-  NcclReducer(std::vector<c10::Device> devices, ReducerOptions options, Clock* clock);
+  NcclReducer(std::vector<c10::Device> devices, ReducerOptions options,
+              std::unique_ptr<Clock> own_clock, Clock* clock);
 
   absl::StatusOr<at::Tensor> ReduceBucket(const Bucket& bucket,
                                           absl::Span<const TensorVector> lists, size_t root)

@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "core/base/status.h"
 #include "core/base/thread_pool.h"
 
 namespace distgrad {
@@ -245,6 +246,7 @@ void InprocNode::Stop() {
 }
 
 absl::Status InprocNode::Listen(Transport::Accept accept) {
+  DG_RETURN_IF_ERROR(thread_.Start());
   absl::MutexLock lock(&mu_);
   if (listening_) return absl::FailedPreconditionError(absl::StrCat(address_, " listens already"));
   accept_ = std::move(accept);
@@ -259,6 +261,7 @@ absl::StatusOr<std::shared_ptr<Connection>> InprocNode::Connect(
       !absl::SimpleAtoi(address.substr(kScheme.size()), &number)) {
     return absl::InvalidArgumentError(absl::StrCat("\"", address, "\" is not inproc://N"));
   }
+  DG_RETURN_IF_ERROR(thread_.Start());
   auto near = std::make_shared<InprocEnd>(shared_from_this(), address);
   near->SetReceiver(std::move(receiver));  // no task of this end is on the thread yet
   const std::shared_ptr<InprocNode> there = network_->Find(address);

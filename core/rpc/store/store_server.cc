@@ -60,11 +60,13 @@ absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Start(Socket listener,
   }
   std::unique_ptr<StoreServer> server(
       new StoreServer(std::move(listener), Socket(ends[0]), Socket(ends[1]), std::move(options)));
-  server->thread_ = StartThread("dg/store", [self = server.get()] { self->Run(); });
+  DG_ASSIGN_OR_RETURN(server->thread_,
+                      StartThread("dg/store", [self = server.get()] { self->Run(); }));
   return server;
 }
 
 StoreServer::~StoreServer() {
+  if (!thread_.joinable()) return;  // it was not started
   shutdown(stop_.fd(), SHUT_RDWR);
   thread_.join();
 }

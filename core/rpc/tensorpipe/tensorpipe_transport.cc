@@ -473,7 +473,15 @@ class TensorPipeTransport final : public Transport {
       return absl::FailedPreconditionError(absl::StrCat(Name(), " is listening already"));
     }
     shared_->clock = options_.clock;
-    if (shared_->clock == nullptr) shared_->clock = (own_clock_ = NewSystemClock()).get();
+    if (shared_->clock == nullptr) {
+      auto clock = NewSystemClock();
+      if (!clock.ok()) {
+        listening_ = false;
+        return clock.status();
+      }
+      own_clock_ = *std::move(clock);
+      shared_->clock = own_clock_.get();
+    }
     const Asking asks(this);
     try {
       std::shared_ptr<tensorpipe::Listener> listener = context_->listen({url});

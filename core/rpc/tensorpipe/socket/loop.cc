@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint64_t kWakeId = 0;  // no handler has it
 // Any number may be aside.
-constexpr size_t kThreads = 1 << 20;
+constexpr size_t kThreads = ThreadPool::kMostSpareThreads;
 // That many lead or wait for the lead: after one has been aside there is another.
 constexpr int kOwnThreads = 2;
 // After so many sleeps without a visitor none is expected.
@@ -106,6 +106,7 @@ absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
   if (absl::Status watched = loop->Watch(kWakeId, loop->wake_.get(), EPOLLIN); !watched.ok()) {
     return watched;
   }
+  if (absl::Status started = loop->threads_.Start(); !started.ok()) return started;
   absl::MutexLock lock(&loop->mu_);
   loop->idle_ = false;
   loop->own_ = 1;
@@ -177,7 +178,21 @@ void Loop::Run(Task task) {
 // Only the thread that leads comes here.
 bool Loop::CanRunAside(const void* work) {
   if (Current() != this || aside_ != nullptr) return false;
-  return leader_ == Leader::kOwn || (work != nullptr && work == AwaitedByThisThread());
+  if (leader_ == Leader::kOwn) return HasSuccessor();
+  return work != nullptr && work == AwaitedByThisThread();
+}
+
+// For the own thread that leads.
+bool Loop::HasSuccessor() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (own_ > 1) return true;
+    ++own_;
+  }
+  if (threads_.ScheduleNow([this] { Work(); })) return true;
+  absl::MutexLock lock(&mu_);
+  --own_;
+  return false;
 }
 
 void Loop::RunAside(Task task) { aside_ = std::move(task); }

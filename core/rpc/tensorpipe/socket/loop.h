@@ -53,7 +53,7 @@ class Loop : public EventLoop, private Blockable {
     virtual void OnLoopClosed() = 0;
   };
 
-  // kResourceExhausted and the like where the machine gives no more file descriptors.
+  // kResourceExhausted and the like where the machine gives no more file descriptors or threads.
   static absl::StatusOr<std::unique_ptr<Loop>> Start(std::string thread_name);
   // Close() and Join() must have been called, or be possible here.
   ~Loop() override;
@@ -106,6 +106,8 @@ class Loop : public EventLoop, private Blockable {
   // Gives up the lead, and sees to it that an own thread waits for it: the task that runs now may
   // take long.
   void StepAside();
+  // Whether another own thread can take the lead when this one gives it up.
+  bool HasSuccessor();
   // After that. False if this thread is not needed any more.
   bool Return();
   // Whether there is nothing left to do, ever.
