@@ -12,7 +12,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "capi/worker_object.h"
@@ -196,8 +195,7 @@ absl::StatusOr<DataParallelOptions> ToOptions(const dg_data_parallel_options& re
     options.reducer.bucket_bytes = read.bucket_bytes;
     options.replicas.bucket_bytes = read.bucket_bytes;
   }
-  const absl::Time now = absl::Now();
-  options.reducer.timeout = ToDeadline(read.timeout_ms, now + options.reducer.timeout) - now;
+  options.reducer.timeout = ToTimeout(read.timeout_ms, options.reducer.timeout);
   return options;
 }
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "absl/time/clock.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "core/worker/failure.h"
@@ -62,15 +61,17 @@ absl::Status CheckOut(const void* out) {
   return absl::InvalidArgumentError("where the result is to be stored is NULL");
 }
 
-absl::Time ToDeadline(int64_t timeout_ms, absl::Time if_zero) {
+absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero) {
   if (timeout_ms == 0) return if_zero;
-  if (timeout_ms < 0) return absl::Now() + kNoLimit;
-  return absl::Now() + std::min(absl::Milliseconds(timeout_ms), kNoLimit);
+  return timeout_ms < 0 ? kNoLimit : std::min(absl::Milliseconds(timeout_ms), kNoLimit);
 }
 
-int64_t ToTimeoutMs(absl::Time deadline) {
-  return std::max(int64_t{1}, absl::ToInt64Milliseconds(
-                                  std::min<absl::Duration>(deadline - absl::Now(), kNoLimit)));
+Deadline ToDeadline(int64_t timeout_ms, Deadline if_zero) {
+  return timeout_ms == 0 ? if_zero : Deadline::After(ToTimeout(timeout_ms, {}));
+}
+
+int64_t ToTimeoutMs(Deadline deadline) {
+  return std::max(int64_t{1}, absl::ToInt64Milliseconds(std::min(deadline.Left(), kNoLimit)));
 }
 
 absl::Status CheckOptionsSize(size_t given, size_t first, size_t known, const void* options,

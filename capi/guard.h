@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "capi/handles.h"
 #include "capi/include/distgrad/distgrad.h"
+#include "core/base/deadline.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -68,11 +69,14 @@ absl::StatusOr<std::string> FromStr(dg_str text, absl::string_view what);
 
 absl::Status CheckOut(const void* out);
 
-// Now plus timeout_ms; `if_zero` for 0. Negative is as good as no limit.
-absl::Time ToDeadline(int64_t timeout_ms, absl::Time if_zero);
+// timeout_ms, or `if_zero` for 0. Negative is as good as no limit.
+absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero);
+
+// Now plus timeout_ms, in the same way.
+Deadline ToDeadline(int64_t timeout_ms, Deadline if_zero);
 
 // What is left of it, at least 1.
-int64_t ToTimeoutMs(absl::Time deadline);
+int64_t ToTimeoutMs(Deadline deadline);
 
 absl::Status CheckOptionsSize(size_t given, size_t first, size_t known, const void* options,
                               absl::string_view name);

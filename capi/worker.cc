@@ -32,9 +32,7 @@ absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
   set(read.bytes_per_peer, &limits.bytes_per_peer);
   set(read.contexts_per_peer, &limits.contexts_per_peer);
   set(read.unauthenticated, &limits.unauthenticated);
-  const absl::Time now = absl::Now();
-  limits.handshake_timeout =
-      ToDeadline(read.handshake_timeout_ms, now + limits.handshake_timeout) - now;
+  limits.handshake_timeout = ToTimeout(read.handshake_timeout_ms, limits.handshake_timeout);
   return limits;
 }
 
@@ -88,9 +86,8 @@ absl::StatusOr<WorkerOptions> ToOptions(const dg_worker_options* given) {
     return absl::InvalidArgumentError(absl::StrCat("thread_count is ", read.thread_count));
   }
   options.threads = read.thread_count;
-  const absl::Time now = absl::Now();
-  options.timeout = ToDeadline(read.timeout_ms, now + options.timeout) - now;
-  options.join_timeout = ToDeadline(read.join_timeout_ms, now + options.join_timeout) - now;
+  options.timeout = ToTimeout(read.timeout_ms, options.timeout);
+  options.join_timeout = ToTimeout(read.join_timeout_ms, options.join_timeout);
   DG_ASSIGN_OR_RETURN(options.job, FromStr(read.job, "job"));
   if (read.heartbeat_limit_ms < 0) {
     options.heartbeat_limit = absl::InfiniteDuration();
@@ -253,7 +250,7 @@ dg_error* dg_worker_wait_for_all(dg_worker* worker, int64_t timeout_ms) noexcept
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
-    return use->WaitForAll(ToDeadline(timeout_ms, absl::Now()));
+    return use->WaitForAll(ToDeadline(timeout_ms, absl::InfinitePast()));
   });
 }
 
@@ -262,7 +259,7 @@ dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) noexcept {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
-    return use->Leave(ToDeadline(timeout_ms, absl::Now()));
+    return use->Leave(ToDeadline(timeout_ms, absl::InfinitePast()));
   });
 }
 
@@ -276,7 +273,7 @@ dg_error* dg_worker_leave_alone(dg_worker* worker, int64_t timeout_ms) noexcept 
                                                         "for it waits for those"));
     }
     BlockingScope blocking;
-    return use->LeaveAlone(ToDeadline(timeout_ms, absl::Now()));
+    return use->LeaveAlone(ToDeadline(timeout_ms, absl::InfinitePast()));
   });
 }
 

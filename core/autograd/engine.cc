@@ -135,7 +135,7 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
   });
   if (!run.ok()) return Future<Unit>::Of(run.status());
   if (closed_) (*run)->Fail(ShuttingDown());  // Close() may have missed it
-  return (*run)->Begin(options.deadline,
+  return (*run)->Begin(clock_->TimeOf(options.deadline),
                        run_here && MayRunNodesHere() ? RunHere::kYes : RunHere::kNo);
 }
 

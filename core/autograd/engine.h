@@ -23,6 +23,7 @@
 #include "core/autograd/pass_run.h"
 #include "core/autograd/snapshot.h"
 #include "core/base/clock.h"
+#include "core/base/deadline.h"
 #include "core/base/event_loop.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
@@ -60,7 +61,7 @@ struct BackwardOptions {
   std::vector<at::Tensor> root_gradients = {};
   // The pass fails with kDeadlineExceeded if it is not over by then. Default: now plus
   // WorkerOptions::timeout.
-  absl::Time deadline = absl::InfinitePast();
+  Deadline deadline = absl::InfinitePast();
 };
 
 // Thread-safe.

@@ -8,6 +8,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "core/base/deadline.h"
 
 namespace distgrad {
 
@@ -19,8 +20,14 @@ class Clock {
   // Timers that have not fired are dropped; one that is firing is waited for.
   virtual ~Clock() = default;
 
-  // Close to the wall clock, but never goes back.
+  // By a count of its own, which never goes back. It begins close to the wall clock, and goes on
+  // evenly when that is set.
   virtual absl::Time Now() = 0;
+
+  // A deadline by this count.
+  absl::Time TimeOf(Deadline deadline) {
+    return deadline.is_never() ? absl::InfiniteFuture() : Now() + deadline.Left();
+  }
 
   // Calls `callback` once, at or after `when`, on the clock's own thread, with no lock held;
   // it must not block. Timers of the same time fire in the order in which they were set;

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "absl/functional/any_invocable.h"
-#include "absl/time/time.h"
+#include "core/base/deadline.h"
 
 namespace distgrad {
 
@@ -28,7 +28,7 @@ class EventLoop {
     virtual bool Look() = 0;
     // The same, but sleeps until something comes, WakeVisitor(), or `deadline`. False, at once,
     // where another thread has that to do.
-    virtual bool Sleep(absl::Time deadline) = 0;
+    virtual bool Sleep(Deadline deadline) = 0;
   };
 
   virtual ~EventLoop() = default;

@@ -12,6 +12,7 @@
 #ifndef DISTGRAD_CORE_BASE_FUTURE_H_
 #define DISTGRAD_CORE_BASE_FUTURE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -24,9 +25,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "core/base/blocking.h"
+#include "core/base/deadline.h"
 #include "core/base/event_loop.h"
 #include "core/base/spin.h"
 
@@ -71,6 +71,7 @@ class FutureState {
       value_.emplace(std::move(value));
       callbacks.swap(callbacks_);
       visited.swap(visited_);
+      for (Sleeper* sleeper : sleepers_) sleeper->Wake();
       done_.store(true, std::memory_order_release);
     }
     if (visited != nullptr) visited->WakeVisitor();
@@ -80,10 +81,10 @@ class FutureState {
 
   bool Done() const { return done_.load(std::memory_order_acquire); }
 
-  bool WaitUntil(absl::Time deadline) const {
+  bool WaitUntil(Deadline deadline) const {
     if (Done()) return true;
     // A past deadline only asks; a pool need not wake a thread for that.
-    if (deadline <= absl::Now()) return false;
+    if (deadline.Passed()) return false;
     BlockingScope blocking;
     // Who can bring it about does so, rather than be told by who else would.
     const void* maker = nullptr;
@@ -96,16 +97,18 @@ class FutureState {
       return visitor != nullptr;
     };
     // Where other things come the answer may be next.
-    const auto look = [&] { return visit() && visitor->Look() && absl::Now() < deadline; };
+    const auto look = [&] { return visit() && visitor->Look() && !deadline.Passed(); };
     // What threads wait for is often the answer to a small call, and there at once.
     do {
       const bool company = !is_last || (loop != nullptr && !visit());
       const auto patience = company ? Spin::kPatience : Spin::kLongPatience;
       if (Spin::OfThisThread().Await([this] { return Done(); }, patience, look)) return true;
-    } while (absl::Now() < deadline && visit() && SleepVisiting(loop, *visitor, deadline));
+    } while (!deadline.Passed() && visit() && SleepVisiting(loop, *visitor, deadline));
     visitor = nullptr;
+    if (!deadline.is_never()) return Sleep(deadline);
     absl::MutexLock lock(&mu_);
-    return mu_.AwaitWithDeadline(absl::Condition(this, &FutureState::HasValue), deadline);
+    mu_.Await(absl::Condition(this, &FutureState::HasValue));
+    return true;
   }
 
   void MadeBy(std::weak_ptr<Canceller> maker, uint64_t work, std::weak_ptr<EventLoop> loop) {
@@ -146,9 +149,22 @@ class FutureState {
  private:
   bool HasValue() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return value_.has_value(); }
 
+  bool Sleep(Deadline deadline) const {
+    Sleeper sleeper;
+    {
+      absl::MutexLock lock(&mu_);
+      if (value_.has_value()) return true;
+      sleepers_.push_back(&sleeper);
+    }
+    sleeper.Sleep(deadline);
+    absl::MutexLock lock(&mu_);
+    sleepers_.erase(std::find(sleepers_.begin(), sleepers_.end(), &sleeper));
+    return value_.has_value();
+  }
+
   // Until something comes, the value among it. False where the visit is over.
   bool SleepVisiting(const std::shared_ptr<EventLoop>& loop, EventLoop::Visitor& visitor,
-                     absl::Time deadline) const {
+                     Deadline deadline) const {
     {
       absl::MutexLock lock(&mu_);
       if (value_.has_value()) return true;
@@ -181,6 +197,7 @@ class FutureState {
   std::weak_ptr<EventLoop> loop_ ABSL_GUARDED_BY(mu_);
   uint64_t asked_ ABSL_GUARDED_BY(mu_) = 0;
   mutable std::shared_ptr<EventLoop> visited_ ABSL_GUARDED_BY(mu_);  // while its visitor sleeps
+  mutable std::vector<Sleeper*> sleepers_ ABSL_GUARDED_BY(mu_);      // who waits until a deadline
   std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks_ ABSL_GUARDED_BY(mu_);
 };
 
@@ -205,17 +222,17 @@ class Future {
 
   // Waits. On a pool's thread the pool runs another thread meanwhile.
   const absl::StatusOr<T>& Wait() const {
-    state_->WaitUntil(absl::InfiniteFuture());
+    state_->WaitUntil(Deadline::Never());
     return std::as_const(*state_).value();
   }
 
   // Waits until `deadline` at most; returns whether the future is done.
-  bool WaitUntil(absl::Time deadline) const { return state_->WaitUntil(deadline); }
+  bool WaitUntil(Deadline deadline) const { return state_->WaitUntil(deadline); }
 
   // Waits and moves the value out. For the only owner of the result: other handles of this
   // future are left with a moved-from value.
   absl::StatusOr<T> Take() {
-    state_->WaitUntil(absl::InfiniteFuture());
+    state_->WaitUntil(Deadline::Never());
     return std::move(state_->value());
   }
 

@@ -188,11 +188,11 @@ class VisitedLoop : public EventLoop {
       for (auto& task : tasks) task();
       return !tasks.empty();
     }
-    bool Sleep(absl::Time deadline) override {
+    bool Sleep(Deadline deadline) override {
       {
         absl::MutexLock lock(&loop_->mu_);
         loop_->sleeps_ = true;
-        loop_->mu_.AwaitWithDeadline(absl::Condition(loop_, &VisitedLoop::HasWork), deadline);
+        loop_->mu_.AwaitWithTimeout(absl::Condition(loop_, &VisitedLoop::HasWork), deadline.Left());
       }
       Look();
       return true;

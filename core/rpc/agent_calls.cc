@@ -119,14 +119,19 @@ absl::StatusOr<SendWindow::Room> Agent::Impl::AwaitRoom(const std::shared_ptr<Se
       cancellation == nullptr ? 0 : cancellation->OnCancel([window, waiter, cancellation] {
         window->Withdraw(waiter, cancellation->why());
       });
-  if (!room.WaitUntil(terms.deadline)) {
-    window->Withdraw(
-        waiter, absl::DeadlineExceededError(absl::StrCat(
-                    "no room before the deadline: ", window->taken(),
-                    " bytes wait to be sent to it; limit bytes_per_peer is ", window->limit())));
+  std::optional<Clock::TimerId> timer;
+  if (terms.deadline != absl::InfiniteFuture() && !room.Done()) {
+    timer = clock_->At(terms.deadline, [window, waiter] {
+      window->Withdraw(
+          waiter, absl::DeadlineExceededError(absl::StrCat(
+                      "no room before the deadline: ", window->taken(),
+                      " bytes wait to be sent to it; limit bytes_per_peer is ", window->limit())));
+    });
   }
+  absl::StatusOr<SendWindow::Room> taken = room.Take();
+  if (timer) clock_->Cancel(*timer);
   if (watch != 0) cancellation->Forget(watch);
-  return room.Take();
+  return taken;
 }
 
 absl::Status Agent::Impl::TooLarge(absl::string_view what, uint64_t size) const {

@@ -388,8 +388,12 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
     terms.wait_for_room = true;
     return a().Call(1, "echo", std::string(6000, 'x'), terms).Wait().status();
   };
-  // The wait is by the machine's clock, long after that of the test.
-  absl::Status status = call({.deadline = absl::Now() - absl::Seconds(1)});
+  absl::Status status;
+  const absl::Time deadline = clock_.Now() + absl::Seconds(1);
+  std::thread late([&] { status = call({.deadline = deadline}); });
+  while (clock_.NextTimer() != deadline) std::this_thread::yield();  // until it waits
+  clock_.Advance(absl::Seconds(1));
+  late.join();
   EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status;
   EXPECT_TRUE(absl::StrContains(status.message(), "limit bytes_per_peer is 10000")) << status;
 

@@ -6,24 +6,25 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/base/deadline.h"
 
 namespace distgrad {
 
 class Backoff {
  public:
-  explicit Backoff(absl::Time deadline) : deadline_(deadline) {}
+  explicit Backoff(Deadline deadline) : deadline_(deadline) {}
 
   // Sleeps a little, not past the deadline; false if it has passed already.
   bool Sleep() {
-    const absl::Time now = absl::Now();
-    if (now >= deadline_) return false;
-    absl::SleepFor(std::min(pause_, deadline_ - now));
+    const absl::Duration left = deadline_.Left();
+    if (left == absl::ZeroDuration()) return false;
+    absl::SleepFor(std::min(pause_, left));
     pause_ = std::min(pause_ * 1.5, absl::Milliseconds(100));
     return true;
   }
 
  private:
-  const absl::Time deadline_;
+  const Deadline deadline_;
   absl::Duration pause_ = absl::Milliseconds(1);
 };
 

@@ -55,7 +55,7 @@ absl::Status Settle(Store& store, int world_size, absl::string_view outcome) {
   return store.Set(kOutcome, std::string(outcome));
 }
 
-absl::StatusOr<int> ReadNumber(Store& store, const std::string& key, absl::Time deadline) {
+absl::StatusOr<int> ReadNumber(Store& store, const std::string& key, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const std::string text, store.Get(key, deadline));
   int number = 0;
   if (absl::SimpleAtoi(text, &number) && number >= 0 && number <= kMaxIds) return number;
@@ -63,10 +63,10 @@ absl::StatusOr<int> ReadNumber(Store& store, const std::string& key, absl::Time 
 }
 
 // Waits for a key; kAlreadyExists as soon as the job has failed. kNotFound, if it does not come.
-absl::StatusOr<std::string> Await(Store& store, const std::string& key, absl::Time deadline) {
+absl::StatusOr<std::string> Await(Store& store, const std::string& key, Deadline deadline) {
   for (;;) {
-    const bool last = absl::Now() + kLook >= deadline;
-    auto value = store.Get(key, last ? deadline : absl::Now() + kLook);
+    const bool last = deadline.Left() <= kLook;
+    auto value = store.Get(key, last ? deadline : Deadline::After(kLook));
     // A store that is silent is asked again until the deadline.
     const bool is_silent = absl::IsDeadlineExceeded(value.status());
     if (!absl::IsNotFound(value.status()) && !is_silent) return value;
@@ -93,9 +93,8 @@ absl::Status NotCome(const std::vector<WorkerInfo>& missing) {
       absl::StrCat(Several(names), names.size() == 1 ? " has" : " have", " not come"));
 }
 
-absl::Duration Patience(absl::Time deadline) {
-  return absl::Trunc(std::max(deadline - absl::Now(), absl::ZeroDuration()) + absl::Milliseconds(1),
-                     absl::Milliseconds(1));
+absl::Duration Patience(Deadline deadline) {
+  return absl::Trunc(deadline.Left() + absl::Milliseconds(1), absl::Milliseconds(1));
 }
 
 }  // namespace
@@ -118,7 +117,7 @@ absl::Status Membership::CheckSeat() const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<WorkerInfo> Membership::Claim(absl::Time deadline) {
+absl::StatusOr<WorkerInfo> Membership::Claim(Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckSeat());
   DG_ASSIGN_OR_RETURN(self_, seat_.join ? ClaimByName(deadline) : ClaimRank());
   return self_;
@@ -157,7 +156,7 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank() {
   return NextLife(self.id, life);
 }
 
-absl::StatusOr<WorkerInfo> Membership::ClaimByName(absl::Time deadline) {
+absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
   const auto outcome = store_->Get(kOutcome, deadline);
   if (absl::IsNotFound(outcome.status())) {
     return absl::DeadlineExceededError("the job that is to be joined has not started");
@@ -208,7 +207,7 @@ absl::Status Membership::Publish() {
 }
 
 absl::StatusOr<std::vector<WorkerInfo>> Membership::Enter(const WorkerInfo& self,
-                                                          absl::Time deadline) {
+                                                          Deadline deadline) {
   self_ = self;
   if (self_.address.size() > kMaxWorkerText) {
     return absl::InvalidArgumentError(absl::StrCat("the address of worker '", self_.name,
@@ -217,7 +216,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::Enter(const WorkerInfo& self
   return late_ ? EnterLate() : EnterAtStart(deadline);
 }
 
-absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(absl::Time deadline) {
+absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(Deadline deadline) {
   const absl::Duration patience = Patience(deadline);
   DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(self_.name), 1).status());
   DG_RETURN_IF_ERROR(store_->Set(NameKey(self_.name), absl::StrCat(self_.id)));
@@ -335,13 +334,13 @@ absl::Status Membership::Leave() {
 
 // --------------------------------------------------------------------------------- Barriers
 
-absl::Status Membership::Barrier(absl::Time deadline) {
+absl::Status Membership::Barrier(Deadline deadline) {
   const int64_t number = ++barriers_;
   return Annotate(Gather(absl::StrCat("barrier/", number), number, deadline),
                   "waiting for all workers");
 }
 
-absl::Status Membership::BarrierOfTheEnd(absl::Time deadline) {
+absl::Status Membership::BarrierOfTheEnd(Deadline deadline) {
   absl::Status status = Gather("leave", kLast, deadline);
   if (status.ok()) status = store_->Set(absl::StrCat("left/", self_.id), "1");
   if (status.ok() && self_.id == 0) status = AwaitOthers("left", deadline);
@@ -353,20 +352,20 @@ absl::Status Membership::CheckOpen() const {
   return absl::CancelledError("this worker is shutting down");
 }
 
-bool Membership::IsSilence(const absl::Status& status, absl::Time deadline) const {
-  return absl::IsDeadlineExceeded(status) && absl::Now() < deadline;
+bool Membership::IsSilence(const absl::Status& status, Deadline deadline) const {
+  return absl::IsDeadlineExceeded(status) && !deadline.Passed();
 }
 
-absl::Status Membership::AwaitOthers(const std::string& name, absl::Time deadline) {
+absl::Status Membership::AwaitOthers(const std::string& name, Deadline deadline) {
   for (;;) {
     DG_RETURN_IF_ERROR(CheckOpen());
     const absl::StatusOr<std::vector<WorkerInfo>> missing = Missing(name, kLast);
     if (IsSilence(missing.status(), deadline)) continue;
     DG_RETURN_IF_ERROR(missing.status());
     if (missing->empty()) return absl::OkStatus();
-    if (absl::Now() >= deadline) return NotCome(*missing);
+    if (deadline.Passed()) return NotCome(*missing);
     const auto there = store_->Get(absl::StrCat(name, "/", missing->front().id),
-                                   std::min(deadline, absl::Now() + kLook));
+                                   std::min(deadline, Deadline::After(kLook)));
     if (absl::IsNotFound(there.status()) || IsSilence(there.status(), deadline)) continue;
     DG_RETURN_IF_ERROR(there.status());
   }
@@ -391,7 +390,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::Missing(const std::string& n
 
 // Everyone says that it is there; who sees that all are opens the door. The last to come sees it
 // at once; the others look now and then, for somebody may leave rather than come.
-absl::Status Membership::Gather(const std::string& name, int64_t number, absl::Time deadline) {
+absl::Status Membership::Gather(const std::string& name, int64_t number, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const int64_t come, store_->Add(name + "/count", 1));
   if (come == 1 && number != kLast) DG_RETURN_IF_ERROR(store_->Add(kBarriers, 1).status());
   DG_RETURN_IF_ERROR(store_->Set(absl::StrCat(name, "/", self_.id), "1"));
@@ -406,9 +405,9 @@ absl::Status Membership::Gather(const std::string& name, int64_t number, absl::T
       if (IsSilence(missing.status(), deadline)) continue;
       DG_RETURN_IF_ERROR(missing.status());
       if (missing->empty()) return store_->Set(door, "1");
-      if (absl::Now() >= deadline) return NotCome(*missing);
+      if (deadline.Passed()) return NotCome(*missing);
     }
-    const auto open = store_->Get(door, std::min(deadline, absl::Now() + kLook));
+    const auto open = store_->Get(door, std::min(deadline, Deadline::After(kLook)));
     look = true;
     if (absl::IsNotFound(open.status()) || IsSilence(open.status(), deadline)) continue;
     return open.status();

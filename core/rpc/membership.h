@@ -49,14 +49,14 @@ class Membership {
   // kInvalidArgument for a seat that there cannot be; kAlreadyExists, on every worker, when two
   // claim one rank before the job has started; kResourceExhausted beyond `max_workers`;
   // kDeadlineExceeded if the job that is to be joined has not started.
-  absl::StatusOr<WorkerInfo> Claim(absl::Time deadline);
+  absl::StatusOr<WorkerInfo> Claim(Deadline deadline);
 
   // Publishes `self`, which is what Claim() gave with an address. At the job's start this waits
   // for all its workers. Returns the members, this one among them, by id.
   //
   // kDeadlineExceeded names the ranks that did not come; kAlreadyExists, on every worker, when
   // two have one name.
-  absl::StatusOr<std::vector<WorkerInfo>> Enter(const WorkerInfo& self, absl::Time deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> Enter(const WorkerInfo& self, Deadline deadline);
 
   // As the store has it now, whether it has left or not. kNotFound if it was never a member.
   absl::StatusOr<WorkerInfo> Find(WorkerId id);
@@ -72,10 +72,10 @@ class Membership {
   // Waits until every member has called it as often as this one. A member that leaves meanwhile
   // is not waited for, nor is one that joined or came back after this barrier had begun.
   // kDeadlineExceeded names who did not come.
-  absl::Status Barrier(absl::Time deadline);
+  absl::Status Barrier(Deadline deadline);
 
   // The same, once, before all end. Worker 0, which may serve the store, goes last.
-  absl::Status BarrierOfTheEnd(absl::Time deadline);
+  absl::Status BarrierOfTheEnd(Deadline deadline);
 
   // Whoever waits in a barrier, or will, gets kCancelled within a second. Waits for nothing.
   void Close() { closed_ = true; }
@@ -85,15 +85,15 @@ class Membership {
   absl::Status CheckSeat() const;
   absl::Status CheckOpen() const;
   // Whether the store has not answered, and may be asked again before the deadline.
-  bool IsSilence(const absl::Status& status, absl::Time deadline) const;
+  bool IsSilence(const absl::Status& status, Deadline deadline) const;
   absl::StatusOr<WorkerInfo> ClaimRank();
-  absl::StatusOr<WorkerInfo> ClaimByName(absl::Time deadline);
+  absl::StatusOr<WorkerInfo> ClaimByName(Deadline deadline);
   absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);
-  absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(absl::Time deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> EnterLate();
-  absl::Status Gather(const std::string& name, int64_t number, absl::Time deadline);
+  absl::Status Gather(const std::string& name, int64_t number, Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> Missing(const std::string& name, int64_t number);
-  absl::Status AwaitOthers(const std::string& name, absl::Time deadline);
+  absl::Status AwaitOthers(const std::string& name, Deadline deadline);
   absl::Status Publish();
 
   // Constant after construction.

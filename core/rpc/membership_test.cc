@@ -131,7 +131,7 @@ class SilentStore : public Store {
   absl::Status Set(const std::string& key, const std::string& value) override {
     return store_->Set(key, value);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
     if (!silent_) return store_->Get(key, deadline);
     ++unanswered_;
     return absl::DeadlineExceededError("the store is silent");

@@ -36,7 +36,7 @@ absl::StatusOr<std::string> Look(Store& store, const std::string& key) {
   return value;
 }
 
-absl::StatusOr<int64_t> Ask(Store& store, int rank, const std::string& nonce, absl::Time deadline) {
+absl::StatusOr<int64_t> Ask(Store& store, int rank, const std::string& nonce, Deadline deadline) {
   DG_RETURN_IF_ERROR(store.Set(Question(rank), nonce));
   Backoff backoff(deadline);
   do {
@@ -56,7 +56,7 @@ absl::StatusOr<int64_t> Ask(Store& store, int rank, const std::string& nonce, ab
 }
 
 // A question that a former start has left is answered too, and nobody hears it.
-absl::StatusOr<int64_t> Number(Store& store, int world_size, absl::Time deadline) {
+absl::StatusOr<int64_t> Number(Store& store, int world_size, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const int64_t number, store.Add("start/count", 1));
   std::vector<std::string> answered(world_size);
   std::vector<int> missing(world_size - 1);
@@ -86,13 +86,13 @@ absl::StatusOr<int64_t> Number(Store& store, int world_size, absl::Time deadline
 }  // namespace
 
 absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uint64_t nonce,
-                                     absl::Time deadline) {
+                                     Deadline deadline) {
   if (rank == 0) return Number(store, world_size, deadline);
   return Ask(store, rank, absl::StrCat(nonce), deadline);
 }
 
 absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(std::shared_ptr<Store> store, int rank,
-                                                        int world_size, absl::Time deadline) {
+                                                        int world_size, Deadline deadline) {
   const uint64_t nonce = (uint64_t{std::random_device()()} << 32) | std::random_device()();
   DG_ASSIGN_OR_RETURN(const int64_t start, AgreeOnStart(*store, rank, world_size, nonce, deadline));
   return std::make_shared<PrefixStore>(absl::StrCat(start, "/"), std::move(store));

@@ -22,11 +22,11 @@ namespace distgrad {
 //
 // kDeadlineExceeded names the ranks that did not come.
 absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uint64_t nonce,
-                                     absl::Time deadline);
+                                     Deadline deadline);
 
 // The part of the store that is this start's alone, with a nonce of its own making.
 absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(std::shared_ptr<Store> store, int rank,
-                                                        int world_size, absl::Time deadline);
+                                                        int world_size, Deadline deadline);
 
 }  // namespace distgrad
 

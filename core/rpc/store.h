@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
+#include "core/base/deadline.h"
 
 namespace distgrad {
 
@@ -31,7 +31,7 @@ class Store {
 
   // Waits until the key is there; kNotFound, with the key's name, if it does not come in time.
   // A deadline in the past only asks. A store that does not answer is given some seconds more.
-  virtual absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) = 0;
+  virtual absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) = 0;
 
   // Adds to a counter, which starts at 0, and returns its new value; atomic among all workers.
   // kAborted where the answer was lost and it cannot be known whether the store has added.
@@ -48,7 +48,7 @@ class PrefixStore : public Store {
   absl::Status Set(const std::string& key, const std::string& value) override {
     return store_->Set(prefix_ + key, value);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
     return store_->Get(prefix_ + key, deadline);
   }
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {

@@ -49,7 +49,7 @@ class CallersLoop final : public EventLoop {
     Visitor(const at::ThreadLocalState& state, std::unique_ptr<EventLoop::Visitor> visitor)
         : guard_(state), visitor_(std::move(visitor)) {}
     bool Look() override { return visitor_->Look(); }
-    bool Sleep(absl::Time deadline) override { return visitor_->Sleep(deadline); }
+    bool Sleep(Deadline deadline) override { return visitor_->Sleep(deadline); }
 
    private:
     const at::ThreadLocalStateGuard guard_;  // to the end of the visit

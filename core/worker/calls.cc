@@ -87,9 +87,12 @@ absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
   }
   Outgoing call;
   if (options.context != nullptr) call.context = options.context->record();
-  call.deadline = options.deadline == absl::InfinitePast() ? DefaultDeadline() : options.deadline;
-  if (call.deadline <= clock_->Now()) {
+  if (options.deadline == absl::InfinitePast()) {
+    call.deadline = clock_->Now() + options_.timeout;
+  } else if (options.deadline.Passed()) {
     return absl::DeadlineExceededError("the deadline has passed already");
+  } else {
+    call.deadline = clock_->TimeOf(options.deadline);
   }
   if (options.cancellation != nullptr && options.cancellation->cancelled()) {
     return options.cancellation->why();

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "core/autograd/context_record.h"
 #include "core/autograd/engine.h"
+#include "core/base/deadline.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 
@@ -27,7 +28,7 @@ class Context {
    public:
     virtual ~Owner() = default;
     virtual Engine& engine() = 0;
-    virtual absl::Time DefaultDeadline() = 0;
+    virtual Deadline DefaultDeadline() = 0;
   };
 
   Context() = default;

@@ -56,7 +56,7 @@ std::string Chosen(const std::string& option, const char* variable, const char* 
 
 }  // namespace
 
-absl::StatusOr<Job> JoinJob(const WorkerOptions& options, absl::Time deadline) {
+absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
   // Who joins later has no rank of the start; least of all the one that serves the store.
   DG_ASSIGN_OR_RETURN(Meeting meeting, Meet({.rendezvous = options.rendezvous,
                                              .store = options.store,

@@ -28,7 +28,7 @@ struct Job {
 
 // kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that
 // lacks something; what the store or the transport says otherwise.
-absl::StatusOr<Job> JoinJob(const WorkerOptions& options, absl::Time deadline);
+absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline);
 
 }  // namespace distgrad
 

@@ -9,7 +9,7 @@ namespace distgrad {
 
 absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(ProcessGroupOptions options,
                                                                const MeetingOptions& meeting) {
-  DG_ASSIGN_OR_RETURN(Meeting met, Meet(meeting, absl::Now() + options.join_timeout));
+  DG_ASSIGN_OR_RETURN(Meeting met, Meet(meeting, Deadline::After(options.join_timeout)));
   options.store = std::move(met.store);
   options.rank = met.place.rank;
   options.size = met.place.world_size;

@@ -16,7 +16,7 @@ namespace distgrad {
 namespace {
 
 absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const std::string& cluster_key,
-                                                 absl::Time deadline) {
+                                                 Deadline deadline) {
   const RendezvousUrl& url = place.rendezvous;
   switch (url.kind) {
     case RendezvousUrl::Kind::kEnvironment:
@@ -37,7 +37,7 @@ absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const std::
 
 }  // namespace
 
-absl::StatusOr<Meeting> Meet(const MeetingOptions& options, absl::Time deadline) {
+absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline) {
   Meeting meeting;
   DG_ASSIGN_OR_RETURN(meeting.cluster_key, LoadClusterKey(options.key_file));
   DG_ASSIGN_OR_RETURN(meeting.place, FindPlace({.rank = options.rank,

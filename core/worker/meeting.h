@@ -33,7 +33,7 @@ struct Meeting {
 
 // kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that
 // lacks something; what the store says otherwise.
-absl::StatusOr<Meeting> Meet(const MeetingOptions& options, absl::Time deadline);
+absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline);
 
 }  // namespace distgrad
 

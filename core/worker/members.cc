@@ -79,7 +79,7 @@ absl::Status Worker::Impl::UpdateMembers() {
   return absl::OkStatus();
 }
 
-absl::Status Worker::Impl::WaitForAll(absl::Time deadline) {
+absl::Status Worker::Impl::WaitForAll(Deadline deadline) {
   DG_RETURN_IF_ERROR(members_->Barrier(deadline));
   return UpdateMembers();
 }
@@ -89,7 +89,7 @@ bool Worker::Impl::Refuses(ContextId context) const {
   return leaving_ && (context == 0 || contexts_.Find(context) == nullptr);
 }
 
-absl::Status Worker::Impl::LeaveAlone(absl::Time deadline) {
+absl::Status Worker::Impl::LeaveAlone(Deadline deadline) {
   if (serves_store_) {
     return absl::FailedPreconditionError(
         absl::StrCat("worker '", self_.name,

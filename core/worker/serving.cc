@@ -98,7 +98,7 @@ void Worker::Impl::OnCall(IncomingCall call) {
       .function = call.function(),
       .message = *std::move(message),
       .context = context ? Context(shared_from_this(), context, /*is_origin=*/false) : Context(),
-      .deadline = call.deadline(),
+      .deadline = Deadline::After(call.deadline() - clock_->Now()),
       .cancellation = call.cancellation()};
   const auto window = call.window();
   Serving serving{std::move(call), *std::move(header), std::move(context), std::move(request)};

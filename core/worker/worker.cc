@@ -57,7 +57,7 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock
               .limits = options_.limits}) {}
 
 absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions options) {
-  const absl::Time deadline = absl::Now() + options.join_timeout;
+  const Deadline deadline = Deadline::After(options.join_timeout);
   if (options.heartbeat_limit < absl::Milliseconds(100)) {
     return absl::InvalidArgumentError(absl::StrCat("heartbeat_limit must be 100ms or more, not ",
                                                    absl::FormatDuration(options.heartbeat_limit)));
@@ -209,9 +209,9 @@ absl::StatusOr<std::vector<c10::IValue>> Worker::CallOperator(WorkerRef to, absl
   return DecodeValues(std::move(reply));
 }
 Context Worker::NewContext() { return impl_->NewContext(); }
-absl::Status Worker::WaitForAll(absl::Time deadline) { return impl_->WaitForAll(deadline); }
-absl::Status Worker::Leave(absl::Time deadline) { return impl_->Leave(deadline); }
-absl::Status Worker::LeaveAlone(absl::Time deadline) { return impl_->LeaveAlone(deadline); }
+absl::Status Worker::WaitForAll(Deadline deadline) { return impl_->WaitForAll(deadline); }
+absl::Status Worker::Leave(Deadline deadline) { return impl_->Leave(deadline); }
+absl::Status Worker::LeaveAlone(Deadline deadline) { return impl_->LeaveAlone(deadline); }
 absl::Status Worker::UpdateMembers() { return impl_->UpdateMembers(); }
 size_t Worker::context_count() const { return impl_->context_count(); }
 WorkerMetrics Worker::Metrics() const { return impl_->Metrics(); }

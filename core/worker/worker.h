@@ -31,6 +31,7 @@
 #include "absl/types/span.h"
 #include "core/autograd/snapshot.h"
 #include "core/base/cancellation.h"
+#include "core/base/deadline.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/base/trace.h"
@@ -131,7 +132,7 @@ struct CallOptions {
   const Context* context = nullptr;
   // The call fails with kDeadlineExceeded if it is not answered by then. Default: now plus
   // WorkerOptions::timeout.
-  absl::Time deadline = absl::InfinitePast();
+  Deadline deadline = absl::InfinitePast();
   // Cancels the call too. Null: nothing does but the future's Cancel().
   std::shared_ptr<Cancellation> cancellation = nullptr;
 };
@@ -169,7 +170,7 @@ struct Request {
   // The caller's context; !valid() if the call was made outside of one.
   Context context;
   // The caller waits no longer than this.
-  absl::Time deadline;
+  Deadline deadline = Deadline::Never();
   // Cancelled as soon as nobody waits for the answer: the caller has cancelled the call, given up
   // by its deadline, or is gone.
   std::shared_ptr<Cancellation> cancellation;
@@ -266,18 +267,18 @@ class Worker {
 
   // Waits until every worker has called it as often as this one. Who leaves meanwhile is not
   // waited for, nor who joined or came back after the first of them called it.
-  absl::Status WaitForAll(absl::Time deadline);
+  absl::Status WaitForAll(Deadline deadline);
 
   // Ends the job in good order: waits until every worker has called this, so that nobody's call
   // finds us gone. Then the worker can be destroyed.
-  absl::Status Leave(absl::Time deadline);
+  absl::Status Leave(Deadline deadline);
 
   // Leaves in good order while the job goes on. New calls are refused from now on with
   // kUnavailable, and the others know that we are no member any more; calls under way and contexts
   // that this worker takes part in are waited for until they are over, or until the deadline, which
   // is an error that counts them. Then the worker can be destroyed. Once; not for the worker that
   // serves the store.
-  absl::Status LeaveAlone(absl::Time deadline);
+  absl::Status LeaveAlone(Deadline deadline);
 
   // How many contexts this worker knows of.
   size_t context_count() const;

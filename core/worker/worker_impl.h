@@ -57,16 +57,16 @@ class Worker::Impl : public Context::Owner,
   // Members: members.cc.
   std::vector<Member> members() const;
   absl::Status UpdateMembers();
-  absl::Status WaitForAll(absl::Time deadline);
-  absl::Status Leave(absl::Time deadline) { return members_->BarrierOfTheEnd(deadline); }
-  absl::Status LeaveAlone(absl::Time deadline);
+  absl::Status WaitForAll(Deadline deadline);
+  absl::Status Leave(Deadline deadline) { return members_->BarrierOfTheEnd(deadline); }
+  absl::Status LeaveAlone(Deadline deadline);
 
   void Close();
   void Join();  // Close(), and ends all threads
 
   // Context::Owner
   Engine& engine() override { return engine_; }
-  absl::Time DefaultDeadline() override { return clock_->Now() + options_.timeout; }
+  Deadline DefaultDeadline() override { return Deadline::After(options_.timeout); }
 
   // AgentService
   void OnCall(IncomingCall call) override;
@@ -112,7 +112,7 @@ class Worker::Impl : public Context::Owner,
   // A call about to be made.
   struct Outgoing {
     std::shared_ptr<ContextRecord> context;
-    absl::Time deadline;
+    absl::Time deadline;  // by clock_
     CallHeader header;
     Packet packet;
     size_t body = 0;  // where it begins

@@ -246,7 +246,7 @@ class WatchedStore : public Store {
     }
     return store_->Set(key, value);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
     return store_->Get(key, deadline);
   }
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {

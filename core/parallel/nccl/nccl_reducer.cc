@@ -104,11 +104,13 @@ NcclReducer::NcclReducer(std::vector<c10::Device> devices, ReducerOptions option
 
 NcclReducer::~NcclReducer() {
   while (true) {
-    absl::MutexLock lock(&mu_);
-    Look();
-    if (running_.empty()) break;
+    {
+      absl::MutexLock lock(&mu_);
+      Look();
+      if (running_.empty()) break;
+    }
     // Not a wait on the event: a collective that hangs would hang us too.
-    mu_.AwaitWithTimeout(absl::Condition(&running_, &std::deque<Running>::empty), kReadyInterval);
+    absl::SleepFor(kReadyInterval);
   }
   absl::MutexLock lock(&mu_);
   if (watched_ && clock_->Cancel(timer_)) watched_ = false;

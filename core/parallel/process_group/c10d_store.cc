@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -27,8 +26,8 @@ class FromC10d : public Store {
         .status();
   }
 
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
-    const absl::Duration left = deadline - absl::Now();
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
+    const absl::Duration left = deadline.Left();
     return Call<std::string>(key, [&]() -> absl::StatusOr<std::string> {
       if (!store_->check({key})) {
         // A time-out of 0 would be none.
@@ -37,7 +36,7 @@ class FromC10d : public Store {
           store_->wait({key}, absl::ToChronoMilliseconds(left));
         } catch (...) {
           // It counts in milliseconds.
-          if (absl::Now() + absl::Milliseconds(1) >= deadline) return NotThere(key);
+          if (deadline.Left() <= absl::Milliseconds(1)) return NotThere(key);
           throw;
         }
       }
@@ -105,7 +104,7 @@ class ToC10d : public c10d::Store {
 
  private:
   std::vector<uint8_t> Get(const std::string& key, std::chrono::milliseconds timeout) {
-    const auto value = store_->Get(key, absl::Now() + absl::FromChrono(timeout));
+    const auto value = store_->Get(key, Deadline::After(absl::FromChrono(timeout)));
     // c10d knows a time-out alone.
     if (absl::IsNotFound(value.status())) {
       throw StatusError(absl::DeadlineExceededError(value.status().message()));

@@ -3,6 +3,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <chrono>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -95,7 +96,8 @@ ProcessGroup::~ProcessGroup() = default;
 
 absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupOptions options) {
   DG_RETURN_IF_ERROR(Check(options));
-  const absl::Time begin = absl::Now(), deadline = begin + options.join_timeout;
+  const auto begin = std::chrono::steady_clock::now();
+  const Deadline deadline = Deadline::After(options.join_timeout);
   if (options.host.empty()) {
     options.host = ProcessEnvironment("DISTGRAD_HOST").value_or("127.0.0.1");
   }
@@ -117,14 +119,15 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
       .rank = place.rank,
       .size = place.size,
       .timeout = place.timeout,
-      .connect_timeout = std::max(deadline - absl::Now(), absl::Milliseconds(1)),
+      .connect_timeout = std::max(deadline.Left(), absl::Milliseconds(1)),
       .host = place.host,
   };
   try {
     group->backend_ =
         std::make_unique<Backend>(Backend{nccl ? NewNcclBackend(at) : NewGlooBackend(at)});
   } catch (...) {
-    const absl::Duration taken = absl::Trunc(absl::Now() - begin, absl::Milliseconds(1));
+    const absl::Duration taken = absl::Trunc(
+        absl::FromChrono(std::chrono::steady_clock::now() - begin), absl::Milliseconds(1));
     return group->Failed(std::current_exception(), "connecting the ranks",
                          std::min(taken, place.join_timeout));
   }

@@ -43,7 +43,7 @@ class File {
   int fd() const { return fd_; }
 
   // Locks it for writing or for reading together with others.
-  absl::Status Lock(bool for_writing, absl::Time deadline) {
+  absl::Status Lock(bool for_writing, Deadline deadline) {
     Backoff backoff(deadline);
     while (flock(fd_, (for_writing ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) {
       if (errno != EWOULDBLOCK && errno != EINTR) return absl::ErrnoToStatus(errno, "flock");
@@ -92,14 +92,14 @@ class FileStore final : public Store {
   absl::Status Set(const std::string& key, const std::string& value) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, value));
     return Within([&]() -> absl::Status {
-      DG_ASSIGN_OR_RETURN(File file, Open(/*for_writing=*/true, absl::InfiniteFuture()));
+      DG_ASSIGN_OR_RETURN(File file, Open(/*for_writing=*/true, Deadline::Never()));
       absl::MutexLock lock(&mu_);
       DG_RETURN_IF_ERROR(CatchUp(file));
       return Append(file, key, value);
     });
   }
 
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, ""));
     Backoff backoff(deadline);
     do {
@@ -124,7 +124,7 @@ class FileStore final : public Store {
     int64_t sum = 0;
     bool is_counter = true;
     DG_RETURN_IF_ERROR(Within([&]() -> absl::Status {
-      DG_ASSIGN_OR_RETURN(File file, Open(/*for_writing=*/true, absl::InfiniteFuture()));
+      DG_ASSIGN_OR_RETURN(File file, Open(/*for_writing=*/true, Deadline::Never()));
       absl::MutexLock lock(&mu_);
       DG_RETURN_IF_ERROR(CatchUp(file));
       const auto before = values_.find(key);
@@ -145,7 +145,7 @@ class FileStore final : public Store {
 
   // Opens it anew each time: so it shows when it is deleted. Somebody who holds the lock is
   // waited for beyond a deadline in the past, but not for ever.
-  absl::StatusOr<File> Open(bool for_writing, absl::Time deadline) {
+  absl::StatusOr<File> Open(bool for_writing, Deadline deadline) {
     File file(open(path_.c_str(), O_RDWR | O_CLOEXEC));
     if (file.fd() < 0) return absl::UnavailableError(std::strerror(errno));
     struct stat info = {};
@@ -153,9 +153,9 @@ class FileStore final : public Store {
     if (info.st_dev != device_ || info.st_ino != inode_) {
       return absl::UnavailableError("it was replaced by another");
     }
-    const absl::Time now = absl::Now();
-    DG_RETURN_IF_ERROR(file.Lock(
-        for_writing, std::min(now + patience_, std::max(deadline, now + absl::Seconds(1)))));
+    DG_RETURN_IF_ERROR(
+        file.Lock(for_writing, std::min(Deadline::After(patience_),
+                                        std::max(deadline, Deadline::After(absl::Seconds(1))))));
     return file;
   }
 
@@ -208,7 +208,7 @@ class FileStore final : public Store {
 
 // Writes the header of a file that is empty; checks that of another.
 absl::Status Begin(File& file, absl::Duration patience) {
-  DG_RETURN_IF_ERROR(file.Lock(/*for_writing=*/true, absl::Now() + patience));
+  DG_RETURN_IF_ERROR(file.Lock(/*for_writing=*/true, Deadline::After(patience)));
   struct stat info = {};
   if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
   if (info.st_size == 0) {

@@ -1,12 +1,12 @@
 #include "core/rpc/store/in_process_store.h"
 
+#include <condition_variable>
 #include <map>
+#include <mutex>
 #include <string>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "core/base/status.h"
 #include "core/rpc/store/store_errors.h"
 
@@ -18,19 +18,17 @@ class InProcessStore final : public Store {
  public:
   absl::Status Set(const std::string& key, const std::string& value) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, value));
-    absl::MutexLock lock(&mu_);
+    std::lock_guard<std::mutex> lock(mu_);
     values_[key] = value;
+    came_.notify_all();
     return absl::OkStatus();
   }
 
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, ""));
-    const auto there = [&] {
-      mu_.AssertReaderHeld();
-      return values_.count(key) > 0;
-    };
-    absl::MutexLock lock(&mu_);
-    if (!mu_.AwaitWithDeadline(absl::Condition(&there), deadline)) {
+    const auto there = [&] { return values_.count(key) > 0; };
+    std::unique_lock<std::mutex> lock(mu_);
+    if (!came_.wait_until(lock, deadline.at(), there)) {
       return KeyDidNotCome(key, "this process");
     }
     return values_[key];
@@ -38,18 +36,20 @@ class InProcessStore final : public Store {
 
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, ""));
-    absl::MutexLock lock(&mu_);
+    std::lock_guard<std::mutex> lock(mu_);
     int64_t sum = 0;
     const auto before = values_.find(key);
     if (before != values_.end() && !absl::SimpleAtoi(before->second, &sum)) return NotACounter(key);
     sum += amount;
     values_[key] = absl::StrCat(sum);
+    came_.notify_all();
     return sum;
   }
 
  private:
-  absl::Mutex mu_;
-  std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mu_);
+  std::mutex mu_;  // not absl::Mutex, whose timed waits follow the wall clock
+  std::condition_variable came_;
+  std::map<std::string, std::string> values_;  // guarded by mu_
 };
 
 }  // namespace

@@ -22,7 +22,7 @@ class SignedStore final : public Store {
     return store_->Set(key, value + std::string(digest.begin(), digest.end()));
   }
 
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
     DG_ASSIGN_OR_RETURN(std::string value, store_->Get(key, deadline));
     Digest given = {};
     const bool is_signed = value.size() >= given.size();

@@ -13,7 +13,6 @@
 #include <memory>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "core/base/status.h"
 
 namespace distgrad {
@@ -42,10 +41,9 @@ Socket NewSocket(int family) {
 }
 
 // For poll: rounded up, so that it does not spin at the end; at most a minute, which fits.
-int MillisecondsUntil(absl::Time then) {
-  const absl::Duration left = std::max(then - absl::Now(), absl::ZeroDuration());
-  return static_cast<int>(
-      absl::ToInt64Milliseconds(std::min(left, absl::Minutes(1)) + absl::Microseconds(999)));
+int MillisecondsUntil(Deadline deadline) {
+  return static_cast<int>(absl::ToInt64Milliseconds(std::min(deadline.Left(), absl::Minutes(1)) +
+                                                    absl::Microseconds(999)));
 }
 
 }  // namespace
@@ -54,8 +52,7 @@ Socket::~Socket() {
   if (fd_ >= 0) close(fd_);
 }
 
-absl::StatusOr<Socket> Socket::Connect(const std::string& host, uint16_t port,
-                                       absl::Time deadline) {
+absl::StatusOr<Socket> Socket::Connect(const std::string& host, uint16_t port, Deadline deadline) {
   std::string why;
   const AddressList found = Resolve(host, port, &why);
   if (found == nullptr) return absl::UnavailableError(why);
@@ -68,7 +65,7 @@ absl::StatusOr<Socket> Socket::Connect(const std::string& host, uint16_t port,
 }
 
 absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresses,
-                                            absl::Time deadline) {
+                                            Deadline deadline) {
   constexpr absl::Duration kHeadStart = absl::Milliseconds(250);
   absl::Status status;
   const auto fail = [&status](absl::string_view what, int error) {
@@ -82,9 +79,9 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
   std::vector<Socket> under_way;
   std::vector<pollfd> entries;
   size_t begun = 0;
-  absl::Time next = absl::InfinitePast();  // when the next one begins, unless all others failed
+  Deadline next = absl::InfinitePast();  // when the next one begins, unless all others failed
   for (;;) {
-    while (begun < addresses.size() && (under_way.empty() || absl::Now() >= next)) {
+    while (begun < addresses.size() && (under_way.empty() || next.Passed())) {
       const Address& address = addresses[begun++];
       Socket socket = NewSocket(address.storage.ss_family);
       if (!socket.valid()) {
@@ -99,7 +96,7 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
       }
       if (error == EINPROGRESS) {
         under_way.push_back(std::move(socket));
-        next = absl::Now() + kHeadStart;
+        next = Deadline::After(kHeadStart);
       } else {
         fail("connect", error);
       }
@@ -109,7 +106,7 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
     }
     entries.clear();
     for (const Socket& socket : under_way) entries.push_back({socket.fd_, POLLOUT, 0});
-    const absl::Time until = begun < addresses.size() ? std::min(next, deadline) : deadline;
+    const Deadline until = begun < addresses.size() ? std::min(next, deadline) : deadline;
     const int ready = poll(entries.data(), entries.size(), MillisecondsUntil(until));
     if (ready < 0 && errno != EINTR) {
       return ErrnoStatus(absl::StatusCode::kUnavailable, "poll", errno);
@@ -127,7 +124,7 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
       under_way.erase(under_way.begin() + static_cast<ptrdiff_t>(i));
       next = absl::InfinitePast();
     }
-    if (ready == 0 && absl::Now() >= deadline) return absl::DeadlineExceededError("no answer");
+    if (ready == 0 && deadline.Passed()) return absl::DeadlineExceededError("no answer");
   }
 }
 
@@ -160,7 +157,7 @@ absl::StatusOr<Socket> Socket::Listen(const std::string& host, uint16_t port) {
   return status;
 }
 
-absl::Status Socket::Await(short events, absl::Time deadline) {
+absl::Status Socket::Await(short events, Deadline deadline) {
   for (;;) {
     pollfd entry = {fd_, events, 0};
     const int ready = poll(&entry, 1, MillisecondsUntil(deadline));
@@ -168,11 +165,11 @@ absl::Status Socket::Await(short events, absl::Time deadline) {
     if (ready < 0 && errno != EINTR) {
       return ErrnoStatus(absl::StatusCode::kUnavailable, "poll", errno);
     }
-    if (ready == 0 && absl::Now() >= deadline) return absl::DeadlineExceededError("no answer");
+    if (ready == 0 && deadline.Passed()) return absl::DeadlineExceededError("no answer");
   }
 }
 
-absl::Status Socket::Send(absl::string_view bytes, absl::Time deadline) {
+absl::Status Socket::Send(absl::string_view bytes, Deadline deadline) {
   while (!bytes.empty()) {
     const ssize_t sent = send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     if (sent >= 0) {
@@ -186,7 +183,7 @@ absl::Status Socket::Send(absl::string_view bytes, absl::Time deadline) {
   return absl::OkStatus();
 }
 
-absl::Status Socket::Receive(void* data, size_t size, absl::Time deadline) {
+absl::Status Socket::Receive(void* data, size_t size, Deadline deadline) {
   char* to = static_cast<char*>(data);
   while (size > 0) {
     const ssize_t received = recv(fd_, to, size, 0);

@@ -14,7 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
+#include "core/base/deadline.h"
 
 namespace distgrad {
 
@@ -36,8 +36,7 @@ class Socket {
 
   // Tries each address of the host once. kFailedPrecondition if the host says that nobody listens
   // there; kUnavailable if the name is unknown or the host cannot be reached.
-  static absl::StatusOr<Socket> Connect(const std::string& host, uint16_t port,
-                                        absl::Time deadline);
+  static absl::StatusOr<Socket> Connect(const std::string& host, uint16_t port, Deadline deadline);
 
   struct Address {
     sockaddr_storage storage;
@@ -46,15 +45,15 @@ class Socket {
   // The first of these that answers ("Happy Eyeballs", RFC 8305): each has a head start of a
   // quarter of a second before the next, so one that is silent does not use up the time.
   static absl::StatusOr<Socket> ConnectToAny(const std::vector<Address>& addresses,
-                                             absl::Time deadline);
+                                             Deadline deadline);
 
   // kAlreadyExists if the port is taken; kUnavailable if the host's name is unknown, which may
   // change; kInvalidArgument if the host is not of this machine.
   static absl::StatusOr<Socket> Listen(const std::string& host, uint16_t port);
 
   // All of the bytes. kDeadlineExceeded, or kUnavailable if the other end is gone.
-  absl::Status Send(absl::string_view bytes, absl::Time deadline);
-  absl::Status Receive(void* data, size_t size, absl::Time deadline);
+  absl::Status Send(absl::string_view bytes, Deadline deadline);
+  absl::Status Receive(void* data, size_t size, Deadline deadline);
 
   // Small messages leave at once.
   void SetNoDelay();
@@ -69,7 +68,7 @@ class Socket {
   int Release() { return std::exchange(fd_, -1); }
 
  private:
-  absl::Status Await(short events, absl::Time deadline);
+  absl::Status Await(short events, Deadline deadline);
 
   int fd_ = -1;  // does not block
 };

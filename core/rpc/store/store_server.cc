@@ -14,7 +14,6 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
 #include "core/rpc/store/store_errors.h"
@@ -76,7 +75,7 @@ void StoreServer::Run() {
   for (;;) {
     entries.clear();
     entries.push_back({wake_.fd(), POLLIN, 0});
-    const bool accepts = absl::Now() >= accept_again_;
+    const bool accepts = accept_again_.Passed();
     entries.push_back({accepts ? listener_.fd() : -1, POLLIN, 0});
     for (const Peer& peer : peers_) {
       const bool reads = peer.out.size() < kMaxUnread;
@@ -86,11 +85,10 @@ void StoreServer::Run() {
     }
     if (poll(entries.data(), entries.size(), Patience()) < 0) continue;
     if (entries[0].revents != 0) return;
-    const absl::Time now = absl::Now();
     size_t at = 2;
     for (auto peer = peers_.begin(); peer != peers_.end(); ++at) {
       const short events = entries[at].revents;
-      bool stays = !peer->superseded && (peer->ours || now < peer->deadline);
+      bool stays = !peer->superseded && (peer->ours || !peer->deadline.Passed());
       if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(*peer);
       // What it has said, and was not answered while it did not read, is answered now.
       if (stays && !peer->out.empty()) stays = Write(*peer) && Understand(*peer);
@@ -102,14 +100,13 @@ void StoreServer::Run() {
 }
 
 int StoreServer::Patience() const {
-  const absl::Time now = absl::Now();
-  absl::Time next = accept_again_ > now ? accept_again_ : absl::InfiniteFuture();
+  Deadline next = accept_again_.Passed() ? Deadline::Never() : accept_again_;
   for (const Peer& peer : peers_) {
     if (!peer.ours) next = std::min(next, peer.deadline);
   }
-  if (next == absl::InfiniteFuture()) return -1;
-  return static_cast<int>(absl::ToInt64Milliseconds(
-      std::clamp(next - now + absl::Microseconds(999), absl::ZeroDuration(), absl::Minutes(1))));
+  if (next.is_never()) return -1;
+  return static_cast<int>(
+      absl::ToInt64Milliseconds(std::min(next.Left() + absl::Microseconds(999), absl::Minutes(1))));
 }
 
 void StoreServer::Accept() {
@@ -126,7 +123,7 @@ void StoreServer::Accept() {
     }
     if (fd < 0) {
       // Nobody is to be had, or no file descriptor for him: then a little later.
-      if (full) accept_again_ = absl::Now() + absl::Milliseconds(50);
+      if (full) accept_again_ = Deadline::After(absl::Milliseconds(50));
       return;
     }
     Socket socket(fd);
@@ -136,7 +133,7 @@ void StoreServer::Accept() {
     auto handshake = Handshake::Create(Handshake::Role::kServer, options_.cluster_key, kStoreToken);
     if (!handshake.ok()) continue;  // no random numbers
     peers_.push_back(
-        {std::move(socket), *std::move(handshake), absl::Now() + options_.handshake_timeout});
+        {std::move(socket), *std::move(handshake), Deadline::After(options_.handshake_timeout)});
     ++strangers_;
   }
 }

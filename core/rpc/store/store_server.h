@@ -49,7 +49,7 @@ class StoreServer {
   struct Peer {
     Socket socket;
     Handshake handshake;
-    absl::Time deadline;  // to be one of ours
+    Deadline deadline;  // to be one of ours
     bool ours = false;
     std::optional<uint64_t> session = {};  // none: c10d's protocol alone
     bool superseded = false;               // its client has another connection now
@@ -97,7 +97,7 @@ class StoreServer {
   std::map<std::string, std::string, std::less<>> values_;
   std::map<uint64_t, std::optional<Addition>> sessions_;  // as long as the server
   size_t bytes_ = 0;                                      // of values_ and sessions_
-  absl::Time accept_again_ = absl::InfinitePast();
+  Deadline accept_again_ = absl::InfinitePast();
 
   std::thread thread_;
 };

@@ -22,7 +22,7 @@ class TcpStoreImpl final : public TcpStore {
   absl::Status Set(const std::string& key, const std::string& value) override {
     return client_->Set(key, value);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override {
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
     return client_->Get(key, deadline);
   }
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {

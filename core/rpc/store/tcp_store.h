@@ -35,7 +35,7 @@ struct TcpStoreOptions {
   Resolver resolver = [](const std::string& host) { return host; };
 
   // By when the server must have answered.
-  absl::Time deadline = absl::InfiniteFuture();
+  Deadline deadline = Deadline::Never();
 
   // How long the server may take for an answer later on, before a client tries another connection.
   absl::Duration answer_timeout = absl::Seconds(5);

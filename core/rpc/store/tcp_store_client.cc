@@ -6,7 +6,6 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "core/base/status.h"
 #include "core/rpc/backoff.h"
 #include "core/rpc/store/store_errors.h"
@@ -36,14 +35,14 @@ void AppendKey(const std::string& key, WireWriter& writer) {
   AppendString(absl::StrCat("/", key), writer);
 }
 
-absl::Status AwaitPong(Socket& socket, absl::Time deadline) {
+absl::Status AwaitPong(Socket& socket, Deadline deadline) {
   uint32_t answer = 0;
   DG_RETURN_IF_ERROR(socket.Receive(&answer, sizeof(answer), deadline));
   if (answer == kNonce) return absl::OkStatus();
   return absl::UnavailableError("what answers there is no store");
 }
 
-absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, absl::Time deadline) {
+absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(Handshake handshake,
                       Handshake::Create(Handshake::Role::kClient, cluster_key, kStoreToken));
   std::string bytes;
@@ -70,7 +69,7 @@ TcpStoreClient::TcpStoreClient(TcpStoreClientOptions options)
       session_(RandomNumber()) {}
 
 absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
-    TcpStoreClientOptions options, absl::Time deadline) {
+    TcpStoreClientOptions options, Deadline deadline) {
   std::unique_ptr<TcpStoreClient> client(new TcpStoreClient(std::move(options)));
   Backoff backoff(deadline);
   absl::Status last;
@@ -90,7 +89,7 @@ absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
       absl::StrCat("no store answered at ", client->where_, " in time: ", last.message()));
 }
 
-absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(absl::Time deadline) {
+absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const std::string known, options_.resolver(options_.host));
   DG_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(known, options_.port, deadline));
   if (options_.cluster_key.has_value()) {
@@ -110,7 +109,7 @@ absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(absl::Time deadline) {
 
 // Tells a server of ours whom it serves, and finds out whether it still is the one that this client
 // has spoken to before.
-absl::Status TcpStoreClient::BeginSession(Socket& socket, absl::Time deadline) {
+absl::Status TcpStoreClient::BeginSession(Socket& socket, Deadline deadline) {
   std::string request;
   WireWriter writer(&request);
   AppendRequest(StoreRequest::kSession, writer);
@@ -125,15 +124,12 @@ absl::Status TcpStoreClient::BeginSession(Socket& socket, absl::Time deadline) {
   return absl::OkStatus();
 }
 
-absl::Status TcpStoreClient::Exchange(const std::string& request, absl::Time deadline,
-                                      Repeat repeat, ReadAnswer read_answer) {
+absl::Status TcpStoreClient::Exchange(const std::string& request, Deadline deadline, Repeat repeat,
+                                      ReadAnswer read_answer) {
   {
-    const auto free = [this] {
-      mu_.AssertReaderHeld();
-      return !busy_;
-    };
-    absl::MutexLock lock(&mu_);
-    if (!mu_.AwaitWithDeadline(absl::Condition(&free), deadline)) {
+    const auto free = [this] { return !busy_; };
+    std::unique_lock<std::mutex> lock(mu_);
+    if (!free_.wait_until(lock, deadline.at(), free)) {
       return absl::DeadlineExceededError(absl::StrCat("the store at ", where_, " is busy"));
     }
     if (!gone_.ok()) return gone_;
@@ -144,19 +140,20 @@ absl::Status TcpStoreClient::Exchange(const std::string& request, absl::Time dea
   if (!status.ok()) {
     status = Annotate(status, absl::StrCat(gone ? "lost the store at " : "the store at ", where_));
   }
-  absl::MutexLock lock(&mu_);
+  std::lock_guard<std::mutex> lock(mu_);
   busy_ = false;
+  free_.notify_one();
   if (gone) gone_ = status;
   return status;
 }
 
-absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, absl::Time deadline,
+absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, Deadline deadline,
                                            Repeat repeat, ReadAnswer read_answer, bool* gone) {
   Backoff backoff(deadline);
   absl::Status last;  // why the attempt before this one failed
   int closed = 0;     // how many new connections the server has closed instead of an answer
   do {
-    const absl::Time until = std::min(deadline, absl::Now() + options_.answer_timeout);
+    const Deadline until = std::min(deadline, Deadline::After(options_.answer_timeout));
     const bool is_new = !socket_.valid();
     if (is_new) {
       auto socket = ConnectOnce(until);
@@ -169,7 +166,7 @@ absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, absl::Tim
       }
       socket_ = *std::move(socket);
     }
-    const absl::Time answer_by = repeat == Repeat::kAllowed ? until : deadline;
+    const Deadline answer_by = repeat == Repeat::kAllowed ? until : deadline;
     absl::Status status = socket_.Send(request, answer_by);
     if (status.ok()) status = read_answer(socket_, answer_by);
     if (status.ok()) return status;
@@ -190,7 +187,7 @@ absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, absl::Tim
 
 absl::Status TcpStoreClient::Set(const std::string& key, const std::string& value) {
   DG_RETURN_IF_ERROR(CheckEntry(key, value));
-  const absl::Time deadline = absl::Now() + kPatience;
+  const Deadline deadline = Deadline::After(kPatience);
   std::string request;
   WireWriter writer(&request);
   AppendRequest(StoreRequest::kSet, writer);
@@ -202,13 +199,13 @@ absl::Status TcpStoreClient::Set(const std::string& key, const std::string& valu
   return Exchange(request, deadline, Repeat::kAllowed, AwaitPong);
 }
 
-absl::StatusOr<std::string> TcpStoreClient::Get(const std::string& key, absl::Time deadline) {
+absl::StatusOr<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckEntry(key, ""));
   Backoff backoff(deadline);
   do {
     // One question is asked even if the deadline has passed: on a busy machine the server's turn
     // may come late.
-    const absl::Time until = std::max(deadline, absl::Now() + options_.answer_timeout);
+    const Deadline until = std::max(deadline, Deadline::After(options_.answer_timeout));
     DG_ASSIGN_OR_RETURN(const bool there, Check(key, until));
     if (there) return Fetch(key, until);
   } while (backoff.Sleep());
@@ -217,7 +214,7 @@ absl::StatusOr<std::string> TcpStoreClient::Get(const std::string& key, absl::Ti
 
 absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amount) {
   DG_RETURN_IF_ERROR(CheckEntry(key, ""));
-  const absl::Time deadline = absl::Now() + kPatience;
+  const Deadline deadline = Deadline::After(kPatience);
   // The server breaks off when told to add to what is no number.
   DG_ASSIGN_OR_RETURN(const bool there, Check(key, deadline));
   int64_t sum = 0;
@@ -234,18 +231,18 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
   writer.I64(amount);
   DG_RETURN_IF_ERROR(Exchange(
       request, deadline, is_ours ? Repeat::kAllowed : Repeat::kForbidden,
-      [&](Socket& socket, absl::Time until) { return socket.Receive(&sum, sizeof(sum), until); }));
+      [&](Socket& socket, Deadline until) { return socket.Receive(&sum, sizeof(sum), until); }));
   return sum;
 }
 
-absl::StatusOr<bool> TcpStoreClient::Check(const std::string& key, absl::Time deadline) {
+absl::StatusOr<bool> TcpStoreClient::Check(const std::string& key, Deadline deadline) {
   std::string request;
   WireWriter writer(&request);
   AppendRequest(StoreRequest::kCheck, writer);
   writer.U64(1);
   AppendKey(key, writer);
   uint8_t missing = 0;
-  const auto read_answer = [&](Socket& socket, absl::Time until) -> absl::Status {
+  const auto read_answer = [&](Socket& socket, Deadline until) -> absl::Status {
     DG_RETURN_IF_ERROR(socket.Receive(&missing, 1, until));
     if (missing > 1) return absl::InternalError("an unknown answer");
     return absl::OkStatus();
@@ -254,13 +251,13 @@ absl::StatusOr<bool> TcpStoreClient::Check(const std::string& key, absl::Time de
   return missing == 0;
 }
 
-absl::StatusOr<std::string> TcpStoreClient::Fetch(const std::string& key, absl::Time deadline) {
+absl::StatusOr<std::string> TcpStoreClient::Fetch(const std::string& key, Deadline deadline) {
   std::string request;
   WireWriter writer(&request);
   AppendRequest(StoreRequest::kGet, writer);
   AppendKey(key, writer);
   std::string value;
-  const auto read_answer = [&](Socket& socket, absl::Time until) -> absl::Status {
+  const auto read_answer = [&](Socket& socket, Deadline until) -> absl::Status {
     uint64_t size = 0;
     DG_RETURN_IF_ERROR(socket.Receive(&size, sizeof(size), until));
     if (size > kMaxStoreValue) return absl::InternalError("a value that is too long");

@@ -4,15 +4,15 @@
 #define DISTGRAD_CORE_RPC_STORE_TCP_STORE_CLIENT_H_
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/rpc/store.h"
 #include "core/rpc/store/socket.h"
@@ -37,38 +37,40 @@ struct TcpStoreClientOptions {
 class TcpStoreClient final : public Store {
  public:
   static absl::StatusOr<std::unique_ptr<TcpStoreClient>> Connect(TcpStoreClientOptions options,
-                                                                 absl::Time deadline);
+                                                                 Deadline deadline);
 
   absl::Status Set(const std::string& key, const std::string& value) override;
-  absl::StatusOr<std::string> Get(const std::string& key, absl::Time deadline) override;
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override;
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override;
 
  private:
   // Whether the server may get a request twice. All may, but for additions to c10d's counters.
   enum class Repeat { kAllowed, kForbidden };
-  using ReadAnswer = absl::FunctionRef<absl::Status(Socket&, absl::Time deadline)>;
+  using ReadAnswer = absl::FunctionRef<absl::Status(Socket&, Deadline deadline)>;
 
   explicit TcpStoreClient(TcpStoreClientOptions options);
 
   // Sends the request and reads what answers it, when nobody else does.
-  absl::Status Exchange(const std::string& request, absl::Time deadline, Repeat repeat,
+  absl::Status Exchange(const std::string& request, Deadline deadline, Repeat repeat,
                         ReadAnswer read_answer);
   // The same for the one who has set busy_. Sets *gone if the store is lost for good.
-  absl::Status ExchangeAlone(const std::string& request, absl::Time deadline, Repeat repeat,
+  absl::Status ExchangeAlone(const std::string& request, Deadline deadline, Repeat repeat,
                              ReadAnswer read_answer, bool* gone);
-  absl::StatusOr<Socket> ConnectOnce(absl::Time deadline);
-  absl::Status BeginSession(Socket& socket, absl::Time deadline);
-  absl::StatusOr<bool> Check(const std::string& key, absl::Time deadline);
-  absl::StatusOr<std::string> Fetch(const std::string& key, absl::Time deadline);
+  absl::StatusOr<Socket> ConnectOnce(Deadline deadline);
+  absl::Status BeginSession(Socket& socket, Deadline deadline);
+  absl::StatusOr<bool> Check(const std::string& key, Deadline deadline);
+  absl::StatusOr<std::string> Fetch(const std::string& key, Deadline deadline);
 
   // Constant after construction.
   const TcpStoreClientOptions options_;
   const std::string where_;
   const uint64_t session_;
 
-  absl::Mutex mu_;
-  bool busy_ ABSL_GUARDED_BY(mu_) = false;  // somebody uses the connection
-  absl::Status gone_ ABSL_GUARDED_BY(mu_);
+  std::mutex mu_;  // not absl::Mutex, whose timed waits follow the wall clock
+  std::condition_variable free_;
+  // Guarded by mu_.
+  bool busy_ = false;  // somebody uses the connection
+  absl::Status gone_;
 
   std::atomic<uint64_t> additions_{0};
 

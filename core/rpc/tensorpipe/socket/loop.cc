@@ -57,7 +57,7 @@ class Loop::Visitor final : public EventLoop::Visitor {
     return any;
   }
 
-  bool Sleep(absl::Time deadline) override {
+  bool Sleep(Deadline deadline) override {
     if (Current() != loop_) {
       if (!TryLead()) return false;
       // What WakeVisitor() was to say may have gone to who had the lead: the caller asks once more.
@@ -66,7 +66,7 @@ class Loop::Visitor final : public EventLoop::Visitor {
     absl::Time until;
     {
       absl::MutexLock lock(&loop_->mu_);
-      until = std::min(loop_->WakeTime(), Now() + (deadline - absl::Now()));
+      until = std::min(loop_->WakeTime(), Now() + deadline.Left());
     }
     loop_->HandleEvents(MillisecondsUntil(until));
     loop_->RunDue();

@@ -1,0 +1,16 @@
+// A wall clock that a test can set, as an operator or a time server does: what links this has a
+// clock_gettime() of its own.
+#ifndef DISTGRAD_TESTS_TESTING_WALL_CLOCK_H_
+#define DISTGRAD_TESTS_TESTING_WALL_CLOCK_H_
+
+#include "absl/time/time.h"
+
+namespace distgrad {
+
+// From now on the wall clock of this process is ahead of the machine's by `by` (behind, if
+// negative). So the test knows where in the code it happens, `readings` more of it may come before.
+void SetWallClockAhead(absl::Duration by, int readings = 0);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_TESTS_TESTING_WALL_CLOCK_H_
