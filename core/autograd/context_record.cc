@@ -35,12 +35,15 @@ absl::Status ContextRecord::AddSend(SendEnd send) {
   return absl::OkStatus();
 }
 
-void ContextRecord::RemoveSend(EdgeId edge) {
+std::shared_ptr<SourceNode> ContextRecord::RemoveSend(EdgeId edge) {
   absl::MutexLock lock(&mu_);
   auto& sends = edges_.sends;
-  sends.erase(std::remove_if(sends.begin(), sends.end(),
-                             [&](const SendEnd& s) { return s.end.edge == edge; }),
-              sends.end());
+  const auto found = std::find_if(sends.begin(), sends.end(),
+                                  [&](const SendEnd& s) { return s.end.edge == edge; });
+  if (found == sends.end()) return nullptr;
+  std::shared_ptr<SourceNode> node = std::move(found->node);
+  sends.erase(found);
+  return node;
 }
 
 absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> ContextRecord::AddRecv(

@@ -60,8 +60,8 @@ class ContextRecord {
   // lost since the context began, for then an edge may have been lost with it.
 
   absl::Status AddSend(SendEnd send);
-  // The message that was to carry it never left this worker.
-  void RemoveSend(EdgeId edge);
+  // The message that was to carry it never left this worker. Returns its node, null if it is gone.
+  std::shared_ptr<SourceNode> RemoveSend(EdgeId edge);
   // Returns its place among the recv ends, and the passes that know only of those before it, also
   // those that are over on this worker.
   absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> AddRecv(RecvEnd recv);

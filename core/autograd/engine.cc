@@ -92,21 +92,29 @@ Engine::Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, T
       last_edge_(FirstCounter(incarnation)),
       last_pass_(FirstCounter(incarnation)) {}
 
-absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerId to,
-                                          absl::Span<const at::Tensor> tensors) {
+std::shared_ptr<SourceNode> Engine::MakeSend(absl::Span<const at::Tensor> tensors) {
   std::vector<at::Tensor> recorded;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined() && tensor.requires_grad()) recorded.push_back(tensor);
   }
-  if (recorded.empty()) return EdgeId{0};
+  return recorded.empty() ? nullptr : MakeSourceNode(recorded);
+}
+
+absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerId to,
+                                          std::shared_ptr<SourceNode> send) {
+  if (send == nullptr) return EdgeId{0};
   const EdgeId edge = MakeId(self_, ++last_edge_);
-  DG_RETURN_IF_ERROR(context.AddSend({{edge, to}, MakeSourceNode(recorded)}));
+  DG_RETURN_IF_ERROR(context.AddSend({{edge, to}, std::move(send)}));
   return edge;
 }
 
 void Engine::DropSend(ContextRecord& context, EdgeId edge) {
-  context.RemoveSend(edge);
+  std::shared_ptr<SourceNode> dropped = context.RemoveSend(edge);
   for (const auto& run : context.Passes()) run->OnLostSend(edge);
+  // The graph that may end with it is its user's, and the thread may be the clock's.
+  if (dropped != nullptr) {
+    pool_->Schedule([dropped = std::move(dropped)]() mutable { dropped = nullptr; });
+  }
 }
 
 absl::Status Engine::RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,

@@ -73,11 +73,14 @@ class Engine {
 
   // ---- Forward: what crosses to or from another worker.
 
-  // Makes a send node for those of `tensors` that require grad. Returns its edge, 0 if none do.
+  // Makes a send node for those of `tensors` that require grad, with their history as it is now;
+  // null if none do.
+  static std::shared_ptr<SourceNode> MakeSend(absl::Span<const at::Tensor> tensors);
+  // What it was made of goes to that worker. Returns its edge, 0 for null.
   absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerId to,
-                                    absl::Span<const at::Tensor> tensors);
+                                    std::shared_ptr<SourceNode> send);
 
-  // The message with that edge never left this worker: no gradient will come.
+  // The message with that edge never left this worker: no gradient will come. On any thread.
   void DropSend(ContextRecord& context, EdgeId edge);
 
   // Makes the recv nodes of an edge and sets them as the histories of `tensors`, which are those

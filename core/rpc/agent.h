@@ -53,6 +53,8 @@ class AgentService {
 
 // How a call is made.
 struct CallTerms {
+  // By the agent's clock. From the call on: what waits for room, for a look-up or for a connection
+  // uses it up, and a request whose time is over does not leave any more.
   absl::Time deadline = absl::InfiniteFuture();
   // Where there is no room for more bytes to that worker: wait for it, on this thread; else the
   // call fails.
@@ -79,7 +81,8 @@ struct AgentOptions {
 class Agent {
  public:
   class Impl;
-  using ReplyCallback = absl::AnyInvocable<void(absl::StatusOr<Body>)>;
+  // `has_left`: the request may have reached that worker. Always true with a reply.
+  using ReplyCallback = absl::AnyInvocable<void(absl::StatusOr<Body>, bool has_left)>;
 
   // `clock`, `transport`, `service` and what is in the options must outlive the agent's Close().
   // No answer of the directory may come later.

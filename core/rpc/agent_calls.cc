@@ -46,7 +46,7 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
   const auto fail = [&](const absl::Status& why) {
     const absl::Status status = CallError(to, function, why);
     trace_->End(std::move(span), clock_->Now(), status);
-    done(status);
+    done(status, /*has_left=*/false);
     return 0;
   };
   if (size > shared_.limits.message_bytes) return fail(TooLarge("the message", size));
@@ -62,6 +62,7 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
     }
     std::shared_ptr<Link> link;
     Arming arming;
+    bool leaves_now = false;
     uint64_t call = 0;
     {
       absl::ReleasableMutexLock lock(&mu_);
@@ -82,16 +83,18 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
         counters->bytes_sent += size;
         ++link->made;
         if (span != nullptr) span->call = call;
-        pending_.emplace(call, Pending{link, function, to, size, terms.deadline, std::move(done),
-                                       counters, now, std::move(span)});
         arming = ArmTimer(terms.deadline);
+        // While the timer is set, or the connection comes, the call may end.
+        leaves_now = arming.number == 0 && link->ready(size);
+        pending_.emplace(call, Pending{link, function, to, size, terms.deadline, std::move(done),
+                                       counters, now, std::move(span), leaves_now});
         lock.Release();
         if (taken.has_value()) room = *std::move(taken);
       }
     }
     if (call != 0) {
       SetTimer(arming);
-      link->Send(std::move(request), std::move(room));
+      link->Send(std::move(request), std::move(room), leaves_now ? 0 : call);
       return call;
     }
     if (!terms.wait_for_room) {
@@ -132,6 +135,21 @@ absl::StatusOr<SendWindow::Room> Agent::Impl::AwaitRoom(const std::shared_ptr<Se
   if (timer) clock_->Cancel(*timer);
   if (watch != 0) cancellation->Forget(watch);
   return taken;
+}
+
+bool Agent::Impl::OnLeaving(uint64_t call, Packet& request) {
+  absl::MutexLock lock(&mu_);
+  const auto found = pending_.find(call);
+  if (found == pending_.end()) return false;
+  Pending& pending = found->second;
+  int64_t timeout_us = 0;
+  if (pending.deadline != absl::InfiniteFuture()) {
+    timeout_us = absl::ToInt64Microseconds(pending.deadline - clock_->Now());
+    if (timeout_us <= 0) return false;  // the timer is about to end it
+  }
+  SetCall(call, timeout_us, &request.bytes);
+  pending.has_left = true;
+  return true;
 }
 
 absl::Status Agent::Impl::TooLarge(absl::string_view what, uint64_t size) const {
@@ -180,10 +198,11 @@ void Agent::Impl::End(Pending& call, absl::StatusOr<Body> reply) {
   ++call.counters->ended;
   if (call.span != nullptr && reply.ok()) call.span->bytes_received = reply->packet.size();
   trace_->End(std::move(call.span), now, reply.status());
-  call.done(std::move(reply));
+  call.done(std::move(reply), call.has_left);
 }
 
 void Agent::Impl::TakeBack(uint64_t number, const Pending& call) {
+  if (!call.has_left) return call.link->Withdraw(number);
   Packet packet;
   AppendFrame({.kind = FrameKind::kCancel, .call = number}, &packet.bytes);
   // Should it come before its call, it would find nothing.
@@ -312,7 +331,7 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
     if (peer && frame.kind == FrameKind::kReply) {
       auto it = pending_.find(frame.call);
       // A reply after the deadline finds nobody; one to a call that went elsewhere is refused.
-      if (it != pending_.end() && it->second.to == *peer) {
+      if (it != pending_.end() && it->second.to == *peer && it->second.has_left) {
         answered = TakeOut(it);
       }
     }

@@ -259,8 +259,8 @@ class InterleavingClock final : public Clock {
 class DeadlinesTest : public ::testing::Test {
  protected:
   DeadlinesTest() {
-    agents_.push_back(std::make_unique<TestAgent>(
-        &clock_, std::make_shared<InprocNetwork>(), /*id=*/0, /*life=*/1));
+    agents_.push_back(std::make_unique<TestAgent>(&clock_, std::make_shared<InprocNetwork>(),
+                                                  /*id=*/0, /*life=*/1));
     StartAll(agents_);
   }
   // A call to oneself: it arrives before this returns.
@@ -280,6 +280,7 @@ TEST_F(DeadlinesTest, ATimerThatFiresWhileItIsSetDelaysNoLaterDeadline) {
   const Future<std::string> first = Call(absl::Microseconds(100));
   ASSERT_TRUE(first.Done());
   EXPECT_EQ(first.Wait().status().code(), StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(agents_[0]->agent.served(), 0u) << "nobody waits for its answer";
   const Future<std::string> second = Call(absl::Milliseconds(50));
   clock_.clock.Advance(absl::Seconds(1));
   ASSERT_TRUE(second.Done());

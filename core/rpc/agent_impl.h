@@ -67,6 +67,7 @@ class Agent::Impl : public Link::Owner,
   // Link::Owner
   void OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
   void OnBulkWanted(const std::shared_ptr<Link>& link) override;
+  bool OnLeaving(uint64_t call, Packet& request) override;
   void OnClosed(const std::shared_ptr<Link>& link, absl::Status why) override;
 
   Clock* const clock_;
@@ -87,6 +88,7 @@ class Agent::Impl : public Link::Owner,
     CallCounters* counters = nullptr;
     absl::Time begun;
     std::unique_ptr<TraceSpan> span;  // null unless a trace runs
+    bool has_left = false;            // the peer may have heard of it
   };
   using PendingCalls = absl::flat_hash_map<uint64_t, Pending>;
 
@@ -130,7 +132,8 @@ class Agent::Impl : public Link::Owner,
   absl::Status CheckCalls(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Pending TakeOut(PendingCalls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(Pending& call, absl::StatusOr<Body> reply);
-  // Tells the worker that serves it that nobody waits for the answer any more.
+  // Nobody waits for the answer any more: keeps it from leaving, or tells the worker that serves
+  // it.
   static void TakeBack(uint64_t number, const Pending& call);
   // The timer of the deadlines, which agent_calls.cc explains.
   struct Timer {

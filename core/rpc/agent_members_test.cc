@@ -166,6 +166,49 @@ bool Contains(const absl::Status& status, absl::string_view text) {
   return absl::StrContains(status.message(), text);
 }
 
+// ---------------------------------------------------------------------------------- Deadlines
+
+// Which of its functions others have called.
+std::vector<std::string> Served(const TestAgent& node) {
+  std::vector<std::string> functions;
+  for (const CallStats& stats : node.agent.Stats()) {
+    if (stats.served) functions.push_back(stats.function);
+  }
+  return functions;
+}
+
+TEST_F(AgentMembersTest, ACallThatIsOverBeforeItsPeerIsFoundDoesNotLeave) {
+  directory_.Hold();
+  const auto late = a().Call(1, "keep", "late", {.deadline = clock_.Now() + absl::Seconds(2)});
+  const auto cancelled = a().Call(1, "keep", "cancelled");
+  const auto large = a().Call(1, "keep", std::string(2 * Link::kBulkBytes, 'x'),
+                              {.deadline = clock_.Now() + absl::Seconds(3)});
+  directory_.AwaitQuestion();
+  EXPECT_GT(a().agent.Queued()[1].second, 2 * Link::kBulkBytes);
+  clock_.Advance(absl::Seconds(4));
+  cancelled.Cancel();
+  EXPECT_EQ(late.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(large.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(cancelled.Wait().status().code(), absl::StatusCode::kCancelled);
+  // What is left asks for a connection for large packets.
+  EXPECT_LT(a().agent.Queued()[1].second, 100u) << "their room is free at once";
+  directory_.Answer();
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  EXPECT_EQ(Served(b()), std::vector<std::string>({"echo"}));
+}
+
+TEST_F(AgentMembersTest, LookingForAPeerTakesFromTheTimeOfACall) {
+  directory_.Hold();
+  const absl::Time deadline = clock_.Now() + absl::Seconds(9);
+  const auto small = a().Call(1, "keep", "", {.deadline = deadline});
+  const auto large =
+      a().Call(1, "keep", std::string(2 * Link::kBulkBytes, 'x'), {.deadline = deadline});
+  directory_.AwaitQuestion();
+  clock_.Advance(absl::Seconds(4));
+  directory_.Answer();
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(b().service.AwaitKept().deadline(), deadline);
+}
+
 // --------------------------------------------------------------------------------- Heartbeats
 
 TEST_F(AgentMembersTest, ASilentPeerIsLostAtBothEndsAndNobodyElseIs) {

@@ -104,7 +104,7 @@ Future<std::string> TestAgent::Call(WorkerId to, const std::string& function,
   request.bytes += body;
   const uint64_t call =
       agent.Call(to, std::move(request), terms,
-                 [promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
+                 [promise = std::move(promise)](absl::StatusOr<Body> reply, bool) mutable {
                    if (reply.ok()) {
                      promise.Set(std::string(reply->bytes()));
                    } else {

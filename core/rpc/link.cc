@@ -22,24 +22,49 @@ Link::Link(std::shared_ptr<Owner> owner, Shared* shared, bool loopback)
         Close(why);
       }) {}
 
-void Link::Send(Packet packet, SendWindow::Room room) {
-  if (loopback_) return owner_->OnPacket(shared_from_this(), CopyPacket(packet));
+void Link::Send(Packet packet, SendWindow::Room room, uint64_t call) {
+  if (loopback_) {
+    if (call != 0 && !owner_->OnLeaving(call, packet)) return;
+    return owner_->OnPacket(shared_from_this(), CopyPacket(packet));
+  }
   const uint64_t size = packet.size();
   if (room.window() != window_.get()) room = window_->Take(size);
-  Queue(std::move(packet), std::move(room), size > kBulkBytes);
+  Queue({std::move(packet), std::move(room), call}, size > kBulkBytes);
 }
 
 void Link::SendBehind(uint64_t bytes, Packet packet) {
   if (loopback_) return Send(std::move(packet));
   SendWindow::Room room = window_->Take(packet.size());
-  Queue(std::move(packet), std::move(room), bytes > kBulkBytes);
+  Queue({std::move(packet), std::move(room), /*call=*/0}, bytes > kBulkBytes);
 }
 
-void Link::Queue(Packet packet, SendWindow::Room room, bool is_large) {
-  out_.Run([this, self = shared_from_this(), packet = std::move(packet), room = std::move(room),
-            is_large]() mutable {
+void Link::Withdraw(uint64_t call) {
+  out_.Run([this, self = shared_from_this(), call] {
+    const auto found = withdrawable_.find(call);
+    if (found == withdrawable_.end()) return;
+    Waiting& unwanted = *found->second;
+    withdrawable_.erase(found);
+    unwanted.withdrawn = true;
+    unwanted.packet = Packet();
+    unwanted.room.GiveBack();
+    for (std::deque<Waiting>* queue : {&waiting_, &large_waiting_}) {
+      while (!queue->empty() && queue->front().withdrawn) queue->pop_front();
+    }
+  });
+}
+
+bool Link::MayLeave(Waiting& waiting) {
+  if (waiting.call == 0) return true;
+  withdrawable_.erase(waiting.call);
+  return !waiting.withdrawn && owner_->OnLeaving(waiting.call, waiting.packet);
+}
+
+void Link::Queue(Waiting waiting, bool is_large) {
+  out_.Run([this, self = shared_from_this(), waiting = std::move(waiting), is_large]() mutable {
     if (open_ != nullptr) std::exchange(open_, nullptr)();
-    (is_large ? large_waiting_ : waiting_).emplace_back(std::move(packet), std::move(room));
+    std::deque<Waiting>& queue = is_large ? large_waiting_ : waiting_;
+    queue.push_back(std::move(waiting));
+    if (queue.back().call != 0) withdrawable_[queue.back().call] = &queue.back();
     if (is_large && !std::exchange(bulk_wanted_, true)) owner_->OnBulkWanted(self);
     FlushOnStrand();
   });
@@ -65,19 +90,24 @@ void Link::FlushOnStrand() {
     if (closed_) {
       unwanted.swap(waiting_);
       large_unwanted.swap(large_waiting_);
+      withdrawable_.clear();
     }
   }
   for (; connection != nullptr && !waiting_.empty(); waiting_.pop_front()) {
-    auto& [packet, room] = waiting_.front();
-    connection->Send(std::move(packet), [self = shared_from_this(),
-                                         room = std::move(room)](const absl::Status& sent) mutable {
-      room.GiveBack();
-      self->OnSent(sent);
-    });
+    Waiting& next = waiting_.front();
+    if (!MayLeave(next)) continue;
+    connection->Send(
+        std::move(next.packet),
+        [self = shared_from_this(), room = std::move(next.room)](const absl::Status& sent) mutable {
+          room.GiveBack();
+          self->OnSent(sent);
+        });
   }
   for (; bulk != nullptr && !large_waiting_.empty(); large_waiting_.pop_front()) {
-    auto& [packet, room] = large_waiting_.front();
-    bulk->Queue(std::move(packet), std::move(room), /*is_large=*/false);
+    Waiting& next = large_waiting_.front();
+    if (!MayLeave(next)) continue;
+    next.call = 0;
+    bulk->Queue(std::move(next), /*is_large=*/false);
   }
 }
 
@@ -92,7 +122,10 @@ void Link::OnSent(const absl::Status& sent) {
 void Link::SetConnection(std::shared_ptr<Connection> connection) {
   {
     absl::MutexLock lock(&mu_);
-    if (!closed_) connection_ = std::exchange(connection, nullptr);
+    if (!closed_) {
+      connection_ = std::exchange(connection, nullptr);
+      has_connection_ = true;
+    }
   }
   if (connection != nullptr) return connection->Close();  // it comes too late
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
@@ -101,7 +134,10 @@ void Link::SetConnection(std::shared_ptr<Connection> connection) {
 void Link::SetBulk(std::shared_ptr<Link> bulk) {
   {
     absl::MutexLock lock(&mu_);
-    if (!closed_ && bulk_ == nullptr) bulk_ = std::exchange(bulk, nullptr);
+    if (!closed_ && bulk_ == nullptr) {
+      bulk_ = std::exchange(bulk, nullptr);
+      has_bulk_connection_ = true;
+    }
   }
   if (bulk != nullptr) return bulk->Close(absl::CancelledError("nobody wants it any more"));
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });

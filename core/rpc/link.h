@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
@@ -39,6 +40,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     virtual void OnPacket(const std::shared_ptr<Link>& link, Packet packet) = 0;
     // Once: a large packet waits for SetBulk(). Called as Link::Send() is.
     virtual void OnBulkWanted(const std::shared_ptr<Link>& link) = 0;
+    // The request of that call has waited, and is about to leave: writes into it what is left of
+    // its time. False if nobody waits for the answer any more; then it does not leave.
+    virtual bool OnLeaving(uint64_t call, Packet& request) = 0;
     // Once, and last.
     virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why) = 0;
   };
@@ -86,9 +90,17 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   const std::shared_ptr<SendWindow>& window() const { return window_; }
   ServedCalls& served() { return served_; }
 
+  // Whether a packet of `bytes` that is sent now need not wait for a connection.
+  bool ready(uint64_t bytes) const {
+    return loopback_ || (bytes > kBulkBytes ? has_bulk_connection_ : has_connection_);
+  }
+
   // An error closes the connection, and is reported there. `room` is given back when the packet
-  // has left; one that has none goes all the same.
-  void Send(Packet packet, SendWindow::Room room = {});
+  // has left; one that has none goes all the same. The owner is asked before a request of a `call`
+  // leaves (0: it is not).
+  void Send(Packet packet, SendWindow::Room room = {}, uint64_t call = 0);
+  // The request of that call does not leave any more, if it still waits here.
+  void Withdraw(uint64_t call);
   // Goes where one of `bytes` has gone, behind it.
   void SendBehind(uint64_t bytes, Packet packet);
 
@@ -113,10 +125,16 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void OnClosed(absl::Status why) override;
 
  private:
-  using Waiting = std::pair<Packet, SendWindow::Room>;
+  struct Waiting {
+    Packet packet;
+    SendWindow::Room room;
+    uint64_t call;           // 0: the owner is not asked
+    bool withdrawn = false;  // nothing of it is left
+  };
 
   std::shared_ptr<Connection> connection() const;
-  void Queue(Packet packet, SendWindow::Room room, bool is_large);
+  void Queue(Waiting waiting, bool is_large);
+  bool MayLeave(Waiting& waiting);
   void FlushOnStrand();
   void OnSent(const absl::Status& sent);
 
@@ -130,11 +148,13 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   ServedCalls served_;
   Strand out_;
   std::atomic<uint64_t> heard_{0};
+  std::atomic<bool> has_connection_{false}, has_bulk_connection_{false};  // or had
 
   // On out_ only, once others know the link.
   absl::AnyInvocable<void()> open_;
-  std::deque<Waiting> waiting_;        // for the connection
-  std::deque<Waiting> large_waiting_;  // for the bulk link
+  std::deque<Waiting> waiting_;                           // for the connection
+  std::deque<Waiting> large_waiting_;                     // for the bulk link
+  absl::flat_hash_map<uint64_t, Waiting*> withdrawable_;  // those of a call, in either
   bool bulk_wanted_ = false;
 
   mutable absl::Mutex mu_;

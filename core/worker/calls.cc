@@ -1,5 +1,4 @@
 // What a worker asks of others, and what it does with their answers.
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -57,15 +56,19 @@ absl::StatusOr<std::shared_ptr<const DeviceMap>> Worker::Impl::DevicesWith(Worke
   return device_maps_.With(info);
 }
 
-absl::StatusOr<EdgeId> Worker::Impl::Record(const CallHeader& header,
-                                            const std::shared_ptr<ContextRecord>& context,
-                                            WorkerId to, const Message& message, size_t body,
-                                            Packet* packet) {
+std::shared_ptr<SourceNode> Worker::Impl::MakeSend(const CallHeader& header,
+                                                   const Message& message) {
+  return header.recorded.empty() ? nullptr : Engine::MakeSend(message.tensors);
+}
+
+absl::StatusOr<EdgeId> Worker::Impl::Record(const std::shared_ptr<ContextRecord>& context,
+                                            WorkerId to, std::shared_ptr<SourceNode> send,
+                                            size_t body, Packet* packet) {
   if (context == nullptr) return EdgeId{0};
   DG_RETURN_IF_ERROR(context->AddPeer(to));
-  if (header.recorded.empty()) return EdgeId{0};
+  if (send == nullptr) return EdgeId{0};
   // Last, for now next to nothing can keep the edge from being sent.
-  DG_ASSIGN_OR_RETURN(const EdgeId edge, engine_.RecordSend(*context, to, message.tensors));
+  DG_ASSIGN_OR_RETURN(const EdgeId edge, engine_.RecordSend(*context, to, std::move(send)));
   SetEdge(body, edge, packet);
   return edge;
 }
@@ -101,6 +104,7 @@ absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
   try {
     call.header.modes = CallModes::Current();
     DG_ASSIGN_OR_RETURN(call.body, Encode(call.header, call.context, to, message, &call.packet));
+    call.send = MakeSend(call.header, message);
   } catch (...) {
     return StatusFromException(std::current_exception());
   }
@@ -108,37 +112,28 @@ absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
 }
 
 Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outgoing call,
-                                   const Message& message, const CallOptions& options, bool wait) {
-  absl::StatusOr<EdgeId> edge = EdgeId{0};
-  try {
-    edge = Record(call.header, call.context, to, message, call.body, &call.packet);
-  } catch (...) {
-    edge = StatusFromException(std::current_exception());
-  }
+                                   const CallOptions& options, bool wait) {
+  const absl::StatusOr<EdgeId> edge =
+      Record(call.context, to, std::move(call.send), call.body, &call.packet);
   if (!edge.ok()) return Future<Message>::Of(CallError(to, function, edge.status()));
   Promise<Message> promise;
   const Future<Message> future = promise.future();
-  // While this thread is in agent_.Call() the request has not left, or fails at once.
-  std::shared_ptr<std::atomic<bool>> leaving;
-  if (*edge != 0) leaving = std::make_shared<std::atomic<bool>>(true);
   const CallTerms terms{.deadline = call.deadline,
                         .wait_for_room = wait,
                         .cancellation = options.cancellation.get(),
                         .context = call.header.context};
-  const uint64_t number =
-      agent_.Call(to, std::move(call.packet), terms,
-                  [this, context = std::move(call.context), to, edge = *edge, leaving,
-                   caller = std::this_thread::get_id(),
-                   promise = std::move(promise)](absl::StatusOr<Body> reply) mutable {
-                    if (reply.ok()) {
-                      promise.Set(TakeReply(context, to, *reply));
-                      return;
-                    }
-                    if (edge != 0 && *leaving && caller == std::this_thread::get_id())
-                      engine_.DropSend(*context, edge);
-                    promise.Set(reply.status());
-                  });
-  if (leaving != nullptr) *leaving = false;
+  const uint64_t number = agent_.Call(
+      to, std::move(call.packet), terms,
+      [this, context = std::move(call.context), to, edge = *edge, promise = std::move(promise)](
+          absl::StatusOr<Body> reply, bool has_left) mutable {
+        if (reply.ok()) {
+          promise.Set(TakeReply(context, to, *reply));
+          return;
+        }
+        // Nobody will send a gradient for what nobody has got.
+        if (edge != 0 && !has_left) engine_.DropSend(*context, edge);
+        promise.Set(reply.status());
+      });
   if (number == 0) return future;
   future.MadeBy(agent_.canceller(), number, loop_);
   if (options.cancellation != nullptr) {
@@ -159,7 +154,7 @@ Future<Message> Worker::Impl::Call(WorkerRef to, absl::string_view function, con
   }
   absl::StatusOr<Outgoing> call = Prepare(*id, function, message, options);
   if (!call.ok()) return Future<Message>::Of(CallError(*id, function, call.status()));
-  return Send(*id, function, *std::move(call), message, options, wait);
+  return Send(*id, function, *std::move(call), options, wait);
 }
 
 std::vector<Future<Message>> Worker::Impl::CallEach(absl::Span<const WorkerRef> to,
@@ -182,10 +177,18 @@ std::vector<Future<Message>> Worker::Impl::CallEach(absl::Span<const WorkerRef> 
     if (!shared || !call.has_value()) call = Prepare(*id, function, message, options);
     if (!call->ok()) {
       replies.push_back(Future<Message>::Of(CallError(*id, function, call->status())));
-    } else {
-      // Large tensors are segments, whose memory all the packets share.
-      replies.push_back(Send(*id, function, **call, message, options, /*wait=*/true));
+      continue;
     }
+    // Large tensors are segments, whose memory all the packets share.
+    Outgoing own = **call;
+    try {
+      if (!replies.empty()) own.send = MakeSend(own.header, message);
+    } catch (...) {
+      replies.push_back(Future<Message>::Of(
+          CallError(*id, function, StatusFromException(std::current_exception()))));
+      continue;
+    }
+    replies.push_back(Send(*id, function, std::move(own), options, /*wait=*/true));
   }
   return replies;
 }

@@ -3,7 +3,9 @@
 #include <optional>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "core/base/blocking.h"
 #include "core/base/status.h"
 #include "core/rpc/backoff.h"
@@ -11,34 +13,73 @@
 
 namespace distgrad {
 
+namespace {
+
+// A call to one who is looked up in the store first. What comes first, of the deadline, a cancel,
+// the store's answer and that of the call, says how it ends. Thread-safe.
+class CallOfStranger final : public Canceller {
+ public:
+  // Cancels the call, or keeps it from being made.
+  void Cancel(uint64_t) override {
+    const Future<Message> call = this->call();
+    if (call.valid()) return call.Cancel();
+    End(absl::CancelledError("it was cancelled by its caller"));
+  }
+  // The store's answer is here, and the call is made.
+  void GoOnWith(Future<Message> call) {
+    {
+      absl::MutexLock lock(&mu_);
+      call_ = call;
+    }
+    if (future_.Done()) call.Cancel();
+  }
+  void End(const absl::StatusOr<Message>& reply) { promise_.Set(reply); }
+  const Future<Message>& future() const { return future_; }
+
+ private:
+  Future<Message> call() const {
+    absl::MutexLock lock(&mu_);
+    return call_;
+  }
+
+  // Synchronize themselves.
+  Promise<Message> promise_;
+  const Future<Message> future_ = promise_.future();
+
+  mutable absl::Mutex mu_;
+  Future<Message> call_ ABSL_GUARDED_BY(mu_);  // not valid until it is made
+};
+
+}  // namespace
+
 Future<Message> Worker::Impl::SendToStranger(std::string name, std::string function, Outgoing call,
-                                             Message message, CallOptions options, bool wait) {
-  // What the deadline, the store and the call itself share: the first of them says how it ends.
-  struct Waiting {
-    Promise<Message> promise;
-    std::optional<Clock::TimerId> timer;
-  };
+                                             CallOptions options, bool wait) {
   options.context = nullptr;  // the call has what it needs of it
-  const auto waiting = std::make_shared<Waiting>();
-  Future<Message> future = waiting->promise.future();
-  const absl::Time deadline = call.deadline;
-  waiting->timer = clock_->At(deadline, [waiting, name] {
-    waiting->promise.Set(absl::DeadlineExceededError(
+  const auto made = std::make_shared<CallOfStranger>();
+  const Future<Message> future = made->future();
+  future.MadeBy(made, 0, {});
+  const Clock::TimerId timer = clock_->At(call.deadline, [made, name] {
+    made->End(absl::DeadlineExceededError(
         absl::StrCat("the store has not said in time who worker '", name, "' is")));
   });
-  auto send = [this, waiting, name, function = std::move(function), call = std::move(call),
-               message = std::move(message), options = std::move(options),
+  if (options.cancellation != nullptr) {
+    const uint64_t watch = options.cancellation->OnCancel([made] { made->Cancel(0); });
+    future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
+      cancellation->Forget(watch);
+    });
+  }
+  auto send = [this, made, timer, name, function = std::move(function), call = std::move(call),
+               options = std::move(options),
                wait](const absl::StatusOr<WorkerInfo>& found) mutable {
-    clock_->Cancel(*waiting->timer);
+    clock_->Cancel(timer);
+    if (made->future().Done()) return;
     absl::Status status = found.ok() ? agent_.Learn(*found) : found.status();
     // The message of this one has the names that are known.
     if (absl::IsNotFound(status)) status = agent_.FindWorker(name).status();
-    if (!status.ok()) {
-      waiting->promise.Set(status);
-      return;
-    }
-    Send(found->id, function, std::move(call), message, options, wait)
-        .Then([waiting](const absl::StatusOr<Message>& reply) { waiting->promise.Set(reply); });
+    if (!status.ok()) return made->End(status);
+    const Future<Message> sent = Send(found->id, function, std::move(call), options, wait);
+    made->GoOnWith(sent);
+    sent.Then([made](const absl::StatusOr<Message>& reply) { made->End(reply); });
   };
   lookups_.Find(name, [this, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
     // A call may wait for room; the store's thread has others to serve.
@@ -54,11 +95,11 @@ Future<Message> Worker::Impl::CallStranger(std::string name, absl::string_view f
     return Future<Message>::Of(absl::FailedPreconditionError(absl::StrCat(
         "the devices of worker '", name, "' are not known; call UpdateMembers() first")));
   }
-  // Without tensors of devices the packet is the same for whoever gets it.
+  // Without tensors of devices the packet is the same for whoever gets it. Here and now: what the
+  // tensors hold, and their history, may be others when the store has answered.
   absl::StatusOr<Outgoing> call = Prepare(self_.id, function, message, options);
   if (!call.ok()) return Future<Message>::Of(call.status());
-  return SendToStranger(std::move(name), std::string(function), *std::move(call), message, options,
-                        wait);
+  return SendToStranger(std::move(name), std::string(function), *std::move(call), options, wait);
 }
 
 std::vector<Member> Worker::Impl::members() const {

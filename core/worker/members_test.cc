@@ -12,6 +12,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/rpc/store/in_process_store.h"
@@ -179,6 +180,113 @@ TEST_P(MembersTest, LeavingWaitsForContextsToEnd) {
   context.Release();
   leaving.join();
   EXPECT_TRUE(left.ok()) << left;
+}
+
+// A store whose answers wait, while its door is closed. Thread-safe.
+class SlowStore : public Store {
+ public:
+  explicit SlowStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+  void CloseDoor() {
+    absl::MutexLock lock(&mu_);
+    closed_ = true;
+  }
+  void OpenDoor() {
+    absl::MutexLock lock(&mu_);
+    closed_ = false;
+  }
+
+  absl::Status Set(const std::string& key, const std::string& value) override {
+    return store_->Set(key, value);
+  }
+  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
+    {
+      absl::MutexLock lock(&mu_);
+      mu_.Await(absl::Condition(
+          +[](bool* closed) { return !*closed; }, &closed_));
+    }
+    return store_->Get(key, deadline);
+  }
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
+    return store_->Add(key, amount);
+  }
+
+ private:
+  const std::shared_ptr<Store> store_;
+  absl::Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+TEST_P(MembersTest, AMessageToANewcomerIsWhatItWasWhenItWasSent) {
+  const auto slow = std::make_shared<SlowStore>(store_);
+  store_ = slow;
+  Start(1);
+  const auto late = Join("late");
+  ASSERT_NE(late, nullptr);
+  slow->CloseDoor();
+  Context context = worker(0).NewContext();
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  at::Tensor h = at::mul(x, 3), leaf = at::ones({3});
+  Future<Message> call = worker(0).CallAsync("late", "double", {"", {h}}, {.context = &context});
+  Future<Message> unrecorded =
+      worker(0).CallAsync("late", "double", {"", {leaf}}, {.context = &context});
+  h.mul_(2);
+  leaf.requires_grad_();
+  slow->OpenDoor();
+  const absl::StatusOr<Message> y = call.Take();
+  ASSERT_TRUE(y.ok()) << y.status();
+  EXPECT_TRUE(y->tensors[0].equal(at::full({3}, 6.0)));
+  EXPECT_FALSE(unrecorded.Take()->tensors[0].requires_grad());
+  const absl::Status done = context.Backward({y->tensors[0].sum()});
+  ASSERT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(context.Gradient(x)->equal(at::full({3}, 6.0))) << *context.Gradient(x);
+}
+
+TEST_P(MembersTest, ACallToANewcomerCanBeCancelledBeforeItIsFound) {
+  const auto slow = std::make_shared<SlowStore>(store_);
+  store_ = slow;
+  Start(1);
+  const auto late = Join("late");
+  ASSERT_NE(late, nullptr);
+  slow->CloseDoor();
+  const Future<Message> first = worker(0).CallAsync("late", "echo", {});
+  const auto cancellation = std::make_shared<Cancellation>();
+  const Future<Message> second =
+      worker(0).CallAsync("late", "echo", {}, {.cancellation = cancellation});
+  first.Cancel();
+  cancellation->Cancel(absl::CancelledError("no longer wanted"));
+  for (const Future<Message>& call : {first, second}) {
+    EXPECT_TRUE(call.Done());
+    EXPECT_EQ(call.Wait().status().code(), absl::StatusCode::kCancelled);
+  }
+  slow->OpenDoor();
+  EXPECT_TRUE(Echo(worker(0), "late").ok());
+  for (const CallStats& stats : late->Metrics().calls) {
+    if (stats.function == "echo") {
+      EXPECT_EQ(stats.calls, 1u);
+    }
+  }
+}
+
+// Its peer never heard of the edge of such a call.
+TEST_P(MembersTest, ACallThatNeverLeftLeavesNothingWaitingInItsContext) {
+  const auto slow = std::make_shared<SlowStore>(store_);
+  store_ = slow;
+  Start(2);
+  slow->CloseDoor();
+  Context context = worker(0).NewContext();
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  const absl::Status late =
+      worker(0)
+          .Call("worker1", "double", {"", {at::mul(x, 3)}},
+                {.context = &context, .deadline = absl::Now() + absl::Milliseconds(50)})
+          .status();
+  EXPECT_EQ(late.code(), absl::StatusCode::kDeadlineExceeded) << late;
+  slow->OpenDoor();
+  const auto y = worker(0).Call("worker1", "double", {"", {x}}, {.context = &context});
+  ASSERT_TRUE(y.ok()) << y.status();
+  const absl::Status done = context.Backward({y->tensors[0].sum()});
+  ASSERT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(context.Gradient(x)->equal(at::full({3}, 2.0)));
 }
 
 TEST_P(MembersTest, CloseEndsWhateverWaits) {

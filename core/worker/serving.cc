@@ -123,6 +123,10 @@ void Worker::Impl::Serve(Serving serving) {
   if (serving.request.cancellation->cancelled()) {
     return serving.call.Fail(serving.request.cancellation->why());
   }
+  // A caller that is slow to say so has given up, too.
+  if (serving.request.deadline.Passed()) {
+    return serving.call.Fail(absl::DeadlineExceededError("its time was over before it began"));
+  }
   absl::StatusOr<Message> reply = absl::InternalError("not run");
   try {
     const std::shared_ptr<const Function> function = FindFunction(serving.request.function);
@@ -174,8 +178,8 @@ void Worker::Impl::Answer(Serving& serving, const absl::StatusOr<Message>& reply
   try {
     const CallModesScope modes(header.modes);
     const absl::StatusOr<size_t> body = Encode(header, serving.context, from, *reply, &packet);
-    edge =
-        body.ok() ? Record(header, serving.context, from, *reply, *body, &packet) : body.status();
+    edge = body.ok() ? Record(serving.context, from, MakeSend(header, *reply), *body, &packet)
+                     : body.status();
   } catch (...) {
     edge = StatusFromException(std::current_exception());
   }

@@ -115,7 +115,8 @@ class Worker::Impl : public Context::Owner,
     absl::Time deadline;  // by clock_
     CallHeader header;
     Packet packet;
-    size_t body = 0;  // where it begins
+    size_t body = 0;                   // where it begins
+    std::shared_ptr<SourceNode> send;  // null if nothing is recorded; one for each call
   };
 
   Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock> clock,
@@ -138,18 +139,19 @@ class Worker::Impl : public Context::Owner,
   Future<Message> CallStranger(std::string name, absl::string_view function, const Message& message,
                                const CallOptions& options, bool wait);
   Future<Message> SendToStranger(std::string name, std::string function, Outgoing call,
-                                 Message message, CallOptions options, bool wait);
+                                 CallOptions options, bool wait);
   Future<Message> Send(WorkerId to, absl::string_view function, Outgoing call,
-                       const Message& message, const CallOptions& options, bool wait);
+                       const CallOptions& options, bool wait);
   absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
   std::map<WorkerId, std::string> Names() const;
-  // The two steps from a message to a packet: its bytes, which differ by who gets them only for
-  // tensors of devices; and its edge, which nobody else has. 0 where nothing is recorded.
+  // The steps from a message to a packet: its bytes, which differ by who gets them only for tensors
+  // of devices; its send node, of the tensors' history as it is then, null where nothing is
+  // recorded; and the edge, which nobody else has, 0 for null.
   absl::StatusOr<size_t> Encode(CallHeader& header, const std::shared_ptr<ContextRecord>& context,
                                 WorkerId to, const Message& message, Packet* packet);
-  absl::StatusOr<EdgeId> Record(const CallHeader& header,
-                                const std::shared_ptr<ContextRecord>& context, WorkerId to,
-                                const Message& message, size_t body, Packet* packet);
+  static std::shared_ptr<SourceNode> MakeSend(const CallHeader& header, const Message& message);
+  absl::StatusOr<EdgeId> Record(const std::shared_ptr<ContextRecord>& context, WorkerId to,
+                                std::shared_ptr<SourceNode> send, size_t body, Packet* packet);
 
   // Constant after construction.
   const WorkerOptions options_;
