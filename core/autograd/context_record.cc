@@ -118,28 +118,48 @@ absl::StatusOr<ContextRecord::Edges> ContextRecord::Claim(PassId pass, bool reta
   return edges_;
 }
 
-void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) {
-  if (const auto observer = AddToGradient(leaf, std::move(gradient))) (*observer)(leaf.variable);
-}
-
-std::shared_ptr<const ContextRecord::LeafObserver> ContextRecord::AddToGradient(
-    torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) {
-  absl::MutexLock lock(&gradients_mu_);
-  if (gradients_dropped_) return nullptr;
-  LeafGradient& slot = gradients_[leaf.variable.unsafeGetTensorImpl()];
-  slot.leaf = leaf.variable;
-  slot.ready.Await(slot.gradient);
+void ContextRecord::LeafGradient::Add(at::Tensor gradient) {
+  absl::MutexLock lock(&mu_);
+  ready_.Await(gradient_);
   // Another view of the same memory may become the gradient of another leaf, or be on its way to
   // another worker; the next pass adds to this one in place.
-  if (!slot.gradient.defined() && gradient.has_storage() && gradient.storage().use_count() > 1) {
+  if (!gradient_.defined() && gradient.has_storage() && gradient.storage().use_count() > 1) {
     gradient = gradient.clone();
   }
   // `gradient` is the one reference that we know of; a tensor with more is copied, not taken.
   torch::autograd::AccumulateGrad::accumulateGrad(
-      leaf.variable, slot.gradient, gradient, /*num_expected_refs=*/1,
-      [&slot](at::Tensor&& sum) { slot.gradient = std::move(sum); });
-  slot.ready = ReadyMark({slot.gradient});
-  return observer_;
+      leaf_, gradient_, gradient, /*num_expected_refs=*/1,
+      [this](at::Tensor&& sum) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { gradient_ = std::move(sum); });
+  ready_ = ReadyMark({gradient_});
+}
+
+at::Tensor ContextRecord::LeafGradient::Get() const {
+  absl::MutexLock lock(&mu_);
+  ready_.Await(gradient_);
+  return gradient_;
+}
+
+bool ContextRecord::LeafGradient::Replace(at::Tensor gradient) {
+  absl::MutexLock lock(&mu_);
+  if (!gradient_.defined()) return false;
+  ready_ = ReadyMark({gradient});  // may throw; then the old one stays
+  std::swap(gradient_, gradient);
+  return true;
+}
+
+void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) {
+  std::shared_ptr<LeafGradient> sum;
+  std::shared_ptr<const LeafObserver> observer;
+  {
+    absl::MutexLock lock(&gradients_mu_);
+    if (gradients_dropped_) return;
+    auto& slot = gradients_[leaf.variable.unsafeGetTensorImpl()];
+    if (slot == nullptr) slot = std::make_shared<LeafGradient>(leaf.variable);
+    sum = slot;
+    observer = observer_;
+  }
+  sum->Add(std::move(gradient));
+  if (observer != nullptr) (*observer)(leaf.variable);
 }
 
 void ContextRecord::SetLeafObserver(LeafObserver observer) {
@@ -154,49 +174,66 @@ bool ContextRecord::has_leaf_observer() const {
   return observer_ != nullptr;
 }
 
+absl::Status ContextRecord::NoGradient() const {
+  return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));
+}
+
 absl::StatusOr<at::Tensor> ContextRecord::Gradient(const at::Tensor& leaf) const {
   DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> gradients, GradientsOf({leaf}));
   if (gradients[0].defined()) return std::move(gradients[0]);
-  return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));
+  return NoGradient();
 }
 
 absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
     absl::Span<const at::Tensor> leaves) const {
+  std::vector<std::shared_ptr<LeafGradient>> found;
+  found.reserve(leaves.size());
+  {
+    absl::MutexLock lock(&gradients_mu_);
+    if (gradients_dropped_) return ReleasedError();
+    for (const at::Tensor& leaf : leaves) {
+      const auto it = gradients_.find(leaf.unsafeGetTensorImpl());
+      found.push_back(it == gradients_.end() ? nullptr : it->second);
+    }
+  }
   std::vector<at::Tensor> gradients;
   gradients.reserve(leaves.size());
+  try {
+    for (const auto& slot : found) {
+      gradients.push_back(slot == nullptr ? at::Tensor() : slot->Get());
+    }
+  } catch (...) {  // an error of a device
+    return StatusFromException(std::current_exception());
+  }
+  return gradients;
+}
+
+ContextRecord::LeafGradients ContextRecord::AllGradients() const {
   absl::MutexLock lock(&gradients_mu_);
-  if (gradients_dropped_) return ReleasedError();
-  for (const at::Tensor& leaf : leaves) {
-    at::Tensor& gradient = gradients.emplace_back();
-    const auto it = gradients_.find(leaf.unsafeGetTensorImpl());
-    if (it == gradients_.end()) continue;
-    gradient = it->second.gradient;
-    try {
-      it->second.ready.Await(gradient);
-    } catch (...) {
-      return StatusFromException(std::current_exception());
+  return gradients_;
+}
+
+std::vector<std::pair<at::Tensor, at::Tensor>> ContextRecord::Gradients() const {
+  const LeafGradients all = AllGradients();
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
+  gradients.reserve(all.size());
+  for (const auto& [impl, slot] : all) {
+    // A pass may be about to give the first.
+    if (at::Tensor gradient = slot->Get(); gradient.defined()) {
+      gradients.emplace_back(slot->leaf(), std::move(gradient));
     }
   }
   return gradients;
 }
 
-std::vector<std::pair<at::Tensor, at::Tensor>> ContextRecord::Gradients() const {
-  absl::MutexLock lock(&gradients_mu_);
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
-  gradients.reserve(gradients_.size());
-  for (const auto& [impl, slot] : gradients_) {
-    slot.ready.Await(slot.gradient);
-    gradients.emplace_back(slot.leaf, slot.gradient);
-  }
-  return gradients;
-}
-
 absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradient) {
-  absl::MutexLock lock(&gradients_mu_);
-  if (gradients_dropped_) return ReleasedError();
-  auto it = gradients_.find(leaf.unsafeGetTensorImpl());
-  if (it == gradients_.end()) {
-    return absl::NotFoundError(absl::StrCat("context ", id_, " has no gradient for this tensor"));
+  std::shared_ptr<LeafGradient> slot;
+  {
+    absl::MutexLock lock(&gradients_mu_);
+    if (gradients_dropped_) return ReleasedError();
+    const auto it = gradients_.find(leaf.unsafeGetTensorImpl());
+    if (it == gradients_.end()) return NoGradient();
+    slot = it->second;
   }
   if (!gradient.defined()) {
     return absl::InvalidArgumentError(
@@ -212,12 +249,10 @@ absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradi
                                                    kind(leaf)));
   }
   try {
-    it->second.ready = ReadyMark({gradient});
+    return slot->Replace(std::move(gradient)) ? absl::OkStatus() : NoGradient();
   } catch (...) {
     return StatusFromException(std::current_exception());
   }
-  std::swap(it->second.gradient, gradient);
-  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<PassRun>> ContextRecord::BeginPass(
@@ -303,7 +338,7 @@ ContextRecord::Released ContextRecord::Release() {
     done.swap(done_);
     for (const auto& [pass, run] : passes_) released.passes.push_back(run);
   }
-  absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients;
+  LeafGradients gradients;
   absl::MutexLock lock(&gradients_mu_);
   gradients.swap(gradients_);
   released.observer.swap(observer_);

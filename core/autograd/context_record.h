@@ -104,7 +104,7 @@ class ContextRecord {
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
   // The gradient of a leaf; kNotFound if no pass gave it one, kFailedPrecondition once released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
-  // Those of several leaves at one moment; undefined for one that has none.
+  // Those of several leaves; undefined for one that has none.
   absl::StatusOr<std::vector<at::Tensor>> GradientsOf(absl::Span<const at::Tensor> leaves) const;
   // All leaves with a gradient.
   std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const;
@@ -132,15 +132,29 @@ class ContextRecord {
   // How many failed passes are remembered.
   static constexpr size_t kRemembered = 1024;
 
-  struct LeafGradient {
-    at::Tensor leaf;
-    at::Tensor gradient;
-    ReadyMark ready;
-  };
+  // The gradient of one leaf. Its mutex is held while torch adds, for two passes may add to one leaf;
+  // large additions to different leaves go on at the same time. Thread-safe.
+  class LeafGradient {
+   public:
+    explicit LeafGradient(at::Tensor leaf) : leaf_(std::move(leaf)) {}
+    const at::Tensor& leaf() const { return leaf_; }
+    void Add(at::Tensor gradient);
+    // Undefined if there is none.
+    at::Tensor Get() const;
+    // Only if there is one. Returns whether there was.
+    bool Replace(at::Tensor gradient);
 
-  // Returns whom to tell, outside the lock.
-  std::shared_ptr<const LeafObserver> AddToGradient(torch::autograd::AccumulateGrad& leaf,
-                                                    at::Tensor gradient);
+   private:
+    const at::Tensor leaf_;
+    mutable absl::Mutex mu_;
+    at::Tensor gradient_ ABSL_GUARDED_BY(mu_);
+    ReadyMark ready_ ABSL_GUARDED_BY(mu_);
+  };
+  using LeafGradients =
+      absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<LeafGradient>>;
+
+  LeafGradients AllGradients() const;
+  absl::Status NoGradient() const;
   absl::Status ReleasedError() const;
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status CheckReachable(WorkerId peer) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -165,12 +179,10 @@ class ContextRecord {
   std::vector<PassId> claims_ ABSL_GUARDED_BY(mu_);  // passes that run the graph now
   PassId last_pass_ ABSL_GUARDED_BY(mu_) = 0;        // the one that did not retain the graph
 
-  // Held while torch adds: the gradient of a leaf may be asked for by two passes at once.
-  // Never together with mu_.
+  // Never together with mu_, nor with that of a LeafGradient.
   mutable absl::Mutex gradients_mu_;
   bool gradients_dropped_ ABSL_GUARDED_BY(gradients_mu_) = false;
-  absl::flat_hash_map<const c10::TensorImpl*, LeafGradient> gradients_
-      ABSL_GUARDED_BY(gradients_mu_);
+  LeafGradients gradients_ ABSL_GUARDED_BY(gradients_mu_);
   std::shared_ptr<const LeafObserver> observer_ ABSL_GUARDED_BY(gradients_mu_);
 };
 

@@ -1,0 +1,84 @@
+#include "core/autograd/context_record.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/record_function.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+
+namespace distgrad {
+namespace {
+
+struct Leaf {
+  const at::Tensor tensor = at::full({2}, 1.0).requires_grad_();
+  const std::shared_ptr<torch::autograd::Node> node =
+      torch::autograd::impl::grad_accumulator(tensor);
+
+  void Add(ContextRecord& record, double gradient) const {
+    const at::NoGradGuard no_grad;
+    record.Accumulate(static_cast<torch::autograd::AccumulateGrad&>(*node),
+                      at::full({2}, gradient));
+  }
+};
+
+TEST(ContextRecordTest, GradientsAddUp) {
+  ContextRecord record(1);
+  const Leaf leaf, other;
+  leaf.Add(record, 2);
+  leaf.Add(record, 3);
+  EXPECT_TRUE(record.Gradient(leaf.tensor)->equal(at::full({2}, 5.0)));
+  EXPECT_EQ(record.Gradient(other.tensor).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(record.Gradients().size(), 1u);
+  record.Release();
+  leaf.Add(record, 3);
+  EXPECT_EQ(record.Gradient(leaf.tensor).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+// What a thread does while torch adds, on that thread.
+std::function<void()>* in_addition = nullptr;
+
+TEST(ContextRecordTest, AdditionsToTwoLeavesGoOnAtOnce) {
+  ContextRecord record(1);
+  const Leaf leaf, other;
+  leaf.Add(record, 2);
+  other.Add(record, 2);
+  std::thread second;
+  absl::Notification added;
+  bool was_added = false;
+  std::function<void()> body = [&] {
+    // While this addition is under way, and as long as it takes.
+    second = std::thread([&] {
+      other.Add(record, 3);
+      added.Notify();
+    });
+    was_added = added.WaitForNotificationWithTimeout(absl::Seconds(30));
+  };
+  in_addition = &body;
+  const at::CallbackHandle callback = at::addThreadLocalCallback(
+      at::RecordFunctionCallback([](const at::RecordFunction& function)
+                                     -> std::unique_ptr<at::ObserverContext> {
+        if (std::string(function.name()) == "aten::add_") (*in_addition)();
+        return nullptr;
+      }).scopes({at::RecordScope::FUNCTION}));
+  leaf.Add(record, 3);
+  at::removeCallback(callback);
+  ASSERT_TRUE(second.joinable()) << "torch adds otherwise";
+  second.join();
+  EXPECT_TRUE(was_added);
+  EXPECT_TRUE(record.Gradient(leaf.tensor)->equal(at::full({2}, 5.0)));
+  EXPECT_TRUE(record.Gradient(other.tensor)->equal(at::full({2}, 5.0)));
+}
+
+}  // namespace
+}  // namespace distgrad
