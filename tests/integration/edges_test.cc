@@ -284,6 +284,40 @@ TEST_P(EdgesTest, HooksOnTheNodeOfAReceivedTensor) {
   });
 }
 
+// ---- a backward within the backward ----
+
+// Computes again in backward, with a parameter that is not among its inputs.
+struct Captures : torch::autograd::Function<Captures> {
+  static Variable forward(AutogradContext* context, const Variable& x, const at::Tensor* captured) {
+    context->save_for_backward({x});
+    context->saved_data["captured"] = reinterpret_cast<int64_t>(captured);
+    return x * *captured;
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const at::AutoGradMode on(true);
+    const auto* captured =
+        reinterpret_cast<const at::Tensor*>(context->saved_data["captured"].toInt());
+    const Variable x = context->get_saved_variables()[0].detach().requires_grad_();
+    (x * *captured).backward(gradients[0]);
+    return {x.grad(), Variable()};
+  }
+};
+
+TEST_P(EdgesTest, AParameterThatACheckpointCapturesIsAnError) {
+  const Tensors leaves = Leaves();
+  Context context = team_[0].NewContext();
+  const at::Tensor result =
+      team_.Run(
+          0, 1, context,
+          [&](Tensors in, Request&) { return Tensors{Captures::apply(in[0], &leaves[1])}; },
+          {leaves[0]})[0];
+  const absl::Status status = context.Backward({result.sum()});
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  for (const char* part : {"worker1", "Captures", "[2, 3]", "torch::autograd::grad"}) {
+    EXPECT_NE(status.message().find(part), std::string::npos) << part << " in " << status;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Transports, EdgesTest, ::testing::Values("inproc", "socket"),
                          [](const auto& info) { return info.param; });
 

@@ -19,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/executor/gradient_slot.h"
 #include "core/autograd/executor/lane.h"
+#include "core/autograd/executor/nested_backward.h"
 #include "core/autograd/executor/node_calls.h"
 #include "core/autograd/executor/streams.h"
 #include "core/tensor/exception.h"
@@ -38,6 +39,7 @@ struct Progress {
 
 // A thread that is running nodes. Not thread-safe.
 struct Runner {
+  NestedBackwards nested;
   uint8_t lane = 0;
   Lane* inbox = nullptr;  // none for a thread that feeds
   ReadyHeap ready;
@@ -220,10 +222,12 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runn
         auto& leaf = static_cast<AccumulateGrad&>(node);
         CallLeaf(leaf, std::move(gradients), entry.lane == 0 || graph->one_stream_per_device(),
                  [&](at::Tensor gradient) { sink->OnLeaf(leaf, std::move(gradient)); });
+        runner.nested.CheckLeavesAreGone();
         return;
       }
       case Graph::Kind::kStop:
         if (reached) gradients = CallStop(node, std::move(gradients));
+        runner.nested.CheckLeavesAreGone();
         sink->OnStop(node, std::move(gradients), reached);
         return;
       case Graph::Kind::kOperator:
@@ -232,6 +236,7 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runn
     const absl::Span<const Graph::Successor> successors = graph->successors(index);
     variable_list outputs = reached ? CallOperator(node, std::move(gradients), options.retain_graph)
                                     : variable_list(successors.size());
+    runner.nested.CheckLeavesAreGone();
     for (size_t i = 0; i < successors.size(); ++i) {
       if (successors[i].node == Graph::kNone) continue;
       Arrive(successors[i], std::move(outputs[i]), reached, runner);

@@ -18,7 +18,9 @@
 // - A post-hook that changes how many gradients a node has fails the execution.
 // - libtorch's notions of "the current node" and "the current graph task" are not set, since it
 //   does not export them: get_current_node() is null in a node, and Engine::queue_callback
-//   fails. A backward inside a node is libtorch's own and works.
+//   fails. A backward inside a node is libtorch's own. It works on leaves that the node makes for
+//   itself; if it adds to the .grad of one that outlives the node, the execution fails, for that
+//   gradient would not go to the sink (nested_backward.h).
 //
 // A node whose input is on an accelerator runs on the stream on which forward made that input,
 // and with DeviceThreads on that device's thread; a node of the CPU that becomes ready there is

@@ -1,0 +1,136 @@
+#include "core/autograd/executor/nested_backward.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <memory>
+#include <typeinfo>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+thread_local NestedBackwards* current = nullptr;
+
+// All leaves that a backward from `roots` may add to.
+std::vector<at::Tensor> LeavesOf(const edge_list& roots) {
+  std::vector<at::Tensor> leaves;
+  absl::flat_hash_set<const Node*> seen;
+  std::vector<Node*> to_visit;
+  const auto visit = [&](const edge_list& edges) {
+    for (const Edge& edge : edges) {
+      if (edge.is_valid() && seen.insert(edge.function.get()).second) {
+        to_visit.push_back(edge.function.get());
+      }
+    }
+  };
+  visit(roots);
+  while (!to_visit.empty()) {
+    Node* const node = to_visit.back();
+    to_visit.pop_back();
+    if (typeid(*node) == typeid(AccumulateGrad)) {
+      leaves.push_back(static_cast<AccumulateGrad*>(node)->variable);
+    }
+    visit(node->next_edges());
+  }
+  return leaves;
+}
+
+// What one can see of a .grad without looking at its elements.
+std::pair<const c10::TensorImpl*, int64_t> StateOf(const at::Tensor& gradient) {
+  return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
+}
+
+}  // namespace
+
+// Thread-safe.
+class NestedBackwards::Engine final : public torch::autograd::Engine {
+ public:
+  // Once for the process; lives to its end, since libtorch may ask for it until then.
+  static void Install() {
+    static const bool installed = [] {
+      before_ = &torch::autograd::Engine::get_default_engine();
+      watching_ = new Engine;
+      torch::autograd::set_default_engine_stub(Choose);
+      return true;
+    }();
+    (void)installed;
+  }
+
+  variable_list execute(const edge_list& roots, const variable_list& inputs, bool keep_graph,
+                        bool create_graph, bool accumulate_grad,
+                        const edge_list& outputs) override {
+    const auto run = [&] {
+      return before_->execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+    };
+    // torch::autograd::grad() leaves every .grad alone.
+    if (!accumulate_grad || current == nullptr) return run();
+    const std::vector<at::Tensor> leaves = LeavesOf(roots);
+    std::vector<std::pair<const c10::TensorImpl*, int64_t>> states;
+    for (const at::Tensor& leaf : leaves) states.push_back(StateOf(leaf.grad()));
+    variable_list results = run();
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      if (StateOf(leaves[i].grad()) != states[i]) {
+        current->leaves_.emplace_back(leaves[i].getIntrusivePtr());
+      }
+    }
+    return results;
+  }
+
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
+      const std::shared_ptr<torch::autograd::GraphTask>& task, std::shared_ptr<Node> root,
+      torch::autograd::InputBuffer&& inputs) override {
+    return before_->execute_with_graph_task(task, std::move(root), std::move(inputs));
+  }
+  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
+    return before_->make_anomaly_metadata();
+  }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks()
+      override {
+    return before_->get_default_saved_variable_hooks();
+  }
+
+ private:
+  static torch::autograd::Engine& Choose() { return current == nullptr ? *before_ : *watching_; }
+
+  static torch::autograd::Engine* before_;
+  static torch::autograd::Engine* watching_;
+};
+
+torch::autograd::Engine* NestedBackwards::Engine::before_ = nullptr;
+torch::autograd::Engine* NestedBackwards::Engine::watching_ = nullptr;
+
+NestedBackwards::NestedBackwards() : outer_(current) {
+  Engine::Install();
+  current = this;
+}
+
+NestedBackwards::~NestedBackwards() { current = outer_; }
+
+void NestedBackwards::CheckLeaves() {
+  for (const auto& noted : std::exchange(leaves_, {})) {
+    const auto leaf = noted.lock();
+    if (leaf == nullptr) continue;
+    throw StatusError(absl::FailedPreconditionError(absl::StrCat(
+        "a backward within this node added to the .grad of a leaf of shape [",
+        absl::StrJoin(leaf->sizes(), ", "),
+        "] that other code has too, a parameter perhaps, and whose gradient would be missing from "
+        "the context; let the function take that leaf as an input and return its gradient, which "
+        "torch::autograd::grad gives, or recompute in hooks on saved tensors, without a backward "
+        "of its own")));
+  }
+}
+
+}  // namespace distgrad

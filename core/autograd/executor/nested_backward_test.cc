@@ -1,0 +1,110 @@
+#include "core/autograd/executor/nested_backward.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+
+#include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "core/autograd/executor/executor_testing.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using at::Tensor;
+using torch::autograd::variable_list;
+
+Tensor Leaf(double value = 1) { return at::full({2}, value, at::kDouble).requires_grad_(); }
+Tensor Full(double value) { return at::full({2}, value, at::kDouble); }
+
+absl::Status StatusOf(const Tensor& root, RecordingSink* sink) {
+  Execution execution(GraphOf({{root}}), ExecutionOptions(), sink);
+  execution.Feed(0, {at::ones_like(root)}, {true});
+  return execution.status();
+}
+
+// Runs `body` in a node, with gradients recorded, as a checkpointed function computes again.
+absl::Status InNode(const std::function<void()>& body) {
+  Spy::Body in_node = [&](const variable_list&) {
+    const at::AutoGradMode on(true);
+    body();
+  };
+  RecordingSink sink;
+  return StatusOf(Watch(Leaf(), &in_node), &sink);
+}
+
+TEST(NestedBackward, ALeafThatOutlivesTheNodeIsAnError) {
+  const Tensor parameter = Leaf(3);
+  const absl::Status status = InNode([&] {
+    const Tensor input = Leaf(2);
+    (input * parameter).backward(Full(1));
+    EXPECT_TRUE(input.grad().equal(Full(3)));
+  });
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "torch::autograd::grad")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "[2]")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "Spy")) << status;
+}
+
+TEST(NestedBackward, LeavesThatTheNodeMadeAreItsOwn) {
+  EXPECT_TRUE(InNode([] {
+                const Tensor input = Leaf(2), copy = Leaf(3);
+                for (int i = 1; i <= 2; ++i) {
+                  (input * copy).backward(Full(1));
+                  EXPECT_TRUE(input.grad().equal(Full(3 * i)));
+                  EXPECT_TRUE(copy.grad().equal(Full(2 * i)));
+                }
+              }).ok());
+}
+
+TEST(NestedBackward, GradAndLeavesThatGetNothingAreNoError) {
+  const Tensor parameter = Leaf(3);
+  Spy::Body nothing = [](const variable_list&) {};
+  const absl::Status status = InNode([&] {
+    const Tensor input = Leaf(2);
+    const Tensor product = input * parameter;
+    const variable_list got = torch::autograd::grad({product}, {input, parameter}, {Full(1)});
+    EXPECT_TRUE(got[1].equal(Full(2)));
+    // Reached, but given no gradient.
+    const Tensor second = Spy::apply(parameter, &nothing, /*materialize=*/false)[1];
+    (second + Leaf()).backward(Full(1));
+  });
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_FALSE(parameter.grad().defined());
+}
+
+TEST(NestedBackward, ABackwardInABackwardInANode) {
+  const Tensor parameter = Leaf(3);
+  Spy::Body inner = [&](const variable_list&) {
+    const at::AutoGradMode on(true);
+    (Leaf() * parameter).backward(Full(1));
+  };
+  EXPECT_EQ(InNode([&] { Watch(Leaf(), &inner).backward(Full(1)); }).code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(NestedBackward, AHookIsPartOfItsNode) {
+  const Tensor parameter = Leaf(3), leaf = Leaf();
+  const Tensor hooked = leaf * 2;
+  hooked.register_hook([&](const Tensor&) {
+    const at::AutoGradMode on(true);
+    (parameter * 2).backward(Full(1));
+  });
+  RecordingSink sink;
+  EXPECT_EQ(StatusOf(hooked * 2, &sink).code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(NestedBackward, OutsideOfNodesItIsAsEver) {
+  EXPECT_TRUE(InNode([] {}).ok());
+  const Tensor parameter = Leaf(3);
+  (parameter * 2).backward(Full(1));
+  EXPECT_TRUE(parameter.grad().equal(Full(2)));
+}
+
+}  // namespace
+}  // namespace distgrad
