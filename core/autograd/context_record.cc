@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/autograd/executor/brief.h"
+#include "core/autograd/executor/post_accumulate.h"
 #include "core/autograd/pass_run.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
@@ -133,10 +134,21 @@ void ContextRecord::LeafGradient::Add(at::Tensor gradient) {
   ready_ = ReadyMark({gradient_});
 }
 
+bool ContextRecord::LeafGradient::defined() const {
+  absl::MutexLock lock(&mu_);
+  return gradient_.defined();
+}
+
 at::Tensor ContextRecord::LeafGradient::Get() const {
   absl::MutexLock lock(&mu_);
   ready_.Await(gradient_);
   return gradient_;
+}
+
+void ContextRecord::LeafGradient::Set(at::Tensor gradient) {
+  absl::MutexLock lock(&mu_);
+  std::swap(gradient_, gradient);
+  ready_ = ReadyMark({gradient_});
 }
 
 bool ContextRecord::LeafGradient::Replace(at::Tensor gradient) {
@@ -158,7 +170,18 @@ void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor
     sum = slot;
     observer = observer_;
   }
-  sum->Add(std::move(gradient));
+  if (HasPostAccumulateHook(leaf)) {
+    CallPostAccumulateHook(
+        leaf,
+        [&] {
+          sum->Add(std::move(gradient));
+          return sum->Get();
+        },
+        [&](at::Tensor left) { sum->Set(std::move(left)); });
+    if (!sum->defined()) return;
+  } else {
+    sum->Add(std::move(gradient));
+  }
   if (observer != nullptr) (*observer)(leaf.variable);
 }
 
@@ -218,7 +241,7 @@ std::vector<std::pair<at::Tensor, at::Tensor>> ContextRecord::Gradients() const 
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
   gradients.reserve(all.size());
   for (const auto& [impl, slot] : all) {
-    // A pass may be about to give the first.
+    // A hook may have dropped it.
     if (at::Tensor gradient = slot->Get(); gradient.defined()) {
       gradients.emplace_back(slot->leaf(), std::move(gradient));
     }
@@ -355,8 +378,7 @@ ContextSnapshot ContextRecord::Snapshot() const {
     snapshot.sends = edges_.sends.size();
     snapshot.recvs = edges_.recvs.size();
   }
-  absl::MutexLock lock(&gradients_mu_);
-  snapshot.gradients = gradients_.size();
+  for (const auto& [impl, slot] : AllGradients()) snapshot.gradients += slot->defined();
   return snapshot;
 }
 

@@ -100,7 +100,9 @@ class ContextRecord {
   // ---- Gradients. On an accelerator: written in the order of this thread's current stream, and
   // read in that of the reader's, which is made to wait for the values; nobody waits for a device.
 
-  // Adds to the gradient of a leaf; takes the tensor over where nobody else holds it or its memory.
+  // Adds to the gradient of a leaf, and calls its post-accumulate hook, which sees what the context
+  // has for the leaf so far, and may change or drop it. Takes the tensor over where nobody else
+  // holds it or its memory.
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
   // The gradient of a leaf; kNotFound if no pass gave it one, kFailedPrecondition once released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
@@ -139,8 +141,10 @@ class ContextRecord {
     explicit LeafGradient(at::Tensor leaf) : leaf_(std::move(leaf)) {}
     const at::Tensor& leaf() const { return leaf_; }
     void Add(at::Tensor gradient);
+    bool defined() const;
     // Undefined if there is none.
     at::Tensor Get() const;
+    void Set(at::Tensor gradient);
     // Only if there is one. Returns whether there was.
     bool Replace(at::Tensor gradient);
 

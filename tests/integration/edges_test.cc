@@ -138,6 +138,7 @@ class EdgesTest : public ::testing::TestWithParam<std::string> {
       at::Tensor gradient = GradientOf(context, got[i]);
       if (!gradient.defined()) gradient = team_.Gradient(1, context, got[i]);
       ExpectSame(gradient, want[i].grad());
+      ExpectSame(got[i].detach(), want[i].detach());
     }
   }
 
@@ -282,6 +283,62 @@ TEST_P(EdgesTest, HooksOnTheNodeOfAReceivedTensor) {
     HookNode(results[2], 23, log, "unused result");
     return (results[0] + results[1] * 2).sum();
   });
+}
+
+// ---- post-accumulate hooks ----
+
+void OnAccumulated(const at::Tensor& leaf, std::function<void()> body) {
+  struct Hook : torch::autograd::PostAccumulateGradHook {
+    explicit Hook(std::function<void()> body) : body(std::move(body)) {}
+    void operator()(const Variable&) override { body(); }
+    const std::function<void()> body;
+  };
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<Hook>(std::move(body)));
+}
+
+// What an optimizer of one parameter does, which it has known from the start.
+struct Descent {
+  at::Tensor parameter;
+  void Step() {
+    if (!parameter.grad().defined()) return;
+    const at::NoGradGuard no_grad;
+    parameter.sub_(parameter.grad() * 0.5);
+  }
+  void ZeroGrad() { parameter.mutable_grad().reset(); }
+};
+
+TEST_P(EdgesTest, APostAccumulateHookThatStepsAndDropsTheGradient) {
+  Compare([](const Call& call, const Tensors& leaves, Log* log) {
+    for (int i = 0; i < 3; ++i) {
+      OnAccumulated(leaves[i], [optimizer = Descent{leaves[i]}, log, i]() mutable {
+        ++(*log)["hook " + std::to_string(i)];
+        optimizer.Step();
+        optimizer.ZeroGrad();
+      });
+    }
+    return call([leaves](const Tensors& in) { return Tensors{in[0] * leaves[1] + leaves[2]}; },
+                {leaves[0] * leaves[3]})[0]
+        .sum();
+  });
+}
+
+TEST_P(EdgesTest, APostAccumulateHookSeesWhatHasAccumulated) {
+  const at::Tensor x = Leaves()[0], got = Leaves()[1], want = Leaves()[1];
+  const auto scale = [](at::Tensor leaf) {
+    OnAccumulated(leaf, [leaf] { leaf.mutable_grad() = leaf.grad() * 2 + 1; });
+  };
+  scale(got);
+  scale(want);
+  Context context = team_[0].NewContext();
+  const at::Tensor root =
+      team_.Run(0, 1, context, [&](Tensors in, Request&) { return Tensors{in[0] * got}; }, {x})[0]
+          .sum();
+  const at::Tensor reference = (x * want).sum();
+  for (int pass = 0; pass < 3; ++pass) {
+    ASSERT_TRUE(context.Backward({root}, {.retain_graph = true}).ok());
+    reference.backward({}, /*retain_graph=*/true);
+    ExpectSame(team_.Gradient(1, context, got), want.grad());
+  }
 }
 
 // ---- a backward within the backward ----

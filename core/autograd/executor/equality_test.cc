@@ -15,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/graph.h"
+#include "core/autograd/executor/post_accumulate.h"
 #include "core/autograd/executor/random_program.h"
 #include "core/autograd/executor/source_node.h"
 #include "gtest/gtest.h"
@@ -31,8 +32,16 @@ class AddingSink : public GradientSink {
   void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override {
     const at::AutoGradMode off(false);
     at::Tensor& sum = (*gradients_)[leaf.variable.unsafeGetTensorImpl()];
-    torch::autograd::AccumulateGrad::accumulateGrad(leaf.variable, sum, gradient, 1,
-                                                    [&sum](at::Tensor&& t) { sum = std::move(t); });
+    const auto add = [&] {
+      torch::autograd::AccumulateGrad::accumulateGrad(
+          leaf.variable, sum, gradient, 1, [&sum](at::Tensor&& t) { sum = std::move(t); });
+      return sum;
+    };
+    if (HasPostAccumulateHook(leaf)) {
+      CallPostAccumulateHook(leaf, add, [&sum](at::Tensor left) { sum = std::move(left); });
+    } else {
+      add();
+    }
   }
   void OnStop(torch::autograd::Node&, torch::autograd::variable_list, bool) override {}
   void OnIdle() override { ++idle_; }
@@ -118,8 +127,6 @@ TEST(Equality, RetainTwice) {
     ProgramOptions options;
     options.operators = 10;
     options.hooks = seed % 2 == 0;
-    // What they see in a second pass differs by design; see execution.h.
-    options.post_accumulate_hooks = false;
     ExpectEqual(seed, options, /*passes=*/3);
   }
 }

@@ -11,10 +11,8 @@
 // the last bit when roots are fed from one thread: all kinds of hooks, checks of what a node
 // returns, release of what nodes saved, anomaly mode. Differences:
 //
-// - A leaf's gradient goes to the sink and never to its .grad. A post-accumulate hook therefore
-//   sees a stand-in: a tensor that shares the leaf's storage and version, and whose .grad is
-//   what arrived in this run. What the hook leaves in that .grad is what the sink gets (nothing,
-//   if it leaves none), so a hook that steps an optimizer and drops the gradient works.
+// - A leaf's gradient goes to the sink and never to its .grad, but for the time in which the leaf's
+//   post-accumulate hook runs: the sink calls that (post_accumulate.h).
 // - A post-hook that changes how many gradients a node has fails the execution.
 // - libtorch's notions of "the current node" and "the current graph task" are not set, since it
 //   does not export them: get_current_node() is null in a node, and Engine::queue_callback
@@ -51,7 +49,8 @@ class GradientSink {
  public:
   virtual ~GradientSink() = default;
 
-  // The sum of what arrived at a leaf, never undefined; not called for a leaf that got nothing.
+  // The sum of what arrived at a leaf, never undefined; not called for a leaf that got nothing. If
+  // the leaf has a post-accumulate hook, the sink calls it, as it alone knows the gradient so far.
   // The tensor is the sink's to keep, and what the leaf's .grad would be after a first backward:
   // laid out like the leaf, and shared with nobody where libtorch would not share it either.
   // May throw: that fails the execution.

@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -227,19 +228,21 @@ TEST(Execution, StopNodesThatAreNotReachedAreToldSoWithoutHooks) {
 
 // ---- leaves and their hooks ----
 
-TEST(Execution, PostAccumulateHooksSeeAStandInForTheLeaf) {
-  const Tensor leaf = Leaf(1);
+TEST(Execution, PostAccumulateHooksSeeTheGradientInTheLeaf) {
+  const Tensor leaf = Leaf(1), own = Full(7);
+  leaf.mutable_grad() = own;
   Tensor seen;
   torch::autograd::impl::set_post_acc_grad_hooks(
       leaf, std::make_unique<PostAccumulateHook>([&](const Tensor& tensor) {
         seen = tensor.grad();
-        EXPECT_TRUE(tensor.is_leaf() && tensor.requires_grad());
-        tensor.data().sub_(tensor.grad());  // a step of an optimizer
+        EXPECT_TRUE(tensor.is_same(leaf));
+        leaf.data().sub_(leaf.grad());  // a step of an optimizer
         tensor.mutable_grad().mul_(10);
       }));
   RecordingSink sink;
   EXPECT_TRUE(StatusOf(leaf * 3, &sink).ok());
-  EXPECT_FALSE(leaf.grad().defined());
+  EXPECT_TRUE(leaf.grad().is_same(own)) << "what was there before is put back";
+  EXPECT_TRUE(own.equal(Full(7)));
   EXPECT_TRUE(leaf.detach().equal(Full(-2)));
   EXPECT_TRUE(sink.Of(leaf).equal(Full(30)));
   EXPECT_TRUE(seen.is_alias_of(sink.Of(leaf)));
@@ -253,6 +256,17 @@ TEST(Execution, APostAccumulateHookMayDropTheGradient) {
   RecordingSink sink;
   EXPECT_TRUE(StatusOf(leaf * 3, &sink).ok());
   EXPECT_TRUE(sink.leaves.empty());
+}
+
+TEST(Execution, APostAccumulateHookThatThrowsLeavesTheLeafAsItWas) {
+  const Tensor leaf = Leaf(), own = Full(7);
+  leaf.mutable_grad() = own;
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      leaf, std::make_unique<PostAccumulateHook>(
+                [](const Tensor&) { throw std::runtime_error("hook says no"); }));
+  RecordingSink sink;
+  EXPECT_FALSE(StatusOf(leaf * 3, &sink).ok());
+  EXPECT_TRUE(leaf.grad().is_same(own));
 }
 
 TEST(Execution, TheSinkOwnsWhatLeavesGet) {

@@ -17,6 +17,7 @@
 
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/graph.h"
+#include "core/autograd/executor/post_accumulate.h"
 #include "core/autograd/executor/source_node.h"
 
 namespace distgrad {
@@ -79,6 +80,12 @@ class RecordingSink : public GradientSink {
 
   void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override {
     if (on_leaf) on_leaf();
+    if (HasPostAccumulateHook(leaf)) {
+      CallPostAccumulateHook(
+          leaf, [&] { return std::move(gradient); },
+          [&](at::Tensor left) { gradient = std::move(left); });
+      if (!gradient.defined()) return;
+    }
     const std::lock_guard<std::mutex> lock(mu_);
     leaves[leaf.variable.unsafeGetTensorImpl()].push_back(std::move(gradient));
   }

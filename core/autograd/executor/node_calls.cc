@@ -42,16 +42,6 @@ at::Tensor OwnedGradient(const AccumulateGrad& leaf, at::Tensor gradient, size_t
   return owned;
 }
 
-at::Tensor CallPostAccumulateHook(const AccumulateGrad& leaf, at::Tensor gradient) {
-  const auto& hook = leaf.tensor_post_acc_grad_hooks();
-  if (hook == nullptr) return gradient;
-  at::Tensor stand_in = leaf.variable.detach();
-  stand_in.set_requires_grad(true);
-  stand_in.mutable_grad() = std::move(gradient);
-  (*hook)(stand_in);
-  return std::move(stand_in.mutable_grad());
-}
-
 void CheckNoNan(const variable_list& outputs) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (!outputs[i].defined()) continue;
@@ -101,9 +91,9 @@ void CallLeaf(AccumulateGrad& leaf, variable_list gradients, bool reuse,
   const variable_list inputs = leaf.post_hooks().empty() ? variable_list() : gradients;
   if (gradients[0].defined() && leaf.variable.requires_grad()) {
     const at::Tensor kept = reuse ? at::Tensor() : gradients[0];  // a second owner: is copied
+    // A statement of its own: the argument, which shares its memory, is gone after it.
     at::Tensor gradient = OwnedGradient(leaf, std::move(gradients[0]), inputs.size());
-    gradient = CallPostAccumulateHook(leaf, std::move(gradient));
-    if (gradient.defined()) accumulate(std::move(gradient));
+    accumulate(std::move(gradient));
   }
   variable_list outputs;
   for (const auto& hook : leaf.post_hooks()) outputs = (*hook)(outputs, inputs);

@@ -28,8 +28,8 @@ torch::autograd::variable_list CallOperator(torch::autograd::Node& node,
                                             torch::autograd::variable_list gradients,
                                             bool retain_graph);
 
-// Runs a leaf's hooks, and between them `accumulate`, if there is anything to accumulate. How
-// post-accumulate hooks fare is said in execution.h.
+// Runs a leaf's hooks, and between them `accumulate`, if there is anything to accumulate; that calls
+// the post-accumulate hook (post_accumulate.h).
 void CallLeaf(torch::autograd::AccumulateGrad& leaf, torch::autograd::variable_list gradients,
               bool reuse, absl::FunctionRef<void(at::Tensor)> accumulate);
 

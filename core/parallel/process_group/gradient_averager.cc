@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/autograd/executor/post_accumulate.h"
 #include "core/base/status.h"
 #include "core/parallel/process_group/gradient_averager_impl.h"
 #include "core/tensor/exception.h"
@@ -108,8 +109,8 @@ void GradientAverager::Impl::RemoveHooks() {
 }
 
 void GradientAverager::Impl::OnGradient(size_t parameter, const at::Tensor& tensor) {
-  // A context has a tensor of its own stand in for the leaf, and leaves .grad alone.
-  if (!tensor.is_same(plan_.parameters()[parameter].tensor)) return;
+  // A context's backward keeps the gradient, and has it in .grad only while it calls hooks.
+  if (IsCallingPostAccumulateHook()) return;
   // libtorch calls hooks of leaves that get no gradient, too.
   if (!tensor.grad().defined()) return;
   absl::MutexLock lock(&mu_);

@@ -1,0 +1,70 @@
+#include "core/autograd/executor/post_accumulate.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <mutex>
+#include <utility>
+
+#include "core/base/blocking.h"
+
+namespace distgrad {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+
+// Names what nodes let only their own kind see.
+struct NodeMutex : AccumulateGrad {
+  static std::mutex& Of(AccumulateGrad& leaf) { return leaf.*&NodeMutex::mutex_; }
+};
+
+std::unique_lock<std::mutex> Lock(AccumulateGrad& leaf) {
+  std::unique_lock<std::mutex> lock(NodeMutex::Of(leaf), std::try_to_lock);
+  if (!lock.owns_lock()) {
+    // A hook, which may be waiting for another worker, is running.
+    const BlockingScope blocking;
+    lock.lock();
+  }
+  return lock;
+}
+
+thread_local bool is_calling = false;
+
+// While it lives, the leaf's .grad is another one.
+class GradInPlace {
+ public:
+  GradInPlace(const at::Tensor& leaf, at::Tensor gradient)
+      : leaf_(leaf),
+        own_(std::exchange(leaf.mutable_grad(), std::move(gradient))),
+        was_calling_(std::exchange(is_calling, true)) {}
+  ~GradInPlace() {
+    is_calling = was_calling_;
+    leaf_.mutable_grad() = std::move(own_);
+  }
+  GradInPlace(const GradInPlace&) = delete;
+  GradInPlace& operator=(const GradInPlace&) = delete;
+
+  at::Tensor Take() { return std::move(leaf_.mutable_grad()); }
+
+ private:
+  const at::Tensor& leaf_;
+  at::Tensor own_;
+  const bool was_calling_;
+};
+
+}  // namespace
+
+bool IsCallingPostAccumulateHook() { return is_calling; }
+
+bool HasPostAccumulateHook(const AccumulateGrad& leaf) {
+  return leaf.tensor_post_acc_grad_hooks() != nullptr;
+}
+
+void CallPostAccumulateHook(AccumulateGrad& leaf, absl::FunctionRef<at::Tensor()> accumulate,
+                            absl::FunctionRef<void(at::Tensor)> keep) {
+  const std::unique_lock<std::mutex> lock = Lock(leaf);
+  GradInPlace grad(leaf.variable, accumulate());
+  (*leaf.tensor_post_acc_grad_hooks())(leaf.variable);
+  keep(grad.Take());
+}
+
+}  // namespace distgrad

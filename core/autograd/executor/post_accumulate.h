@@ -1,0 +1,32 @@
+// Post-accumulate hooks of leaves, called as libtorch's AccumulateGrad calls them.
+#ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_POST_ACCUMULATE_H_
+#define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_POST_ACCUMULATE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include "absl/functional/function_ref.h"
+
+namespace torch::autograd {
+struct AccumulateGrad;
+}
+
+namespace distgrad {
+
+bool HasPostAccumulateHook(const torch::autograd::AccumulateGrad& leaf);
+
+// Calls `accumulate`, which returns the leaf's gradient so far, and the hook of a leaf that has one
+// with that as the leaf's .grad: a hook may well know the leaf itself, as an optimizer does whose
+// step() and zero_grad() it calls. Gives `keep` what the hook leaves there (undefined for nothing),
+// and puts back what was in .grad. The leaf's mutex is held meanwhile, as libtorch holds it, so that
+// nobody else accumulates there; who waits for it does so in a BlockingScope. Throws what a hook
+// throws.
+void CallPostAccumulateHook(torch::autograd::AccumulateGrad& leaf,
+                            absl::FunctionRef<at::Tensor()> accumulate,
+                            absl::FunctionRef<void(at::Tensor)> keep);
+
+// Whether this thread is in such a call: what the leaf has in .grad is not libtorch's.
+bool IsCallingPostAccumulateHook();
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_EXECUTOR_POST_ACCUMULATE_H_
