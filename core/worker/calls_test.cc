@@ -1,10 +1,13 @@
 // Calls that are cancelled, answered later, sent to many, refused or counted.
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -239,6 +242,46 @@ TEST_P(CallsTest, LongHandlersHoldUpNeitherEachOtherNorTheSockets) {
   go_on.Notify();
   EXPECT_TRUE(first.Wait().ok()) << first.Wait().status();
   EXPECT_TRUE(second.Wait().ok()) << second.Wait().status();
+}
+
+// A thread that sends, in modes of its own, runs nothing of what others ask of its worker.
+TEST_P(CallsTest, WhoSendsKeepsItsModesToItself) {
+  Start({.workers = 2});
+  ASSERT_TRUE(worker(1).Register("small", [](Request&) { return Message{}; }).ok());
+  std::atomic<bool> over{false};
+  const auto send = [&] {
+    while (!over) {
+      std::vector<Future<Message>> calls;
+      for (int i = 0; i < 8; ++i) calls.push_back(worker(0).CallAsync(1, "small", {}));
+      for (const auto& call : calls) EXPECT_TRUE(call.Wait().ok()) << call.Wait().status();
+    }
+  };
+  std::thread inference([&] {
+    const c10::InferenceMode mode;
+    send();
+  });
+  std::thread autocast([&] {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    send();
+  });
+  for (int round = 0; round < 100; ++round) {
+    SCOPED_TRACE(round);
+    const at::Tensor x = at::ones({2, 2}).requires_grad_();
+    Context context = worker(1).NewContext();
+    const auto product = worker(1).CallOperator(0, "aten::mm", {x, x}, {.context = &context});
+    EXPECT_TRUE(product.ok()) << product.status();
+    if (!product.ok()) break;
+    const at::Tensor y = (*product)[0].toTensor();
+    EXPECT_EQ(y.scalar_type(), at::kFloat);
+    const absl::Status done = context.Backward({y.sum()});
+    EXPECT_TRUE(done.ok()) << done;
+    if (!done.ok()) break;
+    EXPECT_TRUE(context.Gradient(x)->equal(at::full({2, 2}, 4.0f)));
+  }
+  over = true;
+  inference.join();
+  autocast.join();
 }
 
 TEST_P(CallsTest, LaterAnswersFiftyDeepOnPoolsOfOneThread) {
