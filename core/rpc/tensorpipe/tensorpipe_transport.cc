@@ -298,13 +298,15 @@ class PipeConnection final : public Connection,
     if (!TakesLongToPrepare(descriptor)) {
       return ReadInto(Prepare(std::move(descriptor), limits(), shared_->gpus));
     }
-    shared_->allocator.Schedule(
-        [self = shared_from_this(), descriptor = std::move(descriptor)]() mutable {
-          auto incoming = Prepare(std::move(descriptor), self->limits(), self->shared_->gpus);
-          self->shared_->loop->Run([self, incoming = std::move(incoming)]() mutable {
-            self->ReadInto(std::move(incoming));
-          });
-        });
+    const auto kept = std::make_shared<tensorpipe::Descriptor>(std::move(descriptor));
+    const auto prepare = [self = shared_from_this(), kept] {
+      auto incoming = Prepare(std::move(*kept), self->limits(), self->shared_->gpus);
+      self->shared_->loop->Run([self, incoming = std::move(incoming)]() mutable {
+        self->ReadInto(std::move(incoming));
+      });
+    };
+    // Where the machine gives no thread for it, it takes its time here.
+    if (!shared_->allocator.Schedule(prepare)) prepare();
   }
 
   void ReadInto(absl::StatusOr<std::shared_ptr<Incoming>> incoming) {
