@@ -16,8 +16,7 @@ namespace distgrad {
 absl::StatusOr<std::unique_ptr<ReplicaLearner>> ReplicaLearner::Create(
     std::shared_ptr<ProcessGroup> group, uint64_t seed) {
   DG_ASSIGN_OR_RETURN(Stage model, Stage::Create(0, 1, seed));
-  std::unique_ptr<ReplicaLearner> learner(
-      new ReplicaLearner(std::move(group), std::move(model)));
+  std::unique_ptr<ReplicaLearner> learner(new ReplicaLearner(std::move(group), std::move(model)));
   std::vector<NamedTensor> parameters;
   for (const at::Tensor& parameter : learner->parameters()) {
     parameters.push_back({absl::StrCat("parameter ", parameters.size()), parameter});
@@ -40,7 +39,8 @@ absl::StatusOr<double> ReplicaLearner::Step(const Batch& batch, double learning_
   const int64_t begin = batch.size() * rank / ranks, end = batch.size() * (rank + 1) / ranks;
   // The ranks' parts may differ by a row, and the last batch may be smaller than the group. So each
   // loss is this rank's share of the batch's mean, times the ranks that the average divides by.
-  const double share = static_cast<double>((end - begin) * ranks) / static_cast<double>(batch.size());
+  const double share =
+      static_cast<double>((end - begin) * ranks) / static_cast<double>(batch.size());
   try {
     optimizer_->zero_grad();
     at::Tensor loss = at::zeros({});

@@ -23,14 +23,13 @@ namespace {
 absl::Status TrainReplica(const Options& options, const JobPlace& place) {
   const bool leads = place.rank == 0;
   if (leads) CatchInterrupts();
-  DG_ASSIGN_OR_RETURN(const std::unique_ptr<Training> training,
-                      Training::Create(options, leads ? Training::Role::kLead
-                                                      : Training::Role::kFollow));
-  DG_ASSIGN_OR_RETURN(std::shared_ptr<ProcessGroup> group,
-                      JoinProcessGroup({.name = "replicas",
-                                        .timeout = options.timeout,
-                                        .join_timeout = options.timeout},
-                                       {}));
+  DG_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Training> training,
+      Training::Create(options, leads ? Training::Role::kLead : Training::Role::kFollow));
+  DG_ASSIGN_OR_RETURN(
+      std::shared_ptr<ProcessGroup> group,
+      JoinProcessGroup(
+          {.name = "replicas", .timeout = options.timeout, .join_timeout = options.timeout}, {}));
   DG_ASSIGN_OR_RETURN(const std::unique_ptr<ReplicaLearner> learner,
                       ReplicaLearner::Create(std::move(group), options.seed));
   return training->Run(*learner);

@@ -134,8 +134,8 @@ class ContextRecord {
   // How many failed passes are remembered.
   static constexpr size_t kRemembered = 1024;
 
-  // The gradient of one leaf. Its mutex is held while torch adds, for two passes may add to one leaf;
-  // large additions to different leaves go on at the same time. Thread-safe.
+  // The gradient of one leaf. Its mutex is held while torch adds, for two passes may add to one
+  // leaf; large additions to different leaves go on at the same time. Thread-safe.
   class LeafGradient {
    public:
     explicit LeafGradient(at::Tensor leaf) : leaf_(std::move(leaf)) {}
@@ -154,8 +154,7 @@ class ContextRecord {
     at::Tensor gradient_ ABSL_GUARDED_BY(mu_);
     ReadyMark ready_ ABSL_GUARDED_BY(mu_);
   };
-  using LeafGradients =
-      absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<LeafGradient>>;
+  using LeafGradients = absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<LeafGradient>>;
 
   LeafGradients AllGradients() const;
   absl::Status NoGradient() const;

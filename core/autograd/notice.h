@@ -36,17 +36,17 @@ struct Notice {
   PassId pass = 0;  // none for kRelease and kKnown
   // Of the passes of the same initiator on this context: they are over everywhere up to this one.
   PassId settled = 0;
-  bool retain_graph = false;               // of the pass
-  EdgeId edge = 0;                         // kEdge
-  bool uncounted = false;                  // kEdge: see Pass::OnLateRecv
+  bool retain_graph = false;  // of the pass
+  EdgeId edge = 0;            // kEdge
+  bool uncounted = false;     // kEdge: see Pass::OnLateRecv
   // kEdge. One for each tensor of the edge, or none at all: no gradient will come for any. A tensor
   // that is not reached has no gradient, and nor may one that is.
   std::vector<at::Tensor> gradients = {};
   absl::InlinedVector<bool, 8> reached = {};
-  uint32_t count = 0;                      // kAck
-  absl::Status status = {};                // kAbort
-  std::string awaited = {};                // kReport; cut to kMaxReport bytes
-  std::vector<WorkerId> peers = {};        // kReport: who else was told of the abort
+  uint32_t count = 0;                // kAck
+  absl::Status status = {};          // kAbort
+  std::string awaited = {};          // kReport; cut to kMaxReport bytes
+  std::vector<WorkerId> peers = {};  // kReport: who else was told of the abort
 };
 
 // How much of what a worker waits for goes into an error.

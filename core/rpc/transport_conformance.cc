@@ -532,16 +532,15 @@ TEST_P(TransportConformanceTest, WhoSendsRunsNobodyElsesCallbacks) {
   absl::Mutex mu;
   std::vector<End> accepted;  // guarded by mu
   Transport* server = NewTransport();
-  const std::string address =
-      server
-          ->Listen([&](std::shared_ptr<Connection> connection) {
-            if (asking != 0) ++strays.accepts;
-            auto receiver = std::make_shared<StrayCounter>(&strays);
-            absl::MutexLock lock(&mu);
-            accepted.push_back({std::move(connection), receiver});
-            return receiver;
-          })
-          .value();
+  const std::string address = server
+                                  ->Listen([&](std::shared_ptr<Connection> connection) {
+                                    if (asking != 0) ++strays.accepts;
+                                    auto receiver = std::make_shared<StrayCounter>(&strays);
+                                    absl::MutexLock lock(&mu);
+                                    accepted.push_back({std::move(connection), receiver});
+                                    return receiver;
+                                  })
+                                  .value();
   // Two of them share a transport, so that their threads meet in it.
   Transport* client = NewTransport();
   Transport* const clients[] = {client, client, NewTransport()};

@@ -364,10 +364,9 @@ TEST_P(EdgesTest, AParameterThatACheckpointCapturesIsAnError) {
   const Tensors leaves = Leaves();
   Context context = team_[0].NewContext();
   const at::Tensor result =
-      team_.Run(
-          0, 1, context,
-          [&](Tensors in, Request&) { return Tensors{Captures::apply(in[0], &leaves[1])}; },
-          {leaves[0]})[0];
+      team_.Run(0, 1, context,
+                [&](Tensors in, Request&) { return Tensors{Captures::apply(in[0], &leaves[1])}; },
+                {leaves[0]})[0];
   const absl::Status status = context.Backward({result.sum()});
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   for (const char* part : {"worker1", "Captures", "[2, 3]", "torch::autograd::grad"}) {

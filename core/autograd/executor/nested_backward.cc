@@ -97,8 +97,7 @@ class NestedBackwards::Engine final : public torch::autograd::Engine {
   std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
     return before_->make_anomaly_metadata();
   }
-  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks()
-      override {
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     return before_->get_default_saved_variable_hooks();
   }
 

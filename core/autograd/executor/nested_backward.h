@@ -17,7 +17,8 @@ namespace distgrad {
 //
 // libtorch asks one function of the process for its engine. The first of these puts itself in
 // between, as Python's engine does, and hands everything on; on threads without one of these it is
-// never asked. (Python's, if it is imported later, takes its place, and then nothing is noted.) What a backward inside such a backward does on a thread of an accelerator is not seen.
+// never asked. (Python's, if it is imported later, takes its place, and then nothing is noted.)
+// What a backward inside such a backward does on a thread of an accelerator is not seen.
 class NestedBackwards {
  public:
   NestedBackwards();

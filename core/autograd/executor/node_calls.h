@@ -18,8 +18,8 @@ namespace distgrad {
 // All of these throw what a node or a hook throws. `reuse` says whether the memory of a gradient
 // that nobody else holds may be written again; see Graph::one_stream_per_device.
 
-// Runs the hooks of a node at which gradients leave the graph, in place of the node itself: what the
-// hooks before it leave is what it hands on, and what the hooks after it may change.
+// Runs the hooks of a node at which gradients leave the graph, in place of the node itself: what
+// the hooks before it leave is what it hands on, and what the hooks after it may change.
 torch::autograd::variable_list CallStop(torch::autograd::Node& node,
                                         torch::autograd::variable_list gradients);
 
@@ -28,8 +28,8 @@ torch::autograd::variable_list CallOperator(torch::autograd::Node& node,
                                             torch::autograd::variable_list gradients,
                                             bool retain_graph);
 
-// Runs a leaf's hooks, and between them `accumulate`, if there is anything to accumulate; that calls
-// the post-accumulate hook (post_accumulate.h).
+// Runs a leaf's hooks, and between them `accumulate`, if there is anything to accumulate; that
+// calls the post-accumulate hook (post_accumulate.h).
 void CallLeaf(torch::autograd::AccumulateGrad& leaf, torch::autograd::variable_list gradients,
               bool reuse, absl::FunctionRef<void(at::Tensor)> accumulate);
 

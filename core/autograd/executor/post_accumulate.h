@@ -17,9 +17,9 @@ bool HasPostAccumulateHook(const torch::autograd::AccumulateGrad& leaf);
 // Calls `accumulate`, which returns the leaf's gradient so far, and the hook of a leaf that has one
 // with that as the leaf's .grad: a hook may well know the leaf itself, as an optimizer does whose
 // step() and zero_grad() it calls. Gives `keep` what the hook leaves there (undefined for nothing),
-// and puts back what was in .grad. The leaf's mutex is held meanwhile, as libtorch holds it, so that
-// nobody else accumulates there; who waits for it does so in a BlockingScope. Throws what a hook
-// throws.
+// and puts back what was in .grad. The leaf's mutex is held meanwhile, as libtorch holds it, so
+// that nobody else accumulates there; who waits for it does so in a BlockingScope. Throws what a
+// hook throws.
 void CallPostAccumulateHook(torch::autograd::AccumulateGrad& leaf,
                             absl::FunctionRef<at::Tensor()> accumulate,
                             absl::FunctionRef<void(at::Tensor)> keep);

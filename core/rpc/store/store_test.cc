@@ -642,9 +642,9 @@ TEST(TcpStoreTest, ClusterKey) {
 TEST(StoreSocketTest, ADeadAddressBeforeALivingOne) {
   const auto address_of = [](const Socket& listener) {
     Socket::Address address = {{}, sizeof(address.storage)};
-    EXPECT_EQ(getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address.storage),
-                          &address.size),
-              0);
+    EXPECT_EQ(
+        getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address.storage), &address.size),
+        0);
     return address;
   };
   const Socket dead = Socket::Listen("127.0.0.1", 0).value();

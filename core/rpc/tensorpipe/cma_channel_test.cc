@@ -125,9 +125,8 @@ class CmaChannelTest : public testing::Test {
   }
   std::string ReceiveOffer(const std::vector<uint64_t>& offer, std::vector<uint8_t>& bytes) {
     const auto received = Receive(*far_channel_, bytes);
-    const auto sent = Start([&](auto done) {
-      near_[0]->write(offer.data(), offer.size() * sizeof(uint64_t), done);
-    });
+    const auto sent = Start(
+        [&](auto done) { near_[0]->write(offer.data(), offer.size() * sizeof(uint64_t), done); });
     sent.Wait();
     return *received.Wait();
   }
@@ -175,9 +174,8 @@ TEST_F(CmaChannelTest, BothWaysInOrder) {
 }
 
 TEST_F(CmaChannelTest, AnAddressWhereThereIsNothing) {
-  EXPECT_THAT(
-      ReceiveFrom(8, 100),
-      StartsWith(absl::StrCat("copying 100 bytes out of process ", getpid(), ": Bad address")));
+  EXPECT_THAT(ReceiveFrom(8, 100), StartsWith(absl::StrCat("copying 100 bytes out of process ",
+                                                           getpid(), ": Bad address")));
   // It is over, at both ends.
   std::vector<uint8_t> bytes(10);
   EXPECT_NE(*Receive(*far_channel_, bytes).Wait(), "");
@@ -190,8 +188,7 @@ TEST_F(CmaChannelTest, MemoryThatEndsInTheMiddle) {
       mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(memory, MAP_FAILED);
   ASSERT_EQ(mprotect(static_cast<char*>(memory) + kSize / 2, kSize / 2, PROT_NONE), 0);
-  EXPECT_THAT(ReceiveFrom(reinterpret_cast<uint64_t>(memory), kSize),
-              HasSubstr(": Bad address"));
+  EXPECT_THAT(ReceiveFrom(reinterpret_cast<uint64_t>(memory), kSize), HasSubstr(": Bad address"));
   munmap(memory, kSize);
 }
 
@@ -200,9 +197,8 @@ TEST_F(CmaChannelTest, AProcessThatIsGone) {
   if (child == 0) _exit(0);
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
   Connect(listener_->addr(), child);
-  EXPECT_THAT(
-      ReceiveFrom(8, 100),
-      StartsWith(absl::StrCat("copying 100 bytes out of process ", child, ": No such process")));
+  EXPECT_THAT(ReceiveFrom(8, 100), StartsWith(absl::StrCat("copying 100 bytes out of process ",
+                                                           child, ": No such process")));
 }
 
 TEST_F(CmaChannelTest, EveryoneIsToldWhenItCloses) {

@@ -240,13 +240,12 @@ class PipeConnection final : public Connection,
     auto sending = std::make_shared<Sending>(Sending{std::move(packet), std::move(done)});
     tensorpipe::Message message = LayOut(sending->packet);
     const Asking asks(sending.get());
-    pipe_->write(std::move(message),
-                 [self = shared_from_this(), sending](const tensorpipe::Error& error) {
-                   // Of what a thread sends itself it may hear at once.
-                   if (asking == sending.get()) return self->FinishSend(*sending, error);
-                   self->shared_->Deliver(
-                       [self, sending, error] { self->FinishSend(*sending, error); });
-                 });
+    pipe_->write(
+        std::move(message), [self = shared_from_this(), sending](const tensorpipe::Error& error) {
+          // Of what a thread sends itself it may hear at once.
+          if (asking == sending.get()) return self->FinishSend(*sending, error);
+          self->shared_->Deliver([self, sending, error] { self->FinishSend(*sending, error); });
+        });
   }
 
   void Close() override {

@@ -28,8 +28,7 @@ TEST(SocketConnectionTest, ManySmallFramesLeaveTurnsToOthers) {
     frames.append(reinterpret_cast<const char*>(&size), sizeof(size));
     frames += static_cast<char>(i);
   }
-  ASSERT_EQ(send(far.get(), frames.data(), frames.size(), 0),
-            static_cast<ssize_t>(frames.size()));
+  ASSERT_EQ(send(far.get(), frames.data(), frames.size(), 0), static_cast<ssize_t>(frames.size()));
 
   const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
   const auto connection = SocketConnection::Adopt(loop, Fd(ends[0]));
@@ -38,15 +37,14 @@ TEST(SocketConnectionTest, ManySmallFramesLeaveTurnsToOthers) {
   const Future<Unit> all_read = promise.future();
   loop->Run([&] {
     for (int i = 0; i < kFrames; ++i) {
-      connection->Read(nullptr, 0,
-                       [&, i](const tensorpipe::Error& error, const void* data, size_t size) {
-                         if (error || size != 1 ||
-                             *static_cast<const char*>(data) != static_cast<char>(i)) {
-                           ++wrong;
-                         }
-                         if (++read == 1) loop->Run([&] { read_in_first_turn = read; });
-                         if (read == kFrames) promise.Set(Unit());
-                       });
+      connection->Read(
+          nullptr, 0, [&, i](const tensorpipe::Error& error, const void* data, size_t size) {
+            if (error || size != 1 || *static_cast<const char*>(data) != static_cast<char>(i)) {
+              ++wrong;
+            }
+            if (++read == 1) loop->Run([&] { read_in_first_turn = read; });
+            if (read == kFrames) promise.Set(Unit());
+          });
     }
   });
   all_read.Wait();

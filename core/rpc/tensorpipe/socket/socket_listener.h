@@ -86,7 +86,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   bool closed_ = false;
   uint64_t other_users_ = 0;  // refused
   uint64_t exhausted_ = 0;    // how often there was no file descriptor
-  bool full_ = false;  // those who connect wait in the kernel's queue
+  bool full_ = false;         // those who connect wait in the kernel's queue
   Door tcp_, unix_;
   Guests guests_;  // the oldest first
   std::deque<std::shared_ptr<SocketConnection>> ready_;
