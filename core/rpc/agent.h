@@ -81,7 +81,8 @@ struct AgentOptions {
 class Agent {
  public:
   class Impl;
-  // `has_left`: the request may have reached that worker. Always true with a reply.
+  // `has_left`: the request may have reached that worker, or its connection broke. Always true with
+  // a reply.
   using ReplyCallback = absl::AnyInvocable<void(absl::StatusOr<Body>, bool has_left)>;
 
   // `clock`, `transport`, `service` and what is in the options must outlive the agent's Close().

@@ -427,6 +427,8 @@ std::vector<Agent::Impl::Pending> Agent::Impl::TakePending(const Link& link) {
   for (auto it = pending_.begin(); it != pending_.end();) {
     if (it->second.link.get() == &link) {
       taken.push_back(TakeOut(it++));
+      // What waited for it is as lost as what went over it: the contexts of both are.
+      taken.back().has_left = true;
     } else {
       ++it;
     }
