@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
+#include "core/tensor/values.h"
 #include "core/worker/worker.h"
 #include "tests/testing/cluster.h"
 
@@ -438,6 +439,71 @@ TEST_P(CallsTest, OperatorsMayBeServedAllOrNotAtAll) {
   Start({.workers = 1, .serve_operators = ServeOperators::kNone});
   status = worker(0).CallOperator(0, "aten::neg", {at::ones({1})}).status();
   EXPECT_EQ(status.code(), StatusCode::kPermissionDenied) << status;
+}
+
+at::Tensor Floats(at::IntArrayRef sizes) { return at::rand(sizes); }
+
+// With the one thread of the pool taken, only what the thread that reads messages runs itself is
+// answered.
+TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
+  Start({.workers = 2, .threads = 1});
+  absl::Notification begun, over;
+  ASSERT_TRUE(worker(1)
+                  .Register("hold",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              begun.Notify();
+                              over.WaitForNotification();
+                              return Message{};
+                            })
+                  .ok());
+  const Future<Message> held = worker(0).CallAsync(1, "hold", {});
+  begun.WaitForNotification();
+  using Values = std::vector<c10::IValue>;
+  using Ints = std::vector<int64_t>;
+  const std::vector<std::pair<std::string, Values>> long_ones = {
+      {"aten::new_ones", {Floats({1}), Ints{64}}},
+      {"aten::new_empty", {Floats({1}), Ints{64}}},
+      {"aten::full_like", {Floats({1}), 1.0}},
+      {"aten::repeat", {Floats({4}), Ints{64}}},
+      {"aten::expand", {Floats({1}), Ints{64}}},
+      {"aten::as_strided", {Floats({1}), Ints{64}, Ints{0}}},
+      {"aten::one_hot", {at::arange(8), 64}},
+      {"aten::bincount", {at::full({1}, 1000, at::kLong)}},
+      {"aten::repeat_interleave.Tensor", {at::full({1}, 1000, at::kLong)}},
+      {"aten::index_select", {Floats({1}), 0, at::zeros({1}, at::kLong)}},
+      {"aten::pad", {Floats({1}), Ints{0, 64}}},
+      {"aten::mul.Tensor", {Floats({100, 1}), Floats({1, 100})}},
+      {"aten::add.Tensor", {Floats({100, 1}), Floats({1, 100})}},
+      {"aten::where.self", {Floats({1}).to(at::kBool), Floats({100, 1}), Floats({1, 100})}},
+      {"aten::mm", {Floats({100, 1}), Floats({1, 100})}},
+      {"aten::linear", {Floats({100, 1}), Floats({100, 1})}},
+      {"aten::matmul", {Floats({32, 4, 1}), Floats({1, 64})}},
+      {"aten::addmm", {Floats({1}), Floats({100, 1}), Floats({1, 100})}},
+  };
+  std::vector<Future<Message>> replies;
+  for (const auto& [name, arguments] : long_ones)
+    replies.push_back(worker(0).CallAsync(1, name, *EncodeValues(arguments)));
+  const at::Tensor x = Floats({3, 3});
+  for (const auto& [name, arguments] :
+       std::vector<std::pair<std::string, Values>>{{"aten::neg", {x}},
+                                                   {"aten::add.Tensor", {x, x}},
+                                                   {"aten::mul_.Tensor", {x, x}},
+                                                   {"aten::tanh", {x}},
+                                                   {"aten::sum", {x}},
+                                                   {"aten::t", {x}},
+                                                   {"aten::mm", {x, x}},
+                                                   {"aten::linear", {x, x}},
+                                                   {"aten::neg", {x}}}) {
+    const auto reply = worker(0).CallAsync(1, name, *EncodeValues(arguments));
+    EXPECT_TRUE(reply.Wait().ok()) << name << ": " << reply.Wait().status();
+  }
+  // The last of those came behind all the others, and so did its answer.
+  for (size_t i = 0; i < replies.size(); ++i)
+    EXPECT_FALSE(replies[i].Done()) << long_ones[i].first << " did not wait for the pool";
+  over.Notify();
+  EXPECT_TRUE(held.Wait().ok());
+  for (size_t i = 0; i < replies.size(); ++i)
+    EXPECT_TRUE(replies[i].Wait().ok()) << long_ones[i].first << ": " << replies[i].Wait().status();
 }
 
 // -------------------------------------------------------------------------------- Metrics

@@ -8,6 +8,7 @@
 #include "core/tensor/exception.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
+#include "core/tensor/short_operators.h"
 #include "core/tensor/values.h"
 #include "core/worker/worker_impl.h"
 
@@ -20,20 +21,6 @@ constexpr size_t kMaxName = 1000;  // bytes
 static_assert(kMaxName <= kMaxFunctionName);
 
 bool IsOperator(absl::string_view function) { return absl::StrContains(function, kOperatorMark); }
-
-// Whether running it takes less than handing it to another thread: an operator of libtorch's own,
-// which waits for nothing, on small tensors.
-bool IsShort(absl::string_view function, const Message& message) {
-  constexpr size_t kShortBytes = 16 << 10;
-  if (!absl::StartsWith(function, "aten::") || message.tensors.empty()) return false;
-  size_t bytes = 0;
-  for (const at::Tensor& tensor : message.tensors) {
-    if (!tensor.defined()) continue;
-    if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided) return false;
-    bytes += tensor.nbytes();
-  }
-  return bytes <= kShortBytes;
-}
 
 }  // namespace
 
@@ -114,7 +101,9 @@ void Worker::Impl::OnCall(IncomingCall call) {
     });
     return;
   }
-  if (IsShort(serving.request.function, serving.request.message)) return Serve(std::move(serving));
+  // Running it takes less than handing it to another thread.
+  if (IsShortOperator(serving.request.function, serving.request.message.tensors))
+    return Serve(std::move(serving));
   pool_.ScheduleHere([this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
 }
 
