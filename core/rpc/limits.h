@@ -11,7 +11,7 @@
 namespace distgrad {
 
 struct Limits {
-  // Of one message, with its tensors.
+  // Of one message, with its tensors; and what one operator allocates that a peer calls.
   uint64_t message_bytes = uint64_t{8} << 30;
   uint32_t tensors_per_message = 1 << 14;
 

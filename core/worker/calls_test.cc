@@ -506,6 +506,23 @@ TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
     EXPECT_TRUE(replies[i].Wait().ok()) << long_ones[i].first << ": " << replies[i].Wait().status();
 }
 
+TEST_P(CallsTest, WhatAnOperatorAllocatesIsBounded) {
+  Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
+  const at::Tensor x = at::ones({1});
+  for (const int64_t size : {int64_t{300000}, int64_t{1} << 28}) {
+    const absl::Status status =
+        worker(0).CallOperator(1, "aten::new_ones", {x, std::vector<int64_t>{size}}).status();
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "aten::new_ones")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "worker1")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "allocate")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "limit message_bytes is 1048576")) << status;
+    // Neither the thread nor the worker has less for what comes next.
+    EXPECT_TRUE(
+        worker(0).CallOperator(1, "aten::new_ones", {x, std::vector<int64_t>{200000}}).ok());
+  }
+}
+
 // -------------------------------------------------------------------------------- Metrics
 
 TEST_P(CallsTest, Metrics) {

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/rpc/frame.h"
+#include "core/tensor/allocation_limit.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
@@ -184,9 +185,14 @@ absl::StatusOr<Message> Worker::Impl::ServeOperator(Request& request) {
     DG_RETURN_IF_ERROR(CheckPure(request.function));
   }
   DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));
-  DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> results,
-                      distgrad::CallOperator(request.function, std::move(arguments)));
-  return EncodeValues(results);
+  absl::StatusOr<std::vector<c10::IValue>> results;
+  {
+    // What is more could not be sent back.
+    const AllocationLimit limit(options_.limits.message_bytes, "limit message_bytes");
+    results = distgrad::CallOperator(request.function, std::move(arguments));
+  }
+  DG_RETURN_IF_ERROR(results.status());
+  return EncodeValues(*results);
 }
 
 }  // namespace distgrad

@@ -27,7 +27,8 @@ impl Limits {
     pub fn new() -> Self {
         Self::default()
     }
-    /// Of one message, with its tensors. Default: 8 GiB.
+    /// Of one message, with its tensors; and what one operator allocates that a peer calls. Default:
+    /// 8 GiB.
     pub fn message_bytes(mut self, bytes: u64) -> Self {
         self.message_bytes = bytes;
         self
