@@ -2,39 +2,60 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
 #include "core/rpc/store/in_process_store.h"
 
 namespace distgrad {
+namespace {
+
+std::unique_ptr<Worker> Create(WorkerOptions options) {
+  absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(std::move(options));
+  DG_CHECK(worker.ok()) << worker.status();
+  return *std::move(worker);
+}
+
+}  // namespace
 
 std::string WorkerName(int i) { return absl::StrCat("worker", i); }
 
 Cluster::Cluster(const ClusterOptions& options)
-    : network_(std::make_shared<InprocNetwork>(options.faults)), workers_(options.workers) {
-  const std::shared_ptr<Store> store = NewInProcessStore();
+    : options_(options),
+      store_(options.store != nullptr ? options.store : NewInProcessStore()),
+      network_(std::make_shared<InprocNetwork>(options.faults)),
+      workers_(options.workers) {
   std::vector<std::thread> threads;
   for (int i = 0; i < options.workers; ++i) {
-    threads.emplace_back([&, i] {
-      absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(
-          {.name = WorkerName(i),
-           .store = store,
-           .rank = i,
-           .world_size = options.workers,
-           .transport = options.transport,
-           .network = network_,
-           .threads = options.threads,
-           .timeout = options.timeout,
-           .serve_operators = options.serve_operators,
-           .limits = options.limits,
-           .device_maps = i == 0 ? options.device_maps : std::map<std::string, DevicePairs>(),
-           .gpu_channel = i != 0 || options.gpu_channel});
-      DG_CHECK(worker.ok()) << worker.status();
-      workers_[i] = *std::move(worker);
+    threads.emplace_back([this, i] {
+      WorkerOptions options = OptionsOf(i);
+      options.name = WorkerName(i);
+      options.rank = i;
+      options.world_size = options_.workers;
+      workers_[i] = Create(std::move(options));
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+std::unique_ptr<Worker> Cluster::Join(std::string name) {
+  WorkerOptions options = OptionsOf(size());
+  options.name = std::move(name);
+  options.join = true;
+  return Create(std::move(options));
+}
+
+WorkerOptions Cluster::OptionsOf(int i) const {
+  return {.store = store_,
+          .transport = options_.transport,
+          .network = network_,
+          .threads = options_.threads,
+          .timeout = options_.timeout,
+          .serve_operators = options_.serve_operators,
+          .limits = options_.limits,
+          .device_maps = i == 0 ? options_.device_maps : std::map<std::string, DevicePairs>(),
+          .gpu_channel = i != 0 || options_.gpu_channel};
 }
 
 Cluster::~Cluster() {

@@ -15,6 +15,7 @@
 
 #include "absl/time/time.h"
 #include "core/rpc/inproc/inproc_transport.h"
+#include "core/rpc/store.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -25,6 +26,7 @@ struct ClusterOptions {
   size_t threads = 2;
   absl::Duration timeout = absl::Seconds(60);
   std::shared_ptr<FaultInjector> faults = nullptr;  // for inproc
+  std::shared_ptr<Store> store = nullptr;           // one in this process, unless it is given
   Limits limits = {};
   std::map<std::string, DevicePairs> device_maps = {};  // of worker 0
   bool gpu_channel = true;                              // of worker 0
@@ -41,10 +43,18 @@ class Cluster {
   Worker& operator[](int i) { return *workers_[i]; }
   InprocNetwork& network() { return *network_; }
 
+  // One more worker, which the others have not heard of yet. It has to leave alone, and to end
+  // before the cluster does.
+  std::unique_ptr<Worker> Join(std::string name);
+
   // Ends a worker without a farewell.
   void Kill(int i) { workers_[i].reset(); }
 
  private:
+  WorkerOptions OptionsOf(int i) const;
+
+  const ClusterOptions options_;
+  const std::shared_ptr<Store> store_;
   const std::shared_ptr<InprocNetwork> network_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };
