@@ -113,7 +113,7 @@ unsigned FeatureOf(const Step& step) {
       return step.c == kNewcomer ? kNewcomers : 0;
     case Step::kCall:
     case Step::kAsync:
-      return step.a == kNewcomer ? kNewcomers : 0;
+      return step.a == kNewcomer ? unsigned{kNewcomers} : 0U;
     default:
       return 0;
   }

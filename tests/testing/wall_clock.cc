@@ -11,15 +11,13 @@ namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
 
-std::atomic<int64_t> ahead_ns{0}, next_ns{0};
-std::atomic<int> readings_left{0};
+std::atomic<int64_t> ahead_ns{0};
 
 }  // namespace
 
 extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
   const int result = static_cast<int>(syscall(SYS_clock_gettime, clock, time));
   if (result != 0 || clock != CLOCK_REALTIME) return result;
-  if (readings_left.fetch_sub(1) <= 0) ahead_ns = next_ns.load();
   const int64_t ns = time->tv_sec * kSecond + time->tv_nsec + ahead_ns;
   time->tv_sec = ns / kSecond;
   time->tv_nsec = ns % kSecond;
@@ -28,9 +26,6 @@ extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
 
 namespace distgrad {
 
-void SetWallClockAhead(absl::Duration by, int readings) {
-  next_ns = absl::ToInt64Nanoseconds(by);
-  readings_left = readings;
-}
+void SetWallClockAhead(absl::Duration by) { ahead_ns = absl::ToInt64Nanoseconds(by); }
 
 }  // namespace distgrad

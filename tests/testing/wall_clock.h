@@ -8,8 +8,8 @@
 namespace distgrad {
 
 // From now on the wall clock of this process is ahead of the machine's by `by` (behind, if
-// negative). So the test knows where in the code it happens, `readings` more of it may come before.
-void SetWallClockAhead(absl::Duration by, int readings = 0);
+// negative).
+void SetWallClockAhead(absl::Duration by);
 
 }  // namespace distgrad
 
