@@ -159,17 +159,32 @@ bool ContextRecord::LeafGradient::Replace(at::Tensor gradient) {
   return true;
 }
 
+std::shared_ptr<ContextRecord::LeafGradient> ContextRecord::GradientToAddTo(
+    const at::Tensor& leaf) {
+  if (gradients_dropped_) return nullptr;
+  auto& slot = gradients_[leaf.unsafeGetTensorImpl()];
+  if (slot == nullptr) slot = std::make_shared<LeafGradient>(leaf);
+  return slot;
+}
+
+void ContextRecord::AddToGradient(const at::Tensor& leaf, at::Tensor gradient) {
+  std::shared_ptr<LeafGradient> sum;
+  {
+    absl::MutexLock lock(&gradients_mu_);
+    sum = GradientToAddTo(leaf);
+  }
+  if (sum != nullptr) sum->Add(std::move(gradient));
+}
+
 void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) {
   std::shared_ptr<LeafGradient> sum;
   std::shared_ptr<const LeafObserver> observer;
   {
     absl::MutexLock lock(&gradients_mu_);
-    if (gradients_dropped_) return;
-    auto& slot = gradients_[leaf.variable.unsafeGetTensorImpl()];
-    if (slot == nullptr) slot = std::make_shared<LeafGradient>(leaf.variable);
-    sum = slot;
+    sum = GradientToAddTo(leaf.variable);
     observer = observer_;
   }
+  if (sum == nullptr) return;
   if (HasPostAccumulateHook(leaf)) {
     CallPostAccumulateHook(
         leaf,

@@ -47,7 +47,7 @@ class ContextRecord {
     EdgeEnd end;
     RecvNodes nodes;  // none of a message that could not be taken
   };
-  // The edges there were at one moment. Both lists only ever grow.
+  // The edges there were at one moment.
   struct Edges {
     std::vector<SendEnd> sends;
     std::vector<RecvEnd> recvs;
@@ -104,6 +104,8 @@ class ContextRecord {
   // has for the leaf so far, and may change or drop it. Takes the tensor over where nobody else
   // holds it or its memory.
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
+  // The same for what no backward has computed: calls neither the hook nor the leaf observer.
+  void AddToGradient(const at::Tensor& leaf, at::Tensor gradient);
   // The gradient of a leaf; kNotFound if no pass gave it one, kFailedPrecondition once released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
   // Those of several leaves; undefined for one that has none.
@@ -157,6 +159,9 @@ class ContextRecord {
   using LeafGradients = absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<LeafGradient>>;
 
   LeafGradients AllGradients() const;
+  // Null once released.
+  std::shared_ptr<LeafGradient> GradientToAddTo(const at::Tensor& leaf)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(gradients_mu_);
   absl::Status NoGradient() const;
   absl::Status ReleasedError() const;
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);

@@ -373,7 +373,12 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
       plan.dead.push_back(recv.end);
       told.insert(recv.end.peer);
     } else if (recv.nodes.size() > 1) {
-      Gathering& edge = gathering[recv.end.edge];
+      const auto [it, is_new] = gathering.try_emplace(recv.end.edge);
+      if (!is_new) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "worker ", recv.end.peer, " has sent two messages with one edge, ", recv.end.edge));
+      }
+      Gathering& edge = it->second;
       edge.missing = found;
       edge.captured.end = recv.end;
       edge.captured.parts.resize(recv.nodes.size());

@@ -21,6 +21,9 @@ constexpr size_t kMaxNamed = 16;  // workers in a message
 
 constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // the barrier of the end
 
+// How long a store that is silent is asked again where no deadline says it.
+constexpr absl::Duration kPatience = absl::Minutes(1);
+
 // While a worker waits for others it looks this often whether they still have to come.
 constexpr absl::Duration kLook = absl::Seconds(1);
 
@@ -312,13 +315,22 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::All() {
   return workers;
 }
 
+// For those who have time: a store that is silent is asked again for a minute.
+absl::StatusOr<WorkerInfo> Membership::FindPatiently(WorkerId id) {
+  const Deadline deadline = Deadline::After(kPatience);
+  for (;;) {
+    absl::StatusOr<WorkerInfo> worker = Find(id);
+    if (!IsSilence(worker.status(), deadline) || closed_) return worker;
+  }
+}
+
 absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver() {
   DG_ASSIGN_OR_RETURN(const int64_t joiners, store_->Add(kJoiners, 0));
   const int64_t ids =
       std::min<int64_t>(world_size_ + std::max<int64_t>(joiners, 0), seat_.max_workers);
   std::vector<WorkerInfo> workers;
   for (int64_t id = 0; id < ids; ++id) {
-    absl::StatusOr<WorkerInfo> worker = Find(static_cast<WorkerId>(id));
+    absl::StatusOr<WorkerInfo> worker = FindPatiently(static_cast<WorkerId>(id));
     if (absl::IsNotFound(worker.status())) continue;  // it has claimed its seat, and no more
     DG_RETURN_IF_ERROR(worker.status());
     workers.push_back(*std::move(worker));

@@ -95,6 +95,7 @@ class Membership {
   absl::StatusOr<std::vector<WorkerInfo>> Missing(const std::string& name, int64_t number);
   absl::Status AwaitOthers(const std::string& name, Deadline deadline);
   absl::Status Publish();
+  absl::StatusOr<WorkerInfo> FindPatiently(WorkerId id);
 
   // Constant after construction.
   const std::shared_ptr<Store> store_;

@@ -61,7 +61,11 @@ absl::StatusOr<Message> ReadCallMessage(Packet& packet, size_t offset,
   SegmentReader segments(absl::MakeSpan(packet.segments));
   try {
     DG_ASSIGN_OR_RETURN(Message message, ReadMessage(reader, segments, limits));
-    for (uint32_t place : header.recorded) {
+    for (size_t i = 0; i < header.recorded.size(); ++i) {
+      const uint32_t place = header.recorded[i];
+      if (i > 0 && place <= header.recorded[i - 1]) {
+        return absl::InvalidArgumentError("the tensors that require grad are not in their order");
+      }
       if (place >= message.tensors.size() || !message.tensors[place].defined() ||
           !(message.tensors[place].is_floating_point() || message.tensors[place].is_complex())) {
         return absl::InvalidArgumentError("a tensor that is said to require grad cannot");

@@ -479,6 +479,7 @@ TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
       {"aten::linear", {Floats({100, 1}), Floats({100, 1})}},
       {"aten::matmul", {Floats({32, 4, 1}), Floats({1, 64})}},
       {"aten::addmm", {Floats({1}), Floats({100, 1}), Floats({1, 100})}},
+      {"aten::view", {Floats({1}), Ints(1000, 1)}},  // many arguments
   };
   std::vector<Future<Message>> replies;
   for (const auto& [name, arguments] : long_ones)

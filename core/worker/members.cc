@@ -81,10 +81,15 @@ Future<Message> Worker::Impl::SendToStranger(std::string name, std::string funct
     made->GoOnWith(sent);
     sent.Then([made](const absl::StatusOr<Message>& reply) { made->End(reply); });
   };
-  lookups_.Find(name, [this, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
-    // A call may wait for room; the store's thread has others to serve.
-    pool_.Schedule([send = std::move(send), found = std::move(found)]() mutable { send(found); });
-  });
+  lookups_.Find(
+      name, [this, made, timer, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
+        // A call may wait for room; the store's thread has others to serve.
+        const bool scheduled = pool_.Schedule(
+            [send = std::move(send), found = std::move(found)]() mutable { send(found); });
+        if (scheduled) return;
+        clock_->Cancel(timer);
+        made->End(absl::CancelledError("this worker is shutting down"));
+      });
   return future;
 }
 

@@ -102,8 +102,11 @@ void Worker::Impl::OnCall(IncomingCall call) {
     });
     return;
   }
-  // Running it takes less than handing it to another thread.
-  if (IsShortOperator(serving.request.function, serving.request.message.tensors))
+  // Running it takes less than handing it to another thread. Other arguments than tensors count,
+  // too: a list of sizes may be longer than any tensor.
+  constexpr size_t kShortArguments = 1 << 10;  // bytes
+  if (serving.request.message.payload.size() <= kShortArguments &&
+      IsShortOperator(serving.request.function, serving.request.message.tensors))
     return Serve(std::move(serving));
   pool_.ScheduleHere([this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
 }

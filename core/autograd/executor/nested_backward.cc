@@ -24,6 +24,17 @@ using torch::autograd::variable_list;
 
 thread_local NestedBackwards* current = nullptr;
 
+// Those of the edges that lead to leaves.
+std::vector<at::Tensor> LeavesAt(const edge_list& edges) {
+  std::vector<at::Tensor> leaves;
+  for (const Edge& edge : edges) {
+    if (edge.is_valid() && typeid(*edge.function) == typeid(AccumulateGrad)) {
+      leaves.push_back(static_cast<AccumulateGrad&>(*edge.function).variable);
+    }
+  }
+  return leaves;
+}
+
 // All leaves that a backward from `roots` may add to.
 std::vector<at::Tensor> LeavesOf(const edge_list& roots) {
   std::vector<at::Tensor> leaves;
@@ -77,7 +88,8 @@ class NestedBackwards::Engine final : public torch::autograd::Engine {
     };
     // torch::autograd::grad() leaves every .grad alone.
     if (!accumulate_grad || current == nullptr) return run();
-    const std::vector<at::Tensor> leaves = LeavesOf(roots);
+    // With `outputs` it adds to those alone.
+    const std::vector<at::Tensor> leaves = outputs.empty() ? LeavesOf(roots) : LeavesAt(outputs);
     std::vector<std::pair<const c10::TensorImpl*, int64_t>> states;
     for (const at::Tensor& leaf : leaves) states.push_back(StateOf(leaf.grad()));
     variable_list results = run();

@@ -27,6 +27,12 @@ std::unique_lock<std::mutex> Lock(AccumulateGrad& leaf) {
   return lock;
 }
 
+torch::autograd::PostAccumulateGradHook* HookOf(const AccumulateGrad& leaf) {
+  torch::autograd::PostAccumulateGradHook* hook = leaf.tensor_post_acc_grad_hooks().get();
+  while (const auto* ours = dynamic_cast<const GradHook*>(hook)) hook = ours->earlier();
+  return hook;
+}
+
 thread_local bool is_calling = false;
 
 // While it lives, the leaf's .grad is another one.
@@ -55,15 +61,14 @@ class GradInPlace {
 
 bool IsCallingPostAccumulateHook() { return is_calling; }
 
-bool HasPostAccumulateHook(const AccumulateGrad& leaf) {
-  return leaf.tensor_post_acc_grad_hooks() != nullptr;
-}
+bool HasPostAccumulateHook(const AccumulateGrad& leaf) { return HookOf(leaf) != nullptr; }
 
 void CallPostAccumulateHook(AccumulateGrad& leaf, absl::FunctionRef<at::Tensor()> accumulate,
                             absl::FunctionRef<void(at::Tensor)> keep) {
   const std::unique_lock<std::mutex> lock = Lock(leaf);
   GradInPlace grad(leaf.variable, accumulate());
-  (*leaf.tensor_post_acc_grad_hooks())(leaf.variable);
+  // It may have been taken off while this thread waited.
+  if (auto* const hook = HookOf(leaf); hook != nullptr) (*hook)(leaf.variable);
   keep(grad.Take());
 }
 

@@ -3,6 +3,7 @@
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_POST_ACCUMULATE_H_
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
 
 #include "absl/functional/function_ref.h"
 
@@ -13,6 +14,13 @@ struct AccumulateGrad;
 namespace distgrad {
 
 bool HasPostAccumulateHook(const torch::autograd::AccumulateGrad& leaf);
+
+// A hook of ours that is about a leaf's .grad alone. Contexts call the one that was there before.
+class GradHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  // Null if there was none.
+  virtual torch::autograd::PostAccumulateGradHook* earlier() const = 0;
+};
 
 // Calls `accumulate`, which returns the leaf's gradient so far, and the hook of a leaf that has one
 // with that as the leaf's .grad: a hook may well know the leaf itself, as an optimizer does whose

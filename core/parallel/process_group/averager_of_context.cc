@@ -157,9 +157,7 @@ absl::Status GradientAverager::Impl::Finish(ContextRecord& context, AveragingRou
     if (gradients[k].defined()) {
       DG_RETURN_IF_ERROR(context.SetGradient(parameter, averages[k]));
     } else {
-      context.Accumulate(
-          static_cast<AccumulateGrad&>(*torch::autograd::impl::grad_accumulator(parameter)),
-          averages[k]);
+      context.AddToGradient(parameter, averages[k]);
     }
   }
   DG_RETURN_IF_ERROR(FollowActive(round));

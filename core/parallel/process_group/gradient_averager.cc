@@ -41,7 +41,7 @@ GradientAverager::Impl::Seen GradientAverager::Impl::SeenOf(const at::Tensor& gr
 // --------------------------------------------------------------------------------------- Hooks
 
 // Comes after whatever hook the parameter had, and does nothing once the averager is gone.
-class GradientAverager::Impl::Hook : public PostAccumulateGradHook {
+class GradientAverager::Impl::Hook : public GradHook {
  public:
   Hook(std::weak_ptr<Impl> averager, size_t parameter,
        std::unique_ptr<PostAccumulateGradHook> earlier)
@@ -52,6 +52,7 @@ class GradientAverager::Impl::Hook : public PostAccumulateGradHook {
     if (const auto averager = averager_.lock()) averager->OnGradient(parameter_, tensor);
   }
 
+  PostAccumulateGradHook* earlier() const override { return earlier_.get(); }
   std::unique_ptr<PostAccumulateGradHook> TakeEarlier() { return std::move(earlier_); }
 
  private:
@@ -316,7 +317,10 @@ absl::Status GradientAverager::Impl::CheckMayJoin(const JoinOptions& options) co
     const auto& [name, tensor, sparse] = plan_.parameters()[k];
     const at::Tensor& gradient = tensor.grad();
     if (!gradient.defined()) continue;
-    if (touched_[k]) {
+    // Without hooks nobody else knows of a gradient that is still to be averaged.
+    const bool is_new = !options_.in_backward && seen_[k] != SeenOf(gradient) &&
+                        at::count_nonzero(gradient).item<int64_t>() > 0;
+    if (touched_[k] || is_new) {
       return absl::FailedPreconditionError(
           absl::StrCat("Join(): '", name,
                        "' has a gradient that is still to be averaged; call Average() before, or "

@@ -795,6 +795,45 @@ TEST(GradientAveragerTest, ARankMayJoinWithContexts) {
   });
 }
 
+// A hook of the user's belongs to what a backward has computed. An average is the same on all
+// ranks, also on those that had no gradient.
+TEST(GradientAveragerTest, AveragesOfAContextCallNoHooks) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2});
+    int count = 0;
+    torch::autograd::impl::set_post_acc_grad_hooks(w, std::make_unique<CountingHook>(&count));
+    const auto averager = NewAverager(group, {{"w", w}}, {});
+    ContextRecord context(1);
+    if (group->rank() == 0) {
+      const absl::StatusOr<bool> others = averager->Join(context);
+      EXPECT_TRUE(others.ok() && *others) << others.status();
+    } else {
+      AddGradient(context, w, torch::ones({2}));
+      EXPECT_TRUE(averager->Average(context).ok());
+    }
+    EXPECT_EQ(count, group->rank());
+    EXPECT_FALSE(w.grad().defined());
+    EXPECT_TRUE(context.Gradient(w)->equal(torch::full({2}, 0.5f)));
+    // Both find that nobody goes on.
+    ContextRecord last(2);
+    EXPECT_FALSE(averager->Join(last).value());
+  });
+}
+
+TEST(GradientAveragerTest, WithoutHooksAGradientThatIsStillToBeAveragedIsNoneOfAJoin) {
+  RunRanks(1, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = false});
+    w.sum().backward();
+    const absl::Status status = averager->Join().status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(Contains(status, "'w' has a gradient that is still to be averaged")) << status;
+    w.mutable_grad().zero_();
+    EXPECT_FALSE(averager->Join().value());
+    EXPECT_TRUE(group->status().ok()) << group->status();
+  });
+}
+
 // Another worker's release ends the observer on a thread of the pool, and the context may be gone
 // by then.
 class ContextInPlace {

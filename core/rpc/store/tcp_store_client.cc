@@ -22,6 +22,10 @@ constexpr uint32_t kNonce = 0x64677264;  // any number: the server sends it back
 // The time that Set and Add have, which take no deadline.
 constexpr absl::Duration kPatience = absl::Seconds(60);
 
+// That nobody listens counts when it was so for this long: a firewall or a service's proxy may say
+// it for a moment.
+constexpr absl::Duration kRefusals = absl::Seconds(2);
+
 void AppendString(absl::string_view text, WireWriter& writer) {
   writer.U64(text.size());
   writer.Raw(text.data(), text.size());
@@ -117,7 +121,8 @@ absl::Status TcpStoreClient::BeginSession(Socket& socket, Deadline deadline) {
   DG_RETURN_IF_ERROR(socket.Send(request, deadline));
   uint8_t known = 0;
   DG_RETURN_IF_ERROR(socket.Receive(&known, sizeof(known), deadline));
-  if (known_ && known == 0) {
+  forgotten_ = known_ && known == 0;
+  if (forgotten_) {
     return absl::FailedPreconditionError("another store is served there now, which is empty");
   }
   known_ = true;
@@ -142,8 +147,9 @@ absl::Status TcpStoreClient::Exchange(const std::string& request, Deadline deadl
   }
   std::lock_guard<std::mutex> lock(mu_);
   busy_ = false;
-  free_.notify_one();
   if (gone) gone_ = status;
+  // Whoever finds the store gone does not take a turn, and would wake nobody else.
+  gone ? free_.notify_all() : free_.notify_one();
   return status;
 }
 
@@ -152,16 +158,19 @@ absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, Deadline 
   Backoff backoff(deadline);
   absl::Status last;  // why the attempt before this one failed
   int closed = 0;     // how many new connections the server has closed instead of an answer
+  Deadline refused_until = Deadline::Never();  // from the first refusal on
   do {
     const Deadline until = std::min(deadline, Deadline::After(options_.answer_timeout));
     const bool is_new = !socket_.valid();
     if (is_new) {
       auto socket = ConnectOnce(until);
       if (!socket.ok()) {
-        *gone =
-            absl::IsFailedPrecondition(socket.status()) || absl::IsUnauthenticated(socket.status());
-        if (*gone) return absl::UnavailableError(socket.status().message());
         last = socket.status();
+        const bool refused = absl::IsFailedPrecondition(last) && !forgotten_;
+        if (refused && refused_until.is_never()) refused_until = Deadline::After(kRefusals);
+        if (!refused) refused_until = Deadline::Never();
+        *gone = forgotten_ || absl::IsUnauthenticated(last) || (refused && refused_until.Passed());
+        if (*gone) return absl::UnavailableError(last.message());
         continue;
       }
       socket_ = *std::move(socket);
