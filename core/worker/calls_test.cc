@@ -479,7 +479,7 @@ TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
       {"aten::linear", {Floats({100, 1}), Floats({100, 1})}},
       {"aten::matmul", {Floats({32, 4, 1}), Floats({1, 64})}},
       {"aten::addmm", {Floats({1}), Floats({100, 1}), Floats({1, 100})}},
-      {"aten::view", {Floats({1}), Ints(1000, 1)}},  // many arguments
+      {"aten::view", {Floats({1}), Ints(1000, 1)}},  // long arguments
   };
   std::vector<Future<Message>> replies;
   for (const auto& [name, arguments] : long_ones)
@@ -503,8 +503,11 @@ TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
     EXPECT_FALSE(replies[i].Done()) << long_ones[i].first << " did not wait for the pool";
   over.Notify();
   EXPECT_TRUE(held.Wait().ok());
-  for (size_t i = 0; i < replies.size(); ++i)
-    EXPECT_TRUE(replies[i].Wait().ok()) << long_ones[i].first << ": " << replies[i].Wait().status();
+  for (size_t i = 0; i < replies.size(); ++i) {
+    // So many dimensions cannot be sent back.
+    EXPECT_EQ(replies[i].Wait().ok(), long_ones[i].first != "aten::view")
+        << long_ones[i].first << ": " << replies[i].Wait().status();
+  }
 }
 
 TEST_P(CallsTest, WhatAnOperatorAllocatesIsBounded) {
