@@ -11,6 +11,19 @@
 namespace distgrad {
 namespace {
 
+Packet PacketOfEdge(std::vector<at::Tensor> gradients, absl::InlinedVector<bool, 8> reached) {
+  Packet packet;
+  const absl::Status status = AppendNotice({.kind = Notice::Kind::kEdge,
+                                            .context = 1,
+                                            .pass = 2,
+                                            .edge = 3,
+                                            .gradients = std::move(gradients),
+                                            .reached = std::move(reached)},
+                                           &packet);
+  EXPECT_TRUE(status.ok()) << status;
+  return packet;
+}
+
 TEST(NoticeTest, EveryKindArrivesAsItWasSent) {
   const std::vector<Notice> sent = {
       {.kind = Notice::Kind::kEdge,
@@ -102,45 +115,21 @@ TEST(NoticeTest, AReportIsCut) {
 }
 
 TEST(NoticeTest, TheReadersLimitsAreKept) {
-  Packet packet;
-  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kEdge,
-                            .context = 1,
-                            .pass = 2,
-                            .edge = 3,
-                            .gradients = {at::ones({1}), at::ones({1})},
-                            .reached = {true, true}},
-                           &packet)
-                  .ok());
+  Packet packet = PacketOfEdge({at::ones({1}), at::ones({1})}, {true, true});
   EXPECT_TRUE(ReadNotices(packet, 0, {.max_tensors = 2}).ok());
   EXPECT_EQ(ReadNotices(packet, 0, {.max_tensors = 1}).status().code(),
             absl::StatusCode::kResourceExhausted);
 }
 
 TEST(NoticeTest, AGradientThatIsThereIsReached) {
-  Packet packet;
-  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kEdge,
-                            .context = 1,
-                            .pass = 2,
-                            .edge = 3,
-                            .gradients = {at::ones({1}), at::Tensor()},
-                            .reached = {true, true}},
-                           &packet)
-                  .ok());
+  Packet packet = PacketOfEdge({at::ones({1}), at::Tensor()}, {true, true});
   EXPECT_TRUE(ReadNotices(packet, 0, {}).ok());
   packet.bytes.back() = 2;  // the first is not
   EXPECT_EQ(ReadNotices(packet, 0, {}).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(NoticeTest, CutShortItIsAnError) {
-  Packet packet;
-  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kEdge,
-                            .context = 1,
-                            .pass = 2,
-                            .edge = 3,
-                            .gradients = {at::ones({1}), at::Tensor()},
-                            .reached = {true, false}},
-                           &packet)
-                  .ok());
+  Packet packet = PacketOfEdge({at::ones({1}), at::Tensor()}, {true, false});
   const size_t edge = packet.bytes.size();
   ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kAbort,
                             .context = 1,

@@ -79,6 +79,11 @@ absl::StatusOr<std::string> Await(Store& store, const std::string& key, Deadline
   }
 }
 
+// Whether the store has not answered, and may be asked again before the deadline.
+bool IsSilence(const absl::Status& status, Deadline deadline) {
+  return absl::IsDeadlineExceeded(status) && !deadline.Passed();
+}
+
 // "1, 2, 3 and 4 more"
 std::string Several(const std::vector<std::string>& names) {
   const size_t named = std::min(names.size(), kMaxNamed);
@@ -362,10 +367,6 @@ absl::Status Membership::BarrierOfTheEnd(Deadline deadline) {
 absl::Status Membership::CheckOpen() const {
   if (!closed_) return absl::OkStatus();
   return absl::CancelledError("this worker is shutting down");
-}
-
-bool Membership::IsSilence(const absl::Status& status, Deadline deadline) const {
-  return absl::IsDeadlineExceeded(status) && !deadline.Passed();
 }
 
 absl::Status Membership::AwaitOthers(const std::string& name, Deadline deadline) {

@@ -84,8 +84,6 @@ class Membership {
  private:
   absl::Status CheckSeat() const;
   absl::Status CheckOpen() const;
-  // Whether the store has not answered, and may be asked again before the deadline.
-  bool IsSilence(const absl::Status& status, Deadline deadline) const;
   absl::StatusOr<WorkerInfo> ClaimRank();
   absl::StatusOr<WorkerInfo> ClaimByName(Deadline deadline);
   absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);

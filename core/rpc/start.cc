@@ -1,7 +1,6 @@
 #include "core/rpc/start.h"
 
 #include <algorithm>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/rpc/backoff.h"
 
@@ -93,8 +93,8 @@ absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uin
 
 absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(std::shared_ptr<Store> store, int rank,
                                                         int world_size, Deadline deadline) {
-  const uint64_t nonce = (uint64_t{std::random_device()()} << 32) | std::random_device()();
-  DG_ASSIGN_OR_RETURN(const int64_t start, AgreeOnStart(*store, rank, world_size, nonce, deadline));
+  DG_ASSIGN_OR_RETURN(const int64_t start,
+                      AgreeOnStart(*store, rank, world_size, RandomNumber(), deadline));
   return std::make_shared<PrefixStore>(absl::StrCat(start, "/"), std::move(store));
 }
 

@@ -1,6 +1,4 @@
 // What an averager does with the gradients of contexts.
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-
 #include <atomic>
 #include <memory>
 #include <utility>
@@ -12,8 +10,6 @@
 #include "core/tensor/exception.h"
 
 namespace distgrad {
-
-using torch::autograd::AccumulateGrad;
 
 // A context that is followed, as the context knows it: it ends after the context's release, when
 // the record itself may be gone, and another one in its place.

@@ -40,13 +40,12 @@ Socket NewSocket(int family) {
   return Socket(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
-// For poll: rounded up, so that it does not spin at the end; at most a minute, which fits.
-int MillisecondsUntil(Deadline deadline) {
+}  // namespace
+
+int PollMilliseconds(Deadline deadline) {
   return static_cast<int>(absl::ToInt64Milliseconds(std::min(deadline.Left(), absl::Minutes(1)) +
                                                     absl::Microseconds(999)));
 }
-
-}  // namespace
 
 Socket::~Socket() {
   if (fd_ >= 0) close(fd_);
@@ -107,7 +106,7 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
     entries.clear();
     for (const Socket& socket : under_way) entries.push_back({socket.fd_, POLLOUT, 0});
     const Deadline until = begun < addresses.size() ? std::min(next, deadline) : deadline;
-    const int ready = poll(entries.data(), entries.size(), MillisecondsUntil(until));
+    const int ready = poll(entries.data(), entries.size(), PollMilliseconds(until));
     if (ready < 0 && errno != EINTR) {
       return ErrnoStatus(absl::StatusCode::kUnavailable, "poll", errno);
     }
@@ -160,7 +159,7 @@ absl::StatusOr<Socket> Socket::Listen(const std::string& host, uint16_t port) {
 absl::Status Socket::Await(short events, Deadline deadline) {
   for (;;) {
     pollfd entry = {fd_, events, 0};
-    const int ready = poll(&entry, 1, MillisecondsUntil(deadline));
+    const int ready = poll(&entry, 1, PollMilliseconds(deadline));
     if (ready > 0) return absl::OkStatus();
     if (ready < 0 && errno != EINTR) {
       return ErrnoStatus(absl::StatusCode::kUnavailable, "poll", errno);

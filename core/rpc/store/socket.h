@@ -22,6 +22,9 @@ namespace distgrad {
 // machine then looks up. kUnavailable where it is not known (yet).
 using Resolver = std::function<absl::StatusOr<std::string>(const std::string& host)>;
 
+// What is left, for poll(): rounded up, so that a loop does not spin at the end; at most a minute.
+int PollMilliseconds(Deadline deadline);
+
 // Owns a file descriptor. For one thread at a time.
 class Socket {
  public:

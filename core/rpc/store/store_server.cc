@@ -104,9 +104,7 @@ int StoreServer::Patience() const {
   for (const Peer& peer : peers_) {
     if (!peer.ours) next = std::min(next, peer.deadline);
   }
-  if (next.is_never()) return -1;
-  return static_cast<int>(
-      absl::ToInt64Milliseconds(std::min(next.Left() + absl::Microseconds(999), absl::Minutes(1))));
+  return next.is_never() ? -1 : PollMilliseconds(next);
 }
 
 void StoreServer::Accept() {

@@ -1,11 +1,11 @@
-// Reconnects and repeats: see Exchange().
+// Connects again and repeats a request where that is needed: ExchangeAlone().
 #include "core/rpc/store/tcp_store_client.h"
 
 #include <algorithm>
-#include <random>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/rpc/backoff.h"
 #include "core/rpc/store/store_errors.h"
@@ -58,11 +58,6 @@ absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, Deadline
     DG_RETURN_IF_ERROR(handshake.Receive(bytes));
   }
   return absl::OkStatus();
-}
-
-uint64_t RandomNumber() {
-  std::random_device random;
-  return (uint64_t{random()} << 32) | random();
 }
 
 }  // namespace
@@ -121,9 +116,8 @@ absl::Status TcpStoreClient::BeginSession(Socket& socket, Deadline deadline) {
   DG_RETURN_IF_ERROR(socket.Send(request, deadline));
   uint8_t known = 0;
   DG_RETURN_IF_ERROR(socket.Receive(&known, sizeof(known), deadline));
-  forgotten_ = known_ && known == 0;
-  if (forgotten_) {
-    return absl::FailedPreconditionError("another store is served there now, which is empty");
+  if (known_ && known == 0) {
+    return absl::DataLossError("another store is served there now, which is empty");
   }
   known_ = true;
   return absl::OkStatus();
@@ -166,10 +160,11 @@ absl::Status TcpStoreClient::ExchangeAlone(const std::string& request, Deadline 
       auto socket = ConnectOnce(until);
       if (!socket.ok()) {
         last = socket.status();
-        const bool refused = absl::IsFailedPrecondition(last) && !forgotten_;
+        const bool refused = absl::IsFailedPrecondition(last);
         if (refused && refused_until.is_never()) refused_until = Deadline::After(kRefusals);
         if (!refused) refused_until = Deadline::Never();
-        *gone = forgotten_ || absl::IsUnauthenticated(last) || (refused && refused_until.Passed());
+        *gone = absl::IsDataLoss(last) || absl::IsUnauthenticated(last) ||
+                (refused && refused_until.Passed());
         if (*gone) return absl::UnavailableError(last.message());
         continue;
       }

@@ -75,9 +75,8 @@ class TcpStoreClient final : public Store {
   std::atomic<uint64_t> additions_{0};
 
   // Of whoever has set busy_.
-  Socket socket_;           // invalid between two connections
-  bool known_ = false;      // the server has heard of this session
-  bool forgotten_ = false;  // another server is there now
+  Socket socket_;       // invalid between two connections
+  bool known_ = false;  // the server has heard of this session
 };
 
 }  // namespace distgrad

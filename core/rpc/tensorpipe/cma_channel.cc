@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
-#include <random>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -20,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/event_loop.h"
 #include "core/base/processors.h"
+#include "core/base/random.h"
 #include "core/base/thread_pool.h"
 #include "core/rpc/tensorpipe/error.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
@@ -104,10 +104,7 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
  public:
   CmaChannel(std::shared_ptr<Connection> offers, std::shared_ptr<Connection> taken,
              std::shared_ptr<Copiers> copiers)
-      : offers_(std::move(offers)), taken_(std::move(taken)), copiers_(std::move(copiers)) {
-    std::random_device random;
-    last_lease_ = (uint64_t{random()} << 32) | random();
-  }
+      : offers_(std::move(offers)), taken_(std::move(taken)), copiers_(std::move(copiers)) {}
 
   void Send(const void* data, Done done) {
     const auto loan = std::make_shared<Loan>();
@@ -266,7 +263,7 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
   // Guarded by mu_.
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   // Begins with a random number: memory that was freed and is used again does not hold the next.
-  uint64_t last_lease_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t last_lease_ ABSL_GUARDED_BY(mu_) = RandomNumber();
   std::deque<std::shared_ptr<Loan>> loans_ ABSL_GUARDED_BY(mu_);   // as the other end takes them
   std::deque<std::shared_ptr<Copy>> copies_ ABSL_GUARDED_BY(mu_);  // the first is being copied
 };

@@ -451,7 +451,7 @@ typedef struct dg_context dg_context;
  * wait for their reply wait for room. A 0 is the default. */
 typedef struct dg_limits {
   size_t struct_size;
-  uint64_t message_bytes;       /* of one message, with its tensors; 8 GiB */
+  uint64_t message_bytes;       /* of one message, and of an operator that is served; 8 GiB */
   uint64_t tensors_per_message; /* 16384 */
   uint64_t calls_per_peer;      /* under way to one peer, and served here of one; 4096 */
   uint64_t calls;               /* of all peers together; 65536 */
