@@ -28,7 +28,8 @@ struct ThreadPool::Parked {
   bool over = false;
 };
 
-ThreadPool::ThreadPool(std::string name, size_t size) : name_(std::move(name)), size_(size) {
+ThreadPool::ThreadPool(std::string name, size_t size, Clock* clock)
+    : name_(std::move(name)), size_(size), clock_(clock) {
   DG_CHECK(size_ >= 1) << "pool " << name_;
 }
 
@@ -130,6 +131,8 @@ void ThreadPool::Join() {
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(this, &ThreadPool::NoThreads));
     last = std::move(ended_);
+    if (retry_.has_value() && clock_->Cancel(*retry_)) retry_.reset();
+    mu_.Await(absl::Condition(this, &ThreadPool::NoRetry));
   }
   if (last.joinable()) last.join();
 }
@@ -181,7 +184,18 @@ bool ThreadPool::FillSlot() {
     DG_LOG(WARNING) << tasks_.size() << " tasks of '" << name_ << "' wait for one of its "
                     << threads_.size() << " threads: " << started.message();
   }
+  RetryLater();
   return false;
+}
+
+void ThreadPool::RetryLater() {
+  if (clock_ == nullptr || retry_.has_value()) return;
+  retry_ = clock_->At(clock_->Now() + kRetryDelay, [this] {
+    absl::MutexLock lock(&mu_);
+    retry_.reset();
+    for (size_t waiting = tasks_.size(); waiting > 0 && FillSlot(); --waiting) {
+    }
+  });
 }
 
 absl::Status ThreadPool::StartOne() {

@@ -6,7 +6,7 @@
 // moment. Threads start when they are first needed; a few spare ones are kept for next time.
 //
 // At most kMostSpareThreads run beyond `size`, and the machine may give fewer. What comes then
-// waits until one of the threads is free.
+// waits until one of the threads is free, or the machine, asked again by the clock, gives one.
 //
 // Thread-safe.
 #ifndef DISTGRAD_CORE_BASE_THREAD_POOL_H_
@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <deque>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -23,7 +24,9 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "core/base/blocking.h"
+#include "core/base/clock.h"
 
 namespace distgrad {
 
@@ -35,8 +38,12 @@ class ThreadPool : private Blockable {
   // often a few thousand.
   static constexpr size_t kMostSpareThreads = 1024;
 
-  // `size` >= 1 threads that run at the same time, named "<name>-<n>" (cut to 15 bytes).
-  ThreadPool(std::string name, size_t size);
+  // How long after the machine has refused a thread it is asked again.
+  static constexpr absl::Duration kRetryDelay = absl::Milliseconds(100);
+
+  // `size` >= 1 threads that run at the same time, named "<name>-<n>" (cut to 15 bytes). A pool
+  // whose tasks block needs the clock: all of its threads may wait for what a refused one was to do.
+  ThreadPool(std::string name, size_t size, Clock* clock = nullptr);
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
   ~ThreadPool();  // Close() and Join()
@@ -79,6 +86,7 @@ class ThreadPool : private Blockable {
   // Gives a free slot, if a task is waiting for one, to a parked or a new thread. False if there is
   // neither.
   bool FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void RetryLater() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status StartOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Runs what waits, with the slot of the calling thread.
   void RunTasks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -89,10 +97,12 @@ class ThreadPool : private Blockable {
   bool NoThreads() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return threads_.empty() && guests_ == 0;
   }
+  bool NoRetry() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !retry_.has_value(); }
 
   // Constant after construction.
   const std::string name_;
   const size_t size_;
+  Clock* const clock_;  // may be null
 
   absl::Mutex joining_;  // held by Join, so that each of several callers waits to the end
 
@@ -108,6 +118,7 @@ class ThreadPool : private Blockable {
   std::thread ended_ ABSL_GUARDED_BY(mu_);  // the last that ended; joined by the next, or by Join
   size_t started_ ABSL_GUARDED_BY(mu_) = 0;
   bool short_of_threads_ ABSL_GUARDED_BY(mu_) = false;  // since it was last said in the log
+  std::optional<Clock::TimerId> retry_ ABSL_GUARDED_BY(mu_);  // until its callback is through
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
 };
 

@@ -18,9 +18,11 @@
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 #include "core/base/blocking.h"
 #include "core/base/clock.h"
 #include "core/base/event_loop.h"
+#include "core/base/fake_clock.h"
 #include "core/base/thread.h"
 #include "gtest/gtest.h"
 #include "tests/testing/no_threads.h"
@@ -392,6 +394,54 @@ TEST(NoThreadsTest, APoolThatIsStartedTakesAllAndRunsItLater) {
   unblock.Notify();
   pool.Join();
   EXPECT_EQ(ran, 100);
+}
+
+// The only thread waits for a task that was refused a thread: nothing else ever happens here.
+TEST(NoThreadsTest, AThreadThatWasRefusedIsAskedForAgain) {
+  FakeClock clock;
+  ThreadPool pool("p", 1, &clock);
+  ASSERT_TRUE(pool.Start().ok());
+  absl::Notification blocked, awaited;
+  {
+    const NoThreads no_threads;
+    ASSERT_TRUE(pool.Schedule([&] {
+      const BlockingScope blocking;
+      blocked.Notify();
+      awaited.WaitForNotification();
+    }));
+    blocked.WaitForNotification();
+    ASSERT_TRUE(pool.Schedule([&] { awaited.Notify(); }));
+    clock.Advance(ThreadPool::kRetryDelay);
+    EXPECT_FALSE(awaited.HasBeenNotified());
+  }
+  clock.Advance(ThreadPool::kRetryDelay);
+  EXPECT_TRUE(awaited.WaitForNotificationWithTimeout(absl::Minutes(1)));
+  if (!awaited.HasBeenNotified()) awaited.Notify();
+  pool.Join();
+  EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+}
+
+// A retry that has not come is taken back.
+TEST(NoThreadsTest, APoolEndsWhileItsClockHasARetry) {
+  FakeClock clock;
+  {
+    ThreadPool pool("p", 2, &clock);
+    ASSERT_TRUE(pool.Start().ok());
+    const NoThreads no_threads;
+    absl::Notification began, unblock;
+    std::atomic<int> ran{0};
+    ASSERT_TRUE(pool.Schedule([&] {
+      began.Notify();
+      unblock.WaitForNotification();
+    }));
+    began.WaitForNotification();
+    ASSERT_TRUE(pool.Schedule([&] { ++ran; }));
+    EXPECT_NE(clock.NextTimer(), absl::InfiniteFuture());
+    unblock.Notify();
+    pool.Join();
+    EXPECT_EQ(ran, 1);
+  }
+  EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
 }
 
 TEST(NoThreadsTest, WhatBlocksStartsNoMoreThanSoManyThreads) {

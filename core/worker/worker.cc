@@ -44,7 +44,7 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock
       lookups_(self_.name, members_.get()),
       device_maps_(self_.name, options_.device_maps, transport.get()),
       contexts_(self_.id, self_.incarnation, options_.limits.contexts_per_peer),
-      pool_(self_.name, options_.threads > 0 ? options_.threads : UsableProcessors()),
+      pool_(self_.name, options_.threads > 0 ? options_.threads : UsableProcessors(), clock_.get()),
       engine_(self_.id, self_.incarnation, this, &pool_, clock_.get(), trace_.get(), &contexts_,
               options_.limits),
       transport_(std::move(transport)),
