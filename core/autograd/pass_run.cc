@@ -277,6 +277,14 @@ void PassRun::OnNext(torch::autograd::Node* next) {
   Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo);
 }
 
+// The strand may have something of the user's to call, and this thread is in the middle of a node.
+void PassRun::OnWait() {
+  if (!has_captured_.load(std::memory_order_relaxed)) return;
+  engine_->pool().Schedule([self = shared_from_this()] {
+    self->Post([run = self.get()] { run->FlushCapturedOnStrand(); }, RunHere::kNo);
+  });
+}
+
 void PassRun::OnIdle() {
   // Within RunFeeds() this comes before the feed is counted down, and RunFeeds() sees to it.
   if (outstanding_ == 0) Post([self = shared_from_this()] { self->Settle(); }, RunHere::kNo);

@@ -156,6 +156,7 @@ class PassRun : public PassHost,
   void OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradients,
               bool reached) override;
   void OnNext(torch::autograd::Node* next) override;
+  void OnWait() override;
   void OnIdle() override;
 
   // Constant after construction.

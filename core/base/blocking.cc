@@ -2,16 +2,24 @@
 
 #include <utility>
 
+#include "core/base/blocking_observer.h"
+
 namespace distgrad {
 namespace {
 
 thread_local Blockable* current = nullptr;
+thread_local BlockingObserver* observer = nullptr;
 
 }  // namespace
 
 void Blockable::SetCurrent(Blockable* blockable) { current = blockable; }
 
+BlockingObserver::BlockingObserver() : outer_(std::exchange(observer, this)) {}
+
+BlockingObserver::~BlockingObserver() { observer = outer_; }
+
 BlockingScope::BlockingScope() : blockable_(std::exchange(current, nullptr)) {
+  if (observer != nullptr) observer->OnBlocking();
   if (blockable_ != nullptr) blockable_->OnBlocked();
 }
 

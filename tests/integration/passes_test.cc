@@ -5,6 +5,8 @@
 #include <malloc.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <algorithm>
 #include <atomic>
@@ -678,6 +680,144 @@ TEST_P(PassesTest, APassOfAnotherWorkerInsideTorchsOwnGrad) {
     torch::autograd::grad({outer.sum()}, {x_});
     ExpectSame(gradient, p.detach().cos());
   }
+}
+
+// ------------------------------------------------------- Code within nodes that asks others
+
+// 2 x, with a backward that runs `ask`.
+struct Asking : torch::autograd::Function<Asking> {
+  static Variable forward(AutogradContext* context, const Variable& x, std::function<void()>* ask) {
+    context->saved_data["ask"] = reinterpret_cast<int64_t>(ask);
+    return x * 2;
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    (*reinterpret_cast<std::function<void()>*>(context->saved_data["ask"].toInt()))();
+    return {gradients[0] * 2, Variable()};
+  }
+};
+
+// Runs `ask` when what a node has saved is unpacked.
+struct AskingHook : torch::autograd::SavedVariableHooks {
+  explicit AskingHook(std::function<void()>* ask) : ask(ask) {}
+  void call_pack_hook(const at::Tensor& tensor) override { packed = tensor.detach(); }
+  at::Tensor call_unpack_hook() override {
+    (*ask)();
+    return packed;
+  }
+  std::function<void()>* const ask;
+  at::Tensor packed;
+};
+
+at::Tensor AskingSin(const at::Tensor& x, std::function<void()>* ask) {
+  const at::Tensor y = x.sin();
+  auto* const node = dynamic_cast<torch::autograd::generated::SinBackward0*>(y.grad_fn().get());
+  EXPECT_NE(node, nullptr);
+  if (node != nullptr) node->self_.register_hooks(std::make_unique<AskingHook>(ask));
+  return y;
+}
+
+// Within a node of worker 1, which has one thread, a pass waits for worker 2, which calls worker 1
+// when another pass has come to the same node. libtorch holds the node's mutex meanwhile.
+TEST_P(PassesTest, APassThatComesToANodeInWhichAnotherOneWaits) {
+  enum class Node { kFunction, kSaved, kSavedAndBrief };
+  for (const Node kind : {Node::kFunction, Node::kSaved, Node::kSavedAndBrief}) {
+    SCOPED_TRACE(static_cast<int>(kind));
+    struct Meeting {
+      std::atomic<int> asked{0}, arrived{0};
+      absl::Notification first_asks, second_arrives;
+      absl::Status answer;
+      std::function<void()> ask;
+    };
+    const auto meeting = std::make_shared<Meeting>();
+    Team team(3, {.transport = GetParam(), .threads = 1});
+    // A hook that says that the second pass has come would have its nodes left to the pool.
+    const auto second_comes = [&, meeting] {
+      if (kind == Node::kSavedAndBrief) {
+        return Eventually([&] {
+          const auto contexts = team[1].Contexts();
+          return contexts.size() == 1 && contexts[0].passes.size() == 2;
+        });
+      }
+      return meeting->second_arrives.WaitForNotificationWithTimeout(absl::Seconds(30));
+    };
+    meeting->ask = [&, meeting = meeting.get()] {
+      if (meeting->asked++ > 0) return;
+      meeting->first_asks.Notify();
+      meeting->answer =
+          team.Try(1, 2, {},
+                   [&](Tensors, Request&) -> absl::StatusOr<Tensors> {
+                     if (!second_comes()) return absl::DeadlineExceededError("no second pass");
+                     return team.Try(
+                         2, 1, {}, [](Tensors, Request&) { return Tensors{}; }, {});
+                   },
+                   {})
+              .status();
+    };
+    Context context = team[0].NewContext();
+    const at::Tensor loss =
+        team.Run(0, 1, context,
+                 [&](Tensors in, Request&) {
+                   if (kind == Node::kSavedAndBrief) return Tensors{AskingSin(in[0], &meeting->ask)};
+                   at::Tensor y = kind == Node::kFunction ? Asking::apply(in[0], &meeting->ask)
+                                                          : AskingSin(in[0], &meeting->ask);
+                   y.register_hook([meeting](const at::Tensor&) {
+                     if (++meeting->arrived == 2) meeting->second_arrives.Notify();
+                   });
+                   return Tensors{y};
+                 },
+                 {x_})[0]
+            .sum();
+    const Future<Unit> first = context.BackwardAsync({loss}, {.retain_graph = true});
+    ASSERT_TRUE(meeting->first_asks.WaitForNotificationWithTimeout(absl::Seconds(30)));
+    const Future<Unit> second = context.BackwardAsync({loss}, {.retain_graph = true});
+    EXPECT_TRUE(first.Wait().ok()) << first.Wait().status();
+    EXPECT_TRUE(second.Wait().ok()) << second.Wait().status();
+    EXPECT_TRUE(meeting->answer.ok()) << meeting->answer;
+    const at::Tensor once = kind == Node::kFunction ? at::full_like(x_, 2) : x_.detach().cos();
+    EXPECT_TRUE(GradientOf(context, x_).allclose(2 * once));
+  }
+}
+
+// A gradient for worker 2 waits for others that could go with it; but not while the thread waits
+// within a node, for that may be for what worker 2 does with it.
+TEST_P(PassesTest, NoGradientIsKeptBackWhileANodeWaits) {
+  struct Meeting {
+    absl::Notification arrived;
+    absl::Status answer;
+    std::function<void()> ask;
+  };
+  const auto meeting = std::make_shared<Meeting>();
+  Start(3);
+  meeting->ask = [&, meeting = meeting.get()] {
+    meeting->answer =
+        team().Try(1, 2, {},
+                   [&, meeting](Tensors, Request&) -> absl::StatusOr<Tensors> {
+                     if (meeting->arrived.WaitForNotificationWithTimeout(absl::Seconds(30))) {
+                       return Tensors{};
+                     }
+                     return absl::DeadlineExceededError("no gradient comes to worker 2");
+                   },
+                   {})
+            .status();
+  };
+  Context context = team()[0].NewContext();
+  const auto from_worker_2 = [&](Tensors in, Request&) {
+    const at::Tensor y = in[0] * 3;
+    y.register_hook([meeting](const at::Tensor&) { meeting->arrived.Notify(); });
+    return Tensors{y};
+  };
+  const at::Tensor loss =
+      team().Run(0, 1, context,
+                 [&](Tensors in, Request& r) {
+                   const at::Tensor y = AskingSin(in[0], &meeting->ask);
+                   return Tensors{y + team().Run(1, 2, r.context, from_worker_2, {in[0]})[0]};
+                 },
+                 {x_})[0]
+          .sum();
+  const absl::Status done = context.Backward({loss});
+  EXPECT_TRUE(done.ok()) << done;
+  EXPECT_TRUE(meeting->answer.ok()) << meeting->answer;
+  EXPECT_TRUE(GradientOf(context, x_).allclose(x_.detach().cos() + 3));
 }
 
 // --------------------------------------------------------------------------------- Pipelines

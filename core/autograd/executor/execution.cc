@@ -2,6 +2,7 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -21,7 +22,10 @@
 #include "core/autograd/executor/lane.h"
 #include "core/autograd/executor/nested_backward.h"
 #include "core/autograd/executor/node_calls.h"
+#include "core/autograd/executor/node_turn.h"
+#include "core/autograd/executor/post_accumulate.h"
 #include "core/autograd/executor/streams.h"
+#include "core/base/blocking_observer.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -38,7 +42,11 @@ struct Progress {
 };
 
 // A thread that is running nodes. Not thread-safe.
-struct Runner {
+struct Runner final : BlockingObserver {
+  explicit Runner(GradientSink* the_sink) : sink(the_sink) {}
+  void OnBlocking() override { sink->OnWait(); }
+
+  GradientSink* const sink;
   NestedBackwards nested;
   uint8_t lane = 0;
   Lane* inbox = nullptr;  // none for a thread that feeds
@@ -47,8 +55,10 @@ struct Runner {
 
 }  // namespace
 
-// What Node::task_should_compute_output() looks at.
 bool MayRunNodesHere() {
+  if (NodeTurn::IsHeldHere() || IsCallingPostAccumulateHook()) return false;
+  if (torch::autograd::get_current_node() != nullptr) return false;
+  // What Node::task_should_compute_output() looks at.
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
   return wanted == nullptr || wanted->empty();
 }
@@ -162,10 +172,11 @@ void Execution::State::RunRoot(Graph::Index root, variable_list gradients,
     return;
   }
   if (!MayRunNodesHere()) {
-    Fail(absl::InternalError("nodes were fed on a thread that is inside torch::autograd::grad()"));
+    Fail(absl::InternalError(
+        "nodes were fed on a thread that is inside a node or torch::autograd::grad()"));
     return;
   }
-  Runner runner;
+  Runner runner(sink);
   try {
     // A source node: what it does is to have its gradients checked.
     const bool any_reached = absl::c_linear_search(reached, true);
@@ -186,7 +197,7 @@ void Execution::State::RunRoot(Graph::Index root, variable_list gradients,
 
 void Execution::State::RunLane(uint8_t lane) {
   const at::ThreadLocalStateGuard guard(thread_state);
-  Runner runner;
+  Runner runner(sink);
   runner.lane = lane;
   runner.inbox = &lanes[lane];
   RunReady(runner);

@@ -67,6 +67,10 @@ class GradientSink {
   // back must not wait for that. May throw, unless `next` is null: that fails the execution.
   virtual void OnNext(torch::autograd::Node* next) {}
 
+  // The calling thread is about to wait within a node or a hook, under whatever locks that has;
+  // others may have nothing to do but what the sink keeps back. Must neither wait nor throw.
+  virtual void OnWait() {}
+
   // Nothing is running any more: every root fed so far has been followed to its end (or the
   // execution was cancelled). More roots may be fed later, also by this call, and then it comes
   // again. Never called twice at a time. The execution may be destroyed by it or after it.
@@ -82,10 +86,11 @@ struct ExecutionOptions {
   std::shared_ptr<void> keep_alive = nullptr;
 };
 
-// Whether nodes may run on the calling thread. Not where libtorch's own engine runs a node or a
-// hook for torch::autograd::grad(), or a backward() with inputs: there libtorch's nodes ask a
-// thread-local, which nobody outside can set, which of their outputs lead to those inputs, and
-// leave out the others without an error.
+// Whether nodes may run on the calling thread. Not within a node or a post-accumulate hook: the
+// thread holds that node's mutex, which a node that it ran might wait for (node_turn.h). Nor where
+// libtorch's own engine runs something for torch::autograd::grad(), or a backward() with inputs:
+// there libtorch's nodes ask a thread-local, which nobody outside can set, which of their outputs
+// lead to those inputs, and leave out the others without an error.
 bool MayRunNodesHere();
 
 // Thread-safe.

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <random>
@@ -16,9 +17,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/executor_testing.h"
 #include "core/autograd/executor/graph.h"
+#include "core/base/blocking.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -180,7 +184,8 @@ TEST(ExecutionThreads, BackwardsInsideNodesNest) {
     } else {
       RecordingSink sink;
       Execution execution(GraphOf({{Watch(own, &nest)}}), ExecutionOptions(), &sink);
-      execution.Feed(0, {Full(1)}, {true});
+      EXPECT_FALSE(MayRunNodesHere());
+      RunThreads(1, [&](int) { execution.Feed(0, {Full(1)}, {true}); });
       EXPECT_TRUE(execution.status().ok()) << execution.status();
       EXPECT_TRUE(sink.Of(own).equal(Full(1)));
     }
@@ -224,6 +229,64 @@ TEST(ExecutionThreads, DeepGraphsThatAreNotReachedNeedNoDeepStackEither) {
     EXPECT_TRUE(sink.leaves.empty());
     EXPECT_EQ(sink.idle, 1);
   });
+}
+
+// A node that a thread ran within another one might wait for the mutex that the thread holds.
+TEST(ExecutionThreads, NoNodesRunWithinANode) {
+  EXPECT_TRUE(MayRunNodesHere());
+  std::vector<bool> in_node, in_hook, in_libtorch, after_accumulate;
+  Spy::Body body = [&](const variable_list&) { in_node.push_back(MayRunNodesHere()); };
+  const Tensor leaf = Full(1).requires_grad_();
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      leaf, std::make_unique<PostAccumulateHook>(
+                [&](const Tensor&) { after_accumulate.push_back(MayRunNodesHere()); }));
+  const Tensor root = Watch(leaf, &body);
+  root.register_hook([&](const Tensor&) { in_hook.push_back(MayRunNodesHere()); });
+  RecordingSink sink;
+  Execution execution(GraphOf({{root}}), ExecutionOptions(), &sink);
+  execution.Feed(0, {Full(1)}, {true});
+  EXPECT_TRUE(execution.status().ok()) << execution.status();
+  EXPECT_EQ(in_hook, std::vector<bool>{true}) << "no mutex is held there";
+  EXPECT_EQ(in_node, std::vector<bool>{false});
+  EXPECT_EQ(after_accumulate, std::vector<bool>{false});
+
+  Spy::Body other = [&](const variable_list&) { in_libtorch.push_back(MayRunNodesHere()); };
+  torch::autograd::backward({Watch(Full(1).requires_grad_(), &other)}, {Full(1)});
+  EXPECT_EQ(in_libtorch, std::vector<bool>{false});
+  EXPECT_TRUE(MayRunNodesHere());
+}
+
+// Whoever waits for its turn at a node can be done without.
+TEST(ExecutionThreads, WhoeverWaitsForANodeSaysSo) {
+  struct Waits : Blockable {
+    void OnBlocked() override { blocked.Notify(); }
+    void OnUnblocked() override { ++unblocked; }
+    absl::Notification blocked;
+    int unblocked = 0;
+  } waits;
+  std::atomic<int> inside{0}, runs{0};
+  Spy::Body body = [&](const variable_list&) {
+    EXPECT_EQ(++inside, 1);
+    if (++runs == 1) waits.blocked.WaitForNotificationWithTimeout(absl::Seconds(30));
+    --inside;
+  };
+  const Tensor root = Watch(Full(1).requires_grad_(), &body);
+  const auto run = [&] {
+    RecordingSink sink;
+    Execution execution(GraphOf({{root}}), ExecutionOptions{.retain_graph = true}, &sink);
+    execution.Feed(0, {Full(1)}, {true});
+    EXPECT_TRUE(execution.status().ok()) << execution.status();
+  };
+  RunThreads(2, [&](int thread) {
+    if (thread == 0) return run();
+    while (runs == 0) std::this_thread::yield();
+    Blockable::SetCurrent(&waits);
+    run();
+    Blockable::SetCurrent(nullptr);
+  });
+  EXPECT_TRUE(waits.blocked.HasBeenNotified());
+  EXPECT_EQ(waits.unblocked, 1);
+  EXPECT_EQ(runs, 2);
 }
 
 }  // namespace

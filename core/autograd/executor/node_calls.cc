@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/autograd/executor/node_turn.h"
 
 namespace distgrad {
 namespace {
@@ -31,6 +32,16 @@ variable_list CallHooksBefore(Node& node, variable_list gradients) {
 void CheckCount(const variable_list& gradients, size_t expected) {
   TORCH_CHECK(gradients.size() == expected, "a hook changed the number of gradients to ",
               gradients.size(), " from ", expected);
+}
+
+variable_list Apply(Node& node, variable_list gradients) {
+  const NodeTurn turn(node);
+  return node(std::move(gradients));
+}
+
+void ReleaseVariables(Node& node) {
+  const NodeTurn turn(node);
+  node.release_variables();
 }
 
 // The gradient as the leaf's .grad would hold it: laid out like the leaf, and taken without a
@@ -68,9 +79,9 @@ variable_list CallOperator(Node& node, variable_list gradients, bool retain_grap
   if (!retain_graph) node.will_release_variables();
   variable_list outputs;
   if (node.post_hooks().empty()) {
-    outputs = node(std::move(gradients));
+    outputs = Apply(node, std::move(gradients));
   } else {
-    outputs = node(variable_list(gradients));
+    outputs = Apply(node, gradients);
   }
   torch::autograd::validate_outputs(
       node.next_edges(), outputs, [&node](const std::string& message) {
@@ -78,7 +89,7 @@ variable_list CallOperator(Node& node, variable_list gradients, bool retain_grap
       });
   for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, gradients);
   CheckCount(outputs, node.num_outputs());
-  if (!retain_graph) node.release_variables();
+  if (!retain_graph) ReleaseVariables(node);
   if (AnomalyMode::is_enabled() && AnomalyMode::should_check_nan()) CheckNoNan(outputs);
   return outputs;
 }

@@ -1,0 +1,27 @@
+// For code that has others called on its thread: whether these are about to wait.
+#ifndef DISTGRAD_CORE_BASE_BLOCKING_OBSERVER_H_
+#define DISTGRAD_CORE_BASE_BLOCKING_OBSERVER_H_
+
+namespace distgrad {
+
+// As long as it lives it hears of each BlockingScope that begins on its thread, unless a later one
+// lives there. Stays on its thread.
+class BlockingObserver {
+ public:
+  BlockingObserver();
+  BlockingObserver(const BlockingObserver&) = delete;
+  BlockingObserver& operator=(const BlockingObserver&) = delete;
+
+  // Before the thread waits, under whatever locks it has: must neither wait nor throw.
+  virtual void OnBlocking() = 0;
+
+ protected:
+  ~BlockingObserver();
+
+ private:
+  BlockingObserver* const outer_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_BASE_BLOCKING_OBSERVER_H_
