@@ -65,29 +65,35 @@ class GradientAverager::Impl::Hook : public GradHook {
 class GradientAverager::Impl::Ending {
  public:
   explicit Ending(std::weak_ptr<Impl> averager) : averager_(std::move(averager)) {}
-  // libtorch drops it in the thread that called the backward, where an outer one is current again.
+  // libtorch drops it in the thread that called the backward, where an outer one is current again,
+  // which goes on if a failure of this one is caught.
   ~Ending() {
-    const auto averager = state_ == State::kEnded ? nullptr : averager_.lock();
+    const bool is_over = state_ == State::kNotTaken || state_ == State::kEnded;
+    const auto averager = is_over ? nullptr : averager_.lock();
     if (averager == nullptr) return;
-    if (state_ == State::kNestedEnded) {
+    if (state_ == State::kNestedEnded || IsWithinAnother()) {
       averager->OnNestedBackwardEnd();
     } else {
       averager->OnBackwardAbandoned();
     }
   }
+  // libtorch has it.
+  void SetTaken() { state_ = State::kRunning; }
   void Call() {
     // A backward within a node of another one: that one ends later.
-    const bool nested = torch::autograd::get_current_node() != nullptr;
+    const bool nested = IsWithinAnother();
     state_ = nested ? State::kNestedEnded : State::kEnded;
     const auto averager = nested ? nullptr : averager_.lock();
     if (averager != nullptr) averager->OnBackwardEnd();
   }
 
  private:
-  enum class State { kRunning, kNestedEnded, kEnded };
+  enum class State { kNotTaken, kRunning, kNestedEnded, kEnded };
+
+  static bool IsWithinAnother() { return torch::autograd::get_current_node() != nullptr; }
 
   const std::weak_ptr<Impl> averager_;
-  State state_ = State::kRunning;
+  State state_ = State::kNotTaken;
 };
 
 void GradientAverager::Impl::AddHooks() {
@@ -145,9 +151,11 @@ bool GradientAverager::Impl::AwaitBackwardEnd() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task < 0) return false;
   if (std::find(tasks_.begin(), tasks_.end(), task) == tasks_.end()) {
+    auto ending = std::make_shared<Ending>(weak_from_this());
+    // If it throws, it has dropped what it was given.
+    torch::autograd::Engine::get_default_engine().queue_callback([ending] { ending->Call(); });
+    ending->SetTaken();
     tasks_.push_back(task);
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [ending = std::make_shared<Ending>(weak_from_this())] { ending->Call(); });
   }
   return true;
 }
@@ -161,13 +169,18 @@ void GradientAverager::Impl::OnBackwardEnd() {
 
 void GradientAverager::Impl::OnNestedBackwardEnd() {
   absl::MutexLock lock(&mu_);
+  if (!round_.has_value()) return;
   // The outer backward may reach no parameter by itself, and so have no hook that asks for its end.
-  if (!round_.has_value() || AwaitBackwardEnd()) return;
-  FailRound(
-      "a backward within another one ended on a thread where the other one does not run, so that "
-      "its end cannot be seen (let GradientAverager::NoSync live during it, and call Average() "
-      "after it)");
-  round_.reset();
+  // An error is the group's, and so that of whatever comes next: this is called by a destructor.
+  (void)Guarded([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!AwaitBackwardEnd()) {
+      FailRound(
+          "a backward within another one ended on a thread where the other one does not run, so "
+          "that its end cannot be seen (let GradientAverager::NoSync live during it, and call "
+          "Average() after it)");
+    }
+    return group_->status();
+  });
 }
 
 void GradientAverager::Impl::OnBackwardAbandoned() {
@@ -318,9 +331,10 @@ absl::Status GradientAverager::Impl::CheckMayJoin(const JoinOptions& options) co
     const at::Tensor& gradient = tensor.grad();
     if (!gradient.defined()) continue;
     // Without hooks nobody else knows of a gradient that is still to be averaged.
-    const bool is_new = !options_.in_backward && seen_[k] != SeenOf(gradient) &&
-                        at::count_nonzero(gradient).item<int64_t>() > 0;
-    if (touched_[k] || is_new) {
+    const bool may_be_new =
+        touched_[k] || (!options_.in_backward && seen_[k] != SeenOf(gradient));
+    // One that was set to zero, by zero_grad(false) say, has been reset.
+    if (may_be_new && at::count_nonzero(gradient).item<int64_t>() > 0) {
       return absl::FailedPreconditionError(
           absl::StrCat("Join(): '", name,
                        "' has a gradient that is still to be averaged; call Average() before, or "

@@ -447,6 +447,57 @@ TEST(GradientAveragerTest, ABackwardThatFailsAfterOneWithinItCanBeDoneAgain) {
   });
 }
 
+// Runs a backward of its own that may fail, which it puts up with.
+struct Forgiving : torch::autograd::Function<Forgiving> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const Checkpointed::Run* run) {
+    context->save_for_backward({x});
+    context->saved_data["run"] = static_cast<int64_t>(reinterpret_cast<intptr_t>(run));
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const auto* run = reinterpret_cast<const Checkpointed::Run*>(
+        static_cast<intptr_t>(context->saved_data["run"].toInt()));
+    const at::AutoGradMode grad(true);
+    const Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    try {
+      (*run)(x).backward(gradients[0]);
+    } catch (const std::exception&) {
+    }
+    return {gradients[0], Tensor()};
+  }
+};
+
+// The outer one goes on, and its end is that of the average.
+TEST(GradientAveragerTest, ABackwardWithinABackwardThatFailsAndIsCaughtEndsNothing) {
+  for (const bool one_bucket : {true, false}) {
+    for (const bool within_alone : {true, false}) {
+      SCOPED_TRACE(absl::StrCat("one bucket: ", one_bucket, ", within alone: ", within_alone));
+      RunRanks(2, [&](Group group) {
+        const Tensor within = Parameter({8}), first = Parameter({8});
+        const Tensor x = torch::ones({8}).requires_grad_();
+        const auto averager =
+            NewAverager(group, {{"within", within}, {"first", first}}, {},
+                        one_bucket ? AveragerOptions{.bucket_bytes = 1024} : kSmallBuckets);
+        const Checkpointed::Run run = [&](const Tensor& y) { return Fail::apply(y) * within; };
+        for (int step = 0; step < 2; ++step) {
+          for (const Tensor& parameter : {within, first}) parameter.mutable_grad().reset();
+          const int64_t before = group->collectives();
+          const Tensor y = Forgiving::apply(x, &run) * group->rank();
+          const absl::Status status = StatusOfBackward((within_alone ? y : y * first).sum());
+          ASSERT_TRUE(status.ok()) << status;
+          EXPECT_TRUE(within.grad().equal(torch::full({8}, 0.5f))) << within.grad();
+          if (!within_alone) {
+            EXPECT_TRUE(first.grad().equal(torch::full({8}, 0.5f))) << first.grad();
+          }
+          EXPECT_EQ(group->collectives(), before + (one_bucket ? 1 : 2));
+        }
+      });
+    }
+  }
+}
+
 // A gradient that nobody has averaged, and that is no more, is none.
 TEST(GradientAveragerTest, WhatWasResetBeforeItWasAveragedIsUnused) {
   for (const bool fails : {true, false}) {
@@ -470,6 +521,50 @@ TEST(GradientAveragerTest, WhatWasResetBeforeItWasAveragedIsUnused) {
       EXPECT_FALSE(middle.grad().defined()) << "fails: " << fails << ", " << middle.grad();
     });
   }
+}
+
+// zero_grad(false) leaves zeros. They count for the average, as an optimizer counts them: a rank
+// where there are none would not let the parameter decay as the others do.
+TEST(GradientAveragerTest, WhatWasSetToZeroBeforeItWasAveragedIsTheSameOnAllRanks) {
+  RunRanks(2, [](Group group) {
+    const Tensor first = Parameter({8}), middle = Parameter({8}), last = Parameter({8});
+    const auto averager = NewAverager(group, {{"first", first}, {"middle", middle}, {"last", last}},
+                                      {}, {.bucket_bytes = 1024});
+    torch::optim::SGD optimizer({first, middle, last},
+                                torch::optim::SGDOptions(0.5).weight_decay(0.5));
+    if (group->rank() == 1) {
+      const GradientAverager::NoSync no_sync(*averager);
+      (first * middle).sum().backward();
+      optimizer.zero_grad(/*set_to_none=*/false);
+    }
+    EXPECT_TRUE(StatusOfBackward((first * last).sum() * group->rank()).ok());
+    EXPECT_TRUE(first.grad().equal(torch::full({8}, 0.5f)));
+    EXPECT_TRUE(middle.grad().equal(torch::zeros({8}))) << middle.grad();
+    optimizer.step();
+    EXPECT_TRUE(middle.equal(torch::full({8}, 0.75f))) << middle;
+  });
+}
+
+TEST(GradientAveragerTest, WhatWasSetToZeroBeforeItWasAveragedIsNoneOfAJoin) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({8});
+    const auto averager = NewAverager(group, {{"w", w}});
+    if (group->rank() == 1) {
+      {
+        const GradientAverager::NoSync no_sync(*averager);
+        w.sum().backward();
+      }
+      const absl::Status refused = averager->Join().status();
+      EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+      w.mutable_grad().zero_();
+      const absl::StatusOr<bool> joined = averager->Join();
+      ASSERT_TRUE(joined.ok()) << joined.status();
+      EXPECT_TRUE(*joined);
+    } else {
+      EXPECT_TRUE(StatusOfBackward(w.sum()).ok());
+    }
+    EXPECT_TRUE(w.grad().equal(torch::full({8}, 0.5f))) << w.grad();
+  });
 }
 
 // What was not reset is averaged with the next ones.
