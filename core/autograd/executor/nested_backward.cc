@@ -92,12 +92,21 @@ class NestedBackwards::Engine final : public torch::autograd::Engine {
     const std::vector<at::Tensor> leaves = outputs.empty() ? LeavesOf(roots) : LeavesAt(outputs);
     std::vector<std::pair<const c10::TensorImpl*, int64_t>> states;
     for (const at::Tensor& leaf : leaves) states.push_back(StateOf(leaf.grad()));
-    variable_list results = run();
-    for (size_t i = 0; i < leaves.size(); ++i) {
-      if (StateOf(leaves[i].grad()) != states[i]) {
-        current->leaves_.emplace_back(leaves[i].getIntrusivePtr());
+    const auto note = [&] {
+      for (size_t i = 0; i < leaves.size(); ++i) {
+        if (StateOf(leaves[i].grad()) != states[i]) {
+          current->leaves_.emplace_back(leaves[i].getIntrusivePtr());
+        }
       }
+    };
+    variable_list results;
+    try {
+      results = run();
+    } catch (...) {  // which the node may catch
+      note();
+      throw;
     }
+    note();
     return results;
   }
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
+#include <stdexcept>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
@@ -49,6 +50,18 @@ TEST(NestedBackward, ALeafThatOutlivesTheNodeIsAnError) {
   EXPECT_TRUE(absl::StrContains(status.message(), "torch::autograd::grad")) << status;
   EXPECT_TRUE(absl::StrContains(status.message(), "[2]")) << status;
   EXPECT_TRUE(absl::StrContains(status.message(), "Spy")) << status;
+}
+
+// What it has added until then is missing, though the node goes on.
+TEST(NestedBackward, OneThatFailsAndIsCaughtIsAnErrorToo) {
+  const Tensor parameter = Leaf(3);
+  Spy::Body fails = [](const variable_list&) { throw std::runtime_error("on fire"); };
+  const absl::Status status = InNode([&] {
+    EXPECT_THROW((Watch(Leaf(), &fails) * parameter).backward(Full(1)), std::runtime_error);
+  });
+  EXPECT_TRUE(parameter.grad().defined());
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "[2]")) << status;
 }
 
 TEST(NestedBackward, LeavesThatTheNodeMadeAreItsOwn) {
