@@ -1,5 +1,7 @@
 #include "capi/handles.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <cstddef>
 #include <new>
@@ -36,10 +38,10 @@ uint64_t Generation(uint64_t state) { return state >> kGenerationBits; }
 // Blocks are never freed: any number may be looked up.
 class Table {
  public:
-  static Table& Get() {
-    static Table& table = *new Table;
-    return table;
-  }
+  static Table& Get() { return *Current().load(std::memory_order_acquire); }
+
+  // Whether the process was forked off one that had handles.
+  bool forked() const { return parent_ != nullptr; }
 
   HandleBits Add(HandleKind kind, std::unique_ptr<HandleObject> object) {
     const size_t number = TakeFreeSlot();
@@ -65,7 +67,10 @@ class Table {
 
   void Unpin(HandleBits handle) {
     const size_t number = Number(handle);
-    Slot& slot = At(number);
+    // In a child that was forked off inside a callback, what that has pinned is in the parent's table.
+    Slot* const pinned = Find(number);
+    if (pinned == nullptr || Generation(pinned->state.load(std::memory_order_acquire)) != GenerationOf(handle)) return;
+    Slot& slot = *pinned;
     const uint64_t before = slot.state.fetch_sub(1, std::memory_order_acq_rel);
     if ((before & kPins) == 1 && !(before & kAlive)) TakeObject(number, slot);
   }
@@ -88,7 +93,24 @@ class Table {
   }
 
  private:
+  // Forked children have tables of their own: the mutex may have been held as they were forked, and
+  // what the handles of the parent stand for has threads that are not there.
+  explicit Table(const Table* parent)
+      : parent_(parent), forks_(parent == nullptr ? 0 : parent->forks_ + 1) {}
+
+  static std::atomic<Table*>& Current() {
+    static std::atomic<Table*>& current = *[] {
+      pthread_atfork(nullptr, nullptr, [] { Current() = new Table(&Get()); });
+      return new std::atomic<Table*>(new Table(nullptr));
+    }();
+    return current;
+  }
+
+  // Generations of a table begin here, so that its handles are no other table's.
+  uint64_t FirstGeneration() const { return uint64_t{forks_} << (kGenerationBits - 8); }
+
   static size_t Number(HandleBits handle) { return handle & ((uint64_t{1} << kSlotBits) - 1); }
+  static uint64_t GenerationOf(HandleBits handle) { return handle >> kSlotBits & 0xffffffff; }
   static HandleObject* Object(const Slot& slot) {
     return reinterpret_cast<HandleObject*>(~slot.object);
   }
@@ -109,7 +131,7 @@ class Table {
     *slot = Find(Number(handle));
     if (*slot == nullptr) return false;
     *state = (*slot)->state.load(std::memory_order_acquire);
-    return Generation(*state) == ((handle >> kSlotBits) & 0xffffffff) && (*state & kAlive) &&
+    return Generation(*state) == GenerationOf(handle) && (*state & kAlive) &&
            (*slot)->kind.load(std::memory_order_relaxed) == kind;
   }
 
@@ -123,7 +145,11 @@ class Table {
     if (used_ == kBlocks * kSlotsOfBlock) throw std::bad_alloc();
     if (used_ % kSlotsOfBlock == 0) {
       free_.reserve(used_ + kSlotsOfBlock);  // so that giving a slot back cannot fail
-      blocks_[used_ / kSlotsOfBlock].store(new Slot[kSlotsOfBlock], std::memory_order_release);
+      Slot* const block = new Slot[kSlotsOfBlock];
+      for (size_t i = 0; i < kSlotsOfBlock; ++i) {
+        block[i].state.store(FirstGeneration() << kGenerationBits, std::memory_order_relaxed);
+      }
+      blocks_[used_ / kSlotsOfBlock].store(block, std::memory_order_release);
     }
     return used_++;
   }
@@ -140,6 +166,10 @@ class Table {
     free_.push_back(number);
     return object;
   }
+
+  // Constant.
+  const Table* const parent_;
+  const uint8_t forks_;
 
   std::atomic<Slot*> blocks_[kBlocks] = {};
 
@@ -161,6 +191,7 @@ std::pair<bool, std::unique_ptr<HandleObject>> RemoveFromTable(HandleKind kind,
                                                                HandleBits handle) noexcept {
   return Table::Get().Remove(kind, handle);
 }
+bool IsForkedChild() { return Table::Get().forked(); }
 
 }  // namespace internal
 

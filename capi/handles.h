@@ -15,6 +15,9 @@
 // The table is the one global of this library: a handle must be told from garbage before anything
 // that it belongs to is known.
 //
+// A child that was forked off has none of its parent's handles: most stand for something with
+// threads, which a fork does not copy.
+//
 // All functions here are thread-safe.
 #ifndef DISTGRAD_CAPI_HANDLES_H_
 #define DISTGRAD_CAPI_HANDLES_H_
@@ -66,6 +69,8 @@ void UnpinInTable(HandleBits handle) noexcept;
 // From now on the handle is dead. Whether this call did that; its object, if nobody has it pinned.
 std::pair<bool, std::unique_ptr<HandleObject>> RemoveFromTable(HandleKind kind,
                                                                HandleBits handle) noexcept;
+// Whether this process was forked off one that had handles, all of which are dead here.
+bool IsForkedChild();
 
 template <typename T>
 HandleBits BitsOf(const T* handle) {
@@ -99,9 +104,14 @@ class Pinned {
 template <typename T>
 absl::Status NotAHandle(const typename T::Handle* handle) {
   return absl::InvalidArgumentError(
-      handle == nullptr ? absl::StrCat("a ", T::kName, " is NULL")
-                        : absl::StrCat("what was given as a ", T::kName,
-                                       " is none: destroyed already, or a handle of another kind"));
+      handle == nullptr
+          ? absl::StrCat("a ", T::kName, " is NULL")
+          : absl::StrCat("what was given as a ", T::kName,
+                         " is none: destroyed already, or a handle of another kind",
+                         internal::IsForkedChild()
+                             ? ", or one of the process that this one was forked off (none of its "
+                               "handles is alive here; fork before the first use, or exec after it)"
+                             : ""));
 }
 
 template <typename T>

@@ -17,6 +17,9 @@
  *              DG_INVALID_ARGUMENT everywhere; comments name what else is to be expected.
  *   Threads    Any function may be called on any thread at any time, unless its comment says
  *              otherwise.
+ *   Forks      A child that was forked off has none of its parent's handles: functions say so
+ *              with DG_INVALID_ARGUMENT, dg_T_destroy does nothing, and nothing waits. What the
+ *              child makes itself works as far as libtorch does there.
  *   Waiting    Functions marked "Waits" may be called by handlers, but return
  *              DG_FAILED_PRECONDITION in the callback of a future and in destructors of user data,
  *              where they could wait for ever for the thread that they are on.
