@@ -150,19 +150,22 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
 // ----------------------------------------------------------------------------- From the network
 
 void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
-  absl::StatusOr<std::vector<Notice>> notices = absl::InternalError("unread");
+  absl::StatusOr<std::vector<Notice>> notices = std::vector<Notice>();
   try {
-    notices = ReadNotices(packet, offset, message_limits());
+    if (packet.segments_status.ok()) {
+      notices = ReadNotices(packet, offset, message_limits());
+    } else {
+      notices = packet.segments_status;
+    }
   } catch (...) {
     notices = StatusFromException(std::current_exception());
   }
   if (!notices.ok()) {
     // What was in it is lost, and with it every pass of that worker.
-    DG_LOG(ERROR) << "a notice from worker " << network_->Describe(from)
-                  << " is malformed: " << notices.status();
-    return OnPeerLost(
-        from, Annotate(notices.status(),
-                       absl::StrCat("a malformed notice from worker ", network_->Describe(from))));
+    const absl::Status lost = Annotate(
+        notices.status(), absl::StrCat("reading gradients from worker ", network_->Describe(from)));
+    DG_LOG(ERROR) << lost;
+    return OnPeerLost(from, lost);
   }
   bool runs_nodes = false;
   for (const Notice& notice : *notices) {

@@ -221,6 +221,21 @@ TEST_F(EngineTest, AContextThatANoticeBroughtIsMadeKnownToItsOriginWhenTheSender
   EXPECT_EQ(contexts_.size(), 0u);
 }
 
+// What was in the packet is lost; its bytes alone cannot be read without it.
+TEST_F(EngineTest, APassFailsWhoseGradientsFoundNoMemory) {
+  const auto context = contexts_.New();
+  const Future<Unit> pass =
+      engine_.Backward(context, {Receive(context, kPeer, 1).sum()},
+                       {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  ASSERT_FALSE(pass.Done()) << "the peer has not said that it is done";
+  Packet packet{"what tells of gradients", {}, absl::ResourceExhaustedError("there is no memory")};
+  engine_.OnNotice(kPeer, std::move(packet), 0);
+  AwaitPool();
+  ASSERT_TRUE(pass.Done());
+  EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kResourceExhausted)
+      << pass.Wait().status();
+}
+
 // The pool comes to the message of a worker when that is lost already.
 TEST_F(EngineTest, AMessageThatIsReadLateBringsNoContextOfALostWorker) {
   absl::Notification go;

@@ -349,6 +349,11 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
         service_->OnLateReply(*peer, Body{std::move(packet), offset});
       } else if (!frame.status.ok()) {
         End(*answered, CallError(*peer, answered->function, frame.status));
+      } else if (!packet.segments_status.ok()) {
+        const absl::Status lost = Annotate(packet.segments_status, "receiving the answer");
+        End(*answered, CallError(*peer, answered->function, lost));
+        // Nobody waits for it any more.
+        service_->OnLateReply(*peer, Body{std::move(packet), offset});
       } else {
         End(*answered, Body{std::move(packet), offset});
       }
@@ -391,7 +396,12 @@ absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer
                                   ? absl::InfiniteFuture()
                                   : clock_->Now() + absl::Microseconds(frame.timeout_us);
   const uint64_t size = packet.size();
-  absl::StatusOr<std::shared_ptr<Cancellation>> begun = link->served().Begin(frame.call, size);
+  absl::StatusOr<std::shared_ptr<Cancellation>> begun = nullptr;
+  if (packet.segments_status.ok()) {
+    begun = link->served().Begin(frame.call, size);
+  } else {
+    begun = Annotate(packet.segments_status, "receiving the arguments");
+  }
   // A packet that came twice: its call is under way.
   if (absl::IsAlreadyExists(begun.status())) return absl::OkStatus();
   CallCounters* counters;

@@ -23,13 +23,7 @@ size_t BlockCache::Rounded(size_t size) {
   return (size + step - 1) / step * step;
 }
 
-BlockCache::~BlockCache() {
-  absl::MutexLock lock(&mu_);
-  for (const Block& block : blocks_) {
-    ASAN_UNPOISON_MEMORY_REGION(block.memory, block.size);
-    std::free(block.memory);
-  }
-}
+BlockCache::~BlockCache() { FreeKept(); }
 
 void* BlockCache::Allocate(size_t size) {
   if (size > PTRDIFF_MAX) throw std::bad_alloc();  // below that, rounding cannot overflow
@@ -49,8 +43,26 @@ void* BlockCache::Allocate(size_t size) {
     }
   }
   void* memory = std::aligned_alloc(kAlignment, rounded);
+  if (memory == nullptr) {
+    FreeKept();
+    memory = std::aligned_alloc(kAlignment, rounded);
+  }
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
+}
+
+void BlockCache::FreeKept() {
+  std::list<Block> blocks;
+  {
+    absl::MutexLock lock(&mu_);
+    blocks.swap(blocks_);
+    by_size_.clear();
+    kept_ = 0;
+  }
+  for (const Block& block : blocks) {
+    ASAN_UNPOISON_MEMORY_REGION(block.memory, block.size);
+    std::free(block.memory);
+  }
 }
 
 void BlockCache::Free(void* memory, size_t size) {

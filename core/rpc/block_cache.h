@@ -26,7 +26,7 @@ class BlockCache {
   ~BlockCache();
 
   // At least `size` bytes, aligned to kAlignment, not cleared. `size` is not 0. Throws
-  // std::bad_alloc.
+  // std::bad_alloc if there is no memory even without what is kept.
   void* Allocate(size_t size);
 
   // Takes a block back; `size` as it was given to Allocate.
@@ -46,6 +46,8 @@ class BlockCache {
 
   // Constant after construction.
   const size_t limit_;
+
+  void FreeKept();
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+
 namespace distgrad {
 
 // A range of memory and whoever keeps it alive. On the sending side the bytes must not change
@@ -30,6 +32,10 @@ struct Segment {
 struct Packet {
   std::string bytes;
   std::vector<Segment> segments;
+
+  // On the receiving side: kResourceExhausted where there was no memory for the segments. They are
+  // lost, and not there.
+  absl::Status segments_status = {};
 
   // Of both together.
   uint64_t size() const {

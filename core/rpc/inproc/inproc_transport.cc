@@ -137,7 +137,10 @@ absl::Status InprocEnd::TrySend(const Packet& packet, SendDone& done) {
   try {
     copy = CopyPacket(packet);
   } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError("no memory for the copy of a packet");
+    copy = {packet.bytes,
+            {},
+            absl::ResourceExhaustedError(
+                absl::StrCat("there is no memory for the ", packet.size(), " bytes of it"))};
   }
   FaultInjector* faults = node_->network().faults();
   const FaultInjector::Action action = faults == nullptr

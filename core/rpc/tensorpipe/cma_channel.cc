@@ -200,7 +200,7 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
 
   void Begin(std::shared_ptr<Copy> copy) {
     while (copy != nullptr) {
-      if (!copy->error) {
+      if (!copy->error && copy->to != DiscardTarget()) {
         if (!Copiers::IsForThisThread(copiers_, copy->size)) return BeginPieces(copy);
         copy->failure = CopyFrom(copy->process, copy->from.address, copy->to, copy->size);
       }

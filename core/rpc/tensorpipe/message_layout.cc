@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/rpc/tensorpipe/gpu_channel.h"
+#include "core/rpc/tensorpipe/socket/peer_process.h"
 #include "core/rpc/wire.h"
 #include "tensorpipe/common/cpu_buffer.h"
 #include "tensorpipe/common/device.h"
@@ -25,6 +26,7 @@ class Budget {
     return absl::ResourceExhaustedError(
         absl::StrCat("a packet of ", count, " segments; the limit is ", limits_.segments));
   }
+  uint64_t spent() const { return spent_; }
   absl::Status Spend(uint64_t size) {
     if (size <= limits_.bytes - spent_) {
       spent_ += size;
@@ -56,6 +58,30 @@ tensorpipe::Message::Payload MakePayload(void* data, size_t size, uint32_t posit
 
 absl::Status Malformed(absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("malformed message: ", what));
+}
+
+// Takes of a packet only its bytes.
+absl::StatusOr<std::shared_ptr<Incoming>> Discard(tensorpipe::Descriptor descriptor,
+                                                  const std::vector<uint32_t>& positions,
+                                                  const absl::Status& why) try {
+  auto incoming = std::make_shared<Incoming>();
+  incoming->packet.segments_status = why;
+  incoming->packet.bytes = std::move(descriptor.metadata);
+  for (const auto& tensor : descriptor.tensors) {
+    if (!(tensor.sourceDevice == Cpu())) return why;
+    incoming->allocation.tensors.push_back({tensorpipe::CpuBuffer{DiscardTarget()}});
+  }
+  for (size_t i = 0; i < positions.size(); ++i) {
+    void* data = DiscardTarget();
+    if (positions[i] == kBytesPosition) {
+      incoming->packet.bytes.resize(descriptor.payloads[i].length);
+      data = incoming->packet.bytes.data();
+    }
+    incoming->allocation.payloads.push_back({data});
+  }
+  return incoming;
+} catch (const std::bad_alloc&) {
+  return why;
 }
 
 }  // namespace
@@ -199,7 +225,10 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
     }
     return incoming;
   } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError("no memory for a packet that arrived");
+    const absl::Status lost = absl::ResourceExhaustedError(
+        absl::StrCat("there is no memory for the ", budget.spent(), " bytes of it"));
+    if (!limits.can_discard) return lost;
+    return Discard(std::move(descriptor), positions, lost);
   }
 }
 

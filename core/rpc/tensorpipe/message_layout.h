@@ -33,6 +33,8 @@ struct PacketLimits {
   // when it is asked for one between any others.
   int gpus_here = 0;
   int gpus_there = 0;
+  // Whether the connection reads to DiscardTarget().
+  bool can_discard = false;
 };
 
 // kResourceExhausted if the packet is beyond a limit, kInvalidArgument if a segment is empty,
@@ -58,6 +60,9 @@ bool TakesLongToPrepare(const tensorpipe::Descriptor& descriptor);
 // Checks all that a descriptor says before any memory is allocated for it. kResourceExhausted
 // if it is beyond a limit or there is no memory, kInvalidArgument if no LayOut made it. `gpus` is
 // asked for memory only if the limits have gpus_here.
+//
+// With limits.can_discard, where there is no memory for the segments the packet comes without them
+// (Packet::segments_status). That goes for the host's memory, where no segment is of a GPU.
 absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descriptor,
                                                   const PacketLimits& limits,
                                                   DeviceMemory* gpus = nullptr);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/rpc/tensorpipe/socket/peer_process.h"
 #include "core/rpc/wire.h"
 #include "gtest/gtest.h"
 #include "tensorpipe/common/cpu_buffer.h"
@@ -145,6 +146,34 @@ TEST(HostileDescriptorTest, SizesBeyondTheLimit) {
   EXPECT_EQ(CodeOf(sum), absl::StatusCode::kResourceExhausted);
   sum.tensors = {Tensor(100), Tensor(kMax)};
   EXPECT_EQ(CodeOf(sum), absl::StatusCode::kResourceExhausted);
+}
+
+// More than any machine has, within the limit.
+TEST(NoMemoryTest, APacketComesWithoutItsSegments) {
+  constexpr size_t kTooMuch = size_t{1} << 62;
+  PacketLimits limits = {std::numeric_limits<uint64_t>::max() / 2, 8};
+  Descriptor descriptor;
+  descriptor.tensors = {Tensor(kTooMuch)};
+  descriptor.payloads = {{5, Position(1)}, {3, Position(kBytesPosition)}};
+  EXPECT_EQ(Prepare(descriptor, limits).status().code(), absl::StatusCode::kResourceExhausted);
+  limits.can_discard = true;
+  const auto incoming = Prepare(descriptor, limits);
+  ASSERT_TRUE(incoming.ok()) << incoming.status();
+  const Packet& packet = (*incoming)->packet;
+  EXPECT_EQ(packet.segments_status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(packet.segments.empty());
+  EXPECT_EQ(packet.bytes.size(), 3u);
+  const tensorpipe::Allocation& allocation = (*incoming)->allocation;
+  ASSERT_EQ(allocation.tensors.size(), 1u);
+  EXPECT_EQ(tensorpipe::Buffer(allocation.tensors[0].buffer).unwrap<tensorpipe::CpuBuffer>().ptr,
+            DiscardTarget());
+  ASSERT_EQ(allocation.payloads.size(), 2u);
+  EXPECT_EQ(allocation.payloads[0].data, DiscardTarget());
+  EXPECT_EQ(allocation.payloads[1].data, packet.bytes.data());
+  // Of the bytes themselves nothing can be told.
+  descriptor.payloads[1].length = kTooMuch / 2;
+  descriptor.tensors = {Tensor(kTooMuch / 2)};
+  EXPECT_EQ(Prepare(descriptor, limits).status().code(), absl::StatusCode::kResourceExhausted);
 }
 
 TEST(HostileDescriptorTest, TooManySegments) {

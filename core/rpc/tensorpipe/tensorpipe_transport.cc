@@ -278,6 +278,7 @@ class PipeConnection final : public Connection,
   PacketLimits limits() const {
     PacketLimits limits = shared_->limits;
     limits.gpus_there = gpus_there_;
+    limits.can_discard = shared_->is_sockets;
     return limits;
   }
 

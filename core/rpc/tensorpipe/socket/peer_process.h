@@ -1,11 +1,17 @@
 // What a connection of TensorPipe's transports may be, besides: one that knows who is at its other
-// end.
+// end, and can read what nobody has memory for.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_PEER_PROCESS_H_
 #define DISTGRAD_CORE_RPC_TENSORPIPE_SOCKET_PEER_PROCESS_H_
 
 #include <sys/types.h>
 
 namespace distgrad {
+
+// What is read to there is dropped. Ours only: by the sockets' connections and the channel `cma`.
+inline void* DiscardTarget() {
+  static char none;
+  return &none;
+}
 
 // Thread-safe.
 class HasPeerProcess {

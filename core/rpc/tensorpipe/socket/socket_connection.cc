@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/exception.h"
 #include "core/rpc/tensorpipe/error.h"
+#include "core/rpc/tensorpipe/socket/peer_process.h"
 
 namespace distgrad {
 namespace {
@@ -303,7 +305,11 @@ bool SocketConnection::StartFrame() {
   } else if (size <= kBufferBytes) {
     frame_ = nullptr;
   } else {
-    storage_.reset(new uint8_t[size]);  // not cleared
+    storage_.reset(new (std::nothrow) uint8_t[size]);  // not cleared
+    if (storage_ == nullptr) {
+      Fail(absl::StrCat("there is no memory for a frame of ", size, " bytes"));
+      return false;
+    }
     frame_ = storage_.get();
   }
   return true;
@@ -318,14 +324,16 @@ bool SocketConnection::FillFrame() {
     frame_filled_ = frame_size_;
     return true;
   }
+  const bool discards = frame_ == DiscardTarget();
   const size_t buffered = std::min(end_ - begin_, frame_size_ - frame_filled_);
   if (buffered > 0) {
-    std::memcpy(frame_ + frame_filled_, &buffer_[begin_], buffered);
+    if (!discards) std::memcpy(frame_ + frame_filled_, &buffer_[begin_], buffered);
     begin_ += buffered;
     frame_filled_ += buffered;
   }
   if (frame_filled_ == frame_size_) return true;
   size_t received = 0;
+  if (discards) return Receive(nullptr, 0, &received);
   if (!Receive(frame_ + frame_filled_, frame_size_ - frame_filled_, &received)) return false;
   frame_filled_ += received;
   return true;

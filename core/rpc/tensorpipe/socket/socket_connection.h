@@ -55,8 +55,8 @@ class SocketConnection final : public Loop::Handler,
   // Not for use: see Adopt and Connect.
   explicit SocketConnection(std::shared_ptr<Loop> loop);
 
-  // Reads the next frame: into `data` if it is exactly `size` bytes long, into memory of our own
-  // for a null `data`, or into an object.
+  // Reads the next frame: into `data` if it is exactly `size` bytes long (nowhere for
+  // DiscardTarget()), into memory of our own for a null `data`, or into an object.
   void Read(void* data, size_t size, ReadDone done);
   void Read(tensorpipe::AbstractNopHolder* object, WriteDone done);
 
