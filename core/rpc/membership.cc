@@ -31,6 +31,7 @@ constexpr absl::Duration kLook = absl::Seconds(1);
 std::string EntryKey(int id) { return absl::StrCat("worker/", id); }
 std::string LivesKey(int id) { return absl::StrCat("worker/", id, "/lives"); }
 std::string NameKey(absl::string_view name) { return absl::StrCat("name/", name); }  // its id
+std::string LostKey(int id) { return absl::StrCat("lost/", id); }  // the incarnation that is
 std::string ClaimsKey(absl::string_view name) { return absl::StrCat("claims/", name); }
 constexpr char kReady[] = "ready";        // counts the workers that know all others
 constexpr char kSettled[] = "settled";    // who counts to 1 writes the outcome
@@ -92,13 +93,22 @@ std::string Several(const std::vector<std::string>& names) {
   return text;
 }
 
-absl::Status NotCome(const std::vector<WorkerInfo>& missing) {
+std::string NamesOf(const std::vector<WorkerInfo>& workers) {
   std::vector<std::string> names;
-  for (const WorkerInfo& worker : missing) {
+  for (const WorkerInfo& worker : workers) {
     names.push_back(absl::StrCat("'", worker.name, "' (", worker.id, ")"));
   }
+  return Several(names);
+}
+
+absl::Status NotCome(const std::vector<WorkerInfo>& missing) {
   return absl::DeadlineExceededError(
-      absl::StrCat(Several(names), names.size() == 1 ? " has" : " have", " not come"));
+      absl::StrCat(NamesOf(missing), missing.size() == 1 ? " has" : " have", " not come"));
+}
+
+absl::Status Lost(const std::vector<WorkerInfo>& lost) {
+  return absl::UnavailableError(
+      absl::StrCat(NamesOf(lost), lost.size() == 1 ? " is lost" : " are lost"));
 }
 
 absl::Duration Patience(Deadline deadline) {
@@ -351,14 +361,53 @@ absl::Status Membership::Leave() {
 
 // --------------------------------------------------------------------------------- Barriers
 
-absl::Status Membership::Barrier(Deadline deadline) {
+void Membership::MarkLost(const WorkerInfo& member) {
+  {
+    absl::MutexLock lock(&mu_);
+    lost_[member.id] = member;
+  }
+  announcer_.Schedule([this, member] { Announce(member); });
+}
+
+void Membership::Announce(const WorkerInfo& lost) {
+  const Deadline deadline = Deadline::After(kPatience);
+  while (!closed_) {
+    const absl::Status status = store_->Set(LostKey(lost.id), absl::StrCat(lost.incarnation));
+    if (!IsSilence(status, deadline)) return;
+  }
+}
+
+absl::StatusOr<bool> Membership::IsLost(const WorkerInfo& member) {
+  const auto lost = store_->Get(LostKey(member.id), absl::InfinitePast());
+  if (absl::IsNotFound(lost.status())) return false;
+  DG_RETURN_IF_ERROR(lost.status());
+  return *lost == absl::StrCat(member.incarnation);
+}
+
+absl::Status Membership::DenyLoss() {
+  DG_ASSIGN_OR_RETURN(const bool lost, IsLost(self_));
+  return lost ? store_->Set(LostKey(self_.id), "") : absl::OkStatus();
+}
+
+absl::Status Membership::WithLost(const absl::Status& status) {
+  if (!absl::IsUnavailable(status)) return status;
+  std::vector<WorkerInfo> lost;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [id, worker] : lost_) lost.push_back(worker);
+  }
+  if (lost.empty()) return status;
+  return absl::UnavailableError(absl::StrCat(Lost(lost).message(), ", and ", status.message()));
+}
+
+absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost) {
   const int64_t number = ++barriers_;
-  return Annotate(Gather(absl::StrCat("barrier/", number), number, deadline),
+  return Annotate(Gather(absl::StrCat("barrier/", number), number, deadline, on_lost),
                   "waiting for all workers");
 }
 
-absl::Status Membership::BarrierOfTheEnd(Deadline deadline) {
-  absl::Status status = Gather("leave", kLast, deadline);
+absl::Status Membership::BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost) {
+  absl::Status status = Gather("leave", kLast, deadline, on_lost);
   if (status.ok()) status = store_->Set(absl::StrCat("left/", self_.id), "1");
   if (status.ok() && self_.id == 0) status = AwaitOthers("left", deadline);
   return Annotate(status, "waiting for all workers to leave");
@@ -369,31 +418,31 @@ absl::Status Membership::CheckOpen() const {
   return absl::CancelledError("this worker is shutting down");
 }
 
+// All have come to the end, so one that is lost now is not missed.
 absl::Status Membership::AwaitOthers(const std::string& name, Deadline deadline) {
   for (;;) {
     DG_RETURN_IF_ERROR(CheckOpen());
-    const absl::StatusOr<std::vector<WorkerInfo>> missing = Missing(name, kLast);
+    const absl::StatusOr<Absent> missing = Missing(name, kLast);
     if (IsSilence(missing.status(), deadline)) continue;
     DG_RETURN_IF_ERROR(missing.status());
-    if (missing->empty()) return absl::OkStatus();
-    if (deadline.Passed()) return NotCome(*missing);
-    const auto there = store_->Get(absl::StrCat(name, "/", missing->front().id),
+    if (missing->late.empty()) return absl::OkStatus();
+    if (deadline.Passed()) return NotCome(missing->late);
+    const auto there = store_->Get(absl::StrCat(name, "/", missing->late.front().id),
                                    std::min(deadline, Deadline::After(kLook)));
     if (absl::IsNotFound(there.status()) || IsSilence(there.status(), deadline)) continue;
     DG_RETURN_IF_ERROR(there.status());
   }
 }
 
-// The members that have to come and have not.
-absl::StatusOr<std::vector<WorkerInfo>> Membership::Missing(const std::string& name,
-                                                            int64_t number) {
+absl::StatusOr<Membership::Absent> Membership::Missing(const std::string& name, int64_t number) {
   DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> members, All());
-  std::vector<WorkerInfo> missing;
+  Absent missing;
   for (const WorkerInfo& member : members) {
     if (member.barriers >= number) continue;
     const auto there = store_->Get(absl::StrCat(name, "/", member.id), absl::InfinitePast());
     if (absl::IsNotFound(there.status())) {
-      missing.push_back(member);
+      DG_ASSIGN_OR_RETURN(const bool lost, IsLost(member));
+      (lost ? missing.lost : missing.late).push_back(member);
     } else {
       DG_RETURN_IF_ERROR(there.status());
     }
@@ -403,27 +452,37 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::Missing(const std::string& n
 
 // Everyone says that it is there; who sees that all are opens the door. The last to come sees it
 // at once; the others look now and then, for somebody may leave rather than come.
-absl::Status Membership::Gather(const std::string& name, int64_t number, Deadline deadline) {
+absl::Status Membership::Gather(const std::string& name, int64_t number, Deadline deadline,
+                                OnLostMember on_lost) {
+  const absl::Status denied = DenyLoss();
+  if (!IsSilence(denied, deadline)) DG_RETURN_IF_ERROR(WithLost(denied));
   DG_ASSIGN_OR_RETURN(const int64_t come, store_->Add(name + "/count", 1));
   if (come == 1 && number != kLast) DG_RETURN_IF_ERROR(store_->Add(kBarriers, 1).status());
   DG_RETURN_IF_ERROR(store_->Set(absl::StrCat(name, "/", self_.id), "1"));
   const std::string door = name + "/open";
+  const auto is_over = [&](const Absent& missing) {
+    return missing.late.empty() && (missing.lost.empty() || on_lost == OnLostMember::kGoOnWithout);
+  };
   bool look = come >= size_;
   for (;;) {
     DG_RETURN_IF_ERROR(CheckOpen());
     if (look) {
-      absl::StatusOr<std::vector<WorkerInfo>> missing = Missing(name, number);
+      const absl::Status denied = DenyLoss();
+      if (IsSilence(denied, deadline)) continue;
+      DG_RETURN_IF_ERROR(WithLost(denied));
+      absl::StatusOr<Absent> missing = Missing(name, number);
       // Again, for one may have joined before the first of us came, and after we looked.
-      if (missing.ok() && missing->empty()) missing = Missing(name, number);
+      if (missing.ok() && is_over(*missing)) missing = Missing(name, number);
       if (IsSilence(missing.status(), deadline)) continue;
-      DG_RETURN_IF_ERROR(missing.status());
-      if (missing->empty()) return store_->Set(door, "1");
-      if (deadline.Passed()) return NotCome(*missing);
+      DG_RETURN_IF_ERROR(WithLost(missing.status()));
+      if (is_over(*missing)) return store_->Set(door, "1");
+      if (!missing->lost.empty() && on_lost == OnLostMember::kFail) return Lost(missing->lost);
+      if (deadline.Passed()) return NotCome(missing->late);
     }
     const auto open = store_->Get(door, std::min(deadline, Deadline::After(kLook)));
     look = true;
     if (absl::IsNotFound(open.status()) || IsSilence(open.status(), deadline)) continue;
-    return open.status();
+    return WithLost(open.status());
   }
 }
 

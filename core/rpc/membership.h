@@ -10,15 +10,19 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/ids.h"
+#include "core/base/thread_pool.h"
 #include "core/rpc/store.h"
 #include "core/rpc/worker_info.h"
 
@@ -36,8 +40,14 @@ struct Seat {
   int max_workers = 4096;
 };
 
-// Blocks in the store: never on a pool's or a transport's thread. Claim and then Enter come
-// first, once each; thread-safe after that.
+// What a barrier does when a member that it waits for is lost (Membership::MarkLost).
+enum class OnLostMember {
+  kFail,         // at once, with kUnavailable and the member's name
+  kGoOnWithout,  // as if it had left
+};
+
+// Blocks in the store, but for MarkLost and Close: never on a pool's or a transport's thread. Claim
+// and then Enter come first, once each; thread-safe after that.
 class Membership {
  public:
   Membership(std::shared_ptr<Store> store, Seat seat)
@@ -69,13 +79,19 @@ class Membership {
   // Says that this worker leaves.
   absl::Status Leave();
 
+  // Says that this life of a member is lost: all workers that wait for it in a barrier, and those
+  // that will, hear of it within about a second, by way of the store. Returns at once; for any
+  // thread. Should the member live after all, it takes the word back at its next barrier, or in the
+  // one that it waits in; a new life of it is not lost.
+  void MarkLost(const WorkerInfo& member);
+
   // Waits until every member has called it as often as this one. A member that leaves meanwhile
   // is not waited for, nor is one that joined or came back after this barrier had begun.
-  // kDeadlineExceeded names who did not come.
-  absl::Status Barrier(Deadline deadline);
+  // kDeadlineExceeded names who did not come, kUnavailable who is lost.
+  absl::Status Barrier(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
 
   // The same, once, before all end. Worker 0, which may serve the store, goes last.
-  absl::Status BarrierOfTheEnd(Deadline deadline);
+  absl::Status BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
 
   // Whoever waits in a barrier, or will, gets kCancelled within a second. Waits for nothing.
   void Close() { closed_ = true; }
@@ -89,8 +105,21 @@ class Membership {
   absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);
   absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> EnterLate();
-  absl::Status Gather(const std::string& name, int64_t number, Deadline deadline);
-  absl::StatusOr<std::vector<WorkerInfo>> Missing(const std::string& name, int64_t number);
+  // Members that have to come to a barrier and have not.
+  struct Absent {
+    std::vector<WorkerInfo> late;
+    std::vector<WorkerInfo> lost;
+  };
+  absl::Status Gather(const std::string& name, int64_t number, Deadline deadline,
+                      OnLostMember on_lost);
+  absl::StatusOr<Absent> Missing(const std::string& name, int64_t number);
+  absl::StatusOr<bool> IsLost(const WorkerInfo& member);
+  // Takes back what somebody has said of this worker.
+  absl::Status DenyLoss();
+  void Announce(const WorkerInfo& lost);
+  // An error of the store, with the members that this worker knows to be lost: one of them may
+  // have served it.
+  absl::Status WithLost(const absl::Status& status);
   absl::Status AwaitOthers(const std::string& name, Deadline deadline);
   absl::Status Publish();
   absl::StatusOr<WorkerInfo> FindPatiently(WorkerId id);
@@ -107,6 +136,11 @@ class Membership {
   std::atomic<bool> closed_{false};
   std::atomic<int64_t> barriers_{0};
   std::atomic<int> size_{0};  // the members when we last looked
+
+  absl::Mutex mu_;
+  std::map<WorkerId, WorkerInfo> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
+
+  ThreadPool announcer_{"dg-lost", 1};  // goes first
 };
 
 }  // namespace distgrad

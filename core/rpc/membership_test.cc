@@ -404,5 +404,64 @@ TEST_F(RunningJobTest, BarriersGoOnWithWhoJoined) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// --------------------------------------------------------------------------------- Lost members
+
+TEST_F(RunningJobTest, ABarrierFailsAtOnceWhenWhoItWaitsForIsLost) {
+  Start(4);
+  const WorkerInfo lost = *members_[1]->Find("worker3");
+  // One that waits already, and one that comes later; the word is another's.
+  std::thread waiting([&] {
+    EXPECT_EQ(members_[0]->Barrier(Deadline::Never()),
+              absl::UnavailableError("waiting for all workers: 'worker3' (3) is lost"));
+  });
+  while (*store_->Add("barriers", 0) == 0) std::this_thread::yield();
+  members_[1]->MarkLost(lost);
+  waiting.join();
+  EXPECT_EQ(members_[2]->Barrier(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers: 'worker3' (3) is lost"));
+  EXPECT_EQ(members_[2]->BarrierOfTheEnd(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers to leave: 'worker3' (3) is lost"));
+}
+
+TEST_F(RunningJobTest, ABarrierGoesOnWithoutWhoIsLost) {
+  Start(3);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, m = members_[i].get()] {
+      ASSERT_TRUE(m->Barrier(Later(), OnLostMember::kGoOnWithout).ok());
+      ASSERT_TRUE(m->Barrier(Later(), OnLostMember::kGoOnWithout).ok());
+      ASSERT_TRUE(m->BarrierOfTheEnd(Later(), OnLostMember::kGoOnWithout).ok());
+    });
+  }
+  while (*store_->Add("barriers", 0) == 0) std::this_thread::yield();
+  members_[1]->MarkLost(*members_[1]->Find("worker2"));
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_F(RunningJobTest, WhoComesBackIsNotLost) {
+  Start(2);
+  const WorkerInfo before = *members_[0]->Find("worker1");
+  members_[0]->MarkLost(before);
+  ASSERT_TRUE(Come({.rank = 1, .world_size = 2}).ok());
+  members_[0]->MarkLost(before);  // once more, and late
+  std::thread other([&] { EXPECT_TRUE(members_[2]->Barrier(Later()).ok()); });
+  EXPECT_TRUE(members_[0]->Barrier(Later()).ok());
+  other.join();
+}
+
+// It was only silent for a while, and speaks again.
+TEST_F(RunningJobTest, WhoWasTakenForLostAndLivesTakesPart) {
+  Start(2);
+  members_[0]->MarkLost(*members_[0]->Find("worker1"));
+  EXPECT_TRUE(absl::IsUnavailable(members_[0]->Barrier(Deadline::Never())));
+  std::thread other([&] {
+    EXPECT_TRUE(members_[1]->Barrier(Later()).ok());
+    EXPECT_TRUE(members_[1]->BarrierOfTheEnd(Later()).ok());
+  });
+  while (store_->Get("lost/1", Later()).value() != "") std::this_thread::yield();
+  EXPECT_TRUE(members_[0]->BarrierOfTheEnd(Later()).ok());
+  other.join();
+}
+
 }  // namespace
 }  // namespace distgrad
