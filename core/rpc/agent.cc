@@ -50,7 +50,7 @@ absl::Status Agent::Impl::Start(const WorkerInfo& self, std::vector<WorkerInfo> 
 void Agent::Impl::Close() {
   std::vector<std::shared_ptr<Link>> links;
   PendingCalls pending;
-  std::optional<Clock::TimerId> timer, beat;
+  std::optional<Clock::TimerId> timer, beat, watch;
   {
     absl::MutexLock lock(&mu_);
     if (closed_) return;
@@ -63,9 +63,11 @@ void Agent::Impl::Close() {
     pending.swap(pending_);
     timer = std::exchange(timer_, {}).id;
     beat = std::exchange(beat_, std::nullopt);
+    watch = std::exchange(watch_, std::nullopt);
   }
   if (timer) clock_->Cancel(*timer);
   if (beat) clock_->Cancel(*beat);
+  if (watch) clock_->Cancel(*watch);
   for (auto& [call, p] : pending) {
     End(p, CallError(p.to, p.function, absl::CancelledError("this worker is shutting down")));
   }
@@ -143,6 +145,17 @@ std::vector<WorkerInfo> Agent::Members() const { return impl_->peers().Members()
 size_t Agent::MemberCount() const { return impl_->peers().size(); }
 absl::Status Agent::Learn(const WorkerInfo& worker) { return impl_->Learn(worker, nullptr); }
 std::string Agent::Describe(WorkerId worker) const { return impl_->peers().Describe(worker); }
+void Agent::WatchMembers(bool late) { impl_->WatchMembers(late); }
+void Agent::WatchToo(WorkerId member) { impl_->WatchToo(member); }
+void Agent::SetAlive(WorkerId worker, Incarnation incarnation) {
+  impl_->SetAlive(worker, incarnation);
+}
+void Agent::StopWatching() { impl_->StopWatching(); }
+void Agent::SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason) {
+  impl_->SetLost(worker, incarnation, reason);
+}
+void Agent::KeepEvents(bool keep) { impl_->peers().KeepEvents(keep); }
+std::vector<MemberEvent> Agent::TakeEvents() { return impl_->peers().TakeEvents(); }
 void Agent::SayLeaving() { impl_->SayLeaving(); }
 size_t Agent::under_way() const { return impl_->under_way(); }
 size_t Agent::served() const { return impl_->served(); }

@@ -30,6 +30,7 @@
 #include "core/rpc/directory.h"
 #include "core/rpc/incoming_call.h"
 #include "core/rpc/limits.h"
+#include "core/rpc/member_event.h"
 #include "core/rpc/packet.h"
 #include "core/rpc/send_window.h"
 #include "core/rpc/transport.h"
@@ -49,6 +50,13 @@ class AgentService {
   virtual void OnLateReply(WorkerId from, Body reply) = 0;
   // The connection with a worker broke: what was under way with it may be lost. It may be back.
   virtual void OnPeerLost(WorkerId peer, const absl::Status& why) = 0;
+  // That life of a member that is watched (Agent::WatchMembers) cannot be reached: nothing is heard
+  // of it, or nobody is there. Again and again, until Agent::SetLost(), unless it can be reached
+  // again.
+  virtual void OnUnreachable(WorkerId /*peer*/, Incarnation /*incarnation*/,
+                             const absl::Status& /*why*/) {}
+  // There are events for Agent::TakeEvents().
+  virtual void OnMemberEvents() {}
 };
 
 // How a call is made.
@@ -128,6 +136,21 @@ class Agent {
   // "'name' (id)", for messages.
   std::string Describe(WorkerId worker) const;
   absl::Time Now() const;
+
+  // From now on notices the death of a member with whom nothing is under way. Each worker watches
+  // the next one by id, over a connection of its own accord, so all are watched, by one each. One
+  // that came `late` also connects to the one before it, which may not know of it. Once.
+  void WatchMembers(bool late);
+  // The same with this member, whoever else does.
+  void WatchToo(WorkerId member);
+  void StopWatching();
+  // That life of a member is lost, as OnUnreachable() said or somebody else; or is not, after all. It
+  // stays a member.
+  void SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
+  void SetAlive(WorkerId worker, Incarnation incarnation);
+  // What happens to members is kept from now on, in its order, until it is taken; or no longer.
+  void KeepEvents(bool keep);
+  std::vector<MemberEvent> TakeEvents();
 
   // Calls and notices so far, the latter under kNotices.
   static constexpr absl::string_view kNotices = "(notices)";

@@ -375,6 +375,7 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
     }
     case FrameKind::kLeaving:
       peers_.SetLeft(*peer);
+      service_->OnMemberEvents();
       break;
     case FrameKind::kBulk:
       OpenBulk(link, *peer, frame.link);

@@ -1,5 +1,5 @@
 // What an Agent is made of. Private to core/rpc: agent.cc has its life and what it can be asked,
-// agent_calls.cc its calls, agent_links.cc its connections.
+// agent_calls.cc its calls, agent_links.cc its connections, agent_watch.cc whom it watches.
 #ifndef DISTGRAD_CORE_RPC_AGENT_IMPL_H_
 #define DISTGRAD_CORE_RPC_AGENT_IMPL_H_
 
@@ -59,6 +59,12 @@ class Agent::Impl : public Link::Owner,
   size_t under_way() const;
   size_t served() const { return shared_.served; }
   const Peers& peers() const { return peers_; }
+  Peers& peers() { return peers_; }
+  void WatchMembers(bool late);
+  void WatchToo(WorkerId member);
+  void StopWatching();
+  void SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
+  void SetAlive(WorkerId worker, Incarnation incarnation);
   void Close();
 
   // Canceller
@@ -106,17 +112,30 @@ class Agent::Impl : public Link::Owner,
   absl::Status Greet(const std::shared_ptr<Link>& link, WireReader& reader);
   void OnFoundGuest(const std::shared_ptr<Link>& link, const Hello& hello,
                     const absl::StatusOr<WorkerInfo>& found);
-  void Admit(const std::shared_ptr<Link>& link, WorkerId peer);
+  void Admit(const std::shared_ptr<Link>& link, const Hello& hello);
   absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
   void Release(const std::shared_ptr<Link>& link);
 
-  // Watching.
+  // Ending, and signs of life.
   void Bury(WorkerId peer, const std::shared_ptr<Link>& keep);
   void StartHeartbeat();
   void ArmHeartbeat();
   void Beat();
   void Probe(WorkerId peer);
+  // Watching.
+  void ArmWatch(absl::Duration wait, bool is_first);
+  void Watch(bool is_first);
+  // What is known of a link that has ended.
+  struct ClosedLink {
+    WorkerId peer = 0;
+    Incarnation incarnation = 0;
+    bool was_heard = false;
+    bool was_silent = false;
+    absl::Time asked_for;
+  };
+  void OnWatchedLinkClosed(const ClosedLink& link, const absl::Status& why);
+  void Ping(WorkerId peer);
   std::vector<std::shared_ptr<Link>> AllLinks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void AddOther(const std::shared_ptr<Link>& link) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<Pending> TakePending(const Link& link) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -168,6 +187,13 @@ class Agent::Impl : public Link::Owner,
   uint64_t last_link_ ABSL_GUARDED_BY(mu_) = 0;
   bool beats_ ABSL_GUARDED_BY(mu_) = false;  // as long as there are links
   std::optional<Clock::TimerId> beat_ ABSL_GUARDED_BY(mu_);
+  bool watches_ ABSL_GUARDED_BY(mu_) = false;
+  size_t watched_ ABSL_GUARDED_BY(mu_) = 1;  // how many of the next members
+  std::optional<WorkerId> watched_too_ ABSL_GUARDED_BY(mu_);
+  // Since when those who are watched could not be reached, though nobody has refused.
+  absl::flat_hash_map<WorkerId, absl::Time> unreachable_ ABSL_GUARDED_BY(mu_);
+  absl::Time tried_again_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  std::optional<Clock::TimerId> watch_ ABSL_GUARDED_BY(mu_);
   PendingCalls pending_ ABSL_GUARDED_BY(mu_);
   CallMetrics metrics_ ABSL_GUARDED_BY(mu_);
   uint64_t last_call_ ABSL_GUARDED_BY(mu_) = 0;

@@ -25,6 +25,7 @@ absl::StatusOr<std::shared_ptr<Link>> Agent::Impl::LinkTo(WorkerId to) {
   auto link = std::make_shared<Link>(shared_from_this(), &shared_);
   link->peer = to;
   link->number = ++last_link_;
+  link->asked_for = clock_->Now();
   links_.emplace(to, link);
   // Runs on the first thread that sends; opening is the first task of the link.
   link->OpenLater([this, watch = std::weak_ptr<Link>(link), to] {
@@ -55,12 +56,13 @@ void Agent::Impl::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
 }
 
 void Agent::Impl::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t bulk_of) {
+  const std::optional<WorkerInfo> peer = peers_.Find(to);
   bool closed;
   {
     absl::MutexLock lock(&mu_);
     closed = closed_;
+    if (peer) link->incarnation = peer->incarnation;
   }
-  const std::optional<WorkerInfo> peer = peers_.Find(to);
   if (closed || !peer) {
     return link->Close(absl::CancelledError("this worker is shutting down"));
   }
@@ -171,7 +173,7 @@ absl::Status Agent::Impl::Greet(const std::shared_ptr<Link>& link, WireReader& r
     const absl::Status admitted = AdmitBulk(link, hello);
     if (!admitted.ok()) Refuse(link, admitted);
   } else if (*known) {
-    Admit(link, hello.from);
+    Admit(link, hello);
   } else {
     {
       absl::MutexLock lock(&mu_);
@@ -196,7 +198,7 @@ void Agent::Impl::OnFoundGuest(const std::shared_ptr<Link>& link, const Hello& h
   }
   if (status.ok()) status = Learn(*found, link);
   if (status.ok()) {
-    Admit(link, hello.from);
+    Admit(link, hello);
   } else {
     Refuse(link, status);
   }
@@ -207,12 +209,17 @@ void Agent::Impl::OnFoundGuest(const std::shared_ptr<Link>& link, const Hello& h
   Release(link);
 }
 
-void Agent::Impl::Admit(const std::shared_ptr<Link>& link, WorkerId peer) {
-  absl::MutexLock lock(&mu_);
-  if (closed_ || link->dead) return;  // it broke while the store was asked
-  link->peer = peer;
-  // Two workers may open connections to each other at the same time; then both stay.
-  links_.emplace(peer, link);
+void Agent::Impl::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (closed_ || link->dead) return;  // it broke while the store was asked
+    link->peer = hello.from;
+    link->incarnation = hello.from_incarnation;
+    // Two workers may open connections to each other at the same time; then both stay.
+    links_.emplace(hello.from, link);
+  }
+  // It was silent for long, and speaks again.
+  SetAlive(hello.from, hello.from_incarnation);
 }
 
 void Agent::Impl::Refuse(const std::shared_ptr<Link>& link, const absl::Status& why) {
@@ -232,6 +239,7 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
   std::vector<Pending> failed;
   bool known = false, lost = false;
   WorkerId peer = 0;
+  ClosedLink closed;
   std::shared_ptr<Link> main;
   {
     absl::MutexLock lock(&mu_);
@@ -244,25 +252,31 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
       if (was_used) links_.erase(it);
       // A probe that nobody answered carried nothing that could be lost.
       lost = !closed_ && !link->dead && (was_used || link->heard() > 0);
+      closed = {peer, link->incarnation, link->heard() > 0, link->silent, link->asked_for};
     }
     failed = TakePending(*link);
     link->dead = true;
   }
   if (main != nullptr) main->Close(why);
+  bool left = false;
   if (known) {
     const std::optional<WorkerInfo> info = peers_.Find(peer);
+    left = info && info->left;
     why =
-        info && info->left
+        left
             ? absl::UnavailableError(absl::StrCat("worker ", Describe(peer), " has left the job"))
             : Annotate(why, absl::StrCat("the connection with worker ", Describe(peer), " broke"));
   }
   for (Pending& p : failed) End(p, CallError(p.to, p.function, why));
-  if (lost) service_->OnPeerLost(peer, why);
+  if (!lost) return;
+  service_->OnPeerLost(peer, why);
+  if (!left) OnWatchedLinkClosed(closed, why);
 }
 
 absl::Status Agent::Impl::Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
   DG_ASSIGN_OR_RETURN(const bool new_life, peers_.Learn(worker));
   if (new_life) Bury(worker.id, keep);
+  service_->OnMemberEvents();
   return absl::OkStatus();
 }
 
@@ -375,6 +389,10 @@ void Agent::Impl::Beat() {
   }
   for (WorkerId peer : verdict.probe) Probe(peer);
   for (size_t i : verdict.lost) {
+    {
+      absl::MutexLock lock(&mu_);
+      links[i]->silent = true;
+    }
     links[i]->Close(absl::UnavailableError(
         absl::StrCat("nothing was heard of it within the heartbeat limit of ",
                      absl::FormatDuration(heartbeat_.limit()))));

@@ -93,6 +93,7 @@ class Silence : public FaultInjector {
     silent_ = address;
   }
   void HoldsLarge(bool holds) { holds_large_ = holds; }
+  void CutNext() { cut_next_ = true; }
   int pings() const { return pings_; }
   void AwaitPongs(int n) {
     absl::MutexLock lock(&mu_);
@@ -109,13 +110,14 @@ class Silence : public FaultInjector {
     if (kind == FrameKind::kPing) ++pings_;
     if (kind == FrameKind::kPong) ++pongs_;
     if (from == silent_ || to == silent_) return Action::kDrop;
+    if (cut_next_.exchange(false)) return Action::kCut;
     return holds_large_ && packet.size() > Link::kBulkBytes ? Action::kHold : Action::kDeliver;
   }
 
  private:
   absl::Mutex mu_;
   std::string silent_ ABSL_GUARDED_BY(mu_);
-  std::atomic<bool> holds_large_{false};
+  std::atomic<bool> holds_large_{false}, cut_next_{false};
   std::atomic<int> pings_{0};
   int pongs_ ABSL_GUARDED_BY(mu_) = 0;
 };
@@ -310,6 +312,126 @@ TEST_F(AgentMembersTest, WhoTakesLongForALargePacketIsKept) {
   EXPECT_EQ(*call.Wait(), large);
   EXPECT_FALSE(a().service.HasLost(1));
   EXPECT_FALSE(b().service.HasLost(0));
+}
+
+// -------------------------------------------------------------------------------- Watching
+
+// All three watch, and their connections are there.
+class AgentWatchTest : public AgentMembersTest {
+ protected:
+  void SetUp() override {
+    AgentMembersTest::SetUp();
+    for (auto& node : nodes_) node->agent.KeepEvents(true);
+    for (auto& node : nodes_) node->agent.WatchMembers(/*late=*/false);
+    clock_.Advance(absl::Seconds(1));
+    silence_->AwaitPongs(3);
+    // Who has sent a pong may not have seen its own yet; what comes behind that has come after it.
+    for (auto& node : nodes_) {
+      for (WorkerId to : {0, 1, 2}) ASSERT_TRUE(node->Call(to, "echo").Wait().ok());
+    }
+  }
+  static Incarnation LifeOf(const TestAgent& node) { return node.info.incarnation; }
+  // The next event of that worker, as "lost 1"; waits for it.
+  static std::string NextEvent(TestAgent& node) {
+    for (;;) {
+      const std::vector<MemberEvent> events = node.agent.TakeEvents();
+      if (events.empty()) {
+        std::this_thread::yield();
+        continue;
+      }
+      EXPECT_EQ(events.size(), 1u);
+      const char* const kinds[] = {"?", "joined ", "left ", "lost "};
+      return absl::StrCat(kinds[static_cast<int>(events[0].kind)], events[0].id);
+    }
+  }
+};
+
+TEST_F(AgentWatchTest, EachKeepsAConnectionWithTheNextOne) {
+  // As before the calls of the set-up, one for each: who is asked is pinged once.
+  EXPECT_EQ(silence_->pings(), 3);
+}
+
+TEST_F(AgentWatchTest, TheDeathOfOneWithWhomNothingIsUnderWayIsNoticedAtOnceByOneOther) {
+  const Incarnation life = LifeOf(b());
+  nodes_[1].reset();
+  const absl::Status why = a().service.AwaitUnreachable(1, life);
+  EXPECT_EQ(why.code(), absl::StatusCode::kUnavailable) << why;
+  EXPECT_TRUE(Contains(why, "'b' (1)")) << why;
+  EXPECT_FALSE(c().service.HasUnreachable(1));
+  EXPECT_TRUE(a().agent.TakeEvents().empty()) << "nobody has said that it is lost";
+  a().agent.SetLost(1, life, "it died");
+  a().agent.SetLost(1, life, "it died again");
+  EXPECT_EQ(NextEvent(a()), "lost 1");
+  EXPECT_EQ(a().agent.Members().size(), 3u) << "it may come back";
+  // It is the next one now whom "a" watches.
+  const Incarnation life_of_c = LifeOf(c());
+  clock_.Advance(absl::Seconds(1));  // not more often is a broken connection tried again at once
+  nodes_[2].reset();
+  a().service.AwaitUnreachable(2, life_of_c).IgnoreError();
+  nodes_[1] = Come(1, 2);
+  EXPECT_EQ(*b().Call(0, "echo", "back").Wait(), "back");
+  EXPECT_EQ(NextEvent(a()), "joined 1");
+}
+
+TEST_F(AgentWatchTest, OneThatIsSilentIsUnreachableWithinTheLimit) {
+  silence_->Of(b().info.address);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_FALSE(a().service.HasUnreachable(1)) << "beat " << i;
+    for (const auto& [from, to] : {std::pair(&c(), 0), std::pair(&a(), 2)}) {
+      EXPECT_TRUE(from->Call(to, "echo").Wait().ok());
+    }
+    Beat();
+  }
+  const absl::Status why = a().service.AwaitUnreachable(1, LifeOf(b()));
+  EXPECT_TRUE(Contains(why, "heartbeat limit of 50s")) << why;
+  EXPECT_FALSE(c().service.HasUnreachable(0));
+  a().agent.SetLost(1, LifeOf(b()), "it is silent");
+  EXPECT_EQ(NextEvent(a()), "lost 1");
+  // It was only cut off, and looks for the one before it.
+  silence_->Of("");
+  Beat();
+  EXPECT_EQ(NextEvent(a()), "joined 1");
+}
+
+TEST_F(AgentWatchTest, AConnectionThatBreaksAloneIsOpenedAgain) {
+  silence_->CutNext();
+  a().Notify(1, "lost");
+  a().service.AwaitLost(1).IgnoreError();
+  silence_->AwaitPongs(4);
+  EXPECT_FALSE(a().service.HasUnreachable(1));
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+}
+
+TEST_F(AgentWatchTest, WhoHasLeftIsNotMissed) {
+  WorkerInfo left = b().info;
+  left.left = true;
+  directory_.Set(left);
+  nodes_[1].reset();  // without a word
+  EXPECT_EQ(NextEvent(a()), "left 1");
+  EXPECT_FALSE(a().service.HasUnreachable(1));
+  const Incarnation life = LifeOf(c());
+  clock_.Advance(absl::Seconds(1));
+  nodes_[2].reset();
+  a().service.AwaitUnreachable(2, life).IgnoreError();
+  EXPECT_FALSE(a().service.HasUnreachable(1));
+}
+
+TEST_F(AgentWatchTest, WhoComesLateIsWatched) {
+  const auto d = Come(3, 1);
+  d->agent.WatchMembers(/*late=*/true);
+  EXPECT_EQ(NextEvent(c()), "joined 3") << "the one before it";
+  Beat();
+  silence_->AwaitPongs(4);
+  EXPECT_EQ(*c().Call(3, "echo", "x").Wait(), "x");
+}
+
+TEST_F(AgentWatchTest, WhoStopsWatchingHearsOfNobody) {
+  a().agent.StopWatching();
+  nodes_[1].reset();
+  a().service.AwaitLost(1).IgnoreError();
+  Beat();
+  Beat();
+  EXPECT_FALSE(a().service.HasUnreachable(1));
 }
 
 // ------------------------------------------------------------------------------------- Return

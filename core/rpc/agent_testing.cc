@@ -47,6 +47,11 @@ void TestService::OnPeerLost(WorkerId peer, const absl::Status& why) {
   lost_[peer] = why;
 }
 
+void TestService::OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) {
+  absl::MutexLock lock(&mu_);
+  unreachable_[peer][incarnation] = why;
+}
+
 IncomingCall TestService::AwaitKept() {
   absl::MutexLock lock(&mu_);
   mu_.Await(absl::Condition(
@@ -72,6 +77,22 @@ absl::Status TestService::AwaitLost(WorkerId peer) {
   };
   mu_.Await(absl::Condition(&there));
   return lost_[peer];
+}
+
+absl::Status TestService::AwaitUnreachable(WorkerId peer, Incarnation incarnation) {
+  absl::MutexLock lock(&mu_);
+  const auto there = [&] {
+    mu_.AssertReaderHeld();
+    return unreachable_[peer].count(incarnation) > 0;
+  };
+  mu_.Await(absl::Condition(&there));
+  return unreachable_[peer][incarnation];
+}
+
+bool TestService::HasUnreachable(WorkerId peer) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = unreachable_.find(peer);
+  return found != unreachable_.end() && !found->second.empty();
 }
 
 bool TestService::HasLost(WorkerId peer) const {

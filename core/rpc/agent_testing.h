@@ -39,6 +39,7 @@ class TestService : public AgentService {
   void OnNotice(WorkerId from, Body notice) override;
   void OnLateReply(WorkerId from, Body reply) override;
   void OnPeerLost(WorkerId peer, const absl::Status& why) override;
+  void OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) override;
 
   // The next one that was kept.
   IncomingCall AwaitKept();
@@ -48,6 +49,9 @@ class TestService : public AgentService {
   // Why a worker was lost.
   absl::Status AwaitLost(WorkerId peer);
   bool HasLost(WorkerId peer) const;
+  // The same for one that cannot be reached; of that life.
+  absl::Status AwaitUnreachable(WorkerId peer, Incarnation incarnation);
+  bool HasUnreachable(WorkerId peer) const;
 
  private:
   mutable absl::Mutex mu_;
@@ -55,6 +59,7 @@ class TestService : public AgentService {
   std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_), late_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerId, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerId, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
 };
 
 // One life of a worker, which listens from the start. Worker 0 is "a", 1 is "b", and so on.

@@ -62,6 +62,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Who is at the other end: known from the start of a link that we opened, from its hello on
   // one that was accepted. Written and read by the owner, under its mutex.
   std::optional<WorkerId> peer;
+  // Which life of it: 0 until the hello, and of the link to oneself.
+  Incarnation incarnation = 0;
 
   // Calls made to the peer over this link that have not ended; like `peer`.
   size_t made = 0;
@@ -70,6 +72,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   uint64_t number = 0;     // of its own
   bool accepted = false;   // the peer opened it
   bool dead = false;       // nothing of it counts any more: it was refused, or its peer came back
+  bool silent = false;     // for so long that its peer is lost
+  absl::Time asked_for = absl::InfinitePast();  // when we wanted it
   bool holds = false;      // what arrives waits in `held`
   bool asking = false;     // until it is known whether the hello is good
   bool releasing = false;  // somebody is taking it from there

@@ -98,6 +98,7 @@ absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
                                                        max_workers_));
     }
     Add(worker);
+    if (!worker.left) Record(MemberEvent::Kind::kJoined, worker);
     return false;
   }
   WorkerInfo& known = it->second;
@@ -106,6 +107,13 @@ absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
   // That it leaves is heard from itself, too, and maybe before the store knows.
   WorkerInfo now = worker;
   now.left = worker.left || (known.left && !new_life);
+  const bool was_there = !known.left && !lost_.contains(worker.id);
+  if (new_life || now.left) lost_.erase(worker.id);
+  if (new_life && was_there) {
+    Record(MemberEvent::Kind::kLost, known, "it has come back as a new incarnation");
+  }
+  if (!new_life && was_there && now.left) Record(MemberEvent::Kind::kLeft, known);
+  if (new_life && !now.left) Record(MemberEvent::Kind::kJoined, now);
   Replace(known, std::move(now));
   if (worker.id == self_.id) return false;  // our own seat was taken; the new life calls on others
   return new_life;
@@ -114,10 +122,77 @@ absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
 void Peers::SetLeft(WorkerId worker) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
-  if (it == workers_.end()) return;
+  if (it == workers_.end() || it->second.left) return;
+  if (lost_.erase(worker) == 0) Record(MemberEvent::Kind::kLeft, it->second);
   WorkerInfo left = it->second;
   left.left = true;
   Replace(it->second, std::move(left));
+}
+
+// --------------------------------------------------------------------------- Lost, and found
+
+bool Peers::SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason) {
+  absl::MutexLock lock(&mu_);
+  const auto it = workers_.find(worker);
+  if (it == workers_.end() || it->second.left || it->second.incarnation != incarnation ||
+      worker == self_.id || !lost_.insert(worker).second) {
+    return false;
+  }
+  Record(MemberEvent::Kind::kLost, it->second, reason);
+  return true;
+}
+
+bool Peers::SetAlive(WorkerId worker, Incarnation incarnation) {
+  absl::MutexLock lock(&mu_);
+  const auto it = workers_.find(worker);
+  if (it == workers_.end() || it->second.incarnation != incarnation) return false;
+  if (lost_.erase(worker) == 0) return false;
+  Record(MemberEvent::Kind::kJoined, it->second);
+  return true;
+}
+
+bool Peers::IsWatchable(const WorkerInfo& worker) const {
+  return worker.id != self_.id && !worker.left && !lost_.contains(worker.id);
+}
+
+std::vector<WorkerId> Peers::After(size_t count) const {
+  absl::MutexLock lock(&mu_);
+  std::vector<WorkerId> after;
+  const auto self = workers_.upper_bound(self_.id);
+  for (auto it = self; it != workers_.end() && after.size() < count; ++it) {
+    if (IsWatchable(it->second)) after.push_back(it->first);
+  }
+  for (auto it = workers_.begin(); it != self && after.size() < count; ++it) {
+    if (IsWatchable(it->second)) after.push_back(it->first);
+  }
+  return after;
+}
+
+std::optional<WorkerId> Peers::Before() const {
+  absl::MutexLock lock(&mu_);
+  std::optional<WorkerId> before, last;
+  for (const auto& [id, worker] : workers_) {
+    if (!IsWatchable(worker)) continue;
+    if (id < self_.id) before = id;
+    last = id;
+  }
+  return before ? before : last;
+}
+
+void Peers::KeepEvents(bool keep) {
+  absl::MutexLock lock(&mu_);
+  keeps_events_ = keep;
+  if (!keep) events_.clear();
+}
+
+std::vector<MemberEvent> Peers::TakeEvents() {
+  absl::MutexLock lock(&mu_);
+  return std::exchange(events_, {});
+}
+
+void Peers::Record(MemberEvent::Kind kind, const WorkerInfo& worker, absl::string_view reason) {
+  if (!keeps_events_ || worker.id == self_.id) return;
+  events_.push_back({kind, worker.id, worker.name, worker.incarnation, std::string(reason)});
 }
 
 absl::StatusOr<bool> Peers::Check(const Hello& hello) const {

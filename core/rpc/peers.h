@@ -9,6 +9,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/btree_map.h"
+#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -16,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/ids.h"
 #include "core/rpc/frame.h"
+#include "core/rpc/member_event.h"
 #include "core/rpc/worker_info.h"
 
 namespace distgrad {
@@ -45,6 +47,21 @@ class Peers {
 
   // It says itself that it leaves.
   void SetLeft(WorkerId worker);
+  // That life of it is lost. It stays a member, for it may come back. False if this was known, or
+  // if it has left or come back since.
+  bool SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
+  // That life of it was heard of: if it was taken for lost it is not any more, and this is true.
+  bool SetAlive(WorkerId worker, Incarnation incarnation);
+
+  // Whom this worker is to watch: the next `count` members by id, the first ones behind the last,
+  // without those who are lost and this one. If each worker watches the next one, each is watched.
+  std::vector<WorkerId> After(size_t count) const;
+  // The other way round.
+  std::optional<WorkerId> Before() const;
+
+  // From now on, what happens to members is kept until it is taken, in its order; or no longer.
+  void KeepEvents(bool keep);
+  std::vector<MemberEvent> TakeEvents();
 
   // Whether a connection from this one is to be taken: true if it is as we know it, false if the
   // store has to say. kFailedPrecondition if it is not meant for this life of ours, or comes from
@@ -56,6 +73,9 @@ class Peers {
   // The only writers of workers_.
   void Add(WorkerInfo worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Replace(WorkerInfo& known, WorkerInfo worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Record(MemberEvent::Kind kind, const WorkerInfo& worker, absl::string_view reason = "")
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool IsWatchable(const WorkerInfo& worker) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const size_t max_workers_;
 
@@ -66,6 +86,10 @@ class Peers {
   // What is looked up for each call: the ids by name, and how many have not left.
   absl::flat_hash_map<std::string, WorkerId> ids_ ABSL_GUARDED_BY(mu_);
   size_t size_ ABSL_GUARDED_BY(mu_) = 0;
+  // Those of workers_ that are lost, and have neither left nor come back.
+  absl::btree_set<WorkerId> lost_ ABSL_GUARDED_BY(mu_);
+  bool keeps_events_ ABSL_GUARDED_BY(mu_) = false;
+  std::vector<MemberEvent> events_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

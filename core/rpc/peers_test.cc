@@ -69,5 +69,69 @@ TEST(PeersTest, ANewLifeMayHaveAnotherName) {
   ExpectConsistent(peers);
 }
 
+TEST(PeersTest, EachWatchesTheNextWhoIsThere) {
+  Peers peers(/*max_workers=*/100);
+  ASSERT_TRUE(
+      peers.Start(Info(2, "c"), {Info(0, "a"), Info(1, "b"), Info(2, "c"), Info(5, "f")}).ok());
+  EXPECT_EQ(peers.After(1), std::vector<WorkerId>({5}));
+  EXPECT_EQ(peers.After(9), std::vector<WorkerId>({5, 0, 1}));
+  EXPECT_EQ(peers.Before(), 1);
+  peers.SetLeft(1);
+  EXPECT_TRUE(peers.SetLost(5, Incarnation{1} << 32, "gone"));
+  EXPECT_EQ(peers.After(9), std::vector<WorkerId>({0}));
+  EXPECT_EQ(peers.Before(), 0);
+  peers.SetLeft(0);
+  EXPECT_TRUE(peers.After(9).empty());
+  EXPECT_EQ(peers.Before(), std::nullopt);
+  ASSERT_TRUE(peers.Learn(Info(5, "f", 2)).value());
+  EXPECT_EQ(peers.Before(), 5) << "the last is before the first";
+}
+
+TEST(PeersTest, WhatHappensIsToldOnceAndInOrder) {
+  Peers peers(/*max_workers=*/100);
+  ASSERT_TRUE(peers.Start(Info(0, "a"), {Info(0, "a"), Info(1, "b"), Info(2, "c")}).ok());
+  peers.SetLeft(2);
+  EXPECT_TRUE(peers.TakeEvents().empty()) << "nobody had asked for them";
+  peers.KeepEvents(true);
+  ASSERT_TRUE(peers.Learn(Info(2, "c", 2)).ok());  // it is back
+  ASSERT_TRUE(peers.Learn(Info(2, "c", 2)).ok());
+  ASSERT_TRUE(peers.Learn(Info(3, "d", 1, /*left=*/true)).ok());  // was never seen
+  ASSERT_TRUE(peers.Learn(Info(4, "e")).ok());
+  EXPECT_FALSE(peers.SetLost(1, Incarnation{7} << 32, "of another life"));
+  EXPECT_TRUE(peers.SetLost(1, Incarnation{1} << 32, "it is silent"));
+  EXPECT_FALSE(peers.SetLost(1, Incarnation{1} << 32, "once more"));
+  EXPECT_FALSE(peers.SetLost(0, Incarnation{1} << 32, "is this worker"));
+  EXPECT_TRUE(peers.SetAlive(1, Incarnation{1} << 32));
+  EXPECT_FALSE(peers.SetAlive(1, Incarnation{1} << 32));
+  ASSERT_TRUE(peers.Learn(Info(1, "b", 2)).ok());  // comes back before anybody has missed it
+  peers.SetLeft(4);
+  ASSERT_TRUE(peers.Learn(Info(4, "e", 1, /*left=*/true)).ok());
+  EXPECT_TRUE(peers.SetLost(1, Incarnation{2} << 32, "it died"));
+  peers.SetLeft(1);  // it had said so before it died
+  EXPECT_FALSE(peers.SetLost(4, Incarnation{1} << 32, "has left"));
+
+  std::vector<std::string> told;
+  for (const MemberEvent& event : peers.TakeEvents()) {
+    const char* const kinds[] = {"?", "joined", "left", "lost"};
+    told.push_back(absl::StrCat(kinds[static_cast<int>(event.kind)], " ", event.name, " ",
+                                event.incarnation >> 32,
+                                event.reason.empty() ? "" : ": ", event.reason));
+  }
+  EXPECT_EQ(told, std::vector<std::string>({
+                      "joined c 2",
+                      "joined e 1",
+                      "lost b 1: it is silent",
+                      "joined b 1",
+                      "lost b 1: it has come back as a new incarnation",
+                      "joined b 2",
+                      "left e 1",
+                      "lost b 2: it died",
+                  }));
+  EXPECT_TRUE(peers.TakeEvents().empty());
+  ASSERT_TRUE(peers.Learn(Info(5, "f")).ok());
+  peers.KeepEvents(false);
+  EXPECT_TRUE(peers.TakeEvents().empty());
+}
+
 }  // namespace
 }  // namespace distgrad
