@@ -61,7 +61,7 @@ absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
     DG_RETURN_IF_ERROR(training->Run(learner));
   }
   // Worker 0 counts on the others until then, however long it trains.
-  DG_RETURN_IF_ERROR(worker->Leave(absl::InfiniteFuture()));
+  DG_RETURN_IF_ERROR(worker->Leave());
   if (trace.has_value()) {
     DG_ASSIGN_OR_RETURN(const Trace recorded, worker->StopTrace());
     *trace << ToChromeTrace(recorded) << std::flush;

@@ -39,6 +39,13 @@ void Lookups::Ask(absl::AnyInvocable<absl::StatusOr<WorkerInfo>()> question, Fou
   (*asked)(cancelled());
 }
 
+void Lookups::Run(absl::AnyInvocable<void()> task) {
+  if (!thread_.Start().ok()) return;
+  thread_.Schedule([this, task = std::move(task)]() mutable {
+    if (!closed_) task();
+  });
+}
+
 void Lookups::Close() {
   closed_ = true;
   thread_.Join();

@@ -24,6 +24,10 @@ class Lookups final : public Directory {
   void Find(WorkerId worker, Found found) override;
   void Find(std::string name, Found found);
 
+  // Runs `task` in its turn, for what else waits for the store; destroys it unrun after Close(), or
+  // where there is no thread to be had.
+  void Run(absl::AnyInvocable<void()> task);
+
   // What was asked and not yet answered gets kCancelled; waits for its thread.
   void Close();
 

@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "core/base/status.h"
 
@@ -18,6 +19,7 @@ namespace {
 
 constexpr int kMaxIds = 1 << 16;  // ids have 16 bits
 constexpr size_t kMaxNamed = 16;  // workers in a message
+constexpr size_t kMaxReason = 1024;  // bytes, why one is lost
 
 constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // the barrier of the end
 
@@ -39,6 +41,7 @@ constexpr char kOutcome[] = "outcome";    // "" or why nobody may start
 constexpr char kSize[] = "size";          // how many workers the job started with
 constexpr char kJoiners[] = "joiners";    // counts those who came later
 constexpr char kBarriers[] = "barriers";  // counts the barriers that have begun
+constexpr char kChanges[] = "changes";    // counts what happens to members after the start
 
 absl::Status CheckName(absl::string_view name) {
   if (!name.empty() && name.size() <= kMaxWorkerText) return absl::OkStatus();
@@ -106,9 +109,13 @@ absl::Status NotCome(const std::vector<WorkerInfo>& missing) {
       absl::StrCat(NamesOf(missing), missing.size() == 1 ? " has" : " have", " not come"));
 }
 
-absl::Status Lost(const std::vector<WorkerInfo>& lost) {
-  return absl::UnavailableError(
-      absl::StrCat(NamesOf(lost), lost.size() == 1 ? " is lost" : " are lost"));
+absl::Status Lost(const std::vector<Membership::LostMember>& lost) {
+  std::vector<WorkerInfo> workers;
+  for (const auto& member : lost) workers.push_back(member.worker);
+  std::string text = absl::StrCat(NamesOf(workers), lost.size() == 1 ? " is lost" : " are lost");
+  // Where several go together one cause will do.
+  if (!lost.front().reason.empty()) absl::StrAppend(&text, ": ", lost.front().reason);
+  return absl::UnavailableError(text);
 }
 
 absl::Duration Patience(Deadline deadline) {
@@ -294,6 +301,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate() {
     self_.barriers = begun;
   }
   barriers_ = self_.barriers;
+  DG_RETURN_IF_ERROR(SayThatSomethingChanged());
   return All();
 }
 
@@ -356,42 +364,67 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver() {
 absl::Status Membership::Leave() {
   WorkerInfo left = self_;
   left.left = true;
-  return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left));
+  DG_RETURN_IF_ERROR(store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left)));
+  return SayThatSomethingChanged();
 }
 
 // --------------------------------------------------------------------------------- Barriers
 
-void Membership::MarkLost(const WorkerInfo& member) {
+void Membership::MarkLost(const WorkerInfo& member, std::string reason) {
+  LostMember lost{member, std::move(reason)};
   {
     absl::MutexLock lock(&mu_);
-    lost_[member.id] = member;
+    lost_[member.id] = lost;
   }
-  announcer_.Schedule([this, member] { Announce(member); });
+  announcer_.Schedule([this, lost = std::move(lost)] { Announce(lost); });
 }
 
-void Membership::Announce(const WorkerInfo& lost) {
+void Membership::Announce(const LostMember& lost) {
   const Deadline deadline = Deadline::After(kPatience);
   while (!closed_) {
-    const absl::Status status = store_->Set(LostKey(lost.id), absl::StrCat(lost.incarnation));
+    absl::Status status =
+        store_->Set(LostKey(lost.worker.id),
+                    absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason)));
+    if (status.ok()) status = SayThatSomethingChanged();
     if (!IsSilence(status, deadline)) return;
   }
 }
 
-absl::StatusOr<bool> Membership::IsLost(const WorkerInfo& member) {
-  const auto lost = store_->Get(LostKey(member.id), absl::InfinitePast());
-  if (absl::IsNotFound(lost.status())) return false;
-  DG_RETURN_IF_ERROR(lost.status());
-  return *lost == absl::StrCat(member.incarnation);
+absl::StatusOr<Membership::Loss> Membership::LossOf(const WorkerInfo& member) {
+  const auto entry = store_->Get(LostKey(member.id), absl::InfinitePast());
+  if (absl::IsNotFound(entry.status())) return Loss{};
+  DG_RETURN_IF_ERROR(entry.status());
+  if (entry->empty()) return Loss{.is_denied = true};
+  absl::string_view reason = *entry;
+  if (!absl::ConsumePrefix(&reason, absl::StrCat(member.incarnation, " "))) return Loss{};
+  return Loss{.is_lost = true, .reason = std::string(reason.substr(0, kMaxReason))};
 }
 
 absl::Status Membership::DenyLoss() {
-  DG_ASSIGN_OR_RETURN(const bool lost, IsLost(self_));
-  return lost ? store_->Set(LostKey(self_.id), "") : absl::OkStatus();
+  DG_ASSIGN_OR_RETURN(const Loss loss, LossOf(self_));
+  if (!loss.is_lost) return absl::OkStatus();
+  DG_RETURN_IF_ERROR(store_->Set(LostKey(self_.id), ""));
+  return SayThatSomethingChanged();
+}
+
+absl::Status Membership::SayThatSomethingChanged() { return store_->Add(kChanges, 1).status(); }
+
+absl::StatusOr<int64_t> Membership::Changes() { return store_->Add(kChanges, 0); }
+
+absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<WorkerInfo>& members) {
+  Losses losses;
+  for (const WorkerInfo& member : members) {
+    if (member.left) continue;
+    DG_ASSIGN_OR_RETURN(Loss loss, LossOf(member));
+    if (loss.is_lost) losses.lost.push_back({member, std::move(loss.reason)});
+    if (loss.is_denied) losses.denied.push_back(member);
+  }
+  return losses;
 }
 
 absl::Status Membership::WithLost(const absl::Status& status) {
   if (!absl::IsUnavailable(status)) return status;
-  std::vector<WorkerInfo> lost;
+  std::vector<LostMember> lost;
   {
     absl::MutexLock lock(&mu_);
     for (const auto& [id, worker] : lost_) lost.push_back(worker);
@@ -406,8 +439,14 @@ absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost) {
                   "waiting for all workers");
 }
 
-absl::Status Membership::BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost) {
+absl::Status Membership::BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost,
+                                         absl::FunctionRef<absl::Status()> finish) {
   absl::Status status = Gather("leave", kLast, deadline, on_lost);
+  if (status.ok()) status = finish();
+  if (status.ok()) status = Gather("finish", kLast, deadline, on_lost);
+  if (status.ok()) finished_ = true;
+  // So that worker 0 does not miss it, when it is gone.
+  if (status.ok()) status = Leave();
   if (status.ok()) status = store_->Set(absl::StrCat("left/", self_.id), "1");
   if (status.ok() && self_.id == 0) status = AwaitOthers("left", deadline);
   return Annotate(status, "waiting for all workers to leave");
@@ -441,8 +480,12 @@ absl::StatusOr<Membership::Absent> Membership::Missing(const std::string& name, 
     if (member.barriers >= number) continue;
     const auto there = store_->Get(absl::StrCat(name, "/", member.id), absl::InfinitePast());
     if (absl::IsNotFound(there.status())) {
-      DG_ASSIGN_OR_RETURN(const bool lost, IsLost(member));
-      (lost ? missing.lost : missing.late).push_back(member);
+      DG_ASSIGN_OR_RETURN(Loss loss, LossOf(member));
+      if (loss.is_lost) {
+        missing.lost.push_back({member, std::move(loss.reason)});
+      } else {
+        missing.late.push_back(member);
+      }
     } else {
       DG_RETURN_IF_ERROR(there.status());
     }

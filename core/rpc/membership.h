@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -76,22 +77,47 @@ class Membership {
   absl::StatusOr<std::vector<WorkerInfo>> All();
   absl::StatusOr<std::vector<WorkerInfo>> AllEver();
 
+  // Whether it came when the job had started.
+  bool late() const { return late_; }
+
   // Says that this worker leaves.
   absl::Status Leave();
 
-  // Says that this life of a member is lost: all workers that wait for it in a barrier, and those
-  // that will, hear of it within about a second, by way of the store. Returns at once; for any
+  // Says that this life of a member is lost, and why: all workers that wait for it in a barrier, and
+  // those that will, hear of it within about a second, by way of the store. Returns at once; for any
   // thread. Should the member live after all, it takes the word back at its next barrier, or in the
   // one that it waits in; a new life of it is not lost.
-  void MarkLost(const WorkerInfo& member);
+  void MarkLost(const WorkerInfo& member, std::string reason = "");
+  // Takes back what somebody has said of this worker.
+  absl::Status DenyLoss();
+
+  struct LostMember {
+    WorkerInfo worker;
+    std::string reason;
+  };
+  // Counts what happens to members: joins, returns, losses and departures. Asks the store for one
+  // number.
+  absl::StatusOr<int64_t> Changes();
+  // Which of these are marked as lost, and those of whom it was taken back.
+  struct Losses {
+    std::vector<LostMember> lost;
+    std::vector<WorkerInfo> denied;
+  };
+  absl::StatusOr<Losses> LossesOf(const std::vector<WorkerInfo>& members);
 
   // Waits until every member has called it as often as this one. A member that leaves meanwhile
   // is not waited for, nor is one that joined or came back after this barrier had begun.
   // kDeadlineExceeded names who did not come, kUnavailable who is lost.
   absl::Status Barrier(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
 
-  // The same, once, before all end. Worker 0, which may serve the store, goes last.
-  absl::Status BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
+  // The same, once, before all end. When all have come each calls `finish`, and when that has
+  // returned everywhere this worker has left, and so will all others. Worker 0, which may serve the
+  // store, goes last.
+  absl::Status BarrierOfTheEnd(
+      Deadline deadline, OnLostMember on_lost = OnLostMember::kFail,
+      absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
+  // Whether all have finished: whoever is gone now has ended in good order.
+  bool finished() const { return finished_; }
 
   // Whoever waits in a barrier, or will, gets kCancelled within a second. Waits for nothing.
   void Close() { closed_ = true; }
@@ -108,15 +134,20 @@ class Membership {
   // Members that have to come to a barrier and have not.
   struct Absent {
     std::vector<WorkerInfo> late;
-    std::vector<WorkerInfo> lost;
+    std::vector<LostMember> lost;
   };
   absl::Status Gather(const std::string& name, int64_t number, Deadline deadline,
                       OnLostMember on_lost);
   absl::StatusOr<Absent> Missing(const std::string& name, int64_t number);
-  absl::StatusOr<bool> IsLost(const WorkerInfo& member);
-  // Takes back what somebody has said of this worker.
-  absl::Status DenyLoss();
-  void Announce(const WorkerInfo& lost);
+  // Why that life of it is lost, if it is; "" where that was taken back.
+  struct Loss {
+    bool is_lost = false;
+    bool is_denied = false;
+    std::string reason = {};
+  };
+  absl::StatusOr<Loss> LossOf(const WorkerInfo& member);
+  void Announce(const LostMember& lost);
+  absl::Status SayThatSomethingChanged();
   // An error of the store, with the members that this worker knows to be lost: one of them may
   // have served it.
   absl::Status WithLost(const absl::Status& status);
@@ -134,11 +165,12 @@ class Membership {
   bool late_ = false;   // the job had started before
 
   std::atomic<bool> closed_{false};
+  std::atomic<bool> finished_{false};
   std::atomic<int64_t> barriers_{0};
   std::atomic<int> size_{0};  // the members when we last looked
 
   absl::Mutex mu_;
-  std::map<WorkerId, WorkerInfo> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
+  std::map<WorkerId, LostMember> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
 
   ThreadPool announcer_{"dg-lost", 1};  // goes first
 };

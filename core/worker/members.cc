@@ -1,6 +1,7 @@
 // What a worker knows and says of the members of its job.
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -117,6 +118,10 @@ std::vector<Member> Worker::Impl::members() const {
 
 absl::Status Worker::Impl::UpdateMembers() {
   DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> all, members_->AllEver());
+  return LearnAll(all);
+}
+
+absl::Status Worker::Impl::LearnAll(const std::vector<WorkerInfo>& all) {
   for (const WorkerInfo& worker : all) {
     // An entry of a life that is over is older than what we know, and says nothing.
     const absl::Status learned = agent_.Learn(worker);
@@ -125,9 +130,123 @@ absl::Status Worker::Impl::UpdateMembers() {
   return absl::OkStatus();
 }
 
-absl::Status Worker::Impl::WaitForAll(Deadline deadline) {
-  DG_RETURN_IF_ERROR(members_->Barrier(deadline));
+absl::Status Worker::Impl::WaitForAll(Deadline deadline, OnLostMember on_lost) {
+  DG_RETURN_IF_ERROR(members_->Barrier(deadline, on_lost));
   return UpdateMembers();
+}
+
+// When all are there, no user's thread makes a call any more; handlers may. When then each has seen
+// its calls end, in either direction, none of those makes one either.
+absl::Status Worker::Impl::Leave(Deadline deadline, OnLostMember on_lost) {
+  BlockingScope blocking;
+  DG_RETURN_IF_ERROR(members_->BarrierOfTheEnd(
+      deadline, on_lost, [&] { return AwaitIdle(deadline, /*contexts=*/false); }));
+  agent_.StopWatching();
+  return absl::OkStatus();
+}
+
+absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
+  Backoff backoff(deadline);
+  size_t serving, calls, of_contexts;
+  do {
+    if (members_->closed()) {
+      return absl::CancelledError(absl::StrCat("worker '", self_.name, "' is shutting down"));
+    }
+    serving = agent_.served();
+    calls = agent_.under_way();
+    of_contexts = contexts ? contexts_.size() : 0;
+    if (serving == 0 && calls == 0 && of_contexts == 0) return absl::OkStatus();
+  } while (backoff.Sleep());
+  std::string left = absl::StrCat("worker '", self_.name, "' leaves, and this is not over: ",
+                                  serving, " calls of others, ", calls, " calls of its own");
+  if (contexts) absl::StrAppend(&left, ", ", of_contexts, " contexts");
+  return absl::DeadlineExceededError(left);
+}
+
+// Of one that cannot be reached the store says whether it has left, or come back elsewhere. A store
+// that is silent says nothing: this worker may be the one that is cut off. Then it is asked again,
+// with the agent's next attempt.
+void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!asked_for_.insert(peer).second) return;
+  }
+  lookups_.Find(peer, [this, peer, incarnation, why](const absl::StatusOr<WorkerInfo>& found) {
+    {
+      absl::MutexLock lock(&mu_);
+      asked_for_.erase(peer);
+    }
+    // When all have finished, the others end one by one, and with them the store.
+    if (members_->finished() && self_.id != 0) return;
+    const std::string reason(why.message());
+    if (found.ok()) {
+      agent_.Learn(*found).IgnoreError();  // of a life that is over, say
+      if (found->left || found->incarnation != incarnation) return;
+      members_->MarkLost(*found, reason);
+    } else if (!absl::IsUnavailable(found.status())) {
+      return;
+    }
+    agent_.SetLost(peer, incarnation, reason);
+  });
+}
+
+// Where a connection broke, its other end may take this worker for lost.
+void Worker::Impl::OnPeerLost(WorkerId peer, const absl::Status& why) {
+  engine_.OnPeerLost(peer, why);
+  if (options_.heartbeat_limit == absl::InfiniteDuration() || denies_loss_.exchange(true)) return;
+  RunLater(options_.heartbeat_limit, &deny_timer_, &Impl::DenyLossLater);
+}
+
+void Worker::Impl::DenyLossLater() {
+  if (absl::IsDeadlineExceeded(members_->DenyLoss())) {
+    return RunLater(options_.heartbeat_limit, &deny_timer_, &Impl::DenyLossLater);
+  }
+  denies_loss_ = false;
+}
+
+void Worker::Impl::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer,
+                            void (Impl::*task)()) {
+  absl::MutexLock lock(&mu_);
+  if (joined_) return;  // which cancels the timers, so none of them outlives this
+  *timer = clock_->At(clock_->Now() + wait,
+                      [this, task] { lookups_.Run([this, task] { (this->*task)(); }); });
+}
+
+void Worker::Impl::OnMember(MemberCallback::Function callback) {
+  const bool wanted = callback != nullptr;
+  member_callback_.Set(std::move(callback));
+  if (wanted && !follows_members_.exchange(true)) {
+    lookups_.Run([this] { FollowMembers(); });
+  }
+}
+
+void Worker::Impl::FollowMembers() {
+  constexpr absl::Duration kPause = absl::Seconds(1);
+  if (!member_callback_.is_set()) {
+    follows_members_ = false;
+    // Another may have been set before it was seen that this ends.
+    if (!member_callback_.is_set() || follows_members_.exchange(true)) return;
+  }
+  ReadMembers();
+  RunLater(kPause, &follow_timer_, &Impl::FollowMembers);
+}
+
+void Worker::Impl::ReadMembers() {
+  const absl::StatusOr<int64_t> changes = members_->Changes();
+  // It ended with the worker that served it, or is another's, whose end says nothing of worker 0.
+  if (absl::IsUnavailable(changes.status()) && !members_->finished() && self_.id != 0) {
+    agent_.WatchToo(0);
+  }
+  if (!changes.ok() || *changes == changes_) return;
+  const absl::StatusOr<std::vector<WorkerInfo>> all = members_->AllEver();
+  if (!all.ok() || !LearnAll(*all).ok()) return;
+  const absl::StatusOr<Membership::Losses> losses = members_->LossesOf(*all);
+  if (!losses.ok()) return;
+  for (const Membership::LostMember& member : losses->lost) {
+    agent_.SetLost(member.worker.id, member.worker.incarnation, member.reason);
+  }
+  for (const WorkerInfo& member : losses->denied) agent_.SetAlive(member.id, member.incarnation);
+  changes_ = *changes;
 }
 
 // Calls of a context that this worker takes part in belong to what is under way.
@@ -149,20 +268,9 @@ absl::Status Worker::Impl::LeaveAlone(Deadline deadline) {
   const absl::Status said = members_->Leave();
   agent_.SayLeaving();
   BlockingScope blocking;
-  Backoff backoff(deadline);
-  size_t serving, calls, contexts;
-  do {
-    if (members_->closed()) {
-      return absl::CancelledError(absl::StrCat("worker '", self_.name, "' is shutting down"));
-    }
-    serving = agent_.served();
-    calls = agent_.under_way();
-    contexts = contexts_.size();
-    if (serving == 0 && calls == 0 && contexts == 0) return said;
-  } while (backoff.Sleep());
-  return absl::DeadlineExceededError(
-      absl::StrCat("worker '", self_.name, "' leaves, and this is not over: ", serving,
-                   " calls of others, ", calls, " calls of its own, ", contexts, " contexts"));
+  DG_RETURN_IF_ERROR(AwaitIdle(deadline, /*contexts=*/true));
+  agent_.StopWatching();
+  return said;
 }
 
 }  // namespace distgrad

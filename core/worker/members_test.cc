@@ -3,8 +3,11 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -357,6 +360,210 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
   const absl::Status backward = old.Backward({y->tensors[0].sum()});
   EXPECT_EQ(backward.code(), absl::StatusCode::kUnavailable) << backward;
   EXPECT_TRUE(Contains(backward, "'worker1' (1)")) << backward;
+}
+
+// ------------------------------------------------------------------------ The end of a job
+
+TEST_P(MembersTest, WhoServesAnswersWhatIsUnderWayBeforeItEnds) {
+  Start(3);
+  const auto arrived = std::make_shared<absl::Notification>();
+  const auto release = std::make_shared<absl::Notification>();
+  ASSERT_TRUE(worker(1)
+                  .Register("relay",
+                            [&, arrived, release](Request& r) -> absl::StatusOr<Message> {
+                              arrived->Notify();
+                              release->WaitForNotification();
+                              // By way of one who is at the end itself.
+                              return worker(1).Call("worker2", "echo", std::move(r.message),
+                                                    r.Nested());
+                            })
+                  .ok());
+  const Future<Message> call =
+      worker(0).CallAsync("worker1", "relay", {"hello", {}}, {.deadline = Later()});
+  arrived->WaitForNotification();
+  std::atomic<int> ended{0};
+  absl::Status statuses[3];
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&, i] {
+      statuses[i] = i == 0 ? worker(i).Leave() : worker(i).Serve();
+      ++ended;
+    });
+  }
+  EXPECT_TRUE(store_->Get("leave/open", Later()).ok());  // all are at the end
+  EXPECT_FALSE(call.Done());
+  EXPECT_EQ(ended, 0);
+  release->Notify();
+  for (std::thread& thread : threads) thread.join();
+  for (const absl::Status& status : statuses) EXPECT_TRUE(status.ok()) << status;
+  ASSERT_TRUE(call.Done());
+  const absl::StatusOr<Message> reply = call.Wait();
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->payload, "hello");
+}
+
+TEST_P(MembersTest, WhoServesWaitsForOneThatJoinsLateAndForNoneThatLeaves) {
+  Start(2);
+  auto late = Join("late");
+  ASSERT_NE(late, nullptr);
+  std::thread serving([&] { EXPECT_TRUE(worker(1).Serve().ok()); });
+  EXPECT_TRUE(Echo(*late, "worker1").ok());
+  std::thread leaving([&] { EXPECT_TRUE(worker(0).Leave().ok()); });
+  EXPECT_TRUE(store_->Get("leave/0", Later()).ok());
+  EXPECT_TRUE(Echo(*late, "worker1").ok()) << "it serves while one is at work";
+  EXPECT_TRUE(late->LeaveAlone(Later()).ok());
+  late.reset();
+  serving.join();
+  leaving.join();
+}
+
+// Nobody has called it, and nobody does.
+TEST_P(MembersTest, TheDeathOfAMemberEndsWhatWaitsForIt) {
+  Start(4);
+  absl::Status statuses[3];
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] { statuses[0] = worker(0).Leave(); });
+  threads.emplace_back([&] { statuses[1] = worker(1).WaitForAll(Deadline::Never()); });
+  threads.emplace_back([&] { statuses[2] = worker(2).Serve(); });
+  EXPECT_TRUE(store_->Get("leave/2", Later()).ok());
+  workers_[3].reset();
+  for (std::thread& thread : threads) thread.join();
+  for (const absl::Status& status : statuses) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_TRUE(Contains(status, "waiting for all workers")) << status;
+    EXPECT_TRUE(Contains(status, "'worker3' (3) is lost: ")) << status;
+  }
+}
+
+TEST_P(MembersTest, AJobGoesOnWithoutALostMemberWhereThatIsAskedFor) {
+  Start(3);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      const absl::Status all = worker(i).WaitForAll(Deadline::Never(), OnLostMember::kGoOnWithout);
+      EXPECT_TRUE(all.ok()) << all;
+      const absl::Status end = i == 0 ? worker(i).Leave(Deadline::Never(), OnLostMember::kGoOnWithout)
+                                      : worker(i).Serve(OnLostMember::kGoOnWithout);
+      EXPECT_TRUE(end.ok()) << end;
+    });
+  }
+  workers_[2].reset();
+  for (std::thread& thread : threads) thread.join();
+}
+
+// ------------------------------------------------------------------------------- Callbacks
+
+// What it was told, as "lost worker1". Thread-safe.
+class Told {
+ public:
+  std::function<void(const MemberEvent&)> Callback() {
+    return [this](const MemberEvent& event) {
+      const char* const kinds[] = {"?", "joined ", "left ", "lost "};
+      absl::MutexLock lock(&mu_);
+      EXPECT_EQ(event.kind == MemberEvent::Kind::kLost, !event.reason.empty()) << event.reason;
+      EXPECT_NE(event.incarnation, 0u);
+      events_.push_back(absl::StrCat(kinds[static_cast<int>(event.kind)], event.name));
+    };
+  }
+  // The first `n`.
+  std::vector<std::string> Await(size_t n) {
+    absl::MutexLock lock(&mu_);
+    const auto there = [&] {
+      mu_.AssertReaderHeld();
+      return events_.size() >= n;
+    };
+    mu_.Await(absl::Condition(&there));
+    return events_;
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::vector<std::string> events_ ABSL_GUARDED_BY(mu_);
+};
+
+TEST_P(MembersTest, ACallbackHearsWhatHappensToMembersThatItNeverMet) {
+  Told told, told_late;
+  Start(3);
+  worker(0).OnMember(told.Callback());
+  auto late = Join("late");
+  ASSERT_NE(late, nullptr);
+  EXPECT_EQ(told.Await(1), Names({"joined late"}));
+  late->OnMember(told_late.Callback());
+  EXPECT_TRUE(late->LeaveAlone(Later()).ok());
+  late.reset();
+  EXPECT_EQ(told.Await(2)[1], "left late");
+  late = Join("late");
+  EXPECT_EQ(told.Await(3)[2], "joined late");
+  late.reset();  // without a word
+  EXPECT_EQ(told.Await(4)[3], "lost late");
+  workers_[2].reset();
+  EXPECT_EQ(told.Await(5)[4], "lost worker2");
+  workers_[2] = NewRank(2, 3);
+  EXPECT_EQ(told.Await(6)[5], "joined worker2");
+  workers_[0].reset();
+  EXPECT_EQ(told.Await(6).size(), 6u);
+}
+
+TEST_P(MembersTest, ACallbackThatIsTakenOffIsCalledNoMore) {
+  Start(1);
+  absl::Notification entered, leave, off;
+  std::atomic<int> calls{0};
+  worker(0).OnMember([&](const MemberEvent&) {
+    ++calls;
+    entered.Notify();
+    leave.WaitForNotification();
+  });
+  const auto late = Join("late");
+  entered.WaitForNotification();
+  std::thread remover([&] {
+    worker(0).OnMember(nullptr);
+    EXPECT_TRUE(leave.HasBeenNotified()) << "it waits for the callback";
+    off.Notify();
+  });
+  EXPECT_FALSE(off.HasBeenNotified());
+  leave.Notify();
+  remover.join();
+  const auto later = Join("later");
+  EXPECT_TRUE(worker(0).UpdateMembers().ok());
+  Told told;
+  worker(0).OnMember(told.Callback());
+  const auto last = Join("last");
+  EXPECT_EQ(told.Await(1), Names({"joined last"})) << "what was before is not for the new one";
+  EXPECT_EQ(calls, 1);
+  worker(0).OnMember(nullptr);  // before `told` ends
+}
+
+TEST_P(MembersTest, ACallbackMayWaitCallAndTakeItselfOff) {
+  Start(1);
+  absl::Notification done;
+  absl::Status called;
+  worker(0).OnMember([&](const MemberEvent& event) {
+    called = Echo(worker(0), event.name);
+    worker(0).OnMember(nullptr);
+    worker(0).Close();
+    done.Notify();
+    throw std::runtime_error("is logged");
+  });
+  const auto late = Join("late");
+  done.WaitForNotification();
+  // It may have been called before the function was registered there.
+  EXPECT_TRUE(called.ok() || absl::IsNotFound(called)) << called;
+}
+
+TEST_P(MembersTest, TheEndOfAWorkerWaitsForItsCallback) {
+  Start(1);
+  absl::Notification entered;
+  std::atomic<bool> returned{false};
+  worker(0).OnMember([&](const MemberEvent&) {
+    entered.Notify();
+    // Ends when Close() fails it.
+    EXPECT_FALSE(worker(0).WaitForAll(Deadline::Never()).ok());
+    returned = true;
+  });
+  const auto late = Join("late");
+  entered.WaitForNotification();
+  workers_[0].reset();
+  EXPECT_TRUE(returned);
 }
 
 TEST_P(MembersTest, AJobIsApartFromAnotherInTheSameStore) {

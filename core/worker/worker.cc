@@ -54,7 +54,8 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock
               .trace = trace_,
               .heartbeat_limit = options_.heartbeat_limit,
               .max_workers = static_cast<size_t>(options_.max_workers),
-              .limits = options_.limits}) {}
+              .limits = options_.limits}),
+      member_callback_(&pool_, this) {}
 
 absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions options) {
   const Deadline deadline = Deadline::After(options.join_timeout);
@@ -84,6 +85,7 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
     DG_RETURN_IF_ERROR(impl->device_maps_.With(worker).status());
   }
   DG_RETURN_IF_ERROR(impl->agent_.Start(impl->self_, std::move(all)));
+  impl->agent_.WatchMembers(impl->members_->late());
   return impl;
 }
 
@@ -98,8 +100,11 @@ void Worker::Impl::Join() {
     absl::MutexLock lock(&mu_);
     if (joined_) return;
     joined_ = true;
+    if (follow_timer_) clock_->Cancel(*follow_timer_);
+    if (deny_timer_) clock_->Cancel(*deny_timer_);
   }
   Close();
+  member_callback_.Set(nullptr);
   lookups_.Close();
   pool_.Join();
   engine_.Join();
@@ -209,8 +214,18 @@ absl::StatusOr<std::vector<c10::IValue>> Worker::CallOperator(WorkerRef to, absl
   return DecodeValues(std::move(reply));
 }
 Context Worker::NewContext() { return impl_->NewContext(); }
-absl::Status Worker::WaitForAll(Deadline deadline) { return impl_->WaitForAll(deadline); }
-absl::Status Worker::Leave(Deadline deadline) { return impl_->Leave(deadline); }
+absl::Status Worker::WaitForAll(Deadline deadline, OnLostMember on_lost) {
+  return impl_->WaitForAll(deadline, on_lost);
+}
+absl::Status Worker::Leave(Deadline deadline, OnLostMember on_lost) {
+  return impl_->Leave(deadline, on_lost);
+}
+absl::Status Worker::Serve(OnLostMember on_lost) {
+  return impl_->Leave(Deadline::Never(), on_lost);
+}
+void Worker::OnMember(std::function<void(const MemberEvent&)> callback) {
+  impl_->OnMember(std::move(callback));
+}
 absl::Status Worker::LeaveAlone(Deadline deadline) { return impl_->LeaveAlone(deadline); }
 absl::Status Worker::UpdateMembers() { return impl_->UpdateMembers(); }
 size_t Worker::context_count() const { return impl_->context_count(); }

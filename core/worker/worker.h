@@ -37,6 +37,8 @@
 #include "core/base/trace.h"
 #include "core/rpc/inproc/inproc_transport.h"
 #include "core/rpc/limits.h"
+#include "core/rpc/member_event.h"
+#include "core/rpc/membership.h"
 #include "core/rpc/store.h"
 #include "core/tensor/device_map.h"
 #include "core/tensor/message.h"
@@ -218,6 +220,14 @@ class Worker {
   std::vector<Member> members() const;
   // Waits for the store.
   absl::Status UpdateMembers();
+
+  // Calls `callback` when a member has joined, has left or is lost: for each event of which this
+  // worker hears once, in their order, on a thread of its pool, where it may wait as a handler may.
+  // It hears of all within seconds, by way of the store. There is one callback at a time: the next
+  // one, or null, takes its place, and when OnMember() has returned the former is called no more (it
+  // waits for that, unless it is called inside the callback). It ends with the worker, which must
+  // not be destroyed in it; Close() may be called there.
+  void OnMember(std::function<void(const MemberEvent&)> callback);
   // Where the members of the job find each other: for what they want to agree on besides, under
   // keys that begin with a word of its own and a '/'. Lives as long as whoever serves it.
   const std::shared_ptr<Store>& store() const;
@@ -266,12 +276,22 @@ class Worker {
   Context NewContext();
 
   // Waits until every worker has called it as often as this one. Who leaves meanwhile is not
-  // waited for, nor who joined or came back after the first of them called it.
-  absl::Status WaitForAll(Deadline deadline);
+  // waited for, nor who joined or came back after the first of them called it. If a member that has
+  // not come is lost this fails at once, with kUnavailable and its name, or goes on without it.
+  absl::Status WaitForAll(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
 
-  // Ends the job in good order: waits until every worker has called this, so that nobody's call
-  // finds us gone. Then the worker can be destroyed.
-  absl::Status Leave(Deadline deadline);
+  // Ends the job in good order: waits until every worker has called this or Serve(), so that
+  // nobody's call finds us gone, and until the calls that are under way then, in either direction,
+  // are answered. Then the worker can be destroyed. It needs no deadline: if a member is lost it
+  // fails with kUnavailable and its name, or goes on without it; if Close() is called, with
+  // kCancelled. Not in a handler of this worker, for it waits for those.
+  absl::Status Leave(Deadline deadline = Deadline::Never(),
+                     OnLostMember on_lost = OnLostMember::kFail);
+
+  // For a worker that only answers the others from now on: serves until the job ends, which is when
+  // all others have left, or have called Leave() or Serve() themselves. The same as Leave() without
+  // a deadline.
+  absl::Status Serve(OnLostMember on_lost = OnLostMember::kFail);
 
   // Leaves in good order while the job goes on. New calls are refused from now on with
   // kUnavailable, and the others know that we are no member any more; calls under way and contexts

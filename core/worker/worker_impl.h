@@ -6,11 +6,13 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -28,6 +30,7 @@
 #include "core/rpc/worker_info.h"
 #include "core/worker/call_body.h"
 #include "core/worker/device_maps.h"
+#include "core/worker/member_callback.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -36,6 +39,7 @@ namespace distgrad {
 class Worker::Impl : public Context::Owner,
                      public AgentService,
                      public EngineNetwork,
+                     public MemberCallback::Source,
                      public std::enable_shared_from_this<Worker::Impl> {
  public:
   static absl::StatusOr<std::shared_ptr<Impl>> Create(WorkerOptions options);
@@ -57,9 +61,10 @@ class Worker::Impl : public Context::Owner,
   // Members: members.cc.
   std::vector<Member> members() const;
   absl::Status UpdateMembers();
-  absl::Status WaitForAll(Deadline deadline);
-  absl::Status Leave(Deadline deadline) { return members_->BarrierOfTheEnd(deadline); }
+  absl::Status WaitForAll(Deadline deadline, OnLostMember on_lost);
+  absl::Status Leave(Deadline deadline, OnLostMember on_lost);
   absl::Status LeaveAlone(Deadline deadline);
+  void OnMember(MemberCallback::Function callback);
 
   void Close();
   void Join();  // Close(), and ends all threads
@@ -76,9 +81,13 @@ class Worker::Impl : public Context::Owner,
     engine_.OnNotice(from, std::move(notice.packet), notice.offset);
   }
   void OnLateReply(WorkerId from, Body reply) override;
-  void OnPeerLost(WorkerId peer, const absl::Status& why) override {
-    engine_.OnPeerLost(peer, why);
-  }
+  void OnPeerLost(WorkerId peer, const absl::Status& why) override;
+  void OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) override;
+  void OnMemberEvents() override { member_callback_.OnEvents(); }
+
+  // MemberCallback::Source
+  void KeepEvents(bool keep) override { agent_.KeepEvents(keep); }
+  std::vector<MemberEvent> TakeEvents() override { return agent_.TakeEvents(); }
 
   // EngineNetwork
   Packet NewNotice() override { return Agent::NewNotice(); }
@@ -121,6 +130,18 @@ class Worker::Impl : public Context::Owner,
 
   Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock> clock,
        std::unique_ptr<Membership> members, std::unique_ptr<Transport> transport);
+
+  // Takes back that this worker is lost, should somebody have said so. Later, and again until the
+  // store has answered.
+  void DenyLossLater();
+  // Reads in the store what has happened to members, now and then, while somebody wants to know.
+  void FollowMembers();
+  void ReadMembers();
+  absl::Status LearnAll(const std::vector<WorkerInfo>& all);
+  // Runs a task that may wait for the store, after a time. `timer` is one of those below.
+  void RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, void (Impl::*task)());
+  // Waits until no call is under way, in either direction, nor a context if `contexts`.
+  absl::Status AwaitIdle(Deadline deadline, bool contexts);
 
   absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from,
                                     Body& body);
@@ -173,12 +194,18 @@ class Worker::Impl : public Context::Owner,
   std::unique_ptr<Transport> transport_;
   const std::shared_ptr<EventLoop> loop_;  // may be null
   Agent agent_;
+  MemberCallback member_callback_;
   std::atomic<bool> leaving_{false};
+  std::atomic<bool> denies_loss_{false};     // soon
+  std::atomic<bool> follows_members_{false};
+  int64_t changes_ = -1;  // as last seen; of ReadMembers() alone
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   absl::flat_hash_map<std::string, std::shared_ptr<const Function>> functions_ ABSL_GUARDED_BY(mu_);
   bool joined_ ABSL_GUARDED_BY(mu_) = false;
+  absl::flat_hash_set<WorkerId> asked_for_ ABSL_GUARDED_BY(mu_);  // of whom the store is asked
+  std::optional<Clock::TimerId> follow_timer_ ABSL_GUARDED_BY(mu_), deny_timer_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

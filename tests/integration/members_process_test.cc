@@ -16,6 +16,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/worker/worker.h"
@@ -186,6 +187,81 @@ TEST_F(MembersProcessTest, AKilledWorkerIsNoticedAtOnceAndComesBackUnderItsName)
   EXPECT_TRUE(lead_->Call("back", "double", {"", {at::ones({1})}}).ok());
   EXPECT_FALSE(step.Backward().ok()) << "it was of the old life";
   EXPECT_EQ(lead_->names(), (std::vector<std::string>{"lead", "middle", "back"}));
+}
+
+// Nobody has called it, and nobody does: who waits in a barrier, serves or has left hears of it.
+TEST_F(MembersProcessTest, WhoWaitsForAKilledWorkerHearsOfIt) {
+  absl::Status barrier, end;
+  std::thread waiting([&] { barrier = lead_->WaitForAll(Deadline::Never()); });
+  std::thread serving([&] { end = middle_->Serve(); });
+  child_->Signal(SIGKILL);
+  waiting.join();
+  serving.join();
+  for (const absl::Status& status : {barrier, end, lead_->Leave()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_TRUE(Contains(status, "'back' (2) is lost: ")) << status;
+    EXPECT_FALSE(Contains(status, "heartbeat")) << status;
+  }
+  EXPECT_EQ(child_->Wait(), -SIGKILL);
+  // It comes back, and is waited for, and so is nobody that is lost.
+  Child("back");
+  ASSERT_EQ(child_->ReadLine(), "ready");
+  ExpectTraining();
+}
+
+TEST_F(MembersProcessTest, WhoWaitsForAStoppedWorkerHearsOfItWithinTheHeartbeatLimit) {
+  // Whether it is connected with the others when it stops, or not yet, makes no difference.
+  child_->Stop();
+  absl::Status end;
+  std::thread serving([&] { end = middle_->Serve(); });
+  const absl::Status left = lead_->Leave();
+  serving.join();
+  for (const absl::Status& status : {left, end}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_TRUE(Contains(status, "'back' (2) is lost: ")) << status;
+  }
+  // Where that is asked for the job ends well without it.
+  std::thread other([&] { end = middle_->Serve(OnLostMember::kGoOnWithout); });
+  const absl::Status without = lead_->Leave(Deadline::Never(), OnLostMember::kGoOnWithout);
+  other.join();
+  EXPECT_TRUE(without.ok()) << without;
+  EXPECT_TRUE(end.ok()) << end;
+}
+
+TEST_F(MembersProcessTest, ACallbackHearsOfAKilledWorkerAndOfItsReturn) {
+  struct Told {
+    absl::Mutex mu;
+    std::vector<MemberEvent> events;
+  } told;
+  const auto told_of = [&](size_t n) {
+    absl::MutexLock lock(&told.mu);
+    const auto there = [&] { return told.events.size() >= n; };
+    told.mu.Await(absl::Condition(&there));
+    return told.events[n - 1];
+  };
+  const auto tell = [&](const MemberEvent& event) {
+    absl::MutexLock lock(&told.mu);
+    told.events.push_back(event);
+  };
+  lead_->OnMember(tell);
+  const Incarnation life = lead_->members()[2].incarnation;
+  child_->Signal(SIGKILL);
+  EXPECT_EQ(child_->Wait(), -SIGKILL);
+  const MemberEvent lost = told_of(1);
+  EXPECT_EQ(lost.kind, MemberEvent::Kind::kLost);
+  EXPECT_EQ(lost.name, "back");
+  EXPECT_EQ(lost.id, 2);
+  EXPECT_EQ(lost.incarnation, life);
+  EXPECT_TRUE(absl::StrContains(lost.reason, "'back' (2)")) << lost.reason;
+  Child("back");
+  const MemberEvent joined = told_of(2);
+  EXPECT_EQ(joined.kind, MemberEvent::Kind::kJoined);
+  EXPECT_EQ(joined.name, "back");
+  EXPECT_GT(joined.incarnation, life);
+  ASSERT_EQ(child_->ReadLine(), "ready");
+  ASSERT_TRUE(lead_->Call("back", "leave", {}).ok());
+  EXPECT_EQ(told_of(3).kind, MemberEvent::Kind::kLeft);
+  lead_->OnMember(nullptr);
 }
 
 TEST_F(MembersProcessTest, AStoppedWorkerWhoseSeatIsTakenIsShutOut) {

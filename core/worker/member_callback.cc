@@ -1,0 +1,85 @@
+// How a user's callback for members is run: by one task of the pool at a time, so that it gets each
+// event once and in order, and with no lock held.
+#include "core/worker/member_callback.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "core/base/blocking.h"
+#include "core/base/log.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+
+void MemberCallback::Set(Function function) {
+  // Ends outside the lock: what it holds is the user's.
+  std::shared_ptr<const Function> former;
+  if (function != nullptr) former = std::make_shared<const Function>(std::move(function));
+  const BlockingScope blocking;
+  absl::MutexLock lock(&mu_);
+  function_.swap(former);
+  // What had happened before is not for the new one.
+  events_.clear();
+  source_->KeepEvents(false);
+  source_->KeepEvents(function_ != nullptr);
+  if (former == nullptr || thread_ == std::this_thread::get_id()) return;
+  const auto is_over = [&] {
+    mu_.AssertReaderHeld();
+    return running_ != former;
+  };
+  mu_.Await(absl::Condition(&is_over));
+}
+
+bool MemberCallback::is_set() {
+  absl::MutexLock lock(&mu_);
+  return function_ != nullptr;
+}
+
+void MemberCallback::OnEvents() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (function_ == nullptr || scheduled_) return;
+    scheduled_ = true;
+  }
+  // A pool that is closed takes no more: the worker ends.
+  pool_->Schedule([this] { Run(); });
+}
+
+std::unique_ptr<MemberEvent> MemberCallback::Next() {
+  if (events_.empty()) {
+    events_ = source_->TakeEvents();
+    std::reverse(events_.begin(), events_.end());
+  }
+  if (events_.empty()) return nullptr;
+  auto event = std::make_unique<MemberEvent>(std::move(events_.back()));
+  events_.pop_back();
+  return event;
+}
+
+void MemberCallback::Run() {
+  for (;;) {
+    std::unique_ptr<MemberEvent> event;
+    std::shared_ptr<const Function> function, former;  // these end outside the lock
+    {
+      absl::MutexLock lock(&mu_);
+      former.swap(running_);
+      thread_ = std::thread::id();
+      if (function_ != nullptr) event = Next();
+      if (event == nullptr) {
+        scheduled_ = false;
+        return;
+      }
+      running_ = function = function_;
+      thread_ = std::this_thread::get_id();
+    }
+    try {
+      (*function)(*event);
+    } catch (...) {
+      DG_LOG(ERROR) << "a callback for members threw: "
+                    << StatusFromException(std::current_exception());
+    }
+  }
+}
+
+}  // namespace distgrad
