@@ -202,7 +202,7 @@ TEST(CppTest, Job) {
       dg::Optimizer optimizer = dg::Optimizer::Adam(worker, "", {scale});
       worker.WaitForAll();
       Replicas(worker, 3);
-      worker.Leave();
+      worker.Serve();
       EXPECT_LT(scale.data<float>()[0], 5);
     }
     answering.join();

@@ -37,7 +37,7 @@ static void when_done(void* user_data) {
   codes[2] = code_of(
       dg_worker_call_op(workers[0], DG_STR("back"), DG_STR("aten::exp"), NULL, 0, NULL, &values));
   codes[3] = code_of(dg_worker_create(NULL, &worker));
-  codes[4] = code_of(dg_worker_wait_for_all(workers[0], DG_FOREVER));
+  codes[4] = code_of(dg_worker_wait_for_all(workers[0], DG_FOREVER, 0));
   codes[5] = code_of(dg_context_backward(NULL, NULL, 0, NULL));
   codes[6] = code_of(dg_optimizer_step(NULL, NULL));
   codes[7] = code_of(dg_optimizer_clip_gradients(NULL, NULL, 1, &norm));

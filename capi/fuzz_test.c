@@ -188,6 +188,10 @@ static void see_member(void* user_data, const dg_member* member) {
   (void)user_data;
   CHECK(member->name.size > 0);
 }
+static void see_event(void* user_data, const dg_member_event* event) {
+  (void)user_data;
+  CHECK(event->kind != 0);
+}
 static void see_context(void* user_data, const dg_context_state* context) {
   (void)user_data;
   CHECK(context->id != 0);
@@ -392,8 +396,10 @@ static void call(state* s) {
       if (next(s) % 8 == 0 && workers_made < 20) keep(s, WORKER, new_worker());
       break;
     case 42:
-      ran(s, dg_worker_wait_for_all(W, 20000));
-      if (next(s) % 32 == 0) ran(s, dg_worker_leave(W, 20000));
+      ran(s, dg_worker_wait_for_all(W, 20000, next(s) % 4));
+      if (next(s) % 32 == 0) ran(s, dg_worker_leave(W, 20000, next(s) % 4));
+      /* With good flags it would wait for a responder that nobody answers. */
+      ran(s, dg_worker_serve(W, 2));
       if (next(s) % 64 == 0) ran(s, dg_worker_leave_alone(W, 1));
       ran(s, dg_wait(next(s) % 2 == 0 ? nothing : NULL, NULL));
       break;
@@ -405,6 +411,7 @@ static void call(state* s) {
       (void)dg_worker_local_world_size(W);
       (void)dg_worker_context_count(W);
       ran(s, dg_worker_members(W, next(s) % 8 ? see_member : NULL, NULL));
+      ran(s, dg_worker_on_member(W, next(s) % 4 ? see_event : NULL, NULL, NULL));
       ran(s, dg_worker_contexts(W, next(s) % 8 ? see_context : NULL, NULL));
       if (next(s) % 4 == 0) ran(s, dg_worker_update_members(W));
       MAKE(MESSAGE, dg_message, dg_worker_metrics_text(W, &out));

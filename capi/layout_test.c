@@ -68,6 +68,14 @@ FIELD(dg_member, name, 8);
 FIELD(dg_member, rank, 24);
 FIELD(dg_member, incarnation, 32);
 
+GROWS_FROM(dg_member_event, 64);
+FIELD(dg_member_event, struct_size, 0);
+FIELD(dg_member_event, kind, 8);
+FIELD(dg_member_event, name, 16);
+FIELD(dg_member_event, rank, 32);
+FIELD(dg_member_event, incarnation, 40);
+FIELD(dg_member_event, reason, 48);
+
 GROWS_FROM(dg_pass_state, 64);
 FIELD(dg_pass_state, struct_size, 0);
 FIELD(dg_pass_state, id, 8);

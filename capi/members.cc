@@ -11,6 +11,26 @@ const std::string& SharedWorker::Keep(const std::string& name) {
   return *names_.insert(name).first;
 }
 
+absl::Status SharedWorker::OnMember(std::shared_ptr<const MemberHandler> handler) {
+  DG_ASSIGN_OR_RETURN(const Use use, Begin());
+  if (handler == nullptr) {
+    use->OnMember(nullptr);
+    return absl::OkStatus();
+  }
+  use->OnMember([this, handler = std::move(handler)](const MemberEvent& event) {
+    dg_member_event borrowed = {};
+    borrowed.struct_size = sizeof(borrowed);
+    borrowed.kind = static_cast<uint64_t>(event.kind);
+    borrowed.name = ToStr(event.name);
+    borrowed.rank = event.id;
+    borrowed.incarnation = event.incarnation;
+    borrowed.reason = ToStr(event.reason);
+    const ServingScope scope(this);
+    handler->function(handler->user_data.get(), &borrowed);
+  });
+  return absl::OkStatus();
+}
+
 }  // namespace distgrad
 
 using namespace distgrad;
@@ -88,6 +108,23 @@ dg_error* dg_worker_members(const dg_worker* worker,
       visit(user_data, &borrowed);
     }
     return absl::OkStatus();
+  });
+}
+
+dg_error* dg_worker_on_member(dg_worker* worker,
+                              void (*callback)(void* user_data, const dg_member_event* event),
+                              void* user_data, void (*destroy)(void* user_data)) noexcept {
+  UserData taken(user_data, destroy);
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    std::shared_ptr<SharedWorker> shared;
+    {
+      DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker));
+      shared = pinned->shared;
+    }
+    if (callback == nullptr) return shared->OnMember(nullptr);
+    return shared->OnMember(
+        std::make_shared<const MemberHandler>(MemberHandler{callback, std::move(taken)}));
   });
 }
 

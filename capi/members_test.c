@@ -1,6 +1,8 @@
 /* Workers that join a running job, leave it and come back; limits and device pairs; what a worker
  * says of itself, and its process to torchrun. From plain C. */
 #define _POSIX_C_SOURCE 200809L
+#include <pthread.h>
+#include <semaphore.h>
 #include <unistd.h>
 
 #include "capi/testing/check.h"
@@ -116,6 +118,141 @@ static void test_members(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_worker_update_members(late));
   CHECK(dg_worker_world_size(late) == 0 && dg_worker_name(late, 0).size == 0 && none == NULL);
   dg_worker_destroy(first);
+  unlink(rendezvous + strlen("file://"));
+}
+
+/* ------------------------------------------------------------------- Events, and the end of a job */
+
+typedef struct told {
+  dg_worker* worker; /* of the callback */
+  sem_t one_more;
+  int count, ended;
+  uint64_t kinds[8], ranks[8], incarnations[8];
+  bool has_reason[8];
+} told;
+
+static void tell(void* user_data, const dg_member_event* event) {
+  told* all = (told*)user_data;
+  CHECK(all->count < 8 && event->struct_size >= sizeof(dg_member_event));
+  CHECK(str_is(event->name, "late"));
+  dg_worker_destroy(all->worker); /* refused, and logged */
+  CHECK(dg_worker_world_size(all->worker) > 0);
+  all->kinds[all->count] = event->kind;
+  all->ranks[all->count] = event->rank;
+  all->has_reason[all->count] = event->reason.size > 0;
+  all->incarnations[all->count++] = event->incarnation;
+  CHECK(sem_post(&all->one_more) == 0);
+}
+
+static void tell_once(void* user_data, const dg_member_event* event) {
+  tell(user_data, event);
+  OK(dg_worker_on_member(((told*)user_data)->worker, NULL, NULL, NULL)); /* does not wait for itself */
+}
+
+static void end_told(void* user_data) { count_up(&((told*)user_data)->ended); }
+
+static void await_event(told* all) {
+  while (sem_wait(&all->one_more) != 0) continue;
+}
+
+static void test_events(void) {
+  dg_worker_options options = options_of(DG_STR("first"), 0);
+  dg_worker *first = start(&options), *late;
+  told all, once;
+  memset(&all, 0, sizeof(all));
+  memset(&once, 0, sizeof(once));
+  all.worker = once.worker = first;
+  CHECK(sem_init(&all.one_more, 0, 0) == 0 && sem_init(&once.one_more, 0, 0) == 0);
+  OK(dg_worker_on_member(first, tell, &all, end_told));
+  options = options_of(DG_STR("late"), DG_WORKER_JOIN);
+  late = start(&options);
+  await_event(&all);
+  CHECK(all.kinds[0] == DG_MEMBER_JOINED && all.ranks[0] == 1 && !all.has_reason[0]);
+  OK(dg_worker_leave_alone(late, DG_FOREVER));
+  dg_worker_destroy(late);
+  await_event(&all);
+  CHECK(all.kinds[1] == DG_MEMBER_LEFT && all.incarnations[1] == all.incarnations[0]);
+  late = start(&options);
+  await_event(&all);
+  CHECK(all.kinds[2] == DG_MEMBER_JOINED && all.incarnations[2] > all.incarnations[0]);
+  dg_worker_destroy(late); /* without a word */
+  await_event(&all);
+  CHECK(all.kinds[3] == DG_MEMBER_LOST && all.has_reason[3]);
+  CHECK(all.incarnations[3] == all.incarnations[2] && all.ended == 0);
+  OK(dg_worker_on_member(first, tell_once, &once, end_told));
+  late = start(&options);
+  await_event(&once);
+  OK(dg_worker_leave_alone(late, DG_FOREVER));
+  dg_worker_destroy(late);
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_on_member(NULL, tell, &all, end_told));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_on_member(late, tell, &all, end_told));
+  OK(dg_worker_on_member(first, NULL, &all, end_told));
+  dg_worker_destroy(first);
+  CHECK(all.count == 4 && once.count == 1);
+  CHECK(all.ended == 4 && once.ended == 1);
+  unlink(rendezvous + strlen("file://"));
+}
+
+typedef struct serving {
+  dg_worker* worker;
+  uint64_t flags;
+  pthread_t thread;
+  dg_error* error;
+} serving;
+
+static void* run_serve(void* argument) {
+  serving* self = (serving*)argument;
+  self->error = dg_worker_serve(self->worker, self->flags);
+  return NULL;
+}
+
+static dg_error* end_of(serving* self) {
+  CHECK(pthread_join(self->thread, NULL) == 0);
+  return self->error;
+}
+
+static dg_error* serve_in_handler(void* user_data, const dg_request* request, dg_message** reply) {
+  dg_worker* self = ((serving*)user_data)->worker;
+  (void)request, (void)reply;
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_leave(self, DG_FOREVER, 0));
+  return dg_worker_serve(self, 0);
+}
+
+static void test_serve(void) {
+  dg_worker_options options = options_of(DG_STR("first"), 0);
+  dg_worker* late;
+  dg_message *request = NULL, *reply = NULL;
+  serving first;
+  memset(&first, 0, sizeof(first));
+  first.worker = start(&options);
+  OK(dg_worker_register(first.worker, DG_STR("echo"), echo, NULL, NULL));
+  OK(dg_worker_register(first.worker, DG_STR("serve"), serve_in_handler, &first, NULL));
+  FAILS(DG_UNIMPLEMENTED, dg_worker_serve(first.worker, 2));
+  FAILS(DG_UNIMPLEMENTED, dg_worker_leave(first.worker, DG_FOREVER, 2));
+  FAILS(DG_UNIMPLEMENTED, dg_worker_wait_for_all(first.worker, DG_FOREVER, 2));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_serve(NULL, 0));
+  options = options_of(DG_STR("late"), DG_WORKER_JOIN);
+
+  /* One dies that it waits for. */
+  late = start(&options);
+  CHECK(pthread_create(&first.thread, NULL, run_serve, &first) == 0);
+  dg_worker_destroy(late);
+  SAYS(DG_UNAVAILABLE, "'late' (1) is lost", end_of(&first));
+  OK(dg_worker_wait_for_all(first.worker, DG_FOREVER, DG_WITHOUT_LOST));
+
+  /* It serves while another is at work, and no longer. */
+  late = start(&options);
+  first.flags = DG_WITHOUT_LOST;
+  CHECK(pthread_create(&first.thread, NULL, run_serve, &first) == 0);
+  call(late, DG_STR("first"));
+  OK(dg_message_create(NULL, 0, NULL, 0, &request));
+  FAILS(DG_FAILED_PRECONDITION,
+        dg_worker_call(late, DG_STR("first"), DG_STR("serve"), request, NULL, &reply));
+  dg_message_destroy(request);
+  OK(dg_worker_serve(late, 0));
+  OK(end_of(&first));
+  dg_worker_destroy(late);
+  dg_worker_destroy(first.worker);
   unlink(rendezvous + strlen("file://"));
 }
 
@@ -331,6 +468,8 @@ int main(void) {
   snprintf(rendezvous, sizeof(rendezvous), "file://%s/members.%d", folder ? folder : "/tmp",
            (int)getpid());
   test_members();
+  test_events();
+  test_serve();
   test_limits();
   test_device_pairs();
   test_device_that_is_not_there();

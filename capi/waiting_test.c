@@ -117,12 +117,12 @@ static void* call_each_for_ever(void* empty) {
 static void* wait_for_all_for_ever(void* unused) {
   (void)unused;
   CHECK(sem_post(&begun) == 0);
-  return (void*)(intptr_t)code_of(dg_worker_wait_for_all(first, DG_FOREVER));
+  return (void*)(intptr_t)code_of(dg_worker_wait_for_all(first, DG_FOREVER, 0));
 }
 static void* leave_for_ever(void* unused) {
   (void)unused;
   CHECK(sem_post(&begun) == 0);
-  return (void*)(intptr_t)code_of(dg_worker_leave(first, DG_FOREVER));
+  return (void*)(intptr_t)code_of(dg_worker_leave(first, DG_FOREVER, 0));
 }
 
 static void test_end(void) {

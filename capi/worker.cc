@@ -179,6 +179,22 @@ absl::StatusOr<Prepared> PrepareOp(dg_worker* worker, dg_str to, dg_str op,
   return Prepare(worker, to, op, std::move(message), options);
 }
 
+absl::StatusOr<OnLostMember> ToOnLost(uint64_t flags) {
+  DG_RETURN_IF_ERROR(CheckFlags(flags, DG_WITHOUT_LOST, "waiting for all workers"));
+  return (flags & DG_WITHOUT_LOST) != 0 ? OnLostMember::kGoOnWithout : OnLostMember::kFail;
+}
+
+// For what waits for the worker's handlers.
+absl::StatusOr<SharedWorker::Use> UseWorkerThatEnds(const dg_worker* worker) {
+  DG_ASSIGN_OR_RETURN(SharedWorker::Use use, UseWorker(worker));
+  if (InHandlerOf(use.shared())) {
+    return absl::FailedPreconditionError(absl::StrCat("worker '", use.shared().name(),
+                                                      "' cannot leave in a handler of its own, ",
+                                                      "for it waits for those"));
+  }
+  return use;
+}
+
 }  // namespace
 
 SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
@@ -245,33 +261,40 @@ dg_error* dg_worker_create(const dg_worker_options* options, dg_worker** out) no
   });
 }
 
-dg_error* dg_worker_wait_for_all(dg_worker* worker, int64_t timeout_ms) noexcept {
+dg_error* dg_worker_wait_for_all(dg_worker* worker, int64_t timeout_ms, uint64_t flags) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
-    return use->WaitForAll(ToDeadline(timeout_ms, absl::InfinitePast()));
+    return use->WaitForAll(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
   });
 }
 
-dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) noexcept {
+dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms, uint64_t flags) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorkerThatEnds(worker));
     BlockingScope blocking;
-    return use->Leave(ToDeadline(timeout_ms, absl::InfinitePast()));
+    return use->Leave(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
+  });
+}
+
+dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorkerThatEnds(worker));
+    BlockingScope blocking;
+    return use->Serve(on_lost);
   });
 }
 
 dg_error* dg_worker_leave_alone(dg_worker* worker, int64_t timeout_ms) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
-    if (InHandlerOf(use.shared())) {
-      return absl::FailedPreconditionError(absl::StrCat("worker '", use.shared().name(),
-                                                        "' cannot leave in a handler of its own, ",
-                                                        "for it waits for those"));
-    }
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorkerThatEnds(worker));
     BlockingScope blocking;
     return use->LeaveAlone(ToDeadline(timeout_ms, absl::InfinitePast()));
   });

@@ -25,6 +25,12 @@ struct Handler {
   UserData user_data;
 };
 
+// A callback for members.
+struct MemberHandler {
+  void (*function)(void* user_data, const dg_member_event* event);
+  UserData user_data;
+};
+
 // Shared by a worker's handle and whatever needs the worker and may outlive that handle.
 // Thread-safe.
 class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
@@ -69,6 +75,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   const std::string& Keep(const std::string& name);
 
   absl::Status Register(std::string function, std::shared_ptr<Handler> handler);
+  // Null: none.
+  absl::Status OnMember(std::shared_ptr<const MemberHandler> handler);
 
  private:
   absl::StatusOr<Message> Serve(const Handler& handler, Request& request) const;

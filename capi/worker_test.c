@@ -355,8 +355,9 @@ int main(void) {
     dg_worker* gone = workers[i];
     dg_worker_destroy(gone);
     dg_worker_destroy(gone);
-    FAILS(DG_INVALID_ARGUMENT, dg_worker_wait_for_all(gone, 1));
-    FAILS(DG_INVALID_ARGUMENT, dg_worker_leave(gone, 1));
+    FAILS(DG_INVALID_ARGUMENT, dg_worker_wait_for_all(gone, 1, 0));
+    FAILS(DG_INVALID_ARGUMENT, dg_worker_leave(gone, 1, 0));
+    FAILS(DG_INVALID_ARGUMENT, dg_worker_serve(gone, 0));
   }
   CHECK(handlers_ended == 3);
   clean_up();

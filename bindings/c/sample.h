@@ -54,9 +54,14 @@ static inline job start(void) {
   return self;
 }
 
-/* Ends the job in good order; what main returns. */
+/* Ends the job in good order; what main returns. The back process has nothing to do but to answer
+ * the front process, for as long as that takes. */
 static inline int finish(job* self) {
-  must(dg_worker_leave(self->worker, 60000));
+  if (self->rank == 1) {
+    must(dg_worker_serve(self->worker, 0));
+  } else {
+    must(dg_worker_leave(self->worker, DG_FOREVER, 0));
+  }
   dg_worker_destroy(self->worker);
   if (self->rank == 1) return 0;
   int status = 1;

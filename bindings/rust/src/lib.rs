@@ -16,7 +16,7 @@
 //!             Ok(Message::new("", [request.tensor(0)?.square()?])?)
 //!         })?;
 //!         worker.wait_for_all(Duration::from_secs(60))?; // from here on it may be called
-//!         worker.leave(Duration::from_secs(60))
+//!         worker.serve()
 //!     });
 //!
 //!     let worker = options.clone().name("front").rank(0, 2).create()?;
@@ -27,7 +27,7 @@
 //!     context.backward([reply.tensor(0)?.sum()?])?; // through both workers
 //!     assert_eq!(context.gradient(&x)?.to_vec::<f32>()?, [2.0, 4.0, 6.0]);
 //!     drop(context);
-//!     worker.leave(Duration::from_secs(60))?;
+//!     worker.leave(None)?;
 //!     back.join().expect("no panic")
 //! })?;
 //! # let _ = std::fs::remove_file(store);
@@ -117,7 +117,7 @@ pub use parallel::{
     broadcast, gather, reduce_add, scatter, DataParallel, DataParallelOptions, Replica,
 };
 pub use request::{Later, Request};
-pub use state::{ContextState, Member, PassState};
+pub use state::{ContextState, Member, MemberEvent, MemberEventKind, OnLost, PassState};
 pub use tensor::{NoGrad, Tensor};
 pub use value::{op, ops, Value};
 pub use worker::{HandlerResult, Worker};

@@ -1,5 +1,5 @@
 //! What a worker knows of its job.
-use crate::ffi::{RawContextState, RawMember, RawPassState};
+use crate::ffi::{RawContextState, RawMember, RawMemberEvent, RawPassState};
 
 /// A member of a job, as a worker knows it.
 #[doc(alias = "dg_member")]
@@ -12,6 +12,67 @@ pub struct Member {
     pub rank: u32,
     /// Another one for each life of that name, the later the greater.
     pub incarnation: u64,
+}
+
+/// Something that happened to a member of a job; see [`Worker::on_member`](crate::Worker::on_member).
+#[doc(alias = "dg_member_event")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemberEvent {
+    /// To whom.
+    pub member: Member,
+    /// What.
+    pub kind: MemberEventKind,
+    /// Why it is taken for lost; empty otherwise.
+    pub reason: String,
+}
+
+/// What can happen to a member of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MemberEventKind {
+    /// It is new, or has come back.
+    Joined,
+    /// It has left, in good order.
+    Left,
+    /// It died, or nothing is heard of it.
+    Lost,
+    /// What this version of the crate does not know.
+    Other,
+}
+
+/// What who waits for all members does when one of them is lost.
+#[doc(alias = "DG_WITHOUT_LOST")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnLost {
+    /// Fails at once, with `Code::Unavailable` and its name.
+    #[default]
+    Fail,
+    /// Goes on as if it had left.
+    GoOnWithout,
+}
+
+impl OnLost {
+    pub(crate) fn flags(self) -> u64 {
+        match self {
+            OnLost::Fail => 0,
+            OnLost::GoOnWithout => 1, // DG_WITHOUT_LOST
+        }
+    }
+}
+
+impl From<RawMemberEvent> for MemberEvent {
+    fn from(raw: RawMemberEvent) -> Self {
+        let kind = match raw.kind {
+            1 => MemberEventKind::Joined,
+            2 => MemberEventKind::Left,
+            3 => MemberEventKind::Lost,
+            _ => MemberEventKind::Other,
+        };
+        let member =
+            Member { name: raw.name, rank: raw.rank as u32, incarnation: raw.incarnation };
+        Self { member, kind, reason: raw.reason }
+    }
 }
 
 /// What a worker holds of a context.

@@ -1,11 +1,16 @@
 //! Workers: the members of a job.
 use crate::{
     error::BoxedError,
-    ffi::{self, ContextHandle, Handle, Handler, LaterHandler, Owned, WorkerHandle},
+    ffi::{
+        self, ContextHandle, Handle, Handler, LaterHandler, MemberCallback, Owned, WorkerHandle,
+    },
     future::{self, milliseconds},
-    Caller, Context, ContextState, Later, Member, Message, Request, Result,
+    Caller, Context, ContextState, Later, Member, MemberEvent, Message, OnLost, Request, Result,
 };
 use std::{fmt, num::NonZeroU64, time::Duration};
+
+/// `DG_FOREVER`.
+const FOREVER: i64 = -1;
 
 /// What a handler returns. Any error will do; the code of an [`Error`](crate::Error) reaches the
 /// caller.
@@ -234,20 +239,71 @@ impl Worker {
         Ok(Context::own(self.handle(), ffi::context_create(self.handle())?))
     }
 
-    /// Waits until every worker has called it as often as this one.
+    /// Waits until every worker has called it as often as this one; `None`: for as long as it takes.
     #[doc(alias = "dg_worker_wait_for_all")]
-    pub fn wait_for_all(&self, timeout: Duration) -> Result<()> {
-        Ok(ffi::worker_wait_for_all(self.handle(), milliseconds(timeout))?)
+    pub fn wait_for_all(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        self.wait_for_all_with(timeout, OnLost::Fail)
+    }
+    /// The same, and says what happens when a member is lost.
+    pub fn wait_for_all_with(
+        &self,
+        timeout: impl Into<Option<Duration>>,
+        lost: OnLost,
+    ) -> Result<()> {
+        let timeout = timeout.into().map_or(FOREVER, milliseconds);
+        Ok(ffi::worker_wait_for_all(self.handle(), timeout, lost.flags())?)
     }
 
     /// Leaves in good order, so that nobody's call finds this worker gone: waits until every worker
-    /// of the job has called this. Then drop it.
+    /// of the job has called this or [`serve`](Worker::serve), and until the calls that are under
+    /// way then are answered. Then drop it.
     ///
-    /// `Code::DeadlineExceeded` names those that have not.
+    /// `None` is a good timeout: if the job cannot end well, for a member is lost
+    /// (`Code::Unavailable`), this ends. `Code::DeadlineExceeded` names those that have not come;
+    /// `Code::FailedPrecondition` in a handler of this worker.
     #[doc(alias = "dg_worker_leave")]
     #[doc(alias = "dg_worker_destroy")]
-    pub fn leave(&self, timeout: Duration) -> Result<()> {
-        Ok(ffi::worker_leave(self.handle(), milliseconds(timeout))?)
+    pub fn leave(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        self.leave_with(timeout, OnLost::Fail)
+    }
+    /// The same, and says what happens when a member is lost.
+    pub fn leave_with(&self, timeout: impl Into<Option<Duration>>, lost: OnLost) -> Result<()> {
+        let timeout = timeout.into().map_or(FOREVER, milliseconds);
+        Ok(ffi::worker_leave(self.handle(), timeout, lost.flags())?)
+    }
+
+    /// For a worker that only answers the others from now on: serves until the job ends, which is
+    /// when all others have left, or wait for that as well. The same as [`leave`](Worker::leave)
+    /// without a timeout.
+    #[doc(alias = "dg_worker_serve")]
+    pub fn serve(&self) -> Result<()> {
+        self.serve_with(OnLost::Fail)
+    }
+    /// The same, and says what happens when a member is lost.
+    pub fn serve_with(&self, lost: OnLost) -> Result<()> {
+        Ok(ffi::worker_serve(self.handle(), lost.flags())?)
+    }
+
+    /// Calls `callback` when a member has joined, has left or is lost, once for each and in order, on
+    /// a thread of the worker, where it may wait and make calls. It takes the place of the one that
+    /// was given before, which is not called any more when this has returned (it waits for that,
+    /// unless it is called in it); nor is any when the worker was dropped.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+    /// worker.on_member(|event| println!("{}: {:?} {}", event.member.name, event.kind, event.reason))
+    /// # }
+    /// ```
+    #[doc(alias = "dg_worker_on_member")]
+    pub fn on_member<F>(&self, callback: F) -> Result<()>
+    where
+        F: Fn(MemberEvent) + Send + Sync + 'static,
+    {
+        Ok(ffi::worker_on_member(self.handle(), MemberCallback::new(callback))?)
+    }
+    /// Takes the callback for members off again.
+    pub fn remove_on_member(&self) -> Result<()> {
+        Ok(ffi::worker_no_on_member(self.handle())?)
     }
 
     /// Leaves in good order while the job goes on: refuses new calls of the others with

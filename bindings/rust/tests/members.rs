@@ -2,7 +2,10 @@
 //! holds of its contexts.
 mod common;
 use common::{alone_with, empty, pair, weight, Folder, LONG};
-use distgrad::{values, Code, Limits, Message, Tensor, Worker, WorkerOptions};
+use distgrad::{
+    values, Code, Limits, MemberEventKind, Message, OnLost, Tensor, Worker, WorkerOptions,
+};
+use std::{sync::mpsc, thread};
 
 fn known(worker: &Worker) -> Vec<(String, u32)> {
     worker.members().unwrap().into_iter().map(|member| (member.name, member.rank)).collect()
@@ -40,6 +43,59 @@ fn a_worker_joins_leaves_and_comes_back() {
     assert_eq!(after[0], before[0]);
     assert!(after[1].incarnation > before[1].incarnation);
     drop(worker);
+}
+
+#[test]
+fn a_callback_hears_of_members() {
+    let folder = Folder::new();
+    let late = || folder.options().name("late").join(true).create().unwrap();
+    let first = folder.options().name("first").rank(0, 1).create().unwrap();
+    let (sender, receiver) = mpsc::channel();
+    first.on_member(move |event| sender.send(event).unwrap()).unwrap();
+    let next = |kind| {
+        let event = receiver.recv().unwrap();
+        assert_eq!((&event.member.name[..], event.member.rank, event.kind), ("late", 1, kind));
+        assert_eq!(event.reason.is_empty(), kind != MemberEventKind::Lost, "{event:?}");
+        event.member.incarnation
+    };
+    let worker = late();
+    let life = next(MemberEventKind::Joined);
+    worker.leave_alone(LONG).unwrap();
+    drop(worker);
+    assert_eq!(next(MemberEventKind::Left), life);
+    let worker = late();
+    assert!(next(MemberEventKind::Joined) > life);
+    drop(worker);
+    next(MemberEventKind::Lost);
+    // Taken off, it is dropped, and so is what it holds.
+    first.remove_on_member().unwrap();
+    assert!(receiver.recv().is_err());
+    first.on_member(|_| panic!("is printed, and nothing else")).unwrap();
+    late().leave_alone(LONG).unwrap();
+}
+
+#[test]
+fn a_worker_serves_until_the_job_ends() {
+    let folder = Folder::new();
+    let late = || folder.options().name("late").join(true).create().unwrap();
+    let first = folder.options().name("first").rank(0, 1).create().unwrap();
+    first.register("echo", |request| Ok(Message::from_payload(request.payload())?)).unwrap();
+    thread::scope(|scope| {
+        let worker = late();
+        let serving = scope.spawn(|| first.serve());
+        drop(worker); // without a word
+        let error = serving.join().unwrap().unwrap_err();
+        assert_eq!(error.code(), Code::Unavailable, "{error}");
+        assert!(error.message().contains("'late' (1) is lost"), "{error}");
+        first.wait_for_all_with(None, OnLost::GoOnWithout).unwrap();
+
+        let worker = late();
+        let serving = scope.spawn(|| first.serve_with(OnLost::GoOnWithout));
+        worker.call("first", "echo", &empty()).unwrap();
+        worker.leave(None).unwrap();
+        serving.join().unwrap().unwrap();
+    });
+    first.leave_with(LONG, OnLost::Fail).unwrap(); // it is over
 }
 
 #[test]

@@ -531,13 +531,24 @@ typedef struct dg_worker_options {
 DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
                                               dg_worker** out) DG_NOEXCEPT;
 
+/* Flags of the three functions below: a member that is lost is not waited for any more, as if it
+ * had left. Without this flag they fail with DG_UNAVAILABLE and its name as soon as it is lost. */
+#define DG_WITHOUT_LOST UINT64_C(1)
+
 /* Waits until every worker has called it as often as this one. */
-DG_API DG_MUST_USE dg_error* dg_worker_wait_for_all(dg_worker* worker,
-                                                    int64_t timeout_ms) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_worker_wait_for_all(dg_worker* worker, int64_t timeout_ms,
+                                                    uint64_t flags) DG_NOEXCEPT;
 
 /* Leaves in good order, so that nobody's call finds this worker gone. Waits until every worker of
- * the job has called this; then destroy it. */
-DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
+ * the job has called this or dg_worker_serve, and until the calls that are under way then are
+ * answered; then destroy it. DG_FOREVER is a good timeout: if the job cannot end well, this ends
+ * with an error. DG_FAILED_PRECONDITION in a handler of this worker. */
+DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms,
+                                             uint64_t flags) DG_NOEXCEPT;
+
+/* For a worker that only answers the others from now on: serves until the job ends, which is when
+ * all others have left, or wait for that as well. The same as dg_worker_leave without a timeout. */
+DG_API DG_MUST_USE dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) DG_NOEXCEPT;
 
 /* Leaves in good order while the job goes on: refuses new calls of the others with DG_UNAVAILABLE,
  * and waits until those under way and the contexts that it takes part in are over; then destroy it.
@@ -547,7 +558,8 @@ DG_API DG_MUST_USE dg_error* dg_worker_leave_alone(dg_worker* worker,
                                                    int64_t timeout_ms) DG_NOEXCEPT;
 
 /* Fails what is still under way with DG_CANCELLED, also what other threads wait for in it (in a
- * dg_worker_wait_for_all or dg_worker_leave after a second); waits for running callbacks to return,
+ * dg_worker_wait_for_all, dg_worker_leave or dg_worker_serve after a second); waits for running
+ * callbacks to return,
  * and stops all threads. Handles of contexts, futures and optimizers stay valid, and give errors.
  * In a callback, a handler's too, it cannot: there it logs an error and leaves the worker alive. */
 DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
@@ -576,6 +588,31 @@ DG_API DG_MUST_USE dg_error* dg_worker_members(const dg_worker* worker,
                                                void (*visit)(void* user_data,
                                                              const dg_member* member),
                                                void* user_data) DG_NOEXCEPT;
+
+/* What happened to a member. Borrowed for the call; fields are only ever added. */
+typedef struct dg_member_event {
+  size_t struct_size; /* as the library knows it */
+  uint64_t kind;
+  dg_str name;
+  uint64_t rank;
+  uint64_t incarnation;
+  dg_str reason; /* why it is taken for lost */
+} dg_member_event;
+enum {
+  DG_MEMBER_JOINED = 1, /* it is new, or has come back */
+  DG_MEMBER_LEFT = 2,   /* in good order */
+  DG_MEMBER_LOST = 3    /* it died, or nothing is heard of it */
+};
+/* Calls `callback` for each such event from now on, once and in order, on a thread of the worker,
+ * where it may wait and make calls as a handler may. It takes the place of the one that was given
+ * before; NULL: none. When this has returned, that one is not called any more; and none is when
+ * dg_worker_destroy has (in the callback itself that is refused, and logged). Takes `user_data`.
+ * Waits, for the former callback to return, unless it is called in that. */
+DG_API DG_MUST_USE dg_error* dg_worker_on_member(dg_worker* worker,
+                                                 void (*callback)(void* user_data,
+                                                                  const dg_member_event* event),
+                                                 void* user_data,
+                                                 void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
 /* Its number among the workers of its machine, and how many these are, as the launcher says: to
  * choose a device by. 0 and 0 where it says nothing. */

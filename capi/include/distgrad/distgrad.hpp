@@ -412,6 +412,14 @@ struct Member {
   uint64_t incarnation;
 };
 
+struct MemberEvent {
+  uint64_t kind;  // DG_MEMBER_...
+  std::string name;
+  uint32_t rank;
+  uint64_t incarnation;
+  std::string reason;
+};
+
 class Worker {
  public:
   using Handler = std::function<Message(const Request&)>;
@@ -430,6 +438,22 @@ class Worker {
   std::string_view name(uint32_t of) const noexcept { return View(dg_worker_name(get(), of)); }
   uint32_t local_rank() const noexcept { return dg_worker_local_rank(get()); }
   uint32_t local_world_size() const noexcept { return dg_worker_local_world_size(get()); }
+  // Must not throw. Null: none.
+  void OnMember(std::function<void(const MemberEvent&)> callback) {
+    using Callback = std::function<void(const MemberEvent&)>;
+    if (callback == nullptr) {
+      return Check(dg_worker_on_member(get(), nullptr, nullptr, nullptr));
+    }
+    Check(dg_worker_on_member(
+        get(),
+        [](void* data, const dg_member_event* event) {
+          (*static_cast<Callback*>(data))(
+              {event->kind, std::string(View(event->name)), static_cast<uint32_t>(event->rank),
+               event->incarnation, std::string(View(event->reason))});
+        },
+        new Callback(std::move(callback)),
+        [](void* data) { delete static_cast<Callback*>(data); }));
+  }
   void UpdateMembers() { Check(dg_worker_update_members(get())); }
   std::vector<Member> members() const {
     std::vector<Member> members;
@@ -511,10 +535,13 @@ class Worker {
                                                      const Message& request,
                                                      const Context* context = nullptr);
 
-  void WaitForAll(int64_t timeout_ms = DG_FOREVER) {
-    Check(dg_worker_wait_for_all(get(), timeout_ms));
+  void WaitForAll(int64_t timeout_ms = DG_FOREVER, uint64_t flags = 0) {
+    Check(dg_worker_wait_for_all(get(), timeout_ms, flags));
   }
-  void Leave(int64_t timeout_ms = DG_FOREVER) { Check(dg_worker_leave(get(), timeout_ms)); }
+  void Leave(int64_t timeout_ms = DG_FOREVER, uint64_t flags = 0) {
+    Check(dg_worker_leave(get(), timeout_ms, flags));
+  }
+  void Serve(uint64_t flags = 0) { Check(dg_worker_serve(get(), flags)); }
   void LeaveAlone(int64_t timeout_ms = DG_FOREVER) {
     Check(dg_worker_leave_alone(get(), timeout_ms));
   }

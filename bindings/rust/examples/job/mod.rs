@@ -53,9 +53,13 @@ impl Job {
         self.worker.rank() == 0
     }
 
-    /// Ends in good order, all together.
+    /// Ends in good order, all together. Whoever has nothing else to do answers the others until
+    /// then, for as long as that takes.
     pub fn finish(self) -> Result<(), Box<dyn Error>> {
-        self.worker.leave(MINUTE)?;
+        match self.is_first() {
+            true => self.worker.leave(None)?,
+            false => self.worker.serve()?,
+        }
         for mut other in self.others {
             let status = other.0.wait()?;
             if !status.success() {

@@ -1,6 +1,6 @@
 //! What crosses to C++ (shim.h), and what C++ calls here.
 use super::{
-    callback::{Callback, Forward, Handler, LaterHandler, Owner, Waiting},
+    callback::{Callback, Forward, Handler, LaterHandler, MemberCallback, Owner, Waiting},
     handle::*,
     value::RawValue,
 };
@@ -45,6 +45,15 @@ pub(crate) mod raw {
         name: String,
         rank: u64,
         incarnation: u64,
+    }
+
+    /// `dg_member_event`.
+    struct RawMemberEvent {
+        kind: u64,
+        name: String,
+        rank: u64,
+        incarnation: u64,
+        reason: String,
     }
 
     /// `dg_pass_state`.
@@ -138,6 +147,8 @@ pub(crate) mod raw {
         ) -> ErrorHandle;
         type Callback;
         fn run(self: &Callback);
+        type MemberCallback;
+        fn tell(self: &MemberCallback, event: RawMemberEvent);
         type Owner;
         type Waiting<'a>;
         fn wait(self: &mut Waiting<'_>);
@@ -229,8 +240,11 @@ pub(crate) mod raw {
         fn wait(waiting: &mut Waiting<'_>) -> Result<()>;
 
         fn worker_create(options: &RawWorkerOptions<'_>) -> Result<WorkerHandle>;
-        fn worker_wait_for_all(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
-        fn worker_leave(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
+        fn worker_wait_for_all(worker: WorkerHandle, timeout_ms: i64, flags: u64) -> Result<()>;
+        fn worker_leave(worker: WorkerHandle, timeout_ms: i64, flags: u64) -> Result<()>;
+        fn worker_serve(worker: WorkerHandle, flags: u64) -> Result<()>;
+        fn worker_on_member(worker: WorkerHandle, callback: Box<MemberCallback>) -> Result<()>;
+        fn worker_no_on_member(worker: WorkerHandle) -> Result<()>;
         fn worker_leave_alone(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
         fn worker_destroy(worker: WorkerHandle);
         fn worker_rank(worker: WorkerHandle) -> u32;

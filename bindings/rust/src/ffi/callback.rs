@@ -1,11 +1,11 @@
 //! Closures that C++ holds. It calls them on any thread and ends them once; no panic may reach it.
 use super::{
-    bridge::raw::{self, RawReplica, RawRequest},
+    bridge::raw::{self, RawMemberEvent, RawReplica, RawRequest},
     handle::{ErrorHandle, Handle, MessageHandle, ResponderHandle, TensorHandle},
 };
 use crate::{
     error::{describe, BoxedError},
-    Code, Error, HandlerResult, Later, Replica, Request, Tensor,
+    Code, Error, HandlerResult, Later, MemberEvent, Replica, Request, Tensor,
 };
 use std::{
     any::Any,
@@ -140,6 +140,21 @@ impl Forward {
                 ErrorHandle::NULL
             },
         )
+    }
+}
+
+type TellFn = dyn Fn(MemberEvent) + Send + Sync;
+
+/// What runs when something has happened to a member.
+pub(crate) struct MemberCallback(Quiet<Box<TellFn>>);
+
+impl MemberCallback {
+    pub(crate) fn new(tell: impl Fn(MemberEvent) + Send + Sync + 'static) -> Box<Self> {
+        Box::new(Self(Quiet(ManuallyDrop::new(Box::new(tell)))))
+    }
+
+    pub(crate) fn tell(&self, event: RawMemberEvent) {
+        let _ = catch(|| (self.0 .0)(event.into()));
     }
 }
 

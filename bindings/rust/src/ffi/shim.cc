@@ -162,6 +162,15 @@ rust::Vec<RawMember> worker_members(WorkerHandle worker) {
   return members;
 }
 
+void worker_on_member(WorkerHandle worker, rust::Box<MemberCallback> callback) {
+  const auto tell = [](void* data, const dg_member_event* event) {
+    static_cast<const MemberCallback*>(data)->tell(
+        {event->kind, rust::String::lossy(event->name.data, event->name.size), event->rank,
+         event->incarnation, rust::String::lossy(event->reason.data, event->reason.size)});
+  };
+  dg::Check(dg_worker_on_member(worker, tell, Leak(std::move(callback)), End<MemberCallback>));
+}
+
 rust::Vec<RawContextState> worker_contexts(WorkerHandle worker) {
   rust::Vec<RawContextState> contexts;
   const auto add = [](void* data, const dg_context_state* context) {
