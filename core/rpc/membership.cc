@@ -335,6 +335,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::All() {
                                [](const auto& worker) { return worker.left; }),
                 workers.end());
   size_ = static_cast<int>(workers.size());
+  if (read_ != nullptr) read_(workers);
   return workers;
 }
 

@@ -10,9 +10,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -72,6 +74,10 @@ class Membership {
   // As the store has it now, whether it has left or not. kNotFound if it was never a member.
   absl::StatusOr<WorkerInfo> Find(WorkerId id);
   absl::StatusOr<WorkerInfo> Find(absl::string_view name);
+
+  // Has `read` called with the members whenever they have been read, as they are by whoever waits
+  // for all: on that thread, which may block. Once, before anybody does.
+  void OnRead(std::function<void(const std::vector<WorkerInfo>&)> read) { read_ = std::move(read); }
 
   // Those who have not left, by id; and all who ever were.
   absl::StatusOr<std::vector<WorkerInfo>> All();
@@ -163,6 +169,7 @@ class Membership {
   WorkerInfo self_;
   int world_size_ = 0;  // at the job's start
   bool late_ = false;   // the job had started before
+  std::function<void(const std::vector<WorkerInfo>&)> read_;  // may be null
 
   std::atomic<bool> closed_{false};
   std::atomic<bool> finished_{false};

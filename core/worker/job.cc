@@ -72,7 +72,8 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
           .local_world_size = place.local_world_size,
           .name = options.name,
           .store = std::move(meeting.store),
-          .serves_store = meeting.serves_store};
+          .serves_store = meeting.serves_store,
+          .worker0_serves_store = meeting.worker0_serves_store};
   if (options.join) {
     // Without a name it is called by the id that the store gives.
     if (job.name.empty()) job.name = ProcessEnvironment("DISTGRAD_NAME").value_or("");

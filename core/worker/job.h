@@ -22,7 +22,8 @@ struct Job {
   int local_world_size = 0;
   std::string name = {};  // of this worker; "": "worker<id>"
   std::shared_ptr<Store> store = nullptr;
-  bool serves_store = false;  // to the others
+  bool serves_store = false;           // to the others
+  bool worker0_serves_store = false;  // here or elsewhere
   std::unique_ptr<Transport> transport = nullptr;
 };
 

@@ -49,7 +49,9 @@ absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline) {
   meeting.store = options.store;
   if (meeting.store == nullptr) {
     DG_ASSIGN_OR_RETURN(meeting.store, MakeStore(place, meeting.cluster_key, deadline));
-    meeting.serves_store = place.rendezvous.kind == RendezvousUrl::Kind::kTcp && place.serves_store;
+    meeting.worker0_serves_store =
+        place.rendezvous.kind == RendezvousUrl::Kind::kTcp && !place.launcher_serves;
+    meeting.serves_store = meeting.worker0_serves_store && place.serves_store;
   }
   // The signature is over the whole key: an entry of one job or start does not pass for one of
   // another.

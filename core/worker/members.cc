@@ -131,7 +131,7 @@ absl::Status Worker::Impl::LearnAll(const std::vector<WorkerInfo>& all) {
 }
 
 absl::Status Worker::Impl::WaitForAll(Deadline deadline, OnLostMember on_lost) {
-  DG_RETURN_IF_ERROR(members_->Barrier(deadline, on_lost));
+  DG_RETURN_IF_ERROR(NameTheStore(members_->Barrier(deadline, on_lost)));
   return UpdateMembers();
 }
 
@@ -139,10 +139,19 @@ absl::Status Worker::Impl::WaitForAll(Deadline deadline, OnLostMember on_lost) {
 // its calls end, in either direction, none of those makes one either.
 absl::Status Worker::Impl::Leave(Deadline deadline, OnLostMember on_lost) {
   BlockingScope blocking;
-  DG_RETURN_IF_ERROR(members_->BarrierOfTheEnd(
-      deadline, on_lost, [&] { return AwaitIdle(deadline, /*contexts=*/false); }));
+  DG_RETURN_IF_ERROR(NameTheStore(members_->BarrierOfTheEnd(
+      deadline, on_lost, [&] { return AwaitIdle(deadline, /*contexts=*/false); })));
   agent_.StopWatching();
   return absl::OkStatus();
+}
+
+absl::Status Worker::Impl::NameTheStore(const absl::Status& status) {
+  if (!worker0_serves_store_ || self_.id == 0 || !absl::IsUnavailable(status) ||
+      !absl::IsUnavailable(members_->Changes().status())) {
+    return status;
+  }
+  return absl::UnavailableError(absl::StrCat(status.message(), "; worker ", agent_.Describe(0),
+                                             ", which served the job's store, is gone"));
 }
 
 absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
@@ -233,8 +242,9 @@ void Worker::Impl::FollowMembers() {
 
 void Worker::Impl::ReadMembers() {
   const absl::StatusOr<int64_t> changes = members_->Changes();
-  // It ended with the worker that served it, or is another's, whose end says nothing of worker 0.
-  if (absl::IsUnavailable(changes.status()) && !members_->finished() && self_.id != 0) {
+  // It ended with the worker that served it, and nobody can write to it that this one is lost.
+  if (absl::IsUnavailable(changes.status()) && worker0_serves_store_ && !members_->finished() &&
+      self_.id != 0) {
     agent_.WatchToo(0);
   }
   if (!changes.ok() || *changes == changes_) return;

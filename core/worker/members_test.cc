@@ -3,6 +3,11 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <functional>
@@ -18,6 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "core/rpc/membership.h"
 #include "core/rpc/store/in_process_store.h"
 #include "core/rpc/store/signed_store.h"
 #include "core/worker/worker.h"
@@ -435,6 +441,19 @@ TEST_P(MembersTest, TheDeathOfAMemberEndsWhatWaitsForIt) {
   }
 }
 
+// It has an entry in the store, and was gone before anybody heard of it.
+TEST_P(MembersTest, AMemberThatNobodyHasMetIsMissed) {
+  Start(1);
+  Membership ghost(store_, {.name = "ghost", .join = true});
+  absl::StatusOr<WorkerInfo> info = ghost.Claim(Later());
+  ASSERT_TRUE(info.ok()) << info.status();
+  info->address = "nowhere";
+  ASSERT_TRUE(ghost.Enter(*info, Later()).ok());
+  const absl::Status status = worker(0).Serve();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "'ghost' (1) is lost: ")) << status;
+}
+
 TEST_P(MembersTest, AJobGoesOnWithoutALostMemberWhereThatIsAskedFor) {
   Start(3);
   std::vector<std::thread> threads;
@@ -640,6 +659,45 @@ TEST_P(MembersTest, DeadlinesFireThoughEveryPoolThreadIsBlocked) {
 
 INSTANTIATE_TEST_SUITE_P(Transports, MembersTest, ::testing::Values("inproc", "socket"),
                          [](const auto& info) { return info.param; });
+
+TEST(MembersStoreTest, WhoWaitsHearsThatTheWorkerWithTheStoreIsGone) {
+  // A port that is free, here where no others take one.
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  close(fd);
+  const std::string url = absl::StrCat("tcp://127.0.0.1:", ntohs(address.sin_port));
+  std::unique_ptr<Worker> workers[2];
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      auto worker = Worker::Create({.rendezvous = url, .rank = rank, .world_size = 2});
+      ASSERT_TRUE(worker.ok()) << worker.status();
+      workers[rank] = *std::move(worker);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  absl::Notification lost;
+  std::string name;
+  workers[1]->OnMember([&](const MemberEvent& event) {
+    EXPECT_EQ(event.kind, MemberEvent::Kind::kLost);
+    name = event.name;
+    lost.Notify();
+  });
+  absl::Status status;
+  std::thread serving([&] { status = workers[1]->Serve(); });
+  workers[0].reset();
+  serving.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "'worker0' (0)")) << status;
+  lost.WaitForNotification();
+  EXPECT_EQ(name, "worker0");
+  workers[1].reset();
+}
 
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.
 TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {

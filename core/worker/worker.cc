@@ -79,12 +79,17 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
   impl->local_world_size_ = job.local_world_size;
   DG_ASSIGN_OR_RETURN(impl->self_.devices, DeviceMaps::Encode(impl->options_.device_maps));
   impl->serves_store_ = job.serves_store;
+  impl->worker0_serves_store_ = job.worker0_serves_store;
   DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_.Listen());
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> all, impl->members_->Enter(impl->self_, deadline));
   for (const WorkerInfo& worker : all) {
     DG_RETURN_IF_ERROR(impl->device_maps_.With(worker).status());
   }
   DG_RETURN_IF_ERROR(impl->agent_.Start(impl->self_, std::move(all)));
+  // Whoever waits for a member that it has never heard of is to watch it, too.
+  impl->members_->OnRead([raw = impl.get()](const std::vector<WorkerInfo>& members) {
+    raw->LearnAll(members).IgnoreError();
+  });
   impl->agent_.WatchMembers(impl->members_->late());
   return impl;
 }

@@ -137,6 +137,8 @@ class Worker::Impl : public Context::Owner,
   // Reads in the store what has happened to members, now and then, while somebody wants to know.
   void FollowMembers();
   void ReadMembers();
+  // Of an error of waiting for all: if the store is gone, says with whom.
+  absl::Status NameTheStore(const absl::Status& status);
   absl::Status LearnAll(const std::vector<WorkerInfo>& all);
   // Runs a task that may wait for the store, after a time. `timer` is one of those below.
   void RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, void (Impl::*task)());
@@ -181,6 +183,7 @@ class Worker::Impl : public Context::Owner,
   int local_rank_ = 0;
   int local_world_size_ = 0;
   bool serves_store_ = false;
+  bool worker0_serves_store_ = false;
 
   // Synchronize themselves. In the order in which they depend on each other.
   const std::unique_ptr<Clock> clock_;
