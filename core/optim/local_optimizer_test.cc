@@ -8,8 +8,13 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <cmath>
+#include <functional>
+#include <future>
 #include <memory>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace distgrad {
@@ -59,6 +64,49 @@ TEST_F(LocalOptimizerTest, AContextThatIsReleasedIsAnErrorAndChangesNothing) {
   }
   EXPECT_TRUE(used_.equal(at::ones({2})));
   EXPECT_EQ(LearningRate(*sgd_), 1);
+}
+
+// Of another context, on another thread. Both want the parameter's .grad for a while.
+TEST_F(LocalOptimizerTest, APostAccumulateHookMayRunWhileTheParameterIsStepped) {
+  std::promise<void> in_step, in_hook, stepped;
+  // Steps only when the hook runs, or after it has had time enough to.
+  struct SlowSgd : torch::optim::SGD {
+    SlowSgd(std::vector<at::Tensor> parameters, std::function<void()> before)
+        : SGD(std::move(parameters), torch::optim::SGDOptions(1)), before(std::move(before)) {}
+    at::Tensor step(LossClosure closure) override {
+      before();
+      return SGD::step(std::move(closure));
+    }
+    const std::function<void()> before;
+  };
+  LocalOptimizer optimizer(
+      std::make_unique<SlowSgd>(std::vector<at::Tensor>{used_}, [&] {
+        in_step.set_value();
+        in_hook.get_future().wait_for(std::chrono::seconds(1));
+      }));
+  struct Hook : torch::autograd::PostAccumulateGradHook {
+    explicit Hook(std::function<void()> body) : body(std::move(body)) {}
+    void operator()(const at::Tensor&) override { body(); }
+    const std::function<void()> body;
+  };
+  AddGradient(context_, used_, 3);
+  torch::autograd::impl::set_post_acc_grad_hooks(used_, std::make_unique<Hook>([&] {
+                                                   in_hook.set_value();
+                                                   stepped.get_future().wait();
+                                                 }));
+  ContextRecord other(2);
+  std::thread pass([&] {
+    in_step.get_future().wait();
+    AddGradient(other, used_, 5);
+  });
+  EXPECT_TRUE(optimizer.Step(context_).ok());
+  stepped.set_value();
+  pass.join();
+  EXPECT_TRUE(used_.equal(at::full({2}, -2.0f))) << used_;
+  const auto gradient = other.Gradient(used_);
+  ASSERT_TRUE(gradient.ok()) << gradient.status();
+  EXPECT_TRUE(gradient->equal(at::full({2}, 5.0f))) << *gradient;
+  EXPECT_FALSE(used_.grad().defined());
 }
 
 }  // namespace

@@ -51,6 +51,8 @@ TEST(ShortOperatorsTest, WhatMayMakeMuchOfLittleIsNot) {
            {"aten::matmul", {Of({65, 1}), Of({1, 65})}},
            {"aten::matmul", {Of({16, 4, 1}), Of({16, 1, 4})}},
            {"aten::linear", {Of({65, 1}), Of({65, 1})}},
+           {"aten::mm", {Of({int64_t{1} << 32, 0}), Of({0, int64_t{1} << 32})}},
+           {"aten::linear", {Of({int64_t{1} << 33, 0}), Of({int64_t{1} << 31, 0})}},
            {"aten::new_ones", {Of({1})}},
            {"aten::ones_like", {Of({1})}},
            {"aten::repeat", {Of({1})}},

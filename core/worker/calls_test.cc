@@ -527,6 +527,30 @@ TEST_P(CallsTest, WhatAnOperatorAllocatesIsBounded) {
   }
 }
 
+// Of a view in which one element stands for many all are made, where the view cannot be sent as it
+// is.
+TEST_P(CallsTest, WhatAResultTakesToSendIsBounded) {
+  Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
+  const auto strided = [&](int64_t size) {
+    return worker(0).CallOperator(
+        1, "aten::as_strided",
+        {at::ones({3}), std::vector<int64_t>{2, 2, size}, std::vector<int64_t>{1, 1, 0}});
+  };
+  const auto conjugate = [&](int64_t size) {
+    return worker(0).CallOperator(1, "aten::conj",
+                                  {at::ones({1}, at::kComplexFloat).expand({2, 2, size})});
+  };
+  for (const int64_t size : {int64_t{75000}, int64_t{1} << 40}) {
+    for (const absl::Status& status : {strided(size).status(), conjugate(size).status()}) {
+      EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "allocate")) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "limit message_bytes is 1048576")) << status;
+    }
+  }
+  EXPECT_TRUE(strided(1000).ok());
+  EXPECT_TRUE(conjugate(1000).ok());
+}
+
 // -------------------------------------------------------------------------------- Metrics
 
 TEST_P(CallsTest, Metrics) {

@@ -808,6 +808,40 @@ TEST(GradientAveragerTest, GradientsOfTheLastStepAreNoneOfAJoin) {
   });
 }
 
+// As an optimizer's clipping does.
+TEST(GradientAveragerTest, NeitherAreThoseThatWereChangedSince) {
+  for (const bool in_backward : {true, false}) {
+    RunRanks(1, [in_backward](Group group) {
+      const Tensor w = Parameter({2});
+      const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = in_backward});
+      w.sum().backward();
+      if (!in_backward) EXPECT_TRUE(averager->Average().ok());
+      w.mutable_grad().mul_(0.5);
+      const absl::Status status = averager->Join().status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      w.mutable_grad().zero_();
+      EXPECT_FALSE(averager->Join().value());
+    });
+  }
+}
+
+TEST(GradientAveragerTest, NorSparseOnes) {
+  for (const bool in_backward : {true, false}) {
+    RunRanks(1, [in_backward](Group group) {
+      const Tensor w = Parameter({4, 2});
+      const auto averager = NewAverager(group, {{.name = "w", .tensor = w, .sparse_gradient = true}},
+                                        {}, {.in_backward = in_backward});
+      const Tensor row = torch::zeros({1}, torch::kLong);
+      torch::embedding(w, row, -1, false, /*sparse=*/true).sum().backward();
+      ASSERT_TRUE(w.grad().is_sparse());
+      const absl::Status status = averager->Join().status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      w.mutable_grad().zero_();
+      EXPECT_FALSE(averager->Join().value());
+    });
+  }
+}
+
 // ------------------------------------------------------------------------------ Of contexts
 
 void AddGradient(ContextRecord& context, const Tensor& parameter, Tensor gradient) {
