@@ -64,27 +64,39 @@ CallModes ReadCallModes(WireReader& reader) {
   return modes;
 }
 
+CallModesScope::Autocast CallModesScope::Autocast::Of(at::DeviceType device) {
+  return {device, at::autocast::is_autocast_enabled(device),
+          at::autocast::get_autocast_dtype(device)};
+}
+
+void CallModesScope::Autocast::Set() const {
+  at::autocast::set_autocast_enabled(device, enabled);
+  at::autocast::set_autocast_dtype(device, type);
+}
+
 CallModesScope::CallModesScope(const CallModes& modes)
-    : before_(CallModes::Current()),
+    : grad_enabled_(at::GradMode::is_enabled()),
+      autocast_cache_(at::autocast::is_autocast_cache_enabled()),
+      autocast_cpu_(Autocast::Of(at::kCPU)),
+      autocast_cuda_(Autocast::Of(at::kCUDA)),
       autocast_(modes.autocast_cpu.has_value() || modes.autocast_cuda.has_value()),
       inference_(modes.inference) {
   at::GradMode::set_enabled(modes.grad_enabled && !modes.inference);
-  if (!autocast_) return;
   SetAutocast(at::kCPU, modes.autocast_cpu);
   SetAutocast(at::kCUDA, modes.autocast_cuda);
+  if (!autocast_) return;
   at::autocast::set_autocast_cache_enabled(modes.autocast_cache);
   at::autocast::increment_nesting();
 }
 
+// All of it, also where the scope has changed nothing: what ran inside may have.
 CallModesScope::~CallModesScope() {
-  if (autocast_) {
-    // What was cast inside is of no use to the next call on this thread.
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    SetAutocast(at::kCPU, before_.autocast_cpu);
-    SetAutocast(at::kCUDA, before_.autocast_cuda);
-    at::autocast::set_autocast_cache_enabled(before_.autocast_cache);
-  }
-  at::GradMode::set_enabled(before_.grad_enabled);
+  // What was cast inside is of no use to the next call on this thread.
+  if (autocast_ && at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  autocast_cpu_.Set();
+  autocast_cuda_.Set();
+  at::autocast::set_autocast_cache_enabled(autocast_cache_);
+  at::GradMode::set_enabled(grad_enabled_);
 }
 
 }  // namespace distgrad

@@ -3,6 +3,7 @@
 #ifndef DISTGRAD_CORE_WORKER_CALL_MODES_H_
 #define DISTGRAD_CORE_WORKER_CALL_MODES_H_
 
+#include <c10/core/DeviceType.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 
@@ -28,7 +29,8 @@ struct CallModes {
 void AppendCallModes(const CallModes& modes, WireWriter& writer);
 CallModes ReadCallModes(WireReader& reader);
 
-// Gives the calling thread these modes until it ends.
+// Gives the calling thread these modes until it ends, and then those that it had, whatever has run
+// in between. What autocast casts to is a mode of the thread also where autocast is off.
 class CallModesScope {
  public:
   explicit CallModesScope(const CallModes& modes);
@@ -37,8 +39,19 @@ class CallModesScope {
   CallModesScope& operator=(const CallModesScope&) = delete;
 
  private:
-  const CallModes before_;
-  const bool autocast_;
+  struct Autocast {
+    static Autocast Of(at::DeviceType device);
+    void Set() const;
+
+    at::DeviceType device;
+    bool enabled;
+    at::ScalarType type;
+  };
+
+  // Those that the thread had.
+  const bool grad_enabled_, autocast_cache_;
+  const Autocast autocast_cpu_, autocast_cuda_;
+  const bool autocast_;  // whether these modes have any
   const c10::InferenceMode inference_;
 };
 
