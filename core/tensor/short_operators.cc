@@ -67,15 +67,13 @@ int64_t ProductElements(absl::string_view name, absl::Span<const at::Tensor> ten
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined() || tensor.dim() > 2) return kUnknown;
   }
-  if ((name == "mm" || name == "matmul") && tensors.size() == 2 && tensors[0].dim() == 2 &&
-      tensors[1].dim() == 2) {
-    return tensors[0].size(0) * tensors[1].size(1);
-  }
-  if (name == "linear" && (tensors.size() == 2 || tensors.size() == 3) && tensors[0].dim() == 2 &&
-      tensors[1].dim() == 2) {
-    return tensors[0].size(0) * tensors[1].size(0);
-  }
-  return kUnknown;
+  const bool is_mm = (name == "mm" || name == "matmul") && tensors.size() == 2;
+  const bool is_linear = name == "linear" && (tensors.size() == 2 || tensors.size() == 3);
+  if ((!is_mm && !is_linear) || tensors[0].dim() != 2 || tensors[1].dim() != 2) return kUnknown;
+  const int64_t rows = tensors[0].size(0), columns = tensors[1].size(is_mm ? 1 : 0);
+  // Where the size between them is 0 these may be any, and their product may overflow.
+  if (rows > kShortElements || columns > kShortElements) return kUnknown;
+  return rows * columns;
 }
 
 }  // namespace
