@@ -32,6 +32,11 @@ bool IsPrivate(const at::Tensor& gradient) {
          !gradient.requires_grad();
 }
 
+bool IsZero(const at::Tensor& gradient) {
+  const at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  return at::count_nonzero(values).item<int64_t>() == 0;
+}
+
 }  // namespace
 
 GradientAverager::Impl::Seen GradientAverager::Impl::SeenOf(const at::Tensor& gradient) {
@@ -330,17 +335,18 @@ absl::Status GradientAverager::Impl::CheckMayJoin(const JoinOptions& options) co
     const auto& [name, tensor, sparse] = plan_.parameters()[k];
     const at::Tensor& gradient = tensor.grad();
     if (!gradient.defined()) continue;
+    const bool is_seen = seen_[k] == SeenOf(gradient);
     // Without hooks nobody else knows of a gradient that is still to be averaged.
-    const bool may_be_new =
-        touched_[k] || (!options_.in_backward && seen_[k] != SeenOf(gradient));
+    const bool may_be_new = touched_[k] || (!options_.in_backward && !is_seen);
     // One that was set to zero, by zero_grad(false) say, has been reset.
-    if (may_be_new && at::count_nonzero(gradient).item<int64_t>() > 0) {
+    if (may_be_new && !IsZero(gradient)) {
       return absl::FailedPreconditionError(
           absl::StrCat("Join(): '", name,
                        "' has a gradient that is still to be averaged; call Average() before, or "
                        "reset it"));
     }
-    if (!options.keep_gradients && seen_[k] == SeenOf(gradient)) {
+    // It may have been changed since, by clipping, say.
+    if (!options.keep_gradients && (is_seen || !IsZero(gradient))) {
       return absl::FailedPreconditionError(absl::StrCat(
           "Join(): '", name,
           "' still has the gradient of the last average; call zero_grad() where the other ranks "
