@@ -5,6 +5,7 @@
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/rpc/frame.h"
+#include "core/tensor/allocation_limit.h"
 #include "core/tensor/exception.h"
 #include "core/worker/worker_impl.h"
 
@@ -41,6 +42,8 @@ absl::StatusOr<size_t> Worker::Impl::Encode(CallHeader& header,
     DG_ASSIGN_OR_RETURN(const auto with, DevicesWith(to));
     devices = *with;
   }
+  // A view in which one element stands for many is made in full where it cannot be sent as it is.
+  const AllocationLimit limit(options_.limits.message_bytes, "limit message_bytes");
   DG_ASSIGN_OR_RETURN(const size_t body, AppendCallBody(header, message, packet, devices));
   // Here, before an edge is made for it.
   if (packet->size() > options_.limits.message_bytes) {
