@@ -10,6 +10,7 @@
 
 #include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
+#include "core/autograd/executor/post_accumulate.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -72,6 +73,9 @@ absl::Status LocalOptimizer::Step(const ContextRecord& context,
   absl::MutexLock lock(&mu_);
   const ParametersLock parameters_lock(*optimizer_);
   const std::vector<at::Tensor> parameters = ParametersOf(*optimizer_);
+  // A pass may call a post-accumulate hook of a parameter now, for which it has its own gradient in
+  // .grad.
+  const LeavesLock leaves_lock(parameters);
   std::vector<at::Tensor> before;
   absl::Status status;
   try {

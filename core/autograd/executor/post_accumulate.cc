@@ -1,7 +1,9 @@
 #include "core/autograd/executor/post_accumulate.h"
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 
@@ -62,6 +64,20 @@ class GradInPlace {
 bool IsCallingPostAccumulateHook() { return is_calling; }
 
 bool HasPostAccumulateHook(const AccumulateGrad& leaf) { return HookOf(leaf) != nullptr; }
+
+LeavesLock::LeavesLock(absl::Span<const at::Tensor> leaves) {
+  for (const at::Tensor& leaf : leaves) {
+    if (!leaf.is_leaf() || !leaf.requires_grad()) continue;
+    nodes_.push_back(torch::autograd::impl::grad_accumulator(leaf));
+  }
+  std::sort(nodes_.begin(), nodes_.end());
+  nodes_.erase(std::unique(nodes_.begin(), nodes_.end()), nodes_.end());
+  for (const auto& node : nodes_) Lock(static_cast<AccumulateGrad&>(*node)).release();
+}
+
+LeavesLock::~LeavesLock() {
+  for (const auto& node : nodes_) NodeMutex::Of(static_cast<AccumulateGrad&>(*node)).unlock();
+}
 
 void CallPostAccumulateHook(AccumulateGrad& leaf, absl::FunctionRef<at::Tensor()> accumulate,
                             absl::FunctionRef<void(at::Tensor)> keep) {

@@ -5,11 +5,16 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <memory>
+#include <vector>
+
 #include "absl/functional/function_ref.h"
+#include "absl/types/span.h"
 
 namespace torch::autograd {
 struct AccumulateGrad;
-}
+struct Node;
+}  // namespace torch::autograd
 
 namespace distgrad {
 
@@ -20,6 +25,21 @@ class GradHook : public torch::autograd::PostAccumulateGradHook {
  public:
   // Null if there was none.
   virtual torch::autograd::PostAccumulateGradHook* earlier() const = 0;
+};
+
+// Holds the mutexes of leaves, as libtorch does while it accumulates there and calls hooks: for who
+// has others' gradients in their .grad for a while. Waits in a BlockingScope.
+class LeavesLock {
+ public:
+  // Those that are no leaves, or need no gradient, have no mutex.
+  explicit LeavesLock(absl::Span<const at::Tensor> leaves);
+  ~LeavesLock();
+  LeavesLock(const LeavesLock&) = delete;
+  LeavesLock& operator=(const LeavesLock&) = delete;
+
+ private:
+  // In one order, so that no two wait for each other; each once.
+  std::vector<std::shared_ptr<torch::autograd::Node>> nodes_;
 };
 
 // Calls `accumulate`, which returns the leaf's gradient so far, and the hook of a leaf that has one
