@@ -815,7 +815,9 @@ TEST(GradientAveragerTest, NeitherAreThoseThatWereChangedSince) {
       const Tensor w = Parameter({2});
       const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = in_backward});
       w.sum().backward();
-      if (!in_backward) EXPECT_TRUE(averager->Average().ok());
+      if (!in_backward) {
+        EXPECT_TRUE(averager->Average().ok());
+      }
       w.mutable_grad().mul_(0.5);
       const absl::Status status = averager->Join().status();
       EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
