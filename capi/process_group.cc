@@ -59,7 +59,7 @@ absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
   options.store = use->store();
   if (!name.empty()) options.name = name;
   if (!backend.empty()) options.backend = backend;
-  if (!host.empty()) options.host = host;
+  options.host = host.empty() ? use->host() : host;
   if (read.size == 0 && read.rank != 0) {
     return absl::InvalidArgumentError("a rank of a process group needs its size");
   }

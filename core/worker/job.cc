@@ -57,6 +57,12 @@ std::string Chosen(const std::string& option, const char* variable, const char* 
 }  // namespace
 
 absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
+  const std::string transport = Chosen(options.transport, "DISTGRAD_TRANSPORT", "socket");
+  const bool needs_host = transport == "socket" || transport == "tcp";
+  std::string host;
+  if (needs_host) {
+    DG_ASSIGN_OR_RETURN(host, SaidHost(options.host));
+  }
   // Who joins later has no rank of the start; least of all the one that serves the store.
   DG_ASSIGN_OR_RETURN(Meeting meeting, Meet({.rendezvous = options.rendezvous,
                                              .store = options.store,
@@ -81,11 +87,14 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
     if (job.name.empty()) job.name = place.name;
     if (job.name.empty()) job.name = absl::StrCat("worker", job.rank);
   }
-  const std::string host = Chosen(options.host, "DISTGRAD_HOST", "127.0.0.1");
+  if (needs_host && host.empty()) {
+    DG_ASSIGN_OR_RETURN(host, DefaultHost(place));
+  }
+  job.host = host;
   DG_ASSIGN_OR_RETURN(
       job.transport,
-      MakeTransport(options, Chosen(options.transport, "DISTGRAD_TRANSPORT", "socket"), host,
-                    job.name.empty() ? "a worker that joins" : job.name, meeting.cluster_key));
+      MakeTransport(options, transport, host, job.name.empty() ? "a worker that joins" : job.name,
+                    meeting.cluster_key));
   return job;
 }
 

@@ -21,6 +21,7 @@ struct Job {
   int local_rank = 0;
   int local_world_size = 0;
   std::string name = {};  // of this worker; "": "worker<id>"
+  std::string host = {};  // that it listens on; "": of a transport that has none
   std::shared_ptr<Store> store = nullptr;
   bool serves_store = false;           // to the others
   bool worker0_serves_store = false;  // here or elsewhere

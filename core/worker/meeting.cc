@@ -10,6 +10,7 @@
 #include "core/rpc/store/in_process_store.h"
 #include "core/rpc/store/signed_store.h"
 #include "core/rpc/store/tcp_store.h"
+#include "core/rpc/tensorpipe/address.h"
 #include "core/rpc/tensorpipe/socket/cluster_key.h"
 
 namespace distgrad {
@@ -36,6 +37,27 @@ absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const std::
 }
 
 }  // namespace
+
+absl::StatusOr<std::string> SaidHost(const std::string& option) {
+  const std::string host =
+      option.empty() ? ProcessEnvironment("DISTGRAD_HOST").value_or("") : option;
+  if (host.empty()) return host;
+  DG_RETURN_IF_ERROR(Annotate(ResolveBindHost(host).status(),
+                              option.empty() ? "DISTGRAD_HOST" : "the option host"));
+  return host;
+}
+
+absl::StatusOr<std::string> DefaultHost(const Place& place) {
+  constexpr char kLoopback[] = "127.0.0.1";
+  const bool is_one_machine = place.local_world_size == place.world_size;
+  if (is_one_machine || place.rendezvous.kind != RendezvousUrl::Kind::kTcp) return kLoopback;
+  absl::StatusOr<std::string> host = AddressToward(place.rendezvous.host);
+  if (host.ok()) return host;
+  return absl::FailedPreconditionError(
+      absl::StrCat("it is not known by which address the others reach this machine: set "
+                   "DISTGRAD_HOST (or the option host) to one, or to an interface (",
+                   host.status().message(), ")"));
+}
 
 absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline) {
   Meeting meeting;

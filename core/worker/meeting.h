@@ -32,6 +32,16 @@ struct Meeting {
   bool worker0_serves_store = false;  // here or elsewhere
 };
 
+// What the option `host` or DISTGRAD_HOST says that the others reach this machine by; "" where
+// neither does. kInvalidArgument if it is not one of this machine's, so that nobody waits for a
+// store before that is found.
+absl::StatusOr<std::string> SaidHost(const std::string& option);
+
+// The same where nobody says it: loopback if all are on this machine for all that is known, and
+// else the address by which this machine reaches the store. kFailedPrecondition, with what to set,
+// where there is none.
+absl::StatusOr<std::string> DefaultHost(const Place& place);
+
 // kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that
 // lacks something; what the store says otherwise.
 absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline);

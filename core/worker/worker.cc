@@ -75,6 +75,7 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
                                       std::move(members), std::move(job.transport)));
   DG_RETURN_IF_ERROR(impl->pool_.Start());
   impl->store_ = std::move(job.store);
+  impl->host_ = std::move(job.host);
   impl->local_rank_ = job.local_rank;
   impl->local_world_size_ = job.local_world_size;
   DG_ASSIGN_OR_RETURN(impl->self_.devices, DeviceMaps::Encode(impl->options_.device_maps));
@@ -177,6 +178,7 @@ WorkerId Worker::id() const { return impl_->self().id; }
 const std::string& Worker::name() const { return impl_->self().name; }
 int Worker::world_size() const { return static_cast<int>(impl_->agent().MemberCount()); }
 const std::shared_ptr<Store>& Worker::store() const { return impl_->store(); }
+const std::string& Worker::host() const { return impl_->host(); }
 int Worker::local_rank() const { return impl_->local_rank(); }
 int Worker::local_world_size() const { return impl_->local_world_size(); }
 std::vector<std::string> Worker::names() const {

@@ -91,7 +91,9 @@ struct WorkerOptions {
   // "": DISTGRAD_TRANSPORT, or "socket".
   std::string transport = {};
   // What this worker listens on, for "socket" and "tcp", and the others connect to: an address, a
-  // name, or an interface ("eth0") of this machine. "": DISTGRAD_HOST, or "127.0.0.1".
+  // name, or an interface ("eth0") of this machine. "": DISTGRAD_HOST, or the address by which this
+  // machine reaches the store; or loopback, where the store is there, or is none that is served
+  // over TCP, or the launcher says that all workers are on this machine.
   std::string host = {};
   std::shared_ptr<InprocNetwork> network = nullptr;
 
@@ -231,6 +233,9 @@ class Worker {
   // Where the members of the job find each other: for what they want to agree on besides, under
   // keys that begin with a word of its own and a '/'. Lives as long as whoever serves it.
   const std::shared_ptr<Store>& store() const;
+  // The address, name or interface that it listens on; "" with a transport that has none. For a
+  // process group beside it (ProcessGroupOptions::host).
+  const std::string& host() const;
   // Its number among the workers of its machine, and how many these are, as the launcher says:
   // to choose a device by. 0 and 0 where it says nothing.
   int local_rank() const;

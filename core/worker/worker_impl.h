@@ -99,6 +99,7 @@ class Worker::Impl : public Context::Owner,
   const WorkerInfo& self() const { return self_; }
   const WorkerOptions& options() const { return options_; }
   const std::shared_ptr<Store>& store() const { return store_; }
+  const std::string& host() const { return host_; }
   int local_rank() const { return local_rank_; }
   int local_world_size() const { return local_world_size_; }
   const Agent& agent() const { return agent_; }
@@ -180,6 +181,7 @@ class Worker::Impl : public Context::Owner,
   const WorkerOptions options_;
   WorkerInfo self_;
   std::shared_ptr<Store> store_;
+  std::string host_;
   int local_rank_ = 0;
   int local_world_size_ = 0;
   bool serves_store_ = false;

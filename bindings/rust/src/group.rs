@@ -42,7 +42,7 @@ impl ProcessGroupOptions {
         self
     }
     /// The address, name or interface of this machine at which the others reach it by Gloo, which
-    /// knows no cluster key. Default: what `DISTGRAD_HOST` in the environment says, or `127.0.0.1`.
+    /// knows no cluster key. Default: what the worker listens on.
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.host = host.into();
         self

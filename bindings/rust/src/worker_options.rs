@@ -63,7 +63,8 @@ impl WorkerOptions {
         self
     }
     /// The address, name or interface of this machine that it listens on. Default: what
-    /// `DISTGRAD_HOST` in the environment says, or `127.0.0.1`.
+    /// `DISTGRAD_HOST` in the environment says, or the address by which this machine reaches the
+    /// store; loopback, where the store or the whole job is here.
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.host = host.into();
         self

@@ -46,8 +46,10 @@ struct ProcessGroupOptions {
   // For all ranks to come, and to connect (with NCCL that is part of the first collective).
   absl::Duration join_timeout = absl::Minutes(10);
   // An address, a name, or an interface ("eth0") of this machine, at which the others reach
-  // it. "": DISTGRAD_HOST, or "127.0.0.1". Gloo knows no cluster key, and whoever reaches it there
-  // can disturb the group: let it be a network that is trusted.
+  // it. "": DISTGRAD_HOST, or "127.0.0.1"; Worker::host() has what the worker beside it listens on,
+  // and JoinProcessGroup() finds the address by which this machine reaches the store. Gloo knows no
+  // cluster key, and whoever reaches it there can disturb the group: let it be a network that is
+  // trusted.
   std::string host = {};
 };
 

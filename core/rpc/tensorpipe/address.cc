@@ -27,6 +27,11 @@ bool IsWildcard(const sockaddr* address) {
   return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
 }
 
+bool IsLinkLocal(const sockaddr* address) {
+  return address->sa_family == AF_INET6 &&
+         IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
 // 0, or the errno that says why a listener could not be put there.
 int TryBind(const addrinfo& info) {
   const int fd = socket(info.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -62,8 +67,7 @@ absl::StatusOr<std::string> AddressOfInterface(const std::string& name) {
     if (name != entry->ifa_name || entry->ifa_addr == nullptr) continue;
     const int family = entry->ifa_addr->sa_family;
     if (family == AF_INET && ipv4.empty()) ipv4 = Numeric(entry->ifa_addr);
-    if (family == AF_INET6 && ipv6.empty() &&
-        !IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<sockaddr_in6*>(entry->ifa_addr)->sin6_addr)) {
+    if (family == AF_INET6 && ipv6.empty() && !IsLinkLocal(entry->ifa_addr)) {
       ipv6 = Numeric(entry->ifa_addr);
     }
   }
@@ -107,8 +111,39 @@ absl::StatusOr<std::string> ResolveBindHost(const std::string& host) {
       absl::StrCat("cannot listen on host \"", host, "\": ", std::strerror(bind_error)));
 }
 
+absl::StatusOr<std::string> AddressToward(const std::string& host) {
+  addrinfo hints = {};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  // Any port: to connect a socket of datagrams only has the kernel look for the way.
+  const int error = getaddrinfo(host.c_str(), "9", &hints, &found);
+  if (error != 0) {
+    return absl::UnavailableError(absl::StrCat("host \"", host, "\": ", gai_strerror(error)));
+  }
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, &freeaddrinfo);
+  int last = EADDRNOTAVAIL;
+  for (const addrinfo* info = found; info != nullptr; info = info->ai_next) {
+    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
+    const int fd = socket(info->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    sockaddr_storage own = {};
+    socklen_t size = sizeof(own);
+    const bool known = fd >= 0 && connect(fd, info->ai_addr, info->ai_addrlen) == 0 &&
+                       getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) == 0;
+    if (!known) last = errno;
+    if (fd >= 0) close(fd);
+    const auto* address = reinterpret_cast<const sockaddr*>(&own);
+    // One that is good on its own link only would have to be told with its link's name there.
+    if (!known || IsLinkLocal(address)) continue;
+    std::string text = Numeric(address);
+    if (text.front() == '[') text = text.substr(1, text.size() - 2);
+    return text;
+  }
+  return absl::UnavailableError(absl::StrCat("host \"", host, "\": ", std::strerror(last)));
+}
+
 bool IsLoopback(absl::string_view host) {
-  return host == "[::1]" || absl::StartsWith(host, "127.");
+  return absl::StartsWith(host, "[::1]") || absl::StartsWith(host, "127.");
 }
 
 absl::Status CheckSocketAddress(absl::string_view address) {

@@ -18,7 +18,13 @@ namespace distgrad {
 // not one of this machine's.
 absl::StatusOr<std::string> ResolveBindHost(const std::string& host);
 
-// Whether what ResolveBindHost returned can be reached from this machine only.
+// The numeric address ("10.0.0.7", "fd00::7") by which this machine reaches `host`, a name or an
+// address: where others on the way there reach it, unless addresses are translated between. Sends
+// nothing. May ask a name server, and so may block. kUnavailable where there is no way there.
+absl::StatusOr<std::string> AddressToward(const std::string& host);
+
+// Whether what ResolveBindHost returned, with a port or without, can be reached from its own
+// machine only.
 bool IsLoopback(absl::string_view host);
 
 // OK if `address` is "<IPv4>:<port>" or "[<IPv6>]:<port>", all numeric; else

@@ -34,6 +34,37 @@ TEST(ResolveBindHostTest, WhatOthersCouldNotConnectTo) {
   }
 }
 
+// Each test has a network with nothing but a loopback.
+TEST(AddressTowardTest, ByLoopbackToWhatIsHere) {
+  const auto ipv4 = AddressToward("127.0.0.1");
+  ASSERT_TRUE(ipv4.ok()) << ipv4.status();
+  EXPECT_EQ(*ipv4, "127.0.0.1");
+  const auto ipv6 = AddressToward("::1");
+  if (ipv6.ok()) EXPECT_EQ(*ipv6, "::1");  // where the machine has IPv6
+  const auto name = AddressToward("localhost");
+  ASSERT_TRUE(name.ok()) << name.status();
+  EXPECT_TRUE(*name == "127.0.0.1" || *name == "::1") << *name;
+  // Others can be told it.
+  EXPECT_TRUE(ResolveBindHost(*name).ok());
+}
+
+TEST(AddressTowardTest, NobodyIsThere) {
+  for (const char* host : {"no.such.host.invalid", "fe80::1"}) {
+    const auto address = AddressToward(host);
+    EXPECT_EQ(address.status().code(), absl::StatusCode::kUnavailable) << host;
+    EXPECT_NE(address.status().message().find(host), std::string::npos) << address.status();
+  }
+}
+
+TEST(IsLoopbackTest, WithAPortOrWithout) {
+  for (const char* host : {"127.0.0.1", "127.0.1.1:80", "[::1]", "[::1]:80"}) {
+    EXPECT_TRUE(IsLoopback(host)) << host;
+  }
+  for (const char* host : {"10.127.0.1", "[::1:2]:80", "[fd77::1]", "12.7.0.0:1"}) {
+    EXPECT_FALSE(IsLoopback(host)) << host;
+  }
+}
+
 TEST(CheckSocketAddressTest, Good) {
   for (const char* address : {"127.0.0.1:1", "10.1.2.3:65535", "[::1]:4711", "[fe80::1:2]:80"}) {
     EXPECT_TRUE(CheckSocketAddress(address).ok()) << CheckSocketAddress(address);

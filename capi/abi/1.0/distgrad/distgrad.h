@@ -487,7 +487,8 @@ typedef struct dg_worker_options {
   dg_str transport;           /* "socket"; "tcp" and "shm" are TensorPipe's own; empty:
                                * DISTGRAD_TRANSPORT, or "socket" */
   dg_str host;                /* the address, name or interface that it listens on; empty:
-                               * DISTGRAD_HOST, or "127.0.0.1" */
+                               * DISTGRAD_HOST, or the address by which this machine reaches the
+                               * store, or loopback where the store or the whole job is here */
   dg_str key_file;            /* has the secret that all workers share; empty: what
                                * DISTGRAD_KEY_FILE names, or the secret itself in DISTGRAD_KEY, or
                                * none. docs/security.md */
@@ -1021,8 +1022,8 @@ typedef struct dg_process_group_options {
   uint32_t size;           /* 0: all workers of the job, each by its rank */
   dg_str backend;          /* "gloo", for the CPU; "nccl", where built with CUDA; empty: "gloo" */
   dg_str host;             /* the address, name or interface of this machine at which the others
-                            * reach it by Gloo, which knows no cluster key; empty: DISTGRAD_HOST, or
-                            * "127.0.0.1" */
+                            * reach it by Gloo, which knows no cluster key; empty: what the worker
+                            * listens on */
   int64_t timeout_ms;      /* of each collective; 0: ten minutes */
   int64_t join_timeout_ms; /* for all ranks to come; 0: ten minutes */
 } dg_process_group_options;

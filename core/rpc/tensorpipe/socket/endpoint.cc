@@ -31,6 +31,7 @@ constexpr int kBacklog = 1024;
 constexpr size_t kMaxPlace = 128;
 constexpr absl::string_view kUnixPrefix = "distgrad/";
 constexpr size_t kUnixNameDigits = 32;
+constexpr size_t kBootIdSize = 36;
 
 bool IsHex(absl::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return absl::ascii_isxdigit(c); });
@@ -102,7 +103,7 @@ std::string Namespace(const char* kind) {
 
 std::string FindPlace() {
   const Fd fd(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
-  char boot[36];
+  char boot[kBootIdSize];
   if (!fd.valid() || read(fd.get(), boot, sizeof(boot)) != sizeof(boot)) return "";
   const std::string net = Namespace("net"), user = Namespace("user");
   if (net.empty() || user.empty()) return "";
@@ -142,6 +143,16 @@ absl::StatusOr<Endpoint> ParseEndpoint(absl::string_view address) {
 const std::string& ThisPlace() {
   static const std::string* const place = new std::string(FindPlace());
   return *place;
+}
+
+bool SharesLoopback(absl::string_view place) {
+  const std::string& here = ThisPlace();
+  if (here.empty() || place.size() <= kBootIdSize) return true;
+  // The machine's boot, and the namespace of the network; the boot's own id has dashes, too.
+  const auto network = [](absl::string_view place) {
+    return place.substr(0, place.find('-', kBootIdSize + 1));
+  };
+  return network(place) == network(here);
 }
 
 Fd& Fd::operator=(Fd&& other) noexcept {

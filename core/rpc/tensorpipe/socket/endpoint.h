@@ -31,6 +31,10 @@ absl::StatusOr<Endpoint> ParseEndpoint(absl::string_view address);
 // found out; then TCP it is.
 const std::string& ThisPlace();
 
+// Whether a process at that place, as ThisPlace() is there, has the same loopback as this one. True
+// where it is not to be found out.
+bool SharesLoopback(absl::string_view place);
+
 // A file descriptor, closed with this object.
 class Fd {
  public:

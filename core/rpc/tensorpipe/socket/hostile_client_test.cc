@@ -305,6 +305,25 @@ TEST_F(HostileClientTest, WrongKeyOrNone) {
   }
 }
 
+// A listener on loopback is asked from another machine: there nobody is meant, whoever listens.
+TEST_F(HostileClientTest, LoopbackOfAnotherMachine) {
+  Start(TensorPipeOptions());
+  Endpoint elsewhere = EndpointOf(address_);
+  ASSERT_FALSE(elsewhere.place.empty());
+  elsewhere.place[0] = elsewhere.place[0] == '0' ? '1' : '0';  // another boot's
+  const absl::Status why = Refusal(TensorPipeOptions(), AddressOf(elsewhere));
+  EXPECT_TRUE(absl::StrContains(why.message(), "set DISTGRAD_HOST there")) << why;
+  // Another user of this machine has the same loopback.
+  Endpoint of_user = EndpointOf(address_);
+  of_user.place += "1";
+  auto client = NewTransport(TensorPipeOptions());
+  const auto connection =
+      client->Connect(AddressOf(of_user), std::make_shared<RecordingReceiver>());
+  ASSERT_TRUE(connection.ok()) << connection.status();
+  (*connection)->Send(Packet{"hello", {}}, nullptr);
+  hellos_->AwaitMore(1);
+}
+
 // An address of an earlier listener on the same port, or one that was guessed.
 TEST_F(HostileClientTest, WrongToken) {
   for (const std::string& key : {std::string(), kKey}) {

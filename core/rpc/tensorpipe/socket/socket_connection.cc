@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/exception.h"
+#include "core/rpc/tensorpipe/address.h"
 #include "core/rpc/tensorpipe/error.h"
 #include "core/rpc/tensorpipe/socket/peer_process.h"
 
@@ -71,6 +72,12 @@ std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop
     auto handshake = Handshake::Create(Handshake::Role::kClient, self->key_, self->endpoint_.token);
     if (!handshake.ok()) return self->Fail(handshake.status().message());
     self->handshake_ = *std::move(handshake);
+    if (!self->is_unix_ && IsLoopback(self->endpoint_.tcp) &&
+        !SharesLoopback(self->endpoint_.place)) {
+      return self->Fail(
+          "it listens on loopback, which its own machine alone can reach: set DISTGRAD_HOST there "
+          "(or the option host) to an address or an interface that others reach");
+    }
     auto fd = NewSocketFor(self->endpoint_, self->is_unix_);
     if (!fd.ok()) return self->Fail(fd.status().message());
     self->fd_ = *std::move(fd);
