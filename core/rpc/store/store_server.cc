@@ -140,7 +140,11 @@ bool StoreServer::Read(Peer& peer) {
   char bytes[kReadBytes];
   const ssize_t n = recv(peer.socket.fd(), bytes, sizeof(bytes), 0);
   if (n < 0) return errno == EAGAIN || errno == EINTR;
-  if (n == 0) return false;
+  if (n == 0) {
+    if (!peer.ours)
+      refusals_.Add(peer.socket.fd(), peer.handshake, absl::UnavailableError("it went away"));
+    return false;
+  }
   peer.in.append(bytes, static_cast<size_t>(n));
   return Greet(peer) && Understand(peer);
 }
@@ -155,7 +159,10 @@ bool StoreServer::Write(Peer& peer) {
 bool StoreServer::Greet(Peer& peer) {
   while (!peer.handshake.done() && !peer.in.empty()) {
     const size_t size = std::min(peer.in.size(), peer.handshake.wanted());
-    if (!peer.handshake.Receive(peer.in.substr(0, size)).ok()) return false;
+    if (absl::Status received = peer.handshake.Receive(peer.in.substr(0, size)); !received.ok()) {
+      refusals_.Add(peer.socket.fd(), peer.handshake, received);
+      return false;
+    }
     peer.in.erase(0, size);
     peer.out += peer.handshake.TakeOutput();
   }

@@ -19,6 +19,7 @@
 #include "absl/time/time.h"
 #include "core/rpc/store/socket.h"
 #include "core/rpc/tensorpipe/socket/handshake.h"
+#include "core/rpc/tensorpipe/socket/refusal_log.h"
 #include "core/rpc/wire.h"
 
 namespace distgrad {
@@ -98,6 +99,7 @@ class StoreServer {
   std::map<uint64_t, std::optional<Addition>> sessions_;  // as long as the server
   size_t bytes_ = 0;                                      // of values_ and sessions_
   Deadline accept_again_ = absl::InfinitePast();
+  RefusalLog refusals_{"the job's store"};
 
   std::thread thread_;
 };

@@ -67,6 +67,12 @@ absl::Status Handshake::TakeHello() {
     output_ += own_hello_;
     return absl::OkStatus();
   }
+  DG_RETURN_IF_ERROR(CheckHello());
+  return SendProof();
+}
+
+absl::Status Handshake::CheckHello() const {
+  if (!has_hello()) return absl::OkStatus();
   WireReader reader(absl::string_view(other_hello_).substr(kMagic.size()));
   const uint16_t version = reader.U16();
   const uint16_t flags = reader.U16();
@@ -79,7 +85,7 @@ absl::Status Handshake::TakeHello() {
     return absl::UnauthenticatedError(has_key ? "the other end has a cluster key, this one has none"
                                               : "the other end has no cluster key, this one has");
   }
-  return SendProof();
+  return absl::OkStatus();
 }
 
 absl::Status Handshake::TakeProof() {

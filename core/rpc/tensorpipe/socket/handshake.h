@@ -42,6 +42,13 @@ class Handshake {
   // What to send now; empty if nothing. Each byte is given out once.
   std::string TakeOutput();
 
+  // OK while nothing that the other end has said so far shows that it has another version or, where
+  // this end has a cluster key, none, or the other way round. For the log of a server, which lets
+  // the client find that out first.
+  absl::Status CheckHello() const;
+  // Whether it speaks this protocol at all.
+  bool has_hello() const { return !other_hello_.empty(); }
+
   // How many more bytes it can take now, 0 once done: whatever comes after them is not its own.
   size_t wanted() const { return wanted_ - received_.size(); }
   bool done() const { return step_ == Step::kDone; }

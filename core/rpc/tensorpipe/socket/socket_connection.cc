@@ -237,7 +237,8 @@ void SocketConnection::ShakeHands() {
     if (n < 0) return FailErrno("handshake", errno);
     if (n == 0) {
       return Fail(
-          "it refused our handshake: is it a worker of this job, with the same cluster key?");
+          "it refused our handshake: is it a worker of this job, with the same cluster key? Its "
+          "log says why");
     }
     if (absl::Status status = handshake_->Receive({bytes, static_cast<size_t>(n)}); !status.ok()) {
       return Fail(status.message());

@@ -25,9 +25,6 @@ constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
 // them are honest.
 constexpr int kGracePart = 100;
 
-// Of what anybody can bring about: the first, the second, the fourth and so on, lest the log fill.
-bool IsWorthALine(uint64_t count) { return (count & (count - 1)) == 0; }
-
 }  // namespace
 
 // Passes on what happens to one of the sockets. Immutable after construction.
@@ -129,7 +126,7 @@ bool SocketListener::MakeRoom() {
   const absl::Duration left =
       guests_.front().since + options_.handshake_timeout / kGracePart - Loop::Now();
   if (left <= absl::ZeroDuration()) {
-    Dismiss(guests_.begin(), "others wait too");
+    Dismiss(guests_.begin(), absl::UnavailableError("others wait too"));
     return true;
   }
   if (std::exchange(full_, true)) return false;
@@ -159,11 +156,11 @@ void SocketListener::TakeGuests(Door& door) {
     if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
       // Whoever waits longest without a word makes room; else somebody else has to.
       if (IsWorthALine(++exhausted_)) {
-        DG_LOG(WARNING) << "cannot accept a connection: " << std::strerror(error) << " ("
-                        << exhausted_ << " times so far)";
+        DG_LOG(WARNING) << "cannot accept a connection: " << std::strerror(error) << " (" << exhausted_
+                        << " times so far)";
       }
       if (!guests_.empty()) {
-        Dismiss(guests_.begin(), "no file descriptors are left");
+        Dismiss(guests_.begin(), absl::UnavailableError("no file descriptors are left"));
         continue;
       }
       loop_->After(kExhaustedDelay, [watch = weak_from_this(), &door] {
@@ -216,13 +213,13 @@ void SocketListener::Welcome(Fd fd, bool is_unix) {
         if (self == nullptr) return;
         self->strand_.Run([self, id] {
           for (auto it = self->guests_.begin(); it != self->guests_.end(); ++it) {
-            if (it->id == id) return self->Dismiss(it, "it took too long");
+            if (it->id == id) return self->Dismiss(it, absl::UnavailableError("it took too long"));
           }
         });
       });
   if (absl::Status watched = loop_->Watch(guest->id, guest->fd.get(), EPOLLIN | EPOLLRDHUP);
       !watched.ok()) {
-    Dismiss(guest, watched.message());
+    Dismiss(guest, watched);
   }
 }
 
@@ -233,15 +230,15 @@ void SocketListener::ShakeHands(Guests::iterator guest) {
     const ssize_t n = recv(guest->fd.get(), bytes, std::min(handshake.wanted(), sizeof(bytes)), 0);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return;
-    if (n <= 0) return Dismiss(guest, "it went away");
+    if (n <= 0) return Dismiss(guest, absl::UnavailableError("it went away"));
     if (absl::Status status = handshake.Receive({bytes, static_cast<size_t>(n)}); !status.ok()) {
-      return Dismiss(guest, status.message());
+      return Dismiss(guest, status);
     }
     // It always fits into a new socket, unless the other end plays tricks.
     const std::string output = handshake.TakeOutput();
     if (!output.empty() && send(guest->fd.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
                                static_cast<ssize_t>(output.size())) {
-      return Dismiss(guest, "it does not read what we answer");
+      return Dismiss(guest, absl::UnavailableError("it does not read what we answer"));
     }
   }
   loop_->Unwatch(guest->fd.get());
@@ -251,9 +248,8 @@ void SocketListener::ShakeHands(Guests::iterator guest) {
   HandOver();
 }
 
-void SocketListener::Dismiss(Guests::iterator guest, absl::string_view why) {
-  // Not louder: anybody could fill the log.
-  DG_LOG(INFO) << "refused a connection: " << why;
+void SocketListener::Dismiss(Guests::iterator guest, const absl::Status& why) {
+  refusals_.Add(guest->fd.get(), guest->handshake, why);
   Forget(guest);
 }
 

@@ -18,6 +18,7 @@
 #include "core/rpc/tensorpipe/socket/endpoint.h"
 #include "core/rpc/tensorpipe/socket/handshake.h"
 #include "core/rpc/tensorpipe/socket/loop.h"
+#include "core/rpc/tensorpipe/socket/refusal_log.h"
 #include "core/rpc/tensorpipe/socket/socket_connection.h"
 #include "core/rpc/tensorpipe/socket/socket_transport.h"
 
@@ -71,7 +72,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   void Resume();
   void Welcome(Fd fd, bool is_unix);
   void ShakeHands(Guests::iterator guest);
-  void Dismiss(Guests::iterator guest, absl::string_view why);
+  void Dismiss(Guests::iterator guest, const absl::Status& why);
   void Forget(Guests::iterator guest);
   void HandOver();
 
@@ -84,6 +85,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
 
   // On strand_ only.
   bool closed_ = false;
+  RefusalLog refusals_{"this worker"};
   uint64_t other_users_ = 0;  // refused
   uint64_t exhausted_ = 0;    // how often there was no file descriptor
   bool full_ = false;         // those who connect wait in the kernel's queue
