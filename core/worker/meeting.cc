@@ -4,6 +4,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/descriptors.h"
+#include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/rpc/start.h"
 #include "core/rpc/store/file_store.h"
@@ -36,7 +38,27 @@ absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const std::
   return absl::InternalError("a rendezvous of no kind");
 }
 
+constexpr size_t kDescriptorsBesides = 64, kDescriptorsOfPeer = 10;
+
+// All workers talk with the store: the one that serves it cannot do with less.
+absl::Status ReserveForStore(const Place& place) {
+  if (!place.serves_store || place.rendezvous.kind != RendezvousUrl::Kind::kTcp) {
+    return absl::OkStatus();
+  }
+  return ReserveDescriptors(
+      kDescriptorsBesides + place.world_size,
+      absl::StrCat("the worker that serves the store of a job of ", place.world_size));
+}
+
 }  // namespace
+
+void ReserveForPeers(size_t workers) {
+  const absl::Status reserved =
+      ReserveDescriptors(kDescriptorsBesides + kDescriptorsOfPeer * (workers - 1),
+                         absl::StrCat("a worker that talks with all others of a job of ", workers));
+  // No error: not every worker talks with every other.
+  if (!reserved.ok()) DG_LOG(WARNING) << reserved.message();
+}
 
 absl::StatusOr<std::string> SaidHost(const std::string& option) {
   const std::string host =
@@ -68,6 +90,8 @@ absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline) {
                                                 .has_store = options.store != nullptr},
                                                &ProcessEnvironment));
   const Place& place = meeting.place;
+  ReserveForPeers(place.world_size);
+  DG_RETURN_IF_ERROR(ReserveForStore(place));
   meeting.store = options.store;
   if (meeting.store == nullptr) {
     DG_ASSIGN_OR_RETURN(meeting.store, MakeStore(place, meeting.cluster_key, deadline));

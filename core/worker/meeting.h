@@ -42,6 +42,10 @@ absl::StatusOr<std::string> SaidHost(const std::string& option);
 // where there is none.
 absl::StatusOr<std::string> DefaultHost(const Place& place);
 
+// Makes sure that this process may open the file descriptors that a worker of a job of so many may
+// need, or says in the log that it may not: docs/operating.md, "What a worker needs".
+void ReserveForPeers(size_t workers);
+
 // kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that
 // lacks something; what the store says otherwise.
 absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline);

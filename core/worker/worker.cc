@@ -11,6 +11,7 @@
 #include "core/tensor/values.h"
 #include "core/worker/callers_loop.h"
 #include "core/worker/job.h"
+#include "core/worker/meeting.h"
 #include "core/worker/worker_impl.h"
 
 namespace distgrad {
@@ -83,6 +84,7 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
   impl->worker0_serves_store_ = job.worker0_serves_store;
   DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_.Listen());
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> all, impl->members_->Enter(impl->self_, deadline));
+  if (impl->options_.join) ReserveForPeers(all.size());  // only now is it known how many there are
   for (const WorkerInfo& worker : all) {
     DG_RETURN_IF_ERROR(impl->device_maps_.With(worker).status());
   }

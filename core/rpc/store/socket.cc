@@ -13,6 +13,7 @@
 #include <memory>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/descriptors.h"
 #include "core/base/status.h"
 
 namespace distgrad {
@@ -21,7 +22,7 @@ namespace {
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
 absl::Status ErrnoStatus(absl::StatusCode code, absl::string_view what, int error) {
-  return absl::Status(code, absl::StrCat(what, ": ", std::strerror(error)));
+  return absl::Status(code, absl::StrCat(what, ": ", ErrnoText(error)));
 }
 
 // The reason goes to *error if there is no address.

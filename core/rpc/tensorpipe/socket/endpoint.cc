@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "core/base/descriptors.h"
 #include "core/base/status.h"
 #include "core/rpc/tensorpipe/address.h"
 
@@ -82,7 +83,7 @@ SocketAddress UnixAddress(absl::string_view name) {
 
 absl::StatusOr<Fd> Listen(const SocketAddress& address) {
   Fd fd(socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd.valid()) return absl::ErrnoToStatus(errno, "no socket to listen on");
+  if (!fd.valid()) return ErrnoStatus(errno, "no socket to listen on");
   if (bind(fd.get(), address.get(), address.size) != 0) {
     return absl::ErrnoToStatus(errno, "bind");
   }
@@ -184,7 +185,7 @@ absl::StatusOr<Fd> ListenUnix(const std::string& name) { return Listen(UnixAddre
 absl::StatusOr<Fd> NewSocketFor(const Endpoint& endpoint, bool is_unix) {
   const int family = is_unix ? AF_UNIX : TcpAddress(endpoint.tcp).storage.ss_family;
   Fd fd(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd.valid()) return absl::ErrnoToStatus(errno, "no socket to connect with");
+  if (!fd.valid()) return ErrnoStatus(errno, "no socket to connect with");
   if (!is_unix) SetNoDelay(fd);
   return fd;
 }

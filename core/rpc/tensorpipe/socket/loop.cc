@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/base/check.h"
+#include "core/base/descriptors.h"
 #include "core/base/spin.h"
 
 namespace distgrad {
@@ -92,14 +93,14 @@ Loop::Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name)
 
 absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));
-  if (!epoll.valid()) return absl::ErrnoToStatus(errno, "epoll_create1");
+  if (!epoll.valid()) return ErrnoStatus(errno, "epoll_create1");
   Fd sleep(epoll_create1(EPOLL_CLOEXEC));
-  if (!sleep.valid()) return absl::ErrnoToStatus(errno, "epoll_create1");
+  if (!sleep.valid()) return ErrnoStatus(errno, "epoll_create1");
   Fd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!wake.valid()) return absl::ErrnoToStatus(errno, "eventfd");
+  if (!wake.valid()) return ErrnoStatus(errno, "eventfd");
   epoll_event none = {};
   if (epoll_ctl(sleep.get(), EPOLL_CTL_ADD, epoll.get(), &none) != 0) {
-    return absl::ErrnoToStatus(errno, "epoll_ctl");
+    return ErrnoStatus(errno, "epoll_ctl");
   }
   auto loop = std::unique_ptr<Loop>(
       new Loop(std::move(epoll), std::move(sleep), std::move(wake), std::move(thread_name)));
@@ -141,7 +142,7 @@ absl::Status Loop::Watch(uint64_t id, int fd, uint32_t events) {
   event.events = events | EPOLLET;
   event.data.u64 = id;
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0) return absl::OkStatus();
-  return absl::ErrnoToStatus(errno, "epoll_ctl");
+  return ErrnoStatus(errno, "epoll_ctl");
 }
 
 void Loop::Change(uint64_t id, int fd, uint32_t events) {

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/descriptors.h"
 #include "core/base/exception.h"
 #include "core/rpc/tensorpipe/address.h"
 #include "core/rpc/tensorpipe/error.h"
@@ -456,7 +457,7 @@ void SocketConnection::AdvanceWrites() {
 // The end
 
 void SocketConnection::FailErrno(absl::string_view what, int error) {
-  Fail(absl::StrCat(what, ": ", std::strerror(error)));
+  Fail(absl::StrCat(what, ": ", ErrnoText(error)));
 }
 
 void SocketConnection::Fail(absl::string_view why) {

@@ -10,6 +10,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/descriptors.h"
 #include "core/base/exception.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
@@ -156,7 +157,7 @@ void SocketListener::TakeGuests(Door& door) {
     if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
       // Whoever waits longest without a word makes room; else somebody else has to.
       if (IsWorthALine(++exhausted_)) {
-        DG_LOG(WARNING) << "cannot accept a connection: " << std::strerror(error) << " (" << exhausted_
+        DG_LOG(WARNING) << "cannot accept a connection: " << ErrnoText(error) << " (" << exhausted_
                         << " times so far)";
       }
       if (!guests_.empty()) {

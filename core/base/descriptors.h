@@ -1,0 +1,30 @@
+// How many file descriptors this process may have open.
+#ifndef DISTGRAD_CORE_BASE_DESCRIPTORS_H_
+#define DISTGRAD_CORE_BASE_DESCRIPTORS_H_
+
+#include <cstddef>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace distgrad {
+
+// Makes sure that `more` of them can be opened. Where the process's soft limit is too low for that
+// it is raised: to the hard limit, or to 65,536 if that is less (who closes all descriptors that
+// there might be, as some programs do before they start another, takes long with a limit of a
+// billion). It is not touched where it suffices, for a program that uses select() breaks when it
+// gets a descriptor beyond 1,023.
+//
+// kResourceExhausted where the hard limit does not suffice: with the limit, the need, `what` needs
+// them, and what to do.
+absl::Status ReserveDescriptors(size_t more, absl::string_view what);
+
+// As strerror() has it; where there are no descriptors left, with the limit and what to do.
+std::string ErrnoText(int error);
+// absl::ErrnoToStatus() with that text.
+absl::Status ErrnoStatus(int error, absl::string_view what);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_BASE_DESCRIPTORS_H_
