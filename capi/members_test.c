@@ -121,7 +121,8 @@ static void test_members(void) {
   unlink(rendezvous + strlen("file://"));
 }
 
-/* ------------------------------------------------------------------- Events, and the end of a job */
+/* ------------------------------------------------------------------- Events, and the end of a job
+ */
 
 typedef struct told {
   dg_worker* worker; /* of the callback */
@@ -146,7 +147,8 @@ static void tell(void* user_data, const dg_member_event* event) {
 
 static void tell_once(void* user_data, const dg_member_event* event) {
   tell(user_data, event);
-  OK(dg_worker_on_member(((told*)user_data)->worker, NULL, NULL, NULL)); /* does not wait for itself */
+  OK(dg_worker_on_member(((told*)user_data)->worker, NULL, NULL,
+                         NULL)); /* does not wait for itself */
 }
 
 static void end_told(void* user_data) { count_up(&((told*)user_data)->ended); }

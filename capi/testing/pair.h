@@ -55,7 +55,9 @@ static inline void create(int rank) {
   options.thread_count = 2;
   OK(dg_worker_create(&options, &workers[rank]));
 }
-static inline void wait_for_all(int rank) { OK(dg_worker_wait_for_all(workers[rank], DG_FOREVER, 0)); }
+static inline void wait_for_all(int rank) {
+  OK(dg_worker_wait_for_all(workers[rank], DG_FOREVER, 0));
+}
 static inline void leave(int rank) { OK(dg_worker_leave(workers[rank], DG_FOREVER, 0)); }
 
 /* Before anything else. */

@@ -42,7 +42,8 @@ class ThreadPool : private Blockable {
   static constexpr absl::Duration kRetryDelay = absl::Milliseconds(100);
 
   // `size` >= 1 threads that run at the same time, named "<name>-<n>" (cut to 15 bytes). A pool
-  // whose tasks block needs the clock: all of its threads may wait for what a refused one was to do.
+  // whose tasks block needs the clock: all of its threads may wait for what a refused one was to
+  // do.
   ThreadPool(std::string name, size_t size, Clock* clock = nullptr);
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -117,7 +118,7 @@ class ThreadPool : private Blockable {
   std::unordered_map<std::thread::id, std::thread> threads_ ABSL_GUARDED_BY(mu_);
   std::thread ended_ ABSL_GUARDED_BY(mu_);  // the last that ended; joined by the next, or by Join
   size_t started_ ABSL_GUARDED_BY(mu_) = 0;
-  bool short_of_threads_ ABSL_GUARDED_BY(mu_) = false;  // since it was last said in the log
+  bool short_of_threads_ ABSL_GUARDED_BY(mu_) = false;        // since it was last said in the log
   std::optional<Clock::TimerId> retry_ ABSL_GUARDED_BY(mu_);  // until its callback is through
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
 };

@@ -144,8 +144,8 @@ class Agent {
   // The same with this member, whoever else does.
   void WatchToo(WorkerId member);
   void StopWatching();
-  // That life of a member is lost, as OnUnreachable() said or somebody else; or is not, after all. It
-  // stays a member.
+  // That life of a member is lost, as OnUnreachable() said or somebody else; or is not, after all.
+  // It stays a member.
   void SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
   void SetAlive(WorkerId worker, Incarnation incarnation);
   // What happens to members is kept from now on, in its order, until it is taken; or no longer.

@@ -14,6 +14,14 @@
 #include "core/rpc/agent_impl.h"
 
 namespace distgrad {
+namespace {
+
+// How long a store that is silent is asked who a worker is. Of one that we know, what we know is
+// used after that; whoever calls or is one that we do not know has deadlines of its own.
+constexpr absl::Duration kPatienceForKnown = absl::Seconds(5);
+constexpr absl::Duration kPatience = absl::Minutes(1);
+
+}  // namespace
 
 // -------------------------------------------------------------------------------------- Opening
 
@@ -38,9 +46,11 @@ absl::StatusOr<std::shared_ptr<Link>> Agent::Impl::LinkTo(WorkerId to) {
 void Agent::Impl::Open(const std::shared_ptr<Link>& link, WorkerId to) {
   StartHeartbeat();
   if (directory_ == nullptr) return Connect(link, to);
-  directory_->Find(to, [self = shared_from_this(), link, to](absl::StatusOr<WorkerInfo> found) {
-    self->OnFound(link, to, found);
-  });
+  const absl::Duration patience = peers_.Find(to) ? kPatienceForKnown : kPatience;
+  directory_->Find(to, patience,
+                   [self = shared_from_this(), link, to](absl::StatusOr<WorkerInfo> found) {
+                     self->OnFound(link, to, found);
+                   });
 }
 
 void Agent::Impl::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
@@ -179,7 +189,7 @@ absl::Status Agent::Impl::Greet(const std::shared_ptr<Link>& link, WireReader& r
       absl::MutexLock lock(&mu_);
       link->holds = link->asking = true;
     }
-    directory_->Find(hello.from,
+    directory_->Find(hello.from, kPatience,
                      [self = shared_from_this(), link, hello](absl::StatusOr<WorkerInfo> found) {
                        self->OnFoundGuest(link, hello, found);
                      });
@@ -263,9 +273,8 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
     const std::optional<WorkerInfo> info = peers_.Find(peer);
     left = info && info->left;
     why =
-        left
-            ? absl::UnavailableError(absl::StrCat("worker ", Describe(peer), " has left the job"))
-            : Annotate(why, absl::StrCat("the connection with worker ", Describe(peer), " broke"));
+        left ? absl::UnavailableError(absl::StrCat("worker ", Describe(peer), " has left the job"))
+             : Annotate(why, absl::StrCat("the connection with worker ", Describe(peer), " broke"));
   }
   for (Pending& p : failed) End(p, CallError(p.to, p.function, why));
   if (!lost) return;

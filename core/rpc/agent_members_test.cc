@@ -60,7 +60,7 @@ class FakeDirectory : public Directory {
     }
     for (auto& [worker, found] : asked) found(Entry(worker));
   }
-  void Find(WorkerId worker, Found found) override {
+  void Find(WorkerId worker, absl::Duration, Found found) override {
     {
       absl::MutexLock lock(&mu_);
       if (holds_) {

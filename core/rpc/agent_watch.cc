@@ -13,9 +13,9 @@ namespace {
 
 constexpr absl::Duration kFirst = absl::Seconds(1);  // short jobs need none of it
 constexpr absl::Duration kLongest = absl::Seconds(4);
-constexpr absl::Duration kAgain = absl::Seconds(1);  // between attempts that follow a broken one
+constexpr absl::Duration kAgain = absl::Seconds(1);    // between attempts that follow a broken one
 constexpr absl::Duration kRefusal = absl::Seconds(1);  // comes within that
-constexpr size_t kMostWatched = 64;                  // at once
+constexpr size_t kMostWatched = 64;                    // at once
 
 }  // namespace
 
@@ -49,9 +49,10 @@ void Agent::Impl::StopWatching() {
 }
 
 void Agent::Impl::ArmWatch(absl::Duration wait, bool is_first) {
-  const Clock::TimerId timer = clock_->At(clock_->Now() + wait, [weak = weak_from_this(), is_first] {
-    if (auto self = weak.lock()) self->Watch(is_first);
-  });
+  const Clock::TimerId timer =
+      clock_->At(clock_->Now() + wait, [weak = weak_from_this(), is_first] {
+        if (auto self = weak.lock()) self->Watch(is_first);
+      });
   bool stopped;
   {
     absl::MutexLock lock(&mu_);
@@ -112,8 +113,8 @@ void Agent::Impl::Ping(WorkerId peer) {
 
 // A connection that was good and breaks says little: its peer may have closed it. So another one is
 // tried, which first asks the store whether the peer has left or come back elsewhere. If that is
-// refused at once nobody is there. If it is not answered the peer may be stopped, and has as long to
-// go on as on a connection that stands.
+// refused at once nobody is there. If it is not answered the peer may be stopped, and has as long
+// to go on as on a connection that stands.
 void Agent::Impl::OnWatchedLinkClosed(const ClosedLink& link, const absl::Status& why) {
   const WorkerId peer = link.peer;
   bool is_lost = link.was_silent;

@@ -5,6 +5,7 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "core/base/ids.h"
 #include "core/rpc/worker_info.h"
 
@@ -18,8 +19,8 @@ class Directory {
   virtual ~Directory() = default;
 
   // Returns at once. `found` is called exactly once, on any thread, with no lock held: kNotFound
-  // if there was never such a worker.
-  virtual void Find(WorkerId worker, Found found) = 0;
+  // if there was never such a worker, kDeadlineExceeded if nobody has said it for `patience`.
+  virtual void Find(WorkerId worker, absl::Duration patience, Found found) = 0;
 };
 
 }  // namespace distgrad

@@ -69,14 +69,14 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   size_t made = 0;
 
   // The rest of what the owner keeps with a link, like `peer`.
-  uint64_t number = 0;     // of its own
-  bool accepted = false;   // the peer opened it
-  bool dead = false;       // nothing of it counts any more: it was refused, or its peer came back
-  bool silent = false;     // for so long that its peer is lost
+  uint64_t number = 0;    // of its own
+  bool accepted = false;  // the peer opened it
+  bool dead = false;      // nothing of it counts any more: it was refused, or its peer came back
+  bool silent = false;    // for so long that its peer is lost
   absl::Time asked_for = absl::InfinitePast();  // when we wanted it
-  bool holds = false;      // what arrives waits in `held`
-  bool asking = false;     // until it is known whether the hello is good
-  bool releasing = false;  // somebody is taking it from there
+  bool holds = false;                           // what arrives waits in `held`
+  bool asking = false;                          // until it is known whether the hello is good
+  bool releasing = false;                       // somebody is taking it from there
   std::deque<Packet> held;
   uint64_t held_bytes = 0;
   bool has_bulk = false;     // we have opened it

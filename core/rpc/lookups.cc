@@ -1,42 +1,77 @@
 #include "core/rpc/lookups.h"
 
-#include <memory>
+#include <algorithm>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 
 namespace distgrad {
+namespace {
 
-void Lookups::Find(WorkerId worker, Found found) {
-  Ask([this, worker] { return members_->Find(worker); }, std::move(found));
+// The longest that a new question waits for those before it when the store is silent.
+constexpr absl::Duration kRound = absl::Seconds(1);
+
+absl::Status Closed() { return absl::CancelledError("this worker is shutting down"); }
+
+}  // namespace
+
+void Lookups::Find(WorkerId worker, absl::Duration patience, Found found) {
+  Ask({worker, Deadline::After(patience), std::move(found)});
 }
 
-void Lookups::Find(std::string name, Found found) {
-  Ask([this, name = std::move(name)] { return members_->Find(name); }, std::move(found));
+void Lookups::Find(std::string name, Deadline deadline, Found found) {
+  Ask({std::move(name), deadline, std::move(found)});
 }
 
-void Lookups::Ask(absl::AnyInvocable<absl::StatusOr<WorkerInfo>()> question, Found found) {
-  if (++waiting_ > kMaxWaiting) {
-    --waiting_;
-    return found(absl::ResourceExhaustedError(
+void Lookups::Ask(Question question) {
+  if (const absl::Status started = thread_.Start(); !started.ok()) return question.found(started);
+  bool full;
+  {
+    absl::MutexLock lock(&mu_);
+    full = waiting_.size() + asked_ >= kMaxWaiting;
+    if (!full) waiting_.push_back(std::move(question));
+  }
+  if (full) {
+    return question.found(absl::ResourceExhaustedError(
         absl::StrCat("more than ", kMaxWaiting, " questions wait for the store")));
   }
-  const auto cancelled = [] { return absl::CancelledError("this worker is shutting down"); };
-  // Shared, for a pool that is closed destroys its task.
-  const auto asked = std::make_shared<Found>(std::move(found));
-  if (const absl::Status started = thread_.Start(); !started.ok()) {
-    --waiting_;
-    return (*asked)(started);
+  // One task for each question, of which the first may answer many.
+  if (!thread_.Schedule([this] { AskAll(); })) AskAll();
+}
+
+void Lookups::AskAll() {
+  std::vector<Question> questions;
+  {
+    absl::MutexLock lock(&mu_);
+    questions.swap(waiting_);
+    asked_ += static_cast<int>(questions.size());
   }
-  const bool scheduled =
-      thread_.Schedule([this, question = std::move(question), asked, cancelled]() mutable {
-        --waiting_;
-        (*asked)(closed_ ? absl::StatusOr<WorkerInfo>(cancelled()) : question());
-      });
-  if (scheduled) return;
-  --waiting_;
-  (*asked)(cancelled());
+  if (questions.empty()) return;
+  std::vector<Membership::Who> workers;
+  for (const Question& question : questions) workers.push_back(question.who);
+  std::vector<absl::StatusOr<WorkerInfo>> found;
+  if (closed_) {
+    found.assign(questions.size(), Closed());
+  } else {
+    found = members_->FindEach(workers, Deadline::After(kRound));
+  }
+  std::vector<Question> again;
+  for (size_t i = 0; i < questions.size(); ++i) {
+    const bool is_silence = absl::IsDeadlineExceeded(found[i].status());
+    if (is_silence && !questions[i].deadline.Passed() && !closed_) {
+      again.push_back(std::move(questions[i]));
+    } else {
+      questions[i].found(std::move(found[i]));
+    }
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    asked_ -= static_cast<int>(questions.size());
+    std::move(again.begin(), again.end(), std::back_inserter(waiting_));
+  }
+  if (again.empty()) return;
+  if (!thread_.Schedule([this] { AskAll(); })) AskAll();
 }
 
 void Lookups::Run(absl::AnyInvocable<void()> task) {

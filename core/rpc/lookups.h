@@ -1,11 +1,16 @@
 // Asks the store who a worker is, on a thread of its own, so that nobody else waits for the store.
+// All that is asked meanwhile goes with the next question.
 #ifndef DISTGRAD_CORE_RPC_LOOKUPS_H_
 #define DISTGRAD_CORE_RPC_LOOKUPS_H_
 
 #include <atomic>
 #include <string>
+#include <vector>
 
-#include "absl/functional/any_invocable.h"
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/deadline.h"
 #include "core/base/thread_pool.h"
 #include "core/rpc/directory.h"
 #include "core/rpc/membership.h"
@@ -21,8 +26,9 @@ class Lookups final : public Directory {
       : members_(members), thread_(worker + "-find", 1) {}
   ~Lookups() override { Close(); }
 
-  void Find(WorkerId worker, Found found) override;
-  void Find(std::string name, Found found);
+  // kDeadlineExceeded where the store is silent: for `patience`, or until the deadline.
+  void Find(WorkerId worker, absl::Duration patience, Found found) override;
+  void Find(std::string name, Deadline deadline, Found found);
 
   // Runs `task` in its turn, for what else waits for the store; destroys it unrun after Close(), or
   // where there is no thread to be had.
@@ -35,11 +41,24 @@ class Lookups final : public Directory {
   // More than a worker can have reason to ask at once.
   static constexpr int kMaxWaiting = 4096;
 
-  void Ask(absl::AnyInvocable<absl::StatusOr<WorkerInfo>()> question, Found found);
+  struct Question {
+    Membership::Who who;
+    Deadline deadline;
+    Found found;
+  };
+
+  void Ask(Question question);
+  // Asks all that waits, and answers what it can.
+  void AskAll();
 
   Membership* const members_;
   std::atomic<bool> closed_{false};
-  std::atomic<int> waiting_{0};
+
+  absl::Mutex mu_;
+  std::vector<Question> waiting_ ABSL_GUARDED_BY(mu_);
+  int asked_ ABSL_GUARDED_BY(mu_) = 0;  // by AskAll(), and not answered yet
+
+  // Synchronizes itself.
   ThreadPool thread_;
 };
 

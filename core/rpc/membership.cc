@@ -12,36 +12,45 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "core/base/random.h"
 #include "core/base/status.h"
 
 namespace distgrad {
 namespace {
 
-constexpr int kMaxIds = 1 << 16;  // ids have 16 bits
-constexpr size_t kMaxNamed = 16;  // workers in a message
+constexpr int kMaxIds = 1 << 16;     // ids have 16 bits
+constexpr size_t kMaxNamed = 16;     // workers in a message
 constexpr size_t kMaxReason = 1024;  // bytes, why one is lost
 
-constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // the barrier of the end
+constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's number
 
-// How long a store that is silent is asked again where no deadline says it.
+// How long the store has where no deadline says it.
 constexpr absl::Duration kPatience = absl::Minutes(1);
 
-// While a worker waits for others it looks this often whether they still have to come.
+// How long who waits for others does not see that it is to stop.
 constexpr absl::Duration kLook = absl::Seconds(1);
 
-// The keys. Ranks and names are claimed by counters: who counts to 1 is the first.
+// Whoever waits for others looks by itself, too, in case somebody died after he had changed the
+// members and before he said so. So rarely that it costs little, however many wait.
+absl::Duration LookAgain(int size) { return absl::Seconds(10) + absl::Milliseconds(50) * size; }
+
+// The keys. Ranks and names are claimed by counters: who counts to 1 is the first. Entries are
+// signed where there is a cluster key, and counters are not: so a counter never opens anything, but
+// lets whoever is the last to come look.
 std::string EntryKey(int id) { return absl::StrCat("worker/", id); }
 std::string LivesKey(int id) { return absl::StrCat("worker/", id, "/lives"); }
 std::string NameKey(absl::string_view name) { return absl::StrCat("name/", name); }  // its id
 std::string LostKey(int id) { return absl::StrCat("lost/", id); }  // the incarnation that is
+std::string AtKey(int id) { return absl::StrCat("at/", id); }      // the barrier it has come to
 std::string ClaimsKey(absl::string_view name) { return absl::StrCat("claims/", name); }
-constexpr char kReady[] = "ready";        // counts the workers that know all others
-constexpr char kSettled[] = "settled";    // who counts to 1 writes the outcome
-constexpr char kOutcome[] = "outcome";    // "" or why nobody may start
-constexpr char kSize[] = "size";          // how many workers the job started with
-constexpr char kJoiners[] = "joiners";    // counts those who came later
-constexpr char kBarriers[] = "barriers";  // counts the barriers that have begun
-constexpr char kChanges[] = "changes";    // counts what happens to members after the start
+constexpr char kJoined[] = "joined";    // counts the workers that have an entry
+constexpr char kAll[] = "all";          // all of the start have one
+constexpr char kReady[] = "ready";      // counts the workers that know all others
+constexpr char kSettled[] = "settled";  // who counts to 1 writes the outcome
+constexpr char kOutcome[] = "outcome";  // "" or why nobody may start
+constexpr char kSize[] = "size";        // how many workers the job started with
+constexpr char kJoiners[] = "joiners";  // counts those who came later
+constexpr char kChanges[] = "changes";  // another value whenever the members are others
 
 absl::Status CheckName(absl::string_view name) {
   if (!name.empty() && name.size() <= kMaxWorkerText) return absl::OkStatus();
@@ -55,32 +64,42 @@ Incarnation MakeIncarnation(int64_t life) {
 }
 
 // Writes the outcome, unless somebody has.
-absl::Status Settle(Store& store, int world_size, absl::string_view outcome) {
-  DG_ASSIGN_OR_RETURN(const int64_t turn, store.Add(kSettled, 1));
+absl::Status Settle(Store& store, int world_size, absl::string_view outcome, Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const int64_t turn, store.Add(kSettled, 1, deadline));
   if (turn != 1) return absl::OkStatus();
-  DG_RETURN_IF_ERROR(store.Set(kSize, absl::StrCat(world_size)));
-  return store.Set(kOutcome, std::string(outcome));
+  DG_RETURN_IF_ERROR(store.Set(kSize, absl::StrCat(world_size), deadline));
+  return store.Set(kOutcome, std::string(outcome), deadline);
+}
+
+absl::Status Malformed(absl::string_view key) {
+  return absl::InvalidArgumentError(absl::StrCat("the store's entry '", key, "' is malformed"));
+}
+
+absl::StatusOr<int> ParseNumber(absl::string_view key, absl::string_view text) {
+  int number = 0;
+  if (absl::SimpleAtoi(text, &number) && number >= 0 && number <= kMaxIds) return number;
+  return Malformed(key);
 }
 
 absl::StatusOr<int> ReadNumber(Store& store, const std::string& key, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const std::string text, store.Get(key, deadline));
-  int number = 0;
-  if (absl::SimpleAtoi(text, &number) && number >= 0 && number <= kMaxIds) return number;
-  return absl::InvalidArgumentError(absl::StrCat("the store's entry '", key, "' is malformed"));
+  return ParseNumber(key, text);
 }
 
-// Waits for a key; kAlreadyExists as soon as the job has failed. kNotFound, if it does not come.
-absl::StatusOr<std::string> Await(Store& store, const std::string& key, Deadline deadline) {
-  for (;;) {
-    const bool last = deadline.Left() <= kLook;
-    auto value = store.Get(key, last ? deadline : Deadline::After(kLook));
-    // A store that is silent is asked again until the deadline.
-    const bool is_silent = absl::IsDeadlineExceeded(value.status());
-    if (!absl::IsNotFound(value.status()) && !is_silent) return value;
-    const auto outcome = store.Get(kOutcome, absl::InfinitePast());
-    if (outcome.ok() && !outcome->empty()) return absl::AlreadyExistsError(*outcome);
-    if (last) return value;
-  }
+// What a key holds now; the store has until the deadline to answer.
+absl::StatusOr<Store::Value> Look(Store& store, const std::string& key, Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(std::vector<Store::Value> values, store.GetEach({key}, deadline));
+  return std::move(values[0]);
+}
+
+// Waits for a key until the deadline; kAlreadyExists as soon as the job has failed. nullopt, if it
+// does not come.
+absl::StatusOr<Store::Value> Await(Store& store, const std::string& key, Deadline deadline) {
+  const std::string keys[] = {key, kOutcome};
+  const Store::Value seen[2];
+  DG_ASSIGN_OR_RETURN(std::vector<Store::Value> values, store.AwaitChange(keys, seen, deadline));
+  if (values[1].has_value() && !values[1]->empty()) return absl::AlreadyExistsError(*values[1]);
+  return std::move(values[0]);
 }
 
 // Whether the store has not answered, and may be asked again before the deadline.
@@ -118,6 +137,12 @@ absl::Status Lost(const std::vector<Membership::LostMember>& lost) {
   return absl::UnavailableError(text);
 }
 
+const absl::Status& StatusOf(const absl::Status& status) { return status; }
+template <typename T>
+const absl::Status& StatusOf(const absl::StatusOr<T>& value) {
+  return value.status();
+}
+
 absl::Duration Patience(Deadline deadline) {
   return absl::Trunc(deadline.Left() + absl::Milliseconds(1), absl::Milliseconds(1));
 }
@@ -144,16 +169,16 @@ absl::Status Membership::CheckSeat() const {
 
 absl::StatusOr<WorkerInfo> Membership::Claim(Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckSeat());
-  DG_ASSIGN_OR_RETURN(self_, seat_.join ? ClaimByName(deadline) : ClaimRank());
+  DG_ASSIGN_OR_RETURN(self_, seat_.join ? ClaimByName(deadline) : ClaimRank(deadline));
   return self_;
 }
 
-absl::StatusOr<WorkerInfo> Membership::ClaimRank() {
+absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
   WorkerInfo self;
   self.id = static_cast<WorkerId>(seat_.rank);
   self.name = seat_.name.empty() ? absl::StrCat("worker", seat_.rank) : seat_.name;
   world_size_ = seat_.world_size;
-  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(seat_.rank), 1));
+  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(seat_.rank), 1, deadline));
   self.incarnation = MakeIncarnation(life);
   if (life == 1) return self;
 
@@ -161,13 +186,13 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank() {
     return absl::AlreadyExistsError(absl::StrCat("worker '", self.name, "' cannot join: rank ",
                                                  self.id, " is taken by another worker"));
   };
-  const auto outcome = store_->Get(kOutcome, absl::InfinitePast());
-  if (!absl::IsNotFound(outcome.status())) DG_RETURN_IF_ERROR(outcome.status());
-  if (!outcome.ok() || !outcome->empty()) {
+  DG_ASSIGN_OR_RETURN(const Store::Value outcome, Look(*store_, kOutcome, deadline));
+  if (!outcome.has_value() || !outcome->empty()) {
     // Before the start that is a mistake; who comes second tells everyone.
     DG_RETURN_IF_ERROR(Settle(
         *store_, seat_.world_size,
-        absl::StrCat("two workers claim rank ", self.id, "; the second is '", self.name, "'")));
+        absl::StrCat("two workers claim rank ", self.id, "; the second is '", self.name, "'"),
+        deadline));
     return refuse();
   }
   DG_ASSIGN_OR_RETURN(const int size, ReadNumber(*store_, kSize, absl::InfinitePast()));
@@ -176,7 +201,7 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank() {
                                                    "' cannot come back to a job that started with ",
                                                    size, " workers as one of ", seat_.world_size));
   }
-  DG_ASSIGN_OR_RETURN(const WorkerInfo before, Find(self.id));
+  DG_ASSIGN_OR_RETURN(const WorkerInfo before, Find(self.id, deadline));
   if (before.name != self.name) return refuse();
   return NextLife(self.id, life);
 }
@@ -191,18 +216,20 @@ absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
   DG_ASSIGN_OR_RETURN(world_size_, ReadNumber(*store_, kSize, deadline));
 
   if (!seat_.name.empty()) {
-    DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimsKey(seat_.name), 1));
+    DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimsKey(seat_.name), 1, deadline));
     if (claims > 1) {
       DG_ASSIGN_OR_RETURN(const int id, ReadNumber(*store_, NameKey(seat_.name), deadline));
-      DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(id), 1));
+      DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(id), 1, deadline));
       return NextLife(static_cast<WorkerId>(id), life);
     }
   }
-  DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoiners, 1));
+  DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoiners, 1, deadline));
   const int64_t id = world_size_ + joined - 1;
   if (id >= seat_.max_workers) {
-    DG_RETURN_IF_ERROR(store_->Add(kJoiners, -1).status());
-    if (!seat_.name.empty()) DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(seat_.name), -1).status());
+    DG_RETURN_IF_ERROR(store_->Add(kJoiners, -1, deadline).status());
+    if (!seat_.name.empty()) {
+      DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(seat_.name), -1, deadline).status());
+    }
     return absl::ResourceExhaustedError(
         absl::StrCat("the job has had ", id, " workers, and max_workers is ", seat_.max_workers));
   }
@@ -210,8 +237,8 @@ absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
   WorkerInfo self;
   self.id = static_cast<WorkerId>(id);
   self.name = seat_.name.empty() ? absl::StrCat("worker", id) : seat_.name;
-  DG_RETURN_IF_ERROR(store_->Set(NameKey(self.name), absl::StrCat(id)));
-  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(self.id), 1));
+  DG_RETURN_IF_ERROR(store_->Set(NameKey(self.name), absl::StrCat(id), deadline));
+  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(self.id), 1, deadline));
   self.incarnation = MakeIncarnation(life);
   return self;
 }
@@ -227,8 +254,12 @@ absl::StatusOr<WorkerInfo> Membership::NextLife(WorkerId id, int64_t life) {
 
 // ---------------------------------------------------------------------------------- Entering
 
-absl::Status Membership::Publish() {
-  return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(self_));
+absl::Status Membership::Publish(Deadline deadline) {
+  return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(self_), deadline);
+}
+
+absl::Status Membership::Ring(Deadline deadline) {
+  return store_->Set(kChanges, absl::StrCat(RandomNumber() >> 1), deadline);
 }
 
 absl::StatusOr<std::vector<WorkerInfo>> Membership::Enter(const WorkerInfo& self,
@@ -238,33 +269,54 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::Enter(const WorkerInfo& self
     return absl::InvalidArgumentError(absl::StrCat("the address of worker '", self_.name,
                                                    "' is longer than ", kMaxWorkerText, " bytes"));
   }
-  return late_ ? EnterLate() : EnterAtStart(deadline);
+  if (!late_) return EnterAtStart(deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> all = EnterLate(deadline);
+  // The others would wait for one that is not there.
+  if (!all.ok()) Leave(absl::InfinitePast()).IgnoreError();
+  return all;
+}
+
+// Who is the last to come tells all, and then they read all entries.
+absl::StatusOr<std::vector<WorkerInfo>> Membership::GatherEntries(Deadline deadline) {
+  const absl::Duration patience = Patience(deadline);
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < world_size_; ++rank) keys.push_back(EntryKey(rank));
+  DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoined, 1, deadline));
+  if (joined == world_size_) DG_RETURN_IF_ERROR(store_->Set(kAll, "1", deadline));
+  std::string next = kAll;
+  for (;;) {
+    const absl::StatusOr<Store::Value> come = Await(*store_, next, deadline);
+    if (IsSilence(come.status(), deadline)) continue;
+    DG_RETURN_IF_ERROR(come.status());
+    const bool late = !come->has_value();
+    DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries, store_->GetEach(keys, deadline));
+    std::vector<WorkerInfo> workers;
+    std::vector<std::string> missing;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (!entries[rank].has_value()) {
+        missing.push_back(absl::StrCat(rank));
+        continue;
+      }
+      DG_ASSIGN_OR_RETURN(WorkerInfo worker,
+                          DecodeWorkerInfo(*entries[rank], static_cast<WorkerId>(rank)));
+      workers.push_back(std::move(worker));
+    }
+    if (missing.empty()) return workers;
+    if (late) {
+      return absl::DeadlineExceededError(
+          absl::StrCat(missing.size() == 1 ? "worker " : "workers ", Several(missing), " of ",
+                       world_size_, " did not join within ", absl::FormatDuration(patience)));
+    }
+    next = absl::StrCat("worker/", missing[0]);  // somebody has counted who has no entry
+  }
 }
 
 absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(Deadline deadline) {
   const absl::Duration patience = Patience(deadline);
-  DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(self_.name), 1).status());
-  DG_RETURN_IF_ERROR(store_->Set(NameKey(self_.name), absl::StrCat(self_.id)));
-  DG_RETURN_IF_ERROR(Publish());
-
-  std::vector<WorkerInfo> workers;
-  std::vector<std::string> missing;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    // Past the deadline this only asks, so that all who are missing are named.
-    const auto entry = Await(*store_, EntryKey(rank), deadline);
-    if (absl::IsNotFound(entry.status())) {
-      missing.push_back(absl::StrCat(rank));
-      continue;
-    }
-    DG_RETURN_IF_ERROR(Annotate(entry.status(), absl::StrCat("waiting for worker ", rank)));
-    DG_ASSIGN_OR_RETURN(WorkerInfo worker, DecodeWorkerInfo(*entry, static_cast<WorkerId>(rank)));
-    workers.push_back(std::move(worker));
-  }
-  if (!missing.empty()) {
-    return absl::DeadlineExceededError(
-        absl::StrCat(missing.size() == 1 ? "worker " : "workers ", Several(missing), " of ",
-                     world_size_, " did not join within ", absl::FormatDuration(patience)));
-  }
+  DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(self_.name), 1, deadline).status());
+  DG_RETURN_IF_ERROR(store_->Set(NameKey(self_.name), absl::StrCat(self_.id), deadline));
+  DG_RETURN_IF_ERROR(Publish(deadline));
+  DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, GatherEntries(deadline));
 
   // All workers see the same names, and so find the same fault.
   std::map<absl::string_view, int> ranks;
@@ -276,61 +328,149 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(Deadline deadli
     }
   }
 
-  DG_ASSIGN_OR_RETURN(const int64_t ready, store_->Add(kReady, 1));
-  if (ready == world_size_) DG_RETURN_IF_ERROR(Settle(*store_, world_size_, ""));
-  const auto outcome = Await(*store_, kOutcome, deadline);
-  if (absl::IsNotFound(outcome.status())) {
+  DG_ASSIGN_OR_RETURN(const int64_t ready, store_->Add(kReady, 1, deadline));
+  if (ready == world_size_) DG_RETURN_IF_ERROR(Settle(*store_, world_size_, "", deadline));
+  absl::StatusOr<Store::Value> outcome;
+  do {
+    outcome = Await(*store_, kOutcome, deadline);
+  } while (IsSilence(outcome.status(), deadline));
+  DG_RETURN_IF_ERROR(outcome.status());
+  if (!outcome->has_value()) {
     return absl::DeadlineExceededError(absl::StrCat("all ", world_size_,
                                                     " workers joined, but not all of them were "
                                                     "ready within ",
                                                     absl::FormatDuration(patience)));
   }
-  DG_RETURN_IF_ERROR(outcome.status());
-  if (!outcome->empty()) return absl::AlreadyExistsError(*outcome);
   size_ = world_size_;
   return workers;
 }
 
-// Whoever begins a barrier counts it before it looks who the members are, and this looks at the
-// count after it is a member: so a barrier that begins later cannot miss it.
-absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate() {
+// Whoever comes to a barrier says so before it looks who the members are, and this looks who has
+// come where after it is a member: so a barrier that begins later cannot miss it.
+absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate(Deadline deadline) {
   for (;;) {
-    DG_RETURN_IF_ERROR(Publish());
-    DG_ASSIGN_OR_RETURN(const int64_t begun, store_->Add(kBarriers, 0));
+    DG_RETURN_IF_ERROR(Publish(deadline));
+    DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
+    std::vector<std::string> keys;
+    for (int id = 0; id < ids; ++id) keys.push_back(AtKey(id));
+    DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> marks, store_->GetEach(keys, deadline));
+    int64_t begun = 0;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      int64_t number = 0;
+      if (!marks[i].has_value()) continue;
+      if (!absl::SimpleAtoi(*marks[i], &number) || number < 0) return Malformed(keys[i]);
+      begun = std::max(begun, number);
+    }
     if (begun == self_.barriers) break;
     self_.barriers = begun;
   }
   barriers_ = self_.barriers;
-  DG_RETURN_IF_ERROR(SayThatSomethingChanged());
-  return All();
+  DG_RETURN_IF_ERROR(Ring(deadline));
+  return All(deadline);
 }
 
 // ---------------------------------------------------------------------------------- Members
 
-absl::StatusOr<WorkerInfo> Membership::Find(WorkerId id) {
-  const auto entry = store_->Get(EntryKey(id), absl::InfinitePast());
-  if (absl::IsNotFound(entry.status())) {
-    return absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job"));
-  }
-  DG_RETURN_IF_ERROR(entry.status());
-  return DecodeWorkerInfo(*entry, id);
+absl::StatusOr<WorkerInfo> Membership::Find(WorkerId id, Deadline deadline) {
+  return FindEach({id}, deadline)[0];
 }
 
-absl::StatusOr<WorkerInfo> Membership::Find(absl::string_view name) {
-  DG_RETURN_IF_ERROR(CheckName(name));
-  const auto id = ReadNumber(*store_, NameKey(name), absl::InfinitePast());
-  if (absl::IsNotFound(id.status())) {
-    return absl::NotFoundError(absl::StrCat("there is no worker '", name, "' in this job"));
-  }
-  DG_RETURN_IF_ERROR(id.status());
-  DG_ASSIGN_OR_RETURN(WorkerInfo worker, Find(static_cast<WorkerId>(*id)));
-  if (worker.name == name) return worker;
-  return absl::InvalidArgumentError(
-      absl::StrCat("the store takes worker '", worker.name, "' for '", name, "'"));
+absl::StatusOr<WorkerInfo> Membership::Find(absl::string_view name, Deadline deadline) {
+  return FindEach({std::string(name)}, deadline)[0];
 }
 
-absl::StatusOr<std::vector<WorkerInfo>> Membership::All() {
-  DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, AllEver());
+std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Who> workers,
+                                                             Deadline deadline) {
+  std::vector<absl::StatusOr<WorkerInfo>> found;
+  // Of several, one that somebody else has written would fail all.
+  const auto one_by_one = [&] {
+    for (const Who& who : workers) found.push_back(FindEach({who}, deadline)[0]);
+    return found;
+  };
+  const auto fails = [&](const absl::Status& status) {
+    if (absl::IsUnauthenticated(status) && workers.size() > 1) return one_by_one();
+    found.assign(workers.size(), status);
+    return found;
+  };
+
+  std::vector<std::string> names;  // keys
+  for (const Who& who : workers) {
+    const auto* name = std::get_if<std::string>(&who);
+    if (name != nullptr && CheckName(*name).ok()) names.push_back(NameKey(*name));
+  }
+  const absl::StatusOr<std::vector<Store::Value>> ids = store_->GetEach(names, deadline);
+  if (!ids.ok()) return fails(ids.status());
+
+  // Of each the error so far, or its id.
+  std::vector<absl::StatusOr<int>> known;
+  std::vector<std::string> keys;
+  for (const Who& who : workers) {
+    if (const auto* id = std::get_if<WorkerId>(&who)) {
+      known.emplace_back(*id);
+    } else {
+      const std::string& name = std::get<std::string>(who);
+      const absl::Status status = CheckName(name);
+      const size_t at = std::find(names.begin(), names.end(), NameKey(name)) - names.begin();
+      if (!status.ok()) {
+        known.emplace_back(status);
+      } else if (!(*ids)[at].has_value()) {
+        known.emplace_back(
+            absl::NotFoundError(absl::StrCat("there is no worker '", name, "' in this job")));
+      } else {
+        known.push_back(ParseNumber(names[at], *(*ids)[at]));
+      }
+    }
+    if (known.back().ok()) keys.push_back(EntryKey(*known.back()));
+  }
+  const absl::StatusOr<std::vector<Store::Value>> entries = store_->GetEach(keys, deadline);
+  if (!entries.ok()) return fails(entries.status());
+
+  size_t next = 0;
+  for (size_t i = 0; i < workers.size(); ++i) {
+    if (!known[i].ok()) {
+      found.push_back(known[i].status());
+      continue;
+    }
+    const Store::Value& entry = (*entries)[next++];
+    const auto id = static_cast<WorkerId>(*known[i]);
+    if (!entry.has_value()) {
+      found.push_back(
+          absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job")));
+      continue;
+    }
+    found.push_back(DecodeWorkerInfo(*entry, id));
+    const auto* name = std::get_if<std::string>(&workers[i]);
+    if (name != nullptr && found.back().ok() && found.back()->name != *name) {
+      found.back() = absl::InvalidArgumentError(
+          absl::StrCat("the store takes worker '", found.back()->name, "' for '", *name, "'"));
+    }
+  }
+  return found;
+}
+
+absl::StatusOr<int> Membership::CountIds(Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const int64_t joiners, store_->Add(kJoiners, 0, deadline));
+  return static_cast<int>(
+      std::min<int64_t>(world_size_ + std::max<int64_t>(joiners, 0), seat_.max_workers));
+}
+
+absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
+  std::vector<std::string> keys;
+  for (int id = 0; id < ids; ++id) keys.push_back(EntryKey(id));
+  DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries, store_->GetEach(keys, deadline));
+  std::vector<WorkerInfo> workers;
+  for (int id = 0; id < ids; ++id) {
+    if (!entries[id].has_value()) continue;  // it has claimed its seat, and no more
+    DG_ASSIGN_OR_RETURN(WorkerInfo worker,
+                        DecodeWorkerInfo(*entries[id], static_cast<WorkerId>(id)));
+    workers.push_back(std::move(worker));
+  }
+  return workers;
+}
+
+absl::StatusOr<std::vector<WorkerInfo>> Membership::All(Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, AllEver(deadline));
   workers.erase(std::remove_if(workers.begin(), workers.end(),
                                [](const auto& worker) { return worker.left; }),
                 workers.end());
@@ -339,37 +479,14 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::All() {
   return workers;
 }
 
-// For those who have time: a store that is silent is asked again for a minute.
-absl::StatusOr<WorkerInfo> Membership::FindPatiently(WorkerId id) {
-  const Deadline deadline = Deadline::After(kPatience);
-  for (;;) {
-    absl::StatusOr<WorkerInfo> worker = Find(id);
-    if (!IsSilence(worker.status(), deadline) || closed_) return worker;
-  }
-}
-
-absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver() {
-  DG_ASSIGN_OR_RETURN(const int64_t joiners, store_->Add(kJoiners, 0));
-  const int64_t ids =
-      std::min<int64_t>(world_size_ + std::max<int64_t>(joiners, 0), seat_.max_workers);
-  std::vector<WorkerInfo> workers;
-  for (int64_t id = 0; id < ids; ++id) {
-    absl::StatusOr<WorkerInfo> worker = FindPatiently(static_cast<WorkerId>(id));
-    if (absl::IsNotFound(worker.status())) continue;  // it has claimed its seat, and no more
-    DG_RETURN_IF_ERROR(worker.status());
-    workers.push_back(*std::move(worker));
-  }
-  return workers;
-}
-
-absl::Status Membership::Leave() {
+absl::Status Membership::Leave(Deadline deadline) {
   WorkerInfo left = self_;
   left.left = true;
-  DG_RETURN_IF_ERROR(store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left)));
-  return SayThatSomethingChanged();
+  DG_RETURN_IF_ERROR(store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left), deadline));
+  return Ring(deadline);
 }
 
-// --------------------------------------------------------------------------------- Barriers
+// ----------------------------------------------------------------------------- Lost members
 
 void Membership::MarkLost(const WorkerInfo& member, std::string reason) {
   LostMember lost{member, std::move(reason)};
@@ -380,45 +497,65 @@ void Membership::MarkLost(const WorkerInfo& member, std::string reason) {
   announcer_.Schedule([this, lost = std::move(lost)] { Announce(lost); });
 }
 
+Membership::Loss Membership::LossOf(const WorkerInfo& member, const Store::Value& entry) {
+  if (!entry.has_value()) return {};
+  if (entry->empty()) return {.is_denied = true};
+  absl::string_view reason = *entry;
+  if (!absl::ConsumePrefix(&reason, absl::StrCat(member.incarnation, " "))) return {};
+  return {.is_lost = true, .reason = std::string(reason.substr(0, kMaxReason))};
+}
+
 void Membership::Announce(const LostMember& lost) {
   const Deadline deadline = Deadline::After(kPatience);
-  while (!closed_) {
-    absl::Status status =
-        store_->Set(LostKey(lost.worker.id),
-                    absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason)));
-    if (status.ok()) status = SayThatSomethingChanged();
-    if (!IsSilence(status, deadline)) return;
+  const std::string key = LostKey(lost.worker.id);
+  enum { kAsk, kSay, kRing, kDone } next = kAsk;
+  while (next != kDone && !closed_) {
+    absl::Status status;
+    if (next == kAsk) {
+      const auto said = Look(*store_, key, absl::InfinitePast());
+      status = said.status();
+      // Mostly another has said it.
+      if (said.ok()) next = LossOf(lost.worker, *said).is_lost ? kDone : kSay;
+    } else if (next == kSay) {
+      status = store_->Set(
+          key, absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason)),
+          absl::InfinitePast());
+      if (status.ok()) next = kRing;
+    } else {
+      status = Ring(absl::InfinitePast());
+      if (status.ok()) next = kDone;
+    }
+    if (!status.ok() && !IsSilence(status, deadline)) return;
   }
 }
 
-absl::StatusOr<Membership::Loss> Membership::LossOf(const WorkerInfo& member) {
-  const auto entry = store_->Get(LostKey(member.id), absl::InfinitePast());
-  if (absl::IsNotFound(entry.status())) return Loss{};
-  DG_RETURN_IF_ERROR(entry.status());
-  if (entry->empty()) return Loss{.is_denied = true};
-  absl::string_view reason = *entry;
-  if (!absl::ConsumePrefix(&reason, absl::StrCat(member.incarnation, " "))) return Loss{};
-  return Loss{.is_lost = true, .reason = std::string(reason.substr(0, kMaxReason))};
-}
-
 absl::Status Membership::DenyLoss() {
-  DG_ASSIGN_OR_RETURN(const Loss loss, LossOf(self_));
-  if (!loss.is_lost) return absl::OkStatus();
-  DG_RETURN_IF_ERROR(store_->Set(LostKey(self_.id), ""));
-  return SayThatSomethingChanged();
+  constexpr absl::Time kNow = absl::InfinitePast();
+  const std::string key = LostKey(self_.id);
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, Look(*store_, key, kNow));
+  if (!LossOf(self_, entry).is_lost) return absl::OkStatus();
+  DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
+  return Ring(kNow);
 }
 
-absl::Status Membership::SayThatSomethingChanged() { return store_->Add(kChanges, 1).status(); }
-
-absl::StatusOr<int64_t> Membership::Changes() { return store_->Add(kChanges, 0); }
+absl::StatusOr<int64_t> Membership::Changes() {
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, Look(*store_, kChanges, absl::InfinitePast()));
+  int64_t number = 0;
+  if (entry.has_value() && !absl::SimpleAtoi(*entry, &number)) return Malformed(kChanges);
+  return number;
+}
 
 absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<WorkerInfo>& members) {
+  std::vector<std::string> keys;
+  for (const WorkerInfo& member : members) keys.push_back(LostKey(member.id));
+  DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries,
+                      store_->GetEach(keys, absl::InfinitePast()));
   Losses losses;
-  for (const WorkerInfo& member : members) {
-    if (member.left) continue;
-    DG_ASSIGN_OR_RETURN(Loss loss, LossOf(member));
-    if (loss.is_lost) losses.lost.push_back({member, std::move(loss.reason)});
-    if (loss.is_denied) losses.denied.push_back(member);
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (members[i].left) continue;
+    Loss loss = LossOf(members[i], entries[i]);
+    if (loss.is_lost) losses.lost.push_back({members[i], std::move(loss.reason)});
+    if (loss.is_denied) losses.denied.push_back(members[i]);
   }
   return losses;
 }
@@ -434,23 +571,44 @@ absl::Status Membership::WithLost(const absl::Status& status) {
   return absl::UnavailableError(absl::StrCat(Lost(lost).message(), ", and ", status.message()));
 }
 
+// --------------------------------------------------------------------------------- Barriers
+
 absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost) {
-  const int64_t number = ++barriers_;
-  return Annotate(Gather(absl::StrCat("barrier/", number), number, deadline, on_lost),
-                  "waiting for all workers");
+  const int64_t number = barriers_ + 1;
+  const Meeting meeting{absl::StrCat("barrier/", number), "at", number, on_lost};
+  const absl::Status status = Meet(meeting, deadline);
+  if (status.ok()) barriers_ = number;
+  return Annotate(status, "waiting for all workers");
 }
 
 absl::Status Membership::BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost,
                                          absl::FunctionRef<absl::Status()> finish) {
-  absl::Status status = Gather("leave", kLast, deadline, on_lost);
+  absl::Status status = Meet({"leave", "leave", kLast, on_lost}, deadline);
   if (status.ok()) status = finish();
-  if (status.ok()) status = Gather("finish", kLast, deadline, on_lost);
+  if (status.ok()) status = Meet({"finish", "finish", kLast, on_lost}, deadline);
   if (status.ok()) finished_ = true;
-  // So that worker 0 does not miss it, when it is gone.
-  if (status.ok()) status = Leave();
-  if (status.ok()) status = store_->Set(absl::StrCat("left/", self_.id), "1");
-  if (status.ok() && self_.id == 0) status = AwaitOthers("left", deadline);
+  // So that worker 0 does not miss it, when it is gone. Nobody else has to hear of it.
+  WorkerInfo left = self_;
+  left.left = true;
+  if (status.ok()) {
+    status = Patiently(deadline, [&](Deadline until) {
+      return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left), until);
+    });
+  }
+  if (status.ok()) status = GoAfterAll(deadline);
   return Annotate(status, "waiting for all workers to leave");
+}
+
+// Once worker 0 knows that all others have left it goes, and the store with it. So of the others
+// only the last has something to say, and none minds if nobody hears it.
+absl::Status Membership::GoAfterAll(Deadline deadline) {
+  const Meeting left{"left", "left", kLast, OnLostMember::kGoOnWithout};
+  if (self_.id == 0) return Meet(left, deadline);
+  const absl::StatusOr<int64_t> come = store_->Add(left.name + "/count", 1, deadline);
+  if (!come.ok() || *come < size_) return absl::OkStatus();
+  const absl::StatusOr<Absent> absent = FindAbsent(left, deadline);
+  if (absent.ok() && absent->late.empty()) Open(left, deadline).IgnoreError();
+  return absl::OkStatus();
 }
 
 absl::Status Membership::CheckOpen() const {
@@ -458,76 +616,142 @@ absl::Status Membership::CheckOpen() const {
   return absl::CancelledError("this worker is shutting down");
 }
 
-// All have come to the end, so one that is lost now is not missed.
-absl::Status Membership::AwaitOthers(const std::string& name, Deadline deadline) {
+template <typename Ask>
+auto Membership::Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline)) {
   for (;;) {
     DG_RETURN_IF_ERROR(CheckOpen());
-    const absl::StatusOr<Absent> missing = Missing(name, kLast);
-    if (IsSilence(missing.status(), deadline)) continue;
-    DG_RETURN_IF_ERROR(missing.status());
-    if (missing->late.empty()) return absl::OkStatus();
-    if (deadline.Passed()) return NotCome(missing->late);
-    const auto there = store_->Get(absl::StrCat(name, "/", missing->late.front().id),
-                                   std::min(deadline, Deadline::After(kLook)));
-    if (absl::IsNotFound(there.status()) || IsSilence(there.status(), deadline)) continue;
-    DG_RETURN_IF_ERROR(there.status());
+    auto answer = ask(std::min(deadline, Deadline::After(kLook)));
+    if (!IsSilence(StatusOf(answer), deadline)) return answer;
   }
 }
 
-absl::StatusOr<Membership::Absent> Membership::Missing(const std::string& name, int64_t number) {
-  DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> members, All());
-  Absent missing;
-  for (const WorkerInfo& member : members) {
-    if (member.barriers >= number) continue;
-    const auto there = store_->Get(absl::StrCat(name, "/", member.id), absl::InfinitePast());
-    if (absl::IsNotFound(there.status())) {
-      DG_ASSIGN_OR_RETURN(Loss loss, LossOf(member));
-      if (loss.is_lost) {
-        missing.lost.push_back({member, std::move(loss.reason)});
-      } else {
-        missing.late.push_back(member);
-      }
+std::string Membership::MarkKey(const Meeting& meeting, WorkerId worker) {
+  return absl::StrCat(meeting.arrivals, "/", worker);
+}
+
+std::string Membership::Mark(const Meeting& meeting, const WorkerInfo& worker) {
+  return meeting.number == kLast ? absl::StrCat(worker.incarnation) : absl::StrCat(meeting.number);
+}
+
+bool Membership::HasCome(const Meeting& meeting, const WorkerInfo& worker,
+                         const Store::Value& mark) {
+  if (!mark.has_value()) return false;
+  if (meeting.number == kLast) return *mark == Mark(meeting, worker);
+  int64_t number = 0;
+  return absl::SimpleAtoi(*mark, &number) && number >= meeting.number;
+}
+
+absl::StatusOr<Membership::Absent> Membership::FindAbsent(const Meeting& meeting,
+                                                          Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
+  std::vector<std::string> keys;
+  for (int id = 0; id < ids; ++id) {
+    keys.push_back(EntryKey(id));
+    keys.push_back(LostKey(id));
+    keys.push_back(MarkKey(meeting, static_cast<WorkerId>(id)));
+  }
+  DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> values, store_->GetEach(keys, deadline));
+  Absent absent;
+  std::vector<WorkerInfo> members;
+  int present = 0;
+  bool any_lost = false;
+  for (int id = 0; id < ids; ++id) {
+    const Store::Value* const of_worker = &values[size_t{3} * id];
+    if (!of_worker[0].has_value()) continue;
+    DG_ASSIGN_OR_RETURN(WorkerInfo member,
+                        DecodeWorkerInfo(*of_worker[0], static_cast<WorkerId>(id)));
+    if (member.left) continue;
+    Loss loss = LossOf(member, of_worker[1]);
+    const bool lost = loss.is_lost;
+    members.push_back(member);
+    if (lost && member.incarnation == self_.incarnation && member.id == self_.id) {
+      absent.self = true;
+    } else if (lost) {
+      any_lost = true;
+    }
+    present += lost ? 0 : 1;
+    if (member.barriers >= meeting.number || HasCome(meeting, member, of_worker[2])) continue;
+    if (lost) {
+      absent.lost.push_back({std::move(member), std::move(loss.reason)});
     } else {
-      DG_RETURN_IF_ERROR(there.status());
+      absent.late.push_back(std::move(member));
     }
   }
-  return missing;
+  if (read_ != nullptr) read_(members);
+  size_ = present;
+  any_lost_ = any_lost;
+  return absent;
 }
 
-// Everyone says that it is there; who sees that all are opens the door. The last to come sees it
-// at once; the others look now and then, for somebody may leave rather than come.
-absl::Status Membership::Gather(const std::string& name, int64_t number, Deadline deadline,
-                                OnLostMember on_lost) {
-  const absl::Status denied = DenyLoss();
-  if (!IsSilence(denied, deadline)) DG_RETURN_IF_ERROR(WithLost(denied));
-  DG_ASSIGN_OR_RETURN(const int64_t come, store_->Add(name + "/count", 1));
-  if (come == 1 && number != kLast) DG_RETURN_IF_ERROR(store_->Add(kBarriers, 1).status());
-  DG_RETURN_IF_ERROR(store_->Set(absl::StrCat(name, "/", self_.id), "1"));
-  const std::string door = name + "/open";
-  const auto is_over = [&](const Absent& missing) {
-    return missing.late.empty() && (missing.lost.empty() || on_lost == OnLostMember::kGoOnWithout);
-  };
-  bool look = come >= size_;
+// Everyone says that it is there; who sees that all are opens the door. The last to come sees it at
+// once. That one has come is said before it is counted, so whoever is counted last sees all.
+absl::Status Membership::Meet(const Meeting& meeting, Deadline deadline) {
+  // A look finds who is lost, whoever has said it and when.
+  bool look = any_lost_ && meeting.on_lost == OnLostMember::kFail;
+  if (come_ < meeting.number) {
+    DG_RETURN_IF_ERROR(WithLost(Patiently(deadline, [&](Deadline until) {
+      return store_->Set(MarkKey(meeting, self_.id), Mark(meeting, self_), until);
+    })));
+    const absl::StatusOr<int64_t> come = Patiently(
+        deadline, [&](Deadline until) { return store_->Add(meeting.name + "/count", 1, until); });
+    // Of a counter it may not be known whether it has counted.
+    if (!absl::IsAborted(come.status())) DG_RETURN_IF_ERROR(WithLost(come.status()));
+    look = look || !come.ok() || *come >= size_;
+    if (meeting.number != kLast) come_ = meeting.number;
+  }
+  const std::string keys[] = {meeting.name + "/open", kChanges};
+  Store::Value changes = LastChanges();
+  Deadline look_again = Deadline::After(LookAgain(size_));
   for (;;) {
     DG_RETURN_IF_ERROR(CheckOpen());
-    if (look) {
-      const absl::Status denied = DenyLoss();
-      if (IsSilence(denied, deadline)) continue;
-      DG_RETURN_IF_ERROR(WithLost(denied));
-      absl::StatusOr<Absent> missing = Missing(name, number);
-      // Again, for one may have joined before the first of us came, and after we looked.
-      if (missing.ok() && is_over(*missing)) missing = Missing(name, number);
-      if (IsSilence(missing.status(), deadline)) continue;
-      DG_RETURN_IF_ERROR(WithLost(missing.status()));
-      if (is_over(*missing)) return store_->Set(door, "1");
-      if (!missing->lost.empty() && on_lost == OnLostMember::kFail) return Lost(missing->lost);
-      if (deadline.Passed()) return NotCome(missing->late);
+    const Deadline until = look ? Deadline(absl::InfinitePast())
+                                : std::min({deadline, look_again, Deadline::After(kLook)});
+    const Store::Value seen[] = {std::nullopt, changes};
+    const auto now = store_->AwaitChange(keys, seen, until);
+    if (IsSilence(now.status(), deadline)) continue;
+    DG_RETURN_IF_ERROR(WithLost(now.status()));
+    if ((*now)[0].has_value()) return absl::OkStatus();
+    look = look || (*now)[1] != changes || look_again.Passed() || deadline.Passed();
+    if (!look) continue;
+    changes = (*now)[1];
+    const bool last_look = deadline.Passed();
+    const absl::StatusOr<Absent> absent =
+        FindAbsent(meeting, std::min(deadline, Deadline::After(kLook)));
+    if (IsSilence(absent.status(), deadline)) continue;
+    DG_RETURN_IF_ERROR(WithLost(absent.status()));
+    SetLastChanges(changes);
+    look = false;
+    look_again = Deadline::After(LookAgain(size_));
+    // This worker is alive.
+    if (absent->self) {
+      DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
     }
-    const auto open = store_->Get(door, std::min(deadline, Deadline::After(kLook)));
-    look = true;
-    if (absl::IsNotFound(open.status()) || IsSilence(open.status(), deadline)) continue;
-    return WithLost(open.status());
+    const bool fails = !absent->lost.empty() && meeting.on_lost == OnLostMember::kFail;
+    if (absent->late.empty() && !fails) return Open(meeting, deadline);
+    if (fails) return Lost(absent->lost);
+    if (last_look) return NotCome(absent->late);
   }
+}
+
+// What the barrier before has left is over with this: whoever has come to this one has seen it.
+absl::Status Membership::Open(const Meeting& meeting, Deadline deadline) {
+  DG_RETURN_IF_ERROR(WithLost(Patiently(
+      deadline, [&](Deadline until) { return store_->Set(meeting.name + "/open", "1", until); })));
+  if (meeting.number == kLast) return absl::OkStatus();
+  const std::string before = absl::StrCat("barrier/", meeting.number - 1);
+  store_->Delete(before + "/count", absl::InfinitePast()).IgnoreError();
+  store_->Delete(before + "/open", absl::InfinitePast()).IgnoreError();
+  return absl::OkStatus();
+}
+
+Store::Value Membership::LastChanges() {
+  absl::MutexLock lock(&mu_);
+  return changes_;
+}
+
+void Membership::SetLastChanges(const Store::Value& changes) {
+  absl::MutexLock lock(&mu_);
+  changes_ = changes;
 }
 
 }  // namespace distgrad

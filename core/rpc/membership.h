@@ -15,6 +15,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -24,6 +25,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "core/base/ids.h"
 #include "core/base/thread_pool.h"
 #include "core/rpc/store.h"
@@ -50,7 +52,11 @@ enum class OnLostMember {
 };
 
 // Blocks in the store, but for MarkLost and Close: never on a pool's or a transport's thread. Claim
-// and then Enter come first, once each; thread-safe after that.
+// and then Enter come first, once each; thread-safe after that. What has a deadline waits for a
+// store that is silent until then, and always some seconds.
+//
+// As long as nobody is late, lost or leaves, each worker asks the store a fixed number of times to
+// enter, in each barrier and at the end, whatever the size of the job.
 class Membership {
  public:
   Membership(std::shared_ptr<Store> store, Seat seat)
@@ -72,37 +78,42 @@ class Membership {
   absl::StatusOr<std::vector<WorkerInfo>> Enter(const WorkerInfo& self, Deadline deadline);
 
   // As the store has it now, whether it has left or not. kNotFound if it was never a member.
-  absl::StatusOr<WorkerInfo> Find(WorkerId id);
-  absl::StatusOr<WorkerInfo> Find(absl::string_view name);
+  absl::StatusOr<WorkerInfo> Find(WorkerId id, Deadline deadline);
+  absl::StatusOr<WorkerInfo> Find(absl::string_view name, Deadline deadline);
+
+  // Several at once, with an answer for each.
+  using Who = std::variant<WorkerId, std::string>;
+  std::vector<absl::StatusOr<WorkerInfo>> FindEach(absl::Span<const Who> workers,
+                                                   Deadline deadline);
 
   // Has `read` called with the members whenever they have been read, as they are by whoever waits
   // for all: on that thread, which may block. Once, before anybody does.
   void OnRead(std::function<void(const std::vector<WorkerInfo>&)> read) { read_ = std::move(read); }
 
   // Those who have not left, by id; and all who ever were.
-  absl::StatusOr<std::vector<WorkerInfo>> All();
-  absl::StatusOr<std::vector<WorkerInfo>> AllEver();
+  absl::StatusOr<std::vector<WorkerInfo>> All(Deadline deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> AllEver(Deadline deadline);
 
   // Whether it came when the job had started.
   bool late() const { return late_; }
 
   // Says that this worker leaves.
-  absl::Status Leave();
+  absl::Status Leave(Deadline deadline);
 
-  // Says that this life of a member is lost, and why: all workers that wait for it in a barrier, and
-  // those that will, hear of it within about a second, by way of the store. Returns at once; for any
-  // thread. Should the member live after all, it takes the word back at its next barrier, or in the
-  // one that it waits in; a new life of it is not lost.
+  // Says that this life of a member is lost, and why: all workers that wait for it in a barrier,
+  // and those that will, hear of it within about a second, by way of the store. Returns at once;
+  // for any thread. Should the member live after all, it takes the word back at its next barrier,
+  // or in the one that it waits in; a new life of it is not lost.
   void MarkLost(const WorkerInfo& member, std::string reason = "");
-  // Takes back what somebody has said of this worker.
+  // Takes back what somebody has said of this worker. A store that is silent has some seconds.
   absl::Status DenyLoss();
 
   struct LostMember {
     WorkerInfo worker;
     std::string reason;
   };
-  // Counts what happens to members: joins, returns, losses and departures. Asks the store for one
-  // number.
+  // Another number whenever something has happened to members: joins, returns, losses and
+  // departures. A store that is silent has some seconds, also below.
   absl::StatusOr<int64_t> Changes();
   // Which of these are marked as lost, and those of whom it was taken back.
   struct Losses {
@@ -113,7 +124,9 @@ class Membership {
 
   // Waits until every member has called it as often as this one. A member that leaves meanwhile
   // is not waited for, nor is one that joined or came back after this barrier had begun.
-  // kDeadlineExceeded names who did not come, kUnavailable who is lost.
+  // kDeadlineExceeded names who did not come, kUnavailable who is lost. Of one that fails the next
+  // call is a continuation: it meets those whom this one was to meet. Calls at the same time are
+  // one.
   absl::Status Barrier(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
 
   // The same, once, before all end. When all have come each calls `finish`, and when that has
@@ -132,34 +145,59 @@ class Membership {
  private:
   absl::Status CheckSeat() const;
   absl::Status CheckOpen() const;
-  absl::StatusOr<WorkerInfo> ClaimRank();
+  absl::StatusOr<WorkerInfo> ClaimRank(Deadline deadline);
   absl::StatusOr<WorkerInfo> ClaimByName(Deadline deadline);
   absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);
   absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(Deadline deadline);
-  absl::StatusOr<std::vector<WorkerInfo>> EnterLate();
-  // Members that have to come to a barrier and have not.
+  absl::StatusOr<std::vector<WorkerInfo>> EnterLate(Deadline deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> GatherEntries(Deadline deadline);
+  absl::Status Publish(Deadline deadline);
+  // Wakes all who wait in a barrier: the members are others now.
+  absl::Status Ring(Deadline deadline);
+  // All ids that there may be.
+  absl::StatusOr<int> CountIds(Deadline deadline);
+
+  // What all members come to: a barrier, the end, or what is behind it.
+  struct Meeting {
+    std::string name;      // its keys begin with it
+    std::string arrivals;  // and those of the entries which say who has come
+    int64_t number;        // of the barrier; kLast
+    OnLostMember on_lost;
+  };
+  // Members that have to come and have not.
   struct Absent {
     std::vector<WorkerInfo> late;
     std::vector<LostMember> lost;
+    bool self = false;  // this worker itself is taken for lost
   };
-  absl::Status Gather(const std::string& name, int64_t number, Deadline deadline,
-                      OnLostMember on_lost);
-  absl::StatusOr<Absent> Missing(const std::string& name, int64_t number);
-  // Why that life of it is lost, if it is; "" where that was taken back.
+  // What says that a worker has come: an entry, and what it holds then.
+  static std::string MarkKey(const Meeting& meeting, WorkerId worker);
+  static std::string Mark(const Meeting& meeting, const WorkerInfo& worker);
+  static bool HasCome(const Meeting& meeting, const WorkerInfo& worker, const Store::Value& mark);
+  // Says that this worker has come, and waits until all have.
+  absl::Status Meet(const Meeting& meeting, Deadline deadline);
+  absl::StatusOr<Absent> FindAbsent(const Meeting& meeting, Deadline deadline);
+  // Of worker 0 until all others have left.
+  absl::Status GoAfterAll(Deadline deadline);
+  // Says that all have come.
+  absl::Status Open(const Meeting& meeting, Deadline deadline);
+  // What kChanges held when this worker last looked at the members.
+  Store::Value LastChanges();
+  void SetLastChanges(const Store::Value& changes);
+  // Why that life of it is lost, if it is; or that this was taken back.
   struct Loss {
     bool is_lost = false;
     bool is_denied = false;
     std::string reason = {};
   };
-  absl::StatusOr<Loss> LossOf(const WorkerInfo& member);
+  static Loss LossOf(const WorkerInfo& member, const Store::Value& entry);
   void Announce(const LostMember& lost);
-  absl::Status SayThatSomethingChanged();
+  // Asks a store that is silent again until the deadline, or until this worker closes.
+  template <typename Ask>
+  auto Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline));
   // An error of the store, with the members that this worker knows to be lost: one of them may
   // have served it.
   absl::Status WithLost(const absl::Status& status);
-  absl::Status AwaitOthers(const std::string& name, Deadline deadline);
-  absl::Status Publish();
-  absl::StatusOr<WorkerInfo> FindPatiently(WorkerId id);
 
   // Constant after construction.
   const std::shared_ptr<Store> store_;
@@ -167,17 +205,21 @@ class Membership {
 
   // Constant after Enter().
   WorkerInfo self_;
-  int world_size_ = 0;  // at the job's start
-  bool late_ = false;   // the job had started before
+  int world_size_ = 0;                                        // at the job's start
+  bool late_ = false;                                         // the job had started before
   std::function<void(const std::vector<WorkerInfo>&)> read_;  // may be null
 
   std::atomic<bool> closed_{false};
   std::atomic<bool> finished_{false};
-  std::atomic<int64_t> barriers_{0};
-  std::atomic<int> size_{0};  // the members when we last looked
+  std::atomic<int64_t> barriers_{0};  // that are over
+  std::atomic<int64_t> come_{0};      // the last that this worker has come to
+  // When we last looked: how many members there were, without the lost; and whether one was lost.
+  std::atomic<int> size_{0};
+  std::atomic<bool> any_lost_{false};
 
   absl::Mutex mu_;
   std::map<WorkerId, LostMember> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
+  Store::Value changes_ ABSL_GUARDED_BY(mu_);
 
   ThreadPool announcer_{"dg-lost", 1};  // goes first
 };

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -9,7 +10,9 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "core/base/status.h"
 #include "core/rpc/store/in_process_store.h"
 #include "gtest/gtest.h"
 
@@ -125,46 +128,94 @@ TEST(RendezvousTest, RankTakenAfterAllJoined) {
                                "worker 'late' cannot join: rank 1 is taken by another worker"));
 }
 
-// Does not answer to Get() while it is silent, as a store whose process is stopped.
-class SilentStore : public Store {
+// Counts what it is asked, and does not say what it holds while it has another answer, as a store
+// whose process is stopped or gone. Thread-safe.
+class WatchedStore : public Store {
  public:
-  absl::Status Set(const std::string& key, const std::string& value) override {
-    return store_->Set(key, value);
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    Count(key);
+    return store_->Set(key, value, deadline);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
-    if (!silent_) return store_->Get(key, deadline);
-    ++unanswered_;
-    return absl::DeadlineExceededError("the store is silent");
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
+    Count(key);
+    return store_->Add(key, amount, deadline);
   }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
-    return store_->Add(key, amount);
+  absl::Status Delete(const std::string& key, Deadline deadline) override {
+    absl::MutexLock lock(&mu_);
+    ++calls_;
+    keys_.erase(key);
+    return store_->Delete(key, deadline);
+  }
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    {
+      absl::MutexLock lock(&mu_);
+      ++calls_;
+      if (!answer_.ok()) ++unanswered_;
+      DG_RETURN_IF_ERROR(answer_);
+    }
+    return store_->GetEach(keys, deadline);
+  }
+  absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
+                                                 Deadline deadline) override {
+    {
+      absl::MutexLock lock(&mu_);
+      if (!answer_.ok()) ++unanswered_;
+      DG_RETURN_IF_ERROR(answer_);
+    }
+    return store_->AwaitChange(keys, seen, deadline);
   }
 
-  void set_silent(bool silent) { silent_ = silent; }
-  int unanswered() const { return unanswered_; }
+  void set_answer(absl::Status answer) {
+    absl::MutexLock lock(&mu_);
+    answer_ = std::move(answer);
+  }
+  int unanswered() const { return Read(unanswered_); }
+  int calls() const { return Read(calls_); }  // without those that wait
+  size_t keys() const {
+    absl::MutexLock lock(&mu_);
+    return keys_.size();
+  }
 
  private:
+  void Count(const std::string& key) {
+    absl::MutexLock lock(&mu_);
+    ++calls_;
+    keys_.insert(key);
+  }
+  int Read(const int& count) const {
+    absl::MutexLock lock(&mu_);
+    return count;
+  }
+
   const std::shared_ptr<Store> store_ = NewInProcessStore();
-  std::atomic<bool> silent_{false};
-  std::atomic<int> unanswered_{0};
+  mutable absl::Mutex mu_;
+  // Guarded by mu_.
+  absl::Status answer_;
+  int unanswered_ = 0, calls_ = 0;
+  std::set<std::string> keys_;
 };
+
+const absl::Status& Silence() {
+  static const auto* const silence =
+      new absl::Status(absl::DeadlineExceededError("the store is silent"));
+  return *silence;
+}
 
 // A worker that comes back does not take the job for one that has not started.
 TEST(RendezvousTest, SilenceOfTheStoreIsNoAnswer) {
-  const auto store = std::make_shared<SilentStore>();
+  const auto store = std::make_shared<WatchedStore>();
   ASSERT_TRUE(Rendezvous(store, Worker(0), 1, Later()).ok());
-  store->set_silent(true);
-  EXPECT_EQ(Rendezvous(store, Worker(0), 1, Later()).status(),
-            absl::DeadlineExceededError("the store is silent"));
+  store->set_answer(Silence());
+  EXPECT_EQ(Rendezvous(store, Worker(0), 1, Later()).status(), Silence());
   Membership joiner(store, {.name = "late", .join = true});
-  EXPECT_EQ(joiner.Claim(Later()).status(), absl::DeadlineExceededError("the store is silent"));
-  EXPECT_EQ(joiner.Find("worker0").status(), absl::DeadlineExceededError("the store is silent"));
-  store->set_silent(false);
+  EXPECT_EQ(joiner.Claim(Later()).status(), Silence());
+  EXPECT_EQ(joiner.Find("worker0", Later()).status(), Silence());
+  store->set_answer(absl::OkStatus());
   EXPECT_TRUE(Rendezvous(store, Worker(0), 1, Later()).ok());
 }
 
 TEST(RendezvousTest, ABarrierOutlastsTheSilenceOfTheStore) {
-  const auto store = std::make_shared<SilentStore>();
+  const auto store = std::make_shared<WatchedStore>();
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
@@ -172,9 +223,9 @@ TEST(RendezvousTest, ABarrierOutlastsTheSilenceOfTheStore) {
       ASSERT_TRUE(members.Claim(Later()).ok());
       ASSERT_TRUE(members.Enter(Worker(rank), Later()).ok());
       if (rank == 1) {
-        store->set_silent(true);
+        store->set_answer(Silence());
         while (store->unanswered() < 3) std::this_thread::yield();
-        store->set_silent(false);
+        store->set_answer(absl::OkStatus());
       }
       EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
       EXPECT_EQ(members.BarrierOfTheEnd(Later()), absl::OkStatus());
@@ -234,7 +285,8 @@ TEST(RendezvousTest, HostileEntries) {
   entries.push_back(half_left);
   for (const std::string& entry : entries) {
     const auto store = NewInProcessStore();
-    ASSERT_TRUE(store->Set("worker/1", entry).ok());
+    ASSERT_TRUE(store->Set("worker/1", entry, Later()).ok());
+    ASSERT_TRUE(store->Add("joined", 1, Later()).ok());
     const Result result = Rendezvous(store, Worker(0), 2, Later());
     EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_EQ(result.status().message(), "the store's entry of worker 1 is malformed");
@@ -275,26 +327,37 @@ class RunningJobTest : public testing::Test {
   }
   Names Present() {
     Names names;
-    const Result all = members_[0]->All();
+    const Result all = members_[0]->All(Later());
     EXPECT_TRUE(all.ok()) << all.status();
     for (const WorkerInfo& worker : *all) names.push_back(worker.name);
     return names;
   }
 
-  const std::shared_ptr<Store> store_ = NewInProcessStore();
+  // All who are members, `times` times.
+  void AllMeet(int times) {
+    std::vector<std::thread> threads;
+    for (auto& members : members_) {
+      threads.emplace_back([times, m = members.get()] {
+        for (int i = 0; i < times; ++i) ASSERT_EQ(m->Barrier(Later()), absl::OkStatus());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  const std::shared_ptr<WatchedStore> store_ = std::make_shared<WatchedStore>();
   std::vector<std::unique_ptr<Membership>> members_;
 };
 
 TEST_F(RunningJobTest, AWorkerComesBackAsANewLife) {
   Start(2);
-  const WorkerInfo before = *members_[0]->Find("worker1");
+  const WorkerInfo before = *members_[0]->Find("worker1", Later());
   const auto back = Come({.rank = 1, .world_size = 2});
   ASSERT_TRUE(back.ok()) << back.status();
   EXPECT_EQ(back->id, 1);
   EXPECT_EQ(LifeOf(back->incarnation), 2);
   EXPECT_GT(back->incarnation, before.incarnation);
-  EXPECT_EQ(members_[0]->Find(WorkerId{1})->incarnation, back->incarnation);
-  EXPECT_EQ(members_[0]->Find("worker1")->address, "inproc://new");
+  EXPECT_EQ(members_[0]->Find(WorkerId{1}, Later())->incarnation, back->incarnation);
+  EXPECT_EQ(members_[0]->Find("worker1", Later())->address, "inproc://new");
   EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
   // By its name alone, too.
   const auto again = Come({.name = "worker1", .join = true});
@@ -309,7 +372,7 @@ TEST_F(RunningJobTest, ASeatIsNotTakenByAnotherNameOrForAnotherSize) {
   EXPECT_EQ(other.status(), absl::AlreadyExistsError(
                                 "worker 'other' cannot join: rank 1 is taken by another worker"));
   EXPECT_TRUE(absl::IsInvalidArgument(Come({.rank = 1, .world_size = 3}).status()));
-  EXPECT_EQ(LifeOf(members_[0]->Find("worker1")->incarnation), 1);
+  EXPECT_EQ(LifeOf(members_[0]->Find("worker1", Later())->incarnation), 1);
 }
 
 TEST_F(RunningJobTest, WorkersJoinAndLeave) {
@@ -323,9 +386,9 @@ TEST_F(RunningJobTest, WorkersJoinAndLeave) {
   EXPECT_EQ(unnamed->name, "worker2");
   EXPECT_EQ(Present(), (Names{"worker0", "late", "worker2"}));
 
-  ASSERT_TRUE(members_[1]->Leave().ok());
+  ASSERT_TRUE(members_[1]->Leave(Later()).ok());
   EXPECT_EQ(Present(), (Names{"worker0", "worker2"}));
-  EXPECT_TRUE(members_[0]->Find("late")->left);
+  EXPECT_TRUE(members_[0]->Find("late", Later())->left);
   const auto back = Come({.name = "late", .join = true});
   ASSERT_TRUE(back.ok()) << back.status();
   EXPECT_EQ(back->id, 1);
@@ -353,12 +416,12 @@ TEST_F(RunningJobTest, AJobThatHasNotStartedIsNotJoined) {
 
 TEST_F(RunningJobTest, WhoWasNeverThereIsNotFound) {
   Start(1);
-  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find("nobody").status()));
-  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find(WorkerId{7}).status()));
-  ASSERT_TRUE(store_->Set("name/nobody", "0").ok());
-  EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody").status()));
-  ASSERT_TRUE(store_->Set("name/nobody", "-3").ok());
-  EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody").status()));
+  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find("nobody", Later()).status()));
+  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find(WorkerId{7}, Later()).status()));
+  ASSERT_TRUE(store_->Set("name/nobody", "0", Later()).ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody", Later()).status()));
+  ASSERT_TRUE(store_->Set("name/nobody", "-3", Later()).ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody", Later()).status()));
 }
 
 TEST_F(RunningJobTest, ABarrierNamesWhoHasNotCome) {
@@ -371,11 +434,11 @@ TEST_F(RunningJobTest, ABarrierNamesWhoHasNotCome) {
 TEST_F(RunningJobTest, ABarrierDoesNotWaitForWhoLeavesOrCameLater) {
   Start(3);
   std::thread waiting([&] { EXPECT_TRUE(members_[0]->Barrier(Later()).ok()); });
-  // It has begun once it is counted.
-  while (*store_->Add("barriers", 0) == 0) std::this_thread::yield();
+  // It has begun once somebody is there.
+  ASSERT_TRUE(store_->Get("at/0", Later()).ok());
   ASSERT_TRUE(Come({.name = "late", .join = true}).ok());
   ASSERT_TRUE(Come({.rank = 1, .world_size = 3}).ok());
-  ASSERT_TRUE(members_[2]->Leave().ok());
+  ASSERT_TRUE(members_[2]->Leave(Later()).ok());
   waiting.join();
 
   // The next one is theirs too.
@@ -384,6 +447,65 @@ TEST_F(RunningJobTest, ABarrierDoesNotWaitForWhoLeavesOrCameLater) {
                                                 "'late' (3) have not come"));
   EXPECT_TRUE(members_[3]->Barrier(Soon()).code() == absl::StatusCode::kDeadlineExceeded);
   EXPECT_TRUE(members_[4]->Barrier(Later()).ok());
+}
+
+// Its next call is for the same barrier.
+TEST_F(RunningJobTest, ABarrierThatFailsIsNotUsedUp) {
+  Start(2);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(absl::IsDeadlineExceeded(members_[0]->Barrier(absl::InfinitePast())));
+  }
+  AllMeet(3);
+  // Whether the other came before that one calls again does not matter.
+  EXPECT_TRUE(absl::IsDeadlineExceeded(members_[0]->Barrier(absl::InfinitePast())));
+  EXPECT_TRUE(members_[1]->Barrier(Later()).ok());
+  EXPECT_TRUE(members_[0]->Barrier(Later()).ok());
+  AllMeet(1);
+}
+
+TEST_F(RunningJobTest, EachWorkerAsksAFixedNumberOfTimes) {
+  constexpr int kWorkers = 40, kMeetings = 5;
+  Start(kWorkers);
+  EXPECT_LE(store_->calls(), 12 * kWorkers);
+  const int before = store_->calls();
+  AllMeet(kMeetings);
+  EXPECT_LE(store_->calls() - before, 4 * kMeetings * kWorkers);
+}
+
+TEST_F(RunningJobTest, BarriersLeaveNothingBehind) {
+  Start(4);
+  AllMeet(3);
+  const size_t keys = store_->keys();
+  AllMeet(30);
+  EXPECT_EQ(store_->keys(), keys);
+}
+
+TEST_F(RunningJobTest, AJoinerThatFailsIsNoMember) {
+  Start(2);
+  Membership late(store_, {.name = "late", .join = true});
+  absl::StatusOr<WorkerInfo> self = late.Claim(Later());
+  ASSERT_TRUE(self.ok()) << self.status();
+  self->address = "inproc://late";
+  store_->set_answer(Silence());
+  EXPECT_EQ(late.Enter(*self, Later()).status(), Silence());
+  store_->set_answer(absl::OkStatus());
+  EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
+  AllMeet(1);
+}
+
+TEST_F(RunningJobTest, SeveralAreFoundAtOnce) {
+  Start(3);
+  using Who = Membership::Who;
+  const Who who[] = {WorkerId{2}, "worker1", "nobody", WorkerId{9}, std::string(2000, 'x'),
+                     "worker2"};
+  const auto found = members_[0]->FindEach(who, Later());
+  ASSERT_EQ(found.size(), 6u);
+  EXPECT_EQ(found[0]->name, "worker2");
+  EXPECT_EQ(found[1]->id, 1);
+  EXPECT_TRUE(absl::IsNotFound(found[2].status())) << found[2].status();
+  EXPECT_TRUE(absl::IsNotFound(found[3].status())) << found[3].status();
+  EXPECT_TRUE(absl::IsInvalidArgument(found[4].status())) << found[4].status();
+  EXPECT_EQ(found[5]->id, 2);
 }
 
 TEST_F(RunningJobTest, BarriersGoOnWithWhoJoined) {
@@ -408,13 +530,13 @@ TEST_F(RunningJobTest, BarriersGoOnWithWhoJoined) {
 
 TEST_F(RunningJobTest, ABarrierFailsAtOnceWhenWhoItWaitsForIsLost) {
   Start(4);
-  const WorkerInfo lost = *members_[1]->Find("worker3");
+  const WorkerInfo lost = *members_[1]->Find("worker3", Later());
   // One that waits already, and one that comes later; the word is another's.
   std::thread waiting([&] {
     EXPECT_EQ(members_[0]->Barrier(Deadline::Never()),
               absl::UnavailableError("waiting for all workers: 'worker3' (3) is lost"));
   });
-  while (*store_->Add("barriers", 0) == 0) std::this_thread::yield();
+  ASSERT_TRUE(store_->Get("at/0", Later()).ok());
   members_[1]->MarkLost(lost);
   waiting.join();
   EXPECT_EQ(members_[2]->Barrier(Deadline::Never()),
@@ -433,14 +555,14 @@ TEST_F(RunningJobTest, ABarrierGoesOnWithoutWhoIsLost) {
       ASSERT_TRUE(m->BarrierOfTheEnd(Later(), OnLostMember::kGoOnWithout).ok());
     });
   }
-  while (*store_->Add("barriers", 0) == 0) std::this_thread::yield();
-  members_[1]->MarkLost(*members_[1]->Find("worker2"));
+  ASSERT_TRUE(store_->Get("at/0", Later()).ok());
+  members_[1]->MarkLost(*members_[1]->Find("worker2", Later()));
   for (std::thread& thread : threads) thread.join();
 }
 
 TEST_F(RunningJobTest, WhoComesBackIsNotLost) {
   Start(2);
-  const WorkerInfo before = *members_[0]->Find("worker1");
+  const WorkerInfo before = *members_[0]->Find("worker1", Later());
   members_[0]->MarkLost(before);
   ASSERT_TRUE(Come({.rank = 1, .world_size = 2}).ok());
   members_[0]->MarkLost(before);  // once more, and late
@@ -452,7 +574,7 @@ TEST_F(RunningJobTest, WhoComesBackIsNotLost) {
 // It was only silent for a while, and speaks again.
 TEST_F(RunningJobTest, WhoWasTakenForLostAndLivesTakesPart) {
   Start(2);
-  members_[0]->MarkLost(*members_[0]->Find("worker1"));
+  members_[0]->MarkLost(*members_[0]->Find("worker1", Later()));
   EXPECT_TRUE(absl::IsUnavailable(members_[0]->Barrier(Deadline::Never())));
   std::thread other([&] {
     EXPECT_TRUE(members_[1]->Barrier(Later()).ok());
@@ -461,6 +583,16 @@ TEST_F(RunningJobTest, WhoWasTakenForLostAndLivesTakesPart) {
   while (store_->Get("lost/1", Later()).value() != "") std::this_thread::yield();
   EXPECT_TRUE(members_[0]->BarrierOfTheEnd(Later()).ok());
   other.join();
+}
+
+// Who served the store may be the one that is lost.
+TEST_F(RunningJobTest, AStoreThatIsGoneDoesNotHideWhoIsLost) {
+  Start(2);
+  members_[1]->MarkLost(*members_[1]->Find("worker0", Later()));
+  store_->set_answer(absl::UnavailableError("the store is gone"));
+  EXPECT_EQ(members_[1]->Barrier(Deadline::Never()),
+            absl::UnavailableError(
+                "waiting for all workers: 'worker0' (0) is lost, and the store is gone"));
 }
 
 }  // namespace

@@ -114,8 +114,8 @@ TEST(PeersTest, WhatHappensIsToldOnceAndInOrder) {
   for (const MemberEvent& event : peers.TakeEvents()) {
     const char* const kinds[] = {"?", "joined", "left", "lost"};
     told.push_back(absl::StrCat(kinds[static_cast<int>(event.kind)], " ", event.name, " ",
-                                event.incarnation >> 32,
-                                event.reason.empty() ? "" : ": ", event.reason));
+                                event.incarnation >> 32, event.reason.empty() ? "" : ": ",
+                                event.reason));
   }
   EXPECT_EQ(told, std::vector<std::string>({
                       "joined c 2",

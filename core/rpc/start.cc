@@ -26,51 +26,50 @@ std::string Heard(int64_t number, int rank) {
   return absl::StrCat("start/", number, "/heard/", rank);
 }
 
-// Returns what the key holds now; "" if it is not there, or if the store is silent, so that the
-// caller asks again.
-absl::StatusOr<std::string> Look(Store& store, const std::string& key) {
-  absl::StatusOr<std::string> value = store.Get(key, absl::InfinitePast());
-  if (absl::IsNotFound(value.status()) || absl::IsDeadlineExceeded(value.status())) {
-    return std::string();
-  }
-  return value;
-}
-
 absl::StatusOr<int64_t> Ask(Store& store, int rank, const std::string& nonce, Deadline deadline) {
-  DG_RETURN_IF_ERROR(store.Set(Question(rank), nonce));
-  Backoff backoff(deadline);
-  do {
-    DG_ASSIGN_OR_RETURN(const std::string answer, Look(store, Answer(rank)));
+  DG_RETURN_IF_ERROR(store.Set(Question(rank), nonce, deadline));
+  const std::string keys[] = {Answer(rank)};
+  std::vector<Store::Value> seen(1);
+  for (;;) {
+    DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> now,
+                        store.AwaitChange(keys, seen, deadline));
+    if (now == seen) return absl::DeadlineExceededError("worker 0 did not join in time");
+    seen = now;
     // An answer with another nonce was for a worker of a former start.
-    absl::string_view text = answer;
+    absl::string_view text = seen[0].has_value() ? absl::string_view(*seen[0]) : "";
     if (absl::ConsumePrefix(&text, absl::StrCat(nonce, " "))) {
       int64_t number = 0;
       if (!absl::SimpleAtoi(text, &number)) {
         return absl::InvalidArgumentError("the number of this start is malformed in the store");
       }
-      DG_RETURN_IF_ERROR(store.Set(Heard(number, rank), "1"));
+      DG_RETURN_IF_ERROR(store.Set(Heard(number, rank), "1", deadline));
       return number;
     }
-  } while (backoff.Sleep());
-  return absl::DeadlineExceededError("worker 0 did not join in time");
+  }
 }
 
 // A question that a former start has left is answered too, and nobody hears it.
 absl::StatusOr<int64_t> Number(Store& store, int world_size, Deadline deadline) {
-  DG_ASSIGN_OR_RETURN(const int64_t number, store.Add("start/count", 1));
+  DG_ASSIGN_OR_RETURN(const int64_t number, store.Add("start/count", 1, deadline));
   std::vector<std::string> answered(world_size);
   std::vector<int> missing(world_size - 1);
   for (int rank = 1; rank < world_size; ++rank) missing[rank - 1] = rank;
   Backoff backoff(deadline);
   do {
-    std::vector<int> still;
+    std::vector<std::string> keys;
     for (const int rank : missing) {
-      DG_ASSIGN_OR_RETURN(const std::string heard, Look(store, Heard(number, rank)));
-      if (!heard.empty()) continue;
+      keys.push_back(Heard(number, rank));
+      keys.push_back(Question(rank));
+    }
+    DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> values, store.GetEach(keys, deadline));
+    std::vector<int> still;
+    for (size_t i = 0; i < missing.size(); ++i) {
+      const int rank = missing[i];
+      if (values[2 * i].has_value()) continue;  // it has heard
       still.push_back(rank);
-      DG_ASSIGN_OR_RETURN(const std::string nonce, Look(store, Question(rank)));
+      const std::string nonce = values[2 * i + 1].value_or("");
       if (nonce.empty() || nonce == answered[rank]) continue;
-      DG_RETURN_IF_ERROR(store.Set(Answer(rank), absl::StrCat(nonce, " ", number)));
+      DG_RETURN_IF_ERROR(store.Set(Answer(rank), absl::StrCat(nonce, " ", number), deadline));
       answered[rank] = nonce;
     }
     missing = std::move(still);

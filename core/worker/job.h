@@ -23,7 +23,7 @@ struct Job {
   std::string name = {};  // of this worker; "": "worker<id>"
   std::string host = {};  // that it listens on; "": of a transport that has none
   std::shared_ptr<Store> store = nullptr;
-  bool serves_store = false;           // to the others
+  bool serves_store = false;          // to the others
   bool worker0_serves_store = false;  // here or elsewhere
   std::unique_ptr<Transport> transport = nullptr;
 };

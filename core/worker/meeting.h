@@ -28,7 +28,7 @@ struct Meeting {
   std::string cluster_key = {};
   // Of this start of this job alone; signed, where there is a cluster key.
   std::shared_ptr<Store> store = nullptr;
-  bool serves_store = false;           // to the others
+  bool serves_store = false;          // to the others
   bool worker0_serves_store = false;  // here or elsewhere
 };
 

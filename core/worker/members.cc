@@ -69,6 +69,7 @@ Future<Message> Worker::Impl::SendToStranger(std::string name, std::string funct
       cancellation->Forget(watch);
     });
   }
+  const absl::Duration call_time = call.deadline - clock_->Now();
   auto send = [this, made, timer, name, function = std::move(function), call = std::move(call),
                options = std::move(options),
                wait](const absl::StatusOr<WorkerInfo>& found) mutable {
@@ -82,8 +83,10 @@ Future<Message> Worker::Impl::SendToStranger(std::string name, std::string funct
     made->GoOnWith(sent);
     sent.Then([made](const absl::StatusOr<Message>& reply) { made->End(reply); });
   };
+  // On this clock's time the call ends; so that of the look-up need not be exact.
   lookups_.Find(
-      name, [this, made, timer, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
+      name, Deadline::After(call_time),
+      [this, made, timer, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
         // A call may wait for room; the store's thread has others to serve.
         const bool scheduled = pool_.Schedule(
             [send = std::move(send), found = std::move(found)]() mutable { send(found); });
@@ -116,8 +119,8 @@ std::vector<Member> Worker::Impl::members() const {
   return members;
 }
 
-absl::Status Worker::Impl::UpdateMembers() {
-  DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> all, members_->AllEver());
+absl::Status Worker::Impl::UpdateMembers(Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> all, members_->AllEver(deadline));
   return LearnAll(all);
 }
 
@@ -132,7 +135,7 @@ absl::Status Worker::Impl::LearnAll(const std::vector<WorkerInfo>& all) {
 
 absl::Status Worker::Impl::WaitForAll(Deadline deadline, OnLostMember on_lost) {
   DG_RETURN_IF_ERROR(NameTheStore(members_->Barrier(deadline, on_lost)));
-  return UpdateMembers();
+  return UpdateMembers(deadline);
 }
 
 // When all are there, no user's thread makes a call any more; handlers may. When then each has seen
@@ -166,8 +169,9 @@ absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
     of_contexts = contexts ? contexts_.size() : 0;
     if (serving == 0 && calls == 0 && of_contexts == 0) return absl::OkStatus();
   } while (backoff.Sleep());
-  std::string left = absl::StrCat("worker '", self_.name, "' leaves, and this is not over: ",
-                                  serving, " calls of others, ", calls, " calls of its own");
+  std::string left =
+      absl::StrCat("worker '", self_.name, "' leaves, and this is not over: ", serving,
+                   " calls of others, ", calls, " calls of its own");
   if (contexts) absl::StrAppend(&left, ", ", of_contexts, " contexts");
   return absl::DeadlineExceededError(left);
 }
@@ -180,23 +184,24 @@ void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const a
     absl::MutexLock lock(&mu_);
     if (!asked_for_.insert(peer).second) return;
   }
-  lookups_.Find(peer, [this, peer, incarnation, why](const absl::StatusOr<WorkerInfo>& found) {
-    {
-      absl::MutexLock lock(&mu_);
-      asked_for_.erase(peer);
-    }
-    // When all have finished, the others end one by one, and with them the store.
-    if (members_->finished() && self_.id != 0) return;
-    const std::string reason(why.message());
-    if (found.ok()) {
-      agent_.Learn(*found).IgnoreError();  // of a life that is over, say
-      if (found->left || found->incarnation != incarnation) return;
-      members_->MarkLost(*found, reason);
-    } else if (!absl::IsUnavailable(found.status())) {
-      return;
-    }
-    agent_.SetLost(peer, incarnation, reason);
-  });
+  lookups_.Find(peer, absl::Seconds(5),
+                [this, peer, incarnation, why](const absl::StatusOr<WorkerInfo>& found) {
+                  {
+                    absl::MutexLock lock(&mu_);
+                    asked_for_.erase(peer);
+                  }
+                  // When all have finished, the others end one by one, and with them the store.
+                  if (members_->finished() && self_.id != 0) return;
+                  const std::string reason(why.message());
+                  if (found.ok()) {
+                    agent_.Learn(*found).IgnoreError();  // of a life that is over, say
+                    if (found->left || found->incarnation != incarnation) return;
+                    members_->MarkLost(*found, reason);
+                  } else if (!absl::IsUnavailable(found.status())) {
+                    return;
+                  }
+                  agent_.SetLost(peer, incarnation, reason);
+                });
 }
 
 // Where a connection broke, its other end may take this worker for lost.
@@ -248,7 +253,7 @@ void Worker::Impl::ReadMembers() {
     agent_.WatchToo(0);
   }
   if (!changes.ok() || *changes == changes_) return;
-  const absl::StatusOr<std::vector<WorkerInfo>> all = members_->AllEver();
+  const absl::StatusOr<std::vector<WorkerInfo>> all = members_->AllEver(absl::InfinitePast());
   if (!all.ok() || !LearnAll(*all).ok()) return;
   const absl::StatusOr<Membership::Losses> losses = members_->LossesOf(*all);
   if (!losses.ok()) return;
@@ -275,7 +280,7 @@ absl::Status Worker::Impl::LeaveAlone(Deadline deadline) {
         absl::StrCat("worker '", self_.name, "' is leaving already"));
   }
   // Who is not connected learns it from the store when it connects.
-  const absl::Status said = members_->Leave();
+  const absl::Status said = members_->Leave(deadline);
   agent_.SayLeaving();
   BlockingScope blocking;
   DG_RETURN_IF_ERROR(AwaitIdle(deadline, /*contexts=*/true));

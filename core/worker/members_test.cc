@@ -2,7 +2,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
-
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -165,7 +164,7 @@ TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsUnderWay) {
   EXPECT_EQ(worker(0).names(), (Names{"worker0", "worker2"}));
   EXPECT_EQ(worker(0).members()[1].id, 2);
   // What they agree on besides.
-  ASSERT_TRUE(worker(0).store()->Set("test/key", "seen").ok());
+  ASSERT_TRUE(worker(0).store()->Set("test/key", "seen", Later()).ok());
   const absl::StatusOr<std::string> seen = worker(2).store()->Get("test/key", Later());
   ASSERT_TRUE(seen.ok()) << seen.status();
   EXPECT_EQ(*seen, "seen");
@@ -204,19 +203,22 @@ class SlowStore : public Store {
     closed_ = false;
   }
 
-  absl::Status Set(const std::string& key, const std::string& value) override {
-    return store_->Set(key, value);
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    return store_->Set(key, value, deadline);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
+    return store_->Add(key, amount, deadline);
+  }
+  absl::Status Delete(const std::string& key, Deadline deadline) override {
+    return store_->Delete(key, deadline);
+  }
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     {
       absl::MutexLock lock(&mu_);
       mu_.Await(absl::Condition(
           +[](bool* closed) { return !*closed; }, &closed_));
     }
-    return store_->Get(key, deadline);
-  }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
-    return store_->Add(key, amount);
+    return store_->GetEach(keys, deadline);
   }
 
  private:
@@ -317,8 +319,8 @@ TEST_P(MembersTest, CloseEndsWhateverWaits) {
       std::thread([&] { alone = worker(1).LeaveAlone(absl::InfiniteFuture()); }),
       std::thread([&] { call = worker(0).Call("worker2", "wait", {}, for_ever).status(); }),
   };
-  EXPECT_TRUE(store_->Get("barrier/1/count", Later()).ok());
-  EXPECT_TRUE(store_->Get("leave/count", Later()).ok());
+  EXPECT_TRUE(store_->Get("at/0", Later()).ok());
+  EXPECT_TRUE(store_->Get("leave/0", Later()).ok());
   while (!absl::IsUnavailable(Echo(worker(2), "worker1"))) continue;
   worker(0).Close();
   worker(1).Close();
@@ -461,8 +463,9 @@ TEST_P(MembersTest, AJobGoesOnWithoutALostMemberWhereThatIsAskedFor) {
     threads.emplace_back([&, i] {
       const absl::Status all = worker(i).WaitForAll(Deadline::Never(), OnLostMember::kGoOnWithout);
       EXPECT_TRUE(all.ok()) << all;
-      const absl::Status end = i == 0 ? worker(i).Leave(Deadline::Never(), OnLostMember::kGoOnWithout)
-                                      : worker(i).Serve(OnLostMember::kGoOnWithout);
+      const absl::Status end = i == 0
+                                   ? worker(i).Leave(Deadline::Never(), OnLostMember::kGoOnWithout)
+                                   : worker(i).Serve(OnLostMember::kGoOnWithout);
       EXPECT_TRUE(end.ok()) << end;
     });
   }
@@ -724,7 +727,7 @@ TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {
   ASSERT_TRUE(workers[0]->Call("worker1", "f", {}).ok());
 
   // Who knows the new life is not led back to the old one.
-  ASSERT_TRUE(raw->Set("worker/1", old).ok());
+  ASSERT_TRUE(raw->Set("worker/1", old, Later()).ok());
   EXPECT_TRUE(workers[0]->UpdateMembers().ok());
   EXPECT_TRUE(workers[0]->Call("worker1", "f", {}).ok());
   // Who doesn't, finds nobody there.
@@ -733,7 +736,8 @@ TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {
   const absl::Status status = (*late)->Call("worker1", "f", {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
 
-  ASSERT_TRUE(raw->Set("worker/1", *raw->Get("job/other/worker/1", absl::InfinitePast())).ok());
+  ASSERT_TRUE(
+      raw->Set("worker/1", *raw->Get("job/other/worker/1", absl::InfinitePast()), Later()).ok());
   EXPECT_TRUE(absl::IsUnauthenticated(workers[0]->UpdateMembers()));
 }
 

@@ -85,10 +85,16 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
   DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_.Listen());
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> all, impl->members_->Enter(impl->self_, deadline));
   if (impl->options_.join) ReserveForPeers(all.size());  // only now is it known how many there are
+  absl::Status begun;
   for (const WorkerInfo& worker : all) {
-    DG_RETURN_IF_ERROR(impl->device_maps_.With(worker).status());
+    if (begun.ok()) begun = impl->device_maps_.With(worker).status();
   }
-  DG_RETURN_IF_ERROR(impl->agent_.Start(impl->self_, std::move(all)));
+  if (begun.ok()) begun = impl->agent_.Start(impl->self_, std::move(all));
+  if (!begun.ok()) {
+    // A member that is not there would be waited for.
+    impl->members_->Leave(absl::InfinitePast()).IgnoreError();
+    return begun;
+  }
   // Whoever waits for a member that it has never heard of is to watch it, too.
   impl->members_->OnRead([raw = impl.get()](const std::vector<WorkerInfo>& members) {
     raw->LearnAll(members).IgnoreError();
@@ -236,7 +242,7 @@ void Worker::OnMember(std::function<void(const MemberEvent&)> callback) {
   impl_->OnMember(std::move(callback));
 }
 absl::Status Worker::LeaveAlone(Deadline deadline) { return impl_->LeaveAlone(deadline); }
-absl::Status Worker::UpdateMembers() { return impl_->UpdateMembers(); }
+absl::Status Worker::UpdateMembers() { return impl_->UpdateMembers(impl_->DefaultDeadline()); }
 size_t Worker::context_count() const { return impl_->context_count(); }
 WorkerMetrics Worker::Metrics() const { return impl_->Metrics(); }
 absl::Status Worker::StartTrace(TraceOptions options) { return impl_->StartTrace(options); }

@@ -226,9 +226,9 @@ class Worker {
   // Calls `callback` when a member has joined, has left or is lost: for each event of which this
   // worker hears once, in their order, on a thread of its pool, where it may wait as a handler may.
   // It hears of all within seconds, by way of the store. There is one callback at a time: the next
-  // one, or null, takes its place, and when OnMember() has returned the former is called no more (it
-  // waits for that, unless it is called inside the callback). It ends with the worker, which must
-  // not be destroyed in it; Close() may be called there.
+  // one, or null, takes its place, and when OnMember() has returned the former is called no more
+  // (it waits for that, unless it is called inside the callback). It ends with the worker, which
+  // must not be destroyed in it; Close() may be called there.
   void OnMember(std::function<void(const MemberEvent&)> callback);
   // Where the members of the job find each other: for what they want to agree on besides, under
   // keys that begin with a word of its own and a '/'. Lives as long as whoever serves it.

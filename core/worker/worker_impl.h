@@ -60,7 +60,7 @@ class Worker::Impl : public Context::Owner,
   Context NewContext() { return Context(shared_from_this(), contexts_.New(), /*is_origin=*/true); }
   // Members: members.cc.
   std::vector<Member> members() const;
-  absl::Status UpdateMembers();
+  absl::Status UpdateMembers(Deadline deadline);
   absl::Status WaitForAll(Deadline deadline, OnLostMember on_lost);
   absl::Status Leave(Deadline deadline, OnLostMember on_lost);
   absl::Status LeaveAlone(Deadline deadline);
@@ -201,7 +201,7 @@ class Worker::Impl : public Context::Owner,
   Agent agent_;
   MemberCallback member_callback_;
   std::atomic<bool> leaving_{false};
-  std::atomic<bool> denies_loss_{false};     // soon
+  std::atomic<bool> denies_loss_{false};  // soon
   std::atomic<bool> follows_members_{false};
   int64_t changes_ = -1;  // as last seen; of ReadMembers() alone
 
@@ -210,7 +210,8 @@ class Worker::Impl : public Context::Owner,
   absl::flat_hash_map<std::string, std::shared_ptr<const Function>> functions_ ABSL_GUARDED_BY(mu_);
   bool joined_ ABSL_GUARDED_BY(mu_) = false;
   absl::flat_hash_set<WorkerId> asked_for_ ABSL_GUARDED_BY(mu_);  // of whom the store is asked
-  std::optional<Clock::TimerId> follow_timer_ ABSL_GUARDED_BY(mu_), deny_timer_ ABSL_GUARDED_BY(mu_);
+  std::optional<Clock::TimerId> follow_timer_ ABSL_GUARDED_BY(mu_), deny_timer_
+      ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

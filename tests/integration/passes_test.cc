@@ -747,26 +747,27 @@ TEST_P(PassesTest, APassThatComesToANodeInWhichAnotherOneWaits) {
           team.Try(1, 2, {},
                    [&](Tensors, Request&) -> absl::StatusOr<Tensors> {
                      if (!second_comes()) return absl::DeadlineExceededError("no second pass");
-                     return team.Try(
-                         2, 1, {}, [](Tensors, Request&) { return Tensors{}; }, {});
+                     return team.Try(2, 1, {}, [](Tensors, Request&) { return Tensors{}; }, {});
                    },
                    {})
               .status();
     };
     Context context = team[0].NewContext();
-    const at::Tensor loss =
-        team.Run(0, 1, context,
-                 [&](Tensors in, Request&) {
-                   if (kind == Node::kSavedAndBrief) return Tensors{AskingSin(in[0], &meeting->ask)};
-                   at::Tensor y = kind == Node::kFunction ? Asking::apply(in[0], &meeting->ask)
+    const at::Tensor loss = team.Run(0, 1, context,
+                                     [&](Tensors in, Request&) {
+                                       if (kind == Node::kSavedAndBrief)
+                                         return Tensors{AskingSin(in[0], &meeting->ask)};
+                                       at::Tensor y = kind == Node::kFunction
+                                                          ? Asking::apply(in[0], &meeting->ask)
                                                           : AskingSin(in[0], &meeting->ask);
-                   y.register_hook([meeting](const at::Tensor&) {
-                     if (++meeting->arrived == 2) meeting->second_arrives.Notify();
-                   });
-                   return Tensors{y};
-                 },
-                 {x_})[0]
-            .sum();
+                                       y.register_hook([meeting](const at::Tensor&) {
+                                         if (++meeting->arrived == 2)
+                                           meeting->second_arrives.Notify();
+                                       });
+                                       return Tensors{y};
+                                     },
+                                     {x_})[0]
+                                .sum();
     const Future<Unit> first = context.BackwardAsync({loss}, {.retain_graph = true});
     ASSERT_TRUE(meeting->first_asks.WaitForNotificationWithTimeout(absl::Seconds(30)));
     const Future<Unit> second = context.BackwardAsync({loss}, {.retain_graph = true});
@@ -790,14 +791,15 @@ TEST_P(PassesTest, NoGradientIsKeptBackWhileANodeWaits) {
   Start(3);
   meeting->ask = [&, meeting = meeting.get()] {
     meeting->answer =
-        team().Try(1, 2, {},
-                   [&, meeting](Tensors, Request&) -> absl::StatusOr<Tensors> {
-                     if (meeting->arrived.WaitForNotificationWithTimeout(absl::Seconds(30))) {
-                       return Tensors{};
-                     }
-                     return absl::DeadlineExceededError("no gradient comes to worker 2");
-                   },
-                   {})
+        team()
+            .Try(1, 2, {},
+                 [&, meeting](Tensors, Request&) -> absl::StatusOr<Tensors> {
+                   if (meeting->arrived.WaitForNotificationWithTimeout(absl::Seconds(30))) {
+                     return Tensors{};
+                   }
+                   return absl::DeadlineExceededError("no gradient comes to worker 2");
+                 },
+                 {})
             .status();
   };
   Context context = team()[0].NewContext();
@@ -807,12 +809,13 @@ TEST_P(PassesTest, NoGradientIsKeptBackWhileANodeWaits) {
     return Tensors{y};
   };
   const at::Tensor loss =
-      team().Run(0, 1, context,
-                 [&](Tensors in, Request& r) {
-                   const at::Tensor y = AskingSin(in[0], &meeting->ask);
-                   return Tensors{y + team().Run(1, 2, r.context, from_worker_2, {in[0]})[0]};
-                 },
-                 {x_})[0]
+      team()
+          .Run(0, 1, context,
+               [&](Tensors in, Request& r) {
+                 const at::Tensor y = AskingSin(in[0], &meeting->ask);
+                 return Tensors{y + team().Run(1, 2, r.context, from_worker_2, {in[0]})[0]};
+               },
+               {x_})[0]
           .sum();
   const absl::Status done = context.Backward({loss});
   EXPECT_TRUE(done.ok()) << done;

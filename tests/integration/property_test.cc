@@ -78,15 +78,18 @@ class SlowStore final : public Store {
  public:
   explicit SlowStore(absl::Mutex* look_ups) : look_ups_(*look_ups) {}
 
-  absl::Status Set(const std::string& key, const std::string& value) override {
-    return store_->Set(key, value);
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    return store_->Set(key, value, deadline);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     { absl::MutexLock lock(&look_ups_); }
-    return store_->Get(key, deadline);
+    return store_->GetEach(keys, deadline);
   }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
-    return store_->Add(key, amount);
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
+    return store_->Add(key, amount, deadline);
+  }
+  absl::Status Delete(const std::string& key, Deadline deadline) override {
+    return store_->Delete(key, deadline);
   }
 
  private:

@@ -239,18 +239,21 @@ TEST(LeafObserverTest, IsNotCalledOnTheThreadOfTheSockets) {
 // Remembers on whose thread a group says that it has failed. Thread-safe.
 class WatchedStore : public Store {
  public:
-  absl::Status Set(const std::string& key, const std::string& value) override {
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     if (absl::StrContains(key, "failure")) {
       loop_ = EventLoop::Current();
       failed.Notify();
     }
-    return store_->Set(key, value);
+    return store_->Set(key, value, deadline);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
-    return store_->Get(key, deadline);
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    return store_->GetEach(keys, deadline);
   }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
-    return store_->Add(key, amount);
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
+    return store_->Add(key, amount, deadline);
+  }
+  absl::Status Delete(const std::string& key, Deadline deadline) override {
+    return store_->Delete(key, deadline);
   }
   const EventLoop* loop() const { return loop_; }  // once `failed`
 

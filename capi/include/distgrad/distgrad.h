@@ -609,11 +609,9 @@ enum {
  * before; NULL: none. When this has returned, that one is not called any more; and none is when
  * dg_worker_destroy has (in the callback itself that is refused, and logged). Takes `user_data`.
  * Waits, for the former callback to return, unless it is called in that. */
-DG_API DG_MUST_USE dg_error* dg_worker_on_member(dg_worker* worker,
-                                                 void (*callback)(void* user_data,
-                                                                  const dg_member_event* event),
-                                                 void* user_data,
-                                                 void (*destroy)(void* user_data)) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_worker_on_member(
+    dg_worker* worker, void (*callback)(void* user_data, const dg_member_event* event),
+    void* user_data, void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
 /* Its number among the workers of its machine, and how many these are, as the launcher says: to
  * choose a device by. 0 and 0 where it says nothing. */

@@ -447,9 +447,9 @@ class Worker {
     Check(dg_worker_on_member(
         get(),
         [](void* data, const dg_member_event* event) {
-          (*static_cast<Callback*>(data))(
-              {event->kind, std::string(View(event->name)), static_cast<uint32_t>(event->rank),
-               event->incarnation, std::string(View(event->reason))});
+          (*static_cast<Callback*>(data))({event->kind, std::string(View(event->name)),
+                                           static_cast<uint32_t>(event->rank), event->incarnation,
+                                           std::string(View(event->reason))});
         },
         new Callback(std::move(callback)),
         [](void* data) { delete static_cast<Callback*>(data); }));

@@ -1,7 +1,7 @@
 // Who runs a node. libtorch holds a mutex of the node's meanwhile, and the user's code runs under
-// it: a custom function's backward, a hook on a saved tensor. That code may wait for another worker,
-// which may need what another pass that has come to the same node would keep, if it waited for that
-// mutex as libtorch does: a thread of a pool, or the sockets.
+// it: a custom function's backward, a hook on a saved tensor. That code may wait for another
+// worker, which may need what another pass that has come to the same node would keep, if it waited
+// for that mutex as libtorch does: a thread of a pool, or the sockets.
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_NODE_TURN_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_NODE_TURN_H_
 

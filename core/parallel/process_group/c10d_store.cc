@@ -17,7 +17,7 @@ class FromC10d : public Store {
  public:
   explicit FromC10d(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
-  absl::Status Set(const std::string& key, const std::string& value) override {
+  absl::Status Set(const std::string& key, const std::string& value, Deadline) override {
     return Call<Unit>(key,
                       [&] {
                         store_->set(key, value);
@@ -44,8 +44,25 @@ class FromC10d : public Store {
     });
   }
 
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline) override {
     return Call<int64_t>(key, [&] { return store_->add(key, amount); });
+  }
+
+  absl::Status Delete(const std::string& key, Deadline) override {
+    return Call<bool>(key, [&] { return store_->deleteKey(key); }).status();
+  }
+
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline) override {
+    std::vector<Value> values;
+    for (const std::string& key : keys) {
+      const auto get = [&]() -> absl::StatusOr<Value> {
+        if (!store_->check({key})) return Value();
+        return Value(store_->get_to_str(key));
+      };
+      DG_ASSIGN_OR_RETURN(Value value, Call<Value>(key, get));
+      values.push_back(std::move(value));
+    }
+    return values;
   }
 
  private:
@@ -78,20 +95,24 @@ class ToC10d : public c10d::Store {
     return c10::make_intrusive<ToC10d>(store_, timeout_);
   }
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
-    const absl::Status status = store_->Set(key, std::string(value.begin(), value.end()));
+    const absl::Status status =
+        store_->Set(key, std::string(value.begin(), value.end()), UntilTimeout());
     if (!status.ok()) throw StatusError(status);
   }
   std::vector<uint8_t> get(const std::string& key) override { return Get(key, timeout_); }
   int64_t add(const std::string& key, int64_t value) override {
-    return ValueOrThrow(store_->Add(key, value));
+    return ValueOrThrow(store_->Add(key, value, UntilTimeout()));
   }
-  bool deleteKey(const std::string& /*key*/) override { return false; }
+  bool deleteKey(const std::string& key) override {
+    const auto before = ValueOrThrow(store_->GetEach({key}, UntilTimeout()));
+    const absl::Status status = store_->Delete(key, UntilTimeout());
+    if (!status.ok()) throw StatusError(status);
+    return before[0].has_value();
+  }
   bool check(const std::vector<std::string>& keys) override {
-    return std::all_of(keys.begin(), keys.end(), [&](const std::string& key) {
-      const absl::Status status = store_->Get(key, absl::InfinitePast()).status();
-      if (!status.ok() && !absl::IsNotFound(status)) throw StatusError(status);
-      return status.ok();
-    });
+    const auto values = ValueOrThrow(store_->GetEach(keys, UntilTimeout()));
+    return std::all_of(values.begin(), values.end(),
+                       [](const distgrad::Store::Value& value) { return value.has_value(); });
   }
   int64_t getNumKeys() override {
     throw StatusError(absl::UnimplementedError("this store does not count its keys"));
@@ -103,6 +124,8 @@ class ToC10d : public c10d::Store {
   }
 
  private:
+  Deadline UntilTimeout() const { return Deadline::After(absl::FromChrono(timeout_)); }
+
   std::vector<uint8_t> Get(const std::string& key, std::chrono::milliseconds timeout) {
     const auto value = store_->Get(key, Deadline::After(absl::FromChrono(timeout)));
     // c10d knows a time-out alone.

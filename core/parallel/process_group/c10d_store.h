@@ -14,7 +14,6 @@ namespace distgrad {
 std::shared_ptr<Store> StoreOfC10d(c10::intrusive_ptr<c10d::Store> store);
 
 // What c10d's backends meet in. `timeout` is that of a key which does not come. Throws StatusError.
-// Keys cannot be deleted, and deleteKey() says so.
 c10::intrusive_ptr<c10d::Store> C10dStoreOf(std::shared_ptr<Store> store, absl::Duration timeout);
 
 }  // namespace distgrad

@@ -147,7 +147,11 @@ void ProcessGroup::Fail(const absl::Status& why) {
   }
   // Before the others notice anything. Another rank's reason is why this one fails, so it stays.
   if (absl::IsNotFound(store_->Get(kFailure, absl::InfinitePast()).status())) {
-    store_->Set(kFailure, absl::StrCat("rank ", rank(), " failed: ", why.message())).IgnoreError();
+    // The store has its some seconds; who fails does not wait longer.
+    store_
+        ->Set(kFailure, absl::StrCat("rank ", rank(), " failed: ", why.message()),
+              absl::InfinitePast())
+        .IgnoreError();
   }
   absl::MutexLock lock(&beginning);
   if (backend_ != nullptr) backend_->backend->abort();

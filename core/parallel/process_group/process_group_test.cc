@@ -101,8 +101,15 @@ TEST(ProcessGroupTest, MeetsInStoresOfC10dAsOftenAsOneLikes) {
             absl::StatusCode::kNotFound);
   EXPECT_EQ(store->Get("nothing", absl::Now() + absl::Milliseconds(5)).status().code(),
             absl::StatusCode::kNotFound);
-  EXPECT_EQ(*store->Add("count", 2), 2);
+  EXPECT_EQ(*store->Add("count", 2, absl::InfinitePast()), 2);
   EXPECT_EQ(*store->Get("count", absl::InfinitePast()), "2");
+  EXPECT_TRUE(store->Delete("count", absl::InfinitePast()).ok());
+  EXPECT_EQ(store->Add("count", 1, absl::InfinitePast()).value(), 1);
+  const std::string keys[] = {"nothing", "count"};
+  const std::vector<Store::Value> values = {std::nullopt, "1"};
+  EXPECT_EQ(store->GetEach(keys, absl::InfinitePast()).value(), values);
+  EXPECT_EQ(store->AwaitChange(keys, std::vector<Store::Value>(2), absl::InfiniteFuture()).value(),
+            values);
 }
 
 TEST(ProcessGroupTest, OurStoreIsOneOfC10d) {
@@ -112,7 +119,10 @@ TEST(ProcessGroupTest, OurStoreIsOneOfC10d) {
   EXPECT_TRUE(store->clone()->check({"a"}));
   EXPECT_EQ(store->get_to_str("a"), "b");
   EXPECT_EQ(store->add("n", 3), 3);
+  EXPECT_TRUE(store->deleteKey("a"));
   EXPECT_FALSE(store->deleteKey("a"));
+  EXPECT_FALSE(store->check({"a", "n"}));
+  store->set("a", "b");
   EXPECT_THROW(store->get("missing"), c10::Error);
   EXPECT_THROW(store->wait({"a", "missing"}), c10::Error);
   EXPECT_THROW(store->getNumKeys(), c10::Error);

@@ -10,8 +10,10 @@
 #include <cstring>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -25,9 +27,10 @@ namespace distgrad {
 namespace {
 
 // The file: this, where its last whole entry ends (64 bits), and then entries, each a key and a
-// value with their lengths (32 bits). Entries are only added; of one key the last counts. The end
-// is written after the entry, so one that was not finished is behind it and does not count.
-constexpr absl::string_view kMagic = "dgstore1";
+// value with their lengths (32 bits). Entries are only added; of one key the last counts. An entry
+// of the empty key says of the key that is its value that it is deleted. The end is written after
+// the entry, so one that was not finished is behind it and does not count.
+constexpr absl::string_view kMagic = "dgstore2";
 constexpr uint64_t kHeaderBytes = 16;
 constexpr uint64_t kMaxFile = 1 << 30;
 
@@ -89,44 +92,17 @@ class FileStore final : public Store {
   FileStore(std::string path, absl::Duration patience, dev_t device, ino_t inode)
       : path_(std::move(path)), patience_(patience), device_(device), inode_(inode) {}
 
-  absl::Status Set(const std::string& key, const std::string& value) override {
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, value));
-    return Within([&]() -> absl::Status {
-      DG_ASSIGN_OR_RETURN(File file, Open(/*for_writing=*/true, Deadline::Never()));
-      absl::MutexLock lock(&mu_);
-      DG_RETURN_IF_ERROR(CatchUp(file));
-      return Append(file, key, value);
-    });
+    return WithFile(/*for_writing=*/true, deadline,
+                    [&](File& file) { return Append(file, key, value); });
   }
 
-  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
-    DG_RETURN_IF_ERROR(CheckEntry(key, ""));
-    Backoff backoff(deadline);
-    do {
-      bool there = false;
-      std::string value;
-      DG_RETURN_IF_ERROR(Within([&]() -> absl::Status {
-        DG_ASSIGN_OR_RETURN(File file, Open(/*for_writing=*/false, deadline));
-        absl::MutexLock lock(&mu_);
-        DG_RETURN_IF_ERROR(CatchUp(file));
-        const auto found = values_.find(key);
-        there = found != values_.end();
-        if (there) value = found->second;
-        return absl::OkStatus();
-      }));
-      if (there) return value;
-    } while (backoff.Sleep());
-    return KeyDidNotCome(key, path_);
-  }
-
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, ""));
     int64_t sum = 0;
     bool is_counter = true;
-    DG_RETURN_IF_ERROR(Within([&]() -> absl::Status {
-      DG_ASSIGN_OR_RETURN(File file, Open(/*for_writing=*/true, Deadline::Never()));
-      absl::MutexLock lock(&mu_);
-      DG_RETURN_IF_ERROR(CatchUp(file));
+    DG_RETURN_IF_ERROR(WithFile(/*for_writing=*/true, deadline, [&](File& file) {
       const auto before = values_.find(key);
       is_counter = before == values_.end() || absl::SimpleAtoi(before->second, &sum);
       if (!is_counter || (amount == 0 && before != values_.end())) return absl::OkStatus();
@@ -137,10 +113,37 @@ class FileStore final : public Store {
     return sum;
   }
 
+  absl::Status Delete(const std::string& key, Deadline deadline) override {
+    DG_RETURN_IF_ERROR(CheckEntry(key, ""));
+    return WithFile(/*for_writing=*/true, deadline, [&](File& file) {
+      return values_.count(key) == 0 ? absl::OkStatus() : Append(file, "", key);
+    });
+  }
+
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    DG_RETURN_IF_ERROR(CheckKeys(keys));
+    std::vector<Value> values;
+    DG_RETURN_IF_ERROR(WithFile(/*for_writing=*/false, deadline, [&](File&) {
+      for (const std::string& key : keys) {
+        const auto found = values_.find(key);
+        values.push_back(found == values_.end() ? Value() : Value(found->second));
+      }
+      return absl::OkStatus();
+    }));
+    return values;
+  }
+
  private:
-  template <typename Fn>
-  absl::Status Within(Fn fn) {
-    return Annotate(fn(), absl::StrCat("the store's file \"", path_, "\""));
+  // Runs `fn` with the file open and locked, and all of it read.
+  absl::Status WithFile(bool for_writing, Deadline deadline,
+                        absl::FunctionRef<absl::Status(File&)> fn) ABSL_LOCKS_EXCLUDED(mu_) {
+    const auto run = [&]() -> absl::Status {
+      DG_ASSIGN_OR_RETURN(File file, Open(for_writing, deadline));
+      absl::MutexLock lock(&mu_);
+      DG_RETURN_IF_ERROR(CatchUp(file));
+      return fn(file);
+    };
+    return Annotate(run(), absl::StrCat("the store's file \"", path_, "\""));
   }
 
   // Opens it anew each time: so it shows when it is deleted. Somebody who holds the lock is
@@ -173,8 +176,11 @@ class FileStore final : public Store {
     while (reader.ok() && reader.remaining() > 0) {
       const absl::string_view key = reader.Bytes();
       const absl::string_view value = reader.Bytes();
-      if (!reader.ok() || !CheckEntry(key, value).ok()) return damaged;
-      values_[std::string(key)] = std::string(value);
+      const bool is_deletion = key.empty();
+      if (!reader.ok() || !(is_deletion ? CheckEntry(value, "") : CheckEntry(key, value)).ok()) {
+        return damaged;
+      }
+      Apply(std::string(key), std::string(value));
     }
     end_ = end;
     return absl::OkStatus();
@@ -191,8 +197,16 @@ class FileStore final : public Store {
     DG_RETURN_IF_ERROR(
         file.Write(kMagic.size(), absl::string_view(reinterpret_cast<const char*>(&end), 8)));
     end_ = end;
-    values_[key] = value;
+    Apply(key, value);
     return absl::OkStatus();
+  }
+
+  void Apply(const std::string& key, const std::string& value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (key.empty()) {
+      values_.erase(value);
+    } else {
+      values_[key] = value;
+    }
   }
 
   // Constant after construction.

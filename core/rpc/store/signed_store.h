@@ -12,7 +12,8 @@
 
 namespace distgrad {
 
-// Get() is kUnauthenticated for what was not written through such a store with the same key.
+// What reads entries is kUnauthenticated for one that was not written through such a store with the
+// same key, a counter among them.
 std::shared_ptr<Store> NewSignedStore(std::string cluster_key, std::shared_ptr<Store> store);
 
 }  // namespace distgrad

@@ -2,6 +2,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/status.h"
 
 namespace distgrad {
 namespace {
@@ -24,9 +25,9 @@ absl::Status CheckEntry(absl::string_view key, absl::string_view value) {
   return absl::OkStatus();
 }
 
-absl::Status KeyDidNotCome(absl::string_view key, absl::string_view where) {
-  return absl::NotFoundError(
-      absl::StrCat("nobody set ", Quote(key), " in the store of ", where, " in time"));
+absl::Status CheckKeys(Store::Keys keys) {
+  for (const std::string& key : keys) DG_RETURN_IF_ERROR(CheckEntry(key, ""));
+  return absl::OkStatus();
 }
 
 absl::Status NotACounter(absl::string_view key) {

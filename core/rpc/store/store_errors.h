@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "core/rpc/store.h"
 
 namespace distgrad {
 
@@ -15,8 +16,8 @@ inline constexpr size_t kMaxStoreValue = 1 << 20;  // bytes; c10d's server break
 // kInvalidArgument for an empty or too long key, or a too long value.
 absl::Status CheckEntry(absl::string_view key, absl::string_view value);
 
-// kNotFound; `where` is the store.
-absl::Status KeyDidNotCome(absl::string_view key, absl::string_view where);
+// The same for each of several.
+absl::Status CheckKeys(Store::Keys keys);
 
 // kInvalidArgument.
 absl::Status NotACounter(absl::string_view key);

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -25,6 +26,14 @@ namespace {
 constexpr size_t kReadBytes = 64 << 10;
 // Of answers that a peer does not read; until it does, it is not read from either.
 constexpr size_t kMaxUnread = 4 << 20;
+// What a key that is waited for costs beside its bytes, about.
+constexpr size_t kWaitBytes = 128;
+
+size_t HalfOfDescriptors() {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return 256;
+  return std::clamp<size_t>(limit.rlim_cur / 2, 64, 1 << 16);
+}
 
 // A string of the protocol; empty, and *fits false, if it is longer than any can be.
 absl::string_view String(WireReader& reader, size_t most, bool* fits) {
@@ -53,6 +62,7 @@ absl::string_view Key(WireReader& reader, bool* fits) {
 
 absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Start(Socket listener,
                                                                 StoreServerOptions options) {
+  if (options.max_unauthenticated == 0) options.max_unauthenticated = HalfOfDescriptors();
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) {
     return absl::ErrnoToStatus(errno, "serving a store");
@@ -90,9 +100,11 @@ void StoreServer::Run() {
       const short events = entries[at].revents;
       bool stays = !peer->superseded && (peer->ours || !peer->deadline.Passed());
       if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(*peer);
+      if (stays && peer->wait.has_value() && peer->wait->until.Passed()) EndWait(*peer);
       // What it has said, and was not answered while it did not read, is answered now.
       if (stays && !peer->out.empty()) stays = Write(*peer) && Understand(*peer);
       if (!stays && !peer->ours) --strangers_;
+      if (!stays) ForgetWait(*peer);
       peer = stays ? std::next(peer) : peers_.erase(peer);
     }
     if (entries[1].revents != 0) Accept();
@@ -103,24 +115,30 @@ int StoreServer::Patience() const {
   Deadline next = accept_again_.Passed() ? Deadline::Never() : accept_again_;
   for (const Peer& peer : peers_) {
     if (!peer.ours) next = std::min(next, peer.deadline);
+    if (peer.wait.has_value()) next = std::min(next, peer.wait->until);
   }
   return next.is_never() ? -1 : PollMilliseconds(next);
 }
 
+bool StoreServer::MakeRoom() {
+  const auto oldest =
+      std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.ours; });
+  if (oldest == peers_.end() || !oldest->grace.Passed()) return false;
+  peers_.erase(oldest);
+  --strangers_;
+  return true;
+}
+
+// A crowd that comes at once waits in the listener's queue until those before it are through: so
+// nobody who is honest and quick is closed for others to come.
 void StoreServer::Accept() {
   for (;;) {
-    const int fd = accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    const bool full = fd < 0 && (errno == EMFILE || errno == ENFILE);
-    if (full || (fd >= 0 && strangers_ >= options_.max_unauthenticated)) {
-      const auto oldest =
-          std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.ours; });
-      if (oldest != peers_.end()) {
-        peers_.erase(oldest);
-        --strangers_;
-      }
-    }
+    const bool room = strangers_ < options_.max_unauthenticated || MakeRoom();
+    const int fd =
+        room ? accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
     if (fd < 0) {
-      // Nobody is to be had, or no file descriptor for him: then a little later.
+      const bool full = !room || errno == EMFILE || errno == ENFILE;
+      if (full && room) MakeRoom();  // of descriptors
       if (full) accept_again_ = Deadline::After(absl::Milliseconds(50));
       return;
     }
@@ -130,8 +148,8 @@ void StoreServer::Accept() {
     socket.SetKeepAlive();
     auto handshake = Handshake::Create(Handshake::Role::kServer, options_.cluster_key, kStoreToken);
     if (!handshake.ok()) continue;  // no random numbers
-    peers_.push_back(
-        {std::move(socket), *std::move(handshake), Deadline::After(options_.handshake_timeout)});
+    peers_.push_back({std::move(socket), *std::move(handshake), Deadline::After(options_.grace),
+                      Deadline::After(options_.handshake_timeout)});
     ++strangers_;
   }
 }
@@ -177,6 +195,7 @@ bool StoreServer::Understand(Peer& peer) {
   if (!peer.ours) return true;
   size_t done = 0;
   while (done < peer.in.size() && peer.out.size() < kMaxUnread) {
+    if (peer.wait.has_value()) EndWait(peer);
     const absl::StatusOr<size_t> size = Answer(peer, absl::string_view(peer.in).substr(done));
     if (!size.ok()) return false;
     if (*size == 0) break;
@@ -205,13 +224,6 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
       key = Key(reader, &fits);
       if (fits) value = String(reader, kMaxStoreValue, &fits);
       break;
-    case StoreRequest::kGet:
-      key = Key(reader, &fits);
-      break;
-    case StoreRequest::kAdd:
-      key = Key(reader, &fits);
-      amount = reader.I64();
-      break;
     case StoreRequest::kSession:
       session = reader.U64();
       break;
@@ -220,9 +232,16 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
       key = Key(reader, &fits);
       amount = reader.I64();
       break;
-    case StoreRequest::kCheck:
-      if (reader.U64() != 1 && reader.ok()) return malformed;
+    case StoreRequest::kDelete:
       key = Key(reader, &fits);
+      break;
+    case StoreRequest::kAwait:
+      number = reader.U32();
+      fits = number <= kMaxAwaitBytes;
+      if (!reader.ok()) return 0;
+      value = reader.Rest().substr(0, number);
+      if (fits && value.size() < number) return 0;
+      reader = WireReader(in.substr(1 + sizeof(number) + value.size()));
       break;
     default:
       return malformed;
@@ -230,7 +249,6 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
   if (!fits) return malformed;
   if (!reader.ok()) return 0;  // the rest is under way
 
-  const auto found = values_.find(key);
   switch (request) {
     case StoreRequest::kValidate:
       if (number != kStoreMagic) return malformed;
@@ -241,16 +259,6 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
     case StoreRequest::kSet:
       DG_RETURN_IF_ERROR(Set(key, value));
       break;
-    case StoreRequest::kGet:
-      if (found == values_.end()) return malformed;  // our clients look first
-      writer.U64(found->second.size());
-      writer.Raw(found->second.data(), found->second.size());
-      break;
-    case StoreRequest::kAdd: {
-      DG_ASSIGN_OR_RETURN(const int64_t sum, Add(key, amount));
-      writer.I64(sum);
-      break;
-    }
     case StoreRequest::kSession: {
       DG_ASSIGN_OR_RETURN(const bool known, BeginSession(peer, session));
       writer.U8(known ? 1 : 0);
@@ -260,17 +268,106 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
       if (!peer.session.has_value()) return malformed;
       std::optional<Addition>& last = sessions_[*peer.session];
       if (!last.has_value() || last->number != addition) {
-        DG_ASSIGN_OR_RETURN(const int64_t sum, Add(key, amount));
+        DG_ASSIGN_OR_RETURN(const std::optional<int64_t> sum, Add(key, amount));
         last = {addition, sum};
       }
-      writer.I64(last->sum);
+      writer.U8(last->sum.has_value() ? 1 : 0);
+      writer.I64(last->sum.value_or(0));
       break;
     }
-    case StoreRequest::kCheck:
-      writer.U8(found == values_.end() ? 1 : 0);
+    case StoreRequest::kDelete:
+      Delete(key);
+      writer.U8(1);
       break;
+    case StoreRequest::kAwait:
+      DG_RETURN_IF_ERROR(BeginWait(peer, value));
+      break;
+    default:
+      return malformed;
   }
   return in.size() - reader.remaining();
+}
+
+absl::Status StoreServer::BeginWait(Peer& peer, absl::string_view request) {
+  WireReader reader(request);
+  const uint32_t milliseconds = reader.U32();
+  Wait wait{{}, Deadline::After(absl::Milliseconds(milliseconds)), request.size()};
+  bool fits = true;
+  while (fits && reader.ok() && reader.remaining() > 0) {
+    std::string key(reader.Bytes());
+    const uint8_t there = reader.U8();
+    std::optional<std::string> value;
+    if (there == 1) value = std::string(reader.Bytes());
+    fits =
+        there <= 1 && CheckEntry(key, value.value_or("")).ok() && wait.seen.size() < kMaxAwaitKeys;
+    wait.seen.emplace_back(std::move(key), std::move(value));
+    wait.bytes += kWaitBytes;
+  }
+  if (!fits || !reader.ok()) {
+    return absl::InvalidArgumentError("no request of a store");
+  }
+  if (milliseconds == 0 || HasChanged(wait)) {
+    Tell(wait, &peer.out);
+  } else if (bytes_ + wait.bytes > options_.max_bytes) {
+    WireWriter writer(&peer.out);
+    writer.U32(sizeof(kStoreFull));
+    writer.U32(kStoreFull);
+  } else {
+    bytes_ += wait.bytes;
+    for (const auto& [key, value] : wait.seen) waiting_[key].insert(&peer);
+    peer.wait = std::move(wait);
+  }
+  return absl::OkStatus();
+}
+
+bool StoreServer::HasChanged(const Wait& wait) const {
+  return std::any_of(wait.seen.begin(), wait.seen.end(), [&](const auto& entry) {
+    const auto found = values_.find(entry.first);
+    return found == values_.end() ? entry.second.has_value() : entry.second != found->second;
+  });
+}
+
+void StoreServer::Tell(const Wait& wait, std::string* out) const {
+  std::string answer;
+  WireWriter writer(&answer);
+  uint32_t told = 0;
+  for (const auto& [key, seen] : wait.seen) {
+    if (answer.size() >= kMaxAnswer) break;
+    const auto found = values_.find(key);
+    writer.U8(found != values_.end() ? 1 : 0);
+    if (found != values_.end()) writer.Bytes(found->second);
+    ++told;
+  }
+  WireWriter head(out);
+  head.U32(static_cast<uint32_t>(sizeof(told) + answer.size()));
+  head.U32(told);
+  head.Raw(answer.data(), answer.size());
+}
+
+void StoreServer::EndWait(Peer& peer) {
+  Tell(*peer.wait, &peer.out);
+  ForgetWait(peer);
+}
+
+void StoreServer::ForgetWait(Peer& peer) {
+  if (!peer.wait.has_value()) return;
+  for (const auto& [key, seen] : peer.wait->seen) {
+    const auto entry = waiting_.find(key);
+    if (entry == waiting_.end()) continue;  // a key that it has named twice
+    entry->second.erase(&peer);
+    if (entry->second.empty()) waiting_.erase(entry);
+  }
+  bytes_ -= peer.wait->bytes;
+  peer.wait.reset();
+}
+
+void StoreServer::OnChange(absl::string_view key) {
+  const auto entry = waiting_.find(key);
+  if (entry == waiting_.end()) return;
+  const std::vector<Peer*> peers(entry->second.begin(), entry->second.end());
+  for (Peer* peer : peers) {
+    if (HasChanged(*peer->wait)) EndWait(*peer);
+  }
 }
 
 // Nothing that is still on its way in the client's former connection may be done after what comes
@@ -295,15 +392,21 @@ absl::StatusOr<bool> StoreServer::BeginSession(Peer& peer, uint64_t session) {
   return false;
 }
 
-absl::StatusOr<int64_t> StoreServer::Add(absl::string_view key, int64_t amount) {
+absl::StatusOr<std::optional<int64_t>> StoreServer::Add(absl::string_view key, int64_t amount) {
   int64_t sum = 0;
   const auto found = values_.find(key);
-  if (found != values_.end() && !absl::SimpleAtoi(found->second, &sum)) {
-    return absl::InvalidArgumentError("the value is no number");
-  }
+  if (found != values_.end() && !absl::SimpleAtoi(found->second, &sum)) return std::nullopt;
   sum = static_cast<int64_t>(static_cast<uint64_t>(sum) + static_cast<uint64_t>(amount));
   DG_RETURN_IF_ERROR(Set(key, absl::StrCat(sum)));
   return sum;
+}
+
+void StoreServer::Delete(absl::string_view key) {
+  const auto entry = values_.find(key);
+  if (entry == values_.end()) return;
+  bytes_ -= entry->first.size() + entry->second.size();
+  values_.erase(entry);
+  OnChange(key);
 }
 
 absl::Status StoreServer::Set(absl::string_view key, absl::string_view value) {
@@ -318,6 +421,7 @@ absl::Status StoreServer::Set(absl::string_view key, absl::string_view value) {
   } else {
     entry->second = std::string(value);
   }
+  OnChange(key);
   return absl::OkStatus();
 }
 

@@ -11,8 +11,11 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -30,10 +33,13 @@ inline constexpr Token kStoreToken = {'d', 'i', 's', 't', 'g', 'r', 'a', 'd', ' 
 
 struct StoreServerOptions {
   std::string cluster_key = {};  // "": none
-  // Connections that have not shown that they are ours; for one more the oldest is closed.
-  size_t max_unauthenticated = 256;
+  // Connections that have not shown that they are ours. For one more the oldest is closed if it is
+  // older than `grace`; otherwise the one more waits in the listener's queue. 0: half of the
+  // descriptors that this process may have.
+  size_t max_unauthenticated = 0;
+  absl::Duration grace = absl::Seconds(1);
   absl::Duration handshake_timeout = absl::Seconds(10);
-  // Of keys, values and sessions together; who needs more loses its connection.
+  // Of keys, values, sessions and what is waited for; who needs more loses its connection.
   size_t max_bytes = 256 << 20;
 };
 
@@ -47,11 +53,19 @@ class StoreServer {
   StoreServer& operator=(const StoreServer&) = delete;
 
  private:
+  // Keys that a client waits for a change of.
+  struct Wait {
+    std::vector<std::pair<std::string, std::optional<std::string>>> seen;
+    Deadline until;
+    size_t bytes;
+  };
   struct Peer {
     Socket socket;
     Handshake handshake;
+    Deadline grace;     // from then on it may have to make room
     Deadline deadline;  // to be one of ours
     bool ours = false;
+    std::optional<Wait> wait = {};
     std::optional<uint64_t> session = {};  // none: c10d's protocol alone
     bool superseded = false;               // its client has another connection now
     std::string in = {};                   // read, and not understood yet
@@ -62,7 +76,7 @@ class StoreServer {
   // The last addition of a client, which it may repeat after it has lost its connection.
   struct Addition {
     uint64_t number;
-    int64_t sum;
+    std::optional<int64_t> sum;
   };
 
   StoreServer(Socket listener, Socket wake, Socket stop, StoreServerOptions options)
@@ -75,6 +89,8 @@ class StoreServer {
   // Milliseconds for poll().
   int Patience() const;
   void Accept();
+  // Closes the stranger that has been here longest, if it had time enough.
+  bool MakeRoom();
   // False: it is to be closed.
   bool Read(Peer& peer);
   bool Write(Peer& peer);
@@ -83,8 +99,18 @@ class StoreServer {
   // Answers the first request of `in`; its bytes, or 0 if not all of them are there.
   absl::StatusOr<size_t> Answer(Peer& peer, absl::string_view in);
   absl::StatusOr<bool> BeginSession(Peer& peer, uint64_t session);
-  absl::StatusOr<int64_t> Add(absl::string_view key, int64_t amount);
+  // nullopt if the key holds no number.
+  absl::StatusOr<std::optional<int64_t>> Add(absl::string_view key, int64_t amount);
   absl::Status Set(absl::string_view key, absl::string_view value);
+  void Delete(absl::string_view key);
+  // Answers at once, or remembers what is waited for.
+  absl::Status BeginWait(Peer& peer, absl::string_view request);
+  void EndWait(Peer& peer);
+  void ForgetWait(Peer& peer);
+  bool HasChanged(const Wait& wait) const;
+  void Tell(const Wait& wait, std::string* out) const;
+  // Tells those who wait for the key.
+  void OnChange(absl::string_view key);
 
   // Constant after construction.
   const StoreServerOptions options_;
@@ -97,7 +123,8 @@ class StoreServer {
   size_t strangers_ = 0;
   std::map<std::string, std::string, std::less<>> values_;
   std::map<uint64_t, std::optional<Addition>> sessions_;  // as long as the server
-  size_t bytes_ = 0;                                      // of values_ and sessions_
+  std::map<std::string, std::set<Peer*>, std::less<>> waiting_;
+  size_t bytes_ = 0;  // of all of these
   Deadline accept_again_ = absl::InfinitePast();
   RefusalLog refusals_{"the job's store"};
 

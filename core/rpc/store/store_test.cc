@@ -36,6 +36,7 @@
 #include "core/rpc/store/store_errors.h"
 #include "core/rpc/store/store_server.h"
 #include "core/rpc/store/tcp_store.h"
+#include "core/rpc/store/tcp_store_protocol.h"
 #include "core/rpc/tensorpipe/socket/handshake.h"
 #include "gtest/gtest.h"
 #include "tests/testing/child_process.h"
@@ -94,8 +95,8 @@ int RunChild(const std::string& kind, const std::string& where) {
   if (kind == "tcp") store = Join(static_cast<uint16_t>(std::atoi(where.c_str())));
   if (kind == "launcher") store = JoinLauncher(static_cast<uint16_t>(std::atoi(where.c_str())));
   const std::string ping = store->Get("ping", Later()).value();
-  for (int i = 0; i < 200; ++i) store->Add("count", 1).value();
-  return store->Set("pong", "answer to " + ping).ok() ? 0 : 1;
+  for (int i = 0; i < 200; ++i) store->Add("count", 1, Later()).value();
+  return store->Set("pong", "answer to " + ping, Later()).ok() ? 0 : 1;
 }
 
 class Implementation {
@@ -171,22 +172,22 @@ TEST_P(StoreTest, WhatOneSetsTheOtherGets) {
   const std::string binary("\0\n\xff text", 8);
   for (const std::string& value :
        {std::string("value"), std::string(), binary, std::string(kMaxStoreValue, 'x')}) {
-    ASSERT_TRUE(store_->Set("key", value).ok());
+    ASSERT_TRUE(store_->Set("key", value, Later()).ok());
     const auto got = other_->Get("key", absl::InfinitePast());
     ASSERT_TRUE(got.ok()) << got.status();
     EXPECT_TRUE(*got == value) << got->size() << " bytes instead of " << value.size();
   }
-  ASSERT_TRUE(other_->Set("a/b c\"", "odd key").ok());
+  ASSERT_TRUE(other_->Set("a/b c\"", "odd key", Later()).ok());
   EXPECT_EQ(store_->Get("a/b c\"", Later()).value(), "odd key");
 }
 
 TEST_P(StoreTest, GetWaits) {
   std::thread setter([&] {
     // Not before the other waits, mostly; right in any order.
-    while (store_->Add("started", 0).value() == 0) std::this_thread::yield();
-    EXPECT_TRUE(store_->Set("key", "late").ok());
+    while (store_->Add("started", 0, Later()).value() == 0) std::this_thread::yield();
+    EXPECT_TRUE(store_->Set("key", "late", Later()).ok());
   });
-  EXPECT_TRUE(other_->Add("started", 1).ok());
+  EXPECT_TRUE(other_->Add("started", 1, Later()).ok());
   EXPECT_EQ(other_->Get("key", Later()).value(), "late");
   setter.join();
 }
@@ -213,7 +214,7 @@ TEST_P(StoreTest, OneHandleForAll) {
       if (i > 0) {
         EXPECT_EQ(store_->Get(absl::StrCat("key", i - 1), Later()).value(), "x");
       }
-      EXPECT_TRUE(store_->Set(absl::StrCat("key", i), "x").ok());
+      EXPECT_TRUE(store_->Set(absl::StrCat("key", i), "x", Later()).ok());
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -226,18 +227,108 @@ TEST_P(StoreTest, DeadlineNamesTheKey) {
     EXPECT_TRUE(absl::StrContains(got.status().message(), "\"no\\nsuch\"")) << got.status();
     EXPECT_GE(absl::Now(), deadline);
   }
-  EXPECT_TRUE(store_->Set("no\nsuch", "now").ok());  // and all is well
+  EXPECT_TRUE(store_->Set("no\nsuch", "now", Later()).ok());  // and all is well
   EXPECT_TRUE(store_->Get("no\nsuch", absl::InfinitePast()).ok());
 }
 
+using Values = std::vector<Store::Value>;
+using Keys = std::vector<std::string>;
+
+TEST_P(StoreTest, GetEachTellsWhatIsThere) {
+  Keys keys;
+  Values expected;
+  for (int i = 0; i < 600; ++i) {
+    keys.push_back(absl::StrCat("key", i));
+    expected.push_back(std::nullopt);
+    if (i % 3 != 0) continue;
+    expected.back() = absl::StrCat(i);
+    ASSERT_TRUE(store_->Set(keys.back(), absl::StrCat(i), Later()).ok());
+  }
+  const auto values = other_->GetEach(keys, absl::InfinitePast());
+  ASSERT_TRUE(values.ok()) << values.status();
+  EXPECT_TRUE(*values == expected);
+  EXPECT_EQ(other_->GetEach({}, Later()).value(), Values());
+}
+
+TEST_P(StoreTest, LongValuesComeInSeveralAnswers) {
+  const std::string value(kMaxStoreValue, 'x');
+  ASSERT_TRUE(store_->Set("long", value, Later()).ok());
+  const auto values = other_->GetEach(Keys(12, "long"), Later());
+  ASSERT_TRUE(values.ok()) << values.status();
+  EXPECT_TRUE(*values == Values(12, value));
+}
+
+TEST_P(StoreTest, WhatIsDeletedIsGone) {
+  ASSERT_TRUE(store_->Set("key", "x", Later()).ok());
+  ASSERT_TRUE(store_->Add("n", 5, Later()).ok());
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(other_->Delete("key", Later()).ok());
+    EXPECT_TRUE(other_->Delete("n", absl::InfinitePast()).ok());
+    EXPECT_EQ(store_->GetEach(Keys{"key", "n"}, Later()).value(), Values(2));
+  }
+  EXPECT_EQ(store_->Add("n", 1, Later()).value(), 1);
+  ASSERT_TRUE(store_->Set("key", "y", Later()).ok());
+  EXPECT_EQ(other_->Get("key", Later()).value(), "y");
+}
+
+TEST_P(StoreTest, AwaitChangeHearsOfEachKindOfChange) {
+  const Keys keys = {"a", "n", "gone"};
+  ASSERT_TRUE(store_->Set("gone", "x", Later()).ok());
+  Values seen = {std::nullopt, std::nullopt, "x"};
+  const std::function<void()> changes[] = {
+      [&] { EXPECT_TRUE(store_->Set("a", "1", Later()).ok()); },
+      [&] { EXPECT_TRUE(store_->Set("a", "", Later()).ok()); },
+      [&] { EXPECT_TRUE(store_->Add("n", 3, Later()).ok()); },
+      [&] { EXPECT_TRUE(store_->Delete("gone", Later()).ok()); },
+  };
+  const Values expected[] = {
+      {"1", std::nullopt, "x"}, {"", std::nullopt, "x"}, {"", "3", "x"}, {"", "3", std::nullopt}};
+  for (int i = 0; i < 4; ++i) {
+    std::thread changing(changes[i]);
+    const auto values = other_->AwaitChange(keys, seen, Deadline::Never());
+    changing.join();
+    ASSERT_TRUE(values.ok()) << values.status();
+    EXPECT_EQ(*values, expected[i]);
+    seen = *values;
+  }
+  // What has changed already, and what does not change.
+  EXPECT_EQ(other_->AwaitChange(keys, Values(3), Deadline::Never()).value(), seen);
+  for (const absl::Time deadline : {absl::InfinitePast(), Soon()}) {
+    EXPECT_EQ(other_->AwaitChange(keys, seen, deadline).value(), seen);
+  }
+}
+
+// One handle, on which some wait and others do not.
+TEST_P(StoreTest, WhoWaitsForAChangeHoldsNobodyUp) {
+  std::vector<std::thread> waiting;
+  for (int i = 0; i < 3; ++i) {
+    waiting.emplace_back([&, i] {
+      EXPECT_TRUE(store_->Add("waiting", 1, Later()).ok());
+      const Keys keys = {absl::StrCat("go", i)};
+      const auto values = store_->AwaitChange(keys, Values(1), Deadline::Never());
+      ASSERT_TRUE(values.ok()) << values.status();
+      EXPECT_EQ(*values, Values{"now"});
+    });
+  }
+  while (store_->Add("waiting", 0, Later()).value() < 3) std::this_thread::yield();
+  for (int i = 0; i < 50; ++i) {
+    ASSERT_TRUE(store_->Set("key", absl::StrCat(i), Later()).ok());
+    EXPECT_EQ(store_->Get("key", Later()).value(), absl::StrCat(i));
+  }
+  for (int i = 2; i >= 0; --i) {
+    EXPECT_TRUE(other_->Set(absl::StrCat("go", i), "now", Later()).ok());
+    waiting[i].join();
+  }
+}
+
 TEST_P(StoreTest, Counters) {
-  EXPECT_EQ(store_->Add("n", 0).value(), 0);
-  EXPECT_EQ(store_->Add("n", 5).value(), 5);
-  EXPECT_EQ(other_->Add("n", -7).value(), -2);
+  EXPECT_EQ(store_->Add("n", 0, Later()).value(), 0);
+  EXPECT_EQ(store_->Add("n", 5, Later()).value(), 5);
+  EXPECT_EQ(other_->Add("n", -7, Later()).value(), -2);
   EXPECT_EQ(other_->Get("n", absl::InfinitePast()).value(), "-2");
-  EXPECT_EQ(store_->Add("big", int64_t{1} << 60).value(), int64_t{1} << 60);
-  ASSERT_TRUE(store_->Set("text", "x1").ok());
-  EXPECT_EQ(other_->Add("text", 1).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(store_->Add("big", int64_t{1} << 60, Later()).value(), int64_t{1} << 60);
+  ASSERT_TRUE(store_->Set("text", "x1", Later()).ok());
+  EXPECT_EQ(other_->Add("text", 1, Later()).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(other_->Get("text", absl::InfinitePast()).value(), "x1");
 }
 
@@ -247,7 +338,7 @@ TEST_P(StoreTest, CountersAreAtomic) {
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([&, i] {
       const auto store = i < 2 ? store_ : other_;
-      for (int k = 0; k < 50; ++k) seen[i].insert(store->Add("n", 1).value());
+      for (int k = 0; k < 50; ++k) seen[i].insert(store->Add("n", 1, Later()).value());
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -260,31 +351,35 @@ TEST_P(StoreTest, CountersAreAtomic) {
 TEST_P(StoreTest, BadEntries) {
   const std::string long_key(kMaxStoreKey + 1, 'k');
   for (const std::string& key : {std::string(), long_key}) {
-    EXPECT_EQ(store_->Set(key, "x").code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(store_->Set(key, "x", Later()).code(), absl::StatusCode::kInvalidArgument);
     EXPECT_EQ(store_->Get(key, Later()).status().code(), absl::StatusCode::kInvalidArgument);
-    EXPECT_EQ(store_->Add(key, 1).status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(store_->Add(key, 1, Later()).status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(store_->Delete(key, Later()).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_TRUE(absl::IsInvalidArgument(store_->GetEach(Keys{"k", key}, Later()).status()));
+    EXPECT_TRUE(
+        absl::IsInvalidArgument(store_->AwaitChange(Keys{key}, Values(1), Later()).status()));
   }
-  EXPECT_EQ(store_->Set("k", std::string(kMaxStoreValue + 1, 'x')).code(),
+  EXPECT_EQ(store_->Set("k", std::string(kMaxStoreValue + 1, 'x'), Later()).code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_TRUE(store_->Set("k", "x").ok());
+  EXPECT_TRUE(store_->Set("k", "x", Later()).ok());
 }
 
 TEST_P(StoreTest, Prefix) {
   PrefixStore one("1/", store_), two("2/", other_), also_one("1/", other_);
-  ASSERT_TRUE(one.Set("key", "a").ok());
+  ASSERT_TRUE(one.Set("key", "a", Later()).ok());
   EXPECT_FALSE(two.Get("key", absl::InfinitePast()).ok());
   EXPECT_EQ(also_one.Get("key", absl::InfinitePast()).value(), "a");
   EXPECT_EQ(store_->Get("1/key", absl::InfinitePast()).value(), "a");
-  EXPECT_EQ(two.Add("n", 2).value(), 2);
-  EXPECT_EQ(one.Add("n", 1).value(), 1);
+  EXPECT_EQ(two.Add("n", 2, Later()).value(), 2);
+  EXPECT_EQ(one.Add("n", 1, Later()).value(), 1);
 }
 
 TEST_P(StoreTest, TwoProcesses) {
   const std::vector<std::string> arguments = implementation_->ChildArguments();
   if (arguments.empty()) GTEST_SKIP() << "this store is of one process";
   ChildProcess child(arguments);
-  ASSERT_TRUE(store_->Set("ping", "us").ok());
-  for (int i = 0; i < 200; ++i) ASSERT_TRUE(store_->Add("count", 1).ok());
+  ASSERT_TRUE(store_->Set("ping", "us", Later()).ok());
+  for (int i = 0; i < 200; ++i) ASSERT_TRUE(store_->Add("count", 1, Later()).ok());
   EXPECT_EQ(store_->Get("pong", Later()).value(), "answer to us");
   EXPECT_EQ(child.Wait(), 0);
   EXPECT_EQ(store_->Get("count", Later()).value(), "400");
@@ -317,12 +412,12 @@ TEST(FileStoreTest, WhatIsNoStoreIsLeftAlone) {
 TEST(FileStoreTest, DeletedOrReplaced) {
   const std::string path = NewPath();
   const auto store = NewFileStore(path).value();
-  ASSERT_TRUE(store->Set("key", "x").ok());
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
   std::filesystem::remove(path);
   for (int round = 0; round < 2; ++round) {
     for (const absl::Status& status :
-         {store->Set("key", "y"), store->Get("key", absl::InfiniteFuture()).status(),
-          store->Add("n", 1).status()}) {
+         {store->Set("key", "y", Later()), store->Get("key", absl::InfiniteFuture()).status(),
+          store->Add("n", 1, Later()).status()}) {
       EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
       EXPECT_TRUE(absl::StrContains(status.message(), path)) << status;
     }
@@ -334,12 +429,12 @@ TEST(FileStoreTest, DeletedOrReplaced) {
 TEST(FileStoreTest, LockedByASleeper) {
   const std::string path = NewPath();
   const auto store = NewFileStore(path, absl::Milliseconds(30)).value();
-  ASSERT_TRUE(store->Set("key", "x").ok());
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   ASSERT_EQ(flock(fd, LOCK_EX), 0);
   for (const absl::Status& status :
-       {store->Set("key", "y"), store->Get("key", Soon()).status(),
-        store->Get("key", absl::InfiniteFuture()).status(), store->Add("n", 1).status()}) {
+       {store->Set("key", "y", Later()), store->Get("key", Soon()).status(),
+        store->Get("key", absl::InfiniteFuture()).status(), store->Add("n", 1, Later()).status()}) {
     EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "locked")) << status;
   }
@@ -351,10 +446,10 @@ TEST(FileStoreTest, LockedByASleeper) {
 // overwrites; and lengths that cannot be are an error.
 TEST(FileStoreTest, PiecesAndLies) {
   const std::string path = NewPath();
-  ASSERT_TRUE(NewFileStore(path).value()->Set("key", "x").ok());
+  ASSERT_TRUE(NewFileStore(path).value()->Set("key", "x", Later()).ok());
   std::ofstream(path, std::ios::app) << std::string(100, '\xff');
   const auto store = NewFileStore(path).value();
-  ASSERT_TRUE(store->Set("other", "y").ok());
+  ASSERT_TRUE(store->Set("other", "y", Later()).ok());
   EXPECT_EQ(NewFileStore(path).value()->Get("other", absl::InfinitePast()).value(), "y");
   const auto size = std::filesystem::file_size(path);
   for (size_t at = 8; at < size; ++at) {
@@ -425,8 +520,23 @@ TEST(TcpStoreTest, AHostMayBecomeKnownLater) {
   const auto client = NewTcpStore(options);
   ASSERT_TRUE(client.ok()) << client.status();
   EXPECT_LE(unknown, 0);
-  ASSERT_TRUE((*client)->Set("key", "x").ok());
+  ASSERT_TRUE((*client)->Set("key", "x", Later()).ok());
   EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
+}
+
+// One attempt that nobody answers does not use up all of the time.
+TEST(TcpStoreTest, AnAddressThatIsSilentIsNotTheLast) {
+  const auto server = Serve();
+  const absl::StatusOr<Socket> silent = Socket::Listen("127.0.0.2", server->port());
+  ASSERT_TRUE(silent.ok()) << silent.status();
+  int asked = 0;
+  TcpStoreOptions options;
+  options.port = server->port();
+  options.resolver = [&](const std::string&) { return ++asked == 1 ? "127.0.0.2" : "127.0.0.1"; };
+  options.answer_timeout = absl::Milliseconds(100);
+  const auto client = NewTcpStore(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  EXPECT_GE(asked, 2);
 }
 
 TEST(TcpStoreTest, Ipv6) {
@@ -440,7 +550,7 @@ TEST(TcpStoreTest, Ipv6) {
   options.port = (*server)->port();
   const auto client = NewTcpStore(options);
   ASSERT_TRUE(client.ok()) << client.status();
-  ASSERT_TRUE((*client)->Set("key", "x").ok());
+  ASSERT_TRUE((*client)->Set("key", "x", Later()).ok());
   EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
 }
 
@@ -450,7 +560,7 @@ TEST(TcpStoreTest, ServesOnEveryAddress) {
   options.bind_host = "0.0.0.0";
   const auto server = NewTcpStore(options);
   ASSERT_TRUE(server.ok()) << server.status();
-  EXPECT_TRUE(Join((*server)->port())->Set("key", "x").ok());
+  EXPECT_TRUE(Join((*server)->port())->Set("key", "x", Later()).ok());
 }
 
 // A client may be there before the server, and before its name is.
@@ -481,7 +591,7 @@ TEST(TcpStoreTest, NobodyAnswers) {
 TEST(TcpStoreTest, ServerIsKilled) {
   ChildProcess server({"--child", "serve", ""});
   const auto store = Join(static_cast<uint16_t>(std::stoi(server.ReadLine())));
-  ASSERT_TRUE(store->Set("key", "x").ok());
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
   // Several take turns with the one connection; all hear of its end.
   std::vector<std::thread> waiters;
   for (int i = 0; i < 4; ++i) {
@@ -493,9 +603,9 @@ TEST(TcpStoreTest, ServerIsKilled) {
   server.Signal(SIGKILL);
   server.Wait();
   for (std::thread& waiter : waiters) waiter.join();
-  EXPECT_EQ(store->Set("key", "y").code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(store->Set("key", "y", Later()).code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(store->Get("key", Later()).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(store->Add("n", 1).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(store->Add("n", 1, Later()).status().code(), absl::StatusCode::kUnavailable);
 }
 
 std::unique_ptr<TcpStore> JoinInHaste(uint16_t port) {
@@ -513,9 +623,9 @@ TEST(TcpStoreTest, ServerIsStoppedForAWhile) {
   ChildProcess server({"--child", "serve", ""});
   const auto port = static_cast<uint16_t>(std::stoi(server.ReadLine()));
   const auto store = JoinInHaste(port), other = JoinInHaste(port);
-  ASSERT_EQ(store->Add("n", 1).value(), 1);
+  ASSERT_EQ(store->Add("n", 1, Later()).value(), 1);
   server.Stop();
-  std::thread adder([&] { EXPECT_EQ(store->Add("n", 1).value(), 2); });
+  std::thread adder([&] { EXPECT_EQ(store->Add("n", 1, Later()).value(), 2); });
   for (int i = 0; i < 3; ++i) {
     const absl::Status silent = other->Get("n", absl::InfinitePast()).status();
     EXPECT_EQ(silent.code(), absl::StatusCode::kDeadlineExceeded) << silent;
@@ -523,14 +633,29 @@ TEST(TcpStoreTest, ServerIsStoppedForAWhile) {
   }
   server.Signal(SIGCONT);
   adder.join();
-  EXPECT_TRUE(other->Set("key", "x").ok());
+  EXPECT_TRUE(other->Set("key", "x", Later()).ok());
   EXPECT_EQ(other->Get("n", Later()).value(), "2");
+}
+
+// Nor does it matter to one that waits in the server.
+TEST(TcpStoreTest, AWaitOutlastsAServerThatIsStopped) {
+  ChildProcess server({"--child", "serve", ""});
+  const auto port = static_cast<uint16_t>(std::stoi(server.ReadLine()));
+  const auto store = JoinInHaste(port), other = JoinInHaste(port);
+  std::thread waiting([&] { EXPECT_EQ(store->Get("key", Deadline::Never()).value(), "x"); });
+  server.Stop();
+  // Until it has been silent for longer than the client waits for it.
+  EXPECT_TRUE(absl::IsDeadlineExceeded(other->Get("n", absl::InfinitePast()).status()));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(other->Get("n", absl::InfinitePast()).status()));
+  server.Signal(SIGCONT);
+  EXPECT_TRUE(other->Set("key", "x", Later()).ok());
+  waiting.join();
 }
 
 TEST(TcpStoreTest, AStoreThatHasForgottenIsNotTaken) {
   auto server = Serve();
   const auto client = Join(server->port());
-  ASSERT_TRUE(client->Set("key", "x").ok());
+  ASSERT_TRUE(client->Set("key", "x", Later()).ok());
   TcpStoreOptions options;
   options.is_server = true;
   options.port = server->port();
@@ -596,6 +721,32 @@ class CuttingProxy {
   std::thread thread_;
 };
 
+// Two count in turn, each waiting for the other, while their connections are cut.
+TEST(TcpStoreTest, WaitsOutlastConnectionsThatBreak) {
+  const auto server = Serve();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      const uint64_t seed = 40 + i;
+      CuttingProxy proxy(server->port(), seed);
+      const auto client = Join(proxy.port());
+      for (int k = i; k < 200; k += 2) {
+        const Keys keys = {"turn"};
+        Values seen = {std::nullopt};
+        while (k > 0 && seen[0] != absl::StrCat(k)) {
+          const auto values = client->AwaitChange(keys, seen, Deadline::Never());
+          ASSERT_TRUE(values.ok()) << values.status() << " (seed " << seed << ")";
+          seen = *values;
+        }
+        ASSERT_EQ(client->Add("turn", 1, Later()).value(), k + 1);
+      }
+      EXPECT_GT(proxy.cuts(), 5);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(server->Get("turn", Later()).value(), "200");
+}
+
 TEST(TcpStoreTest, NothingIsLostOrDoneTwiceWhenConnectionsBreak) {
   const auto server = Serve();
   constexpr int kAdditions = 300;
@@ -607,11 +758,11 @@ TEST(TcpStoreTest, NothingIsLostOrDoneTwiceWhenConnectionsBreak) {
       CuttingProxy proxy(server->port(), seed);
       const auto client = Join(proxy.port());
       for (int k = 0; k < kAdditions; ++k) {
-        const auto sum = client->Add("n", 1);
+        const auto sum = client->Add("n", 1, Later());
         ASSERT_TRUE(sum.ok()) << sum.status() << " (seed " << seed << ")";
         seen[i].insert(*sum);
         const std::string key = absl::StrCat(i, "/", k);
-        ASSERT_TRUE(client->Set(key, absl::StrCat(*sum)).ok());
+        ASSERT_TRUE(client->Set(key, absl::StrCat(*sum), Later()).ok());
         EXPECT_EQ(client->Get(key, Later()).value(), absl::StrCat(*sum));
       }
       EXPECT_GT(proxy.cuts(), 20);
@@ -634,7 +785,7 @@ TEST(TcpStoreTest, ClusterKey) {
   ASSERT_TRUE(server.ok()) << server.status();
   options.is_server = false;
   options.port = (*server)->port();
-  ASSERT_TRUE((*NewTcpStore(options))->Set("key", "x").ok());
+  ASSERT_TRUE((*NewTcpStore(options))->Set("key", "x", Later()).ok());
   options.cluster_key = "";
   const absl::Status none = NewTcpStore(options).status();
   EXPECT_EQ(none.code(), absl::StatusCode::kUnauthenticated);
@@ -702,9 +853,8 @@ std::string Heard(uint16_t port, const std::string& words) {
   return heard;
 }
 
-// A client that has shaken hands.
-Socket Friend(uint16_t port) {
-  Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
+// What a client does first.
+void ShakeHands(Socket& socket) {
   Handshake handshake = Handshake::Create(Handshake::Role::kClient, "", kStoreToken).value();
   while (!handshake.done()) {
     EXPECT_TRUE(socket.Send(handshake.TakeOutput(), Later()).ok());
@@ -712,6 +862,11 @@ Socket Friend(uint16_t port) {
     EXPECT_TRUE(socket.Receive(bytes.data(), bytes.size(), Later()).ok());
     EXPECT_TRUE(handshake.Receive(bytes).ok());
   }
+}
+
+Socket Friend(uint16_t port) {
+  Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
+  ShakeHands(socket);
   return socket;
 }
 
@@ -743,9 +898,21 @@ TEST(TcpStoreTest, AClientWhoseMachineIsGoneIsGivenUp) {
   EXPECT_EQ(found, 1);
 }
 
+std::string Number(uint64_t number) { return {reinterpret_cast<const char*>(&number), 8}; }
+std::string Short(uint32_t number) { return {reinterpret_cast<const char*>(&number), 4}; }
+
+// A request for changes of a key that is not there, or is `seen`.
+std::string Await(uint32_t milliseconds, const Keys& keys) {
+  std::string body = Short(milliseconds);
+  for (const std::string& key : keys) {
+    body += Short(static_cast<uint32_t>(key.size())) + key + '\0';
+  }
+  return "\x82" + Short(static_cast<uint32_t>(body.size())) + body;
+}
+
 TEST(TcpStoreTest, HostileClients) {
   const auto store = Serve();
-  ASSERT_TRUE(store->Set("key", "x").ok());
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
   for (const std::string& words :
        {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(16, '\0'), std::string(64, '\xff'),
         std::string("\0\xce\xf7\x85\x3c", 5), std::string(1 << 20, 'x')}) {
@@ -754,10 +921,12 @@ TEST(TcpStoreTest, HostileClients) {
   // Friends, who say what is no request: huge lengths, unknown ones, text for numbers.
   const std::string length(8, '\xff');
   for (const std::string& words :
-       {"\x01" + length, "\x03" + length, "\x04" + length, "\x05" + length, std::string("\x02"),
-        std::string("\xff"), std::string("\0abcd", 5), std::string("\x05\2\0\0\0\0\0\0\0", 9),
-        std::string("\x03\4\0\0\0\0\0\0\0/nok", 13),
-        std::string("\x04\4\0\0\0\0\0\0\0/key\1\0\0\0\0\0\0\0", 21)}) {
+       {"\x01" + length, "\x03" + length, "\x83" + length, "\x81" + Number(1) + length,
+        std::string("\x02"), std::string("\xff"), std::string("\0abcd", 5),
+        "\x82" + Short(0xffffffff), "\x82" + Short(2) + "xx", "\x82" + Short(5) + Short(0) + "x",
+        Await(0, {""}), Await(0, {std::string(kMaxStoreKey + 1, 'k')}),
+        Await(60000, Keys(kMaxAwaitKeys + 1, "k")), Await(0, {"k"}).replace(14, 1, "\2"),
+        "\x82" + Short(13) + Short(0) + Short(0xffffffff) + "key\1x"}) {
     Socket socket = Friend(store->port());
     ASSERT_TRUE(socket.Send(words, Later()).ok());
     char byte;
@@ -765,13 +934,13 @@ TEST(TcpStoreTest, HostileClients) {
   }
   // Byte by byte a request is as good as any; half of one holds nobody up.
   Socket slow = Friend(store->port()), half = Friend(store->port());
-  ASSERT_TRUE(half.Send("\x03", Later()).ok());
-  for (const char c : std::string("\x05\1\0\0\0\0\0\0\0\4\0\0\0\0\0\0\0/key", 21)) {
+  ASSERT_TRUE(half.Send("\x82", Later()).ok());
+  for (const char c : Await(60000, {"key"})) {
     ASSERT_TRUE(slow.Send(absl::string_view(&c, 1), Later()).ok());
   }
-  char missing = 7;
-  ASSERT_TRUE(slow.Receive(&missing, 1, Later()).ok());
-  EXPECT_EQ(missing, 0);
+  std::string answer(14, '\0');
+  ASSERT_TRUE(slow.Receive(answer.data(), answer.size(), Later()).ok());
+  EXPECT_EQ(answer, Short(10) + Short(1) + "\1" + Short(1) + "x");
   EXPECT_EQ(store->Get("key", Later()).value(), "x");
 }
 
@@ -780,32 +949,32 @@ TEST(TcpStoreTest, HostileClients) {
 TEST(TcpStoreTest, WhoDoesNotListen) {
   const auto store = Serve();
   const size_t size = kMaxStoreValue;
-  ASSERT_TRUE(store->Set("k", std::string(size, 'x')).ok());
+  ASSERT_TRUE(store->Set("k", std::string(size, 'x'), Later()).ok());
   Socket deaf = Friend(store->port());
   constexpr int kTimes = 60;  // 60 MiB of answers
   for (int i = 0; i < kTimes; ++i) {
-    ASSERT_TRUE(deaf.Send(std::string("\x03\2\0\0\0\0\0\0\0/k", 11), Later()).ok());
+    ASSERT_TRUE(deaf.Send(Await(0, {"k"}), Later()).ok());
   }
-  EXPECT_TRUE(store->Set("other", "x").ok());
-  std::string answer(sizeof(uint64_t) + size, '\0');
+  EXPECT_TRUE(store->Set("other", "x", Later()).ok());
+  std::string answer(13 + size, '\0');
   for (int i = 0; i < kTimes; ++i) {
     ASSERT_TRUE(deaf.Receive(answer.data(), answer.size(), Later()).ok()) << i;
     EXPECT_EQ(answer.back(), 'x');
   }
 }
 
-std::string Number(uint64_t number) { return {reinterpret_cast<const char*>(&number), 8}; }
-
 TEST(StoreServerTest, ASessionHasOneConnection) {
   const auto store = Serve();
   const std::string session = "\x80" + Number(4711);
   const std::string add = "\x81" + Number(1) + Number(2) + "/n" + Number(1);
   Socket first = Friend(store->port());
-  char known = 7;
+  char known = 7, added = 7;
   int64_t sum = 0;
   ASSERT_TRUE(first.Send(session + add, Later()).ok());
   ASSERT_TRUE(first.Receive(&known, 1, Later()).ok());
   EXPECT_EQ(known, 0);
+  ASSERT_TRUE(first.Receive(&added, 1, Later()).ok());
+  EXPECT_EQ(added, 1);
   ASSERT_TRUE(first.Receive(&sum, 8, Later()).ok());
   EXPECT_EQ(sum, 1);
 
@@ -813,6 +982,8 @@ TEST(StoreServerTest, ASessionHasOneConnection) {
   ASSERT_TRUE(second.Send(session + add, Later()).ok());
   ASSERT_TRUE(second.Receive(&known, 1, Later()).ok());
   EXPECT_EQ(known, 1);
+  ASSERT_TRUE(second.Receive(&added, 1, Later()).ok());
+  EXPECT_EQ(added, 1);
   ASSERT_TRUE(second.Receive(&sum, 8, Later()).ok());
   EXPECT_EQ(sum, 1);
   EXPECT_EQ(first.Receive(&known, 1, Later()).code(), absl::StatusCode::kUnavailable);
@@ -823,14 +994,15 @@ TEST(StoreServerTest, ASessionHasOneConnection) {
   Socket none = Friend(store->port());
   ASSERT_TRUE(none.Send(add, Later()).ok());
   EXPECT_EQ(none.Receive(&known, 1, Later()).code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(store->Add("n", 0).value(), 1);
+  EXPECT_EQ(store->Add("n", 0, Later()).value(), 1);
 }
 
 TEST(StoreServerTest, StrangersMakeRoom) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();
   const uint16_t port = listener.LocalPort().value();
-  const auto server =
-      StoreServer::Start(std::move(listener), {.max_unauthenticated = 2, .max_bytes = 1000});
+  const auto server = StoreServer::Start(
+      std::move(listener),
+      {.max_unauthenticated = 2, .grace = absl::ZeroDuration(), .max_bytes = 1000});
   ASSERT_TRUE(server.ok()) << server.status();
   std::vector<Socket> idle;
   for (int i = 0; i < 50; ++i) {
@@ -841,13 +1013,82 @@ TEST(StoreServerTest, StrangersMakeRoom) {
     EXPECT_EQ(idle[i].Receive(&byte, 1, Later()).code(), absl::StatusCode::kUnavailable);
   }
   const auto client = Join(port);
-  ASSERT_TRUE(client->Set("key", std::string(700, 'x')).ok());
-  ASSERT_TRUE(client->Set("key", std::string(800, 'x')).ok());  // in place of the other
-  const absl::Status full = client->Set("more", std::string(200, 'x'));
+  ASSERT_TRUE(client->Set("key", std::string(700, 'x'), Later()).ok());
+  ASSERT_TRUE(client->Set("key", std::string(800, 'x'), Later()).ok());  // in place of the other
+  const absl::Status full = client->Set("more", std::string(200, 'x'), Later());
   EXPECT_EQ(full.code(), absl::StatusCode::kUnavailable);
   EXPECT_TRUE(absl::StrContains(full.message(), "is it full?")) << full;
   EXPECT_EQ(client->Get("key", Later()).value(), std::string(800, 'x'));
   EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(800, 'x'));
+}
+
+// More come at a time than may be strangers. None of them is closed: whoever finds no room waits
+// until others have shown who they are.
+TEST(StoreServerTest, ACrowdComesInOneAfterTheOther) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(
+      std::move(listener),
+      {.max_unauthenticated = 2, .grace = absl::Hours(1), .handshake_timeout = absl::Hours(1)});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::vector<Socket> crowd;
+  for (int i = 0; i < 40; ++i) {
+    crowd.push_back(Socket::Connect("127.0.0.1", port, Later()).value());
+  }
+  for (Socket& socket : crowd) ShakeHands(socket);
+  // With all of them inside there is room again.
+  ShakeHands(crowd.emplace_back(Socket::Connect("127.0.0.1", port, Later()).value()));
+}
+
+TEST(StoreServerTest, WhoComesBackOftenTakesNobodysPlace) {
+  const auto store = Serve();
+  Socket other = Friend(store->port());
+  char known = 7;
+  ASSERT_TRUE(other.Send("\x80" + Number(1), Later()).ok());
+  ASSERT_TRUE(other.Receive(&known, 1, Later()).ok());
+  std::vector<Socket> sockets;
+  for (int i = 0; i < 300; ++i) {
+    sockets.push_back(Friend(store->port()));
+    ASSERT_TRUE(sockets.back().Send("\x80" + Number(2), Later()).ok());
+    ASSERT_TRUE(sockets.back().Receive(&known, 1, Later()).ok());
+    EXPECT_EQ(known, i == 0 ? 0 : 1);
+    if (i == 0) continue;
+    EXPECT_TRUE(absl::IsUnavailable(sockets[i - 1].Receive(&known, 1, Later())));
+  }
+  ASSERT_TRUE(other.Send("\x0d" + Short(7), Later()).ok());
+  std::string pong(4, '\0');
+  ASSERT_TRUE(other.Receive(pong.data(), 4, Later()).ok());
+  EXPECT_EQ(pong, Short(7));
+}
+
+// What a client waits for has a place in the store's memory, or the client hears that it has none.
+TEST(StoreServerTest, WaitsAreBounded) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(std::move(listener), {.max_bytes = 100000});
+  ASSERT_TRUE(server.ok()) << server.status();
+  constexpr uint32_t kLong = 1 << 30;
+  const Keys keys(kMaxAwaitKeys, std::string(100, 'k'));
+  std::vector<Socket> sockets;
+  for (int i = 0; i < 5; ++i) {
+    sockets.push_back(Friend(port));
+    ASSERT_TRUE(sockets.back().Send(Await(kLong, keys), Later()).ok());
+  }
+  // Two of them would need more than there is; which ones, nobody knows.
+  int full = 0;
+  for (Socket& socket : sockets) {
+    // The pong of this comes after the wait's answer.
+    ASSERT_TRUE(socket.Send("\x0d" + Short(7), Later()).ok());
+    uint32_t size = 0, told = 0;
+    ASSERT_TRUE(socket.Receive(&size, 4, Later()).ok());
+    ASSERT_TRUE(socket.Receive(&told, 4, Later()).ok());
+    full += told == kStoreFull;
+  }
+  EXPECT_GT(full, 0);
+  sockets.clear();
+  // And what they waited for is forgotten with them.
+  const auto client = Join(port);
+  EXPECT_TRUE(client->Set("key", std::string(90000, 'x'), Later()).ok());
 }
 
 TEST(StoreServerTest, NobodyMayThinkForEver) {

@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
@@ -19,14 +20,21 @@ class TcpStoreImpl final : public TcpStore {
                uint16_t port)
       : port_(port), server_(std::move(server)), client_(std::move(client)) {}
 
-  absl::Status Set(const std::string& key, const std::string& value) override {
-    return client_->Set(key, value);
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    return client_->Set(key, value, deadline);
   }
-  absl::StatusOr<std::string> Get(const std::string& key, Deadline deadline) override {
-    return client_->Get(key, deadline);
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
+    return client_->Add(key, amount, deadline);
   }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount) override {
-    return client_->Add(key, amount);
+  absl::Status Delete(const std::string& key, Deadline deadline) override {
+    return client_->Delete(key, deadline);
+  }
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    return client_->GetEach(keys, deadline);
+  }
+  absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
+                                                 Deadline deadline) override {
+    return client_->AwaitChange(keys, seen, deadline);
   }
   uint16_t port() const override { return port_; }
 
