@@ -69,8 +69,7 @@ impl From<RawMemberEvent> for MemberEvent {
             3 => MemberEventKind::Lost,
             _ => MemberEventKind::Other,
         };
-        let member =
-            Member { name: raw.name, rank: raw.rank as u32, incarnation: raw.incarnation };
+        let member = Member { name: raw.name, rank: raw.rank as u32, incarnation: raw.incarnation };
         Self { member, kind, reason: raw.reason }
     }
 }
