@@ -79,11 +79,10 @@ TEST_F(LocalOptimizerTest, APostAccumulateHookMayRunWhileTheParameterIsStepped) 
     }
     const std::function<void()> before;
   };
-  LocalOptimizer optimizer(
-      std::make_unique<SlowSgd>(std::vector<at::Tensor>{used_}, [&] {
-        in_step.set_value();
-        in_hook.get_future().wait_for(std::chrono::seconds(1));
-      }));
+  LocalOptimizer optimizer(std::make_unique<SlowSgd>(std::vector<at::Tensor>{used_}, [&] {
+    in_step.set_value();
+    in_hook.get_future().wait_for(std::chrono::seconds(1));
+  }));
   struct Hook : torch::autograd::PostAccumulateGradHook {
     explicit Hook(std::function<void()> body) : body(std::move(body)) {}
     void operator()(const at::Tensor&) override { body(); }

@@ -831,8 +831,9 @@ TEST(GradientAveragerTest, NorSparseOnes) {
   for (const bool in_backward : {true, false}) {
     RunRanks(1, [in_backward](Group group) {
       const Tensor w = Parameter({4, 2});
-      const auto averager = NewAverager(group, {{.name = "w", .tensor = w, .sparse_gradient = true}},
-                                        {}, {.in_backward = in_backward});
+      const auto averager =
+          NewAverager(group, {{.name = "w", .tensor = w, .sparse_gradient = true}}, {},
+                      {.in_backward = in_backward});
       const Tensor row = torch::zeros({1}, torch::kLong);
       torch::embedding(w, row, -1, false, /*sparse=*/true).sum().backward();
       ASSERT_TRUE(w.grad().is_sparse());
