@@ -80,6 +80,9 @@ static void test_backward(void) {
   OK(dg_context_release(context));
   OK(dg_context_release(context));
   FAILS(DG_FAILED_PRECONDITION, dg_context_set_gradient(context, x, ones));
+  sum = 0;
+  FAILS(DG_FAILED_PRECONDITION, dg_context_gradients(context, visit, &sum));
+  CHECK(sum == 0);
   dg_context_destroy(context);
   CHECK(dg_context_id(context) == 0);
 

@@ -118,7 +118,8 @@ dg_error* dg_context_gradients(const dg_context* context,
   return Guard([&]() -> absl::Status {
     if (visit == nullptr) return absl::InvalidArgumentError("the visitor is NULL");
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
-    for (const auto& [leaf, gradient] : pinned->context.Gradients()) {
+    DG_ASSIGN_OR_RETURN(const auto gradients, pinned->context.Gradients());
+    for (const auto& [leaf, gradient] : gradients) {
       const auto leaf_handle = NewOwnedHandle<TensorObject>(leaf);
       const auto gradient_handle = NewOwnedHandle<TensorObject>(gradient);
       visit(user_data, leaf_handle.get(), gradient_handle.get());

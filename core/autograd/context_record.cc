@@ -251,15 +251,24 @@ ContextRecord::LeafGradients ContextRecord::AllGradients() const {
   return gradients_;
 }
 
-std::vector<std::pair<at::Tensor, at::Tensor>> ContextRecord::Gradients() const {
-  const LeafGradients all = AllGradients();
+absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> ContextRecord::Gradients() const {
+  LeafGradients all;
+  {
+    absl::MutexLock lock(&gradients_mu_);
+    if (gradients_dropped_) return ReleasedError();
+    all = gradients_;
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients;
   gradients.reserve(all.size());
-  for (const auto& [impl, slot] : all) {
-    // A hook may have dropped it.
-    if (at::Tensor gradient = slot->Get(); gradient.defined()) {
-      gradients.emplace_back(slot->leaf(), std::move(gradient));
+  try {
+    for (const auto& [impl, slot] : all) {
+      // A hook may have dropped it.
+      if (at::Tensor gradient = slot->Get(); gradient.defined()) {
+        gradients.emplace_back(slot->leaf(), std::move(gradient));
+      }
     }
+  } catch (...) {  // an error of a device
+    return StatusFromException(std::current_exception());
   }
   return gradients;
 }

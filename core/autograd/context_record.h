@@ -110,8 +110,8 @@ class ContextRecord {
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
   // Those of several leaves; undefined for one that has none.
   absl::StatusOr<std::vector<at::Tensor>> GradientsOf(absl::Span<const at::Tensor> leaves) const;
-  // All leaves with a gradient.
-  std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const;
+  // All leaves with a gradient; kFailedPrecondition once released.
+  absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> Gradients() const;
   // Replaces the gradient of a leaf that has one (clipping, averaging over replicas).
   // kInvalidArgument unless it has the sizes, dtype and device of the leaf; else errors as above.
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient);

@@ -39,9 +39,10 @@ TEST(ContextRecordTest, GradientsAddUp) {
   leaf.Add(record, 3);
   EXPECT_TRUE(record.Gradient(leaf.tensor)->equal(at::full({2}, 5.0)));
   EXPECT_EQ(record.Gradient(other.tensor).status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(record.Gradients().size(), 1u);
+  EXPECT_EQ(record.Gradients()->size(), 1u);
   record.Release();
   leaf.Add(record, 3);
+  EXPECT_EQ(record.Gradients().status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(record.Gradient(leaf.tensor).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 

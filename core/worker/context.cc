@@ -46,8 +46,8 @@ absl::StatusOr<at::Tensor> Context::Gradient(const at::Tensor& leaf) const {
   return record_->Gradient(leaf);
 }
 
-std::vector<std::pair<at::Tensor, at::Tensor>> Context::Gradients() const {
-  if (!valid()) return {};
+absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> Context::Gradients() const {
+  DG_RETURN_IF_ERROR(CheckValid());
   return record_->Gradients();
 }
 

@@ -59,9 +59,9 @@ class Context {
   // The gradient of a leaf of this worker; kNotFound if no root depends on it, kFailedPrecondition
   // once the context is released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
-  // All leaves of this worker that have one, each with its gradient; in no order. None if the
-  // context is released, or not valid.
-  std::vector<std::pair<at::Tensor, at::Tensor>> Gradients() const;
+  // All leaves of this worker that have one, each with its gradient; in no order. Errors as of
+  // Gradient(), but for kNotFound: there may be none.
+  absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> Gradients() const;
   // Replaces the gradient of a leaf that has one. kInvalidArgument unless it has the sizes, dtype
   // and device of the leaf; else errors as of Gradient().
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient) const;

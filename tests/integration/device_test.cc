@@ -143,8 +143,9 @@ TEST_F(DeviceTest, GradientsAreThereOnTheReadersStream) {
                               const auto gradient = r.context.Gradient(on_device_);
                               if (!gradient.ok()) return gradient.status();
                               const auto all = r.context.Gradients();
-                              EXPECT_EQ(all.size(), 1u);
-                              const at::Tensor read = (*gradient + all[0].second).to(at::kCPU);
+                              if (!all.ok()) return all.status();
+                              EXPECT_EQ(all->size(), 1u);
+                              const at::Tensor read = (*gradient + (*all)[0].second).to(at::kCPU);
                               // The next pass adds in place, on a thread of which the fake device
                               // does not know that it comes after this one's wait.
                               order(readers, *home);
@@ -281,6 +282,10 @@ TEST(DeviceErrorsTest, AnEventThatFailsIsAnErrorOfThePass) {
     EXPECT_EQ(context.Gradient(x).status().code(), absl::StatusCode::kInternal);
     EXPECT_TRUE(fake_device::FailEvent(-1));
     EXPECT_TRUE(context.Gradient(x).ok());
+    fake_device::FailEvent(0);
+    EXPECT_EQ(context.Gradients().status().code(), absl::StatusCode::kInternal);
+    EXPECT_TRUE(fake_device::FailEvent(-1));
+    EXPECT_TRUE(context.Gradients().ok());
     for (int i = 0; i < fake_device::kDevices; ++i) fake_device::Synchronize(i);
   }
   EXPECT_GT(nth, 10) << "a pass uses more events than that";

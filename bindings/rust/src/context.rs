@@ -68,6 +68,7 @@ impl<'w> Context<'w> {
     }
 
     /// Every leaf of this worker that has a gradient, and that; in no order.
+    /// `Code::FailedPrecondition` once the context is released.
     #[doc(alias = "dg_context_gradients")]
     pub fn gradients(&self) -> Result<Vec<(Tensor, Tensor)>> {
         let handles = ffi::context_gradients(self.handle())?;

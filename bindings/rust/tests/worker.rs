@@ -169,6 +169,7 @@ fn backward_and_gradients() {
     context.release().unwrap();
     context.release().unwrap();
     assert!(context.gradient(&x).is_err());
+    assert_eq!(context.gradients().unwrap_err().code(), Code::FailedPrecondition);
     drop(context);
     assert_eq!(worker.context_count(), 0);
 }

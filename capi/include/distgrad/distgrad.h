@@ -834,7 +834,8 @@ DG_API DG_MUST_USE dg_error* dg_context_set_gradient(const dg_context* context,
                                                      const dg_tensor* leaf,
                                                      const dg_tensor* gradient) DG_NOEXCEPT;
 /* Calls `visit` within this call for every leaf of this worker that has a gradient, in no order,
- * with handles that are borrowed for the visit. */
+ * with handles that are borrowed for the visit. Not at all on an error: DG_FAILED_PRECONDITION once
+ * the context is released, for one. */
 DG_API DG_MUST_USE dg_error* dg_context_gradients(const dg_context* context,
                                                   void (*visit)(void* user_data,
                                                                 const dg_tensor* leaf,
