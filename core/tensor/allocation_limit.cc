@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstddef>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -58,5 +59,9 @@ void AllocationLimit::Take(uint64_t bytes) {
   }
   taken_ += bytes;
 }
+
+AllocationLimitPause::AllocationLimitPause() : paused_(std::exchange(current, nullptr)) {}
+
+AllocationLimitPause::~AllocationLimitPause() { current = paused_; }
 
 }  // namespace distgrad

@@ -38,6 +38,19 @@ class AllocationLimit {
   uint64_t taken_ = 0;
 };
 
+// To the end of its scope what the calling thread allocates counts for no limit: it works for
+// others. Stays on its thread.
+class AllocationLimitPause {
+ public:
+  AllocationLimitPause();
+  ~AllocationLimitPause();
+  AllocationLimitPause(const AllocationLimitPause&) = delete;
+  AllocationLimitPause& operator=(const AllocationLimitPause&) = delete;
+
+ private:
+  AllocationLimit* const paused_;
+};
+
 }  // namespace distgrad
 
 #endif  // DISTGRAD_CORE_TENSOR_ALLOCATION_LIMIT_H_

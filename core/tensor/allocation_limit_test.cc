@@ -51,6 +51,18 @@ TEST(AllocationLimitTest, ItIsOfItsThreadAndItsScope) {
 }
 
 // A storage asks the allocator that it comes from for more.
+TEST(AllocationLimitTest, WhatIsAllocatedInAPauseDoesNotCount) {
+  const AllocationLimit limit(1000, "limit");
+  {
+    const AllocationLimitPause pause;
+    EXPECT_EQ(at::ones({10'000}).numel(), 10'000);
+    const AllocationLimit inner(10, "inner");
+    EXPECT_ANY_THROW(at::ones({100}));
+  }
+  EXPECT_EQ(at::ones({100}).numel(), 100) << "nothing has counted";
+  EXPECT_ANY_THROW(at::ones({10'000}));
+}
+
 TEST(AllocationLimitTest, ResizingCounts) {
   at::Tensor tensor = at::empty({10}, at::kByte);
   const AllocationLimit limit(1000, "limit");

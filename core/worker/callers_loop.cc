@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/base/thread.h"
+#include "core/tensor/allocation_limit.h"
 
 namespace distgrad {
 namespace {
@@ -52,7 +53,9 @@ class CallersLoop final : public EventLoop {
     bool Sleep(Deadline deadline) override { return visitor_->Sleep(deadline); }
 
    private:
-    const at::ThreadLocalStateGuard guard_;  // to the end of the visit
+    // To the end of the visit.
+    const at::ThreadLocalStateGuard guard_;
+    const AllocationLimitPause pause_;
     const std::unique_ptr<EventLoop::Visitor> visitor_;
   };
 

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
+#include "core/tensor/allocation_limit.h"
 #include "core/tensor/values.h"
 #include "core/worker/worker.h"
 #include "tests/testing/cluster.h"
@@ -364,7 +365,7 @@ TEST_P(CallsTest, AContextThatIsNoneIsAnError) {
   const at::Tensor x = at::ones({1}).requires_grad_();
   EXPECT_FALSE(none.valid());
   EXPECT_EQ(none.id(), 0u);
-  EXPECT_TRUE(none.Gradients().empty());
+  EXPECT_EQ(none.Gradients().status().code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(none.Gradient(x).status().code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(none.SetGradient(x, x.detach()).code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(none.Backward({x.sum()}).code(), StatusCode::kFailedPrecondition);
@@ -552,6 +553,35 @@ TEST_P(CallsTest, WhatAResultTakesToSendIsBounded) {
 }
 
 // -------------------------------------------------------------------------------- Metrics
+
+// An operator of the user's, under its caller's limit, may wait for another worker: the nodes of a
+// pass of others that the thread runs meanwhile are no doing of its.
+TEST_P(CallsTest, WhatAThreadDoesForOthersIsNotWhatItsOperatorAllocates) {
+  Start({.workers = 2, .threads = 1});
+  const at::Tensor p = at::full({2}, 3.0).requires_grad_();
+  ASSERT_TRUE(worker(0)
+                  .Register("sine",
+                            [&](Request& r) -> absl::StatusOr<Message> {
+                              return Message{"", {(r.message.tensors[0] * p).sin()}};
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(1)
+                  .Register("pass",
+                            [this](Request&) -> absl::StatusOr<Message> {
+                              const Context context = worker(1).NewContext();
+                              const auto y = worker(1).Call(0, "sine", {"", {at::ones({2})}},
+                                                            {.context = &context});
+                              if (!y.ok()) return y.status();
+                              const absl::Status done = context.Backward({y->tensors[0].sum()});
+                              return done.ok() ? absl::StatusOr<Message>(Message{}) : done;
+                            })
+                  .ok());
+  for (int round = 0; round < 20; ++round) {
+    const AllocationLimit limit(0, "limit of an operator");
+    const absl::StatusOr<Message> reply = worker(0).Call(1, "pass", {});
+    ASSERT_TRUE(reply.ok()) << reply.status();
+  }
+}
 
 TEST_P(CallsTest, Metrics) {
   Start({.workers = 2});
