@@ -75,10 +75,22 @@ at::Tensor DistributedFrame::CallMm(int worker, const at::Tensor& a, const at::T
   return at::zeros({2, 2});
 }
 
-void DistributedFrame::Backward(const Tensors& roots, bool retain_graph) {
-  const absl::Status done = options_.context->Backward(
-      roots, {.retain_graph = retain_graph, .deadline = options_.deadline});
+void DistributedFrame::Backward(const Tensors& roots, bool retain_graph, int passes) {
+  const BackwardOptions options{.retain_graph = retain_graph, .deadline = options_.deadline};
+  std::vector<Future<Unit>> others;
+  for (; passes > 1; --passes) others.push_back(options_.context->BackwardAsync(roots, options));
+  const absl::Status done = options_.context->Backward(roots, options);
   if (!done.ok()) run_.Fail(done);
+  for (const Future<Unit>& other : others) {
+    if (!other.Wait().ok()) run_.Fail(other.Wait().status());
+  }
+}
+
+std::function<void(const at::Tensor& x)> DistributedFrame::BodyOf(const Step& saved) {
+  return [run = &run_, index = index_, worker = &worker_, deadline = options_.deadline,
+          &saved](const at::Tensor& x) {
+    DistributedFrame(run, index, worker, {.deadline = deadline}).Run(saved.body, {}, {x});
+  };
 }
 
 Frame::NestedGradient DistributedFrame::GradientOf(const Step& nested) {
@@ -88,7 +100,7 @@ Frame::NestedGradient DistributedFrame::GradientOf(const Step& nested) {
     DistributedFrame frame(run, index, worker, {.context = &context, .deadline = deadline});
     const Tensors roots = frame.NestedRoots(nested, x);
     if (roots.empty()) return at::Tensor();
-    frame.Backward(roots, /*retain_graph=*/false);
+    frame.Backward(roots, /*retain_graph=*/false, /*passes=*/1);
     const auto gradient = context.Gradient(x);
     return gradient.ok() ? *gradient : at::Tensor();
   };

@@ -5,10 +5,13 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <cmath>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 
 #include "absl/strings/str_cat.h"
 
@@ -87,14 +90,23 @@ struct TwoOutputs : torch::autograd::Function<TwoOutputs> {
   }
 };
 
-// A function whose backward asks `gradient_of`.
+struct Failing : torch::autograd::Function<Failing> {
+  static Variable forward(AutogradContext*, const Variable& x) { return x * 1; }
+  static variable_list backward(AutogradContext*, variable_list) {
+    throw std::runtime_error("on fire");
+  }
+};
+
+// A function whose backward asks `gradient_of`; before that, one within it may fail.
 struct Nested : torch::autograd::Function<Nested> {
   using GradientOf = std::function<at::Tensor(const at::Tensor&)>;
   struct Holder : torch::CustomClassHolder {
     explicit Holder(GradientOf gradient_of) : gradient_of(std::move(gradient_of)) {}
     const GradientOf gradient_of;
   };
-  static Variable forward(AutogradContext* context, const Variable& x, GradientOf gradient_of) {
+  static Variable forward(AutogradContext* context, const Variable& x, GradientOf gradient_of,
+                          bool fails) {
+    context->saved_data["fails"] = fails;
     context->set_materialize_grads(false);
     context->save_for_backward({x});
     context->saved_data["gradient_of"] =
@@ -102,14 +114,33 @@ struct Nested : torch::autograd::Function<Nested> {
     return x.tanh();
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    if (!gradients[0].defined()) return {Variable(), Variable()};
+    if (!gradients[0].defined()) return {Variable(), Variable(), Variable()};
     const at::AutoGradMode on(true);
     const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    if (context->saved_data["fails"].toBool()) {
+      try {
+        Failing::apply(x).sum().backward();
+      } catch (const std::runtime_error&) {
+      }
+    }
     const auto holder = context->saved_data["gradient_of"].toCapsule();
     const at::Tensor gradient = static_cast<const Holder&>(*holder).gradient_of(x);
-    if (!gradient.defined()) return {Variable(), Variable()};
-    return {(gradients[0] * gradient).detach(), Variable()};
+    if (!gradient.defined()) return {Variable(), Variable(), Variable()};
+    return {(gradients[0] * gradient).detach(), Variable(), Variable()};
   }
+};
+
+// Keeps what a node saved, and runs `body` with it when that is asked for.
+struct SavedHook : torch::autograd::SavedVariableHooks {
+  explicit SavedHook(std::function<void(const at::Tensor&)> body) : body(std::move(body)) {}
+  void call_pack_hook(const at::Tensor& tensor) override { packed = tensor.detach().clone(); }
+  at::Tensor call_unpack_hook() override {
+    const at::AutoGradMode off(false);
+    body(packed);
+    return packed;
+  }
+  const std::function<void(const at::Tensor&)> body;
+  at::Tensor packed;
 };
 
 // The hooks of a node that other values may share: each looks at its own value's gradient alone.
@@ -307,6 +338,8 @@ void Frame::RunStep(const Step& s, Values& values) {
     }
     case Step::kNested:
       return RunNested(s, values);
+    case Step::kSaved:
+      return values.Add(RunSaved(s, values.Use(s.a)));
     case Step::kOperator:
       return values.Receive(
           {CallMm(s.c, values.Use(s.a).to(at::kFloat), values.Use(s.b).to(at::kFloat))
@@ -318,7 +351,7 @@ void Frame::RunStep(const Step& s, Values& values) {
       for (const at::Tensor& v : values.UseAll(s.arguments)) {
         if (v.requires_grad()) roots.push_back(at::sin(v).sum());
       }
-      if (!roots.empty()) Backward(roots, s.a != 0);
+      if (!roots.empty()) Backward(roots, s.a != 0, s.b != 0 ? 2 : 1);
       return;
     }
     default:
@@ -352,14 +385,22 @@ void Frame::Send(const Step& call, Values& values) {
 
 void Frame::RunNested(const Step& nested, Values& values) {
   const at::Tensor x = values.Use(nested.a);
-  if (nested.b == 0) return values.Add(Nested::apply(x, GradientOf(nested)));
+  const bool fails = nested.c != 0;
+  if (nested.b == 0) return values.Add(Nested::apply(x, GradientOf(nested), fails));
   if (c10::InferenceMode::is_enabled()) return;
   const at::AutoGradMode on(true);
   const at::Tensor leaf = x.detach().requires_grad_();
   const at::Tensor gradient =
-      GradientsOf({Nested::apply(leaf * 2, GradientOf(nested)).sum()}, {leaf})[0];
+      GradientsOf({Nested::apply(leaf * 2, GradientOf(nested), fails).sum()}, {leaf})[0];
   run_.Saw(nested, 0, gradient);
   values.Add(gradient.defined() ? gradient : at::zeros({2, 2}, at::kDouble));
+}
+
+at::Tensor Frame::RunSaved(const Step& saved, const at::Tensor& x) {
+  const at::Tensor y = x.sin();
+  auto* const node = dynamic_cast<torch::autograd::generated::SinBackward0*>(y.grad_fn().get());
+  if (node != nullptr) node->self_.register_hooks(std::make_unique<SavedHook>(BodyOf(saved)));
+  return y;
 }
 
 Tensors Frame::NestedRoots(const Step& nested, const at::Tensor& x) {
@@ -384,7 +425,8 @@ at::Tensor LocalFrame::CallMm(int, const at::Tensor& a, const at::Tensor& b) {
   return at::mm(a.clone(), b.clone()).clone();
 }
 
-void LocalFrame::Backward(const Tensors& roots, bool) {
+void LocalFrame::Backward(const Tensors& roots, bool retain_graph, int passes) {
+  if (passes > 1) Backward(roots, retain_graph, passes - 1);
   const Tensors gradients = GradientsOf(roots, Leaves(run_));
   absl::MutexLock lock(&run_.mu);
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -392,6 +434,12 @@ void LocalFrame::Backward(const Tensors& roots, bool) {
     at::Tensor& sum = run_.gradients[{static_cast<int>(i) / kParameters, i % kParameters}];
     sum = sum.defined() ? sum + gradients[i] : gradients[i];
   }
+}
+
+std::function<void(const at::Tensor& x)> LocalFrame::BodyOf(const Step& saved) {
+  return [run = &run_, index = index_, &saved](const at::Tensor& x) {
+    LocalFrame(run, index).Run(saved.body, {}, {x});
+  };
 }
 
 Frame::NestedGradient LocalFrame::GradientOf(const Step& nested) {

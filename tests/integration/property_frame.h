@@ -69,8 +69,11 @@ class Frame {
   virtual void CallAsync(const Step& call, Tensors arguments) = 0;
   virtual Tensors Join() = 0;
   virtual at::Tensor CallMm(int worker, const at::Tensor& a, const at::Tensor& b) = 0;
-  virtual void Backward(const Tensors& roots, bool retain_graph) = 0;
+  // `passes` of them, at once.
+  virtual void Backward(const Tensors& roots, bool retain_graph, int passes) = 0;
   virtual NestedGradient GradientOf(const Step& nested) = 0;
+  // Runs the body of a saved step with the value.
+  virtual std::function<void(const at::Tensor& x)> BodyOf(const Step& saved) = 0;
   virtual bool Broken() { return false; }
 
   // The body of a nested step, down to the roots of its backward.
@@ -84,6 +87,7 @@ class Frame {
   void RunStep(const Step& step, Values& values);
   void Send(const Step& call, Values& values);
   void RunNested(const Step& nested, Values& values);
+  at::Tensor RunSaved(const Step& saved, const at::Tensor& x);
 };
 
 class LocalFrame final : public Frame {
@@ -95,8 +99,9 @@ class LocalFrame final : public Frame {
   void CallAsync(const Step& call, Tensors arguments) override;
   Tensors Join() override { return std::exchange(pending_, {}); }
   at::Tensor CallMm(int worker, const at::Tensor& a, const at::Tensor& b) override;
-  void Backward(const Tensors& roots, bool retain_graph) override;
+  void Backward(const Tensors& roots, bool retain_graph, int passes) override;
   NestedGradient GradientOf(const Step& nested) override;
+  std::function<void(const at::Tensor& x)> BodyOf(const Step& saved) override;
 
   Tensors pending_;
 };
@@ -118,8 +123,9 @@ class DistributedFrame final : public Frame {
   void CallAsync(const Step& call, Tensors arguments) override;
   Tensors Join() override;
   at::Tensor CallMm(int worker, const at::Tensor& a, const at::Tensor& b) override;
-  void Backward(const Tensors& roots, bool retain_graph) override;
+  void Backward(const Tensors& roots, bool retain_graph, int passes) override;
   NestedGradient GradientOf(const Step& nested) override;
+  std::function<void(const at::Tensor& x)> BodyOf(const Step& saved) override;
   // On a worker that was called.
   bool Broken() override { return run_.broken && index_ != 0; }
 

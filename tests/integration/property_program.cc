@@ -50,10 +50,15 @@ class Generator {
     return call;
   }
   Step Nested(int depth) {
-    Step nested{Step::kNested, Below(64), Below(2)};
+    Step nested{Step::kNested, Below(64), Below(2), Below(4) == 0};
     nested.results = Places(1 + Below(2));
     nested.body = Body(1 + Below(4), depth + 1, /*alone=*/false);
     return nested;
+  }
+  Step Saved(int depth) {
+    Step saved{Step::kSaved, Below(64)};
+    saved.body = Body(1 + Below(3), depth + 1, /*alone=*/false);
+    return saved;
   }
   // `alone`: no other call is under way, so the order of what has side effects is certain.
   Steps Body(int size, int depth, bool alone) {
@@ -77,7 +82,7 @@ class Generator {
       } else if (dice < 56) {
         steps.push_back({Step::kNodeHook, Below(64), Below(2)});
       } else if (dice < 60 && depth < kDeepest) {
-        steps.push_back(Nested(depth));
+        steps.push_back(dice < 58 ? Nested(depth) : Saved(depth));
       } else if (dice < 64) {
         steps.push_back({Step::kOperator, Below(64), Below(64), AnyWorker()});
       } else if (dice < 86 && depth < kDeepest) {
@@ -89,7 +94,7 @@ class Generator {
       } else if (alone && dice < 96) {
         steps.push_back({Step::kFetch, Below(64)});
       } else if (alone) {
-        steps.push_back({Step::kBackward, /*retain_graph=*/1, 0, 0, Places(1 + Below(2)), {}, {}});
+        steps.push_back({Step::kBackward, /*retain_graph=*/1, Below(2), 0, Places(1 + Below(2))});
       }
     }
     return steps;
@@ -108,6 +113,7 @@ unsigned FeatureOf(const Step& step) {
     case Step::kNodeHook:
       return kNodeHooks;
     case Step::kNested:
+    case Step::kSaved:
       return kNestedContexts;
     case Step::kOperator:
       return step.c == kNewcomer ? kNewcomers : 0;
@@ -146,8 +152,9 @@ Steps RandomProgram(uint64_t seed, unsigned features) {
 
 std::string Text(const Step& step) {
   static const char* const kNames[] = {"op",    "parameter", "constant", "in-place", "function",
-                                       "hook",  "node hook", "nested",   "operator", "call",
-                                       "async", "join",      "keep",     "fetch",    "backward"};
+                                       "hook",  "node hook", "nested",   "saved",    "operator",
+                                       "call",  "async",     "join",     "keep",     "fetch",
+                                       "backward"};
   return absl::StrCat(kNames[step.kind], " ", step.a, " ", step.b, " ", step.c, " (",
                       absl::StrJoin(step.arguments, " "), ") -> (",
                       absl::StrJoin(step.results, " "), ")");

@@ -26,7 +26,9 @@ struct Step {
     kHook,       // a: the value that gets a tensor hook
     kNodeHook,   // a: the value whose grad_fn gets a hook; b: 0 before it, 1 after it
     kNested,     // a: an input of a function whose backward runs `body` and a backward in a context
-                 // of its own; b: 1: libtorch's own engine runs that, at once
+                 // of its own; b: 1: libtorch's own engine runs that, at once; c: 1: before it
+                 // comes a backward that fails, and is caught
+    kSaved,      // a: a value whose sine keeps it by a hook, which runs `body` when it is unpacked
     kOperator,   // a, b: values; c: the worker that multiplies them, as matrices of float
     kCall,       // a: a worker; b: the Modes that it is made in; c: 1: what it sends is written to
                  // as soon as it is sent
@@ -34,13 +36,13 @@ struct Step {
     kJoin,
     kKeep,      // a: the value that this worker keeps
     kFetch,     // a: which one it kept
-    kBackward,  // a: retain_graph
+    kBackward,  // a: retain_graph; b: 1: twice, at once
   } kind;
   enum InPlace { kOnCopy, kOnViewOfCopy, kOnItself, kInPlaces };
   enum Modes { kDefault, kNoGrad, kInference, kAutocast, kModes };
   int a = 0, b = 0, c = 0;
   std::vector<int> arguments = {}, results = {};  // values; kBackward: the roots
-  std::vector<Step> body = {};                    // kNested, kCall, kAsync
+  std::vector<Step> body = {};                    // kNested, kSaved, kCall, kAsync
 };
 using Steps = std::vector<Step>;
 
