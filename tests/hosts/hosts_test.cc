@@ -239,7 +239,14 @@ TEST_F(HostsTest, ACutBeyondTheHeartbeatsEndsWhatIsUnderWay) {
   // It is still a member. Its end of the connection may not have heard that it is over.
   ExpectDone(*members_[0], "train 1 4096");
   ExpectDone(*members_[0], "barrier");
-  EXPECT_TRUE(absl::StartsWith(Answer(*members_[1]), "= done")) << members_[1]->output();
+  // Who waited may have missed the other for longer than the heartbeats allow. A barrier that fails
+  // is not used up.
+  const std::string waited = Answer(*members_[1]);
+  if (absl::StrContains(waited, "'worker0' (0) is lost")) {
+    ExpectDone(*members_[1], "barrier");
+  } else {
+    EXPECT_TRUE(absl::StartsWith(waited, "= done")) << waited;
+  }
   ExpectDone(*members_[1], "train 1 4096");
   LeaveAll();
 }
