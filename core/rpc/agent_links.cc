@@ -70,7 +70,9 @@ void Agent::Impl::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64
   bool closed;
   {
     absl::MutexLock lock(&mu_);
-    closed = closed_;
+    // One that was given up while the store was asked carries nothing, and its end would be taken
+    // for that of what the peer has begun since.
+    closed = closed_ || link->dead;
     if (peer) link->incarnation = peer->incarnation;
   }
   if (closed || !peer) {
