@@ -69,13 +69,13 @@ class Table {
     const size_t number = Number(handle);
     // In a child that was forked off inside a callback, what that has pinned is in the parent's
     // table.
-    Slot* const pinned = Find(number);
-    if (pinned == nullptr ||
-        Generation(pinned->state.load(std::memory_order_acquire)) != GenerationOf(handle))
+    Slot* const slot = Find(number);
+    if (slot == nullptr ||
+        Generation(slot->state.load(std::memory_order_acquire)) != GenerationOf(handle)) {
       return;
-    Slot& slot = *pinned;
-    const uint64_t before = slot.state.fetch_sub(1, std::memory_order_acq_rel);
-    if ((before & kPins) == 1 && !(before & kAlive)) TakeObject(number, slot);
+    }
+    const uint64_t before = slot->state.fetch_sub(1, std::memory_order_acq_rel);
+    if ((before & kPins) == 1 && !(before & kAlive)) TakeObject(number, *slot);
   }
 
   std::pair<bool, std::unique_ptr<HandleObject>> Remove(HandleKind kind, HandleBits handle) {

@@ -12,31 +12,22 @@
 #include "core/rpc/membership.h"
 #include "core/rpc/store/in_process_store.h"
 #include "gtest/gtest.h"
+#include "tests/testing/forwarding_store.h"
 
 namespace distgrad {
 namespace {
 
 // Says nothing while its door is closed. Thread-safe.
-class SilentStore : public Store {
+class SilentStore : public ForwardingStore {
  public:
-  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
-    return store_->Set(key, value, deadline);
-  }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
-    return store_->Add(key, amount, deadline);
-  }
-  absl::Status Delete(const std::string& key, Deadline deadline) override {
-    return store_->Delete(key, deadline);
-  }
+  SilentStore() : ForwardingStore(NewInProcessStore()) {}
+
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     if (silent) return absl::DeadlineExceededError("the store is silent");
-    return store_->GetEach(keys, deadline);
+    return ForwardingStore::GetEach(keys, deadline);
   }
 
   std::atomic<bool> silent{false};
-
- private:
-  const std::shared_ptr<Store> store_ = NewInProcessStore();
 };
 
 class LookupsTest : public testing::Test {

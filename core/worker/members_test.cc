@@ -2,10 +2,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -27,6 +23,8 @@
 #include "core/rpc/store/signed_store.h"
 #include "core/worker/worker.h"
 #include "gtest/gtest.h"
+#include "tests/testing/forwarding_store.h"
+#include "tests/testing/free_port.h"
 
 namespace distgrad {
 namespace {
@@ -191,9 +189,9 @@ TEST_P(MembersTest, LeavingWaitsForContextsToEnd) {
 }
 
 // A store whose answers wait, while its door is closed. Thread-safe.
-class SlowStore : public Store {
+class SlowStore : public ForwardingStore {
  public:
-  explicit SlowStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+  using ForwardingStore::ForwardingStore;
   void CloseDoor() {
     absl::MutexLock lock(&mu_);
     closed_ = true;
@@ -203,26 +201,16 @@ class SlowStore : public Store {
     closed_ = false;
   }
 
-  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
-    return store_->Set(key, value, deadline);
-  }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
-    return store_->Add(key, amount, deadline);
-  }
-  absl::Status Delete(const std::string& key, Deadline deadline) override {
-    return store_->Delete(key, deadline);
-  }
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     {
       absl::MutexLock lock(&mu_);
       mu_.Await(absl::Condition(
           +[](bool* closed) { return !*closed; }, &closed_));
     }
-    return store_->GetEach(keys, deadline);
+    return ForwardingStore::GetEach(keys, deadline);
   }
 
  private:
-  const std::shared_ptr<Store> store_;
   absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
 };
@@ -664,16 +652,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, MembersTest, ::testing::Values("inproc", "s
                          [](const auto& info) { return info.param; });
 
 TEST(MembersStoreTest, WhoWaitsHearsThatTheWorkerWithTheStoreIsGone) {
-  // A port that is free, here where no others take one.
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), size), 0);
-  ASSERT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  close(fd);
-  const std::string url = absl::StrCat("tcp://127.0.0.1:", ntohs(address.sin_port));
+  const std::string url = absl::StrCat("tcp://127.0.0.1:", FreePort());
   std::unique_ptr<Worker> workers[2];
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {

@@ -484,18 +484,6 @@ TEST(DistributedDataParallelConformance, DdpDevicesFrozenParameters) {
 // Ranks have 2, 4, 6... batches.
 int Batches(int rank) { return 2 * (rank + 1); }
 
-// What a rank does when it has had all of them.
-void JoinOthers(GradientAverager& averager, const std::function<void()>& zero_grad,
-                const std::function<void()>& step) {
-  while (true) {
-    zero_grad();
-    const absl::StatusOr<bool> others = averager.Join();
-    ASSERT_TRUE(others.ok()) << others.status();
-    if (!*others) return;
-    step();
-  }
-}
-
 TEST(DistributedDataParallelConformance, DdpUnevenInputs) {
   // Those that go on divide by the size of the group.
   RunRanks(3, [](Group group) {
@@ -509,7 +497,7 @@ TEST(DistributedDataParallelConformance, DdpUnevenInputs) {
       net->forward(Input(10 * step + group->rank())).sum().backward();
       ExpectGradients(net, want);
     }
-    JoinOthers(
+    StepWithTheOthers(
         *averager, [&] { ZeroGrad(net); }, [] {});
   });
 }
@@ -530,7 +518,7 @@ TEST(DistributedDataParallelConformance, DdpGradDivUnevenInputs) {
       net->forward(Input(10 * step + group->rank())).sum().backward();
       ExpectGradients(net, want);
     }
-    JoinOthers(
+    StepWithTheOthers(
         *averager, [&] { ZeroGrad(net); }, [] {});
   });
 }
@@ -560,7 +548,7 @@ TEST(DistributedDataParallelConformance, DdpJoinModelEquivalence) {
         net->forward(Input(10 * step + group->rank())).square().mean().backward();
         optimizer.step();
       }
-      JoinOthers(
+      StepWithTheOthers(
           *averager, [&] { optimizer.zero_grad(); }, [&] { optimizer.step(); });
       EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 6);
       parameters[group->rank()] = net->parameters();

@@ -151,10 +151,9 @@ Steps RandomProgram(uint64_t seed, unsigned features) {
 }
 
 std::string Text(const Step& step) {
-  static const char* const kNames[] = {"op",    "parameter", "constant", "in-place", "function",
-                                       "hook",  "node hook", "nested",   "saved",    "operator",
-                                       "call",  "async",     "join",     "keep",     "fetch",
-                                       "backward"};
+  static const char* const kNames[] = {
+      "op",    "parameter", "constant", "in-place", "function", "hook", "node hook", "nested",
+      "saved", "operator",  "call",     "async",    "join",     "keep", "fetch",     "backward"};
   return absl::StrCat(kNames[step.kind], " ", step.a, " ", step.b, " ", step.c, " (",
                       absl::StrJoin(step.arguments, " "), ") -> (",
                       absl::StrJoin(step.results, " "), ")");

@@ -32,6 +32,7 @@
 #include "tests/integration/property_frame.h"
 #include "tests/integration/property_program.h"
 #include "tests/testing/cluster.h"
+#include "tests/testing/forwarding_store.h"
 
 namespace distgrad {
 namespace {
@@ -75,27 +76,18 @@ class Delays : public FaultInjector {
 };
 
 // Gives no answer while somebody holds `look_ups`.
-class SlowStore final : public Store {
+class SlowStore final : public ForwardingStore {
  public:
-  explicit SlowStore(absl::Mutex* look_ups) : look_ups_(*look_ups) {}
+  explicit SlowStore(absl::Mutex* look_ups)
+      : ForwardingStore(NewInProcessStore()), look_ups_(*look_ups) {}
 
-  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
-    return store_->Set(key, value, deadline);
-  }
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     { absl::MutexLock lock(&look_ups_); }
-    return store_->GetEach(keys, deadline);
-  }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
-    return store_->Add(key, amount, deadline);
-  }
-  absl::Status Delete(const std::string& key, Deadline deadline) override {
-    return store_->Delete(key, deadline);
+    return ForwardingStore::GetEach(keys, deadline);
   }
 
  private:
   absl::Mutex& look_ups_;
-  const std::shared_ptr<Store> store_ = NewInProcessStore();
 };
 
 // Threads that each call the others from one of the workers, in a mode of its own, to the end of

@@ -23,6 +23,7 @@
 #include "core/rpc/store.h"
 #include "core/rpc/store/in_process_store.h"
 #include "tests/integration/team.h"
+#include "tests/testing/forwarding_store.h"
 
 namespace distgrad {
 namespace {
@@ -237,30 +238,22 @@ TEST(LeafObserverTest, IsNotCalledOnTheThreadOfTheSockets) {
 }
 
 // Remembers on whose thread a group says that it has failed. Thread-safe.
-class WatchedStore : public Store {
+class WatchedStore : public ForwardingStore {
  public:
+  WatchedStore() : ForwardingStore(NewInProcessStore()) {}
+
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     if (absl::StrContains(key, "failure")) {
       loop_ = EventLoop::Current();
       failed.Notify();
     }
-    return store_->Set(key, value, deadline);
-  }
-  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
-    return store_->GetEach(keys, deadline);
-  }
-  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
-    return store_->Add(key, amount, deadline);
-  }
-  absl::Status Delete(const std::string& key, Deadline deadline) override {
-    return store_->Delete(key, deadline);
+    return ForwardingStore::Set(key, value, deadline);
   }
   const EventLoop* loop() const { return loop_; }  // once `failed`
 
   absl::Notification failed;
 
  private:
-  const std::shared_ptr<Store> store_ = NewInProcessStore();
   const EventLoop* loop_ = nullptr;
 };
 

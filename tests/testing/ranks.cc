@@ -7,6 +7,7 @@
 #include "core/base/check.h"
 #include "core/rpc/store/in_process_store.h"
 #include "core/tensor/exception.h"
+#include "gtest/gtest.h"
 
 namespace distgrad {
 
@@ -27,6 +28,17 @@ void RunRanks(int size, const std::function<void(std::shared_ptr<ProcessGroup>)>
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+void StepWithTheOthers(GradientAverager& averager, const std::function<void()>& zero_grad,
+                       const std::function<void()>& step) {
+  while (true) {
+    zero_grad();
+    const absl::StatusOr<bool> others = averager.Join();
+    ASSERT_TRUE(others.ok()) << others.status();
+    if (!*others) return;
+    step();
+  }
 }
 
 }  // namespace distgrad

@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "absl/time/time.h"
+#include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/process_group.h"
 
 namespace distgrad {
@@ -23,6 +24,10 @@ struct RanksOptions {
 // program with its status.
 void RunRanks(int size, const std::function<void(std::shared_ptr<ProcessGroup>)>& rank,
               const RanksOptions& options = {});
+
+// What a rank does that has run out of input, in place of its other steps, until all have.
+void StepWithTheOthers(GradientAverager& averager, const std::function<void()>& zero_grad,
+                       const std::function<void()>& step);
 
 }  // namespace distgrad
 

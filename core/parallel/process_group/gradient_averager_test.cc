@@ -682,18 +682,6 @@ TEST(GradientAveragerTest, WhateverTheDtypeOfTheFirstBucket) {
 
 // ---------------------------------------------------------------------------------------- Join
 
-// What a rank does that has run out of input, in place of its other steps.
-void StepWithTheOthers(GradientAverager& averager, const std::function<void()>& zero_grad,
-                       const std::function<void()>& step) {
-  while (true) {
-    zero_grad();
-    const absl::StatusOr<bool> others = averager.Join();
-    ASSERT_TRUE(others.ok()) << others.status();
-    if (!*others) return;
-    step();
-  }
-}
-
 std::unique_ptr<torch::optim::Optimizer> NewOptimizer(bool adam, std::vector<Tensor> parameters) {
   if (adam) {
     return std::make_unique<torch::optim::Adam>(std::move(parameters),
