@@ -296,21 +296,32 @@ void OnAccumulated(const at::Tensor& leaf, std::function<void()> body) {
   torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<Hook>(std::move(body)));
 }
 
-// What an optimizer of one parameter does, which it has known from the start.
+// A tensor that a hook of its own knows from the start, and does not keep alive.
+class Known {
+ public:
+  explicit Known(const at::Tensor& tensor) : tensor_(tensor.getIntrusivePtr()) {}
+  at::Tensor operator*() const { return at::Tensor(tensor_.lock()); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;
+};
+
+// What an optimizer of one parameter does.
 struct Descent {
-  at::Tensor parameter;
+  Known parameter;
   void Step() {
-    if (!parameter.grad().defined()) return;
+    const at::Tensor leaf = *parameter;
+    if (!leaf.grad().defined()) return;
     const at::NoGradGuard no_grad;
-    parameter.sub_(parameter.grad() * 0.5);
+    leaf.sub_(leaf.grad() * 0.5);
   }
-  void ZeroGrad() { parameter.mutable_grad().reset(); }
+  void ZeroGrad() { (*parameter).mutable_grad().reset(); }
 };
 
 TEST_P(EdgesTest, APostAccumulateHookThatStepsAndDropsTheGradient) {
   Compare([](const Call& call, const Tensors& leaves, Log* log) {
     for (int i = 0; i < 3; ++i) {
-      OnAccumulated(leaves[i], [optimizer = Descent{leaves[i]}, log, i]() mutable {
+      OnAccumulated(leaves[i], [optimizer = Descent{Known(leaves[i])}, log, i]() mutable {
         ++(*log)["hook " + std::to_string(i)];
         optimizer.Step();
         optimizer.ZeroGrad();
@@ -325,7 +336,10 @@ TEST_P(EdgesTest, APostAccumulateHookThatStepsAndDropsTheGradient) {
 TEST_P(EdgesTest, APostAccumulateHookSeesWhatHasAccumulated) {
   const at::Tensor x = Leaves()[0], got = Leaves()[1], want = Leaves()[1];
   const auto scale = [](at::Tensor leaf) {
-    OnAccumulated(leaf, [leaf] { leaf.mutable_grad() = leaf.grad() * 2 + 1; });
+    OnAccumulated(leaf, [known = Known(leaf)] {
+      const at::Tensor leaf = *known;
+      leaf.mutable_grad() = leaf.grad() * 2 + 1;
+    });
   };
   scale(got);
   scale(want);

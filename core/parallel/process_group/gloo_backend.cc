@@ -1,13 +1,12 @@
-#include <ATen/ops/empty.h>
 #include <net/if.h>
 #include <signal.h>
 
-#include <chrono>
+#include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
-#include <vector>
 
 #include "core/parallel/process_group/c10d_store.h"
+#include "core/parallel/process_group/gloo_device.h"
 #include "core/parallel/process_group/new_backend.h"
 
 namespace distgrad {
@@ -34,37 +33,37 @@ class SigpipeBlocked {
   sigset_t sigpipe_, before_;
 };
 
-class Gloo : public c10d::ProcessGroupGloo {
+class Gloo final : public c10d::ProcessGroupGloo {
  public:
-  using ProcessGroupGloo::ProcessGroupGloo;
+  Gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+       c10::intrusive_ptr<Options> options, std::shared_ptr<GlooDevice> device)
+      : ProcessGroupGloo(std::move(store), rank, size, std::move(options)),
+        device_(std::move(device)) {}
 
-  // c10d's does nothing, and Gloo's own way to close connections leaves those waiting for ever who
-  // wait here. But it closes all of them, and wakes everybody, when a receipt is late; and this one
-  // is, for nobody sends.
-  void abort() override {
-    try {
-      std::vector<at::Tensor> nothing = {at::empty({1}, at::kByte)};
-      recvAnysource(nothing, /*tag=*/0)->wait(std::chrono::milliseconds(1));
-    } catch (...) {
-    }
-  }
+  // c10d's does nothing.
+  void abort() override { device_->Abort(); }
+
+ private:
+  const std::shared_ptr<GlooDevice> device_;
 };
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> NewGlooBackend(const BackendPlace& place) {
+NewBackend NewGlooBackend(const BackendPlace& place) {
   using c10d::ProcessGroupGloo;
   const SigpipeBlocked sigpipe_blocked;
+  const auto device =
+      std::make_shared<GlooDevice>(if_nametoindex(place.host.c_str()) != 0
+                                       ? ProcessGroupGloo::createDeviceForInterface(place.host)
+                                       : ProcessGroupGloo::createDeviceForHostname(place.host));
   // Gloo connects within the time-out of its collectives, which is another one.
   auto options =
       ProcessGroupGloo::Options::create(absl::ToChronoMilliseconds(place.connect_timeout));
-  options->devices.push_back(if_nametoindex(place.host.c_str()) != 0
-                                 ? ProcessGroupGloo::createDeviceForInterface(place.host)
-                                 : ProcessGroupGloo::createDeviceForHostname(place.host));
+  options->devices.push_back(device);
   auto gloo = c10::make_intrusive<Gloo>(C10dStoreOf(place.store, place.connect_timeout), place.rank,
-                                        place.size, std::move(options));
+                                        place.size, std::move(options), device);
   gloo->setTimeout(absl::ToChronoMilliseconds(place.timeout));
-  return gloo;
+  return {std::move(gloo), [device] { device->EndLostWaits(); }};
 }
 
 }  // namespace distgrad

@@ -292,7 +292,9 @@ TEST(GradientAveragerTest, ABackwardThatFailsInTheMiddleIsAnErrorOfAllRanksAtOnc
 }
 
 TEST(GradientAveragerTest, AnAveragerThatEndsInTheMiddleIsAnErrorOfAllRanksAtOnce) {
-  for (const bool begun : {true, false}) {
+  // Several times, for Gloo has gaps where a connection breaks in the middle of something.
+  for (int round = 0; round < 20; ++round) {
+    const bool begun = round % 2 == 0;
     absl::Barrier begin(3), end(3);
     RunRanks(3, [&](Group group) {
       const Tensor first = Parameter({8}), last = Parameter({8});

@@ -32,11 +32,11 @@ absl::StatusOr<c10::Device> NcclDevice() {
   return c10::Device(c10::kCUDA, c10::cuda::current_device());
 }
 
-c10::intrusive_ptr<c10d::Backend> NewNcclBackend(const BackendPlace& place) {
+NewBackend NewNcclBackend(const BackendPlace& place) {
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = absl::ToChronoMilliseconds(place.timeout);
-  return c10::make_intrusive<Nccl>(C10dStoreOf(place.store, place.timeout), place.rank, place.size,
-                                   std::move(options));
+  return {c10::make_intrusive<Nccl>(C10dStoreOf(place.store, place.timeout), place.rank, place.size,
+                                    std::move(options))};
 }
 
 }  // namespace distgrad

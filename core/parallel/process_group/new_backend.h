@@ -4,6 +4,7 @@
 
 #include <c10/core/Device.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -23,13 +24,20 @@ struct BackendPlace {
   std::string host;                // or interface, that the others can reach this rank at
 };
 
+struct NewBackend {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  // Ends collectives that wait for a rank to which the connection has broken by now. To be called
+  // from time to time while somebody waits; null where the backend looks by itself.
+  std::function<void()> end_lost_waits = nullptr;
+};
+
 // Connects to all ranks; throws what c10d throws.
-c10::intrusive_ptr<c10d::Backend> NewGlooBackend(const BackendPlace& place);
+NewBackend NewGlooBackend(const BackendPlace& place);
 
 // The GPU that NCCL would use: this thread's current one. kFailedPrecondition where the build or
 // the machine has none; NewNcclBackend() is for where it has one, and connects when it is used.
 absl::StatusOr<c10::Device> NcclDevice();
-c10::intrusive_ptr<c10d::Backend> NewNcclBackend(const BackendPlace& place);
+NewBackend NewNcclBackend(const BackendPlace& place);
 
 }  // namespace distgrad
 

@@ -9,6 +9,6 @@ absl::StatusOr<c10::Device> NcclDevice() {
       "NCCL: this build has no CUDA; one with --config=cuda has it");
 }
 
-c10::intrusive_ptr<c10d::Backend> NewNcclBackend(const BackendPlace& /*place*/) { return nullptr; }
+NewBackend NewNcclBackend(const BackendPlace& /*place*/) { return {}; }
 
 }  // namespace distgrad

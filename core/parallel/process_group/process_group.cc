@@ -26,6 +26,8 @@ namespace {
 // What is packed together, at most.
 constexpr size_t kBucketBytes = size_t{25} << 20;
 constexpr int kNoRoot = -1;
+// How often a collective that somebody waits for is looked at.
+constexpr auto kLook = std::chrono::milliseconds(100);
 // The key under which a rank that fails says so.
 constexpr char kFailure[] = "failure";
 
@@ -75,11 +77,18 @@ bool HasAverages(at::ScalarType type) {
   }
 }
 
+// An error of the collective is left for its wait().
+bool EndsWithin(std::chrono::milliseconds timeout, c10d::Work& work) {
+  try {
+    work.wait(timeout);
+  } catch (...) {
+  }
+  return work.isCompleted();
+}
+
 }  // namespace
 
-struct ProcessGroup::Backend {
-  c10::intrusive_ptr<c10d::Backend> backend;
-};
+struct ProcessGroup::Backend : NewBackend {};
 
 struct ProcessGroup::Running {
   c10::intrusive_ptr<c10d::Work> work;
@@ -210,6 +219,9 @@ absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::BeginSum(
 absl::Status ProcessGroup::Wait(Running& running) {
   const BlockingScope blocking;
   try {
+    if (backend_->end_lost_waits != nullptr) {
+      while (!EndsWithin(kLook, *running.work)) backend_->end_lost_waits();
+    }
     running.work->wait();
     return absl::OkStatus();
   } catch (...) {

@@ -232,6 +232,31 @@ TEST(ProcessGroupTest, ARankThatGoesIsAnErrorThatStaysAndLeavesNoThread) {
   EXPECT_LE(Threads(), before);
 }
 
+// Gloo forgets to tell a collective of a connection that broke while a part of what it sends was
+// still to be written.
+TEST(ProcessGroupTest, ARankThatGoesInTheMiddleOfALargeTensorIsAnErrorAtOnce) {
+  for (const bool sum : {true, false}) {
+    RunRanks(2,
+             [&](std::shared_ptr<ProcessGroup> group) {
+               const Tensor tensor = at::ones({int64_t{32} << 20});
+               std::thread fails;
+               if (group->rank() == 1) {
+                 fails = std::thread([&] {
+                   while (group->collectives() == 0) std::this_thread::yield();
+                   group->Fail(absl::DataLossError("no disk"));
+                 });
+               }
+               absl::Status status;
+               // The first one, unless this machine let it pass before it let the other thread run.
+               while (status.ok())
+                 status = sum ? group->Average({tensor}) : group->Broadcast({tensor});
+               EXPECT_TRUE(Contains(status, "no disk")) << status;
+               if (fails.joinable()) fails.join();
+             },
+             {.timeout = absl::Minutes(30)});
+  }
+}
+
 TEST(ProcessGroupTest, ARankThatIsSilentIsAnErrorInTime) {
   absl::Notification over;
   RunRanks(2,

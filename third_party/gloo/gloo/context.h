@@ -1,6 +1,11 @@
-// Gloo is inside libtorch_cpu, and its headers are not in the wheel. c10d's ProcessGroupGloo.hpp
-// names some of its classes, by pointers alone: so its own layout does not depend on theirs, and
-// it compiles with the declarations in this folder, which are ours. Nothing of them may be used.
+// Gloo is inside libtorch_cpu, and its headers are not in the wheel. The declarations in this
+// folder are ours, and of two kinds:
+//
+// - What c10d's ProcessGroupGloo.hpp names, by pointers alone: its own layout does not depend on
+//   it. Nothing of that may be used.
+// - Gloo's transports, in transport/: classes that core/parallel/process_group/gloo_device.cc
+//   derives from. The order of their functions and the place of their members are those of the Gloo
+//   in the pinned libtorch, and are to be looked at again with each other one.
 #pragma once
 
 #include <chrono>
@@ -11,10 +16,5 @@ class Context {
  public:
   void setTimeout(std::chrono::milliseconds timeout);
 };
-
-namespace transport {
-class Device;
-class UnboundBuffer;
-}  // namespace transport
 
 }  // namespace gloo

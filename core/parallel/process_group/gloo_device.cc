@@ -1,0 +1,187 @@
+#include "core/parallel/process_group/gloo_device.h"
+
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+
+namespace distgrad {
+
+using gloo::transport::Pair;
+using gloo::transport::UnboundBuffer;
+using Timeout = std::chrono::milliseconds;
+
+// The connections are those of `tcp_`; this one has none of its own.
+class GlooDevice::Context final : public gloo::transport::Context,
+                                  public std::enable_shared_from_this<Context> {
+ public:
+  explicit Context(std::shared_ptr<gloo::transport::Context> tcp)
+      : gloo::transport::Context(tcp->rank, tcp->size), tcp_(std::move(tcp)) {}
+
+  void EndLostWaits() ABSL_LOCKS_EXCLUDED(mu_);
+  // Returns the error of all: `why`, or that of an earlier call.
+  std::exception_ptr Abort(std::exception_ptr why) ABSL_LOCKS_EXCLUDED(mu_);
+
+  std::unique_ptr<Pair>& getPair(int other) override { return tcp_->getPair(other); }
+  std::unique_ptr<Pair>& createPair(int other) override { return tcp_->createPair(other); }
+  void createAndConnectAllPairs(std::shared_ptr<gloo::IStore> store) override {
+    tcp_->timeout_ = timeout_;
+    tcp_->createAndConnectAllPairs(std::move(store));
+  }
+  std::unique_ptr<UnboundBuffer> createUnboundBuffer(void* ptr, size_t size) override;
+
+ private:
+  friend class Buffer;
+
+  const std::shared_ptr<gloo::transport::Context> tcp_;
+  absl::Mutex mu_;
+  std::exception_ptr aborted_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_set<Buffer*> buffers_ ABSL_GUARDED_BY(mu_);
+};
+
+// Each operation has a buffer of Gloo's of its own, over the same memory: so it is known which
+// rank it is that a wait, which takes the first operation, waits for.
+class GlooDevice::Buffer final : public UnboundBuffer {
+ public:
+  Buffer(std::shared_ptr<Context> context, void* ptr, size_t size)
+      : UnboundBuffer(ptr, size), context_(std::move(context)) {
+    absl::MutexLock lock(&context_->mu_);
+    context_->buffers_.insert(this);
+  }
+  ~Buffer() override {
+    absl::MutexLock lock(&context_->mu_);
+    context_->buffers_.erase(this);
+  }
+
+  void EndLostWaits(const std::vector<bool>& lost) ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mu_) {
+    for (const Operation& each : sends_) {
+      if (lost[each.rank]) each.buffer->abortWaitSend();
+    }
+    for (const Operation& each : recvs_) {
+      if (lost[each.rank]) each.buffer->abortWaitRecv();
+    }
+  }
+
+  void send(int rank, uint64_t slot, size_t offset, size_t bytes) override {
+    Guarded([&] { Add(sends_, rank).send(rank, slot, offset, bytes); });
+  }
+  void recv(int rank, uint64_t slot, size_t offset, size_t bytes) override {
+    Guarded([&] { Add(recvs_, rank).recv(rank, slot, offset, bytes); });
+  }
+  void recv(std::vector<int>, uint64_t, size_t, size_t) override {
+    throw std::logic_error("no collective receives from any rank");
+  }
+  bool waitSend(int* rank, Timeout timeout) override {
+    Guarded([&] { Wait(sends_, &UnboundBuffer::waitSend, rank, timeout); });
+    return true;
+  }
+  bool waitRecv(int* rank, Timeout timeout) override {
+    Guarded([&] { Wait(recvs_, &UnboundBuffer::waitRecv, rank, timeout); });
+    return true;
+  }
+  void abortWaitSend() override { throw std::logic_error("collectives do not abort their waits"); }
+  void abortWaitRecv() override { throw std::logic_error("collectives do not abort their waits"); }
+
+ private:
+  struct Operation {
+    int rank;
+    std::unique_ptr<UnboundBuffer> buffer;
+  };
+  using Operations = std::deque<Operation>;
+
+  void Guarded(absl::FunctionRef<void()> operation) {
+    try {
+      operation();
+    } catch (...) {
+      std::rethrow_exception(context_->Abort(std::current_exception()));
+    }
+  }
+
+  // Before it is begun: if the connection has broken by then, Gloo refuses it, and if it breaks
+  // later, EndLostWaits() finds it here.
+  UnboundBuffer& Add(Operations& operations, int rank) ABSL_LOCKS_EXCLUDED(context_->mu_) {
+    auto buffer = context_->tcp_->createUnboundBuffer(ptr, size);
+    absl::MutexLock lock(&context_->mu_);
+    return *operations.emplace_back(Operation{rank, std::move(buffer)}).buffer;
+  }
+
+  void Wait(Operations& operations, bool (UnboundBuffer::*wait)(int*, Timeout), int* rank,
+            Timeout timeout) ABSL_LOCKS_EXCLUDED(context_->mu_) {
+    const Operation* first;
+    {
+      absl::MutexLock lock(&context_->mu_);
+      first = &operations.front();
+    }
+    if (!(first->buffer.get()->*wait)(rank, timeout)) {
+      // It was over when the connection broke, or else is late now.
+      bool over = false;
+      try {
+        over = (first->buffer.get()->*wait)(rank, Timeout::zero());
+      } catch (...) {
+      }
+      if (!over) {
+        throw std::runtime_error(
+            absl::StrCat("the connection to rank ", first->rank, " has broken"));
+      }
+    }
+    absl::MutexLock lock(&context_->mu_);
+    operations.pop_front();
+  }
+
+  const std::shared_ptr<Context> context_;
+  // A collective has one thread; what is in it is changed under the lock, for EndLostWaits().
+  Operations sends_, recvs_;
+};
+
+std::unique_ptr<UnboundBuffer> GlooDevice::Context::createUnboundBuffer(void* ptr, size_t size) {
+  return std::make_unique<Buffer>(shared_from_this(), ptr, size);
+}
+
+void GlooDevice::Context::EndLostWaits() {
+  std::vector<bool> lost(size);
+  for (int other = 0; other < size; ++other) {
+    lost[other] = other != rank && !getPair(other)->isConnected();
+  }
+  absl::MutexLock lock(&mu_);
+  for (Buffer* buffer : buffers_) buffer->EndLostWaits(lost);
+}
+
+std::exception_ptr GlooDevice::Context::Abort(std::exception_ptr why) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (aborted_ != nullptr) return aborted_;
+    aborted_ = why;
+  }
+  // Gloo closes all connections when a receipt is late; and this one is, for nobody sends. (To
+  // close each would lose what the other end has not read yet.)
+  try {
+    tcp_->createUnboundBuffer(nullptr, 0)->waitRecv(nullptr, Timeout::zero());
+  } catch (...) {
+  }
+  EndLostWaits();
+  return why;
+}
+
+GlooDevice::GlooDevice(std::shared_ptr<gloo::transport::Device> tcp) : tcp_(std::move(tcp)) {}
+
+GlooDevice::~GlooDevice() = default;
+
+std::shared_ptr<gloo::transport::Context> GlooDevice::createContext(int rank, int size) {
+  return context_ = std::make_shared<Context>(tcp_->createContext(rank, size));
+}
+
+void GlooDevice::EndLostWaits() { context_->EndLostWaits(); }
+
+void GlooDevice::Abort() {
+  context_->Abort(std::make_exception_ptr(std::runtime_error("the group was aborted")));
+}
+
+}  // namespace distgrad
