@@ -100,7 +100,7 @@ static dg_tensor* gradient_on(dg_worker* worker, size_t devices, int64_t row_cou
     dg_tensor_destroy(y);
     OK(dg_data_parallel_forward(parallel, inputs, 2, &y, 1));
   }
-  CHECK(dg_tensor_shape(y)[0] == row_count && dg_tensor_shape(y)[1] == 2);
+  CHECK(size_of(y, 0) == row_count && size_of(y, 1) == 2);
   rows_of_part = (row_count + (int64_t)devices - 1) / (int64_t)devices;
   CHECK(self.calls == 3 * (int)((row_count + rows_of_part - 1) / rows_of_part));
   OK(dg_tensor_data(buffer, &count));
@@ -180,7 +180,7 @@ static void test_errors_of_the_function(void) {
   self.own = two;
   OK(dg_data_parallel_forward(two, inputs, 2, outputs, 2)); /* it can be used again */
   CHECK(self.code == DG_FAILED_PRECONDITION);
-  CHECK(dg_tensor_shape(outputs[1])[0] == 2); /* a number of each replica */
+  CHECK(size_of(outputs[1], 0) == 2); /* a number of each replica */
   dg_tensor_destroy(outputs[0]);
   dg_tensor_destroy(outputs[1]);
   dg_data_parallel_destroy(one);
@@ -265,16 +265,16 @@ static void test_scatter_and_gather(void) {
   size_t count = 0;
   OK(dg_scatter(x, cpus, 3, 0, NULL, parts, &count));
   CHECK(count == 2 && parts[2] == NULL); /* two and two, as torch has it */
-  CHECK(data_of(parts[1])[0] == 4 && dg_tensor_shape(parts[1])[0] == 2);
+  CHECK(data_of(parts[1])[0] == 4 && size_of(parts[1], 0) == 2);
   OK(dg_gather((const dg_tensor* const*)parts, 2, DG_STR(""), 0, &whole));
   CHECK(memcmp(data_of(whole), rows, sizeof(rows)) == 0);
   dg_tensor_destroy(whole);
   OK(dg_gather((const dg_tensor* const*)parts, 2, DG_STR("cpu"), 1, &whole));
-  CHECK(dg_tensor_shape(whole)[1] == 6);
+  CHECK(size_of(whole, 1) == 6);
   dg_tensor_destroy(whole);
   for (int i = 0; i < 3; ++i) dg_tensor_destroy(parts[i]);
   OK(dg_scatter(x, cpus, 3, 0, sizes, parts, &count));
-  CHECK(count == 3 && dg_tensor_shape(parts[1])[0] == 0 && data_of(parts[2])[2] == 3);
+  CHECK(count == 3 && size_of(parts[1], 0) == 0 && data_of(parts[2])[2] == 3);
   for (int i = 0; i < 3; ++i) dg_tensor_destroy(parts[i]);
   parts[0] = whole = NULL;
   count = 7;

@@ -252,6 +252,8 @@ static void call(state* s) {
   dg_call_options options = DG_CALL_OPTIONS_INIT;
   bool done = false;
   void* data = NULL;
+  int64_t numbers[4];
+  size_t dim_count = 0;
   double norm = 0;
   two[0] = T;
   two[1] = T;
@@ -309,10 +311,11 @@ static void call(state* s) {
       (void)dg_tensor_dim_count(T);
       break;
     case 13:
-      (void)dg_tensor_shape(T);
+      ran(s, dg_tensor_layout(T, numbers, NULL, next(s) % 5, &dim_count));
       break;
     case 14:
-      (void)dg_tensor_strides(T);
+      ran(s, dg_tensor_layout(T, NULL, numbers, next(s) % 5, &dim_count));
+      ran(s, dg_op_check_pure(function));
       break;
     case 15:
       (void)dg_tensor_element_count(T);

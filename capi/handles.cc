@@ -20,6 +20,7 @@ static_assert(sizeof(uintptr_t) == sizeof(HandleBits), "handles need pointers of
 // A slot's state: generation of the slot (32) | alive (1) | pins (31)
 constexpr int kSlotBits = 24;
 constexpr int kGenerationBits = 32;
+constexpr int kGenerationBitsOfTable = kGenerationBits - 8;
 constexpr uint64_t kAlive = uint64_t{1} << 31;
 constexpr uint64_t kPins = kAlive - 1;
 constexpr size_t kSlotsOfBlock = size_t{1} << 12;
@@ -90,11 +91,6 @@ class Table {
     return {true, TakeObject(Number(handle), *slot)};
   }
 
-  size_t Count() {
-    absl::MutexLock lock(&mu_);
-    return used_ - free_.size();
-  }
-
  private:
   // Forked children have tables of their own: the mutex may have been held as they were forked, and
   // what the handles of the parent stand for has threads that are not there.
@@ -109,8 +105,11 @@ class Table {
     return current;
   }
 
-  // Generations of a table begin here, so that its handles are no other table's.
-  uint64_t FirstGeneration() const { return uint64_t{forks_} << (kGenerationBits - 8); }
+  // The generations of a table are its own, so that its handles are no other table's.
+  uint64_t FirstGeneration() const { return uint64_t{forks_} << kGenerationBitsOfTable; }
+  uint64_t LastGeneration() const {
+    return FirstGeneration() + (uint64_t{1} << kGenerationBitsOfTable) - 1;
+  }
 
   static size_t Number(HandleBits handle) { return handle & ((uint64_t{1} << kSlotBits) - 1); }
   static uint64_t GenerationOf(HandleBits handle) { return handle >> kSlotBits & 0xffffffff; }
@@ -161,10 +160,10 @@ class Table {
   std::unique_ptr<HandleObject> TakeObject(size_t number, Slot& slot) {
     std::unique_ptr<HandleObject> object(Object(slot));
     slot.object = 0;
-    // A generation is 32 bits wide: after 4 billion objects a slot's old handles come back to life.
-    const uint64_t generation = (Generation(slot.state.load(std::memory_order_relaxed)) + 1) &
-                                ((uint64_t{1} << kGenerationBits) - 1);
-    slot.state.store(generation << kGenerationBits, std::memory_order_release);
+    const uint64_t generation = Generation(slot.state.load(std::memory_order_relaxed));
+    // After its last generation a slot is given up, so that no handle comes back to life.
+    if (generation == LastGeneration()) return object;
+    slot.state.store((generation + 1) << kGenerationBits, std::memory_order_release);
     absl::MutexLock lock(&mu_);
     free_.push_back(number);
     return object;
@@ -197,7 +196,5 @@ std::pair<bool, std::unique_ptr<HandleObject>> RemoveFromTable(HandleKind kind,
 bool IsForkedChild() { return Table::Get().forked(); }
 
 }  // namespace internal
-
-size_t CountHandles() { return internal::Table::Get().Count(); }
 
 }  // namespace distgrad

@@ -79,9 +79,6 @@ HandleBits BitsOf(const T* handle) {
 
 }  // namespace internal
 
-// How many handles there are; for tests.
-size_t CountHandles();
-
 // Keeps the object of a handle. Movable.
 template <typename T>
 class Pinned {

@@ -220,6 +220,13 @@ dg_error* dg_op_call(dg_str op, const dg_value* arguments, size_t argument_count
   });
 }
 
+dg_error* dg_op_check_pure(dg_str op) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const std::string name, FromStr(op, "op"));
+    return CheckFunctional(name);
+  });
+}
+
 dg_error* dg_op_tensors(dg_str op, const dg_value* arguments, size_t argument_count,
                         dg_tensor** outs, size_t out_count) noexcept {
   return Guard([&]() -> absl::Status {

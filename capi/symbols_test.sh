@@ -2,7 +2,7 @@
 # symbols_test LIBRARY MAP HEADER PROGRAM...
 #
 # What the library exports is what the map names and what the header declares, and the test programs
-# in C call all of it.
+# in C call all of it; and it stays in memory once it is there.
 set -euo pipefail
 library=$1 map=$2 header=$3
 shift 3
@@ -27,6 +27,10 @@ same map header
 same header called
 if grep -vE '@@DISTGRAD_[0-9]+\.[0-9]+$' "$scratch/versioned"; then
   echo "FAILED: exported without a version" >&2
+  failed=1
+fi
+if ! readelf -d "$library" | grep -q 'Flags:.*NODELETE'; then
+  echo "FAILED: dlclose() could unmap what libtorch still calls" >&2
   failed=1
 fi
 echo "$(wc -l <"$scratch/exported") functions"

@@ -1,5 +1,6 @@
 // Tensors.
 #include <ATen/Context.h>
+#include <ATen/NestedTensorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/dlpack.h>
@@ -86,15 +87,33 @@ at::IntArrayRef ToArrayRef(const int64_t* numbers, size_t count) {
 }
 
 absl::Status CheckPlain(const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided || tensor.is_quantized() || !tensor.has_storage()) {
-    return absl::FailedPreconditionError("the tensor has no plain memory: it is sparse, or opaque");
+  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_nested() ||
+      !tensor.has_storage()) {
+    return absl::FailedPreconditionError(
+        "the tensor has no plain memory: it is sparse, nested, quantized, or opaque");
+  }
+  if (!tensor.is_cpu()) {
+    return absl::FailedPreconditionError(absl::StrCat("the tensor is on ", tensor.device().str(),
+                                                      ", and not in the CPU's memory: copy it"));
   }
   if (tensor.is_conj() || tensor.is_neg()) {
     return absl::FailedPreconditionError(
         "the tensor is a conjugate or negative view: resolve it first, with aten::resolve_conj or "
         "aten::resolve_neg");
   }
+  // torch's internal steps can make such.
+  int64_t end = tensor.storage_offset() + 1;
+  for (int64_t i = 0; i < tensor.dim(); ++i) end += (tensor.size(i) - 1) * tensor.stride(i);
+  if (tensor.numel() > 0 && static_cast<size_t>(end) * tensor.itemsize() > tensor.storage().nbytes()) {
+    return absl::FailedPreconditionError("the tensor's memory is too small for its elements");
+  }
   return absl::OkStatus();
+}
+
+// -1 along a dimension of a nested tensor that has not one size.
+int64_t SizeAlong(const at::Tensor& tensor, int64_t dim) {
+  if (!tensor.is_nested()) return tensor.size(dim);
+  return at::native::get_nested_tensor_impl(tensor)->opt_size(dim).value_or(-1);
 }
 
 // torch's word for it, kept for ever: there are few devices.
@@ -140,11 +159,19 @@ absl::StatusOr<at::Tensor> ImportDlpack(DLManagedTensorVersioned* managed) {
   if (tensor.dtype.lanes != 1 || tensor.dtype.bits > 128) {
     return absl::InvalidArgumentError("a DLPack dtype that torch lacks");
   }
-  DG_RETURN_IF_ERROR(CheckLayout(tensor.shape, tensor.strides,
-                                 static_cast<size_t>(std::max(tensor.ndim, -1)),
+  const auto dims = static_cast<size_t>(std::max(tensor.ndim, -1));
+  DG_RETURN_IF_ERROR(CheckLayout(tensor.shape, tensor.strides, dims,
                                  std::max(1, (tensor.dtype.bits + 7) / 8)));
+  const bool empty = std::find(tensor.shape, tensor.shape + dims, 0) != tensor.shape + dims;
+  if (tensor.data == nullptr && !empty) {
+    return absl::InvalidArgumentError("the DLPack tensor has elements, and its data is NULL");
+  }
+  // torch takes no notice of the offset.
+  DLManagedTensorVersioned from_first = *managed;
+  from_first.dl_tensor.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  from_first.dl_tensor.byte_offset = 0;
   try {
-    return at::fromDLPackVersioned(managed, [owner](void*) {});
+    return at::fromDLPackVersioned(&from_first, [owner](void*) {});
   } catch (...) {
     // There is nothing left to go wrong but the dtype.
     return absl::InvalidArgumentError(StatusFromException(std::current_exception()).message());
@@ -307,12 +334,28 @@ dg_dtype dg_tensor_dtype(const dg_tensor* tensor) noexcept {
 size_t dg_tensor_dim_count(const dg_tensor* tensor) noexcept {
   return Ask<size_t>(tensor, 0, [](const at::Tensor& t) { return static_cast<size_t>(t.dim()); });
 }
-const int64_t* dg_tensor_shape(const dg_tensor* tensor) noexcept {
-  return Ask<const int64_t*>(tensor, nullptr, [](const at::Tensor& t) { return t.sizes().data(); });
-}
-const int64_t* dg_tensor_strides(const dg_tensor* tensor) noexcept {
-  return Ask<const int64_t*>(tensor, nullptr, [](const at::Tensor& t) {
-    return t.layout() == at::kStrided ? t.strides().data() : nullptr;
+dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape, int64_t* strides, size_t room,
+                           size_t* dim_count) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(dim_count));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
+    const at::Tensor& t = pinned->tensor;
+    const auto dims = static_cast<size_t>(t.dim());
+    *dim_count = dims;
+    if (shape == nullptr && strides == nullptr) return absl::OkStatus();
+    if (room < dims) {
+      return absl::OutOfRangeError(
+          absl::StrCat("the tensor has ", dims, " dimensions, and there is room for ", room));
+    }
+    if (strides != nullptr && (t.layout() != at::kStrided || t.is_nested())) {
+      return absl::FailedPreconditionError("the tensor has no strides: it is sparse, or nested");
+    }
+    for (size_t i = 0; i < dims; ++i) {
+      const auto dim = static_cast<int64_t>(i);
+      if (shape != nullptr) shape[i] = SizeAlong(t, dim);
+      if (strides != nullptr) strides[i] = t.stride(dim);
+    }
+    return absl::OkStatus();
   });
 }
 int64_t dg_tensor_element_count(const dg_tensor* tensor) noexcept {
@@ -327,10 +370,6 @@ dg_error* dg_tensor_data(const dg_tensor* tensor, void** out) noexcept {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
     DG_RETURN_IF_ERROR(CheckPlain(pinned->tensor));
-    if (!pinned->tensor.is_cpu()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("the tensor is on ", pinned->tensor.device().str()));
-    }
     *out = pinned->tensor.data_ptr();
     return absl::OkStatus();
   });

@@ -8,6 +8,23 @@ static void test_version(void) {
   CHECK(dg_torch_version().size > 0);
 }
 
+/* A slot of the table of handles has 2^24 of them in its time, and then no more. */
+static void test_no_handle_comes_again(void) {
+  const uintptr_t slot_bits = ((uintptr_t)1 << 24) - 1;
+  dg_error* const first = dg_error_create(DG_NOT_FOUND, DG_STR("gone"));
+  uintptr_t handle = (uintptr_t)first;
+  for (long i = 1; i < 1L << 24; ++i) {
+    dg_error_destroy((dg_error*)handle);
+    handle = (uintptr_t)dg_error_create(DG_NOT_FOUND, DG_STR("gone"));
+    CHECK((handle & slot_bits) == ((uintptr_t)first & slot_bits));
+  }
+  dg_error_destroy((dg_error*)handle);
+  handle = (uintptr_t)dg_error_create(DG_NOT_FOUND, DG_STR("gone"));
+  CHECK((handle & slot_bits) != ((uintptr_t)first & slot_bits));
+  CHECK(dg_error_code(first) == DG_INVALID_ARGUMENT); /* destroyed */
+  dg_error_destroy((dg_error*)handle);
+}
+
 static void test_errors(void) {
   dg_error* error = dg_error_create(DG_NOT_FOUND, DG_STR("gone"));
   CHECK(dg_error_code(error) == DG_NOT_FOUND);
@@ -35,8 +52,8 @@ static void test_tensors(void) {
   dg_tensor *a = floats(data, 2, 3), *b = NULL, *c = NULL;
   CHECK(dg_tensor_dtype(a) == DG_FLOAT32);
   CHECK(dg_tensor_dim_count(a) == 2);
-  CHECK(dg_tensor_shape(a)[0] == 2 && dg_tensor_shape(a)[1] == 3);
-  CHECK(dg_tensor_strides(a)[0] == 3 && dg_tensor_strides(a)[1] == 1);
+  CHECK(size_of(a, 0) == 2 && size_of(a, 1) == 3);
+  CHECK(stride_of(a, 0) == 3 && stride_of(a, 1) == 1);
   CHECK(dg_tensor_element_count(a) == 6);
   CHECK(str_is(dg_tensor_device(a), "cpu"));
   CHECK(data_of(a) != data && data_of(a)[5] == 6);
@@ -89,7 +106,7 @@ static void test_memory(void) {
   OK(dg_tensor_from_memory(data, DG_FLOAT32, shape, strides, 2, &ended, count_up, &a));
   CHECK(data_of(a) == data);
   b = op1("aten::t", a); /* a view holds the memory */
-  CHECK(data_of(b) == data && dg_tensor_strides(b)[0] == 3);
+  CHECK(data_of(b) == data && stride_of(b, 0) == 3);
   dg_tensor_destroy(a);
   CHECK(ended == 0);
   dg_tensor_destroy(b);
@@ -145,11 +162,11 @@ static DLManagedTensorVersioned* dlpack(float* data, int64_t* shape) {
 
 static void test_dlpack(void) {
   float data[6] = {1, 2, 3, 4, 5, 6};
-  int64_t shape[2] = {2, 3};
+  int64_t shape[2] = {2, 3}, strides[2];
   dg_tensor *a = NULL, *b = NULL;
   DLManagedTensorVersioned *out = NULL, *in;
   OK(dg_tensor_from_dlpack(dlpack(data, shape), &a));
-  CHECK(data_of(a) == data && dg_tensor_shape(a)[1] == 3 && dg_tensor_strides(a)[0] == 3);
+  CHECK(data_of(a) == data && size_of(a, 1) == 3 && stride_of(a, 0) == 3);
   OK(dg_tensor_to_dlpack(a, &out));
   CHECK(out->version.major == 1 && out->dl_tensor.data == data && out->dl_tensor.ndim == 2);
   CHECK(out->dl_tensor.shape[1] == 3 && out->dl_tensor.dtype.bits == 32);
@@ -158,6 +175,24 @@ static void test_dlpack(void) {
   CHECK(dlpack_deleted == 0 && data_of(b) == data);
   dg_tensor_destroy(b);
   CHECK(dlpack_deleted == 1);
+
+  /* Two columns, from the second one on; and no elements need no data. */
+  shape[1] = 2;
+  strides[0] = 3;
+  strides[1] = 1;
+  in = dlpack(data, shape);
+  in->dl_tensor.strides = strides;
+  in->dl_tensor.byte_offset = sizeof(float);
+  OK(dg_tensor_from_dlpack(in, &a));
+  CHECK(data_of(a) == data + 1 && data_of(a)[3] == 5);
+  dg_tensor_destroy(a);
+  shape[1] = 0;
+  OK(dg_tensor_from_dlpack(dlpack(NULL, shape), &a));
+  CHECK(dg_tensor_element_count(a) == 0);
+  dg_tensor_destroy(a);
+  CHECK(dlpack_deleted == 3);
+  dlpack_deleted = 1;
+  shape[1] = 3;
 
   a = NULL;
   in = dlpack(data, shape);
@@ -180,8 +215,9 @@ static void test_dlpack(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_tensor_from_dlpack(in, &a));
   in = dlpack(data, NULL);
   FAILS(DG_INVALID_ARGUMENT, dg_tensor_from_dlpack(in, &a));
+  SAYS(DG_INVALID_ARGUMENT, "data is NULL", dg_tensor_from_dlpack(dlpack(NULL, shape), &a));
   FAILS(DG_INVALID_ARGUMENT, dg_tensor_from_dlpack(dlpack(data, shape), NULL));
-  CHECK(dlpack_deleted == 9 && a == NULL); /* taken each time */
+  CHECK(dlpack_deleted == 10 && a == NULL); /* taken each time */
   FAILS(DG_INVALID_ARGUMENT, dg_tensor_from_dlpack(NULL, &a));
 
   a = floats(data, 2, 3);
@@ -197,18 +233,86 @@ static void test_no_plain_memory(void) {
   dg_tensor *complex = NULL, *conjugate, *sparse, *dense = floats(one, 1, 2);
   DLManagedTensorVersioned* out = NULL;
   void* data = NULL;
+  int64_t layout[2];
+  size_t dim_count = 0;
   OK(dg_tensor_from_data(one, DG_COMPLEX64, shape, 1, &complex));
   conjugate = op1("aten::conj", complex);
   FAILS(DG_FAILED_PRECONDITION, dg_tensor_data(conjugate, &data));
   FAILS(DG_FAILED_PRECONDITION, dg_tensor_to_dlpack(conjugate, &out));
   sparse = op1("aten::to_sparse", dense);
   FAILS(DG_FAILED_PRECONDITION, dg_tensor_data(sparse, &data));
-  CHECK(dg_tensor_strides(sparse) == NULL && dg_tensor_shape(sparse)[1] == 2);
+  FAILS(DG_FAILED_PRECONDITION, dg_tensor_layout(sparse, NULL, layout, 2, &dim_count));
+  CHECK(size_of(sparse, 1) == 2);
   CHECK(data == NULL && out == NULL);
   dg_tensor_destroy(dense);
   dg_tensor_destroy(sparse);
   dg_tensor_destroy(conjugate);
   dg_tensor_destroy(complex);
+}
+
+/* Shapes are copied out, so that nothing changes under them. */
+static void test_layout(void) {
+  const float data[6] = {1, 2, 3, 4, 5, 6};
+  int64_t shape[3] = {0, 0, 7}, strides[3] = {0, 0, 7};
+  size_t dim_count = 0;
+  dg_tensor* a = floats(data, 2, 3);
+  OK(dg_tensor_layout(a, NULL, NULL, 0, &dim_count));
+  CHECK(dim_count == 2);
+  OK(dg_tensor_layout(a, shape, strides, 3, &dim_count));
+  CHECK(shape[0] == 2 && shape[1] == 3 && shape[2] == 7);
+  CHECK(strides[0] == 3 && strides[1] == 1 && strides[2] == 7);
+  dim_count = 0;
+  FAILS(DG_OUT_OF_RANGE, dg_tensor_layout(a, shape, NULL, 1, &dim_count));
+  CHECK(dim_count == 2);
+  FAILS(DG_INVALID_ARGUMENT, dg_tensor_layout(a, shape, NULL, 3, NULL));
+  dg_tensor_destroy(a);
+}
+
+/* Two rows and three, of two elements each. */
+static void test_nested(void) {
+  const float data[6] = {1, 2, 3, 4, 5, 6};
+  dg_tensor *parts[2] = {floats(data, 2, 2), floats(data, 3, 2)}, *nested = NULL;
+  DLManagedTensorVersioned* out = NULL;
+  int64_t shape[3] = {0, 0, 0};
+  size_t dim_count = 0;
+  void* memory = NULL;
+  dg_value list = dg_value_tensors((const dg_tensor* const*)parts, 2);
+  OK(dg_op_tensors(DG_STR("aten::_nested_tensor_from_tensor_list"), &list, 1, &nested, 1));
+  CHECK(dg_tensor_dim_count(nested) == 3);
+  OK(dg_tensor_layout(nested, shape, NULL, 3, &dim_count));
+  CHECK(dim_count == 3 && shape[0] == 2 && shape[1] == -1 && shape[2] == 2);
+  FAILS(DG_FAILED_PRECONDITION, dg_tensor_layout(nested, NULL, shape, 3, &dim_count));
+  FAILS(DG_FAILED_PRECONDITION, dg_tensor_data(nested, &memory));
+  FAILS(DG_FAILED_PRECONDITION, dg_tensor_to_dlpack(nested, &out));
+  dg_tensor_destroy(nested);
+  dg_tensor_destroy(parts[0]);
+  dg_tensor_destroy(parts[1]);
+}
+
+/* Which operators a language in which memory is safe may call as it likes. */
+static void test_pure_operators(void) {
+  const float data[2] = {1, 2};
+  dg_tensor *a = floats(data, 1, 2), *beyond = NULL;
+  const int64_t size[1] = {1 << 20}, stride[1] = {1};
+  dg_value arguments[3];
+  DLManagedTensorVersioned* out = NULL;
+  void* memory = NULL;
+  OK(dg_op_check_pure(DG_STR("aten::add.Tensor")));
+  OK(dg_op_check_pure(DG_STR("aten::transpose.int")));
+  SAYS(DG_PERMISSION_DENIED, "writes to its arguments", dg_op_check_pure(DG_STR("aten::add_.Tensor")));
+  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::add.out")));
+  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::unsqueeze_")));
+  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::from_file")));
+  FAILS(DG_NOT_FOUND, dg_op_check_pure(DG_STR("aten::ad.Tensor")));
+  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("inductor::_reinterpret_tensor")));
+  arguments[0] = dg_value_tensor(a);
+  arguments[1] = dg_value_integers(size, 1);
+  arguments[2] = dg_value_integers(stride, 1);
+  OK(dg_op_tensors(DG_STR("inductor::_reinterpret_tensor"), arguments, 3, &beyond, 1));
+  SAYS(DG_FAILED_PRECONDITION, "too small", dg_tensor_data(beyond, &memory));
+  SAYS(DG_FAILED_PRECONDITION, "too small", dg_tensor_to_dlpack(beyond, &out));
+  dg_tensor_destroy(beyond);
+  dg_tensor_destroy(a);
 }
 
 /* Every kind of argument and of result. */
@@ -224,7 +328,7 @@ static void test_values(void) {
   arguments[0] = dg_value_tensor(a);
   arguments[1] = dg_value_integers(ints, 2);
   b = op("aten::reshape", arguments, 2);
-  CHECK(dg_tensor_shape(b)[0] == 3);
+  CHECK(size_of(b, 0) == 3);
   dg_tensor_destroy(b);
 
   arguments[1] = dg_value_real(0.5); /* a number for a tensor; `alpha` has a default */
@@ -260,7 +364,7 @@ static void test_values(void) {
     pair[0] = pair[1] = a;
     arguments[0] = dg_value_tensors(pair, 2);
     b = op("aten::cat", arguments, 1);
-    CHECK(dg_tensor_shape(b)[0] == 4);
+    CHECK(size_of(b, 0) == 4);
     dg_tensor_destroy(b);
 
     OK(dg_tensor_from_data(&first, DG_INT64, ints + 2, 0, &index));
@@ -328,7 +432,7 @@ static void test_values(void) {
     arguments[1] = dg_value_none();
     arguments[2] = dg_value_reals(reals, 2);
     c = op("aten::upsample_nearest2d.vec", arguments, 3);
-    CHECK(dg_tensor_shape(c)[2] == 4 && dg_tensor_shape(c)[3] == 8);
+    CHECK(size_of(c, 2) == 4 && size_of(c, 3) == 8);
     dg_tensor_destroy(c);
     dg_tensor_destroy(b);
   }
@@ -417,6 +521,8 @@ static void test_wrong_handles(void) {
   dg_message* message = NULL;
   const dg_tensor* wrong[5];
   void* pointer = NULL;
+  int64_t shape[2];
+  size_t dim_count = 0;
   OK(dg_message_create(NULL, 0, NULL, 0, &message));
   dg_tensor_destroy(dead);
   wrong[0] = NULL;
@@ -427,7 +533,7 @@ static void test_wrong_handles(void) {
   for (int i = 0; i < 5; ++i) {
     const dg_tensor* t = wrong[i];
     CHECK(dg_tensor_dtype(t) == -1 && dg_tensor_dim_count(t) == 0);
-    CHECK(dg_tensor_shape(t) == NULL && dg_tensor_strides(t) == NULL);
+    FAILS(DG_INVALID_ARGUMENT, dg_tensor_layout(t, shape, NULL, 2, &dim_count));
     CHECK(dg_tensor_element_count(t) == 0 && dg_tensor_device(t).size == 0);
     CHECK(dg_tensor_torch(t) == NULL && !dg_tensor_requires_grad(t));
     FAILS(DG_INVALID_ARGUMENT, dg_tensor_data(t, &pointer));
@@ -460,11 +566,15 @@ static void test_seed(void) {
 
 int main(void) {
   test_version();
+  test_no_handle_comes_again();
   test_errors();
   test_tensors();
   test_memory();
   test_dlpack();
   test_no_plain_memory();
+  test_layout();
+  test_nested();
+  test_pure_operators();
   test_values();
   test_messages();
   test_wrong_handles();

@@ -72,6 +72,22 @@ static inline dg_tensor* floats(const float* data, int64_t rows, int64_t columns
   return tensor;
 }
 
+/* The size along a dimension, and the distance. */
+static inline int64_t size_of(const dg_tensor* tensor, size_t dim) {
+  int64_t shape[8];
+  size_t dim_count = 0;
+  OK(dg_tensor_layout(tensor, shape, NULL, 8, &dim_count));
+  CHECK(dim < dim_count);
+  return shape[dim];
+}
+static inline int64_t stride_of(const dg_tensor* tensor, size_t dim) {
+  int64_t strides[8];
+  size_t dim_count = 0;
+  OK(dg_tensor_layout(tensor, NULL, strides, 8, &dim_count));
+  CHECK(dim < dim_count);
+  return strides[dim];
+}
+
 static inline float* data_of(const dg_tensor* tensor) {
   void* data = NULL;
   OK(dg_tensor_data(tensor, &data));

@@ -17,6 +17,7 @@
 #include "absl/strings/str_join.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/operator_policy.h"
 
 namespace distgrad {
 namespace {
@@ -211,6 +212,13 @@ absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,
     return Annotate(StatusFromException(std::current_exception()), name);
   }
   return args;
+}
+
+absl::Status CheckFunctional(absl::string_view name) {
+  DG_RETURN_IF_ERROR(CheckPure(name));
+  DG_ASSIGN_OR_RETURN(const c10::OperatorHandle op, Find(name));
+  if (!op.schema().is_mutable()) return absl::OkStatus();
+  return absl::PermissionDeniedError(absl::StrCat("operator ", name, " writes to its arguments"));
 }
 
 }  // namespace distgrad

@@ -29,9 +29,7 @@ absl::Status CheckPure(absl::string_view name) {
                     std::find(std::begin(kImpure), std::end(kImpure), base) == std::end(kImpure);
   if (pure) return absl::OkStatus();
   return absl::PermissionDeniedError(
-      absl::StrCat("operator ", name.substr(0, 100),
-                   " is not served there, as it does more than compute; ServeOperators::kAll "
-                   "serves all operators"));
+      absl::StrCat("operator ", name.substr(0, 100), " does more than compute"));
 }
 
 }  // namespace distgrad

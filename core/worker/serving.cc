@@ -185,7 +185,10 @@ absl::StatusOr<Message> Worker::Impl::ServeOperator(Request& request) {
     return absl::PermissionDeniedError("operators are not served there");
   }
   if (options_.serve_operators == ServeOperators::kPure) {
-    DG_RETURN_IF_ERROR(CheckPure(request.function));
+    if (const absl::Status pure = CheckPure(request.function); !pure.ok()) {
+      return absl::PermissionDeniedError(absl::StrCat(
+          pure.message(), ", and is not served there; ServeOperators::kAll serves all operators"));
+    }
   }
   DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));
   absl::StatusOr<std::vector<c10::IValue>> results;

@@ -168,12 +168,14 @@ struct DLManagedTensorVersioned; /* dlpack/dlpack.h, version 1.x */
 
 /* Imports a tensor in the CPU's memory without a copy. Takes `managed`: its deleter runs when the
  * last reference is gone. DG_FAILED_PRECONDITION if it is marked read-only, for operators could
- * write to it; DG_UNIMPLEMENTED for another major version of DLPack, or another device. */
+ * write to it; DG_UNIMPLEMENTED for another major version of DLPack, or another device;
+ * DG_INVALID_ARGUMENT for a dtype that torch lacks, and for elements at NULL. */
 DG_API DG_MUST_USE dg_error* dg_tensor_from_dlpack(struct DLManagedTensorVersioned* managed,
                                                    dg_tensor** out) DG_NOEXCEPT;
 
-/* Exports a tensor without a copy. The caller owns *out, and ends it by its deleter.
- * DG_FAILED_PRECONDITION if the tensor requires grad: detach it first. */
+/* Exports a tensor in the CPU's memory without a copy. The caller owns *out, and ends it by its
+ * deleter. DG_FAILED_PRECONDITION if the tensor requires grad (detach it first), and where
+ * dg_tensor_data gives it. */
 DG_API DG_MUST_USE dg_error* dg_tensor_to_dlpack(const dg_tensor* tensor,
                                                  struct DLManagedTensorVersioned** out) DG_NOEXCEPT;
 
@@ -193,18 +195,22 @@ DG_API void dg_tensor_destroy(dg_tensor* tensor) DG_NOEXCEPT;
 /* -1 if `tensor` is none. */
 DG_API dg_dtype dg_tensor_dtype(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API size_t dg_tensor_dim_count(const dg_tensor* tensor) DG_NOEXCEPT;
-/* dim_count numbers each, which live as long as the handle, until an operator changes the shape in
- * place. NULL if `tensor` is none; strides also if it has none (sparse). */
-DG_API const int64_t* dg_tensor_shape(const dg_tensor* tensor) DG_NOEXCEPT;
-DG_API const int64_t* dg_tensor_strides(const dg_tensor* tensor) DG_NOEXCEPT;
+/* Stores how many dimensions there are, and copies their sizes to `shape` and the distances along
+ * them, in elements, to `strides`: arrays with room for `room` numbers each, or NULL for what is not
+ * wanted. A dimension along which the parts of a nested tensor differ has size -1.
+ * DG_OUT_OF_RANGE if there is too little room, with *dim_count stored; DG_FAILED_PRECONDITION if
+ * strides are wanted and there are none (sparse, nested). */
+DG_API DG_MUST_USE dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape,
+                                              int64_t* strides, size_t room,
+                                              size_t* dim_count) DG_NOEXCEPT;
 DG_API int64_t dg_tensor_element_count(const dg_tensor* tensor) DG_NOEXCEPT;
 /* "cpu", "cuda:1"; lives for ever. Empty if `tensor` is none. */
 DG_API dg_str dg_tensor_device(const dg_tensor* tensor) DG_NOEXCEPT;
 
-/* The first element, as dg_tensor_strides() goes on from it; lives as long as the handle. Write to
- * it only where torch might: not under an operator, nor while a call sends it.
- * DG_FAILED_PRECONDITION if its memory does not hold its elements as they are (sparse, conjugate
- * views) or is not the CPU's. */
+/* The first element, from which the strides go on; lives as long as the handle, until an operator
+ * gives the tensor other memory in place. Write to it only where torch might: not under an operator,
+ * nor while a call sends it. DG_FAILED_PRECONDITION if its memory does not hold its elements as they
+ * are (sparse, nested, conjugate views), is too small for them, or is not the CPU's. */
 DG_API DG_MUST_USE dg_error* dg_tensor_data(const dg_tensor* tensor, void** out) DG_NOEXCEPT;
 
 DG_API bool dg_tensor_requires_grad(const dg_tensor* tensor) DG_NOEXCEPT;
@@ -362,7 +368,14 @@ DG_API void dg_values_destroy(dg_values* values) DG_NOEXCEPT;
 DG_API DG_MUST_USE dg_error* dg_op_call(dg_str op, const dg_value* arguments, size_t argument_count,
                                         dg_values** out) DG_NOEXCEPT;
 
-/* The same for operators whose results are tensors: stores them in outs[0..out_count), those of a
+/* Whether an operator only computes, so that whatever its arguments are it harms nothing: what a
+ * language in which memory is safe may call as it likes. DG_PERMISSION_DENIED if it writes to its
+ * arguments, or is one that peers may not call either (docs/security.md): an internal step that takes
+ * sizes on trust, or one that touches files or a tensor's storage. DG_NOT_FOUND for an unknown
+ * name. */
+DG_API DG_MUST_USE dg_error* dg_op_check_pure(dg_str op) DG_NOEXCEPT;
+
+/* The same as dg_op_call for operators whose results are tensors: stores them in outs[0..out_count), those of a
  * list one after the other, and NULL for no tensor. DG_INVALID_ARGUMENT if they are not that many,
  * or not tensors; the operator has run then. */
 DG_API DG_MUST_USE dg_error* dg_op_tensors(dg_str op, const dg_value* arguments,

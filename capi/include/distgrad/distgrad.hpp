@@ -152,10 +152,10 @@ class Tensor {
   static Tensor Borrow(const dg_tensor* handle) { return Tensor(Clone(handle)); }
 
   dg_dtype dtype() const noexcept { return dg_tensor_dtype(get()); }
-  std::vector<int64_t> shape() const {
-    const int64_t* sizes = dg_tensor_shape(get());
-    return {sizes, sizes + dg_tensor_dim_count(get())};
-  }
+  // A dimension along which the parts of a nested tensor differ has size -1.
+  std::vector<int64_t> shape() const { return Layout(get(), true); }
+  // In elements. DG_FAILED_PRECONDITION for a tensor that has none: sparse, or nested.
+  std::vector<int64_t> strides() const { return Layout(get(), false); }
   int64_t size() const noexcept { return dg_tensor_element_count(get()); }
   std::string_view device() const noexcept { return View(dg_tensor_device(get())); }
   bool requires_grad() const noexcept { return dg_tensor_requires_grad(get()); }
@@ -183,6 +183,17 @@ class Tensor {
     dg_tensor* out = nullptr;
     if (handle != nullptr) Check(dg_tensor_clone(handle, &out));
     return out;
+  }
+  static std::vector<int64_t> Layout(const dg_tensor* handle, bool sizes) {
+    std::vector<int64_t> numbers(dg_tensor_dim_count(handle));
+    size_t count = 0;
+    int64_t* const room = numbers.data();
+    if (handle != nullptr) {
+      Check(dg_tensor_layout(handle, sizes ? room : nullptr, sizes ? nullptr : room, numbers.size(),
+                             &count));
+    }
+    numbers.resize(count);
+    return numbers;
   }
   Handle<dg_tensor, dg_tensor_destroy> handle_;
 };
