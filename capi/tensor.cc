@@ -104,7 +104,8 @@ absl::Status CheckPlain(const at::Tensor& tensor) {
   // torch's internal steps can make such.
   int64_t end = tensor.storage_offset() + 1;
   for (int64_t i = 0; i < tensor.dim(); ++i) end += (tensor.size(i) - 1) * tensor.stride(i);
-  if (tensor.numel() > 0 && static_cast<size_t>(end) * tensor.itemsize() > tensor.storage().nbytes()) {
+  if (tensor.numel() > 0 &&
+      static_cast<size_t>(end) * tensor.itemsize() > tensor.storage().nbytes()) {
     return absl::FailedPreconditionError("the tensor's memory is too small for its elements");
   }
   return absl::OkStatus();
@@ -160,8 +161,8 @@ absl::StatusOr<at::Tensor> ImportDlpack(DLManagedTensorVersioned* managed) {
     return absl::InvalidArgumentError("a DLPack dtype that torch lacks");
   }
   const auto dims = static_cast<size_t>(std::max(tensor.ndim, -1));
-  DG_RETURN_IF_ERROR(CheckLayout(tensor.shape, tensor.strides, dims,
-                                 std::max(1, (tensor.dtype.bits + 7) / 8)));
+  DG_RETURN_IF_ERROR(
+      CheckLayout(tensor.shape, tensor.strides, dims, std::max(1, (tensor.dtype.bits + 7) / 8)));
   const bool empty = std::find(tensor.shape, tensor.shape + dims, 0) != tensor.shape + dims;
   if (tensor.data == nullptr && !empty) {
     return absl::InvalidArgumentError("the DLPack tensor has elements, and its data is NULL");

@@ -299,7 +299,8 @@ static void test_pure_operators(void) {
   void* memory = NULL;
   OK(dg_op_check_pure(DG_STR("aten::add.Tensor")));
   OK(dg_op_check_pure(DG_STR("aten::transpose.int")));
-  SAYS(DG_PERMISSION_DENIED, "writes to its arguments", dg_op_check_pure(DG_STR("aten::add_.Tensor")));
+  SAYS(DG_PERMISSION_DENIED, "writes to its arguments",
+       dg_op_check_pure(DG_STR("aten::add_.Tensor")));
   FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::add.out")));
   FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::unsqueeze_")));
   FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::from_file")));

@@ -53,7 +53,7 @@ fn find() -> Option<(PathBuf, PathBuf)> {
         return Some((include, lib));
     }
     let found =
-        pkg_config::Config::new().atleast_version("1.0").cargo_metadata(false).probe("distgrad");
+        pkg_config::Config::new().range_version("1.0".."2").cargo_metadata(false).probe("distgrad");
     match found {
         // A library in the system's own folders has no paths to tell.
         Ok(found) => Some((

@@ -106,6 +106,9 @@ pub use context::{Context, Pass};
 pub use element::{Dtype, Element};
 pub use error::{Code, Error, Result};
 pub use ffi::DlpackTensor;
+#[doc(hidden)]
+pub use ffi::OPERATORS_IN_PLACE;
+pub use ffi::{op, op_unchecked, ops, ops_unchecked};
 pub use future::{Awaiting, Future};
 pub use group::{Averager, AveragerOptions, ProcessGroup, ProcessGroupOptions};
 pub use limits::Limits;
@@ -119,7 +122,7 @@ pub use parallel::{
 pub use request::{Later, Request};
 pub use state::{ContextState, Member, MemberEvent, MemberEventKind, OnLost, PassState};
 pub use tensor::{NoGrad, Tensor};
-pub use value::{op, ops, Value};
+pub use value::Value;
 pub use worker::{HandlerResult, Worker};
 pub use worker_options::{Operators, WorkerOptions};
 

@@ -1,16 +1,16 @@
 //! The feature `ndarray`: data in and out.
 use crate::{Element, Error, Result, Tensor};
-use ndarray::{Array, ArrayD, ArrayRef, Dimension, IxDyn};
+use ndarray::{Array, ArrayBase, ArrayD, Data, Dimension, IxDyn};
 
 fn shape_of(dims: &[usize]) -> Vec<i64> {
     dims.iter().map(|&size| size as i64).collect()
 }
 
-/// A copy of the elements, in row-major order.
-impl<T: Element, D: Dimension> TryFrom<&ArrayRef<T, D>> for Tensor {
+/// A copy of the elements, in row-major order, of an array or a view.
+impl<S: Data<Elem: Element>, D: Dimension> TryFrom<&ArrayBase<S, D>> for Tensor {
     type Error = Error;
 
-    fn try_from(array: &ArrayRef<T, D>) -> Result<Self> {
+    fn try_from(array: &ArrayBase<S, D>) -> Result<Self> {
         Tensor::from_vec(array.iter().copied().collect(), &shape_of(array.shape()))
     }
 }
@@ -21,7 +21,7 @@ impl<T: Element, D: Dimension> TryFrom<Array<T, D>> for Tensor {
 
     fn try_from(array: Array<T, D>) -> Result<Self> {
         if !array.is_standard_layout() {
-            return Tensor::try_from(&*array);
+            return Tensor::try_from(&array);
         }
         let (shape, count) = (shape_of(array.shape()), array.len());
         match array.into_raw_vec_and_offset() {

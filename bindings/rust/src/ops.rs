@@ -1,13 +1,13 @@
 //! Typed methods for operators that are used a lot, generated from the table below.
-use crate::{op, ops, Dtype, Error, Result, Tensor, Value};
+use crate::{ffi::op_of_table, op, ops, Dtype, Error, Result, Tensor, Value};
 
 macro_rules! operators {
-    ($($doc:literal $name:ident($($argument:ident: $type:ty),*) = $op:literal $(, $trailing:expr)*;)*) => {
+    ($($doc:literal $name:ident($($argument:ident: $type:ty),*) = $op:literal;)*) => {
         impl Tensor {$(
             #[doc = concat!($doc, ": `", $op, "`.")]
             #[doc(alias = $op)]
             pub fn $name(&self $(, $argument: $type)*) -> Result<Tensor> {
-                op($op, &[Value::from(self) $(, Value::from($argument))* $(, Value::from($trailing))*])
+                op_of_table($op, &[Value::from(self) $(, Value::from($argument))*])
             }
         )*}
 
@@ -111,14 +111,6 @@ operators! {
     "Row-major, by a copy if it is not" contiguous() = "aten::contiguous";
     "Zeros, of the same shape and type" zeros_like() = "aten::zeros_like";
     "A copy with memory of its own" copy() = "aten::clone";
-
-    "Takes the elements of another, in place" copy_(source: &Tensor) = "aten::copy_";
-    "Every element becomes 0, in place" zero_() = "aten::zero_";
-    "Every element becomes `value`, in place" fill_(value: f64) = "aten::fill_.Scalar";
-    "Each times a number, in place" mul_(other: f64) = "aten::mul_.Scalar";
-    "Evenly random between two numbers, in place" uniform_(from: f64, to: f64) = "aten::uniform_";
-    "Normally random, in place" normal_(mean: f64, deviation: f64) = "aten::normal_";
-    "Adds `scale` times another, in place" add_(other: &Tensor, scale: f64) = "aten::add_.Tensor";
 }
 
 /// The results of an operator that has two.

@@ -11,9 +11,17 @@ use std::{fmt, marker::PhantomData};
 /// out by [`to_vec`](Tensor::to_vec) and [`item`](Tensor::item). Operators that are used a lot are
 /// methods, [`op`](crate::op) runs any other.
 ///
-/// Any thread may use it. Operators that write in place (torch's names for them end in `_`) are not
-/// ordered with what other threads do with the same memory: that is the program's part, as
-/// everywhere in torch.
+/// Any thread may use it. Operators that write in place (torch's names for them end in `_`) are
+/// `unsafe`, for nothing orders them with what other threads do with the same memory:
+///
+/// ```compile_fail,E0133
+/// let x = distgrad::Tensor::from_slice(&[1.0f32], &[1])?;
+/// x.zero_()?;
+/// # distgrad::Result::Ok(())
+/// ```
+///
+/// An optimizer writes to its parameters in a step, and a backward to `.grad`: not to run those
+/// while another thread reads the same tensors is the program's part, as everywhere in torch.
 #[doc(alias = "dg_tensor")]
 pub struct Tensor(Owned<TensorHandle>);
 
@@ -65,15 +73,15 @@ impl Tensor {
         Dtype::from_code(ffi::tensor_dtype(self.handle()))
     }
 
-    /// How many elements there are along each dimension.
-    #[doc(alias = "dg_tensor_shape")]
+    /// How many elements there are along each dimension; -1 where the parts of a nested tensor differ.
+    #[doc(alias = "dg_tensor_layout")]
     #[doc(alias = "dg_tensor_dim_count")]
     pub fn shape(&self) -> Vec<i64> {
         ffi::tensor_shape(self.handle())
     }
 
-    /// The distance along each dimension, in elements; empty for a sparse tensor.
-    #[doc(alias = "dg_tensor_strides")]
+    /// The distance along each dimension, in elements; empty for a sparse or nested tensor.
+    #[doc(alias = "dg_tensor_layout")]
     pub fn strides(&self) -> Vec<i64> {
         ffi::tensor_strides(self.handle())
     }

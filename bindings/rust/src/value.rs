@@ -1,5 +1,5 @@
 //! Arguments and results of operators, and the call of any operator.
-use crate::{ffi, Dtype, Error, Result, Tensor};
+use crate::{Dtype, Error, Result, Tensor};
 use std::borrow::Cow;
 
 /// An argument or a result of an operator. Arguments may borrow; results own.
@@ -117,37 +117,4 @@ macro_rules! values {
     ($($value:expr),* $(,)?) => {
         [$($crate::Value::from($value)),*]
     };
-}
-
-/// Runs a torch operator that has one tensor as its result; autograd records it.
-///
-/// `name` is with its overload, `arguments` those of its schema in order; missing ones at the end
-/// get their defaults.
-///
-/// ```
-/// # fn main() -> distgrad::Result<()> {
-/// use distgrad::{op, values, Tensor};
-/// let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
-/// let sums = op("aten::sum.dim_IntList", &values![&x, [1]])?;
-/// assert_eq!(sums.to_vec::<f32>()?, [3.0, 7.0]);
-/// # Ok(())
-/// # }
-/// ```
-///
-/// `Code::NotFound` for an unknown name; `Code::InvalidArgument`, before anything runs, for
-/// arguments that do not fit the schema, and afterwards if there is not one tensor.
-#[doc(alias = "dg_op_tensors")]
-pub fn op(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
-    let handle = ffi::with_raw(arguments, |raw| ffi::op_tensor(name, raw))?;
-    if ffi::Handle::is_null(handle) {
-        return Err(Error::invalid(format!("{name} gave no tensor")));
-    }
-    Ok(Tensor::own(handle))
-}
-
-/// Runs a torch operator, whatever its results are. Otherwise as [`op`].
-#[doc(alias = "dg_op_call")]
-#[doc(alias = "dg_values")]
-pub fn ops(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Value<'static>>> {
-    ffi::take_values(ffi::with_raw(arguments, |raw| ffi::op_call(name, raw))?)
 }

@@ -6,11 +6,11 @@ use ndarray::{array, s, Array2, ArrayD};
 #[test]
 fn arrays_in_and_out() {
     let array: Array2<f32> = array![[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]];
-    let tensor = Tensor::try_from(&*array).unwrap();
+    let tensor = Tensor::try_from(&array).unwrap();
     assert_eq!(tensor.shape(), [2, 3]);
     assert_eq!(ArrayD::<f32>::try_from(&tensor).unwrap(), array.clone().into_dyn());
     // Views and columns first, whatever lies in memory.
-    let turned = Tensor::try_from(&*array.t()).unwrap();
+    let turned = Tensor::try_from(&array.t()).unwrap();
     assert_eq!(turned.to_vec::<f32>().unwrap(), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
     let part = array.slice(s![.., 1..]).to_owned();
     assert_eq!(Tensor::try_from(part).unwrap().to_vec::<f32>().unwrap(), [2.0, 3.0, 5.0, 6.0]);

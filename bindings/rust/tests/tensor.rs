@@ -1,5 +1,8 @@
 //! Tensors, values and operators.
-use distgrad::{op, ops, values, Code, DlpackTensor, Dtype, NoGrad, Tensor, Value, OPERATORS};
+use distgrad::{
+    op, op_unchecked, ops, values, Code, DlpackTensor, Dtype, NoGrad, Tensor, Value, OPERATORS,
+    OPERATORS_IN_PLACE,
+};
 use std::{
     ffi::c_void,
     sync::{
@@ -73,7 +76,8 @@ fn torchs_own_tensors_are_shared() {
 fn dlpack_shares_memory() {
     let x = floats(&[1.0, 2.0, 3.0], &[3]);
     let y = Tensor::from_dlpack(x.to_dlpack().unwrap()).unwrap();
-    x.zero_().unwrap();
+    // SAFETY: no other thread has it.
+    unsafe { x.zero_() }.unwrap();
     assert_eq!(y.to_vec::<f32>().unwrap(), [0.0; 3]);
     // What nobody imports is dropped.
     drop(x.to_dlpack().unwrap());
@@ -175,6 +179,34 @@ fn operators_by_name() {
 }
 
 #[test]
+fn safe_code_runs_what_only_computes() {
+    let x = floats(&[1.0], &[1]);
+    let far = values![&x, [1i64 << 20], [1]];
+    for name in ["inductor::_reinterpret_tensor", "aten::set_.source_Tensor"] {
+        assert_eq!(op(name, &far).unwrap_err().code(), Code::PermissionDenied, "{name}");
+        assert_eq!(ops(name, &far).unwrap_err().code(), Code::PermissionDenied, "{name}");
+    }
+    assert_eq!(ops("aten::relu_", &values![&x]).unwrap_err().code(), Code::PermissionDenied);
+    // SAFETY: nothing reads beyond its memory, as is seen here.
+    let beyond = unsafe { op_unchecked("inductor::_reinterpret_tensor", &far) }.unwrap();
+    assert_eq!(beyond.shape(), [1 << 20]);
+    // SAFETY: nobody writes to it.
+    let error = unsafe { beyond.as_slice::<f32>() }.unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+}
+
+#[test]
+fn nested_tensors_have_no_elements_to_see() {
+    let parts: &[Tensor] = &[floats(&[1.0, 2.0], &[1, 2]), floats(&[0.0; 4], &[2, 2])];
+    // SAFETY: it copies its arguments.
+    let nested =
+        unsafe { op_unchecked("aten::_nested_tensor_from_tensor_list", &values![parts]) }.unwrap();
+    assert_eq!(nested.shape(), [2, -1, 2]);
+    assert!(nested.strides().is_empty());
+    assert_eq!(nested.to_vec::<f32>().unwrap_err().code(), Code::FailedPrecondition);
+}
+
+#[test]
 fn every_kind_of_value() {
     let x = floats(&[1.0, 2.0, 3.0, 4.0], &[2, 2]);
     let none: Option<&Tensor> = None;
@@ -209,6 +241,9 @@ fn typed_operators() -> distgrad::Result<()> {
     // A name that is wrong gives NotFound, arguments that are missing InvalidArgument.
     for name in OPERATORS {
         assert_eq!(op(name, &[]).unwrap_err().code(), Code::InvalidArgument, "{name}");
+    }
+    for name in OPERATORS_IN_PLACE {
+        assert_eq!(op(name, &[]).unwrap_err().code(), Code::PermissionDenied, "{name}");
     }
     let x = floats(&[-1.0, 2.0, 3.0, -4.0], &[2, 2]);
     let labels = Tensor::from_slice(&[1i64, 0], &[2]).unwrap();
@@ -262,10 +297,10 @@ fn typed_operators() -> distgrad::Result<()> {
         x.permute(&[1, 0]),
         x.flip(&[0]),
         x.tril(),
-        x.copy()?.fill_(1.0),
-        x.copy()?.mul_(2.0),
-        x.copy()?.uniform_(0.0, 1.0),
-        x.copy()?.normal_(0.0, 1.0),
+        unsafe { x.copy()?.fill_(1.0) },
+        unsafe { x.copy()?.mul_(2.0) },
+        unsafe { x.copy()?.uniform_(0.0, 1.0) },
+        unsafe { x.copy()?.normal_(0.0, 1.0) },
         Tensor::full(&[2], 1.5, Dtype::FLOAT64),
         Tensor::arange(3),
         Tensor::rand(&[2]),
@@ -300,15 +335,15 @@ fn typed_operators() -> distgrad::Result<()> {
         x.contiguous(),
         x.copy(),
         x.zeros_like(),
-        x.copy()?.copy_(&x),
-        x.copy()?.zero_(),
-        x.copy()?.add_(&x, 2.0),
+        unsafe { x.copy()?.copy_(&x) },
+        unsafe { x.copy()?.zero_() },
+        unsafe { x.copy()?.add_(&x, 2.0) },
         Tensor::zeros(&[2], Dtype::INT64),
         Tensor::randn(&[2]),
         Tensor::stack(&[&x, &x], 0),
         Tensor::cat(&[&x, &x], 0),
     ];
-    assert!(results.len() > OPERATORS.len());
+    assert!(results.len() > OPERATORS.len() + OPERATORS_IN_PLACE.len());
     for (place, result) in results.iter().enumerate() {
         assert!(result.is_ok(), "{place}: {result:?}");
     }
@@ -321,7 +356,7 @@ fn typed_operators_compute() -> distgrad::Result<()> {
     let vector = |tensor: Tensor| tensor.to_vec::<f32>();
     let places = |tensor: Tensor| tensor.to_vec::<i64>();
     // Arguments are where they belong.
-    assert_eq!(vector(x.copy()?.add_(&x, 2.0)?)?, [-3.0, 6.0, 9.0, -12.0]);
+    assert_eq!(vector(unsafe { x.copy()?.add_(&x, 2.0) }?)?, [-3.0, 6.0, 9.0, -12.0]);
     assert_eq!(vector(x.clamp(-2.0, 1.0)?)?, [-1.0, 1.0, 1.0, -2.0]);
     assert_eq!(vector(x.leaky_relu(0.5)?)?, [-0.5, 2.0, 3.0, -2.0]);
     assert_eq!(vector(x.masked_fill(&x.lt(&x.neg()?)?, 7.0)?)?, [7.0, 2.0, 3.0, 7.0]);

@@ -1,7 +1,7 @@
 // A device of Gloo's whose collectives all end when one cannot go on.
 //
-// Gloo's own (tcp::Pair) has two gaps there, in each of which a collective waits until its time-out,
-// ten minutes as a rule:
+// Gloo's own (tcp::Pair) has two gaps there, in each of which a collective waits until its
+// time-out, ten minutes as a rule:
 //
 // - What stands in its queue to be written is forgotten when the connection breaks, so who sends to
 //   a rank that died, and does not receive from it, never hears.

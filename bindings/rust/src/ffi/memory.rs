@@ -1,6 +1,6 @@
 //! Elements of tensors: in from slices and vectors, out to vectors, and shared by DLPack.
 use super::{bridge::raw, callback::Owner, handle::MessageHandle};
-use crate::{element::Element, values, Error, Result, Tensor};
+use crate::{element::Element, Error, Result, Tensor};
 use std::{ffi::c_void, slice};
 
 /// As many elements as `shape` has, or an error.
@@ -47,7 +47,7 @@ impl Tensor {
     /// not in the CPU's memory as they are (sparse, other devices).
     #[doc(alias = "dg_tensor_data")]
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        let tensor = crate::op("aten::contiguous", &values![&self.detach()?])?;
+        let tensor = self.detach()?.contiguous()?;
         // SAFETY: a copy is made at once, of a handle that no one else has.
         Ok(unsafe { tensor.as_slice()? }.to_vec())
     }
@@ -84,9 +84,10 @@ impl Tensor {
         if count == 0 {
             return Ok(&[]); // the pointer may be null then
         }
-        // SAFETY: "The first element, as dg_tensor_strides() goes on from it; lives as long as the
-        // handle", which outlives the slice; the rest is the caller's promise. torch aligns its
-        // memory, but imported memory need not be aligned: that is looked at.
+        // SAFETY: "The first element, from which the strides go on; lives as long as the handle",
+        // which outlives the slice, and the memory is not "too small"; the rest is the caller's
+        // promise. torch aligns its memory, but imported memory need not be aligned: that is looked
+        // at.
         if !pointer.cast::<T>().is_aligned() {
             return Err(Error::precondition("the tensor's elements are not aligned"));
         }

@@ -4,6 +4,7 @@ mod bridge;
 mod callback;
 mod handle;
 mod memory;
+mod operator;
 #[cfg(feature = "tch")]
 mod tch;
 mod value;
@@ -13,4 +14,6 @@ pub(crate) use callback::{park, wait, Callback, Forward, Handler, LaterHandler, 
 pub(crate) use handle::{Handle, Owned};
 pub(crate) use memory::payload;
 pub use memory::DlpackTensor;
+pub(crate) use operator::op_of_table;
+pub use operator::{op, op_unchecked, ops, ops_unchecked, OPERATORS_IN_PLACE};
 pub(crate) use value::{take_values, with_raw};

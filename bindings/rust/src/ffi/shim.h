@@ -124,18 +124,9 @@ inline TensorHandle tensor_detach(TensorHandle tensor) {
 }
 inline void tensor_destroy(TensorHandle tensor) { dg_tensor_destroy(tensor); }
 inline int32_t tensor_dtype(TensorHandle tensor) { return dg_tensor_dtype(tensor); }
-inline rust::Vec<int64_t> Copy(const int64_t* numbers, TensorHandle tensor) {
-  rust::Vec<int64_t> copy;
-  if (numbers == nullptr) return copy;
-  for (size_t i = 0; i < dg_tensor_dim_count(tensor); ++i) copy.push_back(numbers[i]);
-  return copy;
-}
-inline rust::Vec<int64_t> tensor_shape(TensorHandle tensor) {
-  return Copy(dg_tensor_shape(tensor), tensor);
-}
-inline rust::Vec<int64_t> tensor_strides(TensorHandle tensor) {
-  return Copy(dg_tensor_strides(tensor), tensor);
-}
+// Empty where there is none.
+rust::Vec<int64_t> tensor_shape(TensorHandle tensor);
+rust::Vec<int64_t> tensor_strides(TensorHandle tensor);
 inline int64_t tensor_element_count(TensorHandle tensor) { return dg_tensor_element_count(tensor); }
 inline Bytes tensor_device(TensorHandle tensor) { return ToBytes(dg_tensor_device(tensor)); }
 inline uint8_t* tensor_data(TensorHandle tensor) {
@@ -148,6 +139,7 @@ inline void manual_seed(uint64_t seed) { dg::Check(dg_manual_seed(seed)); }
 
 // ---------------------------------------------------------------------- Operators and messages
 
+inline void op_check_pure(rust::Str op) { dg::Check(dg_op_check_pure(ToStr(op))); }
 TensorHandle op_tensor(rust::Str op, Values arguments);
 inline ValuesHandle op_call(rust::Str op, Values arguments) {
   return Out<ValuesHandle>(dg_op_call, ToStr(op), arguments.data(), arguments.size());

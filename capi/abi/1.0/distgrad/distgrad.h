@@ -196,8 +196,8 @@ DG_API void dg_tensor_destroy(dg_tensor* tensor) DG_NOEXCEPT;
 DG_API dg_dtype dg_tensor_dtype(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API size_t dg_tensor_dim_count(const dg_tensor* tensor) DG_NOEXCEPT;
 /* Stores how many dimensions there are, and copies their sizes to `shape` and the distances along
- * them, in elements, to `strides`: arrays with room for `room` numbers each, or NULL for what is not
- * wanted. A dimension along which the parts of a nested tensor differ has size -1.
+ * them, in elements, to `strides`: arrays with room for `room` numbers each, or NULL for what is
+ * not wanted. A dimension along which the parts of a nested tensor differ has size -1.
  * DG_OUT_OF_RANGE if there is too little room, with *dim_count stored; DG_FAILED_PRECONDITION if
  * strides are wanted and there are none (sparse, nested). */
 DG_API DG_MUST_USE dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape,
@@ -208,9 +208,10 @@ DG_API int64_t dg_tensor_element_count(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API dg_str dg_tensor_device(const dg_tensor* tensor) DG_NOEXCEPT;
 
 /* The first element, from which the strides go on; lives as long as the handle, until an operator
- * gives the tensor other memory in place. Write to it only where torch might: not under an operator,
- * nor while a call sends it. DG_FAILED_PRECONDITION if its memory does not hold its elements as they
- * are (sparse, nested, conjugate views), is too small for them, or is not the CPU's. */
+ * gives the tensor other memory in place. Write to it only where torch might: not under an
+ * operator, nor while a call sends it. DG_FAILED_PRECONDITION if its memory does not hold its
+ * elements as they are (sparse, nested, conjugate views), is too small for them, or is not the
+ * CPU's. */
 DG_API DG_MUST_USE dg_error* dg_tensor_data(const dg_tensor* tensor, void** out) DG_NOEXCEPT;
 
 DG_API bool dg_tensor_requires_grad(const dg_tensor* tensor) DG_NOEXCEPT;
@@ -370,14 +371,14 @@ DG_API DG_MUST_USE dg_error* dg_op_call(dg_str op, const dg_value* arguments, si
 
 /* Whether an operator only computes, so that whatever its arguments are it harms nothing: what a
  * language in which memory is safe may call as it likes. DG_PERMISSION_DENIED if it writes to its
- * arguments, or is one that peers may not call either (docs/security.md): an internal step that takes
- * sizes on trust, or one that touches files or a tensor's storage. DG_NOT_FOUND for an unknown
- * name. */
+ * arguments, or is one that peers may not call either (docs/security.md): an internal step that
+ * takes sizes on trust, or one that touches files or a tensor's storage. DG_NOT_FOUND for an
+ * unknown name. */
 DG_API DG_MUST_USE dg_error* dg_op_check_pure(dg_str op) DG_NOEXCEPT;
 
-/* The same as dg_op_call for operators whose results are tensors: stores them in outs[0..out_count), those of a
- * list one after the other, and NULL for no tensor. DG_INVALID_ARGUMENT if they are not that many,
- * or not tensors; the operator has run then. */
+/* The same as dg_op_call for operators whose results are tensors: stores them in
+ * outs[0..out_count), those of a list one after the other, and NULL for no tensor.
+ * DG_INVALID_ARGUMENT if they are not that many, or not tensors; the operator has run then. */
 DG_API DG_MUST_USE dg_error* dg_op_tensors(dg_str op, const dg_value* arguments,
                                            size_t argument_count, dg_tensor** outs,
                                            size_t out_count) DG_NOEXCEPT;

@@ -1,0 +1,98 @@
+//! Torch's operators.
+use super::{bridge::raw, handle::Handle, value::take_values, value::with_raw};
+use crate::{Error, Result, Tensor, Value};
+
+/// Runs a torch operator that has one tensor as its result; autograd records it.
+///
+/// `name` is with its overload, `arguments` those of its schema in order; missing ones at the end
+/// get their defaults.
+///
+/// ```
+/// # fn main() -> distgrad::Result<()> {
+/// use distgrad::{op, values, Tensor};
+/// let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
+/// let sums = op("aten::sum.dim_IntList", &values![&x, [1]])?;
+/// assert_eq!(sums.to_vec::<f32>()?, [3.0, 7.0]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// `Code::NotFound` for an unknown name; `Code::InvalidArgument`, before anything runs, for
+/// arguments that do not fit the schema, and afterwards if there is not one tensor;
+/// `Code::PermissionDenied` for an operator that does more than compute ([`op_unchecked`] runs it):
+/// that writes to its arguments, takes sizes on trust, or touches files or a tensor's storage.
+#[doc(alias = "dg_op_tensors")]
+#[doc(alias = "dg_op_check_pure")]
+pub fn op(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
+    raw::op_check_pure(name)?;
+    // SAFETY: it only computes.
+    unsafe { op_unchecked(name, arguments) }
+}
+
+/// Runs any torch operator, otherwise as [`op`].
+///
+/// # Safety
+/// The operator does with these arguments nothing that memory safety forbids. One that writes in
+/// place (torch's names for them end in `_`, or in `.out`) has the memory of what it writes to for
+/// itself while it runs: no other thread reads or writes it, through another tensor that shares it
+/// either. What takes sizes on trust stays within the memory.
+pub unsafe fn op_unchecked(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
+    let handle = with_raw(arguments, |arguments| raw::op_tensor(name, arguments))?;
+    if handle.is_null() {
+        return Err(Error::invalid(format!("{name} gave no tensor")));
+    }
+    Ok(Tensor::own(handle))
+}
+
+/// Runs a torch operator, whatever its results are. Otherwise as [`op`].
+#[doc(alias = "dg_op_call")]
+#[doc(alias = "dg_values")]
+pub fn ops(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Value<'static>>> {
+    raw::op_check_pure(name)?;
+    // SAFETY: it only computes.
+    unsafe { ops_unchecked(name, arguments) }
+}
+
+/// Runs any torch operator, otherwise as [`ops`].
+///
+/// # Safety
+/// As for [`op_unchecked`].
+pub unsafe fn ops_unchecked(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Value<'static>>> {
+    take_values(with_raw(arguments, |arguments| raw::op_call(name, arguments))?)
+}
+
+/// [`op`] for those of the table in ops.rs.
+pub(crate) fn op_of_table(name: &'static str, arguments: &[Value<'_>]) -> Result<Tensor> {
+    // SAFETY: they only compute; a test asks about each.
+    unsafe { op_unchecked(name, arguments) }
+}
+
+macro_rules! in_place {
+    ($($doc:literal $name:ident($($argument:ident: $type:ty),*) = $op:literal;)*) => {
+        impl Tensor {$(
+            #[doc = concat!($doc, ", in place: `", $op, "`.")]
+            ///
+            /// # Safety
+            /// While it runs no other thread reads or writes this tensor's memory, through another
+            /// tensor that shares it either ([`Tensor::detach`], views, messages under way).
+            #[doc(alias = $op)]
+            pub unsafe fn $name(&self $(, $argument: $type)*) -> Result<Tensor> {
+                // SAFETY: the caller's promise.
+                unsafe { op_unchecked($op, &[Value::from(self) $(, Value::from($argument))*]) }
+            }
+        )*}
+
+        /// The operators in place that are methods of [`Tensor`], for its tests.
+        #[doc(hidden)]
+        pub const OPERATORS_IN_PLACE: &[&str] = &[$($op),*];
+    };
+}
+in_place! {
+    "Takes the elements of another" copy_(source: &Tensor) = "aten::copy_";
+    "Every element becomes 0" zero_() = "aten::zero_";
+    "Every element becomes `value`" fill_(value: f64) = "aten::fill_.Scalar";
+    "Each times a number" mul_(other: f64) = "aten::mul_.Scalar";
+    "Evenly random between two numbers" uniform_(from: f64, to: f64) = "aten::uniform_";
+    "Normally random" normal_(mean: f64, deviation: f64) = "aten::normal_";
+    "Adds `scale` times another" add_(other: &Tensor, scale: f64) = "aten::add_.Tensor";
+}
