@@ -233,16 +233,66 @@ static void test_what_outlives_its_worker(void) {
   dg_tensor_destroy(mine);
 }
 
+static void count_context(void* count, const dg_context_state* context) {
+  (void)context;
+  ++*(size_t*)count;
+}
+
+typedef struct held_call {
+  dg_context* context;
+  dg_message* request;
+  dg_code code;
+} held_call;
+static void* call_held(void* argument) {
+  held_call* held = (held_call*)argument;
+  dg_call_options options = DG_CALL_OPTIONS_INIT;
+  dg_message* reply = NULL;
+  options.context = held->context;
+  held->code = code_of(
+      dg_worker_call(workers[0], DG_STR("back"), DG_STR("hold"), held->request, &options, &reply));
+  dg_message_destroy(reply);
+  return NULL;
+}
+
+/* To destroy a context ends it on all workers at once, whatever a thread waits for in it. */
+static void test_destroy_under_a_call(void) {
+  held_call held = {NULL, NULL, DG_OK};
+  const float one = 1;
+  dg_tensor *leaf = floats(&one, 1, 1), *sent;
+  pthread_t thread;
+  size_t known = 1;
+  OK(dg_tensor_require_grad(leaf));
+  sent = op1("aten::exp", leaf);
+  held.request = message_of(sent);
+  OK(dg_context_create(workers[0], &held.context));
+  CHECK(pthread_create(&thread, NULL, call_held, &held) == 0);
+  while (sem_wait(&entered) != 0) continue;
+  OK(dg_worker_contexts(workers[1], count_context, &known));
+  CHECK(known == 2);
+  dg_context_destroy(held.context);
+  while (known > 0) { /* the test's time is the limit */
+    known = 0;
+    OK(dg_worker_contexts(workers[1], count_context, &known));
+  }
+  CHECK(sem_post(&released) == 0);
+  CHECK(pthread_join(thread, NULL) == 0);
+  dg_message_destroy(held.request);
+  dg_tensor_destroy(sent);
+  dg_tensor_destroy(leaf);
+}
+
 int main(void) {
   prepare();
   on_both(create);
   for (int rank = 0; rank < 2; ++rank) {
     add(rank, "multiply", multiply, NULL);
     add(rank, "relay", relay, workers[rank]);
+    add(rank, "hold", hold, NULL);
   }
   OK(dg_worker_register_async(workers[1], DG_STR("later"), later, NULL, NULL));
   on_both(wait_for_all);
   test_backward();
+  test_destroy_under_a_call();
   on_both(leave);
   test_optimizers();
   test_what_outlives_its_worker();

@@ -57,7 +57,15 @@ dg_error* dg_context_release(dg_context* context) noexcept {
   });
 }
 
-void dg_context_destroy(dg_context* context) noexcept { DestroyHandle<ContextObject>(context); }
+void dg_context_destroy(dg_context* context) noexcept {
+  GuardValue(0, [&] {
+    absl::StatusOr<Pinned<ContextObject>> pinned = Pin<ContextObject>(context);
+    // Now, and not when other threads have ended what they do with it: this ends what they do.
+    if (pinned.ok() && (*pinned)->context.is_origin()) (*pinned)->context.Release();
+    return 0;
+  });
+  DestroyHandle<ContextObject>(context);
+}
 
 uint64_t dg_context_id(const dg_context* context) noexcept {
   return GuardValue<uint64_t>(0, [&]() -> uint64_t {

@@ -202,7 +202,7 @@ SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
       rank_(worker->id()),
       local_rank_(static_cast<uint32_t>(worker->local_rank())),
       local_world_size_(static_cast<uint32_t>(worker->local_world_size())),
-      worker_(std::move(worker)) {}
+      worker_(worker.release()) {}
 
 absl::StatusOr<SharedWorker::Use> SharedWorker::Begin() {
   // Close() waits for this worker's handlers anyway; if they counted it would wait for ever, for
@@ -230,7 +230,7 @@ void SharedWorker::Close() {
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(this, &SharedWorker::Unused));
   }
-  worker_.reset();
+  delete worker_;
   std::vector<std::shared_ptr<Handler>> handlers;
   {
     absl::MutexLock lock(&mu_);
@@ -314,7 +314,9 @@ void dg_worker_destroy(dg_worker* worker) noexcept {
                     << "' cannot be destroyed in a callback; it stays alive";
       return 0;
     }
-    if (DestroyHandle<WorkerObject>(worker)) shared->Close();
+    // While handlers run they find their worker, closed, and not a handle that is none.
+    shared->Close();
+    DestroyHandle<WorkerObject>(worker);
     return 0;
   });
 }

@@ -49,8 +49,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
     ~Use() {
       if (counted_) owner_->End();
     }
-    Worker* operator->() const { return owner_->worker_.get(); }
-    Worker* get() const { return owner_->worker_.get(); }
+    Worker* operator->() const { return owner_->worker_; }
+    Worker* get() const { return owner_->worker_; }
     SharedWorker& shared() const { return *owner_; }
 
    private:
@@ -99,7 +99,9 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // Ended with the worker, though contexts may keep what is left of it.
   std::vector<std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
 
-  std::unique_ptr<Worker> worker_;  // constant while there is a Use
+  // Owned. Constant, for handlers use it until its destructor has waited for them; gone after
+  // Close().
+  Worker* const worker_;
 };
 
 // While it lives, this thread does the work of a handler of `worker`; of none if that is null.

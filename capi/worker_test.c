@@ -147,13 +147,17 @@ static dg_error* lie(void* user_data, const dg_request* request, dg_message** re
   return (dg_error*)(uintptr_t)parameter;
 }
 
-static dg_code blocked_code = DG_OK;
+static dg_code blocked_code = DG_OK, blocked_again_code = DG_OK;
 
-/* Ends when its worker does. */
+/* Ends when its worker does, which it asks for more then. */
 static dg_error* block(void* user_data, const dg_request* request, dg_message** reply) {
-  dg_error* error = dg_worker_call((dg_worker*)user_data, DG_STR("front"), DG_STR("hold"),
-                                   request->message, NULL, reply);
+  dg_worker* self = (dg_worker*)user_data;
+  dg_error* error =
+      dg_worker_call(self, DG_STR("front"), DG_STR("hold"), request->message, NULL, reply);
   blocked_code = dg_error_code(error);
+  blocked_again_code = code_of(
+      dg_worker_call(self, DG_STR("front"), DG_STR("nothing"), request->message, NULL, reply));
+  CHECK(str_is(dg_worker_name(self, 1), "back"));
   return error;
 }
 
@@ -330,7 +334,7 @@ static void test_end_while_a_handler_waits(void) {
   OK(dg_worker_call_async(workers[0], DG_STR("back"), DG_STR("block"), empty, NULL, &future));
   while (sem_wait(&entered) != 0) continue;
   dg_worker_destroy(workers[1]); /* fails the handler's call, and waits for the handler */
-  CHECK(blocked_code == DG_CANCELLED);
+  CHECK(blocked_code == DG_CANCELLED && blocked_again_code == DG_CANCELLED);
   OK(dg_future_wait(future, DG_FOREVER, &done));
   CHECK(done && code_of(dg_future_result(future, &reply)) != DG_OK);
   CHECK(sem_post(&released) == 0);

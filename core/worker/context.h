@@ -44,6 +44,9 @@ class Context {
   // The same number on all workers; 0 if it is not valid.
   ContextId id() const { return valid() ? record_->id() : 0; }
 
+  // Whether its end releases the context.
+  bool is_origin() const { return is_origin_; }
+
   // Computes the gradients of everything that `roots` depend on, on every worker, and waits until
   // they are in place. Roots are scalars that require grad, unless options.root_gradients has
   // their gradients. Gradients add up over several passes; none goes to any tensor's grad().

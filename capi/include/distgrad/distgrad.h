@@ -574,9 +574,9 @@ DG_API DG_MUST_USE dg_error* dg_worker_leave_alone(dg_worker* worker,
 
 /* Fails what is still under way with DG_CANCELLED, also what other threads wait for in it (in a
  * dg_worker_wait_for_all, dg_worker_leave or dg_worker_serve after a second); waits for running
- * callbacks to return,
- * and stops all threads. Handles of contexts, futures and optimizers stay valid, and give errors.
- * In a callback, a handler's too, it cannot: there it logs an error and leaves the worker alive. */
+ * callbacks to return, and stops all threads. Handles of contexts, futures and optimizers stay
+ * valid, and give errors. In a callback, a handler's too, it cannot: there it logs an error and
+ * leaves the worker alive. */
 DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
 
 /* 0 if `worker` is none. */
@@ -803,7 +803,8 @@ DG_API DG_MUST_USE dg_error* dg_context_create(dg_worker* worker, dg_context** o
 
 /* Ends the context on every worker; a pass under way fails. Idempotent, does not wait. */
 DG_API DG_MUST_USE dg_error* dg_context_release(dg_context* context) DG_NOEXCEPT;
-/* Releases it too. */
+/* Releases it too, also while other threads are in a call or a backward of it. (A handler's context
+ * is only let go.) */
 DG_API void dg_context_destroy(dg_context* context) DG_NOEXCEPT;
 
 /* The same number on all workers; 0 if `context` is none. */
