@@ -270,9 +270,10 @@ dg_error* dg_scatter(const dg_tensor* tensor, const dg_str* devices, size_t devi
     ScatterOptions options{.dim = dim};
     if (sizes != nullptr) options.sizes.assign(sizes, sizes + device_count);
     auto parts = NewTensorHandles(Scatter(pinned->tensor, to, options));
-    *part_count = parts.size();
+    const size_t count = parts.size();
     parts.resize(device_count);
     HandOut(std::move(parts), outs);
+    *part_count = count;
     return absl::OkStatus();
   });
 }
@@ -292,7 +293,7 @@ dg_error* dg_gather(const dg_tensor* const* tensors, size_t tensor_count, dg_str
 dg_error* dg_broadcast(const dg_tensor* const* tensors, size_t tensor_count, const dg_str* devices,
                        size_t device_count, dg_tensor** outs) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(outs));
+    DG_RETURN_IF_ERROR(CheckArray(outs, tensor_count, "outs"));
     DG_ASSIGN_OR_RETURN(const TensorVector values,
                         PinTensors(tensors, tensor_count, /*allow_null=*/true));
     DG_ASSIGN_OR_RETURN(const std::vector<c10::Device> to, ToSomeDevices(devices, device_count));
@@ -308,7 +309,7 @@ dg_error* dg_broadcast(const dg_tensor* const* tensors, size_t tensor_count, con
 dg_error* dg_reduce_add(const dg_tensor* const* tensors, size_t list_count, size_t tensor_count,
                         dg_str device, dg_tensor** outs) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(outs));
+    DG_RETURN_IF_ERROR(CheckArray(outs, tensor_count, "outs"));
     size_t count = 0;
     if (__builtin_mul_overflow(list_count, tensor_count, &count)) {
       return absl::InvalidArgumentError("there are not so many tensors");

@@ -310,6 +310,7 @@ static void test_broadcast_and_reduce(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_broadcast(two, 2, cpus, 0, copies));
   FAILS(DG_INVALID_ARGUMENT, dg_broadcast(NULL, 2, cpus, 1, copies));
   FAILS(DG_INVALID_ARGUMENT, dg_broadcast(two, 2, cpus, 1, NULL));
+  OK(dg_broadcast(NULL, 0, cpus, 2, NULL)); /* no tensors need no room */
   FAILS(DG_INVALID_ARGUMENT, dg_reduce_add(two, 0, 2, DG_STR(""), sums));
   FAILS(DG_INVALID_ARGUMENT, dg_reduce_add(two, (size_t)-1, 2, DG_STR(""), sums));
   FAILS(DG_INVALID_ARGUMENT, dg_reduce_add(NULL, 1, 2, DG_STR(""), sums));
