@@ -58,11 +58,13 @@ void Lookups::AskAll() {
   }
   std::vector<Question> again;
   for (size_t i = 0; i < questions.size(); ++i) {
-    const bool is_silence = absl::IsDeadlineExceeded(found[i].status());
-    if (is_silence && !questions[i].deadline.Passed() && !closed_) {
-      again.push_back(std::move(questions[i]));
-    } else {
+    const bool silent = absl::IsDeadlineExceeded(found[i].status());
+    if (!silent || questions[i].deadline.Passed()) {
       questions[i].found(std::move(found[i]));
+    } else if (closed_) {
+      questions[i].found(Closed());
+    } else {
+      again.push_back(std::move(questions[i]));
     }
   }
   {
