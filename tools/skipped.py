@@ -1,7 +1,9 @@
 """Says which tests of one `bazel test` were skipped and why, then counts its test targets.
 
-skipped.py FILE, written by that call under --build_event_json_file.
+skipped.py FILE [ALLOWED]: FILE was written by that call under --build_event_json_file. Where there
+is a list of what may be skipped (.ci/skips says how it is written), anything else that was fails.
 """
+import fnmatch
 import json
 import sys
 import urllib.parse
@@ -22,7 +24,15 @@ def cases(path):
             yield name, None
 
 
-def main(path):
+def patterns(path):
+    """The lines of a list of what may be skipped."""
+    with open(path, encoding="utf-8") as file:
+        lines = [line.strip() for line in file]
+    # Of fnmatch's signs only * is one here.
+    return [line.replace("[", "[[]").replace("?", "[?]") for line in lines if line and line[0] != "#"]
+
+
+def main(path, allowed=None):
     tests = {}  # label: "failed" until known otherwise
     skips = set()
     ran = set()  # labels with a case that was not skipped
@@ -55,11 +65,20 @@ def main(path):
     for label in {label for label, name, _ in skips if name} - ran:
         if tests.get(label) == "passed":
             tests[label] = "skipped"
-    for label, name, reason in sorted(skips):
-        print("skipped: %s %s: %s" % (label, name, reason) if name else "skipped: %s: %s" % (label, reason))
+    lines = [("%s %s: %s" if name else "%s%s: %s") % (label, name, reason) for label, name, reason in sorted(skips)]
+    for line in lines:
+        print("skipped: " + line)
     if tests:
         results = list(tests.values())
         print("%d passed, %d failed, %d skipped" % tuple(map(results.count, ("passed", "failed", "skipped"))))
+    if allowed is None:
+        return 0
+    may = patterns(allowed)
+    others = [line for line in lines if not any(fnmatch.fnmatchcase(line, pattern) for pattern in may)]
+    for line in others:
+        print("FAILED: this is not to be skipped here, for %s does not have it: %s" % (allowed, line))
+    return 1 if others else 0
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
