@@ -50,7 +50,7 @@ for line in "worker0 made step 8" "worker1 served step 4" "worker0 pass backward
   "worker1 pass backward 4"; do
   grep -qx "$line" stdout || fail "the traces lack: $line"
 done
-! grep "did not fit" stdout
+if grep "did not fit" stdout; then fail "the trace is not whole"; fi
 expect_error 1 "/nowhere/trace.0.json" --workers=1 --trace=/nowhere/trace.json
 
 echo "== the same seed gives the same run"

@@ -51,7 +51,9 @@ TEST(SaidHostTest, WhatIsNotOursIsNamedWithWhereItWasSaid) {
 TEST(DefaultHostTest, IsLoopbackWhereTheStoreIs) {
   EXPECT_EQ(DefaultHost(PlaceWithStoreAt("127.0.0.1")).value(), "127.0.0.1");
   const auto ipv6 = DefaultHost(PlaceWithStoreAt("::1"));
-  if (ipv6.ok()) EXPECT_EQ(*ipv6, "::1");  // where the machine has IPv6
+  if (ipv6.ok()) {  // where the machine has IPv6
+    EXPECT_EQ(*ipv6, "::1");
+  }
 }
 
 TEST(DefaultHostTest, IsLoopbackWhereAllAreOnThisMachineOrNothingIsKnown) {

@@ -116,7 +116,7 @@ unsigned FeatureOf(const Step& step) {
     case Step::kSaved:
       return kNestedContexts;
     case Step::kOperator:
-      return step.c == kNewcomer ? kNewcomers : 0;
+      return step.c == kNewcomer ? unsigned{kNewcomers} : 0U;
     case Step::kCall:
     case Step::kAsync:
       return step.a == kNewcomer ? unsigned{kNewcomers} : 0U;

@@ -40,7 +40,9 @@ TEST(AddressTowardTest, ByLoopbackToWhatIsHere) {
   ASSERT_TRUE(ipv4.ok()) << ipv4.status();
   EXPECT_EQ(*ipv4, "127.0.0.1");
   const auto ipv6 = AddressToward("::1");
-  if (ipv6.ok()) EXPECT_EQ(*ipv6, "::1");  // where the machine has IPv6
+  if (ipv6.ok()) {  // where the machine has IPv6
+    EXPECT_EQ(*ipv6, "::1");
+  }
   const auto name = AddressToward("localhost");
   ASSERT_TRUE(name.ok()) << name.status();
   EXPECT_TRUE(*name == "127.0.0.1" || *name == "::1") << *name;
