@@ -97,6 +97,11 @@ class Silence : public FaultInjector {
   }
   void HoldsLarge(bool holds) { holds_large_ = holds; }
   void CutNext() { cut_next_ = true; }
+  // Who sends there is short of memory or file descriptors.
+  void RefuseAllTo(const std::string& address) {
+    absl::MutexLock lock(&mu_);
+    refused_ = address;
+  }
   int pings() const { return pings_; }
   void AwaitPongs(int n) {
     absl::MutexLock lock(&mu_);
@@ -116,12 +121,13 @@ class Silence : public FaultInjector {
       return kind == FrameKind::kHello ? Action::kHold : Action::kDrop;
     }
     if (cut_next_.exchange(false)) return Action::kCut;
+    if (to == refused_) return Action::kRefuse;
     return holds_large_ && packet.size() > Link::kBulkBytes ? Action::kHold : Action::kDeliver;
   }
 
  private:
   absl::Mutex mu_;
-  std::string silent_ ABSL_GUARDED_BY(mu_);
+  std::string silent_ ABSL_GUARDED_BY(mu_), refused_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> holds_large_{false}, cut_next_{false};
   std::atomic<int> pings_{0};
   int pongs_ ABSL_GUARDED_BY(mu_) = 0;
@@ -417,6 +423,22 @@ TEST_F(AgentWatchTest, AConnectionThatBreaksAloneIsOpenedAgain) {
   silence_->AwaitPongs(4);
   EXPECT_FALSE(a().service.HasUnreachable(1));
   EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+}
+
+TEST_F(AgentWatchTest, WhoLacksTheMeansToConnectTakesNobodyForLost) {
+  silence_->RefuseAllTo(b().info.address);
+  silence_->CutNext();
+  a().Notify(1, "lost");
+  while (!absl::IsResourceExhausted(a().service.AwaitLost(1))) std::this_thread::yield();
+  // What has come after that says that its end was seen.
+  EXPECT_TRUE(c().Call(0, "echo").Wait().ok());
+  EXPECT_FALSE(a().service.HasUnreachable(1));
+  // It tries again, and then it has the means.
+  silence_->RefuseAllTo("");
+  clock_.Advance(absl::Seconds(4));
+  silence_->AwaitPongs(4);
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  EXPECT_FALSE(a().service.HasUnreachable(1));
 }
 
 TEST_F(AgentWatchTest, WhoHasLeftIsNotMissed) {

@@ -26,7 +26,8 @@ class Receiver {
   virtual void OnPacket(Packet packet) = 0;
 
   // The connection is over; called exactly once, and last. `why` is never OK: kCancelled after
-  // our own Close, kUnavailable when the other end went away.
+  // our own Close, kUnavailable when the other end went away, kResourceExhausted when this process
+  // lacks file descriptors or memory, which says nothing of the other end.
   virtual void OnClosed(absl::Status why) = 0;
 };
 

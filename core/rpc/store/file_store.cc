@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "core/base/descriptors.h"
 #include "core/base/status.h"
 #include "core/rpc/backoff.h"
 #include "core/rpc/store/store_errors.h"
@@ -150,7 +151,11 @@ class FileStore final : public Store {
   // waited for beyond a deadline in the past, but not for ever.
   absl::StatusOr<File> Open(bool for_writing, Deadline deadline) {
     File file(open(path_.c_str(), O_RDWR | O_CLOEXEC));
-    if (file.fd() < 0) return absl::UnavailableError(std::strerror(errno));
+    if (file.fd() < 0) {
+      const absl::Status why = ErrnoStatus(errno, "open");
+      // That is this process's own trouble, and passes.
+      return absl::IsResourceExhausted(why) ? why : absl::UnavailableError(std::strerror(errno));
+    }
     struct stat info = {};
     if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
     if (info.st_dev != device_ || info.st_ino != inode_) {

@@ -40,6 +40,7 @@
 #include "core/rpc/tensorpipe/socket/handshake.h"
 #include "gtest/gtest.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/no_descriptors.h"
 #include "tests/testing/wall_clock.h"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
 
@@ -423,6 +424,21 @@ TEST(FileStoreTest, DeletedOrReplaced) {
     }
     EXPECT_TRUE(NewFileStore(path).ok());  // another file in its place
   }
+}
+
+// That is no word of the store's, which others have still.
+TEST(FileStoreTest, WhoHasNoDescriptorsLeftSaysSo) {
+  const auto store = NewFileStore(NewPath()).value();
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
+  {
+    const NoDescriptors none;
+    for (const absl::Status& status :
+         {store->Set("key", "y", Later()), store->Get("key", absl::InfiniteFuture()).status()}) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "ulimit -n")) << status;
+    }
+  }
+  EXPECT_EQ(store->Get("key", absl::InfinitePast()).value(), "x");
 }
 
 // Somebody who has locked the file and is stopped holds nobody up for ever.

@@ -24,6 +24,7 @@
 #include "core/base/thread_pool.h"
 #include "core/rpc/tensorpipe/address.h"
 #include "core/rpc/tensorpipe/cma_channel.h"
+#include "core/rpc/tensorpipe/error.h"
 #include "core/rpc/tensorpipe/gpu_channel.h"
 #include "core/rpc/tensorpipe/message_layout.h"
 #include "core/rpc/tensorpipe/socket/endpoint.h"
@@ -368,7 +369,11 @@ class PipeConnection final : public Connection,
       return absl::UnavailableError(absl::StrCat(peer_, " did not finish connecting within ",
                                                  absl::FormatDuration(kGreetingPatience)));
     }
-    return absl::UnavailableError(absl::StrCat("lost ", peer_, ": ", Message(error)));
+    const auto ours = error.castToType<TextError>();
+    const bool is_exhausted = ours != nullptr && ours->is_exhausted();
+    return absl::Status(
+        is_exhausted ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kUnavailable,
+        absl::StrCat("lost ", peer_, ": ", Message(error)));
   }
 
   // Constant after construction; synchronize themselves.

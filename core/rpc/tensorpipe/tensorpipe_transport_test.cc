@@ -25,6 +25,7 @@
 #include "core/rpc/transport_testing.h"
 #include "gtest/gtest.h"
 #include "tensorpipe/tensorpipe.h"
+#include "tests/testing/no_descriptors.h"
 #include "tests/testing/no_memory.h"
 
 namespace {
@@ -239,6 +240,22 @@ TEST(TensorPipeTransportTest, NoReceiver) {
   auto receiver = std::make_shared<RecordingReceiver>();
   auto connection = client->Connect(address, receiver).value();
   EXPECT_EQ(receiver->AwaitClosed().code(), absl::StatusCode::kUnavailable);
+}
+
+// That says nothing of whether somebody listens there.
+TEST(TensorPipeTransportTest, WhoHasNoDescriptorsLeftSaysSo) {
+  auto server = NewTransport(TensorPipeOptions());
+  auto client = NewTransport(TensorPipeOptions());
+  const std::string address =
+      server->Listen([](auto) { return std::make_shared<RecordingReceiver>(); }).value();
+  auto receiver = std::make_shared<RecordingReceiver>();
+  {
+    const NoDescriptors none;
+    auto connection = client->Connect(address, receiver).value();
+    const absl::Status why = receiver->AwaitClosed();
+    EXPECT_EQ(why.code(), absl::StatusCode::kResourceExhausted) << why;
+    EXPECT_TRUE(absl::StrContains(why.message(), "Too many open files")) << why;
+  }
 }
 
 // A client that goes away before it said who it is.

@@ -80,7 +80,9 @@ std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop
           "(or the option host) to an address or an interface that others reach");
     }
     auto fd = NewSocketFor(self->endpoint_, self->is_unix_);
-    if (!fd.ok()) return self->Fail(fd.status().message());
+    if (!fd.ok()) {
+      return self->Fail(fd.status().message(), absl::IsResourceExhausted(fd.status()));
+    }
     self->fd_ = *std::move(fd);
     self->id_ = self->loop_->Add(self);
     if (self->id_ == 0) return self->Fail("the transport is closed");
@@ -457,13 +459,14 @@ void SocketConnection::AdvanceWrites() {
 // The end
 
 void SocketConnection::FailErrno(absl::string_view what, int error) {
-  Fail(absl::StrCat(what, ": ", ErrnoText(error)));
+  const absl::Status status = ErrnoStatus(error, what);
+  Fail(status.message(), absl::IsResourceExhausted(status));
 }
 
-void SocketConnection::Fail(absl::string_view why) {
+void SocketConnection::Fail(absl::string_view why, bool is_exhausted) {
   if (state_ == State::kClosed) return;
   state_ = State::kClosed;
-  error_ = MakeError(why);
+  error_ = MakeError(why, is_exhausted);
   if (deadline_ != 0) loop_->Cancel(deadline_);
   if (retry_ != 0) loop_->Cancel(retry_);
   if (fd_.valid() && id_ != 0) loop_->Unwatch(fd_.get());

@@ -109,7 +109,8 @@ class SocketConnection final : public Loop::Handler,
   bool Receive(uint8_t* target, size_t size, size_t* received);
   void FinishFrame();
   void AdvanceWrites();
-  void Fail(absl::string_view why);
+  // `is_exhausted`: for want of file descriptors or memory of this process.
+  void Fail(absl::string_view why, bool is_exhausted = false);
   void FailErrno(absl::string_view what, int error);
 
   // Constant after construction; synchronizes itself.
