@@ -212,7 +212,7 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
   bool fits = true;
   const auto request = static_cast<StoreRequest>(reader.U8());
   uint32_t number = 0;
-  uint64_t session = 0, addition = 0;
+  uint64_t session = 0, change = 0;
   int64_t amount = 0;
   absl::string_view key, value;
   switch (request) {
@@ -228,11 +228,17 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
       session = reader.U64();
       break;
     case StoreRequest::kAddOnce:
-      addition = reader.U64();
+      change = reader.U64();
       key = Key(reader, &fits);
       amount = reader.I64();
       break;
-    case StoreRequest::kDelete:
+    case StoreRequest::kSetOnce:
+      change = reader.U64();
+      key = Key(reader, &fits);
+      if (fits) value = String(reader, kMaxStoreValue, &fits);
+      break;
+    case StoreRequest::kDeleteOnce:
+      change = reader.U64();
       key = Key(reader, &fits);
       break;
     case StoreRequest::kAwait:
@@ -264,21 +270,27 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
       writer.U8(known ? 1 : 0);
       break;
     }
-    case StoreRequest::kAddOnce: {
+    case StoreRequest::kAddOnce:
+    case StoreRequest::kSetOnce:
+    case StoreRequest::kDeleteOnce: {
       if (!peer.session.has_value()) return malformed;
-      std::optional<Addition>& last = sessions_[*peer.session];
-      if (!last.has_value() || last->number != addition) {
-        DG_ASSIGN_OR_RETURN(const std::optional<int64_t> sum, Add(key, amount));
-        last = {addition, sum};
+      std::optional<Change>& last = sessions_[*peer.session];
+      if (!last.has_value() || last->number != change) {
+        Change done{change, std::nullopt};
+        if (request == StoreRequest::kAddOnce) {
+          DG_ASSIGN_OR_RETURN(done.sum, Add(key, amount));
+        } else if (request == StoreRequest::kSetOnce) {
+          DG_RETURN_IF_ERROR(Set(key, value));
+        } else {
+          Delete(key);
+        }
+        last = done;
       }
-      writer.U8(last->sum.has_value() ? 1 : 0);
-      writer.I64(last->sum.value_or(0));
+      const bool adds = request == StoreRequest::kAddOnce;
+      writer.U8(!adds || last->sum.has_value() ? 1 : 0);
+      if (adds) writer.I64(last->sum.value_or(0));
       break;
     }
-    case StoreRequest::kDelete:
-      Delete(key);
-      writer.U8(1);
-      break;
     case StoreRequest::kAwait:
       DG_RETURN_IF_ERROR(BeginWait(peer, value));
       break;

@@ -73,10 +73,10 @@ class StoreServer {
   };
   using Peers = std::list<Peer>;
 
-  // The last addition of a client, which it may repeat after it has lost its connection.
-  struct Addition {
+  // What a client has changed last, which it may ask for again after it has lost its connection.
+  struct Change {
     uint64_t number;
-    std::optional<int64_t> sum;
+    std::optional<int64_t> sum;  // of an addition
   };
 
   StoreServer(Socket listener, Socket wake, Socket stop, StoreServerOptions options)
@@ -122,7 +122,7 @@ class StoreServer {
   Peers peers_;  // by age
   size_t strangers_ = 0;
   std::map<std::string, std::string, std::less<>> values_;
-  std::map<uint64_t, std::optional<Addition>> sessions_;  // as long as the server
+  std::map<uint64_t, std::optional<Change>> sessions_;  // as long as the server
   std::map<std::string, std::set<Peer*>, std::less<>> waiting_;
   size_t bytes_ = 0;  // of all of these
   Deadline accept_again_ = absl::InfinitePast();

@@ -19,7 +19,9 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -27,8 +29,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "core/rpc/store/file_store.h"
 #include "core/rpc/store/in_process_store.h"
@@ -687,18 +691,33 @@ TEST(TcpStoreTest, AStoreThatHasForgottenIsNotTaken) {
 
 // Stands between a client and a server, and cuts connections when so many bytes of answers have
 // come through; in the midst of a number, or when the server has answered and nobody has heard it.
+// Without a seed only where LoseNextAnswer() says so.
 class CuttingProxy {
  public:
-  CuttingProxy(uint16_t server_port, uint64_t seed)
-      : server_port_(server_port), random_(seed), thread_([this] { Run(); }) {}
+  CuttingProxy(uint16_t server_port, std::optional<uint64_t> seed)
+      : server_port_(server_port),
+        cuts_at_random_(seed.has_value()),
+        random_(seed.value_or(0)),
+        thread_([this] { Run(); }) {}
   ~CuttingProxy() {
     shutdown(listener_.fd(), SHUT_RDWR);
     thread_.join();
   }
   uint16_t port() const { return listener_.LocalPort().value(); }
   int cuts() const { return cuts_; }
+  // The server's next answer does not come through, nor does anything after it on its connection.
+  // The client notices when `meanwhile` has returned.
+  void LoseNextAnswer(std::function<void()> meanwhile) {
+    absl::MutexLock lock(&mu_);
+    meanwhile_ = std::move(meanwhile);
+  }
 
  private:
+  std::function<void()> TakeMeanwhile() {
+    absl::MutexLock lock(&mu_);
+    return std::exchange(meanwhile_, nullptr);
+  }
+
   void Run() {
     for (;;) {
       pollfd entry = {listener_.fd(), POLLIN, 0};
@@ -706,8 +725,9 @@ class CuttingProxy {
       Socket client(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!client.valid()) return;
       // The bytes of every second connection are enough for its handshake and an answer.
-      const int bytes = std::uniform_int_distribution(0, 400)(random_);
-      Forward(std::move(client), ++cuts_ % 2 == 0 ? bytes + 300 : bytes);
+      int bytes = std::uniform_int_distribution(0, 400)(random_);
+      if (++cuts_ % 2 == 0) bytes += 300;
+      Forward(std::move(client), cuts_at_random_ ? bytes : std::numeric_limits<int>::max());
     }
   }
 
@@ -724,6 +744,7 @@ class CuttingProxy {
       if (entries[1].revents != 0) {
         const ssize_t n =
             recv(server.fd(), bytes, std::min<size_t>(sizeof(bytes), answer_bytes), 0);
+        if (const auto meanwhile = TakeMeanwhile(); meanwhile != nullptr) return meanwhile();
         if (n <= 0 || !client.Send({bytes, static_cast<size_t>(n)}, Later()).ok()) return;
         answer_bytes -= static_cast<int>(n);
       }
@@ -731,9 +752,12 @@ class CuttingProxy {
   }
 
   const uint16_t server_port_;
+  const bool cuts_at_random_;
   std::mt19937_64 random_;
   const Socket listener_ = Socket::Listen("127.0.0.1", 0).value();
   std::atomic<int> cuts_{0};
+  absl::Mutex mu_;
+  std::function<void()> meanwhile_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;
 };
 
@@ -788,6 +812,25 @@ TEST(TcpStoreTest, NothingIsLostOrDoneTwiceWhenConnectionsBreak) {
   seen[0].merge(seen[1]);
   EXPECT_EQ(seen[0].size(), 2u * kAdditions);
   EXPECT_EQ(server->Get("n", Later()).value(), absl::StrCat(2 * kAdditions));
+}
+
+// One has changed a key, and loses its connection with the answer; another changes it again. What
+// the first repeats must not undo that.
+TEST(TcpStoreTest, WhatIsRepeatedTakesNothingBack) {
+  const auto server = Serve();
+  CuttingProxy proxy(server->port(), std::nullopt);
+  const auto client = Join(proxy.port());
+  const auto other_sets = [&] { EXPECT_TRUE(server->Set("key", "other", Later()).ok()); };
+  proxy.LoseNextAnswer(other_sets);
+  EXPECT_TRUE(client->Set("key", "first", Later()).ok());
+  EXPECT_EQ(server->Get("key", absl::InfinitePast()).value(), "other");
+  proxy.LoseNextAnswer(other_sets);
+  EXPECT_TRUE(client->Delete("key", Later()).ok());
+  EXPECT_EQ(server->Get("key", absl::InfinitePast()).value(), "other");
+  proxy.LoseNextAnswer([&] { EXPECT_EQ(server->Add("n", 1, Later()).value(), 2); });
+  EXPECT_EQ(client->Add("n", 1, Later()).value(), 1);
+  EXPECT_EQ(server->Get("n", absl::InfinitePast()).value(), "2");
+  EXPECT_EQ(proxy.cuts(), 4);  // connections, of which three are over
 }
 
 // --- who may use it
@@ -937,7 +980,8 @@ TEST(TcpStoreTest, HostileClients) {
   // Friends, who say what is no request: huge lengths, unknown ones, text for numbers.
   const std::string length(8, '\xff');
   for (const std::string& words :
-       {"\x01" + length, "\x03" + length, "\x83" + length, "\x81" + Number(1) + length,
+       {"\x01" + length, "\x03" + length, "\x81" + Number(1) + length,
+        "\x83" + Number(1) + length, "\x84" + Number(1) + length,
         std::string("\x02"), std::string("\xff"), std::string("\0abcd", 5),
         "\x82" + Short(0xffffffff), "\x82" + Short(2) + "xx", "\x82" + Short(5) + Short(0) + "x",
         Await(0, {""}), Await(0, {std::string(kMaxStoreKey + 1, 'k')}),

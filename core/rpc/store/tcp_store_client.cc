@@ -54,6 +54,11 @@ absl::Status AwaitPong(Socket& socket, Deadline deadline) {
   return absl::UnavailableError("what answers there is no store");
 }
 
+absl::Status AwaitDone(Socket& socket, Deadline deadline) {
+  uint8_t done = 0;
+  return socket.Receive(&done, sizeof(done), deadline);
+}
+
 absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(Handshake handshake,
                       Handshake::Create(Handshake::Role::kClient, cluster_key, kStoreToken));
@@ -254,6 +259,13 @@ absl::Status TcpStoreClient::Set(const std::string& key, const std::string& valu
   DG_RETURN_IF_ERROR(CheckEntry(key, value));
   Request request;
   WireWriter writer(&request.bytes);
+  if (is_ours()) {
+    AppendRequest(StoreRequest::kSetOnce, writer);
+    writer.U64(++changes_);
+    AppendKey(key, writer);
+    AppendString(value, writer);
+    return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
+  }
   AppendRequest(StoreRequest::kSet, writer);
   AppendKey(key, writer);
   AppendString(value, writer);
@@ -284,7 +296,7 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
     return sum;
   }
   AppendRequest(StoreRequest::kAddOnce, writer);
-  writer.U64(++additions_);
+  writer.U64(++changes_);
   AppendKey(key, writer);
   writer.I64(amount);
   uint8_t is_counter = 0;
@@ -300,12 +312,17 @@ absl::Status TcpStoreClient::Delete(const std::string& key, Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckEntry(key, ""));
   Request request;
   WireWriter writer(&request.bytes);
-  AppendRequest(is_ours() ? StoreRequest::kDelete : StoreRequest::kDeleteKey, writer);
+  if (is_ours()) {
+    AppendRequest(StoreRequest::kDeleteOnce, writer);
+    writer.U64(++changes_);
+    AppendKey(key, writer);
+    return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
+  }
+  AppendRequest(StoreRequest::kDeleteKey, writer);
   AppendKey(key, writer);
-  char deleted[sizeof(int64_t)];
-  const size_t size = is_ours() ? 1 : sizeof(deleted);
   return Exchange(request, AtLeastAMoment(deadline), [&](Socket& socket, Deadline answer_by) {
-    return socket.Receive(deleted, size, answer_by);
+    int64_t deleted = 0;
+    return socket.Receive(&deleted, sizeof(deleted), answer_by);
   });
 }
 

@@ -55,7 +55,8 @@ class TcpStoreClient final : public Store {
                                                  Deadline deadline) override;
 
  private:
-  // Whether the server may get a request twice. All may, but for additions to c10d's counters.
+  // Whether the server may get a request twice. Ours may get any: it knows what it has done. c10d's
+  // may, but for additions; a value that it gets twice may take the place of a newer one.
   enum class Repeat { kAllowed, kForbidden };
   using ReadAnswer = absl::FunctionRef<absl::Status(Socket&, Deadline deadline)>;
 
@@ -106,7 +107,7 @@ class TcpStoreClient final : public Store {
   int in_haste_ = 0;           // of these, who has not had a turn yet
   absl::Status gone_;
 
-  std::atomic<uint64_t> additions_{0};
+  std::atomic<uint64_t> changes_{0};  // that this client has asked for
 
   // Of the one whose turn it is.
   Socket socket_;       // invalid between two connections

@@ -29,9 +29,11 @@ enum class StoreRequest : uint8_t {
   // the client's former connection first, so that nothing that is still on its way there can be
   // done after what the client says next.
   kSession = 128,
-  // A 64-bit number, another one for each addition of a session; key, 64-bit amount. The answer is
-  // a byte, 0 if the key holds no number and else 1, and the 64-bit sum. When the number is that of
-  // the session's last addition, the server repeats its answer and adds nothing.
+  // What changes something begins with a 64-bit number, another one for each change of a session.
+  // When it is that of the session's last change, the server repeats its answer and does nothing:
+  // the client has lost that answer, and somebody else may have changed the same key since.
+  // kAddOnce: key, 64-bit amount. The answer is a byte, 0 if the key holds no number and else 1,
+  // and the 64-bit sum.
   kAddOnce = 129,
   // How many bytes follow, in 32 bits; milliseconds in 32 bits; and to their end, for each key: the
   // key without '/' (32-bit length), and what the client has seen there. The server answers when
@@ -41,7 +43,8 @@ enum class StoreRequest : uint8_t {
   // and else 1, and then the value (32-bit length). kStoreFull in place of the number of keys:
   // there is no room to remember what it waits for.
   kAwait = 130,
-  kDelete = 131,  // key; a byte, 1
+  kDeleteOnce = 131,  // key; a byte, 1
+  kSetOnce = 132,     // key, value; a byte, 1
 };
 
 inline constexpr uint32_t kStoreMagic = 0x3C85F7CE;
