@@ -4,6 +4,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -439,6 +440,40 @@ TEST_F(AgentWatchTest, WhoLacksTheMeansToConnectTakesNobodyForLost) {
   silence_->AwaitPongs(4);
   EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
   EXPECT_FALSE(a().service.HasUnreachable(1));
+}
+
+// With whom there are connections.
+std::set<WorkerId> ConnectedWith(const TestAgent& node) {
+  std::set<WorkerId> peers;
+  for (const auto& [peer, bytes] : node.agent.Queued()) peers.insert(peer);
+  return peers;
+}
+
+TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
+  std::set<WorkerId> with = ConnectedWith(a());
+  std::vector<std::unique_ptr<TestAgent>> late;
+  for (WorkerId id = 3; id < 8; ++id) {
+    late.push_back(Come(id, 1));
+    ASSERT_TRUE(a().agent.Learn(late.back()->info).ok());
+  }
+  // The store says it, and its watcher has found it.
+  for (const auto& node : late) {
+    if (node->info.id > 5) a().agent.SetLost(node->info.id, LifeOf(*node), "it died");
+  }
+  EXPECT_EQ(ConnectedWith(a()), with);
+  // "a" watches this one.
+  a().agent.SetLost(1, LifeOf(b()), "it died");
+  with.insert(3);
+  EXPECT_EQ(ConnectedWith(a()), with);
+}
+
+TEST_F(AgentWatchTest, OneThatIsLostIsNotTriedAgainAndAgain) {
+  const std::set<WorkerId> with = ConnectedWith(a());
+  const auto d = Come(3, 1);
+  ASSERT_TRUE(a().agent.Learn(d->info).ok());
+  a().agent.SetLost(3, LifeOf(*d), "it died");
+  a().agent.WatchToo(3);
+  EXPECT_EQ(ConnectedWith(a()), with);
 }
 
 TEST_F(AgentWatchTest, WhoHasLeftIsNotMissed) {

@@ -35,7 +35,7 @@ void Agent::Impl::WatchToo(WorkerId member) {
     absl::MutexLock lock(&mu_);
     watched_too_ = member;
   }
-  Ping(member);
+  if (!peers_.is_lost(member)) Ping(member);
 }
 
 void Agent::Impl::StopWatching() {
@@ -143,8 +143,16 @@ void Agent::Impl::OnWatchedLinkClosed(const ClosedLink& link, const absl::Status
 }
 
 void Agent::Impl::SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason) {
+  bool was_watched;
+  {
+    absl::MutexLock lock(&mu_);
+    const std::vector<WorkerId> before = peers_.After(watched_);
+    was_watched = watches_ && std::find(before.begin(), before.end(), worker) != before.end();
+  }
   if (!peers_.SetLost(worker, incarnation, reason)) return;
   service_->OnMemberEvents();
+  // Of others those look after it who watch it, or all would connect to ever more.
+  if (!was_watched) return;
   std::vector<WorkerId> after;
   {
     absl::MutexLock lock(&mu_);

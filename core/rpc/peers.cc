@@ -151,6 +151,11 @@ bool Peers::SetAlive(WorkerId worker, Incarnation incarnation) {
   return true;
 }
 
+bool Peers::is_lost(WorkerId worker) const {
+  absl::MutexLock lock(&mu_);
+  return lost_.contains(worker);
+}
+
 bool Peers::IsWatchable(const WorkerInfo& worker) const {
   return worker.id != self_.id && !worker.left && !lost_.contains(worker.id);
 }

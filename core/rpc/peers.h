@@ -52,6 +52,7 @@ class Peers {
   bool SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
   // That life of it was heard of: if it was taken for lost it is not any more, and this is true.
   bool SetAlive(WorkerId worker, Incarnation incarnation);
+  bool is_lost(WorkerId worker) const;
 
   // Whom this worker is to watch: the next `count` members by id, the first ones behind the last,
   // without those who are lost and this one. If each worker watches the next one, each is watched.
