@@ -132,6 +132,7 @@ class Agent::Impl : public Link::Owner,
     Incarnation incarnation = 0;
     bool was_heard = false;
     bool was_silent = false;
+    bool is_there = false;  // somebody is, who has not taken us in
     absl::Time asked_for;
   };
   void OnWatchedLinkClosed(const ClosedLink& link, const absl::Status& why);

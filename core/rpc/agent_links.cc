@@ -264,7 +264,12 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
       if (was_used) links_.erase(it);
       // A probe that nobody answered carried nothing that could be lost.
       lost = !closed_ && !link->dead && (was_used || link->heard() > 0);
-      closed = {peer, link->incarnation, link->heard() > 0, link->silent, link->asked_for};
+      closed = {.peer = peer,
+                .incarnation = link->incarnation,
+                .was_heard = link->heard() > 0,
+                .was_silent = link->silent,
+                .is_there = link->is_there(),
+                .asked_for = link->asked_for};
     }
     failed = TakePending(*link);
     link->dead = true;

@@ -114,7 +114,9 @@ void Link::FlushOnStrand() {
 void Link::OnSent(const absl::Status& sent) {
   // Where the connection is over, its receiver hears of that. One that stands and refuses a packet
   // would leave those waiting who wait for what was in it.
-  if (sent.ok() || absl::IsUnavailable(sent) || absl::IsCancelled(sent)) return;
+  if (sent.ok() || absl::IsUnavailable(sent) || absl::IsCancelled(sent) || absl::IsAborted(sent)) {
+    return;
+  }
   DG_LOG(WARNING) << "closing a connection: " << sent.message();
   Close(sent);
 }
@@ -171,6 +173,10 @@ void Link::OnClosed(absl::Status why) {
     connection.swap(connection_);
     bulk.swap(bulk_);
     if (!why_.ok()) why = why_;
+  }
+  if (absl::IsAborted(why)) {
+    is_there_ = true;
+    why = absl::UnavailableError(why.message());  // to all others it is not to be had
   }
   served_.Close(why);
   window_->Close(why);

@@ -86,6 +86,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   bool loopback() const { return loopback_; }
   bool closed() const;
 
+  // Once it is closed: whether somebody is there, who has not taken us in.
+  bool is_there() const { return is_there_; }
+
   // How many packets have arrived.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
 
@@ -153,6 +156,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   Strand out_;
   std::atomic<uint64_t> heard_{0};
   std::atomic<bool> has_connection_{false}, has_bulk_connection_{false};  // or had
+  std::atomic<bool> is_there_{false};
 
   // On out_ only, once others know the link.
   absl::AnyInvocable<void()> open_;

@@ -14,19 +14,24 @@ namespace distgrad {
 
 class TextError final : public tensorpipe::BaseError {
  public:
-  TextError(std::string what, bool is_exhausted)
-      : what_(std::move(what)), is_exhausted_(is_exhausted) {}
+  enum class Cause {
+    kOther,
+    kExhausted,   // this process lacks the means for it: file descriptors, or memory
+    kNotTakenIn,  // somebody is there, and the handshake was not finished
+  };
+
+  TextError(std::string what, Cause cause) : what_(std::move(what)), cause_(cause) {}
   std::string what() const override { return what_; }
-  // Whether this process lacks the means for it: file descriptors, or memory.
-  bool is_exhausted() const { return is_exhausted_; }
+  Cause cause() const { return cause_; }
 
  private:
   const std::string what_;
-  const bool is_exhausted_;
+  const Cause cause_;
 };
 
-inline tensorpipe::Error MakeError(absl::string_view what, bool is_exhausted = false) {
-  return {std::make_shared<TextError>(std::string(what), is_exhausted), "", 0};
+inline tensorpipe::Error MakeError(absl::string_view what,
+                                   TextError::Cause cause = TextError::Cause::kOther) {
+  return {std::make_shared<TextError>(std::string(what), cause), "", 0};
 }
 
 }  // namespace distgrad

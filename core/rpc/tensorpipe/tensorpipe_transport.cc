@@ -369,11 +369,12 @@ class PipeConnection final : public Connection,
       return absl::UnavailableError(absl::StrCat(peer_, " did not finish connecting within ",
                                                  absl::FormatDuration(kGreetingPatience)));
     }
-    const auto ours = error.castToType<TextError>();
-    const bool is_exhausted = ours != nullptr && ours->is_exhausted();
-    return absl::Status(
-        is_exhausted ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kUnavailable,
-        absl::StrCat("lost ", peer_, ": ", Message(error)));
+    auto code = absl::StatusCode::kUnavailable;
+    if (const auto ours = error.castToType<TextError>(); ours != nullptr) {
+      if (ours->cause() == TextError::Cause::kExhausted) code = absl::StatusCode::kResourceExhausted;
+      if (ours->cause() == TextError::Cause::kNotTakenIn) code = absl::StatusCode::kAborted;
+    }
+    return absl::Status(code, absl::StrCat("lost ", peer_, ": ", Message(error)));
   }
 
   // Constant after construction; synchronize themselves.

@@ -465,8 +465,11 @@ void SocketConnection::FailErrno(absl::string_view what, int error) {
 
 void SocketConnection::Fail(absl::string_view why, bool is_exhausted) {
   if (state_ == State::kClosed) return;
+  TextError::Cause cause = TextError::Cause::kOther;
+  if (state_ == State::kShakingHands) cause = TextError::Cause::kNotTakenIn;
+  if (is_exhausted) cause = TextError::Cause::kExhausted;
   state_ = State::kClosed;
-  error_ = MakeError(why, is_exhausted);
+  error_ = MakeError(why, cause);
   if (deadline_ != 0) loop_->Cancel(deadline_);
   if (retry_ != 0) loop_->Cancel(retry_);
   if (fd_.valid() && id_ != 0) loop_->Unwatch(fd_.get());
