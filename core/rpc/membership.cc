@@ -24,9 +24,6 @@ constexpr size_t kMaxReason = 1024;  // bytes, why one is lost
 
 constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's number
 
-// How long the store has where no deadline says it.
-constexpr absl::Duration kPatience = absl::Minutes(1);
-
 // How long who waits for others does not see that it is to stop.
 constexpr absl::Duration kLook = absl::Seconds(1);
 
@@ -455,10 +452,13 @@ absl::StatusOr<int> Membership::CountIds(Deadline deadline) {
 }
 
 absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
-  DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
+  DG_ASSIGN_OR_RETURN(const int ids,
+                      Patiently(deadline, [&](Deadline until) { return CountIds(until); }));
   std::vector<std::string> keys;
   for (int id = 0; id < ids; ++id) keys.push_back(EntryKey(id));
-  DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries, store_->GetEach(keys, deadline));
+  DG_ASSIGN_OR_RETURN(
+      const std::vector<Store::Value> entries,
+      Patiently(deadline, [&](Deadline until) { return store_->GetEach(keys, until); }));
   std::vector<WorkerInfo> workers;
   for (int id = 0; id < ids; ++id) {
     if (!entries[id].has_value()) continue;  // it has claimed its seat, and no more
@@ -482,8 +482,10 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::All(Deadline deadline) {
 absl::Status Membership::Leave(Deadline deadline) {
   WorkerInfo left = self_;
   left.left = true;
-  DG_RETURN_IF_ERROR(store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left), deadline));
-  return Ring(deadline);
+  DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
+    return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left), until);
+  }));
+  return Patiently(deadline, [&](Deadline until) { return Ring(until); });
 }
 
 // ----------------------------------------------------------------------------- Lost members
@@ -506,7 +508,6 @@ Membership::Loss Membership::LossOf(const WorkerInfo& member, const Store::Value
 }
 
 void Membership::Announce(const LostMember& lost) {
-  const Deadline deadline = Deadline::After(kPatience);
   const std::string key = LostKey(lost.worker.id);
   enum { kAsk, kSay, kRing, kDone } next = kAsk;
   while (next != kDone && !closed_) {
@@ -525,7 +526,8 @@ void Membership::Announce(const LostMember& lost) {
       status = Ring(absl::InfinitePast());
       if (status.ok()) next = kDone;
     }
-    if (!status.ok() && !IsSilence(status, deadline)) return;
+    // Nobody else may know of it: so a store that is silent is asked for as long as that lasts.
+    if (!status.ok() && !absl::IsDeadlineExceeded(status)) return;
   }
 }
 
@@ -604,10 +606,11 @@ absl::Status Membership::BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost
 absl::Status Membership::GoAfterAll(Deadline deadline) {
   const Meeting left{"left", "left", kLast, OnLostMember::kGoOnWithout};
   if (self_.id == 0) return Meet(left, deadline);
-  const absl::StatusOr<int64_t> come = store_->Add(left.name + "/count", 1, deadline);
+  constexpr absl::Time kNow = absl::InfinitePast();
+  const absl::StatusOr<int64_t> come = store_->Add(left.name + "/count", 1, kNow);
   if (!come.ok() || *come < size_) return absl::OkStatus();
-  const absl::StatusOr<Absent> absent = FindAbsent(left, deadline);
-  if (absent.ok() && absent->late.empty()) Open(left, deadline).IgnoreError();
+  const absl::StatusOr<Absent> absent = FindAbsent(left, kNow);
+  if (absent.ok() && absent->late.empty()) Open(left, kNow).IgnoreError();
   return absl::OkStatus();
 }
 
@@ -618,10 +621,17 @@ absl::Status Membership::CheckOpen() const {
 
 template <typename Ask>
 auto Membership::Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline)) {
-  for (;;) {
+  const Deadline limit = Deadline::After(seat_.store_limit);
+  for (bool again = false;; again = true) {
     DG_RETURN_IF_ERROR(CheckOpen());
     auto answer = ask(std::min(deadline, Deadline::After(kLook)));
-    if (!IsSilence(StatusOf(answer), deadline)) return answer;
+    const absl::Status& status = StatusOf(answer);
+    if (!IsSilence(status, deadline)) return answer;
+    // Once is not enough: this process may itself have been stopped for so long.
+    if (!again || !limit.Passed()) continue;
+    return absl::UnavailableError(absl::StrCat("the job's store has not answered for ",
+                                               absl::FormatDuration(seat_.store_limit), ": ",
+                                               status.message()));
   }
 }
 
@@ -703,12 +713,11 @@ absl::Status Membership::Meet(const Meeting& meeting, Deadline deadline) {
   Store::Value changes = LastChanges();
   Deadline look_again = Deadline::After(LookAgain(size_));
   for (;;) {
-    DG_RETURN_IF_ERROR(CheckOpen());
-    const Deadline until = look ? Deadline(absl::InfinitePast())
-                                : std::min({deadline, look_again, Deadline::After(kLook)});
     const Store::Value seen[] = {std::nullopt, changes};
-    const auto now = store_->AwaitChange(keys, seen, until);
-    if (IsSilence(now.status(), deadline)) continue;
+    const auto now = Patiently(deadline, [&](Deadline until) {
+      return store_->AwaitChange(
+          keys, seen, look ? Deadline(absl::InfinitePast()) : std::min(until, look_again));
+    });
     DG_RETURN_IF_ERROR(WithLost(now.status()));
     if ((*now)[0].has_value()) return absl::OkStatus();
     look = look || (*now)[1] != changes || look_again.Passed() || deadline.Passed();
@@ -716,8 +725,7 @@ absl::Status Membership::Meet(const Meeting& meeting, Deadline deadline) {
     changes = (*now)[1];
     const bool last_look = deadline.Passed();
     const absl::StatusOr<Absent> absent =
-        FindAbsent(meeting, std::min(deadline, Deadline::After(kLook)));
-    if (IsSilence(absent.status(), deadline)) continue;
+        Patiently(deadline, [&](Deadline until) { return FindAbsent(meeting, until); });
     DG_RETURN_IF_ERROR(WithLost(absent.status()));
     SetLastChanges(changes);
     look = false;

@@ -43,6 +43,8 @@ struct Seat {
   bool join = false;
   // Of all that ever join the job. A worker neither joins as one more nor knows of more.
   int max_workers = 4096;
+  // How long the store may be silent while somebody waits for the others, by way of it.
+  absl::Duration store_limit = absl::InfiniteDuration();
 };
 
 // What a barrier does when a member that it waits for is lost (Membership::MarkLost).
@@ -53,7 +55,8 @@ enum class OnLostMember {
 
 // Blocks in the store, but for MarkLost and Close: never on a pool's or a transport's thread. Claim
 // and then Enter come first, once each; thread-safe after that. What has a deadline waits for a
-// store that is silent until then, and always some seconds.
+// store that is silent until then, and always some seconds; after Enter for no longer than
+// `store_limit`, which is kUnavailable, and not when this is closed, which is kCancelled.
 //
 // As long as nobody is late, lost or leaves, each worker asks the store a fixed number of times to
 // enter, in each barrier and at the end, whatever the size of the job.
@@ -61,6 +64,7 @@ class Membership {
  public:
   Membership(std::shared_ptr<Store> store, Seat seat)
       : store_(std::move(store)), seat_(std::move(seat)) {}
+  ~Membership() { Close(); }
 
   // Takes the seat: id, name and incarnation of this worker. A seat that is taken is taken again,
   // by a new life, if its worker had that name and the job has started.
@@ -192,7 +196,7 @@ class Membership {
   };
   static Loss LossOf(const WorkerInfo& member, const Store::Value& entry);
   void Announce(const LostMember& lost);
-  // Asks a store that is silent again until the deadline, or until this worker closes.
+  // Asks a store that is silent again: until the deadline, the store's limit, or this worker closes.
   template <typename Ask>
   auto Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline));
   // An error of the store, with the members that this worker knows to be lost: one of them may

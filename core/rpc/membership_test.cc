@@ -1,6 +1,7 @@
 #include "core/rpc/membership.h"
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -231,6 +232,47 @@ TEST(RendezvousTest, ABarrierOutlastsTheSilenceOfTheStore) {
       EXPECT_EQ(members.BarrierOfTheEnd(Later()), absl::OkStatus());
     });
   }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Its machine may have been switched off, and nobody but the store could tell who else has come.
+TEST(RendezvousTest, ABarrierDoesNotOutlastTheLimitOfTheStore) {
+  const auto store = std::make_shared<WatchedStore>();
+  Membership members(store, {.world_size = 1, .store_limit = absl::ZeroDuration()});
+  ASSERT_TRUE(members.Claim(Later()).ok());
+  ASSERT_TRUE(members.Enter(Worker(0), Later()).ok());
+  store->set_answer(Silence());
+  EXPECT_EQ(members.Barrier(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers: the job's store has not answered for "
+                                   "0: the store is silent"));
+  EXPECT_TRUE(absl::IsUnavailable(members.BarrierOfTheEnd(Deadline::Never())));
+  EXPECT_TRUE(absl::IsUnavailable(members.AllEver(Deadline::Never()).status()));
+  // It answers again.
+  store->set_answer(absl::OkStatus());
+  EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+  EXPECT_EQ(members.BarrierOfTheEnd(Later()), absl::OkStatus());
+}
+
+// Whatever it waits for.
+TEST(RendezvousTest, WhoClosesWaitsForNoStore) {
+  const auto store = std::make_shared<WatchedStore>();
+  Membership members(store, {.world_size = 1});
+  ASSERT_TRUE(members.Claim(Later()).ok());
+  ASSERT_TRUE(members.Enter(Worker(0), Later()).ok());
+  store->set_answer(Silence());
+  const std::function<absl::Status()> waits[] = {
+      [&] { return members.Barrier(Deadline::Never()); },
+      [&] { return members.BarrierOfTheEnd(Deadline::Never()); },
+      [&] { return members.All(Deadline::Never()).status(); },
+      [&] { return members.AllEver(Deadline::Never()).status(); },
+  };
+  std::vector<std::thread> threads;
+  for (const auto& wait : waits) {
+    threads.emplace_back([&] { EXPECT_TRUE(absl::IsCancelled(wait())); });
+  }
+  const int before = store->unanswered();
+  while (store->unanswered() < before + 100) std::this_thread::yield();
+  members.Close();
   for (std::thread& thread : threads) thread.join();
 }
 

@@ -149,12 +149,12 @@ absl::Status Worker::Impl::Leave(Deadline deadline, OnLostMember on_lost) {
 }
 
 absl::Status Worker::Impl::NameTheStore(const absl::Status& status) {
-  if (!worker0_serves_store_ || self_.id == 0 || !absl::IsUnavailable(status) ||
-      !absl::IsUnavailable(members_->Changes().status())) {
-    return status;
-  }
-  return absl::UnavailableError(absl::StrCat(status.message(), "; worker ", agent_.Describe(0),
-                                             ", which served the job's store, is gone"));
+  if (!worker0_serves_store_ || self_.id == 0 || !absl::IsUnavailable(status)) return status;
+  const absl::Status store = members_->Changes().status();
+  if (!absl::IsUnavailable(store) && !absl::IsDeadlineExceeded(store)) return status;
+  return absl::UnavailableError(absl::StrCat(
+      status.message(), "; worker ", agent_.Describe(0), ", which serves the job's store, ",
+      absl::IsUnavailable(store) ? "is gone" : "does not answer"));
 }
 
 absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
@@ -178,7 +178,7 @@ absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
 
 // Of one that cannot be reached the store says whether it has left, or come back elsewhere. A store
 // that is silent says nothing: this worker may be the one that is cut off. Then it is asked again,
-// with the agent's next attempt.
+// with the agent's next attempt; but not where both are silent, the store and who serves it.
 void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) {
   {
     absl::MutexLock lock(&mu_);
@@ -197,6 +197,9 @@ void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const a
                     agent_.Learn(*found).IgnoreError();  // of a life that is over, say
                     if (found->left || found->incarnation != incarnation) return;
                     members_->MarkLost(*found, reason);
+                  } else if (peer == 0 && worker0_serves_store_ &&
+                             absl::IsDeadlineExceeded(found.status())) {
+                    misses_store_ = true;
                   } else if (!absl::IsUnavailable(found.status())) {
                     return;
                   }
@@ -245,14 +248,27 @@ void Worker::Impl::FollowMembers() {
   RunLater(kPause, &follow_timer_, &Impl::FollowMembers);
 }
 
+// Nobody can write to the store that the worker that serves it is lost.
+void Worker::Impl::MissStore(const absl::Status& why) {
+  if (!worker0_serves_store_ || self_.id == 0 || members_->finished()) return;
+  if (absl::IsUnavailable(why)) return agent_.WatchToo(0);  // it has ended, as that one has, or will
+  if (store_has_until_.is_never()) {
+    store_has_until_ = Deadline::After(options_.heartbeat_limit);
+  } else if (store_has_until_.Passed()) {
+    misses_store_ = true;
+    const absl::StatusOr<WorkerInfo> worker0 = agent_.Info(0);
+    if (worker0.ok()) agent_.SetLost(0, worker0->incarnation, why.message());
+  }
+}
+
 void Worker::Impl::ReadMembers() {
   const absl::StatusOr<int64_t> changes = members_->Changes();
-  // It ended with the worker that served it, and nobody can write to it that this one is lost.
-  if (absl::IsUnavailable(changes.status()) && worker0_serves_store_ && !members_->finished() &&
-      self_.id != 0) {
-    agent_.WatchToo(0);
+  if (!changes.ok()) return MissStore(changes.status());
+  store_has_until_ = Deadline::Never();
+  if (misses_store_.exchange(false)) {
+    if (const auto worker0 = agent_.Info(0); worker0.ok()) agent_.SetAlive(0, worker0->incarnation);
   }
-  if (!changes.ok() || *changes == changes_) return;
+  if (*changes == changes_) return;
   const absl::StatusOr<std::vector<WorkerInfo>> all = members_->AllEver(absl::InfinitePast());
   if (!all.ok() || !LearnAll(*all).ok()) return;
   const absl::StatusOr<Membership::Losses> losses = members_->LossesOf(*all);

@@ -70,7 +70,9 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
                                                               .rank = job.rank,
                                                               .world_size = job.world_size,
                                                               .join = options.join,
-                                                              .max_workers = options.max_workers});
+                                                              .max_workers = options.max_workers,
+                                                              .store_limit =
+                                                                  options.heartbeat_limit});
   DG_ASSIGN_OR_RETURN(WorkerInfo self, members->Claim(deadline));
   std::shared_ptr<Impl> impl(new Impl(std::move(options), std::move(self), std::move(clock),
                                       std::move(members), std::move(job.transport)));

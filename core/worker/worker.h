@@ -113,7 +113,8 @@ struct WorkerOptions {
   absl::Duration join_timeout = absl::Minutes(1);
   // A peer of which nothing is heard for so long is lost, though its connection stands: it was
   // stopped, or its cable was cut. One that has nothing to say is asked for a sign of life before.
-  // At least 100 ms; InfiniteDuration() for never (in a debugger, for instance).
+  // Who waits for all others waits no longer for a store that is silent for so long (and for some
+  // seconds). At least 100 ms; InfiniteDuration() for never (in a debugger, for instance).
   absl::Duration heartbeat_limit = absl::Seconds(20);
 
   ServeOperators serve_operators = ServeOperators::kPure;

@@ -138,6 +138,7 @@ class Worker::Impl : public Context::Owner,
   // Reads in the store what has happened to members, now and then, while somebody wants to know.
   void FollowMembers();
   void ReadMembers();
+  void MissStore(const absl::Status& why);
   // Of an error of waiting for all: if the store is gone, says with whom.
   absl::Status NameTheStore(const absl::Status& status);
   absl::Status LearnAll(const std::vector<WorkerInfo>& all);
@@ -203,7 +204,10 @@ class Worker::Impl : public Context::Owner,
   std::atomic<bool> leaving_{false};
   std::atomic<bool> denies_loss_{false};  // soon
   std::atomic<bool> follows_members_{false};
-  int64_t changes_ = -1;  // as last seen; of ReadMembers() alone
+  std::atomic<bool> misses_store_{false};  // and so takes the worker that serves it for lost
+  // Of ReadMembers() alone.
+  int64_t changes_ = -1;  // as last seen
+  Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.

@@ -239,10 +239,10 @@ TEST_F(HostsTest, ACutBeyondTheHeartbeatsEndsWhatIsUnderWay) {
   // It is still a member. Its end of the connection may not have heard that it is over.
   ExpectDone(*members_[0], "train 1 4096");
   ExpectDone(*members_[0], "barrier");
-  // Who waited may have missed the other for longer than the heartbeats allow. A barrier that fails
-  // is not used up.
+  // Who waited may have missed the other, or the store, for longer than the heartbeats allow. A
+  // barrier that fails is not used up.
   const std::string waited = Answer(*members_[1]);
-  if (absl::StrContains(waited, "'worker0' (0) is lost")) {
+  if (absl::StartsWith(waited, "= UNAVAILABLE")) {
     ExpectDone(*members_[1], "barrier");
   } else {
     EXPECT_TRUE(absl::StartsWith(waited, "= done")) << waited;
@@ -266,6 +266,34 @@ TEST_F(HostsTest, WhileRank0IsStoppedTheOthersWait) {
   ExpectDone(*members_[0], "leave");
   EXPECT_TRUE(absl::StartsWith(Answer(*members_[1]), "= done")) << members_[1]->output();
   for (const auto& member : members_) EXPECT_EQ(member->Wait(), 0) << member->output();
+}
+
+TEST_F(HostsTest, AllHearThatTheMachineWithTheStoreIsGone) {
+  constexpr int kHosts = 4;
+  Build({.count = kHosts});
+  ASSERT_NE(hosts_, nullptr);
+  for (int rank = 0; rank < kHosts; ++rank) {
+    // Longer than whoever connects waits for the store to say where its peer is.
+    members_.push_back(Member(rank, Place(rank, kHosts), {"--heartbeat=12"}));
+  }
+  for (const auto& member : members_) ExpectJoined(*member);
+  members_[2]->Say("serve");
+  hosts_->CutCable(0);
+  const absl::Time cut = absl::Now();
+  const std::string answer = Answer(*members_[2]);
+  EXPECT_TRUE(absl::StartsWith(answer, "= UNAVAILABLE")) << answer;
+  EXPECT_TRUE(absl::StrContains(answer, "worker 'worker0' (0), which serves the job's store"))
+      << answer;
+  EXPECT_EQ(members_[2]->Wait(), 1) << members_[2]->output();
+  // One watches rank 0, and the other does not.
+  for (int rank : {3, 1}) {
+    EXPECT_NE(members_[rank]->AwaitLine("* lost worker0"), "");
+    std::printf("  rank %d has heard of it %s after the cut\n", rank,
+                absl::FormatDuration(absl::Now() - cut).c_str());
+  }
+  hosts_->MendCable(0);
+  for (int rank : {3, 1}) EXPECT_NE(members_[rank]->AwaitLine("* joined worker0"), "");
+  ExpectDone(*members_[1], "call worker0 4096");
 }
 
 TEST_F(HostsTest, WhoIsKilledComesBack) {
@@ -334,6 +362,28 @@ TEST_F(HostsTest, FileDescriptorsAreReservedAtTheStart) {
   EXPECT_TRUE(absl::StartsWith(answer, "= RESOURCE_EXHAUSTED")) << answer;
   EXPECT_TRUE(absl::StrContains(answer, "ulimit -n")) << answer;
   EXPECT_EQ(member->Wait(), 1);
+}
+
+TEST_F(HostsTest, WhoCallsAWorkerWithoutDescriptorsIsToldSo) {
+  Start();
+  const std::string open = Do(*members_[1], "descriptors");
+  LeaveAll();
+  members_.clear();
+  // As many as it needs to join, and one, which it cannot do without.
+  const int limit = std::atoi(open.c_str() + std::strlen("= done: ")) + 1;
+  members_.push_back(Member(0, Place(0)));
+  members_.push_back(hosts_->Start(
+      1, {"bash", "-c", absl::StrCat("ulimit -n ", limit, "; exec ", kMember)}, Place(1)));
+  for (const auto& member : members_) ExpectJoined(*member);
+  // For as long as nobody is lost whose watcher cannot reach it.
+  const absl::Time begin = absl::Now();
+  while (absl::Now() - begin < absl::Seconds(4)) {
+    const std::string answer = Do(*members_[0], "call worker1 4096");
+    EXPECT_TRUE(absl::StartsWith(answer, "= UNAVAILABLE")) << answer;
+    absl::SleepFor(absl::Seconds(1));  // how often an operator would try
+  }
+  std::printf("  %s\n", members_[1]->AwaitLine("Too many open files").c_str());
+  EXPECT_FALSE(absl::StrContains(members_[0]->output(), "* lost")) << members_[0]->output();
 }
 
 // core/worker/meeting.cc reserves ten for each peer.

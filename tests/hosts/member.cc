@@ -7,6 +7,9 @@
 //   descriptors           counts the file descriptors that it has open
 //   barrier               waits for all workers
 //   leave                 ends the job in good order; then this program ends
+//   serve                 the same, for as long as the job lasts
+//
+// What happens to other members it says in lines that begin with "* ": "* lost worker1".
 //
 // Options: --heartbeat=SECONDS, --join_timeout=SECONDS, --timeout=SECONDS, and --user=ID, whom it
 // becomes before all else (the program's file is not there for everybody).
@@ -55,6 +58,12 @@ class Member {
     DG_RETURN_IF_ERROR(worker_->Register("weight", [this](Request&) -> absl::StatusOr<Message> {
       return Message{"", {weight_.detach().clone()}};
     }));
+    worker_->OnMember([](const MemberEvent& event) {
+      const char* const kinds[] = {"?", "joined", "left", "lost"};
+      // One string, lest an answer come in between.
+      std::cout << absl::StrCat("* ", kinds[static_cast<int>(event.kind)], " ", event.name, "\n")
+                << std::flush;
+    });
     return worker_->Register(
         "echo", [](Request& r) -> absl::StatusOr<Message> { return std::move(r.message); });
   }
@@ -78,6 +87,7 @@ class Member {
     }
     if (what == "barrier") return worker_->WaitForAll(absl::Now() + absl::Minutes(10));
     if (what == "leave") return worker_->Leave(absl::Now() + absl::Minutes(10));
+    if (what == "serve") return worker_->Serve();
     return absl::InvalidArgumentError(absl::StrCat("no command: ", line));
   }
 
@@ -173,7 +183,7 @@ int Main(const std::vector<std::string>& arguments) {
     }
     const absl::Status status = member.Do(line);
     Answer(status, line, asked);
-    if (line == "leave") return status.ok() ? 0 : 1;
+    if (line == "leave" || line == "serve") return status.ok() ? 0 : 1;
   }
   return 0;
 }
