@@ -134,6 +134,12 @@ absl::Status Lost(const std::vector<Membership::LostMember>& lost) {
   return absl::UnavailableError(text);
 }
 
+// Another thread may have been in the same barrier, and be further by now.
+void RaiseTo(int64_t number, std::atomic<int64_t>& last) {
+  int64_t now = last;
+  while (now < number && !last.compare_exchange_weak(now, number)) continue;
+}
+
 const absl::Status& StatusOf(const absl::Status& status) { return status; }
 template <typename T>
 const absl::Status& StatusOf(const absl::StatusOr<T>& value) {
@@ -575,11 +581,13 @@ absl::Status Membership::WithLost(const absl::Status& status) {
 
 // --------------------------------------------------------------------------------- Barriers
 
-absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost) {
+absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost,
+                                 absl::FunctionRef<absl::Status()> finish) {
   const int64_t number = barriers_ + 1;
   const Meeting meeting{absl::StrCat("barrier/", number), "at", number, on_lost};
-  const absl::Status status = Meet(meeting, deadline);
-  if (status.ok()) barriers_ = number;
+  absl::Status status = Meet(meeting, deadline);
+  if (status.ok()) status = finish();
+  if (status.ok()) RaiseTo(number, barriers_);
   return Annotate(status, "waiting for all workers");
 }
 
@@ -707,7 +715,7 @@ absl::Status Membership::Meet(const Meeting& meeting, Deadline deadline) {
     // Of a counter it may not be known whether it has counted.
     if (!absl::IsAborted(come.status())) DG_RETURN_IF_ERROR(WithLost(come.status()));
     look = look || !come.ok() || *come >= size_;
-    if (meeting.number != kLast) come_ = meeting.number;
+    if (meeting.number != kLast) RaiseTo(meeting.number, come_);
   }
   const std::string keys[] = {meeting.name + "/open", kChanges};
   Store::Value changes = LastChanges();

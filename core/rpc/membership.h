@@ -128,10 +128,12 @@ class Membership {
 
   // Waits until every member has called it as often as this one. A member that leaves meanwhile
   // is not waited for, nor is one that joined or came back after this barrier had begun.
-  // kDeadlineExceeded names who did not come, kUnavailable who is lost. Of one that fails the next
-  // call is a continuation: it meets those whom this one was to meet. Calls at the same time are
-  // one.
-  absl::Status Barrier(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
+  // When all have come each calls `finish`, whose error is one of the barrier. kDeadlineExceeded
+  // names who did not come, kUnavailable who is lost. Of one that fails the next call is a
+  // continuation: it meets those whom this one was to meet. Calls at the same time are one.
+  absl::Status Barrier(
+      Deadline deadline, OnLostMember on_lost = OnLostMember::kFail,
+      absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
 
   // The same, once, before all end. When all have come each calls `finish`, and when that has
   // returned everywhere this worker has left, and so will all others. Worker 0, which may serve the

@@ -12,10 +12,12 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/base/status.h"
 #include "core/rpc/store/in_process_store.h"
 #include "gtest/gtest.h"
+#include "tests/testing/forwarding_store.h"
 
 namespace distgrad {
 namespace {
@@ -503,6 +505,48 @@ TEST_F(RunningJobTest, ABarrierThatFailsIsNotUsedUp) {
   EXPECT_TRUE(members_[1]->Barrier(Later()).ok());
   EXPECT_TRUE(members_[0]->Barrier(Later()).ok());
   AllMeet(1);
+}
+
+thread_local bool is_held = false;
+
+// Keeps a thread that waits for a change until it may go on. Thread-safe.
+class HoldingStore : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
+                                                 Deadline deadline) override {
+    if (std::exchange(is_held, false)) {
+      held.Notify();
+      go_on.WaitForNotification();
+    }
+    return ForwardingStore::AwaitChange(keys, seen, deadline);
+  }
+
+  absl::Notification held, go_on;
+};
+
+// Of two threads in one barrier the slower one does not set the worker back.
+TEST_F(RunningJobTest, CallsAtTheSameTimeAreOneBarrier) {
+  const auto holding = std::make_shared<HoldingStore>(store_);
+  Membership members(holding, {.rank = 0, .world_size = 2});
+  std::thread other([&] {
+    Membership second(store_, {.rank = 1, .world_size = 2});
+    ASSERT_TRUE(Come(second, "inproc://1").ok());
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(second.Barrier(Later()), absl::OkStatus());
+  });
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  std::thread slow([&] {
+    is_held = true;
+    EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+  });
+  holding->held.WaitForNotification();
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+  other.join();
+  holding->go_on.Notify();
+  ASSERT_TRUE(store_->Set("changes", "1", Later()).ok());  // so that it looks at once
+  slow.join();
+  // The other has not come to the third.
+  EXPECT_TRUE(absl::IsDeadlineExceeded(members.Barrier(absl::InfinitePast())));
 }
 
 TEST_F(RunningJobTest, EachWorkerAsksAFixedNumberOfTimes) {

@@ -134,8 +134,8 @@ absl::Status Worker::Impl::LearnAll(const std::vector<WorkerInfo>& all) {
 }
 
 absl::Status Worker::Impl::WaitForAll(Deadline deadline, OnLostMember on_lost) {
-  DG_RETURN_IF_ERROR(NameTheStore(members_->Barrier(deadline, on_lost)));
-  return UpdateMembers(deadline);
+  return NameTheStore(
+      members_->Barrier(deadline, on_lost, [&] { return UpdateMembers(deadline); }));
 }
 
 // When all are there, no user's thread makes a call any more; handlers may. When then each has seen

@@ -681,6 +681,50 @@ TEST(MembersStoreTest, WhoWaitsHearsThatTheWorkerWithTheStoreIsGone) {
   workers[1].reset();
 }
 
+// Fails once to read the two entries of all members.
+class ForgetfulStore : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    const bool is_all = keys.size() == 2 && keys[0] == "worker/0" && keys[1] == "worker/1";
+    if (is_all && forgets.exchange(false)) return absl::UnavailableError("it forgets");
+    return ForwardingStore::GetEach(keys, deadline);
+  }
+
+  std::atomic<bool> forgets{false};
+};
+
+// Or the next call would be in another barrier than the others are.
+TEST(MembersStoreTest, ABarrierThatFailsAtItsEndIsNotUsedUp) {
+  const auto store = NewInProcessStore();
+  const auto forgetful = std::make_shared<ForgetfulStore>(store);
+  const auto network = std::make_shared<InprocNetwork>();
+  std::unique_ptr<Worker> workers[2];
+  std::vector<std::thread> threads;
+  for (int rank : {0, 1}) {
+    threads.emplace_back([&, rank] {
+      auto worker = Worker::Create({.store = rank == 0 ? forgetful : store,
+                                    .rank = rank,
+                                    .world_size = 2,
+                                    .transport = "inproc",
+                                    .network = network});
+      ASSERT_TRUE(worker.ok()) << worker.status();
+      workers[rank] = *std::move(worker);
+      if (rank == 1) {
+        EXPECT_TRUE(workers[1]->WaitForAll(Later()).ok());
+      }
+    });
+  }
+  threads[0].join();
+  forgetful->forgets = true;
+  const absl::Status failed = workers[0]->WaitForAll(Later());
+  EXPECT_EQ(failed.code(), absl::StatusCode::kUnavailable) << failed;
+  threads[1].join();
+  // The other has come to no further one.
+  const absl::Status met = workers[0]->WaitForAll(Deadline::After(absl::Seconds(5)));
+  EXPECT_TRUE(met.ok()) << met;
+}
+
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.
 TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {
   const auto raw = NewInProcessStore();
