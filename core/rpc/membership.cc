@@ -593,7 +593,9 @@ absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost,
 
 absl::Status Membership::BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost,
                                          absl::FunctionRef<absl::Status()> finish) {
-  absl::Status status = Meet({"leave", "leave", kLast, on_lost}, deadline);
+  // Worker 0, which may serve the store, goes without those who are lost.
+  absl::Status status = WithLost(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
+  if (status.ok()) status = Meet({"leave", "leave", kLast, on_lost}, deadline);
   if (status.ok()) status = finish();
   if (status.ok()) status = Meet({"finish", "finish", kLast, on_lost}, deadline);
   if (status.ok()) finished_ = true;

@@ -671,6 +671,18 @@ TEST_F(RunningJobTest, WhoWasTakenForLostAndLivesTakesPart) {
   other.join();
 }
 
+// Or who serves the store would not wait for it.
+TEST_F(RunningJobTest, WhoWasTakenForLostSaysAtTheEndThatItLives) {
+  Start(2);
+  members_[0]->MarkLost(*members_[0]->Find("worker1", Later()));
+  ASSERT_TRUE(store_->Get("lost/1", Later()).ok());
+  std::thread other([&] { EXPECT_TRUE(members_[1]->BarrierOfTheEnd(Later()).ok()); });
+  ASSERT_TRUE(store_->Get("leave/1", Later()).ok());
+  EXPECT_EQ(store_->Get("lost/1", absl::InfinitePast()).value(), "");
+  EXPECT_TRUE(members_[0]->BarrierOfTheEnd(Later()).ok());
+  other.join();
+}
+
 // Who served the store may be the one that is lost.
 TEST_F(RunningJobTest, AStoreThatIsGoneDoesNotHideWhoIsLost) {
   Start(2);
