@@ -184,17 +184,6 @@ absl::StatusOr<OnLostMember> ToOnLost(uint64_t flags) {
   return (flags & DG_WITHOUT_LOST) != 0 ? OnLostMember::kGoOnWithout : OnLostMember::kFail;
 }
 
-// For what waits for the worker's handlers.
-absl::StatusOr<SharedWorker::Use> UseWorkerThatEnds(const dg_worker* worker) {
-  DG_ASSIGN_OR_RETURN(SharedWorker::Use use, UseWorker(worker));
-  if (InHandlerOf(use.shared())) {
-    return absl::FailedPreconditionError(absl::StrCat("worker '", use.shared().name(),
-                                                      "' cannot leave in a handler of its own, ",
-                                                      "for it waits for those"));
-  }
-  return use;
-}
-
 }  // namespace
 
 SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
@@ -275,7 +264,7 @@ dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms, uint64_t flags)
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorkerThatEnds(worker));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
     return use->Leave(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
   });
@@ -285,7 +274,7 @@ dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorkerThatEnds(worker));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
     return use->Serve(on_lost);
   });
@@ -294,7 +283,7 @@ dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) noexcept {
 dg_error* dg_worker_leave_alone(dg_worker* worker, int64_t timeout_ms) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorkerThatEnds(worker));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
     return use->LeaveAlone(ToDeadline(timeout_ms, absl::InfinitePast()));
   });

@@ -138,9 +138,17 @@ absl::Status Worker::Impl::WaitForAll(Deadline deadline, OnLostMember on_lost) {
       members_->Barrier(deadline, on_lost, [&] { return UpdateMembers(deadline); }));
 }
 
+absl::Status Worker::Impl::CheckMayLeave() const {
+  if (!pool_.OnThisPool()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("worker '", self_.name,
+                   "' cannot leave in a handler or a callback of its own, for it waits for those"));
+}
+
 // When all are there, no user's thread makes a call any more; handlers may. When then each has seen
 // its calls end, in either direction, none of those makes one either.
 absl::Status Worker::Impl::Leave(Deadline deadline, OnLostMember on_lost) {
+  DG_RETURN_IF_ERROR(CheckMayLeave());
   BlockingScope blocking;
   DG_RETURN_IF_ERROR(NameTheStore(members_->BarrierOfTheEnd(
       deadline, on_lost, [&] { return AwaitIdle(deadline, /*contexts=*/false); })));
@@ -286,6 +294,7 @@ bool Worker::Impl::Refuses(ContextId context) const {
 }
 
 absl::Status Worker::Impl::LeaveAlone(Deadline deadline) {
+  DG_RETURN_IF_ERROR(CheckMayLeave());
   if (serves_store_) {
     return absl::FailedPreconditionError(
         absl::StrCat("worker '", self_.name,

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <functional>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -186,6 +187,25 @@ TEST_P(MembersTest, LeavingWaitsForContextsToEnd) {
   context.Release();
   leaving.join();
   EXPECT_TRUE(left.ok()) << left;
+}
+
+TEST_P(MembersTest, AHandlerCannotLeave) {
+  Start(1);
+  Worker& self = worker(0);
+  const std::map<std::string, std::function<absl::Status()>> ends = {
+      {"leave", [&] { return self.Leave(); }},
+      {"serve", [&] { return self.Serve(); }},
+      {"leave alone", [&] { return self.LeaveAlone(Deadline::Never()); }}};
+  for (const auto& [name, end] : ends) {
+    ASSERT_TRUE(
+        self.Register(name, [end = end](Request&) -> absl::StatusOr<Message> { return end(); })
+            .ok());
+    const absl::Status status = self.Call("worker0", name, {}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(Contains(status, "in a handler")) << status;
+  }
+  EXPECT_TRUE(Echo(self, "worker0").ok());
+  EXPECT_TRUE(self.Leave().ok());
 }
 
 // A store whose answers wait, while its door is closed. Thread-safe.

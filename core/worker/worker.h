@@ -189,7 +189,8 @@ struct Request {
   }
 };
 
-// Thread-safe.
+// Thread-safe. It is the creating process's alone: a child that was forked off has none of its
+// threads, and may neither use nor destroy it.
 class Worker {
  public:
   // Runs on the worker's pool, several at once; may block, make calls, and throw. The caller gets
@@ -290,7 +291,7 @@ class Worker {
   // nobody's call finds us gone, and until the calls that are under way then, in either direction,
   // are answered. Then the worker can be destroyed. It needs no deadline: if a member is lost it
   // fails with kUnavailable and its name, or goes on without it; if Close() is called, with
-  // kCancelled. Not in a handler of this worker, for it waits for those.
+  // kCancelled. kFailedPrecondition in a handler of this worker, for it waits for those.
   absl::Status Leave(Deadline deadline = Deadline::Never(),
                      OnLostMember on_lost = OnLostMember::kFail);
 
@@ -302,8 +303,8 @@ class Worker {
   // Leaves in good order while the job goes on. New calls are refused from now on with
   // kUnavailable, and the others know that we are no member any more; calls under way and contexts
   // that this worker takes part in are waited for until they are over, or until the deadline, which
-  // is an error that counts them. Then the worker can be destroyed. Once; not for the worker that
-  // serves the store.
+  // is an error that counts them. Then the worker can be destroyed. Once. kFailedPrecondition for
+  // the worker that serves the store, and in a handler of this worker.
   absl::Status LeaveAlone(Deadline deadline);
 
   // How many contexts this worker knows of.
