@@ -218,15 +218,16 @@ void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const a
 // Where a connection broke, its other end may take this worker for lost.
 void Worker::Impl::OnPeerLost(WorkerId peer, const absl::Status& why) {
   engine_.OnPeerLost(peer, why);
-  if (options_.heartbeat_limit == absl::InfiniteDuration() || denies_loss_.exchange(true)) return;
+  if (options_.heartbeat_limit == absl::InfiniteDuration() || losses_to_deny_++ > 0) return;
   RunLater(options_.heartbeat_limit, &deny_timer_, &Impl::DenyLossLater);
 }
 
 void Worker::Impl::DenyLossLater() {
-  if (absl::IsDeadlineExceeded(members_->DenyLoss())) {
-    return RunLater(options_.heartbeat_limit, &deny_timer_, &Impl::DenyLossLater);
-  }
-  denies_loss_ = false;
+  const int seen = losses_to_deny_;
+  const bool is_silent = absl::IsDeadlineExceeded(members_->DenyLoss());
+  // Of a connection that broke meanwhile the other end may speak yet.
+  if (!is_silent && losses_to_deny_.fetch_sub(seen) == seen) return;
+  RunLater(options_.heartbeat_limit, &deny_timer_, &Impl::DenyLossLater);
 }
 
 void Worker::Impl::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer,

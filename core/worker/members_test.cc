@@ -745,6 +745,61 @@ TEST(MembersStoreTest, ABarrierThatFailsAtItsEndIsNotUsedUp) {
   EXPECT_TRUE(met.ok()) << met;
 }
 
+// Reads lost/0 for its worker, and then waits before it says what it has read.
+class LateReader : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    auto values = ForwardingStore::GetEach(keys, deadline);
+    if (keys.size() == 1 && keys[0] == "lost/0" && !read.HasBeenNotified()) {
+      read.Notify();
+      go_on.WaitForNotification();
+    }
+    return values;
+  }
+
+  absl::Notification read, go_on;
+};
+
+// That a worker is lost may be said while it looks whether somebody has said so.
+TEST(MembersStoreTest, WhoLivesDeniesEachLoss) {
+  const auto store = NewInProcessStore();
+  const auto late = std::make_shared<LateReader>(store);
+  const auto network = std::make_shared<InprocNetwork>();
+  constexpr int kWorkers = 5;
+  std::unique_ptr<Worker> workers[kWorkers];
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kWorkers; ++rank) {
+    threads.emplace_back([&, rank] {
+      auto worker = Worker::Create({.store = rank == 0 ? late : store,
+                                    .rank = rank,
+                                    .world_size = kWorkers,
+                                    .transport = "inproc",
+                                    .network = network,
+                                    .heartbeat_limit = absl::Seconds(2)});
+      ASSERT_TRUE(worker.ok()) << worker.status();
+      workers[rank] = *std::move(worker);
+      const auto echo = [](Request& r) -> absl::StatusOr<Message> { return std::move(r.message); };
+      ASSERT_TRUE(workers[rank]->Register("echo", echo).ok());
+      ASSERT_TRUE(workers[rank]->WaitForAll(Later()).ok());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // With those that it watches, or that watch it, it would try again and again.
+  for (int to : {1, 2, 3, 4}) ASSERT_TRUE(workers[0]->Call(to, "echo", {}).ok());
+  workers[2].reset();
+  late->read.WaitForNotification();
+  workers[3].reset();
+  // What has come after the end of that connection says that it was seen.
+  ASSERT_TRUE(workers[0]->Call(4, "echo", {}).ok());
+  const Incarnation life = workers[0]->members()[0].incarnation;
+  ASSERT_TRUE(store->Set("lost/0", absl::StrCat(life, " it was silent"), Later()).ok());
+  late->go_on.Notify();
+  const std::string keys[] = {"lost/0"};
+  const Store::Value said[] = {absl::StrCat(life, " it was silent")};
+  EXPECT_EQ(store->AwaitChange(keys, said, Later()).value()[0], "");
+}
+
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.
 TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {
   const auto raw = NewInProcessStore();

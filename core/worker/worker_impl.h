@@ -203,7 +203,7 @@ class Worker::Impl : public Context::Owner,
   Agent agent_;
   MemberCallback member_callback_;
   std::atomic<bool> leaving_{false};
-  std::atomic<bool> denies_loss_{false};  // soon
+  std::atomic<int> losses_to_deny_{0};  // that others may have claimed; soon
   std::atomic<bool> follows_members_{false};
   std::atomic<bool> misses_store_{false};  // and so takes the worker that serves it for lost
   // Of ReadMembers() alone.
