@@ -584,10 +584,11 @@ TEST_P(MembersTest, TheEndOfAWorkerWaitsForItsCallback) {
   Start(1);
   absl::Notification entered;
   std::atomic<bool> returned{false};
-  worker(0).OnMember([&](const MemberEvent&) {
+  Worker& self = worker(0);  // not found there any more while it ends
+  self.OnMember([&](const MemberEvent&) {
     entered.Notify();
     // Ends when Close() fails it.
-    EXPECT_FALSE(worker(0).WaitForAll(Deadline::Never()).ok());
+    EXPECT_FALSE(self.WaitForAll(Deadline::Never()).ok());
     returned = true;
   });
   const auto late = Join("late");
