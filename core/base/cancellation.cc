@@ -2,7 +2,15 @@
 
 #include <algorithm>
 
+#include "absl/strings/string_view.h"
+#include "core/base/exception.h"
+
 namespace distgrad {
+namespace {
+
+constexpr absl::string_view kCallback = "the callback of a cancellation";
+
+}  // namespace
 
 absl::Status Cancellation::why() const {
   absl::MutexLock lock(&mu_);
@@ -18,7 +26,7 @@ void Cancellation::Cancel(absl::Status why) {
     cancelled_.store(true, std::memory_order_release);
     watches.swap(watches_);
   }
-  for (auto& [watch, callback] : watches) callback();
+  for (auto& [watch, callback] : watches) CallAndLog(kCallback, callback);
 }
 
 uint64_t Cancellation::OnCancel(Callback callback) {
@@ -29,7 +37,7 @@ uint64_t Cancellation::OnCancel(Callback callback) {
       return last_;
     }
   }
-  callback();
+  CallAndLog(kCallback, callback);
   return 0;
 }
 

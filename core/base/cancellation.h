@@ -33,7 +33,8 @@ class Cancellation {
   void Cancel(absl::Status why);
 
   // Has `callback` called once on cancel, on the thread that cancels; at once if that was before.
-  // It must not block. Returns a number for Forget(); 0 if it was called.
+  // It must not block; what it throws is logged, and goes no further. Returns a number for
+  // Forget(); 0 if it was called.
   uint64_t OnCancel(Callback callback);
   // The callback is not called from now on, unless it is being called at this moment.
   void Forget(uint64_t watch);

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -23,6 +24,16 @@ TEST(CancellationTest, TellsWhoWatchesOnceAndKeepsTheFirstReason) {
   EXPECT_EQ(forgotten, 0);
   EXPECT_EQ(cancellation.OnCancel([&] { ++told; }), 0u);
   EXPECT_EQ(told, 2) << "at once, for it is cancelled";
+}
+
+TEST(CancellationTest, WhatACallbackThrowsReachesNobody) {
+  Cancellation cancellation;
+  int told = 0;
+  cancellation.OnCancel([] { throw std::runtime_error("out of luck"); });
+  cancellation.OnCancel([&] { ++told; });
+  EXPECT_NO_THROW(cancellation.Cancel(absl::CancelledError("now")));
+  EXPECT_EQ(told, 1);
+  EXPECT_NO_THROW(cancellation.OnCancel([] { throw 1; }));
 }
 
 TEST(CancellationTest, ACallbackMayForgetAnother) {

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/base/log.h"
+
 namespace distgrad {
 
 absl::Status StatusFromStdException(std::exception_ptr exception) {
@@ -20,6 +22,11 @@ absl::Status StatusFromStdException(std::exception_ptr exception) {
   } catch (...) {
     return absl::InternalError("something was thrown that is not a std::exception");
   }
+}
+
+void LogThrown(absl::string_view who) {
+  DG_LOG(ERROR) << who
+                << " has thrown: " << StatusFromStdException(std::current_exception()).message();
 }
 
 }  // namespace distgrad

@@ -24,10 +24,12 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/blocking.h"
 #include "core/base/deadline.h"
 #include "core/base/event_loop.h"
+#include "core/base/exception.h"
 #include "core/base/spin.h"
 
 namespace distgrad {
@@ -75,7 +77,7 @@ class FutureState {
       done_.store(true, std::memory_order_release);
     }
     if (visited != nullptr) visited->WakeVisitor();
-    for (auto& callback : callbacks) callback(*value_);
+    for (auto& callback : callbacks) CallAndLog(kCallback, callback, *value_);
     return true;
   }
 
@@ -143,10 +145,12 @@ class FutureState {
         return;
       }
     }
-    callback(value());
+    CallAndLog(kCallback, callback, value());
   }
 
  private:
+  static constexpr absl::string_view kCallback = "the callback of a future";
+
   bool HasValue() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return value_.has_value(); }
 
   bool Sleep(Deadline deadline) const {
@@ -236,7 +240,8 @@ class Future {
     return std::move(state_->value());
   }
 
-  // Calls `callback` exactly once: at once if done, else on the thread that completes it.
+  // Calls `callback` exactly once: at once if done, else on the thread that completes it. What it
+  // throws is logged, and goes no further.
   void Then(absl::AnyInvocable<void(const absl::StatusOr<T>&)> callback) const {
     const auto state = state_;  // the callback may drop this handle
     state->Then(std::move(callback));

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -86,6 +87,18 @@ TEST(FutureTest, ThenBeforeAndAfter) {
   EXPECT_EQ(seen, (std::vector<int>{10, 11}));
   future.Then([&](const absl::StatusOr<int>& value) { seen.push_back(*value + 2); });
   EXPECT_EQ(seen, (std::vector<int>{10, 11, 12}));
+}
+
+// Whoever completes it, a connection, say, has other things to do; and others wait to be told.
+TEST(FutureTest, WhatACallbackThrowsReachesNobody) {
+  Promise<int> promise;
+  const Future<int> future = promise.future();
+  std::vector<int> seen;
+  future.Then([](const absl::StatusOr<int>&) { throw std::runtime_error("out of luck"); });
+  future.Then([&](const absl::StatusOr<int>& value) { seen.push_back(*value); });
+  EXPECT_NO_THROW(promise.Set(10));
+  EXPECT_EQ(seen, (std::vector<int>{10}));
+  EXPECT_NO_THROW(future.Then([](const absl::StatusOr<int>&) { throw 1; }));
 }
 
 TEST(FutureTest, ACallbackMayDropPromiseAndFuture) {
