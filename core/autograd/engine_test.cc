@@ -3,6 +3,7 @@
 #include "core/autograd/engine.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -19,10 +20,12 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/autograd/context_registry.h"
 #include "core/autograd/notice.h"
 #include "core/base/clock.h"
+#include "core/base/event_loop.h"
 #include "core/base/thread_pool.h"
 #include "core/base/trace.h"
 
@@ -33,6 +36,27 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
 constexpr WorkerId kSelf = 1, kPeer = 2, kOther = 3;
+
+// Calls something once, when it is asked to. Thread-safe.
+class Trap {
+ public:
+  void Set(absl::AnyInvocable<void()> body) {
+    absl::MutexLock lock(&mu_);
+    body_ = std::move(body);
+  }
+  void Spring() {
+    absl::AnyInvocable<void()> body;
+    {
+      absl::MutexLock lock(&mu_);
+      body = std::exchange(body_, nullptr);
+    }
+    if (body != nullptr) body();
+  }
+
+ private:
+  absl::Mutex mu_;
+  absl::AnyInvocable<void()> body_ ABSL_GUARDED_BY(mu_);
+};
 
 // Keeps what is sent. Thread-safe.
 class RecordingNetwork : public EngineNetwork {
@@ -52,7 +76,10 @@ class RecordingNetwork : public EngineNetwork {
   absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId) override {
     return absl::UnimplementedError("this test has no devices");
   }
-  std::string Describe(WorkerId worker) override { return std::to_string(worker); }
+  std::string Describe(WorkerId worker) override {
+    on_describe.Spring();
+    return std::to_string(worker);
+  }
 
   std::vector<Sent> TakeSent() {
     absl::MutexLock lock(&mu_);
@@ -69,6 +96,8 @@ class RecordingNetwork : public EngineNetwork {
     return counts;
   }
 
+  Trap on_describe;
+
  private:
   absl::Mutex mu_;
   std::vector<Sent> sent_ ABSL_GUARDED_BY(mu_);
@@ -82,11 +111,14 @@ class SteppingClock : public Clock {
     step_ = step;
   }
   absl::Time Now() override {
+    on_now.Spring();
     absl::MutexLock lock(&mu_);
     return now_ += step_;
   }
   TimerId At(absl::Time, absl::AnyInvocable<void()>) override { return 0; }
   bool Cancel(TimerId) override { return false; }
+
+  Trap on_now;
 
  private:
   absl::Mutex mu_;
@@ -192,6 +224,101 @@ TEST_F(EngineTest, AGradientDoesNotWaitForLongForOthers) {
   EXPECT_EQ(std::accumulate(gradients.begin(), gradients.end(), size_t{0}), 100u);
   EXPECT_GT(gradients.size(), 1u);
   EXPECT_LT(gradients.size(), 50u) << "they travel together all the same";
+}
+
+// ------------------------------------------------------------------------------ Whose thread it is
+
+// What its thread is to run aside has been run elsewhere before the thread goes on: as if the
+// machine had stopped that thread. To the end of its scope.
+class ElsewhereLoop : public EventLoop {
+ public:
+  ElsewhereLoop() { SetCurrent(this); }
+  ~ElsewhereLoop() override { SetCurrent(nullptr); }
+  void Run(absl::AnyInvocable<void()>) override { ADD_FAILURE() << "nothing comes here"; }
+  bool CanRunAside(const void*) override { return true; }
+  void RunAside(absl::AnyInvocable<void()> task) override { std::thread(std::move(task)).join(); }
+};
+
+class WhoseThreadTest : public EngineTest {
+ protected:
+  // Does what ends the pass on this thread, in the middle of which the nodes run that it feeds. It
+  // may be within CallAsync(), under locks of its user's; what hears of the pass is somebody
+  // else's.
+  void ExpectEndsElsewhere(const Future<Unit>& pass, const std::function<void()>& end) {
+    ASSERT_FALSE(pass.Done());
+    std::thread::id ended;
+    absl::Notification told;
+    pass.Then([&](const absl::StatusOr<Unit>&) {
+      ended = std::this_thread::get_id();
+      told.Notify();
+    });
+    {
+      const ElsewhereLoop loop;
+      end();
+    }
+    told.WaitForNotification();
+    EXPECT_NE(ended, std::this_thread::get_id());
+    EXPECT_TRUE(pass.Wait().ok()) << pass.Wait().status();
+  }
+
+  const std::shared_ptr<ContextRecord> context_ = contexts_.New();
+  const at::Tensor leaf_ = at::ones({2}).requires_grad_();
+};
+
+TEST_F(WhoseThreadTest, ACallToOneselfWhileAPassRunsHearsOfNoOther) {
+  const absl::StatusOr<EdgeId> edge =
+      engine_.RecordSend(*context_, kSelf, Engine::MakeSend({leaf_ * 2}));
+  ASSERT_TRUE(edge.ok()) << edge.status();
+  const Future<Unit> pass = engine_.Backward(
+      context_, {(leaf_ * 3).sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  ExpectEndsElsewhere(pass, [&] {
+    at::Tensor received = at::ones({2});
+    EXPECT_TRUE(engine_.RecordRecv(context_, {*edge, kSelf}, absl::MakeSpan(&received, 1)).ok());
+  });
+}
+
+TEST_F(WhoseThreadTest, ACallThatDoesNotLeaveWhileAPassRunsHearsOfNoOther) {
+  const absl::StatusOr<EdgeId> edge =
+      engine_.RecordSend(*context_, kPeer, Engine::MakeSend({leaf_ * 2}));
+  ASSERT_TRUE(edge.ok()) << edge.status();
+  const Future<Unit> pass = engine_.Backward(
+      context_, {(leaf_ * 3).sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+  ASSERT_EQ(sent.size(), 1u);
+  Deliver(kPeer, {.kind = Notice::Kind::kAck,
+                  .context = context_->id(),
+                  .pass = sent[0].notices.front().pass,
+                  .count = 1});
+  AwaitPool();
+  ExpectEndsElsewhere(pass, [&] { engine_.DropSend(*context_, *edge); });
+}
+
+// Another thread stands on the strand of the pass when it begins.
+TEST_F(WhoseThreadTest, APassRunsInTheModesOfWhoBeganIt) {
+  const at::Tensor hooked = leaf_ * 2;
+  bool autocast = false;
+  hooked.register_hook(
+      [&](const at::Tensor&) { autocast = at::autocast::is_autocast_enabled(at::kCPU); });
+  const at::Tensor root = hooked.sum();
+  absl::Notification on_strand, begun;
+  std::thread other;
+  network_.on_describe.Set([&] {
+    on_strand.Notify();
+    begun.WaitForNotification();
+  });
+  // When the pass is known, and has not begun.
+  clock_.on_now.Set([&] {
+    other = std::thread([&] { engine_.OnPeerLost(kOther, absl::UnavailableError("it is gone")); });
+    on_strand.WaitForNotification();
+  });
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  const Future<Unit> pass = engine_.Backward(
+      context_, {root}, {.deadline = absl::Now() + absl::Hours(1)}, /*run_here=*/false);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  begun.Notify();
+  EXPECT_TRUE(pass.Wait().ok()) << pass.Wait().status();
+  EXPECT_TRUE(autocast);
+  other.join();
 }
 
 // ------------------------------------------------------------------------------ Workers that go

@@ -30,7 +30,7 @@ PassSnapshot PassRun::Snapshot() {
         s.busy = outstanding_;
         promise.Set(std::move(s));
       },
-      RunHere::kNo);
+      RunHere::kNo, &engine_->pool());
   return *snapshot.Wait();
 }
 

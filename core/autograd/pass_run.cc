@@ -76,15 +76,17 @@ std::unique_ptr<TraceSpan> PassRun::BeginSpan(TraceSpan::Kind kind) {
 
 // ------------------------------------------------------------------------------ From outside
 
-void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here) {
+void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* others) {
   if (here != RunHere::kNo) {
     absl::MutexLock lock(&mu_);
     coming_ += Weight(here);
   }
-  strand_.Run([self = shared_from_this(), task = std::move(task)]() mutable {
-    task();
-    self->EndTaskOnStrand();
-  });
+  strand_.Run(
+      [self = shared_from_this(), task = std::move(task)]() mutable {
+        task();
+        self->EndTaskOnStrand();
+      },
+      others);
   if (here != RunHere::kNo) RunFeeds(here);
 }
 
@@ -92,8 +94,10 @@ Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
   Future<Unit> done = promise_->future();
   done.MadeBy(weak_from_this(), id_, engine_->network().loop());
   Post(
-      [this, deadline] {
+      [this, deadline, thread_state = at::ThreadLocalState()]() mutable {
         if (over_.has_value()) return;
+        // This may be another thread.
+        thread_state_ = std::move(thread_state);
         if (deadline != absl::InfiniteFuture()) {
           timer_ = engine_->clock().At(deadline, [weak = weak_from_this()] {
             auto self = weak.lock();
@@ -115,17 +119,19 @@ void PassRun::OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here
       here);
 }
 
+// The thread of this one and the next may be a user's, in the middle of CallAsync(): what others
+// have left on the strand, the end of the pass and what hears of it, say, is not for that.
 void PassRun::OnNewRecv(size_t place, EdgeEnd end) {
   Post(
       [this, place, end] {
         // Else the plan has it, or will.
         if (place >= known_recvs_) pass_.OnLateRecv(end);
       },
-      RunHere::kNo);
+      RunHere::kNo, &engine_->pool());
 }
 
 void PassRun::OnLostSend(EdgeId edge) {
-  Post([this, edge] { pass_.OnLostSend(edge); }, RunHere::kNo);
+  Post([this, edge] { pass_.OnLostSend(edge); }, RunHere::kNo, &engine_->pool());
 }
 
 void PassRun::OnPeerLost(WorkerId peer, const absl::Status& why) {
@@ -407,12 +413,14 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
     }
   }
   graph_ = std::move(graph);
+  if (!thread_state_.has_value()) thread_state_.emplace();
   auto execution =
       std::make_shared<Execution>(graph_,
                                   ExecutionOptions{.retain_graph = retain_graph_,
                                                    .device_threads = engine_->device_threads(),
                                                    .keep_alive = shared_from_this()},
-                                  this);
+                                  this, *thread_state_);
+  thread_state_.reset();
   absl::MutexLock lock(&mu_);
   gathering_ = std::move(gathering);
   execution_ = std::move(execution);

@@ -3,6 +3,7 @@
 #ifndef DISTGRAD_CORE_AUTOGRAD_PASS_RUN_H_
 #define DISTGRAD_CORE_AUTOGRAD_PASS_RUN_H_
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
@@ -108,8 +109,8 @@ class PassRun : public PassHost,
     std::vector<std::string> parts;
   };
 
-  // Runs `task` on the strand.
-  void Post(absl::AnyInvocable<void()> task, RunHere here);
+  // Runs `task` on the strand. `others`: see Strand::Run().
+  void Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* others = nullptr);
   // Runs what is queued. Whoever calls it has been counted in coming_.
   void RunFeeds(RunHere here);
   // Has the pool run what is queued, unless enough threads are coming.
@@ -176,6 +177,8 @@ class PassRun : public PassHost,
   Pass pass_;
   std::optional<Roots> roots_;
   std::optional<Promise<Unit>> promise_;  // on the initiator
+  // Of who began the pass, until the graph is seen.
+  std::optional<at::ThreadLocalState> thread_state_;
   std::optional<Clock::TimerId> timer_;
   std::unique_ptr<TraceSpan> span_;
   size_t known_recvs_ = 0;  // those that the plan has

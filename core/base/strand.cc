@@ -15,7 +15,28 @@ void Strand::State::RunTask(Task& task) noexcept {
   }
 }
 
-void Strand::Run(Task task) {
+void Strand::State::RunWaiting() {
+  while (true) {
+    Task task;
+    {
+      absl::MutexLock lock(&mu);
+      if (waiting.empty()) {
+        running = false;
+        return;
+      }
+      task = std::move(waiting.front());
+      waiting.pop_front();
+    }
+    RunTask(task);
+  }
+}
+
+bool Strand::State::HasWaiting() {
+  absl::MutexLock lock(&mu);
+  return !waiting.empty();
+}
+
+void Strand::Run(Task task, ThreadPool* others) {
   const std::shared_ptr<State> state = state_;
   {
     absl::MutexLock lock(&state->mu);
@@ -25,17 +46,13 @@ void Strand::Run(Task task) {
     }
     state->running = true;
   }
-  while (true) {
-    state->RunTask(task);
-    task = nullptr;
-    absl::MutexLock lock(&state->mu);
-    if (state->waiting.empty()) {
-      state->running = false;
-      return;
-    }
-    task = std::move(state->waiting.front());
-    state->waiting.pop_front();
+  state->RunTask(task);
+  task = nullptr;
+  if (others != nullptr && state->HasWaiting() &&
+      others->Schedule([state] { state->RunWaiting(); })) {
+    return;
   }
+  state->RunWaiting();
 }
 
 }  // namespace distgrad

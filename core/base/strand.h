@@ -1,5 +1,6 @@
 // Runs tasks one at a time and in order, with no thread of its own: the thread that finds the
-// strand idle runs its task at once, and then whatever others handed in meanwhile.
+// strand idle runs its task at once, and then whatever others handed in meanwhile; or leaves that
+// to a pool.
 //
 // So an uncontended strand costs no hand-over. Tasks are short, and never block. A task that
 // calls Run() on its own strand has the new task run after it, not inside it. A task and what
@@ -21,6 +22,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/thread_pool.h"
 
 namespace distgrad {
 
@@ -35,12 +37,18 @@ class Strand {
   Strand(const Strand&) = delete;
   Strand& operator=(const Strand&) = delete;
 
-  void Run(Task task);
+  // With `others` this thread runs no task but its own: what is handed in meanwhile runs on that
+  // pool, and here only if the pool is closed. For a thread that is in the middle of something
+  // else, under locks and in modes that the tasks of others must not see.
+  void Run(Task task, ThreadPool* others = nullptr);
 
  private:
   struct State {
     explicit State(OnThrow the_on_throw) : on_throw(std::move(the_on_throw)) {}
     void RunTask(Task& task) noexcept;
+    // Runs what waits, and leaves the strand idle.
+    void RunWaiting();
+    bool HasWaiting();
 
     OnThrow on_throw;  // by whoever runs a task
 

@@ -135,6 +135,35 @@ TEST(StrandTest, WhoIsThereForAnothersTaskDoesNotSeeWhatItThrows) {
   EXPECT_EQ(told, 1);
 }
 
+// What is handed in while this thread runs its own task, in the order in which it was.
+TEST(StrandTest, WhoLeavesOthersTasksToAPoolRunsNone) {
+  ThreadPool pool("strand", 1);
+  Strand strand(NothingIsThrown);
+  std::vector<int> order;
+  std::vector<std::thread::id> ran;
+  absl::Notification done;
+  strand.Run(
+      [&] {
+        ran.push_back(std::this_thread::get_id());
+        strand.Run([&] {
+          order.push_back(1);
+          ran.push_back(std::this_thread::get_id());
+          strand.Run([&] { done.Notify(); });
+        });
+        strand.Run([&] { order.push_back(2); });
+      },
+      &pool);
+  done.WaitForNotification();
+  ASSERT_EQ(ran.size(), 2u);
+  EXPECT_EQ(ran[0], std::this_thread::get_id()) << "its own, at once";
+  EXPECT_NE(ran[1], std::this_thread::get_id());
+  EXPECT_EQ(order, (std::vector<int>{1, 2}));
+  pool.Join();
+  bool inside = false;
+  strand.Run([&] { strand.Run([&] { inside = true; }); }, &pool);
+  EXPECT_TRUE(inside) << "there is nobody else";
+}
+
 TEST(StrandTest, ATaskMayOwnTheStrandsOwner) {
   struct Owner {
     Strand strand{NothingIsThrown};

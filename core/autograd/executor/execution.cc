@@ -1,6 +1,5 @@
 #include "core/autograd/executor/execution.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -65,7 +64,7 @@ bool MayRunNodesHere() {
 
 struct Execution::State : std::enable_shared_from_this<Execution::State> {
   State(std::shared_ptr<const Graph> the_graph, ExecutionOptions the_options,
-        GradientSink* the_sink);
+        GradientSink* the_sink, const at::ThreadLocalState& the_thread_state);
 
   // A burst begins with the first Begin() and ends when each has had its End().
   void Begin();
@@ -105,11 +104,12 @@ struct Execution::State : std::enable_shared_from_this<Execution::State> {
 };
 
 Execution::State::State(std::shared_ptr<const Graph> the_graph, ExecutionOptions the_options,
-                        GradientSink* the_sink)
+                        GradientSink* the_sink, const at::ThreadLocalState& the_thread_state)
     : graph(std::move(the_graph)),
       options(the_options),
       sink(the_sink),
       has_devices(!graph->devices().empty()),
+      thread_state(the_thread_state),
       progress(new Progress[graph->size()]),
       inputs(new GradientSlot[graph->input_count()]) {
   thread_state.set_grad_mode(false);
@@ -305,8 +305,8 @@ void Execution::State::HandOver(uint8_t lane, ReadyNode node) {
 }
 
 Execution::Execution(std::shared_ptr<const Graph> graph, ExecutionOptions options,
-                     GradientSink* sink)
-    : state_(std::make_shared<State>(std::move(graph), options, sink)) {}
+                     GradientSink* sink, const at::ThreadLocalState& thread_state)
+    : state_(std::make_shared<State>(std::move(graph), options, sink, thread_state)) {}
 
 Execution::~Execution() = default;
 

@@ -27,6 +27,7 @@
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_EXECUTION_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_EXECUTION_H_
 
+#include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <memory>
@@ -96,9 +97,10 @@ bool MayRunNodesHere();
 // Thread-safe.
 class Execution {
  public:
-  // `sink` must outlive the last OnIdle. Takes the thread-local state of the
-  // calling thread (autocast and the like) for its nodes; they run with gradient mode off.
-  Execution(std::shared_ptr<const Graph> graph, ExecutionOptions options, GradientSink* sink);
+  // `sink` must outlive the last OnIdle. The nodes run in the thread-local state that is given, by
+  // default that of the calling thread (autocast and the like), with gradient mode off.
+  Execution(std::shared_ptr<const Graph> graph, ExecutionOptions options, GradientSink* sink,
+            const at::ThreadLocalState& thread_state = {});
   ~Execution();
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
