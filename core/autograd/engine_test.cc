@@ -10,6 +10,7 @@
 
 #include <functional>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -68,6 +69,7 @@ class RecordingNetwork : public EngineNetwork {
 
   Packet NewNotice() override { return Packet(); }
   void Notify(WorkerId to, Packet packet) override {
+    on_notify.Spring();
     absl::StatusOr<std::vector<Notice>> notices = ReadNotices(packet, 0, {});
     EXPECT_TRUE(notices.ok()) << notices.status();
     absl::MutexLock lock(&mu_);
@@ -96,7 +98,7 @@ class RecordingNetwork : public EngineNetwork {
     return counts;
   }
 
-  Trap on_describe;
+  Trap on_describe, on_notify;
 
  private:
   absl::Mutex mu_;
@@ -319,6 +321,46 @@ TEST_F(WhoseThreadTest, APassRunsInTheModesOfWhoBeganIt) {
   EXPECT_TRUE(pass.Wait().ok()) << pass.Wait().status();
   EXPECT_TRUE(autocast);
   other.join();
+}
+
+// -------------------------------------------------------------------------------- What is thrown
+
+// When everything has been done but to say so. A pass that has gone well is kept, and what waits
+// for it with it.
+TEST_F(EngineTest, WhatIsThrownAtTheEndOfAPassKeepsNobodyWaiting) {
+  const auto context = contexts_.New();
+  const at::Tensor leaf = at::ones({2}).requires_grad_();
+  const absl::StatusOr<EdgeId> edge =
+      engine_.RecordSend(*context, kPeer, Engine::MakeSend({leaf * 2}));
+  ASSERT_TRUE(edge.ok()) << edge.status();
+  const Future<Unit> pass = engine_.Backward(
+      context, {(leaf * 3).sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+  ASSERT_EQ(sent.size(), 1u);
+  const PassId id = sent[0].notices.front().pass;
+  Deliver(kPeer, {.kind = Notice::Kind::kAck, .context = context->id(), .pass = id, .count = 1});
+  ASSERT_FALSE(pass.Done()) << "no gradient has come";
+  network_.on_notify.Set([] { throw std::bad_alloc(); });
+  Deliver(kPeer,
+          {.kind = Notice::Kind::kEdge, .context = context->id(), .pass = id, .edge = *edge});
+  AwaitPool();
+  ASSERT_TRUE(pass.Done());
+  EXPECT_TRUE(pass.Wait().ok()) << pass.Wait().status();
+}
+
+TEST_F(EngineTest, APacketThatCannotBeSentKeepsNoOtherFromItsWorker) {
+  const auto context = contexts_.New();
+  const at::Tensor sum = Receive(context, kPeer, 1) + Receive(context, kOther, 1);
+  const Future<Unit> pass = engine_.Backward(
+      context, {sum.sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  ASSERT_FALSE(pass.Done()) << "the peers have not said that they are done";
+  network_.TakeSent();
+  network_.on_notify.Set([] { throw std::bad_alloc(); });
+  pass.Cancel();
+  EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kCancelled);
+  const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+  ASSERT_EQ(sent.size(), 1u) << "the first of two was lost";
+  EXPECT_EQ(sent[0].notices.front().kind, Notice::Kind::kAbort);
 }
 
 // ------------------------------------------------------------------------------ Workers that go

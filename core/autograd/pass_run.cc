@@ -571,10 +571,16 @@ void PassRun::EndTaskOnStrand() {
   const bool ends = over_.has_value() && !reports_.has_value() && !std::exchange(ended_, true);
   // Before the last acknowledgement goes out: the next pass may be here as soon as it has.
   if (ends) EndOnStrand();
-  for (auto& [to, packets] : std::exchange(outbox_, {})) {
+  // What throws here loses no packets for others, and OnThrowOnStrand() comes here again.
+  while (!outbox_.empty()) {
+    const auto first = outbox_.begin();
+    const WorkerId to = first->first;
+    absl::InlinedVector<Packet, 1> packets = std::move(first->second);
+    outbox_.erase(first);
     for (Packet& packet : packets) engine_->network().Notify(to, std::move(packet));
   }
-  if (!ends || !promise_.has_value()) return;
+  // Once it is set, this does nothing.
+  if (!ended_ || !promise_.has_value()) return;
   if (over_->ok())
     promise_->Set(Unit());
   else
