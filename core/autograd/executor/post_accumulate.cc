@@ -35,7 +35,8 @@ torch::autograd::PostAccumulateGradHook* HookOf(const AccumulateGrad& leaf) {
   return hook;
 }
 
-thread_local bool is_calling = false;
+class GradInPlace;
+thread_local const GradInPlace* innermost = nullptr;
 
 // While it lives, the leaf's .grad is another one.
 class GradInPlace {
@@ -43,25 +44,33 @@ class GradInPlace {
   GradInPlace(const at::Tensor& leaf, at::Tensor gradient)
       : leaf_(leaf),
         own_(std::exchange(leaf.mutable_grad(), std::move(gradient))),
-        was_calling_(std::exchange(is_calling, true)) {}
+        outer_(std::exchange(innermost, this)) {}
   ~GradInPlace() {
-    is_calling = was_calling_;
+    innermost = outer_;
     leaf_.mutable_grad() = std::move(own_);
   }
   GradInPlace(const GradInPlace&) = delete;
   GradInPlace& operator=(const GradInPlace&) = delete;
 
   at::Tensor Take() { return std::move(leaf_.mutable_grad()); }
+  // Whether it is one of this and those around it.
+  bool HasPlaceIn(const at::Tensor& leaf) const {
+    return leaf_.is_same(leaf) || (outer_ != nullptr && outer_->HasPlaceIn(leaf));
+  }
 
  private:
   const at::Tensor& leaf_;
   at::Tensor own_;
-  const bool was_calling_;
+  const GradInPlace* const outer_;
 };
 
 }  // namespace
 
-bool IsCallingPostAccumulateHook() { return is_calling; }
+bool IsCallingPostAccumulateHook() { return innermost != nullptr; }
+
+bool IsCallingPostAccumulateHookOf(const at::Tensor& leaf) {
+  return innermost != nullptr && innermost->HasPlaceIn(leaf);
+}
 
 bool HasPostAccumulateHook(const AccumulateGrad& leaf) { return HookOf(leaf) != nullptr; }
 

@@ -52,8 +52,11 @@ void CallPostAccumulateHook(torch::autograd::AccumulateGrad& leaf,
                             absl::FunctionRef<at::Tensor()> accumulate,
                             absl::FunctionRef<void(at::Tensor)> keep);
 
-// Whether this thread is in such a call: what the leaf has in .grad is not libtorch's.
+// Whether this thread is in such a call.
 bool IsCallingPostAccumulateHook();
+// Whether it is in one for that leaf: it holds the leaf's mutex, and what the leaf has in .grad is
+// not libtorch's.
+bool IsCallingPostAccumulateHookOf(const at::Tensor& leaf);
 
 }  // namespace distgrad
 

@@ -122,7 +122,7 @@ void GradientAverager::Impl::RemoveHooks() {
 
 void GradientAverager::Impl::OnGradient(size_t parameter, const at::Tensor& tensor) {
   // A context's backward keeps the gradient, and has it in .grad only while it calls hooks.
-  if (IsCallingPostAccumulateHook()) return;
+  if (IsCallingPostAccumulateHookOf(tensor)) return;
   // libtorch calls hooks of leaves that get no gradient, too.
   if (!tensor.grad().defined()) return;
   absl::MutexLock lock(&mu_);

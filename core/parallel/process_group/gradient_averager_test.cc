@@ -158,6 +158,34 @@ TEST(GradientAveragerTest, OtherHooksOfAParameterGoOn) {
   });
 }
 
+struct CallingHook : torch::autograd::PostAccumulateGradHook {
+  explicit CallingHook(std::function<void(const Tensor&)> b) : body(std::move(b)) {}
+  void operator()(const Tensor& leaf) override { body(leaf); }
+  const std::function<void(const Tensor&)> body;
+};
+
+// As a pass of a context does.
+void AccumulateInContext(const Tensor& leaf) {
+  ContextRecord context(/*id=*/1);
+  const auto node = torch::autograd::impl::grad_accumulator(leaf);
+  context.Accumulate(static_cast<torch::autograd::AccumulateGrad&>(*node),
+                     torch::ones(leaf.sizes()));
+}
+
+TEST(GradientAveragerTest, ABackwardInAHookThatAContextCallsIsAveraged) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2}), other = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}});
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        other, std::make_unique<CallingHook>([&](const Tensor&) {
+          const at::AutoGradMode on(true);
+          (w.sum() * group->rank()).backward();
+        }));
+    AccumulateInContext(other);
+    EXPECT_TRUE(w.grad().equal(torch::full({2}, 0.5f))) << w.grad();
+  });
+}
+
 TEST(GradientAveragerTest, WhatDiffersIsNamedOnEveryRank) {
   RunRanks(3, [](Group group) {
     const int rank = group->rank();
