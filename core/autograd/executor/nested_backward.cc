@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <memory>
+#include <optional>
 #include <typeinfo>
 #include <utility>
 
@@ -11,6 +12,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/types/span.h"
+#include "core/autograd/executor/post_accumulate.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -59,8 +62,13 @@ std::vector<at::Tensor> LeavesOf(const edge_list& roots) {
   return leaves;
 }
 
-// What one can see of a .grad without looking at its elements.
-std::pair<const c10::TensorImpl*, int64_t> StateOf(const at::Tensor& gradient) {
+// What one can see of a leaf's .grad without looking at its elements.
+std::pair<const c10::TensorImpl*, int64_t> StateOf(const at::Tensor& leaf) {
+  // Passes and optimizers have theirs there for a while, under the leaf's mutex. It may be this
+  // thread that does.
+  std::optional<LeavesLock> lock;
+  if (!IsCallingPostAccumulateHookOf(leaf)) lock.emplace(absl::MakeConstSpan(&leaf, 1));
+  const at::Tensor& gradient = leaf.grad();
   return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
 }
 
@@ -91,10 +99,10 @@ class NestedBackwards::Engine final : public torch::autograd::Engine {
     // With `outputs` it adds to those alone.
     const std::vector<at::Tensor> leaves = outputs.empty() ? LeavesOf(roots) : LeavesAt(outputs);
     std::vector<std::pair<const c10::TensorImpl*, int64_t>> states;
-    for (const at::Tensor& leaf : leaves) states.push_back(StateOf(leaf.grad()));
+    for (const at::Tensor& leaf : leaves) states.push_back(StateOf(leaf));
     const auto note = [&] {
       for (size_t i = 0; i < leaves.size(); ++i) {
-        if (StateOf(leaves[i].grad()) != states[i]) {
+        if (StateOf(leaves[i]) != states[i]) {
           current->leaves_.emplace_back(leaves[i].getIntrusivePtr());
         }
       }

@@ -4,14 +4,21 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
+#include <memory>
 #include <stdexcept>
+#include <thread>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
 #include "core/autograd/executor/executor_testing.h"
+#include "core/autograd/executor/post_accumulate.h"
+#include "core/base/blocking_observer.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -89,6 +96,62 @@ TEST(NestedBackward, GradAndLeavesThatGetNothingAreNoError) {
   });
   EXPECT_TRUE(status.ok()) << status;
   EXPECT_FALSE(parameter.grad().defined());
+}
+
+// A pass that calls the leaf's post-accumulate hook, say: its gradient comes and goes, and the
+// backward has added nothing.
+TEST(NestedBackward, AGradientThatIsInPlaceForAWhileIsNoChange) {
+  const Tensor parameter = Leaf(3);
+  absl::Notification in_place, go;
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      parameter, std::make_unique<PostAccumulateHook>([&](const Tensor&) {
+        if (!in_place.HasBeenNotified()) in_place.Notify();
+        go.WaitForNotification();
+      }));
+  std::thread other([&] {
+    auto leaf = torch::autograd::impl::grad_accumulator(parameter);
+    CallPostAccumulateHook(
+        static_cast<torch::autograd::AccumulateGrad&>(*leaf), [] { return Full(1); },
+        [](Tensor) {});
+  });
+  in_place.WaitForNotification();
+  // The hook is over at the latest in the middle of the backward; before it, where that waits.
+  const auto release = [&] {
+    if (!go.HasBeenNotified()) go.Notify();
+  };
+  struct Releaser : BlockingObserver {
+    explicit Releaser(const std::function<void()>& r) : release(r) {}
+    void OnBlocking() override { release(); }
+    const std::function<void()> release;
+  };
+  Spy::Body nothing = [](const variable_list&) {};
+  Spy::Body join = [&](const variable_list&) {
+    release();
+    other.join();
+  };
+  const absl::Status status = InNode([&] {
+    const Releaser releaser(release);
+    const Tensor second = Spy::apply(parameter, &nothing, /*materialize=*/false)[1];
+    (second + Watch(Leaf(), &join)).backward(Full(1));
+  });
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST(NestedBackward, AHookOfALeafMayRunABackwardThatReachesIt) {
+  const Tensor parameter = Leaf(3);
+  bool inside = false;
+  Spy::Body nothing = [](const variable_list&) {};
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      parameter, std::make_unique<PostAccumulateHook>([&](const Tensor&) {
+        if (std::exchange(inside, true)) return;
+        const at::AutoGradMode on(true);
+        const Tensor second = Spy::apply(parameter, &nothing, /*materialize=*/false)[1];
+        const Tensor own = Leaf();
+        (second + own).backward(Full(1));
+      }));
+  RecordingSink sink;
+  const absl::Status status = StatusOf(parameter * 2, &sink);
+  EXPECT_TRUE(status.ok()) << status;
 }
 
 TEST(NestedBackward, ABackwardInABackwardInANode) {

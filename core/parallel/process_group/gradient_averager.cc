@@ -144,9 +144,8 @@ void GradientAverager::Impl::OnGradient(size_t parameter, const at::Tensor& tens
     if (seen_[parameter] == Seen()) --missing_[bucket];
     seen_[parameter] = seen;
     if (missing_[round_->begun()] > 0) return absl::OkStatus();
-    const std::vector<at::Tensor> gradients = Gradients();
     while (round_->begun() < missing_.size() && missing_[round_->begun()] == 0) {
-      DG_RETURN_IF_ERROR(round_->Begin(gradients, touched_));
+      DG_RETURN_IF_ERROR(round_->Begin(GradientsIn(round_->begun()), touched_));
     }
     return absl::OkStatus();
   }));
@@ -248,12 +247,23 @@ absl::Status GradientAverager::Impl::Guarded(absl::FunctionRef<absl::Status()> b
   return status;
 }
 
+at::Tensor GradientAverager::Impl::GradientOf(size_t parameter) {
+  const at::Tensor& gradient = plan_.parameters()[parameter].tensor.grad();
+  // What a backward that failed, or one under NoSync, had left there was not wanted.
+  if (!gradient.defined()) touched_[parameter] = false;
+  return gradient;
+}
+
 std::vector<at::Tensor> GradientAverager::Impl::Gradients() {
   std::vector<at::Tensor> gradients;
-  for (size_t k = 0; k < plan_.parameters().size(); ++k) {
-    gradients.push_back(plan_.parameters()[k].tensor.grad());
-    // What a backward that failed, or one under NoSync, had left there was not wanted.
-    if (!gradients.back().defined()) touched_[k] = false;
+  for (size_t k = 0; k < plan_.parameters().size(); ++k) gradients.push_back(GradientOf(k));
+  return gradients;
+}
+
+std::vector<at::Tensor> GradientAverager::Impl::GradientsIn(size_t bucket) {
+  std::vector<at::Tensor> gradients(plan_.parameters().size());
+  for (const Bucket::Slot& slot : plan_.buckets()[bucket].slots) {
+    gradients[slot.tensor] = GradientOf(slot.tensor);
   }
   return gradients;
 }

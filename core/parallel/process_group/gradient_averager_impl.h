@@ -68,8 +68,13 @@ class GradientAverager::Impl : public std::enable_shared_from_this<Impl> {
 
   std::string Describe() const;
   absl::Status CheckFrozen() const;
-  // The .grad of all parameters. Those that have been reset are no longer touched.
+  // The .grad of a parameter. One that has been reset is no longer touched.
+  at::Tensor GradientOf(size_t parameter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Those of all parameters, between backwards.
   std::vector<at::Tensor> Gradients() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Those in a bucket, by parameter. While the backward runs, other threads of it may be changing
+  // those that are in none that is complete.
+  std::vector<at::Tensor> GradientsIn(size_t bucket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<std::vector<at::Tensor>> GradientsOf(const ContextRecord& context) const;
   std::vector<size_t> AllMissing() const;
   bool Follows(const ContextRecord& context) const ABSL_SHARED_LOCKS_REQUIRED(mu_);

@@ -13,12 +13,14 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/barrier.h"
+#include "absl/synchronization/notification.h"
 #include "core/autograd/context_record.h"
 #include "core/rpc/store/in_process_store.h"
 #include "core/tensor/exception.h"
@@ -183,6 +185,40 @@ TEST(GradientAveragerTest, ABackwardInAHookThatAContextCallsIsAveraged) {
         }));
     AccumulateInContext(other);
     EXPECT_TRUE(w.grad().equal(torch::full({2}, 0.5f))) << w.grad();
+  });
+}
+
+// Another thread, that of a context's hook, has nothing in the .grad of a parameter when the first
+// bucket begins, in which that is not.
+TEST(GradientAveragerTest, ABucketLooksAtItsOwnGradientsAlone) {
+  RunRanks(2, [](Group group) {
+    const Tensor unused = Parameter({8}), first = Parameter({8}), last = Parameter({8});
+    absl::Notification in_context, is_empty, go;
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        unused, std::make_unique<CallingHook>([&](const Tensor& leaf) {
+          if (!in_context.HasBeenNotified()) return;
+          leaf.mutable_grad().reset();
+          is_empty.Notify();
+          go.WaitForNotification();
+        }));
+    const auto averager =
+        NewAverager(group, {{"unused", unused}, {"first", first}, {"last", last}});
+    {
+      const GradientAverager::NoSync no_sync(*averager);
+      (unused.sum() * group->rank()).backward();
+    }
+    in_context.Notify();
+    std::thread context([&] { AccumulateInContext(unused); });
+    is_empty.WaitForNotification();
+    const Tensor middle = first * 2;
+    const int64_t before = group->collectives();
+    middle.register_hook([&](const Tensor&) {
+      EXPECT_EQ(group->collectives(), before + 1) << "the first bucket has begun";
+      go.Notify();
+      context.join();
+    });
+    (middle * last).sum().backward();
+    EXPECT_TRUE(unused.grad().equal(torch::full({8}, 0.5f))) << unused.grad();
   });
 }
 
