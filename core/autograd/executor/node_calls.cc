@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/input_buffer.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -32,16 +33,6 @@ variable_list CallHooksBefore(Node& node, variable_list gradients) {
 void CheckCount(const variable_list& gradients, size_t expected) {
   TORCH_CHECK(gradients.size() == expected, "a hook changed the number of gradients to ",
               gradients.size(), " from ", expected);
-}
-
-variable_list Apply(Node& node, variable_list gradients) {
-  const NodeTurn turn(node);
-  return node(std::move(gradients));
-}
-
-void ReleaseVariables(Node& node) {
-  const NodeTurn turn(node);
-  node.release_variables();
 }
 
 // The gradient as the leaf's .grad would hold it: laid out like the leaf, and taken without a
@@ -77,19 +68,22 @@ variable_list CallStop(Node& node, variable_list gradients) {
 variable_list CallOperator(Node& node, variable_list gradients, bool retain_graph) {
   gradients = CallHooksBefore(node, std::move(gradients));
   if (!retain_graph) node.will_release_variables();
-  variable_list outputs;
-  if (node.post_hooks().empty()) {
-    outputs = Apply(node, std::move(gradients));
-  } else {
-    outputs = Apply(node, gradients);
-  }
+  const bool has_hooks = !node.post_hooks().empty();
+  std::optional<NodeTurn> turn(std::in_place, node);
+  variable_list outputs = node(has_hooks ? gradients : std::move(gradients));
   torch::autograd::validate_outputs(
       node.next_edges(), outputs, [&node](const std::string& message) {
         return absl::StrCat("Function ", node.name(), " returned an ", message);
       });
-  for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, gradients);
+  if (has_hooks) {
+    // They may wait for other passes that come to the node, whose mutex they do not need.
+    turn.reset();
+    for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, gradients);
+    if (!retain_graph) turn.emplace(node);
+  }
   CheckCount(outputs, node.num_outputs());
-  if (!retain_graph) ReleaseVariables(node);
+  if (!retain_graph) node.release_variables();
+  turn.reset();
   if (AnomalyMode::is_enabled() && AnomalyMode::should_check_nan()) CheckNoNan(outputs);
   return outputs;
 }
