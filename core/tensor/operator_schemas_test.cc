@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <random>
 #include <set>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "absl/strings/str_join.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
+#include "core/tensor/piece_count.h"
 #include "core/tensor/values.h"
 
 namespace distgrad {
@@ -139,6 +141,69 @@ TEST(OperatorSchemas, AllThatIsPureOnlyComputes) {
     const absl::Status status = CheckPure(name);
     EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << name;
   }
+}
+
+// Of what returns a list of tensors. The others return no more than go in, or than a tensor has
+// dimensions or a recurrent network has states.
+TEST(OperatorSchemas, WhatReturnsAnyNumberOfTensorsIsKnown) {
+  std::set<std::string> lists;
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (!CheckPure(NameOf(op)).ok() || CutsIntoPieces(NameOf(op))) continue;
+    const auto found = c10::Dispatcher::singleton().findSchema(op);
+    if (!found.has_value() || absl::StartsWith(op.name, "aten::_foreach_")) continue;
+    for (const c10::Argument& result : found->schema().returns()) {
+      if (result.real_type()->kind() == c10::TypeKind::ListType) lists.insert(op.name);
+    }
+  }
+  EXPECT_EQ(lists,
+            (std::set<std::string>{
+                "aten::align_tensors", "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d",
+                "aten::broadcast_tensors", "aten::dequantize", "aten::gradient",
+                "aten::histogramdd", "aten::lstm_mps_backward", "aten::meshgrid",
+                "aten::miopen_rnn_backward", "aten::nonzero_numpy", "aten::quantize_per_tensor",
+                "aten::unflatten_dense_tensors", "aten::where"}));
+}
+
+void ExpectPieces(const std::string& name, const Values& arguments) {
+  const absl::StatusOr<Values> results = CallOperator(name, arguments);
+  ASSERT_TRUE(results.ok()) << results.status();
+  EXPECT_EQ(CountPieces(name, arguments), (*results)[0].toTensorVector().size())
+      << name << " of " << arguments[0].toTensor().sizes();
+}
+
+TEST(OperatorSchemas, PiecesAreCounted) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 300; ++round) {
+    const auto any = [&](int from, int to) {
+      return std::uniform_int_distribution<int64_t>(from, to)(random);
+    };
+    std::vector<int64_t> sizes = {any(0, 9), any(0, 9), any(0, 9)};
+    const at::Tensor x = at::ones(sizes);
+    const int64_t dimension = any(-3, 2);
+    const int64_t size = x.size(dimension);
+    const std::vector<int64_t> places(any(0, 4), 1);
+    SCOPED_TRACE(absl::StrCat("dimension ", dimension));
+    for (const std::string prefix : {"aten::", "aten::unsafe_"}) {
+      ExpectPieces(prefix + "chunk", {x, any(1, 12), dimension});
+      ExpectPieces(prefix + "split.Tensor", {x, any(1, 12), dimension});
+      ExpectPieces(prefix + "split_with_sizes", {x, std::vector<int64_t>{size, 0, 0}, dimension});
+    }
+    ExpectPieces("aten::split.sizes", {x, std::vector<int64_t>{0, size}, dimension});
+    ExpectPieces("aten::split_copy.Tensor", {x, any(1, 12), dimension});
+    ExpectPieces("aten::unbind.int", {x, dimension});
+    ExpectPieces("aten::unbind_copy.int", {x});
+    ExpectPieces("aten::tensor_split.sections", {x, any(1, 12), dimension});
+    ExpectPieces("aten::tensor_split.indices", {x, places, dimension});
+    ExpectPieces("aten::tensor_split.tensor_indices_or_sections",
+                 {x, at::full({}, any(1, 12), at::kLong), dimension});
+    ExpectPieces("aten::tensor_split.tensor_indices_or_sections",
+                 {x, at::ones({any(0, 4)}, at::kLong), dimension});
+    ExpectPieces("aten::hsplit.array", {x, places});
+    ExpectPieces("aten::vsplit.int", {at::ones({6, 1}), any(1, 3)});
+    ExpectPieces("aten::dsplit.int", {at::ones({1, 1, 6}), any(1, 3)});
+    ExpectPieces("aten::split.Tensor", {x, true, true});
+  }
+  EXPECT_EQ(CountPieces("aten::neg", {at::ones({3})}), 0);
 }
 
 // Through a message and back, as a call does it.

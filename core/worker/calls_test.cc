@@ -528,6 +528,26 @@ TEST_P(CallsTest, WhatAnOperatorAllocatesIsBounded) {
   }
 }
 
+// Each takes memory, though they have no elements.
+TEST_P(CallsTest, HowManyTensorsAnOperatorMakesIsBounded) {
+  Start({.workers = 2, .limits = {.tensors_per_message = 100}});
+  const at::Tensor x = at::ones({1000, 0});
+  const std::vector<std::pair<std::string, std::vector<c10::IValue>>> calls = {
+      {"aten::tensor_split.sections", {x, int64_t{1} << 16, 1}},
+      {"aten::unbind.int", {x}},
+      {"aten::split.Tensor", {x, 2}},
+  };
+  for (const auto& [name, arguments] : calls) {
+    const absl::Status status = worker(0).CallOperator(1, name, arguments).status();
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "worker1")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "it would make")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "limit tensors_per_message is 100")) << status;
+  }
+  EXPECT_TRUE(worker(0).CallOperator(1, "aten::split.Tensor", {x, 10}).ok());
+}
+
 // Of a view in which one element stands for many all are made, where the view cannot be sent as it
 // is.
 TEST_P(CallsTest, WhatAResultTakesToSendIsBounded) {

@@ -9,6 +9,7 @@
 #include "core/tensor/exception.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
+#include "core/tensor/piece_count.h"
 #include "core/tensor/short_operators.h"
 #include "core/tensor/values.h"
 #include "core/worker/worker_impl.h"
@@ -191,6 +192,12 @@ absl::StatusOr<Message> Worker::Impl::ServeOperator(Request& request) {
     }
   }
   DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));
+  const int64_t pieces = CountPieces(request.function, arguments);
+  if (pieces > int64_t{options_.limits.tensors_per_message}) {
+    return absl::ResourceExhaustedError(absl::StrCat("it would make ", pieces,
+                                                     " tensors; limit tensors_per_message is ",
+                                                     options_.limits.tensors_per_message));
+  }
   absl::StatusOr<std::vector<c10::IValue>> results;
   {
     // What is more could not be sent back.
