@@ -1,7 +1,6 @@
 #include "core/autograd/executor/node_turn.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -16,16 +15,11 @@ namespace {
 
 using torch::autograd::Node;
 
-// Some of the nodes that are being run. That is one at most, as a rule: then it stands in only_,
-// and who begins or ends locks nothing. From the moment at which another one comes all stand in
-// nodes_, until none is left. Thread-safe.
+// Some of the nodes that are being run. Thread-safe.
 class alignas(64) Running {
  public:
   bool TryAdd(const Node* node) ABSL_LOCKS_EXCLUDED(mu_) {
-    uintptr_t none = kNone;
-    if (only_.compare_exchange_strong(none, Only(node), std::memory_order_acquire)) return true;
     absl::MutexLock lock(&mu_);
-    UseList();
     if (Has(node)) return false;
     nodes_.push_back(node);
     return true;
@@ -33,35 +27,19 @@ class alignas(64) Running {
   void AwaitAndAdd(const Node* node) ABSL_LOCKS_EXCLUDED(mu_) {
     const auto is_free = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !Has(node); };
     absl::MutexLock lock(&mu_);
-    UseList();
-    while (Has(node)) {
-      mu_.Await(absl::Condition(&is_free));
-      UseList();  // none may have been left, and another thread may be at the node since
-    }
+    mu_.Await(absl::Condition(&is_free));
     nodes_.push_back(node);
   }
   void Remove(const Node* node) ABSL_LOCKS_EXCLUDED(mu_) {
-    uintptr_t only = Only(node);
-    if (only_.compare_exchange_strong(only, kNone, std::memory_order_release)) return;
     absl::MutexLock lock(&mu_);
     *std::find(nodes_.begin(), nodes_.end(), node) = nodes_.back();
     nodes_.pop_back();
-    if (nodes_.empty()) only_.store(kNone, std::memory_order_release);
   }
 
  private:
-  static constexpr uintptr_t kNone = 0, kInList = 1;  // neither is where a node can be
-
-  static uintptr_t Only(const Node* node) { return reinterpret_cast<uintptr_t>(node); }
-  void UseList() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const uintptr_t only = only_.exchange(kInList, std::memory_order_acq_rel);
-    if (only != kNone && only != kInList) nodes_.push_back(reinterpret_cast<const Node*>(only));
-  }
   bool Has(const Node* node) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return std::find(nodes_.begin(), nodes_.end(), node) != nodes_.end();
   }
-
-  std::atomic<uintptr_t> only_{kNone};
 
   absl::Mutex mu_;
   absl::InlinedVector<const Node*, 4> nodes_ ABSL_GUARDED_BY(mu_);
