@@ -62,10 +62,10 @@ class GlooDevice::Buffer final : public UnboundBuffer {
   }
 
   void EndLostWaits(const std::vector<bool>& lost) ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mu_) {
-    for (const Operation& each : sends_) {
+    for (const Operation& each : sends_.all) {
       if (lost[each.rank]) each.buffer->abortWaitSend();
     }
-    for (const Operation& each : recvs_) {
+    for (const Operation& each : recvs_.all) {
       if (lost[each.rank]) each.buffer->abortWaitRecv();
     }
   }
@@ -95,7 +95,12 @@ class GlooDevice::Buffer final : public UnboundBuffer {
     int rank;
     std::unique_ptr<UnboundBuffer> buffer;
   };
-  using Operations = std::deque<Operation>;
+  // All stay to the end: a buffer that is done waits for Gloo's thread when it is destroyed, which
+  // may still be at it.
+  struct Operations {
+    std::deque<Operation> all;
+    size_t waited = 0;  // how many of them have been waited for
+  };
 
   void Guarded(absl::FunctionRef<void()> operation) {
     try {
@@ -110,7 +115,7 @@ class GlooDevice::Buffer final : public UnboundBuffer {
   UnboundBuffer& Add(Operations& operations, int rank) ABSL_LOCKS_EXCLUDED(context_->mu_) {
     auto buffer = context_->tcp_->createUnboundBuffer(ptr, size);
     absl::MutexLock lock(&context_->mu_);
-    return *operations.emplace_back(Operation{rank, std::move(buffer)}).buffer;
+    return *operations.all.emplace_back(Operation{rank, std::move(buffer)}).buffer;
   }
 
   void Wait(Operations& operations, bool (UnboundBuffer::*wait)(int*, Timeout), int* rank,
@@ -118,7 +123,7 @@ class GlooDevice::Buffer final : public UnboundBuffer {
     const Operation* first;
     {
       absl::MutexLock lock(&context_->mu_);
-      first = &operations.front();
+      first = &operations.all.at(operations.waited);
     }
     if (!(first->buffer.get()->*wait)(rank, timeout)) {
       // It was over when the connection broke, or else is late now.
@@ -133,7 +138,7 @@ class GlooDevice::Buffer final : public UnboundBuffer {
       }
     }
     absl::MutexLock lock(&context_->mu_);
-    operations.pop_front();
+    ++operations.waited;
   }
 
   const std::shared_ptr<Context> context_;
