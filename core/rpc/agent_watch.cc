@@ -113,9 +113,9 @@ void Agent::Impl::Ping(WorkerId peer) {
 
 // A connection that was good and breaks says little: its peer may have closed it. So another one is
 // tried, which first asks the store whether the peer has left or come back elsewhere. If that is
-// refused at once nobody is there. If it is not answered, or not taken in, the peer may be stopped or
-// short of something, and has as long to go on as on a connection that stands. If this worker lacks
-// the means to try it knows nothing.
+// refused at once nobody is there. If it is not answered, or not taken in, the peer may be stopped
+// or short of something, and has as long to go on as on a connection that stands. If this worker
+// lacks the means to try it knows nothing.
 void Agent::Impl::OnWatchedLinkClosed(const ClosedLink& link, const absl::Status& why) {
   if (absl::IsResourceExhausted(why)) return;  // Watch() tries again
   const WorkerId peer = link.peer;

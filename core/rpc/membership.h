@@ -198,7 +198,8 @@ class Membership {
   };
   static Loss LossOf(const WorkerInfo& member, const Store::Value& entry);
   void Announce(const LostMember& lost);
-  // Asks a store that is silent again: until the deadline, the store's limit, or this worker closes.
+  // Asks a store that is silent again: until the deadline, the store's limit, or this worker
+  // closes.
   template <typename Ask>
   auto Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline));
   // An error of the store, with the members that this worker knows to be lost: one of them may

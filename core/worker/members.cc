@@ -192,27 +192,27 @@ void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const a
     absl::MutexLock lock(&mu_);
     if (!asked_for_.insert(peer).second) return;
   }
-  lookups_.Find(peer, absl::Seconds(5),
-                [this, peer, incarnation, why](const absl::StatusOr<WorkerInfo>& found) {
-                  {
-                    absl::MutexLock lock(&mu_);
-                    asked_for_.erase(peer);
-                  }
-                  // When all have finished, the others end one by one, and with them the store.
-                  if (members_->finished() && self_.id != 0) return;
-                  const std::string reason(why.message());
-                  if (found.ok()) {
-                    agent_.Learn(*found).IgnoreError();  // of a life that is over, say
-                    if (found->left || found->incarnation != incarnation) return;
-                    members_->MarkLost(*found, reason);
-                  } else if (peer == 0 && worker0_serves_store_ &&
-                             absl::IsDeadlineExceeded(found.status())) {
-                    misses_store_ = true;
-                  } else if (!absl::IsUnavailable(found.status())) {
-                    return;
-                  }
-                  agent_.SetLost(peer, incarnation, reason);
-                });
+  lookups_.Find(
+      peer, absl::Seconds(5),
+      [this, peer, incarnation, why](const absl::StatusOr<WorkerInfo>& found) {
+        {
+          absl::MutexLock lock(&mu_);
+          asked_for_.erase(peer);
+        }
+        // When all have finished, the others end one by one, and with them the store.
+        if (members_->finished() && self_.id != 0) return;
+        const std::string reason(why.message());
+        if (found.ok()) {
+          agent_.Learn(*found).IgnoreError();  // of a life that is over, say
+          if (found->left || found->incarnation != incarnation) return;
+          members_->MarkLost(*found, reason);
+        } else if (peer == 0 && worker0_serves_store_ && absl::IsDeadlineExceeded(found.status())) {
+          misses_store_ = true;
+        } else if (!absl::IsUnavailable(found.status())) {
+          return;
+        }
+        agent_.SetLost(peer, incarnation, reason);
+      });
 }
 
 // Where a connection broke, its other end may take this worker for lost.
@@ -260,7 +260,8 @@ void Worker::Impl::FollowMembers() {
 // Nobody can write to the store that the worker that serves it is lost.
 void Worker::Impl::MissStore(const absl::Status& why) {
   if (!worker0_serves_store_ || self_.id == 0 || members_->finished()) return;
-  if (absl::IsUnavailable(why)) return agent_.WatchToo(0);  // it has ended, as that one has, or will
+  if (absl::IsUnavailable(why))
+    return agent_.WatchToo(0);  // it has ended, as that one has, or will
   if (store_has_until_.is_never()) {
     store_has_until_ = Deadline::After(options_.heartbeat_limit);
   } else if (store_has_until_.Passed()) {

@@ -207,7 +207,7 @@ class Worker::Impl : public Context::Owner,
   std::atomic<bool> follows_members_{false};
   std::atomic<bool> misses_store_{false};  // and so takes the worker that serves it for lost
   // Of ReadMembers() alone.
-  int64_t changes_ = -1;  // as last seen
+  int64_t changes_ = -1;                          // as last seen
   Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not
 
   mutable absl::Mutex mu_;

@@ -980,12 +980,12 @@ TEST(TcpStoreTest, HostileClients) {
   // Friends, who say what is no request: huge lengths, unknown ones, text for numbers.
   const std::string length(8, '\xff');
   for (const std::string& words :
-       {"\x01" + length, "\x03" + length, "\x81" + Number(1) + length,
-        "\x83" + Number(1) + length, "\x84" + Number(1) + length,
-        std::string("\x02"), std::string("\xff"), std::string("\0abcd", 5),
-        "\x82" + Short(0xffffffff), "\x82" + Short(2) + "xx", "\x82" + Short(5) + Short(0) + "x",
-        Await(0, {""}), Await(0, {std::string(kMaxStoreKey + 1, 'k')}),
-        Await(60000, Keys(kMaxAwaitKeys + 1, "k")), Await(0, {"k"}).replace(14, 1, "\2"),
+       {"\x01" + length, "\x03" + length, "\x81" + Number(1) + length, "\x83" + Number(1) + length,
+        "\x84" + Number(1) + length, std::string("\x02"), std::string("\xff"),
+        std::string("\0abcd", 5), "\x82" + Short(0xffffffff), "\x82" + Short(2) + "xx",
+        "\x82" + Short(5) + Short(0) + "x", Await(0, {""}),
+        Await(0, {std::string(kMaxStoreKey + 1, 'k')}), Await(60000, Keys(kMaxAwaitKeys + 1, "k")),
+        Await(0, {"k"}).replace(14, 1, "\2"),
         "\x82" + Short(13) + Short(0) + Short(0xffffffff) + "key\1x"}) {
     Socket socket = Friend(store->port());
     ASSERT_TRUE(socket.Send(words, Later()).ok());

@@ -1,5 +1,5 @@
-// What TensorPipe is told when a socket or a channel of ours fails. Nothing in it looks at more than
-// the text; the transport above it, which gets it back, does.
+// What TensorPipe is told when a socket or a channel of ours fails. Nothing in it looks at more
+// than the text; the transport above it, which gets it back, does.
 #ifndef DISTGRAD_CORE_RPC_TENSORPIPE_ERROR_H_
 #define DISTGRAD_CORE_RPC_TENSORPIPE_ERROR_H_
 

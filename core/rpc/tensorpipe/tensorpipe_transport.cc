@@ -371,7 +371,8 @@ class PipeConnection final : public Connection,
     }
     auto code = absl::StatusCode::kUnavailable;
     if (const auto ours = error.castToType<TextError>(); ours != nullptr) {
-      if (ours->cause() == TextError::Cause::kExhausted) code = absl::StatusCode::kResourceExhausted;
+      if (ours->cause() == TextError::Cause::kExhausted)
+        code = absl::StatusCode::kResourceExhausted;
       if (ours->cause() == TextError::Cause::kNotTakenIn) code = absl::StatusCode::kAborted;
     }
     return absl::Status(code, absl::StrCat("lost ", peer_, ": ", Message(error)));
