@@ -421,7 +421,8 @@ TEST_F(HostsTest, WhoListensOnLoopbackAloneIsToldSo) {
   EXPECT_TRUE(absl::StartsWith(answer, "= UNAVAILABLE")) << answer;
   EXPECT_TRUE(absl::StrContains(answer, "worker1")) << answer;
   EXPECT_TRUE(absl::StrContains(answer, "DISTGRAD_HOST")) << answer;
-  LeaveAll();
+  // They are not asked to leave: worker 0 takes worker 1 for lost, and whether that one denies it
+  // before worker 0 gives up depends on who comes first.
 }
 
 TEST_F(HostsTest, AWrongKeyIsNamedOnBothSides) {
