@@ -31,9 +31,10 @@ void Strand::State::RunWaiting() {
   }
 }
 
-bool Strand::State::HasWaiting() {
+bool Strand::State::EndIfNothingWaits() {
   absl::MutexLock lock(&mu);
-  return !waiting.empty();
+  running = !waiting.empty();
+  return !running;
 }
 
 void Strand::Run(Task task, ThreadPool* others) {
@@ -48,8 +49,8 @@ void Strand::Run(Task task, ThreadPool* others) {
   }
   state->RunTask(task);
   task = nullptr;
-  if (others != nullptr && state->HasWaiting() &&
-      others->Schedule([state] { state->RunWaiting(); })) {
+  if (others != nullptr &&
+      (state->EndIfNothingWaits() || others->Schedule([state] { state->RunWaiting(); }))) {
     return;
   }
   state->RunWaiting();

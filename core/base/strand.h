@@ -48,7 +48,8 @@ class Strand {
     void RunTask(Task& task) noexcept;
     // Runs what waits, and leaves the strand idle.
     void RunWaiting();
-    bool HasWaiting();
+    // Leaves the strand idle, and says so, unless something waits.
+    bool EndIfNothingWaits();
 
     OnThrow on_throw;  // by whoever runs a task
 

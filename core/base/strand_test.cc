@@ -164,6 +164,28 @@ TEST(StrandTest, WhoLeavesOthersTasksToAPoolRunsNone) {
   EXPECT_TRUE(inside) << "there is nobody else";
 }
 
+// Whenever the others come: also when this thread has just seen that nothing waits.
+TEST(StrandTest, WhoLeavesOthersTasksToAPoolRunsNoneThatComesAtTheEnd) {
+  ThreadPool pool("strand", 1);
+  Strand strand(NothingIsThrown);
+  const std::thread::id here = std::this_thread::get_id();
+  std::atomic<bool> over{false};
+  std::atomic<int> ran{0}, ran_here{0};
+  std::thread other([&] {
+    while (!over) {
+      strand.Run([&] {
+        ++ran;
+        if (std::this_thread::get_id() == here) ++ran_here;
+      });
+    }
+  });
+  while (ran < 100000) strand.Run([] {}, &pool);
+  over = true;
+  other.join();
+  pool.Join();
+  EXPECT_EQ(ran_here, 0) << "of " << ran;
+}
+
 TEST(StrandTest, ATaskMayOwnTheStrandsOwner) {
   struct Owner {
     Strand strand{NothingIsThrown};
