@@ -65,7 +65,7 @@ class DistgradSide : public Side {
         if (statuses[i].ok()) statuses[i] = workers_[i]->Register(kScale, ServeScale);
         // Nobody is called before all have registered.
         if (statuses[i].ok()) {
-          statuses[i] = workers_[i]->WaitForAll(absl::Now() + absl::Seconds(60));
+          statuses[i] = workers_[i]->Barrier(absl::Now() + absl::Seconds(60));
         }
       });
     }

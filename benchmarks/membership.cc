@@ -40,7 +40,7 @@ absl::Status RunWorker(std::shared_ptr<Store> store, int rank, int workers, Time
     DG_RETURN_IF_ERROR(members.Barrier(deadline));
     times->barriers.push_back(absl::Now());
   }
-  DG_RETURN_IF_ERROR(members.BarrierOfTheEnd(deadline));
+  DG_RETURN_IF_ERROR(members.Shutdown(deadline));
   times->left = absl::Now();
   return absl::OkStatus();
 }

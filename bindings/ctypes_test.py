@@ -67,8 +67,8 @@ for name, arguments in {
         "dg_tensor_require_grad": [HANDLE], "dg_op_tensors": [S, P, N, P, N],
         "dg_message_create": [P, N, P, N, P], "dg_message_tensor": [HANDLE, N, P],
         "dg_worker_create": [P, P], "dg_worker_register": [HANDLE, S, HANDLER, P, DESTROY],
-        "dg_worker_wait_for_all": [HANDLE, c.c_int64, c.c_uint64],
-        "dg_worker_leave": [HANDLE, c.c_int64, c.c_uint64],
+        "dg_worker_barrier": [HANDLE, c.c_int64, c.c_uint64],
+        "dg_worker_shutdown": [HANDLE, c.c_int64, c.c_uint64],
         "dg_worker_call": [HANDLE, S, S, HANDLE, P, P], "dg_context_create": [HANDLE, P],
         "dg_context_backward": [HANDLE, P, N, P], "dg_context_gradient": [HANDLE, HANDLE, P],
         "dg_optimizer_create_sgd": [HANDLE, S, P, N, P, P], "dg_optimizer_step": [HANDLE, HANDLE],
@@ -234,7 +234,7 @@ def main(folder):
     sgd = SgdOptions(c.sizeof(SgdOptions), 0.5)
     optimizers = [Handle("optimizer", "dg_optimizer_create_sgd", worker, text(""), handles([leaf]), 1, c.byref(sgd))
                   for worker, leaf in ((front, x), (back, scale))]
-    together(lambda rank: check(lib.dg_worker_wait_for_all((front, back)[rank], 60000, 0)))
+    together(lambda rank: check(lib.dg_worker_barrier((front, back)[rank], 60000, 0)))
 
     context = Handle("context", "dg_context_create", front)
     options = CallOptions(c.sizeof(CallOptions), context.handle)
@@ -254,7 +254,7 @@ def main(folder):
     assert Tensor("dg_context_gradient", context, x).values() == [3, 4]
     check(lib.dg_optimizer_step(optimizers[0], context))
     assert x.values() == [1 - 1.5, 2 - 2] and scale.values() == [3 - 0.5, 4 - 1]
-    together(lambda rank: check(lib.dg_worker_leave((front, back)[rank], 60000, 0)))
+    together(lambda rank: check(lib.dg_worker_shutdown((front, back)[rank], 60000, 0)))
     del context, front, back
     assert len(ended) == 1 and not kept
     print("all of it works from Python's ctypes")

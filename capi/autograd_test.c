@@ -290,10 +290,10 @@ int main(void) {
     add(rank, "hold", hold, NULL);
   }
   OK(dg_worker_register_async(workers[1], DG_STR("later"), later, NULL, NULL));
-  on_both(wait_for_all);
+  on_both(barrier);
   test_backward();
   test_destroy_under_a_call();
-  on_both(leave);
+  on_both(shut_down);
   test_optimizers();
   test_what_outlives_its_worker();
   clean_up();

@@ -200,7 +200,7 @@ TEST(CppTest, Job) {
         });
       });
       dg::Optimizer optimizer = dg::Optimizer::Adam(worker, "", {scale});
-      worker.WaitForAll();
+      worker.Barrier();
       Replicas(worker, 3);
       worker.Serve();
       EXPECT_LT(scale.data<float>()[0], 5);
@@ -212,7 +212,7 @@ TEST(CppTest, Job) {
   dg::Tensor x = dg::Tensor::From<float>({2}, {1});
   x.RequireGrad();
   dg::Optimizer optimizer = dg::Optimizer::AdamW(worker, "", {x});
-  worker.WaitForAll();
+  worker.Barrier();
   EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "scale", dg::Message()); }), DG_OUT_OF_RANGE);
   EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "scale", dg::Message("throw", {x})); }),
             DG_INTERNAL);
@@ -267,10 +267,10 @@ TEST(CppTest, Job) {
     EXPECT_EQ(worker.CallOps("worker1", "aten::neg", {x}, &context)[0].size(), 1);
   }
   Replicas(worker, 1);
-  worker.Leave();
+  worker.Shutdown();
   back.join();
-  worker.LeaveAlone();
-  EXPECT_EQ(CodeOf([&] { worker.LeaveAlone(); }), DG_FAILED_PRECONDITION);
+  worker.Leave();
+  EXPECT_EQ(CodeOf([&] { worker.Leave(); }), DG_FAILED_PRECONDITION);
 }
 
 }  // namespace

@@ -45,8 +45,8 @@ static void touch_all(void) {
   says_why(dg_worker_call(workers[0], DG_STR("back"), DG_STR("multiply"), message, NULL, &reply));
   says_why(
       dg_worker_call_async(workers[0], DG_STR("back"), DG_STR("multiply"), message, NULL, &future));
-  says_why(dg_worker_wait_for_all(workers[0], DG_FOREVER, 0));
-  says_why(dg_worker_leave(workers[0], DG_FOREVER, 0));
+  says_why(dg_worker_barrier(workers[0], DG_FOREVER, 0));
+  says_why(dg_worker_shutdown(workers[0], DG_FOREVER, 0));
   says_why(dg_context_create(workers[0], &context));
   says_why(dg_future_wait(inherited_future, DG_FOREVER, &done));
   says_why(dg_tensor_require_grad(inherited_tensor));
@@ -77,7 +77,7 @@ static void work_alone(void) {
   CHECK(x != inherited_tensor && workers[0] != worker && workers[1] != worker);
   dg_tensor_destroy(x);
   dg_tensor_destroy(y);
-  OK(dg_worker_leave(worker, DG_FOREVER, 0));
+  OK(dg_worker_shutdown(worker, DG_FOREVER, 0));
   dg_worker_destroy(worker);
   unlink(alone + strlen("file://"));
   in_child(touch_all); /* and its own child has none of either's */
@@ -119,7 +119,7 @@ int main(void) {
   add(1, "multiply", multiply, NULL);
   add(1, "hold", hold, NULL);
   add(1, "fork", fork_inside, NULL);
-  on_both(wait_for_all);
+  on_both(barrier);
   inherited_tensor = floats(&five, 1, 1);
   OK(dg_context_create(workers[0], &inherited_context));
   message = message_of(NULL);
@@ -155,7 +155,7 @@ int main(void) {
   dg_future_destroy(inherited_future);
   dg_context_destroy(inherited_context);
   dg_tensor_destroy(inherited_tensor);
-  on_both(leave);
+  on_both(shut_down);
   dg_worker_destroy(workers[0]);
   dg_worker_destroy(workers[1]);
   clean_up();

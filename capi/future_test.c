@@ -37,11 +37,11 @@ static void when_done(void* user_data) {
   codes[2] = code_of(
       dg_worker_call_op(workers[0], DG_STR("back"), DG_STR("aten::exp"), NULL, 0, NULL, &values));
   codes[3] = code_of(dg_worker_create(NULL, &worker));
-  codes[4] = code_of(dg_worker_wait_for_all(workers[0], DG_FOREVER, 0));
+  codes[4] = code_of(dg_worker_barrier(workers[0], DG_FOREVER, 0));
   codes[5] = code_of(dg_context_backward(NULL, NULL, 0, NULL));
   codes[6] = code_of(dg_optimizer_step(NULL, NULL));
   codes[7] = code_of(dg_optimizer_clip_gradients(NULL, NULL, 1, &norm));
-  codes[8] = code_of(dg_worker_leave_alone(workers[0], 1));
+  codes[8] = code_of(dg_worker_leave(workers[0], 1));
   dg_worker_destroy(workers[0]);            /* refused, and logged */
   OK(dg_future_wait(waited_for, 0, &done)); /* to poll is no wait */
   dg_grad_set_enabled(false);               /* undone behind us */
@@ -233,13 +233,13 @@ int main(void) {
   add(1, "nothing", nothing, NULL);
   add(1, "watch", watch, NULL);
   OK(dg_worker_register_async(workers[1], DG_STR("later"), later, NULL, NULL));
-  on_both(wait_for_all);
+  on_both(barrier);
   test_futures();
   test_cancel();
   test_answers_later();
   test_cancelled_handlers();
   test_cancellations();
-  on_both(leave);
+  on_both(shut_down);
   for (int i = 0; i < 2; ++i) dg_worker_destroy(workers[i]);
   clean_up();
   return 0;

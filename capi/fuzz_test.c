@@ -399,11 +399,11 @@ static void call(state* s) {
       if (next(s) % 8 == 0 && workers_made < 20) keep(s, WORKER, new_worker());
       break;
     case 42:
-      ran(s, dg_worker_wait_for_all(W, 20000, next(s) % 4));
-      if (next(s) % 32 == 0) ran(s, dg_worker_leave(W, 20000, next(s) % 4));
+      ran(s, dg_worker_barrier(W, 20000, next(s) % 4));
+      if (next(s) % 32 == 0) ran(s, dg_worker_shutdown(W, 20000, next(s) % 4));
       /* With good flags it would wait for a responder that nobody answers. */
       ran(s, dg_worker_serve(W, 2));
-      if (next(s) % 64 == 0) ran(s, dg_worker_leave_alone(W, 1));
+      if (next(s) % 64 == 0) ran(s, dg_worker_leave(W, 1));
       ran(s, dg_wait(next(s) % 2 == 0 ? nothing : NULL, NULL));
       break;
     case 43:

@@ -96,7 +96,7 @@ static void test_members(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &none));
 
   /* It leaves, and comes back under its name. */
-  OK(dg_worker_leave_alone(late, DG_FOREVER));
+  OK(dg_worker_leave(late, DG_FOREVER));
   dg_worker_destroy(late);
   OK(dg_worker_update_members(first));
   CHECK(members(first).count == 1 && dg_worker_world_size(first) == 1);
@@ -170,7 +170,7 @@ static void test_events(void) {
   late = start(&options);
   await_event(&all);
   CHECK(all.kinds[0] == DG_MEMBER_JOINED && all.ranks[0] == 1 && !all.has_reason[0]);
-  OK(dg_worker_leave_alone(late, DG_FOREVER));
+  OK(dg_worker_leave(late, DG_FOREVER));
   dg_worker_destroy(late);
   await_event(&all);
   CHECK(all.kinds[1] == DG_MEMBER_LEFT && all.incarnations[1] == all.incarnations[0]);
@@ -184,7 +184,7 @@ static void test_events(void) {
   OK(dg_worker_on_member(first, tell_once, &once, end_told));
   late = start(&options);
   await_event(&once);
-  OK(dg_worker_leave_alone(late, DG_FOREVER));
+  OK(dg_worker_leave(late, DG_FOREVER));
   dg_worker_destroy(late);
   FAILS(DG_INVALID_ARGUMENT, dg_worker_on_member(NULL, tell, &all, end_told));
   FAILS(DG_INVALID_ARGUMENT, dg_worker_on_member(late, tell, &all, end_told));
@@ -216,7 +216,7 @@ static dg_error* end_of(serving* self) {
 static dg_error* serve_in_handler(void* user_data, const dg_request* request, dg_message** reply) {
   dg_worker* self = ((serving*)user_data)->worker;
   (void)request, (void)reply;
-  FAILS(DG_FAILED_PRECONDITION, dg_worker_leave(self, DG_FOREVER, 0));
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_shutdown(self, DG_FOREVER, 0));
   return dg_worker_serve(self, 0);
 }
 
@@ -230,8 +230,8 @@ static void test_serve(void) {
   OK(dg_worker_register(first.worker, DG_STR("echo"), echo, NULL, NULL));
   OK(dg_worker_register(first.worker, DG_STR("serve"), serve_in_handler, &first, NULL));
   FAILS(DG_UNIMPLEMENTED, dg_worker_serve(first.worker, 2));
-  FAILS(DG_UNIMPLEMENTED, dg_worker_leave(first.worker, DG_FOREVER, 2));
-  FAILS(DG_UNIMPLEMENTED, dg_worker_wait_for_all(first.worker, DG_FOREVER, 2));
+  FAILS(DG_UNIMPLEMENTED, dg_worker_shutdown(first.worker, DG_FOREVER, 2));
+  FAILS(DG_UNIMPLEMENTED, dg_worker_barrier(first.worker, DG_FOREVER, 2));
   FAILS(DG_INVALID_ARGUMENT, dg_worker_serve(NULL, 0));
   options = options_of(DG_STR("late"), DG_WORKER_JOIN);
 
@@ -240,7 +240,7 @@ static void test_serve(void) {
   CHECK(pthread_create(&first.thread, NULL, run_serve, &first) == 0);
   dg_worker_destroy(late);
   SAYS(DG_UNAVAILABLE, "'late' (1) is lost", end_of(&first));
-  OK(dg_worker_wait_for_all(first.worker, DG_FOREVER, DG_WITHOUT_LOST));
+  OK(dg_worker_barrier(first.worker, DG_FOREVER, DG_WITHOUT_LOST));
 
   /* It serves while another is at work, and no longer. */
   late = start(&options);

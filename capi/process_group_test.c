@@ -158,7 +158,7 @@ static void fail(int rank) {
   bad.size = 3;
   options.name = DG_STR("fails");
   OK(dg_process_group_create(workers[rank], &options, &group));
-  OK(dg_worker_wait_for_all(workers[rank], 60000, 0)); /* both have it */
+  OK(dg_worker_barrier(workers[rank], 60000, 0)); /* both have it */
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_fail(NULL, DG_ABORTED, DG_STR("no")));
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_fail(group, DG_ABORTED, bad));
   if (rank == 0) OK(dg_process_group_fail(group, DG_DATA_LOSS, DG_STR("the disk is full")));

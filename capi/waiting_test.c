@@ -114,20 +114,20 @@ static void* call_each_for_ever(void* empty) {
                          &error));
   return (void*)(intptr_t)code_of(error);
 }
-static void* wait_for_all_for_ever(void* unused) {
+static void* barrier_for_ever(void* unused) {
   (void)unused;
   CHECK(sem_post(&begun) == 0);
-  return (void*)(intptr_t)code_of(dg_worker_wait_for_all(first, DG_FOREVER, 0));
+  return (void*)(intptr_t)code_of(dg_worker_barrier(first, DG_FOREVER, 0));
 }
-static void* leave_for_ever(void* unused) {
+static void* shut_down_for_ever(void* unused) {
   (void)unused;
   CHECK(sem_post(&begun) == 0);
-  return (void*)(intptr_t)code_of(dg_worker_leave(first, DG_FOREVER, 0));
+  return (void*)(intptr_t)code_of(dg_worker_shutdown(first, DG_FOREVER, 0));
 }
 
 static void test_end(void) {
-  void* (*const waits[4])(void*) = {call_for_ever, call_each_for_ever, wait_for_all_for_ever,
-                                    leave_for_ever};
+  void* (*const waits[4])(void*) = {call_for_ever, call_each_for_ever, barrier_for_ever,
+                                    shut_down_for_ever};
   pthread_t threads[4];
   dg_message* empty = NULL;
   CHECK(sem_init(&begun, 0, 0) == 0 && sem_init(&entered, 0, 0) == 0);

@@ -250,23 +250,23 @@ dg_error* dg_worker_create(const dg_worker_options* options, dg_worker** out) no
   });
 }
 
-dg_error* dg_worker_wait_for_all(dg_worker* worker, int64_t timeout_ms, uint64_t flags) noexcept {
+dg_error* dg_worker_barrier(dg_worker* worker, int64_t timeout_ms, uint64_t flags) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
-    return use->WaitForAll(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
+    return use->Barrier(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
   });
 }
 
-dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms, uint64_t flags) noexcept {
+dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeout_ms, uint64_t flags) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
-    return use->Leave(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
+    return use->Shutdown(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
   });
 }
 
@@ -280,12 +280,12 @@ dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) noexcept {
   });
 }
 
-dg_error* dg_worker_leave_alone(dg_worker* worker, int64_t timeout_ms) noexcept {
+dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
-    return use->LeaveAlone(ToDeadline(timeout_ms, absl::InfinitePast()));
+    return use->Leave(ToDeadline(timeout_ms, absl::InfinitePast()));
   });
 }
 

@@ -120,14 +120,14 @@ static void test_jobs(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text(NULL, &text));
   FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text((const dg_worker*)(const void*)x, &text));
 
-  OK(dg_worker_leave_alone(jobs[0], DG_FOREVER)); /* nothing is under way */
-  FAILS(DG_FAILED_PRECONDITION, dg_worker_leave_alone(jobs[0], 1));
+  OK(dg_worker_leave(jobs[0], DG_FOREVER)); /* nothing is under way */
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_leave(jobs[0], 1));
   OK(dg_context_create(jobs[2], &context));
-  FAILS(DG_DEADLINE_EXCEEDED, dg_worker_leave_alone(jobs[2], 1));
+  FAILS(DG_DEADLINE_EXCEEDED, dg_worker_leave(jobs[2], 1));
   dg_context_destroy(context);
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_leave_alone(NULL, 1));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_leave(NULL, 1));
   for (int i = 0; i < 3; ++i) dg_worker_destroy(jobs[i]);
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_leave_alone(jobs[0], 1));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_leave(jobs[0], 1));
   FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text(jobs[0], &text));
   CHECK(dg_worker_local_world_size(jobs[0]) == 0 && text == NULL && refused == NULL);
   dg_tensor_destroy(x);
@@ -349,18 +349,18 @@ int main(void) {
   on_both(create);
   test_names();
   test_register();
-  on_both(wait_for_all);
+  on_both(barrier);
   test_calls();
   test_remote_operators();
   test_wait();
-  on_both(leave);
+  on_both(shut_down);
   test_end_while_a_handler_waits();
   for (int i = 0; i < 2; ++i) {
     dg_worker* gone = workers[i];
     dg_worker_destroy(gone);
     dg_worker_destroy(gone);
-    FAILS(DG_INVALID_ARGUMENT, dg_worker_wait_for_all(gone, 1, 0));
-    FAILS(DG_INVALID_ARGUMENT, dg_worker_leave(gone, 1, 0));
+    FAILS(DG_INVALID_ARGUMENT, dg_worker_barrier(gone, 1, 0));
+    FAILS(DG_INVALID_ARGUMENT, dg_worker_shutdown(gone, 1, 0));
     FAILS(DG_INVALID_ARGUMENT, dg_worker_serve(gone, 0));
   }
   CHECK(handlers_ended == 3);

@@ -55,13 +55,13 @@ absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
                       StageServer::Create(worker.get(), options.seed));
   // Before the others may call, so that each call is in the traces of both.
   if (trace.has_value()) DG_RETURN_IF_ERROR(worker->StartTrace());
-  DG_RETURN_IF_ERROR(worker->WaitForAll(absl::Now() + options.timeout));
+  DG_RETURN_IF_ERROR(worker->Barrier(absl::Now() + options.timeout));
   if (training != nullptr) {
     DistributedLearner learner(worker.get());
     DG_RETURN_IF_ERROR(training->Run(learner));
   }
   // Worker 0 counts on the others until then, however long it trains.
-  DG_RETURN_IF_ERROR(worker->Leave());
+  DG_RETURN_IF_ERROR(worker->Shutdown());
   if (trace.has_value()) {
     DG_ASSIGN_OR_RETURN(const Trace recorded, worker->StopTrace());
     *trace << ToChromeTrace(recorded) << std::flush;

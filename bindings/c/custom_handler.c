@@ -106,7 +106,7 @@ int main(void) {
     pthread_mutex_init(&made->mutex, NULL);
     must(dg_worker_register(self.worker, DG_STR("forward"), forward, made, end));
   }
-  must(dg_worker_wait_for_all(self.worker, 60000, 0)); /* it is registered */
+  must(dg_worker_barrier(self.worker, 60000, 0)); /* it is registered */
   if (self.rank == 0) result = front(self.worker);
   return finish(&self) != 0 ? 1 : result;
 }

@@ -13,7 +13,7 @@ static dg_error* greet(void* user_data, const dg_request* request, dg_message** 
 int main(void) {
   job self = start();
   must(dg_worker_register(self.worker, DG_STR("greet"), greet, NULL, NULL));
-  must(dg_worker_wait_for_all(self.worker, 60000, 0)); /* both have registered */
+  must(dg_worker_barrier(self.worker, 60000, 0)); /* both have registered */
   if (self.rank == 0) {
     dg_message *request = NULL, *reply = NULL;
     must(dg_message_create("process one", strlen("process one"), NULL, 0, &request));

@@ -60,7 +60,7 @@ static inline int finish(job* self) {
   if (self->rank == 1) {
     must(dg_worker_serve(self->worker, 0));
   } else {
-    must(dg_worker_leave(self->worker, DG_FOREVER, 0));
+    must(dg_worker_shutdown(self->worker, DG_FOREVER, 0));
   }
   dg_worker_destroy(self->worker);
   if (self->rank == 1) return 0;

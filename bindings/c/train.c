@@ -206,7 +206,7 @@ int main(int argc, char** argv) {
   options.momentum = 0.9;
   dg_optimizer* optimizer = NULL;
   must(dg_optimizer_create_sgd(self.worker, DG_STR(""), parameters, 2, &options, &optimizer));
-  must(dg_worker_wait_for_all(self.worker, 60000, 0)); /* both are ready */
+  must(dg_worker_barrier(self.worker, 60000, 0)); /* both are ready */
 
   int result = 0;
   if (self.rank == 0) result = train(self.worker, &layer, optimizer, folder, count, epochs);

@@ -55,10 +55,8 @@ static inline void create(int rank) {
   options.thread_count = 2;
   OK(dg_worker_create(&options, &workers[rank]));
 }
-static inline void wait_for_all(int rank) {
-  OK(dg_worker_wait_for_all(workers[rank], DG_FOREVER, 0));
-}
-static inline void leave(int rank) { OK(dg_worker_leave(workers[rank], DG_FOREVER, 0)); }
+static inline void barrier(int rank) { OK(dg_worker_barrier(workers[rank], DG_FOREVER, 0)); }
+static inline void shut_down(int rank) { OK(dg_worker_shutdown(workers[rank], DG_FOREVER, 0)); }
 
 /* Before anything else. */
 static inline void prepare(void) {
@@ -119,7 +117,7 @@ static inline dg_error* relay(void* user_data, const dg_request* request, dg_mes
   dg_worker* self = (dg_worker*)user_data;
   dg_call_options options = DG_CALL_OPTIONS_INIT;
   dg_worker_destroy(self); /* refused, and logged */
-  FAILS(DG_FAILED_PRECONDITION, dg_worker_leave_alone(self, DG_FOREVER));
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_leave(self, DG_FOREVER));
   CHECK(dg_worker_world_size(self) == 2);
   options.context = request->context;
   options.timeout_ms = request->timeout_ms;

@@ -591,11 +591,11 @@ absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost,
   return Annotate(status, "waiting for all workers");
 }
 
-absl::Status Membership::BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost,
-                                         absl::FunctionRef<absl::Status()> finish) {
+absl::Status Membership::Shutdown(Deadline deadline, OnLostMember on_lost,
+                                  absl::FunctionRef<absl::Status()> finish) {
   // Worker 0, which may serve the store, goes without those who are lost.
   absl::Status status = WithLost(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
-  if (status.ok()) status = Meet({"leave", "leave", kLast, on_lost}, deadline);
+  if (status.ok()) status = Meet({"shutdown", "shutdown", kLast, on_lost}, deadline);
   if (status.ok()) status = finish();
   if (status.ok()) status = Meet({"finish", "finish", kLast, on_lost}, deadline);
   if (status.ok()) finished_ = true;
@@ -608,7 +608,7 @@ absl::Status Membership::BarrierOfTheEnd(Deadline deadline, OnLostMember on_lost
     });
   }
   if (status.ok()) status = GoAfterAll(deadline);
-  return Annotate(status, "waiting for all workers to leave");
+  return Annotate(status, "waiting for all workers to shut down");
 }
 
 // Once worker 0 knows that all others have left it goes, and the store with it. So of the others

@@ -138,7 +138,7 @@ class Membership {
   // The same, once, before all end. When all have come each calls `finish`, and when that has
   // returned everywhere this worker has left, and so will all others. Worker 0, which may serve the
   // store, goes last.
-  absl::Status BarrierOfTheEnd(
+  absl::Status Shutdown(
       Deadline deadline, OnLostMember on_lost = OnLostMember::kFail,
       absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
   // Whether all have finished: whoever is gone now has ended in good order.

@@ -231,7 +231,7 @@ TEST(RendezvousTest, ABarrierOutlastsTheSilenceOfTheStore) {
         store->set_answer(absl::OkStatus());
       }
       EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
-      EXPECT_EQ(members.BarrierOfTheEnd(Later()), absl::OkStatus());
+      EXPECT_EQ(members.Shutdown(Later()), absl::OkStatus());
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -247,12 +247,12 @@ TEST(RendezvousTest, ABarrierDoesNotOutlastTheLimitOfTheStore) {
   EXPECT_EQ(members.Barrier(Deadline::Never()),
             absl::UnavailableError("waiting for all workers: the job's store has not answered for "
                                    "0: the store is silent"));
-  EXPECT_TRUE(absl::IsUnavailable(members.BarrierOfTheEnd(Deadline::Never())));
+  EXPECT_TRUE(absl::IsUnavailable(members.Shutdown(Deadline::Never())));
   EXPECT_TRUE(absl::IsUnavailable(members.AllEver(Deadline::Never()).status()));
   // It answers again.
   store->set_answer(absl::OkStatus());
   EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
-  EXPECT_EQ(members.BarrierOfTheEnd(Later()), absl::OkStatus());
+  EXPECT_EQ(members.Shutdown(Later()), absl::OkStatus());
 }
 
 // Whatever it waits for.
@@ -264,7 +264,7 @@ TEST(RendezvousTest, WhoClosesWaitsForNoStore) {
   store->set_answer(Silence());
   const std::function<absl::Status()> waits[] = {
       [&] { return members.Barrier(Deadline::Never()); },
-      [&] { return members.BarrierOfTheEnd(Deadline::Never()); },
+      [&] { return members.Shutdown(Deadline::Never()); },
       [&] { return members.All(Deadline::Never()).status(); },
       [&] { return members.AllEver(Deadline::Never()).status(); },
   };
@@ -606,7 +606,7 @@ TEST_F(RunningJobTest, BarriersGoOnWithWhoJoined) {
         ASSERT_TRUE(m->Barrier(Later()).ok());
         ASSERT_GE(before, 3 * round);
       }
-      ASSERT_TRUE(m->BarrierOfTheEnd(Later()).ok());
+      ASSERT_TRUE(m->Shutdown(Later()).ok());
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -627,8 +627,8 @@ TEST_F(RunningJobTest, ABarrierFailsAtOnceWhenWhoItWaitsForIsLost) {
   waiting.join();
   EXPECT_EQ(members_[2]->Barrier(Deadline::Never()),
             absl::UnavailableError("waiting for all workers: 'worker3' (3) is lost"));
-  EXPECT_EQ(members_[2]->BarrierOfTheEnd(Deadline::Never()),
-            absl::UnavailableError("waiting for all workers to leave: 'worker3' (3) is lost"));
+  EXPECT_EQ(members_[2]->Shutdown(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers to shut down: 'worker3' (3) is lost"));
 }
 
 TEST_F(RunningJobTest, ABarrierGoesOnWithoutWhoIsLost) {
@@ -638,7 +638,7 @@ TEST_F(RunningJobTest, ABarrierGoesOnWithoutWhoIsLost) {
     threads.emplace_back([&, m = members_[i].get()] {
       ASSERT_TRUE(m->Barrier(Later(), OnLostMember::kGoOnWithout).ok());
       ASSERT_TRUE(m->Barrier(Later(), OnLostMember::kGoOnWithout).ok());
-      ASSERT_TRUE(m->BarrierOfTheEnd(Later(), OnLostMember::kGoOnWithout).ok());
+      ASSERT_TRUE(m->Shutdown(Later(), OnLostMember::kGoOnWithout).ok());
     });
   }
   ASSERT_TRUE(store_->Get("at/0", Later()).ok());
@@ -664,10 +664,10 @@ TEST_F(RunningJobTest, WhoWasTakenForLostAndLivesTakesPart) {
   EXPECT_TRUE(absl::IsUnavailable(members_[0]->Barrier(Deadline::Never())));
   std::thread other([&] {
     EXPECT_TRUE(members_[1]->Barrier(Later()).ok());
-    EXPECT_TRUE(members_[1]->BarrierOfTheEnd(Later()).ok());
+    EXPECT_TRUE(members_[1]->Shutdown(Later()).ok());
   });
   while (store_->Get("lost/1", Later()).value() != "") std::this_thread::yield();
-  EXPECT_TRUE(members_[0]->BarrierOfTheEnd(Later()).ok());
+  EXPECT_TRUE(members_[0]->Shutdown(Later()).ok());
   other.join();
 }
 
@@ -676,10 +676,10 @@ TEST_F(RunningJobTest, WhoWasTakenForLostSaysAtTheEndThatItLives) {
   Start(2);
   members_[0]->MarkLost(*members_[0]->Find("worker1", Later()));
   ASSERT_TRUE(store_->Get("lost/1", Later()).ok());
-  std::thread other([&] { EXPECT_TRUE(members_[1]->BarrierOfTheEnd(Later()).ok()); });
-  ASSERT_TRUE(store_->Get("leave/1", Later()).ok());
+  std::thread other([&] { EXPECT_TRUE(members_[1]->Shutdown(Later()).ok()); });
+  ASSERT_TRUE(store_->Get("shutdown/1", Later()).ok());
   EXPECT_EQ(store_->Get("lost/1", absl::InfinitePast()).value(), "");
-  EXPECT_TRUE(members_[0]->BarrierOfTheEnd(Later()).ok());
+  EXPECT_TRUE(members_[0]->Shutdown(Later()).ok());
   other.join();
 }
 

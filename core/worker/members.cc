@@ -133,7 +133,7 @@ absl::Status Worker::Impl::LearnAll(const std::vector<WorkerInfo>& all) {
   return absl::OkStatus();
 }
 
-absl::Status Worker::Impl::WaitForAll(Deadline deadline, OnLostMember on_lost) {
+absl::Status Worker::Impl::Barrier(Deadline deadline, OnLostMember on_lost) {
   return NameTheStore(
       members_->Barrier(deadline, on_lost, [&] { return UpdateMembers(deadline); }));
 }
@@ -147,10 +147,10 @@ absl::Status Worker::Impl::CheckMayLeave() const {
 
 // When all are there, no user's thread makes a call any more; handlers may. When then each has seen
 // its calls end, in either direction, none of those makes one either.
-absl::Status Worker::Impl::Leave(Deadline deadline, OnLostMember on_lost) {
+absl::Status Worker::Impl::Shutdown(Deadline deadline, OnLostMember on_lost) {
   DG_RETURN_IF_ERROR(CheckMayLeave());
   BlockingScope blocking;
-  DG_RETURN_IF_ERROR(NameTheStore(members_->BarrierOfTheEnd(
+  DG_RETURN_IF_ERROR(NameTheStore(members_->Shutdown(
       deadline, on_lost, [&] { return AwaitIdle(deadline, /*contexts=*/false); })));
   agent_.StopWatching();
   return absl::OkStatus();
@@ -295,7 +295,7 @@ bool Worker::Impl::Refuses(ContextId context) const {
   return leaving_ && (context == 0 || contexts_.Find(context) == nullptr);
 }
 
-absl::Status Worker::Impl::LeaveAlone(Deadline deadline) {
+absl::Status Worker::Impl::Leave(Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckMayLeave());
   if (serves_store_) {
     return absl::FailedPreconditionError(

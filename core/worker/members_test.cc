@@ -120,7 +120,7 @@ TEST_P(MembersTest, OneWhoJoinsIsFoundByItsName) {
   workers_.push_back(std::move(late));
   std::vector<std::thread> threads;
   for (auto& w : workers_) {
-    threads.emplace_back([&w] { EXPECT_TRUE(w->WaitForAll(Later()).ok()); });
+    threads.emplace_back([&w] { EXPECT_TRUE(w->Barrier(Later()).ok()); });
   }
   for (std::thread& thread : threads) thread.join();
 }
@@ -143,7 +143,7 @@ TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsUnderWay) {
   auto waiting = worker(0).CallAsync("worker1", "wait", {});
   arrived.WaitForNotification();
 
-  EXPECT_EQ(worker(1).LeaveAlone(absl::Now()).code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(worker(1).Leave(absl::Now()).code(), absl::StatusCode::kDeadlineExceeded);
   const absl::Status refused = Echo(worker(0), "worker1");
   EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable) << refused;
   EXPECT_TRUE(Contains(refused, "'worker1' (1): it is leaving the job")) << refused;
@@ -156,7 +156,7 @@ TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsUnderWay) {
   EXPECT_TRUE(context.Gradient(x)->equal(at::full({3}, 2.0)));
   release.Notify();
   EXPECT_EQ(waiting.Take()->payload, "done");
-  EXPECT_EQ(worker(1).LeaveAlone(Later()).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(worker(1).Leave(Later()).code(), absl::StatusCode::kFailedPrecondition);
 
   workers_[1].reset();
   context.Release();
@@ -178,12 +178,12 @@ TEST_P(MembersTest, LeavingWaitsForContextsToEnd) {
   Start(2);
   Context context = worker(0).NewContext();
   ASSERT_TRUE(worker(0).Call("worker1", "echo", {"", {}}, {.context = &context}).ok());
-  const absl::Status early = worker(1).LeaveAlone(absl::Now());
+  const absl::Status early = worker(1).Leave(absl::Now());
   EXPECT_EQ(early.code(), absl::StatusCode::kDeadlineExceeded);
   // The call may still count: its answer is here before all of it is put away.
   EXPECT_TRUE(Contains(early, "0 calls of its own, 1 contexts")) << early;
   absl::Status left = absl::UnknownError("not run");
-  std::thread leaving([&] { left = worker(0).LeaveAlone(Later()); });
+  std::thread leaving([&] { left = worker(0).Leave(Later()); });
   context.Release();
   leaving.join();
   EXPECT_TRUE(left.ok()) << left;
@@ -193,9 +193,9 @@ TEST_P(MembersTest, AHandlerCannotLeave) {
   Start(1);
   Worker& self = worker(0);
   const std::map<std::string, std::function<absl::Status()>> ends = {
-      {"leave", [&] { return self.Leave(); }},
+      {"shut down", [&] { return self.Shutdown(); }},
       {"serve", [&] { return self.Serve(); }},
-      {"leave alone", [&] { return self.LeaveAlone(Deadline::Never()); }}};
+      {"leave", [&] { return self.Leave(Deadline::Never()); }}};
   for (const auto& [name, end] : ends) {
     ASSERT_TRUE(
         self.Register(name, [end = end](Request&) -> absl::StatusOr<Message> { return end(); })
@@ -205,7 +205,7 @@ TEST_P(MembersTest, AHandlerCannotLeave) {
     EXPECT_TRUE(Contains(status, "in a handler")) << status;
   }
   EXPECT_TRUE(Echo(self, "worker0").ok());
-  EXPECT_TRUE(self.Leave().ok());
+  EXPECT_TRUE(self.Shutdown().ok());
 }
 
 // A store whose answers wait, while its door is closed. Thread-safe.
@@ -322,13 +322,13 @@ TEST_P(MembersTest, CloseEndsWhateverWaits) {
   Context context = worker(1).NewContext();  // or it could leave
   absl::Status barrier, end, alone, call;
   std::thread threads[] = {
-      std::thread([&] { barrier = worker(0).WaitForAll(absl::InfiniteFuture()); }),
-      std::thread([&] { end = worker(0).Leave(absl::InfiniteFuture()); }),
-      std::thread([&] { alone = worker(1).LeaveAlone(absl::InfiniteFuture()); }),
+      std::thread([&] { barrier = worker(0).Barrier(absl::InfiniteFuture()); }),
+      std::thread([&] { end = worker(0).Shutdown(absl::InfiniteFuture()); }),
+      std::thread([&] { alone = worker(1).Leave(absl::InfiniteFuture()); }),
       std::thread([&] { call = worker(0).Call("worker2", "wait", {}, for_ever).status(); }),
   };
   EXPECT_TRUE(store_->Get("at/0", Later()).ok());
-  EXPECT_TRUE(store_->Get("leave/0", Later()).ok());
+  EXPECT_TRUE(store_->Get("shutdown/0", Later()).ok());
   while (!absl::IsUnavailable(Echo(worker(2), "worker1"))) continue;
   worker(0).Close();
   worker(1).Close();
@@ -337,7 +337,7 @@ TEST_P(MembersTest, CloseEndsWhateverWaits) {
     EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
   }
   EXPECT_EQ(Echo(worker(0), "worker2").code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(worker(1).WaitForAll(absl::InfiniteFuture()).code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(worker(1).Barrier(absl::InfiniteFuture()).code(), absl::StatusCode::kCancelled);
   const at::Tensor x = at::ones({3}).requires_grad_();
   EXPECT_EQ(context.Backward({x.sum()}).code(), absl::StatusCode::kCancelled);
   release->Notify();
@@ -402,11 +402,11 @@ TEST_P(MembersTest, WhoServesAnswersWhatIsUnderWayBeforeItEnds) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i) {
     threads.emplace_back([&, i] {
-      statuses[i] = i == 0 ? worker(i).Leave() : worker(i).Serve();
+      statuses[i] = i == 0 ? worker(i).Shutdown() : worker(i).Serve();
       ++ended;
     });
   }
-  EXPECT_TRUE(store_->Get("leave/open", Later()).ok());  // all are at the end
+  EXPECT_TRUE(store_->Get("shutdown/open", Later()).ok());  // all are at the end
   EXPECT_FALSE(call.Done());
   EXPECT_EQ(ended, 0);
   release->Notify();
@@ -424,10 +424,10 @@ TEST_P(MembersTest, WhoServesWaitsForOneThatJoinsLateAndForNoneThatLeaves) {
   ASSERT_NE(late, nullptr);
   std::thread serving([&] { EXPECT_TRUE(worker(1).Serve().ok()); });
   EXPECT_TRUE(Echo(*late, "worker1").ok());
-  std::thread leaving([&] { EXPECT_TRUE(worker(0).Leave().ok()); });
-  EXPECT_TRUE(store_->Get("leave/0", Later()).ok());
+  std::thread leaving([&] { EXPECT_TRUE(worker(0).Shutdown().ok()); });
+  EXPECT_TRUE(store_->Get("shutdown/0", Later()).ok());
   EXPECT_TRUE(Echo(*late, "worker1").ok()) << "it serves while one is at work";
-  EXPECT_TRUE(late->LeaveAlone(Later()).ok());
+  EXPECT_TRUE(late->Leave(Later()).ok());
   late.reset();
   serving.join();
   leaving.join();
@@ -438,10 +438,10 @@ TEST_P(MembersTest, TheDeathOfAMemberEndsWhatWaitsForIt) {
   Start(4);
   absl::Status statuses[3];
   std::vector<std::thread> threads;
-  threads.emplace_back([&] { statuses[0] = worker(0).Leave(); });
-  threads.emplace_back([&] { statuses[1] = worker(1).WaitForAll(Deadline::Never()); });
+  threads.emplace_back([&] { statuses[0] = worker(0).Shutdown(); });
+  threads.emplace_back([&] { statuses[1] = worker(1).Barrier(Deadline::Never()); });
   threads.emplace_back([&] { statuses[2] = worker(2).Serve(); });
-  EXPECT_TRUE(store_->Get("leave/2", Later()).ok());
+  EXPECT_TRUE(store_->Get("shutdown/2", Later()).ok());
   workers_[3].reset();
   for (std::thread& thread : threads) thread.join();
   for (const absl::Status& status : statuses) {
@@ -469,11 +469,11 @@ TEST_P(MembersTest, AJobGoesOnWithoutALostMemberWhereThatIsAskedFor) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) {
     threads.emplace_back([&, i] {
-      const absl::Status all = worker(i).WaitForAll(Deadline::Never(), OnLostMember::kGoOnWithout);
+      const absl::Status all = worker(i).Barrier(Deadline::Never(), OnLostMember::kGoOnWithout);
       EXPECT_TRUE(all.ok()) << all;
-      const absl::Status end = i == 0
-                                   ? worker(i).Leave(Deadline::Never(), OnLostMember::kGoOnWithout)
-                                   : worker(i).Serve(OnLostMember::kGoOnWithout);
+      const absl::Status end =
+          i == 0 ? worker(i).Shutdown(Deadline::Never(), OnLostMember::kGoOnWithout)
+                 : worker(i).Serve(OnLostMember::kGoOnWithout);
       EXPECT_TRUE(end.ok()) << end;
     });
   }
@@ -519,7 +519,7 @@ TEST_P(MembersTest, ACallbackHearsWhatHappensToMembersThatItNeverMet) {
   ASSERT_NE(late, nullptr);
   EXPECT_EQ(told.Await(1), Names({"joined late"}));
   late->OnMember(told_late.Callback());
-  EXPECT_TRUE(late->LeaveAlone(Later()).ok());
+  EXPECT_TRUE(late->Leave(Later()).ok());
   late.reset();
   EXPECT_EQ(told.Await(2)[1], "left late");
   late = Join("late");
@@ -588,7 +588,7 @@ TEST_P(MembersTest, TheEndOfAWorkerWaitsForItsCallback) {
   self.OnMember([&](const MemberEvent&) {
     entered.Notify();
     // Ends when Close() fails it.
-    EXPECT_FALSE(self.WaitForAll(Deadline::Never()).ok());
+    EXPECT_FALSE(self.Barrier(Deadline::Never()).ok());
     returned = true;
   });
   const auto late = Join("late");
@@ -624,8 +624,8 @@ TEST_P(MembersTest, AJobIsApartFromAnotherInTheSameStore) {
   EXPECT_EQ(red[0]->Call("worker1", "job", {})->payload, "red");
   EXPECT_EQ(blue[0]->Call("worker1", "job", {})->payload, "blue");
   // One ends, the other goes on.
-  std::thread other([&] { EXPECT_TRUE(red[1]->Leave(Later()).ok()); });
-  EXPECT_TRUE(red[0]->Leave(Later()).ok());
+  std::thread other([&] { EXPECT_TRUE(red[1]->Shutdown(Later()).ok()); });
+  EXPECT_TRUE(red[0]->Shutdown(Later()).ok());
   other.join();
   red.clear();
   EXPECT_TRUE(Train(*blue[0], "worker1").ok());
@@ -732,17 +732,17 @@ TEST(MembersStoreTest, ABarrierThatFailsAtItsEndIsNotUsedUp) {
       ASSERT_TRUE(worker.ok()) << worker.status();
       workers[rank] = *std::move(worker);
       if (rank == 1) {
-        EXPECT_TRUE(workers[1]->WaitForAll(Later()).ok());
+        EXPECT_TRUE(workers[1]->Barrier(Later()).ok());
       }
     });
   }
   threads[0].join();
   forgetful->forgets = true;
-  const absl::Status failed = workers[0]->WaitForAll(Later());
+  const absl::Status failed = workers[0]->Barrier(Later());
   EXPECT_EQ(failed.code(), absl::StatusCode::kUnavailable) << failed;
   threads[1].join();
   // The other has come to no further one.
-  const absl::Status met = workers[0]->WaitForAll(Deadline::After(absl::Seconds(5)));
+  const absl::Status met = workers[0]->Barrier(Deadline::After(absl::Seconds(5)));
   EXPECT_TRUE(met.ok()) << met;
 }
 
@@ -782,7 +782,7 @@ TEST(MembersStoreTest, WhoLivesDeniesEachLoss) {
       workers[rank] = *std::move(worker);
       const auto echo = [](Request& r) -> absl::StatusOr<Message> { return std::move(r.message); };
       ASSERT_TRUE(workers[rank]->Register("echo", echo).ok());
-      ASSERT_TRUE(workers[rank]->WaitForAll(Later()).ok());
+      ASSERT_TRUE(workers[rank]->Barrier(Later()).ok());
     });
   }
   for (std::thread& thread : threads) thread.join();

@@ -85,7 +85,7 @@ TEST_P(WallClockTest, ACallUnderWayIsNotMoved) {
   SetWallClockAhead(-absl::Hours(1));
   const absl::Status late = worker(0).Call(1, "wait", {}, {.deadline = soon}).status();
   EXPECT_EQ(late.code(), StatusCode::kDeadlineExceeded) << late;
-  const absl::Status alone = worker(0).WaitForAll(soon);
+  const absl::Status alone = worker(0).Barrier(soon);
   EXPECT_EQ(alone.code(), StatusCode::kDeadlineExceeded) << alone;
 }
 

@@ -231,19 +231,19 @@ absl::StatusOr<std::vector<c10::IValue>> Worker::CallOperator(WorkerRef to, absl
   return DecodeValues(std::move(reply));
 }
 Context Worker::NewContext() { return impl_->NewContext(); }
-absl::Status Worker::WaitForAll(Deadline deadline, OnLostMember on_lost) {
-  return impl_->WaitForAll(deadline, on_lost);
+absl::Status Worker::Barrier(Deadline deadline, OnLostMember on_lost) {
+  return impl_->Barrier(deadline, on_lost);
 }
-absl::Status Worker::Leave(Deadline deadline, OnLostMember on_lost) {
-  return impl_->Leave(deadline, on_lost);
+absl::Status Worker::Shutdown(Deadline deadline, OnLostMember on_lost) {
+  return impl_->Shutdown(deadline, on_lost);
 }
 absl::Status Worker::Serve(OnLostMember on_lost) {
-  return impl_->Leave(Deadline::Never(), on_lost);
+  return impl_->Shutdown(Deadline::Never(), on_lost);
 }
 void Worker::OnMember(std::function<void(const MemberEvent&)> callback) {
   impl_->OnMember(std::move(callback));
 }
-absl::Status Worker::LeaveAlone(Deadline deadline) { return impl_->LeaveAlone(deadline); }
+absl::Status Worker::Leave(Deadline deadline) { return impl_->Leave(deadline); }
 absl::Status Worker::UpdateMembers() { return impl_->UpdateMembers(impl_->DefaultDeadline()); }
 size_t Worker::context_count() const { return impl_->context_count(); }
 WorkerMetrics Worker::Metrics() const { return impl_->Metrics(); }

@@ -204,7 +204,7 @@ class Worker {
   // Joins the job. Waits until all its workers have.
   static absl::StatusOr<std::unique_ptr<Worker>> Create(WorkerOptions options);
 
-  // Close(), and ends all threads. Leave() first, to end in good order.
+  // Close(), and ends all threads. Shutdown() first, to end in good order.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -217,7 +217,7 @@ class Worker {
   WorkerId id() const;
   const std::string& name() const;
   // The members that this worker knows of, by id: those of the start, and of those who joined later
-  // whom it has heard of; without those who have left. WaitForAll() and UpdateMembers() look in the
+  // whom it has heard of; without those who have left. Barrier() and UpdateMembers() look in the
   // store for all.
   int world_size() const;
   std::vector<std::string> names() const;
@@ -246,7 +246,7 @@ class Worker {
   // Lets all workers call `function`. kAlreadyExists if it is registered, kInvalidArgument if the
   // name is empty, longer than 1000 bytes, has a "::" (an operator's) or begins with "distgrad.".
   // Calls that come before it are refused, so register before the others may call: for instance,
-  // before a WaitForAll().
+  // before a Barrier().
   absl::Status Register(std::string function, Handler handler);
   absl::Status RegisterAsync(std::string function, AsyncHandler handler);
   // For functions of distgrad itself, whose names begin with "distgrad.".
@@ -285,19 +285,19 @@ class Worker {
   // Waits until every worker has called it as often as this one. Who leaves meanwhile is not
   // waited for, nor who joined or came back after the first of them called it. If a member that has
   // not come is lost this fails at once, with kUnavailable and its name, or goes on without it.
-  absl::Status WaitForAll(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
+  absl::Status Barrier(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
 
   // Ends the job in good order: waits until every worker has called this or Serve(), so that
   // nobody's call finds us gone, and until the calls that are under way then, in either direction,
   // are answered. Then the worker can be destroyed. It needs no deadline: if a member is lost it
   // fails with kUnavailable and its name, or goes on without it; if Close() is called, with
   // kCancelled. kFailedPrecondition in a handler of this worker, for it waits for those.
-  absl::Status Leave(Deadline deadline = Deadline::Never(),
-                     OnLostMember on_lost = OnLostMember::kFail);
+  absl::Status Shutdown(Deadline deadline = Deadline::Never(),
+                        OnLostMember on_lost = OnLostMember::kFail);
 
   // For a worker that only answers the others from now on: serves until the job ends, which is when
-  // all others have left, or have called Leave() or Serve() themselves. The same as Leave() without
-  // a deadline.
+  // all others have left, or have called Shutdown() or Serve() themselves. The same as Shutdown()
+  // without a deadline.
   absl::Status Serve(OnLostMember on_lost = OnLostMember::kFail);
 
   // Leaves in good order while the job goes on. New calls are refused from now on with
@@ -305,7 +305,7 @@ class Worker {
   // that this worker takes part in are waited for until they are over, or until the deadline, which
   // is an error that counts them. Then the worker can be destroyed. Once. kFailedPrecondition for
   // the worker that serves the store, and in a handler of this worker.
-  absl::Status LeaveAlone(Deadline deadline);
+  absl::Status Leave(Deadline deadline);
 
   // How many contexts this worker knows of.
   size_t context_count() const;

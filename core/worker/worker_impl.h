@@ -61,9 +61,9 @@ class Worker::Impl : public Context::Owner,
   // Members: members.cc.
   std::vector<Member> members() const;
   absl::Status UpdateMembers(Deadline deadline);
-  absl::Status WaitForAll(Deadline deadline, OnLostMember on_lost);
-  absl::Status Leave(Deadline deadline, OnLostMember on_lost);
-  absl::Status LeaveAlone(Deadline deadline);
+  absl::Status Barrier(Deadline deadline, OnLostMember on_lost);
+  absl::Status Shutdown(Deadline deadline, OnLostMember on_lost);
+  absl::Status Leave(Deadline deadline);
   void OnMember(MemberCallback::Function callback);
 
   void Close();

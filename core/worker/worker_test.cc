@@ -213,7 +213,7 @@ TEST_P(WorkerTest, WaitForAllIsABarrier) {
     threads.emplace_back([&, i] {
       for (int round = 1; round <= 5; ++round) {
         ++before;
-        ASSERT_TRUE(worker(i).WaitForAll(absl::Now() + absl::Seconds(60)).ok());
+        ASSERT_TRUE(worker(i).Barrier(absl::Now() + absl::Seconds(60)).ok());
         ASSERT_GE(before, 3 * round);
       }
     });

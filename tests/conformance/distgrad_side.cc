@@ -75,7 +75,7 @@ class DistgradSide : public Side {
             Message{"", function(*this, step, std::move(request.message.tensors))});
       }));
     }
-    Check(worker_->WaitForAll(absl::Now() + absl::Minutes(1)));
+    Check(worker_->Barrier(absl::Now() + absl::Minutes(1)));
   }
   std::unique_ptr<Step> NewStep() override {
     return std::make_unique<DistgradStep>(worker_.get(), worker_->NewContext());

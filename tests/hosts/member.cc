@@ -85,8 +85,8 @@ class Member {
       if (reply.tensors.at(0).equal(sent)) return absl::OkStatus();
       return absl::DataLossError("another tensor came back");
     }
-    if (what == "barrier") return worker_->WaitForAll(absl::Now() + absl::Minutes(10));
-    if (what == "leave") return worker_->Leave(absl::Now() + absl::Minutes(10));
+    if (what == "barrier") return worker_->Barrier(absl::Now() + absl::Minutes(10));
+    if (what == "leave") return worker_->Shutdown(absl::Now() + absl::Minutes(10));
     if (what == "serve") return worker_->Serve();
     return absl::InvalidArgumentError(absl::StrCat("no command: ", line));
   }

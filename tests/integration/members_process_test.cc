@@ -71,7 +71,7 @@ int Serve(const std::string& rendezvous, const std::string& name) {
   std::printf("%s\n", status.ok() ? "ready" : status.ToString().c_str());
   std::fflush(stdout);
   leave.WaitForNotification();
-  status = (*worker)->LeaveAlone(Later());
+  status = (*worker)->Leave(Later());
   if (!status.ok()) std::printf("%s\n", status.ToString().c_str());
   return status.ok() ? 0 : 1;
 }
@@ -192,12 +192,12 @@ TEST_F(MembersProcessTest, AKilledWorkerIsNoticedAtOnceAndComesBackUnderItsName)
 // Nobody has called it, and nobody does: who waits in a barrier, serves or has left hears of it.
 TEST_F(MembersProcessTest, WhoWaitsForAKilledWorkerHearsOfIt) {
   absl::Status barrier, end;
-  std::thread waiting([&] { barrier = lead_->WaitForAll(Deadline::Never()); });
+  std::thread waiting([&] { barrier = lead_->Barrier(Deadline::Never()); });
   std::thread serving([&] { end = middle_->Serve(); });
   child_->Signal(SIGKILL);
   waiting.join();
   serving.join();
-  for (const absl::Status& status : {barrier, end, lead_->Leave()}) {
+  for (const absl::Status& status : {barrier, end, lead_->Shutdown()}) {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
     EXPECT_TRUE(Contains(status, "'back' (2) is lost: ")) << status;
     EXPECT_FALSE(Contains(status, "heartbeat")) << status;
@@ -214,7 +214,7 @@ TEST_F(MembersProcessTest, WhoWaitsForAStoppedWorkerHearsOfItWithinTheHeartbeatL
   child_->Stop();
   absl::Status end;
   std::thread serving([&] { end = middle_->Serve(); });
-  const absl::Status left = lead_->Leave();
+  const absl::Status left = lead_->Shutdown();
   serving.join();
   for (const absl::Status& status : {left, end}) {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
@@ -222,7 +222,7 @@ TEST_F(MembersProcessTest, WhoWaitsForAStoppedWorkerHearsOfItWithinTheHeartbeatL
   }
   // Where that is asked for the job ends well without it.
   std::thread other([&] { end = middle_->Serve(OnLostMember::kGoOnWithout); });
-  const absl::Status without = lead_->Leave(Deadline::Never(), OnLostMember::kGoOnWithout);
+  const absl::Status without = lead_->Shutdown(Deadline::Never(), OnLostMember::kGoOnWithout);
   other.join();
   EXPECT_TRUE(without.ok()) << without;
   EXPECT_TRUE(end.ok()) << end;

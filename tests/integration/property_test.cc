@@ -214,7 +214,7 @@ class PropertyTest : public ::testing::TestWithParam<std::string> {
       }
     }
     if (newcomer == nullptr) return;
-    const absl::Status left = newcomer->LeaveAlone(deadline);
+    const absl::Status left = newcomer->Leave(deadline);
     if (!left.ok()) run->Fail(left);
   }
 

@@ -126,9 +126,9 @@ absl::Status RunWorker(const std::string& rendezvous, const std::string& transpo
   absl::Status status = RegisterGradients(worker->get(), stage.get());
   // Those that do not lead wait for all of the training.
   const absl::Time deadline = absl::Now() + absl::Minutes(5);
-  if (status.ok()) status = (*worker)->WaitForAll(deadline);
+  if (status.ok()) status = (*worker)->Barrier(deadline);
   if (status.ok() && rank == 0) TrainBothWays(**worker);
-  if (status.ok()) status = (*worker)->Leave(deadline);
+  if (status.ok()) status = (*worker)->Shutdown(deadline);
   return status;
 }
 

@@ -21,7 +21,7 @@ absl::Status RunLaunchedWorker(const std::function<absl::Status(const Worker&)>&
       worker->Register("greet", [&worker](Request& request) -> absl::StatusOr<Message> {
         return Message{absl::StrCat(request.message.payload, " greeted by ", worker->name()), {}};
       }));
-  DG_RETURN_IF_ERROR(worker->WaitForAll(deadline));
+  DG_RETURN_IF_ERROR(worker->Barrier(deadline));
   DG_RETURN_IF_ERROR(joined(*worker));
 
   std::vector<std::pair<std::string, Future<Message>>> replies;
@@ -38,7 +38,7 @@ absl::Status RunLaunchedWorker(const std::function<absl::Status(const Worker&)>&
   const std::string done = absl::StrCat(
       "rank ", worker->id(), " of ", worker->world_size(), ", local ", worker->local_rank(), " of ",
       worker->local_world_size(), ", called ", replies.size(), "\n");
-  DG_RETURN_IF_ERROR(worker->Leave(deadline));
+  DG_RETURN_IF_ERROR(worker->Shutdown(deadline));
   std::fputs(done.c_str(), stdout);
   std::fflush(stdout);
   return absl::OkStatus();

@@ -66,7 +66,7 @@ Cluster::~Cluster() {
     if (worker == nullptr) continue;
     threads.emplace_back([&worker, whole] {
       if (whole) {
-        const absl::Status left = worker->Leave(absl::Now() + absl::Seconds(60));
+        const absl::Status left = worker->Shutdown(absl::Now() + absl::Seconds(60));
         DG_CHECK(left.ok()) << left;
       }
       worker.reset();

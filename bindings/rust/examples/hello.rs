@@ -10,7 +10,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     job.worker.register("greet", |request| {
         Ok(Message::from_payload(format!("Hello {}, this is process two", request.text()?))?)
     })?;
-    job.worker.wait_for_all(MINUTE)?; // both have registered
+    job.worker.barrier(MINUTE)?; // both have registered
 
     if job.is_first() {
         let request = Message::from_payload("process one")?;

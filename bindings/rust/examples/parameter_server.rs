@@ -72,11 +72,11 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     if job.is_first() {
         serve(&job.worker)?;
     }
-    job.worker.wait_for_all(MINUTE)?; // the server can be called
+    job.worker.barrier(MINUTE)?; // the server can be called
     if !job.is_first() {
         train(&job.worker, &Dataset::load(&folder, "train", count)?)?;
     }
-    job.worker.wait_for_all(None)?; // all have trained
+    job.worker.barrier(None)?; // all have trained
     if job.is_first() {
         let _no_grad = NoGrad::new();
         let (images, labels) = Dataset::load(&folder, "t10k", TESTS)?.batch(0, TESTS)?;

@@ -97,7 +97,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     })?;
     let optimizer =
         Sgd::new(0.05).momentum(0.9).create(&job.worker, "", [&layer.weight, &layer.bias])?;
-    job.worker.wait_for_all(MINUTE)?; // both are ready
+    job.worker.barrier(MINUTE)?; // both are ready
 
     if job.is_first() {
         let front = Front { job: &job, layer, optimizer };

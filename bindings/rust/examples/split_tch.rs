@@ -45,7 +45,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let optimizer = Adam::new(2e-3).create(&job.worker, "", &parameters)?;
 
     if job.is_first() {
-        job.worker.wait_for_all(MINUTE)?; // both are ready
+        job.worker.barrier(MINUTE)?; // both are ready
         let data = Dataset::load(&folder, "train", count)?;
         for batch in (0..data.len() / BATCH).progress() {
             let (images, labels) = data.batch(batch * BATCH, BATCH)?;
@@ -69,7 +69,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             let scores = model.lock().map_err(|_| "an earlier call panicked")?.forward(&hidden);
             Ok(Message::new("", [Tensor::try_from(&scores)?])?)
         })?;
-        job.worker.wait_for_all(MINUTE)?;
+        job.worker.barrier(MINUTE)?;
     }
     job.finish()
 }

@@ -15,19 +15,19 @@
 //!         worker.register("square", |request| {
 //!             Ok(Message::new("", [request.tensor(0)?.square()?])?)
 //!         })?;
-//!         worker.wait_for_all(Duration::from_secs(60))?; // from here on it may be called
+//!         worker.barrier(Duration::from_secs(60))?; // from here on it may be called
 //!         worker.serve()
 //!     });
 //!
 //!     let worker = options.clone().name("front").rank(0, 2).create()?;
-//!     worker.wait_for_all(Duration::from_secs(60))?;
+//!     worker.barrier(Duration::from_secs(60))?;
 //!     let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0], &[3])?.require_grad()?;
 //!     let context = worker.context()?; // one training step
 //!     let reply = context.call("back", "square", &Message::new("", [&x])?)?;
 //!     context.backward([reply.tensor(0)?.sum()?])?; // through both workers
 //!     assert_eq!(context.gradient(&x)?.to_vec::<f32>()?, [2.0, 4.0, 6.0]);
 //!     drop(context);
-//!     worker.leave(None)?;
+//!     worker.shutdown(None)?;
 //!     back.join().expect("no panic")
 //! })?;
 //! # let _ = std::fs::remove_file(store);

@@ -21,7 +21,7 @@ pub type HandlerResult = std::result::Result<Message, BoxedError>;
 ///
 /// Dropping it fails what is still under way with `Code::Cancelled`, waits for its handlers, and
 /// ends its threads. In a handler or a callback it cannot wait for itself: there an error is logged,
-/// and the worker stays. [`leave`](Worker::leave) first, so that nobody's call finds it gone.
+/// and the worker stays. [`shutdown`](Worker::shutdown) first, so that nobody's call finds it gone.
 ///
 /// What is made of it may be dropped later: what borrows it cannot be used then, and a
 /// [`Future`](crate::Future) ends with an error.
@@ -71,7 +71,7 @@ impl Worker {
         Ok(ffi::worker_members(self.handle())?.into_iter().map(Member::from).collect())
     }
 
-    /// Looks in the store for all members, as [`wait_for_all`](Worker::wait_for_all) does.
+    /// Looks in the store for all members, as [`barrier`](Worker::barrier) does.
     #[doc(alias = "dg_worker_update_members")]
     pub fn update_members(&self) -> Result<()> {
         Ok(ffi::worker_update_members(self.handle())?)
@@ -141,7 +141,7 @@ impl Worker {
     /// The handler runs on threads of the worker, several at once; it may block and make calls
     /// ([`Request::call`]). A panic in it is an error at the caller, with `Code::Internal`. Calls
     /// that come before it is registered are refused, so register before the others may call: before
-    /// a [`wait_for_all`](Worker::wait_for_all), for instance. It is dropped with the worker.
+    /// a [`barrier`](Worker::barrier), for instance. It is dropped with the worker.
     ///
     /// `Code::AlreadyExists` if `function` is registered; `Code::InvalidArgument` if the name is
     /// empty, longer than 1000 bytes, has a `::` or begins with `distgrad.`.
@@ -240,41 +240,37 @@ impl Worker {
     }
 
     /// Waits until every worker has called it as often as this one; `None`: for as long as it takes.
-    #[doc(alias = "dg_worker_wait_for_all")]
-    pub fn wait_for_all(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
-        self.wait_for_all_with(timeout, OnLost::Fail)
+    #[doc(alias = "dg_worker_barrier")]
+    pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        self.barrier_with(timeout, OnLost::Fail)
     }
     /// The same, and says what happens when a member is lost.
-    pub fn wait_for_all_with(
-        &self,
-        timeout: impl Into<Option<Duration>>,
-        lost: OnLost,
-    ) -> Result<()> {
+    pub fn barrier_with(&self, timeout: impl Into<Option<Duration>>, lost: OnLost) -> Result<()> {
         let timeout = timeout.into().map_or(FOREVER, milliseconds);
-        Ok(ffi::worker_wait_for_all(self.handle(), timeout, lost.flags())?)
+        Ok(ffi::worker_barrier(self.handle(), timeout, lost.flags())?)
     }
 
-    /// Leaves in good order, so that nobody's call finds this worker gone: waits until every worker
-    /// of the job has called this or [`serve`](Worker::serve), and until the calls that are under
-    /// way then are answered. Then drop it.
+    /// Ends the job in good order, so that nobody's call finds this worker gone: waits until every
+    /// worker has called this or [`serve`](Worker::serve), and until the calls that are under way
+    /// then are answered. Then drop it.
     ///
     /// `None` is a good timeout: if the job cannot end well, for a member is lost
     /// (`Code::Unavailable`), this ends. `Code::DeadlineExceeded` names those that have not come;
     /// `Code::FailedPrecondition` in a handler of this worker.
-    #[doc(alias = "dg_worker_leave")]
+    #[doc(alias = "dg_worker_shutdown")]
     #[doc(alias = "dg_worker_destroy")]
-    pub fn leave(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
-        self.leave_with(timeout, OnLost::Fail)
+    pub fn shutdown(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        self.shutdown_with(timeout, OnLost::Fail)
     }
     /// The same, and says what happens when a member is lost.
-    pub fn leave_with(&self, timeout: impl Into<Option<Duration>>, lost: OnLost) -> Result<()> {
+    pub fn shutdown_with(&self, timeout: impl Into<Option<Duration>>, lost: OnLost) -> Result<()> {
         let timeout = timeout.into().map_or(FOREVER, milliseconds);
-        Ok(ffi::worker_leave(self.handle(), timeout, lost.flags())?)
+        Ok(ffi::worker_shutdown(self.handle(), timeout, lost.flags())?)
     }
 
     /// For a worker that only answers the others from now on: serves until the job ends, which is
-    /// when all others have left, or wait for that as well. The same as [`leave`](Worker::leave)
-    /// without a timeout.
+    /// when all others have left, or wait for that as well. The same as
+    /// [`shutdown`](Worker::shutdown) without a timeout.
     #[doc(alias = "dg_worker_serve")]
     pub fn serve(&self) -> Result<()> {
         self.serve_with(OnLost::Fail)
@@ -312,9 +308,9 @@ impl Worker {
     ///
     /// `Code::DeadlineExceeded` says how many were left; they go on until the worker is dropped. Once:
     /// then it is `Code::FailedPrecondition`, as for the worker that serves the rendezvous.
-    #[doc(alias = "dg_worker_leave_alone")]
-    pub fn leave_alone(&self, timeout: Duration) -> Result<()> {
-        Ok(ffi::worker_leave_alone(self.handle(), milliseconds(timeout))?)
+    #[doc(alias = "dg_worker_leave")]
+    pub fn leave(&self, timeout: Duration) -> Result<()> {
+        Ok(ffi::worker_leave(self.handle(), milliseconds(timeout))?)
     }
 }
 

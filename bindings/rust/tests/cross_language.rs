@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         others.push(Program(Command::new(program).arg(&rendezvous).spawn()?));
     }
     let worker = folder.options().name("rust").rank(0, 3).create()?;
-    worker.wait_for_all(LONG)?;
+    worker.barrier(LONG)?;
 
     let x = Tensor::from_slice(&[1.0f32, 2.0], &[2])?.require_grad()?;
     let context = worker.context()?;
@@ -49,7 +49,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
 
     drop(context);
-    worker.leave(LONG)?;
+    worker.shutdown(LONG)?;
     for mut other in others {
         assert!(other.0.wait()?.success());
     }

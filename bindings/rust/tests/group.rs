@@ -23,7 +23,7 @@ fn on_both(rank: impl Fn(&Worker, &ProcessGroup) + Sync) {
                     .unwrap();
                 assert_eq!((group.rank(), group.size()), (place, 2));
                 rank(&worker, &group);
-                worker.leave(LONG).unwrap();
+                worker.shutdown(LONG).unwrap();
             });
         }
     });
@@ -113,7 +113,7 @@ fn averages_begin_while_the_backward_runs() {
 #[test]
 fn a_rank_that_cannot_go_on_takes_the_others_with_it() {
     on_both(|worker, group| {
-        worker.wait_for_all(LONG).unwrap(); // both have it
+        worker.barrier(LONG).unwrap(); // both have it
         if worker.rank() == 0 {
             group.fail(&Error::new(Code::DataLoss, "the disk is full")).unwrap();
         }

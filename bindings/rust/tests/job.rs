@@ -112,26 +112,26 @@ fn operators_that_may_be_called() {
 }
 
 #[test]
-fn a_worker_leaves_alone() {
+fn a_worker_leaves_while_the_job_goes_on() {
     let folder = Folder::new();
     let options = |rank: u32| folder.options().name(format!("worker{rank}")).rank(rank, 3);
     thread::scope(|scope| {
         let leave = |rank, timeout| {
             let worker = options(rank).create()?;
             worker.register("any", |_| Ok(empty()))?;
-            worker.wait_for_all(LONG)?; // may be called
-            worker.wait_for_all(LONG)?; // was called
-            let left = worker.leave_alone(timeout);
+            worker.barrier(LONG)?; // may be called
+            worker.barrier(LONG)?; // was called
+            let left = worker.leave(timeout);
             assert_eq!(worker.rank(), rank); // it is there, whatever came of that
             left
         };
         let idle = scope.spawn(move || leave(1, LONG));
         let busy = scope.spawn(move || leave(2, Duration::from_millis(20)));
         let worker = options(0).create().unwrap();
-        worker.wait_for_all(LONG).unwrap();
+        worker.barrier(LONG).unwrap();
         let context = worker.context().unwrap();
         context.call("worker2", "any", &empty()).unwrap();
-        worker.wait_for_all(LONG).unwrap();
+        worker.barrier(LONG).unwrap();
         idle.join().unwrap().unwrap();
         // It takes part in a context that does not end.
         assert_eq!(busy.join().unwrap().unwrap_err().code(), Code::DeadlineExceeded);
@@ -140,7 +140,7 @@ fn a_worker_leaves_alone() {
             assert_eq!(error.code(), Code::Unavailable, "{error}");
         }
         drop(context);
-        worker.leave_alone(LONG).unwrap();
+        worker.leave(LONG).unwrap();
     });
 }
 

@@ -31,7 +31,7 @@ fn a_worker_joins_leaves_and_comes_back() {
     let third = folder.options().name("third").join(true).max_workers(2).create().unwrap_err();
     assert_eq!(third.code(), Code::ResourceExhausted, "{third}");
 
-    worker.leave_alone(LONG).unwrap();
+    worker.leave(LONG).unwrap();
     drop(worker);
     first.update_members().unwrap();
     assert_eq!(known(&first), both[..1]);
@@ -60,7 +60,7 @@ fn a_callback_hears_of_members() {
     };
     let worker = late();
     let life = next(MemberEventKind::Joined);
-    worker.leave_alone(LONG).unwrap();
+    worker.leave(LONG).unwrap();
     drop(worker);
     assert_eq!(next(MemberEventKind::Left), life);
     let worker = late();
@@ -71,7 +71,7 @@ fn a_callback_hears_of_members() {
     first.remove_on_member().unwrap();
     assert!(receiver.recv().is_err());
     first.on_member(|_| panic!("is printed, and nothing else")).unwrap();
-    late().leave_alone(LONG).unwrap();
+    late().leave(LONG).unwrap();
 }
 
 #[test]
@@ -87,15 +87,15 @@ fn a_worker_serves_until_the_job_ends() {
         let error = serving.join().unwrap().unwrap_err();
         assert_eq!(error.code(), Code::Unavailable, "{error}");
         assert!(error.message().contains("'late' (1) is lost"), "{error}");
-        first.wait_for_all_with(None, OnLost::GoOnWithout).unwrap();
+        first.barrier_with(None, OnLost::GoOnWithout).unwrap();
 
         let worker = late();
         let serving = scope.spawn(|| first.serve_with(OnLost::GoOnWithout));
         worker.call("first", "echo", &empty()).unwrap();
-        worker.leave(None).unwrap();
+        worker.shutdown(None).unwrap();
         serving.join().unwrap().unwrap();
     });
-    first.leave_with(LONG, OnLost::Fail).unwrap(); // it is over
+    first.shutdown_with(LONG, OnLost::Fail).unwrap(); // it is over
 }
 
 #[test]

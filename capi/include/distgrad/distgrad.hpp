@@ -546,16 +546,14 @@ class Worker {
                                                      const Message& request,
                                                      const Context* context = nullptr);
 
-  void WaitForAll(int64_t timeout_ms = DG_FOREVER, uint64_t flags = 0) {
-    Check(dg_worker_wait_for_all(get(), timeout_ms, flags));
+  void Barrier(int64_t timeout_ms = DG_FOREVER, uint64_t flags = 0) {
+    Check(dg_worker_barrier(get(), timeout_ms, flags));
   }
-  void Leave(int64_t timeout_ms = DG_FOREVER, uint64_t flags = 0) {
-    Check(dg_worker_leave(get(), timeout_ms, flags));
+  void Shutdown(int64_t timeout_ms = DG_FOREVER, uint64_t flags = 0) {
+    Check(dg_worker_shutdown(get(), timeout_ms, flags));
   }
   void Serve(uint64_t flags = 0) { Check(dg_worker_serve(get(), flags)); }
-  void LeaveAlone(int64_t timeout_ms = DG_FOREVER) {
-    Check(dg_worker_leave_alone(get(), timeout_ms));
-  }
+  void Leave(int64_t timeout_ms = DG_FOREVER) { Check(dg_worker_leave(get(), timeout_ms)); }
 
   dg_worker* get() const noexcept { return handle_.get(); }
 

@@ -68,8 +68,8 @@ int main(int argc, char** argv) {
   must(dg_worker_create(&options, &worker));
   must(dg_worker_register(worker, DG_STR("forward"), forward, NULL, NULL));
   must(dg_worker_register(worker, DG_STR("gradient"), gradient, NULL, NULL));
-  must(dg_worker_wait_for_all(worker, 60000, 0));
-  must(dg_worker_leave(worker, DG_FOREVER, 0));
+  must(dg_worker_barrier(worker, 60000, 0));
+  must(dg_worker_shutdown(worker, DG_FOREVER, 0));
   dg_worker_destroy(worker);
   dg_tensor_destroy(weight);
   return 0;

@@ -43,8 +43,8 @@ absl::Status Run(const char* rendezvous) {
     return reply;
   }));
   const absl::Time deadline = absl::Now() + absl::Minutes(1);
-  status.Update(worker.WaitForAll(deadline));
-  if (status.ok()) status = worker.Leave(deadline);
+  status.Update(worker.Barrier(deadline));
+  if (status.ok()) status = worker.Shutdown(deadline);
   return status;
 }
 

@@ -57,7 +57,7 @@ impl Job {
     /// then, for as long as that takes.
     pub fn finish(self) -> Result<(), Box<dyn Error>> {
         match self.is_first() {
-            true => self.worker.leave(None)?,
+            true => self.worker.shutdown(None)?,
             false => self.worker.serve()?,
         }
         for mut other in self.others {

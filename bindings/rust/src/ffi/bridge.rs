@@ -241,12 +241,12 @@ pub(crate) mod raw {
         fn wait(waiting: &mut Waiting<'_>) -> Result<()>;
 
         fn worker_create(options: &RawWorkerOptions<'_>) -> Result<WorkerHandle>;
-        fn worker_wait_for_all(worker: WorkerHandle, timeout_ms: i64, flags: u64) -> Result<()>;
-        fn worker_leave(worker: WorkerHandle, timeout_ms: i64, flags: u64) -> Result<()>;
+        fn worker_barrier(worker: WorkerHandle, timeout_ms: i64, flags: u64) -> Result<()>;
+        fn worker_shutdown(worker: WorkerHandle, timeout_ms: i64, flags: u64) -> Result<()>;
         fn worker_serve(worker: WorkerHandle, flags: u64) -> Result<()>;
         fn worker_on_member(worker: WorkerHandle, callback: Box<MemberCallback>) -> Result<()>;
         fn worker_no_on_member(worker: WorkerHandle) -> Result<()>;
-        fn worker_leave_alone(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
+        fn worker_leave(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
         fn worker_destroy(worker: WorkerHandle);
         fn worker_rank(worker: WorkerHandle) -> u32;
         fn worker_world_size(worker: WorkerHandle) -> u32;

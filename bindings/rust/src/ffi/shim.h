@@ -196,11 +196,11 @@ inline void cancellation_destroy(CancellationHandle cancellation) {
 
 void wait(Waiting& waiting);
 WorkerHandle worker_create(const RawWorkerOptions& options);
-inline void worker_wait_for_all(WorkerHandle worker, int64_t timeout_ms, uint64_t flags) {
-  dg::Check(dg_worker_wait_for_all(worker, timeout_ms, flags));
+inline void worker_barrier(WorkerHandle worker, int64_t timeout_ms, uint64_t flags) {
+  dg::Check(dg_worker_barrier(worker, timeout_ms, flags));
 }
-inline void worker_leave(WorkerHandle worker, int64_t timeout_ms, uint64_t flags) {
-  dg::Check(dg_worker_leave(worker, timeout_ms, flags));
+inline void worker_shutdown(WorkerHandle worker, int64_t timeout_ms, uint64_t flags) {
+  dg::Check(dg_worker_shutdown(worker, timeout_ms, flags));
 }
 inline void worker_serve(WorkerHandle worker, uint64_t flags) {
   dg::Check(dg_worker_serve(worker, flags));
@@ -209,8 +209,8 @@ void worker_on_member(WorkerHandle worker, rust::Box<MemberCallback> callback);
 inline void worker_no_on_member(WorkerHandle worker) {
   dg::Check(dg_worker_on_member(worker, nullptr, nullptr, nullptr));
 }
-inline void worker_leave_alone(WorkerHandle worker, int64_t timeout_ms) {
-  dg::Check(dg_worker_leave_alone(worker, timeout_ms));
+inline void worker_leave(WorkerHandle worker, int64_t timeout_ms) {
+  dg::Check(dg_worker_leave(worker, timeout_ms));
 }
 inline void worker_destroy(WorkerHandle worker) { dg_worker_destroy(worker); }
 inline uint32_t worker_rank(WorkerHandle worker) { return dg_worker_rank(worker); }

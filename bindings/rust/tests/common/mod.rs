@@ -90,12 +90,12 @@ pub fn pair(back: impl FnOnce(&Worker) + Send, front: impl FnOnce(&Worker)) {
         scope.spawn(move || {
             let worker = other.create().expect("the back worker");
             back(&worker);
-            worker.wait_for_all(LONG).unwrap();
-            worker.leave(LONG).unwrap();
+            worker.barrier(LONG).unwrap();
+            worker.shutdown(LONG).unwrap();
         });
         let worker = options.name("front").rank(0, 2).create().expect("the front worker");
-        worker.wait_for_all(LONG).unwrap();
+        worker.barrier(LONG).unwrap();
         front(&worker);
-        worker.leave(LONG).unwrap();
+        worker.shutdown(LONG).unwrap();
     });
 }

@@ -551,29 +551,29 @@ DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
 #define DG_WITHOUT_LOST UINT64_C(1)
 
 /* Waits until every worker has called it as often as this one. */
-DG_API DG_MUST_USE dg_error* dg_worker_wait_for_all(dg_worker* worker, int64_t timeout_ms,
-                                                    uint64_t flags) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_worker_barrier(dg_worker* worker, int64_t timeout_ms,
+                                               uint64_t flags) DG_NOEXCEPT;
 
-/* Leaves in good order, so that nobody's call finds this worker gone. Waits until every worker of
- * the job has called this or dg_worker_serve, and until the calls that are under way then are
+/* Ends the job in good order, so that nobody's call finds this worker gone. Waits until every
+ * worker has called this or dg_worker_serve, and until the calls that are under way then are
  * answered; then destroy it. DG_FOREVER is a good timeout: if the job cannot end well, this ends
  * with an error. DG_FAILED_PRECONDITION in a handler of this worker. */
-DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms,
-                                             uint64_t flags) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeout_ms,
+                                                uint64_t flags) DG_NOEXCEPT;
 
 /* For a worker that only answers the others from now on: serves until the job ends, which is when
- * all others have left, or wait for that as well. The same as dg_worker_leave without a timeout. */
+ * all others have left, or wait for that as well. The same as dg_worker_shutdown without a
+ * timeout. */
 DG_API DG_MUST_USE dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) DG_NOEXCEPT;
 
 /* Leaves in good order while the job goes on: refuses new calls of the others with DG_UNAVAILABLE,
  * and waits until those under way and the contexts that it takes part in are over; then destroy it.
  * DG_DEADLINE_EXCEEDED says how many were left. Once; DG_FAILED_PRECONDITION in a handler of this
  * worker, and for the worker that serves the rendezvous. */
-DG_API DG_MUST_USE dg_error* dg_worker_leave_alone(dg_worker* worker,
-                                                   int64_t timeout_ms) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
 
 /* Fails what is still under way with DG_CANCELLED, also what other threads wait for in it (in a
- * dg_worker_wait_for_all, dg_worker_leave or dg_worker_serve after a second); waits for running
+ * dg_worker_barrier, dg_worker_shutdown or dg_worker_serve after a second); waits for running
  * callbacks to return, and stops all threads. Handles of contexts, futures and optimizers stay
  * valid, and give errors. In a callback, a handler's too, it cannot: there it logs an error and
  * leaves the worker alive. */
@@ -583,7 +583,7 @@ DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
 DG_API uint32_t dg_worker_rank(const dg_worker* worker) DG_NOEXCEPT;
 
 /* A worker knows the members of the job's start, and hears of those who join later when they call
- * it. This looks in the store for all, as dg_worker_wait_for_all does. Waits. */
+ * it. This looks in the store for all, as dg_worker_barrier does. Waits. */
 DG_API DG_MUST_USE dg_error* dg_worker_update_members(dg_worker* worker) DG_NOEXCEPT;
 /* How many members it knows of, without those who have left: then their ranks have gaps. 0 if
  * `worker` is none. */
@@ -708,7 +708,7 @@ typedef struct dg_request {
 typedef dg_error* (*dg_handler)(void* user_data, const dg_request* request, dg_message** reply);
 
 /* Lets all workers call `function`. Takes `user_data`. Calls that come before it are refused, so
- * register before the others may call: before a dg_worker_wait_for_all, for instance.
+ * register before the others may call: before a dg_worker_barrier, for instance.
  * DG_ALREADY_EXISTS if it is registered; DG_INVALID_ARGUMENT if the name is empty, longer than 1000
  * bytes, has a "::" (an operator's) or begins with "distgrad.". */
 DG_API DG_MUST_USE dg_error* dg_worker_register(dg_worker* worker, dg_str function,
