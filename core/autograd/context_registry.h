@@ -20,6 +20,10 @@ namespace distgrad {
 // Thread-safe.
 class ContextRegistry {
  public:
+  // How many ids are remembered that are gone. A message older than so many contexts is not on its
+  // way any more.
+  static constexpr size_t kRemembered = 16384;
+
   // `most` contexts of one other origin are known at a time.
   ContextRegistry(WorkerId self, Incarnation incarnation, size_t most = 4096)
       : self_(self), most_(most), last_(FirstCounter(incarnation)) {}
@@ -42,10 +46,6 @@ class ContextRegistry {
   std::shared_ptr<ContextRecord> Remove(ContextId id);
 
  private:
-  // How many ids are remembered that are gone. A message older than so many contexts is not on its
-  // way any more.
-  static constexpr size_t kRemembered = 16384;
-
   enum class Gone : uint8_t { kReleased, kRefused };
   void Remember(ContextId id, Gone how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

@@ -323,6 +323,45 @@ TEST_F(WhoseThreadTest, APassRunsInTheModesOfWhoBeganIt) {
   other.join();
 }
 
+// ------------------------------------------------------------------------- What is over everywhere
+
+// The others keep their parts of a pass until one of these words comes.
+TEST_F(EngineTest, APassSaysWhichBeforeItAreSettled) {
+  const auto context = contexts_.New();
+  const at::Tensor root = Receive(context, kPeer, 1).sum();
+  const auto begin = [&] {
+    return engine_.Backward(context, {root},
+                            {.retain_graph = true, .deadline = absl::InfiniteFuture()},
+                            /*run_here=*/true);
+  };
+  const auto sent = [&] {
+    const std::vector<RecordingNetwork::Sent> all = network_.TakeSent();
+    EXPECT_EQ(all.size(), 1u);
+    return all.empty() ? Notice() : all[0].notices.front();
+  };
+  const auto end = [&](const Notice& gradient) {
+    Deliver(
+        kPeer,
+        {.kind = Notice::Kind::kAck, .context = context->id(), .pass = gradient.pass, .count = 1});
+    AwaitPool();
+  };
+  const Future<Unit> first = begin();
+  const Notice of_first = sent();
+  const Future<Unit> second = begin();
+  const Notice of_second = sent();
+  EXPECT_EQ(of_second.settled, of_first.pass - 1) << "the first is under way";
+  end(of_second);
+  ASSERT_TRUE(second.Done());
+  const Future<Unit> third = begin();
+  const Notice of_third = sent();
+  EXPECT_EQ(of_third.settled, of_first.pass - 1) << "it still is, though a later one is over";
+  end(of_first);
+  end(of_third);
+  ASSERT_TRUE(first.Done() && third.Done());
+  begin();
+  EXPECT_EQ(sent().settled, of_third.pass);
+}
+
 // -------------------------------------------------------------------------------- What is thrown
 
 // When everything has been done but to say so. A pass that has gone well is kept, and what waits

@@ -39,6 +39,8 @@ class CoalescedReducerTest : public testing::TestWithParam<Case> {
     list.push_back(at::rand({300, 300}, options));
     list.push_back(at::rand({4, 6}, options).t());
     list.push_back(at::rand({3}, options).to(at::kDouble));
+    // In the middle of what it is a part of.
+    list.push_back(at::rand({302, 300}, options).narrow(0, 1, 300));
     return list;
   }
 

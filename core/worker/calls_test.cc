@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -91,6 +93,26 @@ TEST_P(CallsTest, ACancelledCallLeavesNothingWaitingInItsContext) {
   ASSERT_TRUE(done.ok()) << done;
   EXPECT_TRUE(context.Gradient(x)->equal(y));
   was_cancelled_.Wait().IgnoreError();
+}
+
+// One that lasts as long as a program, for its Ctrl-C say, is not to gather what its calls brought.
+TEST_P(CallsTest, ACancellationKeepsNothingOfCallsThatAreOver) {
+  Start({.workers = 2});
+  ASSERT_TRUE(worker(1)
+                  .Register("echo", [](Request& r) -> absl::StatusOr<Message> { return r.message; })
+                  .ok());
+  const auto cancellation = std::make_shared<Cancellation>();
+  std::optional<c10::weak_intrusive_ptr<at::TensorImpl>> reply;
+  {
+    const Future<Message> call =
+        worker(0).CallAsync(1, "echo", {"", {at::ones({3})}}, {.cancellation = cancellation});
+    ASSERT_TRUE(call.Wait().ok()) << call.Wait().status();
+    reply.emplace(call.Wait()->tensors[0].getIntrusivePtr());
+  }
+  // Whoever set the future may still be on its way out of it.
+  const absl::Time patience = absl::Now() + absl::Seconds(60);
+  while (!reply->expired() && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_TRUE(reply->expired());
 }
 
 TEST_P(CallsTest, TheEndOfAWorkerCancelsItsCallsOfItself) {
