@@ -37,11 +37,11 @@ absl::StatusOr<at::Tensor> Await(Future<Message>& answer) {
   return values.at(0).toTensor();
 }
 
-class DistgradSide : public Side {
+class DistgradSide : public BenchmarkSide {
  public:
   explicit DistgradSide(int world) : world_(world) {}
 
-  absl::Status Start(const Place& place) {
+  absl::Status Start(const SideOptions& place) {
     at::set_num_threads(1);
     const bool one_process = place.config == "inproc";
     const auto network = one_process ? std::make_shared<InprocNetwork>() : nullptr;
@@ -245,7 +245,7 @@ class DistgradSide : public Side {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Side>> StartDistgrad(const Place& place) {
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartDistgrad(const SideOptions& place) {
   auto side = std::make_unique<DistgradSide>(place.world);
   DG_RETURN_IF_ERROR(side->Start(place));
   return side;

@@ -11,7 +11,7 @@ namespace distgrad {
 
 // `place.config` is the worker's transport. "inproc" has all workers in one process: `rank` must
 // be 0.
-absl::StatusOr<std::unique_ptr<Side>> StartDistgrad(const Place& place);
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartDistgrad(const SideOptions& place);
 
 }  // namespace distgrad
 

@@ -12,8 +12,8 @@ namespace distgrad {
 // `place.config`: "unix" or "tcp" for blocking sockets; "uv", "shm", "uv+cma", "shm+cma" for raw
 // TensorPipe, with the bytes in the message itself or, with "+cma", as a tensor. `place.world`
 // is 2; the process of rank 1 echoes.
-absl::StatusOr<std::unique_ptr<Side>> StartSockets(const Place& place);
-absl::StatusOr<std::unique_ptr<Side>> StartTensorPipe(const Place& place);
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartSockets(const SideOptions& place);
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartTensorPipe(const SideOptions& place);
 
 }  // namespace distgrad
 

@@ -29,7 +29,7 @@ struct Address {
 };
 
 // An abstract Unix-domain name, or loopback.
-Address AddressOf(const Place& place) {
+Address AddressOf(const SideOptions& place) {
   Address address;
   if (place.config == "unix") {
     auto* un = reinterpret_cast<sockaddr_un*>(&address.storage);
@@ -67,7 +67,7 @@ bool ReadAll(int fd, char* data, size_t size) {
 }
 
 // A message is its size and as many bytes.
-class SocketSide : public Side {
+class SocketSide : public BenchmarkSide {
  public:
   SocketSide(int fd, bool echoes) : fd_(fd) {
     if (echoes) thread_ = std::thread([this] { Echo(); });
@@ -110,7 +110,7 @@ class SocketSide : public Side {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Side>> StartSockets(const Place& place) {
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartSockets(const SideOptions& place) {
   const Address address = AddressOf(place);
   const auto* const raw = reinterpret_cast<const sockaddr*>(&address.storage);
   int fd = socket(address.family, SOCK_STREAM, 0);

@@ -18,14 +18,14 @@ namespace {
 using tensorpipe::Error;
 
 // Where the listening process leaves its address.
-std::string AddressFile(const Place& place) {
+std::string AddressFile(const SideOptions& place) {
   const char* const folder = std::getenv("TMPDIR");
   return absl::StrCat(folder ? folder : "/tmp", "/distgrad-floor-", place.port);
 }
 
-class TensorPipeSide : public Side {
+class TensorPipeSide : public BenchmarkSide {
  public:
-  explicit TensorPipeSide(const Place& place)
+  explicit TensorPipeSide(const SideOptions& place)
       : transport_(absl::StartsWith(place.config, "shm") ? "shm" : "uv"),
         as_tensor_(absl::EndsWith(place.config, "+cma")),
         context_(std::make_shared<tensorpipe::Context>()) {
@@ -120,7 +120,7 @@ class TensorPipeSide : public Side {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Side>> StartTensorPipe(const Place& place) {
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartTensorPipe(const SideOptions& place) {
   auto side = std::make_unique<TensorPipeSide>(place);
   const std::string file = AddressFile(place);
   if (place.rank == 1) {

@@ -99,7 +99,8 @@ double MachineMicros() {
   return (user + nice + system + irq + softirq + steal) * 1e6 / sysconf(_SC_CLK_TCK);
 }
 
-absl::StatusOr<std::unique_ptr<Side>> StartSide(const std::string& side, const Place& place) {
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartSide(const std::string& side,
+                                                         const SideOptions& place) {
   if (side == "distgrad") return StartDistgrad(place);
   if (side == "pytorch") return StartPytorch(place);
   if (side == "local") return StartLocal(place);
@@ -128,7 +129,7 @@ int GroupMember::Serve() const {
   std::string line;
   if (!std::getline(std::cin, line)) return 0;
   const double start = MicrosNow();
-  absl::StatusOr<std::unique_ptr<Side>> started = StartSide(side_, place_);
+  absl::StatusOr<std::unique_ptr<BenchmarkSide>> started = StartSide(side_, place_);
   if (!started.ok()) {
     say(absl::StrCat("error ", started.status().ToString()));
     return 1;

@@ -90,7 +90,7 @@ class GroupMember {
 
  private:
   std::string side_;
-  Place place_;
+  SideOptions place_;
 };
 
 }  // namespace distgrad

@@ -70,7 +70,7 @@ absl::StatusOr<double> Backward(int nodes, bool by_executor) {
   return micros;
 }
 
-class LocalSide : public Side {
+class LocalSide : public BenchmarkSide {
  public:
   absl::StatusOr<Sample> Run(const Work& work, absl::Duration budget) override {
     if (work.kind == "executor" || work.kind == "backward") {
@@ -97,7 +97,7 @@ class LocalSide : public Side {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Side>> StartLocal(const Place&) {
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartLocal(const SideOptions&) {
   at::set_num_threads(1);
   return std::make_unique<LocalSide>();
 }

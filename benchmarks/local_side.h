@@ -9,7 +9,7 @@
 
 namespace distgrad {
 
-absl::StatusOr<std::unique_ptr<Side>> StartLocal(const Place& place);
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartLocal(const SideOptions& place);
 
 }  // namespace distgrad
 

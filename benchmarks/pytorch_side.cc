@@ -58,9 +58,9 @@ class Callback : public rpc::RequestCallbackNoPython {
                            const std::vector<c10::Stream>& streams) const override;
 };
 
-class PytorchSide : public Side {
+class PytorchSide : public BenchmarkSide {
  public:
-  explicit PytorchSide(const Place& place) : place_(place) {
+  explicit PytorchSide(const SideOptions& place) : place_(place) {
     at::set_num_threads(1);
     std::optional<std::vector<std::string>> transports, channels;
     if (place.config == "uv") {
@@ -244,7 +244,7 @@ class PytorchSide : public Side {
     return found;
   }
 
-  const Place place_;
+  const SideOptions place_;
   const std::shared_ptr<torch::jit::Operator> add_ = Find("aten::add");
   const std::shared_ptr<torch::jit::Operator> mul_ = Find("aten::mul");
   const std::shared_ptr<torch::jit::Operator> select_ = Find("aten::select", "int");
@@ -272,7 +272,7 @@ Answer Callback::processScriptCall(rpc::RpcCommandBase& command,
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Side>> StartPytorch(const Place& place) {
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartPytorch(const SideOptions& place) {
   try {
     return std::make_unique<PytorchSide>(place);
   } catch (const std::exception& e) {

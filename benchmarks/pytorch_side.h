@@ -11,7 +11,7 @@ namespace distgrad {
 
 // `place.config`: "default", which leaves the choice to its agent (shared memory with CMA within
 // a machine), or "uv" (TCP with its basic channel). Once in a process.
-absl::StatusOr<std::unique_ptr<Side>> StartPytorch(const Place& place);
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartPytorch(const SideOptions& place);
 
 }  // namespace distgrad
 

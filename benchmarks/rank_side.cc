@@ -71,7 +71,7 @@ std::vector<at::Tensor> Gradients(torch::nn::Sequential net) {
   return gradients;
 }
 
-class RankSide : public Side {
+class RankSide : public BenchmarkSide {
  public:
   RankSide(std::shared_ptr<ProcessGroup> group, c10::intrusive_ptr<c10d::ProcessGroup> c10d_group)
       : group_(std::move(group)), c10d_group_(std::move(c10d_group)) {
@@ -225,7 +225,7 @@ class RankSide : public Side {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Side>> StartRank(const Place& place) {
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartRank(const SideOptions& place) {
   at::set_num_threads(1);
   try {
     c10d::TCPStoreOptions options;

@@ -10,7 +10,7 @@
 namespace distgrad {
 
 // All ranks do what rank 0 is asked for, at the same time.
-absl::StatusOr<std::unique_ptr<Side>> StartRank(const Place& place);
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartRank(const SideOptions& place);
 
 }  // namespace distgrad
 

@@ -79,15 +79,15 @@ absl::StatusOr<Sample> RepeatInFlight(int width, absl::Duration budget,
                                       absl::FunctionRef<absl::Status(int)> finish);
 
 // One of those compared, in one process. The process of rank 0 is asked; the others are peers.
-class Side {
+class BenchmarkSide {
  public:
-  virtual ~Side() = default;
+  virtual ~BenchmarkSide() = default;
   // kInternal if an answer is not what it should be.
   virtual absl::StatusOr<Sample> Run(const Work& work, absl::Duration budget) = 0;
 };
 
 // Where a side's process stands among its peers.
-struct Place {
+struct SideOptions {
   std::string config;  // the side's own word: a transport, or several
   int rank = 0;
   int world = 1;

@@ -11,13 +11,13 @@ void Check(const absl::Status& status) {
   if (!status.ok()) throw std::runtime_error(std::string(status.message()));
 }
 
-class DistgradStep : public Step {
+class DistgradStep : public StepContext {
  public:
   DistgradStep(Worker* worker, Context context)
       : worker_(*worker), own_(std::move(context)), context_(own_) {}
   DistgradStep(Worker* worker, const Context* context) : worker_(*worker), context_(*context) {}
 
-  using Step::CallAsync;
+  using StepContext::CallAsync;
   Later CallAsync(int to, const std::string& function, Tensors arguments,
                   absl::Duration timeout) override {
     Future<Message> reply = worker_.CallAsync(absl::StrCat("worker", to), function,
@@ -77,10 +77,10 @@ class DistgradSide : public Side {
     }
     Check(worker_->Barrier(absl::Now() + absl::Minutes(1)));
   }
-  std::unique_ptr<Step> NewStep() override {
+  std::unique_ptr<StepContext> NewStep() override {
     return std::make_unique<DistgradStep>(worker_.get(), worker_->NewContext());
   }
-  std::unique_ptr<Step> Outside() override {
+  std::unique_ptr<StepContext> Outside() override {
     return std::make_unique<DistgradStep>(worker_.get(), Context());
   }
   int64_t Contexts() override { return static_cast<int64_t>(worker_->context_count()); }

@@ -54,30 +54,30 @@ at::Tensor ParameterOf(int rank) {
 
 ServedFunctions FunctionsOf(int rank) {
   return {
-      {"product", [](Side&, Step&, Tensors in) { return Tensors{in[0] * in[1]}; }},
-      {"sine", [](Side&, Step&, Tensors in) { return Tensors{in[0].sin()}; }},
+      {"product", [](Side&, StepContext&, Tensors in) { return Tensors{in[0] * in[1]}; }},
+      {"sine", [](Side&, StepContext&, Tensors in) { return Tensors{in[0].sin()}; }},
       {"two",
-       [](Side&, Step&, Tensors in) {
+       [](Side&, StepContext&, Tensors in) {
          return Tensors{in[0].sin(), in[1].sin()};
        }},
       {"mixed",
-       [](Side&, Step&, Tensors in) {
+       [](Side&, StepContext&, Tensors in) {
          return Tensors{in[0] * 2, in[1] + 1};
        }},
       {"parameter",
-       [rank](Side&, Step&, Tensors in) { return Tensors{in[0] * ParameterOf(rank)}; }},
+       [rank](Side&, StepContext&, Tensors in) { return Tensors{in[0] * ParameterOf(rank)}; }},
       {"parameter_gradient",
-       [rank](Side&, Step& step, Tensors) {
+       [rank](Side&, StepContext& step, Tensors) {
          const at::Tensor gradient = step.Gradient(ParameterOf(rank));
          return gradient.defined() ? Tensors{gradient} : Tensors{};
        }},
       {"look_up",
-       [](Side&, Step&, Tensors in) {
+       [](Side&, StepContext&, Tensors in) {
          return Tensors{at::embedding(in[0], in[1], -1, false, /*sparse=*/true)};
        }},
       // x on to the workers in `path`, a sine on the way there and a tanh on the way back.
       {"relay",
-       [](Side&, Step& step, Tensors in) {
+       [](Side&, StepContext& step, Tensors in) {
          at::Tensor x = in[0].sin();
          const at::Tensor path = in[1];
          if (path.numel() > 0) {
@@ -86,61 +86,64 @@ ServedFunctions FunctionsOf(int rank) {
          return Tensors{x.tanh()};
        }},
       {"fails",
-       [](Side&, Step&, Tensors) -> Tensors { throw std::runtime_error("failed on purpose"); }},
-      {"throws", [](Side&, Step&, Tensors in) { return Tensors{Throws::apply(in[0])}; }},
+       [](Side&, StepContext&, Tensors) -> Tensors {
+         throw std::runtime_error("failed on purpose");
+       }},
+      {"throws", [](Side&, StepContext&, Tensors in) { return Tensors{Throws::apply(in[0])}; }},
       {"throws_further",
-       [](Side&, Step& step, Tensors in) { return step.Call(2, "throws", {in[0].sin()}); }},
+       [](Side&, StepContext& step, Tensors in) { return step.Call(2, "throws", {in[0].sin()}); }},
       {"sine_further",
-       [](Side&, Step& step, Tensors in) { return step.Call(2, "sine", {in[0].sin()}); }},
-      {"dies", [](Side&, Step&, Tensors in) { return Tensors{Dies::apply(in[0])}; }},
-      {"waits", [](Side&, Step&, Tensors in) { return Tensors{Waits::apply(in[0])}; }},
+       [](Side&, StepContext& step, Tensors in) { return step.Call(2, "sine", {in[0].sin()}); }},
+      {"dies", [](Side&, StepContext&, Tensors in) { return Tensors{Dies::apply(in[0])}; }},
+      {"waits", [](Side&, StepContext&, Tensors in) { return Tensors{Waits::apply(in[0])}; }},
       {"await_reached",
-       [](Side&, Step&, Tensors) {
+       [](Side&, StepContext&, Tensors) {
          reached->WaitForNotification();
          return Tensors{};
        }},
       {"gated",
-       [](Side&, Step&, Tensors in) {
+       [](Side&, StepContext&, Tensors in) {
          gate->WaitForNotification();
          return Tensors{in[0].sin()};
        }},
       {"open",
-       [](Side&, Step&, Tensors) {
+       [](Side&, StepContext&, Tensors) {
          Open();
          return Tensors{};
        }},
-      {"checkpoint", [](Side&, Step&, Tensors in) { return Tensors{Checkpoint::apply(in[0])}; }},
+      {"checkpoint",
+       [](Side&, StepContext&, Tensors in) { return Tensors{Checkpoint::apply(in[0])}; }},
       {"hooked",
-       [](Side&, Step&, Tensors in) {
+       [](Side&, StepContext&, Tensors in) {
          in[0].register_hook([](const at::Tensor& g) { return g * 3; });
          return Tensors{in[0].sin()};
        }},
       {"in_place",
-       [](Side&, Step&, Tensors in) {
+       [](Side&, StepContext&, Tensors in) {
          const at::Tensor y = in[0].sin();
          in[0].mul_(2);
          return Tensors{y};
        }},
       {"backward",
-       [](Side&, Step& step, Tensors in) {
+       [](Side&, StepContext& step, Tensors in) {
          step.Backward({in[0].square().sum()});
          return Tensors{};
        }},
-      {"flags", [](Side&, Step&, Tensors) { return Flags(); }},
+      {"flags", [](Side&, StepContext&, Tensors) { return Flags(); }},
       {"counts",
-       [](Side& side, Step&, Tensors) {
+       [](Side& side, StepContext&, Tensors) {
          return Tensors{at::tensor({side.Contexts(), side.Passes()})};
        }},
       // Makes contexts on worker 1, and keeps them.
       {"make_contexts",
-       [](Side& side, Step&, Tensors in) {
-         std::unique_ptr<Step> made = side.NewStep();
+       [](Side& side, StepContext&, Tensors in) {
+         std::unique_ptr<StepContext> made = side.NewStep();
          made->Call(1, "sine", {in[0].detach().set_requires_grad(true)});
          (void)made.release();
          return Tensors{};
        }},
       {"die",
-       [](Side&, Step&, Tensors) {
+       [](Side&, StepContext&, Tensors) {
          raise(SIGKILL);
          return Tensors{};
        }},

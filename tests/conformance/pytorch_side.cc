@@ -46,14 +46,14 @@ Tensors TensorsOf(const at::IValue& value) {
   return tensors;
 }
 
-class PytorchStep : public Step {
+class PytorchStep : public StepContext {
  public:
   PytorchStep(int64_t id, bool is_origin) : id_(id), is_origin_(is_origin) {}
   ~PytorchStep() override {
     if (is_origin_) Container().releaseContextIfPresent(id_);
   }
 
-  using Step::CallAsync;
+  using StepContext::CallAsync;
   Later CallAsync(int to, const std::string& function, Tensors arguments,
                   absl::Duration timeout) override {
     return Send(to,
@@ -99,11 +99,11 @@ class PytorchStep : public Step {
 
 class PytorchSide : public Side {
  public:
-  std::unique_ptr<Step> NewStep() override {
+  std::unique_ptr<StepContext> NewStep() override {
     return std::make_unique<PytorchStep>(Container().newContext()->contextId(),
                                          /*is_origin=*/true);
   }
-  std::unique_ptr<Step> Outside() override {
+  std::unique_ptr<StepContext> Outside() override {
     return std::make_unique<PytorchStep>(/*id=*/-1, /*is_origin=*/false);
   }
   int64_t Contexts() override { return static_cast<int64_t>(Container().numAutogradContexts()); }

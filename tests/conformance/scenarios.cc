@@ -33,7 +33,8 @@ at::Tensor LocalRelay(at::Tensor x, int workers) {
 }
 
 // Whether the leaves' gradients are those of `root` in one process.
-std::string Compare(Step& step, const Tensors& leaves, const at::Tensor& root, double times = 1) {
+std::string Compare(StepContext& step, const Tensors& leaves, const at::Tensor& root,
+                    double times = 1) {
   const Tensors want = torch::autograd::grad({root}, leaves, {}, /*retain_graph=*/true,
                                              /*create_graph=*/false, /*allow_unused=*/true);
   for (size_t i = 0; i < leaves.size(); ++i) {
@@ -174,7 +175,7 @@ std::string Retained(Side& side) {
 
 // What is called besides, and its result ignored.
 std::string Unused(Side& side, bool other_is_remote,
-                   const std::function<void(Step&, const at::Tensor&)>& ignored) {
+                   const std::function<void(StepContext&, const at::Tensor&)>& ignored) {
   const auto step = side.NewStep();
   const at::Tensor x = X(), z = Leaf(2);
   ignored(*step, z);
@@ -200,7 +201,7 @@ std::string AfterATimeout(Side& side) {
 
 // --------------------------------------------------------------------------- While a pass runs
 
-std::string WhileAPassRuns(Side& side, const std::function<void(Step&)>& meanwhile) {
+std::string WhileAPassRuns(Side& side, const std::function<void(StepContext&)>& meanwhile) {
   const auto step = side.NewStep();
   const at::Tensor x = X();
   const at::Tensor y = step->Call(1, "sine", {x})[0];
@@ -344,17 +345,19 @@ const std::vector<Scenario>& Scenarios() {
 
       {"unused_alone", "no remote result is used",
        [](Side& s) {
-         return Unused(s, false, [](Step& c, const at::Tensor& z) { c.Call(1, "sine", {z}); });
+         return Unused(s, false,
+                       [](StepContext& c, const at::Tensor& z) { c.Call(1, "sine", {z}); });
        },
        kSame, kHangs, true},
       {"backward_unused_send_function", "a remote result is unused, another used",
        [](Side& s) {
-         return Unused(s, true, [](Step& c, const at::Tensor& z) { c.Call(1, "sine", {z}); });
+         return Unused(s, true,
+                       [](StepContext& c, const at::Tensor& z) { c.Call(1, "sine", {z}); });
        },
        kSame, kHangs, true},
       {"unused_nested", "an unused result, nested three deep",
        [](Side& s) {
-         return Unused(s, true, [](Step& c, const at::Tensor& z) {
+         return Unused(s, true, [](StepContext& c, const at::Tensor& z) {
            c.Call(1, "relay", {z, Path({2, 1})});
          });
        },
@@ -363,7 +366,7 @@ const std::vector<Scenario>& Scenarios() {
        "zeros where there is no gradient"},
       {"after_a_failed_call", "backward after a call that failed",
        [](Side& s) {
-         return Unused(s, true, [](Step& c, const at::Tensor& z) {
+         return Unused(s, true, [](StepContext& c, const at::Tensor& z) {
            ErrorOf([&] { c.Call(1, "fails", {z}); });
          });
        },
@@ -372,12 +375,14 @@ const std::vector<Scenario>& Scenarios() {
        true},
 
       {"call_during_a_pass", "a call that is made while a pass runs",
-       [](Side& s) { return WhileAPassRuns(s, [](Step& c) { c.Call(1, "sine", {Leaf(3)}); }); },
+       [](Side& s) {
+         return WhileAPassRuns(s, [](StepContext& c) { c.Call(1, "sine", {Leaf(3)}); });
+       },
        kSame, kHangs, true},
       {"reply_during_a_pass", "a reply that arrives while a pass runs",
        [](Side& s) {
-         Step::Later late;
-         return WhileAPassRuns(s, [&](Step& c) {
+         StepContext::Later late;
+         return WhileAPassRuns(s, [&](StepContext& c) {
            late = c.CallAsync(2, "gated", {Leaf(3)});
            s.Outside()->Call(2, "open", {});
            late();
@@ -397,7 +402,7 @@ const std::vector<Scenario>& Scenarios() {
       {"nested_context", "a second context in the same thread",
        [](Side& s) {
          const auto outer = s.NewStep();
-         std::unique_ptr<Step> inner;
+         std::unique_ptr<StepContext> inner;
          const std::string failed = ErrorOf([&] { inner = s.NewStep(); });
          return failed == "no error" ? "works" : failed;
        },

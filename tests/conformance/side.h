@@ -20,11 +20,11 @@ namespace distgrad {
 using Tensors = std::vector<at::Tensor>;
 
 // A context, as one worker sees it. Thread-safe. The origin's end releases it.
-class Step {
+class StepContext {
  public:
   using Later = std::function<Tensors()>;  // waits
 
-  virtual ~Step() = default;
+  virtual ~StepContext() = default;
   virtual Later CallAsync(int to, const std::string& function, Tensors arguments,
                           absl::Duration timeout) = 0;
   Later CallAsync(int to, const std::string& function, Tensors arguments) {
@@ -45,15 +45,15 @@ class Step {
 class Side {
  public:
   virtual ~Side() = default;
-  virtual std::unique_ptr<Step> NewStep() = 0;
+  virtual std::unique_ptr<StepContext> NewStep() = 0;
   // For calls in no context.
-  virtual std::unique_ptr<Step> Outside() = 0;
+  virtual std::unique_ptr<StepContext> Outside() = 0;
   // What this worker holds: contexts, and passes that run.
   virtual int64_t Contexts() = 0;
   virtual int64_t Passes() = 0;
 };
 
-using ServedFunction = std::function<Tensors(Side&, Step&, Tensors)>;
+using ServedFunction = std::function<Tensors(Side&, StepContext&, Tensors)>;
 using ServedFunctions = std::map<std::string, ServedFunction>;
 
 // Joins a job of so many workers, who meet in a file. Throws.

@@ -93,7 +93,7 @@ std::function<void(const at::Tensor& x)> DistributedFrame::BodyOf(const Step& sa
   };
 }
 
-Frame::NestedGradient DistributedFrame::GradientOf(const Step& nested) {
+ProgramFrame::NestedGradient DistributedFrame::GradientOf(const Step& nested) {
   return [run = &run_, index = index_, worker = &worker_, deadline = options_.deadline,
           &nested](const at::Tensor& x) {
     const Context context = worker->NewContext();

@@ -230,10 +230,11 @@ std::string Difference(State& want, State& got) {
   return "";
 }
 
-// --------------------------------------------------------------------------------------- Frame
+// ---------------------------------------------------------------------------------------
+// ProgramFrame
 
 // The values of a frame. Those that were received, and not used since, are known to be unused.
-class Frame::Values {
+class ProgramFrame::Values {
  public:
   explicit Values(Tensors arguments) { Receive(arguments); }
 
@@ -271,14 +272,14 @@ class Frame::Values {
   std::vector<bool> unused_;
 };
 
-Tensors Frame::Run(const Steps& steps, const std::vector<int>& results, Tensors arguments) {
+Tensors ProgramFrame::Run(const Steps& steps, const std::vector<int>& results, Tensors arguments) {
   Values values(std::move(arguments));
   for (const Step& step : steps) RunStep(step, values);
   Join();
   return values.UseAll(results);
 }
 
-void Frame::RunStep(const Step& s, Values& values) {
+void ProgramFrame::RunStep(const Step& s, Values& values) {
   switch (s.kind) {
     case Step::kParameter:
       return values.Add(run_.parameters[index_][s.a % kParameters]);
@@ -359,7 +360,7 @@ void Frame::RunStep(const Step& s, Values& values) {
   }
 }
 
-void Frame::Send(const Step& call, Values& values) {
+void ProgramFrame::Send(const Step& call, Values& values) {
   Tensors sent = values.UseAll(call.arguments);
   const bool write = call.c != 0;
   if (write) {
@@ -383,7 +384,7 @@ void Frame::Send(const Step& call, Values& values) {
   for (at::Tensor& tensor : sent) values.Add(tensor.mul_(2));
 }
 
-void Frame::RunNested(const Step& nested, Values& values) {
+void ProgramFrame::RunNested(const Step& nested, Values& values) {
   const at::Tensor x = values.Use(nested.a);
   const bool fails = nested.c != 0;
   if (nested.b == 0) return values.Add(Nested::apply(x, GradientOf(nested), fails));
@@ -396,14 +397,14 @@ void Frame::RunNested(const Step& nested, Values& values) {
   values.Add(gradient.defined() ? gradient : at::zeros({2, 2}, at::kDouble));
 }
 
-at::Tensor Frame::RunSaved(const Step& saved, const at::Tensor& x) {
+at::Tensor ProgramFrame::RunSaved(const Step& saved, const at::Tensor& x) {
   const at::Tensor y = x.sin();
   auto* const node = dynamic_cast<torch::autograd::generated::SinBackward0*>(y.grad_fn().get());
   if (node != nullptr) node->self_.register_hooks(std::make_unique<SavedHook>(BodyOf(saved)));
   return y;
 }
 
-Tensors Frame::NestedRoots(const Step& nested, const at::Tensor& x) {
+Tensors ProgramFrame::NestedRoots(const Step& nested, const at::Tensor& x) {
   Tensors roots;
   for (const at::Tensor& result : Run(nested.body, nested.results, {x * 1})) {
     if (result.requires_grad()) roots.push_back(at::sin(result).sum());
@@ -442,7 +443,7 @@ std::function<void(const at::Tensor& x)> LocalFrame::BodyOf(const Step& saved) {
   };
 }
 
-Frame::NestedGradient LocalFrame::GradientOf(const Step& nested) {
+ProgramFrame::NestedGradient LocalFrame::GradientOf(const Step& nested) {
   return [run = &run_, index = index_, &nested](const at::Tensor& x) {
     const Tensors roots = LocalFrame(run, index).NestedRoots(nested, x);
     if (roots.empty()) return at::Tensor();

@@ -52,11 +52,11 @@ struct State {
 std::string Difference(State& want, State& got);
 
 // What a worker does for one call.
-class Frame {
+class ProgramFrame {
  public:
   // `index`: the worker's.
-  Frame(State* run, int index) : run_(*run), index_(index) {}
-  virtual ~Frame() = default;
+  ProgramFrame(State* run, int index) : run_(*run), index_(index) {}
+  virtual ~ProgramFrame() = default;
 
   Tensors Run(const Steps& steps, const std::vector<int>& results, Tensors arguments);
 
@@ -90,9 +90,9 @@ class Frame {
   at::Tensor RunSaved(const Step& saved, const at::Tensor& x);
 };
 
-class LocalFrame final : public Frame {
+class LocalFrame final : public ProgramFrame {
  public:
-  using Frame::Frame;
+  using ProgramFrame::ProgramFrame;
 
  private:
   Tensors Call(const Step& call, Tensors arguments) override;
@@ -107,10 +107,10 @@ class LocalFrame final : public Frame {
 };
 
 // On a worker of a job.
-class DistributedFrame final : public Frame {
+class DistributedFrame final : public ProgramFrame {
  public:
   DistributedFrame(State* run, int index, Worker* worker, CallOptions options)
-      : Frame(run, index), worker_(*worker), options_(options) {}
+      : ProgramFrame(run, index), worker_(*worker), options_(options) {}
 
   // Lets the worker run calls of programs. It is worker `index`.
   static absl::Status Register(Worker& worker, int index);
