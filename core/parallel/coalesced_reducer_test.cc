@@ -148,7 +148,7 @@ TEST_P(CoalescedReducerTest, SaysWhichTensorIsNotAsItShouldBe) {
     lists.back().pop_back();
     lists.back()[2] = Tensor();
     EXPECT_THAT(reducer_.Reduce(lists, destination_).status().message(),
-                HasSubstr("has 22 tensors"));
+                HasSubstr("has 23 tensors"));
   }
   EXPECT_THAT(
       reducer_.Broadcast({at::ones(1), at::ones(1, at::TensorOptions(fake_device::Device(3)))})
