@@ -2,7 +2,7 @@
 // process and one store that is served over TCP.
 //
 //   tools/bazel run //benchmarks:membership -- 256
-#include "core/rpc/membership.h"
+#include "core/membership/membership.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -15,7 +15,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/base/status.h"
-#include "core/rpc/store/tcp_store.h"
+#include "core/membership/store/tcp_store.h"
 
 namespace distgrad {
 namespace {

@@ -24,7 +24,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "core/base/processors.h"
-#include "core/rpc/environment.h"
+#include "core/membership/environment.h"
 
 namespace distgrad {
 namespace {

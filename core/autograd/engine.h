@@ -30,9 +30,9 @@
 #include "core/base/thread_pool.h"
 #include "core/base/trace.h"
 #include "core/rpc/limits.h"
-#include "core/rpc/packet.h"
 #include "core/tensor/device_map.h"
 #include "core/tensor/message.h"
+#include "core/transport/packet.h"
 
 namespace distgrad {
 

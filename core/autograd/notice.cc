@@ -7,8 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "core/base/status.h"
+#include "core/base/wire.h"
 #include "core/rpc/frame.h"
-#include "core/rpc/wire.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {

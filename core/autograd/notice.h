@@ -14,9 +14,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/base/ids.h"
-#include "core/rpc/packet.h"
 #include "core/tensor/device_map.h"
 #include "core/tensor/message.h"
+#include "core/transport/packet.h"
 
 namespace distgrad {
 

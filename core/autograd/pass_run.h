@@ -33,7 +33,7 @@
 #include "core/base/future.h"
 #include "core/base/strand.h"
 #include "core/base/trace.h"
-#include "core/rpc/packet.h"
+#include "core/transport/packet.h"
 
 namespace distgrad {
 

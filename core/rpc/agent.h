@@ -26,15 +26,15 @@
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/base/trace.h"
+#include "core/membership/directory.h"
+#include "core/membership/member_event.h"
+#include "core/membership/worker_info.h"
 #include "core/rpc/call_metrics.h"
-#include "core/rpc/directory.h"
 #include "core/rpc/incoming_call.h"
 #include "core/rpc/limits.h"
-#include "core/rpc/member_event.h"
-#include "core/rpc/packet.h"
 #include "core/rpc/send_window.h"
-#include "core/rpc/transport.h"
-#include "core/rpc/worker_info.h"
+#include "core/transport/packet.h"
+#include "core/transport/transport.h"
 
 namespace distgrad {
 

@@ -14,11 +14,11 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/fake_clock.h"
 #include "core/base/future.h"
+#include "core/base/wire.h"
 #include "core/rpc/agent_testing.h"
 #include "core/rpc/frame.h"
-#include "core/rpc/inproc/inproc_transport.h"
 #include "core/rpc/link.h"
-#include "core/rpc/wire.h"
+#include "core/transport/inproc/inproc_transport.h"
 
 namespace distgrad {
 namespace {

@@ -15,11 +15,11 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/fake_clock.h"
 #include "core/base/future.h"
+#include "core/base/wire.h"
 #include "core/rpc/agent.h"
 #include "core/rpc/agent_testing.h"
 #include "core/rpc/frame.h"
-#include "core/rpc/inproc/inproc_transport.h"
-#include "core/rpc/wire.h"
+#include "core/transport/inproc/inproc_transport.h"
 
 namespace distgrad {
 namespace {

@@ -20,6 +20,7 @@
 #include "absl/time/time.h"
 #include "core/base/clock.h"
 #include "core/base/trace.h"
+#include "core/base/wire.h"
 #include "core/rpc/agent.h"
 #include "core/rpc/call_metrics.h"
 #include "core/rpc/frame.h"
@@ -27,7 +28,6 @@
 #include "core/rpc/link.h"
 #include "core/rpc/peers.h"
 #include "core/rpc/send_window.h"
-#include "core/rpc/wire.h"
 
 namespace distgrad {
 

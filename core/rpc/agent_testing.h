@@ -24,10 +24,10 @@
 #include "core/base/clock.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
+#include "core/membership/worker_info.h"
 #include "core/rpc/agent.h"
-#include "core/rpc/inproc/inproc_transport.h"
-#include "core/rpc/transport.h"
-#include "core/rpc/worker_info.h"
+#include "core/transport/inproc/inproc_transport.h"
+#include "core/transport/transport.h"
 
 namespace distgrad {
 

@@ -11,7 +11,7 @@
 #include "core/base/trace.h"
 #include "core/rpc/agent.h"
 #include "core/rpc/agent_testing.h"
-#include "core/rpc/inproc/inproc_transport.h"
+#include "core/transport/inproc/inproc_transport.h"
 
 namespace distgrad {
 namespace {

@@ -9,7 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "core/base/ids.h"
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
 
 namespace distgrad {
 

@@ -15,8 +15,8 @@
 #include "core/rpc/call_metrics.h"
 #include "core/rpc/frame.h"
 #include "core/rpc/link.h"
-#include "core/rpc/packet.h"
 #include "core/rpc/send_window.h"
+#include "core/transport/packet.h"
 
 namespace distgrad {
 

@@ -23,10 +23,10 @@
 #include "core/base/ids.h"
 #include "core/base/strand.h"
 #include "core/rpc/limits.h"
-#include "core/rpc/packet.h"
 #include "core/rpc/send_window.h"
 #include "core/rpc/served_calls.h"
-#include "core/rpc/transport.h"
+#include "core/transport/packet.h"
+#include "core/transport/transport.h"
 
 namespace distgrad {
 

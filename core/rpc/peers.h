@@ -16,9 +16,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/ids.h"
+#include "core/membership/member_event.h"
+#include "core/membership/worker_info.h"
 #include "core/rpc/frame.h"
-#include "core/rpc/member_event.h"
-#include "core/rpc/worker_info.h"
 
 namespace distgrad {
 

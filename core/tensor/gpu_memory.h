@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "core/rpc/device_memory.h"
+#include "core/transport/device_memory.h"
 
 namespace distgrad {
 

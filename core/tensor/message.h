@@ -33,9 +33,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "core/rpc/packet.h"
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
 #include "core/tensor/device_map.h"
+#include "core/transport/packet.h"
 
 namespace distgrad {
 

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/base/status.h"
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
 #include "core/tensor/exception.h"
 
 // The payload is

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {

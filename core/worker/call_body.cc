@@ -5,7 +5,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/base/status.h"
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {

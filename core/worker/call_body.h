@@ -10,9 +10,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/base/ids.h"
-#include "core/rpc/packet.h"
 #include "core/tensor/device_map.h"
 #include "core/tensor/message.h"
+#include "core/transport/packet.h"
 #include "core/worker/call_modes.h"
 
 namespace distgrad {

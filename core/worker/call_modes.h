@@ -9,7 +9,7 @@
 
 #include <optional>
 
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
 
 namespace distgrad {
 

@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
 
 namespace distgrad {
 namespace {

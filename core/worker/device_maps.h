@@ -14,9 +14,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/ids.h"
-#include "core/rpc/transport.h"
-#include "core/rpc/worker_info.h"
+#include "core/membership/worker_info.h"
 #include "core/tensor/device_map.h"
+#include "core/transport/transport.h"
 
 namespace distgrad {
 

@@ -10,7 +10,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "core/rpc/environment.h"
+#include "core/membership/environment.h"
 
 namespace distgrad {
 namespace {

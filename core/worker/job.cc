@@ -4,10 +4,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
-#include "core/rpc/environment.h"
-#include "core/rpc/inproc/inproc_transport.h"
-#include "core/rpc/tensorpipe/tensorpipe_transport.h"
+#include "core/membership/environment.h"
 #include "core/tensor/gpu_memory.h"
+#include "core/transport/inproc/inproc_transport.h"
+#include "core/transport/tensorpipe/tensorpipe_transport.h"
 #include "core/worker/meeting.h"
 #include "core/worker/worker.h"
 

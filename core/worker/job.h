@@ -8,8 +8,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "core/rpc/store.h"
-#include "core/rpc/transport.h"
+#include "core/membership/store.h"
+#include "core/transport/transport.h"
 
 namespace distgrad {
 

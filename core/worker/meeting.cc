@@ -7,13 +7,13 @@
 #include "core/base/descriptors.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
-#include "core/rpc/start.h"
-#include "core/rpc/store/file_store.h"
-#include "core/rpc/store/in_process_store.h"
-#include "core/rpc/store/signed_store.h"
-#include "core/rpc/store/tcp_store.h"
-#include "core/rpc/tensorpipe/address.h"
-#include "core/rpc/tensorpipe/socket/cluster_key.h"
+#include "core/membership/start.h"
+#include "core/membership/store/file_store.h"
+#include "core/membership/store/in_process_store.h"
+#include "core/membership/store/signed_store.h"
+#include "core/membership/store/tcp_store.h"
+#include "core/net/address.h"
+#include "core/net/cluster_key.h"
 
 namespace distgrad {
 namespace {

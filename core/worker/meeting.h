@@ -8,8 +8,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "core/rpc/environment.h"
-#include "core/rpc/store.h"
+#include "core/membership/environment.h"
+#include "core/membership/store.h"
 
 namespace distgrad {
 

@@ -10,7 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/thread_pool.h"
-#include "core/rpc/member_event.h"
+#include "core/membership/member_event.h"
 
 namespace distgrad {
 

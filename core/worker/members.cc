@@ -9,7 +9,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/blocking.h"
 #include "core/base/status.h"
-#include "core/rpc/backoff.h"
+#include "core/membership/backoff.h"
 #include "core/worker/worker_impl.h"
 
 namespace distgrad {

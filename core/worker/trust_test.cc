@@ -16,8 +16,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "core/rpc/store/in_process_store.h"
-#include "core/rpc/worker_info.h"
+#include "core/membership/store/in_process_store.h"
+#include "core/membership/worker_info.h"
 #include "core/worker/worker.h"
 #include "gtest/gtest.h"
 
@@ -122,7 +122,7 @@ int ConnectTo(const std::string& address) {
   return fd;
 }
 
-// What core/rpc/tensorpipe/socket/hostile_client_test.cc does to a listener, done to a worker
+// What core/transport/tensorpipe/hostile_client_test.cc does to a listener, done to a worker
 // that others call meanwhile.
 TEST_F(TrustTest, AWorkerServesWhileStrangersKnock) {
   const std::string key = KeyFile("a secret of the whole job");

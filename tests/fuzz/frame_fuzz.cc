@@ -1,7 +1,7 @@
 // The header at the front of every packet.
 #include "core/base/check.h"
+#include "core/base/wire.h"
 #include "core/rpc/frame.h"
-#include "core/rpc/wire.h"
 #include "tests/fuzz/target.h"
 
 namespace distgrad {

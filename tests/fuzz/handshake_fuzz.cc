@@ -1,8 +1,8 @@
 // What strangers send to a listener, or a false listener to us. The first bit says which end we
 // are; then come chunks, each with its size in a byte.
 #include "core/base/check.h"
-#include "core/rpc/tensorpipe/socket/handshake.h"
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
+#include "core/net/handshake.h"
 #include "tests/fuzz/target.h"
 
 namespace distgrad {

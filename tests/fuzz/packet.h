@@ -6,8 +6,8 @@
 #include <string>
 
 #include "absl/strings/string_view.h"
-#include "core/rpc/packet.h"
-#include "core/rpc/wire.h"
+#include "core/base/wire.h"
+#include "core/transport/packet.h"
 
 namespace distgrad {
 

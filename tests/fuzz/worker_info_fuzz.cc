@@ -1,8 +1,8 @@
 // A worker's entry in the store, and the address in it.
 #include "absl/strings/strip.h"
 #include "core/base/check.h"
-#include "core/rpc/tensorpipe/socket/endpoint.h"
-#include "core/rpc/worker_info.h"
+#include "core/membership/worker_info.h"
+#include "core/net/endpoint.h"
 #include "tests/fuzz/target.h"
 
 namespace distgrad {

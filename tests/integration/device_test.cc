@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/rpc/store/in_process_store.h"
+#include "core/membership/store/in_process_store.h"
 #include "tests/testing/cluster.h"
 #include "tests/testing/fake_device/fake_device.h"
 

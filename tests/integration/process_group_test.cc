@@ -19,8 +19,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "core/membership/store/file_store.h"
 #include "core/parallel/process_group/gradient_averager.h"
-#include "core/rpc/store/file_store.h"
 #include "core/tensor/exception.h"
 #include "tests/testing/child_process.h"
 

@@ -28,7 +28,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
-#include "core/rpc/store/in_process_store.h"
+#include "core/membership/store/in_process_store.h"
 #include "tests/integration/property_frame.h"
 #include "tests/integration/property_program.h"
 #include "tests/testing/cluster.h"

@@ -18,10 +18,10 @@
 #include "absl/synchronization/notification.h"
 #include "core/autograd/context_record.h"
 #include "core/base/event_loop.h"
+#include "core/membership/store.h"
+#include "core/membership/store/in_process_store.h"
 #include "core/optim/local_optimizer.h"
 #include "core/parallel/process_group/gradient_averager.h"
-#include "core/rpc/store.h"
-#include "core/rpc/store/in_process_store.h"
 #include "tests/integration/team.h"
 #include "tests/testing/forwarding_store.h"
 

@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
-#include "core/rpc/store/in_process_store.h"
+#include "core/membership/store/in_process_store.h"
 
 namespace distgrad {
 namespace {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "core/rpc/inproc/inproc_transport.h"
-#include "core/rpc/store.h"
+#include "core/membership/store.h"
+#include "core/transport/inproc/inproc_transport.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {

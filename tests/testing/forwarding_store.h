@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/rpc/store.h"
+#include "core/membership/store.h"
 
 namespace distgrad {
 

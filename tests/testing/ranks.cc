@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/base/check.h"
-#include "core/rpc/store/in_process_store.h"
+#include "core/membership/store/in_process_store.h"
 #include "core/tensor/exception.h"
 #include "gtest/gtest.h"
 

@@ -1,4 +1,4 @@
-// c10d's stores and ours (core/rpc/store.h), each as the other.
+// c10d's stores and ours (core/membership/store.h), each as the other.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_C10D_STORE_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_C10D_STORE_H_
 
@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "absl/time/time.h"
-#include "core/rpc/store.h"
+#include "core/membership/store.h"
 
 namespace distgrad {
 

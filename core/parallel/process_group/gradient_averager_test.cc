@@ -22,7 +22,7 @@
 #include "absl/synchronization/barrier.h"
 #include "absl/synchronization/notification.h"
 #include "core/autograd/context_record.h"
-#include "core/rpc/store/in_process_store.h"
+#include "core/membership/store/in_process_store.h"
 #include "core/tensor/exception.h"
 #include "tests/testing/ranks.h"
 

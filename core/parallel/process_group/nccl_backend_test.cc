@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "core/membership/store/in_process_store.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/process_group.h"
-#include "core/rpc/store/in_process_store.h"
 
 namespace distgrad {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "core/rpc/store.h"
+#include "core/membership/store.h"
 
 namespace distgrad {
 

@@ -14,10 +14,10 @@
 #include "absl/time/clock.h"
 #include "core/base/blocking.h"
 #include "core/base/status.h"
+#include "core/membership/environment.h"
+#include "core/membership/start.h"
 #include "core/parallel/bucket.h"
 #include "core/parallel/process_group/new_backend.h"
-#include "core/rpc/environment.h"
-#include "core/rpc/start.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {

@@ -28,7 +28,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "core/rpc/store.h"
+#include "core/membership/store.h"
 
 namespace distgrad {
 

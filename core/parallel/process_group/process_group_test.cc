@@ -18,10 +18,10 @@
 #include "absl/strings/match.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "core/membership/start.h"
+#include "core/membership/store.h"
+#include "core/membership/store/in_process_store.h"
 #include "core/parallel/process_group/c10d_store.h"
-#include "core/rpc/start.h"
-#include "core/rpc/store.h"
-#include "core/rpc/store/in_process_store.h"
 #include "tests/testing/ranks.h"
 
 namespace distgrad {

@@ -1,0 +1,28 @@
+// Whom the agent asks who a worker is now. Implementation: core/membership/lookups.h, which asks
+// the job's store; tests have their own.
+#ifndef DISTGRAD_CORE_MEMBERSHIP_DIRECTORY_H_
+#define DISTGRAD_CORE_MEMBERSHIP_DIRECTORY_H_
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "core/base/ids.h"
+#include "core/membership/worker_info.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class Directory {
+ public:
+  using Found = absl::AnyInvocable<void(absl::StatusOr<WorkerInfo>)>;
+
+  virtual ~Directory() = default;
+
+  // Returns at once. `found` is called exactly once, on any thread, with no lock held: kNotFound
+  // if there was never such a worker, kDeadlineExceeded if nobody has said it for `patience`.
+  virtual void Find(WorkerId worker, absl::Duration patience, Found found) = 0;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_MEMBERSHIP_DIRECTORY_H_

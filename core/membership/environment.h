@@ -1,0 +1,54 @@
+// A worker's place in its job, as its options, the user's variables or a launcher's say it. Which
+// variables each launcher sets, and who goes before whom: docs/launching.md.
+#ifndef DISTGRAD_CORE_MEMBERSHIP_ENVIRONMENT_H_
+#define DISTGRAD_CORE_MEMBERSHIP_ENVIRONMENT_H_
+
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "core/membership/rendezvous_url.h"
+
+namespace distgrad {
+
+// nullopt: not set.
+using Getenv = std::function<std::optional<std::string>(const std::string&)>;
+
+// Of this process. A variable that is set to "" counts as not set.
+std::optional<std::string> ProcessEnvironment(const std::string& name);
+
+// What the worker's options say. They go before all variables.
+struct PlaceOptions {
+  int rank = -1;        // -1: not said
+  int world_size = -1;  // -1: not said
+  std::string rendezvous = "env://";
+  bool has_store = false;  // then `rendezvous` says nothing
+};
+
+struct Place {
+  int rank = 0;
+  int world_size = 1;
+  // Among the workers of its machine; 0 and 0 where nobody says.
+  int local_rank = 0;
+  int local_world_size = 0;
+  std::string name = {};  // "": not said
+
+  // kEnvironment: no store is needed, for it is one worker alone, or has one.
+  RendezvousUrl rendezvous = {};
+  // Whether this worker serves the store of a kTcp rendezvous.
+  bool serves_store = false;
+  // Whether the launcher does, which knows no cluster key.
+  bool launcher_serves = false;
+  // Where a launcher starts all workers of a run anew in the store of the former start: the run.
+  // See AgreeOnStart.
+  std::string run = {};
+};
+
+// kFailedPrecondition names what is missing, kInvalidArgument what is malformed or contradicts
+// something else; both with the variables' names and values.
+absl::StatusOr<Place> FindPlace(const PlaceOptions& options, const Getenv& getenv);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_MEMBERSHIP_ENVIRONMENT_H_

@@ -1,0 +1,67 @@
+// Asks the store who a worker is, on a thread of its own, so that nobody else waits for the store.
+// All that is asked meanwhile goes with the next question.
+#ifndef DISTGRAD_CORE_MEMBERSHIP_LOOKUPS_H_
+#define DISTGRAD_CORE_MEMBERSHIP_LOOKUPS_H_
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/deadline.h"
+#include "core/base/thread_pool.h"
+#include "core/membership/directory.h"
+#include "core/membership/membership.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class Lookups final : public Directory {
+ public:
+  // `members` must have entered the job before the first question, and outlive this. The thread
+  // is named for `worker`, and starts with the first question.
+  Lookups(const std::string& worker, Membership* members)
+      : members_(members), thread_(worker + "-find", 1) {}
+  ~Lookups() override { Close(); }
+
+  // kDeadlineExceeded where the store is silent: for `patience`, or until the deadline.
+  void Find(WorkerId worker, absl::Duration patience, Found found) override;
+  void Find(std::string name, Deadline deadline, Found found);
+
+  // Runs `task` in its turn, for what else waits for the store; destroys it unrun after Close(), or
+  // where there is no thread to be had.
+  void Run(absl::AnyInvocable<void()> task);
+
+  // What was asked and not yet answered gets kCancelled; waits for its thread.
+  void Close();
+
+ private:
+  // More than a worker can have reason to ask at once.
+  static constexpr int kMaxWaiting = 4096;
+
+  struct Question {
+    Membership::Who who;
+    Deadline deadline;
+    Found found;
+  };
+
+  void Ask(Question question);
+  // Asks all that waits, and answers what it can.
+  void AskAll();
+
+  Membership* const members_;
+  std::atomic<bool> closed_{false};
+
+  absl::Mutex mu_;
+  std::vector<Question> waiting_ ABSL_GUARDED_BY(mu_);
+  int asked_ ABSL_GUARDED_BY(mu_) = 0;  // by AskAll(), and not answered yet
+
+  // Synchronizes itself.
+  ThreadPool thread_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_MEMBERSHIP_LOOKUPS_H_

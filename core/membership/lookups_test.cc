@@ -1,0 +1,100 @@
+#include "core/membership/lookups.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "core/membership/membership.h"
+#include "core/membership/store/in_process_store.h"
+#include "gtest/gtest.h"
+#include "tests/testing/forwarding_store.h"
+
+namespace distgrad {
+namespace {
+
+// Says nothing while its door is closed. Thread-safe.
+class SilentStore : public ForwardingStore {
+ public:
+  SilentStore() : ForwardingStore(NewInProcessStore()) {}
+
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    if (silent) return absl::DeadlineExceededError("the store is silent");
+    return ForwardingStore::GetEach(keys, deadline);
+  }
+
+  std::atomic<bool> silent{false};
+};
+
+class LookupsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    absl::StatusOr<WorkerInfo> self = members_.Claim(Later());
+    ASSERT_TRUE(self.ok()) << self.status();
+    ASSERT_TRUE(members_.Enter(*self, Later()).ok());
+  }
+  static absl::Time Later() { return absl::Now() + absl::Minutes(2); }
+
+  const std::shared_ptr<SilentStore> store_ = std::make_shared<SilentStore>();
+  Membership members_{store_, {.name = "one", .rank = 0, .world_size = 1}};
+  Lookups lookups_{"one", &members_};
+};
+
+// An answer, which a test waits for.
+struct Answer {
+  absl::StatusOr<WorkerInfo> found = absl::UnknownError("not run");
+  absl::Notification done;
+
+  Directory::Found Take() {
+    return [this](absl::StatusOr<WorkerInfo> worker) {
+      found = std::move(worker);
+      done.Notify();
+    };
+  }
+  absl::StatusOr<WorkerInfo> Wait() {
+    done.WaitForNotification();
+    return found;
+  }
+};
+
+TEST_F(LookupsTest, FindsByNameAndById) {
+  Answer by_name, by_id, nobody;
+  lookups_.Find("one", Later(), by_name.Take());
+  lookups_.Find(WorkerId{0}, absl::Minutes(2), by_id.Take());
+  lookups_.Find("nobody", Later(), nobody.Take());
+  EXPECT_EQ(by_name.Wait()->id, 0);
+  EXPECT_EQ(by_id.Wait()->name, "one");
+  EXPECT_TRUE(absl::IsNotFound(nobody.Wait().status()));
+}
+
+// Who has time waits for a silent store, and holds up nobody who has not.
+TEST_F(LookupsTest, EachWaitsAsLongAsItsCallerHasTime) {
+  store_->silent = true;
+  Answer patient, hasty[3];
+  lookups_.Find("one", absl::InfiniteFuture(), patient.Take());
+  for (Answer& answer : hasty) lookups_.Find("one", absl::InfinitePast(), answer.Take());
+  for (Answer& answer : hasty) {
+    EXPECT_TRUE(absl::IsDeadlineExceeded(answer.Wait().status())) << answer.found.status();
+  }
+  EXPECT_FALSE(patient.done.HasBeenNotified());
+  store_->silent = false;
+  EXPECT_EQ(patient.Wait()->name, "one");
+}
+
+TEST_F(LookupsTest, CloseAnswersAll) {
+  store_->silent = true;
+  Answer patient;
+  lookups_.Find("one", absl::InfiniteFuture(), patient.Take());
+  lookups_.Close();
+  EXPECT_TRUE(absl::IsCancelled(patient.Wait().status())) << patient.found.status();
+  Answer late;
+  lookups_.Find("one", absl::InfiniteFuture(), late.Take());
+  EXPECT_FALSE(late.Wait().ok());
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,26 @@
+// What can happen to a member of a job, as another member hears of it.
+#ifndef DISTGRAD_CORE_MEMBERSHIP_MEMBER_EVENT_H_
+#define DISTGRAD_CORE_MEMBERSHIP_MEMBER_EVENT_H_
+
+#include <string>
+
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+struct MemberEvent {
+  enum class Kind {
+    kJoined = 1,  // it is new, or has come back: after kLeft or kLost of that name
+    kLeft = 2,    // in good order
+    kLost = 3,    // it died, or nothing is heard of it
+  };
+  Kind kind = Kind::kJoined;
+  WorkerId id = 0;
+  std::string name = {};
+  Incarnation incarnation = 0;  // another one for each life of that name
+  std::string reason = {};      // why it is taken for lost
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_MEMBERSHIP_MEMBER_EVENT_H_

@@ -1,0 +1,775 @@
+#include "core/membership/membership.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <map>
+#include <random>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "absl/time/clock.h"
+#include "core/base/random.h"
+#include "core/base/status.h"
+
+namespace distgrad {
+namespace {
+
+constexpr int kMaxIds = 1 << 16;     // ids have 16 bits
+constexpr size_t kMaxNamed = 16;     // workers in a message
+constexpr size_t kMaxReason = 1024;  // bytes, why one is lost
+
+constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's number
+
+// How long who waits for others does not see that it is to stop.
+constexpr absl::Duration kLook = absl::Seconds(1);
+
+// Whoever waits for others looks by itself, too, in case somebody died after he had changed the
+// members and before he said so. So rarely that it costs little, however many wait.
+absl::Duration LookAgain(int size) { return absl::Seconds(10) + absl::Milliseconds(50) * size; }
+
+// The keys. Ranks and names are claimed by counters: who counts to 1 is the first. Entries are
+// signed where there is a cluster key, and counters are not: so a counter never opens anything, but
+// lets whoever is the last to come look.
+std::string EntryKey(int id) { return absl::StrCat("worker/", id); }
+std::string LivesKey(int id) { return absl::StrCat("worker/", id, "/lives"); }
+std::string NameKey(absl::string_view name) { return absl::StrCat("name/", name); }  // its id
+std::string LostKey(int id) { return absl::StrCat("lost/", id); }  // the incarnation that is
+std::string AtKey(int id) { return absl::StrCat("at/", id); }      // the barrier it has come to
+std::string ClaimsKey(absl::string_view name) { return absl::StrCat("claims/", name); }
+constexpr char kJoined[] = "joined";    // counts the workers that have an entry
+constexpr char kAll[] = "all";          // all of the start have one
+constexpr char kReady[] = "ready";      // counts the workers that know all others
+constexpr char kSettled[] = "settled";  // who counts to 1 writes the outcome
+constexpr char kOutcome[] = "outcome";  // "" or why nobody may start
+constexpr char kSize[] = "size";        // how many workers the job started with
+constexpr char kJoiners[] = "joiners";  // counts those who came later
+constexpr char kChanges[] = "changes";  // another value whenever the members are others
+
+absl::Status CheckName(absl::string_view name) {
+  if (!name.empty() && name.size() <= kMaxWorkerText) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("a worker's name must have 1 to ", kMaxWorkerText, " bytes, not ", name.size()));
+}
+
+// Later lives have greater numbers; the random half keeps jobs apart that use one store in turn.
+Incarnation MakeIncarnation(int64_t life) {
+  return (static_cast<uint64_t>(life) << 32) | std::random_device()();
+}
+
+// Writes the outcome, unless somebody has.
+absl::Status Settle(Store& store, int world_size, absl::string_view outcome, Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const int64_t turn, store.Add(kSettled, 1, deadline));
+  if (turn != 1) return absl::OkStatus();
+  DG_RETURN_IF_ERROR(store.Set(kSize, absl::StrCat(world_size), deadline));
+  return store.Set(kOutcome, std::string(outcome), deadline);
+}
+
+absl::Status Malformed(absl::string_view key) {
+  return absl::InvalidArgumentError(absl::StrCat("the store's entry '", key, "' is malformed"));
+}
+
+absl::StatusOr<int> ParseNumber(absl::string_view key, absl::string_view text) {
+  int number = 0;
+  if (absl::SimpleAtoi(text, &number) && number >= 0 && number <= kMaxIds) return number;
+  return Malformed(key);
+}
+
+absl::StatusOr<int> ReadNumber(Store& store, const std::string& key, Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const std::string text, store.Get(key, deadline));
+  return ParseNumber(key, text);
+}
+
+// What a key holds now; the store has until the deadline to answer.
+absl::StatusOr<Store::Value> Look(Store& store, const std::string& key, Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(std::vector<Store::Value> values, store.GetEach({key}, deadline));
+  return std::move(values[0]);
+}
+
+// Waits for a key until the deadline; kAlreadyExists as soon as the job has failed. nullopt, if it
+// does not come.
+absl::StatusOr<Store::Value> Await(Store& store, const std::string& key, Deadline deadline) {
+  const std::string keys[] = {key, kOutcome};
+  const Store::Value seen[2];
+  DG_ASSIGN_OR_RETURN(std::vector<Store::Value> values, store.AwaitChange(keys, seen, deadline));
+  if (values[1].has_value() && !values[1]->empty()) return absl::AlreadyExistsError(*values[1]);
+  return std::move(values[0]);
+}
+
+// Whether the store has not answered, and may be asked again before the deadline.
+bool IsSilence(const absl::Status& status, Deadline deadline) {
+  return absl::IsDeadlineExceeded(status) && !deadline.Passed();
+}
+
+// "1, 2, 3 and 4 more"
+std::string Several(const std::vector<std::string>& names) {
+  const size_t named = std::min(names.size(), kMaxNamed);
+  std::string text = absl::StrJoin(names.begin(), names.begin() + named, ", ");
+  if (names.size() > named) absl::StrAppend(&text, " and ", names.size() - named, " more");
+  return text;
+}
+
+std::string NamesOf(const std::vector<WorkerInfo>& workers) {
+  std::vector<std::string> names;
+  for (const WorkerInfo& worker : workers) {
+    names.push_back(absl::StrCat("'", worker.name, "' (", worker.id, ")"));
+  }
+  return Several(names);
+}
+
+absl::Status NotCome(const std::vector<WorkerInfo>& missing) {
+  return absl::DeadlineExceededError(
+      absl::StrCat(NamesOf(missing), missing.size() == 1 ? " has" : " have", " not come"));
+}
+
+absl::Status Lost(const std::vector<Membership::LostMember>& lost) {
+  std::vector<WorkerInfo> workers;
+  for (const auto& member : lost) workers.push_back(member.worker);
+  std::string text = absl::StrCat(NamesOf(workers), lost.size() == 1 ? " is lost" : " are lost");
+  // Where several go together one cause will do.
+  if (!lost.front().reason.empty()) absl::StrAppend(&text, ": ", lost.front().reason);
+  return absl::UnavailableError(text);
+}
+
+// Another thread may have been in the same barrier, and be further by now.
+void RaiseTo(int64_t number, std::atomic<int64_t>& last) {
+  int64_t now = last;
+  while (now < number && !last.compare_exchange_weak(now, number)) continue;
+}
+
+const absl::Status& StatusOf(const absl::Status& status) { return status; }
+template <typename T>
+const absl::Status& StatusOf(const absl::StatusOr<T>& value) {
+  return value.status();
+}
+
+absl::Duration Patience(Deadline deadline) {
+  return absl::Trunc(deadline.Left() + absl::Milliseconds(1), absl::Milliseconds(1));
+}
+
+}  // namespace
+
+// ----------------------------------------------------------------------------------- A seat
+
+absl::Status Membership::CheckSeat() const {
+  if (seat_.max_workers < 1 || seat_.max_workers > kMaxIds) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_workers must be 1 to ", kMaxIds, ", not ", seat_.max_workers));
+  }
+  if (!seat_.name.empty()) DG_RETURN_IF_ERROR(CheckName(seat_.name));
+  if (seat_.join) return absl::OkStatus();
+  if (seat_.world_size < 1 || seat_.world_size > seat_.max_workers || seat_.rank < 0 ||
+      seat_.rank >= seat_.world_size) {
+    return absl::InvalidArgumentError(absl::StrCat("there is no rank ", seat_.rank, " in a job of ",
+                                                   seat_.world_size, " workers (at most ",
+                                                   seat_.max_workers, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<WorkerInfo> Membership::Claim(Deadline deadline) {
+  DG_RETURN_IF_ERROR(CheckSeat());
+  DG_ASSIGN_OR_RETURN(self_, seat_.join ? ClaimByName(deadline) : ClaimRank(deadline));
+  return self_;
+}
+
+absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
+  WorkerInfo self;
+  self.id = static_cast<WorkerId>(seat_.rank);
+  self.name = seat_.name.empty() ? absl::StrCat("worker", seat_.rank) : seat_.name;
+  world_size_ = seat_.world_size;
+  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(seat_.rank), 1, deadline));
+  self.incarnation = MakeIncarnation(life);
+  if (life == 1) return self;
+
+  const auto refuse = [&] {
+    return absl::AlreadyExistsError(absl::StrCat("worker '", self.name, "' cannot join: rank ",
+                                                 self.id, " is taken by another worker"));
+  };
+  DG_ASSIGN_OR_RETURN(const Store::Value outcome, Look(*store_, kOutcome, deadline));
+  if (!outcome.has_value() || !outcome->empty()) {
+    // Before the start that is a mistake; who comes second tells everyone.
+    DG_RETURN_IF_ERROR(Settle(
+        *store_, seat_.world_size,
+        absl::StrCat("two workers claim rank ", self.id, "; the second is '", self.name, "'"),
+        deadline));
+    return refuse();
+  }
+  DG_ASSIGN_OR_RETURN(const int size, ReadNumber(*store_, kSize, absl::InfinitePast()));
+  if (size != seat_.world_size) {
+    return absl::InvalidArgumentError(absl::StrCat("worker '", self.name,
+                                                   "' cannot come back to a job that started with ",
+                                                   size, " workers as one of ", seat_.world_size));
+  }
+  DG_ASSIGN_OR_RETURN(const WorkerInfo before, Find(self.id, deadline));
+  if (before.name != self.name) return refuse();
+  return NextLife(self.id, life);
+}
+
+absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
+  const auto outcome = store_->Get(kOutcome, deadline);
+  if (absl::IsNotFound(outcome.status())) {
+    return absl::DeadlineExceededError("the job that is to be joined has not started");
+  }
+  DG_RETURN_IF_ERROR(outcome.status());
+  if (!outcome->empty()) return absl::AlreadyExistsError(*outcome);
+  DG_ASSIGN_OR_RETURN(world_size_, ReadNumber(*store_, kSize, deadline));
+
+  if (!seat_.name.empty()) {
+    DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimsKey(seat_.name), 1, deadline));
+    if (claims > 1) {
+      DG_ASSIGN_OR_RETURN(const int id, ReadNumber(*store_, NameKey(seat_.name), deadline));
+      DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(id), 1, deadline));
+      return NextLife(static_cast<WorkerId>(id), life);
+    }
+  }
+  DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoiners, 1, deadline));
+  const int64_t id = world_size_ + joined - 1;
+  if (id >= seat_.max_workers) {
+    DG_RETURN_IF_ERROR(store_->Add(kJoiners, -1, deadline).status());
+    if (!seat_.name.empty()) {
+      DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(seat_.name), -1, deadline).status());
+    }
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the job has had ", id, " workers, and max_workers is ", seat_.max_workers));
+  }
+  late_ = true;
+  WorkerInfo self;
+  self.id = static_cast<WorkerId>(id);
+  self.name = seat_.name.empty() ? absl::StrCat("worker", id) : seat_.name;
+  DG_RETURN_IF_ERROR(store_->Set(NameKey(self.name), absl::StrCat(id), deadline));
+  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(self.id), 1, deadline));
+  self.incarnation = MakeIncarnation(life);
+  return self;
+}
+
+absl::StatusOr<WorkerInfo> Membership::NextLife(WorkerId id, int64_t life) {
+  late_ = true;
+  WorkerInfo self;
+  self.id = id;
+  self.name = seat_.name.empty() ? absl::StrCat("worker", id) : seat_.name;
+  self.incarnation = MakeIncarnation(life);
+  return self;
+}
+
+// ---------------------------------------------------------------------------------- Entering
+
+absl::Status Membership::Publish(Deadline deadline) {
+  return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(self_), deadline);
+}
+
+absl::Status Membership::Ring(Deadline deadline) {
+  return store_->Set(kChanges, absl::StrCat(RandomNumber() >> 1), deadline);
+}
+
+absl::StatusOr<std::vector<WorkerInfo>> Membership::Enter(const WorkerInfo& self,
+                                                          Deadline deadline) {
+  self_ = self;
+  if (self_.address.size() > kMaxWorkerText) {
+    return absl::InvalidArgumentError(absl::StrCat("the address of worker '", self_.name,
+                                                   "' is longer than ", kMaxWorkerText, " bytes"));
+  }
+  if (!late_) return EnterAtStart(deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> all = EnterLate(deadline);
+  // The others would wait for one that is not there.
+  if (!all.ok()) Leave(absl::InfinitePast()).IgnoreError();
+  return all;
+}
+
+// Who is the last to come tells all, and then they read all entries.
+absl::StatusOr<std::vector<WorkerInfo>> Membership::GatherEntries(Deadline deadline) {
+  const absl::Duration patience = Patience(deadline);
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < world_size_; ++rank) keys.push_back(EntryKey(rank));
+  DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoined, 1, deadline));
+  if (joined == world_size_) DG_RETURN_IF_ERROR(store_->Set(kAll, "1", deadline));
+  std::string next = kAll;
+  for (;;) {
+    const absl::StatusOr<Store::Value> come = Await(*store_, next, deadline);
+    if (IsSilence(come.status(), deadline)) continue;
+    DG_RETURN_IF_ERROR(come.status());
+    const bool late = !come->has_value();
+    DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries, store_->GetEach(keys, deadline));
+    std::vector<WorkerInfo> workers;
+    std::vector<std::string> missing;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (!entries[rank].has_value()) {
+        missing.push_back(absl::StrCat(rank));
+        continue;
+      }
+      DG_ASSIGN_OR_RETURN(WorkerInfo worker,
+                          DecodeWorkerInfo(*entries[rank], static_cast<WorkerId>(rank)));
+      workers.push_back(std::move(worker));
+    }
+    if (missing.empty()) return workers;
+    if (late) {
+      return absl::DeadlineExceededError(
+          absl::StrCat(missing.size() == 1 ? "worker " : "workers ", Several(missing), " of ",
+                       world_size_, " did not join within ", absl::FormatDuration(patience)));
+    }
+    next = absl::StrCat("worker/", missing[0]);  // somebody has counted who has no entry
+  }
+}
+
+absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(Deadline deadline) {
+  const absl::Duration patience = Patience(deadline);
+  DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(self_.name), 1, deadline).status());
+  DG_RETURN_IF_ERROR(store_->Set(NameKey(self_.name), absl::StrCat(self_.id), deadline));
+  DG_RETURN_IF_ERROR(Publish(deadline));
+  DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, GatherEntries(deadline));
+
+  // All workers see the same names, and so find the same fault.
+  std::map<absl::string_view, int> ranks;
+  for (const WorkerInfo& worker : workers) {
+    const auto [other, is_new] = ranks.emplace(worker.name, worker.id);
+    if (!is_new) {
+      return absl::AlreadyExistsError(absl::StrCat("workers ", other->second, " and ", worker.id,
+                                                   " have the same name, '", worker.name, "'"));
+    }
+  }
+
+  DG_ASSIGN_OR_RETURN(const int64_t ready, store_->Add(kReady, 1, deadline));
+  if (ready == world_size_) DG_RETURN_IF_ERROR(Settle(*store_, world_size_, "", deadline));
+  absl::StatusOr<Store::Value> outcome;
+  do {
+    outcome = Await(*store_, kOutcome, deadline);
+  } while (IsSilence(outcome.status(), deadline));
+  DG_RETURN_IF_ERROR(outcome.status());
+  if (!outcome->has_value()) {
+    return absl::DeadlineExceededError(absl::StrCat("all ", world_size_,
+                                                    " workers joined, but not all of them were "
+                                                    "ready within ",
+                                                    absl::FormatDuration(patience)));
+  }
+  size_ = world_size_;
+  return workers;
+}
+
+// Whoever comes to a barrier says so before it looks who the members are, and this looks who has
+// come where after it is a member: so a barrier that begins later cannot miss it.
+absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate(Deadline deadline) {
+  for (;;) {
+    DG_RETURN_IF_ERROR(Publish(deadline));
+    DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
+    std::vector<std::string> keys;
+    for (int id = 0; id < ids; ++id) keys.push_back(AtKey(id));
+    DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> marks, store_->GetEach(keys, deadline));
+    int64_t begun = 0;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      int64_t number = 0;
+      if (!marks[i].has_value()) continue;
+      if (!absl::SimpleAtoi(*marks[i], &number) || number < 0) return Malformed(keys[i]);
+      begun = std::max(begun, number);
+    }
+    if (begun == self_.barriers) break;
+    self_.barriers = begun;
+  }
+  barriers_ = self_.barriers;
+  DG_RETURN_IF_ERROR(Ring(deadline));
+  return All(deadline);
+}
+
+// ---------------------------------------------------------------------------------- Members
+
+absl::StatusOr<WorkerInfo> Membership::Find(WorkerId id, Deadline deadline) {
+  return FindEach({id}, deadline)[0];
+}
+
+absl::StatusOr<WorkerInfo> Membership::Find(absl::string_view name, Deadline deadline) {
+  return FindEach({std::string(name)}, deadline)[0];
+}
+
+std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Who> workers,
+                                                             Deadline deadline) {
+  std::vector<absl::StatusOr<WorkerInfo>> found;
+  // Of several, one that somebody else has written would fail all.
+  const auto one_by_one = [&] {
+    for (const Who& who : workers) found.push_back(FindEach({who}, deadline)[0]);
+    return found;
+  };
+  const auto fails = [&](const absl::Status& status) {
+    if (absl::IsUnauthenticated(status) && workers.size() > 1) return one_by_one();
+    found.assign(workers.size(), status);
+    return found;
+  };
+
+  std::vector<std::string> names;  // keys
+  for (const Who& who : workers) {
+    const auto* name = std::get_if<std::string>(&who);
+    if (name != nullptr && CheckName(*name).ok()) names.push_back(NameKey(*name));
+  }
+  const absl::StatusOr<std::vector<Store::Value>> ids = store_->GetEach(names, deadline);
+  if (!ids.ok()) return fails(ids.status());
+
+  // Of each the error so far, or its id.
+  std::vector<absl::StatusOr<int>> known;
+  std::vector<std::string> keys;
+  for (const Who& who : workers) {
+    if (const auto* id = std::get_if<WorkerId>(&who)) {
+      known.emplace_back(*id);
+    } else {
+      const std::string& name = std::get<std::string>(who);
+      const absl::Status status = CheckName(name);
+      const size_t at = std::find(names.begin(), names.end(), NameKey(name)) - names.begin();
+      if (!status.ok()) {
+        known.emplace_back(status);
+      } else if (!(*ids)[at].has_value()) {
+        known.emplace_back(
+            absl::NotFoundError(absl::StrCat("there is no worker '", name, "' in this job")));
+      } else {
+        known.push_back(ParseNumber(names[at], *(*ids)[at]));
+      }
+    }
+    if (known.back().ok()) keys.push_back(EntryKey(*known.back()));
+  }
+  const absl::StatusOr<std::vector<Store::Value>> entries = store_->GetEach(keys, deadline);
+  if (!entries.ok()) return fails(entries.status());
+
+  size_t next = 0;
+  for (size_t i = 0; i < workers.size(); ++i) {
+    if (!known[i].ok()) {
+      found.push_back(known[i].status());
+      continue;
+    }
+    const Store::Value& entry = (*entries)[next++];
+    const auto id = static_cast<WorkerId>(*known[i]);
+    if (!entry.has_value()) {
+      found.push_back(
+          absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job")));
+      continue;
+    }
+    found.push_back(DecodeWorkerInfo(*entry, id));
+    const auto* name = std::get_if<std::string>(&workers[i]);
+    if (name != nullptr && found.back().ok() && found.back()->name != *name) {
+      found.back() = absl::InvalidArgumentError(
+          absl::StrCat("the store takes worker '", found.back()->name, "' for '", *name, "'"));
+    }
+  }
+  return found;
+}
+
+absl::StatusOr<int> Membership::CountIds(Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const int64_t joiners, store_->Add(kJoiners, 0, deadline));
+  return static_cast<int>(
+      std::min<int64_t>(world_size_ + std::max<int64_t>(joiners, 0), seat_.max_workers));
+}
+
+absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const int ids,
+                      Patiently(deadline, [&](Deadline until) { return CountIds(until); }));
+  std::vector<std::string> keys;
+  for (int id = 0; id < ids; ++id) keys.push_back(EntryKey(id));
+  DG_ASSIGN_OR_RETURN(
+      const std::vector<Store::Value> entries,
+      Patiently(deadline, [&](Deadline until) { return store_->GetEach(keys, until); }));
+  std::vector<WorkerInfo> workers;
+  for (int id = 0; id < ids; ++id) {
+    if (!entries[id].has_value()) continue;  // it has claimed its seat, and no more
+    DG_ASSIGN_OR_RETURN(WorkerInfo worker,
+                        DecodeWorkerInfo(*entries[id], static_cast<WorkerId>(id)));
+    workers.push_back(std::move(worker));
+  }
+  return workers;
+}
+
+absl::StatusOr<std::vector<WorkerInfo>> Membership::All(Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, AllEver(deadline));
+  workers.erase(std::remove_if(workers.begin(), workers.end(),
+                               [](const auto& worker) { return worker.left; }),
+                workers.end());
+  size_ = static_cast<int>(workers.size());
+  if (read_ != nullptr) read_(workers);
+  return workers;
+}
+
+absl::Status Membership::Leave(Deadline deadline) {
+  WorkerInfo left = self_;
+  left.left = true;
+  DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
+    return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left), until);
+  }));
+  return Patiently(deadline, [&](Deadline until) { return Ring(until); });
+}
+
+// ----------------------------------------------------------------------------- Lost members
+
+void Membership::MarkLost(const WorkerInfo& member, std::string reason) {
+  LostMember lost{member, std::move(reason)};
+  {
+    absl::MutexLock lock(&mu_);
+    lost_[member.id] = lost;
+  }
+  announcer_.Schedule([this, lost = std::move(lost)] { Announce(lost); });
+}
+
+Membership::Loss Membership::LossOf(const WorkerInfo& member, const Store::Value& entry) {
+  if (!entry.has_value()) return {};
+  if (entry->empty()) return {.is_denied = true};
+  absl::string_view reason = *entry;
+  if (!absl::ConsumePrefix(&reason, absl::StrCat(member.incarnation, " "))) return {};
+  return {.is_lost = true, .reason = std::string(reason.substr(0, kMaxReason))};
+}
+
+void Membership::Announce(const LostMember& lost) {
+  const std::string key = LostKey(lost.worker.id);
+  enum { kAsk, kSay, kRing, kDone } next = kAsk;
+  while (next != kDone && !closed_) {
+    absl::Status status;
+    if (next == kAsk) {
+      const auto said = Look(*store_, key, absl::InfinitePast());
+      status = said.status();
+      // Mostly another has said it.
+      if (said.ok()) next = LossOf(lost.worker, *said).is_lost ? kDone : kSay;
+    } else if (next == kSay) {
+      status = store_->Set(
+          key, absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason)),
+          absl::InfinitePast());
+      if (status.ok()) next = kRing;
+    } else {
+      status = Ring(absl::InfinitePast());
+      if (status.ok()) next = kDone;
+    }
+    // Nobody else may know of it: so a store that is silent is asked for as long as that lasts.
+    if (!status.ok() && !absl::IsDeadlineExceeded(status)) return;
+  }
+}
+
+absl::Status Membership::DenyLoss() {
+  constexpr absl::Time kNow = absl::InfinitePast();
+  const std::string key = LostKey(self_.id);
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, Look(*store_, key, kNow));
+  if (!LossOf(self_, entry).is_lost) return absl::OkStatus();
+  DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
+  return Ring(kNow);
+}
+
+absl::StatusOr<int64_t> Membership::Changes() {
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, Look(*store_, kChanges, absl::InfinitePast()));
+  int64_t number = 0;
+  if (entry.has_value() && !absl::SimpleAtoi(*entry, &number)) return Malformed(kChanges);
+  return number;
+}
+
+absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<WorkerInfo>& members) {
+  std::vector<std::string> keys;
+  for (const WorkerInfo& member : members) keys.push_back(LostKey(member.id));
+  DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries,
+                      store_->GetEach(keys, absl::InfinitePast()));
+  Losses losses;
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (members[i].left) continue;
+    Loss loss = LossOf(members[i], entries[i]);
+    if (loss.is_lost) losses.lost.push_back({members[i], std::move(loss.reason)});
+    if (loss.is_denied) losses.denied.push_back(members[i]);
+  }
+  return losses;
+}
+
+absl::Status Membership::WithLost(const absl::Status& status) {
+  if (!absl::IsUnavailable(status)) return status;
+  std::vector<LostMember> lost;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [id, worker] : lost_) lost.push_back(worker);
+  }
+  if (lost.empty()) return status;
+  return absl::UnavailableError(absl::StrCat(Lost(lost).message(), ", and ", status.message()));
+}
+
+// --------------------------------------------------------------------------------- Barriers
+
+absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost,
+                                 absl::FunctionRef<absl::Status()> finish) {
+  const int64_t number = barriers_ + 1;
+  const Meeting meeting{absl::StrCat("barrier/", number), "at", number, on_lost};
+  absl::Status status = Meet(meeting, deadline);
+  if (status.ok()) status = finish();
+  if (status.ok()) RaiseTo(number, barriers_);
+  return Annotate(status, "waiting for all workers");
+}
+
+absl::Status Membership::Shutdown(Deadline deadline, OnLostMember on_lost,
+                                  absl::FunctionRef<absl::Status()> finish) {
+  // Worker 0, which may serve the store, goes without those who are lost.
+  absl::Status status = WithLost(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
+  if (status.ok()) status = Meet({"shutdown", "shutdown", kLast, on_lost}, deadline);
+  if (status.ok()) status = finish();
+  if (status.ok()) status = Meet({"finish", "finish", kLast, on_lost}, deadline);
+  if (status.ok()) finished_ = true;
+  // So that worker 0 does not miss it, when it is gone. Nobody else has to hear of it.
+  WorkerInfo left = self_;
+  left.left = true;
+  if (status.ok()) {
+    status = Patiently(deadline, [&](Deadline until) {
+      return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left), until);
+    });
+  }
+  if (status.ok()) status = GoAfterAll(deadline);
+  return Annotate(status, "waiting for all workers to shut down");
+}
+
+// Once worker 0 knows that all others have left it goes, and the store with it. So of the others
+// only the last has something to say, and none minds if nobody hears it.
+absl::Status Membership::GoAfterAll(Deadline deadline) {
+  const Meeting left{"left", "left", kLast, OnLostMember::kGoOnWithout};
+  if (self_.id == 0) return Meet(left, deadline);
+  constexpr absl::Time kNow = absl::InfinitePast();
+  const absl::StatusOr<int64_t> come = store_->Add(left.name + "/count", 1, kNow);
+  if (!come.ok() || *come < size_) return absl::OkStatus();
+  const absl::StatusOr<Absent> absent = FindAbsent(left, kNow);
+  if (absent.ok() && absent->late.empty()) Open(left, kNow).IgnoreError();
+  return absl::OkStatus();
+}
+
+absl::Status Membership::CheckOpen() const {
+  if (!closed_) return absl::OkStatus();
+  return absl::CancelledError("this worker is shutting down");
+}
+
+template <typename Ask>
+auto Membership::Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline)) {
+  const Deadline limit = Deadline::After(seat_.store_limit);
+  for (bool again = false;; again = true) {
+    DG_RETURN_IF_ERROR(CheckOpen());
+    auto answer = ask(std::min(deadline, Deadline::After(kLook)));
+    const absl::Status& status = StatusOf(answer);
+    if (!IsSilence(status, deadline)) return answer;
+    // Once is not enough: this process may itself have been stopped for so long.
+    if (!again || !limit.Passed()) continue;
+    return absl::UnavailableError(absl::StrCat("the job's store has not answered for ",
+                                               absl::FormatDuration(seat_.store_limit), ": ",
+                                               status.message()));
+  }
+}
+
+std::string Membership::MarkKey(const Meeting& meeting, WorkerId worker) {
+  return absl::StrCat(meeting.arrivals, "/", worker);
+}
+
+std::string Membership::Mark(const Meeting& meeting, const WorkerInfo& worker) {
+  return meeting.number == kLast ? absl::StrCat(worker.incarnation) : absl::StrCat(meeting.number);
+}
+
+bool Membership::HasCome(const Meeting& meeting, const WorkerInfo& worker,
+                         const Store::Value& mark) {
+  if (!mark.has_value()) return false;
+  if (meeting.number == kLast) return *mark == Mark(meeting, worker);
+  int64_t number = 0;
+  return absl::SimpleAtoi(*mark, &number) && number >= meeting.number;
+}
+
+absl::StatusOr<Membership::Absent> Membership::FindAbsent(const Meeting& meeting,
+                                                          Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
+  std::vector<std::string> keys;
+  for (int id = 0; id < ids; ++id) {
+    keys.push_back(EntryKey(id));
+    keys.push_back(LostKey(id));
+    keys.push_back(MarkKey(meeting, static_cast<WorkerId>(id)));
+  }
+  DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> values, store_->GetEach(keys, deadline));
+  Absent absent;
+  std::vector<WorkerInfo> members;
+  int present = 0;
+  bool any_lost = false;
+  for (int id = 0; id < ids; ++id) {
+    const Store::Value* const of_worker = &values[size_t{3} * id];
+    if (!of_worker[0].has_value()) continue;
+    DG_ASSIGN_OR_RETURN(WorkerInfo member,
+                        DecodeWorkerInfo(*of_worker[0], static_cast<WorkerId>(id)));
+    if (member.left) continue;
+    Loss loss = LossOf(member, of_worker[1]);
+    const bool lost = loss.is_lost;
+    members.push_back(member);
+    if (lost && member.incarnation == self_.incarnation && member.id == self_.id) {
+      absent.self = true;
+    } else if (lost) {
+      any_lost = true;
+    }
+    present += lost ? 0 : 1;
+    if (member.barriers >= meeting.number || HasCome(meeting, member, of_worker[2])) continue;
+    if (lost) {
+      absent.lost.push_back({std::move(member), std::move(loss.reason)});
+    } else {
+      absent.late.push_back(std::move(member));
+    }
+  }
+  if (read_ != nullptr) read_(members);
+  size_ = present;
+  any_lost_ = any_lost;
+  return absent;
+}
+
+// Everyone says that it is there; who sees that all are opens the door. The last to come sees it at
+// once. That one has come is said before it is counted, so whoever is counted last sees all.
+absl::Status Membership::Meet(const Meeting& meeting, Deadline deadline) {
+  // A look finds who is lost, whoever has said it and when.
+  bool look = any_lost_ && meeting.on_lost == OnLostMember::kFail;
+  if (come_ < meeting.number) {
+    DG_RETURN_IF_ERROR(WithLost(Patiently(deadline, [&](Deadline until) {
+      return store_->Set(MarkKey(meeting, self_.id), Mark(meeting, self_), until);
+    })));
+    const absl::StatusOr<int64_t> come = Patiently(
+        deadline, [&](Deadline until) { return store_->Add(meeting.name + "/count", 1, until); });
+    // Of a counter it may not be known whether it has counted.
+    if (!absl::IsAborted(come.status())) DG_RETURN_IF_ERROR(WithLost(come.status()));
+    look = look || !come.ok() || *come >= size_;
+    if (meeting.number != kLast) RaiseTo(meeting.number, come_);
+  }
+  const std::string keys[] = {meeting.name + "/open", kChanges};
+  Store::Value changes = LastChanges();
+  Deadline look_again = Deadline::After(LookAgain(size_));
+  for (;;) {
+    const Store::Value seen[] = {std::nullopt, changes};
+    const auto now = Patiently(deadline, [&](Deadline until) {
+      return store_->AwaitChange(
+          keys, seen, look ? Deadline(absl::InfinitePast()) : std::min(until, look_again));
+    });
+    DG_RETURN_IF_ERROR(WithLost(now.status()));
+    if ((*now)[0].has_value()) return absl::OkStatus();
+    look = look || (*now)[1] != changes || look_again.Passed() || deadline.Passed();
+    if (!look) continue;
+    changes = (*now)[1];
+    const bool last_look = deadline.Passed();
+    const absl::StatusOr<Absent> absent =
+        Patiently(deadline, [&](Deadline until) { return FindAbsent(meeting, until); });
+    DG_RETURN_IF_ERROR(WithLost(absent.status()));
+    SetLastChanges(changes);
+    look = false;
+    look_again = Deadline::After(LookAgain(size_));
+    // This worker is alive.
+    if (absent->self) {
+      DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
+    }
+    const bool fails = !absent->lost.empty() && meeting.on_lost == OnLostMember::kFail;
+    if (absent->late.empty() && !fails) return Open(meeting, deadline);
+    if (fails) return Lost(absent->lost);
+    if (last_look) return NotCome(absent->late);
+  }
+}
+
+// What the barrier before has left is over with this: whoever has come to this one has seen it.
+absl::Status Membership::Open(const Meeting& meeting, Deadline deadline) {
+  DG_RETURN_IF_ERROR(WithLost(Patiently(
+      deadline, [&](Deadline until) { return store_->Set(meeting.name + "/open", "1", until); })));
+  if (meeting.number == kLast) return absl::OkStatus();
+  const std::string before = absl::StrCat("barrier/", meeting.number - 1);
+  store_->Delete(before + "/count", absl::InfinitePast()).IgnoreError();
+  store_->Delete(before + "/open", absl::InfinitePast()).IgnoreError();
+  return absl::OkStatus();
+}
+
+Store::Value Membership::LastChanges() {
+  absl::MutexLock lock(&mu_);
+  return changes_;
+}
+
+void Membership::SetLastChanges(const Store::Value& changes) {
+  absl::MutexLock lock(&mu_);
+  changes_ = changes;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,236 @@
+// Who is a member of a job, by way of its store: how workers find each other when it starts, and
+// how they come and go while it runs. docs/membership.md has the rules.
+//
+//   Membership members(store, {.name = "back", .rank = 1, .world_size = 2});
+//   WorkerInfo self = *members.Claim(deadline);         // an id, and a life of it
+//   self.address = ...;                                 // listens
+//   std::vector<WorkerInfo> all = *members.Enter(self, deadline);
+#ifndef DISTGRAD_CORE_MEMBERSHIP_MEMBERSHIP_H_
+#define DISTGRAD_CORE_MEMBERSHIP_MEMBERSHIP_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "core/base/ids.h"
+#include "core/base/thread_pool.h"
+#include "core/membership/store.h"
+#include "core/membership/worker_info.h"
+
+namespace distgrad {
+
+// The place that a worker asks for.
+struct Seat {
+  std::string name = {};  // "": "worker<id>"
+  int rank = 0;           // in the job's start
+  int world_size = 1;     // of the job's start
+  // Comes to a job that has started, under a name of its own: the store gives the id, and neither
+  // `rank` nor `world_size` is looked at.
+  bool join = false;
+  // Of all that ever join the job. A worker neither joins as one more nor knows of more.
+  int max_workers = 4096;
+  // How long the store may be silent while somebody waits for the others, by way of it.
+  absl::Duration store_limit = absl::InfiniteDuration();
+};
+
+// What a barrier does when a member that it waits for is lost (Membership::MarkLost).
+enum class OnLostMember {
+  kFail,         // at once, with kUnavailable and the member's name
+  kGoOnWithout,  // as if it had left
+};
+
+// Blocks in the store, but for MarkLost and Close: never on a pool's or a transport's thread. Claim
+// and then Enter come first, once each; thread-safe after that. What has a deadline waits for a
+// store that is silent until then, and always some seconds; after Enter for no longer than
+// `store_limit`, which is kUnavailable, and not when this is closed, which is kCancelled.
+//
+// As long as nobody is late, lost or leaves, each worker asks the store a fixed number of times to
+// enter, in each barrier and at the end, whatever the size of the job.
+class Membership {
+ public:
+  Membership(std::shared_ptr<Store> store, Seat seat)
+      : store_(std::move(store)), seat_(std::move(seat)) {}
+  ~Membership() { Close(); }
+
+  // Takes the seat: id, name and incarnation of this worker. A seat that is taken is taken again,
+  // by a new life, if its worker had that name and the job has started.
+  //
+  // kInvalidArgument for a seat that there cannot be; kAlreadyExists, on every worker, when two
+  // claim one rank before the job has started; kResourceExhausted beyond `max_workers`;
+  // kDeadlineExceeded if the job that is to be joined has not started.
+  absl::StatusOr<WorkerInfo> Claim(Deadline deadline);
+
+  // Publishes `self`, which is what Claim() gave with an address. At the job's start this waits
+  // for all its workers. Returns the members, this one among them, by id.
+  //
+  // kDeadlineExceeded names the ranks that did not come; kAlreadyExists, on every worker, when
+  // two have one name.
+  absl::StatusOr<std::vector<WorkerInfo>> Enter(const WorkerInfo& self, Deadline deadline);
+
+  // As the store has it now, whether it has left or not. kNotFound if it was never a member.
+  absl::StatusOr<WorkerInfo> Find(WorkerId id, Deadline deadline);
+  absl::StatusOr<WorkerInfo> Find(absl::string_view name, Deadline deadline);
+
+  // Several at once, with an answer for each.
+  using Who = std::variant<WorkerId, std::string>;
+  std::vector<absl::StatusOr<WorkerInfo>> FindEach(absl::Span<const Who> workers,
+                                                   Deadline deadline);
+
+  // Has `read` called with the members whenever they have been read, as they are by whoever waits
+  // for all: on that thread, which may block. Once, before anybody does.
+  void OnRead(std::function<void(const std::vector<WorkerInfo>&)> read) { read_ = std::move(read); }
+
+  // Those who have not left, by id; and all who ever were.
+  absl::StatusOr<std::vector<WorkerInfo>> All(Deadline deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> AllEver(Deadline deadline);
+
+  // Whether it came when the job had started.
+  bool late() const { return late_; }
+
+  // Says that this worker leaves.
+  absl::Status Leave(Deadline deadline);
+
+  // Says that this life of a member is lost, and why: all workers that wait for it in a barrier,
+  // and those that will, hear of it within about a second, by way of the store. Returns at once;
+  // for any thread. Should the member live after all, it takes the word back at its next barrier,
+  // or in the one that it waits in; a new life of it is not lost.
+  void MarkLost(const WorkerInfo& member, std::string reason = "");
+  // Takes back what somebody has said of this worker. A store that is silent has some seconds.
+  absl::Status DenyLoss();
+
+  struct LostMember {
+    WorkerInfo worker;
+    std::string reason;
+  };
+  // Another number whenever something has happened to members: joins, returns, losses and
+  // departures. A store that is silent has some seconds, also below.
+  absl::StatusOr<int64_t> Changes();
+  // Which of these are marked as lost, and those of whom it was taken back.
+  struct Losses {
+    std::vector<LostMember> lost;
+    std::vector<WorkerInfo> denied;
+  };
+  absl::StatusOr<Losses> LossesOf(const std::vector<WorkerInfo>& members);
+
+  // Waits until every member has called it as often as this one. A member that leaves meanwhile
+  // is not waited for, nor is one that joined or came back after this barrier had begun.
+  // When all have come each calls `finish`, whose error is one of the barrier. kDeadlineExceeded
+  // names who did not come, kUnavailable who is lost. Of one that fails the next call is a
+  // continuation: it meets those whom this one was to meet. Calls at the same time are one.
+  absl::Status Barrier(
+      Deadline deadline, OnLostMember on_lost = OnLostMember::kFail,
+      absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
+
+  // The same, once, before all end. When all have come each calls `finish`, and when that has
+  // returned everywhere this worker has left, and so will all others. Worker 0, which may serve the
+  // store, goes last.
+  absl::Status Shutdown(
+      Deadline deadline, OnLostMember on_lost = OnLostMember::kFail,
+      absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
+  // Whether all have finished: whoever is gone now has ended in good order.
+  bool finished() const { return finished_; }
+
+  // Whoever waits in a barrier, or will, gets kCancelled within a second. Waits for nothing.
+  void Close() { closed_ = true; }
+  bool closed() const { return closed_; }
+
+ private:
+  absl::Status CheckSeat() const;
+  absl::Status CheckOpen() const;
+  absl::StatusOr<WorkerInfo> ClaimRank(Deadline deadline);
+  absl::StatusOr<WorkerInfo> ClaimByName(Deadline deadline);
+  absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);
+  absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(Deadline deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> EnterLate(Deadline deadline);
+  absl::StatusOr<std::vector<WorkerInfo>> GatherEntries(Deadline deadline);
+  absl::Status Publish(Deadline deadline);
+  // Wakes all who wait in a barrier: the members are others now.
+  absl::Status Ring(Deadline deadline);
+  // All ids that there may be.
+  absl::StatusOr<int> CountIds(Deadline deadline);
+
+  // What all members come to: a barrier, the end, or what is behind it.
+  struct Meeting {
+    std::string name;      // its keys begin with it
+    std::string arrivals;  // and those of the entries which say who has come
+    int64_t number;        // of the barrier; kLast
+    OnLostMember on_lost;
+  };
+  // Members that have to come and have not.
+  struct Absent {
+    std::vector<WorkerInfo> late;
+    std::vector<LostMember> lost;
+    bool self = false;  // this worker itself is taken for lost
+  };
+  // What says that a worker has come: an entry, and what it holds then.
+  static std::string MarkKey(const Meeting& meeting, WorkerId worker);
+  static std::string Mark(const Meeting& meeting, const WorkerInfo& worker);
+  static bool HasCome(const Meeting& meeting, const WorkerInfo& worker, const Store::Value& mark);
+  // Says that this worker has come, and waits until all have.
+  absl::Status Meet(const Meeting& meeting, Deadline deadline);
+  absl::StatusOr<Absent> FindAbsent(const Meeting& meeting, Deadline deadline);
+  // Of worker 0 until all others have left.
+  absl::Status GoAfterAll(Deadline deadline);
+  // Says that all have come.
+  absl::Status Open(const Meeting& meeting, Deadline deadline);
+  // What kChanges held when this worker last looked at the members.
+  Store::Value LastChanges();
+  void SetLastChanges(const Store::Value& changes);
+  // Why that life of it is lost, if it is; or that this was taken back.
+  struct Loss {
+    bool is_lost = false;
+    bool is_denied = false;
+    std::string reason = {};
+  };
+  static Loss LossOf(const WorkerInfo& member, const Store::Value& entry);
+  void Announce(const LostMember& lost);
+  // Asks a store that is silent again: until the deadline, the store's limit, or this worker
+  // closes.
+  template <typename Ask>
+  auto Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline));
+  // An error of the store, with the members that this worker knows to be lost: one of them may
+  // have served it.
+  absl::Status WithLost(const absl::Status& status);
+
+  // Constant after construction.
+  const std::shared_ptr<Store> store_;
+  const Seat seat_;
+
+  // Constant after Enter().
+  WorkerInfo self_;
+  int world_size_ = 0;                                        // at the job's start
+  bool late_ = false;                                         // the job had started before
+  std::function<void(const std::vector<WorkerInfo>&)> read_;  // may be null
+
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> finished_{false};
+  std::atomic<int64_t> barriers_{0};  // that are over
+  std::atomic<int64_t> come_{0};      // the last that this worker has come to
+  // When we last looked: how many members there were, without the lost; and whether one was lost.
+  std::atomic<int> size_{0};
+  std::atomic<bool> any_lost_{false};
+
+  absl::Mutex mu_;
+  std::map<WorkerId, LostMember> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
+  Store::Value changes_ ABSL_GUARDED_BY(mu_);
+
+  ThreadPool announcer_{"dg-lost", 1};  // goes first
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_MEMBERSHIP_MEMBERSHIP_H_

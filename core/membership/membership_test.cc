@@ -1,0 +1,697 @@
+#include "core/membership/membership.h"
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "core/base/status.h"
+#include "core/membership/store/in_process_store.h"
+#include "gtest/gtest.h"
+#include "tests/testing/forwarding_store.h"
+
+namespace distgrad {
+namespace {
+
+using Result = absl::StatusOr<std::vector<WorkerInfo>>;
+
+absl::Time Later() { return absl::Now() + absl::Minutes(2); }
+absl::Time Soon() { return absl::Now() + absl::Milliseconds(400); }
+
+WorkerInfo Worker(int rank, std::string name = "") {
+  WorkerInfo worker;
+  worker.id = static_cast<WorkerId>(rank);
+  worker.name = name.empty() ? absl::StrCat("worker", rank) : std::move(name);
+  worker.address = absl::StrCat("tcp://127.0.0.1:", 4000 + rank);
+  return worker;
+}
+
+// Claims and enters.
+Result Rendezvous(std::shared_ptr<Store> store, const WorkerInfo& self, int world_size,
+                  absl::Time deadline) {
+  Membership members(std::move(store),
+                     {.name = self.name, .rank = self.id, .world_size = world_size});
+  auto claimed = members.Claim(deadline);
+  if (!claimed.ok()) return claimed.status();
+  claimed->address = self.address;
+  return members.Enter(*claimed, deadline);
+}
+
+// All at once, each on a thread of its own.
+std::vector<Result> JoinAll(std::shared_ptr<Store> store, const std::vector<WorkerInfo>& workers,
+                            int world_size, absl::Time deadline) {
+  std::vector<Result> results(workers.size(), absl::UnknownError("not run"));
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < workers.size(); ++i) {
+    threads.emplace_back(
+        [&, i] { results[i] = Rendezvous(store, workers[i], world_size, deadline); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return results;
+}
+
+TEST(RendezvousTest, AllJoin) {
+  for (int world_size : {1, 2, 8}) {
+    const auto store = NewInProcessStore();
+    std::vector<WorkerInfo> workers;
+    for (int rank = world_size - 1; rank >= 0; --rank) workers.push_back(Worker(rank));
+    for (const Result& result : JoinAll(store, workers, world_size, Later())) {
+      ASSERT_TRUE(result.ok()) << result.status();
+      ASSERT_EQ(result->size(), static_cast<size_t>(world_size));
+      for (int rank = 0; rank < world_size; ++rank) {
+        const WorkerInfo expected = Worker(rank);
+        EXPECT_EQ((*result)[rank].id, rank);
+        EXPECT_EQ((*result)[rank].name, expected.name);
+        EXPECT_EQ((*result)[rank].address, expected.address);
+        EXPECT_EQ(LifeOf((*result)[rank].incarnation), 1);
+      }
+    }
+  }
+}
+
+TEST(RendezvousTest, NamesWhoIsMissing) {
+  const auto store = NewInProcessStore();
+  // A deadline in the past only asks.
+  const auto first = Rendezvous(store, Worker(2), 5, absl::InfinitePast());
+  EXPECT_EQ(first.status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(
+      absl::StartsWith(first.status().message(), "workers 0, 1, 3, 4 of 5 did not join within "))
+      << first.status();
+  const auto second = Rendezvous(store, Worker(0), 5, Soon());
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(
+      absl::StartsWith(second.status().message(), "workers 1, 3, 4 of 5 did not join within "))
+      << second.status();
+  const auto one = Rendezvous(NewInProcessStore(), Worker(0), 2, Soon());
+  EXPECT_TRUE(absl::StartsWith(one.status().message(), "worker 1 of 2 did not join within "))
+      << one.status();
+  const auto many = Rendezvous(NewInProcessStore(), Worker(0), 1000, Soon());
+  EXPECT_TRUE(absl::StrContains(many.status().message(), ", 16 and 983 more of 1000 did not join"))
+      << many.status();
+}
+
+TEST(RendezvousTest, OneNameTwice) {
+  const auto store = NewInProcessStore();
+  const std::vector<WorkerInfo> workers = {Worker(0, "same"), Worker(1), Worker(2, "same")};
+  for (const Result& result : JoinAll(store, workers, 3, Later())) {
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ(result.status().message(), "workers 0 and 2 have the same name, 'same'");
+  }
+}
+
+// Nobody starts, also those who still wait for somebody else.
+TEST(RendezvousTest, OneRankTwice) {
+  const auto store = NewInProcessStore();
+  const std::vector<WorkerInfo> workers = {Worker(0), Worker(1, "first"), Worker(1, "second")};
+  int refused = 0;
+  for (const Result& result : JoinAll(store, workers, 3, Later())) {
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kAlreadyExists) << result.status();
+    EXPECT_TRUE(absl::StrContains(result.status().message(), "rank 1")) << result.status();
+    refused += absl::StrContains(result.status().message(), "cannot join");
+  }
+  EXPECT_EQ(refused, 1);
+}
+
+TEST(RendezvousTest, RankTakenAfterAllJoined) {
+  const auto store = NewInProcessStore();
+  for (const Result& result : JoinAll(store, {Worker(0), Worker(1)}, 2, Later())) {
+    EXPECT_TRUE(result.ok()) << result.status();
+  }
+  const auto late = Rendezvous(store, Worker(1, "late"), 2, Later());
+  EXPECT_EQ(late.status(), absl::AlreadyExistsError(
+                               "worker 'late' cannot join: rank 1 is taken by another worker"));
+}
+
+// Counts what it is asked, and does not say what it holds while it has another answer, as a store
+// whose process is stopped or gone. Thread-safe.
+class WatchedStore : public Store {
+ public:
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    Count(key);
+    return store_->Set(key, value, deadline);
+  }
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
+    Count(key);
+    return store_->Add(key, amount, deadline);
+  }
+  absl::Status Delete(const std::string& key, Deadline deadline) override {
+    absl::MutexLock lock(&mu_);
+    ++calls_;
+    keys_.erase(key);
+    return store_->Delete(key, deadline);
+  }
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    {
+      absl::MutexLock lock(&mu_);
+      ++calls_;
+      if (!answer_.ok()) ++unanswered_;
+      DG_RETURN_IF_ERROR(answer_);
+    }
+    return store_->GetEach(keys, deadline);
+  }
+  absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
+                                                 Deadline deadline) override {
+    {
+      absl::MutexLock lock(&mu_);
+      if (!answer_.ok()) ++unanswered_;
+      DG_RETURN_IF_ERROR(answer_);
+    }
+    return store_->AwaitChange(keys, seen, deadline);
+  }
+
+  void set_answer(absl::Status answer) {
+    absl::MutexLock lock(&mu_);
+    answer_ = std::move(answer);
+  }
+  int unanswered() const { return Read(unanswered_); }
+  int calls() const { return Read(calls_); }  // without those that wait
+  size_t keys() const {
+    absl::MutexLock lock(&mu_);
+    return keys_.size();
+  }
+
+ private:
+  void Count(const std::string& key) {
+    absl::MutexLock lock(&mu_);
+    ++calls_;
+    keys_.insert(key);
+  }
+  int Read(const int& count) const {
+    absl::MutexLock lock(&mu_);
+    return count;
+  }
+
+  const std::shared_ptr<Store> store_ = NewInProcessStore();
+  mutable absl::Mutex mu_;
+  // Guarded by mu_.
+  absl::Status answer_;
+  int unanswered_ = 0, calls_ = 0;
+  std::set<std::string> keys_;
+};
+
+const absl::Status& Silence() {
+  static const auto* const silence =
+      new absl::Status(absl::DeadlineExceededError("the store is silent"));
+  return *silence;
+}
+
+// A worker that comes back does not take the job for one that has not started.
+TEST(RendezvousTest, SilenceOfTheStoreIsNoAnswer) {
+  const auto store = std::make_shared<WatchedStore>();
+  ASSERT_TRUE(Rendezvous(store, Worker(0), 1, Later()).ok());
+  store->set_answer(Silence());
+  EXPECT_EQ(Rendezvous(store, Worker(0), 1, Later()).status(), Silence());
+  Membership joiner(store, {.name = "late", .join = true});
+  EXPECT_EQ(joiner.Claim(Later()).status(), Silence());
+  EXPECT_EQ(joiner.Find("worker0", Later()).status(), Silence());
+  store->set_answer(absl::OkStatus());
+  EXPECT_TRUE(Rendezvous(store, Worker(0), 1, Later()).ok());
+}
+
+TEST(RendezvousTest, ABarrierOutlastsTheSilenceOfTheStore) {
+  const auto store = std::make_shared<WatchedStore>();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      Membership members(store, {.rank = rank, .world_size = 2});
+      ASSERT_TRUE(members.Claim(Later()).ok());
+      ASSERT_TRUE(members.Enter(Worker(rank), Later()).ok());
+      if (rank == 1) {
+        store->set_answer(Silence());
+        while (store->unanswered() < 3) std::this_thread::yield();
+        store->set_answer(absl::OkStatus());
+      }
+      EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+      EXPECT_EQ(members.Shutdown(Later()), absl::OkStatus());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Its machine may have been switched off, and nobody but the store could tell who else has come.
+TEST(RendezvousTest, ABarrierDoesNotOutlastTheLimitOfTheStore) {
+  const auto store = std::make_shared<WatchedStore>();
+  Membership members(store, {.world_size = 1, .store_limit = absl::ZeroDuration()});
+  ASSERT_TRUE(members.Claim(Later()).ok());
+  ASSERT_TRUE(members.Enter(Worker(0), Later()).ok());
+  store->set_answer(Silence());
+  EXPECT_EQ(members.Barrier(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers: the job's store has not answered for "
+                                   "0: the store is silent"));
+  EXPECT_TRUE(absl::IsUnavailable(members.Shutdown(Deadline::Never())));
+  EXPECT_TRUE(absl::IsUnavailable(members.AllEver(Deadline::Never()).status()));
+  // It answers again.
+  store->set_answer(absl::OkStatus());
+  EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+  EXPECT_EQ(members.Shutdown(Later()), absl::OkStatus());
+}
+
+// Whatever it waits for.
+TEST(RendezvousTest, WhoClosesWaitsForNoStore) {
+  const auto store = std::make_shared<WatchedStore>();
+  Membership members(store, {.world_size = 1});
+  ASSERT_TRUE(members.Claim(Later()).ok());
+  ASSERT_TRUE(members.Enter(Worker(0), Later()).ok());
+  store->set_answer(Silence());
+  const std::function<absl::Status()> waits[] = {
+      [&] { return members.Barrier(Deadline::Never()); },
+      [&] { return members.Shutdown(Deadline::Never()); },
+      [&] { return members.All(Deadline::Never()).status(); },
+      [&] { return members.AllEver(Deadline::Never()).status(); },
+  };
+  std::vector<std::thread> threads;
+  for (const auto& wait : waits) {
+    threads.emplace_back([&] { EXPECT_TRUE(absl::IsCancelled(wait())); });
+  }
+  const int before = store->unanswered();
+  while (store->unanswered() < before + 100) std::this_thread::yield();
+  members.Close();
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(RendezvousTest, SeveralStartsShareAStore) {
+  const auto store = NewInProcessStore();
+  for (const char* start : {"1/", "2/"}) {
+    const auto prefix = std::make_shared<PrefixStore>(start, store);
+    EXPECT_TRUE(Rendezvous(prefix, Worker(0), 1, Later()).ok());
+  }
+}
+
+TEST(RendezvousTest, BadArguments) {
+  const auto store = NewInProcessStore();
+  const std::pair<WorkerInfo, int> cases[] = {
+      {Worker(0), 0},
+      {Worker(0), -1},
+      {Worker(2), 2},
+      {Worker(0), 70000},
+      {Worker(0, std::string(2000, 'x')), 1},
+  };
+  for (const auto& [worker, world_size] : cases) {
+    EXPECT_EQ(Rendezvous(store, worker, world_size, Later()).status().code(),
+              absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_TRUE(Rendezvous(store, Worker(0), 1, Later()).ok()) << "a bad call left traces";
+
+  WorkerInfo long_address = Worker(0);
+  long_address.address = std::string(2000, 'x');
+  EXPECT_TRUE(
+      absl::IsInvalidArgument(Rendezvous(NewInProcessStore(), long_address, 1, Later()).status()));
+}
+
+// The good entry of another worker, as it stands in a store.
+std::string GoodEntry() {
+  const auto store = NewInProcessStore();
+  EXPECT_FALSE(Rendezvous(store, Worker(1), 2, absl::InfinitePast()).ok());
+  return store->Get("worker/1", absl::InfinitePast()).value();
+}
+
+TEST(RendezvousTest, HostileEntries) {
+  const std::string good = GoodEntry();
+  std::vector<std::string> entries = {good + "x", std::string(100000, '\xff')};
+  for (size_t size = 0; size < good.size(); ++size) entries.push_back(good.substr(0, size));
+  std::string other_rank = good;
+  other_rank[0] = 7;
+  entries.push_back(other_rank);
+  std::string long_name = good;
+  long_name[19] = long_name[20] = '\xff';  // the length of the name
+  entries.push_back(long_name);
+  std::string half_left = good;
+  half_left[10] = 2;
+  entries.push_back(half_left);
+  for (const std::string& entry : entries) {
+    const auto store = NewInProcessStore();
+    ASSERT_TRUE(store->Set("worker/1", entry, Later()).ok());
+    ASSERT_TRUE(store->Add("joined", 1, Later()).ok());
+    const Result result = Rendezvous(store, Worker(0), 2, Later());
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(result.status().message(), "the store's entry of worker 1 is malformed");
+  }
+}
+
+// ------------------------------------------------------------------------- While the job runs
+
+using Names = std::vector<std::string>;
+
+// A job that has started: "worker0", "worker1" and so on.
+class RunningJobTest : public testing::Test {
+ protected:
+  void Start(int workers) {
+    std::vector<std::thread> threads;
+    members_.resize(workers);
+    for (int rank = 0; rank < workers; ++rank) {
+      threads.emplace_back([&, rank] {
+        members_[rank] =
+            std::make_unique<Membership>(store_, Seat{.rank = rank, .world_size = workers});
+        EXPECT_TRUE(Come(*members_[rank], absl::StrCat("inproc://", rank)).ok());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  // What Claim() and Enter() gave.
+  static absl::StatusOr<WorkerInfo> Come(Membership& members, std::string address) {
+    absl::StatusOr<WorkerInfo> self = members.Claim(Later());
+    if (!self.ok()) return self;
+    self->address = std::move(address);
+    const Result all = members.Enter(*self, Later());
+    if (!all.ok()) return all.status();
+    return self;
+  }
+  absl::StatusOr<WorkerInfo> Come(Seat seat, std::string address = "inproc://new") {
+    members_.push_back(std::make_unique<Membership>(store_, std::move(seat)));
+    return Come(*members_.back(), std::move(address));
+  }
+  Names Present() {
+    Names names;
+    const Result all = members_[0]->All(Later());
+    EXPECT_TRUE(all.ok()) << all.status();
+    for (const WorkerInfo& worker : *all) names.push_back(worker.name);
+    return names;
+  }
+
+  // All who are members, `times` times.
+  void AllMeet(int times) {
+    std::vector<std::thread> threads;
+    for (auto& members : members_) {
+      threads.emplace_back([times, m = members.get()] {
+        for (int i = 0; i < times; ++i) ASSERT_EQ(m->Barrier(Later()), absl::OkStatus());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  const std::shared_ptr<WatchedStore> store_ = std::make_shared<WatchedStore>();
+  std::vector<std::unique_ptr<Membership>> members_;
+};
+
+TEST_F(RunningJobTest, AWorkerComesBackAsANewLife) {
+  Start(2);
+  const WorkerInfo before = *members_[0]->Find("worker1", Later());
+  const auto back = Come({.rank = 1, .world_size = 2});
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->id, 1);
+  EXPECT_EQ(LifeOf(back->incarnation), 2);
+  EXPECT_GT(back->incarnation, before.incarnation);
+  EXPECT_EQ(members_[0]->Find(WorkerId{1}, Later())->incarnation, back->incarnation);
+  EXPECT_EQ(members_[0]->Find("worker1", Later())->address, "inproc://new");
+  EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
+  // By its name alone, too.
+  const auto again = Come({.name = "worker1", .join = true});
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->id, 1);
+  EXPECT_EQ(LifeOf(again->incarnation), 3);
+}
+
+TEST_F(RunningJobTest, ASeatIsNotTakenByAnotherNameOrForAnotherSize) {
+  Start(2);
+  const auto other = Come({.name = "other", .rank = 1, .world_size = 2});
+  EXPECT_EQ(other.status(), absl::AlreadyExistsError(
+                                "worker 'other' cannot join: rank 1 is taken by another worker"));
+  EXPECT_TRUE(absl::IsInvalidArgument(Come({.rank = 1, .world_size = 3}).status()));
+  EXPECT_EQ(LifeOf(members_[0]->Find("worker1", Later())->incarnation), 1);
+}
+
+TEST_F(RunningJobTest, WorkersJoinAndLeave) {
+  Start(1);
+  const auto named = Come({.name = "late", .join = true});
+  ASSERT_TRUE(named.ok()) << named.status();
+  EXPECT_EQ(named->id, 1);
+  const auto unnamed = Come({.join = true});
+  ASSERT_TRUE(unnamed.ok()) << unnamed.status();
+  EXPECT_EQ(unnamed->id, 2);
+  EXPECT_EQ(unnamed->name, "worker2");
+  EXPECT_EQ(Present(), (Names{"worker0", "late", "worker2"}));
+
+  ASSERT_TRUE(members_[1]->Leave(Later()).ok());
+  EXPECT_EQ(Present(), (Names{"worker0", "worker2"}));
+  EXPECT_TRUE(members_[0]->Find("late", Later())->left);
+  const auto back = Come({.name = "late", .join = true});
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->id, 1);
+  EXPECT_EQ(Present(), (Names{"worker0", "late", "worker2"}));
+}
+
+TEST_F(RunningJobTest, NoMoreThanTheLimitJoin) {
+  Start(1);
+  ASSERT_TRUE(Come({.name = "second", .join = true, .max_workers = 2}).ok());
+  for (int i = 0; i < 3; ++i) {
+    const auto third = Come({.name = "third", .join = true, .max_workers = 2});
+    EXPECT_EQ(third.status().code(), absl::StatusCode::kResourceExhausted) << third.status();
+  }
+  EXPECT_EQ(Come({.name = "third", .join = true, .max_workers = 3})->id, 2)
+      << "a refused one left traces";
+  EXPECT_TRUE(absl::IsInvalidArgument(Come({.join = true, .max_workers = 0}).status()));
+}
+
+TEST_F(RunningJobTest, AJobThatHasNotStartedIsNotJoined) {
+  Membership late(store_, {.name = "late", .join = true});
+  const auto claimed = late.Claim(Soon());
+  EXPECT_EQ(claimed.status(),
+            absl::DeadlineExceededError("the job that is to be joined has not started"));
+}
+
+TEST_F(RunningJobTest, WhoWasNeverThereIsNotFound) {
+  Start(1);
+  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find("nobody", Later()).status()));
+  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find(WorkerId{7}, Later()).status()));
+  ASSERT_TRUE(store_->Set("name/nobody", "0", Later()).ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody", Later()).status()));
+  ASSERT_TRUE(store_->Set("name/nobody", "-3", Later()).ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody", Later()).status()));
+}
+
+TEST_F(RunningJobTest, ABarrierNamesWhoHasNotCome) {
+  Start(3);
+  const absl::Status status = members_[0]->Barrier(Soon());
+  EXPECT_EQ(status, absl::DeadlineExceededError("waiting for all workers: 'worker1' (1), "
+                                                "'worker2' (2) have not come"));
+}
+
+TEST_F(RunningJobTest, ABarrierDoesNotWaitForWhoLeavesOrCameLater) {
+  Start(3);
+  std::thread waiting([&] { EXPECT_TRUE(members_[0]->Barrier(Later()).ok()); });
+  // It has begun once somebody is there.
+  ASSERT_TRUE(store_->Get("at/0", Later()).ok());
+  ASSERT_TRUE(Come({.name = "late", .join = true}).ok());
+  ASSERT_TRUE(Come({.rank = 1, .world_size = 3}).ok());
+  ASSERT_TRUE(members_[2]->Leave(Later()).ok());
+  waiting.join();
+
+  // The next one is theirs too.
+  const absl::Status status = members_[0]->Barrier(Soon());
+  EXPECT_EQ(status, absl::DeadlineExceededError("waiting for all workers: 'worker1' (1), "
+                                                "'late' (3) have not come"));
+  EXPECT_TRUE(members_[3]->Barrier(Soon()).code() == absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(members_[4]->Barrier(Later()).ok());
+}
+
+// Its next call is for the same barrier.
+TEST_F(RunningJobTest, ABarrierThatFailsIsNotUsedUp) {
+  Start(2);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(absl::IsDeadlineExceeded(members_[0]->Barrier(absl::InfinitePast())));
+  }
+  AllMeet(3);
+  // Whether the other came before that one calls again does not matter.
+  EXPECT_TRUE(absl::IsDeadlineExceeded(members_[0]->Barrier(absl::InfinitePast())));
+  EXPECT_TRUE(members_[1]->Barrier(Later()).ok());
+  EXPECT_TRUE(members_[0]->Barrier(Later()).ok());
+  AllMeet(1);
+}
+
+thread_local bool is_held = false;
+
+// Keeps a thread that waits for a change until it may go on. Thread-safe.
+class HoldingStore : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
+                                                 Deadline deadline) override {
+    if (std::exchange(is_held, false)) {
+      held.Notify();
+      go_on.WaitForNotification();
+    }
+    return ForwardingStore::AwaitChange(keys, seen, deadline);
+  }
+
+  absl::Notification held, go_on;
+};
+
+// Of two threads in one barrier the slower one does not set the worker back.
+TEST_F(RunningJobTest, CallsAtTheSameTimeAreOneBarrier) {
+  const auto holding = std::make_shared<HoldingStore>(store_);
+  Membership members(holding, {.rank = 0, .world_size = 2});
+  std::thread other([&] {
+    Membership second(store_, {.rank = 1, .world_size = 2});
+    ASSERT_TRUE(Come(second, "inproc://1").ok());
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(second.Barrier(Later()), absl::OkStatus());
+  });
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  std::thread slow([&] {
+    is_held = true;
+    EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+  });
+  holding->held.WaitForNotification();
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+  other.join();
+  holding->go_on.Notify();
+  ASSERT_TRUE(store_->Set("changes", "1", Later()).ok());  // so that it looks at once
+  slow.join();
+  // The other has not come to the third.
+  EXPECT_TRUE(absl::IsDeadlineExceeded(members.Barrier(absl::InfinitePast())));
+}
+
+TEST_F(RunningJobTest, EachWorkerAsksAFixedNumberOfTimes) {
+  constexpr int kWorkers = 40, kMeetings = 5;
+  Start(kWorkers);
+  EXPECT_LE(store_->calls(), 12 * kWorkers);
+  const int before = store_->calls();
+  AllMeet(kMeetings);
+  EXPECT_LE(store_->calls() - before, 4 * kMeetings * kWorkers);
+}
+
+TEST_F(RunningJobTest, BarriersLeaveNothingBehind) {
+  Start(4);
+  AllMeet(3);
+  const size_t keys = store_->keys();
+  AllMeet(30);
+  EXPECT_EQ(store_->keys(), keys);
+}
+
+TEST_F(RunningJobTest, AJoinerThatFailsIsNoMember) {
+  Start(2);
+  Membership late(store_, {.name = "late", .join = true});
+  absl::StatusOr<WorkerInfo> self = late.Claim(Later());
+  ASSERT_TRUE(self.ok()) << self.status();
+  self->address = "inproc://late";
+  store_->set_answer(Silence());
+  EXPECT_EQ(late.Enter(*self, Later()).status(), Silence());
+  store_->set_answer(absl::OkStatus());
+  EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
+  AllMeet(1);
+}
+
+TEST_F(RunningJobTest, SeveralAreFoundAtOnce) {
+  Start(3);
+  using Who = Membership::Who;
+  const Who who[] = {WorkerId{2}, "worker1", "nobody", WorkerId{9}, std::string(2000, 'x'),
+                     "worker2"};
+  const auto found = members_[0]->FindEach(who, Later());
+  ASSERT_EQ(found.size(), 6u);
+  EXPECT_EQ(found[0]->name, "worker2");
+  EXPECT_EQ(found[1]->id, 1);
+  EXPECT_TRUE(absl::IsNotFound(found[2].status())) << found[2].status();
+  EXPECT_TRUE(absl::IsNotFound(found[3].status())) << found[3].status();
+  EXPECT_TRUE(absl::IsInvalidArgument(found[4].status())) << found[4].status();
+  EXPECT_EQ(found[5]->id, 2);
+}
+
+TEST_F(RunningJobTest, BarriersGoOnWithWhoJoined) {
+  Start(2);
+  ASSERT_TRUE(Come({.join = true}).ok());
+  std::vector<std::thread> threads;
+  std::atomic<int> before{0};
+  for (auto& members : members_) {
+    threads.emplace_back([&, m = members.get()] {
+      for (int round = 1; round <= 5; ++round) {
+        ++before;
+        ASSERT_TRUE(m->Barrier(Later()).ok());
+        ASSERT_GE(before, 3 * round);
+      }
+      ASSERT_TRUE(m->Shutdown(Later()).ok());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// --------------------------------------------------------------------------------- Lost members
+
+TEST_F(RunningJobTest, ABarrierFailsAtOnceWhenWhoItWaitsForIsLost) {
+  Start(4);
+  const WorkerInfo lost = *members_[1]->Find("worker3", Later());
+  // One that waits already, and one that comes later; the word is another's.
+  std::thread waiting([&] {
+    EXPECT_EQ(members_[0]->Barrier(Deadline::Never()),
+              absl::UnavailableError("waiting for all workers: 'worker3' (3) is lost"));
+  });
+  ASSERT_TRUE(store_->Get("at/0", Later()).ok());
+  members_[1]->MarkLost(lost);
+  waiting.join();
+  EXPECT_EQ(members_[2]->Barrier(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers: 'worker3' (3) is lost"));
+  EXPECT_EQ(members_[2]->Shutdown(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers to shut down: 'worker3' (3) is lost"));
+}
+
+TEST_F(RunningJobTest, ABarrierGoesOnWithoutWhoIsLost) {
+  Start(3);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, m = members_[i].get()] {
+      ASSERT_TRUE(m->Barrier(Later(), OnLostMember::kGoOnWithout).ok());
+      ASSERT_TRUE(m->Barrier(Later(), OnLostMember::kGoOnWithout).ok());
+      ASSERT_TRUE(m->Shutdown(Later(), OnLostMember::kGoOnWithout).ok());
+    });
+  }
+  ASSERT_TRUE(store_->Get("at/0", Later()).ok());
+  members_[1]->MarkLost(*members_[1]->Find("worker2", Later()));
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_F(RunningJobTest, WhoComesBackIsNotLost) {
+  Start(2);
+  const WorkerInfo before = *members_[0]->Find("worker1", Later());
+  members_[0]->MarkLost(before);
+  ASSERT_TRUE(Come({.rank = 1, .world_size = 2}).ok());
+  members_[0]->MarkLost(before);  // once more, and late
+  std::thread other([&] { EXPECT_TRUE(members_[2]->Barrier(Later()).ok()); });
+  EXPECT_TRUE(members_[0]->Barrier(Later()).ok());
+  other.join();
+}
+
+// It was only silent for a while, and speaks again.
+TEST_F(RunningJobTest, WhoWasTakenForLostAndLivesTakesPart) {
+  Start(2);
+  members_[0]->MarkLost(*members_[0]->Find("worker1", Later()));
+  EXPECT_TRUE(absl::IsUnavailable(members_[0]->Barrier(Deadline::Never())));
+  std::thread other([&] {
+    EXPECT_TRUE(members_[1]->Barrier(Later()).ok());
+    EXPECT_TRUE(members_[1]->Shutdown(Later()).ok());
+  });
+  while (store_->Get("lost/1", Later()).value() != "") std::this_thread::yield();
+  EXPECT_TRUE(members_[0]->Shutdown(Later()).ok());
+  other.join();
+}
+
+// Or who serves the store would not wait for it.
+TEST_F(RunningJobTest, WhoWasTakenForLostSaysAtTheEndThatItLives) {
+  Start(2);
+  members_[0]->MarkLost(*members_[0]->Find("worker1", Later()));
+  ASSERT_TRUE(store_->Get("lost/1", Later()).ok());
+  std::thread other([&] { EXPECT_TRUE(members_[1]->Shutdown(Later()).ok()); });
+  ASSERT_TRUE(store_->Get("shutdown/1", Later()).ok());
+  EXPECT_EQ(store_->Get("lost/1", absl::InfinitePast()).value(), "");
+  EXPECT_TRUE(members_[0]->Shutdown(Later()).ok());
+  other.join();
+}
+
+// Who served the store may be the one that is lost.
+TEST_F(RunningJobTest, AStoreThatIsGoneDoesNotHideWhoIsLost) {
+  Start(2);
+  members_[1]->MarkLost(*members_[1]->Find("worker0", Later()));
+  store_->set_answer(absl::UnavailableError("the store is gone"));
+  EXPECT_EQ(members_[1]->Barrier(Deadline::Never()),
+            absl::UnavailableError(
+                "waiting for all workers: 'worker0' (0) is lost, and the store is gone"));
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,21 @@
+// A store whose entries only those can write who have the cluster key.
+//
+// Each value is stored with an HMAC-SHA256 over it and its key. Counters have none: who tampers
+// with them can stop a job from starting, but not get into it.
+#ifndef DISTGRAD_CORE_MEMBERSHIP_STORE_SIGNED_STORE_H_
+#define DISTGRAD_CORE_MEMBERSHIP_STORE_SIGNED_STORE_H_
+
+#include <memory>
+#include <string>
+
+#include "core/membership/store.h"
+
+namespace distgrad {
+
+// What reads entries is kUnauthenticated for one that was not written through such a store with the
+// same key, a counter among them.
+std::shared_ptr<Store> NewSignedStore(std::string cluster_key, std::shared_ptr<Store> store);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_MEMBERSHIP_STORE_SIGNED_STORE_H_

@@ -1,0 +1,440 @@
+// One loop over poll(): reads requests, and answers what is there of them.
+#include "core/membership/store/store_server.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/base/thread.h"
+#include "core/membership/store/store_errors.h"
+#include "core/membership/store/tcp_store_protocol.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kReadBytes = 64 << 10;
+// Of answers that a peer does not read; until it does, it is not read from either.
+constexpr size_t kMaxUnread = 4 << 20;
+// What a key that is waited for costs beside its bytes, about.
+constexpr size_t kWaitBytes = 128;
+
+size_t HalfOfDescriptors() {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return 256;
+  return std::clamp<size_t>(limit.rlim_cur / 2, 64, 1 << 16);
+}
+
+// A string of the protocol; empty, and *fits false, if it is longer than any can be.
+absl::string_view String(WireReader& reader, size_t most, bool* fits) {
+  const uint64_t size = reader.U64();
+  if (!reader.ok()) return {};
+  if (size > most) {
+    *fits = false;
+    return {};
+  }
+  const absl::string_view rest = reader.Rest();
+  reader = WireReader(rest.substr(std::min<size_t>(size, rest.size())));
+  if (size <= rest.size()) return rest.substr(0, size);
+  reader.U8();  // no longer ok()
+  return {};
+}
+
+// c10d's clients put this before every key.
+absl::string_view Key(WireReader& reader, bool* fits) {
+  absl::string_view key = String(reader, kMaxStoreKey + 1, fits);
+  if (reader.ok() && *fits && key.empty()) *fits = false;
+  if (!key.empty()) key.remove_prefix(1);
+  return key;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Start(Socket listener,
+                                                                StoreServerOptions options) {
+  if (options.max_unauthenticated == 0) options.max_unauthenticated = HalfOfDescriptors();
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) {
+    return absl::ErrnoToStatus(errno, "serving a store");
+  }
+  std::unique_ptr<StoreServer> server(
+      new StoreServer(std::move(listener), Socket(ends[0]), Socket(ends[1]), std::move(options)));
+  DG_ASSIGN_OR_RETURN(server->thread_,
+                      StartThread("dg/store", [self = server.get()] { self->Run(); }));
+  return server;
+}
+
+StoreServer::~StoreServer() {
+  if (!thread_.joinable()) return;  // it was not started
+  shutdown(stop_.fd(), SHUT_RDWR);
+  thread_.join();
+}
+
+void StoreServer::Run() {
+  std::vector<pollfd> entries;
+  for (;;) {
+    entries.clear();
+    entries.push_back({wake_.fd(), POLLIN, 0});
+    const bool accepts = accept_again_.Passed();
+    entries.push_back({accepts ? listener_.fd() : -1, POLLIN, 0});
+    for (const Peer& peer : peers_) {
+      const bool reads = peer.out.size() < kMaxUnread;
+      entries.push_back(
+          {peer.socket.fd(),
+           static_cast<short>((reads ? POLLIN : 0) | (peer.out.empty() ? 0 : POLLOUT)), 0});
+    }
+    if (poll(entries.data(), entries.size(), Patience()) < 0) continue;
+    if (entries[0].revents != 0) return;
+    size_t at = 2;
+    for (auto peer = peers_.begin(); peer != peers_.end(); ++at) {
+      const short events = entries[at].revents;
+      bool stays = !peer->superseded && (peer->ours || !peer->deadline.Passed());
+      if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(*peer);
+      if (stays && peer->wait.has_value() && peer->wait->until.Passed()) EndWait(*peer);
+      // What it has said, and was not answered while it did not read, is answered now.
+      if (stays && !peer->out.empty()) stays = Write(*peer) && Understand(*peer);
+      if (!stays && !peer->ours) --strangers_;
+      if (!stays) ForgetWait(*peer);
+      peer = stays ? std::next(peer) : peers_.erase(peer);
+    }
+    if (entries[1].revents != 0) Accept();
+  }
+}
+
+int StoreServer::Patience() const {
+  Deadline next = accept_again_.Passed() ? Deadline::Never() : accept_again_;
+  for (const Peer& peer : peers_) {
+    if (!peer.ours) next = std::min(next, peer.deadline);
+    if (peer.wait.has_value()) next = std::min(next, peer.wait->until);
+  }
+  return next.is_never() ? -1 : PollMilliseconds(next);
+}
+
+bool StoreServer::MakeRoom() {
+  const auto oldest =
+      std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.ours; });
+  if (oldest == peers_.end() || !oldest->grace.Passed()) return false;
+  peers_.erase(oldest);
+  --strangers_;
+  return true;
+}
+
+// A crowd that comes at once waits in the listener's queue until those before it are through: so
+// nobody who is honest and quick is closed for others to come.
+void StoreServer::Accept() {
+  for (;;) {
+    const bool room = strangers_ < options_.max_unauthenticated || MakeRoom();
+    const int fd =
+        room ? accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
+    if (fd < 0) {
+      const bool full = !room || errno == EMFILE || errno == ENFILE;
+      if (full && room) MakeRoom();  // of descriptors
+      if (full) accept_again_ = Deadline::After(absl::Milliseconds(50));
+      return;
+    }
+    Socket socket(fd);
+    socket.SetNoDelay();
+    // A client waits for as long as it likes; one whose machine is gone does not say so.
+    socket.SetKeepAlive();
+    auto handshake = Handshake::Create(Handshake::Role::kServer, options_.cluster_key, kStoreToken);
+    if (!handshake.ok()) continue;  // no random numbers
+    peers_.push_back({std::move(socket), *std::move(handshake), Deadline::After(options_.grace),
+                      Deadline::After(options_.handshake_timeout)});
+    ++strangers_;
+  }
+}
+
+bool StoreServer::Read(Peer& peer) {
+  char bytes[kReadBytes];
+  const ssize_t n = recv(peer.socket.fd(), bytes, sizeof(bytes), 0);
+  if (n < 0) return errno == EAGAIN || errno == EINTR;
+  if (n == 0) {
+    if (!peer.ours)
+      refusals_.Add(peer.socket.fd(), peer.handshake, absl::UnavailableError("it went away"));
+    return false;
+  }
+  peer.in.append(bytes, static_cast<size_t>(n));
+  return Greet(peer) && Understand(peer);
+}
+
+bool StoreServer::Write(Peer& peer) {
+  const ssize_t n = send(peer.socket.fd(), peer.out.data(), peer.out.size(), MSG_NOSIGNAL);
+  if (n < 0) return errno == EAGAIN || errno == EINTR;
+  peer.out.erase(0, static_cast<size_t>(n));
+  return true;
+}
+
+bool StoreServer::Greet(Peer& peer) {
+  while (!peer.handshake.done() && !peer.in.empty()) {
+    const size_t size = std::min(peer.in.size(), peer.handshake.wanted());
+    if (absl::Status received = peer.handshake.Receive(peer.in.substr(0, size)); !received.ok()) {
+      refusals_.Add(peer.socket.fd(), peer.handshake, received);
+      return false;
+    }
+    peer.in.erase(0, size);
+    peer.out += peer.handshake.TakeOutput();
+  }
+  if (peer.handshake.done() && !peer.ours) {
+    peer.ours = true;
+    --strangers_;
+  }
+  return true;
+}
+
+bool StoreServer::Understand(Peer& peer) {
+  if (!peer.ours) return true;
+  size_t done = 0;
+  while (done < peer.in.size() && peer.out.size() < kMaxUnread) {
+    if (peer.wait.has_value()) EndWait(peer);
+    const absl::StatusOr<size_t> size = Answer(peer, absl::string_view(peer.in).substr(done));
+    if (!size.ok()) return false;
+    if (*size == 0) break;
+    done += *size;
+  }
+  peer.in.erase(0, done);
+  return true;
+}
+
+absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
+  const absl::Status malformed = absl::InvalidArgumentError("no request of a store");
+  WireReader reader(in);
+  WireWriter writer(&peer.out);
+  bool fits = true;
+  const auto request = static_cast<StoreRequest>(reader.U8());
+  uint32_t number = 0;
+  uint64_t session = 0, change = 0;
+  int64_t amount = 0;
+  absl::string_view key, value;
+  switch (request) {
+    case StoreRequest::kValidate:
+    case StoreRequest::kPing:
+      number = reader.U32();
+      break;
+    case StoreRequest::kSet:
+      key = Key(reader, &fits);
+      if (fits) value = String(reader, kMaxStoreValue, &fits);
+      break;
+    case StoreRequest::kSession:
+      session = reader.U64();
+      break;
+    case StoreRequest::kAddOnce:
+      change = reader.U64();
+      key = Key(reader, &fits);
+      amount = reader.I64();
+      break;
+    case StoreRequest::kSetOnce:
+      change = reader.U64();
+      key = Key(reader, &fits);
+      if (fits) value = String(reader, kMaxStoreValue, &fits);
+      break;
+    case StoreRequest::kDeleteOnce:
+      change = reader.U64();
+      key = Key(reader, &fits);
+      break;
+    case StoreRequest::kAwait:
+      number = reader.U32();
+      fits = number <= kMaxAwaitBytes;
+      if (!reader.ok()) return 0;
+      value = reader.Rest().substr(0, number);
+      if (fits && value.size() < number) return 0;
+      reader = WireReader(in.substr(1 + sizeof(number) + value.size()));
+      break;
+    default:
+      return malformed;
+  }
+  if (!fits) return malformed;
+  if (!reader.ok()) return 0;  // the rest is under way
+
+  switch (request) {
+    case StoreRequest::kValidate:
+      if (number != kStoreMagic) return malformed;
+      break;
+    case StoreRequest::kPing:
+      writer.U32(number);
+      break;
+    case StoreRequest::kSet:
+      DG_RETURN_IF_ERROR(Set(key, value));
+      break;
+    case StoreRequest::kSession: {
+      DG_ASSIGN_OR_RETURN(const bool known, BeginSession(peer, session));
+      writer.U8(known ? 1 : 0);
+      break;
+    }
+    case StoreRequest::kAddOnce:
+    case StoreRequest::kSetOnce:
+    case StoreRequest::kDeleteOnce: {
+      if (!peer.session.has_value()) return malformed;
+      std::optional<Change>& last = sessions_[*peer.session];
+      if (!last.has_value() || last->number != change) {
+        Change done{change, std::nullopt};
+        if (request == StoreRequest::kAddOnce) {
+          DG_ASSIGN_OR_RETURN(done.sum, Add(key, amount));
+        } else if (request == StoreRequest::kSetOnce) {
+          DG_RETURN_IF_ERROR(Set(key, value));
+        } else {
+          Delete(key);
+        }
+        last = done;
+      }
+      const bool adds = request == StoreRequest::kAddOnce;
+      writer.U8(!adds || last->sum.has_value() ? 1 : 0);
+      if (adds) writer.I64(last->sum.value_or(0));
+      break;
+    }
+    case StoreRequest::kAwait:
+      DG_RETURN_IF_ERROR(BeginWait(peer, value));
+      break;
+    default:
+      return malformed;
+  }
+  return in.size() - reader.remaining();
+}
+
+absl::Status StoreServer::BeginWait(Peer& peer, absl::string_view request) {
+  WireReader reader(request);
+  const uint32_t milliseconds = reader.U32();
+  Wait wait{{}, Deadline::After(absl::Milliseconds(milliseconds)), request.size()};
+  bool fits = true;
+  while (fits && reader.ok() && reader.remaining() > 0) {
+    std::string key(reader.Bytes());
+    const uint8_t there = reader.U8();
+    std::optional<std::string> value;
+    if (there == 1) value = std::string(reader.Bytes());
+    fits =
+        there <= 1 && CheckEntry(key, value.value_or("")).ok() && wait.seen.size() < kMaxAwaitKeys;
+    wait.seen.emplace_back(std::move(key), std::move(value));
+    wait.bytes += kWaitBytes;
+  }
+  if (!fits || !reader.ok()) {
+    return absl::InvalidArgumentError("no request of a store");
+  }
+  if (milliseconds == 0 || HasChanged(wait)) {
+    Tell(wait, &peer.out);
+  } else if (bytes_ + wait.bytes > options_.max_bytes) {
+    WireWriter writer(&peer.out);
+    writer.U32(sizeof(kStoreFull));
+    writer.U32(kStoreFull);
+  } else {
+    bytes_ += wait.bytes;
+    for (const auto& [key, value] : wait.seen) waiting_[key].insert(&peer);
+    peer.wait = std::move(wait);
+  }
+  return absl::OkStatus();
+}
+
+bool StoreServer::HasChanged(const Wait& wait) const {
+  return std::any_of(wait.seen.begin(), wait.seen.end(), [&](const auto& entry) {
+    const auto found = values_.find(entry.first);
+    return found == values_.end() ? entry.second.has_value() : entry.second != found->second;
+  });
+}
+
+void StoreServer::Tell(const Wait& wait, std::string* out) const {
+  std::string answer;
+  WireWriter writer(&answer);
+  uint32_t told = 0;
+  for (const auto& [key, seen] : wait.seen) {
+    if (answer.size() >= kMaxAnswer) break;
+    const auto found = values_.find(key);
+    writer.U8(found != values_.end() ? 1 : 0);
+    if (found != values_.end()) writer.Bytes(found->second);
+    ++told;
+  }
+  WireWriter head(out);
+  head.U32(static_cast<uint32_t>(sizeof(told) + answer.size()));
+  head.U32(told);
+  head.Raw(answer.data(), answer.size());
+}
+
+void StoreServer::EndWait(Peer& peer) {
+  Tell(*peer.wait, &peer.out);
+  ForgetWait(peer);
+}
+
+void StoreServer::ForgetWait(Peer& peer) {
+  if (!peer.wait.has_value()) return;
+  for (const auto& [key, seen] : peer.wait->seen) {
+    const auto entry = waiting_.find(key);
+    if (entry == waiting_.end()) continue;  // a key that it has named twice
+    entry->second.erase(&peer);
+    if (entry->second.empty()) waiting_.erase(entry);
+  }
+  bytes_ -= peer.wait->bytes;
+  peer.wait.reset();
+}
+
+void StoreServer::OnChange(absl::string_view key) {
+  const auto entry = waiting_.find(key);
+  if (entry == waiting_.end()) return;
+  const std::vector<Peer*> peers(entry->second.begin(), entry->second.end());
+  for (Peer* peer : peers) {
+    if (HasChanged(*peer->wait)) EndWait(*peer);
+  }
+}
+
+// Nothing that is still on its way in the client's former connection may be done after what comes
+// in this one, so that connection ends here.
+absl::StatusOr<bool> StoreServer::BeginSession(Peer& peer, uint64_t session) {
+  if (peer.session.has_value()) return absl::InvalidArgumentError("a second session");
+  for (Peer& other : peers_) {
+    if (other.session != session) continue;
+    other.superseded = true;
+    other.session.reset();
+    shutdown(other.socket.fd(), SHUT_RDWR);  // so that poll() shows it
+  }
+  peer.session = session;
+  const auto [entry, is_new] = sessions_.try_emplace(session);
+  if (!is_new) return true;
+  const size_t size = sizeof(*entry);
+  if (bytes_ + size > options_.max_bytes) {
+    sessions_.erase(entry);
+    return absl::ResourceExhaustedError("the store is full");
+  }
+  bytes_ += size;
+  return false;
+}
+
+absl::StatusOr<std::optional<int64_t>> StoreServer::Add(absl::string_view key, int64_t amount) {
+  int64_t sum = 0;
+  const auto found = values_.find(key);
+  if (found != values_.end() && !absl::SimpleAtoi(found->second, &sum)) return std::nullopt;
+  sum = static_cast<int64_t>(static_cast<uint64_t>(sum) + static_cast<uint64_t>(amount));
+  DG_RETURN_IF_ERROR(Set(key, absl::StrCat(sum)));
+  return sum;
+}
+
+void StoreServer::Delete(absl::string_view key) {
+  const auto entry = values_.find(key);
+  if (entry == values_.end()) return;
+  bytes_ -= entry->first.size() + entry->second.size();
+  values_.erase(entry);
+  OnChange(key);
+}
+
+absl::Status StoreServer::Set(absl::string_view key, absl::string_view value) {
+  auto entry = values_.find(key);
+  const size_t before = entry == values_.end() ? 0 : key.size() + entry->second.size();
+  if (bytes_ - before + key.size() + value.size() > options_.max_bytes) {
+    return absl::ResourceExhaustedError("the store is full");
+  }
+  bytes_ += key.size() + value.size() - before;
+  if (entry == values_.end()) {
+    values_.emplace(key, value);
+  } else {
+    entry->second = std::string(value);
+  }
+  OnChange(key);
+  return absl::OkStatus();
+}
+
+}  // namespace distgrad

@@ -1,0 +1,136 @@
+// Serves a store to the workers of a job: what worker 0 does where no launcher serves one.
+//
+// Who connects first shakes hands as between workers (core/net/handshake.h);
+// then it speaks the protocol of tcp_store_client.h.
+#ifndef DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_SERVER_H_
+#define DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_SERVER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/base/wire.h"
+#include "core/net/handshake.h"
+#include "core/net/refusal_log.h"
+#include "core/net/socket.h"
+
+namespace distgrad {
+
+// In the place of the token of a listener's address: a store's address has none, and a proof for
+// a store is none for a worker.
+inline constexpr Token kStoreToken = {'d', 'i', 's', 't', 'g', 'r', 'a', 'd', ' ', 's', 't', 'o'};
+
+struct StoreServerOptions {
+  std::string cluster_key = {};  // "": none
+  // Connections that have not shown that they are ours. For one more the oldest is closed if it is
+  // older than `grace`; otherwise the one more waits in the listener's queue. 0: half of the
+  // descriptors that this process may have.
+  size_t max_unauthenticated = 0;
+  absl::Duration grace = absl::Seconds(1);
+  absl::Duration handshake_timeout = absl::Seconds(10);
+  // Of keys, values, sessions and what is waited for; who needs more loses its connection.
+  size_t max_bytes = 256 << 20;
+};
+
+// Runs on a thread of its own until it is destroyed.
+class StoreServer {
+ public:
+  static absl::StatusOr<std::unique_ptr<StoreServer>> Start(Socket listener,
+                                                            StoreServerOptions options);
+  ~StoreServer();
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
+ private:
+  // Keys that a client waits for a change of.
+  struct Wait {
+    std::vector<std::pair<std::string, std::optional<std::string>>> seen;
+    Deadline until;
+    size_t bytes;
+  };
+  struct Peer {
+    Socket socket;
+    Handshake handshake;
+    Deadline grace;     // from then on it may have to make room
+    Deadline deadline;  // to be one of ours
+    bool ours = false;
+    std::optional<Wait> wait = {};
+    std::optional<uint64_t> session = {};  // none: c10d's protocol alone
+    bool superseded = false;               // its client has another connection now
+    std::string in = {};                   // read, and not understood yet
+    std::string out = {};                  // to be written
+  };
+  using Peers = std::list<Peer>;
+
+  // What a client has changed last, which it may ask for again after it has lost its connection.
+  struct Change {
+    uint64_t number;
+    std::optional<int64_t> sum;  // of an addition
+  };
+
+  StoreServer(Socket listener, Socket wake, Socket stop, StoreServerOptions options)
+      : options_(std::move(options)),
+        listener_(std::move(listener)),
+        wake_(std::move(wake)),
+        stop_(std::move(stop)) {}
+
+  void Run();
+  // Milliseconds for poll().
+  int Patience() const;
+  void Accept();
+  // Closes the stranger that has been here longest, if it had time enough.
+  bool MakeRoom();
+  // False: it is to be closed.
+  bool Read(Peer& peer);
+  bool Write(Peer& peer);
+  bool Understand(Peer& peer);
+  bool Greet(Peer& peer);
+  // Answers the first request of `in`; its bytes, or 0 if not all of them are there.
+  absl::StatusOr<size_t> Answer(Peer& peer, absl::string_view in);
+  absl::StatusOr<bool> BeginSession(Peer& peer, uint64_t session);
+  // nullopt if the key holds no number.
+  absl::StatusOr<std::optional<int64_t>> Add(absl::string_view key, int64_t amount);
+  absl::Status Set(absl::string_view key, absl::string_view value);
+  void Delete(absl::string_view key);
+  // Answers at once, or remembers what is waited for.
+  absl::Status BeginWait(Peer& peer, absl::string_view request);
+  void EndWait(Peer& peer);
+  void ForgetWait(Peer& peer);
+  bool HasChanged(const Wait& wait) const;
+  void Tell(const Wait& wait, std::string* out) const;
+  // Tells those who wait for the key.
+  void OnChange(absl::string_view key);
+
+  // Constant after construction.
+  const StoreServerOptions options_;
+  const Socket listener_;
+  const Socket wake_;  // readable when it is to end
+  const Socket stop_;  // the other end
+
+  // On thread_ only.
+  Peers peers_;  // by age
+  size_t strangers_ = 0;
+  std::map<std::string, std::string, std::less<>> values_;
+  std::map<uint64_t, std::optional<Change>> sessions_;  // as long as the server
+  std::map<std::string, std::set<Peer*>, std::less<>> waiting_;
+  size_t bytes_ = 0;  // of all of these
+  Deadline accept_again_ = absl::InfinitePast();
+  RefusalLog refusals_{"the job's store"};
+
+  std::thread thread_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_SERVER_H_

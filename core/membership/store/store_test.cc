@@ -1,0 +1,1169 @@
+// What every store must do, for each of the three; and two processes for those that span them.
+#include "core/membership/store.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "core/membership/store/file_store.h"
+#include "core/membership/store/in_process_store.h"
+#include "core/membership/store/store_errors.h"
+#include "core/membership/store/store_server.h"
+#include "core/membership/store/tcp_store.h"
+#include "core/membership/store/tcp_store_protocol.h"
+#include "core/net/handshake.h"
+#include "core/net/socket.h"
+#include "gtest/gtest.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/no_descriptors.h"
+#include "tests/testing/wall_clock.h"
+#include "torch/csrc/distributed/c10d/TCPStore.hpp"
+
+namespace distgrad {
+namespace {
+
+absl::Time Soon() { return absl::Now() + absl::Milliseconds(30); }
+absl::Time Later() { return absl::Now() + absl::Minutes(2); }
+
+std::string NewPath() {
+  static std::atomic<int> counter{0};
+  return absl::StrCat(testing::TempDir(), "/store_", getpid(), "_", ++counter);
+}
+
+std::unique_ptr<TcpStore> Serve() {
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.deadline = Later();
+  auto store = NewTcpStore(options);
+  EXPECT_TRUE(store.ok()) << store.status();
+  return store.ok() ? *std::move(store) : nullptr;
+}
+
+std::unique_ptr<TcpStore> Join(uint16_t port) {
+  TcpStoreOptions options;
+  options.port = port;
+  options.deadline = Later();
+  auto store = NewTcpStore(options);
+  EXPECT_TRUE(store.ok()) << store.status();
+  return store.ok() ? *std::move(store) : nullptr;
+}
+
+std::unique_ptr<TcpStore> JoinLauncher(uint16_t port) {
+  TcpStoreOptions options;
+  options.port = port;
+  options.of_launcher = true;
+  options.deadline = Later();
+  auto store = NewTcpStore(options);
+  EXPECT_TRUE(store.ok()) << store.status();
+  return store.ok() ? *std::move(store) : nullptr;
+}
+
+// The child's half of the two-process tests: answers "ping" with "pong", counts to 1000.
+int RunChild(const std::string& kind, const std::string& where) {
+  std::unique_ptr<Store> store;
+  if (kind == "serve") {
+    auto server = Serve();
+    std::printf("%d\n", server->port());
+    std::fflush(stdout);
+    pause();
+  }
+  if (kind == "file") store = NewFileStore(where).value();
+  if (kind == "tcp") store = Join(static_cast<uint16_t>(std::atoi(where.c_str())));
+  if (kind == "launcher") store = JoinLauncher(static_cast<uint16_t>(std::atoi(where.c_str())));
+  const std::string ping = store->Get("ping", Later()).value();
+  for (int i = 0; i < 200; ++i) store->Add("count", 1, Later()).value();
+  return store->Set("pong", "answer to " + ping, Later()).ok() ? 0 : 1;
+}
+
+class Implementation {
+ public:
+  virtual ~Implementation() = default;
+  virtual std::shared_ptr<Store> NewHandle() = 0;                   // all see one store
+  virtual std::vector<std::string> ChildArguments() { return {}; }  // none: no second process
+};
+
+class InProcess : public Implementation {
+  std::shared_ptr<Store> NewHandle() override { return store_; }
+  const std::shared_ptr<Store> store_ = NewInProcessStore();
+};
+
+class File : public Implementation {
+  std::shared_ptr<Store> NewHandle() override { return NewFileStore(path_).value(); }
+  std::vector<std::string> ChildArguments() override { return {"--child", "file", path_}; }
+  const std::string path_ = NewPath();
+};
+
+class Tcp : public Implementation {
+  std::shared_ptr<Store> NewHandle() override {
+    return std::exchange(first_, false) ? server_ : std::shared_ptr<Store>(Join(server_->port()));
+  }
+  std::vector<std::string> ChildArguments() override {
+    return {"--child", "tcp", absl::StrCat(server_->port())};
+  }
+  const std::shared_ptr<TcpStore> server_ = Serve();
+  bool first_ = true;
+};
+
+// c10d's server, as torchrun's agent has it; its child is a client of ours too.
+class Launcher : public Implementation {
+ public:
+  Launcher() {
+    c10d::TCPStoreOptions options;
+    options.isServer = true;
+    options.port = 0;
+    options.waitWorkers = false;
+    server_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  }
+
+ private:
+  std::shared_ptr<Store> NewHandle() override { return JoinLauncher(server_->getPort()); }
+  std::vector<std::string> ChildArguments() override {
+    return {"--child", "launcher", absl::StrCat(server_->getPort())};
+  }
+  c10::intrusive_ptr<c10d::TCPStore> server_;
+};
+
+struct Parameter {
+  std::string name;
+  std::function<std::unique_ptr<Implementation>()> make;
+};
+std::ostream& operator<<(std::ostream& out, const Parameter& p) { return out << p.name; }
+
+class StoreTest : public testing::TestWithParam<Parameter> {
+ protected:
+  const std::unique_ptr<Implementation> implementation_ = GetParam().make();
+  const std::shared_ptr<Store> store_ = implementation_->NewHandle();
+  const std::shared_ptr<Store> other_ = implementation_->NewHandle();
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    Stores, StoreTest,
+    testing::Values(Parameter{"in_process", [] { return std::make_unique<InProcess>(); }},
+                    Parameter{"file", [] { return std::make_unique<File>(); }},
+                    Parameter{"tcp", [] { return std::make_unique<Tcp>(); }},
+                    Parameter{"launcher", [] { return std::make_unique<Launcher>(); }}),
+    [](const auto& info) { return info.param.name; });
+
+TEST_P(StoreTest, WhatOneSetsTheOtherGets) {
+  const std::string binary("\0\n\xff text", 8);
+  for (const std::string& value :
+       {std::string("value"), std::string(), binary, std::string(kMaxStoreValue, 'x')}) {
+    ASSERT_TRUE(store_->Set("key", value, Later()).ok());
+    const auto got = other_->Get("key", absl::InfinitePast());
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_TRUE(*got == value) << got->size() << " bytes instead of " << value.size();
+  }
+  ASSERT_TRUE(other_->Set("a/b c\"", "odd key", Later()).ok());
+  EXPECT_EQ(store_->Get("a/b c\"", Later()).value(), "odd key");
+}
+
+TEST_P(StoreTest, GetWaits) {
+  std::thread setter([&] {
+    // Not before the other waits, mostly; right in any order.
+    while (store_->Add("started", 0, Later()).value() == 0) std::this_thread::yield();
+    EXPECT_TRUE(store_->Set("key", "late", Later()).ok());
+  });
+  EXPECT_TRUE(other_->Add("started", 1, Later()).ok());
+  EXPECT_EQ(other_->Get("key", Later()).value(), "late");
+  setter.join();
+}
+
+// Once the clock is set back between the deadline and all that is read afterwards; and once the
+// kernel's clock is behind the one that the deadline was made by.
+TEST_P(StoreTest, AWaitLastsNoLongerThoughTheClockIsSetBack) {
+  const Deadline soon = Soon();
+  SetWallClockAhead(-absl::Hours(1));
+  const auto set_back = store_->Get("nobody sets it", soon);
+  SetWallClockAhead(absl::Hours(1));
+  const auto ahead = store_->Get("nobody sets it", Soon());
+  SetWallClockAhead(absl::ZeroDuration());
+  for (const absl::Status& status : {set_back.status(), ahead.status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  }
+}
+
+// One handle, many threads: a waiting Get holds nobody up.
+TEST_P(StoreTest, OneHandleForAll) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&, i] {
+      if (i > 0) {
+        EXPECT_EQ(store_->Get(absl::StrCat("key", i - 1), Later()).value(), "x");
+      }
+      EXPECT_TRUE(store_->Set(absl::StrCat("key", i), "x", Later()).ok());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_P(StoreTest, DeadlineNamesTheKey) {
+  for (const absl::Time deadline : {absl::InfinitePast(), absl::Now(), Soon()}) {
+    const auto got = store_->Get("no\nsuch", deadline);
+    EXPECT_EQ(got.status().code(), absl::StatusCode::kNotFound);
+    EXPECT_TRUE(absl::StrContains(got.status().message(), "\"no\\nsuch\"")) << got.status();
+    EXPECT_GE(absl::Now(), deadline);
+  }
+  EXPECT_TRUE(store_->Set("no\nsuch", "now", Later()).ok());  // and all is well
+  EXPECT_TRUE(store_->Get("no\nsuch", absl::InfinitePast()).ok());
+}
+
+using Values = std::vector<Store::Value>;
+using Keys = std::vector<std::string>;
+
+TEST_P(StoreTest, GetEachTellsWhatIsThere) {
+  Keys keys;
+  Values expected;
+  for (int i = 0; i < 600; ++i) {
+    keys.push_back(absl::StrCat("key", i));
+    expected.push_back(std::nullopt);
+    if (i % 3 != 0) continue;
+    expected.back() = absl::StrCat(i);
+    ASSERT_TRUE(store_->Set(keys.back(), absl::StrCat(i), Later()).ok());
+  }
+  const auto values = other_->GetEach(keys, absl::InfinitePast());
+  ASSERT_TRUE(values.ok()) << values.status();
+  EXPECT_TRUE(*values == expected);
+  EXPECT_EQ(other_->GetEach({}, Later()).value(), Values());
+}
+
+TEST_P(StoreTest, LongValuesComeInSeveralAnswers) {
+  const std::string value(kMaxStoreValue, 'x');
+  ASSERT_TRUE(store_->Set("long", value, Later()).ok());
+  const auto values = other_->GetEach(Keys(12, "long"), Later());
+  ASSERT_TRUE(values.ok()) << values.status();
+  EXPECT_TRUE(*values == Values(12, value));
+}
+
+TEST_P(StoreTest, WhatIsDeletedIsGone) {
+  ASSERT_TRUE(store_->Set("key", "x", Later()).ok());
+  ASSERT_TRUE(store_->Add("n", 5, Later()).ok());
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(other_->Delete("key", Later()).ok());
+    EXPECT_TRUE(other_->Delete("n", absl::InfinitePast()).ok());
+    EXPECT_EQ(store_->GetEach(Keys{"key", "n"}, Later()).value(), Values(2));
+  }
+  EXPECT_EQ(store_->Add("n", 1, Later()).value(), 1);
+  ASSERT_TRUE(store_->Set("key", "y", Later()).ok());
+  EXPECT_EQ(other_->Get("key", Later()).value(), "y");
+}
+
+TEST_P(StoreTest, AwaitChangeHearsOfEachKindOfChange) {
+  const Keys keys = {"a", "n", "gone"};
+  ASSERT_TRUE(store_->Set("gone", "x", Later()).ok());
+  Values seen = {std::nullopt, std::nullopt, "x"};
+  const std::function<void()> changes[] = {
+      [&] { EXPECT_TRUE(store_->Set("a", "1", Later()).ok()); },
+      [&] { EXPECT_TRUE(store_->Set("a", "", Later()).ok()); },
+      [&] { EXPECT_TRUE(store_->Add("n", 3, Later()).ok()); },
+      [&] { EXPECT_TRUE(store_->Delete("gone", Later()).ok()); },
+  };
+  const Values expected[] = {
+      {"1", std::nullopt, "x"}, {"", std::nullopt, "x"}, {"", "3", "x"}, {"", "3", std::nullopt}};
+  for (int i = 0; i < 4; ++i) {
+    std::thread changing(changes[i]);
+    const auto values = other_->AwaitChange(keys, seen, Deadline::Never());
+    changing.join();
+    ASSERT_TRUE(values.ok()) << values.status();
+    EXPECT_EQ(*values, expected[i]);
+    seen = *values;
+  }
+  // What has changed already, and what does not change.
+  EXPECT_EQ(other_->AwaitChange(keys, Values(3), Deadline::Never()).value(), seen);
+  for (const absl::Time deadline : {absl::InfinitePast(), Soon()}) {
+    EXPECT_EQ(other_->AwaitChange(keys, seen, deadline).value(), seen);
+  }
+}
+
+// One handle, on which some wait and others do not.
+TEST_P(StoreTest, WhoWaitsForAChangeHoldsNobodyUp) {
+  std::vector<std::thread> waiting;
+  for (int i = 0; i < 3; ++i) {
+    waiting.emplace_back([&, i] {
+      EXPECT_TRUE(store_->Add("waiting", 1, Later()).ok());
+      const Keys keys = {absl::StrCat("go", i)};
+      const auto values = store_->AwaitChange(keys, Values(1), Deadline::Never());
+      ASSERT_TRUE(values.ok()) << values.status();
+      EXPECT_EQ(*values, Values{"now"});
+    });
+  }
+  while (store_->Add("waiting", 0, Later()).value() < 3) std::this_thread::yield();
+  for (int i = 0; i < 50; ++i) {
+    ASSERT_TRUE(store_->Set("key", absl::StrCat(i), Later()).ok());
+    EXPECT_EQ(store_->Get("key", Later()).value(), absl::StrCat(i));
+  }
+  for (int i = 2; i >= 0; --i) {
+    EXPECT_TRUE(other_->Set(absl::StrCat("go", i), "now", Later()).ok());
+    waiting[i].join();
+  }
+}
+
+TEST_P(StoreTest, Counters) {
+  EXPECT_EQ(store_->Add("n", 0, Later()).value(), 0);
+  EXPECT_EQ(store_->Add("n", 5, Later()).value(), 5);
+  EXPECT_EQ(other_->Add("n", -7, Later()).value(), -2);
+  EXPECT_EQ(other_->Get("n", absl::InfinitePast()).value(), "-2");
+  EXPECT_EQ(store_->Add("big", int64_t{1} << 60, Later()).value(), int64_t{1} << 60);
+  ASSERT_TRUE(store_->Set("text", "x1", Later()).ok());
+  EXPECT_EQ(other_->Add("text", 1, Later()).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(other_->Get("text", absl::InfinitePast()).value(), "x1");
+}
+
+TEST_P(StoreTest, CountersAreAtomic) {
+  std::vector<std::thread> threads;
+  std::vector<std::set<int64_t>> seen(4);
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      const auto store = i < 2 ? store_ : other_;
+      for (int k = 0; k < 50; ++k) seen[i].insert(store->Add("n", 1, Later()).value());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::set<int64_t> all;
+  for (auto& values : seen) all.merge(values);
+  EXPECT_EQ(all.size(), 200u);
+  EXPECT_EQ(*all.rbegin(), 200);
+}
+
+TEST_P(StoreTest, BadEntries) {
+  const std::string long_key(kMaxStoreKey + 1, 'k');
+  for (const std::string& key : {std::string(), long_key}) {
+    EXPECT_EQ(store_->Set(key, "x", Later()).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(store_->Get(key, Later()).status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(store_->Add(key, 1, Later()).status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(store_->Delete(key, Later()).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_TRUE(absl::IsInvalidArgument(store_->GetEach(Keys{"k", key}, Later()).status()));
+    EXPECT_TRUE(
+        absl::IsInvalidArgument(store_->AwaitChange(Keys{key}, Values(1), Later()).status()));
+  }
+  EXPECT_EQ(store_->Set("k", std::string(kMaxStoreValue + 1, 'x'), Later()).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(store_->Set("k", "x", Later()).ok());
+}
+
+TEST_P(StoreTest, Prefix) {
+  PrefixStore one("1/", store_), two("2/", other_), also_one("1/", other_);
+  ASSERT_TRUE(one.Set("key", "a", Later()).ok());
+  EXPECT_FALSE(two.Get("key", absl::InfinitePast()).ok());
+  EXPECT_EQ(also_one.Get("key", absl::InfinitePast()).value(), "a");
+  EXPECT_EQ(store_->Get("1/key", absl::InfinitePast()).value(), "a");
+  EXPECT_EQ(two.Add("n", 2, Later()).value(), 2);
+  EXPECT_EQ(one.Add("n", 1, Later()).value(), 1);
+}
+
+TEST_P(StoreTest, TwoProcesses) {
+  const std::vector<std::string> arguments = implementation_->ChildArguments();
+  if (arguments.empty()) GTEST_SKIP() << "this store is of one process";
+  ChildProcess child(arguments);
+  ASSERT_TRUE(store_->Set("ping", "us", Later()).ok());
+  for (int i = 0; i < 200; ++i) ASSERT_TRUE(store_->Add("count", 1, Later()).ok());
+  EXPECT_EQ(store_->Get("pong", Later()).value(), "answer to us");
+  EXPECT_EQ(child.Wait(), 0);
+  EXPECT_EQ(store_->Get("count", Later()).value(), "400");
+}
+
+// --- the file store
+
+TEST(FileStoreTest, BadPaths) {
+  for (const std::string& path :
+       {std::string(), testing::TempDir(), std::string("/no/such/folder/file")}) {
+    const auto store = NewFileStore(path);
+    EXPECT_EQ(store.status().code(), absl::StatusCode::kInvalidArgument) << path;
+    EXPECT_TRUE(absl::StrContains(store.status().message(), absl::StrCat("\"", path, "\"")));
+  }
+}
+
+TEST(FileStoreTest, WhatIsNoStoreIsLeftAlone) {
+  for (const std::string& text : {std::string("a letter to somebody\n"), std::string(3, '\0')}) {
+    const std::string path = NewPath();
+    std::ofstream(path) << text;
+    const absl::Status status = NewFileStore(path).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), path)) << status;
+    std::ifstream file(path);
+    EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), text);
+  }
+}
+
+// Whoever shares the file sees at once that it is gone, and waits for nothing.
+TEST(FileStoreTest, DeletedOrReplaced) {
+  const std::string path = NewPath();
+  const auto store = NewFileStore(path).value();
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
+  std::filesystem::remove(path);
+  for (int round = 0; round < 2; ++round) {
+    for (const absl::Status& status :
+         {store->Set("key", "y", Later()), store->Get("key", absl::InfiniteFuture()).status(),
+          store->Add("n", 1, Later()).status()}) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), path)) << status;
+    }
+    EXPECT_TRUE(NewFileStore(path).ok());  // another file in its place
+  }
+}
+
+// That is no word of the store's, which others have still.
+TEST(FileStoreTest, WhoHasNoDescriptorsLeftSaysSo) {
+  const auto store = NewFileStore(NewPath()).value();
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
+  {
+    const NoDescriptors none;
+    for (const absl::Status& status :
+         {store->Set("key", "y", Later()), store->Get("key", absl::InfiniteFuture()).status()}) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "ulimit -n")) << status;
+    }
+  }
+  EXPECT_EQ(store->Get("key", absl::InfinitePast()).value(), "x");
+}
+
+// Somebody who has locked the file and is stopped holds nobody up for ever.
+TEST(FileStoreTest, LockedByASleeper) {
+  const std::string path = NewPath();
+  const auto store = NewFileStore(path, absl::Milliseconds(30)).value();
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(flock(fd, LOCK_EX), 0);
+  for (const absl::Status& status :
+       {store->Set("key", "y", Later()), store->Get("key", Soon()).status(),
+        store->Get("key", absl::InfiniteFuture()).status(), store->Add("n", 1, Later()).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "locked")) << status;
+  }
+  close(fd);
+  EXPECT_EQ(store->Get("key", absl::InfinitePast()).value(), "x");
+}
+
+// A process that is killed while it writes leaves a piece behind the end, which the next one
+// overwrites; and lengths that cannot be are an error.
+TEST(FileStoreTest, PiecesAndLies) {
+  const std::string path = NewPath();
+  ASSERT_TRUE(NewFileStore(path).value()->Set("key", "x", Later()).ok());
+  std::ofstream(path, std::ios::app) << std::string(100, '\xff');
+  const auto store = NewFileStore(path).value();
+  ASSERT_TRUE(store->Set("other", "y", Later()).ok());
+  EXPECT_EQ(NewFileStore(path).value()->Get("other", absl::InfinitePast()).value(), "y");
+  const auto size = std::filesystem::file_size(path);
+  for (size_t at = 8; at < size; ++at) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    char byte = 0;
+    file.seekg(at).read(&byte, 1);
+    file.seekp(at).put(static_cast<char>(byte ^ 0x80)).flush();
+    const auto lying = NewFileStore(path);
+    if (lying.ok()) (*lying)->Get("key", absl::InfinitePast()).IgnoreError();
+    file.seekp(at).put(byte);
+  }
+  EXPECT_EQ(NewFileStore(path).value()->Get("key", absl::InfinitePast()).value(), "x");
+}
+
+// --- the TCP store
+
+TEST(TcpStoreTest, TakenPort) {
+  const auto first = Serve();
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.port = first->port();
+  const auto second = NewTcpStore(options);
+  EXPECT_EQ(second.status(), absl::AlreadyExistsError(absl::StrCat(
+                                 "cannot listen on port ", first->port(), ": already in use")));
+}
+
+TEST(TcpStoreTest, PortIsFreeAgain) {
+  const uint16_t port = Serve()->port();
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.port = port;
+  const auto again = NewTcpStore(options);
+  EXPECT_TRUE(again.ok()) << again.status();
+}
+
+TEST(TcpStoreTest, BadHostsToServeOn) {
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.host = "203.0.113.7";
+  const absl::Status not_ours = NewTcpStore(options).status();
+  EXPECT_EQ(not_ours.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(absl::StrContains(not_ours.message(), options.host)) << not_ours;
+  // It may become known, so it is tried until then.
+  options.host = "no-such-host.invalid";
+  options.deadline = Soon();
+  const absl::Status unknown = NewTcpStore(options).status();
+  EXPECT_EQ(unknown.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(absl::StrContains(unknown.message(), options.host)) << unknown;
+  EXPECT_TRUE(options.deadline.Passed());
+}
+
+TEST(TcpStoreTest, AHostMayBecomeKnownLater) {
+  int unknown = 3;
+  TcpStoreOptions options;
+  options.host = "node0.invalid";
+  options.resolver = [&](const std::string& host) -> absl::StatusOr<std::string> {
+    EXPECT_EQ(host, options.host);
+    if (unknown-- > 0) return absl::UnavailableError("nobody knows it yet");
+    return "127.0.0.1";
+  };
+  options.is_server = true;
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  EXPECT_LE(unknown, 0);
+  unknown = 3;
+  options.is_server = false;
+  options.port = (*server)->port();
+  const auto client = NewTcpStore(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  EXPECT_LE(unknown, 0);
+  ASSERT_TRUE((*client)->Set("key", "x", Later()).ok());
+  EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
+}
+
+// One attempt that nobody answers does not use up all of the time.
+TEST(TcpStoreTest, AnAddressThatIsSilentIsNotTheLast) {
+  const auto server = Serve();
+  const absl::StatusOr<Socket> silent = Socket::Listen("127.0.0.2", server->port());
+  ASSERT_TRUE(silent.ok()) << silent.status();
+  int asked = 0;
+  TcpStoreOptions options;
+  options.port = server->port();
+  options.resolver = [&](const std::string&) { return ++asked == 1 ? "127.0.0.2" : "127.0.0.1"; };
+  options.answer_timeout = absl::Milliseconds(100);
+  const auto client = NewTcpStore(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  EXPECT_GE(asked, 2);
+}
+
+TEST(TcpStoreTest, Ipv6) {
+  TcpStoreOptions options;
+  options.host = "::1";
+  options.is_server = true;
+  options.deadline = Later();
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.is_server = false;
+  options.port = (*server)->port();
+  const auto client = NewTcpStore(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  ASSERT_TRUE((*client)->Set("key", "x", Later()).ok());
+  EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
+}
+
+TEST(TcpStoreTest, ServesOnEveryAddress) {
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.bind_host = "0.0.0.0";
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  EXPECT_TRUE(Join((*server)->port())->Set("key", "x", Later()).ok());
+}
+
+// A client may be there before the server, and before its name is.
+TEST(TcpStoreTest, NobodyAnswers) {
+  // A listener that never accepts, a port that refuses, a name that is not known.
+  Socket silent = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t free_port = Socket::Listen("127.0.0.1", 0).value().LocalPort().value();
+  const std::pair<std::string, uint16_t> cases[] = {
+      {"127.0.0.1", silent.LocalPort().value()},
+      {"127.0.0.1", free_port},
+      {"no-such-host.invalid", 4711},
+  };
+  for (const auto& [host, port] : cases) {
+    TcpStoreOptions options;
+    options.host = host;
+    options.port = port;
+    options.deadline = absl::Now() + absl::Milliseconds(50);
+    const auto store = NewTcpStore(options);
+    EXPECT_EQ(store.status().code(), absl::StatusCode::kDeadlineExceeded) << store.status();
+    EXPECT_TRUE(absl::StrContains(store.status().message(), absl::StrCat(host, ":", port)))
+        << store.status();
+    EXPECT_TRUE(options.deadline.Passed());
+  }
+  TcpStoreOptions no_port;
+  EXPECT_EQ(NewTcpStore(no_port).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(TcpStoreTest, ServerIsKilled) {
+  ChildProcess server({"--child", "serve", ""});
+  const auto store = Join(static_cast<uint16_t>(std::stoi(server.ReadLine())));
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
+  // Several take turns with the one connection; all hear of its end.
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 4; ++i) {
+    waiters.emplace_back([&] {
+      const auto got = store->Get("never", Later());
+      EXPECT_EQ(got.status().code(), absl::StatusCode::kUnavailable) << got.status();
+    });
+  }
+  server.Signal(SIGKILL);
+  server.Wait();
+  for (std::thread& waiter : waiters) waiter.join();
+  EXPECT_EQ(store->Set("key", "y", Later()).code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(store->Get("key", Later()).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(store->Add("n", 1, Later()).status().code(), absl::StatusCode::kUnavailable);
+}
+
+std::unique_ptr<TcpStore> JoinInHaste(uint16_t port) {
+  TcpStoreOptions options;
+  options.port = port;
+  options.deadline = Later();
+  options.answer_timeout = absl::Milliseconds(200);
+  auto store = NewTcpStore(options);
+  EXPECT_TRUE(store.ok()) << store.status();
+  return store.ok() ? *std::move(store) : nullptr;
+}
+
+// While the server's process is stopped a client waits; what it asked for is done once.
+TEST(TcpStoreTest, ServerIsStoppedForAWhile) {
+  ChildProcess server({"--child", "serve", ""});
+  const auto port = static_cast<uint16_t>(std::stoi(server.ReadLine()));
+  const auto store = JoinInHaste(port), other = JoinInHaste(port);
+  ASSERT_EQ(store->Add("n", 1, Later()).value(), 1);
+  server.Stop();
+  std::thread adder([&] { EXPECT_EQ(store->Add("n", 1, Later()).value(), 2); });
+  for (int i = 0; i < 3; ++i) {
+    const absl::Status silent = other->Get("n", absl::InfinitePast()).status();
+    EXPECT_EQ(silent.code(), absl::StatusCode::kDeadlineExceeded) << silent;
+    EXPECT_TRUE(absl::StrContains(silent.message(), absl::StrCat("127.0.0.1:", port))) << silent;
+  }
+  server.Signal(SIGCONT);
+  adder.join();
+  EXPECT_TRUE(other->Set("key", "x", Later()).ok());
+  EXPECT_EQ(other->Get("n", Later()).value(), "2");
+}
+
+// Nor does it matter to one that waits in the server.
+TEST(TcpStoreTest, AWaitOutlastsAServerThatIsStopped) {
+  ChildProcess server({"--child", "serve", ""});
+  const auto port = static_cast<uint16_t>(std::stoi(server.ReadLine()));
+  const auto store = JoinInHaste(port), other = JoinInHaste(port);
+  std::thread waiting([&] { EXPECT_EQ(store->Get("key", Deadline::Never()).value(), "x"); });
+  server.Stop();
+  // Until it has been silent for longer than the client waits for it.
+  EXPECT_TRUE(absl::IsDeadlineExceeded(other->Get("n", absl::InfinitePast()).status()));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(other->Get("n", absl::InfinitePast()).status()));
+  server.Signal(SIGCONT);
+  EXPECT_TRUE(other->Set("key", "x", Later()).ok());
+  waiting.join();
+}
+
+TEST(TcpStoreTest, AStoreThatHasForgottenIsNotTaken) {
+  auto server = Serve();
+  const auto client = Join(server->port());
+  ASSERT_TRUE(client->Set("key", "x", Later()).ok());
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.port = server->port();
+  server.reset();
+  const auto second = NewTcpStore(options);
+  ASSERT_TRUE(second.ok()) << second.status();
+  for (int i = 0; i < 2; ++i) {
+    const absl::Status gone = client->Get("key", Later()).status();
+    EXPECT_EQ(gone.code(), absl::StatusCode::kUnavailable);
+    EXPECT_TRUE(absl::StrContains(gone.message(), "another store")) << gone;
+  }
+}
+
+// Stands between a client and a server, and cuts connections when so many bytes of answers have
+// come through; in the midst of a number, or when the server has answered and nobody has heard it.
+// Without a seed only where LoseNextAnswer() says so.
+class CuttingProxy {
+ public:
+  CuttingProxy(uint16_t server_port, std::optional<uint64_t> seed)
+      : server_port_(server_port),
+        cuts_at_random_(seed.has_value()),
+        random_(seed.value_or(0)),
+        thread_([this] { Run(); }) {}
+  ~CuttingProxy() {
+    shutdown(listener_.fd(), SHUT_RDWR);
+    thread_.join();
+  }
+  uint16_t port() const { return listener_.LocalPort().value(); }
+  int cuts() const { return cuts_; }
+  // The server's next answer does not come through, nor does anything after it on its connection.
+  // The client notices when `meanwhile` has returned.
+  void LoseNextAnswer(std::function<void()> meanwhile) {
+    absl::MutexLock lock(&mu_);
+    meanwhile_ = std::move(meanwhile);
+  }
+
+ private:
+  std::function<void()> TakeMeanwhile() {
+    absl::MutexLock lock(&mu_);
+    return std::exchange(meanwhile_, nullptr);
+  }
+
+  void Run() {
+    for (;;) {
+      pollfd entry = {listener_.fd(), POLLIN, 0};
+      poll(&entry, 1, -1);
+      Socket client(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!client.valid()) return;
+      // The bytes of every second connection are enough for its handshake and an answer.
+      int bytes = std::uniform_int_distribution(0, 400)(random_);
+      if (++cuts_ % 2 == 0) bytes += 300;
+      Forward(std::move(client), cuts_at_random_ ? bytes : std::numeric_limits<int>::max());
+    }
+  }
+
+  void Forward(Socket client, int answer_bytes) {
+    Socket server = Socket::Connect("127.0.0.1", server_port_, Later()).value();
+    char bytes[512];
+    while (answer_bytes > 0) {
+      pollfd entries[] = {{client.fd(), POLLIN, 0}, {server.fd(), POLLIN, 0}};
+      poll(entries, 2, -1);
+      if (entries[0].revents != 0) {
+        const ssize_t n = recv(client.fd(), bytes, sizeof(bytes), 0);
+        if (n <= 0 || !server.Send({bytes, static_cast<size_t>(n)}, Later()).ok()) return;
+      }
+      if (entries[1].revents != 0) {
+        const ssize_t n =
+            recv(server.fd(), bytes, std::min<size_t>(sizeof(bytes), answer_bytes), 0);
+        if (const auto meanwhile = TakeMeanwhile(); meanwhile != nullptr) return meanwhile();
+        if (n <= 0 || !client.Send({bytes, static_cast<size_t>(n)}, Later()).ok()) return;
+        answer_bytes -= static_cast<int>(n);
+      }
+    }
+  }
+
+  const uint16_t server_port_;
+  const bool cuts_at_random_;
+  std::mt19937_64 random_;
+  const Socket listener_ = Socket::Listen("127.0.0.1", 0).value();
+  std::atomic<int> cuts_{0};
+  absl::Mutex mu_;
+  std::function<void()> meanwhile_ ABSL_GUARDED_BY(mu_);
+  std::thread thread_;
+};
+
+// Two count in turn, each waiting for the other, while their connections are cut.
+TEST(TcpStoreTest, WaitsOutlastConnectionsThatBreak) {
+  const auto server = Serve();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      const uint64_t seed = 40 + i;
+      CuttingProxy proxy(server->port(), seed);
+      const auto client = Join(proxy.port());
+      for (int k = i; k < 200; k += 2) {
+        const Keys keys = {"turn"};
+        Values seen = {std::nullopt};
+        while (k > 0 && seen[0] != absl::StrCat(k)) {
+          const auto values = client->AwaitChange(keys, seen, Deadline::Never());
+          ASSERT_TRUE(values.ok()) << values.status() << " (seed " << seed << ")";
+          seen = *values;
+        }
+        ASSERT_EQ(client->Add("turn", 1, Later()).value(), k + 1);
+      }
+      EXPECT_GT(proxy.cuts(), 5);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(server->Get("turn", Later()).value(), "200");
+}
+
+TEST(TcpStoreTest, NothingIsLostOrDoneTwiceWhenConnectionsBreak) {
+  const auto server = Serve();
+  constexpr int kAdditions = 300;
+  std::set<int64_t> seen[2];
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      const uint64_t seed = 20 + i;
+      CuttingProxy proxy(server->port(), seed);
+      const auto client = Join(proxy.port());
+      for (int k = 0; k < kAdditions; ++k) {
+        const auto sum = client->Add("n", 1, Later());
+        ASSERT_TRUE(sum.ok()) << sum.status() << " (seed " << seed << ")";
+        seen[i].insert(*sum);
+        const std::string key = absl::StrCat(i, "/", k);
+        ASSERT_TRUE(client->Set(key, absl::StrCat(*sum), Later()).ok());
+        EXPECT_EQ(client->Get(key, Later()).value(), absl::StrCat(*sum));
+      }
+      EXPECT_GT(proxy.cuts(), 20);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  seen[0].merge(seen[1]);
+  EXPECT_EQ(seen[0].size(), 2u * kAdditions);
+  EXPECT_EQ(server->Get("n", Later()).value(), absl::StrCat(2 * kAdditions));
+}
+
+// One has changed a key, and loses its connection with the answer; another changes it again. What
+// the first repeats must not undo that.
+TEST(TcpStoreTest, WhatIsRepeatedTakesNothingBack) {
+  const auto server = Serve();
+  CuttingProxy proxy(server->port(), std::nullopt);
+  const auto client = Join(proxy.port());
+  const auto other_sets = [&] { EXPECT_TRUE(server->Set("key", "other", Later()).ok()); };
+  proxy.LoseNextAnswer(other_sets);
+  EXPECT_TRUE(client->Set("key", "first", Later()).ok());
+  EXPECT_EQ(server->Get("key", absl::InfinitePast()).value(), "other");
+  proxy.LoseNextAnswer(other_sets);
+  EXPECT_TRUE(client->Delete("key", Later()).ok());
+  EXPECT_EQ(server->Get("key", absl::InfinitePast()).value(), "other");
+  proxy.LoseNextAnswer([&] { EXPECT_EQ(server->Add("n", 1, Later()).value(), 2); });
+  EXPECT_EQ(client->Add("n", 1, Later()).value(), 1);
+  EXPECT_EQ(server->Get("n", absl::InfinitePast()).value(), "2");
+  EXPECT_EQ(proxy.cuts(), 4);  // connections, of which three are over
+}
+
+// --- who may use it
+
+TEST(TcpStoreTest, ClusterKey) {
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.cluster_key = "a secret of the whole job";
+  options.deadline = Later();
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.is_server = false;
+  options.port = (*server)->port();
+  ASSERT_TRUE((*NewTcpStore(options))->Set("key", "x", Later()).ok());
+  options.cluster_key = "";
+  const absl::Status none = NewTcpStore(options).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_TRUE(absl::StrContains(none.message(), "has a cluster key")) << none;
+  options.cluster_key = "a secret of somebody else";
+  options.deadline = Soon();
+  EXPECT_EQ(NewTcpStore(options).status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
+}
+
+// A dead address (of a machine that has two, say) costs a moment, not all of the time.
+TEST(StoreSocketTest, ADeadAddressBeforeALivingOne) {
+  const auto address_of = [](const Socket& listener) {
+    Socket::Address address = {{}, sizeof(address.storage)};
+    EXPECT_EQ(
+        getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address.storage), &address.size),
+        0);
+    return address;
+  };
+  const Socket dead = Socket::Listen("127.0.0.1", 0).value();
+  ASSERT_EQ(listen(dead.fd(), 0), 0);
+  const Socket::Address silent = address_of(dead);
+  // Once its queue is full it answers nobody.
+  std::vector<Socket> queued;
+  for (int i = 0; i < 4; ++i) {
+    Socket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    connect(socket.fd(), reinterpret_cast<const sockaddr*>(&silent.storage), silent.size);
+    queued.push_back(std::move(socket));
+  }
+  Socket refusing = Socket::Listen("127.0.0.1", 0).value();
+  const Socket::Address refused = address_of(refusing);
+  refusing = Socket();
+  const Socket living = Socket::Listen("127.0.0.1", 0).value();
+  const Socket::Address good = address_of(living);
+  const uint16_t port = living.LocalPort().value();
+
+  const auto port_of_peer = [](const Socket& socket) {
+    sockaddr_in peer = {};
+    socklen_t size = sizeof(peer);
+    EXPECT_EQ(getpeername(socket.fd(), reinterpret_cast<sockaddr*>(&peer), &size), 0);
+    return ntohs(peer.sin_port);
+  };
+  for (const auto& addresses : std::vector<std::vector<Socket::Address>>{
+           {good}, {silent, good}, {refused, good}, {silent, refused, silent, good}}) {
+    const absl::Time deadline = Later();
+    const absl::StatusOr<Socket> socket = Socket::ConnectToAny(addresses, deadline);
+    ASSERT_TRUE(socket.ok()) << socket.status();
+    EXPECT_EQ(port_of_peer(*socket), port);
+    EXPECT_LT(absl::Now(), deadline);
+  }
+  EXPECT_TRUE(absl::IsUnavailable(Socket::ConnectToAny({}, Later()).status()));
+  EXPECT_TRUE(
+      absl::IsFailedPrecondition(Socket::ConnectToAny({refused, refused}, Later()).status()));
+  EXPECT_TRUE(
+      absl::IsDeadlineExceeded(Socket::ConnectToAny({silent, refused, silent}, Soon()).status()));
+}
+
+// What a stranger hears who says `words`, until the server closes.
+std::string Heard(uint16_t port, const std::string& words) {
+  Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
+  socket.Send(words, Later()).IgnoreError();
+  std::string heard;
+  char byte;
+  while (socket.Receive(&byte, 1, Later()).ok()) heard += byte;
+  return heard;
+}
+
+// What a client does first.
+void ShakeHands(Socket& socket) {
+  Handshake handshake = Handshake::Create(Handshake::Role::kClient, "", kStoreToken).value();
+  while (!handshake.done()) {
+    EXPECT_TRUE(socket.Send(handshake.TakeOutput(), Later()).ok());
+    std::string bytes(handshake.wanted(), '\0');
+    EXPECT_TRUE(socket.Receive(bytes.data(), bytes.size(), Later()).ok());
+    EXPECT_TRUE(handshake.Receive(bytes).ok());
+  }
+}
+
+Socket Friend(uint16_t port) {
+  Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
+  ShakeHands(socket);
+  return socket;
+}
+
+// Whether the kernel asks now and then for a sign of life.
+TEST(TcpStoreTest, AClientWhoseMachineIsGoneIsGivenUp) {
+  const auto store = Serve();
+  const Socket client = Friend(store->port());
+  sockaddr_in mine = {};
+  socklen_t size = sizeof(mine);
+  ASSERT_EQ(getsockname(client.fd(), reinterpret_cast<sockaddr*>(&mine), &size), 0);
+  // The server's end is one of this process's.
+  int found = 0;
+  for (int fd = 0; fd < 1024; ++fd) {
+    sockaddr_in peer = {};
+    size = sizeof(peer);
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0 ||
+        peer.sin_family != AF_INET || peer.sin_port != mine.sin_port) {
+      continue;
+    }
+    ++found;
+    int on = 0, idle = 0;
+    size = sizeof(on);
+    EXPECT_EQ(getsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, &size), 0);
+    size = sizeof(idle);
+    EXPECT_EQ(getsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, &size), 0);
+    EXPECT_EQ(on, 1);
+    EXPECT_LE(idle, 60);
+  }
+  EXPECT_EQ(found, 1);
+}
+
+std::string Number(uint64_t number) { return {reinterpret_cast<const char*>(&number), 8}; }
+std::string Short(uint32_t number) { return {reinterpret_cast<const char*>(&number), 4}; }
+
+// A request for changes of a key that is not there, or is `seen`.
+std::string Await(uint32_t milliseconds, const Keys& keys) {
+  std::string body = Short(milliseconds);
+  for (const std::string& key : keys) {
+    body += Short(static_cast<uint32_t>(key.size())) + key + '\0';
+  }
+  return "\x82" + Short(static_cast<uint32_t>(body.size())) + body;
+}
+
+TEST(TcpStoreTest, HostileClients) {
+  const auto store = Serve();
+  ASSERT_TRUE(store->Set("key", "x", Later()).ok());
+  for (const std::string& words :
+       {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(16, '\0'), std::string(64, '\xff'),
+        std::string("\0\xce\xf7\x85\x3c", 5), std::string(1 << 20, 'x')}) {
+    EXPECT_EQ(Heard(store->port(), words), "");
+  }
+  // Friends, who say what is no request: huge lengths, unknown ones, text for numbers.
+  const std::string length(8, '\xff');
+  for (const std::string& words :
+       {"\x01" + length, "\x03" + length, "\x81" + Number(1) + length, "\x83" + Number(1) + length,
+        "\x84" + Number(1) + length, std::string("\x02"), std::string("\xff"),
+        std::string("\0abcd", 5), "\x82" + Short(0xffffffff), "\x82" + Short(2) + "xx",
+        "\x82" + Short(5) + Short(0) + "x", Await(0, {""}),
+        Await(0, {std::string(kMaxStoreKey + 1, 'k')}), Await(60000, Keys(kMaxAwaitKeys + 1, "k")),
+        Await(0, {"k"}).replace(14, 1, "\2"),
+        "\x82" + Short(13) + Short(0) + Short(0xffffffff) + "key\1x"}) {
+    Socket socket = Friend(store->port());
+    ASSERT_TRUE(socket.Send(words, Later()).ok());
+    char byte;
+    EXPECT_EQ(socket.Receive(&byte, 1, Later()).code(), absl::StatusCode::kUnavailable);
+  }
+  // Byte by byte a request is as good as any; half of one holds nobody up.
+  Socket slow = Friend(store->port()), half = Friend(store->port());
+  ASSERT_TRUE(half.Send("\x82", Later()).ok());
+  for (const char c : Await(60000, {"key"})) {
+    ASSERT_TRUE(slow.Send(absl::string_view(&c, 1), Later()).ok());
+  }
+  std::string answer(14, '\0');
+  ASSERT_TRUE(slow.Receive(answer.data(), answer.size(), Later()).ok());
+  EXPECT_EQ(answer, Short(10) + Short(1) + "\1" + Short(1) + "x");
+  EXPECT_EQ(store->Get("key", Later()).value(), "x");
+}
+
+// Who asks and does not listen gets some of his answers, the rest when he does, and holds up
+// nobody else.
+TEST(TcpStoreTest, WhoDoesNotListen) {
+  const auto store = Serve();
+  const size_t size = kMaxStoreValue;
+  ASSERT_TRUE(store->Set("k", std::string(size, 'x'), Later()).ok());
+  Socket deaf = Friend(store->port());
+  constexpr int kTimes = 60;  // 60 MiB of answers
+  for (int i = 0; i < kTimes; ++i) {
+    ASSERT_TRUE(deaf.Send(Await(0, {"k"}), Later()).ok());
+  }
+  EXPECT_TRUE(store->Set("other", "x", Later()).ok());
+  std::string answer(13 + size, '\0');
+  for (int i = 0; i < kTimes; ++i) {
+    ASSERT_TRUE(deaf.Receive(answer.data(), answer.size(), Later()).ok()) << i;
+    EXPECT_EQ(answer.back(), 'x');
+  }
+}
+
+TEST(StoreServerTest, ASessionHasOneConnection) {
+  const auto store = Serve();
+  const std::string session = "\x80" + Number(4711);
+  const std::string add = "\x81" + Number(1) + Number(2) + "/n" + Number(1);
+  Socket first = Friend(store->port());
+  char known = 7, added = 7;
+  int64_t sum = 0;
+  ASSERT_TRUE(first.Send(session + add, Later()).ok());
+  ASSERT_TRUE(first.Receive(&known, 1, Later()).ok());
+  EXPECT_EQ(known, 0);
+  ASSERT_TRUE(first.Receive(&added, 1, Later()).ok());
+  EXPECT_EQ(added, 1);
+  ASSERT_TRUE(first.Receive(&sum, 8, Later()).ok());
+  EXPECT_EQ(sum, 1);
+
+  Socket second = Friend(store->port());
+  ASSERT_TRUE(second.Send(session + add, Later()).ok());
+  ASSERT_TRUE(second.Receive(&known, 1, Later()).ok());
+  EXPECT_EQ(known, 1);
+  ASSERT_TRUE(second.Receive(&added, 1, Later()).ok());
+  EXPECT_EQ(added, 1);
+  ASSERT_TRUE(second.Receive(&sum, 8, Later()).ok());
+  EXPECT_EQ(sum, 1);
+  EXPECT_EQ(first.Receive(&known, 1, Later()).code(), absl::StatusCode::kUnavailable);
+
+  // A second session on one connection, and an addition without any.
+  ASSERT_TRUE(second.Send(session, Later()).ok());
+  EXPECT_EQ(second.Receive(&known, 1, Later()).code(), absl::StatusCode::kUnavailable);
+  Socket none = Friend(store->port());
+  ASSERT_TRUE(none.Send(add, Later()).ok());
+  EXPECT_EQ(none.Receive(&known, 1, Later()).code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(store->Add("n", 0, Later()).value(), 1);
+}
+
+TEST(StoreServerTest, StrangersMakeRoom) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(
+      std::move(listener),
+      {.max_unauthenticated = 2, .grace = absl::ZeroDuration(), .max_bytes = 1000});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::vector<Socket> idle;
+  for (int i = 0; i < 50; ++i) {
+    idle.push_back(Socket::Connect("127.0.0.1", port, Later()).value());
+  }
+  char byte;
+  for (int i = 0; i < 48; ++i) {
+    EXPECT_EQ(idle[i].Receive(&byte, 1, Later()).code(), absl::StatusCode::kUnavailable);
+  }
+  const auto client = Join(port);
+  ASSERT_TRUE(client->Set("key", std::string(700, 'x'), Later()).ok());
+  ASSERT_TRUE(client->Set("key", std::string(800, 'x'), Later()).ok());  // in place of the other
+  const absl::Status full = client->Set("more", std::string(200, 'x'), Later());
+  EXPECT_EQ(full.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(absl::StrContains(full.message(), "is it full?")) << full;
+  EXPECT_EQ(client->Get("key", Later()).value(), std::string(800, 'x'));
+  EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(800, 'x'));
+}
+
+// More come at a time than may be strangers. None of them is closed: whoever finds no room waits
+// until others have shown who they are.
+TEST(StoreServerTest, ACrowdComesInOneAfterTheOther) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(
+      std::move(listener),
+      {.max_unauthenticated = 2, .grace = absl::Hours(1), .handshake_timeout = absl::Hours(1)});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::vector<Socket> crowd;
+  for (int i = 0; i < 40; ++i) {
+    crowd.push_back(Socket::Connect("127.0.0.1", port, Later()).value());
+  }
+  for (Socket& socket : crowd) ShakeHands(socket);
+  // With all of them inside there is room again.
+  ShakeHands(crowd.emplace_back(Socket::Connect("127.0.0.1", port, Later()).value()));
+}
+
+TEST(StoreServerTest, WhoComesBackOftenTakesNobodysPlace) {
+  const auto store = Serve();
+  Socket other = Friend(store->port());
+  char known = 7;
+  ASSERT_TRUE(other.Send("\x80" + Number(1), Later()).ok());
+  ASSERT_TRUE(other.Receive(&known, 1, Later()).ok());
+  std::vector<Socket> sockets;
+  for (int i = 0; i < 300; ++i) {
+    sockets.push_back(Friend(store->port()));
+    ASSERT_TRUE(sockets.back().Send("\x80" + Number(2), Later()).ok());
+    ASSERT_TRUE(sockets.back().Receive(&known, 1, Later()).ok());
+    EXPECT_EQ(known, i == 0 ? 0 : 1);
+    if (i == 0) continue;
+    EXPECT_TRUE(absl::IsUnavailable(sockets[i - 1].Receive(&known, 1, Later())));
+  }
+  ASSERT_TRUE(other.Send("\x0d" + Short(7), Later()).ok());
+  std::string pong(4, '\0');
+  ASSERT_TRUE(other.Receive(pong.data(), 4, Later()).ok());
+  EXPECT_EQ(pong, Short(7));
+}
+
+// What a client waits for has a place in the store's memory, or the client hears that it has none.
+TEST(StoreServerTest, WaitsAreBounded) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(std::move(listener), {.max_bytes = 100000});
+  ASSERT_TRUE(server.ok()) << server.status();
+  constexpr uint32_t kLong = 1 << 30;
+  const Keys keys(kMaxAwaitKeys, std::string(100, 'k'));
+  std::vector<Socket> sockets;
+  for (int i = 0; i < 5; ++i) {
+    sockets.push_back(Friend(port));
+    ASSERT_TRUE(sockets.back().Send(Await(kLong, keys), Later()).ok());
+  }
+  // Two of them would need more than there is; which ones, nobody knows.
+  int full = 0;
+  for (Socket& socket : sockets) {
+    // The pong of this comes after the wait's answer.
+    ASSERT_TRUE(socket.Send("\x0d" + Short(7), Later()).ok());
+    uint32_t size = 0, told = 0;
+    ASSERT_TRUE(socket.Receive(&size, 4, Later()).ok());
+    ASSERT_TRUE(socket.Receive(&told, 4, Later()).ok());
+    full += told == kStoreFull;
+  }
+  EXPECT_GT(full, 0);
+  sockets.clear();
+  // And what they waited for is forgotten with them.
+  const auto client = Join(port);
+  EXPECT_TRUE(client->Set("key", std::string(90000, 'x'), Later()).ok());
+}
+
+TEST(StoreServerTest, NobodyMayThinkForEver) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server =
+      StoreServer::Start(std::move(listener), {.handshake_timeout = absl::Milliseconds(20)});
+  EXPECT_EQ(Heard(port, "distgrad"), "");
+}
+
+}  // namespace
+}  // namespace distgrad
+
+int main(int argc, char** argv) {
+  if (argc == 4 && std::string(argv[1]) == "--child") return distgrad::RunChild(argv[2], argv[3]);
+  testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

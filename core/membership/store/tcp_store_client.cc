@@ -1,0 +1,452 @@
+// Connects again and repeats a request where that is needed: ExchangeAlone().
+#include "core/membership/store/tcp_store_client.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/random.h"
+#include "core/base/status.h"
+#include "core/base/wire.h"
+#include "core/membership/backoff.h"
+#include "core/membership/store/store_errors.h"
+#include "core/membership/store/store_server.h"
+#include "core/membership/store/tcp_store_protocol.h"
+#include "core/net/handshake.h"
+
+namespace distgrad {
+namespace {
+
+constexpr uint32_t kNonce = 0x64677264;  // any number: the server sends it back
+
+// When one waits for a change and another would wait, too, they take turns, each of so long.
+constexpr absl::Duration kTurn = absl::Milliseconds(20);
+
+static_assert(kMaxAwaitKeys * (kMaxStoreKey + 16) < kMaxAwaitBytes);
+
+// That nobody listens counts when it was so for this long: a firewall or a service's proxy may say
+// it for a moment.
+constexpr absl::Duration kRefusals = absl::Seconds(2);
+
+void AppendString(absl::string_view text, WireWriter& writer) {
+  writer.U64(text.size());
+  writer.Raw(text.data(), text.size());
+}
+
+void AppendRequest(StoreRequest request, WireWriter& writer) {
+  writer.U8(static_cast<uint8_t>(request));
+}
+
+void AppendKey(const std::string& key, WireWriter& writer) {
+  AppendString(absl::StrCat("/", key), writer);
+}
+
+absl::Status AwaitPong(Socket& socket, Deadline deadline) {
+  uint32_t answer = 0;
+  DG_RETURN_IF_ERROR(socket.Receive(&answer, sizeof(answer), deadline));
+  if (answer == kNonce) return absl::OkStatus();
+  return absl::UnavailableError("what answers there is no store");
+}
+
+absl::Status AwaitDone(Socket& socket, Deadline deadline) {
+  uint8_t done = 0;
+  return socket.Receive(&done, sizeof(done), deadline);
+}
+
+absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(Handshake handshake,
+                      Handshake::Create(Handshake::Role::kClient, cluster_key, kStoreToken));
+  std::string bytes;
+  while (!handshake.done()) {
+    DG_RETURN_IF_ERROR(socket.Send(handshake.TakeOutput(), deadline));
+    bytes.resize(handshake.wanted());
+    const absl::Status received = socket.Receive(bytes.data(), bytes.size(), deadline);
+    DG_RETURN_IF_ERROR(Annotate(received, "the handshake (another cluster key?)"));
+    DG_RETURN_IF_ERROR(handshake.Receive(bytes));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+TcpStoreClient::TcpStoreClient(TcpStoreClientOptions options)
+    : options_(std::move(options)),
+      where_(absl::StrCat(options_.host, ":", options_.port)),
+      session_(RandomNumber()),
+      nothing_(absl::StrCat("nothing ", RandomNumber(), " ", RandomNumber())),
+      interrupt_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+
+absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
+    TcpStoreClientOptions options, Deadline deadline) {
+  std::unique_ptr<TcpStoreClient> client(new TcpStoreClient(std::move(options)));
+  if (!client->interrupt_.valid()) return absl::ErrnoToStatus(errno, "a store's client");
+  Backoff backoff(deadline);
+  absl::Status last;
+  // One address or server that is silent does not use up all of the time; a busy one gets more of
+  // it in each attempt.
+  absl::Duration patience = client->options_.answer_timeout;
+  do {
+    auto socket = client->ConnectOnce(std::min(deadline, Deadline::After(patience)));
+    patience *= 2;
+    if (socket.ok()) {
+      client->socket_ = *std::move(socket);
+      return client;
+    }
+    if (absl::IsUnauthenticated(socket.status())) {
+      return Annotate(socket.status(), absl::StrCat("the store at ", client->where_));
+    }
+    // That the time was over in the midst of an attempt tells less than how one before it ended.
+    if (last.ok() || !absl::IsDeadlineExceeded(socket.status())) last = socket.status();
+  } while (backoff.Sleep());
+  return absl::DeadlineExceededError(
+      absl::StrCat("no store answered at ", client->where_, " in time: ", last.message()));
+}
+
+absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(const std::string known, options_.resolver(options_.host));
+  DG_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(known, options_.port, deadline));
+  if (is_ours()) {
+    DG_RETURN_IF_ERROR(ShakeHands(socket, *options_.cluster_key, deadline));
+  }
+  std::string hello;
+  WireWriter writer(&hello);
+  AppendRequest(StoreRequest::kValidate, writer);
+  writer.U32(kStoreMagic);
+  AppendRequest(StoreRequest::kPing, writer);
+  writer.U32(kNonce);
+  DG_RETURN_IF_ERROR(socket.Send(hello, deadline));
+  DG_RETURN_IF_ERROR(AwaitPong(socket, deadline));
+  if (is_ours()) DG_RETURN_IF_ERROR(BeginSession(socket, deadline));
+  return socket;
+}
+
+// Tells a server of ours whom it serves, and finds out whether it still is the one that this client
+// has spoken to before.
+absl::Status TcpStoreClient::BeginSession(Socket& socket, Deadline deadline) {
+  std::string request;
+  WireWriter writer(&request);
+  AppendRequest(StoreRequest::kSession, writer);
+  writer.U64(session_);
+  DG_RETURN_IF_ERROR(socket.Send(request, deadline));
+  uint8_t known = 0;
+  DG_RETURN_IF_ERROR(socket.Receive(&known, sizeof(known), deadline));
+  if (known_ && known == 0) {
+    return absl::DataLossError("another store is served there now, which is empty");
+  }
+  known_ = true;
+  return absl::OkStatus();
+}
+
+Deadline TcpStoreClient::AtLeastAMoment(Deadline deadline) const {
+  return std::max(deadline, Deadline::After(options_.answer_timeout));
+}
+
+absl::Status TcpStoreClient::TakeTurn(const Request& request, Deadline deadline) {
+  const bool in_haste = !request.has_waited;
+  std::unique_lock<std::mutex> lock(mu_);
+  const uint64_t ticket = ++last_ticket_;
+  line_.push_back(ticket);
+  in_haste_ += in_haste ? 1 : 0;
+  if (busy_) {
+    const uint64_t one = 1;  // an eventfd that is full rings all the same
+    [[maybe_unused]] const ssize_t rung = write(interrupt_.fd(), &one, sizeof(one));
+  }
+  const bool came =
+      free_.wait_until(lock, deadline.at(), [&] { return !busy_ && line_.front() == ticket; });
+  line_.erase(std::find(line_.begin(), line_.end(), ticket));
+  in_haste_ -= in_haste ? 1 : 0;
+  if (came && gone_.ok()) {
+    busy_ = true;
+    return absl::OkStatus();
+  }
+  free_.notify_all();  // the next in line may be the first now
+  if (came) return gone_;
+  return absl::DeadlineExceededError(absl::StrCat("the store at ", where_, " is busy"));
+}
+
+absl::Status TcpStoreClient::Exchange(const Request& request, Deadline deadline,
+                                      ReadAnswer read_answer) {
+  DG_RETURN_IF_ERROR(TakeTurn(request, deadline));
+  bool gone = false;
+  absl::Status status = ExchangeAlone(request, deadline, read_answer, &gone);
+  if (!status.ok()) {
+    status = Annotate(status, absl::StrCat(gone ? "lost the store at " : "the store at ", where_));
+  }
+  std::lock_guard<std::mutex> lock(mu_);
+  busy_ = false;
+  if (gone) gone_ = status;
+  free_.notify_all();
+  return status;
+}
+
+bool TcpStoreClient::AwaitAnswerOrOthers(Socket& socket, Deadline deadline) {
+  const Deadline turn = Deadline::After(kTurn);
+  for (;;) {
+    bool others;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (in_haste_ > 0) return true;
+      others = !line_.empty();
+    }
+    if (others && turn.Passed()) return true;
+    pollfd entries[] = {{socket.fd(), POLLIN, 0}, {interrupt_.fd(), POLLIN, 0}};
+    const int ready =
+        poll(entries, 2, PollMilliseconds(others ? std::min(turn, deadline) : deadline));
+    if (ready > 0 && entries[0].revents != 0) return false;
+    if (ready > 0) {
+      uint64_t rings;
+      [[maybe_unused]] const ssize_t n = read(interrupt_.fd(), &rings, sizeof(rings));
+    }
+    if (deadline.Passed()) return false;
+  }
+}
+
+absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline deadline,
+                                           ReadAnswer read_answer, bool* gone) {
+  Backoff backoff(deadline);
+  absl::Status last;  // why the attempt before this one failed
+  int closed = 0;     // how many new connections the server has closed instead of an answer
+  Deadline refused_until = Deadline::Never();  // from the first refusal on
+  do {
+    const Deadline until = std::min(deadline, Deadline::After(options_.answer_timeout));
+    const bool is_new = !socket_.valid();
+    if (is_new) {
+      auto socket = ConnectOnce(until);
+      if (!socket.ok()) {
+        last = socket.status();
+        const bool refused = absl::IsFailedPrecondition(last);
+        if (refused && refused_until.is_never()) refused_until = Deadline::After(kRefusals);
+        if (!refused) refused_until = Deadline::Never();
+        *gone = absl::IsDataLoss(last) || absl::IsUnauthenticated(last) ||
+                (refused && refused_until.Passed());
+        if (*gone) return absl::UnavailableError(last.message());
+        continue;
+      }
+      socket_ = *std::move(socket);
+    }
+    const Deadline answer_by =
+        request.repeat == Repeat::kForbidden
+            ? deadline
+            : std::min(deadline, Deadline::After(options_.answer_timeout + request.wait));
+    absl::Status status = socket_.Send(request.bytes, answer_by);
+    if (status.ok()) status = read_answer(socket_, answer_by);
+    if (status.ok()) return status;
+    // Half an answer may be on its way: nobody can use this connection any more.
+    socket_ = Socket();
+    last = status;
+    if (request.repeat == Repeat::kForbidden) {
+      return absl::AbortedError(
+          absl::StrCat(status.message(), "; whether it has added to the counter is not known"));
+    }
+    // A server closes the connection on what it does not like, but on no wait.
+    if (is_new && request.wait == absl::ZeroDuration() && absl::IsUnavailable(status) &&
+        ++closed == 2) {
+      return absl::UnavailableError(
+          absl::StrCat("it closes the connection on this request (is it full?): ", last.message()));
+    }
+  } while (backoff.Sleep());
+  return absl::DeadlineExceededError(absl::StrCat("it does not answer: ", last.message()));
+}
+
+absl::Status TcpStoreClient::Set(const std::string& key, const std::string& value,
+                                 Deadline deadline) {
+  DG_RETURN_IF_ERROR(CheckEntry(key, value));
+  Request request;
+  WireWriter writer(&request.bytes);
+  if (is_ours()) {
+    AppendRequest(StoreRequest::kSetOnce, writer);
+    writer.U64(++changes_);
+    AppendKey(key, writer);
+    AppendString(value, writer);
+    return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
+  }
+  AppendRequest(StoreRequest::kSet, writer);
+  AppendKey(key, writer);
+  AppendString(value, writer);
+  // The server does not answer a set; it answers this when it has done it.
+  AppendRequest(StoreRequest::kPing, writer);
+  writer.U32(kNonce);
+  return Exchange(request, AtLeastAMoment(deadline), AwaitPong);
+}
+
+absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amount,
+                                            Deadline deadline) {
+  DG_RETURN_IF_ERROR(CheckEntry(key, ""));
+  const Deadline until = AtLeastAMoment(deadline);
+  Request request;
+  WireWriter writer(&request.bytes);
+  int64_t sum = 0;
+  if (!is_ours()) {
+    // The server breaks off when told to add to what is no number.
+    DG_ASSIGN_OR_RETURN(const std::vector<Value> before, AskC10d({key}, until));
+    if (before[0].has_value() && !absl::SimpleAtoi(*before[0], &sum)) return NotACounter(key);
+    AppendRequest(StoreRequest::kAdd, writer);
+    AppendKey(key, writer);
+    writer.I64(amount);
+    request.repeat = Repeat::kForbidden;
+    DG_RETURN_IF_ERROR(Exchange(request, until, [&](Socket& socket, Deadline answer_by) {
+      return socket.Receive(&sum, sizeof(sum), answer_by);
+    }));
+    return sum;
+  }
+  AppendRequest(StoreRequest::kAddOnce, writer);
+  writer.U64(++changes_);
+  AppendKey(key, writer);
+  writer.I64(amount);
+  uint8_t is_counter = 0;
+  DG_RETURN_IF_ERROR(Exchange(request, until, [&](Socket& socket, Deadline answer_by) {
+    DG_RETURN_IF_ERROR(socket.Receive(&is_counter, 1, answer_by));
+    return socket.Receive(&sum, sizeof(sum), answer_by);
+  }));
+  if (is_counter == 0) return NotACounter(key);
+  return sum;
+}
+
+absl::Status TcpStoreClient::Delete(const std::string& key, Deadline deadline) {
+  DG_RETURN_IF_ERROR(CheckEntry(key, ""));
+  Request request;
+  WireWriter writer(&request.bytes);
+  if (is_ours()) {
+    AppendRequest(StoreRequest::kDeleteOnce, writer);
+    writer.U64(++changes_);
+    AppendKey(key, writer);
+    return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
+  }
+  AppendRequest(StoreRequest::kDeleteKey, writer);
+  AppendKey(key, writer);
+  return Exchange(request, AtLeastAMoment(deadline), [&](Socket& socket, Deadline answer_by) {
+    int64_t deleted = 0;
+    return socket.Receive(&deleted, sizeof(deleted), answer_by);
+  });
+}
+
+absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::GetEach(Keys keys, Deadline deadline) {
+  DG_RETURN_IF_ERROR(CheckKeys(keys));
+  const Deadline until = AtLeastAMoment(deadline);
+  std::vector<Value> values;
+  while (values.size() < keys.size()) {
+    const Keys rest = keys.subspan(values.size(), kMaxAwaitKeys);
+    DG_ASSIGN_OR_RETURN(std::vector<Value> more, is_ours() ? AskOurs(rest, {}, absl::ZeroDuration(),
+                                                                     /*has_waited=*/false, until)
+                                                           : AskC10d(rest, until));
+    std::move(more.begin(), more.end(), std::back_inserter(values));
+  }
+  return values;
+}
+
+absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AwaitChange(Keys keys,
+                                                                      absl::Span<const Value> seen,
+                                                                      Deadline deadline) {
+  if (!is_ours()) return Store::AwaitChange(keys, seen, deadline);
+  DG_RETURN_IF_ERROR(CheckKeys(keys));
+  if (keys.size() > kMaxAwaitKeys) {
+    return absl::InvalidArgumentError(absl::StrCat("cannot wait for ", keys.size(),
+                                                   " keys at once; the limit is ", kMaxAwaitKeys));
+  }
+  for (bool has_waited = false;; has_waited = true) {
+    const absl::Duration wait = std::min(deadline.Left(), options_.answer_timeout);
+    DG_ASSIGN_OR_RETURN(std::vector<Value> values,
+                        AskOurs(keys, seen, wait, has_waited, AtLeastAMoment(deadline)));
+    if (values.size() < keys.size()) {
+      DG_ASSIGN_OR_RETURN(std::vector<Value> more, GetEach(keys.subspan(values.size()), deadline));
+      std::move(more.begin(), more.end(), std::back_inserter(values));
+    }
+    const bool same = std::equal(values.begin(), values.end(), seen.begin(), seen.end());
+    if (!same || deadline.Passed()) return values;
+  }
+}
+
+absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskOurs(Keys keys,
+                                                                  absl::Span<const Value> seen,
+                                                                  absl::Duration wait,
+                                                                  bool has_waited,
+                                                                  Deadline deadline) {
+  std::string body;
+  WireWriter writer(&body);
+  writer.U32(static_cast<uint32_t>(absl::ToInt64Milliseconds(wait + absl::Microseconds(999))));
+  for (size_t i = 0; i < keys.size(); ++i) {
+    writer.Bytes(keys[i]);
+    const Value* known = i < seen.size() && seen[i].has_value() ? &seen[i] : nullptr;
+    writer.U8(known != nullptr ? 1 : 0);
+    if (known != nullptr) writer.Bytes(**known);
+  }
+  if (body.size() > kMaxAwaitBytes) {
+    return absl::InvalidArgumentError("cannot wait for values that are so long");
+  }
+  Request request;
+  request.wait = wait;
+  request.has_waited = has_waited;
+  WireWriter whole(&request.bytes);
+  AppendRequest(StoreRequest::kAwait, whole);
+  whole.Bytes(body);
+  std::vector<Value> values;
+  const auto read_answer = [&](Socket& socket, Deadline until) -> absl::Status {
+    const bool for_others = wait > absl::ZeroDuration() && AwaitAnswerOrOthers(socket, until);
+    if (for_others) {
+      // The server then answers at once, if it has not done so.
+      std::string ping;
+      WireWriter ping_writer(&ping);
+      AppendRequest(StoreRequest::kPing, ping_writer);
+      ping_writer.U32(kNonce);
+      DG_RETURN_IF_ERROR(socket.Send(ping, until));
+    }
+    uint32_t size = 0;
+    DG_RETURN_IF_ERROR(socket.Receive(&size, sizeof(size), until));
+    if (size > kMaxAnswer + sizeof(uint32_t) + kMaxStoreValue) {
+      return absl::InternalError("an answer that is too long");
+    }
+    std::string answer(size, '\0');
+    DG_RETURN_IF_ERROR(socket.Receive(answer.data(), size, until));
+    WireReader reader(answer);
+    const uint32_t told = reader.U32();
+    if (told == kStoreFull) return absl::ResourceExhaustedError("it is full");
+    values.clear();
+    for (uint32_t i = 0; i < told && reader.ok() && values.size() < keys.size(); ++i) {
+      const bool there = reader.U8() != 0;
+      values.push_back(there ? Value(reader.Bytes()) : Value());
+    }
+    if (!reader.ok() || reader.remaining() > 0 || told == 0 || values.size() != told) {
+      return absl::InternalError("an answer to another question");
+    }
+    return for_others ? AwaitPong(socket, until) : absl::OkStatus();
+  };
+  DG_RETURN_IF_ERROR(Exchange(request, deadline, read_answer));
+  return values;
+}
+
+// A comparison with what no key holds is how c10d's server says in one answer whether a key is
+// there and what it holds: its kGet breaks the connection where there is nothing, and what an
+// earlier question has found may be deleted since.
+absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskC10d(Keys keys, Deadline deadline) {
+  Request request;
+  WireWriter writer(&request.bytes);
+  for (const std::string& key : keys) {
+    AppendRequest(StoreRequest::kCompareSet, writer);
+    AppendKey(key, writer);
+    AppendString(nothing_, writer);
+    AppendString(nothing_, writer);
+  }
+  std::vector<Value> values;
+  const auto read_answer = [&](Socket& socket, Deadline until) -> absl::Status {
+    values.clear();
+    for (size_t i = 0; i < keys.size(); ++i) {
+      uint64_t size = 0;
+      DG_RETURN_IF_ERROR(socket.Receive(&size, sizeof(size), until));
+      if (size > kMaxStoreValue) return absl::InternalError("a value that is too long");
+      std::string value(size, '\0');
+      DG_RETURN_IF_ERROR(socket.Receive(value.data(), size, until));
+      values.push_back(value == nothing_ ? Value() : Value(std::move(value)));
+    }
+    return absl::OkStatus();
+  };
+  DG_RETURN_IF_ERROR(Exchange(request, deadline, read_answer));
+  return values;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,112 @@
+#include "core/net/cluster_key.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
+#include <openssl/rand.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdlib>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kMaxFile = 4096;  // bytes; whatever is longer is no key
+
+absl::StatusOr<std::string> ReadKeyFile(const std::string& path) {
+  const std::string what = absl::StrCat("cannot read the cluster key in ", path);
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return absl::ErrnoToStatus(errno, what);
+  std::string text(kMaxFile + 1, '\0');
+  size_t size = 0;
+  ssize_t n = 0;
+  do {
+    n = read(fd, &text[size], text.size() - size);
+    if (n > 0) size += n;
+  } while ((n > 0 && size < text.size()) || (n < 0 && errno == EINTR));
+  const int error = errno;
+  struct stat info = {};
+  const bool open_to_all = fstat(fd, &info) == 0 && (info.st_mode & S_IROTH) != 0;
+  close(fd);
+  if (n < 0) return absl::ErrnoToStatus(error, what);
+  if (size > kMaxFile) {
+    return absl::InvalidArgumentError(absl::StrCat(what, ": more than ", kMaxFile, " bytes"));
+  }
+  if (open_to_all) DG_LOG(WARNING) << "every user of this machine can read the key in " << path;
+  text.resize(size);
+  return std::string(absl::StripAsciiWhitespace(text));
+}
+
+}  // namespace
+
+absl::Status CheckClusterKey(absl::string_view key) {
+  if (key.empty() || key.size() >= kMinKeyBytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the cluster key has ", key.size(), " bytes; it needs at least ", kMinKeyBytes));
+}
+
+absl::StatusOr<std::string> LoadClusterKey(
+    const std::string& key_file,
+    const std::function<std::optional<std::string>(const std::string&)>& getenv) {
+  std::string path = key_file;
+  if (path.empty()) {
+    const std::optional<std::string> variable = getenv("DISTGRAD_KEY");
+    const std::optional<std::string> file = getenv("DISTGRAD_KEY_FILE");
+    if (variable.has_value() && file.has_value()) {
+      return absl::InvalidArgumentError("both DISTGRAD_KEY and DISTGRAD_KEY_FILE are set");
+    }
+    if (!variable.has_value() && !file.has_value()) return std::string();
+    if (variable.has_value()) {
+      std::string key(absl::StripAsciiWhitespace(*variable));
+      // Who sets a key wants one: an empty one must not quietly mean that none is needed.
+      if (key.empty()) return absl::InvalidArgumentError("DISTGRAD_KEY is empty");
+      DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(key), "DISTGRAD_KEY"));
+      return key;
+    }
+    if (file->empty()) return absl::InvalidArgumentError("DISTGRAD_KEY_FILE is empty");
+    path = *file;
+  }
+  DG_ASSIGN_OR_RETURN(std::string key, ReadKeyFile(path));
+  if (key.empty()) return absl::InvalidArgumentError(absl::StrCat(path, " is empty"));
+  DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(key), path));
+  return key;
+}
+
+absl::StatusOr<std::string> LoadClusterKey(const std::string& key_file) {
+  return LoadClusterKey(key_file, [](const std::string& name) -> std::optional<std::string> {
+    const char* value = std::getenv(name.c_str());
+    if (value == nullptr) return std::nullopt;
+    return value;
+  });
+}
+
+absl::StatusOr<Digest> Hmac(absl::string_view key, absl::string_view text) {
+  Digest digest;
+  unsigned int size = digest.size();
+  if (HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()),
+           reinterpret_cast<const unsigned char*>(text.data()), text.size(), digest.data(),
+           &size) == nullptr ||
+      size != digest.size()) {
+    return absl::InternalError("the crypto library cannot compute HMAC-SHA256");
+  }
+  return digest;
+}
+
+bool SameDigest(const Digest& a, const Digest& b) {
+  return CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
+}
+
+absl::Status FillRandom(uint8_t* data, size_t size) {
+  if (RAND_bytes(data, static_cast<int>(size)) == 1) return absl::OkStatus();
+  return absl::InternalError("the crypto library has no random numbers");
+}
+
+}  // namespace distgrad

@@ -1,0 +1,119 @@
+#include "core/net/handshake.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/base/wire.h"
+#include "core/net/cluster_key.h"
+
+namespace distgrad {
+namespace {
+
+constexpr absl::string_view kMagic = "distgrad";
+constexpr uint16_t kVersion = 1;
+constexpr uint16_t kHasKey = 1;  // a flag
+constexpr size_t kNonceBytes = 32;
+
+constexpr absl::string_view kNotOurs =
+    "the other end is no worker of this job, or has another cluster key";
+
+}  // namespace
+
+absl::StatusOr<Handshake> Handshake::Create(Role role, absl::string_view key, const Token& token) {
+  Handshake handshake(role, key, token);
+  handshake.own_hello_ = std::string(kMagic);
+  WireWriter writer(&handshake.own_hello_);
+  writer.U16(kVersion);
+  writer.U16(key.empty() ? 0 : kHasKey);
+  writer.U32(0);
+  std::array<uint8_t, kNonceBytes> nonce;
+  DG_RETURN_IF_ERROR(FillRandom(nonce.data(), nonce.size()));
+  handshake.own_hello_.append(nonce.begin(), nonce.end());
+  // The client speaks first: a server says nothing to who does not know our magic.
+  if (role == Role::kClient) handshake.output_ = handshake.own_hello_;
+  return handshake;
+}
+
+std::string Handshake::TakeOutput() { return std::exchange(output_, std::string()); }
+
+absl::Status Handshake::Receive(absl::string_view bytes) {
+  if (bytes.size() > wanted()) return absl::InternalError("more than a handshake wants");
+  received_.append(bytes);
+  if (step_ == Step::kHello) DG_RETURN_IF_ERROR(CheckMagic());
+  if (received_.size() < wanted_) return absl::OkStatus();
+  absl::Status taken = step_ == Step::kHello ? TakeHello() : TakeProof();
+  received_.clear();
+  wanted_ = step_ == Step::kDone ? 0 : kProofBytes;
+  return taken;
+}
+
+// As soon as there is a byte, so that strangers are sent away at once.
+absl::Status Handshake::CheckMagic() const {
+  const size_t size = std::min(received_.size(), kMagic.size());
+  if (absl::string_view(received_).substr(0, size) == kMagic.substr(0, size)) {
+    return absl::OkStatus();
+  }
+  return absl::UnauthenticatedError("the other end does not speak distgrad's protocol");
+}
+
+absl::Status Handshake::TakeHello() {
+  other_hello_ = received_;
+  step_ = Step::kProof;
+  // A server answers whatever the version and flags are: so its client can say what is wrong. The
+  // proof covers both hellos, so ends that differ cannot agree.
+  if (role_ == Role::kServer) {
+    output_ += own_hello_;
+    return absl::OkStatus();
+  }
+  DG_RETURN_IF_ERROR(CheckHello());
+  return SendProof();
+}
+
+absl::Status Handshake::CheckHello() const {
+  if (!has_hello()) return absl::OkStatus();
+  WireReader reader(absl::string_view(other_hello_).substr(kMagic.size()));
+  const uint16_t version = reader.U16();
+  const uint16_t flags = reader.U16();
+  if (version != kVersion) {
+    return absl::UnauthenticatedError(absl::StrCat("the other end speaks version ", version,
+                                                   " of distgrad's protocol, not ", kVersion));
+  }
+  const bool has_key = (flags & kHasKey) != 0;
+  if (has_key == key_.empty()) {
+    return absl::UnauthenticatedError(has_key ? "the other end has a cluster key, this one has none"
+                                              : "the other end has no cluster key, this one has");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Handshake::TakeProof() {
+  DG_ASSIGN_OR_RETURN(const std::string expected,
+                      Proof(role_ == Role::kClient ? Role::kServer : Role::kClient));
+  Digest wanted, given;
+  std::copy(expected.begin(), expected.end(), wanted.begin());
+  std::copy(received_.begin(), received_.end(), given.begin());
+  if (!SameDigest(wanted, given)) return absl::UnauthenticatedError(kNotOurs);
+  step_ = Step::kDone;
+  return role_ == Role::kServer ? SendProof() : absl::OkStatus();
+}
+
+absl::Status Handshake::SendProof() {
+  DG_ASSIGN_OR_RETURN(const std::string proof, Proof(role_));
+  output_ += proof;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> Handshake::Proof(Role role) const {
+  const bool client = role_ == Role::kClient;
+  // The roles differ, so that no end's own proof can be sent back to it.
+  std::string text = role == Role::kClient ? "client" : "server";
+  absl::StrAppend(&text, client ? own_hello_ : other_hello_, client ? other_hello_ : own_hello_);
+  const std::string token(token_.begin(), token_.end());
+  text += token;
+  DG_ASSIGN_OR_RETURN(const Digest digest, Hmac(key_.empty() ? token : key_, text));
+  return std::string(digest.begin(), digest.end());
+}
+
+}  // namespace distgrad

@@ -1,0 +1,87 @@
+// How the two ends of a new connection prove to each other that they belong together, before
+// anything else is read from it.
+//
+//   client -> server   hello: magic, version, whether it has a cluster key, 32 random bytes
+//   server -> client   hello: the same of its own
+//   client -> server   proof: HMAC-SHA256 over "client", both hellos and the listener's token
+//   server -> client   proof: the same with "server"
+//
+// The HMAC's key is the cluster key; without one it is the token, 16 random bytes that stand in
+// the listener's address. So without the cluster key nobody gets past here, and without any key
+// nobody who does not know the address. The token binds the proof to this one listener: it cannot
+// be passed on to another worker, nor does an address outlive its listener.
+#ifndef DISTGRAD_CORE_NET_HANDSHAKE_H_
+#define DISTGRAD_CORE_NET_HANDSHAKE_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace distgrad {
+
+inline constexpr size_t kHelloBytes = 48;
+inline constexpr size_t kProofBytes = 32;
+inline constexpr size_t kTokenBytes = 16;
+
+using Token = std::array<uint8_t, kTokenBytes>;
+
+// One end of one handshake: bytes in, bytes out; no I/O. For one thread.
+class Handshake {
+ public:
+  enum class Role { kClient, kServer };
+
+  // `key` is the cluster key, or empty; it must outlive the handshake. kInternal without random
+  // numbers.
+  static absl::StatusOr<Handshake> Create(Role role, absl::string_view key, const Token& token);
+
+  // What to send now; empty if nothing. Each byte is given out once.
+  std::string TakeOutput();
+
+  // OK while nothing that the other end has said so far shows that it has another version or, where
+  // this end has a cluster key, none, or the other way round. For the log of a server, which lets
+  // the client find that out first.
+  absl::Status CheckHello() const;
+  // Whether it speaks this protocol at all.
+  bool has_hello() const { return !other_hello_.empty(); }
+
+  // How many more bytes it can take now, 0 once done: whatever comes after them is not its own.
+  size_t wanted() const { return wanted_ - received_.size(); }
+  bool done() const { return step_ == Step::kDone; }
+
+  // Takes at most wanted() bytes from the other end. kUnauthenticated, naming the likely reason,
+  // if they show that it does not belong here; then the connection is to be closed.
+  absl::Status Receive(absl::string_view bytes);
+
+ private:
+  enum class Step { kHello, kProof, kDone };
+
+  Handshake(Role role, absl::string_view key, const Token& token)
+      : role_(role), key_(key), token_(token) {}
+
+  absl::Status CheckMagic() const;
+  absl::Status TakeHello();
+  absl::Status TakeProof();
+  absl::Status SendProof();
+  absl::StatusOr<std::string> Proof(Role role) const;
+
+  // Constant after Create().
+  Role role_;
+  absl::string_view key_;
+  Token token_;
+  std::string own_hello_;
+
+  Step step_ = Step::kHello;
+  size_t wanted_ = kHelloBytes;  // of the message that is being received
+  std::string received_;         // of it
+  std::string other_hello_;
+  std::string output_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_NET_HANDSHAKE_H_

@@ -1,0 +1,243 @@
+#include "core/net/handshake.h"
+
+#include <sys/stat.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "core/net/cluster_key.h"
+#include "core/net/endpoint.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using Role = Handshake::Role;
+
+const std::string kKey = "0123456789abcdef";
+const std::string kOtherKey = "0123456789abcdeF";
+const Token kToken = {1, 2, 3};
+const Token kOtherToken = {1, 2, 4};
+
+Handshake New(Role role, absl::string_view key, const Token& token) {
+  auto handshake = Handshake::Create(role, key, token);
+  EXPECT_TRUE(handshake.ok()) << handshake.status();
+  return *std::move(handshake);
+}
+
+// Lets two ends talk, `step` bytes at a time, until neither says more; each end's status.
+std::pair<absl::Status, absl::Status> Talk(Handshake& client, Handshake& server,
+                                           size_t step = 1000) {
+  absl::Status at_client, at_server;
+  for (;;) {
+    const std::string to_server = client.TakeOutput(), to_client = server.TakeOutput();
+    if (to_server.empty() && to_client.empty()) return {at_client, at_server};
+    for (auto [bytes, end, status] :
+         {std::make_tuple(&to_server, &server, &at_server), {&to_client, &client, &at_client}}) {
+      for (size_t i = 0; i < bytes->size() && status->ok(); i += step) {
+        EXPECT_LE(std::min(step, bytes->size() - i), end->wanted());
+        *status = end->Receive(absl::string_view(*bytes).substr(i, step));
+      }
+    }
+  }
+}
+
+TEST(HandshakeTest, EqualEndsFinish) {
+  for (const std::string& key : {std::string(), kKey}) {
+    for (const size_t step : {1, 7, 1000}) {
+      Handshake client = New(Role::kClient, key, kToken), server = New(Role::kServer, key, kToken);
+      const auto [at_client, at_server] = Talk(client, server, step);
+      EXPECT_TRUE(at_client.ok()) << at_client;
+      EXPECT_TRUE(at_server.ok()) << at_server;
+      EXPECT_TRUE(client.done() && server.done());
+      EXPECT_EQ(client.wanted() + server.wanted(), 0u);
+    }
+  }
+}
+
+TEST(HandshakeTest, UnequalEndsDoNot) {
+  struct End {
+    std::string key;
+    Token token;
+  };
+  const std::pair<End, End> pairs[] = {
+      {{"", kToken}, {kKey, kToken}},
+      {{kKey, kToken}, {"", kToken}},
+      {{kOtherKey, kToken}, {kKey, kToken}},
+      {{"", kOtherToken}, {"", kToken}},
+      // Who has the key, but means another worker: its proof is worth nothing here.
+      {{kKey, kOtherToken}, {kKey, kToken}},
+  };
+  for (const auto& [left, right] : pairs) {
+    Handshake client = New(Role::kClient, left.key, left.token);
+    Handshake server = New(Role::kServer, right.key, right.token);
+    const auto [at_client, at_server] = Talk(client, server);
+    EXPECT_FALSE(client.done());
+    EXPECT_FALSE(server.done());
+    EXPECT_TRUE(absl::IsUnauthenticated(at_client.ok() ? at_server : at_client));
+  }
+}
+
+TEST(HandshakeTest, SaysWhoLacksTheKey) {
+  Handshake client = New(Role::kClient, "", kToken), server = New(Role::kServer, kKey, kToken);
+  EXPECT_TRUE(absl::StrContains(Talk(client, server).first.message(), "this one has none"));
+  client = New(Role::kClient, kKey, kToken), server = New(Role::kServer, "", kToken);
+  EXPECT_TRUE(absl::StrContains(Talk(client, server).first.message(), "other end has no"));
+}
+
+// Each flipped bit of what the two say to each other stops one of them.
+TEST(HandshakeTest, EveryBitCounts) {
+  for (size_t bit = 0; bit < 8 * 2 * (kHelloBytes + kProofBytes); bit += 5) {
+    Handshake client = New(Role::kClient, kKey, kToken), server = New(Role::kServer, kKey, kToken);
+    size_t at = 0;  // bytes said before
+    const auto say = [&](Handshake& from, Handshake& to) {
+      std::string bytes = from.TakeOutput();
+      if (bit / 8 >= at && bit / 8 < at + bytes.size()) bytes[bit / 8 - at] ^= 1 << (bit % 8);
+      at += bytes.size();
+      return to.Receive(bytes);
+    };
+    const bool passed = say(client, server).ok() && say(server, client).ok() &&
+                        say(client, server).ok() && say(server, client).ok();
+    EXPECT_FALSE(passed && client.done() && server.done()) << bit;
+  }
+}
+
+// What one handshake was told is worth nothing in the next.
+TEST(HandshakeTest, ReplaysAreRefused) {
+  Handshake client = New(Role::kClient, kKey, kToken), server = New(Role::kServer, kKey, kToken);
+  const std::string hello = client.TakeOutput();
+  ASSERT_TRUE(server.Receive(hello).ok());
+  ASSERT_TRUE(client.Receive(server.TakeOutput()).ok());
+  const std::string proof = client.TakeOutput();
+  ASSERT_TRUE(server.Receive(proof).ok());
+
+  Handshake again = New(Role::kServer, kKey, kToken);
+  ASSERT_TRUE(again.Receive(hello).ok());
+  again.TakeOutput();
+  EXPECT_TRUE(absl::IsUnauthenticated(again.Receive(proof)));
+  EXPECT_EQ(again.TakeOutput(), "");
+}
+
+// A server that sends the client's own words back to it.
+TEST(HandshakeTest, EchoesAreRefused) {
+  Handshake client = New(Role::kClient, kKey, kToken);
+  ASSERT_TRUE(client.Receive(client.TakeOutput()).ok());
+  EXPECT_TRUE(absl::IsUnauthenticated(client.Receive(client.TakeOutput())));
+}
+
+TEST(HandshakeTest, StrangersAreToldNothing) {
+  for (const std::string& bytes :
+       {std::string("GET / HTTP/1.1\r\n"), std::string(1, '\0'), std::string(16, '\xff')}) {
+    Handshake server = New(Role::kServer, kKey, kToken);
+    EXPECT_TRUE(absl::IsUnauthenticated(server.Receive(bytes)));
+    EXPECT_EQ(server.TakeOutput(), "");
+  }
+}
+
+TEST(HandshakeTest, NothingRepeats) {
+  EXPECT_NE(New(Role::kClient, kKey, kToken).TakeOutput(),
+            New(Role::kClient, kKey, kToken).TakeOutput());
+}
+
+TEST(HmacTest, IsTheStandards) {
+  // RFC 4231, test case 2.
+  const auto digest = Hmac("Jefe", "what do ya want for nothing?");
+  ASSERT_TRUE(digest.ok()) << digest.status();
+  EXPECT_EQ((*digest)[0], 0x5b);
+  EXPECT_EQ((*digest)[1], 0xdc);
+  EXPECT_EQ((*digest)[31], 0x43);
+}
+
+class ClusterKeyTest : public testing::Test {
+ protected:
+  std::string Write(const std::string& text) {
+    const std::string path = absl::StrCat(testing::TempDir(), "/key", files_++);
+    std::ofstream(path) << text;
+    chmod(path.c_str(), 0600);
+    return path;
+  }
+  absl::StatusOr<std::string> Load(const std::string& file) {
+    return LoadClusterKey(file, [this](const std::string& name) -> std::optional<std::string> {
+      const auto found = environment_.find(name);
+      if (found == environment_.end()) return std::nullopt;
+      return found->second;
+    });
+  }
+
+  std::map<std::string, std::string> environment_;
+  int files_ = 0;
+};
+
+TEST_F(ClusterKeyTest, NoneIsSet) { EXPECT_EQ(Load("").value(), ""); }
+
+TEST_F(ClusterKeyTest, ComesFromOneOfThreePlaces) {
+  const std::string path = Write(kKey + "\n"), other = Write(kOtherKey);
+  EXPECT_EQ(Load(path).value(), kKey);
+  environment_ = {{"DISTGRAD_KEY", kKey}};
+  EXPECT_EQ(Load("").value(), kKey);
+  EXPECT_EQ(Load(other).value(), kOtherKey);
+  environment_ = {{"DISTGRAD_KEY_FILE", path}};
+  EXPECT_EQ(Load("").value(), kKey);
+  EXPECT_EQ(Load(other).value(), kOtherKey);
+}
+
+TEST_F(ClusterKeyTest, BadKeysAreErrorsThatDoNotTellThem) {
+  const std::string secret = "tooshort";
+  const std::string bad_files[] = {Write(secret), Write(""), Write(" \n"),
+                                   Write(std::string(5000, 'x'))};
+  for (const std::string& path : bad_files) {
+    const absl::Status status = Load(path).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), path)) << status;
+    EXPECT_FALSE(absl::StrContains(status.message(), secret)) << status;
+  }
+  EXPECT_TRUE(absl::IsNotFound(Load("/no/such/file").status()));
+  for (const std::string& key : {secret, std::string(), std::string("\n")}) {
+    environment_ = {{"DISTGRAD_KEY", key}};
+    EXPECT_TRUE(absl::IsInvalidArgument(Load("").status()));
+  }
+  environment_ = {{"DISTGRAD_KEY", kKey}, {"DISTGRAD_KEY_FILE", "/key"}};
+  EXPECT_TRUE(absl::IsInvalidArgument(Load("").status()));
+}
+
+TEST(EndpointTest, ThereAndBack) {
+  for (const std::string tcp : {"127.0.0.1:4711", "[::1]:1"}) {
+    for (const std::string& place : {ThisPlace(), std::string()}) {
+      const Endpoint endpoint{tcp, place, std::string(32, 'a'), kToken};
+      const auto parsed = ParseEndpoint(FormatEndpoint(endpoint));
+      ASSERT_TRUE(parsed.ok()) << parsed.status();
+      EXPECT_EQ(FormatEndpoint(*parsed), FormatEndpoint(endpoint));
+      EXPECT_EQ(parsed->token, kToken);
+    }
+  }
+}
+
+TEST(EndpointTest, Malformed) {
+  const std::string name(32, 'a'), token(32, 'b');
+  for (const std::string& address : std::vector<std::string>{
+           "", "x", "1.2.3.4:1", "1.2.3.4:1//" + name, "1.2.3.4:1//" + name + "/" + token + "/",
+           "1.2.3.4:1//" + name + "x/" + token, "1.2.3.4:1//" + name + "/" + token + "00",
+           "1.2.3.4:1//" + std::string(32, '.') + "/" + token,
+           "1.2.3.4:1//" + name + "/" + std::string(32, 'x'),
+           "1.2.3.4:1/" + std::string(200, 'a') + "/" + name + "/" + token,
+           "1.2.3.4:1/../" + name + "/" + token, "host:1//" + name + "/" + token}) {
+    const absl::Status status = ParseEndpoint(address).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << address;
+    EXPECT_FALSE(absl::StrContains(status.message(), token)) << status;
+  }
+}
+
+TEST(EndpointTest, ThisPlaceIsKnown) {
+  if (ThisPlace().empty()) GTEST_SKIP() << "this machine does not say its boot and namespaces";
+  EXPECT_GT(ThisPlace().size(), 36u);
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,158 @@
+// Waits in epoll for the sockets of a transport, and for its timers. After an event it looks for
+// the next one for a moment (core/base/spin.h); with nothing to do it sleeps.
+//
+// Sockets are watched edge-triggered: a handler is told once when a socket becomes ready, and
+// uses it until the kernel says EAGAIN. So no system call but the reads and writes themselves is
+// needed while messages come and go.
+//
+// One thread at a time has the lead: it waits for events, handles them, and runs tasks. As a rule
+// that is one of the loop's own. A visitor (core/base/event_loop.h) takes the lead while that
+// sleeps or would only look for events. Own threads without the lead sleep on a second epoll, in
+// which the first is a member, watched only while nobody leads.
+//
+// A task may wait, in a BlockingScope, and one that was given to RunAside() may do what it likes:
+// the thread gives up the lead for it, and takes it back afterwards unless another has it.
+// Handlers must not wait.
+//
+// Thread-safe.
+#ifndef DISTGRAD_CORE_NET_LOOP_H_
+#define DISTGRAD_CORE_NET_LOOP_H_
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/blocking.h"
+#include "core/base/event_loop.h"
+#include "core/base/spin.h"
+#include "core/base/thread_pool.h"
+#include "core/base/timer_queue.h"
+#include "core/net/endpoint.h"
+
+namespace distgrad {
+
+class Loop : public EventLoop, private Blockable {
+ public:
+  using Task = absl::AnyInvocable<void()>;
+  using TimerId = uint64_t;
+
+  class Handler {
+   public:
+    virtual ~Handler() = default;
+    // Its socket is ready for `events` (EPOLLIN, ...). On the loop's thread; must not block.
+    virtual void OnEvents(uint32_t events) = 0;
+    // The loop is being closed: give up, and call Remove(). On the thread that called Close().
+    virtual void OnLoopClosed() = 0;
+  };
+
+  // kResourceExhausted and the like where the machine gives no more file descriptors or threads.
+  static absl::StatusOr<std::unique_ptr<Loop>> Start(std::string thread_name);
+  // Close() and Join() must have been called, or be possible here.
+  ~Loop() override;
+
+  // The loop keeps a handler until Remove(). 0 if the loop is closed already.
+  uint64_t Add(std::shared_ptr<Handler> handler);
+  void Remove(uint64_t id);
+
+  // Adds a socket to a handler's, changes what it waits for, or takes it away again; before the
+  // socket is closed.
+  absl::Status Watch(uint64_t id, int fd, uint32_t events);
+  void Change(uint64_t id, int fd, uint32_t events);
+  void Unwatch(int fd);
+
+  // Time as timers count it: it does not jump with the wall clock.
+  static absl::Time Now();
+
+  // Runs `task` on the loop's thread, after `delay`. Dropped if the loop ends before.
+  TimerId After(absl::Duration delay, Task task);
+  void Cancel(TimerId timer);
+  void Run(Task task) override;
+  bool CanRunAside(const void* work) override;
+  void RunAside(Task task) override;
+  std::unique_ptr<EventLoop::Visitor> Visit() override;
+  void WakeVisitor() override;
+
+  // Tells all handlers; from then on there are no new ones.
+  void Close();
+  // Waits until all handlers are gone, and ends the thread. Not on the loop's own thread.
+  void Join();
+
+ private:
+  class Visitor;
+  enum class Leader { kNobody, kOwn, kVisitor };
+
+  Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name);
+
+  // What an own thread runs, until enough others do or the loop is over.
+  void Work();
+  // Waits for events, and handles them. False once the loop is over.
+  bool AwaitEvents(Spin& spin);
+  // Without the lead: sleeps until then, or until there is something to do and nobody who does it,
+  // and takes the lead. False once the loop is over.
+  bool AwaitLead(absl::Time until);
+  // Handles the events that there are, or come within `patience` milliseconds; returns whether
+  // there were any.
+  bool HandleEvents(int patience = 0);
+  // Runs what is due. Returns whether this thread still has the lead.
+  bool RunDue();
+  // Gives up the lead, and sees to it that an own thread waits for it: the task that runs now may
+  // take long.
+  void StepAside();
+  // Whether another own thread can take the lead when this one gives it up.
+  bool HasSuccessor();
+  // After that. False if this thread is not needed any more.
+  bool Return();
+  // Whether there is nothing left to do, ever.
+  bool IsOver();
+  // When whoever has the lead must be awake again.
+  absl::Time WakeTime() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Wake();
+
+  bool TryLead(Leader leader);
+  // Whether an own thread that sleeps wakes for the next event.
+  void WakeOwn(bool wake);
+  // Gives up the lead to an own thread that sleeps.
+  void LeaveToOwn();
+
+  void OnBlocked() override;
+  void OnUnblocked() override {}
+
+  // Constant after Start().
+  const Fd epoll_;
+  const Fd sleep_;  // an epoll with the other as its member
+  const Fd wake_;   // an eventfd
+
+  // Synchronize themselves.
+  ThreadPool threads_;  // the own ones, and those aside
+  std::atomic<Leader> leader_{Leader::kNobody};
+  std::atomic<bool> visited_{false};
+  std::atomic<int> sleeps_unvisited_{0};  // of the own thread, since the last visit
+  std::atomic<int> crowd_{0};             // so many may not visit
+
+  Task aside_;  // only for whoever has the lead
+
+  absl::Mutex mu_;
+  // Guarded by mu_.
+  bool idle_ ABSL_GUARDED_BY(mu_) = true;  // nobody works, or will
+  int own_ ABSL_GUARDED_BY(mu_) = 0;       // own threads that lead or wait for the lead
+  uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
+  internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);
+  // Until when an own thread sleeps at most, if one does.
+  absl::Time sleeps_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool over_ ABSL_GUARDED_BY(mu_) = false;  // no thread any more
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_NET_LOOP_H_

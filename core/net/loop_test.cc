@@ -1,0 +1,338 @@
+#include "core/net/loop.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/notification.h"
+#include "core/base/future.h"
+
+namespace distgrad {
+namespace {
+
+class LoopTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    auto loop = Loop::Start("loop-test");
+    ASSERT_TRUE(loop.ok()) << loop.status();
+    loop_ = *std::move(loop);
+  }
+
+  std::unique_ptr<Loop> loop_;
+};
+
+TEST_F(LoopTest, TasksKnowTheirLoop) {
+  EXPECT_EQ(EventLoop::Current(), nullptr);
+  absl::Notification ran;
+  loop_->Run([&] {
+    EXPECT_EQ(EventLoop::Current(), loop_.get());
+    // From its own thread: after this task, not inside it.
+    loop_->Run([&] { ran.Notify(); });
+    EXPECT_FALSE(ran.HasBeenNotified());
+  });
+  ran.WaitForNotification();
+}
+
+TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpTheNext) {
+  absl::Notification first_waits, second_waits, third_ran;
+  absl::BlockingCounter over(2);
+  loop_->Run([&] {
+    const std::thread::id before = std::this_thread::get_id();
+    {
+      BlockingScope blocking;
+      first_waits.Notify();
+      third_ran.WaitForNotification();
+    }
+    EXPECT_EQ(std::this_thread::get_id(), before);
+    EXPECT_EQ(EventLoop::Current(), nullptr);  // this thread is not the loop's any more
+    {
+      BlockingScope again;  // and so nobody takes its place
+    }
+    over.DecrementCount();
+  });
+  // What was there when the first began to wait, and what comes later.
+  loop_->Run([&] {
+    BlockingScope blocking;
+    second_waits.Notify();
+    third_ran.WaitForNotification();
+    over.DecrementCount();
+  });
+  first_waits.WaitForNotification();
+  second_waits.WaitForNotification();
+  loop_->Run([&] { third_ran.Notify(); });
+  over.Wait();
+}
+
+TEST_F(LoopTest, TimersGoOnWhileATaskWaits) {
+  absl::Notification fired, over;
+  loop_->After(absl::ZeroDuration(), [&] {
+    loop_->After(absl::ZeroDuration(), [&] { fired.Notify(); });
+    BlockingScope blocking;
+    fired.WaitForNotification();
+    over.Notify();
+  });
+  over.WaitForNotification();
+}
+
+TEST_F(LoopTest, ManyTasksWaitOneAfterTheOther) {
+  constexpr int kTasks = 50;
+  absl::BlockingCounter over(kTasks);
+  for (int i = 0; i < kTasks; ++i) {
+    loop_->Run([&] {
+      absl::Notification next;
+      loop_->Run([&] { next.Notify(); });
+      {
+        BlockingScope blocking;
+        next.WaitForNotification();
+      }
+      over.DecrementCount();
+    });
+  }
+  over.Wait();
+}
+
+// Has `task` run by this thread, as a visitor.
+void RunVisiting(Loop& loop, absl::FunctionRef<void()> task) {
+  const std::unique_ptr<EventLoop::Visitor> visitor = loop.Visit();
+  ASSERT_NE(visitor, nullptr);
+  std::atomic<bool> ran = false;
+  while (!ran) {
+    // The own thread may be faster.
+    absl::Notification over;
+    loop.Run([&, me = std::this_thread::get_id()] {
+      if (std::this_thread::get_id() == me) {
+        ran = true;
+        task();
+      }
+      over.Notify();
+    });
+    while (!over.HasBeenNotified()) visitor->Look();
+  }
+}
+
+TEST_F(LoopTest, AVisitorRunsWhatIsDue) {
+  RunVisiting(*loop_, [&] {
+    EXPECT_EQ(EventLoop::Current(), loop_.get());
+    EXPECT_EQ(loop_->Visit(), nullptr);  // one on this thread is enough
+  });
+  EXPECT_EQ(EventLoop::Current(), nullptr);
+}
+
+TEST_F(LoopTest, WhatAVisitorLeavesTheOwnThreadDoes) {
+  absl::Notification task_ran, timer_fired, later_ran;
+  RunVisiting(*loop_, [&] {
+    loop_->Run([&] { task_ran.Notify(); });
+    loop_->After(absl::Milliseconds(1), [&] { timer_fired.Notify(); });
+  });
+  task_ran.WaitForNotification();
+  timer_fired.WaitForNotification();
+  loop_->Run([&] { later_ran.Notify(); });
+  later_ran.WaitForNotification();
+}
+
+TEST_F(LoopTest, AVisitorThatWaitsLeavesTheLoopToTheOwnThread) {
+  bool waited = false;
+  RunVisiting(*loop_, [&] {
+    absl::Notification other_ran;
+    loop_->Run([&] { other_ran.Notify(); });
+    BlockingScope blocking;
+    other_ran.WaitForNotification();
+    waited = true;
+  });
+  EXPECT_TRUE(waited);
+}
+
+TEST_F(LoopTest, ASleepingVisitorWakesForWhatComes) {
+  const auto visitor = loop_->Visit();
+  // Until the own thread has made room.
+  while (EventLoop::Current() == nullptr) visitor->Look();
+  std::atomic<bool> fired = false, ran = false;
+  loop_->After(absl::Milliseconds(1), [&] { fired = true; });
+  while (!fired) EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  std::thread other([&] { loop_->Run([&] { ran = true; }); });
+  while (!ran) EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  other.join();
+  EXPECT_TRUE(visitor->Sleep(absl::Now() + absl::Milliseconds(1)));
+  std::thread waker([&] { loop_->WakeVisitor(); });
+  EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  waker.join();
+}
+
+TEST_F(LoopTest, AVisitorThatGetsTheLeadLooksBeforeItSleeps) {
+  const auto visitor = loop_->Visit();
+  // Says that there is something, but the own thread hears it.
+  std::thread([&] { loop_->WakeVisitor(); }).join();
+  absl::Notification heard;
+  loop_->Run([&] { heard.Notify(); });
+  heard.WaitForNotification();
+  while (!visitor->Sleep(absl::InfiniteFuture())) {
+  }
+}
+
+// Has the loop's own thread run `task` aside.
+void RunAside(Loop& loop, Loop::Task task) {
+  absl::Notification given;
+  loop.Run([&] {
+    ASSERT_TRUE(loop.CanRunAside(nullptr));
+    loop.RunAside(std::move(task));
+    EXPECT_FALSE(loop.CanRunAside(nullptr));  // one at a time
+    given.Notify();
+  });
+  given.WaitForNotification();
+}
+
+TEST_F(LoopTest, WhatRunsAsideHoldsNothingUp) {
+  EXPECT_FALSE(loop_->CanRunAside(nullptr));  // this is no thread of it
+  absl::Notification first_over, second_over, go_on;
+  RunAside(*loop_, [&] {
+    EXPECT_EQ(EventLoop::Current(), nullptr);
+    go_on.WaitForNotification();
+    first_over.Notify();
+  });
+  // Of the thread that took over, which leaves it to a third.
+  RunAside(*loop_, [&] {
+    go_on.WaitForNotification();
+    second_over.Notify();
+  });
+  absl::Notification fired;
+  loop_->After(absl::Milliseconds(1), [&] { fired.Notify(); });
+  fired.WaitForNotification();
+  loop_->Run([&] { go_on.Notify(); });
+  first_over.WaitForNotification();
+  second_over.WaitForNotification();
+}
+
+TEST_F(LoopTest, ThreadsThatWereAsideComeBack) {
+  std::set<std::thread::id> threads;
+  for (int i = 0; i < 200; ++i) {
+    absl::Notification over;
+    std::thread::id thread;
+    RunAside(*loop_, [&] {
+      thread = std::this_thread::get_id();
+      over.Notify();
+    });
+    over.WaitForNotification();
+    threads.insert(thread);
+  }
+  // One that leads, one that waits for the lead, and some on their way back.
+  EXPECT_LE(threads.size(), 20u);
+}
+
+TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpWhatRunsAside) {
+  absl::Notification over, may_wait;
+  loop_->Run([&] {
+    loop_->RunAside([&] { over.Notify(); });
+    BlockingScope blocking;
+    over.WaitForNotification();
+    may_wait.Notify();
+  });
+  may_wait.WaitForNotification();
+}
+
+TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {
+  absl::Notification go_on;
+  bool over = false;
+  RunAside(*loop_, [&] {
+    go_on.WaitForNotification();
+    over = true;
+  });
+  loop_->Close();
+  go_on.Notify();
+  loop_->Join();
+  EXPECT_TRUE(over);
+}
+
+TEST_F(LoopTest, AVisitorRunsAsideOnlyWhatItWaitsFor) {
+  const int mine = 0, other = 0;
+  const internal::Awaiting awaiting(&mine);
+  absl::Notification over;
+  RunVisiting(*loop_, [&] {
+    EXPECT_FALSE(loop_->CanRunAside(nullptr));
+    EXPECT_FALSE(loop_->CanRunAside(&other));
+    ASSERT_TRUE(loop_->CanRunAside(&mine));
+    loop_->RunAside([&, me = std::this_thread::get_id()] {
+      EXPECT_EQ(std::this_thread::get_id(), me);
+      EXPECT_EQ(EventLoop::Current(), nullptr);
+      absl::Notification ran;
+      loop_->Run([&] { ran.Notify(); });
+      ran.WaitForNotification();
+      over.Notify();
+    });
+  });
+  EXPECT_TRUE(over.HasBeenNotified());
+}
+
+TEST_F(LoopTest, NothingIsLostAsVisitorsComeAndGo) {
+  constexpr int kRounds = 2000;
+  std::atomic<bool> over = false;
+  std::vector<std::thread> visitors;
+  for (int i = 0; i < 2; ++i) {
+    visitors.emplace_back([&, i] {
+      for (int looks = i; !over; ++looks) {
+        const auto visitor = loop_->Visit();  // of one of them
+        for (int j = looks % 7; visitor != nullptr && j > 0; --j) {
+          visitor->Look();
+          if (j == 3) visitor->Sleep(absl::Now() + absl::Microseconds(100));
+        }
+      }
+    });
+  }
+  for (int i = 0; i < kRounds; ++i) {
+    absl::Notification ran;
+    if (i % 4 == 0) {
+      loop_->After(absl::Microseconds(i % 100), [&] { ran.Notify(); });
+    } else if (i % 4 == 1) {
+      loop_->Run([&] {
+        if (!loop_->CanRunAside(nullptr)) return ran.Notify();
+        loop_->RunAside([&] { ran.Notify(); });
+      });
+    } else {
+      loop_->Run([&] { ran.Notify(); });
+    }
+    ran.WaitForNotification();
+  }
+  over = true;
+  for (std::thread& visitor : visitors) visitor.join();
+}
+
+TEST_F(LoopTest, JoinWaitsForVisitors) {
+  auto visitor = loop_->Visit();
+  visitor->Look();
+  loop_->Close();
+  std::thread joins([&] { loop_->Join(); });
+  for (int i = 0; i < 100; ++i) visitor->Look();
+  visitor = nullptr;
+  joins.join();
+  visitor = loop_->Visit();  // too late, and no harm
+  visitor->Look();
+}
+
+TEST_F(LoopTest, JoinWaitsForTasksThatWait) {
+  absl::Notification waits, go_on;
+  bool over = false;
+  loop_->Run([&] {
+    BlockingScope blocking;
+    waits.Notify();
+    go_on.WaitForNotification();
+    over = true;
+  });
+  waits.WaitForNotification();
+  loop_->Close();
+  go_on.Notify();
+  loop_->Join();
+  EXPECT_TRUE(over);
+  // Nobody runs this; what it owns goes.
+  auto owned = std::make_shared<int>(0);
+  loop_->Run([owned] {});
+  EXPECT_EQ(owned.use_count(), 1);
+}
+
+}  // namespace
+}  // namespace distgrad

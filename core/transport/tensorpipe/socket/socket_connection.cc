@@ -1,0 +1,495 @@
+#include "core/transport/tensorpipe/socket/socket_connection.h"
+
+#include <errno.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/descriptors.h"
+#include "core/base/exception.h"
+#include "core/net/address.h"
+#include "core/transport/tensorpipe/socket/error.h"
+#include "core/transport/tensorpipe/socket/peer_process.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kHeadBytes = sizeof(uint64_t);
+constexpr size_t kBufferBytes = 64 << 10;
+// Of an object, or of a frame whose reader has no memory of its own. The largest objects describe
+// packets of very many segments.
+constexpr size_t kMaxOwnFrame = 16 << 20;
+// What one connection reads before others have their turn.
+constexpr size_t kTurnBytes = 4 << 20;
+// A frame counts as so many bytes more: whoever reads it has something to do with it.
+constexpr size_t kFrameCost = 4 << 10;
+constexpr size_t kMaxIovecs = 32;
+constexpr absl::Duration kQueueFullDelay = absl::Milliseconds(5);
+constexpr uint32_t kReadEvents = EPOLLIN | EPOLLRDHUP;
+
+// TensorPipe's decoder may look a few bytes past the end of an object that is cut short. It finds
+// these: no object begins with such a byte, so it stops.
+constexpr uint8_t kEndMark[64] = {
+    0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90,
+    0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90,
+    0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90,
+    0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90};
+
+std::string Head(uint64_t size) {
+  return std::string(reinterpret_cast<const char*>(&size), sizeof(size));
+}
+
+}  // namespace
+
+SocketConnection::SocketConnection(std::shared_ptr<Loop> loop)
+    : loop_(std::move(loop)), strand_([this](std::exception_ptr thrown) {
+        Fail(StatusFromStdException(std::move(thrown)).message());
+      }) {}
+
+std::shared_ptr<SocketConnection> SocketConnection::Adopt(std::shared_ptr<Loop> loop, Fd fd) {
+  auto connection = std::make_shared<SocketConnection>(std::move(loop));
+  connection->strand_.Run([self = connection.get(), fd = std::move(fd)]() mutable {
+    self->fd_ = std::move(fd);
+    self->Open();
+    if (self->state_ == State::kOpen) self->AddToLoop(kReadEvents);
+  });
+  return connection;
+}
+
+std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop> loop,
+                                                            Endpoint endpoint,
+                                                            const SocketOptions& options) {
+  auto connection = std::make_shared<SocketConnection>(std::move(loop));
+  connection->strand_.Run([self = connection, &endpoint, &options] {
+    self->endpoint_ = std::move(endpoint);
+    self->key_ = options.key;
+    self->is_unix_ = !ThisPlace().empty() && self->endpoint_.place == ThisPlace();
+    auto handshake = Handshake::Create(Handshake::Role::kClient, self->key_, self->endpoint_.token);
+    if (!handshake.ok()) return self->Fail(handshake.status().message());
+    self->handshake_ = *std::move(handshake);
+    if (!self->is_unix_ && IsLoopback(self->endpoint_.tcp) &&
+        !SharesLoopback(self->endpoint_.place)) {
+      return self->Fail(
+          "it listens on loopback, which its own machine alone can reach: set DISTGRAD_HOST there "
+          "(or the option host) to an address or an interface that others reach");
+    }
+    auto fd = NewSocketFor(self->endpoint_, self->is_unix_);
+    if (!fd.ok()) {
+      return self->Fail(fd.status().message(), absl::IsResourceExhausted(fd.status()));
+    }
+    self->fd_ = *std::move(fd);
+    self->id_ = self->loop_->Add(self);
+    if (self->id_ == 0) return self->Fail("the transport is closed");
+    self->deadline_ = self->loop_->After(options.handshake_timeout, [watch = std::weak_ptr(self)] {
+      const auto self = watch.lock();
+      if (self == nullptr) return;
+      self->strand_.Run([self] {
+        if (self->state_ == State::kOpen) return;
+        self->Fail(self->state_ == State::kConnecting
+                       ? "nobody answers there"
+                       : "the other end did not finish its handshake");
+      });
+    });
+    self->StartConnecting();
+  });
+  return connection;
+}
+
+std::shared_ptr<SocketConnection> SocketConnection::Failed(std::shared_ptr<Loop> loop,
+                                                           absl::string_view why) {
+  auto connection = std::make_shared<SocketConnection>(std::move(loop));
+  connection->strand_.Run([self = connection.get(), why] { self->Fail(why); });
+  return connection;
+}
+
+// Asking
+
+void SocketConnection::Read(void* data, size_t size, ReadDone done) {
+  strand_.Run([self = shared_from_this(), data, size, done = std::move(done)]() mutable {
+    self->Enqueue(ReadRequest{nullptr, data, size, std::move(done), nullptr});
+  });
+}
+
+void SocketConnection::Read(tensorpipe::AbstractNopHolder* object, WriteDone done) {
+  strand_.Run([self = shared_from_this(), object, done = std::move(done)]() mutable {
+    self->Enqueue(ReadRequest{object, nullptr, 0, nullptr, std::move(done)});
+  });
+}
+
+void SocketConnection::Write(const void* data, size_t size, WriteDone done) {
+  strand_.Run([self = shared_from_this(), data, size, done = std::move(done)]() mutable {
+    self->Enqueue(WriteRequest{Head(size), data, size, 0, std::move(done)});
+  });
+}
+
+void SocketConnection::Write(const tensorpipe::AbstractNopHolder& object, WriteDone done) {
+  const size_t size = object.getSize();
+  std::string frame(kHeadBytes + size, '\0');
+  const uint64_t head = size;
+  std::memcpy(frame.data(), &head, kHeadBytes);
+  tensorpipe::NopWriter writer(reinterpret_cast<uint8_t*>(frame.data()) + kHeadBytes, size);
+  const bool written = static_cast<bool>(object.write(writer));
+  strand_.Run([self = shared_from_this(), written, frame = std::move(frame),
+               done = std::move(done)]() mutable {
+    if (!written && self->state_ != State::kClosed) self->Fail("an object that cannot be written");
+    self->Enqueue(WriteRequest{std::move(frame), nullptr, 0, 0, std::move(done)});
+  });
+}
+
+void SocketConnection::Close() {
+  strand_.Run([self = shared_from_this()] { self->Fail("the connection was closed"); });
+}
+
+void SocketConnection::OnLoopClosed() {
+  strand_.Run([self = shared_from_this()] { self->Fail("the transport was closed"); });
+}
+
+void SocketConnection::Enqueue(ReadRequest request) {
+  if (state_ != State::kClosed) {
+    reads_.push_back(std::move(request));
+    return AdvanceReads();
+  }
+  if (request.object != nullptr) return request.object_done(error_);
+  request.done(error_, nullptr, 0);
+}
+
+void SocketConnection::Enqueue(WriteRequest request) {
+  if (state_ == State::kClosed) return request.done(error_);
+  writes_.push_back(std::move(request));
+  AdvanceWrites();
+}
+
+void SocketConnection::OnEvents(uint32_t events) {
+  strand_.Run([self = shared_from_this(), events] {
+    if (self->state_ == State::kClosed) return;
+    if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) self->hung_up_ = true;
+    if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) self->readable_ = true;
+    if (events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) self->writable_ = true;
+    if (self->state_ == State::kConnecting) return self->FinishConnecting();
+    if (self->state_ == State::kShakingHands) return self->ShakeHands();
+    self->moved_ = 0;
+    self->AdvanceWrites();
+    self->AdvanceReads();
+  });
+}
+
+// Connecting
+
+void SocketConnection::AddToLoop(uint32_t events) {
+  if (id_ == 0) id_ = loop_->Add(shared_from_this());
+  if (id_ == 0) return Fail("the transport is closed");
+  if (absl::Status watched = loop_->Watch(id_, fd_.get(), events); !watched.ok()) {
+    Fail(watched.message());
+  }
+}
+
+void SocketConnection::StartConnecting() {
+  const int error = distgrad::StartConnecting(fd_, endpoint_, is_unix_);
+  if (error == EAGAIN) {
+    retry_ = loop_->After(kQueueFullDelay, [watch = weak_from_this()] {
+      const auto self = watch.lock();
+      if (self == nullptr) return;
+      self->strand_.Run([self] {
+        if (self->state_ == State::kConnecting) self->StartConnecting();
+      });
+    });
+    return;
+  }
+  if (error != 0 && error != EINPROGRESS) return FailErrno("cannot connect", error);
+  // Once it stands, the loop says that it is writable.
+  AddToLoop(kReadEvents | EPOLLOUT);
+}
+
+void SocketConnection::FinishConnecting() {
+  int error = 0;
+  socklen_t size = sizeof(error);
+  if (getsockopt(fd_.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+  if (error != 0) return FailErrno("cannot connect", error);
+  if (!writable_) return;
+  if (is_unix_) {
+    if (absl::Status user = CheckPeerUser(fd_); !user.ok()) return Fail(user.message());
+  }
+  loop_->Change(id_, fd_.get(), kReadEvents);
+  state_ = State::kShakingHands;
+  ShakeHands();
+}
+
+void SocketConnection::ShakeHands() {
+  for (;;) {
+    // It always fits into a new socket.
+    const std::string output = handshake_->TakeOutput();
+    if (!output.empty() && send(fd_.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
+                               static_cast<ssize_t>(output.size())) {
+      return FailErrno("handshake", errno);
+    }
+    if (handshake_->done()) return Open();
+    if (!readable_) return;
+    char bytes[kHelloBytes];
+    const ssize_t n = recv(fd_.get(), bytes, std::min(handshake_->wanted(), sizeof(bytes)), 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) {
+      readable_ = false;
+      return;
+    }
+    if (n < 0) return FailErrno("handshake", errno);
+    if (n == 0) {
+      return Fail(
+          "it refused our handshake: is it a worker of this job, with the same cluster key? Its "
+          "log says why");
+    }
+    if (absl::Status status = handshake_->Receive({bytes, static_cast<size_t>(n)}); !status.ok()) {
+      return Fail(status.message());
+    }
+  }
+}
+
+void SocketConnection::Open() {
+  state_ = State::kOpen;
+  peer_process_ = PeerProcessOf(fd_);
+  if (deadline_ != 0) loop_->Cancel(deadline_);
+  handshake_.reset();
+  buffer_ = std::unique_ptr<uint8_t[]>(new uint8_t[kBufferBytes]);  // not cleared
+  writable_ = true;
+  AdvanceWrites();
+  AdvanceReads();
+}
+
+// Reading
+
+void SocketConnection::AdvanceReads() {
+  if (reads_.empty() || (!readable_ && begin_ == end_)) return;
+  // A thread that only wants to send is not to be kept by what others send.
+  if (EventLoop::Current() != loop_.get()) return ReadLater();
+  while (state_ == State::kOpen && !reads_.empty() && !turn_over_) {
+    if (!in_frame_) {
+      if (end_ - begin_ < kHeadBytes) {
+        size_t none;
+        if (!Receive(nullptr, 0, &none)) return;
+        continue;
+      }
+      if (!StartFrame()) return;
+    }
+    const size_t filled_before = frame_filled_;
+    if (!FillFrame()) return;
+    moved_ += frame_filled_ - filled_before;
+    if (frame_filled_ == frame_size_) {
+      FinishFrame();
+      moved_ += kFrameCost;
+    }
+    if (moved_ >= kTurnBytes) ReadLater();
+  }
+}
+
+void SocketConnection::ReadLater() {
+  if (state_ != State::kOpen || std::exchange(turn_over_, true)) return;
+  loop_->Run([self = shared_from_this()] {
+    self->strand_.Run([self] {
+      self->turn_over_ = false;
+      self->moved_ = 0;
+      self->AdvanceReads();
+    });
+  });
+}
+
+bool SocketConnection::StartFrame() {
+  uint64_t size;
+  std::memcpy(&size, &buffer_[begin_], kHeadBytes);
+  begin_ += kHeadBytes;
+  const ReadRequest& request = reads_.front();
+  const bool fixed = request.data != nullptr;
+  if (fixed ? size != request.size : size > kMaxOwnFrame) {
+    Fail(absl::StrCat("received a frame of ", size, " bytes where ", fixed ? "" : "at most ",
+                      fixed ? request.size : kMaxOwnFrame, " were expected"));
+    return false;
+  }
+  in_frame_ = true;
+  frame_size_ = size;
+  frame_filled_ = 0;
+  if (fixed) {
+    frame_ = static_cast<uint8_t*>(request.data);
+  } else if (size <= kBufferBytes) {
+    frame_ = nullptr;
+  } else {
+    storage_.reset(new (std::nothrow) uint8_t[size]);  // not cleared
+    if (storage_ == nullptr) {
+      Fail(absl::StrCat("there is no memory for a frame of ", size, " bytes"));
+      return false;
+    }
+    frame_ = storage_.get();
+  }
+  return true;
+}
+
+bool SocketConnection::FillFrame() {
+  if (frame_ == nullptr) {
+    while (end_ - begin_ < frame_size_) {
+      size_t none;
+      if (!Receive(nullptr, 0, &none)) return false;
+    }
+    frame_filled_ = frame_size_;
+    return true;
+  }
+  const bool discards = frame_ == DiscardTarget();
+  const size_t buffered = std::min(end_ - begin_, frame_size_ - frame_filled_);
+  if (buffered > 0) {
+    if (!discards) std::memcpy(frame_ + frame_filled_, &buffer_[begin_], buffered);
+    begin_ += buffered;
+    frame_filled_ += buffered;
+  }
+  if (frame_filled_ == frame_size_) return true;
+  size_t received = 0;
+  if (discards) return Receive(nullptr, 0, &received);
+  if (!Receive(frame_ + frame_filled_, frame_size_ - frame_filled_, &received)) return false;
+  frame_filled_ += received;
+  return true;
+}
+
+// Receives into `target`, and what comes after it into the buffer.
+bool SocketConnection::Receive(uint8_t* target, size_t size, size_t* received) {
+  if (!readable_) return false;
+  if (begin_ > 0) {
+    std::memmove(&buffer_[0], &buffer_[begin_], end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+  }
+  iovec parts[2] = {{target, size}, {&buffer_[end_], kBufferBytes - end_}};
+  msghdr message = {};
+  message.msg_iov = size > 0 ? parts : parts + 1;
+  message.msg_iovlen = size > 0 ? 2 : 1;
+  ssize_t n;
+  do {
+    n = recvmsg(fd_.get(), &message, 0);
+  } while (n < 0 && errno == EINTR);
+  if (n < 0 && errno == EAGAIN) {
+    readable_ = false;
+    return false;
+  }
+  if (n < 0) {
+    FailErrno("receiving", errno);
+    return false;
+  }
+  if (n == 0) {
+    Fail("the other end is gone");
+    return false;
+  }
+  const size_t count = n;
+  // Less than was asked for: there is no more, and the next byte wakes the loop.
+  if (count < size + parts[1].iov_len && !hung_up_) readable_ = false;
+  *received = std::min(count, size);
+  end_ += count - *received;
+  return true;
+}
+
+void SocketConnection::FinishFrame() {
+  ReadRequest request = std::move(reads_.front());
+  reads_.pop_front();
+  in_frame_ = false;
+  const uint8_t* bytes = frame_ != nullptr ? frame_ : &buffer_[begin_];
+  if (frame_ == nullptr) begin_ += frame_size_;
+  if (request.object == nullptr) {
+    request.done(Error(), bytes, frame_size_);
+  } else {
+    tensorpipe::NopReader reader(bytes, frame_size_, kEndMark, sizeof(kEndMark));
+    if (request.object->read(reader)) {
+      request.object_done(Error());
+    } else {
+      reads_.push_front(std::move(request));
+      Fail("received a malformed object");
+    }
+  }
+  storage_ = nullptr;
+}
+
+// Writing
+
+void SocketConnection::AdvanceWrites() {
+  while (state_ == State::kOpen && writable_ && !writes_.empty()) {
+    iovec parts[kMaxIovecs];
+    size_t count = 0, total = 0;
+    for (size_t i = 0; i < writes_.size() && count + 2 <= kMaxIovecs; ++i) {
+      WriteRequest& request = writes_[i];
+      size_t skip = request.sent;
+      if (skip < request.head.size()) {
+        parts[count++] = {&request.head[skip], request.head.size() - skip};
+        total += request.head.size() - skip;
+        skip = request.head.size();
+      }
+      const size_t done = skip - request.head.size();
+      if (done < request.size) {
+        parts[count++] = {const_cast<char*>(static_cast<const char*>(request.data)) + done,
+                          request.size - done};
+        total += request.size - done;
+      }
+    }
+    msghdr message = {};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    const ssize_t n = sendmsg(fd_.get(), &message, MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno != EAGAIN) return FailErrno("sending", errno);
+    size_t sent = n < 0 ? 0 : n;
+    // The kernel's buffer is full; it says when it no longer is.
+    if (sent < total) writable_ = false;
+    while (!writes_.empty()) {
+      WriteRequest& request = writes_.front();
+      const size_t rest = request.head.size() + request.size - request.sent;
+      if (sent < rest) {
+        request.sent += sent;
+        break;
+      }
+      sent -= rest;
+      const WriteDone done = std::move(request.done);
+      writes_.pop_front();
+      done(Error());
+    }
+  }
+  if (state_ != State::kOpen || id_ == 0) return;
+  if (waits_to_write_ == writes_.empty()) {
+    waits_to_write_ = !writes_.empty();
+    loop_->Change(id_, fd_.get(), kReadEvents | (waits_to_write_ ? uint32_t{EPOLLOUT} : 0));
+  }
+}
+
+// The end
+
+void SocketConnection::FailErrno(absl::string_view what, int error) {
+  const absl::Status status = ErrnoStatus(error, what);
+  Fail(status.message(), absl::IsResourceExhausted(status));
+}
+
+void SocketConnection::Fail(absl::string_view why, bool is_exhausted) {
+  if (state_ == State::kClosed) return;
+  TextError::Cause cause = TextError::Cause::kOther;
+  if (state_ == State::kShakingHands) cause = TextError::Cause::kNotTakenIn;
+  if (is_exhausted) cause = TextError::Cause::kExhausted;
+  state_ = State::kClosed;
+  error_ = MakeError(why, cause);
+  if (deadline_ != 0) loop_->Cancel(deadline_);
+  if (retry_ != 0) loop_->Cancel(retry_);
+  if (fd_.valid() && id_ != 0) loop_->Unwatch(fd_.get());
+  fd_ = Fd();
+  handshake_.reset();
+  std::deque<ReadRequest> reads = std::move(reads_);
+  std::deque<WriteRequest> writes = std::move(writes_);
+  reads_.clear();
+  writes_.clear();
+  for (ReadRequest& request : reads) {
+    if (request.object != nullptr) {
+      request.object_done(error_);
+    } else {
+      request.done(error_, nullptr, 0);
+    }
+  }
+  for (WriteRequest& request : writes) request.done(error_);
+  buffer_ = nullptr;
+  // Last: the loop may have been all that kept us, and only now nothing is called any more.
+  if (id_ != 0) loop_->Remove(id_);
+}
+
+}  // namespace distgrad

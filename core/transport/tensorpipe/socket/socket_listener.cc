@@ -1,0 +1,275 @@
+#include "core/transport/tensorpipe/socket/socket_listener.h"
+
+#include <errno.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/descriptors.h"
+#include "core/base/exception.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+#include "core/net/cluster_key.h"
+#include "core/transport/tensorpipe/socket/error.h"
+
+namespace distgrad {
+namespace {
+
+// How long to wait when the process has no file descriptors left.
+constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
+// The part of its time that a guest is given even when others wait: when a large job starts, all of
+// them are honest.
+constexpr int kGracePart = 100;
+
+}  // namespace
+
+// Passes on what happens to one of the sockets. Immutable after construction.
+class SocketListener::Events final : public Loop::Handler {
+ public:
+  Events(std::weak_ptr<SocketListener> listener, std::function<void(SocketListener&)> on_events)
+      : listener_(std::move(listener)), on_events_(std::move(on_events)) {}
+
+  void OnEvents(uint32_t) override {
+    const auto listener = listener_.lock();
+    if (listener == nullptr) return;
+    listener->strand_.Run([listener, on_events = on_events_] {
+      if (!listener->closed_) on_events(*listener);
+    });
+  }
+  void OnLoopClosed() override {
+    if (const auto listener = listener_.lock()) listener->Close();
+  }
+
+ private:
+  const std::weak_ptr<SocketListener> listener_;
+  const std::function<void(SocketListener&)> on_events_;
+};
+
+SocketListener::SocketListener(std::shared_ptr<Loop> loop, SocketOptions options)
+    : loop_(std::move(loop)), options_(std::move(options)), strand_([](std::exception_ptr thrown) {
+        // It goes on listening: what failed concerns one connection, which is closed with the task.
+        DG_LOG(ERROR) << "cannot take a connection: " << StatusFromStdException(std::move(thrown));
+      }) {}
+
+absl::StatusOr<std::shared_ptr<SocketListener>> SocketListener::Listen(
+    std::shared_ptr<Loop> loop, const std::string& host, const SocketOptions& options) {
+  auto listener = std::make_shared<SocketListener>(std::move(loop), options);
+  Endpoint endpoint;
+  endpoint.place = ThisPlace();
+  DG_RETURN_IF_ERROR(FillRandom(endpoint.token.data(), endpoint.token.size()));
+  Token name;  // everybody here can see it, so it must say nothing about the token
+  DG_RETURN_IF_ERROR(FillRandom(name.data(), name.size()));
+  endpoint.name = absl::BytesToHexString(std::string(name.begin(), name.end()));
+  listener->token_ = endpoint.token;
+  absl::Status opened = listener->OpenDoor(&listener->tcp_, ListenTcp(host, &endpoint.tcp), false);
+  if (opened.ok() && !endpoint.place.empty()) {
+    opened = listener->OpenDoor(&listener->unix_, ListenUnix(endpoint.name), true);
+  }
+  if (!opened.ok()) {
+    listener->Close();
+    return opened;
+  }
+  listener->address_ = FormatEndpoint(endpoint);
+  // Only now, when all is in its place, may events come.
+  for (Door* door : {&listener->tcp_, &listener->unix_}) {
+    if (!door->fd.valid()) continue;
+    if (absl::Status watched = listener->loop_->Watch(door->id, door->fd.get(), EPOLLIN);
+        !watched.ok()) {
+      listener->Close();
+      return watched;
+    }
+  }
+  return listener;
+}
+
+absl::Status SocketListener::OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is_unix) {
+  DG_RETURN_IF_ERROR(fd.status());
+  door->fd = *std::move(fd);
+  door->is_unix = is_unix;
+  door->id = loop_->Add(std::make_shared<Events>(
+      weak_from_this(), [door](SocketListener& self) { self.TakeGuests(*door); }));
+  if (door->id == 0) return absl::FailedPreconditionError("the transport is closed");
+  return absl::OkStatus();
+}
+
+void SocketListener::Accept(Accepted accepted) {
+  strand_.Run([self = shared_from_this(), accepted = std::move(accepted)]() mutable {
+    if (self->closed_) return accepted(MakeError("the listener was closed"), nullptr);
+    self->waiting_.push_back(std::move(accepted));
+    self->HandOver();
+  });
+}
+
+void SocketListener::Close() {
+  strand_.Run([self = shared_from_this()] {
+    if (std::exchange(self->closed_, true)) return;
+    while (!self->guests_.empty()) self->Forget(self->guests_.begin());
+    for (const auto& connection : self->ready_) connection->Close();
+    self->ready_.clear();
+    for (const Accepted& accepted : std::exchange(self->waiting_, {})) {
+      accepted(MakeError("the listener was closed"), nullptr);
+    }
+    for (Door* door : {&self->tcp_, &self->unix_}) {
+      if (door->fd.valid()) self->loop_->Unwatch(door->fd.get());
+      door->fd = Fd();
+      if (door->id != 0) self->loop_->Remove(door->id);
+    }
+  });
+}
+
+bool SocketListener::MakeRoom() {
+  if (guests_.size() < std::max<size_t>(options_.max_unauthenticated, 1)) return true;
+  const absl::Duration left =
+      guests_.front().since + options_.handshake_timeout / kGracePart - Loop::Now();
+  if (left <= absl::ZeroDuration()) {
+    Dismiss(guests_.begin(), absl::UnavailableError("others wait too"));
+    return true;
+  }
+  if (std::exchange(full_, true)) return false;
+  loop_->After(left, [watch = weak_from_this()] {
+    const auto self = watch.lock();
+    if (self != nullptr) self->strand_.Run([self] { self->Resume(); });
+  });
+  return false;
+}
+
+void SocketListener::Resume() {
+  if (closed_ || !std::exchange(full_, false)) return;
+  for (Door* door : {&tcp_, &unix_}) {
+    if (door->fd.valid()) TakeGuests(*door);
+  }
+}
+
+void SocketListener::TakeGuests(Door& door) {
+  while (MakeRoom()) {
+    Fd fd(accept4(door.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (fd.valid()) {
+      Welcome(std::move(fd), door.is_unix);
+      continue;
+    }
+    const int error = errno;
+    if (error == EAGAIN) return;
+    if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
+      // Whoever waits longest without a word makes room; else somebody else has to.
+      if (IsWorthALine(++exhausted_)) {
+        DG_LOG(WARNING) << "cannot accept a connection: " << ErrnoText(error) << " (" << exhausted_
+                        << " times so far)";
+      }
+      if (!guests_.empty()) {
+        Dismiss(guests_.begin(), absl::UnavailableError("no file descriptors are left"));
+        continue;
+      }
+      loop_->After(kExhaustedDelay, [watch = weak_from_this(), &door] {
+        const auto self = watch.lock();
+        if (self == nullptr) return;
+        self->strand_.Run([self, &door] {
+          if (!self->closed_) self->TakeGuests(door);
+        });
+      });
+      return;
+    }
+    // ECONNABORTED and the like concern one connection, which is gone already.
+  }
+}
+
+void SocketListener::Welcome(Fd fd, bool is_unix) {
+  if (is_unix) {
+    if (absl::Status user = CheckPeerUser(fd); !user.ok()) {
+      if (IsWorthALine(++other_users_)) {
+        DG_LOG(WARNING) << "refused a connection: " << user.message() << " (" << other_users_
+                        << " of other users so far)";
+      }
+      return;
+    }
+  } else {
+    SetNoDelay(fd);
+  }
+  auto handshake = Handshake::Create(Handshake::Role::kServer, options_.key, token_);
+  if (!handshake.ok()) {
+    DG_LOG(ERROR) << "cannot take a connection: " << handshake.status();
+    return;
+  }
+  const auto guest =
+      guests_.insert(guests_.end(), Guest{std::move(fd), 0, *std::move(handshake), Loop::Now()});
+  // While the guest is in the list the loop knows its id; both go together, on our strand.
+  guest->id = loop_->Add(
+      std::make_shared<Events>(weak_from_this(), [id = &guest->id](SocketListener& self) {
+        // An event may come late, when the guest is gone: its id is looked for, not used.
+        for (auto it = self.guests_.begin(); it != self.guests_.end(); ++it) {
+          if (&it->id == id) return self.ShakeHands(it);
+        }
+      }));
+  if (guest->id == 0) {
+    guests_.erase(guest);
+    return;
+  }
+  guest->deadline =
+      loop_->After(options_.handshake_timeout, [watch = weak_from_this(), id = guest->id] {
+        const auto self = watch.lock();
+        if (self == nullptr) return;
+        self->strand_.Run([self, id] {
+          for (auto it = self->guests_.begin(); it != self->guests_.end(); ++it) {
+            if (it->id == id) return self->Dismiss(it, absl::UnavailableError("it took too long"));
+          }
+        });
+      });
+  if (absl::Status watched = loop_->Watch(guest->id, guest->fd.get(), EPOLLIN | EPOLLRDHUP);
+      !watched.ok()) {
+    Dismiss(guest, watched);
+  }
+}
+
+void SocketListener::ShakeHands(Guests::iterator guest) {
+  Handshake& handshake = guest->handshake;
+  while (!handshake.done()) {
+    char bytes[kHelloBytes];
+    const ssize_t n = recv(guest->fd.get(), bytes, std::min(handshake.wanted(), sizeof(bytes)), 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return;
+    if (n <= 0) return Dismiss(guest, absl::UnavailableError("it went away"));
+    if (absl::Status status = handshake.Receive({bytes, static_cast<size_t>(n)}); !status.ok()) {
+      return Dismiss(guest, status);
+    }
+    // It always fits into a new socket, unless the other end plays tricks.
+    const std::string output = handshake.TakeOutput();
+    if (!output.empty() && send(guest->fd.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
+                               static_cast<ssize_t>(output.size())) {
+      return Dismiss(guest, absl::UnavailableError("it does not read what we answer"));
+    }
+  }
+  loop_->Unwatch(guest->fd.get());
+  Fd fd = std::move(guest->fd);
+  Forget(guest);
+  ready_.push_back(SocketConnection::Adopt(loop_, std::move(fd)));
+  HandOver();
+}
+
+void SocketListener::Dismiss(Guests::iterator guest, const absl::Status& why) {
+  refusals_.Add(guest->fd.get(), guest->handshake, why);
+  Forget(guest);
+}
+
+void SocketListener::Forget(Guests::iterator guest) {
+  loop_->Cancel(guest->deadline);
+  if (guest->fd.valid()) loop_->Unwatch(guest->fd.get());
+  loop_->Remove(guest->id);
+  guests_.erase(guest);
+  if (full_) strand_.Run([self = shared_from_this()] { self->Resume(); });
+}
+
+void SocketListener::HandOver() {
+  while (!ready_.empty() && !waiting_.empty()) {
+    auto connection = std::move(ready_.front());
+    ready_.pop_front();
+    const Accepted accepted = std::move(waiting_.front());
+    waiting_.pop_front();
+    accepted(tensorpipe::Error(), std::move(connection));
+  }
+}
+
+}  // namespace distgrad

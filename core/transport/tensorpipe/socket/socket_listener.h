@@ -1,0 +1,100 @@
+// Waits for connections, and lets only those through that finish their handshake.
+//
+// A connection that has not costs a file descriptor and a few hundred bytes; how many there may
+// be, and for how long, is limited. Nothing that strangers do ends the listener.
+#ifndef DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_LISTENER_H_
+#define DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_LISTENER_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "core/base/strand.h"
+#include "core/net/endpoint.h"
+#include "core/net/handshake.h"
+#include "core/net/loop.h"
+#include "core/net/refusal_log.h"
+#include "core/transport/tensorpipe/socket/socket_connection.h"
+#include "core/transport/tensorpipe/socket/socket_transport.h"
+
+namespace distgrad {
+
+// Thread-safe. Callbacks run on the loop's thread or on one that calls in here, one at a time, in
+// the order in which they were given, each exactly once.
+class SocketListener final : public std::enable_shared_from_this<SocketListener> {
+ public:
+  using Accepted = std::function<void(const tensorpipe::Error&, std::shared_ptr<SocketConnection>)>;
+
+  // `host` is numeric.
+  static absl::StatusOr<std::shared_ptr<SocketListener>> Listen(std::shared_ptr<Loop> loop,
+                                                                const std::string& host,
+                                                                const SocketOptions& options);
+  // Not for use: see Listen.
+  SocketListener(std::shared_ptr<Loop> loop, SocketOptions options);
+
+  // The next connection.
+  void Accept(Accepted accepted);
+  // Fails all Accepts, and closes all connections that have not been accepted.
+  void Close();
+
+  const std::string& address() const { return address_; }
+
+ private:
+  class Events;
+
+  // A socket that others connect to.
+  struct Door {
+    Fd fd;
+    uint64_t id = 0;
+    bool is_unix = false;
+  };
+  // Somebody who has connected and not yet shown who it is.
+  struct Guest {
+    Fd fd;
+    uint64_t id = 0;
+    Handshake handshake;
+    absl::Time since;
+    Loop::TimerId deadline = 0;
+  };
+  using Guests = std::list<Guest>;
+
+  // What is private runs on strand_ only, but for Listen's own calls.
+  absl::Status OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is_unix);
+  void TakeGuests(Door& door);
+  // Whether there is room for one more, once the oldest has been sent away if it is no loss.
+  bool MakeRoom();
+  // Takes guests again after there was no room.
+  void Resume();
+  void Welcome(Fd fd, bool is_unix);
+  void ShakeHands(Guests::iterator guest);
+  void Dismiss(Guests::iterator guest, const absl::Status& why);
+  void Forget(Guests::iterator guest);
+  void HandOver();
+
+  // Constant after Listen(); synchronize themselves.
+  const std::shared_ptr<Loop> loop_;
+  const SocketOptions options_;
+  std::string address_;
+  Token token_ = {};
+  Strand strand_;
+
+  // On strand_ only.
+  bool closed_ = false;
+  RefusalLog refusals_{"this worker"};
+  uint64_t other_users_ = 0;  // refused
+  uint64_t exhausted_ = 0;    // how often there was no file descriptor
+  bool full_ = false;         // those who connect wait in the kernel's queue
+  Door tcp_, unix_;
+  Guests guests_;  // the oldest first
+  std::deque<std::shared_ptr<SocketConnection>> ready_;
+  std::deque<Accepted> waiting_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_LISTENER_H_
