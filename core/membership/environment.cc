@@ -279,12 +279,12 @@ class Finder {
     DG_ASSIGN_OR_RETURN(const bool both, Both(host, port));
     if (!both) return false;
     DG_ASSIGN_OR_RETURN(const int number, Number(port, 1, 65535));
-    DG_RETURN_IF_ERROR(Meet(*Get(host), static_cast<uint16_t>(number), host));
+    DG_RETURN_IF_ERROR(SetRendezvous(*Get(host), static_cast<uint16_t>(number), host));
     return true;
   }
 
   // `said_by` is the variable that says the host.
-  absl::Status Meet(absl::string_view host, uint16_t port, const std::string& said_by) {
+  absl::Status SetRendezvous(absl::string_view host, uint16_t port, const std::string& said_by) {
     // One grammar for hosts; an IPv6 address needs no brackets here.
     const bool bare = absl::StrContains(host, ':') && host[0] != '[';
     auto url = ParseRendezvousUrl(
@@ -312,8 +312,8 @@ class Finder {
           absl::StrCat(Shown("SLURM_JOB_ID", *Get("SLURM_JOB_ID")), " must be a number"));
     }
     if (!absl::SimpleAtoi(Get("SLURM_STEP_ID").value_or("0"), &step)) step = 0;
-    DG_RETURN_IF_ERROR(Meet(IsOneSlurmHost(*nodes) ? "127.0.0.1" : *host,
-                            DerivedPort(job % 10000 + uint64_t{step} * 1009), name));
+    DG_RETURN_IF_ERROR(SetRendezvous(IsOneSlurmHost(*nodes) ? "127.0.0.1" : *host,
+                                     DerivedPort(job % 10000 + uint64_t{step} * 1009), name));
     return true;
   }
 
@@ -321,7 +321,7 @@ class Finder {
   bool TakeMpiAddress() {
     const auto name = Get("PMIX_NAMESPACE");
     if (!name.has_value() || place_.local_world_size != place_.world_size) return false;
-    return Meet("127.0.0.1", DerivedPort(Hash(*name)), "PMIX_NAMESPACE").ok();
+    return SetRendezvous("127.0.0.1", DerivedPort(Hash(*name)), "PMIX_NAMESPACE").ok();
   }
 
   const PlaceOptions& options_;

@@ -152,36 +152,36 @@ absl::Duration Patience(Deadline deadline) {
 
 }  // namespace
 
-// ----------------------------------------------------------------------------------- A seat
+// --------------------------------------------------------------------------- Claiming an id
 
-absl::Status Membership::CheckSeat() const {
-  if (seat_.max_workers < 1 || seat_.max_workers > kMaxIds) {
+absl::Status Membership::CheckOptions() const {
+  if (options_.max_workers < 1 || options_.max_workers > kMaxIds) {
     return absl::InvalidArgumentError(
-        absl::StrCat("max_workers must be 1 to ", kMaxIds, ", not ", seat_.max_workers));
+        absl::StrCat("max_workers must be 1 to ", kMaxIds, ", not ", options_.max_workers));
   }
-  if (!seat_.name.empty()) DG_RETURN_IF_ERROR(CheckName(seat_.name));
-  if (seat_.join) return absl::OkStatus();
-  if (seat_.world_size < 1 || seat_.world_size > seat_.max_workers || seat_.rank < 0 ||
-      seat_.rank >= seat_.world_size) {
-    return absl::InvalidArgumentError(absl::StrCat("there is no rank ", seat_.rank, " in a job of ",
-                                                   seat_.world_size, " workers (at most ",
-                                                   seat_.max_workers, ")"));
+  if (!options_.name.empty()) DG_RETURN_IF_ERROR(CheckName(options_.name));
+  if (options_.join) return absl::OkStatus();
+  if (options_.world_size < 1 || options_.world_size > options_.max_workers || options_.rank < 0 ||
+      options_.rank >= options_.world_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("there is no rank ", options_.rank, " in a job of ", options_.world_size,
+                     " workers (at most ", options_.max_workers, ")"));
   }
   return absl::OkStatus();
 }
 
 absl::StatusOr<WorkerInfo> Membership::Claim(Deadline deadline) {
-  DG_RETURN_IF_ERROR(CheckSeat());
-  DG_ASSIGN_OR_RETURN(self_, seat_.join ? ClaimByName(deadline) : ClaimRank(deadline));
+  DG_RETURN_IF_ERROR(CheckOptions());
+  DG_ASSIGN_OR_RETURN(self_, options_.join ? ClaimByName(deadline) : ClaimRank(deadline));
   return self_;
 }
 
 absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
   WorkerInfo self;
-  self.id = static_cast<WorkerId>(seat_.rank);
-  self.name = seat_.name.empty() ? absl::StrCat("worker", seat_.rank) : seat_.name;
-  world_size_ = seat_.world_size;
-  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(seat_.rank), 1, deadline));
+  self.id = static_cast<WorkerId>(options_.rank);
+  self.name = options_.name.empty() ? absl::StrCat("worker", options_.rank) : options_.name;
+  world_size_ = options_.world_size;
+  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(options_.rank), 1, deadline));
   self.incarnation = MakeIncarnation(life);
   if (life == 1) return self;
 
@@ -193,16 +193,16 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
   if (!outcome.has_value() || !outcome->empty()) {
     // Before the start that is a mistake; who comes second tells everyone.
     DG_RETURN_IF_ERROR(Settle(
-        *store_, seat_.world_size,
+        *store_, options_.world_size,
         absl::StrCat("two workers claim rank ", self.id, "; the second is '", self.name, "'"),
         deadline));
     return refuse();
   }
   DG_ASSIGN_OR_RETURN(const int size, ReadNumber(*store_, kSize, absl::InfinitePast()));
-  if (size != seat_.world_size) {
-    return absl::InvalidArgumentError(absl::StrCat("worker '", self.name,
-                                                   "' cannot come back to a job that started with ",
-                                                   size, " workers as one of ", seat_.world_size));
+  if (size != options_.world_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("worker '", self.name, "' cannot come back to a job that started with ", size,
+                     " workers as one of ", options_.world_size));
   }
   DG_ASSIGN_OR_RETURN(const WorkerInfo before, Find(self.id, deadline));
   if (before.name != self.name) return refuse();
@@ -218,28 +218,28 @@ absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
   if (!outcome->empty()) return absl::AlreadyExistsError(*outcome);
   DG_ASSIGN_OR_RETURN(world_size_, ReadNumber(*store_, kSize, deadline));
 
-  if (!seat_.name.empty()) {
-    DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimsKey(seat_.name), 1, deadline));
+  if (!options_.name.empty()) {
+    DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimsKey(options_.name), 1, deadline));
     if (claims > 1) {
-      DG_ASSIGN_OR_RETURN(const int id, ReadNumber(*store_, NameKey(seat_.name), deadline));
+      DG_ASSIGN_OR_RETURN(const int id, ReadNumber(*store_, NameKey(options_.name), deadline));
       DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(id), 1, deadline));
       return NextLife(static_cast<WorkerId>(id), life);
     }
   }
   DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoiners, 1, deadline));
   const int64_t id = world_size_ + joined - 1;
-  if (id >= seat_.max_workers) {
+  if (id >= options_.max_workers) {
     DG_RETURN_IF_ERROR(store_->Add(kJoiners, -1, deadline).status());
-    if (!seat_.name.empty()) {
-      DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(seat_.name), -1, deadline).status());
+    if (!options_.name.empty()) {
+      DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(options_.name), -1, deadline).status());
     }
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the job has had ", id, " workers, and max_workers is ", seat_.max_workers));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "the job has had ", id, " workers, and max_workers is ", options_.max_workers));
   }
   late_ = true;
   WorkerInfo self;
   self.id = static_cast<WorkerId>(id);
-  self.name = seat_.name.empty() ? absl::StrCat("worker", id) : seat_.name;
+  self.name = options_.name.empty() ? absl::StrCat("worker", id) : options_.name;
   DG_RETURN_IF_ERROR(store_->Set(NameKey(self.name), absl::StrCat(id), deadline));
   DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(self.id), 1, deadline));
   self.incarnation = MakeIncarnation(life);
@@ -250,7 +250,7 @@ absl::StatusOr<WorkerInfo> Membership::NextLife(WorkerId id, int64_t life) {
   late_ = true;
   WorkerInfo self;
   self.id = id;
-  self.name = seat_.name.empty() ? absl::StrCat("worker", id) : seat_.name;
+  self.name = options_.name.empty() ? absl::StrCat("worker", id) : options_.name;
   self.incarnation = MakeIncarnation(life);
   return self;
 }
@@ -454,7 +454,7 @@ std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Wh
 absl::StatusOr<int> Membership::CountIds(Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const int64_t joiners, store_->Add(kJoiners, 0, deadline));
   return static_cast<int>(
-      std::min<int64_t>(world_size_ + std::max<int64_t>(joiners, 0), seat_.max_workers));
+      std::min<int64_t>(world_size_ + std::max<int64_t>(joiners, 0), options_.max_workers));
 }
 
 absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
@@ -467,7 +467,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
       Patiently(deadline, [&](Deadline until) { return store_->GetEach(keys, until); }));
   std::vector<WorkerInfo> workers;
   for (int id = 0; id < ids; ++id) {
-    if (!entries[id].has_value()) continue;  // it has claimed its seat, and no more
+    if (!entries[id].has_value()) continue;  // it has claimed its id, and no more
     DG_ASSIGN_OR_RETURN(WorkerInfo worker,
                         DecodeWorkerInfo(*entries[id], static_cast<WorkerId>(id)));
     workers.push_back(std::move(worker));
@@ -584,8 +584,8 @@ absl::Status Membership::WithLost(const absl::Status& status) {
 absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost,
                                  absl::FunctionRef<absl::Status()> finish) {
   const int64_t number = barriers_ + 1;
-  const Meeting meeting{absl::StrCat("barrier/", number), "at", number, on_lost};
-  absl::Status status = Meet(meeting, deadline);
+  const BarrierSpec barrier{absl::StrCat("barrier/", number), "at", number, on_lost};
+  absl::Status status = WaitAtBarrier(barrier, deadline);
   if (status.ok()) status = finish();
   if (status.ok()) RaiseTo(number, barriers_);
   return Annotate(status, "waiting for all workers");
@@ -595,9 +595,9 @@ absl::Status Membership::Shutdown(Deadline deadline, OnLostMember on_lost,
                                   absl::FunctionRef<absl::Status()> finish) {
   // Worker 0, which may serve the store, goes without those who are lost.
   absl::Status status = WithLost(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
-  if (status.ok()) status = Meet({"shutdown", "shutdown", kLast, on_lost}, deadline);
+  if (status.ok()) status = WaitAtBarrier({"shutdown", "shutdown", kLast, on_lost}, deadline);
   if (status.ok()) status = finish();
-  if (status.ok()) status = Meet({"finish", "finish", kLast, on_lost}, deadline);
+  if (status.ok()) status = WaitAtBarrier({"finish", "finish", kLast, on_lost}, deadline);
   if (status.ok()) finished_ = true;
   // So that worker 0 does not miss it, when it is gone. Nobody else has to hear of it.
   WorkerInfo left = self_;
@@ -614,8 +614,8 @@ absl::Status Membership::Shutdown(Deadline deadline, OnLostMember on_lost,
 // Once worker 0 knows that all others have left it goes, and the store with it. So of the others
 // only the last has something to say, and none minds if nobody hears it.
 absl::Status Membership::GoAfterAll(Deadline deadline) {
-  const Meeting left{"left", "left", kLast, OnLostMember::kGoOnWithout};
-  if (self_.id == 0) return Meet(left, deadline);
+  const BarrierSpec left{"left", "left", kLast, OnLostMember::kGoOnWithout};
+  if (self_.id == 0) return WaitAtBarrier(left, deadline);
   constexpr absl::Time kNow = absl::InfinitePast();
   const absl::StatusOr<int64_t> come = store_->Add(left.name + "/count", 1, kNow);
   if (!come.ok() || *come < size_) return absl::OkStatus();
@@ -631,7 +631,7 @@ absl::Status Membership::CheckOpen() const {
 
 template <typename Ask>
 auto Membership::Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline)) {
-  const Deadline limit = Deadline::After(seat_.store_limit);
+  const Deadline limit = Deadline::After(options_.store_limit);
   for (bool again = false;; again = true) {
     DG_RETURN_IF_ERROR(CheckOpen());
     auto answer = ask(std::min(deadline, Deadline::After(kLook)));
@@ -640,35 +640,35 @@ auto Membership::Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(de
     // Once is not enough: this process may itself have been stopped for so long.
     if (!again || !limit.Passed()) continue;
     return absl::UnavailableError(absl::StrCat("the job's store has not answered for ",
-                                               absl::FormatDuration(seat_.store_limit), ": ",
+                                               absl::FormatDuration(options_.store_limit), ": ",
                                                status.message()));
   }
 }
 
-std::string Membership::MarkKey(const Meeting& meeting, WorkerId worker) {
-  return absl::StrCat(meeting.arrivals, "/", worker);
+std::string Membership::MarkKey(const BarrierSpec& barrier, WorkerId worker) {
+  return absl::StrCat(barrier.arrivals, "/", worker);
 }
 
-std::string Membership::Mark(const Meeting& meeting, const WorkerInfo& worker) {
-  return meeting.number == kLast ? absl::StrCat(worker.incarnation) : absl::StrCat(meeting.number);
+std::string Membership::Mark(const BarrierSpec& barrier, const WorkerInfo& worker) {
+  return barrier.number == kLast ? absl::StrCat(worker.incarnation) : absl::StrCat(barrier.number);
 }
 
-bool Membership::HasCome(const Meeting& meeting, const WorkerInfo& worker,
+bool Membership::HasCome(const BarrierSpec& barrier, const WorkerInfo& worker,
                          const Store::Value& mark) {
   if (!mark.has_value()) return false;
-  if (meeting.number == kLast) return *mark == Mark(meeting, worker);
+  if (barrier.number == kLast) return *mark == Mark(barrier, worker);
   int64_t number = 0;
-  return absl::SimpleAtoi(*mark, &number) && number >= meeting.number;
+  return absl::SimpleAtoi(*mark, &number) && number >= barrier.number;
 }
 
-absl::StatusOr<Membership::Absent> Membership::FindAbsent(const Meeting& meeting,
+absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& barrier,
                                                           Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
   std::vector<std::string> keys;
   for (int id = 0; id < ids; ++id) {
     keys.push_back(EntryKey(id));
     keys.push_back(LostKey(id));
-    keys.push_back(MarkKey(meeting, static_cast<WorkerId>(id)));
+    keys.push_back(MarkKey(barrier, static_cast<WorkerId>(id)));
   }
   DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> values, store_->GetEach(keys, deadline));
   Absent absent;
@@ -690,7 +690,7 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const Meeting& meeting
       any_lost = true;
     }
     present += lost ? 0 : 1;
-    if (member.barriers >= meeting.number || HasCome(meeting, member, of_worker[2])) continue;
+    if (member.barriers >= barrier.number || HasCome(barrier, member, of_worker[2])) continue;
     if (lost) {
       absent.lost.push_back({std::move(member), std::move(loss.reason)});
     } else {
@@ -705,21 +705,21 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const Meeting& meeting
 
 // Everyone says that it is there; who sees that all are opens the door. The last to come sees it at
 // once. That one has come is said before it is counted, so whoever is counted last sees all.
-absl::Status Membership::Meet(const Meeting& meeting, Deadline deadline) {
+absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline deadline) {
   // A look finds who is lost, whoever has said it and when.
-  bool look = any_lost_ && meeting.on_lost == OnLostMember::kFail;
-  if (come_ < meeting.number) {
+  bool look = any_lost_ && barrier.on_lost == OnLostMember::kFail;
+  if (come_ < barrier.number) {
     DG_RETURN_IF_ERROR(WithLost(Patiently(deadline, [&](Deadline until) {
-      return store_->Set(MarkKey(meeting, self_.id), Mark(meeting, self_), until);
+      return store_->Set(MarkKey(barrier, self_.id), Mark(barrier, self_), until);
     })));
     const absl::StatusOr<int64_t> come = Patiently(
-        deadline, [&](Deadline until) { return store_->Add(meeting.name + "/count", 1, until); });
+        deadline, [&](Deadline until) { return store_->Add(barrier.name + "/count", 1, until); });
     // Of a counter it may not be known whether it has counted.
     if (!absl::IsAborted(come.status())) DG_RETURN_IF_ERROR(WithLost(come.status()));
     look = look || !come.ok() || *come >= size_;
-    if (meeting.number != kLast) RaiseTo(meeting.number, come_);
+    if (barrier.number != kLast) RaiseTo(barrier.number, come_);
   }
-  const std::string keys[] = {meeting.name + "/open", kChanges};
+  const std::string keys[] = {barrier.name + "/open", kChanges};
   Store::Value changes = LastChanges();
   Deadline look_again = Deadline::After(LookAgain(size_));
   for (;;) {
@@ -735,7 +735,7 @@ absl::Status Membership::Meet(const Meeting& meeting, Deadline deadline) {
     changes = (*now)[1];
     const bool last_look = deadline.Passed();
     const absl::StatusOr<Absent> absent =
-        Patiently(deadline, [&](Deadline until) { return FindAbsent(meeting, until); });
+        Patiently(deadline, [&](Deadline until) { return FindAbsent(barrier, until); });
     DG_RETURN_IF_ERROR(WithLost(absent.status()));
     SetLastChanges(changes);
     look = false;
@@ -744,19 +744,19 @@ absl::Status Membership::Meet(const Meeting& meeting, Deadline deadline) {
     if (absent->self) {
       DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
     }
-    const bool fails = !absent->lost.empty() && meeting.on_lost == OnLostMember::kFail;
-    if (absent->late.empty() && !fails) return Open(meeting, deadline);
+    const bool fails = !absent->lost.empty() && barrier.on_lost == OnLostMember::kFail;
+    if (absent->late.empty() && !fails) return Open(barrier, deadline);
     if (fails) return Lost(absent->lost);
     if (last_look) return NotCome(absent->late);
   }
 }
 
 // What the barrier before has left is over with this: whoever has come to this one has seen it.
-absl::Status Membership::Open(const Meeting& meeting, Deadline deadline) {
+absl::Status Membership::Open(const BarrierSpec& barrier, Deadline deadline) {
   DG_RETURN_IF_ERROR(WithLost(Patiently(
-      deadline, [&](Deadline until) { return store_->Set(meeting.name + "/open", "1", until); })));
-  if (meeting.number == kLast) return absl::OkStatus();
-  const std::string before = absl::StrCat("barrier/", meeting.number - 1);
+      deadline, [&](Deadline until) { return store_->Set(barrier.name + "/open", "1", until); })));
+  if (barrier.number == kLast) return absl::OkStatus();
+  const std::string before = absl::StrCat("barrier/", barrier.number - 1);
   store_->Delete(before + "/count", absl::InfinitePast()).IgnoreError();
   store_->Delete(before + "/open", absl::InfinitePast()).IgnoreError();
   return absl::OkStatus();

@@ -33,8 +33,8 @@
 
 namespace distgrad {
 
-// The place that a worker asks for.
-struct Seat {
+// What a worker asks for when it joins.
+struct MembershipOptions {
   std::string name = {};  // "": "worker<id>"
   int rank = 0;           // in the job's start
   int world_size = 1;     // of the job's start
@@ -62,14 +62,14 @@ enum class OnLostMember {
 // enter, in each barrier and at the end, whatever the size of the job.
 class Membership {
  public:
-  Membership(std::shared_ptr<Store> store, Seat seat)
-      : store_(std::move(store)), seat_(std::move(seat)) {}
+  Membership(std::shared_ptr<Store> store, MembershipOptions options)
+      : store_(std::move(store)), options_(std::move(options)) {}
   ~Membership() { Close(); }
 
-  // Takes the seat: id, name and incarnation of this worker. A seat that is taken is taken again,
-  // by a new life, if its worker had that name and the job has started.
+  // Claims id, name and incarnation of this worker. An id that is claimed already is claimed again,
+  // by a new incarnation, if its worker had that name and the job has started.
   //
-  // kInvalidArgument for a seat that there cannot be; kAlreadyExists, on every worker, when two
+  // kInvalidArgument for options that make no sense; kAlreadyExists, on every worker, when two
   // claim one rank before the job has started; kResourceExhausted beyond `max_workers`;
   // kDeadlineExceeded if the job that is to be joined has not started.
   absl::StatusOr<WorkerInfo> Claim(Deadline deadline);
@@ -149,7 +149,7 @@ class Membership {
   bool closed() const { return closed_; }
 
  private:
-  absl::Status CheckSeat() const;
+  absl::Status CheckOptions() const;
   absl::Status CheckOpen() const;
   absl::StatusOr<WorkerInfo> ClaimRank(Deadline deadline);
   absl::StatusOr<WorkerInfo> ClaimByName(Deadline deadline);
@@ -163,8 +163,8 @@ class Membership {
   // All ids that there may be.
   absl::StatusOr<int> CountIds(Deadline deadline);
 
-  // What all members come to: a barrier, the end, or what is behind it.
-  struct Meeting {
+  // What all members wait at: a barrier, the end, or what is behind it.
+  struct BarrierSpec {
     std::string name;      // its keys begin with it
     std::string arrivals;  // and those of the entries which say who has come
     int64_t number;        // of the barrier; kLast
@@ -177,16 +177,17 @@ class Membership {
     bool self = false;  // this worker itself is taken for lost
   };
   // What says that a worker has come: an entry, and what it holds then.
-  static std::string MarkKey(const Meeting& meeting, WorkerId worker);
-  static std::string Mark(const Meeting& meeting, const WorkerInfo& worker);
-  static bool HasCome(const Meeting& meeting, const WorkerInfo& worker, const Store::Value& mark);
+  static std::string MarkKey(const BarrierSpec& barrier, WorkerId worker);
+  static std::string Mark(const BarrierSpec& barrier, const WorkerInfo& worker);
+  static bool HasCome(const BarrierSpec& barrier, const WorkerInfo& worker,
+                      const Store::Value& mark);
   // Says that this worker has come, and waits until all have.
-  absl::Status Meet(const Meeting& meeting, Deadline deadline);
-  absl::StatusOr<Absent> FindAbsent(const Meeting& meeting, Deadline deadline);
+  absl::Status WaitAtBarrier(const BarrierSpec& barrier, Deadline deadline);
+  absl::StatusOr<Absent> FindAbsent(const BarrierSpec& barrier, Deadline deadline);
   // Of worker 0 until all others have left.
   absl::Status GoAfterAll(Deadline deadline);
   // Says that all have come.
-  absl::Status Open(const Meeting& meeting, Deadline deadline);
+  absl::Status Open(const BarrierSpec& barrier, Deadline deadline);
   // What kChanges held when this worker last looked at the members.
   Store::Value LastChanges();
   void SetLastChanges(const Store::Value& changes);
@@ -208,7 +209,7 @@ class Membership {
 
   // Constant after construction.
   const std::shared_ptr<Store> store_;
-  const Seat seat_;
+  const MembershipOptions options_;
 
   // Constant after Enter().
   WorkerInfo self_;

@@ -349,8 +349,8 @@ class RunningJobTest : public testing::Test {
     members_.resize(workers);
     for (int rank = 0; rank < workers; ++rank) {
       threads.emplace_back([&, rank] {
-        members_[rank] =
-            std::make_unique<Membership>(store_, Seat{.rank = rank, .world_size = workers});
+        members_[rank] = std::make_unique<Membership>(
+            store_, MembershipOptions{.rank = rank, .world_size = workers});
         EXPECT_TRUE(Come(*members_[rank], absl::StrCat("inproc://", rank)).ok());
       });
     }
@@ -365,8 +365,8 @@ class RunningJobTest : public testing::Test {
     if (!all.ok()) return all.status();
     return self;
   }
-  absl::StatusOr<WorkerInfo> Come(Seat seat, std::string address = "inproc://new") {
-    members_.push_back(std::make_unique<Membership>(store_, std::move(seat)));
+  absl::StatusOr<WorkerInfo> Come(MembershipOptions options, std::string address = "inproc://new") {
+    members_.push_back(std::make_unique<Membership>(store_, std::move(options)));
     return Come(*members_.back(), std::move(address));
   }
   Names Present() {
@@ -378,7 +378,7 @@ class RunningJobTest : public testing::Test {
   }
 
   // All who are members, `times` times.
-  void AllMeet(int times) {
+  void AllWait(int times) {
     std::vector<std::thread> threads;
     for (auto& members : members_) {
       threads.emplace_back([times, m = members.get()] {
@@ -410,7 +410,7 @@ TEST_F(RunningJobTest, AWorkerComesBackAsANewLife) {
   EXPECT_EQ(LifeOf(again->incarnation), 3);
 }
 
-TEST_F(RunningJobTest, ASeatIsNotTakenByAnotherNameOrForAnotherSize) {
+TEST_F(RunningJobTest, ARankIsNotTakenByAnotherNameOrForAnotherSize) {
   Start(2);
   const auto other = Come({.name = "other", .rank = 1, .world_size = 2});
   EXPECT_EQ(other.status(), absl::AlreadyExistsError(
@@ -499,12 +499,12 @@ TEST_F(RunningJobTest, ABarrierThatFailsIsNotUsedUp) {
   for (int i = 0; i < 3; ++i) {
     EXPECT_TRUE(absl::IsDeadlineExceeded(members_[0]->Barrier(absl::InfinitePast())));
   }
-  AllMeet(3);
+  AllWait(3);
   // Whether the other came before that one calls again does not matter.
   EXPECT_TRUE(absl::IsDeadlineExceeded(members_[0]->Barrier(absl::InfinitePast())));
   EXPECT_TRUE(members_[1]->Barrier(Later()).ok());
   EXPECT_TRUE(members_[0]->Barrier(Later()).ok());
-  AllMeet(1);
+  AllWait(1);
 }
 
 thread_local bool is_held = false;
@@ -550,19 +550,19 @@ TEST_F(RunningJobTest, CallsAtTheSameTimeAreOneBarrier) {
 }
 
 TEST_F(RunningJobTest, EachWorkerAsksAFixedNumberOfTimes) {
-  constexpr int kWorkers = 40, kMeetings = 5;
+  constexpr int kWorkers = 40, kBarriers = 5;
   Start(kWorkers);
   EXPECT_LE(store_->calls(), 12 * kWorkers);
   const int before = store_->calls();
-  AllMeet(kMeetings);
-  EXPECT_LE(store_->calls() - before, 4 * kMeetings * kWorkers);
+  AllWait(kBarriers);
+  EXPECT_LE(store_->calls() - before, 4 * kBarriers * kWorkers);
 }
 
 TEST_F(RunningJobTest, BarriersLeaveNothingBehind) {
   Start(4);
-  AllMeet(3);
+  AllWait(3);
   const size_t keys = store_->keys();
-  AllMeet(30);
+  AllWait(30);
   EXPECT_EQ(store_->keys(), keys);
 }
 
@@ -576,7 +576,7 @@ TEST_F(RunningJobTest, AJoinerThatFailsIsNoMember) {
   EXPECT_EQ(late.Enter(*self, Later()).status(), Silence());
   store_->set_answer(absl::OkStatus());
   EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
-  AllMeet(1);
+  AllWait(1);
 }
 
 TEST_F(RunningJobTest, SeveralAreFoundAtOnce) {

@@ -115,7 +115,8 @@ absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
   if (!new_life && was_there && now.left) Record(MemberEvent::Kind::kLeft, known);
   if (new_life && !now.left) Record(MemberEvent::Kind::kJoined, now);
   Replace(known, std::move(now));
-  if (worker.id == self_.id) return false;  // our own seat was taken; the new life calls on others
+  if (worker.id == self_.id)
+    return false;  // our own id was claimed again; the new incarnation calls
   return new_life;
 }
 

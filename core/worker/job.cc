@@ -8,7 +8,7 @@
 #include "core/tensor/gpu_memory.h"
 #include "core/transport/inproc/inproc_transport.h"
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
-#include "core/worker/meeting.h"
+#include "core/worker/rendezvous.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -64,22 +64,23 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
     DG_ASSIGN_OR_RETURN(host, SaidHost(options.host));
   }
   // Who joins later has no rank of the start; least of all the one that serves the store.
-  DG_ASSIGN_OR_RETURN(Meeting meeting, Meet({.rendezvous = options.rendezvous,
-                                             .store = options.store,
-                                             .job = options.job,
-                                             .rank = options.join ? 1 : options.rank,
-                                             .world_size = options.join ? 2 : options.world_size,
-                                             .key_file = options.key_file},
-                                            deadline));
-  const Place& place = meeting.place;
+  DG_ASSIGN_OR_RETURN(Rendezvous rendezvous,
+                      JoinRendezvous({.rendezvous = options.rendezvous,
+                                      .store = options.store,
+                                      .job = options.job,
+                                      .rank = options.join ? 1 : options.rank,
+                                      .world_size = options.join ? 2 : options.world_size,
+                                      .key_file = options.key_file},
+                                     deadline));
+  const Place& place = rendezvous.place;
   Job job{.rank = place.rank,
           .world_size = place.world_size,
           .local_rank = place.local_rank,
           .local_world_size = place.local_world_size,
           .name = options.name,
-          .store = std::move(meeting.store),
-          .serves_store = meeting.serves_store,
-          .worker0_serves_store = meeting.worker0_serves_store};
+          .store = std::move(rendezvous.store),
+          .serves_store = rendezvous.serves_store,
+          .worker0_serves_store = rendezvous.worker0_serves_store};
   if (options.join) {
     // Without a name it is called by the id that the store gives.
     if (job.name.empty()) job.name = ProcessEnvironment("DISTGRAD_NAME").value_or("");
@@ -94,7 +95,7 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(
       job.transport,
       MakeTransport(options, transport, host, job.name.empty() ? "a worker that joins" : job.name,
-                    meeting.cluster_key));
+                    rendezvous.cluster_key));
   return job;
 }
 

@@ -7,16 +7,17 @@
 
 namespace distgrad {
 
-absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(ProcessGroupOptions options,
-                                                               const MeetingOptions& meeting) {
+absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(
+    ProcessGroupOptions options, const RendezvousOptions& rendezvous_options) {
   DG_ASSIGN_OR_RETURN(options.host, SaidHost(options.host));
-  DG_ASSIGN_OR_RETURN(Meeting met, Meet(meeting, Deadline::After(options.join_timeout)));
+  DG_ASSIGN_OR_RETURN(Rendezvous rendezvous,
+                      JoinRendezvous(rendezvous_options, Deadline::After(options.join_timeout)));
   if (options.host.empty()) {
-    DG_ASSIGN_OR_RETURN(options.host, DefaultHost(met.place));
+    DG_ASSIGN_OR_RETURN(options.host, DefaultHost(rendezvous.place));
   }
-  options.store = std::move(met.store);
-  options.rank = met.place.rank;
-  options.size = met.place.world_size;
+  options.store = std::move(rendezvous.store);
+  options.rank = rendezvous.place.rank;
+  options.size = rendezvous.place.world_size;
   return ProcessGroup::Create(std::move(options));
 }
 

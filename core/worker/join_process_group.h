@@ -3,7 +3,7 @@
 //   auto group = JoinProcessGroup({.name = "trainers"});   // under torchrun, srun, mpirun ...
 //
 // Under a launcher that serves no store, rank 0 serves one; where the same process has a worker,
-// which would serve it too, Meet() once and give both the store and the rank.
+// which would serve it too, JoinRendezvous() once and give both the store and the rank.
 #ifndef DISTGRAD_CORE_WORKER_JOIN_PROCESS_GROUP_H_
 #define DISTGRAD_CORE_WORKER_JOIN_PROCESS_GROUP_H_
 
@@ -11,14 +11,14 @@
 
 #include "absl/status/statusor.h"
 #include "core/parallel/process_group/process_group.h"
-#include "core/worker/meeting.h"
+#include "core/worker/rendezvous.h"
 
 namespace distgrad {
 
-// `options` have no store, rank and size of their own: they are those of the meeting. The first
-// error, as Meet() and ProcessGroup::Create() have it.
-absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(ProcessGroupOptions options = {},
-                                                               const MeetingOptions& meeting = {});
+// `options` have no store, rank and size of their own: they are those of the rendezvous. The first
+// error, as JoinRendezvous() and ProcessGroup::Create() have it.
+absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(
+    ProcessGroupOptions options = {}, const RendezvousOptions& rendezvous_options = {});
 
 }  // namespace distgrad
 

@@ -11,7 +11,7 @@
 #include "core/tensor/values.h"
 #include "core/worker/callers_loop.h"
 #include "core/worker/job.h"
-#include "core/worker/meeting.h"
+#include "core/worker/rendezvous.h"
 #include "core/worker/worker_impl.h"
 
 namespace distgrad {
@@ -66,13 +66,13 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
   }
   DG_ASSIGN_OR_RETURN(std::unique_ptr<Clock> clock, NewSystemClock());
   DG_ASSIGN_OR_RETURN(Job job, JoinJob(options, deadline));
-  auto members =
-      std::make_unique<Membership>(job.store, Seat{.name = job.name,
-                                                   .rank = job.rank,
-                                                   .world_size = job.world_size,
-                                                   .join = options.join,
-                                                   .max_workers = options.max_workers,
-                                                   .store_limit = options.heartbeat_limit});
+  auto members = std::make_unique<Membership>(
+      job.store, MembershipOptions{.name = job.name,
+                                   .rank = job.rank,
+                                   .world_size = job.world_size,
+                                   .join = options.join,
+                                   .max_workers = options.max_workers,
+                                   .store_limit = options.heartbeat_limit});
   DG_ASSIGN_OR_RETURN(WorkerInfo self, members->Claim(deadline));
   std::shared_ptr<Impl> impl(new Impl(std::move(options), std::move(self), std::move(clock),
                                       std::move(members), std::move(job.transport)));

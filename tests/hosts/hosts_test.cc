@@ -386,7 +386,7 @@ TEST_F(HostsTest, WhoCallsAWorkerWithoutDescriptorsIsToldSo) {
   EXPECT_FALSE(absl::StrContains(members_[0]->output(), "* lost")) << members_[0]->output();
 }
 
-// core/worker/meeting.cc reserves ten for each peer.
+// core/worker/rendezvous.cc reserves ten for each peer.
 TEST_F(HostsTest, APeerTakesFewDescriptors) {
   for (const bool is_near : {false, true}) {
     members_.clear();

@@ -264,7 +264,7 @@ TEST_F(MembersProcessTest, ACallbackHearsOfAKilledWorkerAndOfItsReturn) {
   lead_->OnMember(nullptr);
 }
 
-TEST_F(MembersProcessTest, AStoppedWorkerWhoseSeatIsTakenIsShutOut) {
+TEST_F(MembersProcessTest, AStoppedWorkerWhoseRankIsTakenIsShutOut) {
   ExpectTraining();
   const auto old = std::move(child_);
   old->Stop();

@@ -1,7 +1,8 @@
-// Where the processes of a job meet, and who each of them is: by options, the user's variables or a
-// launcher's. For all that joins a job, with a worker or without; docs/launching.md.
-#ifndef DISTGRAD_CORE_WORKER_MEETING_H_
-#define DISTGRAD_CORE_WORKER_MEETING_H_
+// Finds the store by which the processes of a job find each other, and who each of them is: by
+// options, the user's variables or a launcher's. For all that joins a job, with a worker or
+// without; docs/launching.md.
+#ifndef DISTGRAD_CORE_WORKER_RENDEZVOUS_H_
+#define DISTGRAD_CORE_WORKER_RENDEZVOUS_H_
 
 #include <memory>
 #include <string>
@@ -14,7 +15,7 @@
 namespace distgrad {
 
 // As WorkerOptions has them.
-struct MeetingOptions {
+struct RendezvousOptions {
   std::string rendezvous = "env://";
   std::shared_ptr<Store> store = nullptr;
   std::string job = {};
@@ -23,7 +24,7 @@ struct MeetingOptions {
   std::string key_file = {};
 };
 
-struct Meeting {
+struct Rendezvous {
   Place place = {};
   std::string cluster_key = {};
   // Of this start of this job alone; signed, where there is a cluster key.
@@ -48,8 +49,8 @@ void ReserveForPeers(size_t workers);
 
 // kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that
 // lacks something; what the store says otherwise.
-absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline);
+absl::StatusOr<Rendezvous> JoinRendezvous(const RendezvousOptions& options, Deadline deadline);
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_WORKER_MEETING_H_
+#endif  // DISTGRAD_CORE_WORKER_RENDEZVOUS_H_

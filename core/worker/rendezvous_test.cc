@@ -1,4 +1,4 @@
-#include "core/worker/meeting.h"
+#include "core/worker/rendezvous.h"
 
 #include <cstdlib>
 #include <string>

@@ -1,4 +1,4 @@
-#include "core/worker/meeting.h"
+#include "core/worker/rendezvous.h"
 
 #include <utility>
 
@@ -81,44 +81,44 @@ absl::StatusOr<std::string> DefaultHost(const Place& place) {
                    host.status().message(), ")"));
 }
 
-absl::StatusOr<Meeting> Meet(const MeetingOptions& options, Deadline deadline) {
-  Meeting meeting;
-  DG_ASSIGN_OR_RETURN(meeting.cluster_key, LoadClusterKey(options.key_file));
-  DG_ASSIGN_OR_RETURN(meeting.place, FindPlace({.rank = options.rank,
-                                                .world_size = options.world_size,
-                                                .rendezvous = options.rendezvous,
-                                                .has_store = options.store != nullptr},
-                                               &ProcessEnvironment));
-  const Place& place = meeting.place;
+absl::StatusOr<Rendezvous> JoinRendezvous(const RendezvousOptions& options, Deadline deadline) {
+  Rendezvous rendezvous;
+  DG_ASSIGN_OR_RETURN(rendezvous.cluster_key, LoadClusterKey(options.key_file));
+  DG_ASSIGN_OR_RETURN(rendezvous.place, FindPlace({.rank = options.rank,
+                                                   .world_size = options.world_size,
+                                                   .rendezvous = options.rendezvous,
+                                                   .has_store = options.store != nullptr},
+                                                  &ProcessEnvironment));
+  const Place& place = rendezvous.place;
   ReserveForPeers(place.world_size);
   DG_RETURN_IF_ERROR(ReserveForStore(place));
-  meeting.store = options.store;
-  if (meeting.store == nullptr) {
-    DG_ASSIGN_OR_RETURN(meeting.store, MakeStore(place, meeting.cluster_key, deadline));
-    meeting.worker0_serves_store =
+  rendezvous.store = options.store;
+  if (rendezvous.store == nullptr) {
+    DG_ASSIGN_OR_RETURN(rendezvous.store, MakeStore(place, rendezvous.cluster_key, deadline));
+    rendezvous.worker0_serves_store =
         place.rendezvous.kind == RendezvousUrl::Kind::kTcp && !place.launcher_serves;
-    meeting.serves_store = meeting.worker0_serves_store && place.serves_store;
+    rendezvous.serves_store = rendezvous.worker0_serves_store && place.serves_store;
   }
   // The signature is over the whole key: an entry of one job or start does not pass for one of
   // another.
-  if (!meeting.cluster_key.empty()) {
-    meeting.store = NewSignedStore(meeting.cluster_key, std::move(meeting.store));
+  if (!rendezvous.cluster_key.empty()) {
+    rendezvous.store = NewSignedStore(rendezvous.cluster_key, std::move(rendezvous.store));
   }
   if (absl::StrContains(options.job, '/')) {
     return absl::InvalidArgumentError(
         absl::StrCat("the name of job '", options.job, "' must not have a '/'"));
   }
   if (!options.job.empty()) {
-    meeting.store = std::make_shared<PrefixStore>(absl::StrCat("job/", options.job, "/"),
-                                                  std::move(meeting.store));
+    rendezvous.store = std::make_shared<PrefixStore>(absl::StrCat("job/", options.job, "/"),
+                                                     std::move(rendezvous.store));
   }
   if (!place.run.empty()) {
     auto run = std::make_shared<PrefixStore>(absl::StrCat("run/", place.run, "/"),
-                                             std::move(meeting.store));
-    DG_ASSIGN_OR_RETURN(meeting.store,
+                                             std::move(rendezvous.store));
+    DG_ASSIGN_OR_RETURN(rendezvous.store,
                         StoreOfThisStart(std::move(run), place.rank, place.world_size, deadline));
   }
-  return meeting;
+  return rendezvous;
 }
 
 }  // namespace distgrad
