@@ -189,7 +189,7 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
       Handle(from, std::move(batches), MayRunNodesHere() ? RunHere::kBrief : RunHere::kNo);
     });
   }
-  pool_->ScheduleHere([this, from, batches = std::move(batches)]() mutable {
+  pool_->ScheduleInline([this, from, batches = std::move(batches)]() mutable {
     Handle(from, std::move(batches), RunHere::kYes);
   });
 }

@@ -237,8 +237,10 @@ class ElsewhereLoop : public EventLoop {
   ElsewhereLoop() { SetCurrent(this); }
   ~ElsewhereLoop() override { SetCurrent(nullptr); }
   void Run(absl::AnyInvocable<void()>) override { ADD_FAILURE() << "nothing comes here"; }
-  bool CanRunAside(const void*) override { return true; }
-  void RunAside(absl::AnyInvocable<void()> task) override { std::thread(std::move(task)).join(); }
+  bool CanRunDeferred(const void*) override { return true; }
+  void RunDeferred(absl::AnyInvocable<void()> task) override {
+    std::thread(std::move(task)).join();
+  }
 };
 
 class WhoseThreadTest : public EngineTest {

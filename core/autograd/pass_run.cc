@@ -218,7 +218,7 @@ void PassRun::CallHelpers() {
     }
     // One may be this thread, the initiator's if it waits for the pass.
     const Canceller* const maker = this;
-    engine_->pool().ScheduleHere(std::move(run), maker);
+    engine_->pool().ScheduleInline(std::move(run), maker);
   }
 }
 

@@ -41,9 +41,9 @@ class EventLoop {
   // afterwards, so that it may run a task of `work` (null: of nobody's) then, and has it do so. It
   // need not be woken for that, as a pool's would; and another thread is, to wait for events
   // meanwhile, only if some come. A visitor can be had only for what it waits for.
-  virtual bool CanRunAside(const void* work) { return false; }
+  virtual bool CanRunDeferred(const void* work) { return false; }
   // Only if it can.
-  virtual void RunAside(absl::AnyInvocable<void()> task) { Run(std::move(task)); }
+  virtual void RunDeferred(absl::AnyInvocable<void()> task) { Run(std::move(task)); }
 
   // For the calling thread, which does nothing else until it has destroyed it.
   // So nobody needs to be woken to tell it. Null where others do what is to be done: there is one

@@ -64,13 +64,13 @@ bool ThreadPool::ScheduleNow(Task task) {
   return false;
 }
 
-bool ThreadPool::ScheduleHere(Task task, const void* work) {
+bool ThreadPool::ScheduleInline(Task task, const void* work) {
   EventLoop* const loop = EventLoop::Current();
-  if (loop == nullptr || !loop->CanRunAside(work) || !TakeSlotForGuest()) {
+  if (loop == nullptr || !loop->CanRunDeferred(work) || !TakeSlotForGuest()) {
     return Schedule(std::move(task));
   }
   const bool stays = work == nullptr;
-  loop->RunAside(
+  loop->RunDeferred(
       [this, task = std::move(task), stays]() mutable { RunAsGuest(std::move(task), stays); });
   return true;
 }

@@ -61,9 +61,9 @@ class ThreadPool : private Blockable {
   bool ScheduleNow(Task task);
 
   // The same; but where fewer than `size` tasks run, and the calling thread handles events of a
-  // loop that can do without it for `work` (EventLoop::CanRunAside), that thread runs the task, as
-  // one of these. With null `work` it then goes on with others that wait.
-  bool ScheduleHere(Task task, const void* work = nullptr);
+  // loop that can do without it for `work` (EventLoop::CanRunDeferred), that thread runs the task,
+  // as one of these. With null `work` it then goes on with others that wait.
+  bool ScheduleInline(Task task, const void* work = nullptr);
 
   // Takes no more tasks; those accepted still run.
   void Close();

@@ -274,8 +274,8 @@ TEST(ThreadPoolDeathTest, ATaskMustNotJoinItsOwnPool) {
 class IdleLoop : public EventLoop {
  public:
   void Run(absl::AnyInvocable<void()> task) override { task(); }
-  bool CanRunAside(const void* work) override { return !task_ && work == nullptr; }
-  void RunAside(absl::AnyInvocable<void()> task) override { task_ = std::move(task); }
+  bool CanRunDeferred(const void* work) override { return !task_ && work == nullptr; }
+  void RunDeferred(absl::AnyInvocable<void()> task) override { task_ = std::move(task); }
 
   // What `handler` leaves behind.
   absl::AnyInvocable<void()> Handle(absl::FunctionRef<void()> handler) {
@@ -295,14 +295,14 @@ TEST(ThreadPoolTest, ALoopsThreadRunsATaskAsOneOfThePool) {
   std::vector<int> ran;
   absl::Notification second_ran;
   auto aside = loop.Handle([&] {
-    ASSERT_TRUE(pool.ScheduleHere([&] {
+    ASSERT_TRUE(pool.ScheduleInline([&] {
       EXPECT_TRUE(pool.OnThisPool());
       ran.push_back(1);
       // It has the pool's one slot, until it waits.
       BlockingScope blocking;
       second_ran.WaitForNotification();
     }));
-    EXPECT_TRUE(pool.ScheduleHere([&] {
+    EXPECT_TRUE(pool.ScheduleInline([&] {
       ran.push_back(2);
       second_ran.Notify();
     }));
@@ -321,7 +321,7 @@ TEST(ThreadPoolTest, ALoopsThreadGoesOnWithWhatWaits) {
   std::vector<std::thread::id> ran;
   const auto task = [&] { ran.push_back(std::this_thread::get_id()); };
   auto aside = loop.Handle([&] {
-    for (int i = 0; i < 3; ++i) pool.ScheduleHere(task);
+    for (int i = 0; i < 3; ++i) pool.ScheduleInline(task);
   });
   aside();
   EXPECT_EQ(ran, std::vector<std::thread::id>(3, std::this_thread::get_id()));
@@ -331,20 +331,20 @@ TEST(ThreadPoolTest, JoinWaitsForTasksOnALoopsThread) {
   IdleLoop loop;
   ThreadPool pool("p", 1);
   bool ran = false;
-  auto aside = loop.Handle([&] { pool.ScheduleHere([&] { ran = true; }); });
+  auto aside = loop.Handle([&] { pool.ScheduleInline([&] { ran = true; }); });
   std::thread thread([&] { aside(); });
   pool.Join();
   EXPECT_TRUE(ran);
   thread.join();
-  EXPECT_FALSE(loop.Handle([&] { EXPECT_FALSE(pool.ScheduleHere([] {})); }));
+  EXPECT_FALSE(loop.Handle([&] { EXPECT_FALSE(pool.ScheduleInline([] {})); }));
 }
 
-TEST(ThreadPoolTest, WhatALoopCannotRunAsideThePoolRuns) {
+TEST(ThreadPoolTest, WhatALoopCannotRunDeferredThePoolRuns) {
   IdleLoop loop;
   ThreadPool pool("p", 1);
   absl::Notification ran;
   const int work = 0;
-  EXPECT_FALSE(loop.Handle([&] { pool.ScheduleHere([&] { ran.Notify(); }, &work); }));
+  EXPECT_FALSE(loop.Handle([&] { pool.ScheduleInline([&] { ran.Notify(); }, &work); }));
   ran.WaitForNotification();
 }
 

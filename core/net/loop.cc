@@ -177,8 +177,8 @@ void Loop::Run(Task task) {
 }
 
 // Only the thread that leads comes here.
-bool Loop::CanRunAside(const void* work) {
-  if (Current() != this || aside_ != nullptr) return false;
+bool Loop::CanRunDeferred(const void* work) {
+  if (Current() != this || deferred_ != nullptr) return false;
   if (leader_ == Leader::kOwn) return HasSuccessor();
   return work != nullptr && work == AwaitedByThisThread();
 }
@@ -196,7 +196,7 @@ bool Loop::HasSuccessor() {
   return false;
 }
 
-void Loop::RunAside(Task task) { aside_ = std::move(task); }
+void Loop::RunDeferred(Task task) { deferred_ = std::move(task); }
 
 void Loop::Close() {
   std::vector<std::shared_ptr<Handler>> handlers;
@@ -362,9 +362,9 @@ bool Loop::RunDue() {
     Blockable::SetCurrent(nullptr);
     if (Current() != this) return false;
   }
-  if (aside_ == nullptr) return true;
-  Task task = std::exchange(aside_, nullptr);
-  StepAside();
+  if (deferred_ == nullptr) return true;
+  Task task = std::exchange(deferred_, nullptr);
+  GiveUpLead();
   task();
   return false;
 }
@@ -373,11 +373,11 @@ bool Loop::RunDue() {
 void Loop::OnBlocked() {
   if (Current() != this) return;  // it has given up the lead already
   // That cannot wait until this one goes on.
-  if (aside_ != nullptr) threads_.Schedule(std::exchange(aside_, nullptr));
-  StepAside();
+  if (deferred_ != nullptr) threads_.Schedule(std::exchange(deferred_, nullptr));
+  GiveUpLead();
 }
 
-void Loop::StepAside() {
+void Loop::GiveUpLead() {
   if (leader_ == Leader::kVisitor) return LeaveToOwn();
   bool is_last;
   {

@@ -10,8 +10,8 @@
 // sleeps or would only look for events. Own threads without the lead sleep on a second epoll, in
 // which the first is a member, watched only while nobody leads.
 //
-// A task may wait, in a BlockingScope, and one that was given to RunAside() may do what it likes:
-// the thread gives up the lead for it, and takes it back afterwards unless another has it.
+// A task may wait, in a BlockingScope, and one that was given to RunDeferred() may do what it
+// likes: the thread gives up the lead for it, and takes it back afterwards unless another has it.
 // Handlers must not wait.
 //
 // Thread-safe.
@@ -75,8 +75,8 @@ class Loop : public EventLoop, private Blockable {
   TimerId After(absl::Duration delay, Task task);
   void Cancel(TimerId timer);
   void Run(Task task) override;
-  bool CanRunAside(const void* work) override;
-  void RunAside(Task task) override;
+  bool CanRunDeferred(const void* work) override;
+  void RunDeferred(Task task) override;
   std::unique_ptr<EventLoop::Visitor> Visit() override;
   void WakeVisitor() override;
 
@@ -105,7 +105,7 @@ class Loop : public EventLoop, private Blockable {
   bool RunDue();
   // Gives up the lead, and sees to it that an own thread waits for it: the task that runs now may
   // take long.
-  void StepAside();
+  void GiveUpLead();
   // Whether another own thread can take the lead when this one gives it up.
   bool HasSuccessor();
   // After that. False if this thread is not needed any more.
@@ -137,7 +137,7 @@ class Loop : public EventLoop, private Blockable {
   std::atomic<int> sleeps_unvisited_{0};  // of the own thread, since the last visit
   std::atomic<int> crowd_{0};             // so many may not visit
 
-  Task aside_;  // only for whoever has the lead
+  Task deferred_;  // only for whoever has the lead
 
   absl::Mutex mu_;
   // Guarded by mu_.

@@ -177,27 +177,27 @@ TEST_F(LoopTest, AVisitorThatGetsTheLeadLooksBeforeItSleeps) {
 }
 
 // Has the loop's own thread run `task` aside.
-void RunAside(Loop& loop, Loop::Task task) {
+void RunDeferred(Loop& loop, Loop::Task task) {
   absl::Notification given;
   loop.Run([&] {
-    ASSERT_TRUE(loop.CanRunAside(nullptr));
-    loop.RunAside(std::move(task));
-    EXPECT_FALSE(loop.CanRunAside(nullptr));  // one at a time
+    ASSERT_TRUE(loop.CanRunDeferred(nullptr));
+    loop.RunDeferred(std::move(task));
+    EXPECT_FALSE(loop.CanRunDeferred(nullptr));  // one at a time
     given.Notify();
   });
   given.WaitForNotification();
 }
 
 TEST_F(LoopTest, WhatRunsAsideHoldsNothingUp) {
-  EXPECT_FALSE(loop_->CanRunAside(nullptr));  // this is no thread of it
+  EXPECT_FALSE(loop_->CanRunDeferred(nullptr));  // this is no thread of it
   absl::Notification first_over, second_over, go_on;
-  RunAside(*loop_, [&] {
+  RunDeferred(*loop_, [&] {
     EXPECT_EQ(EventLoop::Current(), nullptr);
     go_on.WaitForNotification();
     first_over.Notify();
   });
   // Of the thread that took over, which leaves it to a third.
-  RunAside(*loop_, [&] {
+  RunDeferred(*loop_, [&] {
     go_on.WaitForNotification();
     second_over.Notify();
   });
@@ -214,7 +214,7 @@ TEST_F(LoopTest, ThreadsThatWereAsideComeBack) {
   for (int i = 0; i < 200; ++i) {
     absl::Notification over;
     std::thread::id thread;
-    RunAside(*loop_, [&] {
+    RunDeferred(*loop_, [&] {
       thread = std::this_thread::get_id();
       over.Notify();
     });
@@ -228,7 +228,7 @@ TEST_F(LoopTest, ThreadsThatWereAsideComeBack) {
 TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpWhatRunsAside) {
   absl::Notification over, may_wait;
   loop_->Run([&] {
-    loop_->RunAside([&] { over.Notify(); });
+    loop_->RunDeferred([&] { over.Notify(); });
     BlockingScope blocking;
     over.WaitForNotification();
     may_wait.Notify();
@@ -239,7 +239,7 @@ TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpWhatRunsAside) {
 TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {
   absl::Notification go_on;
   bool over = false;
-  RunAside(*loop_, [&] {
+  RunDeferred(*loop_, [&] {
     go_on.WaitForNotification();
     over = true;
   });
@@ -249,15 +249,15 @@ TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {
   EXPECT_TRUE(over);
 }
 
-TEST_F(LoopTest, AVisitorRunsAsideOnlyWhatItWaitsFor) {
+TEST_F(LoopTest, AVisitorRunsDeferredOnlyWhatItWaitsFor) {
   const int mine = 0, other = 0;
   const internal::Awaiting awaiting(&mine);
   absl::Notification over;
   RunVisiting(*loop_, [&] {
-    EXPECT_FALSE(loop_->CanRunAside(nullptr));
-    EXPECT_FALSE(loop_->CanRunAside(&other));
-    ASSERT_TRUE(loop_->CanRunAside(&mine));
-    loop_->RunAside([&, me = std::this_thread::get_id()] {
+    EXPECT_FALSE(loop_->CanRunDeferred(nullptr));
+    EXPECT_FALSE(loop_->CanRunDeferred(&other));
+    ASSERT_TRUE(loop_->CanRunDeferred(&mine));
+    loop_->RunDeferred([&, me = std::this_thread::get_id()] {
       EXPECT_EQ(std::this_thread::get_id(), me);
       EXPECT_EQ(EventLoop::Current(), nullptr);
       absl::Notification ran;
@@ -290,8 +290,8 @@ TEST_F(LoopTest, NothingIsLostAsVisitorsComeAndGo) {
       loop_->After(absl::Microseconds(i % 100), [&] { ran.Notify(); });
     } else if (i % 4 == 1) {
       loop_->Run([&] {
-        if (!loop_->CanRunAside(nullptr)) return ran.Notify();
-        loop_->RunAside([&] { ran.Notify(); });
+        if (!loop_->CanRunDeferred(nullptr)) return ran.Notify();
+        loop_->RunDeferred([&] { ran.Notify(); });
       });
     } else {
       loop_->Run([&] { ran.Notify(); });

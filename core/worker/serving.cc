@@ -109,7 +109,8 @@ void Worker::Impl::OnCall(IncomingCall call) {
   if (serving.request.message.payload.size() <= kShortArguments &&
       IsShortOperator(serving.request.function, serving.request.message.tensors))
     return Serve(std::move(serving));
-  pool_.ScheduleHere([this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
+  pool_.ScheduleInline(
+      [this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
 }
 
 void Worker::Impl::Serve(Serving serving) {
