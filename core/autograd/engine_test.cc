@@ -230,7 +230,7 @@ TEST_F(EngineTest, AGradientDoesNotWaitForLongForOthers) {
 
 // ------------------------------------------------------------------------------ Whose thread it is
 
-// What its thread is to run aside has been run elsewhere before the thread goes on: as if the
+// What its thread is to run deferred has been run elsewhere before the thread goes on: as if the
 // machine had stopped that thread. To the end of its scope.
 class ElsewhereLoop : public EventLoop {
  public:

@@ -19,15 +19,15 @@ namespace distgrad {
 // Thread-safe.
 class EventLoop {
  public:
-  // A thread that waits for what the loop will bring, and looks for it itself.
-  class Visitor {
+  // A thread that waits for what the loop will bring, and which the loop borrows meanwhile.
+  class BorrowedThread {
    public:
-    virtual ~Visitor() = default;
-    // Handles what has come, in place of the loop's own thread, if that has nothing to do. Does
-    // not wait. Whether there was anything.
-    virtual bool Look() = 0;
-    // The same, but sleeps until something comes, WakeVisitor(), or `deadline`. False, at once,
-    // where another thread has that to do.
+    virtual ~BorrowedThread() = default;
+    // Handles what has come, as the leader, if the loop's own thread has nothing to do. Does not
+    // wait. Returns whether there was anything.
+    virtual bool PollOnce() = 0;
+    // Does the same, but sleeps until something comes, WakeBorrowedThread(), or `deadline`. Returns
+    // false, at once, where another thread leads.
     virtual bool Sleep(Deadline deadline) = 0;
   };
 
@@ -37,29 +37,30 @@ class EventLoop {
   // loop ends first.
   virtual void Run(absl::AnyInvocable<void()> task) = 0;
 
-  // For what is not brief, on the thread that handles events: whether the loop can do without it
-  // afterwards, so that it may run a task of `work` (null: of nobody's) then, and has it do so. It
-  // need not be woken for that, as a pool's would; and another thread is, to wait for events
-  // meanwhile, only if some come. A visitor can be had only for what it waits for.
+  // Tells, on the thread that handles events, whether the loop can do without this thread
+  // afterwards, so that it may run a task of `work` (null: of nobody's) that is too expensive to
+  // run inline. This thread need not be woken for that, as a pool's would; and another thread is
+  // woken, to wait for events meanwhile, only if some come. A borrowed thread runs only what it
+  // waits for.
   virtual bool CanRunDeferred(const void* work) { return false; }
   // Only if it can.
   virtual void RunDeferred(absl::AnyInvocable<void()> task) { Run(std::move(task)); }
 
-  // For the calling thread, which does nothing else until it has destroyed it.
-  // So nobody needs to be woken to tell it. Null where others do what is to be done: there is one
-  // visitor at a time.
-  virtual std::unique_ptr<Visitor> Visit() { return nullptr; }
+  // Borrows the calling thread, which does nothing else until it has destroyed what is returned. So
+  // nobody needs to be woken to tell it. Null where others do what is to be done: one thread at a
+  // time is borrowed.
+  virtual std::unique_ptr<BorrowedThread> BorrowThread() { return nullptr; }
 
-  // Wakes the visitor that sleeps: what it waits for has happened elsewhere.
-  virtual void WakeVisitor() {}
+  // Wakes the borrowed thread that sleeps: what it waits for has happened elsewhere.
+  virtual void WakeBorrowedThread() {}
 
   // How many things the calling thread has asked for that some loop is to bring. Who waits for the
   // last of them has nothing else to do.
   static uint64_t& AskedByThisThread();
-  // Whose result the calling thread waits for, visiting; null for nobody's.
+  // Whose result the calling thread waits for while it is borrowed; null for nobody's.
   static const void*& AwaitedByThisThread();
 
-  // The loop that the calling thread is the thread of, a visitor's too; null on others.
+  // The loop that the calling thread leads, its own or a borrowed one; null on others.
   static EventLoop* Current();
 
  protected:

@@ -66,17 +66,17 @@ class FutureState {
  public:
   bool Set(absl::StatusOr<T> value) {
     std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks;
-    std::shared_ptr<EventLoop> visited;
+    std::shared_ptr<EventLoop> borrower;
     {
       absl::MutexLock lock(&mu_);
       if (value_.has_value()) return false;
       value_.emplace(std::move(value));
       callbacks.swap(callbacks_);
-      visited.swap(visited_);
+      borrower.swap(borrower_);
       for (Sleeper* sleeper : sleepers_) sleeper->Wake();
       done_.store(true, std::memory_order_release);
     }
-    if (visited != nullptr) visited->WakeVisitor();
+    if (borrower != nullptr) borrower->WakeBorrowedThread();
     for (auto& callback : callbacks) CallAndLog(kCallback, callback, *value_);
     return true;
   }
@@ -93,20 +93,20 @@ class FutureState {
     std::shared_ptr<EventLoop> loop;
     const bool is_last = IsLastAskedFor(&maker, &loop);
     const Awaiting awaiting(maker);
-    std::unique_ptr<EventLoop::Visitor> visitor;
-    const auto visit = [&] {
-      if (visitor == nullptr && loop != nullptr) visitor = loop->Visit();
-      return visitor != nullptr;
+    std::unique_ptr<EventLoop::BorrowedThread> borrowed;
+    const auto borrow = [&] {
+      if (borrowed == nullptr && loop != nullptr) borrowed = loop->BorrowThread();
+      return borrowed != nullptr;
     };
     // Where other things come the answer may be next.
-    const auto look = [&] { return visit() && visitor->Look() && !deadline.Passed(); };
+    const auto poll = [&] { return borrow() && borrowed->PollOnce() && !deadline.Passed(); };
     // What threads wait for is often the answer to a small call, and there at once.
     do {
-      const bool company = !is_last || (loop != nullptr && !visit());
+      const bool company = !is_last || (loop != nullptr && !borrow());
       const auto patience = company ? Spin::kPatience : Spin::kLongPatience;
-      if (Spin::OfThisThread().Await([this] { return Done(); }, patience, look)) return true;
-    } while (!deadline.Passed() && visit() && SleepVisiting(loop, *visitor, deadline));
-    visitor = nullptr;
+      if (Spin::OfThisThread().Await([this] { return Done(); }, patience, poll)) return true;
+    } while (!deadline.Passed() && borrow() && SleepInLoop(loop, *borrowed, deadline));
+    borrowed = nullptr;
     if (!deadline.is_never()) return Sleep(deadline);
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(this, &FutureState::HasValue));
@@ -166,18 +166,19 @@ class FutureState {
     return value_.has_value();
   }
 
-  // Until something comes, the value among it. False where the visit is over.
-  bool SleepVisiting(const std::shared_ptr<EventLoop>& loop, EventLoop::Visitor& visitor,
-                     Deadline deadline) const {
+  // Until something comes, the value among it. False where the loop does not borrow this thread any
+  // more.
+  bool SleepInLoop(const std::shared_ptr<EventLoop>& loop, EventLoop::BorrowedThread& borrowed,
+                   Deadline deadline) const {
     {
       absl::MutexLock lock(&mu_);
       if (value_.has_value()) return true;
-      visited_ = loop;
+      borrower_ = loop;
     }
-    const bool visits = visitor.Sleep(deadline);
+    const bool stays = borrowed.Sleep(deadline);
     absl::MutexLock lock(&mu_);
-    visited_ = nullptr;
-    return visits;
+    borrower_ = nullptr;
+    return stays;
   }
 
   // Who makes the value, and the loop that brings it. A thread that has asked for more since will
@@ -200,8 +201,8 @@ class FutureState {
   uint64_t work_ ABSL_GUARDED_BY(mu_) = 0;
   std::weak_ptr<EventLoop> loop_ ABSL_GUARDED_BY(mu_);
   uint64_t asked_ ABSL_GUARDED_BY(mu_) = 0;
-  mutable std::shared_ptr<EventLoop> visited_ ABSL_GUARDED_BY(mu_);  // while its visitor sleeps
-  mutable std::vector<Sleeper*> sleepers_ ABSL_GUARDED_BY(mu_);      // who waits until a deadline
+  mutable std::shared_ptr<EventLoop> borrower_ ABSL_GUARDED_BY(mu_);  // while the thread sleeps
+  mutable std::vector<Sleeper*> sleepers_ ABSL_GUARDED_BY(mu_);       // who waits until a deadline
   std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks_ ABSL_GUARDED_BY(mu_);
 };
 

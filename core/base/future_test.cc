@@ -170,29 +170,31 @@ TEST(FutureTest, WaitingOnAPoolOfOneLetsTheNextTaskRun) {
   EXPECT_EQ(*result.Wait(), 21);
 }
 
-// Its one visitor does what there is to do.
-class VisitedLoop : public EventLoop {
+// The thread that it borrows does what there is to do.
+class BorrowingLoop : public EventLoop {
  public:
   void Run(absl::AnyInvocable<void()> task) override {
     absl::MutexLock lock(&mu_);
     tasks_.push_back(std::move(task));
   }
-  std::unique_ptr<EventLoop::Visitor> Visit() override { return std::make_unique<Visitor>(this); }
-  void WakeVisitor() override {
+  std::unique_ptr<EventLoop::BorrowedThread> BorrowThread() override {
+    return std::make_unique<BorrowedThread>(this);
+  }
+  void WakeBorrowedThread() override {
     absl::MutexLock lock(&mu_);
     woken_ = true;
   }
-  // Until a visitor sleeps.
+  // Until a borrowed thread sleeps.
   void AwaitSleeper() {
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(&sleeps_));
   }
 
  private:
-  class Visitor : public EventLoop::Visitor {
+  class BorrowedThread : public EventLoop::BorrowedThread {
    public:
-    explicit Visitor(VisitedLoop* loop) : loop_(loop) {}
-    bool Look() override {
+    explicit BorrowedThread(BorrowingLoop* loop) : loop_(loop) {}
+    bool PollOnce() override {
       std::vector<absl::AnyInvocable<void()>> tasks;
       {
         absl::MutexLock lock(&loop_->mu_);
@@ -205,14 +207,15 @@ class VisitedLoop : public EventLoop {
       {
         absl::MutexLock lock(&loop_->mu_);
         loop_->sleeps_ = true;
-        loop_->mu_.AwaitWithTimeout(absl::Condition(loop_, &VisitedLoop::HasWork), deadline.Left());
+        loop_->mu_.AwaitWithTimeout(absl::Condition(loop_, &BorrowingLoop::HasWork),
+                                    deadline.Left());
       }
-      Look();
+      PollOnce();
       return true;
     }
 
    private:
-    VisitedLoop* const loop_;
+    BorrowingLoop* const loop_;
   };
 
   bool HasWork() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return woken_ || !tasks_.empty(); }
@@ -224,7 +227,7 @@ class VisitedLoop : public EventLoop {
 };
 
 TEST(FutureTest, WhoWaitsDoesWhatBringsTheValue) {
-  const auto loop = std::make_shared<VisitedLoop>();
+  const auto loop = std::make_shared<BorrowingLoop>();
   Promise<std::thread::id> promise;
   const Future<std::thread::id> future = promise.future();
   future.MadeBy({}, 0, loop);
@@ -237,7 +240,7 @@ TEST(FutureTest, WhoWaitsSaysForWhom) {
     void Cancel(uint64_t) override {}
   };
   const auto maker = std::make_shared<Maker>();
-  const auto loop = std::make_shared<VisitedLoop>();
+  const auto loop = std::make_shared<BorrowingLoop>();
   Promise<bool> promise;
   const Future<bool> future = promise.future();
   future.MadeBy(maker, 0, loop);
@@ -250,7 +253,7 @@ TEST(FutureTest, WhoWaitsSaysForWhom) {
 }
 
 TEST(FutureTest, WhoSleepsAtALoopIsWokenByAValueFromElsewhere) {
-  const auto loop = std::make_shared<VisitedLoop>();
+  const auto loop = std::make_shared<BorrowingLoop>();
   Promise<int> promise;
   const Future<int> future = promise.future();
   future.MadeBy({}, 0, loop);
@@ -263,21 +266,21 @@ TEST(FutureTest, WhoSleepsAtALoopIsWokenByAValueFromElsewhere) {
 }
 
 TEST(FutureTest, TheDeadlineOfWhoSleepsAtALoop) {
-  const auto loop = std::make_shared<VisitedLoop>();
+  const auto loop = std::make_shared<BorrowingLoop>();
   Promise<int> promise;
   promise.future().MadeBy({}, 0, loop);
   EXPECT_FALSE(promise.future().WaitUntil(absl::Now() + absl::Milliseconds(1)));
 }
 
 TEST(FutureTest, WhoHasAskedForMoreLeavesTheLoopToOthers) {
-  const auto loop = std::make_shared<VisitedLoop>();
+  const auto loop = std::make_shared<BorrowingLoop>();
   Promise<int> first, second;
   const Future<int> future = first.future();
   future.MadeBy({}, 0, loop);
   second.future().MadeBy({}, 0, loop);
   loop->Run([&] { first.Set(1); });
   EXPECT_FALSE(future.WaitUntil(absl::Now() + absl::Milliseconds(1)));
-  loop->Visit()->Look();
+  loop->BorrowThread()->PollOnce();
   EXPECT_EQ(*future.Wait(), 1);
 }
 

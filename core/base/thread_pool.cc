@@ -48,7 +48,7 @@ bool ThreadPool::Schedule(Task task) {
   absl::MutexLock lock(&mu_);
   if (closed_) return false;
   tasks_.push_back(std::move(task));
-  if (FillSlot() || !threads_.empty() || guests_ > 0) return true;
+  if (FillSlot() || !threads_.empty() || borrowed_ > 0) return true;
   task = std::move(tasks_.back());
   tasks_.pop_back();
   return false;
@@ -66,24 +66,24 @@ bool ThreadPool::ScheduleNow(Task task) {
 
 bool ThreadPool::ScheduleInline(Task task, const void* work) {
   EventLoop* const loop = EventLoop::Current();
-  if (loop == nullptr || !loop->CanRunDeferred(work) || !TakeSlotForGuest()) {
+  if (loop == nullptr || !loop->CanRunDeferred(work) || !TakeSlotForBorrowed()) {
     return Schedule(std::move(task));
   }
   const bool stays = work == nullptr;
   loop->RunDeferred(
-      [this, task = std::move(task), stays]() mutable { RunAsGuest(std::move(task), stays); });
+      [this, task = std::move(task), stays]() mutable { RunBorrowed(std::move(task), stays); });
   return true;
 }
 
-bool ThreadPool::TakeSlotForGuest() {
+bool ThreadPool::TakeSlotForBorrowed() {
   absl::MutexLock lock(&mu_);
   if (closed_ || running_ >= size_) return false;
   ++running_;
-  ++guests_;
+  ++borrowed_;
   return true;
 }
 
-void ThreadPool::RunAsGuest(Task task, bool stays) {
+void ThreadPool::RunBorrowed(Task task, bool stays) {
   ThreadPool* const own = std::exchange(this_pool, this);
   Blockable::SetCurrent(this);
   task();
@@ -92,7 +92,7 @@ void ThreadPool::RunAsGuest(Task task, bool stays) {
     absl::MutexLock lock(&mu_);
     if (stays) RunTasks();
     --running_;
-    --guests_;
+    --borrowed_;
     FillSlot();
   }
   Blockable::SetCurrent(nullptr);

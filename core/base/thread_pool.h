@@ -91,12 +91,12 @@ class ThreadPool : private Blockable {
   absl::Status StartOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Runs what waits, with the slot of the calling thread.
   void RunTasks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // For a guest: a thread that is not the pool's, and runs a task of it, and then those that wait
+  // For a borrowed thread: one that is not of the pool, runs a task of it, and then those that wait
   // if it `stays`.
-  bool TakeSlotForGuest();
-  void RunAsGuest(Task task, bool stays);
+  bool TakeSlotForBorrowed();
+  void RunBorrowed(Task task, bool stays);
   bool NoThreads() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return threads_.empty() && guests_ == 0;
+    return threads_.empty() && borrowed_ == 0;
   }
   bool NoRetry() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !retry_.has_value(); }
 
@@ -111,9 +111,9 @@ class ThreadPool : private Blockable {
   // Guarded by mu_. Whenever it is free, no task waits, or all slots are taken, or there is no
   // thread for a free one.
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
-  // Slots taken: threads not parked and not blocked, guests among them.
+  // Slots taken: threads not parked and not blocked, those of borrowed threads among them.
   size_t running_ ABSL_GUARDED_BY(mu_) = 0;
-  size_t guests_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t borrowed_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<Parked*> parked_ ABSL_GUARDED_BY(mu_);  // the last one in is the first one out
   std::unordered_map<std::thread::id, std::thread> threads_ ABSL_GUARDED_BY(mu_);
   std::thread ended_ ABSL_GUARDED_BY(mu_);  // the last that ended; joined by the next, or by Join

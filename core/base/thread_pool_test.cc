@@ -294,7 +294,7 @@ TEST(ThreadPoolTest, ALoopsThreadRunsATaskAsOneOfThePool) {
   ThreadPool pool("p", 1);
   std::vector<int> ran;
   absl::Notification second_ran;
-  auto aside = loop.Handle([&] {
+  auto deferred = loop.Handle([&] {
     ASSERT_TRUE(pool.ScheduleInline([&] {
       EXPECT_TRUE(pool.OnThisPool());
       ran.push_back(1);
@@ -307,9 +307,9 @@ TEST(ThreadPoolTest, ALoopsThreadRunsATaskAsOneOfThePool) {
       second_ran.Notify();
     }));
   });
-  ASSERT_TRUE(aside);
+  ASSERT_TRUE(deferred);
   EXPECT_TRUE(ran.empty());
-  aside();
+  deferred();
   EXPECT_FALSE(pool.OnThisPool());
   pool.Join();
   EXPECT_EQ(ran, std::vector<int>({1, 2}));
@@ -320,10 +320,10 @@ TEST(ThreadPoolTest, ALoopsThreadGoesOnWithWhatWaits) {
   ThreadPool pool("p", 1);
   std::vector<std::thread::id> ran;
   const auto task = [&] { ran.push_back(std::this_thread::get_id()); };
-  auto aside = loop.Handle([&] {
+  auto deferred = loop.Handle([&] {
     for (int i = 0; i < 3; ++i) pool.ScheduleInline(task);
   });
-  aside();
+  deferred();
   EXPECT_EQ(ran, std::vector<std::thread::id>(3, std::this_thread::get_id()));
 }
 
@@ -331,8 +331,8 @@ TEST(ThreadPoolTest, JoinWaitsForTasksOnALoopsThread) {
   IdleLoop loop;
   ThreadPool pool("p", 1);
   bool ran = false;
-  auto aside = loop.Handle([&] { pool.ScheduleInline([&] { ran = true; }); });
-  std::thread thread([&] { aside(); });
+  auto deferred = loop.Handle([&] { pool.ScheduleInline([&] { ran = true; }); });
+  std::thread thread([&] { deferred(); });
   pool.Join();
   EXPECT_TRUE(ran);
   thread.join();

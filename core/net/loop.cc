@@ -17,13 +17,13 @@ namespace distgrad {
 namespace {
 
 constexpr uint64_t kWakeId = 0;  // no handler has it
-// Any number may be aside.
+// Any number may run a deferred task.
 constexpr size_t kThreads = ThreadPool::kMostSpareThreads;
-// That many lead or wait for the lead: after one has been aside there is another.
+// That many lead or wait for the lead: after a deferred task there is another.
 constexpr int kOwnThreads = 2;
-// After so many sleeps without a visitor none is expected.
-constexpr int kSleepsUnvisited = 16;
-// Where several threads would visit at once, so many find the door closed: the own thread brings
+// After so many sleeps without a borrowed thread none is expected.
+constexpr int kSleepsAlone = 16;
+// Where several threads would be borrowed at once, so many are refused: the own thread brings
 // something to all of them.
 constexpr int kCrowd = 64;
 
@@ -43,15 +43,15 @@ absl::Time Loop::Now() {
   return absl::TimeFromTimespec(now);
 }
 
-class Loop::Visitor final : public EventLoop::Visitor {
+class Loop::BorrowedThread final : public EventLoop::BorrowedThread {
  public:
-  explicit Visitor(Loop* loop) : loop_(loop) {}
-  ~Visitor() override {
-    loop_->visited_ = false;
+  explicit BorrowedThread(Loop* loop) : loop_(loop) {}
+  ~BorrowedThread() override {
+    loop_->borrowed_ = false;
     if (Current() == loop_) loop_->LeaveToOwn();
   }
 
-  bool Look() override {
+  bool PollOnce() override {
     if (!TryLead()) return false;
     const bool any = loop_->HandleEvents();
     loop_->RunDue();
@@ -61,7 +61,8 @@ class Loop::Visitor final : public EventLoop::Visitor {
   bool Sleep(Deadline deadline) override {
     if (Current() != loop_) {
       if (!TryLead()) return false;
-      // What WakeVisitor() was to say may have gone to who had the lead: the caller asks once more.
+      // What WakeBorrowedThread() was to say may have gone to the former leader: the caller asks
+      // again.
       deadline = absl::InfinitePast();
     }
     absl::Time until;
@@ -77,7 +78,7 @@ class Loop::Visitor final : public EventLoop::Visitor {
  private:
   bool TryLead() {
     if (Current() == loop_) return true;
-    if (!loop_->TryLead(Leader::kVisitor)) return false;
+    if (!loop_->TryLead(Leader::kBorrowed)) return false;
     loop_->WakeOwn(false);
     return true;
   }
@@ -230,19 +231,19 @@ void Loop::Wake() {
   [[maybe_unused]] const ssize_t n = write(wake_.get(), &one, sizeof(one));
 }
 
-std::unique_ptr<EventLoop::Visitor> Loop::Visit() {
+std::unique_ptr<EventLoop::BorrowedThread> Loop::BorrowThread() {
   // In an event of some loop: whoever waits there waits in vain, and must not handle others.
   if (Current() != nullptr) return nullptr;
   if (crowd_ > 0 && --crowd_ >= 0) return nullptr;
-  if (visited_.exchange(true)) {
+  if (borrowed_.exchange(true)) {
     crowd_ = kCrowd;
     return nullptr;
   }
-  sleeps_unvisited_ = 0;
-  return std::make_unique<Visitor>(this);
+  sleeps_alone_ = 0;
+  return std::make_unique<BorrowedThread>(this);
 }
 
-void Loop::WakeVisitor() {
+void Loop::WakeBorrowedThread() {
   if (Current() != this) Wake();
 }
 
@@ -279,15 +280,15 @@ bool Loop::AwaitEvents(Spin& spin) {
     sleeps_until_ = until = WakeTime();
   }
   bool any = false;
-  const auto look = [&] { return (any = HandleEvents()) || visited_; };
+  const auto look = [&] { return (any = HandleEvents()) || borrowed_; };
   if (until == absl::InfinitePast()) {
     HandleEvents();
   } else if (spin.Await(look, Spin::kLongPatience) && any) {
     // What follows a message often follows at once, its answer or the next request.
-  } else if (!visited_ && sleeps_unvisited_ >= kSleepsUnvisited) {
+  } else if (!borrowed_ && sleeps_alone_ >= kSleepsAlone) {
     HandleEvents(MillisecondsUntil(until));
   } else {
-    if (!visited_) ++sleeps_unvisited_;
+    if (!borrowed_) ++sleeps_alone_;
     EventLoop::SetCurrent(nullptr);
     leader_ = Leader::kNobody;
     WakeOwn(true);
@@ -378,7 +379,7 @@ void Loop::OnBlocked() {
 }
 
 void Loop::GiveUpLead() {
-  if (leader_ == Leader::kVisitor) return LeaveToOwn();
+  if (leader_ == Leader::kBorrowed) return LeaveToOwn();
   bool is_last;
   {
     absl::MutexLock lock(&mu_);

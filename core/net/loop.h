@@ -5,10 +5,10 @@
 // uses it until the kernel says EAGAIN. So no system call but the reads and writes themselves is
 // needed while messages come and go.
 //
-// One thread at a time has the lead: it waits for events, handles them, and runs tasks. As a rule
-// that is one of the loop's own. A visitor (core/base/event_loop.h) takes the lead while that
-// sleeps or would only look for events. Own threads without the lead sleep on a second epoll, in
-// which the first is a member, watched only while nobody leads.
+// The threads are a leader and followers: the leader waits for events, handles them, and runs
+// tasks. As a rule that is one of the loop's own threads. A borrowed thread
+// (core/base/event_loop.h) takes the lead while the own one sleeps or would only poll. Followers
+// sleep on a second epoll, in which the first is a member, watched only while nobody leads.
 //
 // A task may wait, in a BlockingScope, and one that was given to RunDeferred() may do what it
 // likes: the thread gives up the lead for it, and takes it back afterwards unless another has it.
@@ -77,8 +77,8 @@ class Loop : public EventLoop, private Blockable {
   void Run(Task task) override;
   bool CanRunDeferred(const void* work) override;
   void RunDeferred(Task task) override;
-  std::unique_ptr<EventLoop::Visitor> Visit() override;
-  void WakeVisitor() override;
+  std::unique_ptr<EventLoop::BorrowedThread> BorrowThread() override;
+  void WakeBorrowedThread() override;
 
   // Tells all handlers; from then on there are no new ones.
   void Close();
@@ -86,8 +86,8 @@ class Loop : public EventLoop, private Blockable {
   void Join();
 
  private:
-  class Visitor;
-  enum class Leader { kNobody, kOwn, kVisitor };
+  class BorrowedThread;
+  enum class Leader { kNobody, kOwn, kBorrowed };
 
   Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name);
 
@@ -131,11 +131,11 @@ class Loop : public EventLoop, private Blockable {
   const Fd wake_;   // an eventfd
 
   // Synchronize themselves.
-  ThreadPool threads_;  // the own ones, and those aside
+  ThreadPool threads_;  // the own ones, and those that run a deferred task
   std::atomic<Leader> leader_{Leader::kNobody};
-  std::atomic<bool> visited_{false};
-  std::atomic<int> sleeps_unvisited_{0};  // of the own thread, since the last visit
-  std::atomic<int> crowd_{0};             // so many may not visit
+  std::atomic<bool> borrowed_{false};
+  std::atomic<int> sleeps_alone_{0};  // of the own thread, since one was borrowed
+  std::atomic<int> crowd_{0};         // so many are not borrowed
 
   Task deferred_;  // only for whoever has the lead
 

@@ -98,10 +98,10 @@ TEST_F(LoopTest, ManyTasksWaitOneAfterTheOther) {
   over.Wait();
 }
 
-// Has `task` run by this thread, as a visitor.
-void RunVisiting(Loop& loop, absl::FunctionRef<void()> task) {
-  const std::unique_ptr<EventLoop::Visitor> visitor = loop.Visit();
-  ASSERT_NE(visitor, nullptr);
+// Has `task` run by this thread, which the loop borrows.
+void RunBorrowed(Loop& loop, absl::FunctionRef<void()> task) {
+  const std::unique_ptr<EventLoop::BorrowedThread> borrowed = loop.BorrowThread();
+  ASSERT_NE(borrowed, nullptr);
   std::atomic<bool> ran = false;
   while (!ran) {
     // The own thread may be faster.
@@ -113,21 +113,21 @@ void RunVisiting(Loop& loop, absl::FunctionRef<void()> task) {
       }
       over.Notify();
     });
-    while (!over.HasBeenNotified()) visitor->Look();
+    while (!over.HasBeenNotified()) borrowed->PollOnce();
   }
 }
 
-TEST_F(LoopTest, AVisitorRunsWhatIsDue) {
-  RunVisiting(*loop_, [&] {
+TEST_F(LoopTest, ABorrowedThreadRunsWhatIsDue) {
+  RunBorrowed(*loop_, [&] {
     EXPECT_EQ(EventLoop::Current(), loop_.get());
-    EXPECT_EQ(loop_->Visit(), nullptr);  // one on this thread is enough
+    EXPECT_EQ(loop_->BorrowThread(), nullptr);  // one on this thread is enough
   });
   EXPECT_EQ(EventLoop::Current(), nullptr);
 }
 
-TEST_F(LoopTest, WhatAVisitorLeavesTheOwnThreadDoes) {
+TEST_F(LoopTest, WhatABorrowedThreadLeavesTheOwnThreadDoes) {
   absl::Notification task_ran, timer_fired, later_ran;
-  RunVisiting(*loop_, [&] {
+  RunBorrowed(*loop_, [&] {
     loop_->Run([&] { task_ran.Notify(); });
     loop_->After(absl::Milliseconds(1), [&] { timer_fired.Notify(); });
   });
@@ -137,9 +137,9 @@ TEST_F(LoopTest, WhatAVisitorLeavesTheOwnThreadDoes) {
   later_ran.WaitForNotification();
 }
 
-TEST_F(LoopTest, AVisitorThatWaitsLeavesTheLoopToTheOwnThread) {
+TEST_F(LoopTest, ABorrowedThreadThatWaitsLeavesTheLoopToTheOwnThread) {
   bool waited = false;
-  RunVisiting(*loop_, [&] {
+  RunBorrowed(*loop_, [&] {
     absl::Notification other_ran;
     loop_->Run([&] { other_ran.Notify(); });
     BlockingScope blocking;
@@ -149,34 +149,34 @@ TEST_F(LoopTest, AVisitorThatWaitsLeavesTheLoopToTheOwnThread) {
   EXPECT_TRUE(waited);
 }
 
-TEST_F(LoopTest, ASleepingVisitorWakesForWhatComes) {
-  const auto visitor = loop_->Visit();
+TEST_F(LoopTest, ASleepingBorrowedThreadWakesForWhatComes) {
+  const auto borrowed = loop_->BorrowThread();
   // Until the own thread has made room.
-  while (EventLoop::Current() == nullptr) visitor->Look();
+  while (EventLoop::Current() == nullptr) borrowed->PollOnce();
   std::atomic<bool> fired = false, ran = false;
   loop_->After(absl::Milliseconds(1), [&] { fired = true; });
-  while (!fired) EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  while (!fired) EXPECT_TRUE(borrowed->Sleep(absl::InfiniteFuture()));
   std::thread other([&] { loop_->Run([&] { ran = true; }); });
-  while (!ran) EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  while (!ran) EXPECT_TRUE(borrowed->Sleep(absl::InfiniteFuture()));
   other.join();
-  EXPECT_TRUE(visitor->Sleep(absl::Now() + absl::Milliseconds(1)));
-  std::thread waker([&] { loop_->WakeVisitor(); });
-  EXPECT_TRUE(visitor->Sleep(absl::InfiniteFuture()));
+  EXPECT_TRUE(borrowed->Sleep(absl::Now() + absl::Milliseconds(1)));
+  std::thread waker([&] { loop_->WakeBorrowedThread(); });
+  EXPECT_TRUE(borrowed->Sleep(absl::InfiniteFuture()));
   waker.join();
 }
 
-TEST_F(LoopTest, AVisitorThatGetsTheLeadLooksBeforeItSleeps) {
-  const auto visitor = loop_->Visit();
+TEST_F(LoopTest, ABorrowedThreadThatGetsTheLeadPollsBeforeItSleeps) {
+  const auto borrowed = loop_->BorrowThread();
   // Says that there is something, but the own thread hears it.
-  std::thread([&] { loop_->WakeVisitor(); }).join();
+  std::thread([&] { loop_->WakeBorrowedThread(); }).join();
   absl::Notification heard;
   loop_->Run([&] { heard.Notify(); });
   heard.WaitForNotification();
-  while (!visitor->Sleep(absl::InfiniteFuture())) {
+  while (!borrowed->Sleep(absl::InfiniteFuture())) {
   }
 }
 
-// Has the loop's own thread run `task` aside.
+// Has the loop's own thread run `task` deferred.
 void RunDeferred(Loop& loop, Loop::Task task) {
   absl::Notification given;
   loop.Run([&] {
@@ -249,11 +249,11 @@ TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {
   EXPECT_TRUE(over);
 }
 
-TEST_F(LoopTest, AVisitorRunsDeferredOnlyWhatItWaitsFor) {
+TEST_F(LoopTest, ABorrowedThreadRunsDeferredOnlyWhatItWaitsFor) {
   const int mine = 0, other = 0;
   const internal::Awaiting awaiting(&mine);
   absl::Notification over;
-  RunVisiting(*loop_, [&] {
+  RunBorrowed(*loop_, [&] {
     EXPECT_FALSE(loop_->CanRunDeferred(nullptr));
     EXPECT_FALSE(loop_->CanRunDeferred(&other));
     ASSERT_TRUE(loop_->CanRunDeferred(&mine));
@@ -269,17 +269,17 @@ TEST_F(LoopTest, AVisitorRunsDeferredOnlyWhatItWaitsFor) {
   EXPECT_TRUE(over.HasBeenNotified());
 }
 
-TEST_F(LoopTest, NothingIsLostAsVisitorsComeAndGo) {
+TEST_F(LoopTest, NothingIsLostAsBorrowedThreadsComeAndGo) {
   constexpr int kRounds = 2000;
   std::atomic<bool> over = false;
-  std::vector<std::thread> visitors;
+  std::vector<std::thread> borrowed;
   for (int i = 0; i < 2; ++i) {
-    visitors.emplace_back([&, i] {
+    borrowed.emplace_back([&, i] {
       for (int looks = i; !over; ++looks) {
-        const auto visitor = loop_->Visit();  // of one of them
-        for (int j = looks % 7; visitor != nullptr && j > 0; --j) {
-          visitor->Look();
-          if (j == 3) visitor->Sleep(absl::Now() + absl::Microseconds(100));
+        const auto borrowed = loop_->BorrowThread();  // of one of them
+        for (int j = looks % 7; borrowed != nullptr && j > 0; --j) {
+          borrowed->PollOnce();
+          if (j == 3) borrowed->Sleep(absl::Now() + absl::Microseconds(100));
         }
       }
     });
@@ -299,19 +299,19 @@ TEST_F(LoopTest, NothingIsLostAsVisitorsComeAndGo) {
     ran.WaitForNotification();
   }
   over = true;
-  for (std::thread& visitor : visitors) visitor.join();
+  for (std::thread& thread : borrowed) thread.join();
 }
 
-TEST_F(LoopTest, JoinWaitsForVisitors) {
-  auto visitor = loop_->Visit();
-  visitor->Look();
+TEST_F(LoopTest, JoinWaitsForBorrowedThreads) {
+  auto borrowed = loop_->BorrowThread();
+  borrowed->PollOnce();
   loop_->Close();
   std::thread joins([&] { loop_->Join(); });
-  for (int i = 0; i < 100; ++i) visitor->Look();
-  visitor = nullptr;
+  for (int i = 0; i < 100; ++i) borrowed->PollOnce();
+  borrowed = nullptr;
   joins.join();
-  visitor = loop_->Visit();  // too late, and no harm
-  visitor->Look();
+  borrowed = loop_->BorrowThread();  // too late, and no harm
+  borrowed->PollOnce();
 }
 
 TEST_F(LoopTest, JoinWaitsForTasksThatWait) {

@@ -110,8 +110,8 @@ class Agent::Impl : public Link::Owner,
 
   // Taking in: one that a peer opened.
   absl::Status Greet(const std::shared_ptr<Link>& link, WireReader& reader);
-  void OnFoundGuest(const std::shared_ptr<Link>& link, const Hello& hello,
-                    const absl::StatusOr<WorkerInfo>& found);
+  void OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hello,
+                   const absl::StatusOr<WorkerInfo>& found);
   void Admit(const std::shared_ptr<Link>& link, const Hello& hello);
   absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);

@@ -193,15 +193,15 @@ absl::Status Agent::Impl::Greet(const std::shared_ptr<Link>& link, WireReader& r
     }
     directory_->Find(hello.from, kPatience,
                      [self = shared_from_this(), link, hello](absl::StatusOr<WorkerInfo> found) {
-                       self->OnFoundGuest(link, hello, found);
+                       self->OnFoundPeer(link, hello, found);
                      });
   }
   return absl::OkStatus();
 }
 
 // The store's word on one who has joined, or come back, since we last looked.
-void Agent::Impl::OnFoundGuest(const std::shared_ptr<Link>& link, const Hello& hello,
-                               const absl::StatusOr<WorkerInfo>& found) {
+void Agent::Impl::OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hello,
+                              const absl::StatusOr<WorkerInfo>& found) {
   absl::Status status = found.status();
   if (status.ok() && found->incarnation != hello.from_incarnation) {
     status = absl::FailedPreconditionError(absl::StrCat("it comes from a life of worker '",

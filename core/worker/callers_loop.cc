@@ -35,28 +35,29 @@ class CallersLoop final : public EventLoop {
 
   void Run(absl::AnyInvocable<void()> task) override { loop_->Run(std::move(task)); }
 
-  std::unique_ptr<EventLoop::Visitor> Visit() override {
+  std::unique_ptr<EventLoop::BorrowedThread> BorrowThread() override {
     const at::ThreadLocalState* const state = StateOfNewThread();
     if (state == nullptr) return nullptr;
-    auto visitor = loop_->Visit();
-    if (visitor == nullptr) return nullptr;
-    return std::make_unique<Visitor>(*state, std::move(visitor));
+    auto borrowed = loop_->BorrowThread();
+    if (borrowed == nullptr) return nullptr;
+    return std::make_unique<BorrowedThread>(*state, std::move(borrowed));
   }
-  void WakeVisitor() override { loop_->WakeVisitor(); }
+  void WakeBorrowedThread() override { loop_->WakeBorrowedThread(); }
 
  private:
-  class Visitor final : public EventLoop::Visitor {
+  class BorrowedThread final : public EventLoop::BorrowedThread {
    public:
-    Visitor(const at::ThreadLocalState& state, std::unique_ptr<EventLoop::Visitor> visitor)
-        : guard_(state), visitor_(std::move(visitor)) {}
-    bool Look() override { return visitor_->Look(); }
-    bool Sleep(Deadline deadline) override { return visitor_->Sleep(deadline); }
+    BorrowedThread(const at::ThreadLocalState& state,
+                   std::unique_ptr<EventLoop::BorrowedThread> borrowed)
+        : guard_(state), borrowed_(std::move(borrowed)) {}
+    bool PollOnce() override { return borrowed_->PollOnce(); }
+    bool Sleep(Deadline deadline) override { return borrowed_->Sleep(deadline); }
 
    private:
-    // To the end of the visit.
+    // While the thread is borrowed.
     const at::ThreadLocalStateGuard guard_;
     const AllocationLimitPause pause_;
-    const std::unique_ptr<EventLoop::Visitor> visitor_;
+    const std::unique_ptr<EventLoop::BorrowedThread> borrowed_;
   };
 
   const std::shared_ptr<EventLoop> loop_;

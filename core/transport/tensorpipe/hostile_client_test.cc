@@ -169,9 +169,9 @@ class Counter {
   int count_ = 0, expected_ = 0;  // guarded by mu_
 };
 
-class Guest final : public Receiver {
+class HelloReceiver final : public Receiver {
  public:
-  explicit Guest(std::shared_ptr<Counter> hellos) : hellos_(std::move(hellos)) {}
+  explicit HelloReceiver(std::shared_ptr<Counter> hellos) : hellos_(std::move(hellos)) {}
   void OnPacket(Packet packet) override {
     EXPECT_EQ(packet.bytes, "hello");
     hellos_->Add();
@@ -188,7 +188,7 @@ class HostileClientTest : public testing::Test {
     options_ = options;
     server_ = NewTransport(options);
     const auto address = server_->Listen(
-        [this](std::shared_ptr<Connection>) { return std::make_shared<Guest>(hellos_); });
+        [this](std::shared_ptr<Connection>) { return std::make_shared<HelloReceiver>(hellos_); });
     ASSERT_TRUE(address.ok()) << address.status();
     address_ = *address;
   }

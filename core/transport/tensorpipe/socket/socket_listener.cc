@@ -22,8 +22,8 @@ namespace {
 
 // How long to wait when the process has no file descriptors left.
 constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
-// The part of its time that a guest is given even when others wait: when a large job starts, all of
-// them are honest.
+// The part of its time that a client is given even when others wait: when a large job starts, all
+// of them are honest.
 constexpr int kGracePart = 100;
 
 }  // namespace
@@ -92,7 +92,7 @@ absl::Status SocketListener::OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is
   door->fd = *std::move(fd);
   door->is_unix = is_unix;
   door->id = loop_->Add(std::make_shared<Events>(
-      weak_from_this(), [door](SocketListener& self) { self.TakeGuests(*door); }));
+      weak_from_this(), [door](SocketListener& self) { self.AcceptClients(*door); }));
   if (door->id == 0) return absl::FailedPreconditionError("the transport is closed");
   return absl::OkStatus();
 }
@@ -108,7 +108,7 @@ void SocketListener::Accept(Accepted accepted) {
 void SocketListener::Close() {
   strand_.Run([self = shared_from_this()] {
     if (std::exchange(self->closed_, true)) return;
-    while (!self->guests_.empty()) self->Forget(self->guests_.begin());
+    while (!self->clients_.empty()) self->Forget(self->clients_.begin());
     for (const auto& connection : self->ready_) connection->Close();
     self->ready_.clear();
     for (const Accepted& accepted : std::exchange(self->waiting_, {})) {
@@ -123,11 +123,11 @@ void SocketListener::Close() {
 }
 
 bool SocketListener::MakeRoom() {
-  if (guests_.size() < std::max<size_t>(options_.max_unauthenticated, 1)) return true;
+  if (clients_.size() < std::max<size_t>(options_.max_unauthenticated, 1)) return true;
   const absl::Duration left =
-      guests_.front().since + options_.handshake_timeout / kGracePart - Loop::Now();
+      clients_.front().since + options_.handshake_timeout / kGracePart - Loop::Now();
   if (left <= absl::ZeroDuration()) {
-    Dismiss(guests_.begin(), absl::UnavailableError("others wait too"));
+    Dismiss(clients_.begin(), absl::UnavailableError("others wait too"));
     return true;
   }
   if (std::exchange(full_, true)) return false;
@@ -141,11 +141,11 @@ bool SocketListener::MakeRoom() {
 void SocketListener::Resume() {
   if (closed_ || !std::exchange(full_, false)) return;
   for (Door* door : {&tcp_, &unix_}) {
-    if (door->fd.valid()) TakeGuests(*door);
+    if (door->fd.valid()) AcceptClients(*door);
   }
 }
 
-void SocketListener::TakeGuests(Door& door) {
+void SocketListener::AcceptClients(Door& door) {
   while (MakeRoom()) {
     Fd fd(accept4(door.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd.valid()) {
@@ -160,15 +160,15 @@ void SocketListener::TakeGuests(Door& door) {
         DG_LOG(WARNING) << "cannot accept a connection: " << ErrnoText(error) << " (" << exhausted_
                         << " times so far)";
       }
-      if (!guests_.empty()) {
-        Dismiss(guests_.begin(), absl::UnavailableError("no file descriptors are left"));
+      if (!clients_.empty()) {
+        Dismiss(clients_.begin(), absl::UnavailableError("no file descriptors are left"));
         continue;
       }
       loop_->After(kExhaustedDelay, [watch = weak_from_this(), &door] {
         const auto self = watch.lock();
         if (self == nullptr) return;
         self->strand_.Run([self, &door] {
-          if (!self->closed_) self->TakeGuests(door);
+          if (!self->closed_) self->AcceptClients(door);
         });
       });
       return;
@@ -194,71 +194,71 @@ void SocketListener::Welcome(Fd fd, bool is_unix) {
     DG_LOG(ERROR) << "cannot take a connection: " << handshake.status();
     return;
   }
-  const auto guest =
-      guests_.insert(guests_.end(), Guest{std::move(fd), 0, *std::move(handshake), Loop::Now()});
-  // While the guest is in the list the loop knows its id; both go together, on our strand.
-  guest->id = loop_->Add(
-      std::make_shared<Events>(weak_from_this(), [id = &guest->id](SocketListener& self) {
-        // An event may come late, when the guest is gone: its id is looked for, not used.
-        for (auto it = self.guests_.begin(); it != self.guests_.end(); ++it) {
+  const auto client =
+      clients_.insert(clients_.end(), Client{std::move(fd), 0, *std::move(handshake), Loop::Now()});
+  // While the client is in the list the loop knows its id; both go together, on our strand.
+  client->id = loop_->Add(
+      std::make_shared<Events>(weak_from_this(), [id = &client->id](SocketListener& self) {
+        // An event may come late, when the client is gone: its id is looked for, not used.
+        for (auto it = self.clients_.begin(); it != self.clients_.end(); ++it) {
           if (&it->id == id) return self.ShakeHands(it);
         }
       }));
-  if (guest->id == 0) {
-    guests_.erase(guest);
+  if (client->id == 0) {
+    clients_.erase(client);
     return;
   }
-  guest->deadline =
-      loop_->After(options_.handshake_timeout, [watch = weak_from_this(), id = guest->id] {
+  client->deadline =
+      loop_->After(options_.handshake_timeout, [watch = weak_from_this(), id = client->id] {
         const auto self = watch.lock();
         if (self == nullptr) return;
         self->strand_.Run([self, id] {
-          for (auto it = self->guests_.begin(); it != self->guests_.end(); ++it) {
+          for (auto it = self->clients_.begin(); it != self->clients_.end(); ++it) {
             if (it->id == id) return self->Dismiss(it, absl::UnavailableError("it took too long"));
           }
         });
       });
-  if (absl::Status watched = loop_->Watch(guest->id, guest->fd.get(), EPOLLIN | EPOLLRDHUP);
+  if (absl::Status watched = loop_->Watch(client->id, client->fd.get(), EPOLLIN | EPOLLRDHUP);
       !watched.ok()) {
-    Dismiss(guest, watched);
+    Dismiss(client, watched);
   }
 }
 
-void SocketListener::ShakeHands(Guests::iterator guest) {
-  Handshake& handshake = guest->handshake;
+void SocketListener::ShakeHands(Clients::iterator client) {
+  Handshake& handshake = client->handshake;
   while (!handshake.done()) {
     char bytes[kHelloBytes];
-    const ssize_t n = recv(guest->fd.get(), bytes, std::min(handshake.wanted(), sizeof(bytes)), 0);
+    const ssize_t n = recv(client->fd.get(), bytes, std::min(handshake.wanted(), sizeof(bytes)), 0);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return;
-    if (n <= 0) return Dismiss(guest, absl::UnavailableError("it went away"));
+    if (n <= 0) return Dismiss(client, absl::UnavailableError("it went away"));
     if (absl::Status status = handshake.Receive({bytes, static_cast<size_t>(n)}); !status.ok()) {
-      return Dismiss(guest, status);
+      return Dismiss(client, status);
     }
     // It always fits into a new socket, unless the other end plays tricks.
     const std::string output = handshake.TakeOutput();
-    if (!output.empty() && send(guest->fd.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
+    if (!output.empty() && send(client->fd.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
                                static_cast<ssize_t>(output.size())) {
-      return Dismiss(guest, absl::UnavailableError("it does not read what we answer"));
+      return Dismiss(client, absl::UnavailableError("it does not read what we answer"));
     }
   }
-  loop_->Unwatch(guest->fd.get());
-  Fd fd = std::move(guest->fd);
-  Forget(guest);
+  loop_->Unwatch(client->fd.get());
+  Fd fd = std::move(client->fd);
+  Forget(client);
   ready_.push_back(SocketConnection::Adopt(loop_, std::move(fd)));
   HandOver();
 }
 
-void SocketListener::Dismiss(Guests::iterator guest, const absl::Status& why) {
-  refusals_.Add(guest->fd.get(), guest->handshake, why);
-  Forget(guest);
+void SocketListener::Dismiss(Clients::iterator client, const absl::Status& why) {
+  refusals_.Add(client->fd.get(), client->handshake, why);
+  Forget(client);
 }
 
-void SocketListener::Forget(Guests::iterator guest) {
-  loop_->Cancel(guest->deadline);
-  if (guest->fd.valid()) loop_->Unwatch(guest->fd.get());
-  loop_->Remove(guest->id);
-  guests_.erase(guest);
+void SocketListener::Forget(Clients::iterator client) {
+  loop_->Cancel(client->deadline);
+  if (client->fd.valid()) loop_->Unwatch(client->fd.get());
+  loop_->Remove(client->id);
+  clients_.erase(client);
   if (full_) strand_.Run([self = shared_from_this()] { self->Resume(); });
 }
 

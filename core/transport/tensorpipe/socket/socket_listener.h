@@ -54,26 +54,26 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
     bool is_unix = false;
   };
   // Somebody who has connected and not yet shown who it is.
-  struct Guest {
+  struct Client {
     Fd fd;
     uint64_t id = 0;
     Handshake handshake;
     absl::Time since;
     Loop::TimerId deadline = 0;
   };
-  using Guests = std::list<Guest>;
+  using Clients = std::list<Client>;
 
   // What is private runs on strand_ only, but for Listen's own calls.
   absl::Status OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is_unix);
-  void TakeGuests(Door& door);
+  void AcceptClients(Door& door);
   // Whether there is room for one more, once the oldest has been sent away if it is no loss.
   bool MakeRoom();
-  // Takes guests again after there was no room.
+  // Takes clients again after there was no room.
   void Resume();
   void Welcome(Fd fd, bool is_unix);
-  void ShakeHands(Guests::iterator guest);
-  void Dismiss(Guests::iterator guest, const absl::Status& why);
-  void Forget(Guests::iterator guest);
+  void ShakeHands(Clients::iterator client);
+  void Dismiss(Clients::iterator client, const absl::Status& why);
+  void Forget(Clients::iterator client);
   void HandOver();
 
   // Constant after Listen(); synchronize themselves.
@@ -90,7 +90,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   uint64_t exhausted_ = 0;    // how often there was no file descriptor
   bool full_ = false;         // those who connect wait in the kernel's queue
   Door tcp_, unix_;
-  Guests guests_;  // the oldest first
+  Clients clients_;  // the oldest first
   std::deque<std::shared_ptr<SocketConnection>> ready_;
   std::deque<Accepted> waiting_;
 };
