@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "core/autograd/executor/brief.h"
+#include "core/autograd/executor/cheap_graph.h"
 #include "core/autograd/executor/post_accumulate.h"
 #include "core/autograd/pass_run.h"
 #include "core/base/status.h"
@@ -66,7 +66,7 @@ absl::Status ContextRecord::AddPeer(WorkerId peer) {
   return absl::OkStatus();
 }
 
-bool ContextRecord::IsBrief() const {
+bool ContextRecord::CheapToRunInline() const {
   constexpr size_t kEdges = 16;
   std::vector<std::shared_ptr<torch::autograd::Node>> sends;
   {
@@ -74,7 +74,7 @@ bool ContextRecord::IsBrief() const {
     if (edges_.sends.size() > kEdges || edges_.recvs.size() > kEdges) return false;
     for (const SendEnd& send : edges_.sends) sends.push_back(send.node);
   }
-  return distgrad::IsBrief(sends, RecvNode::Is);
+  return distgrad::CheapToRunInline(sends, RecvNode::Is);
 }
 
 bool ContextRecord::LosePeer(WorkerId peer, const absl::Status& why) {

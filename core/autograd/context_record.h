@@ -69,8 +69,8 @@ class ContextRecord {
   absl::Status AddPeer(WorkerId peer);
   std::vector<WorkerId> Peers() const;
   // Whether all of the graph takes so little time that the thread that received the first message
-  // of a pass may look at it, and run it. See executor/brief.h.
-  bool IsBrief() const;
+  // of a pass may look at it, and run it. See executor/cheap_graph.h.
+  bool CheapToRunInline() const;
   // The connection with a worker broke. Returns whether it was a peer.
   bool LosePeer(WorkerId peer, const absl::Status& why);
 

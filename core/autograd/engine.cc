@@ -183,10 +183,10 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
   if (!runs_nodes) return Handle(from, std::move(batches), RunHere::kNo);
   // A hand-over to the pool would cost more than what there is to do.
   EventLoop* const loop = EventLoop::Current();
-  if (loop != nullptr && AreBrief(batches)) {
+  if (loop != nullptr && CheapToRunInline(batches)) {
     return loop->Run([this, from, batches = std::move(batches)]() mutable {
       // This may be another thread: whoever has the lead of the loop by then.
-      Handle(from, std::move(batches), MayRunNodesHere() ? RunHere::kBrief : RunHere::kNo);
+      Handle(from, std::move(batches), MayRunNodesHere() ? RunHere::kCheap : RunHere::kNo);
     });
   }
   pool_->ScheduleInline([this, from, batches = std::move(batches)]() mutable {
@@ -219,7 +219,7 @@ Engine::Batches Engine::Sort(WorkerId from, std::vector<Notice> notices) {
   return batches;
 }
 
-bool Engine::AreBrief(const Batches& batches) {
+bool Engine::CheapToRunInline(const Batches& batches) {
   constexpr size_t kNotices = 64;
   if (batches.size() > 1) return false;
   const Batch& batch = batches.front();
@@ -228,7 +228,7 @@ bool Engine::AreBrief(const Batches& batches) {
   // The first message of a pass has the whole graph looked at.
   const ContextRecord& context = **batch.context;
   const std::shared_ptr<PassRun> run = context.FindPass(batch.notices.front().pass).run;
-  return (run != nullptr && run->engaged()) || context.IsBrief();
+  return (run != nullptr && run->engaged()) || context.CheapToRunInline();
 }
 
 void Engine::Handle(WorkerId from, Batches batches, RunHere here) {

@@ -151,9 +151,9 @@ class Engine {
   using Batches = absl::InlinedVector<Batch, 1>;
 
   Batches Sort(WorkerId from, std::vector<Notice> notices);
-  // Whether handling them, but for nodes that are not brief, takes less time than having another
+  // Whether handling them, but for nodes that are not cheap, takes less time than having another
   // thread do it.
-  static bool AreBrief(const Batches& batches);
+  static bool CheapToRunInline(const Batches& batches);
   void Handle(WorkerId from, Batches batches, PassRun::RunHere here);
   void HandleOfOnePass(WorkerId from, Batch batch, PassRun::RunHere here);
   // Answers messages of a pass that has failed here, or cannot be.

@@ -10,7 +10,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "core/autograd/engine.h"
-#include "core/autograd/executor/brief.h"
+#include "core/autograd/executor/cheap_graph.h"
 #include "core/base/check.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
@@ -27,25 +27,25 @@ constexpr absl::Duration kFlushDelay = absl::Microseconds(100);
 // How many pool threads are asked at once to run send nodes of one pass.
 constexpr size_t kMaxHelpers = 8;
 
-// How many feeds, of so many bytes, a thread runs that runs what is brief.
-constexpr size_t kMaxBriefFeeds = 16;
-constexpr size_t kMaxBriefBytes = 16 << 10;
+// How many feeds, of so many bytes, a thread runs that runs what is cheap.
+constexpr size_t kMaxCheapFeeds = 16;
+constexpr size_t kMaxCheapBytes = 16 << 10;
 
-// For how many helpers a thread counts. One that runs what is brief calls them itself if it must.
-size_t Weight(PassRun::RunHere here) { return here == PassRun::RunHere::kBrief ? kMaxHelpers : 1; }
+// For how many helpers a thread counts. One that runs what is cheap calls them itself if it must.
+size_t Weight(PassRun::RunHere here) { return here == PassRun::RunHere::kCheap ? kMaxHelpers : 1; }
 
 bool IsLeaf(const torch::autograd::Node& node) {
   return typeid(node) == typeid(torch::autograd::AccumulateGrad);
 }
 
-bool AreBrief(const std::vector<at::Tensor>& gradients) {
+bool AreSmall(const std::vector<at::Tensor>& gradients) {
   size_t bytes = 0;
   for (const at::Tensor& gradient : gradients) {
     if (!gradient.defined()) continue;
     if (!gradient.device().is_cpu() || !gradient.has_storage()) return false;
     bytes += gradient.nbytes();
   }
-  return bytes <= kMaxBriefBytes;
+  return bytes <= kMaxCheapBytes;
 }
 
 }  // namespace
@@ -167,14 +167,14 @@ void PassRun::Cancel(uint64_t) {
 // ---------------------------------------------------------------------------- Running the graph
 
 void PassRun::RunFeeds(RunHere here) {
-  for (size_t brief = 0;; ++brief) {
+  for (size_t cheap = 0;; ++cheap) {
     Feed feed;
     std::shared_ptr<Execution> execution;
     {
       absl::MutexLock lock(&mu_);
       coming_ -= Weight(here);
       if (feeds_.empty()) break;
-      if (here == RunHere::kBrief && (brief == kMaxBriefFeeds || !feeds_.front().brief)) break;
+      if (here == RunHere::kCheap && (cheap == kMaxCheapFeeds || !feeds_.front().cheap)) break;
       feed = std::move(feeds_.front());
       feeds_.pop_front();
       execution = execution_;
@@ -429,7 +429,7 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
 
 void PassRun::FeedRoots() {
   const absl::InlinedVector<bool, 8> reached(roots_->gradients.size(), true);
-  Queue({root_, std::move(roots_->gradients), std::move(roots_->ready), reached, /*brief=*/false});
+  Queue({root_, std::move(roots_->gradients), std::move(roots_->ready), reached, /*cheap=*/false});
   roots_.reset();
 }
 
@@ -448,9 +448,9 @@ void PassRun::FeedSend(EdgeId edge) {
     reached = std::move(arriving_->reached);
   }
   ReadyMark ready(gradients);
-  const bool brief = AreBrief(gradients) && !context_->has_leaf_observer() &&
-                     IsBrief({graph_->entry(root).node}, RecvNode::Is);
-  Queue({root, std::move(gradients), std::move(ready), std::move(reached), brief});
+  const bool cheap = AreSmall(gradients) && !context_->has_leaf_observer() &&
+                     CheapToRunInline({graph_->entry(root).node}, RecvNode::Is);
+  Queue({root, std::move(gradients), std::move(ready), std::move(reached), cheap});
 }
 
 void PassRun::Queue(Feed feed) {

@@ -60,7 +60,8 @@ class PassRun : public PassHost,
   enum class RunHere {
     kNo,
     kYes,
-    kBrief,  // those that are brief (executor/brief.h), and a few of them: the pool runs the rest
+    kCheap,  // those that are cheap (executor/cheap_graph.h), and a few of them: the pool runs the
+             // rest
   };
 
   // On the initiator, once. To cancel the future fails the pass.
@@ -84,7 +85,7 @@ class PassRun : public PassHost,
     std::vector<at::Tensor> gradients;
     ReadyMark ready;  // of the gradients
     absl::InlinedVector<bool, 8> reached;
-    bool brief;  // what it can make run
+    bool cheap;  // what it can make run
   };
   // What came to the recv nodes of an edge.
   struct Captured {

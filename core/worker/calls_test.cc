@@ -260,7 +260,7 @@ TEST_P(CallsTest, LongHandlersHoldUpNeitherEachOtherNorTheSockets) {
   Future<Message> first = worker(0).CallAsync(1, "hold", {});
   Future<Message> second = worker(0).CallAsync(1, "hold", {});
   both_run.Wait();
-  // A short operator needs no thread of the pool, and so is answered.
+  // A cheap operator needs no thread of the pool, and so is answered.
   const auto minus_one = worker(0).CallOperator(1, "aten::neg", {at::ones({1})});
   EXPECT_TRUE(minus_one.ok()) << minus_one.status();
   go_on.Notify();

@@ -649,7 +649,8 @@ TEST_P(MembersTest, DeadlinesFireThoughEveryPoolThreadIsBlocked) {
                     .ok());
   }
   const Context context = worker(0).NewContext();
-  // Large enough to need the pool: what is brief runs where it arrives.
+  // Large enough to need the pool: cheap operators run inline on the thread that received the
+  // request.
   const at::Tensor x = at::ones({1 << 16}).requires_grad_();
   const auto y = worker(0).Call("worker1", "double", {"", {x}}, {.context = &context});
   ASSERT_TRUE(y.ok()) << y.status();

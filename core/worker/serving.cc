@@ -6,11 +6,11 @@
 #include "core/base/status.h"
 #include "core/rpc/frame.h"
 #include "core/tensor/allocation_limit.h"
+#include "core/tensor/cheap_operators.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
 #include "core/tensor/piece_count.h"
-#include "core/tensor/short_operators.h"
 #include "core/tensor/values.h"
 #include "core/worker/worker_impl.h"
 
@@ -107,7 +107,7 @@ void Worker::Impl::OnCall(IncomingCall call) {
   // too: a list of sizes may be longer than any tensor.
   constexpr size_t kShortArguments = 1 << 10;  // bytes
   if (serving.request.message.payload.size() <= kShortArguments &&
-      IsShortOperator(serving.request.function, serving.request.message.tensors))
+      CheapToRunInline(serving.request.function, serving.request.message.tensors))
     return Serve(std::move(serving));
   pool_.ScheduleInline(
       [this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });

@@ -719,8 +719,8 @@ at::Tensor AskingSin(const at::Tensor& x, std::function<void()>* ask) {
 // Within a node of worker 1, which has one thread, a pass waits for worker 2, which calls worker 1
 // when another pass has come to the same node. libtorch holds the node's mutex meanwhile.
 TEST_P(PassesTest, APassThatComesToANodeInWhichAnotherOneWaits) {
-  enum class Node { kFunction, kSaved, kSavedAndBrief };
-  for (const Node kind : {Node::kFunction, Node::kSaved, Node::kSavedAndBrief}) {
+  enum class Node { kFunction, kSaved, kSavedAndCheap };
+  for (const Node kind : {Node::kFunction, Node::kSaved, Node::kSavedAndCheap}) {
     SCOPED_TRACE(static_cast<int>(kind));
     struct Meeting {
       std::atomic<int> asked{0}, arrived{0};
@@ -732,7 +732,7 @@ TEST_P(PassesTest, APassThatComesToANodeInWhichAnotherOneWaits) {
     Team team(3, {.transport = GetParam(), .threads = 1});
     // A hook that says that the second pass has come would have its nodes left to the pool.
     const auto second_comes = [&, meeting] {
-      if (kind == Node::kSavedAndBrief) {
+      if (kind == Node::kSavedAndCheap) {
         return Eventually([&] {
           const auto contexts = team[1].Contexts();
           return contexts.size() == 1 && contexts[0].passes.size() == 2;
@@ -755,7 +755,7 @@ TEST_P(PassesTest, APassThatComesToANodeInWhichAnotherOneWaits) {
     Context context = team[0].NewContext();
     const at::Tensor loss = team.Run(0, 1, context,
                                      [&](Tensors in, Request&) {
-                                       if (kind == Node::kSavedAndBrief)
+                                       if (kind == Node::kSavedAndCheap)
                                          return Tensors{AskingSin(in[0], &meeting->ask)};
                                        at::Tensor y = kind == Node::kFunction
                                                           ? Asking::apply(in[0], &meeting->ask)

@@ -1,4 +1,4 @@
-#include "core/autograd/executor/brief.h"
+#include "core/autograd/executor/cheap_graph.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -50,7 +50,7 @@ bool IsSmall(const torch::autograd::InputMetadata& input) {
   return bytes <= kBytes;
 }
 
-bool IsBriefNode(Node& node, bool is_stop) {
+bool IsCheapNode(Node& node, bool is_stop) {
   if (is_stop ? HasHooks(node) : !IsPlain(node)) return false;
   // Whoever feeds it knows the size of what he feeds.
   if (typeid(node) == typeid(SourceNode)) return true;
@@ -78,8 +78,8 @@ bool MayTakeLong(Node& node, bool is_stop) {
   return false;
 }
 
-bool IsBrief(absl::Span<const std::shared_ptr<Node>> roots,
-             absl::FunctionRef<bool(Node&)> is_stop) {
+bool CheapToRunInline(absl::Span<const std::shared_ptr<Node>> roots,
+                      absl::FunctionRef<bool(Node&)> is_stop) {
   if (torch::autograd::AnomalyMode::is_enabled()) return false;
   std::vector<Node*> nodes;
   const auto visit = [&nodes](Node* node) {
@@ -89,7 +89,7 @@ bool IsBrief(absl::Span<const std::shared_ptr<Node>> roots,
   for (size_t i = 0; i < nodes.size(); ++i) {
     if (nodes.size() > kNodes) return false;
     const bool stop = is_stop(*nodes[i]);
-    if (!IsBriefNode(*nodes[i], stop)) return false;
+    if (!IsCheapNode(*nodes[i], stop)) return false;
     if (stop) continue;
     for (const torch::autograd::Edge& edge : nodes[i]->next_edges()) {
       if (edge.is_valid()) visit(edge.function.get());

@@ -1,4 +1,4 @@
-#include "core/autograd/executor/brief.h"
+#include "core/autograd/executor/cheap_graph.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
@@ -15,52 +15,52 @@ namespace {
 
 using torch::autograd::Node;
 
-bool Brief(const at::Tensor& result) {
-  return IsBrief({MakeSourceNode({result})}, [](Node&) { return false; });
+bool Cheap(const at::Tensor& result) {
+  return CheapToRunInline({MakeSourceNode({result})}, [](Node&) { return false; });
 }
 
 at::Tensor Leaf(at::IntArrayRef shape) { return at::ones(shape).requires_grad_(); }
 
-TEST(BriefTest, AFewSmallOperatorsAre) { EXPECT_TRUE(Brief((Leaf({8, 8}) * 2 + 1).sum())); }
+TEST(CheapGraphTest, AFewSmallOperatorsAre) { EXPECT_TRUE(Cheap((Leaf({8, 8}) * 2 + 1).sum())); }
 
-TEST(BriefTest, LargeTensorsAreNot) {
-  EXPECT_TRUE(Brief(Leaf({4096}) * 2));
-  EXPECT_FALSE(Brief(Leaf({4097}) * 2));
+TEST(CheapGraphTest, LargeTensorsAreNot) {
+  EXPECT_TRUE(Cheap(Leaf({4096}) * 2));
+  EXPECT_FALSE(Cheap(Leaf({4097}) * 2));
   // Also where only what lies behind a small result is large.
-  EXPECT_FALSE(Brief((Leaf({100, 100}) * 2).sum()));
-  EXPECT_FALSE(Brief(Leaf({100, 100}).sum()));
+  EXPECT_FALSE(Cheap((Leaf({100, 100}) * 2).sum()));
+  EXPECT_FALSE(Cheap(Leaf({100, 100}).sum()));
 }
 
-TEST(BriefTest, ManyNodesAreNot) {
+TEST(CheapGraphTest, ManyNodesAreNot) {
   at::Tensor x = Leaf({1});
   for (int i = 0; i < 100; ++i) x = x * 2;
-  EXPECT_FALSE(Brief(x));
+  EXPECT_FALSE(Cheap(x));
 }
 
-TEST(BriefTest, TheSameNodeByManyWaysIsOne) {
+TEST(CheapGraphTest, TheSameNodeByManyWaysIsOne) {
   const at::Tensor x = Leaf({1}) * 2;
   at::Tensor sum = x + x;
   for (int i = 0; i < 10; ++i) sum = sum + x * x;
-  EXPECT_TRUE(Brief(sum));
+  EXPECT_TRUE(Cheap(sum));
 }
 
-TEST(BriefTest, NothingWithAHookIs) {
+TEST(CheapGraphTest, NothingWithAHookIs) {
   const at::Tensor leaf = Leaf({1});
   const at::Tensor middle = leaf * 2;
   const at::Tensor result = middle + 1;
-  ASSERT_TRUE(Brief(result));
+  ASSERT_TRUE(Cheap(result));
   middle.register_hook([](const at::Tensor& gradient) { return gradient; });
-  EXPECT_FALSE(Brief(result));
+  EXPECT_FALSE(Cheap(result));
 
   const at::Tensor other = Leaf({1});
   const at::Tensor of_other = other * 2;
-  ASSERT_TRUE(Brief(of_other));
+  ASSERT_TRUE(Cheap(of_other));
   other.register_hook([](const at::Tensor& gradient) { return gradient; });
-  EXPECT_FALSE(Brief(of_other));
+  EXPECT_FALSE(Cheap(of_other));
 
   const at::Tensor retained = Leaf({1}) * 2;
   retained.retain_grad();
-  EXPECT_FALSE(Brief(retained + 1));
+  EXPECT_FALSE(Cheap(retained + 1));
 }
 
 struct Double : torch::autograd::Function<Double> {
@@ -73,24 +73,25 @@ struct Double : torch::autograd::Function<Double> {
   }
 };
 
-TEST(BriefTest, AFunctionOfTheUsersIsNot) { EXPECT_FALSE(Brief(Double::apply(Leaf({1})))); }
+TEST(CheapGraphTest, AFunctionOfTheUsersIsNot) { EXPECT_FALSE(Cheap(Double::apply(Leaf({1})))); }
 
-TEST(BriefTest, WhatLiesBehindAStopDoesNotCount) {
+TEST(CheapGraphTest, WhatLiesBehindAStopDoesNotCount) {
   const at::Tensor middle = Leaf({1000, 1000}).sum();
   const at::Tensor result = middle * 2;
-  EXPECT_FALSE(Brief(result));
+  EXPECT_FALSE(Cheap(result));
   const Node* const stop = middle.grad_fn().get();
-  EXPECT_TRUE(IsBrief({MakeSourceNode({result})}, [stop](Node& node) { return &node == stop; }));
+  EXPECT_TRUE(
+      CheapToRunInline({MakeSourceNode({result})}, [stop](Node& node) { return &node == stop; }));
 }
 
-TEST(BriefTest, WhatComesToAStopDoes) {
+TEST(CheapGraphTest, WhatComesToAStopDoes) {
   const at::Tensor large = Leaf({100, 100}) * 2;
   const Node* const stop = large.grad_fn().get();
-  EXPECT_FALSE(
-      IsBrief({MakeSourceNode({large.sum()})}, [stop](Node& node) { return &node == stop; }));
+  EXPECT_FALSE(CheapToRunInline({MakeSourceNode({large.sum()})},
+                                [stop](Node& node) { return &node == stop; }));
 }
 
-TEST(BriefTest, WhatMayTakeLong) {
+TEST(CheapGraphTest, WhatMayTakeLong) {
   const auto may_take_long = [](const at::Tensor& result) {
     return MayTakeLong(*result.grad_fn(), /*is_stop=*/false);
   };

@@ -1,4 +1,4 @@
-#include "core/tensor/short_operators.h"
+#include "core/tensor/cheap_operators.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ at::Tensor Of(at::IntArrayRef sizes, at::ScalarType type = at::kFloat) {
   return at::zeros(sizes, type);
 }
 
-TEST(ShortOperatorsTest, WhatReadsAndMakesLittleIsShort) {
+TEST(CheapOperatorsTest, WhatReadsAndMakesLittleIsCheap) {
   for (const auto& [name, tensors] : std::vector<std::pair<std::string, Tensors>>{
            {"aten::neg", {Of({64, 64})}},
            {"aten::neg", {Of({})}},
@@ -31,18 +31,18 @@ TEST(ShortOperatorsTest, WhatReadsAndMakesLittleIsShort) {
            {"aten::matmul", {Of({64, 32}), Of({32, 64})}},
            {"aten::linear", {Of({64, 32}), Of({64, 32})}},
            {"aten::linear", {Of({1, 10}), Of({100, 10}), Of({100})}}}) {
-    EXPECT_TRUE(IsShortOperator(name, tensors)) << name;
+    EXPECT_TRUE(CheapToRunInline(name, tensors)) << name;
   }
 }
 
-TEST(ShortOperatorsTest, WhatReadsMuchIsNot) {
-  EXPECT_FALSE(IsShortOperator("aten::neg", {Of({64, 65})}));
-  EXPECT_FALSE(IsShortOperator("aten::neg", {Of({64, 64}, at::kDouble)}));
-  EXPECT_FALSE(IsShortOperator("aten::sum", {Of({1}).expand({1 << 20})}));
-  EXPECT_FALSE(IsShortOperator("aten::mm", {Of({1, 5000}), Of({5000, 1})}));
+TEST(CheapOperatorsTest, WhatReadsMuchIsNot) {
+  EXPECT_FALSE(CheapToRunInline("aten::neg", {Of({64, 65})}));
+  EXPECT_FALSE(CheapToRunInline("aten::neg", {Of({64, 64}, at::kDouble)}));
+  EXPECT_FALSE(CheapToRunInline("aten::sum", {Of({1}).expand({1 << 20})}));
+  EXPECT_FALSE(CheapToRunInline("aten::mm", {Of({1, 5000}), Of({5000, 1})}));
 }
 
-TEST(ShortOperatorsTest, WhatMayMakeMuchOfLittleIsNot) {
+TEST(CheapOperatorsTest, WhatMayMakeMuchOfLittleIsNot) {
   for (const auto& [name, tensors] : std::vector<std::pair<std::string, Tensors>>{
            {"aten::add.Tensor", {Of({2048, 1}), Of({1, 2048})}},
            {"aten::lerp.Tensor", {Of({17, 1, 1}), Of({17, 1}), Of({17})}},
@@ -67,7 +67,7 @@ TEST(ShortOperatorsTest, WhatMayMakeMuchOfLittleIsNot) {
            {"aten::neg", {at::empty({1}, at::kMeta)}},
            {"custom::neg", {Of({1})}},
            {"neg", {Of({1})}}}) {
-    EXPECT_FALSE(IsShortOperator(name, tensors)) << name;
+    EXPECT_FALSE(CheapToRunInline(name, tensors)) << name;
   }
 }
 

@@ -1,4 +1,4 @@
-#include "core/tensor/short_operators.h"
+#include "core/tensor/cheap_operators.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -78,7 +78,7 @@ int64_t ProductElements(absl::string_view name, absl::Span<const at::Tensor> ten
 
 }  // namespace
 
-bool IsShortOperator(absl::string_view name, absl::Span<const at::Tensor> tensors) {
+bool CheapToRunInline(absl::string_view name, absl::Span<const at::Tensor> tensors) {
   if (!absl::ConsumePrefix(&name, "aten::") || tensors.empty()) return false;
   size_t bytes = 0;
   for (const at::Tensor& tensor : tensors) {

@@ -1,6 +1,6 @@
 // Whether running a graph takes less time than having another thread do it.
-#ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_BRIEF_H_
-#define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_BRIEF_H_
+#ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_CHEAP_GRAPH_H_
+#define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_CHEAP_GRAPH_H_
 
 #include <torch/csrc/autograd/function.h>
 
@@ -15,8 +15,8 @@ namespace distgrad {
 // libtorch's own or a stop, with inputs of at most a few KiB, and none with a hook. So no function
 // of a user runs there (but for a hook on a saved tensor, which cannot be seen from outside). Looks
 // at no more nodes than that. `is_stop` as for Graph.
-bool IsBrief(absl::Span<const std::shared_ptr<torch::autograd::Node>> roots,
-             absl::FunctionRef<bool(torch::autograd::Node&)> is_stop);
+bool CheapToRunInline(absl::Span<const std::shared_ptr<torch::autograd::Node>> roots,
+                      absl::FunctionRef<bool(torch::autograd::Node&)> is_stop);
 
 // Whether the node may keep the thread that runs it for long: unless it is libtorch's own, without
 // a hook, and what it takes and gives is at most a few KiB on the CPU, or anything on an
@@ -25,4 +25,4 @@ bool MayTakeLong(torch::autograd::Node& node, bool is_stop);
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_AUTOGRAD_EXECUTOR_BRIEF_H_
+#endif  // DISTGRAD_CORE_AUTOGRAD_EXECUTOR_CHEAP_GRAPH_H_
