@@ -105,7 +105,7 @@ std::vector<CallStats> Agent::Impl::Stats() const {
 std::vector<std::pair<WorkerId, uint64_t>> Agent::Impl::Queued() const {
   absl::MutexLock lock(&mu_);
   std::vector<std::pair<WorkerId, uint64_t>> queued;
-  for (const auto& [peer, link] : links_) queued.emplace_back(peer, link->window()->taken());
+  for (const auto& [peer, link] : links_) queued.emplace_back(peer, link->window()->acquired());
   std::sort(queued.begin(), queued.end());
   return queued;
 }

@@ -66,7 +66,7 @@ struct CallTerms {
   absl::Time deadline = absl::InfiniteFuture();
   // Where there is no room for more bytes to that worker: wait for it, on this thread; else the
   // call fails.
-  bool wait_for_room = false;
+  bool wait_for_credit = false;
   // Ends that wait (not the call); may be null.
   Cancellation* cancellation = nullptr;
   // That it belongs to, for the trace.

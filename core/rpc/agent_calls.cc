@@ -50,7 +50,7 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
     return 0;
   };
   if (size > shared_.limits.message_bytes) return fail(TooLarge("the message", size));
-  SendWindow::Room room;
+  SendWindow::Credit credit;
   for (;;) {
     const absl::Time now = clock_->Now();
     int64_t timeout_us = 0;
@@ -73,9 +73,9 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
         return fail(status);
       }
       link = *std::move(found);
-      std::optional<SendWindow::Room> taken;
-      if (room.window() != link->window().get()) taken = link->window()->TryTake(size);
-      if (taken.has_value() || room.window() == link->window().get()) {
+      std::optional<SendWindow::Credit> acquired;
+      if (credit.window() != link->window().get()) acquired = link->window()->TryAcquire(size);
+      if (acquired.has_value() || credit.window() == link->window().get()) {
         call = ++last_call_;
         SetCall(call, timeout_us, &request.bytes);
         CallCounters* counters = metrics_.Find(to, /*served=*/false, function);
@@ -89,33 +89,33 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
         pending_.emplace(call, Pending{link, function, to, size, terms.deadline, std::move(done),
                                        counters, now, std::move(span), leaves_now});
         lock.Release();
-        if (taken.has_value()) room = *std::move(taken);
+        if (acquired.has_value()) credit = *std::move(acquired);
       }
     }
     if (call != 0) {
       SetTimer(arming);
-      link->Send(std::move(request), std::move(room), leaves_now ? 0 : call);
+      link->Send(std::move(request), std::move(credit), leaves_now ? 0 : call);
       return call;
     }
-    if (!terms.wait_for_room) {
+    if (!terms.wait_for_credit) {
       return fail(absl::ResourceExhaustedError(absl::StrCat(
-          link->window()->taken(), " bytes wait to be sent to it, and this message has ", size,
+          link->window()->acquired(), " bytes wait to be sent to it, and this message has ", size,
           "; limit bytes_per_peer is ", link->window()->limit())));
     }
     // When it is there, the connection may be another one.
-    absl::StatusOr<SendWindow::Room> waited = AwaitRoom(link->window(), size, terms);
+    absl::StatusOr<SendWindow::Credit> waited = AwaitCredit(link->window(), size, terms);
     if (!waited.ok()) return fail(waited.status());
-    room = *std::move(waited);
+    credit = *std::move(waited);
   }
 }
 
-absl::StatusOr<SendWindow::Room> Agent::Impl::AwaitRoom(const std::shared_ptr<SendWindow>& window,
-                                                        uint64_t bytes, const CallTerms& terms) {
-  Promise<SendWindow::Room> promise;
-  Future<SendWindow::Room> room = promise.future();
-  const uint64_t waiter = window->TakeLater(
-      bytes, [promise = std::move(promise)](absl::StatusOr<SendWindow::Room> room) mutable {
-        promise.Set(std::move(room));
+absl::StatusOr<SendWindow::Credit> Agent::Impl::AwaitCredit(
+    const std::shared_ptr<SendWindow>& window, uint64_t bytes, const CallTerms& terms) {
+  Promise<SendWindow::Credit> promise;
+  Future<SendWindow::Credit> credit = promise.future();
+  const uint64_t waiter = window->AcquireAsync(
+      bytes, [promise = std::move(promise)](absl::StatusOr<SendWindow::Credit> credit) mutable {
+        promise.Set(std::move(credit));
       });
   Cancellation* const cancellation = terms.cancellation;
   const uint64_t watch =
@@ -123,18 +123,18 @@ absl::StatusOr<SendWindow::Room> Agent::Impl::AwaitRoom(const std::shared_ptr<Se
         window->Withdraw(waiter, cancellation->why());
       });
   std::optional<Clock::TimerId> timer;
-  if (terms.deadline != absl::InfiniteFuture() && !room.Done()) {
+  if (terms.deadline != absl::InfiniteFuture() && !credit.Done()) {
     timer = clock_->At(terms.deadline, [window, waiter] {
       window->Withdraw(
           waiter, absl::DeadlineExceededError(absl::StrCat(
-                      "no room before the deadline: ", window->taken(),
+                      "no room before the deadline: ", window->acquired(),
                       " bytes wait to be sent to it; limit bytes_per_peer is ", window->limit())));
     });
   }
-  absl::StatusOr<SendWindow::Room> taken = room.Take();
+  absl::StatusOr<SendWindow::Credit> acquired = credit.Take();
   if (timer) clock_->Cancel(*timer);
   if (watch != 0) cancellation->Forget(watch);
-  return taken;
+  return acquired;
 }
 
 bool Agent::Impl::OnLeaving(uint64_t call, Packet& request) {
@@ -412,7 +412,7 @@ absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer
   }
   ++counters->calls;
   counters->bytes_received += size;
-  if (!begun.ok() && link->window()->taken() > link->window()->limit()) {
+  if (!begun.ok() && link->window()->acquired() > link->window()->limit()) {
     return absl::ResourceExhaustedError("it calls on and on, and reads no answers");
   }
   std::unique_ptr<TraceSpan> span;

@@ -380,7 +380,7 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGoesWhenThereIsSome) {
   Promise<std::string> promise;
   Future<std::string> second = promise.future();
   std::thread waits([&] {
-    promise.Set(a().Call(1, "echo", std::string(5000, 'y'), {.wait_for_room = true}).Wait());
+    promise.Set(a().Call(1, "echo", std::string(5000, 'y'), {.wait_for_credit = true}).Wait());
   });
   EXPECT_FALSE(second.Done());
   Release();
@@ -391,7 +391,7 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGoesWhenThereIsSome) {
 TEST_F(SlowPeerTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
   const Future<std::string> first = a().Call(1, "echo", std::string(6000, 'x'));
   const auto call = [&](CallTerms terms) {
-    terms.wait_for_room = true;
+    terms.wait_for_credit = true;
     return a().Call(1, "echo", std::string(6000, 'x'), terms).Wait().status();
   };
   absl::Status status;

@@ -146,8 +146,8 @@ class Agent::Impl : public Link::Owner,
   absl::StatusOr<std::shared_ptr<Link>> LinkTo(WorkerId to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Serve(const std::shared_ptr<Link>& link, WorkerId peer, const Frame& frame,
                      Packet packet, size_t offset);
-  absl::StatusOr<SendWindow::Room> AwaitRoom(const std::shared_ptr<SendWindow>& window,
-                                             uint64_t bytes, const CallTerms& terms);
+  absl::StatusOr<SendWindow::Credit> AwaitCredit(const std::shared_ptr<SendWindow>& window,
+                                                 uint64_t bytes, const CallTerms& terms);
   absl::Status TooLarge(absl::string_view what, uint64_t size) const;
   absl::Status CheckCalls(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Pending TakeOut(PendingCalls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -43,17 +43,17 @@ class IncomingCall::Impl {
     }
     Count(size, absl::OkStatus());
     const auto to = std::exchange(link, nullptr);
-    if (auto room = to->window()->TryTake(size)) {
+    if (auto credit = to->window()->TryAcquire(size)) {
       to->served().FreePlace(call);
-      to->Send(std::move(packet), *std::move(room));
+      to->Send(std::move(packet), *std::move(credit));
       to->served().End();
       return;
     }
     // It stays one that is served, and so counts against those limits.
-    to->window()->TakeLater(size, [to, call = call, packet = std::move(packet)](
-                                      absl::StatusOr<SendWindow::Room> room) mutable {
+    to->window()->AcquireAsync(size, [to, call = call, packet = std::move(packet)](
+                                         absl::StatusOr<SendWindow::Credit> credit) mutable {
       to->served().FreePlace(call);
-      if (room.ok()) to->Send(std::move(packet), *std::move(room));
+      if (credit.ok()) to->Send(std::move(packet), *std::move(credit));
       to->served().End();
     });
   }

@@ -22,20 +22,20 @@ Link::Link(std::shared_ptr<Owner> owner, Shared* shared, bool loopback)
         Close(why);
       }) {}
 
-void Link::Send(Packet packet, SendWindow::Room room, uint64_t call) {
+void Link::Send(Packet packet, SendWindow::Credit credit, uint64_t call) {
   if (loopback_) {
     if (call != 0 && !owner_->OnLeaving(call, packet)) return;
     return owner_->OnPacket(shared_from_this(), CopyPacket(packet));
   }
   const uint64_t size = packet.size();
-  if (room.window() != window_.get()) room = window_->Take(size);
-  Queue({std::move(packet), std::move(room), call}, size > kBulkBytes);
+  if (credit.window() != window_.get()) credit = window_->Acquire(size);
+  Queue({std::move(packet), std::move(credit), call}, size > kBulkBytes);
 }
 
 void Link::SendBehind(uint64_t bytes, Packet packet) {
   if (loopback_) return Send(std::move(packet));
-  SendWindow::Room room = window_->Take(packet.size());
-  Queue({std::move(packet), std::move(room), /*call=*/0}, bytes > kBulkBytes);
+  SendWindow::Credit credit = window_->Acquire(packet.size());
+  Queue({std::move(packet), std::move(credit), /*call=*/0}, bytes > kBulkBytes);
 }
 
 void Link::Withdraw(uint64_t call) {
@@ -46,7 +46,7 @@ void Link::Withdraw(uint64_t call) {
     withdrawable_.erase(found);
     unwanted.withdrawn = true;
     unwanted.packet = Packet();
-    unwanted.room.GiveBack();
+    unwanted.credit.Release();
     for (std::deque<Waiting>* queue : {&waiting_, &large_waiting_}) {
       while (!queue->empty() && queue->front().withdrawn) queue->pop_front();
     }
@@ -96,12 +96,12 @@ void Link::FlushOnStrand() {
   for (; connection != nullptr && !waiting_.empty(); waiting_.pop_front()) {
     Waiting& next = waiting_.front();
     if (!MayLeave(next)) continue;
-    connection->Send(
-        std::move(next.packet),
-        [self = shared_from_this(), room = std::move(next.room)](const absl::Status& sent) mutable {
-          room.GiveBack();
-          self->OnSent(sent);
-        });
+    connection->Send(std::move(next.packet),
+                     [self = shared_from_this(),
+                      credit = std::move(next.credit)](const absl::Status& sent) mutable {
+                       credit.Release();
+                       self->OnSent(sent);
+                     });
   }
   for (; bulk != nullptr && !large_waiting_.empty(); large_waiting_.pop_front()) {
     Waiting& next = large_waiting_.front();

@@ -102,10 +102,10 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     return loopback_ || (bytes > kBulkBytes ? has_bulk_connection_ : has_connection_);
   }
 
-  // An error closes the connection, and is reported there. `room` is given back when the packet
+  // An error closes the connection, and is reported there. `credit` is given back when the packet
   // has left; one that has none goes all the same. The owner is asked before a request of a `call`
   // leaves (0: it is not).
-  void Send(Packet packet, SendWindow::Room room = {}, uint64_t call = 0);
+  void Send(Packet packet, SendWindow::Credit credit = {}, uint64_t call = 0);
   // The request of that call does not leave any more, if it still waits here.
   void Withdraw(uint64_t call);
   // Goes where one of `bytes` has gone, behind it.
@@ -134,7 +134,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
  private:
   struct Waiting {
     Packet packet;
-    SendWindow::Room room;
+    SendWindow::Credit credit;
     uint64_t call;           // 0: the owner is not asked
     bool withdrawn = false;  // nothing of it is left
   };

@@ -4,25 +4,25 @@
 
 namespace distgrad {
 
-uint64_t SendWindow::taken() const {
+uint64_t SendWindow::acquired() const {
   absl::MutexLock lock(&mu_);
-  return taken_;
+  return acquired_;
 }
 
-std::optional<SendWindow::Room> SendWindow::TryTake(uint64_t bytes) {
+std::optional<SendWindow::Credit> SendWindow::TryAcquire(uint64_t bytes) {
   absl::MutexLock lock(&mu_);
   if (!waiting_.empty() || !Fits(bytes)) return std::nullopt;
-  taken_ += bytes;
-  return Room(shared_from_this(), bytes);
+  acquired_ += bytes;
+  return Credit(shared_from_this(), bytes);
 }
 
-SendWindow::Room SendWindow::Take(uint64_t bytes) {
+SendWindow::Credit SendWindow::Acquire(uint64_t bytes) {
   absl::MutexLock lock(&mu_);
-  taken_ += bytes;
-  return Room(shared_from_this(), bytes);
+  acquired_ += bytes;
+  return Credit(shared_from_this(), bytes);
 }
 
-uint64_t SendWindow::TakeLater(uint64_t bytes, Callback callback) {
+uint64_t SendWindow::AcquireAsync(uint64_t bytes, Callback callback) {
   absl::Status closed;
   {
     absl::MutexLock lock(&mu_);
@@ -32,11 +32,11 @@ uint64_t SendWindow::TakeLater(uint64_t bytes, Callback callback) {
         waiting_.push_back({++last_, bytes, std::move(callback)});
         return last_;
       }
-      taken_ += bytes;
+      acquired_ += bytes;
     }
   }
   if (closed.ok()) {
-    callback(Room(shared_from_this(), bytes));
+    callback(Credit(shared_from_this(), bytes));
   } else {
     callback(closed);
   }
@@ -54,7 +54,7 @@ void SendWindow::Withdraw(uint64_t number, const absl::Status& why) {
     waiting_.erase(found);
   }
   callback(why);
-  GiveBack(0);  // it may have stood before one that fits
+  Release(0);  // it may have stood before one that fits
 }
 
 void SendWindow::Close(const absl::Status& why) {
@@ -68,11 +68,11 @@ void SendWindow::Close(const absl::Status& why) {
   for (Waiter& waiter : waiting) waiter.callback(why);
 }
 
-void SendWindow::GiveBack(uint64_t bytes) {
+void SendWindow::Release(uint64_t bytes) {
   const auto self = shared_from_this();  // a callback may drop the last other owner
   {
     absl::MutexLock lock(&mu_);
-    taken_ -= bytes;
+    acquired_ -= bytes;
     // What a waiter sends may be gone before its callback returns, which comes here again: the one
     // loop goes on, rather than a call within a call within a call.
     if (granting_) return;
@@ -88,9 +88,9 @@ void SendWindow::GiveBack(uint64_t bytes) {
       }
       next = std::move(waiting_.front());
       waiting_.pop_front();
-      taken_ += next.bytes;
+      acquired_ += next.bytes;
     }
-    next.callback(Room(self, next.bytes));
+    next.callback(Credit(self, next.bytes));
   }
 }
 

@@ -1,5 +1,5 @@
-// Bounds the bytes that wait to be sent to one peer: who sends takes room first, and gives it back
-// when the bytes have left. See docs/threading.md, "When a peer is slow".
+// Bounds the bytes that wait to be sent to one peer: a sender acquires credit first, and releases
+// it when the bytes have left. See docs/threading.md, "Backpressure".
 #ifndef DISTGRAD_CORE_RPC_SEND_WINDOW_H_
 #define DISTGRAD_CORE_RPC_SEND_WINDOW_H_
 
@@ -20,46 +20,46 @@ namespace distgrad {
 // Thread-safe.
 class SendWindow : public std::enable_shared_from_this<SendWindow> {
  public:
-  // Room that was taken. Gives it back at its end. Movable.
-  class Room {
+  // Credit that was acquired. Its destructor releases it. Movable.
+  class Credit {
    public:
-    Room() = default;
-    Room(std::shared_ptr<SendWindow> window, uint64_t bytes)
+    Credit() = default;
+    Credit(std::shared_ptr<SendWindow> window, uint64_t bytes)
         : window_(std::move(window)), bytes_(bytes) {}
-    Room(Room&& other) noexcept = default;
-    Room& operator=(Room&& other) noexcept {
-      GiveBack();
+    Credit(Credit&& other) noexcept = default;
+    Credit& operator=(Credit&& other) noexcept {
+      Release();
       window_ = std::move(other.window_);
       bytes_ = other.bytes_;
       return *this;
     }
-    ~Room() { GiveBack(); }
+    ~Credit() { Release(); }
 
     const SendWindow* window() const { return window_.get(); }
-    void GiveBack() {
-      if (const auto window = std::exchange(window_, nullptr)) window->GiveBack(bytes_);
+    void Release() {
+      if (const auto window = std::exchange(window_, nullptr)) window->Release(bytes_);
     }
 
    private:
     std::shared_ptr<SendWindow> window_;
     uint64_t bytes_ = 0;
   };
-  using Callback = absl::AnyInvocable<void(absl::StatusOr<Room>)>;
+  using Callback = absl::AnyInvocable<void(absl::StatusOr<Credit>)>;
 
   explicit SendWindow(uint64_t limit) : limit_(limit) {}
 
   uint64_t limit() const { return limit_; }
-  uint64_t taken() const;
+  uint64_t acquired() const;
 
-  // There is room for what fits below the limit, and for anything when nothing is taken; and not
-  // while others wait.
-  std::optional<Room> TryTake(uint64_t bytes);
-  // Room or not: for what must go, and is bounded otherwise.
-  Room Take(uint64_t bytes);
-  // First come, first served. `callback` is called exactly once: on this thread if there is room,
-  // else on one that gives room back, with no lock held; it must not block. Returns a number for
+  // Acquires credit at once, or none. There is some for what fits below the limit, and for anything
+  // when nothing is acquired; and not while others wait.
+  std::optional<Credit> TryAcquire(uint64_t bytes);
+  // Acquires it even past the limit: for what must go, and is bounded otherwise.
+  Credit Acquire(uint64_t bytes);
+  // First come, first served. `callback` is called exactly once: on this thread if there is credit,
+  // else on one that releases some, with no lock held; it must not block. Returns a number for
   // Withdraw(), 0 if it was called.
-  uint64_t TakeLater(uint64_t bytes, Callback callback);
+  uint64_t AcquireAsync(uint64_t bytes, Callback callback);
   // Waits no longer: the callback gets `why`, unless it was called before.
   void Withdraw(uint64_t waiter, const absl::Status& why);
 
@@ -74,15 +74,15 @@ class SendWindow : public std::enable_shared_from_this<SendWindow> {
   };
 
   bool Fits(uint64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return taken_ == 0 || (bytes <= limit_ && taken_ <= limit_ - bytes);
+    return acquired_ == 0 || (bytes <= limit_ && acquired_ <= limit_ - bytes);
   }
-  void GiveBack(uint64_t bytes);
+  void Release(uint64_t bytes);
 
   const uint64_t limit_;
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
-  uint64_t taken_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t acquired_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
   bool granting_ ABSL_GUARDED_BY(mu_) = false;  // a thread calls waiters
   std::deque<Waiter> waiting_ ABSL_GUARDED_BY(mu_);

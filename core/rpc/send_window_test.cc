@@ -8,56 +8,56 @@
 namespace distgrad {
 namespace {
 
-using Room = SendWindow::Room;
+using Credit = SendWindow::Credit;
 
 class SendWindowTest : public ::testing::Test {
  protected:
-  // Notes in what order waiters get their room, and keeps it.
+  // Notes in what order waiters get their credit, and keeps it.
   uint64_t Wait(uint64_t bytes, int name) {
-    return window_->TakeLater(bytes, [this, name](absl::StatusOr<Room> room) {
-      (room.ok() ? served_ : refused_).push_back(name);
-      if (room.ok()) rooms_.push_back(*std::move(room));
+    return window_->AcquireAsync(bytes, [this, name](absl::StatusOr<Credit> credit) {
+      (credit.ok() ? served_ : refused_).push_back(name);
+      if (credit.ok()) credits_.push_back(*std::move(credit));
     });
   }
 
   std::shared_ptr<SendWindow> window_ = std::make_shared<SendWindow>(100);
   std::vector<int> served_, refused_;
-  std::vector<Room> rooms_;
+  std::vector<Credit> credits_;
 };
 
 TEST_F(SendWindowTest, RoomIsBoundedAndGivenBack) {
-  std::optional<Room> first = window_->TryTake(60);
+  std::optional<Credit> first = window_->TryAcquire(60);
   ASSERT_TRUE(first.has_value());
-  EXPECT_TRUE(window_->TryTake(40).has_value()) << "and is given back at once";
-  EXPECT_FALSE(window_->TryTake(41).has_value());
-  const Room must = window_->Take(1000);
-  EXPECT_EQ(window_->taken(), 1060u);
+  EXPECT_TRUE(window_->TryAcquire(40).has_value()) << "and is given back at once";
+  EXPECT_FALSE(window_->TryAcquire(41).has_value());
+  const Credit must = window_->Acquire(1000);
+  EXPECT_EQ(window_->acquired(), 1060u);
   first.reset();
-  EXPECT_EQ(window_->taken(), 1000u);
+  EXPECT_EQ(window_->acquired(), 1000u);
 }
 
 TEST_F(SendWindowTest, OneThatIsTooLargeGoesAlone) {
-  std::optional<Room> large = window_->TryTake(5000);
+  std::optional<Credit> large = window_->TryAcquire(5000);
   ASSERT_TRUE(large.has_value());
-  EXPECT_FALSE(window_->TryTake(1).has_value());
+  EXPECT_FALSE(window_->TryAcquire(1).has_value());
 }
 
 TEST_F(SendWindowTest, FirstComeFirstServed) {
-  std::optional<Room> all = window_->TryTake(100);
+  std::optional<Credit> all = window_->TryAcquire(100);
   Wait(90, 1);
   Wait(10, 2);
   Wait(20, 3);
-  EXPECT_FALSE(window_->TryTake(0).has_value()) << "others wait";
+  EXPECT_FALSE(window_->TryAcquire(0).has_value()) << "others wait";
   EXPECT_TRUE(served_.empty());
   all.reset();
   EXPECT_EQ(served_, (std::vector<int>{1, 2}));
-  Room first = std::move(rooms_[0]);
-  first.GiveBack();
+  Credit first = std::move(credits_[0]);
+  first.Release();
   EXPECT_EQ(served_, (std::vector<int>{1, 2, 3}));
 }
 
 TEST_F(SendWindowTest, WhoWithdrawsLetsOthersPass) {
-  std::optional<Room> some = window_->TryTake(50);
+  std::optional<Credit> some = window_->TryAcquire(50);
   const uint64_t large = Wait(80, 1);
   Wait(50, 2);
   window_->Withdraw(large, absl::CancelledError("no longer"));
@@ -68,23 +68,23 @@ TEST_F(SendWindowTest, WhoWithdrawsLetsOthersPass) {
 }
 
 TEST_F(SendWindowTest, CloseRefusesWhoWaitsAndWhoComes) {
-  std::optional<Room> all = window_->TryTake(100);
+  std::optional<Credit> all = window_->TryAcquire(100);
   Wait(1, 1);
   window_->Close(absl::UnavailableError("gone"));
   EXPECT_EQ(Wait(1, 2), 0u);
   EXPECT_EQ(refused_, (std::vector<int>{1, 2}));
 }
 
-// Each waiter gives its room back within its callback.
+// Each waiter releases its credit within its callback.
 TEST_F(SendWindowTest, AHundredThousandWaitersDoNotDeepenTheStack) {
-  std::optional<Room> all = window_->TryTake(100);
+  std::optional<Credit> all = window_->TryAcquire(100);
   int called = 0;
   for (int i = 0; i < 100000; ++i) {
-    window_->TakeLater(100, [&](absl::StatusOr<Room>) { ++called; });
+    window_->AcquireAsync(100, [&](absl::StatusOr<Credit>) { ++called; });
   }
   all.reset();
   EXPECT_EQ(called, 100000);
-  EXPECT_EQ(window_->taken(), 0u);
+  EXPECT_EQ(window_->acquired(), 0u);
 }
 
 }  // namespace

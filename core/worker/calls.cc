@@ -122,7 +122,7 @@ Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outg
   Promise<Message> promise;
   const Future<Message> future = promise.future();
   const CallTerms terms{.deadline = call.deadline,
-                        .wait_for_room = wait,
+                        .wait_for_credit = wait,
                         .cancellation = options.cancellation.get(),
                         .context = call.header.context};
   const uint64_t number = agent_.Call(

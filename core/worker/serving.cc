@@ -92,11 +92,11 @@ void Worker::Impl::OnCall(IncomingCall call) {
   const auto window = call.window();
   Serving serving{std::move(call), *std::move(header), std::move(context), std::move(request)};
   // While a caller does not take its answers, no more of them are made.
-  if (!window->TryTake(0).has_value()) {
-    window->TakeLater(0, [weak = weak_from_this(), serving = std::move(serving)](
-                             const absl::StatusOr<SendWindow::Room>& room) mutable {
+  if (!window->TryAcquire(0).has_value()) {
+    window->AcquireAsync(0, [weak = weak_from_this(), serving = std::move(serving)](
+                                const absl::StatusOr<SendWindow::Credit>& credit) mutable {
       const auto self = weak.lock();
-      if (self == nullptr || !room.ok()) return;
+      if (self == nullptr || !credit.ok()) return;
       self->pool_.Schedule([impl = self.get(), serving = std::move(serving)]() mutable {
         impl->Serve(std::move(serving));
       });
