@@ -26,7 +26,7 @@ namespace {
 constexpr double kFactor = 1.01;
 constexpr char kChain[] = "chain";
 constexpr char kScale[] = "scale";
-// Calls under way at once, in a pass of many: fewer than a worker lets one peer have.
+// Calls in flight at once, in a pass of many: fewer than a worker lets one peer have.
 constexpr size_t kWindow = 1024;
 
 std::string NameOf(int rank) { return absl::StrCat("worker", rank); }

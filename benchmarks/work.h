@@ -17,7 +17,7 @@ namespace distgrad {
 // One kind of work, by name, with its parameters:
 //
 //   call      one call of aten::add on the first peer, with a tensor of `bytes`
-//   calls     the same with `count` calls under way all the time; an operation is one call
+//   calls     the same with `count` calls in flight all the time; an operation is one call
 //   beside    a call with 4 bytes, while `count` other threads send `bytes` to the same peer
 //   pass      `count` remote multiplications, each of the result before; backward; release
 //   fan       the same, but all of them at once, and spread over the peers
@@ -73,7 +73,7 @@ absl::StatusOr<Sample> RepeatBeside(int count, absl::Duration budget,
                                     absl::FunctionRef<absl::Status()> beside,
                                     absl::FunctionRef<absl::StatusOr<double>()> once);
 
-// Keeps `width` things under way: `start(i)` starts the i-th of them, `finish(i)` waits for it.
+// Keeps `width` things in flight: `start(i)` starts the i-th of them, `finish(i)` waits for it.
 absl::StatusOr<Sample> RepeatInFlight(int width, absl::Duration budget,
                                       absl::FunctionRef<void(int)> start,
                                       absl::FunctionRef<absl::Status(int)> finish);

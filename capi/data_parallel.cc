@@ -244,7 +244,7 @@ dg_error* dg_data_parallel_forward(const dg_data_parallel* data_parallel,
                         PinTensors(inputs, input_count, /*allow_null=*/true));
     if (pinned->busy.exchange(true)) {
       return absl::FailedPreconditionError(
-          "a forward of this dg_data_parallel is under way, here or on another thread");
+          "a forward of this dg_data_parallel is in flight, here or on another thread");
     }
     const absl::Cleanup done = [&] { pinned->busy = false; };
     DataParallel<FunctionModule>& parallel = pinned->parallel;

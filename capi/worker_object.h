@@ -61,7 +61,7 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // kFailedPrecondition once the worker is gone.
   absl::StatusOr<Use> Begin();
 
-  // Fails what is under way, waits until nobody uses the worker, and ends it. Not in a callback.
+  // Fails what is in flight, waits until nobody uses the worker, and ends it. Not in a callback.
   // Idempotent.
   void Close();
 

@@ -120,7 +120,7 @@ static void test_jobs(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text(NULL, &text));
   FAILS(DG_INVALID_ARGUMENT, dg_worker_metrics_text((const dg_worker*)(const void*)x, &text));
 
-  OK(dg_worker_leave(jobs[0], DG_FOREVER)); /* nothing is under way */
+  OK(dg_worker_leave(jobs[0], DG_FOREVER)); /* nothing is in flight */
   FAILS(DG_FAILED_PRECONDITION, dg_worker_leave(jobs[0], 1));
   OK(dg_context_create(jobs[2], &context));
   FAILS(DG_DEADLINE_EXCEEDED, dg_worker_leave(jobs[2], 1));

@@ -162,7 +162,7 @@ static inline void later(void* user_data, const dg_request* request, dg_responde
   CHECK(sem_post(&asked) == 0);
 }
 
-/* A call that is under way: `function` of the back worker has begun. */
+/* A call that is in flight: `function` of the back worker has begun. */
 static inline dg_future* begin(dg_worker* from, dg_str function,
                                const dg_cancellation* cancellation) {
   dg_call_options options = DG_CALL_OPTIONS_INIT;

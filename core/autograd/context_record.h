@@ -122,7 +122,7 @@ class ContextRecord {
   bool has_leaf_observer() const;
 
   struct Released {
-    std::vector<std::shared_ptr<PassRun>> passes;  // that were under way
+    std::vector<std::shared_ptr<PassRun>> passes;  // that were in flight
     std::shared_ptr<const LeafObserver> observer;  // its end may wait
   };
   // Drops everything; idempotent.

@@ -58,7 +58,7 @@ TEST(ContextRecordTest, AdditionsToTwoLeavesGoOnAtOnce) {
   absl::Notification added;
   bool was_added = false;
   std::function<void()> body = [&] {
-    // While this addition is under way, and as long as it takes.
+    // While this addition is in flight, and as long as it takes.
     second = std::thread([&] {
       other.Add(record, 3);
       added.Notify();

@@ -110,11 +110,11 @@ class Engine {
   // Waits for the threads of accelerators; after Close() and when the pool is joined.
   void Join();
 
-  // Contexts and passes at this moment. Waits for steps of the protocol that are under way.
+  // Contexts and passes at this moment. Waits for steps of the protocol that are in flight.
   std::vector<ContextSnapshot> Snapshot() const;
 
   // The passes that ran on this worker: those that are over, those of them that failed, and those
-  // under way.
+  // in flight.
   struct PassCounts {
     uint64_t ended = 0;
     uint64_t failed = 0;

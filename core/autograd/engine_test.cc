@@ -351,7 +351,7 @@ TEST_F(EngineTest, APassSaysWhichBeforeItAreSettled) {
   const Notice of_first = sent();
   const Future<Unit> second = begin();
   const Notice of_second = sent();
-  EXPECT_EQ(of_second.settled, of_first.pass - 1) << "the first is under way";
+  EXPECT_EQ(of_second.settled, of_first.pass - 1) << "the first is in flight";
   end(of_second);
   ASSERT_TRUE(second.Done());
   const Future<Unit> third = begin();

@@ -74,7 +74,7 @@ class PassRun : public PassHost,
   void OnPeerLost(WorkerId peer, const absl::Status& why);
   void Fail(const absl::Status& why);
 
-  // Whether it has looked at the graph, and is under way on this worker.
+  // Whether it has looked at the graph, and is in flight on this worker.
   bool engaged() { return execution() != nullptr; }
   // Not from a callback of the pass.
   PassSnapshot Snapshot();

@@ -370,7 +370,7 @@ void Worker::Finish(const absl::Status& s) {
   finished = true;
   status = s;
   if (s.ok() && me_ == p_.initiator) {
-    EXPECT_TRUE(net_->OnlyAcksAndReplies()) << "ended with work under way";
+    EXPECT_TRUE(net_->OnlyAcksAndReplies()) << "ended with work in flight";
     for (const auto& w : net_->workers)
       EXPECT_TRUE(!w->engaged || w->unfed.empty()) << "ended before a worker";
   }

@@ -29,7 +29,7 @@ struct TraceSpan {
   enum class Kind {
     kCallMade,    // from the call until its end
     kCallServed,  // from its arrival until the answer
-    kPass,        // a backward pass, as long as it is under way on this worker
+    kPass,        // a backward pass, as long as it is in flight on this worker
     kNodes,       // of a pass: nodes that one thread ran in one go
   };
 

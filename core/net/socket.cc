@@ -76,12 +76,12 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
         refused ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kUnavailable, what,
         error);
   };
-  std::vector<Socket> under_way;
+  std::vector<Socket> in_flight;
   std::vector<pollfd> entries;
   size_t begun = 0;
   Deadline next = absl::InfinitePast();  // when the next one begins, unless all others failed
   for (;;) {
-    while (begun < addresses.size() && (under_way.empty() || next.Passed())) {
+    while (begun < addresses.size() && (in_flight.empty() || next.Passed())) {
       const Address& address = addresses[begun++];
       Socket socket = NewSocket(address.storage.ss_family);
       if (!socket.valid()) {
@@ -95,17 +95,17 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
         return socket;
       }
       if (error == EINPROGRESS) {
-        under_way.push_back(std::move(socket));
+        in_flight.push_back(std::move(socket));
         next = Deadline::After(kHeadStart);
       } else {
         fail("connect", error);
       }
     }
-    if (under_way.empty()) {
+    if (in_flight.empty()) {
       return status.ok() ? absl::UnavailableError("no address to connect to") : status;
     }
     entries.clear();
-    for (const Socket& socket : under_way) entries.push_back({socket.fd_, POLLOUT, 0});
+    for (const Socket& socket : in_flight) entries.push_back({socket.fd_, POLLOUT, 0});
     const Deadline until = begun < addresses.size() ? std::min(next, deadline) : deadline;
     const int ready = poll(entries.data(), entries.size(), PollMilliseconds(until));
     if (ready < 0 && errno != EINTR) {
@@ -115,13 +115,13 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
       if (entries[i].revents == 0) continue;
       int error = 0;
       socklen_t size = sizeof(error);
-      getsockopt(under_way[i].fd_, SOL_SOCKET, SO_ERROR, &error, &size);
+      getsockopt(in_flight[i].fd_, SOL_SOCKET, SO_ERROR, &error, &size);
       if (error == 0) {
-        under_way[i].SetNoDelay();
-        return std::move(under_way[i]);
+        in_flight[i].SetNoDelay();
+        return std::move(in_flight[i]);
       }
       fail("connect", error);
-      under_way.erase(under_way.begin() + static_cast<ptrdiff_t>(i));
+      in_flight.erase(in_flight.begin() + static_cast<ptrdiff_t>(i));
       next = absl::InfinitePast();
     }
     if (ready == 0 && deadline.Passed()) return absl::DeadlineExceededError("no answer");

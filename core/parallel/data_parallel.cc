@@ -21,12 +21,12 @@ std::shared_ptr<torch::nn::Module> NotNull(std::shared_ptr<torch::nn::Module> mo
   return module;
 }
 
-// Says so at once if another call is under way.
+// Says so at once if another call is in flight.
 class Turn {
  public:
   explicit Turn(std::atomic<bool>* busy) : busy_(busy) {
     TORCH_CHECK(!busy_->exchange(true),
-                "data parallel: a forward of this object is under way, here or in another thread");
+                "data parallel: a forward of this object is in flight, here or in another thread");
   }
   ~Turn() { *busy_ = false; }
 

@@ -99,7 +99,7 @@ T ToDevice(const T& value, c10::Device device) {
 }  // namespace internal
 
 // Keeps replicas, threads and buckets between steps. Used by one thread at a time, like the module
-// that it is made of; a call while another is under way is an error.
+// that it is made of; a call while another is in flight is an error.
 template <typename M>
 class DataParallel {
  public:

@@ -51,7 +51,7 @@ class Reducer {
   // For a device that they are on already, they are the tensors themselves; else new memory.
   virtual absl::StatusOr<std::vector<TensorVector>> Broadcast(const TensorVector& tensors) = 0;
 
-  // Has calls under way, and all later ones, fail with `why`, which is not OK. The first wins.
+  // Has calls in flight, and all later ones, fail with `why`, which is not OK. The first wins.
   virtual void Abort(const absl::Status& why) = 0;
 };
 

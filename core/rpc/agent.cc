@@ -157,7 +157,7 @@ void Agent::SetLost(WorkerId worker, Incarnation incarnation, absl::string_view 
 void Agent::KeepEvents(bool keep) { impl_->peers().KeepEvents(keep); }
 std::vector<MemberEvent> Agent::TakeEvents() { return impl_->peers().TakeEvents(); }
 void Agent::SayLeaving() { impl_->SayLeaving(); }
-size_t Agent::under_way() const { return impl_->under_way(); }
+size_t Agent::in_flight() const { return impl_->in_flight(); }
 size_t Agent::served() const { return impl_->served(); }
 absl::Time Agent::Now() const { return impl_->clock_->Now(); }
 void Agent::Close() { impl_->Close(); }

@@ -4,7 +4,7 @@
 //
 // There is one connection to each peer, opened by whoever calls first and used both ways, and one
 // for large packets, which nothing else waits behind (docs/threading.md). When either breaks, or
-// nothing is heard on it for too long, everything under way with that peer fails at once, and the
+// nothing is heard on it for too long, everything in flight with that peer fails at once, and the
 // next call opens another: to where the peer is then, for it may have come back. docs/membership.md
 // has the rules. A call to oneself touches no transport.
 #ifndef DISTGRAD_CORE_RPC_AGENT_H_
@@ -48,7 +48,7 @@ class AgentService {
   virtual void OnNotice(WorkerId from, Body notice) = 0;
   // A reply to a call that has ended already, by its deadline or a cancel. Nobody waits for it.
   virtual void OnLateReply(WorkerId from, Body reply) = 0;
-  // The connection with a worker broke: what was under way with it may be lost. It may be back.
+  // The connection with a worker broke: what was in flight with it may be lost. It may be back.
   virtual void OnPeerLost(WorkerId peer, const absl::Status& why) = 0;
   // That life of a member that is watched (Agent::WatchMembers) cannot be reached: nothing is heard
   // of it, or nobody is there. Again and again, until Agent::SetLost(), unless it can be reached
@@ -137,7 +137,7 @@ class Agent {
   std::string Describe(WorkerId worker) const;
   absl::Time Now() const;
 
-  // From now on notices the death of a member with whom nothing is under way. Each worker watches
+  // From now on notices the death of a member with whom nothing is in flight. Each worker watches
   // the next one by id, over a connection of its own accord, so all are watched, by one each. One
   // that came `late` also connects to the one before it, which may not know of it. Once.
   void WatchMembers(bool late);
@@ -160,10 +160,10 @@ class Agent {
   // Tells all to whom there is a connection that this worker leaves the job.
   void SayLeaving();
   // Calls made from here, and calls of others, that have not ended.
-  size_t under_way() const;
+  size_t in_flight() const;
   size_t served() const;
 
-  // Fails every call under way with kCancelled and closes all connections. No callback starts
+  // Fails every call in flight with kCancelled and closes all connections. No callback starts
   // after the transport is destroyed.
   void Close();
 

@@ -20,11 +20,11 @@ absl::Status Agent::Impl::CheckCalls(const Link& link) const {
   const Limits& limits = shared_.limits;
   if (link.made >= limits.calls_per_peer) {
     return absl::ResourceExhaustedError(absl::StrCat(
-        link.made, " calls to it are under way; limit calls_per_peer is ", limits.calls_per_peer));
+        link.made, " calls to it are in flight; limit calls_per_peer is ", limits.calls_per_peer));
   }
   if (pending_.size() >= limits.calls) {
     return absl::ResourceExhaustedError(
-        absl::StrCat(pending_.size(), " calls are under way; limit calls is ", limits.calls));
+        absl::StrCat(pending_.size(), " calls are in flight; limit calls is ", limits.calls));
   }
   return absl::OkStatus();
 }
@@ -225,7 +225,7 @@ void Agent::Impl::Cancel(uint64_t call) {
 // One timer serves all calls: it stands at the earliest deadline that there was, and is not
 // moved when that call is answered in time.
 //
-// Whenever mu_ is free, timer_.at is not later than the deadline of any call under way, and the
+// Whenever mu_ is free, timer_.at is not later than the deadline of any call in flight, and the
 // clock has a timer of that number or the thread that wrote timer_ is about to set it. The clock is
 // called without mu_, so a timer may fire, and another may take its place, before the thread that
 // sets it goes on: a timer is therefore known by a number that it has before the clock hears of it.
@@ -403,7 +403,7 @@ absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer
   } else {
     begun = Annotate(packet.segments_status, "receiving the arguments");
   }
-  // A packet that came twice: its call is under way.
+  // A packet that came twice: its call is in flight.
   if (absl::IsAlreadyExists(begun.status())) return absl::OkStatus();
   CallCounters* counters;
   {
@@ -447,7 +447,7 @@ std::vector<Agent::Impl::Pending> Agent::Impl::TakePending(const Link& link) {
   return taken;
 }
 
-size_t Agent::Impl::under_way() const {
+size_t Agent::Impl::in_flight() const {
   absl::MutexLock lock(&mu_);
   return pending_.size();
 }

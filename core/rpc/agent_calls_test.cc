@@ -123,12 +123,12 @@ TEST_F(AgentCallsTest, ACallOfWhichTwoPacketsComeIsServedOnce) {
   EXPECT_TRUE(made.Wait().ok());
 }
 
-TEST_F(AgentCallsTest, CallsUnderWayAreBoundedAtTheCaller) {
+TEST_F(AgentCallsTest, CallsInFlightAreBoundedAtTheCaller) {
   Start({.calls_per_peer = 2, .calls = 3});
   const Future<std::string> first = a().Call(1, "keep", ""), second = a().Call(1, "keep", "");
   const absl::Status status = a().Call(1, "keep", "").Wait().status();
   EXPECT_EQ(status, absl::ResourceExhaustedError(
-                        "call of 'keep' on worker 'b' (1): 2 calls to it are under way; limit "
+                        "call of 'keep' on worker 'b' (1): 2 calls to it are in flight; limit "
                         "calls_per_peer is 2"));
   const Future<std::string> self = a().Call(0, "keep", "");
   EXPECT_TRUE(
@@ -140,7 +140,7 @@ TEST_F(AgentCallsTest, CallsUnderWayAreBoundedAtTheCaller) {
 }
 
 // A caller with other limits than ours, or none.
-TEST_F(AgentCallsTest, CallsUnderWayAreBoundedWhereTheyAreServed) {
+TEST_F(AgentCallsTest, CallsInFlightAreBoundedWhereTheyAreServed) {
   Limits strict{.calls_per_peer = 2, .bytes_per_peer = 1000};
   std::atomic<size_t> total{0};
   ServedCalls served(&clock_, &strict, &total);
@@ -416,7 +416,7 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
   lost.join();
 }
 
-// Replies wait for room as well; none is lost, and meanwhile their calls count as under way.
+// Replies wait for room as well; none is lost, and meanwhile their calls count as in flight.
 TEST_F(SlowPeerTest, RepliesGoWhenThereIsRoom) {
   Release();
   std::vector<Future<std::string>> made;

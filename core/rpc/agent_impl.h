@@ -56,7 +56,7 @@ class Agent::Impl : public Link::Owner,
   std::vector<std::pair<WorkerId, uint64_t>> Queued() const;
   absl::Status Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
   void SayLeaving();
-  size_t under_way() const;
+  size_t in_flight() const;
   size_t served() const { return shared_.served; }
   const Peers& peers() const { return peers_; }
   Peers& peers() { return peers_; }

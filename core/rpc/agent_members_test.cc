@@ -370,7 +370,7 @@ TEST_F(AgentWatchTest, EachKeepsAConnectionWithTheNextOne) {
   EXPECT_EQ(silence_->pings(), 3);
 }
 
-TEST_F(AgentWatchTest, TheDeathOfOneWithWhomNothingIsUnderWayIsNoticedAtOnceByOneOther) {
+TEST_F(AgentWatchTest, TheDeathOfOneWithWhomNothingIsInFlightIsNoticedAtOnceByOneOther) {
   const Incarnation life = LifeOf(b());
   nodes_[1].reset();
   const absl::Status why = a().service.AwaitUnreachable(1, life);

@@ -94,7 +94,7 @@ TEST_F(AgentTest, ALostPeerFailsItsCallsAndIsReported) {
   EXPECT_FALSE(other.Done());
 }
 
-TEST_F(AgentTest, CloseFailsWhatIsUnderWay) {
+TEST_F(AgentTest, CloseFailsWhatIsInFlight) {
   auto call = a().Call(1, "keep", "");
   IncomingCall kept = b().service.AwaitKept();
   a().agent.Close();

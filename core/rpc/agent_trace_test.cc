@@ -114,8 +114,8 @@ TEST_F(AgentTraceTest, CallsThatFail) {
   EXPECT_EQ(theirs[1].work, absl::InfiniteFuture()) << "its handler never began";
 }
 
-// A call that was under way when the trace began, at either end, is not in it; nor what is still
-// under way when it stops.
+// A call that was in flight when the trace began, at either end, is not in it; nor what is still
+// in flight when it stops.
 TEST_F(AgentTraceTest, OnlyWhatBeginsAndEndsInIt) {
   Start();
   const Future<std::string> before = a().Call(1, "keep");

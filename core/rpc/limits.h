@@ -15,7 +15,7 @@ struct Limits {
   uint64_t message_bytes = uint64_t{8} << 30;
   uint32_t tensors_per_message = 1 << 14;
 
-  // Calls under way to one peer, and of one peer that are served here; and of all of them together.
+  // Calls in flight to one peer, and of one peer that are served here; and of all of them together.
   size_t calls_per_peer = 4096;
   size_t calls = 65536;
 

@@ -12,25 +12,25 @@ absl::StatusOr<std::shared_ptr<Cancellation>> ServedCalls::Begin(uint64_t call, 
   absl::MutexLock lock(&mu_);
   if (closed_) return absl::CancelledError("the connection is closed");
   if (calls_.contains(call)) {
-    return absl::AlreadyExistsError(absl::StrCat("call ", call, " is under way already"));
+    return absl::AlreadyExistsError(absl::StrCat("call ", call, " is in flight already"));
   }
   if (calls_.size() >= limits_->calls_per_peer) {
     return absl::ResourceExhaustedError(
         absl::StrCat(calls_.size(),
-                     " calls of this caller are under way there; limit "
+                     " calls of this caller are in flight there; limit "
                      "calls_per_peer is ",
                      limits_->calls_per_peer));
   }
   if (!calls_.empty() &&
       (bytes > limits_->bytes_per_peer || bytes_ > limits_->bytes_per_peer - bytes)) {
     return absl::ResourceExhaustedError(absl::StrCat(
-        "calls of this caller with ", bytes_, " bytes are under way there, and this one has ",
+        "calls of this caller with ", bytes_, " bytes are in flight there, and this one has ",
         bytes, "; limit bytes_per_peer is ", limits_->bytes_per_peer));
   }
   if (total_->fetch_add(1) >= limits_->calls) {
     total_->fetch_sub(1);
     return absl::ResourceExhaustedError(
-        absl::StrCat("too many calls are under way there; limit calls is ", limits_->calls));
+        absl::StrCat("too many calls are in flight there; limit calls is ", limits_->calls));
   }
   auto cancellation = std::make_shared<Cancellation>();
   calls_.try_emplace(call, Served{bytes, cancellation});

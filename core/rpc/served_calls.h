@@ -26,7 +26,7 @@ class ServedCalls {
   ServedCalls(Clock* clock, const Limits* limits, std::atomic<size_t>* total)
       : clock_(clock), limits_(limits), total_(total) {}
 
-  // kResourceExhausted past a limit; kAlreadyExists for the number of one that is under way;
+  // kResourceExhausted past a limit; kAlreadyExists for the number of one that is in flight;
   // kCancelled after Close().
   absl::StatusOr<std::shared_ptr<Cancellation>> Begin(uint64_t call, uint64_t bytes);
   // A call ends in two steps: its place is free before its answer goes out, for who has that may

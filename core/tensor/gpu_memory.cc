@@ -91,7 +91,7 @@ class GpuMemory final : public DeviceMemory {
   std::vector<std::optional<c10::Stream>> streams_ ABSL_GUARDED_BY(mu_);
 
   // One thread suffices, started by NewGpuMemory(): all that the streams ever wait for are copies
-  // that are under way.
+  // that are in flight.
   ThreadPool arrivals_{"dg-gpus", 1};
 };
 

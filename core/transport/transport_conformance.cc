@@ -440,7 +440,7 @@ TEST_P(TransportConformanceTest, CloseInsideAccept) {
   EXPECT_EQ(link.server_receiver->AwaitClosed().code(), absl::StatusCode::kCancelled);
 }
 
-TEST_P(TransportConformanceTest, DestroyedWithSendsUnderWay) {
+TEST_P(TransportConformanceTest, DestroyedWithSendsInFlight) {
   for (bool destroy_sender : {true, false}) {
     Transport* server = NewTransport();
     Transport* client = NewTransport();

@@ -69,7 +69,7 @@ class Context {
   // and device of the leaf; else errors as of Gradient().
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient) const;
 
-  // Ends the context on every worker; a pass under way fails. Idempotent, does not wait.
+  // Ends the context on every worker; a pass in flight fails. Idempotent, does not wait.
   void Release();
 
   const std::shared_ptr<ContextRecord>& record() const { return record_; }

@@ -173,7 +173,7 @@ absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
       return absl::CancelledError(absl::StrCat("worker '", self_.name, "' is shutting down"));
     }
     serving = agent_.served();
-    calls = agent_.under_way();
+    calls = agent_.in_flight();
     of_contexts = contexts ? contexts_.size() : 0;
     if (serving == 0 && calls == 0 && of_contexts == 0) return absl::OkStatus();
   } while (backoff.Sleep());
@@ -290,7 +290,7 @@ void Worker::Impl::ReadMembers() {
   changes_ = *changes;
 }
 
-// Calls of a context that this worker takes part in belong to what is under way.
+// Calls of a context that this worker takes part in belong to what is in flight.
 bool Worker::Impl::Refuses(ContextId context) const {
   return leaving_ && (context == 0 || contexts_.Find(context) == nullptr);
 }

@@ -125,7 +125,7 @@ TEST_P(MembersTest, OneWhoJoinsIsFoundByItsName) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsUnderWay) {
+TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsInFlight) {
   Start(3);
   absl::Notification arrived, release;
   ASSERT_TRUE(worker(1)
@@ -380,7 +380,7 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
 
 // ------------------------------------------------------------------------ The end of a job
 
-TEST_P(MembersTest, WhoServesAnswersWhatIsUnderWayBeforeItEnds) {
+TEST_P(MembersTest, WhoServesAnswersWhatIsInFlightBeforeItEnds) {
   Start(3);
   const auto arrived = std::make_shared<absl::Notification>();
   const auto release = std::make_shared<absl::Notification>();

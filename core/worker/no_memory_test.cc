@@ -55,7 +55,7 @@ class NoMemoryTest : public ::testing::TestWithParam<std::string> {
   absl::Notification entered_, released_;
 };
 
-// What else is under way on the connection is answered, and so is what comes later.
+// What else is in flight on the connection is answered, and so is what comes later.
 TEST_P(NoMemoryTest, OnlyTheCallFailsWhoseMessageFindsNone) {
   DG_SKIP_WITHOUT_LIMIT();
   const Future<Message> waiting = cluster_[0].CallAsync(1, "wait", {"kept", {}});

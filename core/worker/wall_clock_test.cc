@@ -80,7 +80,7 @@ TEST_P(WallClockTest, ADeadlineIsAsFarAwayAsItsMakerSaid) {
 
 // The clock is set back between the making of a deadline and the wait for it, which by the wall
 // clock would last an hour.
-TEST_P(WallClockTest, ACallUnderWayIsNotMoved) {
+TEST_P(WallClockTest, ACallInFlightIsNotMoved) {
   const Deadline soon = absl::Now() + absl::Milliseconds(50);
   SetWallClockAhead(-absl::Hours(1));
   const absl::Status late = worker(0).Call(1, "wait", {}, {.deadline = soon}).status();

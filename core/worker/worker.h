@@ -209,7 +209,7 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Fails what is under way, and what is begun from now on, with kCancelled, so that no thread
+  // Fails what is in flight, and what is begun from now on, with kCancelled, so that no thread
   // waits in this worker any more (in a barrier, after a second). Does not wait itself. The others
   // find this worker gone.
   void Close();
@@ -288,7 +288,7 @@ class Worker {
   absl::Status Barrier(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
 
   // Ends the job in good order: waits until every worker has called this or Serve(), so that
-  // nobody's call finds us gone, and until the calls that are under way then, in either direction,
+  // nobody's call finds us gone, and until the calls that are in flight then, in either direction,
   // are answered. Then the worker can be destroyed. It needs no deadline: if a member is lost it
   // fails with kUnavailable and its name, or goes on without it; if Close() is called, with
   // kCancelled. kFailedPrecondition in a handler of this worker, for it waits for those.
@@ -301,7 +301,7 @@ class Worker {
   absl::Status Serve(OnLostMember on_lost = OnLostMember::kFail);
 
   // Leaves in good order while the job goes on. New calls are refused from now on with
-  // kUnavailable, and the others know that we are no member any more; calls under way and contexts
+  // kUnavailable, and the others know that we are no member any more; calls in flight and contexts
   // that this worker takes part in are waited for until they are over, or until the deadline, which
   // is an error that counts them. Then the worker can be destroyed. Once. kFailedPrecondition for
   // the worker that serves the store, and in a handler of this worker.

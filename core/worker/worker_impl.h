@@ -145,7 +145,7 @@ class Worker::Impl : public Context::Owner,
   // Runs a task that may wait for the store, after a time. `timer` is one of those below.
   void RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, void (Impl::*task)());
   absl::Status CheckMayLeave() const;
-  // Waits until no call is under way, in either direction, nor a context if `contexts`.
+  // Waits until no call is in flight, in either direction, nor a context if `contexts`.
   absl::Status AwaitIdle(Deadline deadline, bool contexts);
 
   absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from,

@@ -222,7 +222,7 @@ TEST_F(HostsTest, ACutOfSecondsCostsTimeOnly) {
   for (const auto& member : members_) EXPECT_EQ(member->Wait(), 0) << member->output();
 }
 
-TEST_F(HostsTest, ACutBeyondTheHeartbeatsEndsWhatIsUnderWay) {
+TEST_F(HostsTest, ACutBeyondTheHeartbeatsEndsWhatIsInFlight) {
   // The long form is the issue's: 40 s with a heartbeat of 20.
   const int limit = is_long ? 20 : 4;
   Start({absl::StrCat("--heartbeat=", limit)});

@@ -60,7 +60,7 @@ class Generator {
     saved.body = Body(1 + Below(3), depth + 1, /*alone=*/false);
     return saved;
   }
-  // `alone`: no other call is under way, so the order of what has side effects is certain.
+  // `alone`: no other call is in flight, so the order of what has side effects is certain.
   Steps Body(int size, int depth, bool alone) {
     constexpr int kDeepest = 4;
     Steps steps;

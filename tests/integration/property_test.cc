@@ -188,7 +188,7 @@ class PropertyTest : public ::testing::TestWithParam<std::string> {
     LocalFrame(&local, 0).Run(run->first, {}, {});
     RunDistributed(run->first, patience, &distributed);
     std::string wrong = Difference(local, distributed);
-    // Some of it may still be under way.
+    // Some of it may still be in flight.
     absl::MutexLock lock(&mu_);
     if (!wrong.empty()) failed_.push_back(std::move(run));
     return wrong;

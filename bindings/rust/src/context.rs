@@ -76,7 +76,7 @@ impl<'w> Context<'w> {
         Ok(pairs.map(|pair| (Tensor::own(pair[0]), Tensor::own(pair[1]))).collect())
     }
 
-    /// Ends it on every worker; a pass under way fails. Idempotent, does not wait.
+    /// Ends it on every worker; a pass in flight fails. Idempotent, does not wait.
     #[doc(alias = "dg_context_release")]
     #[doc(alias = "dg_context_destroy")]
     pub fn release(&self) -> Result<()> {

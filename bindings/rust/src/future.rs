@@ -1,4 +1,4 @@
-//! Work under way on other workers.
+//! Work in flight on other workers.
 use crate::{
     ffi::{self, Callback, FutureHandle, Owned},
     Code, Error, Message, Request, Result, Value,
@@ -46,7 +46,7 @@ mod sealed {
 }
 use sealed::{Done, Outcome};
 
-/// The outcome of something under way, which goes on by itself: a `T`, or an error.
+/// The outcome of something in flight, which goes on by itself: a `T`, or an error.
 ///
 /// It can be awaited on any executor, waited for, or asked. Dropping it neither cancels the work nor
 /// waits for it. Work ends at its deadline at the latest, so no wait is for ever.

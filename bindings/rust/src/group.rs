@@ -121,7 +121,7 @@ impl ProcessGroup {
     }
 
     /// This rank cannot go on: all later calls of the group fail with the code of `why` and a text
-    /// that has its message, those under way end, and the others fail at once, too, with
+    /// that has its message, those in flight end, and the others fail at once, too, with
     /// `Code::Unavailable` and that message. The first error of a group wins.
     #[doc(alias = "dg_process_group_fail")]
     pub fn fail(&self, why: &Error) -> Result<()> {

@@ -43,7 +43,7 @@
 //!   the caller.
 //! - Calls made inside a [`Context`] are recorded, and one [`backward`](Context::backward) runs
 //!   through every worker that took part. Gradients belong to the context, not to the tensors, so
-//!   many contexts may be under way at the same time.
+//!   many contexts may be in flight at the same time.
 //! - An [`Optimizer`] steps the parameters of all workers from a context's gradients.
 //! - A [`DataParallel`] runs a function on several devices of one machine, each with a part of the
 //!   batch. A [`ProcessGroup`] does so across processes: an [`Averager`] averages the gradients that

@@ -38,7 +38,7 @@ impl Limits {
         self.tensors_per_message = tensors;
         self
     }
-    /// Under way to one peer, and served here of one. Default: 4096.
+    /// In flight to one peer, and served here of one. Default: 4096.
     pub fn calls_per_peer(mut self, calls: u64) -> Self {
         self.calls_per_peer = calls;
         self

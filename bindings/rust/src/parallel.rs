@@ -116,7 +116,7 @@ impl DataParallel {
     /// Inputs all give as many parts; a batch smaller than the list of devices leaves some at rest.
     /// The first error of the replicas, by the list, keeps its code and names replica and device; a
     /// panic is one with `Code::Internal`. `Code::FailedPrecondition` while another forward of it is
-    /// under way.
+    /// in flight.
     pub fn forward(&self, inputs: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<Tensor> {
         let (_inputs, inputs) = handles_of(inputs);
         let output = self.run(&inputs, 1)?.pop().flatten();

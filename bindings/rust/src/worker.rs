@@ -19,7 +19,7 @@ pub type HandlerResult = std::result::Result<Message, BoxedError>;
 /// One member of a job: it listens, calls the others, and is called by them. It owns all its threads
 /// and sockets; a process may have several, for tests mostly.
 ///
-/// Dropping it fails what is still under way with `Code::Cancelled`, waits for its handlers, and
+/// Dropping it fails what is still in flight with `Code::Cancelled`, waits for its handlers, and
 /// ends its threads. In a handler or a callback it cannot wait for itself: there an error is logged,
 /// and the worker stays. [`shutdown`](Worker::shutdown) first, so that nobody's call finds it gone.
 ///
@@ -251,7 +251,7 @@ impl Worker {
     }
 
     /// Ends the job in good order, so that nobody's call finds this worker gone: waits until every
-    /// worker has called this or [`serve`](Worker::serve), and until the calls that are under way
+    /// worker has called this or [`serve`](Worker::serve), and until the calls that are in flight
     /// then are answered. Then drop it.
     ///
     /// `None` is a good timeout: if the job cannot end well, for a member is lost
@@ -303,7 +303,7 @@ impl Worker {
     }
 
     /// Leaves in good order while the job goes on: refuses new calls of the others with
-    /// `Code::Unavailable`, and waits until those under way, and the contexts that it takes part in,
+    /// `Code::Unavailable`, and waits until those in flight, and the contexts that it takes part in,
     /// are over. Then drop it.
     ///
     /// `Code::DeadlineExceeded` says how many were left; they go on until the worker is dropped. Once:

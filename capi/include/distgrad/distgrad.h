@@ -402,7 +402,7 @@ DG_API DG_MUST_USE dg_error* dg_message_tensor(const dg_message* message, size_t
 
 /* ----------------------------------------------------------------------------------- Futures */
 
-/* The outcome of something under way: not done, done, or failed; and done for ever after.
+/* The outcome of something in flight: not done, done, or failed; and done for ever after.
  * Destroying a future neither cancels the work nor waits for it. */
 typedef struct dg_future dg_future;
 
@@ -470,7 +470,7 @@ typedef struct dg_limits {
   size_t struct_size;
   uint64_t message_bytes;       /* of one message, and of an operator that is served; 8 GiB */
   uint64_t tensors_per_message; /* 16384 */
-  uint64_t calls_per_peer;      /* under way to one peer, and served here of one; 4096 */
+  uint64_t calls_per_peer;      /* in flight to one peer, and served here of one; 4096 */
   uint64_t calls;               /* of all peers together; 65536 */
   uint64_t bytes_per_peer;      /* that wait to be sent to one, and of its calls here; 4 GiB */
   uint64_t contexts_per_peer;   /* of one origin that are open here; 4096 */
@@ -555,7 +555,7 @@ DG_API DG_MUST_USE dg_error* dg_worker_barrier(dg_worker* worker, int64_t timeou
                                                uint64_t flags) DG_NOEXCEPT;
 
 /* Ends the job in good order, so that nobody's call finds this worker gone. Waits until every
- * worker has called this or dg_worker_serve, and until the calls that are under way then are
+ * worker has called this or dg_worker_serve, and until the calls that are in flight then are
  * answered; then destroy it. DG_FOREVER is a good timeout: if the job cannot end well, this ends
  * with an error. DG_FAILED_PRECONDITION in a handler of this worker. */
 DG_API DG_MUST_USE dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeout_ms,
@@ -567,12 +567,12 @@ DG_API DG_MUST_USE dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeo
 DG_API DG_MUST_USE dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) DG_NOEXCEPT;
 
 /* Leaves in good order while the job goes on: refuses new calls of the others with DG_UNAVAILABLE,
- * and waits until those under way and the contexts that it takes part in are over; then destroy it.
+ * and waits until those in flight and the contexts that it takes part in are over; then destroy it.
  * DG_DEADLINE_EXCEEDED says how many were left. Once; DG_FAILED_PRECONDITION in a handler of this
  * worker, and for the worker that serves the rendezvous. */
 DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
 
-/* Fails what is still under way with DG_CANCELLED, also what other threads wait for in it (in a
+/* Fails what is still in flight with DG_CANCELLED, also what other threads wait for in it (in a
  * dg_worker_barrier, dg_worker_shutdown or dg_worker_serve after a second); waits for running
  * callbacks to return, and stops all threads. Handles of contexts, futures and optimizers stay
  * valid, and give errors. In a callback, a handler's too, it cannot: there it logs an error and
@@ -684,7 +684,7 @@ typedef struct dg_context_state {
 } dg_context_state;
 
 /* Calls `visit` within this call for each context that this worker knows of, to see what a job
- * waits for. Waits for steps of passes that are under way, not for passes. */
+ * waits for. Waits for steps of passes that are in flight, not for passes. */
 DG_API DG_MUST_USE dg_error* dg_worker_contexts(const dg_worker* worker,
                                                 void (*visit)(void* user_data,
                                                               const dg_context_state* context),
@@ -801,7 +801,7 @@ DG_API DG_MUST_USE dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str t
  * its backward gave. */
 DG_API DG_MUST_USE dg_error* dg_context_create(dg_worker* worker, dg_context** out) DG_NOEXCEPT;
 
-/* Ends the context on every worker; a pass under way fails. Idempotent, does not wait. */
+/* Ends the context on every worker; a pass in flight fails. Idempotent, does not wait. */
 DG_API DG_MUST_USE dg_error* dg_context_release(dg_context* context) DG_NOEXCEPT;
 /* Releases it too, also while other threads are in a call or a backward of it. (A handler's context
  * is only let go.) */
@@ -985,7 +985,7 @@ DG_API DG_MUST_USE dg_error* dg_data_parallel_create(const dg_tensor* const* par
 /* Splits the inputs, runs the function, and puts its outputs together in outputs[0..output_count).
  * Inputs all give as many parts; a batch smaller than the list of devices leaves some at rest. What
  * is NULL stays NULL. Waits for all replicas. The first error of them, by the list, keeps its code
- * and names replica and device. DG_FAILED_PRECONDITION while another forward of it is under way. */
+ * and names replica and device. DG_FAILED_PRECONDITION while another forward of it is in flight. */
 DG_API DG_MUST_USE dg_error* dg_data_parallel_forward(const dg_data_parallel* data_parallel,
                                                       const dg_tensor* const* inputs,
                                                       size_t input_count, dg_tensor** outputs,
@@ -1068,7 +1068,7 @@ DG_API DG_MUST_USE dg_error* dg_process_group_broadcast(dg_process_group* group,
                                                         uint32_t root) DG_NOEXCEPT;
 
 /* This rank cannot go on: all later calls of the group fail with that code and a message that has
- * `why`, those under way end, and the others fail at once, too, with DG_UNAVAILABLE and `why`. The
+ * `why`, those in flight end, and the others fail at once, too, with DG_UNAVAILABLE and `why`. The
  * first error of a group wins. Codes as of dg_error_create. */
 DG_API DG_MUST_USE dg_error* dg_process_group_fail(dg_process_group* group, dg_code code,
                                                    dg_str why) DG_NOEXCEPT;

@@ -143,7 +143,7 @@ void Execution::State::End() {
   while (true) {
     sink->OnIdle();
     absl::MutexLock lock(&mu);
-    // A burst that is under way again will come here itself.
+    // A burst that is in flight again will come here itself.
     in_on_idle = idle_again && running == 0;
     idle_again = false;
     if (!in_on_idle) return;

@@ -46,7 +46,7 @@ class ReadyHeap {
 };
 
 // Nodes of one execution that others hand to a thread that runs one after the other. Such a
-// runner is under way exactly while there is something to run. Thread-safe.
+// runner is in flight exactly while there is something to run. Thread-safe.
 class Lane {
  public:
   explicit Lane(ThreadPool* threads) : threads_(threads) {}

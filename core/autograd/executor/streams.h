@@ -19,7 +19,7 @@
 
 namespace distgrad {
 
-// Whether its values may still be under way on a stream.
+// Whether its values may still be in flight on a stream.
 bool IsOnAccelerator(const at::Tensor& tensor);
 
 // The home stream of a node's input; none if the node expects nothing on the gradient's device.

@@ -253,7 +253,7 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
       return malformed;
   }
   if (!fits) return malformed;
-  if (!reader.ok()) return 0;  // the rest is under way
+  if (!reader.ok()) return 0;  // the rest is in flight
 
   switch (request) {
     case StoreRequest::kValidate:

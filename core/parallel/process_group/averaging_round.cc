@@ -150,8 +150,8 @@ absl::StatusOr<std::vector<at::Tensor>> AveragingRound::Finish(
     if (active.ok()) divisor = std::max<int64_t>(1, active->gt(0).sum().item<int64_t>());
   }
   std::vector<at::Tensor> averages(gradients.size());
-  // One is divided while those behind it are under way. All are waited for also after an error:
-  // nothing is to be under way when this returns.
+  // One is divided while those behind it are in flight. All are waited for also after an error:
+  // nothing is to be in flight when this returns.
   for (size_t b = 0; b < begun(); ++b) {
     status.Update(Await(b));
     if (status.ok()) Divide(b, touched, divisor, &averages);

@@ -113,7 +113,7 @@ TEST(GradientAveragerTest, NothingIsCopiedBackThatNobodyElseHolds) {
   });
 }
 
-TEST(GradientAveragerTest, BucketsAreUnderWayWhileTheBackwardRuns) {
+TEST(GradientAveragerTest, BucketsAreInFlightWhileTheBackwardRuns) {
   RunRanks(2, [](Group group) {
     const Tensor first = Parameter({8}), last = Parameter({8});
     const auto averager = NewAverager(group, {{"first", first}, {"last", last}});

@@ -56,13 +56,13 @@ struct ProcessGroupOptions {
 // Thread-safe; but it is for the callers to see to the same order on all ranks.
 class ProcessGroup {
  public:
-  // A collective under way.
+  // A collective in flight.
   struct Running;
 
   // Waits until all ranks have called it. kDeadlineExceeded names those that have not.
   static absl::StatusOr<std::shared_ptr<ProcessGroup>> Create(ProcessGroupOptions options);
 
-  // Waits for the collectives under way, each until its time-out.
+  // Waits for the collectives in flight, each until its time-out.
   ~ProcessGroup();
   ProcessGroup(const ProcessGroup&) = delete;
   ProcessGroup& operator=(const ProcessGroup&) = delete;
@@ -94,7 +94,7 @@ class ProcessGroup {
   // On an accelerator it is this thread's current stream that waits.
   absl::Status Wait(Running& running);
 
-  // This rank cannot go on: all later calls fail with `why`, which is not OK, those under way end,
+  // This rank cannot go on: all later calls fail with `why`, which is not OK, those in flight end,
   // and so do at once those of the others, with the words of `why`. The first wins.
   void Fail(const absl::Status& why);
 

@@ -166,7 +166,7 @@ TEST_P(TwoProcessesTest, PeerIsKilled) {
   EXPECT_EQ(again->AwaitClosed().code(), absl::StatusCode::kUnavailable);
 }
 
-// Killed while nothing is under way.
+// Killed while nothing is in flight.
 TEST_P(TwoProcessesTest, IdlePeerIsKilled) {
   connection_->Send(MakePacket("x", 100000), sends_.NewDone());
   receiver_->AwaitPackets(1);

@@ -324,7 +324,7 @@ class PipeConnection final : public Connection,
                 });
   }
 
-  // What a channel has read for a GPU is only under way to it.
+  // What a channel has read for a GPU is only in flight to it.
   void AwaitGpus(std::shared_ptr<Incoming> in) {
     shared_->gpus->AfterArrival(
         in->packet, [self = shared_from_this(), in](const absl::Status& arrived) {

@@ -74,7 +74,7 @@ macro_rules! in_place {
             ///
             /// # Safety
             /// While it runs no other thread reads or writes this tensor's memory, through another
-            /// tensor that shares it either ([`Tensor::detach`], views, messages under way).
+            /// tensor that shares it either ([`Tensor::detach`], views, messages in flight).
             #[doc(alias = $op)]
             pub unsafe fn $name(&self $(, $argument: $type)*) -> Result<Tensor> {
                 // SAFETY: the caller's promise.

@@ -64,7 +64,7 @@ class SocketConnection final : public Loop::Handler,
   void Write(const void* data, size_t size, WriteDone done);
   void Write(const tensorpipe::AbstractNopHolder& object, WriteDone done);
 
-  // Fails all that is under way.
+  // Fails all that is in flight.
   void Close();
 
   // See HasPeerProcess.
