@@ -18,9 +18,10 @@ namespace distgrad {
 
 absl::Status Agent::Impl::CheckCalls(const Link& link) const {
   const Limits& limits = shared_.limits;
-  if (link.made >= limits.calls_per_peer) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        link.made, " calls to it are in flight; limit calls_per_peer is ", limits.calls_per_peer));
+  if (link.calls_in_flight >= limits.calls_per_peer) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(link.calls_in_flight, " calls to it are in flight; limit calls_per_peer is ",
+                     limits.calls_per_peer));
   }
   if (pending_.size() >= limits.calls) {
     return absl::ResourceExhaustedError(
@@ -81,7 +82,7 @@ uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
         CallCounters* counters = metrics_.Find(to, /*served=*/false, function);
         ++counters->calls;
         counters->bytes_sent += size;
-        ++link->made;
+        ++link->calls_in_flight;
         if (span != nullptr) span->call = call;
         arming = ArmTimer(terms.deadline);
         // While the timer is set, or the connection comes, the call may end.
@@ -183,7 +184,7 @@ void Agent::Impl::Notify(WorkerId to, Packet notice) {
 Agent::Impl::Pending Agent::Impl::TakeOut(PendingCalls::iterator call) {
   Pending pending = std::move(call->second);
   pending_.erase(call);
-  --pending.link->made;
+  --pending.link->calls_in_flight;
   return pending;
 }
 
@@ -201,7 +202,7 @@ void Agent::Impl::End(Pending& call, absl::StatusOr<Body> reply) {
   call.done(std::move(reply), call.has_left);
 }
 
-void Agent::Impl::TakeBack(uint64_t number, const Pending& call) {
+void Agent::Impl::SendCancel(uint64_t number, const Pending& call) {
   if (!call.has_left) return call.link->Withdraw(number);
   Packet packet;
   AppendFrame({.kind = FrameKind::kCancel, .call = number}, &packet.bytes);
@@ -217,7 +218,7 @@ void Agent::Impl::Cancel(uint64_t call) {
     if (found == pending_.end()) return;
     cancelled = TakeOut(found);
   }
-  TakeBack(call, *cancelled);
+  SendCancel(call, *cancelled);
   End(*cancelled, CallError(cancelled->to, cancelled->function,
                             absl::CancelledError("it was cancelled by its caller")));
 }
@@ -276,7 +277,7 @@ void Agent::Impl::OnTimer(uint64_t number) {
   }
   SetTimer(next);
   for (auto& [call, p] : late) {
-    TakeBack(call, p);
+    SendCancel(call, p);
     End(p,
         CallError(p.to, p.function, absl::DeadlineExceededError("no answer before the deadline")));
   }

@@ -118,7 +118,7 @@ class Agent::Impl : public Link::Owner,
   void Release(const std::shared_ptr<Link>& link);
 
   // Ending, and signs of life.
-  void Bury(WorkerId peer, const std::shared_ptr<Link>& keep);
+  void DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>& keep);
   void StartHeartbeat();
   void ArmHeartbeat();
   void Beat();
@@ -152,9 +152,8 @@ class Agent::Impl : public Link::Owner,
   absl::Status CheckCalls(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Pending TakeOut(PendingCalls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(Pending& call, absl::StatusOr<Body> reply);
-  // Nobody waits for the answer any more: keeps it from leaving, or tells the worker that serves
-  // it.
-  static void TakeBack(uint64_t number, const Pending& call);
+  // Keeps a call that nobody waits for from leaving, or tells the worker that serves it.
+  static void SendCancel(uint64_t number, const Pending& call);
   // The timer of the deadlines, which agent_calls.cc explains.
   struct Timer {
     uint64_t number = 0;  // of its own; 0: there is none

@@ -290,15 +290,15 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
 }
 
 absl::Status Agent::Impl::Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
-  DG_ASSIGN_OR_RETURN(const bool new_life, peers_.Learn(worker));
-  if (new_life) Bury(worker.id, keep);
+  DG_ASSIGN_OR_RETURN(const bool is_new, peers_.Learn(worker));
+  if (is_new) DropOldIncarnation(worker.id, keep);
   service_->OnMemberEvents();
   return absl::OkStatus();
 }
 
-// Ends what there is with the old life of a peer, here and now: whatever the new one sends must
-// find nothing of it.
-void Agent::Impl::Bury(WorkerId peer, const std::shared_ptr<Link>& keep) {
+// Ends what there is with the old incarnation of a peer, here and now: whatever the new one sends
+// must find nothing of it.
+void Agent::Impl::DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>& keep) {
   const absl::Status why = absl::UnavailableError(
       absl::StrCat("worker ", Describe(peer), " has come back as a new incarnation"));
   std::vector<std::shared_ptr<Link>> old;

@@ -66,7 +66,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   Incarnation incarnation = 0;
 
   // Calls made to the peer over this link that have not ended; like `peer`.
-  size_t made = 0;
+  size_t calls_in_flight = 0;
 
   // The rest of what the owner keeps with a link, like `peer`.
   uint64_t number = 0;    // of its own

@@ -18,7 +18,7 @@ namespace {
 
 // A call to one who is looked up in the store first. What comes first, of the deadline, a cancel,
 // the store's answer and that of the call, says how it ends. Thread-safe.
-class CallOfStranger final : public Canceller {
+class UnresolvedCall final : public Canceller {
  public:
   // Cancels the call, or keeps it from being made.
   void Cancel(uint64_t) override {
@@ -53,53 +53,53 @@ class CallOfStranger final : public Canceller {
 
 }  // namespace
 
-Future<Message> Worker::Impl::SendToStranger(std::string name, std::string function, Outgoing call,
-                                             CallOptions options, bool wait) {
+Future<Message> Worker::Impl::SendToUnresolved(std::string name, std::string function,
+                                               Outgoing call, CallOptions options, bool wait) {
   options.context = nullptr;  // the call has what it needs of it
-  const auto made = std::make_shared<CallOfStranger>();
-  const Future<Message> future = made->future();
-  future.MadeBy(made, 0, {});
-  const Clock::TimerId timer = clock_->At(call.deadline, [made, name] {
-    made->End(absl::DeadlineExceededError(
+  const auto unresolved = std::make_shared<UnresolvedCall>();
+  const Future<Message> future = unresolved->future();
+  future.MadeBy(unresolved, 0, {});
+  const Clock::TimerId timer = clock_->At(call.deadline, [unresolved, name] {
+    unresolved->End(absl::DeadlineExceededError(
         absl::StrCat("the store has not said in time who worker '", name, "' is")));
   });
   if (options.cancellation != nullptr) {
-    const uint64_t watch = options.cancellation->OnCancel([made] { made->Cancel(0); });
+    const uint64_t watch = options.cancellation->OnCancel([unresolved] { unresolved->Cancel(0); });
     future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
       cancellation->Forget(watch);
     });
   }
   const absl::Duration call_time = call.deadline - clock_->Now();
-  auto send = [this, made, timer, name, function = std::move(function), call = std::move(call),
-               options = std::move(options),
+  auto send = [this, unresolved, timer, name, function = std::move(function),
+               call = std::move(call), options = std::move(options),
                wait](const absl::StatusOr<WorkerInfo>& found) mutable {
     clock_->Cancel(timer);
-    if (made->future().Done()) return;
+    if (unresolved->future().Done()) return;
     absl::Status status = found.ok() ? agent_.Learn(*found) : found.status();
     // The message of this one has the names that are known.
     if (absl::IsNotFound(status)) status = agent_.FindWorker(name).status();
-    if (!status.ok()) return made->End(status);
+    if (!status.ok()) return unresolved->End(status);
     const Future<Message> sent = Send(found->id, function, std::move(call), options, wait);
-    made->GoOnWith(sent);
-    sent.Then([made](const absl::StatusOr<Message>& reply) { made->End(reply); });
+    unresolved->GoOnWith(sent);
+    sent.Then([unresolved](const absl::StatusOr<Message>& reply) { unresolved->End(reply); });
   };
   // On this clock's time the call ends; so that of the look-up need not be exact.
   lookups_.Find(
       name, Deadline::After(call_time),
-      [this, made, timer, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
+      [this, unresolved, timer, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
         // A call may wait for room; the store's thread has others to serve.
         const bool scheduled = pool_.Schedule(
             [send = std::move(send), found = std::move(found)]() mutable { send(found); });
         if (scheduled) return;
         clock_->Cancel(timer);
-        made->End(absl::CancelledError("this worker is shutting down"));
+        unresolved->End(absl::CancelledError("this worker is shutting down"));
       });
   return future;
 }
 
-Future<Message> Worker::Impl::CallStranger(std::string name, absl::string_view function,
-                                           const Message& message, const CallOptions& options,
-                                           bool wait) {
+Future<Message> Worker::Impl::CallUnresolved(std::string name, absl::string_view function,
+                                             const Message& message, const CallOptions& options,
+                                             bool wait) {
   if (HasDeviceTensors(message.tensors)) {
     return Future<Message>::Of(absl::FailedPreconditionError(absl::StrCat(
         "the devices of worker '", name, "' are not known; call UpdateMembers() first")));
@@ -108,7 +108,7 @@ Future<Message> Worker::Impl::CallStranger(std::string name, absl::string_view f
   // tensors hold, and their history, may be others when the store has answered.
   absl::StatusOr<Outgoing> call = Prepare(self_.id, function, message, options);
   if (!call.ok()) return Future<Message>::Of(call.status());
-  return SendToStranger(std::move(name), std::string(function), *std::move(call), options, wait);
+  return SendToUnresolved(std::move(name), std::string(function), *std::move(call), options, wait);
 }
 
 std::vector<Member> Worker::Impl::members() const {

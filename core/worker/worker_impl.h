@@ -162,10 +162,10 @@ class Worker::Impl : public Context::Owner,
   absl::StatusOr<Outgoing> Prepare(WorkerId to, absl::string_view function, const Message& message,
                                    const CallOptions& options);
   // To one who is not known here: asks the store, without making this thread wait.
-  Future<Message> CallStranger(std::string name, absl::string_view function, const Message& message,
-                               const CallOptions& options, bool wait);
-  Future<Message> SendToStranger(std::string name, std::string function, Outgoing call,
-                                 CallOptions options, bool wait);
+  Future<Message> CallUnresolved(std::string name, absl::string_view function,
+                                 const Message& message, const CallOptions& options, bool wait);
+  Future<Message> SendToUnresolved(std::string name, std::string function, Outgoing call,
+                                   CallOptions options, bool wait);
   Future<Message> Send(WorkerId to, absl::string_view function, Outgoing call,
                        const CallOptions& options, bool wait);
   absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;

@@ -122,7 +122,7 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
     taken_->read(&loan->taken, sizeof(loan->taken),
                  [self = shared_from_this(), loan, done = std::move(done)](const Error& error,
                                                                            const void*, size_t) {
-                   self->TakeBack(*loan);
+                   self->Reclaim(*loan);
                    done(error);
                  });
   }
@@ -169,7 +169,7 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
     std::atomic<int> failure{0};  // errno
   };
 
-  void TakeBack(Loan& loan) {
+  void Reclaim(Loan& loan) {
     loan.lease = 0;
     absl::MutexLock lock(&mu_);
     // As a rule the first.
