@@ -192,10 +192,10 @@ absl::StatusOr<DataParallelOptions> ToOptions(const dg_data_parallel_options& re
   DG_ASSIGN_OR_RETURN(options.output_device, ToAnyDevice(read.output_device, "output_device"));
   options.dim = read.dim;
   if (read.bucket_bytes > 0) {
-    options.reducer.bucket_bytes = read.bucket_bytes;
+    options.collectives.bucket_bytes = read.bucket_bytes;
     options.replicas.bucket_bytes = read.bucket_bytes;
   }
-  options.reducer.timeout = ToTimeout(read.timeout_ms, options.reducer.timeout);
+  options.collectives.timeout = ToTimeout(read.timeout_ms, options.collectives.timeout);
   return options;
 }
 

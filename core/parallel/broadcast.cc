@@ -8,7 +8,7 @@
 
 #include "core/parallel/broadcast_node.h"
 #include "core/parallel/devices.h"
-#include "core/parallel/new_reducer.h"
+#include "core/parallel/new_device_collectives.h"
 #include "core/parallel/recording.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/keep_memory.h"
@@ -22,14 +22,15 @@ using torch::autograd::variable_list;
 // The backward of ReduceAdd: broadcasts.
 class ReduceAddNode : public Node {
  public:
-  explicit ReduceAddNode(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+  explicit ReduceAddNode(std::shared_ptr<DeviceCollectives> collectives)
+      : collectives_(std::move(collectives)) {}
 
   std::string name() const override { return "distgrad::ReduceAddBackward"; }
 
   variable_list apply(variable_list&& gradients) override {
     variable_list results;
     results.reserve(num_outputs());
-    for (TensorVector& list : Broadcast(gradients, reducer_)) {
+    for (TensorVector& list : Broadcast(gradients, collectives_)) {
       for (at::Tensor& tensor : list) {
         const size_t number = results.size();
         results.push_back(task_should_compute_output(number) ? std::move(tensor) : at::Tensor());
@@ -40,7 +41,7 @@ class ReduceAddNode : public Node {
 
  private:
   // Constant after construction.
-  const std::shared_ptr<Reducer> reducer_;
+  const std::shared_ptr<DeviceCollectives> collectives_;
 };
 
 c10::Device DeviceOf(const TensorVector& tensors) {
@@ -50,8 +51,8 @@ c10::Device DeviceOf(const TensorVector& tensors) {
   return c10::kCPU;
 }
 
-std::shared_ptr<Reducer> ReducerFor(std::vector<c10::Device> devices) {
-  return ValueOrThrow(NewReducer(DevicesOrAllCuda(std::move(devices))));
+std::shared_ptr<DeviceCollectives> CollectivesFor(std::vector<c10::Device> devices) {
+  return ValueOrThrow(NewDeviceCollectives(DevicesOrAllCuda(std::move(devices))));
 }
 
 }  // namespace
@@ -59,22 +60,23 @@ std::shared_ptr<Reducer> ReducerFor(std::vector<c10::Device> devices) {
 // As leaves, it comes before all else that is ready: the sooner a bucket is reduced the more of
 // the backward is left to hide it.
 BroadcastNode::BroadcastNode(torch::autograd::edge_list edges, c10::Device source,
-                             std::shared_ptr<Reducer> reducer, std::optional<c10::Stream> reader)
+                             std::shared_ptr<DeviceCollectives> collectives,
+                             std::optional<c10::Stream> reader)
     : Node(std::numeric_limits<uint64_t>::max(), std::move(edges)),
       source_(source),
-      reducer_(std::move(reducer)),
+      collectives_(std::move(collectives)),
       reader_(reader) {}
 
 variable_list BroadcastNode::apply(variable_list&& gradients) {
   const size_t count = num_outputs();
-  std::vector<TensorVector> lists(reducer_->devices().size());
+  std::vector<TensorVector> lists(collectives_->devices().size());
   for (size_t i = 0; i < lists.size(); ++i) {
     const auto begin = gradients.begin() + static_cast<ptrdiff_t>(i * count);
     lists[i].assign(std::make_move_iterator(begin),
                     std::make_move_iterator(begin + static_cast<ptrdiff_t>(count)));
   }
   gradients.clear();
-  variable_list sums = ReduceAdd(lists, source_, reducer_);
+  variable_list sums = ReduceAdd(lists, source_, collectives_);
   if (reader_.has_value()) {
     // A leaf may keep a sum, and its reader free it: not before that stream is done with it.
     for (const at::Tensor& sum : sums) KeepMemoryFor(sum, *reader_);
@@ -83,11 +85,11 @@ variable_list BroadcastNode::apply(variable_list&& gradients) {
 }
 
 std::vector<TensorVector> Broadcast(const TensorVector& tensors,
-                                    const std::shared_ptr<Reducer>& reducer) {
+                                    const std::shared_ptr<DeviceCollectives>& collectives) {
   std::vector<TensorVector> lists;
   {
     const at::NoGradGuard no_grad;
-    lists = ValueOrThrow(reducer->Broadcast(tensors));
+    lists = ValueOrThrow(collectives->Broadcast(tensors));
     for (TensorVector& list : lists) {
       for (size_t k = 0; k < list.size(); ++k) {
         if (list[k].defined() && list[k].is_same(tensors[k])) list[k] = list[k].clone();
@@ -95,7 +97,8 @@ std::vector<TensorVector> Broadcast(const TensorVector& tensors,
     }
   }
   if (!AnyNeedsGradient(tensors)) return lists;
-  const auto node = std::make_shared<BroadcastNode>(EdgesOf(tensors), DeviceOf(tensors), reducer);
+  const auto node =
+      std::make_shared<BroadcastNode>(EdgesOf(tensors), DeviceOf(tensors), collectives);
   for (const TensorVector& list : lists) {
     for (size_t k = 0; k < list.size(); ++k) AddOutput(node, list[k], NeedsGradient(tensors[k]));
   }
@@ -103,16 +106,16 @@ std::vector<TensorVector> Broadcast(const TensorVector& tensors,
 }
 
 TensorVector ReduceAdd(const std::vector<TensorVector>& lists, c10::Device destination,
-                       const std::shared_ptr<Reducer>& reducer) {
+                       const std::shared_ptr<DeviceCollectives>& collectives) {
   TensorVector sums;
   {
     const at::NoGradGuard no_grad;
-    sums = ValueOrThrow(reducer->Reduce(lists, destination));
+    sums = ValueOrThrow(collectives->Reduce(lists, destination));
   }
   TensorVector inputs;
   for (const TensorVector& list : lists) inputs.insert(inputs.end(), list.begin(), list.end());
   if (!AnyNeedsGradient(inputs)) return sums;
-  const auto node = std::make_shared<ReduceAddNode>(reducer);
+  const auto node = std::make_shared<ReduceAddNode>(collectives);
   node->set_next_edges(EdgesOf(inputs));
   for (size_t k = 0; k < sums.size(); ++k) {
     bool differentiable = false;
@@ -128,7 +131,7 @@ TensorVector ReduceAdd(const std::vector<TensorVector>& lists, c10::Device desti
 
 std::vector<TensorVector> Broadcast(const TensorVector& tensors,
                                     const std::vector<c10::Device>& devices) {
-  return Broadcast(tensors, ReducerFor(devices));
+  return Broadcast(tensors, CollectivesFor(devices));
 }
 
 std::vector<at::Tensor> Broadcast(const at::Tensor& tensor,
@@ -145,7 +148,7 @@ TensorVector ReduceAdd(const std::vector<TensorVector>& lists,
   TORCH_CHECK_VALUE(!lists.empty(), "reduce: no tensors");
   std::vector<c10::Device> devices;
   for (const TensorVector& list : lists) devices.push_back(DeviceOf(list));
-  return ReduceAdd(lists, Canonical(destination.value_or(devices[0])), ReducerFor(devices));
+  return ReduceAdd(lists, Canonical(destination.value_or(devices[0])), CollectivesFor(devices));
 }
 
 at::Tensor ReduceAdd(const std::vector<at::Tensor>& tensors,

@@ -16,20 +16,20 @@
 #include <optional>
 #include <vector>
 
-#include "core/parallel/reducer.h"
+#include "core/parallel/device_collectives.h"
 
 namespace distgrad {
 
-// For each of the reducer's devices a copy of all tensors in memory of its own. They lie on one
+// For each of the collectives' devices a copy of all tensors in memory of its own. They lie on one
 // device; undefined ones stay so.
 std::vector<TensorVector> Broadcast(const TensorVector& tensors,
-                                    const std::shared_ptr<Reducer>& reducer);
+                                    const std::shared_ptr<DeviceCollectives>& collectives);
 
-// The sums of the k-th tensors, as Reducer::Reduce has it.
+// The sums of the k-th tensors, as DeviceCollectives::Reduce has it.
 TensorVector ReduceAdd(const std::vector<TensorVector>& lists, c10::Device destination,
-                       const std::shared_ptr<Reducer>& reducer);
+                       const std::shared_ptr<DeviceCollectives>& collectives);
 
-// The same with a reducer for this call. Making one is cheap but for NCCL's.
+// The same with collectives for this call. Making them is cheap but for NCCL's.
 std::vector<TensorVector> Broadcast(const TensorVector& tensors,
                                     const std::vector<c10::Device>& devices);
 // Of one tensor.

@@ -9,7 +9,7 @@
 #include <optional>
 #include <string>
 
-#include "core/parallel/reducer.h"
+#include "core/parallel/device_collectives.h"
 
 namespace distgrad {
 
@@ -21,7 +21,8 @@ class BroadcastNode : public torch::autograd::Node {
  public:
   // `reader`: the stream that uses the sums in the end, where it is another than this node's own.
   BroadcastNode(torch::autograd::edge_list edges, c10::Device source,
-                std::shared_ptr<Reducer> reducer, std::optional<c10::Stream> reader = std::nullopt);
+                std::shared_ptr<DeviceCollectives> collectives,
+                std::optional<c10::Stream> reader = std::nullopt);
 
   std::string name() const override { return "distgrad::BroadcastBackward"; }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
@@ -29,7 +30,7 @@ class BroadcastNode : public torch::autograd::Node {
  private:
   // Constant after construction.
   const c10::Device source_;
-  const std::shared_ptr<Reducer> reducer_;
+  const std::shared_ptr<DeviceCollectives> collectives_;
   const std::optional<c10::Stream> reader_;
 };
 

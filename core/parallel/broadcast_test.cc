@@ -4,7 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "core/parallel/new_reducer.h"
+#include "core/parallel/new_device_collectives.h"
 #include "core/tensor/exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -96,11 +96,11 @@ TEST(Broadcast, RecordsNothingWithoutGradMode) {
   EXPECT_FALSE(Broadcast(at::ones({2}).requires_grad_(), {kHost, kHost})[0].requires_grad());
 }
 
-TEST(Broadcast, ErrorsOfTheReducerPassWithTheirCode) {
-  const std::shared_ptr<Reducer> reducer = *NewReducer({kHost, kHost});
+TEST(Broadcast, ErrorsOfTheCollectivesPassWithTheirCode) {
+  const std::shared_ptr<DeviceCollectives> collectives = *NewDeviceCollectives({kHost, kHost});
   const Tensor t = at::ones({2}).requires_grad_();
-  const std::vector<TensorVector> copies = Broadcast(TensorVector{t}, reducer);
-  reducer->Abort(absl::DeadlineExceededError("replica 1 did not come"));
+  const std::vector<TensorVector> copies = Broadcast(TensorVector{t}, collectives);
+  collectives->Abort(absl::DeadlineExceededError("replica 1 did not come"));
   try {
     torch::autograd::backward({(copies[0][0] + copies[1][0]).sum()});
     FAIL() << "no error";

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "core/parallel/new_reducer.h"
+#include "core/parallel/new_device_collectives.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad::internal {
@@ -43,7 +43,8 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
       replicas_(options.devices.size() == 1 && OnModuleItself(1)
                     ? nullptr
                     : std::make_unique<Replicas>(
-                          module_, ValueOrThrow(NewReducer(options.devices, options.reducer)),
+                          module_,
+                          ValueOrThrow(NewDeviceCollectives(options.devices, options.collectives)),
                           options.replicas)),
       threads_(options.devices) {}
 
@@ -68,7 +69,8 @@ std::vector<std::shared_ptr<torch::nn::Module>> ReplicateModule(
     std::shared_ptr<torch::nn::Module> module, std::vector<c10::Device> devices) {
   devices = DevicesOrAllCuda(std::move(devices));
   const size_t count = devices.size();
-  Replicas replicas(NotNull(std::move(module)), ValueOrThrow(NewReducer(std::move(devices))));
+  Replicas replicas(NotNull(std::move(module)),
+                    ValueOrThrow(NewDeviceCollectives(std::move(devices))));
   replicas.Refresh(count);
   for (size_t i = 0; i < count; ++i) replicas.Install(i);
   return replicas.modules();

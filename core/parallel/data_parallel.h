@@ -45,7 +45,7 @@ struct DataParallelOptions {
   std::optional<c10::Device> output_device = std::nullopt;
   // Along which inputs are split and outputs put together.
   int64_t dim = 0;
-  ReducerOptions reducer = {};
+  DeviceCollectivesOptions collectives = {};
   ReplicasOptions replicas = {};
 };
 

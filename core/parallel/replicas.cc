@@ -80,11 +80,11 @@ c10::Device HomeOf(const Module& module, c10::Device otherwise) {
   return tensors.empty() ? otherwise : tensors[0].tensor.device();
 }
 
-Replicas::Replicas(std::shared_ptr<Module> module, std::shared_ptr<Reducer> reducer,
+Replicas::Replicas(std::shared_ptr<Module> module, std::shared_ptr<DeviceCollectives> collectives,
                    ReplicasOptions options)
-    : module_(std::move(module)), reducer_(std::move(reducer)), options_(options) {
+    : module_(std::move(module)), collectives_(std::move(collectives)), options_(options) {
   TORCH_CHECK_VALUE(module_ != nullptr, "replicate: no module");
-  home_ = HomeOf(*module_, reducer_->devices()[0]);
+  home_ = HomeOf(*module_, collectives_->devices()[0]);
   const c10::InferenceMode no_inference(false);
   const RandomStateGuard no_random_numbers;
   const std::vector<Named> tensors = TensorsOfModule(*module_);
@@ -96,7 +96,7 @@ Replicas::Replicas(std::shared_ptr<Module> module, std::shared_ptr<Reducer> redu
     source_of.push_back(place->second);
   }
   submodules_ = module_->modules();
-  const std::vector<c10::Device>& devices = reducer_->devices();
+  const std::vector<c10::Device>& devices = collectives_->devices();
   for (size_t i = 0; i < devices.size(); ++i) {
     replicas_.push_back(module_->clone(devices[i]));
     const std::vector<Named> clones = TensorsOfModule(*replicas_[i]);
@@ -129,7 +129,7 @@ void Replicas::FollowTraining(size_t replica) {
 
 // On a stream of its own a reduction does not hold up the rest of the backward.
 std::optional<c10::Stream> Replicas::SideStream() {
-  if (home_.is_cpu() || reducer_->devices()[0] != home_) return std::nullopt;
+  if (home_.is_cpu() || collectives_->devices()[0] != home_) return std::nullopt;
   if (!side_stream_.has_value() || side_stream_->device() != home_) {
     side_stream_ = c10::impl::VirtualGuardImpl(home_.type()).getNewStream(home_);
   }
@@ -138,7 +138,7 @@ std::optional<c10::Stream> Replicas::SideStream() {
 
 void Replicas::MakeEdges() {
   // Nodes expect their gradients on the streams that are current when they are made.
-  std::vector<c10::Stream> streams = CurrentStreams(reducer_->devices());
+  std::vector<c10::Stream> streams = CurrentStreams(collectives_->devices());
   bool changed = edges_made_ == 0 || streams != streams_;
   streams_ = std::move(streams);
   std::optional<c10::Stream> reader;
@@ -167,8 +167,9 @@ void Replicas::MakeEdges() {
     for (const Bucket::Slot& slot : bucket.slots) {
       edges.push_back(sources_[sources_.size() - 1 - slot.tensor].edge);
     }
-    const auto node = std::make_shared<BroadcastNode>(std::move(edges), home_, reducer_, reader);
-    for (const c10::Device device : reducer_->devices()) {
+    const auto node =
+        std::make_shared<BroadcastNode>(std::move(edges), home_, collectives_, reader);
+    for (const c10::Device device : collectives_->devices()) {
       for (const Bucket::Slot& slot : bucket.slots) {
         const at::Tensor& tensor = sources_[sources_.size() - 1 - slot.tensor].tensor;
         node->add_input_metadata(tensor.options().device(device), tensor.sym_sizes(),
@@ -196,7 +197,7 @@ void Replicas::Refresh(size_t count) {
   TensorVector tensors;
   TensorVector buffers(sources_.size());
   bool elsewhere = false;
-  for (const c10::Device device : reducer_->devices()) elsewhere = elsewhere || device != home_;
+  for (const c10::Device device : collectives_->devices()) elsewhere = elsewhere || device != home_;
   for (size_t k = 0; k < sources_.size(); ++k) {
     sources_[k].version = VersionOf(sources_[k].tensor);
     tensors.push_back(sources_[k].tensor);
@@ -206,13 +207,13 @@ void Replicas::Refresh(size_t count) {
   const c10::InferenceMode no_inference(false);
   const at::NoGradGuard no_grad;
   if (elsewhere && !sources_.empty()) {
-    values_ = ValueOrThrow(reducer_->Broadcast(tensors));
+    values_ = ValueOrThrow(collectives_->Broadcast(tensors));
   } else {
     for (TensorVector& list : values_) list.assign(sources_.size(), at::Tensor());
   }
   const std::vector<Bucket> buckets = AssignBuckets(buffers, options_.bucket_bytes);
   for (size_t i = 0; i < count; ++i) {
-    if (reducer_->devices()[i] != home_) continue;
+    if (collectives_->devices()[i] != home_) continue;
     values_[i].assign(sources_.size(), at::Tensor());
     if (i == 0) continue;
     for (const Bucket& bucket : buckets) {
@@ -255,13 +256,13 @@ void Replicas::Install(size_t replica) {
 
 void Replicas::Keep(size_t count) {
   size_t sharing = 0;
-  for (size_t i = 0; i < count; ++i) sharing += reducer_->devices()[i] == home_ ? 1 : 0;
+  for (size_t i = 0; i < count; ++i) sharing += collectives_->devices()[i] == home_ ? 1 : 0;
   for (const Source& source : sources_) {
     TORCH_CHECK_VALUE(sharing < 2 || source.is_buffer || source.version == VersionOf(source.tensor),
                       "replicas: the module wrote to its parameter ", source.name, " in forward; ",
                       sharing, " replicas on ", home_, " share its memory, and cannot all do so");
   }
-  if (reducer_->devices()[0] == home_) return;
+  if (collectives_->devices()[0] == home_) return;
   const at::NoGradGuard no_grad;
   for (const Member& member : members_[0]) {
     const Source& source = sources_[member.source];

@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "core/parallel/bucket.h"
-#include "core/parallel/reducer.h"
+#include "core/parallel/device_collectives.h"
 
 namespace torch::nn {
 class Module;
@@ -50,9 +50,9 @@ c10::Device HomeOf(const torch::nn::Module& module, c10::Device otherwise);
 class Replicas {
  public:
   // `module` must be Cloneable or have a clone() of its own; its parameters and buffers lie on one
-  // device, which need not be one of the reducer's. Takes no random numbers.
-  Replicas(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<Reducer> reducer,
-           ReplicasOptions options = {});
+  // device, which need not be one of the collectives'. Takes no random numbers.
+  Replicas(std::shared_ptr<torch::nn::Module> module,
+           std::shared_ptr<DeviceCollectives> collectives, ReplicasOptions options = {});
   ~Replicas();
 
   const std::vector<std::shared_ptr<torch::nn::Module>>& modules() const { return replicas_; }
@@ -90,7 +90,7 @@ class Replicas {
 
   // Constant after construction.
   const std::shared_ptr<torch::nn::Module> module_;
-  const std::shared_ptr<Reducer> reducer_;
+  const std::shared_ptr<DeviceCollectives> collectives_;
   const ReplicasOptions options_;
   std::vector<std::shared_ptr<torch::nn::Module>> replicas_;
   std::vector<std::vector<Member>> members_;  // by replica

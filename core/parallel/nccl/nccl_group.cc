@@ -40,8 +40,8 @@ class RealNcclGroup final : public NcclGroup {
  public:
   RealNcclGroup(std::vector<c10::Device> devices, const NcclFunctions& functions)
       : devices_(std::move(devices)), nccl_(functions), communicators_(devices_.size(), nullptr) {}
-  // Abort is NCCL's way to end a communicator whatever its state is; the reducer has waited for
-  // what was still of use.
+  // Abort is NCCL's way to end a communicator whatever its state is; the collectives have waited
+  // for what was still of use.
   ~RealNcclGroup() override { Abort(); }
 
   absl::Status Start() {

@@ -1,4 +1,5 @@
-// What the reducer needs of NCCL: a communicator for each of several devices, all in this process.
+// What the collectives need of NCCL: a communicator for each of several devices, all in this
+// process.
 #ifndef DISTGRAD_CORE_PARALLEL_NCCL_NCCL_GROUP_H_
 #define DISTGRAD_CORE_PARALLEL_NCCL_NCCL_GROUP_H_
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/parallel/nccl/nccl_functions.h"
-#include "core/parallel/new_reducer.h"
+#include "core/parallel/new_device_collectives.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -127,9 +127,9 @@ TEST(NcclGroupTest, ADeviceThatIsNotThereIsNamed) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("no cuda:2: CUDA finds 2 GPUs"));
 }
 
-TEST(NcclGroupTest, WithoutGpusTheReducerIsAClearError) {
+TEST(NcclGroupTest, WithoutGpusTheCollectivesIsAClearError) {
   if (c10::cuda::device_count() > 1) GTEST_SKIP() << "this machine has GPUs";
-  const absl::Status status = NewReducer(kTwo).status();
+  const absl::Status status = NewDeviceCollectives(kTwo).status();
   EXPECT_FALSE(status.ok());
   EXPECT_THAT(std::string(status.message()), HasSubstr("there is no cuda:"));
 }
@@ -142,9 +142,9 @@ class OnTwoGpus : public testing::Test {
 };
 
 TEST_F(OnTwoGpus, SumsAndCopiesAreRightInStreamOrder) {
-  auto reducer = NewReducer(kTwo);
-  ASSERT_TRUE(reducer.ok()) << reducer.status();
-  EXPECT_EQ(*reducer, NewReducer(kTwo).value()) << "communicators are kept";
+  auto collectives = NewDeviceCollectives(kTwo);
+  ASSERT_TRUE(collectives.ok()) << collectives.status();
+  EXPECT_EQ(*collectives, NewDeviceCollectives(kTwo).value()) << "communicators are kept";
   for (int step = 0; step < 100; ++step) {
     std::vector<TensorVector> lists(2);
     for (int i = 0; i < 2; ++i) {
@@ -152,9 +152,9 @@ TEST_F(OnTwoGpus, SumsAndCopiesAreRightInStreamOrder) {
         lists[i].push_back(at::full({size}, step + i, at::TensorOptions(kTwo[i])));
       }
     }
-    auto sums = (*reducer)->Reduce(lists, kTwo[step % 2]);
+    auto sums = (*collectives)->Reduce(lists, kTwo[step % 2]);
     ASSERT_TRUE(sums.ok()) << sums.status();
-    auto copies = (*reducer)->Broadcast(*sums);
+    auto copies = (*collectives)->Broadcast(*sums);
     ASSERT_TRUE(copies.ok()) << copies.status();
     for (const TensorVector& list : *copies) {
       for (const at::Tensor& tensor : list) {

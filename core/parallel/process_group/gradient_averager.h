@@ -1,5 +1,6 @@
 // Data parallel training across processes: each rank of a group has the same parameters and its
-// own part of each batch, and their gradients are averaged, in buckets, while the backward runs.
+// own part of each batch, and their gradients are averaged while the backward runs, by all-reduces
+// of buckets of them (what PyTorch's DistributedDataParallel leaves to its Reducer).
 //
 //   auto averager = GradientAverager::Create(group, *net);       // every rank
 //   for (...) {

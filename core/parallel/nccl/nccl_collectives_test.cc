@@ -1,6 +1,6 @@
-// The reducer over a stand-in for NCCL that adds on the simulated accelerator, in the streams that
-// it is given: so a wait that is missing is found.
-#include "core/parallel/nccl/nccl_reducer.h"
+// The collectives over a stand-in for NCCL that adds on the simulated accelerator, in the streams
+// that it is given: so a wait that is missing is found.
+#include "core/parallel/nccl/nccl_collectives.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
@@ -93,22 +93,22 @@ class FakeNcclGroup final : public NcclGroup {
   Script* const script_;
 };
 
-class NcclReducerTest : public testing::Test {
+class NcclCollectivesTest : public testing::Test {
  protected:
   void TearDown() override {
-    reducer_ = nullptr;
+    collectives_ = nullptr;
     EXPECT_THAT(fake_device::TakeViolations(), IsEmpty());
   }
 
-  NcclReducer& Reducer(ReducerOptions options = {.bucket_bytes = 256}) {
+  NcclCollectives& DeviceCollectives(DeviceCollectivesOptions options = {.bucket_bytes = 256}) {
     const auto start = [this](const std::vector<c10::Device>& devices) {
       EXPECT_EQ(devices, devices_);
       return std::make_unique<FakeNcclGroup>(&script_);
     };
-    auto reducer = NcclReducer::Create(devices_, options, start, &clock_);
-    EXPECT_TRUE(reducer.ok()) << reducer.status();
-    reducer_ = *std::move(reducer);
-    return *reducer_;
+    auto collectives = NcclCollectives::Create(devices_, options, start, &clock_);
+    EXPECT_TRUE(collectives.ok()) << collectives.status();
+    collectives_ = *std::move(collectives);
+    return *collectives_;
   }
 
   // Of several types, small and large, one that is not contiguous, one empty, one to be added by
@@ -137,11 +137,11 @@ class NcclReducerTest : public testing::Test {
   FakeClock clock_;
   const std::vector<c10::Device> devices_ = {fake_device::Device(0), fake_device::Device(1),
                                              fake_device::Device(2)};
-  std::shared_ptr<NcclReducer> reducer_;
+  std::shared_ptr<NcclCollectives> collectives_;
 };
 
-TEST_F(NcclReducerTest, SumsAreRightOnEveryDestinationAndInStreamOrder) {
-  NcclReducer& reducer = Reducer();
+TEST_F(NcclCollectivesTest, SumsAreRightOnEveryDestinationAndInStreamOrder) {
+  NcclCollectives& collectives = DeviceCollectives();
   for (const c10::Device destination : {devices_[0], devices_[2], c10::Device(c10::kCPU)}) {
     std::deque<c10::StreamGuard> streams;  // the caller's; not the default ones
     for (int i = 0; i < 3; ++i) streams.emplace_back(fake_device::NewStream(i));
@@ -149,7 +149,7 @@ TEST_F(NcclReducerTest, SumsAreRightOnEveryDestinationAndInStreamOrder) {
     std::vector<std::vector<at::Tensor>> before;
     for (const TensorVector& list : lists) before.push_back(OnHost(list));
 
-    absl::StatusOr<TensorVector> sums = reducer.Reduce(lists, destination);
+    absl::StatusOr<TensorVector> sums = collectives.Reduce(lists, destination);
     ASSERT_TRUE(sums.ok()) << sums.status();
     for (TensorVector& list : lists) {
       // What was passed in may be written to and freed at once.
@@ -165,21 +165,21 @@ TEST_F(NcclReducerTest, SumsAreRightOnEveryDestinationAndInStreamOrder) {
   EXPECT_THAT(script_.calls, testing::Contains(HasSubstr("reduce")).Times(testing::Ge(9)));
 }
 
-TEST_F(NcclReducerTest, UndefinedOnesCountAsZeros) {
-  NcclReducer& reducer = Reducer();
+TEST_F(NcclCollectivesTest, UndefinedOnesCountAsZeros) {
+  NcclCollectives& collectives = DeviceCollectives();
   std::vector<TensorVector> lists(3, TensorVector(3));
   lists[1][0] = at::ones({4}, devices_[1]);
   lists[2][0] = at::ones({4}, devices_[2]);
   lists[2][2] = at::ones({2, 2}, devices_[2]);
-  const auto sums = reducer.Reduce(lists, devices_[0]);
+  const auto sums = collectives.Reduce(lists, devices_[0]);
   ASSERT_TRUE(sums.ok()) << sums.status();
   EXPECT_TRUE((*sums)[0].cpu().equal(at::full({4}, 2.f)));
   EXPECT_FALSE((*sums)[1].defined());
   EXPECT_TRUE((*sums)[2].cpu().equal(at::ones({2, 2})));
 }
 
-TEST_F(NcclReducerTest, BroadcastReachesAllFromWhereverItBegins) {
-  NcclReducer& reducer = Reducer();
+TEST_F(NcclCollectivesTest, BroadcastReachesAllFromWhereverItBegins) {
+  NcclCollectives& collectives = DeviceCollectives();
   for (const c10::Device source : {devices_[0], devices_[1], fake_device::Device(3)}) {
     std::deque<c10::StreamGuard> streams;
     for (int i = 0; i < 4; ++i) streams.emplace_back(fake_device::NewStream(i));
@@ -189,7 +189,7 @@ TEST_F(NcclReducerTest, BroadcastReachesAllFromWhereverItBegins) {
     }
     tensors.insert(tensors.begin() + 1, at::Tensor());
     const std::vector<at::Tensor> before = OnHost(tensors);
-    auto copies = reducer.Broadcast(tensors);
+    auto copies = collectives.Broadcast(tensors);
     ASSERT_TRUE(copies.ok()) << copies.status();
     for (size_t i = 0; i < devices_.size(); ++i) {
       for (size_t k = 0; k < tensors.size(); ++k) {
@@ -208,84 +208,84 @@ TEST_F(NcclReducerTest, BroadcastReachesAllFromWhereverItBegins) {
   }
 }
 
-TEST_F(NcclReducerTest, WhatIsReadInPlaceMayBeWrittenToAtOnce) {
-  NcclReducer& reducer = Reducer();
+TEST_F(NcclCollectivesTest, WhatIsReadInPlaceMayBeWrittenToAtOnce) {
+  NcclCollectives& collectives = DeviceCollectives();
   std::deque<c10::StreamGuard> streams;
   std::vector<TensorVector> lists(3);
   for (int i = 0; i < 3; ++i) {
     streams.emplace_back(fake_device::NewStream(i));
     lists[i].push_back(at::ones({1000}, devices_[i]));
   }
-  ASSERT_TRUE(reducer.Reduce(lists, devices_[0]).ok());
+  ASSERT_TRUE(collectives.Reduce(lists, devices_[0]).ok());
   // Without the wait the simulated accelerator throws.
   for (TensorVector& list : lists) list[0].zero_();
-  ASSERT_TRUE(reducer.Broadcast(lists[1]).ok());
+  ASSERT_TRUE(collectives.Broadcast(lists[1]).ok());
   lists[1][0].zero_();
 }
 
-TEST_F(NcclReducerTest, ManySmallTensorsAreOneCollective) {
-  NcclReducer& reducer = Reducer({});
+TEST_F(NcclCollectivesTest, ManySmallTensorsAreOneCollective) {
+  NcclCollectives& collectives = DeviceCollectives({});
   std::vector<TensorVector> lists(3);
   for (int i = 0; i < 3; ++i) {
     for (int k = 0; k < 100; ++k) lists[i].push_back(at::ones({3}, devices_[i]));
   }
-  ASSERT_TRUE(reducer.Reduce(lists, devices_[1]).ok());
+  ASSERT_TRUE(collectives.Reduce(lists, devices_[1]).ok());
   EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("to 1")));
 }
 
-TEST_F(NcclReducerTest, WhatIsWrongIsSaidBeforeAnythingIsLaunched) {
-  NcclReducer& reducer = Reducer();
-  EXPECT_EQ(reducer.Reduce({{}, {}}, devices_[0]).status().code(),
+TEST_F(NcclCollectivesTest, WhatIsWrongIsSaidBeforeAnythingIsLaunched) {
+  NcclCollectives& collectives = DeviceCollectives();
+  EXPECT_EQ(collectives.Reduce({{}, {}}, devices_[0]).status().code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(reducer.Broadcast({at::ones({1}, devices_[0]), at::ones({1})}).status().code(),
+  EXPECT_EQ(collectives.Broadcast({at::ones({1}, devices_[0]), at::ones({1})}).status().code(),
             absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(script_.calls, IsEmpty());
-  EXPECT_TRUE(reducer.Broadcast({at::ones({1})}).ok()) << "the reducer goes on";
+  EXPECT_TRUE(collectives.Broadcast({at::ones({1})}).ok()) << "the collectives goes on";
 }
 
-TEST_F(NcclReducerTest, ACollectiveThatIsRefusedAbortsAndStays) {
-  NcclReducer& reducer = Reducer();
+TEST_F(NcclCollectivesTest, ACollectiveThatIsRefusedAbortsAndStays) {
+  NcclCollectives& collectives = DeviceCollectives();
   script_.launch = absl::InternalError("ncclBroadcast of hpu:1: unhandled system error");
-  const absl::Status first = reducer.Broadcast({at::ones({4}, devices_[0])}).status();
+  const absl::Status first = collectives.Broadcast({at::ones({4}, devices_[0])}).status();
   EXPECT_EQ(first.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(std::string(first.message()),
               AllOf(HasSubstr("NCCL over hpu:0, hpu:1, hpu:2: broadcast"), HasSubstr("hpu:1: un")));
   EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("broadcast"), "abort"));
-  EXPECT_EQ(reducer.Broadcast({at::ones({4}, devices_[0])}).status(), first);
+  EXPECT_EQ(collectives.Broadcast({at::ones({4}, devices_[0])}).status(), first);
   EXPECT_EQ(script_.calls.size(), 2u);
 }
 
-TEST_F(NcclReducerTest, WhatHangsOnTheDevicesIsAbortedAtItsDeadlineThoughNobodyWaits) {
-  NcclReducer& reducer = Reducer({.timeout = absl::Seconds(5)});
-  ASSERT_TRUE(reducer.Broadcast({at::ones({4}, devices_[0])}).ok());
+TEST_F(NcclCollectivesTest, WhatHangsOnTheDevicesIsAbortedAtItsDeadlineThoughNobodyWaits) {
+  NcclCollectives& collectives = DeviceCollectives({.timeout = absl::Seconds(5)});
+  ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   script_.ready = [] { return false; };
   clock_.Advance(absl::Seconds(4));
-  EXPECT_TRUE(reducer.status().ok());
+  EXPECT_TRUE(collectives.status().ok());
   clock_.Advance(absl::Seconds(2));
-  EXPECT_EQ(reducer.status().code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_THAT(std::string(reducer.status().message()),
+  EXPECT_EQ(collectives.status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(collectives.status().message()),
               AllOf(HasSubstr("hpu:0"), HasSubstr("broadcast did not end within 5s")));
   EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("broadcast"), "abort"));
-  EXPECT_EQ(reducer.Broadcast({at::ones({4}, devices_[0])}).status(), reducer.status());
+  EXPECT_EQ(collectives.Broadcast({at::ones({4}, devices_[0])}).status(), collectives.status());
   EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
 }
 
-TEST_F(NcclReducerTest, AFailureLaterOnIsNoticedThoughNobodyWaits) {
-  NcclReducer& reducer = Reducer();
-  ASSERT_TRUE(reducer.Broadcast({at::ones({4}, devices_[0])}).ok());
+TEST_F(NcclCollectivesTest, AFailureLaterOnIsNoticedThoughNobodyWaits) {
+  NcclCollectives& collectives = DeviceCollectives();
+  ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   script_.ready = [] { return absl::InternalError("communicator of hpu:2: remote error"); };
   clock_.Advance(absl::Milliseconds(200));
-  EXPECT_THAT(std::string(reducer.status().message()), HasSubstr("hpu:2"));
+  EXPECT_THAT(std::string(collectives.status().message()), HasSubstr("hpu:2"));
 }
 
-TEST_F(NcclReducerTest, NothingIsWatchedWhileNothingRuns) {
-  NcclReducer& reducer = Reducer();
-  ASSERT_TRUE(reducer.Broadcast({at::ones({4}, devices_[0])}).ok());
+TEST_F(NcclCollectivesTest, NothingIsWatchedWhileNothingRuns) {
+  NcclCollectives& collectives = DeviceCollectives();
+  ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   clock_.Advance(absl::Seconds(1));
   EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
 }
 
-TEST_F(NcclReducerTest, SettingUpHasADeadlineToo) {
+TEST_F(NcclCollectivesTest, SettingUpHasADeadlineToo) {
   script_.ready = [this]() -> absl::StatusOr<bool> {
     clock_.Advance(absl::Seconds(3));
     return false;
@@ -294,24 +294,25 @@ TEST_F(NcclReducerTest, SettingUpHasADeadlineToo) {
     return std::make_unique<FakeNcclGroup>(&script_);
   };
   const absl::Status status =
-      NcclReducer::Create(devices_, {.timeout = absl::Seconds(5)}, start, &clock_).status();
+      NcclCollectives::Create(devices_, {.timeout = absl::Seconds(5)}, start, &clock_).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(std::string(status.message()), HasSubstr("setting up did not end within 5s"));
   EXPECT_THAT(script_.calls, ElementsAre("abort"));
 }
 
-TEST_F(NcclReducerTest, AbortEndsACallThatIsWaiting) {
-  NcclReducer& reducer = Reducer();
+TEST_F(NcclCollectivesTest, AbortEndsACallThatIsWaiting) {
+  NcclCollectives& collectives = DeviceCollectives();
   script_.ready = [] { return false; };
   // From another thread, while the call waits for a communicator that is never ready.
   absl::Status status;
-  std::thread caller([&] { status = reducer.Broadcast({at::ones({4}, devices_[0])}).status(); });
-  reducer.Abort(absl::CancelledError("replica 1 failed"));
+  std::thread caller(
+      [&] { status = collectives.Broadcast({at::ones({4}, devices_[0])}).status(); });
+  collectives.Abort(absl::CancelledError("replica 1 failed"));
   caller.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
   EXPECT_THAT(std::string(status.message()), HasSubstr("replica 1 failed"));
-  reducer.Abort(absl::InternalError("too late"));
-  EXPECT_EQ(reducer.status().code(), absl::StatusCode::kCancelled);
+  collectives.Abort(absl::InternalError("too late"));
+  EXPECT_EQ(collectives.status().code(), absl::StatusCode::kCancelled);
 }
 
 }  // namespace

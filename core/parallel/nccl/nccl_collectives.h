@@ -1,6 +1,6 @@
 // Reduction by NCCL.
-#ifndef DISTGRAD_CORE_PARALLEL_NCCL_NCCL_REDUCER_H_
-#define DISTGRAD_CORE_PARALLEL_NCCL_NCCL_REDUCER_H_
+#ifndef DISTGRAD_CORE_PARALLEL_NCCL_NCCL_COLLECTIVES_H_
+#define DISTGRAD_CORE_PARALLEL_NCCL_NCCL_COLLECTIVES_H_
 
 #include <c10/core/Event.h>
 
@@ -13,9 +13,9 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/clock.h"
 #include "core/parallel/bucket.h"
-#include "core/parallel/coalesced_reducer.h"
+#include "core/parallel/coalesced_collectives.h"
+#include "core/parallel/device_collectives.h"
 #include "core/parallel/nccl/nccl_group.h"
-#include "core/parallel/reducer.h"
 
 namespace distgrad {
 
@@ -26,19 +26,20 @@ namespace distgrad {
 // A communicator that fails, and a collective that does not end in time, is noticed within a tenth
 // of a second, whoever waits or does not; then all communicators are aborted, so that nothing hangs
 // on the devices, and this and all later calls fail. What NCCL cannot add (sparse tensors, bool,
-// complex and 8-bit floating point numbers) is added by CoalescedReducer.
+// complex and 8-bit floating point numbers) is added by CoalescedCollectives.
 //
 // Thread-safe.
-class NcclReducer final : public Reducer {
+class NcclCollectives final : public DeviceCollectives {
  public:
   // `devices` are at least two, distinct, of one type that `start` knows. `clock` must outlive the
-  // reducer; one of its own if nullptr. Waits until the communicators stand, or options.timeout.
-  static absl::StatusOr<std::shared_ptr<NcclReducer>> Create(std::vector<c10::Device> devices,
-                                                             ReducerOptions options,
-                                                             const NcclGroupStarter& start,
-                                                             Clock* clock = nullptr);
+  // collectives; one of its own if nullptr. Waits until the communicators stand, or
+  // options.timeout.
+  static absl::StatusOr<std::shared_ptr<NcclCollectives>> Create(std::vector<c10::Device> devices,
+                                                                 DeviceCollectivesOptions options,
+                                                                 const NcclGroupStarter& start,
+                                                                 Clock* clock = nullptr);
   // Waits for what runs on the devices, as long as each may take.
-  ~NcclReducer() override;
+  ~NcclCollectives() override;
 
   const std::vector<c10::Device>& devices() const override { return devices_; }
   absl::StatusOr<TensorVector> Reduce(absl::Span<const TensorVector> lists,
@@ -64,8 +65,8 @@ class NcclReducer final : public Reducer {
   // What one collective does, and with what.
   struct Collective;
 
-  NcclReducer(std::vector<c10::Device> devices, ReducerOptions options,
-              std::unique_ptr<Clock> own_clock, Clock* clock);
+  NcclCollectives(std::vector<c10::Device> devices, DeviceCollectivesOptions options,
+                  std::unique_ptr<Clock> own_clock, Clock* clock);
 
   absl::StatusOr<at::Tensor> ReduceBucket(const Bucket& bucket,
                                           absl::Span<const TensorVector> lists, size_t root)
@@ -84,9 +85,9 @@ class NcclReducer final : public Reducer {
 
   // Constant after construction; synchronize themselves.
   const std::vector<c10::Device> devices_;
-  const ReducerOptions options_;
+  const DeviceCollectivesOptions options_;
   const std::string name_;  // "NCCL over cuda:0, cuda:1"
-  CoalescedReducer fallback_;
+  CoalescedCollectives fallback_;
   std::vector<c10::Stream> streams_;
 
   // Held through a call: all devices must see collectives in one order.
@@ -107,4 +108,4 @@ class NcclReducer final : public Reducer {
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_PARALLEL_NCCL_NCCL_REDUCER_H_
+#endif  // DISTGRAD_CORE_PARALLEL_NCCL_NCCL_COLLECTIVES_H_

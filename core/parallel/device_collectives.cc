@@ -1,4 +1,4 @@
-#include "core/parallel/reducer.h"
+#include "core/parallel/device_collectives.h"
 
 #include <c10/util/StringUtil.h>
 

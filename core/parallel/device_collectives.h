@@ -1,12 +1,13 @@
-// How tensors are spread over a list of devices, and added up from it. A list of tensors is
+// The collectives between the devices of one process: broadcasts tensors to a list of devices, and
+// reduces (adds) them from there. (Between processes: process_group/.) A list of tensors is
 // handled at a time, so that an implementation can send many small ones as one.
 //
 // The interface knows no autograd: nothing is recorded. What is passed in must be ready on the
 // calling thread's current streams, each tensor on its device's; results are ready on the
 // current streams of the devices that they lie on, and no other stream waits for them. Memory of
 // what is passed in may be freed at once.
-#ifndef DISTGRAD_CORE_PARALLEL_REDUCER_H_
-#define DISTGRAD_CORE_PARALLEL_REDUCER_H_
+#ifndef DISTGRAD_CORE_PARALLEL_DEVICE_COLLECTIVES_H_
+#define DISTGRAD_CORE_PARALLEL_DEVICE_COLLECTIVES_H_
 
 #include <ATen/core/Tensor.h>
 
@@ -23,7 +24,7 @@ namespace distgrad {
 
 using TensorVector = std::vector<at::Tensor>;
 
-struct ReducerOptions {
+struct DeviceCollectivesOptions {
   // What is packed together, at most.
   size_t bucket_bytes = size_t{25} << 20;
   // How long a call, or what it left running on the devices, may take until all fail with
@@ -32,9 +33,9 @@ struct ReducerOptions {
 };
 
 // Thread-safe; calls take turns.
-class Reducer {
+class DeviceCollectives {
  public:
-  virtual ~Reducer() = default;
+  virtual ~DeviceCollectives() = default;
 
   // Fixed, at least one; the same device may stand there several times.
   virtual const std::vector<c10::Device>& devices() const = 0;
@@ -62,4 +63,4 @@ absl::Status CheckBroadcast(const TensorVector& tensors);
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_PARALLEL_REDUCER_H_
+#endif  // DISTGRAD_CORE_PARALLEL_DEVICE_COLLECTIVES_H_

@@ -1,4 +1,4 @@
-#include "core/parallel/nccl/nccl_reducer.h"
+#include "core/parallel/nccl/nccl_collectives.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -59,7 +59,7 @@ int64_t Elements(const Bucket& bucket) {
 
 }  // namespace
 
-struct NcclReducer::Collective {
+struct NcclCollectives::Collective {
   std::string what;
   std::vector<Buffer> buffers;  // by device: what is sent, or received where nothing is sent
   at::Tensor result;            // what the root receives, if not its buffer
@@ -68,33 +68,32 @@ struct NcclReducer::Collective {
   std::function<absl::Status(NcclGroup&, absl::Span<const NcclGroup::Part>)> run;
 };
 
-absl::StatusOr<std::shared_ptr<NcclReducer>> NcclReducer::Create(std::vector<c10::Device> devices,
-                                                                 ReducerOptions options,
-                                                                 const NcclGroupStarter& start,
-                                                                 Clock* clock) {
+absl::StatusOr<std::shared_ptr<NcclCollectives>> NcclCollectives::Create(
+    std::vector<c10::Device> devices, DeviceCollectivesOptions options,
+    const NcclGroupStarter& start, Clock* clock) {
   std::unique_ptr<Clock> own_clock;
   if (clock == nullptr) {
     DG_ASSIGN_OR_RETURN(own_clock, NewSystemClock());
   }
-  std::shared_ptr<NcclReducer> reducer(
-      new NcclReducer(std::move(devices), options, std::move(own_clock), clock));
+  std::shared_ptr<NcclCollectives> collectives(
+      new NcclCollectives(std::move(devices), options, std::move(own_clock), clock));
   try {
-    DG_ASSIGN_OR_RETURN(auto group, start(reducer->devices_));
-    for (const c10::Device device : reducer->devices_) {
-      reducer->streams_.push_back(
+    DG_ASSIGN_OR_RETURN(auto group, start(collectives->devices_));
+    for (const c10::Device device : collectives->devices_) {
+      collectives->streams_.push_back(
           GuardOf(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true));
     }
-    absl::MutexLock lock(&reducer->mu_);
-    reducer->group_ = std::move(group);
+    absl::MutexLock lock(&collectives->mu_);
+    collectives->group_ = std::move(group);
   } catch (...) {
-    return Annotate(StatusFromException(std::current_exception()), reducer->name_);
+    return Annotate(StatusFromException(std::current_exception()), collectives->name_);
   }
-  DG_RETURN_IF_ERROR(reducer->AwaitReady("setting up"));
-  return reducer;
+  DG_RETURN_IF_ERROR(collectives->AwaitReady("setting up"));
+  return collectives;
 }
 
-NcclReducer::NcclReducer(std::vector<c10::Device> devices, ReducerOptions options,
-                         std::unique_ptr<Clock> own_clock, Clock* clock)
+NcclCollectives::NcclCollectives(std::vector<c10::Device> devices, DeviceCollectivesOptions options,
+                                 std::unique_ptr<Clock> own_clock, Clock* clock)
     : devices_(std::move(devices)),
       options_(options),
       name_(absl::StrCat("NCCL over ", Names(devices_))),
@@ -102,7 +101,7 @@ NcclReducer::NcclReducer(std::vector<c10::Device> devices, ReducerOptions option
       own_clock_(std::move(own_clock)),
       clock_(clock == nullptr ? own_clock_.get() : clock) {}
 
-NcclReducer::~NcclReducer() {
+NcclCollectives::~NcclCollectives() {
   while (true) {
     {
       absl::MutexLock lock(&mu_);
@@ -118,8 +117,8 @@ NcclReducer::~NcclReducer() {
       +[](bool* watched) { return !*watched; }, &watched_));
 }
 
-absl::StatusOr<TensorVector> NcclReducer::Reduce(absl::Span<const TensorVector> lists,
-                                                 c10::Device destination) {
+absl::StatusOr<TensorVector> NcclCollectives::Reduce(absl::Span<const TensorVector> lists,
+                                                     c10::Device destination) {
   DG_RETURN_IF_ERROR(CheckReduce(devices_, lists));
   absl::MutexLock turn(&turn_);
   DG_RETURN_IF_ERROR(status());
@@ -170,9 +169,9 @@ absl::StatusOr<TensorVector> NcclReducer::Reduce(absl::Span<const TensorVector> 
   }
 }
 
-absl::StatusOr<at::Tensor> NcclReducer::ReduceBucket(const Bucket& bucket,
-                                                     absl::Span<const TensorVector> lists,
-                                                     size_t root) {
+absl::StatusOr<at::Tensor> NcclCollectives::ReduceBucket(const Bucket& bucket,
+                                                         absl::Span<const TensorVector> lists,
+                                                         size_t root) {
   const auto options = at::TensorOptions(bucket.dtype);
   Collective collective;
   collective.what = "reduce";
@@ -204,7 +203,7 @@ absl::StatusOr<at::Tensor> NcclReducer::ReduceBucket(const Bucket& bucket,
   return sum;
 }
 
-absl::StatusOr<std::vector<TensorVector>> NcclReducer::Broadcast(const TensorVector& tensors) {
+absl::StatusOr<std::vector<TensorVector>> NcclCollectives::Broadcast(const TensorVector& tensors) {
   DG_RETURN_IF_ERROR(CheckBroadcast(tensors));
   absl::MutexLock turn(&turn_);
   DG_RETURN_IF_ERROR(status());
@@ -234,8 +233,8 @@ absl::StatusOr<std::vector<TensorVector>> NcclReducer::Broadcast(const TensorVec
   }
 }
 
-absl::Status NcclReducer::BroadcastBucket(const Bucket& bucket, const TensorVector& tensors,
-                                          std::vector<TensorVector>* results) {
+absl::Status NcclCollectives::BroadcastBucket(const Bucket& bucket, const TensorVector& tensors,
+                                              std::vector<TensorVector>* results) {
   Collective collective;
   collective.what = "broadcast";
   const size_t source = IndexOf(bucket.device);
@@ -270,7 +269,7 @@ absl::Status NcclReducer::BroadcastBucket(const Bucket& bucket, const TensorVect
   return Launch(std::move(collective));
 }
 
-absl::Status NcclReducer::Launch(Collective collective) {
+absl::Status NcclCollectives::Launch(Collective collective) {
   std::vector<c10::Stream> current;
   std::vector<NcclGroup::Part> parts;
   for (size_t i = 0; i < devices_.size(); ++i) {
@@ -317,21 +316,21 @@ absl::Status NcclReducer::Launch(Collective collective) {
   return absl::OkStatus();
 }
 
-void NcclReducer::Abort(const absl::Status& why) {
+void NcclCollectives::Abort(const absl::Status& why) {
   absl::MutexLock lock(&mu_);
   Fail(Annotate(why, name_));
 }
 
-absl::Status NcclReducer::status() const {
+absl::Status NcclCollectives::status() const {
   absl::MutexLock lock(&mu_);
   return status_;
 }
 
-size_t NcclReducer::IndexOf(c10::Device device) const {
+size_t NcclCollectives::IndexOf(c10::Device device) const {
   return std::find(devices_.begin(), devices_.end(), device) - devices_.begin();
 }
 
-absl::Status NcclReducer::AwaitReady(const std::string& what) {
+absl::Status NcclCollectives::AwaitReady(const std::string& what) {
   const absl::Time deadline = clock_->Now() + options_.timeout;
   for (int looks = 0;; ++looks) {
     if (looks >= kLooksWithoutSleep) {
@@ -348,14 +347,14 @@ absl::Status NcclReducer::AwaitReady(const std::string& what) {
   }
 }
 
-void NcclReducer::Watch() {
+void NcclCollectives::Watch() {
   absl::MutexLock lock(&mu_);
   Look();
   watched_ = !running_.empty();
   if (watched_) timer_ = clock_->At(clock_->Now() + kWatchInterval, [this] { Watch(); });
 }
 
-void NcclReducer::Look() {
+void NcclCollectives::Look() {
   if (running_.empty()) return;
   const absl::StatusOr<bool> ready = group_->Ready();
   if (!ready.ok()) return Fail(Annotate(ready.status(), name_));
@@ -376,14 +375,14 @@ void NcclReducer::Look() {
   }
 }
 
-void NcclReducer::Fail(absl::Status why) {
+void NcclCollectives::Fail(absl::Status why) {
   status_.Update(why);
   running_.clear();
   if (group_ != nullptr) group_->Abort();
   group_ = nullptr;
 }
 
-absl::Status NcclReducer::Late(const std::string& what) const {
+absl::Status NcclCollectives::Late(const std::string& what) const {
   return absl::DeadlineExceededError(absl::StrCat(name_, ": ", what, " did not end within ",
                                                   absl::FormatDuration(options_.timeout),
                                                   " and was aborted"));

@@ -1,4 +1,4 @@
-#include "core/parallel/coalesced_reducer.h"
+#include "core/parallel/coalesced_collectives.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
@@ -7,7 +7,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
-#include "core/parallel/new_reducer.h"
+#include "core/parallel/new_device_collectives.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fake_device/fake_device.h"
@@ -27,7 +27,7 @@ struct Case {
   c10::Device destination;
 };
 
-class CoalescedReducerTest : public testing::TestWithParam<Case> {
+class CoalescedCollectivesTest : public testing::TestWithParam<Case> {
  protected:
   void TearDown() override { EXPECT_THAT(fake_device::TakeViolations(), IsEmpty()); }
 
@@ -46,11 +46,11 @@ class CoalescedReducerTest : public testing::TestWithParam<Case> {
 
   const std::vector<c10::Device> devices_ = GetParam().devices;
   const c10::Device destination_ = GetParam().destination;
-  CoalescedReducer reducer_{devices_, {.bucket_bytes = 512}};
+  CoalescedCollectives collectives_{devices_, {.bucket_bytes = 512}};
 };
 
 INSTANTIATE_TEST_SUITE_P(
-    Lists, CoalescedReducerTest,
+    Lists, CoalescedCollectivesTest,
     testing::Values(
         Case{"Hosts", {kHost, kHost, kHost}, kHost}, Case{"OneHost", {kHost}, kHost},
         Case{"Accelerators",
@@ -62,14 +62,14 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"Elsewhere", {fake_device::Device(0), kHost}, fake_device::Device(3)}),
     [](const auto& info) { return info.param.name; });
 
-TEST_P(CoalescedReducerTest, AddsInTheOrderOfTheDevices) {
+TEST_P(CoalescedCollectivesTest, AddsInTheOrderOfTheDevices) {
   std::vector<TensorVector> lists;
   for (const c10::Device device : devices_) lists.push_back(List(device));
   std::vector<TensorVector> before = lists;
   for (TensorVector& list : before) {
     for (Tensor& tensor : list) tensor = tensor.cpu().clone();
   }
-  const absl::StatusOr<TensorVector> sums = reducer_.Reduce(lists, destination_);
+  const absl::StatusOr<TensorVector> sums = collectives_.Reduce(lists, destination_);
   ASSERT_TRUE(sums.ok()) << sums.status();
   for (size_t k = 0; k < sums->size(); ++k) {
     Tensor want = before[0][k];
@@ -82,12 +82,12 @@ TEST_P(CoalescedReducerTest, AddsInTheOrderOfTheDevices) {
   }
 }
 
-TEST_P(CoalescedReducerTest, UndefinedCountsAsZeros) {
+TEST_P(CoalescedCollectivesTest, UndefinedCountsAsZeros) {
   std::vector<TensorVector> lists;
   for (const c10::Device device : devices_) lists.push_back(List(device));
   for (TensorVector& list : lists) list[5] = Tensor();
   lists[0][6] = lists[0][20] = Tensor();
-  const absl::StatusOr<TensorVector> sums = reducer_.Reduce(lists, destination_);
+  const absl::StatusOr<TensorVector> sums = collectives_.Reduce(lists, destination_);
   ASSERT_TRUE(sums.ok()) << sums.status();
   EXPECT_FALSE((*sums)[5].defined());
   for (const size_t k : {size_t{6}, size_t{20}}) {
@@ -101,10 +101,10 @@ TEST_P(CoalescedReducerTest, UndefinedCountsAsZeros) {
   }
 }
 
-TEST_P(CoalescedReducerTest, BroadcastsIntoNewMemoryElsewhere) {
+TEST_P(CoalescedCollectivesTest, BroadcastsIntoNewMemoryElsewhere) {
   TensorVector tensors = List(destination_);
   tensors[3] = Tensor();
-  const absl::StatusOr<std::vector<TensorVector>> lists = reducer_.Broadcast(tensors);
+  const absl::StatusOr<std::vector<TensorVector>> lists = collectives_.Broadcast(tensors);
   ASSERT_TRUE(lists.ok()) << lists.status();
   ASSERT_EQ(lists->size(), devices_.size());
   for (size_t i = 0; i < devices_.size(); ++i) {
@@ -120,74 +120,75 @@ TEST_P(CoalescedReducerTest, BroadcastsIntoNewMemoryElsewhere) {
   }
 }
 
-TEST_P(CoalescedReducerTest, SparseOnesAreAddedSparseAndToDenseOnes) {
+TEST_P(CoalescedCollectivesTest, SparseOnesAreAddedSparseAndToDenseOnes) {
   if (!destination_.is_cpu() || devices_[0] != kHost) GTEST_SKIP() << "the fake has no sparse";
   std::vector<TensorVector> lists;
   for (size_t i = 0; i < devices_.size(); ++i) {
     const Tensor sparse = at::ones({3}).to_sparse(), dense = at::ones({3});
     lists.push_back({sparse, i % 2 == 0 ? sparse : dense, dense});
   }
-  const absl::StatusOr<TensorVector> sums = reducer_.Reduce(lists, destination_);
+  const absl::StatusOr<TensorVector> sums = collectives_.Reduce(lists, destination_);
   ASSERT_TRUE(sums.ok()) << sums.status();
   const Tensor want = at::ones({3}) * static_cast<int64_t>(devices_.size());
   EXPECT_TRUE((*sums)[0].is_sparse());
   for (const Tensor& sum : *sums) EXPECT_TRUE(sum.to_dense().equal(want));
 }
 
-TEST_P(CoalescedReducerTest, SaysWhichTensorIsNotAsItShouldBe) {
+TEST_P(CoalescedCollectivesTest, SaysWhichTensorIsNotAsItShouldBe) {
   std::vector<TensorVector> lists;
   for (const c10::Device device : devices_) lists.push_back(List(device));
-  EXPECT_THAT(reducer_.Reduce({}, destination_).status().message(), HasSubstr("0 lists for"));
+  EXPECT_THAT(collectives_.Reduce({}, destination_).status().message(), HasSubstr("0 lists for"));
   lists.back()[2] = at::ones({2}, at::TensorOptions(fake_device::Device(3)));
-  EXPECT_THAT(reducer_.Reduce(lists, destination_).status().message(),
+  EXPECT_THAT(collectives_.Reduce(lists, destination_).status().message(),
               HasSubstr("tensor 2 of list"));
   if (devices_.size() > 1) {
     lists.back()[2] = at::ones({7}, at::TensorOptions(devices_.back()));
-    EXPECT_THAT(reducer_.Reduce(lists, destination_).status().message(),
+    EXPECT_THAT(collectives_.Reduce(lists, destination_).status().message(),
                 HasSubstr("Float [7], and another list's Float [2, 3]"));
     lists.back().pop_back();
     lists.back()[2] = Tensor();
-    EXPECT_THAT(reducer_.Reduce(lists, destination_).status().message(),
+    EXPECT_THAT(collectives_.Reduce(lists, destination_).status().message(),
                 HasSubstr("has 23 tensors"));
   }
   EXPECT_THAT(
-      reducer_.Broadcast({at::ones(1), at::ones(1, at::TensorOptions(fake_device::Device(3)))})
+      collectives_.Broadcast({at::ones(1), at::ones(1, at::TensorOptions(fake_device::Device(3)))})
           .status()
           .message(),
       HasSubstr("tensor 1 is on hpu:3"));
 }
 
-TEST_P(CoalescedReducerTest, FailsOnceAborted) {
-  reducer_.Abort(absl::UnavailableError("a peer is gone"));
-  reducer_.Abort(absl::InternalError("second"));
-  EXPECT_EQ(reducer_.Broadcast({}).status(), absl::UnavailableError("a peer is gone"));
-  EXPECT_EQ(reducer_.Reduce({}, destination_).status(), absl::UnavailableError("a peer is gone"));
+TEST_P(CoalescedCollectivesTest, FailsOnceAborted) {
+  collectives_.Abort(absl::UnavailableError("a peer is gone"));
+  collectives_.Abort(absl::InternalError("second"));
+  EXPECT_EQ(collectives_.Broadcast({}).status(), absl::UnavailableError("a peer is gone"));
+  EXPECT_EQ(collectives_.Reduce({}, destination_).status(),
+            absl::UnavailableError("a peer is gone"));
 }
 
-// Each device's work is on a stream of its own that nobody waits for but the reducer.
-TEST(CoalescedReducerStreams, OrdersTheStreamsOfTheDevices) {
+// Each device's work is on a stream of its own that nobody waits for but the collectives.
+TEST(CoalescedCollectivesStreams, OrdersTheStreamsOfTheDevices) {
   const std::vector<c10::Device> devices = {fake_device::Device(0), fake_device::Device(1)};
-  CoalescedReducer reducer(devices, {});
+  CoalescedCollectives collectives(devices, {});
   const c10::MultiStreamGuard guard({fake_device::NewStream(0), fake_device::NewStream(1)});
   std::vector<TensorVector> lists;
   for (const c10::Device device : devices) {
     const auto options = at::TensorOptions(device);
     lists.push_back({at::ones({3}, options) * 2, at::ones({2}, options), Tensor()});
   }
-  absl::StatusOr<TensorVector> sums = reducer.Reduce(lists, devices[0]);
+  absl::StatusOr<TensorVector> sums = collectives.Reduce(lists, devices[0]);
   ASSERT_TRUE(sums.ok()) << sums.status();
   lists.clear();
   EXPECT_TRUE((*sums)[0].cpu().equal(at::ones({3}) * 4));
-  absl::StatusOr<std::vector<TensorVector>> copies = reducer.Broadcast(*sums);
+  absl::StatusOr<std::vector<TensorVector>> copies = collectives.Broadcast(*sums);
   ASSERT_TRUE(copies.ok()) << copies.status();
   sums->clear();
   EXPECT_TRUE(((*copies)[1][0] + 1).cpu().equal(at::ones({3}) * 5));
   EXPECT_THAT(fake_device::TakeViolations(), IsEmpty());
 }
 
-TEST(NewReducer, NeedsDevices) {
-  EXPECT_EQ(NewReducer({}).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ((*NewReducer({kHost, kHost}))->devices().size(), 2u);
+TEST(NewDeviceCollectives, NeedsDevices) {
+  EXPECT_EQ(NewDeviceCollectives({}).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ((*NewDeviceCollectives({kHost, kHost}))->devices().size(), 2u);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "core/parallel/coalesced_reducer.h"
+#include "core/parallel/coalesced_collectives.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -104,11 +104,12 @@ bool GoesAlone(absl::Span<const TensorVector> lists, size_t k, c10::Device desti
 
 }  // namespace
 
-CoalescedReducer::CoalescedReducer(std::vector<c10::Device> devices, ReducerOptions options)
+CoalescedCollectives::CoalescedCollectives(std::vector<c10::Device> devices,
+                                           DeviceCollectivesOptions options)
     : devices_(std::move(devices)), options_(options) {}
 
-absl::StatusOr<TensorVector> CoalescedReducer::Reduce(absl::Span<const TensorVector> lists,
-                                                      c10::Device destination) {
+absl::StatusOr<TensorVector> CoalescedCollectives::Reduce(absl::Span<const TensorVector> lists,
+                                                          c10::Device destination) {
   DG_RETURN_IF_ERROR(Aborted());
   DG_RETURN_IF_ERROR(CheckReduce(devices_, lists));
   try {
@@ -160,7 +161,8 @@ absl::StatusOr<TensorVector> CoalescedReducer::Reduce(absl::Span<const TensorVec
   }
 }
 
-absl::StatusOr<std::vector<TensorVector>> CoalescedReducer::Broadcast(const TensorVector& tensors) {
+absl::StatusOr<std::vector<TensorVector>> CoalescedCollectives::Broadcast(
+    const TensorVector& tensors) {
   DG_RETURN_IF_ERROR(Aborted());
   DG_RETURN_IF_ERROR(CheckBroadcast(tensors));
   try {
@@ -192,12 +194,12 @@ absl::StatusOr<std::vector<TensorVector>> CoalescedReducer::Broadcast(const Tens
   }
 }
 
-void CoalescedReducer::Abort(const absl::Status& why) {
+void CoalescedCollectives::Abort(const absl::Status& why) {
   absl::MutexLock lock(&mu_);
   aborted_.Update(why);
 }
 
-absl::Status CoalescedReducer::Aborted() const {
+absl::Status CoalescedCollectives::Aborted() const {
   absl::MutexLock lock(&mu_);
   return aborted_;
 }

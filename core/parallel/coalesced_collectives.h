@@ -1,13 +1,13 @@
 // Reduction by copying buckets between devices and adding them: for any devices, and the same one
 // several times.
-#ifndef DISTGRAD_CORE_PARALLEL_COALESCED_REDUCER_H_
-#define DISTGRAD_CORE_PARALLEL_COALESCED_REDUCER_H_
+#ifndef DISTGRAD_CORE_PARALLEL_COALESCED_COLLECTIVES_H_
+#define DISTGRAD_CORE_PARALLEL_COALESCED_COLLECTIVES_H_
 
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "core/parallel/reducer.h"
+#include "core/parallel/device_collectives.h"
 
 namespace distgrad {
 
@@ -15,10 +15,10 @@ namespace distgrad {
 // on the buckets: each is ((t0 + t1) + t2) + ..., and so the same on every run.
 //
 // Thread-safe.
-class CoalescedReducer : public Reducer {
+class CoalescedCollectives : public DeviceCollectives {
  public:
   // `devices` is not empty.
-  CoalescedReducer(std::vector<c10::Device> devices, ReducerOptions options);
+  CoalescedCollectives(std::vector<c10::Device> devices, DeviceCollectivesOptions options);
 
   const std::vector<c10::Device>& devices() const override { return devices_; }
   absl::StatusOr<TensorVector> Reduce(absl::Span<const TensorVector> lists,
@@ -31,7 +31,7 @@ class CoalescedReducer : public Reducer {
 
   // Constant after construction.
   const std::vector<c10::Device> devices_;
-  const ReducerOptions options_;
+  const DeviceCollectivesOptions options_;
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
@@ -40,4 +40,4 @@ class CoalescedReducer : public Reducer {
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_PARALLEL_COALESCED_REDUCER_H_
+#endif  // DISTGRAD_CORE_PARALLEL_COALESCED_COLLECTIVES_H_
