@@ -82,9 +82,9 @@ TEST(ChromeTraceTest, BothEndsOfACall) {
 
 TEST(ChromeTraceTest, FlowsAreOfOneCallOfOneLife) {
   Trace trace = NewTrace(0, "front");
-  const auto served = [&](WorkerId from, Incarnation life, uint64_t call) {
+  const auto served = [&](WorkerId from, Incarnation incarnation, uint64_t call) {
     trace.spans.push_back(
-        {.kind = Kind::kCallServed, .peer = from, .call = call, .incarnation = life});
+        {.kind = Kind::kCallServed, .peer = from, .call = call, .incarnation = incarnation});
   };
   served(1, 5, 7);
   served(1, 5, 8);

@@ -9,15 +9,15 @@ namespace distgrad {
 // A worker's number in its job: its rank.
 using WorkerId = uint16_t;
 
-// Changes with each start of a worker, so that messages of an earlier life can be told: the number
-// of its life in the top 32 bits, so that the later is the greater one.
+// Changes with each start of a worker, so that messages of an earlier incarnation can be told: the
+// number of that start in the top 32 bits, so that the later is the greater one.
 using Incarnation = uint64_t;
 
 constexpr uint64_t LifeOf(Incarnation incarnation) { return incarnation >> 32; }
 
 // Made by one worker and known by all: the maker's id in the top 16 bits, a counter that
-// starts at 1 below. 0 means none. A later life counts on from where no earlier one got, so that
-// it gives no number again.
+// starts at 1 below. 0 means none. A later incarnation counts on from where no earlier one got, so
+// that it gives no number again.
 using ContextId = uint64_t;  // made by the origin of the context
 using EdgeId = uint64_t;     // made by the sender
 using PassId = uint64_t;     // made by the initiator

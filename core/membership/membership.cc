@@ -35,7 +35,7 @@ absl::Duration LookAgain(int size) { return absl::Seconds(10) + absl::Millisecon
 // signed where there is a cluster key, and counters are not: so a counter never opens anything, but
 // lets whoever is the last to come look.
 std::string EntryKey(int id) { return absl::StrCat("worker/", id); }
-std::string LivesKey(int id) { return absl::StrCat("worker/", id, "/lives"); }
+std::string IncarnationsKey(int id) { return absl::StrCat("worker/", id, "/incarnations"); }
 std::string NameKey(absl::string_view name) { return absl::StrCat("name/", name); }  // its id
 std::string LostKey(int id) { return absl::StrCat("lost/", id); }  // the incarnation that is
 std::string AtKey(int id) { return absl::StrCat("at/", id); }      // the barrier it has come to
@@ -55,9 +55,10 @@ absl::Status CheckName(absl::string_view name) {
       absl::StrCat("a worker's name must have 1 to ", kMaxWorkerText, " bytes, not ", name.size()));
 }
 
-// Later lives have greater numbers; the random half keeps jobs apart that use one store in turn.
-Incarnation MakeIncarnation(int64_t life) {
-  return (static_cast<uint64_t>(life) << 32) | std::random_device()();
+// Later incarnations have greater numbers; the random half keeps jobs apart that use one store in
+// turn.
+Incarnation MakeIncarnation(int64_t count) {
+  return (static_cast<uint64_t>(count) << 32) | std::random_device()();
 }
 
 // Writes the outcome, unless somebody has.
@@ -181,9 +182,10 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
   self.id = static_cast<WorkerId>(options_.rank);
   self.name = options_.name.empty() ? absl::StrCat("worker", options_.rank) : options_.name;
   world_size_ = options_.world_size;
-  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(options_.rank), 1, deadline));
-  self.incarnation = MakeIncarnation(life);
-  if (life == 1) return self;
+  DG_ASSIGN_OR_RETURN(const int64_t count,
+                      store_->Add(IncarnationsKey(options_.rank), 1, deadline));
+  self.incarnation = MakeIncarnation(count);
+  if (count == 1) return self;
 
   const auto refuse = [&] {
     return absl::AlreadyExistsError(absl::StrCat("worker '", self.name, "' cannot join: rank ",
@@ -206,7 +208,7 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
   }
   DG_ASSIGN_OR_RETURN(const WorkerInfo before, Find(self.id, deadline));
   if (before.name != self.name) return refuse();
-  return NextLife(self.id, life);
+  return NextIncarnation(self.id, count);
 }
 
 absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
@@ -222,8 +224,8 @@ absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
     DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimsKey(options_.name), 1, deadline));
     if (claims > 1) {
       DG_ASSIGN_OR_RETURN(const int id, ReadNumber(*store_, NameKey(options_.name), deadline));
-      DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(id), 1, deadline));
-      return NextLife(static_cast<WorkerId>(id), life);
+      DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(id), 1, deadline));
+      return NextIncarnation(static_cast<WorkerId>(id), count);
     }
   }
   DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoiners, 1, deadline));
@@ -241,17 +243,17 @@ absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
   self.id = static_cast<WorkerId>(id);
   self.name = options_.name.empty() ? absl::StrCat("worker", id) : options_.name;
   DG_RETURN_IF_ERROR(store_->Set(NameKey(self.name), absl::StrCat(id), deadline));
-  DG_ASSIGN_OR_RETURN(const int64_t life, store_->Add(LivesKey(self.id), 1, deadline));
-  self.incarnation = MakeIncarnation(life);
+  DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(self.id), 1, deadline));
+  self.incarnation = MakeIncarnation(count);
   return self;
 }
 
-absl::StatusOr<WorkerInfo> Membership::NextLife(WorkerId id, int64_t life) {
+absl::StatusOr<WorkerInfo> Membership::NextIncarnation(WorkerId id, int64_t count) {
   late_ = true;
   WorkerInfo self;
   self.id = id;
   self.name = options_.name.empty() ? absl::StrCat("worker", id) : options_.name;
-  self.incarnation = MakeIncarnation(life);
+  self.incarnation = MakeIncarnation(count);
   return self;
 }
 

@@ -2,7 +2,7 @@
 // how they come and go while it runs. docs/membership.md has the rules.
 //
 //   Membership members(store, {.name = "back", .rank = 1, .world_size = 2});
-//   WorkerInfo self = *members.Claim(deadline);         // an id, and a life of it
+//   WorkerInfo self = *members.Claim(deadline);         // an id, and an incarnation of it
 //   self.address = ...;                                 // listens
 //   std::vector<WorkerInfo> all = *members.Enter(self, deadline);
 #ifndef DISTGRAD_CORE_MEMBERSHIP_MEMBERSHIP_H_
@@ -104,10 +104,10 @@ class Membership {
   // Says that this worker leaves.
   absl::Status Leave(Deadline deadline);
 
-  // Says that this life of a member is lost, and why: all workers that wait for it in a barrier,
-  // and those that will, hear of it within about a second, by way of the store. Returns at once;
-  // for any thread. Should the member live after all, it takes the word back at its next barrier,
-  // or in the one that it waits in; a new life of it is not lost.
+  // Says that this incarnation of a member is lost, and why: all workers that wait for it in a
+  // barrier, and those that will, hear of it within about a second, by way of the store. Returns at
+  // once; for any thread. Should the member live after all, it takes the word back at its next
+  // barrier, or in the one that it waits in; a new incarnation of it is not lost.
   void MarkLost(const WorkerInfo& member, std::string reason = "");
   // Takes back what somebody has said of this worker. A store that is silent has some seconds.
   absl::Status DenyLoss();
@@ -153,7 +153,7 @@ class Membership {
   absl::Status CheckOpen() const;
   absl::StatusOr<WorkerInfo> ClaimRank(Deadline deadline);
   absl::StatusOr<WorkerInfo> ClaimByName(Deadline deadline);
-  absl::StatusOr<WorkerInfo> NextLife(WorkerId id, int64_t life);
+  absl::StatusOr<WorkerInfo> NextIncarnation(WorkerId id, int64_t count);
   absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> EnterLate(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> GatherEntries(Deadline deadline);
@@ -191,7 +191,7 @@ class Membership {
   // What kChanges held when this worker last looked at the members.
   Store::Value LastChanges();
   void SetLastChanges(const Store::Value& changes);
-  // Why that life of it is lost, if it is; or that this was taken back.
+  // Why that incarnation of it is lost, if it is; or that this was taken back.
   struct Loss {
     bool is_lost = false;
     bool is_denied = false;

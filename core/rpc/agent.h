@@ -50,9 +50,9 @@ class AgentService {
   virtual void OnLateReply(WorkerId from, Body reply) = 0;
   // The connection with a worker broke: what was in flight with it may be lost. It may be back.
   virtual void OnPeerLost(WorkerId peer, const absl::Status& why) = 0;
-  // That life of a member that is watched (Agent::WatchMembers) cannot be reached: nothing is heard
-  // of it, or nobody is there. Again and again, until Agent::SetLost(), unless it can be reached
-  // again.
+  // That incarnation of a member that is watched (Agent::WatchMembers) cannot be reached: nothing
+  // is heard of it, or nobody is there. Again and again, until Agent::SetLost(), unless it can be
+  // reached again.
   virtual void OnUnreachable(WorkerId /*peer*/, Incarnation /*incarnation*/,
                              const absl::Status& /*why*/) {}
   // There are events for Agent::TakeEvents().
@@ -144,8 +144,8 @@ class Agent {
   // The same with this member, whoever else does.
   void WatchToo(WorkerId member);
   void StopWatching();
-  // That life of a member is lost, as OnUnreachable() said or somebody else; or is not, after all.
-  // It stays a member.
+  // That incarnation of a member is lost, as OnUnreachable() said or somebody else; or is not,
+  // after all. It stays a member.
   void SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
   void SetAlive(WorkerId worker, Incarnation incarnation);
   // What happens to members is kept from now on, in its order, until it is taken; or no longer.

@@ -61,7 +61,7 @@ class AgentBulkTest : public testing::Test {
  protected:
   AgentBulkTest() {
     for (WorkerId id = 0; id < 2; ++id) {
-      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, id, /*life=*/1));
+      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, id, /*incarnation=*/1));
     }
     StartAll(agents_);
   }

@@ -1,5 +1,6 @@
-// What an Agent is made of. Private to core/rpc: agent.cc has its life and what it can be asked,
-// agent_calls.cc its calls, agent_links.cc its connections, agent_watch.cc whom it watches.
+// What an Agent is made of. Private to core/rpc: agent.cc has its beginning and end, and what it
+// can be asked, agent_calls.cc its calls, agent_links.cc its connections, agent_watch.cc whom it
+// watches.
 #ifndef DISTGRAD_CORE_RPC_AGENT_IMPL_H_
 #define DISTGRAD_CORE_RPC_AGENT_IMPL_H_
 

@@ -58,8 +58,8 @@ void Agent::Impl::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
   absl::Status learned = found.ok() ? Learn(*found, link) : found.status();
   const std::optional<WorkerInfo> known = peers_.Find(to);
   if (!known || absl::IsCancelled(learned)) return link->Close(learned);
-  // A store that is gone, or whose entry is of a life that is over, does not keep us from a peer
-  // that we know.
+  // A store that is gone, or whose entry is of an incarnation that is over, does not keep us from a
+  // peer that we know.
   if (!learned.ok()) DG_LOG(WARNING) << "asking for worker " << Describe(to) << ": " << learned;
   if (known->left) return link->Close(absl::UnavailableError("it has left the job"));
   Connect(link, to);
@@ -204,7 +204,7 @@ void Agent::Impl::OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& he
                               const absl::StatusOr<WorkerInfo>& found) {
   absl::Status status = found.status();
   if (status.ok() && found->incarnation != hello.from_incarnation) {
-    status = absl::FailedPreconditionError(absl::StrCat("it comes from a life of worker '",
+    status = absl::FailedPreconditionError(absl::StrCat("it comes from an incarnation of worker '",
                                                         found->name, "' (", hello.from,
                                                         ") that the job's store does not know"));
   }
@@ -316,7 +316,7 @@ void Agent::Impl::DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>&
   }
   for (Pending& p : failed) End(p, CallError(p.to, p.function, why));
   // Where there was no connection, what went over an earlier one has been lost with that; and a
-  // context may have begun since, for which this peer is the new life.
+  // context may have begun since, for which this peer is the new incarnation.
   if (!old.empty()) service_->OnPeerLost(peer, why);
   for (const auto& link : old) link->Close(why);
 }

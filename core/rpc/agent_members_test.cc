@@ -150,12 +150,12 @@ class AgentMembersTest : public testing::Test {
     }
     for (auto& node : nodes_) ASSERT_TRUE(node->agent.Start(node->info, infos).ok());
   }
-  std::unique_ptr<TestAgent> New(WorkerId id, uint64_t life) {
-    return std::make_unique<TestAgent>(&clock_, network_, id, life, Options(&directory_));
+  std::unique_ptr<TestAgent> New(WorkerId id, uint64_t incarnation) {
+    return std::make_unique<TestAgent>(&clock_, network_, id, incarnation, Options(&directory_));
   }
   // One that comes late: the store has it, and it knows those of the start.
-  std::unique_ptr<TestAgent> Come(WorkerId id, uint64_t life) {
-    auto node = New(id, life);
+  std::unique_ptr<TestAgent> Come(WorkerId id, uint64_t incarnation) {
+    auto node = New(id, incarnation);
     directory_.Set(node->info);
     std::vector<WorkerInfo> infos = {node->info};
     for (auto& other : nodes_) {
@@ -346,7 +346,7 @@ class AgentWatchTest : public AgentMembersTest {
       for (WorkerId to : {0, 1, 2}) ASSERT_TRUE(node->Call(to, "echo").Wait().ok());
     }
   }
-  static Incarnation LifeOf(const TestAgent& node) { return node.info.incarnation; }
+  static Incarnation IncarnationOf(const TestAgent& node) { return node.info.incarnation; }
   // The next event of that worker, as "lost 1"; waits for it, and calls `meanwhile` again and
   // again.
   static std::string NextEvent(
@@ -371,22 +371,22 @@ TEST_F(AgentWatchTest, EachKeepsAConnectionWithTheNextOne) {
 }
 
 TEST_F(AgentWatchTest, TheDeathOfOneWithWhomNothingIsInFlightIsNoticedAtOnceByOneOther) {
-  const Incarnation life = LifeOf(b());
+  const Incarnation incarnation = IncarnationOf(b());
   nodes_[1].reset();
-  const absl::Status why = a().service.AwaitUnreachable(1, life);
+  const absl::Status why = a().service.AwaitUnreachable(1, incarnation);
   EXPECT_EQ(why.code(), absl::StatusCode::kUnavailable) << why;
   EXPECT_TRUE(Contains(why, "'b' (1)")) << why;
   EXPECT_FALSE(c().service.HasUnreachable(1));
   EXPECT_TRUE(a().agent.TakeEvents().empty()) << "nobody has said that it is lost";
-  a().agent.SetLost(1, life, "it died");
-  a().agent.SetLost(1, life, "it died again");
+  a().agent.SetLost(1, incarnation, "it died");
+  a().agent.SetLost(1, incarnation, "it died again");
   EXPECT_EQ(NextEvent(a()), "lost 1");
   EXPECT_EQ(a().agent.Members().size(), 3u) << "it may come back";
   // It is the next one now whom "a" watches.
-  const Incarnation life_of_c = LifeOf(c());
+  const Incarnation incarnation_of_c = IncarnationOf(c());
   clock_.Advance(absl::Seconds(1));  // not more often is a broken connection tried again at once
   nodes_[2].reset();
-  a().service.AwaitUnreachable(2, life_of_c).IgnoreError();
+  a().service.AwaitUnreachable(2, incarnation_of_c).IgnoreError();
   nodes_[1] = Come(1, 2);
   EXPECT_EQ(*b().Call(0, "echo", "back").Wait(), "back");
   EXPECT_EQ(NextEvent(a()), "joined 1");
@@ -401,10 +401,10 @@ TEST_F(AgentWatchTest, OneThatIsSilentIsUnreachableWithinTheLimit) {
     }
     Beat();
   }
-  const absl::Status why = a().service.AwaitUnreachable(1, LifeOf(b()));
+  const absl::Status why = a().service.AwaitUnreachable(1, IncarnationOf(b()));
   EXPECT_TRUE(Contains(why, "heartbeat limit of 50s")) << why;
   EXPECT_FALSE(c().service.HasUnreachable(0));
-  a().agent.SetLost(1, LifeOf(b()), "it is silent");
+  a().agent.SetLost(1, IncarnationOf(b()), "it is silent");
   EXPECT_EQ(NextEvent(a()), "lost 1");
   // It was only cut off, and looks for the one before it, with one beat or another: what it had
   // sent as the silence ended may have to be given up first.
@@ -458,11 +458,11 @@ TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
   }
   // The store says it, and its watcher has found it.
   for (const auto& node : late) {
-    if (node->info.id > 5) a().agent.SetLost(node->info.id, LifeOf(*node), "it died");
+    if (node->info.id > 5) a().agent.SetLost(node->info.id, IncarnationOf(*node), "it died");
   }
   EXPECT_EQ(ConnectedWith(a()), with);
   // "a" watches this one.
-  a().agent.SetLost(1, LifeOf(b()), "it died");
+  a().agent.SetLost(1, IncarnationOf(b()), "it died");
   with.insert(3);
   EXPECT_EQ(ConnectedWith(a()), with);
 }
@@ -471,7 +471,7 @@ TEST_F(AgentWatchTest, OneThatIsLostIsNotTriedAgainAndAgain) {
   const std::set<WorkerId> with = ConnectedWith(a());
   const auto d = Come(3, 1);
   ASSERT_TRUE(a().agent.Learn(d->info).ok());
-  a().agent.SetLost(3, LifeOf(*d), "it died");
+  a().agent.SetLost(3, IncarnationOf(*d), "it died");
   a().agent.WatchToo(3);
   EXPECT_EQ(ConnectedWith(a()), with);
 }
@@ -483,10 +483,10 @@ TEST_F(AgentWatchTest, WhoHasLeftIsNotMissed) {
   nodes_[1].reset();  // without a word
   EXPECT_EQ(NextEvent(a()), "left 1");
   EXPECT_FALSE(a().service.HasUnreachable(1));
-  const Incarnation life = LifeOf(c());
+  const Incarnation incarnation = IncarnationOf(c());
   clock_.Advance(absl::Seconds(1));
   nodes_[2].reset();
-  a().service.AwaitUnreachable(2, life).IgnoreError();
+  a().service.AwaitUnreachable(2, incarnation).IgnoreError();
   EXPECT_FALSE(a().service.HasUnreachable(1));
 }
 
@@ -538,7 +538,7 @@ TEST_F(AgentMembersTest, ANewLifeEndsWhatThereIsWithTheOld) {
   const absl::Status refused = old->Call(0, "echo").Wait().status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable) << refused;
   EXPECT_TRUE(Contains(refused, "refused the connection")) << refused;
-  EXPECT_TRUE(Contains(refused, "a life of worker 'b' (1) that is over")) << refused;
+  EXPECT_TRUE(Contains(refused, "an incarnation of worker 'b' (1) that is over")) << refused;
   EXPECT_EQ(*a().Call(1, "echo", "goes to the new one").Wait(), "goes to the new one");
 }
 

@@ -22,7 +22,7 @@ class AgentTest : public ::testing::Test {
  protected:
   AgentTest() {
     for (WorkerId id = 0; id < 3; ++id) {
-      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, id, /*life=*/2));
+      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, id, /*incarnation=*/2));
     }
     StartAll(agents_);
   }

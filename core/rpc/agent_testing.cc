@@ -101,12 +101,12 @@ bool TestService::HasLost(WorkerId peer) const {
 }
 
 TestAgent::TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerId id,
-                     uint64_t life, const AgentOptions& options)
+                     uint64_t incarnation, const AgentOptions& options)
     : transport(NewInprocTransport(std::move(network))),
       agent(clock, transport.get(), &service, options) {
   info.id = id;
   info.name = std::string(1, static_cast<char>('a' + id));
-  info.incarnation = life << 32;
+  info.incarnation = incarnation << 32;
   absl::StatusOr<std::string> address = agent.Listen();
   DG_CHECK(address.ok()) << address.status();
   info.address = *std::move(address);

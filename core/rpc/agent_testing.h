@@ -4,7 +4,7 @@
 //   auto network = std::make_shared<InprocNetwork>();
 //   std::vector<std::unique_ptr<TestAgent>> agents;
 //   for (WorkerId id : {0, 1}) {
-//     agents.push_back(std::make_unique<TestAgent>(&clock, network, id, /*life=*/1));
+//     agents.push_back(std::make_unique<TestAgent>(&clock, network, id, /*incarnation=*/1));
 //   }
 //   StartAll(agents);
 //   EXPECT_EQ(*agents[0]->Call(1, "echo", "x").Wait(), "x");
@@ -49,7 +49,7 @@ class TestService : public AgentService {
   // Why a worker was lost.
   absl::Status AwaitLost(WorkerId peer);
   bool HasLost(WorkerId peer) const;
-  // The same for one that cannot be reached; of that life.
+  // The same for one that cannot be reached; of that incarnation.
   absl::Status AwaitUnreachable(WorkerId peer, Incarnation incarnation);
   bool HasUnreachable(WorkerId peer) const;
 
@@ -62,9 +62,9 @@ class TestService : public AgentService {
   std::map<WorkerId, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
 };
 
-// One life of a worker, which listens from the start. Worker 0 is "a", 1 is "b", and so on.
+// One incarnation of a worker, which listens from the start. Worker 0 is "a", 1 is "b", and so on.
 struct TestAgent {
-  TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerId id, uint64_t life,
+  TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerId id, uint64_t incarnation,
             const AgentOptions& options = {});
   ~TestAgent();
 

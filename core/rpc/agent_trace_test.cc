@@ -23,7 +23,7 @@ class AgentTraceTest : public ::testing::Test {
   void Start(const Limits& limits = {}) {
     for (WorkerId id = 0; id < 2; ++id) {
       agents_.push_back(
-          std::make_unique<TestAgent>(&clock_, network_, id, /*life=*/id + 1,
+          std::make_unique<TestAgent>(&clock_, network_, id, /*incarnation=*/id + 1,
                                       AgentOptions{.trace = traces_[id], .limits = limits}));
     }
     StartAll(agents_);

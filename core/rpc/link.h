@@ -62,7 +62,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Who is at the other end: known from the start of a link that we opened, from its hello on
   // one that was accepted. Written and read by the owner, under its mutex.
   std::optional<WorkerId> peer;
-  // Which life of it: 0 until the hello, and of the link to oneself.
+  // Which incarnation of it: 0 until the hello, and of the link to oneself.
   Incarnation incarnation = 0;
 
   // Calls made to the peer over this link that have not ended; like `peer`.

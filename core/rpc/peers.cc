@@ -84,7 +84,7 @@ std::string Peers::Describe(WorkerId worker) const {
 
 absl::Status Peers::Outdated(const WorkerInfo& known) const {
   return absl::FailedPreconditionError(
-      absl::StrCat("it is of a life of worker '", known.name, "' (", known.id,
+      absl::StrCat("it is of an incarnation of worker '", known.name, "' (", known.id,
                    ") that is over: the worker has come back since"));
 }
 
@@ -205,11 +205,11 @@ absl::StatusOr<bool> Peers::Check(const Hello& hello) const {
   absl::MutexLock lock(&mu_);
   if (hello.to != self_.id || hello.to_incarnation != self_.incarnation) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "it was meant for another worker, or for an earlier life of '", self_.name, "'"));
+        "it was meant for another worker, or for an earlier incarnation of '", self_.name, "'"));
   }
   if (hello.from == self_.id) {
     return absl::FailedPreconditionError(
-        absl::StrCat("it comes from another life of '", self_.name, "'"));
+        absl::StrCat("it comes from another incarnation of '", self_.name, "'"));
   }
   const auto from = workers_.find(hello.from);
   if (from == workers_.end()) return false;

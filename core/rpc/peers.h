@@ -40,17 +40,18 @@ class Peers {
   // "'name' (id)", for messages.
   std::string Describe(WorkerId worker) const;
 
-  // What the store says of a worker. True if this is a new life of one that was known: what is
-  // left of the old one is to be ended. kFailedPrecondition for a life that is over;
+  // What the store says of a worker. True if this is a new incarnation of one that was known: what
+  // is left of the old one is to be ended. kFailedPrecondition for an incarnation that is over;
   // kResourceExhausted beyond max_workers.
   absl::StatusOr<bool> Learn(const WorkerInfo& worker);
 
   // It says itself that it leaves.
   void SetLeft(WorkerId worker);
-  // That life of it is lost. It stays a member, for it may come back. False if this was known, or
-  // if it has left or come back since.
+  // That incarnation of it is lost. It stays a member, for it may come back. False if this was
+  // known, or if it has left or come back since.
   bool SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
-  // That life of it was heard of: if it was taken for lost it is not any more, and this is true.
+  // That incarnation of it was heard of: if it was taken for lost it is not any more, and this is
+  // true.
   bool SetAlive(WorkerId worker, Incarnation incarnation);
   bool is_lost(WorkerId worker) const;
 
@@ -65,8 +66,8 @@ class Peers {
   std::vector<MemberEvent> TakeEvents();
 
   // Whether a connection from this one is to be taken: true if it is as we know it, false if the
-  // store has to say. kFailedPrecondition if it is not meant for this life of ours, or comes from
-  // one that is over.
+  // store has to say. kFailedPrecondition if it is not meant for this incarnation of ours, or comes
+  // from one that is over.
   absl::StatusOr<bool> Check(const Hello& hello) const;
 
  private:

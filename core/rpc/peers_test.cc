@@ -8,11 +8,11 @@
 namespace distgrad {
 namespace {
 
-WorkerInfo Info(WorkerId id, const std::string& name, uint64_t life = 1, bool left = false) {
+WorkerInfo Info(WorkerId id, const std::string& name, uint64_t incarnation = 1, bool left = false) {
   WorkerInfo info;
   info.id = id;
   info.name = name;
-  info.incarnation = life << 32;
+  info.incarnation = incarnation << 32;
   info.left = left;
   return info;
 }
@@ -97,7 +97,7 @@ TEST(PeersTest, WhatHappensIsToldOnceAndInOrder) {
   ASSERT_TRUE(peers.Learn(Info(2, "c", 2)).ok());
   ASSERT_TRUE(peers.Learn(Info(3, "d", 1, /*left=*/true)).ok());  // was never seen
   ASSERT_TRUE(peers.Learn(Info(4, "e")).ok());
-  EXPECT_FALSE(peers.SetLost(1, Incarnation{7} << 32, "of another life"));
+  EXPECT_FALSE(peers.SetLost(1, Incarnation{7} << 32, "of another incarnation"));
   EXPECT_TRUE(peers.SetLost(1, Incarnation{1} << 32, "it is silent"));
   EXPECT_FALSE(peers.SetLost(1, Incarnation{1} << 32, "once more"));
   EXPECT_FALSE(peers.SetLost(0, Incarnation{1} << 32, "is this worker"));

@@ -126,7 +126,7 @@ absl::Status Worker::Impl::UpdateMembers(Deadline deadline) {
 
 absl::Status Worker::Impl::LearnAll(const std::vector<WorkerInfo>& all) {
   for (const WorkerInfo& worker : all) {
-    // An entry of a life that is over is older than what we know, and says nothing.
+    // An entry of an incarnation that is over is older than what we know, and says nothing.
     const absl::Status learned = agent_.Learn(worker);
     if (!learned.ok() && !absl::IsFailedPrecondition(learned)) return learned;
   }
@@ -203,7 +203,7 @@ void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const a
         if (members_->finished() && self_.id != 0) return;
         const std::string reason(why.message());
         if (found.ok()) {
-          agent_.Learn(*found).IgnoreError();  // of a life that is over, say
+          agent_.Learn(*found).IgnoreError();  // of an incarnation that is over, say
           if (found->left || found->incarnation != incarnation) return;
           members_->MarkLost(*found, reason);
         } else if (peer == 0 && worker0_serves_store_ && absl::IsDeadlineExceeded(found.status())) {

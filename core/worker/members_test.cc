@@ -350,7 +350,7 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
   const at::Tensor x = at::ones({3}).requires_grad_();
   const auto y = worker(0).Call("worker1", "double", {"", {x}}, {.context = &old});
   ASSERT_TRUE(y.ok()) << y.status();
-  const Incarnation life = worker(0).members()[1].incarnation;
+  const Incarnation incarnation = worker(0).members()[1].incarnation;
   workers_[1].reset();
   const absl::Status gone = Echo(worker(0), "worker1");
   EXPECT_EQ(gone.code(), absl::StatusCode::kUnavailable) << gone;
@@ -359,8 +359,8 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
   workers_[1] = NewRank(1, 3);
   ASSERT_NE(workers_[1], nullptr);
   EXPECT_EQ(workers_[1]->members()[1].name, "worker1");
-  EXPECT_GT(workers_[1]->members()[1].incarnation, life);
-  // A connection to the old life that is still being tried may fail one more call.
+  EXPECT_GT(workers_[1]->members()[1].incarnation, incarnation);
+  // A connection to the old incarnation that is still being tried may fail one more call.
   absl::Status first;
   const absl::Time end = Later();
   do {
@@ -369,10 +369,10 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
   EXPECT_TRUE(first.ok()) << first;
   EXPECT_EQ(worker(0).members()[1].incarnation, workers_[1]->members()[1].incarnation);
   EXPECT_TRUE(Train(worker(2), "worker1").ok()) << "had never met the old one";
-  // Contexts, edges and passes of the new life have numbers of their own.
+  // Contexts, edges and passes of the new incarnation have numbers of their own.
   EXPECT_TRUE(Train(worker(1), "worker0").ok());
   EXPECT_TRUE(Train(worker(1), "worker2").ok());
-  // What the old life took part in is over.
+  // What the old incarnation took part in is over.
   const absl::Status backward = old.Backward({y->tensors[0].sum()});
   EXPECT_EQ(backward.code(), absl::StatusCode::kUnavailable) << backward;
   EXPECT_TRUE(Contains(backward, "'worker1' (1)")) << backward;
@@ -794,11 +794,11 @@ TEST(MembersStoreTest, WhoLivesDeniesEachLoss) {
   workers[3].reset();
   // What has come after the end of that connection says that it was seen.
   ASSERT_TRUE(workers[0]->Call(4, "echo", {}).ok());
-  const Incarnation life = workers[0]->members()[0].incarnation;
-  ASSERT_TRUE(store->Set("lost/0", absl::StrCat(life, " it was silent"), Later()).ok());
+  const Incarnation incarnation = workers[0]->members()[0].incarnation;
+  ASSERT_TRUE(store->Set("lost/0", absl::StrCat(incarnation, " it was silent"), Later()).ok());
   late->go_on.Notify();
   const std::string keys[] = {"lost/0"};
-  const Store::Value said[] = {absl::StrCat(life, " it was silent")};
+  const Store::Value said[] = {absl::StrCat(incarnation, " it was silent")};
   EXPECT_EQ(store->AwaitChange(keys, said, Later()).value()[0], "");
 }
 
@@ -826,7 +826,7 @@ TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {
                   .ok());
   ASSERT_TRUE(workers[0]->Call("worker1", "f", {}).ok());
 
-  // Who knows the new life is not led back to the old one.
+  // Who knows the new incarnation is not led back to the old one.
   ASSERT_TRUE(raw->Set("worker/1", old, Later()).ok());
   EXPECT_TRUE(workers[0]->UpdateMembers().ok());
   EXPECT_TRUE(workers[0]->Call("worker1", "f", {}).ok());

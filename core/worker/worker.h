@@ -164,7 +164,7 @@ class WorkerRef {
 struct Member {
   WorkerId id = 0;
   std::string name;
-  Incarnation incarnation = 0;  // another one for each life of that name
+  Incarnation incarnation = 0;  // another one for each incarnation of that name
 };
 
 // What a handler gets.

@@ -1,5 +1,5 @@
-// What a Worker is made of. Private to core/worker: worker.cc has its life, calls.cc what it asks
-// of others, serving.cc what they ask of it.
+// What a Worker is made of. Private to core/worker: worker.cc has its beginning and end, calls.cc
+// what it asks of others, serving.cc what they ask of it.
 #ifndef DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
 #define DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
 

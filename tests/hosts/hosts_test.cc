@@ -310,7 +310,7 @@ TEST_F(HostsTest, WhoIsKilledComesBack) {
     EXPECT_TRUE(absl::StrContains(answer, "worker1")) << answer;
     members_[1] = Member(1, Place(1));
     ExpectJoined(*members_[1]);
-    // A first call may meet what is left of the connection to the old life.
+    // A first call may meet what is left of the connection to the old incarnation.
     for (int tries = 0; tries < 3; ++tries) {
       if (absl::StartsWith(Do(*members_[0], "train 1 100000"), "= done")) break;
       ASSERT_LT(tries, 2) << members_[0]->output();

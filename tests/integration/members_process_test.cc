@@ -185,7 +185,7 @@ TEST_F(MembersProcessTest, AKilledWorkerIsNoticedAtOnceAndComesBackUnderItsName)
   ASSERT_EQ(child_->ReadLine(), "ready");
   ExpectTraining();
   EXPECT_TRUE(lead_->Call("back", "double", {"", {at::ones({1})}}).ok());
-  EXPECT_FALSE(step.Backward().ok()) << "it was of the old life";
+  EXPECT_FALSE(step.Backward().ok()) << "it was of the old incarnation";
   EXPECT_EQ(lead_->names(), (std::vector<std::string>{"lead", "middle", "back"}));
 }
 
@@ -244,20 +244,20 @@ TEST_F(MembersProcessTest, ACallbackHearsOfAKilledWorkerAndOfItsReturn) {
     told.events.push_back(event);
   };
   lead_->OnMember(tell);
-  const Incarnation life = lead_->members()[2].incarnation;
+  const Incarnation incarnation = lead_->members()[2].incarnation;
   child_->Signal(SIGKILL);
   EXPECT_EQ(child_->Wait(), -SIGKILL);
   const MemberEvent lost = told_of(1);
   EXPECT_EQ(lost.kind, MemberEvent::Kind::kLost);
   EXPECT_EQ(lost.name, "back");
   EXPECT_EQ(lost.id, 2);
-  EXPECT_EQ(lost.incarnation, life);
+  EXPECT_EQ(lost.incarnation, incarnation);
   EXPECT_TRUE(absl::StrContains(lost.reason, "'back' (2)")) << lost.reason;
   Child("back");
   const MemberEvent joined = told_of(2);
   EXPECT_EQ(joined.kind, MemberEvent::Kind::kJoined);
   EXPECT_EQ(joined.name, "back");
-  EXPECT_GT(joined.incarnation, life);
+  EXPECT_GT(joined.incarnation, incarnation);
   ASSERT_EQ(child_->ReadLine(), "ready");
   ASSERT_TRUE(lead_->Call("back", "leave", {}).ok());
   EXPECT_EQ(told_of(3).kind, MemberEvent::Kind::kLeft);

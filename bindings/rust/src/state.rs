@@ -10,7 +10,7 @@ pub struct Member {
     pub name: String,
     /// Its number in the job.
     pub rank: u32,
-    /// Another one for each life of that name, the later the greater.
+    /// Another one for each incarnation of that name, the later the greater.
     pub incarnation: u64,
 }
 

@@ -59,12 +59,12 @@ fn a_callback_hears_of_members() {
         event.member.incarnation
     };
     let worker = late();
-    let life = next(MemberEventKind::Joined);
+    let incarnation = next(MemberEventKind::Joined);
     worker.leave(LONG).unwrap();
     drop(worker);
-    assert_eq!(next(MemberEventKind::Left), life);
+    assert_eq!(next(MemberEventKind::Left), incarnation);
     let worker = late();
-    assert!(next(MemberEventKind::Joined) > life);
+    assert!(next(MemberEventKind::Joined) > incarnation);
     drop(worker);
     next(MemberEventKind::Lost);
     // Taken off, it is dropped, and so is what it holds.
