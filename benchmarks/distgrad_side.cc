@@ -191,7 +191,7 @@ class DistgradSide : public BenchmarkSide {
 
   absl::StatusOr<at::Tensor> CallChain(Worker& from, const at::Tensor& x, int hops,
                                        const CallOptions& options) {
-    const int to = (from.id() + 1) % world_;
+    const int to = (from.rank() + 1) % world_;
     DG_ASSIGN_OR_RETURN(const Message reply,
                         from.Call(NameOf(to), kChain, {absl::StrCat(hops), {x}}, options));
     return reply.tensors.at(0);

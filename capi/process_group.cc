@@ -67,7 +67,7 @@ absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
     return absl::InvalidArgumentError(
         absl::StrCat("there is no rank ", read.rank, " in a process group of ", read.size));
   }
-  options.rank = static_cast<int>(read.size == 0 ? use->id() : read.rank);
+  options.rank = static_cast<int>(read.size == 0 ? use->rank() : read.rank);
   options.size = read.size == 0 ? use->world_size() : static_cast<int>(read.size);
   options.timeout = ToTimeout(read.timeout_ms, options.timeout);
   options.join_timeout = ToTimeout(read.join_timeout_ms, options.join_timeout);

@@ -5,7 +5,7 @@
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "capi/worker_object.h"
-#include "core/autograd/snapshot.h"
+#include "core/autograd/state.h"
 #include "core/base/chrome_trace.h"
 #include "core/worker/metrics.h"
 #include "core/worker/worker.h"
@@ -14,8 +14,8 @@ namespace distgrad {
 namespace {
 
 // A pass, and what its state points to.
-struct PassState {
-  explicit PassState(const PassSnapshot& pass) {
+struct BorrowedPass {
+  explicit BorrowedPass(const PassState& pass) {
     for (const EdgeEnd& end : pass.awaited) awaited.push_back(end.peer);
     for (const auto& [worker, count] : pass.unacknowledged) {
       unacknowledged.insert(unacknowledged.end(), count, worker);
@@ -29,17 +29,17 @@ struct PassState {
     state.unacknowledged = unacknowledged.data();
     state.unacknowledged_count = unacknowledged.size();
   }
-  PassState(PassState&&) noexcept = default;  // vectors keep their memory
+  BorrowedPass(BorrowedPass&&) noexcept = default;  // vectors keep their memory
 
   std::vector<uint64_t> awaited, unacknowledged;
   dg_pass_state state = {};
 };
 
-void Visit(const ContextSnapshot& context,
+void Visit(const ContextState& context,
            void (*visit)(void* user_data, const dg_context_state* context), void* user_data) {
-  std::vector<PassState> passes(context.passes.begin(), context.passes.end());
+  std::vector<BorrowedPass> passes(context.passes.begin(), context.passes.end());
   std::vector<const dg_pass_state*> pointers;
-  for (const PassState& pass : passes) pointers.push_back(&pass.state);
+  for (const BorrowedPass& pass : passes) pointers.push_back(&pass.state);
   const std::vector<uint64_t> peers(context.peers.begin(), context.peers.end());
   dg_context_state state = {};
   state.struct_size = sizeof(state);
@@ -105,12 +105,12 @@ dg_error* dg_worker_contexts(const dg_worker* worker,
   return Guard([&]() -> absl::Status {
     if (visit == nullptr) return absl::InvalidArgumentError("the visitor is NULL");
     DG_RETURN_IF_ERROR(CheckMayWait());
-    std::vector<ContextSnapshot> contexts;
+    std::vector<ContextState> contexts;
     {
       DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
       contexts = use->Contexts();
     }
-    for (const ContextSnapshot& context : contexts) Visit(context, visit, user_data);
+    for (const ContextState& context : contexts) Visit(context, visit, user_data);
     return absl::OkStatus();
   });
 }

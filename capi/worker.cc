@@ -188,7 +188,7 @@ absl::StatusOr<OnLostMember> ToOnLost(uint64_t flags) {
 
 SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
     : name_(worker->name()),
-      rank_(worker->id()),
+      rank_(worker->rank()),
       local_rank_(static_cast<uint32_t>(worker->local_rank())),
       local_world_size_(static_cast<uint32_t>(worker->local_world_size())),
       worker_(worker.release()) {}

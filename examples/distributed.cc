@@ -12,7 +12,7 @@
 namespace distgrad {
 
 absl::StatusOr<std::unique_ptr<StageServer>> StageServer::Create(Worker* worker, uint64_t seed) {
-  DG_ASSIGN_OR_RETURN(Stage stage, Stage::Create(worker->id(), worker->world_size(), seed));
+  DG_ASSIGN_OR_RETURN(Stage stage, Stage::Create(worker->rank(), worker->world_size(), seed));
   std::unique_ptr<StageServer> server(new StageServer(worker, std::move(stage)));
   StageServer* const self = server.get();
   DG_RETURN_IF_ERROR(worker->Register("forward", [self](Request& r) { return self->Forward(r); }));
@@ -32,7 +32,7 @@ absl::StatusOr<Message> StageServer::Forward(Request& request) {
     return absl::InvalidArgumentError("forward takes a batch, and its labels for the loss");
   }
   tensors[0] = stage_.Forward(tensors[0]);
-  const int next = worker_->id() + 1;
+  const int next = worker_->rank() + 1;
   if (next < worker_->world_size()) {
     return worker_->Call(worker_->names()[next], "forward", std::move(request.message),
                          request.Nested());

@@ -393,17 +393,17 @@ ContextRecord::Released ContextRecord::Release() {
   return released;
 }
 
-ContextSnapshot ContextRecord::Snapshot() const {
-  ContextSnapshot snapshot;
-  snapshot.id = id_;
+ContextState ContextRecord::State() const {
+  ContextState state;
+  state.id = id_;
   {
     absl::MutexLock lock(&mu_);
-    snapshot.peers.assign(peers_.begin(), peers_.end());
-    snapshot.sends = edges_.sends.size();
-    snapshot.recvs = edges_.recvs.size();
+    state.peers.assign(peers_.begin(), peers_.end());
+    state.sends = edges_.sends.size();
+    state.recvs = edges_.recvs.size();
   }
-  for (const auto& [impl, slot] : AllGradients()) snapshot.gradients += slot->defined();
-  return snapshot;
+  for (const auto& [impl, slot] : AllGradients()) state.gradients += slot->defined();
+  return state;
 }
 
 bool ContextRecord::released() const {

@@ -25,7 +25,7 @@
 #include "core/autograd/executor/streams.h"
 #include "core/autograd/pass.h"
 #include "core/autograd/recv_node.h"
-#include "core/autograd/snapshot.h"
+#include "core/autograd/state.h"
 #include "core/base/ids.h"
 
 namespace torch::autograd {
@@ -130,7 +130,7 @@ class ContextRecord {
   bool released() const;
 
   // All but the passes.
-  ContextSnapshot Snapshot() const;
+  ContextState State() const;
 
  private:
   // How many failed passes are remembered.

@@ -342,13 +342,13 @@ Engine::PassCounts Engine::CountPasses() const {
   return counts;
 }
 
-std::vector<ContextSnapshot> Engine::Snapshot() const {
-  std::vector<ContextSnapshot> snapshots;
+std::vector<ContextState> Engine::State() const {
+  std::vector<ContextState> states;
   for (const auto& context : contexts_->All()) {
-    snapshots.push_back(context->Snapshot());
-    for (const auto& run : context->Passes()) snapshots.back().passes.push_back(run->Snapshot());
+    states.push_back(context->State());
+    for (const auto& run : context->Passes()) states.back().passes.push_back(run->State());
   }
-  return snapshots;
+  return states;
 }
 
 }  // namespace distgrad

@@ -21,7 +21,7 @@
 #include "core/autograd/executor/device_threads.h"
 #include "core/autograd/notice.h"
 #include "core/autograd/pass_run.h"
-#include "core/autograd/snapshot.h"
+#include "core/autograd/state.h"
 #include "core/base/clock.h"
 #include "core/base/deadline.h"
 #include "core/base/event_loop.h"
@@ -111,7 +111,7 @@ class Engine {
   void Join();
 
   // Contexts and passes at this moment. Waits for steps of the protocol that are in flight.
-  std::vector<ContextSnapshot> Snapshot() const;
+  std::vector<ContextState> State() const;
 
   // The passes that ran on this worker: those that are over, those of them that failed, and those
   // in flight.

@@ -16,12 +16,12 @@ constexpr size_t kMaxReports = 16;
 
 }  // namespace
 
-PassSnapshot PassRun::Snapshot() {
-  Promise<PassSnapshot> promise;
-  const Future<PassSnapshot> snapshot = promise.future();
+PassState PassRun::State() {
+  Promise<PassState> promise;
+  const Future<PassState> state = promise.future();
   Post(
       [this, promise = std::move(promise)]() mutable {
-        PassSnapshot s;
+        PassState s;
         s.id = id_;
         s.retain_graph = retain_graph_;
         s.awaited = pass_.Awaited();
@@ -31,7 +31,7 @@ PassSnapshot PassRun::Snapshot() {
         promise.Set(std::move(s));
       },
       RunHere::kNo, &engine_->pool());
-  return *snapshot.Wait();
+  return *state.Wait();
 }
 
 void PassRun::OnDeadlineOnStrand() {

@@ -77,7 +77,7 @@ class PassRun : public PassHost,
   // Whether it has looked at the graph, and is in flight on this worker.
   bool engaged() { return execution() != nullptr; }
   // Not from a callback of the pass.
-  PassSnapshot Snapshot();
+  PassState State();
 
  private:
   struct Feed {

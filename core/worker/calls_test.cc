@@ -332,7 +332,7 @@ TEST_P(CallsTest, ByNameById) {
   const std::string name = "worker1";
   EXPECT_TRUE(worker(0).CallOperator(name, "aten::neg", {at::ones({1})}).ok());
   EXPECT_TRUE(worker(0).CallOperator(0, "aten::neg", {at::ones({1})}).ok());
-  EXPECT_TRUE(worker(0).CallOperator(worker(1).id(), "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(worker(0).CallOperator(worker(1).rank(), "aten::neg", {at::ones({1})}).ok());
   for (int id : {2, -1, 65536, 1 << 20}) {
     EXPECT_EQ(worker(0).Call(id, "f", {}).status().code(), StatusCode::kNotFound) << id;
   }

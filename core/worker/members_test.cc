@@ -110,7 +110,7 @@ TEST_P(MembersTest, OneWhoJoinsIsFoundByItsName) {
   EXPECT_TRUE(Contains(nobody, "there are: worker0, worker1")) << nobody;
   auto late = Join("late");
   ASSERT_NE(late, nullptr);
-  EXPECT_EQ(late->id(), 2);
+  EXPECT_EQ(late->rank(), 2);
   EXPECT_EQ(late->names(), (Names{"worker0", "worker1", "late"}));
   EXPECT_TRUE(Train(worker(0), "late").ok());
   EXPECT_TRUE(Train(*late, "worker1").ok());

@@ -184,7 +184,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
   return std::unique_ptr<Worker>(new Worker(std::move(impl)));
 }
 
-WorkerId Worker::id() const { return impl_->self().id; }
+WorkerId Worker::rank() const { return impl_->self().id; }
 const std::string& Worker::name() const { return impl_->self().name; }
 int Worker::world_size() const { return static_cast<int>(impl_->agent().MemberCount()); }
 const std::shared_ptr<Store>& Worker::store() const { return impl_->store(); }
@@ -249,6 +249,6 @@ size_t Worker::context_count() const { return impl_->context_count(); }
 WorkerMetrics Worker::Metrics() const { return impl_->Metrics(); }
 absl::Status Worker::StartTrace(TraceOptions options) { return impl_->StartTrace(options); }
 absl::StatusOr<Trace> Worker::StopTrace() { return impl_->StopTrace(); }
-std::vector<ContextSnapshot> Worker::Contexts() const { return impl_->Contexts(); }
+std::vector<ContextState> Worker::Contexts() const { return impl_->Contexts(); }
 
 }  // namespace distgrad

@@ -29,7 +29,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "core/autograd/snapshot.h"
+#include "core/autograd/state.h"
 #include "core/base/cancellation.h"
 #include "core/base/deadline.h"
 #include "core/base/future.h"
@@ -214,7 +214,8 @@ class Worker {
   // find this worker gone.
   void Close();
 
-  WorkerId id() const;
+  // Its number in the job: its id.
+  WorkerId rank() const;
   const std::string& name() const;
   // The members that this worker knows of, by id: those of the start, and of those who joined later
   // whom it has heard of; without those who have left. Barrier() and UpdateMembers() look in the
@@ -322,7 +323,7 @@ class Worker {
 
   // What it holds of them, and the passes that run on it at this moment, with what they wait for.
   // Not from a callback of Context::BackwardAsync.
-  std::vector<ContextSnapshot> Contexts() const;
+  std::vector<ContextState> Contexts() const;
 
   class Impl;
 

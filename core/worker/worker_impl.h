@@ -104,7 +104,7 @@ class Worker::Impl : public Context::Owner,
   int local_world_size() const { return local_world_size_; }
   const Agent& agent() const { return agent_; }
   size_t context_count() const { return contexts_.size(); }
-  std::vector<ContextSnapshot> Contexts() const { return engine_.Snapshot(); }
+  std::vector<ContextState> Contexts() const { return engine_.State(); }
   WorkerMetrics Metrics() const;
   absl::Status StartTrace(const TraceOptions& options) {
     return trace_->Start(options, clock_->Now());

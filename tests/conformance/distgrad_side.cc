@@ -86,7 +86,7 @@ class DistgradSide : public Side {
   int64_t Contexts() override { return static_cast<int64_t>(worker_->context_count()); }
   int64_t Passes() override {
     int64_t passes = 0;
-    for (const ContextSnapshot& context : worker_->Contexts())
+    for (const ContextState& context : worker_->Contexts())
       passes += static_cast<int64_t>(context.passes.size());
     return passes;
   }

@@ -27,9 +27,9 @@ class DistributedAutogradTest : public ::testing::TestWithParam<std::string> {
  protected:
   DistributedAutogradTest() : team_(4, {.transport = GetParam()}) {}
 
-  ContextSnapshot On(int worker) {
-    const std::vector<ContextSnapshot> contexts = team_[worker].Contexts();
-    return contexts.empty() ? ContextSnapshot() : contexts[0];
+  ContextState On(int worker) {
+    const std::vector<ContextState> contexts = team_[worker].Contexts();
+    return contexts.empty() ? ContextState() : contexts[0];
   }
   // Backward from `root`, and the gradients of these leaves.
   Tensors Gradients(const Context& context, const at::Tensor& root, const Tensors& leaves) {
@@ -426,10 +426,10 @@ TEST_P(DistributedAutogradTest, debug_info) {
   const at::Tensor y = team_.Run(0, 1, context, Add, {t1_, t2_})[0];
   ASSERT_TRUE(context.Backward({y.sum()}, {.retain_graph = true}).ok());
   team_.AwaitQuiet(1);
-  const ContextSnapshot snapshot = On(0);
-  EXPECT_EQ(snapshot.id, context.id());
-  EXPECT_EQ(snapshot.gradients, 2u);
-  EXPECT_TRUE(snapshot.passes.empty());
+  const ContextState state = On(0);
+  EXPECT_EQ(state.id, context.id());
+  EXPECT_EQ(state.gradients, 2u);
+  EXPECT_TRUE(state.passes.empty());
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, DistributedAutogradTest, ::testing::Values("inproc", "socket"),

@@ -92,7 +92,7 @@ class Member {
   }
 
  private:
-  double Begin() const { return worker_->id() + 1.0; }
+  double Begin() const { return worker_->rank() + 1.0; }
 
   absl::Status Step(int64_t bytes) {
     const std::vector<std::string> names = worker_->names();

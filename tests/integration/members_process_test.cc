@@ -159,7 +159,7 @@ TEST_F(MembersProcessTest, ABackwardOverAStoppedWorkerFailsOnAllOthers) {
   EXPECT_TRUE(Contains(call, "'double' on worker 'back' (2)")) << call;
   // Nothing is left of the pass on those who live. The initiator has heard of it from one of them.
   for (Worker* worker : {lead_.get(), middle_.get()}) {
-    for (const ContextSnapshot& context : worker->Contexts()) EXPECT_TRUE(context.passes.empty());
+    for (const ContextState& context : worker->Contexts()) EXPECT_TRUE(context.passes.empty());
   }
   // All else goes on.
   EXPECT_TRUE(lead_->Call("middle", "echo", {"hello", {}}).ok());

@@ -327,7 +327,7 @@ TEST_P(PassesTest, ThousandPassesLeaveNothing) {
   const at::Tensor want = Reference(LocalAlong(x_, 4).sum(), {x_})[0];
   EXPECT_TRUE(GradientOf(context, x_).allclose(want * 1000, 1e-3));
   for (int i = 0; i < 4; ++i) {
-    const std::vector<ContextSnapshot> contexts = team()[i].Contexts();
+    const std::vector<ContextState> contexts = team()[i].Contexts();
     ASSERT_EQ(contexts.size(), 1u);
     EXPECT_EQ(contexts[0].sends, 2u);
     EXPECT_EQ(contexts[0].recvs, 2u);
@@ -450,7 +450,7 @@ TEST_P(PassesTest, PastItsDeadlineItSaysWhatIsMissing) {
   }
 }
 
-TEST_P(PassesTest, TheSnapshotShowsWhatIsAwaited) {
+TEST_P(PassesTest, TheStateShowsWhatIsAwaited) {
   Start(3);
   Context context = team()[0].NewContext();
   absl::Notification &blocked = blocked_, &go = go_;
@@ -460,13 +460,13 @@ TEST_P(PassesTest, TheSnapshotShowsWhatIsAwaited) {
   // Worker 0 waits for worker 1, and that for worker 2, which is at it.
   for (int w = 0; w < 2; ++w) {
     EXPECT_TRUE(Eventually([&] {
-      const std::vector<ContextSnapshot> contexts = team()[w].Contexts();
+      const std::vector<ContextState> contexts = team()[w].Contexts();
       return contexts.size() == 1 && contexts[0].passes.size() == 1 &&
              contexts[0].passes[0].awaited.size() == 1 &&
              contexts[0].passes[0].awaited[0].peer == w + 1 && contexts[0].passes[0].busy == 0;
     }));
   }
-  const std::vector<ContextSnapshot> there = team()[2].Contexts();
+  const std::vector<ContextState> there = team()[2].Contexts();
   ASSERT_EQ(there.size(), 1u);
   ASSERT_EQ(there[0].passes.size(), 1u);
   EXPECT_TRUE(there[0].passes[0].awaited.empty());
@@ -600,7 +600,7 @@ TEST_P(PassesTest, AReleaseWhoseWayIsGone) {
   team().Kill(1);
   // Sooner or later: it tells the origin that it needs to be told.
   EXPECT_TRUE(Eventually([&] {
-    for (const ContextSnapshot& known : team()[0].Contexts()) {
+    for (const ContextState& known : team()[0].Contexts()) {
       for (const WorkerId peer : known.peers) {
         if (peer == 2) return true;
       }
@@ -989,11 +989,11 @@ TEST_F(PacketsTest, AReplyToAWorkerThatIsDoneWithThePass) {
     EXPECT_TRUE(done.ok()) << done;
   });
   const auto of = [&](int worker) {
-    const std::vector<ContextSnapshot> contexts = team_[worker].Contexts();
-    return contexts.empty() ? ContextSnapshot() : contexts[0];
+    const std::vector<ContextState> contexts = team_[worker].Contexts();
+    return contexts.empty() ? ContextState() : contexts[0];
   };
   EXPECT_TRUE(Eventually([&] {
-    const ContextSnapshot here = of(0);
+    const ContextState here = of(0);
     return here.passes.size() == 1 && here.passes[0].awaited.empty() &&
            here.passes[0].unacknowledged == std::map<WorkerId, uint32_t>{{2, 1}} &&
            of(1).passes.empty();

@@ -89,8 +89,8 @@ void Team::AwaitQuiet(size_t contexts) {
   for (int i = 0; i < size(); ++i) {
     if (!alive(i)) continue;
     EXPECT_TRUE(Eventually([&] {
-      const std::vector<ContextSnapshot> known = cluster_[i].Contexts();
-      for (const ContextSnapshot& context : known) {
+      const std::vector<ContextState> known = cluster_[i].Contexts();
+      for (const ContextState& context : known) {
         if (!context.passes.empty()) return false;
       }
       return known.size() <= contexts;

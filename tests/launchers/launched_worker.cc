@@ -36,8 +36,8 @@ absl::Status RunLaunchedWorker(const std::function<absl::Status(const Worker&)>&
     }
   }
   const std::string done = absl::StrCat(
-      "rank ", worker->id(), " of ", worker->world_size(), ", local ", worker->local_rank(), " of ",
-      worker->local_world_size(), ", called ", replies.size(), "\n");
+      "rank ", worker->rank(), " of ", worker->world_size(), ", local ", worker->local_rank(),
+      " of ", worker->local_world_size(), ", called ", replies.size(), "\n");
   DG_RETURN_IF_ERROR(worker->Shutdown(deadline));
   std::fputs(done.c_str(), stdout);
   std::fflush(stdout);

@@ -20,7 +20,7 @@ int main(int argc, char** argv) {
   const int rank = argc > 2 ? std::atoi(argv[2]) : -1;
   const absl::Status status =
       distgrad::RunLaunchedWorker([&](const distgrad::Worker& worker) -> absl::Status {
-        if (worker.id() != rank) return absl::OkStatus();
+        if (worker.rank() != rank) return absl::OkStatus();
         if (what == "fail") {
           return absl::ResourceExhaustedError(absl::StrCat("the disk of rank ", rank, " is full"));
         }

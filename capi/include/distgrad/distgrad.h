@@ -180,8 +180,8 @@ DG_API DG_MUST_USE dg_error* dg_tensor_to_dlpack(const dg_tensor* tensor,
                                                  struct DLManagedTensorVersioned** out) DG_NOEXCEPT;
 
 /* For programs that link the same libtorch as well: the `at::Tensor *` of a handle, which lives as
- * long as the handle (NULL for what is none); and a handle of an `const at::Tensor *`. History and
- * memory are shared. */
+ * long as the handle (NULL if that is not valid); and a handle of an `const at::Tensor *`. History
+ * and memory are shared. */
 DG_API void* dg_tensor_torch(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API DG_MUST_USE dg_error* dg_tensor_from_torch(const void* torch_tensor,
                                                   dg_tensor** out) DG_NOEXCEPT;
@@ -192,7 +192,7 @@ DG_API DG_MUST_USE dg_error* dg_tensor_clone(const dg_tensor* tensor, dg_tensor*
 DG_API DG_MUST_USE dg_error* dg_tensor_detach(const dg_tensor* tensor, dg_tensor** out) DG_NOEXCEPT;
 DG_API void dg_tensor_destroy(dg_tensor* tensor) DG_NOEXCEPT;
 
-/* -1 if `tensor` is none. */
+/* -1 if `tensor` is not a valid handle. */
 DG_API dg_dtype dg_tensor_dtype(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API size_t dg_tensor_dim_count(const dg_tensor* tensor) DG_NOEXCEPT;
 /* Stores how many dimensions there are, and copies their sizes to `shape` and the distances along
@@ -204,7 +204,7 @@ DG_API DG_MUST_USE dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* 
                                               int64_t* strides, size_t room,
                                               size_t* dim_count) DG_NOEXCEPT;
 DG_API int64_t dg_tensor_element_count(const dg_tensor* tensor) DG_NOEXCEPT;
-/* "cpu", "cuda:1"; lives for ever. Empty if `tensor` is none. */
+/* "cpu", "cuda:1"; lives for ever. Empty if `tensor` is not a valid handle. */
 DG_API dg_str dg_tensor_device(const dg_tensor* tensor) DG_NOEXCEPT;
 
 /* The first element, from which the strides go on; lives as long as the handle, until an operator
@@ -579,14 +579,14 @@ DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_
  * leaves the worker alive. */
 DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
 
-/* 0 if `worker` is none. */
+/* 0 if `worker` is not a valid handle. */
 DG_API uint32_t dg_worker_rank(const dg_worker* worker) DG_NOEXCEPT;
 
 /* A worker knows the members of the job's start, and hears of those who join later when they call
  * it. This looks in the store for all, as dg_worker_barrier does. Waits. */
 DG_API DG_MUST_USE dg_error* dg_worker_update_members(dg_worker* worker) DG_NOEXCEPT;
 /* How many members it knows of, without those who have left: then their ranks have gaps. 0 if
- * `worker` is none. */
+ * `worker` is not a valid handle. */
 DG_API uint32_t dg_worker_world_size(const dg_worker* worker) DG_NOEXCEPT;
 /* The name of the member with that rank. Lives as long as `worker`; empty if there is none. */
 DG_API dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) DG_NOEXCEPT;
@@ -807,7 +807,7 @@ DG_API DG_MUST_USE dg_error* dg_context_release(dg_context* context) DG_NOEXCEPT
  * is only let go.) */
 DG_API void dg_context_destroy(dg_context* context) DG_NOEXCEPT;
 
-/* The same number on all workers; 0 if `context` is none. */
+/* The same number on all workers; 0 if `context` is not a valid handle. */
 DG_API uint64_t dg_context_id(const dg_context* context) DG_NOEXCEPT;
 
 typedef struct dg_backward_options {
@@ -1051,7 +1051,7 @@ DG_API DG_MUST_USE dg_error* dg_process_group_create(dg_worker* worker,
                                                      dg_process_group** out) DG_NOEXCEPT;
 DG_API void dg_process_group_destroy(dg_process_group* group) DG_NOEXCEPT;
 
-/* 0 if `group` is none. */
+/* 0 if `group` is not a valid handle. */
 DG_API uint32_t dg_process_group_rank(const dg_process_group* group) DG_NOEXCEPT;
 DG_API uint32_t dg_process_group_size(const dg_process_group* group) DG_NOEXCEPT;
 

@@ -1,7 +1,7 @@
 // What a worker's part of distributed autograd holds at one moment: for tests, and for whoever
 // wants to know what a job waits for.
-#ifndef DISTGRAD_CORE_AUTOGRAD_SNAPSHOT_H_
-#define DISTGRAD_CORE_AUTOGRAD_SNAPSHOT_H_
+#ifndef DISTGRAD_CORE_AUTOGRAD_STATE_H_
+#define DISTGRAD_CORE_AUTOGRAD_STATE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +14,7 @@
 namespace distgrad {
 
 // A pass that runs on this worker.
-struct PassSnapshot {
+struct PassState {
   PassId id = 0;
   bool retain_graph = false;
   // The send nodes that still wait for their message, and the workers who owe it.
@@ -25,15 +25,15 @@ struct PassSnapshot {
   size_t busy = 0;
 };
 
-struct ContextSnapshot {
+struct ContextState {
   ContextId id = 0;
   std::vector<WorkerId> peers;  // with whom messages of this context were exchanged
   size_t sends = 0;
   size_t recvs = 0;
   size_t gradients = 0;
-  std::vector<PassSnapshot> passes;
+  std::vector<PassState> passes;
 };
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_AUTOGRAD_SNAPSHOT_H_
+#endif  // DISTGRAD_CORE_AUTOGRAD_STATE_H_
