@@ -1,3 +1,4 @@
+// Keeps the table of slots that handles name, and what a forked child may not use of it.
 #include "capi/handles.h"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// Adds edges, peers and gradients to a context, and ends it on this worker.
 #include "core/autograd/context_record.h"
 
 #include <c10/util/StringUtil.h>

@@ -1,3 +1,4 @@
+// Finds and makes the contexts of a worker, within the limits for each origin.
 #include "core/autograd/context_registry.h"
 
 #include <utility>

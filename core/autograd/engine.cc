@@ -1,3 +1,4 @@
+// Receives the notices of other workers, begins passes, and chooses the threads that run them.
 #include "core/autograd/engine.h"
 
 #include <ATen/ops/ones_like.h>

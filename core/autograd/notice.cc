@@ -1,3 +1,4 @@
+// Writes notices into a packet and reads them back, with every length checked.
 #include "core/autograd/notice.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Advances the state machine of a pass: what each notice changes, and what follows from it.
 #include "core/autograd/pass.h"
 
 #include <utility>

@@ -1,3 +1,4 @@
+// Does for a pass what its protocol asks for: sends notices, feeds the graph, ends it.
 #include "core/autograd/pass_run.h"
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>

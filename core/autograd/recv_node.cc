@@ -1,3 +1,4 @@
+// Attaches recv nodes to tensors that have arrived, and sends back what reaches them.
 #include "core/autograd/recv_node.h"
 
 #include <torch/csrc/autograd/variable.h>

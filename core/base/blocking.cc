@@ -1,3 +1,4 @@
+// Keeps for each thread whom it tells before it waits.
 #include "core/base/blocking.h"
 
 #include <utility>

@@ -1,3 +1,4 @@
+// Calls whoever has asked to be told, once, outside the lock.
 #include "core/base/cancellation.h"
 
 #include <algorithm>

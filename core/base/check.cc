@@ -1,3 +1,4 @@
+// Writes the message of a failed check, and ends the process.
 #include "core/base/check.h"
 
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// Writes the spans of a trace as JSON, in rows that do not overlap.
 #include "core/base/chrome_trace.h"
 
 #include <algorithm>

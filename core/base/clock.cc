@@ -1,3 +1,4 @@
+// Runs the timers of the real clock on a thread of its own.
 #include "core/base/clock.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Converts between the wall clock and the monotonic one, and sleeps by the latter.
 #include "core/base/deadline.h"
 
 #include <algorithm>

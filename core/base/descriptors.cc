@@ -1,3 +1,4 @@
+// Counts and raises what the kernel grants, and puts errno into a Status.
 #include "core/base/descriptors.h"
 
 #include <dirent.h>

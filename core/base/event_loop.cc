@@ -1,3 +1,4 @@
+// Keeps for each thread the loop that it leads, and what it waits for.
 #include "core/base/event_loop.h"
 
 namespace distgrad {

@@ -1,3 +1,4 @@
+// Converts exceptions of the standard library, and logs what a callback throws.
 #include "core/base/exception.h"
 
 #include <new>

@@ -1,3 +1,4 @@
+// Fires timers when the test moves the time past them.
 #include "core/base/fake_clock.h"
 
 #include <algorithm>

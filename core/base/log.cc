@@ -1,3 +1,4 @@
+// Builds a line of the log, and writes it if it is severe enough.
 #include "core/base/log.h"
 
 #include <unistd.h>

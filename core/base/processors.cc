@@ -1,3 +1,4 @@
+// Reads the affinity mask and the quotas of control groups, of both versions.
 #include "core/base/processors.h"
 
 #include <sched.h>

@@ -1,3 +1,4 @@
+// Keeps each thread's own Spin, and counts the processors.
 #include "core/base/spin.h"
 
 #include "core/base/processors.h"

@@ -1,3 +1,4 @@
+// Puts context before the message of an error.
 #include "core/base/status.h"
 
 #include "absl/strings/cord.h"

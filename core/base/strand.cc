@@ -1,3 +1,4 @@
+// Hands tasks in, and runs them until there is none left.
 #include "core/base/strand.h"
 
 #include <utility>

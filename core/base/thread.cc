@@ -1,3 +1,4 @@
+// Starts a named thread, and says so where the machine gives none.
 #include "core/base/thread.h"
 
 #include <pthread.h>

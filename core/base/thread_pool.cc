@@ -1,3 +1,4 @@
+// Gives slots to threads, replaces those that block, and asks again for threads refused.
 #include "core/base/thread_pool.h"
 
 #include <utility>

@@ -1,3 +1,4 @@
+// Records spans into a bounded list while a trace runs.
 #include "core/base/trace.h"
 
 #include <utility>

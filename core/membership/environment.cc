@@ -1,3 +1,4 @@
+// Has the table of launchers, and reads the variables that each of them sets.
 #include "core/membership/environment.h"
 
 #include <cstdint>

@@ -1,3 +1,4 @@
+// Runs the thread that asks the store, and answers all who wait with one question.
 #include "core/membership/lookups.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Claims ids, publishes entries, and waits at barriers, all by entries of the store.
 #include "core/membership/membership.h"
 
 #include <algorithm>

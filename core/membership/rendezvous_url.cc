@@ -1,3 +1,4 @@
+// Parses the URLs of a rendezvous, and says what is wrong with them.
 #include "core/membership/rendezvous_url.h"
 
 #include <set>

@@ -1,3 +1,4 @@
+// Parses Slurm's compressed lists of hosts and of numbers of tasks.
 #include "core/membership/slurm.h"
 
 #include "absl/strings/ascii.h"

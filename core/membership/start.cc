@@ -1,3 +1,4 @@
+// Numbers the starts of a job in its store, and gives each keys of its own.
 #include "core/membership/start.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Writes a member's entry for the store, and reads it back, checked.
 #include "core/membership/worker_info.h"
 
 #include "absl/status/status.h"

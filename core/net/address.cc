@@ -1,3 +1,4 @@
+// Asks the machine's resolver and interfaces, and checks numeric addresses.
 #include "core/net/address.h"
 
 #include <arpa/inet.h>

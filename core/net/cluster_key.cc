@@ -1,3 +1,4 @@
+// Loads the key from a file or the environment, and computes HMACs with libcrypto.
 #include "core/net/cluster_key.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+// Formats and parses endpoints, opens their sockets, and finds what two processes share.
 #include "core/net/endpoint.h"
 
 #include <arpa/inet.h>

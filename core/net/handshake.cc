@@ -1,3 +1,4 @@
+// Runs the steps of a handshake over bytes, without I/O.
 #include "core/net/handshake.h"
 
 #include <algorithm>

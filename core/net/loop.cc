@@ -1,3 +1,4 @@
+// Passes the lead between the loop's threads, and handles events, timers and tasks.
 #include "core/net/loop.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+// Writes one line for some of the refused connections, lest the log fill.
 #include "core/net/refusal_log.h"
 
 #include <netdb.h>

@@ -1,3 +1,4 @@
+// Connects, listens, sends and receives with poll(), each until a deadline.
 #include "core/net/socket.h"
 
 #include <netdb.h>

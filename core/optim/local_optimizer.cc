@@ -1,3 +1,4 @@
+// Puts a context's gradients into .grad for one step, under the parameters' mutexes.
 #include "core/optim/local_optimizer.h"
 
 #include <ATen/ops/norm.h>

@@ -1,3 +1,4 @@
+// Has the autograd nodes of broadcasts and sums, and the functions that record them.
 #include "core/parallel/broadcast.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// Sorts tensors into buckets, and views buckets as tensors.
 #include "core/parallel/bucket.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>

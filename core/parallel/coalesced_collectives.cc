@@ -1,3 +1,4 @@
+// Copies buckets to one device after the other and adds them there.
 #include "core/parallel/coalesced_collectives.h"
 
 #include <ATen/TensorOperators.h>

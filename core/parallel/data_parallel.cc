@@ -1,3 +1,4 @@
+// Scatters the batch, runs the replicas, and gathers their outputs.
 #include "core/parallel/data_parallel.h"
 
 #include <torch/nn/module.h>

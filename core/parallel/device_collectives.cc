@@ -1,3 +1,4 @@
+// Checks the arguments of all implementations alike.
 #include "core/parallel/device_collectives.h"
 
 #include <c10/util/StringUtil.h>

@@ -1,3 +1,4 @@
+// Completes and checks lists of devices, and finds their current streams.
 #include "core/parallel/devices.h"
 
 #include <ATen/DeviceAccelerator.h>

@@ -1,3 +1,4 @@
+// Runs one task for each replica, the first on the caller's thread.
 #include "core/parallel/replica_threads.h"
 
 #include <ATen/ThreadLocalState.h>

@@ -1,3 +1,4 @@
+// Copies a module's structure once, and its parameters before each forward.
 #include "core/parallel/replicas.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,3 +1,4 @@
+// Has the autograd nodes that split a batch and join results.
 #include "core/parallel/scatter_gather.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// Begins and ends an agent, and answers what it can be asked.
 #include "core/rpc/agent.h"
 
 #include <algorithm>

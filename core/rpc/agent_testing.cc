@@ -1,3 +1,4 @@
+// Starts agents on an in-process transport, and keeps what their services hear.
 #include "core/rpc/agent_testing.h"
 
 #include <utility>

@@ -1,3 +1,4 @@
+// Keeps the counters, a bounded number of them, and sums up the rest.
 #include "core/rpc/call_metrics.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Writes and reads the header of a packet.
 #include "core/rpc/frame.h"
 
 #include "absl/strings/str_cat.h"

@@ -1,3 +1,4 @@
+// Compares what each link has heard between two ticks.
 #include "core/rpc/heartbeat.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Answers a call once, and counts it.
 #include "core/rpc/incoming_call.h"
 
 #include <cstdint>

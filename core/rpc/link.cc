@@ -1,3 +1,4 @@
+// Queues what is sent on a strand, in order, and closes a connection with its reason.
 #include "core/rpc/link.h"
 
 #include <cstdint>

@@ -1,3 +1,4 @@
+// Compares incarnations, and keeps what has happened to members until it is taken.
 #include "core/rpc/peers.h"
 
 #include <algorithm>

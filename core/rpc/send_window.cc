@@ -1,3 +1,4 @@
+// Grants credit in the order of requests, with no lock held while it calls.
 #include "core/rpc/send_window.h"
 
 #include <algorithm>

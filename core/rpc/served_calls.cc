@@ -1,3 +1,4 @@
+// Counts a peer's calls against the limits, and cancels them.
 #include "core/rpc/served_calls.h"
 
 #include <utility>

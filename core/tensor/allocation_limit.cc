@@ -1,3 +1,4 @@
+// Wraps the CPU allocator, and fails an allocation beyond its thread's limit.
 #include "core/tensor/allocation_limit.h"
 
 #include <c10/core/CPUAllocator.h>

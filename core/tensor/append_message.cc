@@ -1,3 +1,4 @@
+// Writes a message into a packet: small tensors as bytes, large ones as segments.
 #include <ATen/ops/resolve_conj.h>
 #include <ATen/ops/resolve_neg.h>
 #include <ATen/ops/zeros.h>

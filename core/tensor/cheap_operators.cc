@@ -1,3 +1,4 @@
+// Has the list of cheap operators, with how much each makes of its inputs.
 #include "core/tensor/cheap_operators.h"
 
 #include <algorithm>

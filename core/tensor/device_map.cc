@@ -1,3 +1,4 @@
+// Keeps the pairs of devices, one to one, in both directions.
 #include "core/tensor/device_map.h"
 
 #include "absl/strings/str_cat.h"

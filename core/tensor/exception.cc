@@ -1,3 +1,4 @@
+// Finds the code for each kind of exception that libtorch throws.
 #include "core/tensor/exception.h"
 
 #include <string>

@@ -1,3 +1,4 @@
+// Allocates, copies and waits through torch's interface for accelerators.
 #include "core/tensor/gpu_memory.h"
 
 #include <ATen/Context.h>

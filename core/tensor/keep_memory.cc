@@ -1,3 +1,4 @@
+// Tells the caching allocator of a stream that uses a tensor's memory.
 #include "core/tensor/keep_memory.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,3 +1,4 @@
+// Finds an operator by its schema, fits the arguments to it, and calls it.
 #include "core/tensor/operator.h"
 
 #include <ATen/ScalarOps.h>

@@ -1,3 +1,4 @@
+// Has the list of operators that touch more than their tensors.
 #include "core/tensor/operator_policy.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Has the operators that cut a tensor, and computes the number of pieces from arguments.
 #include "core/tensor/piece_count.h"
 
 #include <optional>

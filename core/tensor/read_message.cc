@@ -1,3 +1,4 @@
+// Reads a message back from a packet that may be hostile.
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>

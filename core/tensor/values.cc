@@ -1,3 +1,4 @@
+// Writes values by their type, and reads them back, checked.
 #include "core/tensor/values.h"
 
 #include <ATen/core/List.h>

@@ -1,3 +1,4 @@
+// Sorts free blocks by size, and frees the oldest beyond a bound.
 #include "core/transport/block_cache.h"
 
 #include <cstdint>

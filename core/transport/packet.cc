@@ -1,3 +1,4 @@
+// Allocates the bytes of packets from a cache of the process.
 #include "core/transport/packet.h"
 
 #include <cstring>

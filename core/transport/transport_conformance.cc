@@ -1,3 +1,4 @@
+// Has the tests of the suite.
 #include "core/transport/transport_conformance.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Makes packets from a seed, and keeps account of callbacks.
 #include "core/transport/transport_testing.h"
 
 #include <cstdint>

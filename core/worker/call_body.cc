@@ -1,3 +1,4 @@
+// Writes and reads the part of a call that autograd needs.
 #include "core/worker/call_body.h"
 
 #include <utility>

@@ -1,3 +1,4 @@
+// Reads the modes of a thread, writes them into a call, and sets them for a handler.
 #include "core/worker/call_modes.h"
 
 #include <ATen/autocast_mode.h>

@@ -1,3 +1,4 @@
+// Puts a guard of a new thread's state around each borrowed thread.
 #include "core/worker/callers_loop.h"
 
 #include <ATen/ThreadLocalState.h>

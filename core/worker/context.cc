@@ -1,3 +1,4 @@
+// Forwards to the context's record, and ends the context with its object.
 #include "core/worker/context.h"
 
 #include "core/base/status.h"

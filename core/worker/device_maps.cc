@@ -1,3 +1,4 @@
+// Describes this worker's devices and wishes to others, and checks theirs.
 #include "core/worker/device_maps.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,3 +1,4 @@
+// Writes torchrun's error file.
 #include "core/worker/failure.h"
 
 #include <fcntl.h>

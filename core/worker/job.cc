@@ -1,3 +1,4 @@
+// Resolves options, joins the rendezvous, and makes the transport.
 #include "core/worker/job.h"
 
 #include <utility>

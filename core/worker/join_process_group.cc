@@ -1,3 +1,4 @@
+// Joins the rendezvous, and makes the group from what it says.
 #include "core/worker/join_process_group.h"
 
 #include <utility>

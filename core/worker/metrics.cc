@@ -1,3 +1,4 @@
+// Writes metrics in Prometheus' text format.
 #include "core/worker/metrics.h"
 
 #include "absl/strings/str_cat.h"

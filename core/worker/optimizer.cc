@@ -1,3 +1,4 @@
+// Sends each worker its step, and waits for all.
 #include "core/worker/optimizer.h"
 
 #include <ATen/TensorOperators.h>

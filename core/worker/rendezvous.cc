@@ -1,3 +1,4 @@
+// Makes the store that the rendezvous asks for, with the job's prefix and signatures.
 #include "core/worker/rendezvous.h"
 
 #include <utility>

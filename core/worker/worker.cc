@@ -1,3 +1,4 @@
+// Creates a worker and takes it down, and forwards to its implementation.
 #include "core/worker/worker.h"
 
 #include <algorithm>

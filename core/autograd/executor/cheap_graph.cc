@@ -1,3 +1,4 @@
+// Walks over a small graph and gives up at the first node that may be expensive.
 #include "core/autograd/executor/cheap_graph.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>

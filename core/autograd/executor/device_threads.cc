@@ -1,3 +1,4 @@
+// Starts the thread of an accelerator when it is first asked for.
 #include "core/autograd/executor/device_threads.h"
 
 #include "absl/strings/str_cat.h"

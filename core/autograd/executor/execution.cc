@@ -1,3 +1,4 @@
+// Feeds roots, counts what arrives at each node, and runs the nodes that have all.
 #include "core/autograd/executor/execution.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>

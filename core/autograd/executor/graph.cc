@@ -1,3 +1,4 @@
+// Walks over a graph of libtorch's once, and numbers its nodes.
 #include "core/autograd/executor/graph.h"
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>

@@ -1,3 +1,4 @@
+// Puts an engine around libtorch's own that sees the backwards which begin in a node.
 #include "core/autograd/executor/nested_backward.h"
 
 #include <torch/csrc/autograd/engine.h>

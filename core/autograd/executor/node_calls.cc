@@ -1,3 +1,4 @@
+// Calls one node: hooks before, the node, the checks of its gradients, hooks behind.
 #include "core/autograd/executor/node_calls.h"
 
 #include <ATen/ops/_is_any_true.h>

@@ -1,3 +1,4 @@
+// Keeps a small table of the nodes that run now, and lets threads wait for their turn.
 #include "core/autograd/executor/node_turn.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Lends a leaf its gradient as .grad while its post-accumulate hook runs.
 #include "core/autograd/executor/post_accumulate.h"
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>

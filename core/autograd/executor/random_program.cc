@@ -1,3 +1,4 @@
+// Draws programs from a seed, and runs them on tensors.
 #include "core/autograd/executor/random_program.h"
 
 #include <ATen/ATen.h>

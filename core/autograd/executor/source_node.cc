@@ -1,3 +1,4 @@
+// Makes the nodes at which gradients enter a graph.
 #include "core/autograd/executor/source_node.h"
 
 #include <torch/csrc/autograd/variable.h>

@@ -1,3 +1,4 @@
+// Records and awaits events between the streams of accelerators.
 #include "core/autograd/executor/streams.h"
 
 #include <ATen/DeviceAccelerator.h>

@@ -1,3 +1,4 @@
+// Appends entries to the file under a lock, and reads what others have appended.
 #include "core/membership/store/file_store.h"
 
 #include <fcntl.h>

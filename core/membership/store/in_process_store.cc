@@ -1,3 +1,4 @@
+// Keeps entries in a map, and wakes whoever waits for one.
 #include "core/membership/store/in_process_store.h"
 
 #include <algorithm>

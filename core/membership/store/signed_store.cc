@@ -1,3 +1,4 @@
+// Signs values as they are written, and checks them as they are read.
 #include "core/membership/store/signed_store.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Checks keys and values against the limits that all stores have.
 #include "core/membership/store/store_errors.h"
 
 #include "absl/strings/escaping.h"

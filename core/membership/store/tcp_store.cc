@@ -1,3 +1,4 @@
+// Joins server and client: starts the one where it is due, and opens the other.
 #include "core/membership/store/tcp_store.h"
 
 #include <optional>

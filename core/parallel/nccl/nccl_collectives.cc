@@ -1,3 +1,4 @@
+// Packs buckets, orders streams, and watches what NCCL has left running.
 #include "core/parallel/nccl/nccl_collectives.h"
 
 #include <ATen/core/grad_mode.h>

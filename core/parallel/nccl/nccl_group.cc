@@ -1,3 +1,4 @@
+// Calls NCCL without blocking, and puts its errors into a Status.
 #include "core/parallel/nccl/nccl_group.h"
 
 #include <c10/cuda/CUDAFunctions.h>

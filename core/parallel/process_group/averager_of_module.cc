@@ -1,3 +1,4 @@
+// Makes an averager of a module, with the names, buffers and sparse gradients of that.
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 

@@ -1,3 +1,4 @@
+// Fills buckets, begins their all-reduces, and divides the sums.
 #include "core/parallel/process_group/averaging_round.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// Has both adapters: ours over c10d's store, and c10d's over ours.
 #include "core/parallel/process_group/c10d_store.h"
 
 #include <algorithm>

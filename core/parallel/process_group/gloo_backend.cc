@@ -1,3 +1,4 @@
+// Makes c10d's Gloo over a device that can be aborted.
 #include <net/if.h>
 #include <signal.h>
 

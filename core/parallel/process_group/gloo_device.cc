@@ -1,3 +1,4 @@
+// Wraps Gloo's TCP device so that waits for a lost rank end.
 #include "core/parallel/process_group/gloo_device.h"
 
 #include <chrono>

@@ -1,3 +1,4 @@
+// Has the hooks by which an averager follows libtorch's backward, and its public face.
 #include "core/parallel/process_group/gradient_averager.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// Brings the ranks together in the store, runs collectives, and names who is lost.
 #include "core/parallel/process_group/process_group.h"
 
 #include <c10/util/StringUtil.h>

@@ -1,3 +1,4 @@
+// Delivers packets through queues, on a thread of its own, with faults on demand.
 #include "core/transport/inproc/inproc_transport.h"
 
 #include <cstddef>

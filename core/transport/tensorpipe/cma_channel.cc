@@ -1,3 +1,4 @@
+// Sends descriptors of memory, and copies from the process at the other end.
 #include "core/transport/tensorpipe/cma_channel.h"
 
 #include <errno.h>

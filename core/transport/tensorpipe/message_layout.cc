@@ -1,3 +1,4 @@
+// Converts between packets and TensorPipe's messages, and checks what has arrived.
 #include "core/transport/tensorpipe/message_layout.h"
 
 #include <new>

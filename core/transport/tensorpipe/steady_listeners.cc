@@ -1,3 +1,4 @@
+// Wraps a transport so that an accepted connection which fails does not end its listener.
 #include "core/transport/tensorpipe/steady_listeners.h"
 
 #include <cstdint>

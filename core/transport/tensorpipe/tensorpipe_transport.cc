@@ -1,3 +1,4 @@
+// Picks TensorPipe's transports and channels, and turns its callbacks into ours.
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// Reads and writes frames on a non-blocking socket, with as few system calls as it can.
 #include "core/transport/tensorpipe/socket/socket_connection.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+// Accepts clients, runs their handshakes, and closes those that take too long.
 #include "core/transport/tensorpipe/socket/socket_listener.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+// Makes the connections and listeners that TensorPipe asks for.
 #include "core/transport/tensorpipe/socket/socket_transport.h"
 
 #include <stdexcept>
