@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# abidiff_test GOLDEN HEADER
+# abidiff_test HEADER [RELEASED]
 #
-# What a program sees of the library by today's header, against what it saw by the released one:
-# no type of a function or of a struct's field has changed. abidiff compares two libraries by what
-# the compiler wrote into them; these are of the two headers alone, with nothing behind their
-# functions, so that it takes no debug build of the real one, of which symbols_test knows the names.
+# Compares what a program sees of the library by two headers: no type of a function or of a struct's
+# field has changed. abidiff compares two libraries by what the compiler wrote into them; these are of
+# the headers alone, with nothing behind their functions, so that it takes no debug build of the real
+# one, of which symbols_test knows the names.
+#
+# Until version 1.0 is released there is nothing to compare with: HEADER is compared with itself, and
+# with itself after changes that break programs, which shows that the comparison finds them. From the
+# release on RELEASED is the header at the release's tag (docs/abi.md, "At a release").
 #
 # A struct that grows after its release has to be suppressed here by its name, for abidiff has no rule
 # for growth that lets nothing else through; layout_test holds what it had.
 set -euo pipefail
-golden=$1 header=$2
+header=$1 golden=${2:-$1}
 source "$TEST_SRCDIR/distgrad/capi/testing/skip.sh"
 command -v abidiff >/dev/null || skip "no abidiff on this machine: apt-get install abigail-tools"
 cd "$(mktemp -d "$TEST_TMPDIR/abidiff.XXXXXX")"
