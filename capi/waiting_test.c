@@ -154,11 +154,119 @@ static void test_end(void) {
   unlink(rendezvous + strlen("file://"));
 }
 
+/* ------------------------------------------------------------------------- The end with a bound */
+
+static sem_t ended; /* what a handler had is ended: the worker is */
+
+static void post(void* semaphore) { CHECK(sem_post((sem_t*)semaphore) == 0); }
+
+/* `first` alone, in a call of its own `handler`, which has begun. */
+static dg_future* start_call(dg_handler handler) {
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  dg_message* empty = NULL;
+  dg_future* future = NULL;
+  CHECK(sem_init(&entered, 0, 0) == 0 && sem_init(&released, 0, 0) == 0);
+  CHECK(sem_init(&ended, 0, 0) == 0);
+  options.name = DG_STR("first");
+  options.world_size = 1;
+  options.rendezvous.data = rendezvous;
+  options.rendezvous.size = strlen(rendezvous);
+  OK(dg_worker_create(&options, &first));
+  OK(dg_worker_register(first, DG_STR("handler"), handler, &ended, post));
+  OK(dg_message_create(NULL, 0, NULL, 0, &empty));
+  OK(dg_worker_call_async(first, DG_STR("first"), DG_STR("handler"), empty, NULL, &future));
+  dg_message_destroy(empty);
+  await_semaphore(&entered, 1);
+  return future;
+}
+
+/* The end has failed the call. */
+static void end_call(dg_future* future) {
+  dg_message* reply = NULL;
+  bool done = false;
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  FAILS(DG_CANCELLED, dg_future_result(future, &reply));
+  dg_future_destroy(future);
+  unlink(rendezvous + strlen("file://"));
+}
+
+static void test_close(void) {
+  dg_future* future = start_call(hold);
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_close(NULL, 0));
+  SAYS(DG_DEADLINE_EXCEEDED, "'first' is closed, and ", dg_worker_close(first, 0));
+  FAILS(DG_DEADLINE_EXCEEDED, dg_worker_close(first, 10));
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_barrier(first, DG_FOREVER, 0));
+  CHECK(sem_trywait(&ended) != 0);
+  post(&released);
+  OK(dg_worker_close(first, DG_FOREVER));
+  CHECK(sem_trywait(&ended) == 0);
+  OK(dg_worker_close(first, 0));
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_barrier(first, DG_FOREVER, 0));
+  dg_worker_destroy(first);
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_close(first, 0));
+  end_call(future);
+}
+
+/* Who has waited in vain already need not wait for a minute more. */
+static void test_destroy_after_a_close_in_vain(void) {
+  dg_future* future = start_call(hold);
+  FAILS(DG_DEADLINE_EXCEEDED, dg_worker_close(first, 0));
+  dg_worker_destroy(first);
+  CHECK(sem_trywait(&ended) != 0);
+  post(&released);
+  await_semaphore(&ended, 1);
+  end_call(future);
+}
+
+static dg_error* destroy_own(void* user_data, const dg_request* request, dg_message** reply) {
+  (void)user_data, (void)request, (void)reply;
+  post(&entered);
+  while (sem_wait(&released) != 0) continue;
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_close(first, DG_FOREVER));
+  dg_worker_destroy(first);
+  /* Until the handler has returned, its worker is still there, without new work. */
+  CHECK(str_is(dg_worker_name(first, 0), "first"));
+  dg_worker_destroy(first);
+  post(&begun);
+  while (sem_wait(&released) != 0) continue;
+  return NULL;
+}
+
+static void test_destroy_in_a_handler(void) {
+  dg_future* future = start_call(destroy_own);
+  CHECK(sem_init(&begun, 0, 0) == 0);
+  post(&released);
+  await_semaphore(&begun, 1);
+  end_call(future);
+  CHECK(sem_trywait(&ended) != 0);
+  post(&released);
+  await_semaphore(&ended, 1);
+}
+
+static void destroy_first(void* unused) {
+  (void)unused;
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_close(first, 0));
+  dg_worker_destroy(first);
+}
+
+static void test_destroy_in_a_callback(void) {
+  dg_future* future = start_call(hold);
+  OK(dg_future_then(future, destroy_first, NULL, NULL));
+  OK(dg_future_cancel(future));
+  post(&released);
+  await_semaphore(&ended, 1);
+  end_call(future);
+}
+
 int main(void) {
   const char* folder = getenv("TEST_TMPDIR");
   snprintf(rendezvous, sizeof(rendezvous), "file://%s/waiting.%d", folder ? folder : "/tmp",
            (int)getpid());
   test_room();
   test_end();
+  test_close();
+  test_destroy_after_a_close_in_vain();
+  test_destroy_in_a_handler();
+  test_destroy_in_a_callback();
   return 0;
 }

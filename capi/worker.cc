@@ -1,6 +1,8 @@
 // Workers.
 #include "core/worker/worker.h"
 
+#include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,10 +11,25 @@
 #include "capi/worker_object.h"
 #include "core/base/blocking.h"
 #include "core/base/log.h"
+#include "core/base/thread.h"
 #include "core/tensor/values.h"
 
 namespace distgrad {
 namespace {
+
+// For which dg_worker_destroy waits for what runs, as its comment says.
+constexpr absl::Duration kDestroyTimeout = absl::Minutes(1);
+
+// Whether the condition comes true by then. absl's own timeouts follow the wall clock, so this looks
+// at the deadline again now and then.
+bool Await(absl::Mutex* mu, const absl::Condition& condition, Deadline deadline)
+    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+  constexpr absl::Duration kSlice = absl::Milliseconds(100);
+  while (!mu->AwaitWithTimeout(condition, std::min(deadline.Left(), kSlice))) {
+    if (deadline.Passed()) return false;
+  }
+  return true;
+}
 
 absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
   DG_ASSIGN_OR_RETURN(const dg_limits read,
@@ -208,23 +225,76 @@ void SharedWorker::End() {
   --uses_;
 }
 
-void SharedWorker::Close() {
+absl::Status SharedWorker::Close(Deadline deadline) {
+  if (InHandlerOf(*this)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("worker '", name_, "' cannot be closed in a handler or callback of its own, for "
+                     "which that waits; dg_worker_destroy there does not wait"));
+  }
   {
     absl::MutexLock lock(&mu_);
-    if (closed_) return;
+    if (!Await(&mu_, absl::Condition(this, &SharedWorker::NobodyCloses), deadline)) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("another thread is closing worker '", name_, "'"));
+    }
+    if (ended_) return absl::OkStatus();
     closed_ = true;
+    closing_ = true;
   }
+  const absl::Status closed = CloseAlone(deadline);
+  // User data ends outside the lock.
+  std::vector<std::shared_ptr<Handler>> handlers;
+  absl::MutexLock lock(&mu_);
+  closing_ = false;
+  if (closed.ok()) {
+    ended_ = true;
+    handlers.swap(handlers_);
+  } else {
+    was_late_ = true;
+  }
+  return closed;
+}
+
+absl::Status SharedWorker::CloseAlone(Deadline deadline) {
   worker_->Close();  // or some would wait for ever, and we for them
   {
     absl::MutexLock lock(&mu_);
-    mu_.Await(absl::Condition(this, &SharedWorker::Unused));
+    if (!Await(&mu_, absl::Condition(this, &SharedWorker::Unused), deadline)) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("worker '", name_, "' is closed, and ", uses_,
+                       " threads are still in a function that uses it"));
+    }
   }
+  DG_RETURN_IF_ERROR(worker_->Join(deadline));
   delete worker_;
-  std::vector<std::shared_ptr<Handler>> handlers;
+  return absl::OkStatus();
+}
+
+void SharedWorker::CloseOnOwnThread(const dg_worker* handle) {
   {
     absl::MutexLock lock(&mu_);
-    handlers.swap(handlers_);
+    if (std::exchange(handed_over_, true)) return;
+    closed_ = true;
   }
+  absl::StatusOr<std::thread> thread =
+      StartThread("dg-close", [self = shared_from_this(), handle] {
+        self->Close(Deadline::Never()).IgnoreError();
+        DestroyHandle<WorkerObject>(handle);
+      });
+  if (thread.ok()) {
+    // It ends with this object, which it owns: so nobody is left who could join it.
+    thread->detach();
+    return;
+  }
+  DG_LOG(ERROR) << "worker '" << name_ << "' cannot be destroyed in the background, and stays alive; "
+                << "call dg_worker_destroy again: " << thread.status().message();
+  absl::MutexLock lock(&mu_);
+  handed_over_ = false;
+}
+
+bool SharedWorker::was_late() const {
+  absl::MutexLock lock(&mu_);
+  return was_late_;
 }
 
 absl::StatusOr<SharedWorker::Use> UseWorker(const dg_worker* worker) {
@@ -298,15 +368,35 @@ void dg_worker_destroy(dg_worker* worker) noexcept {
       if (!pinned.ok()) return 0;
       shared = (*pinned)->shared;
     }
-    if (Serving() != nullptr || !CheckMayWait().ok()) {
-      DG_LOG(ERROR) << "worker '" << shared->name()
-                    << "' cannot be destroyed in a callback; it stays alive";
-      return 0;
+    // Where this thread is one that the end would wait for, another one does.
+    if (!InHandlerOf(*shared) && CheckMayWait().ok()) {
+      BlockingScope blocking;
+      const absl::Status closed =
+          shared->Close(Deadline::After(shared->was_late() ? absl::ZeroDuration() : kDestroyTimeout));
+      if (closed.ok()) {
+        // Not before: while handlers run they find their worker, closed, and not a handle that is
+        // none.
+        DestroyHandle<WorkerObject>(worker);
+        return 0;
+      }
+      DG_LOG(ERROR) << closed.message() << "; dg_worker_destroy waits no longer, and the worker's "
+                    << "threads and memory go when that has ended";
     }
-    // While handlers run they find their worker, closed, and not a handle that is none.
-    shared->Close();
-    DestroyHandle<WorkerObject>(worker);
+    shared->CloseOnOwnThread(worker);
     return 0;
+  });
+}
+
+dg_error* dg_worker_close(dg_worker* worker, int64_t timeout_ms) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    std::shared_ptr<SharedWorker> shared;
+    {
+      DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker));
+      shared = pinned->shared;
+    }
+    BlockingScope blocking;
+    return shared->Close(Deadline::After(ToTimeout(timeout_ms, absl::ZeroDuration())));
   });
 }
 

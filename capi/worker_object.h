@@ -14,6 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "capi/guard.h"
 #include "capi/handles.h"
+#include "core/base/deadline.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -36,7 +37,7 @@ struct MemberHandler {
 class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
  public:
   explicit SharedWorker(std::unique_ptr<Worker> worker);
-  ~SharedWorker() { Close(); }
+  ~SharedWorker() { Close(Deadline::Never()).IgnoreError(); }
 
   // Keeps the worker from ending. Movable.
   class Use {
@@ -61,9 +62,16 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // kFailedPrecondition once the worker is gone.
   absl::StatusOr<Use> Begin();
 
-  // Fails what is in flight, waits until nobody uses the worker, and ends it. Not in a callback.
-  // Idempotent.
-  void Close();
+  // Fails what is in flight, waits until nobody uses the worker and nothing of the user's runs on its
+  // threads, and ends it. kDeadlineExceeded says who still does: then the worker stays, closed, and
+  // this may be called again. kFailedPrecondition in a handler of this worker. Idempotent.
+  absl::Status Close(Deadline deadline);
+
+  // Close(), with a thread of its own that waits for as long as it takes, and destroys `handle`.
+  // Once; later calls do nothing. Does not wait.
+  void CloseOnOwnThread(const dg_worker* handle);
+  // Whether a Close() has waited in vain.
+  bool was_late() const;
 
   // Constant, also after Close().
   const std::string& name() const { return name_; }
@@ -83,16 +91,22 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   Future<Message> ServeLater(const Handler& handler, Request& request) const;
 
   void End();
+  absl::Status CloseAlone(Deadline deadline);
   bool Unused() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return uses_ == 0; }
+  bool NobodyCloses() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !closing_; }
 
   const std::string name_;
   const uint32_t rank_;
   const uint32_t local_rank_;
   const uint32_t local_world_size_;
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   // Guarded by mu_.
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;   // nobody begins to use it
+  bool closing_ ABSL_GUARDED_BY(mu_) = false;  // a thread is in CloseAlone()
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;    // worker_ is gone
+  bool was_late_ ABSL_GUARDED_BY(mu_) = false;
+  bool handed_over_ ABSL_GUARDED_BY(mu_) = false;  // to CloseOnOwnThread()
   // Of threads other than those that run this worker's handlers: the worker's end waits for those.
   int uses_ ABSL_GUARDED_BY(mu_) = 0;
   absl::node_hash_set<std::string> names_ ABSL_GUARDED_BY(mu_);

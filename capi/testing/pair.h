@@ -112,11 +112,11 @@ static inline dg_error* multiply(void* user_data, const dg_request* request, dg_
   return NULL;
 }
 
-/* Calls back to who called, within its context; and tries to end its own worker. */
+/* Calls back to who called, within its context; and tries to wait for the end of its own worker. */
 static inline dg_error* relay(void* user_data, const dg_request* request, dg_message** reply) {
   dg_worker* self = (dg_worker*)user_data;
   dg_call_options options = DG_CALL_OPTIONS_INIT;
-  dg_worker_destroy(self); /* refused, and logged */
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_close(self, DG_FOREVER));
   FAILS(DG_FAILED_PRECONDITION, dg_worker_leave(self, DG_FOREVER));
   CHECK(dg_worker_world_size(self) == 2);
   options.context = request->context;
@@ -155,7 +155,7 @@ static inline dg_error* hold(void* user_data, const dg_request* request, dg_mess
 /* Leaves its answer to the test. */
 static inline void later(void* user_data, const dg_request* request, dg_responder* responder) {
   (void)user_data;
-  dg_worker_destroy(workers[1]); /* refused, and logged */
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_close(workers[1], DG_FOREVER));
   OK(dg_cancellation_then(request->cancellation, post, &seen, NULL));
   later_request = request;
   later_responder = responder;

@@ -138,6 +138,11 @@ void ThreadPool::Join() {
   if (last.joinable()) last.join();
 }
 
+size_t ThreadPool::thread_count() const {
+  absl::MutexLock lock(&mu_);
+  return threads_.size() + guests_;
+}
+
 bool ThreadPool::OnThisPool() const { return this_pool == this; }
 
 void ThreadPool::Run() {

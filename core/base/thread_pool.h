@@ -72,6 +72,10 @@ class ThreadPool : private Blockable {
   // not be called by a task.
   void Join();
 
+  // How many threads it has, and how many others run a task of it. After Close() these become 0 as
+  // their tasks end; then Join() does not wait.
+  size_t thread_count() const;
+
   // Whether the calling thread is one of this pool's, or runs one of its tasks.
   bool OnThisPool() const;
 
@@ -107,7 +111,7 @@ class ThreadPool : private Blockable {
 
   absl::Mutex joining_;  // held by Join, so that each of several callers waits to the end
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   // Guarded by mu_. Whenever it is free, no task waits, or all slots are taken, or there is no
   // thread for a free one.
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);

@@ -31,6 +31,13 @@ void MemberCallback::Set(Function function) {
   mu_.Await(absl::Condition(&is_over));
 }
 
+void MemberCallback::Stop() {
+  std::shared_ptr<const Function> former;  // ends outside the lock
+  absl::MutexLock lock(&mu_);
+  function_.swap(former);
+  source_->KeepEvents(false);
+}
+
 bool MemberCallback::is_set() {
   absl::MutexLock lock(&mu_);
   return function_ != nullptr;

@@ -34,6 +34,8 @@ class MemberCallback {
   // Takes the place of the former function, which runs no more when this returns: it waits for that
   // one, unless the calling thread is in it. Null: none.
   void Set(Function function);
+  // Runs none from now on but for one that runs already, for which this does not wait.
+  void Stop();
   bool is_set();
 
   // There may be events to take.

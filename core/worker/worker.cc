@@ -9,6 +9,7 @@
 #include "core/base/log.h"
 #include "core/base/processors.h"
 #include "core/base/status.h"
+#include "core/rpc/backoff.h"
 #include "core/tensor/values.h"
 #include "core/worker/callers_loop.h"
 #include "core/worker/job.h"
@@ -112,6 +113,23 @@ void Worker::Impl::Close() {
   agent_.Close();
 }
 
+absl::Status Worker::Impl::Join(Deadline deadline) {
+  if (pool_.OnThisPool()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "worker '", self_.name, "' cannot be waited for on one of its own threads; Close() it there"));
+  }
+  Close();
+  member_callback_.Stop();
+  pool_.Close();
+  Backoff backoff(deadline);
+  do {
+    if (pool_.thread_count() == 0) return absl::OkStatus();
+  } while (backoff.Sleep());
+  return absl::DeadlineExceededError(
+      absl::StrCat("worker '", self_.name, "' is closed, and ", pool_.thread_count(),
+                   " of its threads have not ended: a handler, a callback or a part of a backward pass runs"));
+}
+
 void Worker::Impl::Join() {
   {
     absl::MutexLock lock(&mu_);
@@ -179,6 +197,7 @@ WorkerMetrics Worker::Impl::Metrics() const {
 Worker::Worker(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Worker::~Worker() { impl_->Join(); }
 void Worker::Close() { impl_->Close(); }
+absl::Status Worker::Join(Deadline deadline) { return impl_->Join(deadline); }
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
   DG_ASSIGN_OR_RETURN(std::shared_ptr<Impl> impl, Impl::Create(std::move(options)));

@@ -67,6 +67,7 @@ class Worker::Impl : public Context::Owner,
   void OnMember(MemberCallback::Function callback);
 
   void Close();
+  absl::Status Join(Deadline deadline);
   void Join();  // Close(), and ends all threads
 
   // Context::Owner

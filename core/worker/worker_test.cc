@@ -205,6 +205,32 @@ TEST_P(WorkerTest, ManyThreadsCallEachOther) {
   for (std::thread& thread : threads) thread.join();
 }
 
+TEST_P(WorkerTest, ItsEndIsWaitedForWithABound) {
+  Start(2);
+  absl::Notification entered, release;
+  absl::Status inside;
+  ASSERT_TRUE(worker(1)
+                  .Register("hold",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              inside = worker(1).Join(Deadline::Never());
+                              entered.Notify();
+                              release.WaitForNotification();
+                              return Message{};
+                            })
+                  .ok());
+  const Future<Message> call = worker(0).CallAsync("worker1", "hold", {});
+  entered.WaitForNotification();
+  EXPECT_EQ(inside.code(), absl::StatusCode::kFailedPrecondition) << inside;
+  const absl::Status late = worker(1).Join(absl::InfinitePast());
+  EXPECT_EQ(late.code(), absl::StatusCode::kDeadlineExceeded) << late;
+  EXPECT_NE(late.message().find("'worker1' is closed, and "), std::string::npos)
+      << late;
+  EXPECT_FALSE(call.Wait().ok()) << "it is closed";
+  release.Notify();
+  EXPECT_TRUE(worker(1).Join(Deadline::Never()).ok());
+  EXPECT_TRUE(worker(1).Join(absl::InfinitePast()).ok());
+}
+
 TEST_P(WorkerTest, WaitForAllIsABarrier) {
   Start(3);
   std::atomic<int> before{0};

@@ -19,9 +19,11 @@ pub type HandlerResult = std::result::Result<Message, BoxedError>;
 /// One member of a job: it listens, calls the others, and is called by them. It owns all its threads
 /// and sockets; a process may have several, for tests mostly.
 ///
-/// Dropping it fails what is still in flight with `Code::Cancelled`, waits for its handlers, and
-/// ends its threads. In a handler or a callback it cannot wait for itself: there an error is logged,
-/// and the worker stays. [`shutdown`](Worker::shutdown) first, so that nobody's call finds it gone.
+/// Dropping it fails what is still in flight with `Code::Cancelled`, waits for its handlers, for at
+/// most a minute ([`close`](Worker::close) takes another bound), and ends its threads. What still runs
+/// then is said in the log, and a thread of the library ends the worker behind it; so it does where
+/// the worker is dropped in a handler or a callback, which cannot wait for itself.
+/// [`shutdown`](Worker::shutdown) first, so that nobody's call finds it gone.
 ///
 /// What is made of it may be dropped later: what borrows it cannot be used then, and a
 /// [`Future`](crate::Future) ends with an error.
@@ -278,6 +280,19 @@ impl Worker {
     /// The same, and says what happens when a member is lost.
     pub fn serve_with(&self, lost: OnLost) -> Result<()> {
         Ok(ffi::worker_serve(self.handle(), lost.flags())?)
+    }
+
+    /// Ends the worker, but for this handle of it: fails what is still under way with
+    /// `Code::Cancelled`, waits until running handlers and callbacks have returned, and stops all
+    /// threads. `None`: for as long as it takes.
+    ///
+    /// `Code::DeadlineExceeded` says what still runs: it goes on, and the worker stays, without new
+    /// work; close it again, or drop it, which then does not wait. `Code::FailedPrecondition` in a
+    /// handler or callback of this worker.
+    #[doc(alias = "dg_worker_close")]
+    pub fn close(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        let timeout = timeout.into().map_or(FOREVER, milliseconds);
+        Ok(ffi::worker_close(self.handle(), timeout)?)
     }
 
     /// Calls `callback` when a member has joined, has left or is lost, once for each and in order, on

@@ -8,9 +8,10 @@ use distgrad::{
 use std::{
     sync::{
         atomic::{AtomicUsize, Ordering},
-        Arc,
+        mpsc, Arc, Mutex,
     },
     thread,
+    time::Duration,
 };
 
 #[test]
@@ -308,6 +309,55 @@ fn closures_are_dropped_with_their_worker() {
     worker.call("alone", "one", &empty()).unwrap();
     drop(worker);
     assert_eq!(dropped.load(Ordering::SeqCst), 2);
+}
+
+#[test]
+fn a_close_waits_for_no_longer_than_it_is_told() {
+    let worker = alone();
+    let (entered, has_entered) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let released = Mutex::new(released);
+    worker
+        .register("hold", move |request| {
+            entered.send(()).unwrap();
+            assert_eq!(request.call("alone", "", &empty()).unwrap_err().code(), Code::InvalidArgument);
+            released.lock().unwrap().recv().unwrap();
+            Ok(empty())
+        })
+        .unwrap();
+    let call = worker.call_async("alone", "hold", &empty()).unwrap();
+    has_entered.recv_timeout(LONG).unwrap();
+    assert_eq!(worker.close(Duration::ZERO).unwrap_err().code(), Code::DeadlineExceeded);
+    assert_eq!(call.wait().unwrap_err().code(), Code::Cancelled);
+    assert_eq!(worker.barrier(None).unwrap_err().code(), Code::FailedPrecondition);
+    release.send(()).unwrap();
+    worker.close(None).unwrap();
+    // What the handler had has ended with it.
+    assert!(release.send(()).is_err());
+    worker.close(Duration::ZERO).unwrap();
+}
+
+#[test]
+fn a_handler_may_drop_its_worker() {
+    let drop_it = Arc::new(Mutex::new(None));
+    let (ends_with_handler, ended) = mpsc::channel::<()>();
+    let worker = alone();
+    let inside = drop_it.clone();
+    worker
+        .register("drop", move |_| {
+            let _keep = &ends_with_handler;
+            drop(inside.lock().unwrap().take::<Worker>());
+            Ok(empty())
+        })
+        .unwrap();
+    let call = {
+        let mut slot = drop_it.lock().unwrap(); // the handler waits for what is put there
+        let call = worker.call_async("alone", "drop", &empty()).unwrap();
+        *slot = Some(worker);
+        call
+    };
+    let _ = call.wait(); // the end of the worker may be first
+    assert_eq!(ended.recv_timeout(LONG).unwrap_err(), mpsc::RecvTimeoutError::Disconnected);
 }
 
 #[test]

@@ -572,11 +572,22 @@ DG_API DG_MUST_USE dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) 
  * worker, and for the worker that serves the rendezvous. */
 DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
 
-/* Fails what is still in flight with DG_CANCELLED, also what other threads wait for in it (in a
- * dg_worker_barrier, dg_worker_shutdown or dg_worker_serve after a second); waits for running
- * callbacks to return, and stops all threads. Handles of contexts, futures and optimizers stay
- * valid, and give errors. In a callback, a handler's too, it cannot: there it logs an error and
- * leaves the worker alive. */
+/* Ends the worker, but for its handle: fails what is still in flight with DG_CANCELLED, also what
+ * other threads wait for in it (in a dg_worker_barrier, dg_worker_shutdown or dg_worker_serve after
+ * a second); waits until running handlers and callbacks have returned, and then stops all threads.
+ * Functions of the worker give DG_FAILED_PRECONDITION from then on; handles of contexts, futures and
+ * optimizers stay valid, and give errors. Idempotent. Waits, at most timeout_ms (0: not at all).
+ *
+ * DG_DEADLINE_EXCEEDED says what still runs: it goes on, and the worker stays as it is, without new
+ * work; call this again, or dg_worker_destroy, which then does not wait. DG_FAILED_PRECONDITION in a
+ * handler or callback of this worker. */
+DG_API DG_MUST_USE dg_error* dg_worker_close(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
+
+/* The same as dg_worker_close, for at most a minute; and ends the handle. What still runs after that
+ * minute is said in the log, and a thread of the library ends the worker when it has returned: until
+ * then callbacks may still run, and use their user_data. In a handler or callback of this worker, in
+ * the callback of a future and in destructors of user data nothing is waited for, and that thread
+ * does all of it. */
 DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
 
 /* 0 if `worker` is not a valid handle. */
@@ -621,7 +632,7 @@ enum {
 /* Calls `callback` for each such event from now on, once and in order, on a thread of the worker,
  * where it may wait and make calls as a handler may. It takes the place of the one that was given
  * before; NULL: none. When this has returned, that one is not called any more; and none is when
- * dg_worker_destroy has (in the callback itself that is refused, and logged). Takes `user_data`.
+ * dg_worker_close has (or dg_worker_destroy, within its minute). Takes `user_data`.
  * Waits, for the former callback to return, unless it is called in that. */
 DG_API DG_MUST_USE dg_error* dg_worker_on_member(
     dg_worker* worker, void (*callback)(void* user_data, const dg_member_event* event),

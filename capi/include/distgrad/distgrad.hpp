@@ -555,6 +555,9 @@ class Worker {
   void Serve(uint64_t flags = 0) { Check(dg_worker_serve(get(), flags)); }
   void Leave(int64_t timeout_ms = DG_FOREVER) { Check(dg_worker_leave(get(), timeout_ms)); }
 
+  // With a bound for what its handlers still do; the destructor then has nothing to wait for.
+  void Close(int64_t timeout_ms = DG_FOREVER) { Check(dg_worker_close(get(), timeout_ms)); }
+
   dg_worker* get() const noexcept { return handle_.get(); }
 
  private:

@@ -247,6 +247,7 @@ pub(crate) mod raw {
         fn worker_on_member(worker: WorkerHandle, callback: Box<MemberCallback>) -> Result<()>;
         fn worker_no_on_member(worker: WorkerHandle) -> Result<()>;
         fn worker_leave(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
+        fn worker_close(worker: WorkerHandle, timeout_ms: i64) -> Result<()>;
         fn worker_destroy(worker: WorkerHandle);
         fn worker_rank(worker: WorkerHandle) -> u32;
         fn worker_world_size(worker: WorkerHandle) -> u32;

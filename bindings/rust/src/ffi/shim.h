@@ -212,6 +212,9 @@ inline void worker_no_on_member(WorkerHandle worker) {
 inline void worker_leave(WorkerHandle worker, int64_t timeout_ms) {
   dg::Check(dg_worker_leave(worker, timeout_ms));
 }
+inline void worker_close(WorkerHandle worker, int64_t timeout_ms) {
+  dg::Check(dg_worker_close(worker, timeout_ms));
+}
 inline void worker_destroy(WorkerHandle worker) { dg_worker_destroy(worker); }
 inline uint32_t worker_rank(WorkerHandle worker) { return dg_worker_rank(worker); }
 inline uint32_t worker_world_size(WorkerHandle worker) { return dg_worker_world_size(worker); }
