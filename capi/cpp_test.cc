@@ -236,7 +236,12 @@ TEST(CppTest, Job) {
     options.cancellation = cancellation.get();
     const dg::Future future = worker.CallAsync("worker1", "later", dg::Message("cancel"), options);
     cancellation.ThrowIfCancelled();
+    int forgotten = 0, kept = 0;
+    cancellation.Forget(cancellation.OnCancel([&] { ++forgotten; }));
+    EXPECT_NE(cancellation.OnCancel([&] { ++kept; }), 0u);
     cancellation.Cancel();
+    EXPECT_EQ(forgotten, 0);
+    EXPECT_EQ(kept, 1);
     EXPECT_EQ(CodeOf([&] { future.Get(); }), DG_CANCELLED);
     EXPECT_EQ(CodeOf([&] { cancellation.ThrowIfCancelled(); }), DG_CANCELLED);
   }

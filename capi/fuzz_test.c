@@ -558,7 +558,11 @@ static void call(state* s) {
     case 59:
       if (next(s) % 4 == 0) ran(s, dg_cancellation_cancel(X));
       ran(s, dg_cancellation_check(X));
-      ran(s, dg_cancellation_then(X, next(s) % 8 ? nothing : NULL, NULL, nothing));
+      {
+        uint64_t id = next(s) % 4;
+        ran(s, dg_cancellation_then(X, next(s) % 8 ? nothing : NULL, NULL, nothing, &id));
+        if (next(s) % 2) ran(s, dg_cancellation_forget(X, id));
+      }
       if (next(s) % 4 == 0) dg_cancellation_destroy(X);
       break;
     case 60:

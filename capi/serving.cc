@@ -198,16 +198,27 @@ dg_error* dg_cancellation_check(const dg_cancellation* cancellation) noexcept {
 
 dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
                                void (*cancelled)(void* user_data), void* user_data,
-                               void (*destroy)(void* user_data)) noexcept {
+                               void (*destroy)(void* user_data), uint64_t* id) noexcept {
   UserData taken(user_data, destroy);
   return Guard([&]() -> absl::Status {
     if (cancelled == nullptr) return absl::InvalidArgumentError("the callback is NULL");
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
                         Pin<CancellationObject>(cancellation));
-    pinned->cancellation->OnCancel([cancelled, taken = std::move(taken)] {
-      NoWaitScope scope;
-      cancelled(taken.get());
-    });
+    const uint64_t watch =
+        pinned->cancellation->OnCancel([cancelled, taken = std::move(taken)] {
+          NoWaitScope scope;
+          cancelled(taken.get());
+        });
+    if (id != nullptr) *id = watch;
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_cancellation_forget(const dg_cancellation* cancellation, uint64_t id) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
+                        Pin<CancellationObject>(cancellation));
+    pinned->cancellation->ForgetAndWait(id);
     return absl::OkStatus();
   });
 }

@@ -190,8 +190,8 @@ static void test_waiting_in_callbacks(void) {
   dg_code codes[2] = {DG_OK, DG_OK};
   OK(dg_cancellation_create(&cancellation));
   OK(dg_cancellation_cancel(cancellation));
-  OK(dg_cancellation_then(cancellation, call_each_in_callback, &codes[0], NULL));
-  OK(dg_cancellation_then(cancellation, set_rate_in_callback, &codes[1], NULL));
+  OK(dg_cancellation_then(cancellation, call_each_in_callback, &codes[0], NULL, NULL));
+  OK(dg_cancellation_then(cancellation, set_rate_in_callback, &codes[1], NULL, NULL));
   CHECK(codes[0] == DG_FAILED_PRECONDITION && codes[1] == DG_FAILED_PRECONDITION);
   dg_cancellation_destroy(cancellation);
 }

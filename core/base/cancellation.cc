@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "absl/strings/string_view.h"
+#include "core/base/blocking.h"
 #include "core/base/exception.h"
 
 namespace distgrad {
@@ -19,15 +20,28 @@ absl::Status Cancellation::why() const {
 }
 
 void Cancellation::Cancel(absl::Status why) {
-  std::vector<std::pair<uint64_t, Callback>> watches;
   {
     absl::MutexLock lock(&mu_);
     if (!why_.ok()) return;
     why_ = std::move(why);
     cancelled_.store(true, std::memory_order_release);
-    watches.swap(watches_);
+    thread_ = std::this_thread::get_id();
+    // From now on none comes. So the first is the last, and is taken without moving the others.
+    std::reverse(watches_.begin(), watches_.end());
   }
-  for (auto& [watch, callback] : watches) CallAndLog(kCallback, callback);
+  // One at a time, so that one that is forgotten meanwhile is not called.
+  for (;;) {
+    Callback callback;
+    {
+      absl::MutexLock lock(&mu_);
+      called_ = 0;
+      if (watches_.empty()) return;
+      called_ = watches_.back().first;
+      callback = std::move(watches_.back().second);
+      watches_.pop_back();
+    }
+    CallAndLog(kCallback, callback);
+  }
 }
 
 uint64_t Cancellation::OnCancel(Callback callback) {
@@ -50,6 +64,18 @@ void Cancellation::Forget(uint64_t watch) {
   if (found == watches_.end()) return;
   callback = std::move(found->second);
   watches_.erase(found);
+}
+
+void Cancellation::ForgetAndWait(uint64_t watch) {
+  Forget(watch);
+  const BlockingScope blocking;
+  absl::MutexLock lock(&mu_);
+  if (thread_ == std::this_thread::get_id()) return;
+  const auto is_over = [&] {
+    mu_.AssertReaderHeld();
+    return called_ != watch;
+  };
+  if (watch != 0) mu_.Await(absl::Condition(&is_over));
 }
 
 }  // namespace distgrad

@@ -4,12 +4,13 @@
 //   if (cancellation->cancelled()) return cancellation->why();
 //   const uint64_t watch = cancellation->OnCancel([&] { stream.Stop(); });
 //   ...
-//   cancellation->Forget(watch);
+//   cancellation->ForgetAndWait(watch);  // from here on the callback does not run, nor will it
 #ifndef DISTGRAD_CORE_BASE_CANCELLATION_H_
 #define DISTGRAD_CORE_BASE_CANCELLATION_H_
 
 #include <atomic>
 #include <cstdint>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -36,8 +37,11 @@ class Cancellation {
   // It must not block; what it throws is logged, and goes no further. Returns a number for
   // Forget(); 0 if it was called.
   uint64_t OnCancel(Callback callback);
-  // The callback is not called from now on, unless it is being called at this moment.
+  // The callback is not called from now on, unless it is being called at this moment. Does not wait.
   void Forget(uint64_t watch);
+  // The same, and waits while another thread calls it: what the callback uses may end then. (In the
+  // callback itself there is nothing to wait for.)
+  void ForgetAndWait(uint64_t watch);
 
  private:
   std::atomic<bool> cancelled_{false};
@@ -46,7 +50,10 @@ class Cancellation {
   // Guarded by mu_.
   absl::Status why_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
+  // The next one to be called last, once it is cancelled.
   std::vector<std::pair<uint64_t, Callback>> watches_ ABSL_GUARDED_BY(mu_);
+  uint64_t called_ ABSL_GUARDED_BY(mu_) = 0;     // whose callback runs, or ends, at this moment
+  std::thread::id thread_ ABSL_GUARDED_BY(mu_);  // that calls it
 };
 
 }  // namespace distgrad

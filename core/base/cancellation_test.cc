@@ -2,9 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <memory>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "absl/synchronization/notification.h"
 
 namespace distgrad {
 namespace {
@@ -42,6 +47,74 @@ TEST(CancellationTest, ACallbackMayForgetAnother) {
   cancellation.OnCancel([&] { cancellation.Forget(second); });
   second = cancellation.OnCancel([] {});
   cancellation.Cancel(absl::CancelledError("now"));
+}
+
+TEST(CancellationTest, OneForgottenByAnotherIsNotCalled) {
+  Cancellation cancellation;
+  std::vector<int> told;
+  uint64_t second = 0, third = 0;
+  cancellation.OnCancel([&] {
+    told.push_back(1);
+    cancellation.Forget(second);
+    cancellation.ForgetAndWait(third);
+  });
+  second = cancellation.OnCancel([&] { told.push_back(2); });
+  third = cancellation.OnCancel([&] { told.push_back(3); });
+  cancellation.OnCancel([&] { told.push_back(4); });
+  cancellation.Cancel(absl::CancelledError("now"));
+  EXPECT_EQ(told, (std::vector<int>{1, 4})) << "in their order";
+}
+
+TEST(CancellationTest, OneThatRunsElsewhereIsWaitedFor) {
+  Cancellation cancellation;
+  absl::Notification entered, release, forgotten;
+  bool over = false;  // without a lock: what is waited for has happened before
+  uint64_t own = 0;
+  const uint64_t watch = cancellation.OnCancel([&] {
+    cancellation.ForgetAndWait(own);  // does not wait for itself
+    entered.Notify();
+    release.WaitForNotification();
+    over = true;
+  });
+  own = watch;
+  std::thread cancels([&] { cancellation.Cancel(absl::CancelledError("now")); });
+  entered.WaitForNotification();
+  cancellation.Forget(watch);  // does not wait
+  std::thread forgets([&] {
+    cancellation.ForgetAndWait(watch);
+    EXPECT_TRUE(over);
+    forgotten.Notify();
+  });
+  EXPECT_FALSE(forgotten.HasBeenNotified());
+  release.Notify();
+  forgets.join();
+  cancels.join();
+  cancellation.ForgetAndWait(watch);  // long over
+  cancellation.ForgetAndWait(0);
+}
+
+TEST(CancellationTest, WhatACallbackHoldsEndsBeforeItIsForgotten) {
+  struct Held {
+    ~Held() {
+      entered->Notify();
+      release->WaitForNotification();
+      *over = true;
+    }
+    absl::Notification *entered, *release;
+    bool* over;
+  };
+  Cancellation cancellation;
+  absl::Notification entered, release;
+  bool over = false;
+  std::shared_ptr<Held> held(new Held{&entered, &release, &over});
+  const uint64_t watch = cancellation.OnCancel([held = std::move(held)] {});
+  std::thread cancels([&] { cancellation.Cancel(absl::CancelledError("now")); });
+  entered.WaitForNotification();
+  std::thread releases([&] { release.Notify(); });
+  cancellation.ForgetAndWait(watch);
+  EXPECT_TRUE(over);
+  releases.join();
+  cancels.join();
 }
 
 TEST(CancellationTest, FromManyThreads) {

@@ -43,11 +43,24 @@ impl Cancellation {
 
     /// Calls `cancelled` once it is cancelled: on the thread that does so, which `cancelled` must not
     /// hold up; or within this call, if it is already. A panic in it is printed and goes no further.
+    /// What is returned is for [`forget`](Cancellation::forget), and need not be kept.
     #[doc(alias = "dg_cancellation_then")]
-    pub fn then(&self, cancelled: impl FnOnce() + Send + 'static) -> Result<()> {
-        Ok(ffi::cancellation_then(self.handle(), Callback::new(cancelled))?)
+    pub fn then(&self, cancelled: impl FnOnce() + Send + 'static) -> Result<CallbackId> {
+        Ok(CallbackId(ffi::cancellation_then(self.handle(), Callback::new(cancelled))?))
+    }
+
+    /// Takes a callback off again: when this has returned it is not running, nor will it, and it is
+    /// dropped. Waits while another thread is in it; in the callback itself it does not. One that
+    /// was called is no error.
+    #[doc(alias = "dg_cancellation_forget")]
+    pub fn forget(&self, callback: CallbackId) -> Result<()> {
+        Ok(ffi::cancellation_forget(self.handle(), callback.0)?)
     }
 }
+
+/// A callback of a [`Cancellation`], by which it is taken off again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CallbackId(u64);
 
 impl fmt::Debug for Cancellation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

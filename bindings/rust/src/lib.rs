@@ -101,7 +101,7 @@ mod worker;
 mod worker_options;
 
 pub use call::Caller;
-pub use cancellation::Cancellation;
+pub use cancellation::{CallbackId, Cancellation};
 pub use context::{Context, Pass};
 pub use element::{Dtype, Element};
 pub use error::{Code, Error, Result};

@@ -228,6 +228,16 @@ fn a_handler_sees_that_it_is_given_up() {
     let (ran, running) = mpsc::channel();
     both.then(move || ran.send(()).unwrap()).unwrap(); // is already: at once
     running.try_recv().unwrap();
+
+    // One that is taken off is dropped, and not called.
+    let forgetful = Cancellation::new().unwrap();
+    let (never, nothing) = mpsc::channel::<()>();
+    let id = forgetful.then(move || never.send(()).unwrap()).unwrap();
+    assert_eq!(nothing.try_recv(), Err(mpsc::TryRecvError::Empty));
+    forgetful.forget(id).unwrap();
+    assert_eq!(nothing.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+    forgetful.cancel().unwrap();
+    forgetful.forget(id).unwrap();
 }
 
 #[test]

@@ -447,12 +447,20 @@ DG_API DG_MUST_USE dg_error* dg_cancellation_cancel(dg_cancellation* cancellatio
 /* NULL as long as it is not cancelled; then an error that says why, for a handler to return. */
 DG_API DG_MUST_USE dg_error* dg_cancellation_check(const dg_cancellation* cancellation) DG_NOEXCEPT;
 /* Calls `cancelled` once it is cancelled: on the thread that does so, which `cancelled` must not
- * hold up; or within this call, if it is already. Takes `user_data`, which ends with the
- * cancellation if it is never cancelled. */
+ * hold up; or within this call, if it is already. Takes `user_data`, which ends behind the call, or
+ * as the callback is forgotten, or with the cancellation if it is never cancelled. Stores in *id
+ * (unless that is NULL) a number for dg_cancellation_forget: 0 if it was called. */
 DG_API DG_MUST_USE dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
                                                   void (*cancelled)(void* user_data),
                                                   void* user_data,
-                                                  void (*destroy)(void* user_data)) DG_NOEXCEPT;
+                                                  void (*destroy)(void* user_data),
+                                                  uint64_t* id) DG_NOEXCEPT;
+/* Takes a callback off again, by its number: when this has returned it is not running, nor will it,
+ * and its user_data is ended. Waits while another thread is in it, also where other functions that
+ * wait are refused; in the callback itself it does not. One that was called, and a number that is
+ * none, are no error. */
+DG_API DG_MUST_USE dg_error* dg_cancellation_forget(const dg_cancellation* cancellation,
+                                                    uint64_t id) DG_NOEXCEPT;
 /* Of the handle alone: what goes with it goes on. */
 DG_API void dg_cancellation_destroy(dg_cancellation* cancellation) DG_NOEXCEPT;
 

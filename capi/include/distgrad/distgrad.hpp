@@ -343,6 +343,22 @@ class Future {
   Handle<dg_future, dg_future_destroy> handle_;
 };
 
+// Calls `cancelled`, which must not throw, wait, or hold up the thread, once it is cancelled. Returns
+// a number for Forget(), 0 if it was called.
+inline uint64_t OnCancel(const dg_cancellation* cancellation, std::function<void()> cancelled) {
+  using Callback = std::function<void()>;
+  uint64_t id = 0;
+  Check(dg_cancellation_then(
+      cancellation, [](void* data) { (*static_cast<Callback*>(data))(); },
+      new Callback(std::move(cancelled)), [](void* data) { delete static_cast<Callback*>(data); },
+      &id));
+  return id;
+}
+// Takes it off again: from here on it does not run, nor will it.
+inline void Forget(const dg_cancellation* cancellation, uint64_t id) {
+  Check(dg_cancellation_forget(cancellation, id));
+}
+
 class Cancellation {
  public:
   Cancellation() {
@@ -353,6 +369,10 @@ class Cancellation {
   void Cancel() { Check(dg_cancellation_cancel(get())); }
   // Throws if it is cancelled.
   void ThrowIfCancelled() const { Check(dg_cancellation_check(get())); }
+  uint64_t OnCancel(std::function<void()> cancelled) const {
+    return dg::OnCancel(get(), std::move(cancelled));
+  }
+  void Forget(uint64_t id) const { dg::Forget(get(), id); }
   dg_cancellation* get() const noexcept { return handle_.get(); }
 
  private:
@@ -386,14 +406,10 @@ class Request {
   }
   // Throws if nobody waits for the answer any more.
   void ThrowIfCancelled() const { Check(dg_cancellation_check(request_->cancellation)); }
-  // `cancelled` must not throw, wait, or hold up the thread.
-  void OnCancel(std::function<void()> cancelled) const {
-    using Callback = std::function<void()>;
-    Check(dg_cancellation_then(
-        request_->cancellation, [](void* data) { (*static_cast<Callback*>(data))(); },
-        new Callback(std::move(cancelled)),
-        [](void* data) { delete static_cast<Callback*>(data); }));
+  uint64_t OnCancel(std::function<void()> cancelled) const {
+    return dg::OnCancel(request_->cancellation, std::move(cancelled));
   }
+  void Forget(uint64_t id) const { dg::Forget(request_->cancellation, id); }
   const dg_request& get() const noexcept { return *request_; }
 
  private:

@@ -235,7 +235,8 @@ pub(crate) mod raw {
         fn cancellation_then(
             cancellation: CancellationHandle,
             callback: Box<Callback>,
-        ) -> Result<()>;
+        ) -> Result<u64>;
+        fn cancellation_forget(cancellation: CancellationHandle, id: u64) -> Result<()>;
         fn cancellation_destroy(cancellation: CancellationHandle);
 
         fn wait(waiting: &mut Waiting<'_>) -> Result<()>;

@@ -123,8 +123,9 @@ void future_then(FutureHandle future, rust::Box<Callback> callback) {
   dg::Check(dg_future_then(future, Run, Leak(std::move(callback)), End<Callback>));
 }
 
-void cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback) {
-  dg::Check(dg_cancellation_then(cancellation, Run, Leak(std::move(callback)), End<Callback>));
+uint64_t cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback) {
+  return Out<uint64_t>(dg_cancellation_then, cancellation, Run, Leak(std::move(callback)),
+                       End<Callback>);
 }
 
 void wait(Waiting& waiting) {

@@ -187,7 +187,10 @@ inline void cancellation_cancel(CancellationHandle cancellation) {
 inline void cancellation_check(CancellationHandle cancellation) {
   dg::Check(dg_cancellation_check(cancellation));
 }
-void cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback);
+uint64_t cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback);
+inline void cancellation_forget(CancellationHandle cancellation, uint64_t id) {
+  dg::Check(dg_cancellation_forget(cancellation, id));
+}
 inline void cancellation_destroy(CancellationHandle cancellation) {
   dg_cancellation_destroy(cancellation);
 }
