@@ -57,10 +57,11 @@ FIELD(dg_limits, contexts_per_peer, 48);
 FIELD(dg_limits, unauthenticated, 56);
 FIELD(dg_limits, handshake_timeout_ms, 64);
 
-SIZE(dg_device_pair, 48);
-FIELD(dg_device_pair, peer, 0);
-FIELD(dg_device_pair, mine, 16);
-FIELD(dg_device_pair, theirs, 32);
+GROWS_FROM(dg_device_pair, 56);
+FIELD(dg_device_pair, struct_size, 0);
+FIELD(dg_device_pair, peer, 8);
+FIELD(dg_device_pair, mine, 24);
+FIELD(dg_device_pair, theirs, 40);
 
 GROWS_FROM(dg_member, 40);
 FIELD(dg_member, struct_size, 0);

@@ -308,38 +308,60 @@ static void test_limits(void) {
 
 /* There is no device but the CPU where tests run, or not so many. */
 static void test_device_pairs(void) {
-  dg_device_pair pairs[2] = {{DG_STR("peer"), DG_STR("cuda:0"), DG_STR("cuda:1")},
-                             {DG_STR("peer"), DG_STR("cuda:1"), DG_STR("cuda:0")}};
+  struct {
+    dg_device_pair pair;
+    uint64_t later; /* of a header of tomorrow */
+  } longer = {DG_DEVICE_PAIR_INIT, 0};
+  dg_device_pair pair = DG_DEVICE_PAIR_INIT;
+  const dg_device_pair* pairs[2];
   dg_worker_options options = options_of(DG_STR("with devices"), DG_WORKER_NO_GPU_CHANNEL);
   dg_worker* worker = NULL;
+  pair.peer = longer.pair.peer = DG_STR("peer");
+  pair.mine = longer.pair.theirs = DG_STR("cuda:0");
+  pair.theirs = longer.pair.mine = DG_STR("cuda:1");
+  longer.pair.struct_size = sizeof(longer);
+  pairs[0] = &longer.pair;
+  pairs[1] = &pair;
   options.device_pair_count = 2;
   FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
   options.device_pairs = pairs;
+  longer.later = 1;
+  SAYS(DG_UNIMPLEMENTED, "dg_device_pair", dg_worker_create(&options, &worker));
+  longer.later = 0;
+  pair.struct_size = 0;
+  SAYS(DG_INVALID_ARGUMENT, "dg_device_pair.struct_size", dg_worker_create(&options, &worker));
+  pair.struct_size = sizeof(pair);
+  pairs[1] = NULL;
+  SAYS(DG_INVALID_ARGUMENT, "device pair 1 is NULL", dg_worker_create(&options, &worker));
+  pairs[1] = &pair;
   worker = start(&options); /* of a peer that may come yet */
   dg_worker_destroy(worker);
   unlink(rendezvous + strlen("file://"));
   worker = NULL;
-  pairs[1].theirs = DG_STR("cuda:1");
+  pair.theirs = DG_STR("cuda:0");
   SAYS(DG_INVALID_ARGUMENT, "one to one", dg_worker_create(&options, &worker));
   unlink(rendezvous + strlen("file://"));
-  pairs[1].theirs = DG_STR("cpu");
+  pair.theirs = DG_STR("cpu");
   SAYS(DG_INVALID_ARGUMENT, "with the CPU", dg_worker_create(&options, &worker));
   unlink(rendezvous + strlen("file://"));
-  pairs[1].theirs = DG_STR("abacus");
+  pair.theirs = DG_STR("abacus");
   SAYS(DG_INVALID_ARGUMENT, "device pair 1", dg_worker_create(&options, &worker));
-  pairs[1].theirs = DG_STR("cuda:0");
-  pairs[1].peer.data = NULL;
+  pair.theirs = DG_STR("cuda:1");
+  pair.peer.data = NULL;
   SAYS(DG_INVALID_ARGUMENT, "device pair 1", dg_worker_create(&options, &worker));
   CHECK(worker == NULL);
 }
 
 /* A pair with a worker that is there, where one of the two lacks the device. */
 static void test_device_that_is_not_there(void) {
-  const dg_device_pair pair = {DG_STR("first"), DG_STR("cuda:99"), DG_STR("cuda:99")};
+  dg_device_pair pair = DG_DEVICE_PAIR_INIT;
+  const dg_device_pair* const pairs = &pair;
   dg_worker_options options = options_of(DG_STR("first"), 0);
   dg_worker *first = start(&options), *late = NULL;
   options = options_of(DG_STR("late"), DG_WORKER_JOIN);
-  options.device_pairs = &pair;
+  pair.peer = DG_STR("first");
+  pair.mine = pair.theirs = DG_STR("cuda:99");
+  options.device_pairs = &pairs;
   options.device_pair_count = 1;
   SAYS(DG_INVALID_ARGUMENT, "'late' has no cuda:99", dg_worker_create(&options, &late));
   CHECK(late == NULL);

@@ -53,15 +53,18 @@ absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
   return limits;
 }
 
-absl::StatusOr<std::map<std::string, DevicePairs>> ToDeviceMaps(const dg_device_pair* pairs,
-                                                                size_t count) {
+absl::StatusOr<std::map<std::string, DevicePairs>> ToDeviceMaps(
+    const dg_device_pair* const* pairs, size_t count) {
   DG_RETURN_IF_ERROR(CheckArray(pairs, count, "device_pairs"));
   std::map<std::string, DevicePairs> maps;
   for (size_t i = 0; i < count; ++i) {
     const std::string what = absl::StrCat("device pair ", i);
-    DG_ASSIGN_OR_RETURN(const std::string peer, FromStr(pairs[i].peer, what));
-    DG_ASSIGN_OR_RETURN(const c10::Device mine, ToDevice(pairs[i].mine, what));
-    DG_ASSIGN_OR_RETURN(const c10::Device theirs, ToDevice(pairs[i].theirs, what));
+    if (pairs[i] == nullptr) return absl::InvalidArgumentError(absl::StrCat(what, " is NULL"));
+    DG_ASSIGN_OR_RETURN(const dg_device_pair pair,
+                        ReadOptions<dg_device_pair>(pairs[i], DG_DEVICE_PAIR_INIT, "dg_device_pair"));
+    DG_ASSIGN_OR_RETURN(const std::string peer, FromStr(pair.peer, what));
+    DG_ASSIGN_OR_RETURN(const c10::Device mine, ToDevice(pair.mine, what));
+    DG_ASSIGN_OR_RETURN(const c10::Device theirs, ToDevice(pair.theirs, what));
     maps[peer].emplace_back(mine, theirs);
   }
   return maps;

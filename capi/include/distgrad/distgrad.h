@@ -491,10 +491,13 @@ typedef struct dg_limits {
 /* Which device of this worker goes with which of another: a tensor that is on the one here arrives
  * on the other there, and its gradient comes back the same way. */
 typedef struct dg_device_pair {
+  size_t struct_size;
   dg_str peer;   /* its name */
   dg_str mine;   /* "cuda:0" */
   dg_str theirs; /* "cuda:1" */
 } dg_device_pair;
+#define DG_DEVICE_PAIR_INIT \
+  { sizeof(dg_device_pair), {0, 0}, {0, 0}, {0, 0} }
 
 typedef struct dg_worker_options {
   size_t struct_size;
@@ -524,8 +527,9 @@ typedef struct dg_worker_options {
                                * stands; at least 100, DG_FOREVER: never; 0: 20 seconds */
   uint64_t max_workers;       /* of all that ever join; 0: 4096 */
   const dg_limits* limits;    /* NULL: the defaults */
-  const dg_device_pair* device_pairs; /* one to one for each peer, and without the CPU, which always
-                                       * goes with the CPU. One end of a pair may say it alone */
+  const dg_device_pair* const* device_pairs; /* one to one for each peer, and without the CPU, which
+                                              * always goes with the CPU. One end of a pair may say
+                                              * it alone */
   size_t device_pair_count;
 } dg_worker_options;
 #define DG_WORKER_OPTIONS_INIT                                                                   \

@@ -160,11 +160,16 @@ WorkerHandle worker_create(const RawWorkerOptions& from) {
   options.limits = &limits;
   std::vector<dg_device_pair> pairs;
   for (size_t i = 0; i + 2 < from.device_pairs.size(); i += 3) {
-    pairs.push_back({ToStr(from.device_pairs[i]), ToStr(from.device_pairs[i + 1]),
-                     ToStr(from.device_pairs[i + 2])});
+    dg_device_pair pair = DG_DEVICE_PAIR_INIT;
+    pair.peer = ToStr(from.device_pairs[i]);
+    pair.mine = ToStr(from.device_pairs[i + 1]);
+    pair.theirs = ToStr(from.device_pairs[i + 2]);
+    pairs.push_back(pair);
   }
-  options.device_pairs = pairs.data();
-  options.device_pair_count = pairs.size();
+  std::vector<const dg_device_pair*> pointers;
+  for (const dg_device_pair& pair : pairs) pointers.push_back(&pair);
+  options.device_pairs = pointers.data();
+  options.device_pair_count = pointers.size();
   return Out<WorkerHandle>(dg_worker_create, &options);
 }
 
