@@ -142,6 +142,7 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   ASSERT_EQ(replies.size(), 2u);
   EXPECT_EQ(std::get<dg::Message>(replies[0]).payload(), "x");
   EXPECT_EQ(std::get<dg::Error>(replies[1]).code(), DG_NOT_FOUND);
+  EXPECT_EQ(std::get<dg::Error>(replies[1]).origin(), uint32_t{DG_ORIGIN_DISTGRAD});
   EXPECT_EQ(CodeOf([&] { worker.Call("worker0", "echo", dg::Message()); }), DG_OUT_OF_RANGE);
   const absl::StatusOr<distgrad::TraceEvents> events = distgrad::ReadTraces({worker.StopTrace()});
   ASSERT_TRUE(events.ok()) << events.status();

@@ -3,13 +3,19 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 #include "capi/guard.h"
 #include "capi/objects.h"
+#include "core/base/origin.h"
 #include "core/worker/failure.h"
 
 namespace distgrad {
 namespace {
+
+static_assert(static_cast<uint32_t>(ErrorOrigin::By::kDistgrad) == DG_ORIGIN_DISTGRAD);
+static_assert(static_cast<uint32_t>(ErrorOrigin::By::kHandler) == DG_ORIGIN_HANDLER);
 
 constexpr absl::Duration kNoLimit = absl::Hours(24 * 365 * 10);
 // No struct of options comes near; a larger size is a program's mistake.
@@ -129,6 +135,31 @@ dg_error* dg_error_create(dg_code code, dg_str message) noexcept {
   return Guard([&]() -> absl::Status {
     absl::StatusOr<std::string> text = FromStr(message, "message");
     return absl::Status(ToStatusCode(code), text.ok() ? *text : "");
+  });
+}
+
+dg_error* dg_error_create_with_origin(dg_code code, dg_str message, uint32_t origin,
+                                      uint32_t rank) noexcept {
+  return Guard([&]() -> absl::Status {
+    absl::StatusOr<std::string> text = FromStr(message, "message");
+    absl::Status status(ToStatusCode(code), text.ok() ? *text : "");
+    if ((origin != DG_ORIGIN_DISTGRAD && origin != DG_ORIGIN_HANDLER) || rank > UINT16_MAX) {
+      return status;
+    }
+    return WithOrigin(std::move(status),
+                      {static_cast<WorkerId>(rank), static_cast<ErrorOrigin::By>(origin)});
+  });
+}
+
+uint32_t dg_error_origin(const dg_error* error, uint32_t* rank) noexcept {
+  if (error == nullptr || error == OutOfMemory()) return DG_ORIGIN_NONE;
+  return GuardValue<uint32_t>(DG_ORIGIN_NONE, [&]() -> uint32_t {
+    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error);
+    if (!pinned.ok()) return DG_ORIGIN_NONE;
+    const std::optional<ErrorOrigin> origin = OriginOf((*pinned)->status);
+    if (!origin.has_value()) return DG_ORIGIN_NONE;
+    if (rank != nullptr) *rank = origin->worker;
+    return static_cast<uint32_t>(origin->by);
   });
 }
 

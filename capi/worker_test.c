@@ -204,6 +204,54 @@ static void test_names(void) {
   CHECK(dg_worker_name(NULL, 0).size == 0 && dg_worker_context_count(NULL) == 0);
 }
 
+/* A handler that returns what another worker's handler gave, as it got it. */
+static dg_error* pass_on(void* user_data, const dg_request* request, dg_message** reply) {
+  dg_worker* self = (dg_worker*)user_data;
+  return dg_worker_call(self, DG_STR("front"), dg_message_payload(request->message),
+                        request->message, NULL, reply);
+}
+
+/* What a call of the back worker fails with, by whom, and where. */
+static void origin_is(const char* function, const char* payload, uint32_t origin, uint32_t rank) {
+  dg_message *request = NULL, *reply = NULL;
+  dg_str text;
+  dg_error* error;
+  uint32_t got = 99;
+  text.data = function;
+  text.size = strlen(function);
+  OK(dg_message_create(payload, strlen(payload), NULL, 0, &request));
+  error = dg_worker_call(workers[0], DG_STR("back"), text, request, NULL, &reply);
+  CHECK(dg_error_origin(error, NULL) == origin);
+  CHECK(dg_error_origin(error, &got) == origin && got == rank);
+  dg_error_destroy(error);
+  dg_message_destroy(request);
+}
+
+static void test_origins(void) {
+  dg_error* error;
+  uint32_t rank = 99;
+  add(1, "pass on", pass_on, workers[1]);
+  add(0, "fail", fail, NULL);
+  origin_is("fail", "", DG_ORIGIN_HANDLER, 1);
+  origin_is("no", "", DG_ORIGIN_DISTGRAD, 1);
+  origin_is("pass on", "fail", DG_ORIGIN_HANDLER, 0);
+  origin_is("pass on", "no", DG_ORIGIN_DISTGRAD, 0);
+  origin_is("", "", DG_ORIGIN_DISTGRAD, 0);
+  error = dg_error_create_with_origin(DG_ABORTED, DG_STR("text"), DG_ORIGIN_HANDLER, 7);
+  CHECK(dg_error_code(error) == DG_ABORTED && str_is(dg_error_message(error), "text"));
+  CHECK(dg_error_origin(error, &rank) == DG_ORIGIN_HANDLER && rank == 7);
+  dg_error_destroy(error);
+  rank = 99;
+  CHECK(dg_error_origin(error, &rank) == DG_ORIGIN_NONE); /* none any more */
+  CHECK(dg_error_origin(NULL, &rank) == DG_ORIGIN_NONE && rank == 99);
+  error = dg_error_create_with_origin(DG_ABORTED, DG_STR("text"), 3, 7);
+  CHECK(dg_error_origin(error, &rank) == DG_ORIGIN_NONE && rank == 99);
+  dg_error_destroy(error);
+  error = dg_error_create_with_origin(DG_ABORTED, DG_STR("text"), DG_ORIGIN_HANDLER, 65536);
+  CHECK(dg_error_origin(error, &rank) == DG_ORIGIN_NONE && rank == 99);
+  dg_error_destroy(error);
+}
+
 static void test_calls(void) {
   const float two = 2;
   dg_tensor *x = floats(&two, 1, 1), *y = NULL;
@@ -351,6 +399,7 @@ int main(void) {
   test_register();
   on_both(barrier);
   test_calls();
+  test_origins();
   test_remote_operators();
   test_wait();
   on_both(shut_down);

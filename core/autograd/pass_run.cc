@@ -13,6 +13,7 @@
 #include "core/autograd/engine.h"
 #include "core/autograd/executor/cheap_graph.h"
 #include "core/base/check.h"
+#include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/message.h"
@@ -609,8 +610,9 @@ void PassRun::EndOnStrand() {
 }
 
 absl::Status PassRun::LocalError(const absl::Status& why) {
-  return Annotate(why, absl::StrCat("backward of context ", context_->id(), " on worker ",
-                                    engine_->network().Describe(engine_->self())));
+  return WithOrigin(Annotate(why, absl::StrCat("backward of context ", context_->id(), " on worker ",
+                                               engine_->network().Describe(engine_->self()))),
+                    {engine_->self(), ErrorOrigin::By::kDistgrad});
 }
 
 std::shared_ptr<Execution> PassRun::execution() {

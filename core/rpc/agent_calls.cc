@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/log.h"
+#include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/rpc/agent_impl.h"
 
@@ -349,7 +350,9 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
       if (!answered) {
         service_->OnLateReply(*peer, Body{std::move(packet), offset});
       } else if (!frame.status.ok()) {
-        End(*answered, CallError(*peer, answered->function, frame.status));
+        // What says nothing of where it arose, arose there.
+        End(*answered, CallError(*peer, answered->function,
+                                 WithOrigin(frame.status, {*peer, ErrorOrigin::By::kDistgrad})));
       } else if (!packet.segments_status.ok()) {
         const absl::Status lost = Annotate(packet.segments_status, "receiving the answer");
         End(*answered, CallError(*peer, answered->function, lost));

@@ -1,12 +1,17 @@
 // Writes and reads the header of a packet.
 #include "core/rpc/frame.h"
 
+#include <optional>
+#include <utility>
+
 #include "absl/strings/str_cat.h"
+#include "core/base/origin.h"
 
 namespace distgrad {
 namespace {
 
 constexpr size_t kCallOffset = 5;  // behind the magic and the kind; the timeout follows
+constexpr uint8_t kNoOrigin = 0;
 constexpr int kHighestCode = static_cast<int>(absl::StatusCode::kUnauthenticated);
 
 }  // namespace
@@ -14,14 +19,27 @@ constexpr int kHighestCode = static_cast<int>(absl::StatusCode::kUnauthenticated
 void AppendStatus(const absl::Status& status, WireWriter& writer) {
   writer.U8(static_cast<uint8_t>(status.code()));
   writer.Bytes(status.message().substr(0, kMaxErrorMessage));
+  if (status.ok()) return;
+  const std::optional<ErrorOrigin> origin = OriginOf(status);
+  writer.U8(origin.has_value() ? static_cast<uint8_t>(origin->by) : kNoOrigin);
+  writer.U16(origin.has_value() ? origin->worker : WorkerId{0});
 }
 
 absl::Status ReadStatus(WireReader& reader) {
   const uint8_t code = reader.U8();
   const absl::string_view message = reader.Bytes();
-  return absl::Status(
+  absl::Status status(
       code <= kHighestCode ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown,
       message);
+  if (status.ok()) return status;
+  const uint8_t by = reader.U8();
+  const WorkerId worker = reader.U16();
+  // One of a kind that is not known is as good as none.
+  if (by != static_cast<uint8_t>(ErrorOrigin::By::kDistgrad) &&
+      by != static_cast<uint8_t>(ErrorOrigin::By::kHandler)) {
+    return status;
+  }
+  return WithOrigin(std::move(status), {worker, static_cast<ErrorOrigin::By>(by)});
 }
 
 void AppendFrame(const Frame& frame, std::string* out) {

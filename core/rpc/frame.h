@@ -26,7 +26,7 @@ enum class FrameKind : uint8_t {
   kBulk = 10,    // large packets want a connection of their own
 };
 
-inline constexpr uint32_t kWireMagic = 0x34474744;    // "DGG4"; changes with the wire format
+inline constexpr uint32_t kWireMagic = 0x35474744;    // "DGG5"; changes with the wire format
 inline constexpr size_t kMaxFunctionName = 1024;      // bytes
 inline constexpr size_t kMaxErrorMessage = 16 << 10;  // bytes; longer ones are cut
 
@@ -59,7 +59,7 @@ absl::StatusOr<Hello> ReadHello(WireReader& reader);
 // Writes the number of a call and its timeout into a request header at the front of `bytes`.
 void SetCall(uint64_t call, int64_t timeout_us, std::string* bytes);
 
-// The one encoding of a status, also in notices.
+// The one encoding of a status, also in notices; with its origin (core/base/origin.h).
 void AppendStatus(const absl::Status& status, WireWriter& writer);
 absl::Status ReadStatus(WireReader& reader);  // check reader.ok() afterwards
 

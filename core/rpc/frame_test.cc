@@ -5,6 +5,8 @@
 #include <random>
 #include <string>
 
+#include "core/base/origin.h"
+
 namespace distgrad {
 namespace {
 
@@ -33,6 +35,27 @@ TEST(FrameTest, AReplyCarriesItsStatus) {
   ASSERT_TRUE(frame.ok()) << frame.status();
   EXPECT_EQ(frame->call, 3u);
   EXPECT_EQ(frame->status, absl::NotFoundError("no such thing"));
+}
+
+TEST(FrameTest, AStatusCarriesItsOrigin) {
+  using By = ErrorOrigin::By;
+  for (const ErrorOrigin origin : {ErrorOrigin{0, By::kDistgrad}, ErrorOrigin{65535, By::kHandler}}) {
+    std::string bytes;
+    WireWriter writer(&bytes);
+    const absl::Status status = WithOrigin(absl::NotFoundError("no such thing"), origin);
+    AppendStatus(status, writer);
+    WireReader reader(bytes);
+    EXPECT_EQ(ReadStatus(reader), status);
+    EXPECT_TRUE(reader.status("the status").ok());
+    // A kind of tomorrow, or of somebody who means harm.
+    bytes[bytes.size() - 3] = '\x7f';
+    WireReader again(bytes);
+    EXPECT_EQ(ReadStatus(again), absl::NotFoundError("no such thing"));
+  }
+  std::string bytes;
+  WireWriter writer(&bytes);
+  AppendStatus(absl::OkStatus(), writer);
+  EXPECT_EQ(bytes.size(), 5u) << "that nothing went wrong is said in the bytes that it took";
 }
 
 TEST(FrameTest, ACancelNamesItsCall) {

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
 #include "core/base/exception.h"
@@ -39,7 +40,13 @@ absl::Status StatusFromException(std::exception_ptr exception) {
   try {
     std::rethrow_exception(exception);
   } catch (const c10::Error& e) {
-    return absl::Status(CodeOf(e), e.what_without_backtrace());
+    absl::Status status(CodeOf(e), e.what_without_backtrace());
+    if (const auto* ours = dynamic_cast<const StatusError*>(&e)) {
+      ours->status().ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
+        status.SetPayload(url, payload);
+      });
+    }
+    return status;
   } catch (...) {
     return StatusFromStdException(std::move(exception));
   }

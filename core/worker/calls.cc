@@ -118,7 +118,7 @@ Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outg
                                    const CallOptions& options, bool wait) {
   const absl::StatusOr<EdgeId> edge =
       Record(call.context, to, std::move(call.send), call.body, &call.packet);
-  if (!edge.ok()) return Future<Message>::Of(CallError(to, function, edge.status()));
+  if (!edge.ok()) return Failed(CallError(to, function, edge.status()));
   Promise<Message> promise;
   const Future<Message> future = promise.future();
   const CallTerms terms{.deadline = call.deadline,
@@ -130,12 +130,14 @@ Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outg
       [this, context = std::move(call.context), to, edge = *edge, promise = std::move(promise)](
           absl::StatusOr<Body> reply, bool has_left) mutable {
         if (reply.ok()) {
-          promise.Set(TakeReply(context, to, *reply));
+          absl::StatusOr<Message> message = TakeReply(context, to, *reply);
+          if (!message.ok()) message = OwnError(message.status());
+          promise.Set(std::move(message));
           return;
         }
         // Nobody will send a gradient for what nobody has got.
         if (edge != 0 && !has_left) engine_.DropSend(*context, edge);
-        promise.Set(reply.status());
+        promise.Set(OwnError(reply.status()));
       });
   if (number == 0) return future;
   future.MadeBy(agent_.canceller(), number, loop_);
@@ -152,11 +154,11 @@ Future<Message> Worker::Impl::Call(WorkerRef to, absl::string_view function, con
                                    const CallOptions& options, bool wait) {
   const absl::StatusOr<WorkerId> id = Find(to);
   if (!id.ok()) {
-    if (to.name().empty()) return Future<Message>::Of(id.status());
-    return CallUnresolved(std::string(to.name()), function, message, options, wait);
+    if (to.name().empty()) return Failed(id.status());
+    return CallStranger(std::string(to.name()), function, message, options, wait);
   }
   absl::StatusOr<Outgoing> call = Prepare(*id, function, message, options);
-  if (!call.ok()) return Future<Message>::Of(CallError(*id, function, call.status()));
+  if (!call.ok()) return Failed(CallError(*id, function, call.status()));
   return Send(*id, function, *std::move(call), options, wait);
 }
 
@@ -172,14 +174,14 @@ std::vector<Future<Message>> Worker::Impl::CallEach(absl::Span<const WorkerRef> 
     const absl::StatusOr<WorkerId> id = Find(worker);
     if (!id.ok()) {
       replies.push_back(worker.name().empty()
-                            ? Future<Message>::Of(id.status())
-                            : CallUnresolved(std::string(worker.name()), function, message, options,
-                                             /*wait=*/true));
+                            ? Failed(id.status())
+                            : CallStranger(std::string(worker.name()), function, message, options,
+                                           /*wait=*/true));
       continue;
     }
     if (!shared || !call.has_value()) call = Prepare(*id, function, message, options);
     if (!call->ok()) {
-      replies.push_back(Future<Message>::Of(CallError(*id, function, call->status())));
+      replies.push_back(Failed(CallError(*id, function, call->status())));
       continue;
     }
     // Large tensors are segments, whose memory all the packets share.

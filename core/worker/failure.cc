@@ -68,7 +68,7 @@ absl::Status ReportFailure(const absl::Status& failure) {
   // torchrun fails itself on half a file, so it gets all of it at once.
   const std::string draft = absl::StrCat(*path, ".", getpid());
   absl::Status written =
-      Write(draft, absl::StrCat("{\"message\": {\"message\": ", Quoted(failure.ToString()),
+      Write(draft, absl::StrCat("{\"message\": {\"message\": ", Quoted(failure.ToString(absl::StatusToStringMode::kWithNoExtraData)),
                                 ", \"extraInfo\": {\"timestamp\": \"", absl::ToUnixSeconds(when),
                                 "\"}}}\n"));
   if (written.ok() && link(draft.c_str(), path->c_str()) != 0 && errno != EEXIST) {

@@ -20,6 +20,8 @@ namespace {
 // the store's answer and that of the call, says how it ends. Thread-safe.
 class UnresolvedCall final : public Canceller {
  public:
+  explicit CallOfStranger(WorkerId self) : self_(self) {}
+
   // Cancels the call, or keeps it from being made.
   void Cancel(uint64_t) override {
     const Future<Message> call = this->call();
@@ -34,7 +36,13 @@ class UnresolvedCall final : public Canceller {
     }
     if (future_.Done()) call.Cancel();
   }
-  void End(const absl::StatusOr<Message>& reply) { promise_.Set(reply); }
+  void End(const absl::StatusOr<Message>& reply) {
+    if (reply.ok()) {
+      promise_.Set(reply);
+    } else {
+      promise_.Set(WithOrigin(reply.status(), {self_, ErrorOrigin::By::kDistgrad}));
+    }
+  }
   const Future<Message>& future() const { return future_; }
 
  private:
@@ -42,6 +50,8 @@ class UnresolvedCall final : public Canceller {
     absl::MutexLock lock(&mu_);
     return call_;
   }
+
+  const WorkerId self_;
 
   // Synchronize themselves.
   Promise<Message> promise_;
@@ -56,11 +66,11 @@ class UnresolvedCall final : public Canceller {
 Future<Message> Worker::Impl::SendToUnresolved(std::string name, std::string function,
                                                Outgoing call, CallOptions options, bool wait) {
   options.context = nullptr;  // the call has what it needs of it
-  const auto unresolved = std::make_shared<UnresolvedCall>();
-  const Future<Message> future = unresolved->future();
-  future.MadeBy(unresolved, 0, {});
-  const Clock::TimerId timer = clock_->At(call.deadline, [unresolved, name] {
-    unresolved->End(absl::DeadlineExceededError(
+  const auto made = std::make_shared<CallOfStranger>(self_.id);
+  const Future<Message> future = made->future();
+  future.MadeBy(made, 0, {});
+  const Clock::TimerId timer = clock_->At(call.deadline, [made, name] {
+    made->End(absl::DeadlineExceededError(
         absl::StrCat("the store has not said in time who worker '", name, "' is")));
   });
   if (options.cancellation != nullptr) {
@@ -101,14 +111,14 @@ Future<Message> Worker::Impl::CallUnresolved(std::string name, absl::string_view
                                              const Message& message, const CallOptions& options,
                                              bool wait) {
   if (HasDeviceTensors(message.tensors)) {
-    return Future<Message>::Of(absl::FailedPreconditionError(absl::StrCat(
+    return Failed(absl::FailedPreconditionError(absl::StrCat(
         "the devices of worker '", name, "' are not known; call UpdateMembers() first")));
   }
   // Without tensors of devices the packet is the same for whoever gets it. Here and now: what the
   // tensors hold, and their history, may be others when the store has answered.
   absl::StatusOr<Outgoing> call = Prepare(self_.id, function, message, options);
-  if (!call.ok()) return Future<Message>::Of(call.status());
-  return SendToUnresolved(std::move(name), std::string(function), *std::move(call), options, wait);
+  if (!call.ok()) return Failed(call.status());
+  return SendToStranger(std::move(name), std::string(function), *std::move(call), options, wait);
 }
 
 std::vector<Member> Worker::Impl::members() const {

@@ -125,6 +125,7 @@ void Worker::Impl::Serve(Serving serving) {
   absl::StatusOr<Message> reply = absl::InternalError("not run");
   try {
     const std::shared_ptr<const Function> function = FindFunction(serving.request.function);
+    serving.by_handler = function != nullptr && !function->is_own;
     if (function != nullptr && function->async_handler != nullptr) {
       return ServeLater(function->async_handler, std::move(serving));
     }
@@ -165,7 +166,11 @@ void Worker::Impl::ServeLater(const AsyncHandler& handler, Serving serving) {
 }
 
 void Worker::Impl::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
-  if (!reply.ok()) return serving.call.Fail(reply.status());
+  if (!reply.ok()) {
+    return serving.call.Fail(serving.by_handler ? WithOrigin(reply.status(),
+                                                             {self_.id, ErrorOrigin::By::kHandler})
+                                                : reply.status());
+  }
   const WorkerId from = serving.request.from;
   Packet packet = serving.call.NewReply();
   CallHeader header{.modes = serving.header.modes};

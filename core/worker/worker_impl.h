@@ -22,6 +22,7 @@
 #include "core/autograd/engine.h"
 #include "core/base/clock.h"
 #include "core/base/event_loop.h"
+#include "core/base/origin.h"
 #include "core/base/thread_pool.h"
 #include "core/base/trace.h"
 #include "core/membership/lookups.h"
@@ -119,6 +120,7 @@ class Worker::Impl : public Context::Owner,
     CallHeader header;
     std::shared_ptr<ContextRecord> context;
     Request request;
+    bool by_handler = false;  // the answer is given by a handler of the program's
   };
   // A call about to be made.
   struct Outgoing {
@@ -170,6 +172,13 @@ class Worker::Impl : public Context::Owner,
   Future<Message> Send(WorkerId to, absl::string_view function, Outgoing call,
                        const CallOptions& options, bool wait);
   absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
+  // An error that arose here, unless it says something else.
+  absl::Status OwnError(const absl::Status& why) const {
+    return WithOrigin(why, {self_.id, ErrorOrigin::By::kDistgrad});
+  }
+  Future<Message> Failed(const absl::Status& why) const {
+    return Future<Message>::Of(OwnError(why));
+  }
   std::map<WorkerId, std::string> Names() const;
   // The steps from a message to a packet: its bytes, which differ by who gets them only for tensors
   // of devices; its send node, of the tensors' history as it is then, null where nothing is

@@ -11,8 +11,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
-#include "core/membership/store/in_process_store.h"
-#include "core/transport/inproc/inproc_transport.h"
+#include "core/base/origin.h"
+#include "core/rpc/inproc/inproc_transport.h"
+#include "core/rpc/store/in_process_store.h"
+#include "core/tensor/exception.h"
 #include "tests/testing/cluster.h"
 
 namespace distgrad {
@@ -66,6 +68,63 @@ TEST_P(WorkerTest, ErrorsNameWorkerAndFunction) {
   EXPECT_NE(status.message().find("worker0, worker1"), std::string::npos) << status;
   status = worker(0).Call("worker1", "", {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+}
+
+TEST_P(WorkerTest, ErrorsSayWhereTheyArose) {
+  using By = ErrorOrigin::By;
+  Start(3);
+  const auto not_found = [](Request&) -> absl::StatusOr<Message> {
+    return absl::NotFoundError("no such record");
+  };
+  ASSERT_TRUE(worker(2).Register("find", not_found).ok());
+  ASSERT_TRUE(worker(2).Register("throws", [](Request&) -> absl::StatusOr<Message> {
+    throw std::runtime_error("thrown on purpose");
+  }).ok());
+  ASSERT_TRUE(worker(2).RegisterAsync("later", [](Request&) {
+    return Future<Message>::Of(absl::NotFoundError("nor later"));
+  }).ok());
+  // Passes a call on, and what comes of it back: as it is, thrown, or as an error of its own.
+  ASSERT_TRUE(worker(1).Register("ask", [this](Request& r) -> absl::StatusOr<Message> {
+    absl::StatusOr<Message> reply = worker(1).Call(2, r.message.payload, {}, r.Nested());
+    EXPECT_FALSE(reply.ok());
+    return reply;
+  }).ok());
+  ASSERT_TRUE(worker(1).Register("ask and throw", [this](Request& r) -> absl::StatusOr<Message> {
+    throw StatusError(worker(1).Call(2, r.message.payload, {}, r.Nested()).status());
+  }).ok());
+  ASSERT_TRUE(worker(1).Register("hide", [this](Request& r) -> absl::StatusOr<Message> {
+    return absl::AbortedError(
+        worker(1).Call(2, r.message.payload, {}, r.Nested()).status().message());
+  }).ok());
+  ASSERT_TRUE(worker(1).Register("lost", [this](Request&) -> absl::StatusOr<Message> {
+    return worker(1).Call("nobody", "find", {});
+  }).ok());
+  const auto origin = [&](int to, const std::string& function, const std::string& payload = "") {
+    const absl::Status status = worker(0).Call(to, function, {payload, {}}).status();
+    EXPECT_FALSE(status.ok()) << function;
+    return OriginOf(status).value_or(ErrorOrigin{99, By::kDistgrad});
+  };
+  const auto expect = [](ErrorOrigin got, int at, By by) {
+    EXPECT_EQ(got.worker, at);
+    EXPECT_EQ(got.by, by);
+  };
+  expect(origin(2, "find"), 2, By::kHandler);
+  expect(origin(2, "throws"), 2, By::kHandler);
+  expect(origin(2, "later"), 2, By::kHandler);
+  expect(origin(2, "absent"), 2, By::kDistgrad);
+  expect(origin(2, "aten::absent"), 2, By::kDistgrad);
+  expect(origin(1, "ask", "find"), 2, By::kHandler);
+  expect(origin(1, "ask", "absent"), 2, By::kDistgrad);
+  expect(origin(1, "ask and throw", "find"), 2, By::kHandler);
+  expect(origin(1, "hide", "find"), 1, By::kHandler);
+  expect(origin(1, "lost"), 1, By::kDistgrad);
+  expect(origin(99, "find"), 0, By::kDistgrad);
+  expect(origin(2, ""), 0, By::kDistgrad);
+  const absl::Status stranger = worker(0).Call("nobody", "find", {}).status();
+  EXPECT_EQ(OriginOf(stranger), (ErrorOrigin{0, By::kDistgrad})) << stranger;
+  const absl::Status late =
+      worker(0).Call(2, "find", {}, {.deadline = absl::InfinitePast() + absl::Seconds(1)}).status();
+  EXPECT_EQ(OriginOf(late), (ErrorOrigin{0, By::kDistgrad})) << late;
 }
 
 TEST_P(WorkerTest, NamesOfFunctions) {

@@ -86,7 +86,10 @@ impl<'a> Caller<'a> {
             .into_iter()
             .map(|reply| match reply.code {
                 0 => Ok(Message::own(reply.message)),
-                code => Err(Error::new(code.into(), reply.error)),
+                code => {
+                    let error = Error::new(code.into(), reply.error);
+                    Err(error.with_origin(reply.origin, reply.rank))
+                }
             })
             .collect())
     }

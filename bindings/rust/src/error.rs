@@ -72,6 +72,27 @@ impl From<i32> for Code {
 pub struct Error {
     code: Code,
     message: String,
+    origin: Option<Origin>,
+}
+
+/// Where an error arose. It is the word of the workers that it came by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Origin {
+    /// The rank of the worker.
+    pub rank: u32,
+    /// Who gave it there.
+    pub kind: OriginKind,
+}
+
+/// Who gave an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[repr(u32)]
+pub enum OriginKind {
+    /// distgrad, or an operator or optimizer of torch that it ran.
+    Distgrad = 1,
+    /// A handler returned it, or panicked.
+    Handler = 2,
 }
 
 /// What fails with an [`Error`].
@@ -84,7 +105,20 @@ impl Error {
     /// One for a handler to return: its caller gets this code, and a text with this message in it.
     #[doc(alias = "dg_error_create")]
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
+        Self { code, message: message.into(), origin: None }
+    }
+    pub(crate) fn with_origin(mut self, origin: u32, rank: u32) -> Self {
+        let kind = match origin {
+            1 => OriginKind::Distgrad,
+            2 => OriginKind::Handler,
+            _ => return self,
+        };
+        self.origin = Some(Origin { rank, kind });
+        self
+    }
+    /// `DG_ORIGIN_...`, and the rank.
+    pub(crate) fn raw_origin(&self) -> (u32, u32) {
+        self.origin.map_or((0, 0), |origin| (origin.kind as u32, origin.rank))
     }
 
     /// What a program acts on.
@@ -97,6 +131,26 @@ impl Error {
     #[doc(alias = "dg_error_message")]
     pub fn message(&self) -> &str {
         &self.message
+    }
+
+    /// On which worker it arose, and whether a handler gave it or distgrad; `None` where it was on no
+    /// worker. A handler that returns the error that a call of its own gave keeps that.
+    ///
+    /// ```
+    /// # fn f(context: &distgrad::Context, request: &distgrad::Message) {
+    /// use distgrad::{Code, OriginKind};
+    /// if let Err(error) = context.call("back", "find", request) {
+    ///     let by_handler = error.origin().is_some_and(|o| o.kind == OriginKind::Handler);
+    ///     if error.code() == Code::NotFound && by_handler {
+    ///         // The handler was found, and has not found it.
+    ///     }
+    /// }
+    /// # }
+    /// ```
+    #[doc(alias = "dg_error_origin")]
+    #[doc(alias = "dg_error_create_with_origin")]
+    pub fn origin(&self) -> Option<Origin> {
+        self.origin
     }
 
     pub(crate) fn unknown_kind(kind: u64) -> Self {
@@ -113,14 +167,18 @@ impl Error {
     }
 }
 
-/// As shim.h writes it: the code is the first character.
+/// As shim.h writes it: the code is the first character, and origin and rank come before the message.
 impl From<cxx::Exception> for Error {
     fn from(exception: cxx::Exception) -> Self {
         let text = exception.what();
-        match text.chars().next() {
-            Some(code @ '@'..='P') => Self::new((code as i32 - '@' as i32).into(), &text[1..]),
-            _ => Self::new(Code::Internal, text),
-        }
+        let Some(code @ '@'..='P') = text.chars().next() else {
+            return Self::new(Code::Internal, text);
+        };
+        let mut parts = text[1..].splitn(3, ' ');
+        let mut number = || parts.next().and_then(|part| part.parse().ok()).unwrap_or(0);
+        let (origin, rank) = (number(), number());
+        Self::new((code as i32 - '@' as i32).into(), parts.next().unwrap_or(""))
+            .with_origin(origin, rank)
     }
 }
 
@@ -132,10 +190,10 @@ impl fmt::Display for Error {
 
 impl StdError for Error {}
 
-/// The code and text that a caller gets of what a handler returned.
-pub(crate) fn describe(error: &(dyn StdError + 'static)) -> (Code, String) {
+/// What a caller gets of what a handler returned.
+pub(crate) fn describe(error: &(dyn StdError + 'static)) -> Error {
     match error.downcast_ref::<Error>() {
-        Some(error) => (error.code, error.message.clone()),
-        None => (Code::Unknown, error.to_string()),
+        Some(error) => error.clone(),
+        None => Error::new(Code::Unknown, error.to_string()),
     }
 }

@@ -104,7 +104,7 @@ pub use call::Caller;
 pub use cancellation::{CallbackId, Cancellation};
 pub use context::{Context, Pass};
 pub use element::{Dtype, Element};
-pub use error::{Code, Error, Result};
+pub use error::{Code, Error, Origin, OriginKind, Result};
 pub use ffi::DlpackTensor;
 #[doc(hidden)]
 pub use ffi::OPERATORS_IN_PLACE;

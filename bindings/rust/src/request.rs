@@ -149,7 +149,7 @@ impl Later {
     pub fn answer(self, result: HandlerResult) -> Result<()> {
         let (reply, error) = match result.map_err(|error| describe(error.as_ref())) {
             Ok(message) => (Message::release(message), ErrorHandle::NULL),
-            Err((code, text)) => (MessageHandle::NULL, ffi::error_create(code as i32, &text)),
+            Err(error) => (MessageHandle::NULL, ffi::error_create(&error)),
         };
         Ok(ffi::responder_answer(self.responder.release(), reply, error)?)
     }

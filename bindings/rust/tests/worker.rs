@@ -103,6 +103,44 @@ fn failures_and_panics_are_errors_at_the_caller() {
 }
 
 #[test]
+fn errors_say_where_they_arose() {
+    use distgrad::{Origin, OriginKind::*};
+    pair(
+        |back| {
+            back.register("find", |_| Err(Error::new(Code::NotFound, "no record").into())).unwrap();
+            // Passes on what it is told; and says it in words of its own.
+            let ask = |request: &distgrad::Request<'_>| {
+                Ok(request.call("front", request.text()?, &empty())?)
+            };
+            back.register("ask", ask).unwrap();
+            let hide = move |request: &distgrad::Request<'_>| {
+                ask(request).map_err(|error: Box<dyn std::error::Error + Send + Sync>| {
+                    error.to_string().into()
+                })
+            };
+            back.register("hide", hide).unwrap();
+        },
+        |front| {
+            front.register("panic", |_| panic!("on purpose")).unwrap();
+            for (function, text, rank, kind) in [
+                ("find", "", 1, Handler),
+                ("absent", "", 1, Distgrad),
+                ("ask", "panic", 0, Handler),
+                ("ask", "absent", 0, Distgrad),
+                ("hide", "absent", 1, Handler),
+            ] {
+                let request = Message::from_payload(text).unwrap();
+                let error = front.call("back", function, &request).unwrap_err();
+                assert_eq!(error.origin(), Some(Origin { rank, kind }), "{function}: {error}");
+                let error = front.call_each(&["back"], function, &request).unwrap().remove(0);
+                assert_eq!(error.unwrap_err().origin(), Some(Origin { rank, kind }), "{function}");
+            }
+        },
+    );
+    assert_eq!(Error::new(Code::NotFound, "here").origin(), None);
+}
+
+#[test]
 fn handlers_call_in_turn() {
     // One thread: it has to be free while the handler waits.
     let worker = alone_with(WorkerOptions::new().thread_count(1));

@@ -115,6 +115,22 @@ DG_API dg_code dg_error_code(const dg_error* error) DG_NOEXCEPT;
 /* For people, not for programs to parse. Lives as long as `error`. */
 DG_API dg_str dg_error_message(const dg_error* error) DG_NOEXCEPT;
 
+/* Who gave an error, as far as that is known: stores the rank of the worker on which it arose (unless
+ * `rank` is NULL) and returns DG_ORIGIN_..., or returns DG_ORIGIN_NONE and stores nothing. An error
+ * keeps its origin on its way through nested calls, as long as each handler returns the dg_error that
+ * it got. It is the word of the peers that it came by. */
+DG_API uint32_t dg_error_origin(const dg_error* error, uint32_t* rank) DG_NOEXCEPT;
+enum {
+  DG_ORIGIN_NONE = 0,     /* the function that returned it, on no worker; or dg_error_create */
+  DG_ORIGIN_DISTGRAD = 1, /* distgrad, or an operator or optimizer of torch that it ran */
+  DG_ORIGIN_HANDLER = 2   /* a handler returned it */
+};
+/* dg_error_create with an origin: for a callback that returns an error of which it has no dg_error
+ * any more, as in languages whose errors are values. An origin that is none of the above, or a rank
+ * beyond 65535, gives an error without one. */
+DG_API dg_error* dg_error_create_with_origin(dg_code code, dg_str message, uint32_t origin,
+                                             uint32_t rank) DG_NOEXCEPT;
+
 /* Tells the launcher that started this process why it fails, where that wants to know: torchrun's
  * summary then has code and message. Codes as of dg_error_create. The first of a process stays.
  * docs/launching.md, "torchrun". An error if it cannot be written. */
@@ -780,7 +796,7 @@ typedef struct dg_call_options {
  * Inside a context gradients will flow back through the tensors that require grad, both ways.
  * Large tensors are sent from where they are: do not write to them before the reply has come.
  *
- * The handler's error keeps its code. Besides: DG_NOT_FOUND for a worker or a function that there
+ * The handler's error keeps its code; dg_error_origin tells it from others. Besides: DG_NOT_FOUND for a worker or a function that there
  * is not, DG_UNAVAILABLE if the connection breaks or the other leaves, DG_DEADLINE_EXCEEDED,
  * DG_CANCELLED by a cancellation or the end of this worker, DG_RESOURCE_EXHAUSTED with the name of
  * a limit. */

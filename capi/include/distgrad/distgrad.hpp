@@ -38,11 +38,17 @@ namespace dg {
 
 class Error : public std::runtime_error {
  public:
-  Error(dg_code code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  Error(dg_code code, const std::string& message, uint32_t origin = DG_ORIGIN_NONE,
+        uint32_t rank = 0)
+      : std::runtime_error(message), code_(code), origin_(origin), rank_(rank) {}
   dg_code code() const noexcept { return code_; }
+  // DG_ORIGIN_...: who gave it; and on which worker, unless that is DG_ORIGIN_NONE.
+  uint32_t origin() const noexcept { return origin_; }
+  uint32_t rank() const noexcept { return rank_; }
 
  private:
   dg_code code_;
+  uint32_t origin_, rank_;
 };
 
 inline dg_str Str(std::string_view text) noexcept { return dg_str{text.data(), text.size()}; }
@@ -58,7 +64,9 @@ inline void Check(dg_error* error) {
   if (error == nullptr) return;
   const std::unique_ptr<dg_error, void (*)(dg_error*)> owner(
       error, [](dg_error* e) { dg_error_destroy(e); });
-  throw Error(dg_error_code(error), std::string(View(dg_error_message(error))));
+  uint32_t rank = 0;
+  const uint32_t origin = dg_error_origin(error, &rank);
+  throw Error(dg_error_code(error), std::string(View(dg_error_message(error))), origin, rank);
 }
 
 // Tells the launcher, torchrun for instance, why this process fails.
@@ -73,7 +81,8 @@ dg_error* Catch(F&& run) noexcept {
     run();
     return nullptr;
   } catch (const Error& error) {
-    return dg_error_create(error.code(), Str(error.what()));
+    return dg_error_create_with_origin(error.code(), Str(error.what()), error.origin(),
+                                       error.rank());
   } catch (const std::exception& error) {
     return dg_error_create(DG_INTERNAL, Str(error.what()));
   } catch (...) {

@@ -93,11 +93,13 @@ pub(crate) mod raw {
         cancellation: CancellationHandle,
     }
 
-    /// What one of several workers answered: a message, or a code and text.
+    /// What one of several workers answered: a message, or an error.
     struct RawReply {
         message: MessageHandle,
         code: i32,
         error: String,
+        origin: u32,
+        rank: u32,
     }
 
     /// `dg_data_parallel_options`, but for its size.
@@ -177,7 +179,7 @@ pub(crate) mod raw {
         fn abi_version() -> u32;
         fn abi_major() -> u32;
         fn torch_version() -> &'static [u8];
-        fn error_create(code: i32, message: &str) -> ErrorHandle;
+        fn error_create(code: i32, message: &str, origin: u32, rank: u32) -> ErrorHandle;
         fn report_failure(code: i32, message: &str) -> Result<()>;
 
         unsafe fn tensor_from_data(

@@ -35,12 +35,18 @@ fn catch<T>(action: impl FnOnce() -> T) -> Result<T, String> {
 /// Runs what belongs to a user; its error, or what it panicked with, as the library takes it.
 fn run<T>(what: &str, action: impl FnOnce() -> Result<T, BoxedError>) -> Result<T, ErrorHandle> {
     // The text of an error is the user's code too, and may panic.
-    let (code, message) = match catch(|| action().map_err(|error| describe(error.as_ref()))) {
+    let error = match catch(|| action().map_err(|error| describe(error.as_ref()))) {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error,
-        Err(text) => (Code::Internal, format!("{what} panicked: {text}")),
+        Err(text) => Error::new(Code::Internal, format!("{what} panicked: {text}")),
     };
-    Err(raw::error_create(code as i32, &message))
+    Err(error_create(&error))
+}
+
+/// An error as the library takes it.
+pub(crate) fn error_create(error: &Error) -> ErrorHandle {
+    let (origin, rank) = error.raw_origin();
+    raw::error_create(error.code() as i32, error.message(), origin, rank)
 }
 
 /// Drops what belongs to a user. The panic of a destructor has been printed by the panic hook, and

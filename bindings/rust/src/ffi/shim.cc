@@ -248,8 +248,10 @@ rust::Vec<RawReply> worker_call_each(WorkerHandle worker, Texts to, rust::Str fu
   rust::Vec<RawReply> results;
   for (size_t i = 0; i < names.size(); ++i) {
     const dg_str text = dg_error_message(errors[i]);
-    results.push_back(
-        {replies[i], dg_error_code(errors[i]), rust::String::lossy(text.data, text.size)});
+    uint32_t rank = 0;
+    const uint32_t origin = dg_error_origin(errors[i], &rank);
+    results.push_back({replies[i], dg_error_code(errors[i]),
+                       rust::String::lossy(text.data, text.size), origin, rank});
     dg_error_destroy(errors[i]);
   }
   return results;

@@ -11,19 +11,21 @@
 
 #include "rust/cxx.h"
 
-// cxx hands over an exception's text and nothing else, so the code is its first character.
+// cxx hands over an exception's text and nothing else, so the code is its first character, and origin
+// and rank follow before the message.
 namespace rust::behavior {
 template <typename Try, typename Fail>
 static void trycatch(Try&& run, Fail&& fail) noexcept {
-  const auto text = [](dg_code code, const char* what) {
-    return std::string(1, static_cast<char>('@' + code)) + what;
+  const auto text = [](dg_code code, uint32_t origin, uint32_t rank, const char* what) {
+    return std::string(1, static_cast<char>('@' + code)) + std::to_string(origin) + ' ' +
+           std::to_string(rank) + ' ' + what;
   };
   try {
     run();
   } catch (const dg::Error& error) {
-    fail(text(error.code(), error.what()));
+    fail(text(error.code(), error.origin(), error.rank(), error.what()));
   } catch (const std::exception& error) {
-    fail(text(DG_INTERNAL, error.what()));
+    fail(text(DG_INTERNAL, DG_ORIGIN_NONE, 0, error.what()));
   }
 }
 }  // namespace rust::behavior
@@ -89,8 +91,8 @@ T Out(Function function, Arguments... arguments) {
 inline uint32_t abi_version() { return dg_abi_version(); }
 inline uint32_t abi_major() { return DG_ABI_MAJOR; }
 inline Bytes torch_version() { return ToBytes(dg_torch_version()); }
-inline ErrorHandle error_create(int32_t code, rust::Str message) {
-  return dg_error_create(code, ToStr(message));
+inline ErrorHandle error_create(int32_t code, rust::Str message, uint32_t origin, uint32_t rank) {
+  return dg_error_create_with_origin(code, ToStr(message), origin, rank);
 }
 inline void report_failure(int32_t code, rust::Str message) {
   dg::Check(dg_report_failure(code, ToStr(message)));
