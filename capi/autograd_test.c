@@ -130,6 +130,82 @@ static void test_clip(dg_optimizer* optimizer, dg_context* context, const dg_ten
   dg_tensor_destroy(too_much);
 }
 
+/* A visitor that counts, and keeps one tensor and the names. */
+typedef struct state_of {
+  int count;
+  const char* wanted;
+  dg_tensor* tensors[16];
+  char texts[16][64];
+  dg_str names[16];
+} state_of;
+static void visit_state(void* user_data, dg_str name, const dg_tensor* tensor) {
+  state_of* state = (state_of*)user_data;
+  CHECK(state->count < 16 && name.size < 64);
+  memcpy(state->texts[state->count], name.data, name.size);
+  state->names[state->count].data = state->texts[state->count];
+  state->names[state->count].size = name.size;
+  OK(dg_tensor_clone(tensor, &state->tensors[state->count]));
+  ++state->count;
+}
+static const dg_tensor* find_state(const state_of* state, const char* name) {
+  for (int i = 0; i < state->count; ++i) {
+    if (str_is(state->names[i], name)) return state->tensors[i];
+  }
+  CHECK(!"the name is there");
+  return NULL;
+}
+
+/* Of the part of an Adam that has taken one step with the gradient 3. */
+static void test_state(dg_optimizer* optimizer, const dg_context* context) {
+  state_of state = {0}, again = {0};
+  void* number = NULL;
+  OK(dg_optimizer_state(optimizer, visit_state, &state));
+  CHECK(state.count == 8 && str_is(state.names[0], "param_groups.0.lr"));
+  OK(dg_tensor_data(find_state(&state, "param_groups.0.lr"), &number));
+  CHECK(*(double*)number == 0.25);
+  OK(dg_tensor_data(find_state(&state, "state.0.step"), &number));
+  CHECK(*(int64_t*)number == 1);
+  CHECK(data_of(find_state(&state, "state.0.exp_avg"))[0] > 0.299f);
+  OK(dg_optimizer_step(optimizer, context));
+  OK(dg_optimizer_load_state(optimizer, state.names, (const dg_tensor* const*)state.tensors,
+                             (size_t)state.count));
+  OK(dg_optimizer_state(optimizer, visit_state, &again));
+  OK(dg_tensor_data(find_state(&again, "state.0.step"), &number));
+  CHECK(again.count == 8 && *(int64_t*)number == 1);
+  SAYS(DG_INVALID_ARGUMENT, "'state.0.exp_avg_sq' is missing",
+       dg_optimizer_load_state(optimizer, state.names, (const dg_tensor* const*)state.tensors, 7));
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_optimizer_load_state(optimizer, NULL, (const dg_tensor* const*)state.tensors, 8));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_load_state(optimizer, state.names, NULL, 8));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_load_state(NULL, NULL, NULL, 0));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_state(optimizer, NULL, &state));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_state(NULL, visit_state, &state));
+  CHECK(state.count == 8);
+  for (int i = 0; i < 8; ++i) {
+    dg_tensor_destroy(state.tensors[i]);
+    dg_tensor_destroy(again.tensors[i]);
+  }
+}
+
+/* Both workers have parts of that name. */
+static void test_remove(dg_optimizer* front, dg_optimizer* back, const dg_context* context) {
+  state_of state = {0};
+  dg_optimizer* again = NULL;
+  OK(dg_optimizer_remove(front));
+  OK(dg_optimizer_remove(front));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_remove(NULL));
+  FAILS(DG_NOT_FOUND, dg_optimizer_step(front, context));
+  FAILS(DG_NOT_FOUND, dg_optimizer_step(back, context));
+  FAILS(DG_NOT_FOUND, dg_optimizer_state(front, visit_state, &state));
+  OK(dg_optimizer_create_sgd(workers[0], DG_STR("s"), NULL, 0, NULL, &again));
+  OK(dg_optimizer_step(again, context));
+  OK(dg_optimizer_remove(front)); /* not the other one of its name */
+  FAILS(DG_NOT_FOUND, dg_optimizer_step(front, context));
+  OK(dg_optimizer_step(again, context));
+  dg_optimizer_destroy(again);
+  CHECK(state.count == 0);
+}
+
 static void test_optimizers(void) {
   const float one = 1;
   const dg_tensor* parameters[1];
@@ -166,6 +242,7 @@ static void test_optimizers(void) {
   OK(dg_optimizer_step(fronts[1], context));
   OK(dg_optimizer_step(fronts[2], context));
   CHECK(data_of(mine)[0] < 0.25f - 0.4f);
+  test_state(fronts[1], context);
   test_clip(fronts[0], context, mine, norm);
 
   FAILS(DG_ALREADY_EXISTS, dg_optimizer_create_sgd(workers[0], DG_STR("s"), NULL, 0, NULL, &none));
@@ -189,6 +266,7 @@ static void test_optimizers(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_optimizer_step(NULL, context));
   FAILS(DG_INVALID_ARGUMENT, dg_optimizer_step(fronts[0], NULL));
   CHECK(none == NULL);
+  test_remove(fronts[0], back[0], context);
   for (int i = 0; i < 3; ++i) {
     dg_optimizer_destroy(back[i]);
     dg_optimizer_destroy(fronts[i]);

@@ -164,6 +164,15 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   optimizer.Step(context);
   EXPECT_EQ(x.data<float>()[0], 0.5f);
   EXPECT_EQ(CodeOf([&] { optimizer.SetLearningRate(-1); }), DG_INVALID_ARGUMENT);
+  std::vector<std::pair<std::string, dg::Tensor>> state = optimizer.State();
+  ASSERT_EQ(state.size(), 5u);  // without momentum there is nothing but options
+  EXPECT_EQ(state[0].first, "param_groups.0.lr");
+  EXPECT_EQ(state[0].second.data<double>()[0], 0.5);
+  optimizer.LoadState(state);
+  state.pop_back();
+  EXPECT_EQ(CodeOf([&] { optimizer.LoadState(state); }), DG_INVALID_ARGUMENT);
+  optimizer.Remove();
+  EXPECT_EQ(CodeOf([&] { optimizer.Step(context); }), DG_NOT_FOUND);
 }
 
 TEST(CppTest, Job) {

@@ -9,6 +9,7 @@
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "capi/worker_object.h"
+#include "core/base/blocking.h"
 
 namespace distgrad {
 namespace {
@@ -163,6 +164,58 @@ dg_error* dg_optimizer_set_learning_rate(dg_optimizer* optimizer, double learnin
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     return pinned->optimizer->SetLearningRate(learning_rate);
+  });
+}
+
+dg_error* dg_optimizer_state(dg_optimizer* optimizer,
+                             void (*visit)(void* user_data, dg_str name, const dg_tensor* tensor),
+                             void* user_data) noexcept {
+  return Guard([&]() -> absl::Status {
+    if (visit == nullptr) return absl::InvalidArgumentError("the visitor is NULL");
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    std::vector<NamedTensor> state;
+    {
+      DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+      DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+      const BlockingScope blocking;
+      DG_ASSIGN_OR_RETURN(state, pinned->optimizer->State());
+    }
+    std::vector<OwnedHandle<TensorObject>> handles;
+    for (const NamedTensor& each : state) {
+      handles.push_back(NewOwnedHandle<TensorObject>(each.tensor));
+    }
+    for (size_t i = 0; i < state.size(); ++i) visit(user_data, ToStr(state[i].name), handles[i].get());
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
+                                  const dg_tensor* const* tensors, size_t count) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckArray(names, count, "names"));
+    DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> pinned_tensors,
+                        PinTensors(tensors, count, /*allow_null=*/false));
+    std::vector<NamedTensor> state;
+    for (size_t i = 0; i < count; ++i) {
+      DG_ASSIGN_OR_RETURN(std::string name, FromStr(names[i], "a name"));
+      state.push_back({std::move(name), pinned_tensors[i]});
+    }
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    const BlockingScope blocking;
+    return pinned->optimizer->LoadState(state);
+  });
+}
+
+dg_error* dg_optimizer_remove(dg_optimizer* optimizer) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    const BlockingScope blocking;
+    pinned->optimizer->Remove();
+    return absl::OkStatus();
   });
 }
 

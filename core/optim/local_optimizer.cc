@@ -63,6 +63,8 @@ std::vector<at::Tensor> ParametersOf(const torch::optim::Optimizer& optimizer) {
   return parameters;
 }
 
+absl::Status Removed() { return absl::NotFoundError("this worker's part was removed"); }
+
 }  // namespace
 
 LocalOptimizer::LocalOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer)
@@ -72,6 +74,7 @@ LocalOptimizer::~LocalOptimizer() = default;
 absl::Status LocalOptimizer::Step(const ContextRecord& context,
                                   std::optional<double> learning_rate) {
   absl::MutexLock lock(&mu_);
+  if (optimizer_ == nullptr) return Removed();
   const ParametersLock parameters_lock(*optimizer_);
   const std::vector<at::Tensor> parameters = ParametersOf(*optimizer_);
   // A pass may call a post-accumulate hook of a parameter now, for which it has its own gradient in
@@ -101,14 +104,38 @@ absl::Status LocalOptimizer::SetLearningRate(double learning_rate) {
   if (!std::isfinite(learning_rate) || learning_rate < 0)
     return absl::InvalidArgumentError(absl::StrCat("the learning rate is ", learning_rate));
   absl::MutexLock lock(&mu_);
+  if (optimizer_ == nullptr) return Removed();
   for (torch::optim::OptimizerParamGroup& group : optimizer_->param_groups())
     group.options().set_lr(learning_rate);
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::vector<NamedTensor>> LocalOptimizer::State() {
+  absl::MutexLock lock(&mu_);
+  if (optimizer_ == nullptr) return Removed();
+  return ReadState(*optimizer_);
+}
+
+absl::Status LocalOptimizer::LoadState(const std::vector<NamedTensor>& state) {
+  absl::MutexLock lock(&mu_);
+  if (optimizer_ == nullptr) return Removed();
+  return distgrad::LoadState(state, optimizer_.get());
+}
+
+bool LocalOptimizer::Remove() {
+  std::unique_ptr<torch::optim::Optimizer> removed;  // ends outside the lock
+  absl::MutexLock lock(&mu_);
+  removed.swap(optimizer_);
+  removed_.store(true, std::memory_order_release);
+  return removed != nullptr;
+}
+
+bool LocalOptimizer::removed() const { return removed_.load(std::memory_order_acquire); }
+
 absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
     const ContextRecord& context) {
   absl::MutexLock lock(&mu_);
+  if (optimizer_ == nullptr) return Removed();
   const ParametersLock parameters_lock(*optimizer_);
   std::vector<at::Tensor> norms;
   try {
@@ -126,6 +153,7 @@ absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
 
 absl::Status LocalOptimizer::ScaleGradients(ContextRecord& context, const at::Tensor& factor) {
   absl::MutexLock lock(&mu_);
+  if (optimizer_ == nullptr) return Removed();
   const ParametersLock parameters_lock(*optimizer_);
   const std::vector<at::Tensor> parameters = ParametersOf(*optimizer_);
   try {

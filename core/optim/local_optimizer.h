@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/context_record.h"
+#include "core/optim/optimizer_state.h"
 
 namespace torch::optim {
 class Optimizer;
@@ -37,6 +39,15 @@ class LocalOptimizer {
   absl::Status Step(const ContextRecord& context,
                     std::optional<double> learning_rate = std::nullopt);
 
+  // The state of the optimizer, and its replacement: see optimizer_state.h.
+  absl::StatusOr<std::vector<NamedTensor>> State();
+  absl::Status LoadState(const std::vector<NamedTensor>& state);
+
+  // Lets go of the optimizer and its parameters, once a step that runs is over. From then on
+  // everything else is kNotFound. False if that has been done before.
+  bool Remove();
+  bool removed() const;
+
   // For all parameters, from the next step on. kInvalidArgument if it is negative or not finite.
   absl::Status SetLearningRate(double learning_rate);
 
@@ -47,8 +58,11 @@ class LocalOptimizer {
   absl::Status ScaleGradients(ContextRecord& context, const at::Tensor& factor);
 
  private:
+  std::atomic<bool> removed_{false};
+
   absl::Mutex mu_;  // held while torch runs: parameters change under it
-  const std::unique_ptr<torch::optim::Optimizer> optimizer_ ABSL_PT_GUARDED_BY(mu_);
+  // Null once it is removed.
+  std::unique_ptr<torch::optim::Optimizer> optimizer_ ABSL_GUARDED_BY(mu_) ABSL_PT_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

@@ -54,6 +54,22 @@ TEST_F(LocalOptimizerTest, WhatHasNoGradientIsLeftAlone) {
   EXPECT_FALSE(unused_.grad().defined());
 }
 
+TEST_F(LocalOptimizerTest, OneThatIsRemovedHasLetGoOfItsParameters) {
+  AddGradient(context_, used_, 3);
+  EXPECT_TRUE(optimizer_.State().ok());
+  const auto held = unused_.use_count();
+  EXPECT_TRUE(optimizer_.Remove());
+  EXPECT_LT(unused_.use_count(), held);
+  EXPECT_FALSE(optimizer_.Remove());
+  for (const absl::Status& status :
+       {optimizer_.Step(context_), optimizer_.SetLearningRate(1), optimizer_.State().status(),
+        optimizer_.LoadState({}), optimizer_.GradientNorms(context_).status(),
+        optimizer_.ScaleGradients(context_, at::scalar_tensor(2))}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  }
+  EXPECT_TRUE(used_.equal(at::ones({2})));
+}
+
 TEST_F(LocalOptimizerTest, AContextThatIsReleasedIsAnErrorAndChangesNothing) {
   AddGradient(context_, used_, 3);
   context_.Release();

@@ -74,12 +74,17 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
     DG_RETURN_IF_ERROR(local->SetLearningRate(request.message.tensors[0].item<double>()));
     return Message{};
   }));
-  return std::unique_ptr<Optimizer>(new Optimizer(worker, name));
+  return std::unique_ptr<Optimizer>(new Optimizer(worker, name, std::move(local)));
 }
 
 absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& function,
                                                         const Message& message,
                                                         const Context* context) {
+  // There may be another one of that name by now.
+  if (local_->removed()) {
+    return absl::NotFoundError(absl::StrCat("the optimizer '", name_, "' of worker '",
+                                            worker_->name(), "' was removed"));
+  }
   std::vector<Future<Message>> calls;
   for (const std::string& worker : worker_->names()) {
     calls.push_back(worker_->CallAsync(worker, function, message, {.context = context}));
@@ -93,6 +98,15 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
   }
   DG_RETURN_IF_ERROR(status);
   return replies;
+}
+
+void Optimizer::Remove() {
+  // Before, or a second Remove() could take off another one of that name.
+  if (!local_->Remove()) return;
+  // What claims the name is the last.
+  for (const absl::string_view function : {kNorms, kScale, kRate, kStep}) {
+    worker_->UnregisterOwn(absl::StrCat(function, name_));
+  }
 }
 
 absl::Status Optimizer::Step(const Context& context) {

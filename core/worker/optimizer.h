@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -22,8 +23,8 @@ namespace distgrad {
 // Thread-safe.
 class Optimizer {
  public:
-  // Makes `optimizer` this worker's part of the optimizer `name`, which lasts as long as the
-  // worker; that must outlive the result. kAlreadyExists if the worker has one of that name;
+  // Makes `optimizer` this worker's part of the optimizer `name`, which lasts until Remove(), or as
+  // long as the worker; that must outlive the result. kAlreadyExists if the worker has one of that name;
   // kInvalidArgument for a name of more than 900 bytes, or with a "::" in it.
   static absl::StatusOr<std::unique_ptr<Optimizer>> Create(
       Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
@@ -42,8 +43,22 @@ class Optimizer {
   // norm as it was. kOutOfRange, and nothing is scaled, if it is not finite.
   absl::StatusOr<double> ClipGradients(const Context& context, double max_norm);
 
+  // This worker's part as tensors with names, as they are in PyTorch's state_dict()
+  // (core/optim/optimizer_state.h); and the other way, which takes the place of all that the part had.
+  // Each worker's part is its own: where all are read or loaded between the same two steps, they fit
+  // together. kInvalidArgument, with nothing changed, says what is missing, unexpected, or of another
+  // shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
+  absl::StatusOr<std::vector<NamedTensor>> State() const { return local_->State(); }
+  absl::Status LoadState(const std::vector<NamedTensor>& state) { return local_->LoadState(state); }
+
+  // Takes this worker's part off: when this has returned no step touches its parameters, and the
+  // worker may have another one of that name. Waits for a step that runs. Steps then fail with
+  // kNotFound, also those that other workers ask for; so all workers remove theirs. Idempotent.
+  void Remove();
+
  private:
-  Optimizer(Worker* worker, absl::string_view name) : worker_(worker), name_(name) {}
+  Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<LocalOptimizer> local)
+      : worker_(worker), name_(name), local_(std::move(local)) {}
 
   // Calls a function of all parts, and returns their replies by worker. The context may be null.
   absl::StatusOr<std::vector<Message>> CallAll(const std::string& function, const Message& message,
@@ -51,6 +66,7 @@ class Optimizer {
 
   Worker* const worker_;
   const std::string name_;
+  const std::shared_ptr<LocalOptimizer> local_;
 };
 
 }  // namespace distgrad

@@ -43,6 +43,15 @@ absl::Status Worker::Impl::Register(std::string name, Function function) {
   return absl::OkStatus();
 }
 
+void Worker::Impl::Unregister(absl::string_view name) {
+  std::shared_ptr<const Function> removed;  // ends outside the lock
+  absl::MutexLock lock(&mu_);
+  const auto found = functions_.find(name);
+  if (found == functions_.end()) return;
+  removed = std::move(found->second);
+  functions_.erase(found);
+}
+
 std::shared_ptr<const Worker::Impl::Function> Worker::Impl::FindFunction(
     absl::string_view name) const {
   absl::MutexLock lock(&mu_);

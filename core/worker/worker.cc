@@ -226,6 +226,7 @@ absl::Status Worker::RegisterAsync(std::string function, AsyncHandler handler) {
 absl::Status Worker::RegisterOwn(std::string function, Handler handler) {
   return impl_->Register(std::move(function), {.handler = std::move(handler), .is_own = true});
 }
+void Worker::UnregisterOwn(absl::string_view function) { impl_->Unregister(function); }
 Future<Message> Worker::CallAsync(WorkerRef to, absl::string_view function, Message message,
                                   CallOptions options) {
   return impl_->Call(to, function, message, options, /*wait=*/false);

@@ -258,6 +258,8 @@ class Worker {
   absl::Status RegisterAsync(std::string function, AsyncHandler handler);
   // For functions of distgrad itself, whose names begin with "distgrad.".
   absl::Status RegisterOwn(std::string function, Handler handler);
+  // The other way: calls that come from now on find no such function. Those that run go on.
+  void UnregisterOwn(absl::string_view function);
 
   // Calls a function of that worker (itself, too), and waits for the reply.
   //

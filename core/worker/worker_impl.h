@@ -53,6 +53,7 @@ class Worker::Impl : public Context::Owner,
     bool is_own = false;  // of distgrad, not of its user
   };
   absl::Status Register(std::string name, Function function);
+  void Unregister(absl::string_view name);
   // `wait`: this thread may wait for room to send.
   Future<Message> Call(WorkerRef to, absl::string_view function, const Message& message,
                        const CallOptions& options, bool wait);

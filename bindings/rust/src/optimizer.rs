@@ -9,8 +9,8 @@ use std::{borrow::Borrow, fmt, marker::PhantomData};
 /// This worker's part of an optimizer that all workers of the job share under a name: each gives its
 /// own parameters (there may be none), and one of them asks for a step.
 ///
-/// Every worker makes its part before the first step. The part lasts as long as the worker, also
-/// when this is dropped.
+/// Every worker makes its part before the first step. The part lasts until
+/// [`remove`](Optimizer::remove), or as long as the worker, also when this is dropped.
 ///
 /// ```compile_fail,E0505
 /// # fn f(worker: distgrad::Worker, x: distgrad::Tensor) -> distgrad::Result<()> {
@@ -58,6 +58,48 @@ impl Optimizer<'_> {
     #[doc(alias = "dg_optimizer_set_learning_rate")]
     pub fn set_learning_rate(&self, learning_rate: f64) -> Result<()> {
         Ok(ffi::optimizer_set_learning_rate(self.handle.get(), learning_rate)?)
+    }
+
+    /// This worker's part as tensors with names, which are the paths in the `state_dict()` of
+    /// PyTorch's optimizer, joined by dots: `param_groups.0.lr`, `state.2.exp_avg`, `state.2.step`.
+    /// Parameters count from 0, in the order in which the part got them; one that has not taken a
+    /// step has no state. The tensors are copies. Waits for a step that runs.
+    #[doc(alias = "dg_optimizer_state")]
+    pub fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        let state = ffi::optimizer_state(self.handle.get())?;
+        Ok(state.into_iter().map(|each| (each.name, Tensor::own(each.tensor))).collect())
+    }
+
+    /// The other way: copies of these take the place of all that this worker's part had, its learning
+    /// rate and the other numbers too. Waits for a step that runs.
+    ///
+    /// `Code::InvalidArgument`, with nothing changed, says what is missing, what is unexpected, and
+    /// what has another shape or dtype, or makes no sense.
+    ///
+    /// ```
+    /// # fn f(optimizer: &distgrad::Optimizer) -> distgrad::Result<()> {
+    /// let saved = optimizer.state()?;
+    /// // ...
+    /// optimizer.load_state(saved.iter().map(|(name, tensor)| (name, tensor)))
+    /// # }
+    /// ```
+    #[doc(alias = "dg_optimizer_load_state")]
+    pub fn load_state(
+        &self,
+        state: impl IntoIterator<Item = (impl AsRef<str>, impl Borrow<Tensor>)>,
+    ) -> Result<()> {
+        let (names, tensors): (Vec<_>, Vec<_>) = state.into_iter().unzip();
+        let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
+        let (_tensors, handles) = handles_of(tensors);
+        Ok(ffi::optimizer_load_state(self.handle.get(), &names, &handles)?)
+    }
+
+    /// Takes this worker's part off: when this has returned no step touches its parameters, and the
+    /// worker may make another one of that name. Steps then give `Code::NotFound`, also those that
+    /// other workers ask for: so all workers remove theirs. Idempotent. Waits for a step that runs.
+    #[doc(alias = "dg_optimizer_remove")]
+    pub fn remove(&self) -> Result<()> {
+        Ok(ffi::optimizer_remove(self.handle.get())?)
     }
 }
 

@@ -270,6 +270,36 @@ fn optimizers() {
 }
 
 #[test]
+fn the_state_of_an_optimizer() {
+    let worker = alone();
+    let train = |x: &Tensor, optimizer: &Optimizer<'_>| {
+        let context = worker.context().unwrap();
+        context.backward([x.square().unwrap().sum().unwrap()]).unwrap();
+        optimizer.step(&context).unwrap();
+    };
+    let x = weight(&[1.0, 2.0]);
+    let optimizer = Adam::new(0.1).create(&worker, "", [&x]).unwrap();
+    train(&x, &optimizer);
+    let saved = optimizer.state().unwrap();
+    let find = |name: &str| saved.iter().find(|(known, _)| known == name).unwrap().1.clone();
+    assert_eq!(find("state.0.step").to_vec::<i64>().unwrap(), [1]);
+    assert_eq!(find("param_groups.0.betas").to_vec::<f64>().unwrap(), [0.9, 0.999]);
+    let y = weight(&x.to_vec::<f32>().unwrap());
+    train(&x, &optimizer);
+
+    // Another one goes on from there, as this one did.
+    optimizer.remove().unwrap();
+    optimizer.remove().unwrap();
+    assert_eq!(optimizer.state().unwrap_err().code(), Code::NotFound);
+    let other = Adam::new(7.0).create(&worker, "", [&y]).unwrap();
+    let short = other.load_state(saved.iter().skip(1).map(|(name, tensor)| (name, tensor)));
+    assert!(short.unwrap_err().message().contains("'param_groups.0.lr' is missing"));
+    other.load_state(saved).unwrap();
+    train(&y, &other);
+    assert_eq!(x.to_vec::<f32>().unwrap(), y.to_vec::<f32>().unwrap());
+}
+
+#[test]
 fn gradients_are_clipped_over_all_workers() {
     let [ours, theirs] = [weight(&[3.0]), weight(&[4.0])];
     let half = |x: &Tensor| x.square()?.sum()?.mul_scalar(0.5);

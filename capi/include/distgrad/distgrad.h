@@ -930,8 +930,8 @@ typedef struct dg_adam_options {
   { sizeof(dg_adam_options), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0 }
 #define DG_ADAM_AMSGRAD UINT64_C(1)
 
-/* Every worker makes its part before the first step. The part lasts as long as the worker, also
- * when its handle is destroyed. DG_ALREADY_EXISTS if it has one of that name (empty is a name);
+/* Every worker makes its part before the first step. The part lasts until dg_optimizer_remove, or as
+ * long as the worker, also when its handle is destroyed. DG_ALREADY_EXISTS if it has one of that name (empty is a name);
  * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, and for a parameter
  * that is not a leaf that requires grad. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_create_sgd(dg_worker* worker, dg_str name,
@@ -968,6 +968,30 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer
  * step; DG_INVALID_ARGUMENT, and nothing is changed, if it is negative or not finite. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_set_learning_rate(dg_optimizer* optimizer,
                                                             double learning_rate) DG_NOEXCEPT;
+
+/* This worker's part as tensors with names: calls `visit` within this call for each, with handles
+ * that are borrowed for the visit and copies as their values. The names are the paths in the
+ * state_dict() of PyTorch's optimizer, joined by dots: "param_groups.0.lr", "state.2.exp_avg",
+ * "state.2.step"; parameters count from 0 in the order of dg_optimizer_create_.... A parameter that
+ * has not taken a step has no state. Not at all on an error. Waits, for a step that runs. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_state(dg_optimizer* optimizer,
+                                                void (*visit)(void* user_data, dg_str name,
+                                                              const dg_tensor* tensor),
+                                                void* user_data) DG_NOEXCEPT;
+/* The other way: copies of tensors[0..count) take the place of all that this worker's part had, its
+ * learning rate and the other numbers too. Numbers may be of any type that holds them.
+ * DG_INVALID_ARGUMENT, with nothing changed, says what is missing, what is unexpected, and what has
+ * another shape or dtype, or makes no sense. Waits, for a step that runs. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
+                                                     const dg_tensor* const* tensors,
+                                                     size_t count) DG_NOEXCEPT;
+
+/* Takes this worker's part off: when this has returned no step touches its parameters, and the worker
+ * may make another one of that name. Steps then give DG_NOT_FOUND, also those that other workers ask
+ * for: so all workers remove theirs. Idempotent; the handle is still to be destroyed. Waits, for a
+ * step that runs. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_remove(dg_optimizer* optimizer) DG_NOEXCEPT;
+/* Of the handle alone: the part goes on. */
 DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------- Data parallel */

@@ -719,6 +719,38 @@ class Optimizer {
   void SetLearningRate(double learning_rate) {
     Check(dg_optimizer_set_learning_rate(get(), learning_rate));
   }
+  // This worker's part, by the names of PyTorch's state_dict(): "state.2.exp_avg".
+  std::vector<std::pair<std::string, Tensor>> State() const {
+    using State = std::vector<std::pair<std::string, Tensor>>;
+    struct Visit {
+      State state;
+      std::exception_ptr thrown;
+    } visited;
+    Check(dg_optimizer_state(
+        get(),
+        [](void* data, dg_str name, const dg_tensor* tensor) {
+          Visit& visit = *static_cast<Visit*>(data);
+          try {
+            if (!visit.thrown) visit.state.emplace_back(View(name), Tensor::Borrow(tensor));
+          } catch (...) {
+            visit.thrown = std::current_exception();
+          }
+        },
+        &visited));
+    if (visited.thrown) std::rethrow_exception(visited.thrown);
+    return std::move(visited.state);
+  }
+  void LoadState(const std::vector<std::pair<std::string, Tensor>>& state) {
+    std::vector<dg_str> names;
+    std::vector<const dg_tensor*> tensors;
+    for (const auto& [name, tensor] : state) {
+      names.push_back(Str(name));
+      tensors.push_back(tensor.get());
+    }
+    Check(dg_optimizer_load_state(get(), names.data(), tensors.data(), names.size()));
+  }
+  // This worker's part: another one may then have its name.
+  void Remove() { Check(dg_optimizer_remove(get())); }
   dg_optimizer* get() const noexcept { return handle_.get(); }
 
  private:

@@ -102,6 +102,12 @@ pub(crate) mod raw {
         rank: u32,
     }
 
+    /// A part of an optimizer's state.
+    struct RawNamedTensor {
+        name: String,
+        tensor: TensorHandle,
+    }
+
     /// `dg_data_parallel_options`, but for its size.
     struct RawDataParallelOptions<'a> {
         devices: &'a [&'a str],
@@ -368,6 +374,14 @@ pub(crate) mod raw {
             optimizer: OptimizerHandle,
             learning_rate: f64,
         ) -> Result<()>;
+        fn optimizer_state(optimizer: OptimizerHandle) -> Result<Vec<RawNamedTensor>>;
+        /// As many names as tensors.
+        fn optimizer_load_state(
+            optimizer: OptimizerHandle,
+            names: &[&str],
+            tensors: &[TensorHandle],
+        ) -> Result<()>;
+        fn optimizer_remove(optimizer: OptimizerHandle) -> Result<()>;
         fn optimizer_destroy(optimizer: OptimizerHandle);
 
         fn data_parallel_create(

@@ -319,6 +319,34 @@ OptimizerHandle optimizer_create_adam(WorkerHandle worker, rust::Str name, Tenso
                               worker, ToStr(name), parameters.data(), parameters.size(), &options);
 }
 
+rust::Vec<RawNamedTensor> optimizer_state(OptimizerHandle optimizer) {
+  struct Visit {
+    rust::Vec<RawNamedTensor> tensors;
+    dg_error* error = nullptr;  // the first
+  } visit;
+  const auto add = [](void* data, dg_str name, const dg_tensor* tensor) {
+    auto& visit = *static_cast<Visit*>(data);
+    dg_tensor* clone = nullptr;
+    if (visit.error == nullptr) visit.error = dg_tensor_clone(tensor, &clone);
+    if (clone != nullptr) {
+      visit.tensors.push_back({rust::String::lossy(name.data, name.size), clone});
+    }
+  };
+  dg_error* error = dg_optimizer_state(optimizer, add, &visit);
+  if (error == nullptr) std::swap(error, visit.error);
+  if (error != nullptr) {
+    for (const RawNamedTensor& each : visit.tensors) dg_tensor_destroy(each.tensor);
+    dg_error_destroy(visit.error);
+  }
+  dg::Check(error);
+  return std::move(visit.tensors);
+}
+
+void optimizer_load_state(OptimizerHandle optimizer, Texts names, Tensors tensors) {
+  const std::vector<dg_str> strs = ToStrs(names);
+  dg::Check(dg_optimizer_load_state(optimizer, strs.data(), tensors.data(), tensors.size()));
+}
+
 DataParallelHandle data_parallel_create(Tensors parameters, const RawDataParallelOptions& from,
                                         rust::Box<Forward> forward) {
   const std::vector<dg_str> devices = ToStrs(from.devices);

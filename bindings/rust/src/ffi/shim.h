@@ -58,6 +58,7 @@ struct RawMember;
 struct RawContextState;
 struct RawCallOptions;
 struct RawReply;
+struct RawNamedTensor;
 struct RawDataParallelOptions;
 struct RawProcessGroupOptions;
 
@@ -320,6 +321,11 @@ inline double optimizer_clip_gradients(OptimizerHandle optimizer, ContextHandle 
 }
 inline void optimizer_set_learning_rate(OptimizerHandle optimizer, double learning_rate) {
   dg::Check(dg_optimizer_set_learning_rate(optimizer, learning_rate));
+}
+rust::Vec<RawNamedTensor> optimizer_state(OptimizerHandle optimizer);
+void optimizer_load_state(OptimizerHandle optimizer, Texts names, Tensors tensors);
+inline void optimizer_remove(OptimizerHandle optimizer) {
+  dg::Check(dg_optimizer_remove(optimizer));
 }
 inline void optimizer_destroy(OptimizerHandle optimizer) { dg_optimizer_destroy(optimizer); }
 

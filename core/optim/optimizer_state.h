@@ -1,0 +1,46 @@
+// The state of one of libtorch's optimizers as tensors with names, as a checkpoint keeps them.
+//
+// The names are the paths in the state_dict() of PyTorch's optimizer, joined by dots:
+//
+//   param_groups.0.lr                       a number (float64, without dimensions)
+//   param_groups.0.betas                    two numbers
+//   param_groups.0.amsgrad                  a bool
+//   state.2.step                            an integer: how many steps parameter 2 has taken
+//   state.2.exp_avg                         of the shape and dtype of parameter 2
+//
+// where parameters count from 0 through all groups, in the order in which the optimizer got them. A
+// parameter that has not taken a step has no state. SGD, Adam and AdamW are known.
+#ifndef DISTGRAD_CORE_OPTIM_OPTIMIZER_STATE_H_
+#define DISTGRAD_CORE_OPTIM_OPTIMIZER_STATE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace distgrad {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// Copies, on the devices of the parameters. kUnimplemented for an optimizer that is not known.
+absl::StatusOr<std::vector<NamedTensor>> ReadState(torch::optim::Optimizer& optimizer);
+
+// Takes the place of all that the optimizer had, by copies on the devices of the parameters. Numbers
+// may be of any type that holds them (PyTorch's `step` is a float). kInvalidArgument, and nothing is
+// changed, says what is missing, what is unexpected, and what has another shape or dtype or makes no
+// sense.
+absl::Status LoadState(const std::vector<NamedTensor>& state, torch::optim::Optimizer* optimizer);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_OPTIM_OPTIMIZER_STATE_H_

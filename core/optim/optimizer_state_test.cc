@@ -1,0 +1,249 @@
+#include "core/optim/optimizer_state.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace distgrad {
+namespace {
+
+using Made = std::unique_ptr<torch::optim::Optimizer>;
+
+struct Case {
+  std::string name;
+  std::function<Made(std::vector<at::Tensor>)> make;  // as it was trained
+  std::function<Made(std::vector<at::Tensor>)> make_other;
+  std::vector<std::string> options, state;
+};
+
+Case Sgd() {
+  const std::vector<std::string> options = {"lr", "momentum", "dampening", "weight_decay",
+                                            "nesterov"};
+  return {"Sgd",
+          [](std::vector<at::Tensor> parameters) {
+            return std::make_unique<torch::optim::SGD>(
+                std::move(parameters),
+                torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01).nesterov(true));
+          },
+          [](std::vector<at::Tensor> parameters) {
+            return std::make_unique<torch::optim::SGD>(std::move(parameters), 7.0);
+          },
+          options,
+          {"momentum_buffer"}};
+}
+template <typename Optimizer, typename Options>
+Case AnyAdam(std::string name, bool amsgrad) {
+  std::vector<std::string> state = {"step", "exp_avg", "exp_avg_sq"};
+  if (amsgrad) state.push_back("max_exp_avg_sq");
+  return {std::move(name),
+          [amsgrad](std::vector<at::Tensor> parameters) {
+            return std::make_unique<Optimizer>(
+                std::move(parameters),
+                Options(0.1).betas({0.8, 0.99}).eps(1e-6).weight_decay(0.02).amsgrad(amsgrad));
+          },
+          [](std::vector<at::Tensor> parameters) {
+            return std::make_unique<Optimizer>(std::move(parameters), Options(7.0));
+          },
+          {"lr", "betas", "eps", "weight_decay", "amsgrad"},
+          std::move(state)};
+}
+
+class OptimizerStateTest : public testing::TestWithParam<Case> {
+ protected:
+  // The third is never used.
+  static std::vector<at::Tensor> NewParameters() {
+    at::manual_seed(1);
+    return {at::randn({2, 3}).requires_grad_(), at::randn({4}, at::kDouble).requires_grad_(),
+            at::randn({2}).requires_grad_()};
+  }
+  static void Step(torch::optim::Optimizer& optimizer, std::vector<at::Tensor>& parameters,
+                   int step) {
+    for (int i = 0; i < 2; ++i) {
+      parameters[i].mutable_grad() = at::full_like(parameters[i], 0.3 * (step + 1) - i).detach();
+    }
+    optimizer.step();
+  }
+  static std::vector<NamedTensor> StateOf(torch::optim::Optimizer& optimizer) {
+    absl::StatusOr<std::vector<NamedTensor>> state = ReadState(optimizer);
+    EXPECT_TRUE(state.ok()) << state.status();
+    return state.ok() ? *std::move(state) : std::vector<NamedTensor>();
+  }
+  // After three steps.
+  void SetUp() override {
+    for (int i = 0; i < 3; ++i) Step(*optimizer_, parameters_, i);
+    state_ = StateOf(*optimizer_);
+  }
+  at::Tensor* Find(const std::string& name) {
+    for (NamedTensor& each : state_) {
+      if (each.name == name) return &each.tensor;
+    }
+    ADD_FAILURE() << name;
+    return nullptr;
+  }
+  void ExpectRefused(const std::string& part) {
+    const std::vector<NamedTensor> before = StateOf(*optimizer_);
+    const absl::Status loaded = LoadState(state_, optimizer_.get());
+    EXPECT_EQ(loaded.code(), absl::StatusCode::kInvalidArgument) << loaded;
+    EXPECT_NE(loaded.message().find(part), std::string::npos) << loaded << "\nlacks " << part;
+    const std::vector<NamedTensor> after = StateOf(*optimizer_);
+    ASSERT_EQ(after.size(), before.size());
+    for (size_t i = 0; i < before.size(); ++i) {
+      EXPECT_TRUE(after[i].tensor.equal(before[i].tensor)) << before[i].name;
+    }
+  }
+
+  std::vector<at::Tensor> parameters_ = NewParameters();
+  const Made optimizer_ = GetParam().make(parameters_);
+  std::vector<NamedTensor> state_;
+};
+
+TEST_P(OptimizerStateTest, HasTheNamesOfPyTorch) {
+  std::vector<std::string> want, got;
+  for (const std::string& name : GetParam().options) want.push_back("param_groups.0." + name);
+  for (const char* parameter : {"0.", "1."}) {
+    for (const std::string& name : GetParam().state) {
+      want.push_back("state." + (parameter + name));
+    }
+  }
+  for (const NamedTensor& each : state_) got.push_back(each.name);
+  EXPECT_EQ(got, want);
+  EXPECT_EQ(Find("param_groups.0.lr")->item<double>(), 0.1);
+}
+
+TEST_P(OptimizerStateTest, TrainingGoesOnWithItToTheLastBit) {
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& parameter : parameters_) {
+    parameters.push_back(parameter.detach().clone().requires_grad_());
+  }
+  const Made other = GetParam().make_other(parameters);
+  Step(*other, parameters, 17);  // what it had goes
+  for (size_t i = 0; i < parameters.size(); ++i) parameters[i].detach().copy_(parameters_[i]);
+  {
+    const c10::InferenceMode inference;  // of whoever loads; what is loaded is written to later
+    const absl::Status loaded = LoadState(state_, other.get());
+    ASSERT_TRUE(loaded.ok()) << loaded;
+  }
+  for (int i = 3; i < 6; ++i) {
+    Step(*optimizer_, parameters_, i);
+    Step(*other, parameters, i);
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_TRUE(parameters[i].equal(parameters_[i])) << i;
+  }
+  const std::vector<NamedTensor> state = StateOf(*other), reference = StateOf(*optimizer_);
+  ASSERT_EQ(state.size(), reference.size());
+  for (size_t i = 0; i < state.size(); ++i) {
+    EXPECT_EQ(state[i].name, reference[i].name);
+    EXPECT_TRUE(state[i].tensor.equal(reference[i].tensor)) << state[i].name;
+  }
+  // What was read and given is nobody else's: it has not followed.
+  const size_t last = GetParam().options.size() + GetParam().state.size() - 1;
+  ASSERT_EQ(state_[last].name, reference[last].name);
+  EXPECT_FALSE(state_[last].tensor.equal(reference[last].tensor));
+}
+
+TEST_P(OptimizerStateTest, NumbersMayBeOfOtherTypes) {
+  for (NamedTensor& each : state_) {
+    if (each.tensor.numel() == 1 && each.name.find("exp") == std::string::npos &&
+        each.tensor.scalar_type() == at::kLong) {
+      each.tensor = each.tensor.to(at::kFloat);  // as PyTorch has its steps
+    }
+  }
+  const absl::Status loaded = LoadState(state_, optimizer_.get());
+  EXPECT_TRUE(loaded.ok()) << loaded;
+}
+
+TEST_P(OptimizerStateTest, AParameterThatHasTakenNoStepHasNone) {
+  state_.resize(GetParam().options.size());
+  ASSERT_TRUE(LoadState(state_, optimizer_.get()).ok());
+  EXPECT_TRUE(optimizer_->state().empty());
+}
+
+TEST_P(OptimizerStateTest, WhatIsMissingUnexpectedOrOfAnotherShapeIsSaid) {
+  const std::vector<NamedTensor> whole = state_;
+  const std::string last = "state.1." + GetParam().state.back();
+  state_.erase(state_.begin());
+  ExpectRefused("'param_groups.0.lr' is missing");
+  state_ = whole;
+  if (GetParam().state.size() > 1) {
+    state_.pop_back();
+    ExpectRefused("'" + last + "' is missing");
+    state_ = whole;
+    *Find("state.0.step") = at::scalar_tensor(1.5);
+    ExpectRefused("'state.0.step' is 1.5");
+    state_ = whole;
+    *Find("param_groups.0.betas") = at::tensor({0.5, 1.0});
+    ExpectRefused("'param_groups.0.betas' has 1");
+    state_ = whole;
+  }
+  state_.push_back({"state.3." + GetParam().state.back(), at::ones({2})});
+  ExpectRefused("'state.3." + GetParam().state.back() + "' is unexpected");
+  state_ = whole;
+  state_.push_back(state_[0]);
+  ExpectRefused("'param_groups.0.lr' is there twice");
+  state_ = whole;
+  state_[0].tensor = at::Tensor();
+  ExpectRefused("'param_groups.0.lr' is no tensor");
+  state_ = whole;
+  *Find(last) = at::ones({5}, at::kDouble);
+  ExpectRefused("'" + last + "' has shape [5], not [4]");
+  state_ = whole;
+  *Find(last) = at::ones({4});
+  ExpectRefused("'" + last + "' has dtype Float, not Double");
+  state_ = whole;
+  *Find(last) = at::ones({4}, at::kDouble).to_sparse();
+  ExpectRefused("'" + last + "' is not a dense tensor");
+  state_ = whole;
+  for (const double wrong : {-1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    *Find("param_groups.0.lr") = at::scalar_tensor(wrong, at::kDouble);
+    ExpectRefused("'param_groups.0.lr' is ");
+  }
+  *Find("param_groups.0.lr") = at::ones({2});
+  ExpectRefused("'param_groups.0.lr' has dtype Float and shape [2]");
+  for (int i = 0; i < 20; ++i) state_.push_back({"more." + std::to_string(i), at::ones({})});
+  ExpectRefused("; and 11 more");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, OptimizerStateTest,
+    testing::Values(Sgd(), AnyAdam<torch::optim::Adam, torch::optim::AdamOptions>("Adam", false),
+                    AnyAdam<torch::optim::Adam, torch::optim::AdamOptions>("Amsgrad", true),
+                    AnyAdam<torch::optim::AdamW, torch::optim::AdamWOptions>("AdamW", false)),
+    [](const auto& info) { return info.param.name; });
+
+TEST(OptimizersStateTest, ParametersCountThroughAllGroups) {
+  const auto leaf = [] { return at::ones({1}).requires_grad_(); };
+  const at::Tensor last = leaf();
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<at::Tensor>{leaf(), leaf()});
+  groups.emplace_back(std::vector<at::Tensor>{last},
+                      std::make_unique<torch::optim::SGDOptions>(
+                          torch::optim::SGDOptions(0.5).momentum(0.5)));
+  torch::optim::SGD sgd(groups, torch::optim::SGDOptions(1));
+  last.mutable_grad() = at::ones({1});
+  sgd.step();
+  const absl::StatusOr<std::vector<NamedTensor>> state = ReadState(sgd);
+  ASSERT_TRUE(state.ok()) << state.status();
+  EXPECT_EQ(state->back().name, "state.2.momentum_buffer");
+  EXPECT_TRUE(LoadState(*state, &sgd).ok());
+  EXPECT_EQ(sgd.param_groups()[1].options().get_lr(), 0.5);
+}
+
+TEST(OptimizersStateTest, OthersAreNotKnown) {
+  torch::optim::Adagrad adagrad(std::vector<at::Tensor>{at::ones({1}).requires_grad_()});
+  EXPECT_EQ(ReadState(adagrad).status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(LoadState({}, &adagrad).code(), absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+}  // namespace distgrad
