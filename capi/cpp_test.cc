@@ -126,6 +126,19 @@ TEST(CppTest, RandomNumbersBeginAnew) {
   EXPECT_EQ(number(), number());
 }
 
+TEST(CppTest, ModesAndThreads) {
+  EXPECT_TRUE(dg::GradEnabled());
+  {
+    const dg::NoGrad no_grad;
+    EXPECT_FALSE(dg::GradEnabled());
+  }
+  const uint32_t before = dg::NumThreads();
+  dg::SetNumThreads(2);
+  EXPECT_EQ(dg::NumThreads(), 2u);
+  EXPECT_EQ(CodeOf([] { dg::SetNumThreads(0); }), DG_INVALID_ARGUMENT);
+  dg::SetNumThreads(before);
+}
+
 TEST(CppTest, TracesAndSeveralWorkers) {
   const std::string rendezvous = "file://" + std::string(getenv("TEST_TMPDIR")) + "/traced";
   dg_worker_options options = DG_WORKER_OPTIONS_INIT;
@@ -146,6 +159,19 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   EXPECT_EQ(CodeOf([&] { worker.Call("worker0", "echo", dg::Message()); }), DG_OUT_OF_RANGE);
   const absl::StatusOr<distgrad::TraceEvents> events = distgrad::ReadTraces({worker.StopTrace()});
   ASSERT_TRUE(events.ok()) << events.status();
+  {
+    std::vector<std::pair<uint32_t, std::string>> log;
+    dg::SetLogSink([&](uint32_t severity, std::string_view text) { log.emplace_back(severity, text); });
+    dg_trace_options small = DG_TRACE_OPTIONS_INIT;
+    small.max_bytes = 1;
+    worker.StartTrace(small);
+    worker.Call("worker0", "echo", dg::Message("x"));
+    worker.StopTrace();
+    dg::SetLogSink(nullptr);
+    ASSERT_EQ(log.size(), 1u);
+    EXPECT_EQ(log[0].first, uint32_t{DG_LOG_WARNING});
+    EXPECT_NE(log[0].second.find("'worker0'"), std::string::npos) << log[0].second;
+  }
   int calls = 0;
   for (const distgrad::TraceSlice& slice : events->slices) {
     if (slice.name != "echo") continue;

@@ -1,19 +1,25 @@
-// Version, strings, errors; and guard.h.
+// Version, strings, errors, the log; and guard.h.
 #include <ATen/core/grad_mode.h>
 #include <torch/version.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 
 #include "capi/guard.h"
 #include "capi/objects.h"
+#include "core/base/blocking.h"
+#include "core/base/log.h"
 #include "core/base/origin.h"
 #include "core/worker/failure.h"
 
 namespace distgrad {
 namespace {
 
+static_assert(static_cast<uint32_t>(LogSeverity::kINFO) == DG_LOG_INFO);
+static_assert(static_cast<uint32_t>(LogSeverity::kWARNING) == DG_LOG_WARNING);
+static_assert(static_cast<uint32_t>(LogSeverity::kERROR) == DG_LOG_ERROR);
 static_assert(static_cast<uint32_t>(ErrorOrigin::By::kDistgrad) == DG_ORIGIN_DISTGRAD);
 static_assert(static_cast<uint32_t>(ErrorOrigin::By::kHandler) == DG_ORIGIN_HANDLER);
 
@@ -181,6 +187,24 @@ dg_str dg_error_message(const dg_error* error) noexcept {
   return GuardValue<dg_str>(ToStr(""), [&] {
     absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error);
     return pinned.ok() ? ToStr((*pinned)->status.message()) : ToStr("not a dg_error");
+  });
+}
+
+dg_error* dg_log_set_sink(void (*sink)(void* user_data, uint32_t severity, dg_str text),
+                          void* user_data, void (*destroy)(void* user_data)) noexcept {
+  UserData taken(user_data, destroy);
+  return Guard([&]() -> absl::Status {
+    const BlockingScope blocking;
+    if (sink == nullptr) {
+      SetLogSink(nullptr);
+      return absl::OkStatus();
+    }
+    const auto kept = std::make_shared<const UserData>(std::move(taken));
+    SetLogSink([sink, kept](LogSeverity severity, absl::string_view text) {
+      NoWaitScope scope;
+      sink(kept->get(), static_cast<uint32_t>(severity), ToStr(text));
+    });
+    return absl::OkStatus();
   });
 }
 

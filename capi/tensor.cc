@@ -1,6 +1,7 @@
 // Tensors.
 #include <ATen/Context.h>
 #include <ATen/NestedTensorImpl.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/dlpack.h>
@@ -400,6 +401,24 @@ bool dg_grad_set_enabled(bool enabled) noexcept {
   const bool before = at::GradMode::is_enabled();
   at::GradMode::set_enabled(enabled);
   return before;
+}
+
+bool dg_grad_enabled(void) noexcept { return at::GradMode::is_enabled(); }
+
+dg_error* dg_set_num_threads(uint32_t count) noexcept {
+  return Guard([&]() -> absl::Status {
+    constexpr uint32_t kMost = 1024;
+    if (count == 0 || count > kMost) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the number of threads is ", count, ", and has to be in [1, ", kMost, "]"));
+    }
+    at::set_num_threads(static_cast<int>(count));
+    return absl::OkStatus();
+  });
+}
+
+uint32_t dg_num_threads(void) noexcept {
+  return GuardValue<uint32_t>(0, [] { return static_cast<uint32_t>(at::get_num_threads()); });
 }
 
 dg_error* dg_manual_seed(uint64_t seed) noexcept {

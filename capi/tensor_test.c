@@ -73,7 +73,9 @@ static void test_tensors(void) {
   CHECK(dg_tensor_requires_grad(c));
   FAILS(DG_FAILED_PRECONDITION, dg_tensor_require_grad(c)); /* no leaf */
   dg_tensor_destroy(c);
+  CHECK(dg_grad_enabled());
   CHECK(dg_grad_set_enabled(false));
+  CHECK(!dg_grad_enabled());
   c = op1("aten::exp", b);
   CHECK(!dg_tensor_requires_grad(c));
   CHECK(!dg_grad_set_enabled(true));
@@ -565,6 +567,19 @@ static void test_seed(void) {
   dg_tensor_destroy(x[1]);
 }
 
+/* -------------------------------------------------------------------------------- The process */
+
+static void test_threads(void) {
+  const uint32_t before = dg_num_threads();
+  CHECK(before > 0);
+  OK(dg_set_num_threads(3));
+  CHECK(dg_num_threads() == 3);
+  FAILS(DG_INVALID_ARGUMENT, dg_set_num_threads(0));
+  FAILS(DG_INVALID_ARGUMENT, dg_set_num_threads(UINT32_MAX));
+  CHECK(dg_num_threads() == 3);
+  OK(dg_set_num_threads(before));
+}
+
 int main(void) {
   test_version();
   test_no_handle_comes_again();
@@ -580,5 +595,6 @@ int main(void) {
   test_messages();
   test_wrong_handles();
   test_seed();
+  test_threads();
   return 0;
 }

@@ -207,11 +207,31 @@ static void test_close(void) {
   end_call(future);
 }
 
-/* Who has waited in vain already need not wait for a minute more. */
+typedef struct lines {
+  int count, ended;
+  uint32_t severity;
+  char text[512];
+} lines;
+static void take_line(void* user_data, uint32_t severity, dg_str text) {
+  lines* to = (lines*)user_data;
+  const size_t size = text.size < sizeof(to->text) ? text.size : sizeof(to->text) - 1;
+  ++to->count;
+  to->severity = severity;
+  memcpy(to->text, text.data, size);
+  to->text[size] = '\0';
+}
+static void end_lines(void* user_data) { ++((lines*)user_data)->ended; }
+
+/* Who has waited in vain already need not wait for a minute more; and the log says so. */
 static void test_destroy_after_a_close_in_vain(void) {
   dg_future* future = start_call(hold);
+  lines log = {0};
   FAILS(DG_DEADLINE_EXCEEDED, dg_worker_close(first, 0));
+  OK(dg_log_set_sink(take_line, &log, end_lines));
   dg_worker_destroy(first);
+  OK(dg_log_set_sink(NULL, NULL, NULL));
+  CHECK(log.count == 1 && log.severity == DG_LOG_ERROR && log.ended == 1);
+  CHECK(strstr(log.text, "worker 'first' is closed, and ") == log.text);
   CHECK(sem_trywait(&ended) != 0);
   post(&released);
   await_semaphore(&ended, 1);

@@ -3,10 +3,15 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <memory>
 #include <string>
+#include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 
@@ -27,19 +32,81 @@ LogSeverity LogThreshold() {
   return threshold;
 }
 
-LogLine::LogLine(LogSeverity severity, const char* file, int line) {
-  static constexpr char kLetters[] = "IWE";
-  stream_ << kLetters[static_cast<int>(severity)] << " "
-          << absl::FormatTime("%Y-%m-%dT%H:%M:%E6S", absl::Now(), absl::UTCTimeZone()) << "Z "
-          << file << ":" << line << "] ";
+namespace {
+
+struct Sink {
+  const LogSink write;
+  int running = 0;  // guarded by the mutex below
+};
+
+// Of the process, as standard error is.
+struct CurrentSink {
+  absl::Mutex mu;
+  std::shared_ptr<Sink> sink ABSL_GUARDED_BY(mu);  // null: standard error
+  std::atomic<bool> is_set{false};                 // so that without one no lock is taken
+};
+CurrentSink& Current() {
+  static CurrentSink* const current = new CurrentSink;
+  return *current;
 }
 
+thread_local bool in_sink = false;
+
+bool WriteToSink(LogSeverity severity, absl::string_view text) {
+  CurrentSink& current = Current();
+  if (in_sink || !current.is_set.load(std::memory_order_acquire)) return false;
+  std::shared_ptr<Sink> sink;
+  {
+    absl::MutexLock lock(&current.mu);
+    if (current.sink == nullptr) return false;
+    sink = current.sink;
+    ++sink->running;
+  }
+  in_sink = true;
+  bool written = true;
+  try {
+    sink->write(severity, text);
+  } catch (...) {
+    written = false;
+  }
+  in_sink = false;
+  absl::MutexLock lock(&current.mu);
+  --sink->running;
+  // Whoever waits for this one destroys it. One that nobody waits for ends here, outside the lock.
+  if (sink.use_count() > 1) sink.reset();
+  return written;
+}
+
+}  // namespace
+
 LogLine::~LogLine() {
-  stream_ << "\n";
-  const std::string text = stream_.str();
+  const std::string message = stream_.str();
+  if (WriteToSink(severity_, message)) return;
+  static constexpr char kLetters[] = "IWE";
+  std::ostringstream line;
+  line << kLetters[static_cast<int>(severity_)] << " "
+       << absl::FormatTime("%Y-%m-%dT%H:%M:%E6S", absl::Now(), absl::UTCTimeZone()) << "Z " << file_
+       << ":" << line_ << "] " << message << "\n";
+  const std::string text = line.str();
   // Lines of several threads and processes on one terminal do not mix. A log that cannot be
   // written has nowhere to say so.
   [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text.data(), text.size());
 }
 
 }  // namespace distgrad::internal
+
+namespace distgrad {
+
+void SetLogSink(LogSink write) {
+  auto& current = internal::Current();
+  std::shared_ptr<internal::Sink> sink;  // becomes the former one, which ends outside the lock
+  if (write != nullptr) sink = std::make_shared<internal::Sink>(internal::Sink{std::move(write)});
+  absl::MutexLock lock(&current.mu);
+  current.sink.swap(sink);
+  current.is_set.store(current.sink != nullptr, std::memory_order_release);
+  if (sink == nullptr || internal::in_sink) return;
+  const auto is_idle = [&] { return sink->running == 0; };
+  current.mu.Await(absl::Condition(&is_idle));
+}
+
+}  // namespace distgrad

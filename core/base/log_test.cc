@@ -1,7 +1,14 @@
 #include "core/base/log.h"
 
+#include <atomic>
+#include <memory>
 #include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/notification.h"
 #include "core/base/check.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -9,7 +16,6 @@
 namespace distgrad {
 namespace {
 
-using internal::LogSeverity;
 using internal::ParseLogSeverity;
 
 TEST(LogTest, Severities) {
@@ -31,6 +37,78 @@ TEST(LogTest, OneLineFromTheThresholdOn) {
   EXPECT_EQ(evaluated, 0);
   EXPECT_THAT(text, testing::MatchesRegex("W [-0-9T:.]+Z [^\n]*log_test.cc:[0-9]+\\] but this 7\n"
                                           "E [-0-9T:.]+Z [^\n]*log_test.cc:[0-9]+\\] and this\n"));
+}
+
+TEST(LogSinkTest, TakesTheLines) {
+  std::vector<std::pair<LogSeverity, std::string>> lines;
+  const auto held = std::make_shared<int>();
+  testing::internal::CaptureStderr();
+  SetLogSink([&lines, held](LogSeverity severity, absl::string_view text) {
+    lines.emplace_back(severity, text);
+    if (text == "throw") throw 1;
+    DG_LOG(ERROR) << "logged by the sink";
+  });
+  DG_LOG(INFO) << "below the threshold";
+  DG_LOG(WARNING) << "one " << 1;
+  DG_LOG(ERROR) << "throw";
+  EXPECT_GT(held.use_count(), 1);
+  SetLogSink(nullptr);
+  EXPECT_EQ(held.use_count(), 1);
+  DG_LOG(ERROR) << "again";
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(lines, testing::ElementsAre(testing::Pair(LogSeverity::kWARNING, "one 1"),
+                                          testing::Pair(LogSeverity::kERROR, "throw")));
+  EXPECT_THAT(text, testing::MatchesRegex("E [^\n]*\\] logged by the sink\n"
+                                          "E [^\n]*\\] throw\n"
+                                          "E [^\n]*\\] again\n"));
+}
+
+TEST(LogSinkTest, WhoTakesItOffWaitsForIt) {
+  absl::Notification entered, release;
+  bool over = false;  // without a lock: what is waited for has happened before
+  SetLogSink([&](LogSeverity, absl::string_view) {
+    entered.Notify();
+    release.WaitForNotification();
+    over = true;
+  });
+  std::thread logs([] { DG_LOG(ERROR) << "slow"; });
+  entered.WaitForNotification();
+  std::thread releases([&] { release.Notify(); });
+  SetLogSink(nullptr);
+  EXPECT_TRUE(over);
+  logs.join();
+  releases.join();
+}
+
+TEST(LogSinkTest, ASinkMayTakeItselfOff) {
+  const auto held = std::make_shared<int>();
+  int lines = 0;
+  SetLogSink([&lines, held](LogSeverity, absl::string_view) {
+    ++lines;
+    SetLogSink(nullptr);
+    EXPECT_GT(held.use_count(), 1) << "what runs is there";
+  });
+  DG_LOG(ERROR) << "once";
+  EXPECT_EQ(held.use_count(), 1);
+  DG_LOG(ERROR) << "to standard error";
+  EXPECT_EQ(lines, 1);
+}
+
+TEST(LogSinkTest, FromManyThreads) {
+  std::atomic<int> lines{0};
+  std::vector<std::thread> threads;
+  SetLogSink([&](LogSeverity, absl::string_view) { ++lines; });
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      for (int k = 0; k < 100; ++k) DG_LOG(ERROR) << k;
+    });
+    threads.emplace_back([&] {
+      for (int k = 0; k < 100; ++k) SetLogSink([&](LogSeverity, absl::string_view) { ++lines; });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  SetLogSink(nullptr);
+  EXPECT_EQ(lines, 400);
 }
 
 TEST(CheckDeathTest, SaysWhereAndWhat) {

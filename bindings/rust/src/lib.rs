@@ -87,6 +87,7 @@ mod ffi;
 mod future;
 mod group;
 mod limits;
+mod log;
 mod message;
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -112,6 +113,7 @@ pub use ffi::{op, op_unchecked, ops, ops_unchecked};
 pub use future::{Awaiting, Future};
 pub use group::{Averager, AveragerOptions, ProcessGroup, ProcessGroupOptions};
 pub use limits::Limits;
+pub use log::{remove_log_sink, set_log_sink, Severity};
 pub use message::Message;
 #[doc(hidden)]
 pub use ops::OPERATORS;
@@ -152,6 +154,28 @@ pub fn wait<T>(wait: impl FnOnce() -> T) -> Result<T> {
 #[doc(alias = "dg_manual_seed")]
 pub fn manual_seed(seed: u64) -> Result<()> {
     Ok(ffi::manual_seed(seed)?)
+}
+
+/// How many threads one operator on the CPU may use: of operators on this thread, and on those that
+/// have not run one yet; so a program calls this first. Where torch runs its loops by OpenMP (as its
+/// releases do), each thread that runs operators has so many of them.
+///
+/// `Code::InvalidArgument` for 0, and for more than 1024.
+#[doc(alias = "dg_set_num_threads")]
+pub fn set_num_threads(count: u32) -> Result<()> {
+    Ok(ffi::set_num_threads(count)?)
+}
+
+/// How many they are on this thread. Torch's default: one for each core, or `OMP_NUM_THREADS`.
+#[doc(alias = "dg_num_threads")]
+pub fn num_threads() -> u32 {
+    ffi::num_threads()
+}
+
+/// Whether operators on this thread are recorded for backward; see [`NoGrad`].
+#[doc(alias = "dg_grad_enabled")]
+pub fn grad_enabled() -> bool {
+    ffi::grad_enabled()
 }
 
 /// Tells the launcher that started this process why it fails, where that wants to know: torchrun's

@@ -429,6 +429,37 @@ fn a_handler_may_drop_its_worker() {
 }
 
 #[test]
+fn the_log_and_the_threads_of_operators() {
+    let (lines, logged) = mpsc::channel();
+    distgrad::set_log_sink(move |severity, text| {
+        lines.send((severity, text.to_owned())).unwrap();
+        panic!("goes no further");
+    })
+    .unwrap();
+    let worker = alone();
+    worker.start_trace(std::num::NonZeroU64::new(1)).unwrap();
+    let absent = worker.call("alone", "absent", &empty()); // is in the trace, and does not fit
+    assert_eq!(absent.unwrap_err().code(), Code::NotFound);
+    worker.stop_trace().unwrap();
+    distgrad::remove_log_sink().unwrap();
+    // Other tests of this process may have said something as well.
+    let lines: Vec<_> = logged.iter().collect();
+    assert!(lines.iter().any(|(severity, text)| *severity == distgrad::Severity::Warning
+        && text.contains("did not fit into the trace")));
+
+    assert!(distgrad::grad_enabled());
+    {
+        let _no_grad = NoGrad::new();
+        assert!(!distgrad::grad_enabled());
+    }
+    let before = distgrad::num_threads();
+    distgrad::set_num_threads(3).unwrap();
+    assert_eq!(distgrad::num_threads(), 3);
+    assert_eq!(distgrad::set_num_threads(0).unwrap_err().code(), Code::InvalidArgument);
+    distgrad::set_num_threads(before).unwrap();
+}
+
+#[test]
 fn many_threads_at_once() {
     pair(
         |back| {

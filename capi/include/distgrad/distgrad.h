@@ -136,6 +136,27 @@ DG_API dg_error* dg_error_create_with_origin(dg_code code, dg_str message, uint3
  * docs/launching.md, "torchrun". An error if it cannot be written. */
 DG_API DG_MUST_USE dg_error* dg_report_failure(dg_code code, dg_str message) DG_NOEXCEPT;
 
+/* --------------------------------------------------------------------------------------- Log */
+
+enum {
+  DG_LOG_INFO = 0,
+  DG_LOG_WARNING = 1,
+  DG_LOG_ERROR = 2
+};
+/* Gives the lines that the library logs to `sink`, in the place of standard error; NULL: to standard
+ * error again. `severity` is DG_LOG_..., `text` has neither time nor newline, and is borrowed. What
+ * is logged at all the environment variable DISTGRAD_LOG says (INFO, WARNING, ERROR or OFF; WARNING
+ * when it is not set). Of the whole process; takes the place of the one before. Takes `user_data`.
+ *
+ * The sink is called on any thread, several at once, the network's among them, and while the library
+ * holds locks of its own: it must neither wait nor call a function of this library. When this has
+ * returned the former sink is not running, nor will it, and its user_data is ended. Waits for that,
+ * also where other functions that wait are refused; called in a sink it does not. */
+DG_API DG_MUST_USE dg_error* dg_log_set_sink(void (*sink)(void* user_data, uint32_t severity,
+                                                          dg_str text),
+                                             void* user_data,
+                                             void (*destroy)(void* user_data)) DG_NOEXCEPT;
+
 /* ----------------------------------------------------------------------------------- Tensors */
 
 /* A reference to a torch tensor. Two handles may refer to the same tensor. */
@@ -238,10 +259,20 @@ DG_API DG_MUST_USE dg_error* dg_tensor_require_grad(dg_tensor* tensor) DG_NOEXCE
 /* Whether operators on this thread are recorded for backward (true at first); returns what it was.
  * A handler starts with the mode of its caller. */
 DG_API bool dg_grad_set_enabled(bool enabled) DG_NOEXCEPT;
+/* What it is. */
+DG_API bool dg_grad_enabled(void) DG_NOEXCEPT;
 
 /* Seeds torch's generators of random numbers, of all devices of this process: operators on one
  * thread give the same numbers after the same seed. */
 DG_API DG_MUST_USE dg_error* dg_manual_seed(uint64_t seed) DG_NOEXCEPT;
+
+/* How many threads one operator on the CPU may use: of operators on this thread, and on those that
+ * have not run one yet; so a program calls this first. Where torch runs its loops by OpenMP (as its
+ * releases do), each thread that runs operators has so many of them. DG_INVALID_ARGUMENT for 0, and
+ * for more than 1024. */
+DG_API DG_MUST_USE dg_error* dg_set_num_threads(uint32_t count) DG_NOEXCEPT;
+/* How many they are on this thread. Torch's default: one for each core, or OMP_NUM_THREADS. */
+DG_API uint32_t dg_num_threads(void) DG_NOEXCEPT;
 
 /* ------------------------------------------------------------------------------------ Values */
 

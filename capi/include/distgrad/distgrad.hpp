@@ -213,6 +213,25 @@ inline std::vector<const dg_tensor*> Handles(const std::vector<Tensor>& tensors)
   return handles;
 }
 
+// Gives the lines of the library's log to `sink`, with DG_LOG_...; null: to standard error. It must not
+// throw, wait or call the library.
+inline void SetLogSink(std::function<void(uint32_t severity, std::string_view text)> sink) {
+  using Sink = std::function<void(uint32_t, std::string_view)>;
+  if (sink == nullptr) return Check(dg_log_set_sink(nullptr, nullptr, nullptr));
+  Check(dg_log_set_sink(
+      [](void* data, uint32_t severity, dg_str text) {
+        (*static_cast<Sink*>(data))(severity, View(text));
+      },
+      new Sink(std::move(sink)), [](void* data) { delete static_cast<Sink*>(data); }));
+}
+
+// That one operator on the CPU may use.
+inline void SetNumThreads(uint32_t count) { Check(dg_set_num_threads(count)); }
+inline uint32_t NumThreads() noexcept { return dg_num_threads(); }
+
+// Whether operators on this thread are recorded.
+inline bool GradEnabled() noexcept { return dg_grad_enabled(); }
+
 // Of torch's random numbers, on all devices.
 inline void ManualSeed(uint64_t seed) { Check(dg_manual_seed(seed)); }
 

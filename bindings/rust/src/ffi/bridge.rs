@@ -1,6 +1,8 @@
 //! What crosses to C++ (shim.h), and what C++ calls here.
 use super::{
-    callback::{Callback, Forward, Handler, LaterHandler, MemberCallback, Owner, Waiting},
+    callback::{
+        Callback, Forward, Handler, LaterHandler, LogSink, MemberCallback, Owner, Waiting,
+    },
     handle::*,
     value::RawValue,
 };
@@ -157,6 +159,8 @@ pub(crate) mod raw {
         fn run(self: &Callback);
         type MemberCallback;
         fn tell(self: &MemberCallback, event: RawMemberEvent);
+        type LogSink;
+        fn write(self: &LogSink, severity: u32, text: &[u8]);
         type Owner;
         type Waiting<'a>;
         fn wait(self: &mut Waiting<'_>);
@@ -187,6 +191,8 @@ pub(crate) mod raw {
         fn torch_version() -> &'static [u8];
         fn error_create(code: i32, message: &str, origin: u32, rank: u32) -> ErrorHandle;
         fn report_failure(code: i32, message: &str) -> Result<()>;
+        fn log_set_sink(sink: Box<LogSink>) -> Result<()>;
+        fn log_no_sink() -> Result<()>;
 
         unsafe fn tensor_from_data(
             data: *const u8,
@@ -215,6 +221,9 @@ pub(crate) mod raw {
         fn tensor_requires_grad(tensor: TensorHandle) -> bool;
         fn tensor_require_grad(tensor: TensorHandle) -> Result<()>;
         fn grad_set_enabled(enabled: bool) -> bool;
+        fn grad_enabled() -> bool;
+        fn set_num_threads(count: u32) -> Result<()>;
+        fn num_threads() -> u32;
         fn manual_seed(seed: u64) -> Result<()>;
 
         fn op_check_pure(op: &str) -> Result<()>;

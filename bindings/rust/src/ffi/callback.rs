@@ -5,7 +5,7 @@ use super::{
 };
 use crate::{
     error::{describe, BoxedError},
-    Code, Error, HandlerResult, Later, MemberEvent, Replica, Request, Tensor,
+    Code, Error, HandlerResult, Later, MemberEvent, Replica, Request, Severity, Tensor,
 };
 use std::{
     any::Any,
@@ -161,6 +161,21 @@ impl MemberCallback {
 
     pub(crate) fn tell(&self, event: RawMemberEvent) {
         let _ = catch(|| (self.0 .0)(event.into()));
+    }
+}
+
+type WriteFn = dyn Fn(Severity, &str) + Send + Sync;
+
+/// What gets the lines of the library's log.
+pub(crate) struct LogSink(Quiet<Box<WriteFn>>);
+
+impl LogSink {
+    pub(crate) fn new(write: impl Fn(Severity, &str) + Send + Sync + 'static) -> Box<Self> {
+        Box::new(Self(Quiet(ManuallyDrop::new(Box::new(write)))))
+    }
+
+    pub(crate) fn write(&self, severity: u32, text: &[u8]) {
+        let _ = catch(|| (self.0 .0)(severity.into(), &String::from_utf8_lossy(text)));
     }
 }
 

@@ -10,7 +10,9 @@ mod tch;
 mod value;
 
 pub(crate) use bridge::raw::*;
-pub(crate) use callback::{park, wait, Callback, Forward, Handler, LaterHandler, MemberCallback};
+pub(crate) use callback::{
+    error_create, park, wait, Callback, Forward, Handler, LaterHandler, LogSink, MemberCallback,
+};
 pub(crate) use handle::{Handle, Owned};
 pub(crate) use memory::payload;
 pub use memory::DlpackTensor;

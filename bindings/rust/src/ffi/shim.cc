@@ -113,6 +113,13 @@ static rust::Vec<int64_t> Layout(TensorHandle tensor, bool sizes) {
 rust::Vec<int64_t> tensor_shape(TensorHandle tensor) { return Layout(tensor, true); }
 rust::Vec<int64_t> tensor_strides(TensorHandle tensor) { return Layout(tensor, false); }
 
+void log_set_sink(rust::Box<LogSink> sink) {
+  const auto write = [](void* data, uint32_t severity, dg_str text) {
+    static_cast<const LogSink*>(data)->write(severity, ToBytes(text));
+  };
+  dg::Check(dg_log_set_sink(write, Leak(std::move(sink)), End<LogSink>));
+}
+
 TensorHandle op_tensor(rust::Str op, Values arguments) {
   dg_tensor* out = nullptr;
   dg::Check(dg_op_tensors(ToStr(op), arguments.data(), arguments.size(), &out, 1));

@@ -51,6 +51,7 @@ struct LaterHandler;
 struct Forward;
 struct Callback;
 struct MemberCallback;
+struct LogSink;
 struct Owner;
 struct Waiting;
 struct RawWorkerOptions;
@@ -99,6 +100,9 @@ inline void report_failure(int32_t code, rust::Str message) {
   dg::Check(dg_report_failure(code, ToStr(message)));
 }
 
+void log_set_sink(rust::Box<LogSink> sink);
+inline void log_no_sink() { dg::Check(dg_log_set_sink(nullptr, nullptr, nullptr)); }
+
 // ------------------------------------------------------------------------------------ Tensors
 
 inline TensorHandle tensor_from_data(const uint8_t* data, int32_t dtype, Numbers shape) {
@@ -138,6 +142,9 @@ inline uint8_t* tensor_data(TensorHandle tensor) {
 inline bool tensor_requires_grad(TensorHandle tensor) { return dg_tensor_requires_grad(tensor); }
 inline void tensor_require_grad(TensorHandle tensor) { dg::Check(dg_tensor_require_grad(tensor)); }
 inline bool grad_set_enabled(bool enabled) { return dg_grad_set_enabled(enabled); }
+inline bool grad_enabled() { return dg_grad_enabled(); }
+inline void set_num_threads(uint32_t count) { dg::Check(dg_set_num_threads(count)); }
+inline uint32_t num_threads() { return dg_num_threads(); }
 inline void manual_seed(uint64_t seed) { dg::Check(dg_manual_seed(seed)); }
 
 // ---------------------------------------------------------------------- Operators and messages
