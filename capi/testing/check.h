@@ -73,19 +73,21 @@ static inline dg_tensor* floats(const float* data, int64_t rows, int64_t columns
 }
 
 /* The size along a dimension, and the distance. */
-static inline int64_t size_of(const dg_tensor* tensor, size_t dim) {
-  int64_t shape[8];
+typedef struct layout {
+  int64_t shape[8], strides[8];
+} layout;
+static inline layout layout_of(const dg_tensor* tensor, size_t dim, bool strides) {
+  layout of;
   size_t dim_count = 0;
-  OK(dg_tensor_layout(tensor, shape, NULL, 8, &dim_count));
+  OK(dg_tensor_layout(tensor, of.shape, strides ? of.strides : NULL, 8, &dim_count));
   CHECK(dim < dim_count);
-  return shape[dim];
+  return of;
+}
+static inline int64_t size_of(const dg_tensor* tensor, size_t dim) {
+  return layout_of(tensor, dim, false).shape[dim];
 }
 static inline int64_t stride_of(const dg_tensor* tensor, size_t dim) {
-  int64_t strides[8];
-  size_t dim_count = 0;
-  OK(dg_tensor_layout(tensor, NULL, strides, 8, &dim_count));
-  CHECK(dim < dim_count);
-  return strides[dim];
+  return layout_of(tensor, dim, true).strides[dim];
 }
 
 static inline float* data_of(const dg_tensor* tensor) {

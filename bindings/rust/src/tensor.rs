@@ -77,13 +77,13 @@ impl Tensor {
     #[doc(alias = "dg_tensor_layout")]
     #[doc(alias = "dg_tensor_dim_count")]
     pub fn shape(&self) -> Vec<i64> {
-        ffi::tensor_shape(self.handle())
+        ffi::tensor_layout(self.handle(), true).unwrap_or_default()
     }
 
     /// The distance along each dimension, in elements; empty for a sparse or nested tensor.
     #[doc(alias = "dg_tensor_layout")]
     pub fn strides(&self) -> Vec<i64> {
-        ffi::tensor_strides(self.handle())
+        ffi::tensor_layout(self.handle(), false).unwrap_or_default()
     }
 
     /// How many elements there are.

@@ -135,6 +135,19 @@ constexpr dg_dtype DtypeOf<uint8_t>() {
   return DG_UINT8;
 }
 
+// What dg_tensor_layout copies out: sizes, or the distances in elements. None of no tensor.
+inline std::vector<int64_t> Layout(const dg_tensor* tensor, bool sizes) {
+  std::vector<int64_t> numbers(dg_tensor_dim_count(tensor));
+  size_t count = 0;
+  if (tensor != nullptr) {
+    int64_t* const room = numbers.data();
+    Check(dg_tensor_layout(tensor, sizes ? room : nullptr, sizes ? nullptr : room, numbers.size(),
+                           &count));
+  }
+  numbers.resize(count);
+  return numbers;
+}
+
 // A reference to a tensor; a copy refers to the same one. May be null: no tensor.
 class Tensor {
  public:
@@ -192,17 +205,6 @@ class Tensor {
     dg_tensor* out = nullptr;
     if (handle != nullptr) Check(dg_tensor_clone(handle, &out));
     return out;
-  }
-  static std::vector<int64_t> Layout(const dg_tensor* handle, bool sizes) {
-    std::vector<int64_t> numbers(dg_tensor_dim_count(handle));
-    size_t count = 0;
-    int64_t* const room = numbers.data();
-    if (handle != nullptr) {
-      Check(dg_tensor_layout(handle, sizes ? room : nullptr, sizes ? nullptr : room, numbers.size(),
-                             &count));
-    }
-    numbers.resize(count);
-    return numbers;
   }
   Handle<dg_tensor, dg_tensor_destroy> handle_;
 };

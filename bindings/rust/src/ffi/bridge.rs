@@ -213,8 +213,8 @@ pub(crate) mod raw {
         fn tensor_detach(tensor: TensorHandle) -> Result<TensorHandle>;
         fn tensor_destroy(tensor: TensorHandle);
         fn tensor_dtype(tensor: TensorHandle) -> i32;
-        fn tensor_shape(tensor: TensorHandle) -> Vec<i64>;
-        fn tensor_strides(tensor: TensorHandle) -> Vec<i64>;
+        /// Sizes, or strides.
+        fn tensor_layout(tensor: TensorHandle, sizes: bool) -> Result<Vec<i64>>;
         fn tensor_element_count(tensor: TensorHandle) -> i64;
         fn tensor_device(tensor: TensorHandle) -> &'static [u8];
         fn tensor_data(tensor: TensorHandle) -> Result<*mut u8>;

@@ -1,7 +1,5 @@
 #include "distgrad/src/ffi/shim.h"
 
-#include <algorithm>
-#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -99,19 +97,10 @@ TensorHandle tensor_from_memory(uint8_t* data, int32_t dtype, Numbers shape,
   return out;
 }
 
-static rust::Vec<int64_t> Layout(TensorHandle tensor, bool sizes) {
-  std::vector<int64_t> numbers(dg_tensor_dim_count(tensor));
-  size_t count = 0;
-  dg_error* const error =
-      dg_tensor_layout(tensor, sizes ? numbers.data() : nullptr, sizes ? nullptr : numbers.data(),
-                       numbers.size(), &count);
-  rust::Vec<int64_t> copy;
-  if (error == nullptr) std::copy_n(numbers.begin(), count, std::back_inserter(copy));
-  dg_error_destroy(error);
-  return copy;
+rust::Vec<int64_t> tensor_layout(TensorHandle tensor, bool sizes) {
+  const std::vector<int64_t> numbers = dg::Layout(tensor, sizes);
+  return ToVec(numbers.data(), numbers.size());
 }
-rust::Vec<int64_t> tensor_shape(TensorHandle tensor) { return Layout(tensor, true); }
-rust::Vec<int64_t> tensor_strides(TensorHandle tensor) { return Layout(tensor, false); }
 
 void log_set_sink(rust::Box<LogSink> sink) {
   const auto write = [](void* data, uint32_t severity, dg_str text) {

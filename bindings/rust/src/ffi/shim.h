@@ -131,9 +131,7 @@ inline TensorHandle tensor_detach(TensorHandle tensor) {
 }
 inline void tensor_destroy(TensorHandle tensor) { dg_tensor_destroy(tensor); }
 inline int32_t tensor_dtype(TensorHandle tensor) { return dg_tensor_dtype(tensor); }
-// Empty where there is none.
-rust::Vec<int64_t> tensor_shape(TensorHandle tensor);
-rust::Vec<int64_t> tensor_strides(TensorHandle tensor);
+rust::Vec<int64_t> tensor_layout(TensorHandle tensor, bool sizes);
 inline int64_t tensor_element_count(TensorHandle tensor) { return dg_tensor_element_count(tensor); }
 inline Bytes tensor_device(TensorHandle tensor) { return ToBytes(dg_tensor_device(tensor)); }
 inline uint8_t* tensor_data(TensorHandle tensor) {
