@@ -106,6 +106,9 @@ pub use cancellation::{CallbackId, Cancellation};
 pub use context::{Context, Pass};
 pub use element::{Dtype, Element};
 pub use error::{Code, Error, Origin, OriginKind, Result};
+#[cfg(feature = "tch")]
+#[doc(hidden)]
+pub use ffi::check_one_libtorch;
 pub use ffi::DlpackTensor;
 #[doc(hidden)]
 pub use ffi::OPERATORS_IN_PLACE;

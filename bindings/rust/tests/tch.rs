@@ -23,6 +23,21 @@ fn memory_and_history_are_shared() {
 }
 
 #[test]
+fn two_libtorches_are_an_error_that_names_both() {
+    let check = distgrad::check_one_libtorch;
+    check("2.11.0", "2.11.0", true).unwrap();
+    check("2.11.0", "2.11.0+cu130", true).unwrap();
+    let error = check("2.11.0", "2.10.1", true).unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition);
+    let text = error.message();
+    assert!(text.contains("libtorch 2.11.0,") && text.contains("libtorch 2.10.1,"), "{text}");
+    let error = check("2.11.0", "2.11.0", false).unwrap_err();
+    assert!(error.message().contains("another copy"), "{error}");
+    // What runs here.
+    check("2.11.0", distgrad::torch_version(), true).unwrap();
+}
+
+#[test]
 fn a_model_of_tch_trains_across_workers() {
     pair(
         |back| {

@@ -9,6 +9,8 @@ mod operator;
 mod tch;
 mod value;
 
+#[cfg(feature = "tch")]
+pub use self::tch::check_one_libtorch;
 pub(crate) use bridge::raw::*;
 pub(crate) use callback::{
     error_create, park, wait, Callback, Forward, Handler, LaterHandler, LogSink, MemberCallback,
