@@ -161,7 +161,8 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   ASSERT_TRUE(events.ok()) << events.status();
   {
     std::vector<std::pair<uint32_t, std::string>> log;
-    dg::SetLogSink([&](uint32_t severity, std::string_view text) { log.emplace_back(severity, text); });
+    dg::SetLogSink(
+        [&](uint32_t severity, std::string_view text) { log.emplace_back(severity, text); });
     dg_trace_options small = DG_TRACE_OPTIONS_INIT;
     small.max_bytes = 1;
     worker.StartTrace(small);

@@ -184,7 +184,8 @@ dg_error* dg_optimizer_state(dg_optimizer* optimizer,
     for (const NamedTensor& each : state) {
       handles.push_back(NewOwnedHandle<TensorObject>(each.tensor));
     }
-    for (size_t i = 0; i < state.size(); ++i) visit(user_data, ToStr(state[i].name), handles[i].get());
+    for (size_t i = 0; i < state.size(); ++i)
+      visit(user_data, ToStr(state[i].name), handles[i].get());
     return absl::OkStatus();
   });
 }

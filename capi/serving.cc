@@ -204,11 +204,10 @@ dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
     if (cancelled == nullptr) return absl::InvalidArgumentError("the callback is NULL");
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
                         Pin<CancellationObject>(cancellation));
-    const uint64_t watch =
-        pinned->cancellation->OnCancel([cancelled, taken = std::move(taken)] {
-          NoWaitScope scope;
-          cancelled(taken.get());
-        });
+    const uint64_t watch = pinned->cancellation->OnCancel([cancelled, taken = std::move(taken)] {
+      NoWaitScope scope;
+      cancelled(taken.get());
+    });
     if (id != nullptr) *id = watch;
     return absl::OkStatus();
   });

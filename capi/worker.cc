@@ -20,8 +20,8 @@ namespace {
 // For which dg_worker_destroy waits for what runs, as its comment says.
 constexpr absl::Duration kDestroyTimeout = absl::Minutes(1);
 
-// Whether the condition comes true by then. absl's own timeouts follow the wall clock, so this looks
-// at the deadline again now and then.
+// Whether the condition comes true by then. absl's own timeouts follow the wall clock, so this
+// looks at the deadline again now and then.
 bool Await(absl::Mutex* mu, const absl::Condition& condition, Deadline deadline)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
   constexpr absl::Duration kSlice = absl::Milliseconds(100);
@@ -53,15 +53,16 @@ absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
   return limits;
 }
 
-absl::StatusOr<std::map<std::string, DevicePairs>> ToDeviceMaps(
-    const dg_device_pair* const* pairs, size_t count) {
+absl::StatusOr<std::map<std::string, DevicePairs>> ToDeviceMaps(const dg_device_pair* const* pairs,
+                                                                size_t count) {
   DG_RETURN_IF_ERROR(CheckArray(pairs, count, "device_pairs"));
   std::map<std::string, DevicePairs> maps;
   for (size_t i = 0; i < count; ++i) {
     const std::string what = absl::StrCat("device pair ", i);
     if (pairs[i] == nullptr) return absl::InvalidArgumentError(absl::StrCat(what, " is NULL"));
-    DG_ASSIGN_OR_RETURN(const dg_device_pair pair,
-                        ReadOptions<dg_device_pair>(pairs[i], DG_DEVICE_PAIR_INIT, "dg_device_pair"));
+    DG_ASSIGN_OR_RETURN(
+        const dg_device_pair pair,
+        ReadOptions<dg_device_pair>(pairs[i], DG_DEVICE_PAIR_INIT, "dg_device_pair"));
     DG_ASSIGN_OR_RETURN(const std::string peer, FromStr(pair.peer, what));
     DG_ASSIGN_OR_RETURN(const c10::Device mine, ToDevice(pair.mine, what));
     DG_ASSIGN_OR_RETURN(const c10::Device theirs, ToDevice(pair.theirs, what));
@@ -231,7 +232,8 @@ void SharedWorker::End() {
 absl::Status SharedWorker::Close(Deadline deadline) {
   if (InHandlerOf(*this)) {
     return absl::FailedPreconditionError(
-        absl::StrCat("worker '", name_, "' cannot be closed in a handler or callback of its own, for "
+        absl::StrCat("worker '", name_,
+                     "' cannot be closed in a handler or callback of its own, for "
                      "which that waits; dg_worker_destroy there does not wait"));
   }
   {
@@ -279,17 +281,17 @@ void SharedWorker::CloseOnOwnThread(const dg_worker* handle) {
     if (std::exchange(handed_over_, true)) return;
     closed_ = true;
   }
-  absl::StatusOr<std::thread> thread =
-      StartThread("dg-close", [self = shared_from_this(), handle] {
-        self->Close(Deadline::Never()).IgnoreError();
-        DestroyHandle<WorkerObject>(handle);
-      });
+  absl::StatusOr<std::thread> thread = StartThread("dg-close", [self = shared_from_this(), handle] {
+    self->Close(Deadline::Never()).IgnoreError();
+    DestroyHandle<WorkerObject>(handle);
+  });
   if (thread.ok()) {
     // It ends with this object, which it owns: so nobody is left who could join it.
     thread->detach();
     return;
   }
-  DG_LOG(ERROR) << "worker '" << name_ << "' cannot be destroyed in the background, and stays alive; "
+  DG_LOG(ERROR) << "worker '" << name_
+                << "' cannot be destroyed in the background, and stays alive; "
                 << "call dg_worker_destroy again: " << thread.status().message();
   absl::MutexLock lock(&mu_);
   handed_over_ = false;
@@ -374,8 +376,8 @@ void dg_worker_destroy(dg_worker* worker) noexcept {
     // Where this thread is one that the end would wait for, another one does.
     if (!InHandlerOf(*shared) && CheckMayWait().ok()) {
       BlockingScope blocking;
-      const absl::Status closed =
-          shared->Close(Deadline::After(shared->was_late() ? absl::ZeroDuration() : kDestroyTimeout));
+      const absl::Status closed = shared->Close(
+          Deadline::After(shared->was_late() ? absl::ZeroDuration() : kDestroyTimeout));
       if (closed.ok()) {
         // Not before: while handlers run they find their worker, closed, and not a handle that is
         // none.

@@ -62,9 +62,9 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // kFailedPrecondition once the worker is gone.
   absl::StatusOr<Use> Begin();
 
-  // Fails what is in flight, waits until nobody uses the worker and nothing of the user's runs on its
-  // threads, and ends it. kDeadlineExceeded says who still does: then the worker stays, closed, and
-  // this may be called again. kFailedPrecondition in a handler of this worker. Idempotent.
+  // Fails what is in flight, waits until nobody uses the worker and nothing of the user's runs on
+  // its threads, and ends it. kDeadlineExceeded says who still does: then the worker stays, closed,
+  // and this may be called again. kFailedPrecondition in a handler of this worker. Idempotent.
   absl::Status Close(Deadline deadline);
 
   // Close(), with a thread of its own that waits for as long as it takes, and destroys `handle`.

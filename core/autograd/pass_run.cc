@@ -610,9 +610,10 @@ void PassRun::EndOnStrand() {
 }
 
 absl::Status PassRun::LocalError(const absl::Status& why) {
-  return WithOrigin(Annotate(why, absl::StrCat("backward of context ", context_->id(), " on worker ",
-                                               engine_->network().Describe(engine_->self()))),
-                    {engine_->self(), ErrorOrigin::By::kDistgrad});
+  return WithOrigin(
+      Annotate(why, absl::StrCat("backward of context ", context_->id(), " on worker ",
+                                 engine_->network().Describe(engine_->self()))),
+      {engine_->self(), ErrorOrigin::By::kDistgrad});
 }
 
 std::shared_ptr<Execution> PassRun::execution() {

@@ -37,7 +37,8 @@ class Cancellation {
   // It must not block; what it throws is logged, and goes no further. Returns a number for
   // Forget(); 0 if it was called.
   uint64_t OnCancel(Callback callback);
-  // The callback is not called from now on, unless it is being called at this moment. Does not wait.
+  // The callback is not called from now on, unless it is being called at this moment. Does not
+  // wait.
   void Forget(uint64_t watch);
   // The same, and waits while another thread calls it: what the callback uses may end then. (In the
   // callback itself there is nothing to wait for.)

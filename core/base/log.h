@@ -1,5 +1,5 @@
-// DG_LOG(INFO | WARNING | ERROR) << ...: one line on standard error, in one write; or what a program
-// has set in the place of that.
+// DG_LOG(INFO | WARNING | ERROR) << ...: one line on standard error, in one write; or what a
+// program has set in the place of that.
 //
 // The environment variable DISTGRAD_LOG (INFO, WARNING, ERROR or OFF; WARNING when unset) says
 // from which severity on; below it the message is not even put together. Thread-safe.
@@ -49,11 +49,11 @@ using internal::LogSeverity;
 // Takes the text of a line, without time, place and newline.
 using LogSink = std::function<void(LogSeverity severity, absl::string_view text)>;
 
-// Gives all lines of this process to `sink` from now on, in the place of standard error; null: none.
-// When this has returned the former one is not running, nor will it, and is destroyed; in a sink this
-// does not wait for that. A sink is called on whichever thread has something to say, several at once,
-// also on a transport's and under locks of this library: it must neither wait nor call into it. Lines
-// that it logs itself, and those at which it throws, go to standard error.
+// Gives all lines of this process to `sink` from now on, in the place of standard error; null:
+// none. When this has returned the former one is not running, nor will it, and is destroyed; in a
+// sink this does not wait for that. A sink is called on whichever thread has something to say,
+// several at once, also on a transport's and under locks of this library: it must neither wait nor
+// call into it. Lines that it logs itself, and those at which it throws, go to standard error.
 void SetLogSink(LogSink sink);
 
 }  // namespace distgrad

@@ -6,9 +6,9 @@
 //     ...  // the handler has not found it; the handler itself was found
 //   }
 //
-// It is a payload of the status, which calls carry from worker to worker, through nested ones too, as
-// long as each handler returns the status that it got (Annotate() keeps it). What a peer says of an
-// error's origin is its word, as is the error itself.
+// It is a payload of the status, which calls carry from worker to worker, through nested ones too,
+// as long as each handler returns the status that it got (Annotate() keeps it). What a peer says of
+// an error's origin is its word, as is the error itself.
 #ifndef DISTGRAD_CORE_BASE_ORIGIN_H_
 #define DISTGRAD_CORE_BASE_ORIGIN_H_
 

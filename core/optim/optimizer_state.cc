@@ -71,17 +71,16 @@ struct Kind {
   bool (*needs)(const OptimizerOptions& options, absl::string_view slot);
 };
 
-constexpr Kind kSgd = {
-    [](OptimizerOptions& options) {
-      return SlotsOf(static_cast<torch::optim::SGDOptions&>(options));
-    },
-    [](OptimizerParamState& state) {
-      return SlotsOf(static_cast<torch::optim::SGDParamState&>(state));
-    },
-    []() -> std::unique_ptr<OptimizerParamState> {
-      return std::make_unique<torch::optim::SGDParamState>();
-    },
-    [](const OptimizerOptions&, absl::string_view) { return true; }};
+constexpr Kind kSgd = {[](OptimizerOptions& options) {
+                         return SlotsOf(static_cast<torch::optim::SGDOptions&>(options));
+                       },
+                       [](OptimizerParamState& state) {
+                         return SlotsOf(static_cast<torch::optim::SGDParamState&>(state));
+                       },
+                       []() -> std::unique_ptr<OptimizerParamState> {
+                         return std::make_unique<torch::optim::SGDParamState>();
+                       },
+                       [](const OptimizerOptions&, absl::string_view) { return true; }};
 
 template <typename Options, typename State>
 constexpr Kind kAdam = {
@@ -99,8 +98,9 @@ absl::StatusOr<const Kind*> KindOf(const torch::optim::Optimizer& optimizer) {
   if (dynamic_cast<const AdamW*>(&optimizer) != nullptr) {
     return &kAdam<AdamWOptions, AdamWParamState>;
   }
-  return absl::UnimplementedError("the state of SGD, Adam and AdamW can be read and loaded, not "
-                                  "that of other optimizers");
+  return absl::UnimplementedError(
+      "the state of SGD, Adam and AdamW can be read and loaded, not "
+      "that of other optimizers");
 }
 
 std::string GroupPrefix(size_t group) { return absl::StrCat("param_groups.", group, "."); }
@@ -221,8 +221,7 @@ class Given {
     const std::string name = absl::StrCat(prefix, slot.name);
     const auto found = left_.find(name);
     if (found == left_.end()) return Complain(absl::StrCat("'", name, "' is missing"));
-    const std::string wrong =
-        std::visit(Decoder(slot.name, *found->second, parameter), slot.value);
+    const std::string wrong = std::visit(Decoder(slot.name, *found->second, parameter), slot.value);
     if (!wrong.empty()) Complain(absl::StrCat("'", name, "' ", wrong));
     left_.erase(found);
   }
@@ -232,11 +231,10 @@ class Given {
       Complain(absl::StrCat("'", name, "' is unexpected"));
     }
     if (wrong_ == 0) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat("the state is not this optimizer's: ", absl::StrJoin(complaints_, "; "),
-                     wrong_ > complaints_.size()
-                         ? absl::StrCat("; and ", wrong_ - complaints_.size(), " more")
-                         : ""));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the state is not this optimizer's: ", absl::StrJoin(complaints_, "; "),
+        wrong_ > complaints_.size() ? absl::StrCat("; and ", wrong_ - complaints_.size(), " more")
+                                    : ""));
   }
 
  private:
@@ -259,7 +257,8 @@ absl::Status Load(const std::vector<NamedTensor>& state, torch::optim::Optimizer
   for (size_t i = 0; i < optimizer->param_groups().size(); ++i) {
     const torch::optim::OptimizerParamGroup& group = optimizer->param_groups()[i];
     options.push_back(group.options().clone());
-    for (const Slot& slot : kind->options(*options[i])) given.Fill(GroupPrefix(i), slot, at::Tensor());
+    for (const Slot& slot : kind->options(*options[i]))
+      given.Fill(GroupPrefix(i), slot, at::Tensor());
     for (const at::Tensor& tensor : group.params()) {
       const std::string prefix = StatePrefix(parameter++);
       std::unique_ptr<OptimizerParamState> made = kind->new_state();

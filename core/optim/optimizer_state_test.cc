@@ -224,9 +224,9 @@ TEST(OptimizersStateTest, ParametersCountThroughAllGroups) {
   const at::Tensor last = leaf();
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<at::Tensor>{leaf(), leaf()});
-  groups.emplace_back(std::vector<at::Tensor>{last},
-                      std::make_unique<torch::optim::SGDOptions>(
-                          torch::optim::SGDOptions(0.5).momentum(0.5)));
+  groups.emplace_back(
+      std::vector<at::Tensor>{last},
+      std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.5).momentum(0.5)));
   torch::optim::SGD sgd(groups, torch::optim::SGDOptions(1));
   last.mutable_grad() = at::ones({1});
   sgd.step();

@@ -39,7 +39,8 @@ TEST(FrameTest, AReplyCarriesItsStatus) {
 
 TEST(FrameTest, AStatusCarriesItsOrigin) {
   using By = ErrorOrigin::By;
-  for (const ErrorOrigin origin : {ErrorOrigin{0, By::kDistgrad}, ErrorOrigin{65535, By::kHandler}}) {
+  for (const ErrorOrigin origin :
+       {ErrorOrigin{0, By::kDistgrad}, ErrorOrigin{65535, By::kHandler}}) {
     std::string bytes;
     WireWriter writer(&bytes);
     const absl::Status status = WithOrigin(absl::NotFoundError("no such thing"), origin);

@@ -67,10 +67,11 @@ absl::Status ReportFailure(const absl::Status& failure) {
       absl::Now() + (IsConsequence(failure) ? kBehindTheCause : absl::ZeroDuration());
   // torchrun fails itself on half a file, so it gets all of it at once.
   const std::string draft = absl::StrCat(*path, ".", getpid());
-  absl::Status written =
-      Write(draft, absl::StrCat("{\"message\": {\"message\": ", Quoted(failure.ToString(absl::StatusToStringMode::kWithNoExtraData)),
-                                ", \"extraInfo\": {\"timestamp\": \"", absl::ToUnixSeconds(when),
-                                "\"}}}\n"));
+  absl::Status written = Write(
+      draft,
+      absl::StrCat("{\"message\": {\"message\": ",
+                   Quoted(failure.ToString(absl::StatusToStringMode::kWithNoExtraData)),
+                   ", \"extraInfo\": {\"timestamp\": \"", absl::ToUnixSeconds(when), "\"}}}\n"));
   if (written.ok() && link(draft.c_str(), path->c_str()) != 0 && errno != EEXIST) {
     written = absl::ErrnoToStatus(errno, absl::StrCat("writing ", *path));
   }

@@ -82,8 +82,8 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
                                                         const Context* context) {
   // There may be another one of that name by now.
   if (local_->removed()) {
-    return absl::NotFoundError(absl::StrCat("the optimizer '", name_, "' of worker '",
-                                            worker_->name(), "' was removed"));
+    return absl::NotFoundError(
+        absl::StrCat("the optimizer '", name_, "' of worker '", worker_->name(), "' was removed"));
   }
   std::vector<Future<Message>> calls;
   for (const std::string& worker : worker_->names()) {

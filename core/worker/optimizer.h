@@ -24,8 +24,8 @@ namespace distgrad {
 class Optimizer {
  public:
   // Makes `optimizer` this worker's part of the optimizer `name`, which lasts until Remove(), or as
-  // long as the worker; that must outlive the result. kAlreadyExists if the worker has one of that name;
-  // kInvalidArgument for a name of more than 900 bytes, or with a "::" in it.
+  // long as the worker; that must outlive the result. kAlreadyExists if the worker has one of that
+  // name; kInvalidArgument for a name of more than 900 bytes, or with a "::" in it.
   static absl::StatusOr<std::unique_ptr<Optimizer>> Create(
       Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
       absl::string_view name = "");
@@ -44,10 +44,10 @@ class Optimizer {
   absl::StatusOr<double> ClipGradients(const Context& context, double max_norm);
 
   // This worker's part as tensors with names, as they are in PyTorch's state_dict()
-  // (core/optim/optimizer_state.h); and the other way, which takes the place of all that the part had.
-  // Each worker's part is its own: where all are read or loaded between the same two steps, they fit
-  // together. kInvalidArgument, with nothing changed, says what is missing, unexpected, or of another
-  // shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
+  // (core/optim/optimizer_state.h); and the other way, which takes the place of all that the part
+  // had. Each worker's part is its own: where all are read or loaded between the same two steps,
+  // they fit together. kInvalidArgument, with nothing changed, says what is missing, unexpected, or
+  // of another shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
   absl::StatusOr<std::vector<NamedTensor>> State() const { return local_->State(); }
   absl::Status LoadState(const std::vector<NamedTensor>& state) { return local_->LoadState(state); }
 

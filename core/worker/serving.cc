@@ -176,9 +176,9 @@ void Worker::Impl::ServeLater(const AsyncHandler& handler, Serving serving) {
 
 void Worker::Impl::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
   if (!reply.ok()) {
-    return serving.call.Fail(serving.by_handler ? WithOrigin(reply.status(),
-                                                             {self_.id, ErrorOrigin::By::kHandler})
-                                                : reply.status());
+    return serving.call.Fail(serving.by_handler
+                                 ? WithOrigin(reply.status(), {self_.id, ErrorOrigin::By::kHandler})
+                                 : reply.status());
   }
   const WorkerId from = serving.request.from;
   Packet packet = serving.call.NewReply();

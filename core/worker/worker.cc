@@ -115,8 +115,9 @@ void Worker::Impl::Close() {
 
 absl::Status Worker::Impl::Join(Deadline deadline) {
   if (pool_.OnThisPool()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "worker '", self_.name, "' cannot be waited for on one of its own threads; Close() it there"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("worker '", self_.name,
+                     "' cannot be waited for on one of its own threads; Close() it there"));
   }
   Close();
   member_callback_.Stop();
@@ -125,9 +126,9 @@ absl::Status Worker::Impl::Join(Deadline deadline) {
   do {
     if (pool_.thread_count() == 0) return absl::OkStatus();
   } while (backoff.Sleep());
-  return absl::DeadlineExceededError(
-      absl::StrCat("worker '", self_.name, "' is closed, and ", pool_.thread_count(),
-                   " of its threads have not ended: a handler, a callback or a part of a backward pass runs"));
+  return absl::DeadlineExceededError(absl::StrCat(
+      "worker '", self_.name, "' is closed, and ", pool_.thread_count(),
+      " of its threads have not ended: a handler, a callback or a part of a backward pass runs"));
 }
 
 void Worker::Impl::Join() {

@@ -204,8 +204,8 @@ class Worker {
   // Joins the job. Waits until all its workers have.
   static absl::StatusOr<std::unique_ptr<Worker>> Create(WorkerOptions options);
 
-  // Close(), waits for what Join() waits for, without a bound, and ends all threads. Shutdown() first, to
-  // end in good order.
+  // Close(), waits for what Join() waits for, without a bound, and ends all threads. Shutdown() first,
+  // to end in good order.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -214,10 +214,10 @@ class Worker {
   // waits in this worker any more (in a barrier, after a second). Does not wait itself. The others
   // find this worker gone.
   void Close();
-  // Close(), and waits until nothing of the user's runs on this worker's threads any more: handlers,
-  // the callback for members, functions and hooks of a backward pass. After that the destructor has
-  // nobody to wait for. kDeadlineExceeded says how many threads have not ended; it may be called
-  // again. kFailedPrecondition on one of these threads.
+  // Close(), and waits until nothing of the user's runs on this worker's threads any more:
+  // handlers, the callback for members, functions and hooks of a backward pass. After that the
+  // destructor has nobody to wait for. kDeadlineExceeded says how many threads have not ended; it
+  // may be called again. kFailedPrecondition on one of these threads.
   absl::Status Join(Deadline deadline);
 
   // Its number in the job: its id.

@@ -77,28 +77,49 @@ TEST_P(WorkerTest, ErrorsSayWhereTheyArose) {
     return absl::NotFoundError("no such record");
   };
   ASSERT_TRUE(worker(2).Register("find", not_found).ok());
-  ASSERT_TRUE(worker(2).Register("throws", [](Request&) -> absl::StatusOr<Message> {
-    throw std::runtime_error("thrown on purpose");
-  }).ok());
-  ASSERT_TRUE(worker(2).RegisterAsync("later", [](Request&) {
-    return Future<Message>::Of(absl::NotFoundError("nor later"));
-  }).ok());
+  ASSERT_TRUE(worker(2)
+                  .Register("throws",
+                            [](Request&) -> absl::StatusOr<Message> {
+                              throw std::runtime_error("thrown on purpose");
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(2)
+                  .RegisterAsync("later",
+                                 [](Request&) {
+                                   return Future<Message>::Of(absl::NotFoundError("nor later"));
+                                 })
+                  .ok());
   // Passes a call on, and what comes of it back: as it is, thrown, or as an error of its own.
-  ASSERT_TRUE(worker(1).Register("ask", [this](Request& r) -> absl::StatusOr<Message> {
-    absl::StatusOr<Message> reply = worker(1).Call(2, r.message.payload, {}, r.Nested());
-    EXPECT_FALSE(reply.ok());
-    return reply;
-  }).ok());
-  ASSERT_TRUE(worker(1).Register("ask and throw", [this](Request& r) -> absl::StatusOr<Message> {
-    throw StatusError(worker(1).Call(2, r.message.payload, {}, r.Nested()).status());
-  }).ok());
-  ASSERT_TRUE(worker(1).Register("hide", [this](Request& r) -> absl::StatusOr<Message> {
-    return absl::AbortedError(
-        worker(1).Call(2, r.message.payload, {}, r.Nested()).status().message());
-  }).ok());
-  ASSERT_TRUE(worker(1).Register("lost", [this](Request&) -> absl::StatusOr<Message> {
-    return worker(1).Call("nobody", "find", {});
-  }).ok());
+  ASSERT_TRUE(worker(1)
+                  .Register("ask",
+                            [this](Request& r) -> absl::StatusOr<Message> {
+                              absl::StatusOr<Message> reply =
+                                  worker(1).Call(2, r.message.payload, {}, r.Nested());
+                              EXPECT_FALSE(reply.ok());
+                              return reply;
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(1)
+                  .Register("ask and throw",
+                            [this](Request& r) -> absl::StatusOr<Message> {
+                              throw StatusError(
+                                  worker(1).Call(2, r.message.payload, {}, r.Nested()).status());
+                            })
+                  .ok());
+  ASSERT_TRUE(
+      worker(1)
+          .Register("hide",
+                    [this](Request& r) -> absl::StatusOr<Message> {
+                      return absl::AbortedError(
+                          worker(1).Call(2, r.message.payload, {}, r.Nested()).status().message());
+                    })
+          .ok());
+  ASSERT_TRUE(worker(1)
+                  .Register("lost",
+                            [this](Request&) -> absl::StatusOr<Message> {
+                              return worker(1).Call("nobody", "find", {});
+                            })
+                  .ok());
   const auto origin = [&](int to, const std::string& function, const std::string& payload = "") {
     const absl::Status status = worker(0).Call(to, function, {payload, {}}).status();
     EXPECT_FALSE(status.ok()) << function;
@@ -282,8 +303,7 @@ TEST_P(WorkerTest, ItsEndIsWaitedForWithABound) {
   EXPECT_EQ(inside.code(), absl::StatusCode::kFailedPrecondition) << inside;
   const absl::Status late = worker(1).Join(absl::InfinitePast());
   EXPECT_EQ(late.code(), absl::StatusCode::kDeadlineExceeded) << late;
-  EXPECT_NE(late.message().find("'worker1' is closed, and "), std::string::npos)
-      << late;
+  EXPECT_NE(late.message().find("'worker1' is closed, and "), std::string::npos) << late;
   EXPECT_FALSE(call.Wait().ok()) << "it is closed";
   release.Notify();
   EXPECT_TRUE(worker(1).Join(Deadline::Never()).ok());

@@ -388,7 +388,10 @@ fn a_close_waits_for_no_longer_than_it_is_told() {
     worker
         .register("hold", move |request| {
             entered.send(()).unwrap();
-            assert_eq!(request.call("alone", "", &empty()).unwrap_err().code(), Code::InvalidArgument);
+            assert_eq!(
+                request.call("alone", "", &empty()).unwrap_err().code(),
+                Code::InvalidArgument
+            );
             released.lock().unwrap().recv().unwrap();
             Ok(empty())
         })
@@ -407,14 +410,14 @@ fn a_close_waits_for_no_longer_than_it_is_told() {
 
 #[test]
 fn a_handler_may_drop_its_worker() {
-    let drop_it = Arc::new(Mutex::new(None));
+    let drop_it = Arc::new(Mutex::new(None::<Worker>));
     let (ends_with_handler, ended) = mpsc::channel::<()>();
     let worker = alone();
     let inside = drop_it.clone();
     worker
         .register("drop", move |_| {
             let _keep = &ends_with_handler;
-            drop(inside.lock().unwrap().take::<Worker>());
+            drop(inside.lock().unwrap().take());
             Ok(empty())
         })
         .unwrap();

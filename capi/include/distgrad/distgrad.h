@@ -115,10 +115,10 @@ DG_API dg_code dg_error_code(const dg_error* error) DG_NOEXCEPT;
 /* For people, not for programs to parse. Lives as long as `error`. */
 DG_API dg_str dg_error_message(const dg_error* error) DG_NOEXCEPT;
 
-/* Who gave an error, as far as that is known: stores the rank of the worker on which it arose (unless
- * `rank` is NULL) and returns DG_ORIGIN_..., or returns DG_ORIGIN_NONE and stores nothing. An error
- * keeps its origin on its way through nested calls, as long as each handler returns the dg_error that
- * it got. It is the word of the peers that it came by. */
+/* Who gave an error, as far as that is known: stores the rank of the worker on which it arose
+ * (unless `rank` is NULL) and returns DG_ORIGIN_..., or returns DG_ORIGIN_NONE and stores nothing.
+ * An error keeps its origin on its way through nested calls, as long as each handler returns the
+ * dg_error that it got. It is the word of the peers that it came by. */
 DG_API uint32_t dg_error_origin(const dg_error* error, uint32_t* rank) DG_NOEXCEPT;
 enum {
   DG_ORIGIN_NONE = 0,     /* the function that returned it, on no worker; or dg_error_create */
@@ -138,20 +138,17 @@ DG_API DG_MUST_USE dg_error* dg_report_failure(dg_code code, dg_str message) DG_
 
 /* --------------------------------------------------------------------------------------- Log */
 
-enum {
-  DG_LOG_INFO = 0,
-  DG_LOG_WARNING = 1,
-  DG_LOG_ERROR = 2
-};
-/* Gives the lines that the library logs to `sink`, in the place of standard error; NULL: to standard
- * error again. `severity` is DG_LOG_..., `text` has neither time nor newline, and is borrowed. What
- * is logged at all the environment variable DISTGRAD_LOG says (INFO, WARNING, ERROR or OFF; WARNING
- * when it is not set). Of the whole process; takes the place of the one before. Takes `user_data`.
+enum { DG_LOG_INFO = 0, DG_LOG_WARNING = 1, DG_LOG_ERROR = 2 };
+/* Gives the lines that the library logs to `sink`, in the place of standard error; NULL: to
+ * standard error again. `severity` is DG_LOG_..., `text` has neither time nor newline, and is
+ * borrowed. What is logged at all the environment variable DISTGRAD_LOG says (INFO, WARNING, ERROR
+ * or OFF; WARNING when it is not set). Of the whole process; takes the place of the one before.
+ * Takes `user_data`.
  *
- * The sink is called on any thread, several at once, the network's among them, and while the library
- * holds locks of its own: it must neither wait nor call a function of this library. When this has
- * returned the former sink is not running, nor will it, and its user_data is ended. Waits for that,
- * also where other functions that wait are refused; called in a sink it does not. */
+ * The sink is called on any thread, several at once, the network's among them, and while the
+ * library holds locks of its own: it must neither wait nor call a function of this library. When
+ * this has returned the former sink is not running, nor will it, and its user_data is ended. Waits
+ * for that, also where other functions that wait are refused; called in a sink it does not. */
 DG_API DG_MUST_USE dg_error* dg_log_set_sink(void (*sink)(void* user_data, uint32_t severity,
                                                           dg_str text),
                                              void* user_data,
@@ -499,8 +496,7 @@ DG_API DG_MUST_USE dg_error* dg_cancellation_check(const dg_cancellation* cancel
  * (unless that is NULL) a number for dg_cancellation_forget: 0 if it was called. */
 DG_API DG_MUST_USE dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
                                                   void (*cancelled)(void* user_data),
-                                                  void* user_data,
-                                                  void (*destroy)(void* user_data),
+                                                  void* user_data, void (*destroy)(void* user_data),
                                                   uint64_t* id) DG_NOEXCEPT;
 /* Takes a callback off again, by its number: when this has returned it is not running, nor will it,
  * and its user_data is ended. Waits while another thread is in it, also where other functions that
@@ -543,8 +539,10 @@ typedef struct dg_device_pair {
   dg_str mine;   /* "cuda:0" */
   dg_str theirs; /* "cuda:1" */
 } dg_device_pair;
-#define DG_DEVICE_PAIR_INIT \
-  { sizeof(dg_device_pair), {0, 0}, {0, 0}, {0, 0} }
+#define DG_DEVICE_PAIR_INIT                          \
+  {                                                  \
+    sizeof(dg_device_pair), {0, 0}, {0, 0}, { 0, 0 } \
+  }
 
 typedef struct dg_worker_options {
   size_t struct_size;
@@ -632,21 +630,22 @@ DG_API DG_MUST_USE dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) 
 DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
 
 /* Ends the worker, but for its handle: fails what is still in flight with DG_CANCELLED, also what
- * other threads wait for in it (in a dg_worker_barrier, dg_worker_shutdown or dg_worker_serve after
- * a second); waits until running handlers and callbacks have returned, and then stops all threads.
- * Functions of the worker give DG_FAILED_PRECONDITION from then on; handles of contexts, futures and
- * optimizers stay valid, and give errors. Idempotent. Waits, at most timeout_ms (0: not at all).
+ * other threads wait for in it (in a dg_worker_barrier, dg_worker_shutdown or dg_worker_serve
+ * after a second); waits until running handlers and callbacks have returned, and then stops all
+ * threads. Functions of the worker give DG_FAILED_PRECONDITION from then on; handles of contexts,
+ * futures and optimizers stay valid, and give errors. Idempotent. Waits, at most timeout_ms (0: not
+ * at all).
  *
  * DG_DEADLINE_EXCEEDED says what still runs: it goes on, and the worker stays as it is, without new
- * work; call this again, or dg_worker_destroy, which then does not wait. DG_FAILED_PRECONDITION in a
- * handler or callback of this worker. */
+ * work; call this again, or dg_worker_destroy, which then does not wait. DG_FAILED_PRECONDITION in
+ * a handler or callback of this worker. */
 DG_API DG_MUST_USE dg_error* dg_worker_close(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
 
-/* The same as dg_worker_close, for at most a minute; and ends the handle. What still runs after that
- * minute is said in the log, and a thread of the library ends the worker when it has returned: until
- * then callbacks may still run, and use their user_data. In a handler or callback of this worker, in
- * the callback of a future and in destructors of user data nothing is waited for, and that thread
- * does all of it. */
+/* The same as dg_worker_close, for at most a minute; and ends the handle. What still runs after
+ * that minute is said in the log, and a thread of the library ends the worker when it has returned:
+ * until then callbacks may still run, and use their user_data. In a handler or callback of this
+ * worker, in the callback of a future and in destructors of user data nothing is waited for, and
+ * that thread does all of it. */
 DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
 
 /* 0 if `worker` is not a valid handle. */
@@ -827,10 +826,10 @@ typedef struct dg_call_options {
  * Inside a context gradients will flow back through the tensors that require grad, both ways.
  * Large tensors are sent from where they are: do not write to them before the reply has come.
  *
- * The handler's error keeps its code; dg_error_origin tells it from others. Besides: DG_NOT_FOUND for a worker or a function that there
- * is not, DG_UNAVAILABLE if the connection breaks or the other leaves, DG_DEADLINE_EXCEEDED,
- * DG_CANCELLED by a cancellation or the end of this worker, DG_RESOURCE_EXHAUSTED with the name of
- * a limit. */
+ * The handler's error keeps its code; dg_error_origin tells it from others. Besides: DG_NOT_FOUND
+ * for a worker or a function that there is not, DG_UNAVAILABLE if the connection breaks or the
+ * other leaves, DG_DEADLINE_EXCEEDED, DG_CANCELLED by a cancellation or the end of this worker,
+ * DG_RESOURCE_EXHAUSTED with the name of a limit. */
 DG_API DG_MUST_USE dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str function,
                                             const dg_message* request,
                                             const dg_call_options* options,
@@ -961,10 +960,10 @@ typedef struct dg_adam_options {
   { sizeof(dg_adam_options), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0 }
 #define DG_ADAM_AMSGRAD UINT64_C(1)
 
-/* Every worker makes its part before the first step. The part lasts until dg_optimizer_remove, or as
- * long as the worker, also when its handle is destroyed. DG_ALREADY_EXISTS if it has one of that name (empty is a name);
- * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, and for a parameter
- * that is not a leaf that requires grad. */
+/* Every worker makes its part before the first step. The part lasts until dg_optimizer_remove, or
+ * as long as the worker, also when its handle is destroyed. DG_ALREADY_EXISTS if it has one of that
+ * name (empty is a name); DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in
+ * it, and for a parameter that is not a leaf that requires grad. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_create_sgd(dg_worker* worker, dg_str name,
                                                      const dg_tensor* const* parameters,
                                                      size_t parameter_count,
@@ -1017,10 +1016,10 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, co
                                                      const dg_tensor* const* tensors,
                                                      size_t count) DG_NOEXCEPT;
 
-/* Takes this worker's part off: when this has returned no step touches its parameters, and the worker
- * may make another one of that name. Steps then give DG_NOT_FOUND, also those that other workers ask
- * for: so all workers remove theirs. Idempotent; the handle is still to be destroyed. Waits, for a
- * step that runs. */
+/* Takes this worker's part off: when this has returned no step touches its parameters, and the
+ * worker may make another one of that name. Steps then give DG_NOT_FOUND, also those that other
+ * workers ask for: so all workers remove theirs. Idempotent; the handle is still to be destroyed.
+ * Waits, for a step that runs. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_remove(dg_optimizer* optimizer) DG_NOEXCEPT;
 /* Of the handle alone: the part goes on. */
 DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;

@@ -215,16 +215,15 @@ inline std::vector<const dg_tensor*> Handles(const std::vector<Tensor>& tensors)
   return handles;
 }
 
-// Gives the lines of the library's log to `sink`, with DG_LOG_...; null: to standard error. It must not
-// throw, wait or call the library.
+// Gives the lines of the library's log to `sink`, with DG_LOG_...; null: to standard error. It must
+// not throw, wait or call the library.
 inline void SetLogSink(std::function<void(uint32_t severity, std::string_view text)> sink) {
   using Sink = std::function<void(uint32_t, std::string_view)>;
   if (sink == nullptr) return Check(dg_log_set_sink(nullptr, nullptr, nullptr));
-  Check(dg_log_set_sink(
-      [](void* data, uint32_t severity, dg_str text) {
-        (*static_cast<Sink*>(data))(severity, View(text));
-      },
-      new Sink(std::move(sink)), [](void* data) { delete static_cast<Sink*>(data); }));
+  Check(dg_log_set_sink([](void* data, uint32_t severity,
+                           dg_str text) { (*static_cast<Sink*>(data))(severity, View(text)); },
+                        new Sink(std::move(sink)),
+                        [](void* data) { delete static_cast<Sink*>(data); }));
 }
 
 // That one operator on the CPU may use.
@@ -373,8 +372,8 @@ class Future {
   Handle<dg_future, dg_future_destroy> handle_;
 };
 
-// Calls `cancelled`, which must not throw, wait, or hold up the thread, once it is cancelled. Returns
-// a number for Forget(), 0 if it was called.
+// Calls `cancelled`, which must not throw, wait, or hold up the thread, once it is cancelled.
+// Returns a number for Forget(), 0 if it was called.
 inline uint64_t OnCancel(const dg_cancellation* cancellation, std::function<void()> cancelled) {
   using Callback = std::function<void()>;
   uint64_t id = 0;

@@ -1,8 +1,6 @@
 //! What crosses to C++ (shim.h), and what C++ calls here.
 use super::{
-    callback::{
-        Callback, Forward, Handler, LaterHandler, LogSink, MemberCallback, Owner, Waiting,
-    },
+    callback::{Callback, Forward, Handler, LaterHandler, LogSink, MemberCallback, Owner, Waiting},
     handle::*,
     value::RawValue,
 };

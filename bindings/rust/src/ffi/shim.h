@@ -11,8 +11,8 @@
 
 #include "rust/cxx.h"
 
-// cxx hands over an exception's text and nothing else, so the code is its first character, and origin
-// and rank follow before the message.
+// cxx hands over an exception's text and nothing else, so the code is its first character, and
+// origin and rank follow before the message.
 namespace rust::behavior {
 template <typename Try, typename Fail>
 static void trycatch(Try&& run, Fail&& fail) noexcept {
