@@ -143,6 +143,127 @@ TEST(OperatorSchemas, AllThatIsPureOnlyComputes) {
   }
 }
 
+// -------------------------------------------------------------- What writes without saying so
+
+// Any value of a type, small enough for whatever the operator makes of it.
+std::optional<c10::IValue> AnyOf(const c10::TypePtr& type, const std::vector<at::Tensor>& tensors,
+                                 std::mt19937& random) {
+  const auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
+  switch (type->kind()) {
+    case c10::TypeKind::TensorType:
+      return tensors[below(tensors.size())].clone();
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType:
+      return c10::IValue(static_cast<int64_t>(below(4)) - 1);
+    case c10::TypeKind::FloatType:
+      return c10::IValue(static_cast<double>(below(3)) / 2);
+    case c10::TypeKind::NumberType:
+      return c10::IValue(static_cast<double>(below(3)));
+    case c10::TypeKind::BoolType:
+      return c10::IValue(below(2) == 1);
+    case c10::TypeKind::OptionalType:
+      if (below(4) == 0) return c10::IValue();
+      return AnyOf(type->expectRef<c10::OptionalType>().getElementType(), tensors, random);
+    case c10::TypeKind::ListType: {
+      const c10::TypePtr element = type->expectRef<c10::ListType>().getElementType();
+      c10::impl::GenericList list(element->kind() == c10::TypeKind::SymIntType
+                                      ? c10::TypePtr(c10::IntType::get())
+                                      : element);
+      for (size_t i = below(4); i > 0; --i) {
+        std::optional<c10::IValue> one = AnyOf(element, tensors, random);
+        if (!one.has_value()) return std::nullopt;
+        list.push_back(*std::move(one));
+      }
+      return c10::IValue(std::move(list));
+    }
+    default:
+      return std::nullopt;  // a default will do
+  }
+}
+
+void CollectTensors(const c10::IValue& value, std::vector<at::Tensor>* tensors) {
+  if (value.isTensor() && value.toTensor().defined()) tensors->push_back(value.toTensor());
+  if (!value.isList()) return;
+  for (const c10::IValue& element : value.toListRef()) CollectTensors(element, tensors);
+}
+
+// Whether one of some calls of the operator, with arguments of any kind, has changed an argument.
+bool Writes(const c10::FunctionSchema& schema, const std::string& name, std::mt19937& random,
+            int tries, int* successes) {
+  std::vector<at::Tensor> tensors;
+  for (const at::IntArrayRef shape :
+       std::initializer_list<at::IntArrayRef>{{2}, {2, 2}, {2, 2}, {2, 2, 2}, {1, 2, 2, 2}}) {
+    tensors.push_back(at::rand(shape));
+  }
+  tensors.push_back(at::zeros({2}, at::kLong));
+  tensors.push_back(at::ones({2}, at::kBool));
+  for (int i = 0; i < tries; ++i) {
+    Values arguments;
+    for (const c10::Argument& argument : schema.arguments()) {
+      std::optional<c10::IValue> value = AnyOf(argument.real_type(), tensors, random);
+      if (!value.has_value()) value = argument.default_value();
+      if (!value.has_value()) return false;
+      arguments.push_back(*std::move(value));
+    }
+    std::vector<at::Tensor> given, before;
+    for (const c10::IValue& argument : arguments) CollectTensors(argument, &given);
+    for (const at::Tensor& tensor : given) before.push_back(tensor.clone());
+    if (!CallOperator(name, arguments).ok()) continue;
+    ++*successes;
+    for (size_t k = 0; k < given.size(); ++k) {
+      if (given[k]._version() != 0 || !given[k].sizes().equals(before[k].sizes()) ||
+          !at::allclose(given[k], before[k], 0, 0, /*equal_nan=*/true)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+TEST(OperatorSchemas, WhatIsFunctionalWritesToNoArgument) {
+  constexpr uint32_t kSeed = 16;
+  SCOPED_TRACE(absl::StrCat("seed ", kSeed));
+  std::mt19937 random(kSeed);
+  std::set<std::string> writes;
+  size_t functional = 0;
+  int successes = 0;
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    const std::string name = NameOf(op);
+    const auto found = c10::Dispatcher::singleton().findSchema(op);
+    if (!found.has_value() || !CheckFunctional(name).ok()) continue;
+    ++functional;
+    if (Writes(found->schema(), name, random, /*tries=*/10, &successes)) writes.insert(name);
+  }
+  EXPECT_EQ(writes, std::set<std::string>());
+  EXPECT_GT(functional, 1000u);
+  EXPECT_GT(successes, 2000);
+}
+
+// Those that are known to are refused, and would be found.
+TEST(OperatorSchemas, NormalizationsWriteWithoutSayingSo) {
+  std::mt19937 random(16);
+  int successes = 0;
+  for (const char* name :
+       {"batch_norm", "native_batch_norm", "instance_norm", "batch_norm_update_stats"}) {
+    const auto found = c10::Dispatcher::singleton().findSchema({absl::StrCat("aten::", name), ""});
+    ASSERT_TRUE(found.has_value()) << name;
+    EXPECT_FALSE(found->schema().is_mutable()) << name;
+    EXPECT_TRUE(Writes(found->schema(), absl::StrCat("aten::", name), random, 10000, &successes))
+        << name;
+  }
+  for (const char* name :
+       {"aten::batch_norm", "aten::native_batch_norm", "aten::instance_norm",
+        "aten::batch_norm_update_stats", "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
+        "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts"}) {
+    EXPECT_EQ(CheckFunctional(name).code(), absl::StatusCode::kPermissionDenied) << name;
+    EXPECT_TRUE(CheckPure(name).ok()) << "peers may call " << name << ": it writes to copies";
+  }
+  for (const char* name : {"aten::native_batch_norm_backward", "aten::batch_norm_backward",
+                           "aten::layer_norm", "aten::group_norm"}) {
+    EXPECT_TRUE(CheckFunctional(name).ok()) << name;
+  }
+}
+
 // Of what returns a list of tensors. The others return no more than go in, or than a tensor has
 // dimensions or a recurrent network has states.
 TEST(OperatorSchemas, WhatReturnsAnyNumberOfTensorsIsKnown) {

@@ -187,6 +187,8 @@ fn safe_code_runs_what_only_computes() {
         assert_eq!(ops(name, &far).unwrap_err().code(), Code::PermissionDenied, "{name}");
     }
     assert_eq!(ops("aten::relu_", &values![&x]).unwrap_err().code(), Code::PermissionDenied);
+    // It writes to the running statistics, though its schema does not say so.
+    assert_eq!(op("aten::batch_norm", &values![&x]).unwrap_err().code(), Code::PermissionDenied);
     // SAFETY: nothing reads beyond its memory, as is seen here.
     let beyond = unsafe { op_unchecked("inductor::_reinterpret_tensor", &far) }.unwrap();
     assert_eq!(beyond.shape(), [1 << 20]);
