@@ -173,7 +173,7 @@ dg_error* dg_optimizer_state(dg_optimizer* optimizer,
   return Guard([&]() -> absl::Status {
     if (visit == nullptr) return absl::InvalidArgumentError("the visitor is NULL");
     DG_RETURN_IF_ERROR(CheckMayWait());
-    std::vector<NamedTensor> state;
+    std::vector<StateTensor> state;
     {
       DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
       DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
@@ -181,7 +181,7 @@ dg_error* dg_optimizer_state(dg_optimizer* optimizer,
       DG_ASSIGN_OR_RETURN(state, pinned->optimizer->State());
     }
     std::vector<OwnedHandle<TensorObject>> handles;
-    for (const NamedTensor& each : state) {
+    for (const StateTensor& each : state) {
       handles.push_back(NewOwnedHandle<TensorObject>(each.tensor));
     }
     for (size_t i = 0; i < state.size(); ++i)
@@ -197,7 +197,7 @@ dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
     DG_RETURN_IF_ERROR(CheckArray(names, count, "names"));
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> pinned_tensors,
                         PinTensors(tensors, count, /*allow_null=*/false));
-    std::vector<NamedTensor> state;
+    std::vector<StateTensor> state;
     for (size_t i = 0; i < count; ++i) {
       DG_ASSIGN_OR_RETURN(std::string name, FromStr(names[i], "a name"));
       state.push_back({std::move(name), pinned_tensors[i]});

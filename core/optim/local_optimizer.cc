@@ -110,13 +110,13 @@ absl::Status LocalOptimizer::SetLearningRate(double learning_rate) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<NamedTensor>> LocalOptimizer::State() {
+absl::StatusOr<std::vector<StateTensor>> LocalOptimizer::State() {
   absl::MutexLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   return ReadState(*optimizer_);
 }
 
-absl::Status LocalOptimizer::LoadState(const std::vector<NamedTensor>& state) {
+absl::Status LocalOptimizer::LoadState(const std::vector<StateTensor>& state) {
   absl::MutexLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   return distgrad::LoadState(state, optimizer_.get());

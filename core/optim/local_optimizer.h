@@ -40,8 +40,8 @@ class LocalOptimizer {
                     std::optional<double> learning_rate = std::nullopt);
 
   // The state of the optimizer, and its replacement: see optimizer_state.h.
-  absl::StatusOr<std::vector<NamedTensor>> State();
-  absl::Status LoadState(const std::vector<NamedTensor>& state);
+  absl::StatusOr<std::vector<StateTensor>> State();
+  absl::Status LoadState(const std::vector<StateTensor>& state);
 
   // Lets go of the optimizer and its parameters, once a step that runs is over. From then on
   // everything else is kNotFound. False if that has been done before.

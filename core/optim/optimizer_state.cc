@@ -204,8 +204,8 @@ class Decoder {
 // The tensors of a state by their names, and what is wrong with them.
 class Given {
  public:
-  explicit Given(const std::vector<NamedTensor>& state) {
-    for (const NamedTensor& each : state) {
+  explicit Given(const std::vector<StateTensor>& state) {
+    for (const StateTensor& each : state) {
       if (!each.tensor.defined()) {
         Complain(absl::StrCat("'", each.name, "' is no tensor"));
       } else if (!left_.emplace(each.name, &each.tensor).second) {
@@ -248,7 +248,7 @@ class Given {
   size_t wrong_ = 0;
 };
 
-absl::Status Load(const std::vector<NamedTensor>& state, torch::optim::Optimizer* optimizer) {
+absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer) {
   DG_ASSIGN_OR_RETURN(const Kind* const kind, KindOf(*optimizer));
   Given given(state);
   std::vector<std::unique_ptr<OptimizerOptions>> options;
@@ -285,9 +285,9 @@ absl::Status Load(const std::vector<NamedTensor>& state, torch::optim::Optimizer
 
 }  // namespace
 
-absl::StatusOr<std::vector<NamedTensor>> ReadState(torch::optim::Optimizer& optimizer) {
+absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& optimizer) {
   DG_ASSIGN_OR_RETURN(const Kind* const kind, KindOf(optimizer));
-  std::vector<NamedTensor> state;
+  std::vector<StateTensor> state;
   try {
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_grad;
@@ -312,7 +312,7 @@ absl::StatusOr<std::vector<NamedTensor>> ReadState(torch::optim::Optimizer& opti
   return state;
 }
 
-absl::Status LoadState(const std::vector<NamedTensor>& state, torch::optim::Optimizer* optimizer) {
+absl::Status LoadState(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer) {
   try {
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_grad;

@@ -27,19 +27,19 @@ class Optimizer;
 
 namespace distgrad {
 
-struct NamedTensor {
+struct StateTensor {
   std::string name;
   at::Tensor tensor;
 };
 
 // Copies, on the devices of the parameters. kUnimplemented for an optimizer that is not known.
-absl::StatusOr<std::vector<NamedTensor>> ReadState(torch::optim::Optimizer& optimizer);
+absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& optimizer);
 
 // Takes the place of all that the optimizer had, by copies on the devices of the parameters.
 // Numbers may be of any type that holds them (PyTorch's `step` is a float). kInvalidArgument, and
 // nothing is changed, says what is missing, what is unexpected, and what has another shape or dtype
 // or makes no sense.
-absl::Status LoadState(const std::vector<NamedTensor>& state, torch::optim::Optimizer* optimizer);
+absl::Status LoadState(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer);
 
 }  // namespace distgrad
 

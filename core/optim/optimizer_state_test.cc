@@ -73,10 +73,10 @@ class OptimizerStateTest : public testing::TestWithParam<Case> {
     }
     optimizer.step();
   }
-  static std::vector<NamedTensor> StateOf(torch::optim::Optimizer& optimizer) {
-    absl::StatusOr<std::vector<NamedTensor>> state = ReadState(optimizer);
+  static std::vector<StateTensor> StateOf(torch::optim::Optimizer& optimizer) {
+    absl::StatusOr<std::vector<StateTensor>> state = ReadState(optimizer);
     EXPECT_TRUE(state.ok()) << state.status();
-    return state.ok() ? *std::move(state) : std::vector<NamedTensor>();
+    return state.ok() ? *std::move(state) : std::vector<StateTensor>();
   }
   // After three steps.
   void SetUp() override {
@@ -84,18 +84,18 @@ class OptimizerStateTest : public testing::TestWithParam<Case> {
     state_ = StateOf(*optimizer_);
   }
   at::Tensor* Find(const std::string& name) {
-    for (NamedTensor& each : state_) {
+    for (StateTensor& each : state_) {
       if (each.name == name) return &each.tensor;
     }
     ADD_FAILURE() << name;
     return nullptr;
   }
   void ExpectRefused(const std::string& part) {
-    const std::vector<NamedTensor> before = StateOf(*optimizer_);
+    const std::vector<StateTensor> before = StateOf(*optimizer_);
     const absl::Status loaded = LoadState(state_, optimizer_.get());
     EXPECT_EQ(loaded.code(), absl::StatusCode::kInvalidArgument) << loaded;
     EXPECT_NE(loaded.message().find(part), std::string::npos) << loaded << "\nlacks " << part;
-    const std::vector<NamedTensor> after = StateOf(*optimizer_);
+    const std::vector<StateTensor> after = StateOf(*optimizer_);
     ASSERT_EQ(after.size(), before.size());
     for (size_t i = 0; i < before.size(); ++i) {
       EXPECT_TRUE(after[i].tensor.equal(before[i].tensor)) << before[i].name;
@@ -104,7 +104,7 @@ class OptimizerStateTest : public testing::TestWithParam<Case> {
 
   std::vector<at::Tensor> parameters_ = NewParameters();
   const Made optimizer_ = GetParam().make(parameters_);
-  std::vector<NamedTensor> state_;
+  std::vector<StateTensor> state_;
 };
 
 TEST_P(OptimizerStateTest, HasTheNamesOfPyTorch) {
@@ -115,7 +115,7 @@ TEST_P(OptimizerStateTest, HasTheNamesOfPyTorch) {
       want.push_back("state." + (parameter + name));
     }
   }
-  for (const NamedTensor& each : state_) got.push_back(each.name);
+  for (const StateTensor& each : state_) got.push_back(each.name);
   EXPECT_EQ(got, want);
   EXPECT_EQ(Find("param_groups.0.lr")->item<double>(), 0.1);
 }
@@ -140,7 +140,7 @@ TEST_P(OptimizerStateTest, TrainingGoesOnWithItToTheLastBit) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     EXPECT_TRUE(parameters[i].equal(parameters_[i])) << i;
   }
-  const std::vector<NamedTensor> state = StateOf(*other), reference = StateOf(*optimizer_);
+  const std::vector<StateTensor> state = StateOf(*other), reference = StateOf(*optimizer_);
   ASSERT_EQ(state.size(), reference.size());
   for (size_t i = 0; i < state.size(); ++i) {
     EXPECT_EQ(state[i].name, reference[i].name);
@@ -153,7 +153,7 @@ TEST_P(OptimizerStateTest, TrainingGoesOnWithItToTheLastBit) {
 }
 
 TEST_P(OptimizerStateTest, NumbersMayBeOfOtherTypes) {
-  for (NamedTensor& each : state_) {
+  for (StateTensor& each : state_) {
     // As PyTorch has its steps.
     if (each.tensor.scalar_type() == at::kLong) each.tensor = each.tensor.to(at::kFloat);
   }
@@ -168,7 +168,7 @@ TEST_P(OptimizerStateTest, AParameterThatHasTakenNoStepHasNone) {
 }
 
 TEST_P(OptimizerStateTest, WhatIsMissingUnexpectedOrOfAnotherShapeIsSaid) {
-  const std::vector<NamedTensor> whole = state_;
+  const std::vector<StateTensor> whole = state_;
   const std::string last = "state.1." + GetParam().state.back();
   state_.erase(state_.begin());
   ExpectRefused("'param_groups.0.lr' is missing");
@@ -230,7 +230,7 @@ TEST(OptimizersStateTest, ParametersCountThroughAllGroups) {
   torch::optim::SGD sgd(groups, torch::optim::SGDOptions(1));
   last.mutable_grad() = at::ones({1});
   sgd.step();
-  const absl::StatusOr<std::vector<NamedTensor>> state = ReadState(sgd);
+  const absl::StatusOr<std::vector<StateTensor>> state = ReadState(sgd);
   ASSERT_TRUE(state.ok()) << state.status();
   EXPECT_EQ(state->back().name, "state.2.momentum_buffer");
   EXPECT_TRUE(LoadState(*state, &sgd).ok());

@@ -155,7 +155,7 @@ Future<Message> Worker::Impl::Call(WorkerRef to, absl::string_view function, con
   const absl::StatusOr<WorkerId> id = Find(to);
   if (!id.ok()) {
     if (to.name().empty()) return Failed(id.status());
-    return CallStranger(std::string(to.name()), function, message, options, wait);
+    return CallUnresolved(std::string(to.name()), function, message, options, wait);
   }
   absl::StatusOr<Outgoing> call = Prepare(*id, function, message, options);
   if (!call.ok()) return Failed(CallError(*id, function, call.status()));
@@ -175,8 +175,8 @@ std::vector<Future<Message>> Worker::Impl::CallEach(absl::Span<const WorkerRef> 
     if (!id.ok()) {
       replies.push_back(worker.name().empty()
                             ? Failed(id.status())
-                            : CallStranger(std::string(worker.name()), function, message, options,
-                                           /*wait=*/true));
+                            : CallUnresolved(std::string(worker.name()), function, message, options,
+                                             /*wait=*/true));
       continue;
     }
     if (!shared || !call.has_value()) call = Prepare(*id, function, message, options);

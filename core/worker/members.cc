@@ -20,7 +20,7 @@ namespace {
 // the store's answer and that of the call, says how it ends. Thread-safe.
 class UnresolvedCall final : public Canceller {
  public:
-  explicit CallOfStranger(WorkerId self) : self_(self) {}
+  explicit UnresolvedCall(WorkerId self) : self_(self) {}
 
   // Cancels the call, or keeps it from being made.
   void Cancel(uint64_t) override {
@@ -66,11 +66,11 @@ class UnresolvedCall final : public Canceller {
 Future<Message> Worker::Impl::SendToUnresolved(std::string name, std::string function,
                                                Outgoing call, CallOptions options, bool wait) {
   options.context = nullptr;  // the call has what it needs of it
-  const auto made = std::make_shared<CallOfStranger>(self_.id);
-  const Future<Message> future = made->future();
-  future.MadeBy(made, 0, {});
-  const Clock::TimerId timer = clock_->At(call.deadline, [made, name] {
-    made->End(absl::DeadlineExceededError(
+  const auto unresolved = std::make_shared<UnresolvedCall>(self_.id);
+  const Future<Message> future = unresolved->future();
+  future.MadeBy(unresolved, 0, {});
+  const Clock::TimerId timer = clock_->At(call.deadline, [unresolved, name] {
+    unresolved->End(absl::DeadlineExceededError(
         absl::StrCat("the store has not said in time who worker '", name, "' is")));
   });
   if (options.cancellation != nullptr) {
@@ -118,7 +118,7 @@ Future<Message> Worker::Impl::CallUnresolved(std::string name, absl::string_view
   // tensors hold, and their history, may be others when the store has answered.
   absl::StatusOr<Outgoing> call = Prepare(self_.id, function, message, options);
   if (!call.ok()) return Failed(call.status());
-  return SendToStranger(std::move(name), std::string(function), *std::move(call), options, wait);
+  return SendToUnresolved(std::move(name), std::string(function), *std::move(call), options, wait);
 }
 
 std::vector<Member> Worker::Impl::members() const {

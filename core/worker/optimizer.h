@@ -48,8 +48,8 @@ class Optimizer {
   // had. Each worker's part is its own: where all are read or loaded between the same two steps,
   // they fit together. kInvalidArgument, with nothing changed, says what is missing, unexpected, or
   // of another shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
-  absl::StatusOr<std::vector<NamedTensor>> State() const { return local_->State(); }
-  absl::Status LoadState(const std::vector<NamedTensor>& state) { return local_->LoadState(state); }
+  absl::StatusOr<std::vector<StateTensor>> State() const { return local_->State(); }
+  absl::Status LoadState(const std::vector<StateTensor>& state) { return local_->LoadState(state); }
 
   // Takes this worker's part off: when this has returned no step touches its parameters, and the
   // worker may have another one of that name. Waits for a step that runs. Steps then fail with

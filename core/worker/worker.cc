@@ -9,7 +9,7 @@
 #include "core/base/log.h"
 #include "core/base/processors.h"
 #include "core/base/status.h"
-#include "core/rpc/backoff.h"
+#include "core/membership/backoff.h"
 #include "core/tensor/values.h"
 #include "core/worker/callers_loop.h"
 #include "core/worker/job.h"

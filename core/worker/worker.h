@@ -204,8 +204,8 @@ class Worker {
   // Joins the job. Waits until all its workers have.
   static absl::StatusOr<std::unique_ptr<Worker>> Create(WorkerOptions options);
 
-  // Close(), waits for what Join() waits for, without a bound, and ends all threads. Shutdown() first,
-  // to end in good order.
+  // Close(), waits for what Join() waits for, without a bound, and ends all threads. Shutdown()
+  // first, to end in good order.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;

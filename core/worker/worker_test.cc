@@ -12,9 +12,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "core/base/origin.h"
-#include "core/rpc/inproc/inproc_transport.h"
-#include "core/rpc/store/in_process_store.h"
+#include "core/membership/store/in_process_store.h"
 #include "core/tensor/exception.h"
+#include "core/transport/inproc/inproc_transport.h"
 #include "tests/testing/cluster.h"
 
 namespace distgrad {

@@ -282,7 +282,7 @@ impl Worker {
         Ok(ffi::worker_serve(self.handle(), lost.flags())?)
     }
 
-    /// Ends the worker, but for this handle of it: fails what is still under way with
+    /// Ends the worker, but for this handle of it: fails what is still in flight with
     /// `Code::Cancelled`, waits until running handlers and callbacks have returned, and stops all
     /// threads. `None`: for as long as it takes.
     ///
