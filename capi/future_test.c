@@ -42,7 +42,7 @@ static void when_done(void* user_data) {
   codes[6] = code_of(dg_optimizer_step(NULL, NULL));
   codes[7] = code_of(dg_optimizer_clip_gradients(NULL, NULL, 1, &norm));
   codes[8] = code_of(dg_worker_leave(workers[0], 1));
-  dg_worker_destroy(workers[0]);            /* refused, and logged */
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_close(workers[0], DG_FOREVER));
   OK(dg_future_wait(waited_for, 0, &done)); /* to poll is no wait */
   dg_grad_set_enabled(false);               /* undone behind us */
 }

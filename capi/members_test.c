@@ -136,7 +136,7 @@ static void tell(void* user_data, const dg_member_event* event) {
   told* all = (told*)user_data;
   CHECK(all->count < 8 && event->struct_size >= sizeof(dg_member_event));
   CHECK(str_is(event->name, "late"));
-  dg_worker_destroy(all->worker); /* refused, and logged */
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_close(all->worker, DG_FOREVER));
   CHECK(dg_worker_world_size(all->worker) > 0);
   all->kinds[all->count] = event->kind;
   all->ranks[all->count] = event->rank;

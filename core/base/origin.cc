@@ -39,8 +39,10 @@ std::optional<ErrorOrigin> OriginOf(const absl::Status& status) {
 absl::Status WithOrigin(absl::Status status, ErrorOrigin origin) {
   if (status.ok() || OriginOf(status).has_value()) return status;
   const bool by_handler = origin.by == ErrorOrigin::By::kHandler;
-  status.SetPayload(kUrl,
-                    absl::Cord(absl::StrCat(by_handler ? kHandlerOf : kWorker, origin.worker)));
+  // By Append(), for Cord's constructor brings a symbol of Abseil's into what includes it.
+  absl::Cord text;
+  text.Append(absl::StrCat(by_handler ? kHandlerOf : kWorker, origin.worker));
+  status.SetPayload(kUrl, std::move(text));
   return status;
 }
 
