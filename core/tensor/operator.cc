@@ -205,7 +205,7 @@ absl::Status Fit(const c10::FunctionSchema& schema, std::vector<c10::IValue>& ar
 // Whether it is one of the normalizations (batch_norm, instance_norm, native_batch_norm, those of
 // cuDNN and MIOpen, and their steps) that write to the running statistics which they are given. The
 // schemas of most of them do not say so: libtorch leaves that out for old models. Their backwards
-// only read them. operator_schemas_test.cc looks for others that write without saying so.
+// only read them.
 bool KeepsStatistics(const c10::FunctionSchema& schema) {
   if (absl::EndsWith(schema.name(), "_backward")) return false;
   return std::any_of(
