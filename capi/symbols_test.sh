@@ -7,7 +7,8 @@ set -euo pipefail
 library=$1 map=$2 header=$3
 shift 3
 scratch=$(mktemp -d "${TEST_TMPDIR:-/tmp}/symbols.XXXXXX")
-nm -D --defined-only "$library" | awk '$2 != "A" {print $3}' | sort >"$scratch/versioned"
+# Symbols in lower case are local ones, but for u: relocations of thread-local variables name them.
+nm -D --defined-only "$library" | awk '$2 ~ /[B-Zu]/ {print $3}' | sort >"$scratch/versioned"
 sed 's/@.*//' "$scratch/versioned" >"$scratch/exported"
 sed -nE 's/^ +(dg_[a-z0-9_]+);$/\1/p' "$map" | sort >"$scratch/map"
 # Each declaration is one DG_API ... name(...);

@@ -1,7 +1,6 @@
 #include "core/base/origin.h"
 
 #include <string>
-#include <utility>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
@@ -39,10 +38,8 @@ std::optional<ErrorOrigin> OriginOf(const absl::Status& status) {
 absl::Status WithOrigin(absl::Status status, ErrorOrigin origin) {
   if (status.ok() || OriginOf(status).has_value()) return status;
   const bool by_handler = origin.by == ErrorOrigin::By::kHandler;
-  // By Append(), for Cord's constructor brings a symbol of Abseil's into what includes it.
-  absl::Cord text;
-  text.Append(absl::StrCat(by_handler ? kHandlerOf : kWorker, origin.worker));
-  status.SetPayload(kUrl, std::move(text));
+  status.SetPayload(
+      kUrl, absl::Cord(absl::StrCat(by_handler ? kHandlerOf : kWorker, origin.worker)));
   return status;
 }
 
