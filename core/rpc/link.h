@@ -102,7 +102,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     return loopback_ || (bytes > kBulkBytes ? has_bulk_connection_ : has_connection_);
   }
 
-  // An error closes the connection, and is reported there. `credit` is given back when the packet
+  // An error closes the connection, and is reported there. `credit` is released when the packet
   // has left; one that has none goes all the same. The owner is asked before a request of a `call`
   // leaves (0: it is not).
   void Send(Packet packet, SendWindow::Credit credit = {}, uint64_t call = 0);

@@ -310,7 +310,7 @@ TEST_P(WorkerTest, ItsEndIsWaitedForWithABound) {
   EXPECT_TRUE(worker(1).Join(absl::InfinitePast()).ok());
 }
 
-TEST_P(WorkerTest, WaitForAllIsABarrier) {
+TEST_P(WorkerTest, AllMeetAtABarrier) {
   Start(3);
   std::atomic<int> before{0};
   std::vector<std::thread> threads;
