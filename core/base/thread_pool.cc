@@ -140,7 +140,7 @@ void ThreadPool::Join() {
 
 size_t ThreadPool::thread_count() const {
   absl::MutexLock lock(&mu_);
-  return threads_.size() + guests_;
+  return threads_.size() + borrowed_;
 }
 
 bool ThreadPool::OnThisPool() const { return this_pool == this; }
