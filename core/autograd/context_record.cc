@@ -322,7 +322,7 @@ absl::StatusOr<std::shared_ptr<PassRun>> ContextRecord::BeginPass(
 ContextRecord::Found ContextRecord::FindPassLocked(PassId pass) const {
   if (released_) return {nullptr, CheckAlive()};
   if (auto it = passes_.find(pass); it != passes_.end()) return {it->second, absl::OkStatus()};
-  if (auto it = done_.find(pass); it != done_.end()) return {it->second, absl::OkStatus()};
+  if (auto it = done_.find(pass); it != done_.end()) return {it->second, absl::OkStatus(), true};
   if (auto it = failed_.find(pass); it != failed_.end()) return {nullptr, it->second};
   return {nullptr, absl::OkStatus()};
 }

@@ -77,8 +77,9 @@ class ContextRecord {
   // ---- Passes.
 
   struct Found {
-    std::shared_ptr<PassRun> run;  // null if the pass is over, or the context is released
+    std::shared_ptr<PassRun> run;  // null if the pass has failed, or the context is released
     absl::Status over;             // how it ended
+    bool done = false;             // it has gone well, and `run` is kept for what may come late
   };
   // A pass that begins on this worker, `self`. `make` is given Notice::settled.
   absl::StatusOr<std::shared_ptr<PassRun>> BeginPass(

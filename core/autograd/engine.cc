@@ -226,10 +226,12 @@ bool Engine::CheapToRunInline(const Batches& batches) {
   const Batch& batch = batches.front();
   if (batch.notices.size() > kNotices) return false;
   if (!batch.context.ok() || *batch.context == nullptr) return false;
-  // The first message of a pass has the whole graph looked at.
+  // The first message of a pass has the whole graph looked at. What comes late does not: a handler
+  // may be changing the graph, which the pass before has let go.
   const ContextRecord& context = **batch.context;
-  const std::shared_ptr<PassRun> run = context.FindPass(batch.notices.front().pass).run;
-  return (run != nullptr && run->engaged()) || context.CheapToRunInline();
+  const ContextRecord::Found found = context.FindPass(batch.notices.front().pass);
+  if (found.done || !found.over.ok()) return true;
+  return (found.run != nullptr && found.run->engaged()) || context.CheapToRunInline();
 }
 
 void Engine::Handle(WorkerId from, Batches batches, RunHere here) {

@@ -325,6 +325,48 @@ TEST_F(WhoseThreadTest, APassRunsInTheModesOfWhoBeganIt) {
   other.join();
 }
 
+// Runs at once what is cheap, and leaves the rest to the pool. To the end of its scope.
+class InlineLoop : public EventLoop {
+ public:
+  InlineLoop() { SetCurrent(this); }
+  ~InlineLoop() override { SetCurrent(nullptr); }
+  void Run(absl::AnyInvocable<void()> task) override {
+    ++runs;
+    task();
+  }
+  bool CanRunDeferred(const void*) override { return false; }
+  void RunDeferred(absl::AnyInvocable<void()>) override { ADD_FAILURE() << "nothing comes here"; }
+
+  int runs = 0;
+};
+
+// A handler of the program's next call may be hooking the nodes that one would look at.
+TEST_F(EngineTest, WhatComesLateHasNoGraphLookedAt) {
+  const auto context = contexts_.New();
+  const at::Tensor leaf = at::ones({2}).requires_grad_();
+  const at::Tensor hooked = leaf * 2;
+  hooked.register_hook([](const at::Tensor&) {});
+  const absl::StatusOr<EdgeId> edge =
+      engine_.RecordSend(*context, kPeer, Engine::MakeSend({hooked}));
+  ASSERT_TRUE(edge.ok()) << edge.status();
+  const Future<Unit> pass = engine_.Backward(
+      context, {(leaf * 3).sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+  ASSERT_EQ(sent.size(), 1u);
+  const PassId id = sent[0].notices.front().pass;
+  const Notice gradient{
+      .kind = Notice::Kind::kEdge, .context = context->id(), .pass = id, .edge = *edge};
+  Deliver(kPeer, {.kind = Notice::Kind::kAck, .context = context->id(), .pass = id, .count = 1});
+  Deliver(kPeer, gradient);
+  AwaitPool();
+  ASSERT_TRUE(pass.Done());
+  InlineLoop loop;
+  Notice late = gradient;
+  late.uncounted = true;
+  Deliver(kPeer, late);
+  EXPECT_EQ(loop.runs, 1);
+}
+
 // ------------------------------------------------------------------------- What is over everywhere
 
 // The others keep their parts of a pass until one of these words comes.
