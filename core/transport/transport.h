@@ -27,7 +27,8 @@ class Receiver {
   // The connection is over; called exactly once, and last. `why` is never OK: kCancelled after
   // our own Close, kUnavailable when the other end went away, kResourceExhausted when this process
   // lacks file descriptors or memory, which says nothing of the other end, and kAborted when
-  // somebody is there who has not taken us in: he may be short of those, or have another key.
+  // somebody is there of whom we have not heard that he took us in: he may be short of those,
+  // have another key, or have ended right then.
   virtual void OnClosed(absl::Status why) = 0;
 };
 

@@ -146,6 +146,14 @@ std::string TransportConformanceTest::DeadAddress() {
   return address;
 }
 
+namespace {
+
+// What a client hears of a server that ends or closes right after it has accepted: he may not
+// have heard yet that he was taken in.
+bool IsGone(const absl::Status& why) { return absl::IsUnavailable(why) || absl::IsAborted(why); }
+
+}  // namespace
+
 // The tests
 
 TEST_P(TransportConformanceTest, HasAName) { EXPECT_NE(NewTransport()->Name(), ""); }
@@ -437,7 +445,7 @@ TEST_P(TransportConformanceTest, CloseInsideAccept) {
   };
   const std::string address = NewTransport()->Listen(acceptor_.Callback()).value();
   Link link = Connect(NewTransport(), address, &acceptor_);
-  EXPECT_EQ(link.client_receiver->AwaitClosed().code(), absl::StatusCode::kUnavailable);
+  EXPECT_PRED1(IsGone, link.client_receiver->AwaitClosed());
   EXPECT_EQ(link.server_receiver->AwaitClosed().code(), absl::StatusCode::kCancelled);
 }
 
@@ -458,7 +466,7 @@ TEST_P(TransportConformanceTest, DestroyedWithSendsInFlight) {
     RecordingReceiver& other = destroy_sender ? *link.server_receiver : *link.client_receiver;
     EXPECT_TRUE(own.closed());
     EXPECT_EQ(own.AwaitClosed().code(), absl::StatusCode::kCancelled);
-    EXPECT_EQ(other.AwaitClosed().code(), absl::StatusCode::kUnavailable);
+    EXPECT_PRED1(IsGone, other.AwaitClosed());
     sends_.AwaitAll();
     // Handles outlive the transport, and say so.
     const size_t failed = sends_.failed();
@@ -497,7 +505,7 @@ TEST_P(TransportConformanceTest, DestroyedWhileOthersSend) {
   Destroy(server);
   sender.join();
   sends_.AwaitAll();
-  EXPECT_EQ(link.client_receiver->AwaitClosed().code(), absl::StatusCode::kUnavailable);
+  EXPECT_PRED1(IsGone, link.client_receiver->AwaitClosed());
 }
 
 TEST_P(TransportConformanceTest, NothingKeepsAClosedReceiverAlive) {
