@@ -280,6 +280,7 @@ Tensors ProgramFrame::Run(const Steps& steps, const std::vector<int>& results, T
 }
 
 void ProgramFrame::RunStep(const Step& s, Values& values) {
+  if (HasSideEffects(s)) values.Receive(Join());
   switch (s.kind) {
     case Step::kParameter:
       return values.Add(run_.parameters[index_][s.a % kParameters]);

@@ -60,7 +60,8 @@ class Generator {
     saved.body = Body(1 + Below(3), depth + 1, /*alone=*/false);
     return saved;
   }
-  // `alone`: no other call is in flight, so the order of what has side effects is certain.
+  // `alone`: no other call is in flight once this frame has joined its own, so the order of what
+  // has side effects is certain.
   Steps Body(int size, int depth, bool alone) {
     constexpr int kDeepest = 4;
     Steps steps;
@@ -165,6 +166,17 @@ int CountSteps(const Steps& steps) {
   int count = 0;
   for (const Step& step : steps) count += 1 + CountSteps(step.body);
   return count;
+}
+
+bool HasSideEffects(const Step& step) {
+  switch (step.kind) {
+    case Step::kKeep:
+    case Step::kFetch:
+    case Step::kBackward:
+      return true;
+    default:
+      return std::any_of(step.body.begin(), step.body.end(), HasSideEffects);
+  }
 }
 
 bool CallsNewcomer(const Steps& steps) {

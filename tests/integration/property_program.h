@@ -62,6 +62,10 @@ Steps RandomProgram(uint64_t seed, unsigned features);
 std::string Text(const Step& step);  // without its body
 std::string Text(const Steps& steps);
 int CountSteps(const Steps& steps);
+// Whether it keeps, fetches or goes backward, here or in a handler that it calls. A frame joins
+// before such a step, so that no handler runs beside it: of what a handler keeps meanwhile the
+// order would be left to chance, and a hook must not be added to a node that a pass may be running.
+bool HasSideEffects(const Step& step);
 bool CallsNewcomer(const Steps& steps);
 
 // All programs with one step less; then those with one value less that is passed on; then those
