@@ -656,6 +656,19 @@ std::string Membership::Mark(const BarrierSpec& barrier, const WorkerInfo& worke
   return barrier.number == kLast ? absl::StrCat(worker.incarnation) : absl::StrCat(barrier.number);
 }
 
+// Another thread may be further, and its mark must not be taken back.
+absl::Status Membership::WriteMark(const BarrierSpec& barrier, Deadline deadline) {
+  BarrierSpec furthest = barrier;
+  if (barrier.number != kLast) RaiseTo(barrier.number, coming_);
+  for (;;) {
+    if (barrier.number != kLast) furthest.number = coming_;
+    DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
+      return store_->Set(MarkKey(furthest, self_.id), Mark(furthest, self_), until);
+    }));
+    if (barrier.number == kLast || coming_ == furthest.number) return absl::OkStatus();
+  }
+}
+
 bool Membership::HasCome(const BarrierSpec& barrier, const WorkerInfo& worker,
                          const Store::Value& mark) {
   if (!mark.has_value()) return false;
@@ -712,9 +725,7 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
   // A look finds who is lost, whoever has said it and when.
   bool look = any_lost_ && barrier.on_lost == OnLostMember::kFail;
   if (come_ < barrier.number) {
-    DG_RETURN_IF_ERROR(WithLost(Patiently(deadline, [&](Deadline until) {
-      return store_->Set(MarkKey(barrier, self_.id), Mark(barrier, self_), until);
-    })));
+    DG_RETURN_IF_ERROR(WithLost(WriteMark(barrier, deadline)));
     const absl::StatusOr<int64_t> come = Patiently(
         deadline, [&](Deadline until) { return store_->Add(barrier.name + "/count", 1, until); });
     // Of a counter it may not be known whether it has counted.

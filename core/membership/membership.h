@@ -179,6 +179,7 @@ class Membership {
   // What says that a worker has come: an entry, and what it holds then.
   static std::string MarkKey(const BarrierSpec& barrier, WorkerId worker);
   static std::string Mark(const BarrierSpec& barrier, const WorkerInfo& worker);
+  absl::Status WriteMark(const BarrierSpec& barrier, Deadline deadline);
   static bool HasCome(const BarrierSpec& barrier, const WorkerInfo& worker,
                       const Store::Value& mark);
   // Says that this worker has come, and waits until all have.
@@ -220,7 +221,8 @@ class Membership {
   std::atomic<bool> closed_{false};
   std::atomic<bool> finished_{false};
   std::atomic<int64_t> barriers_{0};  // that are over
-  std::atomic<int64_t> come_{0};      // the last that this worker has come to
+  std::atomic<int64_t> coming_{0};    // the last that this worker has been asked to come to
+  std::atomic<int64_t> come_{0};      // the last that it has been counted at
   // When we last looked: how many members there were, without the lost; and whether one was lost.
   std::atomic<int> size_{0};
   std::atomic<bool> any_lost_{false};

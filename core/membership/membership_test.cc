@@ -508,8 +508,9 @@ TEST_F(RunningJobTest, ABarrierThatFailsIsNotUsedUp) {
 }
 
 thread_local bool is_held = false;
+thread_local bool is_held_at_set = false;
 
-// Keeps a thread that waits for a change until it may go on. Thread-safe.
+// Keeps a thread that waits for a change, or sets a key, until it may go on. Thread-safe.
 class HoldingStore : public ForwardingStore {
  public:
   using ForwardingStore::ForwardingStore;
@@ -520,6 +521,13 @@ class HoldingStore : public ForwardingStore {
       go_on.WaitForNotification();
     }
     return ForwardingStore::AwaitChange(keys, seen, deadline);
+  }
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (std::exchange(is_held_at_set, false)) {
+      held.Notify();
+      go_on.WaitForNotification();
+    }
+    return ForwardingStore::Set(key, value, deadline);
   }
 
   absl::Notification held, go_on;
@@ -547,6 +555,30 @@ TEST_F(RunningJobTest, CallsAtTheSameTimeAreOneBarrier) {
   slow.join();
   // The other has not come to the third.
   EXPECT_TRUE(absl::IsDeadlineExceeded(members.Barrier(absl::InfinitePast())));
+}
+
+// Nor does it take back that the other one has come to the next.
+TEST_F(RunningJobTest, WhoIsSlowInABarrierDoesNotTakeBackThatAnotherThreadHasComeToTheNext) {
+  const auto holding = std::make_shared<HoldingStore>(store_);
+  Membership members(holding, {.rank = 0, .world_size = 2});
+  std::thread other([&] {
+    Membership second(store_, {.rank = 1, .world_size = 2});
+    ASSERT_TRUE(Come(second, "inproc://1").ok());
+    EXPECT_EQ(second.Barrier(Later()), absl::OkStatus());
+  });
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  std::thread slow([&] {
+    is_held_at_set = true;
+    EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+  });
+  holding->held.WaitForNotification();
+  EXPECT_EQ(members.Barrier(Later()), absl::OkStatus());
+  other.join();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(members.Barrier(absl::InfinitePast())));
+  ASSERT_EQ(store_->Get("at/0", Later()).value(), "2");
+  holding->go_on.Notify();
+  slow.join();
+  EXPECT_EQ(store_->Get("at/0", Later()).value(), "2");
 }
 
 TEST_F(RunningJobTest, EachWorkerAsksAFixedNumberOfTimes) {
