@@ -1,13 +1,10 @@
 #include "benchmarks/group.h"
 
-#include <arpa/inet.h>
 #include <dirent.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -28,6 +25,7 @@
 #include "absl/strings/strip.h"
 #include "benchmarks/distgrad_side.h"
 #include "benchmarks/floor_side.h"
+#include "benchmarks/free_port.h"
 #include "benchmarks/local_side.h"
 #include "benchmarks/pytorch_side.h"
 #include "benchmarks/rank_side.h"
@@ -35,18 +33,6 @@
 
 namespace distgrad {
 namespace {
-
-int FreePort() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  bind(fd, reinterpret_cast<sockaddr*>(&address), size);
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
-  close(fd);
-  return ntohs(address.sin_port);
-}
 
 std::string ReadLine(FILE* file) {
   std::string line;

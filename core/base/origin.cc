@@ -38,8 +38,8 @@ std::optional<ErrorOrigin> OriginOf(const absl::Status& status) {
 absl::Status WithOrigin(absl::Status status, ErrorOrigin origin) {
   if (status.ok() || OriginOf(status).has_value()) return status;
   const bool by_handler = origin.by == ErrorOrigin::By::kHandler;
-  status.SetPayload(
-      kUrl, absl::Cord(absl::StrCat(by_handler ? kHandlerOf : kWorker, origin.worker)));
+  status.SetPayload(kUrl,
+                    absl::Cord(absl::StrCat(by_handler ? kHandlerOf : kWorker, origin.worker)));
   return status;
 }
 
