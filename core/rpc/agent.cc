@@ -33,7 +33,7 @@ absl::StatusOr<std::string> Agent::Impl::Listen() {
 }
 
 absl::Status Agent::Impl::Start(const WorkerInfo& self, std::vector<WorkerInfo> workers) {
-  DG_RETURN_IF_ERROR(peers_.Start(self, std::move(workers)));
+  DG_RETURN_IF_ERROR(peers_->Start(self, std::move(workers)));
   std::vector<std::shared_ptr<Link>> links;
   {
     absl::MutexLock lock(&mu_);
@@ -41,6 +41,7 @@ absl::Status Agent::Impl::Start(const WorkerInfo& self, std::vector<WorkerInfo> 
     started_ = true;
     auto loopback = std::make_shared<Link>(shared_from_this(), &shared_, /*loopback=*/true);
     loopback->peer = self.id;
+    calls_->Add(*loopback);
     links_.emplace(self.id, std::move(loopback));
   }
   // What others sent before we knew who they are.
@@ -50,8 +51,7 @@ absl::Status Agent::Impl::Start(const WorkerInfo& self, std::vector<WorkerInfo> 
 
 void Agent::Impl::Close() {
   std::vector<std::shared_ptr<Link>> links;
-  PendingCalls pending;
-  std::optional<Clock::TimerId> timer, beat, watch;
+  std::optional<Clock::TimerId> beat, watch;
   {
     absl::MutexLock lock(&mu_);
     if (closed_) return;
@@ -61,46 +61,32 @@ void Agent::Impl::Close() {
       if (link != nullptr && link->loopback()) links.push_back(link);
     }
     links_.clear();
-    pending.swap(pending_);
-    timer = std::exchange(timer_, {}).id;
-    beat = std::exchange(beat_, std::nullopt);
-    watch = std::exchange(watch_, std::nullopt);
+    beat = std::exchange(heartbeat_timer_, std::nullopt);
+    watch = std::exchange(watch_timer_, std::nullopt);
   }
-  if (timer) clock_->Cancel(*timer);
   if (beat) clock_->Cancel(*beat);
   if (watch) clock_->Cancel(*watch);
-  for (auto& [call, p] : pending) {
-    End(p, CallError(p.to, p.function, absl::CancelledError("this worker is shutting down")));
-  }
-  for (auto& link : links) link->Close(absl::CancelledError("this worker is shutting down"));
+  const absl::Status why = absl::CancelledError("this worker is shutting down");
+  calls_->Close(why);
+  for (auto& link : links) link->Close(why);
 }
 
 // --------------------------------------------------------------------------------- Names
 
 absl::StatusOr<WorkerId> Agent::Impl::FindWorker(int id) const {
   const auto worker = static_cast<WorkerId>(id);
-  if (id != worker || (directory_ == nullptr && !peers_.Find(worker))) return NoWorker(id);
+  if (id != worker || (directory_ == nullptr && !peers_->Find(worker))) return NoWorker(id);
   return worker;
 }
 
 absl::StatusOr<WorkerInfo> Agent::Impl::Info(WorkerId worker) const {
-  const std::optional<WorkerInfo> known = peers_.Find(worker);
+  const std::optional<WorkerInfo> known = peers_->Find(worker);
   if (!known) return NoWorker(worker);
   return *known;
 }
 
 absl::Status Agent::Impl::NoWorker(int id) const {
   return absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job"));
-}
-
-absl::Status Agent::Impl::CallError(WorkerId to, absl::string_view function,
-                                    const absl::Status& why) const {
-  return Annotate(why, absl::StrCat("call of '", function, "' on worker ", Describe(to)));
-}
-
-std::vector<CallStats> Agent::Impl::Stats() const {
-  absl::MutexLock lock(&mu_);
-  return metrics_.Snapshot();
 }
 
 std::vector<std::pair<WorkerId, uint64_t>> Agent::Impl::Queued() const {
@@ -120,21 +106,21 @@ absl::StatusOr<std::string> Agent::Listen() { return impl_->Listen(); }
 absl::Status Agent::Start(const WorkerInfo& self, std::vector<WorkerInfo> workers) {
   return impl_->Start(self, std::move(workers));
 }
-Packet Agent::NewRequest(absl::string_view function) {
-  Packet packet;
-  AppendFrame({.kind = FrameKind::kRequest, .function = function}, &packet.bytes);
-  return packet;
+Agent::Request Agent::NewRequest(absl::string_view function) {
+  Request request{.function = std::string(function), .packet = {}};
+  AppendFrame({.kind = FrameKind::kRequest, .function = function}, &request.packet.bytes);
+  return request;
 }
 Packet Agent::NewNotice() {
   Packet packet;
   AppendFrame({.kind = FrameKind::kNotice}, &packet.bytes);
   return packet;
 }
-uint64_t Agent::Call(WorkerId to, Packet request, const CallTerms& terms, ReplyCallback done) {
+uint64_t Agent::Call(WorkerId to, Request request, const CallTerms& terms, ReplyCallback done) {
   return impl_->Call(to, std::move(request), terms, std::move(done));
 }
-std::weak_ptr<Canceller> Agent::canceller() { return impl_; }
-std::vector<CallStats> Agent::Stats() const { return impl_->Stats(); }
+std::weak_ptr<Canceller> Agent::canceller() { return impl_->calls(); }
+std::vector<CallStats> Agent::Stats() const { return impl_->calls()->metrics().Snapshot(); }
 std::vector<std::pair<WorkerId, uint64_t>> Agent::Queued() const { return impl_->Queued(); }
 void Agent::Notify(WorkerId to, Packet notice) { impl_->Notify(to, std::move(notice)); }
 absl::StatusOr<WorkerId> Agent::FindWorker(absl::string_view name) const {
@@ -158,7 +144,7 @@ void Agent::SetLost(WorkerId worker, Incarnation incarnation, absl::string_view 
 void Agent::KeepEvents(bool keep) { impl_->peers().KeepEvents(keep); }
 std::vector<MemberEvent> Agent::TakeEvents() { return impl_->peers().TakeEvents(); }
 void Agent::SayLeaving() { impl_->SayLeaving(); }
-size_t Agent::in_flight() const { return impl_->in_flight(); }
+size_t Agent::in_flight() const { return impl_->calls()->size(); }
 size_t Agent::served() const { return impl_->served(); }
 absl::Time Agent::Now() const { return impl_->clock_->Now(); }
 void Agent::Close() { impl_->Close(); }

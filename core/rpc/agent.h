@@ -107,12 +107,16 @@ class Agent {
   // earlier is held back until then.
   absl::Status Start(const WorkerInfo& self, std::vector<WorkerInfo> workers);
 
-  // A packet to which the body of a call is to be appended, for Call().
-  static Packet NewRequest(absl::string_view function);
+  // A call's request, to whose packet the body is to be appended, for Call().
+  struct Request {
+    std::string function;
+    Packet packet;
+  };
+  static Request NewRequest(absl::string_view function);
   // Sends it. `done` is called exactly once, on any thread (also before this returns), with no
   // lock held; it must not block. The message of an error names the worker and the function.
   // kResourceExhausted past a limit. Returns the number of the call, 0 if it has ended already.
-  uint64_t Call(WorkerId to, Packet request, const CallTerms& terms, ReplyCallback done);
+  uint64_t Call(WorkerId to, Request request, const CallTerms& terms, ReplyCallback done);
   // Ends calls by their number, with kCancelled, and tells the worker that serves it.
   std::weak_ptr<Canceller> canceller();
 

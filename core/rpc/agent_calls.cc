@@ -1,5 +1,4 @@
-// The calls and notices of an agent: sent, matched with their answers, ended by their deadlines,
-// and taken in.
+// The calls and notices of an agent: sent, and taken in.
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -17,97 +16,62 @@ namespace distgrad {
 
 // --------------------------------------------------------------------------------- Sending
 
-absl::Status Agent::Impl::CheckCalls(const Link& link) const {
-  const Limits& limits = shared_.limits;
-  if (link.calls_in_flight >= limits.calls_per_peer) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat(link.calls_in_flight, " calls to it are in flight; limit calls_per_peer is ",
-                     limits.calls_per_peer));
-  }
-  if (pending_.size() >= limits.calls) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat(pending_.size(), " calls are in flight; limit calls is ", limits.calls));
-  }
-  return absl::OkStatus();
-}
-
-uint64_t Agent::Impl::Call(WorkerId to, Packet request, const CallTerms& terms,
+uint64_t Agent::Impl::Call(WorkerId to, Request request, const CallTerms& terms,
                            ReplyCallback done) {
-  WireReader reader(request.bytes);
-  const std::string function(ReadFrame(reader)->function);
-  const uint64_t size = request.size();
-  std::unique_ptr<TraceSpan> span;
+  const uint64_t size = request.packet.size();
+  CallTable::Call call{.to = to,
+                       .function = std::move(request.function),
+                       .bytes = size,
+                       .begun = clock_->Now(),
+                       .deadline = terms.deadline,
+                       .done = std::move(done)};
   if (trace_->on()) {
-    span = std::make_unique<TraceSpan>(TraceSpan{.kind = TraceSpan::Kind::kCallMade,
-                                                 .peer = to,
-                                                 .function = function,
-                                                 .context = terms.context,
-                                                 .bytes_sent = size,
-                                                 .begin = clock_->Now()});
+    call.span = std::make_unique<TraceSpan>(TraceSpan{.kind = TraceSpan::Kind::kCallMade,
+                                                      .peer = to,
+                                                      .function = call.function,
+                                                      .context = terms.context,
+                                                      .bytes_sent = size,
+                                                      .begin = call.begun});
   }
   const auto fail = [&](const absl::Status& why) {
-    const absl::Status status = CallError(to, function, why);
-    trace_->End(std::move(span), clock_->Now(), status);
-    done(status, /*has_left=*/false);
+    calls_->EndWithError(std::move(call), why);
     return 0;
   };
   if (size > shared_.limits.message_bytes) return fail(TooLarge("the message", size));
   SendWindow::Credit credit;
-  for (;;) {
-    const absl::Time now = clock_->Now();
-    int64_t timeout_us = 0;
-    if (terms.deadline != absl::InfiniteFuture()) {
-      timeout_us = absl::ToInt64Microseconds(terms.deadline - now);
-      if (timeout_us <= 0) {
-        return fail(absl::DeadlineExceededError("the deadline has passed already"));
-      }
+  for (;; call.begun = clock_->Now()) {
+    if (!CallTable::TimeLeft(call.deadline, call.begun)) {
+      return fail(absl::DeadlineExceededError("the deadline has passed already"));
     }
-    std::shared_ptr<Link> link;
-    Arming arming;
-    bool leaves_now = false;
-    uint64_t call = 0;
+    absl::StatusOr<std::shared_ptr<Link>> link = nullptr;
     {
-      absl::ReleasableMutexLock lock(&mu_);
-      absl::StatusOr<std::shared_ptr<Link>> found = LinkTo(to);
-      absl::Status status = found.ok() ? CheckCalls(**found) : found.status();
-      if (!status.ok()) {
-        lock.Release();
-        return fail(status);
-      }
-      link = *std::move(found);
-      std::optional<SendWindow::Credit> acquired;
-      if (credit.window() != link->window().get()) acquired = link->window()->TryAcquire(size);
-      if (acquired.has_value() || credit.window() == link->window().get()) {
-        call = ++last_call_;
-        SetCall(call, timeout_us, &request.bytes);
-        CallCounters* counters = metrics_.Find(to, /*served=*/false, function);
-        ++counters->calls;
-        counters->bytes_sent += size;
-        ++link->calls_in_flight;
-        if (span != nullptr) span->call = call;
-        arming = ArmTimer(terms.deadline);
-        // While the timer is set, or the connection comes, the call may end.
-        leaves_now = arming.number == 0 && link->ready(size);
-        pending_.emplace(call, Pending{link, function, to, size, terms.deadline, std::move(done),
-                                       counters, now, std::move(span), leaves_now});
-        lock.Release();
-        if (acquired.has_value()) credit = *std::move(acquired);
+      absl::MutexLock lock(&mu_);
+      link = LinkTo(to);
+    }
+    if (!link.ok()) return fail(link.status());
+    const std::shared_ptr<SendWindow>& window = (*link)->window();
+    // While it was waited for, the connection may have become another one.
+    if (credit.window() != window.get()) {
+      std::optional<SendWindow::Credit> acquired = window->TryAcquire(size);
+      if (acquired.has_value()) {
+        credit = *std::move(acquired);
+      } else if (!terms.wait_for_credit) {
+        return fail(absl::ResourceExhaustedError(
+            absl::StrCat(window->acquired(), " bytes wait to be sent to it, and this message has ",
+                         size, "; limit bytes_per_peer is ", window->limit())));
+      } else {
+        absl::StatusOr<SendWindow::Credit> waited = AwaitCredit(window, size, terms);
+        if (!waited.ok()) return fail(waited.status());
+        credit = *std::move(waited);
+        continue;
       }
     }
-    if (call != 0) {
-      SetTimer(arming);
-      link->Send(std::move(request), std::move(credit), leaves_now ? 0 : call);
-      return call;
-    }
-    if (!terms.wait_for_credit) {
-      return fail(absl::ResourceExhaustedError(absl::StrCat(
-          link->window()->acquired(), " bytes wait to be sent to it, and this message has ", size,
-          "; limit bytes_per_peer is ", link->window()->limit())));
-    }
-    // When it is there, the connection may be another one.
-    absl::StatusOr<SendWindow::Credit> waited = AwaitCredit(link->window(), size, terms);
-    if (!waited.ok()) return fail(waited.status());
-    credit = *std::move(waited);
+    const absl::StatusOr<CallTable::Begun> begun = calls_->Begin(call, *link, request.packet);
+    if (absl::IsAborted(begun.status())) continue;  // that link has just ended
+    if (!begun.ok()) return fail(begun.status());
+    (*link)->Send(std::move(request.packet), std::move(credit),
+                  begun->leaves_now ? 0 : begun->number);
+    return begun->number;
   }
 }
 
@@ -140,23 +104,19 @@ absl::StatusOr<SendWindow::Credit> Agent::Impl::AwaitCredit(
 }
 
 bool Agent::Impl::OnLeaving(uint64_t call, Packet& request) {
-  absl::MutexLock lock(&mu_);
-  const auto found = pending_.find(call);
-  if (found == pending_.end()) return false;
-  Pending& pending = found->second;
-  int64_t timeout_us = 0;
-  if (pending.deadline != absl::InfiniteFuture()) {
-    timeout_us = absl::ToInt64Microseconds(pending.deadline - clock_->Now());
-    if (timeout_us <= 0) return false;  // the timer is about to end it
-  }
-  SetCall(call, timeout_us, &request.bytes);
-  pending.has_left = true;
-  return true;
+  return calls_->OnLeaving(call, request);
 }
 
 absl::Status Agent::Impl::TooLarge(absl::string_view what, uint64_t size) const {
   return absl::ResourceExhaustedError(absl::StrCat(
       what, " has ", size, " bytes; limit message_bytes is ", shared_.limits.message_bytes));
+}
+
+CallCounters* Agent::Impl::CountNotice(WorkerId peer, bool served) {
+  CallCounters* const counters = calls_->metrics().Find(peer, served, kNotices);
+  ++counters->calls;
+  ++counters->ended;
+  return counters;
 }
 
 void Agent::Impl::Notify(WorkerId to, Packet notice) {
@@ -165,122 +125,17 @@ void Agent::Impl::Notify(WorkerId to, Packet notice) {
   {
     absl::MutexLock lock(&mu_);
     link = LinkTo(to);
-    if (link.ok()) {
-      CallCounters* counters = metrics_.Find(to, /*served=*/false, kNotices);
-      ++counters->calls;
-      ++counters->ended;
-      counters->bytes_sent += size;
-    }
   }
   if (!link.ok()) {
     if (!absl::IsCancelled(link.status())) service_->OnPeerLost(to, link.status());
-  } else if (size > shared_.limits.message_bytes) {
+    return;
+  }
+  CountNotice(to, /*served=*/false)->bytes_sent += size;
+  if (size > shared_.limits.message_bytes) {
     // It is lost, and the other end shall know that something is.
     (*link)->Close(TooLarge("a notice", size));
   } else {
     (*link)->Send(std::move(notice));
-  }
-}
-
-Agent::Impl::Pending Agent::Impl::TakeOut(PendingCalls::iterator call) {
-  Pending pending = std::move(call->second);
-  pending_.erase(call);
-  --pending.link->calls_in_flight;
-  return pending;
-}
-
-void Agent::Impl::End(Pending& call, absl::StatusOr<Body> reply) {
-  if (reply.ok()) {
-    call.counters->bytes_received += reply->packet.size();
-  } else {
-    ++call.counters->errors;
-  }
-  const absl::Time now = clock_->Now();
-  call.counters->run_ns += absl::ToInt64Nanoseconds(now - call.begun);
-  ++call.counters->ended;
-  if (call.span != nullptr && reply.ok()) call.span->bytes_received = reply->packet.size();
-  trace_->End(std::move(call.span), now, reply.status());
-  call.done(std::move(reply), call.has_left);
-}
-
-void Agent::Impl::SendCancel(uint64_t number, const Pending& call) {
-  if (!call.has_left) return call.link->Withdraw(number);
-  Packet packet;
-  AppendFrame({.kind = FrameKind::kCancel, .call = number}, &packet.bytes);
-  // Should it come before its call, it would find nothing.
-  call.link->SendBehind(call.bytes, std::move(packet));
-}
-
-void Agent::Impl::Cancel(uint64_t call) {
-  std::optional<Pending> cancelled;
-  {
-    absl::MutexLock lock(&mu_);
-    const auto found = pending_.find(call);
-    if (found == pending_.end()) return;
-    cancelled = TakeOut(found);
-  }
-  SendCancel(call, *cancelled);
-  End(*cancelled, CallError(cancelled->to, cancelled->function,
-                            absl::CancelledError("it was cancelled by its caller")));
-}
-
-// One timer serves all calls: it stands at the earliest deadline that there was, and is not
-// moved when that call is answered in time.
-//
-// Whenever mu_ is free, timer_.at is not later than the deadline of any call in flight, and the
-// clock has a timer of that number or the thread that wrote timer_ is about to set it. The clock is
-// called without mu_, so a timer may fire, and another may take its place, before the thread that
-// sets it goes on: a timer is therefore known by a number that it has before the clock hears of it.
-
-Agent::Impl::Arming Agent::Impl::ArmTimer(absl::Time deadline) {
-  if (closed_ || deadline >= timer_.at) return {};
-  const Arming arming{++last_timer_, deadline, timer_.id};
-  timer_ = {.number = arming.number, .at = deadline};
-  return arming;
-}
-
-void Agent::Impl::SetTimer(const Arming& arming) {
-  if (arming.number == 0) return;
-  if (arming.stale) clock_->Cancel(*arming.stale);
-  const Clock::TimerId id =
-      clock_->At(arming.at, [weak = weak_from_this(), number = arming.number] {
-        if (auto self = weak.lock()) self->OnTimer(number);
-      });
-  {
-    absl::MutexLock lock(&mu_);
-    if (timer_.number == arming.number) {
-      timer_.id = id;
-      return;
-    }
-  }
-  clock_->Cancel(id);  // it has fired, or was replaced
-}
-
-void Agent::Impl::OnTimer(uint64_t number) {
-  std::vector<std::pair<uint64_t, Pending>> late;
-  Arming next;
-  {
-    absl::MutexLock lock(&mu_);
-    if (timer_.number != number) return;  // an earlier one has taken its place
-    timer_ = {};
-    const absl::Time now = clock_->Now();
-    absl::Time earliest = absl::InfiniteFuture();
-    for (auto it = pending_.begin(); it != pending_.end();) {
-      if (it->second.deadline <= now) {
-        const uint64_t call = it->first;
-        late.emplace_back(call, TakeOut(it++));
-      } else {
-        earliest = std::min(earliest, it->second.deadline);
-        ++it;
-      }
-    }
-    next = ArmTimer(earliest);
-  }
-  SetTimer(next);
-  for (auto& [call, p] : late) {
-    SendCancel(call, p);
-    End(p,
-        CallError(p.to, p.function, absl::DeadlineExceededError("no answer before the deadline")));
   }
 }
 
@@ -326,17 +181,9 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
 
   const size_t offset = packet.bytes.size() - reader.remaining();
   std::optional<WorkerId> peer;
-  std::optional<Pending> answered;
   {
     absl::MutexLock lock(&mu_);
     peer = link->peer;
-    if (peer && frame.kind == FrameKind::kReply) {
-      auto it = pending_.find(frame.call);
-      // A reply after the deadline finds nobody; one to a call that went elsewhere is refused.
-      if (it != pending_.end() && it->second.to == *peer && it->second.has_left) {
-        answered = TakeOut(it);
-      }
-    }
   }
   if (!peer) return absl::InvalidArgumentError("somebody did not say hello first");
 
@@ -347,28 +194,10 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
       link->served().Cancel(frame.call, absl::CancelledError("the caller waits no longer"));
       break;
     case FrameKind::kReply:
-      if (!answered) {
-        service_->OnLateReply(*peer, Body{std::move(packet), offset});
-      } else if (!frame.status.ok()) {
-        // What says nothing of where it arose, arose there.
-        End(*answered, CallError(*peer, answered->function,
-                                 WithOrigin(frame.status, {*peer, ErrorOrigin::By::kDistgrad})));
-      } else if (!packet.segments_status.ok()) {
-        const absl::Status lost = Annotate(packet.segments_status, "receiving the answer");
-        End(*answered, CallError(*peer, answered->function, lost));
-        // Nobody waits for it any more.
-        service_->OnLateReply(*peer, Body{std::move(packet), offset});
-      } else {
-        End(*answered, Body{std::move(packet), offset});
-      }
+      OnReply(*peer, frame, Body{std::move(packet), offset});
       break;
-    case FrameKind::kNotice: {
-      absl::MutexLock lock(&mu_);
-      CallCounters* counters = metrics_.Find(*peer, /*served=*/true, kNotices);
-      ++counters->calls;
-      ++counters->ended;
-      counters->bytes_received += packet.size();
-    }
+    case FrameKind::kNotice:
+      CountNotice(*peer, /*served=*/true)->bytes_received += packet.size();
       service_->OnNotice(*peer, Body{std::move(packet), offset});
       break;
     case FrameKind::kPing: {
@@ -378,7 +207,7 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
       break;
     }
     case FrameKind::kLeaving:
-      peers_.SetLeft(*peer);
+      peers_->SetLeft(*peer);
       service_->OnMemberEvents();
       break;
     case FrameKind::kBulk:
@@ -395,6 +224,21 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
   return absl::OkStatus();
 }
 
+void Agent::Impl::OnReply(WorkerId peer, const Frame& frame, Body reply) {
+  std::optional<CallTable::Call> call = calls_->Take(frame.call, peer);
+  if (!call) return service_->OnLateReply(peer, std::move(reply));
+  if (!frame.status.ok()) {
+    // What says nothing of where it arose, arose there.
+    return calls_->EndWithError(*std::move(call),
+                                WithOrigin(frame.status, {peer, ErrorOrigin::By::kDistgrad}));
+  }
+  if (reply.packet.segments_status.ok()) return calls_->End(*std::move(call), std::move(reply));
+  calls_->EndWithError(*std::move(call),
+                       Annotate(reply.packet.segments_status, "receiving the answer"));
+  // Nobody waits for it any more.
+  service_->OnLateReply(peer, std::move(reply));
+}
+
 absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer,
                                 const Frame& frame, Packet packet, size_t offset) {
   const absl::Time deadline = frame.timeout_us == 0
@@ -409,11 +253,7 @@ absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer
   }
   // A packet that came twice: its call is in flight.
   if (absl::IsAlreadyExists(begun.status())) return absl::OkStatus();
-  CallCounters* counters;
-  {
-    absl::MutexLock lock(&mu_);
-    counters = metrics_.Find(peer, /*served=*/true, frame.function);
-  }
+  CallCounters* const counters = calls_->metrics().Find(peer, /*served=*/true, frame.function);
   ++counters->calls;
   counters->bytes_received += size;
   if (!begun.ok() && link->window()->acquired() > link->window()->limit()) {
@@ -421,7 +261,7 @@ absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer
   }
   std::unique_ptr<TraceSpan> span;
   if (trace_->on()) {
-    const std::optional<WorkerInfo> caller = peers_.Find(peer);
+    const std::optional<WorkerInfo> caller = peers_->Find(peer);
     span = std::make_unique<TraceSpan>(TraceSpan{.kind = TraceSpan::Kind::kCallServed,
                                                  .peer = peer,
                                                  .function = std::string(frame.function),
@@ -435,25 +275,6 @@ absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer
   call.body() = Body{std::move(packet), offset};
   service_->OnCall(std::move(call));
   return absl::OkStatus();
-}
-
-std::vector<Agent::Impl::Pending> Agent::Impl::TakePending(const Link& link) {
-  std::vector<Pending> taken;
-  for (auto it = pending_.begin(); it != pending_.end();) {
-    if (it->second.link.get() == &link) {
-      taken.push_back(TakeOut(it++));
-      // What waited for it is as lost as what went over it: the contexts of both are.
-      taken.back().has_left = true;
-    } else {
-      ++it;
-    }
-  }
-  return taken;
-}
-
-size_t Agent::Impl::in_flight() const {
-  absl::MutexLock lock(&mu_);
-  return pending_.size();
 }
 
 }  // namespace distgrad

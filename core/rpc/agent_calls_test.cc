@@ -446,7 +446,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   clock_.Advance(absl::Seconds(3));
   Packet reply = kept.NewReply();
   reply.bytes.append(200, 'y');
-  const uint64_t request_bytes = Agent::NewRequest("keep").bytes.size() + 100,
+  const uint64_t request_bytes = Agent::NewRequest("keep").packet.bytes.size() + 100,
                  reply_bytes = reply.bytes.size();
   kept.Reply(std::move(reply));
   ASSERT_TRUE(made.Wait().ok());

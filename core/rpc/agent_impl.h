@@ -24,18 +24,18 @@
 #include "core/base/wire.h"
 #include "core/rpc/agent.h"
 #include "core/rpc/call_metrics.h"
+#include "core/rpc/call_table.h"
 #include "core/rpc/frame.h"
 #include "core/rpc/heartbeat.h"
 #include "core/rpc/link.h"
+#include "core/rpc/member_watch.h"
 #include "core/rpc/peers.h"
 #include "core/rpc/send_window.h"
 
 namespace distgrad {
 
 // Thread-safe.
-class Agent::Impl : public Link::Owner,
-                    public Canceller,
-                    public std::enable_shared_from_this<Agent::Impl> {
+class Agent::Impl : public Link::Owner, public std::enable_shared_from_this<Agent::Impl> {
  public:
   Impl(Clock* clock, Transport* transport, AgentService* service, const AgentOptions& options)
       : clock_(clock),
@@ -44,32 +44,29 @@ class Agent::Impl : public Link::Owner,
         directory_(options.directory),
         trace_(options.trace != nullptr ? options.trace : std::make_shared<TraceRecorder>()),
         shared_{.clock = clock, .limits = options.limits},
-        peers_(options.max_workers),
-        heartbeat_(options.heartbeat_limit) {}
+        peers_(std::make_shared<Peers>(options.max_workers)),
+        calls_(std::make_shared<CallTable>(clock, options.limits, trace_, peers_)),
+        heartbeat_(options.heartbeat_limit),
+        watch_(peers_, heartbeat_.limit() - heartbeat_.interval()) {}
 
   absl::StatusOr<std::string> Listen();
   absl::Status Start(const WorkerInfo& self, std::vector<WorkerInfo> workers);
-  uint64_t Call(WorkerId to, Packet request, const CallTerms& terms, ReplyCallback done);
+  uint64_t Call(WorkerId to, Request request, const CallTerms& terms, ReplyCallback done);
   void Notify(WorkerId to, Packet notice);
   absl::StatusOr<WorkerId> FindWorker(int id) const;
   absl::StatusOr<WorkerInfo> Info(WorkerId worker) const;
-  std::vector<CallStats> Stats() const;
   std::vector<std::pair<WorkerId, uint64_t>> Queued() const;
   absl::Status Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
   void SayLeaving();
-  size_t in_flight() const;
   size_t served() const { return shared_.served; }
-  const Peers& peers() const { return peers_; }
-  Peers& peers() { return peers_; }
+  const std::shared_ptr<CallTable>& calls() const { return calls_; }
+  Peers& peers() const { return *peers_; }
   void WatchMembers(bool late);
   void WatchToo(WorkerId member);
   void StopWatching();
   void SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
   void SetAlive(WorkerId worker, Incarnation incarnation);
   void Close();
-
-  // Canceller
-  void Cancel(uint64_t call) override;
 
   // Link::Owner
   void OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
@@ -84,21 +81,6 @@ class Agent::Impl : public Link::Owner,
   const std::shared_ptr<TraceRecorder> trace_;  // as long as calls that arrived
 
  private:
-  // A call that has not been answered.
-  struct Pending {
-    std::shared_ptr<Link> link;
-    std::string function;
-    WorkerId to = 0;
-    uint64_t bytes = 0;
-    absl::Time deadline;
-    Agent::ReplyCallback done;
-    CallCounters* counters = nullptr;
-    absl::Time begun;
-    std::unique_ptr<TraceSpan> span;  // null unless a trace runs
-    bool has_left = false;            // the peer may have heard of it
-  };
-  using PendingCalls = absl::flat_hash_map<uint64_t, Pending>;
-
   Link::Shared shared_;  // constant, or synchronizes itself
 
   // Opening: a link that was asked for, step by step.
@@ -127,55 +109,29 @@ class Agent::Impl : public Link::Owner,
   // Watching.
   void ArmWatch(absl::Duration wait, bool is_first);
   void Watch(bool is_first);
-  // What is known of a link that has ended.
-  struct ClosedLink {
-    WorkerId peer = 0;
-    Incarnation incarnation = 0;
-    bool was_heard = false;
-    bool was_silent = false;
-    bool is_there = false;  // somebody is, who has not taken us in
-    absl::Time asked_for;
-  };
-  void OnWatchedLinkClosed(const ClosedLink& link, const absl::Status& why);
+  void OnWatchedLinkClosed(const MemberWatch::ClosedLink& link, const absl::Status& why);
   void Ping(WorkerId peer);
   std::vector<std::shared_ptr<Link>> AllLinks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void AddOther(const std::shared_ptr<Link>& link) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  std::vector<Pending> TakePending(const Link& link) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   void Handle(const std::shared_ptr<Link>& link, Packet packet);
   absl::Status HandleOrFail(const std::shared_ptr<Link>& link, Packet packet);
   absl::StatusOr<std::shared_ptr<Link>> LinkTo(WorkerId to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void OnReply(WorkerId peer, const Frame& frame, Body reply);
   absl::Status Serve(const std::shared_ptr<Link>& link, WorkerId peer, const Frame& frame,
                      Packet packet, size_t offset);
   absl::StatusOr<SendWindow::Credit> AwaitCredit(const std::shared_ptr<SendWindow>& window,
                                                  uint64_t bytes, const CallTerms& terms);
   absl::Status TooLarge(absl::string_view what, uint64_t size) const;
-  absl::Status CheckCalls(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  Pending TakeOut(PendingCalls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void End(Pending& call, absl::StatusOr<Body> reply);
-  // Keeps a call that nobody waits for from leaving, or tells the worker that serves it.
-  static void SendCancel(uint64_t number, const Pending& call);
-  // The timer of the deadlines, which agent_calls.cc explains.
-  struct Timer {
-    uint64_t number = 0;  // of its own; 0: there is none
-    absl::Time at = absl::InfiniteFuture();
-    std::optional<Clock::TimerId> id = {};  // once the clock has it
-  };
-  // Makes it stand at `deadline`, or earlier. What it returns is for SetTimer(), at once.
-  struct Arming {
-    uint64_t number = 0;  // 0: nothing is to be done
-    absl::Time at;
-    std::optional<Clock::TimerId> stale;  // the clock's timer that this one replaces
-  };
-  Arming ArmTimer(absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void SetTimer(const Arming& arming) ABSL_LOCKS_EXCLUDED(mu_);
-  void OnTimer(uint64_t number);
-  std::string Describe(WorkerId worker) const { return peers_.Describe(worker); }
+  CallCounters* CountNotice(WorkerId peer, bool served);
+  std::string Describe(WorkerId worker) const { return peers_->Describe(worker); }
   absl::Status NoWorker(int id) const;
-  absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
 
-  Peers peers_;          // synchronizes itself
+  // Synchronize themselves.
+  const std::shared_ptr<Peers> peers_;
+  const std::shared_ptr<CallTable> calls_;
   Heartbeat heartbeat_;  // of the clock's thread
+  MemberWatch watch_;    // synchronizes itself
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
@@ -187,19 +143,8 @@ class Agent::Impl : public Link::Owner,
   std::vector<std::weak_ptr<Link>> others_ ABSL_GUARDED_BY(mu_);
   uint64_t last_link_ ABSL_GUARDED_BY(mu_) = 0;
   bool beats_ ABSL_GUARDED_BY(mu_) = false;  // as long as there are links
-  std::optional<Clock::TimerId> beat_ ABSL_GUARDED_BY(mu_);
-  bool watches_ ABSL_GUARDED_BY(mu_) = false;
-  size_t watched_ ABSL_GUARDED_BY(mu_) = 1;  // how many of the next members
-  std::optional<WorkerId> watched_too_ ABSL_GUARDED_BY(mu_);
-  // Since when those who are watched could not be reached, though nobody has refused.
-  absl::flat_hash_map<WorkerId, absl::Time> unreachable_ ABSL_GUARDED_BY(mu_);
-  absl::Time tried_again_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
-  std::optional<Clock::TimerId> watch_ ABSL_GUARDED_BY(mu_);
-  PendingCalls pending_ ABSL_GUARDED_BY(mu_);
-  CallMetrics metrics_ ABSL_GUARDED_BY(mu_);
-  uint64_t last_call_ ABSL_GUARDED_BY(mu_) = 0;
-  Timer timer_ ABSL_GUARDED_BY(mu_);
-  uint64_t last_timer_ ABSL_GUARDED_BY(mu_) = 0;
+  std::optional<Clock::TimerId> heartbeat_timer_ ABSL_GUARDED_BY(mu_);
+  std::optional<Clock::TimerId> watch_timer_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

@@ -29,12 +29,13 @@ absl::StatusOr<std::shared_ptr<Link>> Agent::Impl::LinkTo(WorkerId to) {
   if (closed_) return absl::CancelledError("this worker is shutting down");
   auto it = links_.find(to);
   if (it != links_.end()) return it->second;
-  if (directory_ == nullptr && !peers_.Find(to)) return NoWorker(to);
+  if (directory_ == nullptr && !peers_->Find(to)) return NoWorker(to);
   auto link = std::make_shared<Link>(shared_from_this(), &shared_);
   link->peer = to;
   link->number = ++last_link_;
   link->asked_for = clock_->Now();
   links_.emplace(to, link);
+  calls_->Add(*link);
   // Runs on the first thread that sends; opening is the first task of the link.
   link->OpenLater([this, watch = std::weak_ptr<Link>(link), to] {
     if (const auto link = watch.lock()) Open(link, to);
@@ -46,7 +47,7 @@ absl::StatusOr<std::shared_ptr<Link>> Agent::Impl::LinkTo(WorkerId to) {
 void Agent::Impl::Open(const std::shared_ptr<Link>& link, WorkerId to) {
   StartHeartbeat();
   if (directory_ == nullptr) return Connect(link, to);
-  const absl::Duration patience = peers_.Find(to) ? kPatienceForKnown : kPatience;
+  const absl::Duration patience = peers_->Find(to) ? kPatienceForKnown : kPatience;
   directory_->Find(to, patience,
                    [self = shared_from_this(), link, to](absl::StatusOr<WorkerInfo> found) {
                      self->OnFound(link, to, found);
@@ -56,7 +57,7 @@ void Agent::Impl::Open(const std::shared_ptr<Link>& link, WorkerId to) {
 void Agent::Impl::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
                           const absl::StatusOr<WorkerInfo>& found) {
   absl::Status learned = found.ok() ? Learn(*found, link) : found.status();
-  const std::optional<WorkerInfo> known = peers_.Find(to);
+  const std::optional<WorkerInfo> known = peers_->Find(to);
   if (!known || absl::IsCancelled(learned)) return link->Close(learned);
   // A store that is gone, or whose entry is of an incarnation that is over, does not keep us from a
   // peer that we know.
@@ -66,7 +67,7 @@ void Agent::Impl::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
 }
 
 void Agent::Impl::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t bulk_of) {
-  const std::optional<WorkerInfo> peer = peers_.Find(to);
+  const std::optional<WorkerInfo> peer = peers_->Find(to);
   bool closed;
   {
     absl::MutexLock lock(&mu_);
@@ -78,7 +79,7 @@ void Agent::Impl::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64
   if (closed || !peer) {
     return link->Close(absl::CancelledError("this worker is shutting down"));
   }
-  const WorkerInfo self = peers_.self();
+  const WorkerInfo self = peers_->self();
   std::string hello;
   AppendHello({.from = self.id,
                .from_incarnation = self.incarnation,
@@ -174,7 +175,7 @@ absl::Status Agent::Impl::Greet(const std::shared_ptr<Link>& link, WireReader& r
       return absl::InvalidArgumentError("a second hello on one connection");
     }
   }
-  absl::StatusOr<bool> known = peers_.Check(hello);
+  absl::StatusOr<bool> known = peers_->Check(hello);
   if (known.ok() && !*known && directory_ == nullptr) {
     known = absl::FailedPreconditionError(
         absl::StrCat("it comes from worker ", hello.from, ", which is not a member of this job"));
@@ -228,7 +229,7 @@ void Agent::Impl::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
     link->peer = hello.from;
     link->incarnation = hello.from_incarnation;
     // Two workers may open connections to each other at the same time; then both stay.
-    links_.emplace(hello.from, link);
+    if (links_.emplace(hello.from, link).second) calls_->Add(*link);
   }
   // It was silent for long, and speaks again.
   SetAlive(hello.from, hello.from_incarnation);
@@ -248,10 +249,9 @@ void Agent::Impl::Refuse(const std::shared_ptr<Link>& link, const absl::Status& 
 // --------------------------------------------------------------------------------------- Ending
 
 void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) {
-  std::vector<Pending> failed;
   bool known = false, lost = false;
   WorkerId peer = 0;
-  ClosedLink closed;
+  MemberWatch::ClosedLink closed;
   std::shared_ptr<Link> main;
   {
     absl::MutexLock lock(&mu_);
@@ -271,26 +271,25 @@ void Agent::Impl::OnClosed(const std::shared_ptr<Link>& link, absl::Status why) 
                 .is_there = link->is_there(),
                 .asked_for = link->asked_for};
     }
-    failed = TakePending(*link);
     link->dead = true;
   }
   if (main != nullptr) main->Close(why);
   bool left = false;
   if (known) {
-    const std::optional<WorkerInfo> info = peers_.Find(peer);
+    const std::optional<WorkerInfo> info = peers_->Find(peer);
     left = info && info->left;
     why =
         left ? absl::UnavailableError(absl::StrCat("worker ", Describe(peer), " has left the job"))
              : Annotate(why, absl::StrCat("the connection with worker ", Describe(peer), " broke"));
   }
-  for (Pending& p : failed) End(p, CallError(p.to, p.function, why));
+  calls_->EndCallsOver(*link, why);
   if (!lost) return;
   service_->OnPeerLost(peer, why);
   if (!left) OnWatchedLinkClosed(closed, why);
 }
 
 absl::Status Agent::Impl::Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
-  DG_ASSIGN_OR_RETURN(const bool is_new, peers_.Learn(worker));
+  DG_ASSIGN_OR_RETURN(const bool is_new, peers_->Learn(worker));
   if (is_new) DropOldIncarnation(worker.id, keep);
   service_->OnMemberEvents();
   return absl::OkStatus();
@@ -302,19 +301,17 @@ void Agent::Impl::DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>&
   const absl::Status why = absl::UnavailableError(
       absl::StrCat("worker ", Describe(peer), " has come back as a new incarnation"));
   std::vector<std::shared_ptr<Link>> old;
-  std::vector<Pending> failed;
   {
     absl::MutexLock lock(&mu_);
     for (auto& link : AllLinks()) {
       if (link->peer != peer || link == keep) continue;
       link->dead = true;
-      for (Pending& p : TakePending(*link)) failed.push_back(std::move(p));
       old.push_back(std::move(link));
     }
     const auto it = links_.find(peer);
     if (it != links_.end() && it->second != keep) links_.erase(it);
   }
-  for (Pending& p : failed) End(p, CallError(p.to, p.function, why));
+  for (const auto& link : old) calls_->EndCallsOver(*link, why);
   // Where there was no connection, what went over an earlier one has been lost with that; and a
   // context may have begun since, for which this peer is the new incarnation.
   if (!old.empty()) service_->OnPeerLost(peer, why);
@@ -376,7 +373,7 @@ void Agent::Impl::ArmHeartbeat() {
   {
     absl::MutexLock lock(&mu_);
     closed = closed_;
-    if (!closed) beat_ = timer;
+    if (!closed) heartbeat_timer_ = timer;
   }
   if (closed) clock_->Cancel(timer);
 }
@@ -386,7 +383,7 @@ void Agent::Impl::Beat() {
   std::vector<Heartbeat::Reading> readings;
   {
     absl::MutexLock lock(&mu_);
-    beat_.reset();
+    heartbeat_timer_.reset();
     if (closed_) return;
     for (auto& link : AllLinks()) {
       if (link->closed()) continue;

@@ -131,8 +131,8 @@ TEST_F(AgentTest, StrangersAreShutOut) {
                .to_incarnation = b().info.incarnation},
               &hello_of_an_earlier_life);
   for (const std::string& bytes :
-       {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(), Agent::NewRequest("echo").bytes,
-        hello_of_nobody, hello_of_an_earlier_life}) {
+       {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(),
+        Agent::NewRequest("echo").packet.bytes, hello_of_nobody, hello_of_an_earlier_life}) {
     auto transport = NewInprocTransport(network_);
     auto stranger = std::make_shared<Stranger>();
     auto closed = stranger->closed.future();

@@ -122,8 +122,8 @@ Future<std::string> TestAgent::Call(WorkerId to, const std::string& function,
                                     const std::string& body, const CallTerms& terms) {
   Promise<std::string> promise;
   Future<std::string> future = promise.future();
-  Packet request = Agent::NewRequest(function);
-  request.bytes += body;
+  Agent::Request request = Agent::NewRequest(function);
+  request.packet.bytes += body;
   const uint64_t call =
       agent.Call(to, std::move(request), terms,
                  [promise = std::move(promise)](absl::StatusOr<Body> reply, bool) mutable {

@@ -7,6 +7,7 @@
 namespace distgrad {
 
 CallCounters* CallMetrics::Find(WorkerId peer, bool served, absl::string_view function) {
+  absl::MutexLock lock(&mu_);
   Table& table = tables_[uint32_t{peer} * 2 + (served ? 1 : 0)];
   auto found = table.find(function);
   if (found == table.end()) {
@@ -20,6 +21,7 @@ CallCounters* CallMetrics::Find(WorkerId peer, bool served, absl::string_view fu
 
 std::vector<CallStats> CallMetrics::Snapshot() const {
   std::vector<CallStats> all;
+  absl::MutexLock lock(&mu_);
   for (const auto& [key, table] : tables_) {
     for (const auto& [function, counters] : table) {
       CallStats stats;

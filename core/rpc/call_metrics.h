@@ -8,8 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/ids.h"
 
@@ -41,7 +43,7 @@ struct CallStats {
   absl::Duration run_time = {};    // of all that ended together: the handler's, or the whole call's
 };
 
-// Needs a lock of its owner's around it; the counters don't, and live as long as this does.
+// Thread-safe. The counters live as long as this does.
 //
 // Whoever calls chooses the name of the function, so a peer has kNames of them each way; what has
 // another is counted under kOther.
@@ -57,7 +59,9 @@ class CallMetrics {
  private:
   using Table = absl::flat_hash_map<std::string, std::unique_ptr<CallCounters>>;
 
-  absl::flat_hash_map<uint32_t, Table> tables_;  // by peer, doubled, plus 1 for what was served
+  mutable absl::Mutex mu_;
+  // By peer, doubled, plus 1 for what was served.
+  absl::flat_hash_map<uint32_t, Table> tables_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

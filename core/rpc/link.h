@@ -65,9 +65,6 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Which incarnation of it: 0 until the hello, and of the link to oneself.
   Incarnation incarnation = 0;
 
-  // Calls made to the peer over this link that have not ended; like `peer`.
-  size_t calls_in_flight = 0;
-
   // The rest of what the owner keeps with a link, like `peer`.
   uint64_t number = 0;    // of its own
   bool accepted = false;  // the peer opened it

@@ -103,10 +103,11 @@ absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
   if (options.cancellation != nullptr && options.cancellation->cancelled()) {
     return options.cancellation->why();
   }
-  call.packet = Agent::NewRequest(function);
+  call.request = Agent::NewRequest(function);
   try {
     call.header.modes = CallModes::Current();
-    DG_ASSIGN_OR_RETURN(call.body, Encode(call.header, call.context, to, message, &call.packet));
+    DG_ASSIGN_OR_RETURN(call.body,
+                        Encode(call.header, call.context, to, message, &call.request.packet));
     call.send = MakeSend(call.header, message);
   } catch (...) {
     return StatusFromException(std::current_exception());
@@ -114,11 +115,11 @@ absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
   return call;
 }
 
-Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outgoing call,
-                                   const CallOptions& options, bool wait) {
+Future<Message> Worker::Impl::Send(WorkerId to, Outgoing call, const CallOptions& options,
+                                   bool wait) {
   const absl::StatusOr<EdgeId> edge =
-      Record(call.context, to, std::move(call.send), call.body, &call.packet);
-  if (!edge.ok()) return Failed(CallError(to, function, edge.status()));
+      Record(call.context, to, std::move(call.send), call.body, &call.request.packet);
+  if (!edge.ok()) return Failed(CallError(to, call.request.function, edge.status()));
   Promise<Message> promise;
   const Future<Message> future = promise.future();
   const CallTerms terms{.deadline = call.deadline,
@@ -126,7 +127,7 @@ Future<Message> Worker::Impl::Send(WorkerId to, absl::string_view function, Outg
                         .cancellation = options.cancellation.get(),
                         .context = call.header.context};
   const uint64_t number = agent_.Call(
-      to, std::move(call.packet), terms,
+      to, std::move(call.request), terms,
       [this, context = std::move(call.context), to, edge = *edge, promise = std::move(promise)](
           absl::StatusOr<Body> reply, bool has_left) mutable {
         if (reply.ok()) {
@@ -159,7 +160,7 @@ Future<Message> Worker::Impl::Call(WorkerRef to, absl::string_view function, con
   }
   absl::StatusOr<Outgoing> call = Prepare(*id, function, message, options);
   if (!call.ok()) return Failed(CallError(*id, function, call.status()));
-  return Send(*id, function, *std::move(call), options, wait);
+  return Send(*id, *std::move(call), options, wait);
 }
 
 std::vector<Future<Message>> Worker::Impl::CallEach(absl::Span<const WorkerRef> to,
@@ -193,7 +194,7 @@ std::vector<Future<Message>> Worker::Impl::CallEach(absl::Span<const WorkerRef> 
           CallError(*id, function, StatusFromException(std::current_exception()))));
       continue;
     }
-    replies.push_back(Send(*id, function, std::move(own), options, /*wait=*/true));
+    replies.push_back(Send(*id, std::move(own), options, /*wait=*/true));
   }
   return replies;
 }

@@ -63,8 +63,8 @@ class UnresolvedCall final : public Canceller {
 
 }  // namespace
 
-Future<Message> Worker::Impl::SendToUnresolved(std::string name, std::string function,
-                                               Outgoing call, CallOptions options, bool wait) {
+Future<Message> Worker::Impl::SendToUnresolved(std::string name, Outgoing call, CallOptions options,
+                                               bool wait) {
   options.context = nullptr;  // the call has what it needs of it
   const auto unresolved = std::make_shared<UnresolvedCall>(self_.id);
   const Future<Message> future = unresolved->future();
@@ -80,8 +80,7 @@ Future<Message> Worker::Impl::SendToUnresolved(std::string name, std::string fun
     });
   }
   const absl::Duration call_time = call.deadline - clock_->Now();
-  auto send = [this, unresolved, timer, name, function = std::move(function),
-               call = std::move(call), options = std::move(options),
+  auto send = [this, unresolved, timer, name, call = std::move(call), options = std::move(options),
                wait](const absl::StatusOr<WorkerInfo>& found) mutable {
     clock_->Cancel(timer);
     if (unresolved->future().Done()) return;
@@ -89,7 +88,7 @@ Future<Message> Worker::Impl::SendToUnresolved(std::string name, std::string fun
     // The message of this one has the names that are known.
     if (absl::IsNotFound(status)) status = agent_.FindWorker(name).status();
     if (!status.ok()) return unresolved->End(status);
-    const Future<Message> sent = Send(found->id, function, std::move(call), options, wait);
+    const Future<Message> sent = Send(found->id, std::move(call), options, wait);
     unresolved->GoOnWith(sent);
     sent.Then([unresolved](const absl::StatusOr<Message>& reply) { unresolved->End(reply); });
   };
@@ -118,7 +117,7 @@ Future<Message> Worker::Impl::CallUnresolved(std::string name, absl::string_view
   // tensors hold, and their history, may be others when the store has answered.
   absl::StatusOr<Outgoing> call = Prepare(self_.id, function, message, options);
   if (!call.ok()) return Failed(call.status());
-  return SendToUnresolved(std::move(name), std::string(function), *std::move(call), options, wait);
+  return SendToUnresolved(std::move(name), *std::move(call), options, wait);
 }
 
 std::vector<Member> Worker::Impl::members() const {

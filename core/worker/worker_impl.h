@@ -128,7 +128,7 @@ class Worker::Impl : public Context::Owner,
     std::shared_ptr<ContextRecord> context;
     absl::Time deadline;  // by clock_
     CallHeader header;
-    Packet packet;
+    Agent::Request request = {};
     size_t body = 0;                   // where it begins
     std::shared_ptr<SourceNode> send;  // null if nothing is recorded; one for each call
   };
@@ -168,10 +168,8 @@ class Worker::Impl : public Context::Owner,
   // To one who is not known here: asks the store, without making this thread wait.
   Future<Message> CallUnresolved(std::string name, absl::string_view function,
                                  const Message& message, const CallOptions& options, bool wait);
-  Future<Message> SendToUnresolved(std::string name, std::string function, Outgoing call,
-                                   CallOptions options, bool wait);
-  Future<Message> Send(WorkerId to, absl::string_view function, Outgoing call,
-                       const CallOptions& options, bool wait);
+  Future<Message> SendToUnresolved(std::string name, Outgoing call, CallOptions options, bool wait);
+  Future<Message> Send(WorkerId to, Outgoing call, const CallOptions& options, bool wait);
   absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
   // An error that arose here, unless it says something else.
   absl::Status OwnError(const absl::Status& why) const {

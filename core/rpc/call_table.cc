@@ -1,0 +1,240 @@
+// Keeps calls until they end, and one timer for all of their deadlines.
+#include "core/rpc/call_table.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/rpc/frame.h"
+
+namespace distgrad {
+
+std::optional<int64_t> CallTable::TimeLeft(absl::Time deadline, absl::Time now) {
+  if (deadline == absl::InfiniteFuture()) return 0;
+  const int64_t left = absl::ToInt64Microseconds(deadline - now);
+  return left > 0 ? std::optional<int64_t>(left) : std::nullopt;
+}
+
+// ------------------------------------------------------------------------------------ Beginning
+
+void CallTable::Add(const Link& link) {
+  absl::MutexLock lock(&mu_);
+  links_.try_emplace(link.number, 0);
+}
+
+absl::Status CallTable::CheckLimits(const Link& link) const {
+  const auto found = links_.find(link.number);
+  if (found == links_.end()) return absl::AbortedError("the connection is over");
+  if (found->second >= limits_.calls_per_peer) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(found->second, " calls to it are in flight; limit calls_per_peer is ",
+                     limits_.calls_per_peer));
+  }
+  if (calls_.size() >= limits_.calls) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(calls_.size(), " calls are in flight; limit calls is ", limits_.calls));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CallTable::Begun> CallTable::Begin(Call& call, std::shared_ptr<Link> link,
+                                                  Packet& request) {
+  CallCounters* const counters = metrics_.Find(call.to, /*served=*/false, call.function);
+  Begun begun;
+  Arming arming;
+  {
+    absl::MutexLock lock(&mu_);
+    if (closed_) return absl::CancelledError("this worker is shutting down");
+    DG_RETURN_IF_ERROR(CheckLimits(*link));
+    begun.number = ++last_call_;
+    SetCall(begun.number, TimeLeft(call.deadline, call.begun).value_or(1), &request.bytes);
+    ++links_[link->number];
+    ++counters->calls;
+    counters->bytes_sent += call.bytes;
+    if (call.span != nullptr) call.span->call = begun.number;
+    arming = ArmTimer(call.deadline);
+    // While the timer is set, or the connection comes, the call may end.
+    begun.leaves_now = arming.number == 0 && link->ready(call.bytes);
+    call.has_left = begun.leaves_now;
+    call.counters = counters;
+    call.link = std::move(link);
+    calls_.emplace(begun.number, std::move(call));
+  }
+  SetTimer(arming);
+  return begun;
+}
+
+bool CallTable::OnLeaving(uint64_t number, Packet& request) {
+  absl::MutexLock lock(&mu_);
+  const auto found = calls_.find(number);
+  if (found == calls_.end()) return false;
+  const std::optional<int64_t> left = TimeLeft(found->second.deadline, clock_->Now());
+  if (!left) return false;  // the timer is about to end it
+  SetCall(number, *left, &request.bytes);
+  found->second.has_left = true;
+  return true;
+}
+
+// --------------------------------------------------------------------------------------- Ending
+
+CallTable::Call CallTable::TakeOut(Calls::iterator call) {
+  Call taken = std::move(call->second);
+  calls_.erase(call);
+  const auto link = links_.find(taken.link->number);
+  if (link != links_.end()) --link->second;
+  return taken;
+}
+
+std::optional<CallTable::Call> CallTable::Take(uint64_t number, WorkerId from) {
+  absl::MutexLock lock(&mu_);
+  const auto found = calls_.find(number);
+  // A reply after the deadline finds nobody; one to a call that went elsewhere is refused.
+  if (found == calls_.end() || found->second.to != from || !found->second.has_left) {
+    return std::nullopt;
+  }
+  return TakeOut(found);
+}
+
+void CallTable::End(Call call, absl::StatusOr<Body> reply) {
+  const absl::Time now = clock_->Now();
+  if (call.counters != nullptr) {
+    if (reply.ok()) {
+      call.counters->bytes_received += reply->packet.size();
+    } else {
+      ++call.counters->errors;
+    }
+    call.counters->run_ns += absl::ToInt64Nanoseconds(now - call.begun);
+    ++call.counters->ended;
+  }
+  if (call.span != nullptr && reply.ok()) call.span->bytes_received = reply->packet.size();
+  trace_->End(std::move(call.span), now, reply.status());
+  call.done(std::move(reply), call.has_left);
+}
+
+void CallTable::EndWithError(Call call, const absl::Status& why) {
+  const absl::Status error = Annotate(
+      why, absl::StrCat("call of '", call.function, "' on worker ", peers_->Describe(call.to)));
+  End(std::move(call), error);
+}
+
+void CallTable::SendCancel(uint64_t number, const Call& call) {
+  if (!call.has_left) return call.link->Withdraw(number);
+  Packet packet;
+  AppendFrame({.kind = FrameKind::kCancel, .call = number}, &packet.bytes);
+  // Should it come before its call, it would find nothing.
+  call.link->SendBehind(call.bytes, std::move(packet));
+}
+
+void CallTable::Cancel(uint64_t number) {
+  std::optional<Call> cancelled;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = calls_.find(number);
+    if (found == calls_.end()) return;
+    cancelled = TakeOut(found);
+  }
+  SendCancel(number, *cancelled);
+  EndWithError(*std::move(cancelled), absl::CancelledError("it was cancelled by its caller"));
+}
+
+void CallTable::EndCallsOver(const Link& link, const absl::Status& why) {
+  std::vector<Call> failed;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto of_link = links_.find(link.number);
+    if (of_link == links_.end()) return;
+    for (auto it = calls_.begin(); it != calls_.end() && of_link->second > 0;) {
+      const auto call = it++;
+      if (call->second.link.get() == &link) failed.push_back(TakeOut(call));
+    }
+    links_.erase(of_link);
+  }
+  for (Call& call : failed) {
+    call.has_left = true;
+    EndWithError(std::move(call), why);
+  }
+}
+
+void CallTable::Close(const absl::Status& why) {
+  Calls calls;
+  std::optional<Clock::TimerId> timer;
+  {
+    absl::MutexLock lock(&mu_);
+    closed_ = true;
+    calls.swap(calls_);
+    links_.clear();
+    timer = std::exchange(timer_, {}).id;
+  }
+  if (timer) clock_->Cancel(*timer);
+  for (auto& [number, call] : calls) EndWithError(std::move(call), why);
+}
+
+// ------------------------------------------------------------------------------------ Deadlines
+
+// One timer serves all calls: it stands at the earliest deadline that there was, and is not
+// moved when that call is answered in time.
+//
+// Whenever mu_ is free, timer_.at is not later than the deadline of any call, and the clock has a
+// timer of that number or the thread that wrote timer_ is about to set it. The clock is called
+// without mu_, so a timer may fire, and another may take its place, before the thread that sets it
+// goes on: a timer is therefore known by a number that it has before the clock hears of it.
+
+CallTable::Arming CallTable::ArmTimer(absl::Time deadline) {
+  if (closed_ || deadline >= timer_.at) return {};
+  const Arming arming{++last_timer_, deadline, timer_.id};
+  timer_ = {.number = arming.number, .at = deadline};
+  return arming;
+}
+
+void CallTable::SetTimer(const Arming& arming) {
+  if (arming.number == 0) return;
+  if (arming.stale) clock_->Cancel(*arming.stale);
+  const Clock::TimerId id =
+      clock_->At(arming.at, [weak = weak_from_this(), number = arming.number] {
+        if (auto self = weak.lock()) self->OnTimer(number);
+      });
+  {
+    absl::MutexLock lock(&mu_);
+    if (timer_.number == arming.number) {
+      timer_.id = id;
+      return;
+    }
+  }
+  clock_->Cancel(id);  // it has fired, or was replaced
+}
+
+void CallTable::OnTimer(uint64_t number) {
+  std::vector<std::pair<uint64_t, Call>> late;
+  Arming next;
+  {
+    absl::MutexLock lock(&mu_);
+    if (timer_.number != number) return;  // an earlier one has taken its place
+    timer_ = {};
+    const absl::Time now = clock_->Now();
+    absl::Time earliest = absl::InfiniteFuture();
+    for (auto it = calls_.begin(); it != calls_.end();) {
+      const auto call = it++;
+      if (call->second.deadline <= now) {
+        const uint64_t call_number = call->first;
+        late.emplace_back(call_number, TakeOut(call));
+      } else {
+        earliest = std::min(earliest, call->second.deadline);
+      }
+    }
+    next = ArmTimer(earliest);
+  }
+  SetTimer(next);
+  for (auto& [call_number, call] : late) {
+    SendCancel(call_number, call);
+    EndWithError(std::move(call), absl::DeadlineExceededError("no answer before the deadline"));
+  }
+}
+
+size_t CallTable::size() const {
+  absl::MutexLock lock(&mu_);
+  return calls_.size();
+}
+
+}  // namespace distgrad

@@ -1,0 +1,153 @@
+// Calls that end by their deadline, their link, a cancel, or the table's end.
+#include "core/rpc/call_table.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "core/base/fake_clock.h"
+#include "core/base/trace.h"
+#include "core/base/wire.h"
+#include "core/rpc/frame.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+// Of links that send nothing.
+class NoOwner : public Link::Owner {
+ public:
+  void OnPacket(const std::shared_ptr<Link>&, Packet) override {}
+  void OnBulkWanted(const std::shared_ptr<Link>&) override {}
+  bool OnLeaving(uint64_t, Packet&) override { return false; }
+  void OnClosed(const std::shared_ptr<Link>&, absl::Status) override {}
+};
+
+class CallTableTest : public ::testing::Test {
+ protected:
+  CallTableTest() : table_(NewTable({})) {}
+
+  std::shared_ptr<CallTable> NewTable(const Limits& limits) {
+    return std::make_shared<CallTable>(&clock_, limits, std::make_shared<TraceRecorder>(),
+                                       std::make_shared<Peers>(10));
+  }
+  std::shared_ptr<Link> NewLink(CallTable& table) {
+    auto link = std::make_shared<Link>(std::make_shared<NoOwner>(), &shared_);
+    link->number = ++links_;
+    table.Add(*link);
+    return link;
+  }
+  CallTable::Call NewCall(absl::Duration timeout = absl::InfiniteDuration()) {
+    return {.to = 1,
+            .function = "f",
+            .bytes = 10,
+            .begun = clock_.Now(),
+            .deadline = clock_.Now() + timeout,
+            .done = [this](const absl::StatusOr<Body>& reply, bool has_left) {
+              ended_.push_back(reply.status());
+              left_.push_back(has_left);
+            }};
+  }
+  static Packet Request() {
+    Packet packet;
+    AppendFrame({.kind = FrameKind::kRequest, .function = "f"}, &packet.bytes);
+    return packet;
+  }
+  absl::StatusOr<CallTable::Begun> Begin(CallTable& table, const std::shared_ptr<Link>& link,
+                                         absl::Duration timeout = absl::InfiniteDuration()) {
+    CallTable::Call call = NewCall(timeout);
+    Packet request = Request();
+    return table.Begin(call, link, request);
+  }
+
+  FakeClock clock_;
+  Link::Shared shared_{.clock = &clock_, .limits = {}};
+  uint64_t links_ = 0;
+  std::vector<absl::Status> ended_;
+  std::vector<bool> left_;
+  const std::shared_ptr<CallTable> table_;
+};
+
+TEST_F(CallTableTest, ALinkThatIsOverTakesNoMoreCalls) {
+  const auto link = NewLink(*table_), other = NewLink(*table_);
+  ASSERT_TRUE(Begin(*table_, link).ok());
+  ASSERT_TRUE(Begin(*table_, other).ok());
+  table_->EndCallsOver(*link, absl::UnavailableError("it broke"));
+  ASSERT_EQ(ended_.size(), 1u);
+  EXPECT_TRUE(absl::IsUnavailable(ended_[0]));
+  EXPECT_TRUE(absl::StrContains(ended_[0].message(), "call of 'f' on worker")) << ended_[0];
+  EXPECT_TRUE(left_[0]) << "what waited for it is lost, too";
+
+  CallTable::Call call = NewCall();
+  Packet request = Request();
+  EXPECT_TRUE(absl::IsAborted(table_->Begin(call, link, request).status()));
+  EXPECT_TRUE(call.done != nullptr) << "another link may take it";
+  EXPECT_TRUE(table_->Begin(call, other, request).ok());
+  EXPECT_EQ(table_->size(), 2u);
+  table_->Close(absl::CancelledError("end"));
+}
+
+TEST_F(CallTableTest, LimitsHoldForEachLinkAndForAll) {
+  const auto table = NewTable({.calls_per_peer = 2, .calls = 3});
+  const auto a = NewLink(*table), b = NewLink(*table);
+  const uint64_t first = Begin(*table, a)->number;
+  EXPECT_TRUE(Begin(*table, a).ok());
+  EXPECT_TRUE(absl::IsResourceExhausted(Begin(*table, a).status()));
+  EXPECT_TRUE(Begin(*table, b).ok());
+  EXPECT_TRUE(absl::IsResourceExhausted(Begin(*table, b).status()));
+  EXPECT_TRUE(ended_.empty()) << "who asked says so";
+  table->Cancel(first);
+  EXPECT_TRUE(Begin(*table, a).ok());
+  table->Close(absl::CancelledError("end"));
+}
+
+TEST_F(CallTableTest, OnlyTheWorkerThatWasAskedAnswers) {
+  const auto link = NewLink(*table_);
+  const uint64_t number = Begin(*table_, link)->number;
+  EXPECT_FALSE(table_->Take(number, 1).has_value()) << "it has not left";
+  Packet request = Request();
+  EXPECT_TRUE(table_->OnLeaving(number, request));
+  EXPECT_FALSE(table_->Take(number, 2).has_value());
+  EXPECT_FALSE(table_->Take(number + 1, 1).has_value());
+  std::optional<CallTable::Call> call = table_->Take(number, 1);
+  ASSERT_TRUE(call.has_value());
+  table_->End(*std::move(call), Body{});
+  EXPECT_EQ(ended_, std::vector<absl::Status>{absl::OkStatus()});
+  EXPECT_FALSE(table_->Take(number, 1).has_value());
+}
+
+TEST_F(CallTableTest, EachEndsAtItsOwnDeadline) {
+  const auto link = NewLink(*table_);
+  const uint64_t late = Begin(*table_, link, absl::Seconds(20))->number;
+  ASSERT_TRUE(Begin(*table_, link, absl::Seconds(10)).ok());
+  ASSERT_TRUE(Begin(*table_, link).ok());
+  clock_.Advance(absl::Seconds(10));
+  ASSERT_EQ(ended_.size(), 1u);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(ended_[0]));
+  EXPECT_FALSE(left_[0]);
+  Packet request = Request();
+  EXPECT_TRUE(table_->OnLeaving(late, request));
+  WireReader reader(request.bytes);
+  EXPECT_EQ(ReadFrame(reader)->timeout_us, 10'000'000) << "what is left of its time";
+  clock_.Advance(absl::Seconds(10));
+  EXPECT_EQ(ended_.size(), 2u);
+  EXPECT_EQ(table_->size(), 1u);
+  EXPECT_FALSE(table_->OnLeaving(late, request));
+  table_->Close(absl::CancelledError("end"));
+}
+
+TEST_F(CallTableTest, NoneBeginsAfterTheEnd) {
+  const auto link = NewLink(*table_);
+  ASSERT_TRUE(Begin(*table_, link, absl::Seconds(10)).ok());
+  table_->Close(absl::CancelledError("end"));
+  ASSERT_EQ(ended_.size(), 1u);
+  EXPECT_TRUE(absl::IsCancelled(ended_[0]));
+  EXPECT_TRUE(absl::IsCancelled(Begin(*table_, link).status()));
+  clock_.Advance(absl::Seconds(20));
+  EXPECT_EQ(ended_.size(), 1u);
+}
+
+}  // namespace
+}  // namespace distgrad

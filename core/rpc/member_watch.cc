@@ -1,0 +1,109 @@
+// Keeps how many members are watched, and since when one of them could not be reached.
+#include "core/rpc/member_watch.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace distgrad {
+namespace {
+
+constexpr absl::Duration kAgain = absl::Seconds(1);    // between attempts that follow a broken one
+constexpr absl::Duration kRefusal = absl::Seconds(1);  // comes within that
+constexpr size_t kMostWatched = 64;                    // at once
+
+}  // namespace
+
+bool MemberWatch::Start() {
+  absl::MutexLock lock(&mu_);
+  return !std::exchange(watches_, true);
+}
+
+void MemberWatch::Stop() {
+  absl::MutexLock lock(&mu_);
+  watches_ = false;
+}
+
+bool MemberWatch::watches() const {
+  absl::MutexLock lock(&mu_);
+  return watches_;
+}
+
+void MemberWatch::WatchToo(WorkerId member) {
+  absl::MutexLock lock(&mu_);
+  watched_too_ = member;
+}
+
+std::vector<WorkerId> MemberWatch::Tick(bool is_first,
+                                        absl::FunctionRef<bool(WorkerId)> can_be_reached) {
+  const std::optional<WorkerId> before = peers_->Before();
+  std::vector<WorkerId> wanted;
+  {
+    absl::MutexLock lock(&mu_);
+    wanted = peers_->After(watched_);
+    bool all_can = true;
+    for (const WorkerId peer : wanted) {
+      if (can_be_reached(peer)) {
+        unreachable_.erase(peer);
+      } else {
+        all_can = false;
+      }
+    }
+    if (all_can) watched_ = 1;
+  }
+  if (!before) return wanted;
+  if (!is_first) {
+    // The one before keeps a connection with us. If it has given that up it takes us for lost, or
+    // does not know of us.
+    wanted.push_back(*before);
+  } else if (wanted == std::vector<WorkerId>{*before} && *before < peers_->self().id) {
+    // Of two alone, who begin at the same time, one opens the connection.
+    wanted.clear();
+  }
+  return wanted;
+}
+
+// A connection that was good and breaks says little: its peer may have closed it. So another one is
+// tried, which first asks the store whether the peer has left or come back elsewhere. If that is
+// refused at once nobody is there. If it is not answered, or not taken in, the peer may be stopped
+// or short of something, and has as long to go on as on a connection that stands. If this worker
+// lacks the means to try it knows nothing.
+MemberWatch::Verdict MemberWatch::OnClosed(const ClosedLink& link, const absl::Status& why,
+                                           absl::Time now) {
+  absl::MutexLock lock(&mu_);
+  if (link.was_heard) unreachable_.erase(link.peer);
+  if (absl::IsResourceExhausted(why)) return Verdict::kNothing;  // Tick() tries again
+  if (!watches_ || (link.peer != watched_too_ && !IsAmongNext(link.peer))) {
+    return Verdict::kNothing;
+  }
+  bool is_lost = link.was_silent;
+  if (!is_lost && !link.was_heard) {
+    const absl::Time since = unreachable_.try_emplace(link.peer, link.asked_for).first->second;
+    is_lost = (!link.is_there && now - link.asked_for < kRefusal) || now - since >= patience_;
+  }
+  if (is_lost) {
+    unreachable_.erase(link.peer);
+    return Verdict::kLost;
+  }
+  if (now - tried_again_ < kAgain) return Verdict::kNothing;  // Tick() will
+  tried_again_ = now;
+  return Verdict::kTryAgain;
+}
+
+bool MemberWatch::IsAmongNext(WorkerId worker) const {
+  const std::vector<WorkerId> next = peers_->After(watched_);
+  return std::find(next.begin(), next.end(), worker) != next.end();
+}
+
+bool MemberWatch::IsWatched(WorkerId worker) const {
+  absl::MutexLock lock(&mu_);
+  return watches_ && IsAmongNext(worker);
+}
+
+std::vector<WorkerId> MemberWatch::WatchMore() {
+  absl::MutexLock lock(&mu_);
+  if (!watches_) return {};
+  watched_ = std::min(2 * watched_, kMostWatched);
+  return peers_->After(watched_);
+}
+
+}  // namespace distgrad

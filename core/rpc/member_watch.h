@@ -1,0 +1,78 @@
+// Decides whom an agent watches, and when one of them is lost: the next members by id, over
+// connections that the agent keeps for that. docs/membership.md, "Lost members", has the rules. It
+// has no clock and sends nothing: its owner tells it what happens.
+#ifndef DISTGRAD_CORE_RPC_MEMBER_WATCH_H_
+#define DISTGRAD_CORE_RPC_MEMBER_WATCH_H_
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/ids.h"
+#include "core/rpc/peers.h"
+
+namespace distgrad {
+
+// Thread-safe. Calls Peers, and nobody else but who is given to a function.
+class MemberWatch {
+ public:
+  // What is known of a link that has ended.
+  struct ClosedLink {
+    WorkerId peer = 0;
+    Incarnation incarnation = 0;
+    bool was_heard = false;
+    bool was_silent = false;
+    bool is_there = false;  // somebody is, who has not taken us in
+    absl::Time asked_for;
+  };
+  enum class Verdict { kNothing, kTryAgain, kLost };
+
+  // A member that neither answers nor refuses is lost after `patience`.
+  MemberWatch(std::shared_ptr<const Peers> peers, absl::Duration patience)
+      : peers_(std::move(peers)), patience_(patience) {}
+
+  // False if it had started.
+  bool Start();
+  void Stop();
+  bool watches() const;
+  // This member as well, whoever else does.
+  void WatchToo(WorkerId member);
+
+  // Whom to ask for a sign of life, now and then: those that this worker watches, and the one that
+  // watches it, for that one may not know of it.
+  std::vector<WorkerId> Tick(bool is_first, absl::FunctionRef<bool(WorkerId)> can_be_reached);
+
+  Verdict OnClosed(const ClosedLink& link, const absl::Status& why, absl::Time now);
+
+  bool IsWatched(WorkerId worker) const;
+  // One that was watched is lost. More may be, with their machine or their network: to find them
+  // one after the other would take a heartbeat's limit for each. So it watches twice as many, and
+  // returns them.
+  std::vector<WorkerId> WatchMore();
+
+ private:
+  bool IsAmongNext(WorkerId worker) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  const std::shared_ptr<const Peers> peers_;
+  const absl::Duration patience_;
+
+  mutable absl::Mutex mu_;
+  bool watches_ ABSL_GUARDED_BY(mu_) = false;
+  size_t watched_ ABSL_GUARDED_BY(mu_) = 1;  // how many of the next members
+  std::optional<WorkerId> watched_too_ ABSL_GUARDED_BY(mu_);
+  // Since when those who are watched could not be reached, though nobody has refused.
+  absl::flat_hash_map<WorkerId, absl::Time> unreachable_ ABSL_GUARDED_BY(mu_);
+  absl::Time tried_again_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_MEMBER_WATCH_H_

@@ -1,0 +1,111 @@
+// Whom a worker watches, and when it takes one of them for lost.
+#include "core/rpc/member_watch.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using Verdict = MemberWatch::Verdict;
+
+constexpr absl::Duration kPatience = absl::Seconds(40);
+
+// Worker 1 of five.
+class MemberWatchTest : public ::testing::Test {
+ protected:
+  MemberWatchTest() : peers_(std::make_shared<Peers>(100)), watch_(peers_, kPatience) {
+    std::vector<WorkerInfo> workers(5);
+    for (WorkerId id = 0; id < 5; ++id) {
+      workers[id].id = id;
+      workers[id].name = std::string(1, static_cast<char>('a' + id));
+      workers[id].incarnation = 1;
+    }
+    EXPECT_TRUE(peers_->Start(workers[1], workers).ok());
+    EXPECT_TRUE(watch_.Start());
+  }
+  std::vector<WorkerId> Tick(bool is_first = false, bool can = true) {
+    return watch_.Tick(is_first, [can](WorkerId) { return can; });
+  }
+  // Of a connection with the next member that broke.
+  Verdict Broke(MemberWatch::ClosedLink link,
+                const absl::Status& why = absl::UnavailableError("it broke")) {
+    if (link.peer == 0) link.peer = 2;
+    return watch_.OnClosed(link, why, now_);
+  }
+  // That nobody has answered, who is asked since then.
+  Verdict Unanswered(absl::Duration since) {
+    return Broke({.is_there = true, .asked_for = now_ - since});
+  }
+
+  absl::Time now_ = absl::UnixEpoch() + absl::Hours(1);
+  const std::shared_ptr<Peers> peers_;
+  MemberWatch watch_;
+};
+
+TEST_F(MemberWatchTest, StartsOnce) { EXPECT_FALSE(watch_.Start()); }
+
+TEST_F(MemberWatchTest, AsksTheNextOneAndTheOneBefore) {
+  EXPECT_EQ(Tick(/*is_first=*/true), std::vector<WorkerId>{2});
+  EXPECT_EQ(Tick(), (std::vector<WorkerId>{2, 0}));
+}
+
+TEST_F(MemberWatchTest, OfOthersItSaysNothing) {
+  EXPECT_EQ(Broke({.peer = 3, .was_silent = true}), Verdict::kNothing);
+  watch_.WatchToo(3);
+  EXPECT_EQ(Broke({.peer = 3, .was_silent = true}), Verdict::kLost);
+  watch_.Stop();
+  EXPECT_EQ(Broke({.was_silent = true}), Verdict::kNothing);
+}
+
+TEST_F(MemberWatchTest, AConnectionThatWasGoodIsTriedAgainOnceASecond) {
+  EXPECT_EQ(Broke({.was_heard = true}), Verdict::kTryAgain);
+  EXPECT_EQ(Broke({.was_heard = true}), Verdict::kNothing);
+  now_ += absl::Seconds(1);
+  EXPECT_EQ(Broke({.was_heard = true}), Verdict::kTryAgain);
+}
+
+TEST_F(MemberWatchTest, WhoIsNotThereOrSilentIsLost) {
+  EXPECT_EQ(Broke({.asked_for = now_ - absl::Milliseconds(100)}), Verdict::kLost) << "refused";
+  EXPECT_EQ(Broke({.was_heard = true, .was_silent = true}), Verdict::kLost);
+}
+
+TEST_F(MemberWatchTest, WhoDoesNotAnswerIsLostWhenPatienceEnds) {
+  EXPECT_EQ(Unanswered(absl::Milliseconds(100)), Verdict::kTryAgain);
+  now_ += kPatience - absl::Seconds(1);
+  EXPECT_EQ(Unanswered(absl::Seconds(5)), Verdict::kTryAgain);
+  now_ += absl::Seconds(1);
+  EXPECT_EQ(Unanswered(absl::Milliseconds(100)), Verdict::kLost);
+}
+
+TEST_F(MemberWatchTest, WhoWasReachedMeanwhileHasAllOfItAgain) {
+  EXPECT_EQ(Unanswered(absl::Milliseconds(100)), Verdict::kTryAgain);
+  now_ += kPatience - absl::Seconds(1);
+  EXPECT_EQ(Broke({.was_heard = true}), Verdict::kTryAgain);
+  now_ += absl::Seconds(1);
+  EXPECT_EQ(Unanswered(absl::Milliseconds(100)), Verdict::kTryAgain);
+  Tick();  // it can be reached
+  now_ += kPatience - absl::Seconds(1);
+  EXPECT_EQ(Unanswered(absl::Milliseconds(100)), Verdict::kTryAgain);
+}
+
+TEST_F(MemberWatchTest, WhoLacksTheMeansToConnectKnowsNothing) {
+  const absl::Status why = absl::ResourceExhaustedError("no descriptors");
+  EXPECT_EQ(Broke({.asked_for = now_}, why), Verdict::kNothing);
+}
+
+TEST_F(MemberWatchTest, WhereOneIsLostItLooksForMoreUntilAllCanBeReached) {
+  EXPECT_TRUE(watch_.IsWatched(2));
+  EXPECT_FALSE(watch_.IsWatched(3));
+  ASSERT_TRUE(peers_->SetLost(2, 1, "it died"));
+  EXPECT_EQ(watch_.WatchMore(), (std::vector<WorkerId>{3, 4}));
+  EXPECT_EQ(Tick(false, /*can=*/false), (std::vector<WorkerId>{3, 4, 0}));
+  EXPECT_EQ(Tick(false, /*can=*/true), (std::vector<WorkerId>{3, 4, 0}));
+  EXPECT_EQ(Tick(), (std::vector<WorkerId>{3, 0}));
+}
+
+}  // namespace
+}  // namespace distgrad
