@@ -20,7 +20,9 @@ def cases(path):
             # GoogleTest puts "file:line" before the message.
             lines = [line.strip() for line in text.strip().splitlines()]
             yield name, " ".join(lines[1:] or lines)
-        elif case.get("status") != "notrun":
+        elif case.get("status") == "notrun":
+            yield name, "it is disabled"
+        else:
             yield name, None
 
 
@@ -60,11 +62,14 @@ def main(path, allowed=None):
                     except (OSError, xml.etree.ElementTree.ParseError):
                         found = []  # the test died before it had written all of it
                     skips.update((label, name, reason) for name, reason in found if reason)
-                    if not found or not all(reason for _, reason in found):
+                    if not all(reason for _, reason in found):
                         ran.add(label)
-    for label in {label for label, name, _ in skips if name} - ran:
-        if tests.get(label) == "passed":
+    told = {label for label, _, _ in skips}
+    for label in set(tests) - ran:
+        if tests[label] == "passed":
             tests[label] = "skipped"
+            if label not in told:
+                skips.add((label, "", "it passed without a case that ran"))
     lines = [("%s %s: %s" if name else "%s%s: %s") % (label, name, reason) for label, name, reason in sorted(skips)]
     for line in lines:
         print("skipped: " + line)

@@ -36,6 +36,8 @@ skipped() {
   target //a:all PASSED "$(ran One)$(ran Two)"
   target //a:part PASSED "$(ran One)$(skipped Two 'no GPU (at all?) [here]')"
   target //a:none PASSED "$(skipped One 'no tc')"
+  target //a:off PASSED "$(ran One)<testcase classname=\"Suite\" name=\"DISABLED_Two\" status=\"notrun\"/>"
+  target //a:empty PASSED " "
   target //a:bad FAILED "$(ran One)"
   target //a:died FAILED
   event '"targetConfigured":{"label":"//a:cuda"}' '"configured":{"targetKind":"cc_test rule"}'
@@ -43,16 +45,20 @@ skipped() {
   event '"targetConfigured":{"label":"//a:library"}' '"configured":{"targetKind":"cc_library rule"}'
 } >"$scratch/events"
 said='skipped: //a:cuda: not compatible with this platform
+skipped: //a:empty: it passed without a case that ran
 skipped: //a:none Suite.One: no tc
+skipped: //a:off Suite.DISABLED_Two: it is disabled
 skipped: //a:part Suite.Two: no GPU (at all?) [here]
-2 passed, 2 failed, 2 skipped'
+3 passed, 2 failed, 3 skipped'
 check "without a list all may be skipped" 0 "$said"
 
 cat >"$scratch/all" <<'END'
 # Why.
 //a:cuda: not compatible with this platform
 
+//a:empty: it passed without a case that ran
 //a:none *: no tc
+//a:off Suite.DISABLED_Two: it is disabled
 //a:part Suite.T*: no GPU (at all?) [here]
 END
 check "what is on the list" 0 "$said" "$scratch/all"
