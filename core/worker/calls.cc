@@ -108,6 +108,14 @@ absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
     call.header.modes = CallModes::Current();
     DG_ASSIGN_OR_RETURN(call.body,
                         Encode(call.header, call.context, to, message, &call.request.packet));
+    // Their gradients would come to this worker, and be waited for at the other.
+    if (!call.header.recorded.empty() && !options.context->IsOf(*this)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the message has tensors that require grad, and context ", options.context->id(),
+          " is of another worker than worker '", self_.name,
+          "', which makes the call; use the worker that made the context, or Request::context in a "
+          "handler"));
+    }
     call.send = MakeSend(call.header, message);
   } catch (...) {
     return StatusFromException(std::current_exception());

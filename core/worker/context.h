@@ -44,6 +44,10 @@ class Context {
   // The same number on all workers; 0 if it is not valid.
   ContextId id() const { return valid() ? record_->id() : 0; }
 
+  // Whether that worker made it, or got it with a request. Other workers of the process have, if
+  // they take part, a part of their own.
+  bool IsOf(const Owner& owner) const { return owner_.get() == &owner; }
+
   // Whether its end releases the context.
   bool is_origin() const { return is_origin_; }
 

@@ -227,6 +227,36 @@ TEST_P(WorkerTest, ADeadlineShrinksThroughNestedCallsAndFiresThoughThePoolIsBloc
             absl::StatusCode::kDeadlineExceeded);
 }
 
+// Several workers of one process, and the wrong one: its edges would be made known where nobody
+// waits for them.
+TEST_P(WorkerTest, AContextOfAnotherWorkerIsRefused) {
+  Start(3);
+  const auto expect_refused = [](const absl::Status& status, ContextId context) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    for (const std::string& part : {std::string("worker 'worker1'"), std::to_string(context)}) {
+      EXPECT_NE(status.message().find(part), std::string::npos) << status << "\nlacks " << part;
+    }
+  };
+  ASSERT_TRUE(worker(2)
+                  .Register("pass on",
+                            [&](Request& r) -> absl::StatusOr<Message> {
+                              expect_refused(
+                                  worker(1).Call(0, "absent", r.message, r.Nested()).status(),
+                                  r.context.id());
+                              return r.message;
+                            })
+                  .ok());
+  const Context context = worker(0).NewContext();
+  const Message message{"", {at::ones({2}).requires_grad_()}};
+  const CallOptions options{.context = &context};
+  expect_refused(worker(1).Call(2, "pass on", message, options).status(), context.id());
+  expect_refused(worker(1).CallAsync(2, "pass on", message, options).Wait().status(), context.id());
+  expect_refused(worker(1).CallEach({2}, "pass on", message, options)[0].status(), context.id());
+  expect_refused(worker(1).Call("unknown", "pass on", message, options).status(), context.id());
+  const absl::Status own = worker(0).Call(2, "pass on", message, options).status();
+  EXPECT_TRUE(own.ok()) << own;
+}
+
 TEST_P(WorkerTest, OperatorsBySchemaName) {
   Start(2);
   const at::Tensor x = at::randn({3, 4});
