@@ -5,6 +5,7 @@
 #include "absl/strings/str_join.h"
 #include "core/autograd/engine.h"
 #include "core/autograd/pass_run.h"
+#include "core/base/origin.h"
 
 namespace distgrad {
 namespace {
@@ -77,8 +78,9 @@ void PassRun::EndReportsOnStrand() {
         absl::StrCat("worker ", engine_->network().Describe(silent), " does not say what"));
   }
   reports_.reset();
-  over_ = absl::DeadlineExceededError(
-      absl::StrCat(over_->message(), "; awaited: ", absl::StrJoin(parts, "; ")));
+  over_ = WithOrigin(absl::DeadlineExceededError(absl::StrCat(over_->message(), "; awaited: ",
+                                                              absl::StrJoin(parts, "; "))),
+                     {engine_->self(), ErrorOrigin::By::kDistgrad});
 }
 
 std::string PassRun::DescribeAwaitedOnStrand() {

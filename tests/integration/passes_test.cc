@@ -22,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "core/base/origin.h"
 #include "tests/integration/team.h"
 
 namespace distgrad {
@@ -443,6 +444,7 @@ TEST_P(PassesTest, PastItsDeadlineItSaysWhatIsMissing) {
     const at::Tensor y = team().Run(0, 1, context, Along(team(), "132", visit), {x_})[0];
     const absl::Status status = context.Backward({y.sum()}, {.deadline = absl::Now() + patience});
     EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_EQ(OriginOf(status), (ErrorOrigin{0, ErrorOrigin::By::kDistgrad})) << status;
     // All have dropped it, though the node still runs.
     team().AwaitQuiet(1);
     go->Notify();

@@ -26,6 +26,7 @@
 #include "core/autograd/executor/post_accumulate.h"
 #include "core/autograd/executor/streams.h"
 #include "core/base/blocking_observer.h"
+#include "core/base/status.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -261,7 +262,7 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runn
 void Execution::State::FailAt(Node& node, std::exception_ptr exception) {
   const absl::Status error = StatusFromException(std::move(exception));
   if (torch::autograd::AnomalyMode::is_enabled()) node.metadata()->print_stack(node.name());
-  Fail(absl::Status(error.code(), absl::StrCat(node.name(), ": ", error.message())));
+  Fail(Annotate(error, node.name()));
 }
 
 void Execution::State::Arrive(Graph::Successor at, at::Tensor gradient, bool reached,

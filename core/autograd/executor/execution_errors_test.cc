@@ -17,6 +17,8 @@
 #include "absl/strings/match.h"
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/executor_testing.h"
+#include "core/base/origin.h"
+#include "core/tensor/exception.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -55,6 +57,18 @@ TEST(ExecutionErrors, NamesTheNodeThatThrew) {
   EXPECT_TRUE(absl::StrContains(status.message(), "Spy")) << status;
   EXPECT_TRUE(absl::EndsWith(status.message(), ": out of luck")) << status;
   EXPECT_TRUE(sink.leaves.empty());
+}
+
+// A hook's call to another worker, say, whose error it throws.
+TEST(ExecutionErrors, KeepsTheErrorsOrigin) {
+  const ErrorOrigin origin{7, ErrorOrigin::By::kHandler};
+  Spy::Body fail = [&](const variable_list&) {
+    throw StatusError(WithOrigin(absl::NotFoundError("no such record"), origin));
+  };
+  RecordingSink sink;
+  const absl::Status status = StatusOf(Watch(Leaf(), &fail), &sink);
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_EQ(OriginOf(status), origin) << status;
 }
 
 TEST(ExecutionErrors, CodesFollowTheException) {
