@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/autograd/executor/source_node.h"
@@ -230,8 +231,10 @@ bool Engine::CheapToRunInline(const Batches& batches) {
   // may be changing the graph, which the pass before has let go.
   const ContextRecord& context = **batch.context;
   const ContextRecord::Found found = context.FindPass(batch.notices.front().pass);
-  if (found.done || !found.over.ok()) return true;
-  return (found.run != nullptr && found.run->engaged()) || context.CheapToRunInline();
+  const bool looks = found.run != nullptr
+                         ? !found.done && !found.run->engaged()
+                         : found.over.ok() && absl::c_any_of(batch.notices, MayBeNew);
+  return !looks || context.CheapToRunInline();
 }
 
 void Engine::Handle(WorkerId from, Batches batches, RunHere here) {

@@ -367,6 +367,44 @@ TEST_F(EngineTest, WhatComesLateHasNoGraphLookedAt) {
   EXPECT_EQ(loop.runs, 1);
 }
 
+// The next pass has begun, and has gone well too: so nobody waits for anything of the first.
+TEST_F(EngineTest, WhatComesLateOfASettledPassHasNoGraphLookedAt) {
+  const auto context = contexts_.New();
+  const at::Tensor leaf = at::ones({2}).requires_grad_();
+  const at::Tensor hooked = leaf * 2;
+  hooked.register_hook([](const at::Tensor&) {});
+  const at::Tensor root = (leaf * 3).sum();
+  const absl::StatusOr<EdgeId> edge =
+      engine_.RecordSend(*context, kPeer, Engine::MakeSend({hooked}));
+  ASSERT_TRUE(edge.ok()) << edge.status();
+  Notice gradient{.kind = Notice::Kind::kEdge, .context = context->id(), .edge = *edge};
+  PassId first = 0;
+  for (int i = 0; i < 2; ++i) {
+    const Future<Unit> pass =
+        engine_.Backward(context, {root},
+                         {.retain_graph = true, .deadline = absl::InfiniteFuture()},
+                         /*run_here=*/true);
+    const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+    ASSERT_EQ(sent.size(), 1u);
+    gradient.pass = sent[0].notices.front().pass;
+    if (first == 0) first = gradient.pass;
+    Deliver(kPeer, {.kind = Notice::Kind::kAck,
+                    .context = context->id(),
+                    .pass = gradient.pass,
+                    .count = 1});
+    Deliver(kPeer, gradient);
+    AwaitPool();
+    ASSERT_TRUE(pass.Done());
+    network_.TakeSent();  // the acknowledgement
+  }
+  InlineLoop loop;
+  Notice late = gradient;
+  late.pass = first;
+  late.uncounted = true;
+  Deliver(kPeer, late);
+  EXPECT_EQ(loop.runs, 1);
+}
+
 // ------------------------------------------------------------------------- What is over everywhere
 
 // The others keep their parts of a pass until one of these words comes.
