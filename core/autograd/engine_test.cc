@@ -248,7 +248,8 @@ class WhoseThreadTest : public EngineTest {
   // Does what ends the pass on this thread, in the middle of which the nodes run that it feeds. It
   // may be within CallAsync(), under locks of its user's; what hears of the pass is somebody
   // else's.
-  void ExpectEndsElsewhere(const Future<Unit>& pass, const std::function<void()>& end) {
+  void ExpectEndsElsewhere(const Future<Unit>& pass, const std::function<void()>& end,
+                           absl::StatusCode how = absl::StatusCode::kOk) {
     ASSERT_FALSE(pass.Done());
     std::thread::id ended;
     absl::Notification told;
@@ -262,7 +263,7 @@ class WhoseThreadTest : public EngineTest {
     }
     told.WaitForNotification();
     EXPECT_NE(ended, std::this_thread::get_id());
-    EXPECT_TRUE(pass.Wait().ok()) << pass.Wait().status();
+    EXPECT_EQ(pass.Wait().status().code(), how) << pass.Wait().status();
   }
 
   const std::shared_ptr<ContextRecord> context_ = contexts_.New();
@@ -295,6 +296,20 @@ TEST_F(WhoseThreadTest, ACallThatDoesNotLeaveWhileAPassRunsHearsOfNoOther) {
                   .count = 1});
   AwaitPool();
   ExpectEndsElsewhere(pass, [&] { engine_.DropSend(*context_, *edge); });
+}
+
+// What it does itself for the pass may end it.
+TEST_F(WhoseThreadTest, ACallThatEndsAPassHearsOfNoOther) {
+  const at::Tensor received = Receive(context_, kPeer, 1);
+  const Future<Unit> pass = engine_.Backward(
+      context_, {received.sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  ExpectEndsElsewhere(
+      pass,
+      [&] {
+        network_.on_notify.Set([] { throw std::bad_alloc(); });
+        Receive(context_, kPeer, 2);
+      },
+      absl::StatusCode::kResourceExhausted);
 }
 
 // Another thread stands on the strand of the pass when it begins.

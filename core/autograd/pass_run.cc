@@ -83,13 +83,18 @@ void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* ot
     absl::MutexLock lock(&mu_);
     coming_ += Weight(here);
   }
+  RunOnStrand(std::move(task), others);
+  if (here != RunHere::kNo) RunFeeds(here);
+}
+
+void PassRun::RunOnStrand(absl::AnyInvocable<void()> task, ThreadPool* others) {
   strand_.Run(
-      [self = shared_from_this(), task = std::move(task)]() mutable {
+      [self = shared_from_this(), task = std::move(task), is_visitor = others != nullptr]() mutable {
+        self->is_visitor_ = is_visitor;
         task();
         self->EndTaskOnStrand();
       },
       others);
-  if (here != RunHere::kNo) RunFeeds(here);
 }
 
 Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
@@ -225,14 +230,13 @@ void PassRun::CallHelpers() {
 }
 
 void PassRun::Settle() {
-  strand_.Run([self = shared_from_this()] {
-    if (const auto execution = self->execution()) {
-      self->FlushCapturedOnStrand();
+  RunOnStrand([this] {
+    if (const auto execution = this->execution()) {
+      FlushCapturedOnStrand();
       absl::Status status = execution->status();
-      if (!status.ok()) status = self->LocalError(status);
-      self->pass_.OnIdle(status);
+      if (!status.ok()) status = LocalError(status);
+      pass_.OnIdle(status);
     }
-    self->EndTaskOnStrand();
   });
 }
 
@@ -523,9 +527,8 @@ void PassRun::Deliver(WorkerId to, Notice notice) {
     // Runs after this task, like any message.
     std::vector<Notice> notices;
     notices.push_back(std::move(notice));
-    strand_.Run([self = shared_from_this(), notices = std::move(notices)]() mutable {
-      self->OnNoticeOnStrand(self->engine_->self(), notices.front());
-      self->EndTaskOnStrand();
+    RunOnStrand([this, notices = std::move(notices)]() mutable {
+      OnNoticeOnStrand(engine_->self(), notices.front());
     });
     return;
   }
@@ -581,8 +584,15 @@ void PassRun::EndTaskOnStrand() {
     outbox_.erase(first);
     for (Packet& packet : packets) engine_->network().Notify(to, std::move(packet));
   }
-  // Once it is set, this does nothing.
-  if (!ended_ || !promise_.has_value()) return;
+  if (!ended_ || !promise_.has_value() || told_) return;
+  // What hears of it is the user's.
+  const bool elsewhere =
+      is_visitor_ && engine_->pool().Schedule([self = shared_from_this()] { self->Tell(); });
+  told_ = true;
+  if (!elsewhere) Tell();
+}
+
+void PassRun::Tell() {
   if (over_->ok())
     promise_->Set(Unit());
   else

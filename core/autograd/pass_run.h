@@ -112,11 +112,15 @@ class PassRun : public PassHost,
 
   // Runs `task` on the strand. `others`: see Strand::Run().
   void Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* others = nullptr);
+  // The same, without what it feeds.
+  void RunOnStrand(absl::AnyInvocable<void()> task, ThreadPool* others = nullptr);
   // Runs what is queued. Whoever calls it has been counted in coming_.
   void RunFeeds(RunHere here);
   // Has the pool run what is queued, unless enough threads are coming.
   void CallHelpers();
   void Settle();
+  // On the initiator, once the pass has ended: completes its future.
+  void Tell();
   // Null unless a trace runs.
   std::unique_ptr<TraceSpan> BeginSpan(TraceSpan::Kind kind);
   absl::Status LocalError(const absl::Status& why);
@@ -187,8 +191,11 @@ class PassRun : public PassHost,
   Graph::Index root_ = Graph::kNone;  // of the roots
   Notice* arriving_ = nullptr;        // what is being handed to pass_
   absl::btree_map<WorkerId, absl::InlinedVector<Packet, 1>> outbox_;
-  std::optional<absl::Status> over_;  // how the pass ended
+  std::optional<absl::Status> over_;  // how the pass ended; constant once ended_
   bool ended_ = false;                // and that everyone was told
+  bool told_ = false;                 // who waits for it, on the initiator
+  // The thread of the task that runs is in the middle of something else: see Strand::Run().
+  bool is_visitor_ = false;
   std::optional<Reports> reports_;    // on the initiator, from its deadline on
   bool reported_ = false;             // on the others
 
