@@ -107,6 +107,12 @@ class Engine {
   // Fails all passes; no new ones begin.
   void Close();
 
+  // The threads of accelerators take no more nodes, and end with those that they have; after
+  // Close().
+  void CloseThreads() { device_threads_->Close(); }
+  // How many of them have not ended.
+  size_t thread_count() const { return device_threads_->thread_count(); }
+
   // Waits for the threads of accelerators; after Close() and when the pool is joined.
   void Join();
 

@@ -122,12 +122,15 @@ absl::Status Worker::Impl::Join(Deadline deadline) {
   Close();
   member_callback_.Stop();
   pool_.Close();
+  engine_.CloseThreads();
   Backoff backoff(deadline);
+  size_t threads;
   do {
-    if (pool_.thread_count() == 0) return absl::OkStatus();
+    threads = pool_.thread_count() + engine_.thread_count();
+    if (threads == 0) return absl::OkStatus();
   } while (backoff.Sleep());
   return absl::DeadlineExceededError(absl::StrCat(
-      "worker '", self_.name, "' is closed, and ", pool_.thread_count(),
+      "worker '", self_.name, "' is closed, and ", threads,
       " of its threads have not ended: a handler, a callback or a part of a backward pass runs"));
 }
 

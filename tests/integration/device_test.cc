@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
 #include "core/membership/store/in_process_store.h"
 #include "tests/testing/cluster.h"
 #include "tests/testing/fake_device/fake_device.h"
@@ -241,6 +242,27 @@ TEST_F(DeviceTest, TensorsAndGradientsGoByTheMap) {
   reply = cluster_[0].Call(0, "where", {"", {at::ones({2}).to(Device(2))}});
   ASSERT_TRUE(reply.ok()) << reply.status();
   EXPECT_EQ(reply->payload, Device(2).str());
+}
+
+// Its nodes run on a thread that is not the pool's.
+TEST_F(DeviceTest, TheEndOfAWorkerWaitsForNodesOfAccelerators) {
+  absl::Notification entered, release;
+  const Context context = cluster_[0].NewContext();
+  const at::Tensor y = on_device_ * 2;
+  y.register_hook([&](const at::Tensor&) {
+    entered.Notify();
+    release.WaitForNotification();
+  });
+  const Future<Unit> pass = context.BackwardAsync({y.sum()});
+  entered.WaitForNotification();
+  // The pool's threads may take their time to end; the bound is for those alone.
+  const absl::Status early = cluster_[0].Join(Deadline::After(absl::Seconds(1)));
+  EXPECT_EQ(early.code(), absl::StatusCode::kDeadlineExceeded) << early;
+  release.Notify();
+  const absl::Status late = cluster_[0].Join(Deadline::Never());
+  EXPECT_TRUE(late.ok()) << late;
+  EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kCancelled) << pass.Wait().status();
+  cluster_.Kill(0);
 }
 
 // Whichever event it is that fails, on whatever thread: the pass fails with it.

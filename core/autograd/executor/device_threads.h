@@ -31,11 +31,17 @@ class DeviceThreads {
   // this.
   ThreadPool* Of(c10::Device device);
 
+  // They take no more nodes, and end with those that they have.
+  void Close();
+  // How many there are that have not ended.
+  size_t thread_count() const;
+
  private:
   ThreadPool* const cpu_;
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   std::unordered_map<c10::Device, std::unique_ptr<ThreadPool>> devices_ ABSL_GUARDED_BY(mu_);
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace distgrad
