@@ -4,12 +4,14 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "core/base/blocking.h"
 #include "core/base/status.h"
 
 namespace distgrad {
 
 absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(
     ProcessGroupOptions options, const RendezvousOptions& rendezvous_options) {
+  const BlockingScope blocking;
   DG_ASSIGN_OR_RETURN(options.host, SaidHost(options.host));
   DG_ASSIGN_OR_RETURN(Rendezvous rendezvous,
                       JoinRendezvous(rendezvous_options, Deadline::After(options.join_timeout)));

@@ -129,6 +129,7 @@ std::vector<Member> Worker::Impl::members() const {
 }
 
 absl::Status Worker::Impl::UpdateMembers(Deadline deadline) {
+  const BlockingScope blocking;
   DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> all, members_->AllEver(deadline));
   return LearnAll(all);
 }
@@ -143,6 +144,7 @@ absl::Status Worker::Impl::LearnAll(const std::vector<WorkerInfo>& all) {
 }
 
 absl::Status Worker::Impl::Barrier(Deadline deadline, OnLostMember on_lost) {
+  const BlockingScope blocking;
   return NameTheStore(
       members_->Barrier(deadline, on_lost, [&] { return UpdateMembers(deadline); }));
 }

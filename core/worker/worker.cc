@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "core/base/blocking.h"
 #include "core/base/log.h"
 #include "core/base/processors.h"
 #include "core/base/status.h"
@@ -123,6 +124,7 @@ absl::Status Worker::Impl::Join(Deadline deadline) {
   member_callback_.Stop();
   pool_.Close();
   engine_.CloseThreads();
+  const BlockingScope blocking;
   Backoff backoff(deadline);
   size_t threads;
   do {
@@ -142,6 +144,7 @@ void Worker::Impl::Join() {
     if (follow_timer_) clock_->Cancel(*follow_timer_);
     if (deny_timer_) clock_->Cancel(*deny_timer_);
   }
+  const BlockingScope blocking;
   Close();
   member_callback_.Set(nullptr);
   lookups_.Close();
@@ -204,6 +207,7 @@ void Worker::Close() { impl_->Close(); }
 absl::Status Worker::Join(Deadline deadline) { return impl_->Join(deadline); }
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
+  const BlockingScope blocking;
   DG_ASSIGN_OR_RETURN(std::shared_ptr<Impl> impl, Impl::Create(std::move(options)));
   return std::unique_ptr<Worker>(new Worker(std::move(impl)));
 }

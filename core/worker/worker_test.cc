@@ -315,7 +315,71 @@ TEST_P(WorkerTest, ManyThreadsCallEachOther) {
   for (std::thread& thread : threads) thread.join();
 }
 
-TEST_P(WorkerTest, ItsEndIsWaitedForWithABound) {
+// What has to happen before the end of the wait may need the one thread that waits.
+TEST_P(WorkerTest, AHandlerThatWaitsForABarrierLeavesItsThreadToOthers) {
+  Start(2, /*threads=*/1);
+  absl::Notification entered;
+  ASSERT_TRUE(worker(1)
+                  .Register("meet",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              entered.Notify();
+                              const absl::Status met = worker(1).Barrier(Deadline::Never());
+                              if (!met.ok()) return met;
+                              return Message{};
+                            })
+                  .ok());
+  ASSERT_TRUE(
+      worker(1)
+          .Register("echo", [](Request& r) -> absl::StatusOr<Message> { return r.message; })
+          .ok());
+  const Future<Message> meeting = worker(0).CallAsync(1, "meet", {});
+  entered.WaitForNotification();
+  const absl::Status echo = worker(0).Call(1, "echo", {}).status();
+  EXPECT_TRUE(echo.ok()) << echo;
+  EXPECT_TRUE(worker(0).Barrier(Deadline::Never()).ok());
+  EXPECT_TRUE(meeting.Wait().ok()) << meeting.Wait().status();
+}
+
+TEST_P(WorkerTest, AHandlerThatWaitsForTheEndOfAnotherWorkerLeavesItsThreadToOthers) {
+  Start(3, /*threads=*/1);
+  absl::Notification holds, ending, go;
+  ASSERT_TRUE(worker(1)
+                  .Register("hold",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              holds.Notify();
+                              go.WaitForNotification();
+                              return Message{};
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(0)
+                  .Register("end",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              ending.Notify();
+                              const absl::Status ended = worker(1).Join(Deadline::Never());
+                              if (!ended.ok()) return ended;
+                              return Message{};
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(0)
+                  .Register("go",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              go.Notify();
+                              return Message{};
+                            })
+                  .ok());
+  const Future<Message> held = worker(2).CallAsync(1, "hold", {});
+  holds.WaitForNotification();
+  const Future<Message> end = worker(2).CallAsync(0, "end", {});
+  ending.WaitForNotification();
+  const absl::Status went = worker(2).Call(0, "go", {}).status();
+  EXPECT_TRUE(went.ok()) << went;
+  if (!went.ok()) go.Notify();
+  EXPECT_TRUE(end.Wait().ok()) << end.Wait().status();
+  EXPECT_FALSE(held.Wait().ok()) << "its worker is closed";
+  cluster_->Kill(1);
+}
+
+TEST_P(WorkerTest, WaitForAllIsABarrier) {
   Start(2);
   absl::Notification entered, release;
   absl::Status inside;

@@ -106,6 +106,7 @@ ProcessGroup::~ProcessGroup() = default;
 
 absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupOptions options) {
   DG_RETURN_IF_ERROR(Check(options));
+  const BlockingScope blocking;
   const auto begin = std::chrono::steady_clock::now();
   const Deadline deadline = Deadline::After(options.join_timeout);
   if (options.host.empty()) {
