@@ -30,6 +30,8 @@ using torch::optim::OptimizerOptions;
 using torch::optim::OptimizerParamState;
 using Betas = std::tuple<double, double>;
 
+constexpr absl::string_view kMomentum = "momentum_buffer";
+
 // Where an optimizer keeps something, and how state_dict() calls it.
 struct Slot {
   absl::string_view name;
@@ -52,7 +54,7 @@ std::vector<Slot> OptionsOfAdam(AdamOptions& options) {
           {"amsgrad", &options.amsgrad()}};
 }
 std::vector<Slot> SlotsOf(torch::optim::SGDParamState& state) {
-  return {{"momentum_buffer", &state.momentum_buffer()}};
+  return {{kMomentum, &state.momentum_buffer()}};
 }
 template <typename AdamParamState>
 std::vector<Slot> StateOfAdam(AdamParamState& state) {
@@ -174,7 +176,9 @@ class Decoder {
       return absl::StrCat("has dtype ", c10::toString(tensor_.scalar_type()), ", not ",
                           c10::toString(parameter_.scalar_type()));
     }
-    if (tensor_.layout() != at::kStrided) return "is not a dense tensor";
+    // SGD's is as sparse as the gradients that it is made of.
+    const bool may_be_sparse = name_ == kMomentum && tensor_.layout() == at::kSparse;
+    if (tensor_.layout() != at::kStrided && !may_be_sparse) return "is not a dense tensor";
     *value = tensor_.detach().to(parameter_.device(), parameter_.scalar_type(),
                                  /*non_blocking=*/false, /*copy=*/true);
     return "";

@@ -7,6 +7,7 @@
 //   param_groups.0.amsgrad                  a bool
 //   state.2.step                            an integer: how many steps parameter 2 has taken
 //   state.2.exp_avg                         of the shape and dtype of parameter 2
+//   state.2.momentum_buffer                 the same; sparse where the gradients were
 //
 // where parameters count from 0 through all groups, in the order in which the optimizer got them. A
 // parameter that has not taken a step has no state. SGD, Adam and AdamW are known.

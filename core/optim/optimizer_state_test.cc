@@ -199,8 +199,10 @@ TEST_P(OptimizerStateTest, WhatIsMissingUnexpectedOrOfAnotherShapeIsSaid) {
   *Find(last) = at::ones({4});
   ExpectRefused("'" + last + "' has dtype Float, not Double");
   state_ = whole;
-  *Find(last) = at::ones({4}, at::kDouble).to_sparse();
-  ExpectRefused("'" + last + "' is not a dense tensor");
+  if (GetParam().name != "Sgd") {
+    *Find(last) = at::ones({4}, at::kDouble).to_sparse();
+    ExpectRefused("'" + last + "' is not a dense tensor");
+  }
   state_ = whole;
   for (const double wrong : {-1.0, std::numeric_limits<double>::quiet_NaN()}) {
     *Find("param_groups.0.lr") = at::scalar_tensor(wrong, at::kDouble);
@@ -235,6 +237,37 @@ TEST(OptimizersStateTest, ParametersCountThroughAllGroups) {
   EXPECT_EQ(state->back().name, "state.2.momentum_buffer");
   EXPECT_TRUE(LoadState(*state, &sgd).ok());
   EXPECT_EQ(sgd.param_groups()[1].options().get_lr(), 0.5);
+}
+
+// As SGD makes it of sparse gradients, which an embedding has.
+TEST(OptimizersStateTest, MomentumMayBeSparse) {
+  const auto gradient = [](int64_t row) {
+    return at::sparse_coo_tensor(at::full({1, 1}, row, at::kLong), at::ones({1, 3}), {4, 3});
+  };
+  const auto make = [](const at::Tensor& parameter) {
+    return std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{parameter},
+                                               torch::optim::SGDOptions(0.1).momentum(0.9));
+  };
+  const auto step = [&](torch::optim::SGD& sgd, const at::Tensor& parameter, int64_t row) {
+    parameter.mutable_grad() = gradient(row);
+    sgd.step();
+  };
+  const at::Tensor one = at::ones({4, 3}).requires_grad_();
+  const auto sgd = make(one);
+  step(*sgd, one, 1);
+  step(*sgd, one, 2);
+  const absl::StatusOr<std::vector<StateTensor>> state = ReadState(*sgd);
+  ASSERT_TRUE(state.ok()) << state.status();
+  ASSERT_TRUE(state->back().tensor.is_sparse());
+  const at::Tensor other = one.detach().clone().requires_grad_();
+  const auto loaded = make(other);
+  const absl::Status done = LoadState(*state, loaded.get());
+  ASSERT_TRUE(done.ok()) << done;
+  const at::Tensor before = state->back().tensor.to_dense();
+  step(*sgd, one, 3);
+  step(*loaded, other, 3);
+  EXPECT_TRUE(one.equal(other)) << one << other;
+  EXPECT_TRUE(state->back().tensor.to_dense().equal(before)) << "it is a copy";
 }
 
 TEST(OptimizersStateTest, OthersAreNotKnown) {
