@@ -119,6 +119,9 @@ absl::Status Optimizer::SetLearningRate(double learning_rate) {
 }
 
 absl::StatusOr<double> Optimizer::ClipGradients(const Context& context, double max_norm) {
+  // A negative one would turn the gradients round.
+  if (!(max_norm >= 0))
+    return absl::InvalidArgumentError(absl::StrCat("the largest norm is to be ", max_norm));
   DG_ASSIGN_OR_RETURN(const std::vector<Message> replies,
                       CallAll(absl::StrCat(kNorms, name_), {}, &context));
   try {

@@ -40,7 +40,8 @@ class Optimizer {
 
   // Clips the gradients of all parts by their global norm, before a step: the 2-norm of all of
   // them as one vector. If it is more than `max_norm` they are scaled down to that. Returns the
-  // norm as it was. kOutOfRange, and nothing is scaled, if it is not finite.
+  // norm as it was. kInvalidArgument if `max_norm` is negative or not a number; kOutOfRange, and
+  // nothing is scaled, if the norm is not finite.
   absl::StatusOr<double> ClipGradients(const Context& context, double max_norm);
 
   // This worker's part as tensors with names, as they are in PyTorch's state_dict()

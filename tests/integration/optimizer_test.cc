@@ -196,6 +196,20 @@ TEST(OptimizerCreateTest, NamesThatCannotBe) {
   EXPECT_EQ(create("head").message(), "worker 'worker0' has an optimizer 'head' already");
 }
 
+// A negative one would turn the gradients round.
+TEST(OptimizerStepTest, ANormThatNoneCanHaveIsRefused) {
+  Team team(1);
+  const at::Tensor w = Leaf({2}, 1);
+  const auto optimizer = NewSgd(team[0], {w});
+  const Context context = team[0].NewContext();
+  ASSERT_TRUE(context.Backward({w.sum()}).ok());
+  for (const double max_norm : {-1.0, std::nan("")}) {
+    const absl::Status clipped = optimizer->ClipGradients(context, max_norm).status();
+    EXPECT_EQ(clipped.code(), absl::StatusCode::kInvalidArgument) << clipped;
+    EXPECT_TRUE(GradientOf(context, w).equal(at::ones({2}))) << GradientOf(context, w);
+  }
+}
+
 TEST(OptimizerStepTest, Errors) {
   Team team(2);
   const at::Tensor w = Leaf({2}, 1), v = Leaf({2}, 2);
