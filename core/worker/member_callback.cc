@@ -13,8 +13,8 @@
 namespace distgrad {
 
 void MemberCallback::Set(Function function) {
-  // Ends outside the lock: what it holds is the user's.
-  std::shared_ptr<const Function> former;
+  // These end outside the lock: what they hold is the user's.
+  std::shared_ptr<const Function> former, running;
   if (function != nullptr) former = std::make_shared<const Function>(std::move(function));
   const BlockingScope blocking;
   absl::MutexLock lock(&mu_);
@@ -23,10 +23,12 @@ void MemberCallback::Set(Function function) {
   events_.clear();
   source_->KeepEvents(false);
   source_->KeepEvents(function_ != nullptr);
-  if (former == nullptr || thread_ == std::this_thread::get_id()) return;
+  // That may be an earlier one than the former: one that has replaced itself, say.
+  running = running_;
+  if (running == nullptr || thread_ == std::this_thread::get_id()) return;
   const auto is_over = [&] {
     mu_.AssertReaderHeld();
-    return running_ != former;
+    return running_ != running;
   };
   mu_.Await(absl::Condition(&is_over));
 }

@@ -563,6 +563,27 @@ TEST_P(MembersTest, ACallbackThatIsTakenOffIsCalledNoMore) {
   worker(0).OnMember(nullptr);  // before `told` ends
 }
 
+// Nor one that has been replaced before, in itself, and runs still.
+TEST_P(MembersTest, ACallbackThatReplacesItselfIsWaitedFor) {
+  Start(1);
+  absl::Notification entered, leave, removing;
+  worker(0).OnMember([&](const MemberEvent&) {
+    worker(0).OnMember([](const MemberEvent&) {});
+    entered.Notify();
+    leave.WaitForNotification();
+  });
+  const auto late = Join("late");
+  entered.WaitForNotification();
+  std::thread remover([&] {
+    removing.Notify();
+    worker(0).OnMember(nullptr);
+    EXPECT_TRUE(leave.HasBeenNotified()) << "it waits for the callback";
+  });
+  removing.WaitForNotification();
+  leave.Notify();
+  remover.join();
+}
+
 TEST_P(MembersTest, ACallbackMayWaitCallAndTakeItselfOff) {
   Start(1);
   absl::Notification done;
