@@ -220,7 +220,12 @@ absl::Status ContextRecord::NoGradient() const {
 absl::StatusOr<at::Tensor> ContextRecord::Gradient(const at::Tensor& leaf) const {
   DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> gradients, GradientsOf({leaf}));
   if (gradients[0].defined()) return std::move(gradients[0]);
-  return NoGradient();
+  const absl::string_view why = !leaf.defined()         ? "it is undefined"
+                                : !leaf.requires_grad() ? "it does not require grad"
+                                : !leaf.is_leaf()
+                                    ? "it is not a leaf; with retain_grad() it gets one in grad()"
+                                    : "no backward of the context has led to it";
+  return absl::NotFoundError(absl::StrCat(NoGradient().message(), ": ", why));
 }
 
 absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(

@@ -1,9 +1,11 @@
 #include "core/autograd/context_record.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -44,6 +46,20 @@ TEST(ContextRecordTest, GradientsAddUp) {
   leaf.Add(record, 3);
   EXPECT_EQ(record.Gradients().status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(record.Gradient(leaf.tensor).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(ContextRecordTest, WhyATensorHasNoGradientIsSaid) {
+  ContextRecord record(1);
+  const Leaf leaf;
+  const auto why = [&](const at::Tensor& tensor) {
+    const absl::Status status = record.Gradient(tensor).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+    return std::string(status.message());
+  };
+  EXPECT_THAT(why(leaf.tensor), testing::HasSubstr("no backward"));
+  EXPECT_THAT(why(leaf.tensor.detach()), testing::HasSubstr("does not require grad"));
+  EXPECT_THAT(why(leaf.tensor * 2), testing::HasSubstr("not a leaf"));
+  EXPECT_THAT(why(at::Tensor()), testing::HasSubstr("undefined"));
 }
 
 // What a thread does while torch adds, on that thread.

@@ -459,6 +459,17 @@ TEST_F(EngineTest, APassSaysWhichBeforeItAreSettled) {
   EXPECT_EQ(sent().settled, of_third.pass);
 }
 
+// ------------------------------------------------------------------------------ What is refused
+
+TEST_F(EngineTest, ARootThatNoCallGaveInAContextSaysSo) {
+  const Future<Unit> pass = engine_.Backward(
+      contexts_.New(), {at::ones({})}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  ASSERT_TRUE(pass.Done());
+  EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(pass.Wait().status().message()),
+              ::testing::HasSubstr("made without a context"));
+}
+
 // -------------------------------------------------------------------------------- What is thrown
 
 // When everything has been done but to say so. A pass that has gone well is kept, and what waits

@@ -2,10 +2,13 @@
 #include "core/optim/local_optimizer.h"
 
 #include <ATen/ops/norm.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/optim/optimizer.h>
 
 #include <bitset>
 #include <cmath>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -67,12 +70,24 @@ absl::Status Removed() { return absl::NotFoundError("this worker's part was remo
 
 }  // namespace
 
+absl::Status CheckMayAwaitStep() {
+  // Of ours; and of libtorch's own backward, which calls hooks within the leaf's node.
+  const auto node = torch::autograd::get_current_node();
+  const bool in_leaf =
+      node != nullptr && typeid(*node) == typeid(torch::autograd::AccumulateGrad);
+  if (!in_leaf && !IsCallingPostAccumulateHook()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      "a post-accumulate hook cannot wait for a step, which may wait for its leaf; step an "
+      "optimizer of libtorch's own for that leaf there, or step when the backward is over");
+}
+
 LocalOptimizer::LocalOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer)
     : optimizer_(std::move(optimizer)) {}
 LocalOptimizer::~LocalOptimizer() = default;
 
 absl::Status LocalOptimizer::Step(const ContextRecord& context,
                                   std::optional<double> learning_rate) {
+  DG_RETURN_IF_ERROR(CheckMayAwaitStep());
   absl::MutexLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   const ParametersLock parameters_lock(*optimizer_);

@@ -25,6 +25,10 @@ class Optimizer;
 
 namespace distgrad {
 
+// kFailedPrecondition on a thread that is in a post-accumulate hook, under the mutex of its leaf: a
+// step of that leaf, on whichever thread, would wait for the hook, and the hook for the step.
+absl::Status CheckMayAwaitStep();
+
 // Thread-safe: steps of several contexts go one after the other, also those of other optimizers
 // of this process that hold some of the same parameters.
 class LocalOptimizer {
@@ -35,7 +39,8 @@ class LocalOptimizer {
   // Updates every parameter that has a gradient in the context; the others are left alone. Each
   // parameter's .grad is used while the optimizer runs, and is afterwards what it was before.
   // `learning_rate`, if given, is set first, for all parameters. kFailedPrecondition, as of the two
-  // below, once the context is released: then nothing has changed.
+  // below, once the context is released, and where CheckMayAwaitStep() fails: then nothing has
+  // changed.
   absl::Status Step(const ContextRecord& context,
                     std::optional<double> learning_rate = std::nullopt);
 

@@ -116,7 +116,10 @@ Future<Message> Worker::Impl::CallUnresolved(std::string name, absl::string_view
   // Without tensors of devices the packet is the same for whoever gets it. Here and now: what the
   // tensors hold, and their history, may be others when the store has answered.
   absl::StatusOr<Outgoing> call = Prepare(self_.id, function, message, options);
-  if (!call.ok()) return Failed(call.status());
+  if (!call.ok()) {
+    return Failed(Annotate(call.status(),
+                           absl::StrCat("call of '", function, "' on worker '", name, "'")));
+  }
   return SendToUnresolved(std::move(name), *std::move(call), options, wait);
 }
 

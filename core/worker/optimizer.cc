@@ -35,6 +35,10 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
         absl::StrCat("worker '", worker->name(), "' cannot have an optimizer '", name,
                      "': a name has at most ", kMaxName, " bytes, and no '::'"));
   }
+  if (optimizer == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the optimizer '", name, "' of worker '", worker->name(), "' is null"));
+  }
   auto local = std::make_shared<LocalOptimizer>(std::move(optimizer));
   const auto serve_any = [&](absl::string_view function, auto body) {
     return worker->RegisterOwn(absl::StrCat(function, name), body);
@@ -80,6 +84,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
 absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& function,
                                                         const Message& message,
                                                         const Context* context) {
+  DG_RETURN_IF_ERROR(CheckMayAwaitStep());
   // There may be another one of that name by now.
   if (local_->removed()) {
     return absl::NotFoundError(

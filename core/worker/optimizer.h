@@ -31,7 +31,8 @@ class Optimizer {
       absl::string_view name = "");
 
   // Steps the parts of all workers, each from its own gradients in the context, and waits. The
-  // first error, by worker; kNotFound for a worker that has no part.
+  // first error, by worker; kNotFound for a worker that has no part. kFailedPrecondition, as of
+  // what follows, in a post-accumulate hook, which must not wait for a step.
   absl::Status Step(const Context& context);
 
   // Of all parameters of all parts, from the next step on: for schedules. Waits. kInvalidArgument

@@ -164,6 +164,8 @@ TEST_P(WorkerTest, NamesOfFunctions) {
   const Worker::AsyncHandler later = [](Request&) { return Future<Message>::Of(Message{}); };
   EXPECT_EQ(worker(0).RegisterAsync("distgrad.f", later).code(),
             absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(worker(0).Register("null", nullptr).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(worker(0).RegisterAsync("null", nullptr).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_TRUE(worker(0).RegisterOwn("distgrad.f", nothing).ok());
   EXPECT_TRUE(worker(0).Call("worker0", "f", {}).ok()) << "a call to oneself";
 }

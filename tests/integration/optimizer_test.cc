@@ -3,12 +3,15 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -192,8 +195,34 @@ TEST(OptimizerCreateTest, NamesThatCannotBe) {
   EXPECT_EQ(status.message(),
             "worker 'worker0' cannot have an optimizer 'net::head': a name has at most 900 bytes, "
             "and no '::'");
+  EXPECT_EQ(Optimizer::Create(&team[0], nullptr, "tail").status().code(),
+            absl::StatusCode::kInvalidArgument);
   EXPECT_TRUE(create("head").ok());
   EXPECT_EQ(create("head").message(), "worker 'worker0' has an optimizer 'head' already");
+}
+
+// The step would wait for the leaf whose hook it is, which ends with the hook.
+TEST(OptimizerStepTest, APostAccumulateHookCannotWaitForOne) {
+  struct Hook : torch::autograd::PostAccumulateGradHook {
+    explicit Hook(std::function<void()> body) : body(std::move(body)) {}
+    void operator()(const at::Tensor&) override { body(); }
+    const std::function<void()> body;
+  };
+  Team team(1);
+  const at::Tensor w = Leaf({2}, 1);
+  const auto optimizer = NewSgd(team[0], {w});
+  const Context context = team[0].NewContext();
+  int hooks = 0;
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      w, std::make_unique<Hook>([&] {
+        ++hooks;
+        const absl::Status stepped = optimizer->Step(context);
+        EXPECT_EQ(stepped.code(), absl::StatusCode::kFailedPrecondition) << stepped;
+      }));
+  EXPECT_TRUE(context.Backward({w.sum()}).ok());
+  w.sum().backward();  // libtorch's own holds that leaf, too
+  EXPECT_EQ(hooks, 2);
+  EXPECT_TRUE(optimizer->Step(context).ok());
 }
 
 // A negative one would turn the gradients round.
