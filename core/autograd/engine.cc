@@ -54,9 +54,10 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
     if (!root.defined())
       return absl::InvalidArgumentError(absl::StrCat("root ", i, " is undefined"));
     if (!root.requires_grad()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "root ", i, " does not require grad: nothing that does was used to compute it, or the "
-          "call that gave it was made without a context"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("root ", i,
+                       " does not require grad: nothing that does was used to compute it, or the "
+                       "call that gave it was made without a context"));
     }
     if (!root.grad_fn()) {
       return absl::InvalidArgumentError(

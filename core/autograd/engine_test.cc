@@ -395,18 +395,16 @@ TEST_F(EngineTest, WhatComesLateOfASettledPassHasNoGraphLookedAt) {
   Notice gradient{.kind = Notice::Kind::kEdge, .context = context->id(), .edge = *edge};
   PassId first = 0;
   for (int i = 0; i < 2; ++i) {
-    const Future<Unit> pass =
-        engine_.Backward(context, {root},
-                         {.retain_graph = true, .deadline = absl::InfiniteFuture()},
-                         /*run_here=*/true);
+    const Future<Unit> pass = engine_.Backward(
+        context, {root}, {.retain_graph = true, .deadline = absl::InfiniteFuture()},
+        /*run_here=*/true);
     const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
     ASSERT_EQ(sent.size(), 1u);
     gradient.pass = sent[0].notices.front().pass;
     if (first == 0) first = gradient.pass;
-    Deliver(kPeer, {.kind = Notice::Kind::kAck,
-                    .context = context->id(),
-                    .pass = gradient.pass,
-                    .count = 1});
+    Deliver(
+        kPeer,
+        {.kind = Notice::Kind::kAck, .context = context->id(), .pass = gradient.pass, .count = 1});
     Deliver(kPeer, gradient);
     AwaitPool();
     ASSERT_TRUE(pass.Done());

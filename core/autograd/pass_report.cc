@@ -78,8 +78,8 @@ void PassRun::EndReportsOnStrand() {
         absl::StrCat("worker ", engine_->network().Describe(silent), " does not say what"));
   }
   reports_.reset();
-  over_ = WithOrigin(absl::DeadlineExceededError(absl::StrCat(over_->message(), "; awaited: ",
-                                                              absl::StrJoin(parts, "; "))),
+  over_ = WithOrigin(absl::DeadlineExceededError(
+                         absl::StrCat(over_->message(), "; awaited: ", absl::StrJoin(parts, "; "))),
                      {engine_->self(), ErrorOrigin::By::kDistgrad});
 }
 

@@ -89,7 +89,8 @@ void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* ot
 
 void PassRun::RunOnStrand(absl::AnyInvocable<void()> task, ThreadPool* others) {
   strand_.Run(
-      [self = shared_from_this(), task = std::move(task), is_visitor = others != nullptr]() mutable {
+      [self = shared_from_this(), task = std::move(task),
+       is_visitor = others != nullptr]() mutable {
         self->is_visitor_ = is_visitor;
         task();
         self->EndTaskOnStrand();

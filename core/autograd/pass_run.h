@@ -196,8 +196,8 @@ class PassRun : public PassHost,
   bool told_ = false;                 // who waits for it, on the initiator
   // The thread of the task that runs is in the middle of something else: see Strand::Run().
   bool is_visitor_ = false;
-  std::optional<Reports> reports_;    // on the initiator, from its deadline on
-  bool reported_ = false;             // on the others
+  std::optional<Reports> reports_;  // on the initiator, from its deadline on
+  bool reported_ = false;           // on the others
 
   absl::Mutex mu_;
   // Guarded by mu_.

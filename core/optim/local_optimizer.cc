@@ -73,8 +73,7 @@ absl::Status Removed() { return absl::NotFoundError("this worker's part was remo
 absl::Status CheckMayAwaitStep() {
   // Of ours; and of libtorch's own backward, which calls hooks within the leaf's node.
   const auto node = torch::autograd::get_current_node();
-  const bool in_leaf =
-      node != nullptr && typeid(*node) == typeid(torch::autograd::AccumulateGrad);
+  const bool in_leaf = node != nullptr && typeid(*node) == typeid(torch::autograd::AccumulateGrad);
   if (!in_leaf && !IsCallingPostAccumulateHook()) return absl::OkStatus();
   return absl::FailedPreconditionError(
       "a post-accumulate hook cannot wait for a step, which may wait for its leaf; step an "

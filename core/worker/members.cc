@@ -117,8 +117,8 @@ Future<Message> Worker::Impl::CallUnresolved(std::string name, absl::string_view
   // tensors hold, and their history, may be others when the store has answered.
   absl::StatusOr<Outgoing> call = Prepare(self_.id, function, message, options);
   if (!call.ok()) {
-    return Failed(Annotate(call.status(),
-                           absl::StrCat("call of '", function, "' on worker '", name, "'")));
+    return Failed(
+        Annotate(call.status(), absl::StrCat("call of '", function, "' on worker '", name, "'")));
   }
   return SendToUnresolved(std::move(name), *std::move(call), options, wait);
 }

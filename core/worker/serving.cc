@@ -35,8 +35,8 @@ absl::Status Worker::Impl::Register(std::string name, Function function) {
         "' is distgrad's own"));
   }
   if (function.handler == nullptr && function.async_handler == nullptr) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("function '", name, "' of worker '", self_.name, "' has no handler: it is null"));
+    return absl::InvalidArgumentError(absl::StrCat("function '", name, "' of worker '", self_.name,
+                                                   "' has no handler: it is null"));
   }
   auto shared = std::make_shared<const Function>(std::move(function));
   absl::MutexLock lock(&mu_);

@@ -330,10 +330,9 @@ TEST_P(WorkerTest, AHandlerThatWaitsForABarrierLeavesItsThreadToOthers) {
                               return Message{};
                             })
                   .ok());
-  ASSERT_TRUE(
-      worker(1)
-          .Register("echo", [](Request& r) -> absl::StatusOr<Message> { return r.message; })
-          .ok());
+  ASSERT_TRUE(worker(1)
+                  .Register("echo", [](Request& r) -> absl::StatusOr<Message> { return r.message; })
+                  .ok());
   const Future<Message> meeting = worker(0).CallAsync(1, "meet", {});
   entered.WaitForNotification();
   const absl::Status echo = worker(0).Call(1, "echo", {}).status();
