@@ -5,6 +5,9 @@
 //                test, with any compiler
 //   NAME_fuzzer  libFuzzer, for as long as one likes:
 //                tools/bazel run --config=fuzz //tests/fuzz:frame_fuzzer -- -max_total_time=300
+//
+// What it finds goes into corpus/NAME. A file is named by the SHA-1 of its content, as libFuzzer
+// writes it; whoever changes inputs in place for a new wire format renames them.
 #ifndef DISTGRAD_TESTS_FUZZ_TARGET_H_
 #define DISTGRAD_TESTS_FUZZ_TARGET_H_
 
