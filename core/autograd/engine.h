@@ -107,9 +107,11 @@ class Engine {
   // Fails all passes; no new ones begin.
   void Close();
 
-  // The threads of accelerators take no more nodes, and end with those that they have; after
-  // Close().
-  void CloseThreads() { device_threads_->Close(); }
+  // Ends the threads of accelerators, which take no more nodes; after Close() and when the pool is
+  // joined. False if the deadline has passed before; then it may be called again. Not on one of
+  // them.
+  bool JoinThreads(Deadline deadline) { return device_threads_->Join(deadline); }
+  bool OnDeviceThread() const { return device_threads_->OnThese(); }
   // How many of them have not ended.
   size_t thread_count() const { return device_threads_->thread_count(); }
 

@@ -95,6 +95,7 @@ void ThreadPool::RunBorrowed(Task task, bool stays) {
     --running_;
     --borrowed_;
     FillSlot();
+    WakeJoiners();
   }
   Blockable::SetCurrent(nullptr);
   this_pool = own;
@@ -123,19 +124,28 @@ void ThreadPool::Close() {
   parked_.clear();
 }
 
-void ThreadPool::Join() {
+bool ThreadPool::Join(Deadline deadline) {
   DG_CHECK(!OnThisPool()) << "a task joins its own pool " << name_;
   Close();
+  {
+    absl::MutexLock lock(&mu_);
+    const absl::Condition ended(this, &ThreadPool::NoThreads);
+    if (!joiners_.Await(&mu_, ended, deadline)) return false;
+  }
   absl::MutexLock joining(&joining_);
   std::thread last;
   {
     absl::MutexLock lock(&mu_);
-    mu_.Await(absl::Condition(this, &ThreadPool::NoThreads));
     last = std::move(ended_);
     if (retry_.has_value() && clock_->Cancel(*retry_)) retry_.reset();
     mu_.Await(absl::Condition(this, &ThreadPool::NoRetry));
   }
   if (last.joinable()) last.join();
+  return true;
+}
+
+void ThreadPool::WakeJoiners() {
+  if (NoThreads()) joiners_.WakeAll();
 }
 
 size_t ThreadPool::thread_count() const {
@@ -159,6 +169,7 @@ void ThreadPool::Run() {
     const auto self = threads_.find(std::this_thread::get_id());
     ended_ = std::move(self->second);
     threads_.erase(self);
+    WakeJoiners();
   }
   if (before.joinable()) before.join();
 }

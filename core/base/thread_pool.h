@@ -27,6 +27,8 @@
 #include "absl/time/time.h"
 #include "core/base/blocking.h"
 #include "core/base/clock.h"
+#include "core/base/deadline.h"
+#include "core/base/sleepers.h"
 
 namespace distgrad {
 
@@ -68,12 +70,11 @@ class ThreadPool : private Blockable {
   // Takes no more tasks; those accepted still run.
   void Close();
 
-  // Waits until every accepted task has run and every thread has ended. Calls Close(). Must
-  // not be called by a task.
-  void Join();
+  // Waits until every accepted task has run and every thread has ended. Calls Close(). False if
+  // the deadline has passed before; then it may be called again. Must not be called by a task.
+  bool Join(Deadline deadline = Deadline::Never());
 
-  // How many threads it has, and how many others run a task of it. After Close() these become 0 as
-  // their tasks end; then Join() does not wait.
+  // How many threads it has, and how many others run a task of it.
   size_t thread_count() const;
 
   // Whether the calling thread is one of this pool's, or runs one of its tasks.
@@ -99,6 +100,8 @@ class ThreadPool : private Blockable {
   // if it `stays`.
   bool TakeSlotForBorrowed();
   void RunBorrowed(Task task, bool stays);
+  // Where a thread has ended.
+  void WakeJoiners() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool NoThreads() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return threads_.empty() && borrowed_ == 0;
   }
@@ -109,7 +112,7 @@ class ThreadPool : private Blockable {
   const size_t size_;
   Clock* const clock_;  // may be null
 
-  absl::Mutex joining_;  // held by Join, so that each of several callers waits to the end
+  absl::Mutex joining_;  // held by Join at the end, so that each of several callers waits to it
 
   mutable absl::Mutex mu_;
   // Guarded by mu_. Whenever it is free, no task waits, or all slots are taken, or there is no
@@ -125,6 +128,7 @@ class ThreadPool : private Blockable {
   bool short_of_threads_ ABSL_GUARDED_BY(mu_) = false;        // since it was last said in the log
   std::optional<Clock::TimerId> retry_ ABSL_GUARDED_BY(mu_);  // until its callback is through
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  Sleepers joiners_ ABSL_GUARDED_BY(mu_);  // woken when there are no threads
 };
 
 }  // namespace distgrad

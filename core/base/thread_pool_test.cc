@@ -21,6 +21,7 @@
 #include "absl/time/time.h"
 #include "core/base/blocking.h"
 #include "core/base/clock.h"
+#include "core/base/deadline.h"
 #include "core/base/event_loop.h"
 #include "core/base/fake_clock.h"
 #include "core/base/thread.h"
@@ -223,6 +224,27 @@ TEST(ThreadPoolTest, SeveralMayJoin) {
   for (std::thread& joiner : joiners) joiner.join();
 }
 
+TEST(ThreadPoolTest, AJoinEndsAtItsDeadline) {
+  ThreadPool pool("p", 2);
+  absl::Notification began, go;
+  pool.Schedule([&] {
+    began.Notify();
+    go.WaitForNotification();
+  });
+  began.WaitForNotification();
+  EXPECT_FALSE(pool.Join(absl::InfinitePast()));
+  EXPECT_FALSE(pool.Join(Deadline::After(absl::Milliseconds(1))));
+  EXPECT_EQ(pool.thread_count(), 1u);
+  // One that waits without a limit keeps none that has one.
+  std::thread joiner([&] { EXPECT_TRUE(pool.Join()); });
+  EXPECT_FALSE(pool.Join(Deadline::After(absl::Milliseconds(1))));
+  go.Notify();
+  EXPECT_TRUE(pool.Join(Deadline::After(absl::Hours(1))));
+  joiner.join();
+  EXPECT_EQ(pool.thread_count(), 0u);
+  EXPECT_TRUE(pool.Join(absl::InfinitePast()));
+}
+
 TEST(ThreadPoolTest, ThreadsKnowTheirPoolAndHaveNames) {
   ThreadPool other("other", 1), pool("a-rather-long-name", 1);
   EXPECT_FALSE(pool.OnThisPool());
@@ -332,8 +354,9 @@ TEST(ThreadPoolTest, JoinWaitsForTasksOnALoopsThread) {
   ThreadPool pool("p", 1);
   bool ran = false;
   auto deferred = loop.Handle([&] { pool.ScheduleInline([&] { ran = true; }); });
+  EXPECT_FALSE(pool.Join(absl::InfinitePast()));
   std::thread thread([&] { deferred(); });
-  pool.Join();
+  EXPECT_TRUE(pool.Join(Deadline::After(absl::Hours(1))));
   EXPECT_TRUE(ran);
   thread.join();
   EXPECT_FALSE(loop.Handle([&] { EXPECT_FALSE(pool.ScheduleInline([] {})); }));

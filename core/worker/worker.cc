@@ -10,7 +10,6 @@
 #include "core/base/log.h"
 #include "core/base/processors.h"
 #include "core/base/status.h"
-#include "core/membership/backoff.h"
 #include "core/tensor/values.h"
 #include "core/worker/callers_loop.h"
 #include "core/worker/job.h"
@@ -115,24 +114,19 @@ void Worker::Impl::Close() {
 }
 
 absl::Status Worker::Impl::Join(Deadline deadline) {
-  if (pool_.OnThisPool()) {
+  if (pool_.OnThisPool() || engine_.OnDeviceThread()) {
     return absl::FailedPreconditionError(
         absl::StrCat("worker '", self_.name,
                      "' cannot be waited for on one of its own threads; Close() it there"));
   }
   Close();
   member_callback_.Stop();
-  pool_.Close();
-  engine_.CloseThreads();
-  const BlockingScope blocking;
-  Backoff backoff(deadline);
-  size_t threads;
-  do {
-    threads = pool_.thread_count() + engine_.thread_count();
-    if (threads == 0) return absl::OkStatus();
-  } while (backoff.Sleep());
+  {
+    const BlockingScope blocking;
+    if (pool_.Join(deadline) && engine_.JoinThreads(deadline)) return absl::OkStatus();
+  }
   return absl::DeadlineExceededError(absl::StrCat(
-      "worker '", self_.name, "' is closed, and ", threads,
+      "worker '", self_.name, "' is closed, and ", pool_.thread_count() + engine_.thread_count(),
       " of its threads have not ended: a handler, a callback or a part of a backward pass runs"));
 }
 

@@ -1,6 +1,8 @@
 // Starts the thread of an accelerator when it is first asked for, and ends those that there are.
 #include "core/autograd/executor/device_threads.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 
 namespace distgrad {
@@ -15,16 +17,31 @@ ThreadPool* DeviceThreads::Of(c10::Device device) {
   return thread.get();
 }
 
-void DeviceThreads::Close() {
+std::vector<ThreadPool*> DeviceThreads::All() const {
+  std::vector<ThreadPool*> all;
   absl::MutexLock lock(&mu_);
-  closed_ = true;
-  for (const auto& [device, thread] : devices_) thread->Close();
+  for (const auto& [device, thread] : devices_) all.push_back(thread.get());
+  return all;
+}
+
+bool DeviceThreads::Join(Deadline deadline) {
+  {
+    absl::MutexLock lock(&mu_);
+    closed_ = true;
+  }
+  bool joined = true;
+  for (ThreadPool* thread : All()) joined = thread->Join(deadline) && joined;
+  return joined;
+}
+
+bool DeviceThreads::OnThese() const {
+  const std::vector<ThreadPool*> all = All();
+  return std::any_of(all.begin(), all.end(), [](ThreadPool* t) { return t->OnThisPool(); });
 }
 
 size_t DeviceThreads::thread_count() const {
-  absl::MutexLock lock(&mu_);
   size_t count = 0;
-  for (const auto& [device, thread] : devices_) count += thread->thread_count();
+  for (ThreadPool* thread : All()) count += thread->thread_count();
   return count;
 }
 

@@ -11,9 +11,11 @@
 
 #include <memory>
 #include <unordered_map>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/deadline.h"
 #include "core/base/thread_pool.h"
 
 namespace distgrad {
@@ -31,12 +33,16 @@ class DeviceThreads {
   // this.
   ThreadPool* Of(c10::Device device);
 
-  // They take no more nodes, and end with those that they have.
-  void Close();
+  // They take no more nodes, and end with those that they have. False if the deadline has passed
+  // before that. Not on one of them.
+  bool Join(Deadline deadline);
+  bool OnThese() const;
   // How many there are that have not ended.
   size_t thread_count() const;
 
  private:
+  std::vector<ThreadPool*> All() const;
+
   ThreadPool* const cpu_;
 
   mutable absl::Mutex mu_;

@@ -1,0 +1,25 @@
+// Each thread that waits sleeps by a Sleeper of its own, which goes by the monotonic clock.
+#include "core/base/sleepers.h"
+
+#include <algorithm>
+
+namespace distgrad {
+
+bool Sleepers::Await(absl::Mutex* mu, const absl::Condition& condition, Deadline deadline) {
+  while (!condition.Eval()) {
+    if (deadline.Passed()) return false;
+    Sleeper sleeper;
+    sleepers_.push_back(&sleeper);
+    mu->Unlock();
+    sleeper.Sleep(deadline);
+    mu->Lock();
+    sleepers_.erase(std::find(sleepers_.begin(), sleepers_.end(), &sleeper));
+  }
+  return true;
+}
+
+void Sleepers::WakeAll() {
+  for (Sleeper* sleeper : sleepers_) sleeper->Wake();
+}
+
+}  // namespace distgrad
