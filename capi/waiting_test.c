@@ -207,6 +207,41 @@ static void test_close(void) {
   end_call(future);
 }
 
+static dg_error* reply_at_once(void* user_data, const dg_request* request, dg_message** reply) {
+  (void)user_data, (void)request, (void)reply;
+  post(&entered);
+  return NULL;
+}
+
+static void end_late(void* semaphore) {
+  post(&begun);
+  while (sem_wait(&released) != 0) continue;
+  post(semaphore);
+}
+
+static void* close_first(void* unused) {
+  OK(dg_worker_close(first, DG_FOREVER));
+  return unused;
+}
+
+/* No close returns as if all were over while another one ends the handlers' user data. */
+static void test_close_while_user_data_ends(void) {
+  dg_future* future = start_call(reply_at_once);
+  pthread_t closer;
+  CHECK(sem_init(&begun, 0, 0) == 0);
+  OK(dg_worker_register(first, DG_STR("late"), reply_at_once, &ended, end_late));
+  CHECK(pthread_create(&closer, NULL, close_first, NULL) == 0);
+  await_semaphore(&begun, 1);
+  SAYS(DG_DEADLINE_EXCEEDED, "another thread is closing worker 'first'", dg_worker_close(first, 0));
+  post(&released);
+  OK(dg_worker_close(first, DG_FOREVER));
+  CHECK(sem_trywait(&ended) == 0 && sem_trywait(&ended) == 0); /* of both handlers */
+  CHECK(pthread_join(closer, NULL) == 0);
+  dg_worker_destroy(first);
+  dg_future_destroy(future);
+  unlink(rendezvous + strlen("file://"));
+}
+
 typedef struct lines {
   int count, ended;
   uint32_t severity;
@@ -285,6 +320,7 @@ int main(void) {
   test_room();
   test_end();
   test_close();
+  test_close_while_user_data_ends();
   test_destroy_after_a_close_in_vain();
   test_destroy_in_a_handler();
   test_destroy_in_a_callback();

@@ -1,7 +1,6 @@
 // Workers.
 #include "core/worker/worker.h"
 
-#include <algorithm>
 #include <thread>
 #include <utility>
 
@@ -19,17 +18,6 @@ namespace {
 
 // For which dg_worker_destroy waits for what runs, as its comment says.
 constexpr absl::Duration kDestroyTimeout = absl::Minutes(1);
-
-// Whether the condition comes true by then. absl's own timeouts follow the wall clock, so this
-// looks at the deadline again now and then.
-bool Await(absl::Mutex* mu, const absl::Condition& condition, Deadline deadline)
-    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
-  constexpr absl::Duration kSlice = absl::Milliseconds(100);
-  while (!mu->AwaitWithTimeout(condition, std::min(deadline.Left(), kSlice))) {
-    if (deadline.Passed()) return false;
-  }
-  return true;
-}
 
 absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
   DG_ASSIGN_OR_RETURN(const dg_limits read,
@@ -219,14 +207,26 @@ absl::StatusOr<SharedWorker::Use> SharedWorker::Begin() {
   // it is Close() that fails what they wait for.
   const bool counted = !InHandlerOf(*this);
   absl::MutexLock lock(&mu_);
-  if (closed_ && counted) return absl::FailedPreconditionError("the worker is gone");
+  if (state_ != State::kOpen && counted) return absl::FailedPreconditionError("the worker is gone");
   if (counted) ++uses_;
   return Use(shared_from_this(), counted);
 }
 
 void SharedWorker::End() {
   absl::MutexLock lock(&mu_);
-  --uses_;
+  if (--uses_ == 0) closers_.WakeAll();
+}
+
+void SharedWorker::Advance(State to) {
+  state_ = to;
+  closers_.WakeAll();
+}
+
+bool SharedWorker::Refuse() {
+  absl::MutexLock lock(&mu_);
+  if (state_ != State::kOpen) return state_ == State::kClosed;
+  Advance(State::kClosed);
+  return false;
 }
 
 absl::Status SharedWorker::Close(Deadline deadline) {
@@ -238,33 +238,25 @@ absl::Status SharedWorker::Close(Deadline deadline) {
   }
   {
     absl::MutexLock lock(&mu_);
-    if (!Await(&mu_, absl::Condition(this, &SharedWorker::NobodyCloses), deadline)) {
+    const absl::Condition alone(this, &SharedWorker::NobodyEndsIt);
+    if (!closers_.Await(&mu_, alone, deadline)) {
       return absl::DeadlineExceededError(
           absl::StrCat("another thread is closing worker '", name_, "'"));
     }
-    if (ended_) return absl::OkStatus();
-    closed_ = true;
-    closing_ = true;
+    if (state_ == State::kEnded) return absl::OkStatus();
+    Advance(State::kEnding);
   }
-  const absl::Status closed = CloseAlone(deadline);
-  // User data ends outside the lock.
-  std::vector<std::shared_ptr<Handler>> handlers;
+  const absl::Status ended = EndWorker(deadline);
   absl::MutexLock lock(&mu_);
-  closing_ = false;
-  if (closed.ok()) {
-    ended_ = true;
-    handlers.swap(handlers_);
-  } else {
-    was_late_ = true;
-  }
-  return closed;
+  Advance(ended.ok() ? State::kEnded : State::kClosed);
+  return ended;
 }
 
-absl::Status SharedWorker::CloseAlone(Deadline deadline) {
+absl::Status SharedWorker::EndWorker(Deadline deadline) {
   worker_->Close();  // or some would wait for ever, and we for them
   {
     absl::MutexLock lock(&mu_);
-    if (!Await(&mu_, absl::Condition(this, &SharedWorker::Unused), deadline)) {
+    if (!closers_.Await(&mu_, absl::Condition(this, &SharedWorker::Unused), deadline)) {
       return absl::DeadlineExceededError(
           absl::StrCat("worker '", name_, "' is closed, and ", uses_,
                        " threads are still in a function that uses it"));
@@ -272,34 +264,46 @@ absl::Status SharedWorker::CloseAlone(Deadline deadline) {
   }
   DG_RETURN_IF_ERROR(worker_->Join(deadline));
   delete worker_;
+  // User data ends outside the lock.
+  std::vector<std::shared_ptr<Handler>> handlers;
+  absl::MutexLock lock(&mu_);
+  handlers.swap(handlers_);
   return absl::OkStatus();
 }
 
-void SharedWorker::CloseOnOwnThread(const dg_worker* handle) {
-  {
-    absl::MutexLock lock(&mu_);
-    if (std::exchange(handed_over_, true)) return;
-    closed_ = true;
+void DestroyWorker(dg_worker* worker, absl::Duration bound) {
+  absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+  if (!pinned.ok() || (*pinned)->destroyed.exchange(true)) return;
+  const std::shared_ptr<SharedWorker> shared = (*pinned)->shared;
+  // Whoever has closed it in vain before need not wait once more.
+  if (shared->Refuse()) bound = absl::ZeroDuration();
+  // Where this thread is one that the end would wait for, another one does.
+  if (!InHandlerOf(*shared) && CheckMayWait().ok()) {
+    BlockingScope blocking;
+    const absl::Status closed = shared->Close(Deadline::After(bound));
+    if (closed.ok()) {
+      // Not before: while handlers run they find their worker, closed, and not a handle that is
+      // none.
+      DestroyHandle<WorkerObject>(worker);
+      return;
+    }
+    DG_LOG(ERROR) << closed.message() << "; dg_worker_destroy waits no longer, and the worker's "
+                  << "threads and memory go when that has ended";
   }
-  absl::StatusOr<std::thread> thread = StartThread("dg-close", [self = shared_from_this(), handle] {
-    self->Close(Deadline::Never()).IgnoreError();
-    DestroyHandle<WorkerObject>(handle);
+  absl::StatusOr<std::thread> thread = StartThread("dg-close", [shared, worker] {
+    shared->Close(Deadline::Never()).IgnoreError();
+    DestroyHandle<WorkerObject>(worker);
   });
   if (thread.ok()) {
-    // It ends with this object, which it owns: so nobody is left who could join it.
+    // It ends with the worker, which it owns: so nobody is left who could join it.
     thread->detach();
     return;
   }
-  DG_LOG(ERROR) << "worker '" << name_
-                << "' cannot be destroyed in the background, and stays alive; "
-                << "call dg_worker_destroy again: " << thread.status().message();
-  absl::MutexLock lock(&mu_);
-  handed_over_ = false;
-}
-
-bool SharedWorker::was_late() const {
-  absl::MutexLock lock(&mu_);
-  return was_late_;
+  DG_LOG(ERROR) << "worker '" << shared->name()
+                << "' cannot be destroyed in the background, and stays alive; call "
+                << "dg_worker_close, and then dg_worker_destroy again: "
+                << thread.status().message();
+  (*pinned)->destroyed = false;
 }
 
 absl::StatusOr<SharedWorker::Use> UseWorker(const dg_worker* worker) {
@@ -367,27 +371,7 @@ dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) noexcept {
 void dg_worker_destroy(dg_worker* worker) noexcept {
   if (worker == nullptr) return;
   GuardValue(0, [&] {
-    std::shared_ptr<SharedWorker> shared;
-    {
-      absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
-      if (!pinned.ok()) return 0;
-      shared = (*pinned)->shared;
-    }
-    // Where this thread is one that the end would wait for, another one does.
-    if (!InHandlerOf(*shared) && CheckMayWait().ok()) {
-      BlockingScope blocking;
-      const absl::Status closed = shared->Close(
-          Deadline::After(shared->was_late() ? absl::ZeroDuration() : kDestroyTimeout));
-      if (closed.ok()) {
-        // Not before: while handlers run they find their worker, closed, and not a handle that is
-        // none.
-        DestroyHandle<WorkerObject>(worker);
-        return 0;
-      }
-      DG_LOG(ERROR) << closed.message() << "; dg_worker_destroy waits no longer, and the worker's "
-                    << "threads and memory go when that has ended";
-    }
-    shared->CloseOnOwnThread(worker);
+    DestroyWorker(worker, kDestroyTimeout);
     return 0;
   });
 }

@@ -2,6 +2,7 @@
 #ifndef DISTGRAD_CAPI_WORKER_OBJECT_H_
 #define DISTGRAD_CAPI_WORKER_OBJECT_H_
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,9 +13,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "capi/guard.h"
 #include "capi/handles.h"
 #include "core/base/deadline.h"
+#include "core/base/sleepers.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -62,16 +65,15 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // kFailedPrecondition once the worker is gone.
   absl::StatusOr<Use> Begin();
 
-  // Fails what is in flight, waits until nobody uses the worker and nothing of the user's runs on
-  // its threads, and ends it. kDeadlineExceeded says who still does: then the worker stays, closed,
-  // and this may be called again. kFailedPrecondition in a handler of this worker. Idempotent.
-  absl::Status Close(Deadline deadline);
+  // Nobody begins to use it from now on. Does not wait. True if that was so before, and a Close()
+  // has waited in vain for those who use it.
+  bool Refuse();
 
-  // Close(), with a thread of its own that waits for as long as it takes, and destroys `handle`.
-  // Once; later calls do nothing. Does not wait.
-  void CloseOnOwnThread(const dg_worker* handle);
-  // Whether a Close() has waited in vain.
-  bool was_late() const;
+  // Fails what is in flight, waits until nobody uses the worker and nothing of the user's runs on
+  // its threads, and ends it with its handlers' user data. kDeadlineExceeded says who still uses
+  // it: then the worker stays, closed, and this may be called again. kFailedPrecondition in a
+  // handler of this worker. Idempotent.
+  absl::Status Close(Deadline deadline);
 
   // Constant, also after Close().
   const std::string& name() const { return name_; }
@@ -90,10 +92,18 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   absl::StatusOr<Message> Serve(const Handler& handler, Request& request) const;
   Future<Message> ServeLater(const Handler& handler, Request& request) const;
 
+  enum class State {
+    kOpen,    // anybody may begin to use it
+    kClosed,  // nobody begins; whoever uses it still is yet to be waited for, perhaps once more
+    kEnding,  // a thread in Close() waits for those, and ends it
+    kEnded,   // worker_ is gone, and so is the handlers' user data
+  };
+
   void End();
-  absl::Status CloseAlone(Deadline deadline);
+  absl::Status EndWorker(Deadline deadline);
+  void Advance(State to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Unused() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return uses_ == 0; }
-  bool NobodyCloses() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !closing_; }
+  bool NobodyEndsIt() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return state_ != State::kEnding; }
 
   const std::string name_;
   const uint32_t rank_;
@@ -102,11 +112,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;   // nobody begins to use it
-  bool closing_ ABSL_GUARDED_BY(mu_) = false;  // a thread is in CloseAlone()
-  bool ended_ ABSL_GUARDED_BY(mu_) = false;    // worker_ is gone
-  bool was_late_ ABSL_GUARDED_BY(mu_) = false;
-  bool handed_over_ ABSL_GUARDED_BY(mu_) = false;  // to CloseOnOwnThread()
+  State state_ ABSL_GUARDED_BY(mu_) = State::kOpen;
+  Sleepers closers_ ABSL_GUARDED_BY(mu_);  // threads in Close()
   // Of threads other than those that run this worker's handlers: the worker's end waits for those.
   int uses_ ABSL_GUARDED_BY(mu_) = 0;
   absl::node_hash_set<std::string> names_ ABSL_GUARDED_BY(mu_);
@@ -142,6 +149,7 @@ struct WorkerObject : HandleObject {
   explicit WorkerObject(std::unique_ptr<Worker> worker)
       : shared(std::make_shared<SharedWorker>(std::move(worker))) {}
   const std::shared_ptr<SharedWorker> shared;
+  std::atomic<bool> destroyed{false};  // a DestroyWorker() has it
 };
 
 struct ContextObject : HandleObject {
@@ -155,6 +163,11 @@ struct ContextObject : HandleObject {
 
 // A worker that is alive, from its handle.
 absl::StatusOr<SharedWorker::Use> UseWorker(const dg_worker* worker);
+
+// What dg_worker_destroy does, with its bound: closes the worker, and ends the handle. Where it
+// must not wait, or has waited in vain, a thread of its own does both. Once; what comes later, or
+// at the same time, does nothing.
+void DestroyWorker(dg_worker* worker, absl::Duration bound);
 
 }  // namespace distgrad
 
