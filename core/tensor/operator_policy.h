@@ -13,6 +13,7 @@ namespace distgrad {
 //   - all namespaces but "aten": what an extension registers may do anything;
 //   - names that begin with "_", but for the "_foreach_" ones: they are libtorch's internal steps,
 //     many of which take sizes and indices on trust and read or write where those say;
+//   - those of the others that are known to do the same (operator_schemas_test.cc looks for them);
 //   - those that touch files, settings of the process or a tensor's storage.
 //
 // An operator that does not exist is not refused here. Thread-safe.
