@@ -1,6 +1,7 @@
 //! Work in flight on other workers.
 use crate::{
     ffi::{self, Callback, FutureHandle, Owned},
+    waker_slot::WakerSlot,
     Code, Error, Message, Request, Result, Value,
 };
 use std::{
@@ -10,7 +11,7 @@ use std::{
     pin::{pin, Pin},
     sync::{
         atomic::{AtomicBool, Ordering},
-        Arc, Mutex,
+        Arc,
     },
     task::{Context, Poll, Wake, Waker},
     thread::{self, Thread},
@@ -112,44 +113,24 @@ impl<T: Outcome> IntoFuture for Future<T> {
     type IntoFuture = Awaiting<T>;
 
     fn into_future(self) -> Awaiting<T> {
-        Awaiting { future: self, waker: None }
+        Awaiting { future: self, waker: WakerSlot::new() }
     }
 }
 
 /// A [`Future`] that is being awaited.
 pub struct Awaiting<T> {
     future: Future<T>,
-    // Whom to wake; shared with what the library calls. None before the first poll.
-    waker: Option<Arc<Mutex<Option<Waker>>>>,
+    waker: WakerSlot,
 }
 
 impl<T: Outcome> std::future::Future for Awaiting<T> {
     type Output = Result<T>;
 
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
-        let this = &mut *self;
-        let slot = this.waker.get_or_insert_with(Arc::default);
-        let first = {
-            let mut waker = slot.lock().unwrap_or_else(|poison| poison.into_inner());
-            waker.replace(context.waker().clone()).is_none()
-        };
-        // Looked at behind the waker: whoever ends it now either is seen here, or wakes.
-        if this.future.is_done() {
-            return Poll::Ready(T::of(Done(&this.future.handle)));
-        }
-        if first {
-            let slot = Arc::clone(slot);
-            let wake = move || {
-                let waker = slot.lock().unwrap_or_else(|poison| poison.into_inner()).take();
-                if let Some(waker) = waker {
-                    waker.wake();
-                }
-            };
-            if let Err(error) = this.future.then(wake) {
-                return Poll::Ready(Err(error));
-            }
-        }
-        Poll::Pending
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
+        let future = &self.future;
+        self.waker
+            .poll(context.waker(), || future.is_done(), |end| future.then(|| end.wake()))
+            .map(|done| done.and_then(|()| T::of(Done(&future.handle))))
     }
 }
 

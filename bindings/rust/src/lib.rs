@@ -98,8 +98,14 @@ mod request;
 mod state;
 mod tensor;
 mod value;
+mod waker_slot;
 mod worker;
 mod worker_options;
+
+/// Of what bindings/rust/loom tests; there they are loom's.
+mod sync {
+    pub(crate) use std::sync::{Arc, Mutex};
+}
 
 pub use call::Caller;
 pub use cancellation::{CallbackId, Cancellation};
