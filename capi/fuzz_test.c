@@ -3,8 +3,11 @@
  *
  *   fuzz_test [SEED [CALLS]]
  *
- * First on one thread, then on three that destroy each other's handles. What torch itself leaves
- * to the caller is left out there: to change one tensor on two threads at once. */
+ * First on one thread, then on three that destroy each other's handles. Handlers and callbacks
+ * destroy some too: what the call uses that they belong to, as like as not. What torch itself
+ * leaves to the caller is left out with several threads: to change one tensor on two threads at
+ * once. There in-place operators run on a thread's own tensors, of which others only destroy the
+ * handles. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <unistd.h>
@@ -27,16 +30,20 @@ enum kind {
   AVERAGER,
   KINDS
 };
-enum { SLOTS = 12 };
+enum { SLOTS = 12, THREADS = 3, MOST_WORKERS = 20 };
 
 static void* pool[KINDS][SLOTS];
+/* Tensors that one thread alone reads and writes. */
+static dg_tensor* own[THREADS][SLOTS];
 static pthread_mutex_t pool_mutex = PTHREAD_MUTEX_INITIALIZER;
+static dg_worker* workers[MOST_WORKERS + THREADS + 1]; /* all that there ever were */
 static int workers_made;
 
 typedef struct state {
   uint64_t random;
   int calls;
   bool alone;
+  int thread;
   int failures, successes;
 } state;
 
@@ -141,11 +148,37 @@ static void ran(state* s, dg_error* error) {
     dg_error_destroy(error);
 }
 
+/* What runs in the middle of other calls has no random numbers of its own, but one more stream. */
+static state of_callback(void) {
+  static uint64_t callbacks;
+  return (state){.random = start(__atomic_add_fetch(&callbacks, 1, __ATOMIC_SEQ_CST), 7)};
+}
+
+/* In the middle of a call of this thread or another. A worker only where nothing may wait for it:
+ * handlers of two workers that destroyed each other's would, until the bound. */
+static void destroy_some(bool workers_too) {
+  state of = of_callback();
+  state* s = &of;
+  const enum kind kind = (enum kind)(next(s) % KINDS);
+  if (next(s) % 2) return;
+  if (kind == WORKER && (!workers_too || next(s) % 16)) return;
+  if (kind == TENSOR && next(s) % 2) {
+    dg_tensor* tensor;
+    pthread_mutex_lock(&pool_mutex);
+    tensor = own[next(s) % THREADS][next(s) % SLOTS];
+    pthread_mutex_unlock(&pool_mutex);
+    dg_tensor_destroy(tensor);
+    return;
+  }
+  destroy(kind, pick(s, kind));
+}
+
 static dg_error* handle_call(void* user_data, const dg_request* request, dg_message** reply) {
   dg_tensor *x = NULL, *y = NULL;
   dg_value argument;
   dg_error* error = dg_message_tensor(request->message, 0, &x);
   (void)user_data;
+  destroy_some(false);
   argument = dg_value_tensor(x);
   if (error == NULL) error = dg_op_tensors(DG_STR("aten::sin"), &argument, 1, &y, 1);
   if (error == NULL) {
@@ -157,15 +190,13 @@ static dg_error* handle_call(void* user_data, const dg_request* request, dg_mess
   return error;
 }
 
-/* Handlers have no random numbers of their own: every third call is left to be answered by whoever
- * picks it up, the others are answered at once. */
+/* Some calls are left to be answered by whoever picks them up, the others are answered at once. */
 static void handle_later(void* user_data, const dg_request* request, dg_responder* responder) {
-  static int calls;
-  state one = {.random = 1};
+  state of = of_callback();
   dg_message* reply = NULL;
   dg_error* error;
-  if (__atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) % 3 == 0) {
-    keep(&one, RESPONDER, responder);
+  if (next(&of) % 3 == 0) {
+    keep(&of, RESPONDER, responder);
     return;
   }
   error = handle_call(user_data, request, &reply);
@@ -176,6 +207,7 @@ static void handle_later(void* user_data, const dg_request* request, dg_responde
 static dg_error* run_replica(void* user_data, const dg_replica* replica, dg_tensor** outputs) {
   dg_value values[2];
   (void)user_data;
+  destroy_some(false);
   if (replica->input_count == 0) return dg_error_create(DG_INVALID_ARGUMENT, DG_STR("no input"));
   values[0] = dg_value_tensor(replica->inputs[0]);
   values[1] = replica->parameter_count > 0 ? dg_value_tensor(replica->parameters[0])
@@ -184,20 +216,29 @@ static dg_error* run_replica(void* user_data, const dg_replica* replica, dg_tens
 }
 
 static void nothing(void* user_data) { (void)user_data; }
+/* On whichever thread completes, cancels or ends something; it may not wait. */
+static void callback(void* user_data) {
+  (void)user_data;
+  destroy_some(true);
+}
 static void see_member(void* user_data, const dg_member* member) {
   (void)user_data;
+  destroy_some(false);
   CHECK(member->name.size > 0);
 }
 static void see_event(void* user_data, const dg_member_event* event) {
   (void)user_data;
+  destroy_some(false);
   CHECK(event->kind != 0);
 }
 static void see_context(void* user_data, const dg_context_state* context) {
   (void)user_data;
+  destroy_some(false);
   CHECK(context->id != 0);
 }
 static void visit(void* user_data, const dg_tensor* leaf, const dg_tensor* gradient) {
   (void)user_data;
+  destroy_some(false);
   CHECK(dg_tensor_dtype(leaf) >= 0 && dg_tensor_dtype(gradient) >= 0);
 }
 
@@ -206,8 +247,9 @@ static dg_worker* new_worker(void) {
   dg_worker_options options = DG_WORKER_OPTIONS_INIT;
   dg_worker* worker = NULL;
   const char* folder = getenv("TEST_TMPDIR");
+  const int index = __atomic_fetch_add(&workers_made, 1, __ATOMIC_SEQ_CST);
   snprintf(path, sizeof(path), "file://%s/fuzz.%d.%d", folder ? folder : "/tmp", (int)getpid(),
-           __atomic_add_fetch(&workers_made, 1, __ATOMIC_SEQ_CST));
+           index);
   options.world_size = 1;
   options.rendezvous.data = path;
   options.rendezvous.size = strlen(path);
@@ -216,7 +258,105 @@ static dg_worker* new_worker(void) {
   OK(dg_worker_create(&options, &worker));
   OK(dg_worker_register(worker, DG_STR("sin"), handle_call, NULL, NULL));
   OK(dg_worker_register_async(worker, DG_STR("later"), handle_later, NULL, NULL));
+  workers[index] = worker;
   return worker;
+}
+
+/* Whatever is left of it runs on. */
+static void await_end(dg_worker* worker) {
+  dg_worker_destroy(worker);
+  while (code_of(dg_worker_close(worker, DG_FOREVER)) != DG_INVALID_ARGUMENT) continue;
+}
+
+static dg_tensor* pick_own(state* s) {
+  dg_tensor* tensor;
+  pthread_mutex_lock(&pool_mutex);
+  tensor = own[s->thread][next(s) % SLOTS];
+  pthread_mutex_unlock(&pool_mutex);
+  return tensor;
+}
+
+static void keep_own(state* s, dg_tensor* tensor) {
+  dg_tensor** slot = &own[s->thread][next(s) % SLOTS];
+  dg_tensor* old;
+  if (tensor == NULL) return;
+  pthread_mutex_lock(&pool_mutex);
+  old = *slot;
+  *slot = tensor;
+  pthread_mutex_unlock(&pool_mutex);
+  dg_tensor_destroy(old);
+}
+
+/* A tensor of this thread alone, or one that shares its memory or its shape. */
+static void make_own(state* s) {
+  static const float zeros[64];
+  const int64_t shape[2] = {(int64_t)(next(s) % 3), 2};
+  dg_value arguments[2];
+  dg_tensor* out = NULL;
+  switch (next(s) % 4) {
+    case 0:
+      ran(s, dg_tensor_from_data(zeros, DG_FLOAT32, shape, next(s) % 3, &out));
+      break;
+    case 1:
+      ran(s, dg_tensor_detach(pick_own(s), &out));
+      break;
+    case 2:
+      ran(s, dg_tensor_clone(pick_own(s), &out));
+      break;
+    default:
+      arguments[0] = dg_value_tensor(pick_own(s));
+      arguments[1] = dg_value_integer(0);
+      ran(s, dg_op_tensors(DG_STR("aten::unsqueeze"), arguments, 2, &out, 1));
+      break;
+  }
+  keep_own(s, out);
+}
+
+static void change_own(state* s) {
+  const int64_t sizes[3] = {(int64_t)(next(s) % 5), 2, (int64_t)(next(s) % 3)};
+  dg_tensor *const x = pick_own(s), *out = NULL;
+  dg_value arguments[3];
+  int64_t shape[4], strides[4];
+  size_t dims = 0;
+  arguments[0] = dg_value_tensor(x);
+  arguments[1] = next(s) % 2 ? dg_value_tensor(pick_own(s)) : dg_value_real(2);
+  switch (next(s) % 9) {
+    case 0:
+      ran(s, dg_op_tensors(DG_STR("aten::add_.Tensor"), arguments, 2, &out, 1));
+      break;
+    case 1:
+      ran(s, dg_op_tensors(DG_STR("aten::mul_.Tensor"), arguments, 2, &out, 1));
+      break;
+    case 2:
+      arguments[1] = dg_value_integer(0);
+      ran(s, dg_op_tensors(DG_STR("aten::unsqueeze_"), arguments, 2, &out, 1));
+      break;
+    case 3:
+      ran(s, dg_op_tensors(DG_STR("aten::squeeze_"), arguments, 1, &out, 1));
+      break;
+    case 4:
+      ran(s, dg_op_tensors(DG_STR("aten::t_"), arguments, 1, &out, 1));
+      break;
+    case 5:
+    case 6:
+      arguments[1] = dg_value_integers(sizes, next(s) % 4);
+      ran(s, dg_op_tensors(DG_STR("aten::resize_"), arguments, 2, &out, 1));
+      break;
+    case 7:
+      ran(s, dg_op_tensors(DG_STR("aten::copy_"), arguments, 2, &out, 1));
+      break;
+    default:
+      ran(s, dg_op_tensors(DG_STR("aten::zero_"), arguments, 1, &out, 1));
+      break;
+  }
+  ran(s, dg_tensor_layout(x, shape, strides, 4, &dims));
+  (void)dg_tensor_element_count(x);
+  if (next(s) % 2) {
+    dg_tensor* sum = NULL;
+    ran(s, dg_op_tensors(DG_STR("aten::sum"), arguments, 1, &sum, 1));
+    dg_tensor_destroy(sum);
+  }
+  keep_own(s, out); /* the same tensor */
 }
 
 #define T ((dg_tensor*)pick(s, TENSOR))
@@ -266,7 +406,7 @@ static void call(state* s) {
   if (next(s) % 16 == 0) options.struct_size = next(s) % 64;
   if (options.struct_size > sizeof(options)) options.struct_size = 1;
 
-  switch (next(s) % 64) {
+  switch (next(s) % 68) {
     case 0:
       (void)dg_error_code(E);
       break;
@@ -287,7 +427,7 @@ static void call(state* s) {
       break;
     case 6:
       MAKE(TENSOR, dg_tensor,
-           dg_tensor_from_memory(memory, DG_FLOAT32, shape, NULL, dims, NULL, nothing, &out));
+           dg_tensor_from_memory(memory, DG_FLOAT32, shape, NULL, dims, NULL, callback, &out));
       break;
     case 7: { /* round trip through DLPack, if that much is to be had */
       struct DLManagedTensorVersioned* managed = NULL;
@@ -388,7 +528,7 @@ static void call(state* s) {
       MAKE(VALUES, dg_values, dg_future_values(F, &out));
       break;
     case 39:
-      ran(s, dg_future_then(F, nothing, NULL, next(s) % 2 ? nothing : NULL));
+      ran(s, dg_future_then(F, callback, NULL, next(s) % 2 ? callback : NULL));
       break;
     case 40:
       if (next(s) % 2) ran(s, dg_future_cancel(F));
@@ -396,7 +536,8 @@ static void call(state* s) {
       break;
     case 41:
       if (next(s) % 16 == 0) dg_worker_destroy(W);
-      if (next(s) % 8 == 0 && workers_made < 20) keep(s, WORKER, new_worker());
+      if (next(s) % 8 == 0 && __atomic_load_n(&workers_made, __ATOMIC_SEQ_CST) < MOST_WORKERS - 1)
+        keep(s, WORKER, new_worker());
       break;
     case 42:
       ran(s, dg_worker_barrier(W, 20000, next(s) % 4));
@@ -426,7 +567,7 @@ static void call(state* s) {
       }
       break;
     case 44:
-      ran(s, dg_worker_register(W, function, next(s) % 8 ? handle_call : NULL, NULL, nothing));
+      ran(s, dg_worker_register(W, function, next(s) % 8 ? handle_call : NULL, NULL, callback));
       break;
     case 45:
       MAKE(MESSAGE, dg_message, dg_worker_call(W, self, function, M, &options, &out));
@@ -464,16 +605,14 @@ static void call(state* s) {
       dg_context_destroy(C);
       (void)dg_context_id(C);
       break;
-    case 51:
-      if (!s->alone) break;
-      {
-        dg_backward_options backward = DG_BACKWARD_OPTIONS_INIT;
-        backward.flags = next(s) % 3;
-        if (next(s) % 4 == 0) backward.root_gradients = two;
-        ran(s, dg_context_backward(C, two, next(s) % 3, &backward));
-        MAKE(FUTURE, dg_future, dg_context_backward_async(C, two, 1, &backward, &out));
-      }
+    case 51: {
+      dg_backward_options backward = DG_BACKWARD_OPTIONS_INIT;
+      backward.flags = next(s) % 3;
+      if (next(s) % 4 == 0) backward.root_gradients = two;
+      ran(s, dg_context_backward(C, two, next(s) % 3, &backward));
+      MAKE(FUTURE, dg_future, dg_context_backward_async(C, two, 1, &backward, &out));
       break;
+    }
     case 52:
       MAKE(TENSOR, dg_tensor, dg_context_gradient(C, T, &out));
       ran(s, dg_context_set_gradient(C, two[0], two[1]));
@@ -520,7 +659,7 @@ static void call(state* s) {
       }
       MAKE(PARALLEL, dg_data_parallel,
            dg_data_parallel_create(two + 1, next(s) % 2, &parallel,
-                                   next(s) % 8 ? run_replica : NULL, NULL, nothing, &out));
+                                   next(s) % 8 ? run_replica : NULL, NULL, callback, &out));
       if (next(s) % 4 == 0) dg_data_parallel_destroy(P);
       break;
     }
@@ -552,7 +691,7 @@ static void call(state* s) {
     }
     case 58:
       ran(s, dg_worker_register_async(W, next(s) % 2 ? DG_STR("later") : DG_STR("last"),
-                                      next(s) % 8 ? handle_later : NULL, NULL, nothing));
+                                      next(s) % 8 ? handle_later : NULL, NULL, callback));
       MAKE(CANCELLATION, dg_cancellation, dg_cancellation_create(&out));
       break;
     case 59:
@@ -560,7 +699,7 @@ static void call(state* s) {
       ran(s, dg_cancellation_check(X));
       {
         uint64_t id = next(s) % 4;
-        ran(s, dg_cancellation_then(X, next(s) % 8 ? nothing : NULL, NULL, nothing, &id));
+        ran(s, dg_cancellation_then(X, next(s) % 8 ? callback : NULL, NULL, callback, &id));
         if (next(s) % 2) ran(s, dg_cancellation_forget(X, id));
       }
       if (next(s) % 4 == 0) dg_cancellation_destroy(X);
@@ -609,6 +748,14 @@ static void call(state* s) {
       ran(s, dg_process_group_average(G, two, next(s) % 3));
       ran(s, dg_process_group_broadcast(G, two, next(s) % 3, (uint32_t)(next(s) % 2)));
       break;
+    case 64:
+      make_own(s);
+      break;
+    case 65:
+    case 66:
+    case 67:
+      change_own(s);
+      break;
     default:
       break;
   }
@@ -623,15 +770,16 @@ static void* run(void* argument) {
 int main(int argc, char** argv) {
   const uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 20240229;
   const int calls = argc > 2 ? atoi(argv[2]) : 30000;
-  state states[3];
-  pthread_t threads[3];
+  state states[THREADS];
+  pthread_t threads[THREADS];
   printf("seed %llu\n", (unsigned long long)seed);
   for (int threaded = 0; threaded < 2; ++threaded) {
-    const int count = threaded ? 3 : 1;
+    const int count = threaded ? THREADS : 1;
     keep(&(state){.random = seed | 1}, WORKER, new_worker());
     for (int i = 0; i < count; ++i) {
       states[i] = (state){
-          .random = start(seed, threaded * 3 + i), .calls = calls / count, .alone = !threaded};
+          .random = start(seed, threaded * THREADS + i), .calls = calls / count, .alone = !threaded,
+          .thread = i};
       CHECK(pthread_create(&threads[i], NULL, run, &states[i]) == 0);
     }
     for (int i = 0; i < count; ++i) {
@@ -643,5 +791,7 @@ int main(int argc, char** argv) {
   for (int kind = 0; kind < KINDS; ++kind) {
     for (int i = 0; i < SLOTS; ++i) destroy((enum kind)kind, pool[kind][i]);
   }
+  for (int i = 0; i < THREADS * SLOTS; ++i) dg_tensor_destroy(own[i / SLOTS][i % SLOTS]);
+  for (int i = 0; i < workers_made; ++i) await_end(workers[i]);
   return 0;
 }
