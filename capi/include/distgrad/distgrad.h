@@ -16,13 +16,14 @@
  *              `out` parameter was left as it was. Arguments that cannot be are
  *              DG_INVALID_ARGUMENT everywhere; comments name what else is to be expected.
  *   Threads    Any function may be called on any thread at any time, unless its comment says
- *              otherwise.
+ *              otherwise: dg_op_call's does, of operators that write to their arguments.
  *   Forks      A child that was forked off has none of its parent's handles: functions say so
  *              with DG_INVALID_ARGUMENT, dg_T_destroy does nothing, and nothing waits. What the
  *              child makes itself works as far as libtorch does there.
  *   Waiting    Functions marked "Waits" may be called by handlers, but return
- *              DG_FAILED_PRECONDITION in the callback of a future and in destructors of user data,
- *              where they could wait for ever for the thread that they are on.
+ *              DG_FAILED_PRECONDITION in the callback of a future or a cancellation and in
+ *              destructors of user data, where they could wait for ever for the thread that they
+ *              are on.
  *   Callbacks  run with no lock held. `user_data` is ended exactly once, by the destructor given
  *              with it (NULL: none), after the last call, on any thread.
  *   Options    begin with `struct_size`: start from the DG_..._INIT macro. NULL means all default.
@@ -408,6 +409,10 @@ DG_API void dg_values_destroy(dg_values* values) DG_NOEXCEPT;
  * end gets its default. Where the schema asks for it, an integer or bool becomes a real, one number
  * fills a list of fixed length, and a number becomes a tensor of no dimensions.
  *
+ * An operator that writes to an argument ("aten::add_.Tensor", "aten::add.out") has that tensor for
+ * itself: until it returns no other thread uses it, or a tensor that shares its memory, and no call
+ * that is in flight sends it. Torch does not look after that.
+ *
  * DG_NOT_FOUND for an unknown name; DG_INVALID_ARGUMENT, before anything runs, for arguments that
  * do not fit the schema. */
 DG_API DG_MUST_USE dg_error* dg_op_call(dg_str op, const dg_value* arguments, size_t argument_count,
@@ -415,9 +420,9 @@ DG_API DG_MUST_USE dg_error* dg_op_call(dg_str op, const dg_value* arguments, si
 
 /* Whether an operator only computes, so that whatever its arguments are it harms nothing: what a
  * language in which memory is safe may call as it likes. DG_PERMISSION_DENIED if it writes to its
- * arguments, or is one that peers may not call either (docs/security.md): an internal step that
- * takes sizes on trust, or one that touches files or a tensor's storage. DG_NOT_FOUND for an
- * unknown name. */
+ * arguments, or is one that peers may not call either (docs/security.md): one that takes sizes, or
+ * how its arguments fit together, on trust, or that touches files or a tensor's storage.
+ * DG_NOT_FOUND for an unknown name. */
 DG_API DG_MUST_USE dg_error* dg_op_check_pure(dg_str op) DG_NOEXCEPT;
 
 /* The same as dg_op_call for operators whose results are tensors: stores them in

@@ -24,7 +24,8 @@ macro_rules! handles {
             type Kind = Trivial;
         }
         // SAFETY: "Any function may be called on any thread at any time, unless its comment says
-        // otherwise." None of those that take a handle says otherwise.
+        // otherwise." Of those that take a handle only the ones that run operators do, for operators
+        // that write to their arguments: those are unsafe here.
         unsafe impl Send for $name {}
         // SAFETY: the same sentence.
         unsafe impl Sync for $name {}

@@ -57,6 +57,22 @@ impl Tensor {
     /// Errors as [`Tensor::to_vec`], and `Code::FailedPrecondition` if there are gaps between the
     /// elements or they are in another order.
     ///
+    /// Only the caller knows that nothing writes to them meanwhile, and the slice does not outlive
+    /// the tensor:
+    ///
+    /// ```compile_fail,E0133
+    /// let x = distgrad::Tensor::from_slice(&[1.0f32], &[1])?;
+    /// let elements: &[f32] = x.as_slice()?;
+    /// # distgrad::Result::Ok(())
+    /// ```
+    /// ```compile_fail,E0505
+    /// let x = distgrad::Tensor::from_slice(&[1.0f32], &[1])?;
+    /// let elements: &[f32] = unsafe { x.as_slice()? };
+    /// drop(x);
+    /// println!("{elements:?}");
+    /// # distgrad::Result::Ok(())
+    /// ```
+    ///
     /// # Safety
     /// While the slice lives nothing writes to the memory, not through other tensors that share it
     /// either, and no operator changes the shape of the tensor in place.

@@ -20,7 +20,8 @@ use crate::{Error, Result, Tensor, Value};
 /// `Code::NotFound` for an unknown name; `Code::InvalidArgument`, before anything runs, for
 /// arguments that do not fit the schema, and afterwards if there is not one tensor;
 /// `Code::PermissionDenied` for an operator that does more than compute ([`op_unchecked`] runs it):
-/// that writes to its arguments, takes sizes on trust, or touches files or a tensor's storage.
+/// that writes to its arguments, takes sizes or the fit of its arguments on trust, or touches files
+/// or a tensor's storage.
 #[doc(alias = "dg_op_tensors")]
 #[doc(alias = "dg_op_check_pure")]
 pub fn op(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
@@ -29,7 +30,13 @@ pub fn op(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
     unsafe { op_unchecked(name, arguments) }
 }
 
-/// Runs any torch operator, otherwise as [`op`].
+/// Runs any torch operator, otherwise as [`op`]. It is not for safe code:
+///
+/// ```compile_fail,E0133
+/// let x = distgrad::Tensor::from_slice(&[1.0f32], &[1])?;
+/// distgrad::op_unchecked("aten::set_data", &distgrad::values![&x, &x])?;
+/// # distgrad::Result::Ok(())
+/// ```
 ///
 /// # Safety
 /// The operator does with these arguments nothing that memory safety forbids. One that writes in
