@@ -343,14 +343,13 @@ dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape, int64_t* str
     DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
     const at::Tensor& t = pinned->tensor;
     const auto dims = static_cast<size_t>(t.dim());
-    *dim_count = dims;
-    if (shape == nullptr && strides == nullptr) return absl::OkStatus();
-    if (room < dims) {
-      return absl::OutOfRangeError(
-          absl::StrCat("the tensor has ", dims, " dimensions, and there is room for ", room));
-    }
     if (strides != nullptr && (t.layout() != at::kStrided || t.is_nested())) {
       return absl::FailedPreconditionError("the tensor has no strides: it is sparse, or nested");
+    }
+    *dim_count = dims;
+    if ((shape != nullptr || strides != nullptr) && room < dims) {
+      return absl::OutOfRangeError(
+          absl::StrCat("the tensor has ", dims, " dimensions, and there is room for ", room));
     }
     for (size_t i = 0; i < dims; ++i) {
       const auto dim = static_cast<int64_t>(i);
@@ -392,7 +391,7 @@ dg_error* dg_tensor_require_grad(dg_tensor* tensor) noexcept {
       return absl::InvalidArgumentError(
           absl::StrCat("a tensor of dtype ", c10::toString(t.scalar_type()), " has no gradient"));
     }
-    t.set_requires_grad(true);
+    if (!t.requires_grad()) t.set_requires_grad(true);
     return absl::OkStatus();
   });
 }
