@@ -104,14 +104,17 @@ impl Tensor {
         ffi::tensor_requires_grad(self.handle())
     }
 
-    /// Makes a leaf one whose gradient is wanted, and returns it.
+    /// A leaf whose gradient is wanted, of the same memory. Clones from before are not changed, for
+    /// other threads may be using them.
     ///
     /// `Code::FailedPrecondition` if it is not a leaf, `Code::InvalidArgument` if its elements are
     /// not floating or complex.
     #[doc(alias = "dg_tensor_require_grad")]
     pub fn require_grad(self) -> Result<Self> {
-        ffi::tensor_require_grad(self.handle())?;
-        Ok(self)
+        // Of a tensor that is this function's alone, unless there is nothing to change.
+        let leaf = if self.requires_grad() { self } else { self.detach()? };
+        ffi::tensor_require_grad(leaf.handle())?;
+        Ok(leaf)
     }
 
     /// The same memory without history: nothing that is computed from it is recorded.

@@ -178,6 +178,22 @@ fn operators_by_name() {
     assert_eq!(i64::try_from(Value::from(1.5)).unwrap_err().code(), Code::InvalidArgument);
 }
 
+// It would change what clones on other threads refer to, in the middle of what those do.
+#[test]
+fn to_require_grad_changes_no_clone() {
+    let x = floats(&[1.0], &[1]);
+    let clone = x.clone();
+    let leaf = x.require_grad().unwrap();
+    assert!(leaf.requires_grad() && !clone.requires_grad());
+    let again = leaf.clone().require_grad().unwrap();
+    assert!(again.requires_grad() && leaf.requires_grad());
+    // SAFETY: nobody else uses it.
+    unsafe { clone.fill_(7.0) }.unwrap();
+    assert_eq!(leaf.to_vec::<f32>().unwrap(), [7.0], "the memory is the same");
+    let computed = leaf.relu().unwrap();
+    assert_eq!(computed.require_grad().unwrap_err().code(), Code::FailedPrecondition);
+}
+
 #[test]
 fn safe_code_runs_what_only_computes() {
     let x = floats(&[1.0], &[1]);

@@ -24,8 +24,9 @@ macro_rules! handles {
             type Kind = Trivial;
         }
         // SAFETY: "Any function may be called on any thread at any time, unless its comment says
-        // otherwise." Of those that take a handle only the ones that run operators do, for operators
-        // that write to their arguments: those are unsafe here.
+        // otherwise." Of those that take a handle two kinds do: what runs operators, of those that
+        // write to their arguments, which are unsafe here; and dg_tensor_require_grad, which is called
+        // for tensors that no other handle refers to.
         unsafe impl Send for $name {}
         // SAFETY: the same sentence.
         unsafe impl Sync for $name {}
