@@ -777,9 +777,10 @@ int main(int argc, char** argv) {
     const int count = threaded ? THREADS : 1;
     keep(&(state){.random = seed | 1}, WORKER, new_worker());
     for (int i = 0; i < count; ++i) {
-      states[i] = (state){
-          .random = start(seed, threaded * THREADS + i), .calls = calls / count, .alone = !threaded,
-          .thread = i};
+      states[i] = (state){.random = start(seed, threaded * THREADS + i),
+                          .calls = calls / count,
+                          .alone = !threaded,
+                          .thread = i};
       CHECK(pthread_create(&threads[i], NULL, run, &states[i]) == 0);
     }
     for (int i = 0; i < count; ++i) {

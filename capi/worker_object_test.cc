@@ -81,7 +81,8 @@ TEST(DestroyWorkerTest, AHandlerOutlastsTheBound) {
   scene.held.WaitForNotification();
   DestroyWorker(scene.worker, absl::Milliseconds(1));
   ASSERT_EQ(scene.lines.size(), 1u);
-  EXPECT_TRUE(absl::StrContains(scene.lines[0], "worker 'alone' is closed, and ")) << scene.lines[0];
+  EXPECT_TRUE(absl::StrContains(scene.lines[0], "worker 'alone' is closed, and "))
+      << scene.lines[0];
   EXPECT_TRUE(absl::StrContains(scene.lines[0], "dg_worker_destroy waits no longer"));
   // The call has failed, the handler has its user data, and the worker takes nothing new.
   bool done = false;
@@ -108,8 +109,7 @@ TEST(DestroyWorkerTest, AFunctionOutlastsTheBound) {
   ASSERT_TRUE((*use).ok());
   DestroyWorker(scene.worker, absl::Milliseconds(1));
   ASSERT_EQ(scene.lines.size(), 1u);
-  EXPECT_TRUE(absl::StrContains(scene.lines[0],
-                                "1 threads are still in a function that uses it"))
+  EXPECT_TRUE(absl::StrContains(scene.lines[0], "1 threads are still in a function that uses it"))
       << scene.lines[0];
   EXPECT_FALSE(scene.ended.HasBeenNotified());
   use.reset();

@@ -157,8 +157,7 @@ TEST(OperatorSchemas, AllThatIsPureOnlyComputes) {
 class Arguments {
  public:
   explicit Arguments(uint32_t seed) : random_(seed) {
-    const std::vector<std::vector<int64_t>> shapes = {
-        {2}, {2, 2}, {2, 2}, {2, 2, 2}, {1, 2, 2, 2}};
+    const std::vector<std::vector<int64_t>> shapes = {{2}, {2, 2}, {2, 2}, {2, 2, 2}, {1, 2, 2, 2}};
     for (const std::vector<int64_t>& shape : shapes) tensors_.push_back(at::rand(shape));
     tensors_.push_back(at::zeros({2}, at::kLong));
     tensors_.push_back(at::ones({2}, at::kBool));
@@ -350,8 +349,8 @@ TEST(OperatorSchemas, NormalizationsWriteWithoutSayingSo) {
     EXPECT_EQ(CheckFunctional(name).code(), absl::StatusCode::kPermissionDenied) << name;
     EXPECT_TRUE(CheckPure(name).ok()) << "peers may call " << name << ": it writes to copies";
   }
-  for (const char* name : {"aten::cudnn_batch_norm_backward", "aten::layer_norm",
-                           "aten::group_norm"}) {
+  for (const char* name :
+       {"aten::cudnn_batch_norm_backward", "aten::layer_norm", "aten::group_norm"}) {
     EXPECT_TRUE(CheckFunctional(name).ok()) << name;
   }
 }
@@ -399,13 +398,13 @@ TEST(OperatorSchemas, WhatReturnsAnyNumberOfTensorsIsKnown) {
       if (result.real_type()->kind() == c10::TypeKind::ListType) lists.insert(op.name);
     }
   }
-  EXPECT_EQ(lists,
-            (std::set<std::string>{
-                "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d",
-                "aten::broadcast_tensors", "aten::dequantize", "aten::gradient",
-                "aten::histogramdd", "aten::lstm_mps_backward", "aten::meshgrid",
-                "aten::miopen_rnn_backward", "aten::nonzero_numpy", "aten::quantize_per_tensor",
-                "aten::unflatten_dense_tensors", "aten::where"}));
+  EXPECT_EQ(
+      lists,
+      (std::set<std::string>{
+          "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d", "aten::broadcast_tensors",
+          "aten::dequantize", "aten::gradient", "aten::histogramdd", "aten::lstm_mps_backward",
+          "aten::meshgrid", "aten::miopen_rnn_backward", "aten::nonzero_numpy",
+          "aten::quantize_per_tensor", "aten::unflatten_dense_tensors", "aten::where"}));
 }
 
 void ExpectPieces(const std::string& name, const Values& arguments) {

@@ -251,9 +251,9 @@ DG_API dg_str dg_tensor_device(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API DG_MUST_USE dg_error* dg_tensor_data(const dg_tensor* tensor, void** out) DG_NOEXCEPT;
 
 DG_API bool dg_tensor_requires_grad(const dg_tensor* tensor) DG_NOEXCEPT;
-/* Makes a leaf one whose gradient is wanted: the tensor itself, which no other thread uses meanwhile
- * by this handle or another. DG_FAILED_PRECONDITION if it is not a leaf, DG_INVALID_ARGUMENT if it
- * is not of a floating or complex type. */
+/* Makes a leaf one whose gradient is wanted: the tensor itself, which no other thread uses
+ * meanwhile by this handle or another. DG_FAILED_PRECONDITION if it is not a leaf,
+ * DG_INVALID_ARGUMENT if it is not of a floating or complex type. */
 DG_API DG_MUST_USE dg_error* dg_tensor_require_grad(dg_tensor* tensor) DG_NOEXCEPT;
 
 /* Whether operators on this thread are recorded for backward (true at first); returns what it was.
