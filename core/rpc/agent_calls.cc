@@ -1,5 +1,4 @@
 // The calls and notices of an agent: sent, and taken in.
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>

@@ -59,6 +59,11 @@ impl Work {
     }
 }
 
+fn end_on_a_thread(work: &Arc<Work>) -> thread::JoinHandle<()> {
+    let work = Arc::clone(work);
+    thread::spawn(move || work.end())
+}
+
 /// Counts how often it is woken.
 #[derive(Default)]
 struct Count(AtomicUsize);
@@ -75,10 +80,7 @@ impl Wake for Count {
 fn whoever_is_told_to_wait_is_woken() {
     loom::model(|| {
         let work = Arc::new(Work::default());
-        let ender = thread::spawn({
-            let work = Arc::clone(&work);
-            move || work.end()
-        });
+        let ender = end_on_a_thread(&work);
         let (slot, count) = (WakerSlot::new(), std::sync::Arc::new(Count::default()));
         let ready = work.poll(&slot, &Waker::from(std::sync::Arc::clone(&count)));
         ender.join().unwrap();
@@ -93,10 +95,7 @@ fn whoever_is_told_to_wait_is_woken() {
 fn the_last_one_that_waits_is_woken() {
     loom::model(|| {
         let work = Arc::new(Work::default());
-        let ender = thread::spawn({
-            let work = Arc::clone(&work);
-            move || work.end()
-        });
+        let ender = end_on_a_thread(&work);
         let slot = WakerSlot::new();
         let last = std::sync::Arc::new(Count::default());
         let mut ready = work.poll(&slot, Waker::noop());
@@ -111,10 +110,7 @@ fn the_last_one_that_waits_is_woken() {
 fn the_answer_and_a_cancel_wake_once() {
     loom::model(|| {
         let work = Arc::new(Work::default());
-        let enders = [(); 2].map(|()| {
-            let work = Arc::clone(&work);
-            thread::spawn(move || work.end())
-        });
+        let enders = [(); 2].map(|()| end_on_a_thread(&work));
         let (slot, count) = (WakerSlot::new(), std::sync::Arc::new(Count::default()));
         let ready = work.poll(&slot, &Waker::from(std::sync::Arc::clone(&count)));
         for ender in enders {
@@ -130,10 +126,7 @@ fn the_answer_and_a_cancel_wake_once() {
 fn what_is_dropped_keeps_no_waker() {
     loom::model(|| {
         let work = Arc::new(Work::default());
-        let ender = thread::spawn({
-            let work = Arc::clone(&work);
-            move || work.end()
-        });
+        let ender = end_on_a_thread(&work);
         let (slot, count) = (WakerSlot::new(), std::sync::Arc::new(Count::default()));
         work.poll(&slot, &Waker::from(std::sync::Arc::clone(&count)));
         drop(slot);
@@ -147,10 +140,7 @@ fn what_is_dropped_keeps_no_waker() {
 fn an_executor_comes_to_the_end() {
     loom::model(|| {
         let work = Arc::new(Work::default());
-        let ender = thread::spawn({
-            let work = Arc::clone(&work);
-            move || work.end()
-        });
+        let ender = end_on_a_thread(&work);
         let slot = WakerSlot::new();
         let end = std::future::poll_fn(|context| {
             slot.poll(context.waker(), || work.is_done(), |end| work.then(end))
