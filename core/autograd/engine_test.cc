@@ -134,6 +134,8 @@ class EngineTest : public ::testing::Test {
     engine_.Close();
     pool_.Join();
     engine_.Join();
+    // As a worker does at its end: a pass that is done and its context keep each other.
+    for (const auto& context : contexts_.All()) engine_.Release(context->id());
   }
 
   // A tensor that has come from `from` by the edge with that number.
