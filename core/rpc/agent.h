@@ -12,14 +12,17 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/cancellation.h"
 #include "core/base/clock.h"
@@ -30,8 +33,14 @@
 #include "core/membership/member_event.h"
 #include "core/membership/worker_info.h"
 #include "core/rpc/call_metrics.h"
+#include "core/rpc/call_table.h"
+#include "core/rpc/frame.h"
 #include "core/rpc/incoming_call.h"
 #include "core/rpc/limits.h"
+#include "core/rpc/link.h"
+#include "core/rpc/link_table.h"
+#include "core/rpc/member_watch.h"
+#include "core/rpc/peers.h"
 #include "core/rpc/send_window.h"
 #include "core/transport/packet.h"
 #include "core/transport/transport.h"
@@ -85,23 +94,23 @@ struct AgentOptions {
   Limits limits = {};
 };
 
-// Thread-safe.
-class Agent {
+// Thread-safe. Held by a shared_ptr, for its timers and links may outlive who made it.
+class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent> {
  public:
-  class Impl;
   // `has_left`: the request may have reached that worker, or its connection broke. Always true with
   // a reply.
-  using ReplyCallback = absl::AnyInvocable<void(absl::StatusOr<Body>, bool has_left)>;
+  using ReplyCallback = CallTable::Done;
 
   // `clock`, `transport`, `service` and what is in the options must outlive the agent's Close().
   // No answer of the directory may come later.
-  Agent(Clock* clock, Transport* transport, AgentService* service, AgentOptions options = {});
+  Agent(Clock* clock, Transport* transport, AgentService* service,
+        const AgentOptions& options = {});
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
-  ~Agent();  // Close()
+  ~Agent() override { Close(); }
 
-  // Listens; the address goes into WorkerInfo.
-  absl::StatusOr<std::string> Listen();
+  // Listens, once, and before anything else; the address goes into WorkerInfo.
+  absl::StatusOr<std::string> Listen() { return links_->Listen(weak_from_this()); }
 
   // The members of the job, this worker among them. Before any call is made; what arrives
   // earlier is held back until then.
@@ -118,7 +127,7 @@ class Agent {
   // kResourceExhausted past a limit. Returns the number of the call, 0 if it has ended already.
   uint64_t Call(WorkerId to, Request request, const CallTerms& terms, ReplyCallback done);
   // Ends calls by their number, with kCancelled, and tells the worker that serves it.
-  std::weak_ptr<Canceller> canceller();
+  std::weak_ptr<Canceller> canceller() { return calls_; }
 
   // The same for a message without an answer. It waits for no room. A failure to deliver shows up
   // as OnPeerLost.
@@ -126,20 +135,20 @@ class Agent {
   void Notify(WorkerId to, Packet notice);
 
   // kNotFound with the names that are known.
-  absl::StatusOr<WorkerId> FindWorker(absl::string_view name) const;
+  absl::StatusOr<WorkerId> FindWorker(absl::string_view name) const { return peers_->Find(name); }
   absl::StatusOr<WorkerId> FindWorker(int id) const;
   // Who that is; kNotFound.
   absl::StatusOr<WorkerInfo> Info(WorkerId worker) const;
   // Those who have not left, this worker among them, by id; of those who joined later, whom this
   // worker has heard of.
-  std::vector<WorkerInfo> Members() const;
+  std::vector<WorkerInfo> Members() const { return peers_->Members(); }
   // How many they are.
-  size_t MemberCount() const;
+  size_t MemberCount() const { return peers_->size(); }
   // What the store says of a worker.
-  absl::Status Learn(const WorkerInfo& worker);
+  absl::Status Learn(const WorkerInfo& worker) { return links_->Learn(worker); }
   // "'name' (id)", for messages.
-  std::string Describe(WorkerId worker) const;
-  absl::Time Now() const;
+  std::string Describe(WorkerId worker) const { return peers_->Describe(worker); }
+  absl::Time Now() const { return clock_->Now(); }
 
   // From now on notices the death of a member with whom nothing is in flight. Each worker watches
   // the next one by id, over a connection of its own accord, so all are watched, by one each. One
@@ -153,26 +162,57 @@ class Agent {
   void SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
   void SetAlive(WorkerId worker, Incarnation incarnation);
   // What happens to members is kept from now on, in its order, until it is taken; or no longer.
-  void KeepEvents(bool keep);
-  std::vector<MemberEvent> TakeEvents();
+  void KeepEvents(bool keep) { peers_->KeepEvents(keep); }
+  std::vector<MemberEvent> TakeEvents() { return peers_->TakeEvents(); }
 
   // Calls and notices so far, the latter under kNotices.
   static constexpr absl::string_view kNotices = "(notices)";
-  std::vector<CallStats> Stats() const;
+  std::vector<CallStats> Stats() const { return calls_->metrics().Snapshot(); }
   // The bytes that wait to be sent, by peer.
-  std::vector<std::pair<WorkerId, uint64_t>> Queued() const;
+  std::vector<std::pair<WorkerId, uint64_t>> Queued() const { return links_->Queued(); }
   // Tells all to whom there is a connection that this worker leaves the job.
-  void SayLeaving();
+  void SayLeaving() { links_->SayLeaving(); }
   // Calls made from here, and calls of others, that have not ended.
-  size_t in_flight() const;
-  size_t served() const;
+  size_t in_flight() const { return calls_->size(); }
+  size_t served() const { return links_->served(); }
 
   // Fails every call in flight with kCancelled and closes all connections. No callback starts
   // after the transport is destroyed.
   void Close();
 
  private:
-  const std::shared_ptr<Impl> impl_;
+  // LinkTable::User
+  absl::Status OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
+  void OnPeerLost(WorkerId peer, const absl::Status& why) override;
+  void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) override;
+  void OnMemberEvents() override;
+
+  absl::StatusOr<SendWindow::Credit> AwaitCredit(const std::shared_ptr<SendWindow>& window,
+                                                 uint64_t bytes, const CallTerms& terms);
+  absl::Status TooLarge(absl::string_view what, uint64_t size) const;
+  CallCounters* CountNotice(WorkerId peer, bool served);
+  absl::Status Serve(const std::shared_ptr<Link>& link, WorkerId peer, const Frame& frame,
+                     Packet packet, size_t offset);
+  void OnReply(WorkerId peer, const Frame& frame, Body reply);
+
+  void ArmWatch(absl::Duration wait, bool is_first);
+  void Watch(bool is_first);
+
+  Clock* const clock_;
+  AgentService* const service_;
+  Directory* const directory_;
+  const Limits limits_;
+  const std::shared_ptr<TraceRecorder> trace_;
+
+  // Synchronize themselves; links keep them.
+  const std::shared_ptr<Peers> peers_;
+  const std::shared_ptr<CallTable> calls_;
+  const std::shared_ptr<LinkTable> links_;
+
+  const absl::Duration watch_interval_;
+  MemberWatch watch_;  // synchronizes itself
+  absl::Mutex mu_;
+  std::optional<Clock::TimerId> watch_timer_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

@@ -177,9 +177,9 @@ TEST_F(AgentBulkTest, ItNeedsALinkOfItsOwnPeer) {
     }
     void OnClosed(absl::Status why) override { closed.Set(why); }
   };
-  // The first link that b has taken in is number 1; it is a's.
+  // Of b's links the first is its own loopback, the second a's, and the third the first stranger's.
   ExpectEcho(a(), 1, "small");
-  for (const uint64_t link : {uint64_t{4711}, uint64_t{2}}) {
+  for (const uint64_t link : {uint64_t{4711}, uint64_t{3}}) {
     auto transport = NewInprocTransport(network_);
     auto stranger = std::make_shared<Stranger>();
     const auto refused = stranger->refused.future();
@@ -233,9 +233,9 @@ TEST_F(AgentBulkTest, WhatWaitsForItFailsWithItsLink) {
   });
   const auto large = a().Call(1, "echo", large_);
   ExpectEcho(a(), 1, "small");
-  b().agent.Close();
+  b().agent->Close();
   EXPECT_EQ(large.Wait().status().code(), StatusCode::kUnavailable);
-  EXPECT_EQ(a().agent.Queued()[0].second, 0u);
+  EXPECT_EQ(a().agent->Queued()[0].second, 0u);
 }
 
 TEST_F(AgentBulkTest, OneThatCannotBeOpenedIsTheEndOfItsLink) {

@@ -1,4 +1,4 @@
-// The calls and notices of an agent: sent, and taken in.
+// Sends the calls and notices of an agent, and dispatches what arrives by the kind of its frame.
 #include <memory>
 #include <optional>
 #include <string>
@@ -6,17 +6,28 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "core/base/log.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
-#include "core/rpc/agent_impl.h"
+#include "core/base/wire.h"
+#include "core/rpc/agent.h"
 
 namespace distgrad {
 
 // --------------------------------------------------------------------------------- Sending
 
-uint64_t Agent::Impl::Call(WorkerId to, Request request, const CallTerms& terms,
-                           ReplyCallback done) {
+Agent::Request Agent::NewRequest(absl::string_view function) {
+  Request request{.function = std::string(function), .packet = {}};
+  AppendFrame({.kind = FrameKind::kRequest, .function = function}, &request.packet.bytes);
+  return request;
+}
+
+Packet Agent::NewNotice() {
+  Packet packet;
+  AppendFrame({.kind = FrameKind::kNotice}, &packet.bytes);
+  return packet;
+}
+
+uint64_t Agent::Call(WorkerId to, Request request, const CallTerms& terms, ReplyCallback done) {
   const uint64_t size = request.packet.size();
   CallTable::Call call{.to = to,
                        .function = std::move(request.function),
@@ -36,17 +47,13 @@ uint64_t Agent::Impl::Call(WorkerId to, Request request, const CallTerms& terms,
     calls_->EndWithError(std::move(call), why);
     return 0;
   };
-  if (size > shared_.limits.message_bytes) return fail(TooLarge("the message", size));
+  if (size > limits_.message_bytes) return fail(TooLarge("the message", size));
   SendWindow::Credit credit;
   for (;; call.begun = clock_->Now()) {
     if (!CallTable::TimeLeft(call.deadline, call.begun)) {
       return fail(absl::DeadlineExceededError("the deadline has passed already"));
     }
-    absl::StatusOr<std::shared_ptr<Link>> link = nullptr;
-    {
-      absl::MutexLock lock(&mu_);
-      link = LinkTo(to);
-    }
+    const absl::StatusOr<std::shared_ptr<Link>> link = links_->To(to);
     if (!link.ok()) return fail(link.status());
     const std::shared_ptr<SendWindow>& window = (*link)->window();
     // While it was waited for, the connection may have become another one.
@@ -74,8 +81,8 @@ uint64_t Agent::Impl::Call(WorkerId to, Request request, const CallTerms& terms,
   }
 }
 
-absl::StatusOr<SendWindow::Credit> Agent::Impl::AwaitCredit(
-    const std::shared_ptr<SendWindow>& window, uint64_t bytes, const CallTerms& terms) {
+absl::StatusOr<SendWindow::Credit> Agent::AwaitCredit(const std::shared_ptr<SendWindow>& window,
+                                                      uint64_t bytes, const CallTerms& terms) {
   Promise<SendWindow::Credit> promise;
   Future<SendWindow::Credit> credit = promise.future();
   const uint64_t waiter = window->AcquireAsync(
@@ -102,35 +109,27 @@ absl::StatusOr<SendWindow::Credit> Agent::Impl::AwaitCredit(
   return acquired;
 }
 
-bool Agent::Impl::OnLeaving(uint64_t call, Packet& request) {
-  return calls_->OnLeaving(call, request);
+absl::Status Agent::TooLarge(absl::string_view what, uint64_t size) const {
+  return absl::ResourceExhaustedError(
+      absl::StrCat(what, " has ", size, " bytes; limit message_bytes is ", limits_.message_bytes));
 }
 
-absl::Status Agent::Impl::TooLarge(absl::string_view what, uint64_t size) const {
-  return absl::ResourceExhaustedError(absl::StrCat(
-      what, " has ", size, " bytes; limit message_bytes is ", shared_.limits.message_bytes));
-}
-
-CallCounters* Agent::Impl::CountNotice(WorkerId peer, bool served) {
+CallCounters* Agent::CountNotice(WorkerId peer, bool served) {
   CallCounters* const counters = calls_->metrics().Find(peer, served, kNotices);
   ++counters->calls;
   ++counters->ended;
   return counters;
 }
 
-void Agent::Impl::Notify(WorkerId to, Packet notice) {
+void Agent::Notify(WorkerId to, Packet notice) {
   const uint64_t size = notice.size();
-  absl::StatusOr<std::shared_ptr<Link>> link = nullptr;
-  {
-    absl::MutexLock lock(&mu_);
-    link = LinkTo(to);
-  }
+  const absl::StatusOr<std::shared_ptr<Link>> link = links_->To(to);
   if (!link.ok()) {
     if (!absl::IsCancelled(link.status())) service_->OnPeerLost(to, link.status());
     return;
   }
   CountNotice(to, /*served=*/false)->bytes_sent += size;
-  if (size > shared_.limits.message_bytes) {
+  if (size > limits_.message_bytes) {
     // It is lost, and the other end shall know that something is.
     (*link)->Close(TooLarge("a notice", size));
   } else {
@@ -140,50 +139,13 @@ void Agent::Impl::Notify(WorkerId to, Packet notice) {
 
 // ------------------------------------------------------------------------------- Receiving
 
-void Agent::Impl::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
-  bool full = false;
-  std::shared_ptr<Link> main = link;
-  {
-    absl::MutexLock lock(&mu_);
-    if (closed_ || link->dead) return;
-    if (link->is_bulk) {
-      main = link->main.lock();
-      if (main == nullptr || main->dead) return;
-    }
-    if (link->holds) {
-      const uint64_t size = packet.size();
-      full = link->held.size() >= shared_.limits.calls_per_peer ||
-             (!link->held.empty() && link->held_bytes + size > shared_.limits.bytes_per_peer);
-      if (!full) {
-        link->held_bytes += size;
-        return link->held.push_back(std::move(packet));
-      }
-    }
-  }
-  if (full) {
-    return link->Close(absl::ResourceExhaustedError("too much came before its sender was known"));
-  }
-  Handle(main, std::move(packet));
-}
-
-void Agent::Impl::Handle(const std::shared_ptr<Link>& link, Packet packet) {
-  absl::Status status = HandleOrFail(link, std::move(packet));
-  if (status.ok()) return;
-  DG_LOG(WARNING) << "closing a connection: " << status.message();
-  link->Close(status);
-}
-
-absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet packet) {
+absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   WireReader reader(packet.bytes);
   DG_ASSIGN_OR_RETURN(const Frame frame, ReadFrame(reader));
-  if (frame.kind == FrameKind::kHello) return Greet(link, reader);
+  if (frame.kind == FrameKind::kHello) return links_->OnHello(link, reader);
 
   const size_t offset = packet.bytes.size() - reader.remaining();
-  std::optional<WorkerId> peer;
-  {
-    absl::MutexLock lock(&mu_);
-    peer = link->peer;
-  }
+  const std::optional<WorkerId> peer = link->peer();
   if (!peer) return absl::InvalidArgumentError("somebody did not say hello first");
 
   switch (frame.kind) {
@@ -210,7 +172,7 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
       service_->OnMemberEvents();
       break;
     case FrameKind::kBulk:
-      OpenBulk(link, *peer, frame.link);
+      links_->OnBulk(link, *peer, frame.link);
       break;
     case FrameKind::kRefused:
       link->Close(absl::UnavailableError(
@@ -223,7 +185,7 @@ absl::Status Agent::Impl::HandleOrFail(const std::shared_ptr<Link>& link, Packet
   return absl::OkStatus();
 }
 
-void Agent::Impl::OnReply(WorkerId peer, const Frame& frame, Body reply) {
+void Agent::OnReply(WorkerId peer, const Frame& frame, Body reply) {
   std::optional<CallTable::Call> call = calls_->Take(frame.call, peer);
   if (!call) return service_->OnLateReply(peer, std::move(reply));
   if (!frame.status.ok()) {
@@ -238,8 +200,8 @@ void Agent::Impl::OnReply(WorkerId peer, const Frame& frame, Body reply) {
   service_->OnLateReply(peer, std::move(reply));
 }
 
-absl::Status Agent::Impl::Serve(const std::shared_ptr<Link>& link, WorkerId peer,
-                                const Frame& frame, Packet packet, size_t offset) {
+absl::Status Agent::Serve(const std::shared_ptr<Link>& link, WorkerId peer, const Frame& frame,
+                          Packet packet, size_t offset) {
   const absl::Time deadline = frame.timeout_us == 0
                                   ? absl::InfiniteFuture()
                                   : clock_->Now() + absl::Microseconds(frame.timeout_us);

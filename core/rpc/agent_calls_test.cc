@@ -97,15 +97,15 @@ TEST_F(AgentCallsTest, ADeadlineAndALostCallerReachTheHandlerToo) {
   Promise<Unit> told;
   Future<Unit> heard = told.future();
   second.cancellation()->OnCancel([&] { told.Set(Unit()); });
-  a().agent.Close();
+  a().agent->Close();
   EXPECT_TRUE(heard.Wait().ok());
 }
 
 TEST_F(AgentCallsTest, ACancelOfWhatIsOverOrWasNeverThere) {
   Start();
   ECHO();
-  a().agent.canceller().lock()->Cancel(1);
-  a().agent.canceller().lock()->Cancel(4711);
+  a().agent->canceller().lock()->Cancel(1);
+  a().agent->canceller().lock()->Cancel(4711);
   ECHO();
 }
 
@@ -191,7 +191,7 @@ TEST_F(AgentCallsTest, WhoHasItsAnswerMayCallAgain) {
   Future<std::string> second;
   at_reply->call = [&] {
     second = agents[0]->Call(1, "echo", most);
-    while (agents[1]->agent.Stats().size() < 2) std::this_thread::yield();  // it was taken in
+    while (agents[1]->agent->Stats().size() < 2) std::this_thread::yield();  // it was taken in
   };
   kept.Reply(kept.NewReply());
   EXPECT_TRUE(first.Wait().ok());
@@ -280,7 +280,7 @@ TEST_F(DeadlinesTest, ATimerThatFiresWhileItIsSetDelaysNoLaterDeadline) {
   const Future<std::string> first = Call(absl::Microseconds(100));
   ASSERT_TRUE(first.Done());
   EXPECT_EQ(first.Wait().status().code(), StatusCode::kDeadlineExceeded);
-  EXPECT_EQ(agents_[0]->agent.served(), 0u) << "nobody waits for its answer";
+  EXPECT_EQ(agents_[0]->agent->served(), 0u) << "nobody waits for its answer";
   const Future<std::string> second = Call(absl::Milliseconds(50));
   clock_.clock.Advance(absl::Seconds(1));
   ASSERT_TRUE(second.Done());
@@ -338,7 +338,7 @@ TEST_F(DeadlinesTest, NoDeadlineIsMissedWhateverComesBetween) {
     clock_.clock.Advance(absl::Seconds(2));
     for (const auto& [deadline, call] : calls) ASSERT_TRUE(call.Done());
     ASSERT_EQ(clock_.timers(), 0);
-    while (agents_[0]->agent.served() > 0) agents_[0]->service.AwaitKept();
+    while (agents_[0]->agent->served() > 0) agents_[0]->service.AwaitKept();
   }
 }
 
@@ -364,11 +364,11 @@ TEST_F(SlowPeerTest, WhatWaitsToBeSentIsBounded) {
   ASSERT_TRUE(second.Done());
   EXPECT_EQ(CodeOf(second), StatusCode::kResourceExhausted);
   EXPECT_TRUE(absl::StrContains(second.Wait().status().message(), "limit bytes_per_peer is 10000"));
-  EXPECT_GT(a().agent.Queued()[1].second, 6000u);
+  EXPECT_GT(a().agent->Queued()[1].second, 6000u);
   Release();
   EXPECT_EQ(first.Wait()->size(), 6000u);
   // What has come may be counted a moment longer where it was sent.
-  while (a().agent.Queued()[1].second + b().agent.Queued()[0].second > 0) {
+  while (a().agent->Queued()[1].second + b().agent->Queued()[0].second > 0) {
     std::this_thread::yield();
   }
   const absl::Status third = a().Call(1, "echo", std::string(6000, 'z')).Wait().status();
@@ -412,7 +412,7 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
   cancelled.join();
 
   std::thread lost([&] { EXPECT_FALSE(call({}).ok()); });
-  b().agent.Close();
+  b().agent->Close();
   lost.join();
 }
 
@@ -429,7 +429,7 @@ TEST_F(SlowPeerTest, RepliesGoWhenThereIsRoom) {
     reply.bytes.append(6000, 'x');
     call.Reply(std::move(reply));
   }
-  EXPECT_LT(a().agent.Queued()[1].second, 10000u);
+  EXPECT_LT(a().agent->Queued()[1].second, 10000u);
   EXPECT_FALSE(kept[0].cancellation()->cancelled());
   Release();
   for (const Future<std::string>& call : made) EXPECT_EQ(call.Wait()->size(), 6000u);
@@ -455,7 +455,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   EXPECT_EQ(CodeOf(failed), StatusCode::kDataLoss);
   const Future<std::string> open = a().Call(1, "keep", "");
   IncomingCall still = b().service.AwaitKept();
-  a().agent.Notify(1, Agent::NewNotice());
+  a().agent->Notify(1, Agent::NewNotice());
   ECHO();
 
   const auto find = [](const std::vector<CallStats>& all, absl::string_view function) {
@@ -464,7 +464,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
     }
     return CallStats{};
   };
-  const CallStats caller = find(a().agent.Stats(), "keep");
+  const CallStats caller = find(a().agent->Stats(), "keep");
   EXPECT_EQ(caller.peer, 1);
   EXPECT_FALSE(caller.served);
   EXPECT_EQ(caller.calls, 3u);
@@ -474,7 +474,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   EXPECT_EQ(caller.bytes_received, reply_bytes);
   EXPECT_EQ(caller.run_time, absl::Seconds(5));
 
-  const CallStats callee = find(b().agent.Stats(), "keep");
+  const CallStats callee = find(b().agent->Stats(), "keep");
   EXPECT_TRUE(callee.served);
   EXPECT_EQ(callee.calls, 3u);
   EXPECT_EQ(callee.errors, 1u);
@@ -483,7 +483,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   EXPECT_GT(callee.bytes_sent, reply_bytes);
   EXPECT_EQ(callee.queue_time, absl::Seconds(2));
   EXPECT_EQ(callee.run_time, absl::Seconds(3));
-  EXPECT_EQ(find(b().agent.Stats(), Agent::kNotices).calls, 1u);
+  EXPECT_EQ(find(b().agent->Stats(), Agent::kNotices).calls, 1u);
 }
 
 }  // namespace

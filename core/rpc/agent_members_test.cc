@@ -148,7 +148,7 @@ class AgentMembersTest : public testing::Test {
       infos.push_back(nodes_.back()->info);
       directory_.Set(infos.back());
     }
-    for (auto& node : nodes_) ASSERT_TRUE(node->agent.Start(node->info, infos).ok());
+    for (auto& node : nodes_) ASSERT_TRUE(node->agent->Start(node->info, infos).ok());
   }
   std::unique_ptr<TestAgent> New(WorkerId id, uint64_t incarnation) {
     return std::make_unique<TestAgent>(&clock_, network_, id, incarnation, Options(&directory_));
@@ -161,7 +161,7 @@ class AgentMembersTest : public testing::Test {
     for (auto& other : nodes_) {
       if (other != nullptr && other->info.id != id) infos.push_back(other->info);
     }
-    EXPECT_TRUE(node->agent.Start(node->info, infos).ok());
+    EXPECT_TRUE(node->agent->Start(node->info, infos).ok());
     return node;
   }
   TestAgent& a() { return *nodes_[0]; }
@@ -189,7 +189,7 @@ bool Contains(const absl::Status& status, absl::string_view text) {
 // Which of its functions others have called.
 std::vector<std::string> Served(const TestAgent& node) {
   std::vector<std::string> functions;
-  for (const CallStats& stats : node.agent.Stats()) {
+  for (const CallStats& stats : node.agent->Stats()) {
     if (stats.served) functions.push_back(stats.function);
   }
   return functions;
@@ -202,14 +202,14 @@ TEST_F(AgentMembersTest, ACallThatIsOverBeforeItsPeerIsFoundDoesNotLeave) {
   const auto large = a().Call(1, "keep", std::string(2 * Link::kBulkBytes, 'x'),
                               {.deadline = clock_.Now() + absl::Seconds(3)});
   directory_.AwaitQuestion();
-  EXPECT_GT(a().agent.Queued()[1].second, 2 * Link::kBulkBytes);
+  EXPECT_GT(a().agent->Queued()[1].second, 2 * Link::kBulkBytes);
   clock_.Advance(absl::Seconds(4));
   cancelled.Cancel();
   EXPECT_EQ(late.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(large.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(cancelled.Wait().status().code(), absl::StatusCode::kCancelled);
   // What is left asks for a connection for large packets.
-  EXPECT_LT(a().agent.Queued()[1].second, 100u) << "their room is free at once";
+  EXPECT_LT(a().agent->Queued()[1].second, 100u) << "their room is free at once";
   directory_.Answer();
   EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
   EXPECT_EQ(Served(b()), std::vector<std::string>({"echo"}));
@@ -300,7 +300,7 @@ TEST_F(AgentMembersTest, WhoseLinkIsBusyIsAskedOnAnother) {
   TestAgent y(&clock_, network, 1, 1, Options(&directory));
   for (TestAgent* node : {&x, &y}) directory.Set(node->info);
   for (TestAgent* node : {&x, &y})
-    ASSERT_TRUE(node->agent.Start(node->info, {x.info, y.info}).ok());
+    ASSERT_TRUE(node->agent->Start(node->info, {x.info, y.info}).ok());
   EXPECT_EQ(*x.Call(1, "echo", "x").Wait(), "x");
   busy->busy = true;
   auto large = x.Call(1, "echo", "large");
@@ -337,8 +337,8 @@ class AgentWatchTest : public AgentMembersTest {
  protected:
   void SetUp() override {
     AgentMembersTest::SetUp();
-    for (auto& node : nodes_) node->agent.KeepEvents(true);
-    for (auto& node : nodes_) node->agent.WatchMembers(/*late=*/false);
+    for (auto& node : nodes_) node->agent->KeepEvents(true);
+    for (auto& node : nodes_) node->agent->WatchMembers(/*late=*/false);
     clock_.Advance(absl::Seconds(1));
     silence_->AwaitPongs(3);
     // Who has sent a pong may not have seen its own yet; what comes behind that has come after it.
@@ -352,7 +352,7 @@ class AgentWatchTest : public AgentMembersTest {
   static std::string NextEvent(
       TestAgent& node, absl::FunctionRef<void()> meanwhile = [] {}) {
     for (;;) {
-      const std::vector<MemberEvent> events = node.agent.TakeEvents();
+      const std::vector<MemberEvent> events = node.agent->TakeEvents();
       if (events.empty()) {
         meanwhile();
         std::this_thread::yield();
@@ -377,11 +377,11 @@ TEST_F(AgentWatchTest, TheDeathOfOneWithWhomNothingIsInFlightIsNoticedAtOnceByOn
   EXPECT_EQ(why.code(), absl::StatusCode::kUnavailable) << why;
   EXPECT_TRUE(Contains(why, "'b' (1)")) << why;
   EXPECT_FALSE(c().service.HasUnreachable(1));
-  EXPECT_TRUE(a().agent.TakeEvents().empty()) << "nobody has said that it is lost";
-  a().agent.SetLost(1, incarnation, "it died");
-  a().agent.SetLost(1, incarnation, "it died again");
+  EXPECT_TRUE(a().agent->TakeEvents().empty()) << "nobody has said that it is lost";
+  a().agent->SetLost(1, incarnation, "it died");
+  a().agent->SetLost(1, incarnation, "it died again");
   EXPECT_EQ(NextEvent(a()), "lost 1");
-  EXPECT_EQ(a().agent.Members().size(), 3u) << "it may come back";
+  EXPECT_EQ(a().agent->Members().size(), 3u) << "it may come back";
   // It is the next one now whom "a" watches.
   const Incarnation incarnation_of_c = IncarnationOf(c());
   clock_.Advance(absl::Seconds(1));  // not more often is a broken connection tried again at once
@@ -404,7 +404,7 @@ TEST_F(AgentWatchTest, OneThatIsSilentIsUnreachableWithinTheLimit) {
   const absl::Status why = a().service.AwaitUnreachable(1, IncarnationOf(b()));
   EXPECT_TRUE(Contains(why, "heartbeat limit of 50s")) << why;
   EXPECT_FALSE(c().service.HasUnreachable(0));
-  a().agent.SetLost(1, IncarnationOf(b()), "it is silent");
+  a().agent->SetLost(1, IncarnationOf(b()), "it is silent");
   EXPECT_EQ(NextEvent(a()), "lost 1");
   // It was only cut off, and looks for the one before it, with one beat or another: what it had
   // sent as the silence ended may have to be given up first.
@@ -445,7 +445,7 @@ TEST_F(AgentWatchTest, WhoLacksTheMeansToConnectTakesNobodyForLost) {
 // With whom there are connections.
 std::set<WorkerId> ConnectedWith(const TestAgent& node) {
   std::set<WorkerId> peers;
-  for (const auto& [peer, bytes] : node.agent.Queued()) peers.insert(peer);
+  for (const auto& [peer, bytes] : node.agent->Queued()) peers.insert(peer);
   return peers;
 }
 
@@ -454,15 +454,15 @@ TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
   std::vector<std::unique_ptr<TestAgent>> late;
   for (WorkerId id = 3; id < 8; ++id) {
     late.push_back(Come(id, 1));
-    ASSERT_TRUE(a().agent.Learn(late.back()->info).ok());
+    ASSERT_TRUE(a().agent->Learn(late.back()->info).ok());
   }
   // The store says it, and its watcher has found it.
   for (const auto& node : late) {
-    if (node->info.id > 5) a().agent.SetLost(node->info.id, IncarnationOf(*node), "it died");
+    if (node->info.id > 5) a().agent->SetLost(node->info.id, IncarnationOf(*node), "it died");
   }
   EXPECT_EQ(ConnectedWith(a()), with);
   // "a" watches this one.
-  a().agent.SetLost(1, IncarnationOf(b()), "it died");
+  a().agent->SetLost(1, IncarnationOf(b()), "it died");
   with.insert(3);
   EXPECT_EQ(ConnectedWith(a()), with);
 }
@@ -470,9 +470,9 @@ TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
 TEST_F(AgentWatchTest, OneThatIsLostIsNotTriedAgainAndAgain) {
   const std::set<WorkerId> with = ConnectedWith(a());
   const auto d = Come(3, 1);
-  ASSERT_TRUE(a().agent.Learn(d->info).ok());
-  a().agent.SetLost(3, IncarnationOf(*d), "it died");
-  a().agent.WatchToo(3);
+  ASSERT_TRUE(a().agent->Learn(d->info).ok());
+  a().agent->SetLost(3, IncarnationOf(*d), "it died");
+  a().agent->WatchToo(3);
   EXPECT_EQ(ConnectedWith(a()), with);
 }
 
@@ -492,7 +492,7 @@ TEST_F(AgentWatchTest, WhoHasLeftIsNotMissed) {
 
 TEST_F(AgentWatchTest, WhoComesLateIsWatched) {
   const auto d = Come(3, 1);
-  d->agent.WatchMembers(/*late=*/true);
+  d->agent->WatchMembers(/*late=*/true);
   EXPECT_EQ(NextEvent(c()), "joined 3") << "the one before it";
   Beat();
   silence_->AwaitPongs(4);
@@ -500,7 +500,7 @@ TEST_F(AgentWatchTest, WhoComesLateIsWatched) {
 }
 
 TEST_F(AgentWatchTest, WhoStopsWatchingHearsOfNobody) {
-  a().agent.StopWatching();
+  a().agent->StopWatching();
   nodes_[1].reset();
   a().service.AwaitLost(1).IgnoreError();
   Beat();
@@ -549,9 +549,9 @@ TEST_F(AgentMembersTest, AnOldEntryOfTheStoreIsRefused) {
   EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
   directory_.Set(old);  // somebody replays it
   // Who knows better goes on; here on a new connection.
-  nodes_[1]->agent.Close();
+  nodes_[1]->agent->Close();
   a().service.AwaitLost(1).IgnoreError();
-  EXPECT_EQ(a().agent.Learn(old).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(a().agent->Learn(old).code(), absl::StatusCode::kFailedPrecondition);
   const absl::Status status = a().Call(1, "echo").Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
 }
@@ -566,12 +566,12 @@ TEST_F(AgentMembersTest, AStoreThatIsGoneKeepsNobodyFromThoseItKnows) {
 
 TEST_F(AgentMembersTest, OneWhoJoinsCallsAndIsCalled) {
   const auto d = Come(3, 1);
-  EXPECT_EQ(a().agent.Members().size(), 3u);
+  EXPECT_EQ(a().agent->Members().size(), 3u);
   EXPECT_EQ(*d->Call(0, "echo", "here I am").Wait(), "here I am");
-  EXPECT_EQ(a().agent.Members().size(), 4u);
-  EXPECT_EQ(*a().agent.FindWorker("d"), 3);
+  EXPECT_EQ(a().agent->Members().size(), 4u);
+  EXPECT_EQ(*a().agent->FindWorker("d"), 3);
   EXPECT_EQ(*c().Call(3, "echo", "by its id").Wait(), "by its id");
-  EXPECT_EQ(c().agent.Describe(3), "'d' (3)");
+  EXPECT_EQ(c().agent->Describe(3), "'d' (3)");
 }
 
 TEST_F(AgentMembersTest, WhatComesBeforeTheStoreHasAnsweredKeepsItsOrder) {
@@ -596,7 +596,7 @@ TEST_F(AgentMembersTest, OneWhoIsGoneBeforeTheStoreHasAnsweredIsNotTakenIn) {
   directory_.AwaitQuestion();  // its own, for where we are
   directory_.Answer(/*hold_on=*/true);
   directory_.AwaitQuestion();  // ours, for who it is
-  d->agent.Close();
+  d->agent->Close();
   EXPECT_EQ(never.Wait().status().code(), absl::StatusCode::kCancelled);
   // What comes after its end has come, so that has come, too.
   EXPECT_EQ(*c().Call(0, "echo", "x").Wait(), "x");
@@ -608,11 +608,11 @@ TEST_F(AgentMembersTest, WhoIsNotInTheStoreIsRefused) {
   const auto d = New(3, 1);
   std::vector<WorkerInfo> infos = {d->info};
   for (auto& node : nodes_) infos.push_back(node->info);
-  ASSERT_TRUE(d->agent.Start(d->info, infos).ok());
+  ASSERT_TRUE(d->agent->Start(d->info, infos).ok());
   const absl::Status status = d->Call(0, "echo").Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   EXPECT_TRUE(Contains(status, "refused the connection")) << status;
-  EXPECT_EQ(a().agent.Members().size(), 3u);
+  EXPECT_EQ(a().agent->Members().size(), 3u);
 }
 
 TEST_F(AgentMembersTest, NoMoreThanTheLimitAreKnown) {
@@ -620,7 +620,7 @@ TEST_F(AgentMembersTest, NoMoreThanTheLimitAreKnown) {
   options.max_workers = 2;
   TestAgent small(&clock_, network_, 4, 1, options);
   directory_.Set(small.info);
-  ASSERT_TRUE(small.agent.Start(small.info, {small.info, a().info}).ok());
+  ASSERT_TRUE(small.agent->Start(small.info, {small.info, a().info}).ok());
   const absl::Status status = b().Call(4, "echo").Wait().status();
   EXPECT_TRUE(Contains(status, "max_workers")) << status;
   EXPECT_EQ(*a().Call(4, "echo", "known").Wait(), "known");
@@ -635,9 +635,9 @@ TEST_F(AgentMembersTest, OneWhoLeavesIsNoMemberAndItsCallsFailClearly) {
   WorkerInfo left = b().info;
   left.left = true;
   directory_.Set(left);
-  b().agent.SayLeaving();
+  b().agent->SayLeaving();
   EXPECT_EQ(*b().Call(0, "echo", "still at work").Wait(), "still at work");
-  EXPECT_EQ(a().agent.Members().size(), 2u);
+  EXPECT_EQ(a().agent->Members().size(), 2u);
   nodes_[1].reset();
   const absl::Status status = pending.Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
@@ -649,7 +649,7 @@ TEST_F(AgentMembersTest, OneWhoLeavesIsNoMemberAndItsCallsFailClearly) {
   }
   nodes_[1] = Come(1, 2);
   EXPECT_EQ(*a().Call(1, "echo", "back").Wait(), "back");
-  EXPECT_EQ(a().agent.Members().size(), 3u);
+  EXPECT_EQ(a().agent->Members().size(), 3u);
 }
 
 }  // namespace

@@ -53,8 +53,8 @@ TEST_F(AgentTest, ACallThatIsDroppedUnansweredTellsItsCaller) {
 
 TEST_F(AgentTest, UnknownWorkers) {
   EXPECT_EQ(a().Call(9, "echo", "").Wait().status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(*a().agent.FindWorker("c"), 2);
-  const absl::Status status = a().agent.FindWorker("z").status();
+  EXPECT_EQ(*a().agent->FindWorker("c"), 2);
+  const absl::Status status = a().agent->FindWorker("z").status();
   EXPECT_EQ(status.message(), "there is no worker 'z' in this job; there are: a, b, c");
 }
 
@@ -86,7 +86,7 @@ TEST_F(AgentTest, ALostPeerFailsItsCallsAndIsReported) {
   auto lost = a().Call(1, "keep", "");
   auto other = a().Call(2, "keep", "");
   IncomingCall kept = b().service.AwaitKept();
-  b().agent.Close();
+  b().agent->Close();
   const absl::Status status = lost.Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   EXPECT_NE(status.message().find("'b' (1)"), std::string::npos) << status;
@@ -97,7 +97,7 @@ TEST_F(AgentTest, ALostPeerFailsItsCallsAndIsReported) {
 TEST_F(AgentTest, CloseFailsWhatIsInFlight) {
   auto call = a().Call(1, "keep", "");
   IncomingCall kept = b().service.AwaitKept();
-  a().agent.Close();
+  a().agent->Close();
   EXPECT_EQ(call.Wait().status().code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(a().Call(1, "echo", "").Wait().status().code(), absl::StatusCode::kCancelled);
 }

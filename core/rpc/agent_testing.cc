@@ -104,17 +104,17 @@ bool TestService::HasLost(WorkerId peer) const {
 TestAgent::TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerId id,
                      uint64_t incarnation, const AgentOptions& options)
     : transport(NewInprocTransport(std::move(network))),
-      agent(clock, transport.get(), &service, options) {
+      agent(std::make_shared<Agent>(clock, transport.get(), &service, options)) {
   info.id = id;
   info.name = std::string(1, static_cast<char>('a' + id));
   info.incarnation = incarnation << 32;
-  absl::StatusOr<std::string> address = agent.Listen();
+  absl::StatusOr<std::string> address = agent->Listen();
   DG_CHECK(address.ok()) << address.status();
   info.address = *std::move(address);
 }
 
 TestAgent::~TestAgent() {
-  agent.Close();
+  agent->Close();
   transport.reset();
 }
 
@@ -125,29 +125,29 @@ Future<std::string> TestAgent::Call(WorkerId to, const std::string& function,
   Agent::Request request = Agent::NewRequest(function);
   request.packet.bytes += body;
   const uint64_t call =
-      agent.Call(to, std::move(request), terms,
-                 [promise = std::move(promise)](absl::StatusOr<Body> reply, bool) mutable {
-                   if (reply.ok()) {
-                     promise.Set(std::string(reply->bytes()));
-                   } else {
-                     promise.Set(reply.status());
-                   }
-                 });
-  future.MadeBy(agent.canceller(), call, {});
+      agent->Call(to, std::move(request), terms,
+                  [promise = std::move(promise)](absl::StatusOr<Body> reply, bool) mutable {
+                    if (reply.ok()) {
+                      promise.Set(std::string(reply->bytes()));
+                    } else {
+                      promise.Set(reply.status());
+                    }
+                  });
+  future.MadeBy(agent->canceller(), call, {});
   return future;
 }
 
 void TestAgent::Notify(WorkerId to, const std::string& body) {
   Packet notice = Agent::NewNotice();
   notice.bytes += body;
-  agent.Notify(to, std::move(notice));
+  agent->Notify(to, std::move(notice));
 }
 
 void StartAll(const std::vector<std::unique_ptr<TestAgent>>& agents) {
   std::vector<WorkerInfo> infos;
   for (const auto& agent : agents) infos.push_back(agent->info);
   for (const auto& agent : agents) {
-    const absl::Status started = agent->agent.Start(agent->info, infos);
+    const absl::Status started = agent->agent->Start(agent->info, infos);
     DG_CHECK(started.ok()) << started;
   }
 }

@@ -74,7 +74,7 @@ struct TestAgent {
 
   TestService service;
   std::unique_ptr<Transport> transport;
-  Agent agent;
+  const std::shared_ptr<Agent> agent;
   WorkerInfo info;
 };
 

@@ -21,11 +21,11 @@ std::optional<int64_t> CallTable::TimeLeft(absl::Time deadline, absl::Time now) 
 
 void CallTable::Add(const Link& link) {
   absl::MutexLock lock(&mu_);
-  links_.try_emplace(link.number, 0);
+  links_.try_emplace(link.number(), 0);
 }
 
 absl::Status CallTable::CheckLimits(const Link& link) const {
-  const auto found = links_.find(link.number);
+  const auto found = links_.find(link.number());
   if (found == links_.end()) return absl::AbortedError("the connection is over");
   if (found->second >= limits_.calls_per_peer) {
     return absl::ResourceExhaustedError(
@@ -50,7 +50,7 @@ absl::StatusOr<CallTable::Begun> CallTable::Begin(Call& call, std::shared_ptr<Li
     DG_RETURN_IF_ERROR(CheckLimits(*link));
     begun.number = ++last_call_;
     SetCall(begun.number, TimeLeft(call.deadline, call.begun).value_or(1), &request.bytes);
-    ++links_[link->number];
+    ++links_[link->number()];
     ++counters->calls;
     counters->bytes_sent += call.bytes;
     if (call.span != nullptr) call.span->call = begun.number;
@@ -82,7 +82,7 @@ bool CallTable::OnLeaving(uint64_t number, Packet& request) {
 CallTable::Call CallTable::TakeOut(Calls::iterator call) {
   Call taken = std::move(call->second);
   calls_.erase(call);
-  const auto link = links_.find(taken.link->number);
+  const auto link = links_.find(taken.link->number());
   if (link != links_.end()) --link->second;
   return taken;
 }
@@ -143,7 +143,7 @@ void CallTable::EndCallsOver(const Link& link, const absl::Status& why) {
   std::vector<Call> failed;
   {
     absl::MutexLock lock(&mu_);
-    const auto of_link = links_.find(link.number);
+    const auto of_link = links_.find(link.number());
     if (of_link == links_.end()) return;
     for (auto it = calls_.begin(); it != calls_.end() && of_link->second > 0;) {
       const auto call = it++;

@@ -22,7 +22,7 @@ class NoOwner : public Link::Owner {
   void OnPacket(const std::shared_ptr<Link>&, Packet) override {}
   void OnBulkWanted(const std::shared_ptr<Link>&) override {}
   bool OnLeaving(uint64_t, Packet&) override { return false; }
-  void OnClosed(const std::shared_ptr<Link>&, absl::Status) override {}
+  void OnClosed(const std::shared_ptr<Link>&, absl::Status, bool) override {}
 };
 
 class CallTableTest : public ::testing::Test {
@@ -34,8 +34,8 @@ class CallTableTest : public ::testing::Test {
                                        std::make_shared<Peers>(10));
   }
   std::shared_ptr<Link> NewLink(CallTable& table) {
-    auto link = std::make_shared<Link>(std::make_shared<NoOwner>(), &shared_);
-    link->number = ++links_;
+    auto link = std::make_shared<Link>(std::make_shared<NoOwner>(), &shared_, Link::Kind::kOpened,
+                                       ++links_);
     table.Add(*link);
     return link;
   }

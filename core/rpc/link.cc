@@ -10,23 +10,40 @@
 
 namespace distgrad {
 
-Link::Link(std::shared_ptr<Owner> owner, Shared* shared, bool loopback)
+Link::Link(std::shared_ptr<Owner> owner, Shared* shared, Kind kind, uint64_t number)
     : owner_(std::move(owner)),
       limits_(&shared->limits),
-      loopback_(loopback),
-      window_(std::make_shared<SendWindow>(loopback ? std::numeric_limits<uint64_t>::max()
-                                                    : shared->limits.bytes_per_peer)),
+      kind_(kind),
+      number_(number),
+      window_(std::make_shared<SendWindow>(kind == Kind::kLoopback
+                                               ? std::numeric_limits<uint64_t>::max()
+                                               : shared->limits.bytes_per_peer)),
       served_(shared->clock, &shared->limits, &shared->served),
       out_([this](std::exception_ptr thrown) {
         const absl::Status why = StatusFromStdException(std::move(thrown));
         DG_LOG(ERROR) << "closing a connection: " << why.message();
         Close(why);
-      }) {}
+      }),
+      state_(kind == Kind::kLoopback ? State::kOpen : State::kOpening),
+      inbox_(kind == Kind::kAccepted ? Inbox::kHolding : Inbox::kPassing) {}
+
+bool Link::Advance(State to) {
+  if (state_ >= to) return false;
+  state_ = to;
+  return true;
+}
+
+// -------------------------------------------------------------------------------------- Sending
 
 void Link::Send(Packet packet, SendWindow::Credit credit, uint64_t call) {
-  if (loopback_) {
+  if (kind_ == Kind::kLoopback) {
     if (call != 0 && !owner_->OnLeaving(call, packet)) return;
-    return owner_->OnPacket(shared_from_this(), CopyPacket(packet));
+    std::shared_ptr<Link> target;
+    {
+      absl::MutexLock lock(&mu_);
+      target = Target();
+    }
+    return Deliver(std::move(target), CopyPacket(packet));
   }
   const uint64_t size = packet.size();
   if (credit.window() != window_.get()) credit = window_->Acquire(size);
@@ -34,7 +51,7 @@ void Link::Send(Packet packet, SendWindow::Credit credit, uint64_t call) {
 }
 
 void Link::SendBehind(uint64_t bytes, Packet packet) {
-  if (loopback_) return Send(std::move(packet));
+  if (kind_ == Kind::kLoopback) return Send(std::move(packet));
   SendWindow::Credit credit = window_->Acquire(packet.size());
   Queue({std::move(packet), std::move(credit), /*call=*/0}, bytes > kBulkBytes);
 }
@@ -88,7 +105,7 @@ void Link::FlushOnStrand() {
     absl::MutexLock lock(&mu_);
     connection = connection_;
     bulk = bulk_;
-    if (closed_) {
+    if (state_ == State::kClosed) {
       unwanted.swap(waiting_);
       large_unwanted.swap(large_waiting_);
       withdrawable_.clear();
@@ -125,10 +142,7 @@ void Link::OnSent(const absl::Status& sent) {
 void Link::SetConnection(std::shared_ptr<Connection> connection) {
   {
     absl::MutexLock lock(&mu_);
-    if (!closed_) {
-      connection_ = std::exchange(connection, nullptr);
-      has_connection_ = true;
-    }
+    if (Advance(State::kOpen)) connection_ = std::exchange(connection, nullptr);
   }
   if (connection != nullptr) return connection->Close();  // it comes too late
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
@@ -137,14 +151,131 @@ void Link::SetConnection(std::shared_ptr<Connection> connection) {
 void Link::SetBulk(std::shared_ptr<Link> bulk) {
   {
     absl::MutexLock lock(&mu_);
-    if (!closed_ && bulk_ == nullptr) {
-      bulk_ = std::exchange(bulk, nullptr);
-      has_bulk_connection_ = true;
-    }
+    if (state_ != State::kClosed && bulk_ == nullptr) bulk_ = std::exchange(bulk, nullptr);
   }
   if (bulk != nullptr) return bulk->Close(absl::CancelledError("nobody wants it any more"));
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
 }
+
+bool Link::ClaimBulk() {
+  absl::MutexLock lock(&mu_);
+  return !std::exchange(bulk_claimed_, true);
+}
+
+bool Link::ready(uint64_t bytes) const {
+  absl::MutexLock lock(&mu_);
+  return bytes > kBulkBytes && kind_ != Kind::kLoopback ? bulk_ != nullptr
+                                                        : state_ != State::kOpening;
+}
+
+// ------------------------------------------------------------------------------------ Receiving
+
+std::shared_ptr<Link> Link::Target() {
+  if (state_ >= State::kDropped) return nullptr;
+  return main_.has_value() ? main_->lock() : shared_from_this();
+}
+
+void Link::Deliver(std::shared_ptr<Link> target, Packet packet) {
+  if (target != nullptr && target.get() != this) {
+    absl::MutexLock lock(&target->mu_);
+    if (target->state_ >= State::kDropped) return;
+  }
+  if (target != nullptr) owner_->OnPacket(target, std::move(packet));
+}
+
+void Link::OnPacket(Packet packet) {
+  heard_.fetch_add(1, std::memory_order_relaxed);
+  std::shared_ptr<Link> target;
+  bool is_full = false;
+  {
+    absl::MutexLock lock(&mu_);
+    target = Target();
+    if (target != nullptr && inbox_ != Inbox::kPassing) {
+      const uint64_t size = packet.size();
+      is_full = !held_.empty() && (held_.size() >= limits_->calls_per_peer ||
+                                   held_bytes_ + size > limits_->bytes_per_peer);
+      if (!is_full) {
+        held_bytes_ += size;
+        return held_.push_back(std::move(packet));
+      }
+    }
+  }
+  if (is_full) {
+    return Close(absl::ResourceExhaustedError("too much came before its sender was known"));
+  }
+  Deliver(std::move(target), std::move(packet));
+}
+
+void Link::Hold() {
+  absl::MutexLock lock(&mu_);
+  inbox_ = Inbox::kHolding;
+}
+
+void Link::Release() {
+  uint64_t drain;
+  {
+    absl::MutexLock lock(&mu_);
+    if (inbox_ != Inbox::kHolding) return;
+    inbox_ = Inbox::kDraining;
+    drain = ++drains_;
+  }
+  for (;;) {
+    std::shared_ptr<Link> target;
+    Packet packet;
+    {
+      absl::MutexLock lock(&mu_);
+      // What was handed on had the link hold again; somebody else may have released it since.
+      if (inbox_ != Inbox::kDraining || drains_ != drain) return;
+      if (held_.empty()) {
+        inbox_ = Inbox::kPassing;
+        return;
+      }
+      target = Target();
+      packet = std::move(held_.front());
+      held_.pop_front();
+      held_bytes_ -= packet.size();
+    }
+    Deliver(std::move(target), std::move(packet));
+  }
+}
+
+void Link::Drop() {
+  absl::MutexLock lock(&mu_);
+  Advance(State::kDropped);
+}
+
+std::optional<WorkerId> Link::peer() const {
+  absl::MutexLock lock(&mu_);
+  return peer_;
+}
+
+Incarnation Link::incarnation() const {
+  absl::MutexLock lock(&mu_);
+  return incarnation_;
+}
+
+void Link::SetPeer(WorkerId peer, Incarnation incarnation) {
+  absl::MutexLock lock(&mu_);
+  peer_ = peer;
+  incarnation_ = incarnation;
+}
+
+void Link::SetMain(const std::shared_ptr<Link>& main) {
+  absl::MutexLock lock(&mu_);
+  main_ = main;
+}
+
+bool Link::is_bulk() const {
+  absl::MutexLock lock(&mu_);
+  return main_.has_value();
+}
+
+std::shared_ptr<Link> Link::main() const {
+  absl::MutexLock lock(&mu_);
+  return main_.has_value() ? main_->lock() : nullptr;
+}
+
+// --------------------------------------------------------------------------------------- Ending
 
 void Link::Close(absl::Status why) {
   served_.Close(why);
@@ -153,15 +284,11 @@ void Link::Close(absl::Status why) {
   {
     absl::MutexLock lock(&mu_);
     if (why_.ok()) why_ = why;
+    if (kind_ == Kind::kLoopback) Advance(State::kDropped);  // nobody hears of its end
     connection = connection_;
   }
   if (connection != nullptr) return connection->Close();
-  if (!loopback_) OnClosed(std::move(why));
-}
-
-void Link::OnPacket(Packet packet) {
-  heard_.fetch_add(1, std::memory_order_relaxed);
-  owner_->OnPacket(shared_from_this(), std::move(packet));
+  if (kind_ != Kind::kLoopback) OnClosed(std::move(why));
 }
 
 void Link::OnClosed(absl::Status why) {
@@ -169,26 +296,23 @@ void Link::OnClosed(absl::Status why) {
   std::shared_ptr<Link> bulk;
   {
     absl::MutexLock lock(&mu_);
-    if (closed_) return;
-    closed_ = true;
+    if (!Advance(State::kClosed)) return;
     connection.swap(connection_);
     bulk.swap(bulk_);
     if (!why_.ok()) why = why_;
   }
-  if (absl::IsAborted(why)) {
-    is_there_ = true;
-    why = absl::UnavailableError(why.message());  // to all others it is not to be had
-  }
+  const bool is_there = absl::IsAborted(why);
+  if (is_there) why = absl::UnavailableError(why.message());  // to all others it is not to be had
   served_.Close(why);
   window_->Close(why);
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
   if (bulk != nullptr) bulk->Close(why);
-  owner_->OnClosed(shared_from_this(), std::move(why));
+  owner_->OnClosed(shared_from_this(), std::move(why), is_there);
 }
 
 bool Link::closed() const {
   absl::MutexLock lock(&mu_);
-  return closed_;
+  return state_ == State::kClosed;
 }
 
 std::shared_ptr<Connection> Link::connection() const {

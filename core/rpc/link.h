@@ -43,8 +43,14 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     // The request of that call has waited, and is about to leave: writes into it what is left of
     // its time. False if nobody waits for the answer any more; then it does not leave.
     virtual bool OnLeaving(uint64_t call, Packet& request) = 0;
-    // Once, and last.
-    virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why) = 0;
+    // Once, and last. `is_there`: somebody is at the other end, who has not taken us in.
+    virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) = 0;
+  };
+
+  enum class Kind {
+    kLoopback,  // to oneself
+    kOpened,    // by this worker
+    kAccepted,  // opened by the peer; what arrives is held until Release()
   };
 
   // A packet of more bytes than this is large.
@@ -57,34 +63,32 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     std::atomic<size_t> served{0};  // calls, of all peers together
   };
 
-  Link(std::shared_ptr<Owner> owner, Shared* shared, bool loopback = false);
+  // `number` is the owner's, and no other link's of it.
+  Link(std::shared_ptr<Owner> owner, Shared* shared, Kind kind, uint64_t number);
 
-  // Who is at the other end: known from the start of a link that we opened, from its hello on
-  // one that was accepted. Written and read by the owner, under its mutex.
-  std::optional<WorkerId> peer;
-  // Which incarnation of it: 0 until the hello, and of the link to oneself.
-  Incarnation incarnation = 0;
-
-  // The rest of what the owner keeps with a link, like `peer`.
-  uint64_t number = 0;    // of its own
-  bool accepted = false;  // the peer opened it
-  bool dead = false;      // nothing of it counts any more: it was refused, or its peer came back
-  bool silent = false;    // for so long that its peer is lost
-  absl::Time asked_for = absl::InfinitePast();  // when we wanted it
-  bool holds = false;                           // what arrives waits in `held`
-  bool asking = false;                          // until it is known whether the hello is good
-  bool releasing = false;                       // somebody is taking it from there
-  std::deque<Packet> held;
-  uint64_t held_bytes = 0;
-  bool has_bulk = false;     // we have opened it
-  bool is_bulk = false;      // what arrives belongs to `main`
-  std::weak_ptr<Link> main;  // gone when that is closed
-
-  bool loopback() const { return loopback_; }
+  Kind kind() const { return kind_; }
+  uint64_t number() const { return number_; }
   bool closed() const;
 
-  // Once it is closed: whether somebody is there, who has not taken us in.
-  bool is_there() const { return is_there_; }
+  // Who is at the other end: known from the start of a link that we opened, from its hello on
+  // one that was accepted. And which incarnation of it: 0 until the hello, and of oneself.
+  std::optional<WorkerId> peer() const;
+  Incarnation incarnation() const;
+  void SetPeer(WorkerId peer, Incarnation incarnation);
+
+  // A bulk link: what arrives counts as if it had come on `main`. Before anything else arrives.
+  void SetMain(const std::shared_ptr<Link>& main);
+  bool is_bulk() const;
+  // Null where there is none, or none any more.
+  std::shared_ptr<Link> main() const;
+
+  // From now on what arrives is held; until Release() hands it to the owner, in order, and ends
+  // when nothing is left or Hold() is called again. The owner gets later packets as they come.
+  // Past a limit of what is held the link is closed.
+  void Hold();
+  void Release();
+  // Nothing that arrives counts any more. What is sent still goes.
+  void Drop();
 
   // How many packets have arrived.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
@@ -95,9 +99,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   ServedCalls& served() { return served_; }
 
   // Whether a packet of `bytes` that is sent now need not wait for a connection.
-  bool ready(uint64_t bytes) const {
-    return loopback_ || (bytes > kBulkBytes ? has_bulk_connection_ : has_connection_);
-  }
+  bool ready(uint64_t bytes) const;
 
   // An error closes the connection, and is reported there. `credit` is released when the packet
   // has left; one that has none goes all the same. The owner is asked before a request of a `call`
@@ -119,6 +121,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   bool connected() const { return connection() != nullptr; }
   // The link for large packets; once. Either one's end is the other's.
   void SetBulk(std::shared_ptr<Link> bulk);
+  // True for the first who asks, and is to open one.
+  bool ClaimBulk();
 
   // The first reason stays; it is what the owner hears, at once if there is no connection yet.
   // Cancels what is served.
@@ -129,6 +133,19 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void OnClosed(absl::Status why) override;
 
  private:
+  // The life of a link, which only goes on.
+  enum class State {
+    kOpening,  // what is sent waits for a connection
+    kOpen,
+    kDropped,  // nothing that arrives counts any more; it waits for its end
+    kClosed,   // the owner hears of it
+  };
+  // What becomes of packets that arrive.
+  enum class Inbox {
+    kPassing,   // the owner gets them
+    kHolding,   // they are held
+    kDraining,  // so are they, while Release() hands on what was there before
+  };
   struct Waiting {
     Packet packet;
     SendWindow::Credit credit;
@@ -136,6 +153,11 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     bool withdrawn = false;  // nothing of it is left
   };
 
+  // False if it has come as far already.
+  bool Advance(State to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The link on which what arrives here counts; null if it does not.
+  std::shared_ptr<Link> Target() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Deliver(std::shared_ptr<Link> target, Packet packet);
   std::shared_ptr<Connection> connection() const;
   void Queue(Waiting waiting, bool is_large);
   bool MayLeave(Waiting& waiting);
@@ -145,15 +167,14 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Constant after construction.
   const std::shared_ptr<Owner> owner_;
   const Limits* const limits_;
-  const bool loopback_;
+  const Kind kind_;
+  const uint64_t number_;
 
   // Synchronize themselves.
   const std::shared_ptr<SendWindow> window_;
   ServedCalls served_;
   Strand out_;
   std::atomic<uint64_t> heard_{0};
-  std::atomic<bool> has_connection_{false}, has_bulk_connection_{false};  // or had
-  std::atomic<bool> is_there_{false};
 
   // On out_ only, once others know the link.
   absl::AnyInvocable<void()> open_;
@@ -164,10 +185,18 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
+  State state_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
-  std::shared_ptr<Link> bulk_ ABSL_GUARDED_BY(mu_);
-  bool closed_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status why_ ABSL_GUARDED_BY(mu_);  // why we closed it, if we did
+  std::optional<WorkerId> peer_ ABSL_GUARDED_BY(mu_);
+  Incarnation incarnation_ ABSL_GUARDED_BY(mu_) = 0;
+  Inbox inbox_ ABSL_GUARDED_BY(mu_);
+  uint64_t drains_ ABSL_GUARDED_BY(mu_) = 0;  // Release() so far; the last one drains
+  std::deque<Packet> held_ ABSL_GUARDED_BY(mu_);
+  uint64_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::shared_ptr<Link> bulk_ ABSL_GUARDED_BY(mu_);
+  bool bulk_claimed_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<std::weak_ptr<Link>> main_ ABSL_GUARDED_BY(mu_);  // of a bulk link
 };
 
 }  // namespace distgrad

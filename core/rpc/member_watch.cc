@@ -15,17 +15,19 @@ constexpr size_t kMostWatched = 64;                    // at once
 
 bool MemberWatch::Start() {
   absl::MutexLock lock(&mu_);
-  return !std::exchange(watches_, true);
+  if (state_ != State::kIdle) return false;
+  state_ = State::kWatching;
+  return true;
 }
 
 void MemberWatch::Stop() {
   absl::MutexLock lock(&mu_);
-  watches_ = false;
+  state_ = State::kStopped;
 }
 
 bool MemberWatch::watches() const {
   absl::MutexLock lock(&mu_);
-  return watches_;
+  return state_ == State::kWatching;
 }
 
 void MemberWatch::WatchToo(WorkerId member) {
@@ -72,7 +74,7 @@ MemberWatch::Verdict MemberWatch::OnClosed(const ClosedLink& link, const absl::S
   absl::MutexLock lock(&mu_);
   if (link.was_heard) unreachable_.erase(link.peer);
   if (absl::IsResourceExhausted(why)) return Verdict::kNothing;  // Tick() tries again
-  if (!watches_ || (link.peer != watched_too_ && !IsAmongNext(link.peer))) {
+  if (state_ != State::kWatching || (link.peer != watched_too_ && !IsAmongNext(link.peer))) {
     return Verdict::kNothing;
   }
   bool is_lost = link.was_silent;
@@ -96,12 +98,12 @@ bool MemberWatch::IsAmongNext(WorkerId worker) const {
 
 bool MemberWatch::IsWatched(WorkerId worker) const {
   absl::MutexLock lock(&mu_);
-  return watches_ && IsAmongNext(worker);
+  return state_ == State::kWatching && IsAmongNext(worker);
 }
 
 std::vector<WorkerId> MemberWatch::WatchMore() {
   absl::MutexLock lock(&mu_);
-  if (!watches_) return {};
+  if (state_ != State::kWatching) return {};
   watched_ = std::min(2 * watched_, kMostWatched);
   return peers_->After(watched_);
 }

@@ -39,7 +39,7 @@ class MemberWatch {
   MemberWatch(std::shared_ptr<const Peers> peers, absl::Duration patience)
       : peers_(std::move(peers)), patience_(patience) {}
 
-  // False if it had started.
+  // Once; false if it had started, or was stopped.
   bool Start();
   void Stop();
   bool watches() const;
@@ -65,7 +65,7 @@ class MemberWatch {
   const absl::Duration patience_;
 
   mutable absl::Mutex mu_;
-  bool watches_ ABSL_GUARDED_BY(mu_) = false;
+  enum class State { kIdle, kWatching, kStopped } state_ ABSL_GUARDED_BY(mu_) = State::kIdle;
   size_t watched_ ABSL_GUARDED_BY(mu_) = 1;  // how many of the next members
   std::optional<WorkerId> watched_too_ ABSL_GUARDED_BY(mu_);
   // Since when those who are watched could not be reached, though nobody has refused.

@@ -83,6 +83,10 @@ std::string Peers::Describe(WorkerId worker) const {
                               : absl::StrCat("'", it->second.name, "' (", worker, ")");
 }
 
+absl::Status Peers::NoWorker(int id) {
+  return absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job"));
+}
+
 absl::Status Peers::Outdated(const WorkerInfo& known) const {
   return absl::FailedPreconditionError(
       absl::StrCat("it is of an incarnation of worker '", known.name, "' (", known.id,

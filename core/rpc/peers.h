@@ -39,6 +39,8 @@ class Peers {
   size_t size() const;
   // "'name' (id)", for messages.
   std::string Describe(WorkerId worker) const;
+  // kNotFound, for an id that is nobody's.
+  static absl::Status NoWorker(int id);
 
   // What the store says of a worker. True if this is a new incarnation of one that was known: what
   // is left of the old one is to be ended. kFailedPrecondition for an incarnation that is over;

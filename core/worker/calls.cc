@@ -55,7 +55,7 @@ absl::StatusOr<size_t> Worker::Impl::Encode(CallHeader& header,
 }
 
 absl::StatusOr<std::shared_ptr<const DeviceMap>> Worker::Impl::DevicesWith(WorkerId worker) {
-  DG_ASSIGN_OR_RETURN(const WorkerInfo info, agent_.Info(worker));
+  DG_ASSIGN_OR_RETURN(const WorkerInfo info, agent_->Info(worker));
   return device_maps_.With(info);
 }
 
@@ -77,7 +77,7 @@ absl::StatusOr<EdgeId> Worker::Impl::Record(const std::shared_ptr<ContextRecord>
 }
 
 absl::StatusOr<WorkerId> Worker::Impl::Find(WorkerRef worker) const {
-  return worker.by_id() ? agent_.FindWorker(worker.id()) : agent_.FindWorker(worker.name());
+  return worker.by_id() ? agent_->FindWorker(worker.id()) : agent_->FindWorker(worker.name());
 }
 
 absl::StatusOr<Worker::Impl::Outgoing> Worker::Impl::Prepare(WorkerId to,
@@ -134,7 +134,7 @@ Future<Message> Worker::Impl::Send(WorkerId to, Outgoing call, const CallOptions
                         .wait_for_credit = wait,
                         .cancellation = options.cancellation.get(),
                         .context = call.header.context};
-  const uint64_t number = agent_.Call(
+  const uint64_t number = agent_->Call(
       to, std::move(call.request), terms,
       [this, context = std::move(call.context), to, edge = *edge, promise = std::move(promise)](
           absl::StatusOr<Body> reply, bool has_left) mutable {
@@ -149,7 +149,7 @@ Future<Message> Worker::Impl::Send(WorkerId to, Outgoing call, const CallOptions
         promise.Set(OwnError(reply.status()));
       });
   if (number == 0) return future;
-  future.MadeBy(agent_.canceller(), number, loop_);
+  future.MadeBy(agent_->canceller(), number, loop_);
   if (options.cancellation != nullptr) {
     const uint64_t watch = options.cancellation->OnCancel([future] { future.Cancel(); });
     future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
@@ -209,7 +209,7 @@ std::vector<Future<Message>> Worker::Impl::CallEach(absl::Span<const WorkerRef> 
 
 absl::Status Worker::Impl::CallError(WorkerId to, absl::string_view function,
                                      const absl::Status& why) const {
-  return Annotate(why, absl::StrCat("call of '", function, "' on worker ", agent_.Describe(to)));
+  return Annotate(why, absl::StrCat("call of '", function, "' on worker ", agent_->Describe(to)));
 }
 
 // Makes the recv node of an edge. A message that could not be read, or that nobody wants, gets

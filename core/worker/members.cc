@@ -84,9 +84,9 @@ Future<Message> Worker::Impl::SendToUnresolved(std::string name, Outgoing call, 
                wait](const absl::StatusOr<WorkerInfo>& found) mutable {
     clock_->Cancel(timer);
     if (unresolved->future().Done()) return;
-    absl::Status status = found.ok() ? agent_.Learn(*found) : found.status();
+    absl::Status status = found.ok() ? agent_->Learn(*found) : found.status();
     // The message of this one has the names that are known.
-    if (absl::IsNotFound(status)) status = agent_.FindWorker(name).status();
+    if (absl::IsNotFound(status)) status = agent_->FindWorker(name).status();
     if (!status.ok()) return unresolved->End(status);
     const Future<Message> sent = Send(found->id, std::move(call), options, wait);
     unresolved->GoOnWith(sent);
@@ -125,7 +125,7 @@ Future<Message> Worker::Impl::CallUnresolved(std::string name, absl::string_view
 
 std::vector<Member> Worker::Impl::members() const {
   std::vector<Member> members;
-  for (const WorkerInfo& worker : agent_.Members()) {
+  for (const WorkerInfo& worker : agent_->Members()) {
     members.push_back({worker.id, worker.name, worker.incarnation});
   }
   return members;
@@ -140,7 +140,7 @@ absl::Status Worker::Impl::UpdateMembers(Deadline deadline) {
 absl::Status Worker::Impl::LearnAll(const std::vector<WorkerInfo>& all) {
   for (const WorkerInfo& worker : all) {
     // An entry of an incarnation that is over is older than what we know, and says nothing.
-    const absl::Status learned = agent_.Learn(worker);
+    const absl::Status learned = agent_->Learn(worker);
     if (!learned.ok() && !absl::IsFailedPrecondition(learned)) return learned;
   }
   return absl::OkStatus();
@@ -166,7 +166,7 @@ absl::Status Worker::Impl::Shutdown(Deadline deadline, OnLostMember on_lost) {
   BlockingScope blocking;
   DG_RETURN_IF_ERROR(NameTheStore(members_->Shutdown(
       deadline, on_lost, [&] { return AwaitIdle(deadline, /*contexts=*/false); })));
-  agent_.StopWatching();
+  agent_->StopWatching();
   return absl::OkStatus();
 }
 
@@ -175,7 +175,7 @@ absl::Status Worker::Impl::NameTheStore(const absl::Status& status) {
   const absl::Status store = members_->Changes().status();
   if (!absl::IsUnavailable(store) && !absl::IsDeadlineExceeded(store)) return status;
   return absl::UnavailableError(absl::StrCat(
-      status.message(), "; worker ", agent_.Describe(0), ", which serves the job's store, ",
+      status.message(), "; worker ", agent_->Describe(0), ", which serves the job's store, ",
       absl::IsUnavailable(store) ? "is gone" : "does not answer"));
 }
 
@@ -186,8 +186,8 @@ absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
     if (members_->closed()) {
       return absl::CancelledError(absl::StrCat("worker '", self_.name, "' is shutting down"));
     }
-    serving = agent_.served();
-    calls = agent_.in_flight();
+    serving = agent_->served();
+    calls = agent_->in_flight();
     of_contexts = contexts ? contexts_.size() : 0;
     if (serving == 0 && calls == 0 && of_contexts == 0) return absl::OkStatus();
   } while (backoff.Sleep());
@@ -217,7 +217,7 @@ void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const a
         if (members_->finished() && self_.id != 0) return;
         const std::string reason(why.message());
         if (found.ok()) {
-          agent_.Learn(*found).IgnoreError();  // of an incarnation that is over, say
+          agent_->Learn(*found).IgnoreError();  // of an incarnation that is over, say
           if (found->left || found->incarnation != incarnation) return;
           members_->MarkLost(*found, reason);
         } else if (peer == 0 && worker0_serves_store_ && absl::IsDeadlineExceeded(found.status())) {
@@ -225,7 +225,7 @@ void Worker::Impl::OnUnreachable(WorkerId peer, Incarnation incarnation, const a
         } else if (!absl::IsUnavailable(found.status())) {
           return;
         }
-        agent_.SetLost(peer, incarnation, reason);
+        agent_->SetLost(peer, incarnation, reason);
       });
 }
 
@@ -275,13 +275,13 @@ void Worker::Impl::FollowMembers() {
 void Worker::Impl::MissStore(const absl::Status& why) {
   if (!worker0_serves_store_ || self_.id == 0 || members_->finished()) return;
   if (absl::IsUnavailable(why))
-    return agent_.WatchToo(0);  // it has ended, as that one has, or will
+    return agent_->WatchToo(0);  // it has ended, as that one has, or will
   if (store_has_until_.is_never()) {
     store_has_until_ = Deadline::After(options_.heartbeat_limit);
   } else if (store_has_until_.Passed()) {
     misses_store_ = true;
-    const absl::StatusOr<WorkerInfo> worker0 = agent_.Info(0);
-    if (worker0.ok()) agent_.SetLost(0, worker0->incarnation, why.message());
+    const absl::StatusOr<WorkerInfo> worker0 = agent_->Info(0);
+    if (worker0.ok()) agent_->SetLost(0, worker0->incarnation, why.message());
   }
 }
 
@@ -290,7 +290,8 @@ void Worker::Impl::ReadMembers() {
   if (!changes.ok()) return MissStore(changes.status());
   store_has_until_ = Deadline::Never();
   if (misses_store_.exchange(false)) {
-    if (const auto worker0 = agent_.Info(0); worker0.ok()) agent_.SetAlive(0, worker0->incarnation);
+    if (const auto worker0 = agent_->Info(0); worker0.ok())
+      agent_->SetAlive(0, worker0->incarnation);
   }
   if (*changes == changes_) return;
   const absl::StatusOr<std::vector<WorkerInfo>> all = members_->AllEver(absl::InfinitePast());
@@ -298,9 +299,9 @@ void Worker::Impl::ReadMembers() {
   const absl::StatusOr<Membership::Losses> losses = members_->LossesOf(*all);
   if (!losses.ok()) return;
   for (const Membership::LostMember& member : losses->lost) {
-    agent_.SetLost(member.worker.id, member.worker.incarnation, member.reason);
+    agent_->SetLost(member.worker.id, member.worker.incarnation, member.reason);
   }
-  for (const WorkerInfo& member : losses->denied) agent_.SetAlive(member.id, member.incarnation);
+  for (const WorkerInfo& member : losses->denied) agent_->SetAlive(member.id, member.incarnation);
   changes_ = *changes;
 }
 
@@ -322,10 +323,10 @@ absl::Status Worker::Impl::Leave(Deadline deadline) {
   }
   // Who is not connected learns it from the store when it connects.
   const absl::Status said = members_->Leave(deadline);
-  agent_.SayLeaving();
+  agent_->SayLeaving();
   BlockingScope blocking;
   DG_RETURN_IF_ERROR(AwaitIdle(deadline, /*contexts=*/true));
-  agent_.StopWatching();
+  agent_->StopWatching();
   return said;
 }
 

@@ -52,12 +52,13 @@ Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock
               options_.limits),
       transport_(std::move(transport)),
       loop_(NewCallersLoop(transport_->loop())),
-      agent_(clock_.get(), transport_.get(), this,
-             {.directory = &lookups_,
-              .trace = trace_,
-              .heartbeat_limit = options_.heartbeat_limit,
-              .max_workers = static_cast<size_t>(options_.max_workers),
-              .limits = options_.limits}),
+      agent_(std::make_shared<Agent>(
+          clock_.get(), transport_.get(), this,
+          AgentOptions{.directory = &lookups_,
+                       .trace = trace_,
+                       .heartbeat_limit = options_.heartbeat_limit,
+                       .max_workers = static_cast<size_t>(options_.max_workers),
+                       .limits = options_.limits})),
       member_callback_(&pool_, this) {}
 
 absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions options) {
@@ -86,14 +87,14 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
   DG_ASSIGN_OR_RETURN(impl->self_.devices, DeviceMaps::Encode(impl->options_.device_maps));
   impl->serves_store_ = job.serves_store;
   impl->worker0_serves_store_ = job.worker0_serves_store;
-  DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_.Listen());
+  DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_->Listen());
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> all, impl->members_->Enter(impl->self_, deadline));
   if (impl->options_.join) ReserveForPeers(all.size());  // only now is it known how many there are
   absl::Status begun;
   for (const WorkerInfo& worker : all) {
     if (begun.ok()) begun = impl->device_maps_.With(worker).status();
   }
-  if (begun.ok()) begun = impl->agent_.Start(impl->self_, std::move(all));
+  if (begun.ok()) begun = impl->agent_->Start(impl->self_, std::move(all));
   if (!begun.ok()) {
     // A member that is not there would be waited for.
     impl->members_->Leave(absl::InfinitePast()).IgnoreError();
@@ -103,14 +104,14 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
   impl->members_->OnRead([raw = impl.get()](const std::vector<WorkerInfo>& members) {
     raw->LearnAll(members).IgnoreError();
   });
-  impl->agent_.WatchMembers(impl->members_->late());
+  impl->agent_->WatchMembers(impl->members_->late());
   return impl;
 }
 
 void Worker::Impl::Close() {
   members_->Close();
   engine_.Close();
-  agent_.Close();
+  agent_->Close();
 }
 
 absl::Status Worker::Impl::Join(Deadline deadline) {
@@ -154,7 +155,7 @@ void Worker::Impl::Join() {
 
 std::map<WorkerId, std::string> Worker::Impl::Names() const {
   std::map<WorkerId, std::string> names;
-  for (WorkerInfo& worker : agent_.Members()) names.emplace(worker.id, std::move(worker.name));
+  for (WorkerInfo& worker : agent_->Members()) names.emplace(worker.id, std::move(worker.name));
   return names;
 }
 
@@ -183,8 +184,8 @@ WorkerMetrics Worker::Impl::Metrics() const {
   WorkerMetrics metrics;
   metrics.worker = self_.name;
   metrics.names = Names();
-  metrics.calls = agent_.Stats();
-  for (const auto& [peer, bytes] : agent_.Queued()) metrics.queued_bytes.emplace(peer, bytes);
+  metrics.calls = agent_->Stats();
+  for (const auto& [peer, bytes] : agent_->Queued()) metrics.queued_bytes.emplace(peer, bytes);
   metrics.contexts = contexts_.size();
   const Engine::PassCounts passes = engine_.CountPasses();
   metrics.passes_ended = passes.ended;

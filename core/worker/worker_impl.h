@@ -89,14 +89,14 @@ class Worker::Impl : public Context::Owner,
   void OnMemberEvents() override { member_callback_.OnEvents(); }
 
   // MemberCallback::Source
-  void KeepEvents(bool keep) override { agent_.KeepEvents(keep); }
-  std::vector<MemberEvent> TakeEvents() override { return agent_.TakeEvents(); }
+  void KeepEvents(bool keep) override { agent_->KeepEvents(keep); }
+  std::vector<MemberEvent> TakeEvents() override { return agent_->TakeEvents(); }
 
   // EngineNetwork
   Packet NewNotice() override { return Agent::NewNotice(); }
-  void Notify(WorkerId to, Packet notices) override { agent_.Notify(to, std::move(notices)); }
+  void Notify(WorkerId to, Packet notices) override { agent_->Notify(to, std::move(notices)); }
   absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) override;
-  std::string Describe(WorkerId worker) override { return agent_.Describe(worker); }
+  std::string Describe(WorkerId worker) override { return agent_->Describe(worker); }
   std::shared_ptr<EventLoop> loop() override { return loop_; }
 
   const WorkerInfo& self() const { return self_; }
@@ -105,7 +105,7 @@ class Worker::Impl : public Context::Owner,
   const std::string& host() const { return host_; }
   int local_rank() const { return local_rank_; }
   int local_world_size() const { return local_world_size_; }
-  const Agent& agent() const { return agent_; }
+  const Agent& agent() const { return *agent_; }
   size_t context_count() const { return contexts_.size(); }
   std::vector<ContextState> Contexts() const { return engine_.State(); }
   WorkerMetrics Metrics() const;
@@ -209,7 +209,7 @@ class Worker::Impl : public Context::Owner,
   Engine engine_;
   std::unique_ptr<Transport> transport_;
   const std::shared_ptr<EventLoop> loop_;  // may be null
-  Agent agent_;
+  const std::shared_ptr<Agent> agent_;
   MemberCallback member_callback_;
   std::atomic<bool> leaving_{false};
   std::atomic<int> losses_to_deny_{0};  // that others may have claimed; soon

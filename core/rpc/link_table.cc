@@ -1,0 +1,500 @@
+// Opens, takes in, watches and ends the links of an agent.
+#include "core/rpc/link_table.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+
+namespace distgrad {
+namespace {
+
+// How long a store that is silent is asked who a worker is. Of one that we know, what we know is
+// used after that; whoever calls or is one that we do not know has deadlines of its own.
+constexpr absl::Duration kPatienceForKnown = absl::Seconds(5);
+constexpr absl::Duration kPatience = absl::Minutes(1);
+
+absl::Status ShuttingDown() { return absl::CancelledError("this worker is shutting down"); }
+
+void SendFrame(Link& link, const Frame& frame) {
+  Packet packet;
+  AppendFrame(frame, &packet.bytes);
+  link.Send(std::move(packet));
+}
+
+}  // namespace
+
+std::shared_ptr<Link> LinkTable::Make(Link::Kind kind, absl::Time asked_for) {
+  const uint64_t number = ++last_link_;
+  auto link = std::make_shared<Link>(shared_from_this(), &shared_, kind, number);
+  links_.emplace(number, Entry{.link = link, .asked_for = asked_for});
+  return link;
+}
+
+void LinkTable::Drop(Entry& entry) {
+  entry.mark = Entry::Mark::kDropped;
+  entry.link->Drop();
+}
+
+void LinkTable::Start() {
+  std::vector<std::shared_ptr<Link>> links;
+  {
+    absl::MutexLock lock(&mu_);
+    if (state_ != State::kHolding) return;
+    state_ = State::kStarted;
+    for (const auto& [number, entry] : links_) links.push_back(entry.link);
+    const WorkerId self = peers_->self().id;
+    auto loopback = Make(Link::Kind::kLoopback);
+    loopback->SetPeer(self, /*incarnation=*/0);
+    calls_->Add(*loopback);
+    by_peer_.emplace(self, std::move(loopback));
+  }
+  // What others sent before we knew who they are.
+  for (const auto& link : links) link->Release();
+}
+
+void LinkTable::Close(const absl::Status& why) {
+  absl::btree_map<uint64_t, Entry> links;
+  std::optional<Clock::TimerId> timer;
+  {
+    absl::MutexLock lock(&mu_);
+    if (std::exchange(state_, State::kClosed) == State::kClosed) return;
+    for (auto& [number, entry] : links_) Drop(entry);
+    links.swap(links_);
+    by_peer_.clear();
+    timer = std::exchange(heartbeat_timer_, std::nullopt);
+  }
+  if (timer) clock_->Cancel(*timer);
+  for (const auto& [number, entry] : links) entry.link->Close(why);
+}
+
+std::vector<std::pair<WorkerId, uint64_t>> LinkTable::Queued() const {
+  absl::MutexLock lock(&mu_);
+  std::vector<std::pair<WorkerId, uint64_t>> queued;
+  for (const auto& [peer, link] : by_peer_) queued.emplace_back(peer, link->window()->acquired());
+  std::sort(queued.begin(), queued.end());
+  return queued;
+}
+
+// -------------------------------------------------------------------------------------- Opening
+
+absl::StatusOr<std::shared_ptr<Link>> LinkTable::To(WorkerId peer) {
+  absl::MutexLock lock(&mu_);
+  return ToLocked(peer);
+}
+
+absl::StatusOr<std::shared_ptr<Link>> LinkTable::ToLocked(WorkerId peer) {
+  if (state_ == State::kClosed) return ShuttingDown();
+  const auto found = by_peer_.find(peer);
+  if (found != by_peer_.end()) return found->second;
+  if (directory_ == nullptr && !peers_->Find(peer)) return Peers::NoWorker(peer);
+  auto link = Make(Link::Kind::kOpened, clock_->Now());
+  link->SetPeer(peer, /*incarnation=*/0);
+  by_peer_.emplace(peer, link);
+  calls_->Add(*link);
+  // Runs on the first thread that sends; opening is the first task of the link.
+  link->OpenLater([this, watch = std::weak_ptr<Link>(link), peer] {
+    if (const auto link = watch.lock()) Open(link, peer);
+  });
+  return link;
+}
+
+bool LinkTable::IsHeard(WorkerId peer) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = by_peer_.find(peer);
+  return found != by_peer_.end() && found->second->heard() > 0;
+}
+
+void LinkTable::Ping(WorkerId peer) {
+  std::shared_ptr<Link> link;
+  {
+    absl::MutexLock lock(&mu_);
+    if (by_peer_.contains(peer)) return;
+    absl::StatusOr<std::shared_ptr<Link>> made = ToLocked(peer);
+    if (!made.ok()) return;
+    link = *std::move(made);
+  }
+  SendFrame(*link, {.kind = FrameKind::kPing});
+}
+
+// Who opens a connection first asks who the peer is now: it may have come back elsewhere.
+void LinkTable::Open(const std::shared_ptr<Link>& link, WorkerId to) {
+  StartHeartbeat();
+  if (directory_ == nullptr) return Connect(link, to);
+  const absl::Duration patience = peers_->Find(to) ? kPatienceForKnown : kPatience;
+  directory_->Find(to, patience,
+                   [self = shared_from_this(), link, to](absl::StatusOr<WorkerInfo> found) {
+                     self->OnFound(link, to, found);
+                   });
+}
+
+void LinkTable::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
+                        const absl::StatusOr<WorkerInfo>& found) {
+  const absl::Status learned = found.ok() ? Learn(*found, link) : found.status();
+  const std::optional<WorkerInfo> known = peers_->Find(to);
+  if (!known || absl::IsCancelled(learned)) return link->Close(learned);
+  // A store that is gone, or whose entry is of an incarnation that is over, does not keep us from a
+  // peer that we know.
+  if (!learned.ok()) {
+    DG_LOG(WARNING) << "asking for worker " << peers_->Describe(to) << ": " << learned;
+  }
+  if (known->left) return link->Close(absl::UnavailableError("it has left the job"));
+  Connect(link, to);
+}
+
+void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t bulk_of) {
+  const std::optional<WorkerInfo> peer = peers_->Find(to);
+  bool is_wanted;
+  {
+    absl::MutexLock lock(&mu_);
+    // One that was given up while the store was asked carries nothing, and its end would be taken
+    // for that of what the peer has begun since.
+    const auto found = links_.find(link->number());
+    is_wanted = peer && found != links_.end() && found->second.mark != Entry::Mark::kDropped;
+    if (is_wanted) link->SetPeer(to, peer->incarnation);
+  }
+  if (!is_wanted) return link->Close(ShuttingDown());
+  const WorkerInfo self = peers_->self();
+  std::string hello;
+  AppendHello({.from = self.id,
+               .from_incarnation = self.incarnation,
+               .to = to,
+               .to_incarnation = peer->incarnation,
+               .link = bulk_of},
+              &hello);
+  absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer->address, link);
+  if (!connection.ok()) return link->Close(connection.status());
+  (*connection)->Send(Packet{std::move(hello), {}}, nullptr);
+  link->SetConnection(*connection);
+}
+
+// The bulk link of a link. Who opened the link opens this, too, for the other end may have no way
+// to it. It names a number that it has heard over the link, and so does not come before that.
+
+void LinkTable::OnBulkWanted(const std::shared_ptr<Link>& link) {
+  const bool is_ours = link->kind() == Link::Kind::kAccepted;
+  SendFrame(*link, {.kind = FrameKind::kBulk, .link = is_ours ? link->number() : 0});
+}
+
+void LinkTable::OnBulk(const std::shared_ptr<Link>& link, WorkerId peer, uint64_t number) {
+  if (number == 0) return OnBulkWanted(link);
+  std::shared_ptr<Link> bulk;
+  {
+    absl::MutexLock lock(&mu_);
+    // Both ends may have asked for it.
+    if (state_ == State::kClosed || link->kind() == Link::Kind::kAccepted || !link->ClaimBulk()) {
+      return;
+    }
+    bulk = Make(Link::Kind::kOpened);
+    bulk->SetPeer(peer, /*incarnation=*/0);
+    bulk->SetMain(link);
+  }
+  Connect(bulk, peer, number);
+  link->SetBulk(std::move(bulk));
+}
+
+absl::Status LinkTable::AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello) {
+  std::shared_ptr<Link> main;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = links_.find(hello.link);
+    if (found != links_.end()) main = found->second.link;
+    if (main == nullptr || main->kind() != Link::Kind::kAccepted || main->is_bulk() ||
+        main->peer() != hello.from) {
+      return absl::FailedPreconditionError("the connection that it belongs to is not there");
+    }
+    link->SetPeer(hello.from, hello.from_incarnation);
+    link->SetMain(main);
+  }
+  main->SetBulk(link);
+  return absl::OkStatus();
+}
+
+// ------------------------------------------------------------------------------------ Taking in
+
+absl::StatusOr<std::string> LinkTable::Listen(std::weak_ptr<User> user) {
+  user_ = std::move(user);
+  return transport_->Listen([self = shared_from_this()](std::shared_ptr<Connection> connection) {
+    return self->Accept(std::move(connection));
+  });
+}
+
+std::shared_ptr<Receiver> LinkTable::Accept(std::shared_ptr<Connection> connection) {
+  std::shared_ptr<Link> link;
+  State state;
+  {
+    absl::MutexLock lock(&mu_);
+    state = state_;
+    link = Make(Link::Kind::kAccepted);
+    if (state == State::kClosed) links_.erase(link->number());
+  }
+  link->SetConnection(std::move(connection));
+  switch (state) {
+    case State::kHolding:  // until we know who is a member
+      break;
+    case State::kStarted:
+      link->Release();
+      break;
+    case State::kClosed:
+      link->Close(ShuttingDown());
+  }
+  StartHeartbeat();
+  return link;
+}
+
+void LinkTable::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
+  const std::shared_ptr<User> user = user_.lock();
+  if (user == nullptr) return;
+  const absl::Status status = user->OnPacket(link, std::move(packet));
+  if (status.ok()) return;
+  DG_LOG(WARNING) << "closing a connection: " << status.message();
+  link->Close(status);
+}
+
+bool LinkTable::OnLeaving(uint64_t call, Packet& request) {
+  return calls_->OnLeaving(call, request);
+}
+
+absl::Status LinkTable::OnHello(const std::shared_ptr<Link>& link, WireReader& reader) {
+  DG_ASSIGN_OR_RETURN(const Hello hello, ReadHello(reader));
+  if (link->peer()) return absl::InvalidArgumentError("a second hello on one connection");
+  absl::StatusOr<bool> known = peers_->Check(hello);
+  if (known.ok() && !*known && directory_ == nullptr) {
+    known = absl::FailedPreconditionError(
+        absl::StrCat("it comes from worker ", hello.from, ", which is not a member of this job"));
+  }
+  if (!known.ok()) {
+    Refuse(link, known.status());
+  } else if (hello.link != 0) {
+    const absl::Status admitted = AdmitBulk(link, hello);
+    if (!admitted.ok()) Refuse(link, admitted);
+  } else if (*known) {
+    Admit(link, hello);
+  } else {
+    link->Hold();
+    directory_->Find(hello.from, kPatience,
+                     [self = shared_from_this(), link, hello](absl::StatusOr<WorkerInfo> found) {
+                       self->OnFoundPeer(link, hello, found);
+                     });
+  }
+  return absl::OkStatus();
+}
+
+// The store's word on one who has joined, or come back, since we last looked.
+void LinkTable::OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hello,
+                            const absl::StatusOr<WorkerInfo>& found) {
+  absl::Status status = found.status();
+  if (status.ok() && found->incarnation != hello.from_incarnation) {
+    status = absl::FailedPreconditionError(absl::StrCat("it comes from an incarnation of worker '",
+                                                        found->name, "' (", hello.from,
+                                                        ") that the job's store does not know"));
+  }
+  if (status.ok()) status = Learn(*found, link);
+  if (status.ok()) {
+    Admit(link, hello);
+  } else {
+    Refuse(link, status);
+  }
+  link->Release();
+}
+
+void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = links_.find(link->number());
+    // It broke while the store was asked.
+    if (found == links_.end() || found->second.mark == Entry::Mark::kDropped) return;
+    link->SetPeer(hello.from, hello.from_incarnation);
+    // Two workers may open connections to each other at the same time; then both stay.
+    if (by_peer_.emplace(hello.from, link).second) calls_->Add(*link);
+  }
+  // It was silent for long, and speaks again.
+  if (!peers_->SetAlive(hello.from, hello.from_incarnation)) return;
+  if (const auto user = user_.lock()) user->OnMemberEvents();
+}
+
+void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& why) {
+  DG_LOG(WARNING) << "refusing a connection: " << why.message();
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = links_.find(link->number());
+    if (found != links_.end()) Drop(found->second);
+  }
+  Packet packet;
+  AppendFrame({.kind = FrameKind::kRefused, .status = why}, &packet.bytes);
+  link->SendLast(std::move(packet), why);
+}
+
+// --------------------------------------------------------------------------------------- Ending
+
+void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) {
+  const std::optional<WorkerId> peer = link->peer();
+  const bool is_bulk = link->is_bulk();
+  bool is_lost = false;
+  MemberWatch::ClosedLink closed;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = links_.find(link->number());
+    if (found == links_.end()) return;  // Close() has ended all
+    const Entry entry = std::move(found->second);
+    links_.erase(found);
+    if (peer && !is_bulk) {
+      const auto of_peer = by_peer_.find(*peer);
+      const bool was_used = of_peer != by_peer_.end() && of_peer->second == link;
+      if (was_used) by_peer_.erase(of_peer);
+      // A probe that nobody answered carried nothing that could be lost.
+      is_lost = entry.mark != Entry::Mark::kDropped && (was_used || link->heard() > 0);
+      closed = {.peer = *peer,
+                .incarnation = link->incarnation(),
+                .was_heard = link->heard() > 0,
+                .was_silent = entry.mark == Entry::Mark::kSilent,
+                .is_there = is_there,
+                .asked_for = entry.asked_for};
+    }
+  }
+  if (is_bulk) {
+    if (const auto main = link->main()) main->Close(why);
+    return;
+  }
+  if (!peer) return;
+  const std::optional<WorkerInfo> info = peers_->Find(*peer);
+  const bool left = info && info->left;
+  why = left ? absl::UnavailableError(
+                   absl::StrCat("worker ", peers_->Describe(*peer), " has left the job"))
+             : Annotate(why, absl::StrCat("the connection with worker ", peers_->Describe(*peer),
+                                          " broke"));
+  calls_->EndCallsOver(*link, why);
+  const auto user = user_.lock();
+  if (!is_lost || user == nullptr) return;
+  user->OnPeerLost(*peer, why);
+  if (!left) user->OnLinkEnded(closed, why);
+}
+
+absl::Status LinkTable::Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
+  DG_ASSIGN_OR_RETURN(const bool is_new, peers_->Learn(worker));
+  if (is_new) DropOldIncarnation(worker.id, keep);
+  if (const auto user = user_.lock()) user->OnMemberEvents();
+  return absl::OkStatus();
+}
+
+// Ends what there is with the old incarnation of a peer, here and now: whatever the new one sends
+// must find nothing of it.
+void LinkTable::DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>& keep) {
+  const absl::Status why = absl::UnavailableError(
+      absl::StrCat("worker ", peers_->Describe(peer), " has come back as a new incarnation"));
+  std::vector<std::shared_ptr<Link>> old;
+  {
+    absl::MutexLock lock(&mu_);
+    for (auto& [number, entry] : links_) {
+      if (entry.link->peer() != peer || entry.link == keep) continue;
+      Drop(entry);
+      old.push_back(entry.link);
+    }
+    const auto found = by_peer_.find(peer);
+    if (found != by_peer_.end() && found->second != keep) by_peer_.erase(found);
+  }
+  for (const auto& link : old) calls_->EndCallsOver(*link, why);
+  // Where there was no connection, what went over an earlier one has been lost with that; and a
+  // context may have begun since, for which this peer is the new incarnation.
+  const auto user = user_.lock();
+  if (!old.empty() && user != nullptr) user->OnPeerLost(peer, why);
+  for (const auto& link : old) link->Close(why);
+}
+
+void LinkTable::SayLeaving() {
+  std::vector<std::shared_ptr<Link>> links;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [peer, link] : by_peer_) links.push_back(link);
+  }
+  for (const auto& link : links) {
+    // Whoever connects asks the store.
+    if (link->connected()) SendFrame(*link, {.kind = FrameKind::kLeaving});
+  }
+}
+
+// ----------------------------------------------------------------------------------- Heartbeats
+
+void LinkTable::StartHeartbeat() {
+  if (heartbeat_.interval() == absl::InfiniteDuration()) return;
+  {
+    absl::MutexLock lock(&mu_);
+    if (state_ == State::kClosed || std::exchange(beats_, true)) return;
+  }
+  ArmHeartbeat();
+}
+
+void LinkTable::ArmHeartbeat() {
+  const Clock::TimerId timer =
+      clock_->At(clock_->Now() + heartbeat_.interval(), [weak = weak_from_this()] {
+        if (const auto self = weak.lock()) self->Beat();
+      });
+  bool closed;
+  {
+    absl::MutexLock lock(&mu_);
+    closed = state_ == State::kClosed;
+    if (!closed) heartbeat_timer_ = timer;
+  }
+  if (closed) clock_->Cancel(timer);
+}
+
+void LinkTable::Beat() {
+  std::vector<std::shared_ptr<Link>> links;
+  std::vector<Heartbeat::Reading> readings;
+  {
+    absl::MutexLock lock(&mu_);
+    heartbeat_timer_.reset();
+    if (state_ == State::kClosed) return;
+    for (const auto& [number, entry] : links_) {
+      if (entry.link->kind() == Link::Kind::kLoopback || entry.link->closed()) continue;
+      readings.push_back(
+          {.link = number, .peer = entry.link->peer(), .heard = entry.link->heard()});
+      links.push_back(entry.link);
+    }
+    beats_ = !links.empty();
+    if (!beats_) return;
+  }
+  ArmHeartbeat();
+  const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
+  for (const size_t i : verdict.ask) SendFrame(*links[i], {.kind = FrameKind::kPing});
+  for (const WorkerId peer : verdict.probe) Probe(peer);
+  for (const size_t i : verdict.lost) {
+    {
+      absl::MutexLock lock(&mu_);
+      const auto found = links_.find(links[i]->number());
+      if (found != links_.end() && found->second.mark == Entry::Mark::kNone) {
+        found->second.mark = Entry::Mark::kSilent;
+      }
+    }
+    links[i]->Close(absl::UnavailableError(
+        absl::StrCat("nothing was heard of it within the heartbeat limit of ",
+                     absl::FormatDuration(heartbeat_.limit()))));
+  }
+}
+
+// A second link stays for as long as the first.
+void LinkTable::Probe(WorkerId peer) {
+  std::shared_ptr<Link> probe;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto is_of_peer = [peer](const auto& numbered) {
+      const Link& link = *numbered.second.link;
+      return link.peer() == peer && !link.is_bulk() && !link.closed();
+    };
+    if (state_ == State::kClosed || std::count_if(links_.begin(), links_.end(), is_of_peer) != 1) {
+      return;
+    }
+    probe = Make(Link::Kind::kOpened);
+    probe->SetPeer(peer, /*incarnation=*/0);
+  }
+  Connect(probe, peer);
+  SendFrame(*probe, {.kind = FrameKind::kPing});
+}
+
+}  // namespace distgrad

@@ -1,0 +1,171 @@
+// The links of an agent: opened to where a peer is now, taken in from who is a member, kept alive by
+// heartbeats, and ended. docs/membership.md has the rules.
+//
+// There is one link for each peer over which this worker calls. Others stand beside it: accepted
+// ones that have not said hello yet, second ones where both ends opened one at the same time, bulk
+// links, and the heartbeat's probes.
+#ifndef DISTGRAD_CORE_RPC_LINK_TABLE_H_
+#define DISTGRAD_CORE_RPC_LINK_TABLE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/btree_map.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/clock.h"
+#include "core/base/ids.h"
+#include "core/base/wire.h"
+#include "core/membership/directory.h"
+#include "core/membership/worker_info.h"
+#include "core/rpc/call_table.h"
+#include "core/rpc/frame.h"
+#include "core/rpc/heartbeat.h"
+#include "core/rpc/limits.h"
+#include "core/rpc/link.h"
+#include "core/rpc/member_watch.h"
+#include "core/rpc/peers.h"
+#include "core/transport/packet.h"
+#include "core/transport/transport.h"
+
+namespace distgrad {
+
+// Thread-safe. Links keep it alive.
+class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTable> {
+ public:
+  // Who has the links. Called on threads of the transport, of the clock and of the directory, and
+  // on those that send, with no lock held. Thread-safe.
+  class User {
+   public:
+    virtual ~User() = default;
+    // Also from who has not said hello yet. An error ends the link.
+    virtual absl::Status OnPacket(const std::shared_ptr<Link>& link, Packet packet) = 0;
+    // What was in flight with that peer may be lost. It may be back.
+    virtual void OnPeerLost(WorkerId peer, const absl::Status& why) = 0;
+    // A link with a member who has not left has ended.
+    virtual void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) = 0;
+    // Peers may have something new.
+    virtual void OnMemberEvents() = 0;
+  };
+
+  // `transport`, `clock` and `directory`, which may be null, must outlive Close().
+  LinkTable(Clock* clock, Transport* transport, Directory* directory, absl::Duration heartbeat_limit,
+            const Limits& limits, std::shared_ptr<Peers> peers, std::shared_ptr<CallTable> calls)
+      : clock_(clock),
+        transport_(transport),
+        directory_(directory),
+        shared_{.clock = clock, .limits = limits},
+        peers_(std::move(peers)),
+        calls_(std::move(calls)),
+        heartbeat_(heartbeat_limit) {}
+
+  // Once. Nobody is told of anything when the user is gone.
+  absl::StatusOr<std::string> Listen(std::weak_ptr<User> user);
+  // Takes in what came before the members of the job were known. Once, when Peers has them.
+  void Start();
+  // Ends all links, and lets none begin.
+  void Close(const absl::Status& why);
+
+  // The link over which to call a peer, which is opened when something is sent. kCancelled after
+  // Close(), kNotFound for one that nobody knows.
+  absl::StatusOr<std::shared_ptr<Link>> To(WorkerId peer);
+  // Whether something has come on it.
+  bool IsHeard(WorkerId peer) const;
+  // Opens it, if there is none; heartbeats keep it.
+  void Ping(WorkerId peer);
+
+  // Frames that are of a link: a hello, who wants a bulk link, and by which number of ours.
+  absl::Status OnHello(const std::shared_ptr<Link>& link, WireReader& reader);
+  void OnBulk(const std::shared_ptr<Link>& link, WorkerId peer, uint64_t number);
+
+  // What the store says of a worker.
+  absl::Status Learn(const WorkerInfo& worker) { return Learn(worker, nullptr); }
+  // Tells all to whom there is a connection that this worker leaves the job.
+  void SayLeaving();
+
+  // The bytes that wait to be sent, by peer; and how many calls of others have not ended.
+  std::vector<std::pair<WorkerId, uint64_t>> Queued() const;
+  size_t served() const { return shared_.served; }
+
+  absl::Duration heartbeat_interval() const { return heartbeat_.interval(); }
+
+  // Link::Owner
+  void OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
+  void OnBulkWanted(const std::shared_ptr<Link>& link) override;
+  bool OnLeaving(uint64_t call, Packet& request) override;
+  void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) override;
+
+ private:
+  struct Entry {
+    enum class Mark {
+      kNone,
+      kSilent,   // for so long that its peer is lost
+      kDropped,  // it was refused, or its peer has come back
+    };
+    std::shared_ptr<Link> link;
+    absl::Time asked_for = absl::InfinitePast();  // when we wanted it
+    Mark mark = Mark::kNone;
+  };
+
+  std::shared_ptr<Link> Make(Link::Kind kind, absl::Time asked_for = absl::InfinitePast())
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Drop(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  // Opening: a link that was asked for, step by step.
+  absl::StatusOr<std::shared_ptr<Link>> ToLocked(WorkerId peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Open(const std::shared_ptr<Link>& link, WorkerId to);
+  void OnFound(const std::shared_ptr<Link>& link, WorkerId to,
+               const absl::StatusOr<WorkerInfo>& found);
+  // As what `bulk_of` says in the hello.
+  void Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t bulk_of = 0);
+
+  // Taking in: one that a peer opened.
+  std::shared_ptr<Receiver> Accept(std::shared_ptr<Connection> connection);
+  void OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hello,
+                   const absl::StatusOr<WorkerInfo>& found);
+  void Admit(const std::shared_ptr<Link>& link, const Hello& hello);
+  absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
+  void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
+
+  // Ending, and signs of life.
+  absl::Status Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
+  void DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>& keep);
+  void StartHeartbeat();
+  void ArmHeartbeat();
+  void Beat();
+  void Probe(WorkerId peer);
+
+  Clock* const clock_;
+  Transport* const transport_;
+  Directory* const directory_;
+  Link::Shared shared_;  // constant, or synchronizes itself
+
+  // Synchronize themselves.
+  const std::shared_ptr<Peers> peers_;
+  const std::shared_ptr<CallTable> calls_;
+
+  Heartbeat heartbeat_;        // of the clock's thread
+  std::weak_ptr<User> user_;  // constant after Listen()
+
+  mutable absl::Mutex mu_;
+  enum class State { kHolding, kStarted, kClosed } state_ ABSL_GUARDED_BY(mu_) = State::kHolding;
+  // All that have not ended, by their number; and of those the one for each peer.
+  absl::btree_map<uint64_t, Entry> links_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<WorkerId, std::shared_ptr<Link>> by_peer_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_link_ ABSL_GUARDED_BY(mu_) = 0;
+  bool beats_ ABSL_GUARDED_BY(mu_) = false;  // as long as there are links
+  std::optional<Clock::TimerId> heartbeat_timer_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_RPC_LINK_TABLE_H_

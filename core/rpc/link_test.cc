@@ -1,0 +1,240 @@
+// A link between its beginning and its end: what is held, what waits, and what counts no more.
+#include "core/rpc/link.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "core/base/fake_clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+Packet Text(const std::string& text) { return Packet{text, {}}; }
+
+// Keeps what it is told. For one thread.
+class RecordingOwner : public Link::Owner {
+ public:
+  void OnPacket(const std::shared_ptr<Link>& link, Packet packet) override {
+    packets.push_back(packet.bytes);
+    last = link;
+    if (on_packet != nullptr) on_packet(*link, packet.bytes);
+  }
+  void OnBulkWanted(const std::shared_ptr<Link>&) override { ++bulk_wanted; }
+  bool OnLeaving(uint64_t, Packet&) override { return leaves; }
+  void OnClosed(const std::shared_ptr<Link>&, absl::Status why, bool is_there) override {
+    closed.push_back(std::move(why));
+    was_there = is_there;
+  }
+
+  std::function<void(Link&, const std::string&)> on_packet;
+  bool leaves = true;
+  std::vector<std::string> packets;
+  std::shared_ptr<Link> last;
+  int bulk_wanted = 0;
+  std::vector<absl::Status> closed;
+  bool was_there = false;
+};
+
+// Keeps what is sent, and ends its receiver when it is closed.
+class RecordingConnection : public Connection {
+ public:
+  explicit RecordingConnection(std::weak_ptr<Link> receiver) : receiver_(std::move(receiver)) {}
+  void Send(Packet packet, SendDone done) override {
+    sent.push_back(packet.bytes.substr(0, 20));
+    if (done != nullptr) done(absl::OkStatus());
+  }
+  void Close() override {
+    closed = true;
+    if (const auto receiver = receiver_.lock()) receiver->OnClosed(absl::CancelledError("closed"));
+  }
+
+  std::vector<std::string> sent;
+  bool closed = false;
+
+ private:
+  const std::weak_ptr<Link> receiver_;
+};
+
+class LinkTest : public ::testing::Test {
+ protected:
+  std::shared_ptr<Link> NewLink(Link::Kind kind) {
+    return std::make_shared<Link>(owner_, &shared_, kind, ++links_);
+  }
+  static std::shared_ptr<RecordingConnection> Connect(const std::shared_ptr<Link>& link) {
+    auto connection = std::make_shared<RecordingConnection>(link);
+    link->SetConnection(connection);
+    return connection;
+  }
+
+  FakeClock clock_;
+  Link::Shared shared_{.clock = &clock_, .limits = {.calls_per_peer = 4}};
+  const std::shared_ptr<RecordingOwner> owner_ = std::make_shared<RecordingOwner>();
+  uint64_t links_ = 0;
+};
+
+// ------------------------------------------------------------------------------------ Receiving
+
+TEST_F(LinkTest, AnAcceptedOneHoldsWhatArrives) {
+  const auto link = NewLink(Link::Kind::kAccepted);
+  link->OnPacket(Text("a"));
+  link->OnPacket(Text("b"));
+  EXPECT_THAT(owner_->packets, IsEmpty());
+  link->Release();
+  EXPECT_THAT(owner_->packets, ElementsAre("a", "b"));
+  link->OnPacket(Text("c"));
+  EXPECT_THAT(owner_->packets, ElementsAre("a", "b", "c"));
+  EXPECT_EQ(link->heard(), 3u);
+}
+
+TEST_F(LinkTest, WhatIsHandedOnMayHaveItHoldAgain) {
+  const auto link = NewLink(Link::Kind::kAccepted);
+  owner_->on_packet = [](Link& link, const std::string& text) {
+    if (text == "hello") link.Hold();
+  };
+  for (const char* text : {"hello", "a"}) link->OnPacket(Text(text));
+  link->Release();
+  EXPECT_THAT(owner_->packets, ElementsAre("hello"));
+  link->OnPacket(Text("b"));
+  link->Release();
+  EXPECT_THAT(owner_->packets, ElementsAre("hello", "a", "b"));
+}
+
+// The answer that it waits for may come at once.
+TEST_F(LinkTest, OneThatIsReleasedWhileItDrainsKeepsTheOrder) {
+  const auto link = NewLink(Link::Kind::kAccepted);
+  owner_->on_packet = [](Link& link, const std::string& text) {
+    if (text != "hello") return;
+    link.Hold();
+    link.OnPacket(Text("b"));
+    link.Release();
+  };
+  for (const char* text : {"hello", "a"}) link->OnPacket(Text(text));
+  link->Release();
+  EXPECT_THAT(owner_->packets, ElementsAre("hello", "a", "b"));
+  link->OnPacket(Text("c"));
+  EXPECT_THAT(owner_->packets, ElementsAre("hello", "a", "b", "c"));
+}
+
+TEST_F(LinkTest, NothingCountsThatArrivesOnOneThatIsDropped) {
+  const auto held = NewLink(Link::Kind::kAccepted), open = NewLink(Link::Kind::kOpened);
+  held->OnPacket(Text("a"));
+  for (const auto& link : {held, open}) {
+    link->Drop();
+    link->OnPacket(Text("b"));
+    link->Release();
+  }
+  EXPECT_THAT(owner_->packets, IsEmpty());
+}
+
+TEST_F(LinkTest, WhatIsHeldIsBounded) {
+  const auto link = NewLink(Link::Kind::kAccepted);
+  const auto connection = Connect(link);
+  for (int i = 0; i < 4; ++i) link->OnPacket(Text("a"));
+  EXPECT_THAT(owner_->closed, IsEmpty());
+  link->OnPacket(Text("one more"));
+  ASSERT_EQ(owner_->closed.size(), 1u);
+  EXPECT_TRUE(absl::IsResourceExhausted(owner_->closed[0])) << owner_->closed[0];
+  link->Release();
+  EXPECT_THAT(owner_->packets, IsEmpty());
+}
+
+TEST_F(LinkTest, WhatComesOnABulkLinkCountsForItsMainOne) {
+  const auto main = NewLink(Link::Kind::kOpened), bulk = NewLink(Link::Kind::kOpened);
+  bulk->SetMain(main);
+  bulk->OnPacket(Text("a"));
+  EXPECT_THAT(owner_->packets, ElementsAre("a"));
+  EXPECT_EQ(owner_->last, main);
+  main->Drop();
+  bulk->OnPacket(Text("b"));
+  EXPECT_THAT(owner_->packets, ElementsAre("a"));
+}
+
+// -------------------------------------------------------------------------------------- Sending
+
+TEST_F(LinkTest, WhatIsSentWaitsForAConnection) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  EXPECT_FALSE(link->ready(1));
+  link->Send(Text("a"));
+  link->Send(Text("withdrawn"), {}, /*call=*/1);
+  link->Send(Text("b"), {}, /*call=*/2);
+  link->Withdraw(1);
+  const auto connection = Connect(link);
+  EXPECT_THAT(connection->sent, ElementsAre("a", "b"));
+  EXPECT_TRUE(link->ready(1));
+  owner_->leaves = false;
+  link->Send(Text("c"), {}, /*call=*/3);
+  EXPECT_THAT(connection->sent, ElementsAre("a", "b")) << "its owner did not let it leave";
+}
+
+TEST_F(LinkTest, WhatIsLargeWaitsForTheBulkLink) {
+  const auto main = NewLink(Link::Kind::kOpened), bulk = NewLink(Link::Kind::kOpened);
+  const auto connection = Connect(main);
+  const std::string large(Link::kBulkBytes + 1, 'x');
+  main->Send(Text(large));
+  main->Send(Text(large));
+  EXPECT_EQ(owner_->bulk_wanted, 1);
+  EXPECT_FALSE(main->ready(large.size()));
+  EXPECT_TRUE(main->ClaimBulk());
+  EXPECT_FALSE(main->ClaimBulk()) << "both ends may have asked";
+  const auto bulk_connection = Connect(bulk);
+  main->SetBulk(bulk);
+  EXPECT_TRUE(main->ready(large.size()));
+  EXPECT_EQ(bulk_connection->sent.size(), 2u);
+  EXPECT_THAT(connection->sent, IsEmpty());
+  main->Close(absl::UnavailableError("it broke"));
+  EXPECT_TRUE(bulk_connection->closed) << "either one's end is the other's";
+}
+
+// --------------------------------------------------------------------------------------- Ending
+
+TEST_F(LinkTest, TheFirstReasonStays) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  const auto connection = Connect(link);
+  link->Close(absl::UnavailableError("it was silent"));
+  link->Close(absl::InternalError("later"));
+  EXPECT_TRUE(connection->closed);
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::UnavailableError("it was silent")));
+  EXPECT_TRUE(link->closed());
+}
+
+TEST_F(LinkTest, AConnectionThatComesTooLateIsClosed) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  link->Close(absl::UnavailableError("it was given up"));
+  EXPECT_EQ(owner_->closed.size(), 1u);
+  EXPECT_TRUE(Connect(link)->closed);
+  EXPECT_EQ(owner_->closed.size(), 1u);
+  const auto dropped = NewLink(Link::Kind::kOpened);
+  dropped->Drop();
+  EXPECT_TRUE(Connect(dropped)->closed) << "nobody wants it any more";
+}
+
+TEST_F(LinkTest, OneThatDidNotTakeUsInIsThere) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  Connect(link);
+  link->OnClosed(absl::AbortedError("reset"));
+  EXPECT_TRUE(owner_->was_there);
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::UnavailableError("reset")));
+}
+
+TEST_F(LinkTest, TheLoopbackNeedsNoConnection) {
+  const auto link = NewLink(Link::Kind::kLoopback);
+  EXPECT_TRUE(link->ready(Link::kBulkBytes + 1));
+  link->Send(Text("a"));
+  EXPECT_THAT(owner_->packets, ElementsAre("a"));
+  link->Close(absl::CancelledError("this worker is shutting down"));
+  link->Send(Text("b"));
+  EXPECT_THAT(owner_->packets, ElementsAre("a"));
+  EXPECT_THAT(owner_->closed, IsEmpty());
+}
+
+}  // namespace
+}  // namespace distgrad
