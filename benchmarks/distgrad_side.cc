@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/tensor/values.h"
+#include "core/transport/inproc/inproc_transport.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {

@@ -9,7 +9,6 @@
 #include "absl/strings/str_cat.h"
 #include "core/autograd/executor/cheap_graph.h"
 #include "core/autograd/executor/post_accumulate.h"
-#include "core/autograd/pass_run.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -48,13 +47,13 @@ std::shared_ptr<SourceNode> ContextRecord::RemoveSend(EdgeId edge) {
   return node;
 }
 
-absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> ContextRecord::AddRecv(
+absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassHandle>>>> ContextRecord::AddRecv(
     RecvEnd recv) {
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(CheckAlive());
   DG_RETURN_IF_ERROR(CheckReachable(recv.end.peer));
   edges_.recvs.push_back(std::move(recv));
-  std::vector<std::shared_ptr<PassRun>> passes;
+  std::vector<std::shared_ptr<PassHandle>> passes;
   for (const auto& [pass, run] : passes_) passes.push_back(run);
   for (const auto& [pass, run] : done_) passes.push_back(run);
   return std::pair(edges_.recvs.size() - 1, std::move(passes));
@@ -90,9 +89,9 @@ std::vector<WorkerId> ContextRecord::Peers() const {
   return {peers_.begin(), peers_.end()};
 }
 
-std::vector<std::shared_ptr<PassRun>> ContextRecord::Passes() const {
+std::vector<std::shared_ptr<PassHandle>> ContextRecord::Passes() const {
   absl::MutexLock lock(&mu_);
-  std::vector<std::shared_ptr<PassRun>> passes;
+  std::vector<std::shared_ptr<PassHandle>> passes;
   for (const auto& [pass, run] : passes_) passes.push_back(run);
   return passes;
 }
@@ -308,16 +307,16 @@ absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradi
   }
 }
 
-absl::StatusOr<std::shared_ptr<PassRun>> ContextRecord::BeginPass(
-    WorkerId self, absl::FunctionRef<std::shared_ptr<PassRun>(PassId settled)> make) {
-  std::vector<std::shared_ptr<PassRun>> over;  // ends outside the lock
+absl::StatusOr<std::shared_ptr<PassHandle>> ContextRecord::BeginPass(
+    WorkerId self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make) {
+  std::vector<std::shared_ptr<PassHandle>> over;  // ends outside the lock
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(CheckAlive());
   PassId settled = last_begun_;
   for (const auto& [pass, run] : passes_) {
     if (MakerOf(pass) == self) settled = std::min(settled, pass - 1);
   }
-  std::shared_ptr<PassRun> run = make(settled);
+  std::shared_ptr<PassHandle> run = make(settled);
   last_begun_ = run->id();
   passes_.emplace(run->id(), run);
   over = TakeSettled(settled);
@@ -339,7 +338,7 @@ ContextRecord::Found ContextRecord::FindPass(PassId pass) const {
 
 ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, WorkerId from, PassId settled,
                                                   MakeRun make) {
-  std::vector<std::shared_ptr<PassRun>> over;  // ends outside the lock
+  std::vector<std::shared_ptr<PassHandle>> over;  // ends outside the lock
   absl::MutexLock lock(&mu_);
   Found found = FindPassLocked(pass);
   if (found.run != nullptr || !found.over.ok()) return found;
@@ -350,8 +349,8 @@ ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, WorkerId from, Pa
   return found;
 }
 
-std::vector<std::shared_ptr<PassRun>> ContextRecord::TakeSettled(PassId settled) {
-  std::vector<std::shared_ptr<PassRun>> over;
+std::vector<std::shared_ptr<PassHandle>> ContextRecord::TakeSettled(PassId settled) {
+  std::vector<std::shared_ptr<PassHandle>> over;
   auto it = done_.lower_bound(MakeId(MakerOf(settled), 0));
   while (it != done_.end() && it->first <= settled) {
     over.push_back(std::move(it->second));
@@ -361,7 +360,7 @@ std::vector<std::shared_ptr<PassRun>> ContextRecord::TakeSettled(PassId settled)
 }
 
 void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
-  std::shared_ptr<PassRun> run;  // declared first, so that it ends outside the lock
+  std::shared_ptr<PassHandle> run;  // declared first, so that it ends outside the lock
   absl::MutexLock lock(&mu_);
   if (auto it = passes_.find(pass); it != passes_.end()) {
     run = std::move(it->second);
@@ -382,7 +381,7 @@ void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
 
 ContextRecord::Released ContextRecord::Release() {
   Edges edges;  // these end outside the lock
-  absl::btree_map<PassId, std::shared_ptr<PassRun>> done;
+  absl::btree_map<PassId, std::shared_ptr<PassHandle>> done;
   Released released;
   {
     absl::MutexLock lock(&mu_);

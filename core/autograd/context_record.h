@@ -24,6 +24,7 @@
 #include "core/autograd/executor/source_node.h"
 #include "core/autograd/executor/streams.h"
 #include "core/autograd/pass.h"
+#include "core/autograd/pass_handle.h"
 #include "core/autograd/recv_node.h"
 #include "core/autograd/state.h"
 #include "core/base/ids.h"
@@ -33,8 +34,6 @@ struct AccumulateGrad;
 }
 
 namespace distgrad {
-
-class PassRun;
 
 // Thread-safe.
 class ContextRecord {
@@ -64,7 +63,7 @@ class ContextRecord {
   std::shared_ptr<SourceNode> RemoveSend(EdgeId edge);
   // Returns its place among the recv ends, and the passes that know only of those before it, also
   // those that are over on this worker.
-  absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> AddRecv(RecvEnd recv);
+  absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassHandle>>>> AddRecv(RecvEnd recv);
   // Everyone to whom, or from whom, a message of this context went. Not this worker.
   absl::Status AddPeer(WorkerId peer);
   std::vector<WorkerId> Peers() const;
@@ -77,22 +76,22 @@ class ContextRecord {
   // ---- Passes.
 
   struct Found {
-    std::shared_ptr<PassRun> run;  // null if the pass has failed, or the context is released
-    absl::Status over;             // how it ended
-    bool done = false;             // it has gone well, and `run` is kept for what may come late
+    std::shared_ptr<PassHandle> run;  // null if the pass has failed, or the context is released
+    absl::Status over;                // how it ended
+    bool done = false;                // it has gone well, and `run` is kept for what may come late
   };
   // A pass that begins on this worker, `self`. `make` is given Notice::settled.
-  absl::StatusOr<std::shared_ptr<PassRun>> BeginPass(
-      WorkerId self, absl::FunctionRef<std::shared_ptr<PassRun>(PassId settled)> make);
+  absl::StatusOr<std::shared_ptr<PassHandle>> BeginPass(
+      WorkerId self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make);
   // One that another worker began. Made by `make` if it is new here, and `from`, whose message it
   // is, has not been lost: nobody would say when it is over.
-  using MakeRun = absl::FunctionRef<std::shared_ptr<PassRun>()>;
+  using MakeRun = absl::FunctionRef<std::shared_ptr<PassHandle>()>;
   Found FindPass(PassId pass) const;
   Found FindOrAddPass(PassId pass, WorkerId from, PassId settled, MakeRun make);
   // One that is done is kept until it is known to be so everywhere: see Pass::OnLateRecv.
   void EndPass(PassId pass, const absl::Status& status);
   // Those that run.
-  std::vector<std::shared_ptr<PassRun>> Passes() const;
+  std::vector<std::shared_ptr<PassHandle>> Passes() const;
 
   // Whether the pass may run the graph, and the graph's edges at this moment. A pass without
   // `retain_graph` is the last one, and must be alone.
@@ -123,8 +122,8 @@ class ContextRecord {
   bool has_leaf_observer() const;
 
   struct Released {
-    std::vector<std::shared_ptr<PassRun>> passes;  // that were in flight
-    std::shared_ptr<const LeafObserver> observer;  // its end may wait
+    std::vector<std::shared_ptr<PassHandle>> passes;  // that were in flight
+    std::shared_ptr<const LeafObserver> observer;     // its end may wait
   };
   // Drops everything; idempotent.
   Released Release();
@@ -169,7 +168,7 @@ class ContextRecord {
   absl::Status CheckReachable(WorkerId peer) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Found FindPassLocked(PassId pass) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Takes out of done_ what is over everywhere; to end outside the lock.
-  std::vector<std::shared_ptr<PassRun>> TakeSettled(PassId settled)
+  std::vector<std::shared_ptr<PassHandle>> TakeSettled(PassId settled)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const ContextId id_;
@@ -179,9 +178,9 @@ class ContextRecord {
   bool released_ ABSL_GUARDED_BY(mu_) = false;
   Edges edges_ ABSL_GUARDED_BY(mu_);
   absl::btree_set<WorkerId> peers_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<PassId, std::shared_ptr<PassRun>> passes_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<PassId, std::shared_ptr<PassHandle>> passes_ ABSL_GUARDED_BY(mu_);
   absl::btree_map<WorkerId, absl::Status> lost_ ABSL_GUARDED_BY(mu_);  // peers, and how
-  absl::btree_map<PassId, std::shared_ptr<PassRun>> done_ ABSL_GUARDED_BY(mu_);
+  absl::btree_map<PassId, std::shared_ptr<PassHandle>> done_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<PassId, absl::Status> failed_ ABSL_GUARDED_BY(mu_);
   std::deque<PassId> failed_order_ ABSL_GUARDED_BY(mu_);
   PassId last_begun_ ABSL_GUARDED_BY(mu_) = 0;       // on this worker

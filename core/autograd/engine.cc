@@ -21,8 +21,6 @@
 namespace distgrad {
 namespace {
 
-using RunHere = PassRun::RunHere;
-
 std::string Shape(const at::Tensor& tensor) {
   return absl::StrCat(c10::toString(tensor.scalar_type()), "[", absl::StrJoin(tensor.sizes(), ", "),
                       "]");
@@ -86,14 +84,14 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
 
 Engine::Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
                Clock* clock, TraceRecorder* trace, ContextRegistry* contexts, const Limits& limits)
-    : self_(self),
-      network_(network),
-      pool_(pool),
-      clock_(clock),
-      trace_(trace),
+    : services_{.self = self,
+                .network = *network,
+                .pool = *pool,
+                .clock = *clock,
+                .trace = *trace,
+                .limits = limits,
+                .device_threads = std::make_unique<DeviceThreads>(pool)},
       contexts_(contexts),
-      limits_(limits),
-      device_threads_(std::make_unique<DeviceThreads>(pool)),
       last_edge_(FirstCounter(incarnation)),
       last_pass_(FirstCounter(incarnation)) {}
 
@@ -108,7 +106,7 @@ std::shared_ptr<SourceNode> Engine::MakeSend(absl::Span<const at::Tensor> tensor
 absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerId to,
                                           std::shared_ptr<SourceNode> send) {
   if (send == nullptr) return EdgeId{0};
-  const EdgeId edge = MakeId(self_, ++last_edge_);
+  const EdgeId edge = MakeId(services_.self, ++last_edge_);
   DG_RETURN_IF_ERROR(context.AddSend({{edge, to}, std::move(send)}));
   return edge;
 }
@@ -118,13 +116,13 @@ void Engine::DropSend(ContextRecord& context, EdgeId edge) {
   for (const auto& run : context.Passes()) run->OnLostSend(edge);
   // The graph that may end with it is its user's, and the thread may be the clock's.
   if (dropped != nullptr) {
-    pool_->Schedule([dropped = std::move(dropped)]() mutable { dropped = nullptr; });
+    services_.pool.Schedule([dropped = std::move(dropped)]() mutable { dropped = nullptr; });
   }
 }
 
 absl::Status Engine::RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,
                                 absl::Span<at::Tensor> tensors) {
-  absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassRun>>>> added =
+  absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassHandle>>>> added =
       context->AddRecv({end, RecvNode::Attach(context->id(), end, tensors)});
   DG_RETURN_IF_ERROR(added.status());
   for (const auto& run : added->second) run->OnNewRecv(added->first, end);
@@ -142,14 +140,21 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
   }
   if (!checked.ok()) return Future<Unit>::Of(checked.status());
   if (closed_) return Future<Unit>::Of(ShuttingDown());
-  absl::StatusOr<std::shared_ptr<PassRun>> run = context->BeginPass(self_, [&](PassId settled) {
-    return std::make_shared<PassRun>(this, context, MakeId(self_, ++last_pass_), settled,
-                                     options.retain_graph, *std::move(checked));
-  });
-  if (!run.ok()) return Future<Unit>::Of(run.status());
-  if (closed_) (*run)->Fail(ShuttingDown());  // Close() may have missed it
-  return (*run)->Begin(clock_->TimeOf(options.deadline),
-                       run_here && MayRunNodesHere() ? RunHere::kYes : RunHere::kNo);
+  std::shared_ptr<PassRun> run;
+  const absl::Status begun =
+      context
+          ->BeginPass(services_.self,
+                      [&](PassId settled) {
+                        run = std::make_shared<PassRun>(
+                            &services_, context, MakeId(services_.self, ++last_pass_), settled,
+                            options.retain_graph, *std::move(checked));
+                        return run;
+                      })
+          .status();
+  if (!begun.ok()) return Future<Unit>::Of(begun);
+  if (closed_) run->Fail(ShuttingDown());  // Close() may have missed it
+  return run->Begin(services_.clock.TimeOf(options.deadline),
+                    run_here && MayRunNodesHere() ? RunHere::kYes : RunHere::kNo);
 }
 
 // ----------------------------------------------------------------------------- From the network
@@ -167,8 +172,9 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
   }
   if (!notices.ok()) {
     // What was in it is lost, and with it every pass of that worker.
-    const absl::Status lost = Annotate(
-        notices.status(), absl::StrCat("reading gradients from worker ", network_->Describe(from)));
+    const absl::Status lost =
+        Annotate(notices.status(),
+                 absl::StrCat("reading gradients from worker ", services_.network.Describe(from)));
     DG_LOG(ERROR) << lost;
     return OnPeerLost(from, lost);
   }
@@ -180,7 +186,7 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
     if (of_context != (notice.pass == 0)) {
       return OnPeerLost(
           from, absl::InvalidArgumentError(absl::StrCat("a notice without its pass from worker ",
-                                                        network_->Describe(from))));
+                                                        services_.network.Describe(from))));
     }
     runs_nodes |= notice.kind == Notice::Kind::kEdge || notice.kind == Notice::Kind::kStart;
   }
@@ -194,7 +200,7 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
       Handle(from, std::move(batches), MayRunNodesHere() ? RunHere::kCheap : RunHere::kNo);
     });
   }
-  pool_->ScheduleInline([this, from, batches = std::move(batches)]() mutable {
+  services_.pool.ScheduleInline([this, from, batches = std::move(batches)]() mutable {
     Handle(from, std::move(batches), RunHere::kYes);
   });
 }
@@ -245,7 +251,7 @@ void Engine::Handle(WorkerId from, Batches batches, RunHere here) {
     const Notice& first = batch.notices.front();
     if (first.kind == Notice::Kind::kRelease) {
       // The origin alone ends its contexts; whoever lost it speaks for itself.
-      if (MakerOf(first.context) != self_) ReleaseFrom(first.context, from);
+      if (MakerOf(first.context) != services_.self) ReleaseFrom(first.context, from);
     } else if (first.kind == Notice::Kind::kKnown) {
       OnKnown(first.context, from);
     } else {
@@ -258,15 +264,15 @@ void Engine::HandleOfOnePass(WorkerId from, Batch batch, RunHere here) {
   const Notice& first = batch.notices.front();
   ContextRecord::Found found;
   if (!batch.context.ok()) {
-    found.over =
-        Annotate(batch.context.status(), absl::StrCat("on worker ", network_->Describe(self_)));
+    found.over = Annotate(batch.context.status(),
+                          absl::StrCat("on worker ", services_.network.Describe(services_.self)));
   } else if (*batch.context != nullptr) {
     const std::shared_ptr<ContextRecord>& context = *batch.context;
     if (std::none_of(batch.notices.begin(), batch.notices.end(), MayBeNew)) {
       found = context->FindPass(first.pass);
     } else {
       found = context->FindOrAddPass(first.pass, from, first.settled, [&] {
-        return std::make_shared<PassRun>(this, context, first.pass, first.settled,
+        return std::make_shared<PassRun>(&services_, context, first.pass, first.settled,
                                          first.retain_graph, std::nullopt);
       });
     }
@@ -288,10 +294,10 @@ void Engine::Refuse(WorkerId to, const Notice& notice, const absl::Status& why) 
 }
 
 void Engine::Send(WorkerId to, const Notice& notice) {
-  Packet packet = network_->NewNotice();
+  Packet packet = services_.network.NewNotice();
   const absl::Status appended = AppendNotice(notice, &packet);
   DG_CHECK(appended.ok()) << appended << ": there is no tensor in it";
-  network_->Notify(to, std::move(packet));
+  services_.network.Notify(to, std::move(packet));
 }
 
 void Engine::OnPeerLost(WorkerId peer, const absl::Status& why) {
@@ -301,7 +307,7 @@ void Engine::OnPeerLost(WorkerId peer, const absl::Status& why) {
     for (const auto& run : context->Passes()) run->OnPeerLost(peer, why);
     if (MakerOf(id) == peer) {
       ReleaseFrom(id, peer);
-    } else if (was_peer && MakerOf(id) != self_) {
+    } else if (was_peer && MakerOf(id) != services_.self) {
       // The release may have been going to come by way of that worker.
       if (context->AddPeer(MakerOf(id)).ok())
         Send(MakerOf(id), {.kind = Notice::Kind::kKnown, .context = id});
@@ -310,7 +316,7 @@ void Engine::OnPeerLost(WorkerId peer, const absl::Status& why) {
 }
 
 void Engine::OnKnown(ContextId id, WorkerId from) {
-  if (MakerOf(id) != self_) return;
+  if (MakerOf(id) != services_.self) return;
   const std::shared_ptr<ContextRecord> context = contexts_->Find(id);
   if (context == nullptr || !context->AddPeer(from).ok())
     Send(from, {.kind = Notice::Kind::kRelease, .context = id});
@@ -327,12 +333,13 @@ void Engine::ReleaseFrom(ContextId id, std::optional<WorkerId> from) {
   const absl::Status why = absl::CancelledError("the context was released");
   for (const auto& run : released.passes) run->Fail(why);
   for (WorkerId peer : context->Peers()) {
-    if (peer == from || peer == self_) continue;
+    if (peer == from || peer == services_.self) continue;
     Send(peer, {.kind = Notice::Kind::kRelease, .context = id});
   }
   // Whoever hears of it from another worker may be the thread of the sockets, which must not wait.
   if (from.has_value() && released.observer != nullptr) {
-    pool_->Schedule([observer = std::move(released.observer)]() mutable { observer = nullptr; });
+    services_.pool.Schedule(
+        [observer = std::move(released.observer)]() mutable { observer = nullptr; });
   }
 }
 
@@ -343,10 +350,10 @@ void Engine::Close() {
   }
 }
 
-void Engine::Join() { device_threads_.reset(); }
+void Engine::Join() { services_.device_threads.reset(); }
 
 Engine::PassCounts Engine::CountPasses() const {
-  PassCounts counts{.ended = passes_ended_, .failed = passes_failed_};
+  PassCounts counts{.ended = services_.passes_ended, .failed = services_.passes_failed};
   for (const auto& context : contexts_->All()) counts.running += context->Passes().size();
   return counts;
 }

@@ -16,11 +16,13 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "core/autograd/backward_options.h"
 #include "core/autograd/context_record.h"
 #include "core/autograd/context_registry.h"
-#include "core/autograd/executor/device_threads.h"
+#include "core/autograd/executor/source_node.h"
 #include "core/autograd/notice.h"
-#include "core/autograd/pass_run.h"
+#include "core/autograd/pass_handle.h"
+#include "core/autograd/pass_services.h"
 #include "core/autograd/state.h"
 #include "core/base/clock.h"
 #include "core/base/deadline.h"
@@ -31,38 +33,10 @@
 #include "core/base/trace.h"
 #include "core/rpc/limits.h"
 #include "core/tensor/device_map.h"
-#include "core/tensor/message.h"
+#include "core/tensor/message_codec.h"
 #include "core/transport/packet.h"
 
 namespace distgrad {
-
-// How notices reach other workers. Thread-safe.
-class EngineNetwork {
- public:
-  virtual ~EngineNetwork() = default;
-  // A packet to which notices are to be appended.
-  virtual Packet NewNotice() = 0;
-  // Those to one worker may pass each other: large ones take a way of their own. A failure shows up
-  // as Engine::OnPeerLost.
-  virtual void Notify(WorkerId to, Packet notices) = 0;
-  // Which devices go with which of that worker.
-  virtual absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) = 0;
-  // A worker's name for people.
-  virtual std::string Describe(WorkerId worker) = 0;
-  // The loop that brings what others send, if threads that wait for it may do its work.
-  virtual std::shared_ptr<EventLoop> loop() { return nullptr; }
-};
-
-struct BackwardOptions {
-  // Keep the graph for another backward of the same context; gradients of all of them add up.
-  bool retain_graph = false;
-  // One for each root, of its shape and dtype; undefined, or none at all: ones, for roots of one
-  // element.
-  std::vector<at::Tensor> root_gradients = {};
-  // The pass fails with kDeadlineExceeded if it is not over by then. Default: now plus
-  // WorkerOptions::timeout.
-  Deadline deadline = absl::InfinitePast();
-};
 
 // Thread-safe.
 class Engine {
@@ -110,10 +84,10 @@ class Engine {
   // Ends the threads of accelerators, which take no more nodes; after Close() and when the pool is
   // joined. False if the deadline has passed before; then it may be called again. Not on one of
   // them.
-  bool JoinThreads(Deadline deadline) { return device_threads_->Join(deadline); }
-  bool OnDeviceThread() const { return device_threads_->OnThese(); }
+  bool JoinThreads(Deadline deadline) { return services_.device_threads->Join(deadline); }
+  bool OnDeviceThread() const { return services_.device_threads->OnThese(); }
   // How many of them have not ended.
-  size_t thread_count() const { return device_threads_->thread_count(); }
+  size_t thread_count() const { return services_.device_threads->thread_count(); }
 
   // Waits for the threads of accelerators; after Close() and when the pool is joined.
   void Join();
@@ -132,21 +106,9 @@ class Engine {
 
   // Of what others send.
   MessageLimits message_limits() const {
-    return {.max_tensors = limits_.tensors_per_message, .max_payload_bytes = limits_.message_bytes};
+    return {.max_tensors = services_.limits.tensors_per_message,
+            .max_payload_bytes = services_.limits.message_bytes};
   }
-
-  // ---- For PassRun.
-  WorkerId self() const { return self_; }
-  EngineNetwork& network() { return *network_; }
-  ThreadPool& pool() { return *pool_; }
-  Clock& clock() { return *clock_; }
-  TraceRecorder& trace() { return *trace_; }
-  const Limits& limits() const { return limits_; }
-  void OnPassEnd(const absl::Status& how) {
-    ++passes_ended_;
-    if (!how.ok()) ++passes_failed_;
-  }
-  DeviceThreads* device_threads() { return device_threads_.get(); }
 
  private:
   // What came together of one pass; or one message of a context.
@@ -162,27 +124,19 @@ class Engine {
   // Whether handling them, but for nodes that are not cheap, takes less time than having another
   // thread do it.
   static bool CheapToRunInline(const Batches& batches);
-  void Handle(WorkerId from, Batches batches, PassRun::RunHere here);
-  void HandleOfOnePass(WorkerId from, Batch batch, PassRun::RunHere here);
+  void Handle(WorkerId from, Batches batches, RunHere here);
+  void HandleOfOnePass(WorkerId from, Batch batch, RunHere here);
   // Answers messages of a pass that has failed here, or cannot be.
   void Refuse(WorkerId to, const Notice& notice, const absl::Status& why);
   void Send(WorkerId to, const Notice& notice);
   void OnKnown(ContextId context, WorkerId from);
   void ReleaseFrom(ContextId context, std::optional<WorkerId> from);
 
-  const WorkerId self_;
-  EngineNetwork* const network_;
-  ThreadPool* const pool_;
-  Clock* const clock_;
-  TraceRecorder* const trace_;
+  PassServices services_;
   ContextRegistry* const contexts_;
-  const Limits limits_;
-
-  std::unique_ptr<DeviceThreads> device_threads_;
   std::atomic<uint64_t> last_edge_;
   std::atomic<uint64_t> last_pass_;
   std::atomic<bool> closed_{false};
-  std::atomic<uint64_t> passes_ended_{0}, passes_failed_{0};
 };
 
 }  // namespace distgrad

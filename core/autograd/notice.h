@@ -15,7 +15,7 @@
 #include "absl/status/statusor.h"
 #include "core/base/ids.h"
 #include "core/tensor/device_map.h"
-#include "core/tensor/message.h"
+#include "core/tensor/message_codec.h"
 #include "core/transport/packet.h"
 
 namespace distgrad {

@@ -50,9 +50,9 @@ bool Pass::CountSent(WorkerId to) {
   return true;
 }
 
-void Pass::Feed(EdgeId edge) {
+void Pass::Feed(EdgeId edge, Notice* arrived) {
   // A send node that is younger than our part of the pass belongs to the next one.
-  if (awaited_.erase(edge) > 0) host_->FeedSend(edge);
+  if (awaited_.erase(edge) > 0) host_->FeedSend(edge, arrived);
 }
 
 bool Pass::Count(WorkerId from, std::optional<EdgeId> by) {
@@ -79,9 +79,9 @@ bool Pass::Count(WorkerId from, std::optional<EdgeId> by) {
   return running();
 }
 
-void Pass::OnEdge(WorkerId from, EdgeId edge, bool uncounted) {
+void Pass::OnEdge(WorkerId from, EdgeId edge, bool uncounted, Notice* arrived) {
   if (uncounted ? !running() : !Count(from, edge)) return;
-  Feed(edge);
+  Feed(edge, arrived);
   Advance();
 }
 
@@ -144,7 +144,7 @@ void Pass::OnLateRecv(EdgeEnd edge) {
 
 void Pass::OnLostSend(EdgeId edge) {
   if (!running()) return;
-  Feed(edge);
+  Feed(edge, /*arrived=*/nullptr);
   Advance();
 }
 

@@ -17,6 +17,8 @@
 namespace distgrad {
 
 // An edge of the context and the worker at its other end.
+struct Notice;  // notice.h; handed on, and not looked into
+
 struct EdgeEnd {
   EdgeId edge = 0;
   WorkerId peer = 0;
@@ -46,8 +48,8 @@ class PassHost {
 
   // Runs the roots; on the initiator only, once.
   virtual void FeedRoots() = 0;
-  // Runs the send node of `edge` with what arrived for it (which may be: no gradient).
-  virtual void FeedSend(EdgeId edge) = 0;
+  // Runs the send node of `edge` with what has arrived for it; null: no gradient.
+  virtual void FeedSend(EdgeId edge, Notice* arrived) = 0;
   // Whether all that was fed has been followed to its end.
   virtual bool Idle() = 0;
   // Runs nothing more.
@@ -76,7 +78,8 @@ class Pass {
   // Messages of this pass. `from` may be this worker itself. A pass that is over answers them:
   // others may still be at it. An `uncounted` one is not acknowledged: its sender knows that we
   // take part, for we have sent it something, and so that we wait for it ourselves.
-  void OnEdge(WorkerId from, EdgeId edge, bool uncounted);
+  // `arrived` is for PassHost::FeedSend().
+  void OnEdge(WorkerId from, EdgeId edge, bool uncounted, Notice* arrived = nullptr);
   void OnStart(WorkerId from);
   void OnAck(WorkerId from, uint32_t count);
   void OnAbort(WorkerId from, const absl::Status& why);
@@ -117,7 +120,7 @@ class Pass {
   // the edge `by`). Returns whether the pass runs here.
   bool Count(WorkerId from, std::optional<EdgeId> by);
   void Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by);
-  void Feed(EdgeId edge);
+  void Feed(EdgeId edge, Notice* arrived);
   // Whether a message to `to` is to be acknowledged; if so, counts it.
   bool CountSent(WorkerId to);
   void Advance();

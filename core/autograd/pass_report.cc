@@ -3,7 +3,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "core/autograd/engine.h"
 #include "core/autograd/pass_run.h"
 #include "core/base/origin.h"
 
@@ -31,7 +30,7 @@ PassState PassRun::State() {
         s.busy = outstanding_;
         promise.Set(std::move(s));
       },
-      RunHere::kNo, &engine_->pool());
+      RunHere::kNo, &services_->pool);
   return *state.Wait();
 }
 
@@ -40,7 +39,7 @@ void PassRun::OnDeadlineOnStrand() {
   Reports& reports = reports_.emplace();
   reports.parts.push_back(DescribeAwaitedOnStrand());
   reports.missing = pass_.peers();
-  timer_ = engine_->clock().At(engine_->clock().Now() + kReportPatience, [weak = weak_from_this()] {
+  timer_ = services_->clock.At(services_->clock.Now() + kReportPatience, [weak = weak_from_this()] {
     auto self = weak.lock();
     if (self) self->Post([run = self.get()] { run->EndReportsOnStrand(); }, RunHere::kNo);
   });
@@ -49,7 +48,7 @@ void PassRun::OnDeadlineOnStrand() {
 }
 
 void PassRun::SendReportOnStrand() {
-  if (MakerOf(id_) == engine_->self() || std::exchange(reported_, true)) return;
+  if (MakerOf(id_) == services_->self || std::exchange(reported_, true)) return;
   Notice report{.kind = Notice::Kind::kReport};
   if (pass_.running()) {
     report.awaited = DescribeAwaitedOnStrand();
@@ -63,7 +62,7 @@ void PassRun::TakeReportOnStrand(WorkerId from, const Notice& report) {
   if (!reports_.has_value() || !reports_->heard.insert(from).second) return;
   reports_->missing.erase(from);
   for (const WorkerId peer : report.peers) {
-    if (peer != engine_->self() && !reports_->heard.contains(peer)) reports_->missing.insert(peer);
+    if (peer != services_->self && !reports_->heard.contains(peer)) reports_->missing.insert(peer);
   }
   if (!report.awaited.empty() && reports_->parts.size() < kMaxReports)
     reports_->parts.push_back(report.awaited);
@@ -75,12 +74,12 @@ void PassRun::EndReportsOnStrand() {
   for (const WorkerId silent : reports_->missing) {
     if (parts.size() == 2 * kMaxReports) break;
     parts.push_back(
-        absl::StrCat("worker ", engine_->network().Describe(silent), " does not say what"));
+        absl::StrCat("worker ", services_->network.Describe(silent), " does not say what"));
   }
   reports_.reset();
   over_ = WithOrigin(absl::DeadlineExceededError(
                          absl::StrCat(over_->message(), "; awaited: ", absl::StrJoin(parts, "; "))),
-                     {engine_->self(), ErrorOrigin::By::kDistgrad});
+                     {services_->self, ErrorOrigin::By::kDistgrad});
 }
 
 std::string PassRun::DescribeAwaitedOnStrand() {
@@ -93,15 +92,15 @@ std::string PassRun::DescribeAwaitedOnStrand() {
     const size_t count = edges.size();
     if (count > kNamed) edges.resize(kNamed);
     parts.push_back(absl::StrCat("the gradients of ", count, " edge(s) to worker ",
-                                 engine_->network().Describe(peer), " (",
+                                 services_->network.Describe(peer), " (",
                                  absl::StrJoin(edges, ", "), count > kNamed ? ", ...)" : ")"));
   }
   for (const auto& [peer, count] : pass_.Unacknowledged()) {
     parts.push_back(
-        absl::StrCat("the end of worker ", engine_->network().Describe(peer), "'s part"));
+        absl::StrCat("the end of worker ", services_->network.Describe(peer), "'s part"));
   }
   if (outstanding_ > 0) parts.push_back("nodes that run there");
-  return absl::StrCat("by worker ", engine_->network().Describe(engine_->self()), ": ",
+  return absl::StrCat("by worker ", services_->network.Describe(services_->self), ": ",
                       parts.empty() ? "nothing" : absl::StrJoin(parts, ", "));
 }
 

@@ -10,7 +10,6 @@
 #include "absl/algorithm/container.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
-#include "core/autograd/engine.h"
 #include "core/autograd/executor/cheap_graph.h"
 #include "core/base/check.h"
 #include "core/base/origin.h"
@@ -34,7 +33,7 @@ constexpr size_t kMaxCheapFeeds = 16;
 constexpr size_t kMaxCheapBytes = 16 << 10;
 
 // For how many helpers a thread counts. One that runs what is cheap calls them itself if it must.
-size_t Weight(PassRun::RunHere here) { return here == PassRun::RunHere::kCheap ? kMaxHelpers : 1; }
+size_t Weight(RunHere here) { return here == RunHere::kCheap ? kMaxHelpers : 1; }
 
 bool IsLeaf(const torch::autograd::Node& node) {
   return typeid(node) == typeid(torch::autograd::AccumulateGrad);
@@ -52,15 +51,15 @@ bool AreSmall(const std::vector<at::Tensor>& gradients) {
 
 }  // namespace
 
-PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id, PassId settled,
-                 bool retain_graph, std::optional<Roots> roots)
-    : engine_(engine),
+PassRun::PassRun(PassServices* services, std::shared_ptr<ContextRecord> context, PassId id,
+                 PassId settled, bool retain_graph, std::optional<Roots> roots)
+    : services_(services),
       context_(std::move(context)),
       id_(id),
       settled_(settled),
       retain_graph_(retain_graph),
       strand_([this](std::exception_ptr thrown) { OnThrowOnStrand(std::move(thrown)); }),
-      pass_(engine->self(), this),
+      pass_(services->self, this),
       roots_(std::move(roots)) {
   // From the start: a release may end the pass before it begins.
   if (roots_.has_value()) promise_.emplace();
@@ -68,12 +67,12 @@ PassRun::PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId 
 }
 
 std::unique_ptr<TraceSpan> PassRun::BeginSpan(TraceSpan::Kind kind) {
-  if (!engine_->trace().on()) return nullptr;
+  if (!services_->trace.on()) return nullptr;
   return std::make_unique<TraceSpan>(TraceSpan{.kind = kind,
                                                .peer = MakerOf(id_),
                                                .context = context_->id(),
                                                .pass = id_,
-                                               .begin = engine_->clock().Now()});
+                                               .begin = services_->clock.Now()});
 }
 
 // ------------------------------------------------------------------------------ From outside
@@ -100,14 +99,14 @@ void PassRun::RunOnStrand(absl::AnyInvocable<void()> task, ThreadPool* others) {
 
 Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
   Future<Unit> done = promise_->future();
-  done.MadeBy(weak_from_this(), id_, engine_->network().loop());
+  done.MadeBy(weak_from_this(), id_, services_->network.loop());
   Post(
       [this, deadline, thread_state = at::ThreadLocalState()]() mutable {
         if (over_.has_value()) return;
         // This may be another thread.
         thread_state_ = std::move(thread_state);
         if (deadline != absl::InfiniteFuture()) {
-          timer_ = engine_->clock().At(deadline, [weak = weak_from_this()] {
+          timer_ = services_->clock.At(deadline, [weak = weak_from_this()] {
             auto self = weak.lock();
             if (!self) return;
             self->Post([run = self.get()] { run->OnDeadlineOnStrand(); }, RunHere::kNo);
@@ -135,11 +134,11 @@ void PassRun::OnNewRecv(size_t place, EdgeEnd end) {
         // Else the plan has it, or will.
         if (place >= known_recvs_) pass_.OnLateRecv(end);
       },
-      RunHere::kNo, &engine_->pool());
+      RunHere::kNo, &services_->pool);
 }
 
 void PassRun::OnLostSend(EdgeId edge) {
-  Post([this, edge] { pass_.OnLostSend(edge); }, RunHere::kNo, &engine_->pool());
+  Post([this, edge] { pass_.OnLostSend(edge); }, RunHere::kNo, &services_->pool);
 }
 
 void PassRun::OnPeerLost(WorkerId peer, const absl::Status& why) {
@@ -195,7 +194,7 @@ void PassRun::RunFeeds(RunHere here) {
     std::unique_ptr<TraceSpan> span = BeginSpan(TraceSpan::Kind::kNodes);
     execution->Feed(feed.root, std::move(feed.gradients), feed.reached);
     if (span != nullptr) {
-      engine_->trace().End(std::move(span), engine_->clock().Now(), execution->status());
+      services_->trace.End(std::move(span), services_->clock.Now(), execution->status());
     }
     {
       absl::MutexLock lock(&mu_);
@@ -221,12 +220,12 @@ void PassRun::CallHelpers() {
   for (; helpers > 0; --helpers) {
     auto run = [self = shared_from_this()] { self->RunFeeds(RunHere::kYes); };
     if (!MayRunNodesHere()) {
-      engine_->pool().Schedule(std::move(run));
+      services_->pool.Schedule(std::move(run));
       continue;
     }
     // One may be this thread, the initiator's if it waits for the pass.
     const Canceller* const maker = this;
-    engine_->pool().ScheduleInline(std::move(run), maker);
+    services_->pool.ScheduleInline(std::move(run), maker);
   }
 }
 
@@ -249,7 +248,7 @@ void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradie
   const auto& recv = static_cast<const RecvNode&>(stop);
   ReadyMark ready(gradients);
   Captured::Part part{std::move(gradients[0]), std::move(ready), reached};
-  const absl::Time now = engine_->clock().Now();
+  const absl::Time now = services_->clock.Now();
   {
     absl::MutexLock lock(&mu_);
     const bool is_first = captured_.empty();
@@ -283,7 +282,7 @@ void PassRun::OnNext(torch::autograd::Node* next) {
   const bool wait = next != nullptr && !MayTakeLong(*next, RecvNode::Is(*next)) &&
                     !(IsLeaf(*next) && context_->has_leaf_observer());
   if (wait) {
-    const absl::Time now = engine_->clock().Now();
+    const absl::Time now = services_->clock.Now();
     absl::MutexLock lock(&mu_);
     if (captured_.empty() || now < captured_since_ + kFlushDelay) return;
   }
@@ -293,7 +292,7 @@ void PassRun::OnNext(torch::autograd::Node* next) {
 // The strand may have something of the user's to call, and this thread is in the middle of a node.
 void PassRun::OnWait() {
   if (!has_captured_.load(std::memory_order_relaxed)) return;
-  engine_->pool().Schedule([self = shared_from_this()] {
+  services_->pool.Schedule([self = shared_from_this()] {
     self->Post([run = self.get()] { run->FlushCapturedOnStrand(); }, RunHere::kNo);
   });
 }
@@ -308,10 +307,7 @@ void PassRun::OnIdle() {
 void PassRun::OnNoticeOnStrand(WorkerId from, Notice& notice) {
   switch (notice.kind) {
     case Notice::Kind::kEdge:
-      arriving_ = &notice;
-      pass_.OnEdge(from, notice.edge, notice.uncounted);
-      arriving_ = nullptr;
-      return;
+      return pass_.OnEdge(from, notice.edge, notice.uncounted, &notice);
     case Notice::Kind::kStart:
       return pass_.OnStart(from);
     case Notice::Kind::kAck:
@@ -328,7 +324,6 @@ void PassRun::OnNoticeOnStrand(WorkerId from, Notice& notice) {
 }
 
 void PassRun::OnThrowOnStrand(std::exception_ptr thrown) {
-  arriving_ = nullptr;
   pass_.Fail(LocalError(StatusFromException(std::move(thrown))));
   EndTaskOnStrand();
 }
@@ -376,12 +371,12 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   if (foreign != nullptr) {
     return LocalError(absl::InvalidArgumentError(
         absl::StrCat("its graph leads to a tensor that was received from worker ",
-                     engine_->network().Describe(foreign->end().peer), " in another context, ",
+                     services_->network.Describe(foreign->end().peer), " in another context, ",
                      foreign->context())));
   }
 
   // What can be reached decides only whether a peer is told of the pass that nothing else tells.
-  absl::flat_hash_set<WorkerId> told = {engine_->self()};
+  absl::flat_hash_set<WorkerId> told = {services_->self};
   if (by_peer.has_value()) told.insert(*by_peer);
   absl::flat_hash_map<EdgeId, Gathering> gathering;
   const auto in_graph = [&](const std::shared_ptr<RecvNode>& node) {
@@ -421,12 +416,12 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   }
   graph_ = std::move(graph);
   if (!thread_state_.has_value()) thread_state_.emplace();
-  auto execution =
-      std::make_shared<Execution>(graph_,
-                                  ExecutionOptions{.retain_graph = retain_graph_,
-                                                   .device_threads = engine_->device_threads(),
-                                                   .keep_alive = shared_from_this()},
-                                  this, *thread_state_);
+  auto execution = std::make_shared<Execution>(
+      graph_,
+      ExecutionOptions{.retain_graph = retain_graph_,
+                       .device_threads = services_->device_threads.get(),
+                       .keep_alive = shared_from_this()},
+      this, *thread_state_);
   thread_state_.reset();
   absl::MutexLock lock(&mu_);
   gathering_ = std::move(gathering);
@@ -440,19 +435,18 @@ void PassRun::FeedRoots() {
   roots_.reset();
 }
 
-void PassRun::FeedSend(EdgeId edge) {
+void PassRun::FeedSend(EdgeId edge, Notice* arrived) {
   const Graph::Index root = send_roots_.at(edge);
   const size_t inputs = graph_->entry(root).node->next_edges().size();
   std::vector<at::Tensor> gradients(inputs);
   absl::InlinedVector<bool, 8> reached(inputs, false);
-  if (arriving_ != nullptr && arriving_->edge == edge && !arriving_->reached.empty()) {
-    if (arriving_->gradients.size() != inputs) {
-      return pass_.Fail(LocalError(absl::InvalidArgumentError(
-          absl::StrCat(arriving_->gradients.size(), " gradients came for edge ", edge,
-                       ", which has ", inputs))));
+  if (arrived != nullptr && !arrived->reached.empty()) {
+    if (arrived->gradients.size() != inputs) {
+      return pass_.Fail(LocalError(absl::InvalidArgumentError(absl::StrCat(
+          arrived->gradients.size(), " gradients came for edge ", edge, ", which has ", inputs))));
     }
-    gradients = std::move(arriving_->gradients);
-    reached = std::move(arriving_->reached);
+    gradients = std::move(arrived->gradients);
+    reached = std::move(arrived->reached);
   }
   ReadyMark ready(gradients);
   const bool cheap = AreSmall(gradients) && !context_->has_leaf_observer() &&
@@ -524,37 +518,37 @@ void PassRun::Deliver(WorkerId to, Notice notice) {
   notice.pass = id_;
   notice.settled = settled_;
   notice.retain_graph = retain_graph_;
-  if (to == engine_->self()) {
+  if (to == services_->self) {
     // Runs after this task, like any message.
     std::vector<Notice> notices;
     notices.push_back(std::move(notice));
     RunOnStrand([this, notices = std::move(notices)]() mutable {
-      OnNoticeOnStrand(engine_->self(), notices.front());
+      OnNoticeOnStrand(services_->self, notices.front());
     });
     return;
   }
   const absl::Status appended = AppendOnStrand(to, notice);
   if (appended.ok()) return;
   pass_.Fail(LocalError(Annotate(
-      appended, absl::StrCat("sending a gradient to worker ", engine_->network().Describe(to)))));
+      appended, absl::StrCat("sending a gradient to worker ", services_->network.Describe(to)))));
 }
 
 absl::Status PassRun::AppendOnStrand(WorkerId to, const Notice& notice) {
   std::shared_ptr<const DeviceMap> devices;
   if (HasDeviceTensors(notice.gradients)) {
-    DG_ASSIGN_OR_RETURN(devices, engine_->network().DevicesWith(to));
+    DG_ASSIGN_OR_RETURN(devices, services_->network.DevicesWith(to));
   }
   auto& packets = outbox_[to];
   const bool is_first = packets.empty();
-  if (is_first) packets.push_back(engine_->network().NewNotice());
+  if (is_first) packets.push_back(services_->network.NewNotice());
   Packet& packet = packets.back();
   const size_t bytes = packet.bytes.size(), segments = packet.segments.size();
   DG_RETURN_IF_ERROR(devices == nullptr ? AppendNotice(notice, &packet)
                                         : AppendNotice(notice, &packet, *devices));
-  const uint64_t limit = engine_->limits().message_bytes;
+  const uint64_t limit = services_->limits.message_bytes;
   if (packet.size() <= std::min<uint64_t>(kFlushBytes, limit)) return absl::OkStatus();
   if (!is_first) {
-    Packet next = engine_->network().NewNotice();
+    Packet next = services_->network.NewNotice();
     next.bytes.append(packet.bytes, bytes);
     next.segments.assign(std::make_move_iterator(packet.segments.begin() + segments),
                          std::make_move_iterator(packet.segments.end()));
@@ -583,12 +577,12 @@ void PassRun::EndTaskOnStrand() {
     const WorkerId to = first->first;
     absl::InlinedVector<Packet, 1> packets = std::move(first->second);
     outbox_.erase(first);
-    for (Packet& packet : packets) engine_->network().Notify(to, std::move(packet));
+    for (Packet& packet : packets) services_->network.Notify(to, std::move(packet));
   }
   if (!ended_ || !promise_.has_value() || told_) return;
   // What hears of it is the user's.
   const bool elsewhere =
-      is_visitor_ && engine_->pool().Schedule([self = shared_from_this()] { self->Tell(); });
+      is_visitor_ && services_->pool.Schedule([self = shared_from_this()] { self->Tell(); });
   told_ = true;
   if (!elsewhere) Tell();
 }
@@ -601,7 +595,7 @@ void PassRun::Tell() {
 }
 
 void PassRun::EndOnStrand() {
-  if (timer_.has_value()) engine_->clock().Cancel(*timer_);
+  if (timer_.has_value()) services_->clock.Cancel(*timer_);
   // It may be kept for late messages: without the graph.
   graph_.reset();
   roots_.reset();
@@ -615,16 +609,17 @@ void PassRun::EndOnStrand() {
     captured.swap(captured_);
     gathering.swap(gathering_);
   }
-  engine_->trace().End(std::move(span_), engine_->clock().Now(), *over_);
+  services_->trace.End(std::move(span_), services_->clock.Now(), *over_);
   context_->EndPass(id_, *over_);
-  engine_->OnPassEnd(*over_);
+  ++services_->passes_ended;
+  if (!over_->ok()) ++services_->passes_failed;
 }
 
 absl::Status PassRun::LocalError(const absl::Status& why) {
   return WithOrigin(
       Annotate(why, absl::StrCat("backward of context ", context_->id(), " on worker ",
-                                 engine_->network().Describe(engine_->self()))),
-      {engine_->self(), ErrorOrigin::By::kDistgrad});
+                                 services_->network.Describe(services_->self))),
+      {services_->self, ErrorOrigin::By::kDistgrad});
 }
 
 std::shared_ptr<Execution> PassRun::execution() {

@@ -29,6 +29,9 @@
 #include "core/autograd/executor/streams.h"
 #include "core/autograd/notice.h"
 #include "core/autograd/pass.h"
+#include "core/autograd/pass_handle.h"
+#include "core/autograd/pass_services.h"
+#include "core/autograd/state.h"
 #include "core/base/clock.h"
 #include "core/base/future.h"
 #include "core/base/strand.h"
@@ -37,10 +40,9 @@
 
 namespace distgrad {
 
-class Engine;
-
 // Thread-safe.
-class PassRun : public PassHost,
+class PassRun : public PassHandle,
+                public PassHost,
                 public GradientSink,
                 public Canceller,
                 public std::enable_shared_from_this<PassRun> {
@@ -52,32 +54,21 @@ class PassRun : public PassHost,
   };
 
   // `settled`: see Notice.
-  PassRun(Engine* engine, std::shared_ptr<ContextRecord> context, PassId id, PassId settled,
+  PassRun(PassServices* services, std::shared_ptr<ContextRecord> context, PassId id, PassId settled,
           bool retain_graph, std::optional<Roots> roots);
-  PassId id() const { return id_; }
-
-  // Whether the calling thread runs nodes of the graph; only where MayRunNodesHere().
-  enum class RunHere {
-    kNo,
-    kYes,
-    kCheap,  // those that are cheap (executor/cheap_graph.h), and a few of them: the pool runs the
-             // rest
-  };
 
   // On the initiator, once. To cancel the future fails the pass.
   Future<Unit> Begin(absl::Time deadline, RunHere here);
-  void OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here);
-  // `place`: where the node stands among the context's recv nodes.
-  void OnNewRecv(size_t place, EdgeEnd end);
-  // See Pass::OnLostSend.
-  void OnLostSend(EdgeId edge);
-  void OnPeerLost(WorkerId peer, const absl::Status& why);
-  void Fail(const absl::Status& why);
 
-  // Whether it has looked at the graph, and is in flight on this worker.
-  bool engaged() { return execution() != nullptr; }
-  // Not from a callback of the pass.
-  PassState State();
+  // PassHandle
+  PassId id() const override { return id_; }
+  void OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here) override;
+  void OnNewRecv(size_t place, EdgeEnd end) override;
+  void OnLostSend(EdgeId edge) override;
+  void OnPeerLost(WorkerId peer, const absl::Status& why) override;
+  void Fail(const absl::Status& why) override;
+  bool engaged() override { return execution() != nullptr; }
+  PassState State() override;
 
  private:
   struct Feed {
@@ -128,7 +119,7 @@ class PassRun : public PassHost,
   // ---- On strand_ only.
   absl::StatusOr<PassPlan> Engage(std::optional<EdgeId> by) override;
   void FeedRoots() override;
-  void FeedSend(EdgeId edge) override;
+  void FeedSend(EdgeId edge, Notice* arrived) override;
   bool Idle() override;
   void Stop(const absl::Status& why) override;
   void SendNoGradient(EdgeEnd edge, bool uncounted) override;
@@ -166,7 +157,7 @@ class PassRun : public PassHost,
   void OnIdle() override;
 
   // Constant after construction.
-  Engine* const engine_;
+  PassServices* const services_;
   const std::shared_ptr<ContextRecord> context_;
   const PassId id_;
   const PassId settled_;
@@ -189,7 +180,6 @@ class PassRun : public PassHost,
   size_t known_recvs_ = 0;  // those that the plan has
   absl::flat_hash_map<EdgeId, Graph::Index> send_roots_;
   Graph::Index root_ = Graph::kNone;  // of the roots
-  Notice* arriving_ = nullptr;        // what is being handed to pass_
   absl::btree_map<WorkerId, absl::InlinedVector<Packet, 1>> outbox_;
   std::optional<absl::Status> over_;  // how the pass ended; constant once ended_
   bool ended_ = false;                // and that everyone was told

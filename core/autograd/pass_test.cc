@@ -189,7 +189,7 @@ class Worker : public PassHost {
   void FeedRoots() override {
     for (int r : p_.roots) Arrive(r, true);
   }
-  void FeedSend(EdgeId edge) override {
+  void FeedSend(EdgeId edge, Notice*) override {
     EXPECT_EQ(unfed.erase(static_cast<int>(edge)), 1u) << "a send node was fed twice";
     reached_[edge] = arrived[edge];
     Run(edge);

@@ -1,4 +1,4 @@
-// What can happen to a member of a job, as another member hears of it.
+// What can happen to a member of a job, as another member hears of it, and what that one does.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_MEMBER_EVENT_H_
 #define DISTGRAD_CORE_MEMBERSHIP_MEMBER_EVENT_H_
 
@@ -19,6 +19,12 @@ struct MemberEvent {
   std::string name = {};
   Incarnation incarnation = 0;  // another one for each incarnation of that name
   std::string reason = {};      // why it is taken for lost
+};
+
+// What a barrier does when a member that it waits for is lost (Membership::MarkLost).
+enum class OnLostMember {
+  kFail,         // at once, with kUnavailable and the member's name
+  kGoOnWithout,  // as if it had left
 };
 
 }  // namespace distgrad

@@ -28,6 +28,7 @@
 #include "absl/types/span.h"
 #include "core/base/ids.h"
 #include "core/base/thread_pool.h"
+#include "core/membership/member_event.h"
 #include "core/membership/store.h"
 #include "core/membership/worker_info.h"
 
@@ -45,12 +46,6 @@ struct MembershipOptions {
   int max_workers = 4096;
   // How long the store may be silent while somebody waits for the others, by way of it.
   absl::Duration store_limit = absl::InfiniteDuration();
-};
-
-// What a barrier does when a member that it waits for is lost (Membership::MarkLost).
-enum class OnLostMember {
-  kFail,         // at once, with kUnavailable and the member's name
-  kGoOnWithout,  // as if it had left
 };
 
 // Blocks in the store, but for MarkLost and Close: never on a pool's or a transport's thread. Claim

@@ -14,6 +14,7 @@
 
 #include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
+#include "core/autograd/context_record.h"
 #include "core/autograd/executor/post_accumulate.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"

@@ -17,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/autograd/context_record.h"
+
 namespace distgrad {
 namespace {
 

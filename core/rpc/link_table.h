@@ -1,5 +1,5 @@
-// The links of an agent: opened to where a peer is now, taken in from who is a member, kept alive by
-// heartbeats, and ended. docs/membership.md has the rules.
+// The links of an agent: opened to where a peer is now, taken in from who is a member, kept alive
+// by heartbeats, and ended. docs/membership.md has the rules.
 //
 // There is one link for each peer over which this worker calls. Others stand beside it: accepted
 // ones that have not said hello yet, second ones where both ends opened one at the same time, bulk
@@ -58,8 +58,9 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   };
 
   // `transport`, `clock` and `directory`, which may be null, must outlive Close().
-  LinkTable(Clock* clock, Transport* transport, Directory* directory, absl::Duration heartbeat_limit,
-            const Limits& limits, std::shared_ptr<Peers> peers, std::shared_ptr<CallTable> calls)
+  LinkTable(Clock* clock, Transport* transport, Directory* directory,
+            absl::Duration heartbeat_limit, const Limits& limits, std::shared_ptr<Peers> peers,
+            std::shared_ptr<CallTable> calls)
       : clock_(clock),
         transport_(transport),
         directory_(directory),
@@ -153,7 +154,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   const std::shared_ptr<Peers> peers_;
   const std::shared_ptr<CallTable> calls_;
 
-  Heartbeat heartbeat_;        // of the clock's thread
+  Heartbeat heartbeat_;       // of the clock's thread
   std::weak_ptr<User> user_;  // constant after Listen()
 
   mutable absl::Mutex mu_;

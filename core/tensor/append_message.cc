@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
-#include "core/tensor/message.h"
+#include "core/tensor/message_codec.h"
 #include "core/tensor/message_format.h"
 
 namespace distgrad {

@@ -19,7 +19,7 @@
 #include "absl/strings/match.h"
 #include "absl/synchronization/notification.h"
 #include "core/tensor/gpu_memory.h"
-#include "core/tensor/message.h"
+#include "core/tensor/message_codec.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fake_cuda/fake_cuda.h"
 

@@ -9,7 +9,7 @@
 #include <chrono>
 #include <cstdio>
 
-#include "core/tensor/message.h"
+#include "core/tensor/message_codec.h"
 #include "core/tensor/operator.h"
 
 namespace distgrad {

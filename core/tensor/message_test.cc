@@ -1,5 +1,3 @@
-#include "core/tensor/message.h"
-
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/Allocator.h>
@@ -13,6 +11,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/tensor/message_codec.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {

@@ -17,7 +17,7 @@
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/keep_memory.h"
-#include "core/tensor/message.h"
+#include "core/tensor/message_codec.h"
 #include "core/tensor/message_format.h"
 
 namespace distgrad {

@@ -12,6 +12,7 @@
 #include "core/base/ids.h"
 #include "core/tensor/device_map.h"
 #include "core/tensor/message.h"
+#include "core/tensor/message_codec.h"
 #include "core/transport/packet.h"
 #include "core/worker/call_modes.h"
 

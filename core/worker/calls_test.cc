@@ -19,6 +19,7 @@
 #include "absl/synchronization/notification.h"
 #include "core/tensor/allocation_limit.h"
 #include "core/tensor/values.h"
+#include "core/worker/metrics.h"
 #include "core/worker/worker.h"
 #include "tests/testing/cluster.h"
 

@@ -1,6 +1,8 @@
 // Forwards to the context's record, and ends the context with its object.
 #include "core/worker/context.h"
 
+#include "core/autograd/context_record.h"
+#include "core/autograd/engine.h"
 #include "core/base/status.h"
 
 namespace distgrad {
@@ -21,6 +23,8 @@ Context::~Context() {
 void Context::Release() {
   if (record_ != nullptr) owner_->engine().Release(record_->id());
 }
+
+ContextId Context::id() const { return valid() ? record_->id() : 0; }
 
 absl::Status Context::CheckValid() const {
   return valid() ? absl::OkStatus() : absl::FailedPreconditionError("there is no context");

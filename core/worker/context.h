@@ -11,13 +11,15 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/autograd/context_record.h"
-#include "core/autograd/engine.h"
+#include "core/autograd/backward_options.h"
 #include "core/base/deadline.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 
 namespace distgrad {
+
+class ContextRecord;
+class Engine;
 
 // Made by Worker::NewContext() on its origin, where its end releases the context on every worker;
 // and given to handlers, whose handle ends without that. Movable. Thread-safe, but for moves.
@@ -42,7 +44,7 @@ class Context {
   // from, and of a request that was made outside any context.
   bool valid() const { return record_ != nullptr; }
   // The same number on all workers; 0 if it is not valid.
-  ContextId id() const { return valid() ? record_->id() : 0; }
+  ContextId id() const;
 
   // Whether that worker made it, or got it with a request. Other workers of the process have, if
   // they take part, a part of their own.

@@ -21,8 +21,8 @@ void MemberCallback::Set(Function function) {
   function_.swap(former);
   // What had happened before is not for the new one.
   events_.clear();
-  source_->KeepEvents(false);
-  source_->KeepEvents(function_ != nullptr);
+  agent_->KeepEvents(false);
+  agent_->KeepEvents(function_ != nullptr);
   // That may be an earlier one than the former: one that has replaced itself, say.
   running = running_;
   if (running == nullptr || thread_ == std::this_thread::get_id()) return;
@@ -37,7 +37,7 @@ void MemberCallback::Stop() {
   std::shared_ptr<const Function> former;  // ends outside the lock
   absl::MutexLock lock(&mu_);
   function_.swap(former);
-  source_->KeepEvents(false);
+  agent_->KeepEvents(false);
 }
 
 bool MemberCallback::is_set() {
@@ -57,7 +57,7 @@ void MemberCallback::OnEvents() {
 
 std::unique_ptr<MemberEvent> MemberCallback::Next() {
   if (events_.empty()) {
-    events_ = source_->TakeEvents();
+    events_ = agent_->TakeEvents();
     std::reverse(events_.begin(), events_.end());
   }
   if (events_.empty()) return nullptr;

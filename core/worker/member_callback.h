@@ -11,6 +11,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/thread_pool.h"
 #include "core/membership/member_event.h"
+#include "core/rpc/agent.h"
 
 namespace distgrad {
 
@@ -19,17 +20,8 @@ class MemberCallback {
  public:
   using Function = std::function<void(const MemberEvent&)>;
 
-  // Where events wait, in their order, for this to take them. Thread-safe; called under a lock of
-  // the callback's.
-  class Source {
-   public:
-    virtual ~Source() = default;
-    virtual void KeepEvents(bool keep) = 0;
-    virtual std::vector<MemberEvent> TakeEvents() = 0;
-  };
-
-  // Both must outlive the last task on the pool.
-  MemberCallback(ThreadPool* pool, Source* source) : pool_(pool), source_(source) {}
+  // Both must outlive the last task on the pool. The agent keeps events until this takes them.
+  MemberCallback(ThreadPool* pool, Agent* agent) : pool_(pool), agent_(agent) {}
 
   // Takes the place of the former function, which runs no more when this returns: it waits for that
   // one, unless the calling thread is in it. Null: none.
@@ -48,7 +40,7 @@ class MemberCallback {
   std::unique_ptr<MemberEvent> Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   ThreadPool* const pool_;
-  Source* const source_;
+  Agent* const agent_;
 
   absl::Mutex mu_;
   // Guarded by mu_.

@@ -22,6 +22,8 @@
 #include "core/membership/membership.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/membership/store/signed_store.h"
+#include "core/transport/inproc/inproc_transport.h"
+#include "core/worker/metrics.h"
 #include "core/worker/worker.h"
 #include "gtest/gtest.h"
 #include "tests/testing/forwarding_store.h"

@@ -10,6 +10,7 @@
 
 #include "absl/time/clock.h"
 #include "core/membership/store/in_process_store.h"
+#include "core/transport/inproc/inproc_transport.h"
 #include "core/worker/worker.h"
 #include "tests/testing/cluster.h"
 

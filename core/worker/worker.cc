@@ -37,29 +37,55 @@ absl::Duration ToMachinesClock(Clock& clock) {
 
 // ---------------------------------------------------------------------------------------- Life
 
-Worker::Impl::Impl(WorkerOptions options, WorkerInfo self, std::unique_ptr<Clock> clock,
-                   std::unique_ptr<Membership> members, std::unique_ptr<Transport> transport)
+Worker::Impl::Impl(WorkerOptions options, Job job, WorkerInfo self, std::unique_ptr<Clock> clock,
+                   std::unique_ptr<Membership> members)
     : options_(std::move(options)),
+      job_(std::move(job)),
       self_(std::move(self)),
       clock_(std::move(clock)),
       trace_(std::make_shared<TraceRecorder>()),
       members_(std::move(members)),
       lookups_(self_.name, members_.get()),
-      device_maps_(self_.name, options_.device_maps, transport.get()),
+      device_maps_(self_.name, options_.device_maps, job_.transport.get()),
       contexts_(self_.id, self_.incarnation, options_.limits.contexts_per_peer),
       pool_(self_.name, options_.threads > 0 ? options_.threads : UsableProcessors(), clock_.get()),
       engine_(self_.id, self_.incarnation, this, &pool_, clock_.get(), trace_.get(), &contexts_,
               options_.limits),
-      transport_(std::move(transport)),
-      loop_(NewCallersLoop(transport_->loop())),
+      loop_(NewCallersLoop(job_.transport->loop())),
       agent_(std::make_shared<Agent>(
-          clock_.get(), transport_.get(), this,
+          clock_.get(), job_.transport.get(), this,
           AgentOptions{.directory = &lookups_,
                        .trace = trace_,
                        .heartbeat_limit = options_.heartbeat_limit,
                        .max_workers = static_cast<size_t>(options_.max_workers),
                        .limits = options_.limits})),
-      member_callback_(&pool_, this) {}
+      messages_(options_.limits, &engine_, this),
+      caller_({.self = self_,
+               .owner = *this,
+               .timeout = options_.timeout,
+               .clock = *clock_,
+               .pool = pool_,
+               .lookups = lookups_,
+               .agent = *agent_,
+               .engine = engine_,
+               .contexts = contexts_,
+               .messages = messages_,
+               .loop = loop_}),
+      server_({.self = self_,
+               .options = options_,
+               .clock = *clock_,
+               .pool = pool_,
+               .contexts = contexts_,
+               .messages = messages_}),
+      member_callback_(&pool_, agent_.get()),
+      member_sync_({.self = self_.id,
+                    .worker0_serves_store = job_.worker0_serves_store,
+                    .heartbeat_limit = options_.heartbeat_limit,
+                    .clock = *clock_,
+                    .members = *members_,
+                    .lookups = lookups_,
+                    .agent = *agent_,
+                    .callback = member_callback_}) {}
 
 absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions options) {
   const Deadline deadline = Deadline::After(options.join_timeout);
@@ -77,16 +103,11 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
                                    .max_workers = options.max_workers,
                                    .store_limit = options.heartbeat_limit});
   DG_ASSIGN_OR_RETURN(WorkerInfo self, members->Claim(deadline));
-  std::shared_ptr<Impl> impl(new Impl(std::move(options), std::move(self), std::move(clock),
-                                      std::move(members), std::move(job.transport)));
+  std::shared_ptr<Impl> impl(new Impl(std::move(options), std::move(job), std::move(self),
+                                      std::move(clock), std::move(members)));
+  impl->server_.SetOwner(impl);
   DG_RETURN_IF_ERROR(impl->pool_.Start());
-  impl->store_ = std::move(job.store);
-  impl->host_ = std::move(job.host);
-  impl->local_rank_ = job.local_rank;
-  impl->local_world_size_ = job.local_world_size;
   DG_ASSIGN_OR_RETURN(impl->self_.devices, DeviceMaps::Encode(impl->options_.device_maps));
-  impl->serves_store_ = job.serves_store;
-  impl->worker0_serves_store_ = job.worker0_serves_store;
   DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_->Listen());
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> all, impl->members_->Enter(impl->self_, deadline));
   if (impl->options_.join) ReserveForPeers(all.size());  // only now is it known how many there are
@@ -102,7 +123,7 @@ absl::StatusOr<std::shared_ptr<Worker::Impl>> Worker::Impl::Create(WorkerOptions
   }
   // Whoever waits for a member that it has never heard of is to watch it, too.
   impl->members_->OnRead([raw = impl.get()](const std::vector<WorkerInfo>& members) {
-    raw->LearnAll(members).IgnoreError();
+    raw->member_sync_.Learn(members).IgnoreError();
   });
   impl->agent_->WatchMembers(impl->members_->late());
   return impl;
@@ -132,13 +153,8 @@ absl::Status Worker::Impl::Join(Deadline deadline) {
 }
 
 void Worker::Impl::Join() {
-  {
-    absl::MutexLock lock(&mu_);
-    if (joined_) return;
-    joined_ = true;
-    if (follow_timer_) clock_->Cancel(*follow_timer_);
-    if (deny_timer_) clock_->Cancel(*deny_timer_);
-  }
+  if (joined_.exchange(true)) return;
+  member_sync_.Stop();
   const BlockingScope blocking;
   Close();
   member_callback_.Set(nullptr);
@@ -149,8 +165,13 @@ void Worker::Impl::Join() {
   absl::Notification idle;
   clock_->At(absl::InfinitePast(), [&idle] { idle.Notify(); });
   idle.WaitForNotification();
-  transport_.reset();
+  job_.transport.reset();
   for (const auto& context : contexts_.All()) engine_.Release(context->id());
+}
+
+absl::StatusOr<std::shared_ptr<const DeviceMap>> Worker::Impl::DevicesWith(WorkerId worker) {
+  DG_ASSIGN_OR_RETURN(const WorkerInfo info, agent_->Info(worker));
+  return device_maps_.With(info);
 }
 
 std::map<WorkerId, std::string> Worker::Impl::Names() const {
@@ -210,10 +231,10 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
 WorkerId Worker::rank() const { return impl_->self().id; }
 const std::string& Worker::name() const { return impl_->self().name; }
 int Worker::world_size() const { return static_cast<int>(impl_->agent().MemberCount()); }
-const std::shared_ptr<Store>& Worker::store() const { return impl_->store(); }
-const std::string& Worker::host() const { return impl_->host(); }
-int Worker::local_rank() const { return impl_->local_rank(); }
-int Worker::local_world_size() const { return impl_->local_world_size(); }
+const std::shared_ptr<Store>& Worker::store() const { return impl_->job().store; }
+const std::string& Worker::host() const { return impl_->job().host; }
+int Worker::local_rank() const { return impl_->job().local_rank; }
+int Worker::local_world_size() const { return impl_->job().local_world_size; }
 std::vector<std::string> Worker::names() const {
   std::vector<std::string> names;
   for (Member& member : members()) names.push_back(std::move(member.name));
@@ -221,28 +242,29 @@ std::vector<std::string> Worker::names() const {
 }
 std::vector<Member> Worker::members() const { return impl_->members(); }
 absl::Status Worker::Register(std::string function, Handler handler) {
-  return impl_->Register(std::move(function), {.handler = std::move(handler)});
+  return impl_->server().Register(std::move(function), {.handler = std::move(handler)});
 }
 absl::Status Worker::RegisterAsync(std::string function, AsyncHandler handler) {
-  return impl_->Register(std::move(function), {.async_handler = std::move(handler)});
+  return impl_->server().Register(std::move(function), {.async_handler = std::move(handler)});
 }
 absl::Status Worker::RegisterOwn(std::string function, Handler handler) {
-  return impl_->Register(std::move(function), {.handler = std::move(handler), .is_own = true});
+  return impl_->server().Register(std::move(function),
+                                  {.handler = std::move(handler), .is_own = true});
 }
-void Worker::UnregisterOwn(absl::string_view function) { impl_->Unregister(function); }
+void Worker::UnregisterOwn(absl::string_view function) { impl_->server().Unregister(function); }
 Future<Message> Worker::CallAsync(WorkerRef to, absl::string_view function, Message message,
                                   CallOptions options) {
-  return impl_->Call(to, function, message, options, /*wait=*/false);
+  return impl_->caller().Call(to, function, message, options, /*wait=*/false);
 }
 absl::StatusOr<Message> Worker::Call(WorkerRef to, absl::string_view function, Message message,
                                      CallOptions options) {
-  return impl_->Call(to, function, message, options, /*wait=*/true).Take();
+  return impl_->caller().Call(to, function, message, options, /*wait=*/true).Take();
 }
 std::vector<absl::StatusOr<Message>> Worker::CallEach(absl::Span<const WorkerRef> to,
                                                       absl::string_view function,
                                                       const Message& message, CallOptions options) {
   std::vector<absl::StatusOr<Message>> replies;
-  for (Future<Message>& reply : impl_->CallEach(to, function, message, options)) {
+  for (Future<Message>& reply : impl_->caller().CallEach(to, function, message, options)) {
     replies.push_back(reply.Take());
   }
   return replies;

@@ -1,6 +1,7 @@
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"
+#include "core/autograd/state.h"
 #include "core/worker/worker.h"
 #include "tests/conformance/side.h"
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/autograd/state.h"
 #include "tests/integration/team.h"
 
 namespace distgrad {

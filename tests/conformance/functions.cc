@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "absl/synchronization/notification.h"
+#include "core/autograd/state.h"
 #include "tests/conformance/scenario_nodes.h"
 #include "tests/conformance/scenarios.h"
 

@@ -14,6 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/autograd/state.h"
 #include "tests/conformance/scenario_nodes.h"
 
 namespace distgrad {

@@ -6,7 +6,7 @@
 
 #include "absl/types/span.h"
 #include "core/base/check.h"
-#include "core/tensor/message.h"
+#include "core/tensor/message_codec.h"
 #include "tests/fuzz/packet.h"
 #include "tests/fuzz/target.h"
 

@@ -17,6 +17,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "core/membership/store/in_process_store.h"
+#include "core/transport/inproc/inproc_transport.h"
 #include "tests/testing/cluster.h"
 #include "tests/testing/fake_device/fake_device.h"
 

@@ -19,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "core/autograd/state.h"
 #include "core/worker/worker.h"
 #include "tests/testing/child_process.h"
 

@@ -22,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
+#include "core/autograd/state.h"
 #include "core/base/origin.h"
 #include "tests/integration/team.h"
 

@@ -11,6 +11,8 @@
 #include <thread>
 #include <utility>
 
+#include "core/autograd/state.h"
+
 namespace distgrad {
 
 Team::Team(int workers, ClusterOptions options)

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "core/autograd/context_record.h"
 #include "core/base/status.h"
 #include "core/parallel/process_group/gradient_averager_impl.h"
 

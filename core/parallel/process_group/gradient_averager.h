@@ -35,6 +35,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/autograd/context_record.h"
 #include "core/parallel/process_group/process_group.h"
 
 namespace torch::nn {

@@ -13,6 +13,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
+#include "core/autograd/context_record.h"
 #include "core/parallel/process_group/averaging_round.h"
 #include "core/parallel/process_group/gradient_averager.h"
 

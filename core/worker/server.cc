@@ -1,10 +1,17 @@
-// What others ask of a worker.
+// Reads calls, runs what they ask for, and answers.
+#include "core/worker/server.h"
+
 #include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/autograd/context_record.h"
+#include "core/base/deadline.h"
+#include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/rpc/frame.h"
+#include "core/rpc/send_window.h"
 #include "core/tensor/allocation_limit.h"
 #include "core/tensor/cheap_operators.h"
 #include "core/tensor/exception.h"
@@ -12,7 +19,6 @@
 #include "core/tensor/operator_policy.h"
 #include "core/tensor/piece_count.h"
 #include "core/tensor/values.h"
-#include "core/worker/worker_impl.h"
 
 namespace distgrad {
 namespace {
@@ -26,28 +32,28 @@ bool IsOperator(absl::string_view function) { return absl::StrContains(function,
 
 }  // namespace
 
-absl::Status Worker::Impl::Register(std::string name, Function function) {
+absl::Status Server::Register(std::string name, Function function) {
   if (name.empty() || name.size() > kMaxName || IsOperator(name) ||
       (absl::StartsWith(name, kOwnPrefix) && !function.is_own)) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "'", name, "' cannot be the name of a function of worker '", self_.name, "': it has 1 to ",
-        kMaxName, " bytes, '::' is for operators, and what begins with '", kOwnPrefix,
-        "' is distgrad's own"));
+        "'", name, "' cannot be the name of a function of worker '", parts_.self.name,
+        "': it has 1 to ", kMaxName, " bytes, '::' is for operators, and what begins with '",
+        kOwnPrefix, "' is distgrad's own"));
   }
   if (function.handler == nullptr && function.async_handler == nullptr) {
-    return absl::InvalidArgumentError(absl::StrCat("function '", name, "' of worker '", self_.name,
-                                                   "' has no handler: it is null"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "function '", name, "' of worker '", parts_.self.name, "' has no handler: it is null"));
   }
   auto shared = std::make_shared<const Function>(std::move(function));
   absl::MutexLock lock(&mu_);
   if (!functions_.emplace(name, std::move(shared)).second) {
-    return absl::AlreadyExistsError(
-        absl::StrCat("function '", name, "' is registered on worker '", self_.name, "' already"));
+    return absl::AlreadyExistsError(absl::StrCat("function '", name, "' is registered on worker '",
+                                                 parts_.self.name, "' already"));
   }
   return absl::OkStatus();
 }
 
-void Worker::Impl::Unregister(absl::string_view name) {
+void Server::Unregister(absl::string_view name) {
   std::shared_ptr<const Function> removed;  // ends outside the lock
   absl::MutexLock lock(&mu_);
   const auto found = functions_.find(name);
@@ -56,26 +62,27 @@ void Worker::Impl::Unregister(absl::string_view name) {
   functions_.erase(found);
 }
 
-std::shared_ptr<const Worker::Impl::Function> Worker::Impl::FindFunction(
-    absl::string_view name) const {
+std::shared_ptr<const Server::Function> Server::FindFunction(absl::string_view name) const {
   absl::MutexLock lock(&mu_);
   const auto found = functions_.find(name);
   return found == functions_.end() ? nullptr : found->second;
 }
 
-void Worker::Impl::OnCall(IncomingCall call) {
+void Server::OnCall(IncomingCall call) {
   absl::StatusOr<CallHeader> header = ReadCallHeader(call.body().packet, call.body().offset);
   if (!header.ok()) return call.Fail(header.status());
   call.SetContext(header->context);
+  const std::shared_ptr<Owner> owner = owner_.lock();
+  if (owner == nullptr) return call.Fail(absl::CancelledError("this worker is shutting down"));
   absl::Status refusal = call.refusal();
-  if (call.from() != self_.id && Refuses(header->context)) {
+  if (call.from() != parts_.self.id && owner->Refuses(header->context)) {
     refusal = absl::UnavailableError("it is leaving the job");
     if (header->edge == 0) return call.Fail(refusal);
   }
   std::shared_ptr<ContextRecord> context;
   if (header->context != 0) {
     absl::StatusOr<std::shared_ptr<ContextRecord>> found =
-        contexts_.FindOrAdd(header->context, header->edge);
+        parts_.contexts.FindOrAdd(header->context, header->edge);
     if (!found.ok()) return call.Fail(found.status());
     context = *std::move(found);
     const absl::Status added = context->AddPeer(call.from());
@@ -84,35 +91,31 @@ void Worker::Impl::OnCall(IncomingCall call) {
   // Here and now: messages of a pass that follow from this call must find its edge. One that is
   // refused has an edge too; nothing else is made of it.
   absl::StatusOr<Message> message =
-      refusal.ok()
-          ? ReadCallMessage(call.body().packet, call.body().offset, engine_.message_limits())
-          : refusal;
+      refusal.ok() ? parts_.messages.Read(call.body().packet, call.body().offset) : refusal;
   absl::Status taken;
   try {
-    taken = TakeEdge(context, call.from(), *header, message);
+    taken = parts_.messages.TakeEdge(context, call.from(), *header, message);
   } catch (...) {
     taken = StatusFromException(std::current_exception());
   }
   if (!message.ok()) return call.Fail(message.status());
   if (!taken.ok()) return call.Fail(taken);
-  Request request{
-      .from = call.from(),
-      .function = call.function(),
-      .message = *std::move(message),
-      .context = context ? Context(shared_from_this(), context, /*is_origin=*/false) : Context(),
-      .deadline = Deadline::After(call.deadline() - clock_->Now()),
-      .cancellation = call.cancellation()};
+  Request request{.from = call.from(),
+                  .function = call.function(),
+                  .message = *std::move(message),
+                  .context = context ? Context(owner, context, /*is_origin=*/false) : Context(),
+                  .deadline = Deadline::After(call.deadline() - parts_.clock.Now()),
+                  .cancellation = call.cancellation()};
   const auto window = call.window();
   Serving serving{std::move(call), *std::move(header), std::move(context), std::move(request)};
   // While a caller does not take its answers, no more of them are made.
   if (!window->TryAcquire(0).has_value()) {
-    window->AcquireAsync(0, [weak = weak_from_this(), serving = std::move(serving)](
+    window->AcquireAsync(0, [this, owner = owner_, serving = std::move(serving)](
                                 const absl::StatusOr<SendWindow::Credit>& credit) mutable {
-      const auto self = weak.lock();
-      if (self == nullptr || !credit.ok()) return;
-      self->pool_.Schedule([impl = self.get(), serving = std::move(serving)]() mutable {
-        impl->Serve(std::move(serving));
-      });
+      const auto alive = owner.lock();
+      if (alive == nullptr || !credit.ok()) return;
+      parts_.pool.Schedule(
+          [this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
     });
     return;
   }
@@ -122,11 +125,11 @@ void Worker::Impl::OnCall(IncomingCall call) {
   if (serving.request.message.payload.size() <= kShortArguments &&
       CheapToRunInline(serving.request.function, serving.request.message.tensors))
     return Serve(std::move(serving));
-  pool_.ScheduleInline(
+  parts_.pool.ScheduleInline(
       [this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
 }
 
-void Worker::Impl::Serve(Serving serving) {
+void Server::Serve(Serving serving) {
   serving.call.Begin();
   if (serving.request.cancellation->cancelled()) {
     return serving.call.Fail(serving.request.cancellation->why());
@@ -157,7 +160,7 @@ void Worker::Impl::Serve(Serving serving) {
   Answer(serving, reply);
 }
 
-void Worker::Impl::ServeLater(const AsyncHandler& handler, Serving serving) {
+void Server::ServeLater(const Worker::AsyncHandler& handler, Serving serving) {
   const auto shared = std::make_shared<Serving>(std::move(serving));
   Future<Message> reply;
   try {
@@ -169,20 +172,19 @@ void Worker::Impl::ServeLater(const AsyncHandler& handler, Serving serving) {
   }
   if (reply.Done()) return Answer(*shared, reply.Wait());
   shared->request.cancellation->OnCancel([reply] { reply.Cancel(); });
-  reply.Then([weak = weak_from_this(), shared, reply](const absl::StatusOr<Message>&) {
+  reply.Then([this, owner = owner_, shared, reply](const absl::StatusOr<Message>&) {
     // Whoever completes it may be a thread that must not be kept.
-    if (const auto self = weak.lock()) {
-      self->pool_.Schedule(
-          [impl = self.get(), shared, reply] { impl->Answer(*shared, reply.Wait()); });
+    if (const auto alive = owner.lock()) {
+      parts_.pool.Schedule([this, shared, reply] { Answer(*shared, reply.Wait()); });
     }
   });
 }
 
-void Worker::Impl::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
+void Server::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
   if (!reply.ok()) {
-    return serving.call.Fail(serving.by_handler
-                                 ? WithOrigin(reply.status(), {self_.id, ErrorOrigin::By::kHandler})
-                                 : reply.status());
+    return serving.call.Fail(
+        serving.by_handler ? WithOrigin(reply.status(), {parts_.self.id, ErrorOrigin::By::kHandler})
+                           : reply.status());
   }
   const WorkerId from = serving.request.from;
   Packet packet = serving.call.NewReply();
@@ -190,9 +192,12 @@ void Worker::Impl::Answer(Serving& serving, const absl::StatusOr<Message>& reply
   absl::StatusOr<EdgeId> edge = absl::InternalError("not packed");
   try {
     const CallModesScope modes(header.modes);
-    const absl::StatusOr<size_t> body = Encode(header, serving.context, from, *reply, &packet);
-    edge = body.ok() ? Record(serving.context, from, MakeSend(header, *reply), *body, &packet)
-                     : body.status();
+    const absl::StatusOr<size_t> body =
+        parts_.messages.Encode(header, serving.context, from, *reply, &packet);
+    edge = body.ok()
+               ? parts_.messages.Record(serving.context, from,
+                                        CallMessages::MakeSend(header, *reply), *body, &packet)
+               : body.status();
   } catch (...) {
     edge = StatusFromException(std::current_exception());
   }
@@ -200,11 +205,11 @@ void Worker::Impl::Answer(Serving& serving, const absl::StatusOr<Message>& reply
   serving.call.Reply(std::move(packet));
 }
 
-absl::StatusOr<Message> Worker::Impl::ServeOperator(Request& request) {
-  if (options_.serve_operators == ServeOperators::kNone) {
+absl::StatusOr<Message> Server::ServeOperator(Request& request) {
+  if (parts_.options.serve_operators == ServeOperators::kNone) {
     return absl::PermissionDeniedError("operators are not served there");
   }
-  if (options_.serve_operators == ServeOperators::kPure) {
+  if (parts_.options.serve_operators == ServeOperators::kPure) {
     if (const absl::Status pure = CheckPure(request.function); !pure.ok()) {
       return absl::PermissionDeniedError(absl::StrCat(
           pure.message(), ", and is not served there; ServeOperators::kAll serves all operators"));
@@ -212,15 +217,15 @@ absl::StatusOr<Message> Worker::Impl::ServeOperator(Request& request) {
   }
   DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));
   const int64_t pieces = CountPieces(request.function, arguments);
-  if (pieces > int64_t{options_.limits.tensors_per_message}) {
+  if (pieces > int64_t{parts_.options.limits.tensors_per_message}) {
     return absl::ResourceExhaustedError(absl::StrCat("it would make ", pieces,
                                                      " tensors; limit tensors_per_message is ",
-                                                     options_.limits.tensors_per_message));
+                                                     parts_.options.limits.tensors_per_message));
   }
   absl::StatusOr<std::vector<c10::IValue>> results;
   {
     // What is more could not be sent back.
-    const AllocationLimit limit(options_.limits.message_bytes, "limit message_bytes");
+    const AllocationLimit limit(parts_.options.limits.message_bytes, "limit message_bytes");
     results = distgrad::CallOperator(request.function, std::move(arguments));
   }
   DG_RETURN_IF_ERROR(results.status());

@@ -1,0 +1,56 @@
+// What the passes of a worker need of it.
+#ifndef DISTGRAD_CORE_AUTOGRAD_PASS_SERVICES_H_
+#define DISTGRAD_CORE_AUTOGRAD_PASS_SERVICES_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/autograd/executor/device_threads.h"
+#include "core/base/clock.h"
+#include "core/base/event_loop.h"
+#include "core/base/ids.h"
+#include "core/base/thread_pool.h"
+#include "core/base/trace.h"
+#include "core/rpc/limits.h"
+#include "core/tensor/device_map.h"
+#include "core/transport/packet.h"
+
+namespace distgrad {
+
+// How notices reach other workers. Thread-safe.
+class EngineNetwork {
+ public:
+  virtual ~EngineNetwork() = default;
+  // A packet to which notices are to be appended.
+  virtual Packet NewNotice() = 0;
+  // Those to one worker may pass each other: large ones take a way of their own. A failure shows up
+  // as Engine::OnPeerLost.
+  virtual void Notify(WorkerId to, Packet notices) = 0;
+  // Which devices go with which of that worker.
+  virtual absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) = 0;
+  // A worker's name for people.
+  virtual std::string Describe(WorkerId worker) = 0;
+  // The loop that brings what others send, if threads that wait for it may do its work.
+  virtual std::shared_ptr<EventLoop> loop() { return nullptr; }
+};
+
+// Thread-safe. What it names outlives the passes.
+struct PassServices {
+  const WorkerId self;
+  EngineNetwork& network;
+  ThreadPool& pool;
+  Clock& clock;
+  TraceRecorder& trace;
+  const Limits limits;
+  std::unique_ptr<DeviceThreads> device_threads;
+  // Passes that are over on this worker, and those of them that failed.
+  std::atomic<uint64_t> passes_ended{0}, passes_failed{0};
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_AUTOGRAD_PASS_SERVICES_H_

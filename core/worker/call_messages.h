@@ -1,0 +1,53 @@
+// Makes packets of messages, with the edges of their context, and messages of packets: what calls
+// and their answers have in common.
+#ifndef DISTGRAD_CORE_WORKER_CALL_MESSAGES_H_
+#define DISTGRAD_CORE_WORKER_CALL_MESSAGES_H_
+
+#include <cstddef>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/autograd/context_record.h"
+#include "core/autograd/engine.h"
+#include "core/base/ids.h"
+#include "core/rpc/limits.h"
+#include "core/tensor/message.h"
+#include "core/transport/packet.h"
+#include "core/worker/call_body.h"
+
+namespace distgrad {
+
+// Thread-safe. What it is given outlives it.
+class CallMessages {
+ public:
+  CallMessages(const Limits& limits, Engine* engine, EngineNetwork* network)
+      : limits_(limits), engine_(engine), network_(network) {}
+
+  // The steps from a message to a packet: its bytes, which differ by who gets them only for tensors
+  // of devices; its send node, of the tensors' history as it is then, null where nothing is
+  // recorded; and the edge, which nobody else has, 0 for null.
+  absl::StatusOr<size_t> Encode(CallHeader& header, const std::shared_ptr<ContextRecord>& context,
+                                WorkerId to, const Message& message, Packet* packet) const;
+  static std::shared_ptr<SourceNode> MakeSend(const CallHeader& header, const Message& message);
+  absl::StatusOr<EdgeId> Record(const std::shared_ptr<ContextRecord>& context, WorkerId to,
+                                std::shared_ptr<SourceNode> send, size_t body,
+                                Packet* packet) const;
+
+  // The steps back. Takes the segments out of the packet.
+  absl::StatusOr<Message> Read(Packet& packet, size_t body) const {
+    return ReadCallMessage(packet, body, engine_->message_limits());
+  }
+  // Makes the recv node of the message's edge, if it has one.
+  absl::Status TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+                        const CallHeader& header, absl::StatusOr<Message>& message) const;
+
+ private:
+  const Limits limits_;
+  Engine* const engine_;
+  EngineNetwork* const network_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_CALL_MESSAGES_H_

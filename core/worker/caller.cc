@@ -1,0 +1,284 @@
+// Prepares and sends calls, also to those whom the store has to say, and takes their answers.
+#include "core/worker/caller.h"
+
+#include <optional>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "core/autograd/context_record.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+#include "core/rpc/frame.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+// A call to one who is looked up in the store first. What comes first, of the deadline, a cancel,
+// the store's answer and that of the call, says how it ends. Thread-safe.
+class UnresolvedCall final : public Canceller {
+ public:
+  explicit UnresolvedCall(WorkerId self) : self_(self) {}
+
+  // Cancels the call, or keeps it from being made.
+  void Cancel(uint64_t) override {
+    const Future<Message> call = this->call();
+    if (call.valid()) return call.Cancel();
+    End(absl::CancelledError("it was cancelled by its caller"));
+  }
+  // The store's answer is here, and the call is made.
+  void GoOnWith(Future<Message> call) {
+    {
+      absl::MutexLock lock(&mu_);
+      call_ = call;
+    }
+    if (future_.Done()) call.Cancel();
+  }
+  void End(const absl::StatusOr<Message>& reply) {
+    if (reply.ok()) {
+      promise_.Set(reply);
+    } else {
+      promise_.Set(WithOrigin(reply.status(), {self_, ErrorOrigin::By::kDistgrad}));
+    }
+  }
+  const Future<Message>& future() const { return future_; }
+
+ private:
+  Future<Message> call() const {
+    absl::MutexLock lock(&mu_);
+    return call_;
+  }
+
+  const WorkerId self_;
+
+  // Synchronize themselves.
+  Promise<Message> promise_;
+  const Future<Message> future_ = promise_.future();
+
+  mutable absl::Mutex mu_;
+  Future<Message> call_ ABSL_GUARDED_BY(mu_);  // not valid until it is made
+};
+
+}  // namespace
+
+absl::StatusOr<WorkerId> Caller::Find(WorkerRef worker) const {
+  return worker.by_id() ? parts_.agent.FindWorker(worker.id())
+                        : parts_.agent.FindWorker(worker.name());
+}
+
+absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerId to, absl::string_view function,
+                                                 const Message& message,
+                                                 const CallOptions& options) {
+  if (function.empty() || function.size() > kMaxFunctionName) {
+    return absl::InvalidArgumentError(absl::StrCat("a function's name has 1 to ", kMaxFunctionName,
+                                                   " bytes, not ", function.size()));
+  }
+  if (options.context != nullptr && !options.context->valid()) {
+    return absl::FailedPreconditionError("the context of the call is not valid");
+  }
+  Outgoing call;
+  if (options.context != nullptr) call.context = options.context->record();
+  if (options.deadline == absl::InfinitePast()) {
+    call.deadline = parts_.clock.Now() + parts_.timeout;
+  } else if (options.deadline.Passed()) {
+    return absl::DeadlineExceededError("the deadline has passed already");
+  } else {
+    call.deadline = parts_.clock.TimeOf(options.deadline);
+  }
+  if (options.cancellation != nullptr && options.cancellation->cancelled()) {
+    return options.cancellation->why();
+  }
+  call.request = Agent::NewRequest(function);
+  try {
+    call.header.modes = CallModes::Current();
+    DG_ASSIGN_OR_RETURN(call.body, parts_.messages.Encode(call.header, call.context, to, message,
+                                                          &call.request.packet));
+    // Their gradients would come to this worker, and be waited for at the other.
+    if (!call.header.recorded.empty() && !options.context->IsOf(parts_.owner)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the message has tensors that require grad, and context ", options.context->id(),
+          " is of another worker than worker '", parts_.self.name,
+          "', which makes the call; use the worker that made the context, or Request::context in a "
+          "handler"));
+    }
+    call.send = CallMessages::MakeSend(call.header, message);
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+  return call;
+}
+
+Future<Message> Caller::Send(WorkerId to, Outgoing call, const CallOptions& options, bool wait) {
+  const absl::StatusOr<EdgeId> edge = parts_.messages.Record(call.context, to, std::move(call.send),
+                                                             call.body, &call.request.packet);
+  if (!edge.ok()) return Failed(CallError(to, call.request.function, edge.status()));
+  Promise<Message> promise;
+  const Future<Message> future = promise.future();
+  const CallTerms terms{.deadline = call.deadline,
+                        .wait_for_credit = wait,
+                        .cancellation = options.cancellation.get(),
+                        .context = call.header.context};
+  const uint64_t number = parts_.agent.Call(
+      to, std::move(call.request), terms,
+      [this, context = std::move(call.context), to, edge = *edge, promise = std::move(promise)](
+          absl::StatusOr<Body> reply, bool has_left) mutable {
+        if (reply.ok()) {
+          absl::StatusOr<Message> message = TakeReply(context, to, *reply);
+          if (!message.ok()) message = OwnError(message.status());
+          promise.Set(std::move(message));
+          return;
+        }
+        // Nobody will send a gradient for what nobody has got.
+        if (edge != 0 && !has_left) parts_.engine.DropSend(*context, edge);
+        promise.Set(OwnError(reply.status()));
+      });
+  if (number == 0) return future;
+  future.MadeBy(parts_.agent.canceller(), number, parts_.loop);
+  if (options.cancellation != nullptr) {
+    const uint64_t watch = options.cancellation->OnCancel([future] { future.Cancel(); });
+    future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
+      cancellation->Forget(watch);
+    });
+  }
+  return future;
+}
+
+Future<Message> Caller::Call(WorkerRef to, absl::string_view function, const Message& message,
+                             const CallOptions& options, bool wait) {
+  const absl::StatusOr<WorkerId> id = Find(to);
+  if (!id.ok()) {
+    if (to.name().empty()) return Failed(id.status());
+    return CallUnresolved(std::string(to.name()), function, message, options, wait);
+  }
+  absl::StatusOr<Outgoing> call = Prepare(*id, function, message, options);
+  if (!call.ok()) return Failed(CallError(*id, function, call.status()));
+  return Send(*id, *std::move(call), options, wait);
+}
+
+Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOptions options,
+                                         bool wait) {
+  options.context = nullptr;  // the call has what it needs of it
+  const auto unresolved = std::make_shared<UnresolvedCall>(parts_.self.id);
+  const Future<Message> future = unresolved->future();
+  future.MadeBy(unresolved, 0, {});
+  const Clock::TimerId timer = parts_.clock.At(call.deadline, [unresolved, name] {
+    unresolved->End(absl::DeadlineExceededError(
+        absl::StrCat("the store has not said in time who worker '", name, "' is")));
+  });
+  if (options.cancellation != nullptr) {
+    const uint64_t watch = options.cancellation->OnCancel([unresolved] { unresolved->Cancel(0); });
+    future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
+      cancellation->Forget(watch);
+    });
+  }
+  const absl::Duration call_time = call.deadline - parts_.clock.Now();
+  auto send = [this, unresolved, timer, name, call = std::move(call), options = std::move(options),
+               wait](const absl::StatusOr<WorkerInfo>& found) mutable {
+    parts_.clock.Cancel(timer);
+    if (unresolved->future().Done()) return;
+    absl::Status status = found.ok() ? parts_.agent.Learn(*found) : found.status();
+    // The message of this one has the names that are known.
+    if (absl::IsNotFound(status)) status = parts_.agent.FindWorker(name).status();
+    if (!status.ok()) return unresolved->End(status);
+    const Future<Message> sent = Send(found->id, std::move(call), options, wait);
+    unresolved->GoOnWith(sent);
+    sent.Then([unresolved](const absl::StatusOr<Message>& reply) { unresolved->End(reply); });
+  };
+  // On this clock's time the call ends; so that of the look-up need not be exact.
+  parts_.lookups.Find(
+      name, Deadline::After(call_time),
+      [this, unresolved, timer, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
+        // A call may wait for room; the store's thread has others to serve.
+        const bool scheduled = parts_.pool.Schedule(
+            [send = std::move(send), found = std::move(found)]() mutable { send(found); });
+        if (scheduled) return;
+        parts_.clock.Cancel(timer);
+        unresolved->End(absl::CancelledError("this worker is shutting down"));
+      });
+  return future;
+}
+
+Future<Message> Caller::CallUnresolved(std::string name, absl::string_view function,
+                                       const Message& message, const CallOptions& options,
+                                       bool wait) {
+  if (HasDeviceTensors(message.tensors)) {
+    return Failed(absl::FailedPreconditionError(absl::StrCat(
+        "the devices of worker '", name, "' are not known; call UpdateMembers() first")));
+  }
+  // Without tensors of devices the packet is the same for whoever gets it. Here and now: what the
+  // tensors hold, and their history, may be others when the store has answered.
+  absl::StatusOr<Outgoing> call = Prepare(parts_.self.id, function, message, options);
+  if (!call.ok()) {
+    return Failed(
+        Annotate(call.status(), absl::StrCat("call of '", function, "' on worker '", name, "'")));
+  }
+  return SendToUnresolved(std::move(name), *std::move(call), options, wait);
+}
+
+std::vector<Future<Message>> Caller::CallEach(absl::Span<const WorkerRef> to,
+                                              absl::string_view function, const Message& message,
+                                              const CallOptions& options) {
+  // By way of a device map the bytes are each worker's own.
+  const bool shared = !HasDeviceTensors(message.tensors);
+  std::optional<absl::StatusOr<Outgoing>> call;
+  std::vector<Future<Message>> replies;
+  for (const WorkerRef& worker : to) {
+    const absl::StatusOr<WorkerId> id = Find(worker);
+    if (!id.ok()) {
+      replies.push_back(worker.name().empty()
+                            ? Failed(id.status())
+                            : CallUnresolved(std::string(worker.name()), function, message, options,
+                                             /*wait=*/true));
+      continue;
+    }
+    if (!shared || !call.has_value()) call = Prepare(*id, function, message, options);
+    if (!call->ok()) {
+      replies.push_back(Failed(CallError(*id, function, call->status())));
+      continue;
+    }
+    // Large tensors are segments, whose memory all the packets share.
+    Outgoing own = **call;
+    try {
+      if (!replies.empty()) own.send = CallMessages::MakeSend(own.header, message);
+    } catch (...) {
+      replies.push_back(Future<Message>::Of(
+          CallError(*id, function, StatusFromException(std::current_exception()))));
+      continue;
+    }
+    replies.push_back(Send(*id, std::move(own), options, /*wait=*/true));
+  }
+  return replies;
+}
+
+absl::Status Caller::CallError(WorkerId to, absl::string_view function,
+                               const absl::Status& why) const {
+  return Annotate(why,
+                  absl::StrCat("call of '", function, "' on worker ", parts_.agent.Describe(to)));
+}
+
+absl::StatusOr<Message> Caller::TakeReply(const std::shared_ptr<ContextRecord>& context,
+                                          WorkerId from, Body& body) {
+  DG_ASSIGN_OR_RETURN(const CallHeader header, ReadCallHeader(body.packet, body.offset));
+  try {
+    const c10::InferenceMode inference(header.modes.inference);
+    absl::StatusOr<Message> message = parts_.messages.Read(body.packet, body.offset);
+    DG_RETURN_IF_ERROR(parts_.messages.TakeEdge(context, from, header, message));
+    return message;
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+void Caller::OnLateReply(WorkerId from, Body reply) {
+  absl::StatusOr<CallHeader> header = ReadCallHeader(reply.packet, reply.offset);
+  if (!header.ok() || header->context == 0) return;
+  if (auto context = parts_.contexts.Find(header->context)) {
+    absl::StatusOr<Message> unwanted = absl::CancelledError("the reply came late");
+    const absl::Status taken = parts_.messages.TakeEdge(context, from, *header, unwanted);
+    if (!taken.ok()) DG_LOG(INFO) << "a late reply: " << taken;
+  }
+}
+
+}  // namespace distgrad

@@ -1,0 +1,144 @@
+// Asks the store, and tells the agent and the store who is lost.
+#include "core/worker/member_sync.h"
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+
+void MemberSync::Stop() {
+  absl::MutexLock lock(&mu_);
+  stopped_ = true;
+  for (auto* timer : {&follow_timer_, &deny_timer_}) {
+    if (*timer) parts_.clock.Cancel(**timer);
+  }
+}
+
+absl::Status MemberSync::Learn(const std::vector<WorkerInfo>& workers) {
+  for (const WorkerInfo& worker : workers) {
+    // An entry of an incarnation that is over is older than what we know, and says nothing.
+    const absl::Status learned = parts_.agent.Learn(worker);
+    if (!learned.ok() && !absl::IsFailedPrecondition(learned)) return learned;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status MemberSync::NameTheStore(const absl::Status& status) {
+  if (!parts_.worker0_serves_store || parts_.self == 0 || !absl::IsUnavailable(status)) return status;
+  const absl::Status store = parts_.members.Changes().status();
+  if (!absl::IsUnavailable(store) && !absl::IsDeadlineExceeded(store)) return status;
+  return absl::UnavailableError(absl::StrCat(
+      status.message(), "; worker ", parts_.agent.Describe(0), ", which serves the job's store, ",
+      absl::IsUnavailable(store) ? "is gone" : "does not answer"));
+}
+
+// --------------------------------------------------------------------------- Lost, and not
+
+// Of one that cannot be reached the store says whether it has left, or come back elsewhere. A store
+// that is silent says nothing: this worker may be the one that is cut off. Then it is asked again,
+// with the agent's next attempt; but not where both are silent, the store and who serves it.
+void MemberSync::OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!asked_for_.insert(peer).second) return;
+  }
+  parts_.lookups.Find(
+      peer, absl::Seconds(5),
+      [this, peer, incarnation, why](const absl::StatusOr<WorkerInfo>& found) {
+        {
+          absl::MutexLock lock(&mu_);
+          asked_for_.erase(peer);
+        }
+        // When all have finished, the others end one by one, and with them the store.
+        if (parts_.members.finished() && parts_.self != 0) return;
+        const std::string reason(why.message());
+        if (found.ok()) {
+          parts_.agent.Learn(*found).IgnoreError();  // of an incarnation that is over, say
+          if (found->left || found->incarnation != incarnation) return;
+          parts_.members.MarkLost(*found, reason);
+        } else if (peer == 0 && parts_.worker0_serves_store && absl::IsDeadlineExceeded(found.status())) {
+          misses_store_ = true;
+        } else if (!absl::IsUnavailable(found.status())) {
+          return;
+        }
+        parts_.agent.SetLost(peer, incarnation, reason);
+      });
+}
+
+// Where a connection broke, its other end may take this worker for lost.
+void MemberSync::OnPeerLost() {
+  if (parts_.heartbeat_limit == absl::InfiniteDuration() || losses_to_deny_++ > 0) return;
+  RunLater(parts_.heartbeat_limit, &deny_timer_, &MemberSync::DenyLoss);
+}
+
+void MemberSync::DenyLoss() {
+  const int seen = losses_to_deny_;
+  const bool is_silent = absl::IsDeadlineExceeded(parts_.members.DenyLoss());
+  // Of a connection that broke meanwhile the other end may speak yet.
+  if (!is_silent && losses_to_deny_.fetch_sub(seen) == seen) return;
+  RunLater(parts_.heartbeat_limit, &deny_timer_, &MemberSync::DenyLoss);
+}
+
+void MemberSync::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer,
+                            Task task) {
+  absl::MutexLock lock(&mu_);
+  if (stopped_) return;
+  *timer = parts_.clock.At(parts_.clock.Now() + wait,
+                      [this, task] { parts_.lookups.Run([this, task] { (this->*task)(); }); });
+}
+
+// ------------------------------------------------------------------------------- Following
+
+void MemberSync::Follow() {
+  if (!follows_.exchange(true)) {
+    parts_.lookups.Run([this] { FollowOnce(); });
+  }
+}
+
+void MemberSync::FollowOnce() {
+  constexpr absl::Duration kPause = absl::Seconds(1);
+  if (!parts_.callback.is_set()) {
+    follows_ = false;
+    // Another may have been set before it was seen that this ends.
+    if (!parts_.callback.is_set() || follows_.exchange(true)) return;
+  }
+  Read();
+  RunLater(kPause, &follow_timer_, &MemberSync::FollowOnce);
+}
+
+// Nobody can write to the store that the worker that serves it is lost.
+void MemberSync::MissStore(const absl::Status& why) {
+  if (!parts_.worker0_serves_store || parts_.self == 0 || parts_.members.finished()) return;
+  if (absl::IsUnavailable(why))
+    return parts_.agent.WatchToo(0);  // it has ended, as that one has, or will
+  if (store_has_until_.is_never()) {
+    store_has_until_ = Deadline::After(parts_.heartbeat_limit);
+  } else if (store_has_until_.Passed()) {
+    misses_store_ = true;
+    const absl::StatusOr<WorkerInfo> worker0 = parts_.agent.Info(0);
+    if (worker0.ok()) parts_.agent.SetLost(0, worker0->incarnation, why.message());
+  }
+}
+
+void MemberSync::Read() {
+  const absl::StatusOr<int64_t> changes = parts_.members.Changes();
+  if (!changes.ok()) return MissStore(changes.status());
+  store_has_until_ = Deadline::Never();
+  if (misses_store_.exchange(false)) {
+    if (const auto worker0 = parts_.agent.Info(0); worker0.ok())
+      parts_.agent.SetAlive(0, worker0->incarnation);
+  }
+  if (*changes == changes_) return;
+  const absl::StatusOr<std::vector<WorkerInfo>> all = parts_.members.AllEver(absl::InfinitePast());
+  if (!all.ok() || !Learn(*all).ok()) return;
+  const absl::StatusOr<Membership::Losses> losses = parts_.members.LossesOf(*all);
+  if (!losses.ok()) return;
+  for (const Membership::LostMember& member : losses->lost) {
+    parts_.agent.SetLost(member.worker.id, member.worker.incarnation, member.reason);
+  }
+  for (const WorkerInfo& member : losses->denied) parts_.agent.SetAlive(member.id, member.incarnation);
+  changes_ = *changes;
+}
+
+}  // namespace distgrad

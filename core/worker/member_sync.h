@@ -1,0 +1,89 @@
+// Keeps what a worker knows of the members of its job in step with the store: it marks those lost
+// who cannot be reached, takes back what others say of this one, and reads who has come and gone
+// while somebody wants to know. docs/membership.md, "Lost members", has the rules.
+#ifndef DISTGRAD_CORE_WORKER_MEMBER_SYNC_H_
+#define DISTGRAD_CORE_WORKER_MEMBER_SYNC_H_
+
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "core/base/clock.h"
+#include "core/base/deadline.h"
+#include "core/base/ids.h"
+#include "core/membership/lookups.h"
+#include "core/membership/membership.h"
+#include "core/membership/worker_info.h"
+#include "core/rpc/agent.h"
+#include "core/worker/member_callback.h"
+
+namespace distgrad {
+
+// Thread-safe. What waits for the store runs on the thread of the look-ups.
+class MemberSync {
+ public:
+  // What it works with, which outlives the clock's and the look-ups' last task.
+  struct Parts {
+    WorkerId self;
+    bool worker0_serves_store;
+    absl::Duration heartbeat_limit;
+    Clock& clock;
+    Membership& members;
+    Lookups& lookups;
+    Agent& agent;
+    MemberCallback& callback;
+  };
+
+  explicit MemberSync(const Parts& parts) : parts_(parts) {}
+  // Sets no timer any more, and cancels those that are set.
+  void Stop();
+
+  // Reads in the store what has happened to members, now and then, while a callback is set.
+  void Follow();
+  // What the store says of these.
+  absl::Status Learn(const std::vector<WorkerInfo>& workers);
+  // Of an error of waiting for all: if the store is gone, says with whom.
+  absl::Status NameTheStore(const absl::Status& status);
+
+  // AgentService: whom it cannot reach, and that a connection broke.
+  void OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why);
+  void OnPeerLost();
+
+ private:
+  using Task = void (MemberSync::*)();
+
+  // Takes back that this worker is lost, should somebody have said so. Later, and again until the
+  // store has answered.
+  void DenyLoss();
+  void FollowOnce();
+  void Read();
+  void MissStore(const absl::Status& why);
+  // Runs a task that may wait for the store, after a time. `timer` is one of those below.
+  void RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, Task task);
+
+  const Parts parts_;
+
+  std::atomic<int> losses_to_deny_{0};  // that others may have claimed; soon
+  std::atomic<bool> follows_{false};
+  std::atomic<bool> misses_store_{false};  // and so takes the worker that serves it for lost
+  // Of Read() alone.
+  int64_t changes_ = -1;                          // as last seen
+  Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not
+
+  absl::Mutex mu_;
+  // Guarded by mu_.
+  bool stopped_ ABSL_GUARDED_BY(mu_) = false;
+  absl::flat_hash_set<WorkerId> asked_for_ ABSL_GUARDED_BY(mu_);  // of whom the store is asked
+  std::optional<Clock::TimerId> follow_timer_ ABSL_GUARDED_BY(mu_), deny_timer_
+      ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_MEMBER_SYNC_H_

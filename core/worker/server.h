@@ -1,0 +1,90 @@
+// Serves the calls that others make to a worker: keeps its functions, and runs them, or ATen's
+// operators, on its pool or where they arrive.
+#ifndef DISTGRAD_CORE_WORKER_SERVER_H_
+#define DISTGRAD_CORE_WORKER_SERVER_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "core/autograd/context_record.h"
+#include "core/autograd/context_registry.h"
+#include "core/base/clock.h"
+#include "core/base/thread_pool.h"
+#include "core/membership/worker_info.h"
+#include "core/rpc/incoming_call.h"
+#include "core/tensor/message.h"
+#include "core/worker/call_body.h"
+#include "core/worker/call_messages.h"
+#include "core/worker/worker.h"
+
+namespace distgrad {
+
+// Thread-safe.
+class Server {
+ public:
+  // Whose functions they are. Lives as long as the server.
+  class Owner : public Context::Owner {
+   public:
+    // Whether a call that comes now is new work, for which one that leaves is not to be had.
+    virtual bool Refuses(ContextId context) const = 0;
+  };
+  // What it works with, which outlives it.
+  struct Parts {
+    const WorkerInfo& self;
+    const WorkerOptions& options;
+    Clock& clock;
+    ThreadPool& pool;
+    ContextRegistry& contexts;
+    const CallMessages& messages;
+  };
+  // A handler, or one that answers later.
+  struct Function {
+    Worker::Handler handler = nullptr;
+    Worker::AsyncHandler async_handler = nullptr;
+    bool is_own = false;  // of distgrad, not of its user
+  };
+
+  explicit Server(Parts parts) : parts_(parts) {}
+
+  // Before the first call.
+  void SetOwner(std::weak_ptr<Owner> owner) { owner_ = std::move(owner); }
+
+  absl::Status Register(std::string name, Function function);
+  void Unregister(absl::string_view name);
+
+  // AgentService::OnCall
+  void OnCall(IncomingCall call);
+
+ private:
+  // A call that is served, while its handler has it.
+  struct Serving {
+    IncomingCall call;
+    CallHeader header;
+    std::shared_ptr<ContextRecord> context;
+    Request request;
+    bool by_handler = false;  // the answer is given by a handler of the program's
+  };
+
+  void Serve(Serving serving);
+  void ServeLater(const Worker::AsyncHandler& handler, Serving serving);
+  void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
+  absl::StatusOr<Message> ServeOperator(Request& request);
+  std::shared_ptr<const Function> FindFunction(absl::string_view name) const;
+
+  const Parts parts_;
+  std::weak_ptr<Owner> owner_;  // constant after SetOwner()
+
+  mutable absl::Mutex mu_;
+  absl::flat_hash_map<std::string, std::shared_ptr<const Function>> functions_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_SERVER_H_

@@ -1,0 +1,105 @@
+// How a worker is made.
+#ifndef DISTGRAD_CORE_WORKER_WORKER_OPTIONS_H_
+#define DISTGRAD_CORE_WORKER_WORKER_OPTIONS_H_
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+#include "core/rpc/limits.h"
+#include "core/tensor/device_map.h"
+
+namespace distgrad {
+
+class InprocNetwork;  // core/transport/inproc/inproc_transport.h
+class Store;          // core/membership/store.h
+
+// Which operators ("aten::...") the other workers may call here; see docs/security.md.
+enum class ServeOperators {
+  kNone,
+  // Those of libtorch's own that only compute: no file, no setting of the process, no operator
+  // that trusts its arguments unchecked. See core/tensor/operator_policy.h.
+  kPure,
+  // All that are registered in this process.
+  kAll,
+};
+
+struct WorkerOptions {
+  // Unique in the job. Default: DISTGRAD_NAME, or "worker<rank>".
+  std::string name = {};
+
+  // How the workers find each other; docs/launching.md:
+  //   "env://"            as DISTGRAD_RENDEZVOUS says, or the launcher: torchrun, Slurm, Open MPI,
+  //                       Kubernetes' training operators, whoever sets MASTER_ADDR and
+  //                       MASTER_PORT; where nobody says anything, one worker alone
+  //   "tcp://host:port"   worker 0 serves a store there
+  //   "file:///path"      a file that all workers see; it must not be there from an earlier job
+  // with "?rank=1&world_size=2" where these are not given below.
+  std::string rendezvous = "env://";
+  // Used instead of `rendezvous`: workers of one process share an in-process store.
+  std::shared_ptr<Store> store = nullptr;
+
+  // Several jobs can share one store: each by a name of its own, with no '/' in it.
+  std::string job = {};
+
+  // Joins a job that runs already, as one more worker: the store gives its id, and `rank` and
+  // `world_size` are not looked at. See docs/membership.md.
+  bool join = false;
+  // Of all that ever join. A worker neither joins as one more nor knows of more.
+  int max_workers = 4096;
+
+  // -1: as the rendezvous or the launcher says.
+  int rank = -1;
+  int world_size = -1;
+
+  // "socket" (Unix-domain sockets within a machine, TCP between machines), TensorPipe's own "tcp"
+  // (any machine; strangers can end the process) and "shm" (this machine; keeps a core busy), or
+  // "inproc" (this process; give the network that its workers share).
+  // "": DISTGRAD_TRANSPORT, or "socket".
+  std::string transport = {};
+  // What this worker listens on, for "socket" and "tcp", and the others connect to: an address, a
+  // name, or an interface ("eth0") of this machine. "": DISTGRAD_HOST, or the address by which this
+  // machine reaches the store; or loopback, where the store is there, or is none that is served
+  // over TCP, or the launcher says that all workers are on this machine.
+  std::string host = {};
+  std::shared_ptr<InprocNetwork> network = nullptr;
+
+  // A file with the secret that all workers of the job share, at least 16 bytes; "": what
+  // DISTGRAD_KEY_FILE names, or the secret itself in DISTGRAD_KEY, or none. With one, "socket"
+  // talks only to those who have it, and "tcp" and "shm", which cannot tell, are refused. See
+  // docs/security.md.
+  std::string key_file = {};
+
+  // Threads that run handlers and backward at the same time; more are started while some wait
+  // for others. 0: as many as there are processors that the process may use.
+  size_t threads = 0;
+
+  // Of calls and backward passes that set no deadline.
+  absl::Duration timeout = absl::Minutes(1);
+  // For all workers to join.
+  absl::Duration join_timeout = absl::Minutes(1);
+  // A peer of which nothing is heard for so long is lost, though its connection stands: it was
+  // stopped, or its cable was cut. One that has nothing to say is asked for a sign of life before.
+  // Who waits for all others waits no longer for a store that is silent for so long (and for some
+  // seconds). At least 100 ms; InfiniteDuration() for never (in a debugger, for instance).
+  absl::Duration heartbeat_limit = absl::Seconds(20);
+
+  ServeOperators serve_operators = ServeOperators::kPure;
+
+  Limits limits = {};
+
+  // By the name of a peer: which of our devices goes with which of its. A tensor on ours that is
+  // sent to it arrives on its; replies and gradients go the way back. One to one, and known to both
+  // ends as soon as one of them says so; where both do they must agree. A tensor of an accelerator
+  // that has no place in the map cannot be sent. The CPU always goes with the CPU.
+  std::map<std::string, DevicePairs> device_maps = {};
+  // In builds with CUDA, large tensors on GPUs go through TensorPipe's channel for them, to workers
+  // that have it too (docs/cuda.md). If false they go by way of the CPU, like all others.
+  bool gpu_channel = true;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_WORKER_OPTIONS_H_
