@@ -20,7 +20,7 @@ import tempfile
 import time
 import zipfile
 
-# The wheels are for this Python; only torchrun (torch/torchrun.bzl) uses what depends on it.
+# The wheels are for this Python; only tests (of torchrun, of safetensors) use what depends on it.
 TARGET = ["--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=none"] + [
     "--platform=manylinux_2_%d_x86_64" % minor for minor in range(28, 11, -1)
 ] + ["--platform=manylinux2014_x86_64"]

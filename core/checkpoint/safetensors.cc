@@ -1,0 +1,321 @@
+// Moves elements between tensors and a file, in pieces where a copy is needed. It reads with pread:
+// where a file that is mapped into memory gets shorter, the process gets SIGBUS.
+#include "core/checkpoint/safetensors.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "core/base/descriptors.h"
+#include "core/base/status.h"
+#include "core/base/wire.h"
+#include "core/checkpoint/durable_file.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+// Of a tensor that has to be copied.
+constexpr int64_t kPieceBytes = 16 << 20;
+
+// Whether its memory is what a file has of it.
+bool IsPlain(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// The same elements as a dtype that every operator knows: not all can copy all.
+at::Tensor AsBits(const at::Tensor& tensor) {
+  if (tensor.is_complex() || tensor.is_neg()) return tensor;
+  constexpr at::ScalarType kBits[] = {at::kByte, at::kShort, at::kInt, at::kLong};
+  for (const at::ScalarType bits : kBits) {
+    if (tensor.element_size() == static_cast<int64_t>(c10::elementSize(bits)))
+      return tensor.view(bits);
+  }
+  return tensor;
+}
+
+// Cuts a tensor of more than a piece into parts that follow each other in row-major order, and
+// calls `use` with each and the number of bytes before it.
+template <typename Use>
+absl::Status ForEachPart(const at::Tensor& tensor, const Use& use) {
+  const int64_t count = tensor.size(0);
+  const int64_t row = static_cast<int64_t>(tensor.nbytes()) / count;
+  if (count == 1) return use(tensor.select(0, 0), uint64_t{0});
+  const int64_t rows = std::max<int64_t>(1, kPieceBytes / row);
+  for (int64_t i = 0; i < count; i += rows) {
+    DG_RETURN_IF_ERROR(
+        use(tensor.narrow(0, i, std::min(rows, count - i)), static_cast<uint64_t>(i * row)));
+  }
+  return absl::OkStatus();
+}
+
+absl::string_view BytesOf(const at::Tensor& tensor) {
+  return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
+}
+
+absl::Status WriteRowMajor(const at::Tensor& tensor, DurableFile* file) {
+  if (tensor.numel() == 0) return absl::OkStatus();
+  if (IsPlain(tensor)) return file->Write(BytesOf(tensor));
+  if (static_cast<int64_t>(tensor.nbytes()) <= kPieceBytes) {
+    const at::Tensor copy = AsBits(tensor.resolve_conj().resolve_neg()).cpu().contiguous();
+    return file->Write(BytesOf(copy));
+  }
+  return ForEachPart(
+      tensor, [file](const at::Tensor& part, uint64_t) { return WriteRowMajor(part, file); });
+}
+
+absl::StatusOr<SafetensorsHeader> HeaderOf(const TensorMap& tensors) {
+  SafetensorsHeader header;
+  for (const auto& [name, tensor] : tensors) {
+    const auto refuse = [name = &name](absl::string_view what) {
+      return absl::InvalidArgumentError(absl::StrCat(QuoteName(*name), " ", what));
+    };
+    if (!tensor.defined()) return refuse("is no tensor");
+    if (tensor.layout() != at::kStrided) return refuse("is not dense: see Tensor::to_dense()");
+    if (tensor.is_meta()) return refuse("is on the device \"meta\" and has no elements");
+    header.tensors[name] = {tensor.scalar_type(), tensor.sizes().vec()};
+  }
+  return header;
+}
+
+std::string TypeText(at::ScalarType dtype, at::IntArrayRef shape) {
+  return absl::StrCat("dtype ", c10::toString(dtype), " and shape [", absl::StrJoin(shape, ", "),
+                      "]");
+}
+
+// What keeps a tensor from taking what is in a file, or "".
+std::string Mismatch(const SafetensorsInfo& info, const at::Tensor& tensor) {
+  if (!tensor.defined()) return "is no tensor here";
+  if (tensor.layout() != at::kStrided) return "is not dense here";
+  if (tensor.scalar_type() != info.dtype || tensor.sizes() != at::IntArrayRef(info.shape)) {
+    return absl::StrCat("has ", TypeText(info.dtype, info.shape), " in the file, and here ",
+                        TypeText(tensor.scalar_type(), tensor.sizes()));
+  }
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    return "has elements here that are one in memory";
+  }
+  return "";
+}
+
+absl::Status Save(const TensorMap& tensors, const std::string& path,
+                  const std::map<std::string, std::string>& metadata) {
+  absl::StatusOr<SafetensorsHeader> header = HeaderOf(tensors);
+  if (!header.ok()) return Annotate(header.status(), absl::StrCat("saving ", path));
+  header->metadata = metadata;
+  const absl::StatusOr<SafetensorsLayout> layout = LayOutSafetensors(&*header);
+  if (!layout.ok()) return Annotate(layout.status(), absl::StrCat("saving ", path));
+  DG_ASSIGN_OR_RETURN(const std::unique_ptr<DurableFile> file, DurableFile::Create(path));
+  DG_RETURN_IF_ERROR(file->Write(layout->header));
+  for (const std::string* name : layout->order) {
+    DG_RETURN_IF_ERROR(WriteRowMajor(tensors.at(*name), file.get()));
+  }
+  return file->Commit();
+}
+
+}  // namespace
+
+absl::Status SaveSafetensors(const TensorMap& tensors, const std::string& path,
+                             const std::map<std::string, std::string>& metadata) {
+  try {
+    const c10::InferenceMode no_inference(false);
+    const at::NoGradGuard no_grad;
+    return Save(tensors, path, metadata);
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), absl::StrCat("saving ", path));
+  }
+}
+
+absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
+  if (path.find('\0') != std::string::npos) {
+    return absl::InvalidArgumentError(absl::StrCat("\"", path, "\" is no name of a file"));
+  }
+  // A pipe would make it wait.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return ErrnoStatus(errno, absl::StrCat("opening ", path));
+  SafetensorsFile file(path, fd);
+  absl::Status read;
+  try {
+    read = file.ReadHeader();
+  } catch (...) {
+    read = StatusFromException(std::current_exception());  // memory for the header
+  }
+  if (!read.ok()) return Annotate(read, absl::StrCat("reading ", path));
+  return file;
+}
+
+SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
+    : path_(other.path_),
+      fd_(std::exchange(other.fd_, -1)),
+      data_(other.data_),
+      header_(std::move(other.header_)) {}
+
+SafetensorsFile::~SafetensorsFile() {
+  if (fd_ >= 0) close(fd_);
+}
+
+absl::Status SafetensorsFile::ReadHeader() {
+  struct stat is = {};
+  if (fstat(fd_, &is) != 0) return ErrnoStatus(errno, "stat");
+  if (!S_ISREG(is.st_mode)) return absl::InvalidArgumentError("it is no file");
+  const uint64_t size = static_cast<uint64_t>(is.st_size);
+  if (size < kSafetensorsLengthBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("it has ", size, " bytes, and a safetensors file at least 10"));
+  }
+  char length[kSafetensorsLengthBytes];
+  DG_RETURN_IF_ERROR(ReadBytes(0, length, sizeof(length)));
+  const uint64_t header = WireReader(absl::string_view(length, sizeof(length))).U64();
+  const uint64_t rest = size - kSafetensorsLengthBytes;
+  if (header > kMaxSafetensorsHeaderBytes || header > rest) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "it is no safetensors file, or a damaged one: it begins with a header's length of ", header,
+        " bytes, and ", rest, " bytes follow (and a header has at most ",
+        kMaxSafetensorsHeaderBytes, ")"));
+  }
+  std::string json(header, '\0');
+  DG_RETURN_IF_ERROR(ReadBytes(kSafetensorsLengthBytes, json.data(), json.size()));
+  DG_ASSIGN_OR_RETURN(header_, ParseSafetensorsHeader(json, rest - header));
+  data_ = kSafetensorsLengthBytes + header;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<const SafetensorsInfo*> SafetensorsFile::Find(const std::string& name) const {
+  const auto found = header_.tensors.find(name);
+  if (found == header_.tensors.end()) {
+    return absl::NotFoundError(absl::StrCat(path_, " has no tensor ", QuoteName(name)));
+  }
+  return &found->second;
+}
+
+absl::Status SafetensorsFile::Annotated(const absl::Status& status, const std::string& name) const {
+  return Annotate(status, absl::StrCat("reading ", QuoteName(name), " from ", path_));
+}
+
+absl::Status SafetensorsFile::ReadBytes(uint64_t offset, void* data, uint64_t size) const {
+  char* to = static_cast<char*>(data);
+  while (size > 0) {
+    const ssize_t n = pread(fd_, to, size, static_cast<off_t>(offset));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return ErrnoStatus(errno, "read");
+    if (n == 0) return absl::DataLossError("the file has been cut since it was opened");
+    to += n;
+    offset += n;
+    size -= n;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsFile::ReadRowMajor(uint64_t offset, const at::Tensor& tensor) const {
+  if (tensor.numel() == 0) return absl::OkStatus();
+  const bool is_bool = tensor.scalar_type() == at::kBool;
+  if (IsPlain(tensor) && !is_bool) {
+    return ReadBytes(offset, tensor.mutable_data_ptr(), tensor.nbytes());
+  }
+  if (static_cast<int64_t>(tensor.nbytes()) > kPieceBytes) {
+    return ForEachPart(tensor, [&](const at::Tensor& part, uint64_t before) {
+      return ReadRowMajor(offset + before, part);
+    });
+  }
+  const at::Tensor to = AsBits(tensor);
+  const at::Tensor piece = at::empty(to.sizes(), at::dtype(to.scalar_type()).device(at::kCPU));
+  DG_RETURN_IF_ERROR(ReadBytes(offset, piece.mutable_data_ptr(), piece.nbytes()));
+  if (is_bool) {
+    // Whoever computes with another one may do anything.
+    for (const char byte : BytesOf(piece)) {
+      if (byte != 0 && byte != 1) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("it is BOOL and has a byte ", static_cast<unsigned char>(byte)));
+      }
+    }
+  }
+  to.copy_(piece);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<at::Tensor> SafetensorsFile::Read(const std::string& name) const {
+  DG_ASSIGN_OR_RETURN(const SafetensorsInfo* const info, Find(name));
+  at::Tensor tensor;
+  absl::Status read;
+  try {
+    const c10::InferenceMode no_inference(false);
+    tensor = at::empty(info->shape, at::dtype(info->dtype).device(at::kCPU));
+    read = ReadRowMajor(data_ + info->begin, tensor);
+  } catch (...) {
+    read = StatusFromException(std::current_exception());
+  }
+  if (!read.ok()) return Annotated(read, name);
+  return tensor;
+}
+
+absl::Status SafetensorsFile::ReadInto(const std::string& name, const at::Tensor& tensor) const {
+  DG_ASSIGN_OR_RETURN(const SafetensorsInfo* const info, Find(name));
+  absl::Status read;
+  try {
+    const std::string mismatch = Mismatch(*info, tensor);
+    if (!mismatch.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("reading ", path_, ": ", QuoteName(name), " ", mismatch));
+    }
+    // libtorch lets nobody write to an inference tensor outside of that mode.
+    const c10::InferenceMode inference(tensor.is_inference());
+    const at::NoGradGuard no_grad;
+    read = ReadRowMajor(data_ + info->begin, tensor);
+    // What autograd has saved of it is not what it was.
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  } catch (...) {
+    read = StatusFromException(std::current_exception());
+  }
+  return Annotated(read, name);
+}
+
+absl::StatusOr<TensorMap> LoadSafetensors(const std::string& path) {
+  DG_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::Open(path));
+  TensorMap tensors;
+  for (const auto& [name, info] : file.header().tensors) {
+    DG_ASSIGN_OR_RETURN(tensors[name], file.Read(name));
+  }
+  return tensors;
+}
+
+absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tensors) {
+  DG_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::Open(path));
+  constexpr size_t kMost = 10;
+  size_t wrong = 0;
+  std::vector<std::string> complaints;
+  const auto complain = [&](const std::string& name, absl::string_view what) {
+    if (++wrong <= kMost) complaints.push_back(absl::StrCat(QuoteName(name), " ", what));
+  };
+  for (const auto& [name, tensor] : tensors) {
+    const auto found = file.header().tensors.find(name);
+    if (found == file.header().tensors.end()) {
+      complain(name, "is missing");
+    } else if (const std::string mismatch = Mismatch(found->second, tensor); !mismatch.empty()) {
+      complain(name, mismatch);
+    }
+  }
+  for (const auto& [name, info] : file.header().tensors) {
+    if (tensors.count(name) == 0) complain(name, "is unexpected");
+  }
+  if (wrong > 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, " does not fit: ", absl::StrJoin(complaints, "; "),
+                     wrong > kMost ? absl::StrCat("; and ", wrong - kMost, " more") : ""));
+  }
+  for (const auto& [name, tensor] : tensors) DG_RETURN_IF_ERROR(file.ReadInto(name, tensor));
+  return absl::OkStatus();
+}
+
+}  // namespace distgrad

@@ -1,0 +1,85 @@
+// Tensors in safetensors files, as Python's `safetensors` and whatever builds on it read and write
+// them.
+//
+//   absl::Status saved = SaveSafetensors({{"fc.weight", weight}}, "model.safetensors");
+//   absl::StatusOr<TensorMap> tensors = LoadSafetensors("model.safetensors");
+//
+// docs/checkpoints.md says what a file has of a tensor, and what not.
+#ifndef DISTGRAD_CORE_CHECKPOINT_SAFETENSORS_H_
+#define DISTGRAD_CORE_CHECKPOINT_SAFETENSORS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/checkpoint/safetensors_header.h"
+
+namespace distgrad {
+
+// By name.
+using TensorMap = std::map<std::string, at::Tensor>;
+
+// Writes the tensors, of whichever devices, and the metadata to a file: all or nothing, and when it
+// has returned on the disk (durable_file.h). Tensors that are contiguous and on the CPU are written
+// from where they are; of others at most 16 MiB at a time are copied. They must not change
+// meanwhile. Those that share memory are each written in full. kInvalidArgument for tensors that
+// are sparse, or of a dtype that the format lacks; errors of the file as of DurableFile. All errors
+// name the file.
+absl::Status SaveSafetensors(const TensorMap& tensors, const std::string& path,
+                             const std::map<std::string, std::string>& metadata = {});
+
+// A file that is open, as Python's safe_open: its header is in memory, and each tensor is read when
+// it is asked for. It stays the same file if another one takes its name. Thread-safe, but for
+// moves.
+class SafetensorsFile {
+ public:
+  // Reads the header. kInvalidArgument if it is no such file, or a damaged one; else errors of the
+  // operating system. These and all below name the file and the tensor.
+  static absl::StatusOr<SafetensorsFile> Open(const std::string& path);
+  SafetensorsFile(SafetensorsFile&& other) noexcept;
+  SafetensorsFile& operator=(SafetensorsFile&&) = delete;
+  ~SafetensorsFile();
+
+  const SafetensorsHeader& header() const { return header_; }
+
+  // On the CPU. kNotFound if there is none of that name; kDataLoss if the file has become shorter
+  // since it was opened; kInvalidArgument for a BOOL that is neither 0 nor 1.
+  absl::StatusOr<at::Tensor> Read(const std::string& name) const;
+
+  // Writes to a tensor, on whichever device and with whichever strides. kInvalidArgument, and
+  // nothing is written, unless it has the dtype and shape of the one in the file. After other
+  // errors some of it may have been written. It may be a parameter: autograd does not see it.
+  absl::Status ReadInto(const std::string& name, const at::Tensor& tensor) const;
+
+ private:
+  SafetensorsFile(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
+
+  absl::Status ReadHeader();
+  absl::StatusOr<const SafetensorsInfo*> Find(const std::string& name) const;
+  absl::Status ReadBytes(uint64_t offset, void* data, uint64_t size) const;
+  // All of a tensor, whose elements begin there.
+  absl::Status ReadRowMajor(uint64_t offset, const at::Tensor& tensor) const;
+  absl::Status Annotated(const absl::Status& status, const std::string& name) const;
+
+  const std::string path_;
+  int fd_;
+  uint64_t data_ = 0;  // where the header ends
+  SafetensorsHeader header_;
+};
+
+// All tensors of a file, on the CPU.
+absl::StatusOr<TensorMap> LoadSafetensors(const std::string& path);
+
+// Writes what is in a file to these tensors, as SafetensorsFile::ReadInto. kInvalidArgument, and
+// nothing is written, lists what is missing in the file, what is unexpected in it, and what has
+// another dtype or shape.
+absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tensors);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_CHECKPOINT_SAFETENSORS_H_
