@@ -66,6 +66,7 @@ std::vector<Slot> StateOfAdam(AdamParamState& state) {
 
 // What is to be known of a kind of optimizer.
 struct Kind {
+  absl::string_view name;
   std::vector<Slot> (*options)(OptimizerOptions& options);
   std::vector<Slot> (*state)(OptimizerParamState& state);
   std::unique_ptr<OptimizerParamState> (*new_state)();
@@ -73,7 +74,8 @@ struct Kind {
   bool (*needs)(const OptimizerOptions& options, absl::string_view slot);
 };
 
-constexpr Kind kSgd = {[](OptimizerOptions& options) {
+constexpr Kind kSgd = {"SGD",
+                       [](OptimizerOptions& options) {
                          return SlotsOf(static_cast<torch::optim::SGDOptions&>(options));
                        },
                        [](OptimizerParamState& state) {
@@ -84,8 +86,9 @@ constexpr Kind kSgd = {[](OptimizerOptions& options) {
                        },
                        [](const OptimizerOptions&, absl::string_view) { return true; }};
 
-template <typename Options, typename State>
+template <typename Options, typename State, bool kDecoupled>
 constexpr Kind kAdam = {
+    kDecoupled ? "AdamW" : "Adam",
     [](OptimizerOptions& options) { return OptionsOfAdam(static_cast<Options&>(options)); },
     [](OptimizerParamState& state) { return StateOfAdam(static_cast<State&>(state)); },
     []() -> std::unique_ptr<OptimizerParamState> { return std::make_unique<State>(); },
@@ -96,9 +99,10 @@ constexpr Kind kAdam = {
 absl::StatusOr<const Kind*> KindOf(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   if (dynamic_cast<const SGD*>(&optimizer) != nullptr) return &kSgd;
-  if (dynamic_cast<const Adam*>(&optimizer) != nullptr) return &kAdam<AdamOptions, AdamParamState>;
+  if (dynamic_cast<const Adam*>(&optimizer) != nullptr)
+    return &kAdam<AdamOptions, AdamParamState, false>;
   if (dynamic_cast<const AdamW*>(&optimizer) != nullptr) {
-    return &kAdam<AdamWOptions, AdamWParamState>;
+    return &kAdam<AdamWOptions, AdamWParamState, true>;
   }
   return absl::UnimplementedError(
       "the state of SGD, Adam and AdamW can be read and loaded, not "
@@ -106,11 +110,24 @@ absl::StatusOr<const Kind*> KindOf(const torch::optim::Optimizer& optimizer) {
 }
 
 std::string GroupPrefix(size_t group) { return absl::StrCat("param_groups.", group, "."); }
-std::string StatePrefix(size_t parameter) { return absl::StrCat("state.", parameter, "."); }
+std::string StatePrefix(const StateForm& form, size_t parameter) {
+  return form.names.empty() ? absl::StrCat("state.", parameter, ".")
+                            : absl::StrCat("state.", form.names[parameter], ".");
+}
+
+// There is a name for each parameter, or for none.
+absl::Status CheckNames(const StateForm& form, const torch::optim::Optimizer& optimizer) {
+  size_t count = 0;
+  for (const auto& group : optimizer.param_groups()) count += group.params().size();
+  if (form.names.empty() || form.names.size() == count) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("the optimizer has ", count, " parameters, and ",
+                                                 form.names.size(), " have names"));
+}
 
 // Undefined where there is none.
-at::Tensor Encode(const Slot& slot) {
+at::Tensor Encode(const Slot& slot, bool copy) {
   struct {
+    bool copy;
     at::Tensor operator()(double* value) { return at::scalar_tensor(*value, at::kDouble); }
     at::Tensor operator()(bool* value) { return at::scalar_tensor(*value, at::kBool); }
     at::Tensor operator()(Betas* value) {
@@ -118,9 +135,10 @@ at::Tensor Encode(const Slot& slot) {
     }
     at::Tensor operator()(int64_t* value) { return at::scalar_tensor(*value, at::kLong); }
     at::Tensor operator()(at::Tensor* value) {
-      return value->defined() ? value->detach().clone() : at::Tensor();
+      if (!value->defined()) return at::Tensor();
+      return copy ? value->detach().clone() : value->detach();
     }
-  } encode;
+  } encode{copy};
   return std::visit(encode, slot.value);
 }
 
@@ -131,8 +149,8 @@ std::string ShapeOf(const at::Tensor& tensor) {
 // Gives a slot the value of a tensor; what is wrong with it, or "".
 class Decoder {
  public:
-  Decoder(absl::string_view name, const at::Tensor& tensor, const at::Tensor& parameter)
-      : name_(name), tensor_(tensor), parameter_(parameter) {}
+  Decoder(absl::string_view name, const at::Tensor& tensor, const at::Tensor& parameter, bool copy)
+      : name_(name), tensor_(tensor), parameter_(parameter), copy_(copy) {}
 
   std::string operator()(double* value) const {
     std::vector<double> numbers;
@@ -180,7 +198,7 @@ class Decoder {
     const bool may_be_sparse = name_ == kMomentum && tensor_.layout() == at::kSparse;
     if (tensor_.layout() != at::kStrided && !may_be_sparse) return "is not a dense tensor";
     *value = tensor_.detach().to(parameter_.device(), parameter_.scalar_type(),
-                                 /*non_blocking=*/false, /*copy=*/true);
+                                 /*non_blocking=*/false, copy_);
     return "";
   }
 
@@ -203,12 +221,13 @@ class Decoder {
   const absl::string_view name_;
   const at::Tensor& tensor_;
   const at::Tensor& parameter_;
+  const bool copy_;
 };
 
 // The tensors of a state by their names, and what is wrong with them.
 class Given {
  public:
-  explicit Given(const std::vector<StateTensor>& state) {
+  Given(const std::vector<StateTensor>& state, bool copy) : copy_(copy) {
     for (const StateTensor& each : state) {
       if (!each.tensor.defined()) {
         Complain(absl::StrCat("'", each.name, "' is no tensor"));
@@ -225,7 +244,8 @@ class Given {
     const std::string name = absl::StrCat(prefix, slot.name);
     const auto found = left_.find(name);
     if (found == left_.end()) return Complain(absl::StrCat("'", name, "' is missing"));
-    const std::string wrong = std::visit(Decoder(slot.name, *found->second, parameter), slot.value);
+    const std::string wrong =
+        std::visit(Decoder(slot.name, *found->second, parameter, copy_), slot.value);
     if (!wrong.empty()) Complain(absl::StrCat("'", name, "' ", wrong));
     left_.erase(found);
   }
@@ -247,14 +267,17 @@ class Given {
     if (++wrong_ <= kMost) complaints_.push_back(std::move(what));
   }
 
+  const bool copy_;
   std::map<std::string, const at::Tensor*> left_;
   std::vector<std::string> complaints_;
   size_t wrong_ = 0;
 };
 
-absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer) {
+absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer,
+                  const StateForm& form) {
   DG_ASSIGN_OR_RETURN(const Kind* const kind, KindOf(*optimizer));
-  Given given(state);
+  DG_RETURN_IF_ERROR(CheckNames(form, *optimizer));
+  Given given(state, form.copy);
   std::vector<std::unique_ptr<OptimizerOptions>> options;
   std::vector<std::pair<void*, std::unique_ptr<OptimizerParamState>>> states;
   size_t parameter = 0;
@@ -264,7 +287,7 @@ absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer
     for (const Slot& slot : kind->options(*options[i]))
       given.Fill(GroupPrefix(i), slot, at::Tensor());
     for (const at::Tensor& tensor : group.params()) {
-      const std::string prefix = StatePrefix(parameter++);
+      const std::string prefix = StatePrefix(form, parameter++);
       std::unique_ptr<OptimizerParamState> made = kind->new_state();
       const std::vector<Slot> slots = kind->state(*made);
       bool any = false;
@@ -289,14 +312,16 @@ absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer
 
 }  // namespace
 
-absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& optimizer) {
+absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& optimizer,
+                                                   const StateForm& form) {
   DG_ASSIGN_OR_RETURN(const Kind* const kind, KindOf(optimizer));
+  DG_RETURN_IF_ERROR(CheckNames(form, optimizer));
   std::vector<StateTensor> state;
   try {
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_grad;
     const auto add = [&](const std::string& prefix, const Slot& slot) {
-      at::Tensor tensor = Encode(slot);
+      at::Tensor tensor = Encode(slot, form.copy);
       if (tensor.defined()) state.push_back({absl::StrCat(prefix, slot.name), std::move(tensor)});
     };
     size_t parameter = 0;
@@ -304,7 +329,7 @@ absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& opti
       torch::optim::OptimizerParamGroup& group = optimizer.param_groups()[i];
       for (const Slot& slot : kind->options(group.options())) add(GroupPrefix(i), slot);
       for (const at::Tensor& tensor : group.params()) {
-        const std::string prefix = StatePrefix(parameter++);
+        const std::string prefix = StatePrefix(form, parameter++);
         const auto found = optimizer.state().find(tensor.unsafeGetTensorImpl());
         if (found == optimizer.state().end()) continue;
         for (const Slot& slot : kind->state(*found->second)) add(prefix, slot);
@@ -316,14 +341,20 @@ absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& opti
   return state;
 }
 
-absl::Status LoadState(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer) {
+absl::Status LoadState(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer,
+                       const StateForm& form) {
   try {
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_grad;
-    return Load(state, optimizer);
+    return Load(state, optimizer, form);
   } catch (...) {
     return StatusFromException(std::current_exception());
   }
+}
+
+absl::StatusOr<std::string> OptimizerName(const torch::optim::Optimizer& optimizer) {
+  DG_ASSIGN_OR_RETURN(const Kind* const kind, KindOf(optimizer));
+  return std::string(kind->name);
 }
 
 }  // namespace distgrad

@@ -33,14 +33,28 @@ struct StateTensor {
   at::Tensor tensor;
 };
 
-// Copies, on the devices of the parameters. kUnimplemented for an optimizer that is not known.
-absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& optimizer);
+struct StateForm {
+  // What parameters are called in the place of their numbers ("state.fc.weight.exp_avg"): one name
+  // for each, in the order in which they count. Empty for numbers.
+  std::vector<std::string> names;
+  // Whether tensors are copied; else the state and the optimizer have the same ones, where they are
+  // on the same device.
+  bool copy = true;
+};
 
-// Takes the place of all that the optimizer had, by copies on the devices of the parameters.
-// Numbers may be of any type that holds them (PyTorch's `step` is a float). kInvalidArgument, and
-// nothing is changed, says what is missing, what is unexpected, and what has another shape or dtype
-// or makes no sense.
-absl::Status LoadState(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer);
+// On the devices of the parameters. kUnimplemented for an optimizer that is not known.
+absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& optimizer,
+                                                   const StateForm& form = {});
+
+// Takes the place of all that the optimizer had, on the devices of the parameters. Numbers may be
+// of any type that holds them (PyTorch's `step` is a float). kInvalidArgument, and nothing is
+// changed, says what is missing, what is unexpected, and what has another shape or dtype or makes
+// no sense.
+absl::Status LoadState(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer,
+                       const StateForm& form = {});
+
+// What PyTorch calls the optimizer: "SGD", "Adam" or "AdamW". kUnimplemented as of ReadState().
+absl::StatusOr<std::string> OptimizerName(const torch::optim::Optimizer& optimizer);
 
 }  // namespace distgrad
 

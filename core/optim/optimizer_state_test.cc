@@ -214,6 +214,42 @@ TEST_P(OptimizerStateTest, WhatIsMissingUnexpectedOrOfAnotherShapeIsSaid) {
   ExpectRefused("; and 11 more");
 }
 
+TEST_P(OptimizerStateTest, ParametersMayHaveNames) {
+  const StateForm form = {{"fc.weight", "fc.bias", "unused"}, /*copy=*/false};
+  absl::StatusOr<std::vector<StateTensor>> named = ReadState(*optimizer_, form);
+  ASSERT_TRUE(named.ok()) << named.status();
+  ASSERT_EQ(named->size(), state_.size());
+  const std::string slot = GetParam().state.back();
+  EXPECT_EQ(named->back().name, "state.fc.bias." + slot);
+  EXPECT_EQ((*named)[0].name, "param_groups.0.lr");
+  for (size_t i = 0; i < state_.size(); ++i) {
+    EXPECT_TRUE((*named)[i].tensor.equal(state_[i].tensor)) << state_[i].name;
+  }
+  // Not a copy, either way.
+  std::vector<at::Tensor> parameters = NewParameters();
+  const Made other = GetParam().make_other(parameters);
+  ASSERT_TRUE(LoadState(*named, other.get(), form).ok());
+  const at::Tensor shared = named->back().tensor, before = shared.clone();
+  EXPECT_TRUE(StateOf(*other).back().tensor.equal(before));
+  Step(*other, parameters, 5);
+  EXPECT_FALSE(shared.equal(before));
+  EXPECT_TRUE(StateOf(*optimizer_).back().tensor.equal(shared));
+
+  named->back().tensor = at::ones({5}, at::kDouble);
+  const absl::Status refused = LoadState(*named, other.get(), form);
+  EXPECT_NE(refused.message().find("'state.fc.bias." + slot + "' has shape [5]"), std::string::npos)
+      << refused;
+  for (const absl::Status& status :
+       {LoadState({}, other.get(), {{"one"}}), ReadState(*other, {{"one"}}).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_NE(status.message().find("has 3 parameters, and 1 have names"), std::string::npos);
+  }
+  const std::string name = GetParam().name;
+  EXPECT_EQ(OptimizerName(*optimizer_).value(), name == "Sgd"       ? "SGD"
+                                                : name == "Amsgrad" ? "Adam"
+                                                                    : name);
+}
+
 INSTANTIATE_TEST_SUITE_P(
     All, OptimizerStateTest,
     testing::Values(Sgd(), AnyAdam<torch::optim::Adam, torch::optim::AdamOptions>("Adam", false),
@@ -274,6 +310,7 @@ TEST(OptimizersStateTest, OthersAreNotKnown) {
   torch::optim::Adagrad adagrad(std::vector<at::Tensor>{at::ones({1}).requires_grad_()});
   EXPECT_EQ(ReadState(adagrad).status().code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(LoadState({}, &adagrad).code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(OptimizerName(adagrad).status().code(), absl::StatusCode::kUnimplemented);
 }
 
 }  // namespace
