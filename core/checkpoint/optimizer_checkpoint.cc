@@ -1,0 +1,371 @@
+// Between the state of an optimizer as tensors with names (core/optim/optimizer_state.h) and a file
+// that has the parameters' state as tensors and the groups' options as JSON, each in the words of
+// PyTorch's state_dict().
+#include "core/checkpoint/optimizer_checkpoint.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <iterator>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "core/base/status.h"
+#include "core/optim/optimizer_state.h"
+#include "core/tensor/exception.h"
+#include "nlohmann/json.hpp"
+
+namespace distgrad {
+namespace {
+
+using Json = nlohmann::json;
+using Strings = std::vector<std::string>;
+using torch::optim::Optimizer;
+
+constexpr char kOptimizer[] = "optimizer";
+constexpr char kParamGroups[] = "param_groups";
+constexpr char kParamNames[] = "param_names";
+constexpr absl::string_view kState = "state.";
+
+// What stands in groups of PyTorch's that libtorch has no option for, and does not change what is
+// computed: which kernels run, and what a schedule of the learning rate began with.
+constexpr absl::string_view kIgnored[] = {"params",         "foreach", "capturable",
+                                          "differentiable", "fused",   "initial_lr"};
+
+// Whether it may be what PyTorch calls a part of a state: then errors may have it as it is.
+bool IsWord(absl::string_view text) {
+  return text.size() <= 100 && std::all_of(text.begin(), text.end(), [](char c) {
+           return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_';
+         });
+}
+
+std::string Listed(const std::vector<std::string>& names) {
+  constexpr size_t kMost = 10;
+  std::vector<std::string> quoted;
+  for (const std::string& name : names) {
+    if (quoted.size() < kMost) quoted.push_back(QuoteName(name));
+  }
+  return absl::StrCat(
+      absl::StrJoin(quoted, ", "),
+      names.size() > kMost ? absl::StrCat(" and ", names.size() - kMost, " more") : "");
+}
+
+// The names of an optimizer's parameters. A parameter that has several, as tied weights do, goes by
+// the first of them.
+class Names {
+ public:
+  explicit Names(const TensorMap& parameters) {
+    for (const auto& [name, tensor] : parameters) {
+      if (!tensor.defined()) continue;
+      canonical_[name] = names_.emplace(tensor.unsafeGetTensorImpl(), name).first->second;
+    }
+  }
+
+  // By groups. kInvalidArgument if one has none, or is there twice.
+  absl::StatusOr<std::vector<Strings>> Of(const Optimizer& optimizer) const {
+    std::vector<Strings> groups;
+    std::set<std::string> seen;
+    for (const auto& group : optimizer.param_groups()) {
+      groups.emplace_back();
+      for (const at::Tensor& parameter : group.params()) {
+        const auto found = names_.find(parameter.unsafeGetTensorImpl());
+        if (found == names_.end()) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "parameter ", seen.size(), " of the optimizer, of shape [",
+              absl::StrJoin(parameter.sizes(), ", "), "], is none of those that have a name"));
+        }
+        if (!seen.insert(found->second).second) {
+          return absl::InvalidArgumentError(
+              absl::StrCat("the optimizer has ", QuoteName(found->second), " twice"));
+        }
+        groups.back().push_back(found->second);
+      }
+    }
+    return groups;
+  }
+
+  // The one that a parameter goes by. Names of none stay as they are.
+  std::string Canonical(const std::string& name) const {
+    const auto found = canonical_.find(name);
+    return found == canonical_.end() ? name : found->second;
+  }
+
+ private:
+  std::map<const c10::TensorImpl*, std::string> names_;
+  std::map<std::string, std::string> canonical_;
+};
+
+StateForm FormOf(const std::vector<Strings>& groups) {
+  StateForm form{{}, /*copy=*/false};
+  for (const Strings& names : groups)
+    form.names.insert(form.names.end(), names.begin(), names.end());
+  return form;
+}
+
+// An option as JSON, as Python writes it; undefined numbers are none.
+absl::StatusOr<Json> OptionToJson(const StateTensor& option) {
+  const at::Tensor flat = option.tensor.reshape({-1});
+  if (flat.scalar_type() == at::kBool) return Json(flat[0].item<bool>());
+  std::vector<double> numbers;
+  for (int64_t i = 0; i < flat.numel(); ++i) {
+    numbers.push_back(flat[i].item<double>());
+    if (!std::isfinite(numbers.back())) {
+      return absl::InvalidArgumentError(absl::StrCat(option.name, " is ", numbers.back()));
+    }
+  }
+  return option.tensor.dim() == 0 ? Json(numbers[0]) : Json(numbers);
+}
+
+// Back. Undefined if that is no option.
+at::Tensor OptionFromJson(const Json& value) {
+  if (value.is_boolean()) return at::scalar_tensor(value.get<bool>(), at::kBool);
+  if (value.is_number()) return at::scalar_tensor(value.get<double>(), at::kDouble);
+  if (!value.is_array()) return at::Tensor();
+  std::vector<double> numbers;
+  for (const Json& each : value) {
+    if (!each.is_number()) return at::Tensor();
+    numbers.push_back(each.get<double>());
+  }
+  return at::tensor(numbers, at::kDouble);
+}
+
+// What a file has of an optimizer.
+struct Content {
+  TensorMap tensors;
+  std::map<std::string, std::string> metadata;
+};
+
+absl::StatusOr<Content> ContentOf(Optimizer& optimizer, const TensorMap& parameters) {
+  DG_ASSIGN_OR_RETURN(const std::string name, OptimizerName(optimizer));
+  DG_ASSIGN_OR_RETURN(const std::vector<Strings> groups, Names(parameters).Of(optimizer));
+  DG_ASSIGN_OR_RETURN(std::vector<StateTensor> state, ReadState(optimizer, FormOf(groups)));
+  Json options = Json::array();
+  size_t number = 0;
+  for (const Strings& names : groups) {
+    Json params = Json::array();
+    for (size_t i = 0; i < names.size(); ++i) params.push_back(number++);
+    Json group = Json::object();
+    group["params"] = std::move(params);
+    group[kParamNames] = names;
+    options.push_back(std::move(group));
+  }
+  Content content;
+  for (StateTensor& each : state) {
+    absl::string_view rest = each.name;
+    if (absl::ConsumePrefix(&rest, "param_groups.")) {
+      const size_t dot = rest.find('.');
+      const size_t group = std::stoul(std::string(rest.substr(0, dot)));
+      DG_ASSIGN_OR_RETURN(options[group][std::string(rest.substr(dot + 1))], OptionToJson(each));
+      continue;
+    }
+    // PyTorch counts steps in float32, which has all integers up to here.
+    constexpr int64_t kMostOfFloat = 1 << 24;
+    if (absl::EndsWith(each.name, ".step") && each.tensor.item<int64_t>() <= kMostOfFloat) {
+      each.tensor = each.tensor.to(at::kFloat);
+    }
+    content.tensors[each.name] = std::move(each.tensor);
+  }
+  content.metadata = {{"format", "pt"}, {kOptimizer, name}};
+  try {
+    content.metadata[kParamGroups] = options.dump();
+  } catch (const Json::exception&) {
+    return absl::InvalidArgumentError("the name of a parameter is not UTF-8");
+  }
+  return content;
+}
+
+// A group in a file.
+struct FileGroup {
+  Strings names;  // as the parameters here go by, sorted
+  Json options;
+};
+
+absl::StatusOr<std::vector<FileGroup>> ParseGroups(const std::string& text, const Names& names) {
+  // A list of objects of lists, and nothing deeper: what is deep takes much more memory than text.
+  bool too_deep = false;
+  const Json json = Json::parse(
+      text,
+      [&](int depth, Json::parse_event_t event, Json&) {
+        const bool begins =
+            event == Json::parse_event_t::array_start || event == Json::parse_event_t::object_start;
+        too_deep |= begins && depth > 2;
+        return !too_deep;
+      },
+      /*allow_exceptions=*/false);
+  if (too_deep || !json.is_array()) {
+    return absl::InvalidArgumentError("its metadata's param_groups are no list of groups in JSON");
+  }
+  std::vector<FileGroup> groups;
+  std::set<std::string> seen;
+  for (const Json& group : json) {
+    const std::string where = absl::StrCat("its param_groups[", groups.size(), "] ");
+    const auto listed = group.find(kParamNames);
+    if (listed == group.end() || !listed->is_array()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          where, "has no param_names: docs/checkpoints.md says how Python writes them"));
+    }
+    groups.push_back({{}, group});
+    for (const Json& name : *listed) {
+      if (!name.is_string()) {
+        return absl::InvalidArgumentError(absl::StrCat(where, "has a name that is no string"));
+      }
+      groups.back().names.push_back(names.Canonical(name.get<std::string>()));
+      if (!seen.insert(groups.back().names.back()).second) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(where, "has ", QuoteName(groups.back().names.back()), " again"));
+      }
+    }
+    groups.back().options.erase(kParamNames);
+    std::sort(groups.back().names.begin(), groups.back().names.end());
+  }
+  return groups;
+}
+
+// The file's group of each of ours: the one with the same parameters.
+absl::StatusOr<std::vector<const FileGroup*>> MatchGroups(const std::vector<FileGroup>& theirs,
+                                                          const std::vector<Strings>& ours) {
+  std::set<std::string> here, there;
+  std::multimap<Strings, const FileGroup*> by_names;
+  for (const FileGroup& group : theirs) {
+    there.insert(group.names.begin(), group.names.end());
+    by_names.emplace(group.names, &group);
+  }
+  for (const Strings& names : ours) here.insert(names.begin(), names.end());
+  Strings missing, unexpected;
+  std::set_difference(here.begin(), here.end(), there.begin(), there.end(),
+                      std::back_inserter(missing));
+  std::set_difference(there.begin(), there.end(), here.begin(), here.end(),
+                      std::back_inserter(unexpected));
+  if (!missing.empty() || !unexpected.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "it has other parameters than the optimizer:",
+        missing.empty() ? "" : absl::StrCat(" missing are ", Listed(missing)),
+        missing.empty() || unexpected.empty() ? "" : ";",
+        unexpected.empty() ? "" : absl::StrCat(" unexpected are ", Listed(unexpected))));
+  }
+  std::vector<const FileGroup*> matched;
+  for (Strings names : ours) {
+    std::sort(names.begin(), names.end());
+    const auto found = by_names.find(names);
+    if (found == by_names.end()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("none of its groups has the parameters of the optimizer's group ",
+                       matched.size(), ", which are ", Listed(names)));
+    }
+    matched.push_back(found->second);
+    by_names.erase(found);
+  }
+  // All parameters are matched: what is left has none.
+  if (!by_names.empty()) {
+    return absl::InvalidArgumentError("it has a group without parameters that the optimizer lacks");
+  }
+  return matched;
+}
+
+// Appends the options of a group, as those of our group number `number`.
+absl::Status AppendOptions(const Json& options, size_t number, const std::string& optimizer,
+                           std::vector<StateTensor>* state) {
+  const std::string where = absl::StrCat("its param_groups.", number, ".");
+  for (const auto& [key, value] : options.items()) {
+    if (std::count(std::begin(kIgnored), std::end(kIgnored), key) > 0) continue;
+    if (key == "maximize" && (value == false || value.is_null())) continue;
+    if (key == "maximize") {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, "maximize is not false, and libtorch only minimizes"));
+    }
+    if (key == "decoupled_weight_decay") {  // which makes Python's Adam to AdamW
+      if (value == (optimizer == "AdamW")) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          where, "decoupled_weight_decay is not that of ", optimizer, " (true is AdamW's)"));
+    }
+    const at::Tensor tensor = IsWord(key) ? OptionFromJson(value) : at::Tensor();
+    if (!tensor.defined()) {
+      return absl::InvalidArgumentError(absl::StrCat(where, QuoteName(key), " is no option"));
+    }
+    state->push_back({absl::StrCat("param_groups.", number, ".", key), tensor});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Optimizer* optimizer) {
+  DG_ASSIGN_OR_RETURN(const std::string name, OptimizerName(*optimizer));
+  const Names names(parameters);
+  DG_ASSIGN_OR_RETURN(const std::vector<Strings> ours, names.Of(*optimizer));
+  const auto& metadata = file.header().metadata;
+  const auto kind = metadata.find(kOptimizer), groups = metadata.find(kParamGroups);
+  if (kind == metadata.end() || groups == metadata.end()) {
+    return absl::InvalidArgumentError(
+        "it is not the state of an optimizer: its metadata lack \"optimizer\" or \"param_groups\"");
+  }
+  if (kind->second != name) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("it is of the optimizer ", QuoteName(kind->second), ", and this is ", name));
+  }
+  DG_ASSIGN_OR_RETURN(const std::vector<FileGroup> theirs, ParseGroups(groups->second, names));
+  DG_ASSIGN_OR_RETURN(const std::vector<const FileGroup*> matched, MatchGroups(theirs, ours));
+  std::vector<StateTensor> state;
+  for (size_t i = 0; i < matched.size(); ++i) {
+    DG_RETURN_IF_ERROR(AppendOptions(matched[i]->options, i, name, &state));
+  }
+  const StateForm form = FormOf(ours);
+  const std::set<absl::string_view> known(form.names.begin(), form.names.end());
+  for (const auto& [key, info] : file.header().tensors) {
+    absl::string_view rest = key;
+    const bool is_state = absl::ConsumePrefix(&rest, kState);
+    const size_t dot = rest.rfind('.');
+    const std::string parameter = names.Canonical(std::string(rest.substr(0, dot)));
+    if (!is_state || dot == absl::string_view::npos || !IsWord(rest.substr(dot + 1)) ||
+        known.count(parameter) == 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "it has a tensor ", QuoteName(key), ", which is no state of the optimizer's parameters"));
+    }
+    DG_ASSIGN_OR_RETURN(at::Tensor tensor, file.Read(key));
+    state.push_back({absl::StrCat(kState, parameter, rest.substr(dot)), std::move(tensor)});
+  }
+  return LoadState(state, optimizer, form);
+}
+
+}  // namespace
+
+absl::Status SaveOptimizer(Optimizer& optimizer, const TensorMap& parameters,
+                           const std::string& path) {
+  absl::StatusOr<Content> content;
+  try {
+    content = ContentOf(optimizer, parameters);
+  } catch (...) {
+    content = StatusFromException(std::current_exception());
+  }
+  if (!content.ok()) {
+    return Annotate(content.status(), absl::StrCat("saving an optimizer to ", path));
+  }
+  return SaveSafetensors(content->tensors, path, content->metadata);
+}
+
+absl::Status LoadOptimizer(const std::string& path, const TensorMap& parameters,
+                           Optimizer* optimizer) {
+  DG_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::Open(path));
+  absl::Status loaded;
+  try {
+    loaded = Load(file, parameters, optimizer);
+  } catch (...) {
+    loaded = StatusFromException(std::current_exception());
+  }
+  return Annotate(loaded, absl::StrCat("loading an optimizer from ", path));
+}
+
+}  // namespace distgrad
