@@ -110,8 +110,8 @@ class Names {
   std::map<std::string, std::string> canonical_;
 };
 
-StateForm FormOf(const std::vector<Strings>& groups) {
-  StateForm form{{}, /*copy=*/false};
+StateForm FormOf(const std::vector<Strings>& groups, bool copy) {
+  StateForm form{{}, copy};
   for (const Strings& names : groups)
     form.names.insert(form.names.end(), names.begin(), names.end());
   return form;
@@ -144,16 +144,11 @@ at::Tensor OptionFromJson(const Json& value) {
   return at::tensor(numbers, at::kDouble);
 }
 
-// What a file has of an optimizer.
-struct Content {
-  TensorMap tensors;
-  std::map<std::string, std::string> metadata;
-};
-
-absl::StatusOr<Content> ContentOf(Optimizer& optimizer, const TensorMap& parameters) {
+absl::StatusOr<OptimizerSnapshot> Snapshot(Optimizer& optimizer, const TensorMap& parameters,
+                                           bool copy) {
   DG_ASSIGN_OR_RETURN(const std::string name, OptimizerName(optimizer));
   DG_ASSIGN_OR_RETURN(const std::vector<Strings> groups, Names(parameters).Of(optimizer));
-  DG_ASSIGN_OR_RETURN(std::vector<StateTensor> state, ReadState(optimizer, FormOf(groups)));
+  DG_ASSIGN_OR_RETURN(std::vector<StateTensor> state, ReadState(optimizer, FormOf(groups, copy)));
   Json options = Json::array();
   size_t number = 0;
   for (const Strings& names : groups) {
@@ -164,7 +159,7 @@ absl::StatusOr<Content> ContentOf(Optimizer& optimizer, const TensorMap& paramet
     group[kParamNames] = names;
     options.push_back(std::move(group));
   }
-  Content content;
+  OptimizerSnapshot snapshot;
   for (StateTensor& each : state) {
     absl::string_view rest = each.name;
     if (absl::ConsumePrefix(&rest, "param_groups.")) {
@@ -178,15 +173,24 @@ absl::StatusOr<Content> ContentOf(Optimizer& optimizer, const TensorMap& paramet
     if (absl::EndsWith(each.name, ".step") && each.tensor.item<int64_t>() <= kMostOfFloat) {
       each.tensor = each.tensor.to(at::kFloat);
     }
-    content.tensors[each.name] = std::move(each.tensor);
+    snapshot.tensors[each.name] = std::move(each.tensor);
   }
-  content.metadata = {{"format", "pt"}, {kOptimizer, name}};
+  snapshot.metadata = {{"format", "pt"}, {kOptimizer, name}};
   try {
-    content.metadata[kParamGroups] = options.dump();
+    snapshot.metadata[kParamGroups] = options.dump();
   } catch (const Json::exception&) {
     return absl::InvalidArgumentError("the name of a parameter is not UTF-8");
   }
-  return content;
+  return snapshot;
+}
+
+absl::StatusOr<OptimizerSnapshot> TrySnapshot(Optimizer& optimizer, const TensorMap& parameters,
+                                              bool copy) {
+  try {
+    return Snapshot(optimizer, parameters, copy);
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
 }
 
 // A group in a file.
@@ -322,7 +326,7 @@ absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Opti
   for (size_t i = 0; i < matched.size(); ++i) {
     DG_RETURN_IF_ERROR(AppendOptions(matched[i]->options, i, name, &state));
   }
-  const StateForm form = FormOf(ours);
+  const StateForm form = FormOf(ours, /*copy=*/false);  // what was read is nobody else's
   const std::set<absl::string_view> known(form.names.begin(), form.names.end());
   for (const auto& [key, info] : file.header().tensors) {
     absl::string_view rest = key;
@@ -344,16 +348,14 @@ absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Opti
 
 absl::Status SaveOptimizer(Optimizer& optimizer, const TensorMap& parameters,
                            const std::string& path) {
-  absl::StatusOr<Content> content;
-  try {
-    content = ContentOf(optimizer, parameters);
-  } catch (...) {
-    content = StatusFromException(std::current_exception());
-  }
-  if (!content.ok()) {
-    return Annotate(content.status(), absl::StrCat("saving an optimizer to ", path));
-  }
-  return SaveSafetensors(content->tensors, path, content->metadata);
+  const absl::StatusOr<OptimizerSnapshot> view = TrySnapshot(optimizer, parameters, /*copy=*/false);
+  if (!view.ok()) return Annotate(view.status(), absl::StrCat("saving an optimizer to ", path));
+  return SaveSafetensors(view->tensors, path, view->metadata);
+}
+
+absl::StatusOr<OptimizerSnapshot> SnapshotOptimizer(Optimizer& optimizer,
+                                                    const TensorMap& parameters) {
+  return TrySnapshot(optimizer, parameters, /*copy=*/true);
 }
 
 absl::Status LoadOptimizer(const std::string& path, const TensorMap& parameters,

@@ -8,9 +8,11 @@
 #ifndef DISTGRAD_CORE_CHECKPOINT_OPTIMIZER_CHECKPOINT_H_
 #define DISTGRAD_CORE_CHECKPOINT_OPTIMIZER_CHECKPOINT_H_
 
+#include <map>
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "core/checkpoint/safetensors.h"
 
 namespace torch::optim {
@@ -25,6 +27,15 @@ namespace distgrad {
 // optimizer must not run meanwhile.
 absl::Status SaveOptimizer(torch::optim::Optimizer& optimizer, const TensorMap& parameters,
                            const std::string& path);
+
+// What SaveOptimizer() gives to SaveSafetensors(), with copies of the tensors, so that the
+// optimizer may run while they are written. Errors as of SaveOptimizer().
+struct OptimizerSnapshot {
+  TensorMap tensors;
+  std::map<std::string, std::string> metadata;
+};
+absl::StatusOr<OptimizerSnapshot> SnapshotOptimizer(torch::optim::Optimizer& optimizer,
+                                                    const TensorMap& parameters);
 
 // Takes the place of all that the optimizer had. The file has to be of the same optimizer, with the
 // same parameters in each group; their order does not matter. kInvalidArgument, and nothing is

@@ -107,6 +107,17 @@ TEST_F(OptimizerCheckpointTest, AFileHasTheWordsOfStateDict) {
                             "\"weight_decay\":0.0}]"}}));
 }
 
+TEST_F(OptimizerCheckpointTest, ASnapshotStaysAsItWasTaken) {
+  const absl::StatusOr<OptimizerSnapshot> snapshot = SnapshotOptimizer(*adam_, parameters_);
+  ASSERT_TRUE(snapshot.ok()) << snapshot.status();
+  adam_->step();
+  EXPECT_EQ(snapshot->metadata, good_metadata_);
+  ASSERT_EQ(snapshot->tensors.size(), tensors_.size());
+  for (const auto& [name, tensor] : tensors_) {
+    EXPECT_TRUE(snapshot->tensors.at(name).equal(tensor)) << name;
+  }
+}
+
 TEST_F(OptimizerCheckpointTest, ManyStepsAreCountedExactly) {
   for (const int64_t steps : {int64_t{1} << 24, (int64_t{1} << 24) + 1}) {
     for (auto& [key, state] : adam_->state()) {

@@ -137,6 +137,12 @@ absl::Status LocalOptimizer::LoadState(const std::vector<StateTensor>& state) {
   return distgrad::LoadState(state, optimizer_.get());
 }
 
+absl::Status LocalOptimizer::Use(absl::FunctionRef<absl::Status(torch::optim::Optimizer&)> use) {
+  absl::MutexLock lock(&mu_);
+  if (optimizer_ == nullptr) return Removed();
+  return use(*optimizer_);
+}
+
 bool LocalOptimizer::Remove() {
   std::unique_ptr<torch::optim::Optimizer> removed;  // ends outside the lock
   absl::MutexLock lock(&mu_);

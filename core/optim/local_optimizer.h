@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
@@ -47,6 +48,9 @@ class LocalOptimizer {
   // The state of the optimizer, and its replacement: see optimizer_state.h.
   absl::StatusOr<std::vector<StateTensor>> State();
   absl::Status LoadState(const std::vector<StateTensor>& state);
+
+  // Calls `use` between two steps, and returns what that returns. Steps wait meanwhile.
+  absl::Status Use(absl::FunctionRef<absl::Status(torch::optim::Optimizer&)> use);
 
   // Lets go of the optimizer and its parameters, once a step that runs is over. From then on
   // everything else is kNotFound. False if that has been done before.

@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
+#include "core/checkpoint/optimizer_checkpoint.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -103,6 +104,21 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
   }
   DG_RETURN_IF_ERROR(status);
   return replies;
+}
+
+absl::Status Optimizer::Save(const TensorMap& parameters, const std::string& path) const {
+  absl::StatusOr<OptimizerSnapshot> snapshot = absl::UnknownError("no snapshot");
+  DG_RETURN_IF_ERROR(local_->Use([&](torch::optim::Optimizer& optimizer) {
+    snapshot = SnapshotOptimizer(optimizer, parameters);
+    return Annotate(snapshot.status(), absl::StrCat("saving an optimizer to ", path));
+  }));
+  return SaveSafetensors(snapshot->tensors, path, snapshot->metadata);
+}
+
+absl::Status Optimizer::Load(const std::string& path, const TensorMap& parameters) {
+  return local_->Use([&](torch::optim::Optimizer& optimizer) {
+    return LoadOptimizer(path, parameters, &optimizer);
+  });
 }
 
 void Optimizer::Remove() {

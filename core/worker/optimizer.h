@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/checkpoint/safetensors.h"
 #include "core/optim/local_optimizer.h"
 #include "core/worker/worker.h"
 
@@ -52,6 +53,13 @@ class Optimizer {
   // of another shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
   absl::StatusOr<std::vector<StateTensor>> State() const { return local_->State(); }
   absl::Status LoadState(const std::vector<StateTensor>& state) { return local_->LoadState(state); }
+
+  // Saves this worker's part to a file, by the names of its parameters, and loads it from one:
+  // SaveOptimizer() and LoadOptimizer() of core/checkpoint/optimizer_checkpoint.h say what has to
+  // fit, and with what error it does not. A step waits for copies in memory while it is saved, and
+  // for all of it while it is loaded. kNotFound once the part is removed.
+  absl::Status Save(const TensorMap& parameters, const std::string& path) const;
+  absl::Status Load(const std::string& path, const TensorMap& parameters);
 
   // Takes this worker's part off: when this has returned no step touches its parameters, and the
   // worker may have another one of that name. Waits for a step that runs. Steps then fail with

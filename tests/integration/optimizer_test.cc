@@ -122,6 +122,69 @@ TEST_P(OptimizerTest, FiftyStepsEqualThoseOfOneProcess) {
   }
 }
 
+// Each worker saves its part, and a job that begins with other numbers goes on from the files.
+TEST_P(OptimizerTest, GoesOnFromFiles) {
+  const auto names = [](const Tensors& p) {
+    return TensorMap{{"weight", p[0]}, {"bias", p[1]}, {"scale", p[2]}};
+  };
+  const auto path = [](int w) {
+    return testing::TempDir() + "/" + GetParam().name + std::to_string(w) + ".safetensors";
+  };
+  const auto train = [](Team& team, const std::vector<Tensors>& mine, Optimizer& optimizer,
+                        int begin, int end) {
+    for (int step = begin; step < end; ++step) {
+      Context context = team[0].NewContext();
+      at::Tensor x = Input(step);
+      for (int w = 0; w < kWorkers; ++w) {
+        x = team.Run(
+            0, w, context,
+            [&, w](Tensors in, Request&) { return Tensors{Layer(mine[w], in[0], step, w)}; },
+            {x})[0];
+      }
+      const absl::Status done = context.Backward({x.square().mean()});
+      ASSERT_TRUE(done.ok()) << done;
+      const absl::Status stepped = optimizer.Step(context);
+      ASSERT_TRUE(stepped.ok()) << stepped;
+    }
+  };
+  const std::vector<Tensors> mine = MakeParameters();
+  std::vector<Tensors> copies;
+  {
+    Team team(kWorkers);
+    std::vector<std::unique_ptr<Optimizer>> optimizers;
+    for (int w = 0; w < kWorkers; ++w)
+      optimizers.push_back(NewOptimizer(team[w], GetParam().make(mine[w])));
+    train(team, mine, *optimizers[0], 0, 4);
+    for (int w = 0; w < kWorkers; ++w) {
+      const absl::Status saved = optimizers[w]->Save(names(mine[w]), path(w));
+      ASSERT_TRUE(saved.ok()) << saved;
+      copies.emplace_back();
+      for (const at::Tensor& p : mine[w])
+        copies[w].push_back(p.detach().clone().set_requires_grad(true));
+    }
+    train(team, mine, *optimizers[1], 4, 8);
+    optimizers[2]->Remove();
+    EXPECT_EQ(optimizers[2]->Save(names(mine[2]), path(2)).code(), absl::StatusCode::kNotFound);
+    EXPECT_EQ(optimizers[2]->Load(path(2), names(mine[2])).code(), absl::StatusCode::kNotFound);
+  }
+  Team team(kWorkers);
+  std::vector<std::unique_ptr<Optimizer>> optimizers;
+  for (int w = 0; w < kWorkers; ++w) {
+    const Tensors& p = copies[w];
+    optimizers.push_back(NewOptimizer(team[w], GetParam().make({p[2], p[0], p[1]})));
+    EXPECT_EQ(optimizers[w]->Load(path(w), {{"weight", p[0]}}).code(),
+              absl::StatusCode::kInvalidArgument);
+    const absl::Status loaded = optimizers[w]->Load(path(w), names(p));
+    ASSERT_TRUE(loaded.ok()) << loaded;
+  }
+  train(team, copies, *optimizers[2], 4, 8);
+  for (int w = 0; w < kWorkers; ++w) {
+    for (size_t i = 0; i < mine[w].size(); ++i) {
+      EXPECT_TRUE(copies[w][i].equal(mine[w][i])) << "worker " << w << ", parameter " << i;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, OptimizerTest,
                          ::testing::Values(Case{"sgd", MakeSgd, 0}, Case{"adam", MakeAdam, 0},
                                            Case{"adamw", MakeAdamW, 0},
