@@ -10,7 +10,7 @@
 
 #include <sys/types.h>
 
-#include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,8 +24,13 @@ class ChildProcess {
   ChildProcess& operator=(const ChildProcess&) = delete;
   ~ChildProcess();
 
+  // A line for its standard input. It may have ended.
+  void WriteLine(const std::string& line);
+
   // The next line of its standard output, without the newline; "" at the end.
   std::string ReadLine();
+  // The same, but does not wait: nullopt if no whole line is there yet.
+  std::optional<std::string> TryReadLine();
 
   void Signal(int signal);
 
@@ -36,8 +41,16 @@ class ChildProcess {
   int Wait();
 
  private:
+  // Reads what there is; waits for it if `wait`. False at the end, and if there is nothing yet.
+  bool ReadMore(bool wait);
+  // The first line of read_, or all of it at the end.
+  std::string TakeLine();
+
   pid_t pid_ = -1;  // -1 once it was waited for
-  FILE* output_ = nullptr;
+  int input_ = -1;
+  int output_ = -1;
+  std::string read_;  // of its output, and not yet taken
+  bool is_over_ = false;
 };
 
 }  // namespace distgrad

@@ -1,0 +1,45 @@
+// A job of four processes under a mixed load for as long as one likes, while workers are killed,
+// stopped and started again, leave and come again; and what the system says of those that last.
+//
+//   std::vector<std::string> wrong = RunSoak({.duration = absl::Minutes(10), .seed = 7});
+//
+// What it is looked at: every result (load.h), every deadline, and what is left at the end; and, in
+// runs of at least kShortestToJudge, whether memory, descriptors, threads or latencies grow. The
+// program that calls it runs RunSoakWorker() when its first argument is kSoakWorker.
+#ifndef DISTGRAD_TESTS_SOAK_SOAK_H_
+#define DISTGRAD_TESTS_SOAK_SOAK_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace distgrad {
+
+constexpr char kSoakWorker[] = "--worker";
+
+// In a shorter run the first allocations, which come once, look like growth.
+constexpr absl::Duration kShortestToJudge = absl::Minutes(5);
+
+// By which something may grow in an hour before a run fails. Each process serves and makes some 500
+// calls a second, so this is about ten bytes for each call, ...
+constexpr double kMegabytesPerHour = 20;
+// ... and one for each thirty times that a worker was killed, stopped or came again.
+constexpr double kDescriptorsPerHour = 12;
+constexpr double kThreadsPerHour = 12;
+// By which the 99th percentile of small calls may grow in the whole run, as a multiple of that of
+// a byte between two threads, which grows with what else the machine does.
+constexpr double kLatencyGrowth = 2;
+
+struct SoakOptions {
+  absl::Duration duration = absl::Minutes(10);
+  uint64_t seed = 1;
+};
+
+// Prints tables of what was done, and what of it grows. Returns what went wrong.
+std::vector<std::string> RunSoak(const SoakOptions& options);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_TESTS_SOAK_SOAK_H_
