@@ -296,6 +296,42 @@ TEST_F(HostsTest, AllHearThatTheMachineWithTheStoreIsGone) {
   ExpectDone(*members_[1], "call worker0 4096");
 }
 
+TEST_F(HostsTest, WhoIsKilledIsMissedThoughNobodyCallsIt) {
+  Start();
+  members_[0]->Say("serve");
+  members_[1]->Signal(SIGKILL);
+  const absl::Time killed = absl::Now();
+  const std::string answer = Answer(*members_[0]);
+  EXPECT_TRUE(absl::StrContains(answer,
+                                "UNAVAILABLE: waiting for all workers to shut down: "
+                                "'worker1' (1) is lost: "))
+      << answer;
+  std::printf("  %s after the kill\n", absl::FormatDuration(absl::Now() - killed).c_str());
+  // The callback may have heard of it before, or hears of it now.
+  if (!absl::StrContains(members_[0]->output(), "* lost worker1")) {
+    members_[0]->AwaitLine("* lost worker1");
+  }
+}
+
+TEST_F(HostsTest, WhoNeedsAStoreThatHasEndedIsToldSo) {
+  constexpr int kHosts = 3;
+  Build({.count = kHosts});
+  ASSERT_NE(hosts_, nullptr);
+  for (int rank = 0; rank < kHosts; ++rank) members_.push_back(Member(rank, Place(rank, kHosts)));
+  for (const auto& member : members_) ExpectJoined(*member);
+  ExpectDone(*members_[1], "call worker2 4096");
+  members_[0]->Signal(SIGKILL);
+  EXPECT_EQ(members_[0]->Wait(), -SIGKILL);
+  const absl::Time killed = absl::Now();
+  const std::string answer = Do(*members_[1], "barrier");
+  EXPECT_TRUE(absl::StrContains(answer, "UNAVAILABLE")) << answer;
+  EXPECT_TRUE(absl::StrContains(answer, absl::StrCat("lost the store at ", Hosts::Ipv4(0))))
+      << answer;
+  std::printf("  %s after the kill\n", absl::FormatDuration(absl::Now() - killed).c_str());
+  // Those who are connected go on.
+  ExpectDone(*members_[1], "call worker2 4096");
+}
+
 TEST_F(HostsTest, WhoIsKilledComesBack) {
   Start();
   const int kills = is_long ? 100 : 4;
@@ -383,6 +419,10 @@ TEST_F(HostsTest, WhoCallsAWorkerWithoutDescriptorsIsToldSo) {
     absl::SleepFor(absl::Seconds(1));  // how often an operator would try
   }
   std::printf("  %s\n", members_[1]->AwaitLine("Too many open files").c_str());
+  // Its own calls fail with what to do.
+  const std::string own = Do(*members_[1], "call worker0 4096");
+  EXPECT_TRUE(absl::StartsWith(own, "= RESOURCE_EXHAUSTED")) << own;
+  EXPECT_TRUE(absl::StrContains(own, "raise the limit (`ulimit -n`; docs/operating.md)")) << own;
   EXPECT_FALSE(absl::StrContains(members_[0]->output(), "* lost")) << members_[0]->output();
 }
 
@@ -423,6 +463,54 @@ TEST_F(HostsTest, WhoListensOnLoopbackAloneIsToldSo) {
   EXPECT_TRUE(absl::StrContains(answer, "DISTGRAD_HOST")) << answer;
   // They are not asked to leave: worker 0 takes worker 1 for lost, and whether that one denies it
   // before worker 0 gives up depends on who comes first.
+}
+
+TEST_F(HostsTest, WhoDoesNotComeIsNamed) {
+  const auto waits = Member(0, Place(0), {"--join_timeout=3"});
+  const std::string named = Answer(*waits);
+  EXPECT_TRUE(absl::StartsWith(named, "= DEADLINE_EXCEEDED")) << named;
+  EXPECT_TRUE(absl::StrContains(named, "worker 1 of 2 did not join within")) << named;
+  EXPECT_EQ(waits->Wait(), 1);
+  // Now nobody listens there.
+  const auto asks = Member(1, Place(1), {"--join_timeout=3"});
+  const std::string answer = Answer(*asks);
+  EXPECT_TRUE(absl::StartsWith(answer, "= DEADLINE_EXCEEDED")) << answer;
+  EXPECT_TRUE(
+      absl::StrContains(answer, absl::StrCat("no store answered at ", Hosts::Ipv4(0),
+                                             ":29500 in time: connect: Connection refused")))
+      << answer;
+  EXPECT_EQ(asks->Wait(), 1);
+  // As where a firewall drops what comes: nobody has that address, and nobody says so.
+  const std::string silent = "10.77.0.50";
+  const auto knocks = hosts_->Start(
+      1,
+      {"bash", "-c",
+       absl::StrCat("ip neigh add ", silent, " lladdr 02:00:00:00:00:99 dev eth0 nud permanent && ",
+                    "exec ", kMember, " --join_timeout=3")},
+      Place(1, 2, silent));
+  const std::string silence = Answer(*knocks);
+  EXPECT_TRUE(absl::StrContains(
+      silence, absl::StrCat("no store answered at ", silent, ":29500 in time: no answer")))
+      << silence;
+  EXPECT_EQ(knocks->Wait(), 1);
+}
+
+TEST_F(HostsTest, AWrongKeyAtAFileStoreIsNamedOnBothSides) {
+  // By a file alone nobody knows where the others are.
+  const std::string url = absl::StrCat("file://", testing::TempDir(), "/a_wrong_key");
+  for (int rank : {0, 1}) {
+    Variables variables = Place(rank);
+    variables["DISTGRAD_RENDEZVOUS"] = url;
+    if (rank == 1) variables["DISTGRAD_KEY"] = "a secret of another job";
+    members_.push_back(Member(rank, variables, {"--join_timeout=20"}));
+  }
+  for (const auto& member : members_) {
+    const std::string answer = Answer(*member);
+    EXPECT_TRUE(absl::StartsWith(answer, "= UNAUTHENTICATED")) << answer;
+    EXPECT_TRUE(absl::StrContains(answer, "was not written by a worker with our cluster key"))
+        << answer;
+    EXPECT_EQ(member->Wait(), 1);
+  }
 }
 
 TEST_F(HostsTest, AWrongKeyIsNamedOnBothSides) {
