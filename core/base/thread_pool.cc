@@ -175,7 +175,9 @@ void ThreadPool::Run() {
 }
 
 bool ThreadPool::Park() {
-  if (closed_ || parked_.size() >= size_ + kSpareThreads) return false;
+  // A size that only bounds how many there may be, as of the sockets' loop, wants none to stay.
+  const size_t wanted = size_ < kMostSpareThreads ? size_ : 0;
+  if (closed_ || parked_.size() >= wanted + kSpareThreads) return false;
   Parked parked;
   parked_.push_back(&parked);
   while (!parked.has_slot && !parked.over) parked.wake.Wait(&mu_);

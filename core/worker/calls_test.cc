@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <filesystem>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -672,6 +674,44 @@ TEST_P(CallsTest, Metrics) {
                         "\"absent\\n\\\"\\\\?\",side=\"made\"} 1\n"))
       << text;
   EXPECT_TRUE(absl::StrContains(text, "\ndistgrad_passes_total{worker=\"worker0\"} 1\n")) << text;
+}
+
+size_t CountThreads() {
+  const std::filesystem::directory_iterator threads("/proc/self/task");
+  return std::distance(begin(threads), end(threads));
+}
+
+// Each keeps a thread while it waits; a few are kept for the next time.
+TEST_P(CallsTest, ThreadsOfHandlersThatWaitedEndWithThem) {
+  Start({.workers = 2, .threads = 2});
+  constexpr int kCalls = 200;
+  std::atomic<int> begun{0};
+  Promise<Unit> release;
+  const Future<Unit> released = release.future();
+  ASSERT_TRUE(worker(1)
+                  .Register("block",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              ++begun;
+                              released.Wait().IgnoreError();
+                              return Message{};
+                            })
+                  .ok());
+  ASSERT_TRUE(worker(0).CallOperator(1, "aten::neg", {at::ones({1})}).ok());
+  const size_t before = CountThreads();
+  std::vector<Future<Message>> calls;
+  for (int i = 0; i < kCalls; ++i) {
+    calls.push_back(worker(0).CallAsync(1, "block", {}));
+    // Where they come one by one, a thread of the sockets runs each.
+    while (i % 2 == 0 && begun <= i) std::this_thread::yield();
+  }
+  while (begun < kCalls) std::this_thread::yield();
+  EXPECT_GE(CountThreads(), kCalls);
+  release.Set(Unit());
+  for (const Future<Message>& call : calls) EXPECT_TRUE(call.Wait().ok()) << call.Wait().status();
+  // Of the pool and of the sockets' loop some 16 stay.
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (CountThreads() > before + 50 && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_LE(CountThreads(), before + 50);
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, CallsTest, ::testing::Values("inproc", "socket"),
