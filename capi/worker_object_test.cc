@@ -104,9 +104,9 @@ TEST(DestroyWorkerTest, AHandlerOutlastsTheBound) {
 // While a thread is in a function of the worker for longer than the bound.
 TEST(DestroyWorkerTest, AFunctionOutlastsTheBound) {
   Scene scene;
-  std::optional<absl::StatusOr<SharedWorker::Use>> use;  // as such a function has it
-  use.emplace(UseWorker(scene.worker));
-  ASSERT_TRUE((*use).ok());
+  // As such a function has it.
+  auto use = std::make_unique<absl::StatusOr<SharedWorker::Use>>(UseWorker(scene.worker));
+  ASSERT_TRUE(use->ok());
   DestroyWorker(scene.worker, absl::Milliseconds(1));
   ASSERT_EQ(scene.lines.size(), 1u);
   EXPECT_TRUE(absl::StrContains(scene.lines[0], "1 threads are still in a function that uses it"))
