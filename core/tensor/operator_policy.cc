@@ -20,29 +20,64 @@ constexpr absl::string_view kImpure[] = {
     "set_data",      "set", "resize_storage_bytes_", "resize_storage_bytes",
 };
 
-// Those whose kernels on the CPU take on trust that their arguments fit together: called with some
-// that do not, they read or write outside of their tensors, or go on for minutes. Found by
+// Those whose kernels on the CPU take on trust that their arguments fit together, or that indices
+// are in range: called with some that are not, they read or write outside of their tensors, make a
+// sparse tensor that leads other operators there, or go on for minutes. Found by
 // operator_schemas_test.cc, which calls all the others. With their overload, where others have no
 // such flaw.
 constexpr absl::string_view kTrusting[] = {
     "_foreach_copy",
+    "adaptive_max_pool2d_backward",
+    "adaptive_max_pool3d_backward",
     "align_tensors",
     "align_to.ellipsis_idx",
     "batch_norm_backward",
+    "batch_norm_update_stats",
     "choose_qparams_optimized",
+    "ctc_loss",
+    "embedding_backward",
+    "embedding_bag",
+    "embedding_dense_backward",
+    "embedding_sparse_backward",
     "fractional_max_pool2d_backward",
     "fractional_max_pool3d_backward",
+    "gather_backward",
+    "gru",  // these take the number of gates from the sizes of weights
+    "gru_cell",
     "linalg_ldl_solve",
-    "lstm.data",
+    "lstm",
+    "lstm_cell",
+    "lu_unpack",
+    "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices_backward",
     "native_batch_norm",  // batch_norm checks what it hands to it
     "native_batch_norm_backward",
+    "native_layer_norm_backward",
+    "nll_loss_backward",
+    "quantized_gru",
+    "quantized_gru_cell",
+    "quantized_lstm",
     "quantized_lstm_cell",
     "reflection_pad1d_backward",
     "reflection_pad2d_backward",
     "reflection_pad3d",
+    "repeat_interleave.Tensor",  // of negative repeats it notices the first one too late
+    "repeat_interleave.Tensor_out",
+    "repeat_interleave.self_Tensor",
+    "replication_pad1d_backward",
+    "replication_pad2d_backward",
+    "replication_pad3d_backward",
     "rrelu_with_noise.out",
+    "segment_reduce",
     "slow_conv3d",
     "slow_conv3d_forward",
+    "sparse_bsc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_compressed_tensor",
+    "sparse_coo_tensor.indices_size",
+    "sparse_csc_tensor",
+    "sparse_csr_tensor",
+    "unfold_backward",
 };
 
 bool IsOneOf(absl::Span<const absl::string_view> list, absl::string_view name) {

@@ -495,7 +495,7 @@ TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
       {"aten::as_strided", {Floats({1}), Ints{64}, Ints{0}}},
       {"aten::one_hot", {at::arange(8), 64}},
       {"aten::bincount", {at::full({1}, 1000, at::kLong)}},
-      {"aten::repeat_interleave.Tensor", {at::full({1}, 1000, at::kLong)}},
+      {"aten::repeat_interleave.self_int", {Floats({1}), 1000}},
       {"aten::index_select", {Floats({1}), 0, at::zeros({1}, at::kLong)}},
       {"aten::pad", {Floats({1}), Ints{0, 64}}},
       {"aten::mul.Tensor", {Floats({100, 1}), Floats({1, 100})}},
