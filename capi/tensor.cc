@@ -102,6 +102,10 @@ absl::Status CheckPlain(const at::Tensor& tensor) {
         "the tensor is a conjugate or negative view: resolve it first, with aten::resolve_conj or "
         "aten::resolve_neg");
   }
+  if (tensor._is_zerotensor()) {
+    return absl::FailedPreconditionError(
+        "the tensor's elements are all zero, and nowhere in memory: make them, with aten::zeros");
+  }
   // torch's internal steps can make such.
   int64_t end = tensor.storage_offset() + 1;
   for (int64_t i = 0; i < tensor.dim(); ++i) end += (tensor.size(i) - 1) * tensor.stride(i);

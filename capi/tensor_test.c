@@ -232,7 +232,8 @@ static void test_dlpack(void) {
 static void test_no_plain_memory(void) {
   const float one[2] = {1, 2};
   const int64_t shape[1] = {1};
-  dg_tensor *complex = NULL, *conjugate, *sparse, *dense = floats(one, 1, 2);
+  dg_tensor *complex = NULL, *conjugate, *sparse, *zeros, *dense = floats(one, 1, 2);
+  dg_value size;
   DLManagedTensorVersioned* out = NULL;
   void* data = NULL;
   int64_t layout[2];
@@ -243,6 +244,12 @@ static void test_no_plain_memory(void) {
   FAILS(DG_FAILED_PRECONDITION, dg_tensor_to_dlpack(conjugate, &out));
   sparse = op1("aten::to_sparse", dense);
   FAILS(DG_FAILED_PRECONDITION, dg_tensor_data(sparse, &data));
+  /* Zeros that are nowhere. */
+  size = dg_value_integers(shape, 1);
+  zeros = op("aten::_efficientzerotensor", &size, 1);
+  FAILS(DG_FAILED_PRECONDITION, dg_tensor_data(zeros, &data));
+  FAILS(DG_FAILED_PRECONDITION, dg_tensor_to_dlpack(zeros, &out));
+  dg_tensor_destroy(zeros);
   dim_count = 7;
   FAILS(DG_FAILED_PRECONDITION, dg_tensor_layout(sparse, NULL, layout, 2, &dim_count));
   CHECK(dim_count == 7); /* as it was */
