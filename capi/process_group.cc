@@ -159,8 +159,10 @@ dg_error* dg_process_group_broadcast(dg_process_group* group, const dg_tensor* c
 
 dg_error* dg_process_group_fail(dg_process_group* group, dg_code code, dg_str why) noexcept {
   return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned, Pin<ProcessGroupObject>(group));
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(why, "why"));
+    const BlockingScope blocking;  // for the store
     pinned->group->Fail(absl::Status(ToStatusCode(code), text));
     return absl::OkStatus();
   });
@@ -211,8 +213,10 @@ dg_error* dg_averager_average(dg_averager* averager, const dg_context* context) 
 dg_error* dg_averager_average_in_backward(dg_averager* averager,
                                           const dg_context* context) noexcept {
   return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    const BlockingScope blocking;  // for an average on another thread
     return pinned->averager->AverageInBackward(*of->context.record());
   });
 }

@@ -196,7 +196,7 @@ static void differ(int rank) {
 /* ---------------------------------------------------------------------------------- Wrong use */
 
 static dg_tensor* tensor;
-static dg_code codes[5];
+static dg_code codes[7];
 static void in_destructor(void* user_data) {
   const dg_tensor* one = tensor;
   dg_process_group* group = NULL;
@@ -208,6 +208,8 @@ static void in_destructor(void* user_data) {
   codes[2] = code_of(dg_process_group_broadcast(groups[0], &one, 1, 0));
   codes[3] = code_of(dg_averager_create(groups[0], &one, 1, NULL, &averager));
   codes[4] = code_of(dg_averager_join(averager, NULL, 0, &others));
+  codes[5] = code_of(dg_averager_average_in_backward(averager, NULL));
+  codes[6] = code_of(dg_process_group_fail(groups[0], DG_ABORTED, DG_STR("not here")));
 }
 
 /* Of one rank. A second backward would change what is being averaged. */
@@ -306,7 +308,7 @@ static void test_misuse(void) {
     OK(dg_tensor_from_memory(&options, DG_UINT8, NULL, NULL, 0, &options, in_destructor, &ends));
     dg_tensor_destroy(ends);
   }
-  for (int i = 0; i < 5; ++i) CHECK(codes[i] == DG_FAILED_PRECONDITION);
+  for (int i = 0; i < 7; ++i) CHECK(codes[i] == DG_FAILED_PRECONDITION);
   dg_tensor_destroy(w);
 }
 

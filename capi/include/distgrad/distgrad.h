@@ -17,7 +17,10 @@
  *              DG_INVALID_ARGUMENT everywhere; comments name what else is to be expected.
  *   Threads    Any function may be called on any thread at any time, unless its comment says
  *              otherwise: as dg_op_call's does, of operators that write to their arguments, and
- *              dg_tensor_require_grad's.
+ *              dg_tensor_require_grad's. Some functions give tensors of the caller's new values,
+ *              and have them for themselves meanwhile in the same way: a step of an optimizer (its
+ *              parameters), an average and a broadcast of a process group, an averager (parameters
+ *              and buffers), a forward of data parallel (buffers).
  *   Forks      A child that was forked off has none of its parent's handles: functions say so
  *              with DG_INVALID_ARGUMENT, dg_T_destroy does nothing, and nothing waits. What the
  *              child makes itself works as far as libtorch does there.
@@ -1169,7 +1172,8 @@ DG_API DG_MUST_USE dg_error* dg_process_group_broadcast(dg_process_group* group,
 
 /* This rank cannot go on: all later calls of the group fail with that code and a message that has
  * `why`, those in flight end, and the others fail at once, too, with DG_UNAVAILABLE and `why`. The
- * first error of a group wins. Codes as of dg_error_create. */
+ * first error of a group wins. Codes as of dg_error_create. Waits for the job's store, which tells
+ * the others; some seconds at most. */
 DG_API DG_MUST_USE dg_error* dg_process_group_fail(dg_process_group* group, dg_code code,
                                                    dg_str why) DG_NOEXCEPT;
 
@@ -1207,7 +1211,7 @@ DG_API DG_MUST_USE dg_error* dg_averager_average(dg_averager* averager,
  * gradients come, and dg_averager_average ends them; nobody else changes the gradients until then.
  * Ranks need not do alike. One context at a time, and one averager for each: any other average, and
  * the context's release, gives this one up, and that is an error of all ranks if averages of it
- * have begun. */
+ * have begun. Waits, for an average that runs on another thread. */
 DG_API DG_MUST_USE dg_error* dg_averager_average_in_backward(dg_averager* averager,
                                                              const dg_context* context) DG_NOEXCEPT;
 
