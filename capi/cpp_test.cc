@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <type_traits>
 
 #include "distgrad/distgrad.hpp"
 #include "gtest/gtest.h"
@@ -40,6 +41,12 @@ TEST(CppTest, Operators) {
   const dg::NoGrad no_grad;
   EXPECT_FALSE(dg::Op("aten::exp", {x}).requires_grad());
 }
+
+// A pointer is no bool: an operator that takes a number for a tensor would compute something else.
+static_assert(!std::is_constructible_v<dg::Value, dg_tensor*>);
+static_assert(!std::is_constructible_v<dg::Value, const void*>);
+static_assert(std::is_constructible_v<dg::Value, bool>);
+static_assert(std::is_constructible_v<dg::Value, const char*>);
 
 TEST(CppTest, WaitLetsExceptionsThrough) {
   bool ran = false;
@@ -149,6 +156,27 @@ TEST(CppTest, TracesAndSeveralWorkers) {
     if (request.payload().empty()) throw dg::Error(DG_OUT_OF_RANGE, "nothing");
     return dg::Message(std::string(request.payload()));
   });
+  // What a handler calls in turn is given up with it, whatever it calls.
+  worker.Register("nested", [&worker](const dg::Request& request) {
+    const dg_call_options options = request.Nested();
+    const auto echoes = worker.CallEach({"worker0"}, "echo", dg::Message("x"), options);
+    return dg::Message(std::get<dg::Message>(echoes[0]).payload(),
+                       worker.CallOps("worker0", "aten::neg", {request.tensor(0)}, options));
+  });
+  {
+    const dg::Tensor two = dg::Tensor::From<float>({2}, {1});
+    const dg::Message reply = worker.Call("worker0", "nested", dg::Message("", {two}));
+    EXPECT_EQ(reply.payload(), "x");
+    EXPECT_EQ(reply.tensor(0).data<float>()[0], -2);
+    dg::Cancellation cancellation;
+    cancellation.Cancel();
+    dg_call_options options = DG_CALL_OPTIONS_INIT;
+    options.cancellation = cancellation.get();
+    EXPECT_EQ(CodeOf([&] { worker.CallOps("worker0", "aten::neg", {two}, options); }),
+              DG_CANCELLED);
+    const auto given_up = worker.CallEach({"worker0"}, "echo", dg::Message("x"), options);
+    EXPECT_EQ(std::get<dg::Error>(given_up[0]).code(), DG_CANCELLED);
+  }
   EXPECT_EQ(CodeOf([&] { worker.StopTrace(); }), DG_FAILED_PRECONDITION);
   worker.StartTrace();
   const auto replies = worker.CallEach({"worker0", "nobody"}, "echo", dg::Message("x"));

@@ -26,6 +26,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -161,9 +162,9 @@ class Tensor {
   // One with a copy of `data`, in row-major order.
   template <typename T>
   static Tensor From(const std::vector<T>& data, const std::vector<int64_t>& shape) {
-    int64_t count = 1;
-    for (int64_t size : shape) count *= size;
-    if (count != static_cast<int64_t>(data.size())) {
+    uint64_t count = 1;  // too large a shape is the library's to refuse
+    for (int64_t size : shape) count *= static_cast<uint64_t>(size);
+    if (count != data.size()) {
       throw Error(DG_INVALID_ARGUMENT, "the data's size is not the shape's");
     }
     dg_tensor* out = nullptr;
@@ -255,7 +256,9 @@ class Value {
  public:
   Value() noexcept : value_(dg_value_none()) {}
   Value(std::nullptr_t) noexcept : value_(dg_value_none()) {}
-  Value(bool value) noexcept : value_(dg_value_bool(value)) {}
+  // Of a bool alone: a pointer, such as a dg_tensor, would become one.
+  template <typename T, typename = std::enable_if_t<std::is_same_v<T, bool>>>
+  Value(T value) noexcept : value_(dg_value_bool(value)) {}
   Value(int value) noexcept : value_(dg_value_integer(value)) {}
   Value(int64_t value) noexcept : value_(dg_value_integer(value)) {}
   Value(double value) noexcept : value_(dg_value_real(value)) {}
@@ -584,8 +587,14 @@ class Worker {
   Future CallAsync(std::string_view to, std::string_view function, const Message& request,
                    const Context* context = nullptr);
   std::vector<Tensor> CallOps(std::string_view to, std::string_view op, Arguments arguments,
+                              const dg_call_options& options);
+  std::vector<Tensor> CallOps(std::string_view to, std::string_view op, Arguments arguments,
                               const Context* context = nullptr);
   // For each worker what it replied, or why not.
+  std::vector<std::variant<Message, Error>> CallEach(const std::vector<std::string>& to,
+                                                     std::string_view function,
+                                                     const Message& request,
+                                                     const dg_call_options& options);
   std::vector<std::variant<Message, Error>> CallEach(const std::vector<std::string>& to,
                                                      std::string_view function,
                                                      const Message& request,
@@ -681,8 +690,11 @@ inline Future Worker::CallAsync(std::string_view to, std::string_view function,
 }
 inline std::vector<Tensor> Worker::CallOps(std::string_view to, std::string_view op,
                                            Arguments arguments, const Context* context) {
+  return CallOps(to, op, arguments, In(context));
+}
+inline std::vector<Tensor> Worker::CallOps(std::string_view to, std::string_view op,
+                                           Arguments arguments, const dg_call_options& options) {
   const std::vector<dg_value> values = ToValues(arguments);
-  const dg_call_options options = In(context);
   dg_values* out = nullptr;
   Check(dg_worker_call_op(get(), Str(to), Str(op), values.data(), values.size(), &options, &out));
   return TensorsOf(out);
@@ -691,8 +703,12 @@ inline std::vector<Tensor> Worker::CallOps(std::string_view to, std::string_view
 inline std::vector<std::variant<Message, Error>> Worker::CallEach(
     const std::vector<std::string>& to, std::string_view function, const Message& request,
     const Context* context) {
+  return CallEach(to, function, request, In(context));
+}
+inline std::vector<std::variant<Message, Error>> Worker::CallEach(
+    const std::vector<std::string>& to, std::string_view function, const Message& request,
+    const dg_call_options& options) {
   const std::vector<dg_str> names = Strs(to);
-  const dg_call_options options = In(context);
   std::vector<dg_message*> replies(to.size());
   std::vector<dg_error*> errors(to.size());
   Check(dg_worker_call_each(get(), names.data(), names.size(), Str(function), request.get(),
