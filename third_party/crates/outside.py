@@ -54,6 +54,17 @@ def outside(sysroot, store, manifest, features, tar, prefix):
     expect("with a folder that has none", 1,
            advice + ["DISTGRAD_DIR is %s, but %s/include/distgrad/distgrad.hpp is not there" % (cargo.home, cargo.home)],
            ["build"] + ours, {"DISTGRAD_DIR": cargo.home})
+    later = os.path.abspath("later")
+    shutil.copytree(os.path.join(prefix, "include"), os.path.join(later, "include"))
+    os.symlink(os.path.join(prefix, "lib"), os.path.join(later, "lib"))
+    header = os.path.join(later, "include", "distgrad", "distgrad.h")
+    with open(header) as file:
+        text = file.read().replace("#define DG_ABI_MAJOR 1\n", "#define DG_ABI_MAJOR 2\n")
+    os.chmod(header, 0o644)
+    with open(header, "w") as file:
+        file.write(text)
+    expect("with another version of the interface", 1, ["this crate is made for version 1"], ["build"] + ours,
+           {"DISTGRAD_DIR": later})
     expect("by DISTGRAD_DIR", 0, ["Hello process one"], ["run", "--example", "hello"] + ours, {"DISTGRAD_DIR": prefix})
 
     if not shutil.which("pkg-config"):

@@ -54,8 +54,9 @@
 //!
 //! # Threads and ends
 //!
-//! Everything here but [`NoGrad`] may be used and dropped on any thread, in any order. Nothing waits
-//! for ever: calls, passes and joins have deadlines.
+//! Everything here may be used and dropped on any thread, in any order; but [`NoGrad`] stays on its
+//! own, and a [`DlpackTensor`] is one thread's at a time. Calls, passes, joins and
+//! collectives have deadlines; barriers and the ends of workers take a timeout.
 //!
 //! # Features
 //!

@@ -20,8 +20,11 @@ use std::{fmt, marker::PhantomData};
 /// # distgrad::Result::Ok(())
 /// ```
 ///
-/// An optimizer writes to its parameters in a step, and a backward to `.grad`: not to run those
-/// while another thread reads the same tensors is the program's part, as everywhere in torch.
+/// Some functions that are safe write to the elements of tensors, too: an optimizer's step to its
+/// parameters, a [`ProcessGroup`](crate::ProcessGroup) to what it averages and broadcasts, an
+/// [`Averager`](crate::Averager) to parameters and buffers, a
+/// [`DataParallel`](crate::DataParallel) to its buffers. Not to run those while another thread uses
+/// the same tensors is the program's part, as everywhere in torch.
 #[doc(alias = "dg_tensor")]
 pub struct Tensor(Owned<TensorHandle>);
 

@@ -30,6 +30,17 @@ fn elements_go_in_and_out() {
     assert!(Tensor::from_slice::<u8>(&[], &[0, 5]).unwrap().to_vec::<u8>().unwrap().is_empty());
 }
 
+// Whatever the strides: torch calls such a tensor contiguous.
+#[test]
+fn no_elements_are_none_in_any_order() -> distgrad::Result<()> {
+    let none = Tensor::zeros(&[2, 0, 3], Dtype::FLOAT32)?.permute(&[2, 1, 0])?;
+    assert_eq!(none.to_vec::<f32>()?, [0f32; 0]);
+    let wide = Tensor::zeros(&[1, 0], Dtype::FLOAT32)?.expand(&[3, 0])?;
+    assert_eq!(wide.to_vec::<f32>()?, [0f32; 0]);
+    assert_eq!(wide.to_vec::<f64>().unwrap_err().code(), Code::InvalidArgument);
+    Ok(())
+}
+
 #[test]
 fn wrong_elements_are_errors() {
     for shape in [&[2, 2][..], &[-1, -3], &[i64::MAX, 3], &[0]] {
@@ -204,6 +215,12 @@ fn safe_code_runs_what_only_computes() {
         // Public ones that do not look at how their arguments fit together.
         "aten::native_batch_norm",
         "aten::_foreach_copy",
+        // Nor at indices.
+        "aten::max_pool2d_with_indices_backward",
+        "aten::ctc_loss.IntList",
+        // Whose results harm others.
+        "aten::sparse_coo_tensor.indices_size",
+        "aten::sparse_csr_tensor.crow_col_value_size",
     ] {
         assert_eq!(op(name, &far).unwrap_err().code(), Code::PermissionDenied, "{name}");
         assert_eq!(ops(name, &far).unwrap_err().code(), Code::PermissionDenied, "{name}");
@@ -211,6 +228,8 @@ fn safe_code_runs_what_only_computes() {
     assert_eq!(ops("aten::relu_", &values![&x]).unwrap_err().code(), Code::PermissionDenied);
     // It writes to the running statistics, though its schema does not say so.
     assert_eq!(op("aten::batch_norm", &values![&x]).unwrap_err().code(), Code::PermissionDenied);
+    let weighted = values![&x, 1, (), &x];
+    assert_eq!(op("aten::cov", &weighted).unwrap_err().code(), Code::PermissionDenied);
     // SAFETY: nothing reads beyond its memory, as is seen here.
     let beyond = unsafe { op_unchecked("inductor::_reinterpret_tensor", &far) }.unwrap();
     assert_eq!(beyond.shape(), [1 << 20]);

@@ -26,7 +26,9 @@ macro_rules! handles {
         // SAFETY: "Any function may be called on any thread at any time, unless its comment says
         // otherwise." Of those that take a handle two kinds do: what runs operators, of those that
         // write to their arguments, which are unsafe here; and dg_tensor_require_grad, which is called
-        // for tensors that no other handle refers to.
+        // for tensors that no other handle refers to. Of "Some functions give tensors of the caller's
+        // new values" the documentation of Tensor speaks: they change elements, and never where these
+        // are or how many.
         unsafe impl Send for $name {}
         // SAFETY: the same sentence.
         unsafe impl Sync for $name {}

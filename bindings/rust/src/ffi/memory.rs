@@ -86,6 +86,10 @@ impl Tensor {
             )));
         }
         let pointer = raw::tensor_data(self.handle())?;
+        let count = self.element_count();
+        if count == 0 {
+            return Ok(&[]); // the pointer may be null, and strides mean nothing
+        }
         let (shape, strides) = (self.shape(), self.strides());
         let mut expected = 1;
         for (&size, &stride) in shape.iter().zip(&strides).rev() {
@@ -95,10 +99,6 @@ impl Tensor {
                 ));
             }
             expected *= size.max(1);
-        }
-        let count: i64 = shape.iter().product();
-        if count == 0 {
-            return Ok(&[]); // the pointer may be null then
         }
         // SAFETY: "The first element, from which the strides go on; lives as long as the handle",
         // which outlives the slice, and the memory is not "too small"; the rest is the caller's

@@ -63,6 +63,8 @@ struct RawNamedTensor;
 struct RawDataParallelOptions;
 struct RawProcessGroupOptions;
 
+static_assert(DG_ABI_MAJOR == 1, "this crate is made for version 1 of distgrad's C interface");
+
 // What Rust takes a dg_value to be.
 static_assert(sizeof(dg_value) == 24 && offsetof(dg_value, as) == 8);
 static_assert(sizeof(dg_str) == 16 && offsetof(dg_str, size) == 8);

@@ -66,7 +66,9 @@ impl TryFrom<&tch::Tensor> for Tensor {
     }
 }
 
-/// One more reference: memory and history are shared, nothing is copied.
+/// One more reference: memory and history are shared, nothing is copied. tch's operators in place
+/// are safe functions all the same: as between tch's own shallow clones, not to run one while another
+/// thread uses the tensor is the program's part.
 ///
 /// # Panics
 /// If tch and distgrad are built with two versions of libtorch.
