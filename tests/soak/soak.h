@@ -3,7 +3,7 @@
 //
 //   std::vector<std::string> wrong = RunSoak({.duration = absl::Minutes(10), .seed = 7});
 //
-// What it is looked at: every result (load.h), every deadline, and what is left at the end; and, in
+// What is looked at: every result (load.h), every deadline, and what is left at the end; and, in
 // runs of at least kShortestToJudge, whether memory, descriptors, threads or latencies grow. The
 // program that calls it runs RunSoakWorker() when its first argument is kSoakWorker.
 #ifndef DISTGRAD_TESTS_SOAK_SOAK_H_
