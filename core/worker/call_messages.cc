@@ -30,7 +30,8 @@ std::vector<uint32_t> Recorded(const Message& message) {
 
 absl::StatusOr<size_t> CallMessages::Encode(CallHeader& header,
                                             const std::shared_ptr<ContextRecord>& context,
-                                            WorkerId to, const Message& message, Packet* packet) const {
+                                            WorkerId to, const Message& message,
+                                            Packet* packet) const {
   if (message.tensors.size() > limits_.tensors_per_message) {
     return absl::ResourceExhaustedError(absl::StrCat("the message has ", message.tensors.size(),
                                                      " tensors; limit tensors_per_message is ",
@@ -77,7 +78,8 @@ absl::StatusOr<EdgeId> CallMessages::Record(const std::shared_ptr<ContextRecord>
 // Makes the recv node of an edge. A message that could not be read, or that nobody wants, gets
 // one too, which leads nowhere: so the other end hears that no gradient will come.
 absl::Status CallMessages::TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerId from,
-                                    const CallHeader& header, absl::StatusOr<Message>& message) const {
+                                    const CallHeader& header,
+                                    absl::StatusOr<Message>& message) const {
   if (context == nullptr || header.edge == 0) return absl::OkStatus();
   std::vector<at::Tensor> recorded;
   if (message.ok()) {

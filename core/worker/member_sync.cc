@@ -25,7 +25,8 @@ absl::Status MemberSync::Learn(const std::vector<WorkerInfo>& workers) {
 }
 
 absl::Status MemberSync::NameTheStore(const absl::Status& status) {
-  if (!parts_.worker0_serves_store || parts_.self == 0 || !absl::IsUnavailable(status)) return status;
+  if (!parts_.worker0_serves_store || parts_.self == 0 || !absl::IsUnavailable(status))
+    return status;
   const absl::Status store = parts_.members.Changes().status();
   if (!absl::IsUnavailable(store) && !absl::IsDeadlineExceeded(store)) return status;
   return absl::UnavailableError(absl::StrCat(
@@ -57,7 +58,8 @@ void MemberSync::OnUnreachable(WorkerId peer, Incarnation incarnation, const abs
           parts_.agent.Learn(*found).IgnoreError();  // of an incarnation that is over, say
           if (found->left || found->incarnation != incarnation) return;
           parts_.members.MarkLost(*found, reason);
-        } else if (peer == 0 && parts_.worker0_serves_store && absl::IsDeadlineExceeded(found.status())) {
+        } else if (peer == 0 && parts_.worker0_serves_store &&
+                   absl::IsDeadlineExceeded(found.status())) {
           misses_store_ = true;
         } else if (!absl::IsUnavailable(found.status())) {
           return;
@@ -80,12 +82,11 @@ void MemberSync::DenyLoss() {
   RunLater(parts_.heartbeat_limit, &deny_timer_, &MemberSync::DenyLoss);
 }
 
-void MemberSync::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer,
-                            Task task) {
+void MemberSync::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, Task task) {
   absl::MutexLock lock(&mu_);
   if (stopped_) return;
   *timer = parts_.clock.At(parts_.clock.Now() + wait,
-                      [this, task] { parts_.lookups.Run([this, task] { (this->*task)(); }); });
+                           [this, task] { parts_.lookups.Run([this, task] { (this->*task)(); }); });
 }
 
 // ------------------------------------------------------------------------------- Following
@@ -137,7 +138,8 @@ void MemberSync::Read() {
   for (const Membership::LostMember& member : losses->lost) {
     parts_.agent.SetLost(member.worker.id, member.worker.incarnation, member.reason);
   }
-  for (const WorkerInfo& member : losses->denied) parts_.agent.SetAlive(member.id, member.incarnation);
+  for (const WorkerInfo& member : losses->denied)
+    parts_.agent.SetAlive(member.id, member.incarnation);
   changes_ = *changes;
 }
 
