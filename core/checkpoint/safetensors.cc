@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "core/base/complaints.h"
 #include "core/base/descriptors.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -292,11 +293,9 @@ absl::StatusOr<TensorMap> LoadSafetensors(const std::string& path) {
 
 absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tensors) {
   DG_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::Open(path));
-  constexpr size_t kMost = 10;
-  size_t wrong = 0;
-  std::vector<std::string> complaints;
+  Complaints complaints;
   const auto complain = [&](const std::string& name, absl::string_view what) {
-    if (++wrong <= kMost) complaints.push_back(absl::StrCat(QuoteName(name), " ", what));
+    complaints.Add(absl::StrCat(QuoteName(name), " ", what));
   };
   for (const auto& [name, tensor] : tensors) {
     const auto found = file.header().tensors.find(name);
@@ -309,10 +308,8 @@ absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tenso
   for (const auto& [name, info] : file.header().tensors) {
     if (tensors.count(name) == 0) complain(name, "is unexpected");
   }
-  if (wrong > 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, " does not fit: ", absl::StrJoin(complaints, "; "),
-                     wrong > kMost ? absl::StrCat("; and ", wrong - kMost, " more") : ""));
+  if (!complaints.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(path, " does not fit: ", complaints.Text()));
   }
   for (const auto& [name, tensor] : tensors) DG_RETURN_IF_ERROR(file.ReadInto(name, tensor));
   return absl::OkStatus();

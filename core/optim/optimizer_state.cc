@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "core/base/complaints.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -230,9 +231,9 @@ class Given {
   Given(const std::vector<StateTensor>& state, bool copy) : copy_(copy) {
     for (const StateTensor& each : state) {
       if (!each.tensor.defined()) {
-        Complain(absl::StrCat("'", each.name, "' is no tensor"));
+        complaints_.Add(absl::StrCat("'", each.name, "' is no tensor"));
       } else if (!left_.emplace(each.name, &each.tensor).second) {
-        Complain(absl::StrCat("'", each.name, "' is there twice"));
+        complaints_.Add(absl::StrCat("'", each.name, "' is there twice"));
       }
     }
   }
@@ -243,34 +244,26 @@ class Given {
   void Fill(const std::string& prefix, const Slot& slot, const at::Tensor& parameter) {
     const std::string name = absl::StrCat(prefix, slot.name);
     const auto found = left_.find(name);
-    if (found == left_.end()) return Complain(absl::StrCat("'", name, "' is missing"));
+    if (found == left_.end()) return complaints_.Add(absl::StrCat("'", name, "' is missing"));
     const std::string wrong =
         std::visit(Decoder(slot.name, *found->second, parameter, copy_), slot.value);
-    if (!wrong.empty()) Complain(absl::StrCat("'", name, "' ", wrong));
+    if (!wrong.empty()) complaints_.Add(absl::StrCat("'", name, "' ", wrong));
     left_.erase(found);
   }
 
   absl::Status Finish() {
     for (const auto& [name, tensor] : left_) {
-      Complain(absl::StrCat("'", name, "' is unexpected"));
+      complaints_.Add(absl::StrCat("'", name, "' is unexpected"));
     }
-    if (wrong_ == 0) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the state is not this optimizer's: ", absl::StrJoin(complaints_, "; "),
-        wrong_ > complaints_.size() ? absl::StrCat("; and ", wrong_ - complaints_.size(), " more")
-                                    : ""));
+    if (complaints_.empty()) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("the state is not this optimizer's: ", complaints_.Text()));
   }
 
  private:
-  void Complain(std::string what) {
-    constexpr size_t kMost = 10;
-    if (++wrong_ <= kMost) complaints_.push_back(std::move(what));
-  }
-
   const bool copy_;
   std::map<std::string, const at::Tensor*> left_;
-  std::vector<std::string> complaints_;
-  size_t wrong_ = 0;
+  Complaints complaints_;
 };
 
 absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer,
