@@ -2,6 +2,7 @@
 #include "core/base/descriptors.h"
 
 #include <dirent.h>
+#include <poll.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -41,6 +42,11 @@ absl::Status ReserveDescriptors(size_t more, absl::string_view what) {
       absl::StrCat(what, " needs about ", more, " file descriptors besides the ", open,
                    " that this process has open, and it may have ", limit.rlim_cur,
                    ": raise the limit (`ulimit -n ", need, "`; docs/operating.md)"));
+}
+
+bool HasPendingConnection(int listener) {
+  pollfd entry = {listener, POLLIN, 0};
+  return poll(&entry, 1, 0) > 0;
 }
 
 std::string ErrnoText(int error) {

@@ -20,6 +20,10 @@ namespace distgrad {
 // them, and what to do.
 absl::Status ReserveDescriptors(size_t more, absl::string_view what);
 
+// Whether a connection waits to be accepted by that socket. Where there are no descriptors accept()
+// fails before it looks for one, so its EMFILE does not say.
+bool HasPendingConnection(int listener);
+
 // As strerror() has it; where there are no descriptors left, with the limit and what to do.
 std::string ErrnoText(int error);
 // absl::ErrnoToStatus() with that text.

@@ -2,7 +2,13 @@
 #ifndef DISTGRAD_TESTS_TESTING_NO_DESCRIPTORS_H_
 #define DISTGRAD_TESTS_TESTING_NO_DESCRIPTORS_H_
 
+#include <fcntl.h>
 #include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <vector>
 
 #include "core/base/check.h"
 
@@ -23,6 +29,29 @@ class NoDescriptors {
 
  private:
   rlimit before_;
+};
+
+// While it lives, this process gets a descriptor only where it gives one back. One at a time.
+class NoMoreDescriptors {
+ public:
+  NoMoreDescriptors() {
+    DG_CHECK(getrlimit(RLIMIT_NOFILE, &before_) == 0);
+    rlimit few = before_;
+    few.rlim_cur = std::min<rlim_t>(before_.rlim_cur, 1024);  // so that they are soon taken
+    DG_CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+    for (int fd; (fd = fcntl(0, F_DUPFD_CLOEXEC, 0)) >= 0;) taken_.push_back(fd);
+    DG_CHECK(errno == EMFILE);
+  }
+  ~NoMoreDescriptors() {
+    setrlimit(RLIMIT_NOFILE, &before_);
+    for (const int fd : taken_) close(fd);
+  }
+  NoMoreDescriptors(const NoMoreDescriptors&) = delete;
+  NoMoreDescriptors& operator=(const NoMoreDescriptors&) = delete;
+
+ private:
+  rlimit before_;
+  std::vector<int> taken_;
 };
 
 }  // namespace distgrad

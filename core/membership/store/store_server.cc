@@ -15,6 +15,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/descriptors.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
 #include "core/membership/store/store_errors.h"
@@ -129,7 +130,8 @@ bool StoreServer::MakeRoom() {
   return true;
 }
 
-// A crowd that comes at once waits in the listener's queue until those before it are through: so
+// What strangers there are make room, of places and of descriptors, where somebody waits for one. A
+// crowd that comes at once waits in the listener's queue until those before it are through: so
 // nobody who is honest and quick is closed for others to come.
 void StoreServer::Accept() {
   for (;;) {
@@ -137,9 +139,10 @@ void StoreServer::Accept() {
     const int fd =
         room ? accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
     if (fd < 0) {
-      const bool full = !room || errno == EMFILE || errno == ENFILE;
-      if (full && room) MakeRoom();  // of descriptors
-      if (full) accept_again_ = Deadline::After(absl::Milliseconds(50));
+      const bool exhausted = room && (errno == EMFILE || errno == ENFILE);
+      if (exhausted && !HasPendingConnection(listener_.fd())) return;
+      if (exhausted) MakeRoom();
+      if (exhausted || !room) accept_again_ = Deadline::After(absl::Milliseconds(50));
       return;
     }
     Socket socket(fd);

@@ -9,6 +9,7 @@
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -411,6 +412,18 @@ TEST(FileStoreTest, WhatIsNoStoreIsLeftAlone) {
     std::ifstream file(path);
     EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), text);
   }
+}
+
+// What is in it is for whoever runs the job, though the caller lets others read what it makes.
+TEST(FileStoreTest, TheFileIsItsOwnersAlone) {
+  const std::string path = NewPath();
+  const mode_t before = umask(0);
+  const auto store = NewFileStore(path);
+  umask(before);
+  ASSERT_TRUE(store.ok()) << store.status();
+  struct stat file = {};
+  ASSERT_EQ(stat(path.c_str(), &file), 0);
+  EXPECT_EQ(file.st_mode & 0777, 0600u);
 }
 
 // Whoever shares the file sees at once that it is gone, and waits for nothing.
@@ -916,10 +929,11 @@ std::string Heard(uint16_t port, const std::string& words) {
 void ShakeHands(Socket& socket) {
   Handshake handshake = Handshake::Create(Handshake::Role::kClient, "", kStoreToken).value();
   while (!handshake.done()) {
-    EXPECT_TRUE(socket.Send(handshake.TakeOutput(), Later()).ok());
+    ASSERT_TRUE(socket.Send(handshake.TakeOutput(), Later()).ok());
     std::string bytes(handshake.wanted(), '\0');
-    EXPECT_TRUE(socket.Receive(bytes.data(), bytes.size(), Later()).ok());
-    EXPECT_TRUE(handshake.Receive(bytes).ok());
+    const absl::Status received = socket.Receive(bytes.data(), bytes.size(), Later());
+    ASSERT_TRUE(received.ok()) << received;
+    ASSERT_TRUE(handshake.Receive(bytes).ok());
   }
 }
 
@@ -1080,6 +1094,33 @@ TEST(StoreServerTest, StrangersMakeRoom) {
   EXPECT_TRUE(absl::StrContains(full.message(), "is it full?")) << full;
   EXPECT_EQ(client->Get("key", Later()).value(), std::string(800, 'x'));
   EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(800, 'x'));
+}
+
+// The descriptors are used up, some of them by strangers who say nothing.
+TEST(StoreServerTest, StrangersMakeRoomWhereThereAreNoDescriptors) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(
+      std::move(listener),
+      {.max_unauthenticated = 100, .grace = absl::ZeroDuration(), .max_bytes = 1000});
+  ASSERT_TRUE(server.ok()) << server.status();
+  Socket stranger = Socket::Connect("127.0.0.1", port, Later()).value();
+  Handshake half = Handshake::Create(Handshake::Role::kClient, "", kStoreToken).value();
+  ASSERT_TRUE(stranger.Send(half.TakeOutput(), Later()).ok());
+  std::string hello(half.wanted(), '\0');
+  ASSERT_TRUE(stranger.Receive(hello.data(), hello.size(), Later()).ok());  // it is inside
+  Socket client(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(port);
+
+  const NoMoreDescriptors full;
+  const int begun =
+      connect(client.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+  ASSERT_TRUE(begun == 0 || errno == EINPROGRESS) << std::strerror(errno);
+  ShakeHands(client);
+  EXPECT_EQ(stranger.Receive(hello.data(), 1, Later()).code(), absl::StatusCode::kUnavailable);
 }
 
 // More come at a time than may be strangers. None of them is closed: whoever finds no room waits

@@ -29,6 +29,7 @@
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
 #include "core/transport/transport_testing.h"
 #include "gtest/gtest.h"
+#include "tests/testing/no_descriptors.h"
 
 namespace distgrad {
 
@@ -66,20 +67,25 @@ class RawSocket {
  public:
   enum class Family { kTcp, kUnix };
 
-  RawSocket(const std::string& address, Family family) {
+  RawSocket(const std::string& address, Family family) : RawSocket(family) { Connect(address); }
+  explicit RawSocket(Family family)
+      : family_(family),
+        fd_(socket(family == Family::kTcp ? AF_INET : AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {}
+
+  void Connect(const std::string& address) {
     const Endpoint endpoint = EndpointOf(address);
-    if (family == Family::kTcp) {
+    if (family_ == Family::kTcp) {
       sockaddr_in in = {};
       in.sin_family = AF_INET;
       in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
       in.sin_port = htons(std::stoi(endpoint.tcp.substr(endpoint.tcp.rfind(':') + 1)));
-      Connect(AF_INET, &in, sizeof(in));
+      ConnectTo(&in, sizeof(in));
     } else {
       sockaddr_un un = {};
       un.sun_family = AF_UNIX;
       const std::string name = absl::StrCat("distgrad/", endpoint.name);
       std::memcpy(un.sun_path + 1, name.data(), name.size());
-      Connect(AF_UNIX, &un, offsetof(sockaddr_un, sun_path) + 1 + name.size());
+      ConnectTo(&un, offsetof(sockaddr_un, sun_path) + 1 + name.size());
     }
   }
 
@@ -114,12 +120,12 @@ class RawSocket {
 
  private:
   template <typename T>
-  void Connect(int family, const T* address, socklen_t size) {
-    fd_ = Fd(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  void ConnectTo(const T* address, socklen_t size) {
     ASSERT_EQ(connect(fd_.get(), reinterpret_cast<const sockaddr*>(address), size), 0)
         << std::strerror(errno);
   }
 
+  Family family_;
   Fd fd_;
 };
 
@@ -352,6 +358,19 @@ TEST_F(HostileClientTest, AThousandIdleConnections) {
   // The oldest had to make room; the limit is far below a thousand.
   for (int i = 0; i < 700; ++i) EXPECT_EQ(idle[i].AwaitEnd(), "");
   EXPECT_LE(OpenFiles(), files + idle.size() + options_.max_unauthenticated + 50);
+}
+
+// The descriptors are used up, one of them by a stranger who says half of what is to be said.
+TEST_F(HostileClientTest, StrangersMakeRoomWhereThereAreNoDescriptors) {
+  Start(WithKey(kKey));
+  const Token token = EndpointOf(address_).token;
+  RawSocket stranger(address_, Family::kTcp), client(Family::kTcp);
+  stranger.Send(Handshake::Create(Handshake::Role::kClient, kKey, token)->TakeOutput());
+  ASSERT_EQ(stranger.Receive(kHelloBytes).size(), kHelloBytes);  // it is inside
+  const NoMoreDescriptors full;
+  client.Connect(address_);
+  ShakeHands(client, kKey, token);
+  EXPECT_EQ(stranger.AwaitEnd(), "");
 }
 
 // Whatever strangers do, and however often: it is forgotten with them.

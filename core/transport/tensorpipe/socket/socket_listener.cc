@@ -156,6 +156,7 @@ void SocketListener::AcceptClients(Door& door) {
     const int error = errno;
     if (error == EAGAIN) return;
     if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
+      if (!HasPendingConnection(door.fd.get())) return;
       // Whoever waits longest without a word makes room; else somebody else has to.
       if (IsWorthALine(++exhausted_)) {
         DG_LOG(WARNING) << "cannot accept a connection: " << ErrnoText(error) << " (" << exhausted_
