@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <new>
 #include <numeric>
@@ -117,8 +118,24 @@ class SteppingClock : public Clock {
     absl::MutexLock lock(&mu_);
     return now_ += step_;
   }
-  TimerId At(absl::Time, absl::AnyInvocable<void()>) override { return 0; }
-  bool Cancel(TimerId) override { return false; }
+  TimerId At(absl::Time, absl::AnyInvocable<void()> callback) override {
+    absl::MutexLock lock(&mu_);
+    timers_[++last_timer_] = std::move(callback);
+    return last_timer_;
+  }
+  bool Cancel(TimerId timer) override {
+    absl::MutexLock lock(&mu_);
+    return timers_.erase(timer) == 1;
+  }
+  // Calls what was to be called at some time, as if all those had come.
+  void RunTimers() {
+    std::map<TimerId, absl::AnyInvocable<void()>> timers;
+    {
+      absl::MutexLock lock(&mu_);
+      timers.swap(timers_);
+    }
+    for (auto& [timer, callback] : timers) callback();
+  }
 
   Trap on_now;
 
@@ -126,6 +143,8 @@ class SteppingClock : public Clock {
   absl::Mutex mu_;
   absl::Time now_ ABSL_GUARDED_BY(mu_) = absl::FromUnixSeconds(1'000'000'000);
   absl::Duration step_ ABSL_GUARDED_BY(mu_);
+  TimerId last_timer_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<TimerId, absl::AnyInvocable<void()>> timers_ ABSL_GUARDED_BY(mu_);
 };
 
 class EngineTest : public ::testing::Test {
@@ -468,6 +487,51 @@ TEST_F(EngineTest, ARootThatNoCallGaveInAContextSaysSo) {
   EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(pass.Wait().status().message()),
               ::testing::HasSubstr("made without a context"));
+}
+
+// ------------------------------------------------------------------------------- What is reported
+
+// The error of a large job's pass would fill screens, and its memory is the peers' to fill.
+TEST_F(EngineTest, AnErrorPastTheDeadlineQuotesSixteenWorkers) {
+  constexpr int kPeers = 40;
+  const auto context = contexts_.New();
+  at::Tensor root;
+  for (int i = 0; i < kPeers; ++i) {
+    const at::Tensor sum = Receive(context, static_cast<WorkerId>(100 + i), 1).sum();
+    root = root.defined() ? root + sum : sum;
+  }
+  const Future<Unit> pass =
+      engine_.Backward(context, {root}, {.deadline = clock_.Now()}, /*run_here=*/true);
+  std::map<WorkerId, uint32_t> sent;
+  PassId id = 0;
+  const auto count = [&] {
+    for (const RecordingNetwork::Sent& packet : network_.TakeSent()) {
+      for (const Notice& notice : packet.notices) {
+        if (notice.kind == Notice::Kind::kEdge) ++sent[packet.to];
+        id = std::max(id, notice.pass);
+      }
+    }
+  };
+  count();
+  ASSERT_EQ(sent.size(), static_cast<size_t>(kPeers));
+  clock_.RunTimers();
+  AwaitPool();
+  count();
+  for (const auto& [peer, edges] : sent) {
+    Deliver(peer, {.kind = Notice::Kind::kReport,
+                   .context = context->id(),
+                   .pass = id,
+                   .awaited = "what it waited for"});
+    Deliver(peer,
+            {.kind = Notice::Kind::kAck, .context = context->id(), .pass = id, .count = edges});
+  }
+  AwaitPool();
+  ASSERT_TRUE(pass.Done());
+  const std::string message(pass.Wait().status().message());
+  size_t quoted = 0;
+  for (size_t at = 0; (at = message.find("what it waited for", at)) != message.npos; ++at) ++quoted;
+  EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(quoted, 15u) << "and its own; " << message;
 }
 
 // -------------------------------------------------------------------------------- What is thrown

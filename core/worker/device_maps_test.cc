@@ -1,0 +1,36 @@
+#include "core/worker/device_maps.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "core/membership/worker_info.h"
+#include "core/transport/inproc/inproc_transport.h"
+
+namespace distgrad {
+namespace {
+
+// What a worker says of its devices holds for as long as it lives. (tests/integration/device_test.cc
+// has what maps say.)
+TEST(DeviceMapsTest, AWorkerThatComesAgainIsLookedAtAgain) {
+  const auto network = std::make_shared<InprocNetwork>();
+  const std::unique_ptr<Transport> transport = NewInprocTransport(network);
+  DeviceMaps maps("self", {}, transport.get());
+  WorkerInfo peer{.id = 2, .name = "peer", .incarnation = 1, .devices = "no devices"};
+  const absl::Status wrong = maps.With(peer).status();
+  EXPECT_EQ(wrong.code(), absl::StatusCode::kInvalidArgument) << wrong;
+  peer.devices = DeviceMaps::Encode({}).value();
+  EXPECT_EQ(maps.With(peer).status(), wrong) << "the same life of it";
+  peer.incarnation = 2;
+  const auto map = maps.With(peer);
+  ASSERT_TRUE(map.ok()) << map.status();
+  EXPECT_EQ(maps.With(peer)->get(), map->get());
+  // Another worker has another's id.
+  peer.id = 3;
+  EXPECT_NE(maps.With(peer)->get(), map->get());
+}
+
+}  // namespace
+}  // namespace distgrad
