@@ -129,8 +129,8 @@ class Engine {
   // Answers messages of a pass that has failed here, or cannot be.
   void Refuse(WorkerId to, const Notice& notice, const absl::Status& why);
   void Send(WorkerId to, const Notice& notice);
-  void OnKnown(ContextId context, WorkerId from);
-  void ReleaseFrom(ContextId context, std::optional<WorkerId> from);
+  void OnKnown(ContextId id, WorkerId from);
+  void ReleaseFrom(ContextId id, std::optional<WorkerId> from);
 
   PassServices services_;
   ContextRegistry* const contexts_;

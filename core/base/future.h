@@ -77,7 +77,7 @@ class FutureState {
       done_.store(true, std::memory_order_release);
     }
     if (borrower != nullptr) borrower->WakeBorrowedThread();
-    for (auto& callback : callbacks) CallAndLog(kCallback, callback, *value_);
+    for (auto& callback : callbacks) CallAndLog(kCallback, callback, std::as_const(*this).value());
     return true;
   }
 

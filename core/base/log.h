@@ -49,12 +49,12 @@ using internal::LogSeverity;
 // Takes the text of a line, without time, place and newline.
 using LogSink = std::function<void(LogSeverity severity, absl::string_view text)>;
 
-// Gives all lines of this process to `sink` from now on, in the place of standard error; null:
+// Gives all lines of this process to `write` from now on, in the place of standard error; null:
 // none. When this has returned the former one is not running, nor will it, and is destroyed; in a
 // sink this does not wait for that. A sink is called on whichever thread has something to say,
 // several at once, also on a transport's and under locks of this library: it must neither wait nor
 // call into it. Lines that it logs itself, and those at which it throws, go to standard error.
-void SetLogSink(LogSink sink);
+void SetLogSink(LogSink write);
 
 }  // namespace distgrad
 

@@ -32,7 +32,7 @@
 
 namespace distgrad {
 
-class ThreadPool : private Blockable {
+class ThreadPool final : private Blockable {
  public:
   using Task = absl::AnyInvocable<void()>;
 

@@ -27,16 +27,14 @@ void Lookups::Find(std::string name, Deadline deadline, Found found) {
 
 void Lookups::Ask(Question question) {
   if (const absl::Status started = thread_.Start(); !started.ok()) return question.found(started);
-  bool full;
-  {
-    absl::MutexLock lock(&mu_);
-    full = waiting_.size() + asked_ >= kMaxWaiting;
-    if (!full) waiting_.push_back(std::move(question));
-  }
-  if (full) {
+  absl::ReleasableMutexLock lock(&mu_);
+  if (waiting_.size() + asked_ >= kMaxWaiting) {
+    lock.Release();
     return question.found(absl::ResourceExhaustedError(
         absl::StrCat("more than ", kMaxWaiting, " questions wait for the store")));
   }
+  waiting_.push_back(std::move(question));
+  lock.Release();
   // One task for each question, of which the first may answer many.
   if (!thread_.Schedule([this] { AskAll(); })) AskAll();
 }

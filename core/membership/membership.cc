@@ -142,9 +142,9 @@ void RaiseTo(int64_t number, std::atomic<int64_t>& last) {
   while (now < number && !last.compare_exchange_weak(now, number)) continue;
 }
 
-const absl::Status& StatusOf(const absl::Status& status) { return status; }
+absl::Status StatusOf(const absl::Status& status) { return status; }
 template <typename T>
-const absl::Status& StatusOf(const absl::StatusOr<T>& value) {
+absl::Status StatusOf(const absl::StatusOr<T>& value) {
   return value.status();
 }
 
@@ -638,7 +638,7 @@ auto Membership::Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(de
   for (bool again = false;; again = true) {
     DG_RETURN_IF_ERROR(CheckOpen());
     auto answer = ask(std::min(deadline, Deadline::After(kLook)));
-    const absl::Status& status = StatusOf(answer);
+    const absl::Status status = StatusOf(answer);
     if (!IsSilence(status, deadline)) return answer;
     // Once is not enough: this process may itself have been stopped for so long.
     if (!again || !limit.Passed()) continue;

@@ -8,6 +8,7 @@
 
 #include <bitset>
 #include <cmath>
+#include <memory>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -73,7 +74,8 @@ absl::Status Removed() { return absl::NotFoundError("this worker's part was remo
 
 absl::Status CheckMayAwaitStep() {
   // Of ours; and of libtorch's own backward, which calls hooks within the leaf's node.
-  const auto node = torch::autograd::get_current_node();
+  const std::shared_ptr<torch::autograd::Node> current = torch::autograd::get_current_node();
+  const torch::autograd::Node* const node = current.get();
   const bool in_leaf = node != nullptr && typeid(*node) == typeid(torch::autograd::AccumulateGrad);
   if (!in_leaf && !IsCallingPostAccumulateHook()) return absl::OkStatus();
   return absl::FailedPreconditionError(

@@ -31,7 +31,7 @@ class MemberWatch {
     bool was_heard = false;
     bool was_silent = false;
     bool is_there = false;  // somebody is, who has not taken us in
-    absl::Time asked_for;
+    absl::Time asked_for = {};
   };
   enum class Verdict { kNothing, kTryAgain, kLost };
 

@@ -61,7 +61,7 @@ class SendWindow : public std::enable_shared_from_this<SendWindow> {
   // Withdraw(), 0 if it was called.
   uint64_t AcquireAsync(uint64_t bytes, Callback callback);
   // Waits no longer: the callback gets `why`, unless it was called before.
-  void Withdraw(uint64_t waiter, const absl::Status& why);
+  void Withdraw(uint64_t number, const absl::Status& why);
 
   // Whoever waits, or will, gets `why`. Once.
   void Close(const absl::Status& why);

@@ -106,7 +106,7 @@ bool CoerceList(const c10::TypePtr& element, std::optional<int32_t> length, c10:
     if (!repeats || !length.has_value() || !Coerce(stored, std::nullopt, value)) return false;
     c10::impl::GenericList list(stored);
     for (int32_t i = 0; i < *length; ++i) list.push_back(value);
-    value = std::move(list);
+    value = list;
     return true;
   }
   if (stored->kind() == TypeKind::IntType && value.isIntList()) return true;
@@ -119,7 +119,7 @@ bool CoerceList(const c10::TypePtr& element, std::optional<int32_t> length, c10:
     if (!Coerce(stored, std::nullopt, item)) return false;
     list.push_back(std::move(item));
   }
-  value = std::move(list);
+  value = list;
   return true;
 }
 

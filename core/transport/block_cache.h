@@ -30,7 +30,7 @@ class BlockCache {
   void* Allocate(size_t size);
 
   // Takes a block back; `size` as it was given to Allocate.
-  void Free(void* block, size_t size);
+  void Free(void* memory, size_t size);
 
   // The bytes that are kept now.
   size_t kept() const;

@@ -36,9 +36,10 @@ Graph::Index Graph::Add(const std::shared_ptr<Node>& node, absl::FunctionRef<boo
   if (!is_new) return it->second;
   Entry entry;
   entry.node = node;
-  if (is_stop(*node)) {
+  Node& function = *node;
+  if (is_stop(function)) {
     entry.kind = Kind::kStop;
-  } else if (typeid(*node) == typeid(torch::autograd::AccumulateGrad)) {
+  } else if (typeid(function) == typeid(torch::autograd::AccumulateGrad)) {
     entry.kind = Kind::kLeaf;
   }
   entry.first_input = static_cast<uint32_t>(input_count_);

@@ -32,8 +32,10 @@ thread_local NestedBackwards* current = nullptr;
 std::vector<at::Tensor> LeavesAt(const edge_list& edges) {
   std::vector<at::Tensor> leaves;
   for (const Edge& edge : edges) {
-    if (edge.is_valid() && typeid(*edge.function) == typeid(AccumulateGrad)) {
-      leaves.push_back(static_cast<AccumulateGrad&>(*edge.function).variable);
+    if (!edge.is_valid()) continue;
+    Node& function = *edge.function;
+    if (typeid(function) == typeid(AccumulateGrad)) {
+      leaves.push_back(static_cast<AccumulateGrad&>(function).variable);
     }
   }
   return leaves;

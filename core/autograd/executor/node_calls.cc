@@ -69,9 +69,11 @@ variable_list CallStop(Node& node, variable_list gradients) {
 variable_list CallOperator(Node& node, variable_list gradients, bool retain_graph) {
   gradients = CallHooksBefore(node, std::move(gradients));
   if (!retain_graph) node.will_release_variables();
+  // Hooks after the node are shown what went in.
   const bool has_hooks = !node.post_hooks().empty();
+  const variable_list inputs = has_hooks ? gradients : variable_list();
   std::optional<NodeTurn> turn(std::in_place, node);
-  variable_list outputs = node(has_hooks ? gradients : std::move(gradients));
+  variable_list outputs = node(std::move(gradients));
   torch::autograd::validate_outputs(
       node.next_edges(), outputs, [&node](const std::string& message) {
         return absl::StrCat("Function ", node.name(), " returned an ", message);
@@ -79,7 +81,7 @@ variable_list CallOperator(Node& node, variable_list gradients, bool retain_grap
   if (has_hooks) {
     // They may wait for other passes that come to the node, whose mutex they do not need.
     turn.reset();
-    for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, gradients);
+    for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, inputs);
     if (!retain_graph) turn.emplace(node);
   }
   CheckCount(outputs, node.num_outputs());

@@ -97,41 +97,45 @@ class FileStore final : public Store {
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, value));
     return WithFile(/*for_writing=*/true, deadline,
-                    [&](File& file) { return Append(file, key, value); });
+                    [&](File& file)
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return Append(file, key, value); });
   }
 
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, ""));
     int64_t sum = 0;
     bool is_counter = true;
-    DG_RETURN_IF_ERROR(WithFile(/*for_writing=*/true, deadline, [&](File& file) {
-      const auto before = values_.find(key);
-      is_counter = before == values_.end() || absl::SimpleAtoi(before->second, &sum);
-      if (!is_counter || (amount == 0 && before != values_.end())) return absl::OkStatus();
-      sum = static_cast<int64_t>(static_cast<uint64_t>(sum) + static_cast<uint64_t>(amount));
-      return Append(file, key, absl::StrCat(sum));
-    }));
+    DG_RETURN_IF_ERROR(WithFile(
+        /*for_writing=*/true, deadline, [&](File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+          const auto before = values_.find(key);
+          is_counter = before == values_.end() || absl::SimpleAtoi(before->second, &sum);
+          if (!is_counter || (amount == 0 && before != values_.end())) return absl::OkStatus();
+          sum = static_cast<int64_t>(static_cast<uint64_t>(sum) + static_cast<uint64_t>(amount));
+          return Append(file, key, absl::StrCat(sum));
+        }));
     if (!is_counter) return NotACounter(key);
     return sum;
   }
 
   absl::Status Delete(const std::string& key, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, ""));
-    return WithFile(/*for_writing=*/true, deadline, [&](File& file) {
-      return values_.count(key) == 0 ? absl::OkStatus() : Append(file, "", key);
-    });
+    return WithFile(/*for_writing=*/true, deadline,
+                    [&](File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+                      return values_.count(key) == 0 ? absl::OkStatus() : Append(file, "", key);
+                    });
   }
 
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckKeys(keys));
     std::vector<Value> values;
-    DG_RETURN_IF_ERROR(WithFile(/*for_writing=*/false, deadline, [&](File&) {
-      for (const std::string& key : keys) {
-        const auto found = values_.find(key);
-        values.push_back(found == values_.end() ? Value() : Value(found->second));
-      }
-      return absl::OkStatus();
-    }));
+    DG_RETURN_IF_ERROR(
+        WithFile(/*for_writing=*/false, deadline, [&](File&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+          for (const std::string& key : keys) {
+            const auto found = values_.find(key);
+            values.push_back(found == values_.end() ? Value() : Value(found->second));
+          }
+          return absl::OkStatus();
+        }));
     return values;
   }
 

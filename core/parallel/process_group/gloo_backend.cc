@@ -36,10 +36,9 @@ class SigpipeBlocked {
 
 class Gloo final : public c10d::ProcessGroupGloo {
  public:
-  Gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+  Gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
        c10::intrusive_ptr<Options> options, std::shared_ptr<GlooDevice> device)
-      : ProcessGroupGloo(std::move(store), rank, size, std::move(options)),
-        device_(std::move(device)) {}
+      : ProcessGroupGloo(store, rank, size, std::move(options)), device_(std::move(device)) {}
 
   // c10d's does nothing.
   void abort() override { device_->Abort(); }

@@ -62,7 +62,9 @@ class GlooDevice::Buffer final : public UnboundBuffer {
     context_->buffers_.erase(this);
   }
 
-  void EndLostWaits(const std::vector<bool>& lost) ABSL_EXCLUSIVE_LOCKS_REQUIRED(context_->mu_) {
+  // Under context_->mu_.
+  void EndLostWaits(const std::vector<bool>& lost) {
+    context_->mu_.AssertHeld();
     for (const Operation& each : sends_.all) {
       if (lost[each.rank]) each.buffer->abortWaitSend();
     }
@@ -128,10 +130,11 @@ class GlooDevice::Buffer final : public UnboundBuffer {
     }
     if (!(first->buffer.get()->*wait)(rank, timeout)) {
       // It was over when the connection broke, or else is late now.
-      bool over = false;
+      bool over;
       try {
         over = (first->buffer.get()->*wait)(rank, Timeout::zero());
       } catch (...) {
+        over = false;
       }
       if (!over) {
         throw std::runtime_error(
@@ -170,7 +173,7 @@ std::exception_ptr GlooDevice::Context::Abort(std::exception_ptr why) {
   // close each would lose what the other end has not read yet.)
   try {
     tcp_->createUnboundBuffer(nullptr, 0)->waitRecv(nullptr, Timeout::zero());
-  } catch (...) {
+  } catch (...) {  // NOLINT(bugprone-empty-catch): it is late, as it had to be
   }
   EndLostWaits();
   return why;

@@ -158,7 +158,7 @@ absl::Status InprocEnd::TrySend(const Packet& packet, SendDone& done) {
   absl::MutexLock lock(&mu_);
   if (!closed_.ok()) return closed_;
   const bool hold = action == FaultInjector::Action::kHold || !held_.empty();
-  const auto put = [&](Packet one) {
+  const auto put = [&](Packet one) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (hold) {
       held_.emplace_back(std::move(one), std::exchange(done, nullptr));
     } else {
