@@ -26,6 +26,8 @@ Segment AllocateSegment(size_t size) {
   return {std::move(owner), static_cast<uint8_t*>(memory), size};
 }
 
+size_t KeptSegmentBytes() { return Cache().kept(); }
+
 Packet CopyPacket(const Packet& packet) {
   Packet copy;
   copy.bytes = packet.bytes;

@@ -50,6 +50,9 @@ struct Packet {
 // std::bad_alloc when there is no memory: check a size that a peer sent before.
 Segment AllocateSegment(size_t size);
 
+// What is kept of it now, in bytes: of the process, which holds them without need of them.
+size_t KeptSegmentBytes();
+
 // A packet that shares no memory with `packet`.
 Packet CopyPacket(const Packet& packet);
 

@@ -318,6 +318,7 @@ class Soak {
     };
     const Series all[] = {{"resident, MB", plain("resident"), kMegabytesPerHour},
                           {"heap, MB", plain("heap"), kMegabytesPerHour},
+                          {"kept segments, MB", plain("kept"), INFINITY},
                           {"descriptors", plain("descriptors"), kDescriptorsPerHour},
                           {"threads", plain("threads"), kThreadsPerHour},
                           {"contexts", plain("contexts"), INFINITY},

@@ -26,6 +26,7 @@
 #include "absl/time/clock.h"
 #include "core/autograd/state.h"
 #include "core/base/status.h"
+#include "core/transport/packet.h"
 #include "core/worker/metrics.h"
 #include "core/worker/worker.h"
 #include "tests/soak/functions.h"
@@ -66,6 +67,10 @@ std::vector<std::string> Threads() {
   return names;
 }
 
+// What the transport keeps of freed segments. That rises for as long as more of them are in use at
+// once than ever before, up to its bound, and is no leak.
+double KeptBytes() { return static_cast<double>(KeptSegmentBytes()); }
+
 // Of memory that is no file's: the system takes files' from a process when it likes.
 double ResidentBytes() {
   std::ifstream status("/proc/self/status");
@@ -73,13 +78,13 @@ double ResidentBytes() {
   for (std::string word; status >> word;) {
     if (word == "RssAnon:") status >> kilobytes;
   }
-  return kilobytes * 1024;
+  return kilobytes * 1024 - KeptBytes();
 }
 
 // What malloc has given out.
 double HeapBytes() {
   const struct mallinfo2 info = mallinfo2();
-  return static_cast<double>(info.uordblks + info.hblkhd);
+  return static_cast<double>(info.uordblks + info.hblkhd) - KeptBytes();
 }
 
 // 0 of none.
@@ -246,14 +251,15 @@ class SoakWorker {
         calls += call.calls;
         in_flight += call.in_flight;
       }
-      Write(absl::StrCat(
-          "sample time_ms=", absl::ToUnixMillis(absl::Now()),
-          " resident=", ResidentBytes() / (1 << 20), " heap=", HeapBytes() / (1 << 20),
-          " descriptors=", Descriptors().size(), " threads=", Threads().size(),
-          " contexts=", metrics.contexts, " calls=", calls, " in_flight=", in_flight,
-          " pings=", latencies.call.size(), " p50=", Percentile(latencies.call, 0.5),
-          " p99=", Percentile(latencies.call, 0.99), " pipe_p50=", Percentile(latencies.pipe, 0.5),
-          " pipe_p99=", Percentile(latencies.pipe, 0.99)));
+      Write(absl::StrCat("sample time_ms=", absl::ToUnixMillis(absl::Now()),
+                         " resident=", ResidentBytes() / (1 << 20),
+                         " heap=", HeapBytes() / (1 << 20), " kept=", KeptBytes() / (1 << 20),
+                         " descriptors=", Descriptors().size(), " threads=", Threads().size(),
+                         " contexts=", metrics.contexts, " calls=", calls, " in_flight=", in_flight,
+                         " pings=", latencies.call.size(), " p50=", Percentile(latencies.call, 0.5),
+                         " p99=", Percentile(latencies.call, 0.99),
+                         " pipe_p50=", Percentile(latencies.pipe, 0.5),
+                         " pipe_p99=", Percentile(latencies.pipe, 0.99)));
     }
   }
 
