@@ -25,11 +25,11 @@
 #include "absl/strings/strip.h"
 #include "benchmarks/distgrad_side.h"
 #include "benchmarks/floor_side.h"
-#include "benchmarks/free_port.h"
 #include "benchmarks/local_side.h"
 #include "benchmarks/pytorch_side.h"
 #include "benchmarks/rank_side.h"
 #include "core/base/status.h"
+#include "tests/testing/free_port.h"
 
 namespace distgrad {
 namespace {

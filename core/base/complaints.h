@@ -1,8 +1,8 @@
-// What is wrong with something, of which an error says the first ten things and how many more there
-// are.
+// Lists in errors, of which an error says the first few things and how many more there are.
 #ifndef DISTGRAD_CORE_BASE_COMPLAINTS_H_
 #define DISTGRAD_CORE_BASE_COMPLAINTS_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <string>
 #include <utility>
@@ -13,6 +13,16 @@
 
 namespace distgrad {
 
+// "1, 2, 3 and 4 more"
+template <typename Item>
+std::string FirstOf(const std::vector<Item>& items) {
+  const size_t said = std::min<size_t>(items.size(), 16);
+  std::string text = absl::StrJoin(items.begin(), items.begin() + said, ", ");
+  if (items.size() > said) absl::StrAppend(&text, " and ", items.size() - said, " more");
+  return text;
+}
+
+// What is wrong with something: ten things at most.
 class Complaints {
  public:
   void Add(std::string what) {

@@ -29,8 +29,11 @@ struct ThreadPool::Parked {
   bool over = false;
 };
 
-ThreadPool::ThreadPool(std::string name, size_t size, Clock* clock)
-    : name_(std::move(name)), size_(size), clock_(clock) {
+ThreadPool::ThreadPool(std::string name, size_t size, Clock* clock, Idle idle)
+    : name_(std::move(name)),
+      size_(size),
+      clock_(clock),
+      kept_((idle == Idle::kKeepAll ? size : 0) + kSpareThreads) {
   DG_CHECK(size_ >= 1) << "pool " << name_;
 }
 
@@ -175,9 +178,7 @@ void ThreadPool::Run() {
 }
 
 bool ThreadPool::Park() {
-  // A size that only bounds how many there may be, as of the sockets' loop, wants none to stay.
-  const size_t wanted = size_ < kMostSpareThreads ? size_ : 0;
-  if (closed_ || parked_.size() >= wanted + kSpareThreads) return false;
+  if (closed_ || parked_.size() >= kept_) return false;
   Parked parked;
   parked_.push_back(&parked);
   while (!parked.has_slot && !parked.over) parked.wake.Wait(&mu_);

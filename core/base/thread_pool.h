@@ -43,10 +43,14 @@ class ThreadPool final : private Blockable {
   // How long after the machine has refused a thread it is asked again.
   static constexpr absl::Duration kRetryDelay = absl::Milliseconds(100);
 
+  // How many of its threads wait for tasks when there are none, a few spare ones apart: as many as
+  // run at the same time, or none, where `size` only bounds how many there may be.
+  enum class Idle { kKeepAll, kKeepNone };
+
   // `size` >= 1 threads that run at the same time, named "<name>-<n>" (cut to 15 bytes). A pool
   // whose tasks block needs the clock: all of its threads may wait for what a refused one was to
   // do.
-  ThreadPool(std::string name, size_t size, Clock* clock = nullptr);
+  ThreadPool(std::string name, size_t size, Clock* clock = nullptr, Idle idle = Idle::kKeepAll);
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
   ~ThreadPool();  // Close() and Join()
@@ -111,6 +115,7 @@ class ThreadPool final : private Blockable {
   const std::string name_;
   const size_t size_;
   Clock* const clock_;  // may be null
+  const size_t kept_;   // so many threads wait for tasks
 
   absl::Mutex joining_;  // held by Join at the end, so that each of several callers waits to it
 

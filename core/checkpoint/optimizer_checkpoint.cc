@@ -25,6 +25,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "core/base/complaints.h"
 #include "core/base/status.h"
 #include "core/optim/optimizer_state.h"
 #include "core/tensor/exception.h"
@@ -54,15 +55,10 @@ bool IsWord(absl::string_view text) {
          });
 }
 
-std::string Listed(const std::vector<std::string>& names) {
-  constexpr size_t kMost = 10;
+std::string Quoted(const std::vector<std::string>& names) {
   std::vector<std::string> quoted;
-  for (const std::string& name : names) {
-    if (quoted.size() < kMost) quoted.push_back(QuoteName(name));
-  }
-  return absl::StrCat(
-      absl::StrJoin(quoted, ", "),
-      names.size() > kMost ? absl::StrCat(" and ", names.size() - kMost, " more") : "");
+  for (const std::string& name : names) quoted.push_back(QuoteName(name));
+  return FirstOf(quoted);
 }
 
 // The names of an optimizer's parameters. A parameter that has several, as tied weights do, goes by
@@ -258,9 +254,9 @@ absl::StatusOr<std::vector<const FileGroup*>> MatchGroups(const std::vector<File
   if (!missing.empty() || !unexpected.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "it has other parameters than the optimizer:",
-        missing.empty() ? "" : absl::StrCat(" missing are ", Listed(missing)),
+        missing.empty() ? "" : absl::StrCat(" missing are ", Quoted(missing)),
         missing.empty() || unexpected.empty() ? "" : ";",
-        unexpected.empty() ? "" : absl::StrCat(" unexpected are ", Listed(unexpected))));
+        unexpected.empty() ? "" : absl::StrCat(" unexpected are ", Quoted(unexpected))));
   }
   std::vector<const FileGroup*> matched;
   for (Strings names : ours) {
@@ -269,7 +265,7 @@ absl::StatusOr<std::vector<const FileGroup*>> MatchGroups(const std::vector<File
     if (found == by_names.end()) {
       return absl::InvalidArgumentError(
           absl::StrCat("none of its groups has the parameters of the optimizer's group ",
-                       matched.size(), ", which are ", Listed(names)));
+                       matched.size(), ", which are ", Quoted(names)));
     }
     matched.push_back(found->second);
     by_names.erase(found);

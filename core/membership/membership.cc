@@ -10,9 +10,9 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "core/base/complaints.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
 
@@ -20,7 +20,6 @@ namespace distgrad {
 namespace {
 
 constexpr int kMaxIds = 1 << 16;     // ids have 16 bits
-constexpr size_t kMaxNamed = 16;     // workers in a message
 constexpr size_t kMaxReason = 1024;  // bytes, why one is lost
 
 constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's number
@@ -106,20 +105,12 @@ bool IsSilence(const absl::Status& status, Deadline deadline) {
   return absl::IsDeadlineExceeded(status) && !deadline.Passed();
 }
 
-// "1, 2, 3 and 4 more"
-std::string Several(const std::vector<std::string>& names) {
-  const size_t named = std::min(names.size(), kMaxNamed);
-  std::string text = absl::StrJoin(names.begin(), names.begin() + named, ", ");
-  if (names.size() > named) absl::StrAppend(&text, " and ", names.size() - named, " more");
-  return text;
-}
-
 std::string NamesOf(const std::vector<WorkerInfo>& workers) {
   std::vector<std::string> names;
   for (const WorkerInfo& worker : workers) {
     names.push_back(absl::StrCat("'", worker.name, "' (", worker.id, ")"));
   }
-  return Several(names);
+  return FirstOf(names);
 }
 
 absl::Status NotCome(const std::vector<WorkerInfo>& missing) {
@@ -310,7 +301,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::GatherEntries(Deadline deadl
     if (missing.empty()) return workers;
     if (late) {
       return absl::DeadlineExceededError(
-          absl::StrCat(missing.size() == 1 ? "worker " : "workers ", Several(missing), " of ",
+          absl::StrCat(missing.size() == 1 ? "worker " : "workers ", FirstOf(missing), " of ",
                        world_size_, " did not join within ", absl::FormatDuration(patience)));
     }
     next = absl::StrCat("worker/", missing[0]);  // somebody has counted who has no entry

@@ -1,7 +1,6 @@
 // Numbers the starts of a job in its store, and gives each keys of its own.
 #include "core/membership/start.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,16 +8,14 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "core/base/complaints.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/membership/backoff.h"
 
 namespace distgrad {
 namespace {
-
-constexpr size_t kMaxNamed = 16;  // ranks in a message
 
 // The keys. A worker asks under its rank with its nonce; worker 0 answers "<nonce> <number>".
 std::string Question(int rank) { return absl::StrCat("start/ask/", rank); }
@@ -76,11 +73,8 @@ absl::StatusOr<int64_t> Number(Store& store, int world_size, Deadline deadline) 
     missing = std::move(still);
     if (missing.empty()) return number;
   } while (backoff.Sleep());
-  const size_t named = std::min(missing.size(), kMaxNamed);
   return absl::DeadlineExceededError(
-      absl::StrCat("of ", world_size, " workers these did not join in time: ",
-                   absl::StrJoin(missing.begin(), missing.begin() + named, ", "),
-                   missing.size() > named ? " and more" : ""));
+      absl::StrCat("of ", world_size, " workers these did not join in time: ", FirstOf(missing)));
 }
 
 }  // namespace

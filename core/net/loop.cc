@@ -91,7 +91,7 @@ Loop::Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name)
     : epoll_(std::move(epoll)),
       sleep_(std::move(sleep)),
       wake_(std::move(wake)),
-      threads_(std::move(thread_name), kThreads) {}
+      threads_(std::move(thread_name), kThreads, /*clock=*/nullptr, ThreadPool::Idle::kKeepNone) {}
 
 absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
+#include "core/rpc/call_error.h"
 #include "core/rpc/frame.h"
 
 namespace distgrad {
@@ -114,8 +115,7 @@ void CallTable::End(Call call, absl::StatusOr<Body> reply) {
 }
 
 void CallTable::EndWithError(Call call, const absl::Status& why) {
-  const absl::Status error = Annotate(
-      why, absl::StrCat("call of '", call.function, "' on worker ", peers_->Describe(call.to)));
+  const absl::Status error = CallError(why, call.function, peers_->Describe(call.to));
   End(std::move(call), error);
 }
 

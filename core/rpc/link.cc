@@ -38,12 +38,7 @@ bool Link::Advance(State to) {
 void Link::Send(Packet packet, SendWindow::Credit credit, uint64_t call) {
   if (kind_ == Kind::kLoopback) {
     if (call != 0 && !owner_->OnLeaving(call, packet)) return;
-    std::shared_ptr<Link> target;
-    {
-      absl::MutexLock lock(&mu_);
-      target = Target();
-    }
-    return Deliver(std::move(target), CopyPacket(packet));
+    return OnPacket(CopyPacket(packet));
   }
   const uint64_t size = packet.size();
   if (credit.window() != window_.get()) credit = window_->Acquire(size);

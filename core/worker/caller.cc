@@ -2,6 +2,7 @@
 #include "core/worker/caller.h"
 
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -10,23 +11,27 @@
 #include "core/autograd/context_record.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
+#include "core/rpc/call_error.h"
 #include "core/rpc/frame.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
 namespace {
 
+std::string Quoted(absl::string_view name) { return absl::StrCat("'", name, "'"); }
+
 // A call to one who is looked up in the store first. What comes first, of the deadline, a cancel,
 // the store's answer and that of the call, says how it ends. Thread-safe.
 class UnresolvedCall final : public Canceller {
  public:
-  explicit UnresolvedCall(WorkerId self) : self_(self) {}
+  UnresolvedCall(WorkerId self, std::string function, std::string worker)
+      : self_(self), function_(std::move(function)), worker_(std::move(worker)) {}
 
   // Cancels the call, or keeps it from being made.
   void Cancel(uint64_t) override {
     const Future<Message> call = this->call();
     if (call.valid()) return call.Cancel();
-    End(absl::CancelledError("it was cancelled by its caller"));
+    Fail(absl::CancelledError("it was cancelled by its caller"));
   }
   // The store's answer is here, and the call is made.
   void GoOnWith(Future<Message> call) {
@@ -36,6 +41,7 @@ class UnresolvedCall final : public Canceller {
     }
     if (future_.Done()) call.Cancel();
   }
+  // The call has ended.
   void End(const absl::StatusOr<Message>& reply) {
     if (reply.ok()) {
       promise_.Set(reply);
@@ -43,6 +49,8 @@ class UnresolvedCall final : public Canceller {
       promise_.Set(WithOrigin(reply.status(), {self_, ErrorOrigin::By::kDistgrad}));
     }
   }
+  // It was not made.
+  void Fail(const absl::Status& why) { End(CallError(why, function_, Quoted(worker_))); }
   const Future<Message>& future() const { return future_; }
 
  private:
@@ -51,7 +59,9 @@ class UnresolvedCall final : public Canceller {
     return call_;
   }
 
+  // Constant after construction.
   const WorkerId self_;
+  const std::string function_, worker_;
 
   // Synchronize themselves.
   Promise<Message> promise_;
@@ -113,7 +123,8 @@ absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerId to, absl::string_view 
 Future<Message> Caller::Send(WorkerId to, Outgoing call, const CallOptions& options, bool wait) {
   const absl::StatusOr<EdgeId> edge = parts_.messages.Record(call.context, to, std::move(call.send),
                                                              call.body, &call.request.packet);
-  if (!edge.ok()) return Failed(CallError(to, call.request.function, edge.status()));
+  if (!edge.ok())
+    return Failed(CallError(edge.status(), call.request.function, parts_.agent.Describe(to)));
   Promise<Message> promise;
   const Future<Message> future = promise.future();
   const CallTerms terms{.deadline = call.deadline,
@@ -153,19 +164,19 @@ Future<Message> Caller::Call(WorkerRef to, absl::string_view function, const Mes
     return CallUnresolved(std::string(to.name()), function, message, options, wait);
   }
   absl::StatusOr<Outgoing> call = Prepare(*id, function, message, options);
-  if (!call.ok()) return Failed(CallError(*id, function, call.status()));
+  if (!call.ok()) return Failed(CallError(call.status(), function, parts_.agent.Describe(*id)));
   return Send(*id, *std::move(call), options, wait);
 }
 
 Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOptions options,
                                          bool wait) {
   options.context = nullptr;  // the call has what it needs of it
-  const auto unresolved = std::make_shared<UnresolvedCall>(parts_.self.id);
+  const auto unresolved =
+      std::make_shared<UnresolvedCall>(parts_.self.id, call.request.function, name);
   const Future<Message> future = unresolved->future();
   future.MadeBy(unresolved, 0, {});
-  const Clock::TimerId timer = parts_.clock.At(call.deadline, [unresolved, name] {
-    unresolved->End(absl::DeadlineExceededError(
-        absl::StrCat("the store has not said in time who worker '", name, "' is")));
+  const Clock::TimerId timer = parts_.clock.At(call.deadline, [unresolved] {
+    unresolved->Fail(absl::DeadlineExceededError("the store has not said in time who that is"));
   });
   if (options.cancellation != nullptr) {
     const uint64_t watch = options.cancellation->OnCancel([unresolved] { unresolved->Cancel(0); });
@@ -181,7 +192,7 @@ Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOp
     absl::Status status = found.ok() ? parts_.agent.Learn(*found) : found.status();
     // The message of this one has the names that are known.
     if (absl::IsNotFound(status)) status = parts_.agent.FindWorker(name).status();
-    if (!status.ok()) return unresolved->End(status);
+    if (!status.ok()) return unresolved->Fail(status);
     const Future<Message> sent = Send(found->id, std::move(call), options, wait);
     unresolved->GoOnWith(sent);
     sent.Then([unresolved](const absl::StatusOr<Message>& reply) { unresolved->End(reply); });
@@ -195,7 +206,7 @@ Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOp
             [send = std::move(send), found = std::move(found)]() mutable { send(found); });
         if (scheduled) return;
         parts_.clock.Cancel(timer);
-        unresolved->End(absl::CancelledError("this worker is shutting down"));
+        unresolved->Fail(absl::CancelledError("this worker is shutting down"));
       });
   return future;
 }
@@ -211,8 +222,7 @@ Future<Message> Caller::CallUnresolved(std::string name, absl::string_view funct
   // tensors hold, and their history, may be others when the store has answered.
   absl::StatusOr<Outgoing> call = Prepare(parts_.self.id, function, message, options);
   if (!call.ok()) {
-    return Failed(
-        Annotate(call.status(), absl::StrCat("call of '", function, "' on worker '", name, "'")));
+    return Failed(CallError(call.status(), function, Quoted(name)));
   }
   return SendToUnresolved(std::move(name), *std::move(call), options, wait);
 }
@@ -235,7 +245,7 @@ std::vector<Future<Message>> Caller::CallEach(absl::Span<const WorkerRef> to,
     }
     if (!shared || !call.has_value()) call = Prepare(*id, function, message, options);
     if (!call->ok()) {
-      replies.push_back(Failed(CallError(*id, function, call->status())));
+      replies.push_back(Failed(CallError(call->status(), function, parts_.agent.Describe(*id))));
       continue;
     }
     // Large tensors are segments, whose memory all the packets share.
@@ -243,19 +253,13 @@ std::vector<Future<Message>> Caller::CallEach(absl::Span<const WorkerRef> to,
     try {
       if (!replies.empty()) own.send = CallMessages::MakeSend(own.header, message);
     } catch (...) {
-      replies.push_back(Future<Message>::Of(
-          CallError(*id, function, StatusFromException(std::current_exception()))));
+      replies.push_back(Future<Message>::Of(CallError(StatusFromException(std::current_exception()),
+                                                      function, parts_.agent.Describe(*id))));
       continue;
     }
     replies.push_back(Send(*id, std::move(own), options, /*wait=*/true));
   }
   return replies;
-}
-
-absl::Status Caller::CallError(WorkerId to, absl::string_view function,
-                               const absl::Status& why) const {
-  return Annotate(why,
-                  absl::StrCat("call of '", function, "' on worker ", parts_.agent.Describe(to)));
 }
 
 absl::StatusOr<Message> Caller::TakeReply(const std::shared_ptr<ContextRecord>& context,

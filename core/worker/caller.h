@@ -83,7 +83,6 @@ class Caller {
   Future<Message> SendToUnresolved(std::string name, Outgoing call, CallOptions options, bool wait);
   absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from,
                                     Body& body);
-  absl::Status CallError(WorkerId to, absl::string_view function, const absl::Status& why) const;
   // An error that arose here, unless it says something else.
   absl::Status OwnError(const absl::Status& why) const {
     return WithOrigin(why, {parts_.self.id, ErrorOrigin::By::kDistgrad});

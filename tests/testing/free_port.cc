@@ -1,3 +1,4 @@
+// Asks the system for a port, and gives it back.
 #include "tests/testing/free_port.h"
 
 #include <arpa/inet.h>
@@ -5,7 +6,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "gtest/gtest.h"
+#include <cstdio>
+#include <cstdlib>
 
 namespace distgrad {
 
@@ -15,8 +17,11 @@ int FreePort() {
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof(address);
-  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), size), 0);
-  EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  if (bind(fd, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    std::perror("FreePort: 127.0.0.1");
+    std::abort();
+  }
   close(fd);
   return ntohs(address.sin_port);
 }
