@@ -2,13 +2,13 @@
 #ifndef DISTGRAD_CORE_BASE_TIMER_QUEUE_H_
 #define DISTGRAD_CORE_BASE_TIMER_QUEUE_H_
 
+#include <cstdint>
 #include <map>
 #include <unordered_map>
 #include <utility>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/time/time.h"
-#include "core/base/clock.h"
 
 namespace distgrad::internal {
 
@@ -16,17 +16,18 @@ namespace distgrad::internal {
 // outside that lock.
 class TimerQueue {
  public:
+  using Id = uint64_t;  // Clock::TimerId
   using Callback = absl::AnyInvocable<void()>;
 
-  Clock::TimerId Add(absl::Time when, Callback callback) {
-    const Clock::TimerId id = ++last_id_;
+  Id Add(absl::Time when, Callback callback) {
+    const Id id = ++last_id_;
     when_.emplace(id, when);
     timers_.emplace(std::make_pair(when, id), std::move(callback));
     return id;
   }
 
   // Null if there is no such timer.
-  Callback Remove(Clock::TimerId id) {
+  Callback Remove(Id id) {
     const auto found = when_.find(id);
     if (found == when_.end()) return nullptr;
     return Extract(timers_.find({found->second, id}));
@@ -41,7 +42,7 @@ class TimerQueue {
   Callback Pop() { return Extract(timers_.begin()); }
 
  private:
-  using Timers = std::map<std::pair<absl::Time, Clock::TimerId>, Callback>;
+  using Timers = std::map<std::pair<absl::Time, Id>, Callback>;
 
   Callback Extract(Timers::iterator timer) {
     Callback callback = std::move(timer->second);
@@ -50,9 +51,9 @@ class TimerQueue {
     return callback;
   }
 
-  Clock::TimerId last_id_ = 0;
+  Id last_id_ = 0;
   Timers timers_;  // the id orders timers of the same time
-  std::unordered_map<Clock::TimerId, absl::Time> when_;
+  std::unordered_map<Id, absl::Time> when_;
 };
 
 }  // namespace distgrad::internal

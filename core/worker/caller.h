@@ -29,7 +29,8 @@
 #include "core/tensor/message.h"
 #include "core/worker/call_body.h"
 #include "core/worker/call_messages.h"
-#include "core/worker/worker.h"
+#include "core/worker/call_options.h"
+#include "core/worker/context.h"
 
 namespace distgrad {
 

@@ -40,14 +40,14 @@ class Context {
   Context& operator=(Context&& other) noexcept;
   ~Context();
 
-  // Of one that is not, all but Release() fails with kFailedPrecondition: of Context() or one moved
-  // from, and of a request that was made outside any context.
+  // False for Context(), for one moved from, and for the context of a request that was made outside
+  // any. On a context that is not valid every method but Release() fails with kFailedPrecondition.
   bool valid() const { return record_ != nullptr; }
   // The same number on all workers; 0 if it is not valid.
   ContextId id() const;
 
-  // Whether that worker made it, or got it with a request. Other workers of the process have, if
-  // they take part, a part of their own.
+  // Whether that worker made it, or got it with a request. Other workers of the process that take
+  // part have a Context of their own.
   bool IsOf(const Owner& owner) const { return owner_.get() == &owner; }
 
   // Whether its end releases the context.

@@ -10,7 +10,7 @@
 #include "core/transport/inproc/inproc_transport.h"
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
 #include "core/worker/rendezvous.h"
-#include "core/worker/worker.h"
+#include "core/worker/worker_options.h"
 
 namespace distgrad {
 namespace {

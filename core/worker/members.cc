@@ -11,7 +11,7 @@
 
 namespace distgrad {
 
-std::vector<Member> Worker::Impl::members() const {
+std::vector<Member> WorkerImpl::members() const {
   std::vector<Member> members;
   for (const WorkerInfo& worker : agent_->Members()) {
     members.push_back({worker.id, worker.name, worker.incarnation});
@@ -19,19 +19,19 @@ std::vector<Member> Worker::Impl::members() const {
   return members;
 }
 
-absl::Status Worker::Impl::UpdateMembers(Deadline deadline) {
+absl::Status WorkerImpl::UpdateMembers(Deadline deadline) {
   const BlockingScope blocking;
   DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> all, members_->AllEver(deadline));
   return member_sync_.Learn(all);
 }
 
-absl::Status Worker::Impl::Barrier(Deadline deadline, OnLostMember on_lost) {
+absl::Status WorkerImpl::Barrier(Deadline deadline, OnLostMember on_lost) {
   const BlockingScope blocking;
   return member_sync_.NameTheStore(
       members_->Barrier(deadline, on_lost, [&] { return UpdateMembers(deadline); }));
 }
 
-absl::Status Worker::Impl::CheckMayLeave() const {
+absl::Status WorkerImpl::CheckMayLeave() const {
   if (!pool_.OnThisPool()) return absl::OkStatus();
   return absl::FailedPreconditionError(
       absl::StrCat("worker '", self_.name,
@@ -40,7 +40,7 @@ absl::Status Worker::Impl::CheckMayLeave() const {
 
 // When all are there, no user's thread makes a call any more; handlers may. When then each has seen
 // its calls end, in either direction, none of those makes one either.
-absl::Status Worker::Impl::Shutdown(Deadline deadline, OnLostMember on_lost) {
+absl::Status WorkerImpl::Shutdown(Deadline deadline, OnLostMember on_lost) {
   DG_RETURN_IF_ERROR(CheckMayLeave());
   BlockingScope blocking;
   DG_RETURN_IF_ERROR(member_sync_.NameTheStore(members_->Shutdown(
@@ -49,7 +49,7 @@ absl::Status Worker::Impl::Shutdown(Deadline deadline, OnLostMember on_lost) {
   return absl::OkStatus();
 }
 
-absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
+absl::Status WorkerImpl::AwaitIdle(Deadline deadline, bool contexts) {
   Backoff backoff(deadline);
   size_t serving, calls, of_contexts;
   do {
@@ -68,18 +68,18 @@ absl::Status Worker::Impl::AwaitIdle(Deadline deadline, bool contexts) {
   return absl::DeadlineExceededError(left);
 }
 
-void Worker::Impl::OnMember(MemberCallback::Function callback) {
+void WorkerImpl::OnMember(MemberCallback::Function callback) {
   const bool wanted = callback != nullptr;
   member_callback_.Set(std::move(callback));
   if (wanted) member_sync_.Follow();
 }
 
 // Calls of a context that this worker takes part in belong to what is in flight.
-bool Worker::Impl::Refuses(ContextId context) const {
+bool WorkerImpl::Refuses(ContextId context) const {
   return leaving_ && (context == 0 || contexts_.Find(context) == nullptr);
 }
 
-absl::Status Worker::Impl::Leave(Deadline deadline) {
+absl::Status WorkerImpl::Leave(Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckMayLeave());
   if (job_.serves_store) {
     return absl::FailedPreconditionError(

@@ -160,7 +160,7 @@ void Server::Serve(Serving serving) {
   Answer(serving, reply);
 }
 
-void Server::ServeLater(const Worker::AsyncHandler& handler, Serving serving) {
+void Server::ServeLater(const AsyncRequestHandler& handler, Serving serving) {
   const auto shared = std::make_shared<Serving>(std::move(serving));
   Future<Message> reply;
   try {

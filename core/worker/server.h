@@ -22,7 +22,9 @@
 #include "core/tensor/message.h"
 #include "core/worker/call_body.h"
 #include "core/worker/call_messages.h"
-#include "core/worker/worker.h"
+#include "core/worker/context.h"
+#include "core/worker/request.h"
+#include "core/worker/worker_options.h"
 
 namespace distgrad {
 
@@ -46,8 +48,8 @@ class Server {
   };
   // A handler, or one that answers later.
   struct Function {
-    Worker::Handler handler = nullptr;
-    Worker::AsyncHandler async_handler = nullptr;
+    RequestHandler handler = nullptr;
+    AsyncRequestHandler async_handler = nullptr;
     bool is_own = false;  // of distgrad, not of its user
   };
 
@@ -73,7 +75,7 @@ class Server {
   };
 
   void Serve(Serving serving);
-  void ServeLater(const Worker::AsyncHandler& handler, Serving serving);
+  void ServeLater(const AsyncRequestHandler& handler, Serving serving);
   void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
   absl::StatusOr<Message> ServeOperator(Request& request);
   std::shared_ptr<const Function> FindFunction(absl::string_view name) const;

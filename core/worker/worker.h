@@ -26,99 +26,37 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "core/base/cancellation.h"
 #include "core/base/deadline.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/base/trace.h"
 #include "core/membership/member_event.h"
 #include "core/tensor/message.h"
-#include "core/worker/context.h"
-#include "core/worker/worker_options.h"
+#include "core/worker/call_options.h"    // IWYU pragma: export
+#include "core/worker/context.h"         // IWYU pragma: export
+#include "core/worker/member.h"          // IWYU pragma: export
+#include "core/worker/request.h"         // IWYU pragma: export
+#include "core/worker/worker_options.h"  // IWYU pragma: export
 
 namespace distgrad {
 
 struct ContextState;   // core/autograd/state.h
+class WorkerImpl;      // core/worker/worker_impl.h
 struct WorkerMetrics;  // core/worker/metrics.h
-
-struct CallOptions {
-  // Records the call for the backward of this context. Null: of none; one that is not valid() fails
-  // the call with kFailedPrecondition; one of another worker of this process fails it with
-  // kInvalidArgument if it has tensors that require grad.
-  const Context* context = nullptr;
-  // The call fails with kDeadlineExceeded if it is not answered by then. Default: now plus
-  // WorkerOptions::timeout.
-  Deadline deadline = absl::InfinitePast();
-  // Cancels the call too. Null: nothing does but the future's Cancel().
-  std::shared_ptr<Cancellation> cancellation = nullptr;
-};
-
-// A worker by its name or its id. For parameters: it does not keep the name.
-class WorkerRef {
- public:
-  WorkerRef(absl::string_view name) : name_(name) {}   // NOLINT: implicit
-  WorkerRef(const std::string& name) : name_(name) {}  // NOLINT: implicit
-  WorkerRef(const char* name) : name_(name) {}         // NOLINT: implicit
-  WorkerRef(int id) : by_id_(true), id_(id) {}         // NOLINT: implicit
-
-  bool by_id() const { return by_id_; }
-  int id() const { return id_; }
-  absl::string_view name() const { return name_; }
-
- private:
-  bool by_id_ = false;
-  int id_ = 0;
-  absl::string_view name_;
-};
-
-// A member of the job as another one knows it.
-struct Member {
-  WorkerId id = 0;
-  std::string name;
-  Incarnation incarnation = 0;  // another one for each incarnation of that name
-};
-
-// What a handler gets.
-struct Request {
-  WorkerId from;
-  std::string function;
-  Message message;
-  // The caller's context; !valid() if the call was made outside of one.
-  Context context;
-  // The caller waits no longer than this.
-  Deadline deadline = Deadline::Never();
-  // Cancelled as soon as nobody waits for the answer: the caller has cancelled the call, given up
-  // by its deadline, or is gone.
-  std::shared_ptr<Cancellation> cancellation;
-
-  // For calls that the handler makes in turn: within the same context and deadline, and cancelled
-  // with this one.
-  CallOptions Nested() const {
-    return {.context = context.valid() ? &context : nullptr,
-            .deadline = deadline,
-            .cancellation = cancellation};
-  }
-};
 
 // Thread-safe. It is the creating process's alone: a child that was forked off has none of its
 // threads, and may neither use nor destroy it.
 class Worker {
  public:
-  // Runs on the worker's pool, several at once; may block, make calls, and throw. The caller gets
-  // the error with its code.
-  using Handler = std::function<absl::StatusOr<Message>(Request&)>;
-  // The same, but the answer may come after the handler has returned, and from any thread; no
-  // thread is held meanwhile. The request lives until then. If the caller waits no longer, the
-  // future is cancelled.
-  using AsyncHandler = std::function<Future<Message>(Request&)>;
+  using Handler = RequestHandler;
+  using AsyncHandler = AsyncRequestHandler;
 
   // Joins the job. Waits until all its workers have.
   static absl::StatusOr<std::unique_ptr<Worker>> Create(WorkerOptions options);
 
-  // Close(), waits for what Join() waits for, without a bound, and ends all threads. Shutdown()
-  // first, to end in good order.
+  // Calls Close(), waits without a bound for what Join() waits for, and ends all threads. Call
+  // Shutdown() before it, to end in good order.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -127,7 +65,7 @@ class Worker {
   // waits in this worker any more (in a barrier, after a second). Does not wait itself. The others
   // find this worker gone.
   void Close();
-  // Close(), and waits until nothing of the user's runs on this worker's threads any more:
+  // Calls Close(), and waits until nothing of the user's runs on this worker's threads any more:
   // handlers, the callback for members, functions and hooks of a backward pass. After that the
   // destructor has nobody to wait for. kDeadlineExceeded says how many threads have not ended; it
   // may be called again. kFailedPrecondition on one of these threads.
@@ -136,27 +74,28 @@ class Worker {
   // Its number in the job: its id.
   WorkerId rank() const;
   const std::string& name() const;
-  // The members that this worker knows of, by id: those of the start, and of those who joined later
-  // whom it has heard of; without those who have left. Barrier() and UpdateMembers() look in the
-  // store for all.
+  // The members that this worker knows of, by id: those of the start, and those that joined later
+  // and that it has heard of; without those that have left. Barrier() and UpdateMembers() read all
+  // from the store.
   int world_size() const;
   std::vector<std::string> names() const;
   std::vector<Member> members() const;
   // Waits for the store.
   absl::Status UpdateMembers();
 
-  // Calls `callback` when a member has joined, has left or is lost: for each event of which this
-  // worker hears once, in their order, on a thread of its pool, where it may wait as a handler may.
-  // It hears of all within seconds, by way of the store. There is one callback at a time: the next
+  // Calls `callback` when a member has joined, has left or is lost: once for each event, in their
+  // order, on a thread of this worker's pool, where it may wait as a handler may. The worker hears
+  // of all events within seconds, by way of the store. There is one callback at a time: the next
   // one, or null, takes its place, and when OnMember() has returned the former is called no more
   // (it waits for that, unless it is called inside the callback). It ends with the worker, which
   // must not be destroyed in it; Close() may be called there.
   void OnMember(std::function<void(const MemberEvent&)> callback);
-  // Where the members of the job find each other: for what they want to agree on besides, under
-  // keys that begin with a word of its own and a '/'. Lives as long as whoever serves it.
+  // The store by which the members of the job find each other. A program may keep there what its
+  // workers have to agree on, under keys that begin with a word of its own and a '/'. It ends with
+  // the worker that serves it.
   const std::shared_ptr<Store>& store() const;
-  // The address, name or interface that it listens on; "" with a transport that has none. For a
-  // process group beside it (ProcessGroupOptions::host).
+  // The address, name or interface that it listens on; "" with a transport that has none. A process
+  // group beside it may be given the same (ProcessGroupOptions::host).
   const std::string& host() const;
   // Its number among the workers of its machine, and how many these are, as the launcher says:
   // to choose a device by. 0 and 0 where it says nothing.
@@ -165,13 +104,13 @@ class Worker {
 
   // Lets all workers call `function`. kAlreadyExists if it is registered, kInvalidArgument if the
   // name is empty, longer than 1000 bytes, has a "::" (an operator's) or begins with "distgrad.".
-  // Calls that come before it are refused, so register before the others may call: for instance,
-  // before a Barrier().
+  // Calls that come before it are refused, so register before the others may call: before a
+  // Barrier(), for instance.
   absl::Status Register(std::string function, Handler handler);
   absl::Status RegisterAsync(std::string function, AsyncHandler handler);
   // For functions of distgrad itself, whose names begin with "distgrad.".
   absl::Status RegisterOwn(std::string function, Handler handler);
-  // The other way: calls that come from now on find no such function. Those that run go on.
+  // Undoes RegisterOwn(): calls that come from now on find no such function. Those that run go on.
   void UnregisterOwn(absl::string_view function);
 
   // Calls a function of that worker (itself, too), and waits for the reply.
@@ -204,9 +143,10 @@ class Worker {
   // A new context, of which this worker is the origin.
   Context NewContext();
 
-  // Waits until every worker has called it as often as this one. Who leaves meanwhile is not
-  // waited for, nor who joined or came back after the first of them called it. If a member that has
-  // not come is lost this fails at once, with kUnavailable and its name, or goes on without it.
+  // Waits until every worker has called it as often as this one. A member that leaves meanwhile is
+  // not waited for, nor one that joined or came back after the first of them called it. If a member
+  // that has not come is lost this fails at once, with kUnavailable and its name, or goes on
+  // without it.
   absl::Status Barrier(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
 
   // Ends the job in good order: waits until every worker has called this or Serve(), so that
@@ -242,16 +182,14 @@ class Worker {
   // kFailedPrecondition if none runs.
   absl::StatusOr<Trace> StopTrace();
 
-  // What it holds of them, and the passes that run on it at this moment, with what they wait for.
-  // Not from a callback of Context::BackwardAsync.
+  // What this worker holds of each context, and the passes that run on it at this moment, with what
+  // they wait for. Not for a callback of Context::BackwardAsync to call.
   std::vector<ContextState> Contexts() const;
 
-  class Impl;
-
  private:
-  explicit Worker(std::shared_ptr<Impl> impl);
+  explicit Worker(std::shared_ptr<WorkerImpl> impl);
 
-  const std::shared_ptr<Impl> impl_;
+  const std::shared_ptr<WorkerImpl> impl_;
 };
 
 }  // namespace distgrad

@@ -1,6 +1,5 @@
-// What a Worker is made of. Private to core/worker: worker.cc has its beginning and end, members.cc
-// what it knows of the members of its job; caller.h makes its calls, server.h serves those of
-// others.
+// What a Worker is made of, which it creates and ends. Private to core/worker: members.cc has what
+// it knows of the members of its job; caller.h makes its calls, server.h serves those of others.
 #ifndef DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
 #define DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
 
@@ -28,24 +27,26 @@
 #include "core/rpc/agent.h"
 #include "core/worker/call_messages.h"
 #include "core/worker/caller.h"
+#include "core/worker/context.h"
 #include "core/worker/device_maps.h"
 #include "core/worker/job.h"
+#include "core/worker/member.h"
 #include "core/worker/member_callback.h"
 #include "core/worker/member_sync.h"
 #include "core/worker/metrics.h"
 #include "core/worker/server.h"
-#include "core/worker/worker.h"
+#include "core/worker/worker_options.h"
 
 namespace distgrad {
 
 // Thread-safe.
-class Worker::Impl : public Server::Owner,
-                     public AgentService,
-                     public EngineNetwork,
-                     public std::enable_shared_from_this<Worker::Impl> {
+class WorkerImpl : public Server::Owner,
+                   public AgentService,
+                   public EngineNetwork,
+                   public std::enable_shared_from_this<WorkerImpl> {
  public:
-  static absl::StatusOr<std::shared_ptr<Impl>> Create(WorkerOptions options);
-  ~Impl() override { Join(); }
+  static absl::StatusOr<std::shared_ptr<WorkerImpl>> Create(WorkerOptions options);
+  ~WorkerImpl() override { Join(); }
 
   Caller& caller() { return caller_; }
   Server& server() { return server_; }
@@ -106,8 +107,8 @@ class Worker::Impl : public Server::Owner,
   absl::StatusOr<Trace> StopTrace();
 
  private:
-  Impl(WorkerOptions options, Job job, WorkerInfo self, std::unique_ptr<Clock> clock,
-       std::unique_ptr<Membership> members);
+  WorkerImpl(WorkerOptions options, Job job, WorkerInfo self, std::unique_ptr<Clock> clock,
+             std::unique_ptr<Membership> members);
 
   absl::Status CheckMayLeave() const;
   // Waits until no call is in flight, in either direction, nor a context if `contexts`.

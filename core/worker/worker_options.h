@@ -47,7 +47,7 @@ struct WorkerOptions {
   // Joins a job that runs already, as one more worker: the store gives its id, and `rank` and
   // `world_size` are not looked at. See docs/membership.md.
   bool join = false;
-  // Of all that ever join. A worker neither joins as one more nor knows of more.
+  // How many workers may ever join the job. A worker neither joins beyond that nor knows of more.
   int max_workers = 4096;
 
   // -1: as the rendezvous or the launcher says.
@@ -76,14 +76,14 @@ struct WorkerOptions {
   // for others. 0: as many as there are processors that the process may use.
   size_t threads = 0;
 
-  // Of calls and backward passes that set no deadline.
+  // For calls and backward passes that set no deadline.
   absl::Duration timeout = absl::Minutes(1);
   // For all workers to join.
   absl::Duration join_timeout = absl::Minutes(1);
   // A peer of which nothing is heard for so long is lost, though its connection stands: it was
-  // stopped, or its cable was cut. One that has nothing to say is asked for a sign of life before.
-  // Who waits for all others waits no longer for a store that is silent for so long (and for some
-  // seconds). At least 100 ms; InfiniteDuration() for never (in a debugger, for instance).
+  // stopped, or its cable was cut. One that has nothing to say is pinged before. Barriers and the
+  // end of the job fail if the store is silent for so long (and for some seconds). At least 100 ms;
+  // InfiniteDuration() for never (in a debugger, for instance).
   absl::Duration heartbeat_limit = absl::Seconds(20);
 
   ServeOperators serve_operators = ServeOperators::kPure;

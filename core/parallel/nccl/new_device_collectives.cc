@@ -12,7 +12,7 @@
 #include "core/base/status.h"
 #include "core/parallel/coalesced_collectives.h"
 #include "core/parallel/nccl/nccl_collectives.h"
-#include "core/parallel/nccl/nccl_functions.h"
+#include "core/parallel/nccl/real_nccl_group.h"
 
 namespace distgrad {
 namespace {

@@ -28,7 +28,7 @@
 #include "core/net/endpoint.h"
 #include "core/net/handshake.h"
 #include "core/net/loop.h"
-#include "core/transport/tensorpipe/socket/socket_transport.h"
+#include "core/transport/tensorpipe/socket/socket_options.h"
 #include "tensorpipe/common/error.h"
 #include "tensorpipe/common/nop.h"
 

@@ -20,7 +20,7 @@
 #include "core/net/loop.h"
 #include "core/net/refusal_log.h"
 #include "core/transport/tensorpipe/socket/socket_connection.h"
-#include "core/transport/tensorpipe/socket/socket_transport.h"
+#include "core/transport/tensorpipe/socket/socket_options.h"
 
 namespace distgrad {
 

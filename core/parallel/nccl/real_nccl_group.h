@@ -1,6 +1,7 @@
-// NCCL's functions and CUDA's that NcclGroup calls: a table, so that a test can have them fail.
-#ifndef DISTGRAD_CORE_PARALLEL_NCCL_NCCL_FUNCTIONS_H_
-#define DISTGRAD_CORE_PARALLEL_NCCL_NCCL_FUNCTIONS_H_
+// The group of communicators that NCCL itself has; its functions and CUDA's are a table, so that a
+// test can have them fail.
+#ifndef DISTGRAD_CORE_PARALLEL_NCCL_REAL_NCCL_GROUP_H_
+#define DISTGRAD_CORE_PARALLEL_NCCL_REAL_NCCL_GROUP_H_
 
 #include <memory>
 #include <vector>
@@ -38,4 +39,4 @@ absl::StatusOr<std::unique_ptr<NcclGroup>> StartNcclGroup(
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_PARALLEL_NCCL_NCCL_FUNCTIONS_H_
+#endif  // DISTGRAD_CORE_PARALLEL_NCCL_REAL_NCCL_GROUP_H_

@@ -1,5 +1,5 @@
 // Calls NCCL without blocking, and puts its errors into a Status.
-#include "core/parallel/nccl/nccl_group.h"
+#include "core/parallel/nccl/real_nccl_group.h"
 
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -10,7 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
 #include "core/base/status.h"
-#include "core/parallel/nccl/nccl_functions.h"
 
 namespace distgrad {
 namespace {

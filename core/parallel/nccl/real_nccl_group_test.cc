@@ -1,5 +1,7 @@
 // NCCL's error paths, by functions that fail; that without a GPU there is a clear error; and, with
 // two GPUs, NCCL itself.
+#include "core/parallel/nccl/real_nccl_group.h"
+
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -10,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/parallel/nccl/nccl_functions.h"
 #include "core/parallel/new_device_collectives.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

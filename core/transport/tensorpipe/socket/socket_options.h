@@ -1,0 +1,26 @@
+// How the sockets of a transport prove who they are, and how long they may take.
+#ifndef DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_OPTIONS_H_
+#define DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_OPTIONS_H_
+
+#include <cstddef>
+#include <string>
+
+#include "absl/time/time.h"
+
+namespace distgrad {
+
+struct SocketOptions {
+  // The cluster key (cluster_key.h); empty: whoever knows a listener's address may connect.
+  std::string key;
+
+  // To connect and to finish the handshake, at both ends.
+  absl::Duration handshake_timeout = absl::Seconds(10);
+
+  // Connections of a listener that have not finished their handshake. For one more the oldest is
+  // closed, after a tenth of a second: so strangers who connect and say nothing keep nobody out.
+  size_t max_unauthenticated = 256;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_OPTIONS_H_

@@ -1,0 +1,48 @@
+// Whom a call goes to, and what it is made with.
+#ifndef DISTGRAD_CORE_WORKER_CALL_OPTIONS_H_
+#define DISTGRAD_CORE_WORKER_CALL_OPTIONS_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "core/base/cancellation.h"
+#include "core/base/deadline.h"
+#include "core/worker/context.h"
+
+namespace distgrad {
+
+// A worker by its name or its id. For parameters: it does not keep the name.
+class WorkerRef {
+ public:
+  WorkerRef(absl::string_view name) : name_(name) {}   // NOLINT: implicit
+  WorkerRef(const std::string& name) : name_(name) {}  // NOLINT: implicit
+  WorkerRef(const char* name) : name_(name) {}         // NOLINT: implicit
+  WorkerRef(int id) : by_id_(true), id_(id) {}         // NOLINT: implicit
+
+  bool by_id() const { return by_id_; }
+  int id() const { return id_; }
+  absl::string_view name() const { return name_; }
+
+ private:
+  bool by_id_ = false;
+  int id_ = 0;
+  absl::string_view name_;
+};
+
+struct CallOptions {
+  // Records the call for the backward of this context. Null: of none; one that is not valid() fails
+  // the call with kFailedPrecondition; one of another worker of this process fails it with
+  // kInvalidArgument if it has tensors that require grad.
+  const Context* context = nullptr;
+  // The call fails with kDeadlineExceeded if it is not answered by then. Default: now plus
+  // WorkerOptions::timeout.
+  Deadline deadline = absl::InfinitePast();
+  // Cancels the call too. Null: nothing does but the future's Cancel().
+  std::shared_ptr<Cancellation> cancellation = nullptr;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_CALL_OPTIONS_H_

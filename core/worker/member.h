@@ -1,0 +1,20 @@
+// A member of a job, as a user sees it.
+#ifndef DISTGRAD_CORE_WORKER_MEMBER_H_
+#define DISTGRAD_CORE_WORKER_MEMBER_H_
+
+#include <string>
+
+#include "core/base/ids.h"
+
+namespace distgrad {
+
+// A member of the job as another one knows it.
+struct Member {
+  WorkerId id = 0;
+  std::string name;
+  Incarnation incarnation = 0;  // another one for each incarnation of that name
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_WORKER_MEMBER_H_
