@@ -11,8 +11,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "core/base/status.h"
+#include "core/parallel/bucket.h"
 
 namespace distgrad {
 namespace {
@@ -20,43 +20,6 @@ namespace {
 bool IsDense(const at::Tensor& tensor) { return tensor.layout() == at::kStrided; }
 
 }  // namespace
-
-AveragingPlan::AveragingPlan(std::shared_ptr<ProcessGroup> group, std::vector<Parameter> parameters,
-                             size_t bucket_bytes, size_t first_bucket_bytes, bool divide_by_active)
-    : group_(std::move(group)),
-      parameters_(std::move(parameters)),
-      divide_by_active_(divide_by_active),
-      bucket_of_(parameters_.size()) {
-  std::vector<at::Tensor> dense(parameters_.size());
-  for (size_t k = 0; k < parameters_.size(); ++k) {
-    if (!parameters_[k].sparse_gradient) dense[k] = parameters_[k].tensor;
-  }
-  buckets_ = AssignBuckets(dense, bucket_bytes, first_bucket_bytes);
-  // The first has the notes of who is active.
-  if (buckets_.empty()) buckets_.emplace_back();
-  // They are the first layers as a rule, whose gradients come last.
-  for (size_t k = 0; k < parameters_.size(); ++k) {
-    const at::Tensor& tensor = parameters_[k].tensor;
-    if (!parameters_[k].sparse_gradient) continue;
-    buckets_.push_back(
-        {tensor.device(), tensor.scalar_type(), /*flat=*/false, 0, {{k, 0, {}, {}}}});
-  }
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    Bucket& bucket = buckets_[b];
-    notes_.push_back(bucket.elements);
-    if (bucket.flat) bucket.elements += static_cast<int64_t>(bucket.slots.size());
-    if (b == 0) bucket.elements += group_->size();
-    for (const Bucket::Slot& slot : bucket.slots) bucket_of_[slot.tensor] = b;
-    what_.push_back(absl::StrCat("averaging bucket ", b + 1, " of ", buckets_.size(), " of "));
-    if (bucket.slots.empty()) {
-      absl::StrAppend(&what_[b], "no gradients");
-    } else {
-      absl::StrAppend(&what_[b], bucket.slots.size(), " gradients ('",
-                      parameters_[bucket.slots.front().tensor].name, "' to '",
-                      parameters_[bucket.slots.back().tensor].name, "')");
-    }
-  }
-}
 
 at::Tensor AveragingRound::Packed(size_t b, const std::vector<at::Tensor>& gradients) {
   const Bucket& bucket = plan_.buckets()[b];

@@ -4,56 +4,17 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/parallel/bucket.h"
+#include "core/parallel/process_group/averaging_plan.h"
 #include "core/parallel/process_group/process_group.h"
 
 namespace distgrad {
-
-// Which parameters are averaged together, in the order in which all ranks do. Immutable after
-// construction.
-//
-// Behind the gradients a bucket has notes, which are summed like them: for each of its parameters
-// how many ranks have a gradient of it, and in the first bucket for each rank whether it is active.
-// So no collective is needed to find out what is used nowhere, or who is left.
-class AveragingPlan {
- public:
-  struct Parameter {
-    std::string name;
-    at::Tensor tensor;
-    bool sparse_gradient;
-  };
-
-  // Gradients are expected from the first parameter to the last.
-  AveragingPlan(std::shared_ptr<ProcessGroup> group, std::vector<Parameter> parameters,
-                size_t bucket_bytes, size_t first_bucket_bytes, bool divide_by_active);
-
-  ProcessGroup& group() const { return *group_; }
-  const std::vector<Parameter>& parameters() const { return parameters_; }
-  const std::vector<Bucket>& buckets() const { return buckets_; }
-  // Sums are divided by the number of active ranks, rather than by that of all.
-  bool divide_by_active() const { return divide_by_active_; }
-  // What is done with it, for messages.
-  const std::string& what(size_t bucket) const { return what_[bucket]; }
-  size_t bucket_of(size_t parameter) const { return bucket_of_[parameter]; }
-  // Where the notes begin, in elements, of a flat bucket.
-  int64_t notes(size_t bucket) const { return notes_[bucket]; }
-
- private:
-  const std::shared_ptr<ProcessGroup> group_;
-  const std::vector<Parameter> parameters_;
-  const bool divide_by_active_;
-  std::vector<Bucket> buckets_;
-  std::vector<std::string> what_;
-  std::vector<size_t> bucket_of_;
-  std::vector<int64_t> notes_;
-};
 
 // Nothing is recorded; throws as torch does, where it is not a collective that fails. Not
 // thread-safe. The plan outlives it.

@@ -26,25 +26,21 @@
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_H_
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/autograd/context_record.h"
-#include "core/parallel/process_group/process_group.h"
+#include "core/parallel/process_group/named_tensor.h"   // IWYU pragma: export
+#include "core/parallel/process_group/process_group.h"  // IWYU pragma: export
 
 namespace torch::nn {
 class Module;
 }
 
 namespace distgrad {
-
-class ContextRecord;
 
 struct AveragerOptions {
   // Gradients are averaged in buckets of so many bytes; the first of a backward is smaller, so
@@ -62,15 +58,6 @@ struct JoinOptions {
   // What the gradients hold of earlier averages is what the other ranks hold, too: for a step's
   // second average and those after it. Without it that is an error.
   bool keep_gradients = false;
-};
-
-// A parameter or a buffer, and what messages call it.
-struct NamedTensor {
-  std::string name;
-  at::Tensor tensor;
-  // Its gradient is sparse: it goes alone, and nothing but its nonzero rows is sent. A sparse
-  // gradient of any other parameter becomes dense.
-  bool sparse_gradient = false;
 };
 
 // Thread-safe, as far as the order is the same on all ranks. An error of the averager or its group
@@ -133,12 +120,13 @@ class GradientAverager {
   // gets the averages; with `keep_gradients` it may have those of earlier averages.
   absl::StatusOr<bool> Join(ContextRecord& context, JoinOptions options = {});
 
-  class Impl;
-
  private:
-  explicit GradientAverager(std::shared_ptr<Impl> impl);
+  struct Parts;
 
-  const std::shared_ptr<Impl> impl_;
+  explicit GradientAverager(std::shared_ptr<Parts> parts);
+
+  // Lives until the last hook or callback that runs has ended.
+  const std::shared_ptr<Parts> parts_;
 };
 
 }  // namespace distgrad

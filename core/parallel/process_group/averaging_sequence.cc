@@ -1,0 +1,54 @@
+// Guards what averages do, and follows which ranks are active.
+#include "core/parallel/process_group/averaging_sequence.h"
+
+#include <exception>
+
+#include "core/base/status.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+
+absl::Status AveragingSequence::Run(absl::FunctionRef<absl::Status()> part) {
+  absl::Status status = group_->status();
+  if (status.ok()) {
+    try {
+      status = part();
+    } catch (...) {
+      status = StatusFromException(std::current_exception());
+    }
+    if (!status.ok()) {
+      group_->Fail(Annotate(status, "averaging gradients"));
+      status = group_->status();
+    }
+  }
+  if (!status.ok()) {
+    for (Driver* driver : drivers_) driver->Drop();
+  }
+  return status;
+}
+
+absl::Status AveragingSequence::GiveUpOthers(const Driver* driver) {
+  for (Driver* other : drivers_) {
+    if (other != driver) DG_RETURN_IF_ERROR(other->GiveUp());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AveragingSequence::EndRound(AveragingRound& round) {
+  DG_ASSIGN_OR_RETURN(active_, round.Active());
+  if (tensors_.has_buffers()) DG_RETURN_IF_ERROR(tensors_.BroadcastBuffers(LowestActive()));
+  return tensors_.CheckFrozen();
+}
+
+absl::StatusOr<bool> AveragingSequence::AnyActive(AveragingRound& round) {
+  DG_ASSIGN_OR_RETURN(const at::Tensor active, round.Active());
+  if (active.gt(0).any().item<bool>()) return true;
+  DG_RETURN_IF_ERROR(tensors_.Broadcast(LowestActive()));
+  return false;
+}
+
+int AveragingSequence::LowestActive() const {
+  return active_.defined() ? active_.gt(0).to(at::kInt).argmax().item<int>() : 0;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,275 @@
+// Averages what backwards leave in .grad.
+#include "core/parallel/process_group/hook_averager.h"
+
+#include <ATen/ops/count_nonzero.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/status.h"
+#include "core/parallel/bucket.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+void ThrowIfError(const absl::Status& status) {
+  if (!status.ok()) throw StatusError(status);
+}
+
+// Whether nobody can tell if another tensor takes its place in its parameter: it and its memory are
+// known there alone, and to our list.
+bool IsPrivate(const at::Tensor& gradient) {
+  return gradient.use_count() == 2 && gradient.storage().use_count() == 1 &&
+         !gradient.requires_grad();
+}
+
+bool IsZero(const at::Tensor& gradient) {
+  const at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  return at::count_nonzero(values).item<int64_t>() == 0;
+}
+
+}  // namespace
+
+HookAverager::HookAverager(const AveragingPlan& plan, AveragingSequence& sequence, bool in_backward)
+    : plan_(plan),
+      sequence_(sequence),
+      in_backward_(in_backward),
+      touched_(plan_.parameters().size(), false),
+      seen_(plan_.parameters().size()) {
+  sequence_.Add(this);
+}
+
+void HookAverager::AddHooks(std::weak_ptr<HookAverager> self) {
+  self_ = self;
+  std::vector<at::Tensor> parameters;
+  for (const NamedTensor& each : plan_.parameters()) parameters.push_back(each.tensor);
+  hooks_.Add(parameters, std::move(self));
+}
+
+void HookAverager::Close() {
+  hooks_.Remove();
+  absl::MutexLock lock(&sequence_.mu());
+  if (round_.has_value()) FailRound("the averager was destroyed in the middle of a backward");
+  round_.reset();
+}
+
+// -------------------------------------------------------------------------------------- Backward
+
+HookAverager::Seen HookAverager::SeenOf(const at::Tensor& gradient) {
+  return gradient.defined() ? Seen(gradient.unsafeGetTensorImpl(), gradient._version()) : Seen();
+}
+
+void HookAverager::OnGradient(size_t parameter, const at::Tensor& tensor) {
+  absl::MutexLock lock(&sequence_.mu());
+  touched_[parameter] = true;
+  if (no_sync_ > 0) return;
+  ThrowIfError(sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
+    DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
+    if (!round_.has_value()) OpenRound();
+    if (!AwaitBackwardEnd()) return absl::InternalError("a hook was called outside of a backward");
+    const size_t bucket = plan_.bucket_of(parameter);
+    const Seen seen = SeenOf(tensor.grad());
+    if (round_->begun() > bucket) {
+      if (seen_[parameter] == seen) return absl::OkStatus();
+      return absl::FailedPreconditionError(absl::StrCat(
+          "'", plan_.parameters()[parameter].name,
+          "' got another gradient in one backward when it had been averaged already; let "
+          "GradientAverager::NoSync live during this backward, and call Average() after it"));
+    }
+    if (seen_[parameter] == Seen()) --missing_[bucket];
+    seen_[parameter] = seen;
+    if (missing_[round_->begun()] > 0) return absl::OkStatus();
+    while (round_->begun() < missing_.size() && missing_[round_->begun()] == 0) {
+      DG_RETURN_IF_ERROR(round_->Begin(GradientsIn(round_->begun()), touched_));
+    }
+    return absl::OkStatus();
+  }));
+}
+
+bool HookAverager::AwaitBackwardEnd() {
+  const int backward = RunningBackward();
+  if (backward < 0) return false;
+  if (std::find(backwards_.begin(), backwards_.end(), backward) == backwards_.end()) {
+    ObserveBackwardEnd(self_);
+    backwards_.push_back(backward);
+  }
+  return true;
+}
+
+void HookAverager::OnBackwardEnd() {
+  absl::MutexLock lock(&sequence_.mu());
+  if (round_.has_value()) {
+    ThrowIfError(sequence_.Run(
+        [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { return FinishRound(); }));
+  }
+}
+
+void HookAverager::OnNestedBackwardEnd() {
+  absl::MutexLock lock(&sequence_.mu());
+  if (!round_.has_value()) return;
+  // The outer backward may reach no parameter by itself, and so have no hook that asks for its end.
+  // An error is the group's, and so that of whatever comes next: this is called by a destructor.
+  (void)sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
+    if (!AwaitBackwardEnd()) {
+      FailRound(
+          "a backward within another one ended on a thread where the other one does not run, so "
+          "that its end cannot be seen (let GradientAverager::NoSync live during it, and call "
+          "Average() after it)");
+    }
+    return sequence_.group().status();
+  });
+}
+
+void HookAverager::OnBackwardAbandoned() {
+  absl::MutexLock lock(&sequence_.mu());
+  // Before its first bucket the others have seen nothing of it.
+  if (round_.has_value() && round_->begun() > 0) FailRound("a backward failed");
+  round_.reset();
+}
+
+absl::Status HookAverager::GiveUp() {
+  if (!round_.has_value()) return absl::OkStatus();
+  return absl::FailedPreconditionError("a backward that gives .grad is being averaged");
+}
+
+// ---------------------------------------------------------------------------------------- Rounds
+
+void HookAverager::OpenRound(bool active) {
+  round_.emplace(sequence_.NewRound(active));
+  backwards_.clear();
+  seen_.assign(plan_.parameters().size(), Seen());
+  missing_ = plan_.bucket_sizes();
+}
+
+void HookAverager::FailRound(const char* what) {
+  std::string last;  // where one may look for what failed
+  for (size_t k = 0; k < seen_.size(); ++k) {
+    if (seen_[k] != Seen()) last = plan_.parameters()[k].name;
+  }
+  sequence_.group().Fail(absl::FailedPreconditionError(
+      absl::StrCat(what, " when ", round_->begun(), " of ", plan_.buckets().size(),
+                   " buckets were being averaged, after the gradient of '", last, "'")));
+}
+
+at::Tensor HookAverager::GradientOf(size_t parameter) {
+  const at::Tensor& gradient = plan_.parameters()[parameter].tensor.grad();
+  // What a backward that failed, or one under NoSync, had left there was not wanted.
+  if (!gradient.defined()) touched_[parameter] = false;
+  return gradient;
+}
+
+std::vector<at::Tensor> HookAverager::Gradients() {
+  std::vector<at::Tensor> gradients;
+  for (size_t k = 0; k < plan_.parameters().size(); ++k) gradients.push_back(GradientOf(k));
+  return gradients;
+}
+
+std::vector<at::Tensor> HookAverager::GradientsIn(size_t bucket) {
+  std::vector<at::Tensor> gradients(plan_.parameters().size());
+  for (const Bucket::Slot& slot : plan_.buckets()[bucket].slots) {
+    gradients[slot.tensor] = GradientOf(slot.tensor);
+  }
+  return gradients;
+}
+
+absl::Status HookAverager::FinishRound() {
+  const std::vector<at::Tensor> gradients = Gradients();
+  DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages, round_->Finish(gradients, touched_));
+  for (const Bucket& bucket : plan_.buckets()) {
+    std::vector<at::Tensor> to, from;
+    for (const Bucket::Slot& slot : bucket.slots) {
+      const at::Tensor& gradient = gradients[slot.tensor];
+      const at::Tensor& average = averages[slot.tensor];
+      if (!average.defined()) continue;
+      if (gradient.defined() && gradient.layout() == at::kStrided && bucket.flat &&
+          !IsPrivate(gradient)) {
+        to.push_back(gradient);
+        from.push_back(average);
+      } else {
+        plan_.parameters()[slot.tensor].tensor.mutable_grad() = average;
+      }
+    }
+    CopyMany(to, from);
+  }
+  DG_RETURN_IF_ERROR(sequence_.EndRound(*round_));
+  round_.reset();
+  touched_.assign(touched_.size(), false);
+  for (size_t k = 0; k < seen_.size(); ++k) {
+    seen_[k] = SeenOf(plan_.parameters()[k].tensor.grad());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status HookAverager::Average() {
+  absl::MutexLock lock(&sequence_.mu());
+  return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
+    if (!in_backward_) {
+      for (size_t k = 0; k < touched_.size(); ++k) {
+        touched_[k] = plan_.parameters()[k].tensor.grad().defined();
+      }
+    }
+    DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
+    if (!round_.has_value()) OpenRound();
+    return FinishRound();
+  });
+}
+
+// ------------------------------------------------------------------------------------------ Join
+
+absl::Status HookAverager::CheckMayJoin(bool keep_gradients) const {
+  for (size_t k = 0; k < plan_.parameters().size(); ++k) {
+    const auto& [name, tensor, sparse] = plan_.parameters()[k];
+    const at::Tensor& gradient = tensor.grad();
+    if (!gradient.defined()) continue;
+    const bool is_seen = seen_[k] == SeenOf(gradient);
+    // Without hooks nobody else knows of a gradient that is still to be averaged.
+    const bool may_be_new = touched_[k] || (!in_backward_ && !is_seen);
+    // One that was set to zero, by zero_grad(false) say, has been reset.
+    if (may_be_new && !IsZero(gradient)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("Join(): '", name,
+                       "' has a gradient that is still to be averaged; call Average() before, or "
+                       "reset it"));
+    }
+    // It may have been changed since, by clipping, say.
+    if (!keep_gradients && (is_seen || !IsZero(gradient))) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "Join(): '", name,
+          "' still has the gradient of the last average; call zero_grad() where the other ranks "
+          "do, or, for further averages in one step, give keep_gradients"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> HookAverager::Join(bool keep_gradients) {
+  absl::MutexLock lock(&sequence_.mu());
+  DG_RETURN_IF_ERROR(sequence_.group().status());
+  DG_RETURN_IF_ERROR(CheckMayJoin(keep_gradients));
+  bool any = false;
+  DG_RETURN_IF_ERROR(
+      sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) -> absl::Status {
+        DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
+        if (round_.has_value()) {
+          return absl::FailedPreconditionError("Join() was called in the middle of a backward");
+        }
+        OpenRound(/*active=*/false);
+        DG_RETURN_IF_ERROR(round_->Begin(Gradients(), touched_));
+        DG_ASSIGN_OR_RETURN(any, sequence_.AnyActive(*round_));
+        if (any) return FinishRound();
+        round_.reset();
+        return absl::OkStatus();
+      }));
+  return any;
+}
+
+void HookAverager::AddToNoSync(int amount) {
+  absl::MutexLock lock(&sequence_.mu());
+  no_sync_ += amount;
+}
+
+}  // namespace distgrad

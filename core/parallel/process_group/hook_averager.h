@@ -1,0 +1,94 @@
+// The half of an averager that averages .grad: by hooks, while libtorch's backward runs, or when it
+// is asked.
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_HOOK_AVERAGER_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_HOOK_AVERAGER_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/parallel/process_group/averaging_plan.h"
+#include "core/parallel/process_group/averaging_round.h"
+#include "core/parallel/process_group/averaging_sequence.h"
+#include "core/parallel/process_group/backward_hooks.h"
+
+namespace distgrad {
+
+// Thread-safe. Its state is guarded by the sequence's mutex.
+class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
+ public:
+  // What it is given outlives it. `in_backward`: hooks will tell of each gradient.
+  HookAverager(const AveragingPlan& plan, AveragingSequence& sequence, bool in_backward);
+
+  // Adds the hooks, which know of `self`, this, as long as it lives. Once.
+  void AddHooks(std::weak_ptr<HookAverager> self);
+  // Takes the hooks off. An average that is open fails the group.
+  void Close();
+
+  // As GradientAverager has them.
+  absl::Status Average();
+  absl::StatusOr<bool> Join(bool keep_gradients);
+  void AddToNoSync(int amount);
+
+  // BackwardObserver. They throw StatusError.
+  void OnGradient(size_t parameter, const at::Tensor& tensor) override;
+  void OnBackwardEnd() override;
+  void OnNestedBackwardEnd() override;
+  void OnBackwardAbandoned() override;
+
+  // AveragingSequence::Driver
+  absl::Status GiveUp() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  void Drop() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { round_.reset(); }
+
+ private:
+  // A gradient and its version, when it was seen last.
+  using Seen = std::pair<const c10::TensorImpl*, int64_t>;
+  static Seen SeenOf(const at::Tensor& gradient);
+
+  void OpenRound(bool active = true) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  // Hears of the end of the backward that this thread runs; false if it runs none.
+  bool AwaitBackwardEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  // Averages .grad with what has begun.
+  absl::Status FinishRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  void FailRound(const char* what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  // The .grad of a parameter. One that has been reset is no longer touched.
+  at::Tensor GradientOf(size_t parameter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  // Those of all parameters, between backwards.
+  std::vector<at::Tensor> Gradients() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  // Those in a bucket, by parameter. While the backward runs, other threads of it may be changing
+  // those that are in none that is complete.
+  std::vector<at::Tensor> GradientsIn(size_t bucket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  absl::Status CheckMayJoin(bool keep_gradients) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+
+  // Constant after AddHooks().
+  const AveragingPlan& plan_;
+  AveragingSequence& sequence_;
+  const bool in_backward_;
+  std::weak_ptr<HookAverager> self_;
+  BackwardHooks hooks_;
+
+  // Guarded by the sequence's mutex.
+  int no_sync_ ABSL_GUARDED_BY(sequence_.mu()) = 0;
+  // By parameter: a gradient has come since they were last averaged.
+  std::vector<bool> touched_ ABSL_GUARDED_BY(sequence_.mu());
+  // Of the backward that runs.
+  std::optional<AveragingRound> round_ ABSL_GUARDED_BY(sequence_.mu());
+  // libtorch's numbers of it and of those within it.
+  std::vector<int> backwards_ ABSL_GUARDED_BY(sequence_.mu());
+  std::vector<size_t> missing_ ABSL_GUARDED_BY(sequence_.mu());  // gradients, by bucket
+  // By parameter. Between two backwards: what the last average has left.
+  std::vector<Seen> seen_ ABSL_GUARDED_BY(sequence_.mu());
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_HOOK_AVERAGER_H_

@@ -1,0 +1,22 @@
+// A parameter or a buffer of a model.
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_NAMED_TENSOR_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_NAMED_TENSOR_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace distgrad {
+
+// A parameter or a buffer, and what messages call it.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+  // Its gradient is sparse: it goes alone, and nothing but its nonzero rows is sent. A sparse
+  // gradient of any other parameter becomes dense.
+  bool sparse_gradient = false;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_NAMED_TENSOR_H_

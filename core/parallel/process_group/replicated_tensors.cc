@@ -1,0 +1,140 @@
+// Compares the tensors of the ranks, and gives all of them what one has.
+#include "core/parallel/process_group/replicated_tensors.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "core/base/status.h"
+
+namespace distgrad {
+namespace {
+
+std::vector<NamedTensor> Distinct(const std::vector<NamedTensor>& tensors) {
+  std::unordered_set<const void*> known;
+  std::vector<NamedTensor> distinct;
+  for (const NamedTensor& each : tensors) {
+    if (!each.tensor.defined() || !known.insert(each.tensor.unsafeGetTensorImpl()).second) continue;
+    distinct.push_back(each);
+  }
+  return distinct;
+}
+
+std::vector<at::Tensor> Tensors(const std::vector<NamedTensor>& named) {
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& each : named) tensors.push_back(each.tensor);
+  return tensors;
+}
+
+// The text of rank `root`, in place.
+absl::Status BroadcastText(ProcessGroup& group, int root, std::string* text) {
+  const at::Tensor size =
+      at::full({1}, static_cast<int64_t>(text->size()), at::kLong).to(group.device());
+  DG_RETURN_IF_ERROR(group.Broadcast({size}, root));
+  text->resize(size.item<int64_t>());
+  const at::Tensor here =
+      at::from_blob(text->data(), {static_cast<int64_t>(text->size())}, at::kByte);
+  const at::Tensor bytes = here.to(group.device());
+  DG_RETURN_IF_ERROR(group.Broadcast({bytes}, root));
+  here.copy_(bytes);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+ReplicatedTensors::ReplicatedTensors(std::shared_ptr<ProcessGroup> group,
+                                     const std::vector<NamedTensor>& parameters,
+                                     const std::vector<NamedTensor>& buffers)
+    : group_(std::move(group)), buffers_(Distinct(buffers)) {
+  for (NamedTensor& each : Distinct(parameters)) {
+    (each.tensor.requires_grad() ? trained_ : frozen_).push_back(std::move(each));
+  }
+  std::reverse(trained_.begin(), trained_.end());
+}
+
+absl::Status ReplicatedTensors::CheckParameters() const {
+  for (const std::vector<NamedTensor>* parameters : {&trained_, &frozen_}) {
+    for (const NamedTensor& each : *parameters) {
+      if (each.tensor.is_leaf() && each.tensor.layout() == at::kStrided) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter '", each.name, "' is not a dense leaf; only such are averaged"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::string ReplicatedTensors::Describe(const std::string& settings) const {
+  std::vector<std::string> lines = {absl::StrCat(settings, ", ", trained_.size(), " parameters, ",
+                                                 frozen_.size(), " frozen ones and ",
+                                                 buffers_.size(), " buffers")};
+  const auto describe = [&lines](const char* kind, const NamedTensor& each) {
+    lines.push_back(c10::str(kind, " '", each.name, "': ", each.tensor.scalar_type(), " ",
+                             each.tensor.sizes(), " on ", each.tensor.device().type()));
+  };
+  for (const NamedTensor& each : trained_) {
+    describe(each.sparse_gradient ? "sparse parameter" : "parameter", each);
+  }
+  for (const NamedTensor& each : frozen_) describe("frozen parameter", each);
+  for (const NamedTensor& each : buffers_) describe("buffer", each);
+  return absl::StrJoin(lines, "\n");
+}
+
+absl::Status ReplicatedTensors::CheckSame(const std::string& settings) const {
+  const std::string mine = Describe(settings);
+  std::string first = mine;
+  DG_RETURN_IF_ERROR(BroadcastText(*group_, 0, &first));
+  const std::vector<std::string> here = absl::StrSplit(mine, '\n');
+  const std::vector<std::string> there = absl::StrSplit(first, '\n');
+  // Lists of different lengths differ in their first line.
+  const size_t line =
+      std::mismatch(here.begin(), here.end(), there.begin(), there.end()).first - here.begin();
+  // By rank, and 0 for all is well.
+  const at::Tensor differs =
+      at::zeros({group_->size()}, at::TensorOptions(at::kLong).device(group_->device()));
+  if (mine != first) differs[group_->rank()].fill_(static_cast<int64_t>(line + 1));
+  const std::string what = "comparing parameters";
+  DG_ASSIGN_OR_RETURN(const auto running, group_->BeginSum(differs, what));
+  DG_RETURN_IF_ERROR(group_->Wait(*running));
+  for (int rank = 0; rank < group_->size(); ++rank) {
+    const int64_t number = differs[rank].item<int64_t>();
+    if (number == 0) continue;
+    std::string theirs = here[std::min<size_t>(number, here.size()) - 1];
+    DG_RETURN_IF_ERROR(BroadcastText(*group_, rank, &theirs));
+    return absl::InvalidArgumentError(
+        absl::StrCat("process group '", group_->name(), "': rank ", rank, " has ", theirs,
+                     ", and rank 0 has ", there[std::min<size_t>(number, there.size()) - 1]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReplicatedTensors::CheckFrozen() const {
+  for (const NamedTensor& each : frozen_) {
+    if (!each.tensor.requires_grad()) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "'", each.name, "' was frozen when the averager was made, and now requires grad"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReplicatedTensors::Broadcast(int root) const {
+  std::vector<at::Tensor> tensors = Tensors(trained_);
+  for (const std::vector<NamedTensor>* more : {&frozen_, &buffers_}) {
+    for (const NamedTensor& each : *more) tensors.push_back(each.tensor);
+  }
+  return group_->Broadcast(tensors, root);
+}
+
+absl::Status ReplicatedTensors::BroadcastBuffers(int root) const {
+  return group_->Broadcast(Tensors(buffers_), root);
+}
+
+}  // namespace distgrad

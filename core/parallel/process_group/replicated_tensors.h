@@ -1,0 +1,50 @@
+// What all ranks of a group hold alike: the parameters of a model, which they train, those that are
+// frozen, and its buffers.
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_REPLICATED_TENSORS_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_REPLICATED_TENSORS_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "core/parallel/process_group/named_tensor.h"
+#include "core/parallel/process_group/process_group.h"
+
+namespace distgrad {
+
+// Immutable after construction; but it is for the callers to see to the same order on all ranks.
+class ReplicatedTensors {
+ public:
+  // Of each tensor the first counts, and those that are undefined do not.
+  ReplicatedTensors(std::shared_ptr<ProcessGroup> group, const std::vector<NamedTensor>& parameters,
+                    const std::vector<NamedTensor>& buffers);
+
+  // Those that require grad, from the last to the first: gradients come in this order, more or
+  // less.
+  const std::vector<NamedTensor>& trained() const { return trained_; }
+
+  // kInvalidArgument for a parameter that cannot be averaged. No rank hears of another's.
+  absl::Status CheckParameters() const;
+  // kInvalidArgument, on every rank, names the first rank and tensor that differ from rank 0's. So
+  // it does where `settings` differ.
+  absl::Status CheckSame(const std::string& settings) const;
+  // kFailedPrecondition if a frozen one requires grad by now.
+  absl::Status CheckFrozen() const;
+
+  // Every rank gets what that one has.
+  absl::Status Broadcast(int root) const;
+  absl::Status BroadcastBuffers(int root) const;
+  bool has_buffers() const { return !buffers_.empty(); }
+
+ private:
+  // A line for the settings, and one for each tensor.
+  std::string Describe(const std::string& settings) const;
+
+  const std::shared_ptr<ProcessGroup> group_;
+  std::vector<NamedTensor> trained_, frozen_, buffers_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_REPLICATED_TENSORS_H_
