@@ -124,7 +124,7 @@ dg_error* dg_context_gradients(const dg_context* context,
                                              const dg_tensor* gradient),
                                void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("the visitor is NULL");
+    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
     DG_ASSIGN_OR_RETURN(const auto gradients, pinned->context.Gradients());
     for (const auto& [leaf, gradient] : gradients) {

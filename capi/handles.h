@@ -104,7 +104,7 @@ absl::Status NotAHandle(const typename T::Handle* handle) {
       handle == nullptr
           ? absl::StrCat("a ", T::kName, " is NULL")
           : absl::StrCat("what was given as a ", T::kName,
-                         " is none: destroyed already, or a handle of another kind",
+                         " is not a valid handle: destroyed already, or of another kind",
                          internal::IsForkedChild()
                              ? ", or one of the process that this one was forked off (none of its "
                                "handles is alive here; fork before the first use, or exec after it)"

@@ -171,7 +171,7 @@ dg_error* dg_optimizer_state(dg_optimizer* optimizer,
                              void (*visit)(void* user_data, dg_str name, const dg_tensor* tensor),
                              void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("the visitor is NULL");
+    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
     DG_RETURN_IF_ERROR(CheckMayWait());
     std::vector<StateTensor> state;
     {

@@ -105,7 +105,7 @@ class PassRun : public PassHandle,
   void Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* others = nullptr);
   // The same, without what it feeds.
   void RunOnStrand(absl::AnyInvocable<void()> task, ThreadPool* others = nullptr);
-  // Runs what is queued. Whoever calls it has been counted in coming_.
+  // Runs what is queued. The calling thread has been counted in coming_.
   void RunFeeds(RunHere here);
   // Has the pool run what is queued, unless enough threads are coming.
   void CallHelpers();

@@ -1,10 +1,10 @@
-// Says to whoever gave the calling thread its work that the thread is about to wait.
+// Tells the owner of the work that the calling thread does that the thread is about to wait.
 #ifndef DISTGRAD_CORE_BASE_BLOCKING_H_
 #define DISTGRAD_CORE_BASE_BLOCKING_H_
 
 namespace distgrad {
 
-// Who has threads that should not all wait: another takes the place of one that does.
+// An owner of threads that should not all wait: another one takes the place of one that does.
 class Blockable {
  public:
   // On the thread that is about to wait, and when it goes on.

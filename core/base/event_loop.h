@@ -1,9 +1,9 @@
 // What a thread that waits for events, and runs tasks in between, offers to code that it calls.
 //
-// Whoever is called in the middle of an event (a packet that arrived, with the connection's locks
-// or strands taken) may neither wait nor take long. What takes little time, but may wait, can be
-// put off until the thread is back in its loop: that is cheaper than waking another thread. If it
-// does wait, in a BlockingScope, somebody else takes over the loop.
+// Code that is called in the middle of an event (a packet that arrived, with the connection's locks
+// or strands taken) may neither wait nor take long. A task that takes little time, but may wait,
+// can be deferred until the thread is back in its loop: that is cheaper than waking another thread.
+// If it does wait, in a BlockingScope, another thread takes over the loop.
 #ifndef DISTGRAD_CORE_BASE_EVENT_LOOP_H_
 #define DISTGRAD_CORE_BASE_EVENT_LOOP_H_
 
@@ -54,8 +54,8 @@ class EventLoop {
   // Wakes the borrowed thread that sleeps: what it waits for has happened elsewhere.
   virtual void WakeBorrowedThread() {}
 
-  // How many things the calling thread has asked for that some loop is to bring. Who waits for the
-  // last of them has nothing else to do.
+  // How many things the calling thread has asked for that some loop is to bring. When it waits for
+  // the last of them it has nothing else to do.
   static uint64_t& AskedByThisThread();
   // Whose result the calling thread waits for while it is borrowed; null for nobody's.
   static const void*& AwaitedByThisThread();

@@ -8,7 +8,7 @@
 // Future is a copyable handle; thread-safe. Promise is move-only; a Promise that is
 // destroyed before Set() completes its future with kCancelled, so nobody waits for ever.
 //
-// Whoever makes the value may let it be cancelled: see Canceller.
+// The maker of the value may let it be cancelled: see Canceller.
 #ifndef DISTGRAD_CORE_BASE_FUTURE_H_
 #define DISTGRAD_CORE_BASE_FUTURE_H_
 
@@ -88,7 +88,7 @@ class FutureState {
     // A past deadline only asks; a pool need not wake a thread for that.
     if (deadline.Passed()) return false;
     BlockingScope blocking;
-    // Who can bring it about does so, rather than be told by who else would.
+    // A thread that can bring the value itself does so, rather than wait for one that would.
     const void* maker = nullptr;
     std::shared_ptr<EventLoop> loop;
     const bool is_last = IsLastAskedFor(&maker, &loop);
@@ -254,9 +254,9 @@ class Future {
     const auto state = state_;  // what that completes may drop this handle
     state->Cancel();
   }
-  // For the maker, on the thread that asks for the value: how Cancel() reaches it (none: not at
-  // all), and which loop will bring it (none: no one will). Who waits for it may do that loop's
-  // work, and the maker's.
+  // For the maker, on the thread that asks for the value: how Cancel() reaches it (null: not at
+  // all), and which loop will bring it (null: none will). A thread that waits for the value may do
+  // that loop's work, and the maker's.
   void MadeBy(std::weak_ptr<Canceller> maker, uint64_t work, std::weak_ptr<EventLoop> loop) const {
     state_->MadeBy(std::move(maker), work, std::move(loop));
   }

@@ -43,7 +43,7 @@ class WireWriter {
   void I64(int64_t value) { Number(value); }
   void F64(double value) { Number(value); }
 
-  // A length and the bytes. Whoever calls has checked that the length fits.
+  // A length and the bytes. The caller has checked that the length fits.
   void Bytes(absl::string_view value) { Sized<uint32_t>(value); }
   void Str16(absl::string_view value) { Sized<uint16_t>(value); }
 

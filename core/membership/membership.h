@@ -136,10 +136,11 @@ class Membership {
   absl::Status Shutdown(
       Deadline deadline, OnLostMember on_lost = OnLostMember::kFail,
       absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
-  // Whether all have finished: whoever is gone now has ended in good order.
+  // Whether all have finished: a member that is gone now has ended in good order.
   bool finished() const { return finished_; }
 
-  // Whoever waits in a barrier, or will, gets kCancelled within a second. Waits for nothing.
+  // Barriers that wait here, and later ones, end with kCancelled within a second. Waits for
+  // nothing.
   void Close() { closed_ = true; }
   bool closed() const { return closed_; }
 

@@ -15,7 +15,7 @@
 
 namespace distgrad {
 
-// Whoever sees one handshake may try keys at leisure, so a key must be too long to be guessed.
+// An attacker who sees one handshake may try keys at leisure, so a key must be too long to guess.
 inline constexpr size_t kMinKeyBytes = 16;
 
 // The cluster key of this process: the contents of `key_file`, or if that is empty of the file

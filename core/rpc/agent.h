@@ -83,8 +83,8 @@ struct CallTerms {
 };
 
 struct AgentOptions {
-  // Asked before each connection who the peer is now, and whether a stranger is a member. Null:
-  // the members are those of Start(), for ever.
+  // Asked before each connection who the peer is now, and whether an unknown one is a member.
+  // Null: the members are those of Start(), for ever.
   Directory* directory = nullptr;
   // Where calls are recorded while a trace runs. Null: nowhere.
   std::shared_ptr<TraceRecorder> trace = nullptr;

@@ -45,8 +45,8 @@ struct CallStats {
 
 // Thread-safe. The counters live as long as this does.
 //
-// Whoever calls chooses the name of the function, so a peer has kNames of them each way; what has
-// another is counted under kOther.
+// The caller chooses the name of the function, so a peer has kNames of them each way; calls of
+// other names are counted under kOther.
 class CallMetrics {
  public:
   static constexpr size_t kNames = 256;

@@ -19,8 +19,8 @@ enum class FrameKind : uint8_t {
   kReply = 3,    // its result, or the status of its failure
   kNotice = 4,   // one way, not answered
   kCancel = 5,   // nobody waits for the answer to a request any more
-  kPing = 6,     // asks for a sign of life
-  kPong = 7,     // the sign
+  kPing = 6,     // a heartbeat, which asks for a pong
+  kPong = 7,     // its answer
   kLeaving = 8,  // the sender leaves the job: it takes no new calls
   kRefused = 9,  // why the receiver of a hello does not want the connection; the last packet
   kBulk = 10,    // large packets want a connection of their own

@@ -1,9 +1,9 @@
-// Decides from what is heard on each link who is silent, who is to be asked for a sign of life,
-// and who is lost. It has no clock and sends nothing: its owner calls Tick() now and then.
+// Decides from what is heard on each link which peers are silent, which are to be pinged, and which
+// are lost. It has no clock and sends nothing: its owner calls Tick() now and then.
 //
-// A peer lives as long as anything arrives from it, on whichever link. What waits to be sent on a
-// link keeps a question behind it waiting: so a peer that stays silent for long is asked on a new
-// link, a probe, before it is given up.
+// A peer lives as long as anything arrives from it, on whichever link. A ping waits behind what is
+// to be sent on a link before it: so a peer that stays silent for long is pinged on a new link, a
+// probe, before it is given up.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 
@@ -29,12 +29,12 @@ class Heartbeat {
   };
   // What is to be done; links by their place in the readings.
   struct Verdict {
-    std::vector<size_t> ask;      // for a sign of life
-    std::vector<WorkerId> probe;  // ask these on a new link, too
+    std::vector<size_t> ask;      // are to be pinged
+    std::vector<WorkerId> probe;  // ping these on a new link, too
     std::vector<size_t> lost;
   };
 
-  // Whoever is silent is lost within `limit`, and not before 3/5 of it.
+  // A peer that is silent is lost within `limit`, and not before 3/5 of it.
   explicit Heartbeat(absl::Duration limit) : limit_(limit) {}
 
   // How often to call Tick(); InfiniteDuration() for never.

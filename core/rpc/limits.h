@@ -26,7 +26,7 @@ struct Limits {
   // Contexts of one origin that are open here.
   size_t contexts_per_peer = 4096;
 
-  // Strangers whose handshake is not finished, and how long each may take for it ("socket").
+  // Connections whose handshake is not finished, and how long each may take for it ("socket").
   size_t unauthenticated = 256;
   absl::Duration handshake_timeout = absl::Seconds(10);
 };

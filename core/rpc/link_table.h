@@ -137,7 +137,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
 
-  // Ending, and signs of life.
+  // Ending, and heartbeats.
   absl::Status Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
   void DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>& keep);
   void StartHeartbeat();

@@ -46,8 +46,8 @@ class MemberWatch {
   // This member as well, whoever else does.
   void WatchToo(WorkerId member);
 
-  // Whom to ask for a sign of life, now and then: those that this worker watches, and the one that
-  // watches it, for that one may not know of it.
+  // Whom to ping, now and then: those that this worker watches, and the one that watches it, for
+  // that one may not know of it.
   std::vector<WorkerId> Tick(bool is_first, absl::FunctionRef<bool(WorkerId)> can_be_reached);
 
   Verdict OnClosed(const ClosedLink& link, const absl::Status& why, absl::Time now);

@@ -63,7 +63,7 @@ class SendWindow : public std::enable_shared_from_this<SendWindow> {
   // Waits no longer: the callback gets `why`, unless it was called before.
   void Withdraw(uint64_t number, const absl::Status& why);
 
-  // Whoever waits, or will, gets `why`. Once.
+  // All that wait, and those that will, get `why`. Once.
   void Close(const absl::Status& why);
 
  private:

@@ -5,8 +5,8 @@ use crate::{
 };
 use std::fmt;
 
-/// Whether work is still wanted: whoever asked for it says when it is not, and whoever does it looks
-/// now and then, or is told.
+/// Whether work is still wanted: the caller that asked for it says when it is not, and the handler
+/// that does it checks now and then, or is told.
 ///
 /// A handler has that of [its request](crate::Request::cancellation); one made here goes with calls
 /// by [`Caller::cancellation`](crate::Caller::cancellation), and fails them all together.

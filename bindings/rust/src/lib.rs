@@ -176,7 +176,8 @@ pub fn set_num_threads(count: u32) -> Result<()> {
     Ok(ffi::set_num_threads(count)?)
 }
 
-/// How many they are on this thread. Torch's default: one for each core, or `OMP_NUM_THREADS`.
+/// How many threads one operator on this thread may use. Torch's default: one for each core, or
+/// `OMP_NUM_THREADS`.
 #[doc(alias = "dg_num_threads")]
 pub fn num_threads() -> u32 {
     ffi::num_threads()

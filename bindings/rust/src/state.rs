@@ -104,9 +104,9 @@ pub struct PassState {
     pub retain_graph: bool,
     /// Nodes of received tensors, and roots, that run or are about to.
     pub busy: u64,
-    /// Whose gradients have not come: the rank, for each tensor list that was sent.
+    /// The ranks of the workers whose gradients have not come, once for each tensor list sent there.
     pub awaited: Vec<u32>,
-    /// Who has not acknowledged a message of this worker: the rank, once for each message.
+    /// The ranks of those that have not acknowledged a message of this worker, once for each message.
     pub unacknowledged: Vec<u32>,
 }
 

@@ -120,10 +120,10 @@ DG_API dg_code dg_error_code(const dg_error* error) DG_NOEXCEPT;
 /* For people, not for programs to parse. Lives as long as `error`. */
 DG_API dg_str dg_error_message(const dg_error* error) DG_NOEXCEPT;
 
-/* Who gave an error, as far as that is known: stores the rank of the worker on which it arose
- * (unless `rank` is NULL) and returns DG_ORIGIN_..., or returns DG_ORIGIN_NONE and stores nothing.
- * An error keeps its origin on its way through nested calls, as long as each handler returns the
- * dg_error that it got. It is the word of the peers that it came by. */
+/* Where an error arose, as far as that is known: stores the rank of the worker (unless `rank` is
+ * NULL) and returns DG_ORIGIN_..., or returns DG_ORIGIN_NONE and stores nothing. An error keeps its
+ * origin on its way through nested calls, as long as each handler returns the dg_error that it got.
+ * It is the word of the peers that it came by. */
 DG_API uint32_t dg_error_origin(const dg_error* error, uint32_t* rank) DG_NOEXCEPT;
 enum {
   DG_ORIGIN_NONE = 0,     /* the function that returned it, on no worker; or dg_error_create */
@@ -262,7 +262,7 @@ DG_API DG_MUST_USE dg_error* dg_tensor_require_grad(dg_tensor* tensor) DG_NOEXCE
 /* Whether operators on this thread are recorded for backward (true at first); returns what it was.
  * A handler starts with the mode of its caller. */
 DG_API bool dg_grad_set_enabled(bool enabled) DG_NOEXCEPT;
-/* What it is. */
+/* Whether they are recorded. */
 DG_API bool dg_grad_enabled(void) DG_NOEXCEPT;
 
 /* Seeds torch's generators of random numbers, of all devices of this process: operators on one
@@ -274,7 +274,8 @@ DG_API DG_MUST_USE dg_error* dg_manual_seed(uint64_t seed) DG_NOEXCEPT;
  * releases do), each thread that runs operators has so many of them. DG_INVALID_ARGUMENT for 0, and
  * for more than 1024. */
 DG_API DG_MUST_USE dg_error* dg_set_num_threads(uint32_t count) DG_NOEXCEPT;
-/* How many they are on this thread. Torch's default: one for each core, or OMP_NUM_THREADS. */
+/* How many threads one operator on this thread may use. Torch's default: one for each core, or
+ * OMP_NUM_THREADS. */
 DG_API uint32_t dg_num_threads(void) DG_NOEXCEPT;
 
 /* ------------------------------------------------------------------------------------ Values */
@@ -489,8 +490,8 @@ DG_API void dg_future_destroy(dg_future* future) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------- Cancellations */
 
-/* Whether work is still wanted: whoever asked for it says when it is not, and whoever does it looks
- * now and then, or is told. */
+/* Whether work is still wanted: the caller that asked for it says when it is not, and the handler
+ * that does it checks now and then, or is told. */
 typedef struct dg_cancellation dg_cancellation;
 
 /* One for calls of this program to go with, by dg_call_options. */
@@ -535,7 +536,7 @@ typedef struct dg_limits {
   uint64_t calls;               /* of all peers together; 65536 */
   uint64_t bytes_per_peer;      /* that wait to be sent to one, and of its calls here; 4 GiB */
   uint64_t contexts_per_peer;   /* of one origin that are open here; 4096 */
-  uint64_t unauthenticated;     /* strangers whose handshake is not finished; 256 */
+  uint64_t unauthenticated;     /* connections whose handshake is not finished; 256 */
   int64_t handshake_timeout_ms; /* how long each may take for it; 10 seconds */
 } dg_limits;
 #define DG_LIMITS_INIT \
@@ -741,10 +742,10 @@ typedef struct dg_pass_state {
   uint64_t id;        /* the initiator's rank in the top 16 bits */
   uint64_t flags;     /* DG_BACKWARD_... */
   uint64_t busy;      /* nodes of received tensors, and roots, that run or are about to */
-  /* Whose gradients have not come: the rank, for each tensor list that was sent. */
+  /* The ranks of those whose gradients have not come, once for each tensor list sent there. */
   const uint64_t* awaited;
   size_t awaited_count;
-  /* Who has not acknowledged a message of this worker: the rank, once for each message. */
+  /* The ranks of those that have not acknowledged a message, once for each message. */
   const uint64_t* unacknowledged;
   size_t unacknowledged_count;
 } dg_pass_state;

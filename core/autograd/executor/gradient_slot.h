@@ -10,7 +10,7 @@
 namespace distgrad {
 
 // Thread-safe, and without a lock: an adder takes what lies here, adds to it outside, and puts
-// the sum back. Whoever finds that another put something here meanwhile takes that too. So
+// the sum back. One that finds that another put something here meanwhile takes that too. So
 // exactly one thread owns each partial sum, and may add in place.
 class GradientSlot {
  public:

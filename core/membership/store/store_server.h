@@ -1,7 +1,7 @@
 // Serves a store to the workers of a job: what worker 0 does where no launcher serves one.
 //
-// Who connects first shakes hands as between workers (core/net/handshake.h);
-// then it speaks the protocol of tcp_store_client.h.
+// A client first shakes hands as workers do (core/net/handshake.h); then it speaks the protocol of
+// tcp_store_client.h.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_SERVER_H_
 #define DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_SERVER_H_
 

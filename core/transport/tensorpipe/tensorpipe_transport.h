@@ -1,6 +1,6 @@
 // Packets between processes and machines, over libtorch's TensorPipe.
 //
-// Who connects sends a greeting first, so that both ends know that they speak the same version.
+// The end that connects sends a greeting first, so that both know that they speak the same version.
 // Small packets travel as one TensorPipe message header; larger byte strings and segments as
 // payloads behind it; large segments through a channel (CMA copies straight from the memory of
 // the other process, where both are on one machine and may).
