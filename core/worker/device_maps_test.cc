@@ -12,8 +12,8 @@
 namespace distgrad {
 namespace {
 
-// What a worker says of its devices holds for as long as it lives. (tests/integration/device_test.cc
-// has what maps say.)
+// What a worker says of its devices holds for as long as it lives.
+// (tests/integration/device_test.cc has what maps say.)
 TEST(DeviceMapsTest, AWorkerThatComesAgainIsLookedAtAgain) {
   const auto network = std::make_shared<InprocNetwork>();
   const std::unique_ptr<Transport> transport = NewInprocTransport(network);
