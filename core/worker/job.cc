@@ -25,7 +25,7 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
       return absl::InvalidArgumentError(
           "transport 'inproc' needs a network that the workers share");
     }
-    return NewInprocTransport(options.network);
+    return options.network->NewTransport();
   }
   TensorPipeOptions tensorpipe;
   tensorpipe.host = host;

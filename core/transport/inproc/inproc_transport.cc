@@ -345,6 +345,10 @@ class InprocTransport final : public Transport {
 
 // InprocNetwork
 
+std::unique_ptr<Transport> InprocNetwork::NewTransport() {
+  return NewInprocTransport(shared_from_this());
+}
+
 void InprocNetwork::ReleaseHeld() {
   std::vector<std::shared_ptr<internal::InprocNode>> nodes;
   {

@@ -49,12 +49,16 @@ class InprocNode;
 }
 
 // The transports of one process that can reach each other. Thread-safe.
-class InprocNetwork {
+class InprocNetwork : public std::enable_shared_from_this<InprocNetwork> {
  public:
   explicit InprocNetwork(std::shared_ptr<FaultInjector> faults = nullptr)
       : faults_(std::move(faults)) {}
   InprocNetwork(const InprocNetwork&) = delete;
   InprocNetwork& operator=(const InprocNetwork&) = delete;
+  virtual ~InprocNetwork() = default;
+
+  // What a worker gets that is to be in this network: of another kind in tests that have one.
+  virtual std::unique_ptr<Transport> NewTransport();
 
   // Lets all held packets go on, in order.
   void ReleaseHeld();

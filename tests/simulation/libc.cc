@@ -1,0 +1,331 @@
+// The functions of libc by which threads wait, start, and learn the time, and the system's random
+// numbers: where the simulation does not run they are libc's own. The program's definition of a
+// symbol comes before that of any library, so these are libtorch's and libstdc++'s, too.
+#include <dlfcn.h>
+#include <errno.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "tests/simulation/scheduler.h"
+
+namespace distgrad::simulation {
+namespace {
+
+// A simulation begins on this day, by the wall clock.
+constexpr int64_t kEpoch = int64_t{1767225600} * 1000000000;  // 2026
+constexpr int64_t kBoot = int64_t{1000} * 1000000000;         // and so long after the machine has
+
+int64_t Nanoseconds(const timespec& time) {
+  constexpr int64_t kFar = int64_t{4000000000};  // seconds
+  return std::min<int64_t>(time.tv_sec, kFar) * 1000000000 + time.tv_nsec;
+}
+
+timespec ToTimespec(int64_t nanoseconds) {
+  return {static_cast<time_t>(nanoseconds / 1000000000),
+          static_cast<long>(nanoseconds % 1000000000)};
+}
+
+int64_t OriginOf(clockid_t clock) {
+  return clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE ? kEpoch : kBoot;
+}
+
+int64_t Until(clockid_t clock, const timespec& time) { return Nanoseconds(time) - OriginOf(clock); }
+
+template <typename Function>
+Function* Real(Function* /*of this type*/, const char* name, const char* version = nullptr) {
+  void* const found =
+      version == nullptr ? dlsym(RTLD_NEXT, name) : dlvsym(RTLD_NEXT, name, version);
+  return reinterpret_cast<Function*>(found);
+}
+
+std::vector<const void*>& OnceRunning() {
+  static auto* const running = new std::vector<const void*>;
+  return *running;
+}
+
+}  // namespace
+
+const Libc& RealLibc() {
+  static const Libc libc = {
+      reinterpret_cast<decltype(Libc::create)>(dlsym(RTLD_NEXT, "pthread_create")),
+      reinterpret_cast<decltype(Libc::join)>(dlsym(RTLD_NEXT, "pthread_join")),
+      reinterpret_cast<decltype(Libc::syscall)>(dlsym(RTLD_NEXT, "syscall")),
+  };
+  return libc;
+}
+
+}  // namespace distgrad::simulation
+
+using namespace distgrad::simulation;  // NOLINT: what follows is libc's
+
+// The real function of this name, of the same type as the one that stands for it.
+#define DG_REAL(name, ...)                                                              \
+  ([] {                                                                                 \
+    static const auto real = Real(static_cast<decltype(&simulated_##name)>(nullptr), #name, ##__VA_ARGS__); \
+    return real;                                                                        \
+  }())
+
+// By the name that the linker sees: libc's headers have declared that name in other words.
+#define DG_DECLARE(result, name, ...) extern "C" result simulated_##name(__VA_ARGS__) __asm__(#name)
+
+DG_DECLARE(int, pthread_create, pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+DG_DECLARE(int, pthread_join, pthread_t, void**);
+DG_DECLARE(int, pthread_detach, pthread_t);
+DG_DECLARE(int, pthread_mutex_lock, pthread_mutex_t*);
+DG_DECLARE(int, pthread_mutex_unlock, pthread_mutex_t*);
+DG_DECLARE(int, pthread_cond_wait, pthread_cond_t*, pthread_mutex_t*);
+DG_DECLARE(int, pthread_cond_timedwait, pthread_cond_t*, pthread_mutex_t*, const timespec*);
+DG_DECLARE(int, pthread_cond_clockwait, pthread_cond_t*, pthread_mutex_t*, clockid_t,
+           const timespec*);
+DG_DECLARE(int, pthread_cond_signal, pthread_cond_t*);
+DG_DECLARE(int, pthread_cond_broadcast, pthread_cond_t*);
+DG_DECLARE(int, pthread_rwlock_rdlock, pthread_rwlock_t*);
+DG_DECLARE(int, pthread_rwlock_wrlock, pthread_rwlock_t*);
+DG_DECLARE(int, pthread_rwlock_unlock, pthread_rwlock_t*);
+DG_DECLARE(int, pthread_once, pthread_once_t*, void (*)());
+DG_DECLARE(long, syscall, long, long, long, long, long, long, long);
+DG_DECLARE(int, clock_gettime, clockid_t, timespec*);
+DG_DECLARE(int, gettimeofday, timeval*, void*);
+DG_DECLARE(time_t, time, time_t*);
+DG_DECLARE(int, nanosleep, const timespec*, timespec*);
+DG_DECLARE(int, clock_nanosleep, clockid_t, int, const timespec*, timespec*);
+DG_DECLARE(int, usleep, useconds_t);
+DG_DECLARE(int, sched_yield, void);
+
+// ------------------------------------------------------------------------------------- Threads
+
+int simulated_pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                             void* (*function)(void*), void* argument) {
+  if (!OnThread()) return RealLibc().create(thread, attributes, function, argument);
+  return StartThread(thread, attributes, function, argument);
+}
+
+int simulated_pthread_join(pthread_t thread, void** result) {
+  if (!OnThread()) return RealLibc().join(thread, result);
+  return JoinThread(thread, result);
+}
+
+int simulated_pthread_detach(pthread_t thread) {
+  if (OnThread()) DetachThread(thread);
+  return DG_REAL(pthread_detach)(thread);
+}
+
+// --------------------------------------------------------------------------------------- Locks
+
+int simulated_pthread_mutex_lock(pthread_mutex_t* mutex) {
+  if (!OnThread()) return DG_REAL(pthread_mutex_lock)(mutex);
+  MaybeYield();
+  int error;
+  while ((error = pthread_mutex_trylock(mutex)) == EBUSY) Block(Wait::kMutex, mutex, kNever);
+  return error;
+}
+
+int simulated_pthread_mutex_unlock(pthread_mutex_t* mutex) {
+  const int error = DG_REAL(pthread_mutex_unlock)(mutex);
+  if (OnThread()) {
+    Wake(Wait::kMutex, mutex, INT32_MAX);
+    MaybeYield();
+  }
+  return error;
+}
+
+namespace {
+
+int WaitFor(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t until) {
+  DG_REAL(pthread_mutex_unlock)(mutex);
+  Wake(Wait::kMutex, mutex, INT32_MAX);
+  int64_t when = kNever;
+  const bool spurious = DrawSpurious(&when) && when < until;
+  const bool woken = Block(Wait::kCondition, condition, spurious ? when : until);
+  int error;
+  while ((error = pthread_mutex_trylock(mutex)) == EBUSY) Block(Wait::kMutex, mutex, kNever);
+  return woken || spurious ? error : ETIMEDOUT;
+}
+
+}  // namespace
+
+int simulated_pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mutex) {
+  if (!OnThread()) return DG_REAL(pthread_cond_wait, "GLIBC_2.3.2")(condition, mutex);
+  return WaitFor(condition, mutex, kNever);
+}
+
+int simulated_pthread_cond_timedwait(pthread_cond_t* condition, pthread_mutex_t* mutex,
+                                     const timespec* until) {
+  if (!OnThread()) {
+    return DG_REAL(pthread_cond_timedwait, "GLIBC_2.3.2")(condition, mutex, until);
+  }
+  return WaitFor(condition, mutex, Until(CLOCK_REALTIME, *until));
+}
+
+int simulated_pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex,
+                                     clockid_t clock, const timespec* until) {
+  if (!OnThread()) return DG_REAL(pthread_cond_clockwait)(condition, mutex, clock, until);
+  return WaitFor(condition, mutex, Until(clock, *until));
+}
+
+int simulated_pthread_cond_signal(pthread_cond_t* condition) {
+  if (!OnThread()) return DG_REAL(pthread_cond_signal, "GLIBC_2.3.2")(condition);
+  Wake(Wait::kCondition, condition, 1);
+  return 0;
+}
+
+int simulated_pthread_cond_broadcast(pthread_cond_t* condition) {
+  if (!OnThread()) return DG_REAL(pthread_cond_broadcast, "GLIBC_2.3.2")(condition);
+  Wake(Wait::kCondition, condition, INT32_MAX);
+  return 0;
+}
+
+int simulated_pthread_rwlock_rdlock(pthread_rwlock_t* lock) {
+  if (!OnThread()) return DG_REAL(pthread_rwlock_rdlock)(lock);
+  int error;
+  while ((error = pthread_rwlock_tryrdlock(lock)) == EBUSY) Block(Wait::kLock, lock, kNever);
+  return error;
+}
+
+int simulated_pthread_rwlock_wrlock(pthread_rwlock_t* lock) {
+  if (!OnThread()) return DG_REAL(pthread_rwlock_wrlock)(lock);
+  int error;
+  while ((error = pthread_rwlock_trywrlock(lock)) == EBUSY) Block(Wait::kLock, lock, kNever);
+  return error;
+}
+
+int simulated_pthread_rwlock_unlock(pthread_rwlock_t* lock) {
+  const int error = DG_REAL(pthread_rwlock_unlock)(lock);
+  if (OnThread()) Wake(Wait::kLock, lock, INT32_MAX);
+  return error;
+}
+
+int simulated_pthread_once(pthread_once_t* once, void (*function)()) {
+  if (!OnThread()) return DG_REAL(pthread_once)(once, function);
+  std::vector<const void*>& running = OnceRunning();
+  while (std::find(running.begin(), running.end(), once) != running.end()) {
+    Block(Wait::kOnce, once, kNever);
+  }
+  struct Mark {
+    explicit Mark(const void* the_once) : once(the_once) { OnceRunning().push_back(once); }
+    ~Mark() {
+      OnceRunning().erase(std::find(OnceRunning().begin(), OnceRunning().end(), once));
+      Wake(Wait::kOnce, once, INT32_MAX);
+    }
+    const void* const once;
+  };
+  const Mark mark(once);  // the function may throw
+  return DG_REAL(pthread_once)(once, function);
+}
+
+// absl's mutexes wait in futexes, as do the guards of static variables.
+long simulated_syscall(long number, long a, long b, long c, long d, long e, long f) {
+  if (number != SYS_futex || !OnThread()) {
+    return RealLibc().syscall(number, a, b, c, d, e, f);
+  }
+  auto* const word = reinterpret_cast<const int*>(a);
+  const int operation = static_cast<int>(b) & FUTEX_CMD_MASK;
+  if (operation == FUTEX_WAKE || operation == FUTEX_WAKE_BITSET) {
+    return Wake(Wait::kFutex, word, static_cast<int>(c));
+  }
+  if (operation != FUTEX_WAIT && operation != FUTEX_WAIT_BITSET) {
+    errno = ENOSYS;
+    return -1;
+  }
+  if (__atomic_load_n(word, __ATOMIC_SEQ_CST) != static_cast<int>(c)) {
+    errno = EAGAIN;
+    return -1;
+  }
+  int64_t until = kNever;
+  if (const auto* const time = reinterpret_cast<const timespec*>(d)) {
+    const clockid_t clock =
+        (static_cast<int>(b) & FUTEX_CLOCK_REALTIME) != 0 ? CLOCK_REALTIME : CLOCK_MONOTONIC;
+    until = operation == FUTEX_WAIT ? Now() + Nanoseconds(*time) : Until(clock, *time);
+  }
+  if (Block(Wait::kFutex, word, until)) return 0;
+  errno = ETIMEDOUT;
+  return -1;
+}
+
+// ---------------------------------------------------------------------------------------- Time
+
+int simulated_clock_gettime(clockid_t clock, timespec* time) {
+  if (!Running()) return DG_REAL(clock_gettime)(clock, time);
+  *time = ToTimespec(OriginOf(clock) + Now());
+  return 0;
+}
+
+int simulated_gettimeofday(timeval* time, void* zone) {
+  if (!Running()) return DG_REAL(gettimeofday)(time, zone);
+  const int64_t now = kEpoch + Now();
+  *time = {static_cast<time_t>(now / 1000000000), static_cast<suseconds_t>(now % 1000000000 / 1000)};
+  return 0;
+}
+
+time_t simulated_time(time_t* time) {
+  if (!Running()) return DG_REAL(time)(time);
+  const auto now = static_cast<time_t>((kEpoch + Now()) / 1000000000);
+  if (time != nullptr) *time = now;
+  return now;
+}
+
+int simulated_nanosleep(const timespec* time, timespec* left) {
+  if (!OnThread()) return DG_REAL(nanosleep)(time, left);
+  Block(Wait::kSleep, nullptr, Now() + Nanoseconds(*time));
+  return 0;
+}
+
+int simulated_clock_nanosleep(clockid_t clock, int flags, const timespec* time, timespec* left) {
+  if (!OnThread()) return DG_REAL(clock_nanosleep)(clock, flags, time, left);
+  Block(Wait::kSleep, nullptr,
+        flags == TIMER_ABSTIME ? Until(clock, *time) : Now() + Nanoseconds(*time));
+  return 0;
+}
+
+int simulated_usleep(useconds_t time) {
+  if (!OnThread()) return DG_REAL(usleep)(time);
+  Block(Wait::kSleep, nullptr, Now() + int64_t{time} * 1000);
+  return 0;
+}
+
+// Who gives way has others go on, however long it looks.
+int simulated_sched_yield() {
+  if (!OnThread()) return DG_REAL(sched_yield)();
+  Block(Wait::kSleep, nullptr, Now() + 20000);
+  return 0;
+}
+
+// -------------------------------------------------------------------------------------- Chance
+
+std::random_device::result_type std::random_device::_M_getval() {
+  if (OnThread()) return static_cast<result_type>(Draw());
+  result_type number;
+  if (RealLibc().syscall(SYS_getrandom, reinterpret_cast<long>(&number), sizeof(number), 0, 0, 0,
+                         0) != sizeof(number)) {
+    __builtin_trap();
+  }
+  return number;
+}
+
+// --------------------------------------------------------------------------------------- absl
+
+// An absl::Mutex that is free is taken without libc. The linker has the program call these in place
+// of absl's (--wrap), so that others may go first here, too.
+extern "C" {
+void RealAbslLock(void*) __asm__("__real__ZN4absl12lts_202206235Mutex4LockEv");
+void RealAbslUnlock(void*) __asm__("__real__ZN4absl12lts_202206235Mutex6UnlockEv");
+void WrapAbslLock(void*) __asm__("__wrap__ZN4absl12lts_202206235Mutex4LockEv");
+void WrapAbslUnlock(void*) __asm__("__wrap__ZN4absl12lts_202206235Mutex6UnlockEv");
+
+void WrapAbslLock(void* mutex) {
+  if (OnThread()) MaybeYield();
+  RealAbslLock(mutex);
+}
+void WrapAbslUnlock(void* mutex) {
+  RealAbslUnlock(mutex);
+  if (OnThread()) MaybeYield();
+}
+}

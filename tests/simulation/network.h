@@ -1,0 +1,108 @@
+// A network between the workers of one process that is slow, breaks, and forgets, as a seed says.
+//
+//   auto network = std::make_shared<SimulatedNetwork>(seed, NetworkOptions());
+//   auto host = std::make_shared<SimulatedHost>(network);
+//   WorkerOptions options{.transport = "inproc", .network = host};
+//   ...
+//   network->Cut(host->address(), other->address(), /*silently=*/false);
+//
+// Packets of one direction of a connection keep their order; nothing else does. It goes by the
+// machine's clock, or by that of a simulation (scheduler.h).
+#ifndef DISTGRAD_TESTS_SIMULATION_NETWORK_H_
+#define DISTGRAD_TESTS_SIMULATION_NETWORK_H_
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "core/transport/inproc/inproc_transport.h"
+
+namespace distgrad {
+
+namespace internal {
+class SimulatedNode;
+}
+
+struct NetworkOptions {
+  // How long a packet takes; one in `slow_one_in` takes up to `slowest`. 0: none does.
+  std::chrono::nanoseconds fastest{20000}, usual{200000}, slowest{50000000};
+  uint32_t slow_one_in = 0;
+};
+
+// Thread-safe.
+class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetwork> {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  SimulatedNetwork(uint64_t seed, const NetworkOptions& options)
+      : options_(options), random_(seed) {}
+
+  std::unique_ptr<Transport> NewTransport(std::string* address);
+
+  // Ends all connections between the two: both ends hear of it; or, silently, one of them does, and
+  // what the other sends is lost.
+  void Cut(const std::string& a, const std::string& b, bool silently);
+  // What one sends to the other waits until then, and so do news of connections.
+  void Hold(const std::string& from, const std::string& to, Clock::time_point until);
+  // The process or, silently, the machine is gone: nothing comes from there any more, nor arrives.
+  // The others hear of the first.
+  void Kill(const std::string& address, bool silently);
+  // How many connections there are, by their ends.
+  size_t ends() const;
+
+  // For the transports.
+  uint64_t Draw();
+  // When what is sent now arrives.
+  Clock::time_point Arrival(const std::string& from, const std::string& to);
+  std::shared_ptr<internal::SimulatedNode> Find(const std::string& address) const;
+  void Remove(const std::string& address);
+
+ private:
+  std::vector<std::shared_ptr<internal::SimulatedNode>> Nodes() const;
+
+  const NetworkOptions options_;
+
+  mutable absl::Mutex mu_;
+  std::mt19937_64 random_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<std::string, std::weak_ptr<internal::SimulatedNode>> nodes_ ABSL_GUARDED_BY(mu_);
+  std::map<std::pair<std::string, std::string>, Clock::time_point> held_ ABSL_GUARDED_BY(mu_);
+  std::set<std::string> silent_ ABSL_GUARDED_BY(mu_);  // machines that are gone
+};
+
+// What a worker is given as its network. Thread-safe.
+class SimulatedHost final : public InprocNetwork {
+ public:
+  explicit SimulatedHost(std::shared_ptr<SimulatedNetwork> network)
+      : network_(std::move(network)) {}
+
+  std::unique_ptr<Transport> NewTransport() override {
+    std::string address;
+    auto transport = network_->NewTransport(&address);
+    absl::MutexLock lock(&mu_);
+    address_ = std::move(address);
+    return transport;
+  }
+  // Of its transport.
+  std::string address() const {
+    absl::MutexLock lock(&mu_);
+    return address_;
+  }
+
+ private:
+  const std::shared_ptr<SimulatedNetwork> network_;
+  mutable absl::Mutex mu_;
+  std::string address_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_TESTS_SIMULATION_NETWORK_H_

@@ -1,0 +1,133 @@
+// Draws what happens in a job.
+#include <algorithm>
+#include <random>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "core/base/check.h"
+#include "tests/simulation/job.h"
+
+namespace distgrad::simulation {
+namespace {
+
+class Generator {
+ public:
+  explicit Generator(Plan* plan) : plan_(*plan), random_(plan->seed) {}
+
+  void Fill(unsigned allowed) {
+    // Each seed has some of the faults, and one in four none but the harmless.
+    const bool harmful = Below(4) != 0;
+    for (unsigned fault = 1; fault < kAllFaults; fault <<= 1) {
+      const bool drawn = Below(2) == 0;
+      if (drawn && (allowed & fault) != 0 && (harmful || (fault & kHarmless) != 0)) {
+        plan_.faults |= fault;
+      }
+    }
+    plan_.workers = 2 + Below(4);
+    plan_.threads = 1 + Below(3);
+    const int actors = 1 + Below(plan_.workers);
+    for (int actor = 0; actor < actors; ++actor) {
+      for (int i = 1 + Below(5); i > 0; --i) Act(actor);
+    }
+    if ((plan_.faults & ~kHarmless) != 0) {
+      for (int i = 1 + Below(4); i > 0; --i) Disturb();
+    }
+  }
+
+ private:
+  int Below(int n) { return static_cast<int>(random_() % n); }
+  int AnyWorker() { return Below(plan_.workers); }
+  int AnyEnding() { return Below(2) == 0 ? Action::kByItself : Below(Action::kEndings); }
+
+  void Act(int actor) {
+    const int dice = Below(100);
+    if (dice < 25 && plan_.workers == 5) {  // of which programs are
+      Add({Action::kProgram, actor, Below(1000000)});
+    } else if (dice < 55) {
+      const int ending = AnyEnding();
+      Add({Action::kCall, actor, AnyWorker(), Below(Action::kFunctions),
+           ending == Action::kByRelease ? int{Action::kByItself} : ending});
+    } else if (dice < 90) {
+      Add({Action::kPass, actor, Below(1000000), AnyEnding(), Below(16)});
+    } else if (dice < 94) {
+      Add({Action::kUpdate, actor});
+    } else {
+      Add({Action::kPause, actor, Below(3000)});
+    }
+  }
+
+  void Disturb() {
+    Add({Action::kPause, -1, Below(4) == 0 ? Below(6000) : Below(30)});
+    const int dice = Below(4);
+    const int a = AnyWorker(), b = AnyWorker();
+    if (dice == 0 && (plan_.faults & kCuts) != 0) {
+      Add({Action::kCut, -1, a, b, Below(2)});
+    } else if (dice == 1 && (plan_.faults & kHolds) != 0) {
+      Add({Action::kHold, -1, a, b, (1 + Below(8000)) * (Below(2) == 0 ? 1 : -1)});
+    } else if (dice == 2 && (plan_.faults & kKills) != 0) {
+      Add({Action::kKill, -1, a, Below(2), Below(3) == 0 ? -1 : Below(10000)});
+    } else if (dice == 3 && (plan_.faults & kStoreFaults) != 0) {
+      Add({Action::kOutage, -1, 0, 0, 1 + Below(8000)});
+    }
+  }
+
+  void Add(Action action) { plan_.actions.push_back(action); }
+
+  Plan& plan_;
+  std::mt19937_64 random_;
+};
+
+}  // namespace
+
+std::string OrderText(uint64_t seed, unsigned faults, const std::vector<int>& without, bool trace) {
+  return absl::StrCat("seed=", seed, " faults=", faults, " without=", absl::StrJoin(without, ","),
+                      trace ? " trace" : "");
+}
+
+Plan PlanOf(absl::string_view order) {
+  Plan plan;
+  unsigned faults = kAllFaults;
+  std::vector<int> without;
+  for (absl::string_view word : absl::StrSplit(order, ' ', absl::SkipEmpty())) {
+    if (absl::ConsumePrefix(&word, "seed=")) {
+      DG_CHECK(absl::SimpleAtoi(word, &plan.seed));
+    } else if (absl::ConsumePrefix(&word, "faults=")) {
+      DG_CHECK(absl::SimpleAtoi(word, &faults));
+    } else if (absl::ConsumePrefix(&word, "without=")) {
+      for (absl::string_view number : absl::StrSplit(word, ',', absl::SkipEmpty())) {
+        without.emplace_back();
+        DG_CHECK(absl::SimpleAtoi(number, &without.back()));
+      }
+    } else if (word == "trace") {
+      plan.trace = true;
+    }
+  }
+  Generator(&plan).Fill(faults);
+  std::vector<Action> kept;
+  for (size_t i = 0; i < plan.actions.size(); ++i) {
+    const bool is_left_out = std::count(without.begin(), without.end(), static_cast<int>(i)) > 0;
+    if (!is_left_out) kept.push_back(plan.actions[i]);
+  }
+  plan.actions = std::move(kept);
+  return plan;
+}
+
+std::string Text(const Action& action) {
+  static const char* const kNames[] = {"program", "call", "pass", "update", "pause",
+                                       "cut",     "hold", "kill", "outage"};
+  return absl::StrCat(action.actor < 0 ? "fate" : absl::StrCat("worker", action.actor), ": ",
+                      kNames[action.kind], " ", action.a, " ", action.b, " ", action.c);
+}
+
+std::string Text(const Plan& plan) {
+  std::string text = absl::StrCat("seed ", plan.seed, ", faults ", plan.faults, ", ", plan.workers,
+                                  " workers of ", plan.threads, " threads\n");
+  for (const Action& action : plan.actions) absl::StrAppend(&text, "  ", Text(action), "\n");
+  return text;
+}
+
+}  // namespace distgrad::simulation

@@ -1,0 +1,94 @@
+// Runs the threads of a process one at a time, in an order and at a time that follow from a seed.
+//
+// Every thread is one of the system's, so what belongs to a thread (grad mode, locks, handlers) is
+// as in production; but only the one that has the baton runs. It hands it on where it would wait,
+// and, if the options say so, where it takes or gives back a lock. Who gets it is drawn by the seed.
+// Time is a number that moves only when the baton does: when nobody can go on, it jumps to the first
+// moment at which somebody can. When there is no such moment, threads wait for each other for ever:
+// the process prints who waits where, and ends.
+//
+// libc.cc brings the program's waiting here: it defines the functions of libc that wait, start
+// threads, or tell the time, in place of libc's own, for all code of the program, libtorch's too. So
+// nothing that is simulated knows of it, nothing that waits can be forgotten, and production pays
+// nothing for it.
+#ifndef DISTGRAD_TESTS_SIMULATION_SCHEDULER_H_
+#define DISTGRAD_TESTS_SIMULATION_SCHEDULER_H_
+
+#include <pthread.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace distgrad::simulation {
+
+// Where a process whose threads wait for ever ends, and one that takes too long by its own clock.
+inline constexpr int kDeadlockExit = 71, kTooLongExit = 72;
+
+struct Schedule {
+  uint64_t seed = 0;
+  // One in so many times that a thread takes or gives back a lock, others go first; 0: never.
+  uint32_t preempt_one_in = 0;
+  // One in so many times that a thread is chosen, it stands still instead; 0: never.
+  uint32_t stall_one_in = 0;
+  int64_t longest_stall = 0;  // nanoseconds
+  // One in so many waits for a condition variable ends for no reason; 0: none.
+  uint32_t spurious_one_in = 0;
+  int64_t time_limit = int64_t{4} * 3600 * 1000000000;  // nanoseconds; past it the process ends
+  bool trace = false;                                   // prints each change of threads
+};
+
+// What happened, as far as it can be told apart from other runs.
+struct Course {
+  uint64_t hash = 0;
+  uint64_t switches = 0;
+  int64_t time = 0;  // nanoseconds since Begin
+  uint64_t threads = 0;
+};
+
+// The calling thread, which must be the only one of the process, is the first to have the baton.
+void Begin(const Schedule& schedule);
+// Once there is no other thread.
+Course End();
+// From here on threads are not preempted and do not stand still, so that what is left over ends soon.
+void Calm();
+
+bool Running();  // whether between Begin and End
+bool OnThread();  // and on a thread that takes part
+int64_t Now();   // nanoseconds since Begin
+uint64_t Draw();  // the next number that follows from the seed
+
+// Adds to the hash, and to what is printed, that something happened.
+void Note(const char* what, uint64_t number);
+
+// What follows is for libc.cc, on a thread that takes part.
+
+enum class Wait { kNothing, kMutex, kCondition, kFutex, kThread, kSleep, kOnce, kLock };
+
+inline constexpr int64_t kNever = INT64_MAX;
+
+// Gives the baton away until Wake() for the same thing, or that time. Whether it was woken.
+bool Block(Wait wait, const void* what, int64_t until);
+// Returns how many it woke.
+int Wake(Wait wait, const void* what, int most);
+// Lets others go first, perhaps.
+void MaybeYield();
+void Yield();
+// Whether this wait for a condition variable ends for no reason, and when.
+bool DrawSpurious(int64_t* when);
+
+int StartThread(pthread_t* thread, const pthread_attr_t* attributes, void* (*function)(void*),
+                void* argument);
+int JoinThread(pthread_t thread, void** result);
+void DetachThread(pthread_t thread);  // before it is detached
+
+// libc's own.
+struct Libc {
+  int (*create)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  int (*join)(pthread_t, void**);
+  long (*syscall)(long, long, long, long, long, long, long);
+};
+const Libc& RealLibc();
+
+}  // namespace distgrad::simulation
+
+#endif  // DISTGRAD_TESTS_SIMULATION_SCHEDULER_H_
