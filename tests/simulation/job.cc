@@ -20,6 +20,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/base/internal/sysinfo.h"
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
@@ -45,6 +46,8 @@ constexpr absl::Duration kHeartbeatLimit = absl::Seconds(4);
 constexpr absl::Duration kSlack = absl::Seconds(5);
 
 void Must(const absl::Status& status) { DG_CHECK(status.ok()) << status; }
+
+constexpr absl::Duration kLongestHold = absl::Seconds(8);
 
 at::Tensor Constant(double value) { return at::full({2, 2}, value, at::kDouble); }
 
@@ -466,9 +469,12 @@ void Job::CheckNothingIsLeft() {
                         calls.function, calls.served ? " from " : " to ", calls.peer, "; ");
       }
       for (const auto& [peer, bytes] : metrics.queued_bytes) {
-        if (bytes != 0) absl::StrAppend(&left, bytes, " bytes to ", peer, "; ");
+        if (bytes == 0) continue;
+        absl::StrAppend(&left, worker->name(), " has ", bytes, " bytes to ", peer, "; ");
       }
-      if (metrics.passes_running != 0) absl::StrAppend(&left, metrics.passes_running, " passes; ");
+      if (metrics.passes_running != 0) {
+        absl::StrAppend(&left, worker->name(), " has ", metrics.passes_running, " passes; ");
+      }
     }
     if (left.empty()) return;
     absl::SleepFor(absl::Milliseconds(250));
@@ -517,6 +523,8 @@ std::string Job::Run() {
   }
   CheckNothingIsLeft();
   Note("quiet", 0);
+  // Those who took each other for lost find that they are not.
+  if (disturbed_) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
   {
     std::vector<std::thread> ending;
     for (int i = 0; i < plan_.workers; ++i) {
@@ -574,6 +582,8 @@ std::string RunJob(absl::string_view order, Course* course) {
 
 void WarmUp() {
   at::set_num_threads(1);
+  // absl measures it when it first has threads wait, by the true time.
+  absl::base_internal::NominalCPUFrequency();
   for (uint64_t seed = 0; seed < 20; ++seed) {
     State local;
     for (int w = 0; w <= kWorkers; ++w) {

@@ -14,6 +14,7 @@
 #include <random>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "tests/simulation/scheduler.h"
 
 namespace distgrad::simulation {
@@ -312,8 +313,17 @@ std::random_device::result_type std::random_device::_M_getval() {
 
 // --------------------------------------------------------------------------------------- absl
 
-// An absl::Mutex that is free is taken without libc. The linker has the program call these in place
-// of absl's (--wrap), so that others may go first here, too.
+// absl's clock counts the processor's cycles in between. The linker has the program call this one
+// (--wrap).
+absl::Time WrapAbslNow() __asm__("__wrap__ZN4absl12lts_202206233NowEv");
+absl::Time WrapAbslNow() {
+  timespec now;
+  simulated_clock_gettime(CLOCK_REALTIME, &now);
+  return absl::TimeFromTimespec(now);
+}
+
+// An absl::Mutex that is free is taken without libc. The linker has the program call these, too, so
+// that others may go first here.
 extern "C" {
 void RealAbslLock(void*) __asm__("__real__ZN4absl12lts_202206235Mutex4LockEv");
 void RealAbslUnlock(void*) __asm__("__real__ZN4absl12lts_202206235Mutex6UnlockEv");

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <execinfo.h>
 #include <linux/futex.h>
+#include <malloc.h>
 #include <signal.h>
 #include <stdio.h>
 #include <sys/prctl.h>
@@ -38,7 +39,7 @@ struct Thread {
 struct Simulation {
   Schedule schedule;
   bool calm = false;
-  uint64_t random = 0;
+  uint64_t random = 0, drawn = 0;
   Course course;
   std::vector<Thread*> live;    // not over
   std::vector<Thread*> unjoined;  // started, and not joined
@@ -174,9 +175,10 @@ Thread* Pick() {
     Mix(chosen->id);
     Mix(static_cast<uint64_t>(now));
     if (s.schedule.trace) {
-      dprintf(2, "%.6f thread %llu after %s %p%s\n", static_cast<double>(now) * 1e-9,
-              static_cast<unsigned long long>(chosen->id), NameOf(chosen->wait), chosen->what,
-              chosen->timed_out ? ", in vain" : "");
+      dprintf(2, "%.6f thread %llu after %s %p%s (%llu drawn, %zu bytes)\n",
+              static_cast<double>(now) * 1e-9, static_cast<unsigned long long>(chosen->id),
+              NameOf(chosen->wait), chosen->what, chosen->timed_out ? ", in vain" : "",
+              static_cast<unsigned long long>(s.drawn), mallinfo2().uordblks);
     }
     return chosen;
   }
@@ -239,6 +241,7 @@ bool OnThread() { return self != nullptr; }
 int64_t Now() { return simulation->course.time; }
 
 uint64_t Draw() {
+  ++simulation->drawn;
   // splitmix64
   uint64_t z = (simulation->random += 0x9e3779b97f4a7c15);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
