@@ -122,6 +122,8 @@ class Job {
   // Checks how something ended that was to be over by then.
   void CheckEnd(const std::string& what, const absl::Status& status, int ending, absl::Time deadline);
   void CheckNothingIsLeft();
+  // Those who live reach each other again.
+  void CheckAllIsWell();
 
   const Plan& plan_;
   const std::shared_ptr<SimulatedNetwork> network_;
@@ -479,7 +481,27 @@ void Job::CheckNothingIsLeft() {
     if (left.empty()) return;
     absl::SleepFor(absl::Milliseconds(250));
   } while (absl::Now() < end);
-  Wrong("left over: " + left);
+  Wrong(absl::StrCat("left over: ", left, network_->Text()));
+}
+
+void Job::CheckAllIsWell() {
+  for (int from = 0; from < plan_.workers; ++from) {
+    for (int to = 0; to < plan_.workers; ++to) {
+      const std::shared_ptr<Worker> caller = WorkerAt(from);
+      if (caller == nullptr || WorkerAt(to) == nullptr) continue;
+      absl::StatusOr<Message> reply;
+      // The first call to one that has come back may meet a connection with what it was before.
+      for (int i = 0; i < 2; ++i) {
+        reply = caller->Call(WorkerName(to), "echo", {"well?", {}},
+                             {.deadline = absl::Now() + absl::Seconds(10)});
+        if (reply.ok()) break;
+      }
+      if (!reply.ok()) {
+        Wrong(absl::StrCat("when all is over, a call from ", from, " to ", to, ": ",
+                           reply.status().ToString(), "; ", network_->Text()));
+      }
+    }
+  }
 }
 
 std::string Job::Run() {
@@ -521,10 +543,11 @@ std::string Job::Run() {
     if (others.empty()) break;
     for (std::thread& thread : others) thread.join();
   }
-  CheckNothingIsLeft();
-  Note("quiet", 0);
   // Those who took each other for lost find that they are not.
   if (disturbed_) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
+  CheckNothingIsLeft();
+  Note("quiet", 0);
+  CheckAllIsWell();
   {
     std::vector<std::thread> ending;
     for (int i = 0; i < plan_.workers; ++i) {

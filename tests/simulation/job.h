@@ -17,11 +17,12 @@ enum Faults : unsigned {
   kSlowPackets = 1 << 0,  // some packets take long
   kStalls = 1 << 1,       // threads stand still
   kPreemption = 1 << 2,   // at locks
-  kCuts = 1 << 3,         // connections break, at both ends or at one
+  kCuts = 1 << 3,         // connections break
   kHolds = 1 << 4,        // nothing gets through for a while, one way or both
   kKills = 1 << 5,        // workers die, and some come back
   kStoreFaults = 1 << 6,  // the store does not answer for a while
-  kAllFaults = (1 << 7) - 1,
+  kHalfCuts = 1 << 7,     // one end of a connection is gone, and the other does not hear of it
+  kAllFaults = (1 << 8) - 1,
   kHarmless = kSlowPackets | kStalls | kPreemption,  // nothing may fail for these
 };
 

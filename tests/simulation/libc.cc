@@ -75,7 +75,11 @@ using namespace distgrad::simulation;  // NOLINT: what follows is libc's
   }())
 
 // By the name that the linker sees: libc's headers have declared that name in other words.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define DG_DECLARE(result, name, ...) extern "C" result simulated_##name(__VA_ARGS__)
+#else
 #define DG_DECLARE(result, name, ...) extern "C" result simulated_##name(__VA_ARGS__) __asm__(#name)
+#endif
 
 DG_DECLARE(int, pthread_create, pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
 DG_DECLARE(int, pthread_join, pthread_t, void**);
@@ -301,6 +305,7 @@ int simulated_sched_yield() {
 
 // -------------------------------------------------------------------------------------- Chance
 
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 std::random_device::result_type std::random_device::_M_getval() {
   if (OnThread()) return static_cast<result_type>(Draw());
   result_type number;
@@ -310,6 +315,7 @@ std::random_device::result_type std::random_device::_M_getval() {
   }
   return number;
 }
+#endif
 
 // --------------------------------------------------------------------------------------- absl
 

@@ -41,6 +41,8 @@ class SimulatedEnd final : public Connection, public std::enable_shared_from_thi
   // What it sends from now on is lost, and so is what comes.
   void BecomeDeaf();
 
+  // The other end has taken it in.
+  void Establish();
   void SetPeer(std::shared_ptr<SimulatedEnd> peer) {
     absl::MutexLock lock(&mu_);
     peer_ = std::move(peer);
@@ -52,6 +54,7 @@ class SimulatedEnd final : public Connection, public std::enable_shared_from_thi
 
   SimulatedNode& node() { return *node_; }
   const std::string& peer_address() const { return peer_address_; }
+  std::string Text() const;
   bool closed() const {
     absl::MutexLock lock(&mu_);
     return !closed_.ok();
@@ -68,7 +71,7 @@ class SimulatedEnd final : public Connection, public std::enable_shared_from_thi
   std::shared_ptr<SimulatedEnd> peer_ ABSL_GUARDED_BY(mu_);  // null once closed
   absl::Status closed_ ABSL_GUARDED_BY(mu_);                 // why; OK while open
   bool closed_by_caller_ ABSL_GUARDED_BY(mu_) = false;
-  bool deaf_ ABSL_GUARDED_BY(mu_) = false;
+  bool deaf_ ABSL_GUARDED_BY(mu_) = false, established_ ABSL_GUARDED_BY(mu_) = false;
   Clock::time_point last_ ABSL_GUARDED_BY(mu_);  // when the last thing sent from here arrives
   std::deque<std::pair<Clock::time_point, SendDone>> sending_ ABSL_GUARDED_BY(mu_);
 
@@ -135,7 +138,6 @@ Clock::time_point SimulatedEnd::NextArrival() {
 }
 
 void SimulatedEnd::Send(Packet packet, SendDone done) {
-  const Clock::time_point now = Clock::now();
   Packet copy = CopyPacket(packet);
   packet = Packet();
   const bool done_at_once = node_->network().Draw() % 2 == 0;
@@ -146,17 +148,17 @@ void SimulatedEnd::Send(Packet packet, SendDone done) {
     absl::MutexLock lock(&mu_);
     closed = closed_;
     peer = peer_;
-    if (closed.ok() && done && (deaf_ || !done_at_once)) {
-      // It can be told once it has arrived, and not at all where nothing arrives.
-      sending_.emplace_back(deaf_ ? Clock::time_point::max() : when, std::exchange(done, nullptr));
+    // The system takes what is sent, whether it arrives or not; but nothing before there is a
+    // connection.
+    if (closed.ok() && done && !(established_ && done_at_once)) {
+      sending_.emplace_back(when, std::exchange(done, nullptr));
+      node_->Post(when, [self = shared_from_this(), when] { self->SendsDone(when); });
     }
-    if (deaf_) peer = nullptr;
     // Under the lock, so that what is sent keeps its order.
-    if (peer != nullptr && !node_->dead()) {
+    if (peer != nullptr && !deaf_ && !node_->dead()) {
       peer->node().Post(when, [peer, copy = std::move(copy)]() mutable {
         peer->Deliver(std::move(copy));
       });
-      node_->Post(std::max(now, when), [self = shared_from_this(), when] { self->SendsDone(when); });
     }
   }
   if (done) done(closed);
@@ -176,12 +178,28 @@ void SimulatedEnd::SendsDone(Clock::time_point now) {
     SendDone done;
     {
       absl::MutexLock lock(&mu_);
-      if (sending_.empty() || sending_.front().first > now) return;
+      if (!established_ || sending_.empty() || sending_.front().first > now) return;
       done = std::move(sending_.front().second);
       sending_.pop_front();
     }
     done(absl::OkStatus());
   }
+}
+
+std::string SimulatedEnd::Text() const {
+  absl::MutexLock lock(&mu_);
+  if (closed_.ok() && !deaf_ && sending_.empty()) return "";
+  return absl::StrCat(peer_address_, closed_.ok() ? "" : ", closed", deaf_ ? ", deaf" : "", ", ",
+                      sending_.size(), " being sent");
+}
+
+void SimulatedEnd::Establish() {
+  const Clock::time_point when = node_->network().Arrival(peer_address_, node_->address());
+  {
+    absl::MutexLock lock(&mu_);
+    established_ = true;
+  }
+  node_->Post(when, [self = shared_from_this()] { self->SendsDone(Clock::now()); });
 }
 
 void SimulatedEnd::BecomeDeaf() {
@@ -342,7 +360,9 @@ absl::StatusOr<std::shared_ptr<Connection>> SimulatedNode::Connect(
   far->SetPeer(near);
   const bool posted = there->Post(when, [there, far, near, refuse, nobody] {
     if (there->dead()) return;
-    if (far->closed() || !there->TakeIn(far)) refuse(nobody);
+    if (far->closed() || !there->TakeIn(far)) return refuse(nobody);
+    far->Establish();
+    near->Establish();
   });
   if (!posted) refuse(nobody);
   return near;
@@ -484,6 +504,17 @@ void SimulatedNetwork::Kill(const std::string& address, bool silently) {
                   Arrival(address, node->address()), /*by_caller=*/false);
     }
   }
+}
+
+std::string SimulatedNetwork::Text() const {
+  std::string text;
+  for (const auto& node : Nodes()) {
+    for (const auto& end : node->Ends()) {
+      const std::string state = end->Text();
+      if (!state.empty()) absl::StrAppend(&text, node->address(), " to ", state, "; ");
+    }
+  }
+  return text;
 }
 
 size_t SimulatedNetwork::ends() const {

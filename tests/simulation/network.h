@@ -57,6 +57,8 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   void Kill(const std::string& address, bool silently);
   // How many connections there are, by their ends.
   size_t ends() const;
+  // Those that are not as they should be, for a report.
+  std::string Text() const;
 
   // For the transports.
   uint64_t Draw();

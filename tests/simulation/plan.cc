@@ -64,8 +64,9 @@ class Generator {
     Add({Action::kPause, -1, Below(4) == 0 ? Below(6000) : Below(30)});
     const int dice = Below(4);
     const int a = AnyWorker(), b = AnyWorker();
-    if (dice == 0 && (plan_.faults & kCuts) != 0) {
-      Add({Action::kCut, -1, a, b, Below(2)});
+    if (dice == 0 && (plan_.faults & (kCuts | kHalfCuts)) != 0) {
+      const bool is_half = (plan_.faults & kHalfCuts) != 0 && Below(2) == 0;
+      Add({Action::kCut, -1, a, b, is_half || (plan_.faults & kCuts) == 0});
     } else if (dice == 1 && (plan_.faults & kHolds) != 0) {
       Add({Action::kHold, -1, a, b, (1 + Below(8000)) * (Below(2) == 0 ? 1 : -1)});
     } else if (dice == 2 && (plan_.faults & kKills) != 0) {

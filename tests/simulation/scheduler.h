@@ -21,6 +21,13 @@
 
 namespace distgrad::simulation {
 
+// Sanitizers have functions of their own in place of libc's, and see to it that threads are theirs.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kCanSimulate = false;
+#else
+inline constexpr bool kCanSimulate = true;
+#endif
+
 // Where a process whose threads wait for ever ends, and one that takes too long by its own clock.
 inline constexpr int kDeadlockExit = 71, kTooLongExit = 72;
 
