@@ -30,15 +30,20 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
   absl::flat_hash_map<WorkerId, bool> probed;
   for (size_t i = 0; i < readings.size(); ++i) {
     const Reading& reading = readings[i];
-    absl::Time last = links_[reading.link].last;
+    const absl::Time own = links_[reading.link].last;
+    absl::Time last = own;
     if (reading.peer && peers.contains(*reading.peer)) last = peers[*reading.peer];
     const absl::Duration silent = now - last;
     if (silent >= limit_ - interval()) {
       verdict.lost.push_back(i);
       continue;
     }
-    if (!reading.peer || silent < interval()) continue;
-    verdict.ask.push_back(i);
+    if (reading.answers && now - own >= limit_) {
+      verdict.stale.push_back(i);
+      continue;
+    }
+    if (!reading.peer || now - own < interval()) continue;
+    if (silent >= interval() || reading.answers) verdict.ask.push_back(i);
     if (silent < 2 * interval()) continue;
     if (!probed_.contains(*reading.peer) && probed.emplace(*reading.peer, true).second) {
       verdict.probe.push_back(*reading.peer);

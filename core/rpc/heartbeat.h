@@ -4,6 +4,10 @@
 // A peer lives as long as anything arrives from it, on whichever link. A ping waits behind what is
 // to be sent on a link before it: so a peer that stays silent for long is pinged on a new link, a
 // probe, before it is given up.
+//
+// A link may be dead though its peer lives: the other end has given it up, and the news of that was
+// lost. So each is pinged by itself, and one that brings no answer while nothing waits on it is
+// stale.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 
@@ -26,12 +30,15 @@ class Heartbeat {
     uint64_t link = 0;                  // any number of its own
     std::optional<WorkerId> peer = {};  // not known before its hello
     uint64_t heard = 0;
+    // Whether a ping that is sent now is answered on this link, and with nothing before it.
+    bool answers = false;
   };
   // What is to be done; links by their place in the readings.
   struct Verdict {
     std::vector<size_t> ask;      // are to be pinged
     std::vector<WorkerId> probe;  // ping these on a new link, too
     std::vector<size_t> lost;
+    std::vector<size_t> stale;  // these alone: their peers live
   };
 
   // A peer that is silent is lost within `limit`, and not before 3/5 of it.

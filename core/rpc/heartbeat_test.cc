@@ -55,6 +55,25 @@ TEST_F(HeartbeatTest, AnyLinkOfAPeerSpeaksForAll) {
   }
 }
 
+TEST_F(HeartbeatTest, ALinkIsStaleThatBringsNoAnswerWhileItsPeerLives) {
+  const auto tick = [&](uint64_t heard, bool answers) {
+    return Tick({{.link = 1, .peer = 5, .heard = 3, .answers = answers},
+                 {.link = 2, .peer = 5, .heard = heard, .answers = true}});
+  };
+  EXPECT_TRUE(tick(0, true).ask.empty());
+  for (uint64_t i = 1; i < 5; ++i) {
+    const auto verdict = tick(i, true);
+    EXPECT_EQ(verdict.ask, std::vector<size_t>{0});
+    EXPECT_TRUE(verdict.stale.empty());
+    EXPECT_TRUE(verdict.probe.empty());
+  }
+  // While something waits on it a question waits behind that.
+  EXPECT_TRUE(tick(5, false).stale.empty());
+  const auto verdict = tick(6, true);
+  EXPECT_EQ(verdict.stale, std::vector<size_t>{0});
+  EXPECT_TRUE(verdict.lost.empty());
+}
+
 TEST_F(HeartbeatTest, AProbeThatNobodyAnswersIsNoSignOfLife) {
   std::vector<Reading> links = {{.link = 1, .peer = 5, .heard = 3}};
   for (int i = 0; i < 3; ++i) Tick(links);

@@ -453,8 +453,12 @@ void LinkTable::Beat() {
     if (state_ == State::kClosed) return;
     for (const auto& [number, entry] : links_) {
       if (entry.link->kind() == Link::Kind::kLoopback || entry.link->closed()) continue;
-      readings.push_back(
-          {.link = number, .peer = entry.link->peer(), .heard = entry.link->heard()});
+      const Link& link = *entry.link;
+      // What is asked on a bulk link is answered on its main one.
+      readings.push_back({.link = number,
+                          .peer = link.peer(),
+                          .heard = link.heard(),
+                          .answers = !link.is_bulk() && link.window()->acquired() == 0});
       links.push_back(entry.link);
     }
     beats_ = !links.empty();
@@ -475,6 +479,11 @@ void LinkTable::Beat() {
     links[i]->Close(absl::UnavailableError(
         absl::StrCat("nothing was heard of it within the heartbeat limit of ",
                      absl::FormatDuration(heartbeat_.limit()))));
+  }
+  for (const size_t i : verdict.stale) {
+    links[i]->Close(absl::UnavailableError(
+        absl::StrCat("nothing was heard on it within the heartbeat limit of ",
+                     absl::FormatDuration(heartbeat_.limit()), ", though its peer lives")));
   }
 }
 
