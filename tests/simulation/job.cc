@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -134,6 +135,7 @@ class Job {
 
   absl::Mutex mu_;
   std::vector<std::shared_ptr<Process>> processes_ ABSL_GUARDED_BY(mu_);  // null: dead
+  std::set<int> coming_back_ ABSL_GUARDED_BY(mu_);
   std::string wrong_ ABSL_GUARDED_BY(mu_);
   // Of programs, to the end: a call may outlive its deadline.
   std::vector<std::unique_ptr<std::pair<Steps, State>>> runs_ ABSL_GUARDED_BY(mu_);
@@ -296,6 +298,10 @@ void Job::RunPass(const Action& action, Worker* worker) {
   const absl::StatusOr<Message> reply =
       worker->Call(WorkerName(path[0]), "chain", {path.substr(1), {x}}, options);
   CheckEnd(what + ", its call", reply.status(), Action::kByItself, forward_deadline);
+  const bool gives_up = (action.c & Action::kCancelSide) != 0;
+  if (gives_up) {
+    for (Future<Message>& future : beside) future.Cancel();
+  }
   if (reply.ok()) {
     absl::Time deadline = absl::Now() + kTimeout;
     if (action.b == Action::kByDeadline) deadline = absl::Now() + absl::Milliseconds(Draw() % 10);
@@ -352,7 +358,8 @@ void Job::RunPass(const Action& action, Worker* worker) {
   }
   for (Future<Message>& future : beside) {
     CheckEnd(what + ", the call beside", future.Wait().status(),
-             action.b == Action::kByItself ? action.b : int{Action::kByRelease}, forward_deadline);
+             action.b == Action::kByItself && !gives_up ? action.b : int{Action::kByRelease},
+             forward_deadline);
   }
 }
 
@@ -437,8 +444,15 @@ void Job::Disturb(const Action& action) {
       if (action.c < 0) return;
       std::thread back([this, action] {
         absl::SleepFor(absl::Milliseconds(action.c));
-        if (WorkerAt(action.a) != nullptr) return;
+        {
+          absl::MutexLock lock(&mu_);
+          if (processes_[action.a] != nullptr || !coming_back_.insert(action.a).second) return;
+        }
         const absl::Status started = StartWorker(action.a);
+        {
+          absl::MutexLock lock(&mu_);
+          coming_back_.erase(action.a);
+        }
         CheckEnd(absl::StrCat(Text(action), ", coming back"), started, Action::kByItself,
                  absl::InfiniteFuture());
       });
@@ -471,7 +485,8 @@ void Job::CheckNothingIsLeft() {
                         calls.function, calls.served ? " from " : " to ", calls.peer, "; ");
       }
       for (const auto& [peer, bytes] : metrics.queued_bytes) {
-        if (bytes == 0) continue;
+        // Who watches a member that is gone goes on asking for it.
+        if (bytes == 0 || (peer < plan_.workers && WorkerAt(peer) == nullptr)) continue;
         absl::StrAppend(&left, worker->name(), " has ", bytes, " bytes to ", peer, "; ");
       }
       if (metrics.passes_running != 0) {
@@ -593,6 +608,9 @@ std::string RunJob(absl::string_view order, Course* course) {
     schedule.stall_one_in = 200;
     schedule.longest_stall = 20000000;
   }
+  // libtorch makes its pool anew in a process that was forked off, when it is first asked for, and
+  // not safely.
+  at::set_num_threads(1);
   Begin(schedule);
   std::string wrong;
   {

@@ -41,7 +41,7 @@ struct Action {
   } kind;
   enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kFunctions };
   enum Ending { kByItself, kByDeadline, kByCancel, kByRelease, kEndings };
-  enum PassFlags { kTwice = 1, kAsync = 2, kSideCall = 4, kKept = 8 };
+  enum PassFlags { kTwice = 1, kAsync = 2, kSideCall = 4, kCancelSide = 8, kPassFlags = 16 };
   int actor = 0;
   int a = 0, b = 0, c = 0;
 };

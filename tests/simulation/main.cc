@@ -3,7 +3,8 @@
 //   tools/bazel run //tests/simulation -- --seeds 1000 --from 0
 //   tools/bazel run //tests/simulation -- --from 17 --trace       # one seed, with all that happens
 //
-// --faults is a set of Faults (job.h).
+// With --first it ends with the first seed that fails, with --whole nothing is made smaller, with
+// --twice each seed has to take the same course again. --faults is a set of Faults (job.h).
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -32,7 +33,7 @@ std::vector<int> Shrink(Runner& runner, uint64_t seed, unsigned faults) {
 int Main(int argc, char** argv) {
   uint64_t seeds = 1, from = 0, failed = 0;
   unsigned faults = kAllFaults;
-  bool trace = false, twice = false, shrink = true;
+  bool trace = false, twice = false, first = false, shrink = true;
   for (int i = 1; i < argc; ++i) {
     const absl::string_view option = argv[i];
     const bool has_value = i + 1 < argc;
@@ -40,6 +41,8 @@ int Main(int argc, char** argv) {
       trace = true;
     } else if (option == "--twice") {
       twice = true;
+    } else if (option == "--first") {
+      first = true;
     } else if (option == "--whole") {
       shrink = false;
     } else if (!has_value || !((option == "--seeds" && absl::SimpleAtoi(argv[i + 1], &seeds)) ||
@@ -67,6 +70,7 @@ int Main(int argc, char** argv) {
     }
     if (outcome.ok) continue;
     ++failed;
+    if (first && failed == 1) seeds = seed - from + 1;
     std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed), outcome.wrong.c_str());
     if (!shrink) continue;
     const std::vector<int> without = Shrink(runner, seed, faults);

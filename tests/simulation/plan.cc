@@ -52,7 +52,8 @@ class Generator {
       Add({Action::kCall, actor, AnyWorker(), Below(Action::kFunctions),
            ending == Action::kByRelease ? int{Action::kByItself} : ending});
     } else if (dice < 90) {
-      Add({Action::kPass, actor, Below(1000000), AnyEnding(), Below(16)});
+      Add({Action::kPass, actor, Below(1000000), AnyEnding(),
+           Below(Action::kPassFlags)});
     } else if (dice < 94) {
       Add({Action::kUpdate, actor});
     } else {
