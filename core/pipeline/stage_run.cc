@@ -1,0 +1,288 @@
+// Runs a stage's graph from its outputs, and cuts it where halves are to be run apart.
+#include "core/pipeline/stage_run.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <string>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "core/autograd/executor/execution.h"
+#include "core/autograd/executor/graph.h"
+#include "core/base/status.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::variable_list;
+
+template <typename T, typename... Arguments>
+std::shared_ptr<T> MakeNode(Arguments&&... arguments) {
+  // deleteNode frees a long chain of nodes without recursion.
+  return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...),
+                            torch::autograd::deleteNode);
+}
+
+bool HasHooks(torch::autograd::Node& node) {
+  return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() ||
+         !node.pre_hooks().empty() || !node.post_hooks().empty();
+}
+
+}  // namespace
+
+// The history of an input.
+class StageRun::InputNode final : public torch::autograd::Node {
+ public:
+  explicit InputNode(size_t place) : place_(place) {}
+  size_t place() const { return place_; }
+  variable_list apply(variable_list&&) override {
+    TORCH_CHECK(
+        false, "the graph leads to an input of a pipeline's stage: its backward is the pipeline's");
+  }
+  std::string name() const override { return "distgrad::StageInput"; }
+
+ private:
+  const size_t place_;
+};
+
+// The root of the second half: hands gradients on to its edges.
+class StageRun::EntryNode final : public torch::autograd::Node {
+ public:
+  explicit EntryNode(const std::vector<Entry>& entries) {
+    for (const auto& [edge, gradient] : entries) {
+      input_metadata_.emplace_back(edge.function->input_metadata(edge.input_nr));
+      add_next_edge(edge);
+    }
+  }
+  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  std::string name() const override { return "distgrad::StageEntry"; }
+};
+
+// Stands where an edge led that the first half does not follow.
+class StageRun::CaptureNode final : public torch::autograd::Node {
+ public:
+  explicit CaptureNode(Edge edge) : edge_(std::move(edge)) {
+    input_metadata_.emplace_back(edge_.function->input_metadata(edge_.input_nr));
+  }
+  const Edge& edge() const { return edge_; }
+  variable_list apply(variable_list&&) override { TORCH_CHECK(false, "a capture node was run"); }
+  std::string name() const override { return "distgrad::StageCapture"; }
+
+ private:
+  const Edge edge_;
+};
+
+// Keeps what arrives at a node that the second half runs once more.
+class StageRun::CaptureHook final : public torch::autograd::FunctionPreHook {
+ public:
+  CaptureHook(std::weak_ptr<Node> node, std::vector<Entry>* entries)
+      : node_(std::move(node)), entries_(entries) {}
+  variable_list operator()(const variable_list& gradients) override {
+    const std::shared_ptr<Node> node = node_.lock();
+    for (uint32_t i = 0; i < gradients.size(); ++i) {
+      entries_->push_back({Edge(node, i), gradients[i]});
+    }
+    return gradients;
+  }
+
+ private:
+  const std::weak_ptr<Node> node_;
+  std::vector<Entry>* const entries_;
+};
+
+// A node that runs in both halves, without the edges of the second one while the first runs.
+struct StageRun::Split {
+  std::shared_ptr<Node> node;
+  std::vector<std::pair<size_t, Edge>> weights;
+};
+
+class StageRun::Sink final : public GradientSink {
+ public:
+  Sink(const std::vector<std::shared_ptr<InputNode>>& inputs, ContextRecord* context,
+       std::vector<Entry>* entries)
+      : inputs_(inputs), context_(context), entries_(entries), gradients_(inputs.size()) {}
+
+  void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override {
+    TORCH_CHECK(context_ != nullptr, "the backward of inputs has come to a leaf");
+    context_->Accumulate(leaf, std::move(gradient));
+  }
+  void OnStop(Node& stop, variable_list gradients, bool reached) override {
+    if (!reached || !gradients[0].defined()) return;
+    if (auto* const capture = dynamic_cast<CaptureNode*>(&stop)) {
+      entries_->push_back({capture->edge(), std::move(gradients[0])});
+      return;
+    }
+    auto& input = static_cast<InputNode&>(stop);
+    TORCH_CHECK(input.place() < inputs_.size() && inputs_[input.place()].get() == &input,
+                "the stage's function has used an input of another micro-batch or of another "
+                "stage, to which no gradient can go; detach what it keeps");
+    gradients_[input.place()] = std::move(gradients[0]);
+  }
+  void OnIdle() override {}
+
+  static bool IsStop(Node& node) {
+    return dynamic_cast<InputNode*>(&node) != nullptr ||
+           dynamic_cast<CaptureNode*>(&node) != nullptr;
+  }
+  Tensors TakeGradients() { return std::move(gradients_); }
+
+ private:
+  const std::vector<std::shared_ptr<InputNode>>& inputs_;
+  ContextRecord* const context_;
+  std::vector<Entry>* const entries_;
+  Tensors gradients_;
+};
+
+Tensors StageRun::Forward(const std::function<Tensors(Tensors)>& function, Tensors inputs,
+                          const std::vector<bool>& wanted) {
+  const at::AutoGradMode grad_mode(true);
+  inputs_.clear();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    std::shared_ptr<InputNode>& node = inputs_.emplace_back();
+    if (i >= wanted.size() || !wanted[i] || !inputs[i].defined()) continue;
+    node = MakeNode<InputNode>(i);
+    inputs[i] = inputs[i].detach();
+    const uint32_t input = node->add_input_metadata(inputs[i]);
+    torch::autograd::impl::set_gradient_edge(inputs[i], Edge(node, input));
+  }
+  Tensors outputs = function(std::move(inputs));
+  // It keeps the outputs' histories, and not what they hold.
+  source_ = MakeSourceNode(outputs);
+  return outputs;
+}
+
+absl::Status StageRun::CheckGradients(const Tensors& gradients) const {
+  if (source_ == nullptr) return absl::FailedPreconditionError("there was no forward before it");
+  if (gradients.size() != source_->num_outputs()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "there are ", source_->num_outputs(), " outputs, and gradients for ", gradients.size()));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Tensors> StageRun::Run(Tensors gradients, ContextRecord* context,
+                                      bool retain_graph) {
+  bool any = false;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    // What has no history has no use for a gradient.
+    if (!source_->next_edge(i).is_valid()) gradients[i].reset();
+    any = any || gradients[i].defined();
+  }
+  if (!any) return Tensors(inputs_.size());
+  return Execute(source_, std::move(gradients), context, retain_graph);
+}
+
+absl::StatusOr<Tensors> StageRun::Execute(std::shared_ptr<Node> root, Tensors gradients,
+                                          ContextRecord* context, bool retain_graph) {
+  const size_t count = gradients.size();
+  const std::unique_ptr<bool[]> reached(new bool[count]);
+  for (size_t i = 0; i < count; ++i) reached[i] = gradients[i].defined();
+  Sink sink(inputs_, context, &entries_);
+  Execution execution(std::make_shared<const Graph>(absl::MakeConstSpan(&root, 1), Sink::IsStop),
+                      {.retain_graph = retain_graph}, &sink);
+  execution.Feed(0, std::move(gradients), absl::MakeConstSpan(reached.get(), count));
+  DG_RETURN_IF_ERROR(execution.status());
+  return sink.TakeGradients();
+}
+
+absl::StatusOr<Tensors> StageRun::Backward(Tensors gradients, ContextRecord& context) {
+  DG_RETURN_IF_ERROR(CheckGradients(gradients));
+  try {
+    absl::StatusOr<Tensors> back = Run(std::move(gradients), &context, /*retain_graph=*/false);
+    source_ = nullptr;
+    return back;
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+// Cuts off all from which no input can be reached, and returns the nodes that have to run twice.
+std::vector<StageRun::Split> StageRun::SplitGraph() {
+  // Whether a node leads to an input. Depth first, with a stack of our own: graphs are deep.
+  absl::flat_hash_map<Node*, bool> leads;
+  std::vector<std::pair<std::shared_ptr<Node>, size_t>> path = {{source_, 0}};
+  std::vector<std::shared_ptr<Node>> nodes;  // each behind all that it leads to
+  leads[source_.get()] = true;               // it has to run, whatever lies behind it
+  while (!path.empty()) {
+    auto& [node, next] = path.back();
+    if (next < node->num_outputs()) {
+      const Edge& edge = node->next_edge(next++);
+      if (!edge.is_valid() || !leads.try_emplace(edge.function.get(), false).second) continue;
+      path.emplace_back(edge.function, 0);  // invalidates `node` and `next`
+      continue;
+    }
+    bool& leads_on = leads[node.get()];
+    leads_on = leads_on || dynamic_cast<InputNode*>(node.get()) != nullptr;
+    for (const Edge& edge : node->next_edges()) {
+      if (edge.is_valid() && leads[edge.function.get()]) leads[node.get()] = true;
+    }
+    nodes.push_back(std::move(node));
+    path.pop_back();
+  }
+  std::vector<Split> splits;
+  for (const std::shared_ptr<Node>& node : nodes) {
+    if (!leads[node.get()]) continue;
+    // libtorch's own operators look at their edges, and compute what is wanted.
+    const bool runs_twice = node != source_ && node->is_traceable() && !HasHooks(*node);
+    Split split{node, {}};
+    for (size_t i = 0; i < node->num_outputs(); ++i) {
+      Edge& edge = node->next_edges()[i];
+      if (!edge.is_valid() || leads[edge.function.get()]) continue;
+      if (runs_twice) {
+        split.weights.emplace_back(i, std::exchange(edge, Edge()));
+      } else {
+        edge = Edge(MakeNode<CaptureNode>(edge), 0);
+      }
+    }
+    if (!split.weights.empty()) splits.push_back(std::move(split));
+  }
+  return splits;
+}
+
+absl::StatusOr<Tensors> StageRun::BackwardInput(Tensors gradients) {
+  DG_RETURN_IF_ERROR(CheckGradients(gradients));
+  try {
+    std::vector<Split> splits = SplitGraph();
+    for (const Split& split : splits) {
+      split.node->add_pre_hook(std::make_unique<CaptureHook>(split.node, &entries_));
+    }
+    absl::StatusOr<Tensors> back = Run(std::move(gradients), nullptr, /*retain_graph=*/true);
+    for (Split& split : splits) {
+      split.node->pre_hooks().clear();
+      for (Edge& edge : split.node->next_edges()) edge = Edge();
+      for (auto& [place, edge] : split.weights) {
+        split.node->next_edges()[place] = std::move(edge);
+      }
+    }
+    // With it goes what no entry leads to.
+    source_ = nullptr;
+    return back;
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+absl::Status StageRun::BackwardWeight(ContextRecord& context) {
+  std::vector<Entry> entries = std::exchange(entries_, {});
+  if (entries.empty()) return absl::OkStatus();
+  try {
+    // One root for all of them: so the nodes run, and each leaf's gradients are added up, in the
+    // order of a whole backward.
+    const std::shared_ptr<Node> root = MakeNode<EntryNode>(entries);
+    Tensors gradients;
+    for (Entry& entry : entries) gradients.push_back(std::move(entry.gradient));
+    entries.clear();
+    return Execute(root, std::move(gradients), &context, /*retain_graph=*/false).status();
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
+
+}  // namespace distgrad

@@ -1,0 +1,81 @@
+// What one stage does for one micro-batch: the forward, of which it keeps the graph, and the
+// backward, whole or in two halves.
+//
+//   StageRun run;
+//   std::vector<at::Tensor> outputs = run.Forward(function, inputs, wanted);
+//   absl::StatusOr<std::vector<at::Tensor>> back = run.Backward(gradients, context);
+//
+// In halves the gradients of the inputs come first, and for them no more is computed than they
+// need: an operator that has an input of each kind, as the product of an activation with a weight
+// has, runs twice, and each time computes the gradients that are wanted then. That holds for
+// libtorch's own operators. A function of the user's, and an operator with a hook, runs once, in
+// the first half, and what it has for the weights waits for the second.
+#ifndef DISTGRAD_CORE_PIPELINE_STAGE_RUN_H_
+#define DISTGRAD_CORE_PIPELINE_STAGE_RUN_H_
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/autograd/context_record.h"
+#include "core/autograd/executor/source_node.h"
+
+namespace distgrad {
+
+using Tensors = std::vector<at::Tensor>;
+
+// For one thread at a time. After an error it is good for nothing.
+class StageRun {
+ public:
+  StageRun() = default;
+  StageRun(StageRun&&) = default;
+  StageRun& operator=(StageRun&&) = default;
+
+  // Calls `function` with grad mode on, and keeps the graph that it makes. `inputs` have no history
+  // and get one where `wanted` says that their gradient is; these are of floating point. Returns
+  // what the function does; throws what it throws.
+  Tensors Forward(const std::function<Tensors(Tensors)>& function, Tensors inputs,
+                  const std::vector<bool>& wanted);
+
+  // The gradients of the inputs, from those of the outputs, one for each; undefined where there is
+  // none. Those of leaves go to the context.
+  absl::StatusOr<Tensors> Backward(Tensors gradients, ContextRecord& context);
+
+  // The same in two halves. The second needs none of what the first alone has used, which is freed.
+  absl::StatusOr<Tensors> BackwardInput(Tensors gradients);
+  absl::Status BackwardWeight(ContextRecord& context);
+
+ private:
+  using Node = torch::autograd::Node;
+
+  // Where the second half begins: a gradient that the first has come to, and where it goes.
+  struct Entry {
+    torch::autograd::Edge edge;
+    at::Tensor gradient;
+  };
+  class InputNode;
+  class EntryNode;
+  class CaptureNode;
+  class CaptureHook;
+  class Sink;
+  struct Split;
+
+  absl::Status CheckGradients(const Tensors& gradients) const;
+  absl::StatusOr<Tensors> Run(Tensors gradients, ContextRecord* context, bool retain_graph);
+  absl::StatusOr<Tensors> Execute(std::shared_ptr<Node> root, Tensors gradients,
+                                  ContextRecord* context, bool retain_graph);
+  std::vector<Split> SplitGraph();
+
+  std::shared_ptr<SourceNode> source_;              // of the outputs
+  std::vector<std::shared_ptr<InputNode>> inputs_;  // null where no gradient is wanted
+  std::vector<Entry> entries_;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PIPELINE_STAGE_RUN_H_
