@@ -110,6 +110,7 @@ class Worker {
   absl::Status RegisterAsync(std::string function, AsyncHandler handler);
   // For functions of distgrad itself, whose names begin with "distgrad.".
   absl::Status RegisterOwn(std::string function, Handler handler);
+  absl::Status RegisterOwnAsync(std::string function, AsyncHandler handler);
   // Undoes RegisterOwn(): calls that come from now on find no such function. Those that run go on.
   void UnregisterOwn(absl::string_view function);
 

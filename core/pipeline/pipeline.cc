@@ -1,0 +1,264 @@
+// Cuts a batch, begins a step on every rank, and waits for all of them or the first error.
+#include "core/pipeline/pipeline.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/tensor_split.h>
+
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/cancellation.h"
+#include "core/base/future.h"
+#include "core/base/random.h"
+#include "core/base/status.h"
+#include "core/base/wire.h"
+#include "core/pipeline/step_plan.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+// "stages 0, 2 on worker 'front'".
+std::string DescribeRank(const Schedule& schedule, int rank, const std::string& worker) {
+  std::vector<int> stages;
+  for (int s = 0; s < schedule.stages(); ++s) {
+    if (schedule.rank_of_stage[s] == rank) stages.push_back(s);
+  }
+  return absl::StrCat(stages.size() == 1 ? "stage " : "stages ", absl::StrJoin(stages, ", "),
+                      " on worker '", worker, "'");
+}
+
+int FirstStage(const Schedule& schedule, int rank) {
+  int stage = 0;
+  while (schedule.rank_of_stage[stage] != rank) ++stage;
+  return stage;
+}
+
+// The calls of one step. The first error ends them all. Thread-safe.
+class StepCalls {
+ public:
+  StepCalls(Worker* worker, CallOptions options) : worker_(worker), options_(std::move(options)) {
+    options_.cancellation = cancellation_;
+  }
+
+  Future<Message> Make(const std::string& to, const std::string& function, Message message,
+                       std::string what, const Context* context = nullptr) {
+    CallOptions options = options_;
+    options.context = context;
+    const Future<Message> future =
+        worker_->CallAsync(to, function, std::move(message), std::move(options));
+    futures_.push_back(future);
+    future.Then([state = state_, cancellation = cancellation_,
+                 what = std::move(what)](const absl::StatusOr<Message>& reply) {
+      if (reply.ok()) return;
+      {
+        absl::MutexLock lock(&state->mu);
+        if (!state->status.ok()) return;
+        state->status = Annotate(reply.status(), what);
+      }
+      cancellation->Cancel(absl::CancelledError("another part of the pipeline's step has failed"));
+    });
+    return future;
+  }
+
+  // Waits for all that were made so far.
+  absl::Status Wait() {
+    for (const Future<Message>& future : futures_) future.Wait();
+    futures_.clear();
+    absl::MutexLock lock(&state_->mu);
+    return state_->status;
+  }
+
+ private:
+  struct State {
+    absl::Mutex mu;
+    absl::Status status ABSL_GUARDED_BY(mu);
+  };
+
+  Worker* const worker_;
+  CallOptions options_;
+  const std::shared_ptr<Cancellation> cancellation_ = std::make_shared<Cancellation>();
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::vector<Future<Message>> futures_;  // of the thread that makes them
+};
+
+// By micro-batch, and how many elements each has.
+struct MicroBatches {
+  std::vector<Tensors> inputs, targets;
+  std::vector<int64_t> sizes;
+};
+
+absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, int count) {
+  MicroBatches cut;
+  cut.inputs.resize(count);
+  cut.targets.resize(count);
+  int64_t batch = -1;
+  const auto add = [&](const Tensors& tensors, const char* what,
+                       std::vector<Tensors>& parts) -> absl::Status {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const at::Tensor& tensor = tensors[i];
+      if (!tensor.defined() || tensor.dim() < 1) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(what, " ", i, " has no dimension that is the batch"));
+      }
+      if (batch < 0) batch = tensor.size(0);
+      if (tensor.size(0) != batch || batch < count) {
+        return absl::InvalidArgumentError(absl::StrCat(what, " ", i, " has ", tensor.size(0),
+                                                       " elements for a batch of ", batch, " in ",
+                                                       count, " micro-batches"));
+      }
+      const Tensors pieces = at::tensor_split(tensor.detach(), count);
+      for (int m = 0; m < count; ++m) parts[m].push_back(pieces[m]);
+    }
+    return absl::OkStatus();
+  };
+  if (inputs.empty()) return absl::InvalidArgumentError("a batch has at least one input");
+  DG_RETURN_IF_ERROR(add(inputs, "input", cut.inputs));
+  DG_RETURN_IF_ERROR(add(targets, "target", cut.targets));
+  for (int m = 0; m < count; ++m) cut.sizes.push_back(cut.inputs[m][0].size(0));
+  return cut;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(Worker* worker,
+                                                           PipelineOptions options) {
+  const Schedule& schedule = options.schedule;
+  const std::string who = absl::StrCat("pipeline '", options.name, "'");
+  if (options.name.size() > kMaxPipelineName) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the name of a pipeline has at most ", kMaxPipelineName, " bytes"));
+  }
+  DG_RETURN_IF_ERROR(Annotate(Check(schedule), absl::StrCat("the schedule of ", who)));
+  if (!schedule.backward) {
+    return absl::InvalidArgumentError(absl::StrCat("the schedule of ", who, " has no backward"));
+  }
+  if (options.workers.size() != schedule.lists.size()) {
+    return absl::InvalidArgumentError(absl::StrCat(who, " has ", options.workers.size(),
+                                                   " workers for ", schedule.ranks(), " ranks"));
+  }
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    if (schedule.lists[rank].empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rank ", rank, " of ", who, " has nothing to do"));
+    }
+  }
+  DG_ASSIGN_OR_RETURN(Schedule evaluation,
+                      ForwardOnly(schedule.rank_of_stage, schedule.micro_batches));
+  return std::unique_ptr<Pipeline>(new Pipeline(worker, std::move(options), std::move(evaluation)));
+}
+
+absl::StatusOr<PipelineResult> Pipeline::Train(const Context& context, Tensors inputs,
+                                               Tensors targets, Deadline deadline) {
+  if (!context.valid()) return absl::FailedPreconditionError("there is no context");
+  return Run(options_.schedule, &context, std::move(inputs), std::move(targets), deadline);
+}
+
+absl::StatusOr<PipelineResult> Pipeline::Evaluate(Tensors inputs, Tensors targets,
+                                                  Deadline deadline) {
+  return Run(evaluation_, nullptr, std::move(inputs), std::move(targets), deadline);
+}
+
+absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Context* context,
+                                             Tensors inputs, Tensors targets, Deadline deadline) {
+  const std::string who = absl::StrCat("pipeline '", options_.name, "'");
+  if (runs_.exchange(true)) {
+    return absl::FailedPreconditionError(absl::StrCat("a step of ", who, " runs already"));
+  }
+  struct End {
+    ~End() { runs = false; }
+    std::atomic<bool>& runs;
+  } const end{runs_};
+  try {
+    const at::AutoGradMode grad_mode(false);
+    const int count = schedule.micro_batches;
+    absl::StatusOr<MicroBatches> cut = Cut(inputs, targets, count);
+    if (!cut.ok()) return Annotate(cut.status(), who);
+    const bool mean = options_.reduction == PipelineOptions::Reduction::kMean;
+    int64_t batch = 0;
+    for (const int64_t size : cut->sizes) batch += size;
+    StepPlan plan{.step = RandomNumber(),
+                  .micro_batches = count,
+                  .backward = schedule.backward,
+                  .has_targets = !targets.empty(),
+                  .rank_of_stage = schedule.rank_of_stage,
+                  .workers = options_.workers};
+    for (const int64_t size : cut->sizes) {
+      plan.weights.push_back(mean ? static_cast<double>(size) / static_cast<double>(batch) : 1.0);
+    }
+
+    StepCalls calls(worker_, {.deadline = deadline});
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      plan.rank = rank;
+      plan.list = schedule.lists[rank];
+      const std::string& worker = options_.workers[rank];
+      calls.Make(
+          worker, absl::StrCat(kBeginStep, options_.name), {EncodePlan(plan), {}},
+          absl::StrCat("beginning a step of ", who, ", ", DescribeRank(schedule, rank, worker)),
+          context);
+    }
+    // All of them know of the step before anything of it is sent.
+    DG_RETURN_IF_ERROR(calls.Wait());
+
+    std::vector<Future<Message>> runs;
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      const std::string& worker = options_.workers[rank];
+      runs.push_back(
+          calls.Make(worker, absl::StrCat(kRunStep, options_.name),
+                     {EncodeStepRef({plan.step, FirstStage(schedule, rank)}), {}},
+                     absl::StrCat("a step of ", who, ", ", DescribeRank(schedule, rank, worker))));
+    }
+    const int last = schedule.stages() - 1;
+    const auto deliver = [&](Parcel::Kind kind, int stage, int m, Tensors tensors) {
+      const int rank = schedule.rank_of_stage[stage];
+      const std::string& worker = options_.workers[rank];
+      const Parcel parcel{.to = {plan.step, FirstStage(schedule, rank)},
+                          .kind = kind,
+                          .stage = stage,
+                          .micro_batch = m};
+      calls.Make(worker, absl::StrCat(kDeliver, options_.name),
+                 {EncodeParcel(parcel), std::move(tensors)},
+                 absl::StrCat("sending micro-batch ", m, " of a step of ", who, " to stage ", stage,
+                              " on worker '", worker, "'"));
+    };
+    for (int m = 0; m < count; ++m) {
+      deliver(Parcel::Kind::kActivation, 0, m, std::move(cut->inputs[m]));
+      if (plan.has_targets) deliver(Parcel::Kind::kTarget, last, m, std::move(cut->targets[m]));
+    }
+    DG_RETURN_IF_ERROR(calls.Wait());
+
+    PipelineResult result;
+    const Message reply = *runs[schedule.rank_of_stage[last]].Wait();
+    WireReader reader(reply.payload);
+    size_t next = 0;
+    const auto take = [&]() -> at::Tensor {
+      return next < reply.tensors.size() ? reply.tensors[next++] : at::Tensor();
+    };
+    for (int m = 0; m < count; ++m) {
+      if (reader.U8() != 0) {
+        result.losses.push_back(take());
+        if (!result.losses.back().defined()) {
+          return absl::InternalError(absl::StrCat(who, " has given no loss"));
+        }
+        const at::Tensor part = result.losses.back() * plan.weights[m];
+        result.loss = m == 0 ? part : result.loss + part;
+      }
+      const uint32_t outputs = reader.U32();
+      if (schedule.backward) continue;
+      Tensors& of_this = result.outputs.emplace_back();
+      while (of_this.size() < outputs && next < reply.tensors.size()) of_this.push_back(take());
+    }
+    DG_RETURN_IF_ERROR(reader.status("the result of a pipeline's step"));
+    return result;
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), who);
+  }
+}
+
+}  // namespace distgrad

@@ -1,0 +1,98 @@
+// Runs batches through the stages of a model, which are on several workers, in micro-batches: so
+// that while one stage computes one of them, the others compute others. docs/pipelines.md.
+//
+//   absl::StatusOr<std::unique_ptr<Pipeline>> pipeline = Pipeline::Create(
+//       worker.get(), {.name = "model",
+//                      .workers = {"front", "back"},                     // by rank
+//                      .schedule = *OneForwardOneBackward(2, 8)});
+//   Context context = worker->NewContext();
+//   absl::StatusOr<PipelineResult> result = (*pipeline)->Train(context, {images}, {labels});
+//   absl::Status stepped = optimizer->Step(context);
+#ifndef DISTGRAD_CORE_PIPELINE_PIPELINE_H_
+#define DISTGRAD_CORE_PIPELINE_PIPELINE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "core/base/deadline.h"
+#include "core/pipeline/schedule.h"
+#include "core/worker/worker.h"
+
+namespace distgrad {
+
+struct PipelineOptions {
+  // Of the pipeline: that of its PipelineStages.
+  std::string name = {};
+  // The worker of each rank of the schedule; one may be there several times.
+  std::vector<std::string> workers = {};
+  Schedule schedule = {};
+  // What the gradients of a batch are.
+  enum class Reduction {
+    // Each micro-batch's loss counts by its part of the batch: where the loss is a mean, the sum is
+    // that of the whole batch.
+    kMean,
+    kSum,  // of the losses as they are
+  };
+  Reduction reduction = Reduction::kMean;
+};
+
+struct PipelineResult {
+  // By micro-batch, as Stage::loss has given them. None of an evaluation without targets.
+  std::vector<at::Tensor> losses;
+  // Of the batch: their sum, or their mean. Undefined where there are none.
+  at::Tensor loss;
+  // What the last stage has given, by micro-batch. Of an evaluation alone.
+  std::vector<std::vector<at::Tensor>> outputs;
+};
+
+// Thread-safe.
+class Pipeline {
+ public:
+  // The worker, which need not have a stage, must outlive the result. kInvalidArgument for a
+  // schedule that Check() refuses, or another number of workers than it has ranks.
+  static absl::StatusOr<std::unique_ptr<Pipeline>> Create(Worker* worker, PipelineOptions options);
+
+  // Runs a batch forward and backward, and waits. Afterwards each worker has the gradients of its
+  // stages in the context, added to what was there, as after Context::Backward: for an Optimizer's
+  // step, for ClipGradients(), for an average over replicas. They are added up by micro-batch, in
+  // the order of the backwards in the rank's list (all generators: from the first to the last).
+  //
+  // The first dimension of each tensor is the batch; it is cut into as many micro-batches as the
+  // schedule has, of which the first may have one element more than the others. The first stage
+  // gets the inputs, the last one's loss the targets.
+  //
+  // The deadline is by default now plus WorkerOptions::timeout. An error names stage, micro-batch
+  // and worker, and ends the step on all of them; what has reached the context by then is there, so
+  // it is good for Release() only. kFailedPrecondition while another step of this pipeline runs.
+  absl::StatusOr<PipelineResult> Train(const Context& context, std::vector<at::Tensor> inputs,
+                                       std::vector<at::Tensor> targets,
+                                       Deadline deadline = absl::InfinitePast());
+
+  // Forward alone, without gradients; with losses where there are targets.
+  absl::StatusOr<PipelineResult> Evaluate(std::vector<at::Tensor> inputs,
+                                          std::vector<at::Tensor> targets = {},
+                                          Deadline deadline = absl::InfinitePast());
+
+ private:
+  Pipeline(Worker* worker, PipelineOptions options, Schedule evaluation)
+      : worker_(worker), options_(std::move(options)), evaluation_(std::move(evaluation)) {}
+
+  absl::StatusOr<PipelineResult> Run(const Schedule& schedule, const Context* context,
+                                     std::vector<at::Tensor> inputs,
+                                     std::vector<at::Tensor> targets, Deadline deadline);
+
+  Worker* const worker_;
+  const PipelineOptions options_;
+  const Schedule evaluation_;
+  std::atomic<bool> runs_{false};
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PIPELINE_PIPELINE_H_

@@ -1,0 +1,588 @@
+#include "core/pipeline/pipeline.h"
+
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mse_loss.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/tanh.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "core/pipeline/schedule.h"
+#include "core/pipeline/stages.h"
+#include "core/worker/optimizer.h"
+#include "tests/testing/cluster.h"
+
+namespace distgrad {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using Tensors = std::vector<at::Tensor>;
+
+at::Tensor Loss(Tensors outputs, Tensors targets) { return at::mse_loss(outputs[0], targets[0]); }
+
+// Layers of the same size, one for each stage. A row is 64 bytes: the last bits of a product depend
+// on how its operands are aligned, and parts of a batch are then as aligned as what was sent.
+struct Layers {
+  explicit Layers(int count) {
+    for (int i = 0; i < count; ++i) {
+      weights.push_back((at::randn({16, 16}) * 0.5).requires_grad_(true));
+      biases.push_back((at::randn({16}) * 0.5).requires_grad_(true));
+    }
+  }
+  Tensors Forward(int stage, const Tensors& in) const {
+    TORCH_CHECK(in.size() == 1, "a layer has one input, and not ", in.size());
+    return {at::tanh(at::linear(in[0], weights[stage], biases[stage]))};
+  }
+  Layers Copy() const {
+    Layers copy(0);
+    for (const at::Tensor& t : weights) copy.weights.push_back(t.detach().clone().requires_grad_());
+    for (const at::Tensor& t : biases) copy.biases.push_back(t.detach().clone().requires_grad_());
+    return copy;
+  }
+  Tensors Of(int stage) const { return {weights[stage], biases[stage]}; }
+
+  Tensors weights, biases;
+};
+
+// The stages of all workers, each from one function, with a loss on the last one.
+std::vector<std::unique_ptr<PipelineStages>> MakeStages(
+    Cluster& cluster, const std::vector<int>& worker_of_stage,
+    const std::function<Tensors(int stage, Tensors in)>& forward,
+    const std::function<at::Tensor(Tensors, Tensors)>& loss = Loss) {
+  std::vector<std::map<int, Stage>> stages(cluster.size());
+  for (int s = 0; s < static_cast<int>(worker_of_stage.size()); ++s) {
+    stages[worker_of_stage[s]][s] = {
+        .forward = [forward, s](Tensors in) { return forward(s, std::move(in)); }, .loss = loss};
+  }
+  std::vector<std::unique_ptr<PipelineStages>> made;
+  for (int i = 0; i < cluster.size(); ++i) {
+    auto one = PipelineStages::Create(&cluster[i], "model", std::move(stages[i]));
+    EXPECT_TRUE(one.ok()) << one.status();
+    made.push_back(*std::move(one));
+  }
+  return made;
+}
+
+std::vector<std::string> Names(int count) {
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.push_back(WorkerName(i));
+  return names;
+}
+
+std::unique_ptr<Pipeline> MakePipeline(
+    Cluster& cluster, Schedule schedule,
+    PipelineOptions::Reduction reduction = PipelineOptions::Reduction::kMean) {
+  auto made = Pipeline::Create(&cluster[0], {.name = "model",
+                                             .workers = Names(schedule.ranks()),
+                                             .schedule = schedule,
+                                             .reduction = reduction});
+  EXPECT_TRUE(made.ok()) << made.status();
+  return *std::move(made);
+}
+
+struct Case {
+  std::string name;
+  Schedule schedule;
+};
+
+std::vector<Case> Cases() {
+  return {{"GPipe", *GPipe(3, 4)},
+          {"1F1B", *OneForwardOneBackward(3, 4)},
+          {"interleaved", *InterleavedOneForwardOneBackward(2, 2, 4)},
+          {"interleaved, uneven", *InterleavedOneForwardOneBackward(2, 2, 3)},
+          {"ZB-H1", *ZeroBubbleH1(3, 4)},
+          {"one stage", *OneForwardOneBackward(1, 2)},
+          {"more stages than micro-batches", *ZeroBubbleH1(3, 1)}};
+}
+
+class PipelineTest : public testing::TestWithParam<std::string> {
+ protected:
+  PipelineTest() { at::manual_seed(21); }
+  ClusterOptions Workers(int count) const {
+    return {.workers = count, .transport = GetParam(), .threads = 1};
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Transports, PipelineTest, testing::Values("inproc", "socket"));
+
+// A step of one process: the same micro-batches, one after the other.
+Tensors StepAlone(const Layers& layers, int stages, int micro_batches, bool mean,
+                  const at::Tensor& x, const at::Tensor& y) {
+  Tensors losses;
+  const Tensors xs = x.tensor_split(micro_batches), ys = y.tensor_split(micro_batches);
+  for (int m = 0; m < micro_batches; ++m) {
+    Tensors at{xs[m]};
+    for (int s = 0; s < stages; ++s) at = layers.Forward(s, at);
+    const at::Tensor loss = Loss(at, {ys[m]});
+    const double weight =
+        mean ? static_cast<double>(xs[m].size(0)) / static_cast<double>(x.size(0)) : 1.0;
+    loss.backward(at::full_like(loss, weight));
+    losses.push_back(loss.detach());
+  }
+  return losses;
+}
+
+TEST_P(PipelineTest, FiftyStepsAreThoseOfOneProcessToTheLastBit) {
+  for (const Case& one : Cases()) {
+    for (const bool adam : {false, true}) {
+      SCOPED_TRACE(absl::StrCat(one.name, adam ? ", Adam" : ", SGD"));
+      const Schedule& schedule = one.schedule;
+      const int stages = schedule.stages(), ranks = schedule.ranks();
+      Cluster cluster(Workers(ranks));
+      const Layers layers(stages);
+      const Layers alone = layers.Copy();
+      const auto new_optimizer =
+          [&](const Tensors& parameters) -> std::unique_ptr<torch::optim::Optimizer> {
+        if (adam) return std::make_unique<torch::optim::Adam>(parameters, 0.01);
+        return std::make_unique<torch::optim::SGD>(parameters,
+                                                   torch::optim::SGDOptions(0.05).momentum(0.9));
+      };
+      const auto stages_of_workers =
+          MakeStages(cluster, schedule.rank_of_stage,
+                     [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+      std::vector<std::unique_ptr<Optimizer>> optimizers;
+      Tensors all;
+      for (int rank = 0; rank < ranks; ++rank) {
+        Tensors own;
+        for (int s = 0; s < stages; ++s) {
+          if (schedule.rank_of_stage[s] != rank) continue;
+          for (const at::Tensor& parameter : layers.Of(s)) own.push_back(parameter);
+        }
+        optimizers.push_back(*Optimizer::Create(&cluster[rank], new_optimizer(own)));
+      }
+      for (int s = 0; s < stages; ++s) {
+        for (const at::Tensor& parameter : alone.Of(s)) all.push_back(parameter);
+      }
+      const auto optimizer_alone = new_optimizer(all);
+      const bool mean = !adam;
+      const auto pipeline =
+          MakePipeline(cluster, schedule,
+                       mean ? PipelineOptions::Reduction::kMean : PipelineOptions::Reduction::kSum);
+      for (int step = 0; step < 50; ++step) {
+        SCOPED_TRACE(absl::StrCat("step ", step));
+        const at::Tensor x = at::randn({10, 16}), y = at::rand({10, 16});
+        const Context context = cluster[0].NewContext();
+        const absl::StatusOr<PipelineResult> result = pipeline->Train(context, {x}, {y});
+        ASSERT_TRUE(result.ok()) << result.status();
+        optimizer_alone->zero_grad();
+        const Tensors losses = StepAlone(alone, stages, schedule.micro_batches, mean, x, y);
+        ASSERT_EQ(result->losses.size(), losses.size());
+        for (size_t m = 0; m < losses.size(); ++m) {
+          ASSERT_TRUE(at::equal(result->losses[m], losses[m])) << "micro-batch " << m;
+        }
+        ASSERT_TRUE(optimizers[0]->Step(context).ok());
+        optimizer_alone->step();
+      }
+      for (int s = 0; s < stages; ++s) {
+        EXPECT_TRUE(at::equal(layers.weights[s], alone.weights[s])) << "stage " << s;
+        EXPECT_TRUE(at::equal(layers.biases[s], alone.biases[s])) << "stage " << s;
+      }
+    }
+  }
+}
+
+TEST_P(PipelineTest, BatchesOfOneContextAddUp) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const Layers alone = layers.Copy();
+  const auto stages =
+      MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(2, 3));
+  const Context context = cluster[0].NewContext();
+  for (int batch = 0; batch < 3; ++batch) {
+    const at::Tensor x = at::randn({6, 16}), y = at::randn({6, 16});
+    ASSERT_EQ(pipeline->Train(context, {x}, {y}).status(), absl::OkStatus());
+    StepAlone(alone, 2, 3, true, x, y);
+  }
+  const absl::StatusOr<at::Tensor> gradient = context.Gradient(layers.weights[0]);
+  ASSERT_TRUE(gradient.ok()) << gradient.status();
+  EXPECT_TRUE(at::equal(*gradient, alone.weights[0].grad()));
+}
+
+// Several inputs and outputs, of which some have no gradient; a skip connection by way of the stage
+// between; a frozen stage; a parameter that two stages of one rank share.
+TEST_P(PipelineTest, StagesMayHaveAnyTensorsAndParameters) {
+  for (const bool halves : {false, true}) {
+    SCOPED_TRACE(halves);
+    Cluster cluster(Workers(2));
+    const at::Tensor a = at::randn({16, 16}).requires_grad_(true);
+    const at::Tensor frozen = at::randn({16, 16});
+    const at::Tensor tied = at::randn({16, 16}).requires_grad_(true);
+    const auto forward = [&](int stage, Tensors in) -> Tensors {
+      switch (stage) {
+        case 0:
+          return {in[0].mm(tied) + in[1], in[1].to(at::kLong), in[1]};
+        case 1:
+          return {in[0].mm(a).tanh(), in[0], in[1], in[2]};
+        case 2:  // in[1] has skipped stage 1
+          return {(in[0].mm(frozen) + in[1].mm(tied)) * in[2].to(at::kFloat), in[3]};
+        default:
+          return {in[0].mm(frozen) + in[1]};
+      }
+    };
+    Schedule schedule = *InterleavedOneForwardOneBackward(2, 2, 3);
+    if (halves) {
+      // A list of one's own: all weights at the end.
+      for (std::vector<Action>& list : schedule.lists) {
+        std::vector<Action> split;
+        for (const Action& action : list) {
+          split.push_back(action);
+          if (action.kind != Action::Kind::kBackward) continue;
+          split.back().kind = Action::Kind::kBackwardInput;
+        }
+        for (const Action& action : list) {
+          if (action.kind != Action::Kind::kBackward) continue;
+          split.push_back({Action::Kind::kBackwardWeight, action.stage, action.micro_batch});
+        }
+        list = split;
+      }
+      schedule.max_activations.clear();
+    }
+    const auto stages = MakeStages(cluster, schedule.rank_of_stage, forward);
+    const auto pipeline = MakePipeline(cluster, schedule);
+    const at::Tensor x = at::randn({9, 16}), mask = at::rand({9, 16}) * 3, y = at::randn({9, 16});
+    const Context context = cluster[0].NewContext();
+    const absl::StatusOr<PipelineResult> result = pipeline->Train(context, {x, mask}, {y});
+    ASSERT_TRUE(result.ok()) << result.status();
+
+    const Tensors xs = x.tensor_split(3), masks = mask.tensor_split(3), ys = y.tensor_split(3);
+    at::Tensor expected_loss;
+    for (int m = 0; m < 3; ++m) {
+      Tensors at{xs[m], masks[m]};
+      for (int s = 0; s < 4; ++s) at = forward(s, at);
+      const at::Tensor loss = Loss(at, {ys[m]});
+      EXPECT_TRUE(at::equal(loss, result->losses[m]));
+      loss.backward(at::full_like(loss, 3.0 / 9.0));
+      const at::Tensor part = loss.detach() * (3.0 / 9.0);
+      expected_loss = m == 0 ? part : expected_loss + part;
+    }
+    EXPECT_TRUE(at::equal(result->loss, expected_loss));
+    EXPECT_TRUE(result->outputs.empty());
+    // Stages 1 and 3 are worker 1's, 0 and 2 worker 0's.
+    const auto part_of = [&](int worker, const at::Tensor& leaf) {
+      EXPECT_TRUE(cluster[worker]
+                      .Register(absl::StrCat("gradient", halves),
+                                [&](Request& request) -> absl::StatusOr<Message> {
+                                  const auto found = request.context.Gradient(leaf);
+                                  if (!found.ok()) return found.status();
+                                  return Message{"", {*found}};
+                                })
+                      .ok());
+      const absl::StatusOr<Message> reply = cluster[0].Call(
+          WorkerName(worker), absl::StrCat("gradient", halves), {}, {.context = &context});
+      EXPECT_TRUE(reply.ok()) << reply.status();
+      return reply.ok() ? reply->tensors[0] : at::Tensor();
+    };
+    EXPECT_TRUE(at::equal(part_of(1, a), a.grad()));
+    // Two stages add to it, each its sums: not the order of one process, where they are added
+    // within each micro-batch first. So not to the last bit.
+    EXPECT_TRUE(part_of(0, tied).allclose(tied.grad(), 1e-4, 1e-5));
+  }
+}
+
+TEST_P(PipelineTest, AnEvaluationGivesOutputsAndLosses) {
+  for (const Case& one : Cases()) {
+    SCOPED_TRACE(one.name);
+    const int stages = one.schedule.stages();
+    Cluster cluster(Workers(one.schedule.ranks()));
+    const Layers layers(stages);
+    std::atomic<bool> grad_mode{false};
+    const auto made = MakeStages(cluster, one.schedule.rank_of_stage, [&](int s, Tensors in) {
+      if (at::GradMode::is_enabled()) grad_mode = true;
+      return layers.Forward(s, in);
+    });
+    const auto pipeline = MakePipeline(cluster, one.schedule);
+    const at::Tensor x = at::randn({11, 16}), y = at::randn({11, 16});
+    const int count = one.schedule.micro_batches;
+    for (const bool with_targets : {false, true}) {
+      const absl::StatusOr<PipelineResult> result =
+          pipeline->Evaluate({x}, with_targets ? Tensors{y} : Tensors{});
+      ASSERT_TRUE(result.ok()) << result.status();
+      ASSERT_EQ(result->outputs.size(), static_cast<size_t>(count));
+      EXPECT_EQ(result->losses.size(), static_cast<size_t>(with_targets ? count : 0));
+      const Tensors xs = x.tensor_split(count), ys = y.tensor_split(count);
+      for (int m = 0; m < count; ++m) {
+        Tensors at{xs[m]};
+        for (int s = 0; s < stages; ++s) at = layers.Forward(s, at);
+        ASSERT_EQ(result->outputs[m].size(), 1u);
+        EXPECT_TRUE(at::equal(result->outputs[m][0], at[0]));
+        EXPECT_FALSE(result->outputs[m][0].requires_grad());
+        if (with_targets) {
+          EXPECT_TRUE(at::equal(result->losses[m], Loss(at, {ys[m]})));
+        }
+      }
+    }
+    EXPECT_FALSE(grad_mode);
+  }
+}
+
+// Throws in backward.
+struct Broken : torch::autograd::Function<Broken> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
+    return a.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list) {
+    throw std::invalid_argument("no way back");
+  }
+};
+
+TEST_P(PipelineTest, AnErrorNamesStageMicroBatchAndWorkerAndTheNextStepIsGood) {
+  Cluster cluster(Workers(3));
+  const Layers layers(3);
+  std::atomic<int> calls{0};
+  enum Fault { kNone, kForward, kBackward, kLoss, kNoGradient, kOutputs };
+  std::atomic<Fault> fault{kNone};
+  const auto stages = MakeStages(
+      cluster, {0, 1, 2},
+      [&](int stage, Tensors in) {
+        if (fault == kNoGradient) in[0] = in[0].detach();
+        Tensors out = layers.Forward(stage, in);
+        if (fault == kNoGradient) out[0] = out[0].detach();
+        if (stage == 1 && in[0].size(0) == 2 && ++calls == 2) {
+          if (fault == kForward) throw std::invalid_argument("no way on");
+          if (fault == kBackward) out[0] = Broken::apply(out[0]);
+          if (fault == kOutputs) out.clear();
+        }
+        return out;
+      },
+      [&](Tensors outputs, Tensors targets) {
+        return fault == kLoss ? outputs[0] : Loss(outputs, targets);
+      });
+  for (const Schedule& schedule : {*OneForwardOneBackward(3, 5), *ZeroBubbleH1(3, 5)}) {
+    const auto pipeline = MakePipeline(cluster, schedule);
+    const auto step = [&](Fault with) {
+      fault = with;
+      calls = 0;
+      const Context context = cluster[0].NewContext();
+      const absl::Status status =
+          pipeline->Train(context, {at::randn({10, 16})}, {at::randn({10, 16})}).status();
+      fault = kNone;
+      return status;
+    };
+    EXPECT_EQ(step(kNone), absl::OkStatus());
+    absl::Status status = step(kForward);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("forward of stage 1, micro-batch 1 on worker 'worker1'"),
+                      HasSubstr("no way on")));
+    EXPECT_EQ(step(kNone), absl::OkStatus());
+    status = step(kBackward);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("of stage 1, micro-batch 1 on worker 'worker1'"),
+                      HasSubstr("no way back")));
+    EXPECT_EQ(step(kNone), absl::OkStatus());
+    status = step(kLoss);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("forward of stage 2, micro-batch 0 on worker 'worker2'"),
+                      HasSubstr("the loss is not one number")));
+    status = step(kOutputs);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("forward of stage 2, micro-batch 1 on worker 'worker2'"),
+                      HasSubstr("a layer has one input, and not 0")));
+    status = step(kNoGradient);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("nothing that requires grad"));
+    EXPECT_EQ(step(kNone), absl::OkStatus());
+  }
+}
+
+TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto forward = [&](int stage, Tensors in) { return layers.Forward(stage, in); };
+  const auto stages = MakeStages(cluster, {0, 1}, forward);
+  EXPECT_EQ(PipelineStages::Create(&cluster[1], "model", {}).status().code(),
+            absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(PipelineStages::Create(&cluster[1], "aten::add", {}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(PipelineStages::Create(&cluster[1], "other", {{0, Stage{}}}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+
+  Schedule broken = *GPipe(2, 2);
+  broken.lists[1].pop_back();
+  EXPECT_THAT(
+      std::string(
+          Pipeline::Create(&cluster[0], {.name = "model", .workers = Names(2), .schedule = broken})
+              .status()
+              .message()),
+      HasSubstr("is missing"));
+  EXPECT_THAT(
+      std::string(Pipeline::Create(&cluster[0],
+                                   {.name = "model", .workers = Names(1), .schedule = *GPipe(2, 2)})
+                      .status()
+                      .message()),
+      HasSubstr("1 workers for 2 ranks"));
+
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 4));
+  const Context context = cluster[0].NewContext();
+  const auto message = [&](Tensors inputs, Tensors targets) {
+    return std::string(pipeline->Train(context, inputs, targets).status().message());
+  };
+  EXPECT_THAT(message({}, {}), HasSubstr("at least one input"));
+  EXPECT_THAT(message({at::ones({3, 16})}, {}),
+              HasSubstr("input 0 has 3 elements for a batch of 3"));
+  EXPECT_THAT(message({at::ones({4, 16})}, {at::ones({5, 16})}), HasSubstr("target 0 has 5"));
+  EXPECT_THAT(message({at::ones({})}, {}), HasSubstr("no dimension"));
+  EXPECT_EQ(pipeline->Train(Context(), {at::ones({4, 16})}, {}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  // A stage that nobody has, and a worker that nobody is.
+  const absl::Status missing = MakePipeline(cluster, *InterleavedOneForwardOneBackward(2, 2, 4))
+                                   ->Train(context, {at::ones({4, 16})}, {})
+                                   .status();
+  EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(missing.message()), HasSubstr("has no stage 2 of pipeline 'model'"));
+  const auto lost = Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {"worker0", "nobody"}, .schedule = *GPipe(2, 2)});
+  ASSERT_TRUE(lost.ok());
+  EXPECT_THAT(std::string((*lost)->Train(context, {at::ones({4, 16})}, {}).status().message()),
+              HasSubstr("stage 1 on worker 'nobody'"));
+}
+
+TEST_P(PipelineTest, ADeadlineEndsAStepEverywhere) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification end;
+  std::atomic<bool> blocks{true};
+  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+    if (stage == 1 && blocks.exchange(false)) end.WaitForNotification();
+    return layers.Forward(stage, in);
+  });
+  const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(2, 4));
+  const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
+  {
+    const Context context = cluster[0].NewContext();
+    const absl::Status status =
+        pipeline->Train(context, x, y, Deadline::After(absl::Milliseconds(200))).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("pipeline 'model', stage "));
+  }
+  // The function still runs: the next step waits for it, and ends well.
+  std::thread other([&] { end.Notify(); });
+  const Context context = cluster[0].NewContext();
+  EXPECT_EQ(pipeline->Train(context, x, y).status(), absl::OkStatus());
+  other.join();
+}
+
+TEST_P(PipelineTest, AWorkerThatIsLostInAStepIsNamedAndAnotherTakesItsPlace) {
+  Cluster cluster(Workers(3));
+  const Layers layers(3);
+  std::atomic<int> calls{0};
+  const auto forward = [&](int stage, Tensors in) {
+    // Ends in the middle of a step, without a farewell.
+    if (stage == 1 && ++calls == 3) cluster[1].Close();
+    return layers.Forward(stage, in);
+  };
+  auto stages = MakeStages(cluster, {0, 1, 2}, forward);
+  const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(3, 4));
+  const Tensors x{at::randn({8, 16})}, y{at::randn({8, 16})};
+  {
+    const Context context = cluster[0].NewContext();
+    const absl::Status status = pipeline->Train(context, x, y).status();
+    EXPECT_FALSE(status.ok());
+    EXPECT_THAT(std::string(status.message()), HasSubstr("worker1")) << status;
+  }
+  stages[1].reset();
+  cluster.Kill(1);
+  const auto joined = cluster.Join("worker1");
+  auto again = PipelineStages::Create(
+      joined.get(), "model", {{1, {.forward = [&](Tensors in) { return layers.Forward(1, in); }}}});
+  ASSERT_TRUE(again.ok()) << again.status();
+  // The others may hear of it a little later.
+  absl::Status status;
+  for (int tries = 0; tries < 1000; ++tries) {
+    const Context context = cluster[0].NewContext();
+    status = pipeline->Train(context, x, y).status();
+    if (status.ok()) break;
+    ASSERT_TRUE(cluster[0].UpdateMembers().ok());
+  }
+  EXPECT_EQ(status, absl::OkStatus());
+  again->reset();
+}
+
+TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const Layers alone = layers.Copy();
+  std::vector<std::unique_ptr<PipelineStages>> stages;
+  for (int s = 0; s < 2; ++s) {
+    stages.push_back(
+        *PipelineStages::Create(&cluster[s], "model",
+                                {{s,
+                                  {.forward = [&, s](Tensors in) { return layers.Forward(s, in); },
+                                   .loss = Loss,
+                                   .step = [&, s](const Context& context) -> absl::Status {
+                                     const at::AutoGradMode grad_mode(false);
+                                     for (at::Tensor parameter : layers.Of(s)) {
+                                       const auto gradient = context.Gradient(parameter);
+                                       if (!gradient.ok()) return gradient.status();
+                                       parameter.sub_(*gradient);
+                                     }
+                                     return absl::OkStatus();
+                                   }}}}));
+  }
+  Schedule schedule = *ZeroBubbleH1(2, 3);
+  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const auto pipeline = MakePipeline(cluster, schedule);
+  const at::Tensor x = at::randn({16, 16}), y = at::randn({16, 16});
+  const Context context = cluster[0].NewContext();
+  ASSERT_EQ(pipeline->Train(context, {x}, {y}).status(), absl::OkStatus());
+  StepAlone(alone, 2, 3, true, x, y);
+  for (int s = 0; s < 2; ++s) {
+    EXPECT_TRUE(at::equal(layers.weights[s], alone.weights[s] - alone.weights[s].grad()));
+  }
+}
+
+TEST_P(PipelineTest, OneStepRunsAtATime) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification begun, end;
+  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+    if (stage == 1 && !begun.HasBeenNotified()) {
+      begun.Notify();
+      end.WaitForNotification();
+    }
+    return layers.Forward(stage, in);
+  });
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  const auto of_other = Pipeline::Create(
+      &cluster[1], {.name = "model", .workers = Names(2), .schedule = *GPipe(2, 1)});
+  ASSERT_TRUE(of_other.ok());
+  const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
+  std::thread first([&] {
+    const Context context = cluster[0].NewContext();
+    EXPECT_EQ(pipeline->Train(context, x, y).status(), absl::OkStatus());
+  });
+  begun.WaitForNotification();
+  EXPECT_EQ(pipeline->Evaluate(x).status().code(), absl::StatusCode::kFailedPrecondition);
+  const absl::Status status = (*of_other)->Evaluate(x).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
+  end.Notify();
+  first.join();
+  EXPECT_EQ((*of_other)->Evaluate(x).status(), absl::OkStatus());
+}
+
+}  // namespace
+}  // namespace distgrad

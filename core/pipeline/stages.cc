@@ -1,0 +1,234 @@
+// Gives each rank that runs here a thread, and each step that others begin to its rank.
+#include "core/pipeline/stages.h"
+
+#include <deque>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/cancellation.h"
+#include "core/base/status.h"
+#include "core/base/thread.h"
+#include "core/pipeline/rank_step.h"
+#include "core/pipeline/step_plan.h"
+
+namespace distgrad {
+namespace {
+
+// The thread of one rank. Thread-safe.
+class RankThread {
+ public:
+  ~RankThread() {
+    {
+      absl::MutexLock lock(&mu_);
+      closed_ = true;
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+  absl::Status Start(int rank) {
+    absl::StatusOr<std::thread> thread =
+        StartThread(absl::StrCat("dg-stage-", rank), [this] { RunAll(); });
+    DG_RETURN_IF_ERROR(thread.status());
+    thread_ = *std::move(thread);
+    return absl::OkStatus();
+  }
+  void Run(std::shared_ptr<RankStep> step) {
+    absl::MutexLock lock(&mu_);
+    steps_.push_back(std::move(step));
+  }
+
+ private:
+  void RunAll() {
+    while (true) {
+      std::shared_ptr<RankStep> step;
+      {
+        absl::MutexLock lock(&mu_);
+        mu_.Await(absl::Condition(this, &RankThread::HasWork));
+        if (steps_.empty()) return;
+        step = std::move(steps_.front());
+        steps_.pop_front();
+      }
+      step->Run();
+    }
+  }
+  bool HasWork() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return closed_ || !steps_.empty(); }
+
+  std::thread thread_;  // constant after Start()
+
+  absl::Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  std::deque<std::shared_ptr<RankStep>> steps_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace
+
+// Thread-safe.
+class PipelineStages::Impl {
+ public:
+  Impl(Worker* worker, std::string name, std::map<int, Stage> stages)
+      : worker_(worker), name_(std::move(name)), stages_(std::move(stages)) {}
+
+  Worker* worker() const { return worker_; }
+  const std::string& name() const { return name_; }
+
+  absl::StatusOr<Message> Begin(Request& request) {
+    DG_ASSIGN_OR_RETURN(StepPlan plan, DecodePlan(request.message.payload));
+    int first_stage = -1;
+    for (int s = plan.stages() - 1; s >= 0; --s) {
+      if (plan.rank_of_stage[s] != plan.rank) continue;
+      first_stage = s;
+      if (stages_.count(s) == 0) {
+        return absl::NotFoundError(absl::StrCat("worker '", worker_->name(), "' has no stage ", s,
+                                                " of pipeline '", name_, "'"));
+      }
+    }
+    if (first_stage < 0) return absl::InvalidArgumentError("the rank has no stage");
+    if (plan.backward && !request.context.valid()) {
+      return absl::InvalidArgumentError("a step with a backward is one of a context");
+    }
+    const int rank = plan.rank;
+    const auto step = std::make_shared<RankStep>(worker_, name_, &stages_, std::move(plan),
+                                                 request.from, std::move(request.context));
+    std::shared_ptr<RankStep> before;
+    {
+      absl::MutexLock lock(&mu_);
+      if (closed_) return Closed();
+      Rank& own = ranks_[first_stage];
+      if (own.step != nullptr && own.step->running() && own.step->driver() != request.from) {
+        return absl::FailedPreconditionError(
+            absl::StrCat("a step that worker ", own.step->driver(), " has begun runs on worker '",
+                         worker_->name(), "'; a stage runs one step at a time"));
+      }
+      if (own.thread == nullptr) {
+        own.thread = std::make_unique<RankThread>();
+        const absl::Status started = own.thread->Start(rank);
+        if (!started.ok()) {
+          own.thread = nullptr;
+          return started;
+        }
+      }
+      before = std::exchange(own.step, step);
+    }
+    if (before != nullptr) before->Stop(absl::AbortedError("the next step has begun"));
+    return Message{};
+  }
+
+  Future<Message> Run(Request& request) {
+    const absl::StatusOr<StepRef> ref = DecodeStepRef(request.message.payload);
+    if (!ref.ok()) return Future<Message>::Of(ref.status());
+    std::shared_ptr<RankStep> step;
+    Future<Message> future;
+    {
+      absl::MutexLock lock(&mu_);
+      const absl::StatusOr<std::shared_ptr<RankStep>> found = Find(*ref);
+      if (!found.ok()) return Future<Message>::Of(found.status());
+      step = *found;
+      const absl::StatusOr<Future<Message>> started = step->Start(request);
+      if (!started.ok()) return Future<Message>::Of(started.status());
+      future = *started;
+      ranks_[ref->first_stage].thread->Run(step);
+    }
+    request.cancellation->OnCancel(
+        [weak = std::weak_ptr<RankStep>(step), cancellation = request.cancellation.get()] {
+          if (const auto alive = weak.lock()) alive->Stop(cancellation->why());
+        });
+    return future;
+  }
+
+  absl::StatusOr<Message> Deliver(Request& request) {
+    DG_ASSIGN_OR_RETURN(const Parcel parcel, DecodeParcel(request.message.payload));
+    std::shared_ptr<RankStep> step;
+    {
+      absl::MutexLock lock(&mu_);
+      DG_ASSIGN_OR_RETURN(step, Find(parcel.to));
+    }
+    DG_RETURN_IF_ERROR(step->Deliver(parcel, std::move(request.message.tensors)));
+    return Message{};
+  }
+
+  void Close() {
+    std::map<int, Rank> ranks;
+    {
+      absl::MutexLock lock(&mu_);
+      closed_ = true;
+      ranks.swap(ranks_);
+    }
+    for (auto& [first_stage, rank] : ranks) {
+      if (rank.step != nullptr) rank.step->Stop(Closed());
+    }
+    // Joins their threads.
+    ranks.clear();
+  }
+
+ private:
+  struct Rank {
+    std::shared_ptr<RankStep> step;  // the last one that was begun
+    std::unique_ptr<RankThread> thread;
+  };
+
+  absl::Status Closed() const {
+    return absl::CancelledError(absl::StrCat("the stages of pipeline '", name_, "' on worker '",
+                                             worker_->name(), "' were taken off"));
+  }
+  absl::StatusOr<std::shared_ptr<RankStep>> Find(const StepRef& ref) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    if (closed_) return Closed();
+    const auto found = ranks_.find(ref.first_stage);
+    if (found == ranks_.end() || found->second.step == nullptr ||
+        found->second.step->step() != ref.step) {
+      return absl::NotFoundError(absl::StrCat("worker '", worker_->name(),
+                                              "' has no such step of pipeline '", name_,
+                                              "': another has begun, or the worker is a new one"));
+    }
+    return found->second.step;
+  }
+
+  Worker* const worker_;
+  const std::string name_;
+  const std::map<int, Stage> stages_;
+
+  absl::Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  std::map<int, Rank> ranks_ ABSL_GUARDED_BY(mu_);  // by their first stages
+};
+
+absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
+    Worker* worker, std::string name, std::map<int, Stage> stages) {
+  if (name.size() > kMaxPipelineName || absl::StrContains(name, "::")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("worker '", worker->name(), "' cannot have stages of a pipeline '", name,
+                     "': a name has at most ", kMaxPipelineName, " bytes, and no '::'"));
+  }
+  for (const auto& [number, stage] : stages) {
+    if (number >= 0 && stage.forward != nullptr) continue;
+    return absl::InvalidArgumentError(absl::StrCat("stage ", number, " of pipeline '", name,
+                                                   "' has a number below 0 or no forward"));
+  }
+  const auto impl = std::make_shared<Impl>(worker, name, std::move(stages));
+  // Who comes first here has the name.
+  const absl::Status claimed = worker->RegisterOwn(
+      absl::StrCat(kBeginStep, name), [impl](Request& request) { return impl->Begin(request); });
+  if (absl::IsAlreadyExists(claimed)) {
+    return absl::AlreadyExistsError(absl::StrCat(
+        "worker '", worker->name(), "' has stages of a pipeline '", name, "' already"));
+  }
+  DG_RETURN_IF_ERROR(claimed);
+  DG_RETURN_IF_ERROR(worker->RegisterOwn(
+      absl::StrCat(kDeliver, name), [impl](Request& request) { return impl->Deliver(request); }));
+  DG_RETURN_IF_ERROR(worker->RegisterOwnAsync(
+      absl::StrCat(kRunStep, name), [impl](Request& request) { return impl->Run(request); }));
+  return std::unique_ptr<PipelineStages>(new PipelineStages(impl));
+}
+
+PipelineStages::~PipelineStages() {
+  impl_->Close();
+  for (const absl::string_view function : {kDeliver, kRunStep, kBeginStep}) {
+    impl_->worker()->UnregisterOwn(absl::StrCat(function, impl_->name()));
+  }
+}
+
+}  // namespace distgrad

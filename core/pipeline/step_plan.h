@@ -1,0 +1,70 @@
+// What a pipeline's driver and its ranks say to each other: the plan of a step, and what belongs to
+// one micro-batch.
+#ifndef DISTGRAD_CORE_PIPELINE_STEP_PLAN_H_
+#define DISTGRAD_CORE_PIPELINE_STEP_PLAN_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/pipeline/schedule.h"
+
+namespace distgrad {
+
+// Functions of distgrad's own, each followed by the pipeline's name.
+inline constexpr absl::string_view kBeginStep = "distgrad.pipeline.begin/";  // a plan
+inline constexpr absl::string_view kRunStep = "distgrad.pipeline.run/";      // a StepRef
+inline constexpr absl::string_view kDeliver = "distgrad.pipeline.deliver/";  // a Parcel
+inline constexpr size_t kMaxPipelineName = 900;  // with the longest of these it is a function's
+
+// What one rank does in one step.
+struct StepPlan {
+  uint64_t step = 0;  // a random number: nobody else's
+  int rank = 0;
+  int micro_batches = 0;
+  bool backward = true;
+  bool has_targets = false;
+  std::vector<int> rank_of_stage = {};
+  std::vector<std::string> workers = {};  // by rank
+  std::vector<Action> list = {};
+  // What each micro-batch's loss is multiplied by; by micro-batch.
+  std::vector<double> weights = {};
+
+  int stages() const { return static_cast<int>(rank_of_stage.size()); }
+};
+
+std::string EncodePlan(const StepPlan& plan);
+// kInvalidArgument unless its numbers fit together. That the list comes to its end it does not say.
+absl::StatusOr<StepPlan> DecodePlan(absl::string_view bytes);
+
+struct StepRef {
+  uint64_t step = 0;
+  int first_stage = 0;  // of those of the rank that is meant
+};
+
+std::string EncodeStepRef(const StepRef& ref);
+absl::StatusOr<StepRef> DecodeStepRef(absl::string_view bytes);
+
+// Tensors for a stage and a micro-batch.
+struct Parcel {
+  enum class Kind : uint8_t {
+    kActivation = 0,  // what the stage before has given; the first stage gets its part of the batch
+    kGradient = 1,    // of what the stage has given
+    kTarget = 2,      // for the loss
+  };
+
+  StepRef to = {};
+  Kind kind = Kind::kActivation;
+  int stage = 0;
+  int micro_batch = 0;
+  std::vector<bool> wanted = {};  // by tensor: whether its gradient is
+};
+
+std::string EncodeParcel(const Parcel& parcel);
+absl::StatusOr<Parcel> DecodeParcel(absl::string_view bytes);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PIPELINE_STEP_PLAN_H_

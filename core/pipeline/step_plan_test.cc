@@ -1,0 +1,105 @@
+#include "core/pipeline/step_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <random>
+#include <string>
+
+namespace distgrad {
+namespace {
+
+StepPlan SomePlan() {
+  return {.step = 7,
+          .rank = 1,
+          .micro_batches = 3,
+          .backward = true,
+          .has_targets = true,
+          .rank_of_stage = {0, 1},
+          .workers = {"front", "back"},
+          .list = OneForwardOneBackward(2, 3)->lists[1],
+          .weights = {0.5, 0.25, 0.25}};
+}
+
+TEST(StepPlanTest, APlanIsReadAsItWasWritten) {
+  const StepPlan plan = SomePlan();
+  const absl::StatusOr<StepPlan> read = DecodePlan(EncodePlan(plan));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->step, plan.step);
+  EXPECT_EQ(read->rank, plan.rank);
+  EXPECT_EQ(read->micro_batches, plan.micro_batches);
+  EXPECT_EQ(read->backward, plan.backward);
+  EXPECT_EQ(read->has_targets, plan.has_targets);
+  EXPECT_EQ(read->rank_of_stage, plan.rank_of_stage);
+  EXPECT_EQ(read->workers, plan.workers);
+  EXPECT_TRUE(read->list == plan.list);
+  EXPECT_EQ(read->weights, plan.weights);
+}
+
+TEST(StepPlanTest, AParcelIsReadAsItWasWritten) {
+  const Parcel parcel{.to = {7, 1},
+                      .kind = Parcel::Kind::kGradient,
+                      .stage = 1,
+                      .micro_batch = 2,
+                      .wanted = {true, false}};
+  const absl::StatusOr<Parcel> read = DecodeParcel(EncodeParcel(parcel));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->to.step, 7u);
+  EXPECT_EQ(read->to.first_stage, 1);
+  EXPECT_EQ(read->kind, Parcel::Kind::kGradient);
+  EXPECT_EQ(read->stage, 1);
+  EXPECT_EQ(read->micro_batch, 2);
+  EXPECT_EQ(read->wanted, parcel.wanted);
+  const absl::StatusOr<StepRef> ref = DecodeStepRef(EncodeStepRef({9, 3}));
+  ASSERT_TRUE(ref.ok()) << ref.status();
+  EXPECT_EQ(ref->step, 9u);
+  EXPECT_EQ(ref->first_stage, 3);
+}
+
+TEST(StepPlanTest, WhatDoesNotFitTogetherIsRefused) {
+  const auto refused = [](auto change) {
+    StepPlan plan = SomePlan();
+    change(plan);
+    return DecodePlan(EncodePlan(plan)).status().code() == absl::StatusCode::kInvalidArgument;
+  };
+  EXPECT_FALSE(refused([](StepPlan&) {}));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.rank = 2; }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.rank = -1; }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.rank_of_stage[0] = 2; }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.micro_batches = 0; }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.micro_batches = 1 << 19; }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.weights.pop_back(); }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.weights.push_back(1); }));
+  EXPECT_TRUE(
+      refused([](StepPlan& plan) { plan.weights[0] = std::numeric_limits<double>::quiet_NaN(); }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.list[0].stage = 0; }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.list[0].micro_batch = 3; }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.list[0].kind = static_cast<Action::Kind>(9); }));
+}
+
+// Whatever stands in the bytes, it is read or refused.
+TEST(StepPlanTest, ShortenedAndChangedBytesAreRefusedOrMakeSense) {
+  const std::string plan = EncodePlan(SomePlan());
+  for (size_t size = 0; size < plan.size(); ++size) {
+    EXPECT_FALSE(DecodePlan(plan.substr(0, size)).ok()) << size;
+  }
+  const std::string parcel = EncodeParcel({.wanted = {true}});
+  for (size_t size = 0; size < parcel.size(); ++size) {
+    EXPECT_FALSE(DecodeParcel(parcel.substr(0, size)).ok()) << size;
+  }
+  std::mt19937 random(21);
+  for (int round = 0; round < 20000; ++round) {
+    std::string bytes = plan;
+    bytes[random() % bytes.size()] = static_cast<char>(random());
+    const absl::StatusOr<StepPlan> read = DecodePlan(bytes);
+    if (!read.ok()) continue;
+    EXPECT_LT(read->rank, static_cast<int>(read->workers.size()));
+    for (const Action& action : read->list) {
+      ASSERT_LT(action.stage, read->stages());
+      ASSERT_LT(action.micro_batch, read->micro_batches);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace distgrad
