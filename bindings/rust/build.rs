@@ -5,10 +5,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-const SOURCES: [&str; 3] = ["src/ffi/bridge.rs", "src/ffi/shim.h", "src/ffi/shim.cc"];
+const BRIDGES: [&str; 2] = ["src/ffi/bridge.rs", "src/ffi/worker_options.rs"];
+const SOURCES: [&str; 2] = ["src/ffi/shim.cc", "src/ffi/worker_options.cc"];
 
 fn main() {
-    for source in SOURCES {
+    for source in BRIDGES.iter().chain(&SOURCES).chain(&["src/ffi/shim.h"]) {
         println!("cargo::rerun-if-changed={source}");
     }
     println!("cargo::rerun-if-env-changed=DISTGRAD_DIR");
@@ -21,8 +22,8 @@ fn main() {
     for header in ["distgrad.h", "distgrad.hpp"] {
         println!("cargo::rerun-if-changed={}", include.join("distgrad").join(header).display());
     }
-    cxx_build::bridge(SOURCES[0])
-        .file(SOURCES[2])
+    cxx_build::bridges(BRIDGES)
+        .files(SOURCES)
         .include(&include)
         .std("c++17")
         .warnings_into_errors(false)

@@ -179,10 +179,15 @@ pub(crate) fn milliseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(FOREVER)
 }
 
-/// Of an option for which 0 stands for the default.
-pub(crate) fn milliseconds_or_default(duration: Option<Duration>) -> i64 {
-    duration.map_or(0, |duration| match milliseconds(duration) {
+/// Of an option for which 0 stands for the default: 1 at least.
+pub(crate) fn not_zero_milliseconds(duration: Duration) -> i64 {
+    match milliseconds(duration) {
         0 => 1,
         milliseconds => milliseconds,
-    })
+    }
+}
+
+/// The same of one that may not be said.
+pub(crate) fn milliseconds_or_default(duration: Option<Duration>) -> i64 {
+    duration.map_or(0, not_zero_milliseconds)
 }

@@ -1,34 +1,21 @@
 //! How a worker joins a job.
 use crate::{
-    ffi::{self, RawWorkerOptions},
-    future::milliseconds_or_default,
+    ffi::{self, RawDevicePair, RawWorkerOptions},
+    future::not_zero_milliseconds,
     Code, Error, Limits, Result, Worker,
 };
 use std::{path::Path, time::Duration};
 
+// The flags of `dg_worker_options`.
+const NO_OPERATORS: u64 = 1;
+const ALL_OPERATORS: u64 = 2;
+const JOIN: u64 = 4;
+const NO_GPU_CHANNEL: u64 = 8;
+
 /// How a worker joins a job. What is not said has a default.
 #[doc(alias = "dg_worker_options")]
 #[derive(Clone, Debug, Default)]
-pub struct WorkerOptions {
-    name: String,
-    rank: u32,
-    world_size: u32,
-    rendezvous: String,
-    transport: String,
-    host: String,
-    key_file: String,
-    thread_count: u64,
-    timeout: Option<Duration>,
-    join_timeout: Option<Duration>,
-    operators: Operators,
-    job: String,
-    heartbeat_limit: Option<Duration>,
-    join: bool,
-    max_workers: u64,
-    limits: Limits,
-    device_pairs: Vec<[String; 3]>,
-    no_gpu_channel: bool,
-}
+pub struct WorkerOptions(RawWorkerOptions);
 
 impl WorkerOptions {
     /// All default: rank, world size and rendezvous are as `DISTGRAD_RANK`, `DISTGRAD_WORLD_SIZE` and
@@ -39,13 +26,13 @@ impl WorkerOptions {
     }
     /// Unique in the job. Default: what `DISTGRAD_NAME` in the environment says, or `worker<rank>`.
     pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.name = name.into();
+        self.0.name = name.into();
         self
     }
     /// Its number, below `world_size`, which is how many workers the job has. Default: as the
     /// rendezvous, the environment or the launcher says.
     pub fn rank(mut self, rank: u32, world_size: u32) -> Self {
-        (self.rank, self.world_size) = (rank, world_size);
+        (self.0.rank, self.0.world_size) = (rank, world_size);
         self
     }
     /// How the workers find each other: `tcp://host:port`, where worker 0 serves a store;
@@ -53,58 +40,59 @@ impl WorkerOptions {
     /// (the default), as `DISTGRAD_RENDEZVOUS` in the environment or the launcher says. With
     /// `?rank=1&world_size=2` where these are not given by [`rank`](WorkerOptions::rank).
     pub fn rendezvous(mut self, rendezvous: impl Into<String>) -> Self {
-        self.rendezvous = rendezvous.into();
+        self.0.rendezvous = rendezvous.into();
         self
     }
     /// `socket`; `tcp` and `shm` are TensorPipe's own. Default: what `DISTGRAD_TRANSPORT` in the
     /// environment says, or `socket`.
     pub fn transport(mut self, transport: impl Into<String>) -> Self {
-        self.transport = transport.into();
+        self.0.transport = transport.into();
         self
     }
     /// The address, name or interface of this machine that it listens on. Default: what
     /// `DISTGRAD_HOST` in the environment says, or the address by which this machine reaches the
     /// store; loopback, where the store or the whole job is here.
     pub fn host(mut self, host: impl Into<String>) -> Self {
-        self.host = host.into();
+        self.0.host = host.into();
         self
     }
     /// A file with the secret that all workers share. Default: what `DISTGRAD_KEY_FILE` in the
     /// environment names, or the secret itself in `DISTGRAD_KEY`, or none. docs/security.md.
     pub fn key_file(mut self, key_file: impl AsRef<Path>) -> Self {
-        self.key_file = key_file.as_ref().to_string_lossy().into_owned();
+        self.0.key_file = key_file.as_ref().to_string_lossy().into_owned();
         self
     }
     /// How many handlers run at the same time. Default: as many as there are processors that the
     /// process may use.
     pub fn thread_count(mut self, thread_count: u64) -> Self {
-        self.thread_count = thread_count;
+        self.0.thread_count = thread_count;
         self
     }
     /// Of calls and passes that set none. Default: a minute.
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
+        self.0.timeout_ms = not_zero_milliseconds(timeout);
         self
     }
     /// For all workers to join. Default: a minute.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.join_timeout = Some(timeout);
+        self.0.join_timeout_ms = not_zero_milliseconds(timeout);
         self
     }
     /// Which operators the others may call here. Default: those that only compute.
     pub fn operators(mut self, operators: Operators) -> Self {
-        self.operators = operators;
+        self.set_flag(NO_OPERATORS, operators == Operators::None);
+        self.set_flag(ALL_OPERATORS, operators == Operators::All);
         self
     }
     /// Tells jobs that share one rendezvous apart; has no `/`. Default: empty.
     pub fn job(mut self, job: impl Into<String>) -> Self {
-        self.job = job.into();
+        self.0.job = job.into();
         self
     }
     /// A peer that was not heard of for so long is lost, though its connection stands. At least
     /// 100 ms; `Duration::MAX`: never. Default: 20 seconds.
     pub fn heartbeat_limit(mut self, limit: Duration) -> Self {
-        self.heartbeat_limit = Some(limit);
+        self.0.heartbeat_limit_ms = not_zero_milliseconds(limit);
         self
     }
     /// Joins a job that runs already, as one more worker: the store gives its rank, and neither rank
@@ -112,24 +100,24 @@ impl WorkerOptions {
     /// worker is one of the job's start.
     #[doc(alias = "DG_WORKER_JOIN")]
     pub fn join(mut self, join: bool) -> Self {
-        self.join = join;
+        self.set_flag(JOIN, join);
         self
     }
     /// How many workers may ever join the job. Default: 4096.
     pub fn max_workers(mut self, max_workers: u64) -> Self {
-        self.max_workers = max_workers;
+        self.0.max_workers = max_workers;
         self
     }
     /// What it lets others, and its own program, make it hold.
     pub fn limits(mut self, limits: Limits) -> Self {
-        self.limits = limits;
+        self.0.limits = limits.0;
         self
     }
     /// Whether large tensors on GPUs go straight to GPUs of workers that have this too, in builds
     /// with CUDA; if not, by way of the CPU. Default: yes.
     #[doc(alias = "DG_WORKER_NO_GPU_CHANNEL")]
     pub fn gpu_channel(mut self, gpu_channel: bool) -> Self {
-        self.no_gpu_channel = !gpu_channel;
+        self.set_flag(NO_GPU_CHANNEL, !gpu_channel);
         self
     }
     /// A device of this worker's that goes with one of another's: a tensor that is on `mine` here
@@ -143,7 +131,11 @@ impl WorkerOptions {
         mine: impl Into<String>,
         theirs: impl Into<String>,
     ) -> Self {
-        self.device_pairs.push([peer.into(), mine.into(), theirs.into()]);
+        self.0.device_pairs.push(RawDevicePair {
+            peer: peer.into(),
+            mine: mine.into(),
+            theirs: theirs.into(),
+        });
         self
     }
 
@@ -160,33 +152,11 @@ impl WorkerOptions {
                 ),
             ));
         }
-        let operators = match self.operators {
-            Operators::Pure => 0,
-            Operators::None => 1,
-            Operators::All => 2,
-        };
-        let texts: Vec<&str> = self.device_pairs.iter().flatten().map(String::as_str).collect();
-        let handle = ffi::worker_create(&RawWorkerOptions {
-            name: &self.name,
-            rank: self.rank,
-            world_size: self.world_size,
-            rendezvous: &self.rendezvous,
-            transport: &self.transport,
-            host: &self.host,
-            key_file: &self.key_file,
-            thread_count: self.thread_count,
-            timeout_ms: milliseconds_or_default(self.timeout),
-            join_timeout_ms: milliseconds_or_default(self.join_timeout),
-            flags: operators
-                | if self.join { 4 } else { 0 }
-                | if self.no_gpu_channel { 8 } else { 0 },
-            job: &self.job,
-            heartbeat_limit_ms: milliseconds_or_default(self.heartbeat_limit),
-            max_workers: self.max_workers,
-            limits: self.limits.raw(),
-            device_pairs: &texts,
-        })?;
-        Ok(Worker::own(handle))
+        Ok(Worker::own(ffi::worker_create(&self.0)?))
+    }
+
+    fn set_flag(&mut self, flag: u64, on: bool) {
+        self.0.flags = if on { self.0.flags | flag } else { self.0.flags & !flag };
     }
 }
 

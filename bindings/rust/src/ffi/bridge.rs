@@ -7,39 +7,6 @@ use super::{
 
 #[cxx::bridge(namespace = "distgrad_rust")]
 pub(crate) mod raw {
-    /// `dg_worker_options`, but for its size.
-    struct RawWorkerOptions<'a> {
-        name: &'a str,
-        rank: u32,
-        world_size: u32,
-        rendezvous: &'a str,
-        transport: &'a str,
-        host: &'a str,
-        key_file: &'a str,
-        thread_count: u64,
-        timeout_ms: i64,
-        join_timeout_ms: i64,
-        flags: u64,
-        job: &'a str,
-        heartbeat_limit_ms: i64,
-        max_workers: u64,
-        limits: RawLimits,
-        /// Peer, mine, theirs, peer, mine, theirs...
-        device_pairs: &'a [&'a str],
-    }
-
-    /// `dg_limits`, but for its size.
-    struct RawLimits {
-        message_bytes: u64,
-        tensors_per_message: u64,
-        calls_per_peer: u64,
-        calls: u64,
-        bytes_per_peer: u64,
-        contexts_per_peer: u64,
-        unauthenticated: u64,
-        handshake_timeout_ms: i64,
-    }
-
     /// `dg_member`.
     struct RawMember {
         name: String,
@@ -256,7 +223,6 @@ pub(crate) mod raw {
 
         fn wait(waiting: &mut Waiting<'_>) -> Result<()>;
 
-        fn worker_create(options: &RawWorkerOptions<'_>) -> Result<WorkerHandle>;
         fn worker_barrier(worker: WorkerHandle, timeout_ms: i64, flags: u64) -> Result<()>;
         fn worker_shutdown(worker: WorkerHandle, timeout_ms: i64, flags: u64) -> Result<()>;
         fn worker_serve(worker: WorkerHandle, flags: u64) -> Result<()>;

@@ -8,6 +8,7 @@ mod operator;
 #[cfg(feature = "tch")]
 mod tch;
 mod value;
+mod worker_options;
 
 #[cfg(feature = "tch")]
 pub use self::tch::check_one_libtorch;
@@ -21,3 +22,4 @@ pub use memory::DlpackTensor;
 pub(crate) use operator::op_of_table;
 pub use operator::{op, op_unchecked, ops, ops_unchecked, OPERATORS_IN_PLACE};
 pub(crate) use value::{take_values, with_raw};
+pub(crate) use worker_options::raw::{worker_create, RawDevicePair, RawLimits, RawWorkerOptions};

@@ -81,6 +81,7 @@ inline Bytes ToBytes(dg_str text) {
   return {reinterpret_cast<const uint8_t*>(text.data), text.size};
 }
 inline dg_str ToStr(rust::Str text) { return {text.data(), text.size()}; }
+inline dg_str ToStr(const rust::String& text) { return {text.data(), text.size()}; }
 
 // What `function` stores in its last argument.
 template <typename T, typename Function, typename... Arguments>

@@ -1,0 +1,54 @@
+// Gives the options of a worker to C.
+#include <vector>
+
+#include "distgrad/src/ffi/shim.h"
+#include "distgrad/src/ffi/worker_options.rs.h"
+
+namespace distgrad_rust {
+
+// What src/worker_options.rs takes the flags to be.
+static_assert(DG_WORKER_NO_OPERATORS == 1 && DG_WORKER_ALL_OPERATORS == 2 && DG_WORKER_JOIN == 4 &&
+              DG_WORKER_NO_GPU_CHANNEL == 8);
+
+WorkerHandle worker_create(const RawWorkerOptions& from) {
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  options.name = ToStr(from.name);
+  options.rank = from.rank;
+  options.world_size = from.world_size;
+  options.rendezvous = ToStr(from.rendezvous);
+  options.transport = ToStr(from.transport);
+  options.host = ToStr(from.host);
+  options.key_file = ToStr(from.key_file);
+  options.thread_count = from.thread_count;
+  options.timeout_ms = from.timeout_ms;
+  options.join_timeout_ms = from.join_timeout_ms;
+  options.flags = from.flags;
+  options.job = ToStr(from.job);
+  options.heartbeat_limit_ms = from.heartbeat_limit_ms;
+  options.max_workers = from.max_workers;
+  dg_limits limits = DG_LIMITS_INIT;
+  limits.message_bytes = from.limits.message_bytes;
+  limits.tensors_per_message = from.limits.tensors_per_message;
+  limits.calls_per_peer = from.limits.calls_per_peer;
+  limits.calls = from.limits.calls;
+  limits.bytes_per_peer = from.limits.bytes_per_peer;
+  limits.contexts_per_peer = from.limits.contexts_per_peer;
+  limits.unauthenticated = from.limits.unauthenticated;
+  limits.handshake_timeout_ms = from.limits.handshake_timeout_ms;
+  options.limits = &limits;
+  std::vector<dg_device_pair> pairs;
+  for (const RawDevicePair& each : from.device_pairs) {
+    dg_device_pair pair = DG_DEVICE_PAIR_INIT;
+    pair.peer = ToStr(each.peer);
+    pair.mine = ToStr(each.mine);
+    pair.theirs = ToStr(each.theirs);
+    pairs.push_back(pair);
+  }
+  std::vector<const dg_device_pair*> pointers;
+  for (const dg_device_pair& pair : pairs) pointers.push_back(&pair);
+  options.device_pairs = pointers.data();
+  options.device_pair_count = pointers.size();
+  return Out<WorkerHandle>(dg_worker_create, &options);
+}
+
+}  // namespace distgrad_rust
