@@ -39,7 +39,8 @@ struct Action {
     kKill,     // a: a worker; b: silently; c: after so many milliseconds it comes back, -1: never
     kOutage,   // of the store; c: milliseconds
   } kind;
-  enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kFunctions };
+  // kUntil: until nobody waits for it any more.
+  enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kUntil, kFunctions };
   enum Ending { kByItself, kByDeadline, kByCancel, kByRelease, kEndings };
   enum PassFlags { kTwice = 1, kAsync = 2, kSideCall = 4, kCancelSide = 8, kPassFlags = 16 };
   int actor = 0;

@@ -48,9 +48,11 @@ class Generator {
     if (dice < 25 && plan_.workers == 5) {  // of which programs are
       Add({Action::kProgram, actor, Below(1000000)});
     } else if (dice < 55) {
-      const int ending = AnyEnding();
-      Add({Action::kCall, actor, AnyWorker(), Below(Action::kFunctions),
-           ending == Action::kByRelease ? int{Action::kByItself} : ending});
+      const int function = Below(Action::kFunctions);
+      int ending = AnyEnding();
+      if (ending == Action::kByRelease) ending = Action::kByItself;
+      if (function == Action::kUntil && ending == Action::kByItself) ending = Action::kByDeadline;
+      Add({Action::kCall, actor, AnyWorker(), function, ending});
     } else if (dice < 90) {
       Add({Action::kPass, actor, Below(1000000), AnyEnding(),
            Below(Action::kPassFlags)});
