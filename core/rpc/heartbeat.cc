@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
+
 namespace distgrad {
 
 Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& readings) {
@@ -26,6 +28,13 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
   }
   links_ = std::move(links);
 
+  // Their messages are lost, and they may not know it.
+  absl::flat_hash_set<WorkerId> stale;
+  for (const Reading& reading : readings) {
+    if (!reading.peer || !reading.answers || !peers.contains(*reading.peer)) continue;
+    if (now - links_[reading.link].last >= limit_) stale.insert(*reading.peer);
+  }
+
   Verdict verdict;
   absl::flat_hash_map<WorkerId, bool> probed;
   for (size_t i = 0; i < readings.size(); ++i) {
@@ -38,7 +47,7 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
       verdict.lost.push_back(i);
       continue;
     }
-    if (reading.answers && now - own >= limit_) {
+    if (reading.peer && stale.contains(*reading.peer)) {
       verdict.stale.push_back(i);
       continue;
     }

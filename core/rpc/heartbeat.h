@@ -6,8 +6,8 @@
 // probe, before it is given up.
 //
 // A link may be dead though its peer lives: the other end has given it up, and the news of that was
-// lost. So each is pinged by itself, and one that brings no answer while nothing waits on it is
-// stale.
+// lost. So each is pinged by itself. One that brings no answer, while nothing waits on it, is stale;
+// and so are all links of its peer, which learns only by their end that what it waits for is lost.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 
@@ -38,7 +38,7 @@ class Heartbeat {
     std::vector<size_t> ask;      // are to be pinged
     std::vector<WorkerId> probe;  // ping these on a new link, too
     std::vector<size_t> lost;
-    std::vector<size_t> stale;  // these alone: their peers live
+    std::vector<size_t> stale;  // though their peers live
   };
 
   // A peer that is silent is lost within `limit`, and not before 3/5 of it.

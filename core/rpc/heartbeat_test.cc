@@ -55,10 +55,11 @@ TEST_F(HeartbeatTest, AnyLinkOfAPeerSpeaksForAll) {
   }
 }
 
-TEST_F(HeartbeatTest, ALinkIsStaleThatBringsNoAnswerWhileItsPeerLives) {
+TEST_F(HeartbeatTest, LinksAreStaleIfOneBringsNoAnswerWhileItsPeerLives) {
   const auto tick = [&](uint64_t heard, bool answers) {
     return Tick({{.link = 1, .peer = 5, .heard = 3, .answers = answers},
-                 {.link = 2, .peer = 5, .heard = heard, .answers = true}});
+                 {.link = 2, .peer = 5, .heard = heard, .answers = true},
+                 {.link = 3, .peer = 6, .heard = heard, .answers = true}});
   };
   EXPECT_TRUE(tick(0, true).ask.empty());
   for (uint64_t i = 1; i < 5; ++i) {
@@ -70,7 +71,7 @@ TEST_F(HeartbeatTest, ALinkIsStaleThatBringsNoAnswerWhileItsPeerLives) {
   // While something waits on it a question waits behind that.
   EXPECT_TRUE(tick(5, false).stale.empty());
   const auto verdict = tick(6, true);
-  EXPECT_EQ(verdict.stale, std::vector<size_t>{0});
+  EXPECT_EQ(verdict.stale, (std::vector<size_t>{0, 1}));
   EXPECT_TRUE(verdict.lost.empty());
 }
 

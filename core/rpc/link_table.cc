@@ -482,8 +482,9 @@ void LinkTable::Beat() {
   }
   for (const size_t i : verdict.stale) {
     links[i]->Close(absl::UnavailableError(
-        absl::StrCat("nothing was heard on it within the heartbeat limit of ",
-                     absl::FormatDuration(heartbeat_.limit()), ", though its peer lives")));
+        absl::StrCat("nothing was heard on one of the connections with it within the heartbeat "
+                     "limit of ",
+                     absl::FormatDuration(heartbeat_.limit()), ", though it lives")));
   }
 }
 
