@@ -6,8 +6,9 @@
 // probe, before it is given up.
 //
 // A link may be dead though its peer lives: the other end has given it up, and the news of that was
-// lost. So each is pinged by itself. One that brings no answer, while nothing waits on it, is stale;
-// and so are all links of its peer, which learns only by their end that what it waits for is lost.
+// lost. So each is pinged by itself. One that brings no answer, while nothing waits on it, is
+// stale; and so are all links of its peer, which learns only by their end that what it waits for is
+// lost.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 

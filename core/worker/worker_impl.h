@@ -116,7 +116,7 @@ class WorkerImpl : public Server::Owner,
 
   std::map<WorkerId, std::string> Names() const;
 
-  // Constant after construction.
+  // Constant once Create() has returned.
   const WorkerOptions options_;
   Job job_;
   WorkerInfo self_;

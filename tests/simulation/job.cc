@@ -122,7 +122,8 @@ class Job {
   void RunPass(const Action& action, Worker* worker);
 
   // Checks how something ended that was to be over by then.
-  void CheckEnd(const std::string& what, const absl::Status& status, int ending, absl::Time deadline);
+  void CheckEnd(const std::string& what, const absl::Status& status, int ending,
+                absl::Time deadline);
   void CheckNothingIsLeft();
   // Those who live reach each other again.
   void CheckAllIsWell();
@@ -262,7 +263,7 @@ void Job::CheckEnd(const std::string& what, const absl::Status& status, int endi
 }
 
 void Job::RunCall(const Action& action, Worker* worker) {
-  static const char* const kNames[] = {"echo", "slow", "nested", "later",
+  static const char* const kNames[] = {"echo",  "slow",   "nested", "later",
                                        "waits", "throws", "until"};
   const std::string what = absl::StrCat(Text(action), " (", kNames[action.b], ")");
   const at::Tensor x = Constant(action.a + 1);
@@ -273,8 +274,8 @@ void Job::RunCall(const Action& action, Worker* worker) {
     deadline = absl::Now() + absl::Microseconds(Draw() % (Draw() % 2 == 0 ? 100 : 40000));
   }
   options.deadline = deadline;
-  Future<Message> reply = worker->CallAsync(WorkerName(action.a), kNames[action.b],
-                                            {what, {x}}, options);
+  Future<Message> reply =
+      worker->CallAsync(WorkerName(action.a), kNames[action.b], {what, {x}}, options);
   if (action.c == Action::kByCancel) {
     absl::SleepFor(absl::Microseconds(Draw() % 40000));
     reply.Cancel();
@@ -350,7 +351,8 @@ void Job::RunPass(const Action& action, Worker* worker) {
       Tensors inputs = {x};
       for (const auto& [w, leaf] : leaves) inputs.push_back(leaf);
       const Tensors want = torch::autograd::grad({y.sum()}, inputs);
-      const auto check = [&](const absl::StatusOr<at::Tensor>& got, size_t i, const std::string& of) {
+      const auto check = [&](const absl::StatusOr<at::Tensor>& got, size_t i,
+                             const std::string& of) {
         CheckEnd(absl::StrCat(what, ", the gradient of ", of), got.status(), Action::kByItself,
                  absl::InfiniteFuture());
         if (got.ok() && !at::allclose(*got, at::mul(want[i], passes))) {
@@ -361,8 +363,8 @@ void Job::RunPass(const Action& action, Worker* worker) {
       size_t i = 1;
       for (const auto& [w, leaf] : leaves) {
         const absl::Time until = absl::Now() + kTimeout;
-        absl::StatusOr<Message> gradient = worker->Call(
-            WorkerName(w), "gradient", {}, {.context = &context, .deadline = until});
+        absl::StatusOr<Message> gradient =
+            worker->Call(WorkerName(w), "gradient", {}, {.context = &context, .deadline = until});
         CheckEnd(what + ", asking for a gradient", gradient.status(), Action::kByItself, until);
         if (gradient.ok()) check(gradient->tensors.at(0), i, WorkerName(w));
         ++i;

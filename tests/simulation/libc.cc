@@ -68,10 +68,11 @@ const Libc& RealLibc() {
 using namespace distgrad::simulation;  // NOLINT: what follows is libc's
 
 // The real function of this name, of the same type as the one that stands for it.
-#define DG_REAL(name, ...)                                                              \
-  ([] {                                                                                 \
-    static const auto real = Real(static_cast<decltype(&simulated_##name)>(nullptr), #name, ##__VA_ARGS__); \
-    return real;                                                                        \
+#define DG_REAL(name, ...)                                                             \
+  ([] {                                                                                \
+    static const auto real =                                                           \
+        Real(static_cast<decltype(&simulated_##name)>(nullptr), #name, ##__VA_ARGS__); \
+    return real;                                                                       \
   }())
 
 // By the name that the linker sees: libc's headers have declared that name in other words.
@@ -266,7 +267,8 @@ int simulated_clock_gettime(clockid_t clock, timespec* time) {
 int simulated_gettimeofday(timeval* time, void* zone) {
   if (!Running()) return DG_REAL(gettimeofday)(time, zone);
   const int64_t now = kEpoch + Now();
-  *time = {static_cast<time_t>(now / 1000000000), static_cast<suseconds_t>(now % 1000000000 / 1000)};
+  *time = {static_cast<time_t>(now / 1000000000),
+           static_cast<suseconds_t>(now % 1000000000 / 1000)};
   return 0;
 }
 

@@ -81,10 +81,11 @@ int Main(int argc, char** argv) {
   }
   const double took =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  std::printf("%llu of %llu seeds failed; %.1f s, in which %.0f s were simulated, with %llu changes "
-              "of threads\n",
-              static_cast<unsigned long long>(failed), static_cast<unsigned long long>(seeds), took,
-              simulated, static_cast<unsigned long long>(switches));
+  std::printf(
+      "%llu of %llu seeds failed; %.1f s, in which %.0f s were simulated, with %llu changes "
+      "of threads\n",
+      static_cast<unsigned long long>(failed), static_cast<unsigned long long>(seeds), took,
+      simulated, static_cast<unsigned long long>(switches));
   return failed == 0 ? 0 : 1;
 }
 

@@ -156,9 +156,8 @@ void SimulatedEnd::Send(Packet packet, SendDone done) {
     }
     // Under the lock, so that what is sent keeps its order.
     if (peer != nullptr && !deaf_ && !node_->dead()) {
-      peer->node().Post(when, [peer, copy = std::move(copy)]() mutable {
-        peer->Deliver(std::move(copy));
-      });
+      peer->node().Post(
+          when, [peer, copy = std::move(copy)]() mutable { peer->Deliver(std::move(copy)); });
     }
   }
   if (done) done(closed);
@@ -248,8 +247,8 @@ void SimulatedEnd::CloseBoth(absl::Status why, bool by_caller) {
           absl::MutexLock lock(&peer->mu_);
           if (peer->deaf_) return;
         }
-        peer->Finish(absl::UnavailableError(
-                         absl::StrCat("the connection to ", peer->peer_address_, " was closed there")),
+        peer->Finish(absl::UnavailableError(absl::StrCat("the connection to ", peer->peer_address_,
+                                                         " was closed there")),
                      Clock::now(), /*by_caller=*/false);
       });
 }
@@ -260,10 +259,8 @@ absl::Status SimulatedNode::Start() {
   std::lock_guard<std::mutex> lock(mu_);
   if (stopping_) return absl::FailedPreconditionError(absl::StrCat(address_, " is going away"));
   if (thread_.joinable()) return absl::OkStatus();
-  DG_ASSIGN_OR_RETURN(thread_,
-                      StartThread(absl::StrCat("net", address_.substr(kScheme.size())), [this] {
-                        Run();
-                      }));
+  DG_ASSIGN_OR_RETURN(thread_, StartThread(absl::StrCat("net", address_.substr(kScheme.size())),
+                                           [this] { Run(); }));
   return absl::OkStatus();
 }
 
@@ -474,9 +471,9 @@ void SimulatedNetwork::Cut(const std::string& a, const std::string& b, bool sile
         end->BecomeDeaf();
         continue;
       }
-      end->Finish(
-          absl::UnavailableError(absl::StrCat("the connection to ", end->peer_address(), " was cut")),
-          Clock::now(), /*by_caller=*/false);
+      end->Finish(absl::UnavailableError(
+                      absl::StrCat("the connection to ", end->peer_address(), " was cut")),
+                  Clock::now(), /*by_caller=*/false);
     }
   }
 }

@@ -54,8 +54,7 @@ class Generator {
       if (function == Action::kUntil && ending == Action::kByItself) ending = Action::kByDeadline;
       Add({Action::kCall, actor, AnyWorker(), function, ending});
     } else if (dice < 90) {
-      Add({Action::kPass, actor, Below(1000000), AnyEnding(),
-           Below(Action::kPassFlags)});
+      Add({Action::kPass, actor, Below(1000000), AnyEnding(), Below(Action::kPassFlags)});
     } else if (dice < 94) {
       Add({Action::kUpdate, actor});
     } else {

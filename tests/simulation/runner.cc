@@ -37,8 +37,8 @@ void Runner::FixAddresses(char** argv) {
 }
 
 Runner::Runner(Function function, void (*warm_up)()) {
-  shared_ = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
-                                      MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  shared_ = static_cast<Shared*>(
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   DG_CHECK(shared_ != MAP_FAILED);
   DG_CHECK(pipe(orders_) == 0 && pipe(answers_) == 0);
   stderr_ = memfd_create("stderr", 0);
@@ -104,9 +104,9 @@ Outcome Runner::Run(absl::string_view order, int patience) {
   const int status = shared_->status;
   outcome.ok = WIFEXITED(status) && WEXITSTATUS(status) == 0;
   if (WIFSIGNALED(status)) {
-    outcome.wrong = absl::StrCat(WTERMSIG(status) == SIGALRM ? "it took too long: signal "
-                                                              : "it ended by signal ",
-                                 WTERMSIG(status));
+    outcome.wrong = absl::StrCat(
+        WTERMSIG(status) == SIGALRM ? "it took too long: signal " : "it ended by signal ",
+        WTERMSIG(status));
   } else if (WEXITSTATUS(status) == kDeadlockExit) {
     outcome.wrong = "threads wait for each other for ever";
   } else if (WEXITSTATUS(status) == kTooLongExit) {

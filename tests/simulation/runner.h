@@ -1,5 +1,6 @@
-// Runs a function in a process of its own for each order, so that what one leaves behind, or breaks,
-// is none of the next one's; and so that each starts from the same memory, wherever that matters.
+// Runs a function in a process of its own for each order, so that what one leaves behind, or
+// breaks, is none of the next one's; and so that each starts from the same memory, wherever that
+// matters.
 //
 //   Runner runner([](absl::string_view order) { ... return course; });   // in main(), at once
 //   Outcome outcome = runner.Run("seed 7");

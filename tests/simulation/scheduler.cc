@@ -41,9 +41,9 @@ struct Simulation {
   bool calm = false;
   uint64_t random = 0, drawn = 0;
   Course course;
-  std::vector<Thread*> live;    // not over
+  std::vector<Thread*> live;      // not over
   std::vector<Thread*> unjoined;  // started, and not joined
-  Thread* leaving = nullptr;    // has given the baton away, and is on its way out
+  Thread* leaving = nullptr;      // has given the baton away, and is on its way out
   Thread* reporter = nullptr;
 };
 
@@ -52,8 +52,8 @@ Simulation* simulation = nullptr;
 thread_local Thread* self = nullptr;
 
 long Futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
-  return RealLibc().syscall(SYS_futex, reinterpret_cast<long>(word),
-                            operation | FUTEX_PRIVATE_FLAG, value, 0, 0, 0);
+  return RealLibc().syscall(SYS_futex, reinterpret_cast<long>(word), operation | FUTEX_PRIVATE_FLAG,
+                            value, 0, 0, 0);
 }
 
 void Mix(uint64_t number) {
@@ -322,11 +322,10 @@ int StartThread(pthread_t* pthread, const pthread_attr_t* attributes, void* (*fu
 
 void DetachThread(pthread_t pthread) {
   auto& unjoined = simulation->unjoined;
-  unjoined.erase(std::remove_if(unjoined.begin(), unjoined.end(),
-                                [&](const Thread* thread) {
-                                  return pthread_equal(thread->pthread, pthread);
-                                }),
-                 unjoined.end());
+  unjoined.erase(
+      std::remove_if(unjoined.begin(), unjoined.end(),
+                     [&](const Thread* thread) { return pthread_equal(thread->pthread, pthread); }),
+      unjoined.end());
 }
 
 int JoinThread(pthread_t pthread, void** result) {

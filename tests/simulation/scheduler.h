@@ -2,15 +2,15 @@
 //
 // Every thread is one of the system's, so what belongs to a thread (grad mode, locks, handlers) is
 // as in production; but only the one that has the baton runs. It hands it on where it would wait,
-// and, if the options say so, where it takes or gives back a lock. Who gets it is drawn by the seed.
-// Time is a number that moves only when the baton does: when nobody can go on, it jumps to the first
-// moment at which somebody can. When there is no such moment, threads wait for each other for ever:
-// the process prints who waits where, and ends.
+// and, if the options say so, where it takes or gives back a lock. Who gets it is drawn by the
+// seed. Time is a number that moves only when the baton does: when nobody can go on, it jumps to
+// the first moment at which somebody can. When there is no such moment, threads wait for each other
+// for ever: the process prints who waits where, and ends.
 //
 // libc.cc brings the program's waiting here: it defines the functions of libc that wait, start
-// threads, or tell the time, in place of libc's own, for all code of the program, libtorch's too. So
-// nothing that is simulated knows of it, nothing that waits can be forgotten, and production pays
-// nothing for it.
+// threads, or tell the time, in place of libc's own, for all code of the program, libtorch's too.
+// So nothing that is simulated knows of it, nothing that waits can be forgotten, and production
+// pays nothing for it.
 #ifndef DISTGRAD_TESTS_SIMULATION_SCHEDULER_H_
 #define DISTGRAD_TESTS_SIMULATION_SCHEDULER_H_
 
@@ -56,12 +56,13 @@ struct Course {
 void Begin(const Schedule& schedule);
 // Once there is no other thread.
 Course End();
-// From here on threads are not preempted and do not stand still, so that what is left over ends soon.
+// From here on threads are not preempted and do not stand still, so that what is left over ends
+// soon.
 void Calm();
 
-bool Running();  // whether between Begin and End
+bool Running();   // whether between Begin and End
 bool OnThread();  // and on a thread that takes part
-int64_t Now();   // nanoseconds since Begin
+int64_t Now();    // nanoseconds since Begin
 uint64_t Draw();  // the next number that follows from the seed
 
 // Adds to the hash, and to what is printed, that something happened.

@@ -1,5 +1,5 @@
-// The job's store as one of its processes reaches it: slow, silent for a while, or, once the process
-// is dead, not at all.
+// The job's store as one of its processes reaches it: slow, silent for a while, or, once the
+// process is dead, not at all.
 #ifndef DISTGRAD_TESTS_SIMULATION_STORE_H_
 #define DISTGRAD_TESTS_SIMULATION_STORE_H_
 
