@@ -1,6 +1,6 @@
 // Calls between workers: dispatches what arrives to the tables of calls (deadlines, replies) and of
-// links (which peers are reachable). It carries bytes and segments and does not look into them; what a call means is its
-// service's affair.
+// links (which peers are reachable). It carries bytes and segments and does not look into them;
+// what a call means is its service's affair.
 //
 // There is one connection to each peer, opened by whoever calls first and used both ways, and one
 // for large packets, which nothing else waits behind (docs/threading.md). When either breaks, or

@@ -31,8 +31,8 @@
 
 namespace distgrad {
 
-// Thread-safe. Calls what a call ends with without its lock, under which it only asks a link whether
-// it is ready. LinkTable calls Add() under its own.
+// Thread-safe. Calls what a call ends with without its lock, under which it only asks a link
+// whether it is ready. LinkTable calls Add() under its own.
 class CallTable : public Canceller, public std::enable_shared_from_this<CallTable> {
  public:
   // Agent::ReplyCallback.

@@ -19,6 +19,7 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     // tick: that is the fifth of the limit by which a loss comes early.
     if (before != links_.end() && before->second.heard == reading.heard && !slept) {
       sign.last = before->second.last;
+      sign.pinged = before->second.pinged;
     }
     links.emplace(reading.link, sign);
     // A new link of our own is no sign of life.
@@ -30,29 +31,33 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
 
   // Their messages are lost, and they may not know it.
   absl::flat_hash_set<WorkerId> stale;
+  const auto is_unanswered = [&](const Reading& reading) {
+    return reading.answers && now - links_[reading.link].pinged >= limit_ - interval();
+  };
   for (const Reading& reading : readings) {
-    if (!reading.peer || !reading.answers || !peers.contains(*reading.peer)) continue;
-    if (now - links_[reading.link].last >= limit_) stale.insert(*reading.peer);
+    if (!reading.peer || reading.heard == 0 || !peers.contains(*reading.peer)) continue;
+    if (is_unanswered(reading)) stale.insert(*reading.peer);
   }
 
   Verdict verdict;
   absl::flat_hash_map<WorkerId, bool> probed;
   for (size_t i = 0; i < readings.size(); ++i) {
     const Reading& reading = readings[i];
-    const absl::Time own = links_[reading.link].last;
-    absl::Time last = own;
+    Sign& sign = links_[reading.link];
+    absl::Time last = sign.last;
     if (reading.peer && peers.contains(*reading.peer)) last = peers[*reading.peer];
     const absl::Duration silent = now - last;
     if (silent >= limit_ - interval()) {
       verdict.lost.push_back(i);
       continue;
     }
-    if (reading.peer && stale.contains(*reading.peer)) {
+    if (reading.peer && (stale.contains(*reading.peer) || is_unanswered(reading))) {
       verdict.stale.push_back(i);
       continue;
     }
-    if (!reading.peer || now - own < interval()) continue;
+    if (!reading.peer || now - sign.last < interval()) continue;
     if (silent >= interval() || reading.answers) verdict.ask.push_back(i);
+    if (reading.answers) sign.pinged = std::min(sign.pinged, now);
     if (silent < 2 * interval()) continue;
     if (!probed_.contains(*reading.peer) && probed.emplace(*reading.peer, true).second) {
       verdict.probe.push_back(*reading.peer);

@@ -6,9 +6,9 @@
 // probe, before it is given up.
 //
 // A link may be dead though its peer lives: the other end has given it up, and the news of that was
-// lost. So each is pinged by itself. One that brings no answer, while nothing waits on it, is
-// stale; and so are all links of its peer, which learns only by their end that what it waits for is
-// lost.
+// lost. So each is pinged by itself, when nothing waits on it before the ping. One that brings no
+// answer is stale; and so are all links of its peer, which learns only by their end that what it
+// waits for is lost. (A link on which nothing ever came has lost nothing, and goes alone.)
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 
@@ -56,7 +56,9 @@ class Heartbeat {
  private:
   struct Sign {
     uint64_t heard = 0;
-    absl::Time last;
+    absl::Time last;  // when it was heard
+    // When it was pinged first since then, with nothing before the ping.
+    absl::Time pinged = absl::InfiniteFuture();
   };
 
   const absl::Duration limit_;

@@ -75,6 +75,32 @@ TEST_F(HeartbeatTest, LinksAreStaleIfOneBringsNoAnswerWhileItsPeerLives) {
   EXPECT_TRUE(verdict.lost.empty());
 }
 
+// All the while large packets went both ways, on a link of their own; so nothing came on this one,
+// and no ping went out on it.
+TEST_F(HeartbeatTest, ALinkIsPingedBeforeItIsStale) {
+  const auto tick = [&](uint64_t heard, bool answers) {
+    return Tick({{.link = 1, .peer = 5, .heard = 3, .answers = answers},
+                 {.link = 2, .peer = 5, .heard = heard, .answers = false}});
+  };
+  for (uint64_t i = 1; i < 10; ++i) EXPECT_TRUE(tick(i, false).ask.empty());
+  for (uint64_t i = 10; i < 14; ++i) {
+    const auto verdict = tick(i, true);
+    EXPECT_EQ(verdict.ask, std::vector<size_t>{0});
+    EXPECT_TRUE(verdict.stale.empty());
+  }
+  EXPECT_EQ(tick(14, true).stale, (std::vector<size_t>{0, 1}));
+}
+
+// A second link that is taken by the kernel and by nobody else.
+TEST_F(HeartbeatTest, ALinkOnWhichNothingEverCameGoesAlone) {
+  const auto tick = [&](uint64_t heard) {
+    return Tick({{.link = 1, .peer = 5, .heard = heard, .answers = true},
+                 {.link = 2, .peer = 5, .heard = 0, .answers = true}});
+  };
+  for (uint64_t i = 1; i < 6; ++i) EXPECT_TRUE(tick(i).stale.empty());
+  EXPECT_EQ(tick(6).stale, std::vector<size_t>{1});
+}
+
 TEST_F(HeartbeatTest, AProbeThatNobodyAnswersIsNoSignOfLife) {
   std::vector<Reading> links = {{.link = 1, .peer = 5, .heard = 3}};
   for (int i = 0; i < 3; ++i) Tick(links);
