@@ -1,3 +1,4 @@
+// Does the pieces of work with distgrad's workers, contexts and calls.
 #include "benchmarks/distgrad_side.h"
 
 #include <ATen/Parallel.h>

@@ -1,3 +1,4 @@
+// Starts the processes of a side, tells them what to do, and stops and continues them.
 #include "benchmarks/group.h"
 
 #include <dirent.h>

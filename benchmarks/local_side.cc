@@ -1,3 +1,4 @@
+// Times distgrad's executor, torch::autograd::backward and memcpy in one process.
 #include "benchmarks/local_side.h"
 
 #include <ATen/Parallel.h>

@@ -1,3 +1,4 @@
+// Makes the layers that are trained, and takes steps with and without replicas.
 #include "benchmarks/parallel_step.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// Does the same pieces of work with PyTorch's RPC agent and its distributed autograd.
 #include "benchmarks/pytorch_side.h"
 
 #include <ATen/Parallel.h>

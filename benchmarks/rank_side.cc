@@ -1,3 +1,4 @@
+// Takes steps of training on several ranks, by GradientAverager or by PyTorch's Reducer.
 #include "benchmarks/rank_side.h"
 
 #include <ATen/Context.h>

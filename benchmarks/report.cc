@@ -1,3 +1,4 @@
+// Writes results as lines of a table and as JSON, and has gnuplot draw them.
 #include "benchmarks/report.h"
 
 #include <sys/utsname.h>

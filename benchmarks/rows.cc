@@ -1,3 +1,4 @@
+// Lists the rows of the table, and derives medians and ratios from what was measured.
 #include "benchmarks/rows.h"
 
 #include <string>

@@ -1,3 +1,4 @@
+// Reads pieces of work from text, writes them as text, and repeats them for a time.
 #include "benchmarks/work.h"
 
 #include <algorithm>

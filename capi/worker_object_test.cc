@@ -1,3 +1,4 @@
+// Destroying a worker while its handlers, functions and threads are still busy.
 #include "capi/worker_object.h"
 
 #include <gtest/gtest.h>

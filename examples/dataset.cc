@@ -1,3 +1,4 @@
+// Reads gzipped IDX files, checks them, and cuts them into batches.
 #include "examples/dataset.h"
 
 #include <errno.h>

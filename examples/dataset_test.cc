@@ -1,3 +1,4 @@
+// Files of images and labels, good and damaged ones, and the order of batches.
 #include "examples/dataset.h"
 
 #include <zlib.h>

@@ -1,3 +1,4 @@
+// Runs a batch through the stages of the workers, and steps each stage's parameters.
 #include "examples/distributed.h"
 
 #include <string>

@@ -1,3 +1,4 @@
+// Starts the copies, passes signals on to them, and ends all if one fails.
 #include "examples/launcher.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+// Places and variables of a job's processes, and how they end with each other.
 #include "examples/launcher.h"
 
 #include <fcntl.h>

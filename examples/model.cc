@@ -1,3 +1,4 @@
+// Builds the layers of a stage from a seed, and runs them.
 #include "examples/model.h"
 
 #include <algorithm>

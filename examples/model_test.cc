@@ -1,3 +1,4 @@
+// Stages of the network, however it is cut, compared with the whole.
 #include "examples/model.h"
 
 #include <vector>

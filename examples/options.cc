@@ -1,3 +1,4 @@
+// Describes the options to CLI11, and reads them.
 #include "examples/options.h"
 
 #include <stdlib.h>

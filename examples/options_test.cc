@@ -1,3 +1,4 @@
+// Defaults, values and errors of the options.
 #include "examples/options.h"
 
 #include <stdlib.h>

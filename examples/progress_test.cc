@@ -1,3 +1,4 @@
+// What is drawn on a terminal, and what is written elsewhere.
 #include "examples/progress.h"
 
 #include <string>

@@ -1,3 +1,4 @@
+// Writes the CSV row by row, and has gnuplot draw the picture.
 #include "examples/report.h"
 
 #include <errno.h>

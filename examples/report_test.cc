@@ -1,3 +1,4 @@
+// The table, the picture, and what is said where gnuplot is missing or fails.
 #include "examples/report.h"
 
 #include <stdlib.h>

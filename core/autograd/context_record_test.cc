@@ -1,3 +1,4 @@
+// What a context keeps of gradients: their sums, and why a tensor has none.
 #include "core/autograd/context_record.h"
 
 #include <ATen/TensorOperators.h>

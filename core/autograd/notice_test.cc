@@ -1,3 +1,4 @@
+// Notices as bytes and back, and the errors for bytes that are cut short or out of range.
 #include "core/autograd/notice.h"
 
 #include <ATen/core/Tensor.h>

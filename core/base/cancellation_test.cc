@@ -1,3 +1,4 @@
+// Who is told of a cancellation, how often, and what forgetting a callback waits for.
 #include "core/base/cancellation.h"
 
 #include <gtest/gtest.h>

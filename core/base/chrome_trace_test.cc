@@ -1,3 +1,4 @@
+// The JSON of a trace: slices, flows and rows, and names that a peer may have chosen.
 #include "core/base/chrome_trace.h"
 
 #include <string>

@@ -1,3 +1,4 @@
+// The order, the cancelling and the end of timers, of the fake clock and of the real one.
 #include "core/base/clock.h"
 
 #include <memory>

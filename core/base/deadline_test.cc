@@ -1,3 +1,4 @@
+// Deadlines near the ends of the clocks' range, and while the wall clock is set.
 #include "core/base/deadline.h"
 
 #include <gtest/gtest.h>

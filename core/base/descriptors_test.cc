@@ -1,3 +1,4 @@
+// Raising the limit on open files, and the errors where that is impossible.
 #include "core/base/descriptors.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+// Setting, waiting, cancelling and dropping, and waits that borrow the thread for a loop or a pool.
 #include "core/base/future.h"
 
 #include <memory>

@@ -1,3 +1,4 @@
+// Which worker made an id, read from its upper bits.
 #include "core/base/ids.h"
 
 #include "gtest/gtest.h"

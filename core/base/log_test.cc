@@ -1,3 +1,4 @@
+// Lines of the log: their format, the threshold, and sinks that come and go.
 #include "core/base/log.h"
 
 #include <atomic>

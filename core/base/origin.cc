@@ -1,3 +1,4 @@
+// Keeps the origin of an error as a payload of its status.
 #include "core/base/origin.h"
 
 #include <string>

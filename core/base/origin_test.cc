@@ -1,3 +1,4 @@
+// Origins that are attached to errors, kept when passed on, and read back.
 #include "core/base/origin.h"
 
 #include <gtest/gtest.h>

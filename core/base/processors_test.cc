@@ -1,3 +1,4 @@
+// Counts of processors by affinity masks and by the files of both versions of control groups.
 #include "core/base/processors.h"
 
 #include <gtest/gtest.h>

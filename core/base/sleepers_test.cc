@@ -1,3 +1,4 @@
+// Waits for a condition: how they are woken, and when they end in vain.
 #include "core/base/sleepers.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// How long a thread polls before it sleeps, and when it leaves that out.
 #include "core/base/spin.h"
 
 #include <gtest/gtest.h>

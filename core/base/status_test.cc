@@ -1,3 +1,4 @@
+// Context that is added to errors, and the macros that pass them on.
 #include "core/base/status.h"
 
 #include <memory>

@@ -1,3 +1,4 @@
+// The order of a strand's tasks, the thread that runs them, and tasks that throw or end the strand.
 #include "core/base/strand.h"
 
 #include <atomic>

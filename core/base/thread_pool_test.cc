@@ -1,3 +1,5 @@
+// Tasks that block and are replaced, closing and joining, loops that run tasks, and missing
+// threads.
 #include "core/base/thread_pool.h"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// Recording spans from many threads, and counting those that do not fit.
 #include "core/base/trace.h"
 
 #include <memory>

@@ -1,3 +1,4 @@
+// Numbers and strings as bytes and back, cut short at every byte and with lengths that lie.
 #include "core/base/wire.h"
 
 #include <cstdint>

@@ -1,3 +1,4 @@
+// Crashes and errors at every system call of a write, and what is on the disk afterwards.
 #include "core/checkpoint/durable_file.h"
 
 #include <linux/capability.h>

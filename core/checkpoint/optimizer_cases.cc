@@ -1,3 +1,4 @@
+// Makes the optimizers that Python has trained, and trains them on to compare.
 #include "core/checkpoint/optimizer_cases.h"
 
 #include <ATen/ATen.h>

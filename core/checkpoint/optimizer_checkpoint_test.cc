@@ -1,3 +1,4 @@
+// Optimizers' files that go to Python's torch and come from it, and those that are refused.
 #include "core/checkpoint/optimizer_checkpoint.h"
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// Headers as the Python package writes them, and everything that a header may not say.
 #include "core/checkpoint/safetensors_header.h"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// Tensors of every dtype and layout through a file and back, and files that are damaged or cut.
 #include "core/checkpoint/safetensors.h"
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// The variables of each launcher, their order, and those that contradict each other.
 #include "core/membership/environment.h"
 
 #include <cstdlib>

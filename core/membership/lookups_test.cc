@@ -1,3 +1,4 @@
+// Finding workers while the store is silent, and until the lookups are closed.
 #include "core/membership/lookups.h"
 
 #include <atomic>

@@ -1,3 +1,4 @@
+// Starting, joining, leaving and losing workers, and barriers among those that remain.
 #include "core/membership/membership.h"
 
 #include <atomic>

@@ -1,3 +1,4 @@
+// URLs of every kind of rendezvous, and the errors for malformed ones.
 #include "core/membership/rendezvous_url.h"
 
 #include <string>

@@ -1,3 +1,4 @@
+// Slurm's lists of nodes and of tasks, and text that is neither.
 #include "core/membership/slurm.h"
 
 #include <string>

@@ -1,3 +1,4 @@
+// The numbers of starts that share a store, also after starts that failed halfway.
 #include "core/membership/start.h"
 
 #include <memory>

@@ -1,3 +1,4 @@
+// Addresses to listen on and to connect to, as text and as the system resolves them.
 #include "core/net/address.h"
 
 #include "gtest/gtest.h"

@@ -1,3 +1,4 @@
+// Handshakes between ends that agree and that do not, and replayed, echoed or changed messages.
 #include "core/net/handshake.h"
 
 #include <sys/stat.h>

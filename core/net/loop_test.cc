@@ -1,3 +1,4 @@
+// Tasks, timers and sockets of a loop: on its own thread, on borrowed ones, and aside.
 #include "core/net/loop.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// Steps by the gradients of a context, and parameters that have none.
 #include "core/optim/local_optimizer.h"
 
 #include <ATen/ops/full.h>

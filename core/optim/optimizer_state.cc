@@ -1,3 +1,4 @@
+// Lists where each of libtorch's optimizers keeps its state, and copies it out and in.
 #include "core/optim/optimizer_state.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// States that are saved, loaded and trained on with, and states that do not fit.
 #include "core/optim/optimizer_state.h"
 
 #include <ATen/ATen.h>

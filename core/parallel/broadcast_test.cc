@@ -1,3 +1,4 @@
+// Copies for devices and sums over them, with their first and second derivatives.
 #include "core/parallel/broadcast.h"
 
 #include <ATen/ATen.h>

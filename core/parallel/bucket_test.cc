@@ -1,3 +1,4 @@
+// Which tensors share a bucket, and what packing and unpacking make of them.
 #include "core/parallel/bucket.h"
 
 #include <ATen/TensorOperators.h>

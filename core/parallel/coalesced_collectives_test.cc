@@ -1,3 +1,4 @@
+// Reductions and broadcasts over devices, and the order of the devices' streams.
 #include "core/parallel/coalesced_collectives.h"
 
 #include <ATen/TensorOperators.h>

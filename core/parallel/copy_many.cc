@@ -1,4 +1,4 @@
-// For builds without CUDA.
+// Copies by libtorch's _foreach_copy_(); for builds without CUDA.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <c10/core/DeviceGuard.h>

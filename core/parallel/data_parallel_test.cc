@@ -1,3 +1,4 @@
+// Outputs and gradients of replicas, compared with those of the module alone.
 #include "core/parallel/data_parallel.h"
 
 #include <ATen/autocast_mode.h>

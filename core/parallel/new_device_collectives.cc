@@ -1,4 +1,4 @@
-// For builds without CUDA.
+// Makes collectives that copy between devices; for builds without CUDA.
 #include "core/parallel/new_device_collectives.h"
 
 #include <utility>

@@ -1,3 +1,4 @@
+// Order, modes and devices of what runs in parallel, and which error is thrown.
 #include "core/parallel/parallel_apply.h"
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// Batches that are split and put together again, with their gradients.
 #include "core/parallel/scatter_gather.h"
 
 #include <ATen/ATen.h>

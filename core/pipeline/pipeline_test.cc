@@ -1,3 +1,4 @@
+// Steps of a pipeline, compared with one process; errors, deadlines and lost workers.
 #include "core/pipeline/pipeline.h"
 
 #include <ATen/Context.h>

@@ -1,3 +1,4 @@
+// What each generator promises of its schedules, and faulty ones that are refused.
 #include "core/pipeline/schedule.h"
 
 #include <gmock/gmock.h>

@@ -1,3 +1,4 @@
+// Forward and both halves of the backward of one stage, compared with libtorch.
 #include "core/pipeline/stage_run.h"
 
 #include <ATen/Context.h>

@@ -1,3 +1,4 @@
+// Plans and parcels as bytes and back, and those that are refused.
 #include "core/pipeline/step_plan.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// Calls, errors and notices between three agents, lost peers, and connections of others.
 #include "core/rpc/agent.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// Counts of calls by peer and function, and how many names a peer may invent.
 #include "core/rpc/call_metrics.h"
 
 #include <gtest/gtest.h>

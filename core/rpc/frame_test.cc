@@ -1,3 +1,4 @@
+// Every kind of frame as bytes and back, cut short, out of range and at random.
 #include "core/rpc/frame.h"
 
 #include <gtest/gtest.h>

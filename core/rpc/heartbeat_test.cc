@@ -1,3 +1,4 @@
+// Silent peers, stale links and a process that slept, tick by tick.
 #include "core/rpc/heartbeat.h"
 
 #include "gtest/gtest.h"

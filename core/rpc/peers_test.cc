@@ -1,3 +1,4 @@
+// Members that come, leave and come back, and which of them watches which.
 #include "core/rpc/peers.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// Credit for bytes to send: the order of those that wait, and how they give up.
 #include "core/rpc/send_window.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// Allocations within and beyond a limit, in its scope, its pauses and on other threads.
 #include "core/tensor/allocation_limit.h"
 
 #include <ATen/ATen.h>

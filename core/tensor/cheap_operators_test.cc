@@ -1,3 +1,4 @@
+// Calls of operators that count as cheap, and those that do not.
 #include "core/tensor/cheap_operators.h"
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// Devices by a map and back, and maps that cannot be reversed or do not agree.
 #include "core/tensor/device_map.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// The codes and messages that exceptions of libtorch become.
 #include "core/tensor/exception.h"
 
 #include <c10/util/Exception.h>

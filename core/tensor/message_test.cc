@@ -1,3 +1,4 @@
+// Tensors of every dtype and layout in packets and back, and packets that lie.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <c10/core/Allocator.h>

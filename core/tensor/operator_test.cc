@@ -1,3 +1,4 @@
+// Operators that are called by name: defaults, conversions, results and errors.
 #include "core/tensor/operator.h"
 
 #include <ATen/Functions.h>

@@ -1,3 +1,4 @@
+// Arguments and results as messages and back, cut short and at random.
 #include "core/tensor/values.h"
 
 #include <ATen/CPUGeneratorImpl.h>

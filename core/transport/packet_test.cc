@@ -1,3 +1,4 @@
+// Memory for segments: its sizes, its reuse, and what is kept of it.
 #include "core/transport/packet.h"
 
 #include <cstdint>

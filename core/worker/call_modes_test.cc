@@ -1,3 +1,4 @@
+// Autocast and other modes of the caller, on the handler's thread and afterwards.
 #include "core/worker/call_modes.h"
 
 #include <ATen/autocast_mode.h>

@@ -1,3 +1,4 @@
+// When a peer's devices are checked again.
 #include "core/worker/device_maps.h"
 
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// The error file that torchrun reads, and processes that have none.
 #include "core/worker/failure.h"
 
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// Calls, handlers, errors, barriers and lost workers, over every transport.
 #include "core/worker/worker.h"
 
 #include <ATen/ATen.h>

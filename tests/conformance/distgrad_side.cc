@@ -1,3 +1,4 @@
+// Puts distgrad's workers and contexts behind the interface of the scenarios.
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"

@@ -1,3 +1,4 @@
+// Defines the functions that workers serve in the scenarios, for both sides.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <signal.h>

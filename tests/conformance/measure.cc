@@ -1,3 +1,4 @@
+// Starts a process for each worker of a scenario, and collects what came of it.
 #include "tests/conformance/measure.h"
 
 #include <ATen/core/Tensor.h>

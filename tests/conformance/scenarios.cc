@@ -1,3 +1,4 @@
+// Writes down each scenario, and says what came of it in a line.
 #include "tests/conformance/scenarios.h"
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// Makes namespaces, cables and processes in them by ip, tc and system calls.
 #include "tests/hosts/hosts.h"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// Runs each kind of step, by libtorch alone or by calls of workers.
 #include "tests/integration/property_frame.h"
 
 #include <ATen/ATen.h>

@@ -1,3 +1,4 @@
+// Makes random steps, prints them, and leaves steps out one by one.
 #include "tests/integration/property_program.h"
 
 #include <algorithm>

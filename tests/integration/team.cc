@@ -1,3 +1,4 @@
+// Calls closures of the test by their addresses, and compares gradients with libtorch's.
 #include "tests/integration/team.h"
 
 #include <ATen/CPUGeneratorImpl.h>

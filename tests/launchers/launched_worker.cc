@@ -1,3 +1,4 @@
+// Joins the job, and has all workers greet each other.
 #include "tests/launchers/launched_worker.h"
 
 #include <cstdio>

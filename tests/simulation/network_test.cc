@@ -1,3 +1,4 @@
+// The suite of all transports, over the simulated network.
 #include "tests/simulation/network.h"
 
 #include <memory>

@@ -1,3 +1,4 @@
+// Order, time and chance by the seed, and threads that wait for ever.
 #include "tests/simulation/scheduler.h"
 
 #include <gtest/gtest.h>

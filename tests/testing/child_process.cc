@@ -1,3 +1,4 @@
+// Starts the program with pipes to it, and ends it with its parent.
 #include "tests/testing/child_process.h"
 
 #include <fcntl.h>

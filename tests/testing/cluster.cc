@@ -1,3 +1,4 @@
+// Makes the workers of a cluster at the same time, and ends them.
 #include "tests/testing/cluster.h"
 
 #include <algorithm>

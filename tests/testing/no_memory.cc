@@ -1,3 +1,4 @@
+// Lowers the limit on addresses of this process, and raises it again.
 #include "tests/testing/no_memory.h"
 
 #include <unistd.h>

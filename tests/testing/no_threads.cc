@@ -1,3 +1,4 @@
+// Asks for stacks that no machine has, so that no thread can be made.
 #include "tests/testing/no_threads.h"
 
 #include <cstddef>

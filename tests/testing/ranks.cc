@@ -1,3 +1,4 @@
+// Runs each rank on a thread of its own.
 #include "tests/testing/ranks.h"
 
 #include <thread>

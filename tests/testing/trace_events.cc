@@ -1,3 +1,4 @@
+// Reads slices and flows out of the JSON, and checks how they lie.
 #include "tests/testing/trace_events.h"
 
 #include <algorithm>

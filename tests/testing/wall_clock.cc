@@ -1,3 +1,4 @@
+// Replaces clock_gettime(), and moves the wall clock alone.
 #include "tests/testing/wall_clock.h"
 
 #include <sys/syscall.h>

@@ -1,3 +1,4 @@
+// Graphs that are cheap enough to run inline, and what keeps others from it.
 #include "core/autograd/executor/cheap_graph.h"
 
 #include <ATen/TensorOperators.h>

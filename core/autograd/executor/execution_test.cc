@@ -1,3 +1,4 @@
+// Runs of a graph: which nodes run and when, what leaves, stop nodes and hooks get, and cancelling.
 #include "core/autograd/executor/execution.h"
 
 #include <ATen/TensorOperators.h>

@@ -1,3 +1,4 @@
+// Sums of the gradients for one input, also when many threads add to it.
 #include "core/autograd/executor/gradient_slot.h"
 
 #include <ATen/ops/full.h>

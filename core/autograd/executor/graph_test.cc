@@ -1,3 +1,4 @@
+// How graphs are laid out: the numbers of their nodes, counts of edges, stops, and reachability.
 #include "core/autograd/executor/graph.h"
 
 #include <ATen/ops/ones.h>

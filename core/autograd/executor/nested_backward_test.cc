@@ -1,3 +1,4 @@
+// Backwards within nodes: those that are allowed, and those that are errors.
 #include "core/autograd/executor/nested_backward.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// Two threads that come to the same node, of which one waits for its turn.
 #include "core/autograd/executor/node_turn.h"
 
 #include <gtest/gtest.h>

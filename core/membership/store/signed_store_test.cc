@@ -1,3 +1,4 @@
+// Entries without a signature, with another key's, and moved from one name to another.
 #include "core/membership/store/signed_store.h"
 
 #include <memory>

@@ -1,3 +1,4 @@
+// Launches the kernel that copies many pieces, as many at once as a table holds.
 #include <algorithm>
 
 #include "core/parallel/cuda/copy_kernel.h"

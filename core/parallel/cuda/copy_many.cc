@@ -1,4 +1,4 @@
-// For builds with CUDA: what lies alike at both ends is copied by our kernel.
+// Copies by our kernel what lies alike at both ends, the rest by libtorch; for builds with CUDA.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <c10/core/DeviceGuard.h>

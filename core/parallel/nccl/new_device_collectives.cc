@@ -1,4 +1,4 @@
-// For builds with CUDA.
+// Picks NCCL for GPUs that all differ, and copies between devices otherwise; for builds with CUDA.
 #include "core/parallel/new_device_collectives.h"
 
 #include <algorithm>

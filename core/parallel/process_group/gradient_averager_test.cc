@@ -1,3 +1,4 @@
+// Averages over ranks, when they overlap the backward, and ranks that fail or differ.
 #include "core/parallel/process_group/gradient_averager.h"
 
 #include <gtest/gtest.h>

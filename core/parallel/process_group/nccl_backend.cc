@@ -1,4 +1,4 @@
-// For builds with CUDA.
+// Makes c10d's backend for NCCL, and picks its GPU; for builds with CUDA.
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>

@@ -1,4 +1,4 @@
-// For builds without CUDA.
+// Says that there is no NCCL; for builds without CUDA.
 #include "absl/status/status.h"
 #include "core/parallel/process_group/new_backend.h"
 

@@ -1,3 +1,4 @@
+// Collectives over ranks, how ranks meet, and ranks that go, are silent or never come.
 #include "core/parallel/process_group/process_group.h"
 
 #include <ATen/Context.h>

@@ -1,3 +1,4 @@
+// The suite of all transports, and each fault on demand: dropped, doubled, held, cut, corrupted.
 #include "core/transport/inproc/inproc_transport.h"
 
 #include <functional>

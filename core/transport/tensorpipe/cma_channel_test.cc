@@ -1,3 +1,4 @@
+// Copies out of another process, and memory or processes that are gone by then.
 #include "core/transport/tensorpipe/cma_channel.h"
 
 #include <signal.h>

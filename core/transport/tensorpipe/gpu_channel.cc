@@ -1,4 +1,4 @@
-// For builds without CUDA.
+// Makes no channel for GPUs; for builds without CUDA.
 #include "core/transport/tensorpipe/gpu_channel.h"
 
 #include "core/base/check.h"

@@ -1,3 +1,4 @@
+// Packets as TensorPipe's messages and back, their limits, and messages that lie.
 #include "core/transport/tensorpipe/message_layout.h"
 
 #include <cstring>

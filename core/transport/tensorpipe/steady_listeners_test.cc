@@ -1,3 +1,4 @@
+// What becomes of connections that break between being accepted and their first message.
 #include "core/transport/tensorpipe/steady_listeners.h"
 
 #include <deque>

@@ -1,3 +1,4 @@
+// The suite of all transports over TensorPipe, and listeners that bad peers do not end.
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
 
 #include <arpa/inet.h>

@@ -1,3 +1,4 @@
+// Keeps memory by device, and runs each stream's work some time after it was launched.
 #include "tests/testing/fake_cuda/machine.h"
 
 #include <sys/mman.h>

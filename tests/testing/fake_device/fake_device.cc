@@ -1,3 +1,4 @@
+// Registers the device's allocator, guard and kernels, which check the order of streams.
 #include "tests/testing/fake_device/fake_device.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,3 +1,4 @@
+// Programs that order their streams, and those that forget to and are found out.
 #include "tests/testing/fake_device/fake_device.h"
 
 #include <ATen/TensorOperators.h>

@@ -1,3 +1,4 @@
+// Advances the vector clocks, and compares them at each use of memory.
 #include "tests/testing/fake_device/timeline.h"
 
 #include <algorithm>

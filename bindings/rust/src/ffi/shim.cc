@@ -1,3 +1,5 @@
+// Turns what Rust passes into arguments of distgrad.h, and calls Rust's closures from its
+// callbacks.
 #include "distgrad/src/ffi/shim.h"
 
 #include <utility>

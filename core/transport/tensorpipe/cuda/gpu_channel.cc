@@ -1,4 +1,4 @@
-// For builds with CUDA.
+// Makes TensorPipe's channel for GPUs, where there is one; for builds with CUDA.
 #include "core/transport/tensorpipe/gpu_channel.h"
 
 #include "tensorpipe/tensorpipe_cuda.h"

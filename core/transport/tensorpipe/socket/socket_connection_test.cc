@@ -1,3 +1,4 @@
+// Turns of the loop between a connection with much to read and the others.
 #include "core/transport/tensorpipe/socket/socket_connection.h"
 
 #include <sys/socket.h>
