@@ -55,8 +55,8 @@ struct WorkerOptions {
   int world_size = -1;
 
   // "socket" (Unix-domain sockets within a machine, TCP between machines), TensorPipe's own "tcp"
-  // (any machine; strangers can end the process) and "shm" (this machine; keeps a core busy), or
-  // "inproc" (this process; give the network that its workers share).
+  // (any machine; unauthenticated clients can end the process) and "shm" (this machine; keeps a
+  // core busy), or "inproc" (this process; give the network that its workers share).
   // "": DISTGRAD_TRANSPORT, or "socket".
   std::string transport = {};
   // What this worker listens on, for "socket" and "tcp", and the others connect to: an address, a

@@ -104,7 +104,7 @@ void StoreServer::Run() {
       if (stays && peer->wait.has_value() && peer->wait->until.Passed()) EndWait(*peer);
       // What it has said, and was not answered while it did not read, is answered now.
       if (stays && !peer->out.empty()) stays = Write(*peer) && Understand(*peer);
-      if (!stays && !peer->ours) --strangers_;
+      if (!stays && !peer->ours) --unauthenticated_;
       if (!stays) ForgetWait(*peer);
       peer = stays ? std::next(peer) : peers_.erase(peer);
     }
@@ -126,16 +126,16 @@ bool StoreServer::MakeRoom() {
       std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.ours; });
   if (oldest == peers_.end() || !oldest->grace.Passed()) return false;
   peers_.erase(oldest);
-  --strangers_;
+  --unauthenticated_;
   return true;
 }
 
-// What strangers there are make room, of places and of descriptors, where somebody waits for one. A
-// crowd that comes at once waits in the listener's queue until those before it are through: so
-// nobody who is honest and quick is closed for others to come.
+// Unauthenticated connections make room, of places and of descriptors, where somebody waits for
+// one. A crowd that comes at once waits in the listener's queue until those before it are through:
+// so nobody who is honest and quick is closed for others to come.
 void StoreServer::Accept() {
   for (;;) {
-    const bool room = strangers_ < options_.max_unauthenticated || MakeRoom();
+    const bool room = unauthenticated_ < options_.max_unauthenticated || MakeRoom();
     const int fd =
         room ? accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
     if (fd < 0) {
@@ -153,7 +153,7 @@ void StoreServer::Accept() {
     if (!handshake.ok()) continue;  // no random numbers
     peers_.push_back({std::move(socket), *std::move(handshake), Deadline::After(options_.grace),
                       Deadline::After(options_.handshake_timeout)});
-    ++strangers_;
+    ++unauthenticated_;
   }
 }
 
@@ -189,7 +189,7 @@ bool StoreServer::Greet(Peer& peer) {
   }
   if (peer.handshake.done() && !peer.ours) {
     peer.ours = true;
-    --strangers_;
+    --unauthenticated_;
   }
   return true;
 }

@@ -89,7 +89,7 @@ class StoreServer {
   // Milliseconds for poll().
   int Patience() const;
   void Accept();
-  // Closes the stranger that has been here longest, if it had time enough.
+  // Closes the oldest unauthenticated connection, if it had time enough.
   bool MakeRoom();
   // False: it is to be closed.
   bool Read(Peer& peer);
@@ -120,7 +120,7 @@ class StoreServer {
 
   // On thread_ only.
   Peers peers_;  // by age
-  size_t strangers_ = 0;
+  size_t unauthenticated_ = 0;
   std::map<std::string, std::string, std::less<>> values_;
   std::map<uint64_t, std::optional<Change>> sessions_;  // as long as the server
   std::map<std::string, std::set<Peer*>, std::less<>> waiting_;

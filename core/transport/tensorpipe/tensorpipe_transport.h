@@ -27,7 +27,7 @@ namespace distgrad {
 struct TensorPipeOptions {
   enum class Kind {
     kSocket,  // our own: Unix-domain sockets within a machine, TCP between machines
-    kTcp,     // any machine; any stranger who connects can end the process
+    kTcp,     // any machine; unauthenticated clients can end the process
     kShm,     // within this machine; a thread of it spins while the transport exists
   };
   enum class Channel {

@@ -1,7 +1,7 @@
 // Waits for connections, and lets only those through that finish their handshake.
 //
 // A connection that has not costs a file descriptor and a few hundred bytes; how many there may
-// be, and for how long, is limited. Nothing that strangers do ends the listener.
+// be, and for how long, is limited. Nothing that unauthenticated clients do ends the listener.
 #ifndef DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_LISTENER_H_
 #define DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_LISTENER_H_
 

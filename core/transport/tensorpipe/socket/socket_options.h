@@ -17,7 +17,7 @@ struct SocketOptions {
   absl::Duration handshake_timeout = absl::Seconds(10);
 
   // Connections of a listener that have not finished their handshake. For one more the oldest is
-  // closed, after a tenth of a second: so strangers who connect and say nothing keep nobody out.
+  // closed, after a tenth of a second: so clients that connect and say nothing keep nobody out.
   size_t max_unauthenticated = 256;
 };
 
