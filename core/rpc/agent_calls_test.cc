@@ -342,9 +342,9 @@ TEST_F(DeadlinesTest, NoDeadlineIsMissedWhateverComesBetween) {
   }
 }
 
-// ------------------------------------------------------------------------------- A slow peer
+// ------------------------------------------------------------------------------ Backpressure
 
-class SlowPeerTest : public AgentCallsTest {
+class BackpressureTest : public AgentCallsTest {
  protected:
   void SetUp() override {
     Start({.bytes_per_peer = 10000});
@@ -358,7 +358,7 @@ class SlowPeerTest : public AgentCallsTest {
   }
 };
 
-TEST_F(SlowPeerTest, WhatWaitsToBeSentIsBounded) {
+TEST_F(BackpressureTest, WhatWaitsToBeSentIsBounded) {
   const Future<std::string> first = a().Call(1, "echo", std::string(6000, 'x'));
   const Future<std::string> second = a().Call(1, "echo", std::string(6000, 'y'));
   ASSERT_TRUE(second.Done());
@@ -375,7 +375,7 @@ TEST_F(SlowPeerTest, WhatWaitsToBeSentIsBounded) {
   EXPECT_TRUE(third.ok()) << third;
 }
 
-TEST_F(SlowPeerTest, WhoWaitsForRoomGoesWhenThereIsSome) {
+TEST_F(BackpressureTest, WhoWaitsForRoomGoesWhenThereIsSome) {
   const Future<std::string> first = a().Call(1, "echo", std::string(6000, 'x'));
   Promise<std::string> promise;
   Future<std::string> second = promise.future();
@@ -388,7 +388,7 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGoesWhenThereIsSome) {
   waits.join();
 }
 
-TEST_F(SlowPeerTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
+TEST_F(BackpressureTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
   const Future<std::string> first = a().Call(1, "echo", std::string(6000, 'x'));
   const auto call = [&](CallTerms terms) {
     terms.wait_for_credit = true;
@@ -417,7 +417,7 @@ TEST_F(SlowPeerTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
 }
 
 // Replies wait for room as well; none is lost, and meanwhile their calls count as in flight.
-TEST_F(SlowPeerTest, RepliesGoWhenThereIsRoom) {
+TEST_F(BackpressureTest, RepliesGoWhenThereIsRoom) {
   Release();
   std::vector<Future<std::string>> made;
   for (int i = 0; i < 3; ++i) made.push_back(b().Call(0, "keep", ""));

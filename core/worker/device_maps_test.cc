@@ -23,7 +23,7 @@ TEST(DeviceMapsTest, AWorkerThatComesAgainIsLookedAtAgain) {
   const absl::Status wrong = maps.With(peer).status();
   EXPECT_EQ(wrong.code(), absl::StatusCode::kInvalidArgument) << wrong;
   peer.devices = DeviceMaps::Encode({}).value();
-  EXPECT_EQ(maps.With(peer).status(), wrong) << "the same life of it";
+  EXPECT_EQ(maps.With(peer).status(), wrong) << "the same incarnation";
   peer.incarnation = 2;
   const auto map = maps.With(peer);
   ASSERT_TRUE(map.ok()) << map.status();

@@ -381,7 +381,7 @@ TEST_P(WorkerTest, AHandlerThatWaitsForTheEndOfAnotherWorkerLeavesItsThreadToOth
   cluster_->Kill(1);
 }
 
-TEST_P(WorkerTest, WaitForAllIsABarrier) {
+TEST_P(WorkerTest, JoinWaitsForHandlers) {
   Start(2);
   absl::Notification entered, release;
   absl::Status inside;
