@@ -1,5 +1,5 @@
-// Whether work is still wanted: whoever asked for it says when it isn't, and whoever does it looks
-// now and then, or is told.
+// Whether work is still wanted: the caller that asked for it says when it is not wanted any more,
+// and the handler that does it checks now and then, or is told.
 //
 //   if (cancellation->cancelled()) return cancellation->why();
 //   const uint64_t watch = cancellation->OnCancel([&] { stream.Stop(); });

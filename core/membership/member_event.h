@@ -17,7 +17,7 @@ struct MemberEvent {
   Kind kind = Kind::kJoined;
   WorkerId id = 0;
   std::string name = {};
-  Incarnation incarnation = 0;  // another one for each incarnation of that name
+  Incarnation incarnation = 0;  // greater for each later start of a worker of that name
   std::string reason = {};      // why it is taken for lost
 };
 

@@ -47,7 +47,7 @@
 
 namespace distgrad {
 
-// Who gets what others send. Called on transport threads, several at once, also for one peer (and
+// Gets what others send. Called on transport threads, several at once, also for one peer (and
 // on the calling thread for messages to oneself), with no lock held; must not block.
 class AgentService {
  public:

@@ -33,7 +33,7 @@ namespace distgrad {
 // Thread-safe.
 class Link : public Receiver, public std::enable_shared_from_this<Link> {
  public:
-  // Who gets what arrives. Called as a Receiver is. Thread-safe.
+  // Gets what arrives. Called as a Receiver is. Thread-safe.
   class Owner {
    public:
     virtual ~Owner() = default;

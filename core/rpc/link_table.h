@@ -42,8 +42,8 @@ namespace distgrad {
 // Thread-safe. Links keep it alive.
 class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTable> {
  public:
-  // Who has the links. Called on threads of the transport, of the clock and of the directory, and
-  // on those that send, with no lock held. Thread-safe.
+  // The owner of the links. Called on threads of the transport, of the clock and of the directory,
+  // and on those that send, with no lock held. Thread-safe.
   class User {
    public:
     virtual ~User() = default;

@@ -12,7 +12,7 @@ namespace distgrad {
 namespace {
 
 // Found by reading the names of all that libtorch 2.11 registers under "aten" and does not begin
-// with "_". operator_policy_test.cc looks for new ones.
+// with "_". operator_schemas_test.cc looks for new ones.
 constexpr absl::string_view kImpure[] = {
     "from_file",      // maps a file into memory, and can make one
     "record_stream",  // keeps memory of an accelerator

@@ -14,7 +14,7 @@
 
 namespace distgrad {
 
-// Who gets what arrives on a connection. Called by one thread at a time, on a thread of the
+// The receiver of what arrives on a connection. Called by one thread at a time, on a thread of the
 // transport: never on one that sends, connects, closes or destroys, which has modes of its own
 // (grad mode, autocast) and may hold locks. No lock of the transport is held. Must not block.
 class Receiver {

@@ -12,7 +12,7 @@ namespace distgrad {
 struct Member {
   WorkerId id = 0;
   std::string name;
-  Incarnation incarnation = 0;  // another one for each incarnation of that name
+  Incarnation incarnation = 0;  // greater for each later start of a worker of that name
 };
 
 }  // namespace distgrad

@@ -1,4 +1,4 @@
-// What the scenarios of reference.h need of an implementation of distributed autograd, distgrad's
+// What the scenarios of scenarios.h need of an implementation of distributed autograd, distgrad's
 // or PyTorch's: workers that are processes, functions that they serve, contexts, backward. Errors
 // are exceptions here, as PyTorch has them.
 #ifndef DISTGRAD_TESTS_CONFORMANCE_SIDE_H_

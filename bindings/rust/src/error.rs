@@ -80,11 +80,11 @@ pub struct Error {
 pub struct Origin {
     /// The rank of the worker.
     pub rank: u32,
-    /// Who gave it there.
+    /// Whether distgrad or a handler gave it there.
     pub kind: OriginKind,
 }
 
-/// Who gave an error.
+/// What gave an error: distgrad or a handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(u32)]

@@ -10,7 +10,7 @@ pub struct Member {
     pub name: String,
     /// Its number in the job.
     pub rank: u32,
-    /// Another one for each incarnation of that name, the later the greater.
+    /// Greater for each later start of a worker of that name.
     pub incarnation: u64,
 }
 
@@ -19,9 +19,9 @@ pub struct Member {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemberEvent {
-    /// To whom.
+    /// The member that it happened to.
     pub member: Member,
-    /// What.
+    /// What happened.
     pub kind: MemberEventKind,
     /// Why it is taken for lost; empty otherwise.
     pub reason: String,

@@ -676,7 +676,7 @@ typedef struct dg_member {
   size_t struct_size; /* as the library knows it */
   dg_str name;
   uint64_t rank;
-  uint64_t incarnation; /* another one for each incarnation of that name, the later the greater */
+  uint64_t incarnation; /* greater for each later start of a worker of that name */
 } dg_member;
 /* Calls `visit` within this call for each member that it knows of, by rank. */
 DG_API DG_MUST_USE dg_error* dg_worker_members(const dg_worker* worker,

@@ -43,7 +43,8 @@ class Error : public std::runtime_error {
         uint32_t rank = 0)
       : std::runtime_error(message), code_(code), origin_(origin), rank_(rank) {}
   dg_code code() const noexcept { return code_; }
-  // DG_ORIGIN_...: who gave it; and on which worker, unless that is DG_ORIGIN_NONE.
+  // DG_ORIGIN_...: whether distgrad or a handler gave the error; rank() is the worker, unless this
+  // is DG_ORIGIN_NONE.
   uint32_t origin() const noexcept { return origin_; }
   uint32_t rank() const noexcept { return rank_; }
 
@@ -136,7 +137,7 @@ constexpr dg_dtype DtypeOf<uint8_t>() {
   return DG_UINT8;
 }
 
-// What dg_tensor_layout copies out: sizes, or the distances in elements. None of no tensor.
+// What dg_tensor_layout copies out: sizes, or the distances in elements. Empty if `tensor` is null.
 inline std::vector<int64_t> Layout(const dg_tensor* tensor, bool sizes) {
   std::vector<int64_t> numbers(dg_tensor_dim_count(tensor));
   size_t count = 0;

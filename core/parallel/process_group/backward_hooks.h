@@ -13,7 +13,7 @@
 
 namespace distgrad {
 
-// Who is told, on threads of the backward. What the first two throw fails the backward. Hooks and
+// Hears of a backward, on its threads. What the first two throw fails the backward. Hooks and
 // callbacks keep it only while they call it.
 class BackwardObserver {
  public:
