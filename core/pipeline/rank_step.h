@@ -22,8 +22,8 @@
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/pipeline/schedule.h"
+#include "core/pipeline/stage.h"
 #include "core/pipeline/stage_run.h"
-#include "core/pipeline/stages.h"
 #include "core/pipeline/step_plan.h"
 #include "core/worker/worker.h"
 
