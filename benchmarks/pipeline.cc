@@ -33,11 +33,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "benchmarks/free_port.h"
 #include "core/base/status.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
 #include "core/worker/worker.h"
+#include "tests/testing/free_port.h"
 
 namespace distgrad {
 namespace {
