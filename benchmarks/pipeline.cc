@@ -134,7 +134,7 @@ std::vector<std::string> Names(int ranks) {
 }
 
 // Lets the first rank drive, while the others serve.
-absl::Status Drive(Worker& worker, const std::string& name, std::map<int, Stage> stages,
+absl::Status Drive(Worker& worker, const std::string& name, std::map<int, PipelineStage> stages,
                    const Schedule& schedule, const std::function<absl::Status(Pipeline&)>& drive) {
   DG_ASSIGN_OR_RETURN(const auto own, PipelineStages::Create(&worker, name, std::move(stages)));
   DG_RETURN_IF_ERROR(worker.Barrier(Deadline::After(kPatience)));
@@ -151,7 +151,7 @@ absl::Status Drive(Worker& worker, const std::string& name, std::map<int, Stage>
 // ------------------------------------------------------------------------------------- Waiting
 
 absl::Status RunWaiting(Worker& worker, const Schedule& schedule, std::vector<double>* said) {
-  std::map<int, Stage> stages;
+  std::map<int, PipelineStage> stages;
   const at::Tensor weight = at::ones({1}).requires_grad_(true);
   for (int s = 0; s < schedule.stages(); ++s) {
     if (schedule.rank_of_stage[s] != worker.rank()) continue;

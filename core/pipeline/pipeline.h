@@ -43,7 +43,7 @@ struct PipelineOptions {
 };
 
 struct PipelineResult {
-  // By micro-batch, as Stage::loss has given them. None of an evaluation without targets.
+  // By micro-batch, as PipelineStage::loss has given them. None of an evaluation without targets.
   std::vector<at::Tensor> losses;
   // Of the batch: their sum, or their mean. Undefined where there are none.
   at::Tensor loss;

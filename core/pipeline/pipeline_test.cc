@@ -72,7 +72,7 @@ std::vector<std::unique_ptr<PipelineStages>> MakeStages(
     Cluster& cluster, const std::vector<int>& worker_of_stage,
     const std::function<Tensors(int stage, Tensors in)>& forward,
     const std::function<at::Tensor(Tensors, Tensors)>& loss = Loss) {
-  std::vector<std::map<int, Stage>> stages(cluster.size());
+  std::vector<std::map<int, PipelineStage>> stages(cluster.size());
   for (int s = 0; s < static_cast<int>(worker_of_stage.size()); ++s) {
     stages[worker_of_stage[s]][s] = {
         .forward = [forward, s](Tensors in) { return forward(s, std::move(in)); }, .loss = loss};
@@ -420,7 +420,7 @@ TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
             absl::StatusCode::kAlreadyExists);
   EXPECT_EQ(PipelineStages::Create(&cluster[1], "aten::add", {}).status().code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(PipelineStages::Create(&cluster[1], "other", {{0, Stage{}}}).status().code(),
+  EXPECT_EQ(PipelineStages::Create(&cluster[1], "other", {{0, PipelineStage{}}}).status().code(),
             absl::StatusCode::kInvalidArgument);
 
   Schedule broken = *GPipe(2, 2);

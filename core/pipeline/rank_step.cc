@@ -48,7 +48,7 @@ absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key
 
 }  // namespace
 
-RankStep::RankStep(Worker* worker, std::string pipeline, const std::map<int, Stage>* stages,
+RankStep::RankStep(Worker* worker, std::string pipeline, const std::map<int, PipelineStage>* stages,
                    StepPlan plan, WorkerId driver, Context context)
     : worker_(worker),
       pipeline_(std::move(pipeline)),
@@ -161,7 +161,7 @@ absl::Status RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, De
   return absl::OkStatus();
 }
 
-absl::Status RankStep::Forward(const Stage& stage, Cell cell) {
+absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
   const int s = cell.first, m = cell.second;
   Delivered in;
   if (s == 0) {
@@ -182,7 +182,8 @@ absl::Status RankStep::Forward(const Stage& stage, Cell cell) {
   Tensors targets;
   if (has_loss) {
     if (stage.loss == nullptr) {
-      return absl::FailedPreconditionError("it is the last stage, and has no loss (Stage::loss)");
+      return absl::FailedPreconditionError(
+          "it is the last stage, and has no loss (PipelineStage::loss)");
     }
     if (plan_.has_targets) {
       DG_ASSIGN_OR_RETURN(Delivered delivered, Await(Parcel::Kind::kTarget, cell));
@@ -290,8 +291,9 @@ absl::Status RankStep::Do(const Action& action) {
       return absl::OkStatus();
     }
     case Kind::kStep: {
-      const Stage& stage = stages_.at(action.stage);
-      if (stage.step == nullptr) return absl::FailedPreconditionError("it has no Stage::step");
+      const PipelineStage& stage = stages_.at(action.stage);
+      if (stage.step == nullptr)
+        return absl::FailedPreconditionError("it has no PipelineStage::step");
       return stage.step(context_);
     }
   }

@@ -33,8 +33,8 @@ namespace distgrad {
 class RankStep : public std::enable_shared_from_this<RankStep> {
  public:
   // The worker and the stages outlive it; `driver` has begun it.
-  RankStep(Worker* worker, std::string pipeline, const std::map<int, Stage>* stages, StepPlan plan,
-           WorkerId driver, Context context);
+  RankStep(Worker* worker, std::string pipeline, const std::map<int, PipelineStage>* stages,
+           StepPlan plan, WorkerId driver, Context context);
 
   uint64_t step() const { return plan_.step; }
   WorkerId driver() const { return driver_; }
@@ -59,7 +59,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   using ParcelKey = std::tuple<Parcel::Kind, int, int>;
 
   absl::Status Do(const Action& action);
-  absl::Status Forward(const Stage& stage, Cell cell);
+  absl::Status Forward(const PipelineStage& stage, Cell cell);
   absl::Status Backward(Action::Kind kind, Cell cell);
   absl::Status Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what);
   // Waits for it.
@@ -75,7 +75,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Constant after construction.
   Worker* const worker_;
   const std::string pipeline_;
-  const std::map<int, Stage>& stages_;
+  const std::map<int, PipelineStage>& stages_;
   const StepPlan plan_;
   const WorkerId driver_;
 

@@ -15,7 +15,7 @@ namespace distgrad {
 // What a stage computes. All of it runs on one thread of the pipeline's, "dg-stage-N", for each
 // rank of a schedule, one function at a time; they may throw, and the step then fails with that,
 // with stage and worker.
-struct Stage {
+struct PipelineStage {
   // From what the stage before gives, or the micro-batch, what the next stage gets. The tensors
   // come without history, and the graph is the stage's own; it ends with the micro-batch. So a
   // stage must not write to what it is given, nor keep it with its history.

@@ -69,7 +69,7 @@ class RankThread {
 // Thread-safe.
 class PipelineStages::Impl {
  public:
-  Impl(Worker* worker, std::string name, std::map<int, Stage> stages)
+  Impl(Worker* worker, std::string name, std::map<int, PipelineStage> stages)
       : worker_(worker), name_(std::move(name)), stages_(std::move(stages)) {}
 
   Worker* worker() const { return worker_; }
@@ -189,7 +189,7 @@ class PipelineStages::Impl {
 
   Worker* const worker_;
   const std::string name_;
-  const std::map<int, Stage> stages_;
+  const std::map<int, PipelineStage> stages_;
 
   absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
@@ -197,7 +197,7 @@ class PipelineStages::Impl {
 };
 
 absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
-    Worker* worker, std::string name, std::map<int, Stage> stages) {
+    Worker* worker, std::string name, std::map<int, PipelineStage> stages) {
   if (name.size() > kMaxPipelineName || absl::StrContains(name, "::")) {
     return absl::InvalidArgumentError(
         absl::StrCat("worker '", worker->name(), "' cannot have stages of a pipeline '", name,

@@ -30,8 +30,8 @@ class PipelineStages {
   // number. The worker must outlive the result. kAlreadyExists if it has some of that name;
   // kInvalidArgument for a name of more than 900 bytes or with a "::" in it, for a number below 0,
   // and for a stage without forward.
-  static absl::StatusOr<std::unique_ptr<PipelineStages>> Create(Worker* worker, std::string name,
-                                                                std::map<int, Stage> stages);
+  static absl::StatusOr<std::unique_ptr<PipelineStages>> Create(
+      Worker* worker, std::string name, std::map<int, PipelineStage> stages);
 
   // Takes the stages off. A step that runs fails; waits until none of their functions does.
   ~PipelineStages();
