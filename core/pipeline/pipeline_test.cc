@@ -17,6 +17,7 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -585,6 +586,48 @@ TEST_P(PipelineTest, OneStepRunsAtATime) {
   end.Notify();
   first.join();
   EXPECT_EQ((*of_other)->Evaluate(x).status(), absl::OkStatus());
+}
+
+// Each rank has a thread of its own; so a stage that two pipelines have in different ranks would
+// run twice at once.
+TEST_P(PipelineTest, OneStepRunsAtATimeAlsoOfAnotherPartition) {
+  Cluster cluster(Workers(1));
+  const Layers layers(2);
+  absl::Notification begun, end;
+  std::atomic<int> inside{0}, most{0};
+  const auto stages = MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) {
+    most = std::max<int>(most, ++inside);
+    if (stage == 1 && !begun.HasBeenNotified()) {
+      begun.Notify();
+      end.WaitForNotification();
+    }
+    Tensors out = layers.Forward(stage, in);
+    --inside;
+    return out;
+  });
+  const auto together = MakePipeline(cluster, *InterleavedOneForwardOneBackward(1, 2, 1));
+  const auto apart = Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {"worker0", "worker0"}, .schedule = *GPipe(2, 1)});
+  ASSERT_TRUE(apart.ok()) << apart.status();
+  const Tensors x{at::randn({4, 16})};
+  std::thread first([&] { EXPECT_EQ(together->Evaluate(x).status(), absl::OkStatus()); });
+  begun.WaitForNotification();
+  const absl::Status status = (*apart)->Evaluate(x).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  end.Notify();
+  first.join();
+  EXPECT_EQ((*apart)->Evaluate(x).status(), absl::OkStatus());
+  EXPECT_EQ(most, 1);
+}
+
+TEST_P(PipelineTest, StagesThatCannotBeMadeLeaveNothing) {
+  Cluster cluster(Workers(1));
+  const std::string taken = "distgrad.pipeline.run/model";
+  ASSERT_EQ(cluster[0].RegisterOwn(taken, [](Request&) { return Message{}; }), absl::OkStatus());
+  EXPECT_EQ(PipelineStages::Create(&cluster[0], "model", {}).status().code(),
+            absl::StatusCode::kAlreadyExists);
+  cluster[0].UnregisterOwn(taken);
+  EXPECT_EQ(PipelineStages::Create(&cluster[0], "model", {}).status(), absl::OkStatus());
 }
 
 }  // namespace

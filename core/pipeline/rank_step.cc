@@ -4,6 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
@@ -60,6 +62,25 @@ RankStep::RankStep(Worker* worker, std::string pipeline, const std::map<int, Pip
 bool RankStep::running() const {
   absl::MutexLock lock(&mu_);
   return started_ && !over_;
+}
+
+bool RankStep::busy() const {
+  absl::MutexLock lock(&mu_);
+  return started_ && !list_done_;
+}
+
+bool RankStep::SharesStagesWith(const RankStep& other) const {
+  for (int s = 0; s < plan_.stages(); ++s) {
+    if (HasStage(s) && other.HasStage(s)) return true;
+  }
+  return false;
+}
+
+bool RankStep::HasSameStagesAs(const RankStep& other) const {
+  for (int s = 0; s < std::max(plan_.stages(), other.plan_.stages()); ++s) {
+    if (HasStage(s) != other.HasStage(s)) return false;
+  }
+  return true;
 }
 
 absl::Status RankStep::stopped() const {
@@ -301,6 +322,18 @@ absl::Status RankStep::Do(const Action& action) {
 }
 
 void RankStep::Run() {
+  try {
+    RunList();
+  } catch (...) {  // there was no memory
+    {
+      absl::MutexLock lock(&mu_);
+      list_done_ = true;
+    }
+    Stop(StatusFromException(std::current_exception()));
+  }
+}
+
+void RankStep::RunList() {
   std::optional<at::ThreadLocalStateGuard> modes;
   {
     absl::MutexLock lock(&mu_);
@@ -319,6 +352,11 @@ void RankStep::Run() {
     if (status.ok()) continue;
     status = Annotate(status, absl::StrCat(ToString(action), " on worker '", worker_->name(), "'"));
     break;
+  }
+  {
+    // Before anybody hears that the step is over.
+    absl::MutexLock lock(&mu_);
+    list_done_ = true;
   }
   Message reply;
   WireWriter writer(&reply.payload);

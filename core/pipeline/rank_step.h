@@ -40,6 +40,11 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   WorkerId driver() const { return driver_; }
   // Whether it was started, and has not ended.
   bool running() const;
+  // Whether a function of its stages may still run: longer, if it was stopped.
+  bool busy() const;
+  // Whether some stages of the two ranks, or all, are the same.
+  bool SharesStagesWith(const RankStep& other) const;
+  bool HasSameStagesAs(const RankStep& other) const;
 
   // Takes in what it is to run with. The future is done when it has ended; the first call.
   absl::StatusOr<Future<Message>> Start(const Request& request);
@@ -58,6 +63,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   };
   using ParcelKey = std::tuple<Parcel::Kind, int, int>;
 
+  void RunList();
   absl::Status Do(const Action& action);
   absl::Status Forward(const PipelineStage& stage, Cell cell);
   absl::Status Backward(Action::Kind kind, Cell cell);
@@ -66,6 +72,9 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   absl::StatusOr<Delivered> Await(Parcel::Kind kind, Cell cell);
   absl::Status stopped() const;
 
+  bool HasStage(int stage) const {
+    return stage < plan_.stages() && plan_.rank_of_stage[stage] == plan_.rank;
+  }
   bool IsLast(int stage) const { return stage == plan_.stages() - 1; }
   // Whether another rank has that stage.
   bool IsElsewhere(int stage) const {
@@ -95,7 +104,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   mutable absl::Mutex mu_;
   bool started_ ABSL_GUARDED_BY(mu_) = false;
   bool over_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Status why_ ABSL_GUARDED_BY(mu_);  // of an end before its time
+  bool list_done_ ABSL_GUARDED_BY(mu_) = false;  // no function of a stage runs any more
+  absl::Status why_ ABSL_GUARDED_BY(mu_);        // of an end before its time
   std::map<ParcelKey, std::optional<Delivered>> delivered_ ABSL_GUARDED_BY(mu_);  // none: was taken
   std::shared_ptr<Cancellation> cancellation_ ABSL_GUARDED_BY(mu_);
   Deadline deadline_ ABSL_GUARDED_BY(mu_) = Deadline::Never();

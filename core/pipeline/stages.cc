@@ -97,12 +97,8 @@ class PipelineStages::Impl {
     {
       absl::MutexLock lock(&mu_);
       if (closed_) return Closed();
+      DG_RETURN_IF_ERROR(CheckMayBegin(*step));
       Rank& own = ranks_[first_stage];
-      if (own.step != nullptr && own.step->running() && own.step->driver() != request.from) {
-        return absl::FailedPreconditionError(
-            absl::StrCat("a step that worker ", own.step->driver(), " has begun runs on worker '",
-                         worker_->name(), "'; a stage runs one step at a time"));
-      }
       if (own.thread == nullptr) {
         own.thread = std::make_unique<RankThread>();
         const absl::Status started = own.thread->Start(rank);
@@ -170,6 +166,23 @@ class PipelineStages::Impl {
     std::unique_ptr<RankThread> thread;
   };
 
+  // A stage runs one step at a time. The next one of the same driver and partition ends the one
+  // before; and its functions come after those on the thread of the rank.
+  absl::Status CheckMayBegin(const RankStep& next) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    for (const auto& [first_stage, rank] : ranks_) {
+      if (rank.step == nullptr || !rank.step->SharesStagesWith(next)) continue;
+      const bool has_same = rank.step->HasSameStagesAs(next);
+      const bool conflicts = has_same ? rank.step->running() && rank.step->driver() != next.driver()
+                                      : rank.step->busy();
+      if (!conflicts) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat("a step that worker ", rank.step->driver(), " has begun",
+                       has_same ? "" : ", with stages in other ranks,", " runs on worker '",
+                       worker_->name(), "'; a stage runs one step at a time"));
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Closed() const {
     return absl::CancelledError(absl::StrCat("the stages of pipeline '", name_, "' on worker '",
                                              worker_->name(), "' were taken off"));
@@ -217,11 +230,13 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
         "worker '", worker->name(), "' has stages of a pipeline '", name, "' already"));
   }
   DG_RETURN_IF_ERROR(claimed);
+  // Its end takes off what is registered by then.
+  std::unique_ptr<PipelineStages> made(new PipelineStages(impl));
   DG_RETURN_IF_ERROR(worker->RegisterOwn(
       absl::StrCat(kDeliver, name), [impl](Request& request) { return impl->Deliver(request); }));
   DG_RETURN_IF_ERROR(worker->RegisterOwnAsync(
       absl::StrCat(kRunStep, name), [impl](Request& request) { return impl->Run(request); }));
-  return std::unique_ptr<PipelineStages>(new PipelineStages(impl));
+  return made;
 }
 
 PipelineStages::~PipelineStages() {
