@@ -28,13 +28,13 @@ class AveragingRound {
   // How many buckets have begun: the first ones.
   size_t begun() const { return sums_.size(); }
 
-  // Begins the next bucket. `gradients` are by parameter; only those of this bucket are looked at,
-  // and undefined ones are zeros. `touched`: there is a gradient that is to be averaged. One that
-  // no rank has touched is left as it is.
+  // Begins the next bucket. `all` are the gradients by parameter; only those of this bucket are
+  // looked at, and undefined ones are zeros. `touched`: there is a gradient that is to be averaged.
+  // One that no rank has touched is left as it is.
   //
   // What a gradient holds of earlier averages is the same on all ranks, and so is its average, if
   // each rank by which the sum is divided has it in the sum, also one that is not active.
-  absl::Status Begin(const std::vector<at::Tensor>& gradients, const std::vector<bool>& touched);
+  absl::Status Begin(const std::vector<at::Tensor>& all, const std::vector<bool>& touched);
 
   // Begins all buckets that are left, and waits for all. The averages by parameter; undefined for
   // those that no rank has touched.
