@@ -11,11 +11,11 @@ _ClangTidyInfo = provider(fields = ["findings"])
 _FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wthread-safety"]
 
 # clang says nothing of the headers of others.
-def _if_ours(folder):
-    return None if folder.split("/external/")[0] != folder or folder.startswith("external/") else folder
-
 def _if_others(folder):
-    return None if _if_ours(folder) else folder
+    return folder if "/external/" in "/" + folder else None
+
+def _if_ours(folder):
+    return None if _if_others(folder) else folder
 
 def _findings(ctx, file, context, program):
     findings = ctx.actions.declare_file(file.basename + ".clang_tidy")
@@ -48,7 +48,7 @@ if [[ $status != 0 && ! -s $findings ]]; then cat "$findings.log" >&2; exit $sta
 def _aspect_impl(target, ctx):
     below = [
         dep[_ClangTidyInfo].findings
-        for dep in getattr(ctx.rule.attr, "deps", []) + getattr(ctx.rule.attr, "srcs", [])
+        for dep in getattr(ctx.rule.attr, "deps", [])
         if _ClangTidyInfo in dep
     ]
     own = []
