@@ -34,12 +34,6 @@ std::string DescribeRank(const Schedule& schedule, int rank, const std::string& 
                       " on worker '", worker, "'");
 }
 
-int FirstStage(const Schedule& schedule, int rank) {
-  int stage = 0;
-  while (schedule.rank_of_stage[stage] != rank) ++stage;
-  return stage;
-}
-
 // The calls of one step. The first error ends them all. Thread-safe.
 class StepCalls {
  public:
@@ -211,14 +205,14 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
       const std::string& worker = options_.workers[rank];
       runs.push_back(
           calls.Make(worker, absl::StrCat(kRunStep, options_.name),
-                     {EncodeStepRef({plan.step, FirstStage(schedule, rank)}), {}},
+                     {EncodeStepRef({plan.step, FirstStage(schedule.rank_of_stage, rank)}), {}},
                      absl::StrCat("a step of ", who, ", ", DescribeRank(schedule, rank, worker))));
     }
     const int last = schedule.stages() - 1;
     const auto deliver = [&](Parcel::Kind kind, int stage, int m, Tensors tensors) {
       const int rank = schedule.rank_of_stage[stage];
       const std::string& worker = options_.workers[rank];
-      const Parcel parcel{.to = {plan.step, FirstStage(schedule, rank)},
+      const Parcel parcel{.to = {plan.step, FirstStage(schedule.rank_of_stage, rank)},
                           .kind = kind,
                           .stage = stage,
                           .micro_batch = m};

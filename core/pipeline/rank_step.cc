@@ -111,9 +111,7 @@ void RankStep::Stop(const absl::Status& why) {
 }
 
 absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
-  const bool fits = parcel.stage < plan_.stages() &&
-                    plan_.rank_of_stage[parcel.stage] == plan_.rank &&
-                    parcel.micro_batch < plan_.micro_batches &&
+  const bool fits = HasStage(parcel.stage) && parcel.micro_batch < plan_.micro_batches &&
                     (parcel.wanted.empty() || parcel.wanted.size() == tensors.size());
   if (!fits) {
     return absl::InvalidArgumentError(absl::StrCat("stage ", parcel.stage, ", micro-batch ",
@@ -151,8 +149,6 @@ absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell
 
 absl::Status RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what) {
   const int rank = plan_.rank_of_stage[to_stage];
-  int first_stage = 0;
-  while (plan_.rank_of_stage[first_stage] != rank) ++first_stage;
   const std::string& worker = plan_.workers[rank];
   CallOptions options;
   {
@@ -160,7 +156,7 @@ absl::Status RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, De
     options.deadline = deadline_;
     options.cancellation = cancellation_;
   }
-  Message message{EncodeParcel({.to = {plan_.step, first_stage},
+  Message message{EncodeParcel({.to = {plan_.step, FirstStage(plan_.rank_of_stage, rank)},
                                 .kind = kind,
                                 .stage = to_stage,
                                 .micro_batch = micro_batch,

@@ -1,6 +1,7 @@
 // Writes and reads what ranks are told.
 #include "core/pipeline/step_plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -49,6 +50,11 @@ StepRef ReadRef(WireReader& reader) {
 }
 
 }  // namespace
+
+int FirstStage(const std::vector<int>& rank_of_stage, int rank) {
+  const auto first = std::find(rank_of_stage.begin(), rank_of_stage.end(), rank);
+  return first == rank_of_stage.end() ? -1 : static_cast<int>(first - rank_of_stage.begin());
+}
 
 std::string EncodePlan(const StepPlan& plan) {
   std::string bytes;

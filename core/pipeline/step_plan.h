@@ -35,6 +35,9 @@ struct StepPlan {
   int stages() const { return static_cast<int>(rank_of_stage.size()); }
 };
 
+// By which a rank is known to others; -1 for one that has no stage.
+int FirstStage(const std::vector<int>& rank_of_stage, int rank);
+
 std::string EncodePlan(const StepPlan& plan);
 // kInvalidArgument unless its numbers fit together. That the list comes to its end it does not say.
 absl::StatusOr<StepPlan> DecodePlan(absl::string_view bytes);
