@@ -1,4 +1,4 @@
-// distgrad, PyTorch's own engine, and the floors, side by side:
+// Compares distgrad, PyTorch's own engine, and the floors:
 //
 //   tools/bazel run //benchmarks:compare -- [--quick] [--json FILE] [--plot FILE]
 //
@@ -31,10 +31,10 @@ struct Options {
   std::string json, plot, filter, transport = "socket", against;
   int rounds = 0;      // 0: 7 when quick, else 11
   int slice_ms = 0;    // 0: 60 when quick, else 300
-  double quiet = 0.1;  // of the machine, that others may take in a round
+  double quiet = 0.1;  // the share of the machine that others may take in a round
 };
 
-// Runs rows, and keeps the groups that they need.
+// Runs rows, and keeps the groups of processes that they need.
 class Runner {
  public:
   explicit Runner(Options options) : options_(std::move(options)) {}
@@ -57,12 +57,12 @@ class Runner {
       turns.emplace_back(&row.floors[i], &result.floors[i]);
 
     std::vector<bool> quiet;
-    // A start takes long, and what is a fact of it does not change.
+    // A start takes long, and counts and sizes do not change.
     const bool of_start = row.ours.work.kind == "start";
     const bool fact = row.value == Row::Value::kCount || row.value == Row::Value::kMegabytes;
     const int rounds = fact ? 1 : of_start ? std::min(3, options_.rounds) : options_.rounds;
     for (result.rounds = 0; result.rounds < rounds; ++result.rounds) {
-      // There and back, so that nobody always comes first.
+      // The order alternates, so that no side always comes first.
       std::reverse(turns.begin(), turns.end());
       quiet.push_back(true);
       for (const auto& [contender, slices] : turns) {
@@ -161,7 +161,7 @@ int Compare(Options options) {
     std::fflush(stdout);
     if (json.is_open()) json << JsonLine(*result) << std::endl;
     if (result->achieved > 0 && result->achieved < 0.5) {
-      // What others disturbed proves nothing.
+      // A row that other processes disturbed proves nothing.
       (result->noisy ? doubtful : fallen).push_back(row.title);
     }
     results.push_back(*std::move(result));

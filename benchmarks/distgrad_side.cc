@@ -28,7 +28,7 @@ namespace {
 constexpr double kFactor = 1.01;
 constexpr char kChain[] = "chain";
 constexpr char kScale[] = "scale";
-// Calls in flight at once, in a pass of many: fewer than a worker lets one peer have.
+// The calls in flight at once, in a pass of many: fewer than a worker allows one peer.
 constexpr size_t kWindow = 1024;
 
 std::string NameOf(int rank) { return absl::StrCat("worker", rank); }
@@ -65,7 +65,7 @@ class DistgradSide : public BenchmarkSide {
         statuses[i] = workers_[i]->Register(
             kChain, [this, i](Request& r) { return ServeChain(*workers_[i], r); });
         if (statuses[i].ok()) statuses[i] = workers_[i]->Register(kScale, ServeScale);
-        // Nobody is called before all have registered.
+        // No worker is called before all have registered.
         if (statuses[i].ok()) {
           statuses[i] = workers_[i]->Barrier(absl::Now() + absl::Seconds(60));
         }
@@ -216,7 +216,7 @@ class DistgradSide : public BenchmarkSide {
     return absl::InternalError("1 + 1 is not 2");
   }
 
-  // A context, forward, backward, release; the gradient is looked at, untimed.
+  // Runs a context, forward, backward, release; checks the gradient, untimed.
   template <typename Forward>
   absl::StatusOr<double> Pass(const at::Tensor& values, int factors, Forward forward) {
     const at::Tensor x = values.detach().requires_grad_();

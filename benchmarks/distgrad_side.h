@@ -1,4 +1,4 @@
-// distgrad, as a program uses it.
+// The benchmark's side that runs distgrad, as a program uses it.
 #ifndef DISTGRAD_BENCHMARKS_DISTGRAD_SIDE_H_
 #define DISTGRAD_BENCHMARKS_DISTGRAD_SIDE_H_
 
@@ -9,8 +9,8 @@
 
 namespace distgrad {
 
-// `place.config` is the worker's transport. "inproc" has all workers in one process: `rank` must
-// be 0.
+// Creates the side. `place.config` is the worker's transport. With "inproc" all workers are in one
+// process: `rank` must be 0.
 absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartDistgrad(const SideOptions& place);
 
 }  // namespace distgrad

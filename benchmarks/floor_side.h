@@ -1,4 +1,4 @@
-// The least that a call can cost: bytes to another process and back, with nothing around them.
+// The floors: bytes to another process and back, with nothing around them.
 #ifndef DISTGRAD_BENCHMARKS_FLOOR_SIDE_H_
 #define DISTGRAD_BENCHMARKS_FLOOR_SIDE_H_
 

@@ -17,7 +17,7 @@ namespace {
 
 using tensorpipe::Error;
 
-// Where the listening process leaves its address.
+// The file in which the listening process leaves its address.
 std::string AddressFile(const SideOptions& place) {
   const char* const folder = std::getenv("TMPDIR");
   return absl::StrCat(folder ? folder : "/tmp", "/distgrad-floor-", place.port);

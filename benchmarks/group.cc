@@ -41,7 +41,7 @@ std::string ReadLine(FILE* file) {
   return line;
 }
 
-// The number behind "`key`:" in a file of /proc.
+// Returns the number after "`key`:" in a file of /proc.
 double ProcNumber(const std::string& path, absl::string_view key) {
   std::ifstream in(path);
   for (std::string line; std::getline(in, line);) {
@@ -77,7 +77,7 @@ double Switches(pid_t pid) {
   return switches;
 }
 
-// What all processors did, but for waiting; and what others of the host took from them.
+// Returns the busy time of all processors, and the time that other guests of the host took.
 double MachineMicros() {
   std::ifstream in("/proc/stat");
   std::string cpu;
@@ -134,7 +134,7 @@ int GroupMember::Serve() const {
                                       sample->p99_us, sample->per_second)
                     : absl::StrCat("error ", sample.status().ToString()));
   }
-  _exit(0);  // its end in good order is not what is measured
+  _exit(0);  // shutting down is not measured
 }
 
 // ------------------------------------------------------------------------------- In the parent
@@ -152,7 +152,7 @@ absl::StatusOr<std::unique_ptr<Group>> Group::Start(const std::string& side,
                      {"--side", side, "--config", config, "--rank", absl::StrCat(rank), "--world",
                       absl::StrCat(world), "--port", port}));
   }
-  // All begin at once, when all have been loaded.
+  // All begin at once, when all have loaded.
   for (Process& process : group->processes_) {
     if (ReadLine(process.out) != "loaded")
       return absl::InternalError(absl::StrCat(group->name_, " did not start"));
@@ -273,7 +273,7 @@ absl::StatusOr<Slice> Group::Run(const Work& work, absl::Duration budget) {
 absl::StatusOr<Slice> Group::Idle(absl::Duration budget) {
   Signal(SIGCONT);
   DG_RETURN_IF_ERROR(Ask({"pass", 1, 4}, absl::ZeroDuration()).status());
-  usleep(300000);  // whatever a worker does after its last call is over by then
+  usleep(300000);  // by then the worker has finished its work after its last call
   const Usage before = Take();
   usleep(static_cast<useconds_t>(absl::ToDoubleMicroseconds(budget)));
   const Usage after = Take();
@@ -282,7 +282,7 @@ absl::StatusOr<Slice> Group::Idle(absl::Duration budget) {
   slice.sample.operations = 1;
   slice.cpu_us = (after.cpu_us - before.cpu_us) / processes_.size();
   slice.switches = (after.switches - before.switches) / processes_.size();
-  // A ten-thousandth of a percent at least, for there are ratios to be made of it.
+  // At least a ten-thousandth of a percent, for ratios divide by it.
   slice.sample.median_us = std::max(1e-4, 100 * slice.cpu_us / (after.now_us - before.now_us));
   return slice;
 }

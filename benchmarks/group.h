@@ -1,6 +1,6 @@
-// One side as a group of processes, started by this program out of itself. A group that is not
-// measured is stopped, so that it takes nothing from those that are (an idle PyTorch worker burns
-// a core).
+// One side as a group of processes, which this program starts from its own binary. A group that is
+// not measured is stopped, so that it takes no time from the one that is (an idle PyTorch worker
+// burns a core).
 #ifndef DISTGRAD_BENCHMARKS_GROUP_H_
 #define DISTGRAD_BENCHMARKS_GROUP_H_
 
@@ -22,21 +22,21 @@ class App;
 
 namespace distgrad {
 
-// What was measured at once, and what it cost: all processes of the group together.
+// The results of one turn, and its cost: of all processes of the group together.
 struct Slice {
   Sample sample;
   double cpu_us = 0;    // per operation
   double switches = 0;  // context switches per operation
-  double others = 0;    // what other processes took meanwhile: 1 is the whole machine
+  double others = 0;    // taken by other processes meanwhile: 1 is the whole machine
 };
 
 struct StartFacts {
-  double start_ms = 0;  // from the word to begin, to where the first call can be made
-  int threads = 0;      // of the process that is asked, after its first pass
+  double start_ms = 0;  // from the command to begin until the first call can be made
+  int threads = 0;      // of the process of rank 0, after its first pass
   double peak_mb = 0;
 };
 
-// Not thread-safe. Kills its processes at its end; they die with this one, too.
+// Runs a side. Not thread-safe. Its destructor kills its processes; they die with this one, too.
 class Group {
  public:
   // `program`: another build of this one, or empty for this one.
@@ -48,7 +48,7 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   absl::StatusOr<Slice> Run(const Work& work, absl::Duration budget);
-  // The share of a core that each process takes while nothing is asked of it, as `median_us`.
+  // Measures the share of a core that each idle process takes, as `median_us`.
   absl::StatusOr<Slice> Idle(absl::Duration budget);
 
   const StartFacts& facts() const { return facts_; }
@@ -56,8 +56,8 @@ class Group {
  private:
   struct Process {
     pid_t pid = -1;
-    FILE* in = nullptr;   // what we write
-    FILE* out = nullptr;  // what it answers
+    FILE* in = nullptr;   // commands to it
+    FILE* out = nullptr;  // its answers
   };
   struct Usage {
     double cpu_us = 0;
@@ -78,14 +78,14 @@ class Group {
   StartFacts facts_;
 };
 
-// What a program that starts groups is itself, where a group started it: a process of that one.
+// A program that starts groups, if a group has started it: then it is a process of that group.
 class GroupMember {
  public:
-  // Adds the options by which a process is told so; users do not see them.
+  // Adds the options that say so; users do not see them.
   explicit GroupMember(CLI::App* app);
 
   bool IsOne() const { return !side_.empty(); }
-  // Starts the side, and answers until nobody asks any more. Returns the exit code.
+  // Starts the side, and answers until its input ends. Returns the exit code.
   int Serve() const;
 
  private:

@@ -38,7 +38,7 @@ class KeepingSink : public GradientSink {
   at::Tensor gradient_;
 };
 
-// The building of the Graph is a part of it.
+// This includes the building of the Graph.
 absl::StatusOr<at::Tensor> RunExecutor(const at::Tensor& root) {
   const std::shared_ptr<Graph::Node> source =
       std::make_shared<SourceNode>(absl::MakeSpan(&root, 1));
@@ -83,7 +83,7 @@ class LocalSide : public BenchmarkSide {
     if (work.kind != "memcpy")
       return absl::UnimplementedError(absl::StrCat("no such work: ", work.kind));
     std::vector<char> from(work.bytes, 1), to(work.bytes, 2);
-    // A batch of small ones, for the clock takes longer than one.
+    // Small ones are measured in batches, for the clock takes longer than one.
     const int batch = work.bytes < (1 << 16) ? 1000 : 1;
     return Repeat(budget, [&]() -> absl::StatusOr<double> {
       const double start = MicrosNow();

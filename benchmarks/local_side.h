@@ -1,4 +1,4 @@
-// What needs no peer: distgrad's executor against torch::autograd::backward, and memcpy.
+// The work that needs no peer: distgrad's executor, torch::autograd::backward, and memcpy.
 #ifndef DISTGRAD_BENCHMARKS_LOCAL_SIDE_H_
 #define DISTGRAD_BENCHMARKS_LOCAL_SIDE_H_
 

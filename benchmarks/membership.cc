@@ -1,5 +1,5 @@
-// How long the start of a job takes, its barriers and its end, with one store that is served over
-// TCP: with everybody's membership in this process, or with as many processes, each a worker.
+// Measures the start of a job, its barriers and its end, with one store that is served over TCP:
+// with the membership of all workers in this process, or with a process for each worker.
 //
 //   tools/bazel run //benchmarks:membership -- 256
 //   tools/bazel run //benchmarks:membership -- 256 --processes
@@ -33,7 +33,7 @@ namespace {
 constexpr int kBarriers = 10;
 constexpr absl::Duration kPatience = absl::Minutes(5);
 
-// When each step was over for this worker.
+// The times at which this worker had finished each step.
 struct Times {
   absl::Time entered;
   std::vector<absl::Time> barriers;
@@ -116,8 +116,8 @@ int InThreads(int workers) {
   return 0;
 }
 
-// The processes are forks of this one, which has no threads: of libtorch they share all that the
-// loader has written. Worker 0 reports, as it sees it: its first barrier ends the start.
+// The processes are forks of this one, which has no threads: so they share libtorch's memory as
+// loaded. Worker 0 reports its own times: its first barrier ends the start.
 int InProcesses(int workers) {
   const absl::Time begin = absl::Now();
   const int port = FreePort();

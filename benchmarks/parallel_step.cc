@@ -58,7 +58,7 @@ Layers NewLayers(const std::string& kind, int parts) {
   torch::nn::Sequential net;
   for (int i = 0; i < size.layers; ++i) {
     torch::nn::Linear layer(size.width, size.width);
-    // So that gradients keep their size from layer to layer: processors are slow with tiny numbers.
+    // Keeps the size of gradients from layer to layer: processors are slow with tiny numbers.
     layer->weight.mul_(std::sqrt(3.0));
     net->push_back(layer);
   }

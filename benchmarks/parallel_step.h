@@ -16,9 +16,9 @@ struct Layers {
   torch::nn::Sequential net;
   at::Tensor input;
 };
-// What a kind of work is done with, by how its name ends: "_small", "_many" (layers), "_large" or
-// "_tall" (large ones, and more rows). Where the batch is that of `parts` ranks together, this is
-// the part of one.
+// The layers and the batch of a kind of work, by the end of its name: "_small", "_many" (layers),
+// "_large" or "_tall" (large ones, and more rows). If `parts` ranks share the batch, it is the part
+// of one.
 Layers NewLayers(const std::string& kind, int parts = 1);
 
 // step_...: forward and backward of a batch. parallel_...: the same over work.count replicas on the

@@ -1,24 +1,28 @@
-// How long the ranks of a pipeline are idle: with stages that wait for a fixed time in place of
-// computing, so that processors do not matter, against what the schedule's theory says; and a model
-// split over processes against one process with as many threads.
+// Measures how long the ranks of a pipeline are idle, with stages that wait for a fixed time
+// instead of computing, so that processors do not matter, and compares it with the schedule's
+// theory; and compares a model split over processes with one process of as many threads.
 //
 //   tools/bazel run //benchmarks:pipeline -- [--unit-ms 10] [--rounds 5] [--no-split]
+//                                            [--no-waiting]
 #include "core/pipeline/pipeline.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mse_loss.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/relu.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <sys/wait.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -33,6 +37,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "benchmarks/work.h"
 #include "core/base/status.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
@@ -50,13 +55,13 @@ constexpr absl::Duration kPatience = absl::Minutes(5);
 absl::Duration unit = absl::Milliseconds(10);
 int rounds = 5;
 
+// 0 where nothing was measured.
 double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values.empty() ? 0 : values[values.size() / 2];
+  return values.empty() ? 0 : Quantile(std::move(values), 0.5);
 }
 
-// How long the stages of this process have waited, and how often: a wait that wakes late is work
-// that takes longer, and no bubble.
+// The time that the stages of this process have waited, and how often: a wait that wakes late
+// counts as longer work, not as a bubble.
 std::atomic<int64_t> waited_ns{0}, waits{0};
 
 void Wait() {
@@ -66,7 +71,7 @@ void Wait() {
   ++waits;
 }
 
-// Hands on what it is given, and waits in backward.
+// Passes its input on, and waits in backward.
 struct Waits : torch::autograd::Function<Waits> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
     return a.clone();
@@ -78,7 +83,7 @@ struct Waits : torch::autograd::Function<Waits> {
   }
 };
 
-// A rank of a job: what it has to say, if it is the first one.
+// Runs a rank of a job; the first one returns the result.
 using Rank = std::function<absl::Status(Worker& worker, std::vector<double>* said)>;
 
 absl::Status RunRank(int port, int rank, int ranks, const Rank& run, std::vector<double>* said) {
@@ -94,8 +99,8 @@ absl::Status RunRank(int port, int rank, int ranks, const Rank& run, std::vector
   return absl::OkStatus();
 }
 
-// Runs a function in each of some processes, which are forks of this one; it has no threads. What
-// the first one says comes back; nothing if any of them fails.
+// Runs a function in each of some processes, which are forks of this one; it has no threads.
+// Returns the results of those that have one; nothing if any of them fails.
 std::vector<double> InProcesses(int count,
                                 const std::function<absl::Status(int, std::vector<double>*)>& run) {
   int ends[2];
@@ -157,11 +162,12 @@ absl::Status RunWaiting(Worker& worker, const Schedule& schedule, std::vector<do
     if (schedule.rank_of_stage[s] != worker.rank()) continue;
     stages[s] = {.forward = [weight, s](Tensors in) -> Tensors {
                    absl::SleepFor(unit);
-                   // The first stage is given nothing that has a gradient.
+                   // No input of the first stage requires grad.
                    const at::Tensor x = s == 0 ? in[0] + weight : in[0];
                    return {Waits::apply(x) * Waits::apply(weight)};
                  },
-                 .loss = [](Tensors out, Tensors) { return out[0].sum(); }};
+                 .loss = [](Tensors out, Tensors) { return out[0].sum(); },
+                 .targets = 0};
   }
   return Drive(worker, "waiting", std::move(stages), schedule, [&](Pipeline& pipeline) {
     const at::Tensor batch = at::ones({schedule.micro_batches, 1});
@@ -171,7 +177,7 @@ absl::Status RunWaiting(Worker& worker, const Schedule& schedule, std::vector<do
       DG_RETURN_IF_ERROR(pipeline.Train(context, {batch}, {}).status());
       if (round >= 0) said->push_back(absl::ToDoubleMilliseconds(absl::Now() - begin));
     }
-    // Behind the times of the rounds: how long a wait took.
+    // After the times of the rounds: how long a wait took.
     said->push_back(1e-6 * static_cast<double>(waited_ns) / static_cast<double>(waits));
     return absl::OkStatus();
   });
@@ -219,51 +225,111 @@ void ReportWaiting() {
 
 // ----------------------------------------------------------------------------------- Computing
 
-constexpr int kWidth = 512, kLayers = 8, kBatch = 256, kMicroBatches = 8, kSteps = 20;
+// What is split: layers that are all the same.
+struct Job {
+  std::string name;
+  bool transformer = false;
+  int layers = 0, width = 0, batch = 0, sequence = 1, micro_batches = 8;
+  int steps = 10;  // of a round
+
+  std::vector<int64_t> BatchSizes() const {
+    if (transformer) return {batch, sequence, width};
+    return {batch, width};
+  }
+};
+
+constexpr int kHeads = 4;
+
+at::Tensor Parameter(at::IntArrayRef sizes) {
+  return (at::randn(sizes) * 0.05).requires_grad_(true);
+}
 
 struct Part {
-  explicit Part(int layers) {
+  Part(const Job& job, int layers) : transformer(job.transformer), width(job.width) {
     for (int i = 0; i < layers; ++i) {
-      weights.push_back((at::randn({kWidth, kWidth}) * 0.05).requires_grad_(true));
+      if (!transformer) {
+        weights.push_back({Parameter({width, width})});
+        continue;
+      }
+      weights.push_back({Parameter({3 * width, width}), Parameter({width, width}),
+                         Parameter({4 * width, width}), Parameter({width, 4 * width})});
     }
   }
   Tensors Forward(Tensors in) const {
-    for (const at::Tensor& weight : weights) in[0] = at::relu(at::linear(in[0], weight));
-    return in;
+    at::Tensor x = std::move(in[0]);
+    for (const Tensors& layer : weights) x = transformer ? Block(x, layer) : Linear(x, layer);
+    return {x};
   }
-  Tensors weights;
+  static at::Tensor Linear(const at::Tensor& x, const Tensors& layer) {
+    return at::relu(at::linear(x, layer[0]));
+  }
+  at::Tensor Block(const at::Tensor& x, const Tensors& layer) const {
+    const int64_t n = x.size(0), t = x.size(1);
+    const at::Tensor qkv = at::linear(at::layer_norm(x, {width}), layer[0])
+                               .view({n, t, 3, kHeads, width / kHeads})
+                               .permute({2, 0, 3, 1, 4});
+    const at::Tensor attention =
+        at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], {}, 0.0, /*is_causal=*/true)
+            .transpose(1, 2)
+            .reshape({n, t, width});
+    const at::Tensor y = x + at::linear(attention, layer[1]);
+    const at::Tensor hidden = at::gelu(at::linear(at::layer_norm(y, {width}), layer[2]));
+    return y + at::linear(hidden, layer[3]);
+  }
+  Tensors Parameters() const {
+    Tensors all;
+    for (const Tensors& layer : weights) all.insert(all.end(), layer.begin(), layer.end());
+    return all;
+  }
+
+  const bool transformer;
+  const int width;
+  std::vector<Tensors> weights;  // by layer
 };
 
 at::Tensor Loss(Tensors outputs, Tensors targets) { return at::mse_loss(outputs[0], targets[0]); }
 
-// Samples per second.
-absl::Status RunAlone(int threads, std::vector<double>* said) {
-  at::set_num_threads(threads);
-  const Part all(kLayers);
-  const at::Tensor x = at::randn({kBatch, kWidth}), y = at::randn({kBatch, kWidth});
+// Calls a step many times a round, and says how many of its batches are computed in a second.
+absl::Status Measure(const Job& job, std::vector<double>* said,
+                     const std::function<absl::Status()>& step) {
   for (int round = -1; round < rounds; ++round) {
     const absl::Time begin = absl::Now();
-    for (int step = 0; step < kSteps; ++step) {
-      Loss(all.Forward({x}), {y}).backward();
-      const at::AutoGradMode grad_mode(false);
-      for (at::Tensor weight : all.weights) {
-        weight.sub_(weight.grad(), 0.01);
-        weight.mutable_grad().reset();
-      }
-    }
+    for (int i = 0; i < job.steps; ++i) DG_RETURN_IF_ERROR(step());
     if (round < 0) continue;
-    said->push_back(kBatch * kSteps / absl::ToDoubleSeconds(absl::Now() - begin));
+    const double samples = job.batch * job.sequence * job.steps;
+    said->push_back(samples / absl::ToDoubleSeconds(absl::Now() - begin));
   }
   return absl::OkStatus();
 }
 
-absl::Status RunSplit(Worker& worker, const Schedule& schedule, std::vector<double>* said) {
+absl::Status RunAlone(const Job& job, int layers, int threads, int micro_batches,
+                      std::vector<double>* said) {
+  at::set_num_threads(threads);
+  const Part all(job, layers);
+  const Tensors xs = at::randn(job.BatchSizes()).tensor_split(micro_batches);
+  const Tensors ys = at::randn(job.BatchSizes()).tensor_split(micro_batches);
+  return Measure(job, said, [&]() -> absl::Status {
+    for (int m = 0; m < micro_batches; ++m) {
+      const at::Tensor loss = Loss(all.Forward({xs[m]}), {ys[m]});
+      loss.backward(at::full_like(loss, 1.0 / micro_batches));
+    }
+    const at::AutoGradMode grad_mode(false);
+    for (at::Tensor weight : all.Parameters()) {
+      weight.sub_(weight.grad(), 0.01);
+      weight.mutable_grad().reset();
+    }
+    return absl::OkStatus();
+  });
+}
+
+absl::Status RunSplit(Worker& worker, const Job& job, const Schedule& schedule,
+                      std::vector<double>* said) {
   at::set_num_threads(1);
   const int rank = worker.rank();
-  const auto part = std::make_shared<Part>(kLayers / schedule.ranks());
+  const auto part = std::make_shared<Part>(job, job.layers / schedule.ranks());
   const auto step = [part](const Context& context) -> absl::Status {
     const at::AutoGradMode grad_mode(false);
-    for (at::Tensor weight : part->weights) {
+    for (at::Tensor weight : part->Parameters()) {
       DG_ASSIGN_OR_RETURN(const at::Tensor gradient, context.Gradient(weight));
       weight.sub_(gradient, 0.01);
     }
@@ -275,52 +341,92 @@ absl::Status RunSplit(Worker& worker, const Schedule& schedule, std::vector<doub
                   .loss = Loss,
                   .step = step}}},
                schedule, [&](Pipeline& pipeline) {
-                 const at::Tensor x = at::randn({kBatch, kWidth}), y = at::randn({kBatch, kWidth});
-                 for (int round = -1; round < rounds; ++round) {
-                   const absl::Time begin = absl::Now();
-                   for (int i = 0; i < kSteps; ++i) {
-                     const Context context = worker.NewContext();
-                     DG_RETURN_IF_ERROR(pipeline.Train(context, {x}, {y}).status());
-                   }
-                   if (round < 0) continue;
-                   said->push_back(kBatch * kSteps / absl::ToDoubleSeconds(absl::Now() - begin));
-                 }
-                 return absl::OkStatus();
+                 const at::Tensor x = at::randn(job.BatchSizes()), y = at::randn(job.BatchSizes());
+                 return Measure(job, said, [&] {
+                   const Context context = worker.NewContext();
+                   return pipeline.Train(context, {x}, {y}).status();
+                 });
                });
 }
 
-void ReportSplit() {
-  std::printf("%d layers of %d, batches of %d in %d micro-batches; samples per second\n", kLayers,
-              kWidth, kBatch, kMicroBatches);
-  const double alone =
-      Median(InProcesses(1, [](int, std::vector<double>* said) { return RunAlone(2, said); }));
-  std::printf("%-34s %10.0f\n", "one process, 2 threads", alone);
+// The part of the time in which a rank computes, if nothing but the schedule keeps it from that.
+double Efficiency(const Schedule& schedule) {
+  const absl::StatusOr<Timeline> timeline = Simulate(schedule, [](const Action& action) {
+    switch (action.kind) {
+      case Kind::kForward:
+      case Kind::kBackwardInput:
+      case Kind::kBackwardWeight:
+        return 1.0;
+      case Kind::kBackward:
+        return 2.0;
+      default:
+        return 0.0;
+    }
+  });
+  return timeline->busy[0] / timeline->end;
+}
+
+void ReportSplit(const Job& job) {
+  std::printf("%s, batches of %d in %d micro-batches; %s per second\n", job.name.c_str(), job.batch,
+              job.micro_batches, job.transformer ? "tokens" : "samples");
+  const auto alone = [&](int threads, int micro_batches) {
+    return Median(InProcesses(1, [&](int, std::vector<double>* said) {
+      return RunAlone(job, job.layers, threads, micro_batches, said);
+    }));
+  };
+  const double two = alone(2, 1);
+  // Half of the layers in each: what is left if nobody waits for anybody.
+  const double apart = Median(InProcesses(2, [&](int, std::vector<double>* said) {
+    return RunAlone(job, job.layers / 2, 1, job.micro_batches, said);
+  }));
+  std::printf("%-42s %8.0f\n", "one process, 2 threads", two);
+  std::printf("%-42s %8.0f\n", "the same in micro-batches", alone(2, job.micro_batches));
+  std::printf("%-42s %8.0f\n", "one process, 1 thread", alone(1, 1));
+  std::printf("%-42s %8.0f\n", "the same in micro-batches", alone(1, job.micro_batches));
+  std::printf("%-42s %8.0f\n", "2 processes that do not wait, 1 thread each", apart);
+  std::fflush(stdout);
   std::vector<std::pair<std::string, Schedule>> schedules = {
-      {"GPipe", *GPipe(2, kMicroBatches)},
-      {"1F1B", *OneForwardOneBackward(2, kMicroBatches)},
-      {"ZB-H1", *ZeroBubbleH1(2, kMicroBatches)}};
+      {"GPipe", *GPipe(2, job.micro_batches)},
+      {"1F1B", *OneForwardOneBackward(2, job.micro_batches)},
+      {"ZB-H1", *ZeroBubbleH1(2, job.micro_batches)}};
   for (auto& [name, schedule] : schedules) {
+    const double efficiency = Efficiency(schedule);
     for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Kind::kStep, s});
     const double split =
-        Median(InJob(2, [&schedule = schedule](Worker& worker, std::vector<double>* said) {
-          return RunSplit(worker, schedule, said);
+        Median(InJob(2, [&job, &schedule = schedule](Worker& worker, std::vector<double>* said) {
+          return RunSplit(worker, job, schedule, said);
         }));
-    std::printf("%-34s %10.0f %9.2f of one process\n",
-                absl::StrCat("2 processes, 1 thread each, ", name).c_str(), split, split / alone);
+    std::printf("%-42s %8.0f, %.2f of one process, %.2f of not waiting (at most %.2f)\n",
+                absl::StrCat("2 processes, 1 thread each, ", name).c_str(), split, split / two,
+                split / apart, efficiency);
+    std::fflush(stdout);
   }
 }
 
 int Main(int argc, char** argv) {
   CLI::App app{"Measures pipelines of stages."};
   double unit_ms = 10;
-  bool no_split = false;
+  bool no_split = false, no_waiting = false;
   app.add_option("--unit-ms", unit_ms, "How long a stage waits in each third of its work");
   app.add_option("--rounds", rounds, "How many steps, or rows of steps, a median is of");
   app.add_flag("--no-split", no_split, "Only the stages that wait");
+  app.add_flag("--no-waiting", no_waiting, "Only the stages that compute");
   CLI11_PARSE(app, argc, argv);
   unit = absl::Milliseconds(unit_ms);
-  ReportWaiting();
-  if (!no_split) ReportSplit();
+  if (!no_waiting) ReportWaiting();
+  if (no_split) return 0;
+  ReportSplit({.name = "8 layers of 512", .layers = 8, .width = 512, .batch = 256});
+  ReportSplit({.name = "8 layers of 1024", .layers = 8, .width = 1024, .batch = 512, .steps = 2});
+  for (const int micro_batches : {8, 16}) {
+    ReportSplit({.name = "4 transformer blocks of 256, sequences of 128",
+                 .transformer = true,
+                 .layers = 4,
+                 .width = 256,
+                 .batch = 2 * micro_batches,
+                 .sequence = 128,
+                 .micro_batches = micro_batches,
+                 .steps = 2});
+  }
   return 0;
 }
 

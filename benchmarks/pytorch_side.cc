@@ -52,7 +52,7 @@ at::Tensor Await(const Answer& answer) {
 class PytorchSide;
 PytorchSide* the_side = nullptr;  // its agent is one for the process, too
 
-// The functions it serves without Python are operators; ours is added.
+// Without Python it serves operators only; this adds one of ours.
 class Callback : public rpc::RequestCallbackNoPython {
  protected:
   Answer processScriptCall(rpc::RpcCommandBase& command,
@@ -81,7 +81,7 @@ class PytorchSide : public BenchmarkSide {
         std::unordered_map<std::string, rpc::DeviceMap>{}, std::vector<c10::Device>{},
         std::make_unique<Callback>());
     rpc::RpcAgent::setCurrentRpcAgent(agent_);
-    // It asks this to parse the type that comes with every message.
+    // The agent calls this to parse the type that comes with every message.
     auto unit = std::make_shared<torch::jit::CompilationUnit>();
     auto parser = std::make_shared<torch::jit::ScriptTypeParser>();
     agent_->setTypeResolver(
@@ -213,7 +213,7 @@ class PytorchSide : public BenchmarkSide {
     return absl::InternalError("1 + 1 is not 2");
   }
 
-  // A context, forward, backward, release; the gradient is looked at, untimed.
+  // Runs a context, forward, backward, release; checks the gradient, untimed.
   template <typename Forward>
   absl::StatusOr<double> Pass(const at::Tensor& values, int factors, Forward forward) {
     const at::Tensor x = values.detach().requires_grad_();

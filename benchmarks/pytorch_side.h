@@ -1,4 +1,4 @@
-// PyTorch's own RPC agent and distributed autograd, out of the same libtorch, driven from C++.
+// PyTorch's own RPC agent and distributed autograd, from the same libtorch, driven from C++.
 #ifndef DISTGRAD_BENCHMARKS_PYTORCH_SIDE_H_
 #define DISTGRAD_BENCHMARKS_PYTORCH_SIDE_H_
 
@@ -9,8 +9,8 @@
 
 namespace distgrad {
 
-// `place.config`: "default", which leaves the choice to its agent (shared memory with CMA within
-// a machine), or "uv" (TCP with its basic channel). Once in a process.
+// Creates the side. `place.config`: "default", which leaves the choice to its agent (shared memory
+// with CMA within a machine), or "uv" (TCP with its basic channel). Once in a process.
 absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartPytorch(const SideOptions& place);
 
 }  // namespace distgrad

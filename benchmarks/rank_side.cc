@@ -35,10 +35,10 @@ namespace {
 constexpr size_t kFirstBucket = size_t{1} << 20, kBucket = size_t{25} << 20;  // DDP's, and ours
 constexpr int64_t kTextBytes = 64;
 
-// What a rank does between two signals of rank 0.
+// A rank's work between two signals of rank 0.
 using Step = std::function<absl::Status()>;
 
-// What PyTorch's DistributedDataParallel does in C++, and what it asks for around a forward.
+// Does what PyTorch's DistributedDataParallel does in C++, and around a forward.
 class Rival {
  public:
   Rival(const std::vector<at::Tensor>& parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -100,7 +100,7 @@ class RankSide : public BenchmarkSide {
   }
 
  private:
-  // The text of rank 0.
+  // Returns the text that rank 0 wrote.
   absl::Status Tell(std::string* text) {
     const at::Tensor bytes = at::zeros({kTextBytes}, at::kByte);
     char* const data = reinterpret_cast<char*>(bytes.mutable_data_ptr<uint8_t>());
@@ -180,7 +180,7 @@ class RankSide : public BenchmarkSide {
     }
   }
 
-  // All ranks at once, each for itself; until the slowest is done.
+  // Runs all ranks at once, each for itself, until the slowest is done.
   Step NewAlone(torch::nn::Sequential net, at::Tensor input) {
     return [this, net, input, one = at::zeros({1})]() -> absl::Status {
       DG_RETURN_IF_ERROR(Backward(net, input));
@@ -188,7 +188,7 @@ class RankSide : public BenchmarkSide {
     };
   }
 
-  // All bytes of the gradients at once.
+  // Reduces all bytes of the gradients at once.
   Step NewAllreduce(torch::nn::Sequential net) {
     std::vector<at::Tensor> flat;
     for (const at::Tensor& parameter : net->parameters()) flat.push_back(parameter.flatten());

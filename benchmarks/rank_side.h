@@ -9,7 +9,7 @@
 
 namespace distgrad {
 
-// All ranks do what rank 0 is asked for, at the same time.
+// Creates the side. All ranks do the work of rank 0, at the same time.
 absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartRank(const SideOptions& place);
 
 }  // namespace distgrad

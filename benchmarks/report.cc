@@ -20,7 +20,7 @@
 namespace distgrad {
 namespace {
 
-// Three digits that count, and no more.
+// Formats three significant digits.
 std::string Number(double value) {
   if (value == 0) return "-";
   if (std::abs(value) >= 100) return absl::StrFormat("%.0f", value);

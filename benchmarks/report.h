@@ -1,4 +1,4 @@
-// How results are shown: a table, a JSON line each, and a plot.
+// Writes results as a table, as JSON lines, and as a plot.
 #ifndef DISTGRAD_BENCHMARKS_REPORT_H_
 #define DISTGRAD_BENCHMARKS_REPORT_H_
 
@@ -10,23 +10,23 @@
 
 namespace distgrad {
 
-// The machine, its load, and what the versions are.
+// Describes the machine, its load, and the versions.
 std::string DescribeMachine();
 
-// `bazel run` changes the folder; a file is meant from where it was called.
+// Resolves a path in the user's folder, which `bazel run` changes.
 std::string FromCaller(const std::string& file);
 
 std::string TableHead();
 std::string TableLine(const Result& result);
-// What the columns mean.
+// Explains the columns.
 std::string TableNotes();
 
-// {"metric", "config", "distgrad", "pytorch", "floor", "unit", "ratio", ...}: one flat object. What
-// was not measured is null.
+// Writes one flat object, {"metric", "config", "distgrad", "pytorch", "floor", "unit", "ratio",
+// ...}. Values that were not measured are null.
 std::string JsonLine(const Result& result);
 
-// An SVG, drawn by gnuplot: how many times better than PyTorch each row is, and what is to be
-// reached. kUnavailable without gnuplot.
+// Has gnuplot draw an SVG: how many times better than PyTorch each row is, and its target.
+// kUnavailable without gnuplot.
 absl::Status Plot(const std::vector<Result>& results, const std::string& file);
 
 }  // namespace distgrad

@@ -21,13 +21,13 @@ std::vector<Contender> Pytorch(const Work& work) {
 }
 std::vector<Contender> PytorchTcp(const Work& work) { return {{"pytorch", "uv", work}}; }
 
-// Raw TensorPipe on the transport that we use, both ways of sending the bytes.
+// Raw TensorPipe on distgrad's transport, with both ways of sending the bytes.
 std::vector<Contender> RawTensorPipe(const std::string& transport, const Work& work) {
   const std::string raw = transport == "shm" ? "shm" : "uv";
   return {{"tensorpipe", raw, work}, {"tensorpipe", raw + "+cma", work}};
 }
 
-// For workers of one process there is no floor between processes.
+// Blocking sockets between two processes.
 std::vector<Contender> Socket(const std::string& kind, const Work& work) {
   return {{"sockets", kind, work}};
 }
@@ -107,7 +107,7 @@ std::vector<Row> AllRows(const std::string& transport) {
     row->quick = nodes < 10000;
     row->world = 1;
   }
-  // Data parallel over the CPU, as so many times the plain step.
+  // Data parallel on the CPU, as a multiple of the plain step.
   for (const auto& [size, batch] : std::vector<std::pair<std::string, std::string>>{
            {"small", "small layers"}, {"large", "large layers"}, {"tall", "2,048 rows"}}) {
     for (const int replicas : {1, 2, 4, 8}) {
@@ -123,7 +123,7 @@ std::vector<Row> AllRows(const std::string& transport) {
                       .quick = false});
     }
   }
-  // Averages over processes, as so many times the steps without them.
+  // Averages over processes, as a multiple of the steps without them.
   for (const char* const size : {"small", "many", "large"}) {
     for (const int ranks : {2, 4}) {
       const auto by = [&](const char* how) -> Contender {
@@ -158,7 +158,7 @@ std::vector<Row> AllRows(const std::string& transport) {
     row->world = 17;
     row->quick = false;
   }
-  // The floors, for themselves.
+  // The floors by themselves.
   const auto add_floor = [&](const std::string& title, const std::string& side,
                              const std::string& config, const Work& work) {
     rows.push_back(
@@ -205,7 +205,7 @@ namespace {
 
 bool MoreIsBetter(const Row& row) { return row.value == Row::Value::kPerSecond; }
 
-// Over rounds: the median; or the best, where others disturbed most of them.
+// Returns the median over rounds, or the best if other processes disturbed most of them.
 double Typical(std::vector<double> values, bool noisy, bool more_is_better) {
   return Quantile(std::move(values), !noisy ? 0.5 : more_is_better ? 1 : 0);
 }
@@ -222,7 +222,7 @@ double TypicalP99(const Result& result, const std::vector<Slice>& slices) {
   return Typical(std::move(values), result.noisy, /*more_is_better=*/false);
 }
 
-// How many times better `a` is than `b`: round by round, or best against best.
+// Returns how many times better `a` is than `b`: round by round, or best against best.
 double Ratio(const Result& result, const std::vector<Slice>& a, const std::vector<Slice>& b) {
   const auto times = [&](double one, double other) {
     return MoreIsBetter(result.row) ? one / other : other / one;

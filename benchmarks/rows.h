@@ -1,4 +1,4 @@
-// The rows of the table: what is measured, for whom, and what is to be reached.
+// The rows of the table: the work, who does it, and the target.
 #ifndef DISTGRAD_BENCHMARKS_ROWS_H_
 #define DISTGRAD_BENCHMARKS_ROWS_H_
 
@@ -15,7 +15,7 @@ struct Contender {
   std::string side;
   std::string config;
   Work work;
-  std::string program = {};  // another build of this program, that runs it; empty: this one
+  std::string program = {};  // another build of this program, to run it; empty: this one
 
   std::string name() const { return config.empty() ? side : side + " " + config; }
 };
@@ -38,15 +38,15 @@ struct Row {
   bool quick = true;  // part of --quick
 };
 
-// `transport`: distgrad's, where the row does not say which.
+// Returns all rows. `transport` is distgrad's, unless the row chooses one.
 std::vector<Row> AllRows(const std::string& transport);
 
 const char* UnitOf(const Row& row);
 
-// What was measured of a row.
+// The measurements of a row.
 struct Result {
   Row row;
-  // One slice per round that was kept, in order; by contender as the row lists them.
+  // One slice for each round that was kept, in order; by contender, as the row lists them.
   std::vector<Slice> ours;
   std::vector<std::vector<Slice>> pytorch, floors;
   int rounds = 0;  // before some were dropped
@@ -60,11 +60,11 @@ struct Result {
   int best = -1, best_floor = -1;  // which of row.pytorch, row.floors; -1: none
   double ratio = 0;                // how many times better than PyTorch
   double floor_ratio = 0;          // how many times the floor
-  // 1: just what is to be reached; 2: twice as good. 0 if there is nothing to reach.
+  // 1: the target; 2: twice as good. 0 without a target.
   double achieved = 0;
 };
 
-// The value of a slice in the row's unit.
+// Returns the value of a slice in the row's unit.
 double ValueOf(const Row& row, const Sample& sample);
 
 void Derive(Result* result);

@@ -1,4 +1,4 @@
-// What a pass costs as it grows: in edges, workers, hops and tensors, and a line through that.
+// Measures what a pass costs as it grows in edges, workers, hops and tensors, and fits lines.
 //
 //   tools/bazel run //benchmarks:scaling -- [--json FILE] [--plot FILE]
 //
@@ -25,7 +25,7 @@
 namespace distgrad {
 namespace {
 
-// One thing grows, the rest stays.
+// A series in which one quantity grows and the others stay.
 struct Series {
   std::string name;
   std::string unit;  // of what grows
@@ -57,10 +57,10 @@ struct Point {
 // micros = base + each * x.
 struct Line {
   double base = 0, each = 0;
-  double worst = 0;  // by how much, of what was measured, a point is off at most
+  double worst = 0;  // the largest relative error of a point
 };
 
-// By least squares of the relative errors: no point counts more for being larger.
+// Fits by least squares of the relative errors, so that large points count no more than small ones.
 Line Fit(const std::vector<Point>& points) {
   double s = 0, sx = 0, sxx = 0, sy = 0, sxy = 0;
   for (const Point& point : points) {
@@ -89,7 +89,7 @@ struct Options {
 
 using Measured = std::vector<std::pair<std::string, std::vector<Point>>>;  // by side
 
-// A point of each group, which take turns.
+// Measures a point of each group; the groups take turns.
 absl::StatusOr<std::vector<Point>> Measure(const std::vector<Group*>& groups, const Series& series,
                                            int count, const Options& options) {
   std::vector<std::vector<double>> micros(groups.size()), cpu_us(groups.size());

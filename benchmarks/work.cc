@@ -69,7 +69,7 @@ absl::StatusOr<Sample> RepeatOnThreads(int count, absl::Duration budget,
   std::vector<std::thread> threads;
   for (int i = 0; i < count; ++i) {
     threads.emplace_back([&, i] {
-      // All are there, and warm, before any is measured.
+      // All have started, and are warm, before any is measured.
       absl::StatusOr<double> first = once();
       ++ready;
       while (ready < count) std::this_thread::yield();

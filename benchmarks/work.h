@@ -1,4 +1,4 @@
-// What is measured: pieces of work that every side does, and what doing one often gave.
+// The pieces of work that every side does, and the results of repeating one.
 #ifndef DISTGRAD_BENCHMARKS_WORK_H_
 #define DISTGRAD_BENCHMARKS_WORK_H_
 
@@ -43,7 +43,7 @@ struct Work {
   size_t bytes = 4;
 };
 
-// "pass/10/4" and back.
+// Converts work to a text like "pass/10/4" and back.
 std::string ToText(const Work& work);
 absl::StatusOr<Work> WorkFromText(absl::string_view text);
 
@@ -54,13 +54,13 @@ struct Sample {
   double per_second = 0;
 };
 
-// Of the first half when sorted, and so on. `values` must not be empty.
+// Returns a quantile (0.5: the median). `values` must not be empty.
 double Quantile(std::vector<double> values, double quantile);
 
 double MicrosNow();
 
-// Does `once` for about `budget`, at least three times. It returns the microseconds that count:
-// what it spends on checks does not. Stops at the first error.
+// Repeats `once` for about `budget`, at least three times. `once` returns the microseconds that
+// count, without those of its checks. Stops at the first error.
 absl::StatusOr<Sample> Repeat(absl::Duration budget,
                               absl::FunctionRef<absl::StatusOr<double>()> once);
 
@@ -68,30 +68,30 @@ absl::StatusOr<Sample> Repeat(absl::Duration budget,
 absl::StatusOr<Sample> RepeatOnThreads(int count, absl::Duration budget,
                                        absl::FunctionRef<absl::StatusOr<double>()> once);
 
-// Does `once` as Repeat() does, while `count` other threads do `beside` again and again.
+// Repeats `once` as Repeat() does, while `count` other threads repeat `beside`.
 absl::StatusOr<Sample> RepeatBeside(int count, absl::Duration budget,
                                     absl::FunctionRef<absl::Status()> beside,
                                     absl::FunctionRef<absl::StatusOr<double>()> once);
 
-// Keeps `width` things in flight: `start(i)` starts the i-th of them, `finish(i)` waits for it.
+// Keeps `width` operations in flight: `start(i)` starts the i-th of them, `finish(i)` waits for it.
 absl::StatusOr<Sample> RepeatInFlight(int width, absl::Duration budget,
                                       absl::FunctionRef<void(int)> start,
                                       absl::FunctionRef<absl::Status(int)> finish);
 
-// One of those compared, in one process. The process of rank 0 is asked; the others are peers.
+// One process of a side. The process of rank 0 is asked; the others are its peers.
 class BenchmarkSide {
  public:
   virtual ~BenchmarkSide() = default;
-  // kInternal if an answer is not what it should be.
+  // Does the work. kInternal if an answer is wrong.
   virtual absl::StatusOr<Sample> Run(const Work& work, absl::Duration budget) = 0;
 };
 
-// Where a side's process stands among its peers.
+// The place of a process among its peers.
 struct SideOptions {
-  std::string config;  // the side's own word: a transport, or several
+  std::string config;  // chooses a transport, in the side's own words
   int rank = 0;
   int world = 1;
-  int port = 0;  // for what the peers meet at
+  int port = 0;  // of the peers' rendezvous
 };
 
 }  // namespace distgrad

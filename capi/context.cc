@@ -1,4 +1,4 @@
-// Autograd.
+// Contexts: creating and releasing them, backward, and gradients.
 #include "core/worker/context.h"
 
 #include "absl/strings/str_cat.h"

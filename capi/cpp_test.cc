@@ -1,10 +1,13 @@
 // The C++ wrapper, over the library as programs see it.
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "distgrad/distgrad.hpp"
 #include "gtest/gtest.h"
@@ -32,6 +35,10 @@ TEST(CppTest, Operators) {
   EXPECT_EQ(sorted[0].data<float>()[0], 1);
   EXPECT_EQ(sorted[1].data<int64_t>()[0], 1);
   EXPECT_EQ(CodeOf([&] { dg::Op("aten::nothing", {x}); }), DG_NOT_FOUND);
+  dg::CheckPure("aten::sort");
+  EXPECT_EQ(CodeOf([&] { dg::CheckPure("aten::add_.Tensor"); }), DG_PERMISSION_DENIED);
+  EXPECT_EQ(dg::AbiVersion() >> 16, uint32_t{DG_ABI_MAJOR});
+  EXPECT_FALSE(dg::TorchVersion().empty());
   EXPECT_EQ(CodeOf([&] { x.data<double>(); }), DG_INVALID_ARGUMENT);
   EXPECT_EQ(CodeOf([&] { dg::Tensor::From<float>({1}, {2}); }), DG_INVALID_ARGUMENT);
   dg::Tensor leaf = x;  // the same tensor
@@ -47,6 +54,47 @@ static_assert(!std::is_constructible_v<dg::Value, dg_tensor*>);
 static_assert(!std::is_constructible_v<dg::Value, const void*>);
 static_assert(std::is_constructible_v<dg::Value, bool>);
 static_assert(std::is_constructible_v<dg::Value, const char*>);
+
+TEST(CppTest, MemoryAndOtherLibraries) {
+  float elements[4] = {1, 2, 3, 4};
+  int destroyed = 0;
+  {
+    const dg::Tensor columns =
+        dg::Tensor::FromMemory(elements, DG_FLOAT32, {2, 2}, {1, 2}, [&] { ++destroyed; });
+    EXPECT_EQ(columns.strides(), (std::vector<int64_t>{1, 2}));
+    const dg::Tensor same = dg::Tensor::FromTorch(columns.torch());
+    EXPECT_EQ(same.data<float>(), elements);
+    const dg::Tensor back = dg::Tensor::FromDlpack(same.ToDlpack());
+    elements[1] = 5;
+    EXPECT_EQ(dg::Op("aten::sum", {back}).data<float>()[0], 13);
+    EXPECT_EQ(destroyed, 0);
+  }
+  EXPECT_EQ(destroyed, 1);
+  EXPECT_EQ(
+      CodeOf([&] { dg::Tensor::FromMemory(elements, DG_FLOAT32, {-1}, {}, [&] { ++destroyed; }); }),
+      DG_INVALID_ARGUMENT);
+  EXPECT_EQ(destroyed, 2);
+  EXPECT_EQ(CodeOf([&] {
+              dg::Tensor::FromMemory(elements, DG_FLOAT32, {4}, {1, 1}, nullptr);
+            }),
+            DG_INVALID_ARGUMENT);
+}
+
+TEST(CppTest, NestedCallsGetWhatIsLeft) {
+  dg_request given = {};
+  given.timeout_ms = 1'000'000;
+  const dg::Request request(&given);
+  EXPECT_LE(request.Nested().timeout_ms, 1'000'000);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (request.Nested().timeout_ms == 1'000'000 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::yield();
+  }
+  EXPECT_LT(request.Nested().timeout_ms, 1'000'000);
+  given.timeout_ms = DG_FOREVER;
+  EXPECT_EQ(request.Nested().timeout_ms, DG_FOREVER);
+  given.timeout_ms = 1;
+  EXPECT_EQ(request.Nested().timeout_ms, 1);  // 0 would be the default
+}
 
 TEST(CppTest, WaitLetsExceptionsThrough) {
   bool ran = false;
@@ -255,6 +303,14 @@ TEST(CppTest, Job) {
       worker.RegisterAsync("later", [&](const dg::Request& request, dg::Responder&& responder) {
         if (request.payload() == "throw") throw dg::Error(DG_DATA_LOSS, "oh");
         if (request.payload() == "drop") return;
+        if (request.payload() == "pass on") {
+          try {
+            worker.Call("worker0", "refuse", dg::Message(), request.Nested());
+          } catch (const dg::Error& error) {
+            responder.Fail(error);
+          }
+          return;
+        }
         if (request.payload() == "cancel") {
           kept = std::move(responder);
           request.OnCancel([&kept] { kept.Fail(DG_ABORTED, "nobody hears it"); });
@@ -277,7 +333,18 @@ TEST(CppTest, Job) {
   dg::Tensor x = dg::Tensor::From<float>({2}, {1});
   x.RequireGrad();
   dg::Optimizer optimizer = dg::Optimizer::AdamW(worker, "", {x});
+  worker.Register("refuse", [](const dg::Request&) -> dg::Message {
+    throw dg::Error(DG_PERMISSION_DENIED, "not today");
+  });
   worker.Barrier();
+  try {
+    worker.Call("worker1", "later", dg::Message("pass on"));
+    ADD_FAILURE();
+  } catch (const dg::Error& error) {
+    EXPECT_EQ(error.code(), DG_PERMISSION_DENIED);
+    EXPECT_EQ(error.origin(), uint32_t{DG_ORIGIN_HANDLER});
+    EXPECT_EQ(error.rank(), 0u);  // where it arose
+  }
   EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "scale", dg::Message()); }), DG_OUT_OF_RANGE);
   EXPECT_EQ(CodeOf([&] { worker.Call("worker1", "scale", dg::Message("throw", {x})); }),
             DG_INTERNAL);
@@ -335,6 +402,19 @@ TEST(CppTest, Job) {
     optimizer.Step(context);
     EXPECT_LT(x.data<float>()[0], 2);
     EXPECT_EQ(worker.CallOps("worker1", "aten::neg", {x}, &context)[0].size(), 1);
+  }
+  {
+    const dg::Context context(worker);
+    EXPECT_GE(worker.context_count(), 1u);
+    const dg::Future future = worker.CallOpsAsync("worker1", "aten::mul.Tensor", {x, x}, &context);
+    const std::vector<dg::Tensor> squares = future.GetOps();
+    ASSERT_EQ(squares.size(), 1u);
+    context.BackwardAsync({squares[0]}).Get();
+    const std::vector<std::pair<dg::Tensor, dg::Tensor>> gradients = context.Gradients();
+    ASSERT_EQ(gradients.size(), 1u);
+    EXPECT_EQ(gradients[0].first.data<float>(), x.data<float>());
+    EXPECT_EQ(gradients[0].second.data<float>()[0], 2 * x.data<float>()[0]);
+    EXPECT_EQ(CodeOf([&] { context.BackwardAsync({squares[0]}).Get(); }), DG_FAILED_PRECONDITION);
   }
   Replicas(worker, 1);
   worker.Shutdown();

@@ -1,4 +1,4 @@
-// Data parallel, and its pieces.
+// Data parallel over a C function, and its pieces: scatter, gather, broadcast, reduce_add.
 #include "core/parallel/data_parallel.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,4 +1,4 @@
-// Version, strings, errors, the log; and guard.h.
+// Implements the version, strings, errors and the log, and what guard.h declares.
 #include <ATen/core/grad_mode.h>
 #include <torch/version.h>
 
@@ -153,7 +153,7 @@ dg_error* dg_error_create_with_origin(dg_code code, dg_str message, uint32_t ori
       return status;
     }
     return WithOrigin(std::move(status),
-                      {static_cast<WorkerId>(rank), static_cast<ErrorOrigin::By>(origin)});
+                      {static_cast<WorkerRank>(rank), static_cast<ErrorOrigin::By>(origin)});
   });
 }
 

@@ -28,10 +28,10 @@ namespace distgrad {
 // NULL for an OK status. Never throws: if memory is out, an error that says so and needs none.
 dg_error* ToError(const absl::Status& status) noexcept;
 
-// kUnknown for what is none, or no error.
+// kUnknown for what is no code of an error.
 absl::StatusCode ToStatusCode(dg_code code);
 
-// Takes an error that a callback returned; what is none is an error too.
+// Takes an error that a callback returned; what is not a valid handle is an error too.
 absl::Status TakeError(dg_error* error) noexcept;
 
 // Runs `body`, which returns a Status, and lets nothing through but its error.

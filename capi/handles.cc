@@ -1,4 +1,4 @@
-// Keeps the table of slots that handles name, and what a forked child may not use of it.
+// Keeps the table of slots that handles name, and refuses a parent's handles in a forked child.
 #include "capi/handles.h"
 
 #include <pthread.h>

@@ -1,4 +1,4 @@
-// Who is a member of the job.
+// The members of a job, and the callback for their events.
 #include "capi/guard.h"
 #include "capi/worker_object.h"
 #include "core/base/blocking.h"
@@ -22,7 +22,7 @@ absl::Status SharedWorker::OnMember(std::shared_ptr<const MemberHandler> handler
     borrowed.struct_size = sizeof(borrowed);
     borrowed.kind = static_cast<uint64_t>(event.kind);
     borrowed.name = ToStr(event.name);
-    borrowed.rank = event.id;
+    borrowed.rank = event.rank;
     borrowed.incarnation = event.incarnation;
     borrowed.reason = ToStr(event.reason);
     const ServingScope scope(this);
@@ -37,7 +37,7 @@ using namespace distgrad;
 
 namespace {
 
-// What `get` gives for the worker, or 0 for what is none.
+// What `get` gives for the worker, or 0 where it is not a valid handle.
 template <typename F>
 uint32_t Ask(const dg_worker* worker, F&& get) noexcept {
   return GuardValue<uint32_t>(0, [&]() -> uint32_t {
@@ -74,7 +74,7 @@ dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) noexcept {
     const absl::StatusOr<SharedWorker::Use> use = UseWorker(worker);
     if (!use.ok()) return ToStr("");
     for (const Member& member : (*use)->members()) {
-      if (member.id == rank) return ToStr(use->shared().Keep(member.name));
+      if (member.rank == rank) return ToStr(use->shared().Keep(member.name));
     }
     return ToStr("");
   });
@@ -103,7 +103,7 @@ dg_error* dg_worker_members(const dg_worker* worker,
       dg_member borrowed = {};
       borrowed.struct_size = sizeof(borrowed);
       borrowed.name = ToStr(member.name);
-      borrowed.rank = member.id;
+      borrowed.rank = member.rank;
       borrowed.incarnation = member.incarnation;
       visit(user_data, &borrowed);
     }

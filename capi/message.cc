@@ -1,4 +1,4 @@
-// Messages and futures.
+// Creates and reads messages; waits for futures and cancels them.
 #include "core/tensor/message.h"
 
 #include "absl/strings/str_cat.h"

@@ -1,4 +1,4 @@
-// Values and operators.
+// Converts values, and runs operators.
 #include "core/tensor/operator.h"
 
 #include <ATen/core/List.h>

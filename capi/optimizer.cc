@@ -1,4 +1,4 @@
-// Optimizers.
+// Optimizers: creating, stepping, clipping, their state, removing them.
 #include "core/worker/optimizer.h"
 
 #include <torch/optim/adam.h>

@@ -1,4 +1,4 @@
-// Process groups, and the average of gradients over them.
+// Process groups, and the average of gradients over their ranks.
 #include "core/parallel/process_group/process_group.h"
 
 #include <algorithm>

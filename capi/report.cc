@@ -1,4 +1,4 @@
-// What a worker says of itself: metrics, traces, and what it waits for.
+// Reports what a worker does: metrics, traces, and the passes that it waits for.
 #include <utility>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// What others ask of a worker: handlers, and how they answer and see that nobody waits any more.
+// Runs the handlers of a worker, with their requests, responders and cancellations.
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -49,7 +49,7 @@ absl::StatusOr<Message> TakeReply(dg_message* reply) {
   return std::move(taken->message);
 }
 
-// What the caller is told of a reply that is none.
+// What the caller is told of a reply that is not a valid handle.
 absl::Status BadReply(const absl::Status& why) {
   return absl::InternalError(absl::StrCat("its reply: ", why.message()));
 }

@@ -1,4 +1,4 @@
-// Tensors.
+// Creates, imports, exports and describes tensors; sets torch's modes of a thread.
 #include <ATen/Context.h>
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/Parallel.h>
@@ -223,7 +223,7 @@ using namespace distgrad;
 
 namespace {
 
-// What `get` gives for the tensor, or `fallback` for what is none.
+// What `get` gives for the tensor, or `fallback` where it is not a valid handle.
 template <typename T, typename F>
 T Ask(const dg_tensor* tensor, T fallback, F&& get) noexcept {
   return GuardValue<T>(fallback, [&]() -> T {

@@ -1,4 +1,4 @@
-// Workers.
+// Workers: creating, calling, closing and destroying them.
 #include "core/worker/worker.h"
 
 #include <thread>
@@ -17,10 +17,10 @@
 namespace distgrad {
 namespace {
 
-// For which dg_worker_destroy waits for what runs, as its comment says.
+// How long dg_worker_destroy waits, as its comment says.
 constexpr absl::Duration kDestroyTimeout = absl::Minutes(1);
 
-// Options of a call, and what keeps its context.
+// Options of a call, and the pin that keeps its context.
 struct OptionsOfCall {
   CallOptions options;
   std::optional<Pinned<ContextObject>> context;
@@ -132,8 +132,8 @@ absl::Status SharedWorker::Close(Deadline deadline) {
   if (InHandlerOf(*this)) {
     return absl::FailedPreconditionError(
         absl::StrCat("worker '", name_,
-                     "' cannot be closed in a handler or callback of its own, for "
-                     "which that waits; dg_worker_destroy there does not wait"));
+                     "' cannot be closed in a handler or callback of its own, since closing "
+                     "waits for these; dg_worker_destroy does not wait there"));
   }
   {
     absl::MutexLock lock(&mu_);
@@ -152,7 +152,7 @@ absl::Status SharedWorker::Close(Deadline deadline) {
 }
 
 absl::Status SharedWorker::EndWorker(Deadline deadline) {
-  worker_->Close();  // or some would wait for ever, and we for them
+  worker_->Close();  // or threads might wait in it for ever, and this one for them
   {
     absl::MutexLock lock(&mu_);
     if (!closers_.Await(&mu_, absl::Condition(this, &SharedWorker::Unused), deadline)) {
@@ -174,27 +174,26 @@ void DestroyWorker(dg_worker* worker, absl::Duration bound) {
   absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
   if (!pinned.ok() || (*pinned)->destroyed.exchange(true)) return;
   const std::shared_ptr<SharedWorker> shared = (*pinned)->shared;
-  // Whoever has closed it in vain before need not wait once more.
+  // After a close that timed out this does not wait once more.
   if (shared->Refuse()) bound = absl::ZeroDuration();
-  // Where this thread is one that the end would wait for, another one does.
+  // If the end would wait for this very thread, another one does it.
   if (!InHandlerOf(*shared) && CheckMayWait().ok()) {
     BlockingScope blocking;
     const absl::Status closed = shared->Close(Deadline::After(bound));
     if (closed.ok()) {
-      // Not before: while handlers run they find their worker, closed, and not a handle that is
-      // none.
+      // Not before: running handlers find a closed worker, and not an invalid handle.
       DestroyHandle<WorkerObject>(worker);
       return;
     }
     DG_LOG(ERROR) << closed.message() << "; dg_worker_destroy waits no longer, and the worker's "
-                  << "threads and memory go when that has ended";
+                  << "threads and memory are freed when that has ended";
   }
   absl::StatusOr<std::thread> thread = StartThread("dg-close", [shared, worker] {
     shared->Close(Deadline::Never()).IgnoreError();
     DestroyHandle<WorkerObject>(worker);
   });
   if (thread.ok()) {
-    // It ends with the worker, which it owns: so nobody is left who could join it.
+    // It ends with the worker, which it owns: so no owner is left to join it.
     thread->detach();
     return;
   }

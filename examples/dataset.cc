@@ -24,18 +24,18 @@
 namespace distgrad {
 namespace {
 
-// Where the package keeps its files; @fashion_mnist keeps its layout.
+// The folder of the Debian package's files; @fashion_mnist has the same layout.
 constexpr char kPackagePath[] = "/usr/share/datasets/fashion-mnist";
-// Behind "train" or "t10k".
+// Endings of file names, after "train" or "t10k".
 constexpr char kImagesSuffix[] = "-images-idx3-ubyte.gz";
 constexpr char kLabelsSuffix[] = "-labels-idx1-ubyte.gz";
 
 // An IDX file starts with two zero bytes, the type of its elements and its rank.
 constexpr uint8_t kIdxUnsignedByte = 0x08;
-// More images than this cannot be meant, so no memory is asked for.
+// A file that claims more images than this is damaged; no memory is allocated for it.
 constexpr int64_t kMostImages = 1'000'000;
 
-// Of the training images, over all pixels scaled to 0..1.
+// Mean and deviation of the training images, over all pixels scaled to 0..1.
 constexpr float kPixelMean = 0.2860F;
 constexpr float kPixelDeviation = 0.3530F;
 
@@ -43,7 +43,7 @@ struct CloseGzip {
   void operator()(gzFile_s* file) const { gzclose_r(file); }
 };
 
-// A gzipped file, read from its start. For one thread.
+// Reads a gzipped file from its start. For one thread.
 class GzipReader {
  public:
   static absl::StatusOr<GzipReader> Open(const std::string& path) {
@@ -63,7 +63,7 @@ class GzipReader {
     return absl::OkStatus();
   }
 
-  // Whether everything has been read and its checksum was right.
+  // Returns whether everything has been read and its checksum was right.
   absl::Status ExpectEnd() {
     uint8_t byte;
     const int got = gzread(file_.get(), &byte, 1);
@@ -95,7 +95,7 @@ uint32_t BigEndian(const uint8_t* p) {
   return uint32_t{p[0]} << 24 | uint32_t{p[1]} << 16 | uint32_t{p[2]} << 8 | uint32_t{p[3]};
 }
 
-// An IDX file of unsigned bytes, in which one element has the shape `element`.
+// Reads an IDX file of unsigned bytes, in which one element has the shape `element`.
 absl::StatusOr<at::Tensor> ReadIdx(const std::string& path, const std::vector<int64_t>& element) {
   absl::StatusOr<GzipReader> opened = GzipReader::Open(path);
   if (!opened.ok()) return opened.status();
@@ -139,7 +139,7 @@ std::string FilePath(const std::string& directory, const char* part, const char*
   return absl::StrCat(directory, "/", part, suffix);
 }
 
-// The runfiles folder beside the program, if Bazel has made one.
+// Returns the runfiles folder beside the program, if Bazel has made one.
 std::string RunfilesBesideProgram() {
   std::error_code error;
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
@@ -226,11 +226,21 @@ int64_t ShuffledBatches::batches_per_epoch() const {
   return (data_.size() + batch_size_ - 1) / batch_size_;
 }
 
-Batch ShuffledBatches::Next() {
+int64_t ShuffledBatches::Advance() {
   if (next_ == 0) std::shuffle(order_.begin(), order_.end(), generator_);
   const int64_t count = std::min(batch_size_, data_.size() - next_);
-  const at::Tensor rows = at::from_blob(order_.data() + next_, {count}, at::kLong);
   next_ = (next_ + count) % data_.size();
+  return count;
+}
+
+void ShuffledBatches::Skip(int64_t batches) {
+  for (int64_t i = 0; i < batches; ++i) Advance();
+}
+
+Batch ShuffledBatches::Next() {
+  const int64_t begin = next_;
+  const int64_t count = Advance();
+  const at::Tensor rows = at::from_blob(order_.data() + begin, {count}, at::kLong);
   return ToBatch(data_.images.index_select(0, rows), data_.labels.index_select(0, rows));
 }
 

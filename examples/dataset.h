@@ -57,8 +57,13 @@ class ShuffledBatches {
 
   int64_t batches_per_epoch() const;
   Batch Next();
+  // Goes on as if Next() had been called so often more.
+  void Skip(int64_t batches);
 
  private:
+  // How many images the next batch has.
+  int64_t Advance();
+
   // Constant after construction.
   const Dataset& data_;
   const int64_t batch_size_;

@@ -153,6 +153,16 @@ TEST(ShuffledBatchesTest, ShowsEveryImageOncePerEpoch) {
   EXPECT_EQ(std::unique(epochs[0].begin(), epochs[0].end()) - epochs[0].begin(), 25);
 }
 
+TEST(ShuffledBatchesTest, GoesOnWhereItIsTold) {
+  const Dataset data = SmallDataset(25);
+  ShuffledBatches whole(data, 10, 1);
+  for (int64_t skipped = 0; skipped < 8; ++skipped) {
+    ShuffledBatches resumed(data, 10, 1);
+    resumed.Skip(skipped);
+    EXPECT_TRUE(resumed.Next().images.equal(whole.Next().images)) << skipped;
+  }
+}
+
 TEST(ShuffledBatchesTest, FollowsItsSeed) {
   const Dataset data = SmallDataset(100);
   const Batch first = ShuffledBatches(data, 100, 1).Next();

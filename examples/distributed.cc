@@ -27,6 +27,10 @@ StageServer::StageServer(Worker* worker, Stage stage)
       optimizer_(std::make_unique<LocalOptimizer>(std::make_unique<torch::optim::SGD>(
           stage_.parameters(), torch::optim::SGDOptions(/*lr=*/0).momentum(kMomentum)))) {}
 
+CheckpointContents StageServer::Contents() const {
+  return {.tensors = stage_.named_parameters(), .optimizers = {{"sgd", optimizer_.get()}}};
+}
+
 absl::StatusOr<Message> StageServer::Forward(Request& request) {
   std::vector<at::Tensor>& tensors = request.message.tensors;
   if (tensors.empty() || tensors.size() > 2) {

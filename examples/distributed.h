@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/checkpoint/job/part.h"
 #include "core/optim/local_optimizer.h"
 #include "core/worker/worker.h"
 #include "examples/model.h"
@@ -27,6 +28,9 @@ class StageServer {
   static absl::StatusOr<std::unique_ptr<StageServer>> Create(Worker* worker, uint64_t seed);
 
   const std::vector<at::Tensor>& parameters() const { return stage_.parameters(); }
+
+  // What a checkpoint has of it. It has to outlive the part that is made of them.
+  CheckpointContents Contents() const;
 
  private:
   StageServer(Worker* worker, Stage stage);

@@ -2,6 +2,7 @@
 # Runs the example as its users do.
 set -euo pipefail
 program=$PWD/examples/fashion_mnist check=$PWD/tests/testing/trace_check
+checkpoint=$PWD/tools/checkpoint
 cd "$TEST_TMPDIR"
 
 fail() { echo "FAILED: $*" >&2; exit 1; }
@@ -52,6 +53,57 @@ for line in "worker0 made step 8" "worker1 served step 4" "worker0 pass backward
 done
 if grep "did not fit" stdout; then fail "the trace is not whole"; fi
 expect_error 1 "/nowhere/trace.0.json" --workers=1 --trace=/nowhere/trace.json
+
+echo "== checkpoints"
+expect_error 2 "--checkpoint" --resume
+expect_error 2 "--checkpoint" --single --checkpoint=saved
+# A data set of 90 images of noise, of three classes.
+mkdir noise
+for part in train t10k; do
+  { printf '\x00\x00\x08\x03\x00\x00\x00\x5a\x00\x00\x00\x1c\x00\x00\x00\x1c'
+    for ((i = 0; i < 90 * 28; ++i)); do printf '%28s' "$i $part"; done; } | gzip >noise/$part-images-idx3-ubyte.gz
+  { printf '\x00\x00\x08\x01\x00\x00\x00\x5a'
+    for ((i = 0; i < 30; ++i)); do printf '\x00\x01\x05'; done; } | gzip >noise/$part-labels-idx1-ubyte.gz
+done
+run=(--data=noise --lr=0.05 --epochs=12 --batch=10 --every=20)
+train() { "$program" "${run[@]}" "$@"; }
+train --workers=2 --output=whole --checkpoint=whole.saved >stdout
+"$checkpoint" show whole.saved | tee stdout
+grep -q "step 108, " stdout && grep -q "all checksums are right" stdout || fail "show"
+[[ $(ls whole.saved) == $(printf 'step-000%s\n' 080 100 108) ]] || fail "kept $(ls whole.saved)"
+# Killed after three epochs, then resumed by three workers; then one finds that it is over.
+coproc { exec "$program" "${run[@]}" --workers=2 --output=stopped --checkpoint=stopped.saved 2>&1; }
+pid=$COPROC_PID
+until [[ $line == "epoch 3/12: loss"* ]]; do read -r line <&"${COPROC[0]}"; done
+kill -KILL "$pid"
+cat <&"${COPROC[0]}" >/dev/null # until the workers have ended, too
+wait "$pid" || true
+ls -d stopped.saved/step-*
+expect_error 2 "--batch=10" --workers=1 --data=noise --batch=20 --checkpoint=stopped.saved --resume
+train --workers=3 --output=stopped --checkpoint=stopped.saved --resume >stdout
+grep -q "test accuracy" stdout
+"$checkpoint" diff whole.saved stopped.saved || fail "the resumed run has learnt something else"
+[[ $(wc -l <stopped/training.csv) == $(wc -l <whole/training.csv) ]] || fail "the table lacks rows"
+train --workers=1 --output=stopped --checkpoint=stopped.saved --resume | grep "test accuracy"
+"$checkpoint" merge whole.saved merged.safetensors
+"$checkpoint" split merged.safetensors 3 pieces
+"$checkpoint" show pieces/model-00003-of-00003.safetensors
+"$checkpoint" diff whole.saved merged.safetensors || fail "merge"
+status=0; "$checkpoint" diff merged.safetensors whole.saved/step-000080 >stdout || status=$?
+((status == 1)) && grep -q "layer4.weight.*differs in" stdout || fail "diff: $(cat stdout)"
+
+echo "== Ctrl-C saves"
+coproc { exec "$program" --data=data --epochs=10000 --workers=2 --output=interrupted \
+  --checkpoint=interrupted.saved --every=1000000 2>&1; }
+pid=$COPROC_PID
+read -r line <&"${COPROC[0]}" # the end of an epoch
+kill -INT "$pid"
+rest=$(cat <&"${COPROC[0]}")
+status=0; wait "$pid" || status=$?
+((status == 130)) || fail "status $status: $rest"
+# Not always the last line: a worker that has seen worker 0 end may warn of it.
+grep -qx "fashion_mnist: interrupted" <<<"$rest" || fail "ended with: $rest"
+"$checkpoint" show interrupted.saved | grep "^step " || fail "saved $(ls -a interrupted.saved): $rest"
 
 echo "== the same seed gives the same run"
 # All columns but the times.

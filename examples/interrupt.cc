@@ -1,4 +1,4 @@
-// Remembers the signal, so that the loop of training ends by itself.
+// Remembers the signal, so that the training loop ends by itself.
 #include "examples/interrupt.h"
 
 #include <signal.h>

@@ -1,13 +1,13 @@
-// Ctrl-C, noticed between steps.
+// Ctrl-C, which ends training between two steps.
 #ifndef DISTGRAD_EXAMPLES_INTERRUPT_H_
 #define DISTGRAD_EXAMPLES_INTERRUPT_H_
 
 namespace distgrad {
 
-// From now on the first SIGINT or SIGTERM is only remembered; a second one ends the process.
+// Has the first SIGINT or SIGTERM remembered only; a second one ends the process.
 void CatchInterrupts();
 
-// The signal that came, or 0. Thread-safe.
+// Returns the signal that came, or 0. Thread-safe.
 int InterruptedBy();
 
 }  // namespace distgrad

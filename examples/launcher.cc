@@ -1,4 +1,4 @@
-// Starts the copies, passes signals on to them, and ends all if one fails.
+// Starts copies of the program, passes signals on to them, and ends all if one fails.
 #include "examples/launcher.h"
 
 #include <errno.h>
@@ -75,7 +75,7 @@ volatile int signal_pipe = -1;
 void WriteSignal(int signal) {
   const int saved = errno;
   const auto byte = static_cast<unsigned char>(signal);
-  // If the pipe is full, there is news enough in it.
+  // If the pipe is full, it has enough signals to wake its reader.
   [[maybe_unused]] const ssize_t written = write(signal_pipe, &byte, 1);
   errno = saved;
 }
@@ -90,7 +90,7 @@ class SignalCatcher {
       action.sa_handler = WriteSignal;
       action.sa_flags = SA_RESTART;
       sigaction(kSignals[i], nullptr, &before_[i]);
-      // nohup stays nohup.
+      // A signal that nohup ignores stays ignored.
       if (kSignals[i] == SIGHUP && before_[i].sa_handler == SIG_IGN) continue;
       sigaction(kSignals[i], &action, nullptr);
     }
@@ -102,7 +102,7 @@ class SignalCatcher {
     signal_pipe = -1;
   }
 
-  // The signals that have come, waiting for the first one until `deadline`.
+  // Returns the signals that have come; waits for the first one until `deadline`.
   std::vector<int> Wait(absl::Time deadline) {
     pollfd waiting = {pipe_.read.get(), POLLIN, 0};
     int milliseconds = -1;
@@ -122,9 +122,8 @@ class SignalCatcher {
   std::array<struct sigaction, kSignals.size()> before_;
 };
 
-// A port of the loopback that nobody else is given as long as the descriptor is open: bound,
-// but not listened at, so that a server that allows reuse of the address, as c10d's does, can
-// still take it by its number.
+// Reserves a port of the loopback as long as the descriptor is open: bound, but not listening, so
+// that a server that allows reuse of the address, as c10d's does, can still bind it by its number.
 struct ReservedPort {
   Descriptor socket;
   int number = 0;
@@ -178,8 +177,8 @@ std::vector<std::string> Environment(int rank, int processes, int port) {
   return variables;
 }
 
-// Becomes the program; on failure tells `report` why. Between fork and exec, so only calls that
-// are safe there.
+// Becomes the program; on failure writes the reason to `report`. Runs between fork and exec, and so
+// makes only calls that are safe there.
 [[noreturn]] void Become(const char* program, char* const* arguments, char* const* environment,
                          pid_t launcher, int report) {
   setpgid(0, 0);
@@ -229,7 +228,7 @@ class Job {
 
   void Add(pid_t pid) { processes_.push_back({pid, static_cast<int>(processes_.size())}); }
 
-  // Waits for the end of all; returns Launch's result.
+  // Waits until all have ended; returns Launch's result.
   int Wait() {
     Reap();
     while (!processes_.empty()) {
@@ -272,14 +271,14 @@ class Job {
     for (const Process& process : processes_) kill(-process.pid, signal);
   }
 
-  // Takes leave of the processes that have ended.
+  // Collects the processes that have ended.
   void Reap() {
     // A copy, for Stop() below reads processes_.
     for (const Process& process : std::vector<Process>(processes_)) {
       siginfo_t info = {};
       const int options = WEXITED | WNOHANG | WNOWAIT;
       if (waitid(P_PID, process.pid, &info, options) != 0 || info.si_pid == 0) continue;
-      // What it has left running. Its number is not given to another before it is waited for.
+      // Kills what it has left running. Its number is not reused before it is waited for.
       kill(-process.pid, SIGKILL);
       waitpid(process.pid, nullptr, 0);
       processes_.erase(std::find_if(processes_.begin(), processes_.end(),
@@ -291,7 +290,7 @@ class Job {
   void OnEnd(const Process& process, const siginfo_t& info) {
     const bool killed = info.si_code != CLD_EXITED;
     if (stopping_ || (!killed && info.si_status == 0)) return;
-    // A process that exits has said itself why.
+    // A process that exits has printed its reason.
     if (killed) {
       std::fprintf(stderr, "worker %d (process %d) was killed by signal %d (%s)\n", process.rank,
                    process.pid, info.si_status, strsignal(info.si_status));

@@ -18,12 +18,13 @@ struct JobPlace {
   int world_size;
 };
 
-// As a launcher has set it in the environment (docs/launching.md); nothing if none has.
+// Returns the place that a launcher has set in the environment (docs/launching.md); nothing if none
+// has.
 absl::StatusOr<std::optional<JobPlace>> JobPlaceFromEnvironment();
 
 struct LaunchOptions {
   int processes = 2;
-  // As main() gets them, the program's name first.
+  // As main() gets them, with the program's name first.
   std::vector<std::string> arguments;
   // The file to run; empty: this program again.
   std::string program;
@@ -32,8 +33,8 @@ struct LaunchOptions {
 };
 
 // Starts the processes with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-// MASTER_PORT set (and OMP_NUM_THREADS, the cores shared out, where the user has not), and
-// waits until all have ended. Returns the status that the caller should exit with:
+// MASTER_PORT set (and OMP_NUM_THREADS, each process's share of the cores, unless the user has set
+// it), and waits until all have ended. Returns the status that the caller should exit with:
 //
 //  - 0 if all processes ended with 0;
 //  - that of the first one that failed (128 + signal if it was killed); the others are then

@@ -37,7 +37,7 @@ LaunchOptions Job(std::vector<std::string> arguments) {
   return options;
 }
 
-// Through which processes say that they run and, by its end, that all of them have ended.
+// A pipe by which processes say that they run and, when it ends, that all of them have ended.
 class Fifo {
  public:
   Fifo() : path_(absl::StrCat(getenv("TEST_TMPDIR"), "/fifo")) {

@@ -23,7 +23,7 @@
 
 namespace {
 
-// Its end shows to the reader that this process, and those it forked, have ended.
+// When it is closed, the reader knows that this process, and those that it forked, have ended.
 void SayReady(const char* fifo) {
   const int fd = open(fifo, O_WRONLY);
   if (fd < 0 || write(fd, "r", 1) != 1) _exit(99);

@@ -21,8 +21,8 @@
 namespace distgrad {
 namespace {
 
-// A convolution if it has a kernel, else fully connected. Strides stand in for pooling: a third
-// of the time for the same accuracy.
+// A convolution if it has a kernel, else fully connected. Strides take the place of pooling: a
+// third of the time for the same accuracy.
 struct Layer {
   int64_t inputs;
   int64_t outputs;
@@ -39,8 +39,8 @@ constexpr std::array<Layer, kLayers> kNetwork = {{
 }};
 constexpr int kConvolutions = 3;
 
-// The first layer of stage `index` of `count`: the convolutions are spread over all stages but
-// the last, as long as there are enough of them.
+// Returns the first layer of stage `index` of `count`: the convolutions are spread over all stages
+// but the last, as long as there are enough of them.
 int FirstLayer(int index, int count) {
   if (count > kConvolutions + 1) {
     // The last stages get one layer each.
@@ -73,8 +73,8 @@ Stage::Stage(int begin, int end, uint64_t seed) : begin_(begin), end_(end) {
       shape.insert(shape.end(), {layer.kernel, layer.kernel});
       fan_in *= layer.kernel * layer.kernel;
     }
-    // Keeps the variance of what flows through ReLUs (He et al., arXiv:1502.01852); the scores
-    // start smaller, so that no class does ahead of the others.
+    // Keeps the variance of activations through ReLUs (He et al., arXiv:1502.01852); the scores
+    // start smaller, so that no class starts ahead of the others.
     double bound = std::sqrt(6.0 / static_cast<double>(fan_in));
     if (i + 1 == kLayers) bound /= 2;
     at::Tensor weight = at::empty(shape);
@@ -83,6 +83,15 @@ Stage::Stage(int begin, int end, uint64_t seed) : begin_(begin), end_(end) {
     parameters_.push_back(weight.requires_grad_());
     parameters_.push_back(at::zeros({layer.outputs}).requires_grad_());
   }
+}
+
+std::map<std::string, at::Tensor> Stage::named_parameters() const {
+  std::map<std::string, at::Tensor> named;
+  for (int i = begin_; i < end_; ++i) {
+    named[absl::StrCat("layer", i, ".weight")] = parameters_[2 * (i - begin_)];
+    named[absl::StrCat("layer", i, ".bias")] = parameters_[2 * (i - begin_) + 1];
+  }
+  return named;
 }
 
 at::Tensor Stage::Forward(at::Tensor input) const {

@@ -4,6 +4,7 @@
 #define DISTGRAD_EXAMPLES_MODEL_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,7 @@
 
 namespace distgrad {
 
-// Layers of the network that have parameters; so also the most stages there can be.
+// The number of layers that have parameters, which is also the largest number of stages.
 inline constexpr int kLayers = 5;
 
 // Consecutive layers with their parameters. Forward may run on many threads, as long as
@@ -30,8 +31,10 @@ class Stage {
 
   // Weights and biases, in the order of the layers: leaves that require grad.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  // The same by names that are theirs however the network is cut: "layer3.weight".
+  std::map<std::string, at::Tensor> named_parameters() const;
 
-  // Its layers, for people.
+  // Names its layers, for people.
   std::string Describe() const;
 
  private:
@@ -43,10 +46,11 @@ class Stage {
   std::vector<at::Tensor> parameters_;
 };
 
-// The mean cross entropy of a batch: `scores` as the last stage gives them, int64 labels [n].
+// Returns the mean cross entropy of a batch: `scores` as the last stage gives them, int64 labels
+// [n].
 at::Tensor Loss(const at::Tensor& scores, const at::Tensor& labels);
 
-// How many of the batch have their label's score as the highest.
+// Counts the images of a batch whose label has the highest score.
 int64_t CountCorrect(const at::Tensor& scores, const at::Tensor& labels);
 
 }  // namespace distgrad

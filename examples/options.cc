@@ -19,7 +19,8 @@
 namespace distgrad {
 namespace {
 
-// A path as its user means it: `bazel run` changes the working folder and tells the old one.
+// Resolves a path in the user's folder: `bazel run` changes the working folder, and tells the
+// former.
 std::string FromUsersFolder(const std::string& path) {
   const char* folder = getenv("BUILD_WORKING_DIRECTORY");
   const std::filesystem::path base =
@@ -27,7 +28,7 @@ std::string FromUsersFolder(const std::string& path) {
   return (base / path).lexically_normal().string();
 }
 
-// Leaves out what the descriptions say better.
+// Formats --help without what the descriptions say better.
 class Formatter : public CLI::Formatter {
  public:
   Formatter() { column_width(24); }
@@ -90,6 +91,18 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const Co
         "Record what each worker does and when, into FILE with its rank before the ending "
         "(trace.0.json), for ui.perfetto.dev")
         ->excludes(single);
+    CLI::Option* const checkpoint =
+        add("--checkpoint", options.checkpoint, "DIR",
+            "Save checkpoints into this folder, which all workers see: every so many steps, at the "
+            "end, and on Ctrl-C")
+            ->excludes(single);
+    add("--every", options.every, "N", "Steps between two checkpoints")
+        ->check(CLI::PositiveNumber)
+        ->needs(checkpoint);
+    app.add_flag("--resume", options.resume,
+                 "Go on from the last checkpoint there, with as many workers as you like; if there "
+                 "is none, begin")
+        ->needs(checkpoint);
   }
   add("--timeout", timeout, "SECONDS", "How long to wait for another process, to join or to answer")
       ->check(AboveZero());
@@ -107,6 +120,7 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const Co
   options.timeout = absl::Seconds(timeout);
   options.output = FromUsersFolder(options.output);
   if (!options.data.empty()) options.data = FromUsersFolder(options.data);
+  if (!options.checkpoint.empty()) options.checkpoint = FromUsersFolder(options.checkpoint);
   if (!options.trace.empty()) options.trace = FromUsersFolder(options.trace);
   return options;
 }

@@ -20,13 +20,16 @@ struct Options {
   std::string data;    // empty: look for it
   std::string output;  // absolute
   std::string transport = "socket";
-  std::string trace;  // absolute; empty: none
+  std::string trace;       // absolute; empty: none
+  std::string checkpoint;  // absolute; empty: none
+  int64_t every = 200;
+  bool resume = false;
   absl::Duration timeout = absl::Seconds(60);
-  // Not empty if --help was asked for: what to print.
+  // The text to print, if --help was given; else empty.
   std::string help;
 };
 
-// In what the command lines of two programs differ.
+// The differences between the command lines of the two programs.
 struct CommandLine {
   std::string name;         // of the program, and of the folder that it writes to
   std::string description;  // for --help
@@ -34,10 +37,10 @@ struct CommandLine {
   std::string processes;
   std::string processes_description;
   int most_processes = 1;
-  bool has_worker_options = false;  // --transport and --trace
+  bool has_worker_options = false;  // --transport, --trace, and those of checkpoints
 };
 
-// kInvalidArgument says in one line what is wrong.
+// Parses a command line. kInvalidArgument says in one line what is wrong.
 absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const CommandLine& line);
 
 }  // namespace distgrad

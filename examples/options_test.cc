@@ -34,6 +34,7 @@ TEST(OptionsTest, HasDefaults) {
   EXPECT_EQ(options.output, "/home/user/fashion_mnist");
   EXPECT_EQ(options.data, "");
   EXPECT_EQ(options.trace, "");
+  EXPECT_EQ(options.checkpoint, "");
   EXPECT_EQ(options.help, "");
 }
 
@@ -52,6 +53,10 @@ TEST(OptionsTest, ReadsEach) {
   EXPECT_EQ(options.transport, "tcp");
   EXPECT_EQ(options.timeout, absl::Seconds(1.5));
   EXPECT_EQ(options.trace, "/home/user/t.json");
+  const Options saves = *Parse({"--checkpoint=saved", "--every=3", "--resume"});
+  EXPECT_EQ(saves.checkpoint, "/home/user/saved");
+  EXPECT_EQ(saves.every, 3);
+  EXPECT_TRUE(saves.resume);
   EXPECT_TRUE(Parse({"--single"})->single);
 }
 
@@ -70,6 +75,10 @@ TEST(OptionsTest, SaysInOneLineWhatIsWrong) {
            {{"--timeout"}, "--timeout"},
            {{"--single", "--workers=2"}, "--single"},
            {{"--single", "--trace=t.json"}, "--single"},
+           {{"--single", "--checkpoint=saved"}, "--single"},
+           {{"--every=3"}, "--checkpoint"},
+           {{"--resume"}, "--checkpoint"},
+           {{"--checkpoint=saved", "--every=0"}, "--every"},
        }) {
     const absl::Status status = Parse(arguments).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << says;

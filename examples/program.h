@@ -1,4 +1,4 @@
-// What the programs that train have in common: options, processes on this machine, errors.
+// The common part of the programs that train: options, processes on this machine, errors.
 #ifndef DISTGRAD_EXAMPLES_PROGRAM_H_
 #define DISTGRAD_EXAMPLES_PROGRAM_H_
 
@@ -9,9 +9,9 @@
 
 namespace distgrad {
 
-// The body of main(). Started by a launcher, or with its variables, it calls `train` as one process
-// of that job; else it starts the processes on this machine, each of which does the same. With
-// --single it trains alone. Returns the exit status, after a failure with one line on stderr.
+// Is the body of main(). If a launcher has started this process, it calls `train` as one process of
+// that job; else it starts the processes on this machine, each of which does the same. With
+// --single it trains alone. Returns the exit status; prints a failure as one line on stderr.
 int RunProgram(int argc, char** argv, const CommandLine& line,
                absl::FunctionRef<absl::Status(const Options&, const JobPlace&)> train);
 

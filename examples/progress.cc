@@ -1,4 +1,4 @@
-// Draws the line as wide as the terminal, at most ten times a second.
+// Draws the progress line, as wide as the terminal, at most ten times a second.
 #include "examples/progress.h"
 
 #include <stdlib.h>

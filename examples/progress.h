@@ -1,5 +1,5 @@
-// Shows a person how far a long piece of work is: on a terminal one line that is drawn over and
-// over, elsewhere a plain line now and then.
+// Shows the progress of long work: on a terminal one line that is drawn again and again, elsewhere
+// a plain line now and then.
 //
 //   epoch 2/5 [=========>                ]  38 %  loss 0.3124  8210 images/s  0:27 left
 #ifndef DISTGRAD_EXAMPLES_PROGRESS_H_
@@ -25,7 +25,7 @@ struct Screen {
   static Screen None();  // shows nothing
 };
 
-// For one thread.
+// Shows the progress of `total` images. For one thread.
 class ProgressBar {
  public:
   // The work is `total` images.
@@ -34,16 +34,16 @@ class ProgressBar {
   ProgressBar& operator=(const ProgressBar&) = delete;
   ~ProgressBar();  // Close()
 
-  // What is being done: "epoch 2/5".
+  // Names the current part of the work: "epoch 2/5".
   void SetLabel(std::string label) { label_ = std::move(label); }
 
-  // `done` images in all, and the loss of late. Cheap: draws only when it is time to.
+  // Says that `done` images in all are done, and what the recent loss is. Cheap: seldom draws.
   void Update(int64_t done, double loss);
 
-  // A line that stays, above the bar.
+  // Prints a line that stays, above the bar.
   void Print(absl::string_view line);
 
-  // Takes the bar away.
+  // Removes the bar.
   void Close();
 
  private:

@@ -1,4 +1,4 @@
-// A step of a replica: forward and backward as ever, on a part of the batch.
+// Takes a step of a replica: forward and backward as in one process, on a part of the batch.
 #include "examples/replica.h"
 
 #include <cstdint>

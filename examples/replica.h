@@ -17,14 +17,15 @@ class SGD;
 
 namespace distgrad {
 
-// One rank of a group whose ranks all take the same steps with the same batches. For one thread.
+// Trains as one rank of a group whose ranks all take the same steps with the same batches. For one
+// thread.
 class ReplicaLearner : public Learner {
  public:
   static absl::StatusOr<std::unique_ptr<ReplicaLearner>> Create(std::shared_ptr<ProcessGroup> group,
                                                                 uint64_t seed);
   ~ReplicaLearner() override;
 
-  // Takes the batch of all ranks, and computes with the rows of this one.
+  // Takes the batch of all ranks, and computes with this rank's rows of it.
   absl::StatusOr<double> Step(const Batch& batch, double learning_rate) override;
   absl::StatusOr<at::Tensor> Predict(const at::Tensor& images) override;
 

@@ -19,7 +19,8 @@
 namespace distgrad {
 namespace {
 
-// One rank of the job. Rank 0 evaluates and reports; the others wait for it in their next step.
+// Runs one rank of the job. Rank 0 evaluates and reports; the others wait for it in their next
+// step.
 absl::Status TrainReplica(const Options& options, const JobPlace& place) {
   const bool leads = place.rank == 0;
   if (leads) CatchInterrupts();

@@ -11,15 +11,18 @@
 #include <filesystem>
 #include <system_error>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 
 namespace distgrad {
 namespace {
 
-// One command a line. Columns: 1 the epoch, 5 and 6 the losses, 7 the accuracy.
+// gnuplot's commands, one a line. Columns: 1 the epoch, 5 and 6 the losses, 7 the accuracy.
 constexpr char kScript[] =
     R"(table = {table}
 set datafile separator ','
@@ -55,19 +58,30 @@ std::string Cell(const std::optional<double>& value) {
 
 }  // namespace
 
-Report::Report(std::string directory) : directory_(std::move(directory)), table_(table_path()) {}
+Report::Report(std::string directory, const std::string& begins)
+    : directory_(std::move(directory)), table_(table_path()) {
+  table_ << begins << std::flush;
+}
 
-absl::StatusOr<Report> Report::Create(const std::string& directory) {
+absl::StatusOr<Report> Report::Create(const std::string& directory, int64_t steps) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (error) {
     return absl::ErrnoToStatus(error.value(),
                                absl::StrCat("cannot make the output folder ", directory));
   }
+  std::string begins = "epoch,step,seconds,images_per_second,train_loss,test_loss,test_accuracy\n";
+  if (steps > 0) {
+    std::ifstream before(directory + "/training.csv");
+    for (std::string line; std::getline(before, line);) {
+      const std::vector<std::string> cells = absl::StrSplit(line, ',');
+      int64_t step = 0;
+      const bool is_row = cells.size() == 7 && absl::SimpleAtoi(cells[1], &step);
+      if (is_row && step <= steps) absl::StrAppend(&begins, line, "\n");
+    }
+  }
   errno = 0;
-  Report report(directory);
-  report.table_ << "epoch,step,seconds,images_per_second,train_loss,test_loss,test_accuracy"
-                << std::endl;
+  Report report(directory, begins);
   if (!report.table_)
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", report.table_path()));
   return report;

@@ -1,5 +1,5 @@
-// What a training run leaves behind: a table of its loss and accuracy as CSV, and a picture of
-// them as SVG.
+// The report of a training run: a table of its loss and accuracy as CSV, and a picture of them as
+// SVG.
 #ifndef DISTGRAD_EXAMPLES_REPORT_H_
 #define DISTGRAD_EXAMPLES_REPORT_H_
 
@@ -13,7 +13,7 @@
 
 namespace distgrad {
 
-// A line of the table. What is not known there stays empty.
+// A line of the table. Unknown values stay empty.
 struct ReportRow {
   double epoch = 0;  // how many times the data has been seen; 1.5 is in the second epoch
   int64_t step = 0;
@@ -24,13 +24,14 @@ struct ReportRow {
   std::optional<double> test_accuracy;  // 0 to 1
 };
 
-// For one thread.
+// Writes the table and the picture. For one thread.
 class Report {
  public:
-  // Makes the folder, if needed, and starts training.csv in it.
-  static absl::StatusOr<Report> Create(const std::string& directory);
+  // Creates the folder, if needed, and starts training.csv in it; with the rows of the first
+  // `steps` that the table there has, for a run that goes on.
+  static absl::StatusOr<Report> Create(const std::string& directory, int64_t steps = 0);
 
-  // The row is in the file when this returns.
+  // Appends a row, which is in the file when this returns.
   absl::Status Add(const ReportRow& row);
 
   // Draws training.svg from the table, with the program gnuplot. kUnavailable if that is not
@@ -41,7 +42,7 @@ class Report {
   std::string picture_path() const { return directory_ + "/training.svg"; }
 
  private:
-  explicit Report(std::string directory);
+  Report(std::string directory, const std::string& begins);
 
   std::string directory_;
   std::ofstream table_;

@@ -49,6 +49,26 @@ TEST(ReportTest, WritesEachRowAtOnce) {
             "1.0000,20,2.500,8000,,0.5,0.875\n");
 }
 
+TEST(ReportTest, KeepsTheFirstStepsOfARunThatGoesOn) {
+  {
+    Report report = *Report::Create(Folder("goes on"));
+    for (const int64_t step : {10, 20, 30}) {
+      ReportRow row;
+      row.step = step;
+      EXPECT_TRUE(report.Add(row).ok());
+    }
+  }
+  Report report = *Report::Create(Folder("goes on"), 20);
+  ReportRow row;
+  row.step = 25;
+  EXPECT_TRUE(report.Add(row).ok());
+  EXPECT_EQ(Contents(report.table_path()),
+            "epoch,step,seconds,images_per_second,train_loss,test_loss,test_accuracy\n"
+            "0.0000,10,0.000,0,,,\n"
+            "0.0000,20,0.000,0,,,\n"
+            "0.0000,25,0.000,0,,,\n");
+}
+
 TEST(ReportTest, SaysWhereItCannotWrite) {
   std::ofstream(Folder("file")) << "in the way";
   const absl::Status status = Report::Create(Folder("file")).status();

@@ -1,4 +1,4 @@
-// Takes a step of SGD on the whole network, and predicts with it.
+// Takes steps of SGD on the whole network, and predicts with it.
 #include "examples/single.h"
 
 #include "c10/core/GradMode.h"

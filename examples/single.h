@@ -1,5 +1,4 @@
-// Training in one process, with plain libtorch and no distgrad: what the workers are compared
-// with.
+// Training in one process, with plain libtorch and no distgrad, for comparison.
 #ifndef DISTGRAD_EXAMPLES_SINGLE_H_
 #define DISTGRAD_EXAMPLES_SINGLE_H_
 
@@ -15,7 +14,7 @@ class SGD;
 
 namespace distgrad {
 
-// The whole network in this process. For one thread.
+// Trains the whole network in this process. For one thread.
 class SingleLearner : public Learner {
  public:
   explicit SingleLearner(uint64_t seed);

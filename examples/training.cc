@@ -1,9 +1,10 @@
-// One loop over epochs and steps, whatever learns in it.
+// Runs the loop over epochs and steps, for any Learner.
 #include "examples/training.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,9 +16,9 @@ namespace distgrad {
 namespace {
 
 constexpr int64_t kTestBatch = 1000;
-// Lines of the table for an epoch.
+// Rows of the table for each epoch.
 constexpr int64_t kRowsPerEpoch = 50;
-// How much of the shown loss a new step replaces.
+// The share of a new step in the shown loss, a moving average.
 constexpr double kShownLossShare = 0.05;
 
 absl::Status CheckInterrupt() {
@@ -31,7 +32,9 @@ absl::StatusOr<std::unique_ptr<Training>> Training::Create(const Options& option
   if (!data.ok()) return data.status();
   std::optional<Report> report;
   if (role == Role::kLead) {
-    absl::StatusOr<Report> started = Report::Create(options.output);
+    // What a run that goes on has of the table is known when its checkpoint is.
+    const int64_t keeps = options.resume ? std::numeric_limits<int64_t>::max() : 0;
+    absl::StatusOr<Report> started = Report::Create(options.output, keeps);
     if (!started.ok()) return started.status();
     report = *std::move(started);
   }
@@ -45,16 +48,45 @@ Training::Training(const Options& options, FashionMnist data, std::optional<Repo
       batches_(data_.train, options.batch, options.seed),
       screen_(report_.has_value() ? Screen::Stderr() : Screen::None()) {}
 
-absl::Status Training::Run(Learner& learner) {
-  start_ = screen_.now();
-  {
-    ProgressBar progress(screen_, options_.epochs * data_.train.size());
-    for (int epoch = 0; epoch < options_.epochs; ++epoch) {
-      if (auto s = RunEpoch(learner, epoch, progress); !s.ok()) return s;
-    }
+absl::Status Training::Resume(int64_t steps) {
+  if (report_.has_value()) {
+    absl::StatusOr<Report> report = Report::Create(options_.output, steps);
+    if (!report.ok()) return report.status();
+    report_ = *std::move(report);
   }
+  batches_.Skip(steps);
+  step_ = saved_ = steps;
+  const int64_t per_epoch = batches_.batches_per_epoch();
+  images_ = resumed_images_ =
+      steps / per_epoch * data_.train.size() + steps % per_epoch * options_.batch;
+  return absl::OkStatus();
+}
+
+absl::Status Training::Run(Learner& learner, const Save& save) {
+  start_ = screen_.now();
+  const absl::Status run = RunEpochs(learner, save);
+  // Whatever stopped it but an error of the job itself, these steps were taken.
+  const bool is_interrupted = absl::IsCancelled(run) && InterruptedBy() != 0;
+  if (save != nullptr && step_ > saved_ && (run.ok() || is_interrupted)) {
+    if (auto s = save(step_); !s.ok()) return s;
+    saved_ = step_;
+  }
+  if (!run.ok()) return run;
   if (report_.has_value()) PrintResults();
   return absl::OkStatus();
+}
+
+absl::Status Training::RunEpochs(Learner& learner, const Save& save) {
+  ProgressBar progress(screen_, options_.epochs * data_.train.size());
+  const auto first = static_cast<int>(step_ / batches_.batches_per_epoch());
+  for (int epoch = first; epoch < options_.epochs; ++epoch) {
+    if (auto s = RunEpoch(learner, epoch, save, progress); !s.ok()) return s;
+  }
+  if (first < options_.epochs || !report_.has_value()) return absl::OkStatus();
+  // It was over already.
+  const absl::StatusOr<Evaluation> evaluation = Evaluate(learner);
+  if (evaluation.ok()) last_ = *evaluation;
+  return evaluation.status();
 }
 
 void Training::PrintResults() {
@@ -62,7 +94,7 @@ void Training::PrintResults() {
   const std::string result = absl::StrFormat(
       "test accuracy %.2f %% after %d %s in %.1f s (%.0f images/s)", 100 * last_.accuracy,
       options_.epochs, options_.epochs == 1 ? "epoch" : "epochs", took,
-      static_cast<double>(images_) / took);
+      static_cast<double>(images_ - resumed_images_) / took);
   std::printf("%s\n", result.c_str());
   std::printf("table:   %s\n", report_->table_path().c_str());
   const absl::Status drawn = report_->Draw(absl::StrCat("Fashion-MNIST: ", result));
@@ -74,7 +106,8 @@ void Training::PrintResults() {
   std::fflush(stdout);
 }
 
-absl::Status Training::RunEpoch(Learner& learner, int epoch, ProgressBar& progress) {
+absl::Status Training::RunEpoch(Learner& learner, int epoch, const Save& save,
+                                ProgressBar& progress) {
   const std::string label = absl::StrCat("epoch ", epoch + 1, "/", options_.epochs);
   progress.SetLabel(label);
   const int64_t steps = batches_.batches_per_epoch();
@@ -85,7 +118,9 @@ absl::Status Training::RunEpoch(Learner& learner, int epoch, ProgressBar& progre
   double row_loss = 0;
   double shown_loss = 0;
   int64_t row_steps = 0;
-  for (int64_t i = 0; i < steps; ++i) {
+  int64_t epoch_images = 0;
+  const int64_t first = step_ % steps;
+  for (int64_t i = first; i < steps; ++i) {
     if (auto s = CheckInterrupt(); !s.ok()) return s;
     const double learning_rate =
         options_.learning_rate * (1 - static_cast<double>(step_) / all_steps);
@@ -98,10 +133,15 @@ absl::Status Training::RunEpoch(Learner& learner, int epoch, ProgressBar& progre
                                                 step_, "; try a smaller --lr"));
     }
     images_ += batch.size();
+    epoch_images += batch.size();
     epoch_loss += *loss * static_cast<double>(batch.size());
     row_loss += *loss;
-    shown_loss += (*loss - shown_loss) * (i == 0 ? 1 : kShownLossShare);
+    shown_loss += (*loss - shown_loss) * (i == first ? 1 : kShownLossShare);
     progress.Update(images_, shown_loss);
+    if (save != nullptr && step_ % options_.every == 0) {
+      if (auto s = save(step_); !s.ok()) return s;
+      saved_ = step_;
+    }
     if (!report_.has_value()) continue;
     if (++row_steps == steps_per_row || i + 1 == steps) {
       ReportRow row = NewRow();
@@ -120,7 +160,7 @@ absl::Status Training::RunEpoch(Learner& learner, int epoch, ProgressBar& progre
   ReportRow row = NewRow();
   row.test_loss = last_.loss;
   row.test_accuracy = last_.accuracy;
-  const auto count = static_cast<double>(data_.train.size());
+  const auto count = static_cast<double>(epoch_images);
   progress.Print(absl::StrFormat(
       "%s: loss %.4f, test loss %.4f, test accuracy %.2f %%, %.1f s, %.0f images/s", label,
       epoch_loss / count, last_.loss, 100 * last_.accuracy, took, count / took));
@@ -147,7 +187,7 @@ ReportRow Training::NewRow() const {
   row.epoch = static_cast<double>(images_) / static_cast<double>(data_.train.size());
   row.step = step_;
   row.seconds = seconds();
-  row.images_per_second = static_cast<double>(images_) / row.seconds;
+  row.images_per_second = static_cast<double>(images_ - resumed_images_) / row.seconds;
   return row;
 }
 

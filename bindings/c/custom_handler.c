@@ -1,11 +1,11 @@
-/* A handler with state of its own: it is called several at once, refuses what it does not like, and
- * takes part in the backward of its caller. */
+/* A handler with state of its own, which runs on several threads at once, refuses wrong requests,
+ * and takes part in the backward of its caller. */
 #define _DEFAULT_SOURCE
 #include <pthread.h>
 
 #include "sample.h"
 
-/* A layer y = x * scale, and how often it ran. Handlers run on many threads. */
+/* A layer y = x * scale, and the number of its runs. Handlers run on many threads. */
 typedef struct layer {
   dg_tensor* scale;
   pthread_mutex_t mutex;
@@ -36,7 +36,7 @@ static dg_error* forward(void* user_data, const dg_request* request, dg_message*
   return error;
 }
 
-/* The end of user_data: after the last call, when the worker goes. */
+/* Destroys user_data: after the last call, when the worker ends. */
 static void end(void* user_data) {
   layer* self = (layer*)user_data;
   printf("the layer ran %d times\n", self->runs);
@@ -60,7 +60,7 @@ static int front(dg_worker* worker) {
   must(dg_message_create(NULL, 0, &input, 1, &request));
   must(dg_message_create(NULL, 0, NULL, 0, &empty));
 
-  /* An error of the handler arrives with its code. */
+  /* The caller gets the code of a handler's error. */
   dg_error* error = dg_worker_call(worker, DG_STR("back"), DG_STR("forward"), empty, NULL, &reply);
   const bool refused = dg_error_code(error) == DG_INVALID_ARGUMENT;
   printf("refused: %.*s\n", (int)dg_error_message(error).size, dg_error_message(error).data);

@@ -1,12 +1,12 @@
-/* Trains a model on several devices: each has a part of every batch, and backward adds up what they
- * give. Here the processor stands there twice; "cuda:0", "cuda:1" and so on need nothing else. Each
- * step is the same as on one device. */
+/* Trains a model on several devices: each has a part of every batch, and backward adds up their
+ * gradients. Here the CPU is in the list twice; "cuda:0", "cuda:1" and so on need no other change.
+ * Each step is the same as on one device. */
 #define _DEFAULT_SOURCE
 #include "sample.h"
 
 enum { BATCH = 10, INPUTS = 4, HIDDEN = 8, STEPS = 60 };
 
-/* Numbers in [-range, range] that differ, the same ones at each call. */
+/* Returns different numbers in [-range, range], the same ones at each call. */
 static dg_tensor* numbers(int64_t rows, int64_t columns, float range) {
   const int64_t shape[2] = {rows, columns};
   float* data = (float*)malloc((size_t)(rows * columns) * sizeof(float));
@@ -40,7 +40,7 @@ static dg_error* forward(void* user_data, const dg_replica* replica, dg_tensor**
   return NULL;
 }
 
-/* Learns to give the sum of each row's squares; stores the loss of each step. */
+/* Learns the sum of each row's squares; stores the loss of each step. */
 static void train(size_t device_count, double* losses) {
   const dg_str devices[2] = {DG_STR("cpu"), DG_STR("cpu")};
   dg_tensor *x = numbers(BATCH, INPUTS, 1), *squares = compute("aten::mul.Tensor", x, x);
@@ -50,7 +50,7 @@ static void train(size_t device_count, double* losses) {
   must(dg_tensor_require_grad(first));
   must(dg_tensor_require_grad(last));
 
-  /* A worker alone: for a context to go backward in, and an optimizer. */
+  /* A job of one worker: for a context to go backward in, and an optimizer. */
   dg_worker* worker = NULL;
   dg_optimizer* optimizer = NULL;
   dg_sgd_options sgd = DG_SGD_OPTIONS_INIT;

@@ -1,4 +1,5 @@
-/* What the samples share: errors end the program, and a job of two processes is started by fork. */
+/* The common part of the samples: an error ends the program, and fork starts a job of two
+ * processes. */
 #ifndef DISTGRAD_BINDINGS_C_SAMPLE_H_
 #define DISTGRAD_BINDINGS_C_SAMPLE_H_
 
@@ -9,7 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Takes what a function returned; an error is said and ends this process. */
+/* Takes the result of a function; prints an error, and ends this process. */
 static inline void must(dg_error* error) {
   if (error == NULL) return;
   const dg_str message = dg_error_message(error);
@@ -21,12 +22,12 @@ static inline void must(dg_error* error) {
 typedef struct job {
   int rank;        /* 0: the process that was started, 1: its child */
   pid_t child;     /* of rank 0 */
-  char folder[64]; /* where the two find each other */
+  char folder[64]; /* of the rendezvous file */
   dg_worker* worker;
 } job;
 
-/* Splits the process in two, before any use of the library, and makes the worker of each: "front"
- * and "back". Jobs on several machines are started by a launcher instead, and find each other by
+/* Forks the process, before any use of the library, and creates the worker of each: "front" and
+ * "back". On several machines a launcher starts the processes instead, and they find each other by
  * "env://" or "tcp://host:port". */
 static inline job start(void) {
   job self = {0};
@@ -54,8 +55,8 @@ static inline job start(void) {
   return self;
 }
 
-/* Ends the job in good order; what main returns. The back process has nothing to do but to answer
- * the front process, for as long as that takes. */
+/* Ends the job in good order, and returns the exit status. The back process only answers the front
+ * process, until the job ends. */
 static inline int finish(job* self) {
   if (self->rank == 1) {
     must(dg_worker_serve(self->worker, 0));

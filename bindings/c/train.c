@@ -4,8 +4,8 @@
  *
  *   train [FOLDER [IMAGES [EPOCHS]]]
  *
- * FOLDER has the four *-ubyte.gz files; Debian's package dataset-fashion-mnist puts them where the
- * default is. They are unpacked with gzip. */
+ * FOLDER has the four *-ubyte.gz files, which gzip unpacks; the default is where Debian's package
+ * dataset-fashion-mnist puts them. */
 #define _DEFAULT_SOURCE
 #include "sample.h"
 
@@ -13,7 +13,7 @@ enum { PIXELS = 784, HIDDEN = 64, CLASSES = 10, BATCH = 50, TESTS = 1000 };
 
 /* --------------------------------------------------------------------------------------- Data */
 
-/* `size` bytes of one of the files, behind its header. */
+/* Reads `size` bytes of one of the files, after its header. */
 static unsigned char* unpack(const char* folder, const char* name, size_t header, size_t size) {
   char command[600];
   snprintf(command, sizeof(command), "gzip -dc '%s/%s-ubyte.gz'", folder, name);
@@ -52,7 +52,7 @@ static void unload(dataset* set) {
   free(set->labels);
 }
 
-/* The images from `first` on, without a copy. */
+/* Returns the images from `first` on, without a copy. */
 static dg_tensor* images(const dataset* set, size_t first, int64_t count) {
   const int64_t shape[2] = {count, PIXELS};
   dg_tensor* tensor = NULL;
@@ -63,7 +63,7 @@ static dg_tensor* images(const dataset* set, size_t first, int64_t count) {
 
 /* -------------------------------------------------------------------------------------- Model */
 
-/* A linear layer, of which the weights are small numbers that differ. */
+/* A linear layer. Its weights are small, different numbers. */
 typedef struct linear {
   dg_tensor *weight, *bias;
 } linear;
@@ -91,7 +91,7 @@ static dg_error* apply(const linear* layer, const dg_tensor* x, dg_tensor** y) {
   return dg_op_tensors(DG_STR("aten::linear"), arguments, 3, y, 1);
 }
 
-/* The back process's part: hidden values in, a number for each class out. */
+/* The back process's handler: hidden values in, a score for each class out. */
 static dg_error* classify(void* user_data, const dg_request* request, dg_message** reply) {
   dg_tensor *x = NULL, *y = NULL;
   dg_error* error = dg_message_tensor(request->message, 0, &x);
@@ -105,7 +105,7 @@ static dg_error* classify(void* user_data, const dg_request* request, dg_message
   return error;
 }
 
-/* Both parts, one after the other. */
+/* Runs both parts, one after the other. */
 static dg_tensor* forward(dg_worker* worker, const linear* layer, const dg_tensor* x,
                           const dg_context* context) {
   dg_tensor *sums = NULL, *hidden = NULL, *scores = NULL;
@@ -128,7 +128,7 @@ static dg_tensor* forward(dg_worker* worker, const linear* layer, const dg_tenso
 
 /* ----------------------------------------------------------------------------------- Training */
 
-/* One step; the loss of the batch. */
+/* Takes one step, and returns the loss of the batch. */
 static double step(dg_worker* worker, const linear* layer, dg_optimizer* optimizer,
                    const dataset* set, size_t first) {
   const int64_t batch = BATCH;

@@ -22,7 +22,7 @@ absl::Status ContextRecord::CheckAlive() const {
   return released_ ? ReleasedError() : absl::OkStatus();
 }
 
-absl::Status ContextRecord::CheckReachable(WorkerId peer) const {
+absl::Status ContextRecord::CheckReachable(WorkerRank peer) const {
   auto it = lost_.find(peer);
   if (it == lost_.end()) return absl::OkStatus();
   return Annotate(it->second, absl::StrCat("context ", id_, " has lost a worker"));
@@ -59,7 +59,7 @@ absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassHandle>>>> Cont
   return std::pair(edges_.recvs.size() - 1, std::move(passes));
 }
 
-absl::Status ContextRecord::AddPeer(WorkerId peer) {
+absl::Status ContextRecord::AddPeer(WorkerRank peer) {
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(CheckAlive());
   peers_.insert(peer);
@@ -77,14 +77,14 @@ bool ContextRecord::CheapToRunInline() const {
   return distgrad::CheapToRunInline(sends, RecvNode::Is);
 }
 
-bool ContextRecord::LosePeer(WorkerId peer, const absl::Status& why) {
+bool ContextRecord::LosePeer(WorkerRank peer, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
   if (!peers_.contains(peer)) return false;
   lost_.try_emplace(peer, why);
   return true;
 }
 
-std::vector<WorkerId> ContextRecord::Peers() const {
+std::vector<WorkerRank> ContextRecord::Peers() const {
   absl::MutexLock lock(&mu_);
   return {peers_.begin(), peers_.end()};
 }
@@ -308,7 +308,7 @@ absl::Status ContextRecord::SetGradient(const at::Tensor& leaf, at::Tensor gradi
 }
 
 absl::StatusOr<std::shared_ptr<PassHandle>> ContextRecord::BeginPass(
-    WorkerId self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make) {
+    WorkerRank self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make) {
   std::vector<std::shared_ptr<PassHandle>> over;  // ends outside the lock
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(CheckAlive());
@@ -336,7 +336,7 @@ ContextRecord::Found ContextRecord::FindPass(PassId pass) const {
   return FindPassLocked(pass);
 }
 
-ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, WorkerId from, PassId settled,
+ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, WorkerRank from, PassId settled,
                                                   MakeRun make) {
   std::vector<std::shared_ptr<PassHandle>> over;  // ends outside the lock
   absl::MutexLock lock(&mu_);

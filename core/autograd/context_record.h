@@ -65,13 +65,13 @@ class ContextRecord {
   // those that are over on this worker.
   absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassHandle>>>> AddRecv(RecvEnd recv);
   // Everyone to whom, or from whom, a message of this context went. Not this worker.
-  absl::Status AddPeer(WorkerId peer);
-  std::vector<WorkerId> Peers() const;
+  absl::Status AddPeer(WorkerRank peer);
+  std::vector<WorkerRank> Peers() const;
   // Whether all of the graph takes so little time that the thread that received the first message
   // of a pass may look at it, and run it. See executor/cheap_graph.h.
   bool CheapToRunInline() const;
   // The connection with a worker broke. Returns whether it was a peer.
-  bool LosePeer(WorkerId peer, const absl::Status& why);
+  bool LosePeer(WorkerRank peer, const absl::Status& why);
 
   // ---- Passes.
 
@@ -82,12 +82,12 @@ class ContextRecord {
   };
   // A pass that begins on this worker, `self`. `make` is given Notice::settled.
   absl::StatusOr<std::shared_ptr<PassHandle>> BeginPass(
-      WorkerId self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make);
+      WorkerRank self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make);
   // One that another worker began. Made by `make` if it is new here, and `from`, whose message it
   // is, has not been lost: nobody would say when it is over.
   using MakeRun = absl::FunctionRef<std::shared_ptr<PassHandle>()>;
   Found FindPass(PassId pass) const;
-  Found FindOrAddPass(PassId pass, WorkerId from, PassId settled, MakeRun make);
+  Found FindOrAddPass(PassId pass, WorkerRank from, PassId settled, MakeRun make);
   // One that is done is kept until it is known to be so everywhere: see Pass::OnLateRecv.
   void EndPass(PassId pass, const absl::Status& status);
   // Those that run.
@@ -165,7 +165,7 @@ class ContextRecord {
   absl::Status NoGradient() const;
   absl::Status ReleasedError() const;
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  absl::Status CheckReachable(WorkerId peer) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status CheckReachable(WorkerRank peer) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Found FindPassLocked(PassId pass) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Takes out of done_ what is over everywhere; to end outside the lock.
   std::vector<std::shared_ptr<PassHandle>> TakeSettled(PassId settled)
@@ -177,9 +177,9 @@ class ContextRecord {
   // Guarded by mu_.
   bool released_ ABSL_GUARDED_BY(mu_) = false;
   Edges edges_ ABSL_GUARDED_BY(mu_);
-  absl::btree_set<WorkerId> peers_ ABSL_GUARDED_BY(mu_);
+  absl::btree_set<WorkerRank> peers_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<PassId, std::shared_ptr<PassHandle>> passes_ ABSL_GUARDED_BY(mu_);
-  absl::btree_map<WorkerId, absl::Status> lost_ ABSL_GUARDED_BY(mu_);  // peers, and how
+  absl::btree_map<WorkerRank, absl::Status> lost_ ABSL_GUARDED_BY(mu_);  // peers, and how
   absl::btree_map<PassId, std::shared_ptr<PassHandle>> done_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<PassId, absl::Status> failed_ ABSL_GUARDED_BY(mu_);
   std::deque<PassId> failed_order_ ABSL_GUARDED_BY(mu_);

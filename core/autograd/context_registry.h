@@ -25,7 +25,7 @@ class ContextRegistry {
   static constexpr size_t kRemembered = 16384;
 
   // `most` contexts of one other origin are known at a time.
-  ContextRegistry(WorkerId self, Incarnation incarnation, size_t most = 4096)
+  ContextRegistry(WorkerRank self, Incarnation incarnation, size_t most = 4096)
       : self_(self), most_(most), last_(FirstCounter(incarnation)) {}
 
   // A new context, whose origin is this worker.
@@ -49,14 +49,14 @@ class ContextRegistry {
   enum class Gone : uint8_t { kReleased, kRefused };
   void Remember(ContextId id, Gone how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  const WorkerId self_;
+  const WorkerRank self_;
   const size_t most_;
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   uint64_t last_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<ContextId, std::shared_ptr<ContextRecord>> contexts_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<WorkerId, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
+  absl::flat_hash_map<WorkerRank, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
   absl::flat_hash_map<ContextId, Gone> gone_ ABSL_GUARDED_BY(mu_);
   std::deque<ContextId> gone_order_ ABSL_GUARDED_BY(mu_);
 };

@@ -9,7 +9,7 @@
 namespace distgrad {
 namespace {
 
-constexpr WorkerId kSelf = 1, kOther = 2;
+constexpr WorkerRank kSelf = 1, kOther = 2;
 
 TEST(ContextRegistryTest, NoMessageBringsBackOneThatIsGone) {
   ContextRegistry contexts(kSelf, /*incarnation=*/1);

@@ -82,7 +82,7 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
 
 }  // namespace
 
-Engine::Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
+Engine::Engine(WorkerRank self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
                Clock* clock, TraceRecorder* trace, ContextRegistry* contexts, const Limits& limits)
     : services_{.self = self,
                 .network = *network,
@@ -103,7 +103,7 @@ std::shared_ptr<SourceNode> Engine::MakeSend(absl::Span<const at::Tensor> tensor
   return recorded.empty() ? nullptr : MakeSourceNode(recorded);
 }
 
-absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerId to,
+absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerRank to,
                                           std::shared_ptr<SourceNode> send) {
   if (send == nullptr) return EdgeId{0};
   const EdgeId edge = MakeId(services_.self, ++last_edge_);
@@ -159,7 +159,7 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
 
 // ----------------------------------------------------------------------------- From the network
 
-void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
+void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset) {
   absl::StatusOr<std::vector<Notice>> notices = std::vector<Notice>();
   try {
     if (packet.segments_status.ok()) {
@@ -196,7 +196,7 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
   EventLoop* const loop = EventLoop::Current();
   if (loop != nullptr && CheapToRunInline(batches)) {
     return loop->Run([this, from, batches = std::move(batches)]() mutable {
-      // This may be another thread: whoever has the lead of the loop by then.
+      // This may be another thread: the one that leads the loop by then.
       Handle(from, std::move(batches), MayRunNodesHere() ? RunHere::kCheap : RunHere::kNo);
     });
   }
@@ -208,7 +208,7 @@ void Engine::OnNotice(WorkerId from, Packet packet, size_t offset) {
 // Those of one pass go together, so that what they feed is run in parallel. What they tell of a
 // context is known from now on, and not from when a thread handles them: if `from` is lost in
 // between, OnPeerLost() finds the context, and `from` among its peers.
-Engine::Batches Engine::Sort(WorkerId from, std::vector<Notice> notices) {
+Engine::Batches Engine::Sort(WorkerRank from, std::vector<Notice> notices) {
   Batches batches;
   for (auto first = notices.begin(); first != notices.end();) {
     auto last = first + 1;
@@ -246,7 +246,7 @@ bool Engine::CheapToRunInline(const Batches& batches) {
   return !looks || context.CheapToRunInline();
 }
 
-void Engine::Handle(WorkerId from, Batches batches, RunHere here) {
+void Engine::Handle(WorkerRank from, Batches batches, RunHere here) {
   for (Batch& batch : batches) {
     const Notice& first = batch.notices.front();
     if (first.kind == Notice::Kind::kRelease) {
@@ -260,7 +260,7 @@ void Engine::Handle(WorkerId from, Batches batches, RunHere here) {
   }
 }
 
-void Engine::HandleOfOnePass(WorkerId from, Batch batch, RunHere here) {
+void Engine::HandleOfOnePass(WorkerRank from, Batch batch, RunHere here) {
   const Notice& first = batch.notices.front();
   ContextRecord::Found found;
   if (!batch.context.ok()) {
@@ -285,7 +285,7 @@ void Engine::HandleOfOnePass(WorkerId from, Batch batch, RunHere here) {
   found.run->OnNotices(from, std::move(batch.notices), here);
 }
 
-void Engine::Refuse(WorkerId to, const Notice& notice, const absl::Status& why) {
+void Engine::Refuse(WorkerRank to, const Notice& notice, const absl::Status& why) {
   if (!IsCounted(notice)) return;
   Send(to, {.kind = Notice::Kind::kAbort,
             .context = notice.context,
@@ -293,14 +293,14 @@ void Engine::Refuse(WorkerId to, const Notice& notice, const absl::Status& why) 
             .status = why});
 }
 
-void Engine::Send(WorkerId to, const Notice& notice) {
+void Engine::Send(WorkerRank to, const Notice& notice) {
   Packet packet = services_.network.NewNotice();
   const absl::Status appended = AppendNotice(notice, &packet);
   DG_CHECK(appended.ok()) << appended << ": there is no tensor in it";
   services_.network.Notify(to, std::move(packet));
 }
 
-void Engine::OnPeerLost(WorkerId peer, const absl::Status& why) {
+void Engine::OnPeerLost(WorkerRank peer, const absl::Status& why) {
   for (const auto& context : contexts_->All()) {
     const ContextId id = context->id();
     const bool was_peer = context->LosePeer(peer, why);
@@ -315,7 +315,7 @@ void Engine::OnPeerLost(WorkerId peer, const absl::Status& why) {
   }
 }
 
-void Engine::OnKnown(ContextId id, WorkerId from) {
+void Engine::OnKnown(ContextId id, WorkerRank from) {
   if (MakerOf(id) != services_.self) return;
   const std::shared_ptr<ContextRecord> context = contexts_->Find(id);
   if (context == nullptr || !context->AddPeer(from).ok())
@@ -326,13 +326,13 @@ void Engine::OnKnown(ContextId id, WorkerId from) {
 
 void Engine::Release(ContextId context) { ReleaseFrom(context, std::nullopt); }
 
-void Engine::ReleaseFrom(ContextId id, std::optional<WorkerId> from) {
+void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from) {
   std::shared_ptr<ContextRecord> context = contexts_->Remove(id);
   if (context == nullptr) return;
   ContextRecord::Released released = context->Release();
   const absl::Status why = absl::CancelledError("the context was released");
   for (const auto& run : released.passes) run->Fail(why);
-  for (WorkerId peer : context->Peers()) {
+  for (WorkerRank peer : context->Peers()) {
     if (peer == from || peer == services_.self) continue;
     Send(peer, {.kind = Notice::Kind::kRelease, .context = id});
   }

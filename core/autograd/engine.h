@@ -42,7 +42,7 @@ namespace distgrad {
 class Engine {
  public:
   // All must outlive the last use of the engine; the pool must be joined before it goes.
-  Engine(WorkerId self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
+  Engine(WorkerRank self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
          Clock* clock, TraceRecorder* trace, ContextRegistry* contexts, const Limits& limits);
 
   // ---- Forward: what crosses to or from another worker.
@@ -51,7 +51,7 @@ class Engine {
   // null if none do.
   static std::shared_ptr<SourceNode> MakeSend(absl::Span<const at::Tensor> tensors);
   // What it was made of goes to that worker. Returns its edge, 0 for null.
-  absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerId to,
+  absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerRank to,
                                     std::shared_ptr<SourceNode> send);
 
   // The message with that edge never left this worker: no gradient will come. On any thread.
@@ -75,8 +75,8 @@ class Engine {
 
   // ---- From the network. Short: nodes run on the pool.
 
-  void OnNotice(WorkerId from, Packet packet, size_t offset);
-  void OnPeerLost(WorkerId peer, const absl::Status& why);
+  void OnNotice(WorkerRank from, Packet packet, size_t offset);
+  void OnPeerLost(WorkerRank peer, const absl::Status& why);
 
   // Fails all passes; no new ones begin.
   void Close();
@@ -120,17 +120,17 @@ class Engine {
 
   using Batches = absl::InlinedVector<Batch, 1>;
 
-  Batches Sort(WorkerId from, std::vector<Notice> notices);
+  Batches Sort(WorkerRank from, std::vector<Notice> notices);
   // Whether handling them, but for nodes that are not cheap, takes less time than having another
   // thread do it.
   static bool CheapToRunInline(const Batches& batches);
-  void Handle(WorkerId from, Batches batches, RunHere here);
-  void HandleOfOnePass(WorkerId from, Batch batch, RunHere here);
+  void Handle(WorkerRank from, Batches batches, RunHere here);
+  void HandleOfOnePass(WorkerRank from, Batch batch, RunHere here);
   // Answers messages of a pass that has failed here, or cannot be.
-  void Refuse(WorkerId to, const Notice& notice, const absl::Status& why);
-  void Send(WorkerId to, const Notice& notice);
-  void OnKnown(ContextId id, WorkerId from);
-  void ReleaseFrom(ContextId id, std::optional<WorkerId> from);
+  void Refuse(WorkerRank to, const Notice& notice, const absl::Status& why);
+  void Send(WorkerRank to, const Notice& notice);
+  void OnKnown(ContextId id, WorkerRank from);
+  void ReleaseFrom(ContextId id, std::optional<WorkerRank> from);
 
   PassServices services_;
   ContextRegistry* const contexts_;

@@ -37,7 +37,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-constexpr WorkerId kSelf = 1, kPeer = 2, kOther = 3;
+constexpr WorkerRank kSelf = 1, kPeer = 2, kOther = 3;
 
 // Calls something once, when it is asked to. Thread-safe.
 class Trap {
@@ -64,22 +64,22 @@ class Trap {
 class RecordingNetwork : public EngineNetwork {
  public:
   struct Sent {
-    WorkerId to;
+    WorkerRank to;
     std::vector<Notice> notices;
   };
 
   Packet NewNotice() override { return Packet(); }
-  void Notify(WorkerId to, Packet packet) override {
+  void Notify(WorkerRank to, Packet packet) override {
     on_notify.Spring();
     absl::StatusOr<std::vector<Notice>> notices = ReadNotices(packet, 0, {});
     EXPECT_TRUE(notices.ok()) << notices.status();
     absl::MutexLock lock(&mu_);
     sent_.push_back({to, *std::move(notices)});
   }
-  absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId) override {
+  absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerRank) override {
     return absl::UnimplementedError("this test has no devices");
   }
-  std::string Describe(WorkerId worker) override {
+  std::string Describe(WorkerRank worker) override {
     on_describe.Spring();
     return std::to_string(worker);
   }
@@ -158,14 +158,15 @@ class EngineTest : public ::testing::Test {
   }
 
   // A tensor that has come from `from` by the edge with that number.
-  at::Tensor Receive(const std::shared_ptr<ContextRecord>& context, WorkerId from, uint64_t edge) {
+  at::Tensor Receive(const std::shared_ptr<ContextRecord>& context, WorkerRank from,
+                     uint64_t edge) {
     at::Tensor tensor = at::ones({2});
     const absl::Status recorded =
         engine_.RecordRecv(context, {MakeId(from, edge), from}, absl::MakeSpan(&tensor, 1));
     EXPECT_TRUE(recorded.ok()) << recorded;
     return tensor;
   }
-  void Deliver(WorkerId from, const Notice& notice) {
+  void Deliver(WorkerRank from, const Notice& notice) {
     Packet packet;
     ASSERT_TRUE(AppendNotice(notice, &packet).ok());
     engine_.OnNotice(from, std::move(packet), 0);
@@ -497,12 +498,12 @@ TEST_F(EngineTest, AnErrorPastTheDeadlineQuotesSixteenWorkers) {
   const auto context = contexts_.New();
   at::Tensor root;
   for (int i = 0; i < kPeers; ++i) {
-    const at::Tensor sum = Receive(context, static_cast<WorkerId>(100 + i), 1).sum();
+    const at::Tensor sum = Receive(context, static_cast<WorkerRank>(100 + i), 1).sum();
     root = root.defined() ? root + sum : sum;
   }
   const Future<Unit> pass =
       engine_.Backward(context, {root}, {.deadline = clock_.Now()}, /*run_here=*/true);
-  std::map<WorkerId, uint32_t> sent;
+  std::map<WorkerRank, uint32_t> sent;
   PassId id = 0;
   const auto count = [&] {
     for (const RecordingNetwork::Sent& packet : network_.TakeSent()) {

@@ -72,7 +72,7 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap&
     case Notice::Kind::kReport:
       writer.Str16(absl::string_view(notice.awaited).substr(0, kMaxReport));
       writer.U16(static_cast<uint16_t>(notice.peers.size()));
-      for (const WorkerId peer : notice.peers) writer.U16(peer);
+      for (const WorkerRank peer : notice.peers) writer.U16(peer);
       break;
     case Notice::Kind::kStart:
     case Notice::Kind::kRelease:

@@ -43,10 +43,10 @@ struct Notice {
   // that is not reached has no gradient, and nor may one that is.
   std::vector<at::Tensor> gradients = {};
   absl::InlinedVector<bool, 8> reached = {};
-  uint32_t count = 0;                // kAck
-  absl::Status status = {};          // kAbort
-  std::string awaited = {};          // kReport; cut to kMaxReport bytes
-  std::vector<WorkerId> peers = {};  // kReport: who else was told of the abort
+  uint32_t count = 0;                  // kAck
+  absl::Status status = {};            // kAbort
+  std::string awaited = {};            // kReport; cut to kMaxReport bytes
+  std::vector<WorkerRank> peers = {};  // kReport: who else was told of the abort
 };
 
 // How much of what a worker waits for goes into an error.

@@ -15,7 +15,7 @@ void Pass::Begin() {
   Advance();
 }
 
-void Pass::Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by) {
+void Pass::Engage(std::optional<WorkerRank> parent, std::optional<EdgeId> by) {
   parent_ = parent;
   state_ = State::kRunning;
   absl::StatusOr<PassPlan> plan = host_->Engage(by);
@@ -23,7 +23,7 @@ void Pass::Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by) {
     if (parent.has_value()) peers_.insert(*parent);
     return Abort(plan.status(), std::nullopt);
   }
-  absl::btree_set<WorkerId> certain(plan->certain.begin(), plan->certain.end());
+  absl::btree_set<WorkerRank> certain(plan->certain.begin(), plan->certain.end());
   for (const EdgeEnd& end : plan->sends) awaited_.emplace(end.edge, end.peer);
   peers_.insert(plan->peers.begin(), plan->peers.end());
   if (parent.has_value()) peers_.insert(*parent);
@@ -35,14 +35,14 @@ void Pass::Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by) {
     host_->SendNoGradient(end, /*uncounted=*/!CountSent(end.peer));
   }
   // Every peer must hear of the pass without waiting for us, who may be waiting for it.
-  for (WorkerId peer : peers_) {
+  for (WorkerRank peer : peers_) {
     if (certain.contains(peer) || peer == parent) continue;
     host_->SendStart(peer);
     CountSent(peer);
   }
 }
 
-bool Pass::CountSent(WorkerId to) {
+bool Pass::CountSent(WorkerRank to) {
   // What a worker sends itself cannot outlive its own part of the pass; and one that has sent us
   // something takes part, and is not done before it has what it waits for.
   if (to == self_ || owed_.contains(to)) return false;
@@ -55,7 +55,7 @@ void Pass::Feed(EdgeId edge, Notice* arrived) {
   if (awaited_.erase(edge) > 0) host_->FeedSend(edge, arrived);
 }
 
-bool Pass::Count(WorkerId from, std::optional<EdgeId> by) {
+bool Pass::Count(WorkerRank from, std::optional<EdgeId> by) {
   switch (state_) {
     case State::kNotEngaged:
       ++owed_[from];
@@ -79,17 +79,17 @@ bool Pass::Count(WorkerId from, std::optional<EdgeId> by) {
   return running();
 }
 
-void Pass::OnEdge(WorkerId from, EdgeId edge, bool uncounted, Notice* arrived) {
+void Pass::OnEdge(WorkerRank from, EdgeId edge, bool uncounted, Notice* arrived) {
   if (uncounted ? !running() : !Count(from, edge)) return;
   Feed(edge, arrived);
   Advance();
 }
 
-void Pass::OnStart(WorkerId from) {
+void Pass::OnStart(WorkerRank from) {
   if (Count(from, std::nullopt)) Advance();
 }
 
-void Pass::OnAck(WorkerId from, uint32_t count) {
+void Pass::OnAck(WorkerRank from, uint32_t count) {
   if (state_ != State::kRunning) return;
   auto it = unacknowledged_.find(from);
   if (it == unacknowledged_.end() || it->second < count) {
@@ -101,7 +101,7 @@ void Pass::OnAck(WorkerId from, uint32_t count) {
   Advance();
 }
 
-void Pass::OnAbort(WorkerId from, const absl::Status& why) {
+void Pass::OnAbort(WorkerRank from, const absl::Status& why) {
   if (over()) return;
   if (state_ == State::kNotEngaged) {
     // Nobody has heard of the pass from us.
@@ -112,7 +112,7 @@ void Pass::OnAbort(WorkerId from, const absl::Status& why) {
   Abort(why, from);
 }
 
-bool Pass::CountGradient(WorkerId to) { return state_ == State::kRunning && CountSent(to); }
+bool Pass::CountGradient(WorkerRank to) { return state_ == State::kRunning && CountSent(to); }
 
 void Pass::OnIdle(const absl::Status& status) {
   if (state_ != State::kRunning) return;
@@ -153,17 +153,17 @@ void Pass::Fail(const absl::Status& why) {
   Abort(why, std::nullopt);
 }
 
-void Pass::OnPeerLost(WorkerId peer, const absl::Status& why) {
+void Pass::OnPeerLost(WorkerRank peer, const absl::Status& why) {
   if (state_ != State::kRunning || !peers_.contains(peer)) return;
   peers_.erase(peer);
   Abort(why, peer);
 }
 
-void Pass::Abort(const absl::Status& why, std::optional<WorkerId> from) {
+void Pass::Abort(const absl::Status& why, std::optional<WorkerRank> from) {
   state_ = State::kFailed;
   why_ = why;
   host_->Stop(why);
-  for (WorkerId peer : peers_) {
+  for (WorkerRank peer : peers_) {
     if (peer != from) host_->SendAbort(peer, why);
   }
   host_->Finish(why);

@@ -21,7 +21,7 @@ struct Notice;  // notice.h; handed on, and not looked into
 
 struct EdgeEnd {
   EdgeId edge = 0;
-  WorkerId peer = 0;
+  WorkerRank peer = 0;
 };
 
 // What a worker finds when it looks at its local graph to take part in a pass.
@@ -33,9 +33,9 @@ struct PassPlan {
   // The workers of edges whose message will go without waiting for any other worker: their recv
   // nodes are reached from the roots or from the edge that engaged this worker, and from no other
   // send node.
-  std::vector<WorkerId> certain;
+  std::vector<WorkerRank> certain;
   // The workers at the other ends of all send and recv nodes.
-  std::vector<WorkerId> peers;
+  std::vector<WorkerRank> peers;
 };
 
 // What a pass asks of its worker. Called on the strand of the pass.
@@ -58,9 +58,9 @@ class PassHost {
   // Messages. To this worker itself only SendNoGradient is sent; it arrives as OnEdge later.
   // `uncounted`: see Pass::OnEdge.
   virtual void SendNoGradient(EdgeEnd edge, bool uncounted) = 0;
-  virtual void SendStart(WorkerId to) = 0;
-  virtual void SendAck(WorkerId to, uint32_t count) = 0;
-  virtual void SendAbort(WorkerId to, const absl::Status& why) = 0;
+  virtual void SendStart(WorkerRank to) = 0;
+  virtual void SendAck(WorkerRank to, uint32_t count) = 0;
+  virtual void SendAbort(WorkerRank to, const absl::Status& why) = 0;
 
   // The pass is over on this worker: called once. On the initiator OK means that it is over
   // everywhere. Afterwards messages may still be answered.
@@ -70,7 +70,7 @@ class PassHost {
 // On the strand of the pass only.
 class Pass {
  public:
-  Pass(WorkerId self, PassHost* host) : self_(self), host_(host) {}
+  Pass(WorkerRank self, PassHost* host) : self_(self), host_(host) {}
 
   // On the initiator, once.
   void Begin();
@@ -79,13 +79,13 @@ class Pass {
   // others may still be at it. An `uncounted` one is not acknowledged: its sender knows that we
   // take part, for we have sent it something, and so that we wait for it ourselves.
   // `arrived` is for PassHost::FeedSend().
-  void OnEdge(WorkerId from, EdgeId edge, bool uncounted, Notice* arrived = nullptr);
-  void OnStart(WorkerId from);
-  void OnAck(WorkerId from, uint32_t count);
-  void OnAbort(WorkerId from, const absl::Status& why);
+  void OnEdge(WorkerRank from, EdgeId edge, bool uncounted, Notice* arrived = nullptr);
+  void OnStart(WorkerRank from);
+  void OnAck(WorkerRank from, uint32_t count);
+  void OnAbort(WorkerRank from, const absl::Status& why);
 
   // The host sends the gradient of a recv node to `to`. Returns whether it is to be counted.
-  bool CountGradient(WorkerId to);
+  bool CountGradient(WorkerRank to);
   // What was fed has been followed to its end, or stopped with this status.
   void OnIdle(const absl::Status& status);
   // A recv node was made after this worker engaged: a reply came late. No gradient will reach it.
@@ -97,16 +97,16 @@ class Pass {
   // The pass cannot go on: a node threw, a deadline passed, the context was released.
   void Fail(const absl::Status& why);
   // A worker is gone. Fails the pass if it took part.
-  void OnPeerLost(WorkerId peer, const absl::Status& why);
+  void OnPeerLost(WorkerRank peer, const absl::Status& why);
 
   bool running() const { return state_ == State::kRunning; }
   bool over() const { return state_ == State::kDone || state_ == State::kFailed; }
   // The send nodes that still wait for their message.
   std::vector<EdgeEnd> Awaited() const;
   // The workers who are told if it fails; while it runs, and after it failed.
-  const absl::btree_set<WorkerId>& peers() const { return peers_; }
+  const absl::btree_set<WorkerRank>& peers() const { return peers_; }
   // How many messages of ours each peer has not acknowledged. No zeros.
-  const absl::btree_map<WorkerId, uint32_t>& Unacknowledged() const { return unacknowledged_; }
+  const absl::btree_map<WorkerRank, uint32_t>& Unacknowledged() const { return unacknowledged_; }
 
  private:
   enum class State {
@@ -118,26 +118,26 @@ class Pass {
 
   // Counts a message that is to be acknowledged, which may be the first of the pass (and then of
   // the edge `by`). Returns whether the pass runs here.
-  bool Count(WorkerId from, std::optional<EdgeId> by);
-  void Engage(std::optional<WorkerId> parent, std::optional<EdgeId> by);
+  bool Count(WorkerRank from, std::optional<EdgeId> by);
+  void Engage(std::optional<WorkerRank> parent, std::optional<EdgeId> by);
   void Feed(EdgeId edge, Notice* arrived);
   // Whether a message to `to` is to be acknowledged; if so, counts it.
-  bool CountSent(WorkerId to);
+  bool CountSent(WorkerRank to);
   void Advance();
-  void Abort(const absl::Status& why, std::optional<WorkerId> from);
+  void Abort(const absl::Status& why, std::optional<WorkerRank> from);
 
-  const WorkerId self_;
+  const WorkerRank self_;
   PassHost* const host_;
 
   State state_ = State::kNotEngaged;
-  std::optional<WorkerId> parent_;  // whose message engaged this worker; none on the initiator
-  absl::btree_set<WorkerId> peers_;
-  absl::btree_map<EdgeId, WorkerId> awaited_;  // send nodes without their message yet
+  std::optional<WorkerRank> parent_;  // whose message engaged this worker; none on the initiator
+  absl::btree_set<WorkerRank> peers_;
+  absl::btree_map<EdgeId, WorkerRank> awaited_;  // send nodes without their message yet
   // Messages not yet acknowledged by us, by sender; all senders that there were.
-  absl::btree_map<WorkerId, uint32_t> owed_;
-  absl::btree_map<WorkerId, uint32_t> unacknowledged_;  // messages of ours; no zeros
+  absl::btree_map<WorkerRank, uint32_t> owed_;
+  absl::btree_map<WorkerRank, uint32_t> unacknowledged_;  // messages of ours; no zeros
   // Edges that came late, of workers that may not be engaged yet.
-  absl::btree_map<WorkerId, std::vector<EdgeEnd>> late_;
+  absl::btree_map<WorkerRank, std::vector<EdgeEnd>> late_;
   bool local_done_ = false;
   absl::Status why_;  // if failed
 };

@@ -27,12 +27,12 @@ class PassHandle {
   virtual ~PassHandle() = default;
 
   virtual PassId id() const = 0;
-  virtual void OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here) = 0;
+  virtual void OnNotices(WorkerRank from, std::vector<Notice> notices, RunHere here) = 0;
   // `place`: where the node stands among the context's recv nodes.
   virtual void OnNewRecv(size_t place, EdgeEnd end) = 0;
   // See Pass::OnLostSend.
   virtual void OnLostSend(EdgeId edge) = 0;
-  virtual void OnPeerLost(WorkerId peer, const absl::Status& why) = 0;
+  virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
   virtual void Fail(const absl::Status& why) = 0;
   // Whether it has looked at the graph, and is in flight on this worker.
   virtual bool engaged() = 0;

@@ -57,11 +57,11 @@ void PassRun::SendReportOnStrand() {
   Deliver(MakerOf(id_), std::move(report));
 }
 
-void PassRun::TakeReportOnStrand(WorkerId from, const Notice& report) {
+void PassRun::TakeReportOnStrand(WorkerRank from, const Notice& report) {
   // It may come before that of the worker by whom we learn that this one takes part.
   if (!reports_.has_value() || !reports_->heard.insert(from).second) return;
   reports_->missing.erase(from);
-  for (const WorkerId peer : report.peers) {
+  for (const WorkerRank peer : report.peers) {
     if (peer != services_->self && !reports_->heard.contains(peer)) reports_->missing.insert(peer);
   }
   if (!report.awaited.empty() && reports_->parts.size() < kMaxReports)
@@ -71,7 +71,7 @@ void PassRun::TakeReportOnStrand(WorkerId from, const Notice& report) {
 void PassRun::EndReportsOnStrand() {
   if (!reports_.has_value()) return;
   std::vector<std::string> parts = std::move(reports_->parts);
-  for (const WorkerId silent : reports_->missing) {
+  for (const WorkerRank silent : reports_->missing) {
     if (parts.size() == 2 * kMaxReports) break;
     parts.push_back(
         absl::StrCat("worker ", services_->network.Describe(silent), " does not say what"));
@@ -86,7 +86,7 @@ std::string PassRun::DescribeAwaitedOnStrand() {
   // Of the edges only so many are named.
   constexpr size_t kNamed = 8;
   std::vector<std::string> parts;
-  absl::btree_map<WorkerId, std::vector<std::string>> by_peer;
+  absl::btree_map<WorkerRank, std::vector<std::string>> by_peer;
   for (const EdgeEnd& end : pass_.Awaited()) by_peer[end.peer].push_back(absl::StrCat(end.edge));
   for (auto& [peer, edges] : by_peer) {
     const size_t count = edges.size();

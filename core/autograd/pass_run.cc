@@ -118,7 +118,7 @@ Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
   return done;
 }
 
-void PassRun::OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here) {
+void PassRun::OnNotices(WorkerRank from, std::vector<Notice> notices, RunHere here) {
   Post(
       [this, from, notices = std::move(notices)]() mutable {
         for (Notice& notice : notices) OnNoticeOnStrand(from, notice);
@@ -141,7 +141,7 @@ void PassRun::OnLostSend(EdgeId edge) {
   Post([this, edge] { pass_.OnLostSend(edge); }, RunHere::kNo, &services_->pool);
 }
 
-void PassRun::OnPeerLost(WorkerId peer, const absl::Status& why) {
+void PassRun::OnPeerLost(WorkerRank peer, const absl::Status& why) {
   Post(
       [this, peer, why] {
         if (reports_.has_value()) reports_->missing.erase(peer);
@@ -304,7 +304,7 @@ void PassRun::OnIdle() {
 
 // ------------------------------------------------------------------------------- On the strand
 
-void PassRun::OnNoticeOnStrand(WorkerId from, Notice& notice) {
+void PassRun::OnNoticeOnStrand(WorkerRank from, Notice& notice) {
   switch (notice.kind) {
     case Notice::Kind::kEdge:
       return pass_.OnEdge(from, notice.edge, notice.uncounted, &notice);
@@ -344,7 +344,7 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   PassPlan plan;
   std::vector<std::shared_ptr<torch::autograd::Node>> sources;
   std::vector<Graph::Index> waiting;  // for other workers than the one that engaged us
-  std::optional<WorkerId> by_peer;    // who engaged us
+  std::optional<WorkerRank> by_peer;  // who engaged us
   for (const ContextRecord::SendEnd& send : edges->sends) {
     const auto index = static_cast<Graph::Index>(sources.size());
     send_roots_.emplace(send.end.edge, index);
@@ -376,7 +376,7 @@ absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
   }
 
   // What can be reached decides only whether a peer is told of the pass that nothing else tells.
-  absl::flat_hash_set<WorkerId> told = {services_->self};
+  absl::flat_hash_set<WorkerRank> told = {services_->self};
   if (by_peer.has_value()) told.insert(*by_peer);
   absl::flat_hash_map<EdgeId, Gathering> gathering;
   const auto in_graph = [&](const std::shared_ptr<RecvNode>& node) {
@@ -505,15 +505,15 @@ void PassRun::FlushCapturedOnStrand() {
 void PassRun::SendNoGradient(EdgeEnd edge, bool uncounted) {
   Deliver(edge.peer, {.kind = Notice::Kind::kEdge, .edge = edge.edge, .uncounted = uncounted});
 }
-void PassRun::SendStart(WorkerId to) { Deliver(to, {.kind = Notice::Kind::kStart}); }
-void PassRun::SendAck(WorkerId to, uint32_t count) {
+void PassRun::SendStart(WorkerRank to) { Deliver(to, {.kind = Notice::Kind::kStart}); }
+void PassRun::SendAck(WorkerRank to, uint32_t count) {
   Deliver(to, {.kind = Notice::Kind::kAck, .count = count});
 }
-void PassRun::SendAbort(WorkerId to, const absl::Status& why) {
+void PassRun::SendAbort(WorkerRank to, const absl::Status& why) {
   Deliver(to, {.kind = Notice::Kind::kAbort, .status = why});
 }
 
-void PassRun::Deliver(WorkerId to, Notice notice) {
+void PassRun::Deliver(WorkerRank to, Notice notice) {
   notice.context = context_->id();
   notice.pass = id_;
   notice.settled = settled_;
@@ -533,7 +533,7 @@ void PassRun::Deliver(WorkerId to, Notice notice) {
       appended, absl::StrCat("sending a gradient to worker ", services_->network.Describe(to)))));
 }
 
-absl::Status PassRun::AppendOnStrand(WorkerId to, const Notice& notice) {
+absl::Status PassRun::AppendOnStrand(WorkerRank to, const Notice& notice) {
   std::shared_ptr<const DeviceMap> devices;
   if (HasDeviceTensors(notice.gradients)) {
     DG_ASSIGN_OR_RETURN(devices, services_->network.DevicesWith(to));
@@ -574,7 +574,7 @@ void PassRun::EndTaskOnStrand() {
   // What throws here loses no packets for others, and OnThrowOnStrand() comes here again.
   while (!outbox_.empty()) {
     const auto first = outbox_.begin();
-    const WorkerId to = first->first;
+    const WorkerRank to = first->first;
     absl::InlinedVector<Packet, 1> packets = std::move(first->second);
     outbox_.erase(first);
     for (Packet& packet : packets) services_->network.Notify(to, std::move(packet));

@@ -62,10 +62,10 @@ class PassRun : public PassHandle,
 
   // PassHandle
   PassId id() const override { return id_; }
-  void OnNotices(WorkerId from, std::vector<Notice> notices, RunHere here) override;
+  void OnNotices(WorkerRank from, std::vector<Notice> notices, RunHere here) override;
   void OnNewRecv(size_t place, EdgeEnd end) override;
   void OnLostSend(EdgeId edge) override;
-  void OnPeerLost(WorkerId peer, const absl::Status& why) override;
+  void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void Fail(const absl::Status& why) override;
   bool engaged() override { return execution() != nullptr; }
   PassState State() override;
@@ -96,8 +96,8 @@ class PassRun : public PassHandle,
 
   // What the workers who take part were waiting for when the initiator's deadline passed.
   struct Reports {
-    absl::btree_set<WorkerId> heard;    // who has said something
-    absl::btree_set<WorkerId> missing;  // who was told of the abort, and has not
+    absl::btree_set<WorkerRank> heard;    // who has said something
+    absl::btree_set<WorkerRank> missing;  // who was told of the abort, and has not
     std::vector<std::string> parts;
   };
 
@@ -123,12 +123,12 @@ class PassRun : public PassHandle,
   bool Idle() override;
   void Stop(const absl::Status& why) override;
   void SendNoGradient(EdgeEnd edge, bool uncounted) override;
-  void SendStart(WorkerId to) override;
-  void SendAck(WorkerId to, uint32_t count) override;
-  void SendAbort(WorkerId to, const absl::Status& why) override;
+  void SendStart(WorkerRank to) override;
+  void SendAck(WorkerRank to, uint32_t count) override;
+  void SendAbort(WorkerRank to, const absl::Status& why) override;
   void Finish(const absl::Status& status) override;
   absl::StatusOr<PassPlan> LookAtGraph(std::optional<EdgeId> by);
-  void OnNoticeOnStrand(WorkerId from, Notice& notice);
+  void OnNoticeOnStrand(WorkerRank from, Notice& notice);
   void FlushCapturedOnStrand();
   // A task has thrown: a device has failed, say, or memory cannot be had.
   void OnThrowOnStrand(std::exception_ptr thrown);
@@ -137,10 +137,10 @@ class PassRun : public PassHandle,
   void EndOnStrand();
   void OnDeadlineOnStrand();
   void SendReportOnStrand();
-  void TakeReportOnStrand(WorkerId from, const Notice& report);
+  void TakeReportOnStrand(WorkerRank from, const Notice& report);
   void EndReportsOnStrand();
-  void Deliver(WorkerId to, Notice notice);
-  absl::Status AppendOnStrand(WorkerId to, const Notice& notice);
+  void Deliver(WorkerRank to, Notice notice);
+  absl::Status AppendOnStrand(WorkerRank to, const Notice& notice);
   void Queue(Feed feed);
   std::string DescribeAwaitedOnStrand();
   std::shared_ptr<Execution> execution();
@@ -180,7 +180,7 @@ class PassRun : public PassHandle,
   size_t known_recvs_ = 0;  // those that the plan has
   absl::flat_hash_map<EdgeId, Graph::Index> send_roots_;
   Graph::Index root_ = Graph::kNone;  // of the roots
-  absl::btree_map<WorkerId, absl::InlinedVector<Packet, 1>> outbox_;
+  absl::btree_map<WorkerRank, absl::InlinedVector<Packet, 1>> outbox_;
   std::optional<absl::Status> over_;  // how the pass ended; constant once ended_
   bool ended_ = false;                // and that everyone was told
   bool told_ = false;                 // who waits for it, on the initiator

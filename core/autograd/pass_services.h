@@ -29,18 +29,18 @@ class EngineNetwork {
   virtual Packet NewNotice() = 0;
   // Those to one worker may pass each other: large ones take a way of their own. A failure shows up
   // as Engine::OnPeerLost.
-  virtual void Notify(WorkerId to, Packet notices) = 0;
+  virtual void Notify(WorkerRank to, Packet notices) = 0;
   // Which devices go with which of that worker.
-  virtual absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) = 0;
+  virtual absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerRank worker) = 0;
   // A worker's name for people.
-  virtual std::string Describe(WorkerId worker) = 0;
+  virtual std::string Describe(WorkerRank worker) = 0;
   // The loop that brings what others send, if threads that wait for it may do its work.
   virtual std::shared_ptr<EventLoop> loop() { return nullptr; }
 };
 
 // Thread-safe. What it names outlives the passes.
 struct PassServices {
-  const WorkerId self;
+  const WorkerRank self;
   EngineNetwork& network;
   ThreadPool& pool;
   Clock& clock;

@@ -197,18 +197,19 @@ class Worker : public PassHost {
   bool Idle() override { return true; }
   void Stop(const absl::Status&) override { stopped = true; }
   void SendNoGradient(EdgeEnd edge, bool uncounted) override;
-  void SendStart(WorkerId to) override;
-  void SendAck(WorkerId to, uint32_t count) override;
-  void SendAbort(WorkerId to, const absl::Status& why) override;
+  void SendStart(WorkerRank to) override;
+  void SendAck(WorkerRank to, uint32_t count) override;
+  void SendAbort(WorkerRank to, const absl::Status& why) override;
   void Finish(const absl::Status& status) override;
 
   void LateReply(int recv) {
     recvs_.push_back(recv);
     pass.OnLateRecv({EdgeId(p_.send_of.at(recv)), Peer(recv)});
   }
-  WorkerId Peer(int n) const {
+  WorkerRank Peer(int n) const {
     auto it = p_.recv_of.find(n);
-    return static_cast<WorkerId>(p_.owner[it != p_.recv_of.end() ? it->second : p_.send_of.at(n)]);
+    return static_cast<WorkerRank>(
+        p_.owner[it != p_.recv_of.end() ? it->second : p_.send_of.at(n)]);
   }
 
   bool engaged = false, stopped = false, finished = false;
@@ -280,7 +281,7 @@ class Network {
     const Letter letter = flight_[i];
     flight_.erase(flight_.begin() + i);
     Worker& w = *workers[letter.to];
-    const auto from = static_cast<WorkerId>(letter.from);
+    const auto from = static_cast<WorkerRank>(letter.from);
     switch (letter.kind) {
       case Letter::kNone:
       case Letter::kUncountedNone:
@@ -313,7 +314,8 @@ class Network {
         flight_.end());
     for (int w = 0; w < p_.workers; ++w) {
       if (w != worker)
-        workers[w]->pass.OnPeerLost(static_cast<WorkerId>(worker), absl::UnavailableError("lost"));
+        workers[w]->pass.OnPeerLost(static_cast<WorkerRank>(worker),
+                                    absl::UnavailableError("lost"));
     }
   }
 
@@ -362,9 +364,11 @@ void Worker::Run(int n) {
 void Worker::SendNoGradient(EdgeEnd edge, bool uncounted) {
   net_->Post({uncounted ? Letter::kUncountedNone : Letter::kNone, me_, edge.peer, edge.edge});
 }
-void Worker::SendStart(WorkerId to) { net_->Post({Letter::kStart, me_, to}); }
-void Worker::SendAck(WorkerId to, uint32_t count) { net_->Post({Letter::kAck, me_, to, count}); }
-void Worker::SendAbort(WorkerId to, const absl::Status&) { net_->Post({Letter::kAbort, me_, to}); }
+void Worker::SendStart(WorkerRank to) { net_->Post({Letter::kStart, me_, to}); }
+void Worker::SendAck(WorkerRank to, uint32_t count) { net_->Post({Letter::kAck, me_, to, count}); }
+void Worker::SendAbort(WorkerRank to, const absl::Status&) {
+  net_->Post({Letter::kAbort, me_, to});
+}
 void Worker::Finish(const absl::Status& s) {
   EXPECT_FALSE(finished) << "finished twice";
   finished = true;
@@ -505,7 +509,7 @@ TEST(PassTest, AnAcknowledgementTooManyFailsThePass) {
     net.Begin();
     Worker& initiator = *net.workers[program.initiator];
     if (!initiator.pass.running()) continue;
-    initiator.pass.OnAck(static_cast<WorkerId>(1 - program.initiator), 1000);
+    initiator.pass.OnAck(static_cast<WorkerRank>(1 - program.initiator), 1000);
     EXPECT_TRUE(initiator.finished);
     EXPECT_EQ(initiator.status.code(), absl::StatusCode::kInternal);
     return;

@@ -20,14 +20,14 @@ struct PassState {
   // The send nodes that still wait for their message, and the workers who owe it.
   std::vector<EdgeEnd> awaited;
   // How many messages of ours each worker has not acknowledged.
-  std::map<WorkerId, uint32_t> unacknowledged;
+  std::map<WorkerRank, uint32_t> unacknowledged;
   // Send nodes (and roots) that are running or about to.
   size_t busy = 0;
 };
 
 struct ContextState {
   ContextId id = 0;
-  std::vector<WorkerId> peers;  // with whom messages of this context were exchanged
+  std::vector<WorkerRank> peers;  // with whom messages of this context were exchanged
   size_t sends = 0;
   size_t recvs = 0;
   size_t gradients = 0;

@@ -39,7 +39,7 @@ std::string Escaped(absl::string_view text) {
 int64_t Micros(absl::Time time) { return absl::ToUnixMicros(time); }
 
 // The same at both ends of a call, and unlikely to be that of another one.
-uint64_t FlowOf(WorkerId caller, Incarnation incarnation, uint64_t call) {
+uint64_t FlowOf(WorkerRank caller, Incarnation incarnation, uint64_t call) {
   uint64_t flow = 0;
   for (const uint64_t part : {uint64_t{caller}, incarnation, call}) {
     // The finalizer of MurmurHash3 (A. Appleby): each bit of the input changes half of the
@@ -99,15 +99,15 @@ class Rows {
 class Writer {
  public:
   Writer(const Trace& trace, std::string* out)
-      : trace_(trace), pid_(absl::StrCat(trace.id + 1)), out_(out) {}
+      : trace_(trace), pid_(absl::StrCat(trace.rank + 1)), out_(out) {}
 
   void Write() {
     absl::StrAppend(out_, R"({"displayTimeUnit":"ms","otherData":{"worker":")",
-                    Escaped(trace_.worker), R"(","rank":)", trace_.id, R"(,"incarnation":")",
+                    Escaped(trace_.worker), R"(","rank":)", trace_.rank, R"(,"incarnation":")",
                     trace_.incarnation, R"(","dropped_spans":)", trace_.dropped,
                     "},\"traceEvents\":[\n");
     Meta("process_name", 0, Quoted("name", trace_.worker));
-    Meta("process_sort_index", 0, absl::StrCat("\"sort_index\":", trace_.id));
+    Meta("process_sort_index", 0, absl::StrCat("\"sort_index\":", trace_.rank));
     std::vector<const TraceSpan*> spans;
     for (const TraceSpan& span : trace_.spans) spans.push_back(&span);
     std::sort(spans.begin(), spans.end(),
@@ -157,7 +157,7 @@ class Writer {
           category, tid, begin, end, args);
     if (is_call && span.call != 0) {
       const bool made = span.kind == Kind::kCallMade;
-      const uint64_t flow = made ? FlowOf(trace_.id, trace_.incarnation, span.call)
+      const uint64_t flow = made ? FlowOf(trace_.rank, trace_.incarnation, span.call)
                                  : FlowOf(span.peer, span.incarnation, span.call);
       Event(made ? "s" : "f", "call", "call", tid, begin,
             absl::StrCat(",\"id\":\"0x", absl::Hex(flow, absl::kZeroPad16), "\"",

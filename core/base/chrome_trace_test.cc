@@ -19,10 +19,10 @@ using Kind = TraceSpan::Kind;
 // A time of today: with more digits than a float has.
 absl::Time At(double us) { return absl::FromUnixSeconds(1'800'000'000) + absl::Microseconds(us); }
 
-Trace NewTrace(WorkerId id, std::string worker) {
+Trace NewTrace(WorkerRank rank, std::string worker) {
   return {.worker = std::move(worker),
-          .id = id,
-          .incarnation = 100u + id,
+          .rank = rank,
+          .incarnation = 100u + rank,
           .names = {{0, "front"}, {1, "back"}}};
 }
 
@@ -81,9 +81,9 @@ TEST(ChromeTraceTest, BothEndsOfACall) {
   EXPECT_EQ(events->slices[3].end, served.end);
 }
 
-TEST(ChromeTraceTest, FlowsAreOfOneCallOfOneLife) {
+TEST(ChromeTraceTest, FlowsAreOfOneCallOfOneIncarnation) {
   Trace trace = NewTrace(0, "front");
-  const auto served = [&](WorkerId from, Incarnation incarnation, uint64_t call) {
+  const auto served = [&](WorkerRank from, Incarnation incarnation, uint64_t call) {
     trace.spans.push_back(
         {.kind = Kind::kCallServed, .peer = from, .call = call, .incarnation = incarnation});
   };

@@ -10,7 +10,7 @@ namespace {
 
 using Clock = Deadline::Clock;
 
-// Beyond the life of any process, and within the range of the clock.
+// Beyond the end of any process, and within the range of the clock.
 constexpr absl::Duration kFar = absl::Hours(24 * 365 * 100);
 
 Clock::time_point FromNow(absl::Duration left) {

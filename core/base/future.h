@@ -12,7 +12,6 @@
 #ifndef DISTGRAD_CORE_BASE_FUTURE_H_
 #define DISTGRAD_CORE_BASE_FUTURE_H_
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -30,6 +29,7 @@
 #include "core/base/deadline.h"
 #include "core/base/event_loop.h"
 #include "core/base/exception.h"
+#include "core/base/sleepers.h"
 #include "core/base/spin.h"
 
 namespace distgrad {
@@ -73,7 +73,7 @@ class FutureState {
       value_.emplace(std::move(value));
       callbacks.swap(callbacks_);
       borrower.swap(borrower_);
-      for (Sleeper* sleeper : sleepers_) sleeper->Wake();
+      sleepers_.WakeAll();
       done_.store(true, std::memory_order_release);
     }
     if (borrower != nullptr) borrower->WakeBorrowedThread();
@@ -102,14 +102,15 @@ class FutureState {
     const auto poll = [&] { return borrow() && borrowed->PollOnce() && !deadline.Passed(); };
     // What threads wait for is often the answer to a small call, and there at once.
     do {
-      const bool company = !is_last || (loop != nullptr && !borrow());
-      const auto patience = company ? Spin::kPatience : Spin::kLongPatience;
+      const bool is_alone = is_last && (loop == nullptr || borrow());
+      const auto patience = is_alone ? Spin::kLongPatience : Spin::kPatience;
       if (Spin::OfThisThread().Await([this] { return Done(); }, patience, poll)) return true;
     } while (!deadline.Passed() && borrow() && SleepInLoop(loop, *borrowed, deadline));
     borrowed = nullptr;
-    if (!deadline.is_never()) return Sleep(deadline);
     absl::MutexLock lock(&mu_);
-    mu_.Await(absl::Condition(this, &FutureState::HasValue));
+    const absl::Condition has_value(this, &FutureState::HasValue);
+    if (!deadline.is_never()) return sleepers_.Await(&mu_, has_value, deadline);
+    mu_.Await(has_value);
     return true;
   }
 
@@ -153,19 +154,6 @@ class FutureState {
 
   bool HasValue() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return value_.has_value(); }
 
-  bool Sleep(Deadline deadline) const {
-    Sleeper sleeper;
-    {
-      absl::MutexLock lock(&mu_);
-      if (value_.has_value()) return true;
-      sleepers_.push_back(&sleeper);
-    }
-    sleeper.Sleep(deadline);
-    absl::MutexLock lock(&mu_);
-    sleepers_.erase(std::find(sleepers_.begin(), sleepers_.end(), &sleeper));
-    return value_.has_value();
-  }
-
   // Until something comes, the value among it. False where the loop does not borrow this thread any
   // more.
   bool SleepInLoop(const std::shared_ptr<EventLoop>& loop, EventLoop::BorrowedThread& borrowed,
@@ -202,7 +190,7 @@ class FutureState {
   std::weak_ptr<EventLoop> loop_ ABSL_GUARDED_BY(mu_);
   uint64_t asked_ ABSL_GUARDED_BY(mu_) = 0;
   mutable std::shared_ptr<EventLoop> borrower_ ABSL_GUARDED_BY(mu_);  // while the thread sleeps
-  mutable std::vector<Sleeper*> sleepers_ ABSL_GUARDED_BY(mu_);       // who waits until a deadline
+  mutable Sleepers sleepers_ ABSL_GUARDED_BY(mu_);                    // who waits until a deadline
   std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -32,7 +32,7 @@ std::optional<ErrorOrigin> OriginOf(const absl::Status& status) {
   }
   uint32_t worker = 0;
   if (!absl::SimpleAtoi(rest, &worker) || worker > UINT16_MAX) return std::nullopt;
-  origin.worker = static_cast<WorkerId>(worker);
+  origin.worker = static_cast<WorkerRank>(worker);
   return origin;
 }
 

@@ -27,7 +27,7 @@ struct ErrorOrigin {
     kHandler = 2,   // a handler returned or threw it
   };
 
-  WorkerId worker = 0;
+  WorkerRank worker = 0;
   By by = By::kDistgrad;
 
   friend bool operator==(const ErrorOrigin& a, const ErrorOrigin& b) {

@@ -2,8 +2,8 @@
 //
 // A thread that sleeps costs whoever wakes it a system call, and itself the time until a halted
 // processor runs again: 30 to 50 us on the machine of docs/performance.md, more than all else in
-// a small call. So a thread that has reason to expect its event at once
-// first looks for it for a while, giving way to every other thread that wants the processor.
+// a small call. So a thread that has reason to expect its event at once polls for it before it
+// sleeps, and yields to every other thread that wants the processor.
 //
 // How far that is worth it is learned: after each time in vain the next ones are left out, twice
 // as many as the time before. Where answers take long, or none come, next to nothing is spent.
@@ -21,8 +21,9 @@ namespace distgrad {
 // Not thread-safe: one for each thread that waits.
 class Spin {
  public:
-  // How long to look: a few times what sleeping and being woken takes. The long one, for who has
-  // nothing else to do and no company, lasts through the next worker's part of a way.
+  // How long a thread polls: a few times what sleeping and being woken takes. The long one, for a
+  // thread that waits alone and has nothing else to do, lasts while the next worker on a call's way
+  // does its part.
   static constexpr std::chrono::microseconds kPatience{200}, kLongPatience{500};
 
   // Whether `ready()` came true within `patience`, or already was.
@@ -30,10 +31,10 @@ class Spin {
   bool Await(Ready ready, std::chrono::microseconds patience) {
     return Await(ready, patience, [] { return false; });
   }
-  // `look()` is called each time before it is asked again, and may bring it about; true has the
+  // `poll()` is called each time before it is asked again, and may bring it about; true has the
   // patience begin anew.
-  template <typename Ready, typename Look>
-  bool Await(Ready ready, std::chrono::microseconds patience, Look look) {
+  template <typename Ready, typename Poll>
+  bool Await(Ready ready, std::chrono::microseconds patience, Poll poll) {
     if (ready()) return true;
     if (Alone()) return false;
     if (left_out_ > 0) {
@@ -43,7 +44,7 @@ class Spin {
     auto end = std::chrono::steady_clock::now() + patience;
     do {
       sched_yield();
-      const bool anew = look();
+      const bool anew = poll();
       if (ready()) {
         vain_ = 0;
         return true;
@@ -59,7 +60,7 @@ class Spin {
   // would export.)
   static Spin& OfThisThread();
 
-  // Whether there is but one processor, on which nothing happens while we look.
+  // Whether there is but one processor, on which nothing happens while a thread polls.
   static bool Alone();
 
  private:

@@ -34,7 +34,7 @@ struct TraceSpan {
   };
 
   Kind kind = Kind::kCallMade;
-  WorkerId peer = 0;            // at the other end of a call; who began the pass
+  WorkerRank peer = 0;          // at the other end of a call; who began the pass
   std::string function = {};    // of a call
   uint64_t call = 0;            // as its caller numbers it; 0: it failed before it had a number
   Incarnation incarnation = 0;  // served: of the caller
@@ -50,9 +50,9 @@ struct TraceSpan {
 
 struct Trace {
   std::string worker = {};  // its name
-  WorkerId id = 0;
+  WorkerRank rank = 0;
   Incarnation incarnation = 0;
-  std::map<WorkerId, std::string> names = {};  // of all, by id
+  std::map<WorkerRank, std::string> names = {};  // of all workers, by rank
 
   absl::Time begin = {};
   absl::Time end = {};

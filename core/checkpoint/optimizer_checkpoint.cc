@@ -141,18 +141,20 @@ at::Tensor OptionFromJson(const Json& value) {
 }
 
 absl::StatusOr<OptimizerSnapshot> Snapshot(Optimizer& optimizer, const TensorMap& parameters,
-                                           bool copy) {
+                                           bool copy, const std::set<std::string>* only) {
+  const auto has = [only](const std::string& name) { return only == nullptr || only->count(name); };
   DG_ASSIGN_OR_RETURN(const std::string name, OptimizerName(optimizer));
   DG_ASSIGN_OR_RETURN(const std::vector<Strings> groups, Names(parameters).Of(optimizer));
   DG_ASSIGN_OR_RETURN(std::vector<StateTensor> state, ReadState(optimizer, FormOf(groups, copy)));
   Json options = Json::array();
   size_t number = 0;
   for (const Strings& names : groups) {
-    Json params = Json::array();
-    for (size_t i = 0; i < names.size(); ++i) params.push_back(number++);
-    Json group = Json::object();
-    group["params"] = std::move(params);
-    group[kParamNames] = names;
+    Json group = {{"params", Json::array()}, {kParamNames, Json::array()}};
+    for (const std::string& each : names) {
+      if (!has(each)) continue;
+      group["params"].push_back(number++);
+      group[kParamNames].push_back(each);
+    }
     options.push_back(std::move(group));
   }
   OptimizerSnapshot snapshot;
@@ -164,12 +166,20 @@ absl::StatusOr<OptimizerSnapshot> Snapshot(Optimizer& optimizer, const TensorMap
       DG_ASSIGN_OR_RETURN(options[group][std::string(rest.substr(dot + 1))], OptionToJson(each));
       continue;
     }
+    if (only != nullptr) {
+      absl::ConsumePrefix(&rest, kState);
+      if (!has(std::string(rest.substr(0, rest.rfind('.'))))) continue;
+    }
     // PyTorch counts steps in float32, which has all integers up to here.
     constexpr int64_t kMostOfFloat = 1 << 24;
     if (absl::EndsWith(each.name, ".step") && each.tensor.item<int64_t>() <= kMostOfFloat) {
       each.tensor = each.tensor.to(at::kFloat);
     }
     snapshot.tensors[each.name] = std::move(each.tensor);
+  }
+  if (only != nullptr) {
+    const auto is_empty = [](const Json& group) { return group[kParamNames].empty(); };
+    options.erase(std::remove_if(options.begin(), options.end(), is_empty), options.end());
   }
   snapshot.metadata = {{"format", "pt"}, {kOptimizer, name}};
   try {
@@ -181,9 +191,10 @@ absl::StatusOr<OptimizerSnapshot> Snapshot(Optimizer& optimizer, const TensorMap
 }
 
 absl::StatusOr<OptimizerSnapshot> TrySnapshot(Optimizer& optimizer, const TensorMap& parameters,
-                                              bool copy) {
+                                              bool copy,
+                                              const std::set<std::string>* only = nullptr) {
   try {
-    return Snapshot(optimizer, parameters, copy);
+    return Snapshot(optimizer, parameters, copy, only);
   } catch (...) {
     return StatusFromException(std::current_exception());
   }
@@ -302,10 +313,9 @@ absl::Status AppendOptions(const Json& options, size_t number, const std::string
   return absl::OkStatus();
 }
 
-absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Optimizer* optimizer) {
-  DG_ASSIGN_OR_RETURN(const std::string name, OptimizerName(*optimizer));
-  const Names names(parameters);
-  DG_ASSIGN_OR_RETURN(const std::vector<Strings> ours, names.Of(*optimizer));
+// The groups of a file, which has to be of the optimizer `name`.
+absl::StatusOr<std::vector<FileGroup>> GroupsOf(const SafetensorsFile& file, const Names& names,
+                                                const std::string& name) {
   const auto& metadata = file.header().metadata;
   const auto kind = metadata.find(kOptimizer), groups = metadata.find(kParamGroups);
   if (kind == metadata.end() || groups == metadata.end()) {
@@ -316,7 +326,14 @@ absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Opti
     return absl::InvalidArgumentError(
         absl::StrCat("it is of the optimizer ", QuoteName(kind->second), ", and this is ", name));
   }
-  DG_ASSIGN_OR_RETURN(const std::vector<FileGroup> theirs, ParseGroups(groups->second, names));
+  return ParseGroups(groups->second, names);
+}
+
+absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Optimizer* optimizer) {
+  DG_ASSIGN_OR_RETURN(const std::string name, OptimizerName(*optimizer));
+  const Names names(parameters);
+  DG_ASSIGN_OR_RETURN(const std::vector<Strings> ours, names.Of(*optimizer));
+  DG_ASSIGN_OR_RETURN(const std::vector<FileGroup> theirs, GroupsOf(file, names, name));
   DG_ASSIGN_OR_RETURN(const std::vector<const FileGroup*> matched, MatchGroups(theirs, ours));
   std::vector<StateTensor> state;
   for (size_t i = 0; i < matched.size(); ++i) {
@@ -340,6 +357,68 @@ absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Opti
   return LoadState(state, optimizer, form);
 }
 
+using ReadTensor = std::function<absl::StatusOr<at::Tensor>(size_t file, const std::string& name)>;
+
+absl::StatusOr<OptimizerParts> Collect(const std::vector<const SafetensorsFile*>& files,
+                                       const TensorMap& parameters, Optimizer& optimizer,
+                                       const ReadTensor& read) {
+  DG_ASSIGN_OR_RETURN(const std::string name, OptimizerName(optimizer));
+  const Names names(parameters);
+  DG_ASSIGN_OR_RETURN(const std::vector<Strings> ours, names.Of(optimizer));
+  // Where each parameter is.
+  std::vector<std::vector<FileGroup>> groups;
+  std::map<std::string, std::pair<size_t, const FileGroup*>> found;
+  for (const SafetensorsFile* file : files) {
+    DG_ASSIGN_OR_RETURN(std::vector<FileGroup> theirs, GroupsOf(*file, names, name));
+    groups.push_back(std::move(theirs));
+  }
+  for (size_t i = 0; i < files.size(); ++i) {
+    for (FileGroup& group : groups[i]) {
+      group.options.erase("params");  // numbers within that file
+      for (const std::string& each : group.names) found.emplace(each, std::pair(i, &group));
+    }
+  }
+  OptimizerParts parts{{}, {}, FormOf(ours, /*copy=*/false)};
+  for (const std::string& each : parts.form.names) {
+    if (found.count(each) == 0) parts.missing.push_back(each);
+  }
+  if (!parts.missing.empty()) return parts;
+  for (size_t i = 0; i < ours.size(); ++i) {
+    if (ours[i].empty()) {
+      return absl::InvalidArgumentError(absl::StrCat("its group ", i, " has no parameters"));
+    }
+    const Json& options = found.at(ours[i][0]).second->options;
+    for (const std::string& each : ours[i]) {
+      if (found.at(each).second->options == options) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("the parameters ", QuoteName(ours[i][0]), " and ", QuoteName(each),
+                       " are in one group here, and were saved with different options"));
+    }
+    DG_RETURN_IF_ERROR(AppendOptions(options, i, name, &parts.state));
+  }
+  const std::set<absl::string_view> known(parts.form.names.begin(), parts.form.names.end());
+  for (size_t i = 0; i < files.size(); ++i) {
+    for (const auto& [key, info] : files[i]->header().tensors) {
+      absl::string_view rest = key;
+      if (!absl::ConsumePrefix(&rest, kState)) continue;
+      const size_t dot = rest.rfind('.');
+      if (dot == absl::string_view::npos || !IsWord(rest.substr(dot + 1))) continue;
+      const std::string parameter = names.Canonical(std::string(rest.substr(0, dot)));
+      const auto from = found.find(parameter);
+      // Of a parameter that somebody else has.
+      if (from == found.end() || from->second.first != i || known.count(parameter) == 0) {
+        continue;
+      }
+      DG_ASSIGN_OR_RETURN(at::Tensor tensor, read(i, key));
+      parts.state.push_back({absl::StrCat(kState, parameter, rest.substr(dot)), std::move(tensor)});
+    }
+  }
+  StateForm check = parts.form;
+  check.check_only = true;
+  DG_RETURN_IF_ERROR(LoadState(parts.state, &optimizer, check));
+  return parts;
+}
+
 }  // namespace
 
 absl::Status SaveOptimizer(Optimizer& optimizer, const TensorMap& parameters,
@@ -352,6 +431,27 @@ absl::Status SaveOptimizer(Optimizer& optimizer, const TensorMap& parameters,
 absl::StatusOr<OptimizerSnapshot> SnapshotOptimizer(Optimizer& optimizer,
                                                     const TensorMap& parameters) {
   return TrySnapshot(optimizer, parameters, /*copy=*/true);
+}
+
+absl::StatusOr<std::vector<std::string>> OptimizerParameters(const Optimizer& optimizer,
+                                                             const TensorMap& parameters) {
+  DG_ASSIGN_OR_RETURN(const std::vector<Strings> groups, Names(parameters).Of(optimizer));
+  return FormOf(groups, /*copy=*/false).names;
+}
+
+absl::StatusOr<OptimizerSnapshot> ViewOptimizer(Optimizer& optimizer, const TensorMap& parameters,
+                                                const std::set<std::string>& only) {
+  return TrySnapshot(optimizer, parameters, /*copy=*/false, &only);
+}
+
+absl::StatusOr<OptimizerParts> CollectOptimizer(const std::vector<const SafetensorsFile*>& files,
+                                                const TensorMap& parameters, Optimizer& optimizer,
+                                                const ReadTensor& read) {
+  try {
+    return Collect(files, parameters, optimizer, read);
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
 }
 
 absl::Status LoadOptimizer(const std::string& path, const TensorMap& parameters,

@@ -8,12 +8,16 @@
 #ifndef DISTGRAD_CORE_CHECKPOINT_OPTIMIZER_CHECKPOINT_H_
 #define DISTGRAD_CORE_CHECKPOINT_OPTIMIZER_CHECKPOINT_H_
 
+#include <functional>
 #include <map>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/checkpoint/safetensors.h"
+#include "core/optim/optimizer_state.h"
 
 namespace torch::optim {
 class Optimizer;
@@ -42,6 +46,35 @@ absl::StatusOr<OptimizerSnapshot> SnapshotOptimizer(torch::optim::Optimizer& opt
 // changed, says what is missing, unexpected, or of another shape or dtype.
 absl::Status LoadOptimizer(const std::string& path, const TensorMap& parameters,
                            torch::optim::Optimizer* optimizer);
+
+// For an optimizer whose state is spread over files of several workers (core/checkpoint/job):
+
+// The names that its parameters go by, by groups; each once.
+absl::StatusOr<std::vector<std::string>> OptimizerParameters(
+    const torch::optim::Optimizer& optimizer, const TensorMap& parameters);
+
+// As SnapshotOptimizer(), with the optimizer's own tensors, and as if it had none but these of its
+// parameters.
+absl::StatusOr<OptimizerSnapshot> ViewOptimizer(torch::optim::Optimizer& optimizer,
+                                                const TensorMap& parameters,
+                                                const std::set<std::string>& only);
+
+// What an optimizer needs of several files.
+struct OptimizerParts {
+  // Parameters that no file has. Where there are any, there is no state.
+  std::vector<std::string> missing;
+  // For LoadState().
+  std::vector<StateTensor> state;
+  StateForm form;
+};
+// Finds the parameters, which may be some of those of the files, in whichever file has them, and
+// reads their state, by the number of the file. kInvalidArgument if the files do not fit: if they
+// are of another optimizer, say, or parameters of one group here had different options there, or
+// LoadState() would fail.
+absl::StatusOr<OptimizerParts> CollectOptimizer(
+    const std::vector<const SafetensorsFile*>& files, const TensorMap& parameters,
+    torch::optim::Optimizer& optimizer,
+    const std::function<absl::StatusOr<at::Tensor>(size_t file, const std::string& name)>& read);
 
 }  // namespace distgrad
 

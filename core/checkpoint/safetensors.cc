@@ -20,6 +20,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "core/base/complaints.h"
+#include "core/base/crc32c.h"
 #include "core/base/descriptors.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -31,6 +32,8 @@ namespace {
 
 // Of a tensor that has to be copied.
 constexpr int64_t kPieceBytes = 16 << 20;
+// Of what is summed up while it is written or read.
+constexpr size_t kSummedBytes = 256 << 10;
 
 // Whether its memory is what a file has of it.
 bool IsPlain(const at::Tensor& tensor) {
@@ -67,15 +70,45 @@ absl::string_view BytesOf(const at::Tensor& tensor) {
   return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
-absl::Status WriteRowMajor(const at::Tensor& tensor, DurableFile* file) {
+// Writes to a file and sums up what it writes, while that is in the processor's cache. For one
+// thread.
+class SummingWriter {
+ public:
+  SummingWriter(DurableFile* file, const SafetensorsSaveOptions& options)
+      : file_(file), options_(options) {}
+
+  absl::Status Write(absl::string_view bytes) {
+    while (!bytes.empty()) {
+      const absl::string_view piece = bytes.substr(0, kSummedBytes);
+      bytes.remove_prefix(piece.size());
+      if (options_.check != nullptr) DG_RETURN_IF_ERROR(options_.check());
+      if (options_.checksums != nullptr) sum_ = Crc32c(piece, sum_);
+      DG_RETURN_IF_ERROR(file_->Write(piece));
+      size_ += piece.size();
+    }
+    return absl::OkStatus();
+  }
+
+  uint64_t size() const { return size_; }
+  // Of what was written since it was last asked for.
+  uint32_t TakeSum() { return std::exchange(sum_, 0); }
+
+ private:
+  DurableFile* const file_;
+  const SafetensorsSaveOptions& options_;
+  uint64_t size_ = 0;
+  uint32_t sum_ = 0;
+};
+
+absl::Status WriteRowMajor(const at::Tensor& tensor, SummingWriter* writer) {
   if (tensor.numel() == 0) return absl::OkStatus();
-  if (IsPlain(tensor)) return file->Write(BytesOf(tensor));
+  if (IsPlain(tensor)) return writer->Write(BytesOf(tensor));
   if (static_cast<int64_t>(tensor.nbytes()) <= kPieceBytes) {
     const at::Tensor copy = AsBits(tensor.resolve_conj().resolve_neg()).cpu().contiguous();
-    return file->Write(BytesOf(copy));
+    return writer->Write(BytesOf(copy));
   }
   return ForEachPart(
-      tensor, [file](const at::Tensor& part, uint64_t) { return WriteRowMajor(part, file); });
+      tensor, [writer](const at::Tensor& part, uint64_t) { return WriteRowMajor(part, writer); });
 }
 
 absl::StatusOr<SafetensorsHeader> HeaderOf(const TensorMap& tensors) {
@@ -98,7 +131,7 @@ std::string TypeText(at::ScalarType dtype, at::IntArrayRef shape) {
 }
 
 // What keeps a tensor from taking what is in a file, or "".
-std::string Mismatch(const SafetensorsInfo& info, const at::Tensor& tensor) {
+std::string MismatchOf(const SafetensorsInfo& info, const at::Tensor& tensor) {
   if (!tensor.defined()) return "is no tensor here";
   if (tensor.layout() != at::kStrided) return "is not dense here";
   if (tensor.scalar_type() != info.dtype || tensor.sizes() != at::IntArrayRef(info.shape)) {
@@ -112,28 +145,37 @@ std::string Mismatch(const SafetensorsInfo& info, const at::Tensor& tensor) {
 }
 
 absl::Status Save(const TensorMap& tensors, const std::string& path,
-                  const std::map<std::string, std::string>& metadata) {
+                  const std::map<std::string, std::string>& metadata,
+                  const SafetensorsSaveOptions& options) {
   absl::StatusOr<SafetensorsHeader> header = HeaderOf(tensors);
   if (!header.ok()) return Annotate(header.status(), absl::StrCat("saving ", path));
   header->metadata = metadata;
   const absl::StatusOr<SafetensorsLayout> layout = LayOutSafetensors(&*header);
   if (!layout.ok()) return Annotate(layout.status(), absl::StrCat("saving ", path));
-  DG_ASSIGN_OR_RETURN(const std::unique_ptr<DurableFile> file, DurableFile::Create(path));
-  DG_RETURN_IF_ERROR(file->Write(layout->header));
+  DG_ASSIGN_OR_RETURN(const std::unique_ptr<DurableFile> file,
+                      DurableFile::Create(path, options.calls));
+  SafetensorsChecksums checksums;
+  SummingWriter writer(file.get(), options);
+  DG_RETURN_IF_ERROR(writer.Write(layout->header));
+  checksums.header = writer.TakeSum();
   for (const std::string* name : layout->order) {
-    DG_RETURN_IF_ERROR(WriteRowMajor(tensors.at(*name), file.get()));
+    DG_RETURN_IF_ERROR(WriteRowMajor(tensors.at(*name), &writer));
+    checksums.tensors[*name] = writer.TakeSum();
   }
+  checksums.size = writer.size();
+  if (options.checksums != nullptr) *options.checksums = std::move(checksums);
   return file->Commit();
 }
 
 }  // namespace
 
 absl::Status SaveSafetensors(const TensorMap& tensors, const std::string& path,
-                             const std::map<std::string, std::string>& metadata) {
+                             const std::map<std::string, std::string>& metadata,
+                             const SafetensorsSaveOptions& options) {
   try {
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_grad;
-    return Save(tensors, path, metadata);
+    return Save(tensors, path, metadata, options);
   } catch (...) {
     return Annotate(StatusFromException(std::current_exception()), absl::StrCat("saving ", path));
   }
@@ -160,7 +202,9 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
 SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
     : path_(other.path_),
       fd_(std::exchange(other.fd_, -1)),
+      size_(other.size_),
       data_(other.data_),
+      header_checksum_(other.header_checksum_),
       header_(std::move(other.header_)) {}
 
 SafetensorsFile::~SafetensorsFile() {
@@ -189,7 +233,9 @@ absl::Status SafetensorsFile::ReadHeader() {
   std::string json(header, '\0');
   DG_RETURN_IF_ERROR(ReadBytes(kSafetensorsLengthBytes, json.data(), json.size()));
   DG_ASSIGN_OR_RETURN(header_, ParseSafetensorsHeader(json, rest - header));
+  size_ = size;
   data_ = kSafetensorsLengthBytes + header;
+  header_checksum_ = Crc32c(json, Crc32c(absl::string_view(length, sizeof(length))));
   return absl::OkStatus();
 }
 
@@ -246,6 +292,25 @@ absl::Status SafetensorsFile::ReadRowMajor(uint64_t offset, const at::Tensor& te
   return absl::OkStatus();
 }
 
+std::string SafetensorsFile::Mismatch(const std::string& name, const at::Tensor& tensor) const {
+  const absl::StatusOr<const SafetensorsInfo*> info = Find(name);
+  return info.ok() ? MismatchOf(**info, tensor) : "is missing";
+}
+
+absl::StatusOr<uint32_t> SafetensorsFile::Checksum(
+    const std::string& name, const std::function<absl::Status()>& check) const {
+  DG_ASSIGN_OR_RETURN(const SafetensorsInfo* const info, Find(name));
+  std::string piece(std::min<uint64_t>(info->end - info->begin, kSummedBytes), '\0');
+  uint32_t sum = 0;
+  for (uint64_t at = info->begin; at < info->end; at += piece.size()) {
+    if (check != nullptr) DG_RETURN_IF_ERROR(check());
+    piece.resize(std::min<uint64_t>(info->end - at, kSummedBytes));
+    DG_RETURN_IF_ERROR(Annotated(ReadBytes(data_ + at, piece.data(), piece.size()), name));
+    sum = Crc32c(piece, sum);
+  }
+  return sum;
+}
+
 absl::StatusOr<at::Tensor> SafetensorsFile::Read(const std::string& name) const {
   DG_ASSIGN_OR_RETURN(const SafetensorsInfo* const info, Find(name));
   at::Tensor tensor;
@@ -265,7 +330,7 @@ absl::Status SafetensorsFile::ReadInto(const std::string& name, const at::Tensor
   DG_ASSIGN_OR_RETURN(const SafetensorsInfo* const info, Find(name));
   absl::Status read;
   try {
-    const std::string mismatch = Mismatch(*info, tensor);
+    const std::string mismatch = MismatchOf(*info, tensor);
     if (!mismatch.empty()) {
       return absl::InvalidArgumentError(
           absl::StrCat("reading ", path_, ": ", QuoteName(name), " ", mismatch));
@@ -301,7 +366,7 @@ absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tenso
     const auto found = file.header().tensors.find(name);
     if (found == file.header().tensors.end()) {
       complain(name, "is missing");
-    } else if (const std::string mismatch = Mismatch(found->second, tensor); !mismatch.empty()) {
+    } else if (const std::string mismatch = MismatchOf(found->second, tensor); !mismatch.empty()) {
       complain(name, mismatch);
     }
   }

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -21,8 +22,27 @@
 
 namespace distgrad {
 
+class FileCalls;  // durable_file.h
+
 // By name.
 using TensorMap = std::map<std::string, at::Tensor>;
+
+// What a file is to be, for whoever reads it later: its size, and the CRC-32C (core/base/crc32c.h)
+// of its header and of each tensor. Together these are all bytes of it.
+struct SafetensorsChecksums {
+  uint64_t size = 0;
+  uint32_t header = 0;
+  std::map<std::string, uint32_t> tensors;
+};
+
+struct SafetensorsSaveOptions {
+  // Where the checksums of what is written go. Null: nowhere.
+  SafetensorsChecksums* checksums = nullptr;
+  // Asked now and then; what is not OK ends the save, with that. Null: nobody is.
+  std::function<absl::Status()> check = nullptr;
+  // As of DurableFile.
+  FileCalls* calls = nullptr;
+};
 
 // Writes the tensors, of whichever devices, and the metadata to a file: all or nothing, and when it
 // has returned on the disk (durable_file.h). Tensors that are contiguous and on the CPU are written
@@ -31,7 +51,8 @@ using TensorMap = std::map<std::string, at::Tensor>;
 // are sparse, or of a dtype that the format lacks; errors of the file as of DurableFile. All errors
 // name the file.
 absl::Status SaveSafetensors(const TensorMap& tensors, const std::string& path,
-                             const std::map<std::string, std::string>& metadata = {});
+                             const std::map<std::string, std::string>& metadata = {},
+                             const SafetensorsSaveOptions& options = {});
 
 // A file that is open, as Python's safe_open: its header is in memory, and each tensor is read when
 // it is asked for. It stays the same file if another one takes its name. Thread-safe, but for
@@ -46,6 +67,15 @@ class SafetensorsFile {
   ~SafetensorsFile();
 
   const SafetensorsHeader& header() const { return header_; }
+  uint64_t size() const { return size_; }
+  // CRC-32C of all in front of the tensors; and, which reads it, of a tensor. `check` is as of
+  // SafetensorsSaveOptions.
+  uint32_t header_checksum() const { return header_checksum_; }
+  absl::StatusOr<uint32_t> Checksum(const std::string& name,
+                                    const std::function<absl::Status()>& check = nullptr) const;
+
+  // What keeps a tensor from taking the one of that name, for people; "" if nothing does.
+  std::string Mismatch(const std::string& name, const at::Tensor& tensor) const;
 
   // On the CPU. kNotFound if there is none of that name; kDataLoss if the file has become shorter
   // since it was opened; kInvalidArgument for a BOOL that is neither 0 nor 1.
@@ -68,7 +98,9 @@ class SafetensorsFile {
 
   const std::string path_;
   int fd_;
+  uint64_t size_ = 0;
   uint64_t data_ = 0;  // where the header ends
+  uint32_t header_checksum_ = 0;
   SafetensorsHeader header_;
 };
 

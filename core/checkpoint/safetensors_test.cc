@@ -15,6 +15,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/crc32c.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -254,6 +255,38 @@ TEST_F(SafetensorsTest, ParametersAndInferenceTensors) {
   EXPECT_TRUE(parameter.is_leaf());
   EXPECT_GT(parameter._version(), version);
   EXPECT_THROW(saved.sum().backward(), c10::Error);
+}
+
+// They are of all bytes of the file, so whoever has them notices any that is damaged.
+TEST_F(SafetensorsTest, ChecksumsAreOfWhatIsInTheFile) {
+  const at::Tensor large = Any({300'000}, at::kInt);
+  const TensorMap tensors = {{"large", large},
+                             {"transposed", Any({30, 20}, at::kDouble).t()},
+                             {"none", at::empty({0})},
+                             {"bool", Any({5}, at::kBool)}};
+  SafetensorsChecksums sums;
+  ASSERT_TRUE(SaveSafetensors(tensors, path_, {}, {.checksums = &sums}).ok());
+  const absl::StatusOr<SafetensorsFile> file = SafetensorsFile::Open(path_);
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(sums.size, fs::file_size(path_));
+  EXPECT_EQ(file->size(), sums.size);
+  EXPECT_EQ(file->header_checksum(), sums.header);
+  ASSERT_EQ(sums.tensors.size(), tensors.size());
+  for (const auto& [name, sum] : sums.tensors) EXPECT_EQ(*file->Checksum(name), sum) << name;
+  EXPECT_EQ(sums.tensors.at("large"),
+            Crc32c({static_cast<const char*>(large.const_data_ptr()), large.nbytes()}));
+  EXPECT_EQ(file->Checksum("other").status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(SafetensorsTest, ASaveMayBeStopped) {
+  ASSERT_TRUE(SaveSafetensors({{"x", at::ones({2})}}, path_).ok());
+  int asked = 0;
+  const absl::Status stopped = SaveSafetensors(
+      {{"x", at::zeros({1'000'000})}}, path_, {},
+      {.check = [&] { return ++asked < 3 ? absl::OkStatus() : absl::CancelledError("enough"); }});
+  EXPECT_EQ(stopped.code(), absl::StatusCode::kCancelled) << stopped;
+  EXPECT_TRUE(LoadSafetensors(path_)->at("x").equal(at::ones({2})));
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_), fs::directory_iterator()), 1);
 }
 
 TEST_F(SafetensorsTest, MetadataAreKept) {

@@ -20,7 +20,7 @@ class Directory {
 
   // Returns at once. `found` is called exactly once, on any thread, with no lock held: kNotFound
   // if there was never such a worker, kDeadlineExceeded if nobody has said it for `patience`.
-  virtual void Find(WorkerId worker, absl::Duration patience, Found found) = 0;
+  virtual void Find(WorkerRank worker, absl::Duration patience, Found found) = 0;
 };
 
 }  // namespace distgrad

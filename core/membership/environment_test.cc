@@ -289,7 +289,7 @@ TEST(FindPlaceTest, WhatIsMalformedOrContradicts) {
       {{{"TORCHELASTIC_USE_AGENT_STORE", "maybe"}},
        "USE_AGENT_STORE=\"maybe\" must be True or False"},
       {{{"DISTGRAD_RENDEZVOUS", "tpc://a:1"}},
-       "DISTGRAD_RENDEZVOUS: rendezvous 'tpc://a:1' is none of"},
+       "DISTGRAD_RENDEZVOUS: rendezvous 'tpc://a:1' is not one of"},
   };
   for (const auto& [change, complaint] : bad) {
     const absl::Status status = Find(With(kPlain, change)).status();

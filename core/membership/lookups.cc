@@ -17,7 +17,7 @@ absl::Status Closed() { return absl::CancelledError("this worker is shutting dow
 
 }  // namespace
 
-void Lookups::Find(WorkerId worker, absl::Duration patience, Found found) {
+void Lookups::Find(WorkerRank worker, absl::Duration patience, Found found) {
   Ask({worker, Deadline::After(patience), std::move(found)});
 }
 

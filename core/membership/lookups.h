@@ -27,7 +27,7 @@ class Lookups final : public Directory {
   ~Lookups() override { Close(); }
 
   // kDeadlineExceeded where the store is silent: for `patience`, or until the deadline.
-  void Find(WorkerId worker, absl::Duration patience, Found found) override;
+  void Find(WorkerRank worker, absl::Duration patience, Found found) override;
   void Find(std::string name, Deadline deadline, Found found);
 
   // Runs `task` in its turn, for what else waits for the store; destroys it unrun after Close(), or

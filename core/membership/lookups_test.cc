@@ -63,12 +63,12 @@ struct Answer {
 };
 
 TEST_F(LookupsTest, FindsByNameAndById) {
-  Answer by_name, by_id, nobody;
+  Answer by_name, by_rank, nobody;
   lookups_.Find("one", Later(), by_name.Take());
-  lookups_.Find(WorkerId{0}, absl::Minutes(2), by_id.Take());
+  lookups_.Find(WorkerRank{0}, absl::Minutes(2), by_rank.Take());
   lookups_.Find("nobody", Later(), nobody.Take());
-  EXPECT_EQ(by_name.Wait()->id, 0);
-  EXPECT_EQ(by_id.Wait()->name, "one");
+  EXPECT_EQ(by_name.Wait()->rank, 0);
+  EXPECT_EQ(by_rank.Wait()->name, "one");
   EXPECT_TRUE(absl::IsNotFound(nobody.Wait().status()));
 }
 

@@ -15,7 +15,7 @@ struct MemberEvent {
     kLost = 3,    // it died, or nothing is heard of it
   };
   Kind kind = Kind::kJoined;
-  WorkerId id = 0;
+  WorkerRank rank = 0;
   std::string name = {};
   Incarnation incarnation = 0;  // greater for each later start of a worker of that name
   std::string reason = {};      // why it is taken for lost

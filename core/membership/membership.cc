@@ -1,4 +1,4 @@
-// Claims ids, publishes entries, and waits at barriers, all by entries of the store.
+// Claims ranks, publishes entries, and waits at barriers, all by entries of the store.
 #include "core/membership/membership.h"
 
 #include <algorithm>
@@ -19,31 +19,32 @@
 namespace distgrad {
 namespace {
 
-constexpr int kMaxIds = 1 << 16;     // ids have 16 bits
+constexpr int kMaxRanks = 1 << 16;   // ranks have 16 bits
 constexpr size_t kMaxReason = 1024;  // bytes, why one is lost
 
 constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's number
 
-// How long who waits for others does not see that it is to stop.
-constexpr absl::Duration kLook = absl::Seconds(1);
+// How long a thread that waits for others may take to notice that this worker was closed.
+constexpr absl::Duration kCheckInterval = absl::Seconds(1);
 
-// Whoever waits for others looks by itself, too, in case somebody died after he had changed the
-// members and before he said so. So rarely that it costs little, however many wait.
-absl::Duration LookAgain(int size) { return absl::Seconds(10) + absl::Milliseconds(50) * size; }
+// After how long a worker that waits for others checks by itself who has come, in case somebody
+// died after changing the members and before saying so. So rarely that it costs little, however
+// many wait.
+absl::Duration CheckAgain(int size) { return absl::Seconds(10) + absl::Milliseconds(50) * size; }
 
-// The keys. Ranks and names are claimed by counters: who counts to 1 is the first. Entries are
-// signed where there is a cluster key, and counters are not: so a counter never opens anything, but
-// lets whoever is the last to come look.
-std::string EntryKey(int id) { return absl::StrCat("worker/", id); }
-std::string IncarnationsKey(int id) { return absl::StrCat("worker/", id, "/incarnations"); }
-std::string NameKey(absl::string_view name) { return absl::StrCat("name/", name); }  // its id
-std::string LostKey(int id) { return absl::StrCat("lost/", id); }  // the incarnation that is
-std::string AtKey(int id) { return absl::StrCat("at/", id); }      // the barrier it has come to
+// The keys. Ranks and names are claimed by counters: the worker that counts to 1 is the first.
+// Entries are signed where there is a cluster key, and counters are not: so a counter never opens
+// anything, but tells the last worker that comes to check.
+std::string EntryKey(int rank) { return absl::StrCat("worker/", rank); }
+std::string IncarnationsKey(int rank) { return absl::StrCat("worker/", rank, "/incarnations"); }
+std::string NameKey(absl::string_view name) { return absl::StrCat("name/", name); }  // its rank
+std::string LostKey(int rank) { return absl::StrCat("lost/", rank); }  // the incarnation that is
+std::string AtKey(int rank) { return absl::StrCat("at/", rank); }      // the barrier it has come to
 std::string ClaimsKey(absl::string_view name) { return absl::StrCat("claims/", name); }
 constexpr char kJoined[] = "joined";    // counts the workers that have an entry
 constexpr char kAll[] = "all";          // all of the start have one
 constexpr char kReady[] = "ready";      // counts the workers that know all others
-constexpr char kSettled[] = "settled";  // who counts to 1 writes the outcome
+constexpr char kSettled[] = "settled";  // the worker that counts to 1 writes the outcome
 constexpr char kOutcome[] = "outcome";  // "" or why nobody may start
 constexpr char kSize[] = "size";        // how many workers the job started with
 constexpr char kJoiners[] = "joiners";  // counts those who came later
@@ -75,7 +76,7 @@ absl::Status Malformed(absl::string_view key) {
 
 absl::StatusOr<int> ParseNumber(absl::string_view key, absl::string_view text) {
   int number = 0;
-  if (absl::SimpleAtoi(text, &number) && number >= 0 && number <= kMaxIds) return number;
+  if (absl::SimpleAtoi(text, &number) && number >= 0 && number <= kMaxRanks) return number;
   return Malformed(key);
 }
 
@@ -85,7 +86,7 @@ absl::StatusOr<int> ReadNumber(Store& store, const std::string& key, Deadline de
 }
 
 // What a key holds now; the store has until the deadline to answer.
-absl::StatusOr<Store::Value> Look(Store& store, const std::string& key, Deadline deadline) {
+absl::StatusOr<Store::Value> TryGet(Store& store, const std::string& key, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(std::vector<Store::Value> values, store.GetEach({key}, deadline));
   return std::move(values[0]);
 }
@@ -108,7 +109,7 @@ bool IsSilence(const absl::Status& status, Deadline deadline) {
 std::string NamesOf(const std::vector<WorkerInfo>& workers) {
   std::vector<std::string> names;
   for (const WorkerInfo& worker : workers) {
-    names.push_back(absl::StrCat("'", worker.name, "' (", worker.id, ")"));
+    names.push_back(absl::StrCat("'", worker.name, "' (", worker.rank, ")"));
   }
   return FirstOf(names);
 }
@@ -145,12 +146,12 @@ absl::Duration Patience(Deadline deadline) {
 
 }  // namespace
 
-// --------------------------------------------------------------------------- Claiming an id
+// --------------------------------------------------------------------------- Claiming a rank
 
 absl::Status Membership::CheckOptions() const {
-  if (options_.max_workers < 1 || options_.max_workers > kMaxIds) {
+  if (options_.max_workers < 1 || options_.max_workers > kMaxRanks) {
     return absl::InvalidArgumentError(
-        absl::StrCat("max_workers must be 1 to ", kMaxIds, ", not ", options_.max_workers));
+        absl::StrCat("max_workers must be 1 to ", kMaxRanks, ", not ", options_.max_workers));
   }
   if (!options_.name.empty()) DG_RETURN_IF_ERROR(CheckName(options_.name));
   if (options_.join) return absl::OkStatus();
@@ -171,7 +172,7 @@ absl::StatusOr<WorkerInfo> Membership::Claim(Deadline deadline) {
 
 absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
   WorkerInfo self;
-  self.id = static_cast<WorkerId>(options_.rank);
+  self.rank = static_cast<WorkerRank>(options_.rank);
   self.name = options_.name.empty() ? absl::StrCat("worker", options_.rank) : options_.name;
   world_size_ = options_.world_size;
   DG_ASSIGN_OR_RETURN(const int64_t count,
@@ -181,14 +182,14 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
 
   const auto refuse = [&] {
     return absl::AlreadyExistsError(absl::StrCat("worker '", self.name, "' cannot join: rank ",
-                                                 self.id, " is taken by another worker"));
+                                                 self.rank, " is taken by another worker"));
   };
-  DG_ASSIGN_OR_RETURN(const Store::Value outcome, Look(*store_, kOutcome, deadline));
+  DG_ASSIGN_OR_RETURN(const Store::Value outcome, TryGet(*store_, kOutcome, deadline));
   if (!outcome.has_value() || !outcome->empty()) {
-    // Before the start that is a mistake; who comes second tells everyone.
+    // Before the start that is a mistake; the worker that comes second tells everyone.
     DG_RETURN_IF_ERROR(Settle(
         *store_, options_.world_size,
-        absl::StrCat("two workers claim rank ", self.id, "; the second is '", self.name, "'"),
+        absl::StrCat("two workers claim rank ", self.rank, "; the second is '", self.name, "'"),
         deadline));
     return refuse();
   }
@@ -198,9 +199,9 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
         absl::StrCat("worker '", self.name, "' cannot come back to a job that started with ", size,
                      " workers as one of ", options_.world_size));
   }
-  DG_ASSIGN_OR_RETURN(const WorkerInfo before, Find(self.id, deadline));
+  DG_ASSIGN_OR_RETURN(const WorkerInfo before, Find(self.rank, deadline));
   if (before.name != self.name) return refuse();
-  return NextIncarnation(self.id, count);
+  return NextIncarnation(self.rank, count);
 }
 
 absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
@@ -215,36 +216,36 @@ absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
   if (!options_.name.empty()) {
     DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimsKey(options_.name), 1, deadline));
     if (claims > 1) {
-      DG_ASSIGN_OR_RETURN(const int id, ReadNumber(*store_, NameKey(options_.name), deadline));
-      DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(id), 1, deadline));
-      return NextIncarnation(static_cast<WorkerId>(id), count);
+      DG_ASSIGN_OR_RETURN(const int rank, ReadNumber(*store_, NameKey(options_.name), deadline));
+      DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(rank), 1, deadline));
+      return NextIncarnation(static_cast<WorkerRank>(rank), count);
     }
   }
   DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoiners, 1, deadline));
-  const int64_t id = world_size_ + joined - 1;
-  if (id >= options_.max_workers) {
+  const int64_t rank = world_size_ + joined - 1;
+  if (rank >= options_.max_workers) {
     DG_RETURN_IF_ERROR(store_->Add(kJoiners, -1, deadline).status());
     if (!options_.name.empty()) {
       DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(options_.name), -1, deadline).status());
     }
     return absl::ResourceExhaustedError(absl::StrCat(
-        "the job has had ", id, " workers, and max_workers is ", options_.max_workers));
+        "the job has had ", rank, " workers, and max_workers is ", options_.max_workers));
   }
   late_ = true;
   WorkerInfo self;
-  self.id = static_cast<WorkerId>(id);
-  self.name = options_.name.empty() ? absl::StrCat("worker", id) : options_.name;
-  DG_RETURN_IF_ERROR(store_->Set(NameKey(self.name), absl::StrCat(id), deadline));
-  DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(self.id), 1, deadline));
+  self.rank = static_cast<WorkerRank>(rank);
+  self.name = options_.name.empty() ? absl::StrCat("worker", rank) : options_.name;
+  DG_RETURN_IF_ERROR(store_->Set(NameKey(self.name), absl::StrCat(rank), deadline));
+  DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(self.rank), 1, deadline));
   self.incarnation = MakeIncarnation(count);
   return self;
 }
 
-absl::StatusOr<WorkerInfo> Membership::NextIncarnation(WorkerId id, int64_t count) {
+absl::StatusOr<WorkerInfo> Membership::NextIncarnation(WorkerRank rank, int64_t count) {
   late_ = true;
   WorkerInfo self;
-  self.id = id;
-  self.name = options_.name.empty() ? absl::StrCat("worker", id) : options_.name;
+  self.rank = rank;
+  self.name = options_.name.empty() ? absl::StrCat("worker", rank) : options_.name;
   self.incarnation = MakeIncarnation(count);
   return self;
 }
@@ -252,7 +253,7 @@ absl::StatusOr<WorkerInfo> Membership::NextIncarnation(WorkerId id, int64_t coun
 // ---------------------------------------------------------------------------------- Entering
 
 absl::Status Membership::Publish(Deadline deadline) {
-  return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(self_), deadline);
+  return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(self_), deadline);
 }
 
 absl::Status Membership::Ring(Deadline deadline) {
@@ -273,7 +274,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::Enter(const WorkerInfo& self
   return all;
 }
 
-// Who is the last to come tells all, and then they read all entries.
+// The last worker that comes tells all, and then they read all entries.
 absl::StatusOr<std::vector<WorkerInfo>> Membership::GatherEntries(Deadline deadline) {
   const absl::Duration patience = Patience(deadline);
   std::vector<std::string> keys;
@@ -295,7 +296,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::GatherEntries(Deadline deadl
         continue;
       }
       DG_ASSIGN_OR_RETURN(WorkerInfo worker,
-                          DecodeWorkerInfo(*entries[rank], static_cast<WorkerId>(rank)));
+                          DecodeWorkerInfo(*entries[rank], static_cast<WorkerRank>(rank)));
       workers.push_back(std::move(worker));
     }
     if (missing.empty()) return workers;
@@ -311,16 +312,16 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::GatherEntries(Deadline deadl
 absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(Deadline deadline) {
   const absl::Duration patience = Patience(deadline);
   DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(self_.name), 1, deadline).status());
-  DG_RETURN_IF_ERROR(store_->Set(NameKey(self_.name), absl::StrCat(self_.id), deadline));
+  DG_RETURN_IF_ERROR(store_->Set(NameKey(self_.name), absl::StrCat(self_.rank), deadline));
   DG_RETURN_IF_ERROR(Publish(deadline));
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, GatherEntries(deadline));
 
   // All workers see the same names, and so find the same fault.
   std::map<absl::string_view, int> ranks;
   for (const WorkerInfo& worker : workers) {
-    const auto [other, is_new] = ranks.emplace(worker.name, worker.id);
+    const auto [other, is_new] = ranks.emplace(worker.name, worker.rank);
     if (!is_new) {
-      return absl::AlreadyExistsError(absl::StrCat("workers ", other->second, " and ", worker.id,
+      return absl::AlreadyExistsError(absl::StrCat("workers ", other->second, " and ", worker.rank,
                                                    " have the same name, '", worker.name, "'"));
     }
   }
@@ -342,14 +343,14 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(Deadline deadli
   return workers;
 }
 
-// Whoever comes to a barrier says so before it looks who the members are, and this looks who has
+// Whoever comes to a barrier says so before it reads who the members are, and this reads who has
 // come where after it is a member: so a barrier that begins later cannot miss it.
 absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate(Deadline deadline) {
   for (;;) {
     DG_RETURN_IF_ERROR(Publish(deadline));
-    DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
+    DG_ASSIGN_OR_RETURN(const int ranks, CountRanks(deadline));
     std::vector<std::string> keys;
-    for (int id = 0; id < ids; ++id) keys.push_back(AtKey(id));
+    for (int rank = 0; rank < ranks; ++rank) keys.push_back(AtKey(rank));
     DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> marks, store_->GetEach(keys, deadline));
     int64_t begun = 0;
     for (size_t i = 0; i < keys.size(); ++i) {
@@ -368,8 +369,8 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate(Deadline deadline)
 
 // ---------------------------------------------------------------------------------- Members
 
-absl::StatusOr<WorkerInfo> Membership::Find(WorkerId id, Deadline deadline) {
-  return FindEach({id}, deadline)[0];
+absl::StatusOr<WorkerInfo> Membership::Find(WorkerRank rank, Deadline deadline) {
+  return FindEach({rank}, deadline)[0];
 }
 
 absl::StatusOr<WorkerInfo> Membership::Find(absl::string_view name, Deadline deadline) {
@@ -395,26 +396,26 @@ std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Wh
     const auto* name = std::get_if<std::string>(&who);
     if (name != nullptr && CheckName(*name).ok()) names.push_back(NameKey(*name));
   }
-  const absl::StatusOr<std::vector<Store::Value>> ids = store_->GetEach(names, deadline);
-  if (!ids.ok()) return fails(ids.status());
+  const absl::StatusOr<std::vector<Store::Value>> ranks = store_->GetEach(names, deadline);
+  if (!ranks.ok()) return fails(ranks.status());
 
-  // Of each the error so far, or its id.
+  // Of each the error so far, or its rank.
   std::vector<absl::StatusOr<int>> known;
   std::vector<std::string> keys;
   for (const Who& who : workers) {
-    if (const auto* id = std::get_if<WorkerId>(&who)) {
-      known.emplace_back(*id);
+    if (const auto* rank = std::get_if<WorkerRank>(&who)) {
+      known.emplace_back(*rank);
     } else {
       const std::string& name = std::get<std::string>(who);
       const absl::Status status = CheckName(name);
       const size_t at = std::find(names.begin(), names.end(), NameKey(name)) - names.begin();
       if (!status.ok()) {
         known.emplace_back(status);
-      } else if (!(*ids)[at].has_value()) {
+      } else if (!(*ranks)[at].has_value()) {
         known.emplace_back(
             absl::NotFoundError(absl::StrCat("there is no worker '", name, "' in this job")));
       } else {
-        known.push_back(ParseNumber(names[at], *(*ids)[at]));
+        known.push_back(ParseNumber(names[at], *(*ranks)[at]));
       }
     }
     if (known.back().ok()) keys.push_back(EntryKey(*known.back()));
@@ -429,13 +430,13 @@ std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Wh
       continue;
     }
     const Store::Value& entry = (*entries)[next++];
-    const auto id = static_cast<WorkerId>(*known[i]);
+    const auto rank = static_cast<WorkerRank>(*known[i]);
     if (!entry.has_value()) {
       found.push_back(
-          absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job")));
+          absl::NotFoundError(absl::StrCat("there is no worker with rank ", rank, " in this job")));
       continue;
     }
-    found.push_back(DecodeWorkerInfo(*entry, id));
+    found.push_back(DecodeWorkerInfo(*entry, rank));
     const auto* name = std::get_if<std::string>(&workers[i]);
     if (name != nullptr && found.back().ok() && found.back()->name != *name) {
       found.back() = absl::InvalidArgumentError(
@@ -445,25 +446,25 @@ std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Wh
   return found;
 }
 
-absl::StatusOr<int> Membership::CountIds(Deadline deadline) {
+absl::StatusOr<int> Membership::CountRanks(Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const int64_t joiners, store_->Add(kJoiners, 0, deadline));
   return static_cast<int>(
       std::min<int64_t>(world_size_ + std::max<int64_t>(joiners, 0), options_.max_workers));
 }
 
 absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
-  DG_ASSIGN_OR_RETURN(const int ids,
-                      Patiently(deadline, [&](Deadline until) { return CountIds(until); }));
+  DG_ASSIGN_OR_RETURN(const int ranks,
+                      Patiently(deadline, [&](Deadline until) { return CountRanks(until); }));
   std::vector<std::string> keys;
-  for (int id = 0; id < ids; ++id) keys.push_back(EntryKey(id));
+  for (int rank = 0; rank < ranks; ++rank) keys.push_back(EntryKey(rank));
   DG_ASSIGN_OR_RETURN(
       const std::vector<Store::Value> entries,
       Patiently(deadline, [&](Deadline until) { return store_->GetEach(keys, until); }));
   std::vector<WorkerInfo> workers;
-  for (int id = 0; id < ids; ++id) {
-    if (!entries[id].has_value()) continue;  // it has claimed its id, and no more
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (!entries[rank].has_value()) continue;  // it has claimed its rank, and no more
     DG_ASSIGN_OR_RETURN(WorkerInfo worker,
-                        DecodeWorkerInfo(*entries[id], static_cast<WorkerId>(id)));
+                        DecodeWorkerInfo(*entries[rank], static_cast<WorkerRank>(rank)));
     workers.push_back(std::move(worker));
   }
   return workers;
@@ -483,7 +484,7 @@ absl::Status Membership::Leave(Deadline deadline) {
   WorkerInfo left = self_;
   left.left = true;
   DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
-    return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left), until);
+    return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(left), until);
   }));
   return Patiently(deadline, [&](Deadline until) { return Ring(until); });
 }
@@ -494,7 +495,7 @@ void Membership::MarkLost(const WorkerInfo& member, std::string reason) {
   LostMember lost{member, std::move(reason)};
   {
     absl::MutexLock lock(&mu_);
-    lost_[member.id] = lost;
+    lost_[member.rank] = lost;
   }
   announcer_.Schedule([this, lost = std::move(lost)] { Announce(lost); });
 }
@@ -508,12 +509,12 @@ Membership::Loss Membership::LossOf(const WorkerInfo& member, const Store::Value
 }
 
 void Membership::Announce(const LostMember& lost) {
-  const std::string key = LostKey(lost.worker.id);
+  const std::string key = LostKey(lost.worker.rank);
   enum { kAsk, kSay, kRing, kDone } next = kAsk;
   while (next != kDone && !closed_) {
     absl::Status status;
     if (next == kAsk) {
-      const auto said = Look(*store_, key, absl::InfinitePast());
+      const auto said = TryGet(*store_, key, absl::InfinitePast());
       status = said.status();
       // Mostly another has said it.
       if (said.ok()) next = LossOf(lost.worker, *said).is_lost ? kDone : kSay;
@@ -533,15 +534,15 @@ void Membership::Announce(const LostMember& lost) {
 
 absl::Status Membership::DenyLoss() {
   constexpr absl::Time kNow = absl::InfinitePast();
-  const std::string key = LostKey(self_.id);
-  DG_ASSIGN_OR_RETURN(const Store::Value entry, Look(*store_, key, kNow));
+  const std::string key = LostKey(self_.rank);
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
   if (!LossOf(self_, entry).is_lost) return absl::OkStatus();
   DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
   return Ring(kNow);
 }
 
 absl::StatusOr<int64_t> Membership::Changes() {
-  DG_ASSIGN_OR_RETURN(const Store::Value entry, Look(*store_, kChanges, absl::InfinitePast()));
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, kChanges, absl::InfinitePast()));
   int64_t number = 0;
   if (entry.has_value() && !absl::SimpleAtoi(*entry, &number)) return Malformed(kChanges);
   return number;
@@ -549,7 +550,7 @@ absl::StatusOr<int64_t> Membership::Changes() {
 
 absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<WorkerInfo>& members) {
   std::vector<std::string> keys;
-  for (const WorkerInfo& member : members) keys.push_back(LostKey(member.id));
+  for (const WorkerInfo& member : members) keys.push_back(LostKey(member.rank));
   DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries,
                       store_->GetEach(keys, absl::InfinitePast()));
   Losses losses;
@@ -567,7 +568,7 @@ absl::Status Membership::WithLost(const absl::Status& status) {
   std::vector<LostMember> lost;
   {
     absl::MutexLock lock(&mu_);
-    for (const auto& [id, worker] : lost_) lost.push_back(worker);
+    for (const auto& [rank, worker] : lost_) lost.push_back(worker);
   }
   if (lost.empty()) return status;
   return absl::UnavailableError(absl::StrCat(Lost(lost).message(), ", and ", status.message()));
@@ -598,7 +599,7 @@ absl::Status Membership::Shutdown(Deadline deadline, OnLostMember on_lost,
   left.left = true;
   if (status.ok()) {
     status = Patiently(deadline, [&](Deadline until) {
-      return store_->Set(EntryKey(self_.id), EncodeWorkerInfo(left), until);
+      return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(left), until);
     });
   }
   if (status.ok()) status = GoAfterAll(deadline);
@@ -609,7 +610,7 @@ absl::Status Membership::Shutdown(Deadline deadline, OnLostMember on_lost,
 // only the last has something to say, and none minds if nobody hears it.
 absl::Status Membership::GoAfterAll(Deadline deadline) {
   const BarrierSpec left{"left", "left", kLast, OnLostMember::kGoOnWithout};
-  if (self_.id == 0) return WaitAtBarrier(left, deadline);
+  if (self_.rank == 0) return WaitAtBarrier(left, deadline);
   constexpr absl::Time kNow = absl::InfinitePast();
   const absl::StatusOr<int64_t> come = store_->Add(left.name + "/count", 1, kNow);
   if (!come.ok() || *come < size_) return absl::OkStatus();
@@ -628,7 +629,7 @@ auto Membership::Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(de
   const Deadline limit = Deadline::After(options_.store_limit);
   for (bool again = false;; again = true) {
     DG_RETURN_IF_ERROR(CheckOpen());
-    auto answer = ask(std::min(deadline, Deadline::After(kLook)));
+    auto answer = ask(std::min(deadline, Deadline::After(kCheckInterval)));
     const absl::Status status = StatusOf(answer);
     if (!IsSilence(status, deadline)) return answer;
     // Once is not enough: this process may itself have been stopped for so long.
@@ -639,7 +640,7 @@ auto Membership::Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(de
   }
 }
 
-std::string Membership::MarkKey(const BarrierSpec& barrier, WorkerId worker) {
+std::string Membership::MarkKey(const BarrierSpec& barrier, WorkerRank worker) {
   return absl::StrCat(barrier.arrivals, "/", worker);
 }
 
@@ -654,7 +655,7 @@ absl::Status Membership::WriteMark(const BarrierSpec& barrier, Deadline deadline
   for (;;) {
     if (barrier.number != kLast) furthest.number = coming_;
     DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
-      return store_->Set(MarkKey(furthest, self_.id), Mark(furthest, self_), until);
+      return store_->Set(MarkKey(furthest, self_.rank), Mark(furthest, self_), until);
     }));
     if (barrier.number == kLast || coming_ == furthest.number) return absl::OkStatus();
   }
@@ -670,28 +671,28 @@ bool Membership::HasCome(const BarrierSpec& barrier, const WorkerInfo& worker,
 
 absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& barrier,
                                                           Deadline deadline) {
-  DG_ASSIGN_OR_RETURN(const int ids, CountIds(deadline));
+  DG_ASSIGN_OR_RETURN(const int ranks, CountRanks(deadline));
   std::vector<std::string> keys;
-  for (int id = 0; id < ids; ++id) {
-    keys.push_back(EntryKey(id));
-    keys.push_back(LostKey(id));
-    keys.push_back(MarkKey(barrier, static_cast<WorkerId>(id)));
+  for (int rank = 0; rank < ranks; ++rank) {
+    keys.push_back(EntryKey(rank));
+    keys.push_back(LostKey(rank));
+    keys.push_back(MarkKey(barrier, static_cast<WorkerRank>(rank)));
   }
   DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> values, store_->GetEach(keys, deadline));
   Absent absent;
   std::vector<WorkerInfo> members;
   int present = 0;
   bool any_lost = false;
-  for (int id = 0; id < ids; ++id) {
-    const Store::Value* const of_worker = &values[size_t{3} * id];
+  for (int rank = 0; rank < ranks; ++rank) {
+    const Store::Value* const of_worker = &values[size_t{3} * rank];
     if (!of_worker[0].has_value()) continue;
     DG_ASSIGN_OR_RETURN(WorkerInfo member,
-                        DecodeWorkerInfo(*of_worker[0], static_cast<WorkerId>(id)));
+                        DecodeWorkerInfo(*of_worker[0], static_cast<WorkerRank>(rank)));
     if (member.left) continue;
     Loss loss = LossOf(member, of_worker[1]);
     const bool lost = loss.is_lost;
     members.push_back(member);
-    if (lost && member.incarnation == self_.incarnation && member.id == self_.id) {
+    if (lost && member.incarnation == self_.incarnation && member.rank == self_.rank) {
       absent.self = true;
     } else if (lost) {
       any_lost = true;
@@ -710,41 +711,42 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& bar
   return absent;
 }
 
-// Everyone says that it is there; who sees that all are opens the door. The last to come sees it at
-// once. That one has come is said before it is counted, so whoever is counted last sees all.
+// Each worker says that it is there; one that finds that all are opens the barrier. The last to
+// come finds it at once. That one has come is said before it is counted, so whoever is counted last
+// sees all.
 absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline deadline) {
-  // A look finds who is lost, whoever has said it and when.
-  bool look = any_lost_ && barrier.on_lost == OnLostMember::kFail;
+  // A check finds who is lost, whoever has said it and when.
+  bool check = any_lost_ && barrier.on_lost == OnLostMember::kFail;
   if (come_ < barrier.number) {
     DG_RETURN_IF_ERROR(WithLost(WriteMark(barrier, deadline)));
     const absl::StatusOr<int64_t> come = Patiently(
         deadline, [&](Deadline until) { return store_->Add(barrier.name + "/count", 1, until); });
     // Of a counter it may not be known whether it has counted.
     if (!absl::IsAborted(come.status())) DG_RETURN_IF_ERROR(WithLost(come.status()));
-    look = look || !come.ok() || *come >= size_;
+    check = check || !come.ok() || *come >= size_;
     if (barrier.number != kLast) RaiseTo(barrier.number, come_);
   }
   const std::string keys[] = {barrier.name + "/open", kChanges};
   Store::Value changes = LastChanges();
-  Deadline look_again = Deadline::After(LookAgain(size_));
+  Deadline check_again = Deadline::After(CheckAgain(size_));
   for (;;) {
     const Store::Value seen[] = {std::nullopt, changes};
     const auto now = Patiently(deadline, [&](Deadline until) {
       return store_->AwaitChange(
-          keys, seen, look ? Deadline(absl::InfinitePast()) : std::min(until, look_again));
+          keys, seen, check ? Deadline(absl::InfinitePast()) : std::min(until, check_again));
     });
     DG_RETURN_IF_ERROR(WithLost(now.status()));
     if ((*now)[0].has_value()) return absl::OkStatus();
-    look = look || (*now)[1] != changes || look_again.Passed() || deadline.Passed();
-    if (!look) continue;
+    check = check || (*now)[1] != changes || check_again.Passed() || deadline.Passed();
+    if (!check) continue;
     changes = (*now)[1];
-    const bool last_look = deadline.Passed();
+    const bool last_check = deadline.Passed();
     const absl::StatusOr<Absent> absent =
         Patiently(deadline, [&](Deadline until) { return FindAbsent(barrier, until); });
     DG_RETURN_IF_ERROR(WithLost(absent.status()));
     SetLastChanges(changes);
-    look = false;
-    look_again = Deadline::After(LookAgain(size_));
+    check = false;
+    check_again = Deadline::After(CheckAgain(size_));
     // This worker is alive.
     if (absent->self) {
       DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
@@ -752,7 +754,7 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
     const bool fails = !absent->lost.empty() && barrier.on_lost == OnLostMember::kFail;
     if (absent->late.empty() && !fails) return Open(barrier, deadline);
     if (fails) return Lost(absent->lost);
-    if (last_look) return NotCome(absent->late);
+    if (last_check) return NotCome(absent->late);
   }
 }
 

@@ -2,7 +2,7 @@
 // how they come and go while it runs. docs/membership.md has the rules.
 //
 //   Membership members(store, {.name = "back", .rank = 1, .world_size = 2});
-//   WorkerInfo self = *members.Claim(deadline);         // an id, and an incarnation of it
+//   WorkerInfo self = *members.Claim(deadline);         // a rank, and an incarnation of it
 //   self.address = ...;                                 // listens
 //   std::vector<WorkerInfo> all = *members.Enter(self, deadline);
 #ifndef DISTGRAD_CORE_MEMBERSHIP_MEMBERSHIP_H_
@@ -36,11 +36,11 @@ namespace distgrad {
 
 // What a worker asks for when it joins.
 struct MembershipOptions {
-  std::string name = {};  // "": "worker<id>"
+  std::string name = {};  // "": "worker<rank>"
   int rank = 0;           // in the job's start
   int world_size = 1;     // of the job's start
-  // Comes to a job that has started, under a name of its own: the store gives the id, and neither
-  // `rank` nor `world_size` is looked at.
+  // Comes to a job that has started, under a name of its own: the store gives the rank, and neither
+  // `rank` nor `world_size` is read.
   bool join = false;
   // Of all that ever join the job. A worker neither joins as one more nor knows of more.
   int max_workers = 4096;
@@ -61,8 +61,8 @@ class Membership {
       : store_(std::move(store)), options_(std::move(options)) {}
   ~Membership() { Close(); }
 
-  // Claims id, name and incarnation of this worker. An id that is claimed already is claimed again,
-  // by a new incarnation, if its worker had that name and the job has started.
+  // Claims rank, name and incarnation of this worker. A rank that is claimed already is claimed
+  // again, by a new incarnation, if its worker had that name and the job has started.
   //
   // kInvalidArgument for options that make no sense; kAlreadyExists, on every worker, when two
   // claim one rank before the job has started; kResourceExhausted beyond `max_workers`;
@@ -70,18 +70,18 @@ class Membership {
   absl::StatusOr<WorkerInfo> Claim(Deadline deadline);
 
   // Publishes `self`, which is what Claim() gave with an address. At the job's start this waits
-  // for all its workers. Returns the members, this one among them, by id.
+  // for all its workers. Returns the members, this one among them, by rank.
   //
   // kDeadlineExceeded names the ranks that did not come; kAlreadyExists, on every worker, when
   // two have one name.
   absl::StatusOr<std::vector<WorkerInfo>> Enter(const WorkerInfo& self, Deadline deadline);
 
   // As the store has it now, whether it has left or not. kNotFound if it was never a member.
-  absl::StatusOr<WorkerInfo> Find(WorkerId id, Deadline deadline);
+  absl::StatusOr<WorkerInfo> Find(WorkerRank rank, Deadline deadline);
   absl::StatusOr<WorkerInfo> Find(absl::string_view name, Deadline deadline);
 
   // Several at once, with an answer for each.
-  using Who = std::variant<WorkerId, std::string>;
+  using Who = std::variant<WorkerRank, std::string>;
   std::vector<absl::StatusOr<WorkerInfo>> FindEach(absl::Span<const Who> workers,
                                                    Deadline deadline);
 
@@ -89,7 +89,7 @@ class Membership {
   // for all: on that thread, which may block. Once, before anybody does.
   void OnRead(std::function<void(const std::vector<WorkerInfo>&)> read) { read_ = std::move(read); }
 
-  // Those who have not left, by id; and all who ever were.
+  // Those who have not left, by rank; and all who ever were.
   absl::StatusOr<std::vector<WorkerInfo>> All(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> AllEver(Deadline deadline);
 
@@ -149,15 +149,15 @@ class Membership {
   absl::Status CheckOpen() const;
   absl::StatusOr<WorkerInfo> ClaimRank(Deadline deadline);
   absl::StatusOr<WorkerInfo> ClaimByName(Deadline deadline);
-  absl::StatusOr<WorkerInfo> NextIncarnation(WorkerId id, int64_t count);
+  absl::StatusOr<WorkerInfo> NextIncarnation(WorkerRank rank, int64_t count);
   absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> EnterLate(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> GatherEntries(Deadline deadline);
   absl::Status Publish(Deadline deadline);
   // Wakes all who wait in a barrier: the members are others now.
   absl::Status Ring(Deadline deadline);
-  // All ids that there may be.
-  absl::StatusOr<int> CountIds(Deadline deadline);
+  // All ranks that there may be.
+  absl::StatusOr<int> CountRanks(Deadline deadline);
 
   // What all members wait at: a barrier, the end, or what is behind it.
   struct BarrierSpec {
@@ -173,7 +173,7 @@ class Membership {
     bool self = false;  // this worker itself is taken for lost
   };
   // What says that a worker has come: an entry, and what it holds then.
-  static std::string MarkKey(const BarrierSpec& barrier, WorkerId worker);
+  static std::string MarkKey(const BarrierSpec& barrier, WorkerRank worker);
   static std::string Mark(const BarrierSpec& barrier, const WorkerInfo& worker);
   absl::Status WriteMark(const BarrierSpec& barrier, Deadline deadline);
   static bool HasCome(const BarrierSpec& barrier, const WorkerInfo& worker,
@@ -185,7 +185,7 @@ class Membership {
   absl::Status GoAfterAll(Deadline deadline);
   // Says that all have come.
   absl::Status Open(const BarrierSpec& barrier, Deadline deadline);
-  // What kChanges held when this worker last looked at the members.
+  // What kChanges held when this worker last checked the members.
   Store::Value LastChanges();
   void SetLastChanges(const Store::Value& changes);
   // Why that incarnation of it is lost, if it is; or that this was taken back.
@@ -219,12 +219,12 @@ class Membership {
   std::atomic<int64_t> barriers_{0};  // that are over
   std::atomic<int64_t> coming_{0};    // the last that this worker has been asked to come to
   std::atomic<int64_t> come_{0};      // the last that it has been counted at
-  // When we last looked: how many members there were, without the lost; and whether one was lost.
+  // At the last check: how many members there were, without the lost; and whether one was lost.
   std::atomic<int> size_{0};
   std::atomic<bool> any_lost_{false};
 
   absl::Mutex mu_;
-  std::map<WorkerId, LostMember> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
+  std::map<WorkerRank, LostMember> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
   Store::Value changes_ ABSL_GUARDED_BY(mu_);
 
   ThreadPool announcer_{"dg-lost", 1};  // goes first

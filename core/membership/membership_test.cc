@@ -30,7 +30,7 @@ absl::Time Soon() { return absl::Now() + absl::Milliseconds(400); }
 
 WorkerInfo Worker(int rank, std::string name = "") {
   WorkerInfo worker;
-  worker.id = static_cast<WorkerId>(rank);
+  worker.rank = static_cast<WorkerRank>(rank);
   worker.name = name.empty() ? absl::StrCat("worker", rank) : std::move(name);
   worker.address = absl::StrCat("tcp://127.0.0.1:", 4000 + rank);
   return worker;
@@ -40,7 +40,7 @@ WorkerInfo Worker(int rank, std::string name = "") {
 Result Rendezvous(std::shared_ptr<Store> store, const WorkerInfo& self, int world_size,
                   absl::Time deadline) {
   Membership members(std::move(store),
-                     {.name = self.name, .rank = self.id, .world_size = world_size});
+                     {.name = self.name, .rank = self.rank, .world_size = world_size});
   auto claimed = members.Claim(deadline);
   if (!claimed.ok()) return claimed.status();
   claimed->address = self.address;
@@ -70,10 +70,10 @@ TEST(RendezvousTest, AllJoin) {
       ASSERT_EQ(result->size(), static_cast<size_t>(world_size));
       for (int rank = 0; rank < world_size; ++rank) {
         const WorkerInfo expected = Worker(rank);
-        EXPECT_EQ((*result)[rank].id, rank);
+        EXPECT_EQ((*result)[rank].rank, rank);
         EXPECT_EQ((*result)[rank].name, expected.name);
         EXPECT_EQ((*result)[rank].address, expected.address);
-        EXPECT_EQ(LifeOf((*result)[rank].incarnation), 1);
+        EXPECT_EQ(StartOf((*result)[rank].incarnation), 1);
       }
     }
   }
@@ -393,22 +393,22 @@ class RunningJobTest : public testing::Test {
   std::vector<std::unique_ptr<Membership>> members_;
 };
 
-TEST_F(RunningJobTest, AWorkerComesBackAsANewLife) {
+TEST_F(RunningJobTest, AWorkerComesBackAsANewIncarnation) {
   Start(2);
   const WorkerInfo before = *members_[0]->Find("worker1", Later());
   const auto back = Come({.rank = 1, .world_size = 2});
   ASSERT_TRUE(back.ok()) << back.status();
-  EXPECT_EQ(back->id, 1);
-  EXPECT_EQ(LifeOf(back->incarnation), 2);
+  EXPECT_EQ(back->rank, 1);
+  EXPECT_EQ(StartOf(back->incarnation), 2);
   EXPECT_GT(back->incarnation, before.incarnation);
-  EXPECT_EQ(members_[0]->Find(WorkerId{1}, Later())->incarnation, back->incarnation);
+  EXPECT_EQ(members_[0]->Find(WorkerRank{1}, Later())->incarnation, back->incarnation);
   EXPECT_EQ(members_[0]->Find("worker1", Later())->address, "inproc://new");
   EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
   // By its name alone, too.
   const auto again = Come({.name = "worker1", .join = true});
   ASSERT_TRUE(again.ok()) << again.status();
-  EXPECT_EQ(again->id, 1);
-  EXPECT_EQ(LifeOf(again->incarnation), 3);
+  EXPECT_EQ(again->rank, 1);
+  EXPECT_EQ(StartOf(again->incarnation), 3);
 }
 
 TEST_F(RunningJobTest, ARankIsNotTakenByAnotherNameOrForAnotherSize) {
@@ -417,17 +417,17 @@ TEST_F(RunningJobTest, ARankIsNotTakenByAnotherNameOrForAnotherSize) {
   EXPECT_EQ(other.status(), absl::AlreadyExistsError(
                                 "worker 'other' cannot join: rank 1 is taken by another worker"));
   EXPECT_TRUE(absl::IsInvalidArgument(Come({.rank = 1, .world_size = 3}).status()));
-  EXPECT_EQ(LifeOf(members_[0]->Find("worker1", Later())->incarnation), 1);
+  EXPECT_EQ(StartOf(members_[0]->Find("worker1", Later())->incarnation), 1);
 }
 
 TEST_F(RunningJobTest, WorkersJoinAndLeave) {
   Start(1);
   const auto named = Come({.name = "late", .join = true});
   ASSERT_TRUE(named.ok()) << named.status();
-  EXPECT_EQ(named->id, 1);
+  EXPECT_EQ(named->rank, 1);
   const auto unnamed = Come({.join = true});
   ASSERT_TRUE(unnamed.ok()) << unnamed.status();
-  EXPECT_EQ(unnamed->id, 2);
+  EXPECT_EQ(unnamed->rank, 2);
   EXPECT_EQ(unnamed->name, "worker2");
   EXPECT_EQ(Present(), (Names{"worker0", "late", "worker2"}));
 
@@ -436,7 +436,7 @@ TEST_F(RunningJobTest, WorkersJoinAndLeave) {
   EXPECT_TRUE(members_[0]->Find("late", Later())->left);
   const auto back = Come({.name = "late", .join = true});
   ASSERT_TRUE(back.ok()) << back.status();
-  EXPECT_EQ(back->id, 1);
+  EXPECT_EQ(back->rank, 1);
   EXPECT_EQ(Present(), (Names{"worker0", "late", "worker2"}));
 }
 
@@ -447,7 +447,7 @@ TEST_F(RunningJobTest, NoMoreThanTheLimitJoin) {
     const auto third = Come({.name = "third", .join = true, .max_workers = 2});
     EXPECT_EQ(third.status().code(), absl::StatusCode::kResourceExhausted) << third.status();
   }
-  EXPECT_EQ(Come({.name = "third", .join = true, .max_workers = 3})->id, 2)
+  EXPECT_EQ(Come({.name = "third", .join = true, .max_workers = 3})->rank, 2)
       << "a refused one left traces";
   EXPECT_TRUE(absl::IsInvalidArgument(Come({.join = true, .max_workers = 0}).status()));
 }
@@ -462,7 +462,7 @@ TEST_F(RunningJobTest, AJobThatHasNotStartedIsNotJoined) {
 TEST_F(RunningJobTest, WhoWasNeverThereIsNotFound) {
   Start(1);
   EXPECT_TRUE(absl::IsNotFound(members_[0]->Find("nobody", Later()).status()));
-  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find(WorkerId{7}, Later()).status()));
+  EXPECT_TRUE(absl::IsNotFound(members_[0]->Find(WorkerRank{7}, Later()).status()));
   ASSERT_TRUE(store_->Set("name/nobody", "0", Later()).ok());
   EXPECT_TRUE(absl::IsInvalidArgument(members_[0]->Find("nobody", Later()).status()));
   ASSERT_TRUE(store_->Set("name/nobody", "-3", Later()).ok());
@@ -616,16 +616,16 @@ TEST_F(RunningJobTest, AJoinerThatFailsIsNoMember) {
 TEST_F(RunningJobTest, SeveralAreFoundAtOnce) {
   Start(3);
   using Who = Membership::Who;
-  const Who who[] = {WorkerId{2}, "worker1", "nobody", WorkerId{9}, std::string(2000, 'x'),
-                     "worker2"};
+  const Who who[] = {WorkerRank{2},          "worker1", "nobody", WorkerRank{9},
+                     std::string(2000, 'x'), "worker2"};
   const auto found = members_[0]->FindEach(who, Later());
   ASSERT_EQ(found.size(), 6u);
   EXPECT_EQ(found[0]->name, "worker2");
-  EXPECT_EQ(found[1]->id, 1);
+  EXPECT_EQ(found[1]->rank, 1);
   EXPECT_TRUE(absl::IsNotFound(found[2].status())) << found[2].status();
   EXPECT_TRUE(absl::IsNotFound(found[3].status())) << found[3].status();
   EXPECT_TRUE(absl::IsInvalidArgument(found[4].status())) << found[4].status();
-  EXPECT_EQ(found[5]->id, 2);
+  EXPECT_EQ(found[5]->rank, 2);
 }
 
 TEST_F(RunningJobTest, BarriersGoOnWithWhoJoined) {

@@ -74,7 +74,7 @@ Complaint Parse(absl::string_view text, RendezvousUrl* url) {
     if (place.empty() || place[0] != '/') return "is not file:///path";
     url->path = std::string(place);
   } else {
-    return "is none of env://, tcp://host:port and file:///path";
+    return "is not one of env://, tcp://host:port and file:///path";
   }
   if (mark == absl::string_view::npos) return "";
   std::set<absl::string_view> seen;

@@ -19,7 +19,7 @@
 
 namespace distgrad {
 
-inline constexpr int kMaxWorldSize = 1 << 16;  // ids have 16 bits
+inline constexpr int kMaxWorldSize = 1 << 16;  // ranks have 16 bits
 
 struct RendezvousUrl {
   enum class Kind { kEnvironment, kTcp, kFile };

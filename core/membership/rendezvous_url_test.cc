@@ -46,8 +46,8 @@ TEST(RendezvousUrlTest, File) {
 
 TEST(RendezvousUrlTest, WhatIsWrongIsSaid) {
   const std::vector<std::pair<std::string, std::string>> bad = {
-      {"", "is none of env://"},
-      {"http://host:1", "is none of env://"},
+      {"", "is not one of env://"},
+      {"http://host:1", "is not one of env://"},
       {"env://host", "between env:// and its parameters"},
       {"tcp://", "is not tcp://host:port"},
       {"tcp://host", "is not tcp://host:port"},

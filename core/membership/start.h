@@ -18,7 +18,8 @@ namespace distgrad {
 
 // The number of this start, the same on all its workers and on none of another's. Waits for all
 // `world_size` of them. `nonce` is new with each worker that is started. What former starts have
-// left in the store does not matter, as long as none of their workers runs any more.
+// left in the store does not matter, as long as none of their workers runs any more, and what their
+// workers have listed of it (see below) is deleted.
 //
 // kDeadlineExceeded names the ranks that did not come.
 absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uint64_t nonce,
@@ -27,6 +28,12 @@ absl::StatusOr<int64_t> AgreeOnStart(Store& store, int rank, int world_size, uin
 // The part of the store that is this start's alone, with a nonce of its own making.
 absl::StatusOr<std::shared_ptr<Store>> StoreOfThisStart(std::shared_ptr<Store> store, int rank,
                                                         int world_size, Deadline deadline);
+
+// The same, for what is started again and again in one store: each worker lists there the keys that
+// it sets, which costs an exchange for each that is new, and the next start deletes them.
+absl::StatusOr<std::shared_ptr<Store>> ListedStoreOfThisStart(std::shared_ptr<Store> store,
+                                                              int rank, int world_size,
+                                                              Deadline deadline);
 
 }  // namespace distgrad
 

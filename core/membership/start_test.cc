@@ -2,6 +2,8 @@
 #include "core/membership/start.h"
 
 #include <memory>
+#include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -10,6 +12,7 @@
 #include "absl/time/clock.h"
 #include "core/membership/store/in_process_store.h"
 #include "gtest/gtest.h"
+#include "tests/testing/key_watch.h"
 
 namespace distgrad {
 namespace {
@@ -62,6 +65,73 @@ TEST(AgreeOnStartTest, ManyAreMissing) {
   const auto store = NewInProcessStore();
   const absl::Status status = AgreeOnStart(*store, 0, 100, 1, absl::InfinitePast()).status();
   EXPECT_TRUE(absl::StrContains(status.message(), "15, 16 and 83 more")) << status;
+}
+
+// Starts all ranks, each of which sets a key of its own, and one that only its start has; what the
+// store holds then.
+std::set<std::string> StartListed(const std::shared_ptr<KeyWatch>& store, int world_size) {
+  static int starts = 0;
+  const std::string of_start = absl::StrCat("of start ", ++starts);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world_size; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto part = ListedStoreOfThisStart(store, rank, world_size, Later());
+      ASSERT_TRUE(part.ok()) << part.status();
+      EXPECT_EQ((*part)->Add("count", 1, Later()).status(), absl::OkStatus());
+      EXPECT_EQ((*part)->Set(absl::StrCat("rank ", rank), "here", Later()), absl::OkStatus());
+      EXPECT_EQ((*part)->Set(of_start, "here", Later()), absl::OkStatus());
+      EXPECT_EQ((*part)->Get(absl::StrCat("rank ", (rank + 1) % world_size), Later()).value_or(""),
+                "here");
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return store->keys();
+}
+
+TEST(ListedStoreOfThisStartTest, FormerStartsLeaveNothing) {
+  const auto store = std::make_shared<KeyWatch>(NewInProcessStore());
+  const std::set<std::string> first = StartListed(store, 3);
+  EXPECT_EQ(first.count("1/rank 2"), 1);
+  for (int start = 2; start <= 100; ++start) {
+    const std::set<std::string> keys = StartListed(store, 3);
+    EXPECT_EQ(keys.size(), first.size());
+    EXPECT_EQ(keys.count(absl::StrCat(start, "/rank 2")), 1);
+    for (const std::string& key : keys) {
+      EXPECT_TRUE(absl::StartsWith(key, "start/") ||
+                  absl::StartsWith(key, absl::StrCat(start, "/")))
+          << key;
+    }
+  }
+  // Of ranks that there are no more the next start with as many knows.
+  StartListed(store, 1);
+  EXPECT_EQ(StartListed(store, 3).size(), first.size());
+}
+
+// Neither do starts to which somebody did not come.
+TEST(ListedStoreOfThisStartTest, StartsThatFailedLeaveNothing) {
+  const auto store = std::make_shared<KeyWatch>(NewInProcessStore());
+  const std::set<std::string> first = StartListed(store, 3);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_FALSE(ListedStoreOfThisStart(store, 0, 3, absl::InfinitePast()).ok());
+    EXPECT_FALSE(ListedStoreOfThisStart(store, 1, 3, absl::InfinitePast()).ok());
+  }
+  EXPECT_EQ(StartListed(store, 3).size(), first.size());
+}
+
+// A list says what is deleted: of a former start alone, whatever stands there.
+TEST(ListedStoreOfThisStartTest, AListOfSomethingElseDeletesNothing) {
+  const auto store = std::make_shared<KeyWatch>(NewInProcessStore());
+  for (const std::string key : {"9/ours", "x/ours", "ours"}) {
+    ASSERT_EQ(store->Set(key, "", Later()), absl::OkStatus());
+  }
+  const std::set<std::string> first = StartListed(store, 1);
+  for (const std::string list : {"", "\n", "x\nours", "9\nours", "-1\n\n", "ours"}) {
+    ASSERT_EQ(store->Set("start/keys/0", list, Later()), absl::OkStatus());
+    EXPECT_FALSE(ListedStoreOfThisStart(store, 0, 2, absl::InfinitePast()).ok());
+    for (const std::string key : {"9/ours", "x/ours", "ours"}) {
+      EXPECT_EQ(store->keys().count(key), 1) << key << " after " << list;
+    }
+  }
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ inline constexpr size_t kMaxWorkerText = 1024;      // bytes, of a name or an ad
 inline constexpr size_t kMaxWorkerDevices = 60000;  // bytes
 
 struct WorkerInfo {
-  WorkerId id = 0;           // its rank
+  WorkerRank rank = 0;
   std::string name = {};     // unique in the job
   std::string address = {};  // what its transport listens on
   Incarnation incarnation = 0;
@@ -27,8 +27,8 @@ struct WorkerInfo {
 
 std::string EncodeWorkerInfo(const WorkerInfo& worker);
 
-// kInvalidArgument for what is not an entry of the worker `id`.
-absl::StatusOr<WorkerInfo> DecodeWorkerInfo(absl::string_view entry, WorkerId id);
+// kInvalidArgument for what is not an entry of the worker of that rank.
+absl::StatusOr<WorkerInfo> DecodeWorkerInfo(absl::string_view entry, WorkerRank rank);
 
 }  // namespace distgrad
 

@@ -67,7 +67,7 @@ absl::StatusOr<std::string> LoadClusterKey(
     if (!variable.has_value() && !file.has_value()) return std::string();
     if (variable.has_value()) {
       std::string key(absl::StripAsciiWhitespace(*variable));
-      // Who sets a key wants one: an empty one must not quietly mean that none is needed.
+      // A user who sets a key wants one: an empty one must not quietly mean that none is needed.
       if (key.empty()) return absl::InvalidArgumentError("DISTGRAD_KEY is empty");
       DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(key), "DISTGRAD_KEY"));
       return key;

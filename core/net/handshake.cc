@@ -13,7 +13,7 @@ namespace distgrad {
 namespace {
 
 constexpr absl::string_view kMagic = "distgrad";
-constexpr uint16_t kVersion = 1;
+constexpr uint16_t kVersion = 2;
 constexpr uint16_t kHasKey = 1;  // a flag
 constexpr size_t kNonceBytes = 32;
 
@@ -32,7 +32,7 @@ absl::StatusOr<Handshake> Handshake::Create(Role role, absl::string_view key, co
   std::array<uint8_t, kNonceBytes> nonce;
   DG_RETURN_IF_ERROR(FillRandom(nonce.data(), nonce.size()));
   handshake.own_hello_.append(nonce.begin(), nonce.end());
-  // The client speaks first: a server says nothing to who does not know our magic.
+  // The client speaks first: a server says nothing to a client that does not know our magic.
   if (role == Role::kClient) handshake.output_ = handshake.own_hello_;
   return handshake;
 }
@@ -50,7 +50,7 @@ absl::Status Handshake::Receive(absl::string_view bytes) {
   return taken;
 }
 
-// As soon as there is a byte, so that strangers are sent away at once.
+// As soon as there is a byte, so that a client of another protocol is refused at once.
 absl::Status Handshake::CheckMagic() const {
   const size_t size = std::min(received_.size(), kMagic.size());
   if (absl::string_view(received_).substr(0, size) == kMagic.substr(0, size)) {
@@ -107,14 +107,19 @@ absl::Status Handshake::SendProof() {
 }
 
 absl::StatusOr<std::string> Handshake::Proof(Role role) const {
-  const bool client = role_ == Role::kClient;
   // The roles differ, so that no end's own proof can be sent back to it.
-  std::string text = role == Role::kClient ? "client" : "server";
-  absl::StrAppend(&text, client ? own_hello_ : other_hello_, client ? other_hello_ : own_hello_);
-  const std::string token(token_.begin(), token_.end());
-  text += token;
-  DG_ASSIGN_OR_RETURN(const Digest digest, Hmac(key_.empty() ? token : key_, text));
+  DG_ASSIGN_OR_RETURN(const Digest digest, Derive(role == Role::kClient ? "client" : "server"));
   return std::string(digest.begin(), digest.end());
+}
+
+absl::StatusOr<Digest> Handshake::Secret() const { return Derive("secret"); }
+
+absl::StatusOr<Digest> Handshake::Derive(absl::string_view purpose) const {
+  const bool client = role_ == Role::kClient;
+  const std::string token(token_.begin(), token_.end());
+  const std::string text = absl::StrCat(purpose, client ? own_hello_ : other_hello_,
+                                        client ? other_hello_ : own_hello_, token);
+  return Hmac(key_.empty() ? token : key_, text);
 }
 
 }  // namespace distgrad

@@ -6,6 +6,8 @@
 //   client -> server   proof: HMAC-SHA256 over "client", both hellos and the listener's token
 //   server -> client   proof: the same with "server"
 //
+// With a cluster key, TLS follows (tls.h) on every connection that leaves the machine or could.
+//
 // The HMAC's key is the cluster key; without one it is the token, 16 random bytes that stand in
 // the listener's address. So without the cluster key nobody gets past here, and without any key
 // nobody who does not know the address. The token binds the proof to this one listener: it cannot
@@ -21,6 +23,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/net/cluster_key.h"
 
 namespace distgrad {
 
@@ -53,6 +56,10 @@ class Handshake {
   size_t wanted() const { return wanted_ - received_.size(); }
   bool done() const { return step_ == Step::kDone; }
 
+  // Once done: what nobody else can know, and no other connection has; for two ends with a cluster
+  // key. kInternal if the crypto library fails.
+  absl::StatusOr<Digest> Secret() const;
+
   // Takes at most wanted() bytes from the other end. kUnauthenticated, naming the likely reason,
   // if they show that it does not belong here; then the connection is to be closed.
   absl::Status Receive(absl::string_view bytes);
@@ -68,6 +75,8 @@ class Handshake {
   absl::Status TakeProof();
   absl::Status SendProof();
   absl::StatusOr<std::string> Proof(Role role) const;
+  // HMAC over a purpose, which no other text begins with, both hellos and the token.
+  absl::StatusOr<Digest> Derive(absl::string_view purpose) const;
 
   // Constant after Create().
   Role role_;

@@ -1,4 +1,4 @@
-// Passes the lead between the loop's threads, and handles events, timers and tasks.
+// Passes the leadership between the loop's threads, and handles events, timers and tasks.
 #include "core/net/loop.h"
 
 #include <errno.h>
@@ -20,7 +20,7 @@ namespace {
 constexpr uint64_t kWakeId = 0;  // no handler has it
 // Any number may run a deferred task.
 constexpr size_t kThreads = ThreadPool::kMostSpareThreads;
-// That many lead or wait for the lead: after a deferred task there is another.
+// That many lead or follow: after a deferred task there is another.
 constexpr int kOwnThreads = 2;
 // After so many sleeps without a borrowed thread none is expected.
 constexpr int kSleepsAlone = 16;
@@ -281,10 +281,10 @@ bool Loop::AwaitEvents(Spin& spin) {
     sleeps_until_ = until = WakeTime();
   }
   bool any = false;
-  const auto look = [&] { return (any = HandleEvents()) || borrowed_; };
+  const auto poll = [&] { return (any = HandleEvents()) || borrowed_; };
   if (until == absl::InfinitePast()) {
     HandleEvents();
-  } else if (spin.Await(look, Spin::kLongPatience) && any) {
+  } else if (spin.Await(poll, Spin::kLongPatience) && any) {
     // What follows a message often follows at once, its answer or the next request.
   } else if (!borrowed_ && sleeps_alone_ >= kSleepsAlone) {
     HandleEvents(MillisecondsUntil(until));
@@ -293,19 +293,19 @@ bool Loop::AwaitEvents(Spin& spin) {
     EventLoop::SetCurrent(nullptr);
     leader_ = Leader::kNobody;
     WakeOwn(true);
-    if (!AwaitLead(until)) return false;
+    if (!AwaitLeadership(until)) return false;
     HandleEvents();
   }
   return true;
 }
 
-bool Loop::AwaitLead(absl::Time until) {
+bool Loop::AwaitLeadership(absl::Time until) {
   epoll_event event;
   for (;;) {
     const int n = epoll_wait(sleep_.get(), &event, 1, MillisecondsUntil(until));
     DG_CHECK(n >= 0 || errno == EINTR) << "epoll_wait: errno " << errno;
     if (TryLead(Leader::kOwn)) break;
-    // Somebody was faster, who wakes this thread if there is something to do as the lead is free.
+    // Somebody was faster, who wakes this thread if there is something to do when nobody leads.
     until = absl::InfiniteFuture();
     {
       absl::MutexLock lock(&mu_);
@@ -366,20 +366,20 @@ bool Loop::RunDue() {
   }
   if (deferred_ == nullptr) return true;
   Task task = std::exchange(deferred_, nullptr);
-  GiveUpLead();
+  StopLeading();
   task();
   return false;
 }
 
 // In a task.
 void Loop::OnBlocked() {
-  if (Current() != this) return;  // it has given up the lead already
+  if (Current() != this) return;  // it has stopped leading already
   // That cannot wait until this one goes on.
   if (deferred_ != nullptr) threads_.Schedule(std::exchange(deferred_, nullptr));
-  GiveUpLead();
+  StopLeading();
 }
 
-void Loop::GiveUpLead() {
+void Loop::StopLeading() {
   if (leader_ == Leader::kBorrowed) return LeaveToOwn();
   bool is_last;
   {
@@ -406,7 +406,7 @@ bool Loop::IsOver() {
     idle_ = true;
   }
   EventLoop::SetCurrent(nullptr);
-  // It keeps the lead, so nobody gets it any more. Who waits for it may go.
+  // This thread stays the leader, so no follower becomes one any more, and all may end.
   WakeOwn(true);
   Wake();
   return true;
@@ -417,7 +417,7 @@ void Loop::Work() {
   do {
     if (TryLead(Leader::kOwn)) {
       WakeOwn(false);
-    } else if (!AwaitLead(absl::InfiniteFuture())) {
+    } else if (!AwaitLeadership(absl::InfiniteFuture())) {
       return;
     }
     for (;;) {

@@ -1,4 +1,4 @@
-// Waits in epoll for the sockets of a transport, and for its timers. After an event it looks for
+// Waits in epoll for the sockets of a transport, and for its timers. After an event it polls for
 // the next one for a moment (core/base/spin.h); with nothing to do it sleeps.
 //
 // Sockets are watched edge-triggered: a handler is told once when a socket becomes ready, and
@@ -7,11 +7,12 @@
 //
 // The threads are a leader and followers: the leader waits for events, handles them, and runs
 // tasks. As a rule that is one of the loop's own threads. A borrowed thread
-// (core/base/event_loop.h) takes the lead while the own one sleeps or would only poll. Followers
-// sleep on a second epoll, in which the first is a member, watched only while nobody leads.
+// (core/base/event_loop.h) becomes the leader while the own one sleeps or would only poll.
+// Followers sleep on a second epoll, in which the first is a member, watched only while nobody
+// leads.
 //
 // A task may wait, in a BlockingScope, and one that was given to RunDeferred() may do what it
-// likes: the thread gives up the lead for it, and takes it back afterwards unless another has it.
+// likes: the thread stops leading for it, and leads again afterwards unless another does.
 // Handlers must not wait.
 //
 // Thread-safe.
@@ -95,31 +96,31 @@ class Loop : public EventLoop, private Blockable {
   void Work();
   // Waits for events, and handles them. False once the loop is over.
   bool AwaitEvents(Spin& spin);
-  // Without the lead: sleeps until then, or until there is something to do and nobody who does it,
-  // and takes the lead. False once the loop is over.
-  bool AwaitLead(absl::Time until);
+  // As a follower: sleeps until then, or until there is something to do and no leader, and becomes
+  // the leader. False once the loop is over.
+  bool AwaitLeadership(absl::Time until);
   // Handles the events that there are, or come within `patience` milliseconds; returns whether
   // there were any.
   bool HandleEvents(int patience = 0);
-  // Runs what is due. Returns whether this thread still has the lead.
+  // Runs what is due. Returns whether this thread still leads.
   bool RunDue();
-  // Gives up the lead, and sees to it that an own thread waits for it: the task that runs now may
-  // take long.
-  void GiveUpLead();
-  // Whether another own thread can take the lead when this one gives it up.
+  // Ends this thread's leadership, and sees to it that an own thread follows: the task that runs
+  // now may take long.
+  void StopLeading();
+  // Whether another own thread can become the leader when this one stops.
   bool HasSuccessor();
   // After that. False if this thread is not needed any more.
   bool Return();
   // Whether there is nothing left to do, ever.
   bool IsOver();
-  // When whoever has the lead must be awake again.
+  // When the leader must be awake again.
   absl::Time WakeTime() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Wake();
 
   bool TryLead(Leader leader);
   // Whether an own thread that sleeps wakes for the next event.
   void WakeOwn(bool wake);
-  // Gives up the lead to an own thread that sleeps.
+  // Leaves the leadership to an own thread that sleeps.
   void LeaveToOwn();
 
   void OnBlocked() override;
@@ -137,12 +138,12 @@ class Loop : public EventLoop, private Blockable {
   std::atomic<int> sleeps_alone_{0};  // of the own thread, since one was borrowed
   std::atomic<int> crowd_{0};         // so many are not borrowed
 
-  Task deferred_;  // only for whoever has the lead
+  Task deferred_;  // only for the leader
 
   absl::Mutex mu_;
   // Guarded by mu_.
   bool idle_ ABSL_GUARDED_BY(mu_) = true;  // nobody works, or will
-  int own_ ABSL_GUARDED_BY(mu_) = 0;       // own threads that lead or wait for the lead
+  int own_ ABSL_GUARDED_BY(mu_) = 0;       // own threads that lead or follow
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
   internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);

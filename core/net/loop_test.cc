@@ -222,7 +222,7 @@ TEST_F(LoopTest, ThreadsThatWereAsideComeBack) {
     over.WaitForNotification();
     threads.insert(thread);
   }
-  // One that leads, one that waits for the lead, and some on their way back.
+  // One that leads, one that follows, and some on their way back.
   EXPECT_LE(threads.size(), 20u);
 }
 

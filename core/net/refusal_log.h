@@ -22,7 +22,7 @@ class RefusalLog {
 
   // The connection `fd` is about to be closed for that reason, before its handshake was over. A
   // warning, with its address, where it speaks our protocol and its handshake has failed: then it
-  // is a worker with another cluster key, or of another job, more often than a stranger.
+  // is a worker with another cluster key, or of another job, more often than an attacker.
   void Add(int fd, const Handshake& handshake, const absl::Status& why);
 
  private:

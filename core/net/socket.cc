@@ -170,7 +170,53 @@ absl::Status Socket::Await(short events, Deadline deadline) {
   }
 }
 
+absl::Status Socket::StartTls(Handshake::Role role, const Digest& secret, Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(tls_, TlsSession::Create(role, secret));
+  for (;;) {
+    DG_RETURN_IF_ERROR(tls_->Establish());
+    DG_RETURN_IF_ERROR(SendTlsOutput(deadline));
+    if (tls_->established()) return absl::OkStatus();
+    DG_RETURN_IF_ERROR(ReceiveTlsInput(deadline));
+  }
+}
+
 absl::Status Socket::Send(absl::string_view bytes, Deadline deadline) {
+  if (tls_ == nullptr) return SendRaw(bytes, deadline);
+  DG_RETURN_IF_ERROR(tls_->Write(bytes));
+  return SendTlsOutput(deadline);
+}
+
+absl::Status Socket::Receive(void* data, size_t size, Deadline deadline) {
+  char* to = static_cast<char*>(data);
+  while (size > 0) {
+    size_t received = 0;
+    if (tls_ == nullptr) {
+      DG_ASSIGN_OR_RETURN(received, ReceiveRaw(to, size, deadline));
+    } else {
+      DG_ASSIGN_OR_RETURN(received, tls_->Read(to, size));
+      if (received == 0) DG_RETURN_IF_ERROR(ReceiveTlsInput(deadline));
+    }
+    to += received;
+    size -= received;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Socket::SendTlsOutput(Deadline deadline) {
+  const absl::string_view output = tls_->output();
+  DG_RETURN_IF_ERROR(SendRaw(output, deadline));
+  tls_->DropOutput(output.size());
+  return absl::OkStatus();
+}
+
+absl::Status Socket::ReceiveTlsInput(Deadline deadline) {
+  const absl::Span<char> space = tls_->InputSpace();
+  DG_ASSIGN_OR_RETURN(const size_t received, ReceiveRaw(space.data(), space.size(), deadline));
+  tls_->AddInput(received);
+  return absl::OkStatus();
+}
+
+absl::Status Socket::SendRaw(absl::string_view bytes, Deadline deadline) {
   while (!bytes.empty()) {
     const ssize_t sent = send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     if (sent >= 0) {
@@ -184,22 +230,17 @@ absl::Status Socket::Send(absl::string_view bytes, Deadline deadline) {
   return absl::OkStatus();
 }
 
-absl::Status Socket::Receive(void* data, size_t size, Deadline deadline) {
-  char* to = static_cast<char*>(data);
-  while (size > 0) {
-    const ssize_t received = recv(fd_, to, size, 0);
-    if (received > 0) {
-      to += received;
-      size -= static_cast<size_t>(received);
-    } else if (received == 0) {
-      return absl::UnavailableError("the other end closed the connection");
-    } else if (errno == EAGAIN) {
+absl::StatusOr<size_t> Socket::ReceiveRaw(void* data, size_t size, Deadline deadline) {
+  for (;;) {
+    const ssize_t received = recv(fd_, data, size, 0);
+    if (received > 0) return static_cast<size_t>(received);
+    if (received == 0) return absl::UnavailableError("the other end closed the connection");
+    if (errno == EAGAIN) {
       DG_RETURN_IF_ERROR(Await(POLLIN, deadline));
     } else if (errno != EINTR) {
       return ErrnoStatus(absl::StatusCode::kUnavailable, "receive", errno);
     }
   }
-  return absl::OkStatus();
 }
 
 void Socket::SetNoDelay() {

@@ -1,4 +1,5 @@
-// TCP sockets whose every wait ends at a deadline, and whose every failure is a Status.
+// TCP sockets, with or without TLS, whose every wait ends at a deadline, and whose every failure is
+// a Status.
 #ifndef DISTGRAD_CORE_NET_SOCKET_H_
 #define DISTGRAD_CORE_NET_SOCKET_H_
 
@@ -7,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +17,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "core/base/deadline.h"
+#include "core/net/cluster_key.h"
+#include "core/net/handshake.h"
+#include "core/net/tls.h"
 
 namespace distgrad {
 
@@ -30,9 +35,11 @@ class Socket {
  public:
   Socket() = default;
   explicit Socket(int fd) : fd_(fd) {}
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket(Socket&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)), tls_(std::move(other.tls_)) {}
   Socket& operator=(Socket&& other) noexcept {
     std::swap(fd_, other.fd_);
+    std::swap(tls_, other.tls_);
     return *this;
   }
   ~Socket();
@@ -54,9 +61,15 @@ class Socket {
   // change; kInvalidArgument if the host is not of this machine.
   static absl::StatusOr<Socket> Listen(const std::string& host, uint16_t port);
 
+  // Encrypts all that follows, once the other end does so too. `secret`: Handshake::Secret().
+  absl::Status StartTls(Handshake::Role role, const Digest& secret, Deadline deadline);
+
   // All of the bytes. kDeadlineExceeded, or kUnavailable if the other end is gone.
   absl::Status Send(absl::string_view bytes, Deadline deadline);
   absl::Status Receive(void* data, size_t size, Deadline deadline);
+
+  // Whether Receive() has something for which poll() would not wake: what has been decrypted.
+  bool HasInput() const { return tls_ != nullptr && tls_->HasInput(); }
 
   // Small messages leave at once.
   void SetNoDelay();
@@ -73,7 +86,14 @@ class Socket {
  private:
   absl::Status Await(short events, Deadline deadline);
 
+  absl::Status SendRaw(absl::string_view bytes, Deadline deadline);
+  // At least one byte; how many.
+  absl::StatusOr<size_t> ReceiveRaw(void* data, size_t size, Deadline deadline);
+  absl::Status SendTlsOutput(Deadline deadline);
+  absl::Status ReceiveTlsInput(Deadline deadline);
+
   int fd_ = -1;  // does not block
+  std::unique_ptr<TlsSession> tls_;
 };
 
 }  // namespace distgrad

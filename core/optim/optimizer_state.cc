@@ -296,6 +296,7 @@ absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer
     }
   }
   DG_RETURN_IF_ERROR(given.Finish());
+  if (form.check_only) return absl::OkStatus();
   for (size_t i = 0; i < options.size(); ++i) {
     optimizer->param_groups()[i].set_options(std::move(options[i]));
   }

@@ -40,6 +40,8 @@ struct StateForm {
   // Whether tensors are copied; else the state and the optimizer have the same ones, where they are
   // on the same device.
   bool copy = true;
+  // Whether LoadState() says what it would say, and changes nothing.
+  bool check_only = false;
 };
 
 // On the devices of the parameters. kUnimplemented for an optimizer that is not known.

@@ -7,15 +7,15 @@
 
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "core/base/cancellation.h"
 #include "core/base/future.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
+#include "core/pipeline/step_calls.h"
 #include "core/pipeline/step_plan.h"
 #include "core/tensor/exception.h"
 
@@ -33,54 +33,6 @@ std::string DescribeRank(const Schedule& schedule, int rank, const std::string& 
   return absl::StrCat(stages.size() == 1 ? "stage " : "stages ", absl::StrJoin(stages, ", "),
                       " on worker '", worker, "'");
 }
-
-// The calls of one step. The first error ends them all. Thread-safe.
-class StepCalls {
- public:
-  StepCalls(Worker* worker, CallOptions options) : worker_(worker), options_(std::move(options)) {
-    options_.cancellation = cancellation_;
-  }
-
-  Future<Message> Make(const std::string& to, const std::string& function, Message message,
-                       std::string what, const Context* context = nullptr) {
-    CallOptions options = options_;
-    options.context = context;
-    const Future<Message> future =
-        worker_->CallAsync(to, function, std::move(message), std::move(options));
-    futures_.push_back(future);
-    future.Then([state = state_, cancellation = cancellation_,
-                 what = std::move(what)](const absl::StatusOr<Message>& reply) {
-      if (reply.ok()) return;
-      {
-        absl::MutexLock lock(&state->mu);
-        if (!state->status.ok()) return;
-        state->status = Annotate(reply.status(), what);
-      }
-      cancellation->Cancel(absl::CancelledError("another part of the pipeline's step has failed"));
-    });
-    return future;
-  }
-
-  // Waits for all that were made so far.
-  absl::Status Wait() {
-    for (const Future<Message>& future : futures_) future.Wait();
-    futures_.clear();
-    absl::MutexLock lock(&state_->mu);
-    return state_->status;
-  }
-
- private:
-  struct State {
-    absl::Mutex mu;
-    absl::Status status ABSL_GUARDED_BY(mu);
-  };
-
-  Worker* const worker_;
-  CallOptions options_;
-  const std::shared_ptr<Cancellation> cancellation_ = std::make_shared<Cancellation>();
-  const std::shared_ptr<State> state_ = std::make_shared<State>();
-  std::vector<Future<Message>> futures_;  // of the thread that makes them
-};
 
 // By micro-batch, and how many elements each has.
 struct MicroBatches {
@@ -120,6 +72,12 @@ absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, 
 }
 
 }  // namespace
+
+Pipeline::Pipeline(Worker* worker, PipelineOptions options, Schedule evaluation)
+    : worker_(worker),
+      id_(RandomNumber()),
+      options_(std::move(options)),
+      evaluation_(std::move(evaluation)) {}
 
 absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(Worker* worker,
                                                            PipelineOptions options) {
@@ -178,6 +136,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
     int64_t batch = 0;
     for (const int64_t size : cut->sizes) batch += size;
     StepPlan plan{.step = RandomNumber(),
+                  .pipeline = id_,
                   .micro_batches = count,
                   .backward = schedule.backward,
                   .has_targets = !targets.empty(),
@@ -187,13 +146,14 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
       plan.weights.push_back(mean ? static_cast<double>(size) / static_cast<double>(batch) : 1.0);
     }
 
-    StepCalls calls(worker_, {.deadline = deadline});
+    const auto cancellation = std::make_shared<Cancellation>();
+    StepCalls calls(worker_, options_.name, deadline, cancellation);
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       plan.rank = rank;
       plan.list = schedule.lists[rank];
       const std::string& worker = options_.workers[rank];
       calls.Make(
-          worker, absl::StrCat(kBeginStep, options_.name), {EncodePlan(plan), {}},
+          worker, kBeginStep, {EncodePlan(plan), {}},
           absl::StrCat("beginning a step of ", who, ", ", DescribeRank(schedule, rank, worker)),
           context);
     }
@@ -204,7 +164,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       const std::string& worker = options_.workers[rank];
       runs.push_back(
-          calls.Make(worker, absl::StrCat(kRunStep, options_.name),
+          calls.Make(worker, kRunStep,
                      {EncodeStepRef({plan.step, FirstStage(schedule.rank_of_stage, rank)}), {}},
                      absl::StrCat("a step of ", who, ", ", DescribeRank(schedule, rank, worker))));
     }
@@ -212,20 +172,24 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
     const auto deliver = [&](Parcel::Kind kind, int stage, int m, Tensors tensors) {
       const int rank = schedule.rank_of_stage[stage];
       const std::string& worker = options_.workers[rank];
-      const Parcel parcel{.to = {plan.step, FirstStage(schedule.rank_of_stage, rank)},
-                          .kind = kind,
-                          .stage = stage,
-                          .micro_batch = m};
-      calls.Make(worker, absl::StrCat(kDeliver, options_.name),
-                 {EncodeParcel(parcel), std::move(tensors)},
-                 absl::StrCat("sending micro-batch ", m, " of a step of ", who, " to stage ", stage,
-                              " on worker '", worker, "'"));
+      calls.Deliver(worker,
+                    {.to = {plan.step, FirstStage(schedule.rank_of_stage, rank)},
+                     .kind = kind,
+                     .stage = stage,
+                     .micro_batch = m},
+                    std::move(tensors),
+                    absl::StrCat("sending micro-batch ", m, " of a step of ", who, " to stage ",
+                                 stage, " on worker '", worker, "'"));
     };
-    for (int m = 0; m < count; ++m) {
+    for (int m = 0; m < count && !cancellation->cancelled(); ++m) {
       deliver(Parcel::Kind::kActivation, 0, m, std::move(cut->inputs[m]));
       if (plan.has_targets) deliver(Parcel::Kind::kTarget, last, m, std::move(cut->targets[m]));
     }
-    DG_RETURN_IF_ERROR(calls.Wait());
+    const absl::Status ran = calls.Wait();
+    if (absl::IsDeadlineExceeded(ran)) {
+      return Annotate(ran, absl::StrCat(who, ": ", DescribeRanks(schedule, plan.step)));
+    }
+    DG_RETURN_IF_ERROR(ran);
 
     PipelineResult result;
     const Message reply = *runs[schedule.rank_of_stage[last]].Wait();
@@ -253,6 +217,25 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
   } catch (...) {
     return Annotate(StatusFromException(std::current_exception()), who);
   }
+}
+
+std::string Pipeline::DescribeRanks(const Schedule& schedule, uint64_t step) const {
+  // They have been told that the step is over; who has not heard it cannot answer, either.
+  const Deadline deadline = Deadline::After(absl::Seconds(2));
+  std::vector<Future<Message>> answers;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const StepRef ref{step, FirstStage(schedule.rank_of_stage, rank)};
+    answers.push_back(worker_->CallAsync(options_.workers[rank],
+                                         absl::StrCat(kDescribe, options_.name),
+                                         {EncodeStepRef(ref), {}}, {.deadline = deadline}));
+  }
+  std::vector<std::string> ranks;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const absl::StatusOr<Message>& answer = answers[rank].Wait();
+    ranks.push_back(absl::StrCat("worker '", options_.workers[rank], "' ",
+                                 answer.ok() ? answer->payload : "does not answer"));
+  }
+  return absl::StrJoin(ranks, ", ");
 }
 
 }  // namespace distgrad

@@ -14,9 +14,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -68,8 +68,9 @@ class Pipeline {
   // gets the inputs, the last one's loss the targets.
   //
   // The deadline is by default now plus WorkerOptions::timeout. An error names stage, micro-batch
-  // and worker, and ends the step on all of them; what has reached the context by then is there, so
-  // it is good for Release() only. kFailedPrecondition while another step of this pipeline runs.
+  // and worker, that of a deadline what each rank was doing, and ends the step on all of them; what
+  // has reached the context by then is there, so it is good for Release() only. kFailedPrecondition
+  // while another step runs on one of the stages, of this Pipeline or of another.
   absl::StatusOr<PipelineResult> Train(const Context& context, std::vector<at::Tensor> inputs,
                                        std::vector<at::Tensor> targets,
                                        Deadline deadline = absl::InfinitePast());
@@ -80,14 +81,17 @@ class Pipeline {
                                           Deadline deadline = absl::InfinitePast());
 
  private:
-  Pipeline(Worker* worker, PipelineOptions options, Schedule evaluation)
-      : worker_(worker), options_(std::move(options)), evaluation_(std::move(evaluation)) {}
+  Pipeline(Worker* worker, PipelineOptions options, Schedule evaluation);
 
   absl::StatusOr<PipelineResult> Run(const Schedule& schedule, const Context* context,
                                      std::vector<at::Tensor> inputs,
                                      std::vector<at::Tensor> targets, Deadline deadline);
 
+  // What each rank does in that step, or did when it failed.
+  std::string DescribeRanks(const Schedule& schedule, uint64_t step) const;
+
   Worker* const worker_;
+  const uint64_t id_;
   const PipelineOptions options_;
   const Schedule evaluation_;
   std::atomic<bool> runs_{false};

@@ -2,8 +2,13 @@
 #include "core/pipeline/pipeline.h"
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/dropout.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mse_loss.h>
@@ -22,16 +27,20 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
+#include "core/pipeline/step_plan.h"
 #include "core/worker/optimizer.h"
 #include "tests/testing/cluster.h"
 
@@ -39,6 +48,7 @@ namespace distgrad {
 namespace {
 
 using testing::AllOf;
+using testing::ContainsRegex;
 using testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 
@@ -76,7 +86,9 @@ std::vector<std::unique_ptr<PipelineStages>> MakeStages(
   std::vector<std::map<int, PipelineStage>> stages(cluster.size());
   for (int s = 0; s < static_cast<int>(worker_of_stage.size()); ++s) {
     stages[worker_of_stage[s]][s] = {
-        .forward = [forward, s](Tensors in) { return forward(s, std::move(in)); }, .loss = loss};
+        .forward = [forward, s](Tensors in) { return forward(s, std::move(in)); },
+        .loss = loss,
+        .inputs = std::nullopt};
   }
   std::vector<std::unique_ptr<PipelineStages>> made;
   for (int i = 0; i < cluster.size(); ++i) {
@@ -456,7 +468,9 @@ TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
                                    ->Train(context, {at::ones({4, 16})}, {})
                                    .status();
   EXPECT_EQ(missing.code(), absl::StatusCode::kNotFound);
-  EXPECT_THAT(std::string(missing.message()), HasSubstr("has no stage 2 of pipeline 'model'"));
+  // Both lack one, and either may be the first to say so.
+  EXPECT_THAT(std::string(missing.message()),
+              ContainsRegex("worker '(worker0' has no stage 2|worker1' has no stage 3) of pipe"));
   const auto lost = Pipeline::Create(
       &cluster[0], {.name = "model", .workers = {"worker0", "nobody"}, .schedule = *GPipe(2, 2)});
   ASSERT_TRUE(lost.ok());
@@ -480,9 +494,23 @@ TEST_P(PipelineTest, ADeadlineEndsAStepEverywhere) {
     const absl::Status status =
         pipeline->Train(context, x, y, Deadline::After(absl::Milliseconds(200))).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-    EXPECT_THAT(std::string(status.message()), HasSubstr("pipeline 'model', stage "));
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("pipeline 'model', stage "),
+                      HasSubstr("worker 'worker0' waits for others in the receive of "),
+                      HasSubstr("worker 'worker1' is in the forward of stage 1, micro-batch 0")));
   }
-  // The function still runs: the next step waits for it, and ends well.
+  // The function still runs: the next step waits for it,
+  const absl::string_view queued = "worker 'worker1' waits for a function of the step before";
+  absl::Status status;
+  // The step has to have begun on that worker by then.
+  for (int tries = 0; tries < 8 && !absl::StrContains(status.message(), queued); ++tries) {
+    const Context context = cluster[0].NewContext();
+    status =
+        pipeline->Train(context, x, y, Deadline::After(absl::Milliseconds(100 << tries))).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  }
+  EXPECT_THAT(std::string(status.message()), HasSubstr(std::string(queued)));
+  // and ends well.
   std::thread other([&] { end.Notify(); });
   const Context context = cluster[0].NewContext();
   EXPECT_EQ(pipeline->Train(context, x, y).status(), absl::OkStatus());
@@ -588,6 +616,477 @@ TEST_P(PipelineTest, OneStepRunsAtATime) {
   EXPECT_EQ((*of_other)->Evaluate(x).status(), absl::OkStatus());
 }
 
+TEST_P(PipelineTest, OneStepRunsAtATimeAlsoOfAnotherPipelineOfTheSameWorker) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification begun, end;
+  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+    if (stage == 1 && !begun.HasBeenNotified()) {
+      begun.Notify();
+      end.WaitForNotification();
+    }
+    return layers.Forward(stage, in);
+  });
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  const auto other = MakePipeline(cluster, *GPipe(2, 1));
+  const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
+  std::thread first([&] {
+    const Context context = cluster[0].NewContext();
+    EXPECT_EQ(pipeline->Train(context, x, y).status(), absl::OkStatus());
+  });
+  begun.WaitForNotification();
+  const absl::Status status = other->Evaluate(x).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
+  end.Notify();
+  first.join();
+  EXPECT_EQ(other->Evaluate(x).status(), absl::OkStatus());
+}
+
+// Takes the way away by which a rank's last parcel goes, so that it fails when the rank has nothing
+// more to do.
+TEST_P(PipelineTest, ALastParcelThatIsLostEndsTheStep) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  static std::function<void()> before_last;  // Function has no members
+  struct Last : torch::autograd::Function<Last> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list gradients) {
+      before_last();
+      return gradients;
+    }
+  };
+  before_last = [&] { cluster[0].UnregisterOwn("distgrad.pipeline.deliver/model"); };
+  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+    if (stage == 1) in[0] = Last::apply(in[0]);
+    return layers.Forward(stage, in);
+  });
+  const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(2, 1));
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("worker 'worker1' cannot send the gradients of micro-batch 0 to stage 0"));
+  before_last = nullptr;
+}
+
+TEST_P(PipelineTest, MemoryThatIsWrittenAgainIsAnError) {
+  enum Fault { kNone, kOutput, kInput, kTarget, kGradient, kLoss };
+  static at::Tensor reused;
+  struct Reuses : torch::autograd::Function<Reuses> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list gradients) {
+      reused.copy_(gradients[0]);
+      return {reused};
+    }
+  };
+  for (const bool together : {false, true}) {
+    SCOPED_TRACE(together ? "on one rank" : "on two ranks");
+    Cluster cluster(Workers(2));
+    const Layers layers(2);
+    std::atomic<Fault> fault{kNone};
+    reused = at::empty({2, 16});
+    const auto forward = [&](int stage, Tensors in) -> Tensors {
+      if (fault == kInput && stage == 1) in[0].add_(1);
+      if (fault == kGradient && stage == 1) in[0] = Reuses::apply(in[0]);
+      Tensors out = layers.Forward(stage, in);
+      if (fault != kOutput || stage != 0) return out;
+      const at::AutoGradMode grad_mode(false);
+      reused.copy_(out[0]);
+      return {reused};
+    };
+    const auto loss = [&](Tensors out, Tensors targets) {
+      if (fault == kTarget) targets[0].zero_();
+      const at::Tensor loss = Loss(out, targets);
+      if (fault == kLoss) out[0].zero_();
+      return loss;
+    };
+    Schedule schedule = *GPipe(2, 3);
+    if (together) {
+      schedule = {.micro_batches = 3, .rank_of_stage = {0, 0}, .lists = {{}}};
+      for (int m = 0; m < 3; ++m) {
+        for (const int s : {0, 1}) schedule.lists[0].push_back({Action::Kind::kForward, s, m});
+      }
+      // The gradients of a micro-batch wait while the next one's are computed.
+      for (const int s : {1, 0}) {
+        for (int m = 0; m < 3; ++m) schedule.lists[0].push_back({Action::Kind::kBackward, s, m});
+      }
+    }
+    const auto stages = MakeStages(cluster, schedule.rank_of_stage, forward, loss);
+    const auto pipeline = MakePipeline(cluster, schedule);
+    const auto step = [&](Fault with, bool train) {
+      fault = with;
+      const Context context = cluster[0].NewContext();
+      const at::Tensor x = at::randn({6, 16}), y = at::randn({6, 16});
+      const absl::Status status = train ? pipeline->Train(context, {x}, {y}).status()
+                                        : pipeline->Evaluate({x}, {y}).status();
+      fault = kNone;
+      return status;
+    };
+    EXPECT_EQ(step(kNone, true), absl::OkStatus());
+    for (const bool train : {false, true}) {
+      SCOPED_TRACE(train ? "training" : "evaluation");
+      absl::Status status = step(kOutput, train);
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr("stage 0, micro-batch 0 on worker 'worker0' must not write"),
+                        HasSubstr("output 0 was written to")));
+      status = step(kInput, train);
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker"),
+                        HasSubstr("given, and input 0 was written to")));
+      status = step(kTarget, train);
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker"),
+                        HasSubstr("given, and target 0 was written to")));
+    }
+    absl::Status status = step(kGradient, true);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr(absl::StrCat("stage 1, micro-batch 0 on worker '",
+                                             WorkerName(together ? 0 : 1), "' must not write")),
+                      HasSubstr("the gradient of input 0 was written to")));
+    status = step(kLoss, false);
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker"),
+                      HasSubstr("the loss must not write"), HasSubstr("output 0 was written to")));
+    EXPECT_EQ(step(kNone, true), absl::OkStatus());
+  }
+  reused = at::Tensor();
+}
+
+// A loss that reads a target which is not there would end its process.
+TEST_P(PipelineTest, AnotherNumberOfTensorsThanAStageTakesIsAnError) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto back = PipelineStages::Create(
+      &cluster[1], "model",
+      {{1, {.forward = [&](Tensors in) { return layers.Forward(1, in); }, .loss = Loss}}});
+  const auto front = PipelineStages::Create(
+      &cluster[0], "model", {{0, {.forward = [&](Tensors in) { return layers.Forward(0, in); }}}});
+  ASSERT_TRUE(back.ok() && front.ok());
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 2));
+  const at::Tensor x = at::randn({4, 16}), y = at::randn({4, 16});
+  const Context context = cluster[0].NewContext();
+  absl::Status status = pipeline->Train(context, {x}, {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker 'worker1'"),
+                    HasSubstr("loss takes 1 targets, and is given 0")));
+  status = pipeline->Train(context, {x, x}, {y}).status();
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("forward of stage 0, micro-batch 0 on worker 'worker0'"),
+                    HasSubstr("forward takes 1 inputs, and is given 2")));
+}
+
+// What a batch, an activation and a gradient take together is more than may be on its way, or wait
+// to be served, at once; and so is their number.
+TEST_P(PipelineTest, ABatchMayBeLargerThanTheLimitsOfWhatIsOnItsWay) {
+  constexpr int kCount = 12;
+  ClusterOptions options = Workers(3);
+  options.limits.bytes_per_peer = 100'000;
+  options.limits.calls_per_peer = 8;
+  Cluster cluster(options);
+  const Layers layers(3);
+  const auto stages = MakeStages(cluster, {0, 1, 2},
+                                 [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  const auto pipeline = Pipeline::Create(
+      &cluster[1], {.name = "model", .workers = Names(3), .schedule = *GPipe(3, kCount)});
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  for (const int rows : {100, 380}) {  // of 64 bytes: the larger ones are nearly a quarter
+    const at::Tensor x = at::randn({kCount * rows, 16}), y = at::randn({kCount * rows, 16});
+    const Context context = cluster[1].NewContext();
+    EXPECT_EQ((*pipeline)->Train(context, {x}, {y}).status(), absl::OkStatus()) << rows;
+  }
+}
+
+// Says when its memory ends.
+at::Tensor Watched(at::Tensor tensor, std::shared_ptr<absl::Notification> end) {
+  void* const data = tensor.data_ptr();
+  return at::from_blob(
+      data, tensor.sizes(), [tensor, end](void*) mutable { end->Notify(); }, tensor.options());
+}
+
+TEST_P(PipelineTest, AfterAStepNothingOfItIsKept) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto end = std::make_shared<absl::Notification>();
+  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+    Tensors out = layers.Forward(stage, in);
+    if (stage == 1) out[0] = Watched(out[0], end);
+    return out;
+  });
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  EXPECT_EQ(pipeline->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+  EXPECT_TRUE(end->WaitForNotificationWithTimeout(absl::Seconds(30)));
+}
+
+TEST_P(PipelineTest, AutocastIsThatOfTheCallerInForwardAndOffInBackward) {
+  static std::atomic<int> backwards{0}, backwards_with_autocast{0};
+  struct Looks : torch::autograd::Function<Looks> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list gradients) {
+      ++backwards;
+      if (at::autocast::is_autocast_enabled(at::kCPU)) ++backwards_with_autocast;
+      return gradients;
+    }
+  };
+  backwards = backwards_with_autocast = 0;
+  struct Autocast {
+    Autocast() {
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      at::autocast::set_autocast_dtype(at::kCPU, at::kHalf);
+    }
+    ~Autocast() {
+      at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      at::autocast::clear_cache();
+    }
+  };
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  std::atomic<int> forwards_of_half{0};
+  const auto forward = [&](int stage, Tensors in) -> Tensors {
+    const at::Tensor product = at::linear(in[0], layers.weights[stage], layers.biases[stage]);
+    if (product.scalar_type() == at::kHalf) ++forwards_of_half;
+    return {Looks::apply(product).to(at::kFloat)};
+  };
+  const auto stages = MakeStages(cluster, {0, 1}, forward);
+  const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(2, 2));
+  const at::Tensor x = at::randn({4, 16}), y = at::randn({4, 16});
+  Tensors losses;
+  for (int step = 0; step < 2; ++step) {
+    const Context context = cluster[0].NewContext();
+    {
+      const Autocast autocast;
+      const absl::StatusOr<PipelineResult> result = pipeline->Train(context, {x}, {y});
+      ASSERT_TRUE(result.ok()) << result.status();
+      losses.push_back(result->loss);
+    }
+    // What autocast has cast for the first step is old in the second.
+    const at::AutoGradMode grad_mode(false);
+    for (at::Tensor weight : layers.weights) weight.mul_(2);
+  }
+  EXPECT_EQ(forwards_of_half, 8);
+  EXPECT_EQ(backwards, 8);
+  EXPECT_EQ(backwards_with_autocast, 0);
+  EXPECT_GT((losses[1] - losses[0]).abs().item<float>(), 0.1);
+}
+
+TEST_P(PipelineTest, AStageThatIsRecomputedGivesTheSameBitsAndKeepsLess) {
+  constexpr int kCount = 4;
+  static std::atomic<int> alive{0}, most_alive_in_backward{0};
+  // Keeps something until its backward, as a stage's activations are kept.
+  struct Keeps : torch::autograd::Function<Keeps> {
+    static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a) {
+      ++alive;
+      const at::Tensor copy = a.clone();
+      context->save_for_backward({at::from_blob(
+          copy.data_ptr(), copy.sizes(), [copy](void*) { --alive; }, copy.options())});
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list gradients) {
+      most_alive_in_backward = std::max<int>(most_alive_in_backward, alive);
+      return gradients;
+    }
+  };
+  for (const bool halves : {false, true}) {
+    SCOPED_TRACE(halves ? "ZB-H1" : "GPipe");
+    const Layers layers(2);
+    const Tensors x{at::randn({8, 16})}, y{at::randn({8, 16})};
+    Tensors losses, gradients;
+    std::vector<int> kept;
+    for (const bool recompute : {false, true}) {
+      Cluster cluster(Workers(2));
+      int forwards = 0;
+      std::vector<std::unique_ptr<PipelineStages>> stages;
+      for (int s = 0; s < 2; ++s) {
+        // The first one alone draws random numbers; both are in one process.
+        const auto forward = [&, s](Tensors in) {
+          if (s == 1) return layers.Forward(1, in);
+          ++forwards;
+          const at::Tensor some = at::dropout(in[0], 0.5, true);
+          return layers.Forward(0, {Keeps::apply(some + layers.biases[0])});
+        };
+        stages.push_back(*PipelineStages::Create(
+            &cluster[s], "model",
+            {{s, {.forward = forward, .loss = Loss, .recompute = recompute && s == 0}}}));
+      }
+      const auto pipeline =
+          MakePipeline(cluster, halves ? *ZeroBubbleH1(2, kCount) : *GPipe(2, kCount));
+      at::manual_seed(7);
+      most_alive_in_backward = 0;
+      const Context context = cluster[0].NewContext();
+      const absl::StatusOr<PipelineResult> result = pipeline->Train(context, x, y);
+      ASSERT_TRUE(result.ok()) << result.status();
+      losses.push_back(result->loss);
+      gradients.push_back(*context.Gradient(layers.weights[0]));
+      kept.push_back(most_alive_in_backward);
+      EXPECT_EQ(forwards, recompute ? 2 * kCount : kCount);
+      EXPECT_EQ(alive, 0);
+    }
+    EXPECT_TRUE(at::equal(losses[0], losses[1]));
+    EXPECT_TRUE(at::equal(gradients[0], gradients[1]));
+    if (halves) continue;
+    EXPECT_EQ(kept[0], kCount);
+    EXPECT_EQ(kept[1], 1);
+  }
+}
+
+TEST_P(PipelineTest, ARecomputationWithOtherRandomNumbersIsAnError) {
+  Cluster cluster(Workers(1));
+  const Layers layers(1);
+  int forwards = 0;
+  const auto stages =
+      PipelineStages::Create(&cluster[0], "model",
+                             {{0,
+                               {.forward =
+                                    [&](Tensors in) {
+                                      if (++forwards == 2) at::rand({3});
+                                      return layers.Forward(0, {at::dropout(in[0], 0.5, true)});
+                                    },
+                                .loss = Loss,
+                                .recompute = true}}});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("backward of stage 0, micro-batch 0 on worker 'worker0'"),
+                    HasSubstr("other random numbers")));
+}
+
+TEST_P(PipelineTest, ARecomputationOfSomethingElseIsAnError) {
+  enum Fault { kNone, kInput, kTarget, kInputMeanwhile, kLoss, kHistory };
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  Fault fault = kNone;
+  int forwards = 0;
+  at::Tensor kept;
+  const auto forward = [&](Tensors in) -> Tensors {
+    ++forwards;
+    if (fault == kInput && forwards == 2) kept.add_(1);
+    if (fault == kInputMeanwhile && forwards == 3) in[0].add_(1);
+    if (fault == kInput) kept = in[0];
+    if (fault == kLoss && forwards == 3) return layers.Forward(1, {in[0] * 2});
+    Tensors out = layers.Forward(1, in);
+    if (fault == kHistory && forwards == 3) out[0] = out[0].detach();
+    return out;
+  };
+  const auto loss = [&](Tensors out, Tensors targets) {
+    if (fault == kTarget && forwards == 2) kept.add_(1);
+    if (fault == kTarget) kept = targets[0];
+    return Loss(std::move(out), std::move(targets));
+  };
+  const auto front = PipelineStages::Create(
+      &cluster[0], "model", {{0, {.forward = [&](Tensors in) { return layers.Forward(0, in); }}}});
+  const auto back = PipelineStages::Create(
+      &cluster[1], "model", {{1, {.forward = forward, .loss = loss, .recompute = true}}});
+  ASSERT_TRUE(front.ok() && back.ok());
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 2));
+  const std::map<Fault, std::string> expected = {
+      {kInput, "must not write to what it is given, and input 0 was written to"},
+      {kTarget, "must not write to what it is given, and target 0 was written to"},
+      {kInputMeanwhile, "must not write to what it is given, and input 0 was written to"},
+      {kLoss, "the loss is not that of the first time"},
+      {kHistory, "output 0 is Float [] without a gradient, and was Float [] with a gradient"}};
+  for (const auto& [one, text] : expected) {
+    SCOPED_TRACE(text);
+    fault = one;
+    forwards = 0;
+    const Context context = cluster[0].NewContext();
+    const absl::Status status =
+        pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+    kept = at::Tensor();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("of stage 1, micro-batch "), HasSubstr(text)));
+  }
+  // A loss that is not a number is the same twice.
+  fault = kNone;
+  const Context context = cluster[0].NewContext();
+  EXPECT_EQ(pipeline->Train(context, {at::randn({4, 16}) / 0.}, {at::randn({4, 16})}).status(),
+            absl::OkStatus());
+}
+
+// The gradient of the parameter is that of the input, the same tensor.
+TEST_P(PipelineTest, AStageMayAddAParameterToItsInput) {
+  for (const int ranks : {1, 2}) {
+    SCOPED_TRACE(ranks);
+    Cluster cluster(Workers(ranks));
+    Tensors own, alone;
+    for (int s = 0; s < 2; ++s) {
+      own.push_back(at::randn({2, 16}).requires_grad_(true));
+      alone.push_back(own.back().detach().clone().requires_grad_(true));
+    }
+    const Schedule schedule =
+        ranks == 2 ? *ZeroBubbleH1(2, 3)
+                   : Schedule{.micro_batches = 3,
+                              .rank_of_stage = {0, 0},
+                              .lists = {[] {
+                                std::vector<Action> list;
+                                for (const Action::Kind kind :
+                                     {Action::Kind::kForward, Action::Kind::kBackwardInput,
+                                      Action::Kind::kBackwardWeight}) {
+                                  const int first = kind == Action::Kind::kForward ? 0 : 1;
+                                  for (const int s : {first, 1 - first}) {
+                                    for (int m = 0; m < 3; ++m) list.push_back({kind, s, m});
+                                  }
+                                }
+                                return list;
+                              }()}};
+    const auto stages = MakeStages(cluster, schedule.rank_of_stage,
+                                   [&](int s, Tensors in) { return Tensors{in[0] + own[s]}; });
+    const auto pipeline = MakePipeline(cluster, schedule);
+    const at::Tensor x = at::randn({6, 16}), y = at::randn({6, 16});
+    const Context context = cluster[0].NewContext();
+    ASSERT_EQ(pipeline->Train(context, {x}, {y}).status(), absl::OkStatus());
+    for (int m = 0; m < 3; ++m) {
+      const at::Tensor loss =
+          Loss({x.tensor_split(3)[m] + alone[0] + alone[1]}, {y.tensor_split(3)[m]});
+      loss.backward(at::full_like(loss, 2.0 / 6.0));
+    }
+    EXPECT_TRUE(at::equal(*context.Gradient(own[0]), alone[0].grad()));
+  }
+}
+
+TEST_P(PipelineTest, AStageUsesAsManyThreadsAsItMay) {
+  Cluster cluster(Workers(1));
+  const Layers layers(1);
+  const int before = at::get_num_threads();
+  std::atomic<int> threads{0};
+  EXPECT_EQ(PipelineStages::Create(&cluster[0], "model", {}, {.threads = -1}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  for (const int wanted : {3, 1}) {
+    const auto stages = PipelineStages::Create(&cluster[0], "model",
+                                               {{0,
+                                                 {.forward =
+                                                      [&](Tensors in) {
+                                                        threads = at::get_num_threads();
+                                                        return layers.Forward(0, in);
+                                                      }}}},
+                                               {.threads = wanted});
+    ASSERT_TRUE(stages.ok()) << stages.status();
+    const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
+    EXPECT_EQ(pipeline->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+    EXPECT_EQ(threads, wanted);
+    EXPECT_EQ(at::get_num_threads(), before);
+  }
+}
+
 // Each rank has a thread of its own; so a stage that two pipelines have in different ranks would
 // run twice at once.
 TEST_P(PipelineTest, OneStepRunsAtATimeAlsoOfAnotherPartition) {
@@ -618,6 +1117,49 @@ TEST_P(PipelineTest, OneStepRunsAtATimeAlsoOfAnotherPartition) {
   first.join();
   EXPECT_EQ((*apart)->Evaluate(x).status(), absl::OkStatus());
   EXPECT_EQ(most, 1);
+}
+
+// Both have begun before one of them runs.
+TEST_P(PipelineTest, OfTwoPartitionsThatHaveBegunOneRuns) {
+  Cluster cluster(Workers(1));
+  const Layers layers(2);
+  const auto stages =
+      MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  const auto call = [&](absl::string_view function, std::string payload) {
+    return cluster[0].Call("worker0", absl::StrCat(function, "model"), {std::move(payload), {}},
+                           {.deadline = Deadline::After(absl::Seconds(20))});
+  };
+  StepPlan plan{.step = 1,
+                .pipeline = 1,
+                .rank = 0,
+                .micro_batches = 1,
+                .backward = false,
+                .has_targets = false,
+                .rank_of_stage = {0, 0},
+                .workers = {"worker0"},
+                .list = {{Action::Kind::kForward, 0, 0}, {Action::Kind::kForward, 1, 0}},
+                .weights = {1}};
+  ASSERT_EQ(call(kBeginStep, EncodePlan(plan)).status(), absl::OkStatus());
+  plan.step = plan.pipeline = 2;
+  plan.rank = 1;
+  plan.rank_of_stage = {0, 1};
+  plan.workers = {"worker0", "worker0"};
+  plan.list = {{Action::Kind::kReceiveActivation, 1, 0}, {Action::Kind::kForward, 1, 0}};
+  ASSERT_EQ(call(kBeginStep, EncodePlan(plan)).status(), absl::OkStatus());
+  // The first one runs, and waits for its micro-batch.
+  const Future<Message> first = cluster[0].CallAsync(
+      "worker0", absl::StrCat(kRunStep, "model"),
+      {EncodeStepRef({.step = 1, .first_stage = 0}), {}}, {.deadline = Deadline::Never()});
+  while (true) {
+    const absl::StatusOr<Message> answer =
+        call(kDescribe, EncodeStepRef({.step = 1, .first_stage = 0}));
+    ASSERT_TRUE(answer.ok()) << answer.status();
+    if (answer->payload != "has not begun") break;
+    std::this_thread::yield();
+  }
+  const absl::Status status = call(kRunStep, EncodeStepRef({.step = 2, .first_stage = 1})).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
 }
 
 TEST_P(PipelineTest, StagesThatCannotBeMadeLeaveNothing) {

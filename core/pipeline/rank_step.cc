@@ -2,11 +2,13 @@
 #include "core/pipeline/rank_step.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/allclose.h>
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -36,6 +38,19 @@ const char* NameOf(Parcel::Kind kind) {
   return "parcels of an unknown kind";
 }
 
+absl::Status CheckCount(absl::string_view function, absl::string_view what, size_t count,
+                        std::optional<int> expected) {
+  if (!expected.has_value() || count == static_cast<size_t>(*expected)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("the stage's ", function, " takes ", *expected,
+                                                 " ", what, ", and is given ", count,
+                                                 " (PipelineStage::", what, ")"));
+}
+
+absl::Status CheckGiven(const std::pair<WriteCheck, WriteCheck>& given) {
+  DG_RETURN_IF_ERROR(given.first.Check("it must not write to what it is given, and input"));
+  return given.second.Check("it must not write to what it is given, and target");
+}
+
 // Takes an entry out of a map.
 template <typename Map>
 absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key_type& key) {
@@ -51,7 +66,7 @@ absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key
 }  // namespace
 
 RankStep::RankStep(Worker* worker, std::string pipeline, const std::map<int, PipelineStage>* stages,
-                   StepPlan plan, WorkerId driver, Context context)
+                   StepPlan plan, WorkerRank driver, Context context)
     : worker_(worker),
       pipeline_(std::move(pipeline)),
       stages_(*stages),
@@ -59,14 +74,55 @@ RankStep::RankStep(Worker* worker, std::string pipeline, const std::map<int, Pip
       driver_(driver),
       context_(std::move(context)) {}
 
+std::shared_ptr<RankStep> RankStep::Create(Worker* worker, std::string pipeline,
+                                           const std::map<int, PipelineStage>* stages,
+                                           StepPlan plan, WorkerRank driver, Context context) {
+  auto step = std::make_shared<RankStep>(worker, std::move(pipeline), stages, std::move(plan),
+                                         driver, std::move(context));
+  step->cancellation_->OnCancel([weak = std::weak_ptr<RankStep>(step)] {
+    if (const auto alive = weak.lock()) alive->OnStop();
+  });
+  return step;
+}
+
+bool RankStep::Advance(Event event) {
+  switch (state_) {
+    case State::kBegun:
+      if (event == Event::kEndOfList) return false;
+      // One that was stopped before is not started any more.
+      state_ = event == Event::kStart ? State::kRunning : State::kOver;
+      return true;
+    case State::kRunning:
+      if (event == Event::kStart) return false;
+      state_ = event == Event::kStop ? State::kStopping : State::kOver;
+      return true;
+    case State::kStopping:
+      // Whoever waits for the step has heard of its end; now its thread has come there, too.
+      if (event != Event::kEndOfList) return false;
+      state_ = State::kOver;
+      return true;
+    case State::kOver:
+      return false;
+  }
+  return false;
+}
+
 bool RankStep::running() const {
   absl::MutexLock lock(&mu_);
-  return started_ && !over_;
+  return state_ == State::kRunning;
 }
 
 bool RankStep::busy() const {
   absl::MutexLock lock(&mu_);
-  return started_ && !list_done_;
+  return state_ == State::kRunning || state_ == State::kStopping;
+}
+
+std::string RankStep::Describe() const {
+  absl::MutexLock lock(&mu_);
+  if (state_ == State::kBegun) return "has not begun";
+  if (!ran_) return "waits for a function of the step before";
+  if (action_ == nullptr) return "is at the end of its list";
+  return absl::StrCat(waits_ ? "waits for others in the " : "is in the ", ToString(*action_));
 }
 
 bool RankStep::SharesStagesWith(const RankStep& other) const {
@@ -83,31 +139,25 @@ bool RankStep::HasSameStagesAs(const RankStep& other) const {
   return true;
 }
 
-absl::Status RankStep::stopped() const {
-  absl::MutexLock lock(&mu_);
-  return why_;
-}
-
 absl::StatusOr<Future<Message>> RankStep::Start(const Request& request) {
   absl::MutexLock lock(&mu_);
-  DG_RETURN_IF_ERROR(why_);
-  if (started_) return absl::FailedPreconditionError("the step runs already");
-  started_ = true;
-  cancellation_ = request.cancellation;
+  DG_RETURN_IF_ERROR(cancellation_->why());
+  if (!Advance(Event::kStart)) return absl::FailedPreconditionError("the step runs already");
   deadline_ = request.deadline;
-  modes_.emplace();
-  return future_;
+  modes_ = CallModes::Current();
+  return promise_.emplace().future();
 }
 
-void RankStep::Stop(const absl::Status& why) {
+void RankStep::OnStop() {
+  std::optional<Promise<Message>> promise;
+  DeliveredParcels delivered;  // ends outside the lock
   {
     absl::MutexLock lock(&mu_);
-    if (over_) return;
-    over_ = true;
-    why_ = why;
-    delivered_.clear();
+    if (!Advance(Event::kStop)) return;
+    promise.swap(promise_);
+    delivered.swap(delivered_);
   }
-  promise_.Set(why);
+  if (promise.has_value()) promise->Set(cancellation_->why());
 }
 
 absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
@@ -120,8 +170,9 @@ absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
   }
   absl::MutexLock lock(&mu_);
   // Who hears of it so should hear of the cause.
-  DG_RETURN_IF_ERROR(why_);
-  if (over_) return absl::FailedPreconditionError("the step is over");
+  DG_RETURN_IF_ERROR(cancellation_->why());
+  DG_RETURN_IF_ERROR(error_);
+  if (over()) return absl::FailedPreconditionError("the step is over");
   const bool is_new = delivered_
                           .try_emplace({parcel.kind, parcel.stage, parcel.micro_batch},
                                        Delivered{std::move(tensors), parcel.wanted})
@@ -136,10 +187,13 @@ absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell
   const ParcelKey key{kind, cell.first, cell.second};
   absl::MutexLock lock(&mu_);
   const auto there = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return over_ || delivered_.count(key) > 0;
+    return over() || delivered_.count(key) > 0;
   };
+  waits_ = true;
   mu_.Await(absl::Condition(&there));
-  DG_RETURN_IF_ERROR(why_);
+  // One that is stopped was waiting when it was.
+  if (over()) return cancellation_->why();
+  waits_ = false;
   std::optional<Delivered>& delivered = delivered_[key];
   if (!delivered.has_value()) return absl::FailedPreconditionError("it was received before");
   Delivered taken = *std::move(delivered);
@@ -147,35 +201,19 @@ absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell
   return taken;
 }
 
-absl::Status RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what) {
+void RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what) {
   const int rank = plan_.rank_of_stage[to_stage];
   const std::string& worker = plan_.workers[rank];
-  CallOptions options;
-  {
-    absl::MutexLock lock(&mu_);
-    options.deadline = deadline_;
-    options.cancellation = cancellation_;
-  }
-  Message message{EncodeParcel({.to = {plan_.step, FirstStage(plan_.rank_of_stage, rank)},
-                                .kind = kind,
-                                .stage = to_stage,
-                                .micro_batch = micro_batch,
-                                .wanted = std::move(what.wanted)}),
-                  std::move(what.tensors)};
-  const Future<Message> sent = worker_->CallAsync(worker, absl::StrCat(kDeliver, pipeline_),
-                                                  std::move(message), std::move(options));
-  // Nobody waits for the answer: what cannot be sent ends the step.
-  sent.Then([self = weak_from_this(), kind, to_stage, micro_batch,
-             worker](const absl::StatusOr<Message>& reply) {
-    if (reply.ok()) return;
-    const std::shared_ptr<RankStep> step = self.lock();
-    if (step == nullptr) return;
-    step->Stop(Annotate(reply.status(),
-                        absl::StrCat("worker '", step->worker_->name(), "' cannot send ",
-                                     NameOf(kind), " of micro-batch ", micro_batch, " to stage ",
-                                     to_stage, " on worker '", worker, "'")));
-  });
-  return absl::OkStatus();
+  calls_->Deliver(
+      worker,
+      {.to = {plan_.step, FirstStage(plan_.rank_of_stage, rank)},
+       .kind = kind,
+       .stage = to_stage,
+       .micro_batch = micro_batch,
+       .wanted = std::move(what.wanted)},
+      std::move(what.tensors),
+      absl::StrCat("worker '", worker_->name(), "' cannot send ", NameOf(kind), " of micro-batch ",
+                   micro_batch, " to stage ", to_stage, " on worker '", worker, "'"));
 }
 
 absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
@@ -207,15 +245,28 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
       targets = std::move(delivered.tensors);
     }
   }
-  const auto with_loss = [&](Tensors inputs) {
+  const auto with_loss = [this, m, cell, &stage, has_loss, targets](Tensors inputs) {
     Tensors outputs = stage.forward(std::move(inputs));
     if (!has_loss) return outputs;
-    if (!plan_.backward) outputs_[m] = outputs;
-    return Tensors{stage.loss(std::move(outputs), std::move(targets))};
+    if (!plan_.backward) {
+      outputs_[m] = outputs;
+      outputs_read_.emplace(cell, outputs);
+    }
+    return Tensors{stage.loss(std::move(outputs), targets)};
   };
+  DG_RETURN_IF_ERROR(CheckCount("forward", "inputs", in.tensors.size(), stage.inputs));
+  if (has_loss) {
+    DG_RETURN_IF_ERROR(CheckCount("loss", "targets", targets.size(), stage.targets));
+  }
+  const std::pair<WriteCheck, WriteCheck> given{in.tensors, targets};
   Tensors outputs;
+  std::vector<bool> has_history;
   try {
-    if (plan_.backward) {
+    const CallModesScope modes(this->modes());
+    if (plan_.backward && stage.recompute) {
+      outputs =
+          runs_[cell].ForwardToRecompute(with_loss, std::move(in.tensors), in.wanted, &has_history);
+    } else if (plan_.backward) {
       outputs = runs_[cell].Forward(with_loss, std::move(in.tensors), in.wanted);
     } else {
       const at::AutoGradMode grad_mode(false);
@@ -225,25 +276,33 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
     return WithOrigin(StatusFromException(std::current_exception()),
                       {worker_->rank(), ErrorOrigin::By::kHandler});
   }
+  if (!plan_.backward || !stage.recompute) {
+    for (const at::Tensor& output : outputs) {
+      has_history.push_back(plan_.backward && output.defined() && output.requires_grad());
+    }
+  }
+  DG_RETURN_IF_ERROR(CheckGiven(given));
+  if (plan_.backward && stage.recompute) given_.emplace(cell, given);
   if (has_loss) {
     const at::Tensor& loss = outputs[0];
     if (!loss.defined() || loss.numel() != 1) {
       return absl::InvalidArgumentError("the loss is not one number");
     }
-    if (plan_.backward && !loss.requires_grad()) {
+    if (plan_.backward && !has_history[0]) {
       return absl::FailedPreconditionError("the loss depends on nothing that requires grad");
     }
-    losses_[m] = loss.detach();
-    return absl::OkStatus();
+    losses_[m] = loss.detach().clone();
+    if (plan_.backward) return absl::OkStatus();
+    // They are what the evaluation gives.
+    return outputs_read_.at(cell).Check("the loss must not write to what it is given, and output");
   }
+  outputs_read_.emplace(cell, outputs);
   if (IsLast(s)) {
     outputs_[m] = std::move(outputs);
     return absl::OkStatus();
   }
   Delivered out;
-  for (const at::Tensor& output : outputs) {
-    out.wanted.push_back(plan_.backward && output.defined() && output.requires_grad());
-  }
+  out.wanted = std::move(has_history);
   out.tensors = Detached(std::move(outputs));
   (IsElsewhere(s + 1) ? to_next_[cell] : inputs_[{s + 1, m}]) = std::move(out);
   return absl::OkStatus();
@@ -255,6 +314,22 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
     DG_ASSIGN_OR_RETURN(StageRun run, Take(runs_, cell));
     return run.BackwardWeight(*context_.record());
   }
+  // What this stage was given by another one of this rank, and what it has given itself: before
+  // autograd finds, and names, a variable that was modified.
+  for (const Cell& of : {Cell{s - 1, m}, cell}) {
+    const auto read = outputs_read_.find(of);
+    if (read != outputs_read_.end()) DG_RETURN_IF_ERROR(CheckRead(read->second, "output", of));
+  }
+  outputs_read_.erase(cell);
+  // What this stage is given back by the next one of this rank, and has not read before.
+  const Cell next{s + 1, m};
+  const auto read = gradients_read_.find(next);
+  if (read != gradients_read_.end()) {
+    DG_RETURN_IF_ERROR(CheckRead(read->second, "the gradient of input", next));
+    gradients_read_.erase(read);
+  }
+  const PipelineStage& stage = stages_.at(s);
+  if (stage.recompute) DG_RETURN_IF_ERROR(Recompute(cell));
   Tensors gradients;
   if (IsLast(s)) {
     gradients = {at::full_like(losses_[m], plan_.weights[m])};
@@ -272,12 +347,41 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
   }
   DG_RETURN_IF_ERROR(back.status());
   if (s == 0) return absl::OkStatus();
+  gradients_read_.emplace(cell, *back);
   if (IsElsewhere(s - 1)) {
     to_previous_[cell] = {*std::move(back), {}};
   } else {
     gradients_[{s - 1, m}] = *std::move(back);
   }
   return absl::OkStatus();
+}
+
+absl::Status RankStep::Recompute(Cell cell) {
+  const auto run = runs_.find(cell);
+  if (run == runs_.end()) return absl::FailedPreconditionError("there was no forward");
+  DG_ASSIGN_OR_RETURN(const auto given, Take(given_, cell));
+  DG_RETURN_IF_ERROR(CheckGiven(given));
+  const CallModesScope modes(this->modes());
+  DG_ASSIGN_OR_RETURN(const Tensors outputs, run->second.Recompute());
+  DG_RETURN_IF_ERROR(CheckGiven(given));
+  if (!IsLast(cell.first)) return absl::OkStatus();
+  // Also where both are not a number.
+  const at::Tensor& loss = losses_[cell.second];
+  if (at::allclose(outputs[0].detach(), loss, /*rtol=*/0, /*atol=*/0, /*equal_nan=*/true)) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(
+      "the forward that is recomputed is not the same twice: the loss is not that of the first "
+      "time");
+}
+
+absl::Status RankStep::CheckRead(const WriteCheck& read, absl::string_view what, Cell cell) const {
+  return Annotate(read.Check(what),
+                  absl::StrCat("stage ", cell.first, ", micro-batch ", cell.second, " on worker '",
+                               worker_->name(),
+                               "' must not write again to what it has returned before the "
+                               "micro-batch's backward has come, or the step is over; let it "
+                               "return new tensors"));
 }
 
 absl::Status RankStep::Do(const Action& action) {
@@ -291,7 +395,8 @@ absl::Status RankStep::Do(const Action& action) {
       return Backward(action.kind, cell);
     case Kind::kSendActivation: {
       DG_ASSIGN_OR_RETURN(Delivered what, Take(to_next_, cell));
-      return Send(Parcel::Kind::kActivation, action.stage + 1, action.micro_batch, std::move(what));
+      Send(Parcel::Kind::kActivation, action.stage + 1, action.micro_batch, std::move(what));
+      return absl::OkStatus();
     }
     case Kind::kReceiveActivation: {
       DG_ASSIGN_OR_RETURN(inputs_[cell], Await(Parcel::Kind::kActivation, cell));
@@ -300,7 +405,8 @@ absl::Status RankStep::Do(const Action& action) {
     }
     case Kind::kSendGradient: {
       DG_ASSIGN_OR_RETURN(Delivered what, Take(to_previous_, cell));
-      return Send(Parcel::Kind::kGradient, action.stage - 1, action.micro_batch, std::move(what));
+      Send(Parcel::Kind::kGradient, action.stage - 1, action.micro_batch, std::move(what));
+      return absl::OkStatus();
     }
     case Kind::kReceiveGradient: {
       DG_ASSIGN_OR_RETURN(Delivered what, Await(Parcel::Kind::kGradient, cell));
@@ -311,52 +417,50 @@ absl::Status RankStep::Do(const Action& action) {
       const PipelineStage& stage = stages_.at(action.stage);
       if (stage.step == nullptr)
         return absl::FailedPreconditionError("it has no PipelineStage::step");
+      const CallModesScope modes(this->modes());
       return stage.step(context_);
     }
   }
   return absl::InternalError("an action of an unknown kind");
 }
 
-void RankStep::Run() {
-  try {
-    RunList();
-  } catch (...) {  // there was no memory
+absl::StatusOr<Message> RankStep::FollowList() {
+  for (const Action& action : plan_.list) {
     {
       absl::MutexLock lock(&mu_);
-      list_done_ = true;
+      // One that was stopped goes on no further.
+      if (over()) return cancellation_->why();
+      action_ = &action;
     }
-    Stop(StatusFromException(std::current_exception()));
-  }
-}
-
-void RankStep::RunList() {
-  std::optional<at::ThreadLocalStateGuard> modes;
-  {
-    absl::MutexLock lock(&mu_);
-    if (modes_.has_value()) modes.emplace(*modes_);
-  }
-  absl::Status status;
-  for (const Action& action : plan_.list) {
-    // One that was stopped goes on no further.
-    status = stopped();
-    if (!status.ok()) break;
+    absl::Status status;
     try {
       status = Do(action);
     } catch (...) {
       status = StatusFromException(std::current_exception());
     }
-    if (status.ok()) continue;
-    status = Annotate(status, absl::StrCat(ToString(action), " on worker '", worker_->name(), "'"));
-    break;
+    DG_RETURN_IF_ERROR(
+        Annotate(status, absl::StrCat(ToString(action), " on worker '", worker_->name(), "'")));
   }
   {
-    // Before anybody hears that the step is over.
     absl::MutexLock lock(&mu_);
-    list_done_ = true;
+    if (!over()) action_ = nullptr;
   }
+  // What was lost on its way is an error of this step. After its end nobody would hear of it, and
+  // who waits for it would wait until the deadline.
+  DG_RETURN_IF_ERROR(calls_->Wait());
+  for (const auto& [cell, read] : outputs_read_) {
+    DG_RETURN_IF_ERROR(CheckRead(read, "output", cell));
+  }
+  for (const auto& [cell, read] : gradients_read_) {
+    DG_RETURN_IF_ERROR(CheckRead(read, "the gradient of input", cell));
+  }
+  return Result();
+}
+
+Message RankStep::Result() {
   Message reply;
   WireWriter writer(&reply.payload);
-  for (int m = 0; m < plan_.micro_batches && status.ok(); ++m) {
+  for (int m = 0; m < plan_.micro_batches; ++m) {
     const bool has_loss = losses_.count(m) > 0;
     writer.U8(has_loss ? 1 : 0);
     if (has_loss) reply.tensors.push_back(losses_[m]);
@@ -366,23 +470,49 @@ void RankStep::RunList() {
       reply.tensors.push_back(std::move(output));
     }
   }
+  return reply;
+}
+
+void RankStep::Run() {
+  absl::StatusOr<Message> result = absl::InternalError("not run");
+  try {
+    Deadline deadline = Deadline::Never();
+    {
+      absl::MutexLock lock(&mu_);
+      deadline = deadline_;
+      ran_ = !over();
+    }
+    calls_ = std::make_unique<StepCalls>(worker_, pipeline_, deadline, cancellation_);
+    result = FollowList();
+  } catch (...) {  // there was no memory
+    result = StatusFromException(std::current_exception());
+  }
   // What it held ends here, and not when the next step begins.
   runs_.clear();
   inputs_.clear();
   gradients_.clear();
   to_next_.clear();
   to_previous_.clear();
+  outputs_read_.clear();
+  gradients_read_.clear();
+  given_.clear();
   losses_.clear();
   outputs_.clear();
   context_ = Context();
-  if (!status.ok()) return Stop(status);
+  std::optional<Promise<Message>> promise;
+  DeliveredParcels delivered;  // ends outside the lock
   {
+    // Before anybody hears that the step is over.
     absl::MutexLock lock(&mu_);
-    if (over_) return;
-    over_ = true;
-    delivered_.clear();
+    Advance(Event::kEndOfList);
+    error_ = result.status();
+    promise.swap(promise_);
+    delivered.swap(delivered_);
   }
-  promise_.Set(std::move(reply));
+  // Ends what is on its way to others, and says why to whoever still sends something.
+  if (!result.ok()) Stop(result.status());
+  calls_ = nullptr;
+  if (promise.has_value()) promise->Set(std::move(result));
 }
 
 }  // namespace distgrad

@@ -3,9 +3,7 @@
 #ifndef DISTGRAD_CORE_PIPELINE_RANK_STEP_H_
 #define DISTGRAD_CORE_PIPELINE_RANK_STEP_H_
 
-#include <ATen/ThreadLocalState.h>
-
-#include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
@@ -19,12 +17,17 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/cancellation.h"
+#include "core/base/deadline.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stage.h"
 #include "core/pipeline/stage_run.h"
+#include "core/pipeline/step_calls.h"
 #include "core/pipeline/step_plan.h"
+#include "core/pipeline/write_check.h"
+#include "core/worker/call_modes.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -33,15 +36,21 @@ namespace distgrad {
 class RankStep : public std::enable_shared_from_this<RankStep> {
  public:
   // The worker and the stages outlive it; `driver` has begun it.
+  static std::shared_ptr<RankStep> Create(Worker* worker, std::string pipeline,
+                                          const std::map<int, PipelineStage>* stages, StepPlan plan,
+                                          WorkerRank driver, Context context);
+  // Use Create().
   RankStep(Worker* worker, std::string pipeline, const std::map<int, PipelineStage>* stages,
-           StepPlan plan, WorkerId driver, Context context);
+           StepPlan plan, WorkerRank driver, Context context);
 
-  uint64_t step() const { return plan_.step; }
-  WorkerId driver() const { return driver_; }
+  const StepPlan& plan() const { return plan_; }
+  WorkerRank driver() const { return driver_; }
   // Whether it was started, and has not ended.
   bool running() const;
   // Whether a function of its stages may still run: longer, if it was stopped.
   bool busy() const;
+  // What it does at this moment, or did when it was stopped: "waits in the receive ...".
+  std::string Describe() const;
   // Whether some stages of the two ranks, or all, are the same.
   bool SharesStagesWith(const RankStep& other) const;
   bool HasSameStagesAs(const RankStep& other) const;
@@ -51,7 +60,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // On a thread that may wait.
   void Run();
   // Ends it with an error, unless it has ended. Does not wait for a function that runs.
-  void Stop(const absl::Status& why);
+  void Stop(const absl::Status& why) { cancellation_->Cancel(why); }
 
   absl::Status Deliver(const Parcel& parcel, Tensors tensors);
 
@@ -62,15 +71,36 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
     std::vector<bool> wanted;  // by tensor
   };
   using ParcelKey = std::tuple<Parcel::Kind, int, int>;
+  using DeliveredParcels = std::map<ParcelKey, std::optional<Delivered>>;  // none: was taken
 
-  void RunList();
+  enum class State : uint8_t {
+    kBegun,     // takes what others send, and waits for Start()
+    kRunning,   // follows its list, and then waits until what it has sent was taken in
+    kStopping,  // has failed; a function of a stage may still run
+    kOver,
+  };
+  enum class Event : uint8_t { kStart, kStop, kEndOfList };
+  // All transitions. Returns whether there was one: an event that comes too late changes nothing.
+  bool Advance(Event event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool over() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return state_ == State::kStopping || state_ == State::kOver;
+  }
+  void OnStop();
+
+  absl::StatusOr<Message> FollowList();
+  CallModes modes() const {
+    absl::MutexLock lock(&mu_);
+    return modes_;
+  }
   absl::Status Do(const Action& action);
   absl::Status Forward(const PipelineStage& stage, Cell cell);
   absl::Status Backward(Action::Kind kind, Cell cell);
-  absl::Status Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what);
+  void Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what);
+  absl::Status Recompute(Cell cell);
+  absl::Status CheckRead(const WriteCheck& read, absl::string_view what, Cell cell) const;
   // Waits for it.
   absl::StatusOr<Delivered> Await(Parcel::Kind kind, Cell cell);
-  absl::Status stopped() const;
+  Message Result();
 
   bool HasStage(int stage) const {
     return stage < plan_.stages() && plan_.rank_of_stage[stage] == plan_.rank;
@@ -86,30 +116,34 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   const std::string pipeline_;
   const std::map<int, PipelineStage>& stages_;
   const StepPlan plan_;
-  const WorkerId driver_;
+  const WorkerRank driver_;
+
+  // Synchronizes itself. Ends the step, and all that it has asked of others; keeps why.
+  const std::shared_ptr<Cancellation> cancellation_ = std::make_shared<Cancellation>();
 
   // Of Run() alone, once it is called.
   Context context_;
+  std::unique_ptr<StepCalls> calls_;
   std::map<Cell, StageRun> runs_;
   std::map<Cell, Delivered> inputs_;                 // of forwards that are next
   std::map<Cell, Tensors> gradients_;                // of outputs, for backwards that are next
   std::map<Cell, Delivered> to_next_, to_previous_;  // what is to be sent; by who has made it
-  std::map<int, at::Tensor> losses_;                 // by micro-batch
+  std::map<Cell, WriteCheck> outputs_read_;          // what stages gave, until it is read no more
+  std::map<Cell, WriteCheck> gradients_read_;        // what was given back; as outputs_read_
+  std::map<Cell, std::pair<WriteCheck, WriteCheck>> given_;  // inputs and targets; to recompute
+  std::map<int, at::Tensor> losses_;                         // by micro-batch
   std::map<int, Tensors> outputs_;  // of the last stage, where there is no backward
 
-  // Synchronizes itself.
-  Promise<Message> promise_;
-  const Future<Message> future_ = promise_.future();
-
   mutable absl::Mutex mu_;
-  bool started_ ABSL_GUARDED_BY(mu_) = false;
-  bool over_ ABSL_GUARDED_BY(mu_) = false;
-  bool list_done_ ABSL_GUARDED_BY(mu_) = false;  // no function of a stage runs any more
-  absl::Status why_ ABSL_GUARDED_BY(mu_);        // of an end before its time
-  std::map<ParcelKey, std::optional<Delivered>> delivered_ ABSL_GUARDED_BY(mu_);  // none: was taken
-  std::shared_ptr<Cancellation> cancellation_ ABSL_GUARDED_BY(mu_);
+  State state_ ABSL_GUARDED_BY(mu_) = State::kBegun;
+  std::optional<Promise<Message>> promise_ ABSL_GUARDED_BY(mu_);  // of a step that runs
+  DeliveredParcels delivered_ ABSL_GUARDED_BY(mu_);
   Deadline deadline_ ABSL_GUARDED_BY(mu_) = Deadline::Never();
-  std::optional<at::ThreadLocalState> modes_ ABSL_GUARDED_BY(mu_);  // of whoever runs the step
+  CallModes modes_ ABSL_GUARDED_BY(mu_);                 // of whoever runs the step
+  const Action* action_ ABSL_GUARDED_BY(mu_) = nullptr;  // that it does, or did when it failed
+  bool waits_ ABSL_GUARDED_BY(mu_) = false;              // for what others send
+  bool ran_ ABSL_GUARDED_BY(mu_) = false;                // had its thread before its end
+  absl::Status error_ ABSL_GUARDED_BY(mu_);              // that has ended its list
 };
 
 }  // namespace distgrad

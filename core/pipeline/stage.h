@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -18,11 +19,21 @@ namespace distgrad {
 struct PipelineStage {
   // From what the stage before gives, or the micro-batch, what the next stage gets. The tensors
   // come without history, and the graph is the stage's own; it ends with the micro-batch. So a
-  // stage must not write to what it is given, nor keep it with its history.
+  // stage must not write to what it is given, nor keep it with its history; nor write again to what
+  // it has returned, before the micro-batch's backward has come, or the evaluation is over.
   std::function<std::vector<at::Tensor>(std::vector<at::Tensor> inputs)> forward;
   // Of the last stage: the loss of a micro-batch, one number, from what forward has given.
   std::function<at::Tensor(std::vector<at::Tensor> outputs, std::vector<at::Tensor> targets)> loss =
       nullptr;
+  // How many tensors forward and loss take; with any other number the step fails, and they are not
+  // called. std::nullopt: they take any.
+  std::optional<int> inputs = 1;
+  std::optional<int> targets = 1;
+  // Whether forward and loss run a second time, in the backward (activation checkpointing): until
+  // then a micro-batch keeps what the stage was given, and no activations. The second run draws the
+  // random numbers of the first from the default generators of the CPU and of the inputs' devices;
+  // the step fails if another thread of the process has drawn from these meanwhile.
+  bool recompute = false;
   // What Action::Kind::kStep does, where a schedule has it: with the context of the step, which has
   // this stage's gradients.
   std::function<absl::Status(const Context& context)> step = nullptr;

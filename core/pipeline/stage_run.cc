@@ -1,14 +1,19 @@
 // Runs a stage's graph from its outputs, and cuts it where halves are to be run apart.
 #include "core/pipeline/stage_run.h"
 
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <mutex>
 #include <string>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
@@ -35,7 +40,71 @@ bool HasHooks(torch::autograd::Node& node) {
          !node.pre_hooks().empty() || !node.post_hooks().empty();
 }
 
+// The states of default generators.
+struct RandomStates {
+  static RandomStates Of(const Tensors& tensors) {
+    RandomStates states;
+    states.Add(at::Device(at::kCPU));
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined()) states.Add(tensor.device());
+    }
+    return states;
+  }
+  // Those of the same generators at this moment.
+  RandomStates Now() const {
+    RandomStates states;
+    for (const auto& [device, state] : all) states.Add(device);
+    return states;
+  }
+  void Set() const {
+    for (const auto& [device, state] : all) {
+      at::Generator generator = at::globalContext().defaultGenerator(device);
+      const std::scoped_lock lock(generator.mutex());
+      generator.set_state(state);
+    }
+  }
+  friend bool operator==(const RandomStates& a, const RandomStates& b) {
+    for (size_t i = 0; i < a.all.size(); ++i) {
+      if (!at::equal(a.all[i].second, b.all[i].second)) return false;
+    }
+    return true;
+  }
+
+  std::vector<std::pair<at::Device, at::Tensor>> all;
+
+ private:
+  void Add(at::Device device) {
+    for (const auto& [known, state] : all) {
+      if (known == device) return;
+    }
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::scoped_lock lock(generator.mutex());
+    all.emplace_back(device, generator.get_state());
+  }
+};
+
+// What has to be the same in both runs of a function.
+std::string InWords(const at::Tensor& output, bool has_history) {
+  if (!output.defined()) return "not there";
+  return c10::str(output.scalar_type(), " ", output.sizes(), has_history ? " with" : " without",
+                  " a gradient");
+}
+
 }  // namespace
+
+// What a second run of the function needs.
+struct StageRun::Again {
+  std::function<Tensors(Tensors)> function;
+  Tensors inputs;
+  std::vector<bool> wanted;
+  RandomStates before, after;        // the first run
+  std::vector<std::string> outputs;  // of the first run, in words
+};
+
+StageRun::StageRun() = default;
+StageRun::StageRun(StageRun&&) noexcept = default;
+StageRun& StageRun::operator=(StageRun&&) noexcept = default;
+StageRun::~StageRun() = default;
 
 // The history of an input.
 class StageRun::InputNode final : public torch::autograd::Node {
@@ -155,6 +224,59 @@ Tensors StageRun::Forward(const std::function<Tensors(Tensors)>& function, Tenso
   Tensors outputs = function(std::move(inputs));
   // It keeps the outputs' histories, and not what they hold.
   source_ = MakeSourceNode(outputs);
+  return outputs;
+}
+
+Tensors StageRun::ForwardToRecompute(std::function<Tensors(Tensors)> function, Tensors inputs,
+                                     std::vector<bool> wanted, std::vector<bool>* has_history) {
+  again_ = std::make_unique<Again>();
+  again_->before = RandomStates::Of(inputs);
+  Tensors outputs = Forward(function, inputs, wanted);
+  again_->after = again_->before.Now();
+  again_->function = std::move(function);
+  again_->inputs = std::move(inputs);
+  again_->wanted = std::move(wanted);
+  for (at::Tensor& output : outputs) {
+    has_history->push_back(output.defined() && output.requires_grad());
+    again_->outputs.push_back(InWords(output, has_history->back()));
+    if (has_history->back()) output = output.detach();
+  }
+  source_ = nullptr;
+  return outputs;
+}
+
+absl::StatusOr<Tensors> StageRun::Recompute() {
+  if (again_ == nullptr) return absl::FailedPreconditionError("there was no forward before it");
+  const std::unique_ptr<Again> again = std::move(again_);
+  Tensors outputs;
+  if (again->before == again->after) {
+    // It has drawn none. Others may.
+    outputs = Forward(again->function, std::move(again->inputs), again->wanted);
+  } else {
+    const RandomStates now = again->before.Now();
+    again->before.Set();
+    const auto set_back = absl::MakeCleanup([&] { now.Set(); });
+    outputs = Forward(again->function, std::move(again->inputs), again->wanted);
+    if (!(again->before.Now() == again->after)) {
+      return absl::FailedPreconditionError(
+          "the forward that is recomputed has drawn other random numbers than the first time: "
+          "another thread of the process draws from the same generator, or the function is not the "
+          "same twice");
+    }
+  }
+  if (outputs.size() != again->outputs.size()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the forward that is recomputed is not the same twice: it has ",
+                     outputs.size(), " outputs, and had ", again->outputs.size()));
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const bool has_history = outputs[i].defined() && outputs[i].requires_grad();
+    const std::string now = InWords(outputs[i], has_history);
+    if (now == again->outputs[i]) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("the forward that is recomputed is not the same twice: output ", i, " is ",
+                     now, ", and was ", again->outputs[i]));
+  }
   return outputs;
 }
 
@@ -279,6 +401,9 @@ absl::Status StageRun::BackwardWeight(ContextRecord& context) {
     Tensors gradients;
     for (Entry& entry : entries) gradients.push_back(std::move(entry.gradient));
     entries.clear();
+    // The first half may have returned some of them as gradients of inputs, which others read. With
+    // a second reference none becomes the gradient of a leaf, to which the next micro-batch adds.
+    const Tensors held = gradients;
     return Execute(root, std::move(gradients), &context, /*retain_graph=*/false).status();
   } catch (...) {
     return StatusFromException(std::current_exception());

@@ -32,15 +32,25 @@ using Tensors = std::vector<at::Tensor>;
 // For one thread at a time. After an error it is good for nothing.
 class StageRun {
  public:
-  StageRun() = default;
-  StageRun(StageRun&&) = default;
-  StageRun& operator=(StageRun&&) = default;
+  StageRun();
+  StageRun(StageRun&&) noexcept;
+  StageRun& operator=(StageRun&&) noexcept;
+  ~StageRun();
 
   // Calls `function` with grad mode on, and keeps the graph that it makes. `inputs` have no history
   // and get one where `wanted` says that their gradient is; these are of floating point. Returns
   // what the function does; throws what it throws.
   Tensors Forward(const std::function<Tensors(Tensors)>& function, Tensors inputs,
                   const std::vector<bool>& wanted);
+  // The same, but keeps what is needed to call `function` once more in place of the graph. The
+  // outputs have no history; `has_history` says which had one. Recompute() must come before a
+  // backward.
+  Tensors ForwardToRecompute(std::function<Tensors(Tensors)> function, Tensors inputs,
+                             std::vector<bool> wanted, std::vector<bool>* has_history);
+  // Returns the outputs once more. kFailedPrecondition if others have drawn from the generators, or
+  // if the outputs have another number, size or type than before, or another one has a history.
+  // Throws what the function throws.
+  absl::StatusOr<Tensors> Recompute();
 
   // The gradients of the inputs, from those of the outputs, one for each; undefined where there is
   // none. Those of leaves go to the context.
@@ -64,6 +74,7 @@ class StageRun {
   class CaptureHook;
   class Sink;
   struct Split;
+  struct Again;
 
   absl::Status CheckGradients(const Tensors& gradients) const;
   absl::StatusOr<Tensors> Run(Tensors gradients, ContextRecord* context, bool retain_graph);
@@ -74,6 +85,7 @@ class StageRun {
   std::shared_ptr<SourceNode> source_;              // of the outputs
   std::vector<std::shared_ptr<InputNode>> inputs_;  // null where no gradient is wanted
   std::vector<Entry> entries_;
+  std::unique_ptr<Again> again_;  // of one that is to be recomputed
 };
 
 }  // namespace distgrad

@@ -1,8 +1,12 @@
 // Gives each rank that runs here a thread, and each step that others begin to its rank.
 #include "core/pipeline/stages.h"
 
+#include <ATen/Parallel.h>
+
+#include <algorithm>
 #include <deque>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -10,10 +14,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/cancellation.h"
+#include "core/base/processors.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
 #include "core/pipeline/rank_step.h"
 #include "core/pipeline/step_plan.h"
+#include "core/tensor/intra_op_threads.h"
 
 namespace distgrad {
 namespace {
@@ -36,22 +42,25 @@ class RankThread {
     thread_ = *std::move(thread);
     return absl::OkStatus();
   }
-  void Run(std::shared_ptr<RankStep> step) {
+  // `threads`: 0 for as many as are set.
+  void Run(std::shared_ptr<RankStep> step, int threads) {
     absl::MutexLock lock(&mu_);
-    steps_.push_back(std::move(step));
+    steps_.emplace_back(std::move(step), threads);
   }
 
  private:
   void RunAll() {
     while (true) {
       std::shared_ptr<RankStep> step;
+      int threads = 0;
       {
         absl::MutexLock lock(&mu_);
         mu_.Await(absl::Condition(this, &RankThread::HasWork));
         if (steps_.empty()) return;
-        step = std::move(steps_.front());
+        std::tie(step, threads) = std::move(steps_.front());
         steps_.pop_front();
       }
+      if (threads > 0) SetIntraOpThreadsHere(threads);
       step->Run();
     }
   }
@@ -61,7 +70,7 @@ class RankThread {
 
   absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  std::deque<std::shared_ptr<RankStep>> steps_ ABSL_GUARDED_BY(mu_);
+  std::deque<std::pair<std::shared_ptr<RankStep>, int>> steps_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace
@@ -69,8 +78,9 @@ class RankThread {
 // Thread-safe.
 class PipelineStages::Impl {
  public:
-  Impl(Worker* worker, std::string name, std::map<int, PipelineStage> stages)
-      : worker_(worker), name_(std::move(name)), stages_(std::move(stages)) {}
+  Impl(Worker* worker, std::string name, std::map<int, PipelineStage> stages,
+       PipelineStagesOptions options)
+      : worker_(worker), name_(std::move(name)), stages_(std::move(stages)), options_(options) {}
 
   Worker* worker() const { return worker_; }
   const std::string& name() const { return name_; }
@@ -88,8 +98,8 @@ class PipelineStages::Impl {
       return absl::InvalidArgumentError("a step with a backward is one of a context");
     }
     const int rank = plan.rank;
-    const auto step = std::make_shared<RankStep>(worker_, name_, &stages_, std::move(plan),
-                                                 request.from, std::move(request.context));
+    const auto step = RankStep::Create(worker_, name_, &stages_, std::move(plan), request.from,
+                                       std::move(request.context));
     std::shared_ptr<RankStep> before;
     {
       absl::MutexLock lock(&mu_);
@@ -120,10 +130,13 @@ class PipelineStages::Impl {
       const absl::StatusOr<std::shared_ptr<RankStep>> found = Find(*ref);
       if (!found.ok()) return Future<Message>::Of(found.status());
       step = *found;
+      // Another partition may have begun, and run, since this one has begun.
+      const absl::Status may_run = CheckMayBegin(*step);
+      if (!may_run.ok()) return Future<Message>::Of(may_run);
       const absl::StatusOr<Future<Message>> started = step->Start(request);
       if (!started.ok()) return Future<Message>::Of(started.status());
       future = *started;
-      ranks_[ref->first_stage].thread->Run(step);
+      ranks_[ref->first_stage].thread->Run(step, ThreadsOf(step->plan()));
     }
     request.cancellation->OnCancel(
         [weak = std::weak_ptr<RankStep>(step), cancellation = request.cancellation.get()] {
@@ -141,6 +154,16 @@ class PipelineStages::Impl {
     }
     DG_RETURN_IF_ERROR(step->Deliver(parcel, std::move(request.message.tensors)));
     return Message{};
+  }
+
+  absl::StatusOr<Message> Describe(Request& request) {
+    DG_ASSIGN_OR_RETURN(const StepRef ref, DecodeStepRef(request.message.payload));
+    std::shared_ptr<RankStep> step;
+    {
+      absl::MutexLock lock(&mu_);
+      DG_ASSIGN_OR_RETURN(step, Find(ref));
+    }
+    return Message{step->Describe(), {}};
   }
 
   void Close() {
@@ -163,14 +186,15 @@ class PipelineStages::Impl {
     std::unique_ptr<RankThread> thread;
   };
 
-  // A stage runs one step at a time. The next one of the same driver and partition ends the one
+  // A stage runs one step at a time. The next one of the same Pipeline and partition ends the one
   // before; and its functions come after those on the thread of the rank.
   absl::Status CheckMayBegin(const RankStep& next) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     for (const auto& [first_stage, rank] : ranks_) {
       if (rank.step == nullptr || !rank.step->SharesStagesWith(next)) continue;
       const bool has_same = rank.step->HasSameStagesAs(next);
-      const bool conflicts = has_same ? rank.step->running() && rank.step->driver() != next.driver()
-                                      : rank.step->busy();
+      const bool is_other = rank.step->driver() != next.driver() ||
+                            rank.step->plan().pipeline != next.plan().pipeline;
+      const bool conflicts = has_same ? rank.step->running() && is_other : rank.step->busy();
       if (!conflicts) continue;
       return absl::FailedPreconditionError(
           absl::StrCat("a step that worker ", rank.step->driver(), " has begun",
@@ -178,6 +202,14 @@ class PipelineStages::Impl {
                        worker_->name(), "'; a stage runs one step at a time"));
     }
     return absl::OkStatus();
+  }
+
+  // 0: as many as are set.
+  int ThreadsOf(const StepPlan& plan) const {
+    if (options_.threads > 0 || worker_->local_world_size() == 0) return options_.threads;
+    const auto own = std::count(plan.workers.begin(), plan.workers.end(), worker_->name());
+    const int ranks = worker_->local_world_size() * std::max(static_cast<int>(own), 1);
+    return std::max(1, std::min(at::get_num_threads(), UsableProcessors() / ranks));
   }
 
   absl::Status Closed() const {
@@ -189,7 +221,7 @@ class PipelineStages::Impl {
     if (closed_) return Closed();
     const auto found = ranks_.find(ref.first_stage);
     if (found == ranks_.end() || found->second.step == nullptr ||
-        found->second.step->step() != ref.step) {
+        found->second.step->plan().step != ref.step) {
       return absl::NotFoundError(absl::StrCat("worker '", worker_->name(),
                                               "' has no such step of pipeline '", name_,
                                               "': another has begun, or the worker is a new one"));
@@ -200,6 +232,7 @@ class PipelineStages::Impl {
   Worker* const worker_;
   const std::string name_;
   const std::map<int, PipelineStage> stages_;
+  const PipelineStagesOptions options_;
 
   absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
@@ -207,7 +240,8 @@ class PipelineStages::Impl {
 };
 
 absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
-    Worker* worker, std::string name, std::map<int, PipelineStage> stages) {
+    Worker* worker, std::string name, std::map<int, PipelineStage> stages,
+    PipelineStagesOptions options) {
   if (name.size() > kMaxPipelineName || absl::StrContains(name, "::")) {
     return absl::InvalidArgumentError(
         absl::StrCat("worker '", worker->name(), "' cannot have stages of a pipeline '", name,
@@ -218,7 +252,11 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
     return absl::InvalidArgumentError(absl::StrCat("stage ", number, " of pipeline '", name,
                                                    "' has a number below 0 or no forward"));
   }
-  const auto impl = std::make_shared<Impl>(worker, name, std::move(stages));
+  if (options.threads < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("the stages of pipeline '", name,
+                                                   "' cannot use ", options.threads, " threads"));
+  }
+  const auto impl = std::make_shared<Impl>(worker, name, std::move(stages), options);
   // Who comes first here has the name.
   const absl::Status claimed = worker->RegisterOwn(
       absl::StrCat(kBeginStep, name), [impl](Request& request) { return impl->Begin(request); });
@@ -231,6 +269,8 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
   std::unique_ptr<PipelineStages> made(new PipelineStages(impl));
   DG_RETURN_IF_ERROR(worker->RegisterOwn(
       absl::StrCat(kDeliver, name), [impl](Request& request) { return impl->Deliver(request); }));
+  DG_RETURN_IF_ERROR(worker->RegisterOwn(
+      absl::StrCat(kDescribe, name), [impl](Request& request) { return impl->Describe(request); }));
   DG_RETURN_IF_ERROR(worker->RegisterOwnAsync(
       absl::StrCat(kRunStep, name), [impl](Request& request) { return impl->Run(request); }));
   return made;
@@ -238,7 +278,7 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
 
 PipelineStages::~PipelineStages() {
   impl_->Close();
-  for (const absl::string_view function : {kDeliver, kRunStep, kBeginStep}) {
+  for (const absl::string_view function : {kDeliver, kRunStep, kDescribe, kBeginStep}) {
     impl_->worker()->UnregisterOwn(absl::StrCat(function, impl_->name()));
   }
 }

@@ -60,6 +60,7 @@ std::string EncodePlan(const StepPlan& plan) {
   std::string bytes;
   WireWriter writer(&bytes);
   writer.U64(plan.step);
+  writer.U64(plan.pipeline);
   writer.U32(static_cast<uint32_t>(plan.rank));
   writer.U32(static_cast<uint32_t>(plan.micro_batches));
   writer.U8(static_cast<uint8_t>((plan.backward ? 1 : 0) | (plan.has_targets ? 2 : 0)));
@@ -81,6 +82,7 @@ absl::StatusOr<StepPlan> DecodePlan(absl::string_view bytes) {
   constexpr absl::string_view kWhat = "the plan of a pipeline's step";
   WireReader reader(bytes);
   StepPlan plan{.step = reader.U64()};
+  plan.pipeline = reader.U64();
   plan.rank = ReadNumber(reader);
   plan.micro_batches = ReadNumber(reader);
   const uint8_t flags = reader.U8();

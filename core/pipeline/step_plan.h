@@ -14,14 +14,16 @@
 namespace distgrad {
 
 // Functions of distgrad's own, each followed by the pipeline's name.
-inline constexpr absl::string_view kBeginStep = "distgrad.pipeline.begin/";  // a plan
-inline constexpr absl::string_view kRunStep = "distgrad.pipeline.run/";      // a StepRef
-inline constexpr absl::string_view kDeliver = "distgrad.pipeline.deliver/";  // a Parcel
+inline constexpr absl::string_view kBeginStep = "distgrad.pipeline.begin/";    // a plan
+inline constexpr absl::string_view kRunStep = "distgrad.pipeline.run/";        // a StepRef
+inline constexpr absl::string_view kDeliver = "distgrad.pipeline.deliver/";    // a Parcel
+inline constexpr absl::string_view kDescribe = "distgrad.pipeline.describe/";  // a StepRef
 inline constexpr size_t kMaxPipelineName = 900;  // with the longest of these it is a function's
 
 // What one rank does in one step.
 struct StepPlan {
-  uint64_t step = 0;  // a random number: nobody else's
+  uint64_t step = 0;      // a random number: nobody else's
+  uint64_t pipeline = 0;  // another: of the Pipeline that runs it
   int rank = 0;
   int micro_batches = 0;
   bool backward = true;

@@ -37,19 +37,22 @@ void Agent::Close() {
   links_->Close(why);
 }
 
-absl::StatusOr<WorkerId> Agent::FindWorker(int id) const {
-  const auto worker = static_cast<WorkerId>(id);
-  if (id != worker || (directory_ == nullptr && !peers_->Find(worker))) return Peers::NoWorker(id);
+absl::StatusOr<WorkerRank> Agent::FindWorker(int rank) const {
+  const auto worker = static_cast<WorkerRank>(rank);
+  if (rank != worker || (directory_ == nullptr && !peers_->Find(worker)))
+    return Peers::NoWorker(rank);
   return worker;
 }
 
-absl::StatusOr<WorkerInfo> Agent::Info(WorkerId worker) const {
+absl::StatusOr<WorkerInfo> Agent::Info(WorkerRank worker) const {
   const std::optional<WorkerInfo> known = peers_->Find(worker);
   if (!known) return Peers::NoWorker(worker);
   return *known;
 }
 
-void Agent::OnPeerLost(WorkerId peer, const absl::Status& why) { service_->OnPeerLost(peer, why); }
+void Agent::OnPeerLost(WorkerRank peer, const absl::Status& why) {
+  service_->OnPeerLost(peer, why);
+}
 
 void Agent::OnMemberEvents() { service_->OnMemberEvents(); }
 

@@ -54,15 +54,15 @@ class AgentService {
   virtual ~AgentService() = default;
   // Also for one that is refused (IncomingCall::refusal), for its body may be of interest.
   virtual void OnCall(IncomingCall call) = 0;
-  virtual void OnNotice(WorkerId from, Body notice) = 0;
+  virtual void OnNotice(WorkerRank from, Body notice) = 0;
   // A reply to a call that has ended already, by its deadline or a cancel. Nobody waits for it.
-  virtual void OnLateReply(WorkerId from, Body reply) = 0;
+  virtual void OnLateReply(WorkerRank from, Body reply) = 0;
   // The connection with a worker broke: what was in flight with it may be lost. It may be back.
-  virtual void OnPeerLost(WorkerId peer, const absl::Status& why) = 0;
+  virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
   // That incarnation of a member that is watched (Agent::WatchMembers) cannot be reached: nothing
   // is heard of it, or nobody is there. Again and again, until Agent::SetLost(), unless it can be
   // reached again.
-  virtual void OnUnreachable(WorkerId /*peer*/, Incarnation /*incarnation*/,
+  virtual void OnUnreachable(WorkerRank /*peer*/, Incarnation /*incarnation*/,
                              const absl::Status& /*why*/) {}
   // There are events for Agent::TakeEvents().
   virtual void OnMemberEvents() {}
@@ -70,10 +70,10 @@ class AgentService {
 
 // How a call is made.
 struct CallTerms {
-  // By the agent's clock. From the call on: what waits for room, for a look-up or for a connection
-  // uses it up, and a request whose time is over does not leave any more.
+  // By the agent's clock. From the call on: what waits for credit, for a look-up or for a
+  // connection uses it up, and a request whose time is over does not leave any more.
   absl::Time deadline = absl::InfiniteFuture();
-  // Where there is no room for more bytes to that worker: wait for it, on this thread; else the
+  // Where the send window of that worker has no credit left: wait for it, on this thread; else the
   // call fails.
   bool wait_for_credit = false;
   // Ends that wait (not the call); may be null.
@@ -125,42 +125,42 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   // Sends it. `done` is called exactly once, on any thread (also before this returns), with no
   // lock held; it must not block. The message of an error names the worker and the function.
   // kResourceExhausted past a limit. Returns the number of the call, 0 if it has ended already.
-  uint64_t Call(WorkerId to, Request request, const CallTerms& terms, ReplyCallback done);
+  uint64_t Call(WorkerRank to, Request request, const CallTerms& terms, ReplyCallback done);
   // Ends calls by their number, with kCancelled, and tells the worker that serves it.
   std::weak_ptr<Canceller> canceller() { return calls_; }
 
-  // The same for a message without an answer. It waits for no room. A failure to deliver shows up
+  // The same for a message without an answer. It waits for no credit. A failure to deliver shows up
   // as OnPeerLost.
   static Packet NewNotice();
-  void Notify(WorkerId to, Packet notice);
+  void Notify(WorkerRank to, Packet notice);
 
   // kNotFound with the names that are known.
-  absl::StatusOr<WorkerId> FindWorker(absl::string_view name) const { return peers_->Find(name); }
-  absl::StatusOr<WorkerId> FindWorker(int id) const;
+  absl::StatusOr<WorkerRank> FindWorker(absl::string_view name) const { return peers_->Find(name); }
+  absl::StatusOr<WorkerRank> FindWorker(int rank) const;
   // Who that is; kNotFound.
-  absl::StatusOr<WorkerInfo> Info(WorkerId worker) const;
-  // Those who have not left, this worker among them, by id; of those who joined later, whom this
+  absl::StatusOr<WorkerInfo> Info(WorkerRank worker) const;
+  // Those who have not left, this worker among them, by rank; of those who joined later, whom this
   // worker has heard of.
   std::vector<WorkerInfo> Members() const { return peers_->Members(); }
   // How many they are.
   size_t MemberCount() const { return peers_->size(); }
   // What the store says of a worker.
   absl::Status Learn(const WorkerInfo& worker) { return links_->Learn(worker); }
-  // "'name' (id)", for messages.
-  std::string Describe(WorkerId worker) const { return peers_->Describe(worker); }
+  // "'name' (rank)", for messages.
+  std::string Describe(WorkerRank worker) const { return peers_->Describe(worker); }
   absl::Time Now() const { return clock_->Now(); }
 
   // From now on notices the death of a member with whom nothing is in flight. Each worker watches
-  // the next one by id, over a connection of its own accord, so all are watched, by one each. One
+  // the next one by rank, over a connection of its own accord, so all are watched, by one each. One
   // that came `late` also connects to the one before it, which may not know of it. Once.
   void WatchMembers(bool late);
   // The same with this member, whoever else does.
-  void WatchToo(WorkerId member);
+  void WatchToo(WorkerRank member);
   void StopWatching();
   // That incarnation of a member is lost, as OnUnreachable() said or somebody else; or is not,
   // after all. It stays a member.
-  void SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
-  void SetAlive(WorkerId worker, Incarnation incarnation);
+  void SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason);
+  void SetAlive(WorkerRank worker, Incarnation incarnation);
   // What happens to members is kept from now on, in its order, until it is taken; or no longer.
   void KeepEvents(bool keep) { peers_->KeepEvents(keep); }
   std::vector<MemberEvent> TakeEvents() { return peers_->TakeEvents(); }
@@ -169,7 +169,7 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   static constexpr absl::string_view kNotices = "(notices)";
   std::vector<CallStats> Stats() const { return calls_->metrics().Snapshot(); }
   // The bytes that wait to be sent, by peer.
-  std::vector<std::pair<WorkerId, uint64_t>> Queued() const { return links_->Queued(); }
+  std::vector<std::pair<WorkerRank, uint64_t>> Queued() const { return links_->Queued(); }
   // Tells all to whom there is a connection that this worker leaves the job.
   void SayLeaving() { links_->SayLeaving(); }
   // Calls made from here, and calls of others, that have not ended.
@@ -183,17 +183,17 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
  private:
   // LinkTable::User
   absl::Status OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
-  void OnPeerLost(WorkerId peer, const absl::Status& why) override;
+  void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) override;
   void OnMemberEvents() override;
 
   absl::StatusOr<SendWindow::Credit> AwaitCredit(const std::shared_ptr<SendWindow>& window,
                                                  uint64_t bytes, const CallTerms& terms);
   absl::Status TooLarge(absl::string_view what, uint64_t size) const;
-  CallCounters* CountNotice(WorkerId peer, bool served);
-  absl::Status Serve(const std::shared_ptr<Link>& link, WorkerId peer, const Frame& frame,
+  CallCounters* CountNotice(WorkerRank peer, bool served);
+  absl::Status Serve(const std::shared_ptr<Link>& link, WorkerRank peer, const Frame& frame,
                      Packet packet, size_t offset);
-  void OnReply(WorkerId peer, const Frame& frame, Body reply);
+  void OnReply(WorkerRank peer, const Frame& frame, Body reply);
 
   void ArmWatch(absl::Duration wait, bool is_first);
   void Watch(bool is_first);

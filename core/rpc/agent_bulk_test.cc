@@ -60,8 +60,8 @@ class Faults : public FaultInjector {
 class AgentBulkTest : public testing::Test {
  protected:
   AgentBulkTest() {
-    for (WorkerId id = 0; id < 2; ++id) {
-      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, id, /*incarnation=*/1));
+    for (WorkerRank rank = 0; rank < 2; ++rank) {
+      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, rank, /*incarnation=*/1));
     }
     StartAll(agents_);
   }
@@ -71,7 +71,7 @@ class AgentBulkTest : public testing::Test {
     faults_->Set(nullptr);
     network_->ReleaseHeld();
   }
-  void ExpectEcho(TestAgent& from, WorkerId to, const std::string& body) {
+  void ExpectEcho(TestAgent& from, WorkerRank to, const std::string& body) {
     EXPECT_EQ(*from.Call(to, "echo", body).Wait(), body);
   }
 

@@ -27,7 +27,7 @@ Packet Agent::NewNotice() {
   return packet;
 }
 
-uint64_t Agent::Call(WorkerId to, Request request, const CallTerms& terms, ReplyCallback done) {
+uint64_t Agent::Call(WorkerRank to, Request request, const CallTerms& terms, ReplyCallback done) {
   const uint64_t size = request.packet.size();
   CallTable::Call call{.to = to,
                        .function = std::move(request.function),
@@ -99,7 +99,7 @@ absl::StatusOr<SendWindow::Credit> Agent::AwaitCredit(const std::shared_ptr<Send
     timer = clock_->At(terms.deadline, [window, waiter] {
       window->Withdraw(
           waiter, absl::DeadlineExceededError(absl::StrCat(
-                      "no room before the deadline: ", window->acquired(),
+                      "its send window was full until the deadline: ", window->acquired(),
                       " bytes wait to be sent to it; limit bytes_per_peer is ", window->limit())));
     });
   }
@@ -114,14 +114,14 @@ absl::Status Agent::TooLarge(absl::string_view what, uint64_t size) const {
       absl::StrCat(what, " has ", size, " bytes; limit message_bytes is ", limits_.message_bytes));
 }
 
-CallCounters* Agent::CountNotice(WorkerId peer, bool served) {
+CallCounters* Agent::CountNotice(WorkerRank peer, bool served) {
   CallCounters* const counters = calls_->metrics().Find(peer, served, kNotices);
   ++counters->calls;
   ++counters->ended;
   return counters;
 }
 
-void Agent::Notify(WorkerId to, Packet notice) {
+void Agent::Notify(WorkerRank to, Packet notice) {
   const uint64_t size = notice.size();
   const absl::StatusOr<std::shared_ptr<Link>> link = links_->To(to);
   if (!link.ok()) {
@@ -145,7 +145,7 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   if (frame.kind == FrameKind::kHello) return links_->OnHello(link, reader);
 
   const size_t offset = packet.bytes.size() - reader.remaining();
-  const std::optional<WorkerId> peer = link->peer();
+  const std::optional<WorkerRank> peer = link->peer();
   if (!peer) return absl::InvalidArgumentError("somebody did not say hello first");
 
   switch (frame.kind) {
@@ -185,7 +185,7 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   return absl::OkStatus();
 }
 
-void Agent::OnReply(WorkerId peer, const Frame& frame, Body reply) {
+void Agent::OnReply(WorkerRank peer, const Frame& frame, Body reply) {
   std::optional<CallTable::Call> call = calls_->Take(frame.call, peer);
   if (!call) return service_->OnLateReply(peer, std::move(reply));
   if (!frame.status.ok()) {
@@ -200,7 +200,7 @@ void Agent::OnReply(WorkerId peer, const Frame& frame, Body reply) {
   service_->OnLateReply(peer, std::move(reply));
 }
 
-absl::Status Agent::Serve(const std::shared_ptr<Link>& link, WorkerId peer, const Frame& frame,
+absl::Status Agent::Serve(const std::shared_ptr<Link>& link, WorkerRank peer, const Frame& frame,
                           Packet packet, size_t offset) {
   const absl::Time deadline = frame.timeout_us == 0
                                   ? absl::InfiniteFuture()

@@ -39,8 +39,8 @@ class Fault : public FaultInjector {
 class AgentCallsTest : public ::testing::Test {
  protected:
   void Start(const Limits& limits = {}) {
-    for (WorkerId id = 0; id < 2; ++id) {
-      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, id, /*incarnation=*/1,
+    for (WorkerRank rank = 0; rank < 2; ++rank) {
+      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, rank, /*incarnation=*/1,
                                                     AgentOptions{.limits = limits}));
     }
     faults_->of = a().info.address;
@@ -180,8 +180,8 @@ TEST_F(AgentCallsTest, WhoHasItsAnswerMayCallAgain) {
   const auto at_reply = std::make_shared<AtReply>();
   const auto network = std::make_shared<InprocNetwork>(at_reply);
   std::vector<std::unique_ptr<TestAgent>> agents;
-  for (WorkerId id = 0; id < 2; ++id) {
-    agents.push_back(std::make_unique<TestAgent>(&clock_, network, id, /*incarnation=*/1,
+  for (WorkerRank rank = 0; rank < 2; ++rank) {
+    agents.push_back(std::make_unique<TestAgent>(&clock_, network, rank, /*incarnation=*/1,
                                                  AgentOptions{.limits = {.bytes_per_peer = 1000}}));
   }
   StartAll(agents);
@@ -260,7 +260,7 @@ class DeadlinesTest : public ::testing::Test {
  protected:
   DeadlinesTest() {
     agents_.push_back(std::make_unique<TestAgent>(&clock_, std::make_shared<InprocNetwork>(),
-                                                  /*id=*/0, /*incarnation=*/1));
+                                                  /*rank=*/0, /*incarnation=*/1));
     StartAll(agents_);
   }
   // A call to oneself: it arrives before this returns.

@@ -36,7 +36,7 @@ class FakeDirectory : public Directory {
  public:
   void Set(const WorkerInfo& worker) {
     absl::MutexLock lock(&mu_);
-    workers_[worker.id] = worker;
+    workers_[worker.rank] = worker;
   }
   void Break() {
     absl::MutexLock lock(&mu_);
@@ -50,11 +50,11 @@ class FakeDirectory : public Directory {
   void AwaitQuestion() {
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(
-        +[](std::deque<std::pair<WorkerId, Found>>* asked) { return !asked->empty(); }, &asked_));
+        +[](std::deque<std::pair<WorkerRank, Found>>* asked) { return !asked->empty(); }, &asked_));
   }
   // `hold_on`: this once.
   void Answer(bool hold_on = false) {
-    std::deque<std::pair<WorkerId, Found>> asked;
+    std::deque<std::pair<WorkerRank, Found>> asked;
     {
       absl::MutexLock lock(&mu_);
       holds_ = hold_on;
@@ -62,7 +62,7 @@ class FakeDirectory : public Directory {
     }
     for (auto& [worker, found] : asked) found(Entry(worker));
   }
-  void Find(WorkerId worker, absl::Duration, Found found) override {
+  void Find(WorkerRank worker, absl::Duration, Found found) override {
     {
       absl::MutexLock lock(&mu_);
       if (holds_) {
@@ -74,7 +74,7 @@ class FakeDirectory : public Directory {
   }
 
  private:
-  absl::StatusOr<WorkerInfo> Entry(WorkerId worker) {
+  absl::StatusOr<WorkerInfo> Entry(WorkerRank worker) {
     absl::MutexLock lock(&mu_);
     if (broken_) return absl::UnavailableError("the store is gone");
     if (workers_.count(worker) == 0) return absl::NotFoundError("never heard of it");
@@ -82,9 +82,9 @@ class FakeDirectory : public Directory {
   }
 
   absl::Mutex mu_;
-  std::map<WorkerId, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerRank, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
   bool broken_ ABSL_GUARDED_BY(mu_) = false, holds_ ABSL_GUARDED_BY(mu_) = false;
-  std::deque<std::pair<WorkerId, Found>> asked_ ABSL_GUARDED_BY(mu_);
+  std::deque<std::pair<WorkerRank, Found>> asked_ ABSL_GUARDED_BY(mu_);
 };
 
 // Counts signs of life, and loses all that comes from or goes to some address. A hello waits
@@ -143,23 +143,23 @@ class AgentMembersTest : public testing::Test {
   // "a", "b" and "c", who know each other from the start.
   void SetUp() override {
     std::vector<WorkerInfo> infos;
-    for (WorkerId id = 0; id < 3; ++id) {
-      nodes_.push_back(New(id, 1));
+    for (WorkerRank rank = 0; rank < 3; ++rank) {
+      nodes_.push_back(New(rank, 1));
       infos.push_back(nodes_.back()->info);
       directory_.Set(infos.back());
     }
     for (auto& node : nodes_) ASSERT_TRUE(node->agent->Start(node->info, infos).ok());
   }
-  std::unique_ptr<TestAgent> New(WorkerId id, uint64_t incarnation) {
-    return std::make_unique<TestAgent>(&clock_, network_, id, incarnation, Options(&directory_));
+  std::unique_ptr<TestAgent> New(WorkerRank rank, uint64_t incarnation) {
+    return std::make_unique<TestAgent>(&clock_, network_, rank, incarnation, Options(&directory_));
   }
   // One that comes late: the store has it, and it knows those of the start.
-  std::unique_ptr<TestAgent> Come(WorkerId id, uint64_t incarnation) {
-    auto node = New(id, incarnation);
+  std::unique_ptr<TestAgent> Come(WorkerRank rank, uint64_t incarnation) {
+    auto node = New(rank, incarnation);
     directory_.Set(node->info);
     std::vector<WorkerInfo> infos = {node->info};
     for (auto& other : nodes_) {
-      if (other != nullptr && other->info.id != id) infos.push_back(other->info);
+      if (other != nullptr && other->info.rank != rank) infos.push_back(other->info);
     }
     EXPECT_TRUE(node->agent->Start(node->info, infos).ok());
     return node;
@@ -257,7 +257,7 @@ TEST_F(AgentMembersTest, WhoIsIdleIsAskedAndKept) {
     Beat();
     silence_->AwaitPongs(silence_->pings());
     // What those two have sent has arrived when what comes after it has.
-    for (WorkerId to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
+    for (WorkerRank to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
   }
   EXPECT_GE(silence_->pings(), 5);
   EXPECT_FALSE(a().service.HasLost(1));
@@ -320,7 +320,7 @@ TEST_F(AgentMembersTest, WhoTakesLongForALargePacketIsKept) {
   auto call = a().Call(1, "echo", large);
   for (int i = 0; i < 10; ++i) {
     Beat();
-    for (WorkerId to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
+    for (WorkerRank to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
   }
   EXPECT_FALSE(call.Done());
   silence_->HoldsLarge(false);
@@ -343,7 +343,7 @@ class AgentWatchTest : public AgentMembersTest {
     silence_->AwaitPongs(3);
     // Who has sent a pong may not have seen its own yet; what comes behind that has come after it.
     for (auto& node : nodes_) {
-      for (WorkerId to : {0, 1, 2}) ASSERT_TRUE(node->Call(to, "echo").Wait().ok());
+      for (WorkerRank to : {0, 1, 2}) ASSERT_TRUE(node->Call(to, "echo").Wait().ok());
     }
   }
   static Incarnation IncarnationOf(const TestAgent& node) { return node.info.incarnation; }
@@ -360,7 +360,7 @@ class AgentWatchTest : public AgentMembersTest {
       }
       EXPECT_EQ(events.size(), 1u);
       const char* const kinds[] = {"?", "joined ", "left ", "lost "};
-      return absl::StrCat(kinds[static_cast<int>(events[0].kind)], events[0].id);
+      return absl::StrCat(kinds[static_cast<int>(events[0].kind)], events[0].rank);
     }
   }
 };
@@ -443,22 +443,22 @@ TEST_F(AgentWatchTest, WhoLacksTheMeansToConnectTakesNobodyForLost) {
 }
 
 // With whom there are connections.
-std::set<WorkerId> ConnectedWith(const TestAgent& node) {
-  std::set<WorkerId> peers;
+std::set<WorkerRank> ConnectedWith(const TestAgent& node) {
+  std::set<WorkerRank> peers;
   for (const auto& [peer, bytes] : node.agent->Queued()) peers.insert(peer);
   return peers;
 }
 
 TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
-  std::set<WorkerId> with = ConnectedWith(a());
+  std::set<WorkerRank> with = ConnectedWith(a());
   std::vector<std::unique_ptr<TestAgent>> late;
-  for (WorkerId id = 3; id < 8; ++id) {
-    late.push_back(Come(id, 1));
+  for (WorkerRank rank = 3; rank < 8; ++rank) {
+    late.push_back(Come(rank, 1));
     ASSERT_TRUE(a().agent->Learn(late.back()->info).ok());
   }
   // The store says it, and its watcher has found it.
   for (const auto& node : late) {
-    if (node->info.id > 5) a().agent->SetLost(node->info.id, IncarnationOf(*node), "it died");
+    if (node->info.rank > 5) a().agent->SetLost(node->info.rank, IncarnationOf(*node), "it died");
   }
   EXPECT_EQ(ConnectedWith(a()), with);
   // "a" watches this one.
@@ -468,7 +468,7 @@ TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
 }
 
 TEST_F(AgentWatchTest, OneThatIsLostIsNotTriedAgainAndAgain) {
-  const std::set<WorkerId> with = ConnectedWith(a());
+  const std::set<WorkerRank> with = ConnectedWith(a());
   const auto d = Come(3, 1);
   ASSERT_TRUE(a().agent->Learn(d->info).ok());
   a().agent->SetLost(3, IncarnationOf(*d), "it died");
@@ -522,7 +522,7 @@ TEST_F(AgentMembersTest, AWorkerThatDiedComesBackElsewhere) {
   EXPECT_EQ(*b().Call(0, "echo", "and it calls us").Wait(), "and it calls us");
 }
 
-TEST_F(AgentMembersTest, ANewLifeEndsWhatThereIsWithTheOld) {
+TEST_F(AgentMembersTest, ANewIncarnationEndsWhatThereIsWithTheOld) {
   auto pending = a().Call(1, "keep");
   const IncomingCall kept = b().service.AwaitKept();
   // The old one lives, and nobody hears of its end: it is on a machine that was cut off.
@@ -570,7 +570,7 @@ TEST_F(AgentMembersTest, OneWhoJoinsCallsAndIsCalled) {
   EXPECT_EQ(*d->Call(0, "echo", "here I am").Wait(), "here I am");
   EXPECT_EQ(a().agent->Members().size(), 4u);
   EXPECT_EQ(*a().agent->FindWorker("d"), 3);
-  EXPECT_EQ(*c().Call(3, "echo", "by its id").Wait(), "by its id");
+  EXPECT_EQ(*c().Call(3, "echo", "by its rank").Wait(), "by its rank");
   EXPECT_EQ(c().agent->Describe(3), "'d' (3)");
 }
 

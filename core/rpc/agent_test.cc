@@ -22,8 +22,8 @@ namespace {
 class AgentTest : public ::testing::Test {
  protected:
   AgentTest() {
-    for (WorkerId id = 0; id < 3; ++id) {
-      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, id, /*incarnation=*/2));
+    for (WorkerRank rank = 0; rank < 3; ++rank) {
+      agents_.push_back(std::make_unique<TestAgent>(&clock_, network_, rank, /*incarnation=*/2));
     }
     StartAll(agents_);
   }
@@ -108,7 +108,7 @@ TEST_F(AgentTest, BothMayCallFirstAtTheSameTime) {
   for (int from = 0; from < 3; ++from) {
     threads.emplace_back([this, from] {
       for (int i = 0; i < 200; ++i) {
-        const auto to = static_cast<WorkerId>(i % 3);
+        const auto to = static_cast<WorkerRank>(i % 3);
         ASSERT_EQ(*agents_[from]->Call(to, "echo", absl::StrCat(i)).Wait(), absl::StrCat(i));
       }
     });
@@ -123,17 +123,17 @@ TEST_F(AgentTest, StrangersAreShutOut) {
     void OnPacket(Packet) override {}
     void OnClosed(absl::Status why) override { closed.Set(why); }
   };
-  std::string hello_of_nobody, hello_of_an_earlier_life;
+  std::string hello_of_nobody, hello_of_an_earlier_incarnation;
   AppendHello({.from = 7, .from_incarnation = 1, .to = 1, .to_incarnation = b().info.incarnation},
               &hello_of_nobody);
   AppendHello({.from = 0,
                .from_incarnation = a().info.incarnation - 1,
                .to = 1,
                .to_incarnation = b().info.incarnation},
-              &hello_of_an_earlier_life);
+              &hello_of_an_earlier_incarnation);
   for (const std::string& bytes :
        {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(),
-        Agent::NewRequest("echo").packet.bytes, hello_of_nobody, hello_of_an_earlier_life}) {
+        Agent::NewRequest("echo").packet.bytes, hello_of_nobody, hello_of_an_earlier_incarnation}) {
     auto transport = NewInprocTransport(network_);
     auto stranger = std::make_shared<Stranger>();
     auto closed = stranger->closed.future();

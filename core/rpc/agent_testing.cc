@@ -33,22 +33,22 @@ void TestService::OnCall(IncomingCall call) {
   kept_.push_back(std::move(call));
 }
 
-void TestService::OnNotice(WorkerId from, Body notice) {
+void TestService::OnNotice(WorkerRank from, Body notice) {
   absl::MutexLock lock(&mu_);
   notices_.push_back(absl::StrCat(from, ":", notice.bytes()));
 }
 
-void TestService::OnLateReply(WorkerId, Body reply) {
+void TestService::OnLateReply(WorkerRank, Body reply) {
   absl::MutexLock lock(&mu_);
   late_.push_back(std::string(reply.bytes()));
 }
 
-void TestService::OnPeerLost(WorkerId peer, const absl::Status& why) {
+void TestService::OnPeerLost(WorkerRank peer, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
   lost_[peer] = why;
 }
 
-void TestService::OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) {
+void TestService::OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
   unreachable_[peer][incarnation] = why;
 }
@@ -70,7 +70,7 @@ std::vector<std::string> TestService::AwaitLateReplies(size_t n) ABSL_NO_THREAD_
   return Await(mu_, late_, n);
 }
 
-absl::Status TestService::AwaitLost(WorkerId peer) {
+absl::Status TestService::AwaitLost(WorkerRank peer) {
   absl::MutexLock lock(&mu_);
   const auto there = [&] {
     mu_.AssertReaderHeld();
@@ -80,7 +80,7 @@ absl::Status TestService::AwaitLost(WorkerId peer) {
   return lost_[peer];
 }
 
-absl::Status TestService::AwaitUnreachable(WorkerId peer, Incarnation incarnation) {
+absl::Status TestService::AwaitUnreachable(WorkerRank peer, Incarnation incarnation) {
   absl::MutexLock lock(&mu_);
   const auto there = [&] {
     mu_.AssertReaderHeld();
@@ -90,23 +90,23 @@ absl::Status TestService::AwaitUnreachable(WorkerId peer, Incarnation incarnatio
   return unreachable_[peer][incarnation];
 }
 
-bool TestService::HasUnreachable(WorkerId peer) const {
+bool TestService::HasUnreachable(WorkerRank peer) const {
   absl::MutexLock lock(&mu_);
   const auto found = unreachable_.find(peer);
   return found != unreachable_.end() && !found->second.empty();
 }
 
-bool TestService::HasLost(WorkerId peer) const {
+bool TestService::HasLost(WorkerRank peer) const {
   absl::MutexLock lock(&mu_);
   return lost_.count(peer) > 0;
 }
 
-TestAgent::TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerId id,
+TestAgent::TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerRank rank,
                      uint64_t incarnation, const AgentOptions& options)
     : transport(NewInprocTransport(std::move(network))),
       agent(std::make_shared<Agent>(clock, transport.get(), &service, options)) {
-  info.id = id;
-  info.name = std::string(1, static_cast<char>('a' + id));
+  info.rank = rank;
+  info.name = std::string(1, static_cast<char>('a' + rank));
   info.incarnation = incarnation << 32;
   absl::StatusOr<std::string> address = agent->Listen();
   DG_CHECK(address.ok()) << address.status();
@@ -118,7 +118,7 @@ TestAgent::~TestAgent() {
   transport.reset();
 }
 
-Future<std::string> TestAgent::Call(WorkerId to, const std::string& function,
+Future<std::string> TestAgent::Call(WorkerRank to, const std::string& function,
                                     const std::string& body, const CallTerms& terms) {
   Promise<std::string> promise;
   Future<std::string> future = promise.future();
@@ -137,7 +137,7 @@ Future<std::string> TestAgent::Call(WorkerId to, const std::string& function,
   return future;
 }
 
-void TestAgent::Notify(WorkerId to, const std::string& body) {
+void TestAgent::Notify(WorkerRank to, const std::string& body) {
   Packet notice = Agent::NewNotice();
   notice.bytes += body;
   agent->Notify(to, std::move(notice));

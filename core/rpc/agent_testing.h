@@ -3,8 +3,8 @@
 //   FakeClock clock;
 //   auto network = std::make_shared<InprocNetwork>();
 //   std::vector<std::unique_ptr<TestAgent>> agents;
-//   for (WorkerId id : {0, 1}) {
-//     agents.push_back(std::make_unique<TestAgent>(&clock, network, id, /*incarnation=*/1));
+//   for (WorkerRank rank : {0, 1}) {
+//     agents.push_back(std::make_unique<TestAgent>(&clock, network, rank, /*incarnation=*/1));
 //   }
 //   StartAll(agents);
 //   EXPECT_EQ(*agents[0]->Call(1, "echo", "x").Wait(), "x");
@@ -36,10 +36,10 @@ namespace distgrad {
 class TestService : public AgentService {
  public:
   void OnCall(IncomingCall call) override;
-  void OnNotice(WorkerId from, Body notice) override;
-  void OnLateReply(WorkerId from, Body reply) override;
-  void OnPeerLost(WorkerId peer, const absl::Status& why) override;
-  void OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) override;
+  void OnNotice(WorkerRank from, Body notice) override;
+  void OnLateReply(WorkerRank from, Body reply) override;
+  void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
+  void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
 
   // The next one that was kept.
   IncomingCall AwaitKept();
@@ -47,30 +47,30 @@ class TestService : public AgentService {
   std::vector<std::string> AwaitNotices(size_t n);
   std::vector<std::string> AwaitLateReplies(size_t n);
   // Why a worker was lost.
-  absl::Status AwaitLost(WorkerId peer);
-  bool HasLost(WorkerId peer) const;
+  absl::Status AwaitLost(WorkerRank peer);
+  bool HasLost(WorkerRank peer) const;
   // The same for one that cannot be reached; of that incarnation.
-  absl::Status AwaitUnreachable(WorkerId peer, Incarnation incarnation);
-  bool HasUnreachable(WorkerId peer) const;
+  absl::Status AwaitUnreachable(WorkerRank peer, Incarnation incarnation);
+  bool HasUnreachable(WorkerRank peer) const;
 
  private:
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_), late_ ABSL_GUARDED_BY(mu_);
-  std::map<WorkerId, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
-  std::map<WorkerId, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerRank, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerRank, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
 };
 
 // One incarnation of a worker, which listens from the start. Worker 0 is "a", 1 is "b", and so on.
 struct TestAgent {
-  TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerId id, uint64_t incarnation,
-            const AgentOptions& options = {});
+  TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerRank rank,
+            uint64_t incarnation, const AgentOptions& options = {});
   ~TestAgent();
 
-  Future<std::string> Call(WorkerId to, const std::string& function, const std::string& body = "",
+  Future<std::string> Call(WorkerRank to, const std::string& function, const std::string& body = "",
                            const CallTerms& terms = {});
-  void Notify(WorkerId to, const std::string& body);
+  void Notify(WorkerRank to, const std::string& body);
 
   TestService service;
   std::unique_ptr<Transport> transport;

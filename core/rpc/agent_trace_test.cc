@@ -21,10 +21,10 @@ using Kind = TraceSpan::Kind;
 class AgentTraceTest : public ::testing::Test {
  protected:
   void Start(const Limits& limits = {}) {
-    for (WorkerId id = 0; id < 2; ++id) {
+    for (WorkerRank rank = 0; rank < 2; ++rank) {
       agents_.push_back(
-          std::make_unique<TestAgent>(&clock_, network_, id, /*incarnation=*/id + 1,
-                                      AgentOptions{.trace = traces_[id], .limits = limits}));
+          std::make_unique<TestAgent>(&clock_, network_, rank, /*incarnation=*/rank + 1,
+                                      AgentOptions{.trace = traces_[rank], .limits = limits}));
     }
     StartAll(agents_);
   }

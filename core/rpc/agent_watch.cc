@@ -23,7 +23,7 @@ void Agent::WatchMembers(bool late) {
   ArmWatch(std::min(watch_interval_, kFirst), /*is_first=*/true);
 }
 
-void Agent::WatchToo(WorkerId member) {
+void Agent::WatchToo(WorkerRank member) {
   watch_.WatchToo(member);
   if (!peers_->is_lost(member)) links_->Ping(member);
 }
@@ -58,10 +58,10 @@ void Agent::Watch(bool is_first) {
     watch_timer_.reset();
   }
   if (!watch_.watches()) return;
-  const std::vector<WorkerId> wanted =
-      watch_.Tick(is_first, [this](WorkerId peer) { return links_->IsHeard(peer); });
+  const std::vector<WorkerRank> wanted =
+      watch_.Tick(is_first, [this](WorkerRank peer) { return links_->IsHeard(peer); });
   ArmWatch(std::min(watch_interval_, kLongest), /*is_first=*/false);
-  for (const WorkerId peer : wanted) links_->Ping(peer);
+  for (const WorkerRank peer : wanted) links_->Ping(peer);
 }
 
 void Agent::OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) {
@@ -76,16 +76,16 @@ void Agent::OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status&
   }
 }
 
-void Agent::SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason) {
+void Agent::SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason) {
   const bool was_watched = watch_.IsWatched(worker);
   if (!peers_->SetLost(worker, incarnation, reason)) return;
   service_->OnMemberEvents();
-  // Of others those look after it who watch it, or all would connect to ever more.
+  // One that others watch is theirs to follow up, or all workers would connect to ever more.
   if (!was_watched) return;
-  for (const WorkerId next : watch_.WatchMore()) links_->Ping(next);
+  for (const WorkerRank next : watch_.WatchMore()) links_->Ping(next);
 }
 
-void Agent::SetAlive(WorkerId worker, Incarnation incarnation) {
+void Agent::SetAlive(WorkerRank worker, Incarnation incarnation) {
   if (peers_->SetAlive(worker, incarnation)) service_->OnMemberEvents();
 }
 

@@ -6,7 +6,7 @@
 
 namespace distgrad {
 
-CallCounters* CallMetrics::Find(WorkerId peer, bool served, absl::string_view function) {
+CallCounters* CallMetrics::Find(WorkerRank peer, bool served, absl::string_view function) {
   absl::MutexLock lock(&mu_);
   Table& table = tables_[uint32_t{peer} * 2 + (served ? 1 : 0)];
   auto found = table.find(function);
@@ -25,7 +25,7 @@ std::vector<CallStats> CallMetrics::Snapshot() const {
   for (const auto& [key, table] : tables_) {
     for (const auto& [function, counters] : table) {
       CallStats stats;
-      stats.peer = static_cast<WorkerId>(key / 2);
+      stats.peer = static_cast<WorkerRank>(key / 2);
       stats.served = key % 2 == 1;
       stats.function = function;
       // In this order, so that no call ends before it began.

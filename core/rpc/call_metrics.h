@@ -31,7 +31,7 @@ struct CallCounters {
 
 // What the counters of one function with one peer were at one moment.
 struct CallStats {
-  WorkerId peer = 0;
+  WorkerRank peer = 0;
   bool served = false;  // the peer's calls of our function; else ours of the peer's
   std::string function = {};
   uint64_t calls = 0;
@@ -52,7 +52,7 @@ class CallMetrics {
   static constexpr size_t kNames = 256;
   static constexpr absl::string_view kOther = "(other)";
 
-  CallCounters* Find(WorkerId peer, bool served, absl::string_view function);
+  CallCounters* Find(WorkerRank peer, bool served, absl::string_view function);
   // By peer, those that were made first, and by name.
   std::vector<CallStats> Snapshot() const;
 

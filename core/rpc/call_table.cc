@@ -88,7 +88,7 @@ CallTable::Call CallTable::TakeOut(Calls::iterator call) {
   return taken;
 }
 
-std::optional<CallTable::Call> CallTable::Take(uint64_t number, WorkerId from) {
+std::optional<CallTable::Call> CallTable::Take(uint64_t number, WorkerRank from) {
   absl::MutexLock lock(&mu_);
   const auto found = calls_.find(number);
   // A reply after the deadline finds nobody; one to a call that went elsewhere is refused.

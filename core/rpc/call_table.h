@@ -40,7 +40,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
 
   // A call: before it begins, and as long as it has not ended.
   struct Call {
-    WorkerId to = 0;
+    WorkerRank to = 0;
     std::string function;
     uint64_t bytes = 0;  // of the request
     absl::Time begun, deadline;
@@ -77,7 +77,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   bool OnLeaving(uint64_t number, Packet& request);
 
   // Takes the call that such a reply is for; nothing if nobody waits for it.
-  std::optional<Call> Take(uint64_t number, WorkerId from);
+  std::optional<Call> Take(uint64_t number, WorkerRank from);
   // Ends one that was taken, or has not begun.
   void End(Call call, absl::StatusOr<Body> reply);
   // The same, with an error that names the call and the worker.

@@ -22,7 +22,7 @@ void AppendStatus(const absl::Status& status, WireWriter& writer) {
   if (status.ok()) return;
   const std::optional<ErrorOrigin> origin = OriginOf(status);
   writer.U8(origin.has_value() ? static_cast<uint8_t>(origin->by) : kNoOrigin);
-  writer.U16(origin.has_value() ? origin->worker : WorkerId{0});
+  writer.U16(origin.has_value() ? origin->worker : WorkerRank{0});
 }
 
 absl::Status ReadStatus(WireReader& reader) {
@@ -33,7 +33,7 @@ absl::Status ReadStatus(WireReader& reader) {
       message);
   if (status.ok()) return status;
   const uint8_t by = reader.U8();
-  const WorkerId worker = reader.U16();
+  const WorkerRank worker = reader.U16();
   // One of a kind that is not known is as good as none.
   if (by != static_cast<uint8_t>(ErrorOrigin::By::kDistgrad) &&
       by != static_cast<uint8_t>(ErrorOrigin::By::kHandler)) {

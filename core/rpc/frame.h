@@ -41,9 +41,9 @@ struct Frame {
 
 // Who opens a connection, and whom it wants.
 struct Hello {
-  WorkerId from = 0;
+  WorkerRank from = 0;
   Incarnation from_incarnation = 0;
-  WorkerId to = 0;
+  WorkerRank to = 0;
   Incarnation to_incarnation = 0;
   uint64_t link = 0;  // not 0: for the large packets of that link, by the number `to` gave it
 };

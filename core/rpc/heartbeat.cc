@@ -11,7 +11,7 @@ namespace distgrad {
 Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& readings) {
   const bool slept = now - std::exchange(ticked_, now) > 2 * interval();
   absl::flat_hash_map<uint64_t, Sign> links;
-  absl::flat_hash_map<WorkerId, absl::Time> peers;
+  absl::flat_hash_map<WorkerRank, absl::Time> peers;
   for (const Reading& reading : readings) {
     const auto before = links_.find(reading.link);
     Sign sign{reading.heard, now};
@@ -30,7 +30,7 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
   links_ = std::move(links);
 
   // Their messages are lost, and they may not know it.
-  absl::flat_hash_set<WorkerId> stale;
+  absl::flat_hash_set<WorkerRank> stale;
   const auto is_unanswered = [&](const Reading& reading) {
     return reading.answers && now - links_[reading.link].pinged >= limit_ - interval();
   };
@@ -40,7 +40,7 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
   }
 
   Verdict verdict;
-  absl::flat_hash_map<WorkerId, bool> probed;
+  absl::flat_hash_map<WorkerRank, bool> probed;
   for (size_t i = 0; i < readings.size(); ++i) {
     const Reading& reading = readings[i];
     Sign& sign = links_[reading.link];

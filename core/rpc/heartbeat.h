@@ -28,16 +28,16 @@ class Heartbeat {
  public:
   // A link, and how many packets have come on it so far.
   struct Reading {
-    uint64_t link = 0;                  // any number of its own
-    std::optional<WorkerId> peer = {};  // not known before its hello
+    uint64_t link = 0;                    // any number of its own
+    std::optional<WorkerRank> peer = {};  // not known before its hello
     uint64_t heard = 0;
     // Whether a ping that is sent now is answered on this link, and with nothing before it.
     bool answers = false;
   };
   // What is to be done; links by their place in the readings.
   struct Verdict {
-    std::vector<size_t> ask;      // are to be pinged
-    std::vector<WorkerId> probe;  // ping these on a new link, too
+    std::vector<size_t> ask;        // are to be pinged
+    std::vector<WorkerRank> probe;  // ping these on a new link, too
     std::vector<size_t> lost;
     std::vector<size_t> stale;  // though their peers live
   };
@@ -64,7 +64,7 @@ class Heartbeat {
   const absl::Duration limit_;
   absl::Time ticked_ = absl::InfinitePast();
   absl::flat_hash_map<uint64_t, Sign> links_;
-  absl::flat_hash_map<WorkerId, bool> probed_;  // since they were last heard
+  absl::flat_hash_map<WorkerRank, bool> probed_;  // since they were last heard
 };
 
 }  // namespace distgrad

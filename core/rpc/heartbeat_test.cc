@@ -38,7 +38,7 @@ TEST_F(HeartbeatTest, WhoIsSilentIsAskedThenProbedThenLost) {
   EXPECT_TRUE(verdict.probe.empty());
   verdict = Tick(silent);  // 20 s
   EXPECT_EQ(verdict.ask, std::vector<size_t>{0});
-  EXPECT_EQ(verdict.probe, std::vector<WorkerId>{5});
+  EXPECT_EQ(verdict.probe, std::vector<WorkerRank>{5});
   verdict = Tick(silent);  // 30 s
   EXPECT_EQ(verdict.ask, std::vector<size_t>{0});
   EXPECT_TRUE(verdict.probe.empty()) << "it was probed already";

@@ -10,7 +10,7 @@ namespace distgrad {
 
 class IncomingCall::Impl {
  public:
-  Impl(std::shared_ptr<Link> link, WorkerId from, const Frame& frame, absl::Time deadline,
+  Impl(std::shared_ptr<Link> link, WorkerRank from, const Frame& frame, absl::Time deadline,
        std::shared_ptr<Cancellation> cancellation, absl::Status refusal, Record record)
       : link(std::move(link)),
         from(from),
@@ -72,7 +72,7 @@ class IncomingCall::Impl {
   }
 
   std::shared_ptr<Link> link;  // null once answered
-  const WorkerId from;
+  const WorkerRank from;
   const uint64_t call;
   const std::string function;
   const absl::Time deadline;
@@ -101,7 +101,7 @@ class IncomingCall::Impl {
   }
 };
 
-IncomingCall::IncomingCall(std::shared_ptr<Link> link, WorkerId from, const Frame& frame,
+IncomingCall::IncomingCall(std::shared_ptr<Link> link, WorkerRank from, const Frame& frame,
                            absl::Time deadline, std::shared_ptr<Cancellation> cancellation,
                            absl::Status refusal, Record record)
     : impl_(std::make_unique<Impl>(std::move(link), from, frame, deadline, std::move(cancellation),
@@ -109,7 +109,7 @@ IncomingCall::IncomingCall(std::shared_ptr<Link> link, WorkerId from, const Fram
 IncomingCall::IncomingCall(IncomingCall&&) noexcept = default;
 IncomingCall& IncomingCall::operator=(IncomingCall&&) noexcept = default;
 IncomingCall::~IncomingCall() = default;
-WorkerId IncomingCall::from() const { return impl_->from; }
+WorkerRank IncomingCall::from() const { return impl_->from; }
 const std::string& IncomingCall::function() const { return impl_->function; }
 absl::Time IncomingCall::deadline() const { return impl_->deadline; }
 Body& IncomingCall::body() { return impl_->body; }

@@ -41,13 +41,13 @@ class IncomingCall {
 
   // For the agent. With a `cancellation` the call counts as served by its link, until it is
   // answered; else it is refused.
-  IncomingCall(std::shared_ptr<Link> link, WorkerId from, const Frame& frame, absl::Time deadline,
+  IncomingCall(std::shared_ptr<Link> link, WorkerRank from, const Frame& frame, absl::Time deadline,
                std::shared_ptr<Cancellation> cancellation, absl::Status refusal, Record record);
   IncomingCall(IncomingCall&&) noexcept;
   IncomingCall& operator=(IncomingCall&&) noexcept;
   ~IncomingCall();
 
-  WorkerId from() const;
+  WorkerRank from() const;
   const std::string& function() const;
   absl::Time deadline() const;
   Body& body();
@@ -57,7 +57,7 @@ class IncomingCall {
   // Cancelled when the caller waits no longer, or is gone.
   const std::shared_ptr<Cancellation>& cancellation() const;
 
-  // What waits to be sent to the caller. While there is no room in it, better not begin.
+  // What waits to be sent to the caller. While it has no credit left, better not begin.
   const std::shared_ptr<SendWindow>& window() const;
 
   // That it belongs to a context, for the trace.
@@ -67,7 +67,7 @@ class IncomingCall {
 
   // A reply packet to which the body is to be appended, for Reply().
   Packet NewReply() const;
-  // Does not wait: where there is no room, the reply goes when there is.
+  // Does not wait: where there is no credit, the reply goes when there is.
   void Reply(Packet reply);
   void Fail(const absl::Status& status);
 

@@ -27,12 +27,6 @@ Link::Link(std::shared_ptr<Owner> owner, Shared* shared, Kind kind, uint64_t num
       state_(kind == Kind::kLoopback ? State::kOpen : State::kOpening),
       inbox_(kind == Kind::kAccepted ? Inbox::kHolding : Inbox::kPassing) {}
 
-bool Link::Advance(State to) {
-  if (state_ >= to) return false;
-  state_ = to;
-  return true;
-}
-
 // -------------------------------------------------------------------------------------- Sending
 
 void Link::Send(Packet packet, SendWindow::Credit credit, uint64_t call) {
@@ -125,8 +119,8 @@ void Link::FlushOnStrand() {
 }
 
 void Link::OnSent(const absl::Status& sent) {
-  // Where the connection is over, its receiver hears of that. One that stands and refuses a packet
-  // would leave those waiting who wait for what was in it.
+  // Where the connection is over, its receiver hears of that. Where it stands and refuses a packet,
+  // whoever waits for what was in it would wait on.
   if (sent.ok() || absl::IsUnavailable(sent) || absl::IsCancelled(sent) || absl::IsAborted(sent)) {
     return;
   }
@@ -137,7 +131,7 @@ void Link::OnSent(const absl::Status& sent) {
 void Link::SetConnection(std::shared_ptr<Connection> connection) {
   {
     absl::MutexLock lock(&mu_);
-    if (Advance(State::kOpen)) connection_ = std::exchange(connection, nullptr);
+    if (state_.Advance(State::kOpen)) connection_ = std::exchange(connection, nullptr);
   }
   if (connection != nullptr) return connection->Close();  // it comes too late
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
@@ -236,10 +230,10 @@ void Link::Release() {
 
 void Link::Drop() {
   absl::MutexLock lock(&mu_);
-  Advance(State::kDropped);
+  state_.Advance(State::kDropped);
 }
 
-std::optional<WorkerId> Link::peer() const {
+std::optional<WorkerRank> Link::peer() const {
   absl::MutexLock lock(&mu_);
   return peer_;
 }
@@ -249,7 +243,7 @@ Incarnation Link::incarnation() const {
   return incarnation_;
 }
 
-void Link::SetPeer(WorkerId peer, Incarnation incarnation) {
+void Link::SetPeer(WorkerRank peer, Incarnation incarnation) {
   absl::MutexLock lock(&mu_);
   peer_ = peer;
   incarnation_ = incarnation;
@@ -279,7 +273,7 @@ void Link::Close(absl::Status why) {
   {
     absl::MutexLock lock(&mu_);
     if (why_.ok()) why_ = why;
-    if (kind_ == Kind::kLoopback) Advance(State::kDropped);  // nobody hears of its end
+    if (kind_ == Kind::kLoopback) state_.Advance(State::kDropped);  // nobody hears of its end
     connection = connection_;
   }
   if (connection != nullptr) return connection->Close();
@@ -291,7 +285,7 @@ void Link::OnClosed(absl::Status why) {
   std::shared_ptr<Link> bulk;
   {
     absl::MutexLock lock(&mu_);
-    if (!Advance(State::kClosed)) return;
+    if (!state_.Advance(State::kClosed)) return;
     connection.swap(connection_);
     bulk.swap(bulk_);
     if (!why_.ok()) why = why_;

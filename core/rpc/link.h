@@ -21,6 +21,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/clock.h"
 #include "core/base/ids.h"
+#include "core/base/monotonic_state.h"
 #include "core/base/strand.h"
 #include "core/rpc/limits.h"
 #include "core/rpc/send_window.h"
@@ -72,9 +73,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   // Who is at the other end: known from the start of a link that we opened, from its hello on
   // one that was accepted. And which incarnation of it: 0 until the hello, and of oneself.
-  std::optional<WorkerId> peer() const;
+  std::optional<WorkerRank> peer() const;
   Incarnation incarnation() const;
-  void SetPeer(WorkerId peer, Incarnation incarnation);
+  void SetPeer(WorkerRank peer, Incarnation incarnation);
 
   // A bulk link: what arrives counts as if it had come on `main`. Before anything else arrives.
   void SetMain(const std::shared_ptr<Link>& main);
@@ -133,7 +134,6 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void OnClosed(absl::Status why) override;
 
  private:
-  // The life of a link, which only goes on.
   enum class State {
     kOpening,  // what is sent waits for a connection
     kOpen,
@@ -153,8 +153,6 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     bool withdrawn = false;  // nothing of it is left
   };
 
-  // False if it has come as far already.
-  bool Advance(State to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The link on which what arrives here counts; null if it does not.
   std::shared_ptr<Link> Target() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Deliver(std::shared_ptr<Link> target, Packet packet);
@@ -185,10 +183,10 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.
-  State state_ ABSL_GUARDED_BY(mu_);
+  MonotonicState<State> state_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
   absl::Status why_ ABSL_GUARDED_BY(mu_);  // why we closed it, if we did
-  std::optional<WorkerId> peer_ ABSL_GUARDED_BY(mu_);
+  std::optional<WorkerRank> peer_ ABSL_GUARDED_BY(mu_);
   Incarnation incarnation_ ABSL_GUARDED_BY(mu_) = 0;
   Inbox inbox_ ABSL_GUARDED_BY(mu_);
   uint64_t drains_ ABSL_GUARDED_BY(mu_) = 0;  // Release() so far; the last one drains

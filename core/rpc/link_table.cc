@@ -15,8 +15,8 @@
 namespace distgrad {
 namespace {
 
-// How long a store that is silent is asked who a worker is. Of one that we know, what we know is
-// used after that; whoever calls or is one that we do not know has deadlines of its own.
+// How long a silent store is asked who a worker is. Of a worker that we know, what we know is used
+// after that; calls to an unknown one, and its own connection, have deadlines of their own.
 constexpr absl::Duration kPatienceForKnown = absl::Seconds(5);
 constexpr absl::Duration kPatience = absl::Minutes(1);
 
@@ -46,16 +46,15 @@ void LinkTable::Start() {
   std::vector<std::shared_ptr<Link>> links;
   {
     absl::MutexLock lock(&mu_);
-    if (state_ != State::kHolding) return;
-    state_ = State::kStarted;
+    if (!state_.Advance(State::kStarted)) return;
     for (const auto& [number, entry] : links_) links.push_back(entry.link);
-    const WorkerId self = peers_->self().id;
+    const WorkerRank self = peers_->self().rank;
     auto loopback = Make(Link::Kind::kLoopback);
     loopback->SetPeer(self, /*incarnation=*/0);
     calls_->Add(*loopback);
     by_peer_.emplace(self, std::move(loopback));
   }
-  // What others sent before we knew who they are.
+  // What peers sent before we knew who they are.
   for (const auto& link : links) link->Release();
 }
 
@@ -64,7 +63,7 @@ void LinkTable::Close(const absl::Status& why) {
   std::optional<Clock::TimerId> timer;
   {
     absl::MutexLock lock(&mu_);
-    if (std::exchange(state_, State::kClosed) == State::kClosed) return;
+    if (!state_.Advance(State::kClosed)) return;
     for (auto& [number, entry] : links_) Drop(entry);
     links.swap(links_);
     by_peer_.clear();
@@ -74,9 +73,9 @@ void LinkTable::Close(const absl::Status& why) {
   for (const auto& [number, entry] : links) entry.link->Close(why);
 }
 
-std::vector<std::pair<WorkerId, uint64_t>> LinkTable::Queued() const {
+std::vector<std::pair<WorkerRank, uint64_t>> LinkTable::Queued() const {
   absl::MutexLock lock(&mu_);
-  std::vector<std::pair<WorkerId, uint64_t>> queued;
+  std::vector<std::pair<WorkerRank, uint64_t>> queued;
   for (const auto& [peer, link] : by_peer_) queued.emplace_back(peer, link->window()->acquired());
   std::sort(queued.begin(), queued.end());
   return queued;
@@ -84,12 +83,12 @@ std::vector<std::pair<WorkerId, uint64_t>> LinkTable::Queued() const {
 
 // -------------------------------------------------------------------------------------- Opening
 
-absl::StatusOr<std::shared_ptr<Link>> LinkTable::To(WorkerId peer) {
+absl::StatusOr<std::shared_ptr<Link>> LinkTable::To(WorkerRank peer) {
   absl::MutexLock lock(&mu_);
   return ToLocked(peer);
 }
 
-absl::StatusOr<std::shared_ptr<Link>> LinkTable::ToLocked(WorkerId peer) {
+absl::StatusOr<std::shared_ptr<Link>> LinkTable::ToLocked(WorkerRank peer) {
   if (state_ == State::kClosed) return ShuttingDown();
   const auto found = by_peer_.find(peer);
   if (found != by_peer_.end()) return found->second;
@@ -105,13 +104,13 @@ absl::StatusOr<std::shared_ptr<Link>> LinkTable::ToLocked(WorkerId peer) {
   return link;
 }
 
-bool LinkTable::IsHeard(WorkerId peer) const {
+bool LinkTable::IsHeard(WorkerRank peer) const {
   absl::MutexLock lock(&mu_);
   const auto found = by_peer_.find(peer);
   return found != by_peer_.end() && found->second->heard() > 0;
 }
 
-void LinkTable::Ping(WorkerId peer) {
+void LinkTable::Ping(WorkerRank peer) {
   std::shared_ptr<Link> link;
   {
     absl::MutexLock lock(&mu_);
@@ -123,8 +122,9 @@ void LinkTable::Ping(WorkerId peer) {
   SendFrame(*link, {.kind = FrameKind::kPing});
 }
 
-// Who opens a connection first asks who the peer is now: it may have come back elsewhere.
-void LinkTable::Open(const std::shared_ptr<Link>& link, WorkerId to) {
+// Before a connection is opened the store is asked who the peer is now: it may have come back
+// elsewhere.
+void LinkTable::Open(const std::shared_ptr<Link>& link, WorkerRank to) {
   StartHeartbeat();
   if (directory_ == nullptr) return Connect(link, to);
   const absl::Duration patience = peers_->Find(to) ? kPatienceForKnown : kPatience;
@@ -134,7 +134,7 @@ void LinkTable::Open(const std::shared_ptr<Link>& link, WorkerId to) {
                    });
 }
 
-void LinkTable::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
+void LinkTable::OnFound(const std::shared_ptr<Link>& link, WorkerRank to,
                         const absl::StatusOr<WorkerInfo>& found) {
   const absl::Status learned = found.ok() ? Learn(*found, link) : found.status();
   const std::optional<WorkerInfo> known = peers_->Find(to);
@@ -148,7 +148,7 @@ void LinkTable::OnFound(const std::shared_ptr<Link>& link, WorkerId to,
   Connect(link, to);
 }
 
-void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t bulk_of) {
+void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64_t bulk_of) {
   const std::optional<WorkerInfo> peer = peers_->Find(to);
   bool is_wanted;
   {
@@ -162,7 +162,7 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t
   if (!is_wanted) return link->Close(ShuttingDown());
   const WorkerInfo self = peers_->self();
   std::string hello;
-  AppendHello({.from = self.id,
+  AppendHello({.from = self.rank,
                .from_incarnation = self.incarnation,
                .to = to,
                .to_incarnation = peer->incarnation,
@@ -174,15 +174,16 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t
   link->SetConnection(*connection);
 }
 
-// The bulk link of a link. Who opened the link opens this, too, for the other end may have no way
-// to it. It names a number that it has heard over the link, and so does not come before that.
+// The bulk link of a link. The end that opened the link opens this, too, for the other one may have
+// no way to it. It names a number that it has heard over the link, and so does not come before
+// that.
 
 void LinkTable::OnBulkWanted(const std::shared_ptr<Link>& link) {
   const bool is_ours = link->kind() == Link::Kind::kAccepted;
   SendFrame(*link, {.kind = FrameKind::kBulk, .link = is_ours ? link->number() : 0});
 }
 
-void LinkTable::OnBulk(const std::shared_ptr<Link>& link, WorkerId peer, uint64_t number) {
+void LinkTable::OnBulk(const std::shared_ptr<Link>& link, WorkerRank peer, uint64_t number) {
   if (number == 0) return OnBulkWanted(link);
   std::shared_ptr<Link> bulk;
   {
@@ -286,7 +287,7 @@ absl::Status LinkTable::OnHello(const std::shared_ptr<Link>& link, WireReader& r
   return absl::OkStatus();
 }
 
-// The store's word on one who has joined, or come back, since we last looked.
+// The store's word on a worker that has joined, or come back, since we last asked.
 void LinkTable::OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hello,
                             const absl::StatusOr<WorkerInfo>& found) {
   absl::Status status = found.status();
@@ -334,7 +335,7 @@ void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& wh
 // --------------------------------------------------------------------------------------- Ending
 
 void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) {
-  const std::optional<WorkerId> peer = link->peer();
+  const std::optional<WorkerRank> peer = link->peer();
   const bool is_bulk = link->is_bulk();
   bool is_lost = false;
   MemberWatch::ClosedLink closed;
@@ -378,14 +379,14 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
 
 absl::Status LinkTable::Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
   DG_ASSIGN_OR_RETURN(const bool is_new, peers_->Learn(worker));
-  if (is_new) DropOldIncarnation(worker.id, keep);
+  if (is_new) DropOldIncarnation(worker.rank, keep);
   if (const auto user = user_.lock()) user->OnMemberEvents();
   return absl::OkStatus();
 }
 
 // Ends what there is with the old incarnation of a peer, here and now: whatever the new one sends
 // must find nothing of it.
-void LinkTable::DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>& keep) {
+void LinkTable::DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>& keep) {
   const absl::Status why = absl::UnavailableError(
       absl::StrCat("worker ", peers_->Describe(peer), " has come back as a new incarnation"));
   std::vector<std::shared_ptr<Link>> old;
@@ -467,7 +468,7 @@ void LinkTable::Beat() {
   ArmHeartbeat();
   const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
   for (const size_t i : verdict.ask) SendFrame(*links[i], {.kind = FrameKind::kPing});
-  for (const WorkerId peer : verdict.probe) Probe(peer);
+  for (const WorkerRank peer : verdict.probe) Probe(peer);
   for (const size_t i : verdict.lost) {
     {
       absl::MutexLock lock(&mu_);
@@ -489,7 +490,7 @@ void LinkTable::Beat() {
 }
 
 // A second link stays for as long as the first.
-void LinkTable::Probe(WorkerId peer) {
+void LinkTable::Probe(WorkerRank peer) {
   std::shared_ptr<Link> probe;
   {
     absl::MutexLock lock(&mu_);

@@ -24,6 +24,7 @@
 #include "absl/time/time.h"
 #include "core/base/clock.h"
 #include "core/base/ids.h"
+#include "core/base/monotonic_state.h"
 #include "core/base/wire.h"
 #include "core/membership/directory.h"
 #include "core/membership/worker_info.h"
@@ -50,7 +51,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     // Also from who has not said hello yet. An error ends the link.
     virtual absl::Status OnPacket(const std::shared_ptr<Link>& link, Packet packet) = 0;
     // What was in flight with that peer may be lost. It may be back.
-    virtual void OnPeerLost(WorkerId peer, const absl::Status& why) = 0;
+    virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
     // A link with a member who has not left has ended.
     virtual void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) = 0;
     // Peers may have something new.
@@ -78,15 +79,15 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
 
   // The link over which to call a peer, which is opened when something is sent. kCancelled after
   // Close(), kNotFound for one that nobody knows.
-  absl::StatusOr<std::shared_ptr<Link>> To(WorkerId peer);
+  absl::StatusOr<std::shared_ptr<Link>> To(WorkerRank peer);
   // Whether something has come on it.
-  bool IsHeard(WorkerId peer) const;
+  bool IsHeard(WorkerRank peer) const;
   // Opens it, if there is none; heartbeats keep it.
-  void Ping(WorkerId peer);
+  void Ping(WorkerRank peer);
 
   // Frames that are of a link: a hello, who wants a bulk link, and by which number of ours.
   absl::Status OnHello(const std::shared_ptr<Link>& link, WireReader& reader);
-  void OnBulk(const std::shared_ptr<Link>& link, WorkerId peer, uint64_t number);
+  void OnBulk(const std::shared_ptr<Link>& link, WorkerRank peer, uint64_t number);
 
   // What the store says of a worker.
   absl::Status Learn(const WorkerInfo& worker) { return Learn(worker, nullptr); }
@@ -94,7 +95,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void SayLeaving();
 
   // The bytes that wait to be sent, by peer; and how many calls of others have not ended.
-  std::vector<std::pair<WorkerId, uint64_t>> Queued() const;
+  std::vector<std::pair<WorkerRank, uint64_t>> Queued() const;
   size_t served() const { return shared_.served; }
 
   absl::Duration heartbeat_interval() const { return heartbeat_.interval(); }
@@ -106,6 +107,11 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) override;
 
  private:
+  enum class State {
+    kHolding,  // what arrives is held, until it is known who is a member
+    kStarted,
+    kClosed,  // no link begins any more
+  };
   struct Entry {
     enum class Mark {
       kNone,
@@ -122,12 +128,13 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void Drop(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Opening: a link that was asked for, step by step.
-  absl::StatusOr<std::shared_ptr<Link>> ToLocked(WorkerId peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Open(const std::shared_ptr<Link>& link, WorkerId to);
-  void OnFound(const std::shared_ptr<Link>& link, WorkerId to,
+  absl::StatusOr<std::shared_ptr<Link>> ToLocked(WorkerRank peer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Open(const std::shared_ptr<Link>& link, WorkerRank to);
+  void OnFound(const std::shared_ptr<Link>& link, WorkerRank to,
                const absl::StatusOr<WorkerInfo>& found);
   // As what `bulk_of` says in the hello.
-  void Connect(const std::shared_ptr<Link>& link, WorkerId to, uint64_t bulk_of = 0);
+  void Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64_t bulk_of = 0);
 
   // Taking in: one that a peer opened.
   std::shared_ptr<Receiver> Accept(std::shared_ptr<Connection> connection);
@@ -139,11 +146,11 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
 
   // Ending, and heartbeats.
   absl::Status Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
-  void DropOldIncarnation(WorkerId peer, const std::shared_ptr<Link>& keep);
+  void DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>& keep);
   void StartHeartbeat();
   void ArmHeartbeat();
   void Beat();
-  void Probe(WorkerId peer);
+  void Probe(WorkerRank peer);
 
   Clock* const clock_;
   Transport* const transport_;
@@ -158,10 +165,10 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   std::weak_ptr<User> user_;  // constant after Listen()
 
   mutable absl::Mutex mu_;
-  enum class State { kHolding, kStarted, kClosed } state_ ABSL_GUARDED_BY(mu_) = State::kHolding;
+  MonotonicState<State> state_ ABSL_GUARDED_BY(mu_){State::kHolding};
   // All that have not ended, by their number; and of those the one for each peer.
   absl::btree_map<uint64_t, Entry> links_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<WorkerId, std::shared_ptr<Link>> by_peer_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<WorkerRank, std::shared_ptr<Link>> by_peer_ ABSL_GUARDED_BY(mu_);
   uint64_t last_link_ ABSL_GUARDED_BY(mu_) = 0;
   bool beats_ ABSL_GUARDED_BY(mu_) = false;  // as long as there are links
   std::optional<Clock::TimerId> heartbeat_timer_ ABSL_GUARDED_BY(mu_);

@@ -15,14 +15,12 @@ constexpr size_t kMostWatched = 64;                    // at once
 
 bool MemberWatch::Start() {
   absl::MutexLock lock(&mu_);
-  if (state_ != State::kIdle) return false;
-  state_ = State::kWatching;
-  return true;
+  return state_.Advance(State::kWatching);
 }
 
 void MemberWatch::Stop() {
   absl::MutexLock lock(&mu_);
-  state_ = State::kStopped;
+  state_.Advance(State::kStopped);
 }
 
 bool MemberWatch::watches() const {
@@ -30,20 +28,20 @@ bool MemberWatch::watches() const {
   return state_ == State::kWatching;
 }
 
-void MemberWatch::WatchToo(WorkerId member) {
+void MemberWatch::WatchToo(WorkerRank member) {
   absl::MutexLock lock(&mu_);
   watched_too_ = member;
 }
 
-std::vector<WorkerId> MemberWatch::Tick(bool is_first,
-                                        absl::FunctionRef<bool(WorkerId)> can_be_reached) {
-  const std::optional<WorkerId> before = peers_->Before();
-  std::vector<WorkerId> wanted;
+std::vector<WorkerRank> MemberWatch::Tick(bool is_first,
+                                          absl::FunctionRef<bool(WorkerRank)> can_be_reached) {
+  const std::optional<WorkerRank> before = peers_->Before();
+  std::vector<WorkerRank> wanted;
   {
     absl::MutexLock lock(&mu_);
     wanted = peers_->After(watched_);
     bool all_can = true;
-    for (const WorkerId peer : wanted) {
+    for (const WorkerRank peer : wanted) {
       if (can_be_reached(peer)) {
         unreachable_.erase(peer);
       } else {
@@ -57,7 +55,7 @@ std::vector<WorkerId> MemberWatch::Tick(bool is_first,
     // The one before keeps a connection with us. If it has given that up it takes us for lost, or
     // does not know of us.
     wanted.push_back(*before);
-  } else if (wanted == std::vector<WorkerId>{*before} && *before < peers_->self().id) {
+  } else if (wanted == std::vector<WorkerRank>{*before} && *before < peers_->self().rank) {
     // Of two alone, who begin at the same time, one opens the connection.
     wanted.clear();
   }
@@ -91,17 +89,17 @@ MemberWatch::Verdict MemberWatch::OnClosed(const ClosedLink& link, const absl::S
   return Verdict::kTryAgain;
 }
 
-bool MemberWatch::IsAmongNext(WorkerId worker) const {
-  const std::vector<WorkerId> next = peers_->After(watched_);
+bool MemberWatch::IsAmongNext(WorkerRank worker) const {
+  const std::vector<WorkerRank> next = peers_->After(watched_);
   return std::find(next.begin(), next.end(), worker) != next.end();
 }
 
-bool MemberWatch::IsWatched(WorkerId worker) const {
+bool MemberWatch::IsWatched(WorkerRank worker) const {
   absl::MutexLock lock(&mu_);
   return state_ == State::kWatching && IsAmongNext(worker);
 }
 
-std::vector<WorkerId> MemberWatch::WatchMore() {
+std::vector<WorkerRank> MemberWatch::WatchMore() {
   absl::MutexLock lock(&mu_);
   if (state_ != State::kWatching) return {};
   watched_ = std::min(2 * watched_, kMostWatched);

@@ -1,4 +1,4 @@
-// Decides whom an agent watches, and when one of them is lost: the next members by id, over
+// Decides whom an agent watches, and when one of them is lost: the next members by rank, over
 // connections that the agent keeps for that. docs/membership.md, "Lost members", has the rules. It
 // has no clock and sends nothing: its owner tells it what happens.
 #ifndef DISTGRAD_CORE_RPC_MEMBER_WATCH_H_
@@ -17,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/ids.h"
+#include "core/base/monotonic_state.h"
 #include "core/rpc/peers.h"
 
 namespace distgrad {
@@ -26,7 +27,7 @@ class MemberWatch {
  public:
   // What is known of a link that has ended.
   struct ClosedLink {
-    WorkerId peer = 0;
+    WorkerRank peer = 0;
     Incarnation incarnation = 0;
     bool was_heard = false;
     bool was_silent = false;
@@ -44,32 +45,34 @@ class MemberWatch {
   void Stop();
   bool watches() const;
   // This member as well, whoever else does.
-  void WatchToo(WorkerId member);
+  void WatchToo(WorkerRank member);
 
   // Whom to ping, now and then: those that this worker watches, and the one that watches it, for
   // that one may not know of it.
-  std::vector<WorkerId> Tick(bool is_first, absl::FunctionRef<bool(WorkerId)> can_be_reached);
+  std::vector<WorkerRank> Tick(bool is_first, absl::FunctionRef<bool(WorkerRank)> can_be_reached);
 
   Verdict OnClosed(const ClosedLink& link, const absl::Status& why, absl::Time now);
 
-  bool IsWatched(WorkerId worker) const;
+  bool IsWatched(WorkerRank worker) const;
   // One that was watched is lost. More may be, with their machine or their network: to find them
   // one after the other would take a heartbeat's limit for each. So it watches twice as many, and
   // returns them.
-  std::vector<WorkerId> WatchMore();
+  std::vector<WorkerRank> WatchMore();
 
  private:
-  bool IsAmongNext(WorkerId worker) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  enum class State { kIdle, kWatching, kStopped };
+
+  bool IsAmongNext(WorkerRank worker) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const std::shared_ptr<const Peers> peers_;
   const absl::Duration patience_;
 
   mutable absl::Mutex mu_;
-  enum class State { kIdle, kWatching, kStopped } state_ ABSL_GUARDED_BY(mu_) = State::kIdle;
+  MonotonicState<State> state_ ABSL_GUARDED_BY(mu_){State::kIdle};
   size_t watched_ ABSL_GUARDED_BY(mu_) = 1;  // how many of the next members
-  std::optional<WorkerId> watched_too_ ABSL_GUARDED_BY(mu_);
+  std::optional<WorkerRank> watched_too_ ABSL_GUARDED_BY(mu_);
   // Since when those who are watched could not be reached, though nobody has refused.
-  absl::flat_hash_map<WorkerId, absl::Time> unreachable_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<WorkerRank, absl::Time> unreachable_ ABSL_GUARDED_BY(mu_);
   absl::Time tried_again_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };
 

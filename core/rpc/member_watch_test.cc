@@ -19,16 +19,16 @@ class MemberWatchTest : public ::testing::Test {
  protected:
   MemberWatchTest() : peers_(std::make_shared<Peers>(100)), watch_(peers_, kPatience) {
     std::vector<WorkerInfo> workers(5);
-    for (WorkerId id = 0; id < 5; ++id) {
-      workers[id].id = id;
-      workers[id].name = std::string(1, static_cast<char>('a' + id));
-      workers[id].incarnation = 1;
+    for (WorkerRank rank = 0; rank < 5; ++rank) {
+      workers[rank].rank = rank;
+      workers[rank].name = std::string(1, static_cast<char>('a' + rank));
+      workers[rank].incarnation = 1;
     }
     EXPECT_TRUE(peers_->Start(workers[1], workers).ok());
     EXPECT_TRUE(watch_.Start());
   }
-  std::vector<WorkerId> Tick(bool is_first = false, bool can = true) {
-    return watch_.Tick(is_first, [can](WorkerId) { return can; });
+  std::vector<WorkerRank> Tick(bool is_first = false, bool can = true) {
+    return watch_.Tick(is_first, [can](WorkerRank) { return can; });
   }
   // Of a connection with the next member that broke.
   Verdict Broke(MemberWatch::ClosedLink link,
@@ -49,8 +49,8 @@ class MemberWatchTest : public ::testing::Test {
 TEST_F(MemberWatchTest, StartsOnce) { EXPECT_FALSE(watch_.Start()); }
 
 TEST_F(MemberWatchTest, AsksTheNextOneAndTheOneBefore) {
-  EXPECT_EQ(Tick(/*is_first=*/true), std::vector<WorkerId>{2});
-  EXPECT_EQ(Tick(), (std::vector<WorkerId>{2, 0}));
+  EXPECT_EQ(Tick(/*is_first=*/true), std::vector<WorkerRank>{2});
+  EXPECT_EQ(Tick(), (std::vector<WorkerRank>{2, 0}));
 }
 
 TEST_F(MemberWatchTest, OfOthersItSaysNothing) {
@@ -101,10 +101,10 @@ TEST_F(MemberWatchTest, WhereOneIsLostItLooksForMoreUntilAllCanBeReached) {
   EXPECT_TRUE(watch_.IsWatched(2));
   EXPECT_FALSE(watch_.IsWatched(3));
   ASSERT_TRUE(peers_->SetLost(2, 1, "it died"));
-  EXPECT_EQ(watch_.WatchMore(), (std::vector<WorkerId>{3, 4}));
-  EXPECT_EQ(Tick(false, /*can=*/false), (std::vector<WorkerId>{3, 4, 0}));
-  EXPECT_EQ(Tick(false, /*can=*/true), (std::vector<WorkerId>{3, 4, 0}));
-  EXPECT_EQ(Tick(), (std::vector<WorkerId>{3, 0}));
+  EXPECT_EQ(watch_.WatchMore(), (std::vector<WorkerRank>{3, 4}));
+  EXPECT_EQ(Tick(false, /*can=*/false), (std::vector<WorkerRank>{3, 4, 0}));
+  EXPECT_EQ(Tick(false, /*can=*/true), (std::vector<WorkerRank>{3, 4, 0}));
+  EXPECT_EQ(Tick(), (std::vector<WorkerRank>{3, 0}));
 }
 
 }  // namespace

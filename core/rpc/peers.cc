@@ -14,26 +14,26 @@ absl::Status Peers::Start(const WorkerInfo& self, std::vector<WorkerInfo> worker
   if (!workers_.empty()) return absl::FailedPreconditionError("the agent is started already");
   self_ = self;
   for (WorkerInfo& worker : workers) {
-    if (!workers_.contains(worker.id)) Add(std::move(worker));
+    if (!workers_.contains(worker.rank)) Add(std::move(worker));
   }
   return absl::OkStatus();
 }
 
 void Peers::Add(WorkerInfo worker) {
-  const WorkerId id = worker.id;
-  ids_.try_emplace(worker.name, id);
+  const WorkerRank rank = worker.rank;
+  ranks_.try_emplace(worker.name, rank);
   size_ += worker.left ? 0 : 1;
-  workers_.emplace(id, std::move(worker));
+  workers_.emplace(rank, std::move(worker));
 }
 
 void Peers::Replace(WorkerInfo& known, WorkerInfo worker) {
   size_ += (known.left ? 1 : 0) - (worker.left ? 1 : 0);
   if (known.name != worker.name) {
-    if (const auto found = ids_.find(known.name);
-        found != ids_.end() && found->second == known.id) {
-      ids_.erase(found);
+    if (const auto found = ranks_.find(known.name);
+        found != ranks_.end() && found->second == known.rank) {
+      ranks_.erase(found);
     }
-    ids_.try_emplace(worker.name, worker.id);
+    ranks_.try_emplace(worker.name, worker.rank);
   }
   known = std::move(worker);
 }
@@ -48,18 +48,18 @@ WorkerInfo Peers::self() const {
   return self_;
 }
 
-std::optional<WorkerInfo> Peers::Find(WorkerId worker) const {
+std::optional<WorkerInfo> Peers::Find(WorkerRank worker) const {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   if (it == workers_.end()) return std::nullopt;
   return it->second;
 }
 
-absl::StatusOr<WorkerId> Peers::Find(absl::string_view name) const {
+absl::StatusOr<WorkerRank> Peers::Find(absl::string_view name) const {
   absl::MutexLock lock(&mu_);
-  if (const auto found = ids_.find(name); found != ids_.end()) return found->second;
+  if (const auto found = ranks_.find(name); found != ranks_.end()) return found->second;
   std::vector<absl::string_view> names;
-  for (const auto& [id, worker] : workers_) {
+  for (const auto& [rank, worker] : workers_) {
     if (!worker.left) names.push_back(worker.name);
   }
   std::sort(names.begin(), names.end());
@@ -70,35 +70,35 @@ absl::StatusOr<WorkerId> Peers::Find(absl::string_view name) const {
 std::vector<WorkerInfo> Peers::Members() const {
   absl::MutexLock lock(&mu_);
   std::vector<WorkerInfo> members;
-  for (const auto& [id, worker] : workers_) {
+  for (const auto& [rank, worker] : workers_) {
     if (!worker.left) members.push_back(worker);
   }
   return members;
 }
 
-std::string Peers::Describe(WorkerId worker) const {
+std::string Peers::Describe(WorkerRank worker) const {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   return it == workers_.end() ? absl::StrCat(worker)
                               : absl::StrCat("'", it->second.name, "' (", worker, ")");
 }
 
-absl::Status Peers::NoWorker(int id) {
-  return absl::NotFoundError(absl::StrCat("there is no worker with the id ", id, " in this job"));
+absl::Status Peers::NoWorker(int rank) {
+  return absl::NotFoundError(absl::StrCat("there is no worker with rank ", rank, " in this job"));
 }
 
 absl::Status Peers::Outdated(const WorkerInfo& known) const {
   return absl::FailedPreconditionError(
-      absl::StrCat("it is of an incarnation of worker '", known.name, "' (", known.id,
+      absl::StrCat("it is of an incarnation of worker '", known.name, "' (", known.rank,
                    ") that is over: the worker has come back since"));
 }
 
 absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
   absl::MutexLock lock(&mu_);
-  const auto it = workers_.find(worker.id);
+  const auto it = workers_.find(worker.rank);
   if (it == workers_.end()) {
     if (workers_.size() >= max_workers_) {
-      return absl::ResourceExhaustedError(absl::StrCat("worker '", worker.name, "' (", worker.id,
+      return absl::ResourceExhaustedError(absl::StrCat("worker '", worker.name, "' (", worker.rank,
                                                        ") is one more than max_workers, ",
                                                        max_workers_));
     }
@@ -108,24 +108,24 @@ absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
   }
   WorkerInfo& known = it->second;
   if (worker.incarnation < known.incarnation) return Outdated(known);
-  const bool new_life = worker.incarnation > known.incarnation;
+  const bool is_new = worker.incarnation > known.incarnation;
   // That it leaves is heard from itself, too, and maybe before the store knows.
   WorkerInfo now = worker;
-  now.left = worker.left || (known.left && !new_life);
-  const bool was_there = !known.left && !lost_.contains(worker.id);
-  if (new_life || now.left) lost_.erase(worker.id);
-  if (new_life && was_there) {
+  now.left = worker.left || (known.left && !is_new);
+  const bool was_there = !known.left && !lost_.contains(worker.rank);
+  if (is_new || now.left) lost_.erase(worker.rank);
+  if (is_new && was_there) {
     Record(MemberEvent::Kind::kLost, known, "it has come back as a new incarnation");
   }
-  if (!new_life && was_there && now.left) Record(MemberEvent::Kind::kLeft, known);
-  if (new_life && !now.left) Record(MemberEvent::Kind::kJoined, now);
+  if (!is_new && was_there && now.left) Record(MemberEvent::Kind::kLeft, known);
+  if (is_new && !now.left) Record(MemberEvent::Kind::kJoined, now);
   Replace(known, std::move(now));
-  if (worker.id == self_.id)
-    return false;  // our own id was claimed again; the new incarnation calls
-  return new_life;
+  if (worker.rank == self_.rank)
+    return false;  // our own rank was claimed again; the new incarnation calls
+  return is_new;
 }
 
-void Peers::SetLeft(WorkerId worker) {
+void Peers::SetLeft(WorkerRank worker) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   if (it == workers_.end() || it->second.left) return;
@@ -137,18 +137,18 @@ void Peers::SetLeft(WorkerId worker) {
 
 // --------------------------------------------------------------------------- Lost, and found
 
-bool Peers::SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason) {
+bool Peers::SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   if (it == workers_.end() || it->second.left || it->second.incarnation != incarnation ||
-      worker == self_.id || !lost_.insert(worker).second) {
+      worker == self_.rank || !lost_.insert(worker).second) {
     return false;
   }
   Record(MemberEvent::Kind::kLost, it->second, reason);
   return true;
 }
 
-bool Peers::SetAlive(WorkerId worker, Incarnation incarnation) {
+bool Peers::SetAlive(WorkerRank worker, Incarnation incarnation) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   if (it == workers_.end() || it->second.incarnation != incarnation) return false;
@@ -157,19 +157,19 @@ bool Peers::SetAlive(WorkerId worker, Incarnation incarnation) {
   return true;
 }
 
-bool Peers::is_lost(WorkerId worker) const {
+bool Peers::is_lost(WorkerRank worker) const {
   absl::MutexLock lock(&mu_);
   return lost_.contains(worker);
 }
 
 bool Peers::IsWatchable(const WorkerInfo& worker) const {
-  return worker.id != self_.id && !worker.left && !lost_.contains(worker.id);
+  return worker.rank != self_.rank && !worker.left && !lost_.contains(worker.rank);
 }
 
-std::vector<WorkerId> Peers::After(size_t count) const {
+std::vector<WorkerRank> Peers::After(size_t count) const {
   absl::MutexLock lock(&mu_);
-  std::vector<WorkerId> after;
-  const auto self = workers_.upper_bound(self_.id);
+  std::vector<WorkerRank> after;
+  const auto self = workers_.upper_bound(self_.rank);
   for (auto it = self; it != workers_.end() && after.size() < count; ++it) {
     if (IsWatchable(it->second)) after.push_back(it->first);
   }
@@ -179,13 +179,13 @@ std::vector<WorkerId> Peers::After(size_t count) const {
   return after;
 }
 
-std::optional<WorkerId> Peers::Before() const {
+std::optional<WorkerRank> Peers::Before() const {
   absl::MutexLock lock(&mu_);
-  std::optional<WorkerId> before, last;
-  for (const auto& [id, worker] : workers_) {
+  std::optional<WorkerRank> before, last;
+  for (const auto& [rank, worker] : workers_) {
     if (!IsWatchable(worker)) continue;
-    if (id < self_.id) before = id;
-    last = id;
+    if (rank < self_.rank) before = rank;
+    last = rank;
   }
   return before ? before : last;
 }
@@ -202,17 +202,17 @@ std::vector<MemberEvent> Peers::TakeEvents() {
 }
 
 void Peers::Record(MemberEvent::Kind kind, const WorkerInfo& worker, absl::string_view reason) {
-  if (!keeps_events_ || worker.id == self_.id) return;
-  events_.push_back({kind, worker.id, worker.name, worker.incarnation, std::string(reason)});
+  if (!keeps_events_ || worker.rank == self_.rank) return;
+  events_.push_back({kind, worker.rank, worker.name, worker.incarnation, std::string(reason)});
 }
 
 absl::StatusOr<bool> Peers::Check(const Hello& hello) const {
   absl::MutexLock lock(&mu_);
-  if (hello.to != self_.id || hello.to_incarnation != self_.incarnation) {
+  if (hello.to != self_.rank || hello.to_incarnation != self_.incarnation) {
     return absl::FailedPreconditionError(absl::StrCat(
         "it was meant for another worker, or for an earlier incarnation of '", self_.name, "'"));
   }
-  if (hello.from == self_.id) {
+  if (hello.from == self_.rank) {
     return absl::FailedPreconditionError(
         absl::StrCat("it comes from another incarnation of '", self_.name, "'"));
   }

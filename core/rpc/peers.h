@@ -31,16 +31,16 @@ class Peers {
   absl::Status Start(const WorkerInfo& self, std::vector<WorkerInfo> workers);
 
   WorkerInfo self() const;
-  std::optional<WorkerInfo> Find(WorkerId worker) const;
+  std::optional<WorkerInfo> Find(WorkerRank worker) const;
   // kNotFound with the names that are known.
-  absl::StatusOr<WorkerId> Find(absl::string_view name) const;
-  // Those who have not left, this worker among them, by id; and how many they are.
+  absl::StatusOr<WorkerRank> Find(absl::string_view name) const;
+  // Those who have not left, this worker among them, by rank; and how many they are.
   std::vector<WorkerInfo> Members() const;
   size_t size() const;
-  // "'name' (id)", for messages.
-  std::string Describe(WorkerId worker) const;
-  // kNotFound, for an id that is nobody's.
-  static absl::Status NoWorker(int id);
+  // "'name' (rank)", for messages.
+  std::string Describe(WorkerRank worker) const;
+  // kNotFound, for a rank that is nobody's.
+  static absl::Status NoWorker(int rank);
 
   // What the store says of a worker. True if this is a new incarnation of one that was known: what
   // is left of the old one is to be ended. kFailedPrecondition for an incarnation that is over;
@@ -48,20 +48,20 @@ class Peers {
   absl::StatusOr<bool> Learn(const WorkerInfo& worker);
 
   // It says itself that it leaves.
-  void SetLeft(WorkerId worker);
+  void SetLeft(WorkerRank worker);
   // That incarnation of it is lost. It stays a member, for it may come back. False if this was
   // known, or if it has left or come back since.
-  bool SetLost(WorkerId worker, Incarnation incarnation, absl::string_view reason);
+  bool SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason);
   // That incarnation of it was heard of: if it was taken for lost it is not any more, and this is
   // true.
-  bool SetAlive(WorkerId worker, Incarnation incarnation);
-  bool is_lost(WorkerId worker) const;
+  bool SetAlive(WorkerRank worker, Incarnation incarnation);
+  bool is_lost(WorkerRank worker) const;
 
-  // Whom this worker is to watch: the next `count` members by id, the first ones behind the last,
+  // Whom this worker is to watch: the next `count` members by rank, the first ones behind the last,
   // without those who are lost and this one. If each worker watches the next one, each is watched.
-  std::vector<WorkerId> After(size_t count) const;
+  std::vector<WorkerRank> After(size_t count) const;
   // The other way round.
-  std::optional<WorkerId> Before() const;
+  std::optional<WorkerRank> Before() const;
 
   // From now on, what happens to members is kept until it is taken, in its order; or no longer.
   void KeepEvents(bool keep);
@@ -86,12 +86,12 @@ class Peers {
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   WorkerInfo self_ ABSL_GUARDED_BY(mu_);
-  absl::btree_map<WorkerId, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
-  // What is looked up for each call: the ids by name, and how many have not left.
-  absl::flat_hash_map<std::string, WorkerId> ids_ ABSL_GUARDED_BY(mu_);
+  absl::btree_map<WorkerRank, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
+  // What is looked up for each call: the ranks by name, and how many have not left.
+  absl::flat_hash_map<std::string, WorkerRank> ranks_ ABSL_GUARDED_BY(mu_);
   size_t size_ ABSL_GUARDED_BY(mu_) = 0;
   // Those of workers_ that are lost, and have neither left nor come back.
-  absl::btree_set<WorkerId> lost_ ABSL_GUARDED_BY(mu_);
+  absl::btree_set<WorkerRank> lost_ ABSL_GUARDED_BY(mu_);
   bool keeps_events_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<MemberEvent> events_ ABSL_GUARDED_BY(mu_);
 };

@@ -9,9 +9,10 @@
 namespace distgrad {
 namespace {
 
-WorkerInfo Info(WorkerId id, const std::string& name, uint64_t incarnation = 1, bool left = false) {
+WorkerInfo Info(WorkerRank rank, const std::string& name, uint64_t incarnation = 1,
+                bool left = false) {
   WorkerInfo info;
-  info.id = id;
+  info.rank = rank;
   info.name = name;
   info.incarnation = incarnation << 32;
   info.left = left;
@@ -23,7 +24,7 @@ void ExpectConsistent(const Peers& peers) {
   const std::vector<WorkerInfo> members = peers.Members();
   EXPECT_EQ(peers.size(), members.size());
   for (const WorkerInfo& member : members) {
-    EXPECT_EQ(peers.Find(member.name).value(), member.id) << member.name;
+    EXPECT_EQ(peers.Find(member.name).value(), member.rank) << member.name;
   }
 }
 
@@ -61,7 +62,7 @@ TEST(PeersTest, WhoLeavesIsCountedNoMoreAndStillFound) {
   ExpectConsistent(peers);
 }
 
-TEST(PeersTest, ANewLifeMayHaveAnotherName) {
+TEST(PeersTest, ANewIncarnationMayHaveAnotherName) {
   Peers peers(/*max_workers=*/100);
   ASSERT_TRUE(peers.Start(Info(0, "a"), {Info(0, "a"), Info(1, "b")}).ok());
   ASSERT_TRUE(peers.Learn(Info(1, "z", 2)).value());
@@ -74,12 +75,12 @@ TEST(PeersTest, EachWatchesTheNextWhoIsThere) {
   Peers peers(/*max_workers=*/100);
   ASSERT_TRUE(
       peers.Start(Info(2, "c"), {Info(0, "a"), Info(1, "b"), Info(2, "c"), Info(5, "f")}).ok());
-  EXPECT_EQ(peers.After(1), std::vector<WorkerId>({5}));
-  EXPECT_EQ(peers.After(9), std::vector<WorkerId>({5, 0, 1}));
+  EXPECT_EQ(peers.After(1), std::vector<WorkerRank>({5}));
+  EXPECT_EQ(peers.After(9), std::vector<WorkerRank>({5, 0, 1}));
   EXPECT_EQ(peers.Before(), 1);
   peers.SetLeft(1);
   EXPECT_TRUE(peers.SetLost(5, Incarnation{1} << 32, "gone"));
-  EXPECT_EQ(peers.After(9), std::vector<WorkerId>({0}));
+  EXPECT_EQ(peers.After(9), std::vector<WorkerRank>({0}));
   EXPECT_EQ(peers.Before(), 0);
   peers.SetLeft(0);
   EXPECT_TRUE(peers.After(9).empty());

@@ -30,7 +30,7 @@ std::vector<uint32_t> Recorded(const Message& message) {
 
 absl::StatusOr<size_t> CallMessages::Encode(CallHeader& header,
                                             const std::shared_ptr<ContextRecord>& context,
-                                            WorkerId to, const Message& message,
+                                            WorkerRank to, const Message& message,
                                             Packet* packet) const {
   if (message.tensors.size() > limits_.tensors_per_message) {
     return absl::ResourceExhaustedError(absl::StrCat("the message has ", message.tensors.size(),
@@ -64,7 +64,7 @@ std::shared_ptr<SourceNode> CallMessages::MakeSend(const CallHeader& header,
 }
 
 absl::StatusOr<EdgeId> CallMessages::Record(const std::shared_ptr<ContextRecord>& context,
-                                            WorkerId to, std::shared_ptr<SourceNode> send,
+                                            WorkerRank to, std::shared_ptr<SourceNode> send,
                                             size_t body, Packet* packet) const {
   if (context == nullptr) return EdgeId{0};
   DG_RETURN_IF_ERROR(context->AddPeer(to));
@@ -77,7 +77,7 @@ absl::StatusOr<EdgeId> CallMessages::Record(const std::shared_ptr<ContextRecord>
 
 // Makes the recv node of an edge. A message that could not be read, or that nobody wants, gets
 // one too, which leads nowhere: so the other end hears that no gradient will come.
-absl::Status CallMessages::TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+absl::Status CallMessages::TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerRank from,
                                     const CallHeader& header,
                                     absl::StatusOr<Message>& message) const {
   if (context == nullptr || header.edge == 0) return absl::OkStatus();

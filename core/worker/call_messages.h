@@ -28,9 +28,9 @@ class CallMessages {
   // of devices; its send node, of the tensors' history as it is then, null where nothing is
   // recorded; and the edge, which nobody else has, 0 for null.
   absl::StatusOr<size_t> Encode(CallHeader& header, const std::shared_ptr<ContextRecord>& context,
-                                WorkerId to, const Message& message, Packet* packet) const;
+                                WorkerRank to, const Message& message, Packet* packet) const;
   static std::shared_ptr<SourceNode> MakeSend(const CallHeader& header, const Message& message);
-  absl::StatusOr<EdgeId> Record(const std::shared_ptr<ContextRecord>& context, WorkerId to,
+  absl::StatusOr<EdgeId> Record(const std::shared_ptr<ContextRecord>& context, WorkerRank to,
                                 std::shared_ptr<SourceNode> send, size_t body,
                                 Packet* packet) const;
 
@@ -39,7 +39,7 @@ class CallMessages {
     return ReadCallMessage(packet, body, engine_->message_limits());
   }
   // Makes the recv node of the message's edge, if it has one.
-  absl::Status TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+  absl::Status TakeEdge(const std::shared_ptr<ContextRecord>& context, WorkerRank from,
                         const CallHeader& header, absl::StatusOr<Message>& message) const;
 
  private:

@@ -13,21 +13,21 @@
 
 namespace distgrad {
 
-// A worker by its name or its id. For parameters: it does not keep the name.
+// A worker by its name or its rank. For parameters: it does not keep the name.
 class WorkerRef {
  public:
-  WorkerRef(absl::string_view name) : name_(name) {}   // NOLINT: implicit
-  WorkerRef(const std::string& name) : name_(name) {}  // NOLINT: implicit
-  WorkerRef(const char* name) : name_(name) {}         // NOLINT: implicit
-  WorkerRef(int id) : by_id_(true), id_(id) {}         // NOLINT: implicit
+  WorkerRef(absl::string_view name) : name_(name) {}    // NOLINT: implicit
+  WorkerRef(const std::string& name) : name_(name) {}   // NOLINT: implicit
+  WorkerRef(const char* name) : name_(name) {}          // NOLINT: implicit
+  WorkerRef(int rank) : by_rank_(true), rank_(rank) {}  // NOLINT: implicit
 
-  bool by_id() const { return by_id_; }
-  int id() const { return id_; }
+  bool by_rank() const { return by_rank_; }
+  int rank() const { return rank_; }
   absl::string_view name() const { return name_; }
 
  private:
-  bool by_id_ = false;
-  int id_ = 0;
+  bool by_rank_ = false;
+  int rank_ = 0;
   absl::string_view name_;
 };
 

@@ -24,7 +24,7 @@ std::string Quoted(absl::string_view name) { return absl::StrCat("'", name, "'")
 // the store's answer and that of the call, says how it ends. Thread-safe.
 class UnresolvedCall final : public Canceller {
  public:
-  UnresolvedCall(WorkerId self, std::string function, std::string worker)
+  UnresolvedCall(WorkerRank self, std::string function, std::string worker)
       : self_(self), function_(std::move(function)), worker_(std::move(worker)) {}
 
   // Cancels the call, or keeps it from being made.
@@ -60,7 +60,7 @@ class UnresolvedCall final : public Canceller {
   }
 
   // Constant after construction.
-  const WorkerId self_;
+  const WorkerRank self_;
   const std::string function_, worker_;
 
   // Synchronize themselves.
@@ -73,12 +73,12 @@ class UnresolvedCall final : public Canceller {
 
 }  // namespace
 
-absl::StatusOr<WorkerId> Caller::Find(WorkerRef worker) const {
-  return worker.by_id() ? parts_.agent.FindWorker(worker.id())
-                        : parts_.agent.FindWorker(worker.name());
+absl::StatusOr<WorkerRank> Caller::Find(WorkerRef worker) const {
+  return worker.by_rank() ? parts_.agent.FindWorker(worker.rank())
+                          : parts_.agent.FindWorker(worker.name());
 }
 
-absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerId to, absl::string_view function,
+absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerRank to, absl::string_view function,
                                                  const Message& message,
                                                  const CallOptions& options) {
   if (function.empty() || function.size() > kMaxFunctionName) {
@@ -120,7 +120,7 @@ absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerId to, absl::string_view 
   return call;
 }
 
-Future<Message> Caller::Send(WorkerId to, Outgoing call, const CallOptions& options, bool wait) {
+Future<Message> Caller::Send(WorkerRank to, Outgoing call, const CallOptions& options, bool wait) {
   const absl::StatusOr<EdgeId> edge = parts_.messages.Record(call.context, to, std::move(call.send),
                                                              call.body, &call.request.packet);
   if (!edge.ok())
@@ -158,21 +158,21 @@ Future<Message> Caller::Send(WorkerId to, Outgoing call, const CallOptions& opti
 
 Future<Message> Caller::Call(WorkerRef to, absl::string_view function, const Message& message,
                              const CallOptions& options, bool wait) {
-  const absl::StatusOr<WorkerId> id = Find(to);
-  if (!id.ok()) {
-    if (to.name().empty()) return Failed(id.status());
+  const absl::StatusOr<WorkerRank> rank = Find(to);
+  if (!rank.ok()) {
+    if (to.name().empty()) return Failed(rank.status());
     return CallUnresolved(std::string(to.name()), function, message, options, wait);
   }
-  absl::StatusOr<Outgoing> call = Prepare(*id, function, message, options);
-  if (!call.ok()) return Failed(CallError(call.status(), function, parts_.agent.Describe(*id)));
-  return Send(*id, *std::move(call), options, wait);
+  absl::StatusOr<Outgoing> call = Prepare(*rank, function, message, options);
+  if (!call.ok()) return Failed(CallError(call.status(), function, parts_.agent.Describe(*rank)));
+  return Send(*rank, *std::move(call), options, wait);
 }
 
 Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOptions options,
                                          bool wait) {
   options.context = nullptr;  // the call has what it needs of it
   const auto unresolved =
-      std::make_shared<UnresolvedCall>(parts_.self.id, call.request.function, name);
+      std::make_shared<UnresolvedCall>(parts_.self.rank, call.request.function, name);
   const Future<Message> future = unresolved->future();
   future.MadeBy(unresolved, 0, {});
   const Clock::TimerId timer = parts_.clock.At(call.deadline, [unresolved] {
@@ -189,11 +189,13 @@ Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOp
                wait](const absl::StatusOr<WorkerInfo>& found) mutable {
     parts_.clock.Cancel(timer);
     if (unresolved->future().Done()) return;
-    absl::Status status = found.ok() ? parts_.agent.Learn(*found) : found.status();
-    // The message of this one has the names that are known.
-    if (absl::IsNotFound(status)) status = parts_.agent.FindWorker(name).status();
-    if (!status.ok()) return unresolved->Fail(status);
-    const Future<Message> sent = Send(found->id, std::move(call), options, wait);
+    const absl::Status status = found.ok() ? parts_.agent.Learn(*found) : found.status();
+    absl::StatusOr<WorkerRank> rank =
+        status.ok() ? absl::StatusOr<WorkerRank>(found->rank) : status;
+    // It may have come since the store was asked; and if not, this error names those who are known.
+    if (absl::IsNotFound(status)) rank = parts_.agent.FindWorker(name);
+    if (!rank.ok()) return unresolved->Fail(rank.status());
+    const Future<Message> sent = Send(*rank, std::move(call), options, wait);
     unresolved->GoOnWith(sent);
     sent.Then([unresolved](const absl::StatusOr<Message>& reply) { unresolved->End(reply); });
   };
@@ -201,7 +203,7 @@ Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOp
   parts_.lookups.Find(
       name, Deadline::After(call_time),
       [this, unresolved, timer, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
-        // A call may wait for room; the store's thread has others to serve.
+        // A call may wait for credit; the store's thread has others to serve.
         const bool scheduled = parts_.pool.Schedule(
             [send = std::move(send), found = std::move(found)]() mutable { send(found); });
         if (scheduled) return;
@@ -220,7 +222,7 @@ Future<Message> Caller::CallUnresolved(std::string name, absl::string_view funct
   }
   // Without tensors of devices the packet is the same for whoever gets it. Here and now: what the
   // tensors hold, and their history, may be others when the store has answered.
-  absl::StatusOr<Outgoing> call = Prepare(parts_.self.id, function, message, options);
+  absl::StatusOr<Outgoing> call = Prepare(parts_.self.rank, function, message, options);
   if (!call.ok()) {
     return Failed(CallError(call.status(), function, Quoted(name)));
   }
@@ -235,17 +237,17 @@ std::vector<Future<Message>> Caller::CallEach(absl::Span<const WorkerRef> to,
   std::optional<absl::StatusOr<Outgoing>> call;
   std::vector<Future<Message>> replies;
   for (const WorkerRef& worker : to) {
-    const absl::StatusOr<WorkerId> id = Find(worker);
-    if (!id.ok()) {
+    const absl::StatusOr<WorkerRank> rank = Find(worker);
+    if (!rank.ok()) {
       replies.push_back(worker.name().empty()
-                            ? Failed(id.status())
+                            ? Failed(rank.status())
                             : CallUnresolved(std::string(worker.name()), function, message, options,
                                              /*wait=*/true));
       continue;
     }
-    if (!shared || !call.has_value()) call = Prepare(*id, function, message, options);
+    if (!shared || !call.has_value()) call = Prepare(*rank, function, message, options);
     if (!call->ok()) {
-      replies.push_back(Failed(CallError(call->status(), function, parts_.agent.Describe(*id))));
+      replies.push_back(Failed(CallError(call->status(), function, parts_.agent.Describe(*rank))));
       continue;
     }
     // Large tensors are segments, whose memory all the packets share.
@@ -254,16 +256,16 @@ std::vector<Future<Message>> Caller::CallEach(absl::Span<const WorkerRef> to,
       if (!replies.empty()) own.send = CallMessages::MakeSend(own.header, message);
     } catch (...) {
       replies.push_back(Future<Message>::Of(CallError(StatusFromException(std::current_exception()),
-                                                      function, parts_.agent.Describe(*id))));
+                                                      function, parts_.agent.Describe(*rank))));
       continue;
     }
-    replies.push_back(Send(*id, std::move(own), options, /*wait=*/true));
+    replies.push_back(Send(*rank, std::move(own), options, /*wait=*/true));
   }
   return replies;
 }
 
 absl::StatusOr<Message> Caller::TakeReply(const std::shared_ptr<ContextRecord>& context,
-                                          WorkerId from, Body& body) {
+                                          WorkerRank from, Body& body) {
   DG_ASSIGN_OR_RETURN(const CallHeader header, ReadCallHeader(body.packet, body.offset));
   try {
     const c10::InferenceMode inference(header.modes.inference);
@@ -275,7 +277,7 @@ absl::StatusOr<Message> Caller::TakeReply(const std::shared_ptr<ContextRecord>& 
   }
 }
 
-void Caller::OnLateReply(WorkerId from, Body reply) {
+void Caller::OnLateReply(WorkerRank from, Body reply) {
   absl::StatusOr<CallHeader> header = ReadCallHeader(reply.packet, reply.offset);
   if (!header.ok() || header->context == 0) return;
   if (auto context = parts_.contexts.Find(header->context)) {

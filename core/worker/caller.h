@@ -54,14 +54,14 @@ class Caller {
 
   explicit Caller(Parts parts) : parts_(std::move(parts)) {}
 
-  // `wait`: this thread may wait for room to send.
+  // `wait`: this thread may wait for credit to send.
   Future<Message> Call(WorkerRef to, absl::string_view function, const Message& message,
                        const CallOptions& options, bool wait);
   std::vector<Future<Message>> CallEach(absl::Span<const WorkerRef> to, absl::string_view function,
                                         const Message& message, const CallOptions& options);
 
   // AgentService::OnLateReply
-  void OnLateReply(WorkerId from, Body reply);
+  void OnLateReply(WorkerRank from, Body reply);
 
  private:
   // A call about to be made.
@@ -74,19 +74,19 @@ class Caller {
     std::shared_ptr<SourceNode> send;  // null if nothing is recorded; one for each call
   };
 
-  absl::StatusOr<WorkerId> Find(WorkerRef worker) const;
-  absl::StatusOr<Outgoing> Prepare(WorkerId to, absl::string_view function, const Message& message,
-                                   const CallOptions& options);
-  Future<Message> Send(WorkerId to, Outgoing call, const CallOptions& options, bool wait);
+  absl::StatusOr<WorkerRank> Find(WorkerRef worker) const;
+  absl::StatusOr<Outgoing> Prepare(WorkerRank to, absl::string_view function,
+                                   const Message& message, const CallOptions& options);
+  Future<Message> Send(WorkerRank to, Outgoing call, const CallOptions& options, bool wait);
   // To one who is not known here: asks the store, without making this thread wait.
   Future<Message> CallUnresolved(std::string name, absl::string_view function,
                                  const Message& message, const CallOptions& options, bool wait);
   Future<Message> SendToUnresolved(std::string name, Outgoing call, CallOptions options, bool wait);
-  absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerId from,
+  absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerRank from,
                                     Body& body);
   // An error that arose here, unless it says something else.
   absl::Status OwnError(const absl::Status& why) const {
-    return WithOrigin(why, {parts_.self.id, ErrorOrigin::By::kDistgrad});
+    return WithOrigin(why, {parts_.self.rank, ErrorOrigin::By::kDistgrad});
   }
   Future<Message> Failed(const absl::Status& why) const {
     return Future<Message>::Of(OwnError(why));

@@ -127,7 +127,7 @@ absl::StatusOr<std::shared_ptr<const DeviceMap>> DeviceMaps::Make(const WorkerIn
 absl::StatusOr<std::shared_ptr<const DeviceMap>> DeviceMaps::With(const WorkerInfo& peer) {
   {
     absl::MutexLock lock(&mu_);
-    const auto found = known_.find(peer.id);
+    const auto found = known_.find(peer.rank);
     if (found != known_.end() && found->second.incarnation == peer.incarnation) {
       return found->second.map;
     }
@@ -137,7 +137,7 @@ absl::StatusOr<std::shared_ptr<const DeviceMap>> DeviceMaps::With(const WorkerIn
     map = Annotate(map.status(), absl::StrCat("the device map with worker '", peer.name, "'"));
   }
   absl::MutexLock lock(&mu_);
-  return known_.insert_or_assign(peer.id, Known{peer.incarnation, std::move(map)})
+  return known_.insert_or_assign(peer.rank, Known{peer.incarnation, std::move(map)})
       .first->second.map;
 }
 

@@ -53,7 +53,7 @@ class DeviceMaps {
 
   absl::Mutex mu_;
   // Of nodes: of a flat one with such values g++ 12 warns, falsely.
-  absl::node_hash_map<WorkerId, Known> known_ ABSL_GUARDED_BY(mu_);
+  absl::node_hash_map<WorkerRank, Known> known_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

@@ -19,7 +19,7 @@ TEST(DeviceMapsTest, AWorkerThatComesAgainIsLookedAtAgain) {
   const auto network = std::make_shared<InprocNetwork>();
   const std::unique_ptr<Transport> transport = NewInprocTransport(network);
   DeviceMaps maps("self", {}, transport.get());
-  WorkerInfo peer{.id = 2, .name = "peer", .incarnation = 1, .devices = "no devices"};
+  WorkerInfo peer{.rank = 2, .name = "peer", .incarnation = 1, .devices = "no devices"};
   const absl::Status wrong = maps.With(peer).status();
   EXPECT_EQ(wrong.code(), absl::StatusCode::kInvalidArgument) << wrong;
   peer.devices = DeviceMaps::Encode({}).value();
@@ -28,8 +28,8 @@ TEST(DeviceMapsTest, AWorkerThatComesAgainIsLookedAtAgain) {
   const auto map = maps.With(peer);
   ASSERT_TRUE(map.ok()) << map.status();
   EXPECT_EQ(maps.With(peer)->get(), map->get());
-  // Another worker has another's id.
-  peer.id = 3;
+  // Another worker has another's rank.
+  peer.rank = 3;
   EXPECT_NE(maps.With(peer)->get(), map->get());
 }
 

@@ -64,7 +64,7 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
   if (needs_host) {
     DG_ASSIGN_OR_RETURN(host, SaidHost(options.host));
   }
-  // Who joins later has no rank of the start; least of all the one that serves the store.
+  // A worker that joins later has no rank of the start; least of all the one that serves the store.
   DG_ASSIGN_OR_RETURN(Rendezvous rendezvous,
                       JoinRendezvous({.rendezvous = options.rendezvous,
                                       .store = options.store,
@@ -83,7 +83,7 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
           .serves_store = rendezvous.serves_store,
           .worker0_serves_store = rendezvous.worker0_serves_store};
   if (options.join) {
-    // Without a name it is called by the id that the store gives.
+    // Without a name it is called by the rank that the store gives.
     if (job.name.empty()) job.name = ProcessEnvironment("DISTGRAD_NAME").value_or("");
   } else {
     if (job.name.empty()) job.name = place.name;

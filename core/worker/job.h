@@ -20,7 +20,7 @@ struct Job {
   int world_size = 1;
   int local_rank = 0;
   int local_world_size = 0;
-  std::string name = {};  // of this worker; "": "worker<id>"
+  std::string name = {};  // of this worker; "": "worker<rank>"
   std::string host = {};  // that it listens on; "": of a transport that has none
   std::shared_ptr<Store> store = nullptr;
   bool serves_store = false;          // to the others

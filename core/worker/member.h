@@ -10,7 +10,7 @@ namespace distgrad {
 
 // A member of the job as another one knows it.
 struct Member {
-  WorkerId id = 0;
+  WorkerRank rank = 0;
   std::string name;
   Incarnation incarnation = 0;  // greater for each later start of a worker of that name
 };

@@ -39,7 +39,7 @@ absl::Status MemberSync::NameTheStore(const absl::Status& status) {
 // Of one that cannot be reached the store says whether it has left, or come back elsewhere. A store
 // that is silent says nothing: this worker may be the one that is cut off. Then it is asked again,
 // with the agent's next attempt; but not where both are silent, the store and who serves it.
-void MemberSync::OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) {
+void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) {
   {
     absl::MutexLock lock(&mu_);
     if (!asked_for_.insert(peer).second) return;
@@ -136,10 +136,10 @@ void MemberSync::Read() {
   const absl::StatusOr<Membership::Losses> losses = parts_.members.LossesOf(*all);
   if (!losses.ok()) return;
   for (const Membership::LostMember& member : losses->lost) {
-    parts_.agent.SetLost(member.worker.id, member.worker.incarnation, member.reason);
+    parts_.agent.SetLost(member.worker.rank, member.worker.incarnation, member.reason);
   }
   for (const WorkerInfo& member : losses->denied)
-    parts_.agent.SetAlive(member.id, member.incarnation);
+    parts_.agent.SetAlive(member.rank, member.incarnation);
   changes_ = *changes;
 }
 

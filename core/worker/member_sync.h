@@ -30,7 +30,7 @@ class MemberSync {
  public:
   // What it works with, which outlives the clock's and the look-ups' last task.
   struct Parts {
-    WorkerId self;
+    WorkerRank self;
     bool worker0_serves_store;
     absl::Duration heartbeat_limit;
     Clock& clock;
@@ -52,7 +52,7 @@ class MemberSync {
   absl::Status NameTheStore(const absl::Status& status);
 
   // AgentService: whom it cannot reach, and that a connection broke.
-  void OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why);
+  void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why);
   void OnPeerLost();
 
  private:
@@ -79,7 +79,7 @@ class MemberSync {
   absl::Mutex mu_;
   // Guarded by mu_.
   bool stopped_ ABSL_GUARDED_BY(mu_) = false;
-  absl::flat_hash_set<WorkerId> asked_for_ ABSL_GUARDED_BY(mu_);  // of whom the store is asked
+  absl::flat_hash_set<WorkerRank> asked_for_ ABSL_GUARDED_BY(mu_);  // of whom the store is asked
   std::optional<Clock::TimerId> follow_timer_ ABSL_GUARDED_BY(mu_), deny_timer_
       ABSL_GUARDED_BY(mu_);
 };

@@ -14,7 +14,7 @@ namespace distgrad {
 std::vector<Member> WorkerImpl::members() const {
   std::vector<Member> members;
   for (const WorkerInfo& worker : agent_->Members()) {
-    members.push_back({worker.id, worker.name, worker.incarnation});
+    members.push_back({worker.rank, worker.name, worker.incarnation});
   }
   return members;
 }
@@ -90,7 +90,7 @@ absl::Status WorkerImpl::Leave(Deadline deadline) {
     return absl::FailedPreconditionError(
         absl::StrCat("worker '", self_.name, "' is leaving already"));
   }
-  // Who is not connected learns it from the store when it connects.
+  // A worker that is not connected learns it from the store when it connects.
   const absl::Status said = members_->Leave(deadline);
   agent_->SayLeaving();
   BlockingScope blocking;

@@ -116,6 +116,60 @@ class MembersTest : public testing::TestWithParam<std::string> {
 
 using Names = std::vector<std::string>;
 
+// Says when somebody has looked for the worker "late" and has not found it.
+class LookedForLate final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    absl::StatusOr<std::vector<Value>> values = ForwardingStore::GetEach(keys, deadline);
+    for (const auto& key : keys) {
+      if (key == "name/late" && !looked_.HasBeenNotified()) looked_.Notify();
+    }
+    return values;
+  }
+  void Await() { looked_.WaitForNotification(); }
+
+ private:
+  absl::Notification looked_;
+};
+
+// The store has not known it, and it has come before the call goes on.
+TEST_P(MembersTest, OneWhoComesWhileItIsLookedForIsCalled) {
+  const auto store = std::make_shared<LookedForLate>(store_);
+  WorkerOptions options = Options();
+  options.store = store;
+  options.rank = 0;
+  options.world_size = 1;
+  options.threads = 1;
+  const std::unique_ptr<Worker> first = New(std::move(options));
+  ASSERT_NE(first, nullptr);
+  // The only thread of its pool, where the call goes on.
+  absl::Notification busy, go_on;
+  ASSERT_TRUE(first
+                  ->Register("keep_busy",
+                             [&](Request&) -> absl::StatusOr<Message> {
+                               busy.Notify();
+                               go_on.WaitForNotification();
+                               return Message{};
+                             })
+                  .ok());
+  const Future<Message> kept = first->CallAsync("worker0", "keep_busy", {});
+  busy.WaitForNotification();
+  const Future<Message> call = first->CallAsync("late", "echo", {"hello", {}});
+  store->Await();
+  const std::unique_ptr<Worker> late = Join("late");
+  ASSERT_NE(late, nullptr);
+  const Future<Message> here = late->CallAsync("worker0", "echo", {});
+  while (first->names().size() < 2) std::this_thread::yield();
+  go_on.Notify();
+  EXPECT_TRUE(kept.Wait().ok());
+  EXPECT_TRUE(here.Wait().ok()) << here.Wait().status();
+  ASSERT_TRUE(call.Wait().ok()) << call.Wait().status();
+  EXPECT_EQ(call.Wait()->payload, "hello");
+  EXPECT_TRUE(late->Leave(Later()).ok());
+}
+
 TEST_P(MembersTest, OneWhoJoinsIsFoundByItsName) {
   Start(2);
   const absl::Status nobody = Echo(worker(0), "late");
@@ -174,7 +228,7 @@ TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsInFlight) {
   workers_[1].reset();
   context.Release();
   EXPECT_EQ(worker(0).names(), (Names{"worker0", "worker2"}));
-  EXPECT_EQ(worker(0).members()[1].id, 2);
+  EXPECT_EQ(worker(0).members()[1].rank, 2);
   // What they agree on besides.
   ASSERT_TRUE(worker(0).store()->Set("test/key", "seen", Later()).ok());
   const absl::StatusOr<std::string> seen = worker(2).store()->Get("test/key", Later());
@@ -831,7 +885,7 @@ TEST(MembersStoreTest, WhoLivesDeniesEachLoss) {
 }
 
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.
-TEST(SignedMembersTest, AnEntryOfAnEarlierLifeOrOfAnotherJobIsRefused) {
+TEST(SignedMembersTest, AnEntryOfAnEarlierIncarnationOrOfAnotherJobIsRefused) {
   const auto raw = NewInProcessStore();
   const auto store = NewSignedStore("a secret of the whole job", raw);
   const auto start = [&](int rank, const std::string& job) {

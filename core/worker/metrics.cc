@@ -19,7 +19,7 @@ std::string Escaped(absl::string_view text) {
   return escaped;
 }
 
-std::string NameOf(const WorkerMetrics& metrics, WorkerId worker) {
+std::string NameOf(const WorkerMetrics& metrics, WorkerRank worker) {
   const auto found = metrics.names.find(worker);
   return found == metrics.names.end() ? absl::StrCat(worker) : found->second;
 }

@@ -14,12 +14,12 @@
 namespace distgrad {
 
 struct WorkerMetrics {
-  std::string worker = {};                     // its name
-  std::map<WorkerId, std::string> names = {};  // of all, by id
+  std::string worker = {};                       // its name
+  std::map<WorkerRank, std::string> names = {};  // of all workers, by rank
 
   // By peer and function, each way. Those of the engine's messages are under "(notices)".
   std::vector<CallStats> calls = {};
-  std::map<WorkerId, uint64_t> queued_bytes = {};  // that wait to be sent
+  std::map<WorkerRank, uint64_t> queued_bytes = {};  // that wait to be sent
 
   size_t contexts = 0;  // open
   uint64_t passes_ended = 0;

@@ -51,7 +51,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
       return body(request);
     });
   };
-  // Who comes first here has the name.
+  // The thread that comes first here has the name.
   const absl::Status claimed = serve(kStep, [local](Request& request) -> absl::StatusOr<Message> {
     DG_RETURN_IF_ERROR(local->Step(*request.context.record()));
     return Message{};
@@ -119,6 +119,10 @@ absl::Status Optimizer::Load(const std::string& path, const TensorMap& parameter
   return local_->Use([&](torch::optim::Optimizer& optimizer) {
     return LoadOptimizer(path, parameters, &optimizer);
   });
+}
+
+absl::Status Optimizer::Use(absl::FunctionRef<absl::Status(torch::optim::Optimizer&)> use) const {
+  return local_->Use(use);
 }
 
 void Optimizer::Remove() {

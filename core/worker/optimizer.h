@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -60,6 +61,10 @@ class Optimizer {
   // for all of it while it is loaded. kNotFound once the part is removed.
   absl::Status Save(const TensorMap& parameters, const std::string& path) const;
   absl::Status Load(const std::string& path, const TensorMap& parameters);
+
+  // Calls `use` with this worker's part, between two steps, and returns what that returns. Steps
+  // wait meanwhile. kNotFound once the part is removed.
+  absl::Status Use(absl::FunctionRef<absl::Status(torch::optim::Optimizer&)> use) const;
 
   // Takes this worker's part off: when this has returned no step touches its parameters, and the
   // worker may have another one of that name. Waits for a step that runs. Steps then fail with

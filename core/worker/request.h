@@ -19,7 +19,7 @@ namespace distgrad {
 
 // What a handler gets.
 struct Request {
-  WorkerId from;
+  WorkerRank from;
   std::string function;
   Message message;
   // The caller's context; !valid() if the call was made outside of one.

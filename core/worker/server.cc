@@ -75,7 +75,7 @@ void Server::OnCall(IncomingCall call) {
   const std::shared_ptr<Owner> owner = owner_.lock();
   if (owner == nullptr) return call.Fail(absl::CancelledError("this worker is shutting down"));
   absl::Status refusal = call.refusal();
-  if (call.from() != parts_.self.id && owner->Refuses(header->context)) {
+  if (call.from() != parts_.self.rank && owner->Refuses(header->context)) {
     refusal = absl::UnavailableError("it is leaving the job");
     if (header->edge == 0) return call.Fail(refusal);
   }
@@ -183,10 +183,11 @@ void Server::ServeLater(const AsyncRequestHandler& handler, Serving serving) {
 void Server::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
   if (!reply.ok()) {
     return serving.call.Fail(
-        serving.by_handler ? WithOrigin(reply.status(), {parts_.self.id, ErrorOrigin::By::kHandler})
-                           : reply.status());
+        serving.by_handler
+            ? WithOrigin(reply.status(), {parts_.self.rank, ErrorOrigin::By::kHandler})
+            : reply.status());
   }
-  const WorkerId from = serving.request.from;
+  const WorkerRank from = serving.request.from;
   Packet packet = serving.call.NewReply();
   CallHeader header{.modes = serving.header.modes};
   absl::StatusOr<EdgeId> edge = absl::InternalError("not packed");

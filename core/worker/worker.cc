@@ -23,12 +23,13 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
   return std::unique_ptr<Worker>(new Worker(std::move(impl)));
 }
 
-WorkerId Worker::rank() const { return impl_->self().id; }
+WorkerRank Worker::rank() const { return impl_->self().rank; }
 const std::string& Worker::name() const { return impl_->self().name; }
 int Worker::world_size() const { return static_cast<int>(impl_->agent().MemberCount()); }
 const std::shared_ptr<Store>& Worker::store() const { return impl_->job().store; }
 const std::string& Worker::host() const { return impl_->job().host; }
 int Worker::local_rank() const { return impl_->job().local_rank; }
+const Limits& Worker::limits() const { return impl_->options().limits; }
 int Worker::local_world_size() const { return impl_->job().local_world_size; }
 std::vector<std::string> Worker::names() const {
   std::vector<std::string> names;

@@ -71,10 +71,10 @@ class Worker {
   // may be called again. kFailedPrecondition on one of these threads.
   absl::Status Join(Deadline deadline);
 
-  // Its number in the job: its id.
-  WorkerId rank() const;
+  // Its number in the job.
+  WorkerRank rank() const;
   const std::string& name() const;
-  // The members that this worker knows of, by id: those of the start, and those that joined later
+  // The members that this worker knows of, by rank: those of the start, and those that joined later
   // and that it has heard of; without those that have left. Barrier() and UpdateMembers() read all
   // from the store.
   int world_size() const;
@@ -101,6 +101,8 @@ class Worker {
   // to choose a device by. 0 and 0 where it says nothing.
   int local_rank() const;
   int local_world_size() const;
+  // What it holds at most, and lets others make it hold.
+  const Limits& limits() const;
 
   // Lets all workers call `function`. kAlreadyExists if it is registered, kInvalidArgument if the
   // name is empty, longer than 1000 bytes, has a "::" (an operator's) or begins with "distgrad.".
@@ -122,7 +124,7 @@ class Worker {
   // Large tensors are sent from where they are: don't write to them before the reply has come.
   //
   // Future::Cancel() ends the call at once, with kCancelled, and its handler can see it. Where
-  // Limits::bytes_per_peer wait to be sent, Call() waits for room and CallAsync(), which never
+  // Limits::bytes_per_peer wait to be sent, Call() waits for credit and CallAsync(), which never
   // waits, fails with kResourceExhausted.
   absl::StatusOr<Message> Call(WorkerRef to, absl::string_view function, Message message,
                                CallOptions options = {});

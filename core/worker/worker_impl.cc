@@ -43,9 +43,9 @@ WorkerImpl::WorkerImpl(WorkerOptions options, Job job, WorkerInfo self,
       members_(std::move(members)),
       lookups_(self_.name, members_.get()),
       device_maps_(self_.name, options_.device_maps, job_.transport.get()),
-      contexts_(self_.id, self_.incarnation, options_.limits.contexts_per_peer),
+      contexts_(self_.rank, self_.incarnation, options_.limits.contexts_per_peer),
       pool_(self_.name, options_.threads > 0 ? options_.threads : UsableProcessors(), clock_.get()),
-      engine_(self_.id, self_.incarnation, this, &pool_, clock_.get(), trace_.get(), &contexts_,
+      engine_(self_.rank, self_.incarnation, this, &pool_, clock_.get(), trace_.get(), &contexts_,
               options_.limits),
       loop_(NewCallersLoop(job_.transport->loop())),
       agent_(std::make_shared<Agent>(
@@ -74,7 +74,7 @@ WorkerImpl::WorkerImpl(WorkerOptions options, Job job, WorkerInfo self,
                .contexts = contexts_,
                .messages = messages_}),
       member_callback_(&pool_, agent_.get()),
-      member_sync_({.self = self_.id,
+      member_sync_({.self = self_.rank,
                     .worker0_serves_store = job_.worker0_serves_store,
                     .heartbeat_limit = options_.heartbeat_limit,
                     .clock = *clock_,
@@ -165,21 +165,21 @@ void WorkerImpl::Join() {
   for (const auto& context : contexts_.All()) engine_.Release(context->id());
 }
 
-absl::StatusOr<std::shared_ptr<const DeviceMap>> WorkerImpl::DevicesWith(WorkerId worker) {
+absl::StatusOr<std::shared_ptr<const DeviceMap>> WorkerImpl::DevicesWith(WorkerRank worker) {
   DG_ASSIGN_OR_RETURN(const WorkerInfo info, agent_->Info(worker));
   return device_maps_.With(info);
 }
 
-std::map<WorkerId, std::string> WorkerImpl::Names() const {
-  std::map<WorkerId, std::string> names;
-  for (WorkerInfo& worker : agent_->Members()) names.emplace(worker.id, std::move(worker.name));
+std::map<WorkerRank, std::string> WorkerImpl::Names() const {
+  std::map<WorkerRank, std::string> names;
+  for (WorkerInfo& worker : agent_->Members()) names.emplace(worker.rank, std::move(worker.name));
   return names;
 }
 
 absl::StatusOr<Trace> WorkerImpl::StopTrace() {
   DG_ASSIGN_OR_RETURN(Trace trace, trace_->Stop(clock_->Now()));
   trace.worker = self_.name;
-  trace.id = self_.id;
+  trace.rank = self_.rank;
   trace.incarnation = self_.incarnation;
   trace.names = Names();
   const absl::Duration shift = ToMachinesClock(*clock_);

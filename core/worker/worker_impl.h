@@ -72,26 +72,26 @@ class WorkerImpl : public Server::Owner,
 
   // AgentService
   void OnCall(IncomingCall call) override { server_.OnCall(std::move(call)); }
-  void OnNotice(WorkerId from, Body notice) override {
+  void OnNotice(WorkerRank from, Body notice) override {
     engine_.OnNotice(from, std::move(notice.packet), notice.offset);
   }
-  void OnLateReply(WorkerId from, Body reply) override {
+  void OnLateReply(WorkerRank from, Body reply) override {
     caller_.OnLateReply(from, std::move(reply));
   }
-  void OnPeerLost(WorkerId peer, const absl::Status& why) override {
+  void OnPeerLost(WorkerRank peer, const absl::Status& why) override {
     engine_.OnPeerLost(peer, why);
     member_sync_.OnPeerLost();
   }
-  void OnUnreachable(WorkerId peer, Incarnation incarnation, const absl::Status& why) override {
+  void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override {
     member_sync_.OnUnreachable(peer, incarnation, why);
   }
   void OnMemberEvents() override { member_callback_.OnEvents(); }
 
   // EngineNetwork
   Packet NewNotice() override { return Agent::NewNotice(); }
-  void Notify(WorkerId to, Packet notices) override { agent_->Notify(to, std::move(notices)); }
-  absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerId worker) override;
-  std::string Describe(WorkerId worker) override { return agent_->Describe(worker); }
+  void Notify(WorkerRank to, Packet notices) override { agent_->Notify(to, std::move(notices)); }
+  absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerRank worker) override;
+  std::string Describe(WorkerRank worker) override { return agent_->Describe(worker); }
   std::shared_ptr<EventLoop> loop() override { return loop_; }
 
   const WorkerInfo& self() const { return self_; }
@@ -114,7 +114,7 @@ class WorkerImpl : public Server::Owner,
   // Waits until no call is in flight, in either direction, nor a context if `contexts`.
   absl::Status AwaitIdle(Deadline deadline, bool contexts);
 
-  std::map<WorkerId, std::string> Names() const;
+  std::map<WorkerRank, std::string> Names() const;
 
   // Constant once Create() has returned.
   const WorkerOptions options_;

@@ -44,8 +44,8 @@ struct WorkerOptions {
   // Several jobs can share one store: each by a name of its own, with no '/' in it.
   std::string job = {};
 
-  // Joins a job that runs already, as one more worker: the store gives its id, and `rank` and
-  // `world_size` are not looked at. See docs/membership.md.
+  // Joins a job that runs already, as one more worker: the store gives its rank, and `rank` and
+  // `world_size` are not read. See docs/membership.md.
   bool join = false;
   // How many workers may ever join the job. A worker neither joins beyond that nor knows of more.
   int max_workers = 4096;

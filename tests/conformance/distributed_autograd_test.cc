@@ -130,8 +130,8 @@ TEST_P(DistributedAutogradTest, worker_ids_recorded) {
   Context context = team_[0].NewContext();
   team_.Run(0, 1, context, Add, {t1_.detach(), t2_.detach()});
   team_.Run(0, 2, context, Add, {t1_, t2_});
-  EXPECT_EQ(On(0).peers, (std::vector<WorkerId>{1, 2}));
-  EXPECT_EQ(On(2).peers, std::vector<WorkerId>{0});
+  EXPECT_EQ(On(0).peers, (std::vector<WorkerRank>{1, 2}));
+  EXPECT_EQ(On(2).peers, std::vector<WorkerRank>{0});
 }
 
 TEST_P(DistributedAutogradTest, context_cleanup_nested_rpc) {

@@ -8,17 +8,17 @@
 namespace distgrad {
 namespace {
 
-constexpr WorkerId kId = 7;
+constexpr WorkerRank kRank = 7;
 
 }  // namespace
 
 // What was taken is written again, and must be read as the same.
 bool ReadHostile(absl::string_view bytes) {
-  const absl::StatusOr<WorkerInfo> worker = DecodeWorkerInfo(bytes, kId);
+  const absl::StatusOr<WorkerInfo> worker = DecodeWorkerInfo(bytes, kRank);
   if (!worker.ok()) return false;
-  DG_CHECK(worker->id == kId && worker->name.size() <= kMaxWorkerText &&
+  DG_CHECK(worker->rank == kRank && worker->name.size() <= kMaxWorkerText &&
            worker->address.size() <= kMaxWorkerText);
-  const absl::StatusOr<WorkerInfo> same = DecodeWorkerInfo(EncodeWorkerInfo(*worker), kId);
+  const absl::StatusOr<WorkerInfo> same = DecodeWorkerInfo(EncodeWorkerInfo(*worker), kRank);
   DG_CHECK(same.ok()) << same.status();
   DG_CHECK(same->name == worker->name && same->address == worker->address &&
            same->incarnation == worker->incarnation && same->left == worker->left &&
@@ -32,12 +32,12 @@ bool ReadHostile(absl::string_view bytes) {
 
 std::vector<std::string> GoodInputs() {
   Endpoint endpoint{"[::1]:4711", "0123abcd-1-2-3", std::string(32, 'a'), Token{1, 2, 3}};
-  return {EncodeWorkerInfo({.id = kId,
+  return {EncodeWorkerInfo({.rank = kRank,
                             .name = "back",
                             .address = "socket://" + FormatEndpoint(endpoint),
                             .incarnation = 12345,
                             .barriers = 3}),
-          EncodeWorkerInfo({.id = kId, .name = "x", .left = true})};
+          EncodeWorkerInfo({.rank = kRank, .name = "x", .left = true})};
 }
 
 }  // namespace distgrad

@@ -251,7 +251,7 @@ TEST_F(MembersProcessTest, ACallbackHearsOfAKilledWorkerAndOfItsReturn) {
   const MemberEvent lost = told_of(1);
   EXPECT_EQ(lost.kind, MemberEvent::Kind::kLost);
   EXPECT_EQ(lost.name, "back");
-  EXPECT_EQ(lost.id, 2);
+  EXPECT_EQ(lost.rank, 2);
   EXPECT_EQ(lost.incarnation, incarnation);
   EXPECT_TRUE(absl::StrContains(lost.reason, "'back' (2)")) << lost.reason;
   Child("back");

@@ -427,7 +427,7 @@ TEST_P(PassesTest, AThrowDoesNotWaitForOtherNodes) {
 
 // Which edges of which workers: also of those with whom the initiator exchanged nothing.
 TEST_P(PassesTest, PastItsDeadlineItSaysWhatIsMissing) {
-  const auto awaits = [](WorkerId of, WorkerId peer) {
+  const auto awaits = [](WorkerRank of, WorkerRank peer) {
     return absl::StrCat("by worker 'worker", of, "' (", of,
                         "): the gradients of 1 edge(s) to worker 'worker", peer, "' (", peer, ") (",
                         MakeId(of, 1), ")");
@@ -604,7 +604,7 @@ TEST_P(PassesTest, AReleaseWhoseWayIsGone) {
   // Sooner or later: it tells the origin that it needs to be told.
   EXPECT_TRUE(Eventually([&] {
     for (const ContextState& known : team()[0].Contexts()) {
-      for (const WorkerId peer : known.peers) {
+      for (const WorkerRank peer : known.peers) {
         if (peer == 2) return true;
       }
     }
@@ -998,7 +998,7 @@ TEST_F(PacketsTest, AReplyToAWorkerThatIsDoneWithThePass) {
   EXPECT_TRUE(Eventually([&] {
     const ContextState here = of(0);
     return here.passes.size() == 1 && here.passes[0].awaited.empty() &&
-           here.passes[0].unacknowledged == std::map<WorkerId, uint32_t>{{2, 1}} &&
+           here.passes[0].unacknowledged == std::map<WorkerRank, uint32_t>{{2, 1}} &&
            of(1).passes.empty();
   }));
   go.Notify();

@@ -1,155 +1,134 @@
-// Runs a plan, and checks what came of it.
+// Starts, disturbs and ends a job, and checks what is left of it.
 #include "tests/simulation/job.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
-#include <ATen/ops/allclose.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/tanh.h>
-#include <torch/csrc/autograd/autograd.h>
 
-#include <atomic>
+#include <algorithm>
 #include <cstdlib>
-#include <map>
 #include <memory>
-#include <random>
-#include <set>
-#include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "absl/base/internal/sysinfo.h"
-#include "absl/base/thread_annotations.h"
-#include "absl/status/status.h"
-#include "absl/strings/match.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "core/autograd/state.h"
 #include "core/base/check.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/worker/metrics.h"
-#include "core/worker/worker.h"
-#include "tests/integration/property_frame.h"
-#include "tests/simulation/network.h"
-#include "tests/simulation/store.h"
+#include "tests/simulation/job_run.h"
+#include "tests/simulation/pipeline_model.h"
+#include "tests/simulation/scheduler.h"
 #include "tests/testing/cluster.h"
 
 namespace distgrad::simulation {
 namespace {
 
-// Longer than anything that is disturbed takes to be noticed.
-constexpr absl::Duration kTimeout = absl::Minutes(1);
-constexpr absl::Duration kHeartbeatLimit = absl::Seconds(4);
 // What ends by a deadline ends soon after it, however slow the threads are.
 constexpr absl::Duration kSlack = absl::Seconds(5);
+constexpr absl::Duration kLongestHold = absl::Seconds(8);
+
+NetworkOptions NetworkOf(const Plan& plan) {
+  NetworkOptions options;
+  if ((plan.faults & kSlowPackets) != 0) options.slow_one_in = 8;
+  return options;
+}
+
+}  // namespace
 
 void Must(const absl::Status& status) { DG_CHECK(status.ok()) << status; }
 
-constexpr absl::Duration kLongestHold = absl::Seconds(8);
-
 at::Tensor Constant(double value) { return at::full({2, 2}, value, at::kDouble); }
 
-// What a worker does to a value on its way.
 at::Tensor Forward(const at::Tensor& x, const at::Tensor& parameter) {
   return at::add(at::tanh(at::mm(x, parameter)), x);
 }
 
-// A process, as far as there is one.
-struct Process {
-  std::shared_ptr<SimulatedHost> host;
-  std::shared_ptr<SimulatedStore> store;
-  std::shared_ptr<Worker> worker;
-};
-
-class Job {
- public:
-  explicit Job(const Plan& plan)
-      : plan_(plan),
-        network_(std::make_shared<SimulatedNetwork>(plan.seed + 1, NetworkOf(plan))),
-        weather_(std::make_shared<StoreWeather>(plan.seed + 2)),
-        store_(NewInProcessStore()),
-        processes_(plan.workers) {
-    for (int w = 0; w <= kWorkers; ++w) {
-      parameters_.emplace_back();
-      for (int i = 0; i < kParameters; ++i) {
-        parameters_.back().push_back(Constant(0.1 * (w + 1) + 0.03 * i).set_requires_grad(true));
-      }
+Job::Job(const Plan& plan)
+    : plan_(plan),
+      network_(std::make_shared<SimulatedNetwork>(plan.seed + 1, NetworkOf(plan))),
+      weather_(std::make_shared<StoreWeather>(plan.seed + 2)),
+      store_(NewInProcessStore()),
+      groups_(network_),
+      processes_(plan.workers),
+      barriers_(plan.workers) {
+  const int most = std::max(plan.workers + plan.guests, kNewcomer + 1);
+  for (int w = 0; w < most; ++w) {
+    parameters_.emplace_back();
+    for (int i = 0; i < kParameters; ++i) {
+      parameters_.back().push_back(Constant(0.1 * (w % 6 + 1) + 0.03 * i).set_requires_grad(true));
     }
   }
-
-  std::string Run();
-
- private:
-  static NetworkOptions NetworkOf(const Plan& plan) {
-    NetworkOptions options;
-    if ((plan.faults & kSlowPackets) != 0) options.slow_one_in = 8;
-    return options;
+  for (const Action& action : plan.actions) {
+    has_newcomers_ |= action.kind == Action::kGuest || action.kind == Action::kProgram;
+    if (action.kind != Action::kPipeline) continue;
+    pipelines_[action.a] = std::make_unique<PipelineModel>(action, plan.workers);
   }
+}
 
-  void Wrong(const std::string& what) {
-    Note("wrong", 1);
-    absl::MutexLock lock(&mu_);
-    if (wrong_.empty()) wrong_ = what;
+Job::~Job() = default;
+
+void Job::Wrong(const std::string& what) {
+  Note("wrong", 1);
+  absl::MutexLock lock(&mu_);
+  if (wrong_.empty()) wrong_ = what;
+}
+
+std::string Job::wrong() {
+  absl::MutexLock lock(&mu_);
+  return wrong_;
+}
+
+std::string Job::NameOf(int i) const {
+  return IsGuest(i) ? absl::StrCat("guest", i - plan_.workers) : WorkerName(i);
+}
+
+std::shared_ptr<Process> Job::ProcessAt(int i) {
+  absl::MutexLock lock(&mu_);
+  return processes_[i];
+}
+
+std::shared_ptr<Worker> Job::WorkerAt(int i) {
+  absl::MutexLock lock(&mu_);
+  return processes_[i] == nullptr ? nullptr : processes_[i]->worker;
+}
+
+std::string Job::AddressOf(int i) {
+  absl::MutexLock lock(&mu_);
+  return processes_[i] == nullptr ? "" : processes_[i]->host->address();
+}
+
+void Job::Spawn(absl::AnyInvocable<void()> fn) {
+  const MustStart must_start;
+  std::thread thread(std::move(fn));
+  absl::MutexLock lock(&mu_);
+  spawned_.push_back(std::move(thread));
+}
+
+void Job::JoinSpawned() {
+  while (true) {
+    std::vector<std::thread> threads;
+    {
+      absl::MutexLock lock(&mu_);
+      threads.swap(spawned_);
+    }
+    if (threads.empty()) return;
+    for (std::thread& thread : threads) thread.join();
   }
-  std::string wrong() {
-    absl::MutexLock lock(&mu_);
-    return wrong_;
-  }
-  // Whether something may have failed that must not fail otherwise.
-  bool disturbed() const { return disturbed_; }
+}
 
-  std::shared_ptr<Worker> WorkerAt(int i) {
-    absl::MutexLock lock(&mu_);
-    return processes_[i] == nullptr ? nullptr : processes_[i]->worker;
-  }
-  std::string AddressOf(int i) {
-    absl::MutexLock lock(&mu_);
-    return processes_[i] == nullptr ? "" : processes_[i]->host->address();
-  }
-
-  absl::Status StartWorker(int i);
-  void RegisterAll(Worker* worker, int i);
-  void KillWorker(int i, bool silently);
-
-  void Act(const Action& action);
-  void Disturb(const Action& action);
-  void RunProgram(const Action& action, Worker* worker);
-  void RunCall(const Action& action, Worker* worker);
-  void RunPass(const Action& action, Worker* worker);
-
-  // Checks how something ended that was to be over by then.
-  void CheckEnd(const std::string& what, const absl::Status& status, int ending,
-                absl::Time deadline);
-  void CheckNothingIsLeft();
-  // Those who live reach each other again.
-  void CheckAllIsWell();
-
-  const Plan& plan_;
-  const std::shared_ptr<SimulatedNetwork> network_;
-  const std::shared_ptr<StoreWeather> weather_;
-  const std::shared_ptr<Store> store_;
-  std::vector<Tensors> parameters_;  // by worker
-  std::atomic<bool> disturbed_{false}, killed_{false};
-
-  absl::Mutex mu_;
-  std::vector<std::shared_ptr<Process>> processes_ ABSL_GUARDED_BY(mu_);  // null: dead
-  std::set<int> coming_back_ ABSL_GUARDED_BY(mu_);
-  std::string wrong_ ABSL_GUARDED_BY(mu_);
-  // Of programs, to the end: a call may outlive its deadline.
-  std::vector<std::unique_ptr<std::pair<Steps, State>>> runs_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::thread> others_ ABSL_GUARDED_BY(mu_);  // that answer later, or come back
-};
-
-absl::Status Job::StartWorker(int i) {
+absl::StatusOr<std::shared_ptr<Process>> Job::NewProcess(int i, const std::string& name,
+                                                         bool joins) {
   auto process = std::make_shared<Process>();
   process->host = std::make_shared<SimulatedHost>(network_);
   process->store = std::make_shared<SimulatedStore>(store_, weather_);
-  WorkerOptions options{.name = WorkerName(i),
+  WorkerOptions options{.name = name,
                         .store = process->store,
+                        .join = joins,
                         .rank = i,
                         .world_size = plan_.workers,
                         .transport = "inproc",
@@ -160,57 +139,28 @@ absl::Status Job::StartWorker(int i) {
   absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(std::move(options));
   if (!worker.ok()) return worker.status();
   process->worker = *std::move(worker);
-  RegisterAll(process->worker.get(), i);
+  RegisterAll(process.get(), i);
+  return process;
+}
+
+absl::Status Job::StartWorker(int i, bool is_first) {
+  auto process = NewProcess(i, WorkerName(i), /*joins=*/false);
+  if (!process.ok()) return process.status();
+  (*process)->is_first = is_first;
   absl::MutexLock lock(&mu_);
-  processes_[i] = std::move(process);
+  processes_[i] = *std::move(process);
   return absl::OkStatus();
 }
 
-void Job::RegisterAll(Worker* worker, int i) {
-  const auto add = [&](const char* name, Worker::Handler handler) {
-    Must(worker->Register(name, std::move(handler)));
-  };
-  add("echo", [](Request& r) -> absl::StatusOr<Message> { return r.message; });
-  add("slow", [](Request& r) -> absl::StatusOr<Message> {
-    absl::SleepFor(absl::Milliseconds(30));
-    return r.message;
-  });
-  add("until", [](Request& r) -> absl::StatusOr<Message> {
-    while (!r.cancellation->cancelled()) absl::SleepFor(absl::Milliseconds(20));
-    return r.message;
-  });
-  add("throws", [](Request&) -> absl::StatusOr<Message> { throw std::runtime_error("on fire"); });
-  add("nested", [this, worker, i](Request& r) -> absl::StatusOr<Message> {
-    return worker->Call(WorkerName((i + 1) % plan_.workers), "echo", r.message, r.Nested());
-  });
-  // Comes back to its caller, and so needs a thread of a pool that may wait for this one.
-  add("waits", [worker](Request& r) -> absl::StatusOr<Message> {
-    return worker->CallAsync(r.from, "slow", r.message, r.Nested()).Take();
-  });
-  Must(worker->RegisterAsync("later", [this](Request& r) {
-    auto promise = std::make_shared<Promise<Message>>();
-    Future<Message> answer = promise->future();
-    std::thread other([promise, message = r.message]() mutable {
-      absl::SleepFor(absl::Milliseconds(10));
-      promise->Set(std::move(message));
-    });
-    absl::MutexLock lock(&mu_);
-    others_.push_back(std::move(other));
-    return answer;
-  }));
-  // Goes on along a path of workers, one for each byte.
-  add("chain", [this, worker, i](Request& r) -> absl::StatusOr<Message> {
-    const at::Tensor y = Forward(r.message.tensors.at(0), parameters_[i][0]);
-    if (r.message.payload.empty()) return Message{"", {y}};
-    return worker->Call(WorkerName(r.message.payload[0]), "chain",
-                        {r.message.payload.substr(1), {y}}, r.Nested());
-  });
-  add("gradient", [this, i](Request& r) -> absl::StatusOr<Message> {
-    absl::StatusOr<at::Tensor> gradient = r.context.Gradient(parameters_[i][0]);
-    if (!gradient.ok()) return gradient.status();
-    return Message{"", {*gradient}};
-  });
-  if (i < kWorkers) Must(DistributedFrame::Register(*worker, i));
+void Job::RegisterAll(Process* process, int i) {
+  Worker* const worker = process->worker.get();
+  RegisterCalls(worker, i);
+  RegisterTraining(process);
+  if (!IsGuest(i)) {
+    RegisterAverages(worker, i);
+    RegisterPipelines(process, i);
+  }
+  if (i <= kNewcomer) Must(DistributedFrame::Register(*worker, i));
 }
 
 void Job::KillWorker(int i, bool silently) {
@@ -218,42 +168,99 @@ void Job::KillWorker(int i, bool silently) {
   {
     absl::MutexLock lock(&mu_);
     process.swap(processes_[i]);
+    if (process != nullptr) ever_killed_.insert(i);
   }
   if (process == nullptr) return;
   disturbed_ = killed_ = true;
+  if (silently) killed_silently_ = true;
   Note("kill", i);
   network_->Kill(process->host->address(), silently);
+  groups_.Kill(process->host->address(), silently);
   process->store->Kill();
   // What is left of it here says nothing to anybody any more.
   process->worker->Close();
 }
 
-void Job::CheckEnd(const std::string& what, const absl::Status& status, int ending,
-                   absl::Time deadline) {
-  Note("ended", static_cast<uint64_t>(status.code()));
-  if (absl::Now() > deadline + kSlack) {
-    Wrong(absl::StrCat(what, ": ended ", absl::FormatDuration(absl::Now() - deadline),
-                       " after its deadline, with ", status.ToString()));
+void Job::ComeBack(const Action& action) {
+  absl::SleepFor(absl::Milliseconds(action.c));
+  {
+    absl::MutexLock lock(&mu_);
+    if (processes_[action.a] != nullptr || !coming_back_.insert(action.a).second) return;
+  }
+  const absl::Status started = StartWorker(action.a, /*is_first=*/false);
+  {
+    absl::MutexLock lock(&mu_);
+    coming_back_.erase(action.a);
+  }
+  CheckEnd(absl::StrCat(Text(action), ", coming back"), started, Deadline::Never());
+}
+
+// A worker that joins, calls the others, is called, and leaves.
+void Job::RunGuest(const Action& action) {
+  const int i = plan_.workers + action.a;
+  const std::string what = Text(action);
+  absl::StatusOr<std::shared_ptr<Process>> process = NewProcess(i, NameOf(i), /*joins=*/true);
+  CheckEnd(what + ", joining", process.status(), Deadline::Never());
+  if (!process.ok()) return;
+  Worker* const worker = (*process)->worker.get();
+  const int someone = action.b % plan_.workers;
+  RunCall({Action::kCall, i, someone, Action::kEcho}, worker);
+  RunPass({Action::kPass, i, action.b, Action::kByItself, 0}, worker);
+  absl::SleepFor(absl::Milliseconds(action.c));
+  EndGuest(what, process->get());
+}
+
+void Job::EndGuest(const std::string& what, Process* guest) {
+  const Deadline deadline = Deadline::After(2 * kTimeout);
+  const absl::Status left = guest->worker->Leave(deadline);
+  // It waits for the calls and contexts of others, who may be kept waiting themselves.
+  if (!disturbed_ || !absl::IsDeadlineExceeded(left)) CheckEnd(what + ", leaving", left, deadline);
+  if (left.ok()) return;
+  // It stays a member, and the job does not end in good order.
+  disturbed_ = killed_ = true;
+  network_->Kill(guest->host->address(), /*silently=*/false);
+  guest->store->Kill();
+}
+
+void Job::CheckEnd(const std::string& what, const absl::Status& status, Deadline deadline,
+                   Terms terms) {
+  Note(absl::StrCat("ended: ", what, ": ", status.ToString()).c_str(),
+       static_cast<uint64_t>(status.code()));
+  if (!deadline.is_never()) {
+    const auto late = absl::FromChrono(Deadline::Clock::now() - deadline.at());
+    if (late > kSlack) {
+      Wrong(absl::StrCat(what, ": ended ", absl::FormatDuration(late), " after its deadline, with ",
+                         status.ToString()));
+    }
   }
   if (status.ok()) return;
   if (status.message().empty()) Wrong(absl::StrCat(what, ": an error that says nothing"));
   const absl::StatusCode code = status.code();
-  if (ending == Action::kByDeadline && code == absl::StatusCode::kDeadlineExceeded) return;
+  if (terms.ending == Action::kByDeadline && code == absl::StatusCode::kDeadlineExceeded) return;
   // A handler's own nested call hears of it as a cancel.
-  if (ending != Action::kByItself && code == absl::StatusCode::kCancelled) return;
-  if (ending == Action::kByRelease && code == absl::StatusCode::kFailedPrecondition) return;
-  // What waits for the store alone says when that does not answer.
-  if (disturbed_ && code == absl::StatusCode::kDeadlineExceeded &&
-      deadline == absl::InfiniteFuture()) {
+  if (terms.ending != Action::kByItself && code == absl::StatusCode::kCancelled) return;
+  if (terms.ending == Action::kByRelease && code == absl::StatusCode::kFailedPrecondition) return;
+  if (refused_ && (code == absl::StatusCode::kResourceExhausted ||
+                   // The other end had no thread to ask the store with, and refused a connection.
+                   code == absl::StatusCode::kUnavailable)) {
     return;
   }
-  if (disturbed_) {
+  // What waits for the store alone says when that does not answer.
+  if (disturbed_ && code == absl::StatusCode::kDeadlineExceeded && deadline.is_never()) return;
+  if (disturbed_ || terms.with_guests || terms.planned) {
     switch (code) {
       case absl::StatusCode::kUnavailable:
+      case absl::StatusCode::kNotFound:  // a function of a worker that is just there, or back
+        return;
+      default:
+        break;
+    }
+  }
+  if (disturbed_ || terms.planned) {
+    switch (code) {
       case absl::StatusCode::kCancelled:
       case absl::StatusCode::kAborted:
       case absl::StatusCode::kFailedPrecondition:  // of a context that has failed
-      case absl::StatusCode::kNotFound:            // a function of a worker that is just back
         return;
       default:
         break;
@@ -262,174 +269,44 @@ void Job::CheckEnd(const std::string& what, const absl::Status& status, int endi
   Wrong(absl::StrCat(what, ": ", status.ToString()));
 }
 
-void Job::RunCall(const Action& action, Worker* worker) {
-  static const char* const kNames[] = {"echo",  "slow",   "nested", "later",
-                                       "waits", "throws", "until"};
-  const std::string what = absl::StrCat(Text(action), " (", kNames[action.b], ")");
-  const at::Tensor x = Constant(action.a + 1);
-  CallOptions options;
-  absl::Time deadline = absl::Now() + kTimeout;
-  if (action.c == Action::kByDeadline) {
-    // Some have passed when the call has hardly begun.
-    deadline = absl::Now() + absl::Microseconds(Draw() % (Draw() % 2 == 0 ? 100 : 40000));
-  }
-  options.deadline = deadline;
-  Future<Message> reply =
-      worker->CallAsync(WorkerName(action.a), kNames[action.b], {what, {x}}, options);
-  if (action.c == Action::kByCancel) {
-    absl::SleepFor(absl::Microseconds(Draw() % 40000));
-    reply.Cancel();
-  }
-  absl::StatusOr<Message> message = reply.Take();
-  if (action.b == Action::kThrows) {
-    if (message.ok()) return Wrong(absl::StrCat(what, ": OK, though it throws"));
-    if (absl::StrContains(message.status().message(), "on fire")) return;
-  }
-  CheckEnd(what, message.status(), action.c, deadline);
-  if (!message.ok()) return;
-  if (message->payload != what || message->tensors.size() != 1 ||
-      !at::allclose(message->tensors[0], x)) {
-    Wrong(absl::StrCat(what, ": another reply"));
-  }
-}
-
-void Job::RunPass(const Action& action, Worker* worker) {
-  std::mt19937_64 random(action.a);
-  const std::string what = Text(action);
-  std::string path;
-  for (int i = 1 + static_cast<int>(random() % 4); i > 0; --i) {
-    path.push_back(static_cast<char>(random() % plan_.workers));
-  }
-  const at::Tensor x = Constant(0.5).set_requires_grad(true);
-  const absl::Time forward_deadline = absl::Now() + kTimeout;
-  Context context = worker->NewContext();
-  const CallOptions options{.context = &context, .deadline = forward_deadline};
-  std::vector<Future<Message>> beside;
-  if ((action.c & Action::kSideCall) != 0) {
-    // Of the same context, with an answer that no root depends on.
-    beside.push_back(worker->CallAsync(WorkerName(path[0]), "slow", {"", {x}}, options));
-  }
-  const absl::StatusOr<Message> reply =
-      worker->Call(WorkerName(path[0]), "chain", {path.substr(1), {x}}, options);
-  CheckEnd(what + ", its call", reply.status(), Action::kByItself, forward_deadline);
-  const bool gives_up = (action.c & Action::kCancelSide) != 0;
-  if (gives_up) {
-    for (Future<Message>& future : beside) future.Cancel();
-  }
-  if (reply.ok()) {
-    absl::Time deadline = absl::Now() + kTimeout;
-    if (action.b == Action::kByDeadline) deadline = absl::Now() + absl::Milliseconds(Draw() % 10);
-    const int passes = (action.c & Action::kTwice) != 0 ? 2 : 1;
-    absl::Status done;
-    for (int pass = 1; pass <= passes && done.ok(); ++pass) {
-      const BackwardOptions how{.retain_graph = pass < passes, .deadline = deadline};
-      const at::Tensor root = reply->tensors[0].sum();
-      if ((action.c & Action::kAsync) == 0 && action.b == Action::kByItself) {
-        done = context.Backward({root}, how);
-        continue;
-      }
-      const Future<Unit> backward = context.BackwardAsync({root}, how);
-      if (action.b == Action::kByCancel || action.b == Action::kByRelease) {
-        absl::SleepFor(absl::Microseconds(Draw() % 5000));
-        if (action.b == Action::kByCancel) {
-          backward.Cancel();
-        } else {
-          context.Release();
-        }
-      }
-      done = backward.Wait().status();
-    }
-    CheckEnd(what + ", its pass", done, action.b, deadline);
-    if (done.ok() && action.b != Action::kByRelease) {
-      // The same here, by libtorch alone.
-      at::Tensor y = x;
-      std::map<int, at::Tensor> leaves;
-      for (const char w : path) {
-        leaves[w] = parameters_[w][0];
-        y = Forward(y, leaves[w]);
-      }
-      Tensors inputs = {x};
-      for (const auto& [w, leaf] : leaves) inputs.push_back(leaf);
-      const Tensors want = torch::autograd::grad({y.sum()}, inputs);
-      const auto check = [&](const absl::StatusOr<at::Tensor>& got, size_t i,
-                             const std::string& of) {
-        CheckEnd(absl::StrCat(what, ", the gradient of ", of), got.status(), Action::kByItself,
-                 absl::InfiniteFuture());
-        if (got.ok() && !at::allclose(*got, at::mul(want[i], passes))) {
-          Wrong(absl::StrCat(what, ": the gradient of ", of, " is not that of one process"));
-        }
-      };
-      check(context.Gradient(x), 0, "x");
-      size_t i = 1;
-      for (const auto& [w, leaf] : leaves) {
-        const absl::Time until = absl::Now() + kTimeout;
-        absl::StatusOr<Message> gradient =
-            worker->Call(WorkerName(w), "gradient", {}, {.context = &context, .deadline = until});
-        CheckEnd(what + ", asking for a gradient", gradient.status(), Action::kByItself, until);
-        if (gradient.ok()) check(gradient->tensors.at(0), i, WorkerName(w));
-        ++i;
-      }
-    }
-  }
-  for (Future<Message>& future : beside) {
-    CheckEnd(what + ", the call beside", future.Wait().status(),
-             action.b == Action::kByItself && !gives_up ? action.b : int{Action::kByRelease},
-             forward_deadline);
-  }
-}
-
-void Job::RunProgram(const Action& action, Worker* worker) {
-  auto owned = std::make_unique<std::pair<Steps, State>>();
-  auto* const run = owned.get();
-  run->first = RandomProgram(action.a, kAllFeatures & ~kNewcomers);
-  State local;
-  local.parameters = run->second.parameters = parameters_;
-  {
-    absl::MutexLock lock(&mu_);
-    runs_.push_back(std::move(owned));
-  }
-  LocalFrame(&local, action.actor).Run(run->first, {}, {});
-  // For all of its calls and passes together.
-  const absl::Time deadline = absl::Now() + 4 * kTimeout;
-  {
-    const Context context = worker->NewContext();
-    DistributedFrame(&run->second, action.actor, worker,
-                     {.context = &context, .deadline = deadline})
-        .Run(run->first, {}, {});
-    for (int w = 0; w < kWorkers; ++w) {
-      const absl::Status taken =
-          DistributedFrame::TakeGradients(*worker, WorkerName(w), context, &run->second);
-      if (!taken.ok()) run->second.Fail(taken);
-    }
-  }
-  absl::Status status;
-  {
-    absl::MutexLock lock(&run->second.mu);
-    status = run->second.status;
-  }
-  CheckEnd(Text(action), status, Action::kByItself, deadline + kTimeout);
-  if (!status.ok()) return;
-  const std::string difference = Difference(local, run->second);
-  if (!difference.empty()) Wrong(absl::StrCat(Text(action), ": ", difference));
-}
-
 void Job::Act(const Action& action) {
   Note(Text(action).c_str(), static_cast<uint64_t>(action.kind));
   if (action.kind == Action::kPause) return absl::SleepFor(absl::Milliseconds(action.a));
-  const std::shared_ptr<Worker> worker = WorkerAt(action.actor);
-  if (worker == nullptr) return;
+  const std::shared_ptr<Process> process = ProcessAt(action.actor);
+  if (process == nullptr) return;
+  Worker* const worker = process->worker.get();
   switch (action.kind) {
     case Action::kProgram:
-      return RunProgram(action, worker.get());
+      return RunProgram(action, worker);
     case Action::kCall:
-      return RunCall(action, worker.get());
+      return RunCall(action, worker);
     case Action::kPass:
-      return RunPass(action, worker.get());
+      return RunPass(action, worker);
+    case Action::kTrain:
+      return RunTrain(action, process.get());
+    case Action::kPipeline:
+      return RunPipeline(action, worker);
     case Action::kUpdate:
-      return CheckEnd(Text(action), worker->UpdateMembers(), Action::kByItself,
-                      absl::InfiniteFuture());
+      return CheckEnd(Text(action), worker->UpdateMembers(), Deadline::Never());
     default:
       return;
+  }
+}
+
+// The actions of all, on one worker, for as long as it lives.
+void Job::ActWithAll(int i) {
+  const std::shared_ptr<Process> process = ProcessAt(i);
+  if (process == nullptr) return;
+  for (const Action& action : plan_.actions) {
+    if (action.actor != Action::kAll) continue;
+    if (ProcessAt(i) != process) return;
+    Note(Text(action).c_str(), static_cast<uint64_t>(i));
+    if (Draw() % 2 == 0) absl::SleepFor(absl::Microseconds(Draw() % 20000));
+    if (action.kind == Action::kAverages) {
+      RunAverages(action, i, process.get());
+    } else {
+      RunBarrier(action, i, process->worker.get());
+    }
   }
 }
 
@@ -455,27 +332,17 @@ void Job::Disturb(const Action& action) {
       weather_->silent_until = later();
       return;
     }
-    case Action::kKill: {
+    case Action::kKill:
       KillWorker(action.a, action.b != 0);
-      if (action.c < 0) return;
-      std::thread back([this, action] {
-        absl::SleepFor(absl::Milliseconds(action.c));
-        {
-          absl::MutexLock lock(&mu_);
-          if (processes_[action.a] != nullptr || !coming_back_.insert(action.a).second) return;
-        }
-        const absl::Status started = StartWorker(action.a);
-        {
-          absl::MutexLock lock(&mu_);
-          coming_back_.erase(action.a);
-        }
-        CheckEnd(absl::StrCat(Text(action), ", coming back"), started, Action::kByItself,
-                 absl::InfiniteFuture());
-      });
-      absl::MutexLock lock(&mu_);
-      others_.push_back(std::move(back));
+      if (action.c >= 0) Spawn([this, action] { ComeBack(action); });
       return;
-    }
+    case Action::kGuest:
+      return Spawn([this, action] { RunGuest(action); });
+    case Action::kClock:
+      return MoveWallClock(int64_t{action.a} * 1000000);
+    case Action::kRefuse:
+      refused_ = true;
+      return RefuseThreads(Now() + int64_t{action.c} * 1000000);
     default:
       return;
   }
@@ -483,7 +350,7 @@ void Job::Disturb(const Action& action) {
 
 void Job::CheckNothingIsLeft() {
   // All that anybody waits for has a deadline, or a heartbeat.
-  const absl::Time end = absl::Now() + kTimeout + 3 * kHeartbeatLimit + absl::Seconds(20);
+  const Deadline end = Deadline::After(kTimeout + 3 * kHeartbeatLimit + absl::Seconds(20));
   std::string left;
   do {
     left.clear();
@@ -511,7 +378,7 @@ void Job::CheckNothingIsLeft() {
     }
     if (left.empty()) return;
     absl::SleepFor(absl::Milliseconds(250));
-  } while (absl::Now() < end);
+  } while (!end.Passed());
   Wrong(absl::StrCat("left over: ", left, network_->Text()));
 }
 
@@ -524,7 +391,7 @@ void Job::CheckAllIsWell() {
       // The first call to one that has come back may meet a connection with what it was before.
       for (int i = 0; i < 2; ++i) {
         reply = caller->Call(WorkerName(to), "echo", {"well?", {}},
-                             {.deadline = absl::Now() + absl::Seconds(10)});
+                             {.deadline = Deadline::After(absl::Seconds(10))});
         if (reply.ok()) break;
       }
       if (!reply.ok()) {
@@ -536,25 +403,26 @@ void Job::CheckAllIsWell() {
 }
 
 std::string Job::Run() {
-  {
-    std::vector<std::thread> starting;
-    for (int i = 0; i < plan_.workers; ++i) {
-      starting.emplace_back([this, i] {
-        const absl::Status started = StartWorker(i);
-        if (!started.ok()) Wrong(absl::StrCat("start of ", i, ": ", started.ToString()));
-      });
-    }
-    for (std::thread& thread : starting) thread.join();
+  for (int i = 0; i < plan_.workers; ++i) {
+    Spawn([this, i] {
+      const absl::Status started = StartWorker(i, /*is_first=*/true);
+      if (!started.ok()) Wrong(absl::StrCat("start of ", i, ": ", started.ToString()));
+    });
   }
+  JoinSpawned();
   if (!wrong().empty()) return wrong();
   Note("started", plan_.workers);
   // All have registered their functions by now.
-  std::vector<std::thread> actors;
-  for (int actor = -1; actor < plan_.workers; ++actor) {
-    actors.emplace_back([this, actor] {
+  const auto is_there = [this](int actor) {
+    return std::any_of(plan_.actions.begin(), plan_.actions.end(),
+                       [actor](const Action& action) { return action.actor == actor; });
+  };
+  for (int actor = Action::kFate; actor < plan_.workers; ++actor) {
+    if (!is_there(actor)) continue;
+    Spawn([this, actor] {
       for (const Action& action : plan_.actions) {
         if (action.actor != actor) continue;
-        if (actor < 0) {
+        if (actor == Action::kFate) {
           Disturb(action);
         } else {
           Act(action);
@@ -562,56 +430,35 @@ std::string Job::Run() {
       }
     });
   }
-  for (std::thread& thread : actors) thread.join();
-  Calm();
-  Note("acted", 0);
-  while (true) {
-    std::vector<std::thread> others;
-    {
-      absl::MutexLock lock(&mu_);
-      others.swap(others_);
-    }
-    if (others.empty()) break;
-    for (std::thread& thread : others) thread.join();
+  for (int i = 0; is_there(Action::kAll) && i < plan_.workers; ++i) {
+    Spawn([this, i] { ActWithAll(i); });
   }
+  JoinSpawned();
+  Calm();
+  RefuseThreads(0);
+  Note("acted", 0);
   // Those who took each other for lost find that they are not.
   if (disturbed_) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
   CheckNothingIsLeft();
+  CheckTrained();
   Note("quiet", 0);
   CheckAllIsWell();
-  {
-    std::vector<std::thread> ending;
-    for (int i = 0; i < plan_.workers; ++i) {
-      ending.emplace_back([this, i] {
-        std::shared_ptr<Process> process;
-        {
-          absl::MutexLock lock(&mu_);
-          process.swap(processes_[i]);
-        }
-        if (process == nullptr) return;
-        if (!killed_) {
-          const absl::Status ended = process->worker->Shutdown(absl::Now() + absl::Minutes(1));
-          if (!ended.ok()) Wrong(absl::StrCat("the end of ", i, ": ", ended.ToString()));
-        }
-        process->worker.reset();
-      });
-    }
-    for (std::thread& thread : ending) thread.join();
+  for (int i = 0; i < plan_.workers; ++i) {
+    Spawn([this, i] {
+      std::shared_ptr<Process> process;
+      {
+        absl::MutexLock lock(&mu_);
+        process.swap(processes_[i]);
+      }
+      if (process == nullptr || killed_) return;
+      const absl::Status ended = process->worker->Shutdown(Deadline::After(absl::Minutes(1)));
+      if (!ended.ok()) Wrong(absl::StrCat("the end of ", i, ": ", ended.ToString()));
+    });
   }
-  while (true) {
-    std::vector<std::thread> others;
-    {
-      absl::MutexLock lock(&mu_);
-      others.swap(others_);
-    }
-    if (others.empty()) break;
-    for (std::thread& thread : others) thread.join();
-  }
+  JoinSpawned();
   if (network_->ends() != 0) Wrong(absl::StrCat(network_->ends(), " ends of connections are left"));
   return wrong();
 }
-
-}  // namespace
 
 std::string RunJob(absl::string_view order, Course* course) {
   const Plan plan = PlanOf(order);

@@ -34,9 +34,9 @@ timespec ToTimespec(int64_t nanoseconds) {
           static_cast<long>(nanoseconds % 1000000000)};
 }
 
-int64_t OriginOf(clockid_t clock) {
-  return clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE ? kEpoch : kBoot;
-}
+bool IsWall(clockid_t clock) { return clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE; }
+
+int64_t OriginOf(clockid_t clock) { return IsWall(clock) ? kEpoch + WallClockAhead() : kBoot; }
 
 int64_t Until(clockid_t clock, const timespec& time) { return Nanoseconds(time) - OriginOf(clock); }
 
@@ -145,12 +145,12 @@ int simulated_pthread_mutex_unlock(pthread_mutex_t* mutex) {
 
 namespace {
 
-int WaitFor(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t until) {
+int WaitFor(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t until, bool wall = false) {
   DG_REAL(pthread_mutex_unlock)(mutex);
   Wake(Wait::kMutex, mutex, INT32_MAX);
   int64_t when = kNever;
   const bool spurious = DrawSpurious(&when) && when < until;
-  const bool woken = Block(Wait::kCondition, condition, spurious ? when : until);
+  const bool woken = Block(Wait::kCondition, condition, spurious ? when : until, wall && !spurious);
   int error;
   while ((error = pthread_mutex_trylock(mutex)) == EBUSY) Block(Wait::kMutex, mutex, kNever);
   return woken || spurious ? error : ETIMEDOUT;
@@ -168,13 +168,13 @@ int simulated_pthread_cond_timedwait(pthread_cond_t* condition, pthread_mutex_t*
   if (!OnThread()) {
     return DG_REAL(pthread_cond_timedwait, "GLIBC_2.3.2")(condition, mutex, until);
   }
-  return WaitFor(condition, mutex, Until(CLOCK_REALTIME, *until));
+  return WaitFor(condition, mutex, Until(CLOCK_REALTIME, *until), /*wall=*/true);
 }
 
 int simulated_pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex,
                                      clockid_t clock, const timespec* until) {
   if (!OnThread()) return DG_REAL(pthread_cond_clockwait)(condition, mutex, clock, until);
-  return WaitFor(condition, mutex, Until(clock, *until));
+  return WaitFor(condition, mutex, Until(clock, *until), IsWall(clock));
 }
 
 int simulated_pthread_cond_signal(pthread_cond_t* condition) {
@@ -246,12 +246,13 @@ long simulated_syscall(long number, long a, long b, long c, long d, long e, long
     return -1;
   }
   int64_t until = kNever;
+  const clockid_t clock =
+      (static_cast<int>(b) & FUTEX_CLOCK_REALTIME) != 0 ? CLOCK_REALTIME : CLOCK_MONOTONIC;
+  const bool is_span = operation == FUTEX_WAIT;
   if (const auto* const time = reinterpret_cast<const timespec*>(d)) {
-    const clockid_t clock =
-        (static_cast<int>(b) & FUTEX_CLOCK_REALTIME) != 0 ? CLOCK_REALTIME : CLOCK_MONOTONIC;
-    until = operation == FUTEX_WAIT ? Now() + Nanoseconds(*time) : Until(clock, *time);
+    until = is_span ? Now() + Nanoseconds(*time) : Until(clock, *time);
   }
-  if (Block(Wait::kFutex, word, until)) return 0;
+  if (Block(Wait::kFutex, word, until, IsWall(clock) && !is_span)) return 0;
   errno = ETIMEDOUT;
   return -1;
 }
@@ -266,7 +267,7 @@ int simulated_clock_gettime(clockid_t clock, timespec* time) {
 
 int simulated_gettimeofday(timeval* time, void* zone) {
   if (!Running()) return DG_REAL(gettimeofday)(time, zone);
-  const int64_t now = kEpoch + Now();
+  const int64_t now = OriginOf(CLOCK_REALTIME) + Now();
   *time = {static_cast<time_t>(now / 1000000000),
            static_cast<suseconds_t>(now % 1000000000 / 1000)};
   return 0;
@@ -274,7 +275,7 @@ int simulated_gettimeofday(timeval* time, void* zone) {
 
 time_t simulated_time(time_t* time) {
   if (!Running()) return DG_REAL(time)(time);
-  const auto now = static_cast<time_t>((kEpoch + Now()) / 1000000000);
+  const auto now = static_cast<time_t>((OriginOf(CLOCK_REALTIME) + Now()) / 1000000000);
   if (time != nullptr) *time = now;
   return now;
 }
@@ -288,7 +289,8 @@ int simulated_nanosleep(const timespec* time, timespec* left) {
 int simulated_clock_nanosleep(clockid_t clock, int flags, const timespec* time, timespec* left) {
   if (!OnThread()) return DG_REAL(clock_nanosleep)(clock, flags, time, left);
   Block(Wait::kSleep, nullptr,
-        flags == TIMER_ABSTIME ? Until(clock, *time) : Now() + Nanoseconds(*time));
+        flags == TIMER_ABSTIME ? Until(clock, *time) : Now() + Nanoseconds(*time),
+        flags == TIMER_ABSTIME && IsWall(clock));
   return 0;
 }
 

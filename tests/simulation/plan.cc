@@ -1,4 +1,6 @@
 // Draws what happens in a job.
+#include "tests/simulation/plan.h"
+
 #include <algorithm>
 #include <random>
 
@@ -9,7 +11,6 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "core/base/check.h"
-#include "tests/simulation/job.h"
 
 namespace distgrad::simulation {
 namespace {
@@ -29,11 +30,31 @@ class Generator {
     }
     plan_.workers = 2 + Below(4);
     plan_.threads = 1 + Below(3);
-    const int actors = 1 + Below(plan_.workers);
+    if (Below(400) == 0) plan_.workers = 20 + Below(81);
+    const auto one_in = [this](int n) { return Below(n) == 0; };
+    trains_ = one_in(3);
+    // Where nothing breaks: a step whose last message is lost ends by its deadline alone, so far.
+    has_pipelines_ = one_in(4) && (plan_.faults & ~kHarmless) == 0;
+    if (one_in(3)) plan_.guests = 1 + Below(2);
+    const int actors = 1 + Below(std::min(plan_.workers, 5));
     for (int actor = 0; actor < actors; ++actor) {
       for (int i = 1 + Below(5); i > 0; --i) Act(actor);
     }
-    if ((plan_.faults & ~kHarmless) != 0) {
+    const bool averages = one_in(4), waits = one_in(4);
+    const int on_lost = Below(2);
+    for (int i = averages || waits ? 1 + Below(3) : 0; i > 0; --i) {
+      const bool steps = averages && (!waits || Below(2) == 0);
+      if (steps) {
+        Add({Action::kAverages, Action::kAll, Below(1000000), 1 + Below(4)});
+      } else {
+        Add({Action::kBarrier, Action::kAll, on_lost});
+      }
+    }
+    for (int guest = 0; guest < plan_.guests; ++guest) {
+      Add({Action::kPause, Action::kFate, Below(100)});
+      Add({Action::kGuest, Action::kFate, guest, Below(1000000), Below(400)});
+    }
+    if ((plan_.faults & ~(kSlowPackets | kStalls | kPreemption)) != 0) {
       for (int i = 1 + Below(4); i > 0; --i) Disturb();
     }
   }
@@ -41,6 +62,10 @@ class Generator {
  private:
   int Below(int n) { return static_cast<int>(random_() % n); }
   int AnyWorker() { return Below(plan_.workers); }
+  int AnyoneAtAll() {
+    const int guest = plan_.guests > 0 && Below(4) == 0 ? Below(plan_.guests) : -1;
+    return guest < 0 ? AnyWorker() : plan_.workers + guest;
+  }
   int AnyEnding() { return Below(2) == 0 ? Action::kByItself : Below(Action::kEndings); }
 
   void Act(int actor) {
@@ -52,7 +77,12 @@ class Generator {
       int ending = AnyEnding();
       if (ending == Action::kByRelease) ending = Action::kByItself;
       if (function == Action::kUntil && ending == Action::kByItself) ending = Action::kByDeadline;
-      Add({Action::kCall, actor, AnyWorker(), function, ending});
+      Add({Action::kCall, actor, AnyoneAtAll(), function, ending});
+    } else if (dice < 65 && trains_ && trained_ < kMostTrained) {
+      Add({Action::kTrain, actor, Below(1000000), trained_++, Below(Action::kTrainFlags)});
+    } else if (dice < 72 && has_pipelines_) {
+      Add({Action::kPipeline, actor, Below(1000000), Below(3) == 0 ? Action::kByDeadline : 0,
+           Below(3) == 0 ? Below(Action::kPipelineFlags) : 0});
     } else if (dice < 90) {
       Add({Action::kPass, actor, Below(1000000), AnyEnding(), Below(Action::kPassFlags)});
     } else if (dice < 94) {
@@ -63,18 +93,23 @@ class Generator {
   }
 
   void Disturb() {
-    Add({Action::kPause, -1, Below(4) == 0 ? Below(6000) : Below(30)});
-    const int dice = Below(4);
+    Add({Action::kPause, Action::kFate, Below(4) == 0 ? Below(6000) : Below(30)});
+    const int dice = Below(6);
     const int a = AnyWorker(), b = AnyWorker();
     if (dice == 0 && (plan_.faults & (kCuts | kHalfCuts)) != 0) {
       const bool is_half = (plan_.faults & kHalfCuts) != 0 && Below(2) == 0;
-      Add({Action::kCut, -1, a, b, is_half || (plan_.faults & kCuts) == 0});
+      Add({Action::kCut, Action::kFate, a, b, is_half || (plan_.faults & kCuts) == 0});
     } else if (dice == 1 && (plan_.faults & kHolds) != 0) {
-      Add({Action::kHold, -1, a, b, (1 + Below(8000)) * (Below(2) == 0 ? 1 : -1)});
+      Add({Action::kHold, Action::kFate, a, b, (1 + Below(8000)) * (Below(2) == 0 ? 1 : -1)});
     } else if (dice == 2 && (plan_.faults & kKills) != 0) {
-      Add({Action::kKill, -1, a, Below(2), Below(3) == 0 ? -1 : Below(10000)});
+      Add({Action::kKill, Action::kFate, a, Below(2), Below(3) == 0 ? -1 : Below(10000)});
     } else if (dice == 3 && (plan_.faults & kStoreFaults) != 0) {
-      Add({Action::kOutage, -1, 0, 0, 1 + Below(8000)});
+      Add({Action::kOutage, Action::kFate, 0, 0, 1 + Below(8000)});
+    } else if (dice == 4 && (plan_.faults & kClockJumps) != 0) {
+      const int most = Below(2) == 0 ? 5000 : 7200000;
+      Add({Action::kClock, Action::kFate, Below(2 * most) - most});
+    } else if (dice == 5 && (plan_.faults & kNoThreads) != 0) {
+      Add({Action::kRefuse, Action::kFate, 0, 0, 1 + Below(3000)});
     }
   }
 
@@ -82,6 +117,8 @@ class Generator {
 
   Plan& plan_;
   std::mt19937_64 random_;
+  bool trains_ = false, has_pipelines_ = false;
+  int trained_ = 0;
 };
 
 }  // namespace
@@ -120,15 +157,20 @@ Plan PlanOf(absl::string_view order) {
 }
 
 std::string Text(const Action& action) {
-  static const char* const kNames[] = {"program", "call", "pass", "update", "pause",
-                                       "cut",     "hold", "kill", "outage"};
-  return absl::StrCat(action.actor < 0 ? "fate" : absl::StrCat("worker", action.actor), ": ",
-                      kNames[action.kind], " ", action.a, " ", action.b, " ", action.c);
+  static const char* const kNames[] = {
+      "program", "call",  "pass", "update", "train", "pipeline", "averages", "barrier",
+      "guest",   "pause", "cut",  "hold",   "kill",  "outage",   "clock",    "refuse threads"};
+  const std::string actor = action.actor == Action::kFate  ? "fate"
+                            : action.actor == Action::kAll ? "all"
+                                                           : absl::StrCat("worker", action.actor);
+  return absl::StrCat(actor, ": ", kNames[action.kind], " ", action.a, " ", action.b, " ",
+                      action.c);
 }
 
 std::string Text(const Plan& plan) {
-  std::string text = absl::StrCat("seed ", plan.seed, ", faults ", plan.faults, ", ", plan.workers,
-                                  " workers of ", plan.threads, " threads\n");
+  std::string text =
+      absl::StrCat("seed ", plan.seed, ", faults ", plan.faults, ", ", plan.workers, " workers of ",
+                   plan.threads, " threads, ", plan.guests, " guests\n");
   for (const Action& action : plan.actions) absl::StrAppend(&text, "  ", Text(action), "\n");
   return text;
 }

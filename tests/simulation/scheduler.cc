@@ -28,6 +28,7 @@ struct Thread {
   Wait wait = Wait::kNothing;
   const void* what = nullptr;
   int64_t until = kNever;  // while it waits
+  bool wall = false;       // by the wall clock
   int64_t not_before = 0;  // stands still
 
   pthread_t pthread{};
@@ -40,6 +41,7 @@ struct Simulation {
   Schedule schedule;
   bool calm = false;
   uint64_t random = 0, drawn = 0;
+  int64_t wall_clock_ahead = 0, refuse_until = 0;
   Course course;
   std::vector<Thread*> live;      // not over
   std::vector<Thread*> unjoined;  // started, and not joined
@@ -50,6 +52,7 @@ struct Simulation {
 // The functions of libc are those of the process, and so is what stands for them.
 Simulation* simulation = nullptr;
 thread_local Thread* self = nullptr;
+thread_local int must_start = 0;
 
 long Futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
   return RealLibc().syscall(SYS_futex, reinterpret_cast<long>(word), operation | FUTEX_PRIVATE_FLAG,
@@ -236,6 +239,20 @@ Course End() {
 
 void Calm() { simulation->calm = true; }
 
+void MoveWallClock(int64_t by) {
+  simulation->wall_clock_ahead += by;
+  for (Thread* thread : simulation->live) {
+    if (!thread->ready && thread->wall && thread->until != kNever) thread->until -= by;
+  }
+}
+
+int64_t WallClockAhead() { return simulation->wall_clock_ahead; }
+
+void RefuseThreads(int64_t until) { simulation->refuse_until = until; }
+
+MustStart::MustStart() { ++must_start; }
+MustStart::~MustStart() { --must_start; }
+
 bool Running() { return simulation != nullptr; }
 bool OnThread() { return self != nullptr; }
 int64_t Now() { return simulation->course.time; }
@@ -257,7 +274,8 @@ void Note(const char* what, uint64_t number) {
   }
 }
 
-bool Block(Wait wait, const void* what, int64_t until) {
+bool Block(Wait wait, const void* what, int64_t until, bool wall) {
+  self->wall = wall;
   self->ready = self->timed_out = false;
   self->wait = wait;
   self->what = what;
@@ -303,6 +321,7 @@ bool DrawSpurious(int64_t* when) {
 
 int StartThread(pthread_t* pthread, const pthread_attr_t* attributes, void* (*function)(void*),
                 void* argument) {
+  if (must_start == 0 && Now() < simulation->refuse_until) return EAGAIN;
   auto* const thread = new Thread;
   thread->id = simulation->course.threads;
   thread->function = function;

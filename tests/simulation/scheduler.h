@@ -60,6 +60,21 @@ Course End();
 // soon.
 void Calm();
 
+// Moves the wall clock, as an operator or a time server does. What waits until a time of it waits
+// less or more.
+void MoveWallClock(int64_t by);  // nanoseconds
+int64_t WallClockAhead();        // by how much it has been moved
+
+// Until that time the system starts no threads but those of a MustStart. OnThread() alone.
+void RefuseThreads(int64_t until);
+class MustStart {
+ public:
+  MustStart();
+  ~MustStart();
+  MustStart(const MustStart&) = delete;
+  MustStart& operator=(const MustStart&) = delete;
+};
+
 bool Running();   // whether between Begin and End
 bool OnThread();  // and on a thread that takes part
 int64_t Now();    // nanoseconds since Begin
@@ -74,8 +89,9 @@ enum class Wait { kNothing, kMutex, kCondition, kFutex, kThread, kSleep, kOnce, 
 
 inline constexpr int64_t kNever = INT64_MAX;
 
-// Gives the baton away until Wake() for the same thing, or that time. Whether it was woken.
-bool Block(Wait wait, const void* what, int64_t until);
+// Gives the baton away until Wake() for the same thing, or that time. Whether it was woken. `wall`:
+// it is a time of the wall clock.
+bool Block(Wait wait, const void* what, int64_t until, bool wall = false);
 // Returns how many it woke.
 int Wake(Wait wait, const void* what, int most);
 // Lets others go first, perhaps.

@@ -16,6 +16,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "core/base/status.h"
 #include "core/membership/store/in_process_store.h"
 #include "tests/testing/forwarding_store.h"
 
@@ -39,21 +40,19 @@ class SimulatedStore final : public ForwardingStore {
   void Kill() { dead_ = true; }
 
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
-    const absl::Status reached = Reach(deadline);
-    return reached.ok() ? ForwardingStore::Set(key, value, deadline) : reached;
+    DG_RETURN_IF_ERROR(Reach(deadline));
+    return ForwardingStore::Set(key, value, deadline);
   }
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
-    const absl::Status reached = Reach(deadline);
-    if (!reached.ok()) return reached;
+    DG_RETURN_IF_ERROR(Reach(deadline));
     return ForwardingStore::Add(key, amount, deadline);
   }
   absl::Status Delete(const std::string& key, Deadline deadline) override {
-    const absl::Status reached = Reach(deadline);
-    return reached.ok() ? ForwardingStore::Delete(key, deadline) : reached;
+    DG_RETURN_IF_ERROR(Reach(deadline));
+    return ForwardingStore::Delete(key, deadline);
   }
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
-    const absl::Status reached = Reach(deadline);
-    if (!reached.ok()) return reached;
+    DG_RETURN_IF_ERROR(Reach(deadline));
     return ForwardingStore::GetEach(keys, deadline);
   }
 

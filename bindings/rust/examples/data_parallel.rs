@@ -1,6 +1,6 @@
 //! Trains one model on several devices of this machine, on Fashion-MNIST: each device has the same
-//! parameters and a part of every batch, and backward adds up their gradients. Here the processor
-//! stands in the list twice; "cuda:0", "cuda:1" and so on need nothing else.
+//! parameters and a part of every batch, and backward adds up their gradients. Here the CPU is
+//! in the list twice; "cuda:0", "cuda:1" and so on need no other change.
 //!
 //! `data_parallel [FOLDER [IMAGES]]`; FOLDER has the four `*-ubyte.gz` files.
 mod fashion_mnist;

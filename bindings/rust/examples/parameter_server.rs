@@ -1,6 +1,6 @@
-//! A parameter server: one process has the parameters, three others train on a part of the data
-//! each, at the same time. A trainer pulls the parameters inside a context, so its backward ends at
-//! the server; which then steps from that context's gradients, whoever else is training.
+//! A parameter server: one process holds the parameters, and three others each train on a part of the
+//! data at the same time. A trainer pulls the parameters inside a context, so its backward ends at the
+//! server, which then steps from that context's gradients, while the others train.
 //!
 //! `parameter_server [FOLDER [IMAGES]]`; FOLDER has the four `*-ubyte.gz` files.
 mod fashion_mnist;
@@ -21,11 +21,11 @@ const BATCH: usize = 50;
 const TESTS: usize = 1000;
 const LEARNING_RATE: f64 = 0.05;
 
-/// The server's part.
+/// Registers the server's handlers.
 fn serve(worker: &Worker) -> Result<()> {
     let weight = parameter(&[CLASSES as i64, PIXELS as i64], 0.01)?;
     let bias = parameter(&[CLASSES as i64], 0.01)?;
-    // A pull sees no step half done.
+    // The mutex keeps a pull from seeing half a step.
     let model = Arc::new(Mutex::new([weight, bias]));
     let ours = Arc::clone(&model);
     worker.register("pull", move |_| {
@@ -38,7 +38,7 @@ fn serve(worker: &Worker) -> Result<()> {
         let _no_grad = NoGrad::new();
         let context = request.context().ok_or("a step is called inside a context")?;
         for (parameter, gradient) in context.gradients()? {
-            // SAFETY: under the mutex, and no other thread has more of it than a copy.
+            // SAFETY: this thread holds the mutex, and other threads have only copies.
             unsafe { parameter.add_(&gradient, -LEARNING_RATE) }?;
         }
         Ok(Message::from_payload("")?)

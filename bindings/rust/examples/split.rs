@@ -45,7 +45,7 @@ struct Front<'a> {
 }
 
 impl Front<'_> {
-    // One step over both processes; the loss of the batch.
+    // Takes one step over both processes, and returns the loss of the batch.
     fn step(&self, images: &Tensor, labels: &Tensor) -> Result<f32> {
         let context = self.job.worker.context()?;
         let scores = self.forward(&context, images)?;

@@ -1,5 +1,5 @@
-//! As `split`, with the model written with tch: its modules, its operators, its variables. Only what
-//! crosses from a process to the other is a distgrad tensor: the same memory, with its history.
+//! The same as `split`, with a model written with tch: its modules, operators and variables. Only the
+//! tensors that cross between the processes are distgrad's: the same memory, with its history.
 //!
 //! `split_tch [FOLDER [IMAGES]]`; FOLDER has the four `*-ubyte.gz` files.
 mod fashion_mnist;

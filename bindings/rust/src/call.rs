@@ -1,4 +1,4 @@
-//! Calls: of functions and operators, of workers, inside contexts or not.
+//! Calls of functions and operators on workers, inside contexts or outside.
 use crate::{
     ffi::{self, CancellationHandle, ContextHandle, Handle, RawCallOptions, WorkerHandle},
     future::{milliseconds_or_default, Future},
@@ -6,13 +6,13 @@ use crate::{
 };
 use std::{marker::PhantomData, time::Duration};
 
-/// How to call: from which worker, inside which context, with how much time.
+/// Makes calls from a worker, inside a context or outside, with a timeout and a cancellation.
 ///
 /// ```
 /// # fn f(worker: &distgrad::Worker, context: &distgrad::Context, message: &distgrad::Message)
 /// # -> distgrad::Result<()> {
 /// use std::time::Duration;
-/// worker.call("back", "classify", message)?; // as long as the worker's options say
+/// worker.call("back", "classify", message)?; // with the timeout of the worker's options
 /// worker.caller().timeout(Duration::from_secs(5)).call("back", "classify", message)?;
 /// context.call("back", "classify", message)?; // recorded for backward
 /// # Ok(())
@@ -34,12 +34,14 @@ impl<'a> Caller<'a> {
         Self { worker, context, cancellation, timeout: None, lifetime: PhantomData }
     }
 
-    /// Calls fail with `Code::DeadlineExceeded` after that long.
+    /// Sets the timeout, after which calls fail with `Code::DeadlineExceeded`. Default: that of the
+    /// worker's options; of a [`Request`](crate::Request), what is left of its caller's.
     pub fn timeout(self, timeout: Duration) -> Caller<'a> {
         Self { timeout: Some(timeout), ..self }
     }
 
-    /// Calls fail with `Code::Cancelled` as soon as it is cancelled.
+    /// Sets a cancellation, by which calls fail with `Code::Cancelled`. Default: none; of a
+    /// [`Request`](crate::Request), its own.
     pub fn cancellation<'b>(self, cancellation: &'b Cancellation) -> Caller<'b>
     where
         'a: 'b,
@@ -118,21 +120,22 @@ impl<'a> Caller<'a> {
     }
 }
 
-/// The five calls, as methods of what has a `caller()`.
+/// The five calls, as methods of every type that has a `caller()`.
 macro_rules! calls {
     ($($type:ty),*) => {$(
         impl $type {
-            /// Calls a function of the worker named `to` (itself, too), and waits for the reply, and
-            /// before it for room to send ([`Limits::bytes_per_peer`]($crate::Limits)).
+            /// Calls a function of the worker named `to` (which may be this one). Waits for the
+            /// reply, and before it for room to send ([`Limits::bytes_per_peer`]($crate::Limits)).
             ///
             /// Inside a context gradients will flow back through the tensors that require grad, both
-            /// ways. Large tensors are sent from where they are: do not write to them before the
-            /// reply has come.
+            /// ways. Large tensors are sent without a copy: do not write to them before the reply
+            /// has come.
             ///
-            /// The code is the handler's if that failed; `Code::NotFound` for an unknown worker or
-            /// function, `Code::DeadlineExceeded` if it took too long, `Code::Unavailable` if the
-            /// worker is gone, `Code::Cancelled` if it was given up, or this worker ended meanwhile,
-            /// `Code::ResourceExhausted` with the name of a limit.
+            /// The handler's error keeps its code; [`Error::origin`]($crate::Error::origin) tells it
+            /// from others. Besides: `Code::NotFound` for an unknown worker or function,
+            /// `Code::Unavailable` if the connection breaks or the other worker leaves,
+            /// `Code::DeadlineExceeded`, `Code::Cancelled` by a cancellation or the end of this
+            /// worker, `Code::ResourceExhausted` with the name of a limit.
             #[doc(alias = "dg_worker_call")]
             pub fn call(&self, to: &str, function: &str, request: &$crate::Message) -> $crate::Result<$crate::Message> {
                 self.caller().invoke(to, function, request)
@@ -146,14 +149,15 @@ macro_rules! calls {
             }
 
             /// The same on several workers, at once and with one message, which is encoded only
-            /// once. For each, in their order, what it replied, or why not. Waits for all.
+            /// once. Waits for all, and returns the reply or the error of each, in their order. An
+            /// error of the whole is about the arguments, and no call was made.
             #[doc(alias = "dg_worker_call_each")]
             pub fn call_each(&self, to: &[&str], function: &str, request: &$crate::Message) -> $crate::Result<Vec<$crate::Result<$crate::Message>>> {
                 self.caller().invoke_each(to, function, request)
             }
 
-            /// Runs an operator on the worker named `to`, as [`ops`]($crate::ops) does here, and
-            /// waits for its results.
+            /// Runs an operator on the worker named `to`, as [`ops`]($crate::ops) does here. Waits
+            /// for the results.
             #[doc(alias = "dg_worker_call_op")]
             pub fn call_op(&self, to: &str, op: &str, arguments: &[$crate::Value<'_>]) -> $crate::Result<Vec<$crate::Value<'static>>> {
                 self.caller().invoke_op(to, op, arguments)

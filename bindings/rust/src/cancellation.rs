@@ -1,15 +1,15 @@
-//! Whether work is still wanted.
+//! Cancellation tokens.
 use crate::{
     ffi::{self, Callback, CancellationHandle, Owned},
     Result,
 };
 use std::fmt;
 
-/// Whether work is still wanted: the caller that asked for it says when it is not, and the handler
-/// that does it checks now and then, or is told.
+/// A cancellation token: the caller that asked for work cancels it, and the handler that does the
+/// work checks it now and then, or is called back.
 ///
-/// A handler has that of [its request](crate::Request::cancellation); one made here goes with calls
-/// by [`Caller::cancellation`](crate::Caller::cancellation), and fails them all together.
+/// A handler gets [that of its request](crate::Request::cancellation). One that is made here is for
+/// calls of this program: [`Caller::cancellation`](crate::Caller::cancellation).
 #[doc(alias = "dg_cancellation")]
 #[doc(alias = "dg_cancellation_destroy")]
 pub struct Cancellation(Owned<CancellationHandle>);
@@ -22,43 +22,43 @@ impl Cancellation {
         self.0.get()
     }
 
-    /// One that is not cancelled.
+    /// Creates one that is not cancelled.
     #[doc(alias = "dg_cancellation_create")]
     pub fn new() -> Result<Self> {
         Ok(Self::own(ffi::cancellation_create()?))
     }
 
-    /// Fails the calls that go with it with `Code::Cancelled`, for good; those, too, that are made
-    /// later. Idempotent, does not wait.
+    /// Fails the calls that were made with it with `Code::Cancelled`, and those that are made with
+    /// it later. Idempotent, does not wait.
     #[doc(alias = "dg_cancellation_cancel")]
     pub fn cancel(&self) -> Result<()> {
         Ok(ffi::cancellation_cancel(self.handle())?)
     }
 
-    /// An error that says why, once it is cancelled: for a handler to return.
+    /// Returns an error that says why once it is cancelled: for a handler to return.
     #[doc(alias = "dg_cancellation_check")]
     pub fn check(&self) -> Result<()> {
         Ok(ffi::cancellation_check(self.handle())?)
     }
 
-    /// Calls `cancelled` once it is cancelled: on the thread that does so, which `cancelled` must not
-    /// hold up; or within this call, if it is already. A panic in it is printed and goes no further.
-    /// What is returned is for [`forget`](Cancellation::forget), and need not be kept.
+    /// Calls `cancelled` once it is cancelled: on the thread that cancels it, where `cancelled`
+    /// must not wait; or within this call, if it is cancelled already. A panic in it is printed and
+    /// goes no further. The result is for [`forget`](Cancellation::forget), and need not be kept.
     #[doc(alias = "dg_cancellation_then")]
     pub fn then(&self, cancelled: impl FnOnce() + Send + 'static) -> Result<CallbackId> {
         Ok(CallbackId(ffi::cancellation_then(self.handle(), Callback::new(cancelled))?))
     }
 
-    /// Takes a callback off again: when this has returned it is not running, nor will it, and it is
-    /// dropped. Waits while another thread is in it; in the callback itself it does not. One that
-    /// was called is no error.
+    /// Removes a callback: when this has returned, the callback does not run and is not called any
+    /// more, and it is dropped. Waits while another thread runs it, but not in the callback itself.
+    /// A callback that was called is no error.
     #[doc(alias = "dg_cancellation_forget")]
     pub fn forget(&self, callback: CallbackId) -> Result<()> {
         Ok(ffi::cancellation_forget(self.handle(), callback.0)?)
     }
 }
 
-/// A callback of a [`Cancellation`], by which it is taken off again.
+/// Names a callback of a [`Cancellation`], to remove it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CallbackId(u64);
 

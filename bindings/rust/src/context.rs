@@ -1,4 +1,4 @@
-//! Distributed autograd.
+//! Contexts of distributed autograd, and their backward.
 use crate::{
     ffi::{self, ContextHandle, Handle, Owned, TensorHandle, WorkerHandle},
     future::{milliseconds_or_default, Future},
@@ -7,8 +7,8 @@ use crate::{
 };
 use std::{borrow::Borrow, fmt, marker::PhantomData, time::Duration};
 
-/// One training step across workers: what was sent and received under it, and the gradients that its
-/// backward gave. Dropping it ends it on every worker.
+/// One training step across workers, with what was sent and received in it, and the gradients that
+/// its backward gave. Dropping it releases it on every worker.
 #[doc(alias = "dg_context")]
 pub struct Context<'w> {
     worker: WorkerHandle,
@@ -27,33 +27,40 @@ impl<'w> Context<'w> {
         !self.handle().is_null()
     }
 
-    /// The same number on all workers.
+    /// Returns the same number on all workers.
     #[doc(alias = "dg_context_id")]
     pub fn id(&self) -> u64 {
         ffi::context_id(self.handle())
     }
 
-    /// Calls that are recorded here, for which more can be said.
+    /// Returns a [`Caller`] whose calls are recorded in this context, to set a timeout or a
+    /// cancellation.
     pub fn caller(&self) -> Caller<'_> {
         Caller::new(self.worker, self.handle())
     }
 
-    /// Computes the gradients of everything that `roots` depend on, on every worker, and waits until
+    /// Computes the gradients of everything that `roots` depend on, on every worker. Waits until
     /// they are in place everywhere.
     ///
-    /// Roots have one element each, and were computed on this worker from something that requires
-    /// grad. After an error the context is good for [`release`](Context::release) only.
+    /// Roots were computed on this worker, from something that requires grad, and have one element
+    /// each ([`Pass::root_gradients`] is for others). After an error the context is good for
+    /// [`release`](Context::release) only.
+    ///
+    /// The error of a node keeps its code and names worker and node. Besides:
+    /// `Code::FailedPrecondition` if the graph is used up or the context released,
+    /// `Code::DeadlineExceeded` with what was waited for, `Code::Unavailable` if a worker that
+    /// takes part is lost, `Code::Cancelled`.
     #[doc(alias = "dg_context_backward")]
     pub fn backward(&self, roots: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<()> {
         self.pass().run(roots)
     }
 
-    /// A backward of which more can be said.
+    /// Prepares a backward with options.
     pub fn pass(&self) -> Pass<'_, 'w> {
         Pass { context: self, root_gradients: Vec::new(), retain_graph: false, timeout: None }
     }
 
-    /// The gradient of a leaf of this worker. `Code::NotFound` if no root depends on it,
+    /// Returns the gradient of a leaf of this worker. `Code::NotFound` if no root depends on it,
     /// `Code::FailedPrecondition` once the context is released.
     #[doc(alias = "dg_context_gradient")]
     pub fn gradient(&self, leaf: &Tensor) -> Result<Tensor> {
@@ -67,7 +74,7 @@ impl<'w> Context<'w> {
         Ok(ffi::context_set_gradient(self.handle(), leaf.handle(), gradient.handle())?)
     }
 
-    /// Every leaf of this worker that has a gradient, and that; in no order.
+    /// Returns every leaf of this worker that has a gradient, with the gradient, in no order.
     /// `Code::FailedPrecondition` once the context is released.
     #[doc(alias = "dg_context_gradients")]
     pub fn gradients(&self) -> Result<Vec<(Tensor, Tensor)>> {
@@ -76,7 +83,7 @@ impl<'w> Context<'w> {
         Ok(pairs.map(|pair| (Tensor::own(pair[0]), Tensor::own(pair[1]))).collect())
     }
 
-    /// Ends it on every worker; a pass in flight fails. Idempotent, does not wait.
+    /// Ends the context on every worker; a pass in flight fails. Idempotent, does not wait.
     #[doc(alias = "dg_context_release")]
     #[doc(alias = "dg_context_destroy")]
     pub fn release(&self) -> Result<()> {
@@ -90,7 +97,7 @@ impl fmt::Debug for Context<'_> {
     }
 }
 
-/// One backward of a context.
+/// A backward of a context, with options; made by [`Context::pass`].
 #[doc(alias = "dg_backward_options")]
 pub struct Pass<'c, 'w> {
     context: &'c Context<'w>,
@@ -100,23 +107,26 @@ pub struct Pass<'c, 'w> {
 }
 
 impl Pass<'_, '_> {
-    /// Where it starts: for each root a gradient of its shape, or `None` for 1. Default: all 1.
+    /// Sets a gradient of its shape for each root; `None` means 1, for roots of one element.
+    /// Default: all 1.
     pub fn root_gradients(mut self, gradients: &[Option<&Tensor>]) -> Self {
         self.root_gradients = gradients.iter().map(|gradient| gradient.cloned()).collect();
         self
     }
-    /// Another backward may follow; gradients add up. Default: none may.
-    pub fn retain_graph(mut self) -> Self {
-        self.retain_graph = true;
+    /// Keeps the graph, so that another backward may follow; gradients add up. Default: false.
+    #[doc(alias = "DG_BACKWARD_RETAIN_GRAPH")]
+    pub fn retain_graph(mut self, retain_graph: bool) -> Self {
+        self.retain_graph = retain_graph;
         self
     }
-    /// It fails with `Code::DeadlineExceeded` after that long. Default: as the worker's options say.
+    /// Sets the timeout, after which it fails with `Code::DeadlineExceeded`. Default: that of the
+    /// worker's options.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 
-    /// Waits until the gradients are in place everywhere; see [`Context::backward`].
+    /// Runs it, and waits until the gradients are in place everywhere; see [`Context::backward`].
     pub fn run(self, roots: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<()> {
         let (_roots, roots) = handles_of(roots);
         let (gradients, timeout) = (self.gradients(roots.len())?, self.timeout_ms());

@@ -1,8 +1,7 @@
 //! Types of elements.
 use std::fmt;
 
-/// The type of a tensor's elements, by torch's number. As an argument of an operator it is an
-/// integer.
+/// The type of a tensor's elements, by torch's number. For operators it is an integer.
 #[doc(alias = "dg_dtype")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Dtype(i32);
@@ -47,7 +46,7 @@ impl Dtype {
     pub(crate) fn from_code(code: i32) -> Self {
         Self(code)
     }
-    /// torch's number.
+    /// Returns torch's number.
     pub fn code(self) -> i32 {
         self.0
     }
@@ -63,10 +62,10 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that is the type of a tensor's elements. Any bits are a value of it; which is why
-/// `bool` is none.
+/// A Rust type that is the type of a tensor's elements. Any bits are a value of it, which is why
+/// `bool` is not one.
 pub trait Element: sealed::Sealed + Copy + Send + 'static {
-    /// torch's name for it.
+    /// torch's dtype for it.
     const DTYPE: Dtype;
 }
 

@@ -7,37 +7,37 @@ use std::{error::Error as StdError, fmt};
 #[non_exhaustive]
 #[repr(i32)]
 pub enum Code {
-    /// Somebody ended it before it was done.
+    /// It was cancelled before it was done.
     Cancelled = 1,
     /// An error without a code, or with one that this crate does not know.
     Unknown = 2,
-    /// The caller's arguments are wrong, whatever the state of things.
+    /// The arguments are wrong, whatever the state of things.
     InvalidArgument = 3,
     /// It took longer than it was given.
     DeadlineExceeded = 4,
     /// No function, operator, worker or gradient of that name.
     NotFound = 5,
-    /// There is one of that name.
+    /// There is one of that name already.
     AlreadyExists = 6,
-    /// The caller may not.
+    /// The caller is not allowed to do this.
     PermissionDenied = 7,
     /// A limit is reached.
     ResourceExhausted = 8,
-    /// Things are not in the state that it needs.
+    /// The state of the system does not allow it: the context is released, for instance.
     FailedPrecondition = 9,
     /// Another part of the same work failed.
     Aborted = 10,
-    /// Beyond the end.
+    /// An index or a number beyond its range.
     OutOfRange = 11,
-    /// Not there in this version.
+    /// This version does not support it.
     Unimplemented = 12,
     /// A panic, or a bug.
     Internal = 13,
-    /// The other worker is gone, or not there yet.
+    /// The other worker is gone, is leaving, or cannot be reached.
     Unavailable = 14,
-    /// What arrived is broken.
+    /// Data is damaged, or incomplete.
     DataLoss = 15,
-    /// The other side has not proved who it is.
+    /// The other side has another cluster key, or none.
     Unauthenticated = 16,
 }
 
@@ -66,7 +66,7 @@ impl From<i32> for Code {
     }
 }
 
-/// What went wrong, here or on another worker.
+/// An error, which arose here or on another worker.
 #[doc(alias = "dg_error")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
@@ -75,7 +75,7 @@ pub struct Error {
     origin: Option<Origin>,
 }
 
-/// Where an error arose. It is the word of the workers that it came by.
+/// Where an error arose. It is what the peers say, not a proof.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Origin {
     /// The rank of the worker.
@@ -95,14 +95,15 @@ pub enum OriginKind {
     Handler = 2,
 }
 
-/// What fails with an [`Error`].
+/// A result whose error is an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What handlers and other callbacks fail with: any error.
+/// The error of handlers and other callbacks: any error.
 pub(crate) type BoxedError = Box<dyn StdError + Send + Sync + 'static>;
 
 impl Error {
-    /// One for a handler to return: its caller gets this code, and a text with this message in it.
+    /// Creates an error for a handler to return: its caller gets this code, and a text that
+    /// contains this message.
     #[doc(alias = "dg_error_create")]
     pub fn new(code: Code, message: impl Into<String>) -> Self {
         Self { code, message: message.into(), origin: None }
@@ -121,20 +122,21 @@ impl Error {
         self.origin.map_or((0, 0), |origin| (origin.kind as u32, origin.rank))
     }
 
-    /// What a program acts on.
+    /// Returns the code, for a program to act on.
     #[doc(alias = "dg_error_code")]
     pub fn code(&self) -> Code {
         self.code
     }
 
-    /// For people, not for programs to parse.
+    /// Returns a text for people, not for programs to parse.
     #[doc(alias = "dg_error_message")]
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// On which worker it arose, and whether a handler gave it or distgrad; `None` where it was on no
-    /// worker. A handler that returns the error that a call of its own gave keeps that.
+    /// Returns the worker on which it arose, and whether a handler gave it or distgrad; `None` if
+    /// it arose on no worker. An error keeps its origin on its way through nested calls, as long as
+    /// each handler returns the error that it got.
     ///
     /// ```
     /// # fn f(context: &distgrad::Context, request: &distgrad::Message) {
@@ -142,7 +144,7 @@ impl Error {
     /// if let Err(error) = context.call("back", "find", request) {
     ///     let by_handler = error.origin().is_some_and(|o| o.kind == OriginKind::Handler);
     ///     if error.code() == Code::NotFound && by_handler {
-    ///         // The handler was found, and has not found it.
+    ///         // The function was found, and its handler has not found something.
     ///     }
     /// }
     /// # }
@@ -167,7 +169,8 @@ impl Error {
     }
 }
 
-/// As shim.h writes it: the code is the first character, and origin and rank come before the message.
+/// Reads what shim.h writes: the code is the first character, and origin and rank come before the
+/// message.
 impl From<cxx::Exception> for Error {
     fn from(exception: cxx::Exception) -> Self {
         let text = exception.what();
@@ -190,7 +193,7 @@ impl fmt::Display for Error {
 
 impl StdError for Error {}
 
-/// What a caller gets of what a handler returned.
+/// Converts what a handler returned to what its caller gets.
 pub(crate) fn describe(error: &(dyn StdError + 'static)) -> Error {
     match error.downcast_ref::<Error>() {
         Some(error) => error.clone(),

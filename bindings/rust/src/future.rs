@@ -21,10 +21,10 @@ use std::{
 mod sealed {
     use super::*;
 
-    /// One that is done. Only this crate can look into it.
+    /// A future that is done. Only this crate can look into it.
     pub struct Done<'a>(pub(crate) &'a Owned<FutureHandle>);
 
-    /// What a future can have in the end.
+    /// The results that a future can have.
     pub trait Outcome: Sized {
         fn of(future: Done<'_>) -> Result<Self>;
     }
@@ -47,10 +47,10 @@ mod sealed {
 }
 use sealed::{Done, Outcome};
 
-/// The outcome of something in flight, which goes on by itself: a `T`, or an error.
+/// The outcome of work in flight: a `T`, or an error.
 ///
-/// It can be awaited on any executor, waited for, or asked. Dropping it neither cancels the work nor
-/// waits for it. Work ends at its deadline at the latest, so no wait is for ever.
+/// It can be awaited on any executor, waited for, or polled. Dropping it neither cancels the work
+/// nor waits for it. Work ends at its deadline at the latest, so no wait is for ever.
 #[doc(alias = "dg_future")]
 pub struct Future<T> {
     handle: Owned<FutureHandle>,
@@ -62,7 +62,7 @@ impl<T: Outcome> Future<T> {
         Self { handle: Owned::new(handle), outcome: PhantomData }
     }
 
-    /// Waits for the end.
+    /// Waits until it is done.
     #[doc(alias = "dg_future_wait")]
     #[doc(alias = "dg_future_result")]
     #[doc(alias = "dg_future_values")]
@@ -71,7 +71,7 @@ impl<T: Outcome> Future<T> {
         T::of(Done(&self.handle))
     }
 
-    /// Waits for the end, at most that long; `None` if it has not come.
+    /// Waits until it is done, at most that long; `None` if it is not done by then.
     pub fn wait_timeout(&self, timeout: Duration) -> Option<Result<T>> {
         match ffi::future_wait(self.handle.get(), milliseconds(timeout)) {
             Ok(true) => Some(T::of(Done(&self.handle))),
@@ -80,22 +80,23 @@ impl<T: Outcome> Future<T> {
         }
     }
 
-    /// Whether the end has come.
+    /// Returns whether it is done.
     pub fn is_done(&self) -> bool {
         matches!(ffi::future_wait(self.handle.get(), 0), Ok(true))
     }
 
-    /// Calls `done` at the end: on the thread that brings it, which `done` must not hold up; or
-    /// within this call, if it has come. A panic in it is printed and goes no further.
+    /// Calls `done` once it is done: on the thread that completes it, where `done` must not wait;
+    /// or within this call, if it is done already. A panic in it is printed and goes no further.
     #[doc(alias = "dg_future_then")]
     pub fn then(&self, done: impl FnOnce() + Send + 'static) -> Result<()> {
         Ok(ffi::future_then(self.handle.get(), Callback::new(done))?)
     }
 
-    /// Gives a call or a backward up: it then ends with `Code::Cancelled`, if nothing came first. A
-    /// handler that runs already is not stopped, but [can see it](crate::Request::cancellation), and
-    /// its answer is dropped. A backward ends on every worker, and its context is good for
-    /// [`release`](crate::Context::release) only. No effect on what has ended. Does not wait.
+    /// Cancels a call or a backward: it is then done, with `Code::Cancelled` unless it was done
+    /// before. A handler that runs already is not stopped, but [can see the
+    /// cancellation](crate::Request::cancellation), and its answer is dropped. A cancelled backward
+    /// ends on every worker, and its context is good for [`release`](crate::Context::release) only.
+    /// No effect on one that is done. Does not wait.
     #[doc(alias = "dg_future_cancel")]
     pub fn cancel(&self) -> Result<()> {
         Ok(ffi::future_cancel(self.handle.get())?)
@@ -136,7 +137,7 @@ impl<T: Outcome> std::future::Future for Awaiting<T> {
 
 impl<T> Unpin for Awaiting<T> {}
 
-/// Runs a future on this thread, which is a handler's: what it waits for may be other handlers.
+/// Runs a future on this thread, a handler's. What it waits for may be other handlers.
 pub(crate) fn run<T>(
     future: impl std::future::Future<Output = T>,
     request: &Request<'_>,
@@ -174,12 +175,13 @@ pub(crate) fn run<T>(
 
 pub(crate) const FOREVER: i64 = -1;
 
-/// As C wants it; more than it can say is for ever. Rounded up, for 0 has a meaning of its own.
+/// Converts to C's milliseconds, rounded up, for 0 has a meaning of its own; what does not fit is
+/// for ever.
 pub(crate) fn milliseconds(duration: Duration) -> i64 {
     i64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(FOREVER)
 }
 
-/// Of an option for which 0 stands for the default: 1 at least.
+/// The same for an option whose 0 stands for the default: 1 at least.
 pub(crate) fn not_zero_milliseconds(duration: Duration) -> i64 {
     match milliseconds(duration) {
         0 => 1,
@@ -187,7 +189,7 @@ pub(crate) fn not_zero_milliseconds(duration: Duration) -> i64 {
     }
 }
 
-/// The same of one that may not be said.
+/// The same for an option that may be left out.
 pub(crate) fn milliseconds_or_default(duration: Option<Duration>) -> i64 {
     duration.map_or(0, not_zero_milliseconds)
 }

@@ -1,4 +1,4 @@
-//! Processes that compute the same thing together.
+//! Process groups, and the average of gradients over them.
 use crate::{
     ffi::{self, AveragerHandle, Owned, ProcessGroupHandle, RawProcessGroupOptions},
     future::milliseconds_or_default,
@@ -7,7 +7,7 @@ use crate::{
 };
 use std::{borrow::Borrow, fmt, time::Duration};
 
-/// How the ranks of a [`ProcessGroup`] meet. What is not said has a default.
+/// The options of a [`ProcessGroup`], each with a default.
 #[doc(alias = "dg_process_group_options")]
 #[derive(Clone, Debug, Default)]
 pub struct ProcessGroupOptions {
@@ -21,45 +21,46 @@ pub struct ProcessGroupOptions {
 }
 
 impl ProcessGroupOptions {
-    /// All workers of the job, each by its rank, with Gloo.
+    /// All default: all workers of the job, each by its rank, with Gloo.
     pub fn new() -> Self {
         Self::default()
     }
-    /// No two groups of a job have the same at a time. Default: `default`.
+    /// Sets the name, unique among the groups of a job at a time. Default: `default`.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self
     }
-    /// Its number, below `size`, which is how many ranks the group has. Default: all workers of the
+    /// Sets this process's rank, below `size`, the number of ranks. Default: all workers of the
     /// job, each by its rank.
     pub fn rank(mut self, rank: u32, size: u32) -> Self {
         (self.rank, self.size) = (rank, size);
         self
     }
-    /// `gloo`, for the CPU; `nccl`, where the library was built with CUDA. Default: `gloo`.
+    /// Sets the backend: `gloo`, for the CPU, or `nccl`, in builds with CUDA. Default: `gloo`.
     pub fn backend(mut self, backend: impl Into<String>) -> Self {
         self.backend = backend.into();
         self
     }
-    /// The address, name or interface of this machine at which the others reach it by Gloo, which
-    /// knows no cluster key. Default: what the worker listens on.
+    /// Sets the address, name or interface for Gloo to listen on, which knows no cluster key.
+    /// Default: that of the worker.
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.host = host.into();
         self
     }
-    /// Of each collective. Default: ten minutes.
+    /// Sets the timeout of each collective. Default: ten minutes.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
-    /// For all ranks to come. Default: ten minutes.
+    /// Sets the timeout for all ranks to join. Default: ten minutes.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
         self.join_timeout = Some(timeout);
         self
     }
 
-    /// Waits until all ranks have called it. They meet by way of the worker's job, and need the
-    /// worker no more. `Code::DeadlineExceeded` names those that have not come.
+    /// Creates the group. Its ranks find each other through the worker's job, and do not need the
+    /// worker afterwards. Waits until all ranks have called it; `Code::DeadlineExceeded` names
+    /// those that have not.
     #[doc(alias = "dg_process_group_create")]
     pub fn create(&self, worker: &Worker) -> Result<ProcessGroup> {
         let options = RawProcessGroupOptions {
@@ -75,41 +76,41 @@ impl ProcessGroupOptions {
     }
 }
 
-/// Processes that compute the same thing together, each with its own part of the data: each is one
-/// rank of a group, and all call the same functions of it in the same order.
+/// Processes that compute the same thing together, each with its own part of the data. Each is one
+/// rank of the group, and all call the same functions of it in the same order.
 ///
-/// An error of one of these is the result of all later ones too, but for arguments that are wrong:
-/// then make a new group.
+/// After an error, but for one of invalid arguments, all later calls return that error: create a
+/// new group.
 #[doc(alias = "dg_process_group")]
 #[doc(alias = "dg_process_group_destroy")]
 pub struct ProcessGroup(Owned<ProcessGroupHandle>);
 
 impl ProcessGroup {
-    /// Its number in the group.
+    /// Returns this process's rank in the group.
     #[doc(alias = "dg_process_group_rank")]
     pub fn rank(&self) -> u32 {
         ffi::process_group_rank(self.0.get())
     }
 
-    /// How many ranks the group has.
+    /// Returns how many ranks the group has.
     #[doc(alias = "dg_process_group_size")]
     pub fn size(&self) -> u32 {
         ffi::process_group_size(self.0.get())
     }
 
-    /// In place: each tensor becomes the average of those of all ranks, which have the same shapes
-    /// and dtypes there (that is not checked). Waits for all ranks.
+    /// Averages in place (an all-reduce): each tensor becomes the average of those of all ranks,
+    /// which have to have the same shapes and dtypes (this is not checked). Waits for all ranks.
     ///
-    /// `Code::InvalidArgument`, before anything begins, for tensors that are not of a floating or
-    /// complex dtype (of 16 bits or more for each number; complex ones of 32 or more).
+    /// `Code::InvalidArgument`, before anything begins, unless all are of `FLOAT16`, `FLOAT32`,
+    /// `FLOAT64`, `BFLOAT16`, `COMPLEX64` or `COMPLEX128`.
     #[doc(alias = "dg_process_group_average")]
     pub fn average(&self, tensors: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<()> {
         let (_tensors, handles) = handles_of(tensors);
         Ok(ffi::process_group_average(self.0.get(), &handles)?)
     }
 
-    /// In place: each tensor, of any dtype, becomes that of the rank `root`. Otherwise as
-    /// [`average`](ProcessGroup::average).
+    /// Broadcasts in place: each tensor, of any dtype, becomes that of the rank `root`. Otherwise
+    /// as [`average`](ProcessGroup::average).
     #[doc(alias = "dg_process_group_broadcast")]
     pub fn broadcast(
         &self,
@@ -120,9 +121,10 @@ impl ProcessGroup {
         Ok(ffi::process_group_broadcast(self.0.get(), &handles, root)?)
     }
 
-    /// This rank cannot go on: all later calls of the group fail with the code of `why` and a text
-    /// that has its message, those in flight end, and the others fail at once, too, with
-    /// `Code::Unavailable` and that message. The first error of a group wins.
+    /// Tells the group that this rank cannot go on. All later calls of the group here fail with the
+    /// code of `why` and a text that contains its message, those in flight end, and the other ranks
+    /// fail at once with `Code::Unavailable` and that message. The first error of a group wins.
+    /// Waits for the job's store, which tells the others; some seconds at most.
     #[doc(alias = "dg_process_group_fail")]
     pub fn fail(&self, why: &Error) -> Result<()> {
         Ok(ffi::process_group_fail(self.0.get(), why.code() as i32, why.message())?)
@@ -135,7 +137,7 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-/// How an [`Averager`] averages. What is not said has a default.
+/// The options of an [`Averager`], each with a default.
 #[doc(alias = "dg_averager_options")]
 #[derive(Clone, Debug, Default)]
 pub struct AveragerOptions {
@@ -145,7 +147,7 @@ pub struct AveragerOptions {
 }
 
 impl AveragerOptions {
-    /// Of parameters alone.
+    /// All default, without buffers.
     pub fn new() -> Self {
         Self::default()
     }
@@ -156,21 +158,21 @@ impl AveragerOptions {
         self.divide_by_active = divide;
         self
     }
-    /// Of gradients that go as one, at most. Default: 25 MiB.
+    /// Sets the size of the largest bucket of gradients. Default: 25 MiB.
     pub fn bucket_bytes(mut self, bytes: u64) -> Self {
         self.bucket_bytes = bytes;
         self
     }
-    /// What a model has besides parameters. Default: none.
+    /// Sets the model's tensors besides its parameters. Default: none.
     pub fn buffers(mut self, buffers: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Self {
         self.buffers = buffers.into_iter().map(|buffer| buffer.borrow().clone()).collect();
         self
     }
 
-    /// Every rank gives the same parameters and buffers but for their values, and gets those of rank
-    /// 0. Waits for all ranks.
+    /// Creates an averager, with the same parameters and buffers on every rank but for their
+    /// values, which become those of rank 0. Waits for all ranks.
     ///
-    /// `Code::InvalidArgument`, on every rank, names the first one that differs.
+    /// `Code::InvalidArgument`, on every rank, names the first tensor that differs.
     #[doc(alias = "dg_averager_create")]
     pub fn create(
         &self,
@@ -189,39 +191,42 @@ impl AveragerOptions {
     }
 }
 
-/// Averages the gradients of a list of parameters over the ranks of a group, step for step.
+/// Averages the gradients of a list of parameters over the ranks of a group, step by step: a
+/// bucketed all-reduce, as in PyTorch's DistributedDataParallel.
 #[doc(alias = "dg_averager")]
 #[doc(alias = "dg_averager_destroy")]
 pub struct Averager(Owned<AveragerHandle>);
 
 impl Averager {
     /// Averages the gradients that a context has for the parameters, between its backward and the
-    /// step of an optimizer; each rank has a context of its own. A parameter that no rank has a
-    /// gradient of is left out. Waits for all ranks.
+    /// step of an optimizer; each rank has a context of its own. A parameter for which no rank has
+    /// a gradient is left out. Waits for all ranks.
     #[doc(alias = "dg_averager_average")]
     pub fn average(&self, context: &Context<'_>) -> Result<()> {
         Ok(ffi::averager_average(self.0.get(), context.handle())?)
     }
 
-    /// Before the backward of a context, the only one that it will have: its averages begin as its
-    /// gradients come, and [`average`](Averager::average) ends them; nobody else changes the
-    /// gradients until then.
+    /// Makes the averages of a context begin during its backward, as the gradients come;
+    /// [`average`](Averager::average) then ends them. Call it before that backward, which has to be
+    /// the context's only one; nothing else may change the gradients in between. Other ranks need
+    /// not do the same. Waits for an average that runs on another thread.
     ///
-    /// Ranks need not do alike. One context at a time, and one averager for each: any other average,
-    /// and the context's release, gives this one up, and that is an error of all ranks if averages
-    /// of it have begun.
+    /// An averager has one such context at a time, and a context one such averager: any other
+    /// average, and the context's release, abandons this one, which is an error of all ranks if its
+    /// averages have begun.
     #[doc(alias = "dg_averager_average_in_backward")]
     pub fn average_in_backward(&self, context: &Context<'_>) -> Result<()> {
         Ok(ffi::averager_average_in_backward(self.0.get(), context.handle())?)
     }
 
-    /// For a rank that has run out of data while others have not: takes part in their next
-    /// [`average`](Averager::average) with a context of its own, which has no gradients of the
-    /// parameters. Waits for all ranks.
+    /// Takes part in the next [`average`](Averager::average) of the other ranks, for a rank that
+    /// has run out of data while others have not. It has a context of its own, which has no
+    /// gradients of the parameters. Waits for all ranks.
     ///
-    /// `true`: the context has the averages, and an optimizer of this rank takes the same step with
-    /// them as those of the others do, so that it keeps the same state. `false`: all ranks have
-    /// called it, and have the parameters and buffers of the lowest rank that was the last to go on.
+    /// `true` if the others go on: the context then has the averages, and an optimizer of this rank
+    /// takes the same step with them as those of the others do, so that it keeps the same state.
+    /// `false` when all ranks have called this; they then have the parameters and buffers of the
+    /// lowest rank that was the last to go on.
     ///
     /// ```no_run
     /// # fn f(worker: &distgrad::Worker, averager: &distgrad::Averager,

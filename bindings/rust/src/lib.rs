@@ -35,34 +35,34 @@
 //! # }
 //! ```
 //!
-//! # Ideas
+//! # Concepts
 //!
 //! - A [`Worker`] is a named member of a job. It calls functions that others have
-//!   [registered](Worker::register), tensors in and tensors out; and [operators](Worker::call_op),
-//!   which nobody has to register. A closure is a handler; its error, and its panic, is an error at
-//!   the caller.
+//!   [registered](Worker::register), tensors in and tensors out, and [operators](Worker::call_op),
+//!   which need no registration. A closure is a handler; its error or panic becomes an error of the
+//!   caller.
 //! - Calls made inside a [`Context`] are recorded, and one [`backward`](Context::backward) runs
 //!   through every worker that took part. Gradients belong to the context, not to the tensors, so
 //!   many contexts may be in flight at the same time.
 //! - An [`Optimizer`] steps the parameters of all workers from a context's gradients.
 //! - A [`DataParallel`] runs a function on several devices of one machine, each with a part of the
-//!   batch. A [`ProcessGroup`] does so across processes: an [`Averager`] averages the gradients that
-//!   their contexts have.
+//!   batch. An [`Averager`] does data parallel across the processes of a [`ProcessGroup`]: it averages
+//!   the gradients of their contexts.
 //! - A [`Tensor`] is torch's. All of torch's operators are there by name ([`op`]), common ones as
 //!   methods, and autograd records them.
-//! - What takes its time can be awaited, or waited for with a timeout: [`Future`].
+//! - A [`Future`] is the outcome of work in flight: await it, or wait for it with a timeout.
 //!
-//! # Threads and ends
+//! # Threads and deadlines
 //!
-//! Everything here may be used and dropped on any thread, in any order; but [`NoGrad`] stays on its
-//! own, and a [`DlpackTensor`] is one thread's at a time. Calls, passes, joins and
-//! collectives have deadlines; barriers and the ends of workers take a timeout.
+//! Everything here may be used and dropped on any thread, in any order, except that a [`NoGrad`]
+//! stays on its thread and a [`DlpackTensor`] is used by one thread at a time. Calls, passes, joining
+//! and collectives have deadlines; barriers, shutdown and closing take a timeout.
 //!
 //! # Features
 //!
 //! - `tch`: `tch::Tensor`s from and to [`Tensor`]s, without a copy and with their autograd graph, so
 //!   that models written with tch train across workers.
-//! - `ndarray`: data in and out of `ndarray`'s arrays.
+//! - `ndarray`: conversions between `ndarray`'s arrays and [`Tensor`]s.
 //!
 //! # The library
 //!
@@ -103,7 +103,7 @@ mod waker_slot;
 mod worker;
 mod worker_options;
 
-/// Of what bindings/rust/loom tests; there they are loom's.
+/// What `waker_slot.rs` locks with; the tests in bindings/rust/loom put loom's types here.
 mod sync {
     pub(crate) use std::sync::{Arc, Mutex};
 }
@@ -131,16 +131,16 @@ pub use optimizer::{Adam, Optimizer, Sgd};
 pub use parallel::{
     broadcast, gather, reduce_add, scatter, DataParallel, DataParallelOptions, Replica,
 };
-pub use request::{Later, Request};
+pub use request::{Request, Responder};
 pub use state::{ContextState, Member, MemberEvent, MemberEventKind, OnLost, PassState};
 pub use tensor::{NoGrad, Tensor};
 pub use value::Value;
 pub use worker::{HandlerResult, Worker};
 pub use worker_options::{Operators, WorkerOptions};
 
-/// Calls `wait` on this thread and returns what it returned; in a handler, others may run in its
-/// place meanwhile. For handlers that wait for something which is not distgrad's, a lock or a
-/// channel, and which other handlers may have to bring about.
+/// Calls `wait` on this thread and returns its result; in a handler, other handlers may run
+/// meanwhile in its place. For handlers that wait for something which is not distgrad's, a lock or
+/// a channel, and which other handlers may have to bring about.
 ///
 /// ```
 /// # fn f(worker: &distgrad::Worker, gate: std::sync::mpsc::Receiver<()>) -> distgrad::Result<()> {
@@ -152,23 +152,23 @@ pub use worker_options::{Operators, WorkerOptions};
 /// # }
 /// ```
 ///
-/// `Code::FailedPrecondition`, without having called it, in what [`Future::then`] calls and in a
-/// destructor of what the library holds: they could wait for ever for the thread that they are on.
+/// `Code::FailedPrecondition`, without a call of `wait`, in a callback of [`Future::then`] and in
+/// destructors of what the library holds, where it could wait for ever for its own thread.
 #[doc(alias = "dg_wait")]
 pub fn wait<T>(wait: impl FnOnce() -> T) -> Result<T> {
     ffi::wait(wait)
 }
 
-/// Seeds torch's generators of random numbers, of all devices of this process: operators on one
-/// thread give the same numbers after the same seed.
+/// Seeds torch's random number generators, of all devices of this process: operators on one thread
+/// give the same numbers after the same seed.
 #[doc(alias = "dg_manual_seed")]
 pub fn manual_seed(seed: u64) -> Result<()> {
     Ok(ffi::manual_seed(seed)?)
 }
 
-/// How many threads one operator on the CPU may use: of operators on this thread, and on those that
-/// have not run one yet; so a program calls this first. Where torch runs its loops by OpenMP (as its
-/// releases do), each thread that runs operators has so many of them.
+/// Sets how many threads one operator on the CPU may use, on this thread and on threads that have
+/// not run an operator yet: so call it first. Where torch parallelizes by OpenMP (as its releases
+/// do), each thread that runs operators has so many of them.
 ///
 /// `Code::InvalidArgument` for 0, and for more than 1024.
 #[doc(alias = "dg_set_num_threads")]
@@ -176,21 +176,22 @@ pub fn set_num_threads(count: u32) -> Result<()> {
     Ok(ffi::set_num_threads(count)?)
 }
 
-/// How many threads one operator on this thread may use. Torch's default: one for each core, or
-/// `OMP_NUM_THREADS`.
+/// Returns how many threads one operator on this thread may use. Torch's default: one for each
+/// core, or `OMP_NUM_THREADS`.
 #[doc(alias = "dg_num_threads")]
 pub fn num_threads() -> u32 {
     ffi::num_threads()
 }
 
-/// Whether operators on this thread are recorded for backward; see [`NoGrad`].
+/// Returns whether operators on this thread are recorded for backward; see [`NoGrad`].
 #[doc(alias = "dg_grad_enabled")]
 pub fn grad_enabled() -> bool {
     ffi::grad_enabled()
 }
 
-/// Tells the launcher that started this process why it fails, where that wants to know: torchrun's
-/// summary then has code and message. The first of a process stays. docs/launching.md, "torchrun".
+/// Reports to the launcher why this process fails, if the launcher asks for that: torchrun's
+/// summary then has code and message. Only the first report of a process counts. docs/launching.md,
+/// "torchrun".
 ///
 /// ```no_run
 /// # fn train() -> distgrad::Result<()> { Ok(()) }
@@ -198,12 +199,14 @@ pub fn grad_enabled() -> bool {
 ///     train().inspect_err(|failure| drop(distgrad::report_failure(failure)))
 /// }
 /// ```
+///
+/// An error if the report cannot be written.
 #[doc(alias = "dg_report_failure")]
 pub fn report_failure(failure: &Error) -> Result<()> {
     Ok(ffi::report_failure(failure.code() as i32, failure.message())?)
 }
 
-/// The version of the libtorch that the library was built with: "2.11.0".
+/// Returns the version of the libtorch that the library was built with: "2.11.0".
 #[doc(alias = "dg_torch_version")]
 pub fn torch_version() -> &'static str {
     std::str::from_utf8(ffi::torch_version()).unwrap_or("")

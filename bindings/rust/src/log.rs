@@ -4,15 +4,15 @@ use crate::{
     Result,
 };
 
-/// How much a line of the log matters.
+/// The severity of a line of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Severity {
-    /// What happens.
+    /// Something normal happened.
     Info,
-    /// What should not happen often.
+    /// Something happened that should not happen often.
     Warning,
-    /// What somebody should look at.
+    /// Something happened that somebody should look at.
     Error,
 }
 
@@ -26,14 +26,15 @@ impl From<u32> for Severity {
     }
 }
 
-/// Gives the lines that the library logs to `sink`, in the place of standard error: each without time
-/// and newline. What is logged at all the environment variable `DISTGRAD_LOG` says (`INFO`,
-/// `WARNING`, `ERROR` or `OFF`; `WARNING` when it is not set). Of the whole process; takes the place of
-/// the one before, which is not running, nor will it, and is dropped, when this has returned.
+/// Passes the lines that the library logs to `sink`, without time and newline, instead of writing
+/// them to standard error. Which lines are logged is up to the environment variable `DISTGRAD_LOG`
+/// (`INFO`, `WARNING`, `ERROR` or `OFF`; `WARNING` when it is not set). The process has one sink,
+/// and a new one replaces the former: when this has returned, the former does not run and is not
+/// called again, and is dropped. Waits for that, but not if it is called in a sink.
 ///
-/// The sink is called on any thread, several at once, the network's among them, and while the library
-/// holds locks of its own: it must neither wait nor call this crate, which could wait for ever. A
-/// panic in it is printed and goes no further.
+/// The sink is called on any thread, on several at once, also on the network's, and while the
+/// library holds locks of its own: it must neither wait nor call this crate. A panic in it is
+/// printed and goes no further.
 ///
 /// ```
 /// # fn f() -> distgrad::Result<()> {
@@ -45,8 +46,8 @@ pub fn set_log_sink(sink: impl Fn(Severity, &str) + Send + Sync + 'static) -> Re
     Ok(ffi::log_set_sink(LogSink::new(sink))?)
 }
 
-/// The log goes to standard error again. Waits until the former sink is not running, unless it is
-/// called in it.
+/// Has the log written to standard error again. Waits until the former sink does not run, but not
+/// if it is called in a sink.
 pub fn remove_log_sink() -> Result<()> {
     Ok(ffi::log_no_sink()?)
 }

@@ -1,4 +1,4 @@
-//! What calls carry.
+//! Messages, which calls carry.
 use crate::{
     ffi::{self, MessageHandle, Owned, TensorHandle},
     Error, Result, Tensor,
@@ -20,7 +20,7 @@ impl Message {
         self.0.release()
     }
 
-    /// Copies the payload, refers to the tensors.
+    /// Creates a message with a copy of the payload and references to the tensors.
     #[doc(alias = "dg_message_create")]
     pub fn new(
         payload: impl AsRef<[u8]>,
@@ -30,43 +30,43 @@ impl Message {
         Ok(Self::own(ffi::message_create(payload.as_ref(), &handles)?))
     }
 
-    /// Bytes alone.
+    /// Creates a message of a payload alone.
     pub fn from_payload(payload: impl AsRef<[u8]>) -> Result<Self> {
         Ok(Self::own(ffi::message_create(payload.as_ref(), &[])?))
     }
 
-    /// With places that have no tensor.
+    /// Creates a message with places that may have no tensor.
     pub fn with_gaps(payload: impl AsRef<[u8]>, tensors: &[Option<&Tensor>]) -> Result<Self> {
         let handles: Vec<_> =
             tensors.iter().map(|tensor| Tensor::handle_or_null(*tensor)).collect();
         Ok(Self::own(ffi::message_create(payload.as_ref(), &handles)?))
     }
 
-    /// The bytes.
+    /// Returns the payload.
     #[doc(alias = "dg_message_payload")]
     pub fn payload(&self) -> &[u8] {
         ffi::payload(self, self.handle())
     }
 
-    /// The bytes as text; `Code::InvalidArgument` if they are not UTF-8.
+    /// Returns the payload as text; `Code::InvalidArgument` if it is not UTF-8.
     pub fn text(&self) -> Result<&str> {
         text_of(self.payload())
     }
 
-    /// How many places for tensors there are.
+    /// Returns how many places for tensors there are.
     #[doc(alias = "dg_message_tensor_count")]
     pub fn tensor_count(&self) -> usize {
         ffi::message_tensor_count(self.handle())
     }
 
-    /// One of the tensors. `Code::InvalidArgument` behind the last place, `Code::NotFound` for a place
-    /// without one.
+    /// Returns one of the tensors. `Code::InvalidArgument` beyond the last place, `Code::NotFound`
+    /// for a place without a tensor.
     #[doc(alias = "dg_message_tensor")]
     pub fn tensor(&self, index: usize) -> Result<Tensor> {
         tensor_of(self.handle(), index)?.ok_or_else(|| gap(index))
     }
 
-    /// All places, of which some may have no tensor.
+    /// Returns the tensors of all places; `None` for a place without one.
     pub fn tensors(&self) -> Result<Vec<Option<Tensor>>> {
         (0..self.tensor_count()).map(|index| tensor_of(self.handle(), index)).collect()
     }
@@ -79,7 +79,7 @@ impl fmt::Debug for Message {
     }
 }
 
-/// The handles, and what keeps them while they are used.
+/// Returns the handles of tensors, and what keeps them alive while they are used.
 pub(crate) fn handles_of<B: Borrow<Tensor>>(
     tensors: impl IntoIterator<Item = B>,
 ) -> (Vec<B>, Vec<TensorHandle>) {
@@ -88,7 +88,7 @@ pub(crate) fn handles_of<B: Borrow<Tensor>>(
     (tensors, handles)
 }
 
-/// What stands below is of requests too, which borrow their message.
+/// The functions below also serve requests, which borrow their message.
 pub(crate) fn text_of(payload: &[u8]) -> Result<&str> {
     std::str::from_utf8(payload)
         .map_err(|error| Error::invalid(format!("the payload is no text: {error}")))

@@ -1,4 +1,4 @@
-//! The feature `ndarray`: data in and out.
+//! The feature `ndarray`: conversions between arrays and tensors.
 use crate::{Element, Error, Result, Tensor};
 use ndarray::{Array, ArrayBase, ArrayD, Data, Dimension, IxDyn};
 
@@ -6,7 +6,7 @@ fn shape_of(dims: &[usize]) -> Vec<i64> {
     dims.iter().map(|&size| size as i64).collect()
 }
 
-/// A copy of the elements, in row-major order, of an array or a view.
+/// Copies the elements of an array or a view, in row-major order.
 impl<S: Data<Elem: Element>, D: Dimension> TryFrom<&ArrayBase<S, D>> for Tensor {
     type Error = Error;
 
@@ -15,7 +15,8 @@ impl<S: Data<Elem: Element>, D: Dimension> TryFrom<&ArrayBase<S, D>> for Tensor 
     }
 }
 
-/// Without a copy, if the array is in row-major order and fills its memory.
+/// Takes the array's memory without a copy, if it is in row-major order and fills its memory;
+/// copies it otherwise.
 impl<T: Element, D: Dimension> TryFrom<Array<T, D>> for Tensor {
     type Error = Error;
 
@@ -34,7 +35,7 @@ impl<T: Element, D: Dimension> TryFrom<Array<T, D>> for Tensor {
     }
 }
 
-/// A copy; errors as [`Tensor::to_vec`].
+/// Copies the elements; errors as of [`Tensor::to_vec`].
 impl<T: Element> TryFrom<&Tensor> for ArrayD<T> {
     type Error = Error;
 

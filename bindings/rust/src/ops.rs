@@ -34,18 +34,19 @@ operators! {
     "Sines" sin() = "aten::sin";
     "Cosines" cos() = "aten::cos";
     "Squares" square() = "aten::square";
-    "Negative ones become 0" relu() = "aten::relu";
+    "The larger of each and 0" relu() = "aten::relu";
     "Gaussian error linear units" gelu() = "aten::gelu";
     "x times the sigmoid of x" silu() = "aten::silu";
-    "Negative ones times `slope`" leaky_relu(slope: f64) = "aten::leaky_relu";
+    "Each, but negative ones times `slope`" leaky_relu(slope: f64) = "aten::leaky_relu";
     "1 / (1 + exp(-x))" sigmoid() = "aten::sigmoid";
     "Hyperbolic tangents" tanh() = "aten::tanh";
-    "Along `dim` positive and 1 together" softmax(dim: i64) = "aten::softmax.int";
+    "Exponentials along `dim`, scaled to the sum 1" softmax(dim: i64) = "aten::softmax.int";
     "Logarithms of softmax" log_softmax(dim: i64) = "aten::log_softmax.int";
-    "Within bounds" clamp(min: f64, max: f64) = "aten::clamp";
+    "Each, limited to `min` and `max`" clamp(min: f64, max: f64) = "aten::clamp";
     "The larger of two" maximum(other: &Tensor) = "aten::maximum";
     "The smaller of two" minimum(other: &Tensor) = "aten::minimum";
-    "`value` where `mask` is true" masked_fill(mask: &Tensor, value: f64) = "aten::masked_fill.Scalar";
+    "`value` where `mask` is true"
+        masked_fill(mask: &Tensor, value: f64) = "aten::masked_fill.Scalar";
 
     "Product of matrices, batched ones too" matmul(other: &Tensor) = "aten::matmul";
     "Products of `[n, a, b]` and `[n, b, c]`" bmm(other: &Tensor) = "aten::bmm";
@@ -54,7 +55,7 @@ operators! {
     "`[n, in, h, w]` by a weight `[out, in, kh, kw]`, plus a bias `[out]`"
         conv2d(weight: &Tensor, bias: Option<&Tensor>, stride: [i64; 2], padding: [i64; 2])
         = "aten::conv2d";
-    "The largest of each window" max_pool2d(kernel: [i64; 2]) = "aten::max_pool2d";
+    "The largest element of each window" max_pool2d(kernel: [i64; 2]) = "aten::max_pool2d";
     "The mean of each of as many parts as `[h, w]`" adaptive_avg_pool2d(size: [i64; 2])
         = "aten::adaptive_avg_pool2d";
     "Rows of a table `[n, size]`, one for each index (int64)" embedding(indices: &Tensor)
@@ -62,25 +63,29 @@ operators! {
     "Attention of queries `[n, heads, length, size]` (Vaswani and others, arXiv:1706.03762)"
         scaled_dot_product_attention(keys: &Tensor, values: &Tensor)
         = "aten::scaled_dot_product_attention";
-    "Of each place along `dim` the element at `index`" gather(dim: i64, index: &Tensor)
+    "The elements at `index` along `dim`, which has the shape of the result"
+        gather(dim: i64, index: &Tensor)
         = "aten::gather";
-    "Rows of a table `[n, size]`, by indices" index_select(dim: i64, index: &Tensor)
+    "The slices at `index` (one dimension) along `dim`" index_select(dim: i64, index: &Tensor)
         = "aten::index_select";
-    "Scaled to deviation 1 about mean 0 over the last dimensions"
+    "Scaled to mean 0 and deviation 1 over the last dimensions, `shape`"
         layer_norm(shape: &[i64], weight: Option<&Tensor>, bias: Option<&Tensor>)
         = "aten::layer_norm";
-    "Some become 0 while training, at random" dropout(p: f64, train: bool) = "aten::dropout";
+    "Each, or 0 with probability `p` if `train`, scaled to keep the mean"
+        dropout(p: f64, train: bool) = "aten::dropout";
 
-    "Of all elements" sum() = "aten::sum";
-    "Along `dims`" sum_dims(dims: &[i64], keep: bool) = "aten::sum.dim_IntList";
-    "Of all elements" mean() = "aten::mean";
-    "Along `dims`" mean_dims(dims: &[i64], keep: bool) = "aten::mean.dim";
+    "Sum of all elements" sum() = "aten::sum";
+    "Sum along `dims`; `keep` leaves them with size 1"
+        sum_dims(dims: &[i64], keep: bool) = "aten::sum.dim_IntList";
+    "Mean of all elements" mean() = "aten::mean";
+    "Mean along `dims`; `keep` leaves them with size 1"
+        mean_dims(dims: &[i64], keep: bool) = "aten::mean.dim";
     "The 2-norm of all elements" norm() = "aten::norm.Scalar";
-    "Sums so far along `dim`" cumsum(dim: i64) = "aten::cumsum";
+    "Cumulative sums along `dim`" cumsum(dim: i64) = "aten::cumsum";
     "log(sum(exp(x))) along `dims`" logsumexp(dims: &[i64], keep: bool) = "aten::logsumexp";
-    "The largest" max() = "aten::max";
-    "The smallest" min() = "aten::min";
-    "Where the largest is along `dim`" argmax(dim: i64) = "aten::argmax";
+    "The largest element" max() = "aten::max";
+    "The smallest element" min() = "aten::min";
+    "The index of the largest along `dim`" argmax(dim: i64) = "aten::argmax";
     "Scores `[n, classes]` against labels `[n]` (int64); the mean over n"
         cross_entropy_loss(labels: &Tensor) = "aten::cross_entropy_loss";
     "Log-probabilities `[n, classes]` against labels `[n]` (int64); the mean over n"
@@ -96,24 +101,26 @@ operators! {
 
     "Another shape, in the same order" reshape(shape: &[i64]) = "aten::reshape";
     "Another shape of the same memory" view(shape: &[i64]) = "aten::view";
-    "Dimensions of size 1 as large as said; nothing is copied" expand(shape: &[i64])
+    "Dimensions of size 1 expanded, without a copy" expand(shape: &[i64])
         = "aten::expand";
     "The dimensions in another order" permute(dims: &[i64]) = "aten::permute";
-    "Backwards along `dims`" flip(dims: &[i64]) = "aten::flip";
+    "Reversed along `dims`" flip(dims: &[i64]) = "aten::flip";
     "0 above the diagonal" tril() = "aten::tril";
     "Dimensions `start` to `end` as one" flatten(start: i64, end: i64) = "aten::flatten.using_ints";
-    "Two dimensions change places" transpose(first: i64, second: i64) = "aten::transpose.int";
-    "A dimension of size 1 more" unsqueeze(dim: i64) = "aten::unsqueeze";
+    "Two dimensions swapped" transpose(first: i64, second: i64) = "aten::transpose.int";
+    "One more dimension, of size 1, at `dim`" unsqueeze(dim: i64) = "aten::unsqueeze";
     "Without `dim`, if its size is 1" squeeze(dim: i64) = "aten::squeeze.dim";
-    "`length` of `dim`, from `start` on" narrow(dim: i64, start: i64, length: i64) = "aten::narrow";
-    "One of `dim`, without that dimension" select(dim: i64, index: i64) = "aten::select.int";
+    "A view of `length` elements along `dim`, from `start` on"
+        narrow(dim: i64, start: i64, length: i64) = "aten::narrow";
+    "The slice at `index` along `dim`, without that dimension"
+        select(dim: i64, index: i64) = "aten::select.int";
     "Elements of another type" to_dtype(dtype: Dtype) = "aten::to.dtype";
-    "Row-major, by a copy if it is not" contiguous() = "aten::contiguous";
+    "Row-major in memory, by a copy if it is not" contiguous() = "aten::contiguous";
     "Zeros, of the same shape and type" zeros_like() = "aten::zeros_like";
     "A copy with memory of its own" copy() = "aten::clone";
 }
 
-/// The results of an operator that has two.
+/// Runs an operator that has two results.
 fn pair(name: &str, arguments: &[Value<'_>]) -> Result<(Tensor, Tensor)> {
     let mut results = ops(name, arguments)?.into_iter().map(Tensor::try_from);
     match (results.next(), results.next(), results.next()) {
@@ -122,7 +129,7 @@ fn pair(name: &str, arguments: &[Value<'_>]) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// The results of an operator that has a list of them.
+/// Runs an operator whose result is a list.
 fn list(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Tensor>> {
     match ops(name, arguments)?.pop() {
         Some(value) => value.try_into(),
@@ -130,19 +137,19 @@ fn list(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Tensor>> {
     }
 }
 
-/// Those that have several results.
+/// Operators with several results.
 impl Tensor {
-    /// The largest along `dim`, and where they are: `aten::max.dim`.
+    /// The largest along `dim`, and their indices: `aten::max.dim`.
     #[doc(alias = "aten::max.dim")]
     pub fn max_dim(&self, dim: i64, keep: bool) -> Result<(Tensor, Tensor)> {
         pair("aten::max.dim", &[self.into(), dim.into(), keep.into()])
     }
-    /// In order along `dim`, and where they were: `aten::sort`.
+    /// Sorted along `dim`, and the indices before: `aten::sort`.
     #[doc(alias = "aten::sort")]
     pub fn sort(&self, dim: i64, descending: bool) -> Result<(Tensor, Tensor)> {
         pair("aten::sort", &[self.into(), dim.into(), descending.into()])
     }
-    /// The `k` largest along `dim`, and where they are: `aten::topk`.
+    /// The `k` largest along `dim`, and their indices: `aten::topk`.
     #[doc(alias = "aten::topk")]
     pub fn topk(&self, k: i64, dim: i64) -> Result<(Tensor, Tensor)> {
         pair("aten::topk", &[self.into(), k.into(), dim.into()])
@@ -159,49 +166,49 @@ impl Tensor {
     }
 }
 
-/// Those that take no tensor, or a list of them.
+/// Operators that take no tensor, or a list of them.
 impl Tensor {
-    /// Of zeros: `aten::zeros`.
+    /// A tensor of zeros: `aten::zeros`.
     #[doc(alias = "aten::zeros")]
     pub fn zeros(shape: &[i64], dtype: Dtype) -> Result<Tensor> {
         op("aten::zeros", &[shape.into(), dtype.into()])
     }
-    /// Of ones: `aten::ones`.
+    /// A tensor of ones: `aten::ones`.
     #[doc(alias = "aten::ones")]
     pub fn ones(shape: &[i64], dtype: Dtype) -> Result<Tensor> {
         op("aten::ones", &[shape.into(), dtype.into()])
     }
-    /// Of one value: `aten::full`.
+    /// A tensor of one value: `aten::full`.
     #[doc(alias = "aten::full")]
     pub fn full(shape: &[i64], value: f64, dtype: Dtype) -> Result<Tensor> {
         op("aten::full", &[shape.into(), value.into(), dtype.into()])
     }
-    /// 0, 1, and so on below `end`, of int64: `aten::arange`.
+    /// The integers from 0 to `end` - 1, of int64: `aten::arange`.
     #[doc(alias = "aten::arange")]
     pub fn arange(end: i64) -> Result<Tensor> {
         op("aten::arange", &[end.into()])
     }
-    /// Random, with mean 0 and deviation 1, of float32: `aten::randn`.
+    /// Random numbers, normally distributed with mean 0 and deviation 1, of float32: `aten::randn`.
     #[doc(alias = "aten::randn")]
     pub fn randn(shape: &[i64]) -> Result<Tensor> {
         op("aten::randn", &[shape.into()])
     }
-    /// Random between 0 and 1, of float32: `aten::rand`.
+    /// Random numbers, uniform in [0, 1), of float32: `aten::rand`.
     #[doc(alias = "aten::rand")]
     pub fn rand(shape: &[i64]) -> Result<Tensor> {
         op("aten::rand", &[shape.into()])
     }
-    /// Of `a` where `condition` is true, else of `b`: `aten::where.self`.
+    /// Elements of `a` where `condition` is true, else of `b`: `aten::where.self`.
     #[doc(alias = "aten::where.self")]
     pub fn choose(condition: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         op("aten::where.self", &[condition.into(), a.into(), b.into()])
     }
-    /// One after the other along `dim`: `aten::cat`.
+    /// Tensors concatenated along `dim`: `aten::cat`.
     #[doc(alias = "aten::cat")]
     pub fn cat(tensors: &[&Tensor], dim: i64) -> Result<Tensor> {
         op("aten::cat", &[tensors.into(), dim.into()])
     }
-    /// One after the other along a new dimension: `aten::stack`.
+    /// Tensors concatenated along a new dimension `dim`: `aten::stack`.
     #[doc(alias = "aten::stack")]
     pub fn stack(tensors: &[&Tensor], dim: i64) -> Result<Tensor> {
         op("aten::stack", &[tensors.into(), dim.into()])

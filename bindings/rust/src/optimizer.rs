@@ -9,7 +9,7 @@ use std::{borrow::Borrow, fmt, marker::PhantomData};
 /// This worker's part of an optimizer that all workers of the job share under a name: each gives its
 /// own parameters (there may be none), and one of them asks for a step.
 ///
-/// Every worker makes its part before the first step. The part lasts until
+/// Every worker creates its part before the first step. The part lasts until
 /// [`remove`](Optimizer::remove), or as long as the worker, also when this is dropped.
 ///
 /// ```compile_fail,E0505
@@ -32,8 +32,8 @@ impl Optimizer<'_> {
         Self { handle: Owned::new(handle), lifetime: PhantomData }
     }
 
-    /// Steps the parts of all workers, each from its own gradients in the context. Waits for all;
-    /// the first error, by rank, and `Code::NotFound` for a worker that has no part.
+    /// Steps the parts of all workers, each from its own gradients in the context. Waits for all.
+    /// Returns the first error, by rank; `Code::NotFound` for a worker that has no part.
     #[doc(alias = "dg_optimizer_step")]
     pub fn step(&self, context: &Context<'_>) -> Result<()> {
         Ok(ffi::optimizer_step(self.handle.get(), context.handle())?)
@@ -41,9 +41,9 @@ impl Optimizer<'_> {
 
     /// Clips the gradients of the parts of all workers by their global norm, before a step: the
     /// 2-norm of all of them as one vector. If it is more than `max_norm` they are scaled down to
-    /// that. Returns the norm as it was; 0 if there are no gradients. Waits for all.
+    /// that. Returns the norm before; 0 if there are no gradients. Waits for all.
     ///
-    /// Errors as of a step; `Code::InvalidArgument` for a negative `max_norm`, `Code::OutOfRange`,
+    /// Errors as of a step; `Code::InvalidArgument` for a negative `max_norm`; `Code::OutOfRange`,
     /// with nothing scaled, if the norm is not finite.
     #[doc(alias = "dg_optimizer_clip_gradients")]
     pub fn clip_gradients(&self, context: &Context<'_>, max_norm: f64) -> Result<f64> {
@@ -60,18 +60,19 @@ impl Optimizer<'_> {
         Ok(ffi::optimizer_set_learning_rate(self.handle.get(), learning_rate)?)
     }
 
-    /// This worker's part as tensors with names, which are the paths in the `state_dict()` of
-    /// PyTorch's optimizer, joined by dots: `param_groups.0.lr`, `state.2.exp_avg`, `state.2.step`.
-    /// Parameters count from 0, in the order in which the part got them; one that has not taken a
-    /// step has no state. The tensors are copies. Waits for a step that runs.
+    /// Returns this worker's part as tensors with names: copies, whose names are the paths in the
+    /// `state_dict()` of PyTorch's optimizer, joined by dots: `param_groups.0.lr`,
+    /// `state.2.exp_avg`, `state.2.step`. Parameters count from 0, in the order of `create`; one
+    /// that has not taken a step has no state. Waits for a step that runs.
     #[doc(alias = "dg_optimizer_state")]
     pub fn state(&self) -> Result<Vec<(String, Tensor)>> {
         let state = ffi::optimizer_state(self.handle.get())?;
         Ok(state.into_iter().map(|each| (each.name, Tensor::own(each.tensor))).collect())
     }
 
-    /// The other way: copies of these take the place of all that this worker's part had, its learning
-    /// rate and the other numbers too. Waits for a step that runs.
+    /// Replaces all that this worker's part holds, its learning rate and other options too, by
+    /// copies of these tensors. Numbers may be of any dtype that holds them. Waits for a step that
+    /// runs.
     ///
     /// `Code::InvalidArgument`, with nothing changed, says what is missing, what is unexpected, and
     /// what has another shape or dtype, or makes no sense.
@@ -94,9 +95,10 @@ impl Optimizer<'_> {
         Ok(ffi::optimizer_load_state(self.handle.get(), &names, &handles)?)
     }
 
-    /// Takes this worker's part off: when this has returned no step touches its parameters, and the
-    /// worker may make another one of that name. Steps then give `Code::NotFound`, also those that
-    /// other workers ask for: so all workers remove theirs. Idempotent. Waits for a step that runs.
+    /// Removes this worker's part: when this has returned no step touches its parameters, and the
+    /// worker may create another one of that name. Steps then give `Code::NotFound`, also those
+    /// that other workers ask for: so all workers remove theirs. Idempotent. Waits for a step that
+    /// runs.
     #[doc(alias = "dg_optimizer_remove")]
     pub fn remove(&self) -> Result<()> {
         Ok(ffi::optimizer_remove(self.handle.get())?)
@@ -121,34 +123,34 @@ pub struct Sgd {
 }
 
 impl Sgd {
-    /// Without momentum or decay.
+    /// Creates the options, without momentum or weight decay.
     pub fn new(learning_rate: f64) -> Self {
         Self { learning_rate, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false }
     }
-    /// How much of the last step goes on. Default: 0.
+    /// Sets the factor of the momentum. Default: 0.
     pub fn momentum(mut self, momentum: f64) -> Self {
         self.momentum = momentum;
         self
     }
-    /// How much of a gradient the momentum does not take. Default: 0.
+    /// Sets the dampening of the momentum. Default: 0.
     pub fn dampening(mut self, dampening: f64) -> Self {
         self.dampening = dampening;
         self
     }
-    /// How much of each parameter is added to its gradient. Default: 0.
+    /// Sets the weight decay, which is added to the gradient. Default: 0.
     pub fn weight_decay(mut self, weight_decay: f64) -> Self {
         self.weight_decay = weight_decay;
         self
     }
-    /// Nesterov's momentum, which looks one step ahead. Default: not.
+    /// Uses Nesterov's momentum. Default: false.
     pub fn nesterov(mut self, nesterov: bool) -> Self {
         self.nesterov = nesterov;
         self
     }
 
-    /// Makes this worker's part; empty is a name. `Code::AlreadyExists` if it has one of that name;
-    /// `Code::InvalidArgument` for a name of more than 900 bytes or with a `::` in it, and for a
-    /// parameter that is not a leaf that requires grad.
+    /// Creates this worker's part. `Code::AlreadyExists` if the worker has one of that name (the
+    /// empty name counts); `Code::InvalidArgument` for a name of more than 900 bytes or with a `::`
+    /// in it, and for a parameter that is not a leaf that requires grad.
     #[doc(alias = "dg_optimizer_create_sgd")]
     pub fn create<'w>(
         &self,
@@ -180,7 +182,7 @@ pub struct Adam {
 }
 
 impl Adam {
-    /// Without weight decay.
+    /// Creates the options of Adam, without weight decay.
     pub fn new(learning_rate: f64) -> Self {
         Self {
             learning_rate,
@@ -191,35 +193,38 @@ impl Adam {
             decoupled: false,
         }
     }
-    /// AdamW: weights decay by themselves, not through the gradient; by 0.01 if nothing else is said.
+    /// Creates the options of AdamW, whose weight decay is decoupled from the gradient; 0.01 unless
+    /// it is set.
     #[doc(alias = "dg_optimizer_create_adamw")]
     pub fn decoupled(learning_rate: f64) -> Self {
         Self { weight_decay: 1e-2, decoupled: true, ..Self::new(learning_rate) }
     }
-    /// How much of the moments goes on. Default: 0.9 and 0.999.
+    /// Sets the decay rates of the two moments. Default: 0.9 and 0.999.
     pub fn betas(mut self, first: f64, second: f64) -> Self {
         self.betas = (first, second);
         self
     }
-    /// What keeps the divisor from 0. Default: 1e-8.
+    /// Sets the term that keeps the divisor from 0. Default: 1e-8.
     pub fn epsilon(mut self, epsilon: f64) -> Self {
         self.epsilon = epsilon;
         self
     }
-    /// How much of each parameter is added to its gradient, or taken away (decoupled).
+    /// Sets the weight decay, which is added to the gradient, or, decoupled, taken from the
+    /// parameter. Default: 0; decoupled 0.01.
     pub fn weight_decay(mut self, weight_decay: f64) -> Self {
         self.weight_decay = weight_decay;
         self
     }
     /// Divides by the largest second moment so far (Reddi, Kale and Kumar, arXiv:1904.09237).
+    /// Default: false.
     pub fn amsgrad(mut self, amsgrad: bool) -> Self {
         self.amsgrad = amsgrad;
         self
     }
 
-    /// Makes this worker's part; empty is a name. `Code::AlreadyExists` if it has one of that name;
-    /// `Code::InvalidArgument` for a name of more than 900 bytes or with a `::` in it, and for a
-    /// parameter that is not a leaf that requires grad.
+    /// Creates this worker's part. `Code::AlreadyExists` if the worker has one of that name (the
+    /// empty name counts); `Code::InvalidArgument` for a name of more than 900 bytes or with a `::`
+    /// in it, and for a parameter that is not a leaf that requires grad.
     #[doc(alias = "dg_optimizer_create_adam")]
     pub fn create<'w>(
         &self,

@@ -1,4 +1,4 @@
-//! One function on several devices.
+//! Data parallel: one function on several devices.
 use crate::{
     error::BoxedError,
     ffi::{
@@ -10,7 +10,7 @@ use crate::{
 };
 use std::{borrow::Borrow, fmt, time::Duration};
 
-/// How a [`DataParallel`] splits its work. What is not said has a default.
+/// The options of a [`DataParallel`], each with a default.
 #[doc(alias = "dg_data_parallel_options")]
 #[derive(Clone, Debug, Default)]
 pub struct DataParallelOptions {
@@ -23,45 +23,47 @@ pub struct DataParallelOptions {
 }
 
 impl DataParallelOptions {
-    /// On all CUDA devices.
+    /// All default: all CUDA devices.
     pub fn new() -> Self {
         Self::default()
     }
-    /// `cpu`, `cuda:1`; the same may stand there several times. Default: all CUDA devices.
+    /// Sets the devices: `cpu`, `cuda:1`; one may be there several times. Default: all CUDA
+    /// devices.
     pub fn devices(mut self, devices: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.devices = devices.into_iter().map(Into::into).collect();
         self
     }
-    /// Where the outputs are put together. Default: the first of the devices.
+    /// Sets the device on which outputs are put together. Default: the first of the devices.
     pub fn output_device(mut self, device: impl Into<String>) -> Self {
         self.output_device = device.into();
         self
     }
-    /// Along which inputs are split and outputs put together. Default: 0.
+    /// Sets the dimension along which inputs are split and outputs put together. Default: 0.
     pub fn dim(mut self, dim: i64) -> Self {
         self.dim = dim;
         self
     }
-    /// What the function itself writes to, as batch norm does to its statistics; what replica 0
-    /// makes of them is kept. Default: none.
+    /// Sets the tensors that the function writes to, as batch norm does to its statistics; those of
+    /// replica 0 are kept. Default: none.
     pub fn buffers(mut self, buffers: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Self {
         self.buffers = buffers.into_iter().map(|buffer| buffer.borrow().clone()).collect();
         self
     }
-    /// Of gradients that are added up as one, at most. Default: 25 MiB.
+    /// Sets the size of the largest bucket of gradients that are added at once. Default: 25 MiB.
     pub fn bucket_bytes(mut self, bytes: u64) -> Self {
         self.bucket_bytes = bytes;
         self
     }
-    /// Of a reduction between GPUs. Default: ten minutes.
+    /// Sets the timeout of a reduction between GPUs. Default: ten minutes.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 
-    /// Parameters, and buffers, lie on one device, which need not be one of the list, and stay the
-    /// caller's tensors: replicas follow their values. `function` gives as many outputs as it is
-    /// asked for, each a `Tensor` or an `Option<Tensor>`.
+    /// Creates replicas, threads and buckets, which last until it is dropped. Parameters and
+    /// buffers lie on one device, which need not be one of the list, and stay the caller's tensors:
+    /// replicas follow their values. `function` returns as many outputs as it is asked for, each a
+    /// `Tensor` or an `Option<Tensor>`.
     #[doc(alias = "dg_data_parallel_create")]
     pub fn create<F, O>(
         &self,
@@ -91,7 +93,7 @@ impl DataParallelOptions {
 }
 
 /// One function on several devices, each with a part of the batch and with the same parameters;
-/// backward adds up their gradients. It keeps replicas, threads and buckets until it is dropped.
+/// backward adds up their gradients.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -113,18 +115,17 @@ impl DataParallel {
     /// Splits the inputs, runs the function for all replicas at the same time, each on a thread of
     /// its own, waits for all, and puts their only output together.
     ///
-    /// Inputs all give as many parts; a batch smaller than the list of devices leaves some at rest.
-    /// The first error of the replicas, by the list, keeps its code and names replica and device; a
-    /// panic is one with `Code::Internal`. `Code::FailedPrecondition` while another forward of it is
-    /// in flight.
+    /// All inputs have to give the same number of parts; a batch smaller than the list of devices
+    /// leaves some of them idle. The replicas' first error, by the list, keeps its code and names
+    /// replica and device; a panic is one with `Code::Internal`. `Code::FailedPrecondition` while
+    /// another forward of it is in flight.
     pub fn forward(&self, inputs: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<Tensor> {
         let (_inputs, inputs) = handles_of(inputs);
         let output = self.run(&inputs, 1)?.pop().flatten();
         output.ok_or_else(|| Error::invalid("the function gave no tensor"))
     }
 
-    /// The same with several outputs. An input that is `None` is so for all replicas, and so is an
-    /// output.
+    /// The same with several outputs. An input or output that is `None` stays `None`.
     #[doc(alias = "dg_data_parallel_forward")]
     pub fn forward_all(
         &self,
@@ -151,7 +152,7 @@ fn beyond(what: &str, index: usize) -> Error {
     Error::new(Code::OutOfRange, format!("there is no {what} at place {index}"))
 }
 
-/// What the function of a [`DataParallel`] gets for one device.
+/// What the function of a [`DataParallel`] gets for one replica.
 #[doc(alias = "dg_replica")]
 #[derive(Debug)]
 pub struct Replica {
@@ -177,40 +178,42 @@ impl Replica {
         })
     }
 
-    /// Its place in the list of devices.
+    /// Returns its index in the list of devices.
     pub fn index(&self) -> usize {
         self.index
     }
-    /// `cpu`, `cuda:1`: the current one.
+    /// Returns its device, `cpu` or `cuda:1`, which is the thread's current one.
     pub fn device(&self) -> &str {
         &self.device
     }
-    /// The parameters, on the device.
+    /// Returns the parameters, on the device.
     pub fn parameters(&self) -> &[Tensor] {
         &self.parameters
     }
-    /// One of the parameters; `Code::OutOfRange` behind the last.
+    /// Returns one of the parameters; `Code::OutOfRange` beyond the last.
     pub fn parameter(&self, index: usize) -> Result<&Tensor> {
         self.parameters.get(index).ok_or_else(|| beyond("parameter", index))
     }
-    /// The buffers, on the device.
+    /// Returns the buffers, on the device.
     pub fn buffers(&self) -> &[Tensor] {
         &self.buffers
     }
-    /// Its parts of the inputs.
+    /// Returns its part of each input; `None` where none was given.
     pub fn inputs(&self) -> &[Option<Tensor>] {
         &self.inputs
     }
-    /// Its part of one of the inputs; `Code::OutOfRange` behind the last, and where there is none.
+    /// Returns its part of one input; `Code::OutOfRange` beyond the last, and where none was given.
     pub fn input(&self, index: usize) -> Result<&Tensor> {
         self.inputs.get(index).and_then(Option::as_ref).ok_or_else(|| beyond("input", index))
     }
 }
 
-/// The parts of a tensor along `dim`, one for each device: of `sizes`, or as equal as may be. A short
-/// `dim` gives fewer, and one at least. Autograd records it.
+/// Splits a tensor along `dim`: part i is on `devices[i]`, and of `sizes[i]`, or as large as the
+/// others, as far as possible. A short `dim` gives fewer parts, and one at least. Autograd records
+/// it.
 ///
-/// `Code::InvalidArgument` if there is not one size for each device.
+/// `Code::InvalidArgument` for no device, or one that is not there, and for a `dim` or sizes that
+/// do not fit.
 #[doc(alias = "dg_scatter")]
 pub fn scatter(
     tensor: &Tensor,
@@ -225,8 +228,8 @@ pub fn scatter(
     Ok(parts.into_iter().map(Tensor::own).collect())
 }
 
-/// The tensors behind one another along `dim`, on a device (`None`: that of the first). Those of no
-/// dimensions give a vector. Autograd records it.
+/// Concatenates tensors along `dim`, on a device (`None`: that of the first tensor). Tensors of no
+/// dimensions give a vector. Autograd records it. Errors as of [`scatter`].
 #[doc(alias = "dg_gather")]
 pub fn gather(
     tensors: impl IntoIterator<Item = impl Borrow<Tensor>>,
@@ -237,8 +240,8 @@ pub fn gather(
     Ok(Tensor::own(ffi::gather(&handles, device.unwrap_or_default(), dim)?))
 }
 
-/// Copies for each device, in few large pieces: of all tensors on the first device, on the second,
-/// and so on. The tensors lie on one device. Autograd records it.
+/// Copies tensors to each device, in few large pieces: the result has one list for each device. The
+/// tensors lie on one device. Autograd records it. Errors as of [`scatter`].
 #[doc(alias = "dg_broadcast")]
 pub fn broadcast(
     tensors: impl IntoIterator<Item = impl Borrow<Tensor>>,
@@ -249,11 +252,11 @@ pub fn broadcast(
     Ok(devices.iter().map(|_| copies.by_ref().take(handles.len()).collect()).collect())
 }
 
-/// The other way: the sums of the first tensors of all lists, of the second, and so on, on a device
-/// (`None`: that of the first). Each list lies on one device. `None` counts as zeros; where there is
-/// nothing else, so is the sum. Autograd records it.
+/// Adds up lists of tensors, the reverse of [`broadcast`]: the first tensors of all lists, the
+/// second ones, and so on, on a device (`None`: that of the first tensor). Each list lies on one
+/// device. A `None` counts as zeros; a sum of nothing but `None` is `None`. Autograd records it.
 ///
-/// `Code::InvalidArgument` if the lists are not of one length.
+/// `Code::InvalidArgument` if the lists are not of one length; otherwise errors as of [`scatter`].
 #[doc(alias = "dg_reduce_add")]
 pub fn reduce_add(
     lists: &[Vec<Option<Tensor>>],

@@ -1,4 +1,4 @@
-//! What a handler gets.
+//! Requests, which handlers get, and responders.
 use crate::{
     error::describe,
     ffi::{
@@ -13,17 +13,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What a handler gets: borrowed for the call.
+/// The request that a handler gets, for the time of the call.
 #[doc(alias = "dg_request")]
 pub struct Request<'a> {
     worker: WorkerHandle,
     function: &'a str,
     from: u32,
     message: MessageHandle,
-    // These two are the library's, which ends them.
+    // The library owns these two.
     context: ManuallyDrop<Context<'a>>,
     cancellation: ManuallyDrop<Cancellation>,
-    // None: the caller waits for ever.
+    // None: the caller waits without a deadline.
     deadline: Option<Instant>,
 }
 
@@ -42,52 +42,53 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// The name that was called.
+    /// Returns the name of the function.
     pub fn function(&self) -> &'a str {
         self.function
     }
 
-    /// The rank of the worker that called.
+    /// Returns the caller's rank.
     pub fn from(&self) -> u32 {
         self.from
     }
 
-    /// The bytes that it sent.
+    /// Returns the payload.
     pub fn payload(&self) -> &[u8] {
         ffi::payload(self, self.message)
     }
 
-    /// They as text; `Code::InvalidArgument` if they are not UTF-8.
+    /// Returns the payload as text; `Code::InvalidArgument` if it is not UTF-8.
     pub fn text(&self) -> Result<&str> {
         text_of(self.payload())
     }
 
-    /// How many places for tensors the message has.
+    /// Returns how many places for tensors the message has.
     pub fn tensor_count(&self) -> usize {
         ffi::message_tensor_count(self.message)
     }
 
-    /// One of the tensors that it sent; errors as of [`Message::tensor`](crate::Message::tensor).
+    /// Returns one of the tensors; errors as of [`Message::tensor`](crate::Message::tensor).
     pub fn tensor(&self, index: usize) -> Result<Tensor> {
         tensor_of(self.message, index)?.ok_or_else(|| gap(index))
     }
 
-    /// All places, of which some may have no tensor.
+    /// Returns the tensors of all places; `None` for a place without one.
     pub fn tensors(&self) -> Result<Vec<Option<Tensor>>> {
         (0..self.tensor_count()).map(|index| tensor_of(self.message, index)).collect()
     }
 
-    /// The caller's context; `None` outside any.
+    /// Returns the caller's context; `None` if the call was made outside any.
     pub fn context(&self) -> Option<&Context<'a>> {
         self.context.is_some().then_some(&*self.context)
     }
 
-    /// How long the caller still waits; `None`: for ever.
+    /// Returns how long the caller still waits; `None`: without a deadline.
     pub fn timeout(&self) -> Option<Duration> {
         self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// Cancelled as soon as nobody waits for the answer: the caller gave up, or is gone.
+    /// Returns the cancellation token of this call, which is cancelled as soon as nobody waits for
+    /// the answer: the caller gave up, or is gone.
     pub fn cancellation(&self) -> &Cancellation {
         &self.cancellation
     }
@@ -96,8 +97,8 @@ impl<'a> Request<'a> {
         self.deadline
     }
 
-    /// Calls in turn: within the caller's context and the time that it still waits, and given up
-    /// with its call.
+    /// Returns a [`Caller`] for nested calls: in the caller's context, with what is left of its
+    /// deadline, and cancelled with its call. The calls of this type use it.
     pub fn caller(&self) -> Caller<'_> {
         let caller = Caller::new(self.worker, self.context.handle());
         let caller = caller.cancellation(&self.cancellation);
@@ -114,28 +115,29 @@ impl fmt::Debug for Request<'_> {
     }
 }
 
-/// A request whose answer comes later: see [`Worker::register_later`](crate::Worker::register_later).
+/// Carries the answer of a handler that answers later: see
+/// [`Worker::register_responder`](crate::Worker::register_responder).
 ///
-/// One that is dropped without an answer, by a panic too, gives the caller `Code::Internal`.
+/// Dropping one without an answer, also by a panic, gives the caller `Code::Internal`.
 #[doc(alias = "dg_responder")]
 #[doc(alias = "dg_responder_destroy")]
-pub struct Later {
-    // Not for longer than the responder, and so lent only.
+pub struct Responder {
+    // It lives no longer than the responder, and so is only lent.
     request: Request<'static>,
     responder: Owned<ResponderHandle>,
 }
 
-impl Later {
+impl Responder {
     pub(crate) fn own(request: Request<'static>, responder: ResponderHandle) -> Self {
         Self { request, responder: Owned::new(responder) }
     }
 
-    /// What is asked for.
+    /// Returns the request, which lives as long as the responder.
     ///
     /// ```compile_fail,E0505
-    /// # fn f(later: distgrad::Later) {
-    /// let name = later.request().function();
-    /// drop(later); // and with it the request
+    /// # fn f(responder: distgrad::Responder) {
+    /// let name = responder.request().function();
+    /// drop(responder); // and with it the request
     /// println!("{name}");
     /// # }
     /// ```
@@ -143,8 +145,8 @@ impl Later {
         &self.request
     }
 
-    /// Answers as a handler returns. Where nobody waits for it any more, the answer is dropped, and
-    /// that is no error.
+    /// Answers, as a handler does by returning. If nobody waits for the answer any more, it is
+    /// dropped, which is no error.
     #[doc(alias = "dg_responder_answer")]
     pub fn answer(self, result: HandlerResult) -> Result<()> {
         let (reply, error) = match result.map_err(|error| describe(error.as_ref())) {
@@ -155,8 +157,8 @@ impl Later {
     }
 }
 
-impl fmt::Debug for Later {
+impl fmt::Debug for Responder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Later({:?})", self.request)
+        write!(f, "Responder({:?})", self.request)
     }
 }

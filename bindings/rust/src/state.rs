@@ -1,4 +1,4 @@
-//! What a worker knows of its job.
+//! The members, contexts and passes that a worker knows of.
 use crate::ffi::{RawContextState, RawMember, RawMemberEvent, RawPassState};
 
 /// A member of a job, as a worker knows it.
@@ -8,7 +8,7 @@ use crate::ffi::{RawContextState, RawMember, RawMemberEvent, RawPassState};
 pub struct Member {
     /// Unique in the job.
     pub name: String,
-    /// Its number in the job.
+    /// Its rank in the job.
     pub rank: u32,
     /// Greater for each later start of a worker of that name.
     pub incarnation: u64,
@@ -23,7 +23,7 @@ pub struct MemberEvent {
     pub member: Member,
     /// What happened.
     pub kind: MemberEventKind,
-    /// Why it is taken for lost; empty otherwise.
+    /// Why it counts as lost; empty otherwise.
     pub reason: String,
 }
 
@@ -35,20 +35,21 @@ pub enum MemberEventKind {
     Joined,
     /// It has left, in good order.
     Left,
-    /// It died, or nothing is heard of it.
+    /// It died, or is silent.
     Lost,
-    /// What this version of the crate does not know.
+    /// Something that this version of the crate does not know.
     Other,
 }
 
-/// What who waits for all members does when one of them is lost.
+/// What a barrier, [`shutdown`](crate::Worker::shutdown) and [`serve`](crate::Worker::serve) do
+/// when a member is lost.
 #[doc(alias = "DG_WITHOUT_LOST")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnLost {
-    /// Fails at once, with `Code::Unavailable` and its name.
+    /// They fail at once, with `Code::Unavailable` and the member's name.
     #[default]
     Fail,
-    /// Goes on as if it had left.
+    /// They go on, as if it had left.
     GoOnWithout,
 }
 
@@ -81,13 +82,13 @@ impl From<RawMemberEvent> for MemberEvent {
 pub struct ContextState {
     /// The origin's rank in the top 16 bits.
     pub id: u64,
-    /// How many messages with tensors to differentiate through were sent.
+    /// How many messages with tensors that require grad were sent.
     pub sends: u64,
-    /// How many were received.
+    /// How many such messages were received.
     pub receives: u64,
     /// How many leaves of this worker have a gradient.
     pub gradients: u64,
-    /// The ranks of those with whom messages of it were exchanged.
+    /// The ranks of the workers with which it exchanged messages.
     pub peers: Vec<u32>,
     /// The backward passes that run here.
     pub passes: Vec<PassState>,
@@ -102,11 +103,11 @@ pub struct PassState {
     pub id: u64,
     /// Whether another backward may follow.
     pub retain_graph: bool,
-    /// Nodes of received tensors, and roots, that run or are about to.
+    /// Send nodes and roots that run or are about to.
     pub busy: u64,
-    /// The ranks of the workers whose gradients have not come, once for each tensor list sent there.
+    /// The ranks of the workers whose gradients have not come, once for each message sent there.
     pub awaited: Vec<u32>,
-    /// The ranks of those that have not acknowledged a message of this worker, once for each message.
+    /// The ranks of the workers that have not acknowledged a message, once for each message.
     pub unacknowledged: Vec<u32>,
 }
 

@@ -20,11 +20,11 @@ use std::{fmt, marker::PhantomData};
 /// # distgrad::Result::Ok(())
 /// ```
 ///
-/// Some functions that are safe write to the elements of tensors, too: an optimizer's step to its
-/// parameters, a [`ProcessGroup`](crate::ProcessGroup) to what it averages and broadcasts, an
-/// [`Averager`](crate::Averager) to parameters and buffers, a
-/// [`DataParallel`](crate::DataParallel) to its buffers. Not to run those while another thread uses
-/// the same tensors is the program's part, as everywhere in torch.
+/// Some safe functions write to the elements of tensors, too: a step of an optimizer (its
+/// parameters), an average and a broadcast of a [`ProcessGroup`](crate::ProcessGroup), an
+/// [`Averager`](crate::Averager) (parameters and buffers), and a forward of a
+/// [`DataParallel`](crate::DataParallel) (its buffers). As everywhere in torch, it is up to the
+/// program that no other thread uses these tensors meanwhile.
 #[doc(alias = "dg_tensor")]
 pub struct Tensor(Owned<TensorHandle>);
 
@@ -38,14 +38,14 @@ impl Tensor {
     pub(crate) fn release(self) -> TensorHandle {
         self.0.release()
     }
-    /// Where a null handle is no tensor.
+    /// Owns a handle; a null one is no tensor.
     pub(crate) fn own_or_none(handle: TensorHandle) -> Option<Self> {
         (!handle.is_null()).then(|| Self::own(handle))
     }
     pub(crate) fn handle_or_null(tensor: Option<&Self>) -> TensorHandle {
         tensor.map_or(TensorHandle::NULL, Self::handle)
     }
-    /// One more reference to what somebody else owns.
+    /// Creates one more reference to a tensor that somebody else owns.
     pub(crate) fn share(handle: TensorHandle) -> Result<Option<Self>> {
         if handle.is_null() {
             return Ok(None);
@@ -53,14 +53,15 @@ impl Tensor {
         Ok(Some(Self::own(ffi::tensor_clone(handle)?)))
     }
 
-    /// Of no dimensions.
+    /// Creates a tensor of no dimensions on the CPU.
     pub fn from_scalar<T: Element>(value: T) -> Result<Self> {
         Self::from_slice(&[value], &[])
     }
 
-    /// The only element.
+    /// Returns the only element.
     ///
-    /// `Code::InvalidArgument` if it has not one element, or of another dtype.
+    /// `Code::InvalidArgument` if it has not one element, or of another dtype; else errors as of
+    /// [`to_vec`](Tensor::to_vec).
     pub fn item<T: Element>(&self) -> Result<T> {
         match self.to_vec::<T>()?[..] {
             [element] => Ok(element),
@@ -70,48 +71,48 @@ impl Tensor {
         }
     }
 
-    /// The type of its elements.
+    /// Returns the type of its elements.
     #[doc(alias = "dg_tensor_dtype")]
     pub fn dtype(&self) -> Dtype {
         Dtype::from_code(ffi::tensor_dtype(self.handle()))
     }
 
-    /// How many elements there are along each dimension; -1 where the parts of a nested tensor differ.
+    /// Returns the size of each dimension; -1 where the parts of a nested tensor differ.
     #[doc(alias = "dg_tensor_layout")]
     #[doc(alias = "dg_tensor_dim_count")]
     pub fn shape(&self) -> Vec<i64> {
         ffi::tensor_layout(self.handle(), true).unwrap_or_default()
     }
 
-    /// The distance along each dimension, in elements; empty for a sparse or nested tensor.
+    /// Returns the stride of each dimension, in elements; empty for a sparse or nested tensor.
     #[doc(alias = "dg_tensor_layout")]
     pub fn strides(&self) -> Vec<i64> {
         ffi::tensor_layout(self.handle(), false).unwrap_or_default()
     }
 
-    /// How many elements there are.
+    /// Returns how many elements there are.
     #[doc(alias = "dg_tensor_element_count")]
     pub fn element_count(&self) -> i64 {
         ffi::tensor_element_count(self.handle())
     }
 
-    /// `cpu`, `cuda:1`.
+    /// Returns its device: `cpu`, `cuda:1`.
     #[doc(alias = "dg_tensor_device")]
     pub fn device(&self) -> &'static str {
         std::str::from_utf8(ffi::tensor_device(self.handle())).unwrap_or("")
     }
 
-    /// Whether backward computes a gradient for it or through it.
+    /// Returns whether backward computes a gradient for it or through it.
     #[doc(alias = "dg_tensor_requires_grad")]
     pub fn requires_grad(&self) -> bool {
         ffi::tensor_requires_grad(self.handle())
     }
 
-    /// A leaf whose gradient is wanted, of the same memory. Clones from before are not changed, for
+    /// Returns a leaf with the same memory that requires grad. Earlier clones do not change, for
     /// other threads may be using them.
     ///
-    /// `Code::FailedPrecondition` if it is not a leaf, `Code::InvalidArgument` if its elements are
-    /// not floating or complex.
+    /// `Code::FailedPrecondition` if it is not a leaf, `Code::InvalidArgument` if its dtype is
+    /// neither floating nor complex.
     #[doc(alias = "dg_tensor_require_grad")]
     pub fn require_grad(self) -> Result<Self> {
         // Of a tensor that is this function's alone, unless there is nothing to change.
@@ -120,14 +121,15 @@ impl Tensor {
         Ok(leaf)
     }
 
-    /// The same memory without history: nothing that is computed from it is recorded.
+    /// Returns a tensor with the same memory and no autograd history: nothing that is computed from
+    /// it is recorded.
     #[doc(alias = "dg_tensor_detach")]
     pub fn detach(&self) -> Result<Self> {
         Ok(Self::own(ffi::tensor_detach(self.handle())?))
     }
 }
 
-/// One more reference to the same tensor. Panics if there is no memory for a handle.
+/// Creates one more reference to the same tensor. Panics if there is no memory for a handle.
 impl Clone for Tensor {
     #[doc(alias = "dg_tensor_clone")]
     fn clone(&self) -> Self {
@@ -141,7 +143,7 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// While it lives, what its thread computes is not recorded for backward.
+/// While it lives, operators on its thread are not recorded for backward.
 ///
 /// ```
 /// # fn main() -> distgrad::Result<()> {
@@ -166,7 +168,7 @@ pub struct NoGrad {
 }
 
 impl NoGrad {
-    /// Begins.
+    /// Stops recording on this thread, until it is dropped.
     #[allow(clippy::new_without_default)] // a guard is not a value to start from
     #[must_use = "it ends when it is dropped"]
     pub fn new() -> Self {

@@ -1,4 +1,4 @@
-//! Arguments and results of operators, and the call of any operator.
+//! Arguments and results of operators.
 use crate::{Dtype, Error, Result, Tensor};
 use std::borrow::Cow;
 

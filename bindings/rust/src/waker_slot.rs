@@ -1,10 +1,10 @@
-//! Whom to wake at the end of what is awaited. The tests in bindings/rust/loom run this very file in
-//! all orders in which its threads can take their steps.
+//! Wakes the task that awaits a future. The tests in bindings/rust/loom run this file in all orders
+//! in which its threads can take their steps.
 use crate::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 
-/// Shared by whoever polls and by what is called at the end. Empty before the first poll, and from
-/// the end on.
+/// The waker of the last poll, shared by the polling task and the callback of the future. Empty
+/// before the first poll, and once the future is done.
 pub(crate) struct WakerSlot(Arc<Mutex<Option<Waker>>>);
 
 impl WakerSlot {
@@ -12,9 +12,9 @@ impl WakerSlot {
         Self(Arc::new(Mutex::new(None)))
     }
 
-    /// Ready if `is_done`; else `waker` will be woken at the end, in the place of that of an earlier
-    /// poll. The first poll has `then` arrange that: [`AtEnd::wake`] is to be called once it is
-    /// done, on any thread, or within `then`.
+    /// Returns ready if `is_done`; else stores `waker`, in place of an earlier poll's, to be woken
+    /// when the future is done. The first poll calls `then` to arrange for that: [`AtEnd::wake`] is
+    /// to be called once it is done, on any thread, or within `then`.
     pub(crate) fn poll<E>(
         &self,
         waker: &Waker,
@@ -22,7 +22,7 @@ impl WakerSlot {
         then: impl FnOnce(AtEnd) -> Result<(), E>,
     ) -> Poll<Result<(), E>> {
         let first = replace(&self.0, Some(waker.clone())).is_none();
-        // Looked at behind the waker: whoever ends it now either is seen here, or wakes.
+        // Checked after the waker is stored: a completion from now on either is seen here, or wakes.
         if is_done() {
             return Poll::Ready(Ok(()));
         }
@@ -35,7 +35,7 @@ impl WakerSlot {
     }
 }
 
-/// What wakes, once.
+/// Wakes, once.
 pub(crate) struct AtEnd(Arc<Mutex<Option<Waker>>>);
 
 impl AtEnd {
@@ -46,8 +46,7 @@ impl AtEnd {
     }
 }
 
-/// Gives what was there before: it is woken, or dropped, outside of the lock, for it is an
-/// executor's.
+/// Returns the former waker: it is woken, or dropped, outside of the lock, for it is an executor's.
 fn replace(slot: &Mutex<Option<Waker>>, waker: Option<Waker>) -> Option<Waker> {
     let mut held = slot.lock().unwrap_or_else(|poison| poison.into_inner());
     std::mem::replace(&mut *held, waker)

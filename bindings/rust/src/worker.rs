@@ -2,31 +2,31 @@
 use crate::{
     error::BoxedError,
     ffi::{
-        self, ContextHandle, Handle, Handler, LaterHandler, MemberCallback, Owned, WorkerHandle,
+        self, ContextHandle, Handle, Handler, MemberCallback, Owned, ResponderHandler, WorkerHandle,
     },
     future::{self, milliseconds},
-    Caller, Context, ContextState, Later, Member, MemberEvent, Message, OnLost, Request, Result,
+    Caller, Context, ContextState, Member, MemberEvent, Message, OnLost, Request, Responder,
+    Result,
 };
 use std::{fmt, num::NonZeroU64, time::Duration};
 
 /// `DG_FOREVER`.
 const FOREVER: i64 = -1;
 
-/// What a handler returns. Any error will do; the code of an [`Error`](crate::Error) reaches the
-/// caller.
+/// What a handler returns. Any error will do; of an [`Error`](crate::Error) the caller gets the
+/// code.
 pub type HandlerResult = std::result::Result<Message, BoxedError>;
 
 /// One member of a job: it listens, calls the others, and is called by them. It owns all its threads
-/// and sockets; a process may have several, for tests mostly.
+/// and sockets; a process may have several, mostly for tests.
 ///
-/// Dropping it fails what is still in flight with `Code::Cancelled`, waits for its handlers, for at
-/// most a minute ([`close`](Worker::close) takes another bound), and ends its threads. What still runs
-/// then is said in the log, and a thread of the library ends the worker behind it; so it does where
-/// the worker is dropped in a handler or a callback, which cannot wait for itself.
-/// [`shutdown`](Worker::shutdown) first, so that nobody's call finds it gone.
+/// Call [`shutdown`](Worker::shutdown) before it is dropped, so that no call finds it gone. Dropping
+/// it calls [`close`](Worker::close) with a timeout of one minute. What still runs after that minute
+/// is logged, and a thread of the library ends the worker when it has returned; in a handler or a
+/// callback, which cannot wait for itself, that thread does all of it.
 ///
-/// What is made of it may be dropped later: what borrows it cannot be used then, and a
-/// [`Future`](crate::Future) ends with an error.
+/// Contexts and optimizers borrow the worker. A [`Future`](crate::Future) may outlive it, and ends
+/// with an error.
 ///
 /// ```compile_fail,E0505
 /// # fn f(worker: distgrad::Worker) -> distgrad::Result<()> {
@@ -47,59 +47,60 @@ impl Worker {
         self.0.get()
     }
 
-    /// Its number in the job.
+    /// Returns its rank in the job.
     #[doc(alias = "dg_worker_rank")]
     pub fn rank(&self) -> u32 {
         ffi::worker_rank(self.handle())
     }
 
-    /// How many members the job has that this worker knows of, without those who have left: then
-    /// their ranks have gaps.
+    /// Returns how many members it knows of, without those that have left, so that ranks may have
+    /// gaps.
     #[doc(alias = "dg_worker_world_size")]
     pub fn world_size(&self) -> u32 {
         ffi::worker_world_size(self.handle())
     }
 
-    /// The name of the member with that rank; `None` if there is none.
+    /// Returns the name of the member with that rank; `None` if there is no such member.
     #[doc(alias = "dg_worker_name")]
     pub fn name(&self, rank: u32) -> Option<String> {
         Some(ffi::worker_name(self.handle(), rank)).filter(|name| !name.is_empty())
     }
 
-    /// The members that it knows of, by rank: those of the job's start, and those who joined later
-    /// and have called it.
+    /// Returns the members that it knows of, by rank: those of the job's start, and of those who
+    /// joined later the ones that have called it.
     #[doc(alias = "dg_worker_members")]
     pub fn members(&self) -> Result<Vec<Member>> {
         Ok(ffi::worker_members(self.handle())?.into_iter().map(Member::from).collect())
     }
 
-    /// Looks in the store for all members, as [`barrier`](Worker::barrier) does.
+    /// Reads all members from the store, as [`barrier`](Worker::barrier) does. Waits.
     #[doc(alias = "dg_worker_update_members")]
     pub fn update_members(&self) -> Result<()> {
         Ok(ffi::worker_update_members(self.handle())?)
     }
 
-    /// Its number among the workers of its machine, as the launcher says: to choose a device by.
-    /// 0 where it says nothing.
+    /// Returns its number among the workers of its machine, as the launcher says: to choose a
+    /// device by. 0 if it says nothing.
     #[doc(alias = "dg_worker_local_rank")]
     pub fn local_rank(&self) -> u32 {
         ffi::worker_local_rank(self.handle())
     }
 
-    /// How many workers its machine has, as the launcher says. 0 where it says nothing.
+    /// Returns how many workers its machine has, as the launcher says. 0 if it says nothing.
     #[doc(alias = "dg_worker_local_world_size")]
     pub fn local_world_size(&self) -> u32 {
         ffi::worker_local_world_size(self.handle())
     }
 
-    /// What it has done so far, in Prometheus' text format. docs/metrics.md explains each number.
+    /// Returns metrics of what it has done so far, in Prometheus' text format (version 0.0.4).
+    /// docs/metrics.md explains each number.
     #[doc(alias = "dg_worker_metrics_text")]
     pub fn metrics_text(&self) -> Result<String> {
         Ok(Message::own(ffi::worker_metrics_text(self.handle())?).text()?.to_owned())
     }
 
-    /// Records from now on when calls are made and served, and passes run, in at most so much
-    /// memory (`None`: 64 MiB); what does not fit is left out, and counted.
+    /// Starts to record when calls are made and served, and when passes run, in at most so many
+    /// bytes of memory (`None`: 64 MiB); events that do not fit are counted only.
     ///
     /// `Code::FailedPrecondition` while a trace runs.
     #[doc(alias = "dg_worker_trace_start")]
@@ -108,7 +109,7 @@ impl Worker {
         Ok(ffi::worker_trace_start(self.handle(), max_bytes.map_or(0, NonZeroU64::get))?)
     }
 
-    /// Ends the trace, and gives what began and ended meanwhile, in Chrome's trace event format
+    /// Ends the trace, and returns what began and ended meanwhile, in Chrome's trace event format
     /// (JSON), for `ui.perfetto.dev` and `chrome://tracing` to open. docs/trace.md explains it.
     ///
     /// ```
@@ -120,19 +121,20 @@ impl Worker {
     /// # }
     /// ```
     ///
-    /// `Code::FailedPrecondition` if none runs.
+    /// `Code::FailedPrecondition` if no trace runs.
     #[doc(alias = "dg_worker_trace_stop")]
     pub fn stop_trace(&self) -> Result<String> {
         Ok(Message::own(ffi::worker_trace_stop(self.handle())?).text()?.to_owned())
     }
 
-    /// How many contexts it knows of.
+    /// Returns how many contexts it knows of.
     #[doc(alias = "dg_worker_context_count")]
     pub fn context_count(&self) -> usize {
         ffi::worker_context_count(self.handle())
     }
 
-    /// What it holds of each context that it knows of: to see what a job waits for.
+    /// Returns what it holds of each context that it knows of, to show what a job waits for. Waits
+    /// for running steps of passes, not for passes.
     #[doc(alias = "dg_worker_contexts")]
     pub fn contexts(&self) -> Result<Vec<ContextState>> {
         Ok(ffi::worker_contexts(self.handle())?.into_iter().map(ContextState::from).collect())
@@ -140,15 +142,16 @@ impl Worker {
 
     /// Lets all workers call `function`.
     ///
-    /// The handler runs on threads of the worker, several at once; it may block and make calls
-    /// ([`Request::call`]). A panic in it is an error at the caller, with `Code::Internal`. Calls
-    /// that come before it is registered are refused, so register before the others may call: before
-    /// a [`barrier`](Worker::barrier), for instance. It is dropped with the worker.
+    /// The handler runs on threads of the worker, several at once; it may wait and make calls
+    /// ([`Request::call`]). A panic in it is an error of the caller, with `Code::Internal`. Earlier
+    /// calls are refused, so register before the others may call: before a
+    /// [`barrier`](Worker::barrier), for instance. The handler is dropped with the worker.
     ///
     /// `Code::AlreadyExists` if `function` is registered; `Code::InvalidArgument` if the name is
-    /// empty, longer than 1000 bytes, has a `::` or begins with `distgrad.`.
+    /// empty, longer than 1000 bytes, contains `::` (as operators' names do) or begins with
+    /// `distgrad.`.
     ///
-    /// What a handler uses has to live as long as the worker and be good for several threads:
+    /// What a handler uses has to live as long as the worker, and to be usable on several threads:
     ///
     /// ```compile_fail,E0277
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
@@ -157,7 +160,7 @@ impl Worker {
     /// # }
     /// ```
     ///
-    /// And what it is given ends with the call:
+    /// The request ends with the call:
     ///
     /// ```compile_fail,E0521
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
@@ -179,9 +182,9 @@ impl Worker {
 
     /// The same for an asynchronous closure: `async |request| { ... }`.
     ///
-    /// It runs on a thread of the worker, which others use while it waits, whatever it waits for. It
-    /// is dropped when nobody waits for the answer any more: the caller's time is over, it gave up,
-    /// or it is gone.
+    /// It runs on a thread of the worker, which other handlers use while it waits, whatever it waits
+    /// for. It is dropped as soon as nobody waits for the answer: the caller's deadline has passed,
+    /// it gave up, or it is gone.
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
@@ -201,20 +204,20 @@ impl Worker {
         self.register(function, move |request| future::run(handler(request), request)?)
     }
 
-    /// The same for one whose answer may come after it has returned, from any thread: of an executor
-    /// of the program's own, for instance. No thread is held meanwhile.
+    /// The same for a handler whose answer may come after it has returned, from any thread: of the
+    /// program's own executor, for instance. No thread is held meanwhile.
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
-    /// use distgrad::{Later, Message};
-    /// let (sender, receiver) = std::sync::mpsc::channel::<Later>();
-    /// worker.register_later("echo", move |later| {
-    ///     let _ = sender.send(later); // one that is dropped is an error at the caller
+    /// use distgrad::{Message, Responder};
+    /// let (sender, receiver) = std::sync::mpsc::channel::<Responder>();
+    /// worker.register_responder("echo", move |responder| {
+    ///     let _ = sender.send(responder); // if it is dropped, the caller gets an error
     /// })?;
     /// std::thread::spawn(move || {
-    ///     for later in receiver {
-    ///         let reply = Message::from_payload(later.request().payload());
-    ///         later.answer(reply.map_err(Into::into))?;
+    ///     for responder in receiver {
+    ///         let reply = Message::from_payload(responder.request().payload());
+    ///         responder.answer(reply.map_err(Into::into))?;
     ///     }
     ///     distgrad::Result::Ok(())
     /// });
@@ -223,82 +226,85 @@ impl Worker {
     /// ```
     #[doc(alias = "dg_worker_register_async")]
     #[doc(alias = "dg_async_handler")]
-    pub fn register_later<F>(&self, function: &str, handler: F) -> Result<()>
+    pub fn register_responder<F>(&self, function: &str, handler: F) -> Result<()>
     where
-        F: Fn(Later) + Send + Sync + 'static,
+        F: Fn(Responder) + Send + Sync + 'static,
     {
-        Ok(ffi::worker_register_async(self.handle(), function, LaterHandler::new(handler))?)
+        Ok(ffi::worker_register_async(self.handle(), function, ResponderHandler::new(handler))?)
     }
 
-    /// Calls of this worker, outside any context, for which more can be said.
+    /// Returns a [`Caller`] of this worker, outside any context, to set a timeout or a
+    /// cancellation.
     pub fn caller(&self) -> Caller<'_> {
         Caller::new(self.handle(), ContextHandle::NULL)
     }
 
-    /// Begins one training step across workers.
+    /// Creates a context: one training step across workers.
     #[doc(alias = "dg_context_create")]
     pub fn context(&self) -> Result<Context<'_>> {
         Ok(Context::own(self.handle(), ffi::context_create(self.handle())?))
     }
 
-    /// Waits until every worker has called it as often as this one; `None`: for as long as it takes.
+    /// Waits until every worker has called this as often as this one; without a timeout if that is
+    /// `None`. `Code::DeadlineExceeded` names those that have not; `Code::Unavailable` names a
+    /// member that is lost.
     #[doc(alias = "dg_worker_barrier")]
     pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         self.barrier_with(timeout, OnLost::Fail)
     }
-    /// The same, and says what happens when a member is lost.
+    /// The same, with a choice of what to do when a member is lost.
     pub fn barrier_with(&self, timeout: impl Into<Option<Duration>>, lost: OnLost) -> Result<()> {
         let timeout = timeout.into().map_or(FOREVER, milliseconds);
         Ok(ffi::worker_barrier(self.handle(), timeout, lost.flags())?)
     }
 
-    /// Ends the job in good order, so that nobody's call finds this worker gone: waits until every
-    /// worker has called this or [`serve`](Worker::serve), and until the calls that are in flight
-    /// then are answered. Then drop it.
+    /// Ends the job in good order, so that no call finds this worker gone. Waits until every worker
+    /// has called this or [`serve`](Worker::serve), and until the calls in flight are answered;
+    /// then drop the worker.
     ///
-    /// `None` is a good timeout: if the job cannot end well, for a member is lost
-    /// (`Code::Unavailable`), this ends. `Code::DeadlineExceeded` names those that have not come;
-    /// `Code::FailedPrecondition` in a handler of this worker.
+    /// `None` is a good timeout: if the job cannot end well, since a member is lost
+    /// (`Code::Unavailable`), this returns an error. `Code::DeadlineExceeded` names those that have
+    /// not come; `Code::FailedPrecondition` in a handler of this worker.
     #[doc(alias = "dg_worker_shutdown")]
     #[doc(alias = "dg_worker_destroy")]
     pub fn shutdown(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         self.shutdown_with(timeout, OnLost::Fail)
     }
-    /// The same, and says what happens when a member is lost.
+    /// The same, with a choice of what to do when a member is lost.
     pub fn shutdown_with(&self, timeout: impl Into<Option<Duration>>, lost: OnLost) -> Result<()> {
         let timeout = timeout.into().map_or(FOREVER, milliseconds);
         Ok(ffi::worker_shutdown(self.handle(), timeout, lost.flags())?)
     }
 
-    /// For a worker that only answers the others from now on: serves until the job ends, which is
-    /// when all others have left, or wait for that as well. The same as
-    /// [`shutdown`](Worker::shutdown) without a timeout.
+    /// Serves until the job ends: until all others have left, or have called this or
+    /// [`shutdown`](Worker::shutdown). For a worker that only answers the others from now on. The
+    /// same as `shutdown` without a timeout.
     #[doc(alias = "dg_worker_serve")]
     pub fn serve(&self) -> Result<()> {
         self.serve_with(OnLost::Fail)
     }
-    /// The same, and says what happens when a member is lost.
+    /// The same, with a choice of what to do when a member is lost.
     pub fn serve_with(&self, lost: OnLost) -> Result<()> {
         Ok(ffi::worker_serve(self.handle(), lost.flags())?)
     }
 
-    /// Ends the worker, but for this handle of it: fails what is still in flight with
-    /// `Code::Cancelled`, waits until running handlers and callbacks have returned, and stops all
-    /// threads. `None`: for as long as it takes.
+    /// Ends the worker, but keeps this handle. Fails what is in flight with `Code::Cancelled`,
+    /// waits until running handlers and callbacks have returned, and stops all threads. `None`:
+    /// without a timeout. Idempotent.
     ///
-    /// `Code::DeadlineExceeded` says what still runs: it goes on, and the worker stays, without new
-    /// work; close it again, or drop it, which then does not wait. `Code::FailedPrecondition` in a
-    /// handler or callback of this worker.
+    /// `Code::DeadlineExceeded` says what still runs: that goes on, and the worker stays, without
+    /// new work; close it again, or drop it, which then does not wait. `Code::FailedPrecondition`
+    /// in a handler or callback of this worker.
     #[doc(alias = "dg_worker_close")]
     pub fn close(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let timeout = timeout.into().map_or(FOREVER, milliseconds);
         Ok(ffi::worker_close(self.handle(), timeout)?)
     }
 
-    /// Calls `callback` when a member has joined, has left or is lost, once for each and in order, on
-    /// a thread of the worker, where it may wait and make calls. It takes the place of the one that
-    /// was given before, which is not called any more when this has returned (it waits for that,
-    /// unless it is called in it); nor is any when the worker was dropped.
+    /// Calls `callback` when a member has joined, has left or is lost, once for each event and in
+    /// order, on a thread of the worker, where it may wait and make calls. It replaces the former
+    /// callback. When this has returned, the former callback is not called any more (this waits for
+    /// it, unless it is called there); and none is when the worker has been dropped.
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
@@ -312,20 +318,22 @@ impl Worker {
     {
         Ok(ffi::worker_on_member(self.handle(), MemberCallback::new(callback))?)
     }
-    /// Takes the callback for members off again.
+    /// Removes the callback for members.
     pub fn remove_on_member(&self) -> Result<()> {
         Ok(ffi::worker_no_on_member(self.handle())?)
     }
 
     /// Leaves in good order while the job goes on: refuses new calls of the others with
-    /// `Code::Unavailable`, and waits until those in flight, and the contexts that it takes part in,
-    /// are over. Then drop it.
+    /// `Code::Unavailable`, and waits until calls in flight and the contexts that this worker takes
+    /// part in are over; then drop the worker. `None`: without a timeout. Call it once.
     ///
-    /// `Code::DeadlineExceeded` says how many were left; they go on until the worker is dropped. Once:
-    /// then it is `Code::FailedPrecondition`, as for the worker that serves the rendezvous.
+    /// `Code::DeadlineExceeded` counts those that are left; they go on until the worker is dropped.
+    /// `Code::FailedPrecondition` the second time, in a handler of this worker, and for the worker
+    /// that serves the rendezvous.
     #[doc(alias = "dg_worker_leave")]
-    pub fn leave(&self, timeout: Duration) -> Result<()> {
-        Ok(ffi::worker_leave(self.handle(), milliseconds(timeout))?)
+    pub fn leave(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        let timeout = timeout.into().map_or(FOREVER, milliseconds);
+        Ok(ffi::worker_leave(self.handle(), timeout)?)
     }
 }
 

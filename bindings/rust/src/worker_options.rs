@@ -12,118 +12,121 @@ const ALL_OPERATORS: u64 = 2;
 const JOIN: u64 = 4;
 const NO_GPU_CHANNEL: u64 = 8;
 
-/// How a worker joins a job. What is not said has a default.
+/// The options of a [`Worker`], each with a default.
 #[doc(alias = "dg_worker_options")]
 #[derive(Clone, Debug, Default)]
 pub struct WorkerOptions(RawWorkerOptions);
 
 impl WorkerOptions {
-    /// All default: rank, world size and rendezvous are as `DISTGRAD_RANK`, `DISTGRAD_WORLD_SIZE` and
-    /// `DISTGRAD_RENDEZVOUS` in the environment say, or the launcher (torchrun, Slurm, MPI,
-    /// Kubernetes); where nobody says anything, it is one worker alone. docs/launching.md.
+    /// All default: rank, world size and rendezvous come from `DISTGRAD_RANK`,
+    /// `DISTGRAD_WORLD_SIZE` and `DISTGRAD_RENDEZVOUS` in the environment, or from the launcher
+    /// (torchrun, Slurm, MPI, Kubernetes); if these say nothing, the worker is alone.
+    /// docs/launching.md.
     pub fn new() -> Self {
         Self::default()
     }
-    /// Unique in the job. Default: what `DISTGRAD_NAME` in the environment says, or `worker<rank>`.
+    /// Sets the name, unique in the job. Default: `DISTGRAD_NAME` in the environment, or
+    /// `worker<rank>`.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.0.name = name.into();
         self
     }
-    /// Its number, below `world_size`, which is how many workers the job has. Default: as the
-    /// rendezvous, the environment or the launcher says.
+    /// Sets the rank, below `world_size`, the number of workers. Default: what the rendezvous, the
+    /// environment or the launcher says.
     pub fn rank(mut self, rank: u32, world_size: u32) -> Self {
         (self.0.rank, self.0.world_size) = (rank, world_size);
         self
     }
-    /// How the workers find each other: `tcp://host:port`, where worker 0 serves a store;
-    /// `file:///path`, a file that all see, and that is not there from an earlier job; `env://`
-    /// (the default), as `DISTGRAD_RENDEZVOUS` in the environment or the launcher says. With
-    /// `?rank=1&world_size=2` where these are not given by [`rank`](WorkerOptions::rank).
+    /// Sets how the workers find each other: `tcp://host:port`, where worker 0 serves a store;
+    /// `file:///path`, a file that all see, new for each job; `env://` (the default), as
+    /// `DISTGRAD_RENDEZVOUS` in the environment or the launcher says. With `?rank=1&world_size=2`
+    /// unless [`rank`](WorkerOptions::rank) sets these.
     pub fn rendezvous(mut self, rendezvous: impl Into<String>) -> Self {
         self.0.rendezvous = rendezvous.into();
         self
     }
-    /// `socket`; `tcp` and `shm` are TensorPipe's own. Default: what `DISTGRAD_TRANSPORT` in the
-    /// environment says, or `socket`.
+    /// Sets the transport: `socket`; `tcp` and `shm` are TensorPipe's own. Default:
+    /// `DISTGRAD_TRANSPORT` in the environment, or `socket`.
     pub fn transport(mut self, transport: impl Into<String>) -> Self {
         self.0.transport = transport.into();
         self
     }
-    /// The address, name or interface of this machine that it listens on. Default: what
-    /// `DISTGRAD_HOST` in the environment says, or the address by which this machine reaches the
-    /// store; loopback, where the store or the whole job is here.
+    /// Sets the address, name or interface to listen on. Default: `DISTGRAD_HOST` in the
+    /// environment, or the address by which this machine reaches the store, or loopback if the
+    /// store or the whole job is here.
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.0.host = host.into();
         self
     }
-    /// A file with the secret that all workers share. Default: what `DISTGRAD_KEY_FILE` in the
-    /// environment names, or the secret itself in `DISTGRAD_KEY`, or none. docs/security.md.
+    /// Sets a file with the secret that all workers share. Default: the one that
+    /// `DISTGRAD_KEY_FILE` in the environment names, or the secret itself in `DISTGRAD_KEY`, or
+    /// none. With one, TCP is encrypted. docs/security.md.
     pub fn key_file(mut self, key_file: impl AsRef<Path>) -> Self {
         self.0.key_file = key_file.as_ref().to_string_lossy().into_owned();
         self
     }
-    /// How many handlers run at the same time. Default: as many as there are processors that the
-    /// process may use.
+    /// Sets how many threads run handlers and backward at the same time. Default: one for each
+    /// processor that the process may use.
     pub fn thread_count(mut self, thread_count: u64) -> Self {
         self.0.thread_count = thread_count;
         self
     }
-    /// Of calls and passes that set none. Default: a minute.
+    /// Sets the timeout of calls and passes that set none. Default: one minute.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.0.timeout_ms = not_zero_milliseconds(timeout);
         self
     }
-    /// For all workers to join. Default: a minute.
+    /// Sets the timeout for all workers to join. Default: one minute.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
         self.0.join_timeout_ms = not_zero_milliseconds(timeout);
         self
     }
-    /// Which operators the others may call here. Default: those that only compute.
+    /// Sets which operators the others may call here. Default: those of torch that only compute.
     pub fn operators(mut self, operators: Operators) -> Self {
         self.set_flag(NO_OPERATORS, operators == Operators::None);
         self.set_flag(ALL_OPERATORS, operators == Operators::All);
         self
     }
-    /// Tells jobs that share one rendezvous apart; has no `/`. Default: empty.
+    /// Sets a name that tells apart jobs which share one rendezvous; without `/`. Default: empty.
     pub fn job(mut self, job: impl Into<String>) -> Self {
         self.0.job = job.into();
         self
     }
-    /// A peer that was not heard of for so long is lost, though its connection stands. At least
-    /// 100 ms; `Duration::MAX`: never. Default: 20 seconds.
+    /// Sets how long a peer may be silent before it is lost, though its connection stands. At least
+    /// 100 ms; `Duration::MAX`: for ever. Default: 20 seconds.
     pub fn heartbeat_limit(mut self, limit: Duration) -> Self {
         self.0.heartbeat_limit_ms = not_zero_milliseconds(limit);
         self
     }
-    /// Joins a job that runs already, as one more worker: the store gives its rank, and neither rank
-    /// nor world size is looked at. Under a name that it had before it comes back. Default: the
-    /// worker is one of the job's start.
+    /// Joins a running job as one more worker: the store gives its rank, and rank and world size
+    /// are ignored. A worker that uses a former name comes back under it. docs/membership.md.
+    /// Default: false.
     #[doc(alias = "DG_WORKER_JOIN")]
     pub fn join(mut self, join: bool) -> Self {
         self.set_flag(JOIN, join);
         self
     }
-    /// How many workers may ever join the job. Default: 4096.
+    /// Sets how many workers may ever join the job. Default: 4096.
     pub fn max_workers(mut self, max_workers: u64) -> Self {
         self.0.max_workers = max_workers;
         self
     }
-    /// What it lets others, and its own program, make it hold.
+    /// Sets bounds on what other workers, and this program, can make it hold.
     pub fn limits(mut self, limits: Limits) -> Self {
         self.0.limits = limits.0;
         self
     }
-    /// Whether large tensors on GPUs go straight to GPUs of workers that have this too, in builds
-    /// with CUDA; if not, by way of the CPU. Default: yes.
+    /// Sets whether large tensors on GPUs go straight to the GPUs of workers for which it is set
+    /// too, in builds with CUDA; if not, they go through the CPU. docs/cuda.md. Default: true.
     #[doc(alias = "DG_WORKER_NO_GPU_CHANNEL")]
     pub fn gpu_channel(mut self, gpu_channel: bool) -> Self {
         self.set_flag(NO_GPU_CHANNEL, !gpu_channel);
         self
     }
-    /// A device of this worker's that goes with one of another's: a tensor that is on `mine` here
-    /// arrives on `theirs` there, and its gradient comes back the same way. One to one for each
-    /// peer, and without the CPU, which always goes with the CPU. One end of a pair may say it
-    /// alone. Default: none.
+    /// Maps a device of this worker to one of another: a tensor that is sent from `mine` arrives on
+    /// `theirs`, and its gradient comes back the same way. One to one for each peer. The CPU always
+    /// maps to the CPU and is left out. It is enough that one of the two workers gives the map.
+    /// Default: none.
     #[doc(alias = "dg_device_pair")]
     pub fn device_pair(
         mut self,
@@ -139,7 +142,13 @@ impl WorkerOptions {
         self
     }
 
-    /// Joins the job, and waits until all its workers have.
+    /// Joins the job. Waits until all its workers have joined.
+    ///
+    /// `Code::InvalidArgument` for options or variables that make no sense,
+    /// `Code::FailedPrecondition` for an environment that lacks something, `Code::DeadlineExceeded`
+    /// with the workers that did not come, `Code::AlreadyExists` if two claim one rank or name,
+    /// `Code::ResourceExhausted` beyond `max_workers`, `Code::Unauthenticated` for another key than
+    /// the others', `Code::Unavailable` if the store is gone.
     #[doc(alias = "dg_worker_create")]
     pub fn create(&self) -> Result<Worker> {
         let loaded = ffi::abi_version() >> 16;
@@ -160,7 +169,7 @@ impl WorkerOptions {
     }
 }
 
-/// Which operators the others may call on a worker, without its having registered anything.
+/// Which operators the others may call on a worker, without any registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Operators {
     /// Those of torch that only compute; docs/security.md has the rule.

@@ -1,7 +1,7 @@
 //! Futures, asynchronous handlers, and handlers that wait.
 mod common;
 use common::{alone, alone_with, block_on, empty, weight, LONG};
-use distgrad::{Cancellation, Code, Error, Later, Message, Worker, WorkerOptions};
+use distgrad::{Cancellation, Code, Error, Message, Responder, Worker, WorkerOptions};
 use std::{
     future::{poll_fn, Future as _, IntoFuture},
     sync::{
@@ -267,9 +267,9 @@ fn an_asynchronous_handler_is_dropped_when_it_is_given_up() {
 #[test]
 fn answers_come_later() {
     let worker = alone_with(WorkerOptions::new().thread_count(1));
-    let (hand, handed) = mpsc::channel::<Later>();
+    let (hand, handed) = mpsc::channel::<Responder>();
     worker
-        .register_later("later", move |later| {
+        .register_responder("later", move |later| {
             assert_ne!(later.request().payload(), b"panic");
             hand.send(later).unwrap();
         })

@@ -31,7 +31,7 @@ fn a_worker_joins_leaves_and_comes_back() {
     let third = folder.options().name("third").join(true).max_workers(2).create().unwrap_err();
     assert_eq!(third.code(), Code::ResourceExhausted, "{third}");
 
-    worker.leave(LONG).unwrap();
+    worker.leave(None).unwrap();
     drop(worker);
     first.update_members().unwrap();
     assert_eq!(known(&first), both[..1]);

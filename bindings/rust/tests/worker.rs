@@ -30,7 +30,7 @@ fn what_may_cross_threads() {
     check::<Value<'_>>();
     check::<Error>();
     check::<distgrad::Cancellation>();
-    check::<distgrad::Later>();
+    check::<distgrad::Responder>();
     check::<distgrad::DataParallel>();
 }
 
@@ -192,7 +192,13 @@ fn backward_and_gradients() {
     let start = floats(&[1.0, 10.0]);
     let wrong = context.pass().root_gradients(&[Some(&start), None]).run([&y]);
     assert_eq!(wrong.unwrap_err().code(), Code::InvalidArgument);
-    context.pass().root_gradients(&[Some(&start)]).retain_graph().timeout(LONG).run([&y]).unwrap();
+    context
+        .pass()
+        .root_gradients(&[Some(&start)])
+        .retain_graph(true)
+        .timeout(LONG)
+        .run([&y])
+        .unwrap();
     assert_eq!(context.gradient(&x).unwrap().to_vec::<f32>().unwrap(), [2.0, 40.0]);
     let again = context.pass().root_gradients(&[Some(&start)]).start([&y]).unwrap();
     block_on(again).unwrap();

@@ -4,32 +4,31 @@
  * behind it may change freely as long as this file does not. docs/abi.md has the promise and the
  * reasons.
  *
- *   Handles    are opaque, and checked at each use: NULL, a handle of another kind and one that
- *              was destroyed give DG_INVALID_ARGUMENT; of functions that return no error, the value
- *              that a comment names, or else 0, false or an empty string. They are not addresses:
- *              never dereference one. A function that hands one out through a
- *              `T **out` parameter makes the caller its owner, who ends it with one
- *              dg_T_destroy; that accepts NULL and cannot fail.
+ *   Handles    are opaque, and checked at each use. NULL, a handle of another kind and a destroyed
+ *              one give DG_INVALID_ARGUMENT; a function that returns no error then returns the
+ *              value that its comment names, or else 0, false or an empty string. Handles are not
+ *              addresses: never dereference one. A function that stores a handle in a `T **out`
+ *              parameter makes the caller its owner, who destroys it with one dg_T_destroy; that
+ *              accepts NULL and cannot fail.
  *   Arguments  are borrowed until the function returns, unless its comment says "takes": then the
  *              library owns them from that moment on, also when the function fails.
  *   Errors     are returned. NULL means success; otherwise the caller owns the error, and every
- *              `out` parameter was left as it was. Arguments that cannot be are
- *              DG_INVALID_ARGUMENT everywhere; comments name what else is to be expected.
+ *              `out` parameter was left as it was. Invalid arguments are DG_INVALID_ARGUMENT
+ *              everywhere; comments name the other codes to expect.
  *   Threads    Any function may be called on any thread at any time, unless its comment says
- *              otherwise: as dg_op_call's does, of operators that write to their arguments, and
- *              dg_tensor_require_grad's. Some functions give tensors of the caller's new values,
- *              and have them for themselves meanwhile in the same way: a step of an optimizer (its
- *              parameters), an average and a broadcast of a process group, an averager (parameters
- *              and buffers), a forward of data parallel (buffers).
- *   Forks      A child that was forked off has none of its parent's handles: functions say so
- *              with DG_INVALID_ARGUMENT, dg_T_destroy does nothing, and nothing waits. What the
- *              child makes itself works as far as libtorch does there.
+ *              otherwise. Some functions write to the caller's tensors, which no other thread may
+ *              use meanwhile: dg_op_call with an operator that writes to its arguments,
+ *              dg_tensor_require_grad, a step of an optimizer (its parameters), an average and a
+ *              broadcast of a process group, an averager (parameters and buffers), and a forward
+ *              of data parallel (buffers).
+ *   Forks      A forked child has none of its parent's handles: functions return
+ *              DG_INVALID_ARGUMENT for them, dg_T_destroy does nothing, and nothing waits. What
+ *              the child creates itself works as far as libtorch does there.
  *   Waiting    Functions marked "Waits" may be called by handlers, but return
  *              DG_FAILED_PRECONDITION in the callback of a future or a cancellation and in
- *              destructors of user data, where they could wait for ever for the thread that they
- *              are on.
- *   Callbacks  run with no lock held. `user_data` is ended exactly once, by the destructor given
- *              with it (NULL: none), after the last call, on any thread.
+ *              destructors of user data, where they could wait for ever for their own thread.
+ *   Callbacks  run with no lock held. `user_data` is destroyed exactly once, by the destructor
+ *              given with it (NULL: none), after the last call, on any thread.
  *   Options    begin with `struct_size`: start from the DG_..._INIT macro. NULL means all default.
  *              Fields are only ever added at the end.
  *   Times      are in milliseconds from now. DG_FOREVER: no limit.
@@ -63,7 +62,7 @@ extern "C" {
 #define DG_ABI_MAJOR 1
 #define DG_ABI_MINOR 0
 
-/* What the loaded library implements: MAJOR << 16 | MINOR. */
+/* Returns the version that the loaded library implements: MAJOR << 16 | MINOR. */
 DG_API uint32_t dg_abi_version(void) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------------- Strings */
@@ -74,7 +73,7 @@ typedef struct dg_str {
   size_t size;
 } dg_str;
 
-/* Of a string literal. */
+/* The dg_str of a string literal. */
 #ifdef __cplusplus
 #define DG_STR(literal) \
   dg_str { "" literal, sizeof(literal) - 1 }
@@ -82,7 +81,7 @@ typedef struct dg_str {
 #define DG_STR(literal) ((dg_str){"" literal, sizeof(literal) - 1})
 #endif
 
-/* The version of the libtorch that the library was built with: "2.11.0". */
+/* Returns the version of the libtorch that the library was built with: "2.11.0". */
 DG_API dg_str dg_torch_version(void) DG_NOEXCEPT;
 
 /* ------------------------------------------------------------------------------------ Errors */
@@ -111,49 +110,50 @@ enum {
   DG_UNAUTHENTICATED = 16
 };
 
-/* Makes an error, for a callback to return. Never returns NULL. A code that is none of the above
- * (or DG_OK) becomes DG_UNKNOWN. */
+/* Creates an error, for a callback to return. Never returns NULL. DG_OK, and a code that is none
+ * of the above, become DG_UNKNOWN. */
 DG_API dg_error* dg_error_create(dg_code code, dg_str message) DG_NOEXCEPT;
 DG_API void dg_error_destroy(dg_error* error) DG_NOEXCEPT;
-/* DG_OK for NULL. */
+/* Returns DG_OK for NULL. */
 DG_API dg_code dg_error_code(const dg_error* error) DG_NOEXCEPT;
-/* For people, not for programs to parse. Lives as long as `error`. */
+/* Returns a text for people, not for programs to parse. It lives as long as `error`. */
 DG_API dg_str dg_error_message(const dg_error* error) DG_NOEXCEPT;
 
-/* Where an error arose, as far as that is known: stores the rank of the worker (unless `rank` is
- * NULL) and returns DG_ORIGIN_..., or returns DG_ORIGIN_NONE and stores nothing. An error keeps its
- * origin on its way through nested calls, as long as each handler returns the dg_error that it got.
- * It is the word of the peers that it came by. */
+/* Returns what gave the error (DG_ORIGIN_...), and stores the rank of the worker on which it
+ * arose (unless `rank` is NULL); stores nothing if that is not known (DG_ORIGIN_NONE). An error
+ * keeps its origin on its way through nested calls, as long as each handler returns the dg_error
+ * that it got. An origin is what the peers say, not a proof. */
 DG_API uint32_t dg_error_origin(const dg_error* error, uint32_t* rank) DG_NOEXCEPT;
 enum {
-  DG_ORIGIN_NONE = 0,     /* the function that returned it, on no worker; or dg_error_create */
+  DG_ORIGIN_NONE = 0,     /* not known: it arose on no worker, or dg_error_create made it */
   DG_ORIGIN_DISTGRAD = 1, /* distgrad, or an operator or optimizer of torch that it ran */
   DG_ORIGIN_HANDLER = 2   /* a handler returned it */
 };
-/* dg_error_create with an origin: for a callback that returns an error of which it has no dg_error
- * any more, as in languages whose errors are values. An origin that is none of the above, or a rank
- * beyond 65535, gives an error without one. */
+/* Creates an error with an origin: for a callback that returns an error whose dg_error it no
+ * longer has, as in languages whose errors are values. An unknown origin, or a rank beyond
+ * 65535, gives an error without origin. */
 DG_API dg_error* dg_error_create_with_origin(dg_code code, dg_str message, uint32_t origin,
                                              uint32_t rank) DG_NOEXCEPT;
 
-/* Tells the launcher that started this process why it fails, where that wants to know: torchrun's
- * summary then has code and message. Codes as of dg_error_create. The first of a process stays.
- * docs/launching.md, "torchrun". An error if it cannot be written. */
+/* Reports to the launcher why this process fails, if the launcher asks for that: torchrun's
+ * summary then has code and message. Codes as for dg_error_create. Only the first report of a
+ * process counts. An error if the report cannot be written. docs/launching.md, "torchrun". */
 DG_API DG_MUST_USE dg_error* dg_report_failure(dg_code code, dg_str message) DG_NOEXCEPT;
 
 /* --------------------------------------------------------------------------------------- Log */
 
 enum { DG_LOG_INFO = 0, DG_LOG_WARNING = 1, DG_LOG_ERROR = 2 };
-/* Gives the lines that the library logs to `sink`, in the place of standard error; NULL: to
- * standard error again. `severity` is DG_LOG_..., `text` has neither time nor newline, and is
- * borrowed. What is logged at all the environment variable DISTGRAD_LOG says (INFO, WARNING, ERROR
- * or OFF; WARNING when it is not set). Of the whole process; takes the place of the one before.
- * Takes `user_data`.
+/* Passes the lines that the library logs to `sink`, instead of writing them to standard error; NULL
+ * restores standard error. `severity` is DG_LOG_...; `text` has neither time nor newline, and is
+ * borrowed. Which lines are logged is up to the environment variable DISTGRAD_LOG (INFO, WARNING,
+ * ERROR or OFF; WARNING when it is not set). The process has one sink, and a new one replaces the
+ * former. Takes `user_data`.
  *
- * The sink is called on any thread, several at once, the network's among them, and while the
+ * The sink is called on any thread, on several at once, also on the network's, and while the
  * library holds locks of its own: it must neither wait nor call a function of this library. When
- * this has returned the former sink is not running, nor will it, and its user_data is ended. Waits
- * for that, also where other functions that wait are refused; called in a sink it does not. */
+ * this function has returned, the former sink does not run and is not called again, and its
+ * user_data is destroyed. Waits for that, also where other functions that wait are refused, but
+ * not if it is called in a sink. */
 DG_API DG_MUST_USE dg_error* dg_log_set_sink(void (*sink)(void* user_data, uint32_t severity,
                                                           dg_str text),
                                              void* user_data,
@@ -164,7 +164,7 @@ DG_API DG_MUST_USE dg_error* dg_log_set_sink(void (*sink)(void* user_data, uint3
 /* A reference to a torch tensor. Two handles may refer to the same tensor. */
 typedef struct dg_tensor dg_tensor;
 
-/* torch's numbers; as an argument or result of an operator a dtype is an integer. */
+/* torch's numbers (c10::ScalarType). For operators a dtype is an integer. */
 typedef int32_t dg_dtype;
 enum {
   DG_UINT8 = 0,
@@ -187,16 +187,16 @@ enum {
   DG_UINT64 = 29
 };
 
-/* A tensor on the CPU with a copy of the elements at `data`, in row-major order.
- * DG_INVALID_ARGUMENT for a dtype that is none of the above, and for a negative or too large shape;
- * DG_RESOURCE_EXHAUSTED if memory is out. */
+/* Creates a tensor on the CPU with a copy of the elements at `data`, in row-major order.
+ * DG_INVALID_ARGUMENT for a dtype that is none of the above, and for a negative or too large
+ * shape; DG_RESOURCE_EXHAUSTED if memory is out. */
 DG_API DG_MUST_USE dg_error* dg_tensor_from_data(const void* data, dg_dtype dtype,
                                                  const int64_t* shape, size_t dim_count,
                                                  dg_tensor** out) DG_NOEXCEPT;
 
-/* A tensor on the CPU over the caller's memory, which must stay until `destroy` is called: when
- * the last reference to the tensor's storage is gone. `strides` counts elements; NULL: row-major.
- * Takes `user_data`. */
+/* Creates a tensor on the CPU over the caller's memory, which must stay valid until `destroy` is
+ * called: when the last reference to the tensor's storage is gone. `strides` counts elements;
+ * NULL: row-major. Takes `user_data`. Errors as of dg_tensor_from_data. */
 DG_API DG_MUST_USE dg_error* dg_tensor_from_memory(void* data, dg_dtype dtype, const int64_t* shape,
                                                    const int64_t* strides, size_t dim_count,
                                                    void* user_data,
@@ -205,82 +205,84 @@ DG_API DG_MUST_USE dg_error* dg_tensor_from_memory(void* data, dg_dtype dtype, c
 
 struct DLManagedTensorVersioned; /* dlpack/dlpack.h, version 1.x */
 
-/* Imports a tensor in the CPU's memory without a copy. Takes `managed`: its deleter runs when the
- * last reference is gone. DG_FAILED_PRECONDITION if it is marked read-only, for operators could
- * write to it; DG_UNIMPLEMENTED for another major version of DLPack, or another device;
+/* Imports a tensor in the CPU's memory without a copy. Takes `managed`: its deleter runs when
+ * the last reference is gone. DG_FAILED_PRECONDITION if it is marked read-only, for operators
+ * could write to it; DG_UNIMPLEMENTED for another major version of DLPack, or another device;
  * DG_INVALID_ARGUMENT for a dtype that torch lacks, and for elements at NULL. */
 DG_API DG_MUST_USE dg_error* dg_tensor_from_dlpack(struct DLManagedTensorVersioned* managed,
                                                    dg_tensor** out) DG_NOEXCEPT;
 
-/* Exports a tensor in the CPU's memory without a copy. The caller owns *out, and ends it by its
- * deleter. DG_FAILED_PRECONDITION if the tensor requires grad (detach it first), and where
- * dg_tensor_data gives it. */
+/* Exports a tensor in the CPU's memory without a copy. The caller owns *out, and calls its
+ * deleter to end it. DG_FAILED_PRECONDITION if the tensor requires grad (detach it first), or if
+ * dg_tensor_data cannot give its memory. */
 DG_API DG_MUST_USE dg_error* dg_tensor_to_dlpack(const dg_tensor* tensor,
                                                  struct DLManagedTensorVersioned** out) DG_NOEXCEPT;
 
-/* For programs that link the same libtorch as well: the `at::Tensor *` of a handle, which lives as
- * long as the handle (NULL if that is not valid); and a handle of an `const at::Tensor *`. History
- * and memory are shared. */
+/* For programs that link the same libtorch. dg_tensor_torch returns the `at::Tensor *` of a
+ * handle, which lives as long as the handle; NULL if `tensor` is not a valid handle.
+ * dg_tensor_from_torch creates a handle for a `const at::Tensor *`. Both sides share autograd
+ * history and memory. */
 DG_API void* dg_tensor_torch(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API DG_MUST_USE dg_error* dg_tensor_from_torch(const void* torch_tensor,
                                                   dg_tensor** out) DG_NOEXCEPT;
 
-/* One more handle of the same tensor. */
+/* Creates one more handle of the same tensor. */
 DG_API DG_MUST_USE dg_error* dg_tensor_clone(const dg_tensor* tensor, dg_tensor** out) DG_NOEXCEPT;
-/* The same memory without history: nothing that is computed from it is recorded. */
+/* Creates a tensor with the same memory and no autograd history: nothing that is computed from
+ * it is recorded. */
 DG_API DG_MUST_USE dg_error* dg_tensor_detach(const dg_tensor* tensor, dg_tensor** out) DG_NOEXCEPT;
 DG_API void dg_tensor_destroy(dg_tensor* tensor) DG_NOEXCEPT;
 
-/* -1 if `tensor` is not a valid handle. */
+/* Returns -1 if `tensor` is not a valid handle. */
 DG_API dg_dtype dg_tensor_dtype(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API size_t dg_tensor_dim_count(const dg_tensor* tensor) DG_NOEXCEPT;
-/* Stores how many dimensions there are, and copies their sizes to `shape` and the distances along
- * them, in elements, to `strides`: arrays with room for `room` numbers each, or NULL for what is
- * not wanted. A dimension along which the parts of a nested tensor differ has size -1.
- * DG_OUT_OF_RANGE if there is too little room, with *dim_count stored; DG_FAILED_PRECONDITION if
- * strides are wanted and there are none (sparse, nested). */
+/* Stores the number of dimensions, and copies their sizes to `shape` and their strides, in
+ * elements, to `strides`: arrays with room for `room` numbers each; NULL skips one. A dimension
+ * along which the parts of a nested tensor differ has size -1. DG_OUT_OF_RANGE if there is too
+ * little room, with *dim_count stored; DG_FAILED_PRECONDITION if strides are wanted and there
+ * are none (sparse, nested). */
 DG_API DG_MUST_USE dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape,
                                               int64_t* strides, size_t room,
                                               size_t* dim_count) DG_NOEXCEPT;
 DG_API int64_t dg_tensor_element_count(const dg_tensor* tensor) DG_NOEXCEPT;
-/* "cpu", "cuda:1"; lives for ever. Empty if `tensor` is not a valid handle. */
+/* Returns "cpu", "cuda:1"; the string lives for ever. Empty if `tensor` is not a valid handle. */
 DG_API dg_str dg_tensor_device(const dg_tensor* tensor) DG_NOEXCEPT;
 
-/* The first element, from which the strides go on; lives as long as the handle, until an operator
- * gives the tensor other memory in place. Write to it only where torch might: not under an
- * operator, nor while a call sends it. DG_FAILED_PRECONDITION if its memory does not hold its
- * elements as they are (sparse, nested, conjugate views), is too small for them, or is not the
- * CPU's. */
+/* Stores the address of the first element; the others are at the strides of dg_tensor_layout. It
+ * is valid as long as the handle, or until an operator gives the tensor other memory in place.
+ * Do not write to it while an operator uses the tensor or a call sends it.
+ * DG_FAILED_PRECONDITION if the memory does not hold the elements as they are (sparse, nested,
+ * conjugate views), is too small for them, or is not the CPU's. */
 DG_API DG_MUST_USE dg_error* dg_tensor_data(const dg_tensor* tensor, void** out) DG_NOEXCEPT;
 
 DG_API bool dg_tensor_requires_grad(const dg_tensor* tensor) DG_NOEXCEPT;
-/* Makes a leaf one whose gradient is wanted: the tensor itself, which no other thread uses
- * meanwhile by this handle or another. DG_FAILED_PRECONDITION if it is not a leaf,
- * DG_INVALID_ARGUMENT if it is not of a floating or complex type. */
+/* Makes a leaf require grad (torch's requires_grad_). No other thread may use the tensor
+ * meanwhile, by this handle or another. DG_FAILED_PRECONDITION if it is not a leaf,
+ * DG_INVALID_ARGUMENT if its dtype is neither floating nor complex. */
 DG_API DG_MUST_USE dg_error* dg_tensor_require_grad(dg_tensor* tensor) DG_NOEXCEPT;
 
-/* Whether operators on this thread are recorded for backward (true at first); returns what it was.
- * A handler starts with the mode of its caller. */
+/* Sets whether operators on this thread are recorded for backward (true at first), and returns
+ * the mode before. A handler starts with the mode of its caller. */
 DG_API bool dg_grad_set_enabled(bool enabled) DG_NOEXCEPT;
-/* Whether they are recorded. */
+/* Returns whether operators on this thread are recorded for backward. */
 DG_API bool dg_grad_enabled(void) DG_NOEXCEPT;
 
-/* Seeds torch's generators of random numbers, of all devices of this process: operators on one
+/* Seeds torch's random number generators, of all devices of this process: operators on one
  * thread give the same numbers after the same seed. */
 DG_API DG_MUST_USE dg_error* dg_manual_seed(uint64_t seed) DG_NOEXCEPT;
 
-/* How many threads one operator on the CPU may use: of operators on this thread, and on those that
- * have not run one yet; so a program calls this first. Where torch runs its loops by OpenMP (as its
- * releases do), each thread that runs operators has so many of them. DG_INVALID_ARGUMENT for 0, and
- * for more than 1024. */
+/* Sets how many threads one operator on the CPU may use, on this thread and on threads that have
+ * not run an operator yet: so call it first. Where torch parallelizes by OpenMP (as its releases
+ * do), each thread that runs operators has so many of them. DG_INVALID_ARGUMENT for 0, and for
+ * more than 1024. */
 DG_API DG_MUST_USE dg_error* dg_set_num_threads(uint32_t count) DG_NOEXCEPT;
-/* How many threads one operator on this thread may use. Torch's default: one for each core, or
- * OMP_NUM_THREADS. */
+/* Returns how many threads one operator on this thread may use. Torch's default: one for each
+ * core, or OMP_NUM_THREADS. */
 DG_API uint32_t dg_num_threads(void) DG_NOEXCEPT;
 
 /* ------------------------------------------------------------------------------------ Values */
 
-/* An argument or a result of an operator; `kind` says which member of `as` counts. A dtype, layout
+/* An argument or a result of an operator; `kind` says which member of `as` is set. A dtype, layout
  * or memory format is an integer, a device a string. */
 typedef struct dg_value {
   uint64_t kind;
@@ -400,8 +402,8 @@ static inline dg_value dg_value_tensors(const dg_tensor* const* data, size_t siz
 typedef struct dg_values dg_values;
 
 DG_API size_t dg_values_count(const dg_values* values) DG_NOEXCEPT;
-/* What *out points to lives as long as `values`, the handles of tensors too. DG_INVALID_ARGUMENT
- * behind the last one. */
+/* Stores one result. What *out points to lives as long as `values`, the handles of tensors too.
+ * DG_INVALID_ARGUMENT for an index beyond the last. */
 DG_API DG_MUST_USE dg_error* dg_values_get(const dg_values* values, size_t index,
                                            dg_value* out) DG_NOEXCEPT;
 DG_API void dg_values_destroy(dg_values* values) DG_NOEXCEPT;
@@ -411,29 +413,29 @@ DG_API void dg_values_destroy(dg_values* values) DG_NOEXCEPT;
 /* Runs a torch operator on this thread; autograd records it. `op` is its name with its overload, as
  * in "aten::mm" or "aten::sum.dim_IntList".
  *
- * `arguments` are those of its schema, in order, those after the "*" too. What is missing at the
- * end gets its default. Where the schema asks for it, an integer or bool becomes a real, one number
+ * `arguments` are those of its schema, in order, keyword-only ones too. Those missing at the end
+ * get their defaults. Where the schema asks for it, an integer or bool becomes a real, one number
  * fills a list of fixed length, and a number becomes a tensor of no dimensions.
  *
- * An operator that writes to an argument ("aten::add_.Tensor", "aten::add.out") has that tensor for
- * itself: until it returns no other thread uses it, or a tensor that shares its memory, and no call
- * that is in flight sends it. Torch does not look after that.
+ * While an operator writes to an argument ("aten::add_.Tensor", "aten::add.out"), no other thread
+ * may use that tensor, or one that shares its memory, and no call in flight may send it. Torch does
+ * not check this.
  *
- * DG_NOT_FOUND for an unknown name; DG_INVALID_ARGUMENT, before anything runs, for arguments that
- * do not fit the schema. */
+ * DG_NOT_FOUND for an unknown name; DG_INVALID_ARGUMENT, before anything runs, for arguments
+ * that do not fit the schema. */
 DG_API DG_MUST_USE dg_error* dg_op_call(dg_str op, const dg_value* arguments, size_t argument_count,
                                         dg_values** out) DG_NOEXCEPT;
 
-/* Whether an operator only computes, so that whatever its arguments are it harms nothing: what a
- * language in which memory is safe may call as it likes. DG_PERMISSION_DENIED if it writes to its
- * arguments, or is one that peers may not call either (docs/security.md): one that takes sizes, or
- * how its arguments fit together, on trust, or that touches files or a tensor's storage.
- * DG_NOT_FOUND for an unknown name. */
+/* Returns NULL if an operator only computes, so that no arguments make it do harm: a memory-safe
+ * language may offer it to safe code. DG_PERMISSION_DENIED if it writes to its arguments, or if
+ * peers may not call it either (docs/security.md), for it trusts sizes or how its arguments fit
+ * together, or touches files or a tensor's storage. DG_NOT_FOUND for an unknown name. */
 DG_API DG_MUST_USE dg_error* dg_op_check_pure(dg_str op) DG_NOEXCEPT;
 
-/* The same as dg_op_call for operators whose results are tensors: stores them in
+/* The same as dg_op_call, for operators whose results are tensors: stores them in
  * outs[0..out_count), those of a list one after the other, and NULL for no tensor.
- * DG_INVALID_ARGUMENT if they are not that many, or not tensors; the operator has run then. */
+ * DG_INVALID_ARGUMENT if there are not as many, or if they are not tensors; the operator has run
+ * then. */
 DG_API DG_MUST_USE dg_error* dg_op_tensors(dg_str op, const dg_value* arguments,
                                            size_t argument_count, dg_tensor** outs,
                                            size_t out_count) DG_NOEXCEPT;
@@ -443,110 +445,116 @@ DG_API DG_MUST_USE dg_error* dg_op_tensors(dg_str op, const dg_value* arguments,
 /* What a call carries, either way: some bytes and a list of tensors. Immutable. */
 typedef struct dg_message dg_message;
 
-/* Copies the payload, refers to the tensors. A NULL among `tensors` keeps its place. */
+/* Creates a message with a copy of the payload and references to the tensors. A NULL among
+ * `tensors` is a place without a tensor. */
 DG_API DG_MUST_USE dg_error* dg_message_create(const void* payload, size_t payload_size,
                                                const dg_tensor* const* tensors, size_t tensor_count,
                                                dg_message** out) DG_NOEXCEPT;
 DG_API void dg_message_destroy(dg_message* message) DG_NOEXCEPT;
-/* Lives as long as `message`. */
+/* Returns the payload, which lives as long as `message`. */
 DG_API dg_str dg_message_payload(const dg_message* message) DG_NOEXCEPT;
 DG_API size_t dg_message_tensor_count(const dg_message* message) DG_NOEXCEPT;
-/* Stores NULL for a place without a tensor. DG_INVALID_ARGUMENT behind the last place. */
+/* Stores a new handle of the tensor at a place; NULL if that place has none. DG_INVALID_ARGUMENT
+ * beyond the last place. */
 DG_API DG_MUST_USE dg_error* dg_message_tensor(const dg_message* message, size_t index,
                                                dg_tensor** out) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------------- Futures */
 
-/* The outcome of something in flight: not done, done, or failed; and done for ever after.
- * Destroying a future neither cancels the work nor waits for it. */
+/* The outcome of work in flight: not done, or done with a result or an error. Once done, it
+ * stays so. Destroying a future neither cancels the work nor waits for it. */
 typedef struct dg_future dg_future;
 
 #define DG_FOREVER INT64_C(-1)
 
-/* Waits, at most timeout_ms (0 polls, which is allowed everywhere), and stores whether the future
- * is done. A timeout is no error, nor is a failed future: ask dg_future_result. */
+/* Waits, at most timeout_ms (0 polls, which is allowed everywhere), and stores whether the
+ * future is done. Neither a timeout nor the failure of the work is an error here: ask
+ * dg_future_result. */
 DG_API DG_MUST_USE dg_error* dg_future_wait(const dg_future* future, int64_t timeout_ms,
                                             bool* done) DG_NOEXCEPT;
 
-/* Returns the error of the work if it failed; else stores what it replied: NULL for work without a
- * reply (backward). DG_FAILED_PRECONDITION if not done, or if it has values. */
+/* Returns the error of the work if it failed; else stores its reply: NULL for work without a
+ * reply (backward). DG_FAILED_PRECONDITION if the future is not done, or is of an operator. */
 DG_API DG_MUST_USE dg_error* dg_future_result(const dg_future* future,
                                               dg_message** reply) DG_NOEXCEPT;
-/* The same for an operator on another worker. */
+/* Stores the results of an operator on another worker; otherwise as dg_future_result. */
 DG_API DG_MUST_USE dg_error* dg_future_values(const dg_future* future, dg_values** out) DG_NOEXCEPT;
 
-/* Calls `done` once the future is done: on the thread that completes it, which `done` must not
- * hold up; or within this call, if it is done already. Takes `user_data`. */
+/* Calls `done` once the future is done: on the thread that completes it, where `done` must not
+ * wait; or within this call, if it is done already. Takes `user_data`. */
 DG_API DG_MUST_USE dg_error* dg_future_then(const dg_future* future, void (*done)(void* user_data),
                                             void* user_data,
                                             void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
-/* Gives a call or a backward up: its future is then done, with DG_CANCELLED if nothing came first.
- * A handler that runs already is not stopped, but can see it, and its answer is dropped. A backward
- * ends on every worker, and its context is good for dg_context_release only. No effect on a future
- * that is done. Does not wait. */
+/* Cancels a call or a backward: its future is then done, with DG_CANCELLED unless it was done
+ * before. A handler that runs already is not stopped, but can see the cancellation, and its
+ * answer is dropped. A cancelled backward ends on every worker, and its context is good for
+ * dg_context_release only. No effect on a future that is done. Does not wait. */
 DG_API DG_MUST_USE dg_error* dg_future_cancel(const dg_future* future) DG_NOEXCEPT;
 DG_API void dg_future_destroy(dg_future* future) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------- Cancellations */
 
-/* Whether work is still wanted: the caller that asked for it says when it is not, and the handler
- * that does it checks now and then, or is told. */
+/* A cancellation token: the caller that asked for work cancels it, and the handler that does the
+ * work checks it now and then, or is called back. */
 typedef struct dg_cancellation dg_cancellation;
 
-/* One for calls of this program to go with, by dg_call_options. */
+/* Creates one for calls of this program (dg_call_options). */
 DG_API DG_MUST_USE dg_error* dg_cancellation_create(dg_cancellation** out) DG_NOEXCEPT;
-/* Fails the calls that go with it with DG_CANCELLED, for good; those, too, that are made later.
- * Idempotent, does not wait. */
+/* Fails the calls that were made with it with DG_CANCELLED, and those that are made with it
+ * later. Idempotent, does not wait. */
 DG_API DG_MUST_USE dg_error* dg_cancellation_cancel(dg_cancellation* cancellation) DG_NOEXCEPT;
-/* NULL as long as it is not cancelled; then an error that says why, for a handler to return. */
+/* Returns NULL until it is cancelled; then an error that says why, for a handler to return. */
 DG_API DG_MUST_USE dg_error* dg_cancellation_check(const dg_cancellation* cancellation) DG_NOEXCEPT;
-/* Calls `cancelled` once it is cancelled: on the thread that does so, which `cancelled` must not
- * hold up; or within this call, if it is already. Takes `user_data`, which ends behind the call, or
- * as the callback is forgotten, or with the cancellation if it is never cancelled. Stores in *id
- * (unless that is NULL) a number for dg_cancellation_forget: 0 if it was called. */
+/* Calls `cancelled` once it is cancelled: on the thread that cancels it, where `cancelled` must
+ * not wait; or within this call, if it is cancelled already. Takes `user_data`, which is
+ * destroyed after the call, when the callback is removed, or with the cancellation. Stores in
+ * *id (unless that is NULL) a number for dg_cancellation_forget: 0 if the callback has been
+ * called. */
 DG_API DG_MUST_USE dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
                                                   void (*cancelled)(void* user_data),
                                                   void* user_data, void (*destroy)(void* user_data),
                                                   uint64_t* id) DG_NOEXCEPT;
-/* Takes a callback off again, by its number: when this has returned it is not running, nor will it,
- * and its user_data is ended. Waits while another thread is in it, also where other functions that
- * wait are refused; in the callback itself it does not. One that was called, and a number that is
- * none, are no error. */
+/* Removes a callback by its number: when this has returned, the callback does not run and is not
+ * called any more, and its user_data is destroyed. Waits while another thread runs it, also
+ * where other functions that wait are refused, but not in the callback itself. A callback that
+ * was called, and an unknown number, are no error. */
 DG_API DG_MUST_USE dg_error* dg_cancellation_forget(const dg_cancellation* cancellation,
                                                     uint64_t id) DG_NOEXCEPT;
-/* Of the handle alone: what goes with it goes on. */
+/* Destroys the handle alone: calls that were made with it go on. */
 DG_API void dg_cancellation_destroy(dg_cancellation* cancellation) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------------- Workers */
 
-/* One member of a job: it listens, calls the others, and is called by them. It owns all its threads
- * and sockets; a process may have several, for tests mostly. */
+/* One member of a job: it listens, calls the others, and is called by them. It owns all its
+ * threads and sockets; a process may have several, mostly for tests. */
 typedef struct dg_worker dg_worker;
 typedef struct dg_context dg_context;
 
-/* What a worker lets others, and its own program, make it hold. Past one of these a call fails with
- * DG_RESOURCE_EXHAUSTED and the limit's name; but where bytes_per_peer wait to be sent, calls that
- * wait for their reply wait for room. A 0 is the default. */
+/* Bounds on what other workers, and this program, can make a worker hold. Beyond one of them a
+ * call fails with DG_RESOURCE_EXHAUSTED and the limit's name; only where bytes_per_peer wait to
+ * be sent, calls that wait for their reply wait for room instead (backpressure). 0 means the
+ * default. */
 typedef struct dg_limits {
   size_t struct_size;
-  uint64_t message_bytes;       /* of one message, and of an operator that is served; 8 GiB */
+  uint64_t message_bytes;       /* of one message with its tensors, and of what one operator
+                                 * allocates for a peer; 8 GiB */
   uint64_t tensors_per_message; /* 16384 */
-  uint64_t calls_per_peer;      /* in flight to one peer, and served here of one; 4096 */
+  uint64_t calls_per_peer;      /* in flight to one peer, and served here for one; 4096 */
   uint64_t calls;               /* of all peers together; 65536 */
-  uint64_t bytes_per_peer;      /* that wait to be sent to one, and of its calls here; 4 GiB */
-  uint64_t contexts_per_peer;   /* of one origin that are open here; 4096 */
+  uint64_t bytes_per_peer;      /* waiting to be sent to one peer, and of its calls here; 4 GiB */
+  uint64_t contexts_per_peer;   /* open here, of one origin; 4096 */
   uint64_t unauthenticated;     /* connections whose handshake is not finished; 256 */
-  int64_t handshake_timeout_ms; /* how long each may take for it; 10 seconds */
+  int64_t handshake_timeout_ms; /* of one connection; 10 seconds */
 } dg_limits;
 #define DG_LIMITS_INIT \
   { sizeof(dg_limits), 0, 0, 0, 0, 0, 0, 0, 0 }
 
-/* Which device of this worker goes with which of another: a tensor that is on the one here arrives
- * on the other there, and its gradient comes back the same way. */
+/* Maps a device of this worker to one of another: a tensor that is sent from the one arrives on
+ * the other, and its gradient comes back the same way. */
 typedef struct dg_device_pair {
   size_t struct_size;
-  dg_str peer;   /* its name */
+  dg_str peer;   /* the other worker's name */
   dg_str mine;   /* "cuda:0" */
   dg_str theirs; /* "cuda:1" */
 } dg_device_pair;
@@ -558,34 +566,35 @@ typedef struct dg_device_pair {
 typedef struct dg_worker_options {
   size_t struct_size;
   dg_str name;                /* unique in the job; empty: DISTGRAD_NAME, or "worker<rank>" */
-  uint32_t rank;              /* in [0, world_size); its id */
-  uint32_t world_size;        /* 0: both as the rendezvous or the launcher says */
+  uint32_t rank;              /* in [0, world_size) */
+  uint32_t world_size;        /* 0: both come from the rendezvous or the launcher */
   dg_str rendezvous;          /* how the workers find each other:
                                * "tcp://host:port"  worker 0 serves a store there
-                               * "file:///path"     a file that all see, not there from a job before
+                               * "file:///path"     a file that all see, new for each job
                                * "env://" or empty  as DISTGRAD_RENDEZVOUS or the launcher says
-                               * with "?rank=1&world_size=2" where these are 0. docs/launching.md */
+                               * with "?rank=1&world_size=2" if world_size is 0.
+                               * docs/launching.md */
   dg_str transport;           /* "socket"; "tcp" and "shm" are TensorPipe's own; empty:
                                * DISTGRAD_TRANSPORT, or "socket" */
-  dg_str host;                /* the address, name or interface that it listens on; empty:
+  dg_str host;                /* the address, name or interface to listen on; empty:
                                * DISTGRAD_HOST, or the address by which this machine reaches the
-                               * store, or loopback where the store or the whole job is here */
-  dg_str key_file;            /* has the secret that all workers share; empty: what
-                               * DISTGRAD_KEY_FILE names, or the secret itself in DISTGRAD_KEY, or
-                               * none. docs/security.md */
-  uint64_t thread_count;      /* that run handlers at the same time; 0: as many as there are
-                               * processors that the process may use */
-  int64_t timeout_ms;         /* of calls and passes that set none; 0: a minute */
-  int64_t join_timeout_ms;    /* for all workers to join; 0: a minute */
+                               * store, or loopback if the store or the whole job is here */
+  dg_str key_file;            /* a file with the secret that all workers share; empty: the one
+                               * that DISTGRAD_KEY_FILE names, or the secret itself in DISTGRAD_KEY,
+                               * or none. With one, TCP is encrypted. docs/security.md */
+  uint64_t thread_count;      /* threads that run handlers and backward at the same time; 0: one
+                               * for each processor that the process may use */
+  int64_t timeout_ms;         /* of calls and passes that set none; 0: one minute */
+  int64_t join_timeout_ms;    /* for all workers to join; 0: one minute */
   uint64_t flags;             /* DG_WORKER_... */
-  dg_str job;                 /* tells jobs that share one rendezvous apart; has no '/' */
-  int64_t heartbeat_limit_ms; /* a peer not heard of for so long is lost, though its connection
-                               * stands; at least 100, DG_FOREVER: never; 0: 20 seconds */
-  uint64_t max_workers;       /* of all that ever join; 0: 4096 */
+  dg_str job;                 /* tells apart jobs that share one rendezvous; without '/' */
+  int64_t heartbeat_limit_ms; /* a peer that is silent for so long is lost, though its
+                               * connection stands; at least 100; DG_FOREVER: never; 0: 20 s */
+  uint64_t max_workers;       /* that may ever join the job; 0: 4096 */
   const dg_limits* limits;    /* NULL: the defaults */
-  const dg_device_pair* const* device_pairs; /* one to one for each peer, and without the CPU, which
-                                              * always goes with the CPU. One end of a pair may say
-                                              * it alone */
+  const dg_device_pair* const* device_pairs; /* one to one for each peer. The CPU always maps to
+                                              * the CPU and is left out. It is enough that one of
+                                              * the two workers gives the map */
   size_t device_pair_count;
 } dg_worker_options;
 #define DG_WORKER_OPTIONS_INIT                                                                   \
@@ -593,92 +602,94 @@ typedef struct dg_worker_options {
     sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0, {0, 0}, \
         0, 0, 0, 0, 0                                                                            \
   }
-/* Which operators the others may call here: without a flag, those of torch that only compute; see
- * docs/security.md. Not both. */
+/* Flags of dg_worker_options. Which operators the others may call here: without one of these
+ * two, those of torch that only compute (docs/security.md). Not both. */
 #define DG_WORKER_NO_OPERATORS UINT64_C(1)  /* none */
 #define DG_WORKER_ALL_OPERATORS UINT64_C(2) /* all that this process has */
-/* Joins a job that runs already, as one more worker: the store gives its rank, and neither `rank`
- * nor `world_size` is looked at. Under a name that it had before it comes back. docs/membership.md.
- */
+/* Joins a running job as one more worker: the store gives its rank, and `rank` and `world_size`
+ * are ignored. A worker that uses a former name comes back under it. docs/membership.md. */
 #define DG_WORKER_JOIN UINT64_C(4)
-/* Large tensors on GPUs go by way of the CPU; otherwise, in builds with CUDA, straight to GPUs of
- * workers that have none of this flag either. docs/cuda.md */
+/* Large tensors on GPUs go through the CPU. Without this flag, and in builds with CUDA, they go
+ * straight to the GPUs of workers that do not have it either. docs/cuda.md */
 #define DG_WORKER_NO_GPU_CHANNEL UINT64_C(8)
 
-/* Joins the job. Waits until all its workers have.
+/* Joins the job. Waits until all its workers have joined.
  *
  * DG_INVALID_ARGUMENT for options or variables that make no sense, DG_FAILED_PRECONDITION for an
- * environment that lacks something, DG_DEADLINE_EXCEEDED with those that did not come,
+ * environment that lacks something, DG_DEADLINE_EXCEEDED with the workers that did not come,
  * DG_ALREADY_EXISTS if two claim one rank or name, DG_RESOURCE_EXHAUSTED beyond max_workers,
  * DG_UNAUTHENTICATED for another key than the others', DG_UNAVAILABLE if the store is gone. */
 DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
                                               dg_worker** out) DG_NOEXCEPT;
 
-/* Flags of the three functions below: a member that is lost is not waited for any more, as if it
- * had left. Without this flag they fail with DG_UNAVAILABLE and its name as soon as it is lost. */
+/* Flag of the three functions below: goes on without a member that is lost, as if it had left.
+ * Without this flag they fail with DG_UNAVAILABLE and the member's name as soon as one is lost. */
 #define DG_WITHOUT_LOST UINT64_C(1)
 
-/* Waits until every worker has called it as often as this one. */
+/* Waits until every worker has called this as often as this one. DG_DEADLINE_EXCEEDED names
+ * those that have not. */
 DG_API DG_MUST_USE dg_error* dg_worker_barrier(dg_worker* worker, int64_t timeout_ms,
                                                uint64_t flags) DG_NOEXCEPT;
 
-/* Ends the job in good order, so that nobody's call finds this worker gone. Waits until every
- * worker has called this or dg_worker_serve, and until the calls that are in flight then are
- * answered; then destroy it. DG_FOREVER is a good timeout: if the job cannot end well, this ends
- * with an error. DG_FAILED_PRECONDITION in a handler of this worker. */
+/* Ends the job in good order, so that no call finds this worker gone. Waits until every worker
+ * has called this or dg_worker_serve, and until the calls in flight are answered; then destroy
+ * the worker. DG_FOREVER is a good timeout: if the job cannot end well, this returns an error.
+ * DG_FAILED_PRECONDITION in a handler of this worker. */
 DG_API DG_MUST_USE dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeout_ms,
                                                 uint64_t flags) DG_NOEXCEPT;
 
-/* For a worker that only answers the others from now on: serves until the job ends, which is when
- * all others have left, or wait for that as well. The same as dg_worker_shutdown without a
- * timeout. */
+/* Serves until the job ends: until all others have left, or have called this or
+ * dg_worker_shutdown. For a worker that only answers the others from now on. The same as
+ * dg_worker_shutdown without a timeout. Waits. */
 DG_API DG_MUST_USE dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) DG_NOEXCEPT;
 
-/* Leaves in good order while the job goes on: refuses new calls of the others with DG_UNAVAILABLE,
- * and waits until those in flight and the contexts that it takes part in are over; then destroy it.
- * DG_DEADLINE_EXCEEDED says how many were left. Once; DG_FAILED_PRECONDITION in a handler of this
- * worker, and for the worker that serves the rendezvous. */
+/* Leaves in good order while the job goes on: refuses new calls of the others with
+ * DG_UNAVAILABLE, and waits until calls in flight and the contexts that this worker takes part
+ * in are over; then destroy the worker. DG_DEADLINE_EXCEEDED counts those that are left. Call it
+ * once. DG_FAILED_PRECONDITION in a handler of this worker, and for the worker that serves the
+ * rendezvous. */
 DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
 
-/* Ends the worker, but for its handle: fails what is still in flight with DG_CANCELLED, also what
- * other threads wait for in it (in a dg_worker_barrier, dg_worker_shutdown or dg_worker_serve
- * after a second); waits until running handlers and callbacks have returned, and then stops all
- * threads. Functions of the worker give DG_FAILED_PRECONDITION from then on; handles of contexts,
- * futures and optimizers stay valid, and give errors. Idempotent. Waits, at most timeout_ms (0: not
- * at all).
+/* Ends the worker, but keeps its handle. Fails what is in flight with DG_CANCELLED, also for other
+ * threads that wait in this worker (in dg_worker_barrier, dg_worker_shutdown and dg_worker_serve
+ * after a second); waits until running handlers and callbacks have returned; and stops all
+ * threads. From then on functions of the worker give DG_FAILED_PRECONDITION; handles of its
+ * contexts, futures and optimizers stay valid, and give errors. Idempotent. Waits, at most
+ * timeout_ms (0: not at all).
  *
- * DG_DEADLINE_EXCEEDED says what still runs: it goes on, and the worker stays as it is, without new
- * work; call this again, or dg_worker_destroy, which then does not wait. DG_FAILED_PRECONDITION in
- * a handler or callback of this worker. */
+ * DG_DEADLINE_EXCEEDED says what still runs: that goes on, and the worker stays, without new
+ * work; call this again, or dg_worker_destroy, which then does not wait. DG_FAILED_PRECONDITION
+ * in a handler or callback of this worker. */
 DG_API DG_MUST_USE dg_error* dg_worker_close(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
 
-/* The same as dg_worker_close, for at most a minute; and ends the handle. What still runs after
- * that minute is said in the log, and a thread of the library ends the worker when it has returned:
+/* Calls dg_worker_close with a timeout of one minute, and destroys the handle. What still runs
+ * after that minute is logged, and a thread of the library ends the worker when it has returned:
  * until then callbacks may still run, and use their user_data. In a handler or callback of this
- * worker, in the callback of a future and in destructors of user data nothing is waited for, and
+ * worker, in the callback of a future and in destructors of user data this does not wait, and
  * that thread does all of it. */
 DG_API void dg_worker_destroy(dg_worker* worker) DG_NOEXCEPT;
 
-/* 0 if `worker` is not a valid handle. */
+/* Returns 0 if `worker` is not a valid handle. */
 DG_API uint32_t dg_worker_rank(const dg_worker* worker) DG_NOEXCEPT;
 
-/* A worker knows the members of the job's start, and hears of those who join later when they call
- * it. This looks in the store for all, as dg_worker_barrier does. Waits. */
+/* Reads all members from the store, as dg_worker_barrier does. Without it a worker knows the
+ * members of the job's start, and of those who joined later the ones that have called it. Waits. */
 DG_API DG_MUST_USE dg_error* dg_worker_update_members(dg_worker* worker) DG_NOEXCEPT;
-/* How many members it knows of, without those who have left: then their ranks have gaps. 0 if
- * `worker` is not a valid handle. */
+/* Returns how many members the worker knows of, without those that have left, so that ranks may
+ * have gaps. 0 if `worker` is not a valid handle. */
 DG_API uint32_t dg_worker_world_size(const dg_worker* worker) DG_NOEXCEPT;
-/* The name of the member with that rank. Lives as long as `worker`; empty if there is none. */
+/* Returns the name of the member with that rank. It lives as long as `worker`; empty if there is
+ * no such member. */
 DG_API dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) DG_NOEXCEPT;
 
-/* Borrowed for the visit. Fields are only ever added. */
+/* A member of a job. Borrowed for the visit; fields are only ever added. */
 typedef struct dg_member {
   size_t struct_size; /* as the library knows it */
   dg_str name;
   uint64_t rank;
   uint64_t incarnation; /* greater for each later start of a worker of that name */
 } dg_member;
-/* Calls `visit` within this call for each member that it knows of, by rank. */
+/* Calls `visit` within this call for each member that the worker knows of, by rank. */
 DG_API DG_MUST_USE dg_error* dg_worker_members(const dg_worker* worker,
                                                void (*visit)(void* user_data,
                                                              const dg_member* member),
@@ -691,48 +702,48 @@ typedef struct dg_member_event {
   dg_str name;
   uint64_t rank;
   uint64_t incarnation;
-  dg_str reason; /* why it is taken for lost */
+  dg_str reason; /* why it counts as lost */
 } dg_member_event;
 enum {
   DG_MEMBER_JOINED = 1, /* it is new, or has come back */
   DG_MEMBER_LEFT = 2,   /* in good order */
-  DG_MEMBER_LOST = 3    /* it died, or nothing is heard of it */
+  DG_MEMBER_LOST = 3    /* it died, or is silent */
 };
-/* Calls `callback` for each such event from now on, once and in order, on a thread of the worker,
- * where it may wait and make calls as a handler may. It takes the place of the one that was given
- * before; NULL: none. When this has returned, that one is not called any more; and none is when
- * dg_worker_close has (or dg_worker_destroy, within its minute). Takes `user_data`.
- * Waits, for the former callback to return, unless it is called in that. */
+/* Calls `callback` for each event from now on, once and in order, on a thread of the worker,
+ * where it may wait and make calls as a handler may. It replaces the former callback; NULL
+ * removes that. When this has returned, the former callback is not called any more; and none is
+ * when dg_worker_close has returned (or dg_worker_destroy, within its minute). Takes
+ * `user_data`. Waits until the former callback has returned, unless it is called there. */
 DG_API DG_MUST_USE dg_error* dg_worker_on_member(
     dg_worker* worker, void (*callback)(void* user_data, const dg_member_event* event),
     void* user_data, void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
-/* Its number among the workers of its machine, and how many these are, as the launcher says: to
- * choose a device by. 0 and 0 where it says nothing. */
+/* Return the worker's number among the workers of its machine, and how many these are, as the
+ * launcher says: to choose a device by. 0 and 0 if it says nothing. */
 DG_API uint32_t dg_worker_local_rank(const dg_worker* worker) DG_NOEXCEPT;
 DG_API uint32_t dg_worker_local_world_size(const dg_worker* worker) DG_NOEXCEPT;
-/* How many contexts this worker knows of. */
+/* Returns how many contexts this worker knows of. */
 DG_API size_t dg_worker_context_count(const dg_worker* worker) DG_NOEXCEPT;
 
-/* What the worker has done so far, in Prometheus' text format (version 0.0.4), as the payload of
- * *out. docs/metrics.md explains each number. */
+/* Stores metrics of what the worker has done so far, in Prometheus' text format (version 0.0.4),
+ * as the payload of *out. docs/metrics.md explains each number. */
 DG_API DG_MUST_USE dg_error* dg_worker_metrics_text(const dg_worker* worker,
                                                     dg_message** out) DG_NOEXCEPT;
 
 typedef struct dg_trace_options {
   size_t struct_size;
-  uint64_t max_bytes; /* of memory; what does not fit is left out, and counted; 0: 64 MiB */
+  uint64_t max_bytes; /* of memory; events that do not fit are counted only; 0: 64 MiB */
 } dg_trace_options;
 #define DG_TRACE_OPTIONS_INIT \
   { sizeof(dg_trace_options), 0 }
 
-/* Records from now on when calls are made and served, and passes run. DG_FAILED_PRECONDITION while
- * a trace runs. */
+/* Starts to record when calls are made and served, and when passes run. DG_FAILED_PRECONDITION
+ * while a trace runs. */
 DG_API DG_MUST_USE dg_error* dg_worker_trace_start(dg_worker* worker,
                                                    const dg_trace_options* options) DG_NOEXCEPT;
-/* Ends the trace. What began and ended meanwhile is the payload of *out, in Chrome's trace event
- * format (JSON), for ui.perfetto.dev and chrome://tracing to open; docs/trace.md explains it.
- * DG_FAILED_PRECONDITION if none runs. */
+/* Ends the trace. What began and ended meanwhile becomes the payload of *out, in Chrome's trace
+ * event format (JSON), for ui.perfetto.dev and chrome://tracing to open; docs/trace.md explains
+ * it. DG_FAILED_PRECONDITION if no trace runs. */
 DG_API DG_MUST_USE dg_error* dg_worker_trace_stop(dg_worker* worker, dg_message** out) DG_NOEXCEPT;
 
 /* A backward pass that runs on a worker, and what it waits for. Borrowed for the visit. Fields are
@@ -741,85 +752,87 @@ typedef struct dg_pass_state {
   size_t struct_size; /* as the library knows it */
   uint64_t id;        /* the initiator's rank in the top 16 bits */
   uint64_t flags;     /* DG_BACKWARD_... */
-  uint64_t busy;      /* nodes of received tensors, and roots, that run or are about to */
-  /* The ranks of those whose gradients have not come, once for each tensor list sent there. */
+  uint64_t busy;      /* send nodes and roots that run or are about to */
+  /* The ranks of the workers whose gradients have not come, once for each message sent there. */
   const uint64_t* awaited;
   size_t awaited_count;
-  /* The ranks of those that have not acknowledged a message, once for each message. */
+  /* The ranks of the workers that have not acknowledged a message, once for each message. */
   const uint64_t* unacknowledged;
   size_t unacknowledged_count;
 } dg_pass_state;
 
-/* What a worker holds of a context. */
+/* What a worker holds of a context. Borrowed for the visit; fields are only ever added. */
 typedef struct dg_context_state {
   size_t struct_size; /* as the library knows it */
   uint64_t id;        /* the origin's rank in the top 16 bits */
-  uint64_t sends;     /* messages with tensors to differentiate through, sent and received */
+  uint64_t sends;     /* messages sent, and received, with tensors that require grad */
   uint64_t receives;
   uint64_t gradients;    /* of leaves of this worker */
-  const uint64_t* peers; /* the ranks of those with whom messages of it were exchanged */
+  const uint64_t* peers; /* the ranks of the workers with which it exchanged messages */
   size_t peer_count;
   const dg_pass_state* const* passes;
   size_t pass_count;
 } dg_context_state;
 
-/* Calls `visit` within this call for each context that this worker knows of, to see what a job
- * waits for. Waits for steps of passes that are in flight, not for passes. */
+/* Calls `visit` within this call for each context that this worker knows of, to show what a job
+ * waits for. Waits for running steps of passes, not for passes. */
 DG_API DG_MUST_USE dg_error* dg_worker_contexts(const dg_worker* worker,
                                                 void (*visit)(void* user_data,
                                                               const dg_context_state* context),
                                                 void* user_data) DG_NOEXCEPT;
 
-/* What a handler gets; all of it is borrowed for the call. Fields are only ever added. */
+/* The request that a handler gets; all of it is borrowed for the call. Fields are only ever
+ * added. */
 typedef struct dg_request {
   size_t struct_size; /* as the library knows it */
   dg_str function;
-  uint64_t from;                       /* the caller's rank */
-  const dg_message* message;           /* what it sent */
+  uint64_t from; /* the caller's rank */
+  const dg_message* message;
   const dg_context* context;           /* the caller's; NULL: none */
-  int64_t timeout_ms;                  /* the caller waits no longer; give it to calls in turn */
+  int64_t timeout_ms;                  /* how long the caller still waits, as the handler begins;
+                                        * nested calls get what is left of it */
   const dg_cancellation* cancellation; /* cancelled as soon as nobody waits for the answer: the
-                                        * caller gave up, or is gone; give it to calls in turn */
+                                        * caller gave up, or is gone; pass it on to nested calls */
 } dg_request;
 
-/* A remote function. Runs on a thread of the worker, several at once; may block and make calls.
- * Store the reply, which the library takes (NULL: an empty one), and return NULL; or return an
- * error, which the library takes, and the caller gets with its code. */
+/* A remote function. Runs on a thread of the worker, several at once; may wait and make calls.
+ * It stores the reply, which the library takes (NULL: an empty one), and returns NULL; or it
+ * returns an error, which the library takes, and whose code the caller gets. */
 typedef dg_error* (*dg_handler)(void* user_data, const dg_request* request, dg_message** reply);
 
-/* Lets all workers call `function`. Takes `user_data`. Calls that come before it are refused, so
- * register before the others may call: before a dg_worker_barrier, for instance.
- * DG_ALREADY_EXISTS if it is registered; DG_INVALID_ARGUMENT if the name is empty, longer than 1000
- * bytes, has a "::" (an operator's) or begins with "distgrad.". */
+/* Lets all workers call `function`. Takes `user_data`. Earlier calls are refused, so register
+ * before the others may call: before a dg_worker_barrier, for instance. DG_ALREADY_EXISTS if
+ * `function` is registered; DG_INVALID_ARGUMENT if the name is empty, longer than 1000 bytes,
+ * contains "::" (as operators' names do) or begins with "distgrad.". */
 DG_API DG_MUST_USE dg_error* dg_worker_register(dg_worker* worker, dg_str function,
                                                 dg_handler handler, void* user_data,
                                                 void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
-/* The way back to the caller of a handler that answers later. One that is destroyed without an
- * answer gives the caller DG_INTERNAL. */
+/* Carries the answer of a handler that answers later. Destroying one without an answer gives the
+ * caller DG_INTERNAL. */
 typedef struct dg_responder dg_responder;
 
-/* A remote function whose answer may come after it has returned, from any thread; no thread is held
- * meanwhile. Owns the responder, and gives it to dg_responder_answer or dg_responder_destroy. The
- * request with all in it lives until then. */
+/* A remote function whose answer may come after it has returned, from any thread; no thread is
+ * held meanwhile. It owns the responder, and passes it to dg_responder_answer or
+ * dg_responder_destroy. The request and all in it live until then. */
 typedef void (*dg_async_handler)(void* user_data, const dg_request* request,
                                  dg_responder* responder);
 
-/* As dg_worker_register. */
+/* The same as dg_worker_register, for such a handler. */
 DG_API DG_MUST_USE dg_error* dg_worker_register_async(dg_worker* worker, dg_str function,
                                                       dg_async_handler handler, void* user_data,
                                                       void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
-/* Answers with the error, or without one (NULL) with the reply (NULL: an empty one). Takes all
- * three. Where nobody waits for it any more, the answer is dropped, and that is no error.
+/* Answers with the error, or, if that is NULL, with the reply (NULL: an empty one). Takes all
+ * three. If nobody waits for the answer any more, it is dropped, which is no error.
  * DG_INVALID_ARGUMENT if `reply` is not a message; the caller gets DG_INTERNAL then. */
 DG_API DG_MUST_USE dg_error* dg_responder_answer(dg_responder* responder, dg_message* reply,
                                                  dg_error* error) DG_NOEXCEPT;
 DG_API void dg_responder_destroy(dg_responder* responder) DG_NOEXCEPT;
 
-/* Calls `wait` on this thread and returns; in a handler, others may run in its place meanwhile. For
- * handlers that wait for something which is not distgrad's, a lock or a condition, and which other
- * handlers may have to bring about. Waits. */
+/* Calls `wait` on this thread and returns; in a handler, other handlers may run meanwhile in its
+ * place. For handlers that wait for something which is not distgrad's, a lock or a condition,
+ * and which other handlers may have to bring about. Waits. */
 DG_API DG_MUST_USE dg_error* dg_wait(void (*wait)(void* user_data), void* user_data) DG_NOEXCEPT;
 
 typedef struct dg_call_options {
@@ -831,31 +844,31 @@ typedef struct dg_call_options {
 #define DG_CALL_OPTIONS_INIT \
   { sizeof(dg_call_options), 0, 0, 0 }
 
-/* Calls a function of the worker named `to` (itself, too). Waits for the reply, and before it for
- * room to send (dg_limits.bytes_per_peer).
+/* Calls a function of the worker named `to` (which may be this one). Waits for the reply, and
+ * before it for room to send (dg_limits.bytes_per_peer).
  *
- * Inside a context gradients will flow back through the tensors that require grad, both ways.
- * Large tensors are sent from where they are: do not write to them before the reply has come.
+ * Inside a context gradients will flow back through the tensors that require grad, both ways. Large
+ * tensors are sent without a copy: do not write to them before the reply has come.
  *
- * The handler's error keeps its code; dg_error_origin tells it from others. Besides: DG_NOT_FOUND
- * for a worker or a function that there is not, DG_UNAVAILABLE if the connection breaks or the
- * other leaves, DG_DEADLINE_EXCEEDED, DG_CANCELLED by a cancellation or the end of this worker,
- * DG_RESOURCE_EXHAUSTED with the name of a limit. */
+ * The handler's error keeps its code; dg_error_origin tells it from others. Besides:
+ * DG_NOT_FOUND for an unknown worker or function, DG_UNAVAILABLE if the connection breaks or the
+ * other worker leaves, DG_DEADLINE_EXCEEDED, DG_CANCELLED by a cancellation or the end of this
+ * worker, DG_RESOURCE_EXHAUSTED with the name of a limit. */
 DG_API DG_MUST_USE dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str function,
                                             const dg_message* request,
                                             const dg_call_options* options,
                                             dg_message** reply) DG_NOEXCEPT;
-/* The same without waiting: dg_future_result has the reply. DG_RESOURCE_EXHAUSTED, as the future's
- * error, if there is no room to send. */
+/* The same without waiting: dg_future_result gives the reply. DG_RESOURCE_EXHAUSTED, as the
+ * future's error, if there is no room to send. */
 DG_API DG_MUST_USE dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, dg_str function,
                                                   const dg_message* request,
                                                   const dg_call_options* options,
                                                   dg_future** out) DG_NOEXCEPT;
 
-/* The same on several workers, at once and with one message, which is encoded only once. For each
- * of them, in their order, either replies[i] or errors[i] is stored, which the caller owns, and the
- * other is NULL. Waits for all. What it returns itself is about the arguments; then it has called
- * nobody. */
+/* The same on several workers, at once and with one message, which is encoded only once. For
+ * each of them, in their order, stores either replies[i] or errors[i], which the caller owns,
+ * and NULL in the other. Waits for all. A returned error is about the arguments, and no call was
+ * made. */
 DG_API DG_MUST_USE dg_error* dg_worker_call_each(dg_worker* worker, const dg_str* to,
                                                  size_t to_count, dg_str function,
                                                  const dg_message* request,
@@ -863,12 +876,12 @@ DG_API DG_MUST_USE dg_error* dg_worker_call_each(dg_worker* worker, const dg_str
                                                  dg_message** replies,
                                                  dg_error** errors) DG_NOEXCEPT;
 
-/* Runs an operator there, as dg_op_call does here. Waits for the results. */
+/* Runs an operator on the worker named `to`, as dg_op_call does here. Waits for the results. */
 DG_API DG_MUST_USE dg_error* dg_worker_call_op(dg_worker* worker, dg_str to, dg_str op,
                                                const dg_value* arguments, size_t argument_count,
                                                const dg_call_options* options,
                                                dg_values** out) DG_NOEXCEPT;
-/* The same without waiting, as dg_worker_call_async: dg_future_values has the results. */
+/* The same without waiting, as dg_worker_call_async: dg_future_values gives the results. */
 DG_API DG_MUST_USE dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str to, dg_str op,
                                                      const dg_value* arguments,
                                                      size_t argument_count,
@@ -877,17 +890,17 @@ DG_API DG_MUST_USE dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str t
 
 /* ---------------------------------------------------------------------------------- Autograd */
 
-/* One training step across workers: what was sent and received under it, and the gradients that
- * its backward gave. */
+/* Creates a context: one training step across workers, with what was sent and received in it,
+ * and the gradients that its backward gave. */
 DG_API DG_MUST_USE dg_error* dg_context_create(dg_worker* worker, dg_context** out) DG_NOEXCEPT;
 
 /* Ends the context on every worker; a pass in flight fails. Idempotent, does not wait. */
 DG_API DG_MUST_USE dg_error* dg_context_release(dg_context* context) DG_NOEXCEPT;
-/* Releases it too, also while other threads are in a call or a backward of it. (A handler's context
- * is only let go.) */
+/* Destroys the handle, and releases the context, also while other threads are in a call or a
+ * backward of it. (A handler's context is not released by that.) */
 DG_API void dg_context_destroy(dg_context* context) DG_NOEXCEPT;
 
-/* The same number on all workers; 0 if `context` is not a valid handle. */
+/* Returns the same number on all workers; 0 if `context` is not a valid handle. */
 DG_API uint64_t dg_context_id(const dg_context* context) DG_NOEXCEPT;
 
 typedef struct dg_backward_options {
@@ -895,31 +908,30 @@ typedef struct dg_backward_options {
   uint64_t flags;                         /* DG_BACKWARD_... */
   int64_t timeout_ms;                     /* 0: as in dg_worker_options */
   const dg_tensor* const* root_gradients; /* one for each root, of its shape. A NULL, or no array,
-                                           * means a gradient of 1, which only a root of a single
-                                           * element can have. */
+                                           * means a gradient of 1, for roots of one element. */
 } dg_backward_options;
 #define DG_BACKWARD_OPTIONS_INIT \
   { sizeof(dg_backward_options), 0, 0, 0 }
 #define DG_BACKWARD_RETAIN_GRAPH UINT64_C(1) /* another backward may follow; gradients add up */
 
 /* Computes the gradients of everything that `roots` depend on, on every worker. Waits until they
- * are in place everywhere. Roots were computed on this worker, from something that requires grad.
- * After an error the context is good for dg_context_release only.
+ * are in place everywhere. Roots are tensors that were computed on this worker, from something that
+ * requires grad. After an error the context is good for dg_context_release only.
  *
- * The error of a node keeps its code and names worker and node. Besides: DG_FAILED_PRECONDITION if
- * the graph is used up or the context released, DG_DEADLINE_EXCEEDED with what was waited for,
- * DG_UNAVAILABLE if a worker that takes part is lost, DG_CANCELLED. */
+ * The error of a node keeps its code and names worker and node. Besides: DG_FAILED_PRECONDITION
+ * if the graph is used up or the context released, DG_DEADLINE_EXCEEDED with what was waited
+ * for, DG_UNAVAILABLE if a worker that takes part is lost, DG_CANCELLED. */
 DG_API DG_MUST_USE dg_error* dg_context_backward(const dg_context* context,
                                                  const dg_tensor* const* roots, size_t root_count,
                                                  const dg_backward_options* options) DG_NOEXCEPT;
-/* The same without waiting. */
+/* The same without waiting: dg_future_result gives the outcome, and no reply. */
 DG_API DG_MUST_USE dg_error* dg_context_backward_async(const dg_context* context,
                                                        const dg_tensor* const* roots,
                                                        size_t root_count,
                                                        const dg_backward_options* options,
                                                        dg_future** out) DG_NOEXCEPT;
 
-/* The gradient of a leaf of this worker. DG_NOT_FOUND if no root depends on it,
+/* Stores the gradient of a leaf of this worker. DG_NOT_FOUND if no root depends on it,
  * DG_FAILED_PRECONDITION once the context is released. */
 DG_API DG_MUST_USE dg_error* dg_context_gradient(const dg_context* context, const dg_tensor* leaf,
                                                  dg_tensor** out) DG_NOEXCEPT;
@@ -929,8 +941,8 @@ DG_API DG_MUST_USE dg_error* dg_context_set_gradient(const dg_context* context,
                                                      const dg_tensor* leaf,
                                                      const dg_tensor* gradient) DG_NOEXCEPT;
 /* Calls `visit` within this call for every leaf of this worker that has a gradient, in no order,
- * with handles that are borrowed for the visit. Not at all on an error: DG_FAILED_PRECONDITION once
- * the context is released, for one. */
+ * with handles that are borrowed for the visit. On an error it is not called at all:
+ * DG_FAILED_PRECONDITION once the context is released. */
 DG_API DG_MUST_USE dg_error* dg_context_gradients(const dg_context* context,
                                                   void (*visit)(void* user_data,
                                                                 const dg_tensor* leaf,
@@ -939,11 +951,12 @@ DG_API DG_MUST_USE dg_error* dg_context_gradients(const dg_context* context,
 
 /* -------------------------------------------------------------------------------- Optimizers */
 
-/* This worker's part of an optimizer that all workers of the job share under a name: each gives its
- * own parameters (there may be none), and one of them asks for a step. */
+/* This worker's part of an optimizer that all workers of the job share under a name: each gives
+ * its own parameters (there may be none), and one of them asks for a step. */
 typedef struct dg_optimizer dg_optimizer;
 
-/* In these, numbers are taken as they are: start from the INIT macros, which have the defaults. */
+/* Unlike elsewhere, 0 is not the default in these: start from the INIT macros, which have the
+ * defaults. */
 typedef struct dg_sgd_options {
   size_t struct_size;
   double learning_rate;
@@ -971,10 +984,11 @@ typedef struct dg_adam_options {
   { sizeof(dg_adam_options), 1e-3, 0.9, 0.999, 1e-8, 1e-2, 0 }
 #define DG_ADAM_AMSGRAD UINT64_C(1)
 
-/* Every worker makes its part before the first step. The part lasts until dg_optimizer_remove, or
- * as long as the worker, also when its handle is destroyed. DG_ALREADY_EXISTS if it has one of that
- * name (empty is a name); DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in
- * it, and for a parameter that is not a leaf that requires grad. */
+/* Creates this worker's part; every worker does so before the first step. The part lasts until
+ * dg_optimizer_remove, or as long as the worker, also when its handle is destroyed.
+ * DG_ALREADY_EXISTS if the worker has one of that name (the empty name counts);
+ * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, and for a
+ * parameter that is not a leaf that requires grad. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_create_sgd(dg_worker* worker, dg_str name,
                                                      const dg_tensor* const* parameters,
                                                      size_t parameter_count,
@@ -985,100 +999,104 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_create_adam(dg_worker* worker, dg_str 
                                                       size_t parameter_count,
                                                       const dg_adam_options* options,
                                                       dg_optimizer** out) DG_NOEXCEPT;
-/* Adam with decoupled weight decay. NULL options are those of DG_ADAMW_OPTIONS_INIT. */
+/* AdamW: Adam with decoupled weight decay. NULL options are those of DG_ADAMW_OPTIONS_INIT. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str name,
                                                        const dg_tensor* const* parameters,
                                                        size_t parameter_count,
                                                        const dg_adam_options* options,
                                                        dg_optimizer** out) DG_NOEXCEPT;
 
-/* Steps the parts of all workers, each from its own gradients in the context. Waits for all; the
- * first error, by rank, and DG_NOT_FOUND for a worker that has no part. */
+/* Steps the parts of all workers, each from its own gradients in the context. Waits for all.
+ * Returns the first error, by rank; DG_NOT_FOUND for a worker that has no part. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_step(dg_optimizer* optimizer,
                                                const dg_context* context) DG_NOEXCEPT;
 
-/* Clips the gradients of the parts of all workers by their global norm, before a step: the 2-norm
- * of all of them as one vector. If it is more than max_norm (not negative) they are scaled down to
- * that. Stores the norm as it was; 0 if there are no gradients. Waits for all. Errors as of a step,
- * and DG_OUT_OF_RANGE, with nothing scaled, if the norm is not finite. */
+/* Clips the gradients of the parts of all workers by their global norm, before a step: the
+ * 2-norm of all of them as one vector. If it is more than max_norm (not negative) they are
+ * scaled down to that. Stores the norm before; 0 if there are no gradients. Waits for all.
+ * Errors as of a step, and DG_OUT_OF_RANGE, with nothing scaled, if the norm is not finite. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer,
                                                          const dg_context* context, double max_norm,
                                                          double* norm) DG_NOEXCEPT;
 
-/* Of the parts of all workers, from the next step on: for schedules. Waits for all. Errors as of a
- * step; DG_INVALID_ARGUMENT, and nothing is changed, if it is negative or not finite. */
+/* Sets the learning rate of the parts of all workers, from the next step on: for schedules.
+ * Waits for all. Errors as of a step; DG_INVALID_ARGUMENT, and nothing is changed, if it is
+ * negative or not finite. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_set_learning_rate(dg_optimizer* optimizer,
                                                             double learning_rate) DG_NOEXCEPT;
 
-/* This worker's part as tensors with names: calls `visit` within this call for each, with handles
- * that are borrowed for the visit and copies as their values. The names are the paths in the
- * state_dict() of PyTorch's optimizer, joined by dots: "param_groups.0.lr", "state.2.exp_avg",
- * "state.2.step"; parameters count from 0 in the order of dg_optimizer_create_.... A parameter that
- * has not taken a step has no state. Not at all on an error. Waits, for a step that runs. */
+/* Gives this worker's part as tensors with names: calls `visit` within this call for each, with
+ * handles of copies that are borrowed for the visit. The names are the paths in the state_dict()
+ * of PyTorch's optimizer, joined by dots: "param_groups.0.lr", "state.2.exp_avg",
+ * "state.2.step"; parameters count from 0 in the order of dg_optimizer_create_.... A parameter
+ * that has not taken a step has no state. On an error `visit` is not called at all. Waits for a
+ * step that runs. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_state(dg_optimizer* optimizer,
                                                 void (*visit)(void* user_data, dg_str name,
                                                               const dg_tensor* tensor),
                                                 void* user_data) DG_NOEXCEPT;
-/* The other way: copies of tensors[0..count) take the place of all that this worker's part had, its
- * learning rate and the other numbers too. Numbers may be of any type that holds them.
- * DG_INVALID_ARGUMENT, with nothing changed, says what is missing, what is unexpected, and what has
- * another shape or dtype, or makes no sense. Waits, for a step that runs. */
+/* Replaces all that this worker's part holds, its learning rate and other options too, by copies
+ * of tensors[0..count). Numbers may be of any dtype that holds them. DG_INVALID_ARGUMENT, with
+ * nothing changed, says what is missing, what is unexpected, and what has another shape or
+ * dtype, or makes no sense. Waits for a step that runs. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
                                                      const dg_tensor* const* tensors,
                                                      size_t count) DG_NOEXCEPT;
 
-/* Takes this worker's part off: when this has returned no step touches its parameters, and the
- * worker may make another one of that name. Steps then give DG_NOT_FOUND, also those that other
- * workers ask for: so all workers remove theirs. Idempotent; the handle is still to be destroyed.
- * Waits, for a step that runs. */
+/* Removes this worker's part: when this has returned no step touches its parameters, and the
+ * worker may create another one of that name. Steps then give DG_NOT_FOUND, also those that
+ * other workers ask for: so all workers remove theirs. Idempotent; the handle is still to be
+ * destroyed. Waits for a step that runs. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_remove(dg_optimizer* optimizer) DG_NOEXCEPT;
-/* Of the handle alone: the part goes on. */
+/* Destroys the handle alone: the part goes on. */
 DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
 
 /* ----------------------------------------------------------------------------- Data parallel */
 
 /* One function on several devices, each with a part of the batch and with the same parameters;
- * backward adds up their gradients. No worker is needed but for a context to go backward in.
+ * backward adds up their gradients. It needs a worker only for a context to go backward in.
  * docs/data_parallel.md. */
 typedef struct dg_data_parallel dg_data_parallel;
 
 typedef struct dg_data_parallel_options {
   size_t struct_size;
-  const dg_str* devices;           /* "cpu", "cuda:1"; the same may stand there several times */
+  const dg_str* devices;           /* "cpu", "cuda:1"; one may be there several times */
   size_t device_count;             /* 0: all CUDA devices */
   dg_str output_device;            /* empty: the first of the devices */
   int64_t dim;                     /* along which inputs are split and outputs put together */
-  const dg_tensor* const* buffers; /* what the function itself writes to, as batch norm does to its
-                                    * statistics; what replica 0 makes of them is kept */
+  const dg_tensor* const* buffers; /* tensors that the function writes to, as batch norm does to
+                                    * its statistics; those of replica 0 are kept */
   size_t buffer_count;
-  uint64_t bucket_bytes; /* of gradients that are added up as one, at most; 0: 25 MiB */
+  uint64_t bucket_bytes; /* the largest bucket of gradients that are added at once; 0: 25 MiB */
   int64_t timeout_ms;    /* of a reduction between GPUs; 0: ten minutes */
 } dg_data_parallel_options;
 #define DG_DATA_PARALLEL_OPTIONS_INIT \
   { sizeof(dg_data_parallel_options), 0, 0, {0, 0}, 0, 0, 0, 0, 0 }
 
-/* What the function gets; all of it is borrowed for the call. Fields are only ever added. */
+/* What the function gets for one replica; all of it is borrowed for the call. Fields are only
+ * ever added. */
 typedef struct dg_replica {
   size_t struct_size;                 /* as the library knows it */
   uint64_t index;                     /* in the list of devices */
-  dg_str device;                      /* the current one */
+  dg_str device;                      /* is the thread's current device */
   const dg_tensor* const* parameters; /* those of dg_data_parallel_create, on the device */
   size_t parameter_count;
   const dg_tensor* const* buffers;
   size_t buffer_count;
-  const dg_tensor* const* inputs; /* its parts of them; NULL where none was given */
+  const dg_tensor* const* inputs; /* its part of each; NULL where none was given */
   size_t input_count;
   size_t output_count; /* what dg_data_parallel_forward asks for */
 } dg_replica;
 
-/* Stores output_count outputs, NULL for none, which the library takes, also with an error; and
- * returns NULL, or an error, which the library takes. Runs for all replicas at the same time, each
- * on a thread of its own, with the grad mode of dg_data_parallel_forward; may wait. */
+/* The function. It stores output_count outputs, NULL for none, which the library takes, also
+ * with an error; and returns NULL, or an error, which the library takes. Runs for all replicas
+ * at the same time, each on a thread of its own, with the grad mode of dg_data_parallel_forward;
+ * may wait. */
 typedef dg_error* (*dg_forward)(void* user_data, const dg_replica* replica, dg_tensor** outputs);
 
-/* Keeps replicas, threads and buckets until it is destroyed. Parameters and buffers lie on one
- * device, which need not be one of the list, and stay the caller's tensors: replicas follow their
- * values. Takes `user_data`. */
+/* Creates replicas, threads and buckets, which last until it is destroyed. Parameters and
+ * buffers lie on one device, which need not be one of the list, and stay the caller's tensors:
+ * replicas follow their values. Takes `user_data`. */
 DG_API DG_MUST_USE dg_error* dg_data_parallel_create(const dg_tensor* const* parameters,
                                                      size_t parameter_count,
                                                      const dg_data_parallel_options* options,
@@ -1086,106 +1104,112 @@ DG_API DG_MUST_USE dg_error* dg_data_parallel_create(const dg_tensor* const* par
                                                      void (*destroy)(void* user_data),
                                                      dg_data_parallel** out) DG_NOEXCEPT;
 
-/* Splits the inputs, runs the function, and puts its outputs together in outputs[0..output_count).
- * Inputs all give as many parts; a batch smaller than the list of devices leaves some at rest. What
- * is NULL stays NULL. Waits for all replicas. The first error of them, by the list, keeps its code
- * and names replica and device. DG_FAILED_PRECONDITION while another forward of it is in flight. */
+/* Splits the inputs, runs the function, and puts its outputs together in
+ * outputs[0..output_count). All inputs have to give the same number of parts; a batch smaller
+ * than the list of devices leaves some of them idle. An input or output that is NULL stays NULL.
+ * Waits for all replicas. Their first error, by the list, keeps its code and names replica and
+ * device. DG_FAILED_PRECONDITION while another forward of it is in flight. */
 DG_API DG_MUST_USE dg_error* dg_data_parallel_forward(const dg_data_parallel* data_parallel,
                                                       const dg_tensor* const* inputs,
                                                       size_t input_count, dg_tensor** outputs,
                                                       size_t output_count) DG_NOEXCEPT;
 DG_API void dg_data_parallel_destroy(dg_data_parallel* data_parallel) DG_NOEXCEPT;
 
-/* The pieces of it. Autograd records each. */
+/* The steps of data parallel, each by itself. Autograd records them. */
 
-/* The parts of a tensor along `dim`, the i-th on devices[i], of sizes[i]; without sizes (NULL) they
- * are as equal as may be. outs has room for device_count, and gets NULL behind the last part: a
- * short `dim` gives fewer, and one at least. *part_count says how many. Of this and of the next
- * three: DG_INVALID_ARGUMENT for no device, or one that is not there, and for a `dim`, sizes or
- * shapes that do not fit; DG_RESOURCE_EXHAUSTED if memory is out. */
+/* Splits a tensor along `dim`: part i, of sizes[i], is on devices[i]; without sizes (NULL) the
+ * parts are as equal as possible. A short `dim` gives fewer parts, and one at least. outs has room
+ * for device_count, and gets NULL beyond the last part; *part_count says how many there are.
+ *
+ * Errors of this and of the next three: DG_INVALID_ARGUMENT for no device, or one that is not
+ * there, and for a `dim`, sizes or shapes that do not fit; DG_RESOURCE_EXHAUSTED if memory is
+ * out. */
 DG_API DG_MUST_USE dg_error* dg_scatter(const dg_tensor* tensor, const dg_str* devices,
                                         size_t device_count, int64_t dim, const int64_t* sizes,
                                         dg_tensor** outs, size_t* part_count) DG_NOEXCEPT;
 
-/* The tensors behind one another along `dim`, on a device (empty: that of the first). Those of no
+/* Concatenates tensors along `dim`, on a device (empty: that of the first tensor). Tensors of no
  * dimensions give a vector. */
 DG_API DG_MUST_USE dg_error* dg_gather(const dg_tensor* const* tensors, size_t tensor_count,
                                        dg_str device, int64_t dim, dg_tensor** out) DG_NOEXCEPT;
 
-/* Copies for each device, in few large pieces: outs[d * tensor_count + k] is that of tensors[k] on
- * devices[d]. The tensors lie on one device; a NULL stays NULL. */
+/* Copies tensors to each device, in few large pieces: outs[d * tensor_count + k] is the copy of
+ * tensors[k] on devices[d]. The tensors lie on one device; a NULL stays NULL. */
 DG_API DG_MUST_USE dg_error* dg_broadcast(const dg_tensor* const* tensors, size_t tensor_count,
                                           const dg_str* devices, size_t device_count,
                                           dg_tensor** outs) DG_NOEXCEPT;
 
-/* The other way: outs[k] is the sum of all tensors[l * tensor_count + k], on a device (empty: that
- * of the first). Each list of tensor_count lies on one device. A NULL counts as zeros; where there
- * are only NULLs, so is the sum. */
+/* Adds up lists of tensors, the reverse of dg_broadcast: outs[k] is the sum of all tensors[l *
+ * tensor_count + k], on a device (empty: that of the first tensor). Each list of tensor_count
+ * tensors lies on one device. A NULL counts as zeros; a sum of NULLs is NULL. */
 DG_API DG_MUST_USE dg_error* dg_reduce_add(const dg_tensor* const* tensors, size_t list_count,
                                            size_t tensor_count, dg_str device,
                                            dg_tensor** outs) DG_NOEXCEPT;
 
 /* ---------------------------------------------------------------------------- Process groups */
 
-/* Processes that compute the same thing together, each with its own part of the data: each is one
- * rank of a group, and all call the same functions of it in the same order. An error of one of
- * these is the result of all later ones too, but for arguments that are wrong: then make a new
+/* Processes that compute the same thing together, each with its own part of the data. Each is
+ * one rank of the group, and all call the same functions of it in the same order. After an
+ * error, but for one of invalid arguments, all later calls return that error: create a new
  * group. docs/data_parallel.md, "Across processes". */
 typedef struct dg_process_group dg_process_group;
 
 typedef struct dg_process_group_options {
   size_t struct_size;
-  dg_str name;             /* no two groups of a job have the same at a time; empty: "default" */
+  dg_str name;             /* unique among the groups of a job at a time; empty: "default" */
   uint32_t rank;           /* in [0, size) */
-  uint32_t size;           /* 0: all workers of the job, each by its rank */
-  dg_str backend;          /* "gloo", for the CPU; "nccl", where built with CUDA; empty: "gloo" */
-  dg_str host;             /* the address, name or interface of this machine at which the others
-                            * reach it by Gloo, which knows no cluster key; empty: what the worker
-                            * listens on */
+  uint32_t size;           /* 0: the group is all workers of the job, each by its rank */
+  dg_str backend;          /* "gloo", for the CPU; "nccl", in builds with CUDA; empty: "gloo" */
+  dg_str host;             /* the address, name or interface for Gloo to listen on, which knows no
+                            * cluster key; empty: that of the worker */
   int64_t timeout_ms;      /* of each collective; 0: ten minutes */
-  int64_t join_timeout_ms; /* for all ranks to come; 0: ten minutes */
+  int64_t join_timeout_ms; /* for all ranks to join; 0: ten minutes */
 } dg_process_group_options;
 #define DG_PROCESS_GROUP_OPTIONS_INIT \
   { sizeof(dg_process_group_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, 0, 0 }
 
-/* The ranks meet by way of the worker's job, and need the worker no more. Waits until all ranks
- * have called it; DG_DEADLINE_EXCEEDED names those that have not. */
+/* Creates the group. Its ranks find each other through the worker's job, and do not need the
+ * worker afterwards. Waits until all ranks have called it; DG_DEADLINE_EXCEEDED names those that
+ * have not. */
 DG_API DG_MUST_USE dg_error* dg_process_group_create(dg_worker* worker,
                                                      const dg_process_group_options* options,
                                                      dg_process_group** out) DG_NOEXCEPT;
 DG_API void dg_process_group_destroy(dg_process_group* group) DG_NOEXCEPT;
 
-/* 0 if `group` is not a valid handle. */
+/* Return 0 if `group` is not a valid handle. */
 DG_API uint32_t dg_process_group_rank(const dg_process_group* group) DG_NOEXCEPT;
 DG_API uint32_t dg_process_group_size(const dg_process_group* group) DG_NOEXCEPT;
 
-/* In place: each tensor becomes the average of those of all ranks, which have the same shapes and
- * dtypes there (that is not checked). Waits for all ranks. DG_INVALID_ARGUMENT, before anything
- * begins, unless all are of DG_FLOAT16, 32 or 64, DG_BFLOAT16, or DG_COMPLEX64 or 128. */
+/* Averages in place (an all-reduce): each tensor becomes the average of those of all ranks,
+ * which have to have the same shapes and dtypes (this is not checked). Waits for all ranks.
+ * DG_INVALID_ARGUMENT, before anything begins, unless all are of DG_FLOAT16, 32 or 64,
+ * DG_BFLOAT16, or DG_COMPLEX64 or 128. */
 DG_API DG_MUST_USE dg_error* dg_process_group_average(dg_process_group* group,
                                                       const dg_tensor* const* tensors,
                                                       size_t tensor_count) DG_NOEXCEPT;
-/* In place: each tensor, of any dtype, becomes that of the rank `root`. Else the same. */
+/* Broadcasts in place: each tensor, of any dtype, becomes that of the rank `root`. Otherwise as
+ * dg_process_group_average. */
 DG_API DG_MUST_USE dg_error* dg_process_group_broadcast(dg_process_group* group,
                                                         const dg_tensor* const* tensors,
                                                         size_t tensor_count,
                                                         uint32_t root) DG_NOEXCEPT;
 
-/* This rank cannot go on: all later calls of the group fail with that code and a message that has
- * `why`, those in flight end, and the others fail at once, too, with DG_UNAVAILABLE and `why`. The
- * first error of a group wins. Codes as of dg_error_create. Waits for the job's store, which tells
- * the others; some seconds at most. */
+/* Tells the group that this rank cannot go on. All later calls of the group here fail with
+ * `code` and a message that contains `why`, those in flight end, and the other ranks fail at
+ * once with DG_UNAVAILABLE and `why`. The first error of a group wins. Codes as for
+ * dg_error_create. Waits for the job's store, which tells the others; some seconds at most. */
 DG_API DG_MUST_USE dg_error* dg_process_group_fail(dg_process_group* group, dg_code code,
                                                    dg_str why) DG_NOEXCEPT;
 
-/* Averages the gradients of a list of parameters over the ranks, step for step. */
+/* Averages the gradients of a list of parameters over the ranks of a group, step by step: a
+ * bucketed all-reduce, as in PyTorch's DistributedDataParallel. */
 typedef struct dg_averager dg_averager;
 
 typedef struct dg_averager_options {
   size_t struct_size;
   uint64_t flags;                  /* DG_AVERAGER_... */
-  uint64_t bucket_bytes;           /* of gradients that go as one, at most; 0: 25 MiB */
-  const dg_tensor* const* buffers; /* what a model has besides; see dg_averager_create */
+  uint64_t bucket_bytes;           /* the largest bucket of gradients; 0: 25 MiB */
+  const dg_tensor* const* buffers; /* the model's other tensors; see dg_averager_create */
   size_t buffer_count;
 } dg_averager_options;
 #define DG_AVERAGER_OPTIONS_INIT \
@@ -1193,9 +1217,9 @@ typedef struct dg_averager_options {
 /* Divide by the number of ranks that have not joined (dg_averager_join), rather than by all. */
 #define DG_AVERAGER_DIVIDE_BY_ACTIVE UINT64_C(1)
 
-/* Every rank gives the same parameters and buffers but for their values, and gets those of rank 0.
- * DG_INVALID_ARGUMENT, on every rank, names the first one that differs. Keeps the group. Waits for
- * all ranks. */
+/* Creates an averager, with the same parameters and buffers on every rank but for their values,
+ * which become those of rank 0. DG_INVALID_ARGUMENT, on every rank, names the first tensor that
+ * differs. Keeps the group alive. Waits for all ranks. */
 DG_API DG_MUST_USE dg_error* dg_averager_create(dg_process_group* group,
                                                 const dg_tensor* const* parameters,
                                                 size_t parameter_count,
@@ -1203,30 +1227,34 @@ DG_API DG_MUST_USE dg_error* dg_averager_create(dg_process_group* group,
                                                 dg_averager** out) DG_NOEXCEPT;
 DG_API void dg_averager_destroy(dg_averager* averager) DG_NOEXCEPT;
 
-/* Averages the gradients that a context has for the parameters, between its backward and the step
- * of an optimizer; each rank has a context of its own. A parameter that no rank has a gradient of
- * is left out. Waits for all ranks. */
+/* Averages the gradients that a context has for the parameters, between its backward and the
+ * step of an optimizer; each rank has a context of its own. A parameter for which no rank has a
+ * gradient is left out. Waits for all ranks. */
 DG_API DG_MUST_USE dg_error* dg_averager_average(dg_averager* averager,
                                                  const dg_context* context) DG_NOEXCEPT;
-/* Before the backward of a context, the only one that it will have: its averages begin as its
- * gradients come, and dg_averager_average ends them; nobody else changes the gradients until then.
- * Ranks need not do alike. One context at a time, and one averager for each: any other average, and
- * the context's release, gives this one up, and that is an error of all ranks if averages of it
- * have begun. Waits, for an average that runs on another thread. */
+/* Makes the averages of a context begin during its backward, as the gradients come;
+ * dg_averager_average then ends them. Call it before that backward, which has to be the
+ * context's only one; nothing else may change the gradients in between. Other ranks need not do
+ * the same. An averager has one such context at a time, and a context one such averager: any
+ * other average, and the context's release, abandons this one, which is an error of all ranks if
+ * its averages have begun. Waits for an average that runs on another thread. */
 DG_API DG_MUST_USE dg_error* dg_averager_average_in_backward(dg_averager* averager,
                                                              const dg_context* context) DG_NOEXCEPT;
 
-/* For a rank that has run out of data while others have not: takes part in their next
- * dg_averager_average with a context of its own, which has no gradients of the parameters.
- * `others_go_on` becomes 1: the context has the averages, and an optimizer of this rank takes the
- * same step with them as those of the others do, so that it keeps the same state. 0: all ranks have
- * called it, and have the parameters and buffers of the lowest rank that was the last to go on.
- * Waits for all ranks. DG_FAILED_PRECONDITION, before anything begins, if the context has gradients
- * and `flags` do not have DG_AVERAGER_JOIN_KEEP_GRADIENTS. */
+/* Takes part in the next dg_averager_average of the other ranks, for a rank that has run out of
+ * data while others have not. It has a context of its own, which has no gradients of the
+ * parameters. Waits for all ranks.
+ *
+ * `others_go_on` becomes 1 if the others go on: the context then has the averages, and an
+ * optimizer of this rank takes the same step with them as those of the others do, so that it
+ * keeps the same state. It becomes 0 when all ranks have called this; they then have the
+ * parameters and buffers of the lowest rank that was the last to go on. DG_FAILED_PRECONDITION,
+ * before anything begins, if the context has gradients and `flags` lacks
+ * DG_AVERAGER_JOIN_KEEP_GRADIENTS. */
 DG_API DG_MUST_USE dg_error* dg_averager_join(dg_averager* averager, const dg_context* context,
                                               uint64_t flags, uint32_t* others_go_on) DG_NOEXCEPT;
-/* The context has the gradients of earlier averages, as those of the other ranks have: for a step's
- * second average and those after it. */
+/* Flag of dg_averager_join: the context has the gradients of earlier averages, as those of the
+ * other ranks have. For a step's second average and those after it. */
 #define DG_AVERAGER_JOIN_KEEP_GRADIENTS UINT64_C(1)
 
 #ifdef __cplusplus

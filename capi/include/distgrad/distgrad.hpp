@@ -1,4 +1,4 @@
-// A thin C++17 wrapper over distgrad.h, and over nothing else: handles that end themselves,
+// A thin C++17 wrapper over distgrad.h, and nothing else: handles that destroy themselves,
 // exceptions instead of errors, closures as handlers. All of it is compiled into the program; only
 // the C interface crosses to the library.
 //
@@ -13,11 +13,13 @@
 //   context.Backward({dg::Op("aten::sum", {reply.tensor(0)})});
 //   dg::Tensor gradient = context.Gradient(x);
 //
-// What distgrad.h says of threads, waiting and callbacks holds here too. All functions throw
-// dg::Error.
+// Each function calls the C function of its name, whose comment in distgrad.h holds for arguments,
+// errors, threads and waiting. An error is thrown as a dg::Error.
 #ifndef DISTGRAD_DISTGRAD_HPP_
 #define DISTGRAD_DISTGRAD_HPP_
 
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -43,8 +45,8 @@ class Error : public std::runtime_error {
         uint32_t rank = 0)
       : std::runtime_error(message), code_(code), origin_(origin), rank_(rank) {}
   dg_code code() const noexcept { return code_; }
-  // DG_ORIGIN_...: whether distgrad or a handler gave the error; rank() is the worker, unless this
-  // is DG_ORIGIN_NONE.
+  // Returns DG_ORIGIN_...: whether distgrad or a handler gave the error. Unless it is
+  // DG_ORIGIN_NONE, rank() is the worker's.
   uint32_t origin() const noexcept { return origin_; }
   uint32_t rank() const noexcept { return rank_; }
 
@@ -61,7 +63,7 @@ inline std::vector<dg_str> Strs(const std::vector<std::string>& texts) {
   return strs;
 }
 
-// Takes what a function returned, and throws it if it is an error.
+// Takes the result of a C function, and throws it if it is an error.
 inline void Check(dg_error* error) {
   if (error == nullptr) return;
   const std::unique_ptr<dg_error, void (*)(dg_error*)> owner(
@@ -71,12 +73,17 @@ inline void Check(dg_error* error) {
   throw Error(dg_error_code(error), std::string(View(dg_error_message(error))), origin, rank);
 }
 
-// Tells the launcher, torchrun for instance, why this process fails.
+// Returns DG_ABI_MAJOR << 16 | DG_ABI_MINOR of the loaded library.
+inline uint32_t AbiVersion() noexcept { return dg_abi_version(); }
+// Returns the version of the libtorch that the library was built with.
+inline std::string_view TorchVersion() noexcept { return View(dg_torch_version()); }
+
+// Reports to the launcher, torchrun for instance, why this process fails.
 inline void ReportFailure(const Error& failure) {
   Check(dg_report_failure(failure.code(), Str(failure.what())));
 }
 
-// The other way, in a callback: runs `run`, and gives what it throws as an error.
+// The reverse, for callbacks: runs `run`, and returns what it throws as an error.
 template <typename F>
 dg_error* Catch(F&& run) noexcept {
   try {
@@ -137,7 +144,7 @@ constexpr dg_dtype DtypeOf<uint8_t>() {
   return DG_UINT8;
 }
 
-// What dg_tensor_layout copies out: sizes, or the distances in elements. Empty if `tensor` is null.
+// Returns the sizes of a tensor, or its strides in elements. Empty if `tensor` is null.
 inline std::vector<int64_t> Layout(const dg_tensor* tensor, bool sizes) {
   std::vector<int64_t> numbers(dg_tensor_dim_count(tensor));
   size_t count = 0;
@@ -150,7 +157,7 @@ inline std::vector<int64_t> Layout(const dg_tensor* tensor, bool sizes) {
   return numbers;
 }
 
-// A reference to a tensor; a copy refers to the same one. May be null: no tensor.
+// A reference to a tensor; a copy refers to the same tensor. A null one is no tensor.
 class Tensor {
  public:
   Tensor() = default;
@@ -160,10 +167,10 @@ class Tensor {
   Tensor(const Tensor& other) : handle_(Clone(other.get())) {}
   Tensor& operator=(const Tensor& other) { return *this = Tensor(other); }
 
-  // One with a copy of `data`, in row-major order.
+  // Creates a tensor with a copy of `data`, in row-major order.
   template <typename T>
   static Tensor From(const std::vector<T>& data, const std::vector<int64_t>& shape) {
-    uint64_t count = 1;  // too large a shape is the library's to refuse
+    uint64_t count = 1;  // the library refuses a shape that is too large
     for (int64_t size : shape) count *= static_cast<uint64_t>(size);
     if (count != data.size()) {
       throw Error(DG_INVALID_ARGUMENT, "the data's size is not the shape's");
@@ -172,13 +179,52 @@ class Tensor {
     Check(dg_tensor_from_data(data.data(), DtypeOf<T>(), shape.data(), shape.size(), &out));
     return Tensor(out);
   }
-  // One more reference to a borrowed handle.
+  // Creates a tensor over the caller's memory, which has to stay until `destroy` is called, on any
+  // thread; that must not throw. Empty strides: row-major.
+  static Tensor FromMemory(void* data, dg_dtype dtype, const std::vector<int64_t>& shape,
+                           const std::vector<int64_t>& strides, std::function<void()> destroy) {
+    if (!strides.empty() && strides.size() != shape.size()) {
+      throw Error(DG_INVALID_ARGUMENT, "there is not one stride for each dimension");
+    }
+    using Destroy = std::function<void()>;
+    dg_tensor* out = nullptr;
+    Check(dg_tensor_from_memory(
+        data, dtype, shape.data(), strides.empty() ? nullptr : strides.data(), shape.size(),
+        new Destroy(std::move(destroy)),
+        [](void* user_data) {
+          const std::unique_ptr<Destroy> owner(static_cast<Destroy*>(user_data));
+          if (*owner) (*owner)();
+        },
+        &out));
+    return Tensor(out);
+  }
+  // Imports a tensor of another library, without a copy. Takes `managed`.
+  static Tensor FromDlpack(DLManagedTensorVersioned* managed) {
+    dg_tensor* out = nullptr;
+    Check(dg_tensor_from_dlpack(managed, &out));
+    return Tensor(out);
+  }
+  // Exports the tensor without a copy. The caller calls the deleter of the result.
+  DLManagedTensorVersioned* ToDlpack() const {
+    DLManagedTensorVersioned* out = nullptr;
+    Check(dg_tensor_to_dlpack(get(), &out));
+    return out;
+  }
+  // For programs that link the same libtorch: from an `at::Tensor`, and the `at::Tensor` of this
+  // one, which lives as long as it.
+  static Tensor FromTorch(const void* torch_tensor) {
+    dg_tensor* out = nullptr;
+    Check(dg_tensor_from_torch(torch_tensor, &out));
+    return Tensor(out);
+  }
+  void* torch() const noexcept { return dg_tensor_torch(get()); }
+  // Creates one more reference to a borrowed handle.
   static Tensor Borrow(const dg_tensor* handle) { return Tensor(Clone(handle)); }
 
   dg_dtype dtype() const noexcept { return dg_tensor_dtype(get()); }
   // A dimension along which the parts of a nested tensor differ has size -1.
   std::vector<int64_t> shape() const { return Layout(get(), true); }
-  // In elements. DG_FAILED_PRECONDITION for a tensor that has none: sparse, or nested.
+  // Returns the strides in elements. DG_FAILED_PRECONDITION for a sparse or nested tensor.
   std::vector<int64_t> strides() const { return Layout(get(), false); }
   int64_t size() const noexcept { return dg_tensor_element_count(get()); }
   std::string_view device() const noexcept { return View(dg_tensor_device(get())); }
@@ -189,7 +235,7 @@ class Tensor {
     Check(dg_tensor_detach(get(), &out));
     return Tensor(out);
   }
-  // Of a tensor of that dtype without gaps.
+  // Returns the address of the first element. DG_INVALID_ARGUMENT for another dtype.
   template <typename T>
   T* data() const {
     void* out = nullptr;
@@ -217,8 +263,8 @@ inline std::vector<const dg_tensor*> Handles(const std::vector<Tensor>& tensors)
   return handles;
 }
 
-// Gives the lines of the library's log to `sink`, with DG_LOG_...; null: to standard error. It must
-// not throw, wait or call the library.
+// Passes the lines of the library's log to `sink`, with DG_LOG_...; null restores standard error.
+// `sink` must not throw, wait or call the library.
 inline void SetLogSink(std::function<void(uint32_t severity, std::string_view text)> sink) {
   using Sink = std::function<void(uint32_t, std::string_view)>;
   if (sink == nullptr) return Check(dg_log_set_sink(nullptr, nullptr, nullptr));
@@ -228,17 +274,17 @@ inline void SetLogSink(std::function<void(uint32_t severity, std::string_view te
                         [](void* data) { delete static_cast<Sink*>(data); }));
 }
 
-// That one operator on the CPU may use.
+// Sets how many threads one operator on the CPU may use.
 inline void SetNumThreads(uint32_t count) { Check(dg_set_num_threads(count)); }
 inline uint32_t NumThreads() noexcept { return dg_num_threads(); }
 
-// Whether operators on this thread are recorded.
+// Returns whether operators on this thread are recorded.
 inline bool GradEnabled() noexcept { return dg_grad_enabled(); }
 
-// Of torch's random numbers, on all devices.
+// Seeds torch's random number generators, of all devices.
 inline void ManualSeed(uint64_t seed) { Check(dg_manual_seed(seed)); }
 
-// While it lives, what this thread computes is not recorded.
+// While it lives, operators on this thread are not recorded.
 class NoGrad {
  public:
   NoGrad() noexcept : before_(dg_grad_set_enabled(false)) {}
@@ -252,12 +298,12 @@ class NoGrad {
 
 // ---------------------------------------------------------------------------------- Operators
 
-// An argument; borrows what it is made of, until the end of the statement.
+// An argument of an operator. It borrows what it is made from, until the end of the statement.
 class Value {
  public:
   Value() noexcept : value_(dg_value_none()) {}
   Value(std::nullptr_t) noexcept : value_(dg_value_none()) {}
-  // Of a bool alone: a pointer, such as a dg_tensor, would become one.
+  // A template, for a pointer, such as a dg_tensor, would convert to bool.
   template <typename T, typename = std::enable_if_t<std::is_same_v<T, bool>>>
   Value(T value) noexcept : value_(dg_value_bool(value)) {}
   Value(int value) noexcept : value_(dg_value_integer(value)) {}
@@ -288,7 +334,7 @@ inline std::vector<dg_value> ToValues(Arguments arguments) {
   return values;
 }
 
-// The tensors among the results, those of lists too. Takes `values`.
+// Returns the tensors among the results, those of lists too. Takes `values`.
 inline std::vector<Tensor> TensorsOf(dg_values* values) {
   const Handle<dg_values, dg_values_destroy> owner(values);
   std::vector<Tensor> tensors;
@@ -304,6 +350,7 @@ inline std::vector<Tensor> TensorsOf(dg_values* values) {
   return tensors;
 }
 
+// Runs an operator, and returns the tensors among its results.
 inline std::vector<Tensor> Ops(std::string_view op, Arguments arguments) {
   const std::vector<dg_value> values = ToValues(arguments);
   dg_values* out = nullptr;
@@ -311,7 +358,10 @@ inline std::vector<Tensor> Ops(std::string_view op, Arguments arguments) {
   return TensorsOf(out);
 }
 
-// An operator of one result.
+// Throws unless the operator only computes.
+inline void CheckPure(std::string_view op) { Check(dg_op_check_pure(Str(op))); }
+
+// Runs an operator whose result is one tensor.
 inline Tensor Op(std::string_view op, Arguments arguments) {
   const std::vector<dg_value> values = ToValues(arguments);
   dg_tensor* out = nullptr;
@@ -350,19 +400,27 @@ class Future {
  public:
   explicit Future(dg_future* handle) noexcept : handle_(handle) {}
 
+  // Returns whether it is done.
   bool Wait(int64_t timeout_ms = DG_FOREVER) const {
     bool done = false;
     Check(dg_future_wait(get(), timeout_ms, &done));
     return done;
   }
-  // Waits, and gives the reply; null for work without one.
+  // Waits, and returns the reply; null for work without one.
   Message Get() const {
     Wait();
     dg_message* reply = nullptr;
     Check(dg_future_result(get(), &reply));
     return Message(reply);
   }
-  // `done` must not throw, wait, or hold up the thread.
+  // Waits, and returns the tensors among the results of an operator.
+  std::vector<Tensor> GetOps() const {
+    Wait();
+    dg_values* values = nullptr;
+    Check(dg_future_values(get(), &values));
+    return TensorsOf(values);
+  }
+  // Calls `done` once it is done; `done` must not throw or wait.
   void Then(std::function<void()> done) const {
     using Done = std::function<void()>;
     Check(dg_future_then(
@@ -376,8 +434,8 @@ class Future {
   Handle<dg_future, dg_future_destroy> handle_;
 };
 
-// Calls `cancelled`, which must not throw, wait, or hold up the thread, once it is cancelled.
-// Returns a number for Forget(), 0 if it was called.
+// Calls `cancelled`, which must not throw or wait, once it is cancelled. Returns a number for
+// Forget(), 0 if it was called.
 inline uint64_t OnCancel(const dg_cancellation* cancellation, std::function<void()> cancelled) {
   using Callback = std::function<void()>;
   uint64_t id = 0;
@@ -387,7 +445,7 @@ inline uint64_t OnCancel(const dg_cancellation* cancellation, std::function<void
       &id));
   return id;
 }
-// Takes it off again: from here on it does not run, nor will it.
+// Removes a callback, which then does not run and is not called any more.
 inline void Forget(const dg_cancellation* cancellation, uint64_t id) {
   Check(dg_cancellation_forget(cancellation, id));
 }
@@ -400,7 +458,7 @@ class Cancellation {
     handle_ = Handle<dg_cancellation, dg_cancellation_destroy>(out);
   }
   void Cancel() { Check(dg_cancellation_cancel(get())); }
-  // Throws if it is cancelled.
+  // Throws an error that says why, if it is cancelled.
   void ThrowIfCancelled() const { Check(dg_cancellation_check(get())); }
   uint64_t OnCancel(std::function<void()> cancelled) const {
     return dg::OnCancel(get(), std::move(cancelled));
@@ -416,10 +474,11 @@ class Cancellation {
 
 class Context;
 
-// What a handler gets; borrowed for the call.
+// The request that a handler gets; borrowed for the call.
 class Request {
  public:
-  explicit Request(const dg_request* request) noexcept : request_(request) {}
+  explicit Request(const dg_request* request) noexcept
+      : request_(request), begin_(std::chrono::steady_clock::now()) {}
   std::string_view function() const noexcept { return View(request_->function); }
   uint32_t from() const noexcept { return static_cast<uint32_t>(request_->from); }
   std::string_view payload() const noexcept { return View(dg_message_payload(request_->message)); }
@@ -429,15 +488,22 @@ class Request {
     Check(dg_message_tensor(request_->message, index, &out));
     return Tensor(out);
   }
-  // Of calls in turn: within the same context and time, and given up with this one.
+  // Returns options for nested calls: in the caller's context, with what is left of its timeout,
+  // and cancelled with its call.
   dg_call_options Nested() const noexcept {
     dg_call_options options = DG_CALL_OPTIONS_INIT;
     options.context = request_->context;
     options.timeout_ms = request_->timeout_ms;
+    if (options.timeout_ms > 0) {
+      const int64_t elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(
+                                     std::chrono::steady_clock::now() - begin_)
+                                     .count();
+      options.timeout_ms = std::max<int64_t>(options.timeout_ms - elapsed_ms, 1);
+    }
     options.cancellation = request_->cancellation;
     return options;
   }
-  // Throws if nobody waits for the answer any more.
+  // Throws an error that says why, if nobody waits for the answer any more.
   void ThrowIfCancelled() const { Check(dg_cancellation_check(request_->cancellation)); }
   uint64_t OnCancel(std::function<void()> cancelled) const {
     return dg::OnCancel(request_->cancellation, std::move(cancelled));
@@ -447,9 +513,11 @@ class Request {
 
  private:
   const dg_request* request_;
+  std::chrono::steady_clock::time_point begin_;
 };
 
-// Answers once; the caller gets an error if it ends without that.
+// Carries the answer of a handler that answers later. Destroying it without an answer gives the
+// caller DG_INTERNAL.
 class Responder {
  public:
   explicit Responder(dg_responder* handle) noexcept : handle_(handle) {}
@@ -458,6 +526,10 @@ class Responder {
   }
   void Fail(dg_code code, std::string_view message) {
     Check(dg_responder_answer(handle_.release(), nullptr, dg_error_create(code, Str(message))));
+  }
+  // Passes on an error that another call threw, with its origin.
+  void Fail(const Error& error) {
+    Check(dg_responder_answer(handle_.release(), nullptr, Catch([&] { throw error; })));
   }
   dg_responder* get() const noexcept { return handle_.get(); }
   dg_responder* release() noexcept { return handle_.release(); }
@@ -483,8 +555,8 @@ struct MemberEvent {
 class Worker {
  public:
   using Handler = std::function<Message(const Request&)>;
-  // Moves the responder to where the answer will be known; the request lives until it has answered.
-  // What it throws before is the answer.
+  // Moves the responder to where the answer will be known; the request lives until then. An
+  // exception that it throws before that is the answer.
   using AsyncHandler = std::function<void(const Request&, Responder&&)>;
 
   explicit Worker(const dg_worker_options& options) {
@@ -498,7 +570,7 @@ class Worker {
   std::string_view name(uint32_t of) const noexcept { return View(dg_worker_name(get(), of)); }
   uint32_t local_rank() const noexcept { return dg_worker_local_rank(get()); }
   uint32_t local_world_size() const noexcept { return dg_worker_local_world_size(get()); }
-  // Must not throw. Null: none.
+  // Calls `callback`, which must not throw, for each event of a member; null removes it.
   void OnMember(std::function<void(const MemberEvent&)> callback) {
     using Callback = std::function<void(const MemberEvent&)>;
     if (callback == nullptr) {
@@ -514,6 +586,7 @@ class Worker {
         new Callback(std::move(callback)),
         [](void* data) { delete static_cast<Callback*>(data); }));
   }
+  size_t context_count() const noexcept { return dg_worker_context_count(get()); }
   void UpdateMembers() { Check(dg_worker_update_members(get())); }
   std::vector<Member> members() const {
     std::vector<Member> members;
@@ -527,7 +600,8 @@ class Worker {
         &members));
     return members;
   }
-  // Calls `visit` for each context that this worker knows of; what it is given lives until then.
+  // Calls `visit` for each context that this worker knows of; its argument is borrowed for the
+  // visit.
   template <typename F>
   void Contexts(F&& visit) const {
     std::exception_ptr thrown;
@@ -587,11 +661,17 @@ class Worker {
                const Context* context = nullptr);
   Future CallAsync(std::string_view to, std::string_view function, const Message& request,
                    const Context* context = nullptr);
+  // Runs an operator there, and returns the tensors among its results.
   std::vector<Tensor> CallOps(std::string_view to, std::string_view op, Arguments arguments,
                               const dg_call_options& options);
   std::vector<Tensor> CallOps(std::string_view to, std::string_view op, Arguments arguments,
                               const Context* context = nullptr);
-  // For each worker what it replied, or why not.
+  // The same without waiting: Future::GetOps() has the results.
+  Future CallOpsAsync(std::string_view to, std::string_view op, Arguments arguments,
+                      const dg_call_options& options);
+  Future CallOpsAsync(std::string_view to, std::string_view op, Arguments arguments,
+                      const Context* context = nullptr);
+  // Returns the reply or the error of each worker.
   std::vector<std::variant<Message, Error>> CallEach(const std::vector<std::string>& to,
                                                      std::string_view function,
                                                      const Message& request,
@@ -610,7 +690,7 @@ class Worker {
   void Serve(uint64_t flags = 0) { Check(dg_worker_serve(get(), flags)); }
   void Leave(int64_t timeout_ms = DG_FOREVER) { Check(dg_worker_leave(get(), timeout_ms)); }
 
-  // With a bound for what its handlers still do; the destructor then has nothing to wait for.
+  // Ends the worker, and waits for its handlers; the destructor then does not wait.
   void Close(int64_t timeout_ms = DG_FOREVER) { Check(dg_worker_close(get(), timeout_ms)); }
 
   dg_worker* get() const noexcept { return handle_.get(); }
@@ -630,7 +710,8 @@ class Worker {
   Handle<dg_worker, dg_worker_destroy> handle_;
 };
 
-// In a handler, others may run in its place while `wait` waits for what is not distgrad's.
+// Calls `wait`, which waits for something that is not distgrad's; in a handler, other handlers may
+// run meanwhile in its place.
 template <typename F>
 void Wait(F&& wait) {
   std::exception_ptr thrown;
@@ -661,10 +742,41 @@ class Context {
     const std::vector<const dg_tensor*> handles = Handles(roots);
     Check(dg_context_backward(get(), handles.data(), handles.size(), &options));
   }
+  // The same without waiting. Future::Wait() and Get() wait for it; Get() throws its error.
+  Future BackwardAsync(const std::vector<Tensor>& roots,
+                       const dg_backward_options& options = DG_BACKWARD_OPTIONS_INIT) const {
+    const std::vector<const dg_tensor*> handles = Handles(roots);
+    dg_future* out = nullptr;
+    Check(dg_context_backward_async(get(), handles.data(), handles.size(), &options, &out));
+    return Future(out);
+  }
   Tensor Gradient(const Tensor& leaf) const {
     dg_tensor* out = nullptr;
     Check(dg_context_gradient(get(), leaf.get(), &out));
     return Tensor(out);
+  }
+  // Returns every leaf of this worker that has a gradient, with the gradient, in no order.
+  std::vector<std::pair<Tensor, Tensor>> Gradients() const {
+    using Pairs = std::vector<std::pair<Tensor, Tensor>>;
+    struct Visit {
+      Pairs pairs;
+      std::exception_ptr thrown;
+    } visited;
+    Check(dg_context_gradients(
+        get(),
+        [](void* data, const dg_tensor* leaf, const dg_tensor* gradient) {
+          Visit& visit = *static_cast<Visit*>(data);
+          try {
+            if (!visit.thrown) {
+              visit.pairs.emplace_back(Tensor::Borrow(leaf), Tensor::Borrow(gradient));
+            }
+          } catch (...) {
+            visit.thrown = std::current_exception();
+          }
+        },
+        &visited));
+    if (visited.thrown) std::rethrow_exception(visited.thrown);
+    return std::move(visited.pairs);
   }
   void SetGradient(const Tensor& leaf, const Tensor& gradient) const {
     Check(dg_context_set_gradient(get(), leaf.get(), gradient.get()));
@@ -699,6 +811,19 @@ inline std::vector<Tensor> Worker::CallOps(std::string_view to, std::string_view
   dg_values* out = nullptr;
   Check(dg_worker_call_op(get(), Str(to), Str(op), values.data(), values.size(), &options, &out));
   return TensorsOf(out);
+}
+
+inline Future Worker::CallOpsAsync(std::string_view to, std::string_view op, Arguments arguments,
+                                   const Context* context) {
+  return CallOpsAsync(to, op, arguments, In(context));
+}
+inline Future Worker::CallOpsAsync(std::string_view to, std::string_view op, Arguments arguments,
+                                   const dg_call_options& options) {
+  const std::vector<dg_value> values = ToValues(arguments);
+  dg_future* out = nullptr;
+  Check(dg_worker_call_op_async(get(), Str(to), Str(op), values.data(), values.size(), &options,
+                                &out));
+  return Future(out);
 }
 
 inline std::vector<std::variant<Message, Error>> Worker::CallEach(
@@ -747,7 +872,7 @@ class Optimizer {
     return optimizer;
   }
   void Step(const Context& context) { Check(dg_optimizer_step(get(), context.get())); }
-  // Returns the norm as it was.
+  // Returns the norm before.
   double ClipGradients(const Context& context, double max_norm) {
     double norm = 0;
     Check(dg_optimizer_clip_gradients(get(), context.get(), max_norm, &norm));
@@ -756,7 +881,7 @@ class Optimizer {
   void SetLearningRate(double learning_rate) {
     Check(dg_optimizer_set_learning_rate(get(), learning_rate));
   }
-  // This worker's part, by the names of PyTorch's state_dict(): "state.2.exp_avg".
+  // Returns this worker's part, by the names of PyTorch's state_dict(): "state.2.exp_avg".
   std::vector<std::pair<std::string, Tensor>> State() const {
     using State = std::vector<std::pair<std::string, Tensor>>;
     struct Visit {
@@ -786,7 +911,7 @@ class Optimizer {
     }
     Check(dg_optimizer_load_state(get(), names.data(), tensors.data(), names.size()));
   }
-  // This worker's part: another one may then have its name.
+  // Removes this worker's part: another one may then have its name.
   void Remove() { Check(dg_optimizer_remove(get())); }
   dg_optimizer* get() const noexcept { return handle_.get(); }
 
@@ -805,7 +930,7 @@ class Optimizer {
 
 // ------------------------------------------------------------------------------ Data parallel
 
-// What the function of a DataParallel gets; borrowed for the call.
+// What the function of a DataParallel gets for one replica; borrowed for the call.
 class Replica {
  public:
   explicit Replica(const dg_replica* replica) noexcept : replica_(replica) {}
@@ -827,7 +952,7 @@ class Replica {
   const dg_replica* replica_;
 };
 
-// Owns what a function stored at each of `count` places.
+// Owns the handles that a C function stored.
 inline std::vector<Tensor> Own(const std::vector<dg_tensor*>& handles) {
   std::vector<Tensor> tensors;
   for (dg_tensor* handle : handles) tensors.emplace_back(handle);
@@ -836,7 +961,7 @@ inline std::vector<Tensor> Own(const std::vector<dg_tensor*>& handles) {
 
 class DataParallel {
  public:
-  // Gives as many outputs as Forward asks for.
+  // Returns as many outputs as Forward() asks for.
   using Function = std::function<std::vector<Tensor>(const Replica&)>;
 
   DataParallel(const std::vector<Tensor>& parameters, const dg_data_parallel_options& options,
@@ -870,7 +995,7 @@ class DataParallel {
   Handle<dg_data_parallel, dg_data_parallel_destroy> handle_;
 };
 
-// As many parts as there are, at most one for each device; `sizes` may be empty.
+// Returns at most one part for each device; `sizes` may be empty.
 inline std::vector<Tensor> Scatter(const Tensor& tensor, const std::vector<std::string>& devices,
                                    int64_t dim = 0, const std::vector<int64_t>& sizes = {}) {
   if (!sizes.empty() && sizes.size() != devices.size()) {
@@ -891,7 +1016,7 @@ inline Tensor Gather(const std::vector<Tensor>& tensors, std::string_view device
   Check(dg_gather(handles.data(), handles.size(), Str(device), dim, &out));
   return Tensor(out);
 }
-// By device, then by tensor.
+// Returns the copies by device, then by tensor.
 inline std::vector<std::vector<Tensor>> Broadcast(const std::vector<Tensor>& tensors,
                                                   const std::vector<std::string>& devices) {
   const std::vector<const dg_tensor*> handles = Handles(tensors);
@@ -902,7 +1027,7 @@ inline std::vector<std::vector<Tensor>> Broadcast(const std::vector<Tensor>& ten
   for (size_t i = 0; i < outs.size(); ++i) copies[i / tensors.size()].emplace_back(outs[i]);
   return copies;
 }
-// Of lists of one length.
+// Adds up lists, which have to be of one length.
 inline std::vector<Tensor> ReduceAdd(const std::vector<std::vector<Tensor>>& lists,
                                      std::string_view device = {}) {
   const size_t length = lists.empty() ? 0 : lists[0].size();
@@ -928,7 +1053,7 @@ class ProcessGroup {
   }
   uint32_t rank() const noexcept { return dg_process_group_rank(get()); }
   uint32_t size() const noexcept { return dg_process_group_size(get()); }
-  // In place.
+  // Averages in place.
   void Average(const std::vector<Tensor>& tensors) {
     const std::vector<const dg_tensor*> handles = Handles(tensors);
     Check(dg_process_group_average(get(), handles.data(), handles.size()));
@@ -937,7 +1062,7 @@ class ProcessGroup {
     const std::vector<const dg_tensor*> handles = Handles(tensors);
     Check(dg_process_group_broadcast(get(), handles.data(), handles.size(), root));
   }
-  // This rank cannot go on, and the others are told why.
+  // Tells the other ranks that this one cannot go on, and why.
   void Fail(dg_code code, std::string_view why) {
     Check(dg_process_group_fail(get(), code, Str(why)));
   }
@@ -957,11 +1082,13 @@ class Averager {
     handle_ = Handle<dg_averager, dg_averager_destroy>(out);
   }
   void Average(const Context& context) { Check(dg_averager_average(get(), context.get())); }
-  // Before the backward of the context; Average() after it.
+  // Makes the averages begin during the backward of the context; call it before, and Average()
+  // after that.
   void AverageInBackward(const Context& context) {
     Check(dg_averager_average_in_backward(get(), context.get()));
   }
-  // For a rank that has run out of data; false when all have. `flags`: DG_AVERAGER_JOIN_...
+  // Takes part in the others' next average, for a rank that has run out of data; false when all
+  // have. `flags`: DG_AVERAGER_JOIN_...
   bool Join(const Context& context, uint64_t flags = 0) {
     uint32_t others_go_on = 0;
     Check(dg_averager_join(get(), context.get(), flags, &others_go_on));

@@ -27,8 +27,8 @@ class GradHook : public torch::autograd::PostAccumulateGradHook {
   virtual torch::autograd::PostAccumulateGradHook* earlier() const = 0;
 };
 
-// Holds the mutexes of leaves, as libtorch does while it accumulates there and calls hooks: for who
-// has others' gradients in their .grad for a while. Waits in a BlockingScope.
+// Holds the mutexes of leaves, as libtorch does while it accumulates there and calls hooks: for a
+// caller that has other gradients in their .grad for a while. Waits in a BlockingScope.
 class LeavesLock {
  public:
   // Those that are no leaves, or need no gradient, have no mutex.
@@ -46,7 +46,7 @@ class LeavesLock {
 // with that as the leaf's .grad: a hook may well know the leaf itself, as an optimizer does whose
 // step() and zero_grad() it calls. Gives `keep` what the hook leaves there (undefined for nothing),
 // and puts back what was in .grad. The leaf's mutex is held meanwhile, as libtorch holds it, so
-// that nobody else accumulates there; who waits for it does so in a BlockingScope. Throws what a
+// that nobody else accumulates there; a thread waits for it in a BlockingScope. Throws what a
 // hook throws.
 void CallPostAccumulateHook(torch::autograd::AccumulateGrad& leaf,
                             absl::FunctionRef<at::Tensor()> accumulate,

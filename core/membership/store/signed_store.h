@@ -1,7 +1,7 @@
-// A store whose entries only those can write who have the cluster key.
+// A store whose entries can be written only with the cluster key.
 //
-// Each value is stored with an HMAC-SHA256 over it and its key. Counters have none: who tampers
-// with them can stop a job from starting, but not get into it.
+// Each value is stored with an HMAC-SHA256 over it and its key. Counters have none: an attacker who
+// tampers with them can stop a job from starting, but not get into it.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_STORE_SIGNED_STORE_H_
 #define DISTGRAD_CORE_MEMBERSHIP_STORE_SIGNED_STORE_H_
 

@@ -89,10 +89,10 @@ void StoreServer::Run() {
     const bool accepts = accept_again_.Passed();
     entries.push_back({accepts ? listener_.fd() : -1, POLLIN, 0});
     for (const Peer& peer : peers_) {
-      const bool reads = peer.out.size() < kMaxUnread;
+      const bool reads = peer.unread() < kMaxUnread;
       entries.push_back(
           {peer.socket.fd(),
-           static_cast<short>((reads ? POLLIN : 0) | (peer.out.empty() ? 0 : POLLOUT)), 0});
+           static_cast<short>((reads ? POLLIN : 0) | (peer.unread() > 0 ? POLLOUT : 0)), 0});
     }
     if (poll(entries.data(), entries.size(), Patience()) < 0) continue;
     if (entries[0].revents != 0) return;
@@ -103,7 +103,7 @@ void StoreServer::Run() {
       if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(*peer);
       if (stays && peer->wait.has_value() && peer->wait->until.Passed()) EndWait(*peer);
       // What it has said, and was not answered while it did not read, is answered now.
-      if (stays && !peer->out.empty()) stays = Write(*peer) && Understand(*peer);
+      if (stays && peer->unread() > 0) stays = Write(*peer) && Understand(*peer);
       if (!stays && !peer->ours) --unauthenticated_;
       if (!stays) ForgetWait(*peer);
       peer = stays ? std::next(peer) : peers_.erase(peer);
@@ -121,7 +121,7 @@ int StoreServer::Patience() const {
   return next.is_never() ? -1 : PollMilliseconds(next);
 }
 
-bool StoreServer::MakeRoom() {
+bool StoreServer::FreeSlot() {
   const auto oldest =
       std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.ours; });
   if (oldest == peers_.end() || !oldest->grace.Passed()) return false;
@@ -130,19 +130,19 @@ bool StoreServer::MakeRoom() {
   return true;
 }
 
-// Unauthenticated connections make room, of places and of descriptors, where somebody waits for
+// Unauthenticated connections are evicted for their slots and descriptors where a client waits for
 // one. A crowd that comes at once waits in the listener's queue until those before it are through:
-// so nobody who is honest and quick is closed for others to come.
+// so no client that is honest and quick is closed for others to come.
 void StoreServer::Accept() {
   for (;;) {
-    const bool room = unauthenticated_ < options_.max_unauthenticated || MakeRoom();
+    const bool has_slot = unauthenticated_ < options_.max_unauthenticated || FreeSlot();
     const int fd =
-        room ? accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
+        has_slot ? accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
     if (fd < 0) {
-      const bool exhausted = room && (errno == EMFILE || errno == ENFILE);
+      const bool exhausted = has_slot && (errno == EMFILE || errno == ENFILE);
       if (exhausted && !HasPendingConnection(listener_.fd())) return;
-      if (exhausted) MakeRoom();
-      if (exhausted || !room) accept_again_ = Deadline::After(absl::Milliseconds(50));
+      if (exhausted) FreeSlot();
+      if (exhausted || !has_slot) accept_again_ = Deadline::After(absl::Milliseconds(50));
       return;
     }
     Socket socket(fd);
@@ -159,22 +159,41 @@ void StoreServer::Accept() {
 
 bool StoreServer::Read(Peer& peer) {
   char bytes[kReadBytes];
-  const ssize_t n = recv(peer.socket.fd(), bytes, sizeof(bytes), 0);
+  const absl::Span<char> space =
+      peer.tls != nullptr ? peer.tls->InputSpace() : absl::MakeSpan(bytes);
+  const ssize_t n = recv(peer.socket.fd(), space.data(), space.size(), 0);
   if (n < 0) return errno == EAGAIN || errno == EINTR;
   if (n == 0) {
     if (!peer.ours)
       refusals_.Add(peer.socket.fd(), peer.handshake, absl::UnavailableError("it went away"));
     return false;
   }
-  peer.in.append(bytes, static_cast<size_t>(n));
-  return Greet(peer) && Understand(peer);
+  if (peer.tls != nullptr) {
+    peer.tls->AddInput(static_cast<size_t>(n));
+  } else {
+    peer.in.append(bytes, static_cast<size_t>(n));
+  }
+  return Greet(peer) && EstablishTls(peer) && Decrypt(peer) && Understand(peer);
 }
 
 bool StoreServer::Write(Peer& peer) {
-  const ssize_t n = send(peer.socket.fd(), peer.out.data(), peer.out.size(), MSG_NOSIGNAL);
+  if (peer.wire.empty() && peer.tls != nullptr) {
+    if (!peer.tls->Write(peer.out).ok()) return false;
+    peer.out.clear();
+    TakeTlsOutput(peer);
+  } else if (peer.wire.empty()) {
+    peer.wire.swap(peer.out);
+  }
+  const ssize_t n = send(peer.socket.fd(), peer.wire.data(), peer.wire.size(), MSG_NOSIGNAL);
   if (n < 0) return errno == EAGAIN || errno == EINTR;
-  peer.out.erase(0, static_cast<size_t>(n));
+  peer.wire.erase(0, static_cast<size_t>(n));
   return true;
+}
+
+void StoreServer::TakeTlsOutput(Peer& peer) {
+  const absl::string_view output = peer.tls->output();
+  peer.wire.append(output);
+  peer.tls->DropOutput(output.size());
 }
 
 bool StoreServer::Greet(Peer& peer) {
@@ -185,19 +204,52 @@ bool StoreServer::Greet(Peer& peer) {
       return false;
     }
     peer.in.erase(0, size);
-    peer.out += peer.handshake.TakeOutput();
-  }
-  if (peer.handshake.done() && !peer.ours) {
-    peer.ours = true;
-    --unauthenticated_;
+    peer.wire += peer.handshake.TakeOutput();
   }
   return true;
+}
+
+bool StoreServer::EstablishTls(Peer& peer) {
+  if (!peer.handshake.done() || peer.ours) return true;
+  if (!options_.cluster_key.empty()) {
+    if (peer.tls == nullptr) {
+      const absl::StatusOr<Digest> secret = peer.handshake.Secret();
+      if (!secret.ok()) return false;
+      auto tls = TlsSession::Create(Handshake::Role::kServer, *secret);
+      if (!tls.ok()) return false;
+      peer.tls = *std::move(tls);
+      // What came with the end of the handshake.
+      const absl::Span<char> space = peer.tls->InputSpace();
+      peer.tls->AddInput(peer.in.copy(space.data(), space.size()));
+      peer.in.clear();
+    }
+    if (absl::Status status = peer.tls->Establish(); !status.ok()) {
+      refusals_.Add(peer.socket.fd(), peer.handshake, status);
+      return false;
+    }
+    TakeTlsOutput(peer);
+    if (!peer.tls->established()) return true;
+  }
+  peer.ours = true;
+  --unauthenticated_;
+  return true;
+}
+
+bool StoreServer::Decrypt(Peer& peer) {
+  if (peer.tls == nullptr || !peer.ours) return true;
+  char bytes[kReadBytes];
+  for (;;) {
+    const absl::StatusOr<size_t> n = peer.tls->Read(bytes, sizeof(bytes));
+    if (!n.ok()) return false;
+    if (*n == 0) return true;
+    peer.in.append(bytes, *n);
+  }
 }
 
 bool StoreServer::Understand(Peer& peer) {
   if (!peer.ours) return true;
   size_t done = 0;
-  while (done < peer.in.size() && peer.out.size() < kMaxUnread) {
+  while (done < peer.in.size() && peer.unread() < kMaxUnread) {
     if (peer.wait.has_value()) EndWait(peer);
     const absl::StatusOr<size_t> size = Answer(peer, absl::string_view(peer.in).substr(done));
     if (!size.ok()) return false;

@@ -24,6 +24,7 @@
 #include "core/net/handshake.h"
 #include "core/net/refusal_log.h"
 #include "core/net/socket.h"
+#include "core/net/tls.h"
 
 namespace distgrad {
 
@@ -39,7 +40,8 @@ struct StoreServerOptions {
   size_t max_unauthenticated = 0;
   absl::Duration grace = absl::Seconds(1);
   absl::Duration handshake_timeout = absl::Seconds(10);
-  // Of keys, values, sessions and what is waited for; who needs more loses its connection.
+  // Of keys, values, sessions and what is waited for; a client that needs more loses its
+  // connection.
   size_t max_bytes = 256 << 20;
 };
 
@@ -62,14 +64,18 @@ class StoreServer {
   struct Peer {
     Socket socket;
     Handshake handshake;
-    Deadline grace;     // from then on it may have to make room
+    Deadline grace;     // from then on it may be evicted for another
     Deadline deadline;  // to be one of ours
     bool ours = false;
     std::optional<Wait> wait = {};
     std::optional<uint64_t> session = {};  // none: c10d's protocol alone
     bool superseded = false;               // its client has another connection now
-    std::string in = {};                   // read, and not understood yet
-    std::string out = {};                  // to be written
+    std::unique_ptr<TlsSession> tls = {};  // with a cluster key, after the handshake
+    std::string in = {};                   // read and decrypted, and not understood yet
+    std::string out = {};                  // answers, to be encrypted
+    std::string wire = {};                 // to be written as it is
+
+    size_t unread() const { return out.size() + wire.size(); }
   };
   using Peers = std::list<Peer>;
 
@@ -90,12 +96,16 @@ class StoreServer {
   int Patience() const;
   void Accept();
   // Closes the oldest unauthenticated connection, if it had time enough.
-  bool MakeRoom();
+  bool FreeSlot();
   // False: it is to be closed.
   bool Read(Peer& peer);
   bool Write(Peer& peer);
   bool Understand(Peer& peer);
   bool Greet(Peer& peer);
+  // Goes on with TLS. False: it is to be closed.
+  bool EstablishTls(Peer& peer);
+  bool Decrypt(Peer& peer);
+  static void TakeTlsOutput(Peer& peer);
   // Answers the first request of `in`; its bytes, or 0 if not all of them are there.
   absl::StatusOr<size_t> Answer(Peer& peer, absl::string_view in);
   absl::StatusOr<bool> BeginSession(Peer& peer, uint64_t session);

@@ -46,6 +46,7 @@
 #include "gtest/gtest.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/no_descriptors.h"
+#include "tests/testing/tcp_proxy.h"
 #include "tests/testing/wall_clock.h"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
 
@@ -60,18 +61,20 @@ std::string NewPath() {
   return absl::StrCat(testing::TempDir(), "/store_", getpid(), "_", ++counter);
 }
 
-std::unique_ptr<TcpStore> Serve() {
+std::unique_ptr<TcpStore> Serve(const std::string& cluster_key = "") {
   TcpStoreOptions options;
   options.is_server = true;
+  options.cluster_key = cluster_key;
   options.deadline = Later();
   auto store = NewTcpStore(options);
   EXPECT_TRUE(store.ok()) << store.status();
   return store.ok() ? *std::move(store) : nullptr;
 }
 
-std::unique_ptr<TcpStore> Join(uint16_t port) {
+std::unique_ptr<TcpStore> Join(uint16_t port, const std::string& cluster_key = "") {
   TcpStoreOptions options;
   options.port = port;
+  options.cluster_key = cluster_key;
   options.deadline = Later();
   auto store = NewTcpStore(options);
   EXPECT_TRUE(store.ok()) << store.status();
@@ -846,6 +849,40 @@ TEST(TcpStoreTest, WhatIsRepeatedTakesNothingBack) {
   EXPECT_EQ(proxy.cuts(), 4);  // connections, of which three are over
 }
 
+// Somebody between a client and the server sees nothing of a store that has a key, and what he
+// changes of a request or an answer ends the connection: the client asks again.
+TEST(TcpStoreTest, WithAKeyNobodyInBetweenReadsOrChangesIt) {
+  const std::string key = "a key of thirty-two bytes, about", value = "an address, and its token";
+  const auto server = Serve(key);
+  std::string seen;  // on the proxy's thread
+  int records = 0, changed = 0, changed_requests = 0, changed_answers = 0;
+  {
+    TcpProxy proxy(server->port(), [&](TcpProxy::Way way, std::string bytes) {
+      seen += bytes;
+      // One record of TLS with data in it; its type, version and length are its first 5 bytes.
+      // Each connection begins with four; so it is requests and answers in turns.
+      if (absl::StartsWith(bytes, "\x17\x03\x03") && ++records % (changed % 2 == 0 ? 7 : 8) == 0) {
+        records = 0;
+        (way == TcpProxy::Way::kToServer ? changed_requests : changed_answers) += 1;
+        bytes[5 + changed % (bytes.size() - 5)] ^= 1 << (changed % 8);
+        ++changed;
+      }
+      return bytes;
+    });
+    const auto client = Join(proxy.port(), key);
+    for (int i = 1; i <= 100; ++i) {
+      ASSERT_EQ(client->Add("n", 1, Later()).value(), i);
+      ASSERT_TRUE(client->Set(absl::StrCat("name/", i), value, Later()).ok());
+      ASSERT_EQ(client->Get(absl::StrCat("name/", i), Later()).value(), value);
+    }
+  }
+  EXPECT_GT(changed_requests, 20);
+  EXPECT_GT(changed_answers, 20);
+  EXPECT_GT(seen.size(), 100 * value.size());
+  EXPECT_FALSE(absl::StrContains(seen, value));
+  EXPECT_FALSE(absl::StrContains(seen, "name/"));
+}
+
 // --- who may use it
 
 TEST(TcpStoreTest, ClusterKey) {
@@ -1123,7 +1160,7 @@ TEST(StoreServerTest, StrangersMakeRoomWhereThereAreNoDescriptors) {
   EXPECT_EQ(stranger.Receive(hello.data(), 1, Later()).code(), absl::StatusCode::kUnavailable);
 }
 
-// More come at a time than may be strangers. None of them is closed: whoever finds no room waits
+// More come at a time than may be unauthenticated. None of them is closed: one without a slot waits
 // until others have shown who they are.
 TEST(StoreServerTest, ACrowdComesInOneAfterTheOther) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();

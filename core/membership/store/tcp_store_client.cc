@@ -70,7 +70,9 @@ absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, Deadline
     DG_RETURN_IF_ERROR(Annotate(received, "the handshake (another cluster key?)"));
     DG_RETURN_IF_ERROR(handshake.Receive(bytes));
   }
-  return absl::OkStatus();
+  if (cluster_key.empty()) return absl::OkStatus();
+  DG_ASSIGN_OR_RETURN(const Digest secret, handshake.Secret());
+  return Annotate(socket.StartTls(Handshake::Role::kClient, secret, deadline), "encrypting");
 }
 
 }  // namespace
@@ -187,7 +189,7 @@ absl::Status TcpStoreClient::Exchange(const Request& request, Deadline deadline,
 
 bool TcpStoreClient::AwaitAnswerOrOthers(Socket& socket, Deadline deadline) {
   const Deadline turn = Deadline::After(kTurn);
-  for (;;) {
+  while (!socket.HasInput()) {
     bool others;
     {
       std::lock_guard<std::mutex> lock(mu_);
@@ -205,6 +207,7 @@ bool TcpStoreClient::AwaitAnswerOrOthers(Socket& socket, Deadline deadline) {
     }
     if (deadline.Passed()) return false;
   }
+  return false;
 }
 
 absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline deadline,

@@ -96,7 +96,7 @@ class TcpStoreClient final : public Store {
   const std::string where_;
   const uint64_t session_;
   const std::string nothing_;  // what no key of c10d's holds
-  const Socket interrupt_;     // an eventfd: the one whose turn it is shall look who else waits
+  const Socket interrupt_;     // an eventfd: the thread whose turn it is checks who else waits
 
   std::mutex mu_;  // not absl::Mutex, whose timed waits follow the wall clock
   std::condition_variable free_;

@@ -24,10 +24,10 @@ namespace {
 
 // How soon a failure is noticed that nobody waits for.
 constexpr absl::Duration kWatchInterval = absl::Milliseconds(100);
-// Between two looks at whether a collective has gone to the streams: NCCL has nothing to wait on.
-// It takes tens of microseconds, less than a sleep would, and so the first looks follow on each
+// Between two polls of whether a collective has gone to the streams: NCCL has nothing to wait on.
+// It takes tens of microseconds, less than a sleep would, and so the first polls follow on each
 // other.
-constexpr int kLooksWithoutSleep = 64;
+constexpr int kPollsWithoutSleep = 64;
 constexpr absl::Duration kReadyInterval = absl::Microseconds(50);
 
 const c10::impl::DeviceGuardImplInterface& GuardOf(c10::Device device) {
@@ -106,7 +106,7 @@ NcclCollectives::~NcclCollectives() {
   while (true) {
     {
       absl::MutexLock lock(&mu_);
-      Look();
+      Poll();
       if (running_.empty()) break;
     }
     // Not a wait on the event: a collective that hangs would hang us too.
@@ -333,10 +333,10 @@ size_t NcclCollectives::IndexOf(c10::Device device) const {
 
 absl::Status NcclCollectives::AwaitReady(const std::string& what) {
   const absl::Time deadline = clock_->Now() + options_.timeout;
-  for (int looks = 0;; ++looks) {
-    if (looks >= kLooksWithoutSleep) {
+  for (int polls = 0;; ++polls) {
+    if (polls >= kPollsWithoutSleep) {
       absl::SleepFor(kReadyInterval);
-    } else if (looks > 0) {
+    } else if (polls > 0) {
       std::this_thread::yield();
     }
     absl::MutexLock lock(&mu_);
@@ -350,12 +350,12 @@ absl::Status NcclCollectives::AwaitReady(const std::string& what) {
 
 void NcclCollectives::Watch() {
   absl::MutexLock lock(&mu_);
-  Look();
+  Poll();
   watched_ = !running_.empty();
   if (watched_) timer_ = clock_->At(clock_->Now() + kWatchInterval, [this] { Watch(); });
 }
 
-void NcclCollectives::Look() {
+void NcclCollectives::Poll() {
   if (running_.empty()) return;
   const absl::StatusOr<bool> ready = group_->Ready();
   if (!ready.ok()) return Fail(Annotate(ready.status(), name_));

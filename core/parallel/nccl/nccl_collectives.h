@@ -79,7 +79,7 @@ class NcclCollectives final : public DeviceCollectives {
   size_t IndexOf(c10::Device device) const;  // devices_.size() if it is not among them
   absl::Status AwaitReady(const std::string& what);
   void Watch();
-  void Look() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Poll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Fail(absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Late(const std::string& what) const;
 

@@ -136,6 +136,7 @@ void ContextAverager::OnGradient(const Following& following, const ContextRecord
 absl::Status ContextAverager::Average(ContextRecord& context) {
   absl::MutexLock lock(&sequence_.mu());
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) -> absl::Status {
+    DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
     const bool follows = followed_.has_value() && followed_->following->Is(context);
     if (!follows) DG_RETURN_IF_ERROR(GiveUp());
     AveragingRound round = follows ? std::move(followed_->round) : sequence_.NewRound();
@@ -179,6 +180,7 @@ absl::StatusOr<bool> ContextAverager::Join(ContextRecord& context, bool keep_gra
   DG_RETURN_IF_ERROR(
       sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) -> absl::Status {
         DG_RETURN_IF_ERROR(GiveUp());
+        DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
         const std::vector<bool> untouched(gradients.size(), false);
         AveragingRound round = sequence_.NewRound(/*active=*/false);
         DG_RETURN_IF_ERROR(round.Begin(gradients, untouched));

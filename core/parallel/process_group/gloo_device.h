@@ -3,8 +3,8 @@
 // Gloo's own (tcp::Pair) has two gaps there, in each of which a collective waits until its
 // time-out, ten minutes as a rule:
 //
-// - What stands in its queue to be written is forgotten when the connection breaks, so who sends to
-//   a rank that died, and does not receive from it, never hears.
+// - What stands in its queue to be written is forgotten when the connection breaks, so a rank
+//   that sends to one that died, and does not receive from it, never hears.
 // - A connection that has begun to receive for a collective that failed meanwhile receives nothing
 //   more, not even its end.
 //

@@ -60,8 +60,10 @@ struct JoinOptions {
   bool keep_gradients = false;
 };
 
-// Thread-safe, as far as the order is the same on all ranks. An error of the averager or its group
-// is the result of all later calls; backward() throws it as a StatusError.
+// Thread-safe, as far as the order is the same on all ranks: averages come one after the other, and
+// one that is asked for while a backward that gives .grad is being averaged is an error. An error
+// of the averager or its group is the result of all later calls; backward() throws it as a
+// StatusError.
 class GradientAverager {
  public:
   // Every rank calls it, with the same parameters and buffers but for their values: those of rank 0

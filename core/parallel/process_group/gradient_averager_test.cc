@@ -908,6 +908,40 @@ void AddGradient(ContextRecord& context, const Tensor& parameter, Tensor gradien
                      std::move(gradient));
 }
 
+// Another thread cannot make an average between the buckets of a backward: the ranks would have
+// them in different orders, each with a part of another's.
+TEST(GradientAveragerTest, AnAverageInTheMiddleOfABackwardIsRefused) {
+  using Ask = std::function<absl::Status(GradientAverager&, ContextRecord&)>;
+  const std::vector<std::pair<std::string, Ask>> asks = {
+      {"Average", [](auto& averager, auto&) { return averager.Average(); }},
+      {"Average of a context", [](auto& averager, auto& c) { return averager.Average(c); }},
+      {"AverageInBackward", [](auto& averager, auto& c) { return averager.AverageInBackward(c); }},
+      {"Join", [](auto& averager, auto&) { return averager.Join().status(); }},
+      {"Join of a context", [](auto& averager, auto& c) { return averager.Join(c).status(); }},
+  };
+  for (const auto& [name, ask] : asks) {
+    RunRanks(1, [&, name = name, ask = ask](Group group) {
+      SCOPED_TRACE(name);
+      const Tensor first = Parameter({8}), last = Parameter({8});
+      const auto averager = NewAverager(group, {{"first", first}, {"last", last}});
+      ContextRecord context(1);
+      const Tensor middle = first * 2;
+      const int64_t before = group->collectives();
+      absl::Status refused;
+      middle.register_hook([&](const Tensor&) {
+        EXPECT_EQ(group->collectives(), before + 1) << "the first bucket has begun";
+        std::thread([&] { refused = ask(*averager, context); }).join();
+      });
+      const absl::Status backward = StatusOfBackward((middle * last).sum());
+      for (const absl::Status& status : {refused, backward, group->status()}) {
+        EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+        EXPECT_TRUE(Contains(status, "while a backward that gives .grad is being averaged"))
+            << status;
+      }
+    });
+  }
+}
+
 // What the averager adds itself, for a parameter that only another rank has used, is not news.
 TEST(GradientAveragerTest, AContextThatWasGivenUpMayBeAveragedAfterAll) {
   RunRanks(2, [](Group group) {

@@ -133,7 +133,9 @@ void HookAverager::OnBackwardAbandoned() {
 
 absl::Status HookAverager::GiveUp() {
   if (!round_.has_value()) return absl::OkStatus();
-  return absl::FailedPreconditionError("a backward that gives .grad is being averaged");
+  return absl::FailedPreconditionError(
+      "another average was asked for while a backward that gives .grad is being averaged; end that "
+      "backward first");
 }
 
 // ---------------------------------------------------------------------------------------- Rounds
@@ -207,13 +209,14 @@ absl::Status HookAverager::FinishRound() {
 absl::Status HookAverager::Average() {
   absl::MutexLock lock(&sequence_.mu());
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
+    DG_RETURN_IF_ERROR(GiveUp());
     if (!in_backward_) {
       for (size_t k = 0; k < touched_.size(); ++k) {
         touched_[k] = plan_.parameters()[k].tensor.grad().defined();
       }
     }
     DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
-    if (!round_.has_value()) OpenRound();
+    OpenRound();
     return FinishRound();
   });
 }
@@ -248,15 +251,14 @@ absl::Status HookAverager::CheckMayJoin(bool keep_gradients) const {
 
 absl::StatusOr<bool> HookAverager::Join(bool keep_gradients) {
   absl::MutexLock lock(&sequence_.mu());
-  DG_RETURN_IF_ERROR(sequence_.group().status());
+  // The gradients of a backward that runs are not to be looked at.
+  DG_RETURN_IF_ERROR(
+      sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { return GiveUp(); }));
   DG_RETURN_IF_ERROR(CheckMayJoin(keep_gradients));
   bool any = false;
   DG_RETURN_IF_ERROR(
       sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) -> absl::Status {
         DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
-        if (round_.has_value()) {
-          return absl::FailedPreconditionError("Join() was called in the middle of a backward");
-        }
         OpenRound(/*active=*/false);
         DG_RETURN_IF_ERROR(round_->Begin(Gradients(), touched_));
         DG_ASSIGN_OR_RETURN(any, sequence_.AnyActive(*round_));

@@ -28,7 +28,7 @@ namespace {
 constexpr size_t kBucketBytes = size_t{25} << 20;
 constexpr int kNoRoot = -1;
 // How often a collective that somebody waits for is looked at.
-constexpr auto kLook = std::chrono::milliseconds(100);
+constexpr auto kCheckInterval = std::chrono::milliseconds(100);
 // The key under which a rank that fails says so.
 constexpr char kFailure[] = "failure";
 
@@ -40,7 +40,8 @@ ABSL_CONST_INIT absl::Mutex beginning(absl::kConstInit);
 absl::Status Check(const ProcessGroupOptions& options) {
   const std::string who = absl::StrCat("process group '", options.name, "': ");
   if (options.store == nullptr) {
-    return absl::InvalidArgumentError(absl::StrCat(who, "there is no store to meet in"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(who, "there is no store for the rendezvous of its ranks"));
   }
   if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
     return absl::InvalidArgumentError(absl::StrCat(who, "rank ", options.rank, " of ", options.size,
@@ -119,10 +120,11 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
   }
   std::shared_ptr<ProcessGroup> group(new ProcessGroup(std::move(options), *device));
   const ProcessGroupOptions& place = group->options_;
-  // A group that is made again under its name must not meet the addresses of the former one.
+  // A group that is made again under its name must not meet the addresses of the former one, and
+  // leaves nothing of it in the store.
   auto store = std::make_shared<PrefixStore>(absl::StrCat("group/", place.name, "/"), place.store);
   absl::StatusOr<std::shared_ptr<Store>> of_start =
-      StoreOfThisStart(std::move(store), place.rank, place.size, deadline);
+      ListedStoreOfThisStart(std::move(store), place.rank, place.size, deadline);
   if (!of_start.ok()) return Annotate(of_start.status(), group->who_);
   group->store_ = *std::move(of_start);
   const BackendPlace at = {
@@ -158,7 +160,7 @@ void ProcessGroup::Fail(const absl::Status& why) {
   }
   // Before the others notice anything. Another rank's reason is why this one fails, so it stays.
   if (absl::IsNotFound(store_->Get(kFailure, absl::InfinitePast()).status())) {
-    // The store has its some seconds; who fails does not wait longer.
+    // The store is given its some seconds; a rank that fails does not wait longer.
     store_
         ->Set(kFailure, absl::StrCat("rank ", rank(), " failed: ", why.message()),
               absl::InfinitePast())
@@ -222,7 +224,7 @@ absl::Status ProcessGroup::Wait(Running& running) {
   const BlockingScope blocking;
   try {
     if (backend_->end_lost_waits != nullptr) {
-      while (!EndsWithin(kLook, *running.work)) backend_->end_lost_waits();
+      while (!EndsWithin(kCheckInterval, *running.work)) backend_->end_lost_waits();
     }
     running.work->wait();
     return absl::OkStatus();

@@ -23,6 +23,7 @@
 #include "core/membership/store.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/parallel/process_group/c10d_store.h"
+#include "tests/testing/key_watch.h"
 #include "tests/testing/ranks.h"
 
 namespace distgrad {
@@ -111,6 +112,25 @@ TEST(ProcessGroupTest, MeetsInStoresOfC10dAsOftenAsOneLikes) {
   EXPECT_EQ(store->GetEach(keys, absl::InfinitePast()).value(), values);
   EXPECT_EQ(store->AwaitChange(keys, std::vector<Store::Value>(2), absl::InfiniteFuture()).value(),
             values);
+}
+
+// A program may make a group anew for each epoch, or after each failure, as long as it runs.
+TEST(ProcessGroupTest, AGroupThatIsMadeAgainLeavesNothingOfTheFormerOne) {
+  const auto store = std::make_shared<KeyWatch>(NewInProcessStore());
+  size_t keys = 0;
+  for (int i = 0; i < 100; ++i) {
+    const bool fails = i % 10 == 5;
+    RunRanks(2,
+             [fails](std::shared_ptr<ProcessGroup> group) {
+               if (fails) group->Fail(absl::CancelledError("the epoch is over"));
+               EXPECT_EQ(group->Average({at::ones({3})}).ok(), !fails);
+             },
+             {.store = store});
+    if (i == 0) keys = store->keys().size();
+    if (!fails) {
+      ASSERT_EQ(store->keys().size(), keys) << i;
+    }
+  }
 }
 
 TEST(ProcessGroupTest, OurStoreIsOneOfC10d) {

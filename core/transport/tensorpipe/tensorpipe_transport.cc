@@ -54,7 +54,7 @@ class SigpipeBlockedForNewThreads {
   sigset_t before_;
 };
 
-// The first message of who connects. Until it is there an accepted pipe may be waiting for
+// The first message of the end that connects. Until it is there an accepted pipe may be waiting for
 // further connections of the other end, which TensorPipe does for ever if that end is gone.
 constexpr char kGreeting[] = "distgrad 1";
 constexpr absl::Duration kGreetingPatience = absl::Seconds(10);
@@ -566,6 +566,7 @@ absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
     socket.key = options.cluster_key;
     socket.handshake_timeout = options.handshake_timeout;
     socket.max_unauthenticated = options.max_unauthenticated;
+    socket.unix_sockets = options.unix_sockets;
     DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-sockets"));
     return NewSocketTransport(*loop, std::move(socket));
   }
@@ -596,7 +597,8 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
   // process.
   context->registerChannel(1, "basic", tensorpipe::channel::basic::create());
   std::string channel_name = "basic";
-  if (options.channel == TensorPipeOptions::Channel::kCma && options.kind == Kind::kSocket) {
+  if (options.channel == TensorPipeOptions::Channel::kCma && options.kind == Kind::kSocket &&
+      options.unix_sockets) {
     if (auto cma = NewCmaChannel()) {
       // With the number of what its two ends say to each other.
       context->registerChannel(2, "distgrad cma 2", std::move(cma));

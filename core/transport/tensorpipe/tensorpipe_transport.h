@@ -42,9 +42,12 @@ struct TensorPipeOptions {
   // What Listen() binds (not for kShm): a name or number of one address of this machine.
   std::string host = "127.0.0.1";
 
-  // With a key nobody connects, or is connected to, who does not have it; see
+  // With a key there are connections only with processes that have it, and TCP is encrypted; see
   // core/transport/tensorpipe/socket and docs/security.md. Only kSocket can.
   std::string cluster_key;
+
+  // Of kSocket: whether processes of one user on one machine use Unix-domain sockets.
+  bool unix_sockets = true;
 
   // Of kSocket: to connect and prove that, and how many may be about to at a time.
   absl::Duration handshake_timeout = absl::Seconds(10);
@@ -62,8 +65,8 @@ struct TensorPipeOptions {
   uint64_t max_packet_bytes = uint64_t{8} << 30;  // bytes and segments together
   size_t max_segments = 1 << 14;
 
-  // Times out who connects and then says nothing; one of its own if nullptr. Must outlive the
-  // transport.
+  // Times out clients that connect and then say nothing; one of its own if nullptr. Must outlive
+  // the transport.
   Clock* clock = nullptr;
 };
 

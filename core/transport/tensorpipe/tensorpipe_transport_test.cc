@@ -63,11 +63,19 @@ std::unique_ptr<Transport> NewTransport(Kind kind, Channel channel) {
   return NewTransport(std::move(options));
 }
 
-TransportFactory Factory(std::string name, Kind kind, Channel channel) {
+// Sockets as between machines.
+TensorPipeOptions Tcp(std::string cluster_key) {
+  TensorPipeOptions options;
+  options.unix_sockets = false;
+  options.cluster_key = std::move(cluster_key);
+  return options;
+}
+
+TransportFactory Factory(std::string name, const TensorPipeOptions& options) {
   TransportFactory factory;
   factory.name = std::move(name);
-  factory.start = [kind, channel] {
-    return TransportFactory::Make([kind, channel] { return NewTransport(kind, channel); });
+  factory.start = [options] {
+    return TransportFactory::Make([options] { return NewTransport(options); });
   };
   factory.bad_addresses = {"",         "nonsense",         "other://1",          "tcp://",
                            "shm://",   "tcp://1.2.3.4",    "tcp://localhost:1",  "shm://x",
@@ -104,8 +112,13 @@ std::vector<TransportFactory> WorkingFactories() {
   std::vector<TransportFactory> factories;
   for (const Combination& combination : kCombinations) {
     if (!WhyNot(combination).empty()) continue;
-    factories.push_back(Factory(combination.name, combination.kind, combination.channel));
+    TensorPipeOptions options;
+    options.kind = combination.kind;
+    options.channel = combination.channel;
+    factories.push_back(Factory(combination.name, options));
   }
+  factories.push_back(Factory("socket_over_tcp", Tcp("")));
+  factories.push_back(Factory("socket_over_tls", Tcp("0123456789abcdef")));
   return factories;
 }
 

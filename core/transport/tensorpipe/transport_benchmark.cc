@@ -1,7 +1,9 @@
 // Round trips between two processes (for "inproc" two transports of one): the time from Send
 // to the echo's arrival.
 //
-//   transport_benchmark [socket_basic socket_cma tcp_basic shm_basic inproc]
+//   transport_benchmark [socket_basic socket_cma socket_over_tcp socket_over_tls tcp_basic
+//   shm_basic
+//                        inproc]
 //
 // Where a packet's bytes go from the header to a payload, and a segment from a payload to the
 // channel (kMetadataBytes, kChannelBytes), was chosen with it.
@@ -54,6 +56,8 @@ absl::StatusOr<std::unique_ptr<Transport>> New(const std::string& combination) {
   options.kind = absl::StartsWith(combination, "tcp")   ? Kind::kTcp
                  : absl::StartsWith(combination, "shm") ? Kind::kShm
                                                         : Kind::kSocket;
+  options.unix_sockets = !absl::StrContains(combination, "_over_");
+  if (absl::EndsWith(combination, "tls")) options.cluster_key = "a key of a benchmark";
   if (!absl::EndsWith(combination, "cma")) options.channel = TensorPipeOptions::Channel::kBasic;
   return NewTensorPipeTransport(options);
 }
@@ -158,13 +162,14 @@ int RunTensorPipe(const std::string& combination) {
     return 1;
   }
   ChildProcess child({"--serve", combination});
-  PingPong((*transport)->Name(), **transport, child.ReadLine());
+  PingPong(combination, **transport, child.ReadLine());
   return 0;
 }
 
 int Main(std::vector<std::string> names) {
   if (names.empty()) {
-    names = {"inproc", "socket_basic", "socket_cma", "tcp_basic", "shm_basic"};
+    names = {"inproc",          "socket_basic", "socket_cma", "socket_over_tcp",
+             "socket_over_tls", "tcp_basic",    "shm_basic"};
   }
   for (const std::string& name : names) {
     if (name == "inproc") {

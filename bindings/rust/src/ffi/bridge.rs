@@ -1,6 +1,8 @@
 //! What crosses to C++ (shim.h), and what C++ calls here.
 use super::{
-    callback::{Callback, Forward, Handler, LaterHandler, LogSink, MemberCallback, Owner, Waiting},
+    callback::{
+        Callback, Forward, Handler, LogSink, MemberCallback, Owner, ResponderHandler, Waiting,
+    },
     handle::*,
     value::RawValue,
 };
@@ -112,8 +114,8 @@ pub(crate) mod raw {
             request: &RawRequest<'_>,
             reply: &mut MessageHandle,
         ) -> ErrorHandle;
-        type LaterHandler;
-        fn serve_later(self: &LaterHandler, request: &RawRequest<'_>, responder: ResponderHandle);
+        type ResponderHandler;
+        fn serve(self: &ResponderHandler, request: &RawRequest<'_>, responder: ResponderHandle);
         type Forward;
         fn forward(
             self: &Forward,
@@ -251,7 +253,7 @@ pub(crate) mod raw {
         fn worker_register_async(
             worker: WorkerHandle,
             function: &str,
-            handler: Box<LaterHandler>,
+            handler: Box<ResponderHandler>,
         ) -> Result<()>;
         fn responder_answer(
             responder: ResponderHandle,

@@ -1,11 +1,11 @@
-//! Closures that C++ holds. It calls them on any thread and ends them once; no panic may reach it.
+//! Closures that C++ holds. It calls them on any thread and drops them once; no panic may reach it.
 use super::{
     bridge::raw::{self, RawMemberEvent, RawReplica, RawRequest},
     handle::{ErrorHandle, Handle, MessageHandle, ResponderHandle, TensorHandle},
 };
 use crate::{
     error::{describe, BoxedError},
-    Code, Error, HandlerResult, Later, MemberEvent, Replica, Request, Severity, Tensor,
+    Code, Error, HandlerResult, MemberEvent, Replica, Request, Responder, Severity, Tensor,
 };
 use std::{
     any::Any,
@@ -17,14 +17,14 @@ use std::{
     time::Instant,
 };
 
-/// Runs `action`; what it panicked with as text.
+/// Runs `action`, and turns its panic into a text.
 fn catch<T>(action: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(action)).map_err(|payload| {
         let text = payload
             .downcast_ref::<&str>()
             .map(|text| text.to_string())
             .or_else(|| payload.downcast_ref::<String>().cloned());
-        // Its own drop may panic too; what that panics with is not looked at any more.
+        // Its own drop may panic too; that payload is leaked.
         if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
             std::mem::forget(again);
         }
@@ -32,7 +32,7 @@ fn catch<T>(action: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// Runs what belongs to a user; its error, or what it panicked with, as the library takes it.
+/// Runs a user's closure, and turns its error or panic into an error that the library takes.
 fn run<T>(what: &str, action: impl FnOnce() -> Result<T, BoxedError>) -> Result<T, ErrorHandle> {
     // The text of an error is the user's code too, and may panic.
     let error = match catch(|| action().map_err(|error| describe(error.as_ref()))) {
@@ -43,14 +43,14 @@ fn run<T>(what: &str, action: impl FnOnce() -> Result<T, BoxedError>) -> Result<
     Err(error_create(&error))
 }
 
-/// An error as the library takes it.
+/// Creates an error that the library takes.
 pub(crate) fn error_create(error: &Error) -> ErrorHandle {
     let (origin, rank) = error.raw_origin();
     raw::error_create(error.code() as i32, error.message(), origin, rank)
 }
 
-/// Drops what belongs to a user. The panic of a destructor has been printed by the panic hook, and
-/// there is nobody else to tell.
+/// Drops a user's closure. The panic hook has printed a panic of a destructor, and there is nobody
+/// else to tell.
 struct Quiet<T>(ManuallyDrop<T>);
 
 impl<T> Drop for Quiet<T> {
@@ -84,19 +84,19 @@ impl Handler {
     }
 }
 
-type LaterFn = dyn Fn(Later) + Send + Sync;
+type RespondFn = dyn Fn(Responder) + Send + Sync;
 
 /// A registered function that answers later.
-pub(crate) struct LaterHandler(Quiet<Box<LaterFn>>);
+pub(crate) struct ResponderHandler(Quiet<Box<RespondFn>>);
 
-impl LaterHandler {
-    pub(crate) fn new(serve: impl Fn(Later) + Send + Sync + 'static) -> Box<Self> {
+impl ResponderHandler {
+    pub(crate) fn new(serve: impl Fn(Responder) + Send + Sync + 'static) -> Box<Self> {
         Box::new(Self(Quiet(ManuallyDrop::new(Box::new(serve)))))
     }
 
-    pub(crate) fn serve_later(&self, request: &RawRequest<'_>, responder: ResponderHandle) {
-        // SAFETY: "The request with all in it lives until then": until the responder is answered or
-        // destroyed. Later has both, and lends the request for no longer than it lives.
+    pub(crate) fn serve(&self, request: &RawRequest<'_>, responder: ResponderHandle) {
+        // SAFETY: "The request and all in it live until then": until the responder is answered or
+        // destroyed. Responder has both, and lends the request for no longer than it lives.
         let function =
             unsafe { slice::from_raw_parts(request.function.as_ptr(), request.function.len()) };
         let request = Request::new(&RawRequest {
@@ -108,13 +108,13 @@ impl LaterHandler {
             timeout_ms: request.timeout_ms,
             cancellation: request.cancellation,
         });
-        let _ = catch(|| (self.0 .0)(Later::own(request, responder)));
+        let _ = catch(|| (self.0 .0)(Responder::own(request, responder)));
     }
 }
 
 type ForwardFn = dyn Fn(&Replica) -> Result<Vec<Option<Tensor>>, BoxedError> + Send + Sync;
 
-/// What a data parallel runs for each replica.
+/// The function of a data parallel.
 pub(crate) struct Forward(Quiet<Box<ForwardFn>>);
 
 impl Forward {
@@ -151,7 +151,7 @@ impl Forward {
 
 type TellFn = dyn Fn(MemberEvent) + Send + Sync;
 
-/// What runs when something has happened to a member.
+/// The callback for members.
 pub(crate) struct MemberCallback(Quiet<Box<TellFn>>);
 
 impl MemberCallback {
@@ -166,7 +166,7 @@ impl MemberCallback {
 
 type WriteFn = dyn Fn(Severity, &str) + Send + Sync;
 
-/// What gets the lines of the library's log.
+/// The sink of the library's log.
 pub(crate) struct LogSink(Quiet<Box<WriteFn>>);
 
 impl LogSink {
@@ -181,7 +181,7 @@ impl LogSink {
 
 type OnceFn = dyn FnOnce() + Send;
 
-/// What runs when a future is done.
+/// The callback of a future or a cancellation.
 pub(crate) struct Callback(Quiet<Mutex<Option<Box<OnceFn>>>>);
 
 impl Callback {
@@ -197,7 +197,7 @@ impl Callback {
     }
 }
 
-/// Something that waits, once.
+/// A closure that waits, once.
 pub(crate) struct Waiting<'a>(Option<Box<dyn FnOnce() + 'a>>);
 
 impl Waiting<'_> {

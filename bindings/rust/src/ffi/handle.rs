@@ -3,17 +3,17 @@ use super::bridge::raw;
 use cxx::{kind::Trivial, type_id, ExternType};
 use std::ffi::c_void;
 
-/// A handle that somebody owns.
+/// A handle of one kind.
 pub(crate) trait Handle: Copy {
     const NULL: Self;
     fn is_null(self) -> bool;
-    /// Ends it; accepts a null one.
+    /// Destroys it; accepts a null one.
     fn destroy(self);
 }
 
 macro_rules! handles {
     ($($name:ident, $id:literal, $destroy:expr;)*) => {$(
-        /// Copies name the same thing; only [`Owned`] ends it.
+        /// Copies name the same object; only [`Owned`] destroys it.
         #[derive(Clone, Copy)]
         #[repr(transparent)]
         pub(crate) struct $name(*mut c_void);
@@ -24,11 +24,11 @@ macro_rules! handles {
             type Kind = Trivial;
         }
         // SAFETY: "Any function may be called on any thread at any time, unless its comment says
-        // otherwise." Of those that take a handle two kinds do: what runs operators, of those that
+        // otherwise." Two kinds of functions say otherwise of a handle: those that run operators which
         // write to their arguments, which are unsafe here; and dg_tensor_require_grad, which is called
-        // for tensors that no other handle refers to. Of "Some functions give tensors of the caller's
-        // new values" the documentation of Tensor speaks: they change elements, and never where these
-        // are or how many.
+        // for tensors that no other handle refers to. The others of "Some functions write to the
+        // caller's tensors" stand in the documentation of Tensor: they change elements, and never
+        // where these are or how many.
         unsafe impl Send for $name {}
         // SAFETY: the same sentence.
         unsafe impl Sync for $name {}
@@ -69,14 +69,14 @@ impl TensorHandle {
     }
 }
 
-/// Ends its handle when it is dropped.
+/// Destroys its handle when it is dropped.
 pub(crate) struct Owned<H: Handle>(H);
 
 impl<H: Handle> Owned<H> {
     pub(crate) fn new(handle: H) -> Self {
         Self(handle)
     }
-    /// Borrowed: good while `self` is.
+    /// Borrows the handle, which is valid while `self` lives.
     pub(crate) fn get(&self) -> H {
         self.0
     }

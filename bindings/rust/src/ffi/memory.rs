@@ -3,7 +3,7 @@ use super::{bridge::raw, callback::Owner, handle::MessageHandle};
 use crate::{element::Element, Error, Result, Tensor};
 use std::{ffi::c_void, slice};
 
-/// As many elements as `shape` has, or an error.
+/// Checks that there are as many elements as `shape` has.
 fn check_size<T>(data: &[T], shape: &[i64]) -> Result<()> {
     let count = shape.iter().try_fold(1i64, |count, &size| count.checked_mul(size));
     if shape.iter().all(|&size| size >= 0) && count == i64::try_from(data.len()).ok() {
@@ -13,35 +13,36 @@ fn check_size<T>(data: &[T], shape: &[i64]) -> Result<()> {
 }
 
 impl Tensor {
-    /// A tensor on the CPU with a copy of `data`, in row-major order.
+    /// Creates a tensor on the CPU with a copy of `data`, in row-major order.
     ///
-    /// `Code::InvalidArgument` if there are not as many elements as `shape` has.
+    /// `Code::InvalidArgument` if there are not as many elements as `shape` has;
+    /// `Code::ResourceExhausted` if memory is out.
     #[doc(alias = "dg_tensor_from_data")]
     pub fn from_slice<T: Element>(data: &[T], shape: &[i64]) -> Result<Self> {
         check_size(data, shape)?;
-        // SAFETY: "A tensor on the CPU with a copy of the elements at `data`, in row-major order":
-        // they are as many as the shape has, and of that dtype.
+        // SAFETY: "Creates a tensor on the CPU with a copy of the elements at `data`, in row-major
+        // order": they are as many as the shape has, and of that dtype.
         let handle =
             unsafe { raw::tensor_from_data(data.as_ptr().cast(), T::DTYPE.code(), shape)? };
         Ok(Self::own(handle))
     }
 
-    /// A tensor on the CPU over `data`, without a copy; it is dropped with the last reference to
-    /// the tensor's memory, on any thread.
+    /// Creates a tensor on the CPU over `data`, without a copy; `data` is dropped with the last
+    /// reference to the tensor's storage, on any thread.
     ///
     /// `Code::InvalidArgument` if there are not as many elements as `shape` has.
     #[doc(alias = "dg_tensor_from_memory")]
     pub fn from_vec<T: Element>(mut data: Vec<T>, shape: &[i64]) -> Result<Self> {
         check_size(&data, shape)?;
         let pointer = data.as_mut_ptr().cast();
-        // SAFETY: "over the caller's memory, which must stay until `destroy` is called": the owner
-        // keeps the vector, whose elements do not move with it, and nobody else can reach it.
+        // SAFETY: "over the caller's memory, which must stay valid until `destroy` is called": the
+        // owner keeps the vector, whose elements do not move with it, and nobody else can reach it.
         let handle =
             unsafe { raw::tensor_from_memory(pointer, T::DTYPE.code(), shape, Owner::new(data))? };
         Ok(Self::own(handle))
     }
 
-    /// A copy of the elements in row-major order, whatever the strides.
+    /// Copies the elements out, in row-major order, whatever the strides.
     ///
     /// `Code::InvalidArgument` for another dtype; `Code::FailedPrecondition` if the elements are
     /// not in the CPU's memory as they are (sparse, other devices).
@@ -52,13 +53,13 @@ impl Tensor {
         Ok(unsafe { tensor.as_slice()? }.to_vec())
     }
 
-    /// The elements where they are, in row-major order.
+    /// Borrows the elements where they are, in row-major order.
     ///
-    /// Errors as [`Tensor::to_vec`], and `Code::FailedPrecondition` if there are gaps between the
+    /// Errors as of [`Tensor::to_vec`], and `Code::FailedPrecondition` if there are gaps between the
     /// elements or they are in another order.
     ///
-    /// Only the caller knows that nothing writes to them meanwhile, and the slice does not outlive
-    /// the tensor:
+    /// It is unsafe, for only the caller knows that nothing writes to them meanwhile; and the slice
+    /// does not outlive the tensor:
     ///
     /// ```compile_fail,E0133
     /// let x = distgrad::Tensor::from_slice(&[1.0f32], &[1])?;
@@ -100,47 +101,49 @@ impl Tensor {
             }
             expected *= size.max(1);
         }
-        // SAFETY: "The first element, from which the strides go on; lives as long as the handle",
-        // which outlives the slice, and the memory is not "too small"; the rest is the caller's
-        // promise. torch aligns its memory, but imported memory need not be aligned: that is looked
-        // at.
+        // SAFETY: "the address of the first element; the others are at the strides", and "valid as
+        // long as the handle", which outlives the slice; the memory is not "too small"; the rest is
+        // the caller's promise. torch aligns its memory, but imported memory need not be aligned:
+        // that is checked.
         if !pointer.cast::<T>().is_aligned() {
             return Err(Error::precondition("the tensor's elements are not aligned"));
         }
         Ok(unsafe { slice::from_raw_parts(pointer.cast(), count as usize) })
     }
 
-    /// The `at::Tensor *` of this tensor, for programs that link the same libtorch as well. It lives
-    /// as long as this `Tensor`.
+    /// Returns the `at::Tensor *` of this tensor, for programs that link the same libtorch. It
+    /// lives as long as this `Tensor`.
     #[doc(alias = "dg_tensor_torch")]
     pub fn as_torch_ptr(&self) -> *mut c_void {
         raw::tensor_torch(self.handle()).cast()
     }
 
-    /// One more reference to an `at::Tensor` of the same libtorch: memory and history are shared.
+    /// Creates a reference to an `at::Tensor` of the same libtorch, which shares its memory and
+    /// autograd history.
     ///
     /// # Safety
     /// `tensor` points to an `at::Tensor` that is alive during the call, of the libtorch that
     /// distgrad runs on ([`torch_version`](crate::torch_version)).
     #[doc(alias = "dg_tensor_from_torch")]
     pub unsafe fn from_torch_ptr(tensor: *const c_void) -> Result<Self> {
-        // SAFETY: "a handle of an `const at::Tensor *`": the caller's promise.
+        // SAFETY: "creates a handle for a `const at::Tensor *`": the caller's promise.
         Ok(Self::own(unsafe { raw::tensor_from_torch(tensor.cast())? }))
     }
 
-    /// This tensor for another library, without a copy.
+    /// Exports this tensor to another library, without a copy.
     ///
-    /// `Code::FailedPrecondition` if it requires grad ([`Tensor::detach`] it first) or is not in
-    /// the CPU's memory.
+    /// `Code::FailedPrecondition` if it requires grad ([`Tensor::detach`] it first), or its memory
+    /// does not hold its elements as they are (sparse, other devices).
     #[doc(alias = "dg_tensor_to_dlpack")]
     pub fn to_dlpack(&self) -> Result<DlpackTensor> {
         Ok(DlpackTensor(raw::tensor_to_dlpack(self.handle())?.cast()))
     }
 
-    /// A tensor of another library, without a copy.
+    /// Imports a tensor of another library, without a copy.
     ///
     /// `Code::FailedPrecondition` if it is read-only, for operators could write to it;
-    /// `Code::Unimplemented` for another major version of DLPack, or another device.
+    /// `Code::Unimplemented` for another major version of DLPack, or another device;
+    /// `Code::InvalidArgument` for a dtype that torch lacks, and for elements at null.
     #[doc(alias = "dg_tensor_from_dlpack")]
     pub fn from_dlpack(tensor: DlpackTensor) -> Result<Self> {
         // SAFETY: "Takes `managed`: its deleter runs when the last reference is gone", also when it
@@ -151,7 +154,7 @@ impl Tensor {
 
 /// The payload of a message that `_owner` keeps.
 pub(crate) fn payload<T>(_owner: &T, message: MessageHandle) -> &[u8] {
-    // SAFETY: "Lives as long as `message`", which does not change and lives as long as its owner.
+    // SAFETY: "lives as long as `message`", which does not change and lives as long as its owner.
     unsafe { raw::message_payload(message) }
 }
 
@@ -179,17 +182,17 @@ impl DlpackTensor {
     /// Takes a `DLManagedTensorVersioned *` that another library exported.
     ///
     /// # Safety
-    /// It is one, and nobody else will end it.
+    /// It is one, and nobody else will call its deleter.
     pub unsafe fn from_raw(managed: *mut c_void) -> Self {
         Self(managed.cast())
     }
 
-    /// Borrowed: to look at.
+    /// Borrows it.
     pub fn as_ptr(&self) -> *mut c_void {
         self.0.cast()
     }
 
-    /// The caller ends it, by its deleter, or gives it to a library that will.
+    /// Releases it: the caller calls its deleter, or passes it to a library that will.
     pub fn into_raw(self) -> *mut c_void {
         let managed = self.0;
         std::mem::forget(self);
@@ -199,8 +202,8 @@ impl DlpackTensor {
 
 impl Drop for DlpackTensor {
     fn drop(&mut self) {
-        // SAFETY: it is owned, so it is alive; DLPack: "the caller owns *out, and ends it by its
-        // deleter", which may be missing.
+        // SAFETY: it is owned, so it is alive; "The caller owns *out, and calls its deleter to end
+        // it"; DLPack allows it to be missing.
         unsafe {
             if let Some(deleter) = self.0.as_ref().and_then(|managed| managed.deleter) {
                 deleter(self.0);

@@ -14,7 +14,7 @@ mod worker_options;
 pub use self::tch::check_one_libtorch;
 pub(crate) use bridge::raw::*;
 pub(crate) use callback::{
-    error_create, park, wait, Callback, Forward, Handler, LaterHandler, LogSink, MemberCallback,
+    error_create, park, wait, Callback, Forward, Handler, LogSink, MemberCallback, ResponderHandler,
 };
 pub(crate) use handle::{Handle, Owned};
 pub(crate) use memory::payload;

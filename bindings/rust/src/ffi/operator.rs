@@ -4,8 +4,8 @@ use crate::{Error, Result, Tensor, Value};
 
 /// Runs a torch operator that has one tensor as its result; autograd records it.
 ///
-/// `name` is with its overload, `arguments` those of its schema in order; missing ones at the end
-/// get their defaults.
+/// `name` is the operator's name with its overload; `arguments` are those of its schema, in order,
+/// keyword-only ones too. Those missing at the end get their defaults.
 ///
 /// ```
 /// # fn main() -> distgrad::Result<()> {
@@ -18,10 +18,10 @@ use crate::{Error, Result, Tensor, Value};
 /// ```
 ///
 /// `Code::NotFound` for an unknown name; `Code::InvalidArgument`, before anything runs, for
-/// arguments that do not fit the schema, and afterwards if there is not one tensor;
-/// `Code::PermissionDenied` for an operator that does more than compute ([`op_unchecked`] runs it):
-/// that writes to its arguments, takes sizes or the fit of its arguments on trust, or touches files
-/// or a tensor's storage.
+/// arguments that do not fit the schema, and afterwards if the result is not one tensor;
+/// `Code::PermissionDenied` for an operator that does more than compute, which only [`op_unchecked`]
+/// runs: one that writes to its arguments, trusts sizes or how its arguments fit together, or touches
+/// files or a tensor's storage.
 #[doc(alias = "dg_op_tensors")]
 #[doc(alias = "dg_op_check_pure")]
 pub fn op(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
@@ -39,10 +39,10 @@ pub fn op(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
 /// ```
 ///
 /// # Safety
-/// The operator does with these arguments nothing that memory safety forbids. One that writes in
-/// place (torch's names for them end in `_`, or in `.out`) has the memory of what it writes to for
-/// itself while it runs: no other thread reads or writes it, through another tensor that shares it
-/// either. What takes sizes on trust stays within the memory.
+/// The operator does nothing with these arguments that memory safety forbids. While one runs that
+/// writes in place (its name ends in `_` or `.out`), no other thread reads or writes the memory that
+/// it writes to, also not through another tensor that shares it. An operator that trusts sizes stays
+/// within the memory.
 pub unsafe fn op_unchecked(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
     let handle = with_raw(arguments, |arguments| raw::op_tensor(name, arguments))?;
     if handle.is_null() {
@@ -51,7 +51,7 @@ pub unsafe fn op_unchecked(name: &str, arguments: &[Value<'_>]) -> Result<Tensor
     Ok(Tensor::own(handle))
 }
 
-/// Runs a torch operator, whatever its results are. Otherwise as [`op`].
+/// Runs a torch operator with any results. Otherwise as [`op`].
 #[doc(alias = "dg_op_call")]
 #[doc(alias = "dg_values")]
 pub fn ops(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Value<'static>>> {
@@ -68,7 +68,7 @@ pub unsafe fn ops_unchecked(name: &str, arguments: &[Value<'_>]) -> Result<Vec<V
     take_values(with_raw(arguments, |arguments| raw::op_call(name, arguments))?)
 }
 
-/// [`op`] for those of the table in ops.rs.
+/// Runs an operator of the table in ops.rs.
 pub(crate) fn op_of_table(name: &'static str, arguments: &[Value<'_>]) -> Result<Tensor> {
     // SAFETY: they only compute; a test asks about each.
     unsafe { op_unchecked(name, arguments) }
@@ -80,8 +80,8 @@ macro_rules! in_place {
             #[doc = concat!($doc, ", in place: `", $op, "`.")]
             ///
             /// # Safety
-            /// While it runs no other thread reads or writes this tensor's memory, through another
-            /// tensor that shares it either ([`Tensor::detach`], views, messages in flight).
+            /// While it runs no other thread reads or writes this tensor's memory, also not through
+            /// another tensor that shares it ([`Tensor::detach`], views, messages in flight).
             #[doc(alias = $op)]
             pub unsafe fn $name(&self $(, $argument: $type)*) -> Result<Tensor> {
                 // SAFETY: the caller's promise.
@@ -95,11 +95,13 @@ macro_rules! in_place {
     };
 }
 in_place! {
-    "Takes the elements of another" copy_(source: &Tensor) = "aten::copy_";
-    "Every element becomes 0" zero_() = "aten::zero_";
-    "Every element becomes `value`" fill_(value: f64) = "aten::fill_.Scalar";
-    "Each times a number" mul_(other: f64) = "aten::mul_.Scalar";
-    "Evenly random between two numbers" uniform_(from: f64, to: f64) = "aten::uniform_";
-    "Normally random" normal_(mean: f64, deviation: f64) = "aten::normal_";
+    "Copies the elements of another" copy_(source: &Tensor) = "aten::copy_";
+    "Sets every element to 0" zero_() = "aten::zero_";
+    "Sets every element to `value`" fill_(value: f64) = "aten::fill_.Scalar";
+    "Multiplies each by a number" mul_(other: f64) = "aten::mul_.Scalar";
+    "Sets each to a random number, uniform between two"
+        uniform_(from: f64, to: f64) = "aten::uniform_";
+    "Sets each to a random number, normally distributed"
+        normal_(mean: f64, deviation: f64) = "aten::normal_";
     "Adds `scale` times another" add_(other: &Tensor, scale: f64) = "aten::add_.Tensor";
 }

@@ -45,9 +45,9 @@ dg_error* Serve(void* user_data, const dg_request* request, dg_message** reply) 
   return registration->handler->serve(ToRequest(registration->worker, request), *reply);
 }
 
-void ServeLater(void* user_data, const dg_request* request, dg_responder* responder) noexcept {
-  const auto* registration = static_cast<const Registration<LaterHandler>*>(user_data);
-  registration->handler->serve_later(ToRequest(registration->worker, request), responder);
+void Respond(void* user_data, const dg_request* request, dg_responder* responder) noexcept {
+  const auto* registration = static_cast<const Registration<ResponderHandler>*>(user_data);
+  registration->handler->serve(ToRequest(registration->worker, request), responder);
 }
 
 void Run(void* callback) { static_cast<const Callback*>(callback)->run(); }
@@ -175,9 +175,9 @@ void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler>
 }
 
 void worker_register_async(WorkerHandle worker, rust::Str function,
-                           rust::Box<LaterHandler> handler) {
-  using Ours = Registration<LaterHandler>;
-  dg::Check(dg_worker_register_async(worker, ToStr(function), ServeLater,
+                           rust::Box<ResponderHandler> handler) {
+  using Ours = Registration<ResponderHandler>;
+  dg::Check(dg_worker_register_async(worker, ToStr(function), Respond,
                                      new Ours{worker, std::move(handler)}, Ours::End));
 }
 

@@ -47,7 +47,7 @@ using ProcessGroupHandle = dg_process_group*;
 using AveragerHandle = dg_averager*;
 
 struct Handler;
-struct LaterHandler;
+struct ResponderHandler;
 struct Forward;
 struct Callback;
 struct MemberCallback;
@@ -260,7 +260,7 @@ inline size_t worker_context_count(WorkerHandle worker) { return dg_worker_conte
 void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler> handler);
 
 void worker_register_async(WorkerHandle worker, rust::Str function,
-                           rust::Box<LaterHandler> handler);
+                           rust::Box<ResponderHandler> handler);
 inline void responder_answer(ResponderHandle responder, MessageHandle reply, ErrorHandle error) {
   dg::Check(dg_responder_answer(responder, reply, error));
 }

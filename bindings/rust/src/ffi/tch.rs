@@ -5,8 +5,8 @@ use std::{ffi::c_void, sync::OnceLock};
 /// The libtorch that the version of tch in Cargo.toml is made for.
 const TORCH_OF_TCH: &str = "2.11.0";
 
-/// Whether tensors of a tch made for one libtorch are those of a distgrad built with another: they
-/// are if both are of one version, and one copy of it is loaded.
+/// Checks that tensors of a tch made for one libtorch are those of a distgrad built with another:
+/// they are if both are of one version, and one copy of it is loaded.
 #[doc(hidden)]
 pub fn check_one_libtorch(of_tch: &str, of_distgrad: &str, one_copy: bool) -> Result<()> {
     let version = |text: &str| text.split('+').next().unwrap_or("").to_owned();
@@ -27,17 +27,14 @@ pub fn check_one_libtorch(of_tch: &str, of_distgrad: &str, one_copy: bool) -> Re
     ))
 }
 
-/// Where the class of a tensor is: in the libtorch that has made it.
-///
-/// # Safety
-/// `tensor` points to an `at::Tensor` that is alive.
+/// Returns the address of a tensor's class, which is in the libtorch that made it.
 unsafe fn class_of(tensor: *const c_void) -> *const c_void {
     // SAFETY: an `at::Tensor` is a pointer to its implementation, in any version, which is a class
     // with virtual functions, and so begins with the pointer to their table.
     unsafe { **tensor.cast::<*const *const c_void>() }
 }
 
-/// Asks once, and before the first tensor crosses.
+/// Checks once, before the first tensor crosses.
 fn check() -> Result<()> {
     static CHECKED: OnceLock<Result<()>> = OnceLock::new();
     CHECKED
@@ -52,7 +49,7 @@ fn check() -> Result<()> {
         .clone()
 }
 
-/// One more reference: memory and history are shared, nothing is copied.
+/// Creates one more reference, which shares memory and autograd history.
 ///
 /// `Code::FailedPrecondition` if tch and distgrad are built with two versions of libtorch.
 impl TryFrom<&tch::Tensor> for Tensor {
@@ -60,15 +57,15 @@ impl TryFrom<&tch::Tensor> for Tensor {
 
     fn try_from(tensor: &tch::Tensor) -> Result<Self> {
         check()?;
-        // SAFETY: "a handle of an `const at::Tensor *`": tch's pointer is one, alive while `tensor`
+        // SAFETY: "creates a handle for a `const at::Tensor *`": tch's pointer is one, alive while `tensor`
         // is; and both have one libtorch.
         unsafe { Tensor::from_torch_ptr(tensor.as_ptr().cast()) }
     }
 }
 
-/// One more reference: memory and history are shared, nothing is copied. tch's operators in place
-/// are safe functions all the same: as between tch's own shallow clones, not to run one while another
-/// thread uses the tensor is the program's part.
+/// Creates one more reference, which shares memory and autograd history. tch's in-place operators are
+/// safe functions: as between tch's own shallow clones, it is up to the program not to run one while
+/// another thread uses the tensor.
 ///
 /// # Panics
 /// If tch and distgrad are built with two versions of libtorch.

@@ -96,7 +96,7 @@ pub(crate) fn take_values(handle: ValuesHandle) -> Result<Vec<Value<'static>>> {
     (0..raw::values_count(values.get()))
         .map(|index| {
             let raw = raw::values_get(values.get(), index)?;
-            // SAFETY: "`kind` says which member of `as` counts", and "What *out points to lives as
+            // SAFETY: "`kind` says which member of `as` is set", and "What *out points to lives as
             // long as `values`, the handles of tensors too", which is longer than `raw`.
             unsafe { raw.to_value() }
         })

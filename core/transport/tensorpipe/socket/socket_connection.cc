@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 #include <cstring>
@@ -31,6 +30,10 @@ constexpr size_t kTurnBytes = 4 << 20;
 // A frame counts as so many bytes more: whoever reads it has something to do with it.
 constexpr size_t kFrameCost = 4 << 10;
 constexpr size_t kMaxIovecs = 32;
+// What is encrypted before it is sent, and how much of that goes into one record: as much as fits,
+// for each is authenticated by itself.
+constexpr size_t kTlsTurnBytes = 64 << 10;
+constexpr size_t kTlsRecordBytes = 16 << 10;
 constexpr absl::Duration kQueueFullDelay = absl::Milliseconds(5);
 constexpr uint32_t kReadEvents = EPOLLIN | EPOLLRDHUP;
 
@@ -53,14 +56,34 @@ SocketConnection::SocketConnection(std::shared_ptr<Loop> loop)
         Fail(StatusFromStdException(std::move(thrown)).message());
       }) {}
 
-std::shared_ptr<SocketConnection> SocketConnection::Adopt(std::shared_ptr<Loop> loop, Fd fd) {
+std::shared_ptr<SocketConnection> SocketConnection::Adopt(std::shared_ptr<Loop> loop, Fd fd,
+                                                          const std::optional<Digest>& secret,
+                                                          const SocketOptions& options) {
   auto connection = std::make_shared<SocketConnection>(std::move(loop));
-  connection->strand_.Run([self = connection.get(), fd = std::move(fd)]() mutable {
-    self->fd_ = std::move(fd);
-    self->Open();
-    if (self->state_ == State::kOpen) self->AddToLoop(kReadEvents);
-  });
+  connection->strand_.Run(
+      [self = connection.get(), fd = std::move(fd), &secret, &options]() mutable {
+        self->fd_ = std::move(fd);
+        if (secret.has_value()) {
+          self->AwaitOpen(options.handshake_timeout);
+          self->StartTls(Handshake::Role::kServer, *secret);
+        } else {
+          self->Open();
+        }
+        if (self->state_ != State::kClosed) self->AddToLoop(kReadEvents);
+      });
   return connection;
+}
+
+void SocketConnection::AwaitOpen(absl::Duration timeout) {
+  deadline_ = loop_->After(timeout, [watch = weak_from_this()] {
+    const auto self = watch.lock();
+    if (self == nullptr) return;
+    self->strand_.Run([self] {
+      if (self->state_ == State::kOpen) return;
+      self->Fail(self->state_ == State::kConnecting ? "nobody answers there"
+                                                    : "the other end did not finish its handshake");
+    });
+  });
 }
 
 std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop> loop,
@@ -70,7 +93,8 @@ std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop
   connection->strand_.Run([self = connection, &endpoint, &options] {
     self->endpoint_ = std::move(endpoint);
     self->key_ = options.key;
-    self->is_unix_ = !ThisPlace().empty() && self->endpoint_.place == ThisPlace();
+    self->is_unix_ =
+        options.unix_sockets && !ThisPlace().empty() && self->endpoint_.place == ThisPlace();
     auto handshake = Handshake::Create(Handshake::Role::kClient, self->key_, self->endpoint_.token);
     if (!handshake.ok()) return self->Fail(handshake.status().message());
     self->handshake_ = *std::move(handshake);
@@ -87,16 +111,7 @@ std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop
     self->fd_ = *std::move(fd);
     self->id_ = self->loop_->Add(self);
     if (self->id_ == 0) return self->Fail("the transport is closed");
-    self->deadline_ = self->loop_->After(options.handshake_timeout, [watch = std::weak_ptr(self)] {
-      const auto self = watch.lock();
-      if (self == nullptr) return;
-      self->strand_.Run([self] {
-        if (self->state_ == State::kOpen) return;
-        self->Fail(self->state_ == State::kConnecting
-                       ? "nobody answers there"
-                       : "the other end did not finish its handshake");
-      });
-    });
+    self->AwaitOpen(options.handshake_timeout);
     self->StartConnecting();
   });
   return connection;
@@ -174,6 +189,7 @@ void SocketConnection::OnEvents(uint32_t events) {
     if (events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) self->writable_ = true;
     if (self->state_ == State::kConnecting) return self->FinishConnecting();
     if (self->state_ == State::kShakingHands) return self->ShakeHands();
+    if (self->state_ == State::kEstablishingTls) return self->EstablishTls();
     self->moved_ = 0;
     self->AdvanceWrites();
     self->AdvanceReads();
@@ -229,7 +245,13 @@ void SocketConnection::ShakeHands() {
                                static_cast<ssize_t>(output.size())) {
       return FailErrno("handshake", errno);
     }
-    if (handshake_->done()) return Open();
+    if (handshake_->done()) {
+      if (key_.empty() || is_unix_) return Open();
+      const absl::StatusOr<Digest> secret = handshake_->Secret();
+      if (!secret.ok()) return Fail(secret.status().message());
+      StartTls(Handshake::Role::kClient, *secret);
+      return EstablishTls();
+    }
     if (!readable_) return;
     char bytes[kHelloBytes];
     const ssize_t n = recv(fd_.get(), bytes, std::min(handshake_->wanted(), sizeof(bytes)), 0);
@@ -250,6 +272,28 @@ void SocketConnection::ShakeHands() {
   }
 }
 
+void SocketConnection::StartTls(Handshake::Role role, const Digest& secret) {
+  absl::StatusOr<std::unique_ptr<TlsSession>> tls = TlsSession::Create(role, secret);
+  if (!tls.ok()) return Fail(tls.status().message());
+  tls_ = *std::move(tls);
+  state_ = State::kEstablishingTls;
+}
+
+void SocketConnection::EstablishTls() {
+  while (state_ == State::kEstablishingTls) {
+    if (absl::Status status = tls_->Establish(); !status.ok()) return Fail(status.message());
+    // It always fits into a new socket, as the handshake did.
+    const absl::string_view output = tls_->output();
+    if (!output.empty() && send(fd_.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
+                               static_cast<ssize_t>(output.size())) {
+      return FailErrno("handshake", errno);
+    }
+    tls_->DropOutput(output.size());
+    if (tls_->established()) return Open();
+    if (!ReceiveTlsInput()) return;
+  }
+}
+
 void SocketConnection::Open() {
   state_ = State::kOpen;
   peer_process_ = PeerProcessOf(fd_);
@@ -264,7 +308,7 @@ void SocketConnection::Open() {
 // Reading
 
 void SocketConnection::AdvanceReads() {
-  if (reads_.empty() || (!readable_ && begin_ == end_)) return;
+  if (reads_.empty() || !HasInput()) return;
   // A thread that only wants to send is not to be kept by what others send.
   if (EventLoop::Current() != loop_.get()) return ReadLater();
   while (state_ == State::kOpen && !reads_.empty() && !turn_over_) {
@@ -351,14 +395,20 @@ bool SocketConnection::FillFrame() {
   return true;
 }
 
+bool SocketConnection::HasInput() const {
+  return readable_ || begin_ != end_ || (tls_ != nullptr && tls_->HasInput());
+}
+
 // Receives into `target`, and what comes after it into the buffer.
 bool SocketConnection::Receive(uint8_t* target, size_t size, size_t* received) {
-  if (!readable_) return false;
+  if (!HasInput()) return false;
   if (begin_ > 0) {
     std::memmove(&buffer_[0], &buffer_[begin_], end_ - begin_);
     end_ -= begin_;
     begin_ = 0;
   }
+  if (tls_ != nullptr) return ReceiveTls(target, size, received);
+  if (!readable_) return false;
   iovec parts[2] = {{target, size}, {&buffer_[end_], kBufferBytes - end_}};
   msghdr message = {};
   message.msg_iov = size > 0 ? parts : parts + 1;
@@ -387,6 +437,52 @@ bool SocketConnection::Receive(uint8_t* target, size_t size, size_t* received) {
   return true;
 }
 
+bool SocketConnection::ReceiveTls(uint8_t* target, size_t size, size_t* received) {
+  *received = 0;
+  const size_t buffered = end_;
+  for (;;) {
+    const bool to_target = *received < size;
+    uint8_t* to = to_target ? target + *received : &buffer_[end_];
+    const size_t room = to_target ? size - *received : kBufferBytes - end_;
+    if (room == 0) return true;
+    const absl::StatusOr<size_t> n = tls_->Read(to, room);
+    if (!n.ok()) {
+      Fail(n.status().message());
+      return false;
+    }
+    (to_target ? *received : end_) += *n;
+    if (*n > 0) continue;
+    // What has come is used before more is asked for: others have their turn in between, and what
+    // came before the end of the connection is not lost with it.
+    if (*received > 0 || end_ > buffered) return true;
+    if (!ReceiveTlsInput()) return false;
+  }
+}
+
+bool SocketConnection::ReceiveTlsInput() {
+  if (!readable_) return false;
+  const absl::Span<char> space = tls_->InputSpace();
+  ssize_t n;
+  do {
+    n = recv(fd_.get(), space.data(), space.size(), 0);
+  } while (n < 0 && errno == EINTR);
+  if (n < 0 && errno != EAGAIN) {
+    FailErrno("receiving", errno);
+    return false;
+  }
+  if (n == 0) {
+    Fail("the other end is gone");
+    return false;
+  }
+  if (n < static_cast<ssize_t>(space.size()) && !hung_up_) readable_ = false;
+  if (n < 0) {
+    readable_ = false;
+    return false;
+  }
+  tls_->AddInput(static_cast<size_t>(n));
+  return true;
+}
+
 void SocketConnection::FinishFrame() {
   ReadRequest request = std::move(reads_.front());
   reads_.pop_front();
@@ -409,52 +505,124 @@ void SocketConnection::FinishFrame() {
 
 // Writing
 
+bool SocketConnection::HasOutput() const {
+  return !writes_.empty() || (tls_ != nullptr && !tls_->output().empty());
+}
+
 void SocketConnection::AdvanceWrites() {
-  while (state_ == State::kOpen && writable_ && !writes_.empty()) {
-    iovec parts[kMaxIovecs];
-    size_t count = 0, total = 0;
-    for (size_t i = 0; i < writes_.size() && count + 2 <= kMaxIovecs; ++i) {
-      WriteRequest& request = writes_[i];
-      size_t skip = request.sent;
-      if (skip < request.head.size()) {
-        parts[count++] = {&request.head[skip], request.head.size() - skip};
-        total += request.head.size() - skip;
-        skip = request.head.size();
-      }
-      const size_t done = skip - request.head.size();
-      if (done < request.size) {
-        parts[count++] = {const_cast<char*>(static_cast<const char*>(request.data)) + done,
-                          request.size - done};
-        total += request.size - done;
-      }
+  size_t moved = 0;  // in this turn
+  while (state_ == State::kOpen && writable_ && HasOutput()) {
+    if (moved >= kTurnBytes) {
+      // Encrypting keeps pace with a fast reader, so the socket may never be full.
+      loop_->Run(
+          [self = shared_from_this()] { self->strand_.Run([self] { self->AdvanceWrites(); }); });
+      break;
     }
-    msghdr message = {};
-    message.msg_iov = parts;
-    message.msg_iovlen = count;
-    const ssize_t n = sendmsg(fd_.get(), &message, MSG_NOSIGNAL);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno != EAGAIN) return FailErrno("sending", errno);
-    size_t sent = n < 0 ? 0 : n;
-    // The kernel's buffer is full; it says when it no longer is.
-    if (sent < total) writable_ = false;
+    std::optional<size_t> sent = tls_ != nullptr ? SendTls() : Send();
+    if (!sent.has_value()) return;
+    moved += *sent;
     while (!writes_.empty()) {
       WriteRequest& request = writes_.front();
       const size_t rest = request.head.size() + request.size - request.sent;
-      if (sent < rest) {
-        request.sent += sent;
+      if (*sent < rest) {
+        request.sent += *sent;
         break;
       }
-      sent -= rest;
+      *sent -= rest;
       const WriteDone done = std::move(request.done);
       writes_.pop_front();
       done(Error());
     }
   }
   if (state_ != State::kOpen || id_ == 0) return;
-  if (waits_to_write_ == writes_.empty()) {
-    waits_to_write_ = !writes_.empty();
+  if (waits_to_write_ != HasOutput()) {
+    waits_to_write_ = HasOutput();
     loop_->Change(id_, fd_.get(), kReadEvents | (waits_to_write_ ? uint32_t{EPOLLOUT} : 0));
   }
+}
+
+size_t SocketConnection::Gather(absl::Span<iovec> parts, size_t* total) const {
+  size_t count = 0;
+  *total = 0;
+  for (size_t i = 0; i < writes_.size() && count + 2 <= parts.size(); ++i) {
+    const WriteRequest& request = writes_[i];
+    const size_t head = std::min(request.sent, request.head.size());
+    if (head < request.head.size()) {
+      parts[count++] = {const_cast<char*>(&request.head[head]), request.head.size() - head};
+    }
+    const size_t data = request.sent - head;
+    if (data < request.size) {
+      parts[count++] = {const_cast<char*>(static_cast<const char*>(request.data)) + data,
+                        request.size - data};
+    }
+    *total += request.head.size() + request.size - request.sent;
+  }
+  return count;
+}
+
+std::optional<size_t> SocketConnection::Send() {
+  iovec parts[kMaxIovecs];
+  size_t total;
+  msghdr message = {};
+  message.msg_iov = parts;
+  message.msg_iovlen = Gather(absl::MakeSpan(parts), &total);
+  ssize_t n;
+  do {
+    n = sendmsg(fd_.get(), &message, MSG_NOSIGNAL);
+  } while (n < 0 && errno == EINTR);
+  if (n < 0 && errno != EAGAIN) {
+    FailErrno("sending", errno);
+    return std::nullopt;
+  }
+  const size_t sent = n < 0 ? 0 : n;
+  // The kernel's buffer is full; it says when it no longer is.
+  if (sent < total) writable_ = false;
+  return sent;
+}
+
+std::optional<size_t> SocketConnection::SendTls() {
+  if (tls_->output().empty() && !Encrypt()) return std::nullopt;
+  const absl::string_view output = tls_->output();
+  ssize_t n;
+  do {
+    n = send(fd_.get(), output.data(), output.size(), MSG_NOSIGNAL);
+  } while (n < 0 && errno == EINTR);
+  if (n < 0 && errno != EAGAIN) {
+    FailErrno("sending", errno);
+    return std::nullopt;
+  }
+  const size_t sent = n < 0 ? 0 : n;
+  if (sent < output.size()) writable_ = false;
+  tls_->DropOutput(sent);
+  return tls_->output().empty() ? std::exchange(encrypted_, 0) : 0;
+}
+
+bool SocketConnection::Encrypt() {
+  iovec parts[kMaxIovecs];
+  size_t total;
+  const size_t count = Gather(absl::MakeSpan(parts), &total);
+  std::string record;  // of parts that are smaller
+  const auto write = [this](absl::string_view bytes) {
+    absl::Status status = tls_->Write(bytes);
+    if (!status.ok()) Fail(status.message());
+    return status.ok();
+  };
+  for (size_t i = 0; i < count && encrypted_ < kTlsTurnBytes; ++i) {
+    absl::string_view part(static_cast<const char*>(parts[i].iov_base), parts[i].iov_len);
+    part = part.substr(0, kTlsTurnBytes - encrypted_);
+    encrypted_ += part.size();
+    // A record is filled up; what is more goes from where it lies.
+    const size_t copied = record.empty() && part.size() >= kTlsRecordBytes
+                              ? 0
+                              : std::min(part.size(), kTlsRecordBytes - record.size());
+    record.append(part.substr(0, copied));
+    part.remove_prefix(copied);
+    if (part.empty() && record.size() < kTlsRecordBytes) continue;
+    if (!record.empty() && !write(record)) return false;
+    record.clear();
+    if (!part.empty() && !write(part)) return false;
+  }
+  return record.empty() || write(record);
 }
 
 // The end
@@ -467,7 +635,9 @@ void SocketConnection::FailErrno(absl::string_view what, int error) {
 void SocketConnection::Fail(absl::string_view why, bool is_exhausted) {
   if (state_ == State::kClosed) return;
   TextError::Cause cause = TextError::Cause::kOther;
-  if (state_ == State::kShakingHands) cause = TextError::Cause::kNotTakenIn;
+  if (state_ == State::kShakingHands || state_ == State::kEstablishingTls) {
+    cause = TextError::Cause::kNotTakenIn;
+  }
   if (is_exhausted) cause = TextError::Cause::kExhausted;
   state_ = State::kClosed;
   error_ = MakeError(why, cause);
@@ -476,6 +646,7 @@ void SocketConnection::Fail(absl::string_view why, bool is_exhausted) {
   if (fd_.valid() && id_ != 0) loop_->Unwatch(fd_.get());
   fd_ = Fd();
   handshake_.reset();
+  tls_ = nullptr;
   std::deque<ReadRequest> reads = std::move(reads_);
   std::deque<WriteRequest> writes = std::move(writes_);
   reads_.clear();

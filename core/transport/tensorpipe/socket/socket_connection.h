@@ -8,10 +8,14 @@
 // waits for the loop's thread. Frames that wait go together in one system call. Only the loop's
 // thread reads. A read fetches whatever has arrived, up to a buffer's size, in one system call; a
 // large frame goes straight to where its reader wants it.
+//
+// With a cluster key all of that is inside of TLS (core/net/tls.h), but on Unix-domain sockets,
+// which do not leave the machine and whose both ends are processes of one user.
 #ifndef DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_CONNECTION_H_
 #define DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_CONNECTION_H_
 
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <atomic>
 #include <cstddef>
@@ -24,10 +28,13 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "core/base/strand.h"
+#include "core/net/cluster_key.h"
 #include "core/net/endpoint.h"
 #include "core/net/handshake.h"
 #include "core/net/loop.h"
+#include "core/net/tls.h"
 #include "core/transport/tensorpipe/socket/socket_options.h"
 #include "tensorpipe/common/error.h"
 #include "tensorpipe/common/nop.h"
@@ -43,8 +50,11 @@ class SocketConnection final : public Loop::Handler,
   using ReadDone = std::function<void(const Error&, const void*, size_t)>;
   using WriteDone = std::function<void(const Error&)>;
 
-  // Takes over a socket that has passed its handshake.
-  static std::shared_ptr<SocketConnection> Adopt(std::shared_ptr<Loop> loop, Fd fd);
+  // Takes over a socket that has passed its handshake as a server, by which the ends have this
+  // secret if what follows is to be encrypted.
+  static std::shared_ptr<SocketConnection> Adopt(std::shared_ptr<Loop> loop, Fd fd,
+                                                 const std::optional<Digest>& secret,
+                                                 const SocketOptions& options);
   // Starts to connect and to prove who we are. Reads and writes may be asked for at once.
   static std::shared_ptr<SocketConnection> Connect(std::shared_ptr<Loop> loop, Endpoint endpoint,
                                                    const SocketOptions& options);
@@ -74,7 +84,7 @@ class SocketConnection final : public Loop::Handler,
   void OnLoopClosed() override;
 
  private:
-  enum class State { kConnecting, kShakingHands, kOpen, kClosed };
+  enum class State { kConnecting, kShakingHands, kEstablishingTls, kOpen, kClosed };
 
   struct ReadRequest {
     tensorpipe::AbstractNopHolder* object = nullptr;
@@ -95,7 +105,10 @@ class SocketConnection final : public Loop::Handler,
   void StartConnecting();
   void FinishConnecting();
   void ShakeHands();
+  void StartTls(Handshake::Role role, const Digest& secret);
+  void EstablishTls();
   void Open();
+  void AwaitOpen(absl::Duration timeout);
   void AddToLoop(uint32_t events);
   void Enqueue(ReadRequest request);
   void Enqueue(WriteRequest request);
@@ -107,8 +120,20 @@ class SocketConnection final : public Loop::Handler,
   // Moves what has arrived into the frame's place. False when there is no more for now.
   bool FillFrame();
   bool Receive(uint8_t* target, size_t size, size_t* received);
+  bool ReceiveTls(uint8_t* target, size_t size, size_t* received);
+  // Takes what the kernel has for TLS to decrypt. False when there is no more for now.
+  bool ReceiveTlsInput();
+  bool HasInput() const;
   void FinishFrame();
   void AdvanceWrites();
+  // Sends some of what waits; how many bytes of it have been, or nullopt after a failure.
+  std::optional<size_t> Send();
+  std::optional<size_t> SendTls();
+  // Encrypts some of what waits. False after a failure.
+  bool Encrypt();
+  // What waits, in as many parts as there is place for; how many, and their bytes.
+  size_t Gather(absl::Span<iovec> parts, size_t* total) const;
+  bool HasOutput() const;
   // `is_exhausted`: for want of file descriptors or memory of this process.
   void Fail(absl::string_view why, bool is_exhausted = false);
   void FailErrno(absl::string_view what, int error);
@@ -133,6 +158,10 @@ class SocketConnection final : public Loop::Handler,
   bool is_unix_ = false;
   std::optional<Handshake> handshake_;
   Loop::TimerId deadline_ = 0, retry_ = 0;
+
+  // With a cluster key, but for Unix-domain sockets.
+  std::unique_ptr<TlsSession> tls_;
+  size_t encrypted_ = 0;  // bytes of writes_ that are in its output
 
   std::deque<WriteRequest> writes_;
   std::deque<ReadRequest> reads_;

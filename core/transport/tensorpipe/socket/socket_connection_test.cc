@@ -1,16 +1,23 @@
 // Turns of the loop between a connection with much to read and the others.
 #include "core/transport/tensorpipe/socket/socket_connection.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "absl/synchronization/notification.h"
+#include "absl/types/span.h"
 #include "core/base/future.h"
+#include "core/net/cluster_key.h"
 #include "core/net/endpoint.h"
+#include "core/net/handshake.h"
 #include "core/net/loop.h"
+#include "core/net/tls.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -32,7 +39,7 @@ TEST(SocketConnectionTest, ManySmallFramesLeaveTurnsToOthers) {
   ASSERT_EQ(send(far.get(), frames.data(), frames.size(), 0), static_cast<ssize_t>(frames.size()));
 
   const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
-  const auto connection = SocketConnection::Adopt(loop, Fd(ends[0]));
+  const auto connection = SocketConnection::Adopt(loop, Fd(ends[0]), std::nullopt, {});
   int read = 0, read_in_first_turn = 0, wrong = 0;  // on the loop's thread
   Promise<Unit> promise;
   const Future<Unit> all_read = promise.future();
@@ -55,6 +62,79 @@ TEST(SocketConnectionTest, ManySmallFramesLeaveTurnsToOthers) {
   EXPECT_EQ(wrong, 0);
   EXPECT_GT(read_in_first_turn, 0);
   EXPECT_LT(read_in_first_turn, 2'000);
+}
+
+// The two ends of a connection within TLS: one is a connection, the other bytes in memory.
+class TlsPeer {
+ public:
+  explicit TlsPeer(std::shared_ptr<Loop> loop) {
+    int ends[2];
+    EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    far_ = Fd(ends[1]);
+    fcntl(ends[0], F_SETFL, O_NONBLOCK);
+    connection_ = SocketConnection::Adopt(std::move(loop), Fd(ends[0]), kSecret, {});
+    session_ = TlsSession::Create(Handshake::Role::kClient, kSecret).value();
+    Establish();
+  }
+  SocketConnection& connection() { return *connection_; }
+
+  void SendFrame(const std::string& bytes) {
+    const uint64_t size = bytes.size();
+    ExpectOk(session_->Write({reinterpret_cast<const char*>(&size), sizeof(size)}));
+    ExpectOk(session_->Write(bytes));
+    Flush();
+  }
+  void Close() { far_ = Fd(); }
+
+ private:
+  static constexpr Digest kSecret = {1, 2, 3};
+  static void ExpectOk(const absl::Status& status) { EXPECT_TRUE(status.ok()) << status; }
+  void Establish() {
+    for (;;) {
+      ExpectOk(session_->Establish());
+      Flush();
+      if (session_->established()) return;
+      const absl::Span<char> space = session_->InputSpace();
+      const ssize_t n = recv(far_.get(), space.data(), space.size(), 0);
+      ASSERT_GT(n, 0);
+      session_->AddInput(static_cast<size_t>(n));
+    }
+  }
+  void Flush() {
+    while (!session_->output().empty()) {
+      const ssize_t n = send(far_.get(), session_->output().data(), session_->output().size(), 0);
+      ASSERT_GT(n, 0);
+      session_->DropOutput(static_cast<size_t>(n));
+    }
+  }
+
+  Fd far_;
+  std::shared_ptr<SocketConnection> connection_;
+  std::unique_ptr<TlsSession> session_;
+};
+
+// What came before the end of a connection is delivered, though both are read in one turn.
+TEST(SocketConnectionTest, WhatCameBeforeTheEndIsDelivered) {
+  const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+  TlsPeer peer(loop);
+  // The loop's thread waits until the frame and the end behind it are there.
+  absl::Notification sent;
+  loop->Run([&] { sent.WaitForNotification(); });
+  Promise<std::string> first, second;
+  const auto keep = [](Promise<std::string>& promise) {
+    return [&promise](const tensorpipe::Error& error, const void* data, size_t size) {
+      promise.Set(error ? "error" : std::string(static_cast<const char*>(data), size));
+    };
+  };
+  peer.connection().Read(nullptr, 0, keep(first));
+  peer.connection().Read(nullptr, 0, keep(second));
+  peer.SendFrame("the last words");
+  peer.Close();
+  sent.Notify();
+  EXPECT_EQ(first.future().Wait().value(), "the last words");
+  EXPECT_EQ(second.future().Wait().value(), "error");
+  loop->Close();
+  loop->Join();
 }
 
 }  // namespace

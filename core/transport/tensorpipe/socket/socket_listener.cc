@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -61,15 +62,16 @@ absl::StatusOr<std::shared_ptr<SocketListener>> SocketListener::Listen(
     std::shared_ptr<Loop> loop, const std::string& host, const SocketOptions& options) {
   auto listener = std::make_shared<SocketListener>(std::move(loop), options);
   Endpoint endpoint;
-  endpoint.place = ThisPlace();
+  if (options.unix_sockets) endpoint.place = ThisPlace();
   DG_RETURN_IF_ERROR(FillRandom(endpoint.token.data(), endpoint.token.size()));
   Token name;  // everybody here can see it, so it must say nothing about the token
   DG_RETURN_IF_ERROR(FillRandom(name.data(), name.size()));
   endpoint.name = absl::BytesToHexString(std::string(name.begin(), name.end()));
   listener->token_ = endpoint.token;
-  absl::Status opened = listener->OpenDoor(&listener->tcp_, ListenTcp(host, &endpoint.tcp), false);
+  absl::Status opened =
+      listener->OpenAcceptor(&listener->tcp_, ListenTcp(host, &endpoint.tcp), false);
   if (opened.ok() && !endpoint.place.empty()) {
-    opened = listener->OpenDoor(&listener->unix_, ListenUnix(endpoint.name), true);
+    opened = listener->OpenAcceptor(&listener->unix_, ListenUnix(endpoint.name), true);
   }
   if (!opened.ok()) {
     listener->Close();
@@ -77,9 +79,9 @@ absl::StatusOr<std::shared_ptr<SocketListener>> SocketListener::Listen(
   }
   listener->address_ = FormatEndpoint(endpoint);
   // Only now, when all is in its place, may events come.
-  for (Door* door : {&listener->tcp_, &listener->unix_}) {
-    if (!door->fd.valid()) continue;
-    if (absl::Status watched = listener->loop_->Watch(door->id, door->fd.get(), EPOLLIN);
+  for (Acceptor* acceptor : {&listener->tcp_, &listener->unix_}) {
+    if (!acceptor->fd.valid()) continue;
+    if (absl::Status watched = listener->loop_->Watch(acceptor->id, acceptor->fd.get(), EPOLLIN);
         !watched.ok()) {
       listener->Close();
       return watched;
@@ -88,13 +90,13 @@ absl::StatusOr<std::shared_ptr<SocketListener>> SocketListener::Listen(
   return listener;
 }
 
-absl::Status SocketListener::OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is_unix) {
+absl::Status SocketListener::OpenAcceptor(Acceptor* acceptor, absl::StatusOr<Fd> fd, bool is_unix) {
   DG_RETURN_IF_ERROR(fd.status());
-  door->fd = *std::move(fd);
-  door->is_unix = is_unix;
-  door->id = loop_->Add(std::make_shared<Events>(
-      weak_from_this(), [door](SocketListener& self) { self.AcceptClients(*door); }));
-  if (door->id == 0) return absl::FailedPreconditionError("the transport is closed");
+  acceptor->fd = *std::move(fd);
+  acceptor->is_unix = is_unix;
+  acceptor->id = loop_->Add(std::make_shared<Events>(
+      weak_from_this(), [acceptor](SocketListener& self) { self.AcceptClients(*acceptor); }));
+  if (acceptor->id == 0) return absl::FailedPreconditionError("the transport is closed");
   return absl::OkStatus();
 }
 
@@ -115,15 +117,15 @@ void SocketListener::Close() {
     for (const Accepted& accepted : std::exchange(self->waiting_, {})) {
       accepted(MakeError("the listener was closed"), nullptr);
     }
-    for (Door* door : {&self->tcp_, &self->unix_}) {
-      if (door->fd.valid()) self->loop_->Unwatch(door->fd.get());
-      door->fd = Fd();
-      if (door->id != 0) self->loop_->Remove(door->id);
+    for (Acceptor* acceptor : {&self->tcp_, &self->unix_}) {
+      if (acceptor->fd.valid()) self->loop_->Unwatch(acceptor->fd.get());
+      acceptor->fd = Fd();
+      if (acceptor->id != 0) self->loop_->Remove(acceptor->id);
     }
   });
 }
 
-bool SocketListener::MakeRoom() {
+bool SocketListener::FreeSlot() {
   if (clients_.size() < std::max<size_t>(options_.max_unauthenticated, 1)) return true;
   const absl::Duration left =
       clients_.front().since + options_.handshake_timeout / kGracePart - Loop::Now();
@@ -141,23 +143,24 @@ bool SocketListener::MakeRoom() {
 
 void SocketListener::Resume() {
   if (closed_ || !std::exchange(full_, false)) return;
-  for (Door* door : {&tcp_, &unix_}) {
-    if (door->fd.valid()) AcceptClients(*door);
+  for (Acceptor* acceptor : {&tcp_, &unix_}) {
+    if (acceptor->fd.valid()) AcceptClients(*acceptor);
   }
 }
 
-void SocketListener::AcceptClients(Door& door) {
-  while (MakeRoom()) {
-    Fd fd(accept4(door.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+void SocketListener::AcceptClients(Acceptor& acceptor) {
+  while (FreeSlot()) {
+    Fd fd(accept4(acceptor.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd.valid()) {
-      Welcome(std::move(fd), door.is_unix);
+      AddClient(std::move(fd), acceptor.is_unix);
       continue;
     }
     const int error = errno;
     if (error == EAGAIN) return;
     if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
-      if (!HasPendingConnection(door.fd.get())) return;
-      // Whoever waits longest without a word makes room; else somebody else has to.
+      if (!HasPendingConnection(acceptor.fd.get())) return;
+      // The client that has been silent for longest is evicted; if there is none, a descriptor
+      // has to become free first.
       if (IsWorthALine(++exhausted_)) {
         DG_LOG(WARNING) << "cannot accept a connection: " << ErrnoText(error) << " (" << exhausted_
                         << " times so far)";
@@ -166,11 +169,11 @@ void SocketListener::AcceptClients(Door& door) {
         Dismiss(clients_.begin(), absl::UnavailableError("no file descriptors are left"));
         continue;
       }
-      loop_->After(kExhaustedDelay, [watch = weak_from_this(), &door] {
+      loop_->After(kExhaustedDelay, [watch = weak_from_this(), &acceptor] {
         const auto self = watch.lock();
         if (self == nullptr) return;
-        self->strand_.Run([self, &door] {
-          if (!self->closed_) self->AcceptClients(door);
+        self->strand_.Run([self, &acceptor] {
+          if (!self->closed_) self->AcceptClients(acceptor);
         });
       });
       return;
@@ -179,7 +182,7 @@ void SocketListener::AcceptClients(Door& door) {
   }
 }
 
-void SocketListener::Welcome(Fd fd, bool is_unix) {
+void SocketListener::AddClient(Fd fd, bool is_unix) {
   if (is_unix) {
     if (absl::Status user = CheckPeerUser(fd); !user.ok()) {
       if (IsWorthALine(++other_users_)) {
@@ -196,8 +199,8 @@ void SocketListener::Welcome(Fd fd, bool is_unix) {
     DG_LOG(ERROR) << "cannot take a connection: " << handshake.status();
     return;
   }
-  const auto client =
-      clients_.insert(clients_.end(), Client{std::move(fd), 0, *std::move(handshake), Loop::Now()});
+  const auto client = clients_.insert(
+      clients_.end(), Client{std::move(fd), 0, is_unix, *std::move(handshake), Loop::Now()});
   // While the client is in the list the loop knows its id; both go together, on our strand.
   client->id = loop_->Add(
       std::make_shared<Events>(weak_from_this(), [id = &client->id](SocketListener& self) {
@@ -244,10 +247,16 @@ void SocketListener::ShakeHands(Clients::iterator client) {
       return Dismiss(client, absl::UnavailableError("it does not read what we answer"));
     }
   }
+  std::optional<Digest> secret;
+  if (!options_.key.empty() && !client->is_unix) {
+    absl::StatusOr<Digest> derived = handshake.Secret();
+    if (!derived.ok()) return Dismiss(client, derived.status());
+    secret = *derived;
+  }
   loop_->Unwatch(client->fd.get());
   Fd fd = std::move(client->fd);
   Forget(client);
-  ready_.push_back(SocketConnection::Adopt(loop_, std::move(fd)));
+  ready_.push_back(SocketConnection::Adopt(loop_, std::move(fd), secret, options_));
   HandOver();
 }
 

@@ -48,15 +48,16 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   class Events;
 
   // A socket that others connect to.
-  struct Door {
+  struct Acceptor {
     Fd fd;
     uint64_t id = 0;
     bool is_unix = false;
   };
-  // Somebody who has connected and not yet shown who it is.
+  // A client that has connected and is not authenticated yet.
   struct Client {
     Fd fd;
     uint64_t id = 0;
+    bool is_unix = false;
     Handshake handshake;
     absl::Time since;
     Loop::TimerId deadline = 0;
@@ -64,13 +65,13 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   using Clients = std::list<Client>;
 
   // What is private runs on strand_ only, but for Listen's own calls.
-  absl::Status OpenDoor(Door* door, absl::StatusOr<Fd> fd, bool is_unix);
-  void AcceptClients(Door& door);
-  // Whether there is room for one more, once the oldest has been sent away if it is no loss.
-  bool MakeRoom();
-  // Takes clients again after there was no room.
+  absl::Status OpenAcceptor(Acceptor* acceptor, absl::StatusOr<Fd> fd, bool is_unix);
+  void AcceptClients(Acceptor& acceptor);
+  // Whether there is a slot for one more client, once the oldest is evicted if that is no loss.
+  bool FreeSlot();
+  // Takes clients again after there was no slot.
   void Resume();
-  void Welcome(Fd fd, bool is_unix);
+  void AddClient(Fd fd, bool is_unix);
   void ShakeHands(Clients::iterator client);
   void Dismiss(Clients::iterator client, const absl::Status& why);
   void Forget(Clients::iterator client);
@@ -89,7 +90,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   uint64_t other_users_ = 0;  // refused
   uint64_t exhausted_ = 0;    // how often there was no file descriptor
   bool full_ = false;         // those who connect wait in the kernel's queue
-  Door tcp_, unix_;
+  Acceptor tcp_, unix_;
   Clients clients_;  // the oldest first
   std::deque<std::shared_ptr<SocketConnection>> ready_;
   std::deque<Accepted> waiting_;

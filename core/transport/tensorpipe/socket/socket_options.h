@@ -10,8 +10,13 @@
 namespace distgrad {
 
 struct SocketOptions {
-  // The cluster key (cluster_key.h); empty: whoever knows a listener's address may connect.
+  // The cluster key (cluster_key.h), with which TCP is encrypted; empty: whoever knows a listener's
+  // address may connect, and nothing is.
   std::string key;
+
+  // Whether processes of one user that share a machine use Unix-domain sockets, which are faster,
+  // and not encrypted.
+  bool unix_sockets = true;
 
   // To connect and to finish the handshake, at both ends.
   absl::Duration handshake_timeout = absl::Seconds(10);

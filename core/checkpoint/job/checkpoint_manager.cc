@@ -1,0 +1,620 @@
+// Leads the parts of all workers through a save or a load: all of them through one stage before any
+// of them begins the next.
+#include "core/checkpoint/job/checkpoint_manager.h"
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <map>
+#include <set>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/blocking.h"
+#include "core/base/complaints.h"
+#include "core/base/crc32c.h"
+#include "core/base/log.h"
+#include "core/base/random.h"
+#include "core/base/status.h"
+#include "core/base/thread.h"
+#include "core/checkpoint/job/manifest.h"
+#include "core/checkpoint/job/messages.h"
+#include "core/checkpoint/job/step_folders.h"
+#include "core/checkpoint/safetensors_header.h"
+#include "nlohmann/json.hpp"
+
+namespace distgrad {
+namespace {
+
+// The parts of a checkpoint on these workers. Thread-safe.
+class Parts {
+ public:
+  static absl::StatusOr<Parts> Of(Worker* worker, const CheckpointManagerOptions& options) {
+    if (!options.workers.empty()) return Parts(worker, options.name, options.workers);
+    // Who has joined, and was not heard of, would be left out.
+    DG_RETURN_IF_ERROR(Annotate(worker->UpdateMembers(), "asking who is in the job"));
+    return Parts(worker, options.name, worker->names());
+  }
+
+  const std::vector<std::string>& workers() const { return workers_; }
+
+  // Calls a function of all, each with its payload or all with one, and waits for all: whoever is
+  // still at it when the next function is called would mix up the two. The first error, with the
+  // name of the worker, has the others stop.
+  absl::StatusOr<std::vector<std::string>> CallAll(absl::string_view function,
+                                                   const std::vector<std::string>& payloads,
+                                                   uint64_t token, Deadline deadline) const {
+    std::vector<Future<Message>> calls;
+    const auto dropped = std::make_shared<std::atomic<bool>>(false);  // which fails the others
+    for (size_t i = 0; i < workers_.size(); ++i) {
+      calls.push_back(worker_->CallAsync(workers_[i], absl::StrCat(function, name_),
+                                         {payloads[payloads.size() == 1 ? 0 : i], {}},
+                                         {.deadline = deadline}));
+      // It may run later than the wait below ends.
+      if (token == 0) continue;
+      calls.back().Then([parts = *this, token, dropped](const absl::StatusOr<Message>& reply) {
+        if (!reply.ok() && !dropped->exchange(true)) parts.Drop(token);
+      });
+    }
+    std::vector<std::string> replies;
+    absl::Status failed;
+    for (size_t i = 0; i < calls.size(); ++i) {
+      const absl::StatusOr<Message>& reply = calls[i].Wait();
+      if (reply.ok()) {
+        replies.push_back(reply->payload);
+      } else if (failed.ok() || absl::IsCancelled(failed)) {  // who was stopped is not the cause
+        failed = Annotate(reply.status(), absl::StrCat("worker '", workers_[i], "'"));
+      }
+    }
+    DG_RETURN_IF_ERROR(failed);
+    return replies;
+  }
+
+  absl::StatusOr<std::vector<PartPlan>> Plans(Deadline deadline) const {
+    const absl::StatusOr<std::vector<std::string>> replies =
+        CallAll(kCheckpointPlan, {"{}"}, /*token=*/0, deadline);
+    // kNotFound is for a checkpoint that is not there: whoever gets it may begin at step 0.
+    if (absl::IsNotFound(replies.status())) {
+      return absl::FailedPreconditionError(absl::StrCat("a worker has no part of checkpoint '",
+                                                        name_, "': ", replies.status().message()));
+    }
+    DG_RETURN_IF_ERROR(replies.status());
+    std::vector<PartPlan> plans;
+    for (const std::string& reply : *replies) {
+      DG_ASSIGN_OR_RETURN(PartPlan plan, DecodePlanReply(reply));
+      plans.push_back(std::move(plan));
+    }
+    return plans;
+  }
+
+  // What they hold for a save or load that has failed. Does not wait.
+  void Drop(uint64_t token) const {
+    for (const std::string& worker : workers_) {
+      worker_->CallAsync(worker, absl::StrCat(kCheckpointDrop, name_), {EncodeToken(token), {}});
+    }
+  }
+
+ private:
+  Parts(Worker* worker, std::string name, std::vector<std::string> workers)
+      : worker_(worker), name_(std::move(name)), workers_(std::move(workers)) {}
+
+  Worker* worker_;
+  std::string name_;
+  std::vector<std::string> workers_;
+};
+
+// Gives each tensor to one of those that have it: the large ones first, each to whom was given the
+// least so far. The state of a parameter goes where the parameter goes.
+absl::StatusOr<std::vector<HoldRequest>> Divide(const std::vector<std::string>& workers,
+                                                const std::vector<PartPlan>& plans) {
+  struct Have {
+    const PartPlan::Tensor* tensor = nullptr;
+    std::vector<size_t> workers;
+  };
+  std::map<std::string, Have> have;
+  for (size_t i = 0; i < plans.size(); ++i) {
+    for (const auto& [name, tensor] : plans[i].tensors) {
+      Have& those = have[name];
+      if (those.tensor == nullptr) those.tensor = &tensor;
+      if (those.tensor->type != tensor.type) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("the tensor ", QuoteName(name), " is ", those.tensor->type, " on worker '",
+                         workers[those.workers[0]], "' and ", tensor.type, " on worker '",
+                         workers[i], "': what has one name is one tensor"));
+      }
+      those.workers.push_back(i);
+    }
+  }
+  std::vector<std::pair<uint64_t, const std::string*>> by_size;
+  for (const auto& [name, those] : have) by_size.emplace_back(those.tensor->bytes, &name);
+  std::stable_sort(by_size.begin(), by_size.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<HoldRequest> holds(plans.size());
+  std::vector<uint64_t> given(plans.size());
+  std::map<std::string, size_t> owner;
+  for (const auto& [bytes, name] : by_size) {
+    const std::vector<size_t>& those = have[*name].workers;
+    const size_t to = *std::min_element(those.begin(), those.end(),
+                                        [&](size_t a, size_t b) { return given[a] < given[b]; });
+    given[to] += bytes;
+    owner[*name] = to;
+    holds[to].tensors.insert(*name);
+    if (those.size() == 1) continue;
+    for (const size_t replica : those) holds[replica].replicas.insert(*name);
+  }
+  std::map<std::pair<std::string, std::string>, size_t> states;
+  for (size_t i = 0; i < plans.size(); ++i) {
+    for (const auto& [optimizer, parameters] : plans[i].optimizers) {
+      for (const std::string& parameter : parameters) {
+        const auto found = owner.find(parameter);
+        const bool is_owner = found != owner.end() && found->second == i;
+        const auto [at, is_new] = states.emplace(std::pair(optimizer, parameter), i);
+        if (is_owner) at->second = i;
+      }
+    }
+  }
+  for (const auto& [of, to] : states) holds[to].optimizers[of.first].insert(of.second);
+  return holds;
+}
+
+// Only one of several replicas is saved, and another one each time: what differs would be mixed.
+absl::Status CheckReplicas(const std::vector<std::string>& workers,
+                           const std::vector<std::string>& replies) {
+  std::map<std::string, std::pair<uint32_t, size_t>> first;  // and whose it is
+  std::vector<std::string> differ;
+  for (size_t i = 0; i < replies.size(); ++i) {
+    DG_ASSIGN_OR_RETURN(const HoldReply reply, DecodeHoldReply(replies[i]));
+    for (const auto& [name, sum] : reply.checksums) {
+      const auto [at, is_new] = first.emplace(name, std::pair(sum, i));
+      if (at->second.first == sum) continue;
+      differ.push_back(absl::StrCat(QuoteName(name), " of workers '", workers[at->second.second],
+                                    "' and '", workers[i], "'"));
+    }
+  }
+  if (differ.empty()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "what has one name is one tensor, and these differ: ", FirstOf(differ),
+      "; give those that are not replicas names of their own, or save when replicas are equal"));
+}
+
+// Whether the manager sees what a worker says that it has written.
+absl::Status CheckWritten(const std::string& folder, const ManifestWorker& worker) {
+  for (const ManifestFile& file : worker.files) {
+    const std::string path = absl::StrCat(folder, "/", file.name);
+    const absl::StatusOr<SafetensorsFile> seen = SafetensorsFile::Open(path);
+    if (seen.ok() && seen->size() == file.checksums.size &&
+        seen->header_checksum() == file.checksums.header) {
+      continue;
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        "worker '", worker.name, "' has written ", path, ", and the manager does not see it there",
+        seen.ok() ? " as it is" : absl::StrCat(" (", seen.status().message(), ")"),
+        ": the folder has to be one that all workers see"));
+  }
+  return absl::OkStatus();
+}
+
+// A save on its way.
+struct Saving {
+  Parts parts;
+  int64_t step;
+  Deadline deadline;
+  uint64_t token;
+};
+
+std::string Absolute(const std::string& folder) {
+  std::error_code error;
+  const std::filesystem::path path = std::filesystem::absolute(folder, error);
+  std::string text = error ? folder : path.lexically_normal().string();
+  while (text.size() > 1 && text.back() == '/') text.pop_back();
+  return text;
+}
+
+std::string Listed(const char* what, const std::vector<std::string>& items) {
+  return items.empty() ? "" : absl::StrCat(" ", what, ": ", FirstOf(items), ".");
+}
+
+// What a checkpoint has and nobody asks for, for people.
+std::vector<std::string> Unexpected(const Manifest& manifest, const std::vector<PartPlan>& plans) {
+  std::set<std::string> tensors, optimizers, states;
+  std::set<std::pair<std::string, std::string>> parameters;
+  for (const PartPlan& plan : plans) {
+    for (const auto& [name, tensor] : plan.tensors) tensors.insert(name);
+    for (const auto& [name, those] : plan.optimizers) optimizers.insert(name);
+    for (const auto& [name, those] : plan.aliases) {
+      for (const std::string& parameter : those) parameters.emplace(name, parameter);
+    }
+  }
+  std::vector<std::string> unexpected;
+  for (const ManifestWorker& worker : manifest.workers) {
+    for (const ManifestFile& file : worker.files) {
+      if (file.optimizer.has_value() && optimizers.count(*file.optimizer) == 0) {
+        states.insert(absl::StrCat("optimizer '", *file.optimizer, "'"));
+        continue;
+      }
+      for (const auto& [name, sum] : file.checksums.tensors) {
+        if (!file.optimizer.has_value()) {
+          if (tensors.count(name) == 0) unexpected.push_back(QuoteName(name));
+          continue;
+        }
+        // "state.PARAMETER.exp_avg"
+        absl::string_view parameter = name;
+        absl::ConsumePrefix(&parameter, "state.");
+        parameter = parameter.substr(0, parameter.rfind('.'));
+        if (parameters.count({*file.optimizer, std::string(parameter)}) == 0) {
+          states.insert(absl::StrCat("the state of ", QuoteName(std::string(parameter)),
+                                     " in optimizer '", *file.optimizer, "'"));
+        }
+      }
+    }
+  }
+  unexpected.insert(unexpected.end(), states.begin(), states.end());
+  return unexpected;
+}
+
+// Whether the job that writes it has removed or renamed it, or saved another one in its place.
+bool IsGone(const StepFolder& folder, const std::string& text) {
+  const absl::StatusOr<std::string> now = ReadManifestText(folder.path);
+  return now.ok() ? *now != text : absl::IsNotFound(now.status());
+}
+
+// How far a load came.
+enum class Reached { kNothing, kGone, kSomeIsLoaded };
+
+absl::StatusOr<LoadedCheckpoint> LoadOne(const Parts& parts, const StepFolder& from,
+                                         const LoadOptions& options, Reached* reached) {
+  *reached = Reached::kNothing;
+  const absl::StatusOr<std::string> read = ReadManifestText(from.path);
+  const auto gone = [&](const absl::Status& why) {
+    *reached = Reached::kGone;
+    return absl::AbortedError(
+        absl::StrCat("it has been removed or replaced meanwhile: ", why.message()));
+  };
+  if (absl::IsNotFound(read.status())) return gone(read.status());
+  DG_RETURN_IF_ERROR(read.status());
+  const std::string& text = *read;
+  DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, parts.Plans(options.deadline));
+  LoadedCheckpoint loaded{from.manifest->step, from.path, {}, {}, {}};
+  loaded.unexpected = Unexpected(*from.manifest, plans);
+  const uint64_t token = RandomNumber();
+  DG_ASSIGN_OR_RETURN(const std::string check, Encode(CheckRequest{.token = token,
+                                                                   .folder = from.path,
+                                                                   .manifest = Crc32c(text),
+                                                                   .strict = options.strict}));
+  const auto checked = parts.CallAll(kCheckpointCheck, {check}, token, options.deadline);
+  absl::Status status = checked.status();
+  if (checked.ok()) {
+    for (const std::string& text_of_reply : *checked) {
+      const absl::StatusOr<CheckReply> reply = DecodeCheckReply(text_of_reply);
+      if (!reply.ok()) {
+        status = reply.status();
+        break;
+      }
+      loaded.missing.insert(loaded.missing.end(), reply->missing.begin(), reply->missing.end());
+      loaded.mismatched.insert(loaded.mismatched.end(), reply->mismatched.begin(),
+                               reply->mismatched.end());
+    }
+  }
+  const bool fits =
+      loaded.missing.empty() && loaded.unexpected.empty() && loaded.mismatched.empty();
+  if (status.ok() && options.strict && !fits) {
+    status = absl::InvalidArgumentError(absl::StrCat(
+        "it does not fit, and nothing is loaded.", Listed("Missing", loaded.missing),
+        Listed("Unexpected", loaded.unexpected), Listed("Different", loaded.mismatched),
+        " (What fits can be loaded without ", "strict.)"));
+  }
+  if (!status.ok()) {
+    parts.Drop(token);
+    return IsGone(from, text) ? gone(status) : status;
+  }
+  *reached = Reached::kSomeIsLoaded;
+  DG_RETURN_IF_ERROR(Annotate(
+      parts.CallAll(kCheckpointLoad, {EncodeToken(token)}, token, options.deadline).status(),
+      "some of it may have been loaded"));
+  return loaded;
+}
+
+// kNotFound is for a checkpoint that is not there: whoever gets it may begin at step 0.
+absl::Status NotNotFound(const absl::Status& status) {
+  return absl::IsNotFound(status) ? absl::FailedPreconditionError(status.message()) : status;
+}
+
+absl::StatusOr<LoadedCheckpoint> LoadFrom(const Parts& parts, const std::string& folder,
+                                          const LoadOptions& options, Reached* reached) {
+  *reached = Reached::kNothing;
+  DG_ASSIGN_OR_RETURN(const std::vector<StepFolder> steps, ListSteps(folder));
+  std::vector<const StepFolder*> good, damaged;
+  for (const StepFolder& each : steps) (each.manifest.ok() ? good : damaged).push_back(&each);
+  if (steps.empty()) {
+    return absl::NotFoundError(absl::StrCat("there is no checkpoint in ", folder));
+  }
+  // The one to begin with, and those before it.
+  std::vector<const StepFolder*> candidates;
+  if (options.step.has_value()) {
+    const auto is_it = [&](const StepFolder* each) { return each->step == *options.step; };
+    auto found = std::find_if(good.begin(), good.end(), is_it);
+    candidates.assign(found, good.end());
+    if (found == good.end()) {
+      const auto bad = std::find_if(damaged.begin(), damaged.end(), is_it);
+      if (bad != damaged.end()) return (*bad)->manifest.status();
+      std::vector<int64_t> there;
+      for (const StepFolder* each : good) there.push_back(each->step);
+      return absl::NotFoundError(absl::StrCat("there is no checkpoint of step ", *options.step,
+                                              " in ", folder, ", but of ", FirstOf(there)));
+    }
+  } else {
+    candidates = good;
+    // A damaged manifest does not say when it was saved.
+    if (!damaged.empty() && (good.empty() || !options.fall_back)) {
+      const absl::Status why = damaged[0]->manifest.status();
+      return absl::Status(
+          why.code(),
+          absl::StrCat(why.message(), good.empty()
+                                          ? "; there is no other checkpoint"
+                                          : absl::StrCat("; the checkpoint of step ", good[0]->step,
+                                                         " can be asked for")));
+    }
+  }
+  absl::StatusOr<LoadedCheckpoint> loaded = absl::UnknownError("");
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    loaded = LoadOne(parts, *candidates[i], options, reached);
+    if (loaded.ok()) return loaded;
+    const bool is_damaged = absl::IsDataLoss(loaded.status()) && *reached != Reached::kSomeIsLoaded;
+    if (is_damaged && options.fall_back && i + 1 < candidates.size()) continue;
+    std::string text(
+        Annotate(loaded.status(), absl::StrCat("loading ", candidates[i]->path)).message());
+    if (is_damaged && i + 1 < candidates.size()) {
+      absl::StrAppend(&text, "; the checkpoint of step ", candidates[i + 1]->step,
+                      ", which was saved before it, can be asked for");
+    }
+    return NotNotFound(absl::Status(loaded.status().code(), text));
+  }
+  return loaded;
+}
+
+}  // namespace
+
+absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::string& folder,
+                                                const LoadOptions& options,
+                                                const CheckpointManagerOptions& of) {
+  const absl::StatusOr<Parts> parts = Parts::Of(worker, of);
+  if (!parts.ok()) return NotNotFound(parts.status());
+  const std::string path = Absolute(folder);
+  // Another job may remove or rename checkpoints meanwhile.
+  constexpr int kTries = 10;
+  for (int i = 1;; ++i) {
+    Reached reached = Reached::kNothing;
+    absl::StatusOr<LoadedCheckpoint> loaded = LoadFrom(*parts, path, options, &reached);
+    if (reached != Reached::kGone || loaded.ok() || i == kTries) return loaded;
+  }
+}
+
+// On a thread that has written for a manager: which one.
+static thread_local const void* written_on_this_thread = nullptr;
+
+// Thread-safe.
+class CheckpointManager::Impl {
+ public:
+  Impl(Worker* worker, CheckpointManagerOptions options, std::unique_ptr<StepFolders> folders)
+      : worker_(worker), options_(std::move(options)), folders_(std::move(folders)) {}
+  ~Impl() {
+    TakeTurn(Deadline::Never()).IgnoreError();
+    std::thread last;
+    {
+      absl::MutexLock lock(&mu_);
+      last = std::move(thread_);
+    }
+    if (!last.joinable()) return;
+    // In the callback of a future of ours there is nobody to wait for: the threads have written,
+    // and use nothing of this any more.
+    if (written_on_this_thread == this) {
+      last.detach();
+    } else {
+      last.join();
+    }
+  }
+
+  absl::Status Save(int64_t step, Deadline deadline) {
+    DG_RETURN_IF_ERROR(Annotated(TakeTurn(deadline), step));
+    const absl::StatusOr<Saving> saving = Hold(step, deadline, /*copy=*/false);
+    const absl::Status saved = saving.ok() ? Write(*saving) : saving.status();
+    EndTurn();
+    return Annotated(saved, step);
+  }
+
+  absl::StatusOr<Future<Unit>> SaveAsync(int64_t step, Deadline deadline) {
+    DG_RETURN_IF_ERROR(Annotated(TakeTurn(deadline), step));
+    const absl::StatusOr<Saving> saving = Hold(step, deadline, /*copy=*/true);
+    absl::Status begun = saving.status();
+    Promise<Unit> promise;
+    const Future<Unit> future = promise.future();
+    if (begun.ok()) {
+      begun = StartWriting(*saving, std::move(promise));
+      if (begun.ok()) return future;
+      saving->parts.Drop(saving->token);
+    }
+    EndTurn();
+    return Annotated(begun, step);
+  }
+
+  absl::StatusOr<LoadedCheckpoint> Load(const LoadOptions& options) {
+    DG_RETURN_IF_ERROR(TakeTurn(options.deadline));
+    absl::StatusOr<LoadedCheckpoint> loaded =
+        LoadCheckpoint(worker_, folders_->path(), options, options_);
+    EndTurn();
+    return loaded;
+  }
+
+ private:
+  absl::Status TakeTurn(Deadline deadline) {
+    const BlockingScope blocking;
+    absl::MutexLock lock(&mu_);
+    while (busy_) {
+      if (deadline.Passed()) {
+        return absl::DeadlineExceededError("the save or load before it has not ended");
+      }
+      // absl's timed waits follow the wall clock, which somebody may set.
+      mu_.AwaitWithTimeout(absl::Condition(this, &Impl::IsFree),
+                           std::min(deadline.Left(), absl::Seconds(1)));
+    }
+    busy_ = true;
+    return absl::OkStatus();
+  }
+  void EndTurn() {
+    absl::MutexLock lock(&mu_);
+    busy_ = false;
+  }
+  bool IsFree() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !busy_; }
+
+  absl::Status Annotated(const absl::Status& status, int64_t step) const {
+    return Annotate(status,
+                    absl::StrCat("saving the checkpoint of step ", step, " to ", folders_->path()));
+  }
+
+  // Starts the thread that writes, and ends the turn.
+  absl::Status StartWriting(const Saving& saving, Promise<Unit> promise) {
+    // So that it does not end its turn before it is known.
+    absl::MutexLock lock(&mu_);
+    // The one before has ended its turn, but not the callbacks of its future, which may wait for
+    // the turn. So nobody who has the turn waits for it, but the next thread at its end.
+    const auto before = std::make_shared<std::thread>(std::move(thread_));
+    absl::StatusOr<std::thread> thread = StartThread(
+        "dg-checkpoint", [this, before, saving, promise = std::move(promise)]() mutable {
+          const absl::Status saved = Annotated(Write(saving), saving.step);
+          // Whoever has the future may have dropped it.
+          if (!saved.ok()) DG_LOG(WARNING) << saved.message();
+          written_on_this_thread = this;
+          EndTurn();
+          if (saved.ok()) {
+            promise.Set(Unit{});
+          } else {
+            promise.Set(saved);
+          }
+          // It may be the one that began this.
+          if (before->joinable()) before->join();
+        });
+    if (!thread.ok()) {
+      thread_ = std::move(*before);
+      return thread.status();
+    }
+    thread_ = *std::move(thread);
+    return absl::OkStatus();
+  }
+
+  // Has all parts keep what they are to save.
+  absl::StatusOr<Saving> Hold(int64_t step, Deadline deadline, bool copy) {
+    if (step < 0) return absl::InvalidArgumentError(absl::StrCat("the step is ", step));
+    DG_ASSIGN_OR_RETURN(Parts parts, Parts::Of(worker_, options_));
+    Saving saving{std::move(parts), step, deadline, RandomNumber()};
+    DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, saving.parts.Plans(deadline));
+    if (!options_.allow_dropping) DG_RETURN_IF_ERROR(CheckNothingIsDropped(plans));
+    DG_ASSIGN_OR_RETURN(std::vector<HoldRequest> holds, Divide(saving.parts.workers(), plans));
+    std::vector<std::string> payloads;
+    for (HoldRequest& hold : holds) {
+      hold.token = saving.token;
+      hold.copy = copy;
+      DG_ASSIGN_OR_RETURN(payloads.emplace_back(), Encode(hold));
+    }
+    DG_ASSIGN_OR_RETURN(const std::vector<std::string> replies,
+                        saving.parts.CallAll(kCheckpointHold, payloads, saving.token, deadline));
+    const absl::Status same = CheckReplicas(saving.parts.workers(), replies);
+    if (!same.ok()) {
+      saving.parts.Drop(saving.token);
+      return same;
+    }
+    return saving;
+  }
+
+  // The older checkpoints, which have it, will be removed.
+  absl::Status CheckNothingIsDropped(const std::vector<PartPlan>& plans) {
+    DG_ASSIGN_OR_RETURN(const std::vector<StepFolder> steps, ListSteps(folders_->path()));
+    if (steps.empty() || !steps[0].manifest.ok()) return absl::OkStatus();
+    const std::vector<std::string> lacking = Unexpected(*steps[0].manifest, plans);
+    if (lacking.empty()) return absl::OkStatus();
+    return absl::FailedPreconditionError(absl::StrCat(
+        "no worker has what the newest checkpoint, ", steps[0].path, ", has: ", FirstOf(lacking),
+        "; has a worker left? If it is to be saved without, set allow_dropping"));
+  }
+
+  absl::Status Write(const Saving& saving) {
+    const absl::StatusOr<std::string> attempt = folders_->Begin(saving.step);
+    if (!attempt.ok()) {
+      saving.parts.Drop(saving.token);
+      return attempt.status();
+    }
+    absl::StatusOr<Manifest> manifest = WriteShards(saving, *attempt);
+    if (!manifest.ok()) {
+      folders_->Abandon(*attempt);
+      return manifest.status();
+    }
+    DG_RETURN_IF_ERROR(folders_->Commit(*attempt, *std::move(manifest)));
+    return Annotate(folders_->Prune(options_.keep),
+                    "it is saved, but an older checkpoint could not be removed");
+  }
+
+  absl::StatusOr<Manifest> WriteShards(const Saving& saving, const std::string& attempt) {
+    const std::vector<std::string>& workers = saving.parts.workers();
+    std::vector<std::string> payloads;
+    for (size_t i = 0; i < workers.size(); ++i) {
+      DG_ASSIGN_OR_RETURN(payloads.emplace_back(),
+                          Encode(WriteRequest{.token = saving.token,
+                                              .folder = attempt,
+                                              .number = static_cast<int>(i) + 1,
+                                              .count = static_cast<int>(workers.size())}));
+    }
+    DG_ASSIGN_OR_RETURN(
+        const std::vector<std::string> replies,
+        saving.parts.CallAll(kCheckpointWrite, payloads, saving.token, saving.deadline));
+    Manifest manifest{saving.step, 0, "", {}};
+    for (size_t i = 0; i < workers.size(); ++i) {
+      DG_ASSIGN_OR_RETURN(const nlohmann::json json, ParseJson(replies[i]));
+      DG_ASSIGN_OR_RETURN(ManifestWorker wrote, WorkerFromJson(json));
+      wrote.name = workers[i];
+      DG_RETURN_IF_ERROR(CheckWritten(attempt, wrote));
+      manifest.workers.push_back(std::move(wrote));
+    }
+    return manifest;
+  }
+
+  Worker* const worker_;
+  const CheckpointManagerOptions options_;
+  const std::unique_ptr<StepFolders> folders_;  // of whoever has the turn
+
+  absl::Mutex mu_;
+  bool busy_ ABSL_GUARDED_BY(mu_) = false;
+  // The last one that was started, which waits for the one before. It writes, and has the turn
+  // until it has written.
+  std::thread thread_ ABSL_GUARDED_BY(mu_);
+};
+
+CheckpointManager::CheckpointManager(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+CheckpointManager::~CheckpointManager() = default;
+
+absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Create(
+    Worker* worker, const std::string& folder, CheckpointManagerOptions options) {
+  if (options.keep < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(options.keep, " checkpoints are to be kept, and at least one is"));
+  }
+  DG_ASSIGN_OR_RETURN(std::unique_ptr<StepFolders> folders,
+                      StepFolders::Lock(Absolute(folder), options.file_calls));
+  return std::unique_ptr<CheckpointManager>(new CheckpointManager(
+      std::make_unique<Impl>(worker, std::move(options), std::move(folders))));
+}
+
+absl::Status CheckpointManager::Save(int64_t step, Deadline deadline) {
+  return impl_->Save(step, deadline);
+}
+absl::StatusOr<Future<Unit>> CheckpointManager::SaveAsync(int64_t step, Deadline deadline) {
+  return impl_->SaveAsync(step, deadline);
+}
+absl::StatusOr<LoadedCheckpoint> CheckpointManager::Load(const LoadOptions& options) {
+  return impl_->Load(options);
+}
+
+}  // namespace distgrad

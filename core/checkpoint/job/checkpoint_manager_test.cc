@@ -1,0 +1,750 @@
+// Workers of one process that save and load together; and what a disk and a network do to that.
+#include "core/checkpoint/job/checkpoint_manager.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "core/base/crc32c.h"
+#include "core/checkpoint/durable_file.h"
+#include "core/checkpoint/job/messages.h"
+#include "core/checkpoint/safetensors.h"
+#include "core/optim/local_optimizer.h"
+#include "core/worker/optimizer.h"
+#include "gtest/gtest.h"
+#include "tests/testing/cluster.h"
+
+namespace distgrad {
+namespace {
+
+namespace fs = std::filesystem;
+using Code = absl::StatusCode;
+using Strings = std::vector<std::string>;
+
+std::string Read(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+void Write(const fs::path& path, const std::string& bytes) {
+  std::ofstream(path, std::ios::binary) << bytes;
+}
+
+// A model's layer with its optimizer, as one worker has it.
+struct Layer {
+  explicit Layer(double value, int64_t size = 10) {
+    weight = at::full({size, 3}, value).requires_grad_();
+    bias = at::full({size}, value + 1).requires_grad_();
+    adam = std::make_unique<torch::optim::Adam>(std::vector<at::Tensor>{weight, bias}, 0.1);
+  }
+  void Step(double gradient) const {
+    weight.mutable_grad() = at::full_like(weight, gradient);
+    bias.mutable_grad() = at::full_like(bias, -gradient);
+    adam->step();
+  }
+  TensorMap Tensors(const std::string& name) const {
+    return {{name + ".weight", weight}, {name + ".bias", bias}};
+  }
+  bool Equals(const Layer& other) const {
+    return at::equal(weight, other.weight) && at::equal(bias, other.bias);
+  }
+
+  at::Tensor weight, bias;
+  std::unique_ptr<torch::optim::Adam> adam;
+};
+
+// Fails the calls of the kind that a test says.
+class FaultyCalls final : public FileCalls {
+ public:
+  ssize_t Write(int fd, const void* data, size_t size) override {
+    if (on_write != nullptr) on_write();
+    if (write_error == 0) return FileCalls::Write(fd, data, size);
+    errno = write_error;
+    return -1;
+  }
+  int Renameat(int folder, const char* from, const char* to) override {
+    return is_elsewhere ? unlinkat(folder, from, 0) : FileCalls::Renameat(folder, from, to);
+  }
+
+  std::atomic<int> write_error{0};
+  std::atomic<bool> is_elsewhere{false};  // what is written is not seen in the folder
+  std::function<void()> on_write;
+};
+
+class CheckpointManagerTest : public testing::Test {
+ protected:
+  CheckpointManagerTest() {
+    folder_ = absl::StrCat(testing::TempDir(), "/checkpoints.",
+                           testing::UnitTest::GetInstance()->current_test_info()->name());
+    folder_ = fs::path(folder_).lexically_normal().string();
+    fs::remove_all(folder_);
+  }
+
+  std::unique_ptr<CheckpointPart> Part(Worker& worker, CheckpointContents contents) {
+    absl::StatusOr<std::unique_ptr<CheckpointPart>> part =
+        CheckpointPart::Create(&worker, std::move(contents));
+    EXPECT_TRUE(part.ok()) << part.status();
+    return *std::move(part);
+  }
+  std::unique_ptr<CheckpointManager> Manager(Worker& worker,
+                                             CheckpointManagerOptions options = {}) {
+    absl::StatusOr<std::unique_ptr<CheckpointManager>> manager =
+        CheckpointManager::Create(&worker, folder_, std::move(options));
+    EXPECT_TRUE(manager.ok()) << manager.status();
+    return *std::move(manager);
+  }
+  Strings Names() const {
+    Strings names;
+    for (const auto& entry : fs::directory_iterator(folder_)) {
+      if (entry.path().filename() != ".lock") names.push_back(entry.path().filename());
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+  std::string folder_;
+};
+
+TEST_F(CheckpointManagerTest, AJobGoesOnWhereItWas) {
+  const auto run = [&](bool stops) {
+    std::vector<Layer> layers;
+    layers.emplace_back(1);
+    layers.emplace_back(2);
+    CheckpointValues values[2];
+    const auto job = [&](int steps, bool loads) {
+      Cluster cluster({.workers = 2});
+      std::vector<std::unique_ptr<CheckpointPart>> parts;
+      for (int i = 0; i < 2; ++i) {
+        parts.push_back(Part(cluster[i], {.tensors = layers[i].Tensors(absl::StrCat("layer", i)),
+                                          .optimizers = {{"", layers[i].adam.get()}},
+                                          .save_values =
+                                              [i] {
+                                                return CheckpointValues{
+                                                    {"who", std::string(1, 'a' + i)},
+                                                    {"bytes", std::string("\0\xff", 2)}};
+                                              },
+                                          .load_values =
+                                              [&values, i](const LoadedValues& loaded) {
+                                                values[i] = loaded.values;
+                                                EXPECT_EQ(loaded.workers.size(), 2u);
+                                                EXPECT_EQ(loaded.step, 3);
+                                                return absl::OkStatus();
+                                              }}));
+      }
+      const auto manager = Manager(cluster[1]);
+      if (loads) {
+        const absl::StatusOr<LoadedCheckpoint> loaded = manager->Load();
+        ASSERT_TRUE(loaded.ok()) << loaded.status();
+        EXPECT_EQ(loaded->step, 3);
+      }
+      for (int step = 0; step < steps; ++step) {
+        for (const Layer& layer : layers) layer.Step(0.5 + step);
+      }
+      if (!loads) {
+        const absl::Status saved = manager->Save(3);
+        ASSERT_TRUE(saved.ok()) << saved;
+      }
+    };
+    job(3, false);
+    if (stops) {
+      layers.clear();
+      layers.emplace_back(-1);
+      layers.emplace_back(-2);
+    }
+    job(2, true);
+    EXPECT_EQ(values[0]["who"], "a");
+    EXPECT_EQ(values[1]["who"], "b");
+    EXPECT_EQ(values[1]["bytes"], std::string("\0\xff", 2));
+    return layers;
+  };
+  const std::vector<Layer> whole = run(false), stopped = run(true);
+  EXPECT_TRUE(whole[0].Equals(stopped[0]));
+  EXPECT_TRUE(whole[1].Equals(stopped[1]));
+  EXPECT_FALSE(whole[0].Equals(whole[1]));
+  EXPECT_EQ(Names(), Strings{"step-000003"});
+  // As others read it.
+  const absl::StatusOr<TensorMap> file =
+      LoadSafetensors(folder_ + "/step-000003/model-00002-of-00002.safetensors");
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->count("layer1.weight"), 1u);
+  EXPECT_TRUE(fs::exists(folder_ + "/step-000003/optimizer-00001-of-00002.safetensors"));
+}
+
+// Each of our optimizers may be given, and one may be loaded in the place of another.
+TEST_F(CheckpointManagerTest, AnotherSplitTakesTheStateByItsNames) {
+  std::vector<Layer> layers;
+  for (int i = 0; i < 3; ++i) layers.emplace_back(i);
+  {
+    Cluster cluster({.workers = 3});
+    layers[0].Step(1);
+    layers[1].Step(2);  // the last one takes none: it has no state
+    auto local = LocalOptimizer(std::move(layers[0].adam));
+    auto all = *Optimizer::Create(&cluster[1], std::move(layers[1].adam));
+    const auto a =
+        Part(cluster[0], {.tensors = layers[0].Tensors("l0"), .optimizers = {{"adam", &local}}});
+    const auto b =
+        Part(cluster[1], {.tensors = layers[1].Tensors("l1"), .optimizers = {{"adam", all.get()}}});
+    const auto c = Part(cluster[2], {.tensors = layers[2].Tensors("l2"),
+                                     .optimizers = {{"adam", layers[2].adam.get()}}});
+    const absl::Status saved = Manager(cluster[0])->Save(1);
+    ASSERT_TRUE(saved.ok()) << saved;
+    // Back on the same ones, they go on as they would have.
+    ASSERT_TRUE(Manager(cluster[2])->Load().ok());
+  }
+  // All of it on one worker of another name, with one optimizer of one group.
+  Cluster cluster({.workers = 2});
+  std::vector<Layer> now;
+  TensorMap tensors;
+  std::vector<at::Tensor> parameters;
+  for (int i = 0; i < 3; ++i) {
+    now.emplace_back(-1);
+    tensors.merge(now[i].Tensors(absl::StrCat("l", i)));
+    parameters.push_back(now[i].weight);
+    parameters.push_back(now[i].bias);
+  }
+  torch::optim::Adam adam(parameters, 0.7);
+  const auto part = Part(cluster[1], {.tensors = tensors, .optimizers = {{"adam", &adam}}});
+  const absl::StatusOr<LoadedCheckpoint> loaded =
+      Manager(cluster[0], {.workers = {WorkerName(1)}})->Load();
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(now[i].Equals(layers[i])) << i;
+  EXPECT_EQ(adam.param_groups()[0].options().get_lr(), 0.1);
+  EXPECT_EQ(adam.state().size(), 4u);
+  const auto step_of = [&](const at::Tensor& parameter) {
+    return static_cast<torch::optim::AdamParamState&>(
+               *adam.state().at(parameter.unsafeGetTensorImpl()))
+        .step();
+  };
+  EXPECT_EQ(step_of(now[1].bias), 1);
+}
+
+TEST_F(CheckpointManagerTest, ReplicasSaveEachTensorOnce) {
+  Cluster cluster({.workers = 2});
+  std::vector<Layer> replicas;
+  replicas.emplace_back(5);
+  replicas.emplace_back(5);
+  std::vector<std::unique_ptr<CheckpointPart>> parts;
+  for (int i = 0; i < 2; ++i) {
+    replicas[i].Step(1);
+    parts.push_back(Part(cluster[i], {.tensors = replicas[i].Tensors("l"),
+                                      .optimizers = {{"adam", replicas[i].adam.get()}}}));
+  }
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  size_t tensors = 0, states = 0;
+  for (const auto& entry : fs::directory_iterator(folder_ + "/step-000001")) {
+    if (entry.path().extension() != ".safetensors") continue;
+    const size_t count = LoadSafetensors(entry.path())->size();
+    (absl::StartsWith(entry.path().filename().string(), "model") ? tensors : states) += count;
+  }
+  EXPECT_EQ(tensors, 2u);
+  EXPECT_EQ(states, 6u);  // step, exp_avg, exp_avg_sq
+  const at::Tensor weight = replicas[0].weight.detach().clone();
+  for (Layer& replica : replicas) {
+    replica.Step(7);
+    EXPECT_FALSE(at::equal(replica.weight, weight));
+  }
+  const absl::StatusOr<LoadedCheckpoint> loaded = manager->Load();
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  for (const Layer& replica : replicas) EXPECT_TRUE(at::equal(replica.weight, weight));
+}
+
+TEST_F(CheckpointManagerTest, WhatDoesNotFitIsListed) {
+  Cluster cluster({.workers = 2});
+  at::Tensor same = at::ones({2}), other = at::ones({3}), old = at::ones({1});
+  {
+    const auto part =
+        Part(cluster[1], {.tensors = {{"same", same}, {"other", other}, {"old", old}}});
+    ASSERT_TRUE(Manager(cluster[0], {.workers = {WorkerName(1)}})->Save(1).ok());
+  }
+  at::Tensor same2 = at::zeros({2}), other2 = at::zeros({4}), new2 = at::zeros({1});
+  torch::optim::SGD sgd({same2}, 0.1);
+  const auto part =
+      Part(cluster[1], {.tensors = {{"same", same2}, {"other", other2}, {"new", new2}},
+                        .optimizers = {{"sgd", &sgd}}});
+  const CheckpointManagerOptions of = {.workers = {WorkerName(1)}};
+  const absl::Status strict = LoadCheckpoint(&cluster[0], folder_, {}, of).status();
+  EXPECT_EQ(strict.code(), Code::kInvalidArgument) << strict;
+  for (const char* part_of_it :
+       {"Missing: 'new' of worker 'worker1'", "Unexpected: 'old'",
+        "Different: 'other' of worker 'worker1' has", "'same' in", "step-000001"}) {
+    EXPECT_TRUE(absl::StrContains(strict.message(), part_of_it)) << part_of_it << ": " << strict;
+  }
+  EXPECT_TRUE(at::equal(same2, at::zeros({2})));
+  const absl::StatusOr<LoadedCheckpoint> loose =
+      LoadCheckpoint(&cluster[0], folder_, {.strict = false}, of);
+  ASSERT_TRUE(loose.ok()) << loose.status();
+  EXPECT_TRUE(at::equal(same2, same));
+  EXPECT_EQ(loose->missing.size(), 2u);  // a parameter's state too
+  EXPECT_EQ(loose->unexpected, Strings{"'old'"});
+  EXPECT_EQ(loose->mismatched.size(), 1u);
+}
+
+TEST_F(CheckpointManagerTest, ADamagedByteIsFoundAndNothingIsLoaded) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  std::mt19937 random(seed);
+  Cluster cluster({.workers = 2});
+  std::vector<Layer> layers;
+  std::vector<std::unique_ptr<CheckpointPart>> parts;
+  for (int i = 0; i < 2; ++i) {
+    layers.emplace_back(i);
+    layers[i].Step(1);
+    parts.push_back(Part(cluster[i], {.tensors = layers[i].Tensors(absl::StrCat("l", i)),
+                                      .optimizers = {{"adam", layers[i].adam.get()}}}));
+  }
+  const auto manager = Manager(cluster[0]);
+  for (const int64_t step : {10, 20}) ASSERT_TRUE(manager->Save(step).ok());
+  const at::Tensor saved = layers[1].weight.detach().clone();
+  int files = 0;
+  for (const auto& entry : fs::directory_iterator(folder_ + "/step-000020")) {
+    ++files;
+    const std::string whole = Read(entry.path());
+    for (int round = 0; round < 8; ++round) {
+      std::string bytes = whole;
+      const size_t at = random() % bytes.size();
+      if (round == 0) {
+        bytes.resize(at);
+      } else {
+        bytes[at] = static_cast<char>(bytes[at] ^ (1 << random() % 8));
+      }
+      SCOPED_TRACE(absl::StrCat("byte ", at, " of ", entry.path().string(), ", round ", round));
+      Write(entry.path(), bytes);
+      {
+        const at::NoGradGuard no_grad;
+        layers[0].weight.fill_(77);
+        layers[1].weight.fill_(77);
+      }
+      const absl::Status loaded = manager->Load().status();
+      EXPECT_EQ(loaded.code(), Code::kDataLoss) << loaded;
+      EXPECT_TRUE(absl::StrContains(loaded.message(),
+                                    absl::StrCat("step-000020/", entry.path().filename().string())))
+          << loaded;
+      EXPECT_TRUE(absl::StrContains(loaded.message(), "step 10")) << loaded;
+      for (const Layer& layer : layers) EXPECT_EQ(layer.weight.mean().item<float>(), 77);
+      const absl::StatusOr<LoadedCheckpoint> older = manager->Load({.fall_back = true});
+      ASSERT_TRUE(older.ok()) << older.status();
+      EXPECT_EQ(older->step, 10);
+      EXPECT_TRUE(at::equal(layers[1].weight, saved));
+      EXPECT_TRUE(manager->Load({.step = 10}).ok());
+      EXPECT_EQ(manager->Load({.step = 20}).status().code(), Code::kDataLoss);
+      Write(entry.path(), whole);
+      EXPECT_EQ(manager->Load()->step, 20);
+    }
+  }
+  EXPECT_EQ(files, 5);
+  fs::remove(folder_ + "/step-000020/model-00001-of-00002.safetensors");
+  EXPECT_EQ(manager->Load().status().code(), Code::kDataLoss);
+  EXPECT_EQ(manager->Load({.step = 30}).status().code(), Code::kNotFound);
+}
+
+TEST_F(CheckpointManagerTest, AFullDiskIsSaidByTheWorkerAndTheOlderStays) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  FaultyCalls of_worker, of_manager;
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto part_b = Part(cluster[1], {.tensors = b.Tensors("b"), .file_calls = &of_worker});
+  const auto manager = Manager(cluster[0], {.keep = 1, .file_calls = &of_manager});
+  ASSERT_TRUE(manager->Save(1).ok());
+  for (const bool async : {false, true}) {
+    const auto save = [&](int64_t step) {
+      if (!async) return manager->Save(step);
+      return manager->SaveAsync(step)->Wait().status();
+    };
+    of_worker.write_error = ENOSPC;
+    const absl::Status full = save(2);
+    EXPECT_TRUE(absl::StrContains(full.message(), "worker 'worker1'")) << full;
+    EXPECT_TRUE(absl::StrContains(full.message(), "No space left on device")) << full;
+    EXPECT_TRUE(absl::StrContains(full.message(), folder_)) << full;
+    of_worker.write_error = 0;
+    of_manager.write_error = EDQUOT;
+    const absl::Status quota = save(2);
+    EXPECT_TRUE(absl::StrContains(quota.message(), "manifest.json")) << quota;
+    of_manager.write_error = 0;
+    of_worker.is_elsewhere = true;
+    const absl::Status unseen = save(2);
+    EXPECT_EQ(unseen.code(), Code::kFailedPrecondition) << unseen;
+    EXPECT_TRUE(absl::StrContains(unseen.message(), "has to be one that all workers see"))
+        << unseen;
+    of_worker.is_elsewhere = false;
+    EXPECT_EQ(Names(), Strings{"step-000001"});
+    EXPECT_EQ(manager->Load()->step, 1);
+  }
+  ASSERT_TRUE(manager->Save(2).ok());
+  EXPECT_EQ(Names(), Strings{"step-000002"});
+}
+
+TEST_F(CheckpointManagerTest, AFolderMayVanish) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  FaultyCalls calls;
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a"), .file_calls = &calls});
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  calls.on_write = [&] { fs::remove_all(folder_); };
+  const absl::Status during = manager->Save(2);
+  EXPECT_EQ(during.code(), Code::kNotFound) << during;
+  EXPECT_TRUE(absl::StrContains(during.message(), folder_)) << during;
+  const absl::Status after = manager->Save(3);
+  EXPECT_EQ(after.code(), Code::kNotFound) << after;
+  EXPECT_EQ(manager->Load().status().code(), Code::kNotFound);
+}
+
+TEST_F(CheckpointManagerTest, OneJobWritesToAFolder) {
+  Cluster cluster({.workers = 2});
+  Layer a(1);
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const CheckpointManagerOptions of = {.workers = {WorkerName(0)}};
+  const auto first = Manager(cluster[0], of);
+  ASSERT_TRUE(first->Save(1).ok());
+  const absl::Status second = CheckpointManager::Create(&cluster[1], folder_, of).status();
+  EXPECT_EQ(second.code(), Code::kAborted) << second;
+  EXPECT_TRUE(absl::StrContains(second.message(), "of host")) << second;
+  // But another may read.
+  EXPECT_TRUE(LoadCheckpoint(&cluster[1], folder_, {}, of).ok());
+}
+
+TEST_F(CheckpointManagerTest, TrainingGoesOnWhileASnapshotIsWritten) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  absl::Notification writing, go_on;
+  FaultyCalls calls;
+  calls.on_write = [&] {
+    if (!writing.HasBeenNotified()) writing.Notify();
+    go_on.WaitForNotification();
+  };
+  a.Step(1);
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto part_b = Part(
+      cluster[1],
+      {.tensors = b.Tensors("b"), .optimizers = {{"adam", b.adam.get()}}, .file_calls = &calls});
+  b.Step(1);
+  const at::Tensor weight = b.weight.detach().clone();
+  const auto manager = Manager(cluster[0]);
+  const absl::StatusOr<Future<Unit>> saved = manager->SaveAsync(1);
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  writing.WaitForNotification();
+  b.Step(2);
+  b.Step(3);
+  EXPECT_FALSE(saved->Done());
+  EXPECT_FALSE(fs::exists(folder_ + "/step-000001"));
+  // The next one waits for this one.
+  absl::Status second;
+  std::thread next([&] { second = manager->Save(2); });
+  go_on.Notify();
+  EXPECT_TRUE(saved->Wait().ok()) << saved->Wait().status();
+  next.join();
+  EXPECT_TRUE(second.ok()) << second;
+  const at::Tensor later = b.weight.detach().clone();
+  ASSERT_TRUE(manager->Load({.step = 1}).ok());
+  EXPECT_TRUE(at::equal(b.weight, weight));
+  b.Step(2);
+  b.Step(3);
+  EXPECT_TRUE(at::equal(b.weight, later)) << "the optimizer's state was not that of the snapshot";
+}
+
+TEST_F(CheckpointManagerTest, AWorkerThatIsLostWhileItWritesFailsTheSave) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  absl::Notification writing, go_on;
+  FaultyCalls calls;
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  auto part_b = Part(cluster[1], {.tensors = b.Tensors("b"), .file_calls = &calls});
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  calls.on_write = [&] {
+    if (!writing.HasBeenNotified()) writing.Notify();
+    go_on.WaitForNotification();
+  };
+  absl::Status saved;
+  std::thread save([&] { saved = manager->Save(2); });
+  writing.WaitForNotification();
+  cluster[1].Close();
+  save.join();
+  EXPECT_FALSE(saved.ok());
+  EXPECT_TRUE(absl::StrContains(saved.message(), "worker1")) << saved;
+  EXPECT_EQ(Names(), Strings{"step-000001"});
+  go_on.Notify();
+  part_b = nullptr;
+  cluster.Kill(1);
+  EXPECT_EQ(Names(), Strings{"step-000001"}) << "a late worker has written";
+  const CheckpointManagerOptions of = {.workers = {WorkerName(0)}};
+  EXPECT_TRUE(LoadCheckpoint(&cluster[0], folder_, {.strict = false}, of).ok());
+}
+
+TEST_F(CheckpointManagerTest, OnlyTheNewestAreKept) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto manager = Manager(cluster[0], {.keep = 2});
+  for (const int64_t step : {1, 2, 3, 4}) ASSERT_TRUE(manager->Save(step).ok());
+  EXPECT_EQ(Names(), (Strings{"step-000003", "step-000004"}));
+  // Who goes back begins another history.
+  ASSERT_TRUE(manager->Load({.step = 3}).ok());
+  ASSERT_TRUE(manager->Save(3).ok());
+  EXPECT_EQ(manager->Load()->step, 3);
+}
+
+// Who gets kNotFound may begin at step 0, and would train over what is loaded already.
+TEST_F(CheckpointManagerTest, ALoadThatFailsIsNotACheckpointThatIsNotThere) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  int calls = 0;
+  absl::Status answer;
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto part_b =
+      Part(cluster[1], {.tensors = b.Tensors("b"), .load_values = [&](const LoadedValues&) {
+                          ++calls;
+                          return answer;
+                        }});
+  const auto manager = Manager(cluster[0]);
+  for (const int64_t step : {1, 2}) ASSERT_TRUE(manager->Save(step).ok());
+  answer = absl::NotFoundError("no such generator");
+  const absl::Status not_found = manager->Load().status();
+  EXPECT_EQ(not_found.code(), Code::kFailedPrecondition) << not_found;
+  EXPECT_TRUE(absl::StrContains(not_found.message(), "no such generator")) << not_found;
+  // Nor is another one loaded over what is loaded of this one.
+  answer = absl::DataLossError("a damaged generator");
+  calls = 0;
+  const absl::Status damaged = manager->Load({.fall_back = true}).status();
+  EXPECT_TRUE(absl::StrContains(damaged.message(), "some of it may have been loaded")) << damaged;
+  EXPECT_TRUE(absl::StrContains(damaged.message(), "step-000002")) << damaged;
+  EXPECT_EQ(calls, 1);
+}
+
+// A manifest that is damaged does not say when it was saved.
+TEST_F(CheckpointManagerTest, ADamagedManifestMayBeTheNewest) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto manager = Manager(cluster[0]);
+  for (const int64_t step : {3, 4}) ASSERT_TRUE(manager->Save(step).ok());
+  ASSERT_TRUE(manager->Load({.step = 3}).ok());
+  ASSERT_TRUE(manager->Save(3).ok());
+  Write(folder_ + "/step-000003/manifest.json", "{}");
+  const absl::Status damaged = manager->Load().status();
+  EXPECT_EQ(damaged.code(), Code::kDataLoss) << damaged;
+  EXPECT_TRUE(absl::StrContains(damaged.message(), "step 4")) << damaged;
+  EXPECT_EQ(manager->Load({.fall_back = true})->step, 4);
+  EXPECT_EQ(manager->Load({.step = 4})->step, 4);
+}
+
+TEST_F(CheckpointManagerTest, TheStateOfAForgottenOptimizerIsUnexpected) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  a.Step(1);
+  b.Step(1);
+  const auto part_a =
+      Part(cluster[0], {.tensors = a.Tensors("a"), .optimizers = {{"adam", a.adam.get()}}});
+  auto part_b =
+      Part(cluster[1], {.tensors = b.Tensors("b"), .optimizers = {{"adam", b.adam.get()}}});
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  part_b = nullptr;
+  part_b = Part(cluster[1], {.tensors = b.Tensors("b")});
+  const absl::Status strict = manager->Load().status();
+  EXPECT_EQ(strict.code(), Code::kInvalidArgument) << strict;
+  EXPECT_TRUE(absl::StrContains(strict.message(), "the state of 'b.weight' in optimizer 'adam'"))
+      << strict;
+  EXPECT_EQ(manager->Load({.strict = false})->unexpected.size(), 2u);
+  const absl::Status saved = manager->Save(2);
+  EXPECT_EQ(saved.code(), Code::kFailedPrecondition) << saved;
+  EXPECT_TRUE(absl::StrContains(saved.message(), "'b.weight'")) << saved;
+}
+
+// Their worker has left, say: `keep` saves later nobody would have them any more.
+TEST_F(CheckpointManagerTest, ASaveWithoutWhatTheLastOneHasIsRefused) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto part_b = Part(cluster[1], {.tensors = b.Tensors("b")});
+  ASSERT_TRUE(Manager(cluster[0])->Save(1).ok());
+  CheckpointManagerOptions fewer = {.workers = {WorkerName(0)}};
+  const absl::Status refused = Manager(cluster[0], fewer)->Save(2);
+  EXPECT_EQ(refused.code(), Code::kFailedPrecondition) << refused;
+  EXPECT_TRUE(absl::StrContains(refused.message(), "'b.weight'")) << refused;
+  EXPECT_EQ(Names(), Strings{"step-000001"});
+  fewer.allow_dropping = true;
+  const absl::Status allowed = Manager(cluster[0], fewer)->Save(2);
+  EXPECT_TRUE(allowed.ok()) << allowed;
+}
+
+// Two layers that were given one name; or replicas before their average is taken.
+TEST_F(CheckpointManagerTest, ReplicasThatDifferAreNotSaved) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(1);
+  b.Step(1);
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("0")});
+  const auto part_b = Part(cluster[1], {.tensors = b.Tensors("0")});
+  const auto manager = Manager(cluster[0]);
+  const absl::Status saved = manager->Save(1);
+  EXPECT_EQ(saved.code(), Code::kFailedPrecondition) << saved;
+  EXPECT_TRUE(absl::StrContains(saved.message(), "'0.weight' of workers 'worker0' and 'worker1'"))
+      << saved;
+  EXPECT_EQ(manager->SaveAsync(1).status().code(), Code::kFailedPrecondition);
+  EXPECT_TRUE(Names().empty());
+}
+
+TEST_F(CheckpointManagerTest, ASaveWaitsForItsTurnUntilItsDeadline) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  absl::Notification go_on;
+  FaultyCalls calls;
+  calls.on_write = [&] { go_on.WaitForNotification(); };
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a"), .file_calls = &calls});
+  const auto manager = Manager(cluster[0]);
+  const absl::StatusOr<Future<Unit>> first = manager->SaveAsync(1);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const Deadline passed = absl::InfinitePast();
+  EXPECT_EQ(manager->Save(2, passed).code(), Code::kDeadlineExceeded);
+  EXPECT_EQ(manager->SaveAsync(2, passed).status().code(), Code::kDeadlineExceeded);
+  EXPECT_EQ(manager->Load({.deadline = passed}).status().code(), Code::kDeadlineExceeded);
+  go_on.Notify();
+  EXPECT_TRUE(first->Wait().ok()) << first->Wait().status();
+  EXPECT_TRUE(manager->Save(2).ok());
+}
+
+// They run on the thread that has written.
+TEST_F(CheckpointManagerTest, CallbacksOfASaveMaySaveAndEndTheManager) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  absl::Notification written, called_back, go_on, saved, ended;
+  FaultyCalls calls;
+  calls.on_write = [&] { written.WaitForNotification(); };
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a"), .file_calls = &calls});
+  auto manager = Manager(cluster[0]);
+  const absl::StatusOr<Future<Unit>> first = manager->SaveAsync(1);
+  ASSERT_TRUE(first.ok()) << first.status();
+  absl::Status third;
+  first->Then([&](const absl::StatusOr<Unit>&) {
+    called_back.Notify();
+    go_on.WaitForNotification();
+    third = manager->Save(3);
+    const absl::StatusOr<Future<Unit>> fourth = manager->SaveAsync(4);
+    if (fourth.ok()) fourth->Wait();
+    saved.Notify();
+  });
+  written.Notify();
+  called_back.WaitForNotification();
+  const absl::StatusOr<Future<Unit>> other = manager->SaveAsync(2);
+  go_on.Notify();
+  ASSERT_TRUE(other.ok()) << other.status();
+  EXPECT_TRUE(other->Wait().ok()) << other->Wait().status();
+  saved.WaitForNotification();
+  EXPECT_TRUE(third.ok()) << third;
+  EXPECT_EQ(Names(), (Strings{"step-000002", "step-000003", "step-000004"}));
+  absl::Notification attached;
+  calls.on_write = [&] { attached.WaitForNotification(); };
+  const absl::StatusOr<Future<Unit>> last = manager->SaveAsync(5);
+  ASSERT_TRUE(last.ok()) << last.status();
+  last->Then([&](const absl::StatusOr<Unit>&) {
+    manager = nullptr;
+    ended.Notify();
+  });
+  attached.Notify();
+  ended.WaitForNotification();
+  EXPECT_TRUE(last->Wait().ok()) << last->Wait().status();
+}
+
+// The files are read twice; this is the manager's part of it, with a disk that fails in between.
+TEST_F(CheckpointManagerTest, DamageBetweenTheTwoReadsIsFound) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  // One that is copied where it lies, and one that is not.
+  const at::Tensor transposed = at::ones({3, 10}).t();
+  for (const at::Tensor& tensor : {a.weight, transposed}) {
+    const auto part = Part(cluster[0], {.tensors = {{"x", tensor}}});
+    ASSERT_TRUE(Manager(cluster[0])->Save(1).ok());
+    const std::string folder = folder_ + "/step-000001";
+    const absl::StatusOr<std::string> check =
+        Encode(CheckRequest{.token = 7,
+                            .folder = folder,
+                            .manifest = Crc32c(Read(folder + "/manifest.json")),
+                            .strict = true});
+    const auto checked =
+        cluster[0].Call(WorkerName(0), std::string(kCheckpointCheck), {*check, {}});
+    ASSERT_TRUE(checked.ok()) << checked.status();
+    const std::string file = folder + "/model-00001-of-00001.safetensors";
+    std::string bytes = Read(file);
+    bytes.back() = static_cast<char>(bytes.back() ^ 1);
+    Write(file, bytes);
+    const absl::Status loaded =
+        cluster[0].Call(WorkerName(0), std::string(kCheckpointLoad), {EncodeToken(7), {}}).status();
+    EXPECT_EQ(loaded.code(), Code::kDataLoss) << loaded;
+    EXPECT_TRUE(absl::StrContains(loaded.message(), file)) << loaded;
+  }
+}
+
+TEST_F(CheckpointManagerTest, MistakesAreErrors) {
+  Cluster cluster({.workers = 2});
+  Layer a(1);
+  const at::Tensor other = at::ones({1});
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a")});
+  EXPECT_EQ(CheckpointPart::Create(&cluster[0], {}).status().code(), Code::kAlreadyExists);
+  EXPECT_EQ(CheckpointPart::Create(&cluster[1], {}, "a::b").status().code(),
+            Code::kInvalidArgument);
+  EXPECT_EQ(CheckpointPart::Create(&cluster[1], {.tensors = {{"x", at::Tensor()}}}).status().code(),
+            Code::kInvalidArgument);
+  EXPECT_EQ(
+      CheckpointPart::Create(&cluster[1], {.optimizers = {{"a/b", a.adam.get()}}}).status().code(),
+      Code::kInvalidArgument);
+  const absl::Status no_names =
+      CheckpointPart::Create(&cluster[1], {.optimizers = {{"", a.adam.get()}}}).status();
+  EXPECT_EQ(no_names.code(), Code::kInvalidArgument) << no_names;
+  torch::optim::RMSprop rmsprop({a.bias}, 0.1);
+  const absl::Status other_kind =
+      CheckpointPart::Create(&cluster[1],
+                             {.tensors = {{"bias", a.bias}}, .optimizers = {{"rms", &rmsprop}}})
+          .status();
+  EXPECT_EQ(other_kind.code(), Code::kUnimplemented) << other_kind;
+  const absl::Status no_elements =
+      CheckpointPart::Create(&cluster[1], {.tensors = {{"x", at::ones({1}).to(at::kMeta)}}})
+          .status();
+  EXPECT_EQ(no_elements.code(), Code::kInvalidArgument) << no_elements;
+  EXPECT_EQ(CheckpointManager::Create(&cluster[0], folder_, {.keep = 0}).status().code(),
+            Code::kInvalidArgument);
+  const auto manager = Manager(cluster[0]);
+  const absl::Status lacks = manager->Save(1);
+  EXPECT_EQ(lacks.code(), Code::kFailedPrecondition) << lacks;
+  EXPECT_TRUE(absl::StrContains(lacks.message(), "worker1")) << lacks;
+  EXPECT_EQ(manager->Load().status().code(), Code::kNotFound);
+  {
+    const auto two = Part(cluster[1], {.tensors = {{"a.bias", other}}});
+    const absl::Status differs = manager->Save(1);
+    EXPECT_EQ(differs.code(), Code::kInvalidArgument) << differs;
+    EXPECT_TRUE(absl::StrContains(differs.message(), "a.bias")) << differs;
+  }
+  const auto throws = Part(cluster[1], {.save_values = []() -> CheckpointValues {
+                             throw std::runtime_error("no values today");
+                           }});
+  const absl::Status thrown = manager->Save(1);
+  EXPECT_TRUE(absl::StrContains(thrown.message(), "no values today")) << thrown;
+  EXPECT_EQ(manager->Save(-1).code(), Code::kInvalidArgument);
+  EXPECT_TRUE(Names().empty());
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,576 @@
+// Answers a manager's messages, one at a time.
+#include "core/checkpoint/job/part.h"
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/blocking.h"
+#include "core/base/cancellation.h"
+#include "core/base/crc32c.h"
+#include "core/base/status.h"
+#include "core/checkpoint/job/manifest.h"
+#include "core/checkpoint/job/messages.h"
+#include "core/checkpoint/optimizer_checkpoint.h"
+#include "core/checkpoint/safetensors_header.h"
+#include "core/tensor/exception.h"
+#include "nlohmann/json.hpp"
+
+namespace distgrad {
+namespace {
+
+bool IsOptimizerName(const std::string& name) {
+  return name.size() <= 64 && std::all_of(name.begin(), name.end(), [](char c) {
+           return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-';
+         });
+}
+
+// Of which there is a copy that nobody else has.
+at::Tensor Copy(const at::Tensor& tensor) {
+  return tensor.detach().resolve_conj().resolve_neg().to(at::TensorOptions(at::kCPU),
+                                                         /*non_blocking=*/false, /*copy=*/true,
+                                                         at::MemoryFormat::Contiguous);
+}
+
+// The CRC-32C of its elements in row-major order, as a file has them.
+uint32_t ChecksumOf(const at::Tensor& tensor) {
+  const bool is_plain =
+      tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  const at::Tensor plain = is_plain ? tensor : Copy(tensor);
+  if (plain.numel() == 0) return Crc32c("");
+  return Crc32c(
+      absl::string_view(static_cast<const char*>(plain.const_data_ptr()), plain.nbytes()));
+}
+
+// The files of a checkpoint, each opened when something of it is asked for. For one thread.
+class Shards {
+ public:
+  Shards(std::string folder, Manifest manifest)
+      : folder_(std::move(folder)), manifest_(std::move(manifest)) {
+    for (const ManifestWorker& worker : manifest_.workers) {
+      for (const ManifestFile& file : worker.files) {
+        if (file.optimizer.has_value()) {
+          optimizers_[*file.optimizer].push_back(&file);
+          continue;
+        }
+        for (const auto& [name, sum] : file.checksums.tensors) tensors_[name] = &file;
+      }
+    }
+  }
+  Shards(const Shards&) = delete;
+  Shards& operator=(const Shards&) = delete;
+
+  const Manifest& manifest() const { return manifest_; }
+
+  // Null if none has it.
+  const ManifestFile* FileOf(const std::string& tensor) const {
+    const auto found = tensors_.find(tensor);
+    return found == tensors_.end() ? nullptr : found->second;
+  }
+  std::vector<const ManifestFile*> FilesOf(const std::string& optimizer) const {
+    const auto found = optimizers_.find(optimizer);
+    return found == optimizers_.end() ? std::vector<const ManifestFile*>() : found->second;
+  }
+
+  // kDataLoss unless its size and header are what they were.
+  absl::StatusOr<const SafetensorsFile*> Open(const ManifestFile& file) {
+    if (const auto found = open_.find(file.name); found != open_.end()) return &found->second;
+    absl::StatusOr<SafetensorsFile> opened =
+        SafetensorsFile::Open(absl::StrCat(folder_, "/", file.name));
+    if (!opened.ok()) {
+      return absl::DataLossError(absl::StrCat("it is damaged: ", opened.status().message()));
+    }
+    const SafetensorsChecksums& saved = file.checksums;
+    if (opened->size() != saved.size) {
+      return Damaged(
+          file, absl::StrCat(opened->size(), " bytes, not the ", saved.size, " that were saved"));
+    }
+    const auto same_name = [](const auto& a, const auto& b) { return a.first == b.first; };
+    const auto& has = opened->header().tensors;
+    if (opened->header_checksum() != saved.header ||
+        !std::equal(has.begin(), has.end(), saved.tensors.begin(), saved.tensors.end(),
+                    same_name)) {
+      return Damaged(file, "another header than was saved");
+    }
+    return &open_.emplace(file.name, *std::move(opened)).first->second;
+  }
+
+  absl::Status Damaged(const ManifestFile& file, absl::string_view what) const {
+    return absl::DataLossError(
+        absl::StrCat("it is damaged: ", folder_, "/", file.name, " has ", what));
+  }
+  absl::Status DamagedTensor(const ManifestFile& file, const std::string& name) const {
+    std::string where;
+    if (const auto found = open_.find(file.name); found != open_.end()) {
+      const SafetensorsFile& open = found->second;
+      const SafetensorsInfo& info = open.header().tensors.at(name);
+      const uint64_t begins = open.size() - DataBytes(open.header());
+      where = absl::StrCat(" (its bytes ", begins + info.begin, " to ", begins + info.end, ")");
+    }
+    return Damaged(file, absl::StrCat("another tensor ", QuoteName(name), where,
+                                      " than was saved: its checksum is wrong"));
+  }
+
+ private:
+  static uint64_t DataBytes(const SafetensorsHeader& header) {
+    uint64_t end = 0;
+    for (const auto& [name, info] : header.tensors) end = std::max(end, info.end);
+    return end;
+  }
+
+  const std::string folder_;
+  const Manifest manifest_;
+  std::map<std::string, const ManifestFile*> tensors_;
+  std::map<std::string, std::vector<const ManifestFile*>> optimizers_;
+  std::map<std::string, SafetensorsFile> open_;
+};
+
+}  // namespace
+
+CheckpointOptimizer::CheckpointOptimizer(torch::optim::Optimizer* optimizer)
+    : use_([optimizer](Use use) { return use(*optimizer); }) {}
+CheckpointOptimizer::CheckpointOptimizer(LocalOptimizer* optimizer)
+    : use_([optimizer](Use use) { return optimizer->Use(use); }) {}
+CheckpointOptimizer::CheckpointOptimizer(const Optimizer* optimizer)
+    : use_([optimizer](Use use) { return optimizer->Use(use); }) {}
+absl::Status CheckpointOptimizer::operator()(Use use) const { return use_(use); }
+
+// Thread-safe.
+class CheckpointPart::Impl {
+ public:
+  Impl(Worker* worker, std::string name, CheckpointContents contents)
+      : worker_(worker), name_(std::move(name)), contents_(std::move(contents)) {}
+
+  Worker* worker() const { return worker_; }
+  const std::string& name() const { return name_; }
+
+  absl::Status CheckContents() {
+    for (const auto& [name, tensor] : contents_.tensors) {
+      if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() ||
+          SafetensorsDtype(tensor.scalar_type()).empty()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("the tensor ", QuoteName(name), " cannot be saved: ",
+                         !tensor.defined()  ? "it is none"
+                         : tensor.is_meta() ? "it is on the 'meta' device, and has no elements"
+                                            : "it is not dense, or of a dtype that files lack"));
+      }
+    }
+    for (const auto& [name, use] : contents_.optimizers) {
+      if (!IsOptimizerName(name)) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            QuoteName(name), " is no name of an optimizer: letters, digits, '_' and '-' are"));
+      }
+      // As a save does, so that what cannot be saved is an error before anything is trained.
+      const absl::StatusOr<std::vector<std::string>> parameters = PlanOptimizer(name, use);
+      absl::Status can = parameters.status();
+      if (can.ok()) {
+        can = use([&](torch::optim::Optimizer& optimizer) {
+          return ViewOptimizer(optimizer, contents_.tensors,
+                               std::set<std::string>(parameters->begin(), parameters->end()))
+              .status();
+        });
+      }
+      DG_RETURN_IF_ERROR(Annotate(can, absl::StrCat("optimizer '", name, "'")));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<Message> Plan(Request& request) {
+    return InTurn(request, [&]() -> absl::StatusOr<std::string> {
+      PartPlan plan;
+      for (const auto& [name, tensor] : contents_.tensors) {
+        plan.tensors[name] = {absl::StrCat(SafetensorsDtype(tensor.scalar_type()), " [",
+                                           absl::StrJoin(tensor.sizes(), ", "), "]"),
+                              static_cast<uint64_t>(tensor.numel()) * tensor.element_size()};
+      }
+      for (const auto& [name, use] : contents_.optimizers) {
+        DG_ASSIGN_OR_RETURN(plan.optimizers[name], PlanOptimizer(name, use));
+        std::set<const c10::TensorImpl*> parameters;
+        for (const std::string& parameter : plan.optimizers[name]) {
+          parameters.insert(contents_.tensors.at(parameter).unsafeGetTensorImpl());
+        }
+        for (const auto& [alias, tensor] : contents_.tensors) {
+          if (parameters.count(tensor.unsafeGetTensorImpl()) > 0) {
+            plan.aliases[name].push_back(alias);
+          }
+        }
+      }
+      return Encode(plan);
+    });
+  }
+
+  absl::StatusOr<Message> Hold(Request& request) {
+    return InTurn(request, [&]() -> absl::StatusOr<std::string> {
+      DG_ASSIGN_OR_RETURN(const HoldRequest hold, DecodeHold(request.message.payload));
+      held_.reset();  // its memory first
+      DG_RETURN_IF_ERROR(CheckGoesOn(request, hold.token));
+      Held held{hold.token, {}, {}, {}};
+      for (const std::string& name : hold.tensors) {
+        const auto found = contents_.tensors.find(name);
+        if (found == contents_.tensors.end()) {
+          return absl::InvalidArgumentError(absl::StrCat("it has no tensor ", QuoteName(name)));
+        }
+        DG_RETURN_IF_ERROR(CheckGoesOn(request, hold.token));
+        held.tensors[name] = hold.copy ? Copy(found->second) : found->second;
+      }
+      for (const auto& [name, only] : hold.optimizers) {
+        const auto found = contents_.optimizers.find(name);
+        if (found == contents_.optimizers.end()) {
+          return absl::InvalidArgumentError(absl::StrCat("it has no optimizer ", QuoteName(name)));
+        }
+        DG_RETURN_IF_ERROR(Annotate(
+            found->second([&, &name = name,
+                           only = &only](torch::optim::Optimizer& optimizer) -> absl::Status {
+              DG_ASSIGN_OR_RETURN(OptimizerSnapshot view,
+                                  ViewOptimizer(optimizer, contents_.tensors, *only));
+              if (hold.copy) {
+                for (auto& [tensor_name, tensor] : view.tensors) tensor = Copy(tensor);
+              }
+              held.optimizers.emplace(name, std::move(view));
+              return absl::OkStatus();
+            }),
+            absl::StrCat("optimizer '", name, "'")));
+      }
+      if (contents_.save_values != nullptr) {
+        held.values = contents_.save_values();
+        size_t size = 0;
+        for (const auto& [name, value] : held.values) size += name.size() + value.size();
+        if (size > kMaxCheckpointValues) {
+          return absl::InvalidArgumentError(
+              absl::StrCat("its values have ", size, " bytes, and may have ", kMaxCheckpointValues,
+                           ": what is large belongs into a tensor"));
+        }
+      }
+      HoldReply reply;
+      for (const std::string& name : hold.replicas) {
+        const auto found = contents_.tensors.find(name);
+        if (found == contents_.tensors.end()) {
+          return absl::InvalidArgumentError(absl::StrCat("it has no tensor ", QuoteName(name)));
+        }
+        DG_RETURN_IF_ERROR(CheckGoesOn(request, hold.token));
+        const auto copied = held.tensors.find(name);
+        reply.checksums[name] =
+            ChecksumOf(copied == held.tensors.end() ? found->second : copied->second);
+      }
+      held_ = std::move(held);
+      return Encode(reply);
+    });
+  }
+
+  absl::StatusOr<Message> Write(Request& request) {
+    return InTurn(request, [&]() -> absl::StatusOr<std::string> {
+      DG_ASSIGN_OR_RETURN(const WriteRequest write, DecodeWrite(request.message.payload));
+      if (!held_.has_value() || held_->token != write.token) return Superseded();
+      const Held held = *std::exchange(held_, std::nullopt);
+      ManifestWorker wrote{worker_->name(), held.values, {}};
+      const std::string which =
+          absl::StrFormat("-%05d-of-%05d.safetensors", write.number, write.count);
+      const auto save = [&](std::string file, std::optional<std::string> optimizer,
+                            const TensorMap& tensors,
+                            const std::map<std::string, std::string>& metadata) -> absl::Status {
+        ManifestFile& to = wrote.files.emplace_back();
+        to.name = std::move(file);
+        to.optimizer = std::move(optimizer);
+        return SaveSafetensors(tensors, absl::StrCat(write.folder, "/", to.name), metadata,
+                               {.checksums = &to.checksums,
+                                .check = [&] { return CheckGoesOn(request, write.token); },
+                                .calls = contents_.file_calls});
+      };
+      if (!held.tensors.empty()) {
+        DG_RETURN_IF_ERROR(
+            save(absl::StrCat("model", which), std::nullopt, held.tensors, {{"format", "pt"}}));
+      }
+      for (const auto& [name, snapshot] : held.optimizers) {
+        DG_RETURN_IF_ERROR(
+            save(absl::StrCat("optimizer", name.empty() ? "" : absl::StrCat(".", name), which),
+                 name, snapshot.tensors, snapshot.metadata));
+      }
+      return JsonText(ToJson(wrote));
+    });
+  }
+
+  absl::StatusOr<Message> Check(Request& request) {
+    return InTurn(request, [&]() -> absl::StatusOr<std::string> {
+      DG_ASSIGN_OR_RETURN(const CheckRequest check, DecodeCheck(request.message.payload));
+      staged_.reset();
+      DG_RETURN_IF_ERROR(CheckGoesOn(request, check.token));
+      const absl::StatusOr<std::string> text = ReadManifestText(check.folder);
+      if (!text.ok() || Crc32c(*text) != check.manifest) {
+        return absl::FailedPreconditionError(
+            absl::StrCat("it does not see the manifest in ", check.folder, " that the manager sees",
+                         text.ok() ? "" : absl::StrCat(" (", text.status().message(), ")"),
+                         ": the folder has to be one that all workers see"));
+      }
+      DG_ASSIGN_OR_RETURN(Manifest manifest, ParseManifest(*text));
+      Staged staged{
+          check.token, std::make_unique<Shards>(check.folder, std::move(manifest)), {}, {}};
+      Shards& shards = *staged.shards;
+      CheckReply reply;
+      for (const auto& [name, tensor] : contents_.tensors) {
+        const ManifestFile* const file = shards.FileOf(name);
+        if (file == nullptr) {
+          reply.missing.push_back(
+              absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "'"));
+          continue;
+        }
+        DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open, shards.Open(*file));
+        if (const std::string mismatch = open->Mismatch(name, tensor); !mismatch.empty()) {
+          reply.mismatched.push_back(
+              absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "' ", mismatch));
+          continue;
+        }
+        staged.tensors.emplace_back(name, file);
+      }
+      for (const auto& [name, use] : contents_.optimizers) {
+        DG_RETURN_IF_ERROR(StageOptimizer(request, name, use, &staged, &reply));
+      }
+      // What does not fit is not read for nothing.
+      if (check.strict && (!reply.missing.empty() || !reply.mismatched.empty()))
+        return Encode(reply);
+      for (const auto& [name, file] : staged.tensors) {
+        DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open, shards.Open(*file));
+        const absl::StatusOr<uint32_t> sum =
+            open->Checksum(name, [&] { return CheckGoesOn(request, check.token); });
+        DG_RETURN_IF_ERROR(sum.status());
+        if (*sum != file->checksums.tensors.at(name)) return shards.DamagedTensor(*file, name);
+      }
+      staged_ = std::move(staged);
+      return Encode(reply);
+    });
+  }
+
+  absl::StatusOr<Message> Load(Request& request) {
+    return InTurn(request, [&]() -> absl::StatusOr<std::string> {
+      DG_ASSIGN_OR_RETURN(const uint64_t token, DecodeToken(request.message.payload));
+      if (!staged_.has_value() || staged_->token != token) return Superseded();
+      const Staged staged = *std::exchange(staged_, std::nullopt);
+      for (const auto& [name, file] : staged.tensors) {
+        DG_RETURN_IF_ERROR(CheckGoesOn(request, token));
+        DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open, staged.shards->Open(*file));
+        const at::Tensor& tensor = contents_.tensors.at(name);
+        DG_RETURN_IF_ERROR(open->ReadInto(name, tensor));
+        // These are other bytes than were checked: they are read once more.
+        if (ChecksumOf(tensor) != file->checksums.tensors.at(name)) {
+          return staged.shards->DamagedTensor(*file, name);
+        }
+      }
+      for (const auto& [name, parts] : staged.optimizers) {
+        DG_RETURN_IF_ERROR(
+            contents_.optimizers.at(name)([parts = &parts](torch::optim::Optimizer& optimizer) {
+              return LoadState(parts->state, &optimizer, parts->form);
+            }));
+      }
+      if (contents_.load_values == nullptr) return std::string();
+      const Manifest& manifest = staged.shards->manifest();
+      LoadedValues loaded{manifest.step, {}, {}};
+      for (const ManifestWorker& worker : manifest.workers) {
+        loaded.workers[worker.name] = worker.values;
+        if (worker.name == worker_->name()) loaded.values = worker.values;
+      }
+      DG_RETURN_IF_ERROR(Annotate(contents_.load_values(loaded), "load_values"));
+      return std::string();
+    });
+  }
+
+  absl::StatusOr<Message> Drop(Request& request) {
+    DG_ASSIGN_OR_RETURN(const uint64_t token, DecodeToken(request.message.payload));
+    stopped_.store(token);  // for whoever has the turn, or is still to get it
+    return InTurn(request, [&]() -> absl::StatusOr<std::string> {
+      if (held_.has_value() && held_->token == token) held_.reset();
+      if (staged_.has_value() && staged_->token == token) staged_.reset();
+      return std::string();
+    });
+  }
+
+  void Close() {
+    const BlockingScope blocking;
+    closed_.store(true);
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(this, &Impl::IsFree));
+    // Nobody else comes to these any more.
+    held_.reset();
+    staged_.reset();
+  }
+
+ private:
+  // What a save will write.
+  struct Held {
+    uint64_t token;
+    TensorMap tensors;
+    std::map<std::string, OptimizerSnapshot> optimizers;
+    CheckpointValues values;
+  };
+  // What a load will read, or has.
+  struct Staged {
+    uint64_t token;
+    std::unique_ptr<Shards> shards;
+    std::vector<std::pair<std::string, const ManifestFile*>> tensors;
+    std::map<std::string, OptimizerParts> optimizers;
+  };
+
+  // One message after the other: a manager that was given up may be at it still.
+  template <typename F>
+  absl::StatusOr<Message> InTurn(const Request& request, const F& f) {
+    // The disk is waited for, too.
+    const BlockingScope blocking;
+    // Has the wait below look again.
+    const uint64_t watch =
+        request.cancellation->OnCancel([this] { const absl::MutexLock lock(&mu_); });
+    absl::Status goes_on;
+    {
+      absl::MutexLock lock(&mu_);
+      const auto may_go = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+        return IsFree() || request.cancellation->cancelled();
+      };
+      mu_.Await(absl::Condition(&may_go));
+      goes_on = CheckGoesOn(request, 0);
+      if (goes_on.ok()) busy_ = true;
+    }
+    request.cancellation->ForgetAndWait(watch);
+    DG_RETURN_IF_ERROR(goes_on);
+    absl::StatusOr<std::string> reply = absl::UnknownError("");
+    try {
+      reply = f();
+    } catch (...) {
+      reply = StatusFromException(std::current_exception());
+    }
+    {
+      absl::MutexLock lock(&mu_);
+      busy_ = false;
+    }
+    DG_RETURN_IF_ERROR(reply.status());
+    return Message{*std::move(reply), {}};
+  }
+  bool IsFree() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !busy_; }
+
+  absl::Status CheckGoesOn(const Request& request, uint64_t token) const {
+    if (token != 0 && stopped_.load() == token) {
+      return absl::CancelledError("another worker's part of it has failed");
+    }
+    if (closed_.load()) {
+      return absl::CancelledError(absl::StrCat("the part of checkpoint '", name_, "' on worker '",
+                                               worker_->name(), "' was taken off"));
+    }
+    return request.cancellation->cancelled() ? request.cancellation->why() : absl::OkStatus();
+  }
+  static absl::Status Superseded() {
+    return absl::AbortedError(
+        "it has nothing of this save or load any more: another one has begun since, or the worker "
+        "has been replaced");
+  }
+
+  absl::StatusOr<std::vector<std::string>> PlanOptimizer(const std::string& name,
+                                                         const CheckpointOptimizer& use) const {
+    absl::StatusOr<std::vector<std::string>> names = absl::UnknownError("");
+    DG_RETURN_IF_ERROR(use([&](torch::optim::Optimizer& optimizer) {
+      names = OptimizerParameters(optimizer, contents_.tensors);
+      return names.status();
+    }));
+    return names;
+  }
+
+  absl::Status StageOptimizer(const Request& request, const std::string& name,
+                              const CheckpointOptimizer& use, Staged* staged, CheckReply* reply) {
+    const std::string who =
+        absl::StrCat("optimizer '", name, "' of worker '", worker_->name(), "'");
+    const std::vector<const ManifestFile*> files = staged->shards->FilesOf(name);
+    std::vector<const SafetensorsFile*> open;
+    for (const ManifestFile* const file : files) {
+      DG_ASSIGN_OR_RETURN(const SafetensorsFile* const each, staged->shards->Open(*file));
+      open.push_back(each);
+    }
+    const auto read = [&](size_t file, const std::string& tensor) -> absl::StatusOr<at::Tensor> {
+      DG_RETURN_IF_ERROR(CheckGoesOn(request, staged->token));
+      DG_ASSIGN_OR_RETURN(at::Tensor is, open[file]->Read(tensor));
+      const uint32_t sum =
+          Crc32c(absl::string_view(static_cast<const char*>(is.const_data_ptr()), is.nbytes()));
+      if (sum != files[file]->checksums.tensors.at(tensor)) {
+        return staged->shards->DamagedTensor(*files[file], tensor);
+      }
+      return is;
+    };
+    return use([&](torch::optim::Optimizer& optimizer) -> absl::Status {
+      absl::StatusOr<OptimizerParts> parts =
+          CollectOptimizer(open, contents_.tensors, optimizer, read);
+      if (absl::IsInvalidArgument(parts.status())) {
+        reply->mismatched.push_back(absl::StrCat(who, ": ", parts.status().message()));
+        return absl::OkStatus();
+      }
+      DG_RETURN_IF_ERROR(parts.status());
+      for (const std::string& parameter : parts->missing) {
+        reply->missing.push_back(absl::StrCat("the state of ", QuoteName(parameter), " in ", who));
+      }
+      if (parts->missing.empty()) staged->optimizers.emplace(name, *std::move(parts));
+      return absl::OkStatus();
+    });
+  }
+
+  Worker* const worker_;
+  const std::string name_;
+  const CheckpointContents contents_;
+
+  std::atomic<bool> closed_{false};
+  std::atomic<uint64_t> stopped_{0};  // the token of a save or load that has failed
+  mutable absl::Mutex mu_;
+  bool busy_ ABSL_GUARDED_BY(mu_) = false;
+  // Of whoever has the turn.
+  std::optional<Held> held_;
+  std::optional<Staged> staged_;
+};
+
+absl::StatusOr<std::unique_ptr<CheckpointPart>> CheckpointPart::Create(Worker* worker,
+                                                                       CheckpointContents contents,
+                                                                       absl::string_view name) {
+  const std::string who =
+      absl::StrCat("the part of checkpoint '", name, "' on worker '", worker->name(), "'");
+  if (name.size() > kMaxCheckpointName || absl::StrContains(name, "::")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(who, ": a name has at most ", kMaxCheckpointName, " bytes, and no '::'"));
+  }
+  const auto impl = std::make_shared<Impl>(worker, std::string(name), std::move(contents));
+  DG_RETURN_IF_ERROR(Annotate(impl->CheckContents(), who));
+  using Answer = absl::StatusOr<Message> (Impl::*)(Request&);
+  const auto serve = [&](absl::string_view function, Answer answer) {
+    return worker->RegisterOwn(absl::StrCat(function, name), [impl, answer](Request& request) {
+      return (impl.get()->*answer)(request);
+    });
+  };
+  // Who comes first here has the name.
+  const absl::Status claimed = serve(kCheckpointPlan, &Impl::Plan);
+  if (absl::IsAlreadyExists(claimed)) {
+    return absl::AlreadyExistsError(absl::StrCat(who, ": there is one already"));
+  }
+  DG_RETURN_IF_ERROR(claimed);
+  // Its end takes off what is registered by then.
+  std::unique_ptr<CheckpointPart> part(new CheckpointPart(impl));
+  DG_RETURN_IF_ERROR(serve(kCheckpointHold, &Impl::Hold));
+  DG_RETURN_IF_ERROR(serve(kCheckpointWrite, &Impl::Write));
+  DG_RETURN_IF_ERROR(serve(kCheckpointCheck, &Impl::Check));
+  DG_RETURN_IF_ERROR(serve(kCheckpointLoad, &Impl::Load));
+  DG_RETURN_IF_ERROR(serve(kCheckpointDrop, &Impl::Drop));
+  return part;
+}
+
+CheckpointPart::~CheckpointPart() {
+  impl_->Close();
+  // What claims the name is the last.
+  for (const absl::string_view function : {kCheckpointHold, kCheckpointWrite, kCheckpointCheck,
+                                           kCheckpointLoad, kCheckpointDrop, kCheckpointPlan}) {
+    impl_->worker()->UnregisterOwn(absl::StrCat(function, impl_->name()));
+  }
+}
+
+}  // namespace distgrad

@@ -1,0 +1,82 @@
+// The folder of a job's checkpoints, in which each has a folder of its own:
+//
+//   step-000100/            a whole one: it has a manifest
+//   .step-000120.9c3f.../   one that is being written, or that was when its job ended
+//   .lock                   who writes
+//
+// The manifest is written last: from then on the checkpoint is whole, whatever its folder is
+// called. The folder's name is then made to say so. No two attempts have a folder of one name, so
+// that a worker that is late with what nobody waits for any more finds no folder to write to.
+#ifndef DISTGRAD_CORE_CHECKPOINT_JOB_STEP_FOLDERS_H_
+#define DISTGRAD_CORE_CHECKPOINT_JOB_STEP_FOLDERS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/checkpoint/durable_file.h"
+#include "core/checkpoint/job/manifest.h"
+
+namespace distgrad {
+
+struct StepFolder {
+  std::string path;
+  int64_t step = 0;                                            // as its name says
+  absl::StatusOr<Manifest> manifest = absl::UnknownError("");  // an error: it is damaged
+};
+
+// The checkpoints of a folder that have a manifest: first those whose manifest is good, the last
+// that was saved first, then the others. kNotFound if there is no such folder.
+absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder);
+
+// A folder that this object alone writes to. For one thread.
+class StepFolders {
+ public:
+  // Makes the folder, if need be, and locks it (flock), until the object ends. Finishes or removes
+  // what a crash has left. kAborted if another has the lock, with its host and process. `calls` is
+  // as of DurableFile.
+  static absl::StatusOr<std::unique_ptr<StepFolders>> Lock(const std::string& folder,
+                                                           FileCalls* calls = nullptr);
+  StepFolders(const StepFolders&) = delete;
+  StepFolders& operator=(const StepFolders&) = delete;
+  ~StepFolders();
+
+  const std::string& path() const { return folder_; }
+
+  // Makes a folder for a checkpoint; its path. kAlreadyExists if somebody else's folder has the
+  // name of that step; kAborted if the lock's file was removed, so that another may have made a new
+  // one.
+  absl::StatusOr<std::string> Begin(int64_t step);
+  // Makes what is in it a whole checkpoint, the newest of all, with the name of its step. Another
+  // one of that step is removed. After an error the attempt is removed, unless the error says that
+  // it is whole.
+  absl::Status Commit(const std::string& attempt, Manifest manifest);
+  // Removes it.
+  void Abandon(const std::string& attempt);
+  // Removes all but the `keep` newest.
+  absl::Status Prune(int keep);
+
+ private:
+  StepFolders(std::string folder, FileCalls* calls)
+      : folder_(std::move(folder)), calls_(calls == nullptr ? &own_calls_ : calls) {}
+
+  absl::Status Open();
+  absl::Status Tidy();
+  absl::Status WriteManifest(const std::string& attempt, Manifest& manifest);
+  absl::Status GiveName(const std::string& attempt, int64_t step, uint64_t sequence);
+  absl::Status Remove(const std::string& path);
+  absl::Status Sync(const std::string& folder);
+
+  const std::string folder_;
+  FileCalls own_calls_;
+  FileCalls* const calls_;
+  int lock_ = -1;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_CHECKPOINT_JOB_STEP_FOLDERS_H_

@@ -1,0 +1,243 @@
+// Which checkpoints are there after saves, crashes, removals, and what others put beside them.
+#include "core/checkpoint/job/step_folders.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+namespace fs = std::filesystem;
+using Strings = std::vector<std::string>;
+
+class StepFoldersTest : public testing::Test {
+ protected:
+  StepFoldersTest() {
+    folder_ = absl::StrCat(testing::TempDir(), "/steps.",
+                           testing::UnitTest::GetInstance()->current_test_info()->name());
+    folder_ = fs::path(folder_).lexically_normal().string();
+    fs::remove_all(folder_);
+  }
+
+  std::unique_ptr<StepFolders> Lock() {
+    absl::StatusOr<std::unique_ptr<StepFolders>> folders = StepFolders::Lock(folder_);
+    EXPECT_TRUE(folders.ok()) << folders.status();
+    return *std::move(folders);
+  }
+  static void Save(StepFolders& folders, int64_t step) {
+    const absl::StatusOr<std::string> attempt = folders.Begin(step);
+    ASSERT_TRUE(attempt.ok()) << attempt.status();
+    std::ofstream(absl::StrCat(*attempt, "/file")) << step;
+    const absl::Status committed = folders.Commit(*attempt, {step, 0, "", {}});
+    ASSERT_TRUE(committed.ok()) << committed;
+  }
+  // In the folder, but for the lock.
+  Strings Names() const {
+    Strings names;
+    for (const auto& entry : fs::directory_iterator(folder_)) {
+      if (entry.path().filename() != ".lock") names.push_back(entry.path().filename());
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+  // The steps that can be loaded, the newest first.
+  std::vector<int64_t> Steps() const {
+    std::vector<int64_t> steps;
+    const absl::StatusOr<std::vector<StepFolder>> listed = ListSteps(folder_);
+    for (const StepFolder& each : *listed) {
+      if (each.manifest.ok()) steps.push_back(each.manifest->step);
+    }
+    return steps;
+  }
+
+  std::string folder_;
+};
+
+TEST_F(StepFoldersTest, ACheckpointIsThereOnceItIsCommitted) {
+  const auto folders = Lock();
+  Save(*folders, 100);
+  const absl::StatusOr<std::string> attempt = folders->Begin(120);
+  ASSERT_TRUE(attempt.ok()) << attempt.status();
+  EXPECT_EQ(Steps(), std::vector<int64_t>{100});
+  ASSERT_TRUE(folders->Commit(*attempt, {120, 0, "", {}}).ok());
+  EXPECT_EQ(Steps(), (std::vector<int64_t>{120, 100}));
+  EXPECT_EQ(Names(), (Strings{"step-000100", "step-000120"}));
+  // Whoever is late finds no folder.
+  EXPECT_FALSE(fs::exists(*attempt));
+}
+
+TEST_F(StepFoldersTest, TheNewestIsTheOneThatWasSavedLast) {
+  auto folders = Lock();
+  for (const int64_t step : {100, 300, 200, 1'000'000'000}) Save(*folders, step);
+  EXPECT_EQ(Steps(), (std::vector<int64_t>{1'000'000'000, 200, 300, 100}));
+  Save(*folders, 300);  // in the place of the other one
+  EXPECT_EQ(Steps(), (std::vector<int64_t>{300, 1'000'000'000, 200, 100}));
+  ASSERT_TRUE(folders->Prune(2).ok());
+  EXPECT_EQ(Steps(), (std::vector<int64_t>{300, 1'000'000'000}));
+  EXPECT_EQ(Names(), (Strings{"step-000300", "step-1000000000"}));
+}
+
+TEST_F(StepFoldersTest, WhatACrashLeavesIsFinishedOrRemoved) {
+  auto folders = Lock();
+  Save(*folders, 100);
+  Save(*folders, 200);
+  folders = nullptr;
+  // Killed before its manifest was there; after it, before it had its name, with an older one of
+  // that step; and while an old one was removed.
+  fs::create_directory(folder_ + "/.step-000300.0123456789abcdef");
+  std::ofstream(folder_ + "/.step-000300.0123456789abcdef/model.safetensors") << "half";
+  fs::create_directory(folder_ + "/.step-000200.0123456789abcdef");
+  std::ofstream(folder_ + "/.step-000200.0123456789abcdef/manifest.json")
+      << *EncodeManifest({200, 3, "", {}});
+  fs::create_directory(folder_ + "/.step-000050.0123456789abcdef");
+  std::ofstream(folder_ + "/.step-000050.0123456789abcdef/model.safetensors") << "half";
+  EXPECT_EQ(Steps(), (std::vector<int64_t>{200, 200, 100}));
+  EXPECT_EQ((*ListSteps(folder_))[0].manifest->sequence, 3u);
+  folders = Lock();
+  EXPECT_EQ(Names(), (Strings{"step-000100", "step-000200"}));
+  EXPECT_EQ((*ListSteps(folder_))[0].manifest->sequence, 3u);
+}
+
+TEST_F(StepFoldersTest, WhatIsNotOursStays) {
+  fs::create_directories(folder_ + "/step-final");
+  fs::create_directories(folder_ + "/step-100.old");
+  fs::create_directories(folder_ + "/.step-000100.short");
+  fs::create_directories(folder_ + "/elsewhere");
+  std::ofstream(folder_ + "/elsewhere/kept") << "x";
+  fs::create_directory_symlink(folder_ + "/elsewhere", folder_ + "/step-000007");
+  const Strings before = Names();
+  auto folders = Lock();
+  EXPECT_EQ(Names(), before);
+  EXPECT_TRUE(fs::exists(folder_ + "/elsewhere/kept"));
+  // A damaged one may be of use to somebody.
+  Save(*folders, 1);
+  std::ofstream(folder_ + "/step-000001/manifest.json") << "{}";
+  Save(*folders, 2);
+  ASSERT_TRUE(folders->Prune(1).ok());
+  folders = nullptr;
+  folders = Lock();
+  EXPECT_TRUE(fs::exists(folder_ + "/step-000001/manifest.json"));
+  const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder_);
+  ASSERT_EQ(steps->size(), 2u);
+  EXPECT_TRUE((*steps)[0].manifest.ok());
+  EXPECT_EQ((*steps)[1].manifest.status().code(), absl::StatusCode::kDataLoss);
+}
+
+// Another framework's, whose folders have names like ours.
+TEST_F(StepFoldersTest, AFolderWithoutAManifestIsNotOurs) {
+  fs::create_directories(folder_ + "/step-001000");
+  std::ofstream(folder_ + "/step-001000/weights.bin") << "x";
+  fs::create_directories(folder_ + "/.step-001000.notahexnumber!!!");
+  const Strings before = Names();
+  const auto folders = Lock();
+  EXPECT_EQ(Names(), before);
+  const absl::Status begun = folders->Begin(1000).status();
+  EXPECT_EQ(begun.code(), absl::StatusCode::kAlreadyExists) << begun;
+  EXPECT_TRUE(absl::StrContains(begun.message(), "step-001000")) << begun;
+  Save(*folders, 1001);
+  ASSERT_TRUE(folders->Prune(1).ok());
+  EXPECT_TRUE(fs::exists(folder_ + "/step-001000/weights.bin"));
+}
+
+// Only where it is certain that there is no manifest is anything removed.
+TEST_F(StepFoldersTest, AManifestThatCannotBeReadMayBeThere) {
+  const std::string attempt = folder_ + "/.step-000300.0123456789abcdef";
+  fs::create_directories(attempt);
+  fs::create_symlink("manifest.json", attempt + "/manifest.json");  // ELOOP
+  const auto folders = Lock();
+  EXPECT_TRUE(fs::exists(fs::symlink_status(attempt + "/manifest.json")));
+}
+
+// A save failed when its folder was to get its name, and that of the same step succeeded later.
+TEST_F(StepFoldersTest, AnOlderAttemptDoesNotTakeTheNameOfANewerOne) {
+  for (const bool is_older : {true, false}) {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_ + "/step-000200");
+    std::ofstream(folder_ + "/step-000200/manifest.json") << *EncodeManifest({200, 7, "", {}});
+    fs::create_directories(folder_ + "/.step-000200.0123456789abcdef");
+    std::ofstream(folder_ + "/.step-000200.0123456789abcdef/manifest.json")
+        << *EncodeManifest({200, is_older ? 6u : 8u, "", {}});
+    const auto folders = Lock();
+    EXPECT_EQ(Names(), Strings{"step-000200"});
+    EXPECT_EQ((*ListSteps(folder_))[0].manifest->sequence, is_older ? 7u : 8u);
+  }
+}
+
+// All of the folders' names have to be there after a power failure, also those of a run that ended
+// before it had made them durable.
+TEST_F(StepFoldersTest, TheNamesOfAllFoldersAreDurable) {
+  class Counts final : public FileCalls {
+   public:
+    int Fsync(int fd) override {
+      ++count;
+      return FileCalls::Fsync(fd);
+    }
+    int count = 0;
+  };
+  fs::create_directories(folder_);
+  for (int round = 0; round < 2; ++round) {
+    Counts counts;
+    ASSERT_TRUE(StepFolders::Lock(folder_ + "/a/b/c", &counts).ok());
+    EXPECT_GE(counts.count, 3) << round;
+  }
+}
+
+TEST_F(StepFoldersTest, OneHasTheLock) {
+  auto first = Lock();
+  const absl::Status second = StepFolders::Lock(folder_).status();
+  EXPECT_EQ(second.code(), absl::StatusCode::kAborted) << second;
+  EXPECT_TRUE(absl::StrContains(second.message(), absl::StrCat("process ", getpid(), " of host ")))
+      << second;
+  EXPECT_TRUE(absl::StrContains(second.message(), folder_)) << second;
+  first = nullptr;
+  EXPECT_TRUE(StepFolders::Lock(folder_).ok());
+}
+
+// The lock goes with its process, however that ends.
+TEST_F(StepFoldersTest, AKilledProcessHasNoLock) {
+  int ready[2];
+  ASSERT_EQ(pipe(ready), 0);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const auto folders = StepFolders::Lock(folder_);
+    const char said = folders.ok() ? 'y' : 'n';
+    if (write(ready[1], &said, 1) != 1) _exit(1);
+    while (true) pause();
+  }
+  char said = 0;
+  ASSERT_EQ(read(ready[0], &said, 1), 1);
+  EXPECT_EQ(said, 'y');
+  EXPECT_EQ(StepFolders::Lock(folder_).status().code(), absl::StatusCode::kAborted);
+  kill(child, SIGKILL);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(StepFolders::Lock(folder_).ok());
+}
+
+TEST_F(StepFoldersTest, ErrorsNameTheFolder) {
+  EXPECT_EQ(ListSteps(folder_).status().code(), absl::StatusCode::kNotFound);
+  std::ofstream(folder_ + ".file") << "x";
+  const absl::Status no_folder = StepFolders::Lock(folder_ + ".file/below").status();
+  EXPECT_TRUE(absl::StrContains(no_folder.message(), folder_)) << no_folder;
+  const auto folders = Lock();
+  fs::remove_all(folder_);
+  const absl::Status gone = folders->Begin(1).status();
+  EXPECT_EQ(gone.code(), absl::StatusCode::kNotFound) << gone;
+  EXPECT_TRUE(absl::StrContains(gone.message(), folder_)) << gone;
+  EXPECT_EQ(folders->Begin(-1).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace distgrad

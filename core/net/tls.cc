@@ -1,0 +1,236 @@
+// Drives OpenSSL's libssl, which reads from and writes to the buffers of the session.
+#include "core/net/tls.h"
+
+#include <openssl/bio.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace distgrad {
+namespace {
+
+constexpr size_t kInputBytes = 256 << 10;
+// Reading makes output too: an answer to each request for new keys, which no other end needs often.
+constexpr size_t kMaxUnsent = 1 << 20;
+// The one cipher suite: what processors compute fastest, and whose hash is that of the secret.
+constexpr char kCipherSuites[] = "TLS_AES_128_GCM_SHA256";
+constexpr unsigned char kCipherId[] = {0x13, 0x01};
+constexpr absl::string_view kIdentity = "distgrad";  // both ends know which secret it is
+// SSL_write_ex() takes and SSL_read_ex() gives no more than fits into an int in some places.
+constexpr size_t kMaxCall = 1 << 30;
+
+absl::Status LibraryError(absl::string_view what) {
+  const unsigned long error = ERR_get_error();
+  ERR_clear_error();
+  const char* reason = ERR_reason_error_string(error);
+  return absl::InternalError(absl::StrCat(
+      "TLS: ", what, ": ", reason != nullptr ? reason : "the library gives no reason"));
+}
+
+template <auto kFree>
+struct Free {
+  template <typename T>
+  void operator()(T* object) const {
+    kFree(object);
+  }
+};
+
+using Session = std::unique_ptr<SSL_SESSION, Free<SSL_SESSION_free>>;
+
+// The secret in the shape in which OpenSSL takes a pre-shared key.
+Session NewSession(SSL* ssl, const Digest& secret) {
+  Session session(SSL_SESSION_new());
+  const SSL_CIPHER* cipher = SSL_CIPHER_find(ssl, kCipherId);
+  if (session == nullptr || cipher == nullptr ||
+      SSL_SESSION_set1_master_key(session.get(), secret.data(), secret.size()) != 1 ||
+      SSL_SESSION_set_cipher(session.get(), cipher) != 1 ||
+      SSL_SESSION_set_protocol_version(session.get(), TLS1_3_VERSION) != 1) {
+    return nullptr;
+  }
+  return session;
+}
+
+}  // namespace
+
+struct TlsSession::Library {
+  std::unique_ptr<SSL_CTX, Free<SSL_CTX_free>> context;
+  std::unique_ptr<BIO_METHOD, Free<BIO_meth_free>> method;
+  std::unique_ptr<SSL, Free<SSL_free>> ssl;  // goes before the method of its BIO
+
+  static TlsSession& Of(const SSL* ssl) { return *static_cast<TlsSession*>(SSL_get_app_data(ssl)); }
+  static TlsSession& Of(BIO* bio) { return *static_cast<TlsSession*>(BIO_get_data(bio)); }
+
+  static int UseSecret(SSL* ssl, const EVP_MD*, const unsigned char** identity, size_t* size,
+                       SSL_SESSION** session) {
+    *session = NewSession(ssl, Of(ssl).secret_).release();
+    *identity = reinterpret_cast<const unsigned char*>(kIdentity.data());
+    *size = kIdentity.size();
+    return *session != nullptr ? 1 : 0;
+  }
+
+  static int FindSecret(SSL* ssl, const unsigned char* identity, size_t size,
+                        SSL_SESSION** session) {
+    *session = nullptr;
+    if (absl::string_view(reinterpret_cast<const char*>(identity), size) != kIdentity) return 1;
+    *session = NewSession(ssl, Of(ssl).secret_).release();
+    return *session != nullptr ? 1 : 0;
+  }
+
+  static int ReadInput(BIO* bio, char* data, size_t size, size_t* read) {
+    TlsSession& session = Of(bio);
+    BIO_clear_retry_flags(bio);
+    *read = std::min(size, session.input_end_ - session.input_begin_);
+    if (*read == 0) {
+      BIO_set_retry_read(bio);
+      return 0;
+    }
+    std::memcpy(data, &session.input_[session.input_begin_], *read);
+    session.input_begin_ += *read;
+    return 1;
+  }
+
+  static int WriteOutput(BIO* bio, const char* data, size_t size, size_t* written) {
+    Of(bio).output_.append(data, size);
+    *written = size;
+    return 1;
+  }
+
+  static long Control(BIO*, int command, long, void*) { return command == BIO_CTRL_FLUSH ? 1 : 0; }
+};
+
+TlsSession::TlsSession() : library_(std::make_unique<Library>()) {}
+TlsSession::~TlsSession() = default;
+
+absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(Handshake::Role role,
+                                                               const Digest& secret,
+                                                               uint64_t key_bytes) {
+  std::unique_ptr<TlsSession> session(new TlsSession());
+  session->secret_ = secret;
+  session->key_bytes_ = key_bytes;
+  session->input_.reset(new char[kInputBytes]);  // not cleared
+  Library& library = *session->library_;
+  ERR_clear_error();
+  library.context.reset(SSL_CTX_new(TLS_method()));
+  SSL_CTX* context = library.context.get();
+  if (context == nullptr || SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
+      SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION) != 1 ||
+      SSL_CTX_set_ciphersuites(context, kCipherSuites) != 1 ||
+      SSL_CTX_set_num_tickets(context, 0) != 1) {
+    return LibraryError("this machine's OpenSSL cannot do what distgrad needs");
+  }
+  SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
+  SSL_CTX_set_mode(context, SSL_MODE_RELEASE_BUFFERS);
+  SSL_CTX_set_psk_use_session_callback(context, &Library::UseSecret);
+  SSL_CTX_set_psk_find_session_callback(context, &Library::FindSecret);
+
+  library.method.reset(BIO_meth_new(BIO_TYPE_SOURCE_SINK, "distgrad"));
+  BIO_METHOD* method = library.method.get();
+  if (method == nullptr || BIO_meth_set_read_ex(method, &Library::ReadInput) != 1 ||
+      BIO_meth_set_write_ex(method, &Library::WriteOutput) != 1 ||
+      BIO_meth_set_ctrl(method, &Library::Control) != 1) {
+    return LibraryError("no buffers");
+  }
+  library.ssl.reset(SSL_new(context));
+  BIO* bio = library.ssl != nullptr ? BIO_new(method) : nullptr;
+  if (bio == nullptr) return LibraryError("no memory for a session");
+  BIO_set_data(bio, session.get());
+  BIO_set_init(bio, 1);
+  SSL* ssl = library.ssl.get();
+  SSL_set_bio(ssl, bio, bio);
+  SSL_set_app_data(ssl, session.get());
+  if (role == Handshake::Role::kClient) {
+    // No server can show a certificate in the secret's place: this client knows no authority.
+    SSL_set_verify(ssl, SSL_VERIFY_PEER, nullptr);
+    SSL_set_connect_state(ssl);
+  } else {
+    SSL_set_accept_state(ssl);
+  }
+  return session;
+}
+
+absl::Status TlsSession::Error(int result) {
+  const int error = SSL_get_error(library_->ssl.get(), result);
+  if (error == SSL_ERROR_WANT_READ) return absl::OkStatus();
+  if (error == SSL_ERROR_ZERO_RETURN) {
+    return absl::UnavailableError("the other end has closed the connection");
+  }
+  const char* reason = ERR_reason_error_string(ERR_get_error());
+  ERR_clear_error();
+  return absl::UnavailableError(
+      absl::StrCat("what arrives is not what the other end has sent, or from another sender (TLS: ",
+                   reason != nullptr ? reason : "no reason given", ")"));
+}
+
+absl::Status TlsSession::Establish() {
+  if (established_) return absl::OkStatus();
+  ERR_clear_error();
+  SSL* ssl = library_->ssl.get();
+  const int result = SSL_do_handshake(ssl);
+  if (result != 1) return Error(result);
+  // A session that is not resumed knows nothing of the secret.
+  if (SSL_session_reused(ssl) != 1) {
+    return absl::UnavailableError("TLS: the other end does not use what both know");
+  }
+  established_ = true;
+  return absl::OkStatus();
+}
+
+absl::Span<char> TlsSession::InputSpace() {
+  if (input_begin_ == input_end_) input_begin_ = input_end_ = 0;
+  return absl::MakeSpan(&input_[input_end_], kInputBytes - input_end_);
+}
+
+void TlsSession::AddInput(size_t size) { input_end_ += size; }
+
+bool TlsSession::HasInput() const {
+  return input_begin_ < input_end_ || SSL_pending(library_->ssl.get()) > 0;
+}
+
+absl::StatusOr<size_t> TlsSession::Read(void* data, size_t size) {
+  ERR_clear_error();
+  if (output().size() > kMaxUnsent) {
+    return absl::UnavailableError("the other end asks for new keys again and again");
+  }
+  size_t read = 0;
+  const int result = SSL_read_ex(library_->ssl.get(), data, std::min(size, kMaxCall), &read);
+  if (result == 1) return read;
+  absl::Status status = Error(result);
+  if (!status.ok()) return status;
+  return 0;
+}
+
+absl::Status TlsSession::Write(absl::string_view bytes) {
+  SSL* ssl = library_->ssl.get();
+  while (!bytes.empty()) {
+    ERR_clear_error();
+    if (written_ >= key_bytes_) {
+      if (SSL_key_update(ssl, SSL_KEY_UPDATE_NOT_REQUESTED) != 1) return LibraryError("a new key");
+      written_ = 0;
+    }
+    size_t written = 0;
+    const size_t size = std::min(bytes.size(), kMaxCall);
+    const int result = SSL_write_ex(ssl, bytes.data(), size, &written);
+    // Output is never full, so it never asks to be called again.
+    if (result != 1) {
+      absl::Status status = Error(result);
+      return status.ok() ? absl::InternalError("TLS: a write that waits to read") : status;
+    }
+    written_ += written;
+    bytes.remove_prefix(written);
+  }
+  return absl::OkStatus();
+}
+
+void TlsSession::DropOutput(size_t size) {
+  output_begin_ += size;
+  if (output_begin_ < output_.size()) return;
+  output_.clear();
+  output_begin_ = 0;
+}
+
+}  // namespace distgrad

@@ -1,0 +1,88 @@
+// Encrypts and authenticates what goes over one connection, with TLS 1.3 (RFC 8446).
+//
+// The handshake (handshake.h) comes first, in the clear: so whoever has no cluster key costs no
+// more than that. What both ends have in common afterwards, Handshake::Secret(), is the pre-shared
+// key of TLS; there are no certificates. An ephemeral Diffie-Hellman exchange goes into the keys
+// too, so who learns the cluster key later cannot read what was recorded before.
+//
+// What is changed, left out, repeated or moved on its way is an error of Read(), and nothing of it
+// is given out; nor is what comes behind it. That the stream ends is for the caller to notice: it
+// is not the end of a message.
+#ifndef DISTGRAD_CORE_NET_TLS_H_
+#define DISTGRAD_CORE_NET_TLS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "core/net/cluster_key.h"
+#include "core/net/handshake.h"
+
+namespace distgrad {
+
+// One end of one connection: bytes in, bytes out; no I/O. For one thread at a time.
+class TlsSession {
+ public:
+  // TLS changes its keys after so many bytes: AES-GCM is good for a little more than 2^24 records
+  // of 16 KiB under one key (RFC 8446, section 5.5).
+  static constexpr uint64_t kKeyBytes = uint64_t{1} << 37;
+
+  // `secret`: Handshake::Secret(). kInternal if the crypto library fails.
+  static absl::StatusOr<std::unique_ptr<TlsSession>> Create(Handshake::Role role,
+                                                            const Digest& secret,
+                                                            uint64_t key_bytes = kKeyBytes);
+  ~TlsSession();
+  TlsSession(const TlsSession&) = delete;
+  TlsSession& operator=(const TlsSession&) = delete;
+
+  // Goes on with TLS's own handshake: with what has been received, and what is to be sent. All
+  // errors are kUnavailable, and final: the connection is to be closed.
+  absl::Status Establish();
+  bool established() const { return established_; }
+
+  // Where the next bytes from the socket go, and that so many have come. There is room whenever
+  // Read() or Establish() want more.
+  absl::Span<char> InputSpace();
+  void AddInput(size_t size);
+  // Whether Read() may find something without more bytes from the socket.
+  bool HasInput() const;
+
+  // Once established: decrypts up to `size` bytes; how many, 0 if it takes more input first. An
+  // error (kUnavailable) is final.
+  absl::StatusOr<size_t> Read(void* data, size_t size);
+  // Once established: encrypts all of the bytes, in records of up to 16 KiB.
+  absl::Status Write(absl::string_view bytes);
+
+  // What is to be sent, in this order; and that the first so many bytes of it are.
+  absl::string_view output() const { return absl::string_view(output_).substr(output_begin_); }
+  void DropOutput(size_t size);
+
+ private:
+  struct Library;  // what is OpenSSL's
+
+  TlsSession();
+
+  absl::Status Error(int result);
+
+  // Constant after Create().
+  Digest secret_ = {};
+  uint64_t key_bytes_ = kKeyBytes;
+
+  bool established_ = false;
+  uint64_t written_ = 0;  // bytes, under this key
+  std::unique_ptr<char[]> input_;
+  size_t input_begin_ = 0, input_end_ = 0;
+  std::string output_;
+  size_t output_begin_ = 0;
+
+  std::unique_ptr<Library> library_;  // constant after Create(); uses all of the above
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_NET_TLS_H_

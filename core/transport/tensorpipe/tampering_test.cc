@@ -1,0 +1,206 @@
+// What somebody between two workers sees, and what happens when he changes it.
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "core/net/endpoint.h"
+#include "core/transport/tensorpipe/tensorpipe_transport.h"
+#include "core/transport/transport_testing.h"
+#include "gtest/gtest.h"
+#include "tests/testing/tcp_proxy.h"
+
+namespace distgrad {
+namespace {
+
+using Way = TcpProxy::Way;
+
+const std::string kKey = "a key of thirty-two bytes, about";
+constexpr absl::string_view kScheme = "socket://";
+// All of it goes by the one connection that leads through the proxy: for large segments TensorPipe
+// makes others, to the address that the server itself says.
+const std::string kBytes =
+    "the name of a function, and what it is called with" + std::string(30'000, '.');
+const std::vector<size_t> kSegments = {100, 12'000};
+constexpr int kPackets = 3;
+
+// Two transports over TCP, with a proxy between them. The client sends packets, which the server
+// echoes.
+class Pair {
+ public:
+  Pair(const std::string& key, TcpProxy::Edit edit) {
+    TensorPipeOptions options;
+    options.cluster_key = key;
+    options.unix_sockets = false;
+    server_ = NewTensorPipeTransport(options).value();
+    client_ = NewTensorPipeTransport(options).value();
+    const std::string address = server_
+                                    ->Listen([this](std::shared_ptr<Connection> connection) {
+                                      auto echo =
+                                          std::make_shared<Echo>(std::move(connection), at_server_);
+                                      return echo;
+                                    })
+                                    .value();
+    Endpoint endpoint = ParseEndpoint(address.substr(kScheme.size())).value();
+    const size_t colon = endpoint.tcp.rfind(':');
+    proxy_ = std::make_unique<TcpProxy>(std::stoi(endpoint.tcp.substr(colon + 1)), std::move(edit));
+    endpoint.tcp = absl::StrCat(endpoint.tcp.substr(0, colon), ":", proxy_->port());
+    connection_ =
+        client_->Connect(absl::StrCat(kScheme, FormatEndpoint(endpoint)), at_client_).value();
+  }
+  ~Pair() {
+    connection_->Close();
+    client_.reset();
+    server_.reset();
+  }
+
+  void SendAll() {
+    for (int i = 0; i < kPackets; ++i) {
+      connection_->Send(PatternPacket(i, kBytes, kSegments), nullptr);
+    }
+  }
+  // What has come, at either end, is what was sent: the first packets, each as it was.
+  void ExpectPrefix() const {
+    for (const RecordingReceiver* receiver : {at_server_.get(), at_client_.get()}) {
+      ASSERT_LE(receiver->count(), static_cast<size_t>(kPackets));
+      for (size_t i = 0; i < receiver->count(); ++i) {
+        ExpectPattern(receiver->packet(i), i, kBytes, kSegments);
+      }
+    }
+  }
+  RecordingReceiver& at_client() { return *at_client_; }
+
+ private:
+  class Echo final : public Receiver {
+   public:
+    Echo(std::shared_ptr<Connection> connection, std::shared_ptr<RecordingReceiver> log)
+        : connection_(std::move(connection)), log_(std::move(log)) {}
+    void OnPacket(Packet packet) override {
+      const size_t i = log_->count();
+      log_->OnPacket(std::move(packet));
+      connection_->Send(PatternPacket(i, kBytes, kSegments), nullptr);
+    }
+    // Its end is no concern of this test: one that is refused has had no other.
+    void OnClosed(absl::Status) override { connection_ = nullptr; }
+
+   private:
+    std::shared_ptr<Connection> connection_;
+    const std::shared_ptr<RecordingReceiver> log_;
+  };
+
+  const std::shared_ptr<RecordingReceiver> at_client_ = std::make_shared<RecordingReceiver>();
+  const std::shared_ptr<RecordingReceiver> at_server_ = std::make_shared<RecordingReceiver>();
+  std::unique_ptr<Transport> server_, client_;
+  std::unique_ptr<TcpProxy> proxy_;
+  std::shared_ptr<Connection> connection_;
+};
+
+// Keeps what passes.
+class Recorder {
+ public:
+  TcpProxy::Edit Edit() {
+    return [this](Way, std::string bytes) {
+      absl::MutexLock lock(&mu_);
+      seen_ += bytes;
+      return bytes;
+    };
+  }
+  std::string seen() const {
+    absl::MutexLock lock(&mu_);
+    return seen_;
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  std::string seen_ ABSL_GUARDED_BY(mu_);
+};
+
+// What all three packets bring through a proxy that only looks.
+std::string Watch(const std::string& key) {
+  Recorder recorder;
+  Pair pair(key, recorder.Edit());
+  pair.SendAll();
+  pair.at_client().AwaitPackets(kPackets);
+  pair.ExpectPrefix();
+  return recorder.seen();
+}
+
+TEST(TamperingTest, NothingCanBeReadThatHasAKey) {
+  std::vector<std::string> secrets = {kBytes.substr(0, 30)};
+  for (const size_t size : kSegments) {
+    const Segment segment = PatternSegment(0, size);
+    const auto* data = reinterpret_cast<const char*>(segment.data);
+    for (size_t at = 0; at + 16 <= size; at += 999) secrets.emplace_back(data + at, 16);
+  }
+  const std::string open = Watch(""), encrypted = Watch(kKey);
+  for (const std::string& secret : secrets) {
+    EXPECT_TRUE(absl::StrContains(open, secret));
+    EXPECT_FALSE(absl::StrContains(encrypted, secret));
+  }
+}
+
+// Lets `edit` change the stream of one direction where it has come to `at` bytes, once. Then
+// either no end was harmed, or the client's connection is over; and at no time has anything been
+// delivered that was not sent.
+void Tamper(Way way, size_t at, const std::function<void(std::string*, size_t)>& edit) {
+  size_t passed = 0;  // on the proxy's thread
+  bool done = false;
+  Pair pair(kKey, [&](Way this_way, std::string bytes) {
+    if (this_way != way || done) return bytes;
+    const size_t size = bytes.size();
+    if (at < passed + size) {
+      edit(&bytes, at - passed);
+      done = true;
+    }
+    passed += size;
+    return bytes;
+  });
+  pair.SendAll();
+  const absl::Status why = pair.at_client().AwaitClosed();
+  EXPECT_TRUE(absl::IsUnavailable(why) || absl::IsAborted(why)) << why;
+  EXPECT_LT(pair.at_client().count(), static_cast<size_t>(kPackets));
+  pair.ExpectPrefix();
+}
+
+// Places all over the stream: its handshakes, its head and its bulk.
+std::vector<size_t> Places() {
+  std::vector<size_t> places = {0, 47, 48, 79, 80, 81, 85, 200, 300, 400, 500, 600, 700};
+  for (size_t at = 1'000; at < 100'000; at += 9'001) places.push_back(at);
+  return places;
+}
+
+TEST(TamperingTest, AnyChangedBitEndsTheConnection) {
+  for (const Way way : {Way::kToServer, Way::kToClient}) {
+    for (const size_t at : Places()) {
+      SCOPED_TRACE(absl::StrCat(at, way == Way::kToServer ? " to the server" : " to the client"));
+      Tamper(way, at, [at](std::string* bytes, size_t i) { (*bytes)[i] ^= 1 << (at % 8); });
+    }
+  }
+}
+
+TEST(TamperingTest, WhatIsRepeatedEndsTheConnection) {
+  for (const size_t at : Places()) {
+    SCOPED_TRACE(at);
+    Tamper(Way::kToServer, at,
+           [](std::string* bytes, size_t i) { bytes->insert(i, bytes->substr(i, 100)); });
+  }
+}
+
+TEST(TamperingTest, WhatIsReorderedEndsTheConnection) {
+  for (const size_t at : Places()) {
+    if (at < 700) continue;  // there may be nothing behind it
+    SCOPED_TRACE(at);
+    Tamper(Way::kToServer, at, [](std::string* bytes, size_t i) {
+      std::reverse(bytes->begin() + static_cast<ptrdiff_t>(i / 2), bytes->end());
+    });
+  }
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,89 @@
+// What happens in a simulated job: who does what, and what goes wrong, as a seed draws it.
+#ifndef DISTGRAD_TESTS_SIMULATION_PLAN_H_
+#define DISTGRAD_TESTS_SIMULATION_PLAN_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+
+namespace distgrad::simulation {
+
+// What may go wrong; a seed draws some of them.
+enum Faults : unsigned {
+  kSlowPackets = 1 << 0,  // some packets take long
+  kStalls = 1 << 1,       // threads stand still
+  kPreemption = 1 << 2,   // at locks
+  kCuts = 1 << 3,         // connections break
+  kHolds = 1 << 4,        // nothing gets through for a while, one way or both
+  kKills = 1 << 5,        // workers die, and some come back
+  kStoreFaults = 1 << 6,  // the store does not answer for a while
+  kHalfCuts = 1 << 7,     // one end of a connection is gone, and the other does not hear of it
+  kClockJumps = 1 << 8,   // somebody sets the wall clock
+  kNoThreads = 1 << 9,    // the system starts no more threads for a while
+  kAllFaults = (1 << 10) - 1,
+  kHarmless = kSlowPackets | kStalls | kPreemption | kClockJumps,  // nothing may fail for these
+};
+
+// One thing that somebody does: a worker's thread; fate; or all workers together, each by one more
+// thread.
+struct Action {
+  static constexpr int kFate = -1, kAll = -2;  // actors
+  enum Kind {
+    kProgram,   // a: the seed of a program of property_program.h
+    kCall,      // a: a worker; b: a Function; c: how it may end early, an Ending
+    kPass,      // a: the seed of its path; b: an Ending; c: of the bits of PassFlags
+    kUpdate,    // Worker::UpdateMembers
+    kTrain,     // a: the seed of its path; b: how many came before it; c: of the bits of TrainFlags
+    kPipeline,  // a: a seed; b: an Ending; c: of the bits of PipelineFlags
+    kAverages,  // all: a: a seed; b: steps
+    kBarrier,   // all: a: an OnLostMember, the same in all of a plan
+    kGuest,     // fate: a worker joins; a: its number; b: a seed; c: milliseconds until it leaves
+    kPause,     // a: milliseconds
+    kCut,       // a, b: workers; c: silently
+    kHold,      // a, b: workers; c: milliseconds, negative for one way
+    kKill,      // a: a worker; b: silently; c: after so many milliseconds it comes back, -1: never
+    kOutage,    // of the store; c: milliseconds
+    kClock,     // a: milliseconds that the wall clock jumps
+    kRefuse,    // threads; c: milliseconds
+  } kind;
+  // kUntil: until nobody waits for it any more.
+  enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kUntil, kFunctions };
+  enum Ending { kByItself, kByDeadline, kByCancel, kByRelease, kEndings };
+  enum PassFlags {
+    kTwice = 1,
+    kAsync = 2,
+    kSideCall = 4,
+    kCancelSide = 8,
+    kVisit = 16,  // its path goes by a guest
+    kWrite = 32,  // what was sent is written to at once
+    kPassFlags = 64
+  };
+  enum TrainFlags { kTwoPasses = 1, kClips = 2, kTrainFlags = 4 };
+  enum PipelineFlags { kEvaluates = 1, kFails = 2, kPipelineFlags = 4 };
+  int actor = 0;
+  int a = 0, b = 0, c = 0;
+};
+
+// So many optimizer steps can be told apart in what they leave behind.
+inline constexpr int kMostTrained = 12;
+
+struct Plan {
+  uint64_t seed = 0;
+  unsigned faults = 0;
+  bool trace = false;
+  int workers = 2, threads = 2, guests = 0;
+  std::vector<Action> actions;
+};
+
+// "seed=7 faults=127 without=3,4 trace": an order of Runner's. `without` leaves out actions.
+std::string OrderText(uint64_t seed, unsigned faults, const std::vector<int>& without,
+                      bool trace = false);
+Plan PlanOf(absl::string_view order);
+std::string Text(const Action& action);
+std::string Text(const Plan& plan);
+
+}  // namespace distgrad::simulation
+
+#endif  // DISTGRAD_TESTS_SIMULATION_PLAN_H_

@@ -1,0 +1,268 @@
+// Optimizer steps of all workers, and steps of pipelines.
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mse_loss.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <random>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "core/base/check.h"
+#include "core/pipeline/pipeline.h"
+#include "tests/simulation/job_run.h"
+#include "tests/simulation/pipeline_model.h"
+#include "tests/simulation/scheduler.h"
+#include "tests/testing/cluster.h"
+
+namespace distgrad::simulation {
+
+// A training adds, at each worker of a path, a multiple of one of its two weights: a power of 16
+// that is the training's own. The learning rate is 1; so the digits of a weight say, in the end,
+// which steps have been taken there, and how often.
+namespace {
+
+constexpr int kWeights = 2;
+constexpr int64_t kBase = 16;
+
+int64_t ScaleOf(int training) {
+  int64_t scale = 1;
+  for (; training > 0; --training) scale *= kBase;
+  return scale;
+}
+
+}  // namespace
+
+void Job::RegisterTraining(Process* process) {
+  for (int i = 0; i < kWeights; ++i) {
+    process->weights.push_back(at::zeros({1}, at::kDouble).set_requires_grad(true));
+  }
+  // Bytes of the path: a worker, and which of its weights.
+  Worker* const worker = process->worker.get();
+  Must(worker->Register("weigh", [this, process, worker](Request& r) -> absl::StatusOr<Message> {
+    const at::Tensor& scale = r.message.tensors.at(1);
+    const at::Tensor& weight = process->weights[r.message.payload[1]];
+    const at::Tensor y = at::add(r.message.tensors.at(0), at::mul(weight, scale));
+    if (r.message.payload.size() == 2) return Message{"", {y}};
+    return worker->Call(NameOf(r.message.payload[2]), "weigh",
+                        {r.message.payload.substr(2), {y, scale}}, r.Nested());
+  }));
+  absl::StatusOr<std::unique_ptr<Optimizer>> optimizer =
+      Optimizer::Create(worker, std::make_unique<torch::optim::SGD>(process->weights, 1.0));
+  Must(optimizer.status());
+  process->optimizer = *std::move(optimizer);
+}
+
+void Job::RunTrain(const Action& action, Process* process) {
+  const std::string what = Text(action);
+  std::mt19937_64 random(action.a);
+  Worker* const worker = process->worker.get();
+  std::string path;
+  std::map<std::pair<int, int>, int> counts;  // by worker and weight
+  const int passes = (action.c & Action::kTwoPasses) != 0 ? 2 : 1;
+  for (int i = 1 + static_cast<int>(random() % 4); i > 0; --i) {
+    const int at = static_cast<int>(random() % plan_.workers), weight = random() % kWeights;
+    path.push_back(static_cast<char>(at));
+    path.push_back(static_cast<char>(weight));
+    counts[{at, weight}] += passes;
+  }
+  // Whatever fails before the step begins is no step.
+  const auto note = [&](Training::Taken taken) {
+    absl::MutexLock lock(&mu_);
+    trained_[action.b] = {taken, counts};
+  };
+  note(Training::kNowhere);
+  Context context = worker->NewContext();
+  const at::Tensor scale = at::full({1}, static_cast<double>(ScaleOf(action.b)), at::kDouble);
+  const at::Tensor x = at::zeros({1}, at::kDouble).set_requires_grad(true);
+  Deadline deadline = Deadline::After(kTimeout);
+  const absl::StatusOr<Message> y = worker->Call(NameOf(path[0]), "weigh", {path, {x, scale}},
+                                                 {.context = &context, .deadline = deadline});
+  CheckEnd(what + ", its call", y.status(), deadline);
+  if (!y.ok()) return;
+  for (int pass = 1; pass <= passes; ++pass) {
+    deadline = Deadline::After(kTimeout);
+    const absl::Status done = context.Backward(
+        {y->tensors.at(0).sum()}, {.retain_graph = pass < passes, .deadline = deadline});
+    CheckEnd(what + ", its pass", done, deadline);
+    if (!done.ok()) return;
+  }
+  if ((action.c & Action::kClips) != 0) {
+    deadline = Deadline::After(2 * kTimeout);
+    const absl::StatusOr<double> norm = process->optimizer->ClipGradients(context, 1e30);
+    CheckEnd(what + ", its norm", norm.status(), deadline,
+             Terms{Action::kByItself, has_newcomers_});
+    if (!norm.ok()) return;
+    double squares = 0;
+    for (const auto& [at, count] : counts) {
+      squares += std::pow(static_cast<double>(count * ScaleOf(action.b)), 2);
+    }
+    if (std::abs(*norm - std::sqrt(squares)) > 1e-9 * *norm) {
+      Wrong(absl::StrCat(what, ": the norm is ", *norm, " and not ", std::sqrt(squares)));
+    }
+  }
+  note(Training::kPerhaps);
+  deadline = Deadline::After(kTimeout);
+  const absl::Status stepped = process->optimizer->Step(context);
+  CheckEnd(what + ", its step", stepped, deadline, Terms{Action::kByItself, has_newcomers_});
+  if (stepped.ok()) note(Training::kEverywhere);
+}
+
+void Job::CheckTrained() {
+  absl::MutexLock lock(&mu_);
+  for (int i = 0; i < plan_.workers; ++i) {
+    const std::shared_ptr<Process>& process = processes_[i];
+    if (process == nullptr) continue;
+    for (int weight = 0; weight < kWeights; ++weight) {
+      auto rest = static_cast<int64_t>(-process->weights[weight].item<double>());
+      for (int training = 0; training < kMostTrained; ++training, rest /= kBase) {
+        const auto found = trained_.find(training);
+        int count = 0;
+        Training::Taken taken = Training::kNowhere;
+        if (found != trained_.end()) {
+          const auto at = found->second.counts.find({i, weight});
+          if (at != found->second.counts.end()) count = at->second;
+          taken = found->second.taken;
+        }
+        // What came back has begun anew.
+        if (taken == Training::kEverywhere && !process->is_first) taken = Training::kPerhaps;
+        const auto digit = static_cast<int>(rest % kBase);
+        const bool right = (digit == count && taken != Training::kNowhere) ||
+                           (digit == 0 && (taken != Training::kEverywhere || count == 0));
+        if (right || !wrong_.empty()) continue;
+        wrong_ = absl::StrCat("the step of training ", training, " has moved weight ", weight,
+                              " of worker", i, " ", digit, " times, and not ", count);
+      }
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------- Pipelines
+
+PipelineModel::PipelineModel(const Action& action, int workers)
+    : name(absl::StrCat("pipe", action.a)), fails((action.c & Action::kFails) != 0) {
+  std::mt19937_64 random(action.a);
+  const int ranks = 1 + static_cast<int>(random() % 4);
+  const int micro_batches = 1 + static_cast<int>(random() % 5);
+  absl::StatusOr<distgrad::Schedule> made;
+  switch (random() % 4) {
+    case 0:
+      made = GPipe(ranks, micro_batches);
+      break;
+    case 1:
+      made = OneForwardOneBackward(ranks, micro_batches);
+      break;
+    case 2:
+      made = InterleavedOneForwardOneBackward(ranks, 2, micro_batches);
+      break;
+    default:
+      made = ZeroBubbleH1(ranks, micro_batches);
+      break;
+  }
+  Must(made.status());
+  schedule = *std::move(made);
+  for (int rank = 0; rank < ranks; ++rank) {
+    worker_of_rank.push_back(static_cast<int>(random() % workers));
+  }
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    weights.push_back(Constant(0.1 * (stage + 1)).set_requires_grad(true));
+  }
+  const int64_t rows = 2 * micro_batches;
+  input = at::full({rows, 2}, 0.5, at::kDouble);
+  target = at::full({rows, 2}, 0.25, at::kDouble);
+  for (int64_t row = 0; row < rows; ++row) input[row].mul_(static_cast<double>(row + 1) / 4);
+}
+
+std::vector<at::Tensor> PipelineModel::Compute(int stage, const std::vector<at::Tensor>& in) const {
+  TORCH_CHECK(!fails || stage + 1 < schedule.stages(), "on fire");
+  return {at::tanh(at::mm(in.at(0), weights[stage]))};
+}
+
+at::Tensor PipelineModel::Loss(const std::vector<at::Tensor>& out,
+                               const std::vector<at::Tensor>& wanted) const {
+  return at::mse_loss(out.at(0), wanted.at(0));
+}
+
+void Job::RegisterPipelines(Process* process, int i) {
+  for (const auto& [key, owned] : pipelines_) {
+    const PipelineModel* const model = owned.get();
+    std::map<int, PipelineStage> stages;
+    for (int stage = 0; stage < model->schedule.stages(); ++stage) {
+      if (model->worker_of_rank[model->schedule.rank_of_stage[stage]] != i) continue;
+      stages[stage] = {
+          .forward = [model, stage](Tensors in) { return model->Compute(stage, in); },
+          .loss = [model](Tensors out, Tensors target) { return model->Loss(out, target); }};
+    }
+    if (stages.empty()) continue;
+    auto made = PipelineStages::Create(process->worker.get(), model->name, std::move(stages));
+    Must(made.status());
+    process->stages.push_back(*std::move(made));
+  }
+  // The gradient of a pipeline's stage, by its name and number.
+  Must(process->worker->Register("stage gradient", [this](Request& r) -> absl::StatusOr<Message> {
+    const std::vector<std::string> words = absl::StrSplit(r.message.payload, ' ');
+    int key = 0, stage = 0;
+    DG_CHECK(absl::SimpleAtoi(words.at(0), &key) && absl::SimpleAtoi(words.at(1), &stage));
+    absl::StatusOr<at::Tensor> gradient = r.context.Gradient(pipelines_.at(key)->weights[stage]);
+    if (!gradient.ok()) return gradient.status();
+    return Message{"", {*gradient}};
+  }));
+}
+
+void Job::RunPipeline(const Action& action, Worker* worker) {
+  const std::string what = Text(action);
+  const PipelineModel& model = *pipelines_.at(action.a);
+  std::vector<std::string> workers;
+  for (const int i : model.worker_of_rank) workers.push_back(WorkerName(i));
+  auto pipeline = Pipeline::Create(
+      worker, {.name = model.name, .workers = workers, .schedule = model.schedule});
+  Must(pipeline.status());
+  Deadline deadline = Deadline::After(kTimeout);
+  if (action.b == Action::kByDeadline) {
+    deadline = Deadline::After(absl::Milliseconds(Draw() % 60));
+  }
+  const bool evaluates = (action.c & Action::kEvaluates) != 0;
+  Context context = worker->NewContext();
+  const absl::StatusOr<PipelineResult> result =
+      evaluates ? (*pipeline)->Evaluate({model.input}, {model.target}, deadline)
+                : (*pipeline)->Train(context, {model.input}, {model.target}, deadline);
+  if (model.fails) {
+    if (result.ok()) return Wrong(absl::StrCat(what, ": OK, though it throws"));
+    if (absl::StrContains(result.status().message(), "on fire")) return;
+  }
+  CheckEnd(what, result.status(), deadline, action.b);
+  if (!result.ok()) return;
+  Tensors at = {model.input};
+  for (int stage = 0; stage < model.schedule.stages(); ++stage) at = model.Compute(stage, at);
+  const at::Tensor loss = model.Loss(at, {model.target});
+  if (!at::allclose(result->loss, loss)) Wrong(absl::StrCat(what, ": another loss"));
+  if (evaluates) return;
+  const Tensors want = torch::autograd::grad({loss}, model.weights);
+  for (int stage = 0; stage < model.schedule.stages(); ++stage) {
+    deadline = Deadline::After(kTimeout);
+    const absl::StatusOr<Message> got = worker->Call(
+        workers[model.schedule.rank_of_stage[stage]], "stage gradient",
+        {absl::StrCat(action.a, " ", stage), {}}, {.context = &context, .deadline = deadline});
+    CheckEnd(what + ", asking for a gradient", got.status(), deadline);
+    if (got.ok() && !at::allclose(got->tensors.at(0), want[stage])) {
+      Wrong(absl::StrCat(what, ": the gradient of stage ", stage, " is not that of one process"));
+    }
+  }
+}
+
+}  // namespace distgrad::simulation
