@@ -84,7 +84,7 @@ class DistgradSide : public BenchmarkSide {
     if (work.kind == "beside") {
       const at::Tensor small = at::ones({1});
       const auto send = [&] {
-        return worker().CallOperator(NameOf(1), "aten::select.int", {x, 0, 0}).status();
+        return worker().CallOp(NameOf(1), "aten::select.int", {x, 0, 0}).status();
       };
       return RepeatBeside(work.count, budget, send, [&] { return Add(small); });
     }
@@ -147,16 +147,15 @@ class DistgradSide : public BenchmarkSide {
   absl::StatusOr<double> Add(const at::Tensor& x) {
     const double start = MicrosNow();
     DG_ASSIGN_OR_RETURN(const auto values,
-                        worker().CallOperator(NameOf(1), "aten::add.Scalar", {x, 1, 1}));
+                        worker().CallOp(NameOf(1), "aten::add.Scalar", {x, 1, 1}));
     const double micros = MicrosNow() - start;
     DG_RETURN_IF_ERROR(CheckSum(values.at(0).toTensor()));
     return micros;
   }
 
   absl::StatusOr<at::Tensor> Multiply(const Context& context, const at::Tensor& y) {
-    DG_ASSIGN_OR_RETURN(
-        const auto values,
-        worker().CallOperator(NameOf(1), "aten::mul.Scalar", {y, kFactor}, {.context = &context}));
+    DG_ASSIGN_OR_RETURN(const auto values, worker().CallOp(NameOf(1), "aten::mul.Scalar",
+                                                           {y, kFactor}, {.context = &context}));
     return values.at(0).toTensor();
   }
 

@@ -67,7 +67,7 @@ absl::Status RunWorker(int port, int rank, int workers, Times* times) {
                       Worker::Create({.rendezvous = absl::StrCat("tcp://127.0.0.1:", port),
                                       .rank = rank,
                                       .world_size = workers,
-                                      .threads = 1,
+                                      .thread_count = 1,
                                       .join_timeout = kPatience}));
   DG_RETURN_IF_ERROR(TimeBarriers([&] { return worker->Barrier(deadline); }, times));
   DG_RETURN_IF_ERROR(worker->Shutdown(deadline));

@@ -92,7 +92,7 @@ absl::Status RunRank(int port, int rank, int ranks, const Rank& run, std::vector
                                       .rendezvous = absl::StrCat("tcp://127.0.0.1:", port),
                                       .rank = rank,
                                       .world_size = ranks,
-                                      .threads = 1,
+                                      .thread_count = 1,
                                       .timeout = kPatience,
                                       .join_timeout = kPatience}));
   DG_RETURN_IF_ERROR(run(*worker, said));

@@ -151,7 +151,7 @@ void Replicas(dg::Worker& worker, float scale) {
   group.Broadcast({w}, 1);
   EXPECT_EQ(w.data<float>()[0], 3);
   w.RequireGrad();
-  dg::Averager averager(group, {w});
+  dg::GradientAverager averager(group, {w});
   const dg::Context context(worker);
   context.Backward({dg::Op("aten::mul.Tensor", {w, static_cast<double>(scale)})});
   averager.Average(context);

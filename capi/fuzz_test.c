@@ -101,7 +101,7 @@ static void destroy(enum kind kind, void* handle) {
       dg_process_group_destroy((dg_process_group*)handle);
       break;
     case AVERAGER:
-      dg_averager_destroy((dg_averager*)handle);
+      dg_gradient_averager_destroy((dg_gradient_averager*)handle);
       break;
     case KINDS:
       break;
@@ -369,7 +369,7 @@ static void change_own(state* s) {
 #define X ((dg_cancellation*)pick(s, CANCELLATION))
 #define R ((dg_responder*)pick(s, RESPONDER))
 #define G ((dg_process_group*)pick(s, GROUP))
-#define A ((dg_averager*)pick(s, AVERAGER))
+#define A ((dg_gradient_averager*)pick(s, AVERAGER))
 #define P ((dg_data_parallel*)pick(s, PARALLEL))
 #define E ((dg_error*)pick(s, ERROR))
 #define MAKE(kind, type, call) \
@@ -721,28 +721,28 @@ static void call(state* s) {
       break;
     }
     case 62: {
-      dg_averager_options averager = DG_AVERAGER_OPTIONS_INIT;
+      dg_gradient_averager_options averager = DG_GRADIENT_AVERAGER_OPTIONS_INIT;
       dg_tensor* leaf = NULL;
       OK(dg_tensor_from_data(memory, DG_FLOAT32, NULL, 0, &leaf));
       OK(dg_tensor_require_grad(leaf));
       if (!s->alone || next(s) % 2) two[0] = leaf; /* it is written to */
       averager.flags = next(s) % 3;
-      MAKE(AVERAGER, dg_averager,
-           dg_averager_create(G, two, s->alone ? next(s) % 3 : 1, &averager, &out));
+      MAKE(AVERAGER, dg_gradient_averager,
+           dg_gradient_averager_create(G, two, s->alone ? next(s) % 3 : 1, &averager, &out));
       dg_tensor_destroy(leaf);
-      if (next(s) % 4 == 0) dg_averager_destroy(A);
+      if (next(s) % 4 == 0) dg_gradient_averager_destroy(A);
       if (next(s) % 16 == 0) dg_process_group_destroy(G);
       break;
     }
     case 63:
       (void)dg_process_group_rank(G);
       (void)dg_process_group_size(G);
-      ran(s, dg_averager_average(A, C));
+      ran(s, dg_gradient_averager_average(A, C));
       if (next(s) % 4 == 0) {
         uint32_t others;
-        ran(s, dg_averager_join(A, C, next(s) % 3, &others));
+        ran(s, dg_gradient_averager_join(A, C, next(s) % 3, &others));
       }
-      if (next(s) % 4 == 0) ran(s, dg_averager_average_in_backward(A, C));
+      if (next(s) % 4 == 0) ran(s, dg_gradient_averager_average_in_backward(A, C));
       if (next(s) % 16 == 0) ran(s, dg_process_group_fail(G, dtype, function));
       if (!s->alone) break;
       ran(s, dg_process_group_average(G, two, next(s) % 3));

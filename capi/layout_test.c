@@ -169,12 +169,12 @@ FIELD(dg_process_group_options, host, 48);
 FIELD(dg_process_group_options, timeout_ms, 64);
 FIELD(dg_process_group_options, join_timeout_ms, 72);
 
-GROWS_FROM(dg_averager_options, 40);
-FIELD(dg_averager_options, struct_size, 0);
-FIELD(dg_averager_options, flags, 8);
-FIELD(dg_averager_options, bucket_bytes, 16);
-FIELD(dg_averager_options, buffers, 24);
-FIELD(dg_averager_options, buffer_count, 32);
+GROWS_FROM(dg_gradient_averager_options, 40);
+FIELD(dg_gradient_averager_options, struct_size, 0);
+FIELD(dg_gradient_averager_options, flags, 8);
+FIELD(dg_gradient_averager_options, bucket_bytes, 16);
+FIELD(dg_gradient_averager_options, buffers, 24);
+FIELD(dg_gradient_averager_options, buffer_count, 32);
 
 SIZE(dg_trace_options, 16);
 FIELD(dg_trace_options, max_bytes, 8);
@@ -234,8 +234,8 @@ NUMBER(DG_WORKER_NO_GPU_CHANNEL, 8);
 NUMBER(DG_BACKWARD_RETAIN_GRAPH, 1);
 NUMBER(DG_SGD_NESTEROV, 1);
 NUMBER(DG_ADAM_AMSGRAD, 1);
-NUMBER(DG_AVERAGER_DIVIDE_BY_ACTIVE, 1);
-NUMBER(DG_AVERAGER_JOIN_KEEP_GRADIENTS, 1);
+NUMBER(DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE, 1);
+NUMBER(DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS, 1);
 NUMBER(DG_FOREVER, -1);
 
 int main(void) { return 0; }

@@ -30,9 +30,9 @@ struct ProcessGroupObject : HandleObject {
 };
 
 struct AveragerObject : HandleObject {
-  using Handle = dg_averager;
+  using Handle = dg_gradient_averager;
   static constexpr HandleKind kKind = HandleKind::kAverager;
-  static constexpr char kName[] = "dg_averager";
+  static constexpr char kName[] = "dg_gradient_averager";
 
   explicit AveragerObject(std::unique_ptr<GradientAverager> averager)
       : averager(std::move(averager)) {}
@@ -168,24 +168,28 @@ dg_error* dg_process_group_fail(dg_process_group* group, dg_code code, dg_str wh
   });
 }
 
-dg_error* dg_averager_create(dg_process_group* group, const dg_tensor* const* parameters,
-                             size_t parameter_count, const dg_averager_options* options,
-                             dg_averager** out) noexcept {
+dg_error* dg_gradient_averager_create(dg_process_group* group, const dg_tensor* const* parameters,
+                                      size_t parameter_count,
+                                      const dg_gradient_averager_options* options,
+                                      dg_gradient_averager** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(
-        const dg_averager_options read,
-        ReadOptions<dg_averager_options>(options, DG_AVERAGER_OPTIONS_INIT, "dg_averager_options"));
-    DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_AVERAGER_DIVIDE_BY_ACTIVE, "dg_averager_options"));
+        const dg_gradient_averager_options read,
+        ReadOptions<dg_gradient_averager_options>(options, DG_GRADIENT_AVERAGER_OPTIONS_INIT,
+                                                  "dg_gradient_averager_options"));
+    DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE,
+                                  "dg_gradient_averager_options"));
     DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned, Pin<ProcessGroupObject>(group));
     DG_ASSIGN_OR_RETURN(std::vector<NamedTensor> of_model,
                         ToNamed(parameters, parameter_count, "parameter"));
     DG_ASSIGN_OR_RETURN(std::vector<NamedTensor> buffers,
                         ToNamed(read.buffers, read.buffer_count, "buffer"));
     // A program in C has no backward but that of contexts.
-    AveragerOptions core_options{
-        .in_backward = false, .divide_by_active = (read.flags & DG_AVERAGER_DIVIDE_BY_ACTIVE) != 0};
+    GradientAveragerOptions core_options{
+        .in_backward = false,
+        .divide_by_active = (read.flags & DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE) != 0};
     if (read.bucket_bytes > 0) core_options.bucket_bytes = read.bucket_bytes;
     const BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(std::unique_ptr<GradientAverager> averager,
@@ -196,11 +200,12 @@ dg_error* dg_averager_create(dg_process_group* group, const dg_tensor* const* pa
   });
 }
 
-void dg_averager_destroy(dg_averager* averager) noexcept {
+void dg_gradient_averager_destroy(dg_gradient_averager* averager) noexcept {
   DestroyHandle<AveragerObject>(averager);
 }
 
-dg_error* dg_averager_average(dg_averager* averager, const dg_context* context) noexcept {
+dg_error* dg_gradient_averager_average(dg_gradient_averager* averager,
+                                       const dg_context* context) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
@@ -210,8 +215,8 @@ dg_error* dg_averager_average(dg_averager* averager, const dg_context* context) 
   });
 }
 
-dg_error* dg_averager_average_in_backward(dg_averager* averager,
-                                          const dg_context* context) noexcept {
+dg_error* dg_gradient_averager_average_in_backward(dg_gradient_averager* averager,
+                                                   const dg_context* context) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
@@ -221,19 +226,20 @@ dg_error* dg_averager_average_in_backward(dg_averager* averager,
   });
 }
 
-dg_error* dg_averager_join(dg_averager* averager, const dg_context* context, uint64_t flags,
-                           uint32_t* others_go_on) noexcept {
+dg_error* dg_gradient_averager_join(dg_gradient_averager* averager, const dg_context* context,
+                                    uint64_t flags, uint32_t* others_go_on) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(others_go_on));
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_RETURN_IF_ERROR(CheckFlags(flags, DG_AVERAGER_JOIN_KEEP_GRADIENTS, "flags"));
+    DG_RETURN_IF_ERROR(CheckFlags(flags, DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS, "flags"));
     DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
     const BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(
         const bool others,
-        pinned->averager->Join(*of->context.record(),
-                               {.keep_gradients = (flags & DG_AVERAGER_JOIN_KEEP_GRADIENTS) != 0}));
+        pinned->averager->Join(
+            *of->context.record(),
+            {.keep_gradients = (flags & DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS) != 0}));
     *others_go_on = others ? 1 : 0;
     return absl::OkStatus();
   });

@@ -80,14 +80,15 @@ static void collectives(int rank) {
 /* ------------------------------------------------------------------------------------ Averager */
 
 /* The gradient of the sum of w * scale, averaged. */
-static float average_of(dg_worker* worker, dg_averager* averager, const dg_tensor* w, float scale) {
+static float average_of(dg_worker* worker, dg_gradient_averager* averager, const dg_tensor* w,
+                        float scale) {
   dg_context* context = NULL;
   dg_tensor *x = floats(&scale, 1, 1), *y = op2("aten::mul.Tensor", w, x), *gradient = NULL;
   const dg_tensor* root = y;
   float value;
   OK(dg_context_create(worker, &context));
   OK(dg_context_backward(context, &root, 1, NULL));
-  OK(dg_averager_average(averager, context));
+  OK(dg_gradient_averager_average(averager, context));
   OK(dg_context_gradient(context, w, &gradient));
   value = data_of(gradient)[0];
   dg_tensor_destroy(gradient);
@@ -98,19 +99,19 @@ static float average_of(dg_worker* worker, dg_averager* averager, const dg_tenso
 }
 
 /* What a rank without data does. An average of 0: there is none any more. */
-static void join(int rank, dg_averager* averager, const dg_tensor* w, float average) {
+static void join(int rank, dg_gradient_averager* averager, const dg_tensor* w, float average) {
   dg_context* context = NULL;
   dg_tensor* gradient = NULL;
   uint32_t others = 2;
   OK(dg_context_create(workers[rank], &context));
-  OK(dg_averager_join(averager, context, 0, &others));
+  OK(dg_gradient_averager_join(averager, context, 0, &others));
   CHECK(others == (average != 0 ? 1 : 0));
   if (average != 0) {
     OK(dg_context_gradient(context, w, &gradient));
     CHECK(data_of(gradient)[0] == average);
     dg_tensor_destroy(gradient);
     SAYS(DG_FAILED_PRECONDITION, "has a gradient of",
-         dg_averager_join(averager, context, 0, &others));
+         dg_gradient_averager_join(averager, context, 0, &others));
   }
   dg_context_destroy(context);
 }
@@ -119,14 +120,14 @@ static void averages(int rank) {
   const float start_value = 5 + (float)rank;
   dg_tensor *w = floats(&start_value, 1, 1), *buffer = floats(&start_value, 1, 1);
   const dg_tensor *parameter = w, *of_model = buffer;
-  dg_averager* averager = NULL;
-  dg_averager_options options = DG_AVERAGER_OPTIONS_INIT;
+  dg_gradient_averager* averager = NULL;
+  dg_gradient_averager_options options = DG_GRADIENT_AVERAGER_OPTIONS_INIT;
   options.buffers = &of_model;
   options.buffer_count = 1;
   options.bucket_bytes = 1000;
-  options.flags = DG_AVERAGER_DIVIDE_BY_ACTIVE;
+  options.flags = DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE;
   OK(dg_tensor_require_grad(w));
-  OK(dg_averager_create(groups[rank], &parameter, 1, &options, &averager));
+  OK(dg_gradient_averager_create(groups[rank], &parameter, 1, &options, &averager));
   CHECK(data_of(w)[0] == 5 && data_of(buffer)[0] == 5); /* rank 0's */
   CHECK(average_of(workers[rank], averager, w, (float)(2 + 4 * rank)) == 4);
   if (rank == 1) {
@@ -141,7 +142,7 @@ static void averages(int rank) {
     join(rank, averager, w, 3);
     join(rank, averager, w, 0);
   }
-  dg_averager_destroy(averager);
+  dg_gradient_averager_destroy(averager);
   dg_tensor_destroy(buffer);
   dg_tensor_destroy(w);
 }
@@ -177,7 +178,7 @@ static void differ(int rank) {
   const float values[2] = {1, 2};
   dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
   dg_process_group* group = NULL;
-  dg_averager* averager = NULL;
+  dg_gradient_averager* averager = NULL;
   dg_tensor* w = floats(values, 1, 1 + rank);
   const dg_tensor* parameter = w;
   options.name = DG_STR("differ");
@@ -187,7 +188,7 @@ static void differ(int rank) {
   OK(dg_process_group_create(workers[rank], &options, &group));
   CHECK(dg_process_group_rank(group) == (uint32_t)(1 - rank));
   SAYS(DG_INVALID_ARGUMENT, "parameter 0",
-       dg_averager_create(group, &parameter, 1, NULL, &averager));
+       dg_gradient_averager_create(group, &parameter, 1, NULL, &averager));
   CHECK(averager == NULL);
   dg_process_group_destroy(group);
   dg_tensor_destroy(w);
@@ -200,31 +201,32 @@ static dg_code codes[7];
 static void in_destructor(void* user_data) {
   const dg_tensor* one = tensor;
   dg_process_group* group = NULL;
-  dg_averager* averager = NULL;
+  dg_gradient_averager* averager = NULL;
   uint32_t others;
   (void)user_data;
   codes[0] = code_of(dg_process_group_create(workers[0], NULL, &group));
   codes[1] = code_of(dg_process_group_average(groups[0], &one, 1));
   codes[2] = code_of(dg_process_group_broadcast(groups[0], &one, 1, 0));
-  codes[3] = code_of(dg_averager_create(groups[0], &one, 1, NULL, &averager));
-  codes[4] = code_of(dg_averager_join(averager, NULL, 0, &others));
-  codes[5] = code_of(dg_averager_average_in_backward(averager, NULL));
+  codes[3] = code_of(dg_gradient_averager_create(groups[0], &one, 1, NULL, &averager));
+  codes[4] = code_of(dg_gradient_averager_join(averager, NULL, 0, &others));
+  codes[5] = code_of(dg_gradient_averager_average_in_backward(averager, NULL));
   codes[6] = code_of(dg_process_group_fail(groups[0], DG_ABORTED, DG_STR("not here")));
 }
 
 /* Of one rank. A second backward would change what is being averaged. */
-static void average_in_backward(dg_averager* averager, dg_context* context, const dg_tensor* w) {
+static void average_in_backward(dg_gradient_averager* averager, dg_context* context,
+                                const dg_tensor* w) {
   dg_backward_options options = DG_BACKWARD_OPTIONS_INIT;
   dg_tensor *y = op2("aten::mul.Tensor", w, w), *gradient = NULL;
   const dg_tensor* root = y;
   options.flags = DG_BACKWARD_RETAIN_GRAPH;
-  OK(dg_averager_average_in_backward(averager, context));
+  OK(dg_gradient_averager_average_in_backward(averager, context));
   OK(dg_context_backward(context, &root, 1, &options));
-  OK(dg_averager_average(averager, context));
+  OK(dg_gradient_averager_average(averager, context));
   OK(dg_context_gradient(context, w, &gradient));
   CHECK(data_of(gradient)[0] == 2);
   dg_tensor_destroy(gradient);
-  OK(dg_averager_average_in_backward(averager, context));
+  OK(dg_gradient_averager_average_in_backward(averager, context));
   OK(dg_context_backward(context, &root, 1, &options));
   SAYS(DG_FAILED_PRECONDITION, "one backward", dg_context_backward(context, &root, 1, &options));
   dg_tensor_destroy(y);
@@ -233,9 +235,9 @@ static void average_in_backward(dg_averager* averager, dg_context* context, cons
 static void test_misuse(void) {
   const float one = 1;
   dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
-  dg_averager_options of_averager = DG_AVERAGER_OPTIONS_INIT;
+  dg_gradient_averager_options of_averager = DG_GRADIENT_AVERAGER_OPTIONS_INIT;
   dg_process_group* group = NULL;
-  dg_averager* averager = NULL;
+  dg_gradient_averager* averager = NULL;
   dg_context* context = NULL;
   uint32_t others = 0;
   dg_tensor* w = floats(&one, 1, 1);
@@ -272,34 +274,36 @@ static void test_misuse(void) {
   /* A program of before has a shorter struct. */
   options.struct_size = offsetof(dg_process_group_options, join_timeout_ms);
   OK(dg_process_group_create(workers[0], &options, &group));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_create(NULL, &parameter, 1, NULL, &averager));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_create(group, NULL, 1, NULL, &averager));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_create(group, &parameter, 1, NULL, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_create(NULL, &parameter, 1, NULL, &averager));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_create(group, NULL, 1, NULL, &averager));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_create(group, &parameter, 1, NULL, NULL));
   of_averager.flags = 2;
-  FAILS(DG_UNIMPLEMENTED, dg_averager_create(group, &parameter, 1, &of_averager, &averager));
+  FAILS(DG_UNIMPLEMENTED,
+        dg_gradient_averager_create(group, &parameter, 1, &of_averager, &averager));
   of_averager.flags = 0;
   of_averager.buffer_count = 1;
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_create(group, &parameter, 1, &of_averager, &averager));
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_gradient_averager_create(group, &parameter, 1, &of_averager, &averager));
   CHECK(averager == NULL);
   OK(dg_tensor_require_grad(w));
-  OK(dg_averager_create(group, &parameter, 1, NULL, &averager));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_average(averager, NULL));
+  OK(dg_gradient_averager_create(group, &parameter, 1, NULL, &averager));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_average(averager, NULL));
   OK(dg_context_create(workers[0], &context));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_average(NULL, context));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(NULL, context, 0, &others));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager, NULL, 0, &others));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager, context, 0, NULL));
-  FAILS(DG_UNIMPLEMENTED, dg_averager_join(averager, context, 2, &others));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_average_in_backward(NULL, context));
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_average_in_backward(averager, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_average(NULL, context));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_join(NULL, context, 0, &others));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_join(averager, NULL, 0, &others));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_join(averager, context, 0, NULL));
+  FAILS(DG_UNIMPLEMENTED, dg_gradient_averager_join(averager, context, 2, &others));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_average_in_backward(NULL, context));
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_average_in_backward(averager, NULL));
   dg_process_group_destroy(group); /* the averager keeps it */
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(group, &parameter, 1));
   CHECK(dg_process_group_rank(group) == 0 && dg_process_group_size(group) == 0);
   CHECK(average_of(workers[0], averager, w, 7) == 7);
   average_in_backward(averager, context, w);
-  dg_averager_destroy(averager);
-  dg_averager_destroy(averager);
-  FAILS(DG_INVALID_ARGUMENT, dg_averager_join(averager, context, 0, &others));
+  dg_gradient_averager_destroy(averager);
+  dg_gradient_averager_destroy(averager);
+  FAILS(DG_INVALID_ARGUMENT, dg_gradient_averager_join(averager, context, 0, &others));
   dg_context_destroy(context);
 
   tensor = w;

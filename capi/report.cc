@@ -45,7 +45,7 @@ void Visit(const ContextState& context,
   state.struct_size = sizeof(state);
   state.id = context.id;
   state.sends = context.sends;
-  state.receives = context.recvs;
+  state.receives = context.receives;
   state.gradients = context.gradients;
   state.peers = peers.data();
   state.peer_count = peers.size();

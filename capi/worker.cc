@@ -87,9 +87,9 @@ absl::StatusOr<Prepared> PrepareOp(dg_worker* worker, dg_str to, dg_str op,
   return Prepare(worker, to, op, std::move(message), options);
 }
 
-absl::StatusOr<OnLostMember> ToOnLost(uint64_t flags) {
+absl::StatusOr<OnLost> ToOnLost(uint64_t flags) {
   DG_RETURN_IF_ERROR(CheckFlags(flags, DG_WITHOUT_LOST, "waiting for all workers"));
-  return (flags & DG_WITHOUT_LOST) != 0 ? OnLostMember::kGoOnWithout : OnLostMember::kFail;
+  return (flags & DG_WITHOUT_LOST) != 0 ? OnLost::kGoOnWithout : OnLost::kFail;
 }
 
 }  // namespace
@@ -230,7 +230,7 @@ dg_error* dg_worker_create(const dg_worker_options* options, dg_worker** out) no
 dg_error* dg_worker_barrier(dg_worker* worker, int64_t timeout_ms, uint64_t flags) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
+    DG_ASSIGN_OR_RETURN(const OnLost on_lost, ToOnLost(flags));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
     return use->Barrier(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
@@ -240,7 +240,7 @@ dg_error* dg_worker_barrier(dg_worker* worker, int64_t timeout_ms, uint64_t flag
 dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeout_ms, uint64_t flags) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
+    DG_ASSIGN_OR_RETURN(const OnLost on_lost, ToOnLost(flags));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
     return use->Shutdown(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
@@ -250,7 +250,7 @@ dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeout_ms, uint64_t fla
 dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const OnLostMember on_lost, ToOnLost(flags));
+    DG_ASSIGN_OR_RETURN(const OnLost on_lost, ToOnLost(flags));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     BlockingScope blocking;
     return use->Serve(on_lost);

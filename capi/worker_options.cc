@@ -94,7 +94,7 @@ absl::StatusOr<WorkerOptions> ToWorkerOptions(const dg_worker_options* given) {
   if (read.thread_count > 1024) {
     return absl::InvalidArgumentError(absl::StrCat("thread_count is ", read.thread_count));
   }
-  options.threads = read.thread_count;
+  options.thread_count = read.thread_count;
   options.timeout = ToTimeout(read.timeout_ms, options.timeout);
   options.join_timeout = ToTimeout(read.join_timeout_ms, options.join_timeout);
   DG_ASSIGN_OR_RETURN(options.job, FromStr(read.job, "job"));

@@ -405,7 +405,7 @@ ContextState ContextRecord::State() const {
     absl::MutexLock lock(&mu_);
     state.peers.assign(peers_.begin(), peers_.end());
     state.sends = edges_.sends.size();
-    state.recvs = edges_.recvs.size();
+    state.receives = edges_.recvs.size();
   }
   for (const auto& [impl, slot] : AllGradients()) state.gradients += slot->defined();
   return state;

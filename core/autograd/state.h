@@ -29,7 +29,7 @@ struct ContextState {
   ContextId id = 0;
   std::vector<WorkerRank> peers;  // with whom messages of this context were exchanged
   size_t sends = 0;
-  size_t recvs = 0;
+  size_t receives = 0;
   size_t gradients = 0;
   std::vector<PassState> passes;
 };

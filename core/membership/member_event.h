@@ -22,7 +22,7 @@ struct MemberEvent {
 };
 
 // What a barrier does when a member that it waits for is lost (Membership::MarkLost).
-enum class OnLostMember {
+enum class OnLost {
   kFail,         // at once, with kUnavailable and the member's name
   kGoOnWithout,  // as if it had left
 };

@@ -576,7 +576,7 @@ absl::Status Membership::WithLost(const absl::Status& status) {
 
 // --------------------------------------------------------------------------------- Barriers
 
-absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost,
+absl::Status Membership::Barrier(Deadline deadline, OnLost on_lost,
                                  absl::FunctionRef<absl::Status()> finish) {
   const int64_t number = barriers_ + 1;
   const BarrierSpec barrier{absl::StrCat("barrier/", number), "at", number, on_lost};
@@ -586,7 +586,7 @@ absl::Status Membership::Barrier(Deadline deadline, OnLostMember on_lost,
   return Annotate(status, "waiting for all workers");
 }
 
-absl::Status Membership::Shutdown(Deadline deadline, OnLostMember on_lost,
+absl::Status Membership::Shutdown(Deadline deadline, OnLost on_lost,
                                   absl::FunctionRef<absl::Status()> finish) {
   // Worker 0, which may serve the store, goes without those who are lost.
   absl::Status status = WithLost(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
@@ -609,7 +609,7 @@ absl::Status Membership::Shutdown(Deadline deadline, OnLostMember on_lost,
 // Once worker 0 knows that all others have left it goes, and the store with it. So of the others
 // only the last has something to say, and none minds if nobody hears it.
 absl::Status Membership::GoAfterAll(Deadline deadline) {
-  const BarrierSpec left{"left", "left", kLast, OnLostMember::kGoOnWithout};
+  const BarrierSpec left{"left", "left", kLast, OnLost::kGoOnWithout};
   if (self_.rank == 0) return WaitAtBarrier(left, deadline);
   constexpr absl::Time kNow = absl::InfinitePast();
   const absl::StatusOr<int64_t> come = store_->Add(left.name + "/count", 1, kNow);
@@ -716,7 +716,7 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& bar
 // sees all.
 absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline deadline) {
   // A check finds who is lost, whoever has said it and when.
-  bool check = any_lost_ && barrier.on_lost == OnLostMember::kFail;
+  bool check = any_lost_ && barrier.on_lost == OnLost::kFail;
   if (come_ < barrier.number) {
     DG_RETURN_IF_ERROR(WithLost(WriteMark(barrier, deadline)));
     const absl::StatusOr<int64_t> come = Patiently(
@@ -751,7 +751,7 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
     if (absent->self) {
       DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
     }
-    const bool fails = !absent->lost.empty() && barrier.on_lost == OnLostMember::kFail;
+    const bool fails = !absent->lost.empty() && barrier.on_lost == OnLost::kFail;
     if (absent->late.empty() && !fails) return Open(barrier, deadline);
     if (fails) return Lost(absent->lost);
     if (last_check) return NotCome(absent->late);

@@ -127,14 +127,14 @@ class Membership {
   // names who did not come, kUnavailable who is lost. Of one that fails the next call is a
   // continuation: it meets those whom this one was to meet. Calls at the same time are one.
   absl::Status Barrier(
-      Deadline deadline, OnLostMember on_lost = OnLostMember::kFail,
+      Deadline deadline, OnLost on_lost = OnLost::kFail,
       absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
 
   // The same, once, before all end. When all have come each calls `finish`, and when that has
   // returned everywhere this worker has left, and so will all others. Worker 0, which may serve the
   // store, goes last.
   absl::Status Shutdown(
-      Deadline deadline, OnLostMember on_lost = OnLostMember::kFail,
+      Deadline deadline, OnLost on_lost = OnLost::kFail,
       absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
   // Whether all have finished: a member that is gone now has ended in good order.
   bool finished() const { return finished_; }
@@ -164,7 +164,7 @@ class Membership {
     std::string name;      // its keys begin with it
     std::string arrivals;  // and those of the entries which say who has come
     int64_t number;        // of the barrier; kLast
-    OnLostMember on_lost;
+    OnLost on_lost;
   };
   // Members that have to come and have not.
   struct Absent {

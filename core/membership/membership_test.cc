@@ -670,9 +670,9 @@ TEST_F(RunningJobTest, ABarrierGoesOnWithoutWhoIsLost) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) {
     threads.emplace_back([&, m = members_[i].get()] {
-      ASSERT_TRUE(m->Barrier(Later(), OnLostMember::kGoOnWithout).ok());
-      ASSERT_TRUE(m->Barrier(Later(), OnLostMember::kGoOnWithout).ok());
-      ASSERT_TRUE(m->Shutdown(Later(), OnLostMember::kGoOnWithout).ok());
+      ASSERT_TRUE(m->Barrier(Later(), OnLost::kGoOnWithout).ok());
+      ASSERT_TRUE(m->Barrier(Later(), OnLost::kGoOnWithout).ok());
+      ASSERT_TRUE(m->Shutdown(Later(), OnLost::kGoOnWithout).ok());
     });
   }
   ASSERT_TRUE(store_->Get("at/0", Later()).ok());

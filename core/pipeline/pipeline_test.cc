@@ -135,7 +135,7 @@ class PipelineTest : public testing::TestWithParam<std::string> {
  protected:
   PipelineTest() { at::manual_seed(21); }
   ClusterOptions Workers(int count) const {
-    return {.workers = count, .transport = GetParam(), .threads = 1};
+    return {.workers = count, .transport = GetParam(), .thread_count = 1};
   }
 };
 

@@ -62,7 +62,7 @@ class CallsTest : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(CallsTest, ACancelTravelsThroughNestedCalls) {
-  Start({.workers = 3, .threads = 1});
+  Start({.workers = 3, .thread_count = 1});
   RegisterWait(2);
   ASSERT_TRUE(
       worker(1)
@@ -77,7 +77,7 @@ TEST_P(CallsTest, ACancelTravelsThroughNestedCalls) {
   EXPECT_EQ(call.Wait().status().message(),
             "call of 'relay' on worker 'worker1' (1): it was cancelled by its caller");
   EXPECT_EQ(was_cancelled_.Wait()->code(), StatusCode::kCancelled);
-  EXPECT_TRUE(worker(0).CallOperator(1, "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(worker(0).CallOp(1, "aten::neg", {at::ones({1})}).ok());
 }
 
 // The call sent a tensor that requires grad, and the loss has others to be differentiated through.
@@ -88,7 +88,7 @@ TEST_P(CallsTest, ACancelledCallLeavesNothingWaitingInItsContext) {
   Context context = worker(0).NewContext();
   Future<Message> call = worker(0).CallAsync(1, "wait", {"", {x * y}}, {.context = &context});
   has_begun_.Wait().IgnoreError();
-  auto product = worker(0).CallOperator(1, "aten::mul.Tensor", {x, y}, {.context = &context});
+  auto product = worker(0).CallOp(1, "aten::mul.Tensor", {x, y}, {.context = &context});
   ASSERT_TRUE(product.ok()) << product.status();
   call.Cancel();
   EXPECT_EQ(call.Wait().status().code(), StatusCode::kCancelled);
@@ -151,7 +151,7 @@ TEST_P(CallsTest, AnAnswerMayComeAfterTheEndOfItsWorker) {
 }
 
 TEST_P(CallsTest, AHandlerMayAnswerLater) {
-  Start({.workers = 2, .threads = 1});
+  Start({.workers = 2, .thread_count = 1});
   std::vector<std::pair<Promise<Message>, std::string>> waiting;
   ASSERT_TRUE(worker(1)
                   .RegisterAsync("later",
@@ -230,7 +230,7 @@ TEST_P(CallsTest, ALaterAnswerIsRecorded) {
 }
 
 TEST_P(CallsTest, ACallThatIsCancelledCancelsTheAnswerToCome) {
-  Start({.workers = 3, .threads = 1});
+  Start({.workers = 3, .thread_count = 1});
   RegisterWait(2);
   ASSERT_TRUE(worker(1)
                   .RegisterAsync("relay",
@@ -249,7 +249,7 @@ TEST_P(CallsTest, ACallThatIsCancelledCancelsTheAnswerToCome) {
 // A calls B calls A ..., with one thread each, none of which is ever held.
 // With neither of them waiting in a way that the worker could know of.
 TEST_P(CallsTest, LongHandlersHoldUpNeitherEachOtherNorTheSockets) {
-  Start({.workers = 2, .threads = 2});
+  Start({.workers = 2, .thread_count = 2});
   absl::BlockingCounter both_run(2);
   absl::Notification go_on;
   ASSERT_TRUE(worker(1)
@@ -264,7 +264,7 @@ TEST_P(CallsTest, LongHandlersHoldUpNeitherEachOtherNorTheSockets) {
   Future<Message> second = worker(0).CallAsync(1, "hold", {});
   both_run.Wait();
   // A cheap operator needs no thread of the pool, and so is answered.
-  const auto minus_one = worker(0).CallOperator(1, "aten::neg", {at::ones({1})});
+  const auto minus_one = worker(0).CallOp(1, "aten::neg", {at::ones({1})});
   EXPECT_TRUE(minus_one.ok()) << minus_one.status();
   go_on.Notify();
   EXPECT_TRUE(first.Wait().ok()) << first.Wait().status();
@@ -296,7 +296,7 @@ TEST_P(CallsTest, WhoSendsKeepsItsModesToItself) {
     SCOPED_TRACE(round);
     const at::Tensor x = at::ones({2, 2}).requires_grad_();
     Context context = worker(1).NewContext();
-    const auto product = worker(1).CallOperator(0, "aten::mm", {x, x}, {.context = &context});
+    const auto product = worker(1).CallOp(0, "aten::mm", {x, x}, {.context = &context});
     EXPECT_TRUE(product.ok()) << product.status();
     if (!product.ok()) break;
     const at::Tensor y = (*product)[0].toTensor();
@@ -312,7 +312,7 @@ TEST_P(CallsTest, WhoSendsKeepsItsModesToItself) {
 }
 
 TEST_P(CallsTest, LaterAnswersFiftyDeepOnPoolsOfOneThread) {
-  Start({.workers = 2, .threads = 1});
+  Start({.workers = 2, .thread_count = 1});
   for (int i = 0; i < 2; ++i) {
     Worker& self = worker(i);
     ASSERT_TRUE(
@@ -333,9 +333,9 @@ TEST_P(CallsTest, LaterAnswersFiftyDeepOnPoolsOfOneThread) {
 TEST_P(CallsTest, ByNameById) {
   Start({.workers = 2});
   const std::string name = "worker1";
-  EXPECT_TRUE(worker(0).CallOperator(name, "aten::neg", {at::ones({1})}).ok());
-  EXPECT_TRUE(worker(0).CallOperator(0, "aten::neg", {at::ones({1})}).ok());
-  EXPECT_TRUE(worker(0).CallOperator(worker(1).rank(), "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(worker(0).CallOp(name, "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(worker(0).CallOp(0, "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(worker(0).CallOp(worker(1).rank(), "aten::neg", {at::ones({1})}).ok());
   for (int id : {2, -1, 65536, 1 << 20}) {
     EXPECT_EQ(worker(0).Call(id, "f", {}).status().code(), StatusCode::kNotFound) << id;
   }
@@ -428,7 +428,7 @@ TEST_P(CallsTest, ContextsOfAPeerAreBounded) {
   for (int i = 0; i < 3; ++i) contexts.push_back(worker(0).NewContext());
   const at::Tensor x = at::ones({2}).requires_grad_();
   const auto call = [&](int i) {
-    return worker(0).CallOperator(1, "aten::neg", {x}, {.context = &contexts[i]});
+    return worker(0).CallOp(1, "aten::neg", {x}, {.context = &contexts[i]});
   };
   auto first = call(0);
   ASSERT_TRUE(first.ok()) << first.status();
@@ -443,7 +443,7 @@ TEST_P(CallsTest, ContextsOfAPeerAreBounded) {
   contexts[1].Release();
   EXPECT_TRUE(worker(0).Call(1, "absent", {}).status().code() == StatusCode::kNotFound);
   Context again = worker(0).NewContext();
-  EXPECT_TRUE(worker(0).CallOperator(1, "aten::neg", {x}, {.context = &again}).ok());
+  EXPECT_TRUE(worker(0).CallOp(1, "aten::neg", {x}, {.context = &again}).ok());
 }
 
 // ------------------------------------------------------------------------------ Operators
@@ -452,7 +452,7 @@ TEST_P(CallsTest, OperatorsThatDoMoreThanComputeAreRefused) {
   Start({.workers = 2});
   for (const char* name : {"aten::from_file", "aten::_sparse_coo_tensor_unsafe", "prim::Print",
                            "aten::set_.source_Tensor", "custom::anything"}) {
-    const absl::Status status = worker(0).CallOperator(1, name, {"/nowhere"}).status();
+    const absl::Status status = worker(0).CallOp(1, name, {"/nowhere"}).status();
     EXPECT_EQ(status.code(), StatusCode::kPermissionDenied) << name << ": " << status;
     EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
   }
@@ -460,10 +460,10 @@ TEST_P(CallsTest, OperatorsThatDoMoreThanComputeAreRefused) {
 
 TEST_P(CallsTest, OperatorsMayBeServedAllOrNotAtAll) {
   Start({.workers = 1, .serve_operators = ServeOperators::kAll});
-  absl::Status status = worker(0).CallOperator(0, "aten::from_file", {"/nowhere"}).status();
+  absl::Status status = worker(0).CallOp(0, "aten::from_file", {"/nowhere"}).status();
   EXPECT_NE(status.code(), StatusCode::kPermissionDenied) << status;
   Start({.workers = 1, .serve_operators = ServeOperators::kNone});
-  status = worker(0).CallOperator(0, "aten::neg", {at::ones({1})}).status();
+  status = worker(0).CallOp(0, "aten::neg", {at::ones({1})}).status();
   EXPECT_EQ(status.code(), StatusCode::kPermissionDenied) << status;
 }
 
@@ -472,7 +472,7 @@ at::Tensor Floats(at::IntArrayRef sizes) { return at::rand(sizes); }
 // With the one thread of the pool taken, only what the thread that reads messages runs itself is
 // answered.
 TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
-  Start({.workers = 2, .threads = 1});
+  Start({.workers = 2, .thread_count = 1});
   absl::Notification begun, over;
   ASSERT_TRUE(worker(1)
                   .Register("hold",
@@ -541,15 +541,14 @@ TEST_P(CallsTest, WhatAnOperatorAllocatesIsBounded) {
   const at::Tensor x = at::ones({1});
   for (const int64_t size : {int64_t{300000}, int64_t{1} << 28}) {
     const absl::Status status =
-        worker(0).CallOperator(1, "aten::new_ones", {x, std::vector<int64_t>{size}}).status();
+        worker(0).CallOp(1, "aten::new_ones", {x, std::vector<int64_t>{size}}).status();
     EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "aten::new_ones")) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "worker1")) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "allocate")) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "limit message_bytes is 1048576")) << status;
     // Neither the thread nor the worker has less for what comes next.
-    EXPECT_TRUE(
-        worker(0).CallOperator(1, "aten::new_ones", {x, std::vector<int64_t>{200000}}).ok());
+    EXPECT_TRUE(worker(0).CallOp(1, "aten::new_ones", {x, std::vector<int64_t>{200000}}).ok());
   }
 }
 
@@ -563,14 +562,14 @@ TEST_P(CallsTest, HowManyTensorsAnOperatorMakesIsBounded) {
       {"aten::split.Tensor", {x, 2}},
   };
   for (const auto& [name, arguments] : calls) {
-    const absl::Status status = worker(0).CallOperator(1, name, arguments).status();
+    const absl::Status status = worker(0).CallOp(1, name, arguments).status();
     EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "worker1")) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "it would make")) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "limit tensors_per_message is 100")) << status;
   }
-  EXPECT_TRUE(worker(0).CallOperator(1, "aten::split.Tensor", {x, 10}).ok());
+  EXPECT_TRUE(worker(0).CallOp(1, "aten::split.Tensor", {x, 10}).ok());
 }
 
 // Of a view in which one element stands for many all are made, where the view cannot be sent as it
@@ -578,13 +577,13 @@ TEST_P(CallsTest, HowManyTensorsAnOperatorMakesIsBounded) {
 TEST_P(CallsTest, WhatAResultTakesToSendIsBounded) {
   Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
   const auto strided = [&](int64_t size) {
-    return worker(0).CallOperator(
+    return worker(0).CallOp(
         1, "aten::as_strided",
         {at::ones({3}), std::vector<int64_t>{2, 2, size}, std::vector<int64_t>{1, 1, 0}});
   };
   const auto conjugate = [&](int64_t size) {
-    return worker(0).CallOperator(1, "aten::conj",
-                                  {at::ones({1}, at::kComplexFloat).expand({2, 2, size})});
+    return worker(0).CallOp(1, "aten::conj",
+                            {at::ones({1}, at::kComplexFloat).expand({2, 2, size})});
   };
   for (const int64_t size : {int64_t{75000}, int64_t{1} << 40}) {
     for (const absl::Status& status : {strided(size).status(), conjugate(size).status()}) {
@@ -602,7 +601,7 @@ TEST_P(CallsTest, WhatAResultTakesToSendIsBounded) {
 // An operator of the user's, under its caller's limit, may wait for another worker: the nodes of a
 // pass of others that the thread runs meanwhile are no doing of its.
 TEST_P(CallsTest, WhatAThreadDoesForOthersIsNotWhatItsOperatorAllocates) {
-  Start({.workers = 2, .threads = 1});
+  Start({.workers = 2, .thread_count = 1});
   const at::Tensor p = at::full({2}, 3.0).requires_grad_();
   ASSERT_TRUE(worker(0)
                   .Register("sine",
@@ -632,7 +631,7 @@ TEST_P(CallsTest, Metrics) {
   Start({.workers = 2});
   const at::Tensor x = at::ones({1000}).requires_grad_();
   Context context = worker(0).NewContext();
-  auto product = worker(0).CallOperator(1, "aten::mul.Tensor", {x, x}, {.context = &context});
+  auto product = worker(0).CallOp(1, "aten::mul.Tensor", {x, x}, {.context = &context});
   ASSERT_TRUE(product.ok()) << product.status();
   ASSERT_TRUE(context.Backward({(*product)[0].toTensor().sum()}).ok());
   EXPECT_FALSE(worker(0).Call(1, "absent\n\"\\\xff", {}).ok());
@@ -683,7 +682,7 @@ size_t CountThreads() {
 
 // Each keeps a thread while it waits; a few are kept for the next time.
 TEST_P(CallsTest, ThreadsOfHandlersThatWaitedEndWithThem) {
-  Start({.workers = 2, .threads = 2});
+  Start({.workers = 2, .thread_count = 2});
   constexpr int kCalls = 200;
   std::atomic<int> begun{0};
   Promise<Unit> release;
@@ -696,7 +695,7 @@ TEST_P(CallsTest, ThreadsOfHandlersThatWaitedEndWithThem) {
                               return Message{};
                             })
                   .ok());
-  ASSERT_TRUE(worker(0).CallOperator(1, "aten::neg", {at::ones({1})}).ok());
+  ASSERT_TRUE(worker(0).CallOp(1, "aten::neg", {at::ones({1})}).ok());
   const size_t before = CountThreads();
   std::vector<Future<Message>> calls;
   for (int i = 0; i < kCalls; ++i) {

@@ -25,7 +25,7 @@ absl::Status WorkerImpl::UpdateMembers(Deadline deadline) {
   return member_sync_.Learn(all);
 }
 
-absl::Status WorkerImpl::Barrier(Deadline deadline, OnLostMember on_lost) {
+absl::Status WorkerImpl::Barrier(Deadline deadline, OnLost on_lost) {
   const BlockingScope blocking;
   return member_sync_.NameTheStore(
       members_->Barrier(deadline, on_lost, [&] { return UpdateMembers(deadline); }));
@@ -40,7 +40,7 @@ absl::Status WorkerImpl::CheckMayLeave() const {
 
 // When all are there, no user's thread makes a call any more; handlers may. When then each has seen
 // its calls end, in either direction, none of those makes one either.
-absl::Status WorkerImpl::Shutdown(Deadline deadline, OnLostMember on_lost) {
+absl::Status WorkerImpl::Shutdown(Deadline deadline, OnLost on_lost) {
   DG_RETURN_IF_ERROR(CheckMayLeave());
   BlockingScope blocking;
   DG_RETURN_IF_ERROR(member_sync_.NameTheStore(members_->Shutdown(

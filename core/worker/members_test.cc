@@ -43,7 +43,7 @@ bool Contains(const absl::Status& status, absl::string_view text) {
 class MembersTest : public testing::TestWithParam<std::string> {
  protected:
   WorkerOptions Options() {
-    return {.store = store_, .transport = GetParam(), .network = network_, .threads = 2};
+    return {.store = store_, .transport = GetParam(), .network = network_, .thread_count = 2};
   }
   static std::unique_ptr<Worker> New(WorkerOptions options) {
     absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(std::move(options));
@@ -141,7 +141,7 @@ TEST_P(MembersTest, OneWhoComesWhileItIsLookedForIsCalled) {
   options.store = store;
   options.rank = 0;
   options.world_size = 1;
-  options.threads = 1;
+  options.thread_count = 1;
   const std::unique_ptr<Worker> first = New(std::move(options));
   ASSERT_NE(first, nullptr);
   // The only thread of its pool, where the call goes on.
@@ -530,11 +530,10 @@ TEST_P(MembersTest, AJobGoesOnWithoutALostMemberWhereThatIsAskedFor) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) {
     threads.emplace_back([&, i] {
-      const absl::Status all = worker(i).Barrier(Deadline::Never(), OnLostMember::kGoOnWithout);
+      const absl::Status all = worker(i).Barrier(Deadline::Never(), OnLost::kGoOnWithout);
       EXPECT_TRUE(all.ok()) << all;
-      const absl::Status end =
-          i == 0 ? worker(i).Shutdown(Deadline::Never(), OnLostMember::kGoOnWithout)
-                 : worker(i).Serve(OnLostMember::kGoOnWithout);
+      const absl::Status end = i == 0 ? worker(i).Shutdown(Deadline::Never(), OnLost::kGoOnWithout)
+                                      : worker(i).Serve(OnLost::kGoOnWithout);
       EXPECT_TRUE(end.ok()) << end;
     });
   }

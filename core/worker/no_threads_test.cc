@@ -39,7 +39,7 @@ TEST_P(NoThreadsTest, AWorkerThatCannotBeMadeIsAStatus) {
 
 // More handlers than threads, each of which waits: those that find no thread wait for one.
 TEST_P(NoThreadsTest, HandlersWaitForTheThreadsThatThereAre) {
-  Cluster cluster({.transport = GetParam(), .threads = 1});
+  Cluster cluster({.transport = GetParam(), .thread_count = 1});
   Promise<Unit> promise;
   const Future<Unit> released = promise.future();
   ASSERT_TRUE(cluster[1]
@@ -55,7 +55,7 @@ TEST_P(NoThreadsTest, HandlersWaitForTheThreadsThatThereAre) {
     replies.push_back(cluster[0].CallAsync(1, "wait", {std::to_string(i), {}}));
   }
   // Nobody stands still who is not waiting.
-  EXPECT_TRUE(cluster[0].CallOperator(1, "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(cluster[0].CallOp(1, "aten::neg", {at::ones({1})}).ok());
   const absl::Status late =
       cluster[0].Call(1, "wait", {}, {.deadline = absl::Now() + absl::Milliseconds(50)}).status();
   EXPECT_EQ(late.code(), StatusCode::kDeadlineExceeded) << late;

@@ -45,7 +45,7 @@ class TrustTest : public testing::Test {
                                       .rank = static_cast<int>(i),
                                       .world_size = static_cast<int>(key_files.size()),
                                       .key_file = key_files[i],
-                                      .threads = 1,
+                                      .thread_count = 1,
                                       .join_timeout = absl::Minutes(1)});
         statuses[i] = worker.status();
         if (worker.ok()) workers_[i] = *std::move(worker);

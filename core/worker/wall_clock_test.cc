@@ -67,7 +67,7 @@ TEST_P(WallClockTest, ADeadlineIsAsFarAwayAsItsMakerSaid) {
 
     Context context = worker(0).NewContext();
     const at::Tensor x = at::ones({3}).requires_grad_();
-    const auto y = worker(0).CallOperator(1, "aten::neg", {x}, {.context = &context});
+    const auto y = worker(0).CallOp(1, "aten::neg", {x}, {.context = &context});
     ASSERT_TRUE(y.ok()) << y.status();
     const absl::Status done = context.Backward({(*y)[0].toTensor().sum()}, {.deadline = in_time()});
     EXPECT_TRUE(done.ok()) << done;

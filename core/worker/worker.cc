@@ -69,23 +69,21 @@ std::vector<absl::StatusOr<Message>> Worker::CallEach(absl::Span<const WorkerRef
   }
   return replies;
 }
-absl::StatusOr<std::vector<c10::IValue>> Worker::CallOperator(WorkerRef to, absl::string_view op,
-                                                              std::vector<c10::IValue> arguments,
-                                                              CallOptions options) {
+absl::StatusOr<std::vector<c10::IValue>> Worker::CallOp(WorkerRef to, absl::string_view op,
+                                                        std::vector<c10::IValue> arguments,
+                                                        CallOptions options) {
   DG_ASSIGN_OR_RETURN(Message message, EncodeValues(arguments));
   DG_ASSIGN_OR_RETURN(Message reply, Call(to, op, std::move(message), options));
   return DecodeValues(std::move(reply));
 }
 Context Worker::NewContext() { return impl_->NewContext(); }
-absl::Status Worker::Barrier(Deadline deadline, OnLostMember on_lost) {
+absl::Status Worker::Barrier(Deadline deadline, OnLost on_lost) {
   return impl_->Barrier(deadline, on_lost);
 }
-absl::Status Worker::Shutdown(Deadline deadline, OnLostMember on_lost) {
+absl::Status Worker::Shutdown(Deadline deadline, OnLost on_lost) {
   return impl_->Shutdown(deadline, on_lost);
 }
-absl::Status Worker::Serve(OnLostMember on_lost) {
-  return impl_->Shutdown(Deadline::Never(), on_lost);
-}
+absl::Status Worker::Serve(OnLost on_lost) { return impl_->Shutdown(Deadline::Never(), on_lost); }
 void Worker::OnMember(std::function<void(const MemberEvent&)> callback) {
   impl_->OnMember(std::move(callback));
 }

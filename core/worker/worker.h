@@ -139,9 +139,9 @@ class Worker {
 
   // The same for any operator by its schema's name, "aten::add.Tensor" for instance. Missing
   // trailing arguments get their defaults.
-  absl::StatusOr<std::vector<c10::IValue>> CallOperator(WorkerRef to, absl::string_view op,
-                                                        std::vector<c10::IValue> arguments,
-                                                        CallOptions options = {});
+  absl::StatusOr<std::vector<c10::IValue>> CallOp(WorkerRef to, absl::string_view op,
+                                                  std::vector<c10::IValue> arguments,
+                                                  CallOptions options = {});
 
   // A new context, of which this worker is the origin.
   Context NewContext();
@@ -150,20 +150,19 @@ class Worker {
   // not waited for, nor one that joined or came back after the first of them called it. If a member
   // that has not come is lost this fails at once, with kUnavailable and its name, or goes on
   // without it.
-  absl::Status Barrier(Deadline deadline, OnLostMember on_lost = OnLostMember::kFail);
+  absl::Status Barrier(Deadline deadline, OnLost on_lost = OnLost::kFail);
 
   // Ends the job in good order: waits until every worker has called this or Serve(), so that
   // nobody's call finds us gone, and until the calls that are in flight then, in either direction,
   // are answered. Then the worker can be destroyed. It needs no deadline: if a member is lost it
   // fails with kUnavailable and its name, or goes on without it; if Close() is called, with
   // kCancelled. kFailedPrecondition in a handler of this worker, for it waits for those.
-  absl::Status Shutdown(Deadline deadline = Deadline::Never(),
-                        OnLostMember on_lost = OnLostMember::kFail);
+  absl::Status Shutdown(Deadline deadline = Deadline::Never(), OnLost on_lost = OnLost::kFail);
 
   // For a worker that only answers the others from now on: serves until the job ends, which is when
   // all others have left, or have called Shutdown() or Serve() themselves. The same as Shutdown()
   // without a deadline.
-  absl::Status Serve(OnLostMember on_lost = OnLostMember::kFail);
+  absl::Status Serve(OnLost on_lost = OnLost::kFail);
 
   // Leaves in good order while the job goes on. New calls are refused from now on with
   // kUnavailable, and the others know that we are no member any more; calls in flight and contexts

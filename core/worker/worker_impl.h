@@ -54,8 +54,8 @@ class WorkerImpl : public Server::Owner,
   // Members: members.cc.
   std::vector<Member> members() const;
   absl::Status UpdateMembers(Deadline deadline);
-  absl::Status Barrier(Deadline deadline, OnLostMember on_lost);
-  absl::Status Shutdown(Deadline deadline, OnLostMember on_lost);
+  absl::Status Barrier(Deadline deadline, OnLost on_lost);
+  absl::Status Shutdown(Deadline deadline, OnLost on_lost);
   absl::Status Leave(Deadline deadline);
   void OnMember(MemberCallback::Function callback);
 

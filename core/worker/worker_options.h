@@ -74,7 +74,7 @@ struct WorkerOptions {
 
   // Threads that run handlers and backward at the same time; more are started while some wait
   // for others. 0: as many as there are processors that the process may use.
-  size_t threads = 0;
+  size_t thread_count = 0;
 
   // For calls and backward passes that set no deadline.
   absl::Duration timeout = absl::Minutes(1);

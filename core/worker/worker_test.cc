@@ -25,7 +25,7 @@ class WorkerTest : public ::testing::TestWithParam<std::string> {
  protected:
   void Start(int workers, size_t threads = 2) {
     cluster_ = std::make_unique<Cluster>(
-        ClusterOptions{.workers = workers, .transport = GetParam(), .threads = threads});
+        ClusterOptions{.workers = workers, .transport = GetParam(), .thread_count = threads});
   }
   Worker& worker(int i) { return (*cluster_)[i]; }
 
@@ -263,16 +263,16 @@ TEST_P(WorkerTest, AContextOfAnotherWorkerIsRefused) {
 TEST_P(WorkerTest, OperatorsBySchemaName) {
   Start(2);
   const at::Tensor x = at::randn({3, 4});
-  auto results = worker(0).CallOperator("worker1", "aten::max.dim", {x, 1});
+  auto results = worker(0).CallOp("worker1", "aten::max.dim", {x, 1});
   ASSERT_TRUE(results.ok()) << results.status();
   ASSERT_EQ(results->size(), 2u);
   const auto [values, indices] = x.max(1);
   EXPECT_TRUE((*results)[0].toTensor().equal(values));
   EXPECT_TRUE((*results)[1].toTensor().equal(indices));
-  results = worker(0).CallOperator("worker1", "aten::add.Tensor", {x, x});
+  results = worker(0).CallOp("worker1", "aten::add.Tensor", {x, x});
   ASSERT_TRUE(results.ok()) << results.status();
   EXPECT_TRUE((*results)[0].toTensor().equal(x + x));
-  const absl::Status status = worker(0).CallOperator("worker1", "aten::mm", {x, x}).status();
+  const absl::Status status = worker(0).CallOp("worker1", "aten::mm", {x, x}).status();
   EXPECT_NE(status.message().find("'aten::mm' on worker 'worker1'"), std::string::npos) << status;
 }
 
@@ -299,7 +299,7 @@ TEST_P(WorkerTest, ALostWorkerFailsItsCallsAndNoOthers) {
   release.Set(Unit());
   killer.join();
   EXPECT_EQ(worker(0).Call("worker1", "block", {}).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_TRUE(worker(0).CallOperator("worker2", "aten::neg", {at::ones({1})}).ok());
+  EXPECT_TRUE(worker(0).CallOp("worker2", "aten::neg", {at::ones({1})}).ok());
 }
 
 TEST_P(WorkerTest, ManyThreadsCallEachOther) {
@@ -309,7 +309,7 @@ TEST_P(WorkerTest, ManyThreadsCallEachOther) {
     threads.emplace_back([this, from] {
       for (int i = 0; i < 100; ++i) {
         const at::Tensor x = at::full({1 + i * 20}, i);
-        auto result = worker(from).CallOperator(WorkerName(i % 3), "aten::neg", {x});
+        auto result = worker(from).CallOp(WorkerName(i % 3), "aten::neg", {x});
         ASSERT_TRUE(result.ok()) << result.status();
         ASSERT_TRUE((*result)[0].toTensor().equal(-x));
       }

@@ -32,8 +32,8 @@ class DistgradStep : public StepContext {
   Tensors CallOperator(int to, const std::string& name, const std::string& overload,
                        std::vector<at::IValue> arguments) override {
     const auto results =
-        worker_.CallOperator(absl::StrCat("worker", to), absl::StrCat(name, ".", overload),
-                             std::move(arguments), Options(absl::Minutes(2)));
+        worker_.CallOp(absl::StrCat("worker", to), absl::StrCat(name, ".", overload),
+                       std::move(arguments), Options(absl::Minutes(2)));
     Check(results.status());
     Tensors tensors;
     for (const at::IValue& result : *results) tensors.push_back(result.toTensor());
@@ -64,10 +64,11 @@ class DistgradStep : public StepContext {
 class DistgradSide : public Side {
  public:
   DistgradSide(int rank, int world, const std::string& file, const ServedFunctions& functions) {
-    auto worker = Worker::Create({.rendezvous = absl::StrCat("file://", file),
-                                  .rank = rank,
-                                  .world_size = world,
-                                  .threads = 8});  // some scenarios have several nodes block theirs
+    auto worker =
+        Worker::Create({.rendezvous = absl::StrCat("file://", file),
+                        .rank = rank,
+                        .world_size = world,
+                        .thread_count = 8});  // some scenarios have several nodes block theirs
     Check(worker.status());
     worker_ = *std::move(worker);
     for (const auto& [name, function] : functions) {

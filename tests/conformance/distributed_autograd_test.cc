@@ -81,22 +81,21 @@ TEST_P(DistributedAutogradTest, nested_context) {
 
 TEST_P(DistributedAutogradTest, graph_for_builtin_call) {
   Context context = team_[0].NewContext();
-  auto sum =
-      team_[0].CallOperator("worker1", "aten::add.Tensor", {t1_, t2_}, {.context = &context});
+  auto sum = team_[0].CallOp("worker1", "aten::add.Tensor", {t1_, t2_}, {.context = &context});
   ASSERT_TRUE(sum.ok()) << sum.status();
   const at::Tensor y = (*sum)[0].toTensor();
   EXPECT_TRUE(y.requires_grad());
   EXPECT_EQ(y.grad_fn()->name(), "RecvNode(from worker 1)");
   for (const int worker : {0, 1}) {
     EXPECT_EQ(On(worker).sends, 1u);
-    EXPECT_EQ(On(worker).recvs, 1u);
+    EXPECT_EQ(On(worker).receives, 1u);
   }
 }
 
 TEST_P(DistributedAutogradTest, remote_operators_with_several_results) {
   Context context = team_[0].NewContext();
   auto result =
-      team_[0].CallOperator("worker1", "aten::max.dim", {t1_, int64_t{0}}, {.context = &context});
+      team_[0].CallOp("worker1", "aten::max.dim", {t1_, int64_t{0}}, {.context = &context});
   ASSERT_TRUE(result.ok()) << result.status();
   const at::Tensor values = (*result)[0].toTensor();
   EXPECT_FALSE((*result)[1].toTensor().requires_grad());
@@ -111,7 +110,7 @@ TEST_P(DistributedAutogradTest, graph_for_py_nested_call_itself) {
       [&](Tensors in, Request& r) { return team_.Try(1, 0, r.Nested(), Add, std::move(in)); },
       {t1_, t2_})[0];
   EXPECT_EQ(On(0).sends, 2u);
-  EXPECT_EQ(On(0).recvs, 2u);
+  EXPECT_EQ(On(0).receives, 2u);
   ExpectLike(Gradients(context, y.sum(), {t1_}), {at::ones({3, 3})});
 }
 
@@ -120,7 +119,7 @@ TEST_P(DistributedAutogradTest, no_graph_with_tensors_not_require_grad) {
   const Tensors out = team_.Run(0, 1, context, Add, {t1_.detach(), t2_.detach()});
   EXPECT_FALSE(out[0].requires_grad());
   for (const int worker : {0, 1}) {
-    EXPECT_EQ(On(worker).sends + On(worker).recvs, 0u);
+    EXPECT_EQ(On(worker).sends + On(worker).receives, 0u);
     // Known all the same: it may be used in a later call.
     EXPECT_EQ(team_[worker].context_count(), 1u);
   }
@@ -393,8 +392,8 @@ TEST_P(DistributedAutogradTest, multiple_backward_with_errors) {
 
 TEST_P(DistributedAutogradTest, error_in_context) {
   Context context = team_[0].NewContext();
-  auto bad = team_[0].CallOperator("worker1", "aten::mm", {Leaf({3, 3}, 1), Leaf({6, 6}, 2)},
-                                   {.context = &context});
+  auto bad = team_[0].CallOp("worker1", "aten::mm", {Leaf({3, 3}, 1), Leaf({6, 6}, 2)},
+                             {.context = &context});
   EXPECT_FALSE(bad.ok());
   EXPECT_NE(bad.status().message().find("worker1"), std::string::npos) << bad.status();
   // What the call left behind stops nobody.

@@ -28,11 +28,11 @@ namespace nn = torch::nn;
 using at::Tensor;
 using Group = std::shared_ptr<ProcessGroup>;
 
-constexpr AveragerOptions kSmallBuckets = {.bucket_bytes = 256, .first_bucket_bytes = 64};
+constexpr GradientAveragerOptions kSmallBuckets = {.bucket_bytes = 256, .first_bucket_bytes = 64};
 
 template <typename Holder>
 std::unique_ptr<GradientAverager> Wrap(const Group& group, const Holder& module,
-                                       AveragerOptions options = kSmallBuckets) {
+                                       GradientAveragerOptions options = kSmallBuckets) {
   auto averager = GradientAverager::Create(group, *module, options);
   EXPECT_TRUE(averager.ok()) << averager.status();
   return averager.ok() ? *std::move(averager) : nullptr;
@@ -513,7 +513,7 @@ TEST(DistributedDataParallelConformance, DdpUnevenInputs) {
 TEST(DistributedDataParallelConformance, DdpGradDivUnevenInputs) {
   RunRanks(3, [](Group group) {
     Net net = NewNet(), reference = NewNet();
-    AveragerOptions options = kSmallBuckets;
+    GradientAveragerOptions options = kSmallBuckets;
     options.divide_by_active = true;
     const auto averager = Wrap(group, net, options);
     for (int step = 0; step < Batches(group->rank()); ++step) {

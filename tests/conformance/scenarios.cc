@@ -437,7 +437,7 @@ const std::vector<Scenario>& Scenarios() {
        [](Side& s) {
          const auto step = s.NewStep();
          const at::Tensor x = X();
-         const at::Tensor y = step->CallOperator(1, "aten::max", "dim", {x, 0, false})[0];
+         const at::Tensor y = step->CallOp(1, "aten::max", "dim", {x, 0, false})[0];
          step->Backward({y.sum()});
          return Compare(*step, {x}, std::get<0>(x.max(0)).sum());
        },
@@ -447,7 +447,7 @@ const std::vector<Scenario>& Scenarios() {
          const auto step = s.NewStep();
          return ErrorOf(
              [&] {
-               step->CallOperator(1, "aten::mul", "Tensor", {X(), at::ones({7})});
+               step->CallOp(1, "aten::mul", "Tensor", {X(), at::ones({7})});
              },
              "worker1");
        },

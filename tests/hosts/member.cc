@@ -142,7 +142,7 @@ void Answer(const absl::Status& status, absl::string_view said, absl::Time begin
 
 int Main(const std::vector<std::string>& arguments) {
   WorkerOptions options;
-  options.threads = 2;
+  options.thread_count = 2;
   options.timeout = options.join_timeout = absl::Minutes(5);
   for (absl::string_view argument : arguments) {
     int number = 0;

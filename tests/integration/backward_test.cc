@@ -98,8 +98,7 @@ TEST_P(BackwardTest, OneOperator) {
   Start(2);
   at::Tensor x = Leaf({4, 3}, 1), y = Leaf({4, 3}, 2);
   Context context = worker(0).NewContext();
-  auto result =
-      worker(0).CallOperator("worker1", "aten::mul.Tensor", {x, y}, {.context = &context});
+  auto result = worker(0).CallOp("worker1", "aten::mul.Tensor", {x, y}, {.context = &context});
   ASSERT_TRUE(result.ok()) << result.status();
   at::Tensor loss = (*result)[0].toTensor().sum();
   ASSERT_TRUE(context.Backward({loss}).ok());

@@ -119,7 +119,7 @@ absl::Status Train(int rank, const std::string& rendezvous, const std::string& f
   absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create({.rendezvous = rendezvous,
                                                                    .rank = rank,
                                                                    .world_size = kWorkers,
-                                                                   .threads = 2,
+                                                                   .thread_count = 2,
                                                                    .timeout = absl::Minutes(2)});
   if (!worker.ok()) return worker.status();
   const absl::StatusOr<std::unique_ptr<CheckpointPart>> part =

@@ -35,7 +35,7 @@ WorkerOptions Options(const std::string& rendezvous, const std::string& name) {
   WorkerOptions options;
   options.name = name;
   options.rendezvous = rendezvous;
-  options.threads = 2;
+  options.thread_count = 2;
   options.timeout = absl::Minutes(5);
   options.heartbeat_limit = kLimit;
   return options;
@@ -222,8 +222,8 @@ TEST_F(MembersProcessTest, WhoWaitsForAStoppedWorkerHearsOfItWithinTheHeartbeatL
     EXPECT_TRUE(Contains(status, "'back' (2) is lost: ")) << status;
   }
   // Where that is asked for the job ends well without it.
-  std::thread other([&] { end = middle_->Serve(OnLostMember::kGoOnWithout); });
-  const absl::Status without = lead_->Shutdown(Deadline::Never(), OnLostMember::kGoOnWithout);
+  std::thread other([&] { end = middle_->Serve(OnLost::kGoOnWithout); });
+  const absl::Status without = lead_->Shutdown(Deadline::Never(), OnLost::kGoOnWithout);
   other.join();
   EXPECT_TRUE(without.ok()) << without;
   EXPECT_TRUE(end.ok()) << end;

@@ -332,7 +332,7 @@ TEST_P(PassesTest, ThousandPassesLeaveNothing) {
     const std::vector<ContextState> contexts = team()[i].Contexts();
     ASSERT_EQ(contexts.size(), 1u);
     EXPECT_EQ(contexts[0].sends, 2u);
-    EXPECT_EQ(contexts[0].recvs, 2u);
+    EXPECT_EQ(contexts[0].receives, 2u);
   }
   context.Release();
   team().AwaitQuiet(0);
@@ -732,7 +732,7 @@ TEST_P(PassesTest, APassThatComesToANodeInWhichAnotherOneWaits) {
       std::function<void()> ask;
     };
     const auto meeting = std::make_shared<Meeting>();
-    Team team(3, {.transport = GetParam(), .threads = 1});
+    Team team(3, {.transport = GetParam(), .thread_count = 1});
     // A hook that says that the second pass has come would have its nodes left to the pool.
     const auto second_comes = [&, meeting] {
       if (kind == Node::kSavedAndCheap) {
@@ -854,7 +854,7 @@ TEST_P(PassesTest, GradientsOfMicroBatchesLeaveOneByOne) {
   for (const bool called : {true, false}) {
     SCOPED_TRACE(called ? "the second stage is called" : "the second stage calls");
     const auto progress = std::make_shared<Progress>();
-    Team team(2, {.transport = GetParam(), .threads = 1});
+    Team team(2, {.transport = GetParam(), .thread_count = 1});
     const auto first = [&](const at::Tensor& x) {
       at::Tensor y = x.sin();
       y.register_hook([progress](const at::Tensor&) { progress->Back(); });

@@ -87,7 +87,7 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> Meet(const std::string& file, int 
                                .timeout = timeout});
 }
 
-AveragerOptions SmallBuckets() { return {.bucket_bytes = 1024, .first_bucket_bytes = 256}; }
+GradientAveragerOptions SmallBuckets() { return {.bucket_bytes = 1024, .first_bucket_bytes = 256}; }
 
 absl::Status Step(Model model, torch::optim::Optimizer& optimizer, int step, int rank, int size) {
   optimizer.zero_grad();

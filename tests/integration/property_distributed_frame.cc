@@ -69,7 +69,7 @@ Tensors DistributedFrame::Join() {
 }
 
 at::Tensor DistributedFrame::CallMm(int worker, const at::Tensor& a, const at::Tensor& b) {
-  const auto product = worker_.CallOperator(NameOf(worker), "aten::mm", {a, b}, options_);
+  const auto product = worker_.CallOp(NameOf(worker), "aten::mm", {a, b}, options_);
   if (product.ok()) return (*product)[0].toTensor();
   run_.Fail(product.status());
   return at::zeros({2, 2});

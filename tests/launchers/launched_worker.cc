@@ -17,7 +17,7 @@ absl::Status RunLaunchedWorker(const std::function<absl::Status(const Worker&)>&
   const absl::Time deadline = absl::Now() + patience;
   DG_ASSIGN_OR_RETURN(
       const std::unique_ptr<Worker> worker,
-      Worker::Create({.threads = 1, .timeout = patience, .join_timeout = patience}));
+      Worker::Create({.thread_count = 1, .timeout = patience, .join_timeout = patience}));
   DG_RETURN_IF_ERROR(
       worker->Register("greet", [&worker](Request& request) -> absl::StatusOr<Message> {
         return Message{absl::StrCat(request.message.payload, " greeted by ", worker->name()), {}};

@@ -249,7 +249,7 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
 
 void Job::RunBarrier(const Action& action, int i, Worker* worker) {
   const std::string what = absl::StrCat(Text(action), ", worker", i);
-  const auto on_lost = static_cast<OnLostMember>(action.a);
+  const auto on_lost = static_cast<OnLost>(action.a);
   int number;
   {
     absl::MutexLock lock(&mu_);
@@ -263,7 +263,7 @@ void Job::RunBarrier(const Action& action, int i, Worker* worker) {
   if (!passed.ok()) return;
   absl::MutexLock lock(&mu_);
   barriers_[i].passed = number;
-  if (on_lost != OnLostMember::kFail && disturbed_) return;
+  if (on_lost != OnLost::kFail && disturbed_) return;
   for (int other = 0; other < plan_.workers; ++other) {
     if (barriers_[other].come >= number || ever_killed_.count(other) > 0) continue;
     if (wrong_.empty()) {

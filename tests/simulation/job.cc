@@ -359,7 +359,7 @@ void Job::CheckNothingIsLeft() {
       if (worker == nullptr) continue;
       for (const ContextState& context : worker->Contexts()) {
         absl::StrAppend(&left, worker->name(), " has a context with ", context.sends, " sends, ",
-                        context.recvs, " recvs and ", context.passes.size(), " passes; ");
+                        context.receives, " recvs and ", context.passes.size(), " passes; ");
       }
       const WorkerMetrics metrics = worker->Metrics();
       for (const CallStats& calls : metrics.calls) {

@@ -38,7 +38,7 @@ struct Action {
     kTrain,     // a: the seed of its path; b: how many came before it; c: of the bits of TrainFlags
     kPipeline,  // a: a seed; b: an Ending; c: of the bits of PipelineFlags
     kAverages,  // all: a: a seed; b: steps
-    kBarrier,   // all: a: an OnLostMember, the same in all of a plan
+    kBarrier,   // all: a: an OnLost, the same in all of a plan
     kGuest,     // fate: a worker joins; a: its number; b: a seed; c: milliseconds until it leaves
     kPause,     // a: milliseconds
     kCut,       // a, b: workers; c: silently

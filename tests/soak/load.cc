@@ -299,8 +299,7 @@ absl::Status Load::Many(Work& work) {
 
 absl::Status Load::Operator(Work& work) {
   const at::Tensor a = at::full({3, 3}, 2), b = at::full({3, 3}, 3);
-  DG_ASSIGN_OR_RETURN(const auto reply,
-                      worker_->CallOperator(Any(work), "aten::add.Tensor", {a, b}));
+  DG_ASSIGN_OR_RETURN(const auto reply, worker_->CallOp(Any(work), "aten::add.Tensor", {a, b}));
   return reply.at(0).toTensor().equal(at::full({3, 3}, 5)) ? absl::OkStatus()
                                                            : Wrong("an operator");
 }

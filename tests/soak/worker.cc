@@ -118,8 +118,7 @@ class SoakWorker {
     if (command == "join") return Join();
     if (command == "go") return Go();
     if (command == "barrier") {
-      DG_RETURN_IF_ERROR(
-          session_->worker->Barrier(Deadline::After(kHangs), OnLostMember::kGoOnWithout));
+      DG_RETURN_IF_ERROR(session_->worker->Barrier(Deadline::After(kHangs), OnLost::kGoOnWithout));
       return "met";
     }
     if (command == "stop") return Stop();
@@ -136,7 +135,7 @@ class SoakWorker {
                                                          .join = options_.rank < 0,
                                                          .rank = options_.rank,
                                                          .world_size = options_.world_size,
-                                                         .threads = 2,
+                                                         .thread_count = 2,
                                                          .join_timeout = kHangs}));
     DG_ASSIGN_OR_RETURN(session->optimizers, ServeFunctions(session->worker.get()));
     absl::MutexLock lock(&mu_);
@@ -181,7 +180,7 @@ class SoakWorker {
     if (metrics.passes_running > 0) absl::StrAppend(&left, " ", metrics.passes_running, " passes;");
     for (const ContextState& context : session_->worker->Contexts()) {
       absl::StrAppend(&left, " context ", context.id, " with ", context.sends, " sends and ",
-                      context.recvs, " recvs;");
+                      context.receives, " recvs;");
     }
     return left;
   }

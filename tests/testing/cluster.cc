@@ -51,7 +51,7 @@ WorkerOptions Cluster::OptionsOf(int i) const {
   return {.store = store_,
           .transport = options_.transport,
           .network = network_,
-          .threads = options_.threads,
+          .thread_count = options_.thread_count,
           .timeout = options_.timeout,
           .serve_operators = options_.serve_operators,
           .limits = options_.limits,

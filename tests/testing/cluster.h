@@ -23,7 +23,7 @@ namespace distgrad {
 struct ClusterOptions {
   int workers = 2;
   std::string transport = "inproc";
-  size_t threads = 2;
+  size_t thread_count = 2;
   absl::Duration timeout = absl::Seconds(60);
   std::shared_ptr<FaultInjector> faults = nullptr;  // for inproc
   std::shared_ptr<Store> store = nullptr;           // one in this process, unless it is given

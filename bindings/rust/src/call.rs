@@ -125,7 +125,7 @@ macro_rules! calls {
     ($($type:ty),*) => {$(
         impl $type {
             /// Calls a function of the worker named `to` (which may be this one). Waits for the
-            /// reply, and before it for room to send ([`Limits::bytes_per_peer`]($crate::Limits)).
+            /// reply, and before it for credit ([`Limits::bytes_per_peer`]($crate::Limits)).
             ///
             /// Inside a context gradients will flow back through the tensors that require grad, both
             /// ways. Large tensors are sent without a copy: do not write to them before the reply
@@ -142,7 +142,7 @@ macro_rules! calls {
             }
 
             /// The same without waiting: `Code::ResourceExhausted`, as the future's error, if there is
-            /// no room to send.
+            /// no credit to send.
             #[doc(alias = "dg_worker_call_async")]
             pub fn call_async(&self, to: &str, function: &str, request: &$crate::Message) -> $crate::Result<$crate::Future<$crate::Message>> {
                 self.caller().invoke_async(to, function, request)

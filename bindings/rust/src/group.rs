@@ -137,23 +137,23 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-/// The options of an [`Averager`], each with a default.
-#[doc(alias = "dg_averager_options")]
+/// The options of a [`GradientAverager`], each with a default.
+#[doc(alias = "dg_gradient_averager_options")]
 #[derive(Clone, Debug, Default)]
-pub struct AveragerOptions {
+pub struct GradientAveragerOptions {
     divide_by_active: bool,
     bucket_bytes: u64,
     buffers: Vec<Tensor>,
 }
 
-impl AveragerOptions {
+impl GradientAveragerOptions {
     /// All default, without buffers.
     pub fn new() -> Self {
         Self::default()
     }
-    /// Divides by the number of ranks that have not [joined](Averager::join), rather than by all.
-    /// Default: by all.
-    #[doc(alias = "DG_AVERAGER_DIVIDE_BY_ACTIVE")]
+    /// Divides by the number of ranks that have not [joined](GradientAverager::join), rather than by
+    /// all. Default: by all.
+    #[doc(alias = "DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE")]
     pub fn divide_by_active(mut self, divide: bool) -> Self {
         self.divide_by_active = divide;
         self
@@ -173,15 +173,15 @@ impl AveragerOptions {
     /// values, which become those of rank 0. Waits for all ranks.
     ///
     /// `Code::InvalidArgument`, on every rank, names the first tensor that differs.
-    #[doc(alias = "dg_averager_create")]
+    #[doc(alias = "dg_gradient_averager_create")]
     pub fn create(
         &self,
         group: &ProcessGroup,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
-    ) -> Result<Averager> {
+    ) -> Result<GradientAverager> {
         let (_parameters, parameters) = handles_of(parameters);
         let (_buffers, buffers) = handles_of(&self.buffers);
-        Ok(Averager(Owned::new(ffi::averager_create(
+        Ok(GradientAverager(Owned::new(ffi::averager_create(
             group.0.get(),
             &parameters,
             &buffers,
@@ -193,34 +193,34 @@ impl AveragerOptions {
 
 /// Averages the gradients of a list of parameters over the ranks of a group, step by step: a
 /// bucketed all-reduce, as in PyTorch's DistributedDataParallel.
-#[doc(alias = "dg_averager")]
-#[doc(alias = "dg_averager_destroy")]
-pub struct Averager(Owned<AveragerHandle>);
+#[doc(alias = "dg_gradient_averager")]
+#[doc(alias = "dg_gradient_averager_destroy")]
+pub struct GradientAverager(Owned<AveragerHandle>);
 
-impl Averager {
+impl GradientAverager {
     /// Averages the gradients that a context has for the parameters, between its backward and the
     /// step of an optimizer; each rank has a context of its own. A parameter for which no rank has
     /// a gradient is left out. Waits for all ranks.
-    #[doc(alias = "dg_averager_average")]
+    #[doc(alias = "dg_gradient_averager_average")]
     pub fn average(&self, context: &Context<'_>) -> Result<()> {
         Ok(ffi::averager_average(self.0.get(), context.handle())?)
     }
 
     /// Makes the averages of a context begin during its backward, as the gradients come;
-    /// [`average`](Averager::average) then ends them. Call it before that backward, which has to be
-    /// the context's only one; nothing else may change the gradients in between. Other ranks need
-    /// not do the same. Waits for an average that runs on another thread.
+    /// [`average`](GradientAverager::average) then ends them. Call it before that backward, which has
+    /// to be the context's only one; nothing else may change the gradients in between. Other ranks
+    /// need not do the same. Waits for an average that runs on another thread.
     ///
     /// An averager has one such context at a time, and a context one such averager: any other
     /// average, and the context's release, abandons this one, which is an error of all ranks if its
     /// averages have begun.
-    #[doc(alias = "dg_averager_average_in_backward")]
+    #[doc(alias = "dg_gradient_averager_average_in_backward")]
     pub fn average_in_backward(&self, context: &Context<'_>) -> Result<()> {
         Ok(ffi::averager_average_in_backward(self.0.get(), context.handle())?)
     }
 
-    /// Takes part in the next [`average`](Averager::average) of the other ranks, for a rank that
-    /// has run out of data while others have not. It has a context of its own, which has no
+    /// Takes part in the next [`average`](GradientAverager::average) of the other ranks, for a rank
+    /// that has run out of data while others have not. It has a context of its own, which has no
     /// gradients of the parameters. Waits for all ranks.
     ///
     /// `true` if the others go on: the context then has the averages, and an optimizer of this rank
@@ -229,7 +229,7 @@ impl Averager {
     /// lowest rank that was the last to go on.
     ///
     /// ```no_run
-    /// # fn f(worker: &distgrad::Worker, averager: &distgrad::Averager,
+    /// # fn f(worker: &distgrad::Worker, averager: &distgrad::GradientAverager,
     /// #      optimizer: &distgrad::Optimizer<'_>) -> distgrad::Result<()> {
     /// loop {
     ///     let context = worker.context()?;
@@ -243,21 +243,21 @@ impl Averager {
     /// ```
     ///
     /// `Code::FailedPrecondition`, before anything begins, if the context has gradients already.
-    #[doc(alias = "dg_averager_join")]
+    #[doc(alias = "dg_gradient_averager_join")]
     pub fn join(&self, context: &Context<'_>) -> Result<bool> {
         Ok(ffi::averager_join(self.0.get(), context.handle(), false)?)
     }
 
-    /// As [`join`](Averager::join), for the second average of a step and those after it: the context
-    /// has the gradients of earlier averages, as those of the other ranks have.
-    #[doc(alias = "DG_AVERAGER_JOIN_KEEP_GRADIENTS")]
+    /// As [`join`](GradientAverager::join), for the second average of a step and those after it: the
+    /// context has the gradients of earlier averages, as those of the other ranks have.
+    #[doc(alias = "DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS")]
     pub fn join_keeping_gradients(&self, context: &Context<'_>) -> Result<bool> {
         Ok(ffi::averager_join(self.0.get(), context.handle(), true)?)
     }
 }
 
-impl fmt::Debug for Averager {
+impl fmt::Debug for GradientAverager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Averager")
+        f.write_str("GradientAverager")
     }
 }

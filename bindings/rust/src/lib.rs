@@ -46,7 +46,7 @@
 //!   many contexts may be in flight at the same time.
 //! - An [`Optimizer`] steps the parameters of all workers from a context's gradients.
 //! - A [`DataParallel`] runs a function on several devices of one machine, each with a part of the
-//!   batch. An [`Averager`] does data parallel across the processes of a [`ProcessGroup`]: it averages
+//!   batch. A [`GradientAverager`] does data parallel across the processes of a [`ProcessGroup`]: it averages
 //!   the gradients of their contexts.
 //! - A [`Tensor`] is torch's. All of torch's operators are there by name ([`op`]), common ones as
 //!   methods, and autograd records them.
@@ -121,7 +121,7 @@ pub use ffi::DlpackTensor;
 pub use ffi::OPERATORS_IN_PLACE;
 pub use ffi::{op, op_unchecked, ops, ops_unchecked};
 pub use future::{Awaiting, Future};
-pub use group::{Averager, AveragerOptions, ProcessGroup, ProcessGroupOptions};
+pub use group::{GradientAverager, GradientAveragerOptions, ProcessGroup, ProcessGroupOptions};
 pub use limits::Limits;
 pub use log::{remove_log_sink, set_log_sink, Severity};
 pub use message::Message;
@@ -136,7 +136,7 @@ pub use state::{ContextState, Member, MemberEvent, MemberEventKind, OnLost, Pass
 pub use tensor::{NoGrad, Tensor};
 pub use value::Value;
 pub use worker::{HandlerResult, Worker};
-pub use worker_options::{Operators, WorkerOptions};
+pub use worker_options::{ServeOperators, WorkerOptions};
 
 /// Calls `wait` on this thread and returns its result; in a handler, other handlers may run
 /// meanwhile in its place. For handlers that wait for something which is not distgrad's, a lock or

@@ -82,9 +82,9 @@ impl WorkerOptions {
         self
     }
     /// Sets which operators the others may call here. Default: those of torch that only compute.
-    pub fn operators(mut self, operators: Operators) -> Self {
-        self.set_flag(NO_OPERATORS, operators == Operators::None);
-        self.set_flag(ALL_OPERATORS, operators == Operators::All);
+    pub fn serve_operators(mut self, operators: ServeOperators) -> Self {
+        self.set_flag(NO_OPERATORS, operators == ServeOperators::None);
+        self.set_flag(ALL_OPERATORS, operators == ServeOperators::All);
         self
     }
     /// Sets a name that tells apart jobs which share one rendezvous; without `/`. Default: empty.
@@ -171,7 +171,7 @@ impl WorkerOptions {
 
 /// Which operators the others may call on a worker, without any registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Operators {
+pub enum ServeOperators {
     /// Those of torch that only compute; docs/security.md has the rule.
     #[default]
     Pure,

@@ -1,7 +1,7 @@
 //! How workers join a job, what they know of it, and how they leave it.
 mod common;
 use common::{alone, alone_with, empty, floats, pair, weight, Folder, LONG};
-use distgrad::{values, Code, Error, Message, Operators, Value, WorkerOptions};
+use distgrad::{values, Code, Error, Message, ServeOperators, Value, WorkerOptions};
 use std::{env, fs, process::Command, thread, time::Duration};
 
 #[test]
@@ -96,11 +96,11 @@ fn limits_of_silence() {
 fn operators_that_may_be_called() {
     let x = floats(&[2.0]);
     for (operators, code_of_computing, code_of_others) in [
-        (Operators::Pure, None, Some(Code::PermissionDenied)),
-        (Operators::None, Some(Code::PermissionDenied), Some(Code::PermissionDenied)),
-        (Operators::All, None, None),
+        (ServeOperators::Pure, None, Some(Code::PermissionDenied)),
+        (ServeOperators::None, Some(Code::PermissionDenied), Some(Code::PermissionDenied)),
+        (ServeOperators::All, None, None),
     ] {
-        let worker = alone_with(WorkerOptions::new().operators(operators));
+        let worker = alone_with(WorkerOptions::new().serve_operators(operators));
         let code = |op: &str, arguments: &[Value<'_>]| {
             worker.call_op("alone", op, arguments).err().map(|error| error.code())
         };

@@ -845,7 +845,7 @@ typedef struct dg_call_options {
   { sizeof(dg_call_options), 0, 0, 0 }
 
 /* Calls a function of the worker named `to` (which may be this one). Waits for the reply, and
- * before it for room to send (dg_limits.bytes_per_peer).
+ * before it for credit (dg_limits.bytes_per_peer).
  *
  * Inside a context gradients will flow back through the tensors that require grad, both ways. Large
  * tensors are sent without a copy: do not write to them before the reply has come.
@@ -859,7 +859,7 @@ DG_API DG_MUST_USE dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str
                                             const dg_call_options* options,
                                             dg_message** reply) DG_NOEXCEPT;
 /* The same without waiting: dg_future_result gives the reply. DG_RESOURCE_EXHAUSTED, as the
- * future's error, if there is no room to send. */
+ * future's error, if there is no credit. */
 DG_API DG_MUST_USE dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, dg_str function,
                                                   const dg_message* request,
                                                   const dg_call_options* options,
@@ -1203,46 +1203,45 @@ DG_API DG_MUST_USE dg_error* dg_process_group_fail(dg_process_group* group, dg_c
 
 /* Averages the gradients of a list of parameters over the ranks of a group, step by step: a
  * bucketed all-reduce, as in PyTorch's DistributedDataParallel. */
-typedef struct dg_averager dg_averager;
+typedef struct dg_gradient_averager dg_gradient_averager;
 
-typedef struct dg_averager_options {
+typedef struct dg_gradient_averager_options {
   size_t struct_size;
-  uint64_t flags;                  /* DG_AVERAGER_... */
+  uint64_t flags;                  /* DG_GRADIENT_AVERAGER_... */
   uint64_t bucket_bytes;           /* the largest bucket of gradients; 0: 25 MiB */
-  const dg_tensor* const* buffers; /* the model's other tensors; see dg_averager_create */
+  const dg_tensor* const* buffers; /* the model's other tensors; see dg_gradient_averager_create */
   size_t buffer_count;
-} dg_averager_options;
-#define DG_AVERAGER_OPTIONS_INIT \
-  { sizeof(dg_averager_options), 0, 0, 0, 0 }
-/* Divide by the number of ranks that have not joined (dg_averager_join), rather than by all. */
-#define DG_AVERAGER_DIVIDE_BY_ACTIVE UINT64_C(1)
+} dg_gradient_averager_options;
+#define DG_GRADIENT_AVERAGER_OPTIONS_INIT \
+  { sizeof(dg_gradient_averager_options), 0, 0, 0, 0 }
+/* Divide by the number of ranks that have not joined (dg_gradient_averager_join), rather than by
+ * all. */
+#define DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE UINT64_C(1)
 
 /* Creates an averager, with the same parameters and buffers on every rank but for their values,
  * which become those of rank 0. DG_INVALID_ARGUMENT, on every rank, names the first tensor that
  * differs. Keeps the group alive. Waits for all ranks. */
-DG_API DG_MUST_USE dg_error* dg_averager_create(dg_process_group* group,
-                                                const dg_tensor* const* parameters,
-                                                size_t parameter_count,
-                                                const dg_averager_options* options,
-                                                dg_averager** out) DG_NOEXCEPT;
-DG_API void dg_averager_destroy(dg_averager* averager) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_gradient_averager_create(
+    dg_process_group* group, const dg_tensor* const* parameters, size_t parameter_count,
+    const dg_gradient_averager_options* options, dg_gradient_averager** out) DG_NOEXCEPT;
+DG_API void dg_gradient_averager_destroy(dg_gradient_averager* averager) DG_NOEXCEPT;
 
 /* Averages the gradients that a context has for the parameters, between its backward and the
  * step of an optimizer; each rank has a context of its own. A parameter for which no rank has a
  * gradient is left out. Waits for all ranks. */
-DG_API DG_MUST_USE dg_error* dg_averager_average(dg_averager* averager,
-                                                 const dg_context* context) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_gradient_averager_average(dg_gradient_averager* averager,
+                                                          const dg_context* context) DG_NOEXCEPT;
 /* Makes the averages of a context begin during its backward, as the gradients come;
- * dg_averager_average then ends them. Call it before that backward, which has to be the
+ * dg_gradient_averager_average then ends them. Call it before that backward, which has to be the
  * context's only one; nothing else may change the gradients in between. Other ranks need not do
  * the same. An averager has one such context at a time, and a context one such averager: any
  * other average, and the context's release, abandons this one, which is an error of all ranks if
  * its averages have begun. Waits for an average that runs on another thread. */
-DG_API DG_MUST_USE dg_error* dg_averager_average_in_backward(dg_averager* averager,
-                                                             const dg_context* context) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_gradient_averager_average_in_backward(
+    dg_gradient_averager* averager, const dg_context* context) DG_NOEXCEPT;
 
-/* Takes part in the next dg_averager_average of the other ranks, for a rank that has run out of
- * data while others have not. It has a context of its own, which has no gradients of the
+/* Takes part in the next dg_gradient_averager_average of the other ranks, for a rank that has run
+ * out of data while others have not. It has a context of its own, which has no gradients of the
  * parameters. Waits for all ranks.
  *
  * `others_go_on` becomes 1 if the others go on: the context then has the averages, and an
@@ -1250,12 +1249,13 @@ DG_API DG_MUST_USE dg_error* dg_averager_average_in_backward(dg_averager* averag
  * keeps the same state. It becomes 0 when all ranks have called this; they then have the
  * parameters and buffers of the lowest rank that was the last to go on. DG_FAILED_PRECONDITION,
  * before anything begins, if the context has gradients and `flags` lacks
- * DG_AVERAGER_JOIN_KEEP_GRADIENTS. */
-DG_API DG_MUST_USE dg_error* dg_averager_join(dg_averager* averager, const dg_context* context,
-                                              uint64_t flags, uint32_t* others_go_on) DG_NOEXCEPT;
-/* Flag of dg_averager_join: the context has the gradients of earlier averages, as those of the
- * other ranks have. For a step's second average and those after it. */
-#define DG_AVERAGER_JOIN_KEEP_GRADIENTS UINT64_C(1)
+ * DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS. */
+DG_API DG_MUST_USE dg_error* dg_gradient_averager_join(dg_gradient_averager* averager,
+                                                       const dg_context* context, uint64_t flags,
+                                                       uint32_t* others_go_on) DG_NOEXCEPT;
+/* Flag of dg_gradient_averager_join: the context has the gradients of earlier averages, as those of
+ * the other ranks have. For a step's second average and those after it. */
+#define DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS UINT64_C(1)
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -1072,32 +1072,35 @@ class ProcessGroup {
   Handle<dg_process_group, dg_process_group_destroy> handle_;
 };
 
-class Averager {
+class GradientAverager {
  public:
-  Averager(ProcessGroup& group, const std::vector<Tensor>& parameters,
-           const dg_averager_options& options = DG_AVERAGER_OPTIONS_INIT) {
+  GradientAverager(
+      ProcessGroup& group, const std::vector<Tensor>& parameters,
+      const dg_gradient_averager_options& options = DG_GRADIENT_AVERAGER_OPTIONS_INIT) {
     const std::vector<const dg_tensor*> handles = Handles(parameters);
-    dg_averager* out = nullptr;
-    Check(dg_averager_create(group.get(), handles.data(), handles.size(), &options, &out));
-    handle_ = Handle<dg_averager, dg_averager_destroy>(out);
+    dg_gradient_averager* out = nullptr;
+    Check(dg_gradient_averager_create(group.get(), handles.data(), handles.size(), &options, &out));
+    handle_ = Handle<dg_gradient_averager, dg_gradient_averager_destroy>(out);
   }
-  void Average(const Context& context) { Check(dg_averager_average(get(), context.get())); }
+  void Average(const Context& context) {
+    Check(dg_gradient_averager_average(get(), context.get()));
+  }
   // Makes the averages begin during the backward of the context; call it before, and Average()
   // after that.
   void AverageInBackward(const Context& context) {
-    Check(dg_averager_average_in_backward(get(), context.get()));
+    Check(dg_gradient_averager_average_in_backward(get(), context.get()));
   }
   // Takes part in the others' next average, for a rank that has run out of data; false when all
-  // have. `flags`: DG_AVERAGER_JOIN_...
+  // have. `flags`: DG_GRADIENT_AVERAGER_JOIN_...
   bool Join(const Context& context, uint64_t flags = 0) {
     uint32_t others_go_on = 0;
-    Check(dg_averager_join(get(), context.get(), flags, &others_go_on));
+    Check(dg_gradient_averager_join(get(), context.get(), flags, &others_go_on));
     return others_go_on != 0;
   }
-  dg_averager* get() const noexcept { return handle_.get(); }
+  dg_gradient_averager* get() const noexcept { return handle_.get(); }
 
  private:
-  Handle<dg_averager, dg_averager_destroy> handle_;
+  Handle<dg_gradient_averager, dg_gradient_averager_destroy> handle_;
 };
 
 }  // namespace dg

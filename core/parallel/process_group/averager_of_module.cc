@@ -28,7 +28,8 @@ std::unordered_set<const void*> SparseGradients(const torch::nn::Module& module)
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<GradientAverager>> GradientAverager::Create(
-    std::shared_ptr<ProcessGroup> group, const torch::nn::Module& module, AveragerOptions options) {
+    std::shared_ptr<ProcessGroup> group, const torch::nn::Module& module,
+    GradientAveragerOptions options) {
   const std::unordered_set<const void*> sparse = SparseGradients(module);
   std::vector<NamedTensor> parameters, buffers;
   for (const auto& item : module.named_parameters()) {

@@ -17,7 +17,7 @@ namespace distgrad {
 // In the order in which they depend on each other.
 struct GradientAverager::Parts {
   Parts(const std::shared_ptr<ProcessGroup>& group, ReplicatedTensors all,
-        const AveragerOptions& options)
+        const GradientAveragerOptions& options)
       : tensors(std::move(all)),
         plan(group, tensors.trained(), options.bucket_bytes, options.first_bucket_bytes,
              options.divide_by_active),
@@ -34,7 +34,7 @@ struct GradientAverager::Parts {
 
 absl::StatusOr<std::unique_ptr<GradientAverager>> GradientAverager::Create(
     std::shared_ptr<ProcessGroup> group, std::vector<NamedTensor> parameters,
-    std::vector<NamedTensor> buffers, AveragerOptions options) {
+    std::vector<NamedTensor> buffers, GradientAveragerOptions options) {
   if (group == nullptr) return absl::InvalidArgumentError("an averager needs a process group");
   ReplicatedTensors tensors(group, parameters, buffers);
   DG_RETURN_IF_ERROR(tensors.CheckParameters());

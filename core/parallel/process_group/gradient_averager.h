@@ -42,7 +42,7 @@ class Module;
 
 namespace distgrad {
 
-struct AveragerOptions {
+struct GradientAveragerOptions {
   // Gradients are averaged in buckets of so many bytes; the first of a backward is smaller, so
   // that it begins early. The same on all ranks.
   size_t bucket_bytes = size_t{25} << 20;
@@ -71,11 +71,11 @@ class GradientAverager {
   // Each tensor counts once; frozen parameters are left out.
   static absl::StatusOr<std::unique_ptr<GradientAverager>> Create(
       std::shared_ptr<ProcessGroup> group, std::vector<NamedTensor> parameters,
-      std::vector<NamedTensor> buffers, AveragerOptions options = {});
+      std::vector<NamedTensor> buffers, GradientAveragerOptions options = {});
   // Of all parameters and buffers of a module. It may change and end before the averager.
   static absl::StatusOr<std::unique_ptr<GradientAverager>> Create(
       std::shared_ptr<ProcessGroup> group, const torch::nn::Module& module,
-      AveragerOptions options = {});
+      GradientAveragerOptions options = {});
 
   // Takes the hooks off the parameters.
   ~GradientAverager();

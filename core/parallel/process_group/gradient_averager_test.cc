@@ -33,7 +33,7 @@ namespace {
 using at::Tensor;
 using Group = std::shared_ptr<ProcessGroup>;
 
-constexpr AveragerOptions kSmallBuckets = {.bucket_bytes = 64, .first_bucket_bytes = 16};
+constexpr GradientAveragerOptions kSmallBuckets = {.bucket_bytes = 64, .first_bucket_bytes = 16};
 
 bool Contains(const absl::Status& status, absl::string_view text) {
   return absl::StrContains(status.message(), text);
@@ -42,7 +42,7 @@ bool Contains(const absl::Status& status, absl::string_view text) {
 std::unique_ptr<GradientAverager> NewAverager(const Group& group,
                                               std::vector<NamedTensor> parameters,
                                               std::vector<NamedTensor> buffers = {},
-                                              AveragerOptions options = kSmallBuckets) {
+                                              GradientAveragerOptions options = kSmallBuckets) {
   auto averager =
       GradientAverager::Create(group, std::move(parameters), std::move(buffers), options);
   EXPECT_TRUE(averager.ok()) << averager.status();
@@ -227,7 +227,8 @@ TEST(GradientAveragerTest, WhatDiffersIsNamedOnEveryRank) {
   RunRanks(3, [](Group group) {
     const int rank = group->rank();
     const auto status = [&](std::vector<NamedTensor> parameters,
-                            std::vector<NamedTensor> buffers = {}, AveragerOptions options = {}) {
+                            std::vector<NamedTensor> buffers = {},
+                            GradientAveragerOptions options = {}) {
       return GradientAverager::Create(group, std::move(parameters), std::move(buffers), options)
           .status();
     };
@@ -546,7 +547,7 @@ TEST(GradientAveragerTest, ABackwardWithinABackwardThatFailsAndIsCaughtEndsNothi
         const Tensor x = torch::ones({8}).requires_grad_();
         const auto averager =
             NewAverager(group, {{"within", within}, {"first", first}}, {},
-                        one_bucket ? AveragerOptions{.bucket_bytes = 1024} : kSmallBuckets);
+                        one_bucket ? GradientAveragerOptions{.bucket_bytes = 1024} : kSmallBuckets);
         const Checkpointed::Run run = [&](const Tensor& y) { return Fail::apply(y) * within; };
         for (int step = 0; step < 2; ++step) {
           for (const Tensor& parameter : {within, first}) parameter.mutable_grad().reset();

@@ -368,13 +368,13 @@ ProcessGroupHandle process_group_create(WorkerHandle worker, const RawProcessGro
 
 AveragerHandle averager_create(ProcessGroupHandle group, Tensors parameters, Tensors buffers,
                                uint64_t bucket_bytes, bool divide_by_active) {
-  dg_averager_options options = DG_AVERAGER_OPTIONS_INIT;
-  options.flags = divide_by_active ? DG_AVERAGER_DIVIDE_BY_ACTIVE : 0;
+  dg_gradient_averager_options options = DG_GRADIENT_AVERAGER_OPTIONS_INIT;
+  options.flags = divide_by_active ? DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE : 0;
   options.bucket_bytes = bucket_bytes;
   options.buffers = buffers.data();
   options.buffer_count = buffers.size();
-  return Out<AveragerHandle>(dg_averager_create, group, parameters.data(), parameters.size(),
-                             &options);
+  return Out<AveragerHandle>(dg_gradient_averager_create, group, parameters.data(),
+                             parameters.size(), &options);
 }
 
 }  // namespace distgrad_rust

@@ -44,7 +44,7 @@ using ContextHandle = dg_context*;
 using OptimizerHandle = dg_optimizer*;
 using DataParallelHandle = dg_data_parallel*;
 using ProcessGroupHandle = dg_process_group*;
-using AveragerHandle = dg_averager*;
+using AveragerHandle = dg_gradient_averager*;
 
 struct Handler;
 struct ResponderHandler;
@@ -374,17 +374,18 @@ inline void process_group_fail(ProcessGroupHandle group, int32_t code, rust::Str
 }
 AveragerHandle averager_create(ProcessGroupHandle group, Tensors parameters, Tensors buffers,
                                uint64_t bucket_bytes, bool divide_by_active);
-inline void averager_destroy(AveragerHandle averager) { dg_averager_destroy(averager); }
+inline void averager_destroy(AveragerHandle averager) { dg_gradient_averager_destroy(averager); }
 inline void averager_average(AveragerHandle averager, ContextHandle context) {
-  dg::Check(dg_averager_average(averager, context));
+  dg::Check(dg_gradient_averager_average(averager, context));
 }
 inline void averager_average_in_backward(AveragerHandle averager, ContextHandle context) {
-  dg::Check(dg_averager_average_in_backward(averager, context));
+  dg::Check(dg_gradient_averager_average_in_backward(averager, context));
 }
 inline bool averager_join(AveragerHandle averager, ContextHandle context, bool keep_gradients) {
   uint32_t others_go_on = 0;
-  dg::Check(dg_averager_join(averager, context,
-                             keep_gradients ? DG_AVERAGER_JOIN_KEEP_GRADIENTS : 0, &others_go_on));
+  dg::Check(dg_gradient_averager_join(averager, context,
+                                      keep_gradients ? DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS : 0,
+                                      &others_go_on));
   return others_go_on != 0;
 }
 
