@@ -30,7 +30,7 @@ TEST(CppTest, Operators) {
   EXPECT_EQ(x.device(), "cpu");
   EXPECT_EQ(dg::Op("aten::add.Tensor", {x, 1.5}).data<float>()[0], 4.5f);
   EXPECT_EQ(dg::Op("aten::cat", {std::vector<dg::Tensor>{x, x}}).size(), 6);
-  const std::vector<dg::Tensor> sorted = dg::Ops("aten::sort", {x});
+  const std::vector<dg::Tensor> sorted = dg::Ops("aten::sort", {x}).tensors();
   ASSERT_EQ(sorted.size(), 2u);
   EXPECT_EQ(sorted[0].data<float>()[0], 1);
   EXPECT_EQ(sorted[1].data<int64_t>()[0], 1);
@@ -47,6 +47,25 @@ TEST(CppTest, Operators) {
   EXPECT_FALSE(x.Detach().requires_grad());
   const dg::NoGrad no_grad;
   EXPECT_FALSE(dg::Op("aten::exp", {x}).requires_grad());
+  {
+    const dg::EnableGrad enable_grad;
+    EXPECT_TRUE(dg::Op("aten::exp", {x}).requires_grad());
+  }
+  EXPECT_FALSE(dg::GradEnabled());
+}
+
+TEST(CppTest, ResultsThatAreNotTensors) {
+  const dg::Tensor x = dg::Tensor::From<float>({3, 1, 2}, {3});
+  const dg::Values sum = dg::Ops("aten::item", {dg::Op("aten::sum", {x})});
+  ASSERT_EQ(sum.size(), 1u);
+  EXPECT_EQ(sum.at(0).kind, uint64_t{DG_VALUE_REAL});
+  EXPECT_EQ(sum.at(0).as.real, 6);
+  EXPECT_EQ(CodeOf([&] { sum.tensor(0); }), DG_INVALID_ARGUMENT);
+  EXPECT_EQ(CodeOf([&] { sum.tensors(); }), DG_INVALID_ARGUMENT);  // rather than none
+  EXPECT_EQ(CodeOf([&] { sum.at(1); }), DG_INVALID_ARGUMENT);
+  const dg::Values pair = dg::Ops("aten::split.Tensor", {x, 2});
+  ASSERT_EQ(pair.size(), 1u);  // a list
+  EXPECT_EQ(pair.tensors().size(), 2u);
 }
 
 // A pointer is no bool: an operator that takes a number for a tensor would compute something else.
@@ -208,8 +227,9 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   worker.Register("nested", [&worker](const dg::Request& request) {
     const dg_call_options options = request.Nested();
     const auto echoes = worker.CallEach({"worker0"}, "echo", dg::Message("x"), options);
-    return dg::Message(std::get<dg::Message>(echoes[0]).payload(),
-                       worker.CallOps("worker0", "aten::neg", {request.tensor(0)}, options));
+    return dg::Message(
+        std::get<dg::Message>(echoes[0]).payload(),
+        worker.CallOp("worker0", "aten::neg", {request.tensor(0)}, options).tensors());
   });
   {
     const dg::Tensor two = dg::Tensor::From<float>({2}, {1});
@@ -220,8 +240,7 @@ TEST(CppTest, TracesAndSeveralWorkers) {
     cancellation.Cancel();
     dg_call_options options = DG_CALL_OPTIONS_INIT;
     options.cancellation = cancellation.get();
-    EXPECT_EQ(CodeOf([&] { worker.CallOps("worker0", "aten::neg", {two}, options); }),
-              DG_CANCELLED);
+    EXPECT_EQ(CodeOf([&] { worker.CallOp("worker0", "aten::neg", {two}, options); }), DG_CANCELLED);
     const auto given_up = worker.CallEach({"worker0"}, "echo", dg::Message("x"), options);
     EXPECT_EQ(std::get<dg::Error>(given_up[0]).code(), DG_CANCELLED);
   }
@@ -401,13 +420,13 @@ TEST(CppTest, Job) {
     EXPECT_EQ(CodeOf([&] { optimizer.ClipGradients(context, -1); }), DG_INVALID_ARGUMENT);
     optimizer.Step(context);
     EXPECT_LT(x.data<float>()[0], 2);
-    EXPECT_EQ(worker.CallOps("worker1", "aten::neg", {x}, &context)[0].size(), 1);
+    EXPECT_EQ(worker.CallOp("worker1", "aten::neg", {x}, &context).tensor(0).size(), 1);
   }
   {
     const dg::Context context(worker);
     EXPECT_GE(worker.context_count(), 1u);
-    const dg::Future future = worker.CallOpsAsync("worker1", "aten::mul.Tensor", {x, x}, &context);
-    const std::vector<dg::Tensor> squares = future.GetOps();
+    const dg::Future future = worker.CallOpAsync("worker1", "aten::mul.Tensor", {x, x}, &context);
+    const std::vector<dg::Tensor> squares = future.GetValues().tensors();
     ASSERT_EQ(squares.size(), 1u);
     context.BackwardAsync({squares[0]}).Get();
     const std::vector<std::pair<dg::Tensor, dg::Tensor>> gradients = context.Gradients();

@@ -55,8 +55,9 @@
 //! # Threads and deadlines
 //!
 //! Everything here may be used and dropped on any thread, in any order, except that a [`NoGrad`]
-//! stays on its thread and a [`DlpackTensor`] is used by one thread at a time. Calls, passes, joining
-//! and collectives have deadlines; barriers, shutdown and closing take a timeout.
+//! or [`EnableGrad`] stays on its thread and a [`DlpackTensor`] is used by one thread at a time.
+//! Calls, passes, joining and collectives have deadlines; barriers, shutdown and closing take a
+//! timeout.
 //!
 //! # Features
 //!
@@ -133,7 +134,7 @@ pub use parallel::{
 };
 pub use request::{Request, Responder};
 pub use state::{ContextState, Member, MemberEvent, MemberEventKind, OnLost, PassState};
-pub use tensor::{NoGrad, Tensor};
+pub use tensor::{EnableGrad, NoGrad, Tensor};
 pub use value::Value;
 pub use worker::{HandlerResult, Worker};
 pub use worker_options::{ServeOperators, WorkerOptions};

@@ -143,7 +143,8 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// While it lives, operators on its thread are not recorded for backward.
+/// While it lives, operators on its thread are not recorded for backward. [`EnableGrad`] is its
+/// reverse.
 ///
 /// ```
 /// # fn main() -> distgrad::Result<()> {
@@ -162,9 +163,24 @@ impl fmt::Debug for Tensor {
 /// ```
 #[doc(alias = "dg_grad_set_enabled")]
 pub struct NoGrad {
-    before: bool,
-    // The mode is its thread's.
-    not_send: PhantomData<*const ()>,
+    _mode: GradMode,
+}
+
+/// While it lives, operators on its thread are recorded for backward, as they are at first: for a
+/// part of what runs while a [`NoGrad`] lives.
+///
+/// ```
+/// # fn main() -> distgrad::Result<()> {
+/// let weight = distgrad::Tensor::from_slice(&[1.0f32, 2.0], &[2])?.require_grad()?;
+/// let _no_grad = distgrad::NoGrad::new();
+/// let _enable_grad = distgrad::EnableGrad::new();
+/// assert!(weight.relu()?.requires_grad());
+/// # Ok(())
+/// # }
+/// ```
+#[doc(alias = "dg_grad_set_enabled")]
+pub struct EnableGrad {
+    _mode: GradMode,
 }
 
 impl NoGrad {
@@ -172,11 +188,32 @@ impl NoGrad {
     #[allow(clippy::new_without_default)] // a guard is not a value to start from
     #[must_use = "it ends when it is dropped"]
     pub fn new() -> Self {
-        Self { before: ffi::grad_set_enabled(false), not_send: PhantomData }
+        Self { _mode: GradMode::new(false) }
     }
 }
 
-impl Drop for NoGrad {
+impl EnableGrad {
+    /// Records on this thread, until it is dropped.
+    #[allow(clippy::new_without_default)] // a guard is not a value to start from
+    #[must_use = "it ends when it is dropped"]
+    pub fn new() -> Self {
+        Self { _mode: GradMode::new(true) }
+    }
+}
+
+struct GradMode {
+    before: bool,
+    // The mode is its thread's.
+    not_send: PhantomData<*const ()>,
+}
+
+impl GradMode {
+    fn new(enabled: bool) -> Self {
+        Self { before: ffi::grad_set_enabled(enabled), not_send: PhantomData }
+    }
+}
+
+impl Drop for GradMode {
     fn drop(&mut self) {
         ffi::grad_set_enabled(self.before);
     }

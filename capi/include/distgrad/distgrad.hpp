@@ -284,17 +284,20 @@ inline bool GradEnabled() noexcept { return dg_grad_enabled(); }
 // Seeds torch's random number generators, of all devices.
 inline void ManualSeed(uint64_t seed) { Check(dg_manual_seed(seed)); }
 
-// While it lives, operators on this thread are not recorded.
-class NoGrad {
+// While it lives, operators on this thread are recorded, or are not.
+template <bool kEnabled>
+class GradMode {
  public:
-  NoGrad() noexcept : before_(dg_grad_set_enabled(false)) {}
-  ~NoGrad() { dg_grad_set_enabled(before_); }
-  NoGrad(const NoGrad&) = delete;
-  NoGrad& operator=(const NoGrad&) = delete;
+  GradMode() noexcept : before_(dg_grad_set_enabled(kEnabled)) {}
+  ~GradMode() { dg_grad_set_enabled(before_); }
+  GradMode(const GradMode&) = delete;
+  GradMode& operator=(const GradMode&) = delete;
 
  private:
   const bool before_;
 };
+using NoGrad = GradMode<false>;
+using EnableGrad = GradMode<true>;
 
 // ---------------------------------------------------------------------------------- Operators
 
@@ -334,28 +337,58 @@ inline std::vector<dg_value> ToValues(Arguments arguments) {
   return values;
 }
 
-// Returns the tensors among the results, those of lists too. Takes `values`.
-inline std::vector<Tensor> TensorsOf(dg_values* values) {
-  const Handle<dg_values, dg_values_destroy> owner(values);
-  std::vector<Tensor> tensors;
-  for (size_t i = 0; i < dg_values_count(values); ++i) {
-    dg_value value;
-    Check(dg_values_get(values, i, &value));
-    if (value.kind == DG_VALUE_TENSOR) tensors.push_back(Tensor::Borrow(value.as.tensor));
-    if (value.kind != DG_VALUE_TENSORS) continue;
-    for (size_t j = 0; j < value.as.tensors.size; ++j) {
-      tensors.push_back(Tensor::Borrow(value.as.tensors.data[j]));
-    }
-  }
-  return tensors;
-}
+// The results of an operator.
+class Values {
+ public:
+  explicit Values(dg_values* handle) noexcept : handle_(handle) {}
 
-// Runs an operator, and returns the tensors among its results.
-inline std::vector<Tensor> Ops(std::string_view op, Arguments arguments) {
+  size_t size() const noexcept { return dg_values_count(get()); }
+  // Returns one, of any kind. What it points to lives as long as this object.
+  dg_value at(size_t index) const {
+    dg_value value;
+    Check(dg_values_get(get(), index, &value));
+    return value;
+  }
+  // DG_INVALID_ARGUMENT if that result is not a tensor.
+  Tensor tensor(size_t index) const {
+    const dg_value value = at(index);
+    if (value.kind != DG_VALUE_TENSOR) throw NotATensor(index);
+    return Tensor::Borrow(value.as.tensor);
+  }
+  // Returns all results of an operator that returns tensors, those of lists one after the other.
+  // DG_INVALID_ARGUMENT if one of them is neither a tensor nor a list of them: see at().
+  std::vector<Tensor> tensors() const {
+    std::vector<Tensor> tensors;
+    for (size_t i = 0; i < size(); ++i) {
+      const dg_value value = at(i);
+      if (value.kind == DG_VALUE_TENSORS) {
+        for (size_t j = 0; j < value.as.tensors.size; ++j) {
+          tensors.push_back(Tensor::Borrow(value.as.tensors.data[j]));
+        }
+      } else {
+        tensors.push_back(tensor(i));
+      }
+    }
+    return tensors;
+  }
+
+  const dg_values* get() const noexcept { return handle_.get(); }
+
+ private:
+  static Error NotATensor(size_t index) {
+    return Error(DG_INVALID_ARGUMENT, "result " + std::to_string(index) +
+                                          " of the operator is not a tensor; read it with at()");
+  }
+
+  Handle<dg_values, dg_values_destroy> handle_;
+};
+
+// Runs an operator, whatever its results are.
+inline Values Ops(std::string_view op, Arguments arguments) {
   const std::vector<dg_value> values = ToValues(arguments);
   dg_values* out = nullptr;
   Check(dg_op_call(Str(op), values.data(), values.size(), &out));
-  return TensorsOf(out);
+  return Values(out);
 }
 
 // Throws unless the operator only computes.
@@ -413,12 +446,12 @@ class Future {
     Check(dg_future_result(get(), &reply));
     return Message(reply);
   }
-  // Waits, and returns the tensors among the results of an operator.
-  std::vector<Tensor> GetOps() const {
+  // Waits, and returns the results of an operator.
+  Values GetValues() const {
     Wait();
     dg_values* values = nullptr;
     Check(dg_future_values(get(), &values));
-    return TensorsOf(values);
+    return Values(values);
   }
   // Calls `done` once it is done; `done` must not throw or wait.
   void Then(std::function<void()> done) const {
@@ -662,15 +695,15 @@ class Worker {
   Future CallAsync(std::string_view to, std::string_view function, const Message& request,
                    const Context* context = nullptr);
   // Runs an operator there, and returns the tensors among its results.
-  std::vector<Tensor> CallOps(std::string_view to, std::string_view op, Arguments arguments,
-                              const dg_call_options& options);
-  std::vector<Tensor> CallOps(std::string_view to, std::string_view op, Arguments arguments,
-                              const Context* context = nullptr);
-  // The same without waiting: Future::GetOps() has the results.
-  Future CallOpsAsync(std::string_view to, std::string_view op, Arguments arguments,
-                      const dg_call_options& options);
-  Future CallOpsAsync(std::string_view to, std::string_view op, Arguments arguments,
-                      const Context* context = nullptr);
+  Values CallOp(std::string_view to, std::string_view op, Arguments arguments,
+                const dg_call_options& options);
+  Values CallOp(std::string_view to, std::string_view op, Arguments arguments,
+                const Context* context = nullptr);
+  // The same without waiting: Future::GetValues() has the results.
+  Future CallOpAsync(std::string_view to, std::string_view op, Arguments arguments,
+                     const dg_call_options& options);
+  Future CallOpAsync(std::string_view to, std::string_view op, Arguments arguments,
+                     const Context* context = nullptr);
   // Returns the reply or the error of each worker.
   std::vector<std::variant<Message, Error>> CallEach(const std::vector<std::string>& to,
                                                      std::string_view function,
@@ -801,24 +834,24 @@ inline Future Worker::CallAsync(std::string_view to, std::string_view function,
                                 const Message& request, const Context* context) {
   return CallAsync(to, function, request, In(context));
 }
-inline std::vector<Tensor> Worker::CallOps(std::string_view to, std::string_view op,
-                                           Arguments arguments, const Context* context) {
-  return CallOps(to, op, arguments, In(context));
+inline Values Worker::CallOp(std::string_view to, std::string_view op, Arguments arguments,
+                             const Context* context) {
+  return CallOp(to, op, arguments, In(context));
 }
-inline std::vector<Tensor> Worker::CallOps(std::string_view to, std::string_view op,
-                                           Arguments arguments, const dg_call_options& options) {
+inline Values Worker::CallOp(std::string_view to, std::string_view op, Arguments arguments,
+                             const dg_call_options& options) {
   const std::vector<dg_value> values = ToValues(arguments);
   dg_values* out = nullptr;
   Check(dg_worker_call_op(get(), Str(to), Str(op), values.data(), values.size(), &options, &out));
-  return TensorsOf(out);
+  return Values(out);
 }
 
-inline Future Worker::CallOpsAsync(std::string_view to, std::string_view op, Arguments arguments,
-                                   const Context* context) {
-  return CallOpsAsync(to, op, arguments, In(context));
+inline Future Worker::CallOpAsync(std::string_view to, std::string_view op, Arguments arguments,
+                                  const Context* context) {
+  return CallOpAsync(to, op, arguments, In(context));
 }
-inline Future Worker::CallOpsAsync(std::string_view to, std::string_view op, Arguments arguments,
-                                   const dg_call_options& options) {
+inline Future Worker::CallOpAsync(std::string_view to, std::string_view op, Arguments arguments,
+                                  const dg_call_options& options) {
   const std::vector<dg_value> values = ToValues(arguments);
   dg_future* out = nullptr;
   Check(dg_worker_call_op_async(get(), Str(to), Str(op), values.data(), values.size(), &options,
