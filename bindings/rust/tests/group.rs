@@ -2,7 +2,8 @@
 mod common;
 use common::{floats, weight, Folder, LONG};
 use distgrad::{
-    AveragerOptions, Code, Context, Error, ProcessGroup, ProcessGroupOptions, Tensor, Worker,
+    Code, Context, Error, GradientAveragerOptions, ProcessGroup, ProcessGroupOptions, Tensor,
+    Worker,
 };
 use std::{thread, time::Duration};
 
@@ -62,7 +63,7 @@ fn gradients_are_averaged_and_a_rank_may_run_out() {
         let mine = f64::from(worker.rank());
         let parameter = weight(&[1.0 + mine as f32]);
         let buffer = floats(&[5.0 + mine as f32]);
-        let averager = AveragerOptions::new()
+        let averager = GradientAveragerOptions::new()
             .divide_by_active(true)
             .bucket_bytes(1 << 10)
             .buffers([&buffer])
@@ -100,7 +101,7 @@ fn averages_begin_while_the_backward_runs() {
     on_both(|worker, group| {
         let mine = f64::from(worker.rank());
         let parameter = weight(&[1.0]);
-        let averager = AveragerOptions::new().create(group, [&parameter]).unwrap();
+        let averager = GradientAveragerOptions::new().create(group, [&parameter]).unwrap();
         let context = worker.context().unwrap();
         averager.average_in_backward(&context).unwrap();
         let loss = parameter.mul_scalar(2.0 + 2.0 * mine).unwrap().sum().unwrap();
@@ -130,7 +131,7 @@ fn who_does_not_fit_or_come_is_named() {
         let shape = [1 + i64::from(worker.rank())];
         let parameter = Tensor::zeros(&shape, distgrad::Dtype::FLOAT32).unwrap();
         let parameter = parameter.require_grad().unwrap();
-        let error = AveragerOptions::new().create(group, [&parameter]).unwrap_err();
+        let error = GradientAveragerOptions::new().create(group, [&parameter]).unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument, "{error}");
     });
     let folder = Folder::new();
