@@ -136,7 +136,7 @@ int main(void) {
   OK(dg_worker_call(workers[0], DG_STR("back"), DG_STR("fork"), message, NULL, &reply));
   dg_message_destroy(reply);
   OK(dg_cancellation_create(&cancellation));
-  OK(dg_cancellation_then(cancellation, fork_and_return, NULL, NULL, NULL));
+  OK(dg_cancellation_on_cancel(cancellation, fork_and_return, NULL, NULL, NULL));
   OK(dg_cancellation_cancel(cancellation));
   if (forked_by_callback == 0) _exit(0);
   CHECK(waitpid(forked_by_callback, &status, 0) == forked_by_callback);

@@ -9,7 +9,7 @@ static sem_t watched;
 static dg_error* watch(void* user_data, const dg_request* request, dg_message** reply) {
   (void)user_data, (void)reply;
   OK(dg_cancellation_check(request->cancellation));
-  OK(dg_cancellation_then(request->cancellation, post, &watched, NULL, NULL));
+  OK(dg_cancellation_on_cancel(request->cancellation, post, &watched, NULL, NULL));
   CHECK(sem_post(&asked) == 0);
   OK(dg_wait(wait_at_gate, &watched));
   FAILS(DG_CANCELLED, dg_cancellation_check(request->cancellation));
@@ -185,7 +185,7 @@ static void test_cancellations(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_cancellation_create(NULL));
   OK(dg_cancellation_create(&cancellation));
   OK(dg_cancellation_check(cancellation));
-  OK(dg_cancellation_then(cancellation, count_up, &count, NULL, NULL));
+  OK(dg_cancellation_on_cancel(cancellation, count_up, &count, NULL, NULL));
   futures[0] = begin(workers[0], DG_STR("watch"), cancellation);
   futures[1] = begin(workers[0], DG_STR("later"), cancellation);
   CHECK(count == 0);
@@ -197,7 +197,7 @@ static void test_cancellations(void) {
   wait_at_gate(&seen);  /* and the other */
   dg_responder_destroy(later_responder);
   FAILS(DG_CANCELLED, dg_cancellation_check(cancellation));
-  OK(dg_cancellation_then(cancellation, count_up, &count, NULL, &id)); /* at once */
+  OK(dg_cancellation_on_cancel(cancellation, count_up, &count, NULL, &id)); /* at once */
   CHECK(count == 2 && id == 0);
   options.cancellation = cancellation;
   FAILS(DG_CANCELLED,
@@ -211,23 +211,23 @@ static void test_cancellations(void) {
   dg_message_destroy(reply);
 
   OK(dg_cancellation_create(&unused));
-  OK(dg_cancellation_then(unused, count_up, &ended, count_up, NULL));
+  OK(dg_cancellation_on_cancel(unused, count_up, &ended, count_up, NULL));
   CHECK(ended == 0);
-  OK(dg_cancellation_then(unused, count_up, &forgotten, count_up, &id));
+  OK(dg_cancellation_on_cancel(unused, count_up, &forgotten, count_up, &id));
   CHECK(id != 0 && forgotten == 0);
   OK(dg_cancellation_forget(unused, id));
   CHECK(forgotten == 1); /* ended, and not called */
   OK(dg_cancellation_forget(unused, id));
   OK(dg_cancellation_forget(unused, 0));
   FAILS(DG_INVALID_ARGUMENT, dg_cancellation_forget(NULL, id));
-  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_then(unused, NULL, &ended, count_up, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_on_cancel(unused, NULL, &ended, count_up, NULL));
   dg_cancellation_destroy(unused);
   CHECK(ended == 2); /* never called, but ended */
   FAILS(DG_INVALID_ARGUMENT, dg_cancellation_cancel(unused));
   FAILS(DG_INVALID_ARGUMENT, dg_cancellation_cancel(NULL));
   FAILS(DG_INVALID_ARGUMENT, dg_cancellation_check(unused));
   FAILS(DG_INVALID_ARGUMENT, dg_cancellation_check((dg_cancellation*)(uintptr_t)empty));
-  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_then(unused, count_up, &ended, count_up, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_cancellation_on_cancel(unused, count_up, &ended, count_up, NULL));
   CHECK(ended == 3);
   dg_message_destroy(empty);
 }

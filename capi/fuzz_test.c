@@ -562,8 +562,8 @@ static void call(state* s) {
       {
         dg_trace_options trace = DG_TRACE_OPTIONS_INIT;
         trace.max_bytes = next(s) % 2 ? 0 : next(s) % 10000;
-        ran(s, dg_worker_trace_start(W, next(s) % 8 ? &trace : NULL));
-        if (next(s) % 4 == 0) MAKE(MESSAGE, dg_message, dg_worker_trace_stop(W, &out));
+        ran(s, dg_worker_start_trace(W, next(s) % 8 ? &trace : NULL));
+        if (next(s) % 4 == 0) MAKE(MESSAGE, dg_message, dg_worker_stop_trace(W, &out));
       }
       break;
     case 44:
@@ -699,7 +699,7 @@ static void call(state* s) {
       ran(s, dg_cancellation_check(X));
       {
         uint64_t id = next(s) % 4;
-        ran(s, dg_cancellation_then(X, next(s) % 8 ? callback : NULL, NULL, callback, &id));
+        ran(s, dg_cancellation_on_cancel(X, next(s) % 8 ? callback : NULL, NULL, callback, &id));
         if (next(s) % 2) ran(s, dg_cancellation_forget(X, id));
       }
       if (next(s) % 4 == 0) dg_cancellation_destroy(X);

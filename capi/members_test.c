@@ -240,11 +240,11 @@ static void test_serve(void) {
   CHECK(pthread_create(&first.thread, NULL, run_serve, &first) == 0);
   dg_worker_destroy(late);
   SAYS(DG_UNAVAILABLE, "'late' (1) is lost", end_of(&first));
-  OK(dg_worker_barrier(first.worker, DG_FOREVER, DG_WITHOUT_LOST));
+  OK(dg_worker_barrier(first.worker, DG_FOREVER, DG_GO_ON_WITHOUT_LOST));
 
   /* It serves while another is at work, and no longer. */
   late = start(&options);
-  first.flags = DG_WITHOUT_LOST;
+  first.flags = DG_GO_ON_WITHOUT_LOST;
   CHECK(pthread_create(&first.thread, NULL, run_serve, &first) == 0);
   call(late, DG_STR("first"));
   OK(dg_message_create(NULL, 0, NULL, 0, &request));

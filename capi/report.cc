@@ -77,7 +77,7 @@ dg_error* dg_worker_metrics_text(const dg_worker* worker, dg_message** out) noex
   });
 }
 
-dg_error* dg_worker_trace_start(dg_worker* worker, const dg_trace_options* options) noexcept {
+dg_error* dg_worker_start_trace(dg_worker* worker, const dg_trace_options* options) noexcept {
   return Guard([&]() -> absl::Status {
     DG_ASSIGN_OR_RETURN(
         const dg_trace_options read,
@@ -89,7 +89,7 @@ dg_error* dg_worker_trace_start(dg_worker* worker, const dg_trace_options* optio
   });
 }
 
-dg_error* dg_worker_trace_stop(dg_worker* worker, dg_message** out) noexcept {
+dg_error* dg_worker_stop_trace(dg_worker* worker, dg_message** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));

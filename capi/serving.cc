@@ -196,9 +196,9 @@ dg_error* dg_cancellation_check(const dg_cancellation* cancellation) noexcept {
   });
 }
 
-dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
-                               void (*cancelled)(void* user_data), void* user_data,
-                               void (*destroy)(void* user_data), uint64_t* id) noexcept {
+dg_error* dg_cancellation_on_cancel(const dg_cancellation* cancellation,
+                                    void (*cancelled)(void* user_data), void* user_data,
+                                    void (*destroy)(void* user_data), uint64_t* id) noexcept {
   UserData taken(user_data, destroy);
   return Guard([&]() -> absl::Status {
     if (cancelled == nullptr) return absl::InvalidArgumentError("the callback is NULL");
@@ -217,7 +217,7 @@ dg_error* dg_cancellation_forget(const dg_cancellation* cancellation, uint64_t i
   return Guard([&]() -> absl::Status {
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
                         Pin<CancellationObject>(cancellation));
-    pinned->cancellation->ForgetAndWait(id);
+    pinned->cancellation->Forget(id);
     return absl::OkStatus();
   });
 }

@@ -340,8 +340,8 @@ dg_dtype dg_tensor_dtype(const dg_tensor* tensor) noexcept {
 size_t dg_tensor_dim_count(const dg_tensor* tensor) noexcept {
   return Ask<size_t>(tensor, 0, [](const at::Tensor& t) { return static_cast<size_t>(t.dim()); });
 }
-dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape, int64_t* strides, size_t room,
-                           size_t* dim_count) noexcept {
+dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape, int64_t* strides,
+                           size_t capacity, size_t* dim_count) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(dim_count));
     DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
@@ -351,9 +351,9 @@ dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape, int64_t* str
       return absl::FailedPreconditionError("the tensor has no strides: it is sparse, or nested");
     }
     *dim_count = dims;
-    if ((shape != nullptr || strides != nullptr) && room < dims) {
-      return absl::OutOfRangeError(
-          absl::StrCat("the tensor has ", dims, " dimensions, and there is room for ", room));
+    if ((shape != nullptr || strides != nullptr) && capacity < dims) {
+      return absl::OutOfRangeError(absl::StrCat(
+          "the tensor has ", dims, " dimensions, more than the capacity of ", capacity));
     }
     for (size_t i = 0; i < dims; ++i) {
       const auto dim = static_cast<int64_t>(i);

@@ -65,7 +65,7 @@ static void call(const char* payload) {
 
 static dg_message* stop(dg_worker* worker) {
   dg_message* text = NULL;
-  OK(dg_worker_trace_stop(worker, &text));
+  OK(dg_worker_stop_trace(worker, &text));
   CHECK(dg_message_tensor_count(text) == 0);
   return text;
 }
@@ -77,10 +77,10 @@ static void test_trace(void) {
   } longer = {DG_TRACE_OPTIONS_INIT, 0};
   dg_trace_options options = DG_TRACE_OPTIONS_INIT;
   dg_message *made, *served, *none = NULL;
-  FAILS(DG_FAILED_PRECONDITION, dg_worker_trace_stop(front, &none));
-  OK(dg_worker_trace_start(front, NULL));
-  OK(dg_worker_trace_start(back, &options));
-  FAILS(DG_FAILED_PRECONDITION, dg_worker_trace_start(front, &options));
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_stop_trace(front, &none));
+  OK(dg_worker_start_trace(front, NULL));
+  OK(dg_worker_start_trace(back, &options));
+  FAILS(DG_FAILED_PRECONDITION, dg_worker_start_trace(front, &options));
   call("hello");
   call("");
   made = stop(front);
@@ -96,22 +96,22 @@ static void test_trace(void) {
 
   /* What does not fit is said. */
   options.max_bytes = 1;
-  OK(dg_worker_trace_start(front, &options));
+  OK(dg_worker_start_trace(front, &options));
   call("hello");
   made = stop(front);
   CHECK(count_of(made, "\"dropped_spans\":1") == 1 && count_of(made, "\"name\":\"twice\"") == 0);
   dg_message_destroy(made);
 
   options.struct_size = 8;
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_trace_start(front, &options));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_start_trace(front, &options));
   longer.known.struct_size = sizeof(longer);
   longer.unknown = 1;
-  FAILS(DG_UNIMPLEMENTED, dg_worker_trace_start(front, &longer.known));
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_trace_start(NULL, NULL));
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_trace_stop(NULL, &none));
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_trace_stop(front, NULL));
+  FAILS(DG_UNIMPLEMENTED, dg_worker_start_trace(front, &longer.known));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_start_trace(NULL, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_stop_trace(NULL, &none));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_stop_trace(front, NULL));
   /* One that runs ends with its worker. */
-  OK(dg_worker_trace_start(front, NULL));
+  OK(dg_worker_start_trace(front, NULL));
   CHECK(none == NULL);
 }
 
@@ -190,8 +190,8 @@ static void test_waiting_in_callbacks(void) {
   dg_code codes[2] = {DG_OK, DG_OK};
   OK(dg_cancellation_create(&cancellation));
   OK(dg_cancellation_cancel(cancellation));
-  OK(dg_cancellation_then(cancellation, call_each_in_callback, &codes[0], NULL, NULL));
-  OK(dg_cancellation_then(cancellation, set_rate_in_callback, &codes[1], NULL, NULL));
+  OK(dg_cancellation_on_cancel(cancellation, call_each_in_callback, &codes[0], NULL, NULL));
+  OK(dg_cancellation_on_cancel(cancellation, set_rate_in_callback, &codes[1], NULL, NULL));
   CHECK(codes[0] == DG_FAILED_PRECONDITION && codes[1] == DG_FAILED_PRECONDITION);
   dg_cancellation_destroy(cancellation);
 }
@@ -257,8 +257,8 @@ int main(void) {
   test_call_each();
   test_waiting_in_callbacks();
   test_learning_rate();
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_trace_start(front, NULL));
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_trace_stop(front, &none));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_start_trace(front, NULL));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_stop_trace(front, &none));
   dg_worker_destroy(back);
   unlink(rendezvous + strlen("file://"));
   return 0;

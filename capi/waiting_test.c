@@ -1,4 +1,5 @@
-/* Calls that wait for room to send, and a worker that ends while threads wait in it. From plain C.
+/* Calls that wait for credit to send, and a worker that ends while threads wait in it. From plain
+ * C.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
@@ -34,7 +35,7 @@ static dg_error* nothing(void* user_data, const dg_request* request, dg_message*
 
 /* ------------------------------------------------------------------------------------- Room */
 
-/* Takes all the room, until it has left. */
+/* Takes all the credit, until it has left. */
 static dg_future* fill(const dg_message* large) {
   dg_future* future = NULL;
   OK(dg_worker_call_async(first, DG_STR("second"), DG_STR("nothing"), large, NULL, &future));
@@ -50,7 +51,7 @@ static void await(dg_future* future) {
   dg_future_destroy(future);
 }
 
-static void test_room(void) {
+static void test_credit(void) {
   enum { COLUMNS = 8 << 20 };
   float* data = (float*)calloc(COLUMNS, sizeof(float));
   dg_tensor* x = floats(data, 1, COLUMNS);
@@ -317,7 +318,7 @@ int main(void) {
   const char* folder = getenv("TEST_TMPDIR");
   snprintf(rendezvous, sizeof(rendezvous), "file://%s/waiting.%d", folder ? folder : "/tmp",
            (int)getpid());
-  test_room();
+  test_credit();
   test_end();
   test_close();
   test_close_while_user_data_ends();

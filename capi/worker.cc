@@ -47,7 +47,7 @@ absl::StatusOr<OptionsOfCall> ToOptions(const dg_call_options* given) {
 
 // A call that is ready to be made.
 struct Prepared {
-  // Waits for room to send it, and for the reply.
+  // Waits for credit to send it, and for the reply.
   absl::StatusOr<Message> Run() {
     return use->Call(to, function, std::move(message), options.options);
   }
@@ -88,8 +88,8 @@ absl::StatusOr<Prepared> PrepareOp(dg_worker* worker, dg_str to, dg_str op,
 }
 
 absl::StatusOr<OnLost> ToOnLost(uint64_t flags) {
-  DG_RETURN_IF_ERROR(CheckFlags(flags, DG_WITHOUT_LOST, "waiting for all workers"));
-  return (flags & DG_WITHOUT_LOST) != 0 ? OnLost::kGoOnWithout : OnLost::kFail;
+  DG_RETURN_IF_ERROR(CheckFlags(flags, DG_GO_ON_WITHOUT_LOST, "waiting for all workers"));
+  return (flags & DG_GO_ON_WITHOUT_LOST) != 0 ? OnLost::kGoOnWithout : OnLost::kFail;
 }
 
 }  // namespace
@@ -152,7 +152,7 @@ absl::Status SharedWorker::Close(Deadline deadline) {
 }
 
 absl::Status SharedWorker::EndWorker(Deadline deadline) {
-  worker_->Close();  // or threads might wait in it for ever, and this one for them
+  worker_->Abort();  // or threads might wait in it for ever, and this one for them
   {
     absl::MutexLock lock(&mu_);
     if (!closers_.Await(&mu_, absl::Condition(this, &SharedWorker::Unused), deadline)) {
@@ -161,7 +161,7 @@ absl::Status SharedWorker::EndWorker(Deadline deadline) {
                        " threads are still in a function that uses it"));
     }
   }
-  DG_RETURN_IF_ERROR(worker_->Join(deadline));
+  DG_RETURN_IF_ERROR(worker_->Close(deadline));
   delete worker_;
   // User data ends outside the lock.
   std::vector<std::shared_ptr<Handler>> handlers;

@@ -156,7 +156,7 @@ static inline dg_error* hold(void* user_data, const dg_request* request, dg_mess
 static inline void later(void* user_data, const dg_request* request, dg_responder* responder) {
   (void)user_data;
   FAILS(DG_FAILED_PRECONDITION, dg_worker_close(workers[1], DG_FOREVER));
-  OK(dg_cancellation_then(request->cancellation, post, &seen, NULL, NULL));
+  OK(dg_cancellation_on_cancel(request->cancellation, post, &seen, NULL, NULL));
   later_request = request;
   later_responder = responder;
   CHECK(sem_post(&asked) == 0);

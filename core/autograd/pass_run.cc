@@ -89,8 +89,8 @@ void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* ot
 void PassRun::RunOnStrand(absl::AnyInvocable<void()> task, ThreadPool* others) {
   strand_.Run(
       [self = shared_from_this(), task = std::move(task),
-       is_visitor = others != nullptr]() mutable {
-        self->is_visitor_ = is_visitor;
+       on_users_thread = others != nullptr]() mutable {
+        self->on_users_thread_ = on_users_thread;
         task();
         self->EndTaskOnStrand();
       },
@@ -582,7 +582,7 @@ void PassRun::EndTaskOnStrand() {
   if (!ended_ || !promise_.has_value() || told_) return;
   // What hears of it is the user's.
   const bool elsewhere =
-      is_visitor_ && services_->pool.Schedule([self = shared_from_this()] { self->Tell(); });
+      on_users_thread_ && services_->pool.Schedule([self = shared_from_this()] { self->Tell(); });
   told_ = true;
   if (!elsewhere) Tell();
 }

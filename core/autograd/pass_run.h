@@ -185,7 +185,7 @@ class PassRun : public PassHandle,
   bool ended_ = false;                // and that everyone was told
   bool told_ = false;                 // who waits for it, on the initiator
   // The thread of the task that runs is in the middle of something else: see Strand::Run().
-  bool is_visitor_ = false;
+  bool on_users_thread_ = false;
   std::optional<Reports> reports_;  // on the initiator, from its deadline on
   bool reported_ = false;           // on the others
 

@@ -56,7 +56,7 @@ uint64_t Cancellation::OnCancel(Callback callback) {
   return 0;
 }
 
-void Cancellation::Forget(uint64_t watch) {
+void Cancellation::ForgetWithoutWaiting(uint64_t watch) {
   Callback callback;  // ends outside the lock
   absl::MutexLock lock(&mu_);
   const auto found = std::find_if(watches_.begin(), watches_.end(),
@@ -66,8 +66,8 @@ void Cancellation::Forget(uint64_t watch) {
   watches_.erase(found);
 }
 
-void Cancellation::ForgetAndWait(uint64_t watch) {
-  Forget(watch);
+void Cancellation::Forget(uint64_t watch) {
+  ForgetWithoutWaiting(watch);
   const BlockingScope blocking;
   absl::MutexLock lock(&mu_);
   if (thread_ == std::this_thread::get_id()) return;

@@ -4,7 +4,7 @@
 //   if (cancellation->cancelled()) return cancellation->why();
 //   const uint64_t watch = cancellation->OnCancel([&] { stream.Stop(); });
 //   ...
-//   cancellation->ForgetAndWait(watch);  // from here on the callback does not run, nor will it
+//   cancellation->Forget(watch);  // from here on the callback does not run, nor will it
 #ifndef DISTGRAD_CORE_BASE_CANCELLATION_H_
 #define DISTGRAD_CORE_BASE_CANCELLATION_H_
 
@@ -35,14 +35,14 @@ class Cancellation {
 
   // Has `callback` called once on cancel, on the thread that cancels; at once if that was before.
   // It must not block; what it throws is logged, and goes no further. Returns a number for
-  // Forget(); 0 if it was called.
+  // ForgetWithoutWaiting(); 0 if it was called.
   uint64_t OnCancel(Callback callback);
   // The callback is not called from now on, unless it is being called at this moment. Does not
   // wait.
-  void Forget(uint64_t watch);
+  void ForgetWithoutWaiting(uint64_t watch);
   // The same, and waits while another thread calls it: what the callback uses may end then. (In the
   // callback itself there is nothing to wait for.)
-  void ForgetAndWait(uint64_t watch);
+  void Forget(uint64_t watch);
 
  private:
   std::atomic<bool> cancelled_{false};

@@ -19,7 +19,7 @@ TEST(CancellationTest, TellsWhoWatchesOnceAndKeepsTheFirstReason) {
   Cancellation cancellation;
   int told = 0, forgotten = 0;
   EXPECT_NE(cancellation.OnCancel([&] { ++told; }), 0u);
-  cancellation.Forget(cancellation.OnCancel([&] { ++forgotten; }));
+  cancellation.ForgetWithoutWaiting(cancellation.OnCancel([&] { ++forgotten; }));
   EXPECT_FALSE(cancellation.cancelled());
   EXPECT_TRUE(cancellation.why().ok());
   cancellation.Cancel(absl::CancelledError("first"));
@@ -45,7 +45,7 @@ TEST(CancellationTest, WhatACallbackThrowsReachesNobody) {
 TEST(CancellationTest, ACallbackMayForgetAnother) {
   Cancellation cancellation;
   uint64_t second = 0;
-  cancellation.OnCancel([&] { cancellation.Forget(second); });
+  cancellation.OnCancel([&] { cancellation.ForgetWithoutWaiting(second); });
   second = cancellation.OnCancel([] {});
   cancellation.Cancel(absl::CancelledError("now"));
 }
@@ -56,8 +56,8 @@ TEST(CancellationTest, OneForgottenByAnotherIsNotCalled) {
   uint64_t second = 0, third = 0;
   cancellation.OnCancel([&] {
     told.push_back(1);
-    cancellation.Forget(second);
-    cancellation.ForgetAndWait(third);
+    cancellation.ForgetWithoutWaiting(second);
+    cancellation.Forget(third);
   });
   second = cancellation.OnCancel([&] { told.push_back(2); });
   third = cancellation.OnCancel([&] { told.push_back(3); });
@@ -72,7 +72,7 @@ TEST(CancellationTest, OneThatRunsElsewhereIsWaitedFor) {
   bool over = false;  // without a lock: what is waited for has happened before
   uint64_t own = 0;
   const uint64_t watch = cancellation.OnCancel([&] {
-    cancellation.ForgetAndWait(own);  // does not wait for itself
+    cancellation.Forget(own);  // does not wait for itself
     entered.Notify();
     release.WaitForNotification();
     over = true;
@@ -80,9 +80,9 @@ TEST(CancellationTest, OneThatRunsElsewhereIsWaitedFor) {
   own = watch;
   std::thread cancels([&] { cancellation.Cancel(absl::CancelledError("now")); });
   entered.WaitForNotification();
-  cancellation.Forget(watch);  // does not wait
+  cancellation.ForgetWithoutWaiting(watch);  // does not wait
   std::thread forgets([&] {
-    cancellation.ForgetAndWait(watch);
+    cancellation.Forget(watch);
     EXPECT_TRUE(over);
     forgotten.Notify();
   });
@@ -90,8 +90,8 @@ TEST(CancellationTest, OneThatRunsElsewhereIsWaitedFor) {
   release.Notify();
   forgets.join();
   cancels.join();
-  cancellation.ForgetAndWait(watch);  // long over
-  cancellation.ForgetAndWait(0);
+  cancellation.Forget(watch);  // long over
+  cancellation.Forget(0);
 }
 
 TEST(CancellationTest, WhatACallbackHoldsEndsBeforeItIsForgotten) {
@@ -112,7 +112,7 @@ TEST(CancellationTest, WhatACallbackHoldsEndsBeforeItIsForgotten) {
   std::thread cancels([&] { cancellation.Cancel(absl::CancelledError("now")); });
   entered.WaitForNotification();
   std::thread releases([&] { release.Notify(); });
-  cancellation.ForgetAndWait(watch);
+  cancellation.Forget(watch);
   EXPECT_TRUE(over);
   releases.join();
   cancels.join();

@@ -21,18 +21,16 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "core/base/blocking.h"
 #include "core/base/deadline.h"
-#include "core/base/event_loop.h"
-#include "core/base/exception.h"
 #include "core/base/sleepers.h"
-#include "core/base/spin.h"
 
 namespace distgrad {
+
+class EventLoop;  // core/base/event_loop.h
 
 // The value of work that has no result.
 struct Unit {};
@@ -47,22 +45,52 @@ class Canceller {
 
 namespace internal {
 
-// Says whom the calling thread waits for.
-class Awaiting {
+// What a promise and its futures share but for the value: whether there is one, who waits for it,
+// and who makes it. Thread-safe.
+class FutureWait {
  public:
-  explicit Awaiting(const void* maker)
-      : before_(std::exchange(EventLoop::AwaitedByThisThread(), maker)) {}
-  ~Awaiting() { EventLoop::AwaitedByThisThread() = before_; }
-  Awaiting(const Awaiting&) = delete;
-  Awaiting& operator=(const Awaiting&) = delete;
+  FutureWait(const FutureWait&) = delete;
+  FutureWait& operator=(const FutureWait&) = delete;
+
+  bool Done() const { return done_.load(std::memory_order_acquire); }
+  // Waits until `deadline` at most; returns whether it is done.
+  bool WaitUntil(Deadline deadline) const { return Done() || Wait(deadline); }
+
+  void MadeBy(std::weak_ptr<Canceller> maker, uint64_t work, std::weak_ptr<EventLoop> loop);
+  void Cancel();
+
+ protected:
+  FutureWait() = default;
+  ~FutureWait() = default;
+
+  // Makes it done, and wakes who sleeps. Returns the loop whose borrowed thread has to be woken
+  // once the lock is free; null for none.
+  std::shared_ptr<EventLoop> SetDone() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  static void WakeBorrowedThread(EventLoop& loop);
+  // Calls somebody's callback, and logs what it throws.
+  static void Run(absl::FunctionRef<void()> callback);
+
+  mutable absl::Mutex mu_;
 
  private:
-  const void* const before_;
+  bool Wait(Deadline deadline) const;
+  bool HasValue() const { return done_.load(std::memory_order_relaxed); }
+  // Returns false if somebody has asked for more since. Else stores who makes the value, and the
+  // loop that brings it.
+  bool IsLastAskedFor(const void** maker, std::shared_ptr<EventLoop>* loop) const;
+
+  std::atomic<bool> done_{false};  // written under mu_
+  std::weak_ptr<Canceller> canceller_ ABSL_GUARDED_BY(mu_);
+  uint64_t work_ ABSL_GUARDED_BY(mu_) = 0;
+  std::weak_ptr<EventLoop> loop_ ABSL_GUARDED_BY(mu_);
+  uint64_t asked_ ABSL_GUARDED_BY(mu_) = 0;
+  mutable std::shared_ptr<EventLoop> borrower_ ABSL_GUARDED_BY(mu_);  // while the thread sleeps
+  mutable Sleepers sleepers_ ABSL_GUARDED_BY(mu_);                    // who waits until a deadline
 };
 
 // What a promise and its futures share. Thread-safe.
 template <typename T>
-class FutureState {
+class FutureState : public FutureWait {
  public:
   bool Set(absl::StatusOr<T> value) {
     std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks;
@@ -72,66 +100,13 @@ class FutureState {
       if (value_.has_value()) return false;
       value_.emplace(std::move(value));
       callbacks.swap(callbacks_);
-      borrower.swap(borrower_);
-      sleepers_.WakeAll();
-      done_.store(true, std::memory_order_release);
+      borrower = SetDone();
     }
-    if (borrower != nullptr) borrower->WakeBorrowedThread();
-    for (auto& callback : callbacks) CallAndLog(kCallback, callback, std::as_const(*this).value());
-    return true;
-  }
-
-  bool Done() const { return done_.load(std::memory_order_acquire); }
-
-  bool WaitUntil(Deadline deadline) const {
-    if (Done()) return true;
-    // A past deadline only asks; a pool need not wake a thread for that.
-    if (deadline.Passed()) return false;
-    BlockingScope blocking;
-    // A thread that can bring the value itself does so, rather than wait for one that would.
-    const void* maker = nullptr;
-    std::shared_ptr<EventLoop> loop;
-    const bool is_last = IsLastAskedFor(&maker, &loop);
-    const Awaiting awaiting(maker);
-    std::unique_ptr<EventLoop::BorrowedThread> borrowed;
-    const auto borrow = [&] {
-      if (borrowed == nullptr && loop != nullptr) borrowed = loop->BorrowThread();
-      return borrowed != nullptr;
-    };
-    // Where other things come the answer may be next.
-    const auto poll = [&] { return borrow() && borrowed->PollOnce() && !deadline.Passed(); };
-    // What threads wait for is often the answer to a small call, and there at once.
-    do {
-      const bool is_alone = is_last && (loop == nullptr || borrow());
-      const auto patience = is_alone ? Spin::kLongPatience : Spin::kPatience;
-      if (Spin::OfThisThread().Await([this] { return Done(); }, patience, poll)) return true;
-    } while (!deadline.Passed() && borrow() && SleepInLoop(loop, *borrowed, deadline));
-    borrowed = nullptr;
-    absl::MutexLock lock(&mu_);
-    const absl::Condition has_value(this, &FutureState::HasValue);
-    if (!deadline.is_never()) return sleepers_.Await(&mu_, has_value, deadline);
-    mu_.Await(has_value);
-    return true;
-  }
-
-  void MadeBy(std::weak_ptr<Canceller> maker, uint64_t work, std::weak_ptr<EventLoop> loop) {
-    absl::MutexLock lock(&mu_);
-    canceller_ = std::move(maker);
-    work_ = work;
-    loop_ = std::move(loop);
-    asked_ = ++EventLoop::AskedByThisThread();
-  }
-
-  void Cancel() {
-    std::shared_ptr<Canceller> maker;
-    uint64_t work = 0;
-    {
-      absl::MutexLock lock(&mu_);
-      if (value_.has_value()) return;
-      maker = canceller_.lock();
-      work = work_;
+    if (borrower != nullptr) WakeBorrowedThread(*borrower);
+    for (auto& callback : callbacks) {
+      Run([&] { callback(std::as_const(*this).value()); });
     }
-    if (maker != nullptr) maker->Cancel(work);
+    return true;
   }
 
   // Only once done: the value does not change any more.
@@ -146,51 +121,11 @@ class FutureState {
         return;
       }
     }
-    CallAndLog(kCallback, callback, value());
+    Run([&] { callback(std::as_const(*this).value()); });
   }
 
  private:
-  static constexpr absl::string_view kCallback = "the callback of a future";
-
-  bool HasValue() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return value_.has_value(); }
-
-  // Until something comes, the value among it. False where the loop does not borrow this thread any
-  // more.
-  bool SleepInLoop(const std::shared_ptr<EventLoop>& loop, EventLoop::BorrowedThread& borrowed,
-                   Deadline deadline) const {
-    {
-      absl::MutexLock lock(&mu_);
-      if (value_.has_value()) return true;
-      borrower_ = loop;
-    }
-    const bool stays = borrowed.Sleep(deadline);
-    absl::MutexLock lock(&mu_);
-    borrower_ = nullptr;
-    return stays;
-  }
-
-  // Who makes the value, and the loop that brings it. A thread that has asked for more since will
-  // ask for more again: it leaves the loop to others, who bring the answers meanwhile.
-  bool IsLastAskedFor(const void** maker, std::shared_ptr<EventLoop>* loop) const {
-    std::shared_ptr<Canceller> canceller;  // it may end here, and then outside the lock
-    absl::MutexLock lock(&mu_);
-    if (asked_ != EventLoop::AskedByThisThread()) return false;
-    canceller = canceller_.lock();
-    *maker = canceller.get();
-    *loop = loop_.lock();
-    return true;
-  }
-
-  std::atomic<bool> done_{false};  // whether there is a value, for those who do not hold mu_
-
-  mutable absl::Mutex mu_;
   std::optional<absl::StatusOr<T>> value_ ABSL_GUARDED_BY(mu_);
-  std::weak_ptr<Canceller> canceller_ ABSL_GUARDED_BY(mu_);
-  uint64_t work_ ABSL_GUARDED_BY(mu_) = 0;
-  std::weak_ptr<EventLoop> loop_ ABSL_GUARDED_BY(mu_);
-  uint64_t asked_ ABSL_GUARDED_BY(mu_) = 0;
-  mutable std::shared_ptr<EventLoop> borrower_ ABSL_GUARDED_BY(mu_);  // while the thread sleeps
-  mutable Sleepers sleepers_ ABSL_GUARDED_BY(mu_);                    // who waits until a deadline
   std::vector<absl::AnyInvocable<void(const absl::StatusOr<T>&)>> callbacks_ ABSL_GUARDED_BY(mu_);
 };
 

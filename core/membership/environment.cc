@@ -272,7 +272,7 @@ class Finder {
     return absl::FailedPreconditionError(
         absl::StrCat(launcher_ == nullptr ? "options say" : absl::StrCat(launcher_->name, " says"),
                      " that this is worker ", place_.rank, " of ", place_.world_size,
-                     ", but nobody says where all meet: set MASTER_ADDR and MASTER_PORT, or "
+                     ", but no rendezvous is set: set MASTER_ADDR and MASTER_PORT, or "
                      "DISTGRAD_RENDEZVOUS=tcp://host:port"));
   }
 

@@ -147,9 +147,10 @@ TEST(FindPlaceTest, OpenMpi) {
   const Variables two_machines =
       With(kMpirun, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}});
   EXPECT_EQ(Summary(Find(With(two_machines, kAddress))), "2/4 0/2 tcp://head:4711 client");
-  EXPECT_EQ(Summary(Find(two_machines)),
-            "FAILED_PRECONDITION: Open MPI says that this is worker 2 of 4, but nobody says where "
-            "all meet: set MASTER_ADDR and MASTER_PORT, or DISTGRAD_RENDEZVOUS=tcp://host:port");
+  EXPECT_EQ(
+      Summary(Find(two_machines)),
+      "FAILED_PRECONDITION: Open MPI says that this is worker 2 of 4, but no rendezvous is set: "
+      "set MASTER_ADDR and MASTER_PORT, or DISTGRAD_RENDEZVOUS=tcp://host:port");
 }
 
 // What mpirun starts inside of an allocation inherits the variables of whoever started mpirun.

@@ -1,4 +1,4 @@
-// Where the workers of a job meet, as a URL.
+// The URL of a job's rendezvous.
 //
 //   env://                      where the launcher says (core/membership/environment.h)
 //   tcp://host:port             a store that worker 0 serves there; [::1] for an IPv6 address

@@ -523,7 +523,7 @@ TEST_P(PipelineTest, AWorkerThatIsLostInAStepIsNamedAndAnotherTakesItsPlace) {
   std::atomic<int> calls{0};
   const auto forward = [&](int stage, Tensors in) {
     // Ends in the middle of a step, without a farewell.
-    if (stage == 1 && ++calls == 3) cluster[1].Close();
+    if (stage == 1 && ++calls == 3) cluster[1].Abort();
     return layers.Forward(stage, in);
   };
   auto stages = MakeStages(cluster, {0, 1, 2}, forward);

@@ -35,9 +35,10 @@ Future<Message> StepCalls::Make(const std::string& to, absl::string_view functio
   const std::string name = absl::StrCat(function, pipeline_);
   CallOptions options{.context = context, .deadline = deadline_, .cancellation = cancellation_};
   Future<Message> future = worker_->CallAsync(to, name, message, options);
-  // Others' messages fill the way to that worker. A call that waits for its answer waits for room,
-  // too; and all are answered at once, but for the one that runs a step: its answer is the step's
-  // end, which may need what is sent after it. In its place one waits that asks about the step.
+  // Others' messages fill the way to that worker. A call that waits for its answer waits for
+  // credit, too; and all are answered at once, but for the one that runs a step: its answer is the
+  // step's end, which may need what is sent after it. In its place one waits that asks about the
+  // step.
   for (int tries = 0; tries < 100 && IsFull(future); ++tries) {
     if (function == kRunStep) {
       const absl::Status asked =

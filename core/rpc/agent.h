@@ -167,7 +167,7 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
 
   // Calls and notices so far, the latter under kNotices.
   static constexpr absl::string_view kNotices = "(notices)";
-  std::vector<CallStats> Stats() const { return calls_->metrics().Snapshot(); }
+  std::vector<CallStats> Stats() const { return calls_->metrics().Stats(); }
   // The bytes that wait to be sent, by peer.
   std::vector<std::pair<WorkerRank, uint64_t>> Queued() const { return links_->Queued(); }
   // Tells all to whom there is a connection that this worker leaves the job.

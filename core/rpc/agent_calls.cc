@@ -105,7 +105,7 @@ absl::StatusOr<SendWindow::Credit> Agent::AwaitCredit(const std::shared_ptr<Send
   }
   absl::StatusOr<SendWindow::Credit> acquired = credit.Take();
   if (timer) clock_->Cancel(*timer);
-  if (watch != 0) cancellation->Forget(watch);
+  if (watch != 0) cancellation->ForgetWithoutWaiting(watch);
   return acquired;
 }
 

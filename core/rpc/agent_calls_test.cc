@@ -416,7 +416,7 @@ TEST_F(BackpressureTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
   lost.join();
 }
 
-// Replies wait for room as well; none is lost, and meanwhile their calls count as in flight.
+// Replies wait for credit as well; none is lost, and meanwhile their calls count as in flight.
 TEST_F(BackpressureTest, RepliesGoWhenThereIsRoom) {
   Release();
   std::vector<Future<std::string>> made;

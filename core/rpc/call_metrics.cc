@@ -19,7 +19,7 @@ CallCounters* CallMetrics::Find(WorkerRank peer, bool served, absl::string_view 
   return found->second.get();
 }
 
-std::vector<CallStats> CallMetrics::Snapshot() const {
+std::vector<CallStats> CallMetrics::Stats() const {
   std::vector<CallStats> all;
   absl::MutexLock lock(&mu_);
   for (const auto& [key, table] : tables_) {

@@ -54,7 +54,7 @@ class CallMetrics {
 
   CallCounters* Find(WorkerRank peer, bool served, absl::string_view function);
   // By peer, those that were made first, and by name.
-  std::vector<CallStats> Snapshot() const;
+  std::vector<CallStats> Stats() const;
 
  private:
   using Table = absl::flat_hash_map<std::string, std::unique_ptr<CallCounters>>;

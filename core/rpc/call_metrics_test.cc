@@ -14,7 +14,7 @@ TEST(CallMetricsTest, ByPeerWayAndFunction) {
   metrics.Find(2, /*served=*/true, "f")->ended = 2;
   metrics.Find(2, /*served=*/false, "f")->calls = 5;
   metrics.Find(1, /*served=*/true, "g")->queue_ns = 7;
-  const std::vector<CallStats> stats = metrics.Snapshot();
+  const std::vector<CallStats> stats = metrics.Stats();
   ASSERT_EQ(stats.size(), 3u);
   EXPECT_EQ(stats[0].peer, 1);
   EXPECT_EQ(stats[0].queue_time, absl::Nanoseconds(7));
@@ -29,7 +29,7 @@ TEST(CallMetricsTest, APeerThatInventsNamesDoesNotGrowIt) {
   CallCounters* first = metrics.Find(1, true, "first");
   for (int i = 0; i < 100000; ++i) ++metrics.Find(1, true, absl::StrCat("name", i))->calls;
   EXPECT_EQ(metrics.Find(1, true, "first"), first);
-  const std::vector<CallStats> stats = metrics.Snapshot();
+  const std::vector<CallStats> stats = metrics.Stats();
   ASSERT_EQ(stats.size(), CallMetrics::kNames + 1);
   EXPECT_EQ(stats[0].function, CallMetrics::kOther);
   EXPECT_EQ(stats[0].calls, 100000 - (CallMetrics::kNames - 1));

@@ -46,7 +46,7 @@ absl::StatusOr<c10::Device> DeviceMap::Remote(c10::Device local) const {
   return absl::FailedPreconditionError(
       absl::StrCat("it is on ", local.str(),
                    ", which no device map gives a device of that worker; see "
-                   "WorkerOptions::device_maps"));
+                   "the option device_maps (docs/architecture.md)"));
 }
 
 absl::StatusOr<DeviceMap> DeviceMap::With(const DeviceMap& theirs) const {

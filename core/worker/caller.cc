@@ -150,7 +150,7 @@ Future<Message> Caller::Send(WorkerRank to, Outgoing call, const CallOptions& op
   if (options.cancellation != nullptr) {
     const uint64_t watch = options.cancellation->OnCancel([future] { future.Cancel(); });
     future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
-      cancellation->Forget(watch);
+      cancellation->ForgetWithoutWaiting(watch);
     });
   }
   return future;
@@ -181,7 +181,7 @@ Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOp
   if (options.cancellation != nullptr) {
     const uint64_t watch = options.cancellation->OnCancel([unresolved] { unresolved->Cancel(0); });
     future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
-      cancellation->Forget(watch);
+      cancellation->ForgetWithoutWaiting(watch);
     });
   }
   const absl::Duration call_time = call.deadline - parts_.clock.Now();
@@ -218,7 +218,7 @@ Future<Message> Caller::CallUnresolved(std::string name, absl::string_view funct
                                        bool wait) {
   if (HasDeviceTensors(message.tensors)) {
     return Failed(absl::FailedPreconditionError(absl::StrCat(
-        "the devices of worker '", name, "' are not known; call UpdateMembers() first")));
+        "the devices of worker '", name, "' are not known; update the members first")));
   }
   // Without tensors of devices the packet is the same for whoever gets it. Here and now: what the
   // tensors hold, and their history, may be others when the store has answered.

@@ -641,7 +641,7 @@ TEST_P(CallsTest, Metrics) {
   EXPECT_EQ(caller.contexts, 1u);
   EXPECT_EQ(caller.passes_ended, 1u);
   EXPECT_EQ(caller.passes_failed, 0u);
-  EXPECT_EQ(caller.passes_running, 0u);
+  EXPECT_EQ(caller.passes_in_flight, 0u);
   const auto find = [](const WorkerMetrics& metrics, const std::string& function) {
     for (const CallStats& stats : metrics.calls) {
       if (stats.function == function) return stats;

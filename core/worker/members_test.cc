@@ -397,8 +397,8 @@ TEST_P(MembersTest, CloseEndsWhateverWaits) {
   EXPECT_TRUE(store_->Get("at/0", Later()).ok());
   EXPECT_TRUE(store_->Get("shutdown/0", Later()).ok());
   while (!absl::IsUnavailable(Echo(worker(2), "worker1"))) continue;
-  worker(0).Close();
-  worker(1).Close();
+  worker(0).Abort();
+  worker(1).Abort();
   for (std::thread& thread : threads) thread.join();
   for (const absl::Status& status : {barrier, end, alone, call}) {
     EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
@@ -651,7 +651,7 @@ TEST_P(MembersTest, ACallbackMayWaitCallAndTakeItselfOff) {
   worker(0).OnMember([&](const MemberEvent& event) {
     called = Echo(worker(0), event.name);
     worker(0).OnMember(nullptr);
-    worker(0).Close();
+    worker(0).Abort();
     done.Notify();
     throw std::runtime_error("is logged");
   });

@@ -92,8 +92,8 @@ std::string ToPrometheus(const WorkerMetrics& metrics) {
   writer.Sample("", metrics.passes_ended);
   writer.Begin("pass_errors_total", "counter", "Backward passes that failed.");
   writer.Sample("", metrics.passes_failed);
-  writer.Begin("passes_running", "gauge", "Backward passes that run.");
-  writer.Sample("", metrics.passes_running);
+  writer.Begin("passes_in_flight", "gauge", "Backward passes that run.");
+  writer.Sample("", metrics.passes_in_flight);
   return text;
 }
 

@@ -24,7 +24,7 @@ struct WorkerMetrics {
   size_t contexts = 0;  // open
   uint64_t passes_ended = 0;
   uint64_t passes_failed = 0;  // of those
-  uint64_t passes_running = 0;
+  uint64_t passes_in_flight = 0;
 };
 
 // In Prometheus' text format (version 0.0.4), all names with "distgrad_" and all with the label

@@ -29,7 +29,7 @@ TEST(MetricsTest, AllFamilies) {
                               .contexts = 5,
                               .passes_ended = 60,
                               .passes_failed = 7,
-                              .passes_running = 8};
+                              .passes_in_flight = 8};
   const auto both = [](const std::string& name, const std::string& type, const std::string& help,
                        const std::string& made, const std::string& served) {
     const std::string family = "distgrad_" + name;

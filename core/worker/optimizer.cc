@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/checkpoint/optimizer_checkpoint.h"
+#include "core/optim/local_optimizer.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -28,6 +29,9 @@ constexpr absl::string_view kRate = "distgrad.optimizer.rate/";
 constexpr size_t kMaxName = 900;  // with the longest of these it is a function's name
 
 }  // namespace
+
+Optimizer::Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<LocalOptimizer> local)
+    : worker_(worker), name_(name), local_(std::move(local)) {}
 
 absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
     Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer, absl::string_view name) {
@@ -104,6 +108,12 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
   }
   DG_RETURN_IF_ERROR(status);
   return replies;
+}
+
+absl::StatusOr<std::vector<StateTensor>> Optimizer::State() const { return local_->State(); }
+
+absl::Status Optimizer::LoadState(const std::vector<StateTensor>& state) {
+  return local_->LoadState(state);
 }
 
 absl::Status Optimizer::Save(const TensorMap& parameters, const std::string& path) const {

@@ -9,7 +9,6 @@
 
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -17,10 +16,16 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "core/checkpoint/safetensors.h"
-#include "core/optim/local_optimizer.h"
+#include "core/optim/optimizer_state.h"  // IWYU pragma: export
 #include "core/worker/worker.h"
 
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace distgrad {
+
+class LocalOptimizer;  // core/optim/local_optimizer.h
 
 // Thread-safe.
 class Optimizer {
@@ -52,8 +57,8 @@ class Optimizer {
   // had. Each worker's part is its own: where all are read or loaded between the same two steps,
   // they fit together. kInvalidArgument, with nothing changed, says what is missing, unexpected, or
   // of another shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
-  absl::StatusOr<std::vector<StateTensor>> State() const { return local_->State(); }
-  absl::Status LoadState(const std::vector<StateTensor>& state) { return local_->LoadState(state); }
+  absl::StatusOr<std::vector<StateTensor>> State() const;
+  absl::Status LoadState(const std::vector<StateTensor>& state);
 
   // Saves this worker's part to a file, by the names of its parameters, and loads it from one:
   // SaveOptimizer() and LoadOptimizer() of core/checkpoint/optimizer_checkpoint.h say what has to
@@ -72,8 +77,7 @@ class Optimizer {
   void Remove();
 
  private:
-  Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<LocalOptimizer> local)
-      : worker_(worker), name_(name), local_(std::move(local)) {}
+  Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<LocalOptimizer> local);
 
   // Calls a function of all parts, and returns their replies by worker. The context may be null.
   absl::StatusOr<std::vector<Message>> CallAll(const std::string& function, const Message& message,

@@ -212,8 +212,10 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
   }
   if (parts_.options.serve_operators == ServeOperators::kPure) {
     if (const absl::Status pure = CheckPure(request.function); !pure.ok()) {
-      return absl::PermissionDeniedError(absl::StrCat(
-          pure.message(), ", and is not served there; ServeOperators::kAll serves all operators"));
+      return absl::PermissionDeniedError(
+          absl::StrCat(pure.message(),
+                       ", and is not served there; a worker that serves all operators has been "
+                       "made so (DG_WORKER_ALL_OPERATORS, ServeOperators)"));
     }
   }
   DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));

@@ -14,8 +14,8 @@ namespace distgrad {
 
 Worker::Worker(std::shared_ptr<WorkerImpl> impl) : impl_(std::move(impl)) {}
 Worker::~Worker() { impl_->Join(); }
-void Worker::Close() { impl_->Close(); }
-absl::Status Worker::Join(Deadline deadline) { return impl_->Join(deadline); }
+void Worker::Abort() { impl_->Abort(); }
+absl::Status Worker::Close(Deadline deadline) { return impl_->Close(deadline); }
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Create(WorkerOptions options) {
   const BlockingScope blocking;
@@ -91,7 +91,8 @@ absl::Status Worker::Leave(Deadline deadline) { return impl_->Leave(deadline); }
 absl::Status Worker::UpdateMembers() { return impl_->UpdateMembers(impl_->DefaultDeadline()); }
 size_t Worker::context_count() const { return impl_->context_count(); }
 WorkerMetrics Worker::Metrics() const { return impl_->Metrics(); }
-absl::Status Worker::StartTrace(TraceOptions options) { return impl_->StartTrace(options); }
+absl::Status Worker::StartTrace() { return StartTrace(TraceOptions{}); }
+absl::Status Worker::StartTrace(const TraceOptions& options) { return impl_->StartTrace(options); }
 absl::StatusOr<Trace> Worker::StopTrace() { return impl_->StopTrace(); }
 std::vector<ContextState> Worker::Contexts() const { return impl_->Contexts(); }
 

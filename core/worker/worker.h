@@ -30,7 +30,6 @@
 #include "core/base/deadline.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
-#include "core/base/trace.h"
 #include "core/membership/member_event.h"
 #include "core/tensor/message.h"
 #include "core/worker/call_options.h"    // IWYU pragma: export
@@ -42,6 +41,8 @@
 namespace distgrad {
 
 struct ContextState;   // core/autograd/state.h
+struct Trace;          // core/base/trace.h
+struct TraceOptions;   // core/base/trace.h
 class WorkerImpl;      // core/worker/worker_impl.h
 struct WorkerMetrics;  // core/worker/metrics.h
 
@@ -55,7 +56,7 @@ class Worker {
   // Joins the job. Waits until all its workers have.
   static absl::StatusOr<std::unique_ptr<Worker>> Create(WorkerOptions options);
 
-  // Calls Close(), waits without a bound for what Join() waits for, and ends all threads. Call
+  // Calls Abort(), waits without a bound for what Close() waits for, and ends all threads. Call
   // Shutdown() before it, to end in good order.
   ~Worker();
   Worker(const Worker&) = delete;
@@ -64,12 +65,12 @@ class Worker {
   // Fails what is in flight, and what is begun from now on, with kCancelled, so that no thread
   // waits in this worker any more (in a barrier, after a second). Does not wait itself. The others
   // find this worker gone.
-  void Close();
-  // Calls Close(), and waits until nothing of the user's runs on this worker's threads any more:
+  void Abort();
+  // Calls Abort(), and waits until nothing of the user's runs on this worker's threads any more:
   // handlers, the callback for members, functions and hooks of a backward pass. After that the
   // destructor has nobody to wait for. kDeadlineExceeded says how many threads have not ended; it
   // may be called again. kFailedPrecondition on one of these threads.
-  absl::Status Join(Deadline deadline);
+  absl::Status Close(Deadline deadline);
 
   // Its number in the job.
   WorkerRank rank() const;
@@ -88,7 +89,7 @@ class Worker {
   // of all events within seconds, by way of the store. There is one callback at a time: the next
   // one, or null, takes its place, and when OnMember() has returned the former is called no more
   // (it waits for that, unless it is called inside the callback). It ends with the worker, which
-  // must not be destroyed in it; Close() may be called there.
+  // must not be destroyed in it; Abort() may be called there.
   void OnMember(std::function<void(const MemberEvent&)> callback);
   // The store by which the members of the job find each other. A program may keep there what its
   // workers have to agree on, under keys that begin with a word of its own and a '/'. It ends with
@@ -155,7 +156,7 @@ class Worker {
   // Ends the job in good order: waits until every worker has called this or Serve(), so that
   // nobody's call finds us gone, and until the calls that are in flight then, in either direction,
   // are answered. Then the worker can be destroyed. It needs no deadline: if a member is lost it
-  // fails with kUnavailable and its name, or goes on without it; if Close() is called, with
+  // fails with kUnavailable and its name, or goes on without it; if Abort() is called, with
   // kCancelled. kFailedPrecondition in a handler of this worker, for it waits for those.
   absl::Status Shutdown(Deadline deadline = Deadline::Never(), OnLost on_lost = OnLost::kFail);
 
@@ -179,7 +180,8 @@ class Worker {
 
   // Records from now on when calls are made and served, and passes run: docs/trace.md.
   // kFailedPrecondition while a trace runs.
-  absl::Status StartTrace(TraceOptions options = {});
+  absl::Status StartTrace();
+  absl::Status StartTrace(const TraceOptions& options);
   // Ends the trace. It has what began and ended meanwhile; ToChromeTrace() writes it as text.
   // kFailedPrecondition if none runs.
   absl::StatusOr<Trace> StopTrace();

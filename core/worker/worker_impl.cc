@@ -126,19 +126,19 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
   return impl;
 }
 
-void WorkerImpl::Close() {
+void WorkerImpl::Abort() {
   members_->Close();
   engine_.Close();
   agent_->Close();
 }
 
-absl::Status WorkerImpl::Join(Deadline deadline) {
+absl::Status WorkerImpl::Close(Deadline deadline) {
   if (pool_.OnThisPool() || engine_.OnDeviceThread()) {
     return absl::FailedPreconditionError(
         absl::StrCat("worker '", self_.name,
-                     "' cannot be waited for on one of its own threads; Close() it there"));
+                     "' cannot be closed on one of its own threads, for which that waits"));
   }
-  Close();
+  Abort();
   member_callback_.Stop();
   {
     const BlockingScope blocking;
@@ -153,7 +153,7 @@ void WorkerImpl::Join() {
   if (joined_.exchange(true)) return;
   member_sync_.Stop();
   const BlockingScope blocking;
-  Close();
+  Abort();
   member_callback_.Set(nullptr);
   lookups_.Close();
   pool_.Join();
@@ -208,7 +208,7 @@ WorkerMetrics WorkerImpl::Metrics() const {
   const Engine::PassCounts passes = engine_.CountPasses();
   metrics.passes_ended = passes.ended;
   metrics.passes_failed = passes.failed;
-  metrics.passes_running = passes.running;
+  metrics.passes_in_flight = passes.running;
   return metrics;
 }
 

@@ -59,9 +59,9 @@ class WorkerImpl : public Server::Owner,
   absl::Status Leave(Deadline deadline);
   void OnMember(MemberCallback::Function callback);
 
-  void Close();
-  absl::Status Join(Deadline deadline);
-  void Join();  // Close(), and ends all threads
+  void Abort();
+  absl::Status Close(Deadline deadline);
+  void Join();  // Abort(), and ends all threads
 
   // Context::Owner
   Engine& engine() override { return engine_; }

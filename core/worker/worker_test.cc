@@ -357,7 +357,7 @@ TEST_P(WorkerTest, AHandlerThatWaitsForTheEndOfAnotherWorkerLeavesItsThreadToOth
                   .Register("end",
                             [&](Request&) -> absl::StatusOr<Message> {
                               ending.Notify();
-                              const absl::Status ended = worker(1).Join(Deadline::Never());
+                              const absl::Status ended = worker(1).Close(Deadline::Never());
                               if (!ended.ok()) return ended;
                               return Message{};
                             })
@@ -388,7 +388,7 @@ TEST_P(WorkerTest, JoinWaitsForHandlers) {
   ASSERT_TRUE(worker(1)
                   .Register("hold",
                             [&](Request&) -> absl::StatusOr<Message> {
-                              inside = worker(1).Join(Deadline::Never());
+                              inside = worker(1).Close(Deadline::Never());
                               entered.Notify();
                               release.WaitForNotification();
                               return Message{};
@@ -397,13 +397,13 @@ TEST_P(WorkerTest, JoinWaitsForHandlers) {
   const Future<Message> call = worker(0).CallAsync("worker1", "hold", {});
   entered.WaitForNotification();
   EXPECT_EQ(inside.code(), absl::StatusCode::kFailedPrecondition) << inside;
-  const absl::Status late = worker(1).Join(absl::InfinitePast());
+  const absl::Status late = worker(1).Close(absl::InfinitePast());
   EXPECT_EQ(late.code(), absl::StatusCode::kDeadlineExceeded) << late;
   EXPECT_NE(late.message().find("'worker1' is closed, and "), std::string::npos) << late;
   EXPECT_FALSE(call.Wait().ok()) << "it is closed";
   release.Notify();
-  EXPECT_TRUE(worker(1).Join(Deadline::Never()).ok());
-  EXPECT_TRUE(worker(1).Join(absl::InfinitePast()).ok());
+  EXPECT_TRUE(worker(1).Close(Deadline::Never()).ok());
+  EXPECT_TRUE(worker(1).Close(absl::InfinitePast()).ok());
   cluster_->Kill(1);  // it is no member that the others could shut down with
 }
 

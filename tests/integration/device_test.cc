@@ -257,10 +257,10 @@ TEST_F(DeviceTest, TheEndOfAWorkerWaitsForNodesOfAccelerators) {
   const Future<Unit> pass = context.BackwardAsync({y.sum()});
   entered.WaitForNotification();
   // The pool's threads may take their time to end; the bound is for those alone.
-  const absl::Status early = cluster_[0].Join(Deadline::After(absl::Seconds(1)));
+  const absl::Status early = cluster_[0].Close(Deadline::After(absl::Seconds(1)));
   EXPECT_EQ(early.code(), absl::StatusCode::kDeadlineExceeded) << early;
   release.Notify();
-  const absl::Status late = cluster_[0].Join(Deadline::Never());
+  const absl::Status late = cluster_[0].Close(Deadline::Never());
   EXPECT_TRUE(late.ok()) << late;
   EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kCancelled) << pass.Wait().status();
   cluster_.Kill(0);

@@ -178,7 +178,7 @@ void Job::KillWorker(int i, bool silently) {
   groups_.Kill(process->host->address(), silently);
   process->store->Kill();
   // What is left of it here says nothing to anybody any more.
-  process->worker->Close();
+  process->worker->Abort();
 }
 
 void Job::ComeBack(const Action& action) {
@@ -372,8 +372,8 @@ void Job::CheckNothingIsLeft() {
         if (bytes == 0 || (peer < plan_.workers && WorkerAt(peer) == nullptr)) continue;
         absl::StrAppend(&left, worker->name(), " has ", bytes, " bytes to ", peer, "; ");
       }
-      if (metrics.passes_running != 0) {
-        absl::StrAppend(&left, worker->name(), " has ", metrics.passes_running, " passes; ");
+      if (metrics.passes_in_flight != 0) {
+        absl::StrAppend(&left, worker->name(), " has ", metrics.passes_in_flight, " passes; ");
       }
     }
     if (left.empty()) return;

@@ -44,9 +44,9 @@ impl Cancellation {
     /// Calls `cancelled` once it is cancelled: on the thread that cancels it, where `cancelled`
     /// must not wait; or within this call, if it is cancelled already. A panic in it is printed and
     /// goes no further. The result is for [`forget`](Cancellation::forget), and need not be kept.
-    #[doc(alias = "dg_cancellation_then")]
-    pub fn then(&self, cancelled: impl FnOnce() + Send + 'static) -> Result<CallbackId> {
-        Ok(CallbackId(ffi::cancellation_then(self.handle(), Callback::new(cancelled))?))
+    #[doc(alias = "dg_cancellation_on_cancel")]
+    pub fn on_cancel(&self, cancelled: impl FnOnce() + Send + 'static) -> Result<CallbackId> {
+        Ok(CallbackId(ffi::cancellation_on_cancel(self.handle(), Callback::new(cancelled))?))
     }
 
     /// Removes a callback: when this has returned, the callback does not run and is not called any

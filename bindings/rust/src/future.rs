@@ -156,7 +156,7 @@ pub(crate) fn run<T>(
     let waker = Waker::from(Arc::clone(&unpark));
     let (cancellation, deadline) = (request.cancellation(), request.deadline());
     let cancelled = waker.clone();
-    cancellation.then(move || cancelled.wake())?;
+    cancellation.on_cancel(move || cancelled.wake())?;
     let mut context = Context::from_waker(&waker);
     let mut future = pin!(future);
     loop {

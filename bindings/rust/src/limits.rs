@@ -41,7 +41,7 @@ impl Limits {
         self
     }
     /// Sets the bytes that wait to be sent to one peer, and those of its calls here. Where so many
-    /// wait to be sent, a call that waits for its reply waits for room (backpressure), and
+    /// wait to be sent, a call that waits for its reply waits for credit (backpressure), and
     /// `call_async` fails. Default: 4 GiB.
     pub fn bytes_per_peer(mut self, bytes: u64) -> Self {
         self.0.bytes_per_peer = bytes;

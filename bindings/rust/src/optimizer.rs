@@ -196,7 +196,7 @@ impl Adam {
     /// Creates the options of AdamW, whose weight decay is decoupled from the gradient; 0.01 unless
     /// it is set.
     #[doc(alias = "dg_optimizer_create_adamw")]
-    pub fn decoupled(learning_rate: f64) -> Self {
+    pub fn adamw(learning_rate: f64) -> Self {
         Self { weight_decay: 1e-2, decoupled: true, ..Self::new(learning_rate) }
     }
     /// Sets the decay rates of the two moments. Default: 0.9 and 0.999.
@@ -209,8 +209,8 @@ impl Adam {
         self.epsilon = epsilon;
         self
     }
-    /// Sets the weight decay, which is added to the gradient, or, decoupled, taken from the
-    /// parameter. Default: 0; decoupled 0.01.
+    /// Sets the weight decay, which Adam adds to the gradient, and AdamW takes from the parameter.
+    /// Default: 0; of AdamW 0.01.
     pub fn weight_decay(mut self, weight_decay: f64) -> Self {
         self.weight_decay = weight_decay;
         self

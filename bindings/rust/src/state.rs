@@ -43,7 +43,7 @@ pub enum MemberEventKind {
 
 /// What a barrier, [`shutdown`](crate::Worker::shutdown) and [`serve`](crate::Worker::serve) do
 /// when a member is lost.
-#[doc(alias = "DG_WITHOUT_LOST")]
+#[doc(alias = "DG_GO_ON_WITHOUT_LOST")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnLost {
     /// They fail at once, with `Code::Unavailable` and the member's name.
@@ -57,7 +57,7 @@ impl OnLost {
     pub(crate) fn flags(self) -> u64 {
         match self {
             OnLost::Fail => 0,
-            OnLost::GoOnWithout => 1, // DG_WITHOUT_LOST
+            OnLost::GoOnWithout => 1, // DG_GO_ON_WITHOUT_LOST
         }
     }
 }

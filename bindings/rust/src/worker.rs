@@ -103,7 +103,7 @@ impl Worker {
     /// bytes of memory (`None`: 64 MiB); events that do not fit are counted only.
     ///
     /// `Code::FailedPrecondition` while a trace runs.
-    #[doc(alias = "dg_worker_trace_start")]
+    #[doc(alias = "dg_worker_start_trace")]
     #[doc(alias = "dg_trace_options")]
     pub fn start_trace(&self, max_bytes: Option<NonZeroU64>) -> Result<()> {
         Ok(ffi::worker_trace_start(self.handle(), max_bytes.map_or(0, NonZeroU64::get))?)
@@ -122,7 +122,7 @@ impl Worker {
     /// ```
     ///
     /// `Code::FailedPrecondition` if no trace runs.
-    #[doc(alias = "dg_worker_trace_stop")]
+    #[doc(alias = "dg_worker_stop_trace")]
     pub fn stop_trace(&self) -> Result<String> {
         Ok(Message::own(ffi::worker_trace_stop(self.handle())?).text()?.to_owned())
     }

@@ -196,7 +196,7 @@ fn a_handler_sees_that_it_is_given_up() {
             request.cancellation().check()?;
             tell.send("begun")?;
             let (wake, woken) = mpsc::channel();
-            request.cancellation().then(move || wake.send(()).unwrap())?;
+            request.cancellation().on_cancel(move || wake.send(()).unwrap())?;
             let result = distgrad::wait(|| woken.recv_timeout(LONG))?;
             tell.send(if result.is_ok() { "given up" } else { "left alone" })?;
             Err(request.cancellation().check().unwrap_err().into())
@@ -226,13 +226,13 @@ fn a_handler_sees_that_it_is_given_up() {
     assert_eq!(caller.call("alone", "wait", &empty()).unwrap_err().code(), Code::Cancelled);
     assert_eq!(both.check().unwrap_err().code(), Code::Cancelled);
     let (ran, running) = mpsc::channel();
-    both.then(move || ran.send(()).unwrap()).unwrap(); // is already: at once
+    both.on_cancel(move || ran.send(()).unwrap()).unwrap(); // is already: at once
     running.try_recv().unwrap();
 
     // One that is taken off is dropped, and not called.
     let forgetful = Cancellation::new().unwrap();
     let (never, nothing) = mpsc::channel::<()>();
-    let id = forgetful.then(move || never.send(()).unwrap()).unwrap();
+    let id = forgetful.on_cancel(move || never.send(()).unwrap()).unwrap();
     assert_eq!(nothing.try_recv(), Err(mpsc::TryRecvError::Empty));
     forgetful.forget(id).unwrap();
     assert_eq!(nothing.try_recv(), Err(mpsc::TryRecvError::Disconnected));

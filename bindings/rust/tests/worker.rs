@@ -258,7 +258,7 @@ fn optimizers() {
     let adam = Adam::new(0.1).betas(0.8, 0.9).epsilon(1e-12).amsgrad(true);
     let adam = adam.create(&worker, "adam", [&parameters[2]]).unwrap();
     assert!((step(&adam, &parameters[2]) - 0.9).abs() < 1e-6);
-    let adamw = Adam::decoupled(0.1).weight_decay(0.5).create(&worker, "adamw", [&parameters[3]]);
+    let adamw = Adam::adamw(0.1).weight_decay(0.5).create(&worker, "adamw", [&parameters[3]]);
     assert!((step(&adamw.unwrap(), &parameters[3]) - 0.85).abs() < 1e-6);
     let twice = Sgd::new(0.1).create(&worker, "sgd", [&parameters[0]]);
     assert_eq!(twice.unwrap_err().code(), Code::AlreadyExists);

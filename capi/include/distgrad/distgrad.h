@@ -237,12 +237,12 @@ DG_API void dg_tensor_destroy(dg_tensor* tensor) DG_NOEXCEPT;
 DG_API dg_dtype dg_tensor_dtype(const dg_tensor* tensor) DG_NOEXCEPT;
 DG_API size_t dg_tensor_dim_count(const dg_tensor* tensor) DG_NOEXCEPT;
 /* Stores the number of dimensions, and copies their sizes to `shape` and their strides, in
- * elements, to `strides`: arrays with room for `room` numbers each; NULL skips one. A dimension
- * along which the parts of a nested tensor differ has size -1. DG_OUT_OF_RANGE if there is too
- * little room, with *dim_count stored; DG_FAILED_PRECONDITION if strides are wanted and there
+ * elements, to `strides`: arrays with room for `capacity` numbers each; NULL skips one. A dimension
+ * along which the parts of a nested tensor differ has size -1. DG_OUT_OF_RANGE if there are
+ * more, with *dim_count stored; DG_FAILED_PRECONDITION if strides are wanted and there
  * are none (sparse, nested). */
 DG_API DG_MUST_USE dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape,
-                                              int64_t* strides, size_t room,
+                                              int64_t* strides, size_t capacity,
                                               size_t* dim_count) DG_NOEXCEPT;
 DG_API int64_t dg_tensor_element_count(const dg_tensor* tensor) DG_NOEXCEPT;
 /* Returns "cpu", "cuda:1"; the string lives for ever. Empty if `tensor` is not a valid handle. */
@@ -511,10 +511,11 @@ DG_API DG_MUST_USE dg_error* dg_cancellation_check(const dg_cancellation* cancel
  * destroyed after the call, when the callback is removed, or with the cancellation. Stores in
  * *id (unless that is NULL) a number for dg_cancellation_forget: 0 if the callback has been
  * called. */
-DG_API DG_MUST_USE dg_error* dg_cancellation_then(const dg_cancellation* cancellation,
-                                                  void (*cancelled)(void* user_data),
-                                                  void* user_data, void (*destroy)(void* user_data),
-                                                  uint64_t* id) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_cancellation_on_cancel(const dg_cancellation* cancellation,
+                                                       void (*cancelled)(void* user_data),
+                                                       void* user_data,
+                                                       void (*destroy)(void* user_data),
+                                                       uint64_t* id) DG_NOEXCEPT;
 /* Removes a callback by its number: when this has returned, the callback does not run and is not
  * called any more, and its user_data is destroyed. Waits while another thread runs it, also
  * where other functions that wait are refused, but not in the callback itself. A callback that
@@ -533,7 +534,7 @@ typedef struct dg_context dg_context;
 
 /* Bounds on what other workers, and this program, can make a worker hold. Beyond one of them a
  * call fails with DG_RESOURCE_EXHAUSTED and the limit's name; only where bytes_per_peer wait to
- * be sent, calls that wait for their reply wait for room instead (backpressure). 0 means the
+ * be sent, calls that wait for their reply wait for credit instead (backpressure). 0 means the
  * default. */
 typedef struct dg_limits {
   size_t struct_size;
@@ -624,7 +625,7 @@ DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
 
 /* Flag of the three functions below: goes on without a member that is lost, as if it had left.
  * Without this flag they fail with DG_UNAVAILABLE and the member's name as soon as one is lost. */
-#define DG_WITHOUT_LOST UINT64_C(1)
+#define DG_GO_ON_WITHOUT_LOST UINT64_C(1)
 
 /* Waits until every worker has called this as often as this one. DG_DEADLINE_EXCEEDED names
  * those that have not. */
@@ -739,12 +740,12 @@ typedef struct dg_trace_options {
 
 /* Starts to record when calls are made and served, and when passes run. DG_FAILED_PRECONDITION
  * while a trace runs. */
-DG_API DG_MUST_USE dg_error* dg_worker_trace_start(dg_worker* worker,
+DG_API DG_MUST_USE dg_error* dg_worker_start_trace(dg_worker* worker,
                                                    const dg_trace_options* options) DG_NOEXCEPT;
 /* Ends the trace. What began and ended meanwhile becomes the payload of *out, in Chrome's trace
  * event format (JSON), for ui.perfetto.dev and chrome://tracing to open; docs/trace.md explains
  * it. DG_FAILED_PRECONDITION if no trace runs. */
-DG_API DG_MUST_USE dg_error* dg_worker_trace_stop(dg_worker* worker, dg_message** out) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_worker_stop_trace(dg_worker* worker, dg_message** out) DG_NOEXCEPT;
 
 /* A backward pass that runs on a worker, and what it waits for. Borrowed for the visit. Fields are
  * only ever added. */

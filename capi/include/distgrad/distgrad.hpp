@@ -472,7 +472,7 @@ class Future {
 inline uint64_t OnCancel(const dg_cancellation* cancellation, std::function<void()> cancelled) {
   using Callback = std::function<void()>;
   uint64_t id = 0;
-  Check(dg_cancellation_then(
+  Check(dg_cancellation_on_cancel(
       cancellation, [](void* data) { (*static_cast<Callback*>(data))(); },
       new Callback(std::move(cancelled)), [](void* data) { delete static_cast<Callback*>(data); },
       &id));
@@ -659,11 +659,11 @@ class Worker {
     return std::string(Message(out).payload());
   }
   void StartTrace(const dg_trace_options& options = DG_TRACE_OPTIONS_INIT) {
-    Check(dg_worker_trace_start(get(), &options));
+    Check(dg_worker_start_trace(get(), &options));
   }
   std::string StopTrace() {
     dg_message* out = nullptr;
-    Check(dg_worker_trace_stop(get(), &out));
+    Check(dg_worker_stop_trace(get(), &out));
     return std::string(Message(out).payload());
   }
 

@@ -482,7 +482,7 @@ TEST_F(CheckpointManagerTest, AWorkerThatIsLostWhileItWritesFailsTheSave) {
   absl::Status saved;
   std::thread save([&] { saved = manager->Save(2); });
   writing.WaitForNotification();
-  cluster[1].Close();
+  cluster[1].Abort();
   save.join();
   EXPECT_FALSE(saved.ok());
   EXPECT_TRUE(absl::StrContains(saved.message(), "worker1")) << saved;

@@ -26,7 +26,10 @@
 #include "core/checkpoint/job/messages.h"
 #include "core/checkpoint/optimizer_checkpoint.h"
 #include "core/checkpoint/safetensors_header.h"
+#include "core/optim/local_optimizer.h"
 #include "core/tensor/exception.h"
+#include "core/worker/optimizer.h"
+#include "core/worker/worker.h"
 #include "nlohmann/json.hpp"
 
 namespace distgrad {
@@ -439,7 +442,7 @@ class CheckpointPart::Impl {
       goes_on = CheckGoesOn(request, 0);
       if (goes_on.ok()) busy_ = true;
     }
-    request.cancellation->ForgetAndWait(watch);
+    request.cancellation->Forget(watch);
     DG_RETURN_IF_ERROR(goes_on);
     absl::StatusOr<std::string> reply = absl::UnknownError("");
     try {

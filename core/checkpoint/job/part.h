@@ -21,11 +21,17 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "core/checkpoint/safetensors.h"
-#include "core/optim/local_optimizer.h"
-#include "core/worker/optimizer.h"
-#include "core/worker/worker.h"
+
+namespace torch::optim {
+class Optimizer;
+}
 
 namespace distgrad {
+
+class FileCalls;       // core/checkpoint/durable_file.h
+class LocalOptimizer;  // core/optim/local_optimizer.h
+class Optimizer;       // core/worker/optimizer.h
+class Worker;          // core/worker/worker.h
 
 // Small things that are no tensors, by name: the epoch, the place in the data, the state of a
 // random generator. Any bytes.

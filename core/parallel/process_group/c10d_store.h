@@ -13,7 +13,8 @@ namespace distgrad {
 // For programs that have one of c10d's. Its own time-out counts for what waits for a server.
 std::shared_ptr<Store> StoreOfC10d(c10::intrusive_ptr<c10d::Store> store);
 
-// What c10d's backends meet in. `timeout` is that of a key which does not come. Throws StatusError.
+// Returns a store for the rendezvous of c10d's backends. `timeout` is that of a key which does not
+// come. Throws StatusError.
 c10::intrusive_ptr<c10d::Store> C10dStoreOf(std::shared_ptr<Store> store, absl::Duration timeout);
 
 }  // namespace distgrad

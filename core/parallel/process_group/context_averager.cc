@@ -110,26 +110,26 @@ void ContextAverager::OnGradient(const Following& following, const ContextRecord
   if (known == numbers_.end()) return;
   absl::MutexLock lock(&sequence_.mu());
   if (!followed_.has_value() || followed_->following != &following) return;
-  const absl::Status status =
-      sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) -> absl::Status {
-        auto& [unused, round, touched, missing] = *followed_;
-        const size_t bucket = plan_.bucket_of(known->second);
-        if (round.begun() > bucket) {
-          return absl::FailedPreconditionError(absl::StrCat(
-              "'", plan_.parameters()[known->second].name, "' got another gradient in context ",
-              context.id(),
-              " when it had been averaged already; AverageInBackward is for one backward"));
-        }
-        if (!touched[known->second]) --missing[bucket];
-        touched[known->second] = true;
-        if (missing[round.begun()] > 0) return absl::OkStatus();
-        const absl::StatusOr<std::vector<at::Tensor>> gradients = context.GradientsOf(leaves_);
-        if (!gradients.ok()) return GiveUp();  // it was released meanwhile
-        while (round.begun() < missing.size() && missing[round.begun()] == 0) {
-          DG_RETURN_IF_ERROR(round.Begin(*gradients, touched));
-        }
-        return absl::OkStatus();
-      });
+  const absl::Status status = sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                                                sequence_.mu()) -> absl::Status {
+    auto& [unused, round, touched, missing] = *followed_;
+    const size_t bucket = plan_.bucket_of(known->second);
+    if (round.begun() > bucket) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "'", plan_.parameters()[known->second].name, "' got another gradient in context ",
+          context.id(),
+          " when it had been averaged already; an average in the backward is for one backward"));
+    }
+    if (!touched[known->second]) --missing[bucket];
+    touched[known->second] = true;
+    if (missing[round.begun()] > 0) return absl::OkStatus();
+    const absl::StatusOr<std::vector<at::Tensor>> gradients = context.GradientsOf(leaves_);
+    if (!gradients.ok()) return GiveUp();  // it was released meanwhile
+    while (round.begun() < missing.size() && missing[round.begun()] == 0) {
+      DG_RETURN_IF_ERROR(round.Begin(*gradients, touched));
+    }
+    return absl::OkStatus();
+  });
   if (!status.ok()) throw StatusError(status);
 }
 
@@ -172,9 +172,9 @@ absl::StatusOr<bool> ContextAverager::Join(ContextRecord& context, bool keep_gra
   for (size_t k = 0; k < gradients.size() && !keep_gradients; ++k) {
     if (!gradients[k].defined()) continue;
     return absl::FailedPreconditionError(absl::StrCat(
-        "Join(): context ", context.id(), " has a gradient of '", plan_.parameters()[k].name,
+        "joining: context ", context.id(), " has a gradient of '", plan_.parameters()[k].name,
         "' already; give a new context for each step, or, for further averages in one step, "
-        "keep_gradients"));
+        "keep the gradients"));
   }
   bool any = false;
   DG_RETURN_IF_ERROR(

@@ -32,7 +32,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/autograd/context_record.h"
 #include "core/parallel/process_group/named_tensor.h"   // IWYU pragma: export
 #include "core/parallel/process_group/process_group.h"  // IWYU pragma: export
 
@@ -41,6 +40,8 @@ class Module;
 }
 
 namespace distgrad {
+
+class ContextRecord;  // core/autograd/context_record.h
 
 struct GradientAveragerOptions {
   // Gradients are averaged in buckets of so many bytes; the first of a backward is smaller, so

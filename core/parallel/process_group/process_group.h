@@ -35,7 +35,7 @@ namespace distgrad {
 struct ProcessGroupOptions {
   // For messages, and for several groups in one store: no two at a time have the same name there.
   std::string name = "default";
-  // Where the ranks meet; StoreOfC10d() makes one of c10d's.
+  // The store of the rendezvous of its ranks; StoreOfC10d() makes one of c10d's.
   std::shared_ptr<Store> store = nullptr;
   int rank = 0;
   int size = 1;

@@ -12,7 +12,7 @@ use std::{
 
 pub const MINUTE: Duration = Duration::from_secs(60);
 
-/// Says to a started process which worker it is: its rank and the folder where all meet.
+/// Says to a started process which worker it is: its rank and the folder of the rendezvous.
 const MEMBER: &str = "DISTGRAD_EXAMPLE_MEMBER";
 
 /// This process's part.

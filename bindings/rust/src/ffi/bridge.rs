@@ -216,7 +216,7 @@ pub(crate) mod raw {
         fn cancellation_create() -> Result<CancellationHandle>;
         fn cancellation_cancel(cancellation: CancellationHandle) -> Result<()>;
         fn cancellation_check(cancellation: CancellationHandle) -> Result<()>;
-        fn cancellation_then(
+        fn cancellation_on_cancel(
             cancellation: CancellationHandle,
             callback: Box<Callback>,
         ) -> Result<u64>;

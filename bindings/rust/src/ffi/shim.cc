@@ -122,7 +122,7 @@ void future_then(FutureHandle future, rust::Box<Callback> callback) {
 }
 
 uint64_t cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback) {
-  return Out<uint64_t>(dg_cancellation_then, cancellation, Run, Leak(std::move(callback)),
+  return Out<uint64_t>(dg_cancellation_on_cancel, cancellation, Run, Leak(std::move(callback)),
                        End<Callback>);
 }
 

@@ -198,7 +198,7 @@ inline void cancellation_cancel(CancellationHandle cancellation) {
 inline void cancellation_check(CancellationHandle cancellation) {
   dg::Check(dg_cancellation_check(cancellation));
 }
-uint64_t cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback);
+uint64_t cancellation_on_cancel(CancellationHandle cancellation, rust::Box<Callback> callback);
 inline void cancellation_forget(CancellationHandle cancellation, uint64_t id) {
   dg::Check(dg_cancellation_forget(cancellation, id));
 }
@@ -251,10 +251,10 @@ inline MessageHandle worker_metrics_text(WorkerHandle worker) {
 inline void worker_trace_start(WorkerHandle worker, uint64_t max_bytes) {
   dg_trace_options options = DG_TRACE_OPTIONS_INIT;
   options.max_bytes = max_bytes;
-  dg::Check(dg_worker_trace_start(worker, &options));
+  dg::Check(dg_worker_start_trace(worker, &options));
 }
 inline MessageHandle worker_trace_stop(WorkerHandle worker) {
-  return Out<MessageHandle>(dg_worker_trace_stop, worker);
+  return Out<MessageHandle>(dg_worker_stop_trace, worker);
 }
 inline size_t worker_context_count(WorkerHandle worker) { return dg_worker_context_count(worker); }
 void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler> handler);
