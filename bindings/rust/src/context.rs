@@ -43,7 +43,7 @@ impl<'w> Context<'w> {
     /// they are in place everywhere.
     ///
     /// Roots were computed on this worker, from something that requires grad, and have one element
-    /// each ([`Pass::root_gradients`] is for others). After an error the context is good for
+    /// each ([`BackwardOptions::root_gradients`] is for others). After an error the context is good for
     /// [`release`](Context::release) only.
     ///
     /// The error of a node keeps its code and names worker and node. Besides:
@@ -52,12 +52,36 @@ impl<'w> Context<'w> {
     /// takes part is lost, `Code::Cancelled`.
     #[doc(alias = "dg_context_backward")]
     pub fn backward(&self, roots: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<()> {
-        self.pass().run(roots)
+        self.backward_with(roots, &BackwardOptions::new())
     }
 
-    /// Prepares a backward with options.
-    pub fn pass(&self) -> Pass<'_, 'w> {
-        Pass { context: self, root_gradients: Vec::new(), retain_graph: false, timeout: None }
+    /// The same, with options.
+    #[doc(alias = "dg_context_backward")]
+    pub fn backward_with(
+        &self,
+        roots: impl IntoIterator<Item = impl Borrow<Tensor>>,
+        options: &BackwardOptions,
+    ) -> Result<()> {
+        let (_roots, roots) = handles_of(roots);
+        let gradients = options.gradients(roots.len())?;
+        let (retain_graph, timeout) = (options.retain_graph, options.timeout_ms());
+        Ok(ffi::context_backward(self.handle(), &roots, &gradients, retain_graph, timeout)?)
+    }
+
+    /// The same without waiting.
+    #[doc(alias = "dg_context_backward_async")]
+    pub fn backward_async(
+        &self,
+        roots: impl IntoIterator<Item = impl Borrow<Tensor>>,
+        options: &BackwardOptions,
+    ) -> Result<Future<()>> {
+        let (_roots, roots) = handles_of(roots);
+        let gradients = options.gradients(roots.len())?;
+        let (retain_graph, timeout) = (options.retain_graph, options.timeout_ms());
+        let context = self.handle();
+        let handle =
+            ffi::context_backward_async(context, &roots, &gradients, retain_graph, timeout)?;
+        Ok(Future::own(handle))
     }
 
     /// Returns the gradient of a leaf of this worker. `Code::NotFound` if no root depends on it,
@@ -97,16 +121,20 @@ impl fmt::Debug for Context<'_> {
     }
 }
 
-/// A backward of a context, with options; made by [`Context::pass`].
+/// The options of a backward, each with a default.
 #[doc(alias = "dg_backward_options")]
-pub struct Pass<'c, 'w> {
-    context: &'c Context<'w>,
+#[derive(Clone, Debug, Default)]
+pub struct BackwardOptions {
     root_gradients: Vec<Option<Tensor>>,
     retain_graph: bool,
     timeout: Option<Duration>,
 }
 
-impl Pass<'_, '_> {
+impl BackwardOptions {
+    /// Returns the defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
     /// Sets a gradient of its shape for each root; `None` means 1, for roots of one element.
     /// Default: all 1.
     pub fn root_gradients(mut self, gradients: &[Option<&Tensor>]) -> Self {
@@ -124,25 +152,6 @@ impl Pass<'_, '_> {
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
-    }
-
-    /// Runs it, and waits until the gradients are in place everywhere; see [`Context::backward`].
-    pub fn run(self, roots: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<()> {
-        let (_roots, roots) = handles_of(roots);
-        let (gradients, timeout) = (self.gradients(roots.len())?, self.timeout_ms());
-        let context = self.context.handle();
-        Ok(ffi::context_backward(context, &roots, &gradients, self.retain_graph, timeout)?)
-    }
-
-    /// The same without waiting.
-    #[doc(alias = "dg_context_backward_async")]
-    pub fn start(self, roots: impl IntoIterator<Item = impl Borrow<Tensor>>) -> Result<Future<()>> {
-        let (_roots, roots) = handles_of(roots);
-        let (gradients, timeout) = (self.gradients(roots.len())?, self.timeout_ms());
-        let context = self.context.handle();
-        let handle =
-            ffi::context_backward_async(context, &roots, &gradients, self.retain_graph, timeout)?;
-        Ok(Future::own(handle))
     }
 
     fn timeout_ms(&self) -> i64 {

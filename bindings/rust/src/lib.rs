@@ -111,7 +111,7 @@ mod sync {
 
 pub use call::Caller;
 pub use cancellation::{CallbackId, Cancellation};
-pub use context::{Context, Pass};
+pub use context::{BackwardOptions, Context};
 pub use element::{Dtype, Element};
 pub use error::{Code, Error, Origin, OriginKind, Result};
 #[cfg(feature = "tch")]

@@ -2,8 +2,8 @@
 mod common;
 use common::{floats, weight, Folder, LONG};
 use distgrad::{
-    Code, Context, Error, GradientAveragerOptions, ProcessGroup, ProcessGroupOptions, Tensor,
-    Worker,
+    BackwardOptions, Code, Context, Error, GradientAveragerOptions, ProcessGroup,
+    ProcessGroupOptions, Tensor, Worker,
 };
 use std::{thread, time::Duration};
 
@@ -81,7 +81,7 @@ fn gradients_are_averaged_and_a_rank_may_run_out() {
             if worker.rank() == 0 {
                 let factor = if sum == 7.0 { 7.0 } else { 3.0 };
                 let loss = parameter.mul_scalar(factor).unwrap().sum().unwrap();
-                context.pass().retain_graph(true).run([&loss]).unwrap();
+                context.backward_with([&loss], &BackwardOptions::new().retain_graph(true)).unwrap();
                 averager.average(&context).unwrap();
             } else if sum == 7.0 {
                 assert!(averager.join(&context).unwrap());
@@ -105,7 +105,7 @@ fn averages_begin_while_the_backward_runs() {
         let context = worker.context().unwrap();
         averager.average_in_backward(&context).unwrap();
         let loss = parameter.mul_scalar(2.0 + 2.0 * mine).unwrap().sum().unwrap();
-        context.pass().retain_graph(true).run([&loss]).unwrap();
+        context.backward_with([&loss], &BackwardOptions::new().retain_graph(true)).unwrap();
         averager.average(&context).unwrap();
         assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [3.0]);
     });

@@ -2,8 +2,8 @@
 mod common;
 use common::{alone, alone_with, block_on, empty, floats, pair, weight, LONG};
 use distgrad::{
-    values, Adam, Code, Context, Error, Future, Message, NoGrad, Optimizer, Sgd, Tensor, Value,
-    Worker, WorkerOptions,
+    values, Adam, BackwardOptions, Code, Context, Error, Future, Message, NoGrad, Optimizer, Sgd,
+    Tensor, Value, Worker, WorkerOptions,
 };
 use std::{
     sync::{
@@ -190,17 +190,13 @@ fn backward_and_gradients() {
     assert_eq!(context.gradient(&x).unwrap_err().code(), Code::NotFound);
 
     let start = floats(&[1.0, 10.0]);
-    let wrong = context.pass().root_gradients(&[Some(&start), None]).run([&y]);
+    let wrong = BackwardOptions::new().root_gradients(&[Some(&start), None]);
+    let wrong = context.backward_with([&y], &wrong);
     assert_eq!(wrong.unwrap_err().code(), Code::InvalidArgument);
-    context
-        .pass()
-        .root_gradients(&[Some(&start)])
-        .retain_graph(true)
-        .timeout(LONG)
-        .run([&y])
-        .unwrap();
+    let options = BackwardOptions::new().root_gradients(&[Some(&start)]);
+    context.backward_with([&y], &options.clone().retain_graph(true).timeout(LONG)).unwrap();
     assert_eq!(context.gradient(&x).unwrap().to_vec::<f32>().unwrap(), [2.0, 40.0]);
-    let again = context.pass().root_gradients(&[Some(&start)]).start([&y]).unwrap();
+    let again = context.backward_async([&y], &options).unwrap();
     block_on(again).unwrap();
     assert_eq!(context.gradient(&x).unwrap().to_vec::<f32>().unwrap(), [4.0, 80.0]);
 
