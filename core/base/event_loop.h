@@ -59,6 +59,17 @@ class EventLoop {
   static uint64_t& AskedByThisThread();
   // Whose result the calling thread waits for while it is borrowed; null for nobody's.
   static const void*& AwaitedByThisThread();
+  // Says so as long as it lives.
+  class Awaiting {
+   public:
+    explicit Awaiting(const void* maker) : before_(std::exchange(AwaitedByThisThread(), maker)) {}
+    ~Awaiting() { AwaitedByThisThread() = before_; }
+    Awaiting(const Awaiting&) = delete;
+    Awaiting& operator=(const Awaiting&) = delete;
+
+   private:
+    const void* const before_;
+  };
 
   // The loop that the calling thread leads, its own or a borrowed one; null on others.
   static EventLoop* Current();

@@ -8,22 +8,6 @@
 #include "core/base/spin.h"
 
 namespace distgrad::internal {
-namespace {
-
-// Says whom the calling thread waits for.
-class Awaiting {
- public:
-  explicit Awaiting(const void* maker)
-      : before_(std::exchange(EventLoop::AwaitedByThisThread(), maker)) {}
-  ~Awaiting() { EventLoop::AwaitedByThisThread() = before_; }
-  Awaiting(const Awaiting&) = delete;
-  Awaiting& operator=(const Awaiting&) = delete;
-
- private:
-  const void* const before_;
-};
-
-}  // namespace
 
 bool FutureWait::Wait(Deadline deadline) const {
   // A past deadline only asks; a pool need not wake a thread for that.
@@ -33,7 +17,7 @@ bool FutureWait::Wait(Deadline deadline) const {
   const void* maker = nullptr;
   std::shared_ptr<EventLoop> loop;
   const bool is_last = IsLastAskedFor(&maker, &loop);
-  const Awaiting awaiting(maker);
+  const EventLoop::Awaiting awaiting(maker);
   std::unique_ptr<EventLoop::BorrowedThread> borrowed;
   const auto borrow = [&] {
     if (borrowed == nullptr && loop != nullptr) borrowed = loop->BorrowThread();

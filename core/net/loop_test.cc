@@ -252,7 +252,7 @@ TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {
 
 TEST_F(LoopTest, ABorrowedThreadRunsDeferredOnlyWhatItWaitsFor) {
   const int mine = 0, other = 0;
-  const internal::Awaiting awaiting(&mine);
+  const EventLoop::Awaiting awaiting(&mine);
   absl::Notification over;
   RunBorrowed(*loop_, [&] {
     EXPECT_FALSE(loop_->CanRunDeferred(nullptr));
