@@ -7,18 +7,18 @@ namespace distgrad {
 // An owner of threads that should not all wait: another one takes the place of one that does.
 class Blockable {
  public:
-  // On the thread that is about to wait, and when it goes on.
+  // Called on the thread that is about to wait, and when it goes on.
   virtual void OnBlocked() = 0;
   virtual void OnUnblocked() = 0;
 
-  // Whom the work that the calling thread does now belongs to; null for nobody.
+  // Sets the owner of the work that the calling thread does now; null for none.
   static void SetCurrent(Blockable* blockable);
 
  protected:
   ~Blockable() = default;
 };
 
-// Around whatever waits. Does nothing on a thread that nobody needs back. Nests.
+// Stands around whatever waits. Does nothing on a thread that nothing needs back. Nests.
 class BlockingScope {
  public:
   BlockingScope();

@@ -1,18 +1,18 @@
-// For code that has others called on its thread: whether these are about to wait.
+// Tells code that calls others on its thread whether these are about to wait.
 #ifndef DISTGRAD_CORE_BASE_BLOCKING_OBSERVER_H_
 #define DISTGRAD_CORE_BASE_BLOCKING_OBSERVER_H_
 
 namespace distgrad {
 
-// As long as it lives it hears of each BlockingScope that begins on its thread, unless a later one
-// lives there. Stays on its thread.
+// Hears, as long as it lives, of each BlockingScope that begins on its thread, unless a later
+// observer lives there. Stays on its thread.
 class BlockingObserver {
  public:
   BlockingObserver();
   BlockingObserver(const BlockingObserver&) = delete;
   BlockingObserver& operator=(const BlockingObserver&) = delete;
 
-  // Before the thread waits, under whatever locks it has: must neither wait nor throw.
+  // Called before the thread waits, under whatever locks it has: must neither wait nor throw.
   virtual void OnBlocking() = 0;
 
  protected:

@@ -27,7 +27,7 @@ class Cancellation {
   using Callback = absl::AnyInvocable<void()>;
 
   bool cancelled() const { return cancelled_.load(std::memory_order_acquire); }
-  // OK until cancelled.
+  // Returns the reason; OK until cancelled.
   absl::Status why() const;
 
   // Calls what watches, on this thread and with no lock held. The first reason stays.
@@ -37,11 +37,11 @@ class Cancellation {
   // It must not block; what it throws is logged, and goes no further. Returns a number for
   // ForgetWithoutWaiting(); 0 if it was called.
   uint64_t OnCancel(Callback callback);
-  // The callback is not called from now on, unless it is being called at this moment. Does not
+  // Keeps the callback from being called from now on, unless it is called at this moment. Does not
   // wait.
   void ForgetWithoutWaiting(uint64_t watch);
-  // The same, and waits while another thread calls it: what the callback uses may end then. (In the
-  // callback itself there is nothing to wait for.)
+  // Does the same, and waits while another thread calls it: what the callback uses may end then.
+  // (In the callback itself there is nothing to wait for.)
   void Forget(uint64_t watch);
 
  private:
@@ -51,9 +51,10 @@ class Cancellation {
   // Guarded by mu_.
   absl::Status why_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
-  // The next one to be called last, once it is cancelled.
+  // The callbacks in the order of OnCancel(); once cancelled the other way round, the next one
+  // last.
   std::vector<std::pair<uint64_t, Callback>> watches_ ABSL_GUARDED_BY(mu_);
-  uint64_t called_ ABSL_GUARDED_BY(mu_) = 0;     // whose callback runs, or ends, at this moment
+  uint64_t called_ ABSL_GUARDED_BY(mu_) = 0;     // the watch that runs, or ends, at this moment
   std::thread::id thread_ ABSL_GUARDED_BY(mu_);  // that calls it
 };
 

@@ -8,10 +8,10 @@
 
 namespace distgrad {
 
-// In Chrome's trace event format, a JSON object. The worker is a process; spans of one kind that
-// overlap stand on threads of their own, below each other. A call has the same flow at both ends,
-// so that the traces of several workers, put together, have an arrow from one to the other.
-// docs/trace.md.
+// Writes a trace in Chrome's trace event format, a JSON object. The worker is a process; spans of
+// one kind that overlap stand on threads of their own, below each other. A call has the same flow
+// at both ends, so that the traces of several workers, put together, have an arrow from one to the
+// other. docs/trace.md.
 std::string ToChromeTrace(const Trace& trace);
 
 }  // namespace distgrad

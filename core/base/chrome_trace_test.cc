@@ -155,7 +155,7 @@ TEST(ChromeTraceTest, WhatNeverBeganHasNoHandler) {
   EXPECT_EQ(events->slices[1].end, events->slices[0].end);
 }
 
-TEST(ChromeTraceTest, TextOfStrangersIsHarmless) {
+TEST(ChromeTraceTest, TextOfPeersIsHarmless) {
   std::string bytes;
   for (int c = 0; c < 256; ++c) bytes += static_cast<char>(c);
   Trace trace = NewTrace(0, bytes);

@@ -17,14 +17,14 @@ class Clock {
  public:
   using TimerId = uint64_t;
 
-  // Timers that have not fired are dropped; one that is firing is waited for.
+  // Drops the timers that have not fired, and waits for one that is firing.
   virtual ~Clock() = default;
 
-  // By a count of its own, which never goes back. It begins close to the wall clock, and goes on
-  // evenly when that is set.
+  // Returns the time by a count of its own, which never goes back. It begins close to the wall
+  // clock, and goes on evenly when that is set.
   virtual absl::Time Now() = 0;
 
-  // A deadline by this count.
+  // Returns a deadline by this count.
   absl::Time TimeOf(Deadline deadline) {
     return deadline.is_never() ? absl::InfiniteFuture() : Now() + deadline.Left();
   }

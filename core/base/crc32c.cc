@@ -1,4 +1,4 @@
-// With the processor's own instruction, 8 bytes at a time, or with a table.
+// Computes CRC-32C by the processor's instruction, 8 bytes at a time, or else by a table.
 #include "core/base/crc32c.h"
 
 #include <array>

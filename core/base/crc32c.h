@@ -1,5 +1,5 @@
 // CRC-32C (Castagnoli), the checksum of iSCSI, ext4, RocksDB and TensorFlow's files: every burst of
-// up to 32 wrong bits shows. It finds damage, and keeps nobody from forging.
+// up to 32 wrong bits shows. It finds damage, but does not prevent forgery.
 #ifndef DISTGRAD_CORE_BASE_CRC32C_H_
 #define DISTGRAD_CORE_BASE_CRC32C_H_
 
@@ -9,7 +9,8 @@
 
 namespace distgrad {
 
-// That of some bytes and those before them, of which it is `before`; 0 where there are none.
+// Returns the checksum of `bytes` and those before them, whose checksum is `before` (0 where there
+// are none).
 uint32_t Crc32c(absl::string_view bytes, uint32_t before = 0);
 
 }  // namespace distgrad

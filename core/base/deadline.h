@@ -4,7 +4,7 @@
 //
 // A time of the wall clock is converted to the machine's monotonic clock where it becomes a
 // Deadline: at the boundary, and once. What waits goes by that clock alone, so it does not matter
-// that somebody sets the wall clock meanwhile.
+// if the wall clock is set meanwhile.
 #ifndef DISTGRAD_CORE_BASE_DEADLINE_H_
 #define DISTGRAD_CORE_BASE_DEADLINE_H_
 
@@ -21,7 +21,7 @@ class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // By the wall clock as it stands now. absl::InfiniteFuture() never comes, and
+  // Converts a time of the wall clock as it stands now. absl::InfiniteFuture() never comes, and
   // absl::InfinitePast() has passed.
   Deadline(absl::Time wall);  // NOLINT: implicit
 
@@ -30,7 +30,7 @@ class Deadline {
 
   bool is_never() const { return at_ == Clock::time_point::max(); }
   bool Passed() const;
-  // What is left until then; 0 once it has passed.
+  // Returns the time left until then; 0 once it has passed.
   absl::Duration Left() const;
   Clock::time_point at() const { return at_; }
 
@@ -47,7 +47,7 @@ class Deadline {
 // wall clock. Thread-safe.
 class Sleeper {
  public:
-  // Whether it was woken.
+  // Sleeps; returns whether it was woken.
   bool Sleep(Deadline deadline);
   void Wake();
 

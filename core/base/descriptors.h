@@ -1,4 +1,4 @@
-// How many file descriptors this process may have open.
+// Reserves file descriptors for this process, and says where there are none left.
 #ifndef DISTGRAD_CORE_BASE_DESCRIPTORS_H_
 #define DISTGRAD_CORE_BASE_DESCRIPTORS_H_
 
@@ -11,22 +11,22 @@
 namespace distgrad {
 
 // Makes sure that `more` of them can be opened. Where the process's soft limit is too low for that
-// it is raised: to the hard limit, or to 65,536 if that is less (who closes all descriptors that
-// there might be, as some programs do before they start another, takes long with a limit of a
-// billion). It is not touched where it suffices, for a program that uses select() breaks when it
-// gets a descriptor beyond 1,023.
+// it is raised: to the hard limit, or to 65,536 if that is less (a program that closes all
+// descriptors that there might be before it starts another takes long with a limit of a billion).
+// It is not touched where it suffices, for a program that uses select() breaks when it gets a
+// descriptor beyond 1,023.
 //
 // kResourceExhausted where the hard limit does not suffice: with the limit, the need, `what` needs
 // them, and what to do.
 absl::Status ReserveDescriptors(size_t more, absl::string_view what);
 
-// Whether a connection waits to be accepted by that socket. Where there are no descriptors accept()
-// fails before it looks for one, so its EMFILE does not say.
+// Returns whether a connection waits to be accepted by that socket. Where there are no descriptors
+// accept() fails before it looks for one, so its EMFILE does not say.
 bool HasPendingConnection(int listener);
 
-// As strerror() has it; where there are no descriptors left, with the limit and what to do.
+// Returns strerror()'s text; where there are no descriptors left, with the limit and what to do.
 std::string ErrnoText(int error);
-// absl::ErrnoToStatus() with that text.
+// Returns absl::ErrnoToStatus() with that text.
 absl::Status ErrnoStatus(int error, absl::string_view what);
 
 }  // namespace distgrad

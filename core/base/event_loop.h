@@ -38,26 +38,25 @@ class EventLoop {
   virtual void Run(absl::AnyInvocable<void()> task) = 0;
 
   // Tells, on the thread that handles events, whether the loop can do without this thread
-  // afterwards, so that it may run a task of `work` (null: of nobody's) that is too expensive to
-  // run inline. This thread need not be woken for that, as a pool's would; and another thread is
-  // woken, to wait for events meanwhile, only if some come. A borrowed thread runs only what it
-  // waits for.
+  // afterwards, so that it may run a task of `work` (null: of none) that is too expensive to run
+  // inline. This thread need not be woken for that, as a pool's would; and another thread is woken,
+  // to wait for events meanwhile, only if some come. A borrowed thread runs only what it waits for.
   virtual bool CanRunDeferred(const void* work) { return false; }
-  // Only if it can.
+  // Runs `task` so, if it can.
   virtual void RunDeferred(absl::AnyInvocable<void()> task) { Run(std::move(task)); }
 
   // Borrows the calling thread, which does nothing else until it has destroyed what is returned. So
-  // nobody needs to be woken to tell it. Null where others do what is to be done: one thread at a
-  // time is borrowed.
+  // no thread needs to be woken to tell it. Null where others do what is to be done: one thread at
+  // a time is borrowed.
   virtual std::unique_ptr<BorrowedThread> BorrowThread() { return nullptr; }
 
   // Wakes the borrowed thread that sleeps: what it waits for has happened elsewhere.
   virtual void WakeBorrowedThread() {}
 
-  // How many things the calling thread has asked for that some loop is to bring. When it waits for
-  // the last of them it has nothing else to do.
+  // The number of things that the calling thread has asked for and some loop is to bring. When it
+  // waits for the last of them it has nothing else to do.
   static uint64_t& AskedByThisThread();
-  // Whose result the calling thread waits for while it is borrowed; null for nobody's.
+  // The work whose result the calling thread waits for while it is borrowed; null for none.
   static const void*& AwaitedByThisThread();
   // Says so as long as it lives.
   class Awaiting {

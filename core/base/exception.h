@@ -10,15 +10,15 @@
 
 namespace distgrad {
 
-// Logs the exception that is being handled, and who has thrown it.
+// Logs the exception that is being handled, and that `who` threw it.
 void LogThrown(absl::string_view who);
 
 // Memory that cannot be had is kResourceExhausted, what lies outside of a range and what is not
 // valid kInvalidArgument, and all else kInternal. `exception` must not be null.
 absl::Status StatusFromStdException(std::exception_ptr exception);
 
-// Calls what is somebody else's. What it throws goes to the log: there is nobody to be told, and
-// others wait for what this thread does next. `what` says in the log what it is.
+// Calls a callback of another owner. What it throws goes to the log: there is no caller to tell,
+// and others wait for what this thread does next. `what` says in the log what it is.
 template <typename Callback, typename... Arguments>
 void CallAndLog(absl::string_view what, Callback& callback, const Arguments&... arguments) {
   try {

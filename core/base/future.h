@@ -6,7 +6,7 @@
 //   absl::StatusOr<int> seven = future.Wait();
 //
 // Future is a copyable handle; thread-safe. Promise is move-only; a Promise that is
-// destroyed before Set() completes its future with kCancelled, so nobody waits for ever.
+// destroyed before Set() completes its future with kCancelled, so no thread waits for ever.
 //
 // The maker of the value may let it be cancelled: see Canceller.
 #ifndef DISTGRAD_CORE_BASE_FUTURE_H_
@@ -45,8 +45,8 @@ class Canceller {
 
 namespace internal {
 
-// What a promise and its futures share but for the value: whether there is one, who waits for it,
-// and who makes it. Thread-safe.
+// The state that a promise and its futures share, but for the value: whether there is one, the
+// threads that wait for it, and its maker. Thread-safe.
 class FutureWait {
  public:
   FutureWait(const FutureWait&) = delete;
@@ -63,11 +63,11 @@ class FutureWait {
   FutureWait() = default;
   ~FutureWait() = default;
 
-  // Makes it done, and wakes who sleeps. Returns the loop whose borrowed thread has to be woken
-  // once the lock is free; null for none.
+  // Makes it done, and wakes the threads that sleep. Returns the loop whose borrowed thread has to
+  // be woken once the lock is free; null for none.
   std::shared_ptr<EventLoop> SetDone() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   static void WakeBorrowedThread(EventLoop& loop);
-  // Calls somebody's callback, and logs what it throws.
+  // Calls a user's callback, and logs what it throws.
   static void Run(absl::FunctionRef<void()> callback);
 
   mutable absl::Mutex mu_;
@@ -75,8 +75,8 @@ class FutureWait {
  private:
   bool Wait(Deadline deadline) const;
   bool HasValue() const { return done_.load(std::memory_order_relaxed); }
-  // Returns false if somebody has asked for more since. Else stores who makes the value, and the
-  // loop that brings it.
+  // Returns false if this thread has asked for more since. Else stores the maker of the value, and
+  // the loop that brings it.
   bool IsLastAskedFor(const void** maker, std::shared_ptr<EventLoop>* loop) const;
 
   std::atomic<bool> done_{false};  // written under mu_
@@ -85,7 +85,7 @@ class FutureWait {
   std::weak_ptr<EventLoop> loop_ ABSL_GUARDED_BY(mu_);
   uint64_t asked_ ABSL_GUARDED_BY(mu_) = 0;
   mutable std::shared_ptr<EventLoop> borrower_ ABSL_GUARDED_BY(mu_);  // while the thread sleeps
-  mutable Sleepers sleepers_ ABSL_GUARDED_BY(mu_);                    // who waits until a deadline
+  mutable Sleepers sleepers_ ABSL_GUARDED_BY(mu_);                    // threads with a deadline
 };
 
 // What a promise and its futures share. Thread-safe.
@@ -109,7 +109,7 @@ class FutureState : public FutureWait {
     return true;
   }
 
-  // Only once done: the value does not change any more.
+  // Called only once done: the value does not change any more.
   const absl::StatusOr<T>& value() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return *value_; }
   absl::StatusOr<T>& value() ABSL_NO_THREAD_SAFETY_ANALYSIS { return *value_; }
 
@@ -171,15 +171,15 @@ class Future {
     state->Then(std::move(callback));
   }
 
-  // Asks whoever makes the value to stop; the future is then done, with kCancelled if nothing came
+  // Asks the maker of the value to stop; the future is then done, with kCancelled if nothing came
   // first. No effect where it is done, or its maker has no way to stop.
   void Cancel() const {
     const auto state = state_;  // what that completes may drop this handle
     state->Cancel();
   }
-  // For the maker, on the thread that asks for the value: how Cancel() reaches it (null: not at
-  // all), and which loop will bring it (null: none will). A thread that waits for the value may do
-  // that loop's work, and the maker's.
+  // Sets, on the thread that asks for the value, how Cancel() reaches its maker (null: not at all),
+  // and which loop will bring it (null: none will). A thread that waits for the value may do that
+  // loop's work, and the maker's.
   void MadeBy(std::weak_ptr<Canceller> maker, uint64_t work, std::weak_ptr<EventLoop> loop) const {
     state_->MadeBy(std::move(maker), work, std::move(loop));
   }
@@ -204,7 +204,7 @@ class Promise {
 
   // Completes the future; the first call wins. Returns whether this was it.
   bool Set(absl::StatusOr<T> value) {
-    const auto state = state_;  // whoever waits may destroy this promise as soon as it wakes
+    const auto state = state_;  // a waiting thread may destroy this promise as soon as it wakes
     return state->Set(std::move(value));
   }
 

@@ -15,10 +15,10 @@ namespace distgrad::internal {
 
 enum class LogSeverity { kINFO, kWARNING, kERROR, kOFF };
 
-// From DISTGRAD_LOG, read once.
+// Returns the severity that DISTGRAD_LOG says, read once.
 LogSeverity LogThreshold();
 
-// What a value of DISTGRAD_LOG means; anything unknown is WARNING.
+// Returns what a value of DISTGRAD_LOG means; anything unknown is WARNING.
 LogSeverity ParseLogSeverity(absl::string_view text);
 
 // Collects one line; its destructor writes it.

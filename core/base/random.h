@@ -1,4 +1,4 @@
-// Numbers that nobody can guess, and that no two processes are likely to share.
+// Numbers that an attacker cannot guess, and that no two processes are likely to share.
 #ifndef DISTGRAD_CORE_BASE_RANDOM_H_
 #define DISTGRAD_CORE_BASE_RANDOM_H_
 

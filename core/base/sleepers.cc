@@ -1,4 +1,4 @@
-// Each thread that waits sleeps by a Sleeper of its own, which goes by the monotonic clock.
+// Lets each waiting thread sleep on a Sleeper of its own, by the monotonic clock.
 #include "core/base/sleepers.h"
 
 #include <algorithm>

@@ -1,9 +1,9 @@
 // Waiting actively for a moment before sleeping.
 //
-// A thread that sleeps costs whoever wakes it a system call, and itself the time until a halted
-// processor runs again: 30 to 50 us on the machine of docs/performance.md, more than all else in
-// a small call. So a thread that has reason to expect its event at once polls for it before it
-// sleeps, and yields to every other thread that wants the processor.
+// A thread that sleeps costs the one that wakes it a system call, and itself the time until a
+// halted processor runs again: 30 to 50 us on the machine of docs/performance.md, more than all
+// else in a small call. So a thread that has reason to expect its event at once polls for it before
+// it sleeps, and yields to every other thread that wants the processor.
 //
 // How far that is worth it is learned: after each time in vain the next ones are left out, twice
 // as many as the time before. Where answers take long, or none come, next to nothing is spent.
@@ -18,7 +18,7 @@
 
 namespace distgrad {
 
-// Not thread-safe: one for each thread that waits.
+// A spinner for one thread that waits. Not thread-safe.
 class Spin {
  public:
   // How long a thread polls: a few times what sleeping and being woken takes. The long one, for a
@@ -26,13 +26,13 @@ class Spin {
   // does its part.
   static constexpr std::chrono::microseconds kPatience{200}, kLongPatience{500};
 
-  // Whether `ready()` came true within `patience`, or already was.
+  // Returns whether `ready()` came true within `patience`, or already was.
   template <typename Ready>
   bool Await(Ready ready, std::chrono::microseconds patience) {
     return Await(ready, patience, [] { return false; });
   }
-  // `poll()` is called each time before it is asked again, and may bring it about; true has the
-  // patience begin anew.
+  // Does the same, and calls `poll()` each time before `ready()`: it may bring it about, and true
+  // has the patience begin anew.
   template <typename Ready, typename Poll>
   bool Await(Ready ready, std::chrono::microseconds patience, Poll poll) {
     if (ready()) return true;
@@ -56,11 +56,11 @@ class Spin {
     return false;
   }
 
-  // The calling thread's own. (Not a thread_local of a template, which every library that uses it
-  // would export.)
+  // Returns the calling thread's own. (Not a thread_local of a template, which every library that
+  // uses it would export.)
   static Spin& OfThisThread();
 
-  // Whether there is but one processor, on which nothing happens while a thread polls.
+  // Returns whether there is but one processor, on which nothing happens while a thread polls.
   static bool Alone();
 
  private:

@@ -26,7 +26,7 @@ class TimerQueue {
     return id;
   }
 
-  // Null if there is no such timer.
+  // Takes a timer out; null if there is no such timer.
   Callback Remove(Id id) {
     const auto found = when_.find(id);
     if (found == when_.end()) return nullptr;

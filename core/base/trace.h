@@ -21,7 +21,7 @@
 namespace distgrad {
 
 struct TraceOptions {
-  // Of memory. Spans that do not fit are left out, and counted.
+  // The memory for spans. Those that do not fit are left out, and counted.
   size_t max_bytes = 64 << 20;
 };
 
@@ -34,7 +34,7 @@ struct TraceSpan {
   };
 
   Kind kind = Kind::kCallMade;
-  WorkerRank peer = 0;          // at the other end of a call; who began the pass
+  WorkerRank peer = 0;          // at the other end of a call; the pass's initiator
   std::string function = {};    // of a call
   uint64_t call = 0;            // as its caller numbers it; 0: it failed before it had a number
   Incarnation incarnation = 0;  // served: of the caller
@@ -63,16 +63,15 @@ struct Trace {
 // Thread-safe.
 class TraceRecorder {
  public:
-  // Whether a trace runs. Ask before a span is made; it costs next to nothing.
+  // Returns whether a trace runs. Ask before a span is made; it costs next to nothing.
   bool on() const { return on_.load(std::memory_order_relaxed); }
 
-  // kFailedPrecondition if one runs.
+  // Starts a trace; kFailedPrecondition if one runs.
   absl::Status Start(const TraceOptions& options, absl::Time now);
-  // Its times, spans and their count. kFailedPrecondition if none runs.
+  // Ends the trace; returns its times, spans and their count. kFailedPrecondition if none runs.
   absl::StatusOr<Trace> Stop(absl::Time now);
 
-  // The span has ended, if there is one. Nothing happens if it did not begin in the trace that
-  // runs.
+  // Ends the span, if there is one. Does nothing if it did not begin in the trace that runs.
   void End(std::unique_ptr<TraceSpan> span, absl::Time end, const absl::Status& status);
 
  private:

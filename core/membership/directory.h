@@ -1,5 +1,5 @@
-// Whom the agent asks who a worker is now. Implementation: core/membership/lookups.h, which asks
-// the job's store; tests have their own.
+// Tells the agent which incarnation of a worker there is now, and where. Implementation:
+// core/membership/lookups.h, which asks the job's store; tests have their own.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_DIRECTORY_H_
 #define DISTGRAD_CORE_MEMBERSHIP_DIRECTORY_H_
 
@@ -18,8 +18,9 @@ class Directory {
 
   virtual ~Directory() = default;
 
-  // Returns at once. `found` is called exactly once, on any thread, with no lock held: kNotFound
-  // if there was never such a worker, kDeadlineExceeded if nobody has said it for `patience`.
+  // Looks up a worker, and returns at once. `found` is called exactly once, on any thread, with no
+  // lock held: kNotFound if there was never such a worker, kDeadlineExceeded if there is no answer
+  // for `patience`.
   virtual void Find(WorkerRank worker, absl::Duration patience, Found found) = 0;
 };
 

@@ -1,5 +1,5 @@
-// A worker's place in its job, as its options, the user's variables or a launcher's say it. Which
-// variables each launcher sets, and who goes before whom: docs/launching.md.
+// A worker's place in its job, as its options, the user's variables or a launcher's say it.
+// docs/launching.md has the variables of each launcher, and their order.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_ENVIRONMENT_H_
 #define DISTGRAD_CORE_MEMBERSHIP_ENVIRONMENT_H_
 
@@ -12,13 +12,13 @@
 
 namespace distgrad {
 
-// nullopt: not set.
+// Returns the value of a variable; nullopt: not set.
 using Getenv = std::function<std::optional<std::string>(const std::string&)>;
 
-// Of this process. A variable that is set to "" counts as not set.
+// The environment of this process. A variable that is set to "" counts as not set.
 std::optional<std::string> ProcessEnvironment(const std::string& name);
 
-// What the worker's options say. They go before all variables.
+// The place as the worker's options say it. They go before all variables.
 struct PlaceOptions {
   int rank = -1;        // -1: not said
   int world_size = -1;  // -1: not said
@@ -29,7 +29,7 @@ struct PlaceOptions {
 struct Place {
   int rank = 0;
   int world_size = 1;
-  // Among the workers of its machine; 0 and 0 where nobody says.
+  // The rank among the workers of its machine, and their number; 0 and 0 where nothing says so.
   int local_rank = 0;
   int local_world_size = 0;
   std::string name = {};  // "": not said
@@ -38,15 +38,15 @@ struct Place {
   RendezvousUrl rendezvous = {};
   // Whether this worker serves the store of a kTcp rendezvous.
   bool serves_store = false;
-  // Whether the launcher does, which knows no cluster key.
+  // Whether the launcher serves it, which knows no cluster key.
   bool launcher_serves = false;
-  // Where a launcher starts all workers of a run anew in the store of the former start: the run.
-  // See AgreeOnStart.
+  // The run, where a launcher starts all its workers anew in the store of the former start. See
+  // AgreeOnStart.
   std::string run = {};
 };
 
-// kFailedPrecondition names what is missing, kInvalidArgument what is malformed or contradicts
-// something else; both with the variables' names and values.
+// Finds the place. kFailedPrecondition names what is missing, kInvalidArgument what is malformed or
+// contradicts something else; both with the variables' names and values.
 absl::StatusOr<Place> FindPlace(const PlaceOptions& options, const Getenv& getenv);
 
 }  // namespace distgrad

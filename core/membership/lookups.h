@@ -1,5 +1,5 @@
-// Asks the store who a worker is, on a thread of its own, so that nobody else waits for the store.
-// All that is asked meanwhile goes with the next question.
+// Looks up workers in the store, on a thread of its own, so that no other thread waits for the
+// store. All that is asked meanwhile goes with the next question.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_LOOKUPS_H_
 #define DISTGRAD_CORE_MEMBERSHIP_LOOKUPS_H_
 
@@ -26,7 +26,8 @@ class Lookups final : public Directory {
       : members_(members), thread_(worker + "-find", 1) {}
   ~Lookups() override { Close(); }
 
-  // kDeadlineExceeded where the store is silent: for `patience`, or until the deadline.
+  // Find a worker. kDeadlineExceeded where the store is silent: for `patience`, or until the
+  // deadline.
   void Find(WorkerRank worker, absl::Duration patience, Found found) override;
   void Find(std::string name, Deadline deadline, Found found);
 
@@ -34,11 +35,11 @@ class Lookups final : public Directory {
   // where there is no thread to be had.
   void Run(absl::AnyInvocable<void()> task);
 
-  // What was asked and not yet answered gets kCancelled; waits for its thread.
+  // Answers what waits with kCancelled, and waits for its thread.
   void Close();
 
  private:
-  // More than a worker can have reason to ask at once.
+  // The number of questions at once, more than a worker can have reason to ask.
   static constexpr int kMaxWaiting = 4096;
 
   struct Question {

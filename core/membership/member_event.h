@@ -1,4 +1,4 @@
-// What can happen to a member of a job, as another member hears of it, and what that one does.
+// The events of a member's life in a job, as another member hears of them, and what that one does.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_MEMBER_EVENT_H_
 #define DISTGRAD_CORE_MEMBERSHIP_MEMBER_EVENT_H_
 

@@ -1,5 +1,5 @@
-// Who is a member of a job, by way of its store: how workers find each other when it starts, and
-// how they come and go while it runs. docs/membership.md has the rules.
+// The members of a job, by way of its store: how workers find each other when it starts, and how
+// they come and go while it runs. docs/membership.md has the rules.
 //
 //   Membership members(store, {.name = "back", .rank = 1, .world_size = 2});
 //   WorkerInfo self = *members.Claim(deadline);         // a rank, and an incarnation of it
@@ -39,12 +39,13 @@ struct MembershipOptions {
   std::string name = {};  // "": "worker<rank>"
   int rank = 0;           // in the job's start
   int world_size = 1;     // of the job's start
-  // Comes to a job that has started, under a name of its own: the store gives the rank, and neither
-  // `rank` nor `world_size` is read.
+  // Whether it comes to a job that has started, under a name of its own: the store gives the rank,
+  // and neither `rank` nor `world_size` is read.
   bool join = false;
-  // Of all that ever join the job. A worker neither joins as one more nor knows of more.
+  // The number of workers that may ever join the job. A worker neither joins as one more nor knows
+  // of more.
   int max_workers = 4096;
-  // How long the store may be silent while somebody waits for the others, by way of it.
+  // The time that the store may be silent while a thread waits for the other workers, by way of it.
   absl::Duration store_limit = absl::InfiniteDuration();
 };
 
@@ -53,7 +54,7 @@ struct MembershipOptions {
 // store that is silent until then, and always some seconds; after Enter for no longer than
 // `store_limit`, which is kUnavailable, and not when this is closed, which is kCancelled.
 //
-// As long as nobody is late, lost or leaves, each worker asks the store a fixed number of times to
+// As long as no worker is late, lost or leaves, each asks the store a fixed number of times to
 // enter, in each barrier and at the end, whatever the size of the job.
 class Membership {
  public:
@@ -76,24 +77,25 @@ class Membership {
   // two have one name.
   absl::StatusOr<std::vector<WorkerInfo>> Enter(const WorkerInfo& self, Deadline deadline);
 
-  // As the store has it now, whether it has left or not. kNotFound if it was never a member.
+  // Return a worker as the store has it now, whether it has left or not. kNotFound if it was never
+  // a member.
   absl::StatusOr<WorkerInfo> Find(WorkerRank rank, Deadline deadline);
   absl::StatusOr<WorkerInfo> Find(absl::string_view name, Deadline deadline);
 
-  // Several at once, with an answer for each.
+  // Finds several at once, with an answer for each.
   using Who = std::variant<WorkerRank, std::string>;
   std::vector<absl::StatusOr<WorkerInfo>> FindEach(absl::Span<const Who> workers,
                                                    Deadline deadline);
 
-  // Has `read` called with the members whenever they have been read, as they are by whoever waits
-  // for all: on that thread, which may block. Once, before anybody does.
+  // Has `read` called with the members whenever a thread that waits for all has read them: on that
+  // thread, which may block. Called once, before any thread waits.
   void OnRead(std::function<void(const std::vector<WorkerInfo>&)> read) { read_ = std::move(read); }
 
-  // Those who have not left, by rank; and all who ever were.
+  // Return the members that have not left, by rank; and all that ever were.
   absl::StatusOr<std::vector<WorkerInfo>> All(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> AllEver(Deadline deadline);
 
-  // Whether it came when the job had started.
+  // Returns whether this worker came when the job had started.
   bool late() const { return late_; }
 
   // Says that this worker leaves.
@@ -104,42 +106,43 @@ class Membership {
   // once; for any thread. Should the member live after all, it takes the word back at its next
   // barrier, or in the one that it waits in; a new incarnation of it is not lost.
   void MarkLost(const WorkerInfo& member, std::string reason = "");
-  // Takes back what somebody has said of this worker. A store that is silent has some seconds.
+  // Takes back that this worker is lost, as another one said. A store that is silent has some
+  // seconds.
   absl::Status DenyLoss();
 
   struct LostMember {
     WorkerInfo worker;
     std::string reason;
   };
-  // Another number whenever something has happened to members: joins, returns, losses and
+  // Returns another number whenever something has happened to members: joins, returns, losses and
   // departures. A store that is silent has some seconds, also below.
   absl::StatusOr<int64_t> Changes();
-  // Which of these are marked as lost, and those of whom it was taken back.
+  // The members that are marked as lost, and those for which that was taken back.
   struct Losses {
     std::vector<LostMember> lost;
     std::vector<WorkerInfo> denied;
   };
   absl::StatusOr<Losses> LossesOf(const std::vector<WorkerInfo>& members);
 
-  // Waits until every member has called it as often as this one. A member that leaves meanwhile
-  // is not waited for, nor is one that joined or came back after this barrier had begun.
-  // When all have come each calls `finish`, whose error is one of the barrier. kDeadlineExceeded
-  // names who did not come, kUnavailable who is lost. Of one that fails the next call is a
-  // continuation: it meets those whom this one was to meet. Calls at the same time are one.
+  // Waits until every member has called it as often as this one. A member that leaves meanwhile is
+  // not waited for, nor is one that joined or came back after this barrier had begun. When all have
+  // come each calls `finish`, whose error is one of the barrier. kDeadlineExceeded names the
+  // workers that did not come, kUnavailable those that are lost. After one that fails the next call
+  // continues it, and waits for the same members. Calls at the same time are one.
   absl::Status Barrier(
       Deadline deadline, OnLost on_lost = OnLost::kFail,
       absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
 
-  // The same, once, before all end. When all have come each calls `finish`, and when that has
-  // returned everywhere this worker has left, and so will all others. Worker 0, which may serve the
-  // store, goes last.
+  // Waits like a barrier, once, before all end. When all have come each calls `finish`, and when
+  // that has returned everywhere this worker has left, and so will all others. Worker 0, which may
+  // serve the store, goes last.
   absl::Status Shutdown(
       Deadline deadline, OnLost on_lost = OnLost::kFail,
       absl::FunctionRef<absl::Status()> finish = [] { return absl::OkStatus(); });
-  // Whether all have finished: a member that is gone now has ended in good order.
+  // Returns whether all have finished: a member that is gone now has ended in good order.
   bool finished() const { return finished_; }
 
-  // Barriers that wait here, and later ones, end with kCancelled within a second. Waits for
+  // Ends barriers that wait here, and later ones, with kCancelled within a second. Waits for
   // nothing.
   void Close() { closed_ = true; }
   bool closed() const { return closed_; }
@@ -154,12 +157,12 @@ class Membership {
   absl::StatusOr<std::vector<WorkerInfo>> EnterLate(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> GatherEntries(Deadline deadline);
   absl::Status Publish(Deadline deadline);
-  // Wakes all who wait in a barrier: the members are others now.
+  // Wakes all workers that wait in a barrier: the members are others now.
   absl::Status Ring(Deadline deadline);
-  // All ranks that there may be.
+  // Returns the number of ranks that there may be.
   absl::StatusOr<int> CountRanks(Deadline deadline);
 
-  // What all members wait at: a barrier, the end, or what is behind it.
+  // A point at which all members wait: a barrier, the end, or what is behind it.
   struct BarrierSpec {
     std::string name;      // its keys begin with it
     std::string arrivals;  // and those of the entries which say who has come
@@ -172,7 +175,7 @@ class Membership {
     std::vector<LostMember> lost;
     bool self = false;  // this worker itself is taken for lost
   };
-  // What says that a worker has come: an entry, and what it holds then.
+  // Return the entry which says that a worker has come, and what it holds then.
   static std::string MarkKey(const BarrierSpec& barrier, WorkerRank worker);
   static std::string Mark(const BarrierSpec& barrier, const WorkerInfo& worker);
   absl::Status WriteMark(const BarrierSpec& barrier, Deadline deadline);
@@ -181,14 +184,14 @@ class Membership {
   // Says that this worker has come, and waits until all have.
   absl::Status WaitAtBarrier(const BarrierSpec& barrier, Deadline deadline);
   absl::StatusOr<Absent> FindAbsent(const BarrierSpec& barrier, Deadline deadline);
-  // Of worker 0 until all others have left.
+  // Has worker 0 wait until all others have left.
   absl::Status GoAfterAll(Deadline deadline);
   // Says that all have come.
   absl::Status Open(const BarrierSpec& barrier, Deadline deadline);
-  // What kChanges held when this worker last checked the members.
+  // The value of kChanges when this worker last checked the members.
   Store::Value LastChanges();
   void SetLastChanges(const Store::Value& changes);
-  // Why that incarnation of it is lost, if it is; or that this was taken back.
+  // The loss of that incarnation of a member, if it is lost, and why; or that this was taken back.
   struct Loss {
     bool is_lost = false;
     bool is_denied = false;
@@ -196,11 +199,11 @@ class Membership {
   };
   static Loss LossOf(const WorkerInfo& member, const Store::Value& entry);
   void Announce(const LostMember& lost);
-  // Asks a store that is silent again: until the deadline, the store's limit, or this worker
+  // Asks again while the store is silent: until the deadline, the store's limit, or this worker
   // closes.
   template <typename Ask>
   auto Patiently(Deadline deadline, const Ask& ask) -> decltype(ask(deadline));
-  // An error of the store, with the members that this worker knows to be lost: one of them may
+  // Adds to an error of the store the members that this worker knows to be lost: one of them may
   // have served it.
   absl::Status WithLost(const absl::Status& status);
 
@@ -219,7 +222,7 @@ class Membership {
   std::atomic<int64_t> barriers_{0};  // that are over
   std::atomic<int64_t> coming_{0};    // the last that this worker has been asked to come to
   std::atomic<int64_t> come_{0};      // the last that it has been counted at
-  // At the last check: how many members there were, without the lost; and whether one was lost.
+  // The number of members, without the lost, at the last check; and whether one was lost.
   std::atomic<int> size_{0};
   std::atomic<bool> any_lost_{false};
 

@@ -33,12 +33,12 @@ struct RendezvousUrl {
   int world_size = -1;
 };
 
-// kInvalidArgument with the URL and what is wrong with it: another scheme, no host, no port from
-// 1 to 65535, a path that is not absolute, a number out of its range, a parameter that is unknown
-// or comes twice.
+// Reads a URL. kInvalidArgument with the URL and what is wrong with it: another scheme, no host, no
+// port from 1 to 65535, a path that is not absolute, a number out of its range, a parameter that is
+// unknown or comes twice.
 absl::StatusOr<RendezvousUrl> ParseRendezvousUrl(absl::string_view text);
 
-// A decimal number from `low` to `high`, and nothing else; false otherwise.
+// Reads a decimal number from `low` to `high`, and nothing else; false otherwise.
 bool ParseNumber(absl::string_view text, int low, int high, int* number);
 
 }  // namespace distgrad

@@ -1,4 +1,4 @@
-// What a store can do that can only be asked.
+// Waits for keys to change in a store that cannot wait itself, by asking it again and again.
 #include "core/membership/store.h"
 
 #include <algorithm>

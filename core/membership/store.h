@@ -1,6 +1,6 @@
-// A small map of strings that all workers of a job share, by which they find each other and meet.
-// Implementations: core/membership/store (one process, a file, a TCP server); store_test.cc there
-// is the suite that each must pass.
+// A small map of strings that all workers of a job share, by which they find each other and
+// rendezvous. Implementations: core/membership/store (one process, a file, a TCP server);
+// store_test.cc there is the suite that each must pass.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_STORE_H_
 #define DISTGRAD_CORE_MEMBERSHIP_STORE_H_
 
@@ -29,7 +29,7 @@ namespace distgrad {
 // reads as a decimal number.
 class Store {
  public:
-  // What a key holds; nullopt where it is not there.
+  // The value of a key; nullopt where it is not there.
   using Value = std::optional<std::string>;
   using Keys = absl::Span<const std::string>;
 
@@ -45,7 +45,7 @@ class Store {
   // Removes a key. One that is not there is no error.
   virtual absl::Status Delete(const std::string& key, Deadline deadline) = 0;
 
-  // What each key holds now, in few exchanges however many there are.
+  // Returns the value of each key now, in few exchanges however many there are.
   virtual absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) = 0;
 
   // Waits until some key, of up to 256, holds something else than `seen` says of it, or until the

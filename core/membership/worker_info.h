@@ -1,4 +1,4 @@
-// What the members of a job know of each other, and how it stands in the store.
+// The entry of a member that the others know, and how it stands in the store.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_WORKER_INFO_H_
 #define DISTGRAD_CORE_MEMBERSHIP_WORKER_INFO_H_
 
@@ -27,7 +27,7 @@ struct WorkerInfo {
 
 std::string EncodeWorkerInfo(const WorkerInfo& worker);
 
-// kInvalidArgument for what is not an entry of the worker of that rank.
+// Reads an entry; kInvalidArgument for what is not one of the worker of that rank.
 absl::StatusOr<WorkerInfo> DecodeWorkerInfo(absl::string_view entry, WorkerRank rank);
 
 }  // namespace distgrad

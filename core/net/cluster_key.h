@@ -40,7 +40,7 @@ absl::StatusOr<Digest> Hmac(absl::string_view key, absl::string_view text);
 // Takes equally long wherever the two differ.
 bool SameDigest(const Digest& a, const Digest& b);
 
-// Bytes that nobody can foresee. kInternal if the machine has none.
+// Returns bytes that an attacker cannot foresee. kInternal if the machine has none.
 absl::Status FillRandom(uint8_t* data, size_t size);
 
 }  // namespace distgrad

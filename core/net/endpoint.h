@@ -1,4 +1,4 @@
-// Where a listener of ours can be reached, and the sockets at both ends.
+// The endpoint at which a listener of ours can be reached, and the sockets at both ends.
 #ifndef DISTGRAD_CORE_NET_ENDPOINT_H_
 #define DISTGRAD_CORE_NET_ENDPOINT_H_
 
@@ -13,7 +13,7 @@
 
 namespace distgrad {
 
-// A listener: a TCP socket, and a Unix-domain one for those who share its place.
+// A listener: a TCP socket, and a Unix-domain one for clients that share its place.
 struct Endpoint {
   std::string tcp;    // "127.0.0.1:4711" or "[::1]:4711"
   std::string place;  // ThisPlace() of the listener
@@ -59,7 +59,7 @@ absl::StatusOr<Fd> ListenTcp(const std::string& host, std::string* tcp);
 // Listens in the abstract namespace: no file, and nothing left behind by a killed process.
 absl::StatusOr<Fd> ListenUnix(const std::string& name);
 
-// kUnavailable from both: nobody can be reached there.
+// Both return kUnavailable where nothing can be reached.
 absl::StatusOr<Fd> NewSocketFor(const Endpoint& endpoint, bool is_unix);
 // 0 when connected, EINPROGRESS, or why it failed; EAGAIN: the listener's queue is full, try later.
 int StartConnecting(const Fd& fd, const Endpoint& endpoint, bool is_unix);

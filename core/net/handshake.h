@@ -1,4 +1,4 @@
-// How the two ends of a new connection prove to each other that they belong together, before
+// Lets the two ends of a new connection prove to each other that they belong together, before
 // anything else is read from it.
 //
 //   client -> server   hello: magic, version, whether it has a cluster key, 32 random bytes
@@ -8,10 +8,10 @@
 //
 // With a cluster key, TLS follows (tls.h) on every connection that leaves the machine or could.
 //
-// The HMAC's key is the cluster key; without one it is the token, 16 random bytes that stand in
-// the listener's address. So without the cluster key nobody gets past here, and without any key
-// nobody who does not know the address. The token binds the proof to this one listener: it cannot
-// be passed on to another worker, nor does an address outlive its listener.
+// The HMAC's key is the cluster key; without one it is the token, 16 random bytes that stand in the
+// listener's address. So where there is a cluster key no client without it gets past here, and
+// where there is none no client that does not know the address. The token binds the proof to this
+// one listener: it cannot be passed on to another worker, nor does an address outlive its listener.
 #ifndef DISTGRAD_CORE_NET_HANDSHAKE_H_
 #define DISTGRAD_CORE_NET_HANDSHAKE_H_
 
@@ -42,22 +42,23 @@ class Handshake {
   // numbers.
   static absl::StatusOr<Handshake> Create(Role role, absl::string_view key, const Token& token);
 
-  // What to send now; empty if nothing. Each byte is given out once.
+  // Returns what to send now; empty if nothing. Each byte is given out once.
   std::string TakeOutput();
 
-  // OK while nothing that the other end has said so far shows that it has another version or, where
-  // this end has a cluster key, none, or the other way round. For the log of a server, which lets
-  // the client find that out first.
+  // Returns OK while nothing that the other end has said so far shows that it has another version
+  // or, where this end has a cluster key, none, or the other way round. Meant for the log of a
+  // server, which lets the client find that out first.
   absl::Status CheckHello() const;
-  // Whether it speaks this protocol at all.
+  // Returns whether the other end speaks this protocol at all.
   bool has_hello() const { return !other_hello_.empty(); }
 
-  // How many more bytes it can take now, 0 once done: whatever comes after them is not its own.
+  // Returns how many more bytes it can take now, 0 once done: whatever comes after them is not its
+  // own.
   size_t wanted() const { return wanted_ - received_.size(); }
   bool done() const { return step_ == Step::kDone; }
 
-  // Once done: what nobody else can know, and no other connection has; for two ends with a cluster
-  // key. kInternal if the crypto library fails.
+  // Returns, once done, a secret of the two ends and of this connection alone; for ends with a
+  // cluster key. kInternal if the crypto library fails.
   absl::StatusOr<Digest> Secret() const;
 
   // Takes at most wanted() bytes from the other end. kUnauthenticated, naming the likely reason,

@@ -133,7 +133,7 @@ TEST(HandshakeTest, EchoesAreRefused) {
   EXPECT_TRUE(absl::IsUnauthenticated(client.Receive(client.TakeOutput())));
 }
 
-TEST(HandshakeTest, StrangersAreToldNothing) {
+TEST(HandshakeTest, ClientsWithoutTheKeyAreToldNothing) {
   for (const std::string& bytes :
        {std::string("GET / HTTP/1.1\r\n"), std::string(1, '\0'), std::string(16, '\xff')}) {
     Handshake server = New(Role::kServer, kKey, kToken);

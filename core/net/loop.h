@@ -8,7 +8,7 @@
 // The threads are a leader and followers: the leader waits for events, handles them, and runs
 // tasks. As a rule that is one of the loop's own threads. A borrowed thread
 // (core/base/event_loop.h) becomes the leader while the own one sleeps or would only poll.
-// Followers sleep on a second epoll, in which the first is a member, watched only while nobody
+// Followers sleep on a second epoll, in which the first is a member, watched only while no thread
 // leads.
 //
 // A task may wait, in a BlockingScope, and one that was given to RunDeferred() may do what it
@@ -48,18 +48,21 @@ class Loop : public EventLoop, private Blockable {
   class Handler {
    public:
     virtual ~Handler() = default;
-    // Its socket is ready for `events` (EPOLLIN, ...). On the loop's thread; must not block.
+    // Says that its socket is ready for `events` (EPOLLIN, ...). Called on the loop's thread; must
+    // not block.
     virtual void OnEvents(uint32_t events) = 0;
-    // The loop is being closed: give up, and call Remove(). On the thread that called Close().
+    // Says that the loop is being closed: give up, and call Remove(). Called on the thread that
+    // called Close().
     virtual void OnLoopClosed() = 0;
   };
 
-  // kResourceExhausted and the like where the machine gives no more file descriptors or threads.
+  // Starts a loop; kResourceExhausted and the like where the machine gives no more file descriptors
+  // or threads.
   static absl::StatusOr<std::unique_ptr<Loop>> Start(std::string thread_name);
   // Close() and Join() must have been called, or be possible here.
   ~Loop() override;
 
-  // The loop keeps a handler until Remove(). 0 if the loop is closed already.
+  // Adds a handler, which the loop keeps until Remove(). Returns 0 if the loop is closed already.
   uint64_t Add(std::shared_ptr<Handler> handler);
   void Remove(uint64_t id);
 
@@ -69,7 +72,7 @@ class Loop : public EventLoop, private Blockable {
   void Change(uint64_t id, int fd, uint32_t events);
   void Unwatch(int fd);
 
-  // Time as timers count it: it does not jump with the wall clock.
+  // Returns the time as timers count it: it does not jump with the wall clock.
   static absl::Time Now();
 
   // Runs `task` on the loop's thread, after `delay`. Dropped if the loop ends before.
@@ -92,12 +95,12 @@ class Loop : public EventLoop, private Blockable {
 
   Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name);
 
-  // What an own thread runs, until enough others do or the loop is over.
+  // Runs on an own thread, until enough others do or the loop is over.
   void Work();
   // Waits for events, and handles them. False once the loop is over.
   bool AwaitEvents(Spin& spin);
-  // As a follower: sleeps until then, or until there is something to do and no leader, and becomes
-  // the leader. False once the loop is over.
+  // Sleeps, as a follower, until then, or until there is something to do and no leader, and becomes
+  // the leader. Returns false once the loop is over.
   bool AwaitLeadership(absl::Time until);
   // Handles the events that there are, or come within `patience` milliseconds; returns whether
   // there were any.
@@ -107,18 +110,19 @@ class Loop : public EventLoop, private Blockable {
   // Ends this thread's leadership, and sees to it that an own thread follows: the task that runs
   // now may take long.
   void StopLeading();
-  // Whether another own thread can become the leader when this one stops.
+  // Returns whether another own thread can become the leader when this one stops.
   bool HasSuccessor();
-  // After that. False if this thread is not needed any more.
+  // Has this thread lead or follow again after StopLeading(). Returns false if it is not needed any
+  // more.
   bool Return();
-  // Whether there is nothing left to do, ever.
+  // Returns whether there is nothing left to do, ever.
   bool IsOver();
-  // When the leader must be awake again.
+  // Returns when the leader must be awake again.
   absl::Time WakeTime() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Wake();
 
   bool TryLead(Leader leader);
-  // Whether an own thread that sleeps wakes for the next event.
+  // Sets whether an own thread that sleeps wakes for the next event.
   void WakeOwn(bool wake);
   // Leaves the leadership to an own thread that sleeps.
   void LeaveToOwn();
@@ -142,12 +146,12 @@ class Loop : public EventLoop, private Blockable {
 
   absl::Mutex mu_;
   // Guarded by mu_.
-  bool idle_ ABSL_GUARDED_BY(mu_) = true;  // nobody works, or will
+  bool idle_ ABSL_GUARDED_BY(mu_) = true;  // no thread works, or will
   int own_ ABSL_GUARDED_BY(mu_) = 0;       // own threads that lead or follow
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
   internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);
-  // Until when an own thread sleeps at most, if one does.
+  // The time until which an own thread sleeps at most, if one does.
   absl::Time sleeps_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
   bool closed_ ABSL_GUARDED_BY(mu_) = false;

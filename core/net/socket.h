@@ -44,7 +44,7 @@ class Socket {
   }
   ~Socket();
 
-  // Tries each address of the host once. kFailedPrecondition if the host says that nobody listens
+  // Tries each address of the host once. kFailedPrecondition if the host says that nothing listens
   // there; kUnavailable if the name is unknown or the host cannot be reached.
   static absl::StatusOr<Socket> Connect(const std::string& host, uint16_t port, Deadline deadline);
 

@@ -1,9 +1,10 @@
 // Encrypts and authenticates what goes over one connection, with TLS 1.3 (RFC 8446).
 //
-// The handshake (handshake.h) comes first, in the clear: so whoever has no cluster key costs no
-// more than that. What both ends have in common afterwards, Handshake::Secret(), is the pre-shared
-// key of TLS; there are no certificates. An ephemeral Diffie-Hellman exchange goes into the keys
-// too, so who learns the cluster key later cannot read what was recorded before.
+// The handshake (handshake.h) comes first, in the clear: so a client without the cluster key costs
+// no more than that. What both ends have in common afterwards, Handshake::Secret(), is the
+// pre-shared key of TLS; there are no certificates. An ephemeral Diffie-Hellman exchange goes into
+// the keys too, so an attacker who learns the cluster key later cannot read what was recorded
+// before.
 //
 // What is changed, left out, repeated or moved on its way is an error of Read(), and nothing of it
 // is given out; nor is what comes behind it. That the stream ends is for the caller to notice: it
@@ -45,20 +46,21 @@ class TlsSession {
   absl::Status Establish();
   bool established() const { return established_; }
 
-  // Where the next bytes from the socket go, and that so many have come. There is room whenever
-  // Read() or Establish() want more.
+  // InputSpace() is where the next bytes from the socket go; AddInput() says how many have come.
+  // There is space whenever Read() or Establish() want more.
   absl::Span<char> InputSpace();
   void AddInput(size_t size);
-  // Whether Read() may find something without more bytes from the socket.
+  // Returns whether Read() may find something without more bytes from the socket.
   bool HasInput() const;
 
-  // Once established: decrypts up to `size` bytes; how many, 0 if it takes more input first. An
-  // error (kUnavailable) is final.
+  // Decrypts up to `size` bytes, once established. Returns how many, 0 if it takes more input
+  // first. An error (kUnavailable) is final.
   absl::StatusOr<size_t> Read(void* data, size_t size);
-  // Once established: encrypts all of the bytes, in records of up to 16 KiB.
+  // Encrypts all of the bytes, once established, in records of up to 16 KiB.
   absl::Status Write(absl::string_view bytes);
 
-  // What is to be sent, in this order; and that the first so many bytes of it are.
+  // output() is what is to be sent, in this order; DropOutput() says that the first `size` bytes of
+  // it are.
   absl::string_view output() const { return absl::string_view(output_).substr(output_begin_); }
   void DropOutput(size_t size);
 

@@ -2,11 +2,11 @@
 // links (which peers are reachable). It carries bytes and segments and does not look into them;
 // what a call means is its service's affair.
 //
-// There is one connection to each peer, opened by whoever calls first and used both ways, and one
-// for large packets, which nothing else waits behind (docs/threading.md). When either breaks, or
-// nothing is heard on it for too long, everything in flight with that peer fails at once, and the
-// next call opens another: to where the peer is then, for it may have come back. docs/membership.md
-// has the rules. A call to oneself touches no transport.
+// There is one connection to each peer, opened by the end that calls first and used both ways, and
+// one for large packets, which nothing else waits behind (docs/threading.md). When either breaks,
+// or nothing is heard on it for too long, everything in flight with that peer fails at once, and
+// the next call opens another: to where the peer is then, for it may have come back.
+// docs/membership.md has the rules. A call to oneself touches no transport.
 #ifndef DISTGRAD_CORE_RPC_AGENT_H_
 #define DISTGRAD_CORE_RPC_AGENT_H_
 
@@ -47,54 +47,55 @@
 
 namespace distgrad {
 
-// Gets what others send. Called on transport threads, several at once, also for one peer (and
-// on the calling thread for messages to oneself), with no lock held; must not block.
+// Gets what other workers send. Called on transport threads, several at once, also for one peer
+// (and on the calling thread for messages to oneself), with no lock held; must not block.
 class AgentService {
  public:
   virtual ~AgentService() = default;
-  // Also for one that is refused (IncomingCall::refusal), for its body may be of interest.
+  // Gets each call, also one that is refused (IncomingCall::refusal): its body may be of interest.
   virtual void OnCall(IncomingCall call) = 0;
   virtual void OnNotice(WorkerRank from, Body notice) = 0;
-  // A reply to a call that has ended already, by its deadline or a cancel. Nobody waits for it.
+  // Gets a reply to a call that has ended already, by its deadline or a cancel.
   virtual void OnLateReply(WorkerRank from, Body reply) = 0;
-  // The connection with a worker broke: what was in flight with it may be lost. It may be back.
+  // Says that the connection with a worker broke: what was in flight with it may be lost. The
+  // worker may be back.
   virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
-  // That incarnation of a member that is watched (Agent::WatchMembers) cannot be reached: nothing
-  // is heard of it, or nobody is there. Again and again, until Agent::SetLost(), unless it can be
-  // reached again.
+  // Says that this incarnation of a watched member (Agent::WatchMembers) cannot be reached: nothing
+  // is heard of it, or nothing listens there. Called again and again, until Agent::SetLost(),
+  // unless it can be reached again.
   virtual void OnUnreachable(WorkerRank /*peer*/, Incarnation /*incarnation*/,
                              const absl::Status& /*why*/) {}
-  // There are events for Agent::TakeEvents().
+  // Says that there are events for Agent::TakeEvents().
   virtual void OnMemberEvents() {}
 };
 
 // How a call is made.
 struct CallTerms {
-  // By the agent's clock. From the call on: what waits for credit, for a look-up or for a
-  // connection uses it up, and a request whose time is over does not leave any more.
+  // The call's deadline by the agent's clock. Waiting for credit, for a look-up or for a connection
+  // counts; a request whose time is over does not leave any more.
   absl::Time deadline = absl::InfiniteFuture();
-  // Where the send window of that worker has no credit left: wait for it, on this thread; else the
+  // Whether this thread waits for credit where that worker's send window has none left; else the
   // call fails.
   bool wait_for_credit = false;
   // Ends that wait (not the call); may be null.
   Cancellation* cancellation = nullptr;
-  // That it belongs to, for the trace.
+  // The context that the call belongs to, for the trace; 0: none.
   ContextId context = 0;
 };
 
 struct AgentOptions {
-  // Asked before each connection who the peer is now, and whether an unknown one is a member.
-  // Null: the members are those of Start(), for ever.
+  // Says before each connection which incarnation the peer is now, and whether an unknown one is a
+  // member. Null: the members are those of Start(), for ever.
   Directory* directory = nullptr;
-  // Where calls are recorded while a trace runs. Null: nowhere.
+  // Records calls while a trace runs. Null: they are not recorded.
   std::shared_ptr<TraceRecorder> trace = nullptr;
-  // WorkerOptions has what these mean.
+  // The same options as in WorkerOptions.
   absl::Duration heartbeat_limit = absl::InfiniteDuration();
   size_t max_workers = 1 << 16;
   Limits limits = {};
 };
 
-// Thread-safe. Held by a shared_ptr, for its timers and links may outlive who made it.
+// Thread-safe. Held by a shared_ptr, for its timers and links may outlive its owner.
 class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent> {
  public:
   // `has_left`: the request may have reached that worker, or its connection broke. Always true with
@@ -112,7 +113,7 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   // Listens, once, and before anything else; the address goes into WorkerInfo.
   absl::StatusOr<std::string> Listen() { return links_->Listen(weak_from_this()); }
 
-  // The members of the job, this worker among them. Before any call is made; what arrives
+  // Sets the members of the job, this worker among them, before any call is made; what arrives
   // earlier is held back until then.
   absl::Status Start(const WorkerInfo& self, std::vector<WorkerInfo> workers);
 
@@ -129,50 +130,50 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   // Ends calls by their number, with kCancelled, and tells the worker that serves it.
   std::weak_ptr<Canceller> canceller() { return calls_; }
 
-  // The same for a message without an answer. It waits for no credit. A failure to deliver shows up
-  // as OnPeerLost.
+  // Do the same for a message without an answer. It waits for no credit. A failure to deliver shows
+  // up as OnPeerLost.
   static Packet NewNotice();
   void Notify(WorkerRank to, Packet notice);
 
-  // kNotFound with the names that are known.
+  // Returns a worker's rank; kNotFound, with the names that are known, if there is none.
   absl::StatusOr<WorkerRank> FindWorker(absl::string_view name) const { return peers_->Find(name); }
   absl::StatusOr<WorkerRank> FindWorker(int rank) const;
-  // Who that is; kNotFound.
+  // Returns what is known of that worker; kNotFound if there is none of that rank.
   absl::StatusOr<WorkerInfo> Info(WorkerRank worker) const;
-  // Those who have not left, this worker among them, by rank; of those who joined later, whom this
-  // worker has heard of.
+  // Returns the members that have not left, this worker among them, by rank; of those that joined
+  // later, the ones that this worker has heard of.
   std::vector<WorkerInfo> Members() const { return peers_->Members(); }
-  // How many they are.
+  // Returns the number of Members().
   size_t MemberCount() const { return peers_->size(); }
-  // What the store says of a worker.
+  // Takes in what the store says of a worker.
   absl::Status Learn(const WorkerInfo& worker) { return links_->Learn(worker); }
-  // "'name' (rank)", for messages.
+  // Returns "'name' (rank)", for messages.
   std::string Describe(WorkerRank worker) const { return peers_->Describe(worker); }
   absl::Time Now() const { return clock_->Now(); }
 
-  // From now on notices the death of a member with whom nothing is in flight. Each worker watches
-  // the next one by rank, over a connection of its own accord, so all are watched, by one each. One
-  // that came `late` also connects to the one before it, which may not know of it. Once.
+  // Notices from now on when a member dies with which nothing is in flight. Each worker watches the
+  // next one by rank, over a connection of its own accord, so all are watched, by one each. One
+  // that came `late` also connects to the one before it, which may not know of it. Called once.
   void WatchMembers(bool late);
-  // The same with this member, whoever else does.
+  // Watches this member too, whichever others do.
   void WatchToo(WorkerRank member);
   void StopWatching();
-  // That incarnation of a member is lost, as OnUnreachable() said or somebody else; or is not,
-  // after all. It stays a member.
+  // Marks that incarnation of a member as lost, as OnUnreachable() or another worker said, or as
+  // alive after all. It stays a member.
   void SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason);
   void SetAlive(WorkerRank worker, Incarnation incarnation);
-  // What happens to members is kept from now on, in its order, until it is taken; or no longer.
+  // Keeps from now on what happens to members, in its order, until it is taken; or no longer.
   void KeepEvents(bool keep) { peers_->KeepEvents(keep); }
   std::vector<MemberEvent> TakeEvents() { return peers_->TakeEvents(); }
 
-  // Calls and notices so far, the latter under kNotices.
+  // Returns the counts of calls and notices so far, the latter under kNotices.
   static constexpr absl::string_view kNotices = "(notices)";
   std::vector<CallStats> Stats() const { return calls_->metrics().Stats(); }
-  // The bytes that wait to be sent, by peer.
+  // Returns the bytes that wait to be sent, by peer.
   std::vector<std::pair<WorkerRank, uint64_t>> Queued() const { return links_->Queued(); }
-  // Tells all to whom there is a connection that this worker leaves the job.
+  // Tells all connected workers that this one leaves the job.
   void SayLeaving() { links_->SayLeaving(); }
-  // Calls made from here, and calls of others, that have not ended.
+  // Return the number of calls made from here, and of calls of others, that have not ended.
   size_t in_flight() const { return calls_->size(); }
   size_t served() const { return links_->served(); }
 

@@ -116,8 +116,8 @@ TEST_F(AgentTest, BothMayCallFirstAtTheSameTime) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Whoever speaks first without saying who it is, or is not a member, is shut out; others go on.
-TEST_F(AgentTest, StrangersAreShutOut) {
+// A connection that sends no hello first, or is not a member's, is refused; others go on.
+TEST_F(AgentTest, ConnectionsOfNonMembersAreRefused) {
   struct Stranger : Receiver {
     Promise<absl::Status> closed;
     void OnPacket(Packet) override {}

@@ -41,15 +41,15 @@ class TestService : public AgentService {
   void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
 
-  // The next one that was kept.
+  // Waits for the next call that was kept, and takes it.
   IncomingCall AwaitKept();
-  // At least `n`, each as "from:text".
+  // Wait for at least `n`, each as "from:text".
   std::vector<std::string> AwaitNotices(size_t n);
   std::vector<std::string> AwaitLateReplies(size_t n);
-  // Why a worker was lost.
+  // Waits until a worker is lost; returns why.
   absl::Status AwaitLost(WorkerRank peer);
   bool HasLost(WorkerRank peer) const;
-  // The same for one that cannot be reached; of that incarnation.
+  // Do the same for that incarnation of a worker that cannot be reached.
   absl::Status AwaitUnreachable(WorkerRank peer, Incarnation incarnation);
   bool HasUnreachable(WorkerRank peer) const;
 

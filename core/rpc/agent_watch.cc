@@ -1,4 +1,4 @@
-// The connections that an agent keeps with the members that it watches (member_watch.h).
+// Keeps connections with the members that an agent watches (member_watch.h).
 #include <algorithm>
 #include <memory>
 #include <optional>

@@ -1,4 +1,4 @@
-// What the error of a call says first: which call it was.
+// Writes in front of a call's error which call it was.
 #ifndef DISTGRAD_CORE_RPC_CALL_ERROR_H_
 #define DISTGRAD_CORE_RPC_CALL_ERROR_H_
 
@@ -9,8 +9,8 @@
 
 namespace distgrad {
 
-// "call of 'f' on worker 'b' (1): " before the words of `why`; `worker` as Peers::Describe() has
-// it, or its name in quotes where that is all that is known.
+// Puts "call of 'f' on worker 'b' (1): " before the words of `why`. `worker` is as
+// Peers::Describe() has it, or its name in quotes where that is all that is known.
 inline absl::Status CallError(const absl::Status& why, absl::string_view function,
                               absl::string_view worker) {
   return Annotate(why, absl::StrCat("call of '", function, "' on worker ", worker));

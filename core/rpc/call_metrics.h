@@ -17,7 +17,7 @@
 
 namespace distgrad {
 
-// Of one function with one peer, one way. Thread-safe.
+// The counters of one function with one peer, one way. Thread-safe.
 struct CallCounters {
   std::atomic<uint64_t> calls{0};   // begun
   std::atomic<uint64_t> errors{0};  // of those that ended
@@ -53,14 +53,14 @@ class CallMetrics {
   static constexpr absl::string_view kOther = "(other)";
 
   CallCounters* Find(WorkerRank peer, bool served, absl::string_view function);
-  // By peer, those that were made first, and by name.
+  // Returns the counts by peer, those of calls made before those of calls served.
   std::vector<CallStats> Stats() const;
 
  private:
   using Table = absl::flat_hash_map<std::string, std::unique_ptr<CallCounters>>;
 
   mutable absl::Mutex mu_;
-  // By peer, doubled, plus 1 for what was served.
+  // The counters by twice the peer's rank, plus 1 for calls that were served.
   absl::flat_hash_map<uint32_t, Table> tables_ ABSL_GUARDED_BY(mu_);
 };
 

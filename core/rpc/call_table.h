@@ -46,7 +46,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
     absl::Time begun, deadline;
     Done done;
     std::unique_ptr<TraceSpan> span = nullptr;  // null unless a trace runs
-    // From Begin() on.
+    // Set by Begin():
     std::shared_ptr<Link> link = nullptr;
     CallCounters* counters = nullptr;
     bool has_left = false;  // the peer may have heard of it
@@ -73,19 +73,20 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
     bool leaves_now = false;
   };
   absl::StatusOr<Begun> Begin(Call& call, std::shared_ptr<Link> link, Packet& request);
-  // Link::Owner has what this means.
+  // See Link::Owner::OnLeaving().
   bool OnLeaving(uint64_t number, Packet& request);
 
-  // Takes the call that such a reply is for; nothing if nobody waits for it.
+  // Takes the call that such a reply is for; nullopt if it has ended.
   std::optional<Call> Take(uint64_t number, WorkerRank from);
   // Ends one that was taken, or has not begun.
   void End(Call call, absl::StatusOr<Body> reply);
-  // The same, with an error that names the call and the worker.
+  // Does the same with an error that names the call and the worker.
   void EndWithError(Call call, const absl::Status& why);
 
   // Canceller: ends it with kCancelled, and tells the worker that serves it.
   void Cancel(uint64_t number) override;
-  // Those that wait for a link are as lost as those that went over it: the contexts of both are.
+  // Ends the calls that went over a link, and those that wait for it: the contexts of both are
+  // lost.
   void EndCallsOver(const Link& link, const absl::Status& why);
   // Ends all, and lets none begin.
   void Close(const absl::Status& why);
@@ -102,7 +103,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
     absl::Time at = absl::InfiniteFuture();
     std::optional<Clock::TimerId> id = {};  // once the clock has it
   };
-  // Makes it stand at `deadline`, or earlier. What it returns is for SetTimer(), at once.
+  // Makes the timer stand at `deadline`, or earlier. The result is for SetTimer(), at once.
   struct Arming {
     uint64_t number = 0;  // 0: nothing is to be done
     absl::Time at;
@@ -114,7 +115,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
 
   absl::Status CheckLimits(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Call TakeOut(Calls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Keeps a call that nobody waits for from leaving, or tells the worker that serves it.
+  // Keeps a call that has ended from leaving, or tells the worker that serves it.
   static void SendCancel(uint64_t number, const Call& call);
 
   Clock* const clock_;
@@ -126,7 +127,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   Calls calls_ ABSL_GUARDED_BY(mu_);
-  // How many of them go over each link that stands, by its number.
+  // The number of calls over each link that stands, by the link's number.
   absl::flat_hash_map<uint64_t, size_t> links_ ABSL_GUARDED_BY(mu_);
   uint64_t last_call_ ABSL_GUARDED_BY(mu_) = 0;
   Timer timer_ ABSL_GUARDED_BY(mu_);

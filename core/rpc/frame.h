@@ -39,7 +39,7 @@ struct Frame {
   absl::Status status = {};         // reply; the body is empty unless OK. Refusal; not OK
 };
 
-// Who opens a connection, and whom it wants.
+// The first packet of a connection: names the opener, and the worker that it wants to reach.
 struct Hello {
   WorkerRank from = 0;
   Incarnation from_incarnation = 0;

@@ -23,7 +23,7 @@
 
 namespace distgrad {
 
-// For one thread at a time.
+// Used by one thread at a time.
 class Heartbeat {
  public:
   // A link, and how many packets have come on it so far.
@@ -45,11 +45,11 @@ class Heartbeat {
   // A peer that is silent is lost within `limit`, and not before 3/5 of it.
   explicit Heartbeat(absl::Duration limit) : limit_(limit) {}
 
-  // How often to call Tick(); InfiniteDuration() for never.
+  // Returns how often to call Tick(); InfiniteDuration() for never.
   absl::Duration interval() const { return limit_ / 5; }
   absl::Duration limit() const { return limit_; }
 
-  // All links that there are. A tick that comes late says that this process slept, and knows
+  // Takes the readings of all links. A tick that comes late says that this process slept, and knows
   // nothing of others: all get a new start.
   Verdict Tick(absl::Time now, const std::vector<Reading>& readings);
 

@@ -1,4 +1,4 @@
-// A call that somebody made to this worker, on its way to an answer.
+// A call that a peer made to this worker, on its way to an answer.
 #ifndef DISTGRAD_CORE_RPC_INCOMING_CALL_H_
 #define DISTGRAD_CORE_RPC_INCOMING_CALL_H_
 
@@ -28,18 +28,18 @@ struct Body {
   absl::string_view bytes() const { return absl::string_view(packet.bytes).substr(offset); }
 };
 
-// A call that somebody made to us. Answered exactly once, on any thread; one that is destroyed
-// unanswered tells its caller so. Movable.
+// A call that a peer made to this worker. Answered exactly once, on any thread; one that is
+// destroyed unanswered tells its caller so. Movable.
 class IncomingCall {
  public:
-  // What is kept of it, for both of which the link's agent must live.
+  // What counts and records the call; the link's agent must live as long.
   struct Record {
     CallCounters* counters;
     TraceRecorder* trace;
     std::unique_ptr<TraceSpan> span;  // null unless a trace runs
   };
 
-  // For the agent. With a `cancellation` the call counts as served by its link, until it is
+  // Made by the agent. With a `cancellation` the call counts as served by its link, until it is
   // answered; else it is refused.
   IncomingCall(std::shared_ptr<Link> link, WorkerRank from, const Frame& frame, absl::Time deadline,
                std::shared_ptr<Cancellation> cancellation, absl::Status refusal, Record record);
@@ -52,22 +52,23 @@ class IncomingCall {
   absl::Time deadline() const;
   Body& body();
 
-  // Not OK if the call is past a limit: fail it with this.
+  // Returns the error to fail the call with if it is past a limit; else OK.
   const absl::Status& refusal() const;
-  // Cancelled when the caller waits no longer, or is gone.
+  // Returns what is cancelled when the caller waits no longer, or is gone.
   const std::shared_ptr<Cancellation>& cancellation() const;
 
-  // What waits to be sent to the caller. While it has no credit left, better not begin.
+  // Returns the window of what waits to be sent to the caller. While it has no credit left, better
+  // not begin.
   const std::shared_ptr<SendWindow>& window() const;
 
-  // That it belongs to a context, for the trace.
+  // Says which context the call belongs to, for the trace.
   void SetContext(ContextId context);
-  // The handler begins.
+  // Says that the handler begins.
   void Begin();
 
-  // A reply packet to which the body is to be appended, for Reply().
+  // Returns a packet for Reply(), to which the body is to be appended.
   Packet NewReply() const;
-  // Does not wait: where there is no credit, the reply goes when there is.
+  // Sends a reply without waiting: where there is no credit, it goes when there is.
   void Reply(Packet reply);
   void Fail(const absl::Status& status);
 

@@ -1,5 +1,5 @@
-// What a worker lets others, and its own program, make it hold. Past one of these a call fails with
-// kResourceExhausted and the name of the limit, and nothing is allocated for it.
+// The limits of what other workers, and its own program, can make a worker hold. Past one of these
+// a call fails with kResourceExhausted and the name of the limit, and nothing is allocated for it.
 #ifndef DISTGRAD_CORE_RPC_LIMITS_H_
 #define DISTGRAD_CORE_RPC_LIMITS_H_
 
@@ -11,7 +11,7 @@
 namespace distgrad {
 
 struct Limits {
-  // Of one message, with its tensors; and what one operator allocates that a peer calls.
+  // The size of one message with its tensors, and of what one operator that a peer calls allocates.
   uint64_t message_bytes = uint64_t{8} << 30;
   uint32_t tensors_per_message = 1 << 14;
 

@@ -34,17 +34,18 @@ namespace distgrad {
 // Thread-safe.
 class Link : public Receiver, public std::enable_shared_from_this<Link> {
  public:
-  // Gets what arrives. Called as a Receiver is. Thread-safe.
+  // Gets what arrives on a link. Called as a Receiver is. Thread-safe.
   class Owner {
    public:
     virtual ~Owner() = default;
     virtual void OnPacket(const std::shared_ptr<Link>& link, Packet packet) = 0;
-    // Once: a large packet waits for SetBulk(). Called as Link::Send() is.
+    // Says, once, that a large packet waits for SetBulk(). Called as Link::Send() is.
     virtual void OnBulkWanted(const std::shared_ptr<Link>& link) = 0;
-    // The request of that call has waited, and is about to leave: writes into it what is left of
-    // its time. False if nobody waits for the answer any more; then it does not leave.
+    // Writes into a request that has waited, and is about to leave, what is left of its time.
+    // Returns false if its call has ended; then it does not leave.
     virtual bool OnLeaving(uint64_t call, Packet& request) = 0;
-    // Once, and last. `is_there`: somebody is at the other end, who has not taken us in.
+    // Says that the link has ended; called once, and last. `is_there`: a process is at the other
+    // end, which has not admitted this one.
     virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) = 0;
   };
 
@@ -57,76 +58,78 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // A packet of more bytes than this is large.
   static constexpr uint64_t kBulkBytes = 64 << 10;
 
-  // What the links of an agent share; outlives them, but for the clock, which outlives Close().
+  // The parts that the links of an agent share; outlive them, but for the clock, which outlives
+  // Close().
   struct Shared {
     Clock* clock;
     Limits limits;
     std::atomic<size_t> served{0};  // calls, of all peers together
   };
 
-  // `number` is the owner's, and no other link's of it.
+  // `number` is unique among the links of `owner`.
   Link(std::shared_ptr<Owner> owner, Shared* shared, Kind kind, uint64_t number);
 
   Kind kind() const { return kind_; }
   uint64_t number() const { return number_; }
   bool closed() const;
 
-  // Who is at the other end: known from the start of a link that we opened, from its hello on
-  // one that was accepted. And which incarnation of it: 0 until the hello, and of oneself.
+  // The worker at the other end, known from the start of a link that this one opened, from the
+  // hello on one that was accepted; and its incarnation, 0 until the hello and for oneself.
   std::optional<WorkerRank> peer() const;
   Incarnation incarnation() const;
   void SetPeer(WorkerRank peer, Incarnation incarnation);
 
-  // A bulk link: what arrives counts as if it had come on `main`. Before anything else arrives.
+  // Makes this a bulk link: what arrives counts as if it had come on `main`. Called before anything
+  // else arrives.
   void SetMain(const std::shared_ptr<Link>& main);
   bool is_bulk() const;
-  // Null where there is none, or none any more.
+  // Returns the link that SetMain() gave; null where there is none, or none any more.
   std::shared_ptr<Link> main() const;
 
-  // From now on what arrives is held; until Release() hands it to the owner, in order, and ends
-  // when nothing is left or Hold() is called again. The owner gets later packets as they come.
-  // Past a limit of what is held the link is closed.
+  // Hold() holds what arrives, until Release() hands it to the owner, in order, and ends when
+  // nothing is left or Hold() is called again. The owner gets later packets as they come. Past a
+  // limit of what is held the link is closed.
   void Hold();
   void Release();
-  // Nothing that arrives counts any more. What is sent still goes.
+  // Ignores what arrives from now on. What is sent still goes.
   void Drop();
 
-  // How many packets have arrived.
+  // Returns the number of packets that have arrived.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
 
   const Limits& limits() const { return *limits_; }
-  // The bytes that wait to be sent; and the peer's calls that came over this link.
+  // The window of bytes that wait to be sent; and the peer's calls that came over this link.
   const std::shared_ptr<SendWindow>& window() const { return window_; }
   ServedCalls& served() { return served_; }
 
-  // Whether a packet of `bytes` that is sent now need not wait for a connection.
+  // Returns whether a packet of `bytes` that is sent now need not wait for a connection.
   bool ready(uint64_t bytes) const;
 
-  // An error closes the connection, and is reported there. `credit` is released when the packet
-  // has left; one that has none goes all the same. The owner is asked before a request of a `call`
-  // leaves (0: it is not).
+  // Sends a packet; an error closes the connection, and is reported there. `credit` is released
+  // when the packet has left; one that has none goes all the same. The owner is asked before a
+  // request of a `call` leaves (0: it is not).
   void Send(Packet packet, SendWindow::Credit credit = {}, uint64_t call = 0);
-  // The request of that call does not leave any more, if it still waits here.
+  // Keeps the request of that call from leaving, if it still waits here.
   void Withdraw(uint64_t call);
-  // Goes where one of `bytes` has gone, behind it.
+  // Sends a packet the way that one of `bytes` has gone, behind it.
   void SendBehind(uint64_t bytes, Packet packet);
 
-  // The same, and closes the connection when it has gone.
+  // Sends a packet, and closes the connection when it has gone.
   void SendLast(Packet packet, absl::Status why);
 
-  // Has the first Send() run `open` before it. Once, before anybody else knows the link. Not at
-  // once: it is called under the owner's mutex, and a connection may fail while it is made.
+  // Has the first Send() run `open` before it. Called once, before others know the link, and under
+  // the owner's mutex: so `open`, which may fail at once, does not run here.
   void OpenLater(absl::AnyInvocable<void()> open) { open_ = std::move(open); }
-  // Until then what is sent waits.
+  // Sets the connection; what was sent earlier has waited for it.
   void SetConnection(std::shared_ptr<Connection> connection);
   bool connected() const { return connection() != nullptr; }
-  // The link for large packets; once. Either one's end is the other's.
+  // Sets the link for large packets, once. Either one's end is the other's.
   void SetBulk(std::shared_ptr<Link> bulk);
-  // True for the first who asks, and is to open one.
+  // Returns true to the first caller, which then opens the bulk link.
   bool ClaimBulk();
 
-  // The first reason stays; it is what the owner hears, at once if there is no connection yet.
-  // Cancels what is served.
+  // Closes the link, and cancels the calls that it serves. The first reason stays; it is what the
+  // owner hears, at once if there is no connection yet.
   void Close(absl::Status why);
 
   // Receiver
@@ -140,7 +143,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     kDropped,  // nothing that arrives counts any more; it waits for its end
     kClosed,   // the owner hears of it
   };
-  // What becomes of packets that arrive.
+  // The fate of packets that arrive.
   enum class Inbox {
     kPassing,   // the owner gets them
     kHolding,   // they are held
@@ -153,7 +156,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     bool withdrawn = false;  // nothing of it is left
   };
 
-  // The link on which what arrives here counts; null if it does not.
+  // Returns the link on which what arrives here counts; null if it does not.
   std::shared_ptr<Link> Target() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Deliver(std::shared_ptr<Link> target, Packet packet);
   std::shared_ptr<Connection> connection() const;
@@ -174,7 +177,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   Strand out_;
   std::atomic<uint64_t> heard_{0};
 
-  // On out_ only, once others know the link.
+  // Used on out_ only, once others know the link.
   absl::AnyInvocable<void()> open_;
   std::deque<Waiting> waiting_;                           // for the connection
   std::deque<Waiting> large_waiting_;                     // for the bulk link

@@ -1,5 +1,5 @@
-// The links of an agent: opened to where a peer is now, taken in from who is a member, kept alive
-// by heartbeats, and ended. docs/membership.md has the rules.
+// The links of an agent: opened to where a peer is now, accepted from members only, kept alive by
+// heartbeats, and ended. docs/membership.md has the rules.
 //
 // There is one link for each peer over which this worker calls. Others stand beside it: accepted
 // ones that have not said hello yet, second ones where both ends opened one at the same time, bulk
@@ -48,13 +48,13 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   class User {
    public:
     virtual ~User() = default;
-    // Also from who has not said hello yet. An error ends the link.
+    // Gets each packet, also from a peer that has not said hello yet. An error ends the link.
     virtual absl::Status OnPacket(const std::shared_ptr<Link>& link, Packet packet) = 0;
-    // What was in flight with that peer may be lost. It may be back.
+    // Says that what was in flight with that peer may be lost. It may be back.
     virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
-    // A link with a member who has not left has ended.
+    // Says that a link with a member that has not left has ended.
     virtual void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) = 0;
-    // Peers may have something new.
+    // Says that Peers may have new events.
     virtual void OnMemberEvents() = 0;
   };
 
@@ -70,31 +70,33 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
         calls_(std::move(calls)),
         heartbeat_(heartbeat_limit) {}
 
-  // Once. Nobody is told of anything when the user is gone.
+  // Listens; called once. Returns the address. `user` is told nothing once it is gone.
   absl::StatusOr<std::string> Listen(std::weak_ptr<User> user);
-  // Takes in what came before the members of the job were known. Once, when Peers has them.
+  // Takes in what came before the members of the job were known. Called once, when Peers has them.
   void Start();
   // Ends all links, and lets none begin.
   void Close(const absl::Status& why);
 
-  // The link over which to call a peer, which is opened when something is sent. kCancelled after
-  // Close(), kNotFound for one that nobody knows.
+  // Returns the link over which to call a peer, which is opened when something is sent. kCancelled
+  // after Close(), kNotFound for an unknown peer.
   absl::StatusOr<std::shared_ptr<Link>> To(WorkerRank peer);
-  // Whether something has come on it.
+  // Returns whether something has come on the link to a peer.
   bool IsHeard(WorkerRank peer) const;
-  // Opens it, if there is none; heartbeats keep it.
+  // Opens a link to a peer, if there is none; heartbeats keep it.
   void Ping(WorkerRank peer);
 
-  // Frames that are of a link: a hello, who wants a bulk link, and by which number of ours.
+  // Take the frames that concern a link: a hello, and a peer's wish for a bulk link, with our
+  // number for it.
   absl::Status OnHello(const std::shared_ptr<Link>& link, WireReader& reader);
   void OnBulk(const std::shared_ptr<Link>& link, WorkerRank peer, uint64_t number);
 
-  // What the store says of a worker.
+  // Takes in what the store says of a worker.
   absl::Status Learn(const WorkerInfo& worker) { return Learn(worker, nullptr); }
-  // Tells all to whom there is a connection that this worker leaves the job.
+  // Tells all connected workers that this one leaves the job.
   void SayLeaving();
 
-  // The bytes that wait to be sent, by peer; and how many calls of others have not ended.
+  // Return the bytes that wait to be sent, by peer, and the number of calls of others that have not
+  // ended.
   std::vector<std::pair<WorkerRank, uint64_t>> Queued() const;
   size_t served() const { return shared_.served; }
 
@@ -133,7 +135,8 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void Open(const std::shared_ptr<Link>& link, WorkerRank to);
   void OnFound(const std::shared_ptr<Link>& link, WorkerRank to,
                const absl::StatusOr<WorkerInfo>& found);
-  // As what `bulk_of` says in the hello.
+  // Connects and says hello. `bulk_of`: the link that a bulk link is for, by the number for the
+  // hello; 0 for a main link.
   void Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64_t bulk_of = 0);
 
   // Taking in: one that a peer opened.
@@ -166,7 +169,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
 
   mutable absl::Mutex mu_;
   MonotonicState<State> state_ ABSL_GUARDED_BY(mu_){State::kHolding};
-  // All that have not ended, by their number; and of those the one for each peer.
+  // The links that have not ended, by their number; and of those the one for each peer.
   absl::btree_map<uint64_t, Entry> links_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<WorkerRank, std::shared_ptr<Link>> by_peer_ ABSL_GUARDED_BY(mu_);
   uint64_t last_link_ ABSL_GUARDED_BY(mu_) = 0;

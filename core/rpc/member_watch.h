@@ -1,4 +1,4 @@
-// Decides whom an agent watches, and when one of them is lost: the next members by rank, over
+// Decides which members an agent watches, and when one of them is lost: the next ones by rank, over
 // connections that the agent keeps for that. docs/membership.md, "Lost members", has the rules. It
 // has no clock and sends nothing: its owner tells it what happens.
 #ifndef DISTGRAD_CORE_RPC_MEMBER_WATCH_H_
@@ -22,7 +22,7 @@
 
 namespace distgrad {
 
-// Thread-safe. Calls Peers, and nobody else but who is given to a function.
+// Thread-safe. Calls nothing but Peers and the callbacks that its functions are given.
 class MemberWatch {
  public:
   // What is known of a link that has ended.
@@ -40,23 +40,23 @@ class MemberWatch {
   MemberWatch(std::shared_ptr<const Peers> peers, absl::Duration patience)
       : peers_(std::move(peers)), patience_(patience) {}
 
-  // Once; false if it had started, or was stopped.
+  // Starts to watch; false if it had started, or was stopped.
   bool Start();
   void Stop();
   bool watches() const;
-  // This member as well, whoever else does.
+  // Watches this member as well, whichever others do.
   void WatchToo(WorkerRank member);
 
-  // Whom to ping, now and then: those that this worker watches, and the one that watches it, for
-  // that one may not know of it.
+  // Returns the members to ping, now and then: those that this worker watches, and the one that
+  // watches it, which may not know of it.
   std::vector<WorkerRank> Tick(bool is_first, absl::FunctionRef<bool(WorkerRank)> can_be_reached);
 
   Verdict OnClosed(const ClosedLink& link, const absl::Status& why, absl::Time now);
 
   bool IsWatched(WorkerRank worker) const;
-  // One that was watched is lost. More may be, with their machine or their network: to find them
-  // one after the other would take a heartbeat's limit for each. So it watches twice as many, and
-  // returns them.
+  // Watches twice as many members, since a watched one is lost, and returns them. More may be lost
+  // with their machine or network: to find them one after the other would take a heartbeat's limit
+  // for each.
   std::vector<WorkerRank> WatchMore();
 
  private:
@@ -71,7 +71,7 @@ class MemberWatch {
   MonotonicState<State> state_ ABSL_GUARDED_BY(mu_){State::kIdle};
   size_t watched_ ABSL_GUARDED_BY(mu_) = 1;  // how many of the next members
   std::optional<WorkerRank> watched_too_ ABSL_GUARDED_BY(mu_);
-  // Since when those who are watched could not be reached, though nobody has refused.
+  // The time since which each watched member could not be reached, though nothing refused.
   absl::flat_hash_map<WorkerRank, absl::Time> unreachable_ ABSL_GUARDED_BY(mu_);
   absl::Time tried_again_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };

@@ -1,4 +1,4 @@
-// What an agent knows of the members of its job.
+// The members of a job, as an agent knows them.
 #ifndef DISTGRAD_CORE_RPC_PEERS_H_
 #define DISTGRAD_CORE_RPC_PEERS_H_
 
@@ -22,59 +22,60 @@
 
 namespace distgrad {
 
-// Thread-safe; calls nobody.
+// Thread-safe; calls nothing else.
 class Peers {
  public:
   explicit Peers(size_t max_workers) : max_workers_(max_workers) {}
 
-  // Once; kFailedPrecondition after that.
+  // Sets the members, once; kFailedPrecondition after that.
   absl::Status Start(const WorkerInfo& self, std::vector<WorkerInfo> workers);
 
   WorkerInfo self() const;
   std::optional<WorkerInfo> Find(WorkerRank worker) const;
-  // kNotFound with the names that are known.
+  // Returns the rank of a name; kNotFound, with the names that are known, if there is none.
   absl::StatusOr<WorkerRank> Find(absl::string_view name) const;
-  // Those who have not left, this worker among them, by rank; and how many they are.
+  // Return the members that have not left, this worker among them, by rank; and their number.
   std::vector<WorkerInfo> Members() const;
   size_t size() const;
-  // "'name' (rank)", for messages.
+  // Returns "'name' (rank)", for messages.
   std::string Describe(WorkerRank worker) const;
-  // kNotFound, for a rank that is nobody's.
+  // Returns the error for a rank that no worker has: kNotFound.
   static absl::Status NoWorker(int rank);
 
-  // What the store says of a worker. True if this is a new incarnation of one that was known: what
-  // is left of the old one is to be ended. kFailedPrecondition for an incarnation that is over;
-  // kResourceExhausted beyond max_workers.
+  // Takes in what the store says of a worker. Returns true if this is a new incarnation of one that
+  // was known: what is left of the old one is to be ended. kFailedPrecondition for an incarnation
+  // that is over; kResourceExhausted beyond max_workers.
   absl::StatusOr<bool> Learn(const WorkerInfo& worker);
 
-  // It says itself that it leaves.
+  // Marks a worker as one that has left, as it says itself.
   void SetLeft(WorkerRank worker);
-  // That incarnation of it is lost. It stays a member, for it may come back. False if this was
-  // known, or if it has left or come back since.
+  // Marks that incarnation of it as lost. It stays a member, for it may come back. Returns false if
+  // this was known, or if it has left or come back since.
   bool SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason);
-  // That incarnation of it was heard of: if it was taken for lost it is not any more, and this is
-  // true.
+  // Marks that incarnation of it, which was heard of, as alive. Returns true if it was taken for
+  // lost.
   bool SetAlive(WorkerRank worker, Incarnation incarnation);
   bool is_lost(WorkerRank worker) const;
 
-  // Whom this worker is to watch: the next `count` members by rank, the first ones behind the last,
-  // without those who are lost and this one. If each worker watches the next one, each is watched.
+  // Returns the members that this worker is to watch: the next `count` by rank, the first ones
+  // behind the last, without those that are lost and this one. If each worker watches the next one,
+  // each is watched.
   std::vector<WorkerRank> After(size_t count) const;
-  // The other way round.
+  // Returns the member that is to watch this worker: the one before it.
   std::optional<WorkerRank> Before() const;
 
-  // From now on, what happens to members is kept until it is taken, in its order; or no longer.
+  // Keeps from now on what happens to members until it is taken, in its order; or no longer.
   void KeepEvents(bool keep);
   std::vector<MemberEvent> TakeEvents();
 
-  // Whether a connection from this one is to be taken: true if it is as we know it, false if the
-  // store has to say. kFailedPrecondition if it is not meant for this incarnation of ours, or comes
-  // from one that is over.
+  // Says whether a connection from this peer is to be accepted: true if it is as we know it, false
+  // if the store has to say. kFailedPrecondition if it is not meant for this incarnation of ours,
+  // or comes from one that is over.
   absl::StatusOr<bool> Check(const Hello& hello) const;
 
  private:
   absl::Status Outdated(const WorkerInfo& known) const;
-  // The only writers of workers_.
+  // Add() and Replace() alone write workers_.
   void Add(WorkerInfo worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Replace(WorkerInfo& known, WorkerInfo worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Record(MemberEvent::Kind kind, const WorkerInfo& worker, absl::string_view reason = "")
@@ -87,10 +88,10 @@ class Peers {
   // Guarded by mu_.
   WorkerInfo self_ ABSL_GUARDED_BY(mu_);
   absl::btree_map<WorkerRank, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
-  // What is looked up for each call: the ranks by name, and how many have not left.
+  // Looked up for each call: the ranks by name, and how many have not left.
   absl::flat_hash_map<std::string, WorkerRank> ranks_ ABSL_GUARDED_BY(mu_);
   size_t size_ ABSL_GUARDED_BY(mu_) = 0;
-  // Those of workers_ that are lost, and have neither left nor come back.
+  // The ranks of workers_ that are lost, and have neither left nor come back.
   absl::btree_set<WorkerRank> lost_ ABSL_GUARDED_BY(mu_);
   bool keeps_events_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<MemberEvent> events_ ABSL_GUARDED_BY(mu_);

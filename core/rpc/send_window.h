@@ -54,16 +54,16 @@ class SendWindow : public std::enable_shared_from_this<SendWindow> {
   // Acquires credit at once, or none. There is some for what fits below the limit, and for anything
   // when nothing is acquired; and not while others wait.
   std::optional<Credit> TryAcquire(uint64_t bytes);
-  // Acquires it even past the limit: for what must go, and is bounded otherwise.
+  // Acquires credit even past the limit: for what must go, and is bounded otherwise.
   Credit Acquire(uint64_t bytes);
-  // First come, first served. `callback` is called exactly once: on this thread if there is credit,
-  // else on one that releases some, with no lock held; it must not block. Returns a number for
-  // Withdraw(), 0 if it was called.
+  // Acquires credit in the order of the calls. `callback` is called exactly once: on this thread if
+  // there is credit, else on one that releases some, with no lock held; it must not block. Returns
+  // a number for Withdraw(), 0 if it was called.
   uint64_t AcquireAsync(uint64_t bytes, Callback callback);
-  // Waits no longer: the callback gets `why`, unless it was called before.
+  // Ends a wait: the callback gets `why`, unless it was called before.
   void Withdraw(uint64_t number, const absl::Status& why);
 
-  // All that wait, and those that will, get `why`. Once.
+  // Gives `why` to all that wait, and those that will. Called once.
   void Close(const absl::Status& why);
 
  private:

@@ -26,22 +26,22 @@ class ServedCalls {
   ServedCalls(Clock* clock, const Limits* limits, std::atomic<size_t>* total)
       : clock_(clock), limits_(limits), total_(total) {}
 
-  // kResourceExhausted past a limit; kAlreadyExists for the number of one that is in flight;
-  // kCancelled after Close().
+  // Begins to serve a call. kResourceExhausted past a limit; kAlreadyExists for the number of one
+  // that is in flight; kCancelled after Close().
   absl::StatusOr<std::shared_ptr<Cancellation>> Begin(uint64_t call, uint64_t bytes);
-  // A call ends in two steps: its place is free before its answer goes out, for who has that may
-  // call again at once; and it counts in the total until the answer has gone.
+  // End a call in two steps: its place is free before its answer goes out, for a caller that has
+  // the answer may call again at once; it counts in the total until the answer has gone.
   void FreePlace(uint64_t call);
   void End() { total_->fetch_sub(1); }
 
-  // Nothing where there is no such call (any more).
+  // Cancels a call; does nothing where there is no such call (any more).
   void Cancel(uint64_t call, const absl::Status& why);
   // Cancels all; they still have to end. No more begin.
   void Close(const absl::Status& why);
 
   size_t count() const;
 
-  // The clock's; InfinitePast after Close(), when there may be no clock.
+  // Returns the clock's time; InfinitePast after Close(), when there may be no clock.
   absl::Time Now() const;
 
  private:

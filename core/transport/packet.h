@@ -1,4 +1,5 @@
-// What a transport carries: some bytes, and memory that is too large to be copied into them.
+// The packets that a transport carries: some bytes, and memory that is too large to be copied into
+// them.
 #ifndef DISTGRAD_CORE_TRANSPORT_PACKET_H_
 #define DISTGRAD_CORE_TRANSPORT_PACKET_H_
 
@@ -12,8 +13,8 @@
 
 namespace distgrad {
 
-// A range of memory and whoever keeps it alive. On the sending side the bytes must not change
-// until the send is done; on the receiving side the receiver alone owns them.
+// A range of memory and the owner that keeps it alive. On the sending side the bytes must not
+// change until the send is done; on the receiving side the receiver alone owns them.
 struct Segment {
   std::shared_ptr<void> owner;
   uint8_t* data = nullptr;
@@ -22,10 +23,10 @@ struct Segment {
   // The number of the accelerator whose memory it is, where the transport carries such memory
   // (Transport::CarriesDevices); -1: the host's.
   int device = -1;
-  // On the sending side the number of the receiver's accelerator that it goes to.
+  // The number of the receiver's accelerator that it goes to, on the sending side.
   int target = -1;
-  // In whose order the bytes are ready to be sent, or are written as they arrive. What a Receiver
-  // gets has arrived.
+  // The stream in whose order the bytes are ready to be sent, or are written as they arrive. What a
+  // Receiver gets has arrived.
   void* stream = nullptr;
 };
 
@@ -33,11 +34,11 @@ struct Packet {
   std::string bytes;
   std::vector<Segment> segments;
 
-  // On the receiving side: kResourceExhausted where there was no memory for the segments. They are
-  // lost, and not there.
+  // The status of the segments on the receiving side: kResourceExhausted where there was no memory
+  // for them. They are lost, and not there.
   absl::Status segments_status = {};
 
-  // Of both together.
+  // Returns the size of both together.
   uint64_t size() const {
     uint64_t size = bytes.size();
     for (const Segment& segment : segments) size += segment.size;
@@ -45,15 +46,15 @@ struct Packet {
   }
 };
 
-// A segment of `size` bytes of its own, aligned to 64 bytes, not cleared; an empty one for 0.
-// Freed memory of large segments is kept for the next one, 256 MiB of it at most. Throws
+// Returns a segment of `size` bytes of its own, aligned to 64 bytes, not cleared; an empty one for
+// 0. Freed memory of large segments is kept for the next one, 256 MiB of it at most. Throws
 // std::bad_alloc when there is no memory: check a size that a peer sent before.
 Segment AllocateSegment(size_t size);
 
-// What is kept of it now, in bytes: of the process, which holds them without need of them.
+// Returns the bytes of such memory that the process keeps now, without need of them.
 size_t KeptSegmentBytes();
 
-// A packet that shares no memory with `packet`.
+// Returns a packet that shares no memory with `packet`.
 Packet CopyPacket(const Packet& packet);
 
 }  // namespace distgrad

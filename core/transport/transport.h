@@ -1,4 +1,4 @@
-// How packets cross from one worker to another. Implementations: core/transport/inproc (within a
+// Carries packets from one worker to another. Implementations: core/transport/inproc (within a
 // process) and core/transport/tensorpipe. transport_conformance.h is the suite that each must pass.
 #ifndef DISTGRAD_CORE_TRANSPORT_TRANSPORT_H_
 #define DISTGRAD_CORE_TRANSPORT_TRANSPORT_H_
@@ -21,20 +21,20 @@ class Receiver {
  public:
   virtual ~Receiver() = default;
 
-  // In the order in which the other end sent them.
+  // Gets packets, in the order in which the other end sent them.
   virtual void OnPacket(Packet packet) = 0;
 
-  // The connection is over; called exactly once, and last. `why` is never OK: kCancelled after
-  // our own Close, kUnavailable when the other end went away, kResourceExhausted when this process
-  // lacks file descriptors or memory, which says nothing of the other end, and kAborted when
-  // somebody is there of whom we have not heard that he took us in: he may be short of those,
+  // Says that the connection is over; called exactly once, and last. `why` is never OK: kCancelled
+  // after our own Close, kUnavailable when the other end went away, kResourceExhausted when this
+  // process lacks file descriptors or memory, which says nothing of the other end, and kAborted
+  // when a process is there that has not said that it admitted this one: it may be short of those,
   // have another key, or have ended right then.
   virtual void OnClosed(absl::Status why) = 0;
 };
 
 // One end of a two-way, ordered, reliable stream of packets. Thread-safe. It lives until it is
-// closed, whoever holds it, and keeps its receiver until OnClosed has returned: the two may own
-// each other.
+// closed, even if nothing holds it, and keeps its receiver until OnClosed has returned: the two may
+// own each other.
 class Connection {
  public:
   using SendDone = absl::AnyInvocable<void(const absl::Status&)>;
@@ -53,8 +53,8 @@ class Connection {
 // Thread-safe.
 class Transport {
  public:
-  // Gives the receiver of a connection that somebody else opened to us. Called on a thread of
-  // the transport, before anything arrives; may send and close at once.
+  // Returns the receiver of a connection that a peer opened to this transport. Called on a thread
+  // of the transport, before anything arrives; may send and close at once.
   using Accept = absl::AnyInvocable<std::shared_ptr<Receiver>(std::shared_ptr<Connection>)>;
 
   // Closes every connection, waits for all callbacks, and ends all threads.
@@ -63,19 +63,20 @@ class Transport {
   // Starts to listen, once; returns the address that others connect to.
   virtual absl::StatusOr<std::string> Listen(Accept accept) = 0;
 
-  // Opens a connection. Returns at once: packets may be sent already, and an address where
-  // nobody listens shows up as OnClosed(kUnavailable). kInvalidArgument for an address that is
-  // not of this transport.
+  // Opens a connection. Returns at once: packets may be sent already, and an address where nothing
+  // listens shows up as OnClosed(kUnavailable). kInvalidArgument for an address that is not of this
+  // transport.
   virtual absl::StatusOr<std::shared_ptr<Connection>> Connect(
       const std::string& address, std::shared_ptr<Receiver> receiver) = 0;
 
-  // Whether segments of what is sent to who listens on `address` may be memory of accelerators.
+  // Returns whether segments that are sent to the listener at `address` may be memory of
+  // accelerators.
   virtual bool CarriesDevices(const std::string& address) const { return false; }
 
-  // The loop that brings what arrives, if threads that wait for it may do its work.
+  // Returns the loop that brings what arrives, if threads that wait for it may do its work.
   virtual std::shared_ptr<EventLoop> loop() { return nullptr; }
 
-  // "inproc", "tensorpipe tcp+basic", ...; for logs and errors.
+  // Returns the name for logs and errors: "inproc", "tensorpipe tcp+basic", ...
   virtual std::string Name() const = 0;
 };
 

@@ -148,8 +148,8 @@ std::string TransportConformanceTest::DeadAddress() {
 
 namespace {
 
-// What a client hears of a server that ends or closes right after it has accepted: he may not
-// have heard yet that he was taken in.
+// Whether a client hears of a server that ends or closes right after it has accepted: the client
+// may not have heard yet that it was admitted.
 bool IsGone(const absl::Status& why) { return absl::IsUnavailable(why) || absl::IsAborted(why); }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the tests of transports share: packets that can be told apart to the last byte, and what
-// keeps account of callbacks.
+// The parts that the tests of transports share: packets that can be told apart to the last byte,
+// and what keeps account of callbacks.
 #ifndef DISTGRAD_CORE_TRANSPORT_TRANSPORT_TESTING_H_
 #define DISTGRAD_CORE_TRANSPORT_TRANSPORT_TESTING_H_
 
@@ -20,12 +20,12 @@
 
 namespace distgrad {
 
-// Only a hang takes so long, even on a busy machine under a sanitizer.
+// A time that only a hang takes, even on a busy machine under a sanitizer.
 inline constexpr absl::Duration kTransportPatience = absl::Minutes(2);
 
 Packet BytesPacket(std::string bytes);
-// Of bytes that follow from `seed` and their place; and packets of such segments, with seeds that
-// follow each other.
+// Make segments of bytes that follow from `seed` and their place; and packets of such segments,
+// with seeds that follow each other.
 Segment PatternSegment(size_t seed, size_t size);
 Packet PatternPacket(size_t seed, std::string bytes, const std::vector<size_t>& sizes);
 void ExpectPattern(const Packet& packet, size_t seed, const std::string& bytes,

@@ -18,7 +18,7 @@
 
 namespace distgrad {
 
-// What stands before the message. Fixed in size but for the list. A reply has the modes of its
+// The part before the message. Fixed in size but for the list. A reply has the modes of its
 // request: in inference mode its tensors arrive as inference tensors.
 struct CallHeader {
   ContextId context = 0;                // 0: no context

@@ -18,15 +18,15 @@
 
 namespace distgrad {
 
-// Thread-safe. What it is given outlives it.
+// Thread-safe. Its arguments outlive it.
 class CallMessages {
  public:
   CallMessages(const Limits& limits, Engine* engine, EngineNetwork* network)
       : limits_(limits), engine_(engine), network_(network) {}
 
-  // The steps from a message to a packet: its bytes, which differ by who gets them only for tensors
-  // of devices; its send node, of the tensors' history as it is then, null where nothing is
-  // recorded; and the edge, which nobody else has, 0 for null.
+  // The steps from a message to a packet: its bytes, which differ by receiver only for tensors of
+  // devices; its send node, of the tensors' history as it is then, null where nothing is recorded;
+  // and the edge, unique, 0 for null.
   absl::StatusOr<size_t> Encode(CallHeader& header, const std::shared_ptr<ContextRecord>& context,
                                 WorkerRank to, const Message& message, Packet* packet) const;
   static std::shared_ptr<SourceNode> MakeSend(const CallHeader& header, const Message& message);
@@ -34,7 +34,7 @@ class CallMessages {
                                 std::shared_ptr<SourceNode> send, size_t body,
                                 Packet* packet) const;
 
-  // The steps back. Takes the segments out of the packet.
+  // Reads a message, the first step back. Takes the segments out of the packet.
   absl::StatusOr<Message> Read(Packet& packet, size_t body) const {
     return ReadCallMessage(packet, body, engine_->message_limits());
   }

@@ -16,16 +16,17 @@ namespace distgrad {
 struct CallModes {
   bool grad_enabled = true;
   bool inference = false;
-  // What autocast casts to, where it is on.
+  // The types that autocast casts to, where it is on.
   std::optional<at::ScalarType> autocast_cpu = {};
   std::optional<at::ScalarType> autocast_cuda = {};
   bool autocast_cache = true;
 
-  // Those of the calling thread.
+  // Returns the modes of the calling thread.
   static CallModes Current();
 };
 
-// Three bytes; docs/wire.md has the layout. Types that are not known are read as none.
+// Write and read the modes: three bytes; docs/wire.md has the layout. Types that are not known are
+// read as none.
 void AppendCallModes(const CallModes& modes, WireWriter& writer);
 CallModes ReadCallModes(WireReader& reader);
 
@@ -48,7 +49,7 @@ class CallModesScope {
     at::ScalarType type;
   };
 
-  // Those that the thread had.
+  // The modes that the thread had.
   const bool grad_enabled_, autocast_cache_;
   const Autocast autocast_cpu_, autocast_cuda_;
   const bool autocast_;  // whether these modes have any

@@ -1,4 +1,4 @@
-// Whom a call goes to, and what it is made with.
+// The worker that a call goes to, and the options of the call.
 #ifndef DISTGRAD_CORE_WORKER_CALL_OPTIONS_H_
 #define DISTGRAD_CORE_WORKER_CALL_OPTIONS_H_
 
@@ -13,7 +13,7 @@
 
 namespace distgrad {
 
-// A worker by its name or its rank. For parameters: it does not keep the name.
+// A worker by its name or its rank. Meant for parameters: it does not keep the name.
 class WorkerRef {
  public:
   WorkerRef(absl::string_view name) : name_(name) {}    // NOLINT: implicit
@@ -39,7 +39,7 @@ struct CallOptions {
   // The call fails with kDeadlineExceeded if it is not answered by then. Default: now plus
   // WorkerOptions::timeout.
   Deadline deadline = absl::InfinitePast();
-  // Cancels the call too. Null: nothing does but the future's Cancel().
+  // Cancels the call too. Null: only the future's Cancel() does.
   std::shared_ptr<Cancellation> cancellation = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// Prepares and sends calls, also to those whom the store has to say, and takes their answers.
+// Prepares and sends calls, also to workers that the store has to find, and takes their answers.
 #include "core/worker/caller.h"
 
 #include <optional>

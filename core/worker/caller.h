@@ -1,5 +1,5 @@
-// Makes the calls of a worker: finds who is meant, sends the message with the edge of its context,
-// and takes the answer.
+// Makes the calls of a worker: finds the worker that is meant, sends the message with the edge of
+// its context, and takes the answer.
 #ifndef DISTGRAD_CORE_WORKER_CALLER_H_
 #define DISTGRAD_CORE_WORKER_CALLER_H_
 
@@ -37,7 +37,7 @@ namespace distgrad {
 // Thread-safe.
 class Caller {
  public:
-  // What it works with, which outlives it.
+  // The parts that it works with, which outlive it.
   struct Parts {
     const WorkerInfo& self;
     const Context::Owner& owner;  // of the contexts in which this worker may send what is recorded
@@ -54,7 +54,7 @@ class Caller {
 
   explicit Caller(Parts parts) : parts_(std::move(parts)) {}
 
-  // `wait`: this thread may wait for credit to send.
+  // Calls a worker. `wait`: this thread may wait for credit to send.
   Future<Message> Call(WorkerRef to, absl::string_view function, const Message& message,
                        const CallOptions& options, bool wait);
   std::vector<Future<Message>> CallEach(absl::Span<const WorkerRef> to, absl::string_view function,
@@ -78,13 +78,13 @@ class Caller {
   absl::StatusOr<Outgoing> Prepare(WorkerRank to, absl::string_view function,
                                    const Message& message, const CallOptions& options);
   Future<Message> Send(WorkerRank to, Outgoing call, const CallOptions& options, bool wait);
-  // To one who is not known here: asks the store, without making this thread wait.
+  // Calls a worker that is not known here: asks the store, without making this thread wait.
   Future<Message> CallUnresolved(std::string name, absl::string_view function,
                                  const Message& message, const CallOptions& options, bool wait);
   Future<Message> SendToUnresolved(std::string name, Outgoing call, CallOptions options, bool wait);
   absl::StatusOr<Message> TakeReply(const std::shared_ptr<ContextRecord>& context, WorkerRank from,
                                     Body& body);
-  // An error that arose here, unless it says something else.
+  // Marks an error as one that arose here, unless it says something else.
   absl::Status OwnError(const absl::Status& why) const {
     return WithOrigin(why, {parts_.self.rank, ErrorOrigin::By::kDistgrad});
   }

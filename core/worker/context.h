@@ -21,11 +21,12 @@ namespace distgrad {
 class ContextRecord;
 class Engine;
 
-// Made by Worker::NewContext() on its origin, where its end releases the context on every worker;
-// and given to handlers, whose handle ends without that. Movable. Thread-safe, but for moves.
+// A handle of a context: made by Worker::NewContext() on its origin, where its end releases the
+// context on every worker; and given to handlers, where its end releases nothing. Movable.
+// Thread-safe, but for moves.
 class Context {
  public:
-  // What a context needs of its worker; outlives it.
+  // The worker, as far as a context needs it; outlives it.
   class Owner {
    public:
     virtual ~Owner() = default;
@@ -40,17 +41,18 @@ class Context {
   Context& operator=(Context&& other) noexcept;
   ~Context();
 
-  // False for Context(), for one moved from, and for the context of a request that was made outside
-  // any. On a context that is not valid every method but Release() fails with kFailedPrecondition.
+  // Returns false for Context(), for one moved from, and for the context of a request that was made
+  // outside any. On a context that is not valid every method but Release() fails with
+  // kFailedPrecondition.
   bool valid() const { return record_ != nullptr; }
-  // The same number on all workers; 0 if it is not valid.
+  // Returns the context's number, the same on all workers; 0 if it is not valid.
   ContextId id() const;
 
-  // Whether that worker made it, or got it with a request. Other workers of the process that take
-  // part have a Context of their own.
+  // Returns whether that worker made it, or got it with a request. Other workers of the process
+  // that take part have a Context of their own.
   bool IsOf(const Owner& owner) const { return owner_.get() == &owner; }
 
-  // Whether its end releases the context.
+  // Returns whether its end releases the context.
   bool is_origin() const { return is_origin_; }
 
   // Computes the gradients of everything that `roots` depend on, on every worker, and waits until
@@ -61,18 +63,18 @@ class Context {
   // An error of a node names the worker and the node. After an error the context is good for
   // Release() only.
   absl::Status Backward(std::vector<at::Tensor> roots, BackwardOptions options = {}) const;
-  // Future::Cancel() ends the pass on every worker, with kCancelled; the context is then good for
-  // Release() only, too.
+  // Does the same without waiting. Future::Cancel() ends the pass on every worker, with kCancelled;
+  // the context is then good for Release() only, too.
   Future<Unit> BackwardAsync(std::vector<at::Tensor> roots, BackwardOptions options = {}) const;
 
-  // The gradient of a leaf of this worker; kNotFound if no root depends on it, kFailedPrecondition
-  // once the context is released.
+  // Returns the gradient of a leaf of this worker; kNotFound if no root depends on it,
+  // kFailedPrecondition once the context is released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
-  // All leaves of this worker that have one, each with its gradient; in no order. Errors as of
-  // Gradient(), but for kNotFound: there may be none.
+  // Returns all leaves of this worker that have a gradient, each with it, in no order. Fails as
+  // Gradient() does, but not with kNotFound: there may be none.
   absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> Gradients() const;
   // Replaces the gradient of a leaf that has one. kInvalidArgument unless it has the sizes, dtype
-  // and device of the leaf; else errors as of Gradient().
+  // and device of the leaf; else it fails as Gradient() does.
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient) const;
 
   // Ends the context on every worker; a pass in flight fails. Idempotent, does not wait.

@@ -23,19 +23,20 @@ namespace distgrad {
 // Thread-safe.
 class DeviceMaps {
  public:
-  // By the peers' names.
+  // The maps that the options ask for, by the peers' names.
   using Wanted = std::map<std::string, DevicePairs>;
 
-  // What the others have to know of us (WorkerInfo::devices): the devices of this process, and our
-  // maps. kInvalidArgument for maps that are none.
+  // Writes what other workers have to know (WorkerInfo::devices): the devices of this process, and
+  // its maps. kInvalidArgument for maps that are none.
   static absl::StatusOr<std::string> Encode(const Wanted& wanted);
 
-  // `transport` says to whom memory of GPUs goes as it is; With() may be called while it lives.
+  // `transport` says which peers memory of GPUs goes to as it is; With() may be called while it
+  // lives.
   DeviceMaps(std::string self, Wanted wanted, const Transport* transport)
       : self_(std::move(self)), wanted_(std::move(wanted)), transport_(transport) {}
 
-  // The map with a worker, from both its maps and ours. kInvalidArgument if the two contradict each
-  // other, or name a device that is not there; its message names the worker.
+  // Returns the map with a worker, from both its maps and ours. kInvalidArgument if the two
+  // contradict each other, or name a device that is not there; its message names the worker.
   absl::StatusOr<std::shared_ptr<const DeviceMap>> With(const WorkerInfo& peer);
 
  private:
@@ -52,7 +53,7 @@ class DeviceMaps {
   const Transport* const transport_;
 
   absl::Mutex mu_;
-  // Of nodes: of a flat one with such values g++ 12 warns, falsely.
+  // A map of nodes: of a flat one with such values g++ 12 warns, falsely.
   absl::node_hash_map<WorkerRank, Known> known_ ABSL_GUARDED_BY(mu_);
 };
 

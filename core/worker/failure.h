@@ -1,4 +1,4 @@
-// How a process tells the launcher that started it why it fails.
+// Tells the launcher that started a process why it fails.
 //
 //   int main() {
 //     const absl::Status status = Train();
@@ -16,7 +16,7 @@ namespace distgrad {
 // summary then shows the code and the message instead of the exit status alone. The first failure
 // of a process stays. kUnavailable and kCancelled, which tell what another worker's failure has
 // brought about, are dated two seconds later, so that torchrun shows that worker's report as the
-// cause. Does nothing where the variable is not set, as without torchrun. The system's
+// cause. Does nothing where the variable is not set, as without torchrun. Returns the system's
 // error if the file cannot be written.
 absl::Status ReportFailure(const absl::Status& failure);
 

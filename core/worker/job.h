@@ -1,5 +1,5 @@
-// How a worker gets from its options to a place in its job: rank, store and transport. The one
-// place that picks implementations.
+// Takes a worker from its options to a place in its job: rank, store and transport. The one file
+// that picks implementations.
 #ifndef DISTGRAD_CORE_WORKER_JOB_H_
 #define DISTGRAD_CORE_WORKER_JOB_H_
 
@@ -28,8 +28,8 @@ struct Job {
   std::unique_ptr<Transport> transport = nullptr;
 };
 
-// kInvalidArgument for options that make no sense, kFailedPrecondition for an environment that
-// lacks something; what the store or the transport says otherwise.
+// Joins the job. kInvalidArgument for options that make no sense, kFailedPrecondition for an
+// environment that lacks something; else the error of the store or the transport.
 absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline);
 
 }  // namespace distgrad

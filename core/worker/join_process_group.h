@@ -15,8 +15,8 @@
 
 namespace distgrad {
 
-// `options` have no store, rank and size of their own: they are those of the rendezvous. The first
-// error, as JoinRendezvous() and ProcessGroup::Create() have it.
+// Joins the group. `options` have no store, rank and size of their own: they are those of the
+// rendezvous. Returns the first error of JoinRendezvous() and ProcessGroup::Create().
 absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(
     ProcessGroupOptions options = {}, const RendezvousOptions& rendezvous_options = {});
 

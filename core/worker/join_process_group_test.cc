@@ -1,4 +1,4 @@
-// Where the ranks of a group meet, and rendezvous that make no sense.
+// The rendezvous of a group's ranks, and ones that make no sense.
 #include "core/worker/join_process_group.h"
 
 #include <ATen/ops/full.h>

@@ -1,5 +1,5 @@
-// How a user's callback for members is run: by one task of the pool at a time, so that it gets each
-// event once and in order, and with no lock held.
+// Runs a user's callback for members: by one task of the pool at a time, so that it gets each event
+// once and in order, and with no lock held.
 #include "core/worker/member_callback.h"
 
 #include <algorithm>

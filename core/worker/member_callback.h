@@ -1,4 +1,4 @@
-// Gives what happens to members to a user's callback.
+// Calls a user's callback with what happens to members.
 #ifndef DISTGRAD_CORE_WORKER_MEMBER_CALLBACK_H_
 #define DISTGRAD_CORE_WORKER_MEMBER_CALLBACK_H_
 
@@ -20,23 +20,24 @@ class MemberCallback {
  public:
   using Function = std::function<void(const MemberEvent&)>;
 
-  // Both must outlive the last task on the pool. The agent keeps events until this takes them.
+  // `pool` and `agent` must outlive the last task on the pool. The agent keeps events until this
+  // takes them.
   MemberCallback(ThreadPool* pool, Agent* agent) : pool_(pool), agent_(agent) {}
 
-  // Takes the place of the former function, which runs no more when this returns: it waits for that
-  // one, unless the calling thread is in it. Null: none.
+  // Replaces the function by another; null: none. The former one runs no more when this returns: it
+  // waits for that one, unless the calling thread is in it.
   void Set(Function function);
-  // Runs none from now on but for one that runs already, for which this does not wait.
+  // Calls no function from now on; one that runs already goes on, and this does not wait for it.
   void Stop();
   bool is_set();
 
-  // There may be events to take.
+  // Says that there may be events to take.
   void OnEvents();
 
  private:
-  // On the pool, one at a time.
+  // Runs on the pool, one at a time.
   void Run();
-  // Null if there are no more.
+  // Returns the next event; null if there are no more.
   std::unique_ptr<MemberEvent> Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   ThreadPool* const pool_;

@@ -1,4 +1,4 @@
-// Asks the store, and tells the agent and the store who is lost.
+// Asks the store, and tells the agent and the store which workers are lost.
 #include "core/worker/member_sync.h"
 
 #include <string>

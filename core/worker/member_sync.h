@@ -1,6 +1,6 @@
-// Keeps what a worker knows of the members of its job in step with the store: it marks those lost
-// who cannot be reached, takes back what others say of this one, and reads who has come and gone
-// while somebody wants to know. docs/membership.md, "Lost members", has the rules.
+// Keeps what a worker knows of the members of its job in step with the store: it marks members that
+// cannot be reached as lost, takes back what others say of this one, and reads which members have
+// come and gone while a callback is set. docs/membership.md, "Lost members", has the rules.
 #ifndef DISTGRAD_CORE_WORKER_MEMBER_SYNC_H_
 #define DISTGRAD_CORE_WORKER_MEMBER_SYNC_H_
 
@@ -25,10 +25,10 @@
 
 namespace distgrad {
 
-// Thread-safe. What waits for the store runs on the thread of the look-ups.
+// Thread-safe. Tasks that wait for the store run on the thread of the look-ups.
 class MemberSync {
  public:
-  // What it works with, which outlives the clock's and the look-ups' last task.
+  // The parts that it works with, which outlive the clock's and the look-ups' last task.
   struct Parts {
     WorkerRank self;
     bool worker0_serves_store;
@@ -46,20 +46,20 @@ class MemberSync {
 
   // Reads in the store what has happened to members, now and then, while a callback is set.
   void Follow();
-  // What the store says of these.
+  // Takes in what the store says of these workers.
   absl::Status Learn(const std::vector<WorkerInfo>& workers);
-  // Of an error of waiting for all: if the store is gone, says with whom.
+  // Adds to an error of waiting for all which worker served the store, if the store is gone.
   absl::Status NameTheStore(const absl::Status& status);
 
-  // AgentService: whom it cannot reach, and that a connection broke.
+  // AgentService
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why);
   void OnPeerLost();
 
  private:
   using Task = void (MemberSync::*)();
 
-  // Takes back that this worker is lost, should somebody have said so. Later, and again until the
-  // store has answered.
+  // Takes back that this worker is lost, should another one have said so: later, and again until
+  // the store has answered.
   void DenyLoss();
   void FollowOnce();
   void Read();
@@ -72,14 +72,14 @@ class MemberSync {
   std::atomic<int> losses_to_deny_{0};  // that others may have claimed; soon
   std::atomic<bool> follows_{false};
   std::atomic<bool> misses_store_{false};  // and so takes the worker that serves it for lost
-  // Of Read() alone.
+  // Used by Read() alone.
   int64_t changes_ = -1;                          // as last seen
   Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not
 
   absl::Mutex mu_;
   // Guarded by mu_.
   bool stopped_ ABSL_GUARDED_BY(mu_) = false;
-  absl::flat_hash_set<WorkerRank> asked_for_ ABSL_GUARDED_BY(mu_);  // of whom the store is asked
+  absl::flat_hash_set<WorkerRank> asked_for_ ABSL_GUARDED_BY(mu_);  // those the store is asked for
   std::optional<Clock::TimerId> follow_timer_ ABSL_GUARDED_BY(mu_), deny_timer_
       ABSL_GUARDED_BY(mu_);
 };

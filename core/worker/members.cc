@@ -1,4 +1,4 @@
-// What a worker knows and says of the members of its job.
+// Keeps and tells what a worker knows of the members of its job.
 #include <memory>
 #include <string>
 #include <utility>

@@ -1,4 +1,4 @@
-// What a worker has done so far, in numbers. docs/metrics.md explains each.
+// The numbers of what a worker has done so far. docs/metrics.md explains each.
 #ifndef DISTGRAD_CORE_WORKER_METRICS_H_
 #define DISTGRAD_CORE_WORKER_METRICS_H_
 
@@ -17,7 +17,7 @@ struct WorkerMetrics {
   std::string worker = {};                       // its name
   std::map<WorkerRank, std::string> names = {};  // of all workers, by rank
 
-  // By peer and function, each way. Those of the engine's messages are under "(notices)".
+  // The calls by peer and function, each way. The engine's messages are under "(notices)".
   std::vector<CallStats> calls = {};
   std::map<WorkerRank, uint64_t> queued_bytes = {};  // that wait to be sent
 
@@ -27,8 +27,8 @@ struct WorkerMetrics {
   uint64_t passes_in_flight = 0;
 };
 
-// In Prometheus' text format (version 0.0.4), all names with "distgrad_" and all with the label
-// `worker`, which tells the workers of a process from each other.
+// Writes metrics in Prometheus' text format (version 0.0.4), all names with "distgrad_" and all
+// with the label `worker`, which tells the workers of a process from each other.
 std::string ToPrometheus(const WorkerMetrics& metrics);
 
 }  // namespace distgrad

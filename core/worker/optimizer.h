@@ -37,13 +37,13 @@ class Optimizer {
       Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
       absl::string_view name = "");
 
-  // Steps the parts of all workers, each from its own gradients in the context, and waits. The
-  // first error, by worker; kNotFound for a worker that has no part. kFailedPrecondition, as of
-  // what follows, in a post-accumulate hook, which must not wait for a step.
+  // Steps the parts of all workers, each from its own gradients in the context, and waits. Returns
+  // the first error, by worker; kNotFound for a worker that has no part. This and the methods below
+  // fail with kFailedPrecondition in a post-accumulate hook, which must not wait for a step.
   absl::Status Step(const Context& context);
 
-  // Of all parameters of all parts, from the next step on: for schedules. Waits. kInvalidArgument
-  // if it is negative or not finite; else errors as of a step.
+  // Sets the learning rate of all parameters of all parts, from the next step on, for schedules.
+  // Waits. kInvalidArgument if it is negative or not finite; else it fails as a step does.
   absl::Status SetLearningRate(double learning_rate);
 
   // Clips the gradients of all parts by their global norm, before a step: the 2-norm of all of
@@ -52,11 +52,11 @@ class Optimizer {
   // nothing is scaled, if the norm is not finite.
   absl::StatusOr<double> ClipGradients(const Context& context, double max_norm);
 
-  // This worker's part as tensors with names, as they are in PyTorch's state_dict()
-  // (core/optim/optimizer_state.h); and the other way, which takes the place of all that the part
-  // had. Each worker's part is its own: where all are read or loaded between the same two steps,
-  // they fit together. kInvalidArgument, with nothing changed, says what is missing, unexpected, or
-  // of another shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
+  // Return this worker's part as tensors with names, as they are in PyTorch's state_dict()
+  // (core/optim/optimizer_state.h); and load it from such, in place of all that the part had. Each
+  // worker's part is its own: where all are read or loaded between the same two steps, they fit
+  // together. kInvalidArgument, with nothing changed, says what is missing, unexpected, or of
+  // another shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
   absl::StatusOr<std::vector<StateTensor>> State() const;
   absl::Status LoadState(const std::vector<StateTensor>& state);
 

@@ -1,4 +1,4 @@
-// Which setting says where to meet, and which address a worker listens on.
+// The setting that names the rendezvous, and which address a worker listens on.
 #include "core/worker/rendezvous.h"
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// What a handler gets of a call, and handlers themselves.
+// The requests that handlers get, and handlers themselves.
 #ifndef DISTGRAD_CORE_WORKER_REQUEST_H_
 #define DISTGRAD_CORE_WORKER_REQUEST_H_
 
@@ -17,21 +17,21 @@
 
 namespace distgrad {
 
-// What a handler gets.
+// A call, as its handler gets it.
 struct Request {
   WorkerRank from;
   std::string function;
   Message message;
   // The caller's context; !valid() if the call was made outside of one.
   Context context;
-  // The caller waits no longer than this.
+  // The time until which the caller waits.
   Deadline deadline = Deadline::Never();
-  // Cancelled as soon as nobody waits for the answer: the caller has cancelled the call, given up
-  // by its deadline, or is gone.
+  // Cancelled as soon as no caller waits for the answer: it has cancelled the call, given up by its
+  // deadline, or is gone.
   std::shared_ptr<Cancellation> cancellation;
 
-  // For calls that the handler makes in turn: within the same context and deadline, and cancelled
-  // with this one.
+  // Returns the options for calls that the handler makes in turn: within the same context and
+  // deadline, and cancelled with this one.
   CallOptions Nested() const {
     return {.context = context.valid() ? &context : nullptr,
             .deadline = deadline,
@@ -39,12 +39,11 @@ struct Request {
   }
 };
 
-// Runs on the worker's pool, several at once; may block, make calls, and throw. The caller gets
-// the error with its code.
+// A handler runs on the worker's pool, several at once; may block, make calls, and throw. The
+// caller gets the error with its code.
 using RequestHandler = std::function<absl::StatusOr<Message>(Request&)>;
-// The same, but the answer may come after the handler has returned, and from any thread; no thread
-// is held meanwhile. The request lives until then. If the caller waits no longer, the future is
-// cancelled.
+// A handler whose answer may come after it has returned, and from any thread; no thread is held
+// meanwhile. The request lives until then. If the caller waits no longer, the future is cancelled.
 using AsyncRequestHandler = std::function<Future<Message>(Request&)>;
 
 }  // namespace distgrad

@@ -31,13 +31,13 @@ namespace distgrad {
 // Thread-safe.
 class Server {
  public:
-  // Whose functions they are. Lives as long as the server.
+  // The owner of the functions. Lives as long as the server.
   class Owner : public Context::Owner {
    public:
-    // Whether a call that comes now is new work, for which one that leaves is not to be had.
+    // Returns whether a call that comes now is new work, which a worker that leaves refuses.
     virtual bool Refuses(ContextId context) const = 0;
   };
-  // What it works with, which outlives it.
+  // The parts that it works with, which outlive it.
   struct Parts {
     const WorkerInfo& self;
     const WorkerOptions& options;
@@ -46,7 +46,7 @@ class Server {
     ContextRegistry& contexts;
     const CallMessages& messages;
   };
-  // A handler, or one that answers later.
+  // A function: a handler, or one that answers later.
   struct Function {
     RequestHandler handler = nullptr;
     AsyncRequestHandler async_handler = nullptr;
@@ -55,7 +55,7 @@ class Server {
 
   explicit Server(Parts parts) : parts_(parts) {}
 
-  // Before the first call.
+  // Called before the first call.
   void SetOwner(std::weak_ptr<Owner> owner) { owner_ = std::move(owner); }
 
   absl::Status Register(std::string name, Function function);

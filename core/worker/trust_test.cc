@@ -124,7 +124,7 @@ int ConnectTo(const std::string& address) {
 
 // What core/transport/tensorpipe/hostile_client_test.cc does to a listener, done to a worker
 // that others call meanwhile.
-TEST_F(TrustTest, AWorkerServesWhileStrangersKnock) {
+TEST_F(TrustTest, AWorkerServesWhileClientsWithoutTheKeyKnock) {
   const std::string key = KeyFile("a secret of the whole job");
   for (const absl::Status& status : Start({key, key})) ASSERT_TRUE(status.ok()) << status;
   ASSERT_TRUE(RegisterEcho().ok());

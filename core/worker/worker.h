@@ -68,11 +68,11 @@ class Worker {
   void Abort();
   // Calls Abort(), and waits until nothing of the user's runs on this worker's threads any more:
   // handlers, the callback for members, functions and hooks of a backward pass. After that the
-  // destructor has nobody to wait for. kDeadlineExceeded says how many threads have not ended; it
-  // may be called again. kFailedPrecondition on one of these threads.
+  // destructor waits for no thread of the user's. kDeadlineExceeded says how many threads have not
+  // ended; it may be called again. kFailedPrecondition on one of these threads.
   absl::Status Close(Deadline deadline);
 
-  // Its number in the job.
+  // Returns the worker's number in the job.
   WorkerRank rank() const;
   const std::string& name() const;
   // The members that this worker knows of, by rank: those of the start, and those that joined later
@@ -81,7 +81,7 @@ class Worker {
   int world_size() const;
   std::vector<std::string> names() const;
   std::vector<Member> members() const;
-  // Waits for the store.
+  // Reads the members from the store, and waits for that.
   absl::Status UpdateMembers();
 
   // Calls `callback` when a member has joined, has left or is lost: once for each event, in their
@@ -95,14 +95,14 @@ class Worker {
   // workers have to agree on, under keys that begin with a word of its own and a '/'. It ends with
   // the worker that serves it.
   const std::shared_ptr<Store>& store() const;
-  // The address, name or interface that it listens on; "" with a transport that has none. A process
-  // group beside it may be given the same (ProcessGroupOptions::host).
+  // Returns the address, name or interface that the worker listens on; "" with a transport that has
+  // none. A process group beside it may be given the same (ProcessGroupOptions::host).
   const std::string& host() const;
-  // Its number among the workers of its machine, and how many these are, as the launcher says:
-  // to choose a device by. 0 and 0 where it says nothing.
+  // Return its number among the workers of its machine, and the number of these, as the launcher
+  // says: to choose a device by. 0 and 0 where it says nothing.
   int local_rank() const;
   int local_world_size() const;
-  // What it holds at most, and lets others make it hold.
+  // Returns the limits of what it holds, and lets others make it hold.
   const Limits& limits() const;
 
   // Lets all workers call `function`. kAlreadyExists if it is registered, kInvalidArgument if the
@@ -111,7 +111,7 @@ class Worker {
   // Barrier(), for instance.
   absl::Status Register(std::string function, Handler handler);
   absl::Status RegisterAsync(std::string function, AsyncHandler handler);
-  // For functions of distgrad itself, whose names begin with "distgrad.".
+  // Register functions of distgrad itself, whose names begin with "distgrad.".
   absl::Status RegisterOwn(std::string function, Handler handler);
   absl::Status RegisterOwnAsync(std::string function, AsyncHandler handler);
   // Undoes RegisterOwn(): calls that come from now on find no such function. Those that run go on.
@@ -132,19 +132,19 @@ class Worker {
   Future<Message> CallAsync(WorkerRef to, absl::string_view function, Message message,
                             CallOptions options = {});
 
-  // The same on several workers, at once and with one message, which is encoded only once. A result
+  // Calls several workers at once, with one message, which is encoded only once. Returns a result
   // for each, in their order.
   std::vector<absl::StatusOr<Message>> CallEach(absl::Span<const WorkerRef> to,
                                                 absl::string_view function, const Message& message,
                                                 CallOptions options = {});
 
-  // The same for any operator by its schema's name, "aten::add.Tensor" for instance. Missing
-  // trailing arguments get their defaults.
+  // Calls any operator by its schema's name, "aten::add.Tensor" for instance. Missing trailing
+  // arguments get their defaults.
   absl::StatusOr<std::vector<c10::IValue>> CallOp(WorkerRef to, absl::string_view op,
                                                   std::vector<c10::IValue> arguments,
                                                   CallOptions options = {});
 
-  // A new context, of which this worker is the origin.
+  // Returns a new context, of which this worker is the origin.
   Context NewContext();
 
   // Waits until every worker has called it as often as this one. A member that leaves meanwhile is
@@ -153,41 +153,43 @@ class Worker {
   // without it.
   absl::Status Barrier(Deadline deadline, OnLost on_lost = OnLost::kFail);
 
-  // Ends the job in good order: waits until every worker has called this or Serve(), so that
-  // nobody's call finds us gone, and until the calls that are in flight then, in either direction,
+  // Ends the job in good order: waits until every worker has called this or Serve(), so that no
+  // call finds this worker gone, and until the calls that are in flight then, in either direction,
   // are answered. Then the worker can be destroyed. It needs no deadline: if a member is lost it
   // fails with kUnavailable and its name, or goes on without it; if Abort() is called, with
   // kCancelled. kFailedPrecondition in a handler of this worker, for it waits for those.
   absl::Status Shutdown(Deadline deadline = Deadline::Never(), OnLost on_lost = OnLost::kFail);
 
-  // For a worker that only answers the others from now on: serves until the job ends, which is when
-  // all others have left, or have called Shutdown() or Serve() themselves. The same as Shutdown()
+  // Serves until the job ends, for a worker that only answers the others from now on: until all
+  // others have left, or have called Shutdown() or Serve() themselves. The same as Shutdown()
   // without a deadline.
   absl::Status Serve(OnLost on_lost = OnLost::kFail);
 
   // Leaves in good order while the job goes on. New calls are refused from now on with
-  // kUnavailable, and the others know that we are no member any more; calls in flight and contexts
-  // that this worker takes part in are waited for until they are over, or until the deadline, which
-  // is an error that counts them. Then the worker can be destroyed. Once. kFailedPrecondition for
-  // the worker that serves the store, and in a handler of this worker.
+  // kUnavailable, and the others know that this worker is no member any more; calls in flight and
+  // contexts that this worker takes part in are waited for until they are over, or until the
+  // deadline, which is an error that counts them. Then the worker can be destroyed. May be called
+  // once. Fails with kFailedPrecondition for the worker that serves the store, and in a handler of
+  // this worker.
   absl::Status Leave(Deadline deadline);
 
-  // How many contexts this worker knows of.
+  // Returns the number of contexts that this worker knows of.
   size_t context_count() const;
 
-  // Calls, bytes, errors, times and passes so far. ToPrometheus() writes it as text.
+  // Returns the numbers of calls, bytes, errors, times and passes so far. ToPrometheus() writes
+  // them as text.
   WorkerMetrics Metrics() const;
 
   // Records from now on when calls are made and served, and passes run: docs/trace.md.
   // kFailedPrecondition while a trace runs.
   absl::Status StartTrace();
   absl::Status StartTrace(const TraceOptions& options);
-  // Ends the trace. It has what began and ended meanwhile; ToChromeTrace() writes it as text.
-  // kFailedPrecondition if none runs.
+  // Ends the trace and returns it. It has what began and ended meanwhile; ToChromeTrace() writes it
+  // as text. kFailedPrecondition if none runs.
   absl::StatusOr<Trace> StopTrace();
 
-  // What this worker holds of each context, and the passes that run on it at this moment, with what
-  // they wait for. Not for a callback of Context::BackwardAsync to call.
+  // Returns what this worker holds of each context, and the passes that run on it at this moment,
+  // with what they wait for. A callback of Context::BackwardAsync must not call it.
   std::vector<ContextState> Contexts() const;
 
  private:

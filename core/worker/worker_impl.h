@@ -1,5 +1,5 @@
-// What a Worker is made of, which it creates and ends. Private to core/worker: members.cc has what
-// it knows of the members of its job; caller.h makes its calls, server.h serves those of others.
+// The parts of a Worker, which it creates and ends. Private to core/worker: members.cc has what it
+// knows of the members of its job; caller.h makes its calls, server.h serves those of others.
 #ifndef DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
 #define DISTGRAD_CORE_WORKER_WORKER_IMPL_H_
 
@@ -121,7 +121,7 @@ class WorkerImpl : public Server::Owner,
   Job job_;
   WorkerInfo self_;
 
-  // Synchronize themselves. In the order in which they depend on each other.
+  // Parts that synchronize themselves, in the order in which they depend on each other.
   const std::unique_ptr<Clock> clock_;
   const std::shared_ptr<TraceRecorder> trace_;
   const std::unique_ptr<Membership> members_;

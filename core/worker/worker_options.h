@@ -1,4 +1,4 @@
-// How a worker is made.
+// The options that a worker is made with.
 #ifndef DISTGRAD_CORE_WORKER_WORKER_OPTIONS_H_
 #define DISTGRAD_CORE_WORKER_WORKER_OPTIONS_H_
 
@@ -32,25 +32,26 @@ struct WorkerOptions {
 
   // How the workers find each other; docs/launching.md:
   //   "env://"            as DISTGRAD_RENDEZVOUS says, or the launcher: torchrun, Slurm, Open MPI,
-  //                       Kubernetes' training operators, whoever sets MASTER_ADDR and
-  //                       MASTER_PORT; where nobody says anything, one worker alone
+  //                       Kubernetes' training operators, any that sets MASTER_ADDR and
+  //                       MASTER_PORT; where nothing is set, one worker alone
   //   "tcp://host:port"   worker 0 serves a store there
   //   "file:///path"      a file that all workers see; it must not be there from an earlier job
   // with "?rank=1&world_size=2" where these are not given below.
   std::string rendezvous = "env://";
-  // Used instead of `rendezvous`: workers of one process share an in-process store.
+  // The store to use instead of `rendezvous`: workers of one process share an in-process store.
   std::shared_ptr<Store> store = nullptr;
 
-  // Several jobs can share one store: each by a name of its own, with no '/' in it.
+  // The job's name, with no '/' in it, where several jobs share one store.
   std::string job = {};
 
-  // Joins a job that runs already, as one more worker: the store gives its rank, and `rank` and
-  // `world_size` are not read. See docs/membership.md.
+  // Whether to join a job that runs already, as one more worker: the store gives its rank, and
+  // `rank` and `world_size` are not read. See docs/membership.md.
   bool join = false;
-  // How many workers may ever join the job. A worker neither joins beyond that nor knows of more.
+  // The number of workers that may ever join the job. A worker neither joins beyond that nor knows
+  // of more.
   int max_workers = 4096;
 
-  // -1: as the rendezvous or the launcher says.
+  // The place in the job; -1: as the rendezvous or the launcher says.
   int rank = -1;
   int world_size = -1;
 
@@ -60,15 +61,15 @@ struct WorkerOptions {
   // "": DISTGRAD_TRANSPORT, or "socket".
   std::string transport = {};
   // What this worker listens on, for "socket" and "tcp", and the others connect to: an address, a
-  // name, or an interface ("eth0") of this machine. "": DISTGRAD_HOST, or the address by which this
-  // machine reaches the store; or loopback, where the store is there, or is none that is served
-  // over TCP, or the launcher says that all workers are on this machine.
+  // name, or an interface ("eth0") of this machine. "": DISTGRAD_HOST, or loopback where the store
+  // is there or is not served over TCP, or where the launcher says that all workers are on this
+  // machine; else the address by which this machine reaches the store.
   std::string host = {};
   std::shared_ptr<InprocNetwork> network = nullptr;
 
   // A file with the secret that all workers of the job share, at least 16 bytes; "": what
   // DISTGRAD_KEY_FILE names, or the secret itself in DISTGRAD_KEY, or none. With one, "socket"
-  // talks only to those who have it, and "tcp" and "shm", which cannot tell, are refused. See
+  // talks only to workers that have it, and "tcp" and "shm", which cannot tell, are refused. See
   // docs/security.md.
   std::string key_file = {};
 
@@ -76,9 +77,9 @@ struct WorkerOptions {
   // for others. 0: as many as there are processors that the process may use.
   size_t thread_count = 0;
 
-  // For calls and backward passes that set no deadline.
+  // The time limit of calls and backward passes that set no deadline.
   absl::Duration timeout = absl::Minutes(1);
-  // For all workers to join.
+  // The time limit for all workers to join.
   absl::Duration join_timeout = absl::Minutes(1);
   // A peer of which nothing is heard for so long is lost, though its connection stands: it was
   // stopped, or its cable was cut. One that has nothing to say is pinged before. Barriers and the
@@ -90,13 +91,15 @@ struct WorkerOptions {
 
   Limits limits = {};
 
-  // By the name of a peer: which of our devices goes with which of its. A tensor on ours that is
-  // sent to it arrives on its; replies and gradients go the way back. One to one, and known to both
-  // ends as soon as one of them says so; where both do they must agree. A tensor of an accelerator
-  // that has no place in the map cannot be sent. The CPU always goes with the CPU.
+  // For each peer, by name, the pairs of a local and a remote device. A tensor that is sent from
+  // the local one arrives on the remote one; replies and gradients take the way back. One to one,
+  // and known to both ends as soon as one of them says so; where both do they must agree. A tensor
+  // of an accelerator that has no place in the map cannot be sent. The CPU always goes with the
+  // CPU.
   std::map<std::string, DevicePairs> device_maps = {};
-  // In builds with CUDA, large tensors on GPUs go through TensorPipe's channel for them, to workers
-  // that have it too (docs/cuda.md). If false they go by way of the CPU, like all others.
+  // Whether, in builds with CUDA, large tensors on GPUs go through TensorPipe's channel for them,
+  // to workers that have it too (docs/cuda.md). If false they go by way of the CPU, like all
+  // others.
   bool gpu_channel = true;
 };
 

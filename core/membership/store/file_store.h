@@ -18,7 +18,7 @@ namespace distgrad {
 // be opened for reading and writing, or holds something else than a store.
 //
 // Calls fail with kUnavailable once the file is deleted or replaced, or damaged; with
-// kDeadlineExceeded if somebody keeps it locked for `patience`; and with kResourceExhausted while
+// kDeadlineExceeded if a process keeps it locked for `patience`; and with kResourceExhausted while
 // this process has no file descriptor left to open it with.
 absl::StatusOr<std::unique_ptr<Store>> NewFileStore(const std::string& path,
                                                     absl::Duration patience = absl::Seconds(10));

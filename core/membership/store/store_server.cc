@@ -1,4 +1,4 @@
-// One loop over poll(): reads requests, and answers what is there of them.
+// Serves the store from one loop over poll(): reads requests and answers them.
 #include "core/membership/store/store_server.h"
 
 #include <fcntl.h>

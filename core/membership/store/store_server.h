@@ -28,8 +28,8 @@
 
 namespace distgrad {
 
-// In the place of the token of a listener's address: a store's address has none, and a proof for
-// a store is none for a worker.
+// The token in the place of that of a listener's address: a store's address has none, and a proof
+// for a store is none for a worker.
 inline constexpr Token kStoreToken = {'d', 'i', 's', 't', 'g', 'r', 'a', 'd', ' ', 's', 't', 'o'};
 
 struct StoreServerOptions {
@@ -40,8 +40,7 @@ struct StoreServerOptions {
   size_t max_unauthenticated = 0;
   absl::Duration grace = absl::Seconds(1);
   absl::Duration handshake_timeout = absl::Seconds(10);
-  // Of keys, values, sessions and what is waited for; a client that needs more loses its
-  // connection.
+  // The memory for keys, values, sessions and waits; a client that needs more loses its connection.
   size_t max_bytes = 256 << 20;
 };
 
@@ -79,7 +78,8 @@ class StoreServer {
   };
   using Peers = std::list<Peer>;
 
-  // What a client has changed last, which it may ask for again after it has lost its connection.
+  // The last change that a client made, which it may ask for again after it has lost its
+  // connection.
   struct Change {
     uint64_t number;
     std::optional<int64_t> sum;  // of an addition
@@ -92,24 +92,24 @@ class StoreServer {
         stop_(std::move(stop)) {}
 
   void Run();
-  // Milliseconds for poll().
+  // Returns the milliseconds for poll().
   int Patience() const;
   void Accept();
   // Closes the oldest unauthenticated connection, if it had time enough.
   bool FreeSlot();
-  // False: it is to be closed.
+  // Handle a connection; false: it is to be closed.
   bool Read(Peer& peer);
   bool Write(Peer& peer);
   bool Understand(Peer& peer);
   bool Greet(Peer& peer);
-  // Goes on with TLS. False: it is to be closed.
+  // Goes on with TLS; false: the connection is to be closed.
   bool EstablishTls(Peer& peer);
   bool Decrypt(Peer& peer);
   static void TakeTlsOutput(Peer& peer);
-  // Answers the first request of `in`; its bytes, or 0 if not all of them are there.
+  // Answers the first request of `in`; returns its size, or 0 if not all of it is there.
   absl::StatusOr<size_t> Answer(Peer& peer, absl::string_view in);
   absl::StatusOr<bool> BeginSession(Peer& peer, uint64_t session);
-  // nullopt if the key holds no number.
+  // Adds to a counter; nullopt if the key holds no number.
   absl::StatusOr<std::optional<int64_t>> Add(absl::string_view key, int64_t amount);
   absl::Status Set(absl::string_view key, absl::string_view value);
   void Delete(absl::string_view key);
@@ -119,7 +119,7 @@ class StoreServer {
   void ForgetWait(Peer& peer);
   bool HasChanged(const Wait& wait) const;
   void Tell(const Wait& wait, std::string* out) const;
-  // Tells those who wait for the key.
+  // Tells the clients that wait for the key.
   void OnChange(absl::string_view key);
 
   // Constant after construction.
@@ -128,7 +128,7 @@ class StoreServer {
   const Socket wake_;  // readable when it is to end
   const Socket stop_;  // the other end
 
-  // On thread_ only.
+  // Used on thread_ only.
   Peers peers_;  // by age
   size_t unauthenticated_ = 0;
   std::map<std::string, std::string, std::less<>> values_;

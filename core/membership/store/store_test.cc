@@ -1055,8 +1055,8 @@ TEST(TcpStoreTest, HostileClients) {
   EXPECT_EQ(store->Get("key", Later()).value(), "x");
 }
 
-// Who asks and does not listen gets some of his answers, the rest when he does, and holds up
-// nobody else.
+// A client that asks and does not listen gets some of its answers, the rest when it does, and holds
+// up no other.
 TEST(TcpStoreTest, WhoDoesNotListen) {
   const auto store = Serve();
   const size_t size = kMaxStoreValue;
@@ -1108,7 +1108,7 @@ TEST(StoreServerTest, ASessionHasOneConnection) {
   EXPECT_EQ(store->Add("n", 0, Later()).value(), 1);
 }
 
-TEST(StoreServerTest, StrangersMakeRoom) {
+TEST(StoreServerTest, UnauthenticatedClientsMakeRoom) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();
   const uint16_t port = listener.LocalPort().value();
   const auto server = StoreServer::Start(
@@ -1133,8 +1133,8 @@ TEST(StoreServerTest, StrangersMakeRoom) {
   EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(800, 'x'));
 }
 
-// The descriptors are used up, some of them by strangers who say nothing.
-TEST(StoreServerTest, StrangersMakeRoomWhereThereAreNoDescriptors) {
+// The descriptors are used up, some of them by clients that say nothing.
+TEST(StoreServerTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescriptors) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();
   const uint16_t port = listener.LocalPort().value();
   const auto server = StoreServer::Start(

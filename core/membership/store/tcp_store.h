@@ -31,13 +31,14 @@ struct TcpStoreOptions {
   bool is_server = false;
   std::string bind_host = {};
 
-  // Asked before each attempt to connect or to listen.
+  // Called before each attempt to connect or to listen.
   Resolver resolver = [](const std::string& host) { return host; };
 
-  // By when the server must have answered.
+  // The time by which the server must have answered.
   Deadline deadline = Deadline::Never();
 
-  // How long the server may take for an answer later on, before a client tries another connection.
+  // The time that the server may take for an answer later on, before a client tries another
+  // connection.
   absl::Duration answer_timeout = absl::Seconds(5);
 };
 
@@ -46,12 +47,12 @@ class TcpStore : public Store {
   virtual uint16_t port() const = 0;
 };
 
-// Both try until the deadline while the host's name is not known yet, and a client also while
-// nobody answers; then kDeadlineExceeded with the last reason. kUnauthenticated if one end has a
-// cluster key and the other has none. A server: kAlreadyExists if the port is taken,
-// kInvalidArgument if the host is not one of this machine's. The server ends with its store, and
-// then its clients get kUnavailable. While it is silent, or cannot be reached, they wait and
-// connect again.
+// Starts a server or connects a client. Both try until the deadline while the host's name is not
+// known yet, and a client also while nothing answers; then kDeadlineExceeded with the last reason.
+// kUnauthenticated if one end has a cluster key and the other has none. A server: kAlreadyExists if
+// the port is taken, kInvalidArgument if the host is not one of this machine's. The server ends
+// with its store, and then its clients get kUnavailable. While it is silent, or cannot be reached,
+// they wait and connect again.
 absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& options);
 
 }  // namespace distgrad

@@ -25,18 +25,19 @@ namespace distgrad {
 struct TcpStoreClientOptions {
   std::string host;
   uint16_t port = 0;
-  // With none (it may be "") the server is c10d's, and there is no handshake.
+  // The cluster key; it may be "". Without one (nullopt) the server is c10d's, and there is no
+  // handshake.
   std::optional<std::string> cluster_key;
   Resolver resolver;
-  // How long the server may take for one answer before the client tries another connection.
+  // The time that the server may take for one answer before the client tries another connection.
   absl::Duration answer_timeout;
 };
 
 // Thread-safe.
 //
-// It survives the loss of its connection and a server that is silent for a while: it connects
-// again and repeats the request for as long as its caller has time. Only when nobody listens at
-// the server's address any more, or when the server has forgotten this client, is the store lost.
+// It survives the loss of its connection and a server that is silent for a while: it connects again
+// and repeats the request for as long as its caller has time. Only when nothing listens at the
+// server's address any more, or when the server has forgotten this client, is the store lost.
 //
 // All threads share one connection, and take turns in the order in which they come. One that waits
 // for a change gives the connection up when another needs it, and asks again in its next turn.
@@ -63,29 +64,30 @@ class TcpStoreClient final : public Store {
   struct Request {
     std::string bytes;
     Repeat repeat = Repeat::kAllowed;
-    // How long the server may hold back its answer, for there is nothing to tell.
+    // The time that the server may hold back its answer, for there is nothing to tell.
     absl::Duration wait = absl::ZeroDuration();
-    bool has_waited = false;  // in an earlier turn, so that whoever waits need not give way at once
+    bool has_waited =
+        false;  // in an earlier turn, so that a thread that waits need not give way at once
   };
 
   explicit TcpStoreClient(TcpStoreClientOptions options);
 
   bool is_ours() const { return options_.cluster_key.has_value(); }
-  // The deadline of a request; in the past, too, a server has some seconds to answer.
+  // Returns the deadline of a request; in the past, too, a server has some seconds to answer.
   Deadline AtLeastAMoment(Deadline deadline) const;
 
   // Sends the request and reads what answers it, when it is this thread's turn.
   absl::Status Exchange(const Request& request, Deadline deadline, ReadAnswer read_answer);
   absl::Status TakeTurn(const Request& request, Deadline deadline);
-  // The same for the one whose turn it is. Sets *gone if the store is lost for good.
+  // Does the same on the thread whose turn it is. Sets *gone if the store is lost for good.
   absl::Status ExchangeAlone(const Request& request, Deadline deadline, ReadAnswer read_answer,
                              bool* gone);
-  // Of the one whose turn it is, and who waits: until there is something to read, or another thread
-  // needs the connection. Whether it is the latter.
+  // Waits, on the thread whose turn it is, until there is something to read or another thread needs
+  // the connection. Returns whether it is the latter.
   bool AwaitAnswerOrOthers(Socket& socket, Deadline deadline);
   absl::StatusOr<Socket> ConnectOnce(Deadline deadline);
   absl::Status BeginSession(Socket& socket, Deadline deadline);
-  // What the first of these keys hold. `wait`: unless that is what was `seen`.
+  // Return the values of the first of these keys. `wait`: once they are not those that were `seen`.
   absl::StatusOr<std::vector<Value>> AskOurs(Keys keys, absl::Span<const Value> seen,
                                              absl::Duration wait, bool has_waited,
                                              Deadline deadline);
@@ -96,20 +98,20 @@ class TcpStoreClient final : public Store {
   const std::string where_;
   const uint64_t session_;
   const std::string nothing_;  // what no key of c10d's holds
-  const Socket interrupt_;     // an eventfd: the thread whose turn it is checks who else waits
+  const Socket interrupt_;     // an eventfd: the thread whose turn it is checks for others
 
   std::mutex mu_;  // not absl::Mutex, whose timed waits follow the wall clock
   std::condition_variable free_;
   // Guarded by mu_.
-  bool busy_ = false;  // somebody has the turn
+  bool busy_ = false;  // a thread has the turn
   uint64_t last_ticket_ = 0;
-  std::deque<uint64_t> line_;  // tickets of those who wait for their turn
-  int in_haste_ = 0;           // of these, who has not had a turn yet
+  std::deque<uint64_t> line_;  // tickets of threads that wait for their turn
+  int in_haste_ = 0;           // of these, threads that have not had a turn yet
   absl::Status gone_;
 
   std::atomic<uint64_t> changes_{0};  // that this client has asked for
 
-  // Of the one whose turn it is.
+  // Used by the thread whose turn it is.
   Socket socket_;       // invalid between two connections
   bool known_ = false;  // the server has heard of this session
 };

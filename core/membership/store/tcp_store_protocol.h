@@ -31,7 +31,7 @@ enum class StoreRequest : uint8_t {
   kSession = 128,
   // What changes something begins with a 64-bit number, another one for each change of a session.
   // When it is that of the session's last change, the server repeats its answer and does nothing:
-  // the client has lost that answer, and somebody else may have changed the same key since.
+  // the client has lost that answer, and another client may have changed the same key since.
   // kAddOnce: key, 64-bit amount. The answer is a byte, 0 if the key holds no number and else 1,
   // and the 64-bit sum.
   kAddOnce = 129,

@@ -7,8 +7,8 @@
 //
 // A sender may fail, and be told so, while the receiver is about to copy or copies; then the memory
 // is soon something else. So all memory that is sent has a lease, a random number that lies in the
-// sender's memory too, and that the sender clears before anybody on its side hears that sending has
-// failed. The receiver reads the lease when it has copied the last byte, and reports nothing
+// sender's memory too, and that the sender clears before any code on its side hears that sending
+// has failed. The receiver reads the lease when it has copied the last byte, and reports nothing
 // without it. So the sender confirms each copy, and without a message that it would have to answer.
 //
 // Whose memory it is the kernel says (SO_PEERCRED), never the other end: a process can only offer
@@ -25,8 +25,9 @@
 
 namespace distgrad {
 
-// Null where one process may not read another's memory, or there are no Unix-domain sockets. It
-// works between processes that can meet on those, and of which TensorPipe's own says that it does.
+// Makes the channel; null where one process may not read another's memory, or there are no
+// Unix-domain sockets. It works between processes that can meet on those, and of which TensorPipe's
+// own says that it does.
 std::shared_ptr<tensorpipe::channel::Context> NewCmaChannel();
 
 }  // namespace distgrad

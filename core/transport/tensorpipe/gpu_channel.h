@@ -14,7 +14,7 @@
 
 namespace distgrad {
 
-// Null in a build without CUDA, and where CUDA finds no GPU.
+// Makes the channel; null in a build without CUDA, and where CUDA finds no GPU.
 std::shared_ptr<tensorpipe::channel::Context> NewGpuChannel();
 
 // What TensorPipe knows a segment of a GPU as. Only if there is a channel.

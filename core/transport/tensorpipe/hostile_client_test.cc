@@ -1,4 +1,4 @@
-// Strangers, liars and mischief against a live listener, which must go on serving.
+// Unauthenticated clients, liars and mischief against a live listener, which must go on serving.
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <malloc.h>
@@ -233,7 +233,7 @@ class HostileClientTest : public testing::Test {
   const std::shared_ptr<Counter> hellos_ = std::make_shared<Counter>();
 };
 
-TEST_F(HostileClientTest, StrangersAreToldNothing) {
+TEST_F(HostileClientTest, ClientsWithoutTheKeyAreToldNothing) {
   Start(WithKey(kKey));
   std::mt19937 random(1);
   std::string garbage(1 << 20, '\0');
@@ -360,8 +360,8 @@ TEST_F(HostileClientTest, AThousandIdleConnections) {
   EXPECT_LE(OpenFiles(), files + idle.size() + options_.max_unauthenticated + 50);
 }
 
-// The descriptors are used up, one of them by a stranger who says half of what is to be said.
-TEST_F(HostileClientTest, StrangersMakeRoomWhereThereAreNoDescriptors) {
+// The descriptors are used up, one of them by a client that says half of what is to be said.
+TEST_F(HostileClientTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescriptors) {
   Start(WithKey(kKey));
   const Token token = EndpointOf(address_).token;
   RawSocket stranger(address_, Family::kTcp), client(Family::kTcp);

@@ -1,4 +1,4 @@
-// What somebody between two workers sees, and what happens when he changes it.
+// What an attacker between two workers sees, and what happens when it changes that.
 #include <algorithm>
 #include <functional>
 #include <memory>

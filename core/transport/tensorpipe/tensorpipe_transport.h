@@ -42,22 +42,23 @@ struct TensorPipeOptions {
   // What Listen() binds (not for kShm): a name or number of one address of this machine.
   std::string host = "127.0.0.1";
 
-  // With a key there are connections only with processes that have it, and TCP is encrypted; see
-  // core/transport/tensorpipe/socket and docs/security.md. Only kSocket can.
+  // The cluster key, or "": with it there are connections only with processes that have it, and TCP
+  // is encrypted; see core/transport/tensorpipe/socket and docs/security.md. Only kSocket can.
   std::string cluster_key;
 
-  // Of kSocket: whether processes of one user on one machine use Unix-domain sockets.
+  // Whether processes of one user on one machine use Unix-domain sockets (kSocket only).
   bool unix_sockets = true;
 
-  // Of kSocket: to connect and prove that, and how many may be about to at a time.
+  // The time to connect and prove that, and how many clients may be about to at a time (kSocket
+  // only).
   absl::Duration handshake_timeout = absl::Seconds(10);
   size_t max_unauthenticated = 256;
 
   // The memory of GPUs here, for segments that come from a GPU and go to one; null: there are none.
-  // Only in builds with CUDA, and only to and from others that have it too.
+  // Used only in builds with CUDA, and only to and from others that have it too.
   std::shared_ptr<DeviceMemory> gpus;
 
-  // Who we are, for the other end's messages; usually the worker's name.
+  // The name of this process for the other end's messages; usually the worker's.
   std::string name;
 
   // A packet beyond one of these is refused: at the sender with kResourceExhausted; at the
@@ -75,8 +76,8 @@ struct TensorPipeOptions {
 // kBasic; Name() says which it is ("tensorpipe tcp+basic"), and whether GPUs have one
 // ("...+cuda_basic").
 //
-// Addresses are "tcp://127.0.0.1:4711", "shm://0a3f1" and "socket://127.0.0.1:4711/...", whose
-// rest is for whoever shall connect only; messages leave it out. Behind it stands "#gpus=2" where
+// Addresses are "tcp://127.0.0.1:4711", "shm://0a3f1" and "socket://127.0.0.1:4711/...", whose rest
+// is only for clients that shall connect; messages leave it out. Behind it stands "#gpus=2" where
 // GPUs have a channel, and behind the greeting, so that both ends know before the first tensor.
 absl::StatusOr<std::unique_ptr<Transport>> NewTensorPipeTransport(TensorPipeOptions options);
 

@@ -17,7 +17,7 @@ class TextError final : public tensorpipe::BaseError {
   enum class Cause {
     kOther,
     kExhausted,   // this process lacks the means for it: file descriptors, or memory
-    kNotTakenIn,  // somebody is there, and the handshake was not finished
+    kNotTakenIn,  // a process is there, and the handshake was not finished
   };
 
   TextError(std::string what, Cause cause) : what_(std::move(what)), cause_(cause) {}

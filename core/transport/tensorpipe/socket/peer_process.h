@@ -1,5 +1,5 @@
-// What a connection of TensorPipe's transports may be, besides: one that knows who is at its other
-// end, and can read what nobody has memory for.
+// A connection of TensorPipe's transports that knows the process at its other end, and can read
+// what there is no memory for.
 #ifndef DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_PEER_PROCESS_H_
 #define DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_PEER_PROCESS_H_
 

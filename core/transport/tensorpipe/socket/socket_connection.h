@@ -1,5 +1,5 @@
-// One end of a socket, as TensorPipe's transports see it: whoever is at the other end reads in the
-// order in which we write, each write by one read.
+// One end of a socket, as TensorPipe's transports see it: the other end reads in the order in which
+// we write, each write by one read.
 //
 // On the wire a write is a frame: its length in 8 bytes, then its bytes. A frame's length is
 // checked against what the read can take before a byte of it is stored.
@@ -55,14 +55,15 @@ class SocketConnection final : public Loop::Handler,
   static std::shared_ptr<SocketConnection> Adopt(std::shared_ptr<Loop> loop, Fd fd,
                                                  const std::optional<Digest>& secret,
                                                  const SocketOptions& options);
-  // Starts to connect and to prove who we are. Reads and writes may be asked for at once.
+  // Starts to connect and to prove that this process belongs there. Reads and writes may be asked
+  // for at once.
   static std::shared_ptr<SocketConnection> Connect(std::shared_ptr<Loop> loop, Endpoint endpoint,
                                                    const SocketOptions& options);
   // Fails whatever is asked of it.
   static std::shared_ptr<SocketConnection> Failed(std::shared_ptr<Loop> loop,
                                                   absl::string_view why);
 
-  // Not for use: see Adopt and Connect.
+  // Called by Adopt and Connect only.
   explicit SocketConnection(std::shared_ptr<Loop> loop);
 
   // Reads the next frame: into `data` if it is exactly `size` bytes long (nowhere for
@@ -143,7 +144,7 @@ class SocketConnection final : public Loop::Handler,
   Strand strand_;
   std::atomic<pid_t> peer_process_{0};  // once it is open
 
-  // On strand_ only.
+  // Used on strand_ only.
   State state_ = State::kConnecting;
   Error error_;  // why it is closed
   Fd fd_;
@@ -159,7 +160,7 @@ class SocketConnection final : public Loop::Handler,
   std::optional<Handshake> handshake_;
   Loop::TimerId deadline_ = 0, retry_ = 0;
 
-  // With a cluster key, but for Unix-domain sockets.
+  // Set with a cluster key, but for Unix-domain sockets.
   std::unique_ptr<TlsSession> tls_;
   size_t encrypted_ = 0;  // bytes of writes_ that are in its output
 

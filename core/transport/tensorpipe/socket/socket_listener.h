@@ -34,10 +34,10 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   static absl::StatusOr<std::shared_ptr<SocketListener>> Listen(std::shared_ptr<Loop> loop,
                                                                 const std::string& host,
                                                                 const SocketOptions& options);
-  // Not for use: see Listen.
+  // Called by Listen only.
   SocketListener(std::shared_ptr<Loop> loop, SocketOptions options);
 
-  // The next connection.
+  // Takes the next connection.
   void Accept(Accepted accepted);
   // Fails all Accepts, and closes all connections that have not been accepted.
   void Close();
@@ -84,12 +84,12 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   Token token_ = {};
   Strand strand_;
 
-  // On strand_ only.
+  // Used on strand_ only.
   bool closed_ = false;
   RefusalLog refusals_{"this worker"};
   uint64_t other_users_ = 0;  // refused
   uint64_t exhausted_ = 0;    // how often there was no file descriptor
-  bool full_ = false;         // those who connect wait in the kernel's queue
+  bool full_ = false;         // clients that connect wait in the kernel's queue
   Acceptor tcp_, unix_;
   Clients clients_;  // the oldest first
   std::deque<std::shared_ptr<SocketConnection>> ready_;

@@ -1,4 +1,5 @@
-// How the sockets of a transport prove who they are, and how long they may take.
+// The options by which a transport's sockets prove that they belong to the job, and how long they
+// may take.
 #ifndef DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_OPTIONS_H_
 #define DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_OPTIONS_H_
 
@@ -10,19 +11,19 @@
 namespace distgrad {
 
 struct SocketOptions {
-  // The cluster key (cluster_key.h), with which TCP is encrypted; empty: whoever knows a listener's
-  // address may connect, and nothing is.
+  // The cluster key (cluster_key.h), with which TCP is encrypted; empty: a client that knows a
+  // listener's address may connect, and nothing is.
   std::string key;
 
   // Whether processes of one user that share a machine use Unix-domain sockets, which are faster,
   // and not encrypted.
   bool unix_sockets = true;
 
-  // To connect and to finish the handshake, at both ends.
+  // The time to connect and to finish the handshake, at both ends.
   absl::Duration handshake_timeout = absl::Seconds(10);
 
   // Connections of a listener that have not finished their handshake. For one more the oldest is
-  // closed, after a tenth of a second: so clients that connect and say nothing keep nobody out.
+  // closed, after a tenth of a second: so clients that connect and say nothing keep no other out.
   size_t max_unauthenticated = 256;
 };
 

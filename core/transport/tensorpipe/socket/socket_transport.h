@@ -1,7 +1,7 @@
 // A transport of our own for TensorPipe, over Unix-domain and TCP sockets. TensorPipe's pipes and
 // channels work over it as over its own transports, which it is meant to replace: it takes one
-// system call for a message each way, sleeps when there is nothing to do, and reads nothing from
-// anybody who has not proved in a handshake that he belongs here (see handshake.h).
+// system call for a message each way, sleeps when there is nothing to do, and reads nothing from a
+// client that has not proved in a handshake that it belongs here (see handshake.h).
 //
 // A listener waits on a TCP port and on a Unix-domain socket at once; its address (endpoint.h)
 // names both. An end that connects takes the Unix-domain socket if it can: on the same machine, as
@@ -20,8 +20,9 @@
 
 namespace distgrad {
 
-// On a loop of its own, which it ends. kInvalidArgument for a bad key. Its listen() takes a numeric
-// host without a port, and throws std::runtime_error where it cannot listen.
+// Makes the transport, on a loop of its own, which it ends. kInvalidArgument for a bad key. Its
+// listen() takes a numeric host without a port, and throws std::runtime_error where it cannot
+// listen.
 absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewSocketTransport(
     std::shared_ptr<Loop> loop, SocketOptions options);
 
