@@ -22,7 +22,7 @@ class App;
 
 namespace distgrad {
 
-// The results of one turn, and its cost: of all processes of the group together.
+// The results of one turn, and the cost of all processes of the group together.
 struct Slice {
   Sample sample;
   double cpu_us = 0;    // per operation

@@ -1,4 +1,4 @@
-// The rows of the table: the work, who does it, and the target.
+// The rows of the table: the work, the sides that do it, and the target.
 #ifndef DISTGRAD_BENCHMARKS_ROWS_H_
 #define DISTGRAD_BENCHMARKS_ROWS_H_
 

@@ -25,10 +25,10 @@ namespace distgrad {
 
 // -------------------------------------------------------------------------------------- Errors
 
-// NULL for an OK status. Never throws: if memory is out, an error that says so and needs none.
+// Returns NULL for an OK status. Never throws: if memory is out, the error says so and needs none.
 dg_error* ToError(const absl::Status& status) noexcept;
 
-// kUnknown for what is no code of an error.
+// Returns kUnknown for what is no code of an error.
 absl::StatusCode ToStatusCode(dg_code code);
 
 // Takes an error that a callback returned; what is not a valid handle is an error too.
@@ -48,7 +48,7 @@ dg_error* Guard(F&& body) noexcept {
   }
 }
 
-// For functions that cannot return an error: `fallback` instead.
+// Runs `body` of a function that cannot return an error: `fallback` instead.
 template <typename T, typename F>
 T GuardValue(T fallback, F&& body) noexcept {
   try {
@@ -62,20 +62,20 @@ T GuardValue(T fallback, F&& body) noexcept {
 
 inline dg_str ToStr(absl::string_view text) { return {text.data(), text.size()}; }
 
-// Of `size` elements at `data`, there if size > 0.
+// Checks that `data`, of `size` elements, is there if size > 0.
 absl::Status CheckArray(const void* data, size_t size, absl::string_view what);
 
 absl::StatusOr<std::string> FromStr(dg_str text, absl::string_view what);
 
 absl::Status CheckOut(const void* out);
 
-// timeout_ms, or `if_zero` for 0. Negative is as good as no limit.
+// Returns timeout_ms, or `if_zero` for 0. Negative is as good as no limit.
 absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero);
 
-// Now plus timeout_ms, in the same way.
+// Returns now plus timeout_ms, in the same way.
 Deadline ToDeadline(int64_t timeout_ms, Deadline if_zero);
 
-// What is left of it, at least 1.
+// Returns the milliseconds left until then, at least 1.
 int64_t ToTimeoutMs(Deadline deadline);
 
 absl::Status CheckOptionsSize(size_t given, size_t first, size_t known, const void* options,
@@ -99,7 +99,7 @@ absl::Status CheckFlags(uint64_t flags, uint64_t known, absl::string_view name);
 
 // ----------------------------------------------------------------------------------- Callbacks
 
-// While it lives, this thread is in a callback that must not wait. What the callback does to the
+// The scope of a callback, on this thread, that must not wait. What the callback does to the
 // thread's gradient mode is undone.
 class NoWaitScope {
  public:
@@ -112,7 +112,7 @@ class NoWaitScope {
   const bool grad_enabled_;
 };
 
-// kFailedPrecondition inside a NoWaitScope.
+// Returns kFailedPrecondition inside a NoWaitScope.
 absl::Status CheckMayWait();
 
 // A caller's user_data with its destructor, which runs exactly once. Movable.

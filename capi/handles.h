@@ -61,12 +61,12 @@ namespace internal {
 
 using HandleBits = uint64_t;
 
-// Throws std::bad_alloc if memory, or the table, is full.
+// Adds an object. Throws std::bad_alloc if memory, or the table, is full.
 HandleBits AddToTable(HandleKind kind, std::unique_ptr<HandleObject> object);
-// Null if it is not a live handle of that kind.
+// Returns null if it is not a live handle of that kind.
 HandleObject* PinInTable(HandleKind kind, HandleBits handle);
 void UnpinInTable(HandleBits handle) noexcept;
-// From now on the handle is dead. Whether this call did that; its object, if nobody has it pinned.
+// Makes the handle dead. Returns whether this call did that, and its object, if it is not pinned.
 std::pair<bool, std::unique_ptr<HandleObject>> RemoveFromTable(HandleKind kind,
                                                                HandleBits handle) noexcept;
 // Whether this process was forked off one that had handles, all of which are dead here.
@@ -130,13 +130,13 @@ typename T::Handle* NewHandle(Args&&... args) {
   return AdoptHandle(std::make_unique<T>(std::forward<Args>(args)...));
 }
 
-// Whether it was a live handle.
+// Destroys a handle. Returns whether it was live.
 template <typename T>
 bool DestroyHandle(const typename T::Handle* handle) noexcept {
   return internal::RemoveFromTable(T::kKind, internal::BitsOf(handle)).first;
 }
 
-// Destroys a handle and gives its object, which nobody else may be using.
+// Destroys a handle and gives its object, which no other thread may be using.
 template <typename T>
 absl::StatusOr<std::unique_ptr<T>> TakeHandle(const typename T::Handle* handle) {
   auto [was_live, object] = internal::RemoveFromTable(T::kKind, internal::BitsOf(handle));

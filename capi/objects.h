@@ -22,7 +22,7 @@
 
 namespace distgrad {
 
-// All are immutable after construction, but for what is said.
+// The objects. All are immutable after construction, but for what is said.
 
 struct ErrorObject : HandleObject {
   using Handle = dg_error;
@@ -93,10 +93,10 @@ struct CancellationObject : HandleObject {
 
 // ---------------------------------------------------------------------------------- Conversion
 
-// Those of an array of handles; undefined where NULL is given, if that is allowed.
+// Returns the tensors of an array of handles; undefined where NULL is given, if that is allowed.
 absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handles, size_t count,
                                                    bool allow_null);
-// NULL for an undefined one. Throws if memory is out.
+// Returns NULL for an undefined one. Throws if memory is out.
 dg_tensor* NewTensorHandle(const at::Tensor& tensor);
 
 absl::StatusOr<c10::Device> ToDevice(dg_str name, absl::string_view what);

@@ -1,4 +1,4 @@
-// A worker behind its handle, and who is using it.
+// A worker behind its handle, and its uses.
 #ifndef DISTGRAD_CAPI_WORKER_OBJECT_H_
 #define DISTGRAD_CAPI_WORKER_OBJECT_H_
 
@@ -22,7 +22,7 @@
 
 namespace distgrad {
 
-// Of a function that others may call; one of the two answers later.
+// The handler of a function that peers may call; one of the two answers later.
 struct Handler {
   dg_handler function;
   dg_async_handler async_function;
@@ -35,7 +35,7 @@ struct MemberHandler {
   UserData user_data;
 };
 
-// Shared by a worker's handle and whatever needs the worker and may outlive that handle.
+// A worker shared by its handle and whatever needs the worker and may outlive that handle.
 // Thread-safe.
 class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
  public:
@@ -62,16 +62,16 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
     bool counted_;
   };
 
-  // kFailedPrecondition once the worker is gone.
+  // Begins a use. kFailedPrecondition once the worker is gone.
   absl::StatusOr<Use> Begin();
 
-  // Nobody begins to use it from now on. Does not wait. True if that was so before, and a Close()
-  // has waited in vain for those who use it.
+  // Lets no use begin from now on. Does not wait. True if that was so before, and a Close() has
+  // waited in vain for uses to end.
   bool Refuse();
 
-  // Fails what is in flight, waits until nobody uses the worker and nothing of the user's runs on
-  // its threads, and ends it with its handlers' user data. kDeadlineExceeded says who still uses
-  // it: then the worker stays, closed, and this may be called again. kFailedPrecondition in a
+  // Fails what is in flight, waits until no thread uses the worker and nothing of the user's runs
+  // on its threads, and ends it with its handlers' user data. kDeadlineExceeded says what still
+  // uses it: then the worker stays, closed, and this may be called again. kFailedPrecondition in a
   // handler of this worker. Idempotent.
   absl::Status Close(Deadline deadline);
 
@@ -81,11 +81,11 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   uint32_t local_rank() const { return local_rank_; }
   uint32_t local_world_size() const { return local_world_size_; }
 
-  // A member's name for as long as this lives.
+  // Keeps a member's name for as long as this lives.
   const std::string& Keep(const std::string& name);
 
   absl::Status Register(std::string function, std::shared_ptr<Handler> handler);
-  // Null: none.
+  // Sets the handler; null: none.
   absl::Status OnMember(std::shared_ptr<const MemberHandler> handler);
 
  private:
@@ -93,8 +93,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   Future<Message> ServeLater(const Handler& handler, Request& request) const;
 
   enum class State {
-    kOpen,    // anybody may begin to use it
-    kClosed,  // nobody begins; whoever uses it still is yet to be waited for, perhaps once more
+    kOpen,    // any thread may begin to use it
+    kClosed,  // no use begins; those that are left are yet to be waited for, perhaps once more
     kEnding,  // a thread in Close() waits for those, and ends it
     kEnded,   // worker_ is gone, and so is the handlers' user data
   };
@@ -114,7 +114,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // Guarded by mu_.
   State state_ ABSL_GUARDED_BY(mu_) = State::kOpen;
   Sleepers closers_ ABSL_GUARDED_BY(mu_);  // threads in Close()
-  // Of threads other than those that run this worker's handlers: the worker's end waits for those.
+  // The uses of threads other than those that run this worker's handlers: the worker's end waits
+  // for them.
   int uses_ ABSL_GUARDED_BY(mu_) = 0;
   absl::node_hash_set<std::string> names_ ABSL_GUARDED_BY(mu_);
   // Ended with the worker, though contexts may keep what is left of it.
@@ -125,7 +126,7 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   Worker* const worker_;
 };
 
-// While it lives, this thread does the work of a handler of `worker`; of none if that is null.
+// The scope in which this thread does the work of a handler of `worker`; of none if that is null.
 class ServingScope {
  public:
   explicit ServingScope(const SharedWorker* worker);

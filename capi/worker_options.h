@@ -8,8 +8,8 @@
 
 namespace distgrad {
 
-// kInvalidArgument for what makes no sense whatever the environment says, kUnimplemented for what
-// this library does not know. `given` may be null: all is default.
+// Returns kInvalidArgument for what makes no sense whatever the environment says, kUnimplemented
+// for what this library does not know. `given` may be null: all is default.
 absl::StatusOr<WorkerOptions> ToWorkerOptions(const dg_worker_options* given);
 
 }  // namespace distgrad

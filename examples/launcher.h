@@ -24,7 +24,7 @@ absl::StatusOr<std::optional<JobPlace>> JobPlaceFromEnvironment();
 
 struct LaunchOptions {
   int processes = 2;
-  // As main() gets them, with the program's name first.
+  // The arguments as main() gets them, with the program's name first.
   std::vector<std::string> arguments;
   // The file to run; empty: this program again.
   std::string program;

@@ -1,4 +1,4 @@
-// What launcher_test starts. Its first argument says what to do:
+// The program that launcher_test starts. Its first argument says what to do:
 //
 //   env FILE           adds its job variables to FILE
 //   exit S0 S1 ...     exits with the status of its rank

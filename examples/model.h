@@ -16,12 +16,12 @@ namespace distgrad {
 // The number of layers that have parameters, which is also the largest number of stages.
 inline constexpr int kLayers = 5;
 
-// Consecutive layers with their parameters. Forward may run on many threads, as long as
-// nobody writes the parameters meanwhile.
+// Consecutive layers with their parameters. Forward may run on many threads, as long as none writes
+// the parameters meanwhile.
 class Stage {
  public:
-  // Stage `index` of `count`. The convolutions come first and the classifier last, in a stage
-  // of its own as soon as there are two. The same seed gives the same parameters however the
+  // Creates stage `index` of `count`. The convolutions come first and the classifier last, in a
+  // stage of its own as soon as there are two. The same seed gives the same parameters however the
   // network is cut. kInvalidArgument if it cannot be cut like that.
   static absl::StatusOr<Stage> Create(int index, int count, uint64_t seed);
 
@@ -31,7 +31,7 @@ class Stage {
 
   // Weights and biases, in the order of the layers: leaves that require grad.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  // The same by names that are theirs however the network is cut: "layer3.weight".
+  // The parameters by names that are theirs however the network is cut: "layer3.weight".
   std::map<std::string, at::Tensor> named_parameters() const;
 
   // Names its layers, for people.

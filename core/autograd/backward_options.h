@@ -1,4 +1,4 @@
-// How a backward pass is run.
+// The options of a backward pass.
 #ifndef DISTGRAD_CORE_AUTOGRAD_BACKWARD_OPTIONS_H_
 #define DISTGRAD_CORE_AUTOGRAD_BACKWARD_OPTIONS_H_
 
@@ -11,10 +11,10 @@
 namespace distgrad {
 
 struct BackwardOptions {
-  // Keep the graph for another backward of the same context; gradients of all of them add up.
+  // Keeps the graph for another backward of the same context; gradients of all of them add up.
   bool retain_graph = false;
-  // One for each root, of its shape and dtype; undefined, or none at all: ones, for roots of one
-  // element.
+  // The gradient of each root, of its shape and dtype; undefined, or none at all: ones, for roots
+  // of one element.
   std::vector<at::Tensor> root_gradients = {};
   // The pass fails with kDeadlineExceeded if it is not over by then. Default: now plus
   // WorkerOptions::timeout.

@@ -59,16 +59,17 @@ class ContextRecord {
   // lost since the context began, for then an edge may have been lost with it.
 
   absl::Status AddSend(SendEnd send);
-  // The message that was to carry it never left this worker. Returns its node, null if it is gone.
+  // Removes the send end of an edge whose message never left this worker. Returns its node, null if
+  // it is gone.
   std::shared_ptr<SourceNode> RemoveSend(EdgeId edge);
   // Returns its place among the recv ends, and the passes that know only of those before it, also
   // those that are over on this worker.
   absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassHandle>>>> AddRecv(RecvEnd recv);
-  // Everyone to whom, or from whom, a message of this context went. Not this worker.
+  // The workers to which, or from which, a message of this context went, without this one.
   absl::Status AddPeer(WorkerRank peer);
   std::vector<WorkerRank> Peers() const;
   // Whether all of the graph takes so little time that the thread that received the first message
-  // of a pass may look at it, and run it. See executor/cheap_graph.h.
+  // of a pass may traverse it, and run it. See executor/cheap_graph.h.
   bool CheapToRunInline() const;
   // The connection with a worker broke. Returns whether it was a peer.
   bool LosePeer(WorkerRank peer, const absl::Status& why);
@@ -80,17 +81,18 @@ class ContextRecord {
     absl::Status over;                // how it ended
     bool done = false;                // it has gone well, and `run` is kept for what may come late
   };
-  // A pass that begins on this worker, `self`. `make` is given Notice::settled.
+  // Begins a pass on this worker, `self`. `make` is given Notice::settled.
   absl::StatusOr<std::shared_ptr<PassHandle>> BeginPass(
       WorkerRank self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make);
-  // One that another worker began. Made by `make` if it is new here, and `from`, whose message it
-  // is, has not been lost: nobody would say when it is over.
+  // Finds a pass that another worker began. `make` makes it if it is new here, and `from`, whose
+  // message it is, has not been lost: no worker would say when it is over.
   using MakeRun = absl::FunctionRef<std::shared_ptr<PassHandle>()>;
   Found FindPass(PassId pass) const;
   Found FindOrAddPass(PassId pass, WorkerRank from, PassId settled, MakeRun make);
-  // One that is done is kept until it is known to be so everywhere: see Pass::OnLateRecv.
+  // Ends a pass. One that is done is kept until it is known to be so everywhere: see
+  // Pass::OnLateRecv.
   void EndPass(PassId pass, const absl::Status& status);
-  // Those that run.
+  // The passes in flight.
   std::vector<std::shared_ptr<PassHandle>> Passes() const;
 
   // Whether the pass may run the graph, and the graph's edges at this moment. A pass without
@@ -98,17 +100,18 @@ class ContextRecord {
   absl::StatusOr<Edges> Claim(PassId pass, bool retain_graph);
 
   // ---- Gradients. On an accelerator: written in the order of this thread's current stream, and
-  // read in that of the reader's, which is made to wait for the values; nobody waits for a device.
+  // read in that of the reader's, which is made to wait for the values; no thread waits for a
+  // device.
 
   // Adds to the gradient of a leaf, and calls its post-accumulate hook, which sees what the context
-  // has for the leaf so far, and may change or drop it. Takes the tensor over where nobody else
+  // has for the leaf so far, and may change or drop it. Takes the tensor over where nothing else
   // holds it or its memory.
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
-  // The same for what no backward has computed: calls neither the hook nor the leaf observer.
+  // Adds a gradient that no backward has computed: calls neither the hook nor the leaf observer.
   void AddToGradient(const at::Tensor& leaf, at::Tensor gradient);
   // The gradient of a leaf; kNotFound if no pass gave it one, kFailedPrecondition once released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
-  // Those of several leaves; undefined for one that has none.
+  // The gradients of several leaves; undefined for one that has none.
   absl::StatusOr<std::vector<at::Tensor>> GradientsOf(absl::Span<const at::Tensor> leaves) const;
   // All leaves with a gradient; kFailedPrecondition once released.
   absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> Gradients() const;
@@ -116,7 +119,7 @@ class ContextRecord {
   // kInvalidArgument unless it has the sizes, dtype and device of the leaf; else errors as above.
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient);
   // Is called with each leaf whose gradient a pass has added to, on the thread that did; what it
-  // throws fails that pass. Null: nobody. Ends with the context's release. Both may wait.
+  // throws fails that pass. Null: none. Ends with the context's release. Both may wait.
   using LeafObserver = std::function<void(const at::Tensor& leaf)>;
   void SetLeafObserver(LeafObserver observer);
   bool has_leaf_observer() const;
@@ -125,11 +128,11 @@ class ContextRecord {
     std::vector<std::shared_ptr<PassHandle>> passes;  // that were in flight
     std::shared_ptr<const LeafObserver> observer;     // its end may wait
   };
-  // Drops everything; idempotent.
+  // Drops all that the context has; idempotent.
   Released Release();
   bool released() const;
 
-  // All but the passes.
+  // Returns the state of all but the passes.
   ContextState State() const;
 
  private:
@@ -144,10 +147,10 @@ class ContextRecord {
     const at::Tensor& leaf() const { return leaf_; }
     void Add(at::Tensor gradient);
     bool defined() const;
-    // Undefined if there is none.
+    // Returns the gradient; undefined if there is none.
     at::Tensor Get() const;
     void Set(at::Tensor gradient);
-    // Only if there is one. Returns whether there was.
+    // Sets the gradient if there is one. Returns whether there was.
     bool Replace(at::Tensor gradient);
 
    private:
@@ -159,7 +162,7 @@ class ContextRecord {
   using LeafGradients = absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<LeafGradient>>;
 
   LeafGradients AllGradients() const;
-  // Null once released.
+  // Returns null once released.
   std::shared_ptr<LeafGradient> GradientToAddTo(const at::Tensor& leaf)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(gradients_mu_);
   absl::Status NoGradient() const;
@@ -167,7 +170,7 @@ class ContextRecord {
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status CheckReachable(WorkerRank peer) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Found FindPassLocked(PassId pass) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Takes out of done_ what is over everywhere; to end outside the lock.
+  // Takes the passes out of done_ that are over everywhere; they end outside the lock.
   std::vector<std::shared_ptr<PassHandle>> TakeSettled(PassId settled)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -187,7 +190,7 @@ class ContextRecord {
   std::vector<PassId> claims_ ABSL_GUARDED_BY(mu_);  // passes that run the graph now
   PassId last_pass_ ABSL_GUARDED_BY(mu_) = 0;        // the one that did not retain the graph
 
-  // Never together with mu_, nor with that of a LeafGradient.
+  // Is never held together with mu_, nor with the mutex of a LeafGradient.
   mutable absl::Mutex gradients_mu_;
   bool gradients_dropped_ ABSL_GUARDED_BY(gradients_mu_) = false;
   LeafGradients gradients_ ABSL_GUARDED_BY(gradients_mu_);

@@ -20,24 +20,24 @@ namespace distgrad {
 // Thread-safe.
 class ContextRegistry {
  public:
-  // How many ids are remembered that are gone. A message older than so many contexts is not on its
-  // way any more.
+  // The number of ids that are remembered of contexts that are gone. A message older than so many
+  // contexts is not on its way any more.
   static constexpr size_t kRemembered = 16384;
 
   // `most` contexts of one other origin are known at a time.
   ContextRegistry(WorkerRank self, Incarnation incarnation, size_t most = 4096)
       : self_(self), most_(most), last_(FirstCounter(incarnation)) {}
 
-  // A new context, whose origin is this worker.
+  // Makes a context whose origin is this worker.
   std::shared_ptr<ContextRecord> New();
 
-  // The context that a message names, known from now on. kFailedPrecondition if it was released
-  // lately: a message that comes late brings no context back. kResourceExhausted if its origin has
-  // too many; and from then on, where that cost the context the `edge` of the message (0: it has
-  // none), which would be waited for in vain.
+  // Returns the context that a message names, and knows it from now on. kFailedPrecondition if it
+  // was released lately: a message that comes late brings no context back. kResourceExhausted if
+  // its origin has too many; and from then on, where that cost the context the `edge` of the
+  // message (0: it has none), which would be waited for in vain.
   absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id, EdgeId edge);
 
-  // Null if this worker does not know it.
+  // Returns null if this worker does not know it.
   std::shared_ptr<ContextRecord> Find(ContextId id) const;
   std::vector<std::shared_ptr<ContextRecord>> All() const;
   size_t size() const;

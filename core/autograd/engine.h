@@ -50,11 +50,13 @@ class Engine {
   // Makes a send node for those of `tensors` that require grad, with their history as it is now;
   // null if none do.
   static std::shared_ptr<SourceNode> MakeSend(absl::Span<const at::Tensor> tensors);
-  // What it was made of goes to that worker. Returns its edge, 0 for null.
+  // Records that the tensors which `send` was made of go to that worker. Returns their edge; 0 if
+  // it is null.
   absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerRank to,
                                     std::shared_ptr<SourceNode> send);
 
-  // The message with that edge never left this worker: no gradient will come. On any thread.
+  // Drops the send node of an edge whose message never left this worker: no gradient will come. May
+  // be called on any thread.
   void DropSend(ContextRecord& context, EdgeId edge);
 
   // Makes the recv nodes of an edge and sets them as the histories of `tensors`, which are those
@@ -82,11 +84,11 @@ class Engine {
   void Close();
 
   // Ends the threads of accelerators, which take no more nodes; after Close() and when the pool is
-  // joined. False if the deadline has passed before; then it may be called again. Not on one of
-  // them.
+  // joined. False if the deadline has passed before; then it may be called again. Must not be
+  // called on one of them.
   bool JoinThreads(Deadline deadline) { return services_.device_threads->Join(deadline); }
   bool OnDeviceThread() const { return services_.device_threads->OnThese(); }
-  // How many of them have not ended.
+  // The number of these threads that have not ended.
   size_t thread_count() const { return services_.device_threads->thread_count(); }
 
   // Waits for the threads of accelerators; after Close() and when the pool is joined.
@@ -104,17 +106,17 @@ class Engine {
   };
   PassCounts CountPasses() const;
 
-  // Of what others send.
+  // Returns the limits for messages of other workers.
   MessageLimits message_limits() const {
     return {.max_tensors = services_.limits.tensors_per_message,
             .max_payload_bytes = services_.limits.message_bytes};
   }
 
  private:
-  // What came together of one pass; or one message of a context.
+  // The notices of one pass that came together; or one message of a context.
   struct Batch {
     std::vector<Notice> notices;
-    // Null where it is not known, and need not be.
+    // The context; null where it is not known, and need not be.
     absl::StatusOr<std::shared_ptr<ContextRecord>> context = std::shared_ptr<ContextRecord>();
   };
 

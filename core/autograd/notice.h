@@ -27,37 +27,37 @@ struct Notice {
     kAck = 3,      // `count` messages of the pass are done with
     kAbort = 4,    // the pass has failed with `status`
     kRelease = 5,  // the context is over
-    kKnown = 6,    // to the origin: we know the context, and whoever told us of it is lost
+    kKnown = 6,    // to the origin: we know the context, and the worker that told us of it is lost
     kReport = 7,   // to the initiator, whose deadline has passed: what we waited for
   };
 
   Kind kind = Kind::kStart;
   ContextId context = 0;
   PassId pass = 0;  // none for kRelease and kKnown
-  // Of the passes of the same initiator on this context: they are over everywhere up to this one.
+  // The last pass up to which all of this initiator's on this context are over everywhere.
   PassId settled = 0;
   bool retain_graph = false;  // of the pass
   EdgeId edge = 0;            // kEdge
   bool uncounted = false;     // kEdge: see Pass::OnLateRecv
-  // kEdge. One for each tensor of the edge, or none at all: no gradient will come for any. A tensor
-  // that is not reached has no gradient, and nor may one that is.
+  // The gradients of a kEdge: one for each tensor of the edge, or none at all: no gradient will
+  // come for any. A tensor that is not reached has no gradient, and nor may one that is.
   std::vector<at::Tensor> gradients = {};
   absl::InlinedVector<bool, 8> reached = {};
   uint32_t count = 0;                  // kAck
   absl::Status status = {};            // kAbort
   std::string awaited = {};            // kReport; cut to kMaxReport bytes
-  std::vector<WorkerRank> peers = {};  // kReport: who else was told of the abort
+  std::vector<WorkerRank> peers = {};  // kReport: the others that were told of the abort
 };
 
-// How much of what a worker waits for goes into an error.
+// The most bytes of a worker's report that go into an error.
 inline constexpr size_t kMaxReport = 1000;
 
-// The gradients go to the devices that `devices` gives for theirs.
+// Appends a notice. Its gradients go to the devices that `devices` gives for theirs.
 absl::Status AppendNotice(const Notice& notice, Packet* packet,
                           const DeviceMap& devices = DeviceMap());
 
-// All notices of a packet whose body begins at `offset`. Moves the segments out. `limits` are of
-// the gradients of one edge.
+// Reads all notices of a packet whose body begins at `offset`, and moves the segments out. `limits`
+// are for the gradients of one edge.
 absl::StatusOr<std::vector<Notice>> ReadNotices(Packet& packet, size_t offset,
                                                 const MessageLimits& limits);
 

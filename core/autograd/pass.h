@@ -24,7 +24,7 @@ struct EdgeEnd {
   WorkerRank peer = 0;
 };
 
-// What a worker finds when it looks at its local graph to take part in a pass.
+// What a worker finds when it traverses its local graph to take part in a pass.
 struct PassPlan {
   // Every send node of the context: each gets exactly one message in this pass.
   std::vector<EdgeEnd> sends;
@@ -43,7 +43,7 @@ class PassHost {
  public:
   virtual ~PassHost() = default;
 
-  // Looks at the local graph. `by` is the edge whose message engaged this worker, if it was one.
+  // Traverses the local graph. `by` is the edge whose message engaged this worker, if it was one.
   virtual absl::StatusOr<PassPlan> Engage(std::optional<EdgeId> by) = 0;
 
   // Runs the roots; on the initiator only, once.
@@ -67,24 +67,24 @@ class PassHost {
   virtual void Finish(const absl::Status& status) = 0;
 };
 
-// On the strand of the pass only.
+// One worker's part in a pass. For the strand of the pass only.
 class Pass {
  public:
   Pass(WorkerRank self, PassHost* host) : self_(self), host_(host) {}
 
-  // On the initiator, once.
+  // Begins the pass; on the initiator, once.
   void Begin();
 
-  // Messages of this pass. `from` may be this worker itself. A pass that is over answers them:
-  // others may still be at it. An `uncounted` one is not acknowledged: its sender knows that we
-  // take part, for we have sent it something, and so that we wait for it ourselves.
-  // `arrived` is for PassHost::FeedSend().
+  // Handles messages of this pass. `from` may be this worker itself. A pass that is over answers
+  // them: others may still be at it. An `uncounted` one is not acknowledged: its sender knows that
+  // we take part, for we have sent it something, and so that we wait for it ourselves. `arrived` is
+  // for PassHost::FeedSend().
   void OnEdge(WorkerRank from, EdgeId edge, bool uncounted, Notice* arrived = nullptr);
   void OnStart(WorkerRank from);
   void OnAck(WorkerRank from, uint32_t count);
   void OnAbort(WorkerRank from, const absl::Status& why);
 
-  // The host sends the gradient of a recv node to `to`. Returns whether it is to be counted.
+  // Returns whether the gradient of a recv node that the host sends to `to` is to be counted.
   bool CountGradient(WorkerRank to);
   // What was fed has been followed to its end, or stopped with this status.
   void OnIdle(const absl::Status& status);
@@ -103,9 +103,9 @@ class Pass {
   bool over() const { return state_ == State::kDone || state_ == State::kFailed; }
   // The send nodes that still wait for their message.
   std::vector<EdgeEnd> Awaited() const;
-  // The workers who are told if it fails; while it runs, and after it failed.
+  // The workers that are told if it fails; while it runs, and after it failed.
   const absl::btree_set<WorkerRank>& peers() const { return peers_; }
-  // How many messages of ours each peer has not acknowledged. No zeros.
+  // The number of our messages that each peer has not acknowledged. No zeros.
   const absl::btree_map<WorkerRank, uint32_t>& Unacknowledged() const { return unacknowledged_; }
 
  private:

@@ -34,9 +34,9 @@ class PassHandle {
   virtual void OnLostSend(EdgeId edge) = 0;
   virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
   virtual void Fail(const absl::Status& why) = 0;
-  // Whether it has looked at the graph, and is in flight on this worker.
+  // Whether it has traversed the graph, and is in flight on this worker.
   virtual bool engaged() = 0;
-  // Not from a callback of the pass.
+  // Returns the pass's state. Must not be called from a callback of the pass.
   virtual PassState State() = 0;
 };
 

@@ -1,4 +1,5 @@
-// What a pass says of itself: to whoever looks, and past its deadline to its initiator.
+// Describes a pass: its state for Engine::State(), and past its deadline a report for the
+// initiator.
 #include <utility>
 
 #include "absl/strings/str_cat.h"

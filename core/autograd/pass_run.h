@@ -57,7 +57,7 @@ class PassRun : public PassHandle,
   PassRun(PassServices* services, std::shared_ptr<ContextRecord> context, PassId id, PassId settled,
           bool retain_graph, std::optional<Roots> roots);
 
-  // On the initiator, once. To cancel the future fails the pass.
+  // Begins the pass; on the initiator, once. To cancel the future fails the pass.
   Future<Unit> Begin(absl::Time deadline, RunHere here);
 
   // PassHandle
@@ -78,7 +78,7 @@ class PassRun : public PassHandle,
     absl::InlinedVector<bool, 8> reached;
     bool cheap;  // what it can make run
   };
-  // What came to the recv nodes of an edge.
+  // The gradients that came to the recv nodes of an edge.
   struct Captured {
     struct Part {
       at::Tensor gradient;
@@ -88,31 +88,31 @@ class PassRun : public PassHandle,
     EdgeEnd end;
     absl::InlinedVector<Part, 1> parts;  // by tensor
   };
-  // One of several recv nodes, of which some have had theirs.
+  // The gradients of an edge with several recv nodes, of which some have had theirs.
   struct Gathering {
     size_t missing = 0;
     Captured captured;
   };
 
-  // What the workers who take part were waiting for when the initiator's deadline passed.
+  // What the workers that take part were waiting for when the initiator's deadline passed.
   struct Reports {
-    absl::btree_set<WorkerRank> heard;    // who has said something
-    absl::btree_set<WorkerRank> missing;  // who was told of the abort, and has not
+    absl::btree_set<WorkerRank> heard;    // workers that have reported
+    absl::btree_set<WorkerRank> missing;  // workers that were told of the abort, and have not
     std::vector<std::string> parts;
   };
 
   // Runs `task` on the strand. `others`: see Strand::Run().
   void Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* others = nullptr);
-  // The same, without what it feeds.
+  // Runs `task` on the strand, without what it feeds.
   void RunOnStrand(absl::AnyInvocable<void()> task, ThreadPool* others = nullptr);
   // Runs what is queued. The calling thread has been counted in coming_.
   void RunFeeds(RunHere here);
   // Has the pool run what is queued, unless enough threads are coming.
   void CallHelpers();
   void Settle();
-  // On the initiator, once the pass has ended: completes its future.
+  // Completes the initiator's future, once the pass has ended.
   void Tell();
-  // Null unless a trace runs.
+  // Begins a span; null unless a trace runs.
   std::unique_ptr<TraceSpan> BeginSpan(TraceSpan::Kind kind);
   absl::Status LocalError(const absl::Status& why);
 
@@ -132,7 +132,7 @@ class PassRun : public PassHandle,
   void FlushCapturedOnStrand();
   // A task has thrown: a device has failed, say, or memory cannot be had.
   void OnThrowOnStrand(std::exception_ptr thrown);
-  // After each task: has what it fed run, and what it left to be sent, sent.
+  // Has what a task fed run, and what it left to be sent, sent; after each task.
   void EndTaskOnStrand();
   void EndOnStrand();
   void OnDeadlineOnStrand();
@@ -166,14 +166,14 @@ class PassRun : public PassHandle,
   // Synchronizes itself.
   Strand strand_;
   std::atomic<size_t> outstanding_{0};     // feeds that are queued or running
-  std::atomic<bool> has_captured_{false};  // for those who do not hold mu_
+  std::atomic<bool> has_captured_{false};  // for threads that do not hold mu_
 
-  // On strand_ only.
+  // State of strand_ only.
   std::shared_ptr<const Graph> graph_;
   Pass pass_;
   std::optional<Roots> roots_;
   std::optional<Promise<Unit>> promise_;  // on the initiator
-  // Of who began the pass, until the graph is seen.
+  // The thread state of the initiator's caller, until the graph is traversed.
   std::optional<at::ThreadLocalState> thread_state_;
   std::optional<Clock::TimerId> timer_;
   std::unique_ptr<TraceSpan> span_;
@@ -182,8 +182,8 @@ class PassRun : public PassHandle,
   Graph::Index root_ = Graph::kNone;  // of the roots
   absl::btree_map<WorkerRank, absl::InlinedVector<Packet, 1>> outbox_;
   std::optional<absl::Status> over_;  // how the pass ended; constant once ended_
-  bool ended_ = false;                // and that everyone was told
-  bool told_ = false;                 // who waits for it, on the initiator
+  bool ended_ = false;                // and that all were told
+  bool told_ = false;                 // the caller that waits for it, on the initiator
   // The thread of the task that runs is in the middle of something else: see Strand::Run().
   bool on_users_thread_ = false;
   std::optional<Reports> reports_;  // on the initiator, from its deadline on

@@ -25,14 +25,14 @@ namespace distgrad {
 class EngineNetwork {
  public:
   virtual ~EngineNetwork() = default;
-  // A packet to which notices are to be appended.
+  // Returns a packet to which notices are to be appended.
   virtual Packet NewNotice() = 0;
-  // Those to one worker may pass each other: large ones take a way of their own. A failure shows up
-  // as Engine::OnPeerLost.
+  // Sends notices. Packets to one worker may pass each other: large ones take a way of their own. A
+  // failure shows up as Engine::OnPeerLost.
   virtual void Notify(WorkerRank to, Packet notices) = 0;
-  // Which devices go with which of that worker.
+  // Returns the map of our devices to that worker's.
   virtual absl::StatusOr<std::shared_ptr<const DeviceMap>> DevicesWith(WorkerRank worker) = 0;
-  // A worker's name for people.
+  // Returns a worker's name for people.
   virtual std::string Describe(WorkerRank worker) = 0;
   // The loop that brings what others send, if threads that wait for it may do its work.
   virtual std::shared_ptr<EventLoop> loop() { return nullptr; }

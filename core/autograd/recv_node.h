@@ -33,7 +33,7 @@ class RecvNode final : public torch::autograd::Node {
 
   ContextId context() const { return context_; }
   EdgeEnd end() const { return end_; }
-  // Which of the edge's tensors it is of, and how many those are.
+  // The place of its tensor among the edge's, and the number of those.
   size_t place() const { return place_; }
   size_t edge_size() const { return edge_size_; }
 

@@ -1,5 +1,5 @@
-// What a worker's part of distributed autograd holds at one moment: for tests, and for whoever
-// wants to know what a job waits for.
+// What a worker's part of distributed autograd holds at one moment: for tests, and to see what a
+// job waits for.
 #ifndef DISTGRAD_CORE_AUTOGRAD_STATE_H_
 #define DISTGRAD_CORE_AUTOGRAD_STATE_H_
 
@@ -17,7 +17,7 @@ namespace distgrad {
 struct PassState {
   PassId id = 0;
   bool retain_graph = false;
-  // The send nodes that still wait for their message, and the workers who owe it.
+  // The send nodes that still wait for their message, and the workers that owe it.
   std::vector<EdgeEnd> awaited;
   // How many messages of ours each worker has not acknowledged.
   std::map<WorkerRank, uint32_t> unacknowledged;

@@ -1,6 +1,6 @@
-// The order that makes it durable: the file's bytes reach the disk before its name changes, and its
-// name before Commit() returns. The folder is held open, so that all of it happens in one folder,
-// also if somebody moves it.
+// Writes a file in the order that makes it durable: its bytes reach the disk before its name
+// changes, and its name before Commit() returns. The folder is held open, so that all of it happens
+// in one folder, also if that is moved.
 #include "core/checkpoint/durable_file.h"
 
 #include <fcntl.h>

@@ -5,7 +5,7 @@
 //   DG_RETURN_IF_ERROR(file->Commit());
 //
 // Until Commit() the bytes go to ".NAME.tmp" in the same folder, which stays locked (flock) while
-// it is written. What a crash leaves of it readers never see, and whoever next writes NAME takes it
+// it is written. What a crash leaves of it readers never see, and the next writer of NAME takes it
 // over; so there is at most one per name.
 #ifndef DISTGRAD_CORE_CHECKPOINT_DURABLE_FILE_H_
 #define DISTGRAD_CORE_CHECKPOINT_DURABLE_FILE_H_
@@ -32,10 +32,10 @@ class FileCalls {
   virtual int Renameat(int folder, const char* from, const char* to);
 };
 
-// For one thread.
+// A file while it is written. For one thread.
 class DurableFile {
  public:
-  // kAborted if another DurableFile is writing under that name, in whichever process;
+  // Opens the file. kAborted if another DurableFile is writing under that name, in any process;
   // kInvalidArgument if the path names no file, and kFailedPrecondition if something that is no
   // file has that name. `calls` must outlive the result; null stands for the operating system's
   // own.
@@ -43,7 +43,7 @@ class DurableFile {
                                                              FileCalls* calls = nullptr);
   DurableFile(const DurableFile&) = delete;
   DurableFile& operator=(const DurableFile&) = delete;
-  // Without Commit() nothing was there.
+  // Leaves nothing there without Commit().
   ~DurableFile();
 
   // Appends. The first error, which names the path and says what the operating system says, is also

@@ -16,7 +16,7 @@ namespace distgrad {
 
 struct OptimizerCase {
   std::string name;
-  // Of the same kind and groups, with other options and in another order.
+  // Makes an optimizer of the same kind and groups, with other options and in another order.
   std::function<std::unique_ptr<torch::optim::Optimizer>(TensorMap& parameters)> make;
 };
 
@@ -24,7 +24,7 @@ inline void PrintTo(const OptimizerCase& which, std::ostream* out) { *out << whi
 
 const std::vector<OptimizerCase>& OptimizerCases();
 
-// The parameters of that case at the time when its optimizer was saved.
+// Returns the parameters of that case at the time when its optimizer was saved.
 TensorMap ParametersOf(const std::string& folder, const std::string& name);
 
 // Expects that what LoadOptimizer() loads of a case of `folder` has all that its file has, saves it

@@ -1,6 +1,6 @@
-// Between the state of an optimizer as tensors with names (core/optim/optimizer_state.h) and a file
-// that has the parameters' state as tensors and the groups' options as JSON, each in the words of
-// PyTorch's state_dict().
+// Converts the state of an optimizer as tensors with names (core/optim/optimizer_state.h) to a file
+// and back, which has the parameters' state as tensors and the groups' options as JSON, each in the
+// words of PyTorch's state_dict().
 #include "core/checkpoint/optimizer_checkpoint.h"
 
 #include <ATen/core/Tensor.h>

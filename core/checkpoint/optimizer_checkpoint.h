@@ -41,20 +41,21 @@ struct OptimizerSnapshot {
 absl::StatusOr<OptimizerSnapshot> SnapshotOptimizer(torch::optim::Optimizer& optimizer,
                                                     const TensorMap& parameters);
 
-// Takes the place of all that the optimizer had. The file has to be of the same optimizer, with the
-// same parameters in each group; their order does not matter. kInvalidArgument, and nothing is
-// changed, says what is missing, unexpected, or of another shape or dtype.
+// Loads a state, in place of all that the optimizer had. The file has to be of the same optimizer,
+// with the same parameters in each group; their order does not matter. kInvalidArgument, and
+// nothing is changed, says what is missing, unexpected, or of another shape or dtype.
 absl::Status LoadOptimizer(const std::string& path, const TensorMap& parameters,
                            torch::optim::Optimizer* optimizer);
 
-// For an optimizer whose state is spread over files of several workers (core/checkpoint/job):
+// The functions for an optimizer whose state is spread over files of several workers
+// (core/checkpoint/job):
 
-// The names that its parameters go by, by groups; each once.
+// Returns the names that its parameters go by, by groups; each once.
 absl::StatusOr<std::vector<std::string>> OptimizerParameters(
     const torch::optim::Optimizer& optimizer, const TensorMap& parameters);
 
-// As SnapshotOptimizer(), with the optimizer's own tensors, and as if it had none but these of its
-// parameters.
+// Does what SnapshotOptimizer() does, with the optimizer's own tensors, and as if it had none but
+// these of its parameters.
 absl::StatusOr<OptimizerSnapshot> ViewOptimizer(torch::optim::Optimizer& optimizer,
                                                 const TensorMap& parameters,
                                                 const std::set<std::string>& only);
@@ -63,7 +64,7 @@ absl::StatusOr<OptimizerSnapshot> ViewOptimizer(torch::optim::Optimizer& optimiz
 struct OptimizerParts {
   // Parameters that no file has. Where there are any, there is no state.
   std::vector<std::string> missing;
-  // For LoadState().
+  // The state for LoadState().
   std::vector<StateTensor> state;
   StateForm form;
 };

@@ -24,11 +24,11 @@ namespace distgrad {
 
 class FileCalls;  // durable_file.h
 
-// By name.
+// Tensors by name.
 using TensorMap = std::map<std::string, at::Tensor>;
 
-// What a file is to be, for whoever reads it later: its size, and the CRC-32C (core/base/crc32c.h)
-// of its header and of each tensor. Together these are all bytes of it.
+// What a file is to be, for its later reader: its size, and the CRC-32C (core/base/crc32c.h) of its
+// header and of each tensor. Together these are all bytes of it.
 struct SafetensorsChecksums {
   uint64_t size = 0;
   uint32_t header = 0;
@@ -36,11 +36,11 @@ struct SafetensorsChecksums {
 };
 
 struct SafetensorsSaveOptions {
-  // Where the checksums of what is written go. Null: nowhere.
+  // The place for the checksums of what is written. Null: none.
   SafetensorsChecksums* checksums = nullptr;
-  // Asked now and then; what is not OK ends the save, with that. Null: nobody is.
+  // Is asked now and then; what is not OK ends the save, with that. Null: nothing is asked.
   std::function<absl::Status()> check = nullptr;
-  // As of DurableFile.
+  // The calls of DurableFile.
   FileCalls* calls = nullptr;
 };
 
@@ -74,16 +74,16 @@ class SafetensorsFile {
   absl::StatusOr<uint32_t> Checksum(const std::string& name,
                                     const std::function<absl::Status()>& check = nullptr) const;
 
-  // What keeps a tensor from taking the one of that name, for people; "" if nothing does.
+  // Returns what keeps a tensor from taking the one of that name, for people; "" if nothing does.
   std::string Mismatch(const std::string& name, const at::Tensor& tensor) const;
 
-  // On the CPU. kNotFound if there is none of that name; kDataLoss if the file has become shorter
-  // since it was opened; kInvalidArgument for a BOOL that is neither 0 nor 1.
+  // Reads a tensor, on the CPU. kNotFound if there is none of that name; kDataLoss if the file has
+  // become shorter since it was opened; kInvalidArgument for a BOOL that is neither 0 nor 1.
   absl::StatusOr<at::Tensor> Read(const std::string& name) const;
 
-  // Writes to a tensor, on whichever device and with whichever strides. kInvalidArgument, and
-  // nothing is written, unless it has the dtype and shape of the one in the file. After other
-  // errors some of it may have been written. It may be a parameter: autograd does not see it.
+  // Writes to a tensor, on any device and with any strides. kInvalidArgument, and nothing is
+  // written, unless it has the dtype and shape of the one in the file. After other errors some of
+  // it may have been written. It may be a parameter: autograd does not see it.
   absl::Status ReadInto(const std::string& name, const at::Tensor& tensor) const;
 
  private:
@@ -92,7 +92,7 @@ class SafetensorsFile {
   absl::Status ReadHeader();
   absl::StatusOr<const SafetensorsInfo*> Find(const std::string& name) const;
   absl::Status ReadBytes(uint64_t offset, void* data, uint64_t size) const;
-  // All of a tensor, whose elements begin there.
+  // Reads all of a tensor, whose elements begin there.
   absl::Status ReadRowMajor(uint64_t offset, const at::Tensor& tensor) const;
   absl::Status Annotated(const absl::Status& status, const std::string& name) const;
 

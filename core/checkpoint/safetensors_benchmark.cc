@@ -1,5 +1,5 @@
-// How fast tensors are saved and loaded, next to cp of the same bytes in the same folder; and how
-// much memory that takes. Run with -c opt, on a quiet machine:
+// Measures how fast tensors are saved and loaded, next to cp of the same bytes in the same folder,
+// and how much memory that takes. Run with -c opt, on a quiet machine:
 //
 //   tools/bazel run //core/checkpoint:safetensors_benchmark -- FOLDER MEGABYTES
 #include <ATen/core/Tensor.h>

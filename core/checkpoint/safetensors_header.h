@@ -1,4 +1,4 @@
-// The header of a safetensors file: which tensors it has, of which dtype and shape, and where.
+// The header of a safetensors file: its tensors, with their dtypes, shapes and places.
 //
 // The format (github.com/huggingface/safetensors): 8 bytes with the length of the header, the
 // header in JSON, and then the elements of all tensors, in row-major order, each tensor's right
@@ -7,7 +7,7 @@
 //   "NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 //
 // for each tensor, and perhaps "__metadata__", an object of strings. What is read may come from
-// anybody: of a header that was taken, all that this file says is so.
+// anywhere: of a header that was taken, all that this file says is so.
 #ifndef DISTGRAD_CORE_CHECKPOINT_SAFETENSORS_HEADER_H_
 #define DISTGRAD_CORE_CHECKPOINT_SAFETENSORS_HEADER_H_
 
@@ -27,8 +27,8 @@ namespace distgrad {
 // A tensor in a file.
 struct SafetensorsInfo {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
-  // As libtorch has it. (The format counts both halves of a byte of dtype F4 and libtorch the
-  // bytes: in the file the last dimension is twice as long.)
+  // The shape as libtorch has it. (The format counts both halves of a byte of dtype F4 and libtorch
+  // the bytes: in the file the last dimension is twice as long.)
   std::vector<int64_t> shape;
   // Its bytes, counted from the end of the header. There are as many as dtype and shape say.
   uint64_t begin = 0;
@@ -47,10 +47,10 @@ constexpr uint64_t kMaxSafetensorsHeaderBytes = 100'000'000;
 // libtorch's operators go up to here.
 constexpr size_t kMaxSafetensorsDimensions = 64;
 
-// kInvalidArgument, with the name of the tensor and what is wrong with it: for JSON that is no such
-// header or says a thing twice, for unknown dtypes and keys, for shapes whose bytes overflow, and
-// unless the tensors' bytes are all of the `data_bytes` behind the header, without holes or
-// overlaps.
+// Returns kInvalidArgument, with the name of the tensor and what is wrong with it: for JSON that is
+// no such header or says a thing twice, for unknown dtypes and keys, for shapes whose bytes
+// overflow, and unless the tensors' bytes are all of the `data_bytes` behind the header, without
+// holes or overlaps.
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
                                                          uint64_t data_bytes);
 
@@ -69,7 +69,8 @@ absl::StatusOr<SafetensorsLayout> LayOutSafetensors(SafetensorsHeader* header);
 // The format's name of a dtype, as "BF16"; empty for one that the format lacks.
 absl::string_view SafetensorsDtype(c10::ScalarType dtype);
 
-// A name from anybody for an error: in quotation marks, escaped, and not longer than a line.
+// Returns a name from anywhere for an error: in quotation marks, escaped, and not longer than a
+// line.
 std::string QuoteName(absl::string_view name);
 
 }  // namespace distgrad

@@ -26,8 +26,8 @@ class Optimizer;
 
 namespace distgrad {
 
-// kFailedPrecondition on a thread that is in a post-accumulate hook, under the mutex of its leaf: a
-// step of that leaf, on whichever thread, would wait for the hook, and the hook for the step.
+// Returns kFailedPrecondition on a thread that is in a post-accumulate hook, under the mutex of its
+// leaf: a step of that leaf, on any thread, would wait for the hook, and the hook for the step.
 absl::Status CheckMayAwaitStep();
 
 // Thread-safe: steps of several contexts go one after the other, also those of other optimizers
@@ -57,11 +57,12 @@ class LocalOptimizer {
   bool Remove();
   bool removed() const;
 
-  // For all parameters, from the next step on. kInvalidArgument if it is negative or not finite.
+  // Sets the rate of all parameters, from the next step on. kInvalidArgument if it is negative or
+  // not finite.
   absl::Status SetLearningRate(double learning_rate);
 
-  // The 2-norm of each gradient, as scalars on the CPU, in the order of the parameters; none for
-  // a parameter without one.
+  // Returns the 2-norm of each gradient, as scalars on the CPU, in the order of the parameters;
+  // none for a parameter without one.
   absl::StatusOr<std::vector<at::Tensor>> GradientNorms(const ContextRecord& context);
   // Multiplies every gradient by a scalar.
   absl::Status ScaleGradients(ContextRecord& context, const at::Tensor& factor);
@@ -70,7 +71,7 @@ class LocalOptimizer {
   std::atomic<bool> removed_{false};
 
   absl::Mutex mu_;  // held while torch runs: parameters change under it
-  // Null once it is removed.
+  // The optimizer; null once it is removed.
   std::unique_ptr<torch::optim::Optimizer> optimizer_ ABSL_GUARDED_BY(mu_) ABSL_PT_GUARDED_BY(mu_);
 };
 

@@ -44,7 +44,7 @@ struct StateForm {
   bool check_only = false;
 };
 
-// On the devices of the parameters. kUnimplemented for an optimizer that is not known.
+// Reads the state, on the devices of the parameters. kUnimplemented for an unknown optimizer.
 absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& optimizer,
                                                    const StateForm& form = {});
 

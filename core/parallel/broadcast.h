@@ -20,24 +20,25 @@
 
 namespace distgrad {
 
-// For each of the collectives' devices a copy of all tensors in memory of its own. They lie on one
-// device; undefined ones stay so.
+// Returns for each of the collectives' devices a copy of all tensors in memory of its own. These
+// lie on one device; undefined ones stay so.
 std::vector<TensorVector> Broadcast(const TensorVector& tensors,
                                     const std::shared_ptr<DeviceCollectives>& collectives);
 
-// The sums of the k-th tensors, as DeviceCollectives::Reduce has it.
+// Returns the sums of the k-th tensors, as DeviceCollectives::Reduce has it.
 TensorVector ReduceAdd(const std::vector<TensorVector>& lists, c10::Device destination,
                        const std::shared_ptr<DeviceCollectives>& collectives);
 
-// The same with collectives for this call. Making them is cheap but for NCCL's.
+// Does the same with collectives for this call. Making them is cheap but for NCCL's.
 std::vector<TensorVector> Broadcast(const TensorVector& tensors,
                                     const std::vector<c10::Device>& devices);
-// Of one tensor.
+// Returns copies of one tensor.
 std::vector<at::Tensor> Broadcast(const at::Tensor& tensor,
                                   const std::vector<c10::Device>& devices);
 
-// The sum of the tensors, which may lie on any devices, on `destination`, by default the device
-// of the first. As lists: of the k-th of all lists, each of which lies on one device.
+// Returns the sum of the tensors, which may lie on any devices, on `destination`, by default the
+// device of the first. Of lists: the sums of the k-th of all lists, each of which lies on one
+// device.
 at::Tensor ReduceAdd(const std::vector<at::Tensor>& tensors,
                      std::optional<c10::Device> destination = std::nullopt);
 TensorVector ReduceAdd(const std::vector<TensorVector>& lists,

@@ -13,8 +13,8 @@
 
 namespace distgrad {
 
-// Its outputs are the copies: of the first device, then of the second, ... It reduces their
-// gradients onto `source`. It holds nothing of a forward, so one may serve many.
+// The node of a broadcast. Its outputs are the copies: of the first device, then of the second, ...
+// It reduces their gradients onto `source`. It holds nothing of a forward, so one may serve many.
 //
 // Immutable after construction, but for what every node has.
 class BroadcastNode : public torch::autograd::Node {

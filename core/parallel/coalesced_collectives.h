@@ -11,8 +11,8 @@
 
 namespace distgrad {
 
-// Its calls only launch, and wait for nobody: so there is nothing to time out. Sums do not depend
-// on the buckets: each is ((t0 + t1) + t2) + ..., and so the same on every run.
+// Collectives whose calls only launch, and wait for nothing: so there is nothing to time out. Sums
+// do not depend on the buckets: each is ((t0 + t1) + t2) + ..., and so the same on every run.
 //
 // Thread-safe.
 class CoalescedCollectives : public DeviceCollectives {

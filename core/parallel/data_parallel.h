@@ -39,7 +39,7 @@
 namespace distgrad {
 
 struct DataParallelOptions {
-  // Empty: all CUDA devices.
+  // The devices; empty: all CUDA devices.
   std::vector<c10::Device> devices = {};
   // Where the output goes; by default the first device.
   std::optional<c10::Device> output_device = std::nullopt;
@@ -103,9 +103,9 @@ T ToDevice(const T& value, c10::Device device) {
 template <typename M>
 class DataParallel {
  public:
-  // Of a module holder or a std::shared_ptr to a module. Parameters stay the module's own, wherever
-  // they are; replicas are made here, so plain members of the module that change later do not
-  // reach them.
+  // Takes a module holder or a std::shared_ptr to a module. Parameters stay the module's own,
+  // wherever they are; replicas are made here, so plain members of the module that change later do
+  // not reach them.
   template <typename Module>
   explicit DataParallel(const Module& module, DataParallelOptions options = {})
       : module_(internal::PointerTo(module)), core_(module_, std::move(options)) {}
@@ -150,8 +150,8 @@ DataParallel(const Module&) -> DataParallel<internal::ModuleTypeOf<Module>>;
 template <typename Module>
 DataParallel(const Module&, DataParallelOptions) -> DataParallel<internal::ModuleTypeOf<Module>>;
 
-// Independent modules that follow `module` once: clones with its values, whose gradients go to the
-// module's parameters. Where they are on the module's device they share its memory.
+// Returns independent modules that follow `module` once: clones with its values, whose gradients go
+// to the module's parameters. Where they are on the module's device they share its memory.
 template <typename Module>
 std::vector<std::shared_ptr<internal::ModuleTypeOf<Module>>> Replicate(
     const Module& module, std::vector<c10::Device> devices = {});
@@ -163,8 +163,8 @@ auto RunDataParallel(const Module& module, const Input& input,
                      std::optional<c10::Device> output_device = std::nullopt, int64_t dim = 0)
     -> internal::ResultOf<internal::ModuleTypeOf<Module>*, Input>;
 
-// The same for function(parameters, input): the parameters are broadcast as one, and need not be
-// leaves.
+// Does the same for function(parameters, input): the parameters are broadcast as one, and need not
+// be leaves.
 template <typename Function, typename Input>
 auto RunDataParallel(Function function, const TensorVector& parameters, const Input& input,
                      std::vector<c10::Device> devices = {},

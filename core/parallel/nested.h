@@ -116,7 +116,7 @@ struct Nested<std::tuple<Ts...>> {
   }
   template <typename F>
   static std::tuple<Ts...> Map(const std::tuple<Ts...>& tuple, F& f) {
-    // In braces: evaluated from left to right.
+    // Braces are evaluated from left to right.
     return std::apply(
         [&f](const Ts&... items) { return std::tuple<Ts...>{Nested<Ts>::Map(items, f)...}; },
         tuple);

@@ -25,7 +25,7 @@ inline bool AnyNeedsGradient(absl::Span<const at::Tensor> tensors) {
   return false;
 }
 
-// The edges to where the gradients of `inputs` go; none for those that need none.
+// Returns the edges to where the gradients of `inputs` go; none for those that need none.
 inline torch::autograd::edge_list EdgesOf(absl::Span<const at::Tensor> inputs) {
   torch::autograd::edge_list edges;
   edges.reserve(inputs.size());

@@ -24,9 +24,9 @@ class ReplicaThreads {
   // device as the current one, the caller's current streams, and the caller's thread-local state:
   // grad mode, inference mode, autocast, hooks for saved tensors, profiling.
   //
-  // What the first one by order throws is thrown again: a c10::Error is the same object with the
-  // replica and the device added to its message, anything else a std::runtime_error that has them
-  // and nests it. All the others have ended by then, too.
+  // The exception of the first one by order is thrown again: a c10::Error is the same object with
+  // the replica and the device added to its message, anything else a std::runtime_error that has
+  // them and nests it. All the others have ended by then, too.
   void Run(size_t count, absl::FunctionRef<void(size_t)> work);
 
  private:

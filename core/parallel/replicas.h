@@ -41,12 +41,12 @@ struct ReplicasOptions {
   size_t first_bucket_bytes = size_t{1} << 20;
 };
 
-// Where the module's parameters and buffers are; `otherwise` if it has none. Throws c10::ValueError
-// if they are on several devices.
+// Returns the device of the module's parameters and buffers; `otherwise` if it has none. Throws
+// c10::ValueError if they are on several devices.
 c10::Device HomeOf(const torch::nn::Module& module, c10::Device otherwise);
 
-// Not to be used by two threads at a time, as the module itself; but Install is for the replicas'
-// own threads. Throws as torch does.
+// For one thread at a time, as the module itself; but Install is for the replicas' own threads.
+// Throws as torch does.
 class Replicas {
  public:
   // `module` must be Cloneable or have a clone() of its own; its parameters and buffers lie on one
@@ -61,7 +61,7 @@ class Replicas {
   void Refresh(size_t count);
   void Install(size_t replica);
 
-  // After the forward: keeps the buffers of replica 0. An error if a module wrote to parameters
+  // Keeps the buffers of replica 0, after the forward. An error if a module wrote to parameters
   // that several of the `count` replicas share.
   void Keep(size_t count);
 
@@ -73,7 +73,7 @@ class Replicas {
     bool is_buffer;
     // What it was when the gradient edges were made.
     torch::autograd::Edge edge = {};
-    // Of which node, and the how-manieth of it. None needs no gradient.
+    // The node of its edge, and its number there; null where it needs no gradient.
     std::shared_ptr<torch::autograd::Node> node = nullptr;
     uint32_t slot = 0, slots = 0;
     uint32_t version = 0;  // at the last refresh
@@ -105,7 +105,7 @@ class Replicas {
   std::vector<c10::Stream> streams_;  // that were current when the edges were made
   std::optional<c10::Stream> side_stream_;
 
-  // By replica, changed by its Install.
+  // Changed by a replica's Install; by replica.
   std::vector<uint64_t> edges_installed_;
 };
 

@@ -24,42 +24,42 @@ namespace distgrad {
 
 struct ScatterOptions {
   int64_t dim = 0;
-  // How much of `dim` each device gets. Empty: parts as equal as at::chunk makes them, and fewer
-  // than there are devices where `dim` is too short; a `dim` of 0 gives one part.
+  // The sizes along `dim` of the devices' parts. Empty: parts as equal as at::chunk makes them, and
+  // fewer than there are devices where `dim` is too short; a `dim` of 0 gives one part.
   std::vector<int64_t> sizes = {};
-  // Empty, or for each device the stream that its copy runs on, and that the current stream then
-  // waits for. nullopt: the current stream.
+  // The streams, or none: for each device the one that its copy runs on, and that the current
+  // stream then waits for. nullopt: the current stream.
   std::vector<std::optional<c10::Stream>> streams = {};
 };
 
-// Parts of `tensor` along options.dim, the i-th on devices[i], in memory of their own; but where
-// there is only one part, and on the tensor's device, it is the tensor. A tensor of no dimensions
-// cannot be split.
+// Returns parts of `tensor` along options.dim, the i-th on devices[i], in memory of their own; but
+// where there is only one part, and on the tensor's device, it is the tensor. A tensor of no
+// dimensions cannot be split.
 std::vector<at::Tensor> Scatter(const at::Tensor& tensor, const std::vector<c10::Device>& devices,
                                 const ScatterOptions& options = {});
 
-// The tensors, which are equal in all but the size of `dim`, behind one another on `destination`
-// (by default the device of the first). Those of no dimensions give a vector along dim 0, with a
+// Returns the tensors, equal in all but the size of `dim`, behind one another on `destination` (by
+// default the device of the first). Those of no dimensions give a vector along dim 0, with a
 // warning, as in PyTorch.
 at::Tensor Gather(const std::vector<at::Tensor>& tensors,
                   std::optional<c10::Device> destination = std::nullopt, int64_t dim = 0);
 
-// For each device a T with its part of every tensor; undefined tensors stay undefined, and plain
-// values are copied. Without any tensor there is one for each device. All tensors have to give the
-// same number of parts.
+// Returns for each device a T with its part of every tensor; undefined tensors stay undefined, and
+// plain values are copied. Without any tensor there is one for each device. All tensors have to
+// give the same number of parts.
 template <typename T>
 std::vector<T> Scatter(const T& value, const std::vector<c10::Device>& devices,
                        const ScatterOptions& options = {});
 
-// A T of gathered tensors. All values have to be of one structure: lists of one length, maps of
-// the same keys, the same optionals and undefined tensors.
+// Returns a T of gathered tensors. All values have to be of one structure: lists of one length,
+// maps of the same keys, the same optionals and undefined tensors.
 template <typename T>
 T Gather(const std::vector<T>& values, std::optional<c10::Device> destination = std::nullopt,
          int64_t dim = 0);
 
 // Details only below.
 
-// by device, then by tensor
+// Returns the parts by device, then by tensor.
 std::vector<std::vector<at::Tensor>> ScatterAll(const std::vector<at::Tensor>& tensors,
                                                 const std::vector<c10::Device>& devices,
                                                 const ScatterOptions& options);

@@ -27,7 +27,7 @@
 namespace distgrad {
 
 struct PipelineOptions {
-  // Of the pipeline: that of its PipelineStages.
+  // The pipeline's name: that of its PipelineStages.
   std::string name = {};
   // The worker of each rank of the schedule; one may be there several times.
   std::vector<std::string> workers = {};
@@ -43,11 +43,12 @@ struct PipelineOptions {
 };
 
 struct PipelineResult {
-  // By micro-batch, as PipelineStage::loss has given them. None of an evaluation without targets.
+  // The losses by micro-batch, as PipelineStage::loss gave them. None of an evaluation without
+  // targets.
   std::vector<at::Tensor> losses;
-  // Of the batch: their sum, or their mean. Undefined where there are none.
+  // The loss of the batch: their sum, or their mean. Undefined where there are none.
   at::Tensor loss;
-  // What the last stage has given, by micro-batch. Of an evaluation alone.
+  // What the last stage has given, by micro-batch; of an evaluation alone.
   std::vector<std::vector<at::Tensor>> outputs;
 };
 
@@ -75,7 +76,7 @@ class Pipeline {
                                        std::vector<at::Tensor> targets,
                                        Deadline deadline = absl::InfinitePast());
 
-  // Forward alone, without gradients; with losses where there are targets.
+  // Runs forward alone, without gradients; with losses where there are targets.
   absl::StatusOr<PipelineResult> Evaluate(std::vector<at::Tensor> inputs,
                                           std::vector<at::Tensor> targets = {},
                                           Deadline deadline = absl::InfinitePast());

@@ -45,21 +45,21 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
 
   const StepPlan& plan() const { return plan_; }
   WorkerRank driver() const { return driver_; }
-  // Whether it was started, and has not ended.
+  // Whether the step was started, and has not ended.
   bool running() const;
   // Whether a function of its stages may still run: longer, if it was stopped.
   bool busy() const;
-  // What it does at this moment, or did when it was stopped: "waits in the receive ...".
+  // What the rank does at this moment, or did when it was stopped: "waits in the receive ...".
   std::string Describe() const;
   // Whether some stages of the two ranks, or all, are the same.
   bool SharesStagesWith(const RankStep& other) const;
   bool HasSameStagesAs(const RankStep& other) const;
 
-  // Takes in what it is to run with. The future is done when it has ended; the first call.
+  // Takes in what the step is to run with; the first call. The future is done when it has ended.
   absl::StatusOr<Future<Message>> Start(const Request& request);
-  // On a thread that may wait.
+  // Follows the list, on a thread that may wait.
   void Run();
-  // Ends it with an error, unless it has ended. Does not wait for a function that runs.
+  // Ends the step with an error, unless it has ended. Does not wait for a function that runs.
   void Stop(const absl::Status& why) { cancellation_->Cancel(why); }
 
   absl::Status Deliver(const Parcel& parcel, Tensors tensors);
@@ -80,7 +80,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
     kOver,
   };
   enum class Event : uint8_t { kStart, kStop, kEndOfList };
-  // All transitions. Returns whether there was one: an event that comes too late changes nothing.
+  // Makes all transitions. Returns whether there was one: an event that comes too late changes
+  // nothing.
   bool Advance(Event event) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool over() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return state_ == State::kStopping || state_ == State::kOver;
@@ -98,7 +99,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   void Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what);
   absl::Status Recompute(Cell cell);
   absl::Status CheckRead(const WriteCheck& read, absl::string_view what, Cell cell) const;
-  // Waits for it.
+  // Waits for a parcel.
   absl::StatusOr<Delivered> Await(Parcel::Kind kind, Cell cell);
   Message Result();
 
@@ -121,13 +122,13 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Synchronizes itself. Ends the step, and all that it has asked of others; keeps why.
   const std::shared_ptr<Cancellation> cancellation_ = std::make_shared<Cancellation>();
 
-  // Of Run() alone, once it is called.
+  // State of Run() alone, once it is called.
   Context context_;
   std::unique_ptr<StepCalls> calls_;
   std::map<Cell, StageRun> runs_;
   std::map<Cell, Delivered> inputs_;                 // of forwards that are next
   std::map<Cell, Tensors> gradients_;                // of outputs, for backwards that are next
-  std::map<Cell, Delivered> to_next_, to_previous_;  // what is to be sent; by who has made it
+  std::map<Cell, Delivered> to_next_, to_previous_;  // what is to be sent; by its maker
   std::map<Cell, WriteCheck> outputs_read_;          // what stages gave, until it is read no more
   std::map<Cell, WriteCheck> gradients_read_;        // what was given back; as outputs_read_
   std::map<Cell, std::pair<WriteCheck, WriteCheck>> given_;  // inputs and targets; to recompute
@@ -139,7 +140,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   std::optional<Promise<Message>> promise_ ABSL_GUARDED_BY(mu_);  // of a step that runs
   DeliveredParcels delivered_ ABSL_GUARDED_BY(mu_);
   Deadline deadline_ ABSL_GUARDED_BY(mu_) = Deadline::Never();
-  CallModes modes_ ABSL_GUARDED_BY(mu_);                 // of whoever runs the step
+  CallModes modes_ ABSL_GUARDED_BY(mu_);                 // of the thread that runs the step
   const Action* action_ ABSL_GUARDED_BY(mu_) = nullptr;  // that it does, or did when it failed
   bool waits_ ABSL_GUARDED_BY(mu_) = false;              // for what others send
   bool ran_ ABSL_GUARDED_BY(mu_) = false;                // had its thread before its end

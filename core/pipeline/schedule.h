@@ -1,5 +1,5 @@
-// In which order the ranks of a pipeline do what is to be done for one batch: a list of actions for
-// each rank, as data. A rank interprets its list, one action after the other; what comes from
+// The order in which the ranks of a pipeline do what is to be done for one batch: a list of actions
+// for each rank, as data. A rank interprets its list, one action after the other; what comes from
 // another rank it waits for.
 //
 //   absl::StatusOr<Schedule> schedule = OneForwardOneBackward(/*stages=*/4, /*micro_batches=*/8);
@@ -23,17 +23,17 @@ struct Action {
   enum class Kind : uint8_t {
     kForward = 0,
     // All of the backward; or its two halves: the gradients of what the stage was given, for which
-    // the stage before it waits, and those of its parameters, for which nobody does.
+    // the stage before it waits, and those of its parameters, for which no stage does.
     kBackward = 1,
     kBackwardInput = 2,
     kBackwardWeight = 3,
-    // To the rank of the next stage, and from that of the one before. A send does not wait.
+    // Transfers to the rank of the next stage, from that of the one before. A send does not wait.
     kSendActivation = 4,
     kReceiveActivation = 5,
-    // To the rank of the stage before, and from that of the next one.
+    // Transfers to the rank of the stage before, from that of the next one.
     kSendGradient = 6,
     kReceiveGradient = 7,
-    // The optimizer's, of one stage. Of no micro-batch.
+    // The optimizer's step of one stage, for no micro-batch.
     kStep = 8,
   };
   static constexpr int kKinds = 9;
@@ -47,7 +47,7 @@ struct Action {
   }
 };
 
-// "forward of stage 1, micro-batch 3".
+// Returns "forward of stage 1, micro-batch 3".
 std::string ToString(const Action& action);
 
 // A stage belongs to one rank, which may have several. Stage s gives its outputs to stage s + 1.
@@ -58,7 +58,7 @@ struct Schedule {
   bool backward = true;
   std::vector<int> rank_of_stage = {};          // by stage
   std::vector<std::vector<Action>> lists = {};  // by rank
-  // How many activations each rank holds at once, at most: of a stage and a micro-batch, from the
+  // The most activations that each rank holds at once: of a stage and a micro-batch, from the
   // forward until its backward, or both halves, are done. Empty: nothing is promised.
   std::vector<int> max_activations = {};
 
@@ -75,14 +75,15 @@ struct Schedule {
 // (S - 1) (F + B).
 absl::StatusOr<Schedule> GPipe(int stages, int micro_batches);
 
-// As few forwards before the first backward as keep all busy, then a backward for each forward
-// (Narayanan et al., 2019). As idle as GPipe, but rank r holds min(M, S - r) activations.
+// The schedule with as few forwards before the first backward as keep all busy, then a backward for
+// each forward (Narayanan et al., 2019). As idle as GPipe, but rank r holds min(M, S - r)
+// activations.
 absl::StatusOr<Schedule> OneForwardOneBackward(int stages, int micro_batches);
 
-// The same with V stages on each rank: stage s is on rank s % ranks (Narayanan et al., 2021). Where
-// M is a multiple of S, a rank is idle for (S - 1) (F + B) / V, with F and B of all of its stages;
-// else at most as long as with M rounded up. Rank r holds min(M V, (V - 1) S + 2 (S - r - 1) + 1)
-// activations, of one V-th of its work each.
+// The schedule of OneForwardOneBackward() with V stages on each rank: stage s is on rank s % ranks
+// (Narayanan et al., 2021). Where M is a multiple of S, a rank is idle for (S - 1) (F + B) / V,
+// with F and B of all of its stages; else at most as long as with M rounded up. Rank r holds min(M
+// V, (V - 1) S + 2 (S - r - 1) + 1) activations, of one V-th of its work each.
 absl::StatusOr<Schedule> InterleavedOneForwardOneBackward(int ranks, int stages_per_rank,
                                                           int micro_batches);
 
@@ -91,17 +92,17 @@ absl::StatusOr<Schedule> InterleavedOneForwardOneBackward(int ranks, int stages_
 // time. Each rank holds min(M, S) activations.
 absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches);
 
-// No backward: for evaluation, with the stages where another schedule has them.
+// The schedule without backward, for evaluation, with the stages where another has them.
 absl::StatusOr<Schedule> ForwardOnly(std::vector<int> rank_of_stage, int micro_batches);
 
 // Puts a send behind each action whose result another rank needs, and a receive before each action
-// that needs one. For lists that have none, and name stages and ranks that exist; else does nothing
+// that needs one. The lists must have none, and name stages and ranks that exist; else does nothing
 // about what they name.
 void AddTransfers(Schedule* schedule);
 
 // ---- What a schedule does.
 
-// How long an action takes, in any unit.
+// The time that an action takes, in any unit.
 using ActionTime = absl::FunctionRef<double(const Action&)>;
 
 struct Timeline {

@@ -17,16 +17,16 @@ namespace distgrad {
 // rank of a schedule, one function at a time; they may throw, and the step then fails with that,
 // with stage and worker.
 struct PipelineStage {
-  // From what the stage before gives, or the micro-batch, what the next stage gets. The tensors
-  // come without history, and the graph is the stage's own; it ends with the micro-batch. So a
-  // stage must not write to what it is given, nor keep it with its history; nor write again to what
-  // it has returned, before the micro-batch's backward has come, or the evaluation is over.
+  // Makes of what the stage before gives, or of the micro-batch, what the next stage gets. The
+  // tensors come without history, and the graph is the stage's own; it ends with the micro-batch.
+  // So a stage must not write to what it is given, nor keep it with its history; nor write again to
+  // what it has returned, before the micro-batch's backward has come, or the evaluation is over.
   std::function<std::vector<at::Tensor>(std::vector<at::Tensor> inputs)> forward;
-  // Of the last stage: the loss of a micro-batch, one number, from what forward has given.
+  // Returns the loss of a micro-batch, one number, from what forward has given; for the last stage.
   std::function<at::Tensor(std::vector<at::Tensor> outputs, std::vector<at::Tensor> targets)> loss =
       nullptr;
-  // How many tensors forward and loss take; with any other number the step fails, and they are not
-  // called. std::nullopt: they take any.
+  // The numbers of tensors that forward and loss take; with any other number the step fails, and
+  // they are not called. std::nullopt: they take any.
   std::optional<int> inputs = 1;
   std::optional<int> targets = 1;
   // Whether forward and loss run a second time, in the backward (activation checkpointing): until

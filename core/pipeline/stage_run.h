@@ -29,7 +29,7 @@ namespace distgrad {
 
 using Tensors = std::vector<at::Tensor>;
 
-// For one thread at a time. After an error it is good for nothing.
+// One stage's run for one micro-batch. For one thread at a time; after an error good for nothing.
 class StageRun {
  public:
   StageRun();
@@ -42,9 +42,9 @@ class StageRun {
   // what the function does; throws what it throws.
   Tensors Forward(const std::function<Tensors(Tensors)>& function, Tensors inputs,
                   const std::vector<bool>& wanted);
-  // The same, but keeps what is needed to call `function` once more in place of the graph. The
-  // outputs have no history; `has_history` says which had one. Recompute() must come before a
-  // backward.
+  // Does what Forward() does, but keeps what is needed to call `function` once more in place of the
+  // graph. The outputs have no history; `has_history` says which had one. Recompute() must come
+  // before a backward.
   Tensors ForwardToRecompute(std::function<Tensors(Tensors)> function, Tensors inputs,
                              std::vector<bool> wanted, std::vector<bool>* has_history);
   // Returns the outputs once more. kFailedPrecondition if others have drawn from the generators, or
@@ -52,11 +52,12 @@ class StageRun {
   // Throws what the function throws.
   absl::StatusOr<Tensors> Recompute();
 
-  // The gradients of the inputs, from those of the outputs, one for each; undefined where there is
-  // none. Those of leaves go to the context.
+  // Returns the gradients of the inputs, from those of the outputs, one for each; undefined where
+  // there is none. Those of leaves go to the context.
   absl::StatusOr<Tensors> Backward(Tensors gradients, ContextRecord& context);
 
-  // The same in two halves. The second needs none of what the first alone has used, which is freed.
+  // Do what Backward() does, in two halves. The second needs none of what the first alone has used,
+  // which is freed.
   absl::StatusOr<Tensors> BackwardInput(Tensors gradients);
   absl::Status BackwardWeight(ContextRecord& context);
 

@@ -24,17 +24,17 @@
 namespace distgrad {
 
 struct PipelineStagesOptions {
-  // How many threads an operator of a stage may use, beside others that do at the same time. 0: as
-  // many as at::get_num_threads() says; but where the launcher says how many workers the machine
-  // has, no more than the processors give to each rank of each of them.
+  // The number of threads that an operator of a stage may use, beside others that do at the same
+  // time. 0: as many as at::get_num_threads() says; but where the launcher says how many workers
+  // the machine has, no more than the processors give to each rank of each of them.
   int threads = 0;
 };
 
 // Thread-safe.
 class PipelineStages {
  public:
-  // Lets the pipelines of that name, of whichever worker of the job, use these stages, by their
-  // number. The worker must outlive the result. kAlreadyExists if it has some of that name;
+  // Lets the pipelines of that name, of any worker of the job, use these stages, by their number.
+  // The worker must outlive the result. kAlreadyExists if it has some of that name;
   // kInvalidArgument for a name of more than 900 bytes or with a "::" in it, for a number below 0,
   // also of threads, and for a stage without forward.
   static absl::StatusOr<std::unique_ptr<PipelineStages>> Create(Worker* worker, std::string name,

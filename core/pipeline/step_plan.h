@@ -22,7 +22,7 @@ inline constexpr size_t kMaxPipelineName = 900;  // with the longest of these it
 
 // What one rank does in one step.
 struct StepPlan {
-  uint64_t step = 0;      // a random number: nobody else's
+  uint64_t step = 0;      // a random number, of this step alone
   uint64_t pipeline = 0;  // another: of the Pipeline that runs it
   int rank = 0;
   int micro_batches = 0;
@@ -31,17 +31,18 @@ struct StepPlan {
   std::vector<int> rank_of_stage = {};
   std::vector<std::string> workers = {};  // by rank
   std::vector<Action> list = {};
-  // What each micro-batch's loss is multiplied by; by micro-batch.
+  // The factor of each micro-batch's loss, by micro-batch.
   std::vector<double> weights = {};
 
   int stages() const { return static_cast<int>(rank_of_stage.size()); }
 };
 
-// By which a rank is known to others; -1 for one that has no stage.
+// Returns the stage by which a rank is known to others; -1 for a rank that has no stage.
 int FirstStage(const std::vector<int>& rank_of_stage, int rank);
 
 std::string EncodePlan(const StepPlan& plan);
-// kInvalidArgument unless its numbers fit together. That the list comes to its end it does not say.
+// Returns kInvalidArgument unless the numbers fit together. Does not check that the list comes to
+// its end.
 absl::StatusOr<StepPlan> DecodePlan(absl::string_view bytes);
 
 struct StepRef {

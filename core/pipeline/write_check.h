@@ -29,7 +29,7 @@ class WriteCheck {
     }
   }
 
-  // kFailedPrecondition says which of them was written to since, after `what`.
+  // Returns kFailedPrecondition, which names after `what` the tensor that was written to since.
   absl::Status Check(absl::string_view what) const {
     for (size_t i = 0; i < versions_.size(); ++i) {
       const auto& [version, before] = versions_[i];

@@ -11,13 +11,13 @@
 
 namespace distgrad {
 
-// To the end of its scope the calling thread allocates at most `bytes` for tensors on the CPU. What
-// would be more throws a StatusError, and nothing is allocated for it. Memory that is freed
-// meanwhile counts too. An inner scope counts for itself alone.
+// Limits what the calling thread allocates for tensors on the CPU, to the end of the scope, to
+// `bytes`. What would be more throws a StatusError, and nothing is allocated for it. Memory that is
+// freed meanwhile counts too. An inner scope counts for itself alone.
 //
 // It sees what goes through libtorch's CPU allocator, which it wraps once for the process: neither
 // the memory of accelerators nor what libtorch's own threads allocate for a parallel loop. It
-// bounds nothing once somebody else has replaced that allocator.
+// bounds nothing once that allocator has been replaced.
 //
 // Stays on its thread.
 class AllocationLimit {
@@ -38,7 +38,7 @@ class AllocationLimit {
   uint64_t taken_ = 0;
 };
 
-// To the end of its scope what the calling thread allocates counts for no limit: it works for
+// Exempts what the calling thread allocates, to the end of the scope, from any limit: it works for
 // others. Stays on its thread.
 class AllocationLimitPause {
  public:

@@ -1,5 +1,5 @@
-// Which device of this worker goes with which device of another: a tensor that is on the one here
-// arrives on the other there, and its gradient comes back the same way.
+// The pairs of a device of this worker and one of another: a tensor that is on the one here arrives
+// on the other there, and its gradient comes back the same way.
 #ifndef DISTGRAD_CORE_TENSOR_DEVICE_MAP_H_
 #define DISTGRAD_CORE_TENSOR_DEVICE_MAP_H_
 
@@ -14,24 +14,26 @@
 
 namespace distgrad {
 
-// Ours and theirs. The CPU is not among them: it always goes with the CPU.
+// Pairs of a local device and a remote one. The CPU is not among them: it always goes with the CPU.
 using DevicePairs = std::vector<std::pair<c10::Device, c10::Device>>;
 
 // Immutable once it is shared.
 class DeviceMap {
  public:
-  // The CPU alone.
+  // Maps the CPU alone.
   DeviceMap() = default;
-  // Every device with the one of the same name: for a worker with itself.
+  // Maps every device to the one of the same name: for a worker with itself.
   static DeviceMap Identity();
-  // kInvalidArgument unless it is one to one, each device has its number, and none is the CPU.
+  // Returns kInvalidArgument unless `pairs` is one to one, each device has its number, and none is
+  // the CPU.
   static absl::StatusOr<DeviceMap> Of(DevicePairs pairs);
 
-  // Theirs for one of ours; kFailedPrecondition, which names it, if there is none.
+  // Returns the remote device of a local one; kFailedPrecondition, which names it, if there is
+  // none.
   absl::StatusOr<c10::Device> Remote(c10::Device local) const;
 
-  // This, and what the other end has for us, as it has it. kInvalidArgument where the two do not
-  // agree.
+  // Returns this map merged with the other end's for us, in its terms. kInvalidArgument where the
+  // two do not agree.
   absl::StatusOr<DeviceMap> With(const DeviceMap& theirs) const;
 
   const DevicePairs& pairs() const { return pairs_; }

@@ -1,5 +1,5 @@
-// What it costs to encode and decode a message of one tensor, by size, next to making such a
-// tensor at all; inline and as a segment. Prints a table. Run with -c opt, on a quiet machine:
+// Measures what it costs to encode and decode a message of one tensor, by size, next to making such
+// a tensor at all; inline and as a segment. Prints a table. Run with -c opt, on a quiet machine:
 //
 //   tools/bazel run //core/tensor:message_benchmark
 #include <ATen/ops/empty.h>

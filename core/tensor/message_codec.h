@@ -1,4 +1,4 @@
-// How a message stands in a packet.
+// The form of a message in a packet.
 //
 //   Packet packet;
 //   absl::Status status = AppendMessage(message, &packet);    // as often as wanted
@@ -16,7 +16,7 @@
 //
 // Tensors of an accelerator arrive on the device that the sender's DeviceMap gives for theirs. They
 // go by way of the CPU; where the map carries GPUs, strided ones of more than kInlineBytes are
-// segments of a GPU (but for bools and parts of sparse tensors, which the reader has to look at).
+// segments of a GPU (but for bools and parts of sparse tensors, which the reader has to read).
 //
 // All functions here are thread-safe.
 #ifndef DISTGRAD_CORE_TENSOR_MESSAGE_CODEC_H_
@@ -36,7 +36,7 @@
 
 namespace distgrad {
 
-// Past one of these a message is refused, before anything is allocated for it.
+// Limits past one of which a message is refused, before anything is allocated for it.
 struct MessageLimits {
   uint32_t max_tensors = 65536;
   uint64_t max_payload_bytes = uint64_t{1} << 30;
@@ -54,7 +54,7 @@ class SegmentReader {
 
   size_t remaining() const { return segments_.size(); }
 
-  // Only while remaining() > 0.
+  // Returns the next segment; only while remaining() > 0.
   const Segment& Peek() const { return segments_.front(); }
   Segment Take() {
     Segment segment = std::move(segments_.front());
@@ -67,7 +67,7 @@ class SegmentReader {
 };
 
 // Appends `message` to what the packet has. The segments that this makes are the tensors' own
-// memory (and keep it alive): nobody may write to those tensors, resize them or free their
+// memory (and keep it alive): no thread may write to those tensors, resize them or free their
 // storage until the packet is sent. Those of a GPU are read in the order of its current stream. On
 // an error, as that of a device which has no place in `devices`, the packet is as it was.
 absl::Status AppendMessage(const Message& message, Packet* packet,

@@ -45,8 +45,8 @@ struct Head {
 };
 static_assert(sizeof(Head) == kHeadBytes && alignof(Head) == 1, "Head is written as it is");
 
-// The wire has libtorch's numbers of dtypes and devices. It never changed one; should it, these
-// are the ones to look at.
+// The wire has libtorch's numbers of dtypes and devices. It never changed one; should it, these are
+// the ones to check.
 static_assert(static_cast<int>(at::kByte) == 0 && static_cast<int>(at::kFloat) == 6 &&
                   static_cast<int>(at::kBool) == 11 && static_cast<int>(at::kBFloat16) == 15 &&
                   static_cast<int>(at::ScalarType::UInt64) == 29 &&

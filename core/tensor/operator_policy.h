@@ -1,4 +1,4 @@
-// Which operators a worker runs for others who may not do with this process what they like.
+// The operators that a worker runs for peers that may not do with this process what they like.
 #ifndef DISTGRAD_CORE_TENSOR_OPERATOR_POLICY_H_
 #define DISTGRAD_CORE_TENSOR_OPERATOR_POLICY_H_
 
@@ -7,8 +7,8 @@
 
 namespace distgrad {
 
-// kPermissionDenied unless `name` ("aten::add.Tensor") is an operator of libtorch's own that only
-// computes. Refused are
+// Returns kPermissionDenied unless `name` ("aten::add.Tensor") is an operator of libtorch's own
+// that only computes. Refused are
 //
 //   - all namespaces but "aten": what an extension registers may do anything;
 //   - names that begin with "_", but for the "_foreach_" ones: they are libtorch's internal steps,

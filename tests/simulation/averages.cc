@@ -1,4 +1,4 @@
-// What all workers do together: averages of gradients, and barriers.
+// The actions that all workers do together: averages of gradients, and barriers.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/zeros_like.h>

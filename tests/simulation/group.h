@@ -1,6 +1,6 @@
-// Process groups of a simulated job: in place of Gloo's backend theirs is one whose ranks meet in
-// this process, and whose data takes as long as the simulated network's packets do. The linker has
-// ProcessGroup::Create() make it (--wrap, BUILD.bazel).
+// Process groups of a simulated job: in place of Gloo's backend theirs is one whose ranks find each
+// other in this process, and whose data takes as long as the simulated network's packets do. The
+// linker has ProcessGroup::Create() make it (--wrap, BUILD.bazel).
 //
 //   GroupNetwork groups(network);   // one at a time
 //   ProcessGroup::Create({.store = store, .rank = 1, .size = 2, .host = host->address()});
@@ -32,7 +32,7 @@ class GroupNetwork {
   // The process with this address is gone, as SimulatedNetwork::Kill() has it.
   void Kill(const std::string& address, bool silently);
 
-  // For the backends.
+  // Returns the network, for the backends.
   static GroupNetwork& Current();
   const std::shared_ptr<SimulatedNetwork>& network() const { return network_; }
   int NewRoom(int size);

@@ -11,7 +11,7 @@
 
 namespace distgrad::simulation {
 
-// For Runner.
+// Runs a job, for Runner.
 std::string RunJob(absl::string_view order, Course* course);
 void WarmUp();
 

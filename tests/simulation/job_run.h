@@ -113,11 +113,11 @@ class Job {
   void RunAverages(const Action& action, int i, Process* process);
   void RunBarrier(const Action& action, int i, Worker* worker);
 
-  // How something may end, besides by a fault.
+  // The ways in which something may end, besides by a fault.
   struct Terms {
     int ending = Action::kByItself;
-    bool with_guests = false;  // who may not be there yet, or not any more
-    bool planned = false;      // somebody else gives up
+    bool with_guests = false;  // which may not be there yet, or not any more
+    bool planned = false;      // another worker gives up
   };
   // Checks how something ended that was to be over by then.
   void CheckEnd(const std::string& what, const absl::Status& status, Deadline deadline,
@@ -127,7 +127,7 @@ class Job {
     CheckEnd(what, status, deadline, Terms{ending});
   }
   void CheckNothingIsLeft();
-  // Those who live reach each other again.
+  // Checks that live workers reach each other again.
   void CheckAllIsWell();
 
   const Plan& plan_;
@@ -137,8 +137,8 @@ class Job {
   GroupNetwork groups_;
   std::vector<Tensors> parameters_;                          // by worker
   std::map<int, std::unique_ptr<PipelineModel>> pipelines_;  // by Action::a
-  // Something may fail that must not otherwise; somebody was killed, in silence, came back;
-  // somebody joins meanwhile; threads were refused.
+  // Whether something may fail that must not otherwise; a worker was killed or came back, or was
+  // killed in silence; threads were refused; a worker joins meanwhile.
   std::atomic<bool> disturbed_{false}, killed_{false}, killed_silently_{false}, refused_{false};
   bool has_newcomers_ = false;
 
@@ -147,12 +147,12 @@ class Job {
   std::set<int> coming_back_ ABSL_GUARDED_BY(mu_);
   std::set<int> ever_killed_ ABSL_GUARDED_BY(mu_);
   std::string wrong_ ABSL_GUARDED_BY(mu_);
-  // Of programs, to the end: a call may outlive its deadline.
+  // The runs of programs, to the end: a call may outlive its deadline.
   std::vector<std::unique_ptr<std::pair<Steps, State>>> runs_ ABSL_GUARDED_BY(mu_);
   std::vector<std::thread> spawned_ ABSL_GUARDED_BY(mu_);
   int newcomers_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<int, Training> trained_ ABSL_GUARDED_BY(mu_);  // by Action::b
-  // By worker.
+  // One worker's barriers, that it has come to and passed.
   struct Barriers {
     int come = 0, passed = 0;
   };

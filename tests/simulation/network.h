@@ -52,17 +52,17 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   void Cut(const std::string& a, const std::string& b, bool silently);
   // What one sends to the other waits until then, and so do news of connections.
   void Hold(const std::string& from, const std::string& to, Clock::time_point until);
-  // The process or, silently, the machine is gone: nothing comes from there any more, nor arrives.
+  // Kills the process or, silently, the machine: nothing comes from there any more, nor arrives.
   // The others hear of the first.
   void Kill(const std::string& address, bool silently);
-  // How many connections there are, by their ends.
+  // The number of connections, by their ends.
   size_t ends() const;
-  // Those that are not as they should be, for a report.
+  // Describes the connections that are not as they should be, for a report.
   std::string Text() const;
 
-  // For the transports.
+  // The functions for the transports.
   uint64_t Draw();
-  // When what is sent now arrives.
+  // Returns when what is sent now arrives.
   Clock::time_point Arrival(const std::string& from, const std::string& to);
   std::shared_ptr<internal::SimulatedNode> Find(const std::string& address) const;
   void Remove(const std::string& address);
@@ -93,7 +93,7 @@ class SimulatedHost final : public InprocNetwork {
     address_ = std::move(address);
     return transport;
   }
-  // Of its transport.
+  // The address of its transport.
   std::string address() const {
     absl::MutexLock lock(&mu_);
     return address_;

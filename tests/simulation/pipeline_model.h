@@ -16,7 +16,7 @@ namespace distgrad::simulation {
 struct PipelineModel {
   PipelineModel(const Action& action, int workers);
 
-  // Of a stage, and of the last one.
+  // The functions of a stage, and of the last one.
   std::vector<at::Tensor> Compute(int stage, const std::vector<at::Tensor>& in) const;
   at::Tensor Loss(const std::vector<at::Tensor>& out, const std::vector<at::Tensor>& target) const;
 

@@ -1,4 +1,4 @@
-// What happens in a simulated job: who does what, and what goes wrong, as a seed draws it.
+// The plan of a simulated job: what each worker does, and what goes wrong, as a seed draws it.
 #ifndef DISTGRAD_TESTS_SIMULATION_PLAN_H_
 #define DISTGRAD_TESTS_SIMULATION_PLAN_H_
 
@@ -26,7 +26,7 @@ enum Faults : unsigned {
   kHarmless = kSlowPackets | kStalls | kPreemption | kClockJumps,  // nothing may fail for these
 };
 
-// One thing that somebody does: a worker's thread; fate; or all workers together, each by one more
+// One action of an actor: a worker's thread; fate; or all workers together, each by one more
 // thread.
 struct Action {
   static constexpr int kFate = -1, kAll = -2;  // actors
@@ -48,7 +48,7 @@ struct Action {
     kClock,     // a: milliseconds that the wall clock jumps
     kRefuse,    // threads; c: milliseconds
   } kind;
-  // kUntil: until nobody waits for it any more.
+  // The functions; kUntil runs until no caller waits for it any more.
   enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kUntil, kFunctions };
   enum Ending { kByItself, kByDeadline, kByCancel, kByRelease, kEndings };
   enum PassFlags {
@@ -66,7 +66,7 @@ struct Action {
   int a = 0, b = 0, c = 0;
 };
 
-// So many optimizer steps can be told apart in what they leave behind.
+// The most optimizer steps that can be told apart in what they leave behind.
 inline constexpr int kMostTrained = 12;
 
 struct Plan {

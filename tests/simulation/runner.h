@@ -23,7 +23,7 @@ struct Outcome {
   Course course;
 };
 
-// By one thread at a time.
+// For one thread at a time: runs orders in processes of their own.
 class Runner {
  public:
   // Returns what is wrong, or "".
@@ -40,7 +40,7 @@ class Runner {
   Runner& operator=(const Runner&) = delete;
   ~Runner();
 
-  // Ends it when it takes so many seconds.
+  // Runs an order, and ends it when it takes so many seconds.
   Outcome Run(absl::string_view order, int patience = 60);
 
  private:

@@ -2,10 +2,10 @@
 //
 // Every thread is one of the system's, so what belongs to a thread (grad mode, locks, handlers) is
 // as in production; but only the one that has the baton runs. It hands it on where it would wait,
-// and, if the options say so, where it takes or gives back a lock. Who gets it is drawn by the
-// seed. Time is a number that moves only when the baton does: when nobody can go on, it jumps to
-// the first moment at which somebody can. When there is no such moment, threads wait for each other
-// for ever: the process prints who waits where, and ends.
+// and, if the options say so, where it takes or gives back a lock. The thread that gets it is drawn
+// by the seed. Time is a number that moves only when the baton does: when no thread can go on, it
+// jumps to the first moment at which one can. When there is no such moment, threads wait for each
+// other for ever: the process prints where each waits, and ends.
 //
 // libc.cc brings the program's waiting here: it defines the functions of libc that wait, start
 // threads, or tell the time, in place of libc's own, for all code of the program, libtorch's too.
@@ -28,7 +28,8 @@ inline constexpr bool kCanSimulate = false;
 inline constexpr bool kCanSimulate = true;
 #endif
 
-// Where a process whose threads wait for ever ends, and one that takes too long by its own clock.
+// The exit codes of a process whose threads wait for ever, and of one that takes too long by its
+// own clock.
 inline constexpr int kDeadlockExit = 71, kTooLongExit = 72;
 
 struct Schedule {
@@ -52,12 +53,11 @@ struct Course {
   uint64_t threads = 0;
 };
 
-// The calling thread, which must be the only one of the process, is the first to have the baton.
+// Gives the baton to the calling thread, which must be the only one of the process.
 void Begin(const Schedule& schedule);
-// Once there is no other thread.
+// Ends the course, once there is no other thread.
 Course End();
-// From here on threads are not preempted and do not stand still, so that what is left over ends
-// soon.
+// Has threads no longer preempted or stand still, so that what is left over ends soon.
 void Calm();
 
 // Moves the wall clock, as an operator or a time server does. What waits until a time of it waits
@@ -65,7 +65,7 @@ void Calm();
 void MoveWallClock(int64_t by);  // nanoseconds
 int64_t WallClockAhead();        // by how much it has been moved
 
-// Until that time the system starts no threads but those of a MustStart. OnThread() alone.
+// Has the system start no threads until then but those of a MustStart. OnThread() alone.
 void RefuseThreads(int64_t until);
 class MustStart {
  public:

@@ -58,7 +58,7 @@ class SimulatedStore final : public ForwardingStore {
 
  private:
   absl::Status Reach(Deadline deadline) {
-    // As the stores' clients have it: some seconds, also past the deadline.
+    // The patience of the stores' clients: some seconds, also past the deadline.
     const auto patience = std::max(deadline, Deadline::After(absl::Seconds(5)));
     while (true) {
       absl::Duration wait;

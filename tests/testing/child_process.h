@@ -16,7 +16,7 @@
 
 namespace distgrad {
 
-// For one thread. The child dies with its parent, and with this object.
+// A child process, for one thread. It dies with its parent, and with this object.
 class ChildProcess {
  public:
   explicit ChildProcess(const std::vector<std::string>& arguments);
@@ -29,7 +29,7 @@ class ChildProcess {
 
   // The next line of its standard output, without the newline; "" at the end.
   std::string ReadLine();
-  // The same, but does not wait: nullopt if no whole line is there yet.
+  // Does the same, but does not wait: nullopt if no whole line is there yet.
   std::optional<std::string> TryReadLine();
 
   void Signal(int signal);

@@ -43,8 +43,8 @@ class Cluster {
   Worker& operator[](int i) { return *workers_[i]; }
   InprocNetwork& network() { return *network_; }
 
-  // One more worker, which the others have not heard of yet. It has to leave by itself, and to end
-  // before the cluster does.
+  // Adds one more worker, which the others have not heard of yet. It has to leave by itself, and to
+  // end before the cluster does.
   std::unique_ptr<Worker> Join(std::string name);
 
   // Ends a worker without a farewell.

@@ -1,4 +1,4 @@
-// A store that hands everything on to another, for tests that look at some of it, or hold it up.
+// A store that hands everything on to another, for tests that observe some of it, or hold it up.
 #ifndef DISTGRAD_TESTS_TESTING_FORWARDING_STORE_H_
 #define DISTGRAD_TESTS_TESTING_FORWARDING_STORE_H_
 

@@ -14,7 +14,7 @@
 
 namespace distgrad {
 
-// While it lives, this process gets no more of them; those that it has work. One at a time.
+// Denies this process more of them while it lives; those that it has work. One at a time.
 class NoDescriptors {
  public:
   NoDescriptors() {
@@ -31,7 +31,7 @@ class NoDescriptors {
   rlimit before_;
 };
 
-// While it lives, this process gets a descriptor only where it gives one back. One at a time.
+// Gives this process, while it lives, a descriptor only where it gives one back. One at a time.
 class NoMoreDescriptors {
  public:
   NoMoreDescriptors() {

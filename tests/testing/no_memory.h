@@ -8,8 +8,8 @@
 
 namespace distgrad {
 
-// While it lives, this process gets at most `left` bytes of addresses beyond those that it has. Not
-// for AddressSanitizer and ThreadSanitizer, whose own memory has no such bound. One at a time.
+// Gives this process, while it lives, at most `left` bytes of addresses beyond those that it has.
+// Not for AddressSanitizer and ThreadSanitizer, whose own memory has no such bound. One at a time.
 class NoMemory {
  public:
   explicit NoMemory(size_t left);

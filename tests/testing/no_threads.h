@@ -6,7 +6,7 @@
 
 namespace distgrad {
 
-// While it lives, no thread can be made in this process; those that there are go on. One at a time.
+// Lets no thread be made in this process while it lives; those that there are go on. One at a time.
 class NoThreads {
  public:
   NoThreads();

@@ -25,7 +25,7 @@ struct RanksOptions {
 void RunRanks(int size, const std::function<void(std::shared_ptr<ProcessGroup>)>& rank,
               const RanksOptions& options = {});
 
-// What a rank does that has run out of input, in place of its other steps, until all have.
+// Takes the steps of a rank that has run out of input, in place of its others, until all have.
 void StepWithTheOthers(GradientAverager& averager, const std::function<void()>& zero_grad,
                        const std::function<void()>& step);
 

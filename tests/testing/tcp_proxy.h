@@ -1,4 +1,4 @@
-// Somebody between the two ends of TCP connections, who sees what they say and may change it.
+// A proxy between the two ends of TCP connections, which sees what they send and may change it.
 #ifndef DISTGRAD_TESTS_TESTING_TCP_PROXY_H_
 #define DISTGRAD_TESTS_TESTING_TCP_PROXY_H_
 
@@ -15,7 +15,7 @@ namespace distgrad {
 class TcpProxy {
  public:
   enum class Way { kToServer, kToClient };
-  // What goes on in the place of `bytes`. On the proxy's thread.
+  // Returns what goes on in place of `bytes`. Called on the proxy's thread.
   using Edit = std::function<std::string(Way way, std::string bytes)>;
 
   // Listens on loopback, and forwards to that port there.
@@ -33,7 +33,7 @@ class TcpProxy {
 
   void Run();
   void Accept();
-  // False: one end is gone, and the other shall go too.
+  // Returns false if one end is gone, and the other shall go too.
   bool Forward(Way way, Socket& from, Socket& to);
 
   const uint16_t server_port_;

@@ -32,11 +32,11 @@ struct TraceEvents {
   std::vector<uint64_t> dropped;   // of each trace
 };
 
-// An error names what is wrong: no JSON, an event without one of its fields, slices of one thread
-// that overlap without one lying in the other, or a flow that lies in no slice.
+// Reads traces. An error names what is wrong: no JSON, an event without one of its fields, slices
+// of one thread that overlap without one lying in the other, or a flow that lies in no slice.
 absl::StatusOr<TraceEvents> ReadTraces(const std::vector<std::string>& texts);
 
-// The one with the other end of its flow; null if there is none.
+// Returns the slice with the other end of its flow; null if there is none.
 const TraceSlice* OtherEnd(const TraceEvents& events, const TraceSlice& slice);
 
 }  // namespace distgrad

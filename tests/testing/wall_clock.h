@@ -7,8 +7,7 @@
 
 namespace distgrad {
 
-// From now on the wall clock of this process is ahead of the machine's by `by` (behind, if
-// negative).
+// Sets the wall clock of this process ahead of the machine's by `by` (behind, if negative).
 void SetWallClockAhead(absl::Duration by);
 
 }  // namespace distgrad

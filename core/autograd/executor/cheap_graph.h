@@ -11,10 +11,10 @@
 
 namespace distgrad {
 
-// True if all that can be reached from `roots` is at most a few dozen nodes, on the CPU, each of
-// libtorch's own or a stop, with inputs of at most a few KiB, and none with a hook. So no function
-// of a user runs there (but for a hook on a saved tensor, which cannot be seen from outside). Looks
-// at no more nodes than that. `is_stop` as for Graph.
+// Returns true if all that can be reached from `roots` is at most a few dozen nodes, on the CPU,
+// each of libtorch's own or a stop, with inputs of at most a few KiB, and none with a hook. So no
+// function of a user runs there (but for a hook on a saved tensor, which cannot be seen from
+// outside). Traverses no more nodes than that. `is_stop` as for Graph.
 bool CheapToRunInline(absl::Span<const std::shared_ptr<torch::autograd::Node>> roots,
                       absl::FunctionRef<bool(torch::autograd::Node&)> is_stop);
 

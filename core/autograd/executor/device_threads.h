@@ -33,8 +33,8 @@ class DeviceThreads {
   // this.
   ThreadPool* Of(c10::Device device);
 
-  // They take no more nodes, and end with those that they have. False if the deadline has passed
-  // before that. Not on one of them.
+  // Ends the threads once they have run the nodes that they have; they take no more. False if the
+  // deadline has passed before that. Must not be called on one of them.
   bool Join(Deadline deadline);
   bool OnThese() const;
   // How many there are that have not ended.

@@ -2,9 +2,9 @@
 // the same time, each node runs when all that it depends on has run, and what arrives at leaves
 // and stop nodes goes to a sink. Knows nothing of workers.
 //
-// An input of a root is *reached* or not, as whoever feeds the root says; and a node is if a path
-// of nodes leads to it from a reached input. A node that is not reached does not run; it only
-// passes that on, so that the leaves behind an unused result get nothing at all, as in local
+// An input of a root is *reached* or not, as the caller that feeds the root says; and a node is if
+// a path of nodes leads to it from a reached input. A node that is not reached does not run; it
+// only passes that on, so that the leaves behind an unused result get nothing at all, as in local
 // autograd, where nothing leads from the loss to them.
 //
 // Does what torch::autograd::backward does, in the same order, so that gradients are equal to
@@ -50,11 +50,11 @@ class GradientSink {
  public:
   virtual ~GradientSink() = default;
 
-  // The sum of what arrived at a leaf, never undefined; not called for a leaf that got nothing. If
-  // the leaf has a post-accumulate hook, the sink calls it, as it alone knows the gradient so far.
-  // The tensor is the sink's to keep, and what the leaf's .grad would be after a first backward:
-  // laid out like the leaf, and shared with nobody where libtorch would not share it either.
-  // May throw: that fails the execution.
+  // Takes the sum of what arrived at a leaf, never undefined; not called for a leaf that got
+  // nothing. If the leaf has a post-accumulate hook, the sink calls it, as it alone knows the
+  // gradient so far. The tensor is the sink's to keep, and what the leaf's .grad would be after a
+  // first backward: laid out like the leaf, and not shared where libtorch would not share it
+  // either. May throw: that fails the execution.
   virtual void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) = 0;
 
   // What arrived at a stop node, one tensor (or undefined) per input; `reached` false means
@@ -79,19 +79,19 @@ class GradientSink {
 };
 
 struct ExecutionOptions {
-  // Keep what nodes saved in forward, so that the graph can be run again.
+  // Keeps what nodes saved in forward, so that the graph can be run again.
   bool retain_graph = false;
   // Must outlive the execution. Without it all nodes run on the threads that feed.
   DeviceThreads* device_threads = nullptr;
-  // Kept until the last OnIdle has returned: what owns the sink, say.
+  // An object, say the sink's owner, that is kept until the last OnIdle has returned.
   std::shared_ptr<void> keep_alive = nullptr;
 };
 
 // Whether nodes may run on the calling thread. Not within a node or a post-accumulate hook: the
 // thread holds that node's mutex, which a node that it ran might wait for (node_turn.h). Nor where
 // libtorch's own engine runs something for torch::autograd::grad(), or a backward() with inputs:
-// there libtorch's nodes ask a thread-local, which nobody outside can set, which of their outputs
-// lead to those inputs, and leave out the others without an error.
+// there libtorch's nodes ask a thread-local, which cannot be set from outside, which of their
+// outputs lead to those inputs, and leave out the others without an error.
 bool MayRunNodesHere();
 
 // Thread-safe.
@@ -117,8 +117,8 @@ class Execution {
   // first status wins. Waits for nothing.
   void Cancel(absl::Status why);
 
-  // OK until a node, a hook or the sink throws, or Cancel. The message of a node's error begins
-  // with the node's name; the code is that of StatusFromException.
+  // Returns OK until a node, a hook or the sink throws, or Cancel. The message of a node's error
+  // begins with the node's name; the code is that of StatusFromException.
   absl::Status status() const;
 
   // Whether no node is running or about to.

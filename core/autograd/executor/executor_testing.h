@@ -132,7 +132,8 @@ inline bool IsStop(torch::autograd::Node& node) {
   return dynamic_cast<StopNode*>(&node) != nullptr;
 }
 
-// One source for each list of tensors; the sources are the graph's indices 0, 1, ...
+// Makes a graph with one source for each list of tensors; the sources are the graph's indices 0, 1,
+// ...
 inline std::shared_ptr<const Graph> GraphOf(const std::vector<std::vector<at::Tensor>>& roots) {
   std::vector<std::shared_ptr<Graph::Node>> sources;
   for (const auto& tensors : roots) sources.push_back(std::make_shared<SourceNode>(tensors));

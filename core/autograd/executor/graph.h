@@ -68,7 +68,7 @@ class Graph {
         .subspan(entries_[i].first_successor, entries_[i].successor_count);
   }
 
-  // kNone if the node is not part of this graph.
+  // Returns kNone if the node is not part of this graph.
   Index Find(const Node* node) const;
 
   // Whether each node (by index) can be reached from `sources`, themselves included.

@@ -51,7 +51,7 @@ class Lane {
  public:
   explicit Lane(ThreadPool* threads) : threads_(threads) {}
 
-  // Whose task the runner is.
+  // The threads whose task the runner is.
   ThreadPool* threads() const { return threads_; }
 
   // Hands a node over. True if the caller has to start the runner.
@@ -61,8 +61,8 @@ class Lane {
     return !std::exchange(has_runner_, true);
   }
 
-  // For the runner: takes in what has arrived. False if there is nothing left, and then the
-  // runner is none any more.
+  // Takes in what has arrived; for the runner. False if there is nothing left, and then the runner
+  // is none any more.
   bool Refill(ReadyHeap* ready) {
     absl::MutexLock lock(&mu_);
     for (const ReadyNode& node : arrived_) ready->Push(node);

@@ -1,7 +1,7 @@
 // A backward of libtorch's own inside a node, as reentrant checkpointing runs one. It adds to the
 // .grad of the leaves that it finds. That is right for leaves that the node has made for itself and
-// reads again; but a parameter would have its gradient there, where nobody looks, and not where the
-// execution leaves gradients.
+// reads again; but a parameter would have its gradient there, where it is not read, and not where
+// the execution leaves gradients.
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_NESTED_BACKWARD_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_NESTED_BACKWARD_H_
 
@@ -12,7 +12,7 @@
 
 namespace distgrad {
 
-// While it lives, notes the leaves whose .grad a backward on this thread changes. Nests: what has
+// Notes, while it lives, the leaves whose .grad a backward on this thread changes. Nests: what has
 // begun later notes them. For one thread.
 //
 // libtorch asks one function of the process for its engine. The first of these puts itself in
@@ -26,8 +26,8 @@ class NestedBackwards {
   NestedBackwards(const NestedBackwards&) = delete;
   NestedBackwards& operator=(const NestedBackwards&) = delete;
 
-  // After each node: throws, with kFailedPrecondition, if one of the leaves noted since the last
-  // call still exists.
+  // Throws, with kFailedPrecondition, if one of the leaves noted since the last call still exists;
+  // after each node.
   void CheckLeavesAreGone() {
     if (!leaves_.empty()) CheckLeaves();
   }

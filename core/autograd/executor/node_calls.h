@@ -16,7 +16,7 @@ struct AccumulateGrad;
 namespace distgrad {
 
 // All of these throw what a node or a hook throws. `reuse` says whether the memory of a gradient
-// that nobody else holds may be written again; see Graph::one_stream_per_device.
+// that nothing else holds may be written again; see Graph::one_stream_per_device.
 
 // Runs the hooks of a node at which gradients leave the graph, in place of the node itself: what
 // the hooks before it leave is what it hands on, and what the hooks after it may change.
@@ -33,8 +33,8 @@ torch::autograd::variable_list CallOperator(torch::autograd::Node& node,
 void CallLeaf(torch::autograd::AccumulateGrad& leaf, torch::autograd::variable_list gradients,
               bool reuse, absl::FunctionRef<void(at::Tensor)> accumulate);
 
-// The sum of two gradients for an input of `consumer`, as libtorch adds them up; on `stream` if
-// they are on an accelerator.
+// Returns the sum of two gradients for an input of `consumer`, as libtorch adds them up; on
+// `stream` if they are on an accelerator.
 at::Tensor AddGradients(torch::autograd::Node& consumer, at::Tensor held, at::Tensor gradient,
                         std::optional<c10::Stream> stream, bool reuse);
 

@@ -1,5 +1,5 @@
-// Who runs a node. libtorch holds a mutex of the node's meanwhile, and the user's code runs under
-// it: a custom function's backward, a hook on a saved tensor. That code may wait for another
+// The turn to run a node. libtorch holds a mutex of the node's meanwhile, and the user's code runs
+// under it: a custom function's backward, a hook on a saved tensor. That code may wait for another
 // worker, which may need what another pass that has come to the same node would keep, if it waited
 // for that mutex as libtorch does: a thread of a pool, or the sockets.
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_NODE_TURN_H_
@@ -9,9 +9,9 @@
 
 namespace distgrad {
 
-// The right to run a node, which one thread of the process has at a time: whoever has it finds the
-// node's mutex free, unless libtorch's own engine runs the node. Waits for it in a BlockingScope,
-// so that nobody needs the thread that waits.
+// The right to run a node, which one thread of the process has at a time: the thread that has it
+// finds the node's mutex free, unless libtorch's own engine runs the node. Waits for it in a
+// BlockingScope, so that no work needs the thread that waits.
 //
 // The thread that has a turn runs no other node (MayRunNodesHere), which could need the same one.
 // Stays on its thread.
@@ -22,7 +22,7 @@ class NodeTurn {
   NodeTurn(const NodeTurn&) = delete;
   NodeTurn& operator=(const NodeTurn&) = delete;
 
-  // Whether the calling thread has one.
+  // Whether the calling thread has a turn.
   static bool IsHeldHere();
 
  private:

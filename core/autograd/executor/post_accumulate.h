@@ -23,7 +23,7 @@ bool HasPostAccumulateHook(const torch::autograd::AccumulateGrad& leaf);
 // A hook of ours that is about a leaf's .grad alone. Contexts call the one that was there before.
 class GradHook : public torch::autograd::PostAccumulateGradHook {
  public:
-  // Null if there was none.
+  // The hook that was there before; null if there was none.
   virtual torch::autograd::PostAccumulateGradHook* earlier() const = 0;
 };
 
@@ -31,14 +31,14 @@ class GradHook : public torch::autograd::PostAccumulateGradHook {
 // caller that has other gradients in their .grad for a while. Waits in a BlockingScope.
 class LeavesLock {
  public:
-  // Those that are no leaves, or need no gradient, have no mutex.
+  // Tensors that are no leaves, or need no gradient, have no mutex.
   explicit LeavesLock(absl::Span<const at::Tensor> leaves);
   ~LeavesLock();
   LeavesLock(const LeavesLock&) = delete;
   LeavesLock& operator=(const LeavesLock&) = delete;
 
  private:
-  // In one order, so that no two wait for each other; each once.
+  // The leaves' nodes, each once, in one order, so that no two locks wait for each other.
   std::vector<std::shared_ptr<torch::autograd::Node>> nodes_;
 };
 
@@ -46,7 +46,7 @@ class LeavesLock {
 // with that as the leaf's .grad: a hook may well know the leaf itself, as an optimizer does whose
 // step() and zero_grad() it calls. Gives `keep` what the hook leaves there (undefined for nothing),
 // and puts back what was in .grad. The leaf's mutex is held meanwhile, as libtorch holds it, so
-// that nobody else accumulates there; a thread waits for it in a BlockingScope. Throws what a
+// that no other thread accumulates there; a thread waits for it in a BlockingScope. Throws what a
 // hook throws.
 void CallPostAccumulateHook(torch::autograd::AccumulateGrad& leaf,
                             absl::FunctionRef<at::Tensor()> accumulate,

@@ -15,7 +15,7 @@ namespace distgrad {
 // Immutable after construction.
 class SourceNode : public torch::autograd::Node {
  public:
-  // One input per tensor, in their order. A tensor that is undefined or requires no grad keeps
+  // Has one input per tensor, in their order. A tensor that is undefined or requires no grad keeps
   // its place, and what is fed for it goes nowhere.
   explicit SourceNode(absl::Span<const at::Tensor> tensors);
 
@@ -23,7 +23,7 @@ class SourceNode : public torch::autograd::Node {
   std::string name() const override;
 };
 
-// One whose graph, however long, is freed without recursion.
+// Makes a SourceNode whose graph, however long, is freed without recursion.
 std::shared_ptr<SourceNode> MakeSourceNode(absl::Span<const at::Tensor> tensors);
 
 }  // namespace distgrad

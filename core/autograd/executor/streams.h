@@ -1,6 +1,6 @@
-// In which order the streams of an accelerator must work, so that gradients that are still being
-// computed can be handed from one to another. What is explained in docs of libtorch as "stream
-// semantics of backward passes" holds here too.
+// The order in which the streams of an accelerator must work, so that gradients that are still
+// being computed can be handed from one to another. What is explained in docs of libtorch as
+// "stream semantics of backward passes" holds here too.
 //
 // The rule: each input of a node has a home stream, the one on which forward made the tensor.
 // A gradient for it is brought into the order of that stream when it arrives, is added up there,
@@ -30,13 +30,12 @@ std::optional<c10::Stream> HomeStream(const torch::autograd::Node& node, uint32_
 // for that, and the allocator keep the memory until `home` is done with it.
 void BringHome(const at::Tensor& gradient, c10::Stream home);
 
-// That the values of some tensors are there, or will be without anybody's doing: how far the
-// streams were on which they were computed. Not thread-safe.
+// The point in their streams at which the values of some tensors are computed. Not thread-safe.
 class ReadyMark {
  public:
   ReadyMark() = default;
-  // What was launched on this thread's current streams computes `tensors` (or nothing, of those
-  // that are undefined or not on an accelerator).
+  // Marks what was launched on this thread's current streams, which computes `tensors` (or nothing,
+  // of those that are undefined or not on an accelerator).
   explicit ReadyMark(const std::vector<at::Tensor>& tensors) {
     for (const at::Tensor& tensor : tensors) Add(tensor);
   }
@@ -50,8 +49,8 @@ class ReadyMark {
   std::vector<c10::Event> events_;  // one for each device
 };
 
-// While it lives, what this thread launches goes to the home streams of the node's inputs, and
-// the node's device is the current one. Does nothing for a node of the CPU.
+// Sends what this thread launches, while the guard lives, to the home streams of the node's inputs,
+// and makes the node's device the current one. Does nothing for a node of the CPU.
 class HomeStreamGuard {
  public:
   HomeStreamGuard(torch::autograd::Node& node, const torch::autograd::variable_list& gradients);

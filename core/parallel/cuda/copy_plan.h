@@ -1,10 +1,10 @@
-// How many copies are spread over the threads of one kernel. The kernel (copy_kernel.cu) is these
-// functions and nothing more, so that they can be run, thread by thread, on a machine without a
-// GPU too.
+// The plan by which many copies are spread over the threads of one kernel. The kernel
+// (copy_kernel.cu) is these functions and nothing more, so that they can be run, thread by thread,
+// on a machine without a GPU too.
 //
 // Every copy is cut into tiles of kTileBytes, and the tiles of all copies are numbered through. A
-// block of threads takes a tile, looks up by binary search whose it is, and copies it in the widest
-// words that both ends are aligned to.
+// block of threads takes a tile, finds its copy by binary search, and copies it in the widest words
+// that both ends are aligned to.
 #ifndef DISTGRAD_CORE_PARALLEL_CUDA_COPY_PLAN_H_
 #define DISTGRAD_CORE_PARALLEL_CUDA_COPY_PLAN_H_
 
@@ -62,7 +62,7 @@ inline size_t FillTable(const CopyJob* jobs, size_t count, CopyTable* table) {
 
 namespace internal {
 
-// May alias: the bytes are those of any type.
+// Words that may alias: the bytes are those of any type.
 struct __attribute__((may_alias, aligned(16))) Word16 {
   uint32_t words[4];
 };
@@ -73,7 +73,7 @@ typedef uint32_t __attribute__((may_alias)) Word4;
 typedef uint16_t __attribute__((may_alias)) Word2;
 typedef uint8_t __attribute__((may_alias)) Word1;
 
-// The share of one of `threads` threads.
+// Copies the share of one of `threads` threads.
 template <typename Word>
 DG_HOST_DEVICE inline void CopyWords(uint8_t* __restrict__ to, const uint8_t* __restrict__ from,
                                      uint32_t bytes, uint32_t thread, uint32_t threads) {
@@ -88,7 +88,7 @@ DG_HOST_DEVICE inline void CopyWords(uint8_t* __restrict__ to, const uint8_t* __
   for (uint32_t i = rest + thread; i < bytes; i += threads) to[i] = from[i];
 }
 
-// The last job that does not begin behind the tile.
+// Returns the last job that does not begin behind the tile.
 DG_HOST_DEVICE inline uint32_t JobOfTile(const CopyTable& table, uint32_t tile) {
   uint32_t low = 0;
   uint32_t high = table.count;
@@ -105,7 +105,7 @@ DG_HOST_DEVICE inline uint32_t JobOfTile(const CopyTable& table, uint32_t tile) 
 
 }  // namespace internal
 
-// What thread `thread` of a block of `threads` does for one of table.tiles() tiles.
+// Copies what thread `thread` of a block of `threads` has to of one of table.tiles() tiles.
 DG_HOST_DEVICE inline void CopyTile(const CopyTable& table, uint32_t tile, uint32_t thread,
                                     uint32_t threads) {
   const uint32_t index = internal::JobOfTile(table, tile);

@@ -19,14 +19,14 @@
 
 namespace distgrad {
 
-// Collectives run on a stream of its own for each device, which waits for the caller's current one;
-// of the callers' streams only those wait for it that have results there, or whose tensors it reads
-// in place. So other devices go on computing.
+// Runs collectives on a stream of its own for each device, which waits for the caller's current
+// one; of the callers' streams only those wait for that that have results there, or whose tensors
+// it reads in place. So other devices go on computing.
 //
 // A communicator that fails, and a collective that does not end in time, is noticed within a tenth
-// of a second, whoever waits or does not; then all communicators are aborted, so that nothing hangs
-// on the devices, and this and all later calls fail. What NCCL cannot add (sparse tensors, bool,
-// complex and 8-bit floating point numbers) is added by CoalescedCollectives.
+// of a second, whether a thread waits or not; then all communicators are aborted, so that nothing
+// hangs on the devices, and this and all later calls fail. What NCCL cannot add (sparse tensors,
+// bool, complex and 8-bit floating point numbers) is added by CoalescedCollectives.
 //
 // Thread-safe.
 class NcclCollectives final : public DeviceCollectives {
@@ -47,7 +47,7 @@ class NcclCollectives final : public DeviceCollectives {
   absl::StatusOr<std::vector<TensorVector>> Broadcast(const TensorVector& tensors) override;
   void Abort(const absl::Status& why) override;
 
-  // OK, or why all calls fail.
+  // Returns OK, or why all calls fail.
   absl::Status status() const;
 
  private:

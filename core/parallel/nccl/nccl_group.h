@@ -32,16 +32,17 @@ class NcclGroup {
   // Ends what still runs.
   virtual ~NcclGroup() = default;
 
-  // False as long as the communicators are being set up, or a collective has not gone to the
-  // streams completely. An error if a communicator has failed, also later on.
+  // Returns false as long as the communicators are being set up, or a collective has not gone to
+  // the streams completely. An error if a communicator has failed, also later on.
   virtual absl::StatusOr<bool> Ready() = 0;
 
-  // The sum of the first `count` elements of all `send`, of a type that NcclAdds, in `receive` of
-  // parts[root], which may be its `send`; the other `receive` are not used. Only when Ready(). One
-  // part for each device, in their order.
+  // Puts the sum of the first `count` elements of all `send`, of a type that NcclAdds, in `receive`
+  // of parts[root], which may be its `send`; the other `receive` are not used. Only when Ready().
+  // One part for each device, in their order.
   virtual absl::Status Reduce(absl::Span<const Part> parts, size_t count, size_t root) = 0;
 
-  // The first `count` elements, of any type, of `send` of parts[root], in all other `receive`.
+  // Puts the first `count` elements, of any type, of `send` of parts[root] into all other
+  // `receive`.
   virtual absl::Status Broadcast(absl::Span<const Part> parts, size_t count, size_t root) = 0;
 
   // Whatever runs on the devices ends, its results worth nothing. Nothing may be called after it.

@@ -12,7 +12,7 @@
 
 namespace distgrad {
 
-// As libnccl and libtorch have them.
+// The functions of libnccl, as libnccl and libtorch have them.
 struct NcclFunctions {
   int (*device_count)() = nullptr;
   int (*exchange_device)(int device) = nullptr;  // returns the one that was current

@@ -1,4 +1,4 @@
-// Which gradients are averaged together, and in which order: the same on all ranks of a group.
+// The gradients that are averaged together, and their order: the same on all ranks of a group.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_AVERAGING_PLAN_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_AVERAGING_PLAN_H_
 
@@ -14,12 +14,12 @@
 
 namespace distgrad {
 
-// Which parameters are averaged together, in the order in which all ranks do. Immutable after
+// The parameters that are averaged together, in the order in which all ranks do. Immutable after
 // construction.
 //
 // Behind the gradients a bucket has notes, which are summed like them: for each of its parameters
 // how many ranks have a gradient of it, and in the first bucket for each rank whether it is active.
-// So no collective is needed to find out what is used nowhere, or who is left.
+// So no collective is needed to find out what is used nowhere, or which ranks are left.
 class AveragingPlan {
  public:
   // Gradients are expected from the first parameter to the last.

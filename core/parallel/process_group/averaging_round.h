@@ -41,12 +41,13 @@ class AveragingRound {
   absl::StatusOr<std::vector<at::Tensor>> Finish(const std::vector<at::Tensor>& gradients,
                                                  const std::vector<bool>& touched);
 
-  // By rank: more than 0 for those that are active. Waits for the first bucket, on its device.
+  // Returns by rank a number, more than 0 where it is active. Waits for the first bucket, on its
+  // device.
   absl::StatusOr<at::Tensor> Active();
 
  private:
   at::Tensor Packed(size_t bucket, const std::vector<at::Tensor>& gradients);
-  // Real numbers, whatever the bucket's dtype.
+  // Returns the bucket's notes, real numbers whatever its dtype.
   at::Tensor Notes(size_t bucket) const;
   absl::Status Await(size_t bucket);
   void Divide(size_t bucket, const std::vector<bool>& touched, int64_t divisor,

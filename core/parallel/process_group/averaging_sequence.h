@@ -24,8 +24,7 @@ namespace distgrad {
 // held while torch copies and while ranks are waited for.
 class AveragingSequence {
  public:
-  // One of those that make averages: of what is in .grad, or of what contexts have. Called under
-  // mu().
+  // A maker of averages: of what is in .grad, or of what contexts have. Called under mu().
   class Driver {
    public:
     virtual ~Driver() = default;
@@ -41,7 +40,7 @@ class AveragingSequence {
                     const ReplicatedTensors& tensors)
       : group_(std::move(group)), plan_(plan), tensors_(tensors) {}
 
-  // Before the first average.
+  // Adds a driver, before the first average.
   void Add(Driver* driver) { drivers_.push_back(driver); }
 
   absl::Mutex& mu() ABSL_LOCK_RETURNED(mu_) { return mu_; }
@@ -51,14 +50,14 @@ class AveragingSequence {
   // the other ranks waiting; and nothing runs once the group has failed.
   absl::Status Run(absl::FunctionRef<absl::Status()> part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  // Before an average of `driver`.
+  // Has all other drivers give up, before an average of `driver`.
   absl::Status GiveUpOthers(const Driver* driver) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // `active`: this rank has input, and is not only here for the others.
   AveragingRound NewRound(bool active = true) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return AveragingRound(plan_, &spare_, active);
   }
-  // After each round: all get the buffers of the lowest rank that was active.
+  // Gives all ranks the buffers of the lowest one that was active; after each round.
   absl::Status EndRound(AveragingRound& round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Whether any rank is active in a round whose first bucket has begun. If none is, all get the
   // parameters and buffers of the lowest one that was so last.

@@ -1,4 +1,4 @@
-// Hooks and callbacks of libtorch's engine.
+// Registers hooks on parameters and callbacks with libtorch's engine.
 #include "core/parallel/process_group/backward_hooks.h"
 
 #include <torch/csrc/autograd/engine.h>

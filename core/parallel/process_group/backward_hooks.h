@@ -20,12 +20,12 @@ class BackwardObserver {
   virtual ~BackwardObserver() = default;
   // A parameter, by its place in the list, has another .grad than before.
   virtual void OnGradient(size_t parameter, const at::Tensor& tensor) = 0;
-  // Of each backward that ObserveBackwardEnd() was called in, one of these:
-  // It has ended.
+  // One of these three is called for each backward in which ObserveBackwardEnd() was. Here: it has
+  // ended.
   virtual void OnBackwardEnd() = 0;
-  // It has ended, and was called within a node of another one, which goes on.
+  // The backward has ended, and was called within a node of another one, which goes on.
   virtual void OnNestedBackwardEnd() = 0;
-  // It has failed.
+  // The backward has failed.
   virtual void OnBackwardAbandoned() = 0;
 };
 

@@ -10,7 +10,8 @@
 
 namespace distgrad {
 
-// For programs that have one of c10d's. Its own time-out counts for what waits for a server.
+// Wraps a store of c10d's, for programs that have one. Its own time-out counts for what waits for a
+// server.
 std::shared_ptr<Store> StoreOfC10d(c10::intrusive_ptr<c10d::Store> store);
 
 // Returns a store for the rendezvous of c10d's backends. `timeout` is that of a key which does not

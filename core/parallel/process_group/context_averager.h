@@ -30,7 +30,7 @@ class ContextAverager : public AveragingSequence::Driver {
   // An average in a backward that is open fails the group.
   void Close();
 
-  // As GradientAverager has them.
+  // The functions of GradientAverager.
   absl::Status Average(ContextRecord& context);
   absl::Status AverageInBackward(ContextRecord& context, std::weak_ptr<ContextAverager> self);
   absl::StatusOr<bool> Join(ContextRecord& context, bool keep_gradients);
@@ -49,12 +49,12 @@ class ContextAverager : public AveragingSequence::Driver {
     std::vector<size_t> missing;  // gradients, by bucket
   };
 
-  // From passes of the context, which fail with the StatusError that it throws, and from its
+  // Take calls of the context's passes, which fail with the StatusError that is thrown, and of its
   // release.
   void OnGradient(const Following& following, const ContextRecord& context, const at::Tensor& leaf);
   void OnContextEnd(const Following& following);
 
-  // The group's error, if averages of the context that is followed have begun.
+  // Fails the group if averages of the context that is followed have begun.
   void FailFollowed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Averages the gradients of a context with what has begun.
   absl::Status Finish(ContextRecord& context, AveragingRound& round,

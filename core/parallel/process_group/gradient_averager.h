@@ -73,7 +73,8 @@ class GradientAverager {
   static absl::StatusOr<std::unique_ptr<GradientAverager>> Create(
       std::shared_ptr<ProcessGroup> group, std::vector<NamedTensor> parameters,
       std::vector<NamedTensor> buffers, GradientAveragerOptions options = {});
-  // Of all parameters and buffers of a module. It may change and end before the averager.
+  // Makes an averager of all parameters and buffers of a module. It may change and end before the
+  // averager.
   static absl::StatusOr<std::unique_ptr<GradientAverager>> Create(
       std::shared_ptr<ProcessGroup> group, const torch::nn::Module& module,
       GradientAveragerOptions options = {});
@@ -83,8 +84,8 @@ class GradientAverager {
   GradientAverager(const GradientAverager&) = delete;
   GradientAverager& operator=(const GradientAverager&) = delete;
 
-  // As long as it lives, backward only adds to .grad. The first backward after it averages all
-  // that has been added up, or Average() does. They nest.
+  // Has backward, as long as it lives, only add to .grad. The first backward after it averages all
+  // that has been added up, or Average() does. Scopes nest.
   class NoSync {
    public:
     explicit NoSync(GradientAverager& averager);
@@ -103,24 +104,24 @@ class GradientAverager {
   // Averages the gradients that a context has for the parameters, once its backward is done on all
   // ranks' own workers; contexts need not be the same.
   absl::Status Average(ContextRecord& context);
-  // Before the backward of a context, the only one that it will have: averages begin as its
-  // gradients come, and Average(context) ends them; nobody else changes the gradients until then.
+  // Averages in the only backward of a context, and is called before it: averages begin as its
+  // gradients come, and Average(context) ends them; nothing else changes the gradients until then.
   // Ranks need not do alike. One context at a time, and one averager for each: any other average,
   // and the context's release, gives this one up, and that is an error of all ranks if averages of
   // it have begun.
   absl::Status AverageInBackward(ContextRecord& context);
 
-  // For a rank that has run out of input while others have not: takes part in their next average,
-  // in place of a backward that reaches nothing. True: .grad are the averages; this rank takes the
-  // same optimizer step with them as the others do, so that its optimizer keeps the same state. It
-  // also resets .grad where they do. False: all ranks have called it, and have the parameters and
-  // buffers of the lowest rank that was the last to go on; none takes a step.
+  // Takes part in the next average of the others, in place of a backward that reaches nothing: for
+  // a rank that has run out of input while others have not. True: .grad are the averages; this rank
+  // takes the same optimizer step with them as the others do, so that its optimizer keeps the same
+  // state. It also resets .grad where they do. False: all ranks have called it, and have the
+  // parameters and buffers of the lowest rank that was the last to go on; none takes a step.
   //
-  // kFailedPrecondition, and nothing has begun: this rank has gradients that are still to be
-  // averaged, or, without `keep_gradients`, those of the last average.
+  // Returns kFailedPrecondition, and nothing has begun, if this rank has gradients that are still
+  // to be averaged, or, without `keep_gradients`, those of the last average.
   absl::StatusOr<bool> Join(JoinOptions options = {});
-  // The same for Average(context). The context is one without gradients for the parameters, and
-  // gets the averages; with `keep_gradients` it may have those of earlier averages.
+  // Does the same for Average(context). The context is one without gradients for the parameters,
+  // and gets the averages; with `keep_gradients` it may have those of earlier averages.
   absl::StatusOr<bool> Join(ContextRecord& context, JoinOptions options = {});
 
  private:

@@ -33,7 +33,7 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
   // Takes the hooks off. An average that is open fails the group.
   void Close();
 
-  // As GradientAverager has them.
+  // The functions of GradientAverager.
   absl::Status Average();
   absl::StatusOr<bool> Join(bool keep_gradients);
   void AddToNoSync(int amount);
@@ -59,12 +59,12 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
   // Averages .grad with what has begun.
   absl::Status FinishRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   void FailRound(const char* what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
-  // The .grad of a parameter. One that has been reset is no longer touched.
+  // Returns the .grad of a parameter. One that has been reset is no longer touched.
   at::Tensor GradientOf(size_t parameter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
-  // Those of all parameters, between backwards.
+  // Returns the gradients of all parameters, between backwards.
   std::vector<at::Tensor> Gradients() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
-  // Those in a bucket, by parameter. While the backward runs, other threads of it may be changing
-  // those that are in none that is complete.
+  // Returns the gradients in a bucket, by parameter. While the backward runs, other threads of it
+  // may be changing those that are in no complete bucket.
   std::vector<at::Tensor> GradientsIn(size_t bucket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   absl::Status CheckMayJoin(bool keep_gradients) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
@@ -78,14 +78,14 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
 
   // Guarded by the sequence's mutex.
   int no_sync_ ABSL_GUARDED_BY(sequence_.mu()) = 0;
-  // By parameter: a gradient has come since they were last averaged.
+  // Whether a gradient has come since they were last averaged, by parameter.
   std::vector<bool> touched_ ABSL_GUARDED_BY(sequence_.mu());
-  // Of the backward that runs.
+  // The round of the backward that runs.
   std::optional<AveragingRound> round_ ABSL_GUARDED_BY(sequence_.mu());
-  // libtorch's numbers of it and of those within it.
+  // libtorch's numbers of that backward and of those within it.
   std::vector<int> backwards_ ABSL_GUARDED_BY(sequence_.mu());
   std::vector<size_t> missing_ ABSL_GUARDED_BY(sequence_.mu());  // gradients, by bucket
-  // By parameter. Between two backwards: what the last average has left.
+  // The gradients that the last average has left, by parameter; between two backwards.
   std::vector<Seen> seen_ ABSL_GUARDED_BY(sequence_.mu());
 };
 

@@ -27,7 +27,7 @@ struct BackendPlace {
 struct NewBackend {
   c10::intrusive_ptr<c10d::Backend> backend;
   // Ends collectives that wait for a rank to which the connection has broken by now. To be called
-  // from time to time while somebody waits; null where the backend looks by itself.
+  // from time to time while a thread waits; null where the backend notices by itself.
   std::function<void()> end_lost_waits = nullptr;
 };
 

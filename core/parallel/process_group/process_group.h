@@ -7,7 +7,7 @@
 //   absl::Status status = (*group)->Average({loss});
 //
 // If a rank dies or fails, the others get an error at once, with its reason if it gave one. If a
-// rank is merely stopped, they get one after `timeout`. After an error nobody can tell which
+// rank is merely stopped, they get one after `timeout`. After an error no rank can tell which
 // collectives the others have seen: it is the result of all later calls too, and the only way on is
 // a new group, which may have the same name and store.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
@@ -33,7 +33,7 @@
 namespace distgrad {
 
 struct ProcessGroupOptions {
-  // For messages, and for several groups in one store: no two at a time have the same name there.
+  // The group's name, for messages; no two groups at a time have the same one in a store.
   std::string name = "default";
   // The store of the rendezvous of its ranks; StoreOfC10d() makes one of c10d's.
   std::shared_ptr<Store> store = nullptr;
@@ -41,15 +41,16 @@ struct ProcessGroupOptions {
   int size = 1;
   // "gloo"; or "nccl", on the GPU that is the current one of the thread that calls Create().
   std::string backend = "gloo";
-  // For each collective.
+  // The limit for each collective.
   absl::Duration timeout = absl::Minutes(10);
-  // For all ranks to come, and to connect (with NCCL that is part of the first collective).
+  // The limit for all ranks to come, and to connect (with NCCL that is part of the first
+  // collective).
   absl::Duration join_timeout = absl::Minutes(10);
-  // An address, a name, or an interface ("eth0") of this machine, at which the others reach
-  // it. "": DISTGRAD_HOST, or "127.0.0.1"; Worker::host() has what the worker beside it listens on,
-  // and JoinProcessGroup() finds the address by which this machine reaches the store. Gloo knows no
-  // cluster key, and whoever reaches it there can disturb the group: let it be a network that is
-  // trusted.
+  // An address, a name, or an interface ("eth0") of this machine, at which the others reach it. "":
+  // DISTGRAD_HOST, or "127.0.0.1"; Worker::host() has what the worker beside it listens on, and
+  // JoinProcessGroup() finds the address by which this machine reaches the store. Gloo knows no
+  // cluster key, and any peer that reaches it there can disturb the group: let it be a network that
+  // is trusted.
   std::string host = {};
 };
 
@@ -73,29 +74,30 @@ class ProcessGroup {
   // Where tensors of collectives are: with NCCL a GPU, else the CPU.
   c10::Device device() const { return device_; }
 
-  // OK, or the first error.
+  // Returns OK, or the first error.
   absl::Status status() const;
-  // How many collectives this rank has begun: ranks in step have the same number.
+  // The number of collectives that this rank has begun: ranks in step have the same number.
   int64_t collectives() const { return collectives_; }
 
-  // In place: each tensor becomes the average of those of all ranks. They have the same shapes and
-  // dtypes on all ranks, which is not checked, and are packed into few collectives.
+  // Averages in place: each tensor becomes the average of those of all ranks. They have the same
+  // shapes and dtypes on all ranks, which is not checked, and are packed into few collectives.
   // kInvalidArgument, before anything begins, unless all are half, bfloat16, float, double or
   // complex of the last two.
   absl::Status Average(absl::Span<const at::Tensor> tensors);
 
-  // In place: each tensor becomes that of `root`. Of any dtype; else as above.
+  // Broadcasts in place: each tensor becomes that of `root`. It has any dtype; else as above.
   absl::Status Broadcast(absl::Span<const at::Tensor> tensors, int root = 0);
 
   // Begins to add up a tensor, without gaps or sparse, in place; it is not to be touched until
   // Wait() has returned. `what` is for messages, and outlives that.
   absl::StatusOr<std::shared_ptr<Running>> BeginSum(const at::Tensor& tensor,
                                                     const std::string& what);
-  // On an accelerator it is this thread's current stream that waits.
+  // Waits for a sum. On an accelerator it is this thread's current stream that waits.
   absl::Status Wait(Running& running);
 
-  // This rank cannot go on: all later calls fail with `why`, which is not OK, those in flight end,
-  // and so do at once those of the others, with the words of `why`. The first wins.
+  // Fails the group, as this rank cannot go on: all later calls fail with `why`, which is not OK,
+  // those in flight end, and so do at once those of the others, with the words of `why`. The first
+  // wins.
   void Fail(const absl::Status& why);
 
  private:

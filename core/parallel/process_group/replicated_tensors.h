@@ -16,29 +16,29 @@ namespace distgrad {
 // Immutable after construction; but it is for the callers to see to the same order on all ranks.
 class ReplicatedTensors {
  public:
-  // Of each tensor the first counts, and those that are undefined do not.
+  // Counts the first of each tensor, and none that is undefined.
   ReplicatedTensors(std::shared_ptr<ProcessGroup> group, const std::vector<NamedTensor>& parameters,
                     const std::vector<NamedTensor>& buffers);
 
-  // Those that require grad, from the last to the first: gradients come in this order, more or
-  // less.
+  // The parameters that require grad, from the last to the first: gradients come in this order,
+  // more or less.
   const std::vector<NamedTensor>& trained() const { return trained_; }
 
-  // kInvalidArgument for a parameter that cannot be averaged. No rank hears of another's.
+  // Returns kInvalidArgument for a parameter that cannot be averaged. No rank hears of another's.
   absl::Status CheckParameters() const;
-  // kInvalidArgument, on every rank, names the first rank and tensor that differ from rank 0's. So
-  // it does where `settings` differ.
+  // Returns kInvalidArgument, on every rank, which names the first rank and tensor that differ from
+  // rank 0's, and where `settings` differ.
   absl::Status CheckSame(const std::string& settings) const;
-  // kFailedPrecondition if a frozen one requires grad by now.
+  // Returns kFailedPrecondition if a frozen one requires grad by now.
   absl::Status CheckFrozen() const;
 
-  // Every rank gets what that one has.
+  // Gives every rank what that one has.
   absl::Status Broadcast(int root) const;
   absl::Status BroadcastBuffers(int root) const;
   bool has_buffers() const { return !buffers_.empty(); }
 
  private:
-  // A line for the settings, and one for each tensor.
+  // Returns a line for the settings, and one for each tensor.
   std::string Describe(const std::string& settings) const;
 
   const std::shared_ptr<ProcessGroup> group_;

@@ -1,4 +1,4 @@
-// What libtorch and TensorPipe look up in the driver, libcuda.so.1.
+// The functions that libtorch and TensorPipe look up in the driver, libcuda.so.1.
 #include <cuda.h>
 #include <dlfcn.h>
 

@@ -1,11 +1,11 @@
 // A stand-in for CUDA's runtime and driver, for tests on machines without a GPU: depend on it, and
 // libtorch and TensorPipe find kDevices GPUs. It is memory of the host with streams that run late
 // and in order, so a wait that is missing is found by what is read. Copies, fills with zeros,
-// streams, events and callbacks work; no kernel does. Whoever calls a function that it lacks ends
-// the process with that function's name. A real GPU of the machine stays unused.
+// streams, events and callbacks work; no kernel does. A call of a function that it lacks ends the
+// process with that function's name. A real GPU of the machine stays unused.
 //
-// Memory of a device can be touched by copies alone: who reads or writes it directly crashes, as
-// with a real GPU.
+// Memory of a device can be touched by copies alone: a program that reads or writes it directly
+// crashes, as with a real GPU.
 #ifndef DISTGRAD_TESTS_TESTING_FAKE_CUDA_FAKE_CUDA_H_
 #define DISTGRAD_TESTS_TESTING_FAKE_CUDA_FAKE_CUDA_H_
 
@@ -16,8 +16,8 @@ namespace distgrad::fake_cuda {
 inline constexpr int kDevices = 3;
 inline constexpr size_t kDeviceBytes = size_t{1} << 30;
 
-// While it lives, no stream moves; or that one does not, by its cudaStream_t (none of the default
-// ones).
+// Keeps all streams, while it lives, from moving; or that one, by its cudaStream_t (none of the
+// default ones).
 class Standstill {
  public:
   explicit Standstill(void* stream = nullptr);
@@ -29,8 +29,8 @@ class Standstill {
   void* const stream_;
 };
 
-// How many bytes were copied to and from memory of the host that is not pinned: all of a tensor's
-// that goes by way of the CPU, and none of what TensorPipe's channel carries.
+// The number of bytes that were copied to and from memory of the host that is not pinned: all of a
+// tensor's that goes by way of the CPU, and none of what TensorPipe's channel carries.
 size_t PageableBytes();
 
 }  // namespace distgrad::fake_cuda

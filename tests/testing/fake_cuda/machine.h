@@ -41,14 +41,14 @@ struct Event {
 
 // A range of memory that CUDA knows of.
 struct Range {
-  uint8_t* data = nullptr;   // what the program has; of a device's, nobody may touch it
+  uint8_t* data = nullptr;   // what the program has; of a device's, no thread may touch it
   uint8_t* bytes = nullptr;  // where the bytes are
   size_t size = 0;
   int device = -1;  // -1: pinned memory of the host
 };
 
 // One thread runs what stands at the front of the streams, each step kLateness after it was given,
-// and in an order between streams that is anybody's guess. Never destroyed. Thread-safe.
+// and in an unpredictable order between streams. Never destroyed. Thread-safe.
 class Machine {
  public:
   static Machine& Get();
@@ -56,7 +56,7 @@ class Machine {
   // What null and the runtime's two other names of it stand for, on this device.
   Stream* DefaultStream(int device) { return &default_streams_[device]; }
   Stream* NewStream(int device);
-  // Once it has run.
+  // Deletes a stream once it has run.
   void Delete(Stream* stream);
 
   void Run(Stream* stream, std::function<void()> step);
@@ -71,15 +71,16 @@ class Machine {
   // Null if there is no more.
   void* Allocate(int device, size_t size);
   void* AllocatePinned(size_t size);
-  // Waits for all streams first, as CUDA does. False for what none of the two has given.
+  // Frees memory; waits for all streams first, as CUDA does. False for what none of the two has
+  // given.
   bool Free(void* data);
-  // An empty range if CUDA knows nothing of it.
+  // Returns an empty range if CUDA knows nothing of it.
   Range Find(const void* data);
   // Where the bytes at `data` are.
   uint8_t* Bytes(const void* data);
   size_t used(int device);
 
-  // More or less holds on a stream, or on all.
+  // Changes the number of holds on a stream, or on all.
   void Hold(Stream* stream, int change);
 
   std::atomic<size_t> pageable_bytes{0};

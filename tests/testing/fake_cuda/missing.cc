@@ -1,5 +1,5 @@
-// What libtorch's libraries call of CUDA, and the stand-in lacks: the process ends with its name.
-// (No header of CUDA's here: it would want the arguments.)
+// The functions of CUDA that libtorch's libraries call, and the stand-in lacks: the process ends
+// with their name. (No header of CUDA's here: it would want the arguments.)
 #include <cstdio>
 #include <cstdlib>
 

@@ -1,12 +1,12 @@
 // A simulated accelerator for tests, on CPU memory: several devices of libtorch's type HPU, with
 // streams and events.
 //
-// Kernels run on the CPU and at once, so results are always right, and equal to the CPU's. What
-// is checked instead is the order that the program asked for. As CUDA would, a kernel goes to
-// its thread's current stream; events and waits order streams; and each piece of memory knows
-// who used it last. A kernel that uses what a stream wrote that it did not wait for throws, on
-// every run and not only on unlucky ones; memory that is freed while another stream may use it,
-// with nobody having told the allocator (record_stream), is a violation too.
+// Kernels run on the CPU and at once, so results are always right, and equal to the CPU's. What is
+// checked instead is the order that the program asked for. As CUDA would, a kernel goes to its
+// thread's current stream; events and waits order streams; and each piece of memory knows its last
+// use. A kernel that uses what a stream wrote that it did not wait for throws, on every run and not
+// only on unlucky ones; memory that is freed while another stream may use it, with the allocator
+// not told (record_stream), is a violation too.
 //
 // Linking it makes HPU libtorch's accelerator, and hides GPUs from the process: libtorch takes no
 // second one beside CUDA. Thread-safe.
@@ -26,10 +26,10 @@ inline constexpr int kDevices = 4;
 
 c10::Device Device(int index);
 
-// A stream that nobody else has.
+// Returns a stream that nothing else uses.
 c10::Stream NewStream(int device);
 
-// The calling thread waits for all of the device's streams.
+// Has the calling thread wait for all of the device's streams.
 void Synchronize(int device);
 
 // Bytes alive on a device.
@@ -40,7 +40,7 @@ int64_t AllocatedBytes(int device);
 // asked for has thrown.
 bool FailEvent(int nth);
 
-// What was used in no order, since the last call. Those of kernels were thrown as well.
+// Returns what was used in no order, since the last call. Those of kernels were thrown as well.
 std::vector<std::string> TakeViolations();
 
 }  // namespace distgrad::fake_device

@@ -15,10 +15,10 @@
 namespace distgrad::fake_device {
 
 using StreamKey = std::pair<int, int64_t>;  // device, stream
-// For each stream the number of its kernels that have surely ended.
+// The number of kernels that have surely ended, for each stream.
 using VectorClock = std::map<StreamKey, uint64_t>;
 
-// A piece of device memory: who used it last. Guarded by the timeline's mutex.
+// A piece of device memory, and its last uses. Guarded by the timeline's mutex.
 struct Block {
   StreamKey owner;  // on which it was allocated, and for which the allocator may use it again
   size_t bytes = 0;
