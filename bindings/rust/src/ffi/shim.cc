@@ -121,7 +121,7 @@ void future_then(FutureHandle future, rust::Box<Callback> callback) {
   dg::Check(dg_future_then(future, Run, Leak(std::move(callback)), End<Callback>));
 }
 
-uint64_t cancellation_then(CancellationHandle cancellation, rust::Box<Callback> callback) {
+uint64_t cancellation_on_cancel(CancellationHandle cancellation, rust::Box<Callback> callback) {
   return Out<uint64_t>(dg_cancellation_on_cancel, cancellation, Run, Leak(std::move(callback)),
                        End<Callback>);
 }
