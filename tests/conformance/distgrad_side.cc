@@ -29,7 +29,7 @@ class DistgradStep : public StepContext {
       return reply.Wait()->tensors;
     };
   }
-  Tensors CallOperator(int to, const std::string& name, const std::string& overload,
+  Tensors CallOp(int to, const std::string& name, const std::string& overload,
                        std::vector<at::IValue> arguments) override {
     const auto results =
         worker_.CallOp(absl::StrCat("worker", to), absl::StrCat(name, ".", overload),

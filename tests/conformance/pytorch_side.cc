@@ -61,7 +61,7 @@ class PytorchStep : public StepContext {
                                 std::vector<at::IValue>(arguments.begin(), arguments.end())),
                 /*always_in_context=*/true, timeout);
   }
-  Tensors CallOperator(int to, const std::string& name, const std::string& overload,
+  Tensors CallOp(int to, const std::string& name, const std::string& overload,
                        std::vector<at::IValue> arguments) override {
     auto found = torch::jit::findOperatorFor(c10::OperatorName(name, overload));
     TORCH_CHECK(found, "no operator ", name);

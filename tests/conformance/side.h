@@ -33,7 +33,7 @@ class StepContext {
   Tensors Call(int to, const std::string& function, Tensors arguments) {
     return CallAsync(to, function, std::move(arguments))();
   }
-  virtual Tensors CallOperator(int to, const std::string& name, const std::string& overload,
+  virtual Tensors CallOp(int to, const std::string& name, const std::string& overload,
                                std::vector<at::IValue> arguments) = 0;
   virtual void Backward(const Tensors& roots, bool retain_graph = false) = 0;
   // Undefined if there is none.

@@ -133,7 +133,7 @@ absl::StatusOr<std::shared_ptr<Process>> Job::NewProcess(int i, const std::strin
                         .world_size = plan_.workers,
                         .transport = "inproc",
                         .network = process->host,
-                        .threads = static_cast<size_t>(plan_.threads),
+                        .thread_count = static_cast<size_t>(plan_.threads),
                         .timeout = kTimeout,
                         .heartbeat_limit = kHeartbeatLimit};
   absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(std::move(options));
