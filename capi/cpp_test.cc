@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -295,6 +296,100 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   EXPECT_EQ(CodeOf([&] { optimizer.LoadState(state); }), DG_INVALID_ARGUMENT);
   optimizer.Remove();
   EXPECT_EQ(CodeOf([&] { optimizer.Step(context); }), DG_NOT_FOUND);
+}
+
+TEST(CppTest, FilesAndCheckpoints) {
+  const std::string folder = std::string(getenv("TEST_TMPDIR")) + "/checkpoints";
+  const std::string rendezvous = folder + ".rendezvous";
+  dg_worker_options of_worker = DG_WORKER_OPTIONS_INIT;
+  const std::string uri = "file://" + rendezvous;
+  of_worker.world_size = 1;
+  of_worker.rendezvous = dg::Str(uri);
+  dg::Worker worker(of_worker);
+  const dg::Tensor buffer = dg::Tensor::From<float>({1, 2, 3}, {3});
+  dg::Tensor weight = dg::Tensor::From<float>({4, 5}, {2});
+  weight.RequireGrad();
+  dg::Optimizer adam = dg::Optimizer::Adam(worker, "", {weight});
+  const auto step = [&] {
+    const dg::Context context(worker);
+    context.Backward({dg::Op("aten::sum", {dg::Op("aten::square", {weight})})});
+    adam.Step(context);
+  };
+  step();
+
+  // Files.
+  const dg::TensorMap tensors = {{"buffer", buffer}, {"weight", weight}};
+  const std::string path = folder + ".safetensors";
+  dg::SaveSafetensors(tensors, path, {{"made by", "C++"}});
+  EXPECT_EQ(dg::LoadSafetensors(path).at("buffer").data<float>()[2], 3);
+  const dg::SafetensorsFile file(path);
+  EXPECT_EQ(file.tensors().at("weight").shape, std::vector<int64_t>{2});
+  EXPECT_EQ(file.tensors().at("weight").dtype, DG_FLOAT32);
+  EXPECT_EQ(file.tensors().at("buffer").bytes, 12u);
+  EXPECT_EQ(file.metadata().at("made by"), "C++");
+  buffer.data<float>()[2] = 7;
+  file.ReadInto("buffer", buffer);
+  EXPECT_EQ(buffer.data<float>()[2], 3);
+  buffer.data<float>()[2] = 7;
+  dg::LoadSafetensorsInto(path, tensors);
+  EXPECT_EQ(file.Read("buffer").data<float>()[0], buffer.data<float>()[0]);
+  EXPECT_EQ(buffer.data<float>()[2], 3);
+  EXPECT_EQ(CodeOf([&] { file.Read("none"); }), DG_NOT_FOUND);
+  EXPECT_EQ(CodeOf([&] { dg::SafetensorsFile("/dev/null"); }), DG_INVALID_ARGUMENT);
+  const std::string state = folder + ".adam.safetensors";
+  adam.Save(tensors, state);
+  adam.Load(state, tensors);
+  EXPECT_EQ(CodeOf([&] { adam.Load(state, {}); }), DG_INVALID_ARGUMENT);
+
+  // Checkpoints.
+  int epoch = 3, loaded_epoch = 0;
+  bool fails = false;
+  dg::CheckpointPart part(worker,
+                          {tensors,
+                           {{"adam", &adam}},
+                           [&]() -> dg::CheckpointValues {
+                             if (fails) throw dg::Error(DG_OUT_OF_RANGE, "no values");
+                             return {{"epoch", std::to_string(epoch)}};
+                           },
+                           [&](const dg::LoadedValues& loaded) {
+                             if (fails) throw std::runtime_error("oh");
+                             EXPECT_EQ(loaded.workers.at("worker0"), loaded.values);
+                             loaded_epoch = std::stoi(loaded.values.at("epoch"));
+                           }},
+                          "cpp");
+  dg_checkpoint_manager_options options = DG_CHECKPOINT_MANAGER_OPTIONS_INIT;
+  options.name = DG_STR("cpp");
+  dg::CheckpointManager checkpoints(worker, folder, options);
+  EXPECT_EQ(CodeOf([&] { checkpoints.Load(); }), DG_NOT_FOUND);
+  checkpoints.Save(1);
+  const dg::Future written = checkpoints.SaveAsync(2);
+  step();
+  const float then = weight.data<float>()[1];
+  EXPECT_TRUE(written.Wait());
+  dg_message* reply = nullptr;
+  dg::Check(dg_future_result(written.get(), &reply));
+  const dg::LoadedCheckpoint loaded = checkpoints.Load();
+  EXPECT_EQ(loaded.step, 2);
+  EXPECT_NE(loaded.folder.find("step-000002"), std::string::npos);
+  EXPECT_TRUE(loaded.missing.empty() && loaded.unexpected.empty() && loaded.mismatched.empty());
+  EXPECT_EQ(loaded_epoch, 3);
+  EXPECT_NE(weight.data<float>()[1], then);
+  step();
+  EXPECT_EQ(weight.data<float>()[1], then);  // to the last bit
+  fails = true;
+  EXPECT_EQ(CodeOf([&] { checkpoints.Save(3); }), DG_OUT_OF_RANGE);
+  EXPECT_EQ(CodeOf([&] { checkpoints.Load(); }), DG_INTERNAL);
+  part.Remove();
+  EXPECT_EQ(CodeOf([&] { checkpoints.Save(3); }), DG_FAILED_PRECONDITION);
+  const dg::CheckpointPart less(worker, {{{"weight", weight}, {"more", buffer}}}, "cpp");
+  dg_load_options load = DG_LOAD_OPTIONS_INIT;
+  load.step = 1;
+  load.flags = DG_LOAD_NOT_STRICT;
+  const dg::LoadedCheckpoint some = dg::LoadCheckpoint(worker, folder, load, options);
+  EXPECT_EQ(some.step, 1);
+  EXPECT_EQ(some.missing.size(), 1u);
+  EXPECT_EQ(some.unexpected.size(), 2u);
+  EXPECT_TRUE(some.mismatched.empty());
 }
 
 TEST(CppTest, Job) {

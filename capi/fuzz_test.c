@@ -28,6 +28,10 @@ enum kind {
   RESPONDER,
   GROUP,
   AVERAGER,
+  TENSOR_FILE,
+  PART,
+  MANAGER,
+  LOADED,
   KINDS
 };
 enum { SLOTS = 12, THREADS = 3, MOST_WORKERS = 20 };
@@ -102,6 +106,18 @@ static void destroy(enum kind kind, void* handle) {
       break;
     case AVERAGER:
       dg_gradient_averager_destroy((dg_gradient_averager*)handle);
+      break;
+    case TENSOR_FILE:
+      dg_safetensors_file_destroy((dg_safetensors_file*)handle);
+      break;
+    case PART:
+      dg_checkpoint_part_destroy((dg_checkpoint_part*)handle);
+      break;
+    case MANAGER:
+      dg_checkpoint_manager_destroy((dg_checkpoint_manager*)handle);
+      break;
+    case LOADED:
+      dg_loaded_checkpoint_destroy((dg_loaded_checkpoint*)handle);
       break;
     case KINDS:
       break;
@@ -242,6 +258,46 @@ static void visit(void* user_data, const dg_tensor* leaf, const dg_tensor* gradi
   CHECK(dg_tensor_dtype(leaf) >= 0 && dg_tensor_dtype(gradient) >= 0);
 }
 
+static dg_checkpoint_values* any_values; /* of the last save, or of a random one */
+static dg_error* save_values(void* user_data, dg_checkpoint_values* values) {
+  (void)user_data;
+  destroy_some(false);
+  __atomic_store_n(&any_values, values, __ATOMIC_SEQ_CST);
+  return dg_checkpoint_values_set(values, DG_STR("a"), DG_STR("b"));
+}
+static dg_error* load_values(void* user_data, const dg_loaded_values* loaded) {
+  (void)user_data;
+  destroy_some(false);
+  CHECK(loaded->step >= 0);
+  return NULL;
+}
+static void see_info(void* user_data, const dg_safetensors_info* info) {
+  (void)user_data;
+  destroy_some(false);
+  CHECK(info->dtype >= 0);
+}
+static void see_entry(void* user_data, const dg_entry* entry) {
+  (void)user_data;
+  destroy_some(false);
+  CHECK(entry->name.size > 0);
+}
+static void see_loaded(void* user_data, dg_str name, const dg_tensor* tensor) {
+  (void)user_data;
+  destroy_some(false);
+  CHECK(name.size > 0 && dg_tensor_dtype(tensor) >= 0);
+}
+
+/* One of a few, in the test's folder. */
+static dg_str pick_path(state* s, char* room, size_t size, const char* what) {
+  const char* parent = getenv("TEST_TMPDIR");
+  dg_str path;
+  snprintf(room, size, "%s/fuzz.%s.%d.%d", parent ? parent : "/tmp", what, (int)getpid(),
+           (int)(next(s) % 3));
+  path.data = room;
+  path.size = strlen(room);
+  return path;
+}
+
 static dg_worker* new_worker(void) {
   char path[512];
   dg_worker_options options = DG_WORKER_OPTIONS_INIT;
@@ -372,6 +428,10 @@ static void change_own(state* s) {
 #define A ((dg_gradient_averager*)pick(s, AVERAGER))
 #define P ((dg_data_parallel*)pick(s, PARALLEL))
 #define E ((dg_error*)pick(s, ERROR))
+#define FILE_ ((dg_safetensors_file*)pick(s, TENSOR_FILE))
+#define PART_ ((dg_checkpoint_part*)pick(s, PART))
+#define MANAGER_ ((dg_checkpoint_manager*)pick(s, MANAGER))
+#define LOADED_ ((dg_loaded_checkpoint*)pick(s, LOADED))
 #define MAKE(kind, type, call) \
   do {                         \
     type* out = NULL;          \
@@ -406,7 +466,7 @@ static void call(state* s) {
   if (next(s) % 16 == 0) options.struct_size = next(s) % 64;
   if (options.struct_size > sizeof(options)) options.struct_size = 1;
 
-  switch (next(s) % 68) {
+  switch (next(s) % 71) {
     case 0:
       (void)dg_error_code(E);
       break;
@@ -751,6 +811,84 @@ static void call(state* s) {
     case 64:
       make_own(s);
       break;
+    case 68: { /* files; tensors that are read into are this thread's own */
+      char room[512];
+      const dg_str path = pick_path(s, room, sizeof(room), "tensors");
+      const dg_str names[2] = {DG_STR("a"), next(s) % 8 ? DG_STR("b") : DG_STR("a")};
+      const dg_tensor* mine[2];
+      const dg_entry entry = {DG_STR("key"), next(s) % 8 ? DG_STR("value") : DG_STR("\xff")};
+      mine[0] = pick_own(s);
+      mine[1] = pick_own(s);
+      if (next(s) % 4 == 0) {
+        ran(s, dg_safetensors_save(path, names, mine, next(s) % 3, &entry, next(s) % 2));
+      }
+      ran(s, dg_safetensors_load(path, next(s) % 8 ? see_loaded : NULL, NULL));
+      ran(s, dg_safetensors_load_into(path, names, mine, next(s) % 3));
+      MAKE(TENSOR_FILE, dg_safetensors_file, dg_safetensors_file_open(path, &out));
+      ran(s, dg_safetensors_file_tensors(FILE_, next(s) % 8 ? see_info : NULL, NULL));
+      ran(s, dg_safetensors_file_metadata(FILE_, next(s) % 8 ? see_entry : NULL, NULL));
+      MAKE(TENSOR, dg_tensor, dg_safetensors_file_read(FILE_, names[1], &out));
+      ran(s, dg_safetensors_file_read_into(FILE_, names[0], mine[0]));
+      if (next(s) % 4 == 0) dg_safetensors_file_destroy(FILE_);
+      if (next(s) % 4 == 0) ran(s, dg_optimizer_save(O, names, two, next(s) % 3, path));
+      if (next(s) % 4 == 0) ran(s, dg_optimizer_load(O, names, two, next(s) % 3, path));
+      break;
+    }
+    case 69: { /* a part with a tensor that nobody else knows */
+      const dg_str name = DG_STR("w"), optimizer = next(s) % 8 ? DG_STR("o") : DG_STR("/");
+      dg_optimizer* optimizers[1];
+      dg_checkpoint_contents contents = DG_CHECKPOINT_CONTENTS_INIT;
+      dg_tensor* leaf = NULL;
+      const dg_tensor* leaves[1];
+      OK(dg_tensor_from_data(memory, DG_FLOAT32, NULL, 0, &leaf));
+      leaves[0] = leaf;
+      contents.tensor_names = &name;
+      contents.tensors = leaves;
+      contents.tensor_count = 1;
+      if (next(s) % 8 == 0) { /* its parameters have no names here */
+        optimizers[0] = O;
+        contents.optimizer_names = &optimizer;
+        contents.optimizers = optimizers;
+        contents.optimizer_count = 1;
+      }
+      if (next(s) % 4) contents.save_values = save_values;
+      if (next(s) % 4) contents.load_values = load_values;
+      if (next(s) % 16 == 0) contents.struct_size = 1;
+      MAKE(PART, dg_checkpoint_part,
+           dg_checkpoint_part_create(W, next(s) % 2 ? DG_STR("") : DG_STR("a"), &contents, NULL,
+                                     callback, &out));
+      dg_tensor_destroy(leaf);
+      if (next(s) % 4 == 0) ran(s, dg_checkpoint_part_remove(PART_));
+      if (next(s) % 4 == 0) dg_checkpoint_part_destroy(PART_);
+      ran(s,
+          dg_checkpoint_values_set(__atomic_load_n(&any_values, __ATOMIC_SEQ_CST), function, self));
+      break;
+    }
+    case 70: {
+      char room[512];
+      const dg_str path = pick_path(s, room, sizeof(room), "job");
+      dg_checkpoint_manager_options manager = DG_CHECKPOINT_MANAGER_OPTIONS_INIT;
+      dg_load_options load = DG_LOAD_OPTIONS_INIT;
+      if (next(s) % 2) break; /* a save waits for the disk many times */
+      manager.flags = next(s) % 3;
+      manager.keep = 1 + next(s) % 2;
+      if (next(s) % 2) manager.name = DG_STR("a");
+      load.step = (int64_t)(next(s) % 4) - 1;
+      load.flags = next(s) % 5;
+      load.timeout_ms = 20000;
+      MAKE(MANAGER, dg_checkpoint_manager, dg_checkpoint_manager_create(W, path, &manager, &out));
+      ran(s, dg_checkpoint_manager_save(MANAGER_, (int64_t)(next(s) % 4) - 1, 20000));
+      MAKE(FUTURE, dg_future,
+           dg_checkpoint_manager_save_async(MANAGER_, (int64_t)(next(s) % 4), 20000, &out));
+      MAKE(LOADED, dg_loaded_checkpoint, dg_checkpoint_manager_load(MANAGER_, &load, &out));
+      MAKE(LOADED, dg_loaded_checkpoint, dg_load_checkpoint(W, path, &load, &manager, &out));
+      (void)dg_loaded_checkpoint_step(LOADED_);
+      (void)dg_loaded_checkpoint_folder(LOADED_);
+      (void)dg_loaded_checkpoint_count(LOADED_, next(s) % 5);
+      (void)dg_loaded_checkpoint_item(LOADED_, next(s) % 5, next(s) % 2);
+      if (next(s) % 4 == 0) dg_checkpoint_manager_destroy(MANAGER_);
+      break;
+    }
     case 65:
     case 66:
     case 67:

@@ -46,6 +46,11 @@ enum class HandleKind : uint8_t {
   kResponder,
   kProcessGroup,
   kAverager,
+  kSafetensorsFile,
+  kCheckpointValues,
+  kCheckpointPart,
+  kCheckpointManager,
+  kLoadedCheckpoint,
 };
 
 // What a handle stands for. Each kind has a subclass with

@@ -77,6 +77,57 @@ FIELD(dg_member_event, rank, 32);
 FIELD(dg_member_event, incarnation, 40);
 FIELD(dg_member_event, reason, 48);
 
+SIZE(dg_entry, 32);
+FIELD(dg_entry, name, 0);
+FIELD(dg_entry, value, 16);
+
+GROWS_FROM(dg_safetensors_info, 56);
+FIELD(dg_safetensors_info, struct_size, 0);
+FIELD(dg_safetensors_info, name, 8);
+FIELD(dg_safetensors_info, dtype, 24);
+FIELD(dg_safetensors_info, shape, 32);
+FIELD(dg_safetensors_info, dim_count, 40);
+FIELD(dg_safetensors_info, bytes, 48);
+
+GROWS_FROM(dg_worker_values, 40);
+FIELD(dg_worker_values, struct_size, 0);
+FIELD(dg_worker_values, worker, 8);
+FIELD(dg_worker_values, values, 24);
+FIELD(dg_worker_values, value_count, 32);
+
+GROWS_FROM(dg_loaded_values, 48);
+FIELD(dg_loaded_values, struct_size, 0);
+FIELD(dg_loaded_values, step, 8);
+FIELD(dg_loaded_values, values, 16);
+FIELD(dg_loaded_values, value_count, 24);
+FIELD(dg_loaded_values, workers, 32);
+FIELD(dg_loaded_values, worker_count, 40);
+
+GROWS_FROM(dg_checkpoint_contents, 72);
+FIELD(dg_checkpoint_contents, struct_size, 0);
+FIELD(dg_checkpoint_contents, tensor_names, 8);
+FIELD(dg_checkpoint_contents, tensors, 16);
+FIELD(dg_checkpoint_contents, tensor_count, 24);
+FIELD(dg_checkpoint_contents, optimizer_names, 32);
+FIELD(dg_checkpoint_contents, optimizers, 40);
+FIELD(dg_checkpoint_contents, optimizer_count, 48);
+FIELD(dg_checkpoint_contents, save_values, 56);
+FIELD(dg_checkpoint_contents, load_values, 64);
+
+GROWS_FROM(dg_checkpoint_manager_options, 56);
+FIELD(dg_checkpoint_manager_options, struct_size, 0);
+FIELD(dg_checkpoint_manager_options, name, 8);
+FIELD(dg_checkpoint_manager_options, workers, 24);
+FIELD(dg_checkpoint_manager_options, worker_count, 32);
+FIELD(dg_checkpoint_manager_options, keep, 40);
+FIELD(dg_checkpoint_manager_options, flags, 48);
+
+GROWS_FROM(dg_load_options, 32);
+FIELD(dg_load_options, struct_size, 0);
+FIELD(dg_load_options, step, 8);
+FIELD(dg_load_options, timeout_ms, 16);
+FIELD(dg_load_options, flags, 24);
+
 GROWS_FROM(dg_pass_state, 64);
 FIELD(dg_pass_state, struct_size, 0);
 FIELD(dg_pass_state, id, 8);
@@ -236,6 +287,12 @@ NUMBER(DG_SGD_NESTEROV, 1);
 NUMBER(DG_ADAM_AMSGRAD, 1);
 NUMBER(DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE, 1);
 NUMBER(DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS, 1);
+NUMBER(DG_CHECKPOINT_ALLOW_DROPPING, 1);
+NUMBER(DG_LOAD_NOT_STRICT, 1);
+NUMBER(DG_LOAD_FALL_BACK, 2);
+NUMBER(DG_LOADED_MISSING, 1);
+NUMBER(DG_LOADED_UNEXPECTED, 2);
+NUMBER(DG_LOADED_MISMATCHED, 3);
 NUMBER(DG_FOREVER, -1);
 
 int main(void) { return 0; }

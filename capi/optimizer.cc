@@ -8,22 +8,13 @@
 #include "absl/strings/str_cat.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
+#include "capi/optimizer_object.h"
+#include "capi/tensor_map.h"
 #include "capi/worker_object.h"
 #include "core/base/blocking.h"
 
 namespace distgrad {
 namespace {
-
-struct OptimizerObject : HandleObject {
-  using Handle = dg_optimizer;
-  static constexpr HandleKind kKind = HandleKind::kOptimizer;
-  static constexpr char kName[] = "dg_optimizer";
-
-  OptimizerObject(std::shared_ptr<SharedWorker> worker, std::unique_ptr<Optimizer> optimizer)
-      : worker(std::move(worker)), optimizer(std::move(optimizer)) {}
-  const std::shared_ptr<SharedWorker> worker;
-  const std::unique_ptr<Optimizer> optimizer;  // not used once the worker is gone
-};
 
 // `make` gives torch's optimizer for the parameters, or throws.
 template <typename F>
@@ -206,6 +197,34 @@ dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     const BlockingScope blocking;
     return pinned->optimizer->LoadState(state);
+  });
+}
+
+dg_error* dg_optimizer_save(dg_optimizer* optimizer, const dg_str* names,
+                            const dg_tensor* const* parameters, size_t count,
+                            dg_str path) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, parameters, count));
+    DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    const BlockingScope blocking;
+    return pinned->optimizer->Save(named, text);
+  });
+}
+
+dg_error* dg_optimizer_load(dg_optimizer* optimizer, const dg_str* names,
+                            const dg_tensor* const* parameters, size_t count,
+                            dg_str path) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, parameters, count));
+    DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    const BlockingScope blocking;
+    return pinned->optimizer->Load(text, named);
   });
 }
 

@@ -104,7 +104,14 @@ SharedWorker::SharedWorker(std::unique_ptr<Worker> worker)
 absl::StatusOr<SharedWorker::Use> SharedWorker::Begin() {
   // Close() waits for this worker's handlers anyway; if they counted it would wait for ever, for
   // it is Close() that fails what they wait for.
-  const bool counted = !InHandlerOf(*this);
+  return Begin(/*counted=*/!InHandlerOf(*this));
+}
+
+absl::StatusOr<SharedWorker::Use> SharedWorker::BeginInBackground() {
+  return Begin(/*counted=*/true);
+}
+
+absl::StatusOr<SharedWorker::Use> SharedWorker::Begin(bool counted) {
   absl::MutexLock lock(&mu_);
   if (state_ != State::kOpen && counted) return absl::FailedPreconditionError("the worker is gone");
   if (counted) ++uses_;
@@ -151,6 +158,16 @@ absl::Status SharedWorker::Close(Deadline deadline) {
   return ended;
 }
 
+void SharedWorker::Attach(std::shared_ptr<EndsWithWorker> what) {
+  absl::MutexLock lock(&mu_);
+  attached_.insert(std::move(what));
+}
+
+void SharedWorker::Detach(const std::shared_ptr<EndsWithWorker>& what) {
+  absl::MutexLock lock(&mu_);
+  attached_.erase(what);
+}
+
 absl::Status SharedWorker::EndWorker(Deadline deadline) {
   worker_->Abort();  // or threads might wait in it for ever, and this one for them
   {
@@ -162,6 +179,12 @@ absl::Status SharedWorker::EndWorker(Deadline deadline) {
     }
   }
   DG_RETURN_IF_ERROR(worker_->Close(deadline));
+  std::set<std::shared_ptr<EndsWithWorker>> attached;
+  {
+    absl::MutexLock lock(&mu_);
+    attached.swap(attached_);
+  }
+  for (const std::shared_ptr<EndsWithWorker>& each : attached) each->End();
   delete worker_;
   // User data ends outside the lock.
   std::vector<std::shared_ptr<Handler>> handlers;

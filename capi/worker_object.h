@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,6 +36,14 @@ struct MemberHandler {
   UserData user_data;
 };
 
+// What uses a worker until it is ended itself.
+class EndsWithWorker {
+ public:
+  virtual ~EndsWithWorker() = default;
+  // When nothing of the worker runs any more, and before the worker is gone. Idempotent.
+  virtual void End() = 0;
+};
+
 // A worker shared by its handle and whatever needs the worker and may outlive that handle.
 // Thread-safe.
 class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
@@ -64,6 +73,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
 
   // Begins a use. kFailedPrecondition once the worker is gone.
   absl::StatusOr<Use> Begin();
+  // For what outlasts the caller, who may be a handler of this worker.
+  absl::StatusOr<Use> BeginInBackground();
 
   // Lets no use begin from now on. Does not wait. True if that was so before, and a Close() has
   // waited in vain for uses to end.
@@ -88,6 +99,10 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // Sets the handler; null: none.
   absl::Status OnMember(std::shared_ptr<const MemberHandler> handler);
 
+  // Ends it with the worker, unless it is detached before; for those who use the worker.
+  void Attach(std::shared_ptr<EndsWithWorker> what);
+  void Detach(const std::shared_ptr<EndsWithWorker>& what);
+
  private:
   absl::StatusOr<Message> Serve(const Handler& handler, Request& request) const;
   Future<Message> ServeLater(const Handler& handler, Request& request) const;
@@ -100,6 +115,7 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   };
 
   void End();
+  absl::StatusOr<Use> Begin(bool counted);
   absl::Status EndWorker(Deadline deadline);
   void Advance(State to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Unused() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return uses_ == 0; }
@@ -118,6 +134,7 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // for them.
   int uses_ ABSL_GUARDED_BY(mu_) = 0;
   absl::node_hash_set<std::string> names_ ABSL_GUARDED_BY(mu_);
+  std::set<std::shared_ptr<EndsWithWorker>> attached_ ABSL_GUARDED_BY(mu_);
   // Ended with the worker, though contexts may keep what is left of it.
   std::vector<std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
 

@@ -48,6 +48,9 @@
 //! - A [`DataParallel`] runs a function on several devices of one machine, each with a part of the
 //!   batch. A [`GradientAverager`] does data parallel across the processes of a [`ProcessGroup`]: it averages
 //!   the gradients of their contexts.
+//! - A [`CheckpointManager`] saves and loads the state of a whole job: what the
+//!   [`CheckpointPart`]s of its workers have. [`save_safetensors`] and [`load_safetensors`] are for
+//!   files of tensors.
 //! - A [`Tensor`] is torch's. All of torch's operators are there by name ([`op`]), common ones as
 //!   methods, and autograd records them.
 //! - A [`Future`] is the outcome of work in flight: await it, or wait for it with a timeout.
@@ -81,6 +84,7 @@ compile_error!(
 
 mod call;
 mod cancellation;
+mod checkpoint;
 mod context;
 mod element;
 mod error;
@@ -97,6 +101,7 @@ mod ops;
 mod optimizer;
 mod parallel;
 mod request;
+mod safetensors;
 mod state;
 mod tensor;
 mod value;
@@ -111,6 +116,10 @@ mod sync {
 
 pub use call::Caller;
 pub use cancellation::{CallbackId, Cancellation};
+pub use checkpoint::{
+    load_checkpoint, CheckpointContents, CheckpointManager, CheckpointManagerOptions,
+    CheckpointPart, CheckpointValues, LoadOptions, LoadedCheckpoint, LoadedValues,
+};
 pub use context::{BackwardOptions, Context};
 pub use element::{Dtype, Element};
 pub use error::{Code, Error, Origin, OriginKind, Result};
@@ -133,6 +142,9 @@ pub use parallel::{
     broadcast, gather, reduce_add, scatter, DataParallel, DataParallelOptions, Replica,
 };
 pub use request::{Request, Responder};
+pub use safetensors::{
+    load_safetensors, load_safetensors_into, save_safetensors, SafetensorsFile, SafetensorsInfo,
+};
 pub use state::{ContextState, Member, MemberEvent, MemberEventKind, OnLost, PassState};
 pub use tensor::{EnableGrad, NoGrad, Tensor};
 pub use value::Value;

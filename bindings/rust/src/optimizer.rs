@@ -2,9 +2,10 @@
 use crate::{
     ffi::{self, OptimizerHandle, Owned},
     message::handles_of,
+    safetensors::text_of_path,
     Context, Result, Tensor, Worker,
 };
-use std::{borrow::Borrow, fmt, marker::PhantomData};
+use std::{borrow::Borrow, fmt, marker::PhantomData, path::Path};
 
 /// This worker's part of an optimizer that all workers of the job share under a name: each gives its
 /// own parameters (there may be none), and one of them asks for a step.
@@ -30,6 +31,9 @@ pub struct Optimizer<'w> {
 impl Optimizer<'_> {
     fn own(handle: OptimizerHandle) -> Self {
         Self { handle: Owned::new(handle), lifetime: PhantomData }
+    }
+    pub(crate) fn handle(&self) -> OptimizerHandle {
+        self.handle.get()
     }
 
     /// Steps the parts of all workers, each from its own gradients in the context. Waits for all.
@@ -93,6 +97,40 @@ impl Optimizer<'_> {
         let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
         let (_tensors, handles) = handles_of(tensors);
         Ok(ffi::optimizer_load_state(self.handle.get(), &names, &handles)?)
+    }
+
+    /// Saves this worker's part to a safetensors file, by the names of its parameters, which may be
+    /// more than the optimizer has. A step waits until its state is copied in memory.
+    ///
+    /// `Code::InvalidArgument` if a parameter of the optimizer has no name here; else errors of the
+    /// operating system.
+    #[doc(alias = "dg_optimizer_save")]
+    pub fn save(
+        &self,
+        parameters: impl IntoIterator<Item = (impl AsRef<str>, impl Borrow<Tensor>)>,
+        path: impl AsRef<Path>,
+    ) -> Result<()> {
+        let (names, tensors): (Vec<_>, Vec<_>) = parameters.into_iter().unzip();
+        let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
+        let (_tensors, handles) = handles_of(tensors);
+        Ok(ffi::optimizer_save(self.handle(), &names, &handles, text_of_path(path.as_ref())?)?)
+    }
+
+    /// Loads what [`save`](Optimizer::save) wrote, or Python's torch with
+    /// `optimizer_state_dict.py`: the state, and all options. Steps wait meanwhile.
+    ///
+    /// `Code::InvalidArgument`, with nothing changed, says what is missing, what is unexpected, and
+    /// what has another shape or dtype; else errors of the operating system.
+    #[doc(alias = "dg_optimizer_load")]
+    pub fn load(
+        &self,
+        path: impl AsRef<Path>,
+        parameters: impl IntoIterator<Item = (impl AsRef<str>, impl Borrow<Tensor>)>,
+    ) -> Result<()> {
+        let (names, tensors): (Vec<_>, Vec<_>) = parameters.into_iter().unzip();
+        let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
+        let (_tensors, handles) = handles_of(tensors);
+        Ok(ffi::optimizer_load(self.handle(), &names, &handles, text_of_path(path.as_ref())?)?)
     }
 
     /// Removes this worker's part: when this has returned no step touches its parameters, and the

@@ -21,7 +21,8 @@ use std::{fmt, marker::PhantomData};
 /// ```
 ///
 /// Some safe functions write to the elements of tensors, too: a step of an optimizer (its
-/// parameters), an average and a broadcast of a [`ProcessGroup`](crate::ProcessGroup), an
+/// parameters), a load of a file into tensors, and of a checkpoint (the tensors of the parts), an
+/// average and a broadcast of a [`ProcessGroup`](crate::ProcessGroup), an
 /// [`GradientAverager`](crate::GradientAverager) (parameters and buffers), and a forward of a
 /// [`DataParallel`](crate::DataParallel) (its buffers). As everywhere in torch, it is up to the
 /// program that no other thread uses these tensors meanwhile.

@@ -1052,6 +1052,279 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_remove(dg_optimizer* optimizer) DG_NOE
 /* Destroys the handle alone: the part goes on. */
 DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
 
+/* --------------------------------------------------------------------------- Files of tensors */
+
+/* Tensors with names in safetensors files, as Python's `safetensors` and what builds on it read and
+ * write them. A file that is read may come from anybody: it is checked before it is used, and an
+ * error names the file and the tensor. docs/checkpoints.md says what a file has of a tensor.
+ *
+ * Errors of all these functions: those of the operating system (DG_NOT_FOUND,
+ * DG_PERMISSION_DENIED, DG_RESOURCE_EXHAUSTED if the disk is full, ...); DG_INVALID_ARGUMENT for a
+ * file that is no such file, or a damaged one, for names that are not UTF-8, and for a name that is
+ * given twice. All that read or write a file wait. */
+
+/* A name with a value. Never grows. */
+typedef struct dg_entry {
+  dg_str name;
+  dg_str value;
+} dg_entry;
+
+/* Writes tensors, of whichever devices, and metadata (UTF-8) to a file: all or nothing, and when
+ * this has returned on the disk. Tensors that share memory are each written in full.
+ * DG_INVALID_ARGUMENT also for tensors that are not dense, or of a dtype that the format lacks;
+ * DG_ABORTED while another save to that path is under way. */
+DG_API DG_MUST_USE dg_error* dg_safetensors_save(dg_str path, const dg_str* names,
+                                                 const dg_tensor* const* tensors, size_t count,
+                                                 const dg_entry* metadata,
+                                                 size_t metadata_count) DG_NOEXCEPT;
+
+/* Reads all tensors of a file, onto the CPU: calls `visit` within this call for each, by name, with
+ * handles that are borrowed for the visit. On an error `visit` is not called at all. */
+DG_API DG_MUST_USE dg_error* dg_safetensors_load(dg_str path,
+                                                 void (*visit)(void* user_data, dg_str name,
+                                                               const dg_tensor* tensor),
+                                                 void* user_data) DG_NOEXCEPT;
+/* Writes what is in a file to tensors, on whichever devices and with whichever strides. Converts
+ * nothing. DG_INVALID_ARGUMENT, and nothing is written, also lists what is missing in the file,
+ * what is unexpected in it, and what has another dtype or shape. */
+DG_API DG_MUST_USE dg_error* dg_safetensors_load_into(dg_str path, const dg_str* names,
+                                                      const dg_tensor* const* tensors,
+                                                      size_t count) DG_NOEXCEPT;
+
+/* A file that is open: its header is in memory, and each tensor is read when it is asked for. It
+ * stays the same file if another one takes its name. */
+typedef struct dg_safetensors_file dg_safetensors_file;
+
+/* A tensor in a file. Borrowed for the visit; fields are only ever added. */
+typedef struct dg_safetensors_info {
+  size_t struct_size; /* as the library knows it */
+  dg_str name;
+  int64_t dtype; /* a dg_dtype */
+  const int64_t* shape;
+  size_t dim_count;
+  uint64_t bytes; /* that it has in the file */
+} dg_safetensors_info;
+
+/* Opens a file, and reads and checks its header. */
+DG_API DG_MUST_USE dg_error* dg_safetensors_file_open(dg_str path,
+                                                      dg_safetensors_file** out) DG_NOEXCEPT;
+/* Calls `visit` within this call for each tensor of the file, by name. */
+DG_API DG_MUST_USE dg_error* dg_safetensors_file_tensors(
+    const dg_safetensors_file* file,
+    void (*visit)(void* user_data, const dg_safetensors_info* info), void* user_data) DG_NOEXCEPT;
+/* Calls `visit` within this call for each entry of the file's metadata, by name. */
+DG_API DG_MUST_USE dg_error* dg_safetensors_file_metadata(const dg_safetensors_file* file,
+                                                          void (*visit)(void* user_data,
+                                                                        const dg_entry* entry),
+                                                          void* user_data) DG_NOEXCEPT;
+/* Reads a tensor, onto the CPU. DG_NOT_FOUND if the file has none of that name; DG_DATA_LOSS if the
+ * file has become shorter since it was opened. */
+DG_API DG_MUST_USE dg_error* dg_safetensors_file_read(const dg_safetensors_file* file, dg_str name,
+                                                      dg_tensor** out) DG_NOEXCEPT;
+/* Writes what the file has under that name to a tensor, as dg_safetensors_load_into does. After an
+ * error of the file some of it may have been written. */
+DG_API DG_MUST_USE dg_error* dg_safetensors_file_read_into(const dg_safetensors_file* file,
+                                                           dg_str name,
+                                                           const dg_tensor* tensor) DG_NOEXCEPT;
+DG_API void dg_safetensors_file_destroy(dg_safetensors_file* file) DG_NOEXCEPT;
+
+/* Saves this worker's part of an optimizer to a file, by the names of its parameters, and loads it
+ * from one; a load replaces its state and all its options. parameters[0..count) may be more than
+ * the optimizer has. A step waits for copies in memory while it is saved, and for all of it while
+ * it is loaded. DG_INVALID_ARGUMENT also if a parameter of the optimizer has no name here, and,
+ * with nothing changed, for what is missing in the file, unexpected in it, or of another shape or
+ * dtype; DG_NOT_FOUND once the part is removed. docs/checkpoints.md, "Optimizers", has the names in
+ * the file, and how Python reads and writes it. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_save(dg_optimizer* optimizer, const dg_str* names,
+                                               const dg_tensor* const* parameters, size_t count,
+                                               dg_str path) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_optimizer_load(dg_optimizer* optimizer, const dg_str* names,
+                                               const dg_tensor* const* parameters, size_t count,
+                                               dg_str path) DG_NOEXCEPT;
+
+/* ------------------------------------------------------------------------ Checkpoints of a job */
+
+/* The state of a whole job at one step: what the parts of its workers have, in a folder that all
+ * workers see under the same path. Each worker creates its part; one of them has a manager, which
+ * saves and loads all parts. docs/checkpoints.md. */
+
+/* What save_values gives. Borrowed for its call. */
+typedef struct dg_checkpoint_values dg_checkpoint_values;
+/* Adds a copy of a value, which may be any bytes, or replaces the one of that name (UTF-8). */
+DG_API DG_MUST_USE dg_error* dg_checkpoint_values_set(dg_checkpoint_values* values, dg_str name,
+                                                      dg_str value) DG_NOEXCEPT;
+
+/* The values of one worker. Borrowed for the call; fields are only ever added. */
+typedef struct dg_worker_values {
+  size_t struct_size; /* as the library knows it */
+  dg_str worker;
+  const dg_entry* values; /* by name */
+  size_t value_count;
+} dg_worker_values;
+
+/* What load_values gets. Borrowed for the call; fields are only ever added. */
+typedef struct dg_loaded_values {
+  size_t struct_size; /* as the library knows it */
+  int64_t step;
+  const dg_entry* values; /* what the worker of this name saved, by name; else none */
+  size_t value_count;
+  const dg_worker_values* const* workers; /* all that saved, by name */
+  size_t worker_count;
+} dg_loaded_values;
+
+/* What a worker has of a checkpoint. */
+typedef struct dg_checkpoint_contents {
+  size_t struct_size;
+  /* Parameters and buffers, by names that are theirs in the whole job. What several workers have
+   * under one name is the same tensor (replicas), and one of them saves it. */
+  const dg_str* tensor_names;
+  const dg_tensor* const* tensors;
+  size_t tensor_count;
+  /* By names of letters, digits, '_' and '-'. Their parameters are among the tensors. */
+  const dg_str* optimizer_names;
+  dg_optimizer* const* optimizers;
+  size_t optimizer_count;
+  /* Adds to `values` small things that are no tensors (1 MiB of them at most): the epoch, the place
+   * in the data, the state of a random generator. Called for each save; NULL: none. */
+  dg_error* (*save_values)(void* user_data, dg_checkpoint_values* values);
+  /* Called when this worker's tensors and optimizers are loaded; NULL: not at all. */
+  dg_error* (*load_values)(void* user_data, const dg_loaded_values* loaded);
+} dg_checkpoint_contents;
+#define DG_CHECKPOINT_CONTENTS_INIT \
+  { sizeof(dg_checkpoint_contents), 0, 0, 0, 0, 0, 0, 0, 0 }
+
+/* What a worker has of the checkpoints of that name, which managers of whichever worker of the job
+ * save and load. */
+typedef struct dg_checkpoint_part dg_checkpoint_part;
+
+/* Creates the part of this worker; every worker does so before the first save or load. It keeps
+ * tensors and optimizers, and lasts until dg_checkpoint_part_remove, or as long as the worker, also
+ * when its handle is destroyed. An optimizer that is removed before it makes saves and loads fail.
+ *
+ * save_values and load_values return NULL, or an error, which the library takes, and with which the
+ * save or load fails. They run on threads of the worker, one at a time, as handlers do: they may
+ * wait and make calls. Takes `user_data`.
+ *
+ * DG_ALREADY_EXISTS if the worker has a part of that name (the empty name counts);
+ * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, for tensors that no
+ * file can have, and for a parameter of an optimizer that is not among the tensors. Waits for
+ * steps of the optimizers. */
+DG_API DG_MUST_USE dg_error* dg_checkpoint_part_create(dg_worker* worker, dg_str name,
+                                                       const dg_checkpoint_contents* contents,
+                                                       void* user_data,
+                                                       void (*destroy)(void* user_data),
+                                                       dg_checkpoint_part** out) DG_NOEXCEPT;
+/* Removes the part: when this has returned, no save or load touches its tensors or calls its
+ * functions, and the worker may create another one of that name. A save or load that runs fails.
+ * Idempotent; the handle is still to be destroyed. Waits for what runs. DG_FAILED_PRECONDITION in
+ * save_values and load_values of the part. */
+DG_API DG_MUST_USE dg_error* dg_checkpoint_part_remove(dg_checkpoint_part* part) DG_NOEXCEPT;
+/* Destroys the handle alone: the part goes on. */
+DG_API void dg_checkpoint_part_destroy(dg_checkpoint_part* part) DG_NOEXCEPT;
+
+/* Saves and loads what all parts of one name have. */
+typedef struct dg_checkpoint_manager dg_checkpoint_manager;
+
+typedef struct dg_checkpoint_manager_options {
+  size_t struct_size;
+  dg_str name;           /* that of the parts */
+  const dg_str* workers; /* that have a part */
+  size_t worker_count;   /* 0: all workers have, as of each save and load */
+  uint64_t keep;         /* so many checkpoints stay in the folder, the newest ones; 0: 3 */
+  uint64_t flags;        /* DG_CHECKPOINT_... */
+} dg_checkpoint_manager_options;
+#define DG_CHECKPOINT_MANAGER_OPTIONS_INIT \
+  { sizeof(dg_checkpoint_manager_options), {0, 0}, 0, 0, 0, 0 }
+/* A save may lack tensors or optimizers' states that the newest checkpoint has. Without this flag
+ * it is refused: their worker is gone, or a part forgets them, and older checkpoints are removed.
+ */
+#define DG_CHECKPOINT_ALLOW_DROPPING UINT64_C(1)
+
+/* Creates the manager, and the folder, if need be; all workers have to see it under this path. It
+ * is locked as long as the manager lasts: DG_ABORTED, with host and process, if another manager has
+ * it. The worker need not have a part. Waits for the disk. */
+DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_create(
+    dg_worker* worker, dg_str folder, const dg_checkpoint_manager_options* options,
+    dg_checkpoint_manager** out) DG_NOEXCEPT;
+
+/* Saves what all parts have at `step`, which is not negative. Waits until it is durable; nobody may
+ * write to the tensors meanwhile, so this is for between two steps. After an error, which names the
+ * worker, the checkpoints that were there are still there.
+ *
+ * DG_FAILED_PRECONDITION, with a list, if it would lack what the newest checkpoint has, if replicas
+ * differ, and if a worker has no part; DG_ALREADY_EXISTS if somebody else's folder has the name of
+ * that step; the error of a save_values. */
+DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_save(dg_checkpoint_manager* manager,
+                                                        int64_t step,
+                                                        int64_t timeout_ms) DG_NOEXCEPT;
+/* Waits only until all parts have copied theirs to memory on the CPU, when training may go on. It
+ * is then written in the background, and the future, which has no reply, is done when it is
+ * durable; cancelling that has no effect. If a save before it is not written yet, waits for that
+ * first. The end of the worker makes what is being written fail, and waits for that. */
+DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_save_async(dg_checkpoint_manager* manager,
+                                                              int64_t step, int64_t timeout_ms,
+                                                              dg_future** out) DG_NOEXCEPT;
+
+/* Unlike elsewhere, 0 is not the default of `step`: start from the INIT macro. */
+typedef struct dg_load_options {
+  size_t struct_size;
+  int64_t step;       /* which checkpoint; negative: the one that was saved last */
+  int64_t timeout_ms; /* 0: no limit */
+  uint64_t flags;     /* DG_LOAD_... */
+} dg_load_options;
+#define DG_LOAD_OPTIONS_INIT \
+  { sizeof(dg_load_options), -1, 0, 0 }
+/* What is missing in the checkpoint, unexpected in it, or of another dtype or shape stays as it is,
+ * and is listed. Without this flag it is an error, and nothing is loaded. */
+#define DG_LOAD_NOT_STRICT UINT64_C(1)
+/* A damaged checkpoint is passed over for the one before it. Without this flag it is an error. */
+#define DG_LOAD_FALL_BACK UINT64_C(2)
+
+/* What was loaded. Immutable. */
+typedef struct dg_loaded_checkpoint dg_loaded_checkpoint;
+
+/* Loads onto the workers what their parts ask for, each tensor by its name from whichever worker
+ * saved it: so there may be other workers than there were, with other parts of the model, on other
+ * devices. Waits. All checksums are verified, on all workers, before anything is loaded; if one is
+ * lost after that, or its load_values fails, some may have been loaded.
+ *
+ * DG_NOT_FOUND only if there is no checkpoint, or none of that step: one may begin at step 0.
+ * DG_FAILED_PRECONDITION if a worker has no part; DG_DATA_LOSS if it is damaged, with the file, the
+ * tensor, and which step could be loaded instead; DG_INVALID_ARGUMENT with a list of what does not
+ * fit. */
+DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_load(dg_checkpoint_manager* manager,
+                                                        const dg_load_options* options,
+                                                        dg_loaded_checkpoint** out) DG_NOEXCEPT;
+/* Destroys the manager, and unlocks the folder. Waits for what dg_checkpoint_manager_save_async
+ * writes; in the callback of a future or a cancellation and in destructors of user data a thread of
+ * the library does that. */
+DG_API void dg_checkpoint_manager_destroy(dg_checkpoint_manager* manager) DG_NOEXCEPT;
+
+/* The same as dg_checkpoint_manager_load, without a manager and its lock: for a job that loads what
+ * another one saves. Of the second options `name` and `workers` count; NULL: all default. */
+DG_API DG_MUST_USE dg_error* dg_load_checkpoint(dg_worker* worker, dg_str folder,
+                                                const dg_load_options* options,
+                                                const dg_checkpoint_manager_options* of,
+                                                dg_loaded_checkpoint** out) DG_NOEXCEPT;
+
+/* Returns the step; -1 if `loaded` is not a valid handle. */
+DG_API int64_t dg_loaded_checkpoint_step(const dg_loaded_checkpoint* loaded) DG_NOEXCEPT;
+/* Returns the folder of the checkpoint that was loaded. It lives as long as `loaded`. */
+DG_API dg_str dg_loaded_checkpoint_folder(const dg_loaded_checkpoint* loaded) DG_NOEXCEPT;
+/* Return how many texts one of the lists (DG_LOADED_...) has, and one of them: for people, with the
+ * name of the tensor or optimizer. It lives as long as `loaded`; empty beyond the last. All lists
+ * are empty without DG_LOAD_NOT_STRICT. */
+DG_API size_t dg_loaded_checkpoint_count(const dg_loaded_checkpoint* loaded,
+                                         uint64_t list) DG_NOEXCEPT;
+DG_API dg_str dg_loaded_checkpoint_item(const dg_loaded_checkpoint* loaded, uint64_t list,
+                                        size_t index) DG_NOEXCEPT;
+enum {
+  DG_LOADED_MISSING = 1,    /* in the checkpoint */
+  DG_LOADED_UNEXPECTED = 2, /* in the checkpoint: nobody asked for it */
+  DG_LOADED_MISMATCHED = 3  /* of another dtype or shape */
+};
+DG_API void dg_loaded_checkpoint_destroy(dg_loaded_checkpoint* loaded) DG_NOEXCEPT;
+
 /* ----------------------------------------------------------------------------- Data parallel */
 
 /* One function on several devices, each with a part of the batch and with the same parameters;

@@ -24,6 +24,7 @@
 #include <exception>
 #include <functional>
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -884,6 +885,117 @@ inline std::vector<std::variant<Message, Error>> Worker::CallEach(
   return results;
 }
 
+// --------------------------------------------------------------------------- Files of tensors
+
+using TensorMap = std::map<std::string, Tensor>;
+
+// The names and handles of a TensorMap, which it borrows.
+struct NamedHandles {
+  explicit NamedHandles(const TensorMap& map) {
+    for (const auto& [name, tensor] : map) {
+      names.push_back(Str(name));
+      tensors.push_back(tensor.get());
+    }
+  }
+  std::vector<dg_str> names;
+  std::vector<const dg_tensor*> tensors;
+};
+
+// Writes tensors and metadata to a safetensors file, all or nothing.
+inline void SaveSafetensors(const TensorMap& tensors, std::string_view path,
+                            const std::map<std::string, std::string>& metadata = {}) {
+  const NamedHandles named(tensors);
+  std::vector<dg_entry> entries;
+  for (const auto& [name, value] : metadata) entries.push_back({Str(name), Str(value)});
+  Check(dg_safetensors_save(Str(path), named.names.data(), named.tensors.data(), named.names.size(),
+                            entries.data(), entries.size()));
+}
+
+// Reads all tensors of a file, onto the CPU.
+inline TensorMap LoadSafetensors(std::string_view path) {
+  struct Visit {
+    TensorMap tensors;
+    std::exception_ptr thrown;
+  } visited;
+  Check(dg_safetensors_load(
+      Str(path),
+      [](void* data, dg_str name, const dg_tensor* tensor) {
+        Visit& visit = *static_cast<Visit*>(data);
+        try {
+          if (!visit.thrown) visit.tensors.emplace(View(name), Tensor::Borrow(tensor));
+        } catch (...) {
+          visit.thrown = std::current_exception();
+        }
+      },
+      &visited));
+  if (visited.thrown) std::rethrow_exception(visited.thrown);
+  return std::move(visited.tensors);
+}
+
+// Writes what is in a file to tensors.
+inline void LoadSafetensorsInto(std::string_view path, const TensorMap& tensors) {
+  const NamedHandles named(tensors);
+  Check(dg_safetensors_load_into(Str(path), named.names.data(), named.tensors.data(),
+                                 named.names.size()));
+}
+
+// A tensor in a file.
+struct SafetensorsInfo {
+  dg_dtype dtype;
+  std::vector<int64_t> shape;
+  uint64_t bytes;
+};
+
+// A file that is open: its header is in memory, and each tensor is read when it is asked for.
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(std::string_view path) {
+    dg_safetensors_file* out = nullptr;
+    Check(dg_safetensors_file_open(Str(path), &out));
+    handle_ = Handle<dg_safetensors_file, dg_safetensors_file_destroy>(out);
+  }
+  std::map<std::string, SafetensorsInfo> tensors() const {
+    std::map<std::string, SafetensorsInfo> tensors;
+    Check(dg_safetensors_file_tensors(
+        get(),
+        [](void* data, const dg_safetensors_info* info) {
+          (*static_cast<std::map<std::string, SafetensorsInfo>*>(
+              data))[std::string(View(info->name))] = {static_cast<dg_dtype>(info->dtype),
+                                                       {info->shape, info->shape + info->dim_count},
+                                                       info->bytes};
+        },
+        &tensors));
+    return tensors;
+  }
+  std::map<std::string, std::string> metadata() const {
+    std::map<std::string, std::string> metadata;
+    Check(dg_safetensors_file_metadata(
+        get(),
+        [](void* data, const dg_entry* entry) {
+          (*static_cast<std::map<std::string, std::string>*>(
+              data))[std::string(View(entry->name))] = View(entry->value);
+        },
+        &metadata));
+    return metadata;
+  }
+  // Reads a tensor, onto the CPU.
+  Tensor Read(std::string_view name) const {
+    dg_tensor* out = nullptr;
+    Check(dg_safetensors_file_read(get(), Str(name), &out));
+    return Tensor(out);
+  }
+  // Writes what the file has under that name to a tensor.
+  void ReadInto(std::string_view name, const Tensor& tensor) const {
+    Check(dg_safetensors_file_read_into(get(), Str(name), tensor.get()));
+  }
+  dg_safetensors_file* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_safetensors_file, dg_safetensors_file_destroy> handle_;
+};
+
+// --------------------------------------------------------------------------------- Optimizers
+
 class Optimizer {
  public:
   Optimizer(Worker& worker, std::string_view name, const std::vector<Tensor>& parameters,
@@ -944,6 +1056,17 @@ class Optimizer {
     }
     Check(dg_optimizer_load_state(get(), names.data(), tensors.data(), names.size()));
   }
+  // Saves this worker's part to a file, by the names of its parameters, and loads it from one.
+  void Save(const TensorMap& parameters, std::string_view path) const {
+    const NamedHandles named(parameters);
+    Check(dg_optimizer_save(get(), named.names.data(), named.tensors.data(), named.names.size(),
+                            Str(path)));
+  }
+  void Load(std::string_view path, const TensorMap& parameters) {
+    const NamedHandles named(parameters);
+    Check(dg_optimizer_load(get(), named.names.data(), named.tensors.data(), named.names.size(),
+                            Str(path)));
+  }
   // Removes this worker's part: another one may then have its name.
   void Remove() { Check(dg_optimizer_remove(get())); }
   dg_optimizer* get() const noexcept { return handle_.get(); }
@@ -960,6 +1083,156 @@ class Optimizer {
   }
   Handle<dg_optimizer, dg_optimizer_destroy> handle_;
 };
+
+// ------------------------------------------------------------------------ Checkpoints of a job
+
+// Small things that are no tensors, by name. Any bytes.
+using CheckpointValues = std::map<std::string, std::string>;
+
+// What load_values gets.
+struct LoadedValues {
+  int64_t step;
+  CheckpointValues values;                          // of the worker of this name; else none
+  std::map<std::string, CheckpointValues> workers;  // of all that saved, by their names
+};
+
+// What a worker has of a checkpoint.
+struct CheckpointContents {
+  TensorMap tensors = {};
+  // The part keeps what it needs of them.
+  std::map<std::string, const Optimizer*> optimizers = {};
+  // On threads of the worker, as handlers. The error that they throw is that of the save or load.
+  std::function<CheckpointValues()> save_values = nullptr;
+  std::function<void(const LoadedValues&)> load_values = nullptr;
+};
+
+class CheckpointPart {
+ public:
+  CheckpointPart(Worker& worker, const CheckpointContents& contents, std::string_view name = {}) {
+    const NamedHandles tensors(contents.tensors);
+    std::vector<dg_str> optimizer_names;
+    std::vector<dg_optimizer*> optimizers;
+    for (const auto& [optimizer_name, optimizer] : contents.optimizers) {
+      optimizer_names.push_back(Str(optimizer_name));
+      optimizers.push_back(optimizer == nullptr ? nullptr : optimizer->get());
+    }
+    dg_checkpoint_contents given = DG_CHECKPOINT_CONTENTS_INIT;
+    given.tensor_names = tensors.names.data();
+    given.tensors = tensors.tensors.data();
+    given.tensor_count = tensors.names.size();
+    given.optimizer_names = optimizer_names.data();
+    given.optimizers = optimizers.data();
+    given.optimizer_count = optimizers.size();
+    if (contents.save_values) given.save_values = SaveValues;
+    if (contents.load_values) given.load_values = LoadValues;
+    dg_checkpoint_part* out = nullptr;
+    Check(dg_checkpoint_part_create(
+        worker.get(), Str(name), &given, new Functions{contents.save_values, contents.load_values},
+        [](void* data) { delete static_cast<Functions*>(data); }, &out));
+    handle_ = Handle<dg_checkpoint_part, dg_checkpoint_part_destroy>(out);
+  }
+  // Removes the part, which otherwise lasts as long as the worker.
+  void Remove() { Check(dg_checkpoint_part_remove(get())); }
+  dg_checkpoint_part* get() const noexcept { return handle_.get(); }
+
+ private:
+  struct Functions {
+    std::function<CheckpointValues()> save_values;
+    std::function<void(const LoadedValues&)> load_values;
+  };
+  static dg_error* SaveValues(void* data, dg_checkpoint_values* values) noexcept {
+    return Catch([&] {
+      for (const auto& [name, value] : static_cast<Functions*>(data)->save_values()) {
+        Check(dg_checkpoint_values_set(values, Str(name), Str(value)));
+      }
+    });
+  }
+  static CheckpointValues ToValues(const dg_entry* entries, size_t count) {
+    CheckpointValues values;
+    for (size_t i = 0; i < count; ++i) {
+      values.emplace(View(entries[i].name), View(entries[i].value));
+    }
+    return values;
+  }
+  static dg_error* LoadValues(void* data, const dg_loaded_values* loaded) noexcept {
+    return Catch([&] {
+      LoadedValues given{loaded->step, ToValues(loaded->values, loaded->value_count), {}};
+      for (size_t i = 0; i < loaded->worker_count; ++i) {
+        const dg_worker_values& worker = *loaded->workers[i];
+        given.workers.emplace(View(worker.worker), ToValues(worker.values, worker.value_count));
+      }
+      static_cast<Functions*>(data)->load_values(given);
+    });
+  }
+  Handle<dg_checkpoint_part, dg_checkpoint_part_destroy> handle_;
+};
+
+struct LoadedCheckpoint {
+  // Takes `loaded`.
+  explicit LoadedCheckpoint(dg_loaded_checkpoint* loaded) {
+    const Handle<dg_loaded_checkpoint, dg_loaded_checkpoint_destroy> owner(loaded);
+    step = dg_loaded_checkpoint_step(loaded);
+    folder = View(dg_loaded_checkpoint_folder(loaded));
+    missing = List(loaded, DG_LOADED_MISSING);
+    unexpected = List(loaded, DG_LOADED_UNEXPECTED);
+    mismatched = List(loaded, DG_LOADED_MISMATCHED);
+  }
+
+  int64_t step;
+  std::string folder;
+  // For people. All are empty without DG_LOAD_NOT_STRICT.
+  std::vector<std::string> missing;
+  std::vector<std::string> unexpected;
+  std::vector<std::string> mismatched;
+
+ private:
+  static std::vector<std::string> List(const dg_loaded_checkpoint* loaded, uint64_t list) {
+    std::vector<std::string> items;
+    for (size_t i = 0; i < dg_loaded_checkpoint_count(loaded, list); ++i) {
+      items.emplace_back(View(dg_loaded_checkpoint_item(loaded, list, i)));
+    }
+    return items;
+  }
+};
+
+class CheckpointManager {
+ public:
+  CheckpointManager(
+      Worker& worker, std::string_view folder,
+      const dg_checkpoint_manager_options& options = DG_CHECKPOINT_MANAGER_OPTIONS_INIT) {
+    dg_checkpoint_manager* out = nullptr;
+    Check(dg_checkpoint_manager_create(worker.get(), Str(folder), &options, &out));
+    handle_ = Handle<dg_checkpoint_manager, dg_checkpoint_manager_destroy>(out);
+  }
+  void Save(int64_t step, int64_t timeout_ms = DG_FOREVER) {
+    Check(dg_checkpoint_manager_save(get(), step, timeout_ms));
+  }
+  // The future is done when it is durable.
+  Future SaveAsync(int64_t step, int64_t timeout_ms = DG_FOREVER) {
+    dg_future* out = nullptr;
+    Check(dg_checkpoint_manager_save_async(get(), step, timeout_ms, &out));
+    return Future(out);
+  }
+  // DG_NOT_FOUND: there is none, so begin at step 0.
+  LoadedCheckpoint Load(const dg_load_options& options = DG_LOAD_OPTIONS_INIT) {
+    dg_loaded_checkpoint* out = nullptr;
+    Check(dg_checkpoint_manager_load(get(), &options, &out));
+    return LoadedCheckpoint(out);
+  }
+  dg_checkpoint_manager* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_checkpoint_manager, dg_checkpoint_manager_destroy> handle_;
+};
+
+// Loads without a manager and its lock.
+inline LoadedCheckpoint LoadCheckpoint(
+    Worker& worker, std::string_view folder, const dg_load_options& options = DG_LOAD_OPTIONS_INIT,
+    const dg_checkpoint_manager_options& of = DG_CHECKPOINT_MANAGER_OPTIONS_INIT) {
+  dg_loaded_checkpoint* out = nullptr;
+  Check(dg_load_checkpoint(worker.get(), Str(folder), &options, &of, &out));
+  return LoadedCheckpoint(out);
+}
 
 // ------------------------------------------------------------------------------ Data parallel
 

@@ -149,6 +149,8 @@ CheckpointOptimizer::CheckpointOptimizer(LocalOptimizer* optimizer)
     : use_([optimizer](Use use) { return optimizer->Use(use); }) {}
 CheckpointOptimizer::CheckpointOptimizer(const Optimizer* optimizer)
     : use_([optimizer](Use use) { return optimizer->Use(use); }) {}
+CheckpointOptimizer::CheckpointOptimizer(std::shared_ptr<const Optimizer> optimizer)
+    : use_([optimizer = std::move(optimizer)](Use use) { return optimizer->Use(use); }) {}
 absl::Status CheckpointOptimizer::operator()(Use use) const { return use_(use); }
 
 // Thread-safe.
@@ -248,7 +250,9 @@ class CheckpointPart::Impl {
             absl::StrCat("optimizer '", name, "'")));
       }
       if (contents_.save_values != nullptr) {
-        held.values = contents_.save_values();
+        absl::StatusOr<CheckpointValues> values = contents_.save_values();
+        DG_RETURN_IF_ERROR(Annotate(values.status(), "save_values"));
+        held.values = *std::move(values);
         size_t size = 0;
         for (const auto& [name, value] : held.values) size += name.size() + value.size();
         if (size > kMaxCheckpointValues) {

@@ -44,7 +44,7 @@ struct LoadedValues {
   std::map<std::string, CheckpointValues> workers;  // of all that saved, by their names
 };
 
-// Any of our optimizers, or libtorch's own. It has to outlive the part.
+// Any of our optimizers, or libtorch's own. It has to outlive the part, unless it is shared.
 class CheckpointOptimizer {
  public:
   using Use = absl::FunctionRef<absl::Status(torch::optim::Optimizer&)>;
@@ -52,6 +52,7 @@ class CheckpointOptimizer {
   CheckpointOptimizer(torch::optim::Optimizer* optimizer);  // NOLINT: implicit
   CheckpointOptimizer(LocalOptimizer* optimizer);           // NOLINT: implicit
   CheckpointOptimizer(const Optimizer* optimizer);          // NOLINT: implicit
+  explicit CheckpointOptimizer(std::shared_ptr<const Optimizer> optimizer);
 
   absl::Status operator()(Use use) const;
 
@@ -68,7 +69,7 @@ struct CheckpointContents {
   std::map<std::string, CheckpointOptimizer> optimizers = {};
   // Called on a thread of the worker's pool: for each save, and when this worker's tensors and
   // optimizers are loaded. They may throw. At most 1 MiB of values.
-  std::function<CheckpointValues()> save_values = nullptr;
+  std::function<absl::StatusOr<CheckpointValues>()> save_values = nullptr;
   std::function<absl::Status(const LoadedValues&)> load_values = nullptr;
   // For tests.
   FileCalls* file_calls = nullptr;

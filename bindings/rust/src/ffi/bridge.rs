@@ -1,7 +1,8 @@
 //! What crosses to C++ (shim.h), and what C++ calls here.
 use super::{
     callback::{
-        Callback, Forward, Handler, LogSink, MemberCallback, Owner, ResponderHandler, Waiting,
+        Callback, Forward, Handler, LogSink, MemberCallback, Owner, PartFunctions,
+        ResponderHandler, Waiting,
     },
     handle::*,
     value::RawValue,
@@ -107,7 +108,73 @@ pub(crate) mod raw {
         inputs: &'a [TensorHandle],
     }
 
+    /// `dg_entry`.
+    struct RawEntry {
+        name: String,
+        value: Vec<u8>,
+    }
+
+    /// `dg_safetensors_info`.
+    struct RawSafetensorsInfo {
+        name: String,
+        dtype: i64,
+        shape: Vec<i64>,
+        bytes: u64,
+    }
+
+    /// `dg_worker_values`.
+    struct RawWorkerValues {
+        worker: String,
+        values: Vec<RawEntry>,
+    }
+
+    /// `dg_loaded_values`.
+    struct RawLoadedValues {
+        step: i64,
+        values: Vec<RawEntry>,
+        workers: Vec<RawWorkerValues>,
+    }
+
+    /// `dg_checkpoint_contents`, but for its size; whether there are functions.
+    struct RawCheckpointContents<'a> {
+        tensor_names: &'a [&'a str],
+        tensors: &'a [TensorHandle],
+        optimizer_names: &'a [&'a str],
+        optimizers: &'a [OptimizerHandle],
+        saves_values: bool,
+        loads_values: bool,
+    }
+
+    /// `dg_checkpoint_manager_options`, but for its size.
+    struct RawCheckpointManagerOptions<'a> {
+        name: &'a str,
+        workers: &'a [&'a str],
+        keep: u64,
+        allow_dropping: bool,
+    }
+
+    /// `dg_load_options`, but for its size.
+    #[derive(Clone, Copy, Debug)]
+    struct RawLoadOptions {
+        step: i64,
+        timeout_ms: i64,
+        not_strict: bool,
+        fall_back: bool,
+    }
+
+    /// What a `dg_loaded_checkpoint` has.
+    struct RawLoadedCheckpoint {
+        step: i64,
+        folder: String,
+        missing: Vec<String>,
+        unexpected: Vec<String>,
+        mismatched: Vec<String>,
+    }
+
     extern "Rust" {
+        type PartFunctions;
+        fn save(self: &PartFunctions, values: CheckpointValuesHandle) -> ErrorHandle;
+        fn load(self: &PartFunctions, loaded: RawLoadedValues) -> ErrorHandle;
         type Handler;
         fn serve(
             self: &Handler,
@@ -149,6 +216,10 @@ pub(crate) mod raw {
         type DataParallelHandle = super::DataParallelHandle;
         type ProcessGroupHandle = super::ProcessGroupHandle;
         type AveragerHandle = super::AveragerHandle;
+        type SafetensorsFileHandle = super::SafetensorsFileHandle;
+        type CheckpointValuesHandle = super::CheckpointValuesHandle;
+        type CheckpointPartHandle = super::CheckpointPartHandle;
+        type CheckpointManagerHandle = super::CheckpointManagerHandle;
         #[namespace = ""]
         #[cxx_name = "dg_value"]
         type RawValue = super::RawValue;
@@ -358,6 +429,84 @@ pub(crate) mod raw {
         ) -> Result<()>;
         fn optimizer_remove(optimizer: OptimizerHandle) -> Result<()>;
         fn optimizer_destroy(optimizer: OptimizerHandle);
+        fn optimizer_save(
+            optimizer: OptimizerHandle,
+            names: &[&str],
+            parameters: &[TensorHandle],
+            path: &str,
+        ) -> Result<()>;
+        fn optimizer_load(
+            optimizer: OptimizerHandle,
+            names: &[&str],
+            parameters: &[TensorHandle],
+            path: &str,
+        ) -> Result<()>;
+
+        /// As many names as tensors, and keys as values.
+        fn safetensors_save(
+            path: &str,
+            names: &[&str],
+            tensors: &[TensorHandle],
+            keys: &[&str],
+            values: &[&str],
+        ) -> Result<()>;
+        fn safetensors_load(path: &str) -> Result<Vec<RawNamedTensor>>;
+        fn safetensors_load_into(
+            path: &str,
+            names: &[&str],
+            tensors: &[TensorHandle],
+        ) -> Result<()>;
+        fn safetensors_file_open(path: &str) -> Result<SafetensorsFileHandle>;
+        fn safetensors_file_tensors(file: SafetensorsFileHandle)
+            -> Result<Vec<RawSafetensorsInfo>>;
+        fn safetensors_file_metadata(file: SafetensorsFileHandle) -> Result<Vec<RawEntry>>;
+        fn safetensors_file_read(file: SafetensorsFileHandle, name: &str) -> Result<TensorHandle>;
+        fn safetensors_file_read_into(
+            file: SafetensorsFileHandle,
+            name: &str,
+            tensor: TensorHandle,
+        ) -> Result<()>;
+        fn safetensors_file_destroy(file: SafetensorsFileHandle);
+
+        fn checkpoint_values_set(
+            values: CheckpointValuesHandle,
+            name: &str,
+            value: &[u8],
+        ) -> Result<()>;
+        fn checkpoint_part_create(
+            worker: WorkerHandle,
+            name: &str,
+            contents: &RawCheckpointContents<'_>,
+            functions: Box<PartFunctions>,
+        ) -> Result<CheckpointPartHandle>;
+        fn checkpoint_part_remove(part: CheckpointPartHandle) -> Result<()>;
+        fn checkpoint_part_destroy(part: CheckpointPartHandle);
+        fn checkpoint_manager_create(
+            worker: WorkerHandle,
+            folder: &str,
+            options: &RawCheckpointManagerOptions<'_>,
+        ) -> Result<CheckpointManagerHandle>;
+        fn checkpoint_manager_save(
+            manager: CheckpointManagerHandle,
+            step: i64,
+            timeout_ms: i64,
+        ) -> Result<()>;
+        fn checkpoint_manager_save_async(
+            manager: CheckpointManagerHandle,
+            step: i64,
+            timeout_ms: i64,
+        ) -> Result<FutureHandle>;
+        fn checkpoint_manager_load(
+            manager: CheckpointManagerHandle,
+            options: RawLoadOptions,
+        ) -> Result<RawLoadedCheckpoint>;
+        fn checkpoint_manager_destroy(manager: CheckpointManagerHandle);
+        fn load_checkpoint(
+            worker: WorkerHandle,
+            folder: &str,
+            options: RawLoadOptions,
+            of: &RawCheckpointManagerOptions<'_>,
+        ) -> Result<RawLoadedCheckpoint>;
 
         fn data_parallel_create(
             parameters: &[TensorHandle],

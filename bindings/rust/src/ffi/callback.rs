@@ -1,11 +1,14 @@
 //! Closures that C++ holds. It calls them on any thread and drops them once; no panic may reach it.
 use super::{
-    bridge::raw::{self, RawMemberEvent, RawReplica, RawRequest},
-    handle::{ErrorHandle, Handle, MessageHandle, ResponderHandle, TensorHandle},
+    bridge::raw::{self, RawLoadedValues, RawMemberEvent, RawReplica, RawRequest},
+    handle::{
+        CheckpointValuesHandle, ErrorHandle, Handle, MessageHandle, ResponderHandle, TensorHandle,
+    },
 };
 use crate::{
     error::{describe, BoxedError},
-    Code, Error, HandlerResult, MemberEvent, Replica, Request, Responder, Severity, Tensor,
+    CheckpointValues, Code, Error, HandlerResult, LoadedValues, MemberEvent, Replica, Request,
+    Responder, Severity, Tensor,
 };
 use std::{
     any::Any,
@@ -146,6 +149,45 @@ impl Forward {
                 ErrorHandle::NULL
             },
         )
+    }
+}
+
+pub(crate) type SaveValuesFn = dyn Fn() -> Result<CheckpointValues, BoxedError> + Send + Sync;
+pub(crate) type LoadValuesFn = dyn Fn(&LoadedValues) -> Result<(), BoxedError> + Send + Sync;
+
+/// The functions of a part of a checkpoint.
+#[derive(Default)]
+struct PartClosures {
+    save_values: Option<Box<SaveValuesFn>>,
+    load_values: Option<Box<LoadValuesFn>>,
+}
+pub(crate) struct PartFunctions(Quiet<PartClosures>);
+
+impl PartFunctions {
+    pub(crate) fn new(
+        save_values: Option<Box<SaveValuesFn>>,
+        load_values: Option<Box<LoadValuesFn>>,
+    ) -> Box<Self> {
+        Box::new(Self(Quiet(ManuallyDrop::new(PartClosures { save_values, load_values }))))
+    }
+
+    pub(crate) fn save(&self, values: CheckpointValuesHandle) -> ErrorHandle {
+        let saved = run("save_values", || {
+            let save = self.0 .0.save_values.as_ref();
+            for (name, value) in save.map_or_else(|| Ok(Default::default()), |save| save())? {
+                raw::checkpoint_values_set(values, &name, &value).map_err(Error::from)?;
+            }
+            Ok(())
+        });
+        saved.err().unwrap_or(ErrorHandle::NULL)
+    }
+
+    pub(crate) fn load(&self, loaded: RawLoadedValues) -> ErrorHandle {
+        let loaded = run("load_values", || match self.0 .0.load_values.as_ref() {
+            Some(load) => load(&loaded.into()),
+            None => Ok(()),
+        });
+        loaded.err().unwrap_or(ErrorHandle::NULL)
     }
 }
 

@@ -58,6 +58,10 @@ handles! {
     DataParallelHandle, "distgrad_rust::DataParallelHandle", raw::data_parallel_destroy;
     ProcessGroupHandle, "distgrad_rust::ProcessGroupHandle", raw::process_group_destroy;
     AveragerHandle, "distgrad_rust::AveragerHandle", raw::averager_destroy;
+    SafetensorsFileHandle, "distgrad_rust::SafetensorsFileHandle", raw::safetensors_file_destroy;
+    CheckpointValuesHandle, "distgrad_rust::CheckpointValuesHandle", |_| ();
+    CheckpointPartHandle, "distgrad_rust::CheckpointPartHandle", raw::checkpoint_part_destroy;
+    CheckpointManagerHandle, "distgrad_rust::CheckpointManagerHandle", raw::checkpoint_manager_destroy;
 }
 
 impl TensorHandle {

@@ -14,7 +14,8 @@ mod worker_options;
 pub use self::tch::check_one_libtorch;
 pub(crate) use bridge::raw::*;
 pub(crate) use callback::{
-    error_create, park, wait, Callback, Forward, Handler, LogSink, MemberCallback, ResponderHandler,
+    error_create, park, wait, Callback, Forward, Handler, LoadValuesFn, LogSink, MemberCallback,
+    PartFunctions, ResponderHandler, SaveValuesFn,
 };
 pub(crate) use handle::{Handle, Owned};
 pub(crate) use memory::payload;

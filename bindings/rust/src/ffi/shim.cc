@@ -89,6 +89,90 @@ rust::Vec<TensorHandle> ToVec(const std::vector<dg_tensor*>& handles) {
   return ToVec(handles.data(), handles.size());
 }
 
+// The tensors that `load` visits, each with its name.
+template <typename Load>
+rust::Vec<RawNamedTensor> NamedTensors(const Load& load) {
+  struct Visit {
+    rust::Vec<RawNamedTensor> tensors;
+    dg_error* error = nullptr;  // the first
+  } visit;
+  const auto add = [](void* data, dg_str name, const dg_tensor* tensor) {
+    auto& visit = *static_cast<Visit*>(data);
+    dg_tensor* clone = nullptr;
+    if (visit.error == nullptr) visit.error = dg_tensor_clone(tensor, &clone);
+    if (clone != nullptr) {
+      visit.tensors.push_back({rust::String::lossy(name.data, name.size), clone});
+    }
+  };
+  dg_error* error = load(add, &visit);
+  if (error == nullptr) std::swap(error, visit.error);
+  if (error != nullptr) {
+    for (const RawNamedTensor& each : visit.tensors) dg_tensor_destroy(each.tensor);
+    dg_error_destroy(visit.error);
+  }
+  dg::Check(error);
+  return std::move(visit.tensors);
+}
+
+rust::String ToString(dg_str text) { return rust::String::lossy(text.data, text.size); }
+
+RawEntry ToEntry(const dg_entry& entry) {
+  return {ToString(entry.name),
+          ToVec(reinterpret_cast<const uint8_t*>(entry.value.data), entry.value.size)};
+}
+rust::Vec<RawEntry> ToEntries(const dg_entry* entries, size_t count) {
+  rust::Vec<RawEntry> copy;
+  for (size_t i = 0; i < count; ++i) copy.push_back(ToEntry(entries[i]));
+  return copy;
+}
+
+dg_error* SaveValues(void* user_data, dg_checkpoint_values* values) noexcept {
+  return static_cast<const PartFunctions*>(user_data)->save(values);
+}
+
+dg_error* LoadValues(void* user_data, const dg_loaded_values* loaded) noexcept {
+  RawLoadedValues raw{loaded->step, ToEntries(loaded->values, loaded->value_count), {}};
+  for (size_t i = 0; i < loaded->worker_count; ++i) {
+    const dg_worker_values& worker = *loaded->workers[i];
+    raw.workers.push_back({ToString(worker.worker), ToEntries(worker.values, worker.value_count)});
+  }
+  return static_cast<const PartFunctions*>(user_data)->load(std::move(raw));
+}
+
+// With what it borrows.
+struct ManagerOptions {
+  explicit ManagerOptions(const RawCheckpointManagerOptions& from) : workers(ToStrs(from.workers)) {
+    options.name = ToStr(from.name);
+    options.workers = workers.data();
+    options.worker_count = workers.size();
+    options.keep = from.keep;
+    options.flags = from.allow_dropping ? DG_CHECKPOINT_ALLOW_DROPPING : 0;
+  }
+  const std::vector<dg_str> workers;
+  dg_checkpoint_manager_options options = DG_CHECKPOINT_MANAGER_OPTIONS_INIT;
+};
+
+dg_load_options ToOptions(const RawLoadOptions& from) {
+  dg_load_options options = DG_LOAD_OPTIONS_INIT;
+  options.step = from.step;
+  options.timeout_ms = from.timeout_ms;
+  options.flags =
+      (from.not_strict ? DG_LOAD_NOT_STRICT : 0) | (from.fall_back ? DG_LOAD_FALL_BACK : 0);
+  return options;
+}
+
+// Takes `loaded`.
+RawLoadedCheckpoint ToLoaded(dg_loaded_checkpoint* loaded) {
+  const dg::LoadedCheckpoint from(loaded);
+  const auto list = [](const std::vector<std::string>& items) {
+    rust::Vec<rust::String> copy;
+    for (const std::string& item : items) copy.push_back(rust::String::lossy(item));
+    return copy;
+  };
+  return {from.step, rust::String::lossy(from.folder), list(from.missing), list(from.unexpected),
+          list(from.mismatched)};
+}
+
 }  // namespace
 
 TensorHandle tensor_from_memory(uint8_t* data, int32_t dtype, Numbers shape,
@@ -277,31 +361,101 @@ OptimizerHandle optimizer_create_adam(WorkerHandle worker, rust::Str name, Tenso
 }
 
 rust::Vec<RawNamedTensor> optimizer_state(OptimizerHandle optimizer) {
-  struct Visit {
-    rust::Vec<RawNamedTensor> tensors;
-    dg_error* error = nullptr;  // the first
-  } visit;
-  const auto add = [](void* data, dg_str name, const dg_tensor* tensor) {
-    auto& visit = *static_cast<Visit*>(data);
-    dg_tensor* clone = nullptr;
-    if (visit.error == nullptr) visit.error = dg_tensor_clone(tensor, &clone);
-    if (clone != nullptr) {
-      visit.tensors.push_back({rust::String::lossy(name.data, name.size), clone});
-    }
-  };
-  dg_error* error = dg_optimizer_state(optimizer, add, &visit);
-  if (error == nullptr) std::swap(error, visit.error);
-  if (error != nullptr) {
-    for (const RawNamedTensor& each : visit.tensors) dg_tensor_destroy(each.tensor);
-    dg_error_destroy(visit.error);
-  }
-  dg::Check(error);
-  return std::move(visit.tensors);
+  return NamedTensors(
+      [=](auto visit, void* data) { return dg_optimizer_state(optimizer, visit, data); });
 }
 
 void optimizer_load_state(OptimizerHandle optimizer, Texts names, Tensors tensors) {
   const std::vector<dg_str> strs = ToStrs(names);
   dg::Check(dg_optimizer_load_state(optimizer, strs.data(), tensors.data(), tensors.size()));
+}
+
+void optimizer_save(OptimizerHandle optimizer, Texts names, Tensors parameters, rust::Str path) {
+  const std::vector<dg_str> strs = ToStrs(names);
+  dg::Check(
+      dg_optimizer_save(optimizer, strs.data(), parameters.data(), parameters.size(), ToStr(path)));
+}
+void optimizer_load(OptimizerHandle optimizer, Texts names, Tensors parameters, rust::Str path) {
+  const std::vector<dg_str> strs = ToStrs(names);
+  dg::Check(
+      dg_optimizer_load(optimizer, strs.data(), parameters.data(), parameters.size(), ToStr(path)));
+}
+
+void safetensors_save(rust::Str path, Texts names, Tensors tensors, Texts keys, Texts values) {
+  const std::vector<dg_str> strs = ToStrs(names);
+  std::vector<dg_entry> metadata;
+  for (size_t i = 0; i < keys.size(); ++i) metadata.push_back({ToStr(keys[i]), ToStr(values[i])});
+  dg::Check(dg_safetensors_save(ToStr(path), strs.data(), tensors.data(), tensors.size(),
+                                metadata.data(), metadata.size()));
+}
+
+rust::Vec<RawNamedTensor> safetensors_load(rust::Str path) {
+  return NamedTensors(
+      [=](auto visit, void* data) { return dg_safetensors_load(ToStr(path), visit, data); });
+}
+
+void safetensors_load_into(rust::Str path, Texts names, Tensors tensors) {
+  const std::vector<dg_str> strs = ToStrs(names);
+  dg::Check(dg_safetensors_load_into(ToStr(path), strs.data(), tensors.data(), tensors.size()));
+}
+
+rust::Vec<RawSafetensorsInfo> safetensors_file_tensors(SafetensorsFileHandle file) {
+  rust::Vec<RawSafetensorsInfo> tensors;
+  const auto add = [](void* data, const dg_safetensors_info* info) {
+    static_cast<rust::Vec<RawSafetensorsInfo>*>(data)->push_back(
+        {ToString(info->name), info->dtype, ToVec(info->shape, info->dim_count), info->bytes});
+  };
+  dg::Check(dg_safetensors_file_tensors(file, add, &tensors));
+  return tensors;
+}
+
+rust::Vec<RawEntry> safetensors_file_metadata(SafetensorsFileHandle file) {
+  rust::Vec<RawEntry> metadata;
+  const auto add = [](void* data, const dg_entry* entry) {
+    static_cast<rust::Vec<RawEntry>*>(data)->push_back(ToEntry(*entry));
+  };
+  dg::Check(dg_safetensors_file_metadata(file, add, &metadata));
+  return metadata;
+}
+
+CheckpointPartHandle checkpoint_part_create(WorkerHandle worker, rust::Str name,
+                                            const RawCheckpointContents& from,
+                                            rust::Box<PartFunctions> functions) {
+  const std::vector<dg_str> tensor_names = ToStrs(from.tensor_names);
+  const std::vector<dg_str> optimizer_names = ToStrs(from.optimizer_names);
+  dg_checkpoint_contents contents = DG_CHECKPOINT_CONTENTS_INIT;
+  contents.tensor_names = tensor_names.data();
+  contents.tensors = from.tensors.data();
+  contents.tensor_count = from.tensors.size();
+  contents.optimizer_names = optimizer_names.data();
+  contents.optimizers = from.optimizers.data();
+  contents.optimizer_count = from.optimizers.size();
+  if (from.saves_values) contents.save_values = SaveValues;
+  if (from.loads_values) contents.load_values = LoadValues;
+  dg_checkpoint_part* out = nullptr;
+  dg::Check(dg_checkpoint_part_create(worker, ToStr(name), &contents, Leak(std::move(functions)),
+                                      End<PartFunctions>, &out));
+  return out;
+}
+
+CheckpointManagerHandle checkpoint_manager_create(WorkerHandle worker, rust::Str folder,
+                                                  const RawCheckpointManagerOptions& from) {
+  const ManagerOptions options(from);
+  return Out<CheckpointManagerHandle>(dg_checkpoint_manager_create, worker, ToStr(folder),
+                                      &options.options);
+}
+
+RawLoadedCheckpoint checkpoint_manager_load(CheckpointManagerHandle manager, RawLoadOptions from) {
+  const dg_load_options options = ToOptions(from);
+  return ToLoaded(Out<dg_loaded_checkpoint*>(dg_checkpoint_manager_load, manager, &options));
+}
+
+RawLoadedCheckpoint load_checkpoint(WorkerHandle worker, rust::Str folder, RawLoadOptions from,
+                                    const RawCheckpointManagerOptions& of) {
+  const dg_load_options options = ToOptions(from);
+  const ManagerOptions manager(of);
+  return ToLoaded(Out<dg_loaded_checkpoint*>(dg_load_checkpoint, worker, ToStr(folder), &options,
+                                             &manager.options));
 }
 
 DataParallelHandle data_parallel_create(Tensors parameters, const RawDataParallelOptions& from,

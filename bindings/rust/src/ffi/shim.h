@@ -45,10 +45,15 @@ using OptimizerHandle = dg_optimizer*;
 using DataParallelHandle = dg_data_parallel*;
 using ProcessGroupHandle = dg_process_group*;
 using AveragerHandle = dg_gradient_averager*;
+using SafetensorsFileHandle = dg_safetensors_file*;
+using CheckpointValuesHandle = dg_checkpoint_values*;
+using CheckpointPartHandle = dg_checkpoint_part*;
+using CheckpointManagerHandle = dg_checkpoint_manager*;
 
 struct Handler;
 struct ResponderHandler;
 struct Forward;
+struct PartFunctions;
 struct Callback;
 struct MemberCallback;
 struct LogSink;
@@ -62,6 +67,12 @@ struct RawReply;
 struct RawNamedTensor;
 struct RawDataParallelOptions;
 struct RawProcessGroupOptions;
+struct RawEntry;
+struct RawSafetensorsInfo;
+struct RawCheckpointContents;
+struct RawCheckpointManagerOptions;
+struct RawLoadOptions;
+struct RawLoadedCheckpoint;
 
 static_assert(DG_ABI_MAJOR == 1, "this crate is made for version 1 of distgrad's C interface");
 
@@ -336,6 +347,59 @@ inline void optimizer_remove(OptimizerHandle optimizer) {
   dg::Check(dg_optimizer_remove(optimizer));
 }
 inline void optimizer_destroy(OptimizerHandle optimizer) { dg_optimizer_destroy(optimizer); }
+
+void optimizer_save(OptimizerHandle optimizer, Texts names, Tensors parameters, rust::Str path);
+void optimizer_load(OptimizerHandle optimizer, Texts names, Tensors parameters, rust::Str path);
+
+// ------------------------------------------------------------------- Files of tensors, checkpoints
+
+void safetensors_save(rust::Str path, Texts names, Tensors tensors, Texts keys, Texts values);
+rust::Vec<RawNamedTensor> safetensors_load(rust::Str path);
+void safetensors_load_into(rust::Str path, Texts names, Tensors tensors);
+inline SafetensorsFileHandle safetensors_file_open(rust::Str path) {
+  return Out<SafetensorsFileHandle>(dg_safetensors_file_open, ToStr(path));
+}
+rust::Vec<RawSafetensorsInfo> safetensors_file_tensors(SafetensorsFileHandle file);
+rust::Vec<RawEntry> safetensors_file_metadata(SafetensorsFileHandle file);
+inline TensorHandle safetensors_file_read(SafetensorsFileHandle file, rust::Str name) {
+  return Out<TensorHandle>(dg_safetensors_file_read, file, ToStr(name));
+}
+inline void safetensors_file_read_into(SafetensorsFileHandle file, rust::Str name,
+                                       TensorHandle tensor) {
+  dg::Check(dg_safetensors_file_read_into(file, ToStr(name), tensor));
+}
+inline void safetensors_file_destroy(SafetensorsFileHandle file) {
+  dg_safetensors_file_destroy(file);
+}
+
+inline void checkpoint_values_set(CheckpointValuesHandle values, rust::Str name, Bytes value) {
+  dg::Check(dg_checkpoint_values_set(values, ToStr(name),
+                                     {reinterpret_cast<const char*>(value.data()), value.size()}));
+}
+CheckpointPartHandle checkpoint_part_create(WorkerHandle worker, rust::Str name,
+                                            const RawCheckpointContents& contents,
+                                            rust::Box<PartFunctions> functions);
+inline void checkpoint_part_remove(CheckpointPartHandle part) {
+  dg::Check(dg_checkpoint_part_remove(part));
+}
+inline void checkpoint_part_destroy(CheckpointPartHandle part) { dg_checkpoint_part_destroy(part); }
+CheckpointManagerHandle checkpoint_manager_create(WorkerHandle worker, rust::Str folder,
+                                                  const RawCheckpointManagerOptions& options);
+inline void checkpoint_manager_save(CheckpointManagerHandle manager, int64_t step,
+                                    int64_t timeout_ms) {
+  dg::Check(dg_checkpoint_manager_save(manager, step, timeout_ms));
+}
+inline FutureHandle checkpoint_manager_save_async(CheckpointManagerHandle manager, int64_t step,
+                                                  int64_t timeout_ms) {
+  return Out<FutureHandle>(dg_checkpoint_manager_save_async, manager, step, timeout_ms);
+}
+RawLoadedCheckpoint checkpoint_manager_load(CheckpointManagerHandle manager,
+                                            RawLoadOptions options);
+inline void checkpoint_manager_destroy(CheckpointManagerHandle manager) {
+  dg_checkpoint_manager_destroy(manager);
+}
+RawLoadedCheckpoint load_checkpoint(WorkerHandle worker, rust::Str folder, RawLoadOptions options,
+                                    const RawCheckpointManagerOptions& of);
 
 // ------------------------------------------------------------------------------ Data parallel
 

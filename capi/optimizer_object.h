@@ -1,0 +1,30 @@
+// What the handle of an optimizer stands for.
+#ifndef DISTGRAD_CAPI_OPTIMIZER_OBJECT_H_
+#define DISTGRAD_CAPI_OPTIMIZER_OBJECT_H_
+
+#include <memory>
+#include <utility>
+
+#include "capi/handles.h"
+#include "capi/include/distgrad/distgrad.h"
+#include "capi/worker_object.h"
+#include "core/worker/optimizer.h"
+
+namespace distgrad {
+
+// Immutable after construction.
+struct OptimizerObject : HandleObject {
+  using Handle = dg_optimizer;
+  static constexpr HandleKind kKind = HandleKind::kOptimizer;
+  static constexpr char kName[] = "dg_optimizer";
+
+  OptimizerObject(std::shared_ptr<SharedWorker> worker, std::shared_ptr<Optimizer> optimizer)
+      : worker(std::move(worker)), optimizer(std::move(optimizer)) {}
+  const std::shared_ptr<SharedWorker> worker;
+  // Not used once the worker is gone. Parts of checkpoints have it, too.
+  const std::shared_ptr<Optimizer> optimizer;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CAPI_OPTIMIZER_OBJECT_H_

@@ -1,0 +1,19 @@
+// Tensors by name, from arrays of the C interface.
+#ifndef DISTGRAD_CAPI_TENSOR_MAP_H_
+#define DISTGRAD_CAPI_TENSOR_MAP_H_
+
+#include <cstddef>
+
+#include "absl/status/statusor.h"
+#include "capi/include/distgrad/distgrad.h"
+#include "core/checkpoint/safetensors.h"
+
+namespace distgrad {
+
+// kInvalidArgument for a handle that is none, and for a name that is there twice.
+absl::StatusOr<TensorMap> PinTensorMap(const dg_str* names, const dg_tensor* const* tensors,
+                                       size_t count);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CAPI_TENSOR_MAP_H_
