@@ -2,19 +2,70 @@
 //! data in the front process, its second one in the back process. One call forward, one backward
 //! through both, and one step of an optimizer on both, for each batch.
 //!
-//! `split [FOLDER [IMAGES]]`; FOLDER has the four `*-ubyte.gz` files.
+//! `split [FOLDER [IMAGES]] [--checkpoint FOLDER [--every STEPS] [--resume]]`; the first FOLDER has
+//! the four `*-ubyte.gz` files. With `--checkpoint` both processes save what they have every 200
+//! steps, at the end, and on Ctrl-C; with `--resume` they go on where they were.
 mod fashion_mnist;
+mod interrupt;
 mod job;
 
-use distgrad::{Context, Message, NoGrad, Optimizer, Result, Sgd, Tensor};
+use distgrad::{
+    CheckpointContents, CheckpointManager, CheckpointManagerOptions, Code, Context, LoadOptions,
+    Message, NoGrad, Optimizer, Result, Sgd, Tensor,
+};
 use fashion_mnist::{accuracy, parameter, Dataset, CLASSES, FOLDER, PIXELS};
 use indicatif::{ProgressBar, ProgressStyle};
 use job::{Job, MINUTE};
-use std::{env, error::Error};
+use std::{env, error::Error, process};
 
 const HIDDEN: usize = 64;
 const BATCH: usize = 50;
 const TESTS: usize = 1000;
+
+/// What the command line says.
+struct Options {
+    folder: String,
+    images: usize,
+    checkpoint: Option<String>,
+    every: usize,
+    resume: bool,
+}
+
+impl Options {
+    fn read() -> std::result::Result<Self, Box<dyn Error>> {
+        let mut options = Self {
+            folder: FOLDER.into(),
+            images: 60_000,
+            checkpoint: None,
+            every: 200,
+            resume: false,
+        };
+        let (mut arguments, mut place) = (env::args().skip(1), 0);
+        while let Some(argument) = arguments.next() {
+            let mut value = || arguments.next().ok_or(format!("{argument} lacks its value"));
+            match argument.as_str() {
+                "--checkpoint" => options.checkpoint = Some(value()?),
+                "--every" => options.every = value()?.parse()?,
+                "--resume" => options.resume = true,
+                _ if argument.starts_with("--") => {
+                    return Err(format!("what is {argument}?").into())
+                }
+                _ => {
+                    match place {
+                        0 => options.folder = argument,
+                        1 => options.images = argument.parse()?,
+                        _ => return Err(format!("what is {argument}?").into()),
+                    }
+                    place += 1;
+                }
+            }
+        }
+        if options.every == 0 || (options.resume && options.checkpoint.is_none()) {
+            return Err("--every is 1 at least, and --resume needs --checkpoint FOLDER".into());
+        }
+        Ok(options)
+    }
+}
 
 /// A linear layer.
 #[derive(Clone)]
@@ -60,14 +111,31 @@ impl Front<'_> {
         context.call("back", "classify", &Message::new("", [hidden])?)?.tensor(0)
     }
 
-    fn train(&self, data: &Dataset) -> Result<()> {
+    /// Trains on the batches from `done` on, and saves now and then.
+    fn train(
+        &self,
+        data: &Dataset,
+        done: usize,
+        checkpoints: Option<(&CheckpointManager<'_>, usize)>,
+    ) -> Result<()> {
         let style = ProgressStyle::with_template("{bar:40} {pos}/{len} batches, {eta} left, {msg}");
-        let bar = ProgressBar::new((data.len() / BATCH) as u64)
-            .with_style(style.expect("a template that is right"));
-        for first in (0..data.len() + 1 - BATCH).step_by(BATCH) {
-            let (images, labels) = data.batch(first, BATCH)?;
+        let count = data.len() / BATCH;
+        let bar = ProgressBar::new(count as u64)
+            .with_style(style.expect("a template that is right"))
+            .with_position(done as u64);
+        for batch in done..count {
+            let (images, labels) = data.batch(batch * BATCH, BATCH)?;
             bar.set_message(format!("loss {:.3}", self.step(&images, &labels)?));
             bar.inc(1);
+            let Some((checkpoints, every)) = checkpoints else { continue };
+            let step = batch + 1;
+            if step % every == 0 || step == count || interrupt::has_come() {
+                checkpoints.save(step as i64, None)?;
+                bar.suspend(|| println!("saved the checkpoint of step {step}"));
+            }
+            if interrupt::has_come() {
+                break;
+            }
         }
         bar.finish();
         Ok(())
@@ -82,9 +150,11 @@ impl Front<'_> {
 }
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
-    let mut arguments = env::args().skip(1);
-    let folder = arguments.next().unwrap_or_else(|| FOLDER.into());
-    let count = arguments.next().map_or(Ok(60_000), |count| count.parse())?;
+    let options = Options::read()?;
+    if options.checkpoint.is_some() {
+        // It comes to both processes, and the back one is needed for a last checkpoint.
+        interrupt::catch();
+    }
 
     let job = Job::start(&["front", "back"])?;
     let layer = match job.is_first() {
@@ -97,14 +167,49 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     })?;
     let optimizer =
         Sgd::new(0.05).momentum(0.9).create(&job.worker, "", [&layer.weight, &layer.bias])?;
+    if options.checkpoint.is_some() {
+        let name = if job.is_first() { "first" } else { "last" };
+        CheckpointContents::new()
+            .tensors([
+                (format!("{name}.weight"), &layer.weight),
+                (format!("{name}.bias"), &layer.bias),
+            ])
+            .optimizer("sgd", &optimizer)
+            .create(&job.worker, "")?;
+    }
     job.worker.barrier(MINUTE)?; // both are ready
 
     if job.is_first() {
+        let checkpoints = match &options.checkpoint {
+            Some(to) => Some(CheckpointManagerOptions::new().create(&job.worker, to)?),
+            None => None,
+        };
+        let done = match &checkpoints {
+            Some(checkpoints) if options.resume => resume(checkpoints)?,
+            _ => 0,
+        };
         let front = Front { job: &job, layer, optimizer };
-        front.train(&Dataset::load(&folder, "train", count)?)?;
-        let right = front.test(&Dataset::load(&folder, "t10k", TESTS)?)?;
-        println!("{:.1} % of {TESTS} images that it never saw are right", 100.0 * right);
-        assert!(right > 0.7, "guessing gives 0.1");
+        let data = Dataset::load(&options.folder, "train", options.images)?;
+        front.train(&data, done, checkpoints.as_ref().map(|to| (to, options.every)))?;
+        if !interrupt::has_come() {
+            let right = front.test(&Dataset::load(&options.folder, "t10k", TESTS)?)?;
+            println!("{:.1} % of {TESTS} images that it never saw are right", 100.0 * right);
+            assert!(right > 0.7, "guessing gives 0.1");
+        }
     }
-    job.finish()
+    let is_first = job.is_first();
+    job.finish()?;
+    if is_first && interrupt::has_come() {
+        process::exit(130);
+    }
+    Ok(())
+}
+
+/// Loads the newest checkpoint, if there is one, and returns how many steps were taken by then.
+fn resume(checkpoints: &CheckpointManager<'_>) -> Result<usize> {
+    match checkpoints.load(&LoadOptions::new()) {
+        Ok(loaded) => Ok(loaded.step as usize),
+        Err(error) if error.code() == Code::NotFound => Ok(0),
+        Err(error) => Err(error),
+    }
 }
