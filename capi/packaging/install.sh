@@ -8,7 +8,8 @@
 #   PREFIX/lib/distgrad/              the libtorch that it was built with
 #   PREFIX/lib/pkgconfig/distgrad.pc
 #   PREFIX/lib/cmake/distgrad/        find_package(distgrad), target distgrad::distgrad
-#   PREFIX/share/doc/distgrad/        licences of libtorch and what comes with it
+#   PREFIX/share/doc/distgrad/        licences of libtorch and what comes with it, and of what is
+#                                     compiled into the library
 #
 # All of it may be moved together. With --link-libtorch there are links to libtorch's libraries in
 # place of copies (430 MB): quick, but only as long as the build's cache is there.
@@ -56,5 +57,13 @@ sed "s/@VERSION@/$version/" "$capi/packaging/distgrad-config-version.cmake.in" \
   mkdir -p "$prefix/share/doc/distgrad/$(dirname "$file")"
   cp -fL "$torch/site/$file" "$prefix/share/doc/distgrad/$file"
 done
+license() { # NAME FILE
+  mkdir -p "$prefix/share/doc/distgrad/$1"
+  cp -fL "$here/$2" "$prefix/share/doc/distgrad/$1/"
+}
+license abseil com_google_absl/LICENSE
+license nlohmann-json json/usr/share/doc/nlohmann-json3-dev/copyright
+license tensorpipe tensorpipe_interfaces/usr/share/doc/libtensorpipe-dev/copyright
+license libnop libnop/usr/share/doc/libnop-dev/copyright
 chmod -R u+w "$prefix/include/distgrad" "$prefix/lib/libdistgrad.so.1" "$prefix/share/doc/distgrad"
 echo "installed distgrad $version in $prefix"

@@ -12,6 +12,10 @@ mkdir -p moved
 mv "first place" moved/prefix
 prefix=$PWD/moved/prefix
 export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
+for license in abseil/LICENSE nlohmann-json/copyright tensorpipe/copyright libnop/copyright; do
+  [[ -s $prefix/share/doc/distgrad/$license ]] || { echo "FAILED: no $license" >&2; exit 1; }
+done
+compgen -G "$prefix/share/doc/distgrad/*.dist-info" >/dev/null || { echo "FAILED: no licence of libtorch" >&2; exit 1; }
 cp -L "$samples"/{*.c,*.h,Makefile} . && chmod u+w ./*
 
 if command -v pkg-config >/dev/null; then
