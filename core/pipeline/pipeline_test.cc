@@ -1162,6 +1162,38 @@ TEST_P(PipelineTest, OfTwoPartitionsThatHaveBegunOneRuns) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
 }
 
+TEST_P(PipelineTest, StagesThatAreClosedAreWaitedForUntilTheDeadline) {
+  Cluster cluster(Workers(1));
+  const Layers layers(1);
+  absl::Notification begun, end;
+  bool closed_in_function = true;
+  std::unique_ptr<PipelineStages> stages;
+  const auto forward = [&](Tensors in) {
+    closed_in_function = stages->Close(absl::InfinitePast());
+    begun.Notify();
+    end.WaitForNotification();
+    return layers.Forward(0, in);
+  };
+  stages = *PipelineStages::Create(&cluster[0], "model", {{0, {.forward = forward}}});
+  const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
+  const absl::Status status = pipeline->Evaluate({at::randn({4, 16})}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("stages of pipeline 'model' on worker"));
+  begun.WaitForNotification();
+  EXPECT_FALSE(stages->Close(Deadline::After(absl::Milliseconds(1))));
+  // Others may have the name, and run.
+  const auto next = PipelineStages::Create(
+      &cluster[0], "model", {{0, {.forward = [&](Tensors in) { return layers.Forward(0, in); }}}});
+  ASSERT_TRUE(next.ok()) << next.status();
+  EXPECT_EQ(pipeline->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+  end.Notify();
+  EXPECT_TRUE(stages->Close(Deadline::Never()));
+  EXPECT_FALSE(closed_in_function);
+  EXPECT_TRUE(stages->Close(absl::InfinitePast()));
+  // These are not those.
+  EXPECT_EQ(pipeline->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+}
+
 TEST_P(PipelineTest, StagesThatCannotBeMadeLeaveNothing) {
   Cluster cluster(Workers(1));
   const std::string taken = "distgrad.pipeline.run/model";

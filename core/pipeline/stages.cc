@@ -8,6 +8,7 @@
 #include <thread>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
@@ -15,6 +16,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/cancellation.h"
 #include "core/base/processors.h"
+#include "core/base/sleepers.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
 #include "core/pipeline/rank_step.h"
@@ -28,10 +30,7 @@ namespace {
 class RankThread {
  public:
   ~RankThread() {
-    {
-      absl::MutexLock lock(&mu_);
-      closed_ = true;
-    }
+    Close();
     if (thread_.joinable()) thread_.join();
   }
 
@@ -47,6 +46,16 @@ class RankThread {
     absl::MutexLock lock(&mu_);
     steps_.emplace_back(std::move(step), threads);
   }
+  // It ends when it has run what it was given.
+  void Close() {
+    absl::MutexLock lock(&mu_);
+    closed_ = true;
+  }
+  // Of one that is closed: whether it has run all by then, and runs nothing any more.
+  bool AwaitIdle(Deadline deadline) {
+    absl::MutexLock lock(&mu_);
+    return waiting_.Await(&mu_, absl::Condition(this, &RankThread::Idle), deadline);
+  }
 
  private:
   void RunAll() {
@@ -59,17 +68,25 @@ class RankThread {
         if (steps_.empty()) return;
         std::tie(step, threads) = std::move(steps_.front());
         steps_.pop_front();
+        runs_ = true;
       }
       if (threads > 0) SetIntraOpThreadsHere(threads);
       step->Run();
+      step = nullptr;
+      absl::MutexLock lock(&mu_);
+      runs_ = false;
+      waiting_.WakeAll();
     }
   }
   bool HasWork() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return closed_ || !steps_.empty(); }
+  bool Idle() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !runs_ && steps_.empty(); }
 
   std::thread thread_;  // constant after Start()
 
   absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool runs_ ABSL_GUARDED_BY(mu_) = false;  // a step
+  Sleepers waiting_ ABSL_GUARDED_BY(mu_);   // until it is idle
   std::deque<std::pair<std::shared_ptr<RankStep>, int>> steps_ ABSL_GUARDED_BY(mu_);
 };
 
@@ -81,9 +98,6 @@ class PipelineStages::Impl {
   Impl(Worker* worker, std::string name, std::map<int, PipelineStage> stages,
        PipelineStagesOptions options)
       : worker_(worker), name_(std::move(name)), stages_(std::move(stages)), options_(options) {}
-
-  Worker* worker() const { return worker_; }
-  const std::string& name() const { return name_; }
 
   absl::StatusOr<Message> Begin(Request& request) {
     DG_ASSIGN_OR_RETURN(StepPlan plan, DecodePlan(request.message.payload));
@@ -166,18 +180,30 @@ class PipelineStages::Impl {
     return Message{step->Describe(), {}};
   }
 
-  void Close() {
-    std::map<int, Rank> ranks;
+  bool Close(Deadline deadline) {
+    std::vector<std::shared_ptr<RankStep>> steps;  // of those that are there when it is closed
+    std::vector<RankThread*> threads;              // which last as long as this
     {
       absl::MutexLock lock(&mu_);
-      closed_ = true;
-      ranks.swap(ranks_);
+      const bool is_first = !std::exchange(closed_, true);
+      for (auto& [first_stage, rank] : ranks_) {
+        if (is_first && rank.step != nullptr) steps.push_back(rank.step);
+        if (rank.thread != nullptr) threads.push_back(rank.thread.get());
+      }
     }
-    for (auto& [first_stage, rank] : ranks) {
-      if (rank.step != nullptr) rank.step->Stop(Closed());
+    for (const std::shared_ptr<RankStep>& step : steps) step->Stop(Closed());
+    for (RankThread* thread : threads) thread->Close();
+    bool idle = true;
+    for (RankThread* thread : threads) idle = thread->AwaitIdle(deadline) && idle;
+    // Not before, for until then calls that come hear that the stages were taken off. The worker
+    // may be gone when one Close() has returned true, so that another one waits here.
+    absl::MutexLock lock(&unregister_mu_);
+    if (!std::exchange(unregistered_, true)) {
+      for (const absl::string_view function : {kDeliver, kRunStep, kDescribe, kBeginStep}) {
+        worker_->UnregisterOwn(absl::StrCat(function, name_));
+      }
     }
-    // Joins their threads.
-    ranks.clear();
+    return idle;
   }
 
  private:
@@ -236,7 +262,11 @@ class PipelineStages::Impl {
 
   absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  std::map<int, Rank> ranks_ ABSL_GUARDED_BY(mu_);  // by their first stages
+  // By their first stages. Once closed_ is set there come no others.
+  std::map<int, Rank> ranks_ ABSL_GUARDED_BY(mu_);
+
+  absl::Mutex unregister_mu_;
+  bool unregistered_ ABSL_GUARDED_BY(unregister_mu_) = false;
 };
 
 absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
@@ -276,11 +306,8 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
   return made;
 }
 
-PipelineStages::~PipelineStages() {
-  impl_->Close();
-  for (const absl::string_view function : {kDeliver, kRunStep, kDescribe, kBeginStep}) {
-    impl_->worker()->UnregisterOwn(absl::StrCat(function, impl_->name()));
-  }
-}
+bool PipelineStages::Close(Deadline deadline) { return impl_->Close(deadline); }
+
+PipelineStages::~PipelineStages() { Close(Deadline::Never()); }
 
 }  // namespace distgrad

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "core/base/deadline.h"
 #include "core/pipeline/stage.h"  // IWYU pragma: export
 #include "core/worker/worker.h"
 
@@ -41,7 +42,12 @@ class PipelineStages {
                                                                 std::map<int, PipelineStage> stages,
                                                                 PipelineStagesOptions options = {});
 
-  // Takes the stages off. A step that runs fails; waits until none of their functions does.
+  // Takes the stages off. A step that runs fails, with kCancelled. Waits until none of their
+  // functions runs; false if one still does when the deadline has passed: it goes on, and others
+  // may have the name; only the object has to stay. Call it again, then; the worker is not used any
+  // more once it has returned true. In one of these functions the deadline must have passed.
+  bool Close(Deadline deadline);
+  // Calls Close(), without a deadline.
   ~PipelineStages();
   PipelineStages(const PipelineStages&) = delete;
   PipelineStages& operator=(const PipelineStages&) = delete;
