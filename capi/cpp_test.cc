@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <functional>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -98,6 +99,84 @@ TEST(CppTest, MemoryAndOtherLibraries) {
               dg::Tensor::FromMemory(elements, DG_FLOAT32, {4}, {1, 1}, nullptr);
             }),
             DG_INVALID_ARGUMENT);
+}
+
+// Of two ranks on one worker; the other workers of the job have no stage.
+void Pipelines(dg::Worker& worker) {
+  dg::Schedule schedule = dg::Schedule::OneForwardOneBackward(2, 2);
+  dg::ScheduleData data = schedule.data();
+  EXPECT_EQ(data.micro_batches, 2u);
+  EXPECT_EQ(data.rank_of_stage, (std::vector<uint32_t>{0, 1}));
+  EXPECT_EQ(data.max_activations, (std::vector<uint32_t>{2, 1}));
+  const auto time = [](const dg_action& action) { return action.kind <= 1 ? 1.0 : 0.0; };
+  const dg::Timeline timeline = dg::Schedule(data).Simulate(time);
+  EXPECT_EQ(timeline.end, 6);
+  EXPECT_EQ(timeline.busy, (std::vector<double>{4, 4}));
+  EXPECT_EQ(timeline.max_activations, data.max_activations);
+  EXPECT_EQ(timeline.starts[0].size(), data.lists[0].size());
+  EXPECT_THROW(schedule.Simulate([](const dg_action&) -> double { throw std::logic_error("no"); }),
+               std::logic_error);
+  EXPECT_EQ(dg::Schedule::GPipe(1, 3).data().lists[0].size(), 6u);
+  EXPECT_EQ(dg::Schedule::ZeroBubbleH1(1, 1).data().lists[0].size(), 3u);
+  EXPECT_EQ(dg::Schedule::InterleavedOneForwardOneBackward(1, 2, 1).data().lists[0].size(), 4u);
+  data.max_activations.pop_back();
+  EXPECT_EQ(CodeOf([&] { dg::Schedule{data}; }), DG_INVALID_ARGUMENT);
+
+  // y = (2 x w)^2 with the step of the schedule on the first stage: w -= its gradient.
+  data.max_activations.clear();
+  data.lists[0].push_back({DG_ACTION_STEP, 0, 0});
+  data.lists[1].push_back({DG_ACTION_STEP, 1, 0});
+  dg::Tensor w = dg::Tensor::From<float>({1}, {1});
+  w.RequireGrad();
+  bool fails = false;
+  std::map<uint64_t, dg::PipelineStage> stages;
+  stages[0].forward = [&](const std::vector<dg::Tensor>& in) -> std::vector<dg::Tensor> {
+    if (fails) throw dg::Error(DG_DATA_LOSS, "the dog ate it");
+    return {dg::Op("aten::mul.Tensor", {in[0], w})};
+  };
+  stages[0].step = [&](const dg_context* context) {
+    dg_tensor* gradient = nullptr;
+    dg::Check(dg_context_gradient(context, w.get(), &gradient));
+    const dg::NoGrad no_grad;
+    dg::Op("aten::sub_.Tensor", {w, dg::Tensor(gradient)});
+  };
+  stages[1].forward = [](const std::vector<dg::Tensor>& in) -> std::vector<dg::Tensor> {
+    return {dg::Op("aten::mul.Tensor", {in[0], 2})};
+  };
+  stages[1].loss = [](const std::vector<dg::Tensor>& out, const std::vector<dg::Tensor>& targets) {
+    return dg::Op("aten::mse_loss", {out[0], targets[0]});
+  };
+  stages[1].step = [](const dg_context*) {};
+  stages[1].recompute = true;
+  const dg::PipelineStages made(worker, "model", stages);
+  EXPECT_EQ(CodeOf([&] { dg::PipelineStages(worker, "model", stages); }), DG_ALREADY_EXISTS);
+  const dg::Pipeline pipeline(worker, "model", dg::Schedule(data), {"worker0", "worker0"});
+  const dg::Tensor x = dg::Tensor::From<float>({1, 2}, {2});
+  const dg::Tensor y = dg::Tensor::From<float>({0, 0}, {2});
+  {
+    const dg::Context context(worker);
+    const dg::PipelineResult result = pipeline.Train(context, {x}, {y});
+    ASSERT_EQ(result.losses.size(), 2u);
+    EXPECT_EQ(result.losses[0].data<float>()[0], 4);
+    EXPECT_EQ(result.losses[1].data<float>()[0], 16);
+    EXPECT_EQ(result.loss.data<float>()[0], 10);
+    EXPECT_TRUE(result.outputs.empty());
+    EXPECT_EQ(w.data<float>()[0], 1 - (8 + 32) / 2);
+  }
+  const dg::PipelineResult result = pipeline.Evaluate({x});
+  ASSERT_EQ(result.outputs.size(), 2u);
+  EXPECT_EQ(result.outputs[1][0].data<float>()[0], 2 * 2 * -19);
+  EXPECT_FALSE(result.loss);
+  fails = true;
+  try {
+    pipeline.Evaluate({x}, {y});
+    ADD_FAILURE();
+  } catch (const dg::Error& error) {
+    EXPECT_EQ(error.code(), DG_DATA_LOSS);
+    const std::string text = error.what();
+    EXPECT_NE(text.find("forward of stage 0, micro-batch 0 on worker 'worker0'"), text.npos)
+        << text;
+  }
 }
 
 TEST(CppTest, NestedCallsGetWhatIsLeft) {
@@ -531,6 +610,7 @@ TEST(CppTest, Job) {
     EXPECT_EQ(CodeOf([&] { context.BackwardAsync({squares[0]}).Get(); }), DG_FAILED_PRECONDITION);
   }
   Replicas(worker, 1);
+  Pipelines(worker);
   worker.Shutdown();
   back.join();
   worker.Leave();

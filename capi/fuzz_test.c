@@ -32,6 +32,10 @@ enum kind {
   PART,
   MANAGER,
   LOADED,
+  SCHEDULE,
+  STAGES,
+  PIPELINE,
+  RESULT,
   KINDS
 };
 enum { SLOTS = 12, THREADS = 3, MOST_WORKERS = 20 };
@@ -119,6 +123,18 @@ static void destroy(enum kind kind, void* handle) {
     case LOADED:
       dg_loaded_checkpoint_destroy((dg_loaded_checkpoint*)handle);
       break;
+    case SCHEDULE:
+      dg_schedule_destroy((dg_schedule*)handle);
+      break;
+    case STAGES:
+      dg_pipeline_stages_destroy((dg_pipeline_stages*)handle);
+      break;
+    case PIPELINE:
+      dg_pipeline_destroy((dg_pipeline*)handle);
+      break;
+    case RESULT:
+      dg_pipeline_result_destroy((dg_pipeline_result*)handle);
+      break;
     case KINDS:
       break;
   }
@@ -170,14 +186,15 @@ static state of_callback(void) {
   return (state){.random = start(__atomic_add_fetch(&callbacks, 1, __ATOMIC_SEQ_CST), 7)};
 }
 
-/* In the middle of a call of this thread or another. A worker only where nothing may wait for it:
- * handlers of two workers that destroyed each other's would, until the bound. */
+/* In the middle of a call of this thread or another. A worker and stages only where nothing may
+ * wait for them: handlers of two workers that destroyed each other's would, until the bound. */
 static void destroy_some(bool workers_too) {
   state of = of_callback();
   state* s = &of;
   const enum kind kind = (enum kind)(next(s) % KINDS);
   if (next(s) % 2) return;
   if (kind == WORKER && (!workers_too || next(s) % 16)) return;
+  if (kind == STAGES && !workers_too) return;
   if (kind == TENSOR && next(s) % 2) {
     dg_tensor* tensor;
     pthread_mutex_lock(&pool_mutex);
@@ -229,6 +246,48 @@ static dg_error* run_replica(void* user_data, const dg_replica* replica, dg_tens
   values[1] = replica->parameter_count > 0 ? dg_value_tensor(replica->parameters[0])
                                            : dg_value_real((double)replica->index);
   return dg_op_tensors(DG_STR("aten::mul.Tensor"), values, 2, outputs, replica->output_count);
+}
+
+static dg_tensor* stage_parameter; /* of all stages */
+
+static dg_error* run_stage(void* user_data, const dg_micro_batch* batch, dg_message** outputs) {
+  dg_value values[2];
+  dg_tensor* y = NULL;
+  dg_error* error;
+  (void)user_data;
+  destroy_some(false);
+  if (batch->input_count == 0) return NULL;
+  values[0] = dg_value_tensor(batch->inputs[0]);
+  values[1] = dg_value_tensor(stage_parameter);
+  error = dg_op_tensors(DG_STR("aten::mul.Tensor"), values, 2, &y, 1);
+  if (error == NULL) {
+    const dg_tensor* result = y;
+    error = dg_message_create("x", batch->input_count == 2, &result, 1, outputs);
+  }
+  dg_tensor_destroy(y);
+  return error;
+}
+static dg_error* run_loss(void* user_data, const dg_micro_batch* batch, dg_tensor** loss) {
+  dg_value value;
+  (void)user_data;
+  destroy_some(false);
+  if (batch->output_count == 0) return NULL;
+  value = dg_value_tensor(batch->outputs[0]);
+  return dg_op_tensors(DG_STR("aten::sum"), &value, 1, loss, 1);
+}
+static dg_error* run_step(void* user_data, const dg_context* context) {
+  dg_tensor* gradient = NULL;
+  dg_error* error;
+  (void)user_data;
+  destroy_some(false);
+  error = dg_context_gradient(context, stage_parameter, &gradient);
+  dg_tensor_destroy(gradient);
+  return error;
+}
+static double time_action(void* user_data, const dg_action* action) {
+  (void)user_data;
+  destroy_some(false);
+  return action->kind;
 }
 
 static void nothing(void* user_data) { (void)user_data; }
@@ -432,12 +491,113 @@ static void change_own(state* s) {
 #define PART_ ((dg_checkpoint_part*)pick(s, PART))
 #define MANAGER_ ((dg_checkpoint_manager*)pick(s, MANAGER))
 #define LOADED_ ((dg_loaded_checkpoint*)pick(s, LOADED))
+#define S ((dg_schedule*)pick(s, SCHEDULE))
+#define L ((dg_pipeline*)pick(s, PIPELINE))
+#define Q ((dg_pipeline_result*)pick(s, RESULT))
 #define MAKE(kind, type, call) \
   do {                         \
     type* out = NULL;          \
     ran(s, call);              \
     keep(s, kind, out);        \
   } while (0)
+
+static void make_schedule(state* s) {
+  dg_action actions[4];
+  dg_action_list list;
+  uint32_t ranks[2] = {0, 0}, most = (uint32_t)(next(s) % 3);
+  dg_schedule_data data = DG_SCHEDULE_DATA_INIT;
+  for (int i = 0; i < 4; ++i) { /* two forwards and backwards, mostly */
+    actions[i].kind = next(s) % 16 ? (uint32_t)(i >= 2) : (uint32_t)next(s);
+    actions[i].stage = next(s) % 16 ? 0 : (uint32_t)next(s);
+    actions[i].micro_batch = next(s) % 16 ? (uint32_t)(i % 2) : (uint32_t)next(s);
+  }
+  list.data = actions;
+  list.size = 4;
+  data.micro_batches = 2;
+  data.rank_of_stage = ranks;
+  data.stage_count = 1;
+  data.lists = &list;
+  data.rank_count = 1;
+  if (next(s) % 2) data.max_activations = &most;
+  switch (next(s) % 6) {
+    case 0:
+      MAKE(SCHEDULE, dg_schedule, dg_schedule_create_gpipe(next(s) % 3, next(s) % 4, &out));
+      break;
+    case 1:
+      MAKE(SCHEDULE, dg_schedule,
+           dg_schedule_create_one_forward_one_backward(1, next(s) % 8, &out));
+      break;
+    case 2:
+      MAKE(SCHEDULE, dg_schedule,
+           dg_schedule_create_interleaved_one_forward_one_backward(1, next(s) % 3, 2, &out));
+      break;
+    case 3:
+      MAKE(SCHEDULE, dg_schedule,
+           dg_schedule_create_zero_bubble_h1(next(s) % 4 ? 1 : next(s), 2, &out));
+      break;
+    default:
+      MAKE(SCHEDULE, dg_schedule, dg_schedule_create(&data, next(s) % 3, &out));
+      break;
+  }
+}
+
+static void make_stages(state* s) {
+  dg_pipeline_stage made[2] = {DG_PIPELINE_STAGE_INIT, DG_PIPELINE_STAGE_INIT};
+  const dg_pipeline_stage* list[2];
+  dg_pipeline_stages_options options = DG_PIPELINE_STAGES_OPTIONS_INIT;
+  for (int i = 0; i < 2; ++i) {
+    made[i].number = next(s) % 8 ? (uint64_t)i : next(s);
+    made[i].forward = next(s) % 8 ? run_stage : NULL;
+    made[i].loss = next(s) % 8 ? run_loss : NULL;
+    made[i].step = next(s) % 2 ? run_step : NULL;
+    made[i].destroy = callback;
+    made[i].inputs = next(s) % 8 ? 1 : (int64_t)(next(s) % 4) - 2;
+    made[i].targets = next(s) % 8 ? DG_ANY_COUNT : (int64_t)(next(s) % 4);
+    made[i].flags = next(s) % 4 == 0;
+    list[i] = next(s) % 16 ? &made[i] : NULL;
+  }
+  options.threads = next(s) % 3;
+  MAKE(STAGES, dg_pipeline_stages,
+       dg_pipeline_stages_create(W, next(s) % 8 ? DG_STR("p") : DG_STR("::"), list, next(s) % 3,
+                                 next(s) % 2 ? &options : NULL, &out));
+}
+
+static void run_pipeline(state* s) {
+  const dg_str self = next(s) % 16 ? DG_STR("worker0") : DG_STR("nobody");
+  const dg_str twice[2] = {DG_STR("worker0"), DG_STR("worker0")};
+  dg_pipeline_options options = DG_PIPELINE_OPTIONS_INIT;
+  dg_pipeline_run_options run = DG_PIPELINE_RUN_OPTIONS_INIT;
+  const dg_tensor* two[2];
+  size_t index = next(s) % 3;
+  options.reduction = next(s) % 3;
+  if (next(s) % 16 == 0) run.timeout_ms = 1;
+  two[0] = T;
+  two[1] = T;
+  switch (next(s) % 4) {
+    case 0:
+      MAKE(PIPELINE, dg_pipeline, dg_pipeline_create(W, DG_STR("p"), S, &self, 1, &options, &out));
+      MAKE(PIPELINE, dg_pipeline, dg_pipeline_create(W, DG_STR("p"), S, twice, 2, NULL, &out));
+      break;
+    case 1:
+      MAKE(RESULT, dg_pipeline_result,
+           dg_pipeline_train(L, C, two, next(s) % 8 ? 1 : next(s) % 3, two + 1, next(s) % 2, &run,
+                             &out));
+      break;
+    case 2:
+      MAKE(RESULT, dg_pipeline_result,
+           dg_pipeline_evaluate(L, two, next(s) % 8 ? 1 : next(s) % 3, two + 1, next(s) % 2, &run,
+                                &out));
+      break;
+    default:
+      MAKE(TENSOR, dg_tensor, dg_pipeline_result_loss(Q, &out));
+      MAKE(MESSAGE, dg_message, dg_pipeline_result_losses(Q, &out));
+      MAKE(MESSAGE, dg_message, dg_pipeline_result_outputs(Q, index, &out));
+      (void)dg_pipeline_result_output_count(Q);
+      if (next(s) % 4 == 0) dg_pipeline_result_destroy(Q);
+      if (next(s) % 8 == 0) dg_pipeline_destroy(L);
+      break;
+  }
+}
 
 static void call(state* s) {
   static float memory[64]; /* enough for the largest dtype */
@@ -466,7 +626,7 @@ static void call(state* s) {
   if (next(s) % 16 == 0) options.struct_size = next(s) % 64;
   if (options.struct_size > sizeof(options)) options.struct_size = 1;
 
-  switch (next(s) % 71) {
+  switch (next(s) % 76) {
     case 0:
       (void)dg_error_code(E);
       break;
@@ -894,6 +1054,24 @@ static void call(state* s) {
     case 67:
       change_own(s);
       break;
+    case 71: {
+      double end = 0;
+      make_schedule(s);
+      ran(s,
+          dg_schedule_simulate(S, next(s) % 8 ? time_action : NULL, NULL, &end, NULL, NULL, NULL));
+      (void)dg_schedule_get(S); /* what it points to may end at any time */
+      if (next(s) % 4 == 0) dg_schedule_destroy(S);
+      break;
+    }
+    case 72:
+      make_stages(s);
+      if (next(s) % 4 == 0) dg_pipeline_stages_destroy((dg_pipeline_stages*)pick(s, STAGES));
+      break;
+    case 73:
+    case 74:
+    case 75:
+      run_pipeline(s);
+      break;
     default:
       break;
   }
@@ -911,6 +1089,11 @@ int main(int argc, char** argv) {
   state states[THREADS];
   pthread_t threads[THREADS];
   printf("seed %llu\n", (unsigned long long)seed);
+  {
+    const float one = 1;
+    OK(dg_tensor_from_data(&one, DG_FLOAT32, NULL, 0, &stage_parameter));
+    OK(dg_tensor_require_grad(stage_parameter));
+  }
   for (int threaded = 0; threaded < 2; ++threaded) {
     const int count = threaded ? THREADS : 1;
     keep(&(state){.random = seed | 1}, WORKER, new_worker());
@@ -932,5 +1115,6 @@ int main(int argc, char** argv) {
   }
   for (int i = 0; i < THREADS * SLOTS; ++i) dg_tensor_destroy(own[i / SLOTS][i % SLOTS]);
   for (int i = 0; i < workers_made; ++i) await_end(workers[i]);
+  dg_tensor_destroy(stage_parameter);
   return 0;
 }

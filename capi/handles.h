@@ -51,6 +51,10 @@ enum class HandleKind : uint8_t {
   kCheckpointPart,
   kCheckpointManager,
   kLoadedCheckpoint,
+  kSchedule,
+  kPipelineStages,
+  kPipeline,
+  kPipelineResult,
 };
 
 // What a handle stands for. Each kind has a subclass with

@@ -187,6 +187,58 @@ FIELD(dg_adam_options, epsilon, 32);
 FIELD(dg_adam_options, weight_decay, 40);
 FIELD(dg_adam_options, flags, 48);
 
+SIZE(dg_action, 12);
+FIELD(dg_action, kind, 0);
+FIELD(dg_action, stage, 4);
+FIELD(dg_action, micro_batch, 8);
+
+SIZE(dg_action_list, 16);
+FIELD(dg_action_list, data, 0);
+FIELD(dg_action_list, size, 8);
+
+GROWS_FROM(dg_schedule_data, 56);
+FIELD(dg_schedule_data, struct_size, 0);
+FIELD(dg_schedule_data, micro_batches, 8);
+FIELD(dg_schedule_data, rank_of_stage, 16);
+FIELD(dg_schedule_data, stage_count, 24);
+FIELD(dg_schedule_data, lists, 32);
+FIELD(dg_schedule_data, rank_count, 40);
+FIELD(dg_schedule_data, max_activations, 48);
+
+GROWS_FROM(dg_micro_batch, 64);
+FIELD(dg_micro_batch, struct_size, 0);
+FIELD(dg_micro_batch, stage, 8);
+FIELD(dg_micro_batch, inputs, 16);
+FIELD(dg_micro_batch, input_count, 24);
+FIELD(dg_micro_batch, outputs, 32);
+FIELD(dg_micro_batch, output_count, 40);
+FIELD(dg_micro_batch, targets, 48);
+FIELD(dg_micro_batch, target_count, 56);
+
+GROWS_FROM(dg_pipeline_stage, 80);
+FIELD(dg_pipeline_stage, struct_size, 0);
+FIELD(dg_pipeline_stage, number, 8);
+FIELD(dg_pipeline_stage, forward, 16);
+FIELD(dg_pipeline_stage, loss, 24);
+FIELD(dg_pipeline_stage, step, 32);
+FIELD(dg_pipeline_stage, user_data, 40);
+FIELD(dg_pipeline_stage, destroy, 48);
+FIELD(dg_pipeline_stage, inputs, 56);
+FIELD(dg_pipeline_stage, targets, 64);
+FIELD(dg_pipeline_stage, flags, 72);
+
+GROWS_FROM(dg_pipeline_stages_options, 16);
+FIELD(dg_pipeline_stages_options, struct_size, 0);
+FIELD(dg_pipeline_stages_options, threads, 8);
+
+GROWS_FROM(dg_pipeline_options, 16);
+FIELD(dg_pipeline_options, struct_size, 0);
+FIELD(dg_pipeline_options, reduction, 8);
+
+GROWS_FROM(dg_pipeline_run_options, 16);
+FIELD(dg_pipeline_run_options, struct_size, 0);
+FIELD(dg_pipeline_run_options, timeout_ms, 8);
+
 GROWS_FROM(dg_data_parallel_options, 80);
 FIELD(dg_data_parallel_options, struct_size, 0);
 FIELD(dg_data_parallel_options, devices, 8);
@@ -285,6 +337,20 @@ NUMBER(DG_WORKER_NO_GPU_CHANNEL, 8);
 NUMBER(DG_BACKWARD_RETAIN_GRAPH, 1);
 NUMBER(DG_SGD_NESTEROV, 1);
 NUMBER(DG_ADAM_AMSGRAD, 1);
+NUMBER(DG_ACTION_FORWARD, 0);
+NUMBER(DG_ACTION_BACKWARD, 1);
+NUMBER(DG_ACTION_BACKWARD_INPUT, 2);
+NUMBER(DG_ACTION_BACKWARD_WEIGHT, 3);
+NUMBER(DG_ACTION_SEND_ACTIVATION, 4);
+NUMBER(DG_ACTION_RECEIVE_ACTIVATION, 5);
+NUMBER(DG_ACTION_SEND_GRADIENT, 6);
+NUMBER(DG_ACTION_RECEIVE_GRADIENT, 7);
+NUMBER(DG_ACTION_STEP, 8);
+NUMBER(DG_SCHEDULE_ADD_TRANSFERS, 1);
+NUMBER(DG_PIPELINE_STAGE_RECOMPUTE, 1);
+NUMBER(DG_ANY_COUNT, -1);
+NUMBER(DG_REDUCTION_MEAN, 0);
+NUMBER(DG_REDUCTION_SUM, 1);
 NUMBER(DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE, 1);
 NUMBER(DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS, 1);
 NUMBER(DG_CHECKPOINT_ALLOW_DROPPING, 1);

@@ -1,6 +1,7 @@
 // Workers: creating, calling, closing and destroying them.
 #include "core/worker/worker.h"
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 
@@ -85,6 +86,15 @@ absl::StatusOr<Prepared> PrepareOp(dg_worker* worker, dg_str to, dg_str op,
   DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values, FromValues(arguments, argument_count));
   DG_ASSIGN_OR_RETURN(Message message, EncodeValues(values));
   return Prepare(worker, to, op, std::move(message), options);
+}
+
+// Of functions that wait for the end of this worker's work. A handler is part of that, and so is a
+// function of a stage, of which core does not know on which thread it runs.
+absl::Status CheckMayWaitForEnd(const SharedWorker& worker) {
+  if (!InHandlerOf(worker)) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("worker '", worker.name(),
+                   "' cannot leave in a handler or a callback of its own, for it waits for those"));
 }
 
 absl::StatusOr<OnLost> ToOnLost(uint64_t flags) {
@@ -178,6 +188,21 @@ absl::Status SharedWorker::EndWorker(Deadline deadline) {
                        " threads are still in a function that uses it"));
     }
   }
+  std::vector<std::shared_ptr<Part>> parts;
+  {
+    absl::MutexLock lock(&mu_);
+    parts_closed_ = true;
+    parts = parts_;
+  }
+  for (const std::shared_ptr<Part>& part : parts) {
+    if (part->Close(deadline)) {
+      Detach(part.get());
+    } else {
+      return absl::DeadlineExceededError(absl::StrCat(
+          "worker '", name_, "' is closed, and a function of ", part->Describe(), " still runs"));
+    }
+  }
+  parts.clear();
   DG_RETURN_IF_ERROR(worker_->Close(deadline));
   std::set<std::shared_ptr<EndsWithWorker>> attached;
   {
@@ -191,6 +216,23 @@ absl::Status SharedWorker::EndWorker(Deadline deadline) {
   absl::MutexLock lock(&mu_);
   handlers.swap(handlers_);
   return absl::OkStatus();
+}
+
+absl::Status SharedWorker::Attach(std::shared_ptr<Part> part) {
+  absl::MutexLock lock(&mu_);
+  if (parts_closed_) return absl::FailedPreconditionError("the worker is gone");
+  parts_.push_back(std::move(part));
+  return absl::OkStatus();
+}
+
+void SharedWorker::Detach(const Part* part) {
+  std::shared_ptr<Part> detached;  // ends outside the lock
+  absl::MutexLock lock(&mu_);
+  const auto found = std::find_if(parts_.begin(), parts_.end(),
+                                  [part](const auto& each) { return each.get() == part; });
+  if (found == parts_.end()) return;
+  detached = std::move(*found);
+  parts_.erase(found);
 }
 
 void DestroyWorker(dg_worker* worker, absl::Duration bound) {
@@ -265,6 +307,7 @@ dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeout_ms, uint64_t fla
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const OnLost on_lost, ToOnLost(flags));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    DG_RETURN_IF_ERROR(CheckMayWaitForEnd(use.shared()));
     BlockingScope blocking;
     return use->Shutdown(ToDeadline(timeout_ms, absl::InfinitePast()), on_lost);
   });
@@ -275,6 +318,7 @@ dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) noexcept {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const OnLost on_lost, ToOnLost(flags));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    DG_RETURN_IF_ERROR(CheckMayWaitForEnd(use.shared()));
     BlockingScope blocking;
     return use->Serve(on_lost);
   });
@@ -284,6 +328,7 @@ dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    DG_RETURN_IF_ERROR(CheckMayWaitForEnd(use.shared()));
     BlockingScope blocking;
     return use->Leave(ToDeadline(timeout_ms, absl::InfinitePast()));
   });

@@ -95,6 +95,21 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // Keeps a member's name for as long as this lives.
   const std::string& Keep(const std::string& name);
 
+  // What belongs to the worker and runs functions of the user's on threads of its own. Thread-safe.
+  class Part {
+   public:
+    virtual ~Part() = default;
+    // Ends it. False if a function of its still runs when the deadline has passed; then it may be
+    // called again. The worker lives until one of them has returned true.
+    virtual bool Close(Deadline deadline) = 0;
+    // "the stages of pipeline 'model'".
+    virtual std::string Describe() const = 0;
+  };
+  // Close() ends it. kFailedPrecondition where that has come so far already.
+  absl::Status Attach(std::shared_ptr<Part> part);
+  // Forgets one that was closed.
+  void Detach(const Part* part);
+
   absl::Status Register(std::string function, std::shared_ptr<Handler> handler);
   // Sets the handler; null: none.
   absl::Status OnMember(std::shared_ptr<const MemberHandler> handler);
@@ -137,6 +152,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   std::set<std::shared_ptr<EndsWithWorker>> attached_ ABSL_GUARDED_BY(mu_);
   // Ended with the worker, though contexts may keep what is left of it.
   std::vector<std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::shared_ptr<Part>> parts_ ABSL_GUARDED_BY(mu_);
+  bool parts_closed_ ABSL_GUARDED_BY(mu_) = false;  // there come no others
 
   // Owned. Constant, for handlers use it until its destructor has waited for them; gone after
   // Close().
@@ -175,8 +192,17 @@ struct ContextObject : HandleObject {
   static constexpr HandleKind kKind = HandleKind::kContext;
   static constexpr char kName[] = "dg_context";
 
-  explicit ContextObject(Context context) : context(std::move(context)) {}
-  Context context;  // thread-safe
+  explicit ContextObject(Context own) : own_(std::move(own)), context(own_) {}
+
+ protected:
+  // One that somebody else has, and keeps until this ends.
+  explicit ContextObject(Context* lent) : context(*lent) {}
+
+ private:
+  Context own_;
+
+ public:
+  Context& context;  // thread-safe
 };
 
 // A worker that is alive, from its handle.

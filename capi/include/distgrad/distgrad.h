@@ -1325,6 +1325,260 @@ enum {
 };
 DG_API void dg_loaded_checkpoint_destroy(dg_loaded_checkpoint* loaded) DG_NOEXCEPT;
 
+/* --------------------------------------------------------------------------------- Pipelines */
+
+/* A model in stages, which are on several workers, and batches that run through them in
+ * micro-batches: while one stage computes one of them, the others compute others.
+ * docs/pipelines.md. */
+
+/* What a rank of a pipeline does: a line of its list. */
+typedef struct dg_action {
+  uint32_t kind; /* DG_ACTION_... */
+  uint32_t stage;
+  uint32_t micro_batch; /* 0 for a step */
+} dg_action;
+enum {
+  DG_ACTION_FORWARD = 0,
+  /* All of the backward; or its two halves: the gradients of what the stage was given, for which
+   * the stage before it waits, and those of its parameters, for which nobody does. */
+  DG_ACTION_BACKWARD = 1,
+  DG_ACTION_BACKWARD_INPUT = 2,
+  DG_ACTION_BACKWARD_WEIGHT = 3,
+  /* To the rank of the next stage, and from that of the one before. A send does not wait. */
+  DG_ACTION_SEND_ACTIVATION = 4,
+  DG_ACTION_RECEIVE_ACTIVATION = 5,
+  /* To the rank of the stage before, and from that of the next one. */
+  DG_ACTION_SEND_GRADIENT = 6,
+  DG_ACTION_RECEIVE_GRADIENT = 7,
+  DG_ACTION_STEP = 8 /* that of dg_pipeline_stage, of one stage. Of no micro-batch */
+};
+typedef struct dg_action_list {
+  const dg_action* data;
+  size_t size;
+} dg_action_list;
+
+/* In which order the ranks of a pipeline do what is to be done for one batch, as data. Each rank
+ * does the actions of its list one after the other; what comes from another rank it waits for.
+ * Fields are only ever added. */
+typedef struct dg_schedule_data {
+  size_t struct_size;
+  uint64_t micro_batches;
+  const uint32_t* rank_of_stage; /* by stage. Stage s gives its outputs to stage s + 1 */
+  size_t stage_count;
+  const dg_action_list* lists; /* by rank */
+  size_t rank_count;
+  /* How many activations each rank holds at once, at most: of a stage and a micro-batch, from the
+   * forward until its backward, or both halves, are done. NULL: nothing is promised. */
+  const uint32_t* max_activations;
+} dg_schedule_data;
+#define DG_SCHEDULE_DATA_INIT \
+  { sizeof(dg_schedule_data), 0, 0, 0, 0, 0, 0 }
+
+/* A schedule that keeps what it promises: nothing is missing, there twice, before what it needs,
+ * or waits for ever. Immutable. */
+typedef struct dg_schedule dg_schedule;
+
+/* Creates a schedule of lists of one's own, which are copied. DG_INVALID_ARGUMENT names the action
+ * that is wrong, and why. */
+DG_API DG_MUST_USE dg_error* dg_schedule_create(const dg_schedule_data* data, uint64_t flags,
+                                                dg_schedule** out) DG_NOEXCEPT;
+/* Flag of dg_schedule_create: the lists have no sends and no receives; a send is put behind each
+ * action whose result another rank needs, and a receive before each action that needs one. */
+#define DG_SCHEDULE_ADD_TRANSFERS UINT64_C(1)
+
+/* Create the schedules that docs/pipelines.md compares, with one stage on each rank. A stage adds
+ * up the gradients of its micro-batches from the first to the last. DG_INVALID_ARGUMENT for 0, and
+ * for more than a million micro-batches of stages. */
+
+/* All forwards, and then all backwards. */
+DG_API DG_MUST_USE dg_error* dg_schedule_create_gpipe(uint64_t stages, uint64_t micro_batches,
+                                                      dg_schedule** out) DG_NOEXCEPT;
+/* 1F1B: as few forwards before the first backward as keep all busy, then a backward for each
+ * forward. As fast as GPipe, and holds fewer activations. */
+DG_API DG_MUST_USE dg_error* dg_schedule_create_one_forward_one_backward(
+    uint64_t stages, uint64_t micro_batches, dg_schedule** out) DG_NOEXCEPT;
+/* The same with several stages on each rank: stage s is on rank s % ranks. */
+DG_API DG_MUST_USE dg_error* dg_schedule_create_interleaved_one_forward_one_backward(
+    uint64_t ranks, uint64_t stages_per_rank, uint64_t micro_batches,
+    dg_schedule** out) DG_NOEXCEPT;
+/* ZB-H1: 1F1B with backward in two halves, the second of which fills what would be idle. */
+DG_API DG_MUST_USE dg_error* dg_schedule_create_zero_bubble_h1(uint64_t stages,
+                                                               uint64_t micro_batches,
+                                                               dg_schedule** out) DG_NOEXCEPT;
+
+/* Returns what the schedule is, which lives as long as it: to change a copy, for instance. NULL if
+ * `schedule` is not a valid handle. */
+DG_API const dg_schedule_data* dg_schedule_get(const dg_schedule* schedule) DG_NOEXCEPT;
+
+/* Runs the lists as ranks do, and stores when: `time` says how long an action takes, in any unit.
+ * Stores when the last rank is through, and, by rank, the sum of the times of its actions and how
+ * many activations it holds at once; starts[r] is an array with room for each action of rank r's
+ * list. NULL skips one. `time` is called within this call, once for each action. */
+DG_API DG_MUST_USE dg_error* dg_schedule_simulate(
+    const dg_schedule* schedule, double (*time)(void* user_data, const dg_action* action),
+    void* user_data, double* end, double* busy, uint32_t* max_activations,
+    double* const* starts) DG_NOEXCEPT;
+DG_API void dg_schedule_destroy(dg_schedule* schedule) DG_NOEXCEPT;
+
+/* What a function of a stage gets, of one micro-batch; all of it is borrowed for the call. Fields
+ * are only ever added. */
+typedef struct dg_micro_batch {
+  size_t struct_size; /* as the library knows it */
+  uint64_t stage;
+  const dg_tensor* const* inputs; /* of forward: what the stage before has given, or the batch's
+                                   * part; NULL where there is no tensor. None for a loss */
+  size_t input_count;
+  const dg_tensor* const* outputs; /* of a loss: what forward has given. None for a forward */
+  size_t output_count;
+  const dg_tensor* const* targets; /* of a loss. None for a forward */
+  size_t target_count;
+} dg_micro_batch;
+
+/* What a stage computes. Its functions run on a thread of the library, "dg-stage-N", for each rank
+ * of a schedule; of one stage one at a time. They are called with the gradient mode that the step
+ * needs. They may wait and make calls, as a handler may. An error that they return, which the
+ * library takes, ends the step: it keeps its code, and names stage, micro-batch and worker.
+ *
+ * The tensors that they get come without history, and the graph is the stage's own; it ends with
+ * the micro-batch. So a stage must not write to what it is given, nor keep it with its history; nor
+ * write again to what it has returned, before the micro-batch's backward has come, or the
+ * evaluation is over. */
+typedef struct dg_pipeline_stage {
+  size_t struct_size;
+  uint64_t number; /* in the pipeline, from 0 */
+  /* Stores a message, which the library takes, also with an error: its tensors, from the inputs,
+   * are what the next stage gets; it has no payload. */
+  dg_error* (*forward)(void* user_data, const dg_micro_batch* micro_batch, dg_message** outputs);
+  /* Of the last stage: stores the loss of a micro-batch, a tensor of one element, which the library
+   * takes, also with an error. NULL: none. */
+  dg_error* (*loss)(void* user_data, const dg_micro_batch* micro_batch, dg_tensor** loss);
+  /* What DG_ACTION_STEP does, where a schedule has it: with the context of the step, borrowed for
+   * the call, which has this stage's gradients. NULL: none. */
+  dg_error* (*step)(void* user_data, const dg_context* context);
+  void* user_data;
+  void (*destroy)(void* user_data);
+  int64_t
+      inputs; /* how many tensors forward takes, and how many targets the loss; with any other */
+  int64_t targets; /* number the step fails, and they are not called. DG_ANY_COUNT: any number */
+  uint64_t flags;  /* DG_PIPELINE_STAGE_... */
+} dg_pipeline_stage;
+#define DG_ANY_COUNT INT64_C(-1)
+#define DG_PIPELINE_STAGE_INIT \
+  { sizeof(dg_pipeline_stage), 0, 0, 0, 0, 0, 0, 1, 1, 0 }
+/* Forward and loss run a second time, in the backward (activation checkpointing): until then a
+ * micro-batch keeps what the stage was given, and no activations. The second run draws the random
+ * numbers of the first from torch's default generators; the step fails if another thread of the
+ * process has drawn from these meanwhile. */
+#define DG_PIPELINE_STAGE_RECOMPUTE UINT64_C(1)
+
+/* The stages of a pipeline that a worker has. */
+typedef struct dg_pipeline_stages dg_pipeline_stages;
+
+typedef struct dg_pipeline_stages_options {
+  size_t struct_size;
+  uint64_t threads; /* how many an operator of a stage may use; 0: as many as dg_num_threads() says,
+                     * but where the launcher says how many workers the machine has, no more than
+                     * the processors give to each rank of each of them */
+} dg_pipeline_stages_options;
+#define DG_PIPELINE_STAGES_OPTIONS_INIT \
+  { sizeof(dg_pipeline_stages_options), 0 }
+
+/* Lets the pipelines of that name, of whichever worker of the job, use these stages. Takes the
+ * user_data of each stage. The stages last until dg_pipeline_stages_destroy, or as long as the
+ * worker. DG_ALREADY_EXISTS if the worker has some of that name; DG_INVALID_ARGUMENT for a name of
+ * more than 900 bytes or with a "::" in it, for two stages of one number, and for a stage without
+ * forward. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_stages_create(dg_worker* worker, dg_str name,
+                                                       const dg_pipeline_stage* const* stages,
+                                                       size_t stage_count,
+                                                       const dg_pipeline_stages_options* options,
+                                                       dg_pipeline_stages** out) DG_NOEXCEPT;
+/* Takes the stages off, and destroys the handle; a step that runs fails with DG_CANCELLED. Waits
+ * until none of their functions runs, for at most a minute: what still runs then is logged, and
+ * goes on with its user_data, and only the worker's end waits for it. In one of these functions, in
+ * the callback of a future and in destructors of user data it does not wait. The worker may have
+ * ended before. */
+DG_API void dg_pipeline_stages_destroy(dg_pipeline_stages* stages) DG_NOEXCEPT;
+
+/* Runs batches through the stages of a pipeline. */
+typedef struct dg_pipeline dg_pipeline;
+
+typedef struct dg_pipeline_options {
+  size_t struct_size;
+  uint64_t reduction; /* DG_REDUCTION_...: what the gradients of a batch are */
+} dg_pipeline_options;
+#define DG_PIPELINE_OPTIONS_INIT \
+  { sizeof(dg_pipeline_options), 0 }
+enum {
+  DG_REDUCTION_MEAN = 0, /* each micro-batch's loss counts by its part of the batch: where the loss
+                          * is a mean, the sum is that of the whole batch */
+  DG_REDUCTION_SUM = 1   /* of the losses as they are */
+};
+
+/* Creates a pipeline over the stages of that name, with the worker of each rank of the schedule;
+ * one may be there several times, and `worker`, which runs the steps, need not be among them.
+ * DG_INVALID_ARGUMENT for another number of workers than the schedule has ranks. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_create(dg_worker* worker, dg_str name,
+                                                const dg_schedule* schedule, const dg_str* workers,
+                                                size_t worker_count,
+                                                const dg_pipeline_options* options,
+                                                dg_pipeline** out) DG_NOEXCEPT;
+DG_API void dg_pipeline_destroy(dg_pipeline* pipeline) DG_NOEXCEPT;
+
+/* What a batch has given. Immutable. */
+typedef struct dg_pipeline_result dg_pipeline_result;
+
+typedef struct dg_pipeline_run_options {
+  size_t struct_size;
+  int64_t timeout_ms; /* 0: as in dg_worker_options */
+} dg_pipeline_run_options;
+#define DG_PIPELINE_RUN_OPTIONS_INIT \
+  { sizeof(dg_pipeline_run_options), 0 }
+
+/* Runs a batch forward and backward. Waits. Afterwards each worker has the gradients of its stages
+ * in the context, added to what was there, as after dg_context_backward: for an optimizer, for
+ * clipping, for an averager. They are added up by micro-batch, in the order of the backwards in the
+ * rank's list.
+ *
+ * The first dimension of each tensor is the batch; it is cut into as many micro-batches as the
+ * schedule has, of which the first may have one element more than the others. The first stage gets
+ * the inputs, the last one's loss the targets.
+ *
+ * An error of a stage keeps its code, and names stage, micro-batch and worker; that of the deadline
+ * (DG_DEADLINE_EXCEEDED) what each rank was doing. The first error ends the step on all ranks, and
+ * the context is good for dg_context_release only. Besides: DG_FAILED_PRECONDITION while another
+ * step runs on one of the stages, of this pipeline or of another; DG_NOT_FOUND for a stage that its
+ * worker does not have; DG_UNAVAILABLE if a worker is lost; DG_CANCELLED by the end of stages or of
+ * this worker. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_train(const dg_pipeline* pipeline,
+                                               const dg_context* context,
+                                               const dg_tensor* const* inputs, size_t input_count,
+                                               const dg_tensor* const* targets, size_t target_count,
+                                               const dg_pipeline_run_options* options,
+                                               dg_pipeline_result** out) DG_NOEXCEPT;
+/* Runs a batch forward alone, without gradients; with losses where there are targets. Waits. Errors
+ * as of dg_pipeline_train. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_evaluate(
+    const dg_pipeline* pipeline, const dg_tensor* const* inputs, size_t input_count,
+    const dg_tensor* const* targets, size_t target_count, const dg_pipeline_run_options* options,
+    dg_pipeline_result** out) DG_NOEXCEPT;
+
+/* Stores the loss of the batch: the sum of its micro-batches' losses, or their mean (reduction).
+ * NULL if there are none: in an evaluation without targets. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_result_loss(const dg_pipeline_result* result,
+                                                     dg_tensor** out) DG_NOEXCEPT;
+/* Stores a message with the loss of each micro-batch. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_result_losses(const dg_pipeline_result* result,
+                                                       dg_message** out) DG_NOEXCEPT;
+/* Returns of how many micro-batches there are outputs: all in an evaluation, else 0. */
+DG_API size_t dg_pipeline_result_output_count(const dg_pipeline_result* result) DG_NOEXCEPT;
+/* Stores a message with what the last stage has given for one of them. DG_INVALID_ARGUMENT beyond
+ * the last. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_result_outputs(const dg_pipeline_result* result,
+                                                        size_t micro_batch,
+                                                        dg_message** out) DG_NOEXCEPT;
+DG_API void dg_pipeline_result_destroy(dg_pipeline_result* result) DG_NOEXCEPT;
+
 /* ----------------------------------------------------------------------------- Data parallel */
 
 /* One function on several devices, each with a part of the batch and with the same parameters;

@@ -1234,6 +1234,251 @@ inline LoadedCheckpoint LoadCheckpoint(
   return LoadedCheckpoint(out);
 }
 
+// --------------------------------------------------------------------------------- Pipelines
+
+// What dg_schedule_data says.
+struct ScheduleData {
+  uint64_t micro_batches = 0;
+  std::vector<uint32_t> rank_of_stage = {};        // by stage
+  std::vector<std::vector<dg_action>> lists = {};  // by rank
+  std::vector<uint32_t> max_activations = {};      // by rank; empty: nothing is promised
+};
+
+// When a schedule does what.
+struct Timeline {
+  double end = 0;                           // when the last rank is through
+  std::vector<double> busy;                 // by rank
+  std::vector<uint32_t> max_activations;    // by rank
+  std::vector<std::vector<double>> starts;  // of each action of a list
+};
+
+class Schedule {
+ public:
+  // `flags`: DG_SCHEDULE_...
+  explicit Schedule(const ScheduleData& data, uint64_t flags = 0) {
+    std::vector<dg_action_list> lists;
+    for (const std::vector<dg_action>& list : data.lists)
+      lists.push_back({list.data(), list.size()});
+    if (!data.max_activations.empty() && data.max_activations.size() != lists.size()) {
+      throw Error(DG_INVALID_ARGUMENT, "max_activations has not one number for each rank");
+    }
+    dg_schedule_data of = DG_SCHEDULE_DATA_INIT;
+    of.micro_batches = data.micro_batches;
+    of.rank_of_stage = data.rank_of_stage.data();
+    of.stage_count = data.rank_of_stage.size();
+    of.lists = lists.data();
+    of.rank_count = lists.size();
+    of.max_activations = data.max_activations.empty() ? nullptr : data.max_activations.data();
+    Create(dg_schedule_create, &of, flags);
+  }
+  static Schedule GPipe(uint64_t stages, uint64_t micro_batches) {
+    return Make(dg_schedule_create_gpipe, stages, micro_batches);
+  }
+  static Schedule OneForwardOneBackward(uint64_t stages, uint64_t micro_batches) {
+    return Make(dg_schedule_create_one_forward_one_backward, stages, micro_batches);
+  }
+  static Schedule InterleavedOneForwardOneBackward(uint64_t ranks, uint64_t stages_per_rank,
+                                                   uint64_t micro_batches) {
+    return Make(dg_schedule_create_interleaved_one_forward_one_backward, ranks, stages_per_rank,
+                micro_batches);
+  }
+  static Schedule ZeroBubbleH1(uint64_t stages, uint64_t micro_batches) {
+    return Make(dg_schedule_create_zero_bubble_h1, stages, micro_batches);
+  }
+
+  ScheduleData data() const {
+    ScheduleData copy;
+    const dg_schedule_data* const of = dg_schedule_get(get());
+    if (of == nullptr) return copy;
+    copy.micro_batches = of->micro_batches;
+    copy.rank_of_stage.assign(of->rank_of_stage, of->rank_of_stage + of->stage_count);
+    for (size_t rank = 0; rank < of->rank_count; ++rank) {
+      const dg_action_list& list = of->lists[rank];
+      copy.lists.emplace_back(list.data, list.data + list.size);
+    }
+    if (of->max_activations != nullptr) {
+      copy.max_activations.assign(of->max_activations, of->max_activations + of->rank_count);
+    }
+    return copy;
+  }
+  // `time` says how long a dg_action takes.
+  template <typename F>
+  Timeline Simulate(F&& time) const {
+    const ScheduleData of = data();
+    Timeline timeline;
+    timeline.busy.resize(of.lists.size());
+    timeline.max_activations.resize(of.lists.size());
+    std::vector<double*> starts;
+    for (const std::vector<dg_action>& list : of.lists) timeline.starts.emplace_back(list.size());
+    for (std::vector<double>& list : timeline.starts) starts.push_back(list.data());
+    std::exception_ptr thrown;
+    auto ask = [&](const dg_action& action) -> double {
+      try {
+        return thrown ? 0 : time(action);
+      } catch (...) {
+        thrown = std::current_exception();
+        return 0;
+      }
+    };
+    Check(dg_schedule_simulate(
+        get(),
+        [](void* data, const dg_action* action) {
+          return (*static_cast<decltype(ask)*>(data))(*action);
+        },
+        &ask, &timeline.end, timeline.busy.data(), timeline.max_activations.data(), starts.data()));
+    if (thrown) std::rethrow_exception(thrown);
+    return timeline;
+  }
+  dg_schedule* get() const noexcept { return handle_.get(); }
+
+ private:
+  Schedule() = default;
+  template <typename Function, typename... Arguments>
+  void Create(Function create, Arguments... arguments) {
+    dg_schedule* out = nullptr;
+    Check(create(arguments..., &out));
+    handle_ = Handle<dg_schedule, dg_schedule_destroy>(out);
+  }
+  template <typename Function, typename... Arguments>
+  static Schedule Make(Function create, Arguments... arguments) {
+    Schedule schedule;
+    schedule.Create(create, arguments...);
+    return schedule;
+  }
+  Handle<dg_schedule, dg_schedule_destroy> handle_;
+};
+
+// The functions of a stage. They may throw.
+struct PipelineStage {
+  std::function<std::vector<Tensor>(const std::vector<Tensor>& inputs)> forward = nullptr;
+  std::function<Tensor(const std::vector<Tensor>& outputs, const std::vector<Tensor>& targets)>
+      loss = nullptr;
+  std::function<void(const dg_context* context)> step = nullptr;
+  int64_t inputs = 1;  // DG_ANY_COUNT: any number
+  int64_t targets = 1;
+  bool recompute = false;
+};
+
+// The stages of a pipeline that a worker has, by their number, until its end or that of the worker.
+class PipelineStages {
+ public:
+  PipelineStages(Worker& worker, std::string_view name, std::map<uint64_t, PipelineStage> stages,
+                 const dg_pipeline_stages_options& options = DG_PIPELINE_STAGES_OPTIONS_INIT) {
+    std::vector<dg_pipeline_stage> list;
+    std::vector<const dg_pipeline_stage*> pointers;
+    std::vector<std::unique_ptr<PipelineStage>> owners;
+    list.reserve(stages.size());
+    for (auto& [number, stage] : stages) {
+      dg_pipeline_stage& made = list.emplace_back(dg_pipeline_stage DG_PIPELINE_STAGE_INIT);
+      made.number = number;
+      if (stage.forward) made.forward = Forward;
+      if (stage.loss) made.loss = Loss;
+      if (stage.step) made.step = Step;
+      made.inputs = stage.inputs;
+      made.targets = stage.targets;
+      made.flags = stage.recompute ? DG_PIPELINE_STAGE_RECOMPUTE : 0;
+      made.destroy = [](void* data) { delete static_cast<PipelineStage*>(data); };
+      owners.push_back(std::make_unique<PipelineStage>(std::move(stage)));
+      pointers.push_back(&made);
+    }
+    for (size_t i = 0; i < list.size(); ++i) list[i].user_data = owners[i].release();
+    dg_pipeline_stages* out = nullptr;
+    Check(dg_pipeline_stages_create(worker.get(), Str(name), pointers.data(), pointers.size(),
+                                    &options, &out));
+    handle_ = Handle<dg_pipeline_stages, dg_pipeline_stages_destroy>(out);
+  }
+  dg_pipeline_stages* get() const noexcept { return handle_.get(); }
+
+ private:
+  static std::vector<Tensor> Borrowed(const dg_tensor* const* handles, size_t count) {
+    std::vector<Tensor> tensors;
+    for (size_t i = 0; i < count; ++i) tensors.push_back(Tensor::Borrow(handles[i]));
+    return tensors;
+  }
+  static dg_error* Forward(void* data, const dg_micro_batch* batch, dg_message** outputs) noexcept {
+    return Catch([&] {
+      const auto& stage = *static_cast<const PipelineStage*>(data);
+      *outputs = Message({}, stage.forward(Borrowed(batch->inputs, batch->input_count))).release();
+    });
+  }
+  static dg_error* Loss(void* data, const dg_micro_batch* batch, dg_tensor** loss) noexcept {
+    return Catch([&] {
+      const auto& stage = *static_cast<const PipelineStage*>(data);
+      *loss = stage
+                  .loss(Borrowed(batch->outputs, batch->output_count),
+                        Borrowed(batch->targets, batch->target_count))
+                  .release();
+    });
+  }
+  static dg_error* Step(void* data, const dg_context* context) noexcept {
+    return Catch([&] { static_cast<const PipelineStage*>(data)->step(context); });
+  }
+  Handle<dg_pipeline_stages, dg_pipeline_stages_destroy> handle_;
+};
+
+// What a batch has given.
+struct PipelineResult {
+  std::vector<Tensor> losses;                // by micro-batch
+  Tensor loss;                               // of the batch; null where there are no losses
+  std::vector<std::vector<Tensor>> outputs;  // by micro-batch; of an evaluation alone
+};
+
+class Pipeline {
+ public:
+  // `workers`: that of each rank of the schedule.
+  Pipeline(Worker& worker, std::string_view name, const Schedule& schedule,
+           const std::vector<std::string>& workers,
+           const dg_pipeline_options& options = DG_PIPELINE_OPTIONS_INIT) {
+    const std::vector<dg_str> names = Strs(workers);
+    dg_pipeline* out = nullptr;
+    Check(dg_pipeline_create(worker.get(), Str(name), schedule.get(), names.data(), names.size(),
+                             &options, &out));
+    handle_ = Handle<dg_pipeline, dg_pipeline_destroy>(out);
+  }
+  PipelineResult Train(
+      const Context& context, const std::vector<Tensor>& inputs, const std::vector<Tensor>& targets,
+      const dg_pipeline_run_options& options = DG_PIPELINE_RUN_OPTIONS_INIT) const {
+    const std::vector<const dg_tensor*> given = Handles(inputs), wanted = Handles(targets);
+    dg_pipeline_result* out = nullptr;
+    Check(dg_pipeline_train(get(), context.get(), given.data(), given.size(), wanted.data(),
+                            wanted.size(), &options, &out));
+    return Take(out);
+  }
+  PipelineResult Evaluate(
+      const std::vector<Tensor>& inputs, const std::vector<Tensor>& targets = {},
+      const dg_pipeline_run_options& options = DG_PIPELINE_RUN_OPTIONS_INIT) const {
+    const std::vector<const dg_tensor*> given = Handles(inputs), wanted = Handles(targets);
+    dg_pipeline_result* out = nullptr;
+    Check(dg_pipeline_evaluate(get(), given.data(), given.size(), wanted.data(), wanted.size(),
+                               &options, &out));
+    return Take(out);
+  }
+  dg_pipeline* get() const noexcept { return handle_.get(); }
+
+ private:
+  static std::vector<Tensor> TensorsOf(const Message& message) {
+    std::vector<Tensor> tensors;
+    for (size_t i = 0; i < message.tensor_count(); ++i) tensors.push_back(message.tensor(i));
+    return tensors;
+  }
+  static PipelineResult Take(dg_pipeline_result* handle) {
+    const Handle<dg_pipeline_result, dg_pipeline_result_destroy> owner(handle);
+    PipelineResult result;
+    dg_message* message = nullptr;
+    Check(dg_pipeline_result_losses(handle, &message));
+    result.losses = TensorsOf(Message(message));
+    dg_tensor* loss = nullptr;
+    Check(dg_pipeline_result_loss(handle, &loss));
+    result.loss = Tensor(loss);
+    for (size_t i = 0; i < dg_pipeline_result_output_count(handle); ++i) {
+      Check(dg_pipeline_result_outputs(handle, i, &message));
+      result.outputs.push_back(TensorsOf(Message(message)));
+    }
+    return result;
+  }
+  Handle<dg_pipeline, dg_pipeline_destroy> handle_;
+};
+
 // ------------------------------------------------------------------------------ Data parallel
 
 // What the function of a DataParallel gets for one replica; borrowed for the call.
