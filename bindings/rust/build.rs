@@ -5,11 +5,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-const BRIDGES: [&str; 2] = ["src/ffi/bridge.rs", "src/ffi/worker_options.rs"];
-const SOURCES: [&str; 2] = ["src/ffi/shim.cc", "src/ffi/worker_options.cc"];
+const BRIDGES: [&str; 3] =
+    ["src/ffi/bridge.rs", "src/ffi/pipeline.rs", "src/ffi/worker_options.rs"];
+const SOURCES: [&str; 3] = ["src/ffi/shim.cc", "src/ffi/pipeline.cc", "src/ffi/worker_options.cc"];
+const HEADERS: [&str; 2] = ["src/ffi/shim.h", "src/ffi/pipeline.h"];
 
 fn main() {
-    for source in BRIDGES.iter().chain(&SOURCES).chain(&["src/ffi/shim.h"]) {
+    for source in BRIDGES.iter().chain(&SOURCES).chain(&HEADERS) {
         println!("cargo::rerun-if-changed={source}");
     }
     println!("cargo::rerun-if-env-changed=DISTGRAD_DIR");

@@ -45,6 +45,8 @@
 //!   through every worker that took part. Gradients belong to the context, not to the tensors, so
 //!   many contexts may be in flight at the same time.
 //! - An [`Optimizer`] steps the parameters of all workers from a context's gradients.
+//! - A [`Pipeline`] runs batches through a model in [stages](PipelineStages), which are on several
+//!   workers: a batch is cut into micro-batches, which follow each other by a [`Schedule`].
 //! - A [`DataParallel`] runs a function on several devices of one machine, each with a part of the
 //!   batch. A [`GradientAverager`] does data parallel across the processes of a [`ProcessGroup`]: it averages
 //!   the gradients of their contexts.
@@ -100,6 +102,7 @@ mod ndarray;
 mod ops;
 mod optimizer;
 mod parallel;
+mod pipeline;
 mod request;
 mod safetensors;
 mod state;
@@ -140,6 +143,11 @@ pub use ops::OPERATORS;
 pub use optimizer::{Adam, Optimizer, Sgd};
 pub use parallel::{
     broadcast, gather, reduce_add, scatter, DataParallel, DataParallelOptions, Replica,
+};
+pub use pipeline::{
+    Action, ActionKind, MicroBatch, Pipeline, PipelineOptions, PipelineResult, PipelineRunOptions,
+    PipelineStage, PipelineStages, PipelineStagesOptions, Reduction, Schedule, ScheduleData,
+    Timeline,
 };
 pub use request::{Request, Responder};
 pub use safetensors::{

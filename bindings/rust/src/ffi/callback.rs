@@ -36,7 +36,10 @@ fn catch<T>(action: impl FnOnce() -> T) -> Result<T, String> {
 }
 
 /// Runs a user's closure, and turns its error or panic into an error that the library takes.
-fn run<T>(what: &str, action: impl FnOnce() -> Result<T, BoxedError>) -> Result<T, ErrorHandle> {
+pub(super) fn run<T>(
+    what: &str,
+    action: impl FnOnce() -> Result<T, BoxedError>,
+) -> Result<T, ErrorHandle> {
     // The text of an error is the user's code too, and may panic.
     let error = match catch(|| action().map_err(|error| describe(error.as_ref()))) {
         Ok(Ok(value)) => return Ok(value),
@@ -54,7 +57,7 @@ pub(crate) fn error_create(error: &Error) -> ErrorHandle {
 
 /// Drops a user's closure. The panic hook has printed a panic of a destructor, and there is nobody
 /// else to tell.
-struct Quiet<T>(ManuallyDrop<T>);
+pub(super) struct Quiet<T>(pub(super) ManuallyDrop<T>);
 
 impl<T> Drop for Quiet<T> {
     fn drop(&mut self) {

@@ -1,5 +1,5 @@
 //! Handles of the C interface: numbers that look like pointers, checked by the library at each use.
-use super::bridge::raw;
+use super::{bridge::raw, pipeline::raw as pipeline};
 use cxx::{kind::Trivial, type_id, ExternType};
 use std::ffi::c_void;
 
@@ -62,6 +62,10 @@ handles! {
     CheckpointValuesHandle, "distgrad_rust::CheckpointValuesHandle", |_| ();
     CheckpointPartHandle, "distgrad_rust::CheckpointPartHandle", raw::checkpoint_part_destroy;
     CheckpointManagerHandle, "distgrad_rust::CheckpointManagerHandle", raw::checkpoint_manager_destroy;
+    ScheduleHandle, "distgrad_rust::ScheduleHandle", pipeline::schedule_destroy;
+    PipelineStagesHandle, "distgrad_rust::PipelineStagesHandle", pipeline::pipeline_stages_destroy;
+    PipelineHandle, "distgrad_rust::PipelineHandle", pipeline::pipeline_destroy;
+    PipelineResultHandle, "distgrad_rust::PipelineResultHandle", pipeline::pipeline_result_destroy;
 }
 
 impl TensorHandle {
