@@ -11,9 +11,11 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 
@@ -43,18 +45,40 @@ absl::StatusOr<std::string> ReadKeyFile(const std::string& path) {
   }
   if (open_to_all) DG_LOG(WARNING) << "every user of this machine can read the key in " << path;
   text.resize(size);
-  return std::string(absl::StripAsciiWhitespace(text));
+  return text;
+}
+
+// What `text` holds, which `where` has.
+absl::StatusOr<ClusterKey> ParseKeys(absl::string_view text, const std::string& where) {
+  std::vector<absl::string_view> keys;
+  for (const absl::string_view line : absl::StrSplit(text, '\n')) {
+    const absl::string_view key = absl::StripAsciiWhitespace(line);
+    if (!key.empty()) keys.push_back(key);
+  }
+  // A user who sets a key wants one: an empty one must not quietly mean that none is needed.
+  if (keys.empty()) return absl::InvalidArgumentError(absl::StrCat(where, " is empty"));
+  if (keys.size() > 2) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, " has ", keys.size(),
+                     " keys, one in each line; there can be two, while one is exchanged"));
+  }
+  const ClusterKey key(keys[0], keys.size() == 2 ? keys[1] : "");
+  DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(key), where));
+  return key;
 }
 
 }  // namespace
 
-absl::Status CheckClusterKey(absl::string_view key) {
-  if (key.empty() || key.size() >= kMinKeyBytes) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("the cluster key has ", key.size(), " bytes; it needs at least ", kMinKeyBytes));
+absl::Status CheckClusterKey(const ClusterKey& key) {
+  for (const std::string& each : {key.used(), key.accepted()}) {
+    if (each.empty() || each.size() >= kMinKeyBytes) continue;
+    return absl::InvalidArgumentError(absl::StrCat("the cluster key has ", each.size(),
+                                                   " bytes; it needs at least ", kMinKeyBytes));
+  }
+  return absl::OkStatus();
 }
 
-absl::StatusOr<std::string> LoadClusterKey(
+absl::StatusOr<ClusterKey> LoadClusterKey(
     const std::string& key_file,
     const std::function<std::optional<std::string>(const std::string&)>& getenv) {
   std::string path = key_file;
@@ -64,24 +88,16 @@ absl::StatusOr<std::string> LoadClusterKey(
     if (variable.has_value() && file.has_value()) {
       return absl::InvalidArgumentError("both DISTGRAD_KEY and DISTGRAD_KEY_FILE are set");
     }
-    if (!variable.has_value() && !file.has_value()) return std::string();
-    if (variable.has_value()) {
-      std::string key(absl::StripAsciiWhitespace(*variable));
-      // A user who sets a key wants one: an empty one must not quietly mean that none is needed.
-      if (key.empty()) return absl::InvalidArgumentError("DISTGRAD_KEY is empty");
-      DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(key), "DISTGRAD_KEY"));
-      return key;
-    }
+    if (!variable.has_value() && !file.has_value()) return ClusterKey();
+    if (variable.has_value()) return ParseKeys(*variable, "DISTGRAD_KEY");
     if (file->empty()) return absl::InvalidArgumentError("DISTGRAD_KEY_FILE is empty");
     path = *file;
   }
-  DG_ASSIGN_OR_RETURN(std::string key, ReadKeyFile(path));
-  if (key.empty()) return absl::InvalidArgumentError(absl::StrCat(path, " is empty"));
-  DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(key), path));
-  return key;
+  DG_ASSIGN_OR_RETURN(const std::string text, ReadKeyFile(path));
+  return ParseKeys(text, path);
 }
 
-absl::StatusOr<std::string> LoadClusterKey(const std::string& key_file) {
+absl::StatusOr<ClusterKey> LoadClusterKey(const std::string& key_file) {
   return LoadClusterKey(key_file, [](const std::string& name) -> std::optional<std::string> {
     const char* value = std::getenv(name.c_str());
     if (value == nullptr) return std::nullopt;

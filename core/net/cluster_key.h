@@ -1,4 +1,7 @@
 // The secret that all workers of a job share, and what is computed with it.
+//
+// While it is exchanged for another, without all workers starting anew at once, a worker has two
+// keys: it uses the first, and accepts either.
 #ifndef DISTGRAD_CORE_NET_CLUSTER_KEY_H_
 #define DISTGRAD_CORE_NET_CLUSTER_KEY_H_
 
@@ -18,19 +21,41 @@ namespace distgrad {
 // An attacker who sees one handshake may try keys at leisure, so a key must be too long to guess.
 inline constexpr size_t kMinKeyBytes = 16;
 
+// Immutable but for assignment.
+class ClusterKey {
+ public:
+  // None.
+  ClusterKey() = default;
+  // `accepted`: the second one; "": there is but one.
+  ClusterKey(absl::string_view used, absl::string_view accepted = "")  // NOLINT: implicit
+      : used_(used), accepted_(accepted) {}
+  ClusterKey(const std::string& used) : used_(used) {}  // NOLINT: implicit
+  ClusterKey(const char* used) : used_(used) {}         // NOLINT: implicit
+
+  bool empty() const { return used_.empty(); }
+  // What this process proves itself by to those to which it connects, and signs entries with.
+  const std::string& used() const { return used_; }
+  // What the others may have in its place; "" where there is no second one.
+  const std::string& accepted() const { return accepted_; }
+
+ private:
+  std::string used_, accepted_;
+};
+
 // The cluster key of this process: the contents of `key_file`, or if that is empty of the file
-// that DISTGRAD_KEY_FILE names, or DISTGRAD_KEY itself; "" where none is set. Blanks and newlines
-// at its ends are not part of it. kInvalidArgument if it is too short or both variables are set,
-// and what reading the file says otherwise. Never says anything of the key itself.
-absl::StatusOr<std::string> LoadClusterKey(
+// that DISTGRAD_KEY_FILE names, or DISTGRAD_KEY itself; empty where none is set. It is a line of
+// text, or two lines of a key each; blanks around a line, and empty lines, are not part of it.
+// kInvalidArgument if a key is too short, there are more than two, or both variables are set, and
+// what reading the file says otherwise. Never says anything of the keys themselves.
+absl::StatusOr<ClusterKey> LoadClusterKey(
     const std::string& key_file,
     const std::function<std::optional<std::string>(const std::string&)>& getenv);
 
 // The same with this process's environment.
-absl::StatusOr<std::string> LoadClusterKey(const std::string& key_file);
+absl::StatusOr<ClusterKey> LoadClusterKey(const std::string& key_file);
 
-// kInvalidArgument if `key` is neither empty nor long enough.
-absl::Status CheckClusterKey(absl::string_view key);
+// kInvalidArgument if one of the keys is neither empty nor long enough.
+absl::Status CheckClusterKey(const ClusterKey& key);
 
 using Digest = std::array<uint8_t, 32>;
 

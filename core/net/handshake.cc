@@ -22,7 +22,7 @@ constexpr absl::string_view kNotOurs =
 
 }  // namespace
 
-absl::StatusOr<Handshake> Handshake::Create(Role role, absl::string_view key, const Token& token) {
+absl::StatusOr<Handshake> Handshake::Create(Role role, const ClusterKey& key, const Token& token) {
   Handshake handshake(role, key, token);
   handshake.own_hello_ = std::string(kMagic);
   WireWriter writer(&handshake.own_hello_);
@@ -90,26 +90,28 @@ absl::Status Handshake::CheckHello() const {
 }
 
 absl::Status Handshake::TakeProof() {
-  DG_ASSIGN_OR_RETURN(const std::string expected,
-                      Proof(role_ == Role::kClient ? Role::kServer : Role::kClient));
-  Digest wanted, given;
-  std::copy(expected.begin(), expected.end(), wanted.begin());
+  const Role other = role_ == Role::kClient ? Role::kServer : Role::kClient;
+  Digest given;
   std::copy(received_.begin(), received_.end(), given.begin());
-  if (!SameDigest(wanted, given)) return absl::UnauthenticatedError(kNotOurs);
+  DG_ASSIGN_OR_RETURN(Digest expected, Proof(other));
+  if (!SameDigest(expected, given) && role_ == Role::kServer && !other_key_.empty()) {
+    key_ = other_key_;
+    DG_ASSIGN_OR_RETURN(expected, Proof(other));
+  }
+  if (!SameDigest(expected, given)) return absl::UnauthenticatedError(kNotOurs);
   step_ = Step::kDone;
   return role_ == Role::kServer ? SendProof() : absl::OkStatus();
 }
 
 absl::Status Handshake::SendProof() {
-  DG_ASSIGN_OR_RETURN(const std::string proof, Proof(role_));
-  output_ += proof;
+  DG_ASSIGN_OR_RETURN(const Digest proof, Proof(role_));
+  output_.append(proof.begin(), proof.end());
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::string> Handshake::Proof(Role role) const {
+absl::StatusOr<Digest> Handshake::Proof(Role role) const {
   // The roles differ, so that no end's own proof can be sent back to it.
-  DG_ASSIGN_OR_RETURN(const Digest digest, Derive(role == Role::kClient ? "client" : "server"));
-  return std::string(digest.begin(), digest.end());
+  return Derive(role == Role::kClient ? "client" : "server");
 }
 
 absl::StatusOr<Digest> Handshake::Secret() const { return Derive("secret"); }

@@ -38,9 +38,9 @@ class Handshake {
  public:
   enum class Role { kClient, kServer };
 
-  // `key` is the cluster key, or empty; it must outlive the handshake. kInternal without random
-  // numbers.
-  static absl::StatusOr<Handshake> Create(Role role, absl::string_view key, const Token& token);
+  // `key` is the cluster key, or empty. Of two a client proves itself by the first, and a server
+  // takes either, and answers with the client's. kInternal without random numbers.
+  static absl::StatusOr<Handshake> Create(Role role, const ClusterKey& key, const Token& token);
 
   // Returns what to send now; empty if nothing. Each byte is given out once.
   std::string TakeOutput();
@@ -68,23 +68,24 @@ class Handshake {
  private:
   enum class Step { kHello, kProof, kDone };
 
-  Handshake(Role role, absl::string_view key, const Token& token)
-      : role_(role), key_(key), token_(token) {}
+  Handshake(Role role, const ClusterKey& key, const Token& token)
+      : role_(role), other_key_(key.accepted()), token_(token), key_(key.used()) {}
 
   absl::Status CheckMagic() const;
   absl::Status TakeHello();
   absl::Status TakeProof();
   absl::Status SendProof();
-  absl::StatusOr<std::string> Proof(Role role) const;
+  absl::StatusOr<Digest> Proof(Role role) const;
   // HMAC over a purpose, which no other text begins with, both hellos and the token.
   absl::StatusOr<Digest> Derive(absl::string_view purpose) const;
 
   // Constant after Create().
   Role role_;
-  absl::string_view key_;
+  std::string other_key_;  // a server's second one; "": none
   Token token_;
   std::string own_hello_;
 
+  std::string key_;  // "": none. A server's is the client's, once that has proved itself
   Step step_ = Step::kHello;
   size_t wanted_ = kHelloBytes;  // of the message that is being received
   std::string received_;         // of it

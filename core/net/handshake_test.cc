@@ -27,7 +27,7 @@ const std::string kOtherKey = "0123456789abcdeF";
 const Token kToken = {1, 2, 3};
 const Token kOtherToken = {1, 2, 4};
 
-Handshake New(Role role, absl::string_view key, const Token& token) {
+Handshake New(Role role, const ClusterKey& key, const Token& token) {
   auto handshake = Handshake::Create(role, key, token);
   EXPECT_TRUE(handshake.ok()) << handshake.status();
   return *std::move(handshake);
@@ -147,6 +147,30 @@ TEST(HandshakeTest, NothingRepeats) {
             New(Role::kClient, kKey, kToken).TakeOutput());
 }
 
+// While a key is exchanged for another, a client uses its first one, and a server takes either.
+TEST(HandshakeTest, OfTwoKeysTheFirstIsUsedAndEitherIsAccepted) {
+  const ClusterKey old(kKey), both(kKey, kOtherKey), other_first(kOtherKey, kKey), fresh(kOtherKey);
+  struct Case {
+    ClusterKey client, server;
+    bool ok;
+  };
+  for (const Case& each :
+       {Case{old, both, true}, Case{both, old, true}, Case{both, both, true},
+        Case{both, other_first, true}, Case{other_first, both, true},
+        Case{fresh, other_first, true}, Case{fresh, both, true}, Case{other_first, old, false},
+        Case{both, fresh, false}, Case{old, fresh, false}}) {
+    Handshake client = New(Role::kClient, each.client, kToken);
+    Handshake server = New(Role::kServer, each.server, kToken);
+    ASSERT_TRUE(server.Receive(client.TakeOutput()).ok());
+    ASSERT_TRUE(client.Receive(server.TakeOutput()).ok());
+    EXPECT_EQ(server.Receive(client.TakeOutput()).ok(), each.ok);
+    EXPECT_EQ(server.done(), each.ok);
+    if (!each.ok) continue;
+    ASSERT_TRUE(client.Receive(server.TakeOutput()).ok());
+    EXPECT_EQ(client.Secret().value(), server.Secret().value());
+  }
+}
+
 TEST(HmacTest, IsTheStandards) {
   // RFC 4231, test case 2.
   const auto digest = Hmac("Jefe", "what do ya want for nothing?");
@@ -164,7 +188,7 @@ class ClusterKeyTest : public testing::Test {
     chmod(path.c_str(), 0600);
     return path;
   }
-  absl::StatusOr<std::string> Load(const std::string& file) {
+  absl::StatusOr<ClusterKey> Load(const std::string& file) {
     return LoadClusterKey(file, [this](const std::string& name) -> std::optional<std::string> {
       const auto found = environment_.find(name);
       if (found == environment_.end()) return std::nullopt;
@@ -176,23 +200,37 @@ class ClusterKeyTest : public testing::Test {
   int files_ = 0;
 };
 
-TEST_F(ClusterKeyTest, NoneIsSet) { EXPECT_EQ(Load("").value(), ""); }
+TEST_F(ClusterKeyTest, NoneIsSet) { EXPECT_TRUE(Load("").value().empty()); }
 
 TEST_F(ClusterKeyTest, ComesFromOneOfThreePlaces) {
   const std::string path = Write(kKey + "\n"), other = Write(kOtherKey);
-  EXPECT_EQ(Load(path).value(), kKey);
+  EXPECT_EQ(Load(path).value().used(), kKey);
+  EXPECT_EQ(Load(path).value().accepted(), "");
   environment_ = {{"DISTGRAD_KEY", kKey}};
-  EXPECT_EQ(Load("").value(), kKey);
-  EXPECT_EQ(Load(other).value(), kOtherKey);
+  EXPECT_EQ(Load("").value().used(), kKey);
+  EXPECT_EQ(Load(other).value().used(), kOtherKey);
   environment_ = {{"DISTGRAD_KEY_FILE", path}};
-  EXPECT_EQ(Load("").value(), kKey);
-  EXPECT_EQ(Load(other).value(), kOtherKey);
+  EXPECT_EQ(Load("").value().used(), kKey);
+  EXPECT_EQ(Load(other).value().used(), kOtherKey);
+}
+
+TEST_F(ClusterKeyTest, TwoAreALineEach) {
+  const std::string path = Write(absl::StrCat("\n ", kOtherKey, "\r\n\n", kKey, "\n"));
+  EXPECT_EQ(Load(path).value().used(), kOtherKey);
+  EXPECT_EQ(Load(path).value().accepted(), kKey);
+  environment_ = {{"DISTGRAD_KEY", absl::StrCat(kKey, "\n", kOtherKey)}};
+  EXPECT_EQ(Load("").value().used(), kKey);
+  EXPECT_EQ(Load("").value().accepted(), kOtherKey);
 }
 
 TEST_F(ClusterKeyTest, BadKeysAreErrorsThatDoNotTellThem) {
   const std::string secret = "tooshort";
-  const std::string bad_files[] = {Write(secret), Write(""), Write(" \n"),
-                                   Write(std::string(5000, 'x'))};
+  const std::string bad_files[] = {Write(secret),
+                                   Write(""),
+                                   Write(" \n"),
+                                   Write(std::string(5000, 'x')),
+                                   Write(kKey + "\n" + secret),
+                                   Write(kKey + "\n" + kOtherKey + "\n" + kKey)};
   for (const std::string& path : bad_files) {
     const absl::Status status = Load(path).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/membership/environment.h"
+#include "core/net/cluster_key.h"
 #include "core/tensor/gpu_memory.h"
 #include "core/transport/inproc/inproc_transport.h"
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
@@ -19,7 +20,7 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
                                                          const std::string& kind,
                                                          const std::string& host,
                                                          const std::string& name,
-                                                         const std::string& cluster_key) {
+                                                         const ClusterKey& cluster_key) {
   if (kind == "inproc") {
     if (options.network == nullptr) {
       return absl::InvalidArgumentError(

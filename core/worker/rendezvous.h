@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "core/membership/environment.h"
 #include "core/membership/store.h"
+#include "core/net/cluster_key.h"
 
 namespace distgrad {
 
@@ -26,7 +27,7 @@ struct RendezvousOptions {
 
 struct Rendezvous {
   Place place = {};
-  std::string cluster_key = {};
+  ClusterKey cluster_key = {};
   // The store of this start of this job alone; signed, where there is a cluster key.
   std::shared_ptr<Store> store = nullptr;
   bool serves_store = false;          // to the others

@@ -17,7 +17,7 @@ namespace {
 // Thread-safe as the store below it is.
 class SignedStore final : public Store {
  public:
-  SignedStore(std::string cluster_key, std::shared_ptr<Store> store)
+  SignedStore(ClusterKey cluster_key, std::shared_ptr<Store> store)
       : cluster_key_(std::move(cluster_key)), store_(std::move(store)) {}
 
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
@@ -41,10 +41,17 @@ class SignedStore final : public Store {
   absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
                                                  Deadline deadline) override {
     std::vector<Value> entries;
-    for (size_t i = 0; i < keys.size(); ++i) {
-      entries.emplace_back();
-      if (!seen[i].has_value()) continue;
-      DG_ASSIGN_OR_RETURN(entries.back(), Signed(keys[i], *seen[i]));
+    if (cluster_key_.accepted().empty()) {
+      for (size_t i = 0; i < keys.size(); ++i) {
+        entries.emplace_back();
+        if (!seen[i].has_value()) continue;
+        DG_ASSIGN_OR_RETURN(entries.back(), Signed(keys[i], *seen[i]));
+      }
+    } else {
+      // Which of the keys an entry is signed with cannot be told from what was seen of it.
+      DG_ASSIGN_OR_RETURN(entries, store_->GetEach(keys, deadline));
+      DG_ASSIGN_OR_RETURN(std::vector<Value> values, Verified(keys, entries));
+      if (!std::equal(values.begin(), values.end(), seen.begin(), seen.end())) return values;
     }
     DG_ASSIGN_OR_RETURN(std::vector<Value> values, store_->AwaitChange(keys, entries, deadline));
     return Verified(keys, std::move(values));
@@ -52,7 +59,7 @@ class SignedStore final : public Store {
 
  private:
   absl::StatusOr<std::string> Signed(const std::string& key, const std::string& value) const {
-    DG_ASSIGN_OR_RETURN(const Digest digest, Sign(key, value));
+    DG_ASSIGN_OR_RETURN(const Digest digest, Sign(cluster_key_.used(), key, value));
     return value + std::string(digest.begin(), digest.end());
   }
 
@@ -72,24 +79,28 @@ class SignedStore final : public Store {
       std::copy(value->begin() + size, value->end(), given.begin());
       value->resize(size);
     }
-    DG_ASSIGN_OR_RETURN(const Digest expected, Sign(key, *value));
-    if (is_signed && SameDigest(given, expected)) return absl::OkStatus();
+    for (const std::string& cluster_key : {cluster_key_.used(), cluster_key_.accepted()}) {
+      if (cluster_key.empty()) continue;
+      DG_ASSIGN_OR_RETURN(const Digest expected, Sign(cluster_key, key, *value));
+      if (is_signed && SameDigest(given, expected)) return absl::OkStatus();
+    }
     return absl::UnauthenticatedError(absl::StrCat(
         "the store's entry '", key, "' was not written by a worker with our cluster key"));
   }
 
   // The length of the key keeps it and the value apart.
-  absl::StatusOr<Digest> Sign(absl::string_view key, absl::string_view value) const {
-    return Hmac(cluster_key_, absl::StrCat("store ", key.size(), " ", key, value));
+  static absl::StatusOr<Digest> Sign(absl::string_view cluster_key, absl::string_view key,
+                                     absl::string_view value) {
+    return Hmac(cluster_key, absl::StrCat("store ", key.size(), " ", key, value));
   }
 
-  const std::string cluster_key_;
+  const ClusterKey cluster_key_;
   const std::shared_ptr<Store> store_;
 };
 
 }  // namespace
 
-std::shared_ptr<Store> NewSignedStore(std::string cluster_key, std::shared_ptr<Store> store) {
+std::shared_ptr<Store> NewSignedStore(ClusterKey cluster_key, std::shared_ptr<Store> store) {
   return std::make_shared<SignedStore>(std::move(cluster_key), std::move(store));
 }
 

@@ -9,12 +9,14 @@
 #include <string>
 
 #include "core/membership/store.h"
+#include "core/net/cluster_key.h"
 
 namespace distgrad {
 
-// What reads entries is kUnauthenticated for one that was not written through such a store with the
-// same key, a counter among them.
-std::shared_ptr<Store> NewSignedStore(std::string cluster_key, std::shared_ptr<Store> store);
+// Signs with the first key of two, and reads what either has signed. What reads entries is
+// kUnauthenticated for one that was not written through such a store with these keys, a counter
+// among them.
+std::shared_ptr<Store> NewSignedStore(ClusterKey cluster_key, std::shared_ptr<Store> store);
 
 }  // namespace distgrad
 

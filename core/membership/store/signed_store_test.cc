@@ -2,10 +2,14 @@
 #include "core/membership/store/signed_store.h"
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/membership/store/in_process_store.h"
+#include "core/net/cluster_key.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -58,6 +62,25 @@ TEST_F(SignedStoreTest, EntriesCannotBeMoved) {
   ASSERT_TRUE(plain_->Set("worker/11", stored.substr(1), kNow).ok());
   EXPECT_TRUE(absl::IsUnauthenticated(ours_->Get("worker/2", kNow).status()));
   EXPECT_TRUE(absl::IsUnauthenticated(ours_->Get("worker/11", kNow).status()));
+}
+
+// While a key is exchanged for another, entries of both are read, and no change is seen where there
+// is none.
+TEST_F(SignedStoreTest, OfTwoKeysEitherIsRead) {
+  const auto both = NewSignedStore(ClusterKey("a key of all workers", "another key"), plain_);
+  ASSERT_TRUE(ours_->Set("old", "1", kNow).ok());
+  ASSERT_TRUE(theirs_->Set("new", "2", kNow).ok());
+  const std::vector<std::string> keys = {"old", "new", "none"};
+  const std::vector<Store::Value> values = {"1", "2", std::nullopt};
+  EXPECT_EQ(both->GetEach(keys, kNow).value(), values);
+  EXPECT_EQ(both->AwaitChange(keys, values, absl::Now() + absl::Milliseconds(5)).value(), values);
+  EXPECT_EQ(both->AwaitChange(keys, std::vector<Store::Value>(3), absl::InfiniteFuture()).value(),
+            values);
+  ASSERT_TRUE(both->Set("mine", "3", kNow).ok());
+  EXPECT_EQ(ours_->Get("mine", kNow).value(), "3");
+  EXPECT_TRUE(absl::IsUnauthenticated(theirs_->Get("mine", kNow).status()));
+  ASSERT_TRUE(NewSignedStore("a third key", plain_)->Set("old", "4", kNow).ok());
+  EXPECT_TRUE(absl::IsUnauthenticated(both->Get("old", kNow).status()));
 }
 
 }  // namespace

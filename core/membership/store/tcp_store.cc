@@ -73,7 +73,7 @@ absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& opt
   } else if (port == 0) {
     return absl::InvalidArgumentError(absl::StrCat("the port of the store at ", host, " is 0"));
   }
-  std::optional<std::string> cluster_key = options.cluster_key;
+  std::optional<ClusterKey> cluster_key = options.cluster_key;
   if (options.of_launcher) cluster_key.reset();
   DG_ASSIGN_OR_RETURN(std::unique_ptr<TcpStoreClient> client,
                       TcpStoreClient::Connect({.host = host,

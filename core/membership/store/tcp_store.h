@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "core/membership/store.h"
+#include "core/net/cluster_key.h"
 #include "core/net/socket.h"
 
 namespace distgrad {
@@ -23,7 +24,7 @@ struct TcpStoreOptions {
 
   // The secret that both ends prove to each other before anything else is said; "": none. The
   // store of a launcher knows nothing of it.
-  std::string cluster_key = {};
+  ClusterKey cluster_key = {};
   bool of_launcher = false;
 
   // Serve the store as well, on `bind_host` (default: `host`); "0.0.0.0" or "::" is every

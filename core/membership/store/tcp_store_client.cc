@@ -59,7 +59,7 @@ absl::Status AwaitDone(Socket& socket, Deadline deadline) {
   return socket.Receive(&done, sizeof(done), deadline);
 }
 
-absl::Status ShakeHands(Socket& socket, const std::string& cluster_key, Deadline deadline) {
+absl::Status ShakeHands(Socket& socket, const ClusterKey& cluster_key, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(Handshake handshake,
                       Handshake::Create(Handshake::Role::kClient, cluster_key, kStoreToken));
   std::string bytes;

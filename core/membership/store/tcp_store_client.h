@@ -18,6 +18,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/membership/store.h"
+#include "core/net/cluster_key.h"
 #include "core/net/socket.h"
 
 namespace distgrad {
@@ -25,9 +26,9 @@ namespace distgrad {
 struct TcpStoreClientOptions {
   std::string host;
   uint16_t port = 0;
-  // The cluster key; it may be "". Without one (nullopt) the server is c10d's, and there is no
+  // The cluster key; it may be empty. Without one (nullopt) the server is c10d's, and there is no
   // handshake.
-  std::optional<std::string> cluster_key;
+  std::optional<ClusterKey> cluster_key;
   Resolver resolver;
   // The time that the server may take for one answer before the client tries another connection.
   absl::Duration answer_timeout;

@@ -19,6 +19,7 @@
 
 #include "absl/status/statusor.h"
 #include "core/base/clock.h"
+#include "core/net/cluster_key.h"
 #include "core/transport/device_memory.h"
 #include "core/transport/transport.h"
 
@@ -42,9 +43,9 @@ struct TensorPipeOptions {
   // What Listen() binds (not for kShm): a name or number of one address of this machine.
   std::string host = "127.0.0.1";
 
-  // The cluster key, or "": with it there are connections only with processes that have it, and TCP
+  // The cluster key; it may be empty. With one there are connections only with processes that have it, and TCP
   // is encrypted; see core/transport/tensorpipe/socket and docs/security.md. Only kSocket can.
-  std::string cluster_key;
+  ClusterKey cluster_key;
 
   // Whether processes of one user on one machine use Unix-domain sockets (kSocket only).
   bool unix_sockets = true;

@@ -155,7 +155,7 @@ class SocketConnection final : public Loop::Handler,
 
   // While connecting.
   Endpoint endpoint_;
-  std::string key_;
+  ClusterKey key_;
   bool is_unix_ = false;
   std::optional<Handshake> handshake_;
   Loop::TimerId deadline_ = 0, retry_ = 0;

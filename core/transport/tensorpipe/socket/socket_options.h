@@ -4,16 +4,16 @@
 #define DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_OPTIONS_H_
 
 #include <cstddef>
-#include <string>
 
 #include "absl/time/time.h"
+#include "core/net/cluster_key.h"
 
 namespace distgrad {
 
 struct SocketOptions {
   // The cluster key (cluster_key.h), with which TCP is encrypted; empty: a client that knows a
   // listener's address may connect, and nothing is.
-  std::string key;
+  ClusterKey key;
 
   // Whether processes of one user that share a machine use Unix-domain sockets, which are faster,
   // and not encrypted.
