@@ -60,6 +60,7 @@ absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
   if (!name.empty()) options.name = name;
   if (!backend.empty()) options.backend = backend;
   options.host = host.empty() ? use->host() : host;
+  options.cluster_key = use->cluster_key();
   if (read.size == 0 && read.rank != 0) {
     return absl::InvalidArgumentError("a rank of a process group needs its size");
   }

@@ -98,6 +98,7 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
       job.transport,
       MakeTransport(options, transport, host, job.name.empty() ? "a worker that joins" : job.name,
                     rendezvous.cluster_key));
+  job.cluster_key = std::move(rendezvous.cluster_key);
   return job;
 }
 

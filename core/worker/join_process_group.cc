@@ -19,6 +19,7 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(
     DG_ASSIGN_OR_RETURN(options.host, DefaultHost(rendezvous.place));
   }
   options.store = std::move(rendezvous.store);
+  options.cluster_key = std::move(rendezvous.cluster_key);
   options.rank = rendezvous.place.rank;
   options.size = rendezvous.place.world_size;
   return ProcessGroup::Create(std::move(options));

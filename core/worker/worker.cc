@@ -28,6 +28,7 @@ const std::string& Worker::name() const { return impl_->self().name; }
 int Worker::world_size() const { return static_cast<int>(impl_->agent().MemberCount()); }
 const std::shared_ptr<Store>& Worker::store() const { return impl_->job().store; }
 const std::string& Worker::host() const { return impl_->job().host; }
+const ClusterKey& Worker::cluster_key() const { return impl_->job().cluster_key; }
 int Worker::local_rank() const { return impl_->job().local_rank; }
 const Limits& Worker::limits() const { return impl_->options().limits; }
 int Worker::local_world_size() const { return impl_->job().local_world_size; }

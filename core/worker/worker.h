@@ -40,6 +40,7 @@
 
 namespace distgrad {
 
+class ClusterKey;      // core/net/cluster_key.h
 struct ContextState;   // core/autograd/state.h
 struct Trace;          // core/base/trace.h
 struct TraceOptions;   // core/base/trace.h
@@ -98,6 +99,9 @@ class Worker {
   // Returns the address, name or interface that the worker listens on; "" with a transport that has
   // none. A process group beside it may be given the same (ProcessGroupOptions::host).
   const std::string& host() const;
+  // Returns what the job's workers have in common; empty: nothing. For a process group beside it
+  // (ProcessGroupOptions::cluster_key).
+  const ClusterKey& cluster_key() const;
   // Return its number among the workers of its machine, and the number of these, as the launcher
   // says: to choose a device by. 0 and 0 where it says nothing.
   int local_rank() const;

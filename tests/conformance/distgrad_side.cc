@@ -30,7 +30,7 @@ class DistgradStep : public StepContext {
     };
   }
   Tensors CallOp(int to, const std::string& name, const std::string& overload,
-                       std::vector<at::IValue> arguments) override {
+                 std::vector<at::IValue> arguments) override {
     const auto results =
         worker_.CallOp(absl::StrCat("worker", to), absl::StrCat(name, ".", overload),
                        std::move(arguments), Options(absl::Minutes(2)));

@@ -62,7 +62,7 @@ class PytorchStep : public StepContext {
                 /*always_in_context=*/true, timeout);
   }
   Tensors CallOp(int to, const std::string& name, const std::string& overload,
-                       std::vector<at::IValue> arguments) override {
+                 std::vector<at::IValue> arguments) override {
     auto found = torch::jit::findOperatorFor(c10::OperatorName(name, overload));
     TORCH_CHECK(found, "no operator ", name);
     return Send(to, rpc::ScriptCall(found, std::move(arguments)), /*always_in_context=*/false,

@@ -34,7 +34,7 @@ class StepContext {
     return CallAsync(to, function, std::move(arguments))();
   }
   virtual Tensors CallOp(int to, const std::string& name, const std::string& overload,
-                               std::vector<at::IValue> arguments) = 0;
+                         std::vector<at::IValue> arguments) = 0;
   virtual void Backward(const Tensors& roots, bool retain_graph = false) = 0;
   // Undefined if there is none.
   virtual at::Tensor Gradient(const at::Tensor& leaf) = 0;

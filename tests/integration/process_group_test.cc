@@ -20,6 +20,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "core/membership/store/file_store.h"
+#include "core/net/cluster_key.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/tensor/exception.h"
 #include "tests/testing/child_process.h"
@@ -84,7 +85,8 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> Meet(const std::string& file, int 
                                .store = *std::move(store),
                                .rank = rank,
                                .size = size,
-                               .timeout = timeout});
+                               .timeout = timeout,
+                               .cluster_key = LoadClusterKey("").value()});
 }
 
 GradientAveragerOptions SmallBuckets() { return {.bucket_bytes = 1024, .first_bucket_bytes = 256}; }

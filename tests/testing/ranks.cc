@@ -12,14 +12,21 @@
 
 namespace distgrad {
 
+ClusterKey KeyOfSuite() { return LoadClusterKey("").value(); }
+
 void RunRanks(int size, const std::function<void(std::shared_ptr<ProcessGroup>)>& rank,
               const RanksOptions& options) {
+  const ClusterKey key = options.cluster_key.has_value() ? *options.cluster_key : KeyOfSuite();
   const auto store = options.store == nullptr ? NewInProcessStore() : options.store;
   std::vector<std::thread> threads;
   for (int r = 0; r < size; ++r) {
     threads.emplace_back([&, r] {
-      auto group = ProcessGroup::Create(
-          {.name = "ranks", .store = store, .rank = r, .size = size, .timeout = options.timeout});
+      auto group = ProcessGroup::Create({.name = "ranks",
+                                         .store = store,
+                                         .rank = r,
+                                         .size = size,
+                                         .timeout = options.timeout,
+                                         .cluster_key = key});
       DG_CHECK(group.ok()) << group.status();
       try {
         rank(*std::move(group));

@@ -8,8 +8,10 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "absl/time/time.h"
+#include "core/net/cluster_key.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/process_group.h"
 
@@ -17,8 +19,12 @@ namespace distgrad {
 
 struct RanksOptions {
   absl::Duration timeout = absl::Minutes(1);
-  std::shared_ptr<Store> store = nullptr;  // by default one of this process
+  std::shared_ptr<Store> store = nullptr;                // by default one of this process
+  std::optional<ClusterKey> cluster_key = std::nullopt;  // by default that of the suite
 };
+
+// What the environment says (DISTGRAD_KEY), by which suites run with a key, too; empty: none.
+ClusterKey KeyOfSuite();
 
 // Returns when all are done. A group that cannot be made, and a rank that throws, ends the test
 // program with its status.

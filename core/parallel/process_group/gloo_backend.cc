@@ -1,12 +1,14 @@
-// Makes c10d's Gloo over a device that can be aborted.
+// Makes c10d's Gloo over a device that can be aborted, and encrypts where there is a key.
 #include <net/if.h>
 #include <signal.h>
 
+#include <functional>
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
 #include "core/parallel/process_group/c10d_store.h"
+#include "core/parallel/process_group/encrypted_gloo.h"
 #include "core/parallel/process_group/gloo_device.h"
 #include "core/parallel/process_group/new_backend.h"
 
@@ -37,33 +39,51 @@ class SigpipeBlocked {
 class Gloo final : public c10d::ProcessGroupGloo {
  public:
   Gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-       c10::intrusive_ptr<Options> options, std::shared_ptr<GlooDevice> device)
-      : ProcessGroupGloo(store, rank, size, std::move(options)), device_(std::move(device)) {}
+       c10::intrusive_ptr<Options> options, std::function<void()> abort)
+      : ProcessGroupGloo(store, rank, size, std::move(options)), abort_(std::move(abort)) {}
 
   // c10d's does nothing.
-  void abort() override { device_->Abort(); }
+  void abort() override { abort_(); }
 
  private:
-  const std::shared_ptr<GlooDevice> device_;
+  const std::function<void()> abort_;
 };
+
+c10::intrusive_ptr<Gloo> NewGloo(const BackendPlace& place,
+                                 std::shared_ptr<gloo::transport::Device> device,
+                                 std::function<void()> abort) {
+  using c10d::ProcessGroupGloo;
+  // Gloo connects within the time-out of its collectives, which is another one.
+  auto options =
+      ProcessGroupGloo::Options::create(absl::ToChronoMilliseconds(place.connect_timeout));
+  options->devices.push_back(std::move(device));
+  auto gloo = c10::make_intrusive<Gloo>(C10dStoreOf(place.store, place.connect_timeout), place.rank,
+                                        place.size, std::move(options), std::move(abort));
+  gloo->setTimeout(absl::ToChronoMilliseconds(place.timeout));
+  return gloo;
+}
 
 }  // namespace
 
 NewBackend NewGlooBackend(const BackendPlace& place) {
   using c10d::ProcessGroupGloo;
+  if (!place.cluster_key.empty()) {
+    const auto device = std::make_shared<EncryptedGloo>(EncryptedGlooOptions{
+        .cluster_key = place.cluster_key,
+        .host = place.host,
+        .store = place.store,
+        .connect_timeout = place.connect_timeout,
+        .failed_elsewhere = place.failed_elsewhere,
+    });
+    return {NewGloo(place, device, [device] { device->Abort(); })};
+  }
   const SigpipeBlocked sigpipe_blocked;
   const auto device =
       std::make_shared<GlooDevice>(if_nametoindex(place.host.c_str()) != 0
                                        ? ProcessGroupGloo::createDeviceForInterface(place.host)
                                        : ProcessGroupGloo::createDeviceForHostname(place.host));
-  // Gloo connects within the time-out of its collectives, which is another one.
-  auto options =
-      ProcessGroupGloo::Options::create(absl::ToChronoMilliseconds(place.connect_timeout));
-  options->devices.push_back(device);
-  auto gloo = c10::make_intrusive<Gloo>(C10dStoreOf(place.store, place.connect_timeout), place.rank,
-                                        place.size, std::move(options), device);
-  gloo->setTimeout(absl::ToChronoMilliseconds(place.timeout));
-  return {std::move(gloo), [device] { device->EndLostWaits(); }};
+  return {NewGloo(place, device, [device] { device->Abort(); }),
+          [device] { device->EndLostWaits(); }};
 }
 
 }  // namespace distgrad

@@ -9,9 +9,11 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "core/membership/store.h"
+#include "core/net/cluster_key.h"
 
 namespace distgrad {
 
@@ -22,6 +24,9 @@ struct BackendPlace {
   absl::Duration timeout;          // of each collective
   absl::Duration connect_timeout;  // of NewGlooBackend()
   std::string host;                // or interface, that the others can reach this rank at
+  ClusterKey cluster_key = {};     // all ranks have one or none; NCCL has no use for it
+  // Not OK: another rank has failed, with its reason.
+  std::function<absl::Status()> failed_elsewhere = nullptr;
 };
 
 struct NewBackend {

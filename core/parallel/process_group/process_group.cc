@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "core/base/blocking.h"
+#include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/membership/environment.h"
 #include "core/membership/start.h"
@@ -29,8 +30,9 @@ constexpr size_t kBucketBytes = size_t{25} << 20;
 constexpr int kNoRoot = -1;
 // How often a collective that somebody waits for is looked at.
 constexpr auto kCheckInterval = std::chrono::milliseconds(100);
-// The key under which a rank that fails says so.
-constexpr char kFailure[] = "failure";
+// The key under which a rank that fails says so, and that under which rank 0 says whether it has a
+// cluster key.
+constexpr char kFailure[] = "failure", kSecurity[] = "security";
 
 // Held while a collective is begun or a group aborted. c10d numbers those of a group as they come;
 // and in its recorder of collectives, one for all groups of the process, a map grows without a
@@ -56,11 +58,26 @@ absl::Status Check(const ProcessGroupOptions& options) {
     return absl::InvalidArgumentError(
         absl::StrCat(who, "a timeout is ", absl::FormatDuration(timeout), ", not 1ms to a year"));
   }
+  DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(options.cluster_key), who));
   if (options.name.empty() || absl::StrContains(options.name, '/')) {
     return absl::InvalidArgumentError(
         absl::StrCat(who, "a name is not empty and has no '/' in it"));
   }
   return absl::OkStatus();
+}
+
+// With a key Gloo has other connections than without, and ranks that differ would wait for each
+// other until the end of their time.
+absl::Status AgreeOnKey(Store& store, const ProcessGroupOptions& options, Deadline deadline) {
+  const bool has_key = !options.cluster_key.empty();
+  const std::string own = has_key ? "encrypted" : "open";
+  if (options.rank == 0) return store.Set(kSecurity, own, deadline);
+  DG_ASSIGN_OR_RETURN(const std::string of_first, store.Get(kSecurity, deadline));
+  if (of_first == own) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      has_key ? "this rank has a cluster key and rank 0 has none"
+              : "this rank has no cluster key and rank 0 has one",
+      ": give all ranks the same (DISTGRAD_KEY_FILE, or ProcessGroupOptions::cluster_key)"));
 }
 
 // Others cannot be divided, or not be sent; and whoever finds that out behind a collective leaves
@@ -127,6 +144,17 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
       ListedStoreOfThisStart(std::move(store), place.rank, place.size, deadline);
   if (!of_start.ok()) return Annotate(of_start.status(), group->who_);
   group->store_ = *std::move(of_start);
+  if (nccl && !place.cluster_key.empty()) {
+    DG_LOG(WARNING) << group->who_
+                    << ": NCCL encrypts nothing, with a cluster key or without: docs/security.md";
+  }
+  if (!nccl && place.size > 1) {
+    const absl::Status agreed = AgreeOnKey(*group->store_, place, deadline);
+    if (!agreed.ok()) {
+      group->Fail(agreed);
+      return group->status();
+    }
+  }
   const BackendPlace at = {
       .store = group->store_,
       .rank = place.rank,
@@ -134,6 +162,12 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
       .timeout = place.timeout,
       .connect_timeout = std::max(deadline.Left(), absl::Milliseconds(1)),
       .host = place.host,
+      .cluster_key = place.cluster_key,
+      .failed_elsewhere =
+          [store = group->store_] {
+            const auto failure = store->Get(kFailure, absl::InfinitePast());
+            return failure.ok() ? absl::UnavailableError(*failure) : absl::OkStatus();
+          },
   };
   try {
     group->backend_ =

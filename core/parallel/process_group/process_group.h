@@ -29,6 +29,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/membership/store.h"
+#include "core/net/cluster_key.h"
 
 namespace distgrad {
 
@@ -46,12 +47,15 @@ struct ProcessGroupOptions {
   // The limit for all ranks to come, and to connect (with NCCL that is part of the first
   // collective).
   absl::Duration join_timeout = absl::Minutes(10);
-  // An address, a name, or an interface ("eth0") of this machine, at which the others reach it. "":
-  // DISTGRAD_HOST, or "127.0.0.1"; Worker::host() has what the worker beside it listens on, and
-  // JoinProcessGroup() finds the address by which this machine reaches the store. Gloo knows no
-  // cluster key, and any peer that reaches it there can disturb the group: let it be a network that
-  // is trusted.
+  // An address, a name, or an interface ("eth0") of this machine, at which the others reach
+  // it. "": DISTGRAD_HOST, or "127.0.0.1"; Worker::host() has what the worker beside it listens on,
+  // and JoinProcessGroup() finds the address by which this machine reaches the store.
   std::string host = {};
+  // The key of the job. With one, which all ranks have, "gloo" lets no other process in and
+  // encrypts every byte between the ranks; Worker::cluster_key() has that of the worker beside it,
+  // and JoinProcessGroup() gives it itself. Empty: any peer that reaches Gloo there can read and
+  // disturb the group. "nccl" cannot encrypt, with a key or without.
+  ClusterKey cluster_key = {};
 };
 
 // Thread-safe; but it is for the callers to see to the same order on all ranks.
@@ -60,7 +64,8 @@ class ProcessGroup {
   // A collective in flight.
   struct Running;
 
-  // Waits until all ranks have called it. kDeadlineExceeded names those that have not.
+  // Waits until all ranks have called it. kDeadlineExceeded names those that have not;
+  // kFailedPrecondition: some ranks have a cluster key, and others none.
   static absl::StatusOr<std::shared_ptr<ProcessGroup>> Create(ProcessGroupOptions options);
 
   // Waits for the collectives in flight, each until its time-out.

@@ -35,7 +35,9 @@ bool Contains(const absl::Status& status, absl::string_view text) {
   return absl::StrContains(status.message(), text);
 }
 
-ProcessGroupOptions Alone() { return {.name = "alone", .store = NewInProcessStore()}; }
+ProcessGroupOptions Alone() {
+  return {.name = "alone", .store = NewInProcessStore(), .cluster_key = KeyOfSuite()};
+}
 
 TEST(ProcessGroupTest, Averages) {
   RunRanks(3, [](std::shared_ptr<ProcessGroup> group) {
@@ -205,6 +207,9 @@ TEST(ProcessGroupTest, ChecksItsOptions) {
   EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
   options = Alone();
   options.name = "a/b";
+  EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
+  options = Alone();
+  options.cluster_key = "short";
   EXPECT_EQ(code(options), absl::StatusCode::kInvalidArgument);
   options = Alone();
   options.host = "lo";

@@ -43,8 +43,9 @@ struct TensorPipeOptions {
   // What Listen() binds (not for kShm): a name or number of one address of this machine.
   std::string host = "127.0.0.1";
 
-  // The cluster key; it may be empty. With one there are connections only with processes that have it, and TCP
-  // is encrypted; see core/transport/tensorpipe/socket and docs/security.md. Only kSocket can.
+  // The cluster key; it may be empty. With one there are connections only with processes that have
+  // it, and TCP is encrypted; see core/transport/tensorpipe/socket and docs/security.md. Only
+  // kSocket can.
   ClusterKey cluster_key;
 
   // Whether processes of one user on one machine use Unix-domain sockets (kSocket only).

@@ -3,9 +3,10 @@
 //
 // - What c10d's ProcessGroupGloo.hpp names, by pointers alone: its own layout does not depend on
 //   it. Nothing of that may be used.
-// - Gloo's transports, in transport/: classes that core/parallel/process_group/gloo_device.cc
-//   derives from. The order of their functions and the place of their members are those of the Gloo
-//   in the pinned libtorch, and are to be looked at again with each other one.
+// - Gloo's transports, in transport/: classes that gloo_device.cc and encrypted_gloo.cc, both in
+//   core/parallel/process_group, derive from. The order of their functions and the place of their
+//   members are those of the Gloo in the pinned libtorch, and are to be looked at again with each
+//   other one.
 #pragma once
 
 #include <chrono>

@@ -158,6 +158,21 @@ void SocketConnection::Write(const tensorpipe::AbstractNopHolder& object, WriteD
   });
 }
 
+void SocketConnection::Write(absl::string_view bytes, const void* data, size_t size,
+                             WriteDone done) {
+  WriteRequest first{absl::StrCat(Head(bytes.size()), bytes), nullptr, 0, 0, nullptr};
+  strand_.Run([self = shared_from_this(), first = std::move(first), data, size,
+               done = std::move(done)]() mutable {
+    if (size == 0) {
+      first.done = std::move(done);
+      return self->Enqueue(std::move(first));
+    }
+    first.done = [](const Error&) {};  // the other one's says it
+    if (self->state_ != State::kClosed) self->writes_.push_back(std::move(first));
+    self->Enqueue(WriteRequest{Head(size), data, size, 0, std::move(done)});
+  });
+}
+
 void SocketConnection::Close() {
   strand_.Run([self = shared_from_this()] { self->Fail("the connection was closed"); });
 }

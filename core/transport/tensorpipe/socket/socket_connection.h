@@ -74,6 +74,9 @@ class SocketConnection final : public Loop::Handler,
   // The bytes must stay until `done`.
   void Write(const void* data, size_t size, WriteDone done);
   void Write(const tensorpipe::AbstractNopHolder& object, WriteDone done);
+  // A frame of these bytes; and behind it, with none in between, one of `data`, unless that is of
+  // no bytes.
+  void Write(absl::string_view bytes, const void* data, size_t size, WriteDone done);
 
   // Fails all that is in flight.
   void Close();

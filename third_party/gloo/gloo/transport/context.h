@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -17,11 +18,12 @@ namespace transport {
 
 class Address;
 class Buffer;
+class RemoteKey;
 
-// A connection to another rank. Gloo has more functions behind these.
+// A connection to another rank.
 class Pair {
  public:
-  virtual ~Pair();
+  virtual ~Pair() = 0;
   virtual const Address& address() const = 0;
   virtual void connect(const std::vector<char>& bytes) = 0;
   virtual void close() = 0;
@@ -29,6 +31,15 @@ class Pair {
   virtual std::unique_ptr<Buffer> createSendBuffer(int slot, void* ptr, size_t size) = 0;
   virtual std::unique_ptr<Buffer> createRecvBuffer(int slot, void* ptr, size_t size) = 0;
   virtual bool isConnected() = 0;
+  virtual void send(UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t bytes) = 0;
+  virtual void recv(UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t bytes) = 0;
+  virtual void put(UnboundBuffer* buffer, const RemoteKey& key, uint64_t slot, size_t offset,
+                   size_t remote_offset, size_t bytes) = 0;
+  virtual void get(UnboundBuffer* buffer, const RemoteKey& key, uint64_t slot, size_t offset,
+                   size_t remote_offset, size_t bytes) = 0;
+
+ protected:
+  int local_rank_ = 0;  // among those of this machine; what is inline in Gloo sets it
 };
 
 // The connections of a rank. Gloo has one more function behind these, as in UnboundBuffer.

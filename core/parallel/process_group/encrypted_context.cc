@@ -1,0 +1,522 @@
+// Connects the ranks, and moves messages between buffers and connections.
+#include "core/parallel/process_group/encrypted_context.h"
+
+#include <array>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/base/wire.h"
+#include "core/net/address.h"
+
+namespace distgrad {
+namespace {
+
+using gloo::transport::UnboundBuffer;
+using Error = tensorpipe::Error;
+
+// The first frame of a connection is the rank that has opened it, and the answer to it this byte.
+constexpr size_t kRankBytes = sizeof(uint32_t);
+constexpr char kWelcome = 'w';
+// What follows begins with a frame of a kind, the slot and how many bytes the next frame has.
+constexpr size_t kHeadBytes = 17;
+enum class Kind : uint8_t {
+  kReady = 1,  // the sender is to receive the next message of the slot; no other frame
+  kData = 2,
+  kHasAll = 3,  // the sender is connected to all ranks; no other frame
+};
+// That a rank is ready for, and that this one has not come to yet. A collective has a few.
+constexpr size_t kMaxReady = 1 << 20;
+// How often it is asked whether another rank has failed while this one waits for it.
+constexpr absl::Duration kAskInterval = absl::Milliseconds(200);
+
+std::string Head(Kind kind, uint64_t slot, uint64_t size) {
+  std::string head;
+  WireWriter writer(&head);
+  writer.U8(static_cast<uint8_t>(kind));
+  writer.U64(slot);
+  writer.U64(size);
+  return head;
+}
+
+std::string AddressKey(int rank) { return absl::StrCat("encrypted/", rank); }
+
+// What Gloo asks for a rank's connection to another one.
+class EncryptedPair final : public gloo::transport::Pair {
+ public:
+  EncryptedPair(EncryptedContext* context, int other) : context_(context), other_(other) {}
+
+  bool isConnected() override { return context_->IsConnected(other_); }
+  // Collectives send and receive by their buffers.
+  const gloo::transport::Address& address() const override { Unused(); }
+  void connect(const std::vector<char>&) override { Unused(); }
+  void close() override { Unused(); }
+  void setSync(bool, bool) override { Unused(); }
+  std::unique_ptr<gloo::transport::Buffer> createSendBuffer(int, void*, size_t) override {
+    Unused();
+  }
+  std::unique_ptr<gloo::transport::Buffer> createRecvBuffer(int, void*, size_t) override {
+    Unused();
+  }
+  void send(UnboundBuffer*, uint64_t, size_t, size_t) override { Unused(); }
+  void recv(UnboundBuffer*, uint64_t, size_t, size_t) override { Unused(); }
+  void put(UnboundBuffer*, const gloo::transport::RemoteKey&, uint64_t, size_t, size_t,
+           size_t) override {
+    Unused();
+  }
+  void get(UnboundBuffer*, const gloo::transport::RemoteKey&, uint64_t, size_t, size_t,
+           size_t) override {
+    Unused();
+  }
+
+ private:
+  [[noreturn]] static void Unused() {
+    throw std::logic_error("collectives do not use connections by themselves");
+  }
+
+  EncryptedContext* const context_;
+  const int other_;
+};
+
+}  // namespace
+
+// Connecting
+
+EncryptedContext::EncryptedContext(const EncryptedGlooOptions& options, int rank, int size)
+    : gloo::transport::Context(rank, size), options_(options), peers_(size) {
+  for (int other = 0; other < size; ++other) {
+    all_.push_back(std::make_unique<EncryptedPair>(this, other));
+  }
+}
+
+EncryptedContext::~EncryptedContext() {
+  if (loop_ == nullptr) return;
+  // Whatever is called back is so before the loop has ended.
+  loop_->Close();
+  loop_->Join();
+}
+
+absl::Status EncryptedContext::Connect() {
+  const Deadline deadline = Deadline::After(options_.connect_timeout);
+  DG_ASSIGN_OR_RETURN(const std::string host, ResolveBindHost(options_.host));
+  DG_ASSIGN_OR_RETURN(loop_, Loop::Start("dg-gloo"));
+  SocketOptions socket;
+  socket.key = options_.cluster_key;
+  socket.unix_sockets = false;
+  DG_ASSIGN_OR_RETURN(listener_, SocketListener::Listen(loop_, host, socket));
+  AcceptNext();
+  DG_RETURN_IF_ERROR(options_.store->Set(AddressKey(rank), listener_->address(), deadline));
+  for (int i = 1; i < size; ++i) {
+    const int other = (rank + i) % size;  // not all begin with the same one
+    DG_ASSIGN_OR_RETURN(const std::string address, AwaitAddress(other, deadline));
+    absl::StatusOr<Endpoint> endpoint = ParseEndpoint(address);
+    if (!endpoint.ok()) return Annotate(endpoint.status(), absl::StrCat("rank ", other));
+    Open(other, *std::move(endpoint));
+  }
+  DG_RETURN_IF_ERROR(AwaitOpen(deadline));
+  listener_->Close();
+  return AwaitConnected(deadline);
+}
+
+absl::StatusOr<std::string> EncryptedContext::AwaitAddress(int other, Deadline deadline) {
+  for (;;) {
+    absl::StatusOr<std::string> address =
+        options_.store->Get(AddressKey(other), std::min(deadline, Deadline::After(kAskInterval)));
+    if (!absl::IsNotFound(address.status())) return address;
+    DG_RETURN_IF_ERROR(options_.failed_elsewhere());
+    if (deadline.Passed()) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("rank ", other, " did not say at which address it listens"));
+    }
+  }
+}
+
+void EncryptedContext::Open(int other, Endpoint endpoint) {
+  SocketOptions socket;
+  socket.key = options_.cluster_key;
+  socket.unix_sockets = false;
+  socket.handshake_timeout = options_.connect_timeout;
+  {
+    absl::MutexLock lock(&mu_);
+    peers_[other].tcp = endpoint.tcp;
+  }
+  const auto out = SocketConnection::Connect(loop_, std::move(endpoint), socket);
+  {
+    absl::MutexLock lock(&mu_);
+    peers_[other].out = out;
+  }
+  std::string hello;
+  WireWriter(&hello).U32(static_cast<uint32_t>(rank));
+  out->Write(hello, nullptr, 0, [](const Error&) {});  // the read has the same error
+  const auto answer = std::make_shared<char>();
+  out->Read(answer.get(), 1,
+            [this, other, out = out.get(), answer](const Error& error, auto, auto) {
+              if (error) return OnOutLost(other, error.what());
+              if (*answer != kWelcome)
+                return OnOutLost(other, "it answers with what is no welcome");
+              {
+                absl::MutexLock lock(&mu_);
+                peers_[other].welcome = true;
+                WakeConnecting();
+              }
+              // Nothing more comes on this connection but its end.
+              out->Read(answer.get(), 1, [this, other, answer](const Error& end, auto, auto) {
+                OnOutLost(other, end ? end.what() : "it sends on a connection that is not its own");
+              });
+            });
+}
+
+absl::Status EncryptedContext::AwaitOpen(Deadline deadline) {
+  return AwaitEach(
+      [](const Peer& peer) -> absl::StatusOr<bool> {
+        if (peer.IsOpen()) return true;
+        DG_RETURN_IF_ERROR(peer.out_lost);
+        DG_RETURN_IF_ERROR(peer.in_lost);
+        return false;
+      },
+      options_.failed_elsewhere, deadline);
+}
+
+absl::Status EncryptedContext::AwaitConnected(Deadline deadline) {
+  std::vector<std::shared_ptr<SocketConnection>> outs;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const Peer& peer : peers_) {
+      if (peer.out != nullptr) outs.push_back(peer.out);
+    }
+  }
+  for (const auto& out : outs) {
+    out->Write(Head(Kind::kHasAll, 0, 0), nullptr, 0, [](const Error&) {});
+  }
+  // What one has said before it went counts, and so nobody asks whether one has failed meanwhile.
+  return AwaitEach(
+      [](const Peer& peer) -> absl::StatusOr<bool> {
+        if (peer.has_all) return true;
+        DG_RETURN_IF_ERROR(peer.in_lost);
+        return false;
+      },
+      [] { return absl::OkStatus(); }, deadline);
+}
+
+absl::Status EncryptedContext::AwaitEach(absl::FunctionRef<absl::StatusOr<bool>(const Peer&)> check,
+                                         absl::FunctionRef<absl::Status()> ask, Deadline deadline) {
+  for (;;) {
+    Sleeper sleeper;
+    int missing = -1;
+    {
+      absl::MutexLock lock(&mu_);
+      DG_RETURN_IF_ERROR(aborted_);
+      for (int other = 0; other < size; ++other) {
+        if (other == rank) continue;
+        DG_ASSIGN_OR_RETURN(const bool here, check(peers_[other]));
+        if (!here) missing = other;
+      }
+      if (missing < 0) return absl::OkStatus();
+      connecting_ = &sleeper;
+    }
+    const bool late = deadline.Passed();
+    if (!late) sleeper.Sleep(std::min(deadline, Deadline::After(kAskInterval)));
+    {
+      absl::MutexLock lock(&mu_);
+      connecting_ = nullptr;
+    }
+    DG_RETURN_IF_ERROR(ask());
+    if (late) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("rank ", missing, " and this one are not connected yet"));
+    }
+  }
+}
+
+void EncryptedContext::WakeConnecting() {
+  if (connecting_ != nullptr) connecting_->Wake();
+}
+
+void EncryptedContext::AcceptNext() {
+  listener_->Accept([this](const Error& error, std::shared_ptr<SocketConnection> connection) {
+    if (error) return;  // it has been closed: all are connected, or this is the end
+    Accept(std::move(connection));
+    AcceptNext();
+  });
+}
+
+void EncryptedContext::Accept(std::shared_ptr<SocketConnection> connection) {
+  const auto hello = std::make_shared<std::array<char, kRankBytes>>();
+  SocketConnection& from = *connection;
+  from.Read(hello->data(), hello->size(),
+            [this, connection = std::move(connection), hello](const Error& error, auto, auto) {
+              // Who goes before it has said who it is may come again.
+              if (error) return;
+              Admit(connection, WireReader({hello->data(), hello->size()}).U32());
+            });
+}
+
+void EncryptedContext::Admit(const std::shared_ptr<SocketConnection>& connection, uint32_t other) {
+  bool known = false;
+  {
+    absl::MutexLock lock(&mu_);
+    known = other < peers_.size() && other != static_cast<uint32_t>(rank) &&
+            peers_[other].in == nullptr && aborted_.ok();
+    if (known) {
+      peers_[other].in = connection;
+      WakeConnecting();
+    }
+  }
+  if (!known) return connection->Close();
+  connection->Write(absl::string_view(&kWelcome, 1), nullptr, 0, [](const Error&) {});
+  ReadHead(static_cast<int>(other), connection);
+}
+
+bool EncryptedContext::IsConnected(int other) {
+  absl::MutexLock lock(&mu_);
+  return peers_[other].IsConnected();
+}
+
+// Receiving
+
+void EncryptedContext::ReadHead(int other, const std::shared_ptr<SocketConnection>& in) {
+  const auto head = std::make_shared<std::array<char, kHeadBytes>>();
+  in->Read(head->data(), head->size(), [this, other, in, head](const Error& error, auto, auto) {
+    if (error) return OnInLost(other, error.what());
+    OnHead(other, in, {head->data(), head->size()});
+  });
+}
+
+void EncryptedContext::OnHead(int other, const std::shared_ptr<SocketConnection>& in,
+                              absl::string_view head) {
+  WireReader reader(head);
+  const auto kind = static_cast<Kind>(reader.U8());
+  const uint64_t slot = reader.U64(), size = reader.U64();
+  absl::Status status;
+  if (kind == Kind::kReady && size == 0) {
+    status = OnReady(other, slot);
+  } else if (kind == Kind::kHasAll && slot == 0 && size == 0) {
+    absl::MutexLock lock(&mu_);
+    peers_[other].has_all = true;
+    WakeConnecting();
+  } else if (kind == Kind::kData) {
+    absl::StatusOr<Operation> receipt = OnData(other, slot, size);
+    status = receipt.status();
+    if (status.ok() && size > 0) {
+      return in->Read(receipt->data, size,
+                      [this, other, in, receipt = *receipt](const Error& error, auto, auto) {
+                        {
+                          absl::MutexLock lock(&mu_);
+                          receipt.buffer->End(&EncryptedBuffer::receipts_, other,
+                                              error ? Lost(other, error.what()) : absl::OkStatus());
+                        }
+                        if (error) return OnInLost(other, error.what());
+                        ReadHead(other, in);
+                      });
+    }
+    if (status.ok()) {
+      absl::MutexLock lock(&mu_);
+      receipt->buffer->End(&EncryptedBuffer::receipts_, other, absl::OkStatus());
+    }
+  } else {
+    status = absl::InvalidArgumentError("it sends what is no message of a collective");
+  }
+  if (!status.ok()) return OnInLost(other, status.message());
+  ReadHead(other, in);
+}
+
+absl::Status EncryptedContext::OnReady(int other, uint64_t slot) {
+  Operation next;
+  std::shared_ptr<SocketConnection> out;
+  {
+    absl::MutexLock lock(&mu_);
+    Peer& peer = peers_[other];
+    Slot& of = peer.slots[slot];
+    if (of.sends.empty()) {
+      ++of.ready;
+      if (++peer.ready <= kMaxReady) return absl::OkStatus();
+      return absl::ResourceExhaustedError("it is ready for more messages than collectives have");
+    }
+    next = of.sends.front();
+    of.sends.pop_front();
+    if (of.empty()) peer.slots.erase(slot);
+    out = peer.out;
+  }
+  Transmit(out, next);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<EncryptedContext::Operation> EncryptedContext::OnData(int other, uint64_t slot,
+                                                                     uint64_t size) {
+  absl::MutexLock lock(&mu_);
+  Peer& peer = peers_[other];
+  const auto found = peer.slots.find(slot);
+  if (found == peer.slots.end() || found->second.receipts.empty()) {
+    return absl::InvalidArgumentError("it sends a message that this rank is not to receive");
+  }
+  Slot& of = found->second;
+  const Operation receipt = of.receipts.front();
+  if (receipt.size != size) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "it sends ", size, " bytes where ", receipt.size,
+        " are to be received: do all ranks begin the same collectives, with tensors of "
+        "the same shapes?"));
+  }
+  of.receipts.pop_front();
+  if (of.empty()) peer.slots.erase(found);
+  return receipt;
+}
+
+// Losing
+
+absl::Status EncryptedContext::Lost(int other, absl::string_view why) {
+  return absl::UnavailableError(absl::StrCat("the connection to rank ", other, " (",
+                                             peers_[other].tcp, ") has broken: ", why));
+}
+
+void EncryptedContext::OnOutLost(int other, absl::string_view why) {
+  std::shared_ptr<SocketConnection> out;
+  {
+    absl::MutexLock lock(&mu_);
+    Peer& peer = peers_[other];
+    out = peer.out;
+    if (peer.out_lost.ok()) peer.out_lost = Lost(other, why);
+    FailSends(peer);
+    WakeConnecting();
+  }
+  // What the other one has sent before is still received; it closes that connection as soon as it
+  // notices, as this rank does in OnInLost().
+  out->Close();
+}
+
+void EncryptedContext::OnInLost(int other, absl::string_view why) {
+  std::shared_ptr<SocketConnection> out, in;
+  {
+    absl::MutexLock lock(&mu_);
+    Peer& peer = peers_[other];
+    in = peer.in;
+    out = peer.out;
+    if (peer.in_lost.ok()) peer.in_lost = Lost(other, why);
+    if (peer.out_lost.ok()) peer.out_lost = peer.in_lost;
+    FailSends(peer);
+    FailReceipts(peer);
+    WakeConnecting();
+  }
+  in->Close();
+  if (out != nullptr) out->Close();
+}
+
+void EncryptedContext::FailSends(Peer& peer) {
+  for (auto& [slot, of] : peer.slots) {
+    for (const Operation& each : of.sends) {
+      each.buffer->End(&EncryptedBuffer::sends_, each.other, peer.out_lost);
+    }
+    of.sends.clear();
+  }
+}
+
+void EncryptedContext::FailReceipts(Peer& peer) {
+  for (auto& [slot, of] : peer.slots) {
+    for (const Operation& each : of.receipts) {
+      each.buffer->End(&EncryptedBuffer::receipts_, each.other, peer.in_lost);
+    }
+    of.receipts.clear();
+  }
+}
+
+absl::Status EncryptedContext::Abort(const absl::Status& why) {
+  std::vector<std::shared_ptr<SocketConnection>> connections;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!aborted_.ok()) return aborted_;
+    aborted_ = why;
+    for (const Peer& peer : peers_) {
+      for (const auto& each : {peer.out, peer.in}) {
+        if (each != nullptr) connections.push_back(each);
+      }
+    }
+    for (EncryptedBuffer* buffer : buffers_) buffer->Wake();
+    WakeConnecting();
+  }
+  for (const auto& each : connections) each->Close();
+  return why;
+}
+
+// Sending
+
+void EncryptedContext::Send(const Operation& operation) {
+  std::shared_ptr<SocketConnection> out;
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mu_);
+    Peer& peer = peers_.at(operation.other);
+    status = aborted_.ok() ? peer.out_lost : aborted_;
+    if (status.ok()) {
+      operation.buffer->sends_.begun.push_back(operation.other);
+      Slot& of = peer.slots[operation.slot];
+      if (of.ready == 0) {
+        of.sends.push_back(operation);
+        return;
+      }
+      --of.ready;
+      --peer.ready;
+      if (of.empty()) peer.slots.erase(operation.slot);
+      out = peer.out;
+    }
+  }
+  if (!status.ok()) throw StatusError(Abort(status));
+  Transmit(out, operation);
+}
+
+void EncryptedContext::Transmit(const std::shared_ptr<SocketConnection>& out,
+                                const Operation& operation) {
+  out->Write(Head(Kind::kData, operation.slot, operation.size), operation.data, operation.size,
+             [this, operation](const Error& error) {
+               absl::MutexLock lock(&mu_);
+               operation.buffer->End(
+                   &EncryptedBuffer::sends_, operation.other,
+                   error ? Lost(operation.other, error.what()) : absl::OkStatus());
+             });
+}
+
+void EncryptedContext::Receive(const Operation& operation) {
+  std::shared_ptr<SocketConnection> out;
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mu_);
+    Peer& peer = peers_.at(operation.other);
+    status = !aborted_.ok() ? aborted_ : !peer.in_lost.ok() ? peer.in_lost : peer.out_lost;
+    if (status.ok()) {
+      operation.buffer->receipts_.begun.push_back(operation.other);
+      peer.slots[operation.slot].receipts.push_back(operation);
+      out = peer.out;
+    }
+  }
+  if (!status.ok()) throw StatusError(Abort(status));
+  // If it is lost, so is the connection, and then the other rank closes its own.
+  out->Write(Head(Kind::kReady, operation.slot, 0), nullptr, 0, [](const Error&) {});
+}
+
+void EncryptedContext::Forget(const EncryptedBuffer* buffer) {
+  if (buffer->IsIdle()) return;
+  const absl::Status over = absl::CancelledError("the collective is over");
+  const auto forget = [&](std::deque<Operation>& operations,
+                          EncryptedBuffer::Side EncryptedBuffer::*side) {
+    std::deque<Operation> others;
+    for (const Operation& each : operations) {
+      if (each.buffer == buffer) {
+        each.buffer->End(side, each.other, over);
+      } else {
+        others.push_back(each);
+      }
+    }
+    operations = std::move(others);
+  };
+  for (Peer& peer : peers_) {
+    for (auto& [slot, of] : peer.slots) {
+      forget(of.sends, &EncryptedBuffer::sends_);
+      forget(of.receipts, &EncryptedBuffer::receipts_);
+    }
+  }
+}
+
+std::unique_ptr<UnboundBuffer> EncryptedContext::createUnboundBuffer(void* ptr, size_t size) {
+  return std::make_unique<EncryptedBuffer>(shared_from_this(), ptr, size);
+}
+
+}  // namespace distgrad
