@@ -25,7 +25,7 @@
 #include "core/base/deadline.h"
 #include "core/net/endpoint.h"
 #include "core/net/loop.h"
-#include "core/parallel/process_group/encrypted_gloo.h"
+#include "core/parallel/process_group/encrypted_gloo_options.h"
 #include "core/tensor/exception.h"
 #include "core/transport/tensorpipe/socket/socket_connection.h"
 #include "core/transport/tensorpipe/socket/socket_listener.h"

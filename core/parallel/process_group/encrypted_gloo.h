@@ -16,30 +16,15 @@
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_ENCRYPTED_GLOO_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_ENCRYPTED_GLOO_H_
 
-#include <functional>
 #include <memory>
 #include <string>
 
-#include "absl/status/status.h"
-#include "absl/time/time.h"
-#include "core/membership/store.h"
-#include "core/net/cluster_key.h"
+#include "core/parallel/process_group/encrypted_gloo_options.h"  // IWYU pragma: export
 #include "gloo/transport/device.h"
 
 namespace distgrad {
 
 class EncryptedContext;
-
-struct EncryptedGlooOptions {
-  ClusterKey cluster_key;  // not empty
-  // That the others can reach this rank at: an address, a name or an interface.
-  std::string host;
-  // Where the ranks tell each other their addresses; of this start of this group alone.
-  std::shared_ptr<Store> store;
-  absl::Duration connect_timeout;
-  // Not OK: another rank has failed, with its reason. Asked while this one waits to be connected.
-  std::function<absl::Status()> failed_elsewhere;
-};
 
 // Thread-safe. For one group alone. What fails throws StatusError.
 class EncryptedGloo final : public gloo::transport::Device {

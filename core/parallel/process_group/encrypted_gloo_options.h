@@ -1,0 +1,30 @@
+// The options of a device of Gloo's that encrypts (encrypted_gloo.h).
+#ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_ENCRYPTED_GLOO_OPTIONS_H_
+#define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_ENCRYPTED_GLOO_OPTIONS_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "core/membership/store.h"
+#include "core/net/cluster_key.h"
+
+namespace distgrad {
+
+struct EncryptedGlooOptions {
+  ClusterKey cluster_key;  // not empty
+  // The address, name or interface at which the others can reach this rank.
+  std::string host;
+  // The store in which the ranks tell each other their addresses; of this start of this group alone.
+  std::shared_ptr<Store> store;
+  absl::Duration connect_timeout;
+  // Returns the reason of another rank that has failed, or OK. Asked while this rank waits to be
+  // connected.
+  std::function<absl::Status()> failed_elsewhere;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_ENCRYPTED_GLOO_OPTIONS_H_
