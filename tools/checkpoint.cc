@@ -31,6 +31,7 @@
 #include "absl/strings/str_join.h"
 #include "core/base/status.h"
 #include "core/checkpoint/job/manifest.h"
+#include "core/checkpoint/job/shard.h"
 #include "core/checkpoint/job/step_folders.h"
 #include "core/checkpoint/safetensors.h"
 #include "core/checkpoint/safetensors_header.h"
@@ -80,23 +81,13 @@ absl::StatusOr<Tensors> Open(const std::string& given) {
   Tensors tensors;
   tensors.path = FromUsersFolder(given);
   const auto add = [&](const std::string& path, const ManifestFile* of) -> absl::Status {
-    DG_ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::Open(path));
+    DG_ASSIGN_OR_RETURN(SafetensorsFile file,
+                        of == nullptr ? SafetensorsFile::Open(path) : OpenShard(tensors.path, *of));
     tensors.files.push_back(std::make_unique<SafetensorsFile>(std::move(file)));
     const SafetensorsFile* const opened = tensors.files.back().get();
-    if (of != nullptr && (opened->size() != of->checksums.size ||
-                          opened->header_checksum() != of->checksums.header)) {
-      return absl::DataLossError(
-          absl::StrCat(path, " is damaged: its size or header is not what was saved"));
-    }
     for (const auto& [name, info] : opened->header().tensors) {
       std::optional<uint32_t> sum;
-      if (of != nullptr) {
-        const auto found = of->checksums.tensors.find(name);
-        if (found == of->checksums.tensors.end()) {
-          return absl::DataLossError(absl::StrCat(path, ": the manifest lacks ", QuoteName(name)));
-        }
-        sum = found->second;
-      }
+      if (of != nullptr) sum = of->checksums.tensors.at(name);
       if (of != nullptr && of->optimizer.has_value()) {
         tensors.optimizers[absl::StrCat("optimizer ", *of->optimizer, ": ", name)] = {opened, name,
                                                                                       sum};

@@ -13,13 +13,13 @@
 #include <cstddef>
 #include <iterator>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -27,6 +27,7 @@
 #include "absl/strings/strip.h"
 #include "core/base/complaints.h"
 #include "core/base/status.h"
+#include "core/checkpoint/state_name.h"
 #include "core/optim/optimizer_state.h"
 #include "core/tensor/exception.h"
 #include "nlohmann/json.hpp"
@@ -41,19 +42,11 @@ using torch::optim::Optimizer;
 constexpr char kOptimizer[] = "optimizer";
 constexpr char kParamGroups[] = "param_groups";
 constexpr char kParamNames[] = "param_names";
-constexpr absl::string_view kState = "state.";
 
 // What stands in groups of PyTorch's that libtorch has no option for, and does not change what is
 // computed: which kernels run, and what a schedule of the learning rate began with.
 constexpr absl::string_view kIgnored[] = {"params",         "foreach", "capturable",
                                           "differentiable", "fused",   "initial_lr"};
-
-// Whether it may be what PyTorch calls a part of a state: then errors may have it as it is.
-bool IsWord(absl::string_view text) {
-  return text.size() <= 100 && std::all_of(text.begin(), text.end(), [](char c) {
-           return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_';
-         });
-}
 
 std::string Quoted(const std::vector<std::string>& names) {
   std::vector<std::string> quoted;
@@ -166,10 +159,8 @@ absl::StatusOr<OptimizerSnapshot> Snapshot(Optimizer& optimizer, const TensorMap
       DG_ASSIGN_OR_RETURN(options[group][std::string(rest.substr(dot + 1))], OptionToJson(each));
       continue;
     }
-    if (only != nullptr) {
-      absl::ConsumePrefix(&rest, kState);
-      if (!has(std::string(rest.substr(0, rest.rfind('.'))))) continue;
-    }
+    const std::optional<StateName> of = ParseStateName(each.name);
+    if (of.has_value() && !has(of->parameter)) continue;
     // PyTorch counts steps in float32, which has all integers up to here.
     constexpr int64_t kMostOfFloat = 1 << 24;
     if (absl::EndsWith(each.name, ".step") && each.tensor.item<int64_t>() <= kMostOfFloat) {
@@ -304,7 +295,7 @@ absl::Status AppendOptions(const Json& options, size_t number, const std::string
       return absl::InvalidArgumentError(absl::StrCat(
           where, "decoupled_weight_decay is not that of ", optimizer, " (true is AdamW's)"));
     }
-    const at::Tensor tensor = IsWord(key) ? OptionFromJson(value) : at::Tensor();
+    const at::Tensor tensor = IsStateWord(key) ? OptionFromJson(value) : at::Tensor();
     if (!tensor.defined()) {
       return absl::InvalidArgumentError(absl::StrCat(where, QuoteName(key), " is no option"));
     }
@@ -342,17 +333,14 @@ absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Opti
   const StateForm form = FormOf(ours, /*copy=*/false);  // what was read is nobody else's
   const std::set<absl::string_view> known(form.names.begin(), form.names.end());
   for (const auto& [key, info] : file.header().tensors) {
-    absl::string_view rest = key;
-    const bool is_state = absl::ConsumePrefix(&rest, kState);
-    const size_t dot = rest.rfind('.');
-    const std::string parameter = names.Canonical(std::string(rest.substr(0, dot)));
-    if (!is_state || dot == absl::string_view::npos || !IsWord(rest.substr(dot + 1)) ||
-        known.count(parameter) == 0) {
+    std::optional<StateName> of = ParseStateName(key);
+    if (of.has_value()) of->parameter = names.Canonical(of->parameter);
+    if (!of.has_value() || known.count(of->parameter) == 0) {
       return absl::InvalidArgumentError(absl::StrCat(
           "it has a tensor ", QuoteName(key), ", which is no state of the optimizer's parameters"));
     }
     DG_ASSIGN_OR_RETURN(at::Tensor tensor, file.Read(key));
-    state.push_back({absl::StrCat(kState, parameter, rest.substr(dot)), std::move(tensor)});
+    state.push_back({of->Text(), std::move(tensor)});
   }
   return LoadState(state, optimizer, form);
 }
@@ -399,18 +387,16 @@ absl::StatusOr<OptimizerParts> Collect(const std::vector<const SafetensorsFile*>
   const std::set<absl::string_view> known(parts.form.names.begin(), parts.form.names.end());
   for (size_t i = 0; i < files.size(); ++i) {
     for (const auto& [key, info] : files[i]->header().tensors) {
-      absl::string_view rest = key;
-      if (!absl::ConsumePrefix(&rest, kState)) continue;
-      const size_t dot = rest.rfind('.');
-      if (dot == absl::string_view::npos || !IsWord(rest.substr(dot + 1))) continue;
-      const std::string parameter = names.Canonical(std::string(rest.substr(0, dot)));
-      const auto from = found.find(parameter);
+      std::optional<StateName> of = ParseStateName(key);
+      if (!of.has_value()) continue;
+      of->parameter = names.Canonical(of->parameter);
+      const auto from = found.find(of->parameter);
       // Of a parameter that somebody else has.
-      if (from == found.end() || from->second.first != i || known.count(parameter) == 0) {
+      if (from == found.end() || from->second.first != i || known.count(of->parameter) == 0) {
         continue;
       }
       DG_ASSIGN_OR_RETURN(at::Tensor tensor, read(i, key));
-      parts.state.push_back({absl::StrCat(kState, parameter, rest.substr(dot)), std::move(tensor)});
+      parts.state.push_back({of->Text(), std::move(tensor)});
     }
   }
   StateForm check = parts.form;

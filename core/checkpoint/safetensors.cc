@@ -25,50 +25,14 @@
 #include "core/base/status.h"
 #include "core/base/wire.h"
 #include "core/checkpoint/durable_file.h"
+#include "core/checkpoint/row_major.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
 namespace {
 
-// Of a tensor that has to be copied.
-constexpr int64_t kPieceBytes = 16 << 20;
 // Of what is summed up while it is written or read.
 constexpr size_t kSummedBytes = 256 << 10;
-
-// Whether its memory is what a file has of it.
-bool IsPlain(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
-
-// The same elements as a dtype that every operator knows: not all can copy all.
-at::Tensor AsBits(const at::Tensor& tensor) {
-  if (tensor.is_complex() || tensor.is_neg()) return tensor;
-  constexpr at::ScalarType kBits[] = {at::kByte, at::kShort, at::kInt, at::kLong};
-  for (const at::ScalarType bits : kBits) {
-    if (tensor.element_size() == static_cast<int64_t>(c10::elementSize(bits)))
-      return tensor.view(bits);
-  }
-  return tensor;
-}
-
-// Cuts a tensor of more than a piece into parts that follow each other in row-major order, and
-// calls `use` with each and the number of bytes before it.
-template <typename Use>
-absl::Status ForEachPart(const at::Tensor& tensor, const Use& use) {
-  const int64_t count = tensor.size(0);
-  const int64_t row = static_cast<int64_t>(tensor.nbytes()) / count;
-  if (count == 1) return use(tensor.select(0, 0), uint64_t{0});
-  const int64_t rows = std::max<int64_t>(1, kPieceBytes / row);
-  for (int64_t i = 0; i < count; i += rows) {
-    DG_RETURN_IF_ERROR(
-        use(tensor.narrow(0, i, std::min(rows, count - i)), static_cast<uint64_t>(i * row)));
-  }
-  return absl::OkStatus();
-}
-
-absl::string_view BytesOf(const at::Tensor& tensor) {
-  return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
-}
 
 // Writes to a file and sums up what it writes, while that is in the processor's cache. For one
 // thread.
@@ -99,17 +63,6 @@ class SummingWriter {
   uint64_t size_ = 0;
   uint32_t sum_ = 0;
 };
-
-absl::Status WriteRowMajor(const at::Tensor& tensor, SummingWriter* writer) {
-  if (tensor.numel() == 0) return absl::OkStatus();
-  if (IsPlain(tensor)) return writer->Write(BytesOf(tensor));
-  if (static_cast<int64_t>(tensor.nbytes()) <= kPieceBytes) {
-    const at::Tensor copy = AsBits(tensor.resolve_conj().resolve_neg()).cpu().contiguous();
-    return writer->Write(BytesOf(copy));
-  }
-  return ForEachPart(
-      tensor, [writer](const at::Tensor& part, uint64_t) { return WriteRowMajor(part, writer); });
-}
 
 absl::StatusOr<SafetensorsHeader> HeaderOf(const TensorMap& tensors) {
   SafetensorsHeader header;
@@ -159,7 +112,8 @@ absl::Status Save(const TensorMap& tensors, const std::string& path,
   DG_RETURN_IF_ERROR(writer.Write(layout->header));
   checksums.header = writer.TakeSum();
   for (const std::string* name : layout->order) {
-    DG_RETURN_IF_ERROR(WriteRowMajor(tensors.at(*name), &writer));
+    DG_RETURN_IF_ERROR(ForEachPiece(tensors.at(*name),
+                                    [&](absl::string_view bytes) { return writer.Write(bytes); }));
     checksums.tensors[*name] = writer.TakeSum();
   }
   checksums.size = writer.size();
@@ -271,7 +225,7 @@ absl::Status SafetensorsFile::ReadRowMajor(uint64_t offset, const at::Tensor& te
   if (IsPlain(tensor) && !is_bool) {
     return ReadBytes(offset, tensor.mutable_data_ptr(), tensor.nbytes());
   }
-  if (static_cast<int64_t>(tensor.nbytes()) > kPieceBytes) {
+  if (static_cast<int64_t>(tensor.nbytes()) > kRowMajorPieceBytes) {
     return ForEachPart(tensor, [&](const at::Tensor& part, uint64_t before) {
       return ReadRowMajor(offset + before, part);
     });

@@ -13,7 +13,6 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/blocking.h"
 #include "core/base/complaints.h"
@@ -22,10 +21,13 @@
 #include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
+#include "core/checkpoint/job/json_text.h"
 #include "core/checkpoint/job/manifest.h"
 #include "core/checkpoint/job/messages.h"
+#include "core/checkpoint/job/shard.h"
 #include "core/checkpoint/job/step_folders.h"
 #include "core/checkpoint/safetensors_header.h"
+#include "core/checkpoint/state_name.h"
 #include "nlohmann/json.hpp"
 
 namespace distgrad {
@@ -185,16 +187,12 @@ absl::Status CheckReplicas(const std::vector<std::string>& workers,
 // Whether the manager sees what a worker says that it has written.
 absl::Status CheckWritten(const std::string& folder, const ManifestWorker& worker) {
   for (const ManifestFile& file : worker.files) {
-    const std::string path = absl::StrCat(folder, "/", file.name);
-    const absl::StatusOr<SafetensorsFile> seen = SafetensorsFile::Open(path);
-    if (seen.ok() && seen->size() == file.checksums.size &&
-        seen->header_checksum() == file.checksums.header) {
-      continue;
-    }
-    return absl::FailedPreconditionError(absl::StrCat(
-        "worker '", worker.name, "' has written ", path, ", and the manager does not see it there",
-        seen.ok() ? " as it is" : absl::StrCat(" (", seen.status().message(), ")"),
-        ": the folder has to be one that all workers see"));
+    const absl::StatusOr<SafetensorsFile> seen = OpenShard(folder, file);
+    if (seen.ok()) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("worker '", worker.name, "' has written ", folder, "/", file.name,
+                     ", and the manager does not see it there as it is (", seen.status().message(),
+                     "): the folder has to be one that all workers see"));
   }
   return absl::OkStatus();
 }
@@ -242,13 +240,11 @@ std::vector<std::string> Unexpected(const Manifest& manifest, const std::vector<
           if (tensors.count(name) == 0) unexpected.push_back(QuoteName(name));
           continue;
         }
-        // "state.PARAMETER.exp_avg"
-        absl::string_view parameter = name;
-        absl::ConsumePrefix(&parameter, "state.");
-        parameter = parameter.substr(0, parameter.rfind('.'));
-        if (parameters.count({*file.optimizer, std::string(parameter)}) == 0) {
-          states.insert(absl::StrCat("the state of ", QuoteName(std::string(parameter)),
-                                     " in optimizer '", *file.optimizer, "'"));
+        const std::optional<StateName> of = ParseStateName(name);
+        const std::string& parameter = of.has_value() ? of->parameter : name;
+        if (parameters.count({*file.optimizer, parameter}) == 0) {
+          states.insert(absl::StrCat("the state of ", QuoteName(parameter), " in optimizer '",
+                                     *file.optimizer, "'"));
         }
       }
     }

@@ -23,6 +23,7 @@
 #include "core/base/crc32c.h"
 #include "core/base/descriptors.h"
 #include "core/base/status.h"
+#include "core/checkpoint/job/json_text.h"
 #include "nlohmann/json.hpp"
 
 namespace distgrad {
@@ -32,7 +33,6 @@ using Json = nlohmann::json;
 
 constexpr char kFormat[] = "distgrad checkpoint";
 constexpr uint64_t kVersion = 1;
-constexpr int kMaxDepth = 8;
 
 std::string SumText(uint32_t sum) { return absl::StrFormat("%08x", sum); }
 
@@ -40,10 +40,6 @@ std::string SumText(uint32_t sum) { return absl::StrFormat("%08x", sum); }
 std::string Ending(uint32_t sum) { return absl::StrCat("\"crc32c\": \"", SumText(sum), "\"\n}\n"); }
 
 // Throws, as nlohmann's own do, for what is of another type.
-uint64_t U64(const Json& json) {
-  if (!json.is_number_unsigned()) throw std::invalid_argument("no whole number");
-  return json.get<uint64_t>();
-}
 uint32_t Sum(const Json& json) {
   const auto& text = json.get_ref<const std::string&>();
   uint32_t sum = 0;
@@ -100,7 +96,7 @@ ManifestFile FileFromJson(const Json& json) {
   if (!IsFileName(file.name)) {
     throw std::invalid_argument("the name of a file is none of a shard");
   }
-  file.checksums.size = U64(json.at("size"));
+  file.checksums.size = Whole<uint64_t>(json.at("size"));
   file.checksums.header = Sum(json.at("header"));
   for (const auto& [name, sum] : json.at("tensors").get_ref<const Json::object_t&>()) {
     file.checksums.tensors[name] = Sum(sum);
@@ -123,16 +119,14 @@ ManifestWorker WorkerOf(const Json& json) {
 
 absl::StatusOr<Manifest> ManifestOf(const Json& json) {
   if (json.at("format") != kFormat) return absl::InvalidArgumentError("it is of another format");
-  if (const uint64_t version = U64(json.at("version")); version != kVersion) {
+  if (const uint64_t version = Whole<uint64_t>(json.at("version")); version != kVersion) {
     return absl::UnimplementedError(absl::StrCat("its version is ", version, ", and this program ",
                                                  "knows version ", kVersion,
                                                  ": a later distgrad has written it"));
   }
   Manifest manifest;
-  const uint64_t step = U64(json.at("step"));
-  if (step > static_cast<uint64_t>(INT64_MAX)) return absl::InvalidArgumentError("its step");
-  manifest.step = static_cast<int64_t>(step);
-  manifest.sequence = U64(json.at("sequence"));
+  manifest.step = Whole<int64_t>(json.at("step"));
+  manifest.sequence = Whole<uint64_t>(json.at("sequence"));
   manifest.time = json.at("time").get<std::string>();
   std::set<std::string> workers, files;
   std::set<std::pair<std::string, std::string>>
@@ -168,27 +162,6 @@ absl::Status JsonStatus(const std::exception& error) {
 }
 
 }  // namespace
-
-absl::StatusOr<Json> ParseJson(absl::string_view text) {
-  bool too_deep = false;
-  Json json = Json::parse(
-      text.begin(), text.end(),
-      [&](int depth, Json::parse_event_t, Json&) {
-        too_deep |= depth > kMaxDepth;
-        return !too_deep;
-      },
-      /*allow_exceptions=*/false);
-  if (too_deep || json.is_discarded()) return absl::InvalidArgumentError("it is no such JSON");
-  return json;
-}
-
-absl::StatusOr<std::string> JsonText(const Json& json) {
-  try {
-    return json.dump();
-  } catch (const Json::exception&) {
-    return absl::InvalidArgumentError("a name is not UTF-8");
-  }
-}
 
 Json ToJson(const ManifestWorker& worker) {
   Json values = Json::object(), files = Json::array();

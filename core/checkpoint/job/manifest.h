@@ -57,10 +57,6 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& folder);
 
 // For the messages of a save and a load, which are JSON too:
 
-// kInvalidArgument if it is none, or nested more than a few levels deep.
-absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text);
-// kInvalidArgument for a string that is not UTF-8.
-absl::StatusOr<std::string> JsonText(const nlohmann::json& json);
 nlohmann::json ToJson(const ManifestWorker& worker);
 absl::StatusOr<ManifestWorker> WorkerFromJson(const nlohmann::json& json);
 

@@ -2,28 +2,17 @@
 #include "core/checkpoint/job/messages.h"
 
 #include <exception>
-#include <limits>
-#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
-#include "core/checkpoint/job/manifest.h"
+#include "core/checkpoint/job/json_text.h"
 #include "nlohmann/json.hpp"
 
 namespace distgrad {
 namespace {
 
 using Json = nlohmann::json;
-
-// nlohmann converts any number to any other.
-template <typename T>
-T Whole(const Json& json) {
-  if (!json.is_number_unsigned() || json.get<uint64_t>() > std::numeric_limits<T>::max()) {
-    throw std::invalid_argument("no such number");
-  }
-  return static_cast<T>(json.get<uint64_t>());
-}
 
 template <typename F>
 auto Decode(absl::string_view text, const F& decode) -> absl::StatusOr<decltype(decode(Json()))> {

@@ -22,9 +22,12 @@
 #include "core/base/cancellation.h"
 #include "core/base/crc32c.h"
 #include "core/base/status.h"
+#include "core/checkpoint/job/json_text.h"
 #include "core/checkpoint/job/manifest.h"
 #include "core/checkpoint/job/messages.h"
+#include "core/checkpoint/job/shard.h"
 #include "core/checkpoint/optimizer_checkpoint.h"
+#include "core/checkpoint/row_major.h"
 #include "core/checkpoint/safetensors_header.h"
 #include "core/optim/local_optimizer.h"
 #include "core/tensor/exception.h"
@@ -46,16 +49,6 @@ at::Tensor Copy(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().to(at::TensorOptions(at::kCPU),
                                                          /*non_blocking=*/false, /*copy=*/true,
                                                          at::MemoryFormat::Contiguous);
-}
-
-// The CRC-32C of its elements in row-major order, as a file has them.
-uint32_t ChecksumOf(const at::Tensor& tensor) {
-  const bool is_plain =
-      tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-  const at::Tensor plain = is_plain ? tensor : Copy(tensor);
-  if (plain.numel() == 0) return Crc32c("");
-  return Crc32c(
-      absl::string_view(static_cast<const char*>(plain.const_data_ptr()), plain.nbytes()));
 }
 
 // The files of a checkpoint, each opened when something of it is asked for. For one thread.
@@ -91,30 +84,10 @@ class Shards {
   // kDataLoss unless its size and header are what they were.
   absl::StatusOr<const SafetensorsFile*> Open(const ManifestFile& file) {
     if (const auto found = open_.find(file.name); found != open_.end()) return &found->second;
-    absl::StatusOr<SafetensorsFile> opened =
-        SafetensorsFile::Open(absl::StrCat(folder_, "/", file.name));
-    if (!opened.ok()) {
-      return absl::DataLossError(absl::StrCat("it is damaged: ", opened.status().message()));
-    }
-    const SafetensorsChecksums& saved = file.checksums;
-    if (opened->size() != saved.size) {
-      return Damaged(
-          file, absl::StrCat(opened->size(), " bytes, not the ", saved.size, " that were saved"));
-    }
-    const auto same_name = [](const auto& a, const auto& b) { return a.first == b.first; };
-    const auto& has = opened->header().tensors;
-    if (opened->header_checksum() != saved.header ||
-        !std::equal(has.begin(), has.end(), saved.tensors.begin(), saved.tensors.end(),
-                    same_name)) {
-      return Damaged(file, "another header than was saved");
-    }
-    return &open_.emplace(file.name, *std::move(opened)).first->second;
+    DG_ASSIGN_OR_RETURN(SafetensorsFile opened, OpenShard(folder_, file));
+    return &open_.emplace(file.name, std::move(opened)).first->second;
   }
 
-  absl::Status Damaged(const ManifestFile& file, absl::string_view what) const {
-    return absl::DataLossError(
-        absl::StrCat("it is damaged: ", folder_, "/", file.name, " has ", what));
-  }
   absl::Status DamagedTensor(const ManifestFile& file, const std::string& name) const {
     std::string where;
     if (const auto found = open_.find(file.name); found != open_.end()) {
@@ -123,8 +96,9 @@ class Shards {
       const uint64_t begins = open.size() - DataBytes(open.header());
       where = absl::StrCat(" (its bytes ", begins + info.begin, " to ", begins + info.end, ")");
     }
-    return Damaged(file, absl::StrCat("another tensor ", QuoteName(name), where,
-                                      " than was saved: its checksum is wrong"));
+    return DamagedShard(folder_, file,
+                        absl::StrCat("another tensor ", QuoteName(name), where,
+                                     " than was saved: its checksum is wrong"));
   }
 
  private:
@@ -270,7 +244,7 @@ class CheckpointPart::Impl {
         DG_RETURN_IF_ERROR(CheckGoesOn(request, hold.token));
         const auto copied = held.tensors.find(name);
         reply.checksums[name] =
-            ChecksumOf(copied == held.tensors.end() ? found->second : copied->second);
+            RowMajorChecksum(copied == held.tensors.end() ? found->second : copied->second);
       }
       held_ = std::move(held);
       return Encode(reply);
@@ -370,7 +344,7 @@ class CheckpointPart::Impl {
         const at::Tensor& tensor = contents_.tensors.at(name);
         DG_RETURN_IF_ERROR(open->ReadInto(name, tensor));
         // These are other bytes than were checked: they are read once more.
-        if (ChecksumOf(tensor) != file->checksums.tensors.at(name)) {
+        if (RowMajorChecksum(tensor) != file->checksums.tensors.at(name)) {
           return staged.shards->DamagedTensor(*file, name);
         }
       }
@@ -502,9 +476,7 @@ class CheckpointPart::Impl {
     const auto read = [&](size_t file, const std::string& tensor) -> absl::StatusOr<at::Tensor> {
       DG_RETURN_IF_ERROR(CheckGoesOn(request, staged->token));
       DG_ASSIGN_OR_RETURN(at::Tensor is, open[file]->Read(tensor));
-      const uint32_t sum =
-          Crc32c(absl::string_view(static_cast<const char*>(is.const_data_ptr()), is.nbytes()));
-      if (sum != files[file]->checksums.tensors.at(tensor)) {
+      if (RowMajorChecksum(is) != files[file]->checksums.tensors.at(tensor)) {
         return staged->shards->DamagedTensor(*files[file], tensor);
       }
       return is;
