@@ -19,6 +19,7 @@
 #include "core/base/crc32c.h"
 #include "core/base/log.h"
 #include "core/base/random.h"
+#include "core/base/sleepers.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
 #include "core/checkpoint/job/json_text.h"
@@ -450,13 +451,8 @@ class CheckpointManager::Impl {
   absl::Status TakeTurn(Deadline deadline) {
     const BlockingScope blocking;
     absl::MutexLock lock(&mu_);
-    while (busy_) {
-      if (deadline.Passed()) {
-        return absl::DeadlineExceededError("the save or load before it has not ended");
-      }
-      // absl's timed waits follow the wall clock, which somebody may set.
-      mu_.AwaitWithTimeout(absl::Condition(this, &Impl::IsFree),
-                           std::min(deadline.Left(), absl::Seconds(1)));
+    if (!waiting_.Await(&mu_, absl::Condition(this, &Impl::IsFree), deadline)) {
+      return absl::DeadlineExceededError("the save or load before it has not ended");
     }
     busy_ = true;
     return absl::OkStatus();
@@ -464,6 +460,7 @@ class CheckpointManager::Impl {
   void EndTurn() {
     absl::MutexLock lock(&mu_);
     busy_ = false;
+    waiting_.WakeAll();
   }
   bool IsFree() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !busy_; }
 
@@ -528,13 +525,13 @@ class CheckpointManager::Impl {
 
   // The older checkpoints, which have it, will be removed.
   absl::Status CheckNothingIsDropped(const std::vector<PartPlan>& plans) {
-    DG_ASSIGN_OR_RETURN(const std::vector<StepFolder> steps, ListSteps(folders_->path()));
-    if (steps.empty() || !steps[0].manifest.ok()) return absl::OkStatus();
-    const std::vector<std::string> lacking = Unexpected(*steps[0].manifest, plans);
+    DG_ASSIGN_OR_RETURN(const std::vector<StepFolder>* const steps, folders_->List());
+    if (steps->empty() || !steps->front().manifest.ok()) return absl::OkStatus();
+    const std::vector<std::string> lacking = Unexpected(*steps->front().manifest, plans);
     if (lacking.empty()) return absl::OkStatus();
     return absl::FailedPreconditionError(absl::StrCat(
-        "no worker has what the newest checkpoint, ", steps[0].path, ", has: ", FirstOf(lacking),
-        "; has a worker left? If it is to be saved without, set allow_dropping"));
+        "no worker has what the newest checkpoint, ", steps->front().path, ", has: ",
+        FirstOf(lacking), "; has a worker left? If it is to be saved without, set allow_dropping"));
   }
 
   absl::Status Write(const Saving& saving) {
@@ -583,6 +580,7 @@ class CheckpointManager::Impl {
 
   absl::Mutex mu_;
   bool busy_ ABSL_GUARDED_BY(mu_) = false;
+  Sleepers waiting_ ABSL_GUARDED_BY(mu_);  // for their turn
   // The last one that was started, which waits for the one before. It writes, and has the turn
   // until it has written.
   std::thread thread_ ABSL_GUARDED_BY(mu_);

@@ -217,8 +217,15 @@ absl::Status StepFolders::Sync(const std::string& folder) {
   return error == 0 ? absl::OkStatus() : ErrnoStatus(error, absl::StrCat("fsync of ", folder));
 }
 
+absl::StatusOr<const std::vector<StepFolder>*> StepFolders::List() {
+  DG_ASSIGN_OR_RETURN(listed_, ListSteps(folder_));
+  is_committed_ = false;
+  return &*listed_;
+}
+
 absl::StatusOr<std::string> StepFolders::Begin(int64_t step) {
   if (step < 0) return absl::InvalidArgumentError(absl::StrCat("the step is ", step));
+  if (std::exchange(is_committed_, false)) listed_.reset();  // it is of the save before
   const std::string lock = absl::StrCat(folder_, "/.lock");
   struct stat mine = {}, there = {};
   if (fstat(lock_, &mine) != 0 || stat(lock.c_str(), &there) != 0) {
@@ -244,12 +251,22 @@ absl::Status StepFolders::Commit(const std::string& attempt, Manifest manifest) 
     Abandon(attempt);
     return written;
   }
-  return Annotate(GiveName(attempt, manifest.step, manifest.sequence),
-                  absl::StrCat("the checkpoint is whole, but may still be called ", attempt));
+  if (absl::Status named = GiveName(attempt, manifest.step, manifest.sequence); !named.ok()) {
+    listed_.reset();
+    return Annotate(named,
+                    absl::StrCat("the checkpoint is whole, but may still be called ", attempt));
+  }
+  const std::string path = absl::StrCat(folder_, "/", StepName(manifest.step));
+  const auto replaced = [&](const StepFolder& each) { return each.path == path; };
+  listed_->erase(std::remove_if(listed_->begin(), listed_->end(), replaced), listed_->end());
+  listed_->insert(listed_->begin(), StepFolder{path, manifest.step, std::move(manifest)});
+  is_committed_ = true;
+  return absl::OkStatus();
 }
 
 absl::Status StepFolders::WriteManifest(const std::string& attempt, Manifest& manifest) {
-  DG_ASSIGN_OR_RETURN(const std::vector<StepFolder> steps, ListSteps(folder_));
+  if (!listed_.has_value()) DG_RETURN_IF_ERROR(List().status());
+  const std::vector<StepFolder>& steps = *listed_;
   manifest.sequence = 1;
   if (!steps.empty() && steps[0].manifest.ok()) {
     const uint64_t last = steps[0].manifest->sequence;
@@ -307,10 +324,14 @@ absl::Status StepFolders::Remove(const std::string& path) {
   return absl::OkStatus();
 }
 
-void StepFolders::Abandon(const std::string& attempt) { Remove(attempt).IgnoreError(); }
+void StepFolders::Abandon(const std::string& attempt) {
+  listed_.reset();
+  Remove(attempt).IgnoreError();
+}
 
 absl::Status StepFolders::Prune(int keep) {
-  DG_ASSIGN_OR_RETURN(const std::vector<StepFolder> steps, ListSteps(folder_));
+  if (!listed_.has_value()) DG_RETURN_IF_ERROR(List().status());
+  const std::vector<StepFolder> steps = *std::exchange(listed_, std::nullopt);
   for (size_t i = 0; i < steps.size(); ++i) {
     if (static_cast<int>(i) < keep || !steps[i].manifest.ok()) continue;
     DG_RETURN_IF_ERROR(Remove(steps[i].path));

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,6 +48,9 @@ class StepFolders {
 
   const std::string& path() const { return folder_; }
 
+  // Lists the checkpoints as they are now. The next Commit() and Prune() go by that, so that the
+  // manifests are read once for a save. It lives until then.
+  absl::StatusOr<const std::vector<StepFolder>*> List();
   // Makes a folder for a checkpoint; its path. kAlreadyExists if somebody else's folder has the
   // name of that step; kAborted if the lock's file was removed, so that another may have made a new
   // one.
@@ -75,6 +79,9 @@ class StepFolders {
   FileCalls own_calls_;
   FileCalls* const calls_;
   int lock_ = -1;
+  // As of List(), and then with what was committed.
+  std::optional<std::vector<StepFolder>> listed_;
+  bool is_committed_ = false;  // since then
 };
 
 }  // namespace distgrad
