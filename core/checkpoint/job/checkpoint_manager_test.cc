@@ -724,6 +724,21 @@ TEST_F(CheckpointManagerTest, MistakesAreErrors) {
       CheckpointPart::Create(&cluster[1], {.tensors = {{"x", at::ones({1}).to(at::kMeta)}}})
           .status();
   EXPECT_EQ(no_elements.code(), Code::kInvalidArgument) << no_elements;
+  // What could be saved, and not loaded.
+  const absl::Status expanded =
+      CheckpointPart::Create(&cluster[1], {.tensors = {{"x", at::ones({1}).expand({3})}}}).status();
+  EXPECT_EQ(expanded.code(), Code::kInvalidArgument) << expanded;
+  EXPECT_TRUE(absl::StrContains(expanded.message(), "clone()")) << expanded;
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  torch::optim::SGD sgd(Groups{torch::optim::OptimizerParamGroup({a.bias}),
+                               torch::optim::OptimizerParamGroup(std::vector<at::Tensor>())},
+                        0.1);
+  const absl::Status empty_group =
+      CheckpointPart::Create(&cluster[1],
+                             {.tensors = {{"bias", a.bias}}, .optimizers = {{"sgd", &sgd}}})
+          .status();
+  EXPECT_EQ(empty_group.code(), Code::kInvalidArgument) << empty_group;
+  EXPECT_TRUE(absl::StrContains(empty_group.message(), "group 1")) << empty_group;
   EXPECT_EQ(CheckpointManager::Create(&cluster[0], folder_, {.keep = 0}).status().code(),
             Code::kInvalidArgument);
   const auto manager = Manager(cluster[0]);

@@ -1,6 +1,7 @@
 // Answers a manager's messages, one at a time.
 #include "core/checkpoint/job/part.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
@@ -146,6 +147,11 @@ class CheckpointPart::Impl {
                          : tensor.is_meta() ? "it is on the 'meta' device, and has no elements"
                                             : "it is not dense, or of a dtype that files lack"));
       }
+      if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "the tensor ", QuoteName(name), " cannot be loaded: it has elements that are one in ",
+            "memory, as expand() makes them; give the part a clone() of it"));
+      }
     }
     for (const auto& [name, use] : contents_.optimizers) {
       if (!IsOptimizerName(name)) {
@@ -157,6 +163,16 @@ class CheckpointPart::Impl {
       absl::Status can = parameters.status();
       if (can.ok()) {
         can = use([&](torch::optim::Optimizer& optimizer) {
+          size_t number = 0;
+          for (const auto& group : optimizer.param_groups()) {
+            if (!group.params().empty()) {
+              ++number;
+              continue;
+            }
+            // A file has options by parameters, so a load would not find those of this group.
+            return absl::InvalidArgumentError(
+                absl::StrCat("its group ", number, " has no parameters; leave it out"));
+          }
           return ViewOptimizer(optimizer, contents_.tensors,
                                std::set<std::string>(parameters->begin(), parameters->end()))
               .status();
