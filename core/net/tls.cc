@@ -14,7 +14,8 @@
 namespace distgrad {
 namespace {
 
-constexpr size_t kInputBytes = 256 << 10;
+// At first, and at most: a record, and as many as are worth a system call.
+constexpr size_t kFirstInputBytes = 17 << 10, kMostInputBytes = 256 << 10;
 // Reading makes output too: an answer to each request for new keys, which no other end needs often.
 constexpr size_t kMaxUnsent = 1 << 20;
 // The one cipher suite: what processors compute fastest, and whose hash is that of the secret.
@@ -58,9 +59,7 @@ Session NewSession(SSL* ssl, const Digest& secret) {
 }  // namespace
 
 struct TlsSession::Library {
-  std::unique_ptr<SSL_CTX, Free<SSL_CTX_free>> context;
-  std::unique_ptr<BIO_METHOD, Free<BIO_meth_free>> method;
-  std::unique_ptr<SSL, Free<SSL_free>> ssl;  // goes before the method of its BIO
+  std::unique_ptr<SSL, Free<SSL_free>> ssl;
 
   static TlsSession& Of(const SSL* ssl) { return *static_cast<TlsSession*>(SSL_get_app_data(ssl)); }
   static TlsSession& Of(BIO* bio) { return *static_cast<TlsSession*>(BIO_get_data(bio)); }
@@ -103,6 +102,50 @@ struct TlsSession::Library {
   static long Control(BIO*, int command, long, void*) { return command == BIO_CTRL_FLUSH ? 1 : 0; }
 };
 
+// What all sessions of the process have in common, which takes longer to make than a session.
+// Immutable after construction, and thread-safe.
+class TlsSession::Settings {
+ public:
+  static const absl::StatusOr<Settings>& OfProcess() {
+    // It stays to the end: sessions may be later than whatever ends a process.
+    static const auto* const settings = new absl::StatusOr<Settings>(Make());
+    return *settings;
+  }
+
+  SSL_CTX* context() const { return context_.get(); }
+  const BIO_METHOD* method() const { return method_.get(); }
+
+ private:
+  static absl::StatusOr<Settings> Make() {
+    Settings settings;
+    ERR_clear_error();
+    settings.context_.reset(SSL_CTX_new(TLS_method()));
+    SSL_CTX* context = settings.context();
+    if (context == nullptr || SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
+        SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION) != 1 ||
+        SSL_CTX_set_ciphersuites(context, kCipherSuites) != 1 ||
+        SSL_CTX_set_num_tickets(context, 0) != 1) {
+      return LibraryError("this machine's OpenSSL cannot do what distgrad needs");
+    }
+    SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
+    SSL_CTX_set_mode(context, SSL_MODE_RELEASE_BUFFERS);
+    SSL_CTX_set_psk_use_session_callback(context, &Library::UseSecret);
+    SSL_CTX_set_psk_find_session_callback(context, &Library::FindSecret);
+
+    settings.method_.reset(BIO_meth_new(BIO_TYPE_SOURCE_SINK, "distgrad"));
+    BIO_METHOD* method = settings.method_.get();
+    if (method == nullptr || BIO_meth_set_read_ex(method, &Library::ReadInput) != 1 ||
+        BIO_meth_set_write_ex(method, &Library::WriteOutput) != 1 ||
+        BIO_meth_set_ctrl(method, &Library::Control) != 1) {
+      return LibraryError("no buffers");
+    }
+    return settings;
+  }
+
+  std::unique_ptr<SSL_CTX, Free<SSL_CTX_free>> context_;
+  std::unique_ptr<BIO_METHOD, Free<BIO_meth_free>> method_;
+};
+
 TlsSession::TlsSession() : library_(std::make_unique<Library>()) {}
 TlsSession::~TlsSession() = default;
 
@@ -112,31 +155,12 @@ absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(Handshake::Role r
   std::unique_ptr<TlsSession> session(new TlsSession());
   session->secret_ = secret;
   session->key_bytes_ = key_bytes;
-  session->input_.reset(new char[kInputBytes]);  // not cleared
   Library& library = *session->library_;
+  const absl::StatusOr<Settings>& settings = Settings::OfProcess();
+  if (!settings.ok()) return settings.status();
   ERR_clear_error();
-  library.context.reset(SSL_CTX_new(TLS_method()));
-  SSL_CTX* context = library.context.get();
-  if (context == nullptr || SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
-      SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION) != 1 ||
-      SSL_CTX_set_ciphersuites(context, kCipherSuites) != 1 ||
-      SSL_CTX_set_num_tickets(context, 0) != 1) {
-    return LibraryError("this machine's OpenSSL cannot do what distgrad needs");
-  }
-  SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
-  SSL_CTX_set_mode(context, SSL_MODE_RELEASE_BUFFERS);
-  SSL_CTX_set_psk_use_session_callback(context, &Library::UseSecret);
-  SSL_CTX_set_psk_find_session_callback(context, &Library::FindSecret);
-
-  library.method.reset(BIO_meth_new(BIO_TYPE_SOURCE_SINK, "distgrad"));
-  BIO_METHOD* method = library.method.get();
-  if (method == nullptr || BIO_meth_set_read_ex(method, &Library::ReadInput) != 1 ||
-      BIO_meth_set_write_ex(method, &Library::WriteOutput) != 1 ||
-      BIO_meth_set_ctrl(method, &Library::Control) != 1) {
-    return LibraryError("no buffers");
-  }
-  library.ssl.reset(SSL_new(context));
-  BIO* bio = library.ssl != nullptr ? BIO_new(method) : nullptr;
+  library.ssl.reset(SSL_new(settings->context()));
+  BIO* bio = library.ssl != nullptr ? BIO_new(settings->method()) : nullptr;
   if (bio == nullptr) return LibraryError("no memory for a session");
   BIO_set_data(bio, session.get());
   BIO_set_init(bio, 1);
@@ -181,11 +205,22 @@ absl::Status TlsSession::Establish() {
 }
 
 absl::Span<char> TlsSession::InputSpace() {
-  if (input_begin_ == input_end_) input_begin_ = input_end_ = 0;
-  return absl::MakeSpan(&input_[input_end_], kInputBytes - input_end_);
+  if (input_begin_ == input_end_) {
+    input_begin_ = input_end_ = 0;
+    const size_t size = !input_was_full_ ? std::max(input_size_, kFirstInputBytes)
+                                         : std::min(4 * input_size_, kMostInputBytes);
+    if (size > input_size_) {
+      input_.reset(new char[size]);  // not cleared
+      input_size_ = size;
+    }
+  }
+  return absl::MakeSpan(&input_[input_end_], input_size_ - input_end_);
 }
 
-void TlsSession::AddInput(size_t size) { input_end_ += size; }
+void TlsSession::AddInput(size_t size) {
+  input_end_ += size;
+  input_was_full_ = input_end_ == input_size_;
+}
 
 bool TlsSession::HasInput() const {
   return input_begin_ < input_end_ || SSL_pending(library_->ssl.get()) > 0;

@@ -47,7 +47,8 @@ class TlsSession {
   bool established() const { return established_; }
 
   // InputSpace() is where the next bytes from the socket go; AddInput() says how many have come.
-  // There is space whenever Read() or Establish() want more.
+  // There is space whenever Read() or Establish() want more. It becomes larger where it was full: a
+  // connection that carries little takes little.
   absl::Span<char> InputSpace();
   void AddInput(size_t size);
   // Returns whether Read() may find something without more bytes from the socket.
@@ -66,6 +67,7 @@ class TlsSession {
 
  private:
   struct Library;  // what is OpenSSL's
+  class Settings;  // and of all sessions
 
   TlsSession();
 
@@ -78,7 +80,8 @@ class TlsSession {
   bool established_ = false;
   uint64_t written_ = 0;  // bytes, under this key
   std::unique_ptr<char[]> input_;
-  size_t input_begin_ = 0, input_end_ = 0;
+  size_t input_size_ = 0, input_begin_ = 0, input_end_ = 0;
+  bool input_was_full_ = false;
   std::string output_;
   size_t output_begin_ = 0;
 
