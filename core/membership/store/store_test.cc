@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <malloc.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -1158,6 +1159,54 @@ TEST(StoreServerTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescriptors) 
   ASSERT_TRUE(begun == 0 || errno == EINPROGRESS) << std::strerror(errno);
   ShakeHands(client);
   EXPECT_EQ(stranger.Receive(hello.data(), 1, Later()).code(), absl::StatusCode::kUnavailable);
+}
+
+// How many there are: DISTGRAD_WRONG_KEYS, of which the long form has 10,000.
+int WrongKeys() {
+  const char* const count = std::getenv("DISTGRAD_WRONG_KEYS");
+  return count == nullptr ? 300 : std::atoi(count);
+}
+
+size_t OpenFiles() {
+  const std::filesystem::directory_iterator open("/proc/self/fd");
+  return std::distance(begin(open), end(open));
+}
+
+// Those who try keys cost what they are, and only as long as they are there.
+TEST(StoreServerTest, WrongKeysLeaveNothing) {
+  const std::string key = "a secret of the whole job";
+  const auto store = Serve(key);
+  const auto attempt = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      Socket thief = Socket::Connect("127.0.0.1", store->port(), Later()).value();
+      Handshake wrong = Handshake::Create(Handshake::Role::kClient,
+                                          absl::StrCat("a secret of nobody ", i), kStoreToken)
+                            .value();
+      ASSERT_TRUE(thief.Send(wrong.TakeOutput(), Later()).ok());
+      std::string hello(wrong.wanted(), '\0');
+      ASSERT_TRUE(thief.Receive(hello.data(), hello.size(), Later()).ok());
+      ASSERT_TRUE(wrong.Receive(hello).ok());
+      ASSERT_TRUE(thief.Send(wrong.TakeOutput(), Later()).ok());
+      char byte;
+      ASSERT_TRUE(absl::IsUnavailable(thief.Receive(&byte, 1, Later())));
+    }
+    ASSERT_TRUE(Join(store->port(), key)->Set("key", "x", Later()).ok());
+  };
+  attempt(50);  // what is allocated once
+  const size_t files = OpenFiles(), before = mallinfo2().uordblks;
+  const int count = WrongKeys();
+  attempt(count);
+  const size_t most = before + (64 << 10);
+  // The server may not have noticed yet that the last client has gone.
+  const absl::Time deadline = Later();
+  while ((OpenFiles() > files || mallinfo2().uordblks >= most) && absl::Now() < deadline) {
+    std::this_thread::yield();
+  }
+  std::printf("%d wrong keys: %zu files before and %zu after, %zu bytes of memory and %zu\n", count,
+              files, OpenFiles(), before, static_cast<size_t>(mallinfo2().uordblks));
+  EXPECT_LE(OpenFiles(), files);
+  if (before == 0) GTEST_SKIP() << "this allocator does not say what is in use";
+  EXPECT_LT(mallinfo2().uordblks, most);
 }
 
 // More come at a time than may be unauthenticated. None of them is closed: one without a slot waits
