@@ -11,6 +11,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -18,7 +19,9 @@
 #include <thread>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
 #include "core/base/fake_clock.h"
+#include "core/parallel/nccl/nccl_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fake_device/fake_device.h"
@@ -35,18 +38,31 @@ using testing::IsEmpty;
 struct Script {
   std::function<absl::StatusOr<bool>()> ready = [] { return true; };
   absl::Status launch;
+  std::function<bool(const c10::Event&)> query = [](const c10::Event& end) { return end.query(); };
+  bool capturing = false;
   std::vector<std::string> calls;
+  int alive = 0;
+  int launching = 0;  // collectives that have not gone to the streams
 };
 
 class FakeNcclGroup final : public NcclGroup {
  public:
-  explicit FakeNcclGroup(Script* script) : script_(script) {}
+  explicit FakeNcclGroup(Script* script) : script_(script) { ++script_->alive; }
+  ~FakeNcclGroup() override {
+    Launched();
+    --script_->alive;
+  }
 
-  absl::StatusOr<bool> Ready() override { return script_->ready(); }
+  absl::StatusOr<bool> Ready() override {
+    absl::StatusOr<bool> ready = script_->ready();
+    if (ready.ok() && *ready) Launched();
+    return ready;
+  }
 
   absl::Status Reduce(absl::Span<const Part> parts, size_t count, size_t root) override {
     script_->calls.push_back("reduce " + std::to_string(count) + " to " + std::to_string(root));
     if (!script_->launch.ok()) return script_->launch;
+    Launching();
     const Streams streams(parts, root);
     at::Tensor sum;
     for (const Part& part : parts) {
@@ -61,6 +77,7 @@ class FakeNcclGroup final : public NcclGroup {
     script_->calls.push_back("broadcast " + std::to_string(count) + " from " +
                              std::to_string(root));
     if (!script_->launch.ok()) return script_->launch;
+    Launching();
     const Streams streams(parts, root);
     for (size_t i = 0; i < parts.size(); ++i) {
       if (i != root) Flat(parts[i].receive, count).copy_(Flat(parts[root].send, count));
@@ -90,7 +107,19 @@ class FakeNcclGroup final : public NcclGroup {
     return tensor.as_strided({static_cast<int64_t>(count)}, {1});
   }
 
+  // Where one of another list is launched meanwhile, devices may see the two in different orders.
+  void Launching() {
+    EXPECT_EQ(script_->launching, 0);
+    ++script_->launching;
+    launching_ = true;
+  }
+  void Launched() {
+    if (launching_) --script_->launching;
+    launching_ = false;
+  }
+
   Script* const script_;
+  bool launching_ = false;
 };
 
 class NcclCollectivesTest : public testing::Test {
@@ -100,14 +129,23 @@ class NcclCollectivesTest : public testing::Test {
     EXPECT_THAT(fake_device::TakeViolations(), IsEmpty());
   }
 
-  NcclCollectives& DeviceCollectives(DeviceCollectivesOptions options = {.bucket_bytes = 256}) {
-    const auto start = [this](const std::vector<c10::Device>& devices) {
-      EXPECT_EQ(devices, devices_);
+  NcclPlatform Platform() {
+    NcclPlatform platform;
+    platform.start = [this](const std::vector<c10::Device>&) {
+      ++started_;
       return std::make_unique<FakeNcclGroup>(&script_);
     };
-    auto collectives = NcclCollectives::Create(devices_, options, start, &clock_);
-    EXPECT_TRUE(collectives.ok()) << collectives.status();
-    collectives_ = *std::move(collectives);
+    platform.query = [this](const c10::Event& end) { return script_.query(end); };
+    platform.is_capturing = [this](c10::Stream) { return script_.capturing; };
+    return platform;
+  }
+
+  NcclCollectives& Make(DeviceCollectivesOptions options = {.bucket_bytes = 256},
+                        Clock* query_clock = nullptr) {
+    auto communicators = NcclCommunicators::Create(
+        devices_, options.timeout, Platform(), std::make_shared<NcclOrder>(), &clock_, query_clock);
+    EXPECT_TRUE(communicators.ok()) << communicators.status();
+    collectives_ = std::make_shared<NcclCollectives>(*std::move(communicators), options);
     return *collectives_;
   }
 
@@ -135,13 +173,14 @@ class NcclCollectivesTest : public testing::Test {
 
   Script script_;
   FakeClock clock_;
+  int started_ = 0;
   const std::vector<c10::Device> devices_ = {fake_device::Device(0), fake_device::Device(1),
                                              fake_device::Device(2)};
   std::shared_ptr<NcclCollectives> collectives_;
 };
 
 TEST_F(NcclCollectivesTest, SumsAreRightOnEveryDestinationAndInStreamOrder) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   for (const c10::Device destination : {devices_[0], devices_[2], c10::Device(c10::kCPU)}) {
     std::deque<c10::StreamGuard> streams;  // the caller's; not the default ones
     for (int i = 0; i < 3; ++i) streams.emplace_back(fake_device::NewStream(i));
@@ -166,7 +205,7 @@ TEST_F(NcclCollectivesTest, SumsAreRightOnEveryDestinationAndInStreamOrder) {
 }
 
 TEST_F(NcclCollectivesTest, UndefinedOnesCountAsZeros) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   std::vector<TensorVector> lists(3, TensorVector(3));
   lists[1][0] = at::ones({4}, devices_[1]);
   lists[2][0] = at::ones({4}, devices_[2]);
@@ -179,7 +218,7 @@ TEST_F(NcclCollectivesTest, UndefinedOnesCountAsZeros) {
 }
 
 TEST_F(NcclCollectivesTest, BroadcastReachesAllFromWhereverItBegins) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   for (const c10::Device source : {devices_[0], devices_[1], fake_device::Device(3)}) {
     std::deque<c10::StreamGuard> streams;
     for (int i = 0; i < 4; ++i) streams.emplace_back(fake_device::NewStream(i));
@@ -209,7 +248,7 @@ TEST_F(NcclCollectivesTest, BroadcastReachesAllFromWhereverItBegins) {
 }
 
 TEST_F(NcclCollectivesTest, WhatIsReadInPlaceMayBeWrittenToAtOnce) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   std::deque<c10::StreamGuard> streams;
   std::vector<TensorVector> lists(3);
   for (int i = 0; i < 3; ++i) {
@@ -224,7 +263,7 @@ TEST_F(NcclCollectivesTest, WhatIsReadInPlaceMayBeWrittenToAtOnce) {
 }
 
 TEST_F(NcclCollectivesTest, ManySmallTensorsAreOneCollective) {
-  NcclCollectives& collectives = DeviceCollectives({});
+  NcclCollectives& collectives = Make({});
   std::vector<TensorVector> lists(3);
   for (int i = 0; i < 3; ++i) {
     for (int k = 0; k < 100; ++k) lists[i].push_back(at::ones({3}, devices_[i]));
@@ -234,7 +273,7 @@ TEST_F(NcclCollectivesTest, ManySmallTensorsAreOneCollective) {
 }
 
 TEST_F(NcclCollectivesTest, WhatIsWrongIsSaidBeforeAnythingIsLaunched) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   EXPECT_EQ(collectives.Reduce({{}, {}}, devices_[0]).status().code(),
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(collectives.Broadcast({at::ones({1}, devices_[0]), at::ones({1})}).status().code(),
@@ -244,7 +283,7 @@ TEST_F(NcclCollectivesTest, WhatIsWrongIsSaidBeforeAnythingIsLaunched) {
 }
 
 TEST_F(NcclCollectivesTest, ACollectiveThatIsRefusedAbortsAndStays) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   script_.launch = absl::InternalError("ncclBroadcast of hpu:1: unhandled system error");
   const absl::Status first = collectives.Broadcast({at::ones({4}, devices_[0])}).status();
   EXPECT_EQ(first.code(), absl::StatusCode::kInternal);
@@ -256,7 +295,7 @@ TEST_F(NcclCollectivesTest, ACollectiveThatIsRefusedAbortsAndStays) {
 }
 
 TEST_F(NcclCollectivesTest, WhatHangsOnTheDevicesIsAbortedAtItsDeadlineThoughNobodyWaits) {
-  NcclCollectives& collectives = DeviceCollectives({.timeout = absl::Seconds(5)});
+  NcclCollectives& collectives = Make({.timeout = absl::Seconds(5)});
   ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   script_.ready = [] { return false; };
   clock_.Advance(absl::Seconds(4));
@@ -271,7 +310,7 @@ TEST_F(NcclCollectivesTest, WhatHangsOnTheDevicesIsAbortedAtItsDeadlineThoughNob
 }
 
 TEST_F(NcclCollectivesTest, AFailureLaterOnIsNoticedThoughNobodyWaits) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   script_.ready = [] { return absl::InternalError("communicator of hpu:2: remote error"); };
   clock_.Advance(absl::Milliseconds(200));
@@ -279,7 +318,7 @@ TEST_F(NcclCollectivesTest, AFailureLaterOnIsNoticedThoughNobodyWaits) {
 }
 
 TEST_F(NcclCollectivesTest, NothingIsWatchedWhileNothingRuns) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   clock_.Advance(absl::Seconds(1));
   EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
@@ -290,18 +329,16 @@ TEST_F(NcclCollectivesTest, SettingUpHasADeadlineToo) {
     clock_.Advance(absl::Seconds(3));
     return false;
   };
-  const auto start = [this](const std::vector<c10::Device>&) {
-    return std::make_unique<FakeNcclGroup>(&script_);
-  };
-  const absl::Status status =
-      NcclCollectives::Create(devices_, {.timeout = absl::Seconds(5)}, start, &clock_).status();
+  const absl::Status status = NcclCommunicators::Create(devices_, absl::Seconds(5), Platform(),
+                                                        std::make_shared<NcclOrder>(), &clock_)
+                                  .status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(std::string(status.message()), HasSubstr("setting up did not end within 5s"));
   EXPECT_THAT(script_.calls, ElementsAre("abort"));
 }
 
 TEST_F(NcclCollectivesTest, AbortEndsACallThatIsWaiting) {
-  NcclCollectives& collectives = DeviceCollectives();
+  NcclCollectives& collectives = Make();
   script_.ready = [] { return false; };
   // From another thread, while the call waits for a communicator that is never ready.
   absl::Status status;
@@ -313,6 +350,109 @@ TEST_F(NcclCollectivesTest, AbortEndsACallThatIsWaiting) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("replica 1 failed"));
   collectives.Abort(absl::InternalError("too late"));
   EXPECT_EQ(collectives.status().code(), absl::StatusCode::kCancelled);
+}
+
+// As where the driver waits for a kernel that waits for another device: only an abort ends that.
+TEST_F(NcclCollectivesTest, ADeadlineHoldsWhereTheDevicesDoNotAnswer) {
+  FakeClock queries;
+  absl::Notification asked, answer;
+  script_.query = [&](const c10::Event&) {
+    asked.Notify();
+    answer.WaitForNotification();
+    return false;
+  };
+  NcclCollectives& collectives = Make({.timeout = absl::Seconds(5)}, &queries);
+  ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
+  std::thread stands([&] { queries.Advance(absl::Milliseconds(100)); });
+  asked.WaitForNotification();
+  clock_.Advance(absl::Seconds(4));
+  EXPECT_TRUE(collectives.status().ok());
+  clock_.Advance(absl::Seconds(3));
+  EXPECT_EQ(collectives.status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("broadcast"), "abort"));
+  answer.Notify();
+  stands.join();
+}
+
+TEST_F(NcclCollectivesTest, WhileAGraphIsCapturedAllIsRefusedAndNothingAborted) {
+  NcclCollectives& collectives = Make();
+  script_.capturing = true;
+  const std::vector<TensorVector> lists = {
+      {at::ones({4}, devices_[0])}, {at::ones({4}, devices_[1])}, {at::ones({4}, devices_[2])}};
+  for (const absl::Status& status : {collectives.Reduce(lists, devices_[0]).status(),
+                                     collectives.Broadcast(lists[0]).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("hpu:0"), HasSubstr("captured into a graph")));
+  }
+  EXPECT_THAT(script_.calls, IsEmpty());
+  script_.capturing = false;
+  EXPECT_TRUE(collectives.Reduce(lists, devices_[0]).ok());
+}
+
+TEST_F(NcclCollectivesTest, CommunicatorsAreOfDevicesWhateverTheOptions) {
+  NcclPool pool(Platform(), &clock_);
+  const auto first = pool.Get(devices_, absl::Seconds(5));
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(*first, pool.Get(devices_, absl::Seconds(7)).value());
+  NcclCollectives slow(*first, {.bucket_bytes = 16, .timeout = absl::Seconds(50)});
+  NcclCollectives fast(*first, {.timeout = absl::Seconds(5)});
+  ASSERT_TRUE(slow.Broadcast({at::ones({40}, devices_[0]), at::ones({40}, devices_[0])}).ok());
+  ASSERT_TRUE(fast.Broadcast({at::ones({40}, devices_[0]), at::ones({40}, devices_[0])}).ok());
+  EXPECT_EQ(script_.calls.size(), 3u) << "bucket sizes are their own";
+  script_.ready = [] { return false; };
+  clock_.Advance(absl::Seconds(4));
+  EXPECT_TRUE(fast.status().ok());
+  clock_.Advance(absl::Seconds(2));
+  EXPECT_THAT(std::string(slow.status().message()), HasSubstr("did not end within 5s"))
+      << "the one that has less time stands behind the other";
+  script_.ready = [] { return true; };
+  EXPECT_NE(*first, pool.Get(devices_, absl::Seconds(5)).value()) << "these have failed";
+  EXPECT_EQ(started_, 2);
+}
+
+TEST_F(NcclCollectivesTest, NoMoreAreKeptThanAreOfUse) {
+  NcclPool pool(Platform(), &clock_);
+  const auto mine = pool.Get(devices_, absl::Seconds(5));
+  ASSERT_TRUE(mine.ok()) << mine.status();
+  // All orders of all subsets of four devices but one: 59 lists.
+  std::vector<std::vector<c10::Device>> lists;
+  for (int code = 0; code < 4 * 4 * 4 * 4; ++code) {
+    std::vector<c10::Device> list;
+    for (int rest = code; rest > 0; rest /= 4) {
+      const c10::Device device = fake_device::Device(rest % 4);
+      if (std::find(list.begin(), list.end(), device) == list.end()) list.push_back(device);
+    }
+    if (list.size() > 1 && list != devices_) lists.push_back(list);
+  }
+  for (const auto& list : lists) {
+    ASSERT_TRUE(pool.Get(list, absl::Seconds(5)).ok());
+    EXPECT_LE(script_.alive, static_cast<int>(NcclPool::kMostIdle) + 1);
+  }
+  const int before = started_;
+  EXPECT_EQ(*mine, pool.Get(devices_, absl::Seconds(5)).value()) << "somebody has these";
+  EXPECT_TRUE(pool.Get(lists.back(), absl::Seconds(5)).ok());
+  EXPECT_EQ(started_, before) << "what was used last is kept";
+  EXPECT_TRUE(NcclCollectives(*mine, {}).Broadcast({at::ones({4}, devices_[0])}).ok());
+}
+
+// Two lists that share devices: where each thread began its own on one device first, each would
+// wait for the other one.
+TEST_F(NcclCollectivesTest, ListsThatShareDevicesTakeTurns) {
+  NcclPool pool(Platform(), &clock_);
+  const auto first = pool.Get(devices_, absl::Minutes(5));
+  const auto second = pool.Get({devices_[2], devices_[1]}, absl::Minutes(5));
+  ASSERT_TRUE(first.ok() && second.ok());
+  const auto run = [&](const std::shared_ptr<NcclCommunicators>& communicators) {
+    NcclCollectives collectives(communicators, {});
+    for (int i = 0; i < 50; ++i) {
+      EXPECT_TRUE(collectives.Broadcast({at::ones({4}, devices_[1])}).ok());
+    }
+  };
+  std::thread other([&] { run(*second); });
+  run(*first);
+  other.join();
+  EXPECT_EQ((*first)->order().StreamOf(devices_[1]), (*second)->order().StreamOf(devices_[1]));
 }
 
 }  // namespace

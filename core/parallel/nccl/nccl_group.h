@@ -4,6 +4,7 @@
 #define DISTGRAD_CORE_PARALLEL_NCCL_NCCL_GROUP_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <cstddef>
@@ -49,8 +50,16 @@ class NcclGroup {
   virtual void Abort() = 0;
 };
 
-using NcclGroupStarter =
-    std::function<absl::StatusOr<std::unique_ptr<NcclGroup>>(const std::vector<c10::Device>&)>;
+// What NCCL and its devices have beyond c10's interface, so that a test can stand in for both.
+struct NcclPlatform {
+  // Begins to set up communicators.
+  std::function<absl::StatusOr<std::unique_ptr<NcclGroup>>(const std::vector<c10::Device>&)> start;
+  // Whether what is launched on the stream becomes a part of a graph, and does not run.
+  std::function<bool(c10::Stream stream)> is_capturing;
+  // Whether the event has come. It does no harm to what other threads capture. It may wait; throws
+  // what c10 throws.
+  std::function<bool(const c10::Event& event)> query;
+};
 
 // Whether NCCL adds elements of this type.
 inline bool NcclAdds(c10::ScalarType dtype) {

@@ -37,6 +37,9 @@ absl::StatusOr<std::unique_ptr<NcclGroup>> StartNcclGroup(
     const std::vector<c10::Device>& devices,
     const NcclFunctions& functions = NcclFunctions::Real());
 
+// NCCL itself, and CUDA's devices.
+NcclPlatform RealNcclPlatform();
+
 }  // namespace distgrad
 
 #endif  // DISTGRAD_CORE_PARALLEL_NCCL_REAL_NCCL_GROUP_H_

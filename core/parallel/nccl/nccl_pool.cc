@@ -1,0 +1,47 @@
+// Finds, makes and drops communicators.
+#include "core/parallel/nccl/nccl_pool.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "core/base/status.h"
+
+namespace distgrad {
+
+absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclPool::Get(
+    const std::vector<c10::Device>& devices, absl::Duration timeout) {
+  List dropped;  // ends when mu_ is free again: what runs on devices is waited for
+  absl::MutexLock lock(&mu_);
+  const auto known = std::find_if(known_.begin(), known_.end(), [&](const auto& communicators) {
+    return communicators->devices() == devices;
+  });
+  if (known != known_.end()) {
+    if ((*known)->status().ok()) {
+      known_.splice(known_.begin(), known_, known);
+      return known_.front();
+    }
+    dropped.splice(dropped.end(), known_, known);
+  }
+  DG_ASSIGN_OR_RETURN(auto made,
+                      NcclCommunicators::Create(devices, timeout, platform_, order_, clock_));
+  known_.push_front(made);
+  dropped.splice(dropped.end(), Superfluous());
+  return made;
+}
+
+NcclPool::List NcclPool::Superfluous() {
+  List superfluous;
+  size_t kept = 0;
+  for (auto each = known_.begin(); each != known_.end();) {
+    const auto next = std::next(each);
+    const bool idle = each->use_count() == 1;
+    // Whoever gets the newest may soon leave it.
+    if (idle || each == known_.begin()) ++kept;
+    if (idle && kept > kMostIdle) superfluous.splice(superfluous.end(), known_, each);
+    each = next;
+  }
+  return superfluous;
+}
+
+}  // namespace distgrad
