@@ -26,6 +26,11 @@ def cases(path):
             yield name, None
 
 
+def path_of(uri):
+    """The file that an event names."""
+    return urllib.parse.unquote(urllib.parse.urlparse(uri).path)
+
+
 def patterns(path):
     """The lines of a list of what may be skipped."""
     with open(path, encoding="utf-8") as file:
@@ -58,7 +63,7 @@ def main(path, allowed=None):
                     if output.get("name") != "test.xml":
                         continue
                     try:
-                        found = list(cases(urllib.parse.unquote(urllib.parse.urlparse(output["uri"]).path)))
+                        found = list(cases(path_of(output["uri"])))
                     except (OSError, xml.etree.ElementTree.ParseError):
                         found = []  # the test died before it had written all of it
                     skips.update((label, name, reason) for name, reason in found if reason)

@@ -1,0 +1,149 @@
+#!/usr/bin/env bash
+# What tools/gpu_check says of machines and programs that are made here: drivers that count no GPU, one
+# or two, and programs that pass, fail, skip and do not start. It has the form in which an archive
+# unpacks.
+set -euo pipefail
+cd "$TEST_SRCDIR/$TEST_WORKSPACE"
+scratch=$(mktemp -d "$TEST_TMPDIR/gpu_check.XXXXXX")
+mkdir -p "$scratch/unpacked/programs" "$scratch/site/torch/lib"
+cp tools/gpu_check tools/skipped.py "$scratch/unpacked"
+echo '{}' >"$scratch/unpacked/about.json"
+touch "$scratch/site/torch/lib/libtorch_cuda.so"
+
+# driver NAME VERSION GPUS: a libcuda.so.1 that has these.
+driver() {
+  mkdir -p "$scratch/$1"
+  cc -shared -fPIC -o "$scratch/$1/libcuda.so.1" -x c - <<C
+#include <string.h>
+int cuInit(unsigned flags) { return $3 == 0 ? 100 : 0; }
+int cuDriverGetVersion(int* version) { *version = $2; return 0; }
+int cuDeviceGetCount(int* count) { *count = $3; return 0; }
+int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetName(char* name, int length, int device) { strcpy(name, "a GPU"); return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) { *value = attribute; return 0; }
+C
+}
+driver none 13000 0
+driver old 12040 1
+driver one 13000 1
+driver two 13010 2
+
+# program STATUS REASON: one with two cases, the second of which is skipped if there is a reason.
+program() {
+  local skip=""
+  if [[ -n $2 ]]; then skip="<skipped message=\"a.cc:7&#x0A;$2\"/>"; fi
+  cat >"$scratch/unpacked/programs/core.a_test" <<SH
+#!/bin/sh
+for argument; do
+  case \$argument in
+    --gtest_list_tests) exit 0 ;;
+    --gtest_output=xml:*) xml=\${argument#--gtest_output=xml:} ;;
+  esac
+done
+cat >"\$xml" <<XML
+<testsuites><testsuite><testcase classname="A" name="One" status="run"><properties><property name="GB_s" value="900"/></properties></testcase><testcase classname="A" name="Two" status="run">$skip</testcase></testsuite></testsuites>
+XML
+exit $1
+SH
+  chmod +x "$scratch/unpacked/programs/core.a_test"
+}
+
+failed=0
+# check WHAT DRIVER STATUS TEXT
+check() {
+  local status=0
+  LD_LIBRARY_PATH=$scratch/$2 python3 "$scratch/unpacked/gpu_check" --site "$scratch/site" \
+    --json "$scratch/report.json" >"$scratch/said" 2>&1 || status=$?
+  if [[ $status != "$3" ]] || ! grep -qF -- "$4" "$scratch/said"; then
+    echo "FAILED: $1: status $status, not $3, or it does not say '$4':" >&2
+    cat "$scratch/said" >&2
+    failed=1
+  fi
+}
+
+program 0 ""
+check "without a driver" nothing 2 "no libcuda.so.1"
+check "without a GPU" none 2 "cuInit() is error 100"
+check "an old driver" old 2 "CUDA 12.4, and libtorch 2.11 needs 13: install a driver from 580 on"
+check "all pass" one 0 "1 programs passed, 0 failed, 0 skips without need"
+grep -q '"compute_capability": "75.76"' "$scratch/report.json"
+grep -q '"ok": true' "$scratch/report.json"
+grep -q '"GB_s": "900"' "$scratch/report.json"
+program 0 "this machine has a GPU"
+check "a test for machines without one" one 0 "0 skips without need"
+program 0 "this machine has no GPU"
+check "a GPU that is not seen" one 1 "does not justify that core.a_test A.Two is skipped: this machine has no GPU"
+grep -q '"ok": false' "$scratch/report.json"
+program 0 "it needs two GPUs"
+check "one GPU where two are needed" one 0 "skipped: core.a_test A.Two: it needs two GPUs"
+check "two GPUs of which one is not seen" two 1 "does not justify"
+program 3 ""
+check "a program that fails" two 1 "FAILED: core.a_test"
+printf '#!/bin/sh\nexit 127\n' >"$scratch/unpacked/programs/core.a_test"
+check "a program that does not start" nothing 1 "core.a_test does not start"
+check "a program that does not start, on a GPU" one 1 "core.a_test does not start"
+
+# With Bazel, of which there is a stub here: it knows one target, whose case says $REASON.
+mkdir -p "$scratch/tree/tools"
+cp tools/gpu_check tools/skipped.py "$scratch/tree/tools"
+cat >"$scratch/tree/tools/bazel" <<'SH'
+#!/bin/sh
+command=$1
+for argument; do
+  case $argument in --build_event_json_file=*) events=${argument#*=} ;; esac
+done
+case $command in
+  query) echo //core:a_test ;;
+  test)
+    echo "<testsuites><testsuite><testcase classname=\"A\" name=\"One\">$REASON</testcase></testsuite></testsuites>" >"$events.xml"
+    cat >"$events" <<JSON
+{"id":{"targetConfigured":{"label":"//core:a_test"}},"configured":{"targetKind":"cc_test rule"}}
+{"id":{"testResult":{"label":"//core:a_test"}},"testResult":{"testAttemptDurationMillis":"1500","testActionOutput":[{"name":"test.xml","uri":"file://$events.xml"}]}}
+{"id":{"testSummary":{"label":"//core:a_test"}},"testSummary":{"overallStatus":"$OUTCOME"}}
+JSON
+    ;;
+esac
+SH
+chmod +x "$scratch/tree/tools/bazel"
+# check_bazel WHAT STATUS OUTCOME REASON
+check_bazel() {
+  local status=0
+  OUTCOME=$3 REASON=${4:+"<skipped message='a.cc:7&#x0A;$4'/>"} LD_LIBRARY_PATH=$scratch/one \
+    python3 "$scratch/tree/tools/gpu_check" --json "$scratch/report.json" >"$scratch/said" 2>&1 || status=$?
+  if [[ $status != "$2" ]]; then
+    echo "FAILED: $1: status $status, not $2:" >&2
+    cat "$scratch/said" >&2
+    failed=1
+  fi
+}
+check_bazel "all pass" 0 PASSED ""
+grep -q '"seconds": 1.5' "$scratch/report.json"
+check_bazel "a test fails" 1 FAILED ""
+check_bazel "a test does not see the GPU" 1 PASSED "this machine has no GPU"
+check_bazel "a test is for two GPUs" 0 PASSED "this machine has fewer than 2 GPUs"
+
+# What the linker wrote of this machine is gone, and the program still runs.
+echo 'int main() { return 7; }' | cc -o "$scratch/linked" -Wl,-rpath,/a/place/of/here -x c -
+python3 - "$scratch/linked" <<'PY'
+import importlib.machinery
+import importlib.util
+import os
+import sys
+loader = importlib.machinery.SourceFileLoader("gpu_check", "tools/gpu_check")
+module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
+loader.exec_module(module)
+with open(sys.argv[1], "rb") as file:
+    data = module.without_rpath(file.read())
+with open(sys.argv[1] + ".without", "wb") as file:
+    file.write(data)
+os.chmod(sys.argv[1] + ".without", 0o755)
+PY
+readelf -d "$scratch/linked" | grep -q '/a/place/of/here'
+if readelf -d "$scratch/linked.without" | grep -qE 'R(UN)?PATH'; then
+  echo "FAILED: the place that the linker wrote is still there" >&2
+  failed=1
+fi
+status=0
+"$scratch/linked.without" || status=$?
+[[ $status == 7 ]] || failed=1
+exit "$failed"
