@@ -16,8 +16,10 @@ pointers there, and tensors in a .cc beside it.
 
 load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain")
 
-# Machine code for Ampere, Hopper and Blackwell, and PTX of the last for what comes after.
+# Machine code for Turing (the oldest that CUDA 13 has), Ampere, Hopper and Blackwell, and PTX of the
+# last for what comes after.
 _TARGETS = [
+    "-gencode=arch=compute_75,code=sm_75",
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=sm_90",
     "-gencode=arch=compute_100,code=[sm_100,compute_100]",

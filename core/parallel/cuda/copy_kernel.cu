@@ -18,6 +18,17 @@ __global__ void __launch_bounds__(kThreads) CopyKernel(const __grid_constant__ C
 
 }  // namespace
 
+cudaError_t HasCopyKernel(bool* has) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, CopyKernel);
+  *has = error == cudaSuccess;
+  if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction) {
+    return error;
+  }
+  cudaGetLastError();  // it is no error of what comes next
+  return cudaSuccess;
+}
+
 cudaError_t LaunchCopies(const CopyJob* jobs, size_t count, cudaStream_t stream) {
   int device = 0;
   int processors = 0;

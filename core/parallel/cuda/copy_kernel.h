@@ -10,6 +10,10 @@
 
 namespace distgrad {
 
+// Whether this program has the kernel for the current device. The others are older than those that
+// it was compiled for (third_party/cuda/cuda.bzl).
+cudaError_t HasCopyKernel(bool* has);
+
 // Launches the copies on `stream`, which belongs to the current device, as does the memory: one
 // launch for each kJobsPerLaunch of them. `jobs` may be freed at once. Returns the first error;
 // nothing is launched after it.
