@@ -10,6 +10,17 @@ load("//third_party:wheels/wheels.bzl", "WHEEL_ATTRS", "WHEEL_ENVIRON", "fetch_w
 # libtorch_cuda is built for this major version, and so is the cudart that all of a process shares.
 _CUDA = "13"
 
+# NCCL's least version: libtorch_cuda was built with it, and calls what older ones lack.
+_NCCL = 22809
+
+def _nccl_version(ctx, header):
+    """NCCL_VERSION_CODE of an nccl.h, as 22809 is 2.28.9; 0 if it has none."""
+    for line in ctx.read(header).splitlines():
+        words = line.split()
+        if len(words) == 3 and words[:2] == ["#define", "NCCL_VERSION_CODE"] and words[2].isdigit():
+            return int(words[2])
+    return 0
+
 def _cuda_impl(ctx):
     home = ctx.os.environ.get("CUDA_HOME")
     if home:
@@ -40,7 +51,12 @@ def _nccl_impl(ctx):
                 found = (home + "/include", folder)
     if named and not (found and found[0].startswith(named)):
         fail("@%s: NCCL_HOME=%s has no include/nccl.h, or no lib/libnccl.so.2" % (ctx.name, named))
-    if not found:
+    if found:
+        version = _nccl_version(ctx, found[0] + "/nccl.h")
+        if version < _NCCL:
+            fail("@%s: %s/nccl.h is of NCCL %d, and libtorch needs %d (2.28.9) or later; without NCCL_HOME and CUDA_HOME the pinned wheel is used" %
+                 (ctx.name, found[0], version, _NCCL))
+    else:
         store = fetch_wheels(ctx) + "/nvidia/nccl"
         found = (store + "/include", store + "/lib")
     ctx.symlink(found[0] + "/nccl.h", "include/nccl.h")
