@@ -19,7 +19,7 @@
 namespace distgrad {
 namespace {
 
-absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const std::string& cluster_key,
+absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const ClusterKey& cluster_key,
                                                  Deadline deadline) {
   const RendezvousUrl& url = place.rendezvous;
   switch (url.kind) {
