@@ -3,15 +3,19 @@
 
 #include <fcntl.h>
 #include <grp.h>
+#include <linux/if_tun.h>
+#include <net/if.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -100,7 +104,48 @@ bool EnterNamespace(const std::string& path, int kind) {
   return entered;
 }
 
+// `enter` runs in the child before the program does.
+std::unique_ptr<HostProcess> StartProcess(const std::vector<std::string>& command,
+                                          const Variables& variables,
+                                          const std::function<bool()>& enter) {
+  int input[2], output[2];
+  DG_CHECK(pipe2(input, O_CLOEXEC) == 0 && pipe2(output, O_CLOEXEC) == 0) << std::strerror(errno);
+  std::vector<std::string> strings = command;
+  std::vector<char*> arguments;
+  for (std::string& string : strings) arguments.push_back(string.data());
+  arguments.push_back(nullptr);
+  // Other threads of this program may hold locks of malloc's, which fork() takes care of.
+  const pid_t pid = fork();
+  DG_CHECK(pid >= 0) << std::strerror(errno);
+  if (pid == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    signal(SIGPIPE, SIG_DFL);
+    dup2(input[0], STDIN_FILENO);
+    dup2(output[1], STDOUT_FILENO);
+    dup2(output[1], STDERR_FILENO);
+    char folder[4096];
+    const bool known = getcwd(folder, sizeof(folder)) != nullptr;
+    if (!known || !enter() || chdir(folder) != 0) {
+      std::perror("entering a host");
+      _exit(126);
+    }
+    for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
+    execvp(arguments[0], arguments.data());
+    std::perror(arguments[0]);
+    _exit(127);
+  }
+  close(input[0]);
+  close(output[1]);
+  return std::make_unique<HostProcess>(pid, input[1], output[0]);
+}
+
 }  // namespace
+
+std::unique_ptr<HostProcess> StartHere(const std::vector<std::string>& command,
+                                       const Variables& variables) {
+  signal(SIGPIPE, SIG_IGN);
+  return StartProcess(command, variables, [] { return true; });
+}
 
 int RunInNamespaces(const std::function<int()>& body) {
   setenv("PATH", absl::StrCat(std::getenv("PATH"), ":/usr/sbin:/sbin").c_str(), 1);
@@ -139,6 +184,10 @@ int RunInNamespaces(const std::function<int()>& body) {
   return body();
 }
 
+absl::Status CheckNamespaces() {
+  return WhyNot().empty() ? absl::OkStatus() : absl::FailedPreconditionError(WhyNot());
+}
+
 // ------------------------------------------------------------------------------------ Processes
 
 HostProcess::HostProcess(pid_t pid, int input, int output)
@@ -161,7 +210,8 @@ void HostProcess::Say(absl::string_view line) {
 
 bool HostProcess::ReadMore(absl::Time deadline, absl::string_view what_for) {
   pollfd entry = {output_fd_, POLLIN, 0};
-  const int64_t left = absl::ToInt64Milliseconds(deadline - absl::Now());
+  const int64_t left = absl::ToInt64Milliseconds(
+      std::min<absl::Duration>(deadline - absl::Now(), absl::Minutes(60)));
   if (left <= 0 || poll(&entry, 1, static_cast<int>(left)) == 0) {
     ADD_FAILURE() << what_for << " did not come; the output so far:\n" << output_;
     return false;
@@ -187,6 +237,22 @@ std::string HostProcess::AwaitLine(absl::string_view text) {
     const std::string line = output_.substr(seen_, end - seen_);
     seen_ = end + 1;
     if (line.find(std::string(text)) != std::string::npos) return line;
+  }
+}
+
+std::optional<std::string> HostProcess::TryReadLine() {
+  for (;;) {
+    const size_t end = output_.find('\n', seen_);
+    if (end != std::string::npos) {
+      std::string line = output_.substr(seen_, end - seen_);
+      // A process that lasts may say much.
+      output_.erase(0, end + 1);
+      seen_ = 0;
+      return line;
+    }
+    pollfd entry = {output_fd_, POLLIN, 0};
+    if (over_ || poll(&entry, 1, 0) <= 0) return std::nullopt;
+    if (!ReadMore(absl::InfiniteFuture(), "more") && over_) return std::nullopt;
   }
 }
 
@@ -218,14 +284,16 @@ int HostProcess::Wait() {
 // ---------------------------------------------------------------------------------------- Hosts
 
 absl::StatusOr<std::unique_ptr<Hosts>> Hosts::Create(const HostsOptions& options) {
-  if (!WhyNot().empty()) return absl::FailedPreconditionError(WhyNot());
+  DG_RETURN_IF_ERROR(CheckNamespaces());
   signal(SIGPIPE, SIG_IGN);
   static int last = 0;  // the kernel may take a while to remove the devices of former hosts
   const std::string bridge = absl::StrCat("switch", ++last);
   std::unique_ptr<Hosts> hosts(new Hosts());
   const auto build = [&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(hosts->Run(-1, {"ip", "link", "add", bridge, "type", "bridge"}));
-    DG_RETURN_IF_ERROR(hosts->Run(-1, {"ip", "link", "set", bridge, "up"}));
+    if (!options.taps) {
+      DG_RETURN_IF_ERROR(hosts->Run(-1, {"ip", "link", "add", bridge, "type", "bridge"}));
+      DG_RETURN_IF_ERROR(hosts->Run(-1, {"ip", "link", "set", bridge, "up"}));
+    }
     for (int i = 0; i < options.count; ++i) {
       DG_RETURN_IF_ERROR(hosts->AddHost(options, bridge));
     }
@@ -269,10 +337,14 @@ absl::Status Hosts::AddHost(const HostsOptions& options, const std::string& brid
   close(ready[0]);
   if (n <= 0 || said[0] != '+') return absl::FailedPreconditionError(said);
 
-  const std::string& port = hosts_.back().port;
-  DG_RETURN_IF_ERROR(Run(-1, {"ip", "link", "add", port, "type", "veth", "peer", "name", "eth0",
-                              "netns", absl::StrCat(init)}));
-  DG_RETURN_IF_ERROR(Run(-1, {"ip", "link", "set", port, "master", bridge, "up"}));
+  if (options.taps) {
+    DG_RETURN_IF_ERROR(AddTap(hosts_.back()));
+  } else {
+    const std::string& port = hosts_.back().port;
+    DG_RETURN_IF_ERROR(Run(-1, {"ip", "link", "add", port, "type", "veth", "peer", "name", "eth0",
+                                "netns", absl::StrCat(init)}));
+    DG_RETURN_IF_ERROR(Run(-1, {"ip", "link", "set", port, "master", bridge, "up"}));
+  }
   DG_RETURN_IF_ERROR(Run(number, {"ip", "link", "set", "lo", "up"}));
   if (options.ipv4) {
     DG_RETURN_IF_ERROR(Run(number, {"ip", "addr", "add", Ipv4(number) + "/24", "dev", "eth0"}));
@@ -284,8 +356,32 @@ absl::Status Hosts::AddHost(const HostsOptions& options, const std::string& brid
   return Run(number, {"ip", "link", "set", "eth0", "up"});
 }
 
+absl::Status Hosts::AddTap(Host& host) {
+  // The device comes into the network in which its file is opened.
+  const int here = open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC);
+  if (here < 0) return Failed("the network");
+  absl::Status status;
+  if (!EnterNamespace(NamespaceOf(host.init, "net"), CLONE_NEWNET)) {
+    status = Failed("entering a host's network");
+  } else {
+    ifreq device = {};
+    device.ifr_flags = IFF_TAP | IFF_NO_PI;
+    std::strncpy(device.ifr_name, "eth0", IFNAMSIZ - 1);
+    host.tap = open("/dev/net/tun", O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (host.tap < 0) {
+      status = Failed("/dev/net/tun");
+    } else if (ioctl(host.tap, TUNSETIFF, &device) != 0) {
+      status = Failed("a TAP device");
+    }
+    DG_CHECK(setns(here, CLONE_NEWNET) == 0) << std::strerror(errno);
+  }
+  close(here);
+  return status;
+}
+
 Hosts::~Hosts() {
   for (const Host& host : hosts_) {
+    if (host.tap >= 0) close(host.tap);
     kill(host.init, SIGKILL);  // and with it all that runs there
     while (waitpid(host.init, nullptr, 0) < 0) DG_CHECK(errno == EINTR) << std::strerror(errno);
   }
@@ -296,43 +392,17 @@ std::string Hosts::Ipv6(int host) { return absl::StrCat("fd77::", host + 1); }
 
 std::unique_ptr<HostProcess> Hosts::Start(int host, const std::vector<std::string>& command,
                                           const Variables& variables) {
-  int input[2], output[2];
-  DG_CHECK(pipe2(input, O_CLOEXEC) == 0 && pipe2(output, O_CLOEXEC) == 0) << std::strerror(errno);
-  std::vector<std::string> strings = command;
-  std::vector<char*> arguments;
-  for (std::string& string : strings) arguments.push_back(string.data());
-  arguments.push_back(nullptr);
   const pid_t init = host < 0 ? getpid() : hosts_.at(host).init;
   // A process's children are in the namespace of processes that it asks for, not itself.
   DG_CHECK(EnterNamespace(NamespaceOf(init, "pid"), CLONE_NEWPID)) << std::strerror(errno);
-  const pid_t pid = static_cast<pid_t>(syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0));
-  DG_CHECK(pid >= 0) << std::strerror(errno);
-  if (pid == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    signal(SIGPIPE, SIG_DFL);
-    dup2(input[0], STDIN_FILENO);
-    dup2(output[1], STDOUT_FILENO);
-    dup2(output[1], STDERR_FILENO);
-    char folder[4096];
-    const bool known = getcwd(folder, sizeof(folder)) != nullptr;
-    const bool entered =
-        host < 0 || (EnterNamespace(NamespaceOf(init, "net"), CLONE_NEWNET) &&
-                     EnterNamespace(NamespaceOf(init, "uts"), CLONE_NEWUTS) &&
-                     // The last one, for the others are found by what is mounted here.
-                     EnterNamespace(NamespaceOf(init, "mnt"), CLONE_NEWNS));
-    if (!known || !entered || chdir(folder) != 0) {
-      std::perror("entering a host");
-      _exit(126);
-    }
-    for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
-    execvp(arguments[0], arguments.data());
-    std::perror(arguments[0]);
-    _exit(127);
-  }
+  auto process = StartProcess(command, variables, [&] {
+    return host < 0 || (EnterNamespace(NamespaceOf(init, "net"), CLONE_NEWNET) &&
+                        EnterNamespace(NamespaceOf(init, "uts"), CLONE_NEWUTS) &&
+                        // The last one, for the others are found by what is mounted here.
+                        EnterNamespace(NamespaceOf(init, "mnt"), CLONE_NEWNS));
+  });
   DG_CHECK(EnterNamespace(NamespaceOf(getpid(), "pid"), CLONE_NEWPID)) << std::strerror(errno);
-  close(input[0]);
-  close(output[1]);
-  return std::make_unique<HostProcess>(pid, input[1], output[0]);
+  return process;
 }
 
 absl::Status Hosts::Run(int host, const std::vector<std::string>& command) {

@@ -23,6 +23,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,10 @@ namespace distgrad {
 // says why. First of all in main(): there must be no threads yet.
 int RunInNamespaces(const std::function<int()>& body);
 
-// A process on one of the hosts. It is killed with this object. For one thread.
+// Whether RunInNamespaces() has made namespaces: kFailedPrecondition says why not.
+absl::Status CheckNamespaces();
+
+// A process, on one of the hosts or beside this one. It is killed with this object. For one thread.
 class HostProcess {
  public:
   // Longer than anything takes that is waited for: only a test that would hang gets there.
@@ -55,9 +59,17 @@ class HostProcess {
   // The next line of its output (standard output and errors) that contains `text`. "" with a
   // failure of the test, which shows all output, if it ends before or takes longer than kPatience.
   std::string AwaitLine(absl::string_view text);
+  // The next line, without waiting: nullopt if no whole line is there, also at the end.
+  std::optional<std::string> TryReadLine();
+  // Readable when there is more of its output, or the end of it.
+  int output_fd() const { return output_fd_; }
+  // Its output has ended, which TryReadLine() or AwaitLine() has seen.
+  bool is_over() const { return over_; }
   // Its lines so far and what comes until it ends.
   std::string AwaitEnd();
 
+  // As this process sees it.
+  pid_t pid() const { return pid_; }
   void Signal(int signal);
   // SIGSTOP, and waits until it has stopped. SIGCONT lets it go on.
   void Stop();
@@ -77,16 +89,25 @@ class HostProcess {
   bool over_ = false;
 };
 
+using Variables = std::map<std::string, std::string>;
+
+// Starts a program beside this one, in the namespaces of this one, which has the variables besides
+// those of this process: for who goes on without hosts.
+std::unique_ptr<HostProcess> StartHere(const std::vector<std::string>& command,
+                                       const Variables& variables = {});
+
 struct HostsOptions {
   int count = 2;
   bool ipv4 = true;
   bool ipv6 = true;
+  // Each cable ends in this program, as a TAP device does, and not at a switch: Hosts::Tap().
+  bool taps = false;
 };
 
 // For one thread.
 class Hosts {
  public:
-  using Variables = std::map<std::string, std::string>;
+  using Variables = distgrad::Variables;
 
   // kFailedPrecondition with the reason where this machine cannot have hosts.
   static absl::StatusOr<std::unique_ptr<Hosts>> Create(const HostsOptions& options);
@@ -99,6 +120,10 @@ class Hosts {
   // Starts a program, which has the variables besides those of this process.
   std::unique_ptr<HostProcess> Start(int host, const std::vector<std::string>& command,
                                      const Variables& variables = {});
+
+  // This program's end of the host's cable, with HostsOptions::taps: Ethernet frames, one for each
+  // read() and write(), whose checksums are in place. It lasts as long as this object.
+  int Tap(int host) const { return hosts_.at(host).tap; }
 
   // A cable that is cut carries nothing, and both ends see that it is not there.
   void CutCable(int host);
@@ -113,10 +138,12 @@ class Hosts {
   struct Host {
     pid_t init = -1;   // process 1 there
     std::string port;  // its end of the cable, at the switch
+    int tap = -1;      // the same, where it is a TAP device's
   };
 
   Hosts() = default;
   absl::Status AddHost(const HostsOptions& options, const std::string& bridge);
+  absl::Status AddTap(Host& host);
   // Runs a command there (-1: at the switch); its output if it fails.
   absl::Status Run(int host, const std::vector<std::string>& command);
 

@@ -1,0 +1,47 @@
+// Chaos as a test: each kind of fault once, by a fixed seed.
+#include "tests/chaos/chaos.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "tests/chaos/worker.h"
+#include "tests/hosts/hosts.h"
+
+namespace distgrad {
+namespace {
+
+class ChaosTest : public testing::Test {
+ protected:
+  void SetUp() override {
+#ifdef __SANITIZE_THREAD__
+    GTEST_SKIP() << "ThreadSanitizer does not see how TensorPipe orders its threads";
+#endif
+  }
+  static void ExpectAllWell(const ChaosResult& result) {
+    for (const std::string& wrong : result.wrong) ADD_FAILURE() << wrong;
+  }
+};
+
+// Without namespaces the test below runs on one host as well; this one says what was left out.
+TEST_F(ChaosTest, ThisMachineHasHosts) {
+  const absl::Status status = CheckNamespaces();
+  if (!status.ok()) GTEST_SKIP() << "chaos runs on one host only: " << status.message();
+}
+
+TEST_F(ChaosTest, AJobOverTwoHostsEndsAsWithoutFaults) {
+  ExpectAllWell(RunChaos({.workers = 4, .hosts = 2, .faults = 13, .seed = 20}));
+}
+
+}  // namespace
+}  // namespace distgrad
+
+int main(int argc, char** argv) {
+  if (argc > 1 && argv[1] == std::string(distgrad::kChaosWorker)) {
+    return distgrad::RunChaosWorker(distgrad::ToChaosWorkerOptions({argv + 2, argv + argc}));
+  }
+  return distgrad::RunInNamespaces([&] {
+    testing::InitGoogleTest(&argc, argv);
+    return RUN_ALL_TESTS();
+  });
+}

@@ -1,0 +1,33 @@
+// One thing that goes wrong in a job, and is put right again.
+#ifndef DISTGRAD_TESTS_CHAOS_FAULT_H_
+#define DISTGRAD_TESTS_CHAOS_FAULT_H_
+
+#include <functional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+
+namespace distgrad {
+
+struct Fault {
+  std::string kind;   // a row of the table
+  std::string where;  // for people: "worker 3", "host 1, for 400ms"
+  std::function<absl::Status()> begin;
+  absl::Duration lasts = absl::ZeroDuration();
+  std::function<absl::Status()> end;
+
+  // The worker that the first error has to name; -1: anyone, for the fault is between workers.
+  int named = -1;
+  // That worker's process may end of it. It is started again, as after a kill; the job is, if it
+  // is the one that serves the store.
+  bool may_end_process = false;
+  // All others have to hear that the worker is lost.
+  bool loses_worker = false;
+  // What it keeps from working is checkpoints: the job has recovered when one is saved again.
+  bool is_of_checkpoints = false;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_TESTS_CHAOS_FAULT_H_
