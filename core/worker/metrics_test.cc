@@ -63,9 +63,9 @@ distgrad_passes_total{worker="front"} 60
 # HELP distgrad_pass_errors_total Backward passes that failed.
 # TYPE distgrad_pass_errors_total counter
 distgrad_pass_errors_total{worker="front"} 7
-# HELP distgrad_passes_running Backward passes that run.
-# TYPE distgrad_passes_running gauge
-distgrad_passes_running{worker="front"} 8
+# HELP distgrad_passes_in_flight Backward passes that run.
+# TYPE distgrad_passes_in_flight gauge
+distgrad_passes_in_flight{worker="front"} 8
 )");
 }
 

@@ -33,6 +33,10 @@ TEST_F(ChaosTest, AJobOverTwoHostsEndsAsWithoutFaults) {
   ExpectAllWell(RunChaos({.workers = 4, .hosts = 2, .faults = 13, .seed = 20}));
 }
 
+TEST_F(ChaosTest, AJobOnOneHostEndsAsWithoutFaults) {
+  ExpectAllWell(RunChaos({.workers = 4, .hosts = 1, .faults = 6, .seed = 2}));
+}
+
 }  // namespace
 }  // namespace distgrad
 

@@ -11,6 +11,7 @@
 #include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -68,6 +69,19 @@ absl::Status Unshare() {
   DG_RETURN_IF_ERROR(WriteFile("/proc/self/setgroups", "deny"));
   DG_RETURN_IF_ERROR(WriteFile("/proc/self/uid_map", absl::StrCat("0 ", user, " 1")));
   return WriteFile("/proc/self/gid_map", absl::StrCat("0 ", group, " 1"));
+}
+
+// What runs beside the hosts has a loopback, too.
+absl::Status RaiseLoopback() {
+  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return Failed("loopback");
+  ifreq device = {};
+  std::strncpy(device.ifr_name, "lo", IFNAMSIZ - 1);
+  device.ifr_flags = IFF_UP;
+  const absl::Status status =
+      ioctl(fd, SIOCSIFFLAGS, &device) == 0 ? absl::OkStatus() : Failed("loopback");
+  close(fd);
+  return status;
 }
 
 // In process 1 of new namespaces: what is mounted from here on is its own.
@@ -163,6 +177,7 @@ int RunInNamespaces(const std::function<int()>& body) {
     const pid_t inner = Fork(0);  // process 1
     if (inner == 0) {
       status = MountProc();
+      if (status.ok()) status = RaiseLoopback();
       WhyNot() = std::string(status.message());
       const int result = body();
       std::fflush(nullptr);

@@ -3,34 +3,29 @@
 
 #include <ATen/Parallel.h>
 #include <malloc.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <memory>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "core/autograd/state.h"
 #include "core/base/status.h"
 #include "core/transport/packet.h"
 #include "core/worker/metrics.h"
 #include "core/worker/worker.h"
 #include "tests/soak/functions.h"
 #include "tests/soak/load.h"
+#include "tests/testing/left_over.h"
 
 namespace distgrad {
 namespace {
@@ -41,50 +36,6 @@ void Write(const std::string& line) {
   absl::MutexLock lock(&mu);
   std::fputs(absl::StrCat(absl::StrReplaceAll(line, {{"\n", " "}}), "\n").c_str(), stdout);
   std::fflush(stdout);
-}
-
-// What each descriptor is, without the one that reads the folder.
-std::vector<std::string> Descriptors() {
-  std::vector<std::string> all;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code error;
-    const auto target = std::filesystem::read_symlink(entry.path(), error);
-    if (!error && target != absl::StrCat("/proc/", getpid(), "/fd")) {
-      all.push_back(target.string());
-    }
-  }
-  return all;
-}
-
-// The names of this process's threads.
-std::vector<std::string> Threads() {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
-    std::string name;
-    std::getline(std::ifstream(entry.path() / "comm"), name);
-    names.push_back(name);
-  }
-  return names;
-}
-
-// What the transport keeps of freed segments. That rises for as long as more of them are in use at
-// once than ever before, up to its bound, and is no leak.
-double KeptBytes() { return static_cast<double>(KeptSegmentBytes()); }
-
-// Of memory that is no file's: the system takes files' from a process when it likes.
-double ResidentBytes() {
-  std::ifstream status("/proc/self/status");
-  double kilobytes = 0;
-  for (std::string word; status >> word;) {
-    if (word == "RssAnon:") status >> kilobytes;
-  }
-  return kilobytes * 1024 - KeptBytes();
-}
-
-// What malloc has given out.
-double HeapBytes() {
-  const struct mallinfo2 info = mallinfo2();
-  return static_cast<double>(info.uordblks + info.hblkhd) - KeptBytes();
 }
 
 // 0 of none.
@@ -106,7 +57,7 @@ struct Session {
 class SoakWorker {
  public:
   explicit SoakWorker(const SoakWorkerOptions& options)
-      : options_(options), descriptors_(Descriptors().size()) {
+      : options_(options), descriptors_(OpenDescriptors().size()) {
     sampler_ = std::thread([this] { RunSampler(); });
   }
   ~SoakWorker() {
@@ -165,31 +116,10 @@ class SoakWorker {
     return "stopped";
   }
 
-  // What is left of calls, contexts and passes.
-  std::string Left() {
-    const WorkerMetrics metrics = session_->worker->Metrics();
-    std::string left;
-    for (const CallStats& call : metrics.calls) {
-      if (call.in_flight == 0) continue;
-      absl::StrAppend(&left, " ", call.in_flight, call.served ? " served" : " made", " calls of '",
-                      call.function, "' with ", call.peer, " in flight;");
-    }
-    for (const auto& [peer, bytes] : metrics.queued_bytes) {
-      if (bytes > 0) absl::StrAppend(&left, " ", bytes, " bytes wait to be sent to ", peer, ";");
-    }
-    if (metrics.passes_in_flight > 0)
-      absl::StrAppend(&left, " ", metrics.passes_in_flight, " passes;");
-    for (const ContextState& context : session_->worker->Contexts()) {
-      absl::StrAppend(&left, " context ", context.id, " with ", context.sends, " sends and ",
-                      context.receives, " recvs;");
-    }
-    return left;
-  }
-
   absl::StatusOr<std::string> Check() {
     const absl::Time patience = absl::Now() + absl::Minutes(1);
-    std::string left = Left();
-    for (; !left.empty(); left = Left()) {
+    std::string left = LeftOfWorker(*session_->worker);
+    for (; !left.empty(); left = LeftOfWorker(*session_->worker)) {
       if (absl::Now() > patience) return absl::InternalError(absl::StrCat("left:", left));
       absl::SleepFor(absl::Milliseconds(100));
     }
@@ -221,14 +151,7 @@ class SoakWorker {
   absl::Status CheckProcess() {
     const absl::Time patience = absl::Now() + absl::Minutes(1);
     while (true) {
-      std::string left;
-      const std::vector<std::string> descriptors = Descriptors();
-      if (descriptors.size() > descriptors_) {
-        for (const std::string& one : descriptors) absl::StrAppend(&left, " ", one);
-      }
-      for (const std::string& thread : Threads()) {
-        if (absl::StartsWith(thread, "dg-")) absl::StrAppend(&left, " thread ", thread);
-      }
+      const std::string left = LeftOfProcess(descriptors_);
       if (left.empty()) return absl::OkStatus();
       if (absl::Now() > patience) {
         return absl::InternalError(
@@ -251,15 +174,15 @@ class SoakWorker {
         calls += call.calls;
         in_flight += call.in_flight;
       }
-      Write(absl::StrCat("sample time_ms=", absl::ToUnixMillis(absl::Now()),
-                         " resident=", ResidentBytes() / (1 << 20),
-                         " heap=", HeapBytes() / (1 << 20), " kept=", KeptBytes() / (1 << 20),
-                         " descriptors=", Descriptors().size(), " threads=", Threads().size(),
-                         " contexts=", metrics.contexts, " calls=", calls, " in_flight=", in_flight,
-                         " pings=", latencies.call.size(), " p50=", Percentile(latencies.call, 0.5),
-                         " p99=", Percentile(latencies.call, 0.99),
-                         " pipe_p50=", Percentile(latencies.pipe, 0.5),
-                         " pipe_p99=", Percentile(latencies.pipe, 0.99)));
+      Write(absl::StrCat(
+          "sample time_ms=", absl::ToUnixMillis(absl::Now()),
+          " resident=", ResidentBytes() / (1 << 20), " heap=", HeapBytes() / (1 << 20),
+          " kept=", static_cast<double>(KeptSegmentBytes()) / (1 << 20),
+          " descriptors=", OpenDescriptors().size(), " threads=", ThreadNames().size(),
+          " contexts=", metrics.contexts, " calls=", calls, " in_flight=", in_flight,
+          " pings=", latencies.call.size(), " p50=", Percentile(latencies.call, 0.5),
+          " p99=", Percentile(latencies.call, 0.99), " pipe_p50=", Percentile(latencies.pipe, 0.5),
+          " pipe_p99=", Percentile(latencies.pipe, 0.99)));
     }
   }
 

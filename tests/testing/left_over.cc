@@ -28,7 +28,8 @@ std::string LeftOfWorker(const Worker& worker) {
   for (const auto& [peer, bytes] : metrics.queued_bytes) {
     if (bytes > 0) absl::StrAppend(&left, " ", bytes, " bytes wait to be sent to ", peer, ";");
   }
-  if (metrics.passes_running > 0) absl::StrAppend(&left, " ", metrics.passes_running, " passes;");
+  if (metrics.passes_in_flight > 0)
+    absl::StrAppend(&left, " ", metrics.passes_in_flight, " passes;");
   for (const ContextState& context : worker.Contexts()) {
     absl::StrAppend(&left, " context ", context.id, " with ", context.sends, " sends and ",
                     context.receives, " recvs;");

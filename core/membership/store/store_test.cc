@@ -884,6 +884,29 @@ TEST(TcpStoreTest, WithAKeyNobodyInBetweenReadsOrChangesIt) {
   EXPECT_FALSE(absl::StrContains(seen, "name/"));
 }
 
+// What is changed of a handshake looks as if the server had another key. It is still the same one,
+// and the client has spoken to it before.
+TEST(TcpStoreTest, AHandshakeThatIsChangedOnTheWayIsTriedAgain) {
+  const std::string key = "a key of thirty-two bytes, about";
+  const auto server = Serve(key);
+  std::atomic<int> changes = 0;  // of what the server sends next
+  TcpProxy proxy(server->port(), [&](TcpProxy::Way way, std::string bytes) {
+    if (way == TcpProxy::Way::kToClient && changes > 0) {
+      --changes;
+      bytes.back() ^= 1;
+    }
+    return bytes;
+  });
+  const auto client = Join(proxy.port(), key);
+  ASSERT_TRUE(client->Set("key", "value", Later()).ok());
+  // An answer, and three handshakes after it.
+  changes = 4;
+  const auto value = client->Get("key", Later());
+  ASSERT_TRUE(value.ok()) << value.status();
+  EXPECT_EQ(*value, "value");
+  EXPECT_EQ(changes, 0);
+}
+
 // --- who may use it
 
 TEST(TcpStoreTest, ClusterKey) {

@@ -30,8 +30,8 @@ constexpr absl::Duration kTurn = absl::Milliseconds(20);
 
 static_assert(kMaxAwaitKeys * (kMaxStoreKey + 16) < kMaxAwaitBytes);
 
-// That nobody listens counts when it was so for this long: a firewall or a service's proxy may say
-// it for a moment.
+// That nobody listens, or somebody else, counts when it was so for this long: a firewall or a
+// service's proxy may say it for a moment.
 constexpr absl::Duration kRefusals = absl::Seconds(2);
 
 void AppendString(absl::string_view text, WireWriter& writer) {
@@ -223,11 +223,11 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
       auto socket = ConnectOnce(until);
       if (!socket.ok()) {
         last = socket.status();
-        const bool refused = absl::IsFailedPrecondition(last);
+        // A handshake that was changed on its way looks as if the key were another one.
+        const bool refused = absl::IsFailedPrecondition(last) || absl::IsUnauthenticated(last);
         if (refused && refused_until.is_never()) refused_until = Deadline::After(kRefusals);
         if (!refused) refused_until = Deadline::Never();
-        *gone = absl::IsDataLoss(last) || absl::IsUnauthenticated(last) ||
-                (refused && refused_until.Passed());
+        *gone = absl::IsDataLoss(last) || (refused && refused_until.Passed());
         if (*gone) return absl::UnavailableError(last.message());
         continue;
       }

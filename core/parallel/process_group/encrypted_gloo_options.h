@@ -17,7 +17,8 @@ struct EncryptedGlooOptions {
   ClusterKey cluster_key;  // not empty
   // The address, name or interface at which the others can reach this rank.
   std::string host;
-  // The store in which the ranks tell each other their addresses; of this start of this group alone.
+  // The store in which the ranks tell each other their addresses; of this start of this group
+  // alone.
   std::shared_ptr<Store> store;
   absl::Duration connect_timeout;
   // Returns the reason of another rank that has failed, or OK. Asked while this rank waits to be
