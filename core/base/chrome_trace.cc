@@ -54,6 +54,8 @@ uint64_t FlowOf(WorkerRank caller, Incarnation incarnation, uint64_t call) {
 
 // The first row of a kind; those below it take what overlaps.
 constexpr int kRows = 100'000;
+// The first row of spans that are the caller's own.
+constexpr int kOwnRows = 10 * kRows;
 struct KindNames {
   absl::string_view row;
   absl::string_view category;
@@ -101,7 +103,7 @@ class Writer {
   Writer(const Trace& trace, std::string* out)
       : trace_(trace), pid_(absl::StrCat(trace.rank + 1)), out_(out) {}
 
-  void Write() {
+  void Write(const std::vector<RowSpan>& more) {
     absl::StrAppend(out_, R"({"displayTimeUnit":"ms","otherData":{"worker":")",
                     Escaped(trace_.worker), R"(","rank":)", trace_.rank, R"(,"incarnation":")",
                     trace_.incarnation, R"(","dropped_spans":)", trace_.dropped,
@@ -120,6 +122,7 @@ class Writer {
         Meta("thread_sort_index", tid, absl::StrCat("\"sort_index\":", tid));
       }
     }
+    WriteRows(more);
     if (trace_.dropped > 0) {
       Event("i", absl::StrCat(trace_.dropped, " spans more did not fit into the trace"), "trace",
             Tid(Kind::kCallMade, 0), Micros(trace_.end), R"(,"s":"p")");
@@ -131,6 +134,24 @@ class Writer {
   static int Tid(Kind kind, int row) { return static_cast<int>(kind) * kRows + row + 1; }
   static std::string Quoted(absl::string_view key, absl::string_view value) {
     return absl::StrCat("\"", key, "\":\"", Escaped(value), "\"");
+  }
+
+  void WriteRows(const std::vector<RowSpan>& spans) {
+    std::map<std::string, int> tids;
+    for (const RowSpan& span : spans) {
+      const int tid =
+          tids.try_emplace(span.row, kOwnRows + static_cast<int>(tids.size())).first->second;
+      std::string args;
+      for (const auto& [key, value] : span.args) {
+        absl::StrAppend(&args, args.empty() ? "" : ",", Quoted(key, value));
+      }
+      const int64_t begin = Micros(span.begin);
+      Slice(span.name, Escaped(span.category), tid, begin, std::max(begin, Micros(span.end)), args);
+    }
+    for (const auto& [row, tid] : tids) {
+      Meta("thread_name", tid, Quoted("name", row));
+      Meta("thread_sort_index", tid, absl::StrCat("\"sort_index\":", tid));
+    }
   }
 
   void WriteSpan(const TraceSpan& span) {
@@ -198,9 +219,9 @@ class Writer {
 
 }  // namespace
 
-std::string ToChromeTrace(const Trace& trace) {
+std::string ToChromeTrace(const Trace& trace, const std::vector<RowSpan>& more) {
   std::string text;
-  Writer(trace, &text).Write();
+  Writer(trace, &text).Write(more);
   return text;
 }
 

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -66,19 +67,21 @@ absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key
 }  // namespace
 
 RankStep::RankStep(Worker* worker, std::string pipeline, const std::map<int, PipelineStage>* stages,
-                   StepPlan plan, WorkerRank driver, Context context)
+                   const OnAction* on_action, StepPlan plan, WorkerRank driver, Context context)
     : worker_(worker),
       pipeline_(std::move(pipeline)),
       stages_(*stages),
+      on_action_(*on_action),
       plan_(std::move(plan)),
       driver_(driver),
       context_(std::move(context)) {}
 
 std::shared_ptr<RankStep> RankStep::Create(Worker* worker, std::string pipeline,
                                            const std::map<int, PipelineStage>* stages,
-                                           StepPlan plan, WorkerRank driver, Context context) {
-  auto step = std::make_shared<RankStep>(worker, std::move(pipeline), stages, std::move(plan),
-                                         driver, std::move(context));
+                                           const OnAction* on_action, StepPlan plan,
+                                           WorkerRank driver, Context context) {
+  auto step = std::make_shared<RankStep>(worker, std::move(pipeline), stages, on_action,
+                                         std::move(plan), driver, std::move(context));
   step->cancellation_->OnCancel([weak = std::weak_ptr<RankStep>(step)] {
     if (const auto alive = weak.lock()) alive->OnStop();
   });
@@ -434,7 +437,11 @@ absl::StatusOr<Message> RankStep::FollowList() {
     }
     absl::Status status;
     try {
+      const absl::Time begin = on_action_ == nullptr ? absl::Time() : absl::Now();
       status = Do(action);
+      if (on_action_ != nullptr) {
+        on_action_({plan_.rank, plan_.step, action, begin, absl::Now()});
+      }
     } catch (...) {
       status = StatusFromException(std::current_exception());
     }

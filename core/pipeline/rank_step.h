@@ -4,6 +4,7 @@
 #define DISTGRAD_CORE_PIPELINE_RANK_STEP_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,6 +25,7 @@
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stage.h"
 #include "core/pipeline/stage_run.h"
+#include "core/pipeline/stage_span.h"
 #include "core/pipeline/step_calls.h"
 #include "core/pipeline/step_plan.h"
 #include "core/pipeline/write_check.h"
@@ -35,13 +37,16 @@ namespace distgrad {
 // Thread-safe, but for Run(), which one thread calls, once.
 class RankStep : public std::enable_shared_from_this<RankStep> {
  public:
-  // The worker and the stages outlive it; `driver` has begun it.
+  using OnAction = std::function<void(const StageSpan& span)>;
+
+  // What it is given pointers to outlives it; `driver` has begun it.
   static std::shared_ptr<RankStep> Create(Worker* worker, std::string pipeline,
-                                          const std::map<int, PipelineStage>* stages, StepPlan plan,
+                                          const std::map<int, PipelineStage>* stages,
+                                          const OnAction* on_action, StepPlan plan,
                                           WorkerRank driver, Context context);
   // Use Create().
   RankStep(Worker* worker, std::string pipeline, const std::map<int, PipelineStage>* stages,
-           StepPlan plan, WorkerRank driver, Context context);
+           const OnAction* on_action, StepPlan plan, WorkerRank driver, Context context);
 
   const StepPlan& plan() const { return plan_; }
   WorkerRank driver() const { return driver_; }
@@ -116,6 +121,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   Worker* const worker_;
   const std::string pipeline_;
   const std::map<int, PipelineStage>& stages_;
+  const OnAction& on_action_;  // may be empty
   const StepPlan plan_;
   const WorkerRank driver_;
 

@@ -112,8 +112,8 @@ class PipelineStages::Impl {
       return absl::InvalidArgumentError("a step with a backward is one of a context");
     }
     const int rank = plan.rank;
-    const auto step = RankStep::Create(worker_, name_, &stages_, std::move(plan), request.from,
-                                       std::move(request.context));
+    const auto step = RankStep::Create(worker_, name_, &stages_, &options_.on_action,
+                                       std::move(plan), request.from, std::move(request.context));
     std::shared_ptr<RankStep> before;
     {
       absl::MutexLock lock(&mu_);

@@ -12,6 +12,7 @@
 #ifndef DISTGRAD_CORE_PIPELINE_STAGES_H_
 #define DISTGRAD_CORE_PIPELINE_STAGES_H_
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -19,7 +20,8 @@
 
 #include "absl/status/statusor.h"
 #include "core/base/deadline.h"
-#include "core/pipeline/stage.h"  // IWYU pragma: export
+#include "core/pipeline/stage.h"       // IWYU pragma: export
+#include "core/pipeline/stage_span.h"  // IWYU pragma: export
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -29,6 +31,9 @@ struct PipelineStagesOptions {
   // time. 0: as many as at::get_num_threads() says; but where the launcher says how many workers
   // the machine has, no more than the processors give to each rank of each of them.
   int threads = 0;
+  // Is told of each action of a rank here, after it, on the thread of the rank: ranks of one worker
+  // may call it at the same time. If it throws, the step fails with that.
+  std::function<void(const StageSpan& span)> on_action = nullptr;
 };
 
 // Thread-safe.
