@@ -3,7 +3,10 @@
 // theory; and compares a model split over processes with one process of as many threads.
 //
 //   tools/bazel run //benchmarks:pipeline -- [--unit-ms 10] [--rounds 5] [--no-split]
-//                                            [--no-waiting]
+//                                            [--no-waiting] [--traces DIR]
+//
+// With --traces each rank's actions of the stages that wait go to DIR/SCHEDULE-M.RANK.json, of
+// which tools/pipeline_picture.py draws a picture.
 #include "core/pipeline/pipeline.h"
 
 #include <ATen/Parallel.h>
@@ -26,6 +29,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -38,8 +42,10 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "benchmarks/work.h"
+#include "core/base/chrome_trace.h"
 #include "core/base/status.h"
 #include "core/pipeline/schedule.h"
+#include "core/pipeline/stage_trace.h"
 #include "core/pipeline/stages.h"
 #include "core/worker/worker.h"
 #include "tests/testing/free_port.h"
@@ -54,6 +60,7 @@ constexpr absl::Duration kPatience = absl::Minutes(5);
 
 absl::Duration unit = absl::Milliseconds(10);
 int rounds = 5;
+std::string traces;  // the folder; empty: none
 
 // 0 where nothing was measured.
 double Median(std::vector<double> values) {
@@ -140,8 +147,10 @@ std::vector<std::string> Names(int ranks) {
 
 // Lets the first rank drive, while the others serve.
 absl::Status Drive(Worker& worker, const std::string& name, std::map<int, PipelineStage> stages,
-                   const Schedule& schedule, const std::function<absl::Status(Pipeline&)>& drive) {
-  DG_ASSIGN_OR_RETURN(const auto own, PipelineStages::Create(&worker, name, std::move(stages)));
+                   const Schedule& schedule, const std::function<absl::Status(Pipeline&)>& drive,
+                   PipelineStagesOptions options = {}) {
+  DG_ASSIGN_OR_RETURN(const auto own,
+                      PipelineStages::Create(&worker, name, std::move(stages), std::move(options)));
   DG_RETURN_IF_ERROR(worker.Barrier(Deadline::After(kPatience)));
   if (worker.rank() == 0) {
     DG_ASSIGN_OR_RETURN(
@@ -155,7 +164,8 @@ absl::Status Drive(Worker& worker, const std::string& name, std::map<int, Pipeli
 
 // ------------------------------------------------------------------------------------- Waiting
 
-absl::Status RunWaiting(Worker& worker, const Schedule& schedule, std::vector<double>* said) {
+absl::Status RunWaiting(Worker& worker, const std::string& name, const Schedule& schedule,
+                        std::vector<double>* said) {
   std::map<int, PipelineStage> stages;
   const at::Tensor weight = at::ones({1}).requires_grad_(true);
   for (int s = 0; s < schedule.stages(); ++s) {
@@ -169,7 +179,7 @@ absl::Status RunWaiting(Worker& worker, const Schedule& schedule, std::vector<do
                  .loss = [](Tensors out, Tensors) { return out[0].sum(); },
                  .targets = 0};
   }
-  return Drive(worker, "waiting", std::move(stages), schedule, [&](Pipeline& pipeline) {
+  const auto drive = [&](Pipeline& pipeline) -> absl::Status {
     const at::Tensor batch = at::ones({schedule.micro_batches, 1});
     for (int round = -1; round < rounds; ++round) {
       const Context context = worker.NewContext();
@@ -180,7 +190,18 @@ absl::Status RunWaiting(Worker& worker, const Schedule& schedule, std::vector<do
     // After the times of the rounds: how long a wait took.
     said->push_back(1e-6 * static_cast<double>(waited_ns) / static_cast<double>(waits));
     return absl::OkStatus();
-  });
+  };
+  if (traces.empty()) return Drive(worker, "waiting", std::move(stages), schedule, drive);
+  StageTrace trace;
+  DG_RETURN_IF_ERROR(Drive(worker, "waiting", std::move(stages), schedule, drive,
+                           {.on_action = trace.Recorder()}));
+  const std::string path =
+      absl::StrCat(traces, "/", name, "-", schedule.micro_batches, ".", worker.rank(), ".json");
+  std::ofstream file(path);
+  file << ToChromeTrace({.worker = worker.name(), .rank = static_cast<WorkerRank>(worker.rank())},
+                        trace.Take())
+       << std::flush;
+  return file ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cannot write ", path));
 }
 
 void ReportWaiting() {
@@ -192,12 +213,12 @@ void ReportWaiting() {
     const std::vector<std::pair<std::string, Schedule>> schedules = {
         {"GPipe", *GPipe(4, m)},
         {"1F1B", *OneForwardOneBackward(4, m)},
-        {"interleaved, 2", *InterleavedOneForwardOneBackward(4, 2, m)},
+        {"interleaved", *InterleavedOneForwardOneBackward(4, 2, m)},
         {"ZB-H1", *ZeroBubbleH1(4, m)}};
     for (const auto& [name, schedule] : schedules) {
       std::vector<double> times =
-          InJob(4, [&schedule = schedule](Worker& worker, std::vector<double>* said) {
-            return RunWaiting(worker, schedule, said);
+          InJob(4, [&name = name, &schedule = schedule](Worker& worker, std::vector<double>* said) {
+            return RunWaiting(worker, name, schedule, said);
           });
       if (times.empty()) continue;
       const double ms = times.back();
@@ -411,6 +432,7 @@ int Main(int argc, char** argv) {
   app.add_option("--rounds", rounds, "How many steps, or rows of steps, a median is of");
   app.add_flag("--no-split", no_split, "Only the stages that wait");
   app.add_flag("--no-waiting", no_waiting, "Only the stages that compute");
+  app.add_option("--traces", traces, "Folder for what each rank of the stages that wait did");
   CLI11_PARSE(app, argc, argv);
   unit = absl::Milliseconds(unit_ms);
   if (!no_waiting) ReportWaiting();

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Draws a step of a pipeline from the traces of its workers, and says what part of it is idle.
+
+  tools/pipeline_picture.py [--title TEXT] [--step N] [--output FILE] TRACE...
+
+The traces are those of `--trace`; the step is the N-th that they have, from 0, by default the
+last but one. Writes an SVG, and prints how long the step took and the bubble: the part of the
+ranks' time in which they did not compute.
+"""
+import argparse
+import html
+import json
+import sys
+
+COLOURS = {
+    "forward": "#8fbce6",
+    "backward": "#7fc58a",
+    "backward of inputs": "#a9d8a5",
+    "backward of weights": "#e7c26f",
+    "step": "#c9a3d6",
+}
+WIDTH, LEFT, ROW, GAP, TOP = 960, 70, 30, 6, 54
+
+
+def read(paths):
+    """Returns the actions that compute, by step, in the order of the steps."""
+    steps = {}
+    for path in paths:
+        with open(path, encoding="ascii") as file:
+            for event in json.load(file)["traceEvents"]:
+                if event["ph"] != "X" or event.get("cat") != "pipeline":
+                    continue
+                args = event["args"]
+                if args["action"] not in COLOURS:
+                    continue
+                begin = event["ts"]
+                steps.setdefault(args["step"], []).append(
+                    (int(args["rank"]), begin, begin + event["dur"], args))
+    return sorted(steps.values(), key=lambda actions: min(a[1] for a in actions))
+
+
+def draw(actions, title):
+    begin, end = min(a[1] for a in actions), max(a[2] for a in actions)
+    ranks = 1 + max(a[0] for a in actions)
+    busy = sum(a[2] - a[1] for a in actions)
+    bubble = 1 - busy / (ranks * (end - begin))
+    scale = (WIDTH - LEFT - 10) / (end - begin)
+    height = TOP + ranks * (ROW + GAP) + 24
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="Helvetica,Arial,sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<text x="{LEFT}" y="20" font-size="15">{html.escape(title)}: '
+        f"{(end - begin) / 1000:.0f} ms, {100 * bubble:.1f} % idle</text>",
+    ]
+    shown = [name for name in COLOURS if any(a[3]["action"] == name for a in actions)]
+    x = LEFT
+    for name in shown:
+        out.append(f'<rect x="{x}" y="31" width="12" height="12" fill="{COLOURS[name]}"/>')
+        out.append(f'<text x="{x + 17}" y="41">{name}</text>')
+        x += 40 + 7 * len(name)
+    stages = len({a[3]["stage"] for a in actions})
+    for rank in range(ranks):
+        y = TOP + rank * (ROW + GAP)
+        out.append(f'<text x="8" y="{y + 19}">worker {rank}</text>')
+        out.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 10}" height="{ROW}" fill="#f0f0f0"/>')
+    for rank, first, last, args in sorted(actions, key=lambda a: a[:2]):
+        x, width = LEFT + (first - begin) * scale, (last - first) * scale
+        y = TOP + rank * (ROW + GAP)
+        # With several stages on a rank, the later ones are darker at the bottom.
+        out.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" '
+                   f'fill="{COLOURS[args["action"]]}" stroke="#ffffff" stroke-width="0.6"/>')
+        if stages > ranks and int(args["stage"]) >= ranks:
+            out.append(f'<rect x="{x:.1f}" y="{y + ROW - 6}" width="{width:.1f}" height="6" '
+                       'fill="#000000" fill-opacity="0.25"/>')
+        if args["action"] != "step" and width > 9:
+            out.append(f'<text x="{x + width / 2:.1f}" y="{y + 19}" text-anchor="middle" '
+                       f'font-size="11">{args["micro_batch"]}</text>')
+    out += [f'<text x="{LEFT}" y="{height - 8}" fill="#555555">time, from left to right; '
+            "the numbers are micro-batches"
+            + ("; a dark edge marks the later stages of a worker" if stages > ranks else "")
+            + "</text>", "</svg>", ""]
+    return "\n".join(out), end - begin, bubble
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--title", default="a step")
+    parser.add_argument("--step", type=int, default=-2)
+    parser.add_argument("--output", default="pipeline.svg")
+    parser.add_argument("traces", nargs="+")
+    options = parser.parse_args()
+    steps = read(options.traces)
+    if not steps:
+        return "the traces have no actions of a pipeline"
+    if not -len(steps) <= options.step < len(steps):
+        return f"the traces have {len(steps)} steps: there is no step {options.step}"
+    picture, took, bubble = draw(steps[options.step], options.title)
+    with open(options.output, "w", encoding="ascii") as file:
+        file.write(picture)
+    print(f"{options.title}: {took / 1000:.1f} ms, bubble {100 * bubble:.1f} %")
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
