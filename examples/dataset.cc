@@ -7,19 +7,18 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
 #include <numeric>
 #include <optional>
-#include <system_error>
 
 #include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "examples/runfiles.h"
 
 namespace distgrad {
 namespace {
@@ -139,26 +138,11 @@ std::string FilePath(const std::string& directory, const char* part, const char*
   return absl::StrCat(directory, "/", part, suffix);
 }
 
-// Returns the runfiles folder beside the program, if Bazel has made one.
-std::string RunfilesBesideProgram() {
-  std::error_code error;
-  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
-  return absl::StrCat(program.string(), ".runfiles");
-}
-
 std::optional<std::string> FindDirectory() {
-  std::vector<std::string> roots = {RunfilesBesideProgram()};
-  for (const char* name : {"RUNFILES_DIR", "TEST_SRCDIR"}) {
-    if (const char* value = std::getenv(name); value != nullptr) roots.emplace_back(value);
-  }
-  std::vector<std::string> directories;
-  for (const std::string& root : roots) {
-    directories.push_back(absl::StrCat(root, "/fashion_mnist", kPackagePath));
-  }
-  directories.emplace_back(kPackagePath);
-  for (const std::string& directory : directories) {
-    if (access(FilePath(directory, "train", kImagesSuffix).c_str(), R_OK) == 0) return directory;
-  }
+  const std::string file = FilePath(kPackagePath, "train", kImagesSuffix);
+  const std::optional<std::string> beside = FindRunfile(absl::StrCat("fashion_mnist", file));
+  if (beside.has_value()) return std::filesystem::path(*beside).parent_path().string();
+  if (access(file.c_str(), R_OK) == 0) return kPackagePath;
   return std::nullopt;
 }
 
@@ -222,8 +206,8 @@ ShuffledBatches::ShuffledBatches(const Dataset& data, int64_t batch_size, uint64
   std::iota(order_.begin(), order_.end(), 0);
 }
 
-int64_t ShuffledBatches::batches_per_epoch() const {
-  return (data_.size() + batch_size_ - 1) / batch_size_;
+int64_t BatchesPerEpoch(int64_t images, int64_t batch_size) {
+  return (images + batch_size - 1) / batch_size;
 }
 
 int64_t ShuffledBatches::Advance() {

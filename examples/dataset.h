@@ -48,6 +48,9 @@ struct Batch {
 // Images `begin` to `end` (exclusive), in the order of the file.
 Batch MakeBatch(const Dataset& data, int64_t begin, int64_t end);
 
+// How often batches of that size are taken until all images were.
+int64_t BatchesPerEpoch(int64_t images, int64_t batch_size);
+
 // Every image of `data` once per epoch, in a new order each time; the last batch of an epoch
 // may be smaller. The same seed gives the same batches. Keeps a reference to `data`. Not
 // thread-safe: for one thread.
@@ -55,7 +58,6 @@ class ShuffledBatches {
  public:
   ShuffledBatches(const Dataset& data, int64_t batch_size, uint64_t seed);
 
-  int64_t batches_per_epoch() const;
   Batch Next();
   // Goes on as if Next() had been called so often more.
   void Skip(int64_t batches);

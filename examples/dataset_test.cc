@@ -135,7 +135,7 @@ TEST(DatasetTest, FindsTheWholeOfFashionMnist) {
 TEST(ShuffledBatchesTest, ShowsEveryImageOncePerEpoch) {
   const Dataset data = SmallDataset(25);
   ShuffledBatches batches(data, 10, /*seed=*/1);
-  EXPECT_EQ(batches.batches_per_epoch(), 3);
+  EXPECT_EQ(BatchesPerEpoch(data.size(), 10), 3);
 
   std::vector<std::vector<float>> epochs(2);
   for (std::vector<float>& epoch : epochs) {

@@ -54,7 +54,7 @@ CLI::Validator AboveZero() {
 }  // namespace
 
 absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const CommandLine& line) {
-  Options options;
+  Options options = line.defaults;
   options.output = line.name;
   double timeout = absl::ToDoubleSeconds(options.timeout);
 
@@ -67,21 +67,21 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const Co
   };
   CLI::Option* single =
       app.add_flag("--single", options.single, "Train in this process alone, without distgrad");
-  add(line.processes.c_str(), options.processes, "N",
-      absl::StrCat(line.processes_description, ", 1 to ", line.most_processes))
-      ->check(CLI::Range(1, line.most_processes))
-      ->excludes(single);
-  add("--epochs", options.epochs, "N", "Times to go through the 60,000 training images")
-      ->check(CLI::Range(1, 10'000));
-  add("--batch", options.batch, "N", "Images per training step")->check(CLI::Range(1, 60'000));
-  add("--lr", options.learning_rate, "X",
-      "Learning rate of the first step; falls to 0 in a straight line")
-      ->check(AboveZero());
-  add("--seed", options.seed, "N", "Decides the first weights and the order of the images")
-      ->check(CLI::NonNegativeNumber);
-  add("--data", options.data, "DIR",
-      "Folder with Fashion-MNIST's four .gz files, if not that of the package "
-      "dataset-fashion-mnist");
+  if (!line.processes.empty()) {
+    add(line.processes.c_str(), options.processes, "N",
+        absl::StrCat(line.processes_description, ", 1 to ", line.most_processes))
+        ->check(CLI::Range(1, line.most_processes))
+        ->excludes(single);
+  }
+  if (line.add != nullptr) line.add(app);
+  if (line.has_epochs) {
+    add("--epochs", options.epochs, "N", "Times to go through the 60,000 training images")
+        ->check(CLI::Range(1, 10'000));
+  }
+  add("--batch", options.batch, "N", line.batch)->check(CLI::Range(1, 60'000));
+  add("--lr", options.learning_rate, "X", line.learning_rate)->check(AboveZero());
+  add("--seed", options.seed, "N", line.seed)->check(CLI::NonNegativeNumber);
+  add("--data", options.data, "PATH", line.data);
   add("--output", options.output, "DIR", "Folder for the table and the picture");
   if (line.has_worker_options) {
     add("--transport", options.transport, "NAME",
@@ -122,6 +122,9 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const Co
   if (!options.data.empty()) options.data = FromUsersFolder(options.data);
   if (!options.checkpoint.empty()) options.checkpoint = FromUsersFolder(options.checkpoint);
   if (!options.trace.empty()) options.trace = FromUsersFolder(options.trace);
+  if (line.check != nullptr) {
+    if (auto s = line.check(options); !s.ok()) return s;
+  }
   return options;
 }
 

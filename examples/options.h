@@ -3,10 +3,15 @@
 #define DISTGRAD_EXAMPLES_OPTIONS_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+
+namespace CLI {
+class App;
+}
 
 namespace distgrad {
 
@@ -29,15 +34,28 @@ struct Options {
   std::string help;
 };
 
-// The differences between the command lines of the two programs.
+// The differences between the command lines of the programs.
 struct CommandLine {
   std::string name;         // of the program, and of the folder that it writes to
   std::string description;  // for --help
-  // The option that says how many processes there are: "--workers".
+  // The option that says how many processes there are: "--workers". Empty: `check` says it.
   std::string processes;
   std::string processes_description;
   int most_processes = 1;
   bool has_worker_options = false;  // --transport, --trace, and those of checkpoints
+
+  // What is said of the options that all have, and what they are by default.
+  Options defaults = {};
+  bool has_epochs = true;
+  std::string batch = "Images per training step";
+  std::string learning_rate = "Learning rate of the first step; falls to 0 in a straight line";
+  std::string seed = "Decides the first weights and the order of the images";
+  std::string data =
+      "Folder with Fashion-MNIST's four .gz files, if not that of the package "
+      "dataset-fashion-mnist";
+  // Options of the program's own; and what is to be checked, or set, when all are known.
+  std::function<void(CLI::App& app)> add = nullptr;
+  std::function<absl::Status(Options& options)> check = nullptr;
 };
 
 // Parses a command line. kInvalidArgument says in one line what is wrong.

@@ -6,7 +6,6 @@
 
 #include <cstdio>
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -15,8 +14,6 @@
 #include "absl/time/time.h"
 #include "core/worker/failure.h"
 #include "examples/interrupt.h"
-#include "examples/single.h"
-#include "examples/training.h"
 
 namespace distgrad {
 namespace {
@@ -47,18 +44,9 @@ void AskForSleepingThreads(char** argv) {
   execv(program.c_str(), argv);  // if it fails, training is slower, no more
 }
 
-absl::Status TrainSingle(const Options& options) {
-  CatchInterrupts();
-  absl::StatusOr<std::unique_ptr<Training>> training = Training::Create(options);
-  if (!training.ok()) return training.status();
-  SingleLearner learner(options.seed);
-  return (*training)->Run(learner);
-}
-
 }  // namespace
 
-int RunProgram(int argc, char** argv, const CommandLine& line,
-               absl::FunctionRef<absl::Status(const Options&, const JobPlace&)> train) {
+int RunProgram(int argc, char** argv, const CommandLine& line, const Trainers& train) {
   const absl::StatusOr<Options> options = ParseOptions(argc, argv, line);
   if (!options.ok()) return ExitStatus(line.name, options.status());
   if (!options->help.empty()) {
@@ -66,12 +54,12 @@ int RunProgram(int argc, char** argv, const CommandLine& line,
     return 0;
   }
   if (getenv("OMP_WAIT_POLICY") == nullptr) AskForSleepingThreads(argv);
-  if (options->single) return ExitStatus(line.name, TrainSingle(*options));
+  if (options->single) return ExitStatus(line.name, train.single(*options));
 
   const absl::StatusOr<std::optional<JobPlace>> place = JobPlaceFromEnvironment();
   if (!place.ok()) return ExitStatus(line.name, place.status());
   if (place->has_value()) {
-    return ExitStatus(line.name, train(*options, **place), (*place)->rank == 0);
+    return ExitStatus(line.name, train.process(*options, **place), (*place)->rank == 0);
   }
 
   LaunchOptions launch;

@@ -2,18 +2,24 @@
 #ifndef DISTGRAD_EXAMPLES_PROGRAM_H_
 #define DISTGRAD_EXAMPLES_PROGRAM_H_
 
-#include "absl/functional/function_ref.h"
+#include <functional>
+
 #include "absl/status/status.h"
 #include "examples/launcher.h"
 #include "examples/options.h"
 
 namespace distgrad {
 
-// Is the body of main(). If a launcher has started this process, it calls `train` as one process of
-// that job; else it starts the processes on this machine, each of which does the same. With
-// --single it trains alone. Returns the exit status; prints a failure as one line on stderr.
-int RunProgram(int argc, char** argv, const CommandLine& line,
-               absl::FunctionRef<absl::Status(const Options&, const JobPlace&)> train);
+// How a program trains: with --single, and as one process of a job.
+struct Trainers {
+  std::function<absl::Status(const Options&)> single;
+  std::function<absl::Status(const Options&, const JobPlace&)> process;
+};
+
+// Is the body of main(). If a launcher has started this process, it trains as one process of that
+// job; else it starts the processes on this machine, each of which does the same. With --single it
+// trains alone. Returns the exit status; prints a failure as one line on stderr.
+int RunProgram(int argc, char** argv, const CommandLine& line, const Trainers& train);
 
 }  // namespace distgrad
 

@@ -57,9 +57,10 @@ Screen Screen::Stderr() {
   return screen;
 }
 
-ProgressBar::ProgressBar(Screen screen, int64_t total)
+ProgressBar::ProgressBar(Screen screen, int64_t total, std::string items)
     : screen_(std::move(screen)),
       total_(total),
+      items_(std::move(items)),
       start_(screen_.now()),
       now_(start_),
       next_(start_ + (screen_.terminal ? kRedraw : kPlainLine)) {}
@@ -95,7 +96,7 @@ std::string ProgressBar::Numbers() const {
   const double seconds = std::max(absl::ToDoubleSeconds(now_ - start_), 1e-9);
   const double rate = static_cast<double>(done_) / seconds;
   std::string text =
-      absl::StrFormat(" %3d %%  loss %.4f  %.0f images/s", 100 * done_ / total_, loss_, rate);
+      absl::StrFormat(" %3d %%  loss %.4f  %.0f %s/s", 100 * done_ / total_, loss_, rate, items_);
   if (done_ > 0) {
     const auto left = static_cast<double>(total_ - done_);
     absl::StrAppend(&text, "  ", Clock(absl::Seconds(left / rate)), " left");

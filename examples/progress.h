@@ -25,11 +25,11 @@ struct Screen {
   static Screen None();  // shows nothing
 };
 
-// Shows the progress of `total` images. For one thread.
+// Shows the progress of so many images, or whatever they are. For one thread.
 class ProgressBar {
  public:
-  // The work is `total` images.
-  ProgressBar(Screen screen, int64_t total);
+  // The work is `total` of those.
+  ProgressBar(Screen screen, int64_t total, std::string items = "images");
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
   ~ProgressBar();  // Close()
@@ -37,7 +37,7 @@ class ProgressBar {
   // Names the current part of the work: "epoch 2/5".
   void SetLabel(std::string label) { label_ = std::move(label); }
 
-  // Says that `done` images in all are done, and what the recent loss is. Cheap: seldom draws.
+  // Says that `done` of them in all are done, and what the recent loss is. Cheap: seldom draws.
   void Update(int64_t done, double loss);
 
   // Prints a line that stays, above the bar.
@@ -53,6 +53,7 @@ class ProgressBar {
   // Constant after construction.
   const Screen screen_;
   const int64_t total_;
+  const std::string items_;
   const absl::Time start_;
 
   std::string label_;

@@ -14,6 +14,7 @@
 #include "examples/interrupt.h"
 #include "examples/program.h"
 #include "examples/replica.h"
+#include "examples/single.h"
 #include "examples/training.h"
 
 namespace distgrad {
@@ -50,5 +51,5 @@ int main(int argc, char** argv) {
       .processes = "--replicas",
       .processes_description = "Processes, each with a replica of the network",
       .most_processes = 64};
-  return distgrad::RunProgram(argc, argv, line, distgrad::TrainReplica);
+  return distgrad::RunProgram(argc, argv, line, {distgrad::TrainSingle, distgrad::TrainReplica});
 }

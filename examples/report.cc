@@ -22,7 +22,8 @@
 namespace distgrad {
 namespace {
 
-// gnuplot's commands, one a line. Columns: 1 the epoch, 5 and 6 the losses, 7 the accuracy.
+// gnuplot's commands, one a line. Columns: 1 the epoch, 2 the step, 5 and 6 the losses, 7 the
+// accuracy.
 constexpr char kScript[] =
     R"(table = {table}
 set datafile separator ','
@@ -37,15 +38,15 @@ set style line 1 linecolor '#1f77b4' linewidth 1.5
 set style line 2 linecolor '#d62728' linewidth 2 pointtype 7 pointsize 0.7
 set lmargin 9
 set rmargin 3
-set xlabel 'epoch'
+set xlabel {x label}
 set xrange [0:*]
 set yrange [0:*]
 set ylabel 'loss'
-plot table using 1:5 with lines linestyle 1 title 'training', '' using 1:6 with linespoints linestyle 2 title 'test'
+plot table using {x}:5 with lines linestyle 1 title 'training', '' using {x}:6 with linespoints linestyle 2 title 'test'
 set yrange [100*STATS_min - 0.5 : 100*STATS_max + 0.8]
-set ylabel 'accuracy on the test images (%)'
+set ylabel {accuracy}
 set key off
-plot table using 1:(100*$7) with linespoints linestyle 2, '' using (STATS_records > 12 ? NaN : $1):(100*$7):(sprintf('%.1f', 100*$7)) with labels offset -1.5,0.7
+plot table using {x}:(100*$7) with linespoints linestyle 2, '' using (STATS_records > 12 ? NaN : ${x}):(100*$7):(sprintf('%.1f', 100*$7)) with labels offset -1.5,0.7
 )";
 
 std::string Quoted(const std::string& text) {
@@ -58,19 +59,21 @@ std::string Cell(const std::optional<double>& value) {
 
 }  // namespace
 
-Report::Report(std::string directory, const std::string& begins)
-    : directory_(std::move(directory)), table_(table_path()) {
+Report::Report(std::string directory, ReportStyle style, const std::string& begins)
+    : directory_(std::move(directory)), style_(std::move(style)), table_(table_path()) {
   table_ << begins << std::flush;
 }
 
-absl::StatusOr<Report> Report::Create(const std::string& directory, int64_t steps) {
+absl::StatusOr<Report> Report::Create(const std::string& directory, ReportStyle style,
+                                      int64_t steps) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (error) {
     return absl::ErrnoToStatus(error.value(),
                                absl::StrCat("cannot make the output folder ", directory));
   }
-  std::string begins = "epoch,step,seconds,images_per_second,train_loss,test_loss,test_accuracy\n";
+  std::string begins = absl::StrCat("epoch,step,seconds,", style.items,
+                                    "_per_second,train_loss,test_loss,test_accuracy\n");
   if (steps > 0) {
     std::ifstream before(directory + "/training.csv");
     for (std::string line; std::getline(before, line);) {
@@ -81,7 +84,7 @@ absl::StatusOr<Report> Report::Create(const std::string& directory, int64_t step
     }
   }
   errno = 0;
-  Report report(directory, begins);
+  Report report(directory, std::move(style), begins);
   if (!report.table_)
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", report.table_path()));
   return report;
@@ -90,7 +93,7 @@ absl::StatusOr<Report> Report::Create(const std::string& directory, int64_t step
 absl::Status Report::Add(const ReportRow& row) {
   errno = 0;
   table_ << absl::StrFormat("%.4f,%d,%.3f,%.0f,%s,%s,%s", row.epoch, row.step, row.seconds,
-                            row.images_per_second, Cell(row.train_loss), Cell(row.test_loss),
+                            row.items_per_second, Cell(row.train_loss), Cell(row.test_loss),
                             Cell(row.test_accuracy))
          << std::endl;
   if (!table_) return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", table_path()));
@@ -99,10 +102,14 @@ absl::Status Report::Add(const ReportRow& row) {
 
 absl::Status Report::Draw(const std::string& title) const {
   const std::string picture = picture_path();
-  std::string script = absl::StrReplaceAll(kScript, {{"\n", "; "},
-                                                     {"{title}", Quoted(title)},
-                                                     {"{table}", Quoted(table_path())},
-                                                     {"{picture}", Quoted(picture)}});
+  std::string script =
+      absl::StrReplaceAll(kScript, {{"\n", "; "},
+                                    {"{title}", Quoted(title)},
+                                    {"{x}", style_.by_step ? "2" : "1"},
+                                    {"{x label}", style_.by_step ? "'step'" : "'epoch'"},
+                                    {"{accuracy}", Quoted(style_.accuracy)},
+                                    {"{table}", Quoted(table_path())},
+                                    {"{picture}", Quoted(picture)}});
   std::array<std::string, 4> arguments = {"gnuplot", "--default-settings", "-e", std::move(script)};
   std::array<char*, 5> argv = {};
   for (size_t i = 0; i < arguments.size(); ++i) argv[i] = arguments[i].data();

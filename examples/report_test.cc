@@ -32,14 +32,14 @@ TEST(ReportTest, WritesEachRowAtOnce) {
   training.epoch = 0.5;
   training.step = 10;
   training.seconds = 1.25;
-  training.images_per_second = 8000;
+  training.items_per_second = 8000;
   training.train_loss = 0.75;
   EXPECT_TRUE(report.Add(training).ok());
   ReportRow test;
   test.epoch = 1;
   test.step = 20;
   test.seconds = 2.5;
-  test.images_per_second = 8000;
+  test.items_per_second = 8000;
   test.test_loss = 0.5;
   test.test_accuracy = 0.875;
   EXPECT_TRUE(report.Add(test).ok());
@@ -58,7 +58,7 @@ TEST(ReportTest, KeepsTheFirstStepsOfARunThatGoesOn) {
       EXPECT_TRUE(report.Add(row).ok());
     }
   }
-  Report report = *Report::Create(Folder("goes on"), 20);
+  Report report = *Report::Create(Folder("goes on"), {}, 20);
   ReportRow row;
   row.step = 25;
   EXPECT_TRUE(report.Add(row).ok());

@@ -2,9 +2,18 @@
 #include "examples/single.h"
 
 #include "c10/core/GradMode.h"
+#include "examples/interrupt.h"
 #include "torch/optim/sgd.h"
 
 namespace distgrad {
+
+absl::Status TrainSingle(const Options& options) {
+  CatchInterrupts();
+  absl::StatusOr<std::unique_ptr<Training>> training = Training::Create(options);
+  if (!training.ok()) return training.status();
+  SingleLearner learner(options.seed);
+  return (*training)->Run(learner);
+}
 
 SingleLearner::SingleLearner(uint64_t seed)
     : model_(*Stage::Create(0, 1, seed)),

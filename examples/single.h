@@ -5,7 +5,10 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "examples/model.h"
+#include "examples/options.h"
 #include "examples/training.h"
 
 namespace torch::optim {
@@ -13,6 +16,9 @@ class SGD;
 }
 
 namespace distgrad {
+
+// The whole run: for --single.
+absl::Status TrainSingle(const Options& options);
 
 // Trains the whole network in this process. For one thread.
 class SingleLearner : public Learner {
