@@ -1,0 +1,155 @@
+// Makes a worker's stages, and runs batches through those of all workers of a replica.
+#include "examples/transformer_pipeline.h"
+
+#include <map>
+#include <utility>
+
+#include "ATen/ops/cat.h"
+#include "ATen/ops/scalar_tensor.h"
+#include "ATen/ops/stack.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "examples/interrupt.h"
+#include "torch/optim/adamw.h"
+
+namespace distgrad {
+namespace {
+
+constexpr char kPipeline[] = "transformer";
+
+using Tensors = std::vector<at::Tensor>;
+
+std::map<std::string, at::Tensor> ParametersOf(const std::vector<TransformerStage>& parts) {
+  std::map<std::string, at::Tensor> all;
+  for (const TransformerStage& part : parts) {
+    all.insert(part.named_parameters().begin(), part.named_parameters().end());
+  }
+  return all;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
+    Worker* worker, const TransformerOptions& options, const Options& common,
+    const TraceFile& trace) {
+  DG_ASSIGN_OR_RETURN(const Schedule schedule, MakeSchedule(options));
+  const int rank = worker->rank() % options.stages, replica = worker->rank() / options.stages;
+  std::vector<int> numbers;
+  std::vector<TransformerStage> parts;
+  for (int s = 0; s < schedule.stages(); ++s) {
+    if (schedule.rank_of_stage[s] != rank) continue;
+    DG_ASSIGN_OR_RETURN(TransformerStage part,
+                        TransformerStage::Create(options.shape, s, schedule.stages(), common.seed));
+    numbers.push_back(s);
+    parts.push_back(std::move(part));
+  }
+  std::unique_ptr<TextStageServer> server(new TextStageServer(std::move(parts)));
+  TextStageServer* const self = server.get();
+
+  if (options.replicas > 1) {
+    DG_ASSIGN_OR_RETURN(server->replicas_,
+                        ProcessGroup::Create({.name = absl::StrCat("replicas of rank ", rank),
+                                              .store = worker->store(),
+                                              .rank = replica,
+                                              .size = options.replicas,
+                                              .timeout = common.timeout,
+                                              .join_timeout = common.timeout,
+                                              .host = worker->host()}));
+    std::vector<NamedTensor> parameters;
+    for (const auto& [name, tensor] : server->parameters_) parameters.push_back({name, tensor});
+    DG_ASSIGN_OR_RETURN(server->averager_,
+                        GradientAverager::Create(server->replicas_, std::move(parameters), {},
+                                                 {.in_backward = false}));
+  }
+
+  std::map<int, PipelineStage> stages;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const TransformerStage& part = server->parts_[i];
+    stages[numbers[i]] = {
+        .forward = [&part](Tensors in) -> Tensors { return {part.Forward(in[0])}; },
+        .loss = [](Tensors out, Tensors targets) { return TextLoss(out[0], targets[0]); }};
+  }
+  DG_ASSIGN_OR_RETURN(server->stages_,
+                      PipelineStages::Create(worker, kPipeline, std::move(stages),
+                                             {.on_action = trace.StageRecorder()}));
+  DG_RETURN_IF_ERROR(worker->Register("step", [self](Request& r) { return self->Step(r); }));
+  return server;
+}
+
+TextStageServer::TextStageServer(std::vector<TransformerStage> parts)
+    : parts_(std::move(parts)),
+      parameters_(ParametersOf(parts_)),
+      optimizer_(std::make_unique<LocalOptimizer>(MakeTextOptimizer(parameters_))) {}
+
+CheckpointContents TextStageServer::Contents() const {
+  return {.tensors = parameters_, .optimizers = {{"adamw", optimizer_.get()}}};
+}
+
+absl::StatusOr<Message> TextStageServer::Step(Request& request) {
+  if (request.message.tensors.size() != 1 || !request.context.valid()) {
+    return absl::InvalidArgumentError("step takes the learning rate, within a context");
+  }
+  ContextRecord& gradients = *request.context.record();
+  if (averager_ != nullptr) DG_RETURN_IF_ERROR(averager_->Average(gradients));
+  DG_RETURN_IF_ERROR(optimizer_->Step(gradients, request.message.tensors[0].item<double>()));
+  return Message{};
+}
+
+absl::StatusOr<std::unique_ptr<PipelineTextLearner>> PipelineTextLearner::Create(
+    Worker* worker, const TransformerOptions& options, const TextStageServer& server) {
+  const std::vector<std::string> all = worker->names();
+  const std::vector<std::string> workers(all.begin() + worker->rank(),
+                                         all.begin() + worker->rank() + options.stages);
+  DG_ASSIGN_OR_RETURN(Schedule schedule, MakeSchedule(options));
+  DG_ASSIGN_OR_RETURN(
+      std::unique_ptr<Pipeline> pipeline,
+      Pipeline::Create(worker,
+                       {.name = kPipeline, .workers = workers, .schedule = std::move(schedule)}));
+  return std::unique_ptr<PipelineTextLearner>(
+      new PipelineTextLearner(worker, workers, std::move(pipeline), server.replicas()));
+}
+
+PipelineTextLearner::PipelineTextLearner(Worker* worker, std::vector<std::string> workers,
+                                         std::unique_ptr<Pipeline> pipeline,
+                                         std::shared_ptr<ProcessGroup> replicas)
+    : worker_(worker),
+      workers_(std::move(workers)),
+      pipeline_(std::move(pipeline)),
+      replicas_(std::move(replicas)) {}
+
+absl::StatusOr<double> PipelineTextLearner::Step(const TextBatch& batch, double learning_rate) {
+  const int64_t replicas = replicas_ == nullptr ? 1 : replicas_->size();
+  const int64_t replica = replicas_ == nullptr ? 0 : replicas_->rank();
+  const int64_t rows = batch.inputs.size(0) / replicas;
+  const auto own = [&](const at::Tensor& all) { return all.narrow(0, replica * rows, rows); };
+
+  const Context context = worker_->NewContext();
+  DG_ASSIGN_OR_RETURN(const PipelineResult result,
+                      pipeline_->Train(context, {own(batch.inputs)}, {own(batch.targets)}));
+  const Message rate{"", {at::scalar_tensor(learning_rate, at::kDouble)}};
+  const std::vector<WorkerRef> workers(workers_.begin(), workers_.end());
+  for (const auto& reply : worker_->CallEach(workers, "step", rate, {.context = &context})) {
+    DG_RETURN_IF_ERROR(reply.status());
+  }
+  if (replicas_ == nullptr) return result.loss.item<double>();
+
+  // Each replica waits here until all have taken the step: so a checkpoint may be saved now.
+  const at::Tensor said =
+      at::stack({result.loss.to(at::kDouble), at::scalar_tensor(InterruptedBy(), at::kDouble)});
+  DG_RETURN_IF_ERROR(replicas_->Average({said}));
+  some_interrupted_ = said[1].item<double>() != 0;
+  return said[0].item<double>();
+}
+
+absl::StatusOr<at::Tensor> PipelineTextLearner::Predict(const at::Tensor& tokens) {
+  DG_ASSIGN_OR_RETURN(const PipelineResult result, pipeline_->Evaluate({tokens}));
+  Tensors scores;
+  for (const Tensors& outputs : result.outputs) scores.push_back(outputs.at(0));
+  return at::cat(scores);
+}
+
+bool PipelineTextLearner::interrupted() const {
+  return replicas_ == nullptr ? TextLearner::interrupted() : some_interrupted_;
+}
+
+}  // namespace distgrad

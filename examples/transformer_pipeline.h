@@ -1,0 +1,83 @@
+// Training the transformer as a pipeline over workers, or as several replicas of one.
+#ifndef DISTGRAD_EXAMPLES_TRANSFORMER_PIPELINE_H_
+#define DISTGRAD_EXAMPLES_TRANSFORMER_PIPELINE_H_
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "core/checkpoint/job/part.h"
+#include "core/optim/local_optimizer.h"
+#include "core/parallel/process_group/gradient_averager.h"
+#include "core/pipeline/pipeline.h"
+#include "core/pipeline/stages.h"
+#include "core/worker/worker.h"
+#include "examples/text_training.h"
+#include "examples/trace_file.h"
+#include "examples/transformer_stage.h"
+
+namespace distgrad {
+
+// A worker's stages, and a function that the others may call:
+//
+//   "step"  {learning rate}: averages the gradients of the context over the replicas, if there are
+//           several, and steps this worker's optimizer with them.
+//
+// Worker r * stages + s has rank s of replica r. Thread-safe.
+class TextStageServer {
+ public:
+  // The worker must outlive it.
+  static absl::StatusOr<std::unique_ptr<TextStageServer>> Create(Worker* worker,
+                                                                 const TransformerOptions& options,
+                                                                 const Options& common,
+                                                                 const TraceFile& trace);
+
+  // What a checkpoint has of it. It has to outlive the part that is made of them.
+  CheckpointContents Contents() const;
+
+  // Of the workers that have the same stages; null if there is one replica.
+  const std::shared_ptr<ProcessGroup>& replicas() const { return replicas_; }
+
+ private:
+  explicit TextStageServer(std::vector<TransformerStage> parts);
+
+  absl::StatusOr<Message> Step(Request& request);
+
+  // Constant after Create().
+  const std::vector<TransformerStage> parts_;
+  const std::map<std::string, at::Tensor> parameters_;  // of all parts
+  const std::unique_ptr<LocalOptimizer> optimizer_;
+  std::shared_ptr<ProcessGroup> replicas_;
+  std::unique_ptr<GradientAverager> averager_;
+  std::unique_ptr<PipelineStages> stages_;
+};
+
+// Leads one replica, on the worker of its first stage. For one thread.
+class PipelineTextLearner : public TextLearner {
+ public:
+  // Worker and server must outlive it.
+  static absl::StatusOr<std::unique_ptr<PipelineTextLearner>> Create(
+      Worker* worker, const TransformerOptions& options, const TextStageServer& server);
+
+  // Takes the batch of all replicas, and computes with this one's rows of it.
+  absl::StatusOr<double> Step(const TextBatch& batch, double learning_rate) override;
+  absl::StatusOr<at::Tensor> Predict(const at::Tensor& tokens) override;
+  // All replicas end after the same step.
+  bool interrupted() const override;
+
+ private:
+  PipelineTextLearner(Worker* worker, std::vector<std::string> workers,
+                      std::unique_ptr<Pipeline> pipeline, std::shared_ptr<ProcessGroup> replicas);
+
+  Worker* const worker_;
+  const std::vector<std::string> workers_;  // of this replica
+  const std::unique_ptr<Pipeline> pipeline_;
+  const std::shared_ptr<ProcessGroup> replicas_;
+  bool some_interrupted_ = false;  // with replicas: one of them, by the last step
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_EXAMPLES_TRANSFORMER_PIPELINE_H_
