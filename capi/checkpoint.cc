@@ -67,6 +67,16 @@ class RunningScope {
   const EndingPart* const outer_;
 };
 
+// A save or load in a function of a part would wait for the one that runs the function.
+absl::Status CheckMayLead() {
+  DG_RETURN_IF_ERROR(CheckMayWait());
+  if (running_part == nullptr) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      "save_values and load_values of a dg_checkpoint_part cannot save or load: that would wait "
+      "for "
+      "itself");
+}
+
 absl::StatusOr<CheckpointValues> SaveValues(const PartFunctions& functions) {
   const auto handle = NewOwnedHandle<CheckpointValuesObject>();
   {
@@ -358,7 +368,7 @@ dg_error* dg_checkpoint_manager_create(dg_worker* worker, dg_str folder,
 dg_error* dg_checkpoint_manager_save(dg_checkpoint_manager* manager, int64_t step,
                                      int64_t timeout_ms) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckMayLead());
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointManagerObject> pinned,
                         Pin<CheckpointManagerObject>(manager));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
@@ -372,7 +382,7 @@ dg_error* dg_checkpoint_manager_save_async(dg_checkpoint_manager* manager, int64
                                            int64_t timeout_ms, dg_future** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckMayLead());
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointManagerObject> pinned,
                         Pin<CheckpointManagerObject>(manager));
     DG_ASSIGN_OR_RETURN(SharedWorker::Use use, pinned->worker->BeginInBackground());
@@ -392,7 +402,7 @@ dg_error* dg_checkpoint_manager_load(dg_checkpoint_manager* manager, const dg_lo
                                      dg_loaded_checkpoint** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckMayLead());
     DG_ASSIGN_OR_RETURN(const LoadOptions core_options, ToOptions(options));
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointManagerObject> pinned,
                         Pin<CheckpointManagerObject>(manager));
@@ -413,7 +423,7 @@ dg_error* dg_load_checkpoint(dg_worker* worker, dg_str folder, const dg_load_opt
                              dg_loaded_checkpoint** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckMayLead());
     DG_ASSIGN_OR_RETURN(const LoadOptions core_options, ToOptions(options));
     DG_ASSIGN_OR_RETURN(const CheckpointManagerOptions core_of, ToOptions(of));
     DG_ASSIGN_OR_RETURN(const std::string path, FromStr(folder, "folder"));

@@ -54,7 +54,8 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
                                               .size = options.replicas,
                                               .timeout = common.timeout,
                                               .join_timeout = common.timeout,
-                                              .host = worker->host()}));
+                                              .host = worker->host(),
+                                              .cluster_key = worker->cluster_key()}));
     std::vector<NamedTensor> parameters;
     for (const auto& [name, tensor] : server->parameters_) parameters.push_back({name, tensor});
     DG_ASSIGN_OR_RETURN(server->averager_,

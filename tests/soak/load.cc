@@ -499,7 +499,8 @@ absl::Status Load::Average(bool* ends) {
                                             .size = 2,
                                             .timeout = kHangs,
                                             .join_timeout = kHangs,
-                                            .host = worker_->host()}));
+                                            .host = worker_->host(),
+                                            .cluster_key = worker_->cluster_key()}));
   const at::Tensor parameter = at::full({1000}, 1.0).requires_grad_();
   DG_ASSIGN_OR_RETURN(const auto averager,
                       GradientAverager::Create(group, {{"parameter", parameter}}, {}));

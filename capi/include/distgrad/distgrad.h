@@ -1203,7 +1203,7 @@ typedef struct dg_checkpoint_part dg_checkpoint_part;
  *
  * save_values and load_values return NULL, or an error, which the library takes, and with which the
  * save or load fails. They run on threads of the worker, one at a time, as handlers do: they may
- * wait and make calls. Takes `user_data`.
+ * wait and make calls, but not save or load. Takes `user_data`.
  *
  * DG_ALREADY_EXISTS if the worker has a part of that name (the empty name counts);
  * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, for tensors that no

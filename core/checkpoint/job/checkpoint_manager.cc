@@ -38,7 +38,15 @@ namespace {
 class Parts {
  public:
   static absl::StatusOr<Parts> Of(Worker* worker, const CheckpointManagerOptions& options) {
-    if (!options.workers.empty()) return Parts(worker, options.name, options.workers);
+    if (!options.workers.empty()) {
+      std::set<std::string> names;
+      for (const std::string& name : options.workers) {
+        if (names.insert(name).second) continue;
+        return absl::InvalidArgumentError(
+            absl::StrCat("worker '", name, "' is given twice among those that have a part"));
+      }
+      return Parts(worker, options.name, options.workers);
+    }
     // Who has joined, and was not heard of, would be left out.
     DG_RETURN_IF_ERROR(Annotate(worker->UpdateMembers(), "asking who is in the job"));
     return Parts(worker, options.name, worker->names());
@@ -205,6 +213,15 @@ struct Saving {
   Deadline deadline;
   uint64_t token;
 };
+
+// An empty path is a program's mistake, such as a variable that is not set, and not a folder
+// without checkpoints.
+absl::Status CheckFolder(const std::string& folder) {
+  if (!folder.empty() && folder.find('\0') == std::string::npos) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "the folder of the checkpoints is an empty path, or has a "
+      "zero byte in it");
+}
 
 std::string Absolute(const std::string& folder) {
   std::error_code error;
@@ -379,6 +396,7 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Parts& parts, const std::string&
 absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::string& folder,
                                                 const LoadOptions& options,
                                                 const CheckpointManagerOptions& of) {
+  DG_RETURN_IF_ERROR(CheckFolder(folder));
   const absl::StatusOr<Parts> parts = Parts::Of(worker, of);
   if (!parts.ok()) return NotNotFound(parts.status());
   const std::string path = Absolute(folder);
@@ -595,6 +613,7 @@ absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Create(
     return absl::InvalidArgumentError(
         absl::StrCat(options.keep, " checkpoints are to be kept, and at least one is"));
   }
+  DG_RETURN_IF_ERROR(CheckFolder(folder));
   DG_ASSIGN_OR_RETURN(std::unique_ptr<StepFolders> folders,
                       StepFolders::Lock(Absolute(folder), options.file_calls));
   return std::unique_ptr<CheckpointManager>(new CheckpointManager(

@@ -700,6 +700,16 @@ TEST_F(CheckpointManagerTest, DamageBetweenTheTwoReadsIsFound) {
 
 TEST_F(CheckpointManagerTest, MistakesAreErrors) {
   Cluster cluster({.workers = 2});
+  // Not kNotFound, at which a program begins at step 0.
+  for (const std::string& no_folder : {std::string(), std::string("a\0b", 3)}) {
+    EXPECT_EQ(CheckpointManager::Create(&cluster[0], no_folder).status().code(),
+              Code::kInvalidArgument);
+    EXPECT_EQ(LoadCheckpoint(&cluster[0], no_folder).status().code(), Code::kInvalidArgument);
+  }
+  const absl::Status twice =
+      LoadCheckpoint(&cluster[0], folder_, {}, {.workers = {"worker0", "worker0"}}).status();
+  EXPECT_EQ(twice.code(), Code::kInvalidArgument) << twice;
+  EXPECT_TRUE(absl::StrContains(twice.message(), "worker0")) << twice;
   Layer a(1);
   const at::Tensor other = at::ones({1});
   const auto part = Part(cluster[0], {.tensors = a.Tensors("a")});
