@@ -167,7 +167,7 @@ TEST(FindPlaceTest, Pmi) {
   EXPECT_EQ(Summary(Find(With(kHydra, kAddress))), "1/4 1/2 tcp://head:4711 client");
   EXPECT_TRUE(absl::StartsWith(Summary(Find(kHydra)),
                                "FAILED_PRECONDITION: PMI says that this is "
-                               "worker 1 of 4, but nobody says where"));
+                               "worker 1 of 4, but no rendezvous is set"));
   const Variables pmix = With(kAddress, {{"PMIX_RANK", "1"}});
   EXPECT_TRUE(absl::StrContains(Summary(Find(pmix)), "PMIX_RANK=\"1\" is set, but PMIx has no "));
   PlaceOptions options;
@@ -257,8 +257,8 @@ TEST(FindPlaceTest, WhatIsHalfSaid) {
       {kAddress, "MASTER_ADDR=\"head\" is set, but nobody says which rank"},
       {{{"DISTGRAD_RENDEZVOUS", "tcp://a:1"}},
        "rendezvous 'tcp://a:1' is given, but nobody says which rank"},
-      {{{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "this is worker 1 of 2, but nobody says where"},
-      {With(kSrun, {{"SLURM_JOB_ID", "-"}}), "Slurm says that this is worker 5 of 6, but nobody"},
+      {{{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "this is worker 1 of 2, but no rendezvous is set"},
+      {With(kSrun, {{"SLURM_JOB_ID", "-"}}), "Slurm says that this is worker 5 of 6, but no rendezvous"},
   };
   for (const auto& [variables, complaint] : half) {
     const absl::Status status = Find(variables).status();
