@@ -61,15 +61,19 @@ class Parts {
                                                    const std::vector<std::string>& payloads,
                                                    uint64_t token, Deadline deadline) const {
     std::vector<Future<Message>> calls;
-    const auto dropped = std::make_shared<std::atomic<bool>>(false);  // which fails the others
+    // The call that failed first, which then fails the others: they are not the cause.
+    const auto first = std::make_shared<std::atomic<int>>(-1);
     for (size_t i = 0; i < workers_.size(); ++i) {
       calls.push_back(worker_->CallAsync(workers_[i], absl::StrCat(function, name_),
                                          {payloads[payloads.size() == 1 ? 0 : i], {}},
                                          {.deadline = deadline}));
       // It may run later than the wait below ends.
       if (token == 0) continue;
-      calls.back().Then([parts = *this, token, dropped](const absl::StatusOr<Message>& reply) {
-        if (!reply.ok() && !dropped->exchange(true)) parts.Drop(token);
+      calls.back().Then([parts = *this, token, first, i](const absl::StatusOr<Message>& reply) {
+        int none = -1;
+        if (!reply.ok() && first->compare_exchange_strong(none, static_cast<int>(i))) {
+          parts.Drop(token);
+        }
       });
     }
     std::vector<std::string> replies;
@@ -81,6 +85,10 @@ class Parts {
       } else if (failed.ok() || absl::IsCancelled(failed)) {  // who was stopped is not the cause
         failed = Annotate(reply.status(), absl::StrCat("worker '", workers_[i], "'"));
       }
+    }
+    if (const int cause = *first; cause >= 0) {
+      failed =
+          Annotate(calls[cause].Wait().status(), absl::StrCat("worker '", workers_[cause], "'"));
     }
     DG_RETURN_IF_ERROR(failed);
     return replies;
