@@ -258,7 +258,8 @@ TEST(FindPlaceTest, WhatIsHalfSaid) {
       {{{"DISTGRAD_RENDEZVOUS", "tcp://a:1"}},
        "rendezvous 'tcp://a:1' is given, but nobody says which rank"},
       {{{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "this is worker 1 of 2, but no rendezvous is set"},
-      {With(kSrun, {{"SLURM_JOB_ID", "-"}}), "Slurm says that this is worker 5 of 6, but no rendezvous"},
+      {With(kSrun, {{"SLURM_JOB_ID", "-"}}),
+       "Slurm says that this is worker 5 of 6, but no rendezvous"},
   };
   for (const auto& [variables, complaint] : half) {
     const absl::Status status = Find(variables).status();
