@@ -31,7 +31,7 @@ TEST(CppTest, Operators) {
   EXPECT_EQ(x.shape(), std::vector<int64_t>{3});
   EXPECT_EQ(x.device(), "cpu");
   EXPECT_EQ(dg::Op("aten::add.Tensor", {x, 1.5}).data<float>()[0], 4.5f);
-  EXPECT_EQ(dg::Op("aten::cat", {std::vector<dg::Tensor>{x, x}}).size(), 6);
+  EXPECT_EQ(dg::Op("aten::cat", {std::vector<dg::Tensor>{x, x}}).element_count(), 6);
   const std::vector<dg::Tensor> sorted = dg::Ops("aten::sort", {x}).tensors();
   ASSERT_EQ(sorted.size(), 2u);
   EXPECT_EQ(sorted[0].data<float>()[0], 1);
@@ -204,7 +204,7 @@ TEST(CppTest, WaitLetsExceptionsThrough) {
 
 TEST(CppTest, DataParallel) {
   const std::vector<std::string> devices = {"cpu", "cpu"};
-  const std::vector<dg_str> names = dg::Strs(devices);
+  const std::vector<dg_str> names = {dg::Str("cpu"), dg::Str("cpu")};
   dg_data_parallel_options options = DG_DATA_PARALLEL_OPTIONS_INIT;
   options.devices = names.data();
   options.device_count = names.size();
@@ -228,7 +228,7 @@ TEST(CppTest, DataParallel) {
 
   const std::vector<dg::Tensor> parts = dg::Scatter(x, devices, 0, {1, 3});
   ASSERT_EQ(parts.size(), 2u);
-  EXPECT_EQ(parts[1].size(), 3);
+  EXPECT_EQ(parts[1].element_count(), 3);
   EXPECT_EQ(dg::Scatter(scale, devices).size(), 1u);
   EXPECT_EQ(CodeOf([&] { dg::Scatter(x, devices, 0, {4}); }), DG_INVALID_ARGUMENT);
   EXPECT_EQ(dg::Gather(parts).data<float>()[3], 4);
@@ -594,7 +594,7 @@ TEST(CppTest, Job) {
     EXPECT_EQ(CodeOf([&] { optimizer.ClipGradients(context, -1); }), DG_INVALID_ARGUMENT);
     optimizer.Step(context);
     EXPECT_LT(x.data<float>()[0], 2);
-    EXPECT_EQ(worker.CallOp("worker1", "aten::neg", {x}, &context).tensor(0).size(), 1);
+    EXPECT_EQ(worker.CallOp("worker1", "aten::neg", {x}, &context).tensor(0).element_count(), 1);
   }
   {
     const dg::Context context(worker);

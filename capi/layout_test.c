@@ -60,8 +60,8 @@ FIELD(dg_limits, handshake_timeout_ms, 64);
 GROWS_FROM(dg_device_pair, 56);
 FIELD(dg_device_pair, struct_size, 0);
 FIELD(dg_device_pair, peer, 8);
-FIELD(dg_device_pair, mine, 24);
-FIELD(dg_device_pair, theirs, 40);
+FIELD(dg_device_pair, local, 24);
+FIELD(dg_device_pair, remote, 40);
 
 GROWS_FROM(dg_member, 40);
 FIELD(dg_member, struct_size, 0);

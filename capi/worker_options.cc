@@ -50,9 +50,9 @@ absl::StatusOr<std::map<std::string, DevicePairs>> ToDeviceMaps(const dg_device_
         const dg_device_pair pair,
         ReadOptions<dg_device_pair>(pairs[i], DG_DEVICE_PAIR_INIT, "dg_device_pair"));
     DG_ASSIGN_OR_RETURN(const std::string peer, FromStr(pair.peer, what));
-    DG_ASSIGN_OR_RETURN(const c10::Device mine, ToDevice(pair.mine, what));
-    DG_ASSIGN_OR_RETURN(const c10::Device theirs, ToDevice(pair.theirs, what));
-    maps[peer].emplace_back(mine, theirs);
+    DG_ASSIGN_OR_RETURN(const c10::Device local, ToDevice(pair.local, what));
+    DG_ASSIGN_OR_RETURN(const c10::Device remote, ToDevice(pair.remote, what));
+    maps[peer].emplace_back(local, remote);
   }
   return maps;
 }

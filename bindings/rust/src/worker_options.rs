@@ -123,21 +123,21 @@ impl WorkerOptions {
         self.set_flag(NO_GPU_CHANNEL, !gpu_channel);
         self
     }
-    /// Maps a device of this worker to one of another: a tensor that is sent from `mine` arrives on
-    /// `theirs`, and its gradient comes back the same way. One to one for each peer. The CPU always
+    /// Maps a device of this worker to one of another: a tensor that is sent from `local` arrives
+    /// on `remote`, and its gradient comes back the same way. One to one for each peer. The CPU always
     /// maps to the CPU and is left out. It is enough that one of the two workers gives the map.
     /// Default: none.
     #[doc(alias = "dg_device_pair")]
     pub fn device_pair(
         mut self,
         peer: impl Into<String>,
-        mine: impl Into<String>,
-        theirs: impl Into<String>,
+        local: impl Into<String>,
+        remote: impl Into<String>,
     ) -> Self {
         self.0.device_pairs.push(RawDevicePair {
             peer: peer.into(),
-            mine: mine.into(),
-            theirs: theirs.into(),
+            local: local.into(),
+            remote: remote.into(),
         });
         self
     }

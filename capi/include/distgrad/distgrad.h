@@ -551,13 +551,13 @@ typedef struct dg_limits {
 #define DG_LIMITS_INIT \
   { sizeof(dg_limits), 0, 0, 0, 0, 0, 0, 0, 0 }
 
-/* Maps a device of this worker to one of another: a tensor that is sent from the one arrives on
- * the other, and its gradient comes back the same way. */
+/* Maps a device of this worker to one of another: a tensor that is sent from `local` arrives
+ * on `remote`, and its gradient comes back the same way. */
 typedef struct dg_device_pair {
   size_t struct_size;
   dg_str peer;   /* the other worker's name */
-  dg_str mine;   /* "cuda:0" */
-  dg_str theirs; /* "cuda:1" */
+  dg_str local;  /* this worker's device, "cuda:0" */
+  dg_str remote; /* the other's, "cuda:1" */
 } dg_device_pair;
 #define DG_DEVICE_PAIR_INIT                          \
   {                                                  \

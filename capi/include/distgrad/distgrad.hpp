@@ -58,11 +58,13 @@ class Error : public std::runtime_error {
 
 inline dg_str Str(std::string_view text) noexcept { return dg_str{text.data(), text.size()}; }
 inline std::string_view View(dg_str text) noexcept { return {text.data, text.size}; }
+namespace internal {
 inline std::vector<dg_str> Strs(const std::vector<std::string>& texts) {
   std::vector<dg_str> strs;
   for (const std::string& text : texts) strs.push_back(Str(text));
   return strs;
 }
+}  // namespace internal
 
 // Takes the result of a C function, and throws it if it is an error.
 inline void Check(dg_error* error) {
@@ -145,6 +147,7 @@ constexpr dg_dtype DtypeOf<uint8_t>() {
   return DG_UINT8;
 }
 
+namespace internal {
 // Returns the sizes of a tensor, or its strides in elements. Empty if `tensor` is null.
 inline std::vector<int64_t> Layout(const dg_tensor* tensor, bool sizes) {
   std::vector<int64_t> numbers(dg_tensor_dim_count(tensor));
@@ -157,6 +160,7 @@ inline std::vector<int64_t> Layout(const dg_tensor* tensor, bool sizes) {
   numbers.resize(count);
   return numbers;
 }
+}  // namespace internal
 
 // A reference to a tensor; a copy refers to the same tensor. A null one is no tensor.
 class Tensor {
@@ -220,14 +224,14 @@ class Tensor {
   }
   void* torch() const noexcept { return dg_tensor_torch(get()); }
   // Creates one more reference to a borrowed handle.
-  static Tensor Borrow(const dg_tensor* handle) { return Tensor(Clone(handle)); }
+  static Tensor FromBorrowed(const dg_tensor* handle) { return Tensor(Clone(handle)); }
 
   dg_dtype dtype() const noexcept { return dg_tensor_dtype(get()); }
   // A dimension along which the parts of a nested tensor differ has size -1.
-  std::vector<int64_t> shape() const { return Layout(get(), true); }
+  std::vector<int64_t> shape() const { return internal::Layout(get(), true); }
   // Returns the strides in elements. DG_FAILED_PRECONDITION for a sparse or nested tensor.
-  std::vector<int64_t> strides() const { return Layout(get(), false); }
-  int64_t size() const noexcept { return dg_tensor_element_count(get()); }
+  std::vector<int64_t> strides() const { return internal::Layout(get(), false); }
+  int64_t element_count() const noexcept { return dg_tensor_element_count(get()); }
   std::string_view device() const noexcept { return View(dg_tensor_device(get())); }
   bool requires_grad() const noexcept { return dg_tensor_requires_grad(get()); }
   void RequireGrad() { Check(dg_tensor_require_grad(get())); }
@@ -258,11 +262,13 @@ class Tensor {
   Handle<dg_tensor, dg_tensor_destroy> handle_;
 };
 
+namespace internal {
 inline std::vector<const dg_tensor*> Handles(const std::vector<Tensor>& tensors) {
   std::vector<const dg_tensor*> handles;
   for (const Tensor& tensor : tensors) handles.push_back(tensor.get());
   return handles;
 }
+}  // namespace internal
 
 // Passes the lines of the library's log to `sink`, with DG_LOG_...; null restores standard error.
 // `sink` must not throw, wait or call the library.
@@ -320,7 +326,7 @@ class Value {
   Value(const std::vector<double>& value) noexcept
       : value_(dg_value_reals(value.data(), value.size())) {}
   Value(const std::vector<Tensor>& value)
-      : tensors_(std::make_shared<std::vector<const dg_tensor*>>(Handles(value))),
+      : tensors_(std::make_shared<std::vector<const dg_tensor*>>(internal::Handles(value))),
         value_(dg_value_tensors(tensors_->data(), tensors_->size())) {}
   explicit Value(const dg_value& value) noexcept : value_(value) {}
   const dg_value& get() const noexcept { return value_; }
@@ -332,11 +338,13 @@ class Value {
 
 using Arguments = std::initializer_list<Value>;
 
+namespace internal {
 inline std::vector<dg_value> ToValues(Arguments arguments) {
   std::vector<dg_value> values;
   for (const Value& argument : arguments) values.push_back(argument.get());
   return values;
 }
+}  // namespace internal
 
 // The results of an operator.
 class Values {
@@ -354,7 +362,7 @@ class Values {
   Tensor tensor(size_t index) const {
     const dg_value value = at(index);
     if (value.kind != DG_VALUE_TENSOR) throw NotATensor(index);
-    return Tensor::Borrow(value.as.tensor);
+    return Tensor::FromBorrowed(value.as.tensor);
   }
   // Returns all results of an operator that returns tensors, those of lists one after the other.
   // DG_INVALID_ARGUMENT if one of them is neither a tensor nor a list of them: see at().
@@ -364,7 +372,7 @@ class Values {
       const dg_value value = at(i);
       if (value.kind == DG_VALUE_TENSORS) {
         for (size_t j = 0; j < value.as.tensors.size; ++j) {
-          tensors.push_back(Tensor::Borrow(value.as.tensors.data[j]));
+          tensors.push_back(Tensor::FromBorrowed(value.as.tensors.data[j]));
         }
       } else {
         tensors.push_back(tensor(i));
@@ -386,7 +394,7 @@ class Values {
 
 // Runs an operator, whatever its results are.
 inline Values Ops(std::string_view op, Arguments arguments) {
-  const std::vector<dg_value> values = ToValues(arguments);
+  const std::vector<dg_value> values = internal::ToValues(arguments);
   dg_values* out = nullptr;
   Check(dg_op_call(Str(op), values.data(), values.size(), &out));
   return Values(out);
@@ -397,7 +405,7 @@ inline void CheckPure(std::string_view op) { Check(dg_op_check_pure(Str(op))); }
 
 // Runs an operator whose result is one tensor.
 inline Tensor Op(std::string_view op, Arguments arguments) {
-  const std::vector<dg_value> values = ToValues(arguments);
+  const std::vector<dg_value> values = internal::ToValues(arguments);
   dg_tensor* out = nullptr;
   Check(dg_op_tensors(Str(op), values.data(), values.size(), &out, 1));
   return Tensor(out);
@@ -408,7 +416,7 @@ inline Tensor Op(std::string_view op, Arguments arguments) {
 class Message {
  public:
   explicit Message(std::string_view payload = {}, const std::vector<Tensor>& tensors = {}) {
-    const std::vector<const dg_tensor*> handles = Handles(tensors);
+    const std::vector<const dg_tensor*> handles = internal::Handles(tensors);
     dg_message* out = nullptr;
     Check(dg_message_create(payload.data(), payload.size(), handles.data(), handles.size(), &out));
     handle_ = Handle<dg_message, dg_message_destroy>(out);
@@ -468,6 +476,7 @@ class Future {
   Handle<dg_future, dg_future_destroy> handle_;
 };
 
+namespace internal {
 // Calls `cancelled`, which must not throw or wait, once it is cancelled. Returns a number for
 // Forget(), 0 if it was called.
 inline uint64_t OnCancel(const dg_cancellation* cancellation, std::function<void()> cancelled) {
@@ -483,6 +492,7 @@ inline uint64_t OnCancel(const dg_cancellation* cancellation, std::function<void
 inline void Forget(const dg_cancellation* cancellation, uint64_t id) {
   Check(dg_cancellation_forget(cancellation, id));
 }
+}  // namespace internal
 
 class Cancellation {
  public:
@@ -495,9 +505,9 @@ class Cancellation {
   // Throws an error that says why, if it is cancelled.
   void ThrowIfCancelled() const { Check(dg_cancellation_check(get())); }
   uint64_t OnCancel(std::function<void()> cancelled) const {
-    return dg::OnCancel(get(), std::move(cancelled));
+    return internal::OnCancel(get(), std::move(cancelled));
   }
-  void Forget(uint64_t id) const { dg::Forget(get(), id); }
+  void Forget(uint64_t id) const { internal::Forget(get(), id); }
   dg_cancellation* get() const noexcept { return handle_.get(); }
 
  private:
@@ -540,9 +550,9 @@ class Request {
   // Throws an error that says why, if nobody waits for the answer any more.
   void ThrowIfCancelled() const { Check(dg_cancellation_check(request_->cancellation)); }
   uint64_t OnCancel(std::function<void()> cancelled) const {
-    return dg::OnCancel(request_->cancellation, std::move(cancelled));
+    return internal::OnCancel(request_->cancellation, std::move(cancelled));
   }
-  void Forget(uint64_t id) const { dg::Forget(request_->cancellation, id); }
+  void Forget(uint64_t id) const { internal::Forget(request_->cancellation, id); }
   const dg_request& get() const noexcept { return *request_; }
 
  private:
@@ -773,13 +783,13 @@ class Context {
   uint64_t id() const noexcept { return dg_context_id(get()); }
   void Backward(const std::vector<Tensor>& roots,
                 const dg_backward_options& options = DG_BACKWARD_OPTIONS_INIT) const {
-    const std::vector<const dg_tensor*> handles = Handles(roots);
+    const std::vector<const dg_tensor*> handles = internal::Handles(roots);
     Check(dg_context_backward(get(), handles.data(), handles.size(), &options));
   }
   // The same without waiting. Future::Wait() and Get() wait for it; Get() throws its error.
   Future BackwardAsync(const std::vector<Tensor>& roots,
                        const dg_backward_options& options = DG_BACKWARD_OPTIONS_INIT) const {
-    const std::vector<const dg_tensor*> handles = Handles(roots);
+    const std::vector<const dg_tensor*> handles = internal::Handles(roots);
     dg_future* out = nullptr;
     Check(dg_context_backward_async(get(), handles.data(), handles.size(), &options, &out));
     return Future(out);
@@ -802,7 +812,7 @@ class Context {
           Visit& visit = *static_cast<Visit*>(data);
           try {
             if (!visit.thrown) {
-              visit.pairs.emplace_back(Tensor::Borrow(leaf), Tensor::Borrow(gradient));
+              visit.pairs.emplace_back(Tensor::FromBorrowed(leaf), Tensor::FromBorrowed(gradient));
             }
           } catch (...) {
             visit.thrown = std::current_exception();
@@ -822,26 +832,28 @@ class Context {
   Handle<dg_context, dg_context_destroy> handle_;
 };
 
+namespace internal {
 inline dg_call_options In(const Context* context) noexcept {
   dg_call_options options = DG_CALL_OPTIONS_INIT;
   options.context = context == nullptr ? nullptr : context->get();
   return options;
 }
+}  // namespace internal
 inline Message Worker::Call(std::string_view to, std::string_view function, const Message& request,
                             const Context* context) {
-  return Call(to, function, request, In(context));
+  return Call(to, function, request, internal::In(context));
 }
 inline Future Worker::CallAsync(std::string_view to, std::string_view function,
                                 const Message& request, const Context* context) {
-  return CallAsync(to, function, request, In(context));
+  return CallAsync(to, function, request, internal::In(context));
 }
 inline Values Worker::CallOp(std::string_view to, std::string_view op, Arguments arguments,
                              const Context* context) {
-  return CallOp(to, op, arguments, In(context));
+  return CallOp(to, op, arguments, internal::In(context));
 }
 inline Values Worker::CallOp(std::string_view to, std::string_view op, Arguments arguments,
                              const dg_call_options& options) {
-  const std::vector<dg_value> values = ToValues(arguments);
+  const std::vector<dg_value> values = internal::ToValues(arguments);
   dg_values* out = nullptr;
   Check(dg_worker_call_op(get(), Str(to), Str(op), values.data(), values.size(), &options, &out));
   return Values(out);
@@ -849,11 +861,11 @@ inline Values Worker::CallOp(std::string_view to, std::string_view op, Arguments
 
 inline Future Worker::CallOpAsync(std::string_view to, std::string_view op, Arguments arguments,
                                   const Context* context) {
-  return CallOpAsync(to, op, arguments, In(context));
+  return CallOpAsync(to, op, arguments, internal::In(context));
 }
 inline Future Worker::CallOpAsync(std::string_view to, std::string_view op, Arguments arguments,
                                   const dg_call_options& options) {
-  const std::vector<dg_value> values = ToValues(arguments);
+  const std::vector<dg_value> values = internal::ToValues(arguments);
   dg_future* out = nullptr;
   Check(dg_worker_call_op_async(get(), Str(to), Str(op), values.data(), values.size(), &options,
                                 &out));
@@ -863,12 +875,12 @@ inline Future Worker::CallOpAsync(std::string_view to, std::string_view op, Argu
 inline std::vector<std::variant<Message, Error>> Worker::CallEach(
     const std::vector<std::string>& to, std::string_view function, const Message& request,
     const Context* context) {
-  return CallEach(to, function, request, In(context));
+  return CallEach(to, function, request, internal::In(context));
 }
 inline std::vector<std::variant<Message, Error>> Worker::CallEach(
     const std::vector<std::string>& to, std::string_view function, const Message& request,
     const dg_call_options& options) {
-  const std::vector<dg_str> names = Strs(to);
+  const std::vector<dg_str> names = internal::Strs(to);
   std::vector<dg_message*> replies(to.size());
   std::vector<dg_error*> errors(to.size());
   Check(dg_worker_call_each(get(), names.data(), names.size(), Str(function), request.get(),
@@ -889,6 +901,7 @@ inline std::vector<std::variant<Message, Error>> Worker::CallEach(
 
 using TensorMap = std::map<std::string, Tensor>;
 
+namespace internal {
 // The names and handles of a TensorMap, which it borrows.
 struct NamedHandles {
   explicit NamedHandles(const TensorMap& map) {
@@ -900,11 +913,12 @@ struct NamedHandles {
   std::vector<dg_str> names;
   std::vector<const dg_tensor*> tensors;
 };
+}  // namespace internal
 
 // Writes tensors and metadata to a safetensors file, all or nothing.
 inline void SaveSafetensors(const TensorMap& tensors, std::string_view path,
                             const std::map<std::string, std::string>& metadata = {}) {
-  const NamedHandles named(tensors);
+  const internal::NamedHandles named(tensors);
   std::vector<dg_entry> entries;
   for (const auto& [name, value] : metadata) entries.push_back({Str(name), Str(value)});
   Check(dg_safetensors_save(Str(path), named.names.data(), named.tensors.data(), named.names.size(),
@@ -922,7 +936,7 @@ inline TensorMap LoadSafetensors(std::string_view path) {
       [](void* data, dg_str name, const dg_tensor* tensor) {
         Visit& visit = *static_cast<Visit*>(data);
         try {
-          if (!visit.thrown) visit.tensors.emplace(View(name), Tensor::Borrow(tensor));
+          if (!visit.thrown) visit.tensors.emplace(View(name), Tensor::FromBorrowed(tensor));
         } catch (...) {
           visit.thrown = std::current_exception();
         }
@@ -934,7 +948,7 @@ inline TensorMap LoadSafetensors(std::string_view path) {
 
 // Writes what is in a file to tensors.
 inline void LoadSafetensorsInto(std::string_view path, const TensorMap& tensors) {
-  const NamedHandles named(tensors);
+  const internal::NamedHandles named(tensors);
   Check(dg_safetensors_load_into(Str(path), named.names.data(), named.tensors.data(),
                                  named.names.size()));
 }
@@ -1038,7 +1052,7 @@ class Optimizer {
         [](void* data, dg_str name, const dg_tensor* tensor) {
           Visit& visit = *static_cast<Visit*>(data);
           try {
-            if (!visit.thrown) visit.state.emplace_back(View(name), Tensor::Borrow(tensor));
+            if (!visit.thrown) visit.state.emplace_back(View(name), Tensor::FromBorrowed(tensor));
           } catch (...) {
             visit.thrown = std::current_exception();
           }
@@ -1058,12 +1072,12 @@ class Optimizer {
   }
   // Saves this worker's part to a file, by the names of its parameters, and loads it from one.
   void Save(const TensorMap& parameters, std::string_view path) const {
-    const NamedHandles named(parameters);
+    const internal::NamedHandles named(parameters);
     Check(dg_optimizer_save(get(), named.names.data(), named.tensors.data(), named.names.size(),
                             Str(path)));
   }
   void Load(std::string_view path, const TensorMap& parameters) {
-    const NamedHandles named(parameters);
+    const internal::NamedHandles named(parameters);
     Check(dg_optimizer_load(get(), named.names.data(), named.tensors.data(), named.names.size(),
                             Str(path)));
   }
@@ -1076,7 +1090,7 @@ class Optimizer {
   template <typename Function, typename Options>
   void Create(Function create, Worker& worker, std::string_view name,
               const std::vector<Tensor>& parameters, const Options& options) {
-    const std::vector<const dg_tensor*> handles = Handles(parameters);
+    const std::vector<const dg_tensor*> handles = internal::Handles(parameters);
     dg_optimizer* out = nullptr;
     Check(create(worker.get(), Str(name), handles.data(), handles.size(), &options, &out));
     handle_ = Handle<dg_optimizer, dg_optimizer_destroy>(out);
@@ -1109,7 +1123,7 @@ struct CheckpointContents {
 class CheckpointPart {
  public:
   CheckpointPart(Worker& worker, const CheckpointContents& contents, std::string_view name = {}) {
-    const NamedHandles tensors(contents.tensors);
+    const internal::NamedHandles tensors(contents.tensors);
     std::vector<dg_str> optimizer_names;
     std::vector<dg_optimizer*> optimizers;
     for (const auto& [optimizer_name, optimizer] : contents.optimizers) {
@@ -1392,7 +1406,7 @@ class PipelineStages {
  private:
   static std::vector<Tensor> Borrowed(const dg_tensor* const* handles, size_t count) {
     std::vector<Tensor> tensors;
-    for (size_t i = 0; i < count; ++i) tensors.push_back(Tensor::Borrow(handles[i]));
+    for (size_t i = 0; i < count; ++i) tensors.push_back(Tensor::FromBorrowed(handles[i]));
     return tensors;
   }
   static dg_error* Forward(void* data, const dg_micro_batch* batch, dg_message** outputs) noexcept {
@@ -1429,7 +1443,7 @@ class Pipeline {
   Pipeline(Worker& worker, std::string_view name, const Schedule& schedule,
            const std::vector<std::string>& workers,
            const dg_pipeline_options& options = DG_PIPELINE_OPTIONS_INIT) {
-    const std::vector<dg_str> names = Strs(workers);
+    const std::vector<dg_str> names = internal::Strs(workers);
     dg_pipeline* out = nullptr;
     Check(dg_pipeline_create(worker.get(), Str(name), schedule.get(), names.data(), names.size(),
                              &options, &out));
@@ -1438,7 +1452,8 @@ class Pipeline {
   PipelineResult Train(
       const Context& context, const std::vector<Tensor>& inputs, const std::vector<Tensor>& targets,
       const dg_pipeline_run_options& options = DG_PIPELINE_RUN_OPTIONS_INIT) const {
-    const std::vector<const dg_tensor*> given = Handles(inputs), wanted = Handles(targets);
+    const std::vector<const dg_tensor*> given = internal::Handles(inputs),
+                                        wanted = internal::Handles(targets);
     dg_pipeline_result* out = nullptr;
     Check(dg_pipeline_train(get(), context.get(), given.data(), given.size(), wanted.data(),
                             wanted.size(), &options, &out));
@@ -1447,7 +1462,8 @@ class Pipeline {
   PipelineResult Evaluate(
       const std::vector<Tensor>& inputs, const std::vector<Tensor>& targets = {},
       const dg_pipeline_run_options& options = DG_PIPELINE_RUN_OPTIONS_INIT) const {
-    const std::vector<const dg_tensor*> given = Handles(inputs), wanted = Handles(targets);
+    const std::vector<const dg_tensor*> given = internal::Handles(inputs),
+                                        wanted = internal::Handles(targets);
     dg_pipeline_result* out = nullptr;
     Check(dg_pipeline_evaluate(get(), given.data(), given.size(), wanted.data(), wanted.size(),
                                &options, &out));
@@ -1497,18 +1513,20 @@ class Replica {
  private:
   static std::vector<Tensor> Tensors(const dg_tensor* const* handles, size_t count) {
     std::vector<Tensor> tensors;
-    for (size_t i = 0; i < count; ++i) tensors.push_back(Tensor::Borrow(handles[i]));
+    for (size_t i = 0; i < count; ++i) tensors.push_back(Tensor::FromBorrowed(handles[i]));
     return tensors;
   }
   const dg_replica* replica_;
 };
 
+namespace internal {
 // Owns the handles that a C function stored.
 inline std::vector<Tensor> Own(const std::vector<dg_tensor*>& handles) {
   std::vector<Tensor> tensors;
   for (dg_tensor* handle : handles) tensors.emplace_back(handle);
   return tensors;
 }
+}  // namespace internal
 
 class DataParallel {
  public:
@@ -1517,7 +1535,7 @@ class DataParallel {
 
   DataParallel(const std::vector<Tensor>& parameters, const dg_data_parallel_options& options,
                Function function) {
-    const std::vector<const dg_tensor*> handles = Handles(parameters);
+    const std::vector<const dg_tensor*> handles = internal::Handles(parameters);
     dg_data_parallel* out = nullptr;
     Check(dg_data_parallel_create(
         handles.data(), handles.size(), &options, Run, new Function(std::move(function)),
@@ -1525,11 +1543,11 @@ class DataParallel {
     handle_ = Handle<dg_data_parallel, dg_data_parallel_destroy>(out);
   }
   std::vector<Tensor> Forward(const std::vector<Tensor>& inputs, size_t output_count = 1) const {
-    const std::vector<const dg_tensor*> handles = Handles(inputs);
+    const std::vector<const dg_tensor*> handles = internal::Handles(inputs);
     std::vector<dg_tensor*> outs(output_count);
     Check(
         dg_data_parallel_forward(get(), handles.data(), handles.size(), outs.data(), outs.size()));
-    return Own(outs);
+    return internal::Own(outs);
   }
   dg_data_parallel* get() const noexcept { return handle_.get(); }
 
@@ -1552,17 +1570,17 @@ inline std::vector<Tensor> Scatter(const Tensor& tensor, const std::vector<std::
   if (!sizes.empty() && sizes.size() != devices.size()) {
     throw Error(DG_INVALID_ARGUMENT, "there is not one size for each device");
   }
-  const std::vector<dg_str> names = Strs(devices);
+  const std::vector<dg_str> names = internal::Strs(devices);
   std::vector<dg_tensor*> outs(devices.size());
   size_t count = 0;
   Check(dg_scatter(tensor.get(), names.data(), names.size(), dim,
                    sizes.empty() ? nullptr : sizes.data(), outs.data(), &count));
   outs.resize(count);
-  return Own(outs);
+  return internal::Own(outs);
 }
 inline Tensor Gather(const std::vector<Tensor>& tensors, std::string_view device = {},
                      int64_t dim = 0) {
-  const std::vector<const dg_tensor*> handles = Handles(tensors);
+  const std::vector<const dg_tensor*> handles = internal::Handles(tensors);
   dg_tensor* out = nullptr;
   Check(dg_gather(handles.data(), handles.size(), Str(device), dim, &out));
   return Tensor(out);
@@ -1570,8 +1588,8 @@ inline Tensor Gather(const std::vector<Tensor>& tensors, std::string_view device
 // Returns the copies by device, then by tensor.
 inline std::vector<std::vector<Tensor>> Broadcast(const std::vector<Tensor>& tensors,
                                                   const std::vector<std::string>& devices) {
-  const std::vector<const dg_tensor*> handles = Handles(tensors);
-  const std::vector<dg_str> names = Strs(devices);
+  const std::vector<const dg_tensor*> handles = internal::Handles(tensors);
+  const std::vector<dg_str> names = internal::Strs(devices);
   std::vector<dg_tensor*> outs(tensors.size() * devices.size());
   Check(dg_broadcast(handles.data(), handles.size(), names.data(), names.size(), outs.data()));
   std::vector<std::vector<Tensor>> copies(devices.size());
@@ -1589,7 +1607,7 @@ inline std::vector<Tensor> ReduceAdd(const std::vector<std::vector<Tensor>>& lis
   }
   std::vector<dg_tensor*> outs(length);
   Check(dg_reduce_add(handles.data(), lists.size(), length, Str(device), outs.data()));
-  return Own(outs);
+  return internal::Own(outs);
 }
 
 // ----------------------------------------------------------------------------- Process groups
@@ -1606,11 +1624,11 @@ class ProcessGroup {
   uint32_t size() const noexcept { return dg_process_group_size(get()); }
   // Averages in place.
   void Average(const std::vector<Tensor>& tensors) {
-    const std::vector<const dg_tensor*> handles = Handles(tensors);
+    const std::vector<const dg_tensor*> handles = internal::Handles(tensors);
     Check(dg_process_group_average(get(), handles.data(), handles.size()));
   }
   void Broadcast(const std::vector<Tensor>& tensors, uint32_t root = 0) {
-    const std::vector<const dg_tensor*> handles = Handles(tensors);
+    const std::vector<const dg_tensor*> handles = internal::Handles(tensors);
     Check(dg_process_group_broadcast(get(), handles.data(), handles.size(), root));
   }
   // Tells the other ranks that this one cannot go on, and why.
@@ -1628,7 +1646,7 @@ class GradientAverager {
   GradientAverager(
       ProcessGroup& group, const std::vector<Tensor>& parameters,
       const dg_gradient_averager_options& options = DG_GRADIENT_AVERAGER_OPTIONS_INIT) {
-    const std::vector<const dg_tensor*> handles = Handles(parameters);
+    const std::vector<const dg_tensor*> handles = internal::Handles(parameters);
     dg_gradient_averager* out = nullptr;
     Check(dg_gradient_averager_create(group.get(), handles.data(), handles.size(), &options, &out));
     handle_ = Handle<dg_gradient_averager, dg_gradient_averager_destroy>(out);

@@ -184,7 +184,8 @@ TensorHandle tensor_from_memory(uint8_t* data, int32_t dtype, Numbers shape,
 }
 
 rust::Vec<int64_t> tensor_layout(TensorHandle tensor, bool sizes) {
-  const std::vector<int64_t> numbers = dg::Layout(tensor, sizes);
+  const dg::Tensor reference = dg::Tensor::FromBorrowed(tensor);
+  const std::vector<int64_t> numbers = sizes ? reference.shape() : reference.strides();
   return ToVec(numbers.data(), numbers.size());
 }
 

@@ -40,8 +40,8 @@ WorkerHandle worker_create(const RawWorkerOptions& from) {
   for (const RawDevicePair& each : from.device_pairs) {
     dg_device_pair pair = DG_DEVICE_PAIR_INIT;
     pair.peer = ToStr(each.peer);
-    pair.mine = ToStr(each.mine);
-    pair.theirs = ToStr(each.theirs);
+    pair.local = ToStr(each.local);
+    pair.remote = ToStr(each.remote);
     pairs.push_back(pair);
   }
   std::vector<const dg_device_pair*> pointers;

@@ -41,8 +41,8 @@ pub(crate) mod raw {
     #[derive(Clone, Debug)]
     struct RawDevicePair {
         peer: String,
-        mine: String,
-        theirs: String,
+        local: String,
+        remote: String,
     }
 
     unsafe extern "C++" {
