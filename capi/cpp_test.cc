@@ -37,8 +37,8 @@ TEST(CppTest, Operators) {
   EXPECT_EQ(sorted[0].data<float>()[0], 1);
   EXPECT_EQ(sorted[1].data<int64_t>()[0], 1);
   EXPECT_EQ(CodeOf([&] { dg::Op("aten::nothing", {x}); }), DG_NOT_FOUND);
-  dg::CheckPure("aten::sort");
-  EXPECT_EQ(CodeOf([&] { dg::CheckPure("aten::add_.Tensor"); }), DG_PERMISSION_DENIED);
+  dg::CheckFunctional("aten::sort");
+  EXPECT_EQ(CodeOf([&] { dg::CheckFunctional("aten::add_.Tensor"); }), DG_PERMISSION_DENIED);
   EXPECT_EQ(dg::AbiVersion() >> 16, uint32_t{DG_ABI_MAJOR});
   EXPECT_FALSE(dg::TorchVersion().empty());
   EXPECT_EQ(CodeOf([&] { x.data<double>(); }), DG_INVALID_ARGUMENT);

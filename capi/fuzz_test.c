@@ -675,7 +675,7 @@ static void call(state* s) {
       break;
     case 14:
       ran(s, dg_tensor_layout(T, NULL, numbers, next(s) % 5, &dim_count));
-      ran(s, dg_op_check_pure(function));
+      ran(s, dg_op_check_functional(function));
       break;
     case 15:
       (void)dg_tensor_element_count(T);

@@ -220,7 +220,7 @@ dg_error* dg_op_call(dg_str op, const dg_value* arguments, size_t argument_count
   });
 }
 
-dg_error* dg_op_check_pure(dg_str op) noexcept {
+dg_error* dg_op_check_functional(dg_str op) noexcept {
   return Guard([&]() -> absl::Status {
     DG_ASSIGN_OR_RETURN(const std::string name, FromStr(op, "op"));
     return CheckFunctional(name);

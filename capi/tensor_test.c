@@ -308,16 +308,17 @@ static void test_pure_operators(void) {
   dg_value arguments[3];
   DLManagedTensorVersioned* out = NULL;
   void* memory = NULL;
-  OK(dg_op_check_pure(DG_STR("aten::add.Tensor")));
-  OK(dg_op_check_pure(DG_STR("aten::transpose.int")));
+  OK(dg_op_check_functional(DG_STR("aten::add.Tensor")));
+  OK(dg_op_check_functional(DG_STR("aten::transpose.int")));
   SAYS(DG_PERMISSION_DENIED, "writes to its arguments",
-       dg_op_check_pure(DG_STR("aten::add_.Tensor")));
-  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::add.out")));
-  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::batch_norm"))); /* to statistics */
-  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::unsqueeze_")));
-  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("aten::from_file")));
-  FAILS(DG_NOT_FOUND, dg_op_check_pure(DG_STR("aten::ad.Tensor")));
-  FAILS(DG_PERMISSION_DENIED, dg_op_check_pure(DG_STR("inductor::_reinterpret_tensor")));
+       dg_op_check_functional(DG_STR("aten::add_.Tensor")));
+  FAILS(DG_PERMISSION_DENIED, dg_op_check_functional(DG_STR("aten::add.out")));
+  FAILS(DG_PERMISSION_DENIED,
+        dg_op_check_functional(DG_STR("aten::batch_norm"))); /* to statistics */
+  FAILS(DG_PERMISSION_DENIED, dg_op_check_functional(DG_STR("aten::unsqueeze_")));
+  FAILS(DG_PERMISSION_DENIED, dg_op_check_functional(DG_STR("aten::from_file")));
+  FAILS(DG_NOT_FOUND, dg_op_check_functional(DG_STR("aten::ad.Tensor")));
+  FAILS(DG_PERMISSION_DENIED, dg_op_check_functional(DG_STR("inductor::_reinterpret_tensor")));
   arguments[0] = dg_value_tensor(a);
   arguments[1] = dg_value_integers(size, 1);
   arguments[2] = dg_value_integers(stride, 1);

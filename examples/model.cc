@@ -34,7 +34,7 @@ constexpr std::array<Layer, kLayers> kNetwork = {{
     {1, 32, 5, 2},
     {32, 64, 3, 2},
     {64, 64, 3, 2},
-    {64 * 4 * 4, 128, 0, 0},
+    {64L * 4 * 4, 128, 0, 0},
     {128, 10, 0, 0},
 }};
 constexpr int kConvolutions = 3;
@@ -88,8 +88,9 @@ Stage::Stage(int begin, int end, uint64_t seed) : begin_(begin), end_(end) {
 std::map<std::string, at::Tensor> Stage::named_parameters() const {
   std::map<std::string, at::Tensor> named;
   for (int i = begin_; i < end_; ++i) {
-    named[absl::StrCat("layer", i, ".weight")] = parameters_[2 * (i - begin_)];
-    named[absl::StrCat("layer", i, ".bias")] = parameters_[2 * (i - begin_) + 1];
+    const size_t first = size_t{2} * (i - begin_);
+    named[absl::StrCat("layer", i, ".weight")] = parameters_[first];
+    named[absl::StrCat("layer", i, ".bias")] = parameters_[first + 1];
   }
   return named;
 }
@@ -98,8 +99,9 @@ at::Tensor Stage::Forward(at::Tensor input) const {
   at::Tensor x = std::move(input);
   for (int i = begin_; i < end_; ++i) {
     const Layer& layer = kNetwork[i];
-    const at::Tensor& weight = parameters_[2 * (i - begin_)];
-    const at::Tensor& bias = parameters_[2 * (i - begin_) + 1];
+    const size_t first = size_t{2} * (i - begin_);
+    const at::Tensor& weight = parameters_[first];
+    const at::Tensor& bias = parameters_[first + 1];
     if (layer.kernel > 0) {
       x = at::conv2d(x, weight, bias, layer.stride, layer.kernel / 2);
     } else {

@@ -236,14 +236,14 @@ bool Engine::CheapToRunInline(const Batches& batches) {
   const Batch& batch = batches.front();
   if (batch.notices.size() > kNotices) return false;
   if (!batch.context.ok() || *batch.context == nullptr) return false;
-  // The first message of a pass has the whole graph looked at. What comes late does not: a handler
+  // The first message of a pass reads the whole graph. What comes late does not: a handler
   // may be changing the graph, which the pass before has let go.
   const ContextRecord& context = **batch.context;
   const ContextRecord::Found found = context.FindPass(batch.notices.front().pass);
-  const bool looks = found.run != nullptr
-                         ? !found.done && !found.run->engaged()
-                         : found.over.ok() && absl::c_any_of(batch.notices, MayBeNew);
-  return !looks || context.CheapToRunInline();
+  const bool reads_graph = found.run != nullptr
+                               ? !found.done && !found.run->engaged()
+                               : found.over.ok() && absl::c_any_of(batch.notices, MayBeNew);
+  return !reads_graph || context.CheapToRunInline();
 }
 
 void Engine::Handle(WorkerRank from, Batches batches, RunHere here) {

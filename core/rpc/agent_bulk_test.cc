@@ -168,7 +168,7 @@ TEST_F(AgentBulkTest, BothMayNeedItFirstAtTheSameTime) {
 }
 
 TEST_F(AgentBulkTest, ItNeedsALinkOfItsOwnPeer) {
-  struct Stranger : Receiver {
+  struct UnknownPeer : Receiver {
     Promise<std::string> refused;
     Promise<absl::Status> closed;
     void OnPacket(Packet packet) override {
@@ -177,14 +177,15 @@ TEST_F(AgentBulkTest, ItNeedsALinkOfItsOwnPeer) {
     }
     void OnClosed(absl::Status why) override { closed.Set(why); }
   };
-  // Of b's links the first is its own loopback, the second a's, and the third the first stranger's.
+  // Of b's links the first is its own loopback, the second a's, and the third the first unknown
+  // peer's.
   ExpectEcho(a(), 1, "small");
   for (const uint64_t link : {uint64_t{4711}, uint64_t{3}}) {
     auto transport = NewInprocTransport(network_);
-    auto stranger = std::make_shared<Stranger>();
-    const auto refused = stranger->refused.future();
-    const auto closed = stranger->closed.future();
-    auto connection = transport->Connect(b().info.address, stranger);
+    auto unknown_peer = std::make_shared<UnknownPeer>();
+    const auto refused = unknown_peer->refused.future();
+    const auto closed = unknown_peer->closed.future();
+    auto connection = transport->Connect(b().info.address, unknown_peer);
     ASSERT_TRUE(connection.ok());
     std::string hello;
     AppendHello({.from = 0,

@@ -118,7 +118,7 @@ TEST_F(AgentTest, BothMayCallFirstAtTheSameTime) {
 
 // A connection that sends no hello first, or is not a member's, is refused; others go on.
 TEST_F(AgentTest, ConnectionsOfNonMembersAreRefused) {
-  struct Stranger : Receiver {
+  struct UnknownPeer : Receiver {
     Promise<absl::Status> closed;
     void OnPacket(Packet) override {}
     void OnClosed(absl::Status why) override { closed.Set(why); }
@@ -135,9 +135,9 @@ TEST_F(AgentTest, ConnectionsOfNonMembersAreRefused) {
        {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(),
         Agent::NewRequest("echo").packet.bytes, hello_of_nobody, hello_of_an_earlier_incarnation}) {
     auto transport = NewInprocTransport(network_);
-    auto stranger = std::make_shared<Stranger>();
-    auto closed = stranger->closed.future();
-    auto connection = transport->Connect(b().info.address, stranger);
+    auto unknown_peer = std::make_shared<UnknownPeer>();
+    auto closed = unknown_peer->closed.future();
+    auto connection = transport->Connect(b().info.address, unknown_peer);
     ASSERT_TRUE(connection.ok());
     (*connection)->Send(Packet{bytes, {}}, nullptr);
     EXPECT_TRUE(closed.Wait().ok());

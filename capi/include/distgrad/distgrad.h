@@ -426,11 +426,12 @@ DG_API void dg_values_destroy(dg_values* values) DG_NOEXCEPT;
 DG_API DG_MUST_USE dg_error* dg_op_call(dg_str op, const dg_value* arguments, size_t argument_count,
                                         dg_values** out) DG_NOEXCEPT;
 
-/* Returns NULL if an operator only computes, so that no arguments make it do harm: a memory-safe
- * language may offer it to safe code. DG_PERMISSION_DENIED if it writes to its arguments, or if
- * peers may not call it either (docs/security.md), for it trusts sizes or how its arguments fit
+/* Returns NULL if an operator is functional: it only computes, and writes to none of its arguments,
+ * so that no arguments make it do harm, and a memory-safe language may offer it to safe code.
+ * DG_PERMISSION_DENIED if it writes to its arguments, or if peers may not call it unless a worker
+ * has DG_WORKER_ALL_OPERATORS (docs/security.md), for it trusts sizes or how its arguments fit
  * together, or touches files or a tensor's storage. DG_NOT_FOUND for an unknown name. */
-DG_API DG_MUST_USE dg_error* dg_op_check_pure(dg_str op) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_op_check_functional(dg_str op) DG_NOEXCEPT;
 
 /* The same as dg_op_call, for operators whose results are tensors: stores them in
  * outs[0..out_count), those of a list one after the other, and NULL for no tensor.

@@ -401,7 +401,7 @@ inline Values Ops(std::string_view op, Arguments arguments) {
 }
 
 // Throws unless the operator only computes.
-inline void CheckPure(std::string_view op) { Check(dg_op_check_pure(Str(op))); }
+inline void CheckFunctional(std::string_view op) { Check(dg_op_check_functional(Str(op))); }
 
 // Runs an operator whose result is one tensor.
 inline Tensor Op(std::string_view op, Arguments arguments) {

@@ -296,13 +296,13 @@ TEST(TensorPipeTransportTest, ListensOnAfterAnEarlyGoodbye) {
 }
 
 // A TensorPipe peer that is none of ours.
-class Stranger {
+class UnknownPeer {
  public:
-  Stranger() {
+  UnknownPeer() {
     context_.registerTransport(0, "tcp", tensorpipe::transport::uv::create());
     context_.registerChannel(0, "basic", tensorpipe::channel::basic::create());
   }
-  ~Stranger() { context_.join(); }
+  ~UnknownPeer() { context_.join(); }
   void Connect(const std::string& address) { pipe_ = context_.connect(address); }
   void Say(std::string text) {
     tensorpipe::Message message;
@@ -318,9 +318,10 @@ class Stranger {
 TEST(TensorPipeTransportTest, AnotherProtocol) {
   auto server = NewTransport(Kind::kTcp, Channel::kBasic);
   auto receiver = std::make_shared<RecordingReceiver>();
-  Stranger stranger;
-  stranger.Connect(server->Listen([&](std::shared_ptr<Connection>) { return receiver; }).value());
-  stranger.Say("distgrad 0");
+  UnknownPeer unknown_peer;
+  unknown_peer.Connect(
+      server->Listen([&](std::shared_ptr<Connection>) { return receiver; }).value());
+  unknown_peer.Say("distgrad 0");
   const absl::Status why = receiver->AwaitClosed();
   EXPECT_EQ(why.code(), absl::StatusCode::kInvalidArgument) << why;
   EXPECT_EQ(receiver->count(), 0u);
@@ -335,15 +336,15 @@ TEST(TensorPipeTransportTest, WhoSaysNothingIsLetGo) {
   auto receiver = std::make_shared<RecordingReceiver>();
   SendLog log;
   absl::Notification accepted;
-  Stranger stranger;
-  stranger.Connect(server
-                       ->Listen([&](std::shared_ptr<Connection> connection) {
-                         for (int i = 0; i < 3; ++i)
-                           connection->Send(Packet{"hello?", {}}, log.NewDone());
-                         accepted.Notify();
-                         return receiver;
-                       })
-                       .value());
+  UnknownPeer unknown_peer;
+  unknown_peer.Connect(server
+                           ->Listen([&](std::shared_ptr<Connection> connection) {
+                             for (int i = 0; i < 3; ++i)
+                               connection->Send(Packet{"hello?", {}}, log.NewDone());
+                             accepted.Notify();
+                             return receiver;
+                           })
+                           .value());
   accepted.WaitForNotification();
   while (!receiver->closed()) clock.Advance(absl::Seconds(5));  // the timer may not be set yet
   const absl::Status why = receiver->AwaitClosed();

@@ -264,7 +264,7 @@ pub(crate) mod raw {
         fn num_threads() -> u32;
         fn manual_seed(seed: u64) -> Result<()>;
 
-        fn op_check_pure(op: &str) -> Result<()>;
+        fn op_check_functional(op: &str) -> Result<()>;
         fn op_tensor(op: &str, arguments: &[RawValue]) -> Result<TensorHandle>;
         fn op_call(op: &str, arguments: &[RawValue]) -> Result<ValuesHandle>;
         fn values_count(values: ValuesHandle) -> usize;

@@ -23,9 +23,9 @@ use crate::{Error, Result, Tensor, Value};
 /// runs: one that writes to its arguments, trusts sizes or how its arguments fit together, or touches
 /// files or a tensor's storage.
 #[doc(alias = "dg_op_tensors")]
-#[doc(alias = "dg_op_check_pure")]
+#[doc(alias = "dg_op_check_functional")]
 pub fn op(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
-    raw::op_check_pure(name)?;
+    raw::op_check_functional(name)?;
     // SAFETY: it only computes.
     unsafe { op_unchecked(name, arguments) }
 }
@@ -55,7 +55,7 @@ pub unsafe fn op_unchecked(name: &str, arguments: &[Value<'_>]) -> Result<Tensor
 #[doc(alias = "dg_op_call")]
 #[doc(alias = "dg_values")]
 pub fn ops(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Value<'static>>> {
-    raw::op_check_pure(name)?;
+    raw::op_check_functional(name)?;
     // SAFETY: it only computes.
     unsafe { ops_unchecked(name, arguments) }
 }

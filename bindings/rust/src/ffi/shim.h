@@ -161,7 +161,7 @@ inline void manual_seed(uint64_t seed) { dg::Check(dg_manual_seed(seed)); }
 
 // ---------------------------------------------------------------------- Operators and messages
 
-inline void op_check_pure(rust::Str op) { dg::Check(dg_op_check_pure(ToStr(op))); }
+inline void op_check_functional(rust::Str op) { dg::Check(dg_op_check_functional(ToStr(op))); }
 TensorHandle op_tensor(rust::Str op, Values arguments);
 inline ValuesHandle op_call(rust::Str op, Values arguments) {
   return Out<ValuesHandle>(dg_op_call, ToStr(op), arguments.data(), arguments.size());
