@@ -16,9 +16,9 @@
 
 namespace distgrad {
 
-// An edge of the context and the worker at its other end.
-struct Notice;  // notice.h; handed on, and not looked into
+struct Notice;  // notice.h; handed on, and not read here
 
+// An edge of the context and the worker at its other end.
 struct EdgeEnd {
   EdgeId edge = 0;
   WorkerRank peer = 0;

@@ -330,13 +330,13 @@ void PassRun::OnThrowOnStrand(std::exception_ptr thrown) {
 
 absl::StatusOr<PassPlan> PassRun::Engage(std::optional<EdgeId> by) {
   try {
-    return LookAtGraph(by);
+    return TraverseGraph(by);
   } catch (...) {
     return LocalError(StatusFromException(std::current_exception()));
   }
 }
 
-absl::StatusOr<PassPlan> PassRun::LookAtGraph(std::optional<EdgeId> by) {
+absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   absl::StatusOr<ContextRecord::Edges> edges = context_->Claim(id_, retain_graph_);
   if (!edges.ok()) return LocalError(edges.status());
   known_recvs_ = edges->recvs.size();

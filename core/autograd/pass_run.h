@@ -127,7 +127,7 @@ class PassRun : public PassHandle,
   void SendAck(WorkerRank to, uint32_t count) override;
   void SendAbort(WorkerRank to, const absl::Status& why) override;
   void Finish(const absl::Status& status) override;
-  absl::StatusOr<PassPlan> LookAtGraph(std::optional<EdgeId> by);
+  absl::StatusOr<PassPlan> TraverseGraph(std::optional<EdgeId> by);
   void OnNoticeOnStrand(WorkerRank from, Notice& notice);
   void FlushCapturedOnStrand();
   // A task has thrown: a device has failed, say, or memory cannot be had.

@@ -63,9 +63,9 @@ struct KindNames {
 KindNames NamesOf(Kind kind) {
   switch (kind) {
     case Kind::kCallMade:
-      return {"calls made", "made"};
+      return {"client calls", "client"};
     case Kind::kCallServed:
-      return {"calls served", "served"};
+      return {"server calls", "server"};
     case Kind::kPass:
       return {"passes", "pass"};
     case Kind::kNodes:

@@ -58,8 +58,8 @@ TEST(ChromeTraceTest, BothEndsOfACall) {
       ReadTraces({ToChromeTrace(front), ToChromeTrace(back)});
   ASSERT_TRUE(events.ok()) << events.status();
   EXPECT_EQ(NamesOf(*events),
-            (std::vector<std::string>{"calls made/square", "calls served/square",
-                                      "calls served/queue", "calls served/handler"}));
+            (std::vector<std::string>{"client calls/square", "server calls/square",
+                                      "server calls/queue", "server calls/handler"}));
   const TraceSlice& made = events->slices[0];
   const TraceSlice& served = events->slices[1];
   EXPECT_EQ(made.process, "front");
@@ -150,7 +150,7 @@ TEST(ChromeTraceTest, WhatNeverBeganHasNoHandler) {
                          .status = absl::CancelledError("gone")});
   const absl::StatusOr<TraceEvents> events = ReadTraces({ToChromeTrace(trace)});
   ASSERT_TRUE(events.ok()) << events.status();
-  EXPECT_EQ(NamesOf(*events), (std::vector<std::string>{"calls served/f", "calls served/queue"}));
+  EXPECT_EQ(NamesOf(*events), (std::vector<std::string>{"server calls/f", "server calls/queue"}));
   EXPECT_EQ(events->slices[0].args.at("error"), "CANCELLED: gone");
   EXPECT_EQ(events->slices[1].end, events->slices[0].end);
 }

@@ -1,5 +1,5 @@
-// Host names and socket addresses, checked before TensorPipe sees them: it throws on its own
-// threads, where no caller can catch, when it cannot bind or parse one.
+// Host names and socket addresses, checked before a transport gets them: a library below may throw
+// on threads of its own, where no caller can catch, when it cannot bind or parse one.
 #ifndef DISTGRAD_CORE_NET_ADDRESS_H_
 #define DISTGRAD_CORE_NET_ADDRESS_H_
 

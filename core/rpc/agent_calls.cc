@@ -146,7 +146,8 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
 
   const size_t offset = packet.bytes.size() - reader.remaining();
   const std::optional<WorkerRank> peer = link->peer();
-  if (!peer) return absl::InvalidArgumentError("somebody did not say hello first");
+  if (!peer)
+    return absl::InvalidArgumentError("its first frame is not the hello that names the worker");
 
   switch (frame.kind) {
     case FrameKind::kRequest:
@@ -218,7 +219,8 @@ absl::Status Agent::Serve(const std::shared_ptr<Link>& link, WorkerRank peer, co
   ++counters->calls;
   counters->bytes_received += size;
   if (!begun.ok() && link->window()->acquired() > link->window()->limit()) {
-    return absl::ResourceExhaustedError("it calls on and on, and reads no answers");
+    return absl::ResourceExhaustedError(
+        "it sends calls beyond the limit bytes_per_peer, and does not read the replies");
   }
   std::unique_ptr<TraceSpan> span;
   if (trace_->on()) {

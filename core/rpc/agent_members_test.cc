@@ -209,7 +209,7 @@ TEST_F(AgentMembersTest, ACallThatIsOverBeforeItsPeerIsFoundDoesNotLeave) {
   EXPECT_EQ(large.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(cancelled.Wait().status().code(), absl::StatusCode::kCancelled);
   // What is left asks for a connection for large packets.
-  EXPECT_LT(a().agent->Queued()[1].second, 100u) << "their room is free at once";
+  EXPECT_LT(a().agent->Queued()[1].second, 100u) << "their credit is released at once";
   directory_.Answer();
   EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
   EXPECT_EQ(Served(b()), std::vector<std::string>({"echo"}));

@@ -214,7 +214,7 @@ TEST_F(LinkTest, AConnectionThatComesTooLateIsClosed) {
   EXPECT_EQ(owner_->closed.size(), 1u);
   const auto dropped = NewLink(Link::Kind::kOpened);
   dropped->Drop();
-  EXPECT_TRUE(Connect(dropped)->closed) << "nobody wants it any more";
+  EXPECT_TRUE(Connect(dropped)->closed) << "the connection that it would serve is closed";
 }
 
 TEST_F(LinkTest, OneThatDidNotTakeUsInIsThere) {

@@ -26,7 +26,7 @@ class SendWindowTest : public ::testing::Test {
   std::vector<Credit> credits_;
 };
 
-TEST_F(SendWindowTest, RoomIsBoundedAndGivenBack) {
+TEST_F(SendWindowTest, CreditIsBoundedAndReleased) {
   std::optional<Credit> first = window_->TryAcquire(60);
   ASSERT_TRUE(first.has_value());
   EXPECT_TRUE(window_->TryAcquire(40).has_value()) << "and is given back at once";

@@ -240,7 +240,7 @@ absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,
 }
 
 absl::Status CheckFunctional(absl::string_view name) {
-  DG_RETURN_IF_ERROR(CheckPure(name));
+  DG_RETURN_IF_ERROR(CheckSafe(name));
   DG_ASSIGN_OR_RETURN(const c10::OperatorHandle op, Find(name));
   if (!op.schema().is_mutable() && !WritesUnsaid(op.schema())) return absl::OkStatus();
   return absl::PermissionDeniedError(absl::StrCat("operator ", name, " writes to its arguments"));

@@ -32,7 +32,7 @@ namespace distgrad {
 absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,
                                                       std::vector<c10::IValue> args);
 
-// Whether an operator only computes: kPermissionDenied as of CheckPure() (operator_policy.h), and
+// Whether an operator only computes: kPermissionDenied as of CheckSafe() (operator_policy.h), and
 // for one that writes to its arguments, whose memory other threads may be reading. kNotFound as
 // above. Thread-safe.
 absl::Status CheckFunctional(absl::string_view name);

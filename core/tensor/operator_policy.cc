@@ -13,7 +13,7 @@ namespace {
 
 // Found by reading the names of all that libtorch 2.11 registers under "aten" and does not begin
 // with "_". operator_schemas_test.cc looks for new ones.
-constexpr absl::string_view kImpure[] = {
+constexpr absl::string_view kUnsafe[] = {
     "from_file",      // maps a file into memory, and can make one
     "record_stream",  // keeps memory of an accelerator
     "set_",           // takes another's storage
@@ -86,7 +86,7 @@ bool IsOneOf(absl::Span<const absl::string_view> list, absl::string_view name) {
 
 }  // namespace
 
-absl::Status CheckPure(absl::string_view name) {
+absl::Status CheckSafe(absl::string_view name) {
   absl::string_view full = name;
   const bool of_libtorch = absl::ConsumePrefix(&full, "aten::");
   const absl::string_view base = full.substr(0, full.find('.'));
@@ -96,11 +96,11 @@ absl::Status CheckPure(absl::string_view name) {
                      " does not check that its arguments fit together, and may write to memory "
                      "outside of them"));
   }
-  const bool pure = of_libtorch &&
+  const bool safe = of_libtorch &&
                     (!absl::StartsWith(base, "_") || absl::StartsWith(base, "_foreach_") ||
                      absl::StartsWith(base, "__")) &&
-                    !IsOneOf(kImpure, base);
-  if (pure) return absl::OkStatus();
+                    !IsOneOf(kUnsafe, base);
+  if (safe) return absl::OkStatus();
   return absl::PermissionDeniedError(
       absl::StrCat("operator ", name.substr(0, 100), " does more than compute"));
 }

@@ -8,7 +8,7 @@
 namespace distgrad {
 
 // Returns kPermissionDenied unless `name` ("aten::add.Tensor") is an operator of libtorch's own
-// that only computes. Refused are
+// that is safe to run for a peer: it does nothing but compute. Refused are
 //
 //   - all namespaces but "aten": what an extension registers may do anything;
 //   - names that begin with "_", but for the "_foreach_" ones: they are libtorch's internal steps,
@@ -17,7 +17,7 @@ namespace distgrad {
 //   - those that touch files, settings of the process or a tensor's storage.
 //
 // An operator that does not exist is not refused here. Thread-safe.
-absl::Status CheckPure(absl::string_view name);
+absl::Status CheckSafe(absl::string_view name);
 
 }  // namespace distgrad
 

@@ -128,11 +128,11 @@ TEST(OperatorSchemas, EveryTypeOfEveryArgumentTravelsOrIsKnownNotTo) {
       << report;
 }
 
-TEST(OperatorSchemas, AllThatIsPureOnlyComputes) {
-  size_t pure = 0;
+TEST(OperatorSchemas, AllThatIsSafeOnlyComputes) {
+  size_t safe = 0;
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (!CheckPure(NameOf(op)).ok()) continue;
-    ++pure;
+    if (!CheckSafe(NameOf(op)).ok()) continue;
+    ++safe;
     const auto found = c10::Dispatcher::singleton().findSchema(op);
     if (!found.has_value()) continue;
     for (const c10::Argument& argument : found->schema().arguments()) {
@@ -145,15 +145,15 @@ TEST(OperatorSchemas, AllThatIsPureOnlyComputes) {
       }
     }
   }
-  EXPECT_GT(pure, 1500u);
-  EXPECT_TRUE(CheckPure("aten::add.Tensor").ok());
-  EXPECT_TRUE(CheckPure("aten::__and__.Tensor").ok());
-  EXPECT_TRUE(CheckPure("aten::_foreach_add.List").ok());
+  EXPECT_GT(safe, 1500u);
+  EXPECT_TRUE(CheckSafe("aten::add.Tensor").ok());
+  EXPECT_TRUE(CheckSafe("aten::__and__.Tensor").ok());
+  EXPECT_TRUE(CheckSafe("aten::_foreach_add.List").ok());
   for (const char* name :
        {"aten::from_file", "aten::from_file.out", "aten::_sparse_coo_tensor_unsafe", "aten::set_",
         "aten::set_.source_Storage", "prim::Print", "profiler::_record_function_enter", "aten", "",
         "aten::_index_put_impl_", "xaten::add", "quantized::add"}) {
-    const absl::Status status = CheckPure(name);
+    const absl::Status status = CheckSafe(name);
     EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << name;
   }
 }
@@ -430,13 +430,13 @@ std::vector<Outcome> CallAllOften(const std::vector<Operator>& operators, uint32
 
 // What peers may call survives whatever they call it with, as far as some calls show; and what is
 // functional, which Rust has for safe, writes to no argument.
-TEST(OperatorSchemas, WhatIsPureSurvivesItsArgumentsAndWritesOnlyWhatItSays) {
+TEST(OperatorSchemas, WhatIsSafeSurvivesItsArgumentsAndWritesOnlyWhatItSays) {
   constexpr uint32_t kSeed = 16;  // with others it may find more
   SCOPED_TRACE(absl::StrCat("seed ", kSeed));
   std::vector<Operator> operators;
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto handle = c10::Dispatcher::singleton().findSchema(op);
-    if (!handle.has_value() || !CheckPure(NameOf(op)).ok()) continue;
+    if (!handle.has_value() || !CheckSafe(NameOf(op)).ok()) continue;
     operators.push_back({NameOf(op), &handle->schema()});
   }
   std::map<std::string, std::string> ends;
@@ -472,7 +472,7 @@ TEST(OperatorSchemas, SomeWriteWithoutSayingSo) {
                            "aten::miopen_batch_norm", "aten::batch_norm_gather_stats",
                            "aten::batch_norm_gather_stats_with_counts"}) {
     EXPECT_EQ(CheckFunctional(name).code(), absl::StatusCode::kPermissionDenied) << name;
-    EXPECT_TRUE(CheckPure(name).ok()) << "peers may call " << name << ": it writes to copies";
+    EXPECT_TRUE(CheckSafe(name).ok()) << "peers may call " << name << ": it writes to copies";
   }
   for (const char* name :
        {"aten::cov", "aten::slow_conv_transpose2d", "aten::slow_conv_transpose3d"}) {
@@ -516,7 +516,7 @@ TEST(OperatorSchemas, WhatTrustsItsArgumentsIsRefused) {
         "aten::ctc_loss.IntList", "aten::embedding_bag", "aten::max_pool2d_with_indices_backward",
         "aten::gru.input", "aten::lstm_cell", "aten::repeat_interleave.self_Tensor",
         "aten::sparse_csr_tensor.crow_col_value_size", "aten::sparse_coo_tensor.indices_size"}) {
-    const absl::Status status = CheckPure(name);
+    const absl::Status status = CheckSafe(name);
     EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << name;
     EXPECT_TRUE(absl::StrContains(status.message(), "does not check that its arguments fit"))
         << status;
@@ -525,7 +525,7 @@ TEST(OperatorSchemas, WhatTrustsItsArgumentsIsRefused) {
   for (const char* name : {"aten::rnn_tanh.input", "aten::_foreach_add.List", "aten::embedding",
                            "aten::repeat_interleave.self_int", "aten::to_sparse",
                            "aten::sparse_coo_tensor.indices", "aten::nll_loss"}) {
-    EXPECT_TRUE(CheckPure(name).ok()) << name;
+    EXPECT_TRUE(CheckSafe(name).ok()) << name;
   }
 }
 
@@ -534,7 +534,7 @@ TEST(OperatorSchemas, WhatTrustsItsArgumentsIsRefused) {
 TEST(OperatorSchemas, WhatReturnsAnyNumberOfTensorsIsKnown) {
   std::set<std::string> lists;
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (!CheckPure(NameOf(op)).ok() || CutsIntoPieces(NameOf(op))) continue;
+    if (!CheckSafe(NameOf(op)).ok() || CutsIntoPieces(NameOf(op))) continue;
     const auto found = c10::Dispatcher::singleton().findSchema(op);
     if (!found.has_value() || absl::StartsWith(op.name, "aten::_foreach_")) continue;
     for (const c10::Argument& result : found->schema().returns()) {

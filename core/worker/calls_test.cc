@@ -665,12 +665,12 @@ TEST_P(CallsTest, Metrics) {
       text,
       "# TYPE distgrad_calls_total counter\n"
       "distgrad_calls_total{worker=\"worker0\",peer=\"worker1\",function=\"(notices)\","
-      "side=\"made\"} "))
+      "side=\"client\"} "))
       << text;
   EXPECT_TRUE(
       absl::StrContains(text,
                         "distgrad_call_errors_total{worker=\"worker0\",peer=\"worker1\",function="
-                        "\"absent\\n\\\"\\\\?\",side=\"made\"} 1\n"))
+                        "\"absent\\n\\\"\\\\?\",side=\"client\"} 1\n"))
       << text;
   EXPECT_TRUE(absl::StrContains(text, "\ndistgrad_passes_total{worker=\"worker0\"} 1\n")) << text;
 }

@@ -46,10 +46,10 @@ class Writer {
   void Calls(absl::string_view name, absl::string_view type, absl::string_view help, Get get) {
     Begin(name, type, help);
     for (const CallStats& call : metrics_.calls) {
-      Sample(
-          absl::StrCat(",peer=\"", Escaped(NameOf(metrics_, call.peer)), "\",function=\"",
-                       Escaped(call.function), "\",side=\"", call.served ? "served" : "made", "\""),
-          get(call));
+      Sample(absl::StrCat(",peer=\"", Escaped(NameOf(metrics_, call.peer)), "\",function=\"",
+                          Escaped(call.function), "\",side=\"", call.served ? "server" : "client",
+                          "\""),
+             get(call));
     }
   }
 

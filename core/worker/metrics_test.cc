@@ -34,8 +34,8 @@ TEST(MetricsTest, AllFamilies) {
                        const std::string& made, const std::string& served) {
     const std::string family = "distgrad_" + name;
     return "# HELP " + family + " " + help + "\n# TYPE " + family + " " + type + "\n" + family +
-           R"({worker="front",peer="back",function="step",side="made"} )" + made + "\n" + family +
-           R"({worker="front",peer="7",function="odd \"\\\n? name",side="served"} )" + served +
+           R"({worker="front",peer="back",function="step",side="client"} )" + made + "\n" + family +
+           R"({worker="front",peer="7",function="odd \"\\\n? name",side="server"} )" + served +
            "\n";
   };
   EXPECT_EQ(ToPrometheus(metrics),

@@ -210,10 +210,10 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
   if (parts_.options.serve_operators == ServeOperators::kNone) {
     return absl::PermissionDeniedError("operators are not served there");
   }
-  if (parts_.options.serve_operators == ServeOperators::kPure) {
-    if (const absl::Status pure = CheckPure(request.function); !pure.ok()) {
+  if (parts_.options.serve_operators == ServeOperators::kSafe) {
+    if (const absl::Status safe = CheckSafe(request.function); !safe.ok()) {
       return absl::PermissionDeniedError(
-          absl::StrCat(pure.message(),
+          absl::StrCat(safe.message(),
                        ", and is not served there; a worker that serves all operators has been "
                        "made so (DG_WORKER_ALL_OPERATORS, ServeOperators)"));
     }

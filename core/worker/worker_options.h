@@ -19,9 +19,10 @@ class Store;          // core/membership/store.h
 // Which operators ("aten::...") the other workers may call here; see docs/security.md.
 enum class ServeOperators {
   kNone,
-  // Those of libtorch's own that only compute: no file, no setting of the process, no operator
-  // that trusts its arguments unchecked. See core/tensor/operator_policy.h.
-  kPure,
+  // Those of libtorch's own that do nothing but compute: no file, no setting of the process, no
+  // operator that trusts its arguments unchecked. One that writes to its arguments is among them,
+  // since the worker has copies. See core/tensor/operator_policy.h.
+  kSafe,
   // All that are registered in this process.
   kAll,
 };
@@ -87,7 +88,7 @@ struct WorkerOptions {
   // InfiniteDuration() for never (in a debugger, for instance).
   absl::Duration heartbeat_limit = absl::Seconds(20);
 
-  ServeOperators serve_operators = ServeOperators::kPure;
+  ServeOperators serve_operators = ServeOperators::kSafe;
 
   Limits limits = {};
 

@@ -30,7 +30,7 @@ struct ClusterOptions {
   Limits limits = {};
   std::map<std::string, DevicePairs> device_maps = {};  // of worker 0
   bool gpu_channel = true;                              // of worker 0
-  ServeOperators serve_operators = ServeOperators::kPure;
+  ServeOperators serve_operators = ServeOperators::kSafe;
 };
 
 // Thread-safe.

@@ -172,9 +172,10 @@ impl WorkerOptions {
 /// Which operators the others may call on a worker, without any registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ServeOperators {
-    /// Those of torch that only compute; docs/security.md has the rule.
+    /// Those of torch that do nothing but compute, and check what they are given; docs/security.md
+    /// has the rule. One that writes to its arguments is among them: the worker has copies.
     #[default]
-    Pure,
+    Safe,
     /// None.
     #[doc(alias = "DG_WORKER_NO_OPERATORS")]
     None,

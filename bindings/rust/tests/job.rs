@@ -96,7 +96,7 @@ fn limits_of_silence() {
 fn operators_that_may_be_called() {
     let x = floats(&[2.0]);
     for (operators, code_of_computing, code_of_others) in [
-        (ServeOperators::Pure, None, Some(Code::PermissionDenied)),
+        (ServeOperators::Safe, None, Some(Code::PermissionDenied)),
         (ServeOperators::None, Some(Code::PermissionDenied), Some(Code::PermissionDenied)),
         (ServeOperators::All, None, None),
     ] {
@@ -210,7 +210,7 @@ fn metrics() {
     let made = text.lines().find(|line| {
         line.starts_with("distgrad_calls_total{")
             && line.contains("function=\"counted\"")
-            && line.contains("side=\"made\"")
+            && line.contains("side=\"client\"")
     });
     assert!(made.is_some_and(|line| line.ends_with(" 3")), "{text}");
 }
