@@ -367,7 +367,7 @@ int main(void) {
     add(rank, "relay", relay, workers[rank]);
     add(rank, "hold", hold, NULL);
   }
-  OK(dg_worker_register_async(workers[1], DG_STR("later"), later, NULL, NULL));
+  OK(dg_worker_register_responder(workers[1], DG_STR("later"), later, NULL, NULL));
   on_both(barrier);
   test_backward();
   test_destroy_under_a_call();

@@ -493,7 +493,7 @@ TEST(CppTest, Job) {
         if (request.payload() == "throw") throw std::runtime_error("oh");
         return dg::Message("", {dg::Op("aten::mul.Tensor", {request.tensor(0), scale})});
       });
-      worker.RegisterAsync("later", [&](const dg::Request& request, dg::Responder&& responder) {
+      worker.RegisterResponder("later", [&](const dg::Request& request, dg::Responder&& responder) {
         if (request.payload() == "throw") throw dg::Error(DG_DATA_LOSS, "oh");
         if (request.payload() == "drop") return;
         if (request.payload() == "pass on") {

@@ -240,7 +240,7 @@ int main(void) {
   add(1, "fail", fail, NULL);
   add(1, "nothing", nothing, NULL);
   add(1, "watch", watch, NULL);
-  OK(dg_worker_register_async(workers[1], DG_STR("later"), later, NULL, NULL));
+  OK(dg_worker_register_responder(workers[1], DG_STR("later"), later, NULL, NULL));
   on_both(barrier);
   test_futures();
   test_cancel();

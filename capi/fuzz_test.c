@@ -372,7 +372,7 @@ static dg_worker* new_worker(void) {
   options.timeout_ms = 20000;
   OK(dg_worker_create(&options, &worker));
   OK(dg_worker_register(worker, DG_STR("sin"), handle_call, NULL, NULL));
-  OK(dg_worker_register_async(worker, DG_STR("later"), handle_later, NULL, NULL));
+  OK(dg_worker_register_responder(worker, DG_STR("later"), handle_later, NULL, NULL));
   workers[index] = worker;
   return worker;
 }
@@ -910,8 +910,8 @@ static void call(state* s) {
       break;
     }
     case 58:
-      ran(s, dg_worker_register_async(W, next(s) % 2 ? DG_STR("later") : DG_STR("last"),
-                                      next(s) % 8 ? handle_later : NULL, NULL, callback));
+      ran(s, dg_worker_register_responder(W, next(s) % 2 ? DG_STR("later") : DG_STR("last"),
+                                          next(s) % 8 ? handle_later : NULL, NULL, callback));
       MAKE(CANCELLATION, dg_cancellation, dg_cancellation_create(&out));
       break;
     case 59:
@@ -959,7 +959,7 @@ static void call(state* s) {
       (void)dg_process_group_size(G);
       ran(s, dg_gradient_averager_average(A, C));
       if (next(s) % 4 == 0) {
-        uint32_t others;
+        bool others;
         ran(s, dg_gradient_averager_join(A, C, next(s) % 3, &others));
       }
       if (next(s) % 4 == 0) ran(s, dg_gradient_averager_average_in_backward(A, C));

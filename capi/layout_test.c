@@ -54,7 +54,7 @@ FIELD(dg_limits, calls_per_peer, 24);
 FIELD(dg_limits, calls, 32);
 FIELD(dg_limits, bytes_per_peer, 40);
 FIELD(dg_limits, contexts_per_peer, 48);
-FIELD(dg_limits, unauthenticated, 56);
+FIELD(dg_limits, unauthenticated_connections, 56);
 FIELD(dg_limits, handshake_timeout_ms, 64);
 
 GROWS_FROM(dg_device_pair, 56);

@@ -288,7 +288,7 @@ static void test_limits(void) {
   limits.tensors_per_message = 1;
   limits.calls_per_peer = limits.calls = 10;
   limits.bytes_per_peer = 100000;
-  limits.contexts_per_peer = limits.unauthenticated = 1;
+  limits.contexts_per_peer = limits.unauthenticated_connections = 1;
   limits.handshake_timeout_ms = 1000;
   worker = start(&options);
   OK(dg_worker_register(worker, DG_STR("echo"), echo, NULL, NULL));

@@ -228,7 +228,7 @@ dg_error* dg_gradient_averager_average_in_backward(dg_gradient_averager* average
 }
 
 dg_error* dg_gradient_averager_join(dg_gradient_averager* averager, const dg_context* context,
-                                    uint64_t flags, uint32_t* others_go_on) noexcept {
+                                    uint64_t flags, bool* others_go_on) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(others_go_on));
     DG_RETURN_IF_ERROR(CheckMayWait());
@@ -241,7 +241,7 @@ dg_error* dg_gradient_averager_join(dg_gradient_averager* averager, const dg_con
         pinned->averager->Join(
             *of->context.record(),
             {.keep_gradients = (flags & DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS) != 0}));
-    *others_go_on = others ? 1 : 0;
+    *others_go_on = others;
     return absl::OkStatus();
   });
 }

@@ -102,10 +102,10 @@ static float average_of(dg_worker* worker, dg_gradient_averager* averager, const
 static void join(int rank, dg_gradient_averager* averager, const dg_tensor* w, float average) {
   dg_context* context = NULL;
   dg_tensor* gradient = NULL;
-  uint32_t others = 2;
+  bool others = average == 0;
   OK(dg_context_create(workers[rank], &context));
   OK(dg_gradient_averager_join(averager, context, 0, &others));
-  CHECK(others == (average != 0 ? 1 : 0));
+  CHECK(others == (average != 0));
   if (average != 0) {
     OK(dg_context_gradient(context, w, &gradient));
     CHECK(data_of(gradient)[0] == average);
@@ -202,7 +202,7 @@ static void in_destructor(void* user_data) {
   const dg_tensor* one = tensor;
   dg_process_group* group = NULL;
   dg_gradient_averager* averager = NULL;
-  uint32_t others;
+  bool others;
   (void)user_data;
   codes[0] = code_of(dg_process_group_create(workers[0], NULL, &group));
   codes[1] = code_of(dg_process_group_average(groups[0], &one, 1));

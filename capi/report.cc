@@ -31,7 +31,7 @@ struct BorrowedPass {
   }
   BorrowedPass(BorrowedPass&&) noexcept = default;  // vectors keep their memory
 
-  std::vector<uint64_t> awaited, unacknowledged;
+  std::vector<uint32_t> awaited, unacknowledged;
   dg_pass_state state = {};
 };
 
@@ -40,7 +40,7 @@ void Visit(const ContextState& context,
   std::vector<BorrowedPass> passes(context.passes.begin(), context.passes.end());
   std::vector<const dg_pass_state*> pointers;
   for (const BorrowedPass& pass : passes) pointers.push_back(&pass.state);
-  const std::vector<uint64_t> peers(context.peers.begin(), context.peers.end());
+  const std::vector<uint32_t> peers(context.peers.begin(), context.peers.end());
   dg_context_state state = {};
   state.struct_size = sizeof(state);
   state.id = context.id;

@@ -143,8 +143,9 @@ dg_error* dg_worker_register(dg_worker* worker, dg_str function, dg_handler hand
   return Guard([&] { return Register(worker, function, {handler, nullptr, std::move(taken)}); });
 }
 
-dg_error* dg_worker_register_async(dg_worker* worker, dg_str function, dg_async_handler handler,
-                                   void* user_data, void (*destroy)(void* user_data)) noexcept {
+dg_error* dg_worker_register_responder(dg_worker* worker, dg_str function,
+                                       dg_responder_handler handler, void* user_data,
+                                       void (*destroy)(void* user_data)) noexcept {
   UserData taken(user_data, destroy);
   return Guard([&] { return Register(worker, function, {nullptr, handler, std::move(taken)}); });
 }

@@ -26,7 +26,7 @@ namespace distgrad {
 // The handler of a function that peers may call; one of the two answers later.
 struct Handler {
   dg_handler function;
-  dg_async_handler async_function;
+  dg_responder_handler async_function;
   UserData user_data;
 };
 

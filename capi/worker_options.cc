@@ -34,7 +34,7 @@ absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
   set(read.calls, &limits.calls);
   set(read.bytes_per_peer, &limits.bytes_per_peer);
   set(read.contexts_per_peer, &limits.contexts_per_peer);
-  set(read.unauthenticated, &limits.unauthenticated);
+  set(read.unauthenticated_connections, &limits.unauthenticated);
   limits.handshake_timeout = ToTimeout(read.handshake_timeout_ms, limits.handshake_timeout);
   return limits;
 }

@@ -175,12 +175,14 @@ static void test_register(void) {
   add(1, "fail", fail, NULL);
   add(1, "lie", lie, NULL);
   add(1, "nothing", nothing, NULL);
-  OK(dg_worker_register_async(w, DG_STR("later"), later, &handlers_ended, count_up));
-  FAILS(DG_ALREADY_EXISTS, dg_worker_register_async(w, DG_STR("later"), later, &ended, count_up));
-  FAILS(DG_ALREADY_EXISTS, dg_worker_register_async(w, DG_STR("lie"), later, &ended, count_up));
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_register_async(w, DG_STR(""), later, &ended, count_up));
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_register_async(w, DG_STR("l"), NULL, &ended, count_up));
-  FAILS(DG_INVALID_ARGUMENT, dg_worker_register_async(NULL, DG_STR("l"), later, &ended, count_up));
+  OK(dg_worker_register_responder(w, DG_STR("later"), later, &handlers_ended, count_up));
+  FAILS(DG_ALREADY_EXISTS,
+        dg_worker_register_responder(w, DG_STR("later"), later, &ended, count_up));
+  FAILS(DG_ALREADY_EXISTS, dg_worker_register_responder(w, DG_STR("lie"), later, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register_responder(w, DG_STR(""), later, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_register_responder(w, DG_STR("l"), NULL, &ended, count_up));
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_worker_register_responder(NULL, DG_STR("l"), later, &ended, count_up));
   CHECK(ended == 5);
   memset(longest, 'a', sizeof(longest));
   text.data = longest;

@@ -53,8 +53,8 @@ impl Limits {
         self
     }
     /// Sets the number of connections whose handshake is not finished. Default: 256.
-    pub fn unauthenticated(mut self, connections: u64) -> Self {
-        self.0.unauthenticated = connections;
+    pub fn unauthenticated_connections(mut self, connections: u64) -> Self {
+        self.0.unauthenticated_connections = connections;
         self
     }
     /// Sets the timeout of the handshake of one connection; at least 1 ms. Default: 10 seconds.

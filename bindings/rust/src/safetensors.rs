@@ -30,7 +30,7 @@ pub(crate) fn text_of_path(path: &Path) -> Result<&str> {
 /// ```
 ///
 /// `Code::InvalidArgument` for a name that is there twice, and for tensors that are not dense, or of
-/// a dtype that the format lacks; `Code::Aborted` while another save to that path is under way; else
+/// a dtype that the format lacks; `Code::Aborted` while another save to that path is in flight; else
 /// errors of the operating system, which leave the file as it was.
 #[doc(alias = "dg_safetensors_save")]
 pub fn save_safetensors(
@@ -84,7 +84,7 @@ pub struct SafetensorsInfo {
 
 impl From<RawSafetensorsInfo> for SafetensorsInfo {
     fn from(raw: RawSafetensorsInfo) -> Self {
-        Self { dtype: Dtype::from_code(raw.dtype as i32), shape: raw.shape, bytes: raw.bytes }
+        Self { dtype: Dtype::from_code(raw.dtype), shape: raw.shape, bytes: raw.bytes }
     }
 }
 

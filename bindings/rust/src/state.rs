@@ -70,7 +70,7 @@ impl From<RawMemberEvent> for MemberEvent {
             3 => MemberEventKind::Lost,
             _ => MemberEventKind::Other,
         };
-        let member = Member { name: raw.name, rank: raw.rank as u32, incarnation: raw.incarnation };
+        let member = Member { name: raw.name, rank: raw.rank, incarnation: raw.incarnation };
         Self { member, kind, reason: raw.reason }
     }
 }
@@ -111,13 +111,9 @@ pub struct PassState {
     pub unacknowledged: Vec<u32>,
 }
 
-fn ranks(ranks: Vec<u64>) -> Vec<u32> {
-    ranks.into_iter().map(|rank| rank as u32).collect()
-}
-
 impl From<RawMember> for Member {
     fn from(raw: RawMember) -> Self {
-        Self { name: raw.name, rank: raw.rank as u32, incarnation: raw.incarnation }
+        Self { name: raw.name, rank: raw.rank, incarnation: raw.incarnation }
     }
 }
 
@@ -128,7 +124,7 @@ impl From<RawContextState> for ContextState {
             sends: raw.sends,
             receives: raw.receives,
             gradients: raw.gradients,
-            peers: ranks(raw.peers),
+            peers: raw.peers,
             passes: raw.passes.into_iter().map(PassState::from).collect(),
         }
     }
@@ -140,8 +136,8 @@ impl From<RawPassState> for PassState {
             id: raw.id,
             retain_graph: raw.flags & 1 != 0,
             busy: raw.busy,
-            awaited: ranks(raw.awaited),
-            unacknowledged: ranks(raw.unacknowledged),
+            awaited: raw.awaited,
+            unacknowledged: raw.unacknowledged,
         }
     }
 }

@@ -224,13 +224,13 @@ impl Worker {
     /// # Ok(())
     /// # }
     /// ```
-    #[doc(alias = "dg_worker_register_async")]
-    #[doc(alias = "dg_async_handler")]
+    #[doc(alias = "dg_worker_register_responder")]
+    #[doc(alias = "dg_responder_handler")]
     pub fn register_responder<F>(&self, function: &str, handler: F) -> Result<()>
     where
         F: Fn(Responder) + Send + Sync + 'static,
     {
-        Ok(ffi::worker_register_async(self.handle(), function, ResponderHandler::new(handler))?)
+        Ok(ffi::worker_register_responder(self.handle(), function, ResponderHandler::new(handler))?)
     }
 
     /// Returns a [`Caller`] of this worker, outside any context, to set a timeout or a

@@ -285,7 +285,7 @@ DG_API uint32_t dg_num_threads(void) DG_NOEXCEPT;
 /* An argument or a result of an operator; `kind` says which member of `as` is set. A dtype, layout
  * or memory format is an integer, a device a string. */
 typedef struct dg_value {
-  uint64_t kind;
+  uint32_t kind;
   union {
     int64_t integer;
     double real;
@@ -546,8 +546,8 @@ typedef struct dg_limits {
   uint64_t calls;               /* of all peers together; 65536 */
   uint64_t bytes_per_peer;      /* waiting to be sent to one peer, and of its calls here; 4 GiB */
   uint64_t contexts_per_peer;   /* open here, of one origin; 4096 */
-  uint64_t unauthenticated;     /* connections whose handshake is not finished; 256 */
-  int64_t handshake_timeout_ms; /* of one connection; 10 seconds */
+  uint64_t unauthenticated_connections; /* whose handshake is not finished; 256 */
+  int64_t handshake_timeout_ms;         /* of one connection; 10 seconds */
 } dg_limits;
 #define DG_LIMITS_INIT \
   { sizeof(dg_limits), 0, 0, 0, 0, 0, 0, 0, 0 }
@@ -646,8 +646,8 @@ DG_API DG_MUST_USE dg_error* dg_worker_shutdown(dg_worker* worker, int64_t timeo
 DG_API DG_MUST_USE dg_error* dg_worker_serve(dg_worker* worker, uint64_t flags) DG_NOEXCEPT;
 
 /* Leaves in good order while the job goes on: refuses new calls of the others with
- * DG_UNAVAILABLE, and waits until calls in flight and the contexts that this worker takes part
- * in are over; then destroy the worker. DG_DEADLINE_EXCEEDED counts those that are left. Call it
+ * DG_UNAVAILABLE. Waits until calls in flight and the contexts that this worker takes part in are
+ * over; then destroy the worker. DG_DEADLINE_EXCEEDED counts those that are left. Call it
  * once. DG_FAILED_PRECONDITION in a handler of this worker, and for the worker that serves the
  * rendezvous. */
 DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_ms) DG_NOEXCEPT;
@@ -688,7 +688,7 @@ DG_API dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) DG_NOEXCEPT
 typedef struct dg_member {
   size_t struct_size; /* as the library knows it */
   dg_str name;
-  uint64_t rank;
+  uint32_t rank;
   uint64_t incarnation; /* greater for each later start of a worker of that name */
 } dg_member;
 /* Calls `visit` within this call for each member that the worker knows of, by rank. */
@@ -700,9 +700,9 @@ DG_API DG_MUST_USE dg_error* dg_worker_members(const dg_worker* worker,
 /* What happened to a member. Borrowed for the call; fields are only ever added. */
 typedef struct dg_member_event {
   size_t struct_size; /* as the library knows it */
-  uint64_t kind;
+  uint32_t kind;
   dg_str name;
-  uint64_t rank;
+  uint32_t rank;
   uint64_t incarnation;
   dg_str reason; /* why it counts as lost */
 } dg_member_event;
@@ -713,9 +713,10 @@ enum {
 };
 /* Calls `callback` for each event from now on, once and in order, on a thread of the worker,
  * where it may wait and make calls as a handler may. It replaces the former callback; NULL
- * removes that. When this has returned, the former callback is not called any more; and none is
- * when dg_worker_close has returned (or dg_worker_destroy, within its minute). Takes
- * `user_data`. Waits until the former callback has returned, unless it is called there. */
+ * removes that. When this has returned, the former callback is not called any more. When
+ * dg_worker_close has returned without an error, no callback is called any more; nor is one after
+ * dg_worker_destroy, unless one still ran after its minute. Takes `user_data`. Waits until the
+ * former callback has returned, unless it is called there. */
 DG_API DG_MUST_USE dg_error* dg_worker_on_member(
     dg_worker* worker, void (*callback)(void* user_data, const dg_member_event* event),
     void* user_data, void (*destroy)(void* user_data)) DG_NOEXCEPT;
@@ -756,10 +757,10 @@ typedef struct dg_pass_state {
   uint64_t flags;     /* DG_BACKWARD_... */
   uint64_t busy;      /* send nodes and roots that run or are about to */
   /* The ranks of the workers whose gradients have not come, once for each message sent there. */
-  const uint64_t* awaited;
+  const uint32_t* awaited;
   size_t awaited_count;
   /* The ranks of the workers that have not acknowledged a message, once for each message. */
-  const uint64_t* unacknowledged;
+  const uint32_t* unacknowledged;
   size_t unacknowledged_count;
 } dg_pass_state;
 
@@ -770,7 +771,7 @@ typedef struct dg_context_state {
   uint64_t sends;     /* messages sent, and received, with tensors that require grad */
   uint64_t receives;
   uint64_t gradients;    /* of leaves of this worker */
-  const uint64_t* peers; /* the ranks of the workers with which it exchanged messages */
+  const uint32_t* peers; /* the ranks of the workers with which it exchanged messages */
   size_t peer_count;
   const dg_pass_state* const* passes;
   size_t pass_count;
@@ -788,7 +789,7 @@ DG_API DG_MUST_USE dg_error* dg_worker_contexts(const dg_worker* worker,
 typedef struct dg_request {
   size_t struct_size; /* as the library knows it */
   dg_str function;
-  uint64_t from; /* the caller's rank */
+  uint32_t from; /* the caller's rank */
   const dg_message* message;
   const dg_context* context;           /* the caller's; NULL: none */
   int64_t timeout_ms;                  /* how long the caller still waits, as the handler begins;
@@ -817,13 +818,13 @@ typedef struct dg_responder dg_responder;
 /* A remote function whose answer may come after it has returned, from any thread; no thread is
  * held meanwhile. It owns the responder, and passes it to dg_responder_answer or
  * dg_responder_destroy. The request and all in it live until then. */
-typedef void (*dg_async_handler)(void* user_data, const dg_request* request,
-                                 dg_responder* responder);
+typedef void (*dg_responder_handler)(void* user_data, const dg_request* request,
+                                     dg_responder* responder);
 
 /* The same as dg_worker_register, for such a handler. */
-DG_API DG_MUST_USE dg_error* dg_worker_register_async(dg_worker* worker, dg_str function,
-                                                      dg_async_handler handler, void* user_data,
-                                                      void (*destroy)(void* user_data)) DG_NOEXCEPT;
+DG_API DG_MUST_USE dg_error* dg_worker_register_responder(
+    dg_worker* worker, dg_str function, dg_responder_handler handler, void* user_data,
+    void (*destroy)(void* user_data)) DG_NOEXCEPT;
 
 /* Answers with the error, or, if that is NULL, with the reply (NULL: an empty one). Takes all
  * three. If nobody waits for the answer any more, it is dropped, which is no error.
@@ -1062,7 +1063,7 @@ DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
  * Errors of all these functions: those of the operating system (DG_NOT_FOUND,
  * DG_PERMISSION_DENIED, DG_RESOURCE_EXHAUSTED if the disk is full, ...); DG_INVALID_ARGUMENT for a
  * file that is no such file, or a damaged one, for names that are not UTF-8, and for a name that is
- * given twice. All that read or write a file wait. */
+ * given twice. All that read or write a file are marked "Waits". */
 
 /* A name with a value. Never grows. */
 typedef struct dg_entry {
@@ -1073,21 +1074,21 @@ typedef struct dg_entry {
 /* Writes tensors, of whichever devices, and metadata (UTF-8) to a file: all or nothing, and when
  * this has returned on the disk. Tensors that share memory are each written in full.
  * DG_INVALID_ARGUMENT also for tensors that are not dense, or of a dtype that the format lacks;
- * DG_ABORTED while another save to that path is under way. */
+ * DG_ABORTED while another save to that path is in flight. Waits. */
 DG_API DG_MUST_USE dg_error* dg_safetensors_save(dg_str path, const dg_str* names,
                                                  const dg_tensor* const* tensors, size_t count,
                                                  const dg_entry* metadata,
                                                  size_t metadata_count) DG_NOEXCEPT;
 
 /* Reads all tensors of a file, onto the CPU: calls `visit` within this call for each, by name, with
- * handles that are borrowed for the visit. On an error `visit` is not called at all. */
+ * handles that are borrowed for the visit. On an error `visit` is not called at all. Waits. */
 DG_API DG_MUST_USE dg_error* dg_safetensors_load(dg_str path,
                                                  void (*visit)(void* user_data, dg_str name,
                                                                const dg_tensor* tensor),
                                                  void* user_data) DG_NOEXCEPT;
 /* Writes what is in a file to tensors, on whichever devices and with whichever strides. Converts
  * nothing. DG_INVALID_ARGUMENT, and nothing is written, also lists what is missing in the file,
- * what is unexpected in it, and what has another dtype or shape. */
+ * what is unexpected in it, and what has another dtype or shape. Waits. */
 DG_API DG_MUST_USE dg_error* dg_safetensors_load_into(dg_str path, const dg_str* names,
                                                       const dg_tensor* const* tensors,
                                                       size_t count) DG_NOEXCEPT;
@@ -1100,13 +1101,13 @@ typedef struct dg_safetensors_file dg_safetensors_file;
 typedef struct dg_safetensors_info {
   size_t struct_size; /* as the library knows it */
   dg_str name;
-  int64_t dtype; /* a dg_dtype */
+  dg_dtype dtype;
   const int64_t* shape;
   size_t dim_count;
   uint64_t bytes; /* that it has in the file */
 } dg_safetensors_info;
 
-/* Opens a file, and reads and checks its header. */
+/* Opens a file, and reads and checks its header. Waits. */
 DG_API DG_MUST_USE dg_error* dg_safetensors_file_open(dg_str path,
                                                       dg_safetensors_file** out) DG_NOEXCEPT;
 /* Calls `visit` within this call for each tensor of the file, by name. */
@@ -1119,11 +1120,11 @@ DG_API DG_MUST_USE dg_error* dg_safetensors_file_metadata(const dg_safetensors_f
                                                                         const dg_entry* entry),
                                                           void* user_data) DG_NOEXCEPT;
 /* Reads a tensor, onto the CPU. DG_NOT_FOUND if the file has none of that name; DG_DATA_LOSS if the
- * file has become shorter since it was opened. */
+ * file has become shorter since it was opened. Waits. */
 DG_API DG_MUST_USE dg_error* dg_safetensors_file_read(const dg_safetensors_file* file, dg_str name,
                                                       dg_tensor** out) DG_NOEXCEPT;
 /* Writes what the file has under that name to a tensor, as dg_safetensors_load_into does. After an
- * error of the file some of it may have been written. */
+ * error of the file some of it may have been written. Waits. */
 DG_API DG_MUST_USE dg_error* dg_safetensors_file_read_into(const dg_safetensors_file* file,
                                                            dg_str name,
                                                            const dg_tensor* tensor) DG_NOEXCEPT;
@@ -1135,7 +1136,7 @@ DG_API void dg_safetensors_file_destroy(dg_safetensors_file* file) DG_NOEXCEPT;
  * it is loaded. DG_INVALID_ARGUMENT also if a parameter of the optimizer has no name here, and,
  * with nothing changed, for what is missing in the file, unexpected in it, or of another shape or
  * dtype; DG_NOT_FOUND once the part is removed. docs/checkpoints.md, "Optimizers", has the names in
- * the file, and how Python reads and writes it. */
+ * the file, and how Python reads and writes it. Waits. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_save(dg_optimizer* optimizer, const dg_str* names,
                                                const dg_tensor* const* parameters, size_t count,
                                                dg_str path) DG_NOEXCEPT;
@@ -1332,7 +1333,7 @@ DG_API void dg_loaded_checkpoint_destroy(dg_loaded_checkpoint* loaded) DG_NOEXCE
  * micro-batches: while one stage computes one of them, the others compute others.
  * docs/pipelines.md. */
 
-/* What a rank of a pipeline does: a line of its list. */
+/* What a rank of a pipeline does: a line of its list. Small, for there are many; never grows. */
 typedef struct dg_action {
   uint32_t kind; /* DG_ACTION_... */
   uint32_t stage;
@@ -1458,10 +1459,11 @@ typedef struct dg_pipeline_stage {
   dg_error* (*step)(void* user_data, const dg_context* context);
   void* user_data;
   void (*destroy)(void* user_data);
-  int64_t
-      inputs; /* how many tensors forward takes, and how many targets the loss; with any other */
-  int64_t targets; /* number the step fails, and they are not called. DG_ANY_COUNT: any number */
-  uint64_t flags;  /* DG_PIPELINE_STAGE_... */
+  /* How many tensors forward takes, and how many targets the loss. With any other number the step
+   * fails, and they are not called. DG_ANY_COUNT: any number. */
+  int64_t inputs;
+  int64_t targets;
+  uint64_t flags; /* DG_PIPELINE_STAGE_... */
 } dg_pipeline_stage;
 #define DG_ANY_COUNT INT64_C(-1)
 #define DG_PIPELINE_STAGE_INIT \
@@ -1689,8 +1691,9 @@ typedef struct dg_process_group_options {
   uint32_t rank;           /* in [0, size) */
   uint32_t size;           /* 0: the group is all workers of the job, each by its rank */
   dg_str backend;          /* "gloo", for the CPU; "nccl", in builds with CUDA; empty: "gloo" */
-  dg_str host;             /* the address, name or interface for Gloo to listen on, which knows no
-                            * cluster key; empty: that of the worker */
+  dg_str host;             /* the address, name or interface for Gloo to listen on; empty: that of
+                            * the worker. With the worker's key what Gloo sends is encrypted, but
+                            * not what NCCL sends. docs/security.md */
   int64_t timeout_ms;      /* of each collective; 0: ten minutes */
   int64_t join_timeout_ms; /* for all ranks to join; 0: ten minutes */
 } dg_process_group_options;
@@ -1773,15 +1776,15 @@ DG_API DG_MUST_USE dg_error* dg_gradient_averager_average_in_backward(
  * out of data while others have not. It has a context of its own, which has no gradients of the
  * parameters. Waits for all ranks.
  *
- * `others_go_on` becomes 1 if the others go on: the context then has the averages, and an
+ * `others_go_on` becomes true if the others go on: the context then has the averages, and an
  * optimizer of this rank takes the same step with them as those of the others do, so that it
- * keeps the same state. It becomes 0 when all ranks have called this; they then have the
+ * keeps the same state. It becomes false when all ranks have called this; they then have the
  * parameters and buffers of the lowest rank that was the last to go on. DG_FAILED_PRECONDITION,
  * before anything begins, if the context has gradients and `flags` lacks
  * DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS. */
 DG_API DG_MUST_USE dg_error* dg_gradient_averager_join(dg_gradient_averager* averager,
                                                        const dg_context* context, uint64_t flags,
-                                                       uint32_t* others_go_on) DG_NOEXCEPT;
+                                                       bool* others_go_on) DG_NOEXCEPT;
 /* Flag of dg_gradient_averager_join: the context has the gradients of earlier averages, as those of
  * the other ranks have. For a step's second average and those after it. */
 #define DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS UINT64_C(1)

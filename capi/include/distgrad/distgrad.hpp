@@ -13,8 +13,9 @@
 //   context.Backward({dg::Op("aten::sum", {reply.tensor(0)})});
 //   dg::Tensor gradient = context.Gradient(x);
 //
-// Each function calls the C function of its name, whose comment in distgrad.h holds for arguments,
-// errors, threads and waiting. An error is thrown as a dg::Error.
+// Each function calls the C function of its name, or the one that its comment names, whose comment
+// in distgrad.h holds for arguments, errors, threads and waiting. An error is thrown as a
+// dg::Error.
 #ifndef DISTGRAD_DISTGRAD_HPP_
 #define DISTGRAD_DISTGRAD_HPP_
 
@@ -392,7 +393,7 @@ class Values {
   Handle<dg_values, dg_values_destroy> handle_;
 };
 
-// Runs an operator, whatever its results are.
+// Runs an operator, whatever its results are (dg_op_call).
 inline Values Ops(std::string_view op, Arguments arguments) {
   const std::vector<dg_value> values = internal::ToValues(arguments);
   dg_values* out = nullptr;
@@ -400,10 +401,11 @@ inline Values Ops(std::string_view op, Arguments arguments) {
   return Values(out);
 }
 
-// Throws unless the operator only computes.
+// Throws unless the operator only computes, and writes to none of its arguments
+// (dg_op_check_functional).
 inline void CheckFunctional(std::string_view op) { Check(dg_op_check_functional(Str(op))); }
 
-// Runs an operator whose result is one tensor.
+// Runs an operator whose result is one tensor (dg_op_tensors).
 inline Tensor Op(std::string_view op, Arguments arguments) {
   const std::vector<dg_value> values = internal::ToValues(arguments);
   dg_tensor* out = nullptr;
@@ -448,14 +450,14 @@ class Future {
     Check(dg_future_wait(get(), timeout_ms, &done));
     return done;
   }
-  // Waits, and returns the reply; null for work without one.
+  // Waits, and returns the reply (dg_future_result); null for work without one.
   Message Get() const {
     Wait();
     dg_message* reply = nullptr;
     Check(dg_future_result(get(), &reply));
     return Message(reply);
   }
-  // Waits, and returns the results of an operator.
+  // Waits, and returns the results of an operator (dg_future_values).
   Values GetValues() const {
     Wait();
     dg_values* values = nullptr;
@@ -524,7 +526,7 @@ class Request {
   explicit Request(const dg_request* request) noexcept
       : request_(request), begin_(std::chrono::steady_clock::now()) {}
   std::string_view function() const noexcept { return View(request_->function); }
-  uint32_t from() const noexcept { return static_cast<uint32_t>(request_->from); }
+  uint32_t from() const noexcept { return request_->from; }
   std::string_view payload() const noexcept { return View(dg_message_payload(request_->message)); }
   size_t tensor_count() const noexcept { return dg_message_tensor_count(request_->message); }
   Tensor tensor(size_t index) const {
@@ -589,7 +591,7 @@ struct Member {
 };
 
 struct MemberEvent {
-  uint64_t kind;  // DG_MEMBER_...
+  uint32_t kind;  // DG_MEMBER_...
   std::string name;
   uint32_t rank;
   uint64_t incarnation;
@@ -601,7 +603,7 @@ class Worker {
   using Handler = std::function<Message(const Request&)>;
   // Moves the responder to where the answer will be known; the request lives until then. An
   // exception that it throws before that is the answer.
-  using AsyncHandler = std::function<void(const Request&, Responder&&)>;
+  using ResponderHandler = std::function<void(const Request&, Responder&&)>;
 
   explicit Worker(const dg_worker_options& options) {
     dg_worker* out = nullptr;
@@ -623,9 +625,8 @@ class Worker {
     Check(dg_worker_on_member(
         get(),
         [](void* data, const dg_member_event* event) {
-          (*static_cast<Callback*>(data))({event->kind, std::string(View(event->name)),
-                                           static_cast<uint32_t>(event->rank), event->incarnation,
-                                           std::string(View(event->reason))});
+          (*static_cast<Callback*>(data))({event->kind, std::string(View(event->name)), event->rank,
+                                           event->incarnation, std::string(View(event->reason))});
         },
         new Callback(std::move(callback)),
         [](void* data) { delete static_cast<Callback*>(data); }));
@@ -637,9 +638,8 @@ class Worker {
     Check(dg_worker_members(
         get(),
         [](void* data, const dg_member* member) {
-          static_cast<std::vector<Member>*>(data)->push_back({std::string(View(member->name)),
-                                                              static_cast<uint32_t>(member->rank),
-                                                              member->incarnation});
+          static_cast<std::vector<Member>*>(data)->push_back(
+              {std::string(View(member->name)), member->rank, member->incarnation});
         },
         &members));
     return members;
@@ -683,10 +683,10 @@ class Worker {
                              [](void* data) { delete static_cast<Handler*>(data); }));
   }
 
-  void RegisterAsync(std::string_view function, AsyncHandler handler) {
-    Check(dg_worker_register_async(get(), Str(function), ServeLater,
-                                   new AsyncHandler(std::move(handler)),
-                                   [](void* data) { delete static_cast<AsyncHandler*>(data); }));
+  void RegisterResponder(std::string_view function, ResponderHandler handler) {
+    Check(dg_worker_register_responder(
+        get(), Str(function), ServeLater, new ResponderHandler(std::move(handler)),
+        [](void* data) { delete static_cast<ResponderHandler*>(data); }));
   }
 
   Message Call(std::string_view to, std::string_view function, const Message& request,
@@ -705,7 +705,7 @@ class Worker {
                const Context* context = nullptr);
   Future CallAsync(std::string_view to, std::string_view function, const Message& request,
                    const Context* context = nullptr);
-  // Runs an operator there, and returns the tensors among its results.
+  // Runs an operator there, and returns its results.
   Values CallOp(std::string_view to, std::string_view op, Arguments arguments,
                 const dg_call_options& options);
   Values CallOp(std::string_view to, std::string_view op, Arguments arguments,
@@ -747,7 +747,7 @@ class Worker {
   static void ServeLater(void* data, const dg_request* request, dg_responder* responder) noexcept {
     Responder owner(responder);
     dg_error* error =
-        Catch([&] { (*static_cast<AsyncHandler*>(data))(Request(request), std::move(owner)); });
+        Catch([&] { (*static_cast<ResponderHandler*>(data))(Request(request), std::move(owner)); });
     if (error != nullptr) dg_error_destroy(dg_responder_answer(owner.release(), nullptr, error));
   }
 
@@ -830,6 +830,23 @@ class Context {
 
  private:
   Handle<dg_context, dg_context_destroy> handle_;
+};
+
+// A context that somebody else keeps: a Context, or the one that a function is given. Valid as long
+// as that.
+class ContextRef {
+ public:
+  ContextRef(const Context& context) noexcept : context_(context.get()) {}
+  explicit ContextRef(const dg_context* context) noexcept : context_(context) {}
+  Tensor Gradient(const Tensor& leaf) const {
+    dg_tensor* out = nullptr;
+    Check(dg_context_gradient(get(), leaf.get(), &out));
+    return Tensor(out);
+  }
+  const dg_context* get() const noexcept { return context_; }
+
+ private:
+  const dg_context* context_;
 };
 
 namespace internal {
@@ -915,7 +932,7 @@ struct NamedHandles {
 };
 }  // namespace internal
 
-// Writes tensors and metadata to a safetensors file, all or nothing.
+// Writes tensors and metadata to a safetensors file, all or nothing (dg_safetensors_save).
 inline void SaveSafetensors(const TensorMap& tensors, std::string_view path,
                             const std::map<std::string, std::string>& metadata = {}) {
   const internal::NamedHandles named(tensors);
@@ -1030,9 +1047,9 @@ class Optimizer {
     optimizer.Create(dg_optimizer_create_adamw, worker, name, parameters, options);
     return optimizer;
   }
-  void Step(const Context& context) { Check(dg_optimizer_step(get(), context.get())); }
+  void Step(ContextRef context) { Check(dg_optimizer_step(get(), context.get())); }
   // Returns the norm before.
-  double ClipGradients(const Context& context, double max_norm) {
+  double ClipGradients(ContextRef context, double max_norm) {
     double norm = 0;
     Check(dg_optimizer_clip_gradients(get(), context.get(), max_norm, &norm));
     return norm;
@@ -1367,7 +1384,7 @@ struct PipelineStage {
   std::function<std::vector<Tensor>(const std::vector<Tensor>& inputs)> forward = nullptr;
   std::function<Tensor(const std::vector<Tensor>& outputs, const std::vector<Tensor>& targets)>
       loss = nullptr;
-  std::function<void(const dg_context* context)> step = nullptr;
+  std::function<void(ContextRef context)> step = nullptr;
   int64_t inputs = 1;  // DG_ANY_COUNT: any number
   int64_t targets = 1;
   bool recompute = false;
@@ -1425,7 +1442,7 @@ class PipelineStages {
     });
   }
   static dg_error* Step(void* data, const dg_context* context) noexcept {
-    return Catch([&] { static_cast<const PipelineStage*>(data)->step(context); });
+    return Catch([&] { static_cast<const PipelineStage*>(data)->step(ContextRef(context)); });
   }
   Handle<dg_pipeline_stages, dg_pipeline_stages_destroy> handle_;
 };
@@ -1651,20 +1668,18 @@ class GradientAverager {
     Check(dg_gradient_averager_create(group.get(), handles.data(), handles.size(), &options, &out));
     handle_ = Handle<dg_gradient_averager, dg_gradient_averager_destroy>(out);
   }
-  void Average(const Context& context) {
-    Check(dg_gradient_averager_average(get(), context.get()));
-  }
+  void Average(ContextRef context) { Check(dg_gradient_averager_average(get(), context.get())); }
   // Makes the averages begin during the backward of the context; call it before, and Average()
   // after that.
-  void AverageInBackward(const Context& context) {
+  void AverageInBackward(ContextRef context) {
     Check(dg_gradient_averager_average_in_backward(get(), context.get()));
   }
   // Takes part in the others' next average, for a rank that has run out of data; false when all
   // have. `flags`: DG_GRADIENT_AVERAGER_JOIN_...
-  bool Join(const Context& context, uint64_t flags = 0) {
-    uint32_t others_go_on = 0;
+  bool Join(ContextRef context, uint64_t flags = 0) {
+    bool others_go_on = false;
     Check(dg_gradient_averager_join(get(), context.get(), flags, &others_go_on));
-    return others_go_on != 0;
+    return others_go_on;
   }
   dg_gradient_averager* get() const noexcept { return handle_.get(); }
 

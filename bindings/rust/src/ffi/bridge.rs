@@ -13,15 +13,15 @@ pub(crate) mod raw {
     /// `dg_member`.
     struct RawMember {
         name: String,
-        rank: u64,
+        rank: u32,
         incarnation: u64,
     }
 
     /// `dg_member_event`.
     struct RawMemberEvent {
-        kind: u64,
+        kind: u32,
         name: String,
-        rank: u64,
+        rank: u32,
         incarnation: u64,
         reason: String,
     }
@@ -31,8 +31,8 @@ pub(crate) mod raw {
         id: u64,
         flags: u64,
         busy: u64,
-        awaited: Vec<u64>,
-        unacknowledged: Vec<u64>,
+        awaited: Vec<u32>,
+        unacknowledged: Vec<u32>,
     }
 
     /// `dg_context_state`.
@@ -41,7 +41,7 @@ pub(crate) mod raw {
         sends: u64,
         receives: u64,
         gradients: u64,
-        peers: Vec<u64>,
+        peers: Vec<u32>,
         passes: Vec<RawPassState>,
     }
 
@@ -49,7 +49,7 @@ pub(crate) mod raw {
     struct RawRequest<'a> {
         worker: WorkerHandle,
         function: &'a [u8],
-        from: u64,
+        from: u32,
         message: MessageHandle,
         context: ContextHandle,
         timeout_ms: i64,
@@ -117,7 +117,7 @@ pub(crate) mod raw {
     /// `dg_safetensors_info`.
     struct RawSafetensorsInfo {
         name: String,
-        dtype: i64,
+        dtype: i32,
         shape: Vec<i64>,
         bytes: u64,
     }
@@ -321,7 +321,7 @@ pub(crate) mod raw {
             function: &str,
             handler: Box<Handler>,
         ) -> Result<()>;
-        fn worker_register_async(
+        fn worker_register_responder(
             worker: WorkerHandle,
             function: &str,
             handler: Box<ResponderHandler>,

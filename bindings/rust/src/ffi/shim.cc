@@ -259,11 +259,11 @@ void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler>
                                Ours::End));
 }
 
-void worker_register_async(WorkerHandle worker, rust::Str function,
-                           rust::Box<ResponderHandler> handler) {
+void worker_register_responder(WorkerHandle worker, rust::Str function,
+                               rust::Box<ResponderHandler> handler) {
   using Ours = Registration<ResponderHandler>;
-  dg::Check(dg_worker_register_async(worker, ToStr(function), Respond,
-                                     new Ours{worker, std::move(handler)}, Ours::End));
+  dg::Check(dg_worker_register_responder(worker, ToStr(function), Respond,
+                                         new Ours{worker, std::move(handler)}, Ours::End));
 }
 
 MessageHandle worker_call(WorkerHandle worker, rust::Str to, rust::Str function,

@@ -270,8 +270,8 @@ inline MessageHandle worker_trace_stop(WorkerHandle worker) {
 inline size_t worker_context_count(WorkerHandle worker) { return dg_worker_context_count(worker); }
 void worker_register(WorkerHandle worker, rust::Str function, rust::Box<Handler> handler);
 
-void worker_register_async(WorkerHandle worker, rust::Str function,
-                           rust::Box<ResponderHandler> handler);
+void worker_register_responder(WorkerHandle worker, rust::Str function,
+                               rust::Box<ResponderHandler> handler);
 inline void responder_answer(ResponderHandle responder, MessageHandle reply, ErrorHandle error) {
   dg::Check(dg_responder_answer(responder, reply, error));
 }
@@ -446,11 +446,11 @@ inline void averager_average_in_backward(AveragerHandle averager, ContextHandle 
   dg::Check(dg_gradient_averager_average_in_backward(averager, context));
 }
 inline bool averager_join(AveragerHandle averager, ContextHandle context, bool keep_gradients) {
-  uint32_t others_go_on = 0;
+  bool others_go_on = false;
   dg::Check(dg_gradient_averager_join(averager, context,
                                       keep_gradients ? DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS : 0,
                                       &others_go_on));
-  return others_go_on != 0;
+  return others_go_on;
 }
 
 }  // namespace distgrad_rust

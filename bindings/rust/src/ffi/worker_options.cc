@@ -33,7 +33,7 @@ WorkerHandle worker_create(const RawWorkerOptions& from) {
   limits.calls = from.limits.calls;
   limits.bytes_per_peer = from.limits.bytes_per_peer;
   limits.contexts_per_peer = from.limits.contexts_per_peer;
-  limits.unauthenticated = from.limits.unauthenticated;
+  limits.unauthenticated_connections = from.limits.unauthenticated_connections;
   limits.handshake_timeout_ms = from.limits.handshake_timeout_ms;
   options.limits = &limits;
   std::vector<dg_device_pair> pairs;

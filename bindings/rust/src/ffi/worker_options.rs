@@ -33,7 +33,7 @@ pub(crate) mod raw {
         calls: u64,
         bytes_per_peer: u64,
         contexts_per_peer: u64,
-        unauthenticated: u64,
+        unauthenticated_connections: u64,
         handshake_timeout_ms: i64,
     }
 
