@@ -17,7 +17,7 @@ struct Backward {
 absl::StatusOr<Backward> ToBackward(const dg_tensor* const* roots, size_t root_count,
                                     const dg_backward_options* given) {
   Backward backward;
-  DG_ASSIGN_OR_RETURN(backward.roots, PinTensors(roots, root_count, /*allow_null=*/false));
+  DG_ASSIGN_OR_RETURN(backward.roots, PinTensors(roots, root_count, /*allow_null=*/false, "roots"));
   DG_ASSIGN_OR_RETURN(
       const dg_backward_options read,
       ReadOptions<dg_backward_options>(given, DG_BACKWARD_OPTIONS_INIT, "dg_backward_options"));
@@ -26,7 +26,7 @@ absl::StatusOr<Backward> ToBackward(const dg_tensor* const* roots, size_t root_c
   backward.options.deadline = ToDeadline(read.timeout_ms, absl::InfinitePast());
   if (read.root_gradients != nullptr) {
     absl::StatusOr<std::vector<at::Tensor>> gradients =
-        PinTensors(read.root_gradients, root_count, /*allow_null=*/true);
+        PinTensors(read.root_gradients, root_count, /*allow_null=*/true, "root_gradients");
     if (!gradients.ok()) return Annotate(gradients.status(), "root_gradients");
     backward.options.root_gradients = *std::move(gradients);
   }
@@ -124,7 +124,7 @@ dg_error* dg_context_gradients(const dg_context* context,
                                              const dg_tensor* gradient),
                                void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
     DG_ASSIGN_OR_RETURN(const auto gradients, pinned->context.Gradients());
     for (const auto& [leaf, gradient] : gradients) {

@@ -25,7 +25,7 @@ namespace {
 // ------------------------------------------------------------------------------------- Devices
 
 absl::StatusOr<std::vector<c10::Device>> ToDevices(const dg_str* names, size_t count) {
-  DG_RETURN_IF_ERROR(CheckArray(names, count, "the list of devices"));
+  DG_RETURN_IF_ERROR(CheckArray(names, count, "devices"));
   std::vector<c10::Device> devices;
   for (size_t i = 0; i < count; ++i) {
     DG_ASSIGN_OR_RETURN(const c10::Device device, ToDevice(names[i], absl::StrCat("device ", i)));
@@ -213,15 +213,15 @@ dg_error* dg_data_parallel_create(const dg_tensor* const* parameters, size_t par
   UserData taken(user_data, destroy);
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    if (forward == nullptr) return absl::InvalidArgumentError("the function is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(forward != nullptr, "forward"));
     DG_ASSIGN_OR_RETURN(const dg_data_parallel_options read,
                         ReadOptions<dg_data_parallel_options>(
                             options, DG_DATA_PARALLEL_OPTIONS_INIT, "dg_data_parallel_options"));
     DG_ASSIGN_OR_RETURN(DataParallelOptions core_options, ToOptions(read));
-    DG_ASSIGN_OR_RETURN(TensorVector of_function,
-                        PinTensors(parameters, parameter_count, /*allow_null=*/false));
+    DG_ASSIGN_OR_RETURN(TensorVector of_function, PinTensors(parameters, parameter_count,
+                                                             /*allow_null=*/false, "parameters"));
     absl::StatusOr<TensorVector> buffers =
-        PinTensors(read.buffers, read.buffer_count, /*allow_null=*/false);
+        PinTensors(read.buffers, read.buffer_count, /*allow_null=*/false, "buffers");
     if (!buffers.ok()) return Annotate(buffers.status(), "buffers");
     *out = NewHandle<DataParallelObject>(
         std::make_shared<FunctionModule>(
@@ -236,12 +236,12 @@ dg_error* dg_data_parallel_forward(const dg_data_parallel* data_parallel,
                                    const dg_tensor* const* inputs, size_t input_count,
                                    dg_tensor** outputs, size_t output_count) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckArray(outputs, output_count, "where the outputs are to be stored"));
+    DG_RETURN_IF_ERROR(CheckArray(outputs, output_count, "outputs"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<DataParallelObject> pinned,
                         Pin<DataParallelObject>(data_parallel));
     DG_ASSIGN_OR_RETURN(const TensorVector values,
-                        PinTensors(inputs, input_count, /*allow_null=*/true));
+                        PinTensors(inputs, input_count, /*allow_null=*/true, "inputs"));
     if (pinned->busy.exchange(true)) {
       return absl::FailedPreconditionError(
           "a forward of this dg_data_parallel is in flight, here or on another thread");
@@ -263,8 +263,8 @@ dg_error* dg_scatter(const dg_tensor* tensor, const dg_str* devices, size_t devi
                      int64_t dim, const int64_t* sizes, dg_tensor** outs,
                      size_t* part_count) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(outs));
-    DG_RETURN_IF_ERROR(CheckOut(part_count));
+    DG_RETURN_IF_ERROR(CheckOut(outs, "outs"));
+    DG_RETURN_IF_ERROR(CheckOut(part_count, "part_count"));
     DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
     DG_ASSIGN_OR_RETURN(const std::vector<c10::Device> to, ToSomeDevices(devices, device_count));
     ScatterOptions options{.dim = dim};

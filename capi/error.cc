@@ -26,6 +26,7 @@ static_assert(static_cast<uint32_t>(ErrorOrigin::By::kHandler) == DG_ORIGIN_HAND
 constexpr absl::Duration kNoLimit = absl::Hours(24 * 365 * 10);
 // No struct of options comes near; a larger size is a program's mistake.
 constexpr size_t kMaxOptionsSize = 4096;
+constexpr size_t kMaxSize = PTRDIFF_MAX;  // of any array, or string
 
 // Stands for an error that there was no memory for.
 struct dg_error* OutOfMemory() {
@@ -59,6 +60,10 @@ absl::Status TakeError(dg_error* error) noexcept {
 }
 
 absl::Status CheckArray(const void* data, size_t size, absl::string_view what) {
+  if (size > kMaxSize) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the size of ", what, " is ", size, ", which is more than memory can have"));
+  }
   if (size == 0 || data != nullptr) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(what, " is NULL, and its size is ", size));
 }
@@ -68,9 +73,16 @@ absl::StatusOr<std::string> FromStr(dg_str text, absl::string_view what) {
   return text.size == 0 ? std::string() : std::string(text.data, text.size);
 }
 
-absl::Status CheckOut(const void* out) {
+absl::Status CheckOut(const void* out, absl::string_view name) {
   if (out != nullptr) return absl::OkStatus();
-  return absl::InvalidArgumentError("where the result is to be stored is NULL");
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, ", where a result is to be stored, is NULL"));
+}
+
+absl::Status CheckCallback(bool is_there, absl::string_view name) {
+  if (is_there) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, ", the function that is to be called, is NULL"));
 }
 
 absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero) {

@@ -62,12 +62,15 @@ T GuardValue(T fallback, F&& body) noexcept {
 
 inline dg_str ToStr(absl::string_view text) { return {text.data(), text.size()}; }
 
-// Checks that `data`, of `size` elements, is there if size > 0.
+// Checks that `data`, of `size` elements, is there if size > 0, and that some memory could hold so
+// many. `what` is the name of the parameter or field.
 absl::Status CheckArray(const void* data, size_t size, absl::string_view what);
 
 absl::StatusOr<std::string> FromStr(dg_str text, absl::string_view what);
 
-absl::Status CheckOut(const void* out);
+// `name` is that of the parameter.
+absl::Status CheckOut(const void* out, absl::string_view name = "out");
+absl::Status CheckCallback(bool is_there, absl::string_view name);
 
 // Returns timeout_ms, or `if_zero` for 0. Negative is as good as no limit.
 absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero);

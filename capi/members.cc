@@ -93,7 +93,7 @@ dg_error* dg_worker_members(const dg_worker* worker,
                             void (*visit)(void* user_data, const dg_member* member),
                             void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     std::vector<Member> members;
     {
       DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));

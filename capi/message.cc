@@ -86,7 +86,7 @@ dg_error* dg_message_tensor(const dg_message* message, size_t index, dg_tensor**
 
 dg_error* dg_future_wait(const dg_future* future, int64_t timeout_ms, bool* done) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(done));
+    DG_RETURN_IF_ERROR(CheckOut(done, "done"));
     if (timeout_ms != 0) DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
     *done = VisitFuture(*pinned, [&](const auto& work) {
@@ -98,7 +98,7 @@ dg_error* dg_future_wait(const dg_future* future, int64_t timeout_ms, bool* done
 
 dg_error* dg_future_result(const dg_future* future, dg_message** reply) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(reply));
+    DG_RETURN_IF_ERROR(CheckOut(reply, "reply"));
     DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
     DG_RETURN_IF_ERROR(VisitFuture(*pinned, [](const auto& work) { return CheckDone(work); }));
     if (const auto* work = std::get_if<Future<Message>>(&pinned->work)) {
@@ -133,7 +133,7 @@ dg_error* dg_future_then(const dg_future* future, void (*done)(void* user_data),
                          void (*destroy)(void* user_data)) noexcept {
   UserData taken(user_data, destroy);
   return Guard([&]() -> absl::Status {
-    if (done == nullptr) return absl::InvalidArgumentError("the callback is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(done != nullptr, "done"));
     DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
     VisitFuture(*pinned, [&](const auto& work) {
       work.Then([done, taken = std::move(taken)](const auto&) {

@@ -24,7 +24,7 @@ absl::Status Create(dg_worker* worker, dg_str name, const dg_tensor* const* para
   DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
   DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, "name"));
   DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> leaves,
-                      PinTensors(parameters, parameter_count, /*allow_null=*/false));
+                      PinTensors(parameters, parameter_count, /*allow_null=*/false, "parameters"));
   for (size_t i = 0; i < leaves.size(); ++i) {
     if (leaves[i].is_leaf() && leaves[i].requires_grad()) continue;
     return absl::InvalidArgumentError(
@@ -138,7 +138,7 @@ dg_error* dg_optimizer_step(dg_optimizer* optimizer, const dg_context* context) 
 dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer, const dg_context* context,
                                       double max_norm, double* norm) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(norm));
+    DG_RETURN_IF_ERROR(CheckOut(norm, "norm"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_RETURN_IF_ERROR(CheckNotNegative(max_norm, "max_norm"));
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
@@ -162,7 +162,7 @@ dg_error* dg_optimizer_state(dg_optimizer* optimizer,
                              void (*visit)(void* user_data, dg_str name, const dg_tensor* tensor),
                              void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     std::vector<StateTensor> state;
     {

@@ -89,7 +89,7 @@ static_assert(DG_ACTION_FORWARD == int{static_cast<uint8_t>(Action::Kind::kForwa
               DG_ACTION_STEP + 1 == Action::kKinds);
 
 absl::StatusOr<std::vector<Action>> ToActions(const dg_action_list& list) {
-  DG_RETURN_IF_ERROR(CheckArray(list.data, list.size, "a list of actions"));
+  DG_RETURN_IF_ERROR(CheckArray(list.data, list.size, "the data of a dg_action_list"));
   std::vector<Action> actions;
   actions.reserve(list.size);
   for (size_t i = 0; i < list.size; ++i) {
@@ -364,7 +364,7 @@ struct PipelineStagesObject : HandleObject {
 // Takes the user data of all that have some, also on an error.
 absl::StatusOr<std::vector<std::shared_ptr<const StageFunctions>>> TakeStages(
     const dg_pipeline_stage* const* stages, size_t count) {
-  DG_RETURN_IF_ERROR(CheckArray(stages, count, "the list of stages"));
+  DG_RETURN_IF_ERROR(CheckArray(stages, count, "stages"));
   constexpr size_t kUserDataEnd =
       offsetof(dg_pipeline_stage, destroy) + sizeof(dg_pipeline_stage::destroy);
   std::vector<std::shared_ptr<const StageFunctions>> taken;
@@ -426,8 +426,10 @@ absl::StatusOr<Batch> ToBatch(const dg_tensor* const* inputs, size_t input_count
                       ReadOptions<dg_pipeline_run_options>(options, DG_PIPELINE_RUN_OPTIONS_INIT,
                                                            "dg_pipeline_run_options"));
   Batch batch{{}, {}, ToDeadline(read.timeout_ms, absl::InfinitePast())};
-  DG_ASSIGN_OR_RETURN(batch.inputs, PinTensors(inputs, input_count, /*allow_null=*/false));
-  DG_ASSIGN_OR_RETURN(batch.targets, PinTensors(targets, target_count, /*allow_null=*/false));
+  DG_ASSIGN_OR_RETURN(batch.inputs,
+                      PinTensors(inputs, input_count, /*allow_null=*/false, "inputs"));
+  DG_ASSIGN_OR_RETURN(batch.targets,
+                      PinTensors(targets, target_count, /*allow_null=*/false, "targets"));
   return batch;
 }
 
@@ -586,7 +588,7 @@ dg_error* dg_pipeline_create(dg_worker* worker, dg_str name, const dg_schedule* 
     core_options.reduction = read.reduction == DG_REDUCTION_SUM ? PipelineOptions::Reduction::kSum
                                                                 : PipelineOptions::Reduction::kMean;
     DG_ASSIGN_OR_RETURN(core_options.name, FromStr(name, "name"));
-    DG_RETURN_IF_ERROR(CheckArray(workers, worker_count, "the list of workers"));
+    DG_RETURN_IF_ERROR(CheckArray(workers, worker_count, "workers"));
     for (size_t i = 0; i < worker_count; ++i) {
       DG_ASSIGN_OR_RETURN(std::string of_rank, FromStr(workers[i], "a worker"));
       core_options.workers.push_back(std::move(of_rank));

@@ -230,7 +230,7 @@ dg_error* dg_gradient_averager_average_in_backward(dg_gradient_averager* average
 dg_error* dg_gradient_averager_join(dg_gradient_averager* averager, const dg_context* context,
                                     uint64_t flags, bool* others_go_on) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(others_go_on));
+    DG_RETURN_IF_ERROR(CheckOut(others_go_on, "others_go_on"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_RETURN_IF_ERROR(CheckFlags(flags, DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS, "flags"));
     DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));

@@ -103,7 +103,7 @@ dg_error* dg_worker_contexts(const dg_worker* worker,
                              void (*visit)(void* user_data, const dg_context_state* context),
                              void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     std::vector<ContextState> contexts;
     {

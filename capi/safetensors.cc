@@ -82,7 +82,7 @@ dg_error* dg_safetensors_load(dg_str path,
                               void (*visit)(void* user_data, dg_str name, const dg_tensor* tensor),
                               void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
     TensorMap tensors;
@@ -128,7 +128,7 @@ dg_error* dg_safetensors_file_tensors(const dg_safetensors_file* file,
                                                     const dg_safetensors_info* info),
                                       void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_ASSIGN_OR_RETURN(const Pinned<SafetensorsFileObject> pinned,
                         Pin<SafetensorsFileObject>(file));
     for (const auto& [name, info] : pinned->file.header().tensors) {
@@ -148,7 +148,7 @@ dg_error* dg_safetensors_file_metadata(const dg_safetensors_file* file,
                                        void (*visit)(void* user_data, const dg_entry* entry),
                                        void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (visit == nullptr) return absl::InvalidArgumentError("visit is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_ASSIGN_OR_RETURN(const Pinned<SafetensorsFileObject> pinned,
                         Pin<SafetensorsFileObject>(file));
     for (const auto& [name, value] : pinned->file.header().metadata) {

@@ -68,9 +68,8 @@ struct ResponderObject : HandleObject {
 };
 
 absl::Status Register(dg_worker* worker, dg_str function, Handler handler) {
-  if (handler.function == nullptr && handler.async_function == nullptr) {
-    return absl::InvalidArgumentError("the handler is NULL");
-  }
+  DG_RETURN_IF_ERROR(
+      CheckCallback(handler.function != nullptr || handler.async_function != nullptr, "handler"));
   DG_ASSIGN_OR_RETURN(std::string name, FromStr(function, "function"));
   DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
   return use.shared().Register(std::move(name), std::make_shared<Handler>(std::move(handler)));
@@ -202,7 +201,7 @@ dg_error* dg_cancellation_on_cancel(const dg_cancellation* cancellation,
                                     void (*destroy)(void* user_data), uint64_t* id) noexcept {
   UserData taken(user_data, destroy);
   return Guard([&]() -> absl::Status {
-    if (cancelled == nullptr) return absl::InvalidArgumentError("the callback is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(cancelled != nullptr, "cancelled"));
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
                         Pin<CancellationObject>(cancellation));
     const uint64_t watch = pinned->cancellation->OnCancel([cancelled, taken = std::move(taken)] {

@@ -187,8 +187,8 @@ absl::StatusOr<at::Tensor> ImportDlpack(DLManagedTensorVersioned* managed) {
 }  // namespace
 
 absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handles, size_t count,
-                                                   bool allow_null) {
-  DG_RETURN_IF_ERROR(CheckArray(handles, count, "an array of tensors"));
+                                                   bool allow_null, absl::string_view what) {
+  DG_RETURN_IF_ERROR(CheckArray(handles, count, what));
   std::vector<at::Tensor> tensors;
   tensors.reserve(count);
   for (size_t i = 0; i < count; ++i) {
@@ -197,7 +197,7 @@ absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handl
       continue;
     }
     absl::StatusOr<Pinned<TensorObject>> pinned = Pin<TensorObject>(handles[i]);
-    if (!pinned.ok()) return Annotate(pinned.status(), absl::StrCat("tensor ", i));
+    if (!pinned.ok()) return Annotate(pinned.status(), absl::StrCat(what, "[", i, "]"));
     tensors.push_back((*pinned)->tensor);
   }
   return tensors;
@@ -343,7 +343,7 @@ size_t dg_tensor_dim_count(const dg_tensor* tensor) noexcept {
 dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape, int64_t* strides,
                            size_t capacity, size_t* dim_count) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(dim_count));
+    DG_RETURN_IF_ERROR(CheckOut(dim_count, "dim_count"));
     DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
     const at::Tensor& t = pinned->tensor;
     const auto dims = static_cast<size_t>(t.dim());

@@ -330,6 +330,43 @@ static void test_pure_operators(void) {
 }
 
 /* Every kind of argument and of result. */
+/* Sizes that no memory has, as they come of a subtraction that went below zero. */
+static void test_hostile_sizes(void) {
+  const dg_value value = dg_value_none();
+  const dg_tensor* tensor = NULL;
+  dg_values* values = NULL;
+  dg_message* message = NULL;
+  dg_str name;
+  name.data = "aten::exp";
+  name.size = SIZE_MAX;
+  SAYS(DG_INVALID_ARGUMENT, "the size of op is 18446744073709551615",
+       dg_op_call(name, &value, 1, &values));
+  SAYS(DG_INVALID_ARGUMENT, "the size of arguments is 18446744073709551615",
+       dg_op_call(DG_STR("aten::exp"), &value, SIZE_MAX, &values));
+  FAILS(DG_INVALID_ARGUMENT, dg_op_call(DG_STR("aten::exp"), &value, SIZE_MAX / 4, &values));
+  SAYS(DG_INVALID_ARGUMENT, "the size of payload is",
+       dg_message_create(name.data, SIZE_MAX, NULL, 0, &message));
+  SAYS(DG_INVALID_ARGUMENT, "the size of tensors is",
+       dg_message_create("", 0, &tensor, SIZE_MAX, &message));
+  CHECK(values == NULL && message == NULL);
+}
+
+/* An operator's own complaints of what it was given. */
+static void test_bad_arguments(void) {
+  const float data[6] = {1, 2, 3, 4, 5, 6};
+  dg_tensor* a = floats(data, 2, 3);
+  dg_value arguments[2];
+  dg_values* values = NULL;
+  dg_str rows = DG_STR("rows");
+  arguments[0] = arguments[1] = dg_value_tensor(a);
+  SAYS(DG_INVALID_ARGUMENT, "aten::mm: ", dg_op_call(DG_STR("aten::mm"), arguments, 2, &values));
+  arguments[1] = dg_value_string(rows);
+  SAYS(DG_INVALID_ARGUMENT, "'dim' names dimensions",
+       dg_op_call(DG_STR("aten::argsort.dimname"), arguments, 2, &values));
+  CHECK(values == NULL);
+  dg_tensor_destroy(a);
+}
+
 static void test_values(void) {
   const float data[6] = {1, 2, 3, 4, 5, 6};
   const int64_t ints[2] = {3, 2};
@@ -486,7 +523,13 @@ static void test_values(void) {
   arguments[0] = dg_value_tensor(NULL);
   FAILS(DG_INVALID_ARGUMENT, dg_op_call(DG_STR("aten::exp"), arguments, 1, &values));
   FAILS(DG_INVALID_ARGUMENT, dg_op_call(DG_STR("aten::exp"), NULL, 1, &values));
-  FAILS(DG_NOT_FOUND, dg_op_call(DG_STR("aten::expp"), arguments, 1, &values));
+  SAYS(DG_INVALID_ARGUMENT, "arguments is NULL, and its size is 1",
+       dg_op_call(DG_STR("aten::exp"), NULL, 1, &values));
+  SAYS(DG_INVALID_ARGUMENT, "out, where a result is to be stored, is NULL",
+       dg_op_call(DG_STR("aten::exp"), arguments, 1, NULL));
+  SAYS(DG_NOT_FOUND, "there is aten::exp", dg_op_call(DG_STR("aten::expp"), arguments, 1, &values));
+  test_hostile_sizes();
+  test_bad_arguments();
   FAILS(DG_NOT_FOUND, dg_op_call(DG_STR(""), arguments, 0, &values));
   arguments[0] = dg_value_tensor(a);
   FAILS(DG_INVALID_ARGUMENT, dg_op_call(DG_STR("aten::exp"), arguments, 1, NULL));

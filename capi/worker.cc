@@ -357,7 +357,7 @@ dg_error* dg_worker_close(dg_worker* worker, int64_t timeout_ms) noexcept {
 
 dg_error* dg_wait(void (*wait)(void* user_data), void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
-    if (wait == nullptr) return absl::InvalidArgumentError("wait is NULL");
+    DG_RETURN_IF_ERROR(CheckCallback(wait != nullptr, "wait"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     BlockingScope blocking;
     wait(user_data);
@@ -368,7 +368,7 @@ dg_error* dg_wait(void (*wait)(void* user_data), void* user_data) noexcept {
 dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str function, const dg_message* request,
                          const dg_call_options* options, dg_message** reply) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckOut(reply));
+    DG_RETURN_IF_ERROR(CheckOut(reply, "reply"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(Prepared call, PrepareFunction(worker, to, function, request, options));
     DG_ASSIGN_OR_RETURN(Message message, call.Run());

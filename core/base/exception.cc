@@ -18,6 +18,8 @@ absl::Status StatusFromStdException(std::exception_ptr exception) {
     return absl::InvalidArgumentError(e.what());
   } catch (const std::invalid_argument& e) {
     return absl::InvalidArgumentError(e.what());
+  } catch (const std::length_error& e) {  // of a size that no memory can have
+    return absl::InvalidArgumentError(e.what());
   } catch (const std::exception& e) {
     return absl::InternalError(e.what());
   } catch (...) {

@@ -241,7 +241,7 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
   if (has_loss) {
     if (stage.loss == nullptr) {
       return absl::FailedPreconditionError(
-          "it is the last stage, and has no loss (PipelineStage::loss)");
+          "it is the last stage, and has no function for the loss");
     }
     if (plan_.has_targets) {
       DG_ASSIGN_OR_RETURN(Delivered delivered, Await(Parcel::Kind::kTarget, cell));
@@ -419,7 +419,7 @@ absl::Status RankStep::Do(const Action& action) {
     case Kind::kStep: {
       const PipelineStage& stage = stages_.at(action.stage);
       if (stage.step == nullptr)
-        return absl::FailedPreconditionError("it has no PipelineStage::step");
+        return absl::FailedPreconditionError("it has no function for the optimizer's step");
       const CallModesScope modes(this->modes());
       return stage.step(context_);
     }

@@ -8,15 +8,17 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <set>
 #include <string>
+#include <typeinfo>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
+#include "core/base/near_names.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/operator_policy.h"
@@ -28,46 +30,24 @@ using c10::TypeKind;
 
 // ---------------------------------------------------------------- finding
 
-// The least number of letters to change, add or leave out, or more than `limit`.
-size_t EditDistance(absl::string_view a, absl::string_view b, size_t limit) {
-  if (a.size() > b.size() + limit || b.size() > a.size() + limit) return limit + 1;
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i);
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t change = diagonal + (a[i - 1] != b[j - 1]);
-      diagonal = row[j];
-      row[j] = std::min({change, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row.back();
-}
-
 absl::Status NotFound(absl::string_view name, const c10::OperatorName& wanted) {
-  constexpr size_t kLongestName = 100;  // the search takes time that grows with it
-  constexpr size_t kNear = 2;
-  constexpr size_t kShown = 8;
   std::set<std::string> overloads;
   std::set<std::string> near;
-  if (wanted.name.size() <= kLongestName) {
+  if (wanted.name.size() <= kMaxNearName) {
     for (const c10::OperatorName& other : c10::Dispatcher::singleton().getAllOpNames()) {
       const std::string full =
           absl::StrCat(other.name, other.overload_name.empty() ? "" : ".", other.overload_name);
       if (other.name == wanted.name) {
         overloads.insert(full);
-      } else if (EditDistance(other.name, wanted.name, kNear) <= kNear) {
+      } else if (IsNearName(other.name, wanted.name)) {
         near.insert(other.name);
       }
     }
   }
-  const std::set<std::string>& found = overloads.empty() ? near : overloads;
-  std::vector<absl::string_view> shown(found.begin(), found.end());
-  if (shown.size() > kShown) shown.resize(kShown);
-  return absl::NotFoundError(absl::StrCat("no operator ", name.substr(0, kLongestName),
+  const std::string shown = FirstNames(overloads.empty() ? near : overloads);
+  return absl::NotFoundError(absl::StrCat("no operator ", name.substr(0, kMaxNearName),
                                           " is registered", shown.empty() ? "" : "; there is ",
-                                          absl::StrJoin(shown, ", "),
-                                          shown.size() < found.size() ? ", ..." : ""));
+                                          shown));
 }
 
 // The dispatcher's own table is fast enough (all of CallOperator adds 0.1 us), and stays right
@@ -171,6 +151,17 @@ bool Coerce(const c10::TypePtr& type, std::optional<int32_t> length, c10::IValue
   }
 }
 
+// Whether it is the name of a dimension, or a list of such. Schemas say str of these too, so the
+// argument's own name has to tell; operator_test.cc looks for others.
+bool NamesDimensions(const c10::Argument& argument) {
+  if (!absl::StartsWith(argument.type()->str(), "str")) return false;
+  for (const absl::string_view name : {"dim", "dim0", "dim1", "dim2", "dims", "end_dim", "names",
+                                       "order", "out_dim", "outdim", "start_dim"}) {
+    if (argument.name() == name) return true;
+  }
+  return false;
+}
+
 // Makes `args` what `schema` asks for.
 absl::Status Fit(const c10::FunctionSchema& schema, std::vector<c10::IValue>& args) {
   const std::vector<c10::Argument>& arguments = schema.arguments();
@@ -180,6 +171,14 @@ absl::Status Fit(const c10::FunctionSchema& schema, std::vector<c10::IValue>& ar
   }
   for (size_t i = 0; i < args.size(); ++i) {
     const c10::Argument& argument = arguments[i];
+    // libtorch would answer to a plain string that this is a bug of its own; and it would keep each
+    // name for ever, also one that a peer has sent.
+    if (!args[i].isNone() && NamesDimensions(argument)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("argument ", i + 1, " '", argument.name(),
+                       "' names dimensions, which distgrad does not pass; use the overload that "
+                       "takes their numbers"));
+    }
     const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     if ((!written || args[i].isTensor() || args[i].isTensorList() || args[i].isNone()) &&
         Coerce(argument.real_type(), argument.N(), args[i])) {
@@ -200,6 +199,26 @@ absl::Status Fit(const c10::FunctionSchema& schema, std::vector<c10::IValue>& ar
     args.push_back(*value);
   }
   return absl::OkStatus();
+}
+
+// What an operator has thrown. What libtorch checks without a class of errors of its own
+// (TORCH_CHECK) is nearly always about the arguments that it was given.
+absl::Status StatusOfOperator(const std::exception_ptr& exception) {
+  const absl::Status status = StatusFromException(exception);
+  if (!absl::IsInternal(status)) return status;
+  bool of_arguments = false;
+  try {
+    std::rethrow_exception(exception);
+  } catch (const c10::LinAlgError&) {  // a singular matrix, for instance
+    of_arguments = true;
+  } catch (const c10::Error& error) {
+    // Others than the plain class are of accelerators, of cuDNN, and the like.
+    of_arguments = typeid(error) == typeid(c10::Error) &&
+                   !absl::StrContains(status.message(), "INTERNAL ASSERT FAILED");
+  } catch (...) {
+    return status;
+  }
+  return of_arguments ? absl::InvalidArgumentError(status.message()) : status;
 }
 
 // Whether it is one of the normalizations (batch_norm, instance_norm, native_batch_norm, those of
@@ -234,7 +253,7 @@ absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,
     DG_RETURN_IF_ERROR(Annotate(Fit(found.schema(), args), name));
     found.callBoxed(args);  // takes the arguments off the vector, and leaves the results on it
   } catch (...) {
-    return Annotate(StatusFromException(std::current_exception()), name);
+    return Annotate(StatusOfOperator(std::current_exception()), name);
   }
   return args;
 }

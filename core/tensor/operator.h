@@ -25,8 +25,9 @@ namespace distgrad {
 // names a device, and an undefined tensor is no tensor.
 //
 // kNotFound for an unknown name, with those near to it; kInvalidArgument, before anything runs,
-// for arguments that don't fit the schema; what the operator throws as in StatusFromException,
-// with its name.
+// for arguments that don't fit the schema, and for names of dimensions; what the operator throws
+// with its name, and as in StatusFromException, but for what it checks of its arguments
+// (TORCH_CHECK): that is kInvalidArgument too.
 //
 // Thread-safe.
 absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,

@@ -3,8 +3,14 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
 
+#include <set>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -168,7 +174,7 @@ TEST(CallOperator, ArgumentsAreChecked) {
 
 TEST(CallOperator, WhatTheOperatorThrows) {
   absl::Status shapes = CallError("aten::mm", {at::rand({2, 3}), at::rand({2, 3})});
-  EXPECT_EQ(shapes.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(shapes.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_TRUE(absl::StartsWith(shapes.message(), "aten::mm: ")) << shapes;
   EXPECT_FALSE(absl::StrContains(shapes.message(), "frame #")) << shapes;
   EXPECT_EQ(CallError("aten::select.int", {at::rand({2}), 0, 5}).code(),
@@ -176,7 +182,91 @@ TEST(CallOperator, WhatTheOperatorThrows) {
   EXPECT_EQ(CallError("aten::full",
                       {std::vector<int64_t>{2}, 1, c10::IValue(), c10::IValue(), "no such device"})
                 .code(),
-            absl::StatusCode::kInternal);
+            absl::StatusCode::kInvalidArgument);
+  const absl::Status singular = CallError("aten::linalg_inv", {at::zeros({2, 2})});
+  EXPECT_EQ(singular.code(), absl::StatusCode::kInvalidArgument) << singular;
+  const absl::Status missing = CallError("aten::sum", {at::zeros({2}).to_sparse().to_sparse_csr()});
+  EXPECT_NE(missing.code(), absl::StatusCode::kInternal) << missing;
+}
+
+// What an operator of the program's own throws, which has nothing to do with its arguments.
+TEST(CallOperator, OtherFailuresAreInternal) {
+  const auto library =
+      torch::RegisterOperators()
+          .op("operator_test::asserts() -> ()", [] { TORCH_INTERNAL_ASSERT(false, "a bug"); })
+          .op("operator_test::throws() -> ()", [] { throw std::runtime_error("no disk"); })
+          .op("operator_test::device() -> ()",
+              [] {
+                throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 1, "a kernel failed");
+              })
+          .op("operator_test::checks() -> ()", [] { TORCH_CHECK(false, "an argument"); });
+  EXPECT_EQ(CallError("operator_test::asserts", {}).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(CallError("operator_test::throws", {}).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(CallError("operator_test::device", {}).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(CallError("operator_test::checks", {}),
+            absl::InvalidArgumentError("operator_test::checks: an argument"));
+}
+
+TEST(CallOperator, NamesOfDimensionsAreRefused) {
+  const at::Tensor a = at::rand({2, 2});
+  const std::vector<std::string> rows = {"rows"};
+  for (const auto& [name, args] : std::vector<std::pair<std::string, Values>>{
+           {"aten::sum.dim_DimnameList", {a, rows}},
+           {"aten::max.names_dim", {a, "dimname::rows"}},
+           {"aten::rename", {a, rows}},
+           {"aten::flatten.named_out_dim", {a, 0, 1, "all"}},
+           {"aten::zeros.names", {std::vector<int64_t>{2}, rows}}}) {
+    const absl::Status status = CallError(name, args);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "names dimensions")) << status;
+  }
+  EXPECT_EQUAL(Call("aten::zeros.names", {std::vector<int64_t>{2}, c10::IValue()})[0].toTensor(),
+               at::zeros({2}));
+}
+
+// Every string that an operator of libtorch takes is a word, or names dimensions, by the name of
+// the argument: a new one has to be looked at.
+TEST(CallOperator, AllStringsAreKnown) {
+  const std::set<std::string> words = {"UPLO",
+                                       "a",
+                                       "activation",
+                                       "algorithm",
+                                       "api_name",
+                                       "approximate",
+                                       "assert_msg",
+                                       "b",
+                                       "driver",
+                                       "equation",
+                                       "filename",
+                                       "indexing",
+                                       "interpolation",
+                                       "mode",
+                                       "norm",
+                                       "ord",
+                                       "p",
+                                       "pad_mode",
+                                       "padding",
+                                       "padding_side",
+                                       "reduce",
+                                       "rounding_mode",
+                                       "s",
+                                       "side"};
+  const std::set<std::string> dimensions = {"dim",     "dim0",    "dim1",     "dim2",
+                                            "dims",    "end_dim", "names",    "order",
+                                            "out_dim", "outdim",  "start_dim"};
+  std::set<std::string> others;
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (!absl::StartsWith(op.name, "aten::")) continue;
+    const auto found = c10::Dispatcher::singleton().findSchema(op);
+    if (!found.has_value()) continue;
+    for (const c10::Argument& argument : found->schema().arguments()) {
+      if (absl::StartsWith(argument.type()->str(), "str") && words.count(argument.name()) == 0 &&
+          dimensions.count(argument.name()) == 0) {
+        others.insert(op.name + " " + argument.name());
+      }
+    }
+  }
+  EXPECT_EQ(others, std::set<std::string>{});
 }
 
 TEST(CallOperator, OutOfMemory) {

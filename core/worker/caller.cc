@@ -110,8 +110,8 @@ absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerRank to, absl::string_vie
       return absl::InvalidArgumentError(absl::StrCat(
           "the message has tensors that require grad, and context ", options.context->id(),
           " is of another worker than worker '", parts_.self.name,
-          "', which makes the call; use the worker that made the context, or Request::context in a "
-          "handler"));
+          "', which makes the call; use the worker that made the context, or in a handler the "
+          "context of its request"));
     }
     call.send = CallMessages::MakeSend(call.header, message);
   } catch (...) {

@@ -27,6 +27,8 @@ namespace distgrad {
 
 class LocalOptimizer;  // core/optim/local_optimizer.h
 
+// Every worker of the job has a part; that of one without parameters is an optimizer of none.
+//
 // Thread-safe.
 class Optimizer {
  public:

@@ -1,13 +1,16 @@
 // Reads calls, runs what they ask for, and answers.
 #include "core/worker/server.h"
 
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "core/autograd/context_record.h"
 #include "core/base/deadline.h"
+#include "core/base/near_names.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/rpc/frame.h"
@@ -25,7 +28,8 @@ namespace {
 
 constexpr absl::string_view kOperatorMark = "::";
 constexpr absl::string_view kOwnPrefix = "distgrad.";
-constexpr size_t kMaxName = 1000;  // bytes
+constexpr absl::string_view kOptimizerPrefix = "distgrad.optimizer.";  // those of optimizer.cc
+constexpr size_t kMaxName = 1000;                                      // bytes
 static_assert(kMaxName <= kMaxFunctionName);
 
 bool IsOperator(absl::string_view function) { return absl::StrContains(function, kOperatorMark); }
@@ -152,7 +156,7 @@ void Server::Serve(Serving serving) {
     } else if (IsOperator(serving.request.function)) {
       reply = ServeOperator(serving.request);
     } else {
-      reply = absl::NotFoundError("no such function is registered there");
+      reply = NotRegistered(serving.request.function);
     }
   } catch (...) {
     reply = StatusFromException(std::current_exception());
@@ -206,6 +210,35 @@ void Server::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
   serving.call.Reply(std::move(packet));
 }
 
+absl::Status Server::NotRegistered(absl::string_view function) const {
+  constexpr absl::string_view kMissing = "no such function is registered there";
+  absl::string_view rest = function;
+  if (absl::ConsumePrefix(&rest, kOptimizerPrefix)) {
+    const size_t slash = rest.find('/');
+    const absl::string_view name = slash == rest.npos ? "" : rest.substr(slash + 1);
+    return absl::NotFoundError(
+        absl::StrCat("every worker needs a part of this optimizer, and that one has none of the "
+                     "name '",
+                     name.substr(0, kMaxNearName),
+                     "': make it there before the first step, with no parameters if it has none"));
+  }
+  if (absl::StartsWith(function, kOwnPrefix)) return absl::NotFoundError(kMissing);
+  std::set<std::string> all, near;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [name, what] : functions_) {
+      if (!what->is_own) all.insert(name.substr(0, kMaxNearName));
+    }
+  }
+  for (const std::string& name : all) {
+    if (IsNearName(name, function)) near.insert(name);
+  }
+  return absl::NotFoundError(
+      all.empty() ? absl::StrCat(kMissing, ", nor any other")
+                  : absl::StrCat(kMissing, near.empty() ? "; there are: " : "; there is ",
+                                 FirstNames(near.empty() ? all : near)));
+}
+
 absl::StatusOr<Message> Server::ServeOperator(Request& request) {
   if (parts_.options.serve_operators == ServeOperators::kNone) {
     return absl::PermissionDeniedError("operators are not served there");
@@ -214,8 +247,8 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
     if (const absl::Status safe = CheckSafe(request.function); !safe.ok()) {
       return absl::PermissionDeniedError(
           absl::StrCat(safe.message(),
-                       ", and is not served there; a worker that serves all operators has been "
-                       "made so (DG_WORKER_ALL_OPERATORS, ServeOperators)"));
+                       ", and is not served there; a worker serves all operators if its options "
+                       "say so (serve_operators; in C the flag DG_WORKER_ALL_OPERATORS)"));
     }
   }
   DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));

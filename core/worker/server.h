@@ -78,6 +78,8 @@ class Server {
   void ServeLater(const AsyncRequestHandler& handler, Serving serving);
   void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
   absl::StatusOr<Message> ServeOperator(Request& request);
+  // The error of a call of a function that is not there, with what to do.
+  absl::Status NotRegistered(absl::string_view function) const;
   std::shared_ptr<const Function> FindFunction(absl::string_view name) const;
 
   const Parts parts_;

@@ -62,8 +62,30 @@ TEST_P(WorkerTest, ErrorsNameWorkerAndFunction) {
   absl::Status status = worker(0).Call("worker1", "throws", {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_EQ(status.message(), "call of 'throws' on worker 'worker1' (1): thrown on purpose");
+  status = worker(0).Call("worker1", "throw", {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_EQ(status.message(),
+            "call of 'throw' on worker 'worker1' (1): no such function is registered there; there "
+            "is throws");
   status = worker(0).Call("worker1", "absent", {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_EQ(status.message(),
+            "call of 'absent' on worker 'worker1' (1): no such function is registered there; there "
+            "are: throws");
+  status = worker(1).Call("worker0", "absent", {}).status();
+  EXPECT_EQ(status.message(),
+            "call of 'absent' on worker 'worker0' (0): no such function is registered there, nor "
+            "any other");
+  status = worker(0).Call("worker1", "distgrad.optimizer.rate/adam", {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_NE(status.message().find("every worker needs a part of this optimizer, and that one has "
+                                  "none of the name 'adam'"),
+            std::string::npos)
+      << status;
+  status = worker(0).Call("worker1", "distgrad.absent", {}).status();
+  EXPECT_EQ(status.message(),
+            "call of 'distgrad.absent' on worker 'worker1' (1): no such function is registered "
+            "there");
   status = worker(0).Call("nobody", "throws", {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
   EXPECT_NE(status.message().find("worker0, worker1"), std::string::npos) << status;

@@ -118,6 +118,28 @@ TEST_P(BackwardTest, ParameterOnTheCallee) {
   ExpectGradient(context, x, want[0]);
 }
 
+// docs/autograd.md says so: nothing of ours is asked there, and so nothing can object.
+TEST_P(BackwardTest, TorchsOwnGradStaysOnThisWorker) {
+  Start(2);
+  const at::Tensor x = Leaf({3, 3}, 1);
+  const Context context = worker(0).NewContext();
+  const at::Tensor y = Unwrap(worker(0).Call("worker1", "mm", {"", {x}}, {.context = &context}));
+  const at::Tensor remote = y.sum(), both = (x + y).sum();
+  EXPECT_FALSE(Reference(remote, {x})[0].defined());  // with allow_unused
+  EXPECT_THROW(torch::autograd::grad({remote}, {x}, {}, /*retain_graph=*/true), c10::Error);
+  EXPECT_TRUE(Reference(both, {x})[0].equal(at::ones({3, 3})));  // the local share
+  try {
+    remote.backward({}, /*retain_graph=*/true);
+    ADD_FAILURE() << "it went through";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("use the backward of that context"), std::string::npos)
+        << error.what();
+  }
+  const absl::Status done = context.Backward({both});
+  ASSERT_TRUE(done.ok()) << done;
+  ExpectGradient(context, x, Reference((x + x.mm(parameters_[1])).sum(), {x})[0]);
+}
+
 // The gradients that a worker holds of a context, asked for from another one.
 TEST_P(BackwardTest, NestedRingAndRoundTrips) {
   for (const std::string path : {"1", "12", "120", "1010101", "0", "00", "1221"}) {

@@ -122,6 +122,36 @@ TEST_P(OptimizerTest, FiftyStepsEqualThoseOfOneProcess) {
   }
 }
 
+// A worker that only has work for the others, or whose layers have no parameters, has an empty
+// part.
+TEST_P(OptimizerTest, PartsWithoutParametersAreLeftAlone) {
+  Team team(2);
+  const Tensors mine = MakeParameters()[1], reference = MakeParameters()[1];
+  const auto driver = NewOptimizer(team[0], GetParam().make({}));
+  const auto part = NewOptimizer(team[1], GetParam().make(mine));
+  const auto single = GetParam().make(reference);
+  for (int step = 0; step < 3; ++step) {
+    ASSERT_TRUE(driver->SetLearningRate(0.1 / (step + 1)).ok());
+    single->param_groups()[0].options().set_lr(0.1 / (step + 1));
+    Context context = team[0].NewContext();
+    const at::Tensor x = team.Run(
+        0, 1, context, [&](Tensors in, Request&) { return Tensors{Layer(mine, in[0], step, 1)}; },
+        {Input(step)})[0];
+    ASSERT_TRUE(context.Backward({x.square().mean()}).ok());
+    single->zero_grad();
+    Layer(reference, Input(step), step, 1).square().mean().backward();
+    const absl::StatusOr<double> norm = driver->ClipGradients(context, 0.01);
+    ASSERT_TRUE(norm.ok()) << norm.status();
+    EXPECT_EQ(*norm, torch::nn::utils::clip_grad_norm_(reference, 0.01));
+    const absl::Status stepped = driver->Step(context);
+    ASSERT_TRUE(stepped.ok()) << stepped;
+    single->step();
+  }
+  for (size_t i = 0; i < mine.size(); ++i) EXPECT_TRUE(mine[i].equal(reference[i])) << i;
+  const auto state = driver->State();
+  ASSERT_TRUE(state.ok()) << state.status();
+}
+
 // Each worker saves its part, and a job that begins with other numbers goes on from the files.
 TEST_P(OptimizerTest, GoesOnFromFiles) {
   const auto names = [](const Tensors& p) {

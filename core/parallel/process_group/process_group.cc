@@ -74,10 +74,10 @@ absl::Status AgreeOnKey(Store& store, const ProcessGroupOptions& options, Deadli
   if (options.rank == 0) return store.Set(kSecurity, own, deadline);
   DG_ASSIGN_OR_RETURN(const std::string of_first, store.Get(kSecurity, deadline));
   if (of_first == own) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      has_key ? "this rank has a cluster key and rank 0 has none"
-              : "this rank has no cluster key and rank 0 has one",
-      ": give all ranks the same (DISTGRAD_KEY_FILE, or ProcessGroupOptions::cluster_key)"));
+  return absl::FailedPreconditionError(
+      absl::StrCat(has_key ? "this rank has a cluster key and rank 0 has none"
+                           : "this rank has no cluster key and rank 0 has one",
+                   ": give all ranks the same (DISTGRAD_KEY_FILE, or the option cluster_key)"));
 }
 
 // Others cannot be divided, or not be sent; and whoever finds that out behind a collective leaves
