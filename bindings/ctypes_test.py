@@ -3,8 +3,9 @@
 ctypes_test.py LIBRARY
 
 Two workers in this process: operators, a handler, an error that travels, a backward through both,
-an optimizer step. It follows README.md, step by step.
+an optimizer step, and calls that asyncio awaits. It follows README.md, step by step.
 """
+import asyncio
 import ctypes as c
 import os
 import sys
@@ -72,14 +73,18 @@ for name, arguments in {
         "dg_worker_call": [HANDLE, S, S, HANDLE, P, P], "dg_context_create": [HANDLE, P],
         "dg_context_backward": [HANDLE, P, N, P], "dg_context_gradient": [HANDLE, HANDLE, P],
         "dg_optimizer_create_sgd": [HANDLE, S, P, N, P, P], "dg_optimizer_step": [HANDLE, HANDLE],
+        "dg_worker_call_async": [HANDLE, S, S, HANDLE, P, P], "dg_future_result": [HANDLE, P],
+        "dg_completions_create": [P], "dg_completions_watch": [HANDLE, HANDLE, c.c_uint64],
+        "dg_completions_take": [HANDLE, P, N, P],
         "dg_error_create": [c.c_int32, S]}.items():
     getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, HANDLE
-for kind in "error tensor message worker context optimizer".split():
+for kind in "error tensor message worker context optimizer future completions".split():
     function = getattr(lib, "dg_%s_destroy" % kind)
     function.argtypes, function.restype = [HANDLE], None
 lib.dg_error_code.argtypes, lib.dg_error_code.restype = [HANDLE], c.c_int32
 lib.dg_error_message.argtypes, lib.dg_error_message.restype = [HANDLE], Str
 lib.dg_tensor_element_count.argtypes, lib.dg_tensor_element_count.restype = [HANDLE], c.c_int64
+lib.dg_completions_descriptor.argtypes, lib.dg_completions_descriptor.restype = [HANDLE], c.c_int32
 lib.dg_message_tensor_count.argtypes, lib.dg_message_tensor_count.restype = [HANDLE], c.c_size_t
 
 
@@ -212,6 +217,41 @@ def together(function):
     return results
 
 
+class Completions:
+    """Futures of distgrad for asyncio: its loop is told of the descriptor."""
+
+    def __init__(self):
+        self.queue, self.waiting, self.next = Handle("completions", "dg_completions_create"), {}, 0
+        asyncio.get_running_loop().add_reader(lib.dg_completions_descriptor(self.queue), self.take)
+
+    def close(self):
+        asyncio.get_running_loop().remove_reader(lib.dg_completions_descriptor(self.queue))
+
+    def take(self):
+        tags, count = (c.c_uint64 * 64)(), c.c_size_t()
+        check(lib.dg_completions_take(self.queue, tags, 64, c.byref(count)))
+        for tag in tags[:count.value]:
+            self.waiting.pop(tag).set_result(None)
+
+    async def result(self, future):
+        done = asyncio.get_running_loop().create_future()
+        self.next += 1
+        self.waiting[self.next] = done
+        check(lib.dg_completions_watch(self.queue, future, self.next))
+        await done
+        return Handle("message", "dg_future_result", future)
+
+
+async def call_many(worker, to, function, requests):
+    completions = Completions()
+    try:
+        futures = [Handle("future", "dg_worker_call_async", worker, text(to), text(function), request, None)
+                   for request in requests]
+        return await asyncio.gather(*map(completions.result, futures), return_exceptions=True)
+    finally:
+        completions.close()
+
+
 def main(folder):
     assert op("aten::sum.dim_IntList", Tensor.of(1, 2, 3), [0]).values() == [6]
     assert op("aten::add.Tensor", Tensor.of(1), 0.5, 2).values() == [2]
@@ -254,6 +294,10 @@ def main(folder):
     assert Tensor("dg_context_gradient", context, x).values() == [3, 4]
     check(lib.dg_optimizer_step(optimizers[0], context))
     assert x.values() == [1 - 1.5, 2 - 2] and scale.values() == [3 - 0.5, 4 - 1]
+    requests = [message(Tensor.of(i, i)) for i in range(100)] + [message()]
+    replies = asyncio.run(call_many(front, "worker1", "scale", requests))
+    assert [Tensor("dg_message_tensor", reply, 0).values()[0] for reply in replies[:-1]] == [2.5 * i for i in range(100)]
+    assert isinstance(replies[-1], Error) and replies[-1].code == INVALID_ARGUMENT
     together(lambda rank: check(lib.dg_worker_shutdown((front, back)[rank], 60000, 0)))
     del context, front, back
     assert len(ended) == 1 and not kept

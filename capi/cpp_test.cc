@@ -581,6 +581,14 @@ TEST(CppTest, Job) {
     const dg::Message reply = future.Get();
     future.Then([&] { called = true; });
     EXPECT_TRUE(called);
+    dg::Completions completions;
+    EXPECT_GE(completions.descriptor(), 0);
+    EXPECT_TRUE(completions.Take().empty());
+    for (uint64_t tag = 0; tag < 100; ++tag) completions.Watch(future, tag);
+    const std::vector<uint64_t> tags = completions.Take();
+    ASSERT_EQ(tags.size(), 100u);
+    EXPECT_EQ(tags[99], 99u);
+    EXPECT_TRUE(completions.Take().empty());
     context.Backward({reply.tensor(0)});
     size_t sends = 0;
     worker.Contexts([&](const dg_context_state& state) { sends += state.sends; });

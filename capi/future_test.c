@@ -1,6 +1,9 @@
 /* Futures, handlers that answer later, and cancellations, between two workers in this process; and
  * what becomes of wrong use, in callbacks too. From plain C. */
 #define _POSIX_C_SOURCE 200809L
+#include <fcntl.h>
+#include <poll.h>
+
 #include "capi/testing/pair.h"
 
 static sem_t watched;
@@ -110,6 +113,119 @@ static void test_cancel(void) {
   CHECK(reply == NULL);
   dg_message_destroy(empty);
 }
+
+/* --------------------------------------------------------------------------- Completion queues */
+
+static bool readable(const dg_completions* completions, int timeout_ms) {
+  struct pollfd poll_for;
+  poll_for.fd = dg_completions_descriptor(completions);
+  poll_for.events = POLLIN;
+  CHECK(poll_for.fd >= 0);
+  CHECK(poll(&poll_for, 1, timeout_ms) >= 0);
+  return (poll_for.revents & POLLIN) != 0;
+}
+
+static uint64_t take_one(dg_completions* completions) {
+  uint64_t tag = 0;
+  size_t count = 0;
+  CHECK(readable(completions, -1));
+  OK(dg_completions_take(completions, &tag, 1, &count));
+  CHECK(count == 1);
+  return tag;
+}
+
+static void test_completions(void) {
+  dg_message *empty = message_of(NULL), *reply = NULL;
+  dg_completions *queue = NULL, *other = NULL;
+  dg_future *done = NULL, *open = NULL, *op = NULL, *backward = NULL;
+  dg_context* context = NULL;
+  const float one = 1;
+  dg_tensor *x = floats(&one, 1, 1), *y = NULL;
+  const dg_tensor* root;
+  dg_value argument = dg_value_tensor(x);
+  uint64_t tags[4] = {0};
+  size_t count = 7;
+  OK(dg_completions_create(&queue));
+  OK(dg_completions_create(&other));
+  CHECK(dg_completions_descriptor(queue) != dg_completions_descriptor(other));
+  CHECK((fcntl(dg_completions_descriptor(queue), F_GETFD) & FD_CLOEXEC) != 0);
+  CHECK(!readable(queue, 0));
+  OK(dg_completions_take(queue, tags, 4, &count));
+  CHECK(count == 0);
+
+  /* One that is held on the other side, and others, which overtake it; watched twice, too. */
+  OK(dg_worker_call_async(workers[1], DG_STR("front"), DG_STR("hold"), empty, NULL, &open));
+  OK(dg_completions_watch(queue, open, 1));
+  while (sem_wait(&entered) != 0) continue;
+  OK(dg_worker_call_async(workers[0], DG_STR("back"), DG_STR("fail"), empty, NULL, &done));
+  OK(dg_completions_watch(queue, done, UINT64_MAX));
+  CHECK(take_one(queue) == UINT64_MAX);
+  CHECK(!readable(queue, 0));
+  FAILS(DG_DATA_LOSS, dg_future_result(done, &reply));
+  OK(dg_completions_watch(queue, done, 3)); /* done: at once */
+  OK(dg_completions_watch(queue, done, 4));
+  OK(dg_completions_watch(other, done, 5));
+  CHECK(readable(queue, 0) && readable(other, 0));
+  OK(dg_completions_take(queue, tags, 0, &count));
+  CHECK(count == 0);
+  OK(dg_completions_take(queue, NULL, 0, &count));
+  OK(dg_completions_take(queue, tags, 1, &count));
+  CHECK(count == 1 && tags[0] == 3);
+  CHECK(readable(queue, 0)); /* there is one more */
+  OK(dg_completions_take(queue, tags, 4, &count));
+  CHECK(count == 1 && tags[0] == 4);
+  CHECK(!readable(queue, 0) && readable(other, 0));
+
+  /* An operator elsewhere, and a backward. */
+  OK(dg_tensor_require_grad(x));
+  OK(dg_context_create(workers[0], &context));
+  {
+    dg_call_options options = DG_CALL_OPTIONS_INIT;
+    dg_values* values = NULL;
+    dg_value value;
+    options.context = context;
+    OK(dg_worker_call_op_async(workers[0], DG_STR("back"), DG_STR("aten::sum"), &argument, 1,
+                               &options, &op));
+    OK(dg_completions_watch(queue, op, 6));
+    CHECK(take_one(queue) == 6);
+    OK(dg_future_values(op, &values));
+    OK(dg_values_get(values, 0, &value));
+    root = value.as.tensor;
+    OK(dg_context_backward_async(context, &root, 1, NULL, &backward));
+    OK(dg_completions_watch(queue, backward, 7));
+    dg_values_destroy(values);
+  }
+  CHECK(take_one(queue) == 7);
+  OK(dg_future_result(backward, &reply));
+  OK(dg_context_gradient(context, x, &y));
+
+  /* Its handle may go before the future is done; and the queue before the future. */
+  OK(dg_completions_watch(other, open, 8));
+  dg_completions_destroy(other);
+  dg_future_destroy(open);
+  CHECK(sem_post(&released) == 0);
+  CHECK(take_one(queue) == 1);
+
+  FAILS(DG_INVALID_ARGUMENT, dg_completions_watch(other, done, 1));
+  FAILS(DG_INVALID_ARGUMENT, dg_completions_watch(queue, open, 1));
+  SAYS(DG_INVALID_ARGUMENT, "a dg_future is NULL", dg_completions_watch(queue, NULL, 1));
+  SAYS(DG_INVALID_ARGUMENT, "a dg_completions is NULL", dg_completions_watch(NULL, done, 1));
+  FAILS(DG_INVALID_ARGUMENT, dg_completions_take(other, tags, 4, &count));
+  SAYS(DG_INVALID_ARGUMENT, "tags is NULL", dg_completions_take(queue, NULL, 4, &count));
+  SAYS(DG_INVALID_ARGUMENT, "count, where", dg_completions_take(queue, tags, 4, NULL));
+  SAYS(DG_INVALID_ARGUMENT, "out, where", dg_completions_create(NULL));
+  CHECK(dg_completions_descriptor(other) == -1 && dg_completions_descriptor(NULL) == -1);
+  dg_completions_destroy(NULL);
+  dg_completions_destroy(queue);
+  dg_future_destroy(done);
+  dg_future_destroy(op);
+  dg_future_destroy(backward);
+  dg_context_destroy(context);
+  dg_tensor_destroy(y);
+  dg_tensor_destroy(x);
+  dg_message_destroy(empty);
+}
+
 /* ------------------------------------------------------------------------------- Answers later */
 
 static void test_answers_later(void) {
@@ -244,6 +360,7 @@ int main(void) {
   on_both(barrier);
   test_futures();
   test_cancel();
+  test_completions();
   test_answers_later();
   test_cancelled_handlers();
   test_cancellations();

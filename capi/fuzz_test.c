@@ -36,6 +36,7 @@ enum kind {
   STAGES,
   PIPELINE,
   RESULT,
+  COMPLETIONS,
   KINDS
 };
 enum { SLOTS = 12, THREADS = 3, MOST_WORKERS = 20 };
@@ -134,6 +135,9 @@ static void destroy(enum kind kind, void* handle) {
       break;
     case RESULT:
       dg_pipeline_result_destroy((dg_pipeline_result*)handle);
+      break;
+    case COMPLETIONS:
+      dg_completions_destroy((dg_completions*)handle);
       break;
     case KINDS:
       break;
@@ -493,6 +497,7 @@ static void change_own(state* s) {
 #define LOADED_ ((dg_loaded_checkpoint*)pick(s, LOADED))
 #define S ((dg_schedule*)pick(s, SCHEDULE))
 #define L ((dg_pipeline*)pick(s, PIPELINE))
+#define COMPLETIONS_ ((dg_completions*)pick(s, COMPLETIONS))
 #define Q ((dg_pipeline_result*)pick(s, RESULT))
 #define MAKE(kind, type, call) \
   do {                         \
@@ -626,7 +631,7 @@ static void call(state* s) {
   if (next(s) % 16 == 0) options.struct_size = next(s) % 64;
   if (options.struct_size > sizeof(options)) options.struct_size = 1;
 
-  switch (next(s) % 76) {
+  switch (next(s) % 77) {
     case 0:
       (void)dg_error_code(E);
       break;
@@ -1072,6 +1077,16 @@ static void call(state* s) {
     case 75:
       run_pipeline(s);
       break;
+    case 76: {
+      uint64_t tags[3];
+      size_t count = 0;
+      MAKE(COMPLETIONS, dg_completions, dg_completions_create(&out));
+      ran(s, dg_completions_watch(COMPLETIONS_, F, next(s)));
+      (void)dg_completions_descriptor(COMPLETIONS_);
+      ran(s, dg_completions_take(COMPLETIONS_, tags, next(s) % 4, &count));
+      if (next(s) % 4 == 0) dg_completions_destroy(COMPLETIONS_);
+      break;
+    }
     default:
       break;
   }

@@ -55,6 +55,7 @@ enum class HandleKind : uint8_t {
   kPipelineStages,
   kPipeline,
   kPipelineResult,
+  kCompletions,
 };
 
 // What a handle stands for. Each kind has a subclass with

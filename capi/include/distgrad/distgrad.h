@@ -494,6 +494,28 @@ DG_API DG_MUST_USE dg_error* dg_future_then(const dg_future* future, void (*done
 DG_API DG_MUST_USE dg_error* dg_future_cancel(const dg_future* future) DG_NOEXCEPT;
 DG_API void dg_future_destroy(dg_future* future) DG_NOEXCEPT;
 
+/* A completion queue: which futures are done, for the event loop of the program (epoll, libuv,
+ * asyncio). Thread-safe, and nothing here waits. */
+typedef struct dg_completions dg_completions;
+
+/* DG_RESOURCE_EXHAUSTED if the process has no descriptor left. */
+DG_API DG_MUST_USE dg_error* dg_completions_create(dg_completions** out) DG_NOEXCEPT;
+/* Returns the file descriptor that is readable while there is something to take; -1 without a
+ * queue. It belongs to the queue: neither read it nor close it, and take it out of the loop before
+ * the queue is destroyed. */
+DG_API int32_t dg_completions_descriptor(const dg_completions* completions) DG_NOEXCEPT;
+/* Puts `tag` into the queue once the future is done: at once, if it is done already. The future's
+ * handle may be destroyed before that. */
+DG_API DG_MUST_USE dg_error* dg_completions_watch(dg_completions* completions,
+                                                  const dg_future* future,
+                                                  uint64_t tag) DG_NOEXCEPT;
+/* Takes the tags of futures that are done, at most `size`, in the order in which they were done,
+ * and stores how many; 0 if there are none. */
+DG_API DG_MUST_USE dg_error* dg_completions_take(dg_completions* completions, uint64_t* tags,
+                                                 size_t size, size_t* count) DG_NOEXCEPT;
+/* Futures that are not done by now are no longer watched. */
+DG_API void dg_completions_destroy(dg_completions* completions) DG_NOEXCEPT;
+
 /* ----------------------------------------------------------------------------- Cancellations */
 
 /* A cancellation token: the caller that asked for work cancels it, and the handler that does the

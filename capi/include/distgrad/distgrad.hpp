@@ -478,6 +478,37 @@ class Future {
   Handle<dg_future, dg_future_destroy> handle_;
 };
 
+// Which futures are done, for the program's own event loop: `descriptor` is readable while there is
+// something to take.
+class Completions {
+ public:
+  Completions() {
+    dg_completions* out = nullptr;
+    Check(dg_completions_create(&out));
+    handle_ = Handle<dg_completions, dg_completions_destroy>(out);
+  }
+  int descriptor() const noexcept { return dg_completions_descriptor(get()); }
+  // Puts `tag` into the queue once the future is done.
+  void Watch(const Future& future, uint64_t tag) {
+    Check(dg_completions_watch(get(), future.get(), tag));
+  }
+  // Takes the tags of all that are done. Does not wait.
+  std::vector<uint64_t> Take() {
+    std::vector<uint64_t> taken;
+    uint64_t tags[64];
+    size_t count = 0;
+    do {
+      Check(dg_completions_take(get(), tags, 64, &count));
+      taken.insert(taken.end(), tags, tags + count);
+    } while (count == 64);
+    return taken;
+  }
+  dg_completions* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_completions, dg_completions_destroy> handle_;
+};
+
 namespace internal {
 // Calls `cancelled`, which must not throw or wait, once it is cancelled. Returns a number for
 // Forget(), 0 if it was called.

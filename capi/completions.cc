@@ -1,0 +1,130 @@
+// Completion queues: futures that are done, behind a descriptor for a program's own event loop.
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <deque>
+#include <memory>
+#include <type_traits>
+#include <variant>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "capi/guard.h"
+#include "capi/objects.h"
+#include "core/base/descriptors.h"
+
+namespace distgrad {
+namespace {
+
+// The tags of futures that are done, and a descriptor that is readable while there are any.
+// Thread-safe.
+class CompletionQueue {
+ public:
+  explicit CompletionQueue(int descriptor) : descriptor_(descriptor) {}
+  ~CompletionQueue() { close(descriptor_); }
+  CompletionQueue(const CompletionQueue&) = delete;
+  CompletionQueue& operator=(const CompletionQueue&) = delete;
+
+  int descriptor() const { return descriptor_; }
+
+  void Add(uint64_t tag) {
+    absl::MutexLock lock(&mu_);
+    done_.push_back(tag);
+    // What was readable stays so. The counter is 0 here, so that the write neither waits nor fails.
+    if (done_.size() == 1) eventfd_write(descriptor_, 1);
+  }
+
+  size_t Take(uint64_t* tags, size_t size) {
+    absl::MutexLock lock(&mu_);
+    const size_t count = std::min(size, done_.size());
+    std::copy_n(done_.begin(), count, tags);
+    done_.erase(done_.begin(), done_.begin() + static_cast<std::ptrdiff_t>(count));
+    if (count > 0 && done_.empty()) {
+      eventfd_t counter = 0;
+      eventfd_read(descriptor_, &counter);  // in the lock, so that it takes no later write
+    }
+    return count;
+  }
+
+ private:
+  const int descriptor_;
+
+  absl::Mutex mu_;
+  std::deque<uint64_t> done_ ABSL_GUARDED_BY(mu_);
+};
+
+struct CompletionsObject : HandleObject {
+  using Handle = dg_completions;
+  static constexpr HandleKind kKind = HandleKind::kCompletions;
+  static constexpr char kName[] = "dg_completions";
+
+  explicit CompletionsObject(int descriptor)
+      : queue(std::make_shared<CompletionQueue>(descriptor)) {}
+  const std::shared_ptr<CompletionQueue> queue;  // futures that are not done have it weakly
+};
+
+}  // namespace
+}  // namespace distgrad
+
+using namespace distgrad;
+
+extern "C" {
+
+dg_error* dg_completions_create(dg_completions** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    const int descriptor = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (descriptor < 0) return ErrnoStatus(errno, "the descriptor of a dg_completions");
+    *out = NewHandle<CompletionsObject>(descriptor);
+    return absl::OkStatus();
+  });
+}
+
+int32_t dg_completions_descriptor(const dg_completions* completions) noexcept {
+  return GuardValue<int32_t>(-1, [&]() -> int32_t {
+    absl::StatusOr<Pinned<CompletionsObject>> pinned = Pin<CompletionsObject>(completions);
+    return pinned.ok() ? (*pinned)->queue->descriptor() : -1;
+  });
+}
+
+dg_error* dg_completions_watch(dg_completions* completions, const dg_future* future,
+                               uint64_t tag) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const Pinned<CompletionsObject> pinned,
+                        Pin<CompletionsObject>(completions));
+    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> watched, Pin<FutureObject>(future));
+    const auto add = [queue = std::weak_ptr<CompletionQueue>(pinned->queue), tag](const auto&) {
+      if (const auto alive = queue.lock()) alive->Add(tag);
+    };
+    std::visit(
+        [&](const auto& work) {
+          if constexpr (std::is_same_v<std::decay_t<decltype(work)>, RemoteValues>) {
+            work.reply.Then(add);
+          } else {
+            work.Then(add);
+          }
+        },
+        watched->work);
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_completions_take(dg_completions* completions, uint64_t* tags, size_t size,
+                              size_t* count) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckArray(tags, size, "tags"));
+    DG_RETURN_IF_ERROR(CheckOut(count, "count"));
+    DG_ASSIGN_OR_RETURN(const Pinned<CompletionsObject> pinned,
+                        Pin<CompletionsObject>(completions));
+    *count = pinned->queue->Take(tags, size);
+    return absl::OkStatus();
+  });
+}
+
+void dg_completions_destroy(dg_completions* completions) noexcept {
+  DestroyHandle<CompletionsObject>(completions);
+}
+
+}  // extern "C"
