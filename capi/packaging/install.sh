@@ -8,8 +8,8 @@
 #   PREFIX/lib/distgrad/              the libtorch that it was built with
 #   PREFIX/lib/pkgconfig/distgrad.pc
 #   PREFIX/lib/cmake/distgrad/        find_package(distgrad), target distgrad::distgrad
-#   PREFIX/share/doc/distgrad/        licences of libtorch and what comes with it, and of what is
-#                                     compiled into the library
+#   PREFIX/share/doc/distgrad/        distgrad's licence (LICENSE), those of libtorch and what comes
+#                                     with it, and of what is compiled into the library
 #
 # All of it may be moved together. With --link-libtorch there are links to libtorch's libraries in
 # place of copies (430 MB): quick, but only as long as the build's cache is there.
@@ -61,6 +61,7 @@ license() { # NAME FILE
   mkdir -p "$prefix/share/doc/distgrad/$1"
   cp -fL "$here/$2" "$prefix/share/doc/distgrad/$1/"
 }
+cp -fL "$here/distgrad/LICENSE" "$prefix/share/doc/distgrad/"
 license abseil com_google_absl/LICENSE
 license nlohmann-json json/usr/share/doc/nlohmann-json3-dev/copyright
 license tensorpipe tensorpipe_interfaces/usr/share/doc/libtensorpipe-dev/copyright

@@ -12,6 +12,7 @@ mkdir -p moved
 mv "first place" moved/prefix
 prefix=$PWD/moved/prefix
 export PKG_CONFIG_PATH=$prefix/lib/pkgconfig
+grep -q "Apache License" "$prefix/share/doc/distgrad/LICENSE" || { echo "FAILED: no licence of distgrad" >&2; exit 1; }
 for license in abseil/LICENSE nlohmann-json/copyright tensorpipe/copyright libnop/copyright; do
   [[ -s $prefix/share/doc/distgrad/$license ]] || { echo "FAILED: no $license" >&2; exit 1; }
 done
