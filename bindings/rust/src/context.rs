@@ -5,7 +5,7 @@ use crate::{
     message::handles_of,
     Caller, Result, Tensor, Worker,
 };
-use std::{borrow::Borrow, fmt, marker::PhantomData, time::Duration};
+use std::{borrow::Borrow, fmt, marker::PhantomData, sync::Arc, time::Duration};
 
 /// One training step across workers, with what was sent and received in it, and the gradients that
 /// its backward gave. Dropping it releases it on every worker.
@@ -13,12 +13,20 @@ use std::{borrow::Borrow, fmt, marker::PhantomData, time::Duration};
 pub struct Context<'w> {
     worker: WorkerHandle,
     handle: Owned<ContextHandle>,
+    _kept: Option<Arc<Worker>>,
     lifetime: PhantomData<&'w Worker>,
+}
+
+impl Context<'static> {
+    /// The same as a context that lives as long as it likes, for it keeps the worker.
+    pub(crate) fn own_with(worker: &Arc<Worker>, handle: ContextHandle) -> Self {
+        Self { _kept: Some(Arc::clone(worker)), ..Self::own(worker.handle(), handle) }
+    }
 }
 
 impl<'w> Context<'w> {
     pub(crate) fn own(worker: WorkerHandle, handle: ContextHandle) -> Self {
-        Self { worker, handle: Owned::new(handle), lifetime: PhantomData }
+        Self { worker, handle: Owned::new(handle), _kept: None, lifetime: PhantomData }
     }
     pub(crate) fn handle(&self) -> ContextHandle {
         self.handle.get()

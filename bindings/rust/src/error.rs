@@ -169,19 +169,36 @@ impl Error {
     }
 }
 
-/// Reads what shim.h writes: the code is the first character, and origin and rank come before the
-/// message.
-impl From<cxx::Exception> for Error {
-    fn from(exception: cxx::Exception) -> Self {
-        let text = exception.what();
-        let Some(code @ '@'..='P') = text.chars().next() else {
-            return Self::new(Code::Internal, text);
-        };
-        let mut parts = text[1..].splitn(3, ' ');
-        let mut number = || parts.next().and_then(|part| part.parse().ok()).unwrap_or(0);
-        let (origin, rank) = (number(), number());
-        Self::new((code as i32 - '@' as i32).into(), parts.next().unwrap_or(""))
-            .with_origin(origin, rank)
+/// What the bridge to C++ throws. By a trait of the crate's own, so that the bridge's types are no
+/// part of its interface, and their version may change.
+mod thrown {
+    use super::{Code, Error};
+
+    pub trait Thrown {
+        fn into_error(self) -> Error;
+    }
+
+    /// Reads what shim.h writes: the code is the first character, and origin and rank come before
+    /// the message.
+    impl Thrown for cxx::Exception {
+        fn into_error(self) -> Error {
+            let text = self.what();
+            let Some(code @ '@'..='P') = text.chars().next() else {
+                return Error::new(Code::Internal, text);
+            };
+            let mut parts = text[1..].splitn(3, ' ');
+            let mut number = || parts.next().and_then(|part| part.parse().ok()).unwrap_or(0);
+            let (origin, rank) = (number(), number());
+            Error::new((code as i32 - '@' as i32).into(), parts.next().unwrap_or(""))
+                .with_origin(origin, rank)
+        }
+    }
+}
+
+#[doc(hidden)]
+impl<T: thrown::Thrown> From<T> for Error {
+    fn from(thrown: T) -> Self {
+        thrown.into_error()
     }
 }
 

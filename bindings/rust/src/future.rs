@@ -49,8 +49,13 @@ use sealed::{Done, Outcome};
 
 /// The outcome of work in flight: a `T`, or an error.
 ///
-/// It can be awaited on any executor, waited for, or polled. Dropping it neither cancels the work
-/// nor waits for it. Work ends at its deadline at the latest, so no wait is for ever.
+/// It can be awaited on any executor (tokio's and smol's are tested), waited for, or polled. Work
+/// ends at its deadline at the latest, so no wait is for ever.
+///
+/// Dropping it neither cancels the work nor waits for it. But once it is being awaited, it is as
+/// other futures are: when the task that awaits it is dropped, by a timeout for instance, the work is
+/// [cancelled](Future::cancel). To give up waiting alone, wait with
+/// [`wait_timeout`](Future::wait_timeout), or await something that [`then`](Future::then) completes.
 #[doc(alias = "dg_future")]
 pub struct Future<T> {
     handle: Owned<FutureHandle>,
@@ -114,24 +119,37 @@ impl<T: Outcome> IntoFuture for Future<T> {
     type IntoFuture = Awaiting<T>;
 
     fn into_future(self) -> Awaiting<T> {
-        Awaiting { future: self, waker: WakerSlot::new() }
+        Awaiting { future: self, waker: WakerSlot::new(), is_done: false }
     }
 }
 
-/// A [`Future`] that is being awaited.
+/// A [`Future`] that is being awaited. Dropping it before it is done cancels the work.
 pub struct Awaiting<T> {
     future: Future<T>,
     waker: WakerSlot,
+    is_done: bool,
 }
 
 impl<T: Outcome> std::future::Future for Awaiting<T> {
     type Output = Result<T>;
 
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
         let future = &self.future;
-        self.waker
+        let outcome = self
+            .waker
             .poll(context.waker(), || future.is_done(), |end| future.then(|| end.wake()))
-            .map(|done| done.and_then(|()| T::of(Done(&future.handle))))
+            .map(|done| done.and_then(|()| T::of(Done(&future.handle))));
+        self.is_done = outcome.is_ready();
+        outcome
+    }
+}
+
+impl<T> Drop for Awaiting<T> {
+    fn drop(&mut self) {
+        if !self.is_done {
+            // It fails only for what is no future.
+            let _ = ffi::future_cancel(self.future.handle.get());
+        }
     }
 }
 

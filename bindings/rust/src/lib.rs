@@ -85,6 +85,7 @@ compile_error!(
 );
 
 mod call;
+mod calls;
 mod cancellation;
 mod checkpoint;
 mod context;
@@ -118,6 +119,7 @@ mod sync {
 }
 
 pub use call::Caller;
+pub use calls::Calls;
 pub use cancellation::{CallbackId, Cancellation};
 pub use checkpoint::{
     load_checkpoint, CheckpointContents, CheckpointManager, CheckpointManagerOptions,

@@ -30,6 +30,19 @@ impl Message {
         Ok(Self::own(ffi::message_create(payload.as_ref(), &handles)?))
     }
 
+    /// Creates a message without payload and tensors. Of `Message::new("", [])` the compiler could
+    /// not tell of what type the tensors are not.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+    /// worker.call("back", "reset", &distgrad::Message::empty()?)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn empty() -> Result<Self> {
+        Self::from_payload("")
+    }
+
     /// Creates a message of a payload alone.
     pub fn from_payload(payload: impl AsRef<[u8]>) -> Result<Self> {
         Ok(Self::own(ffi::message_create(payload.as_ref(), &[])?))

@@ -5,7 +5,7 @@ use crate::{
     safetensors::text_of_path,
     Context, Result, Tensor, Worker,
 };
-use std::{borrow::Borrow, fmt, marker::PhantomData, path::Path};
+use std::{borrow::Borrow, fmt, marker::PhantomData, path::Path, sync::Arc};
 
 /// This worker's part of an optimizer that all workers of the job share under a name: each gives its
 /// own parameters (there may be none), and one of them asks for a step.
@@ -25,12 +25,13 @@ use std::{borrow::Borrow, fmt, marker::PhantomData, path::Path};
 #[doc(alias = "dg_optimizer_destroy")]
 pub struct Optimizer<'w> {
     handle: Owned<OptimizerHandle>,
+    _kept: Option<Arc<Worker>>,
     lifetime: PhantomData<&'w Worker>,
 }
 
 impl Optimizer<'_> {
-    fn own(handle: OptimizerHandle) -> Self {
-        Self { handle: Owned::new(handle), lifetime: PhantomData }
+    fn own(handle: OptimizerHandle, kept: Option<Arc<Worker>>) -> Self {
+        Self { handle: Owned::new(handle), _kept: kept, lifetime: PhantomData }
     }
     pub(crate) fn handle(&self) -> OptimizerHandle {
         self.handle.get()
@@ -196,14 +197,36 @@ impl Sgd {
         name: &str,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
     ) -> Result<Optimizer<'w>> {
+        Ok(Optimizer::own(self.create_handle(worker, name, parameters)?, None))
+    }
+
+    /// The same for an optimizer that keeps the worker: see
+    /// [`shared_context`](Worker::shared_context).
+    #[doc(alias = "dg_optimizer_create_sgd")]
+    pub fn create_shared(
+        &self,
+        worker: &Arc<Worker>,
+        name: &str,
+        parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<Optimizer<'static>> {
+        let handle = self.create_handle(worker, name, parameters)?;
+        Ok(Optimizer::own(handle, Some(Arc::clone(worker))))
+    }
+
+    fn create_handle(
+        &self,
+        worker: &Worker,
+        name: &str,
+        parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<OptimizerHandle> {
         let (_parameters, handles) = handles_of(parameters);
-        Ok(Optimizer::own(ffi::optimizer_create_sgd(
+        Ok(ffi::optimizer_create_sgd(
             worker.handle(),
             name,
             &handles,
             [self.learning_rate, self.momentum, self.dampening, self.weight_decay],
             self.nesterov,
-        )?))
+        )?)
     }
 }
 
@@ -270,15 +293,37 @@ impl Adam {
         name: &str,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
     ) -> Result<Optimizer<'w>> {
+        Ok(Optimizer::own(self.create_handle(worker, name, parameters)?, None))
+    }
+
+    /// The same for an optimizer that keeps the worker: see
+    /// [`shared_context`](Worker::shared_context).
+    #[doc(alias = "dg_optimizer_create_adam")]
+    pub fn create_shared(
+        &self,
+        worker: &Arc<Worker>,
+        name: &str,
+        parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<Optimizer<'static>> {
+        let handle = self.create_handle(worker, name, parameters)?;
+        Ok(Optimizer::own(handle, Some(Arc::clone(worker))))
+    }
+
+    fn create_handle(
+        &self,
+        worker: &Worker,
+        name: &str,
+        parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<OptimizerHandle> {
         let (_parameters, handles) = handles_of(parameters);
         let (beta1, beta2) = self.betas;
-        Ok(Optimizer::own(ffi::optimizer_create_adam(
+        Ok(ffi::optimizer_create_adam(
             worker.handle(),
             name,
             &handles,
             [self.learning_rate, beta1, beta2, self.epsilon, self.weight_decay],
             self.amsgrad,
             self.decoupled,
-        )?))
+        )?)
     }
 }

@@ -5,10 +5,10 @@ use crate::{
         self, ContextHandle, Handle, Handler, MemberCallback, Owned, ResponderHandler, WorkerHandle,
     },
     future::{self, milliseconds},
-    Caller, Context, ContextState, Member, MemberEvent, Message, OnLost, Request, Responder,
+    Caller, Calls, Context, ContextState, Member, MemberEvent, Message, OnLost, Request, Responder,
     Result,
 };
-use std::{fmt, num::NonZeroU64, time::Duration};
+use std::{fmt, num::NonZeroU64, sync::Arc, time::Duration};
 
 /// `DG_FOREVER`.
 const FOREVER: i64 = -1;
@@ -25,7 +25,8 @@ pub type HandlerResult = std::result::Result<Message, BoxedError>;
 /// is logged, and a thread of the library ends the worker when it has returned; in a handler or a
 /// callback, which cannot wait for itself, that thread does all of it.
 ///
-/// Contexts and optimizers borrow the worker. A [`Future`](crate::Future) may outlive it, and ends
+/// Contexts and optimizers borrow the worker, or keep it in an [`Arc`]
+/// ([`shared_context`](Worker::shared_context)). A [`Future`](crate::Future) may outlive it, and ends
 /// with an error.
 ///
 /// ```compile_fail,E0505
@@ -233,6 +234,32 @@ impl Worker {
         Ok(ffi::worker_register_responder(self.handle(), function, ResponderHandler::new(handler))?)
     }
 
+    /// Lets all workers call `function`, and returns their calls one after the other, for a task of
+    /// the program's own executor to answer. No thread is held meanwhile.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+    /// use distgrad::Message;
+    /// let mut calls = worker.calls("echo")?;
+    /// let serve = async move {
+    ///     while let Some(call) = calls.next().await {
+    ///         let reply = Message::from_payload(call.request().payload())?;
+    ///         call.answer(Ok(reply))?;
+    ///     }
+    ///     distgrad::Result::Ok(())
+    /// };
+    /// # drop(serve);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Errors as of [`register`](Worker::register).
+    pub fn calls(&self, function: &str) -> Result<Calls> {
+        let (calls, arrivals) = Calls::new();
+        self.register_responder(function, move |responder| arrivals.push(responder))?;
+        Ok(calls)
+    }
+
     /// Returns a [`Caller`] of this worker, outside any context, to set a timeout or a
     /// cancellation.
     pub fn caller(&self) -> Caller<'_> {
@@ -243,6 +270,35 @@ impl Worker {
     #[doc(alias = "dg_context_create")]
     pub fn context(&self) -> Result<Context<'_>> {
         Ok(Context::own(self.handle(), ffi::context_create(self.handle())?))
+    }
+
+    /// Creates a context that keeps the worker, and so can stand in a struct beside it, or go to
+    /// another thread or task. The worker ends with the last of them, which must not be in one of
+    /// its own handlers: a handler is kept by its worker, and both would be there for ever.
+    ///
+    /// ```
+    /// # fn f(worker: distgrad::Worker, layer: distgrad::Tensor) -> distgrad::Result<()> {
+    /// use distgrad::{Context, Optimizer, Sgd, Worker};
+    /// use std::sync::Arc;
+    /// struct Trainer {
+    ///     step: Context<'static>,
+    ///     optimizer: Optimizer<'static>,
+    ///     worker: Arc<Worker>,
+    /// }
+    /// let worker = Arc::new(worker);
+    /// let mut trainer = Trainer {
+    ///     step: worker.shared_context()?,
+    ///     optimizer: Sgd::new(0.1).create_shared(&worker, "", [&layer])?,
+    ///     worker,
+    /// };
+    /// trainer.optimizer.step(&trainer.step)?;
+    /// trainer.step = trainer.worker.shared_context()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(alias = "dg_context_create")]
+    pub fn shared_context(self: &Arc<Self>) -> Result<Context<'static>> {
+        Ok(Context::own_with(self, ffi::context_create(self.handle())?))
     }
 
     /// Waits until every worker has called this as often as this one; without a timeout if that is
