@@ -62,7 +62,7 @@ absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
   DG_RETURN_IF_ERROR(trace.Start(*worker));
   DG_RETURN_IF_ERROR(worker->Barrier(absl::Now() + options.timeout));
   if (training != nullptr) {
-    DistributedLearner learner(worker.get());
+    DistributedLearner learner(worker.get(), &stage->optimizer());
     DG_RETURN_IF_ERROR(TrainFromCheckpoints(
         worker.get(), options, [&](int64_t steps) { return training->Resume(steps); },
         [&](const Training::Save& save) { return training->Run(learner, save); }));

@@ -18,6 +18,7 @@ for license in abseil/LICENSE nlohmann-json/copyright tensorpipe/copyright libno
 done
 compgen -G "$prefix/share/doc/distgrad/*.dist-info" >/dev/null || { echo "FAILED: no licence of libtorch" >&2; exit 1; }
 cp -L "$samples"/{*.c,*.h,Makefile} . && chmod u+w ./*
+mkdir cpp && cp -L "$samples"/../cpp/{*.cc,*.h,Makefile} cpp && chmod u+w cpp/*
 
 if command -v pkg-config >/dev/null; then
   [[ $(pkg-config --modversion distgrad) == 1.* ]]
@@ -27,6 +28,10 @@ if command -v pkg-config >/dev/null; then
   make --no-print-directory custom_handler data_parallel PKG_CONFIG_PATH="$PKG_CONFIG_PATH"
   ./custom_handler
   ./data_parallel
+  make --no-print-directory -C cpp PKG_CONFIG_PATH="$PKG_CONFIG_PATH"
+  cpp/hello | grep "^Hello worker 0"
+  cpp/split
+  cpp/replicas
 else
   echo "no pkg-config on this machine: its part is left out"
   cc -std=c99 hello.c -I"$prefix/include" -L"$prefix/lib" -Wl,-rpath,"$prefix/lib" -ldistgrad -o app
