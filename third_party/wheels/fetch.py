@@ -3,6 +3,9 @@
 fetch.py --check
 fetch.py NAME REQUIREMENTS CACHE MEGABYTES PATTERN...
 
+A store that is there is checked, file by file, against the list that was written when it was
+unpacked; one that has changed is thrown away, and fetched again.
+
 MEGABYTES is the disk space for the wheels and what is kept of them; with less free it stops.
 
 Runs on any Python >= 3.8 with pip >= 21.1: which wheels are taken does not depend on it.
@@ -10,6 +13,7 @@ Runs on any Python >= 3.8 with pip >= 21.1: which wheels are taken does not depe
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -26,6 +30,8 @@ TARGET = ["--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=
 ] + ["--platform=manylinux2014_x86_64"]
 # To be raised when unpack() changes what a store looks like.
 LAYOUT = "1"
+# In each store: the SHA-256 of each of its files, by path.
+SUMS = "sums.json"
 
 
 def check():
@@ -79,6 +85,53 @@ def unpack(wheels, folder, patterns):
                 os.chmod(path, (member.external_attr >> 16) & 0o777 | 0o644)
 
 
+def sum_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_sums(store):
+    """Lists all files of the store, whole or not at all."""
+    sums = {}
+    for folder, _, files in os.walk(store):
+        for file in files:
+            path = os.path.join(folder, file)
+            relative = os.path.relpath(path, store)
+            # Python leaves its own beside the modules that it has run.
+            if relative not in (SUMS, SUMS + ".tmp") and not relative.endswith(".pyc"):
+                sums[relative] = sum_of(path)
+    temporary = os.path.join(store, SUMS + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(sums, file, indent=0, sort_keys=True)
+    os.rename(temporary, os.path.join(store, SUMS))
+
+
+def damage(store):
+    """Returns what is wrong with a store, or None."""
+    try:
+        with open(os.path.join(store, SUMS), encoding="utf-8") as file:
+            sums = json.load(file)
+        if not isinstance(sums, dict) or not sums:
+            return "%s lists nothing" % SUMS
+    except FileNotFoundError:
+        # Unpacked before there was a list, by a version that left none. What is there now has been
+        # built with, and is what later changes are seen against.
+        write_sums(store)
+        return None
+    except ValueError:
+        return "%s is not readable" % SUMS
+    for relative, expected in sums.items():
+        try:
+            if sum_of(os.path.join(store, relative)) != expected:
+                return "%s has changed" % relative
+        except OSError as error:
+            return "%s cannot be read: %s" % (relative, error.strerror)
+    return None
+
+
 def main(name, requirements, cache, megabytes, patterns):
     with open(requirements, encoding="utf-8") as pins:
         key = "\0".join([LAYOUT, pins.read(), *patterns])
@@ -89,6 +142,11 @@ def main(name, requirements, cache, megabytes, patterns):
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in glob.glob(os.path.join(glob.escape(cache), name + ".tmp.*")):
             shutil.rmtree(left, ignore_errors=True)  # of a fetch that was killed
+        wrong = damage(store) if os.path.isdir(store) else None
+        if wrong:
+            print("%s: %s; fetching it again" % (store, wrong), file=sys.stderr)
+            # Taken out of the way at once, and removed with what is left of fetches that were killed.
+            os.rename(store, os.path.join(cache, "%s.tmp.%d" % (name, os.getpid())))
         if not os.path.isdir(store):
             free = shutil.disk_usage(cache).free >> 20
             if free < megabytes:
@@ -96,6 +154,7 @@ def main(name, requirements, cache, megabytes, patterns):
             with tempfile.TemporaryDirectory(prefix=name + ".tmp.", dir=cache) as scratch:
                 download(requirements, os.path.join(scratch, "wheels"))
                 unpack(os.path.join(scratch, "wheels"), os.path.join(scratch, "site"), patterns)
+                write_sums(os.path.join(scratch, "site"))
                 # All or nothing: a store that exists is complete.
                 os.rename(os.path.join(scratch, "site"), store)
     print(store)
