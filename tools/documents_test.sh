@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# What tools/documents.py finds wrong, and what it lets pass.
+set -euo pipefail
+tool=$TEST_SRCDIR/$TEST_WORKSPACE/tools/documents.py
+root=$(mktemp -d "$TEST_TMPDIR/documents.XXXXXX")
+mkdir "$root/docs"
+printf 'int one() {\n  return 1;\n}\n\nint two() { return 2; }\n' >"$root/code.cc"
+printf '# A heading\n\n## Its `code`, and [a link](x.md)\n\n## Twice\n\n## Twice\n\n```sh\n# no heading\n```\n' >"$root/docs/other.md"
+
+failed=0
+# check WHAT EXPECTED: of standard input as docs/page.md.
+check() {
+  local status=0 said
+  cat >"$root/docs/page.md"
+  said=$(python3 "$tool" --root "$root" docs/page.md) || status=$?
+  if [[ $said != "$2" || $status != $([[ -z $2 ]] && echo 0 || echo 1) ]]; then
+    echo "FAILED: $1: status $status; it said '$said', not '$2'" >&2
+    failed=1
+  fi
+}
+
+check "good links" "" <<'END'
+[one](other.md), [two](../code.cc), [three](other.md#a-heading), [four](#here), [a folder](..),
+[five](other.md#its-code-and-a-link) [six](other.md#twice-1) [away](https://nowhere.invalid/x)
+`[no link](nowhere.md)`
+## Here
+END
+check "dead links" "docs/page.md:2: nowhere.md is not there
+docs/page.md:2: docs/other.md has no heading #no-heading
+docs/page.md:3: docs/page.md has no heading #there
+docs/page.md:3: ../../etc leads out of the tree
+docs/page.md:3: /etc/passwd leads out of the tree" <<'END'
+
+[one](nowhere.md) [two](other.md#no-heading)
+[three](#there) [four](../../etc) [five](/etc/passwd)
+END
+check "code of a file" "" <<'END'
+From [code.cc](../code.cc), which is a test:
+
+```cpp
+int one() {
+  return 1;
+}
+```
+
+Ours is this, from [code.cc](../code.cc):
+```cpp
+int two() { return 2; }
+```
+```cpp
+anything(at, all);
+```
+END
+check "code that is no file's" "docs/page.md:3: the code is not what ../code.cc has
+docs/page.md:8: ../gone.cc is not there
+docs/page.md:9: the code is said to be from ../gone.cc, which is not there" <<'END'
+From [code.cc](../code.cc):
+
+```cpp
+int one() {
+  return 2;
+}
+```
+From [gone.cc](../gone.cc):
+```c
+x
+```
+END
+check "half of a line, and code with a hole" "docs/page.md:2: the code is not what ../code.cc has
+docs/page.md:7: the code is not what ../code.cc has" <<'END'
+From [code.cc](../code.cc):
+```cpp
+int two()
+```
+
+From [code.cc](../code.cc):
+```cpp
+int one() {
+}
+```
+END
+check "the source of a section ends with it" "" <<'END'
+From [code.cc](../code.cc), nothing.
+# Next
+```cpp
+int three();
+```
+END
+exit $failed
