@@ -47,6 +47,11 @@ class FakeDirectory : public Directory {
     absl::MutexLock lock(&mu_);
     holds_ = true;
   }
+  // What is asked from now on is answered at once.
+  void HoldNoMore() {
+    absl::MutexLock lock(&mu_);
+    holds_ = false;
+  }
   void AwaitQuestion() {
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(
@@ -310,6 +315,25 @@ TEST_F(AgentMembersTest, WhoseLinkIsBusyIsAskedOnAnother) {
   EXPECT_EQ(*large.Wait(), "large");
   EXPECT_FALSE(x.service.HasLost(1));
   EXPECT_FALSE(y.service.HasLost(0));
+}
+
+// What waits for a connection that fails is lost, and its peer has never heard of that connection:
+// so it hears the end of the one that it has.
+TEST_F(AgentMembersTest, APeerHearsOfTheEndOfAConnectionThatItNeverHad) {
+  directory_.Hold();
+  a().Notify(1, "lost");
+  directory_.AwaitQuestion();
+  directory_.HoldNoMore();
+  // Meanwhile the peer opens one, and waits for what comes on it.
+  const auto call = b().Call(0, "keep", "over its own connection");
+  IncomingCall kept = a().service.AwaitKept();
+  silence_->CutNext();
+  directory_.Answer();
+  EXPECT_EQ(call.Wait().status().code(), absl::StatusCode::kUnavailable) << call.Wait().status();
+  EXPECT_TRUE(absl::IsUnavailable(b().service.AwaitLost(0)));
+  EXPECT_TRUE(absl::IsUnavailable(a().service.AwaitLost(1)));
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  EXPECT_EQ(*b().Call(0, "echo", "y").Wait(), "y");
 }
 
 // Signs of life do not wait behind what is large.

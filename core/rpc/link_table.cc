@@ -339,6 +339,7 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
   const bool is_bulk = link->is_bulk();
   bool is_lost = false;
   MemberWatch::ClosedLink closed;
+  std::vector<std::shared_ptr<Link>> others;
   {
     absl::MutexLock lock(&mu_);
     const auto found = links_.find(link->number());
@@ -358,6 +359,18 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
                 .is_there = is_there,
                 .asked_for = entry.asked_for};
     }
+    // What was sent on this link may be lost, and the peer need not hear of that: it may never have
+    // had this link, or have given it up before it began what it waits for. So all links with it
+    // end. (One that is still being opened has no incarnation yet.)
+    for (auto& [number, other] : links_) {
+      if (!is_lost || other.link->peer() != peer) continue;
+      const Incarnation its = other.link->incarnation();
+      if (its != closed.incarnation && its != 0 && closed.incarnation != 0) continue;
+      Drop(other);
+      others.push_back(other.link);
+      const auto of_peer = by_peer_.find(*peer);
+      if (of_peer != by_peer_.end() && of_peer->second == other.link) by_peer_.erase(of_peer);
+    }
   }
   if (is_bulk) {
     if (const auto main = link->main()) main->Close(why);
@@ -371,10 +384,14 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
              : Annotate(why, absl::StrCat("the connection with worker ", peers_->Describe(*peer),
                                           " broke"));
   calls_->EndCallsOver(*link, why);
+  for (const auto& other : others) calls_->EndCallsOver(*other, why);
   const auto user = user_.lock();
-  if (!is_lost || user == nullptr) return;
-  user->OnPeerLost(*peer, why);
-  if (!left) user->OnLinkEnded(closed, why);
+  if (is_lost && user != nullptr) {
+    user->OnPeerLost(*peer, why);
+    if (!left) user->OnLinkEnded(closed, why);
+  }
+  // Last: whatever the peer begins when it hears of this must find nothing of what there was.
+  for (const auto& other : others) other->Close(why);
 }
 
 absl::Status LinkTable::Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
