@@ -33,8 +33,7 @@ class Generator {
     if (Below(400) == 0) plan_.workers = 20 + Below(81);
     const auto one_in = [this](int n) { return Below(n) == 0; };
     trains_ = one_in(3);
-    // Where nothing breaks: an average waits out its own deadline for a rank whose call was lost.
-    has_pipelines_ = one_in(4) && (plan_.faults & ~kHarmless) == 0;
+    has_pipelines_ = one_in(4);
     if (one_in(3)) plan_.guests = 1 + Below(2);
     const int actors = 1 + Below(std::min(plan_.workers, 5));
     for (int actor = 0; actor < actors; ++actor) {
