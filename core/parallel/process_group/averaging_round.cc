@@ -13,6 +13,7 @@
 
 #include "core/base/status.h"
 #include "core/parallel/bucket.h"
+#include "core/parallel/process_group/divides_first.h"
 
 namespace distgrad {
 namespace {
@@ -63,6 +64,7 @@ absl::Status AveragingRound::Begin(const std::vector<at::Tensor>& all,
   at::Tensor sum;
   if (bucket.flat) {
     sum = Packed(b, gradients);
+    if (DividesFirst(bucket.dtype)) sum.div_(plan_.group().size());
     std::vector<float> notes;
     for (const Bucket::Slot& slot : bucket.slots) notes.push_back(touched[slot.tensor] ? 1 : 0);
     for (int rank = 0; b == 0 && rank < plan_.group().size(); ++rank) {
@@ -81,6 +83,7 @@ absl::Status AveragingRound::Begin(const std::vector<at::Tensor>& all,
       sum = IsDense(gradients[k]) ? gradients[k].to_sparse(1) : gradients[k].clone();
     }
     sum = sum.coalesce();
+    if (DividesFirst(bucket.dtype)) sum.div_(plan_.group().size());
   }
   DG_ASSIGN_OR_RETURN(auto running, plan_.group().BeginSum(sum, plan_.what(b)));
   sums_.push_back(std::move(sum));
@@ -129,16 +132,24 @@ void AveragingRound::Divide(size_t b, const std::vector<bool>& touched, int64_t 
   const Bucket& bucket = plan_.buckets()[b];
   const c10::OptionalDeviceGuard guard(bucket.device);
   const at::Tensor& sum = sums_[b];
+  const auto divide = [&](const at::Tensor& of) {
+    if (!DividesFirst(bucket.dtype)) {
+      of.div_(divisor);
+    } else if (divisor != plan_.group().size()) {
+      of.mul_(static_cast<double>(plan_.group().size()) / static_cast<double>(divisor));
+    }
+    return of;
+  };
   if (!bucket.flat) {
     const size_t k = bucket.slots[0].tensor;
-    if (touched[k] || sum._nnz() > 0) (*averages)[k] = sum.coalesce().div_(divisor);
+    if (touched[k] || sum._nnz() > 0) (*averages)[k] = divide(sum.coalesce());
     return;
   }
   // An accelerator is waited for only where this rank cannot tell by itself.
   const bool all = std::all_of(bucket.slots.begin(), bucket.slots.end(),
                                [&](const auto& slot) { return touched[slot.tensor]; });
   const at::Tensor notes = all ? at::Tensor() : Notes(b).to(at::kCPU, at::kFloat);
-  sum.narrow(0, 0, plan_.notes(b)).div_(divisor);
+  divide(sum.narrow(0, 0, plan_.notes(b)));
   std::vector<at::Tensor> parts = Parts(bucket, sum);
   for (size_t i = 0; i < parts.size(); ++i) {
     if (!all && notes.const_data_ptr<float>()[i] <= 0) continue;

@@ -748,6 +748,25 @@ TEST(GradientAveragerTest, WhateverTheDtypeOfTheFirstBucket) {
   }
 }
 
+TEST(GradientAveragerTest, AveragesOfFloat16AreOnesWhoseSumIsTooLarge) {
+  for (const bool divide_by_active : {false, true}) {
+    RunRanks(4, [&](Group group) {
+      const Tensor w = torch::ones({3}, at::kHalf).requires_grad_();
+      const auto averager =
+          NewAverager(group, {{"w", w}}, {}, {.divide_by_active = divide_by_active});
+      (w.sum() * 32768).backward();
+      EXPECT_TRUE(w.grad().equal(torch::full({3}, 32768, at::kHalf))) << w.grad();
+      w.mutable_grad().reset();
+      if (group->rank() == 0) {
+        EXPECT_TRUE(averager->Join().value());
+      } else {
+        (w.sum() * 32768).backward();
+      }
+      EXPECT_NEAR(w.grad()[0].item<double>(), divide_by_active ? 32768 : 24576, 32);
+    });
+  }
+}
+
 // ---------------------------------------------------------------------------------------- Join
 
 std::unique_ptr<torch::optim::Optimizer> NewOptimizer(bool adam, std::vector<Tensor> parameters) {

@@ -19,6 +19,7 @@
 #include "core/membership/environment.h"
 #include "core/membership/start.h"
 #include "core/parallel/bucket.h"
+#include "core/parallel/process_group/divides_first.h"
 #include "core/parallel/process_group/new_backend.h"
 #include "core/tensor/exception.h"
 
@@ -283,6 +284,7 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
     absl::Status status;
     for (const Bucket& bucket : buckets) {
       sums.push_back(bucket.flat ? Pack(bucket, tensors) : tensors[bucket.slots[0].tensor]);
+      if (DividesFirst(bucket.dtype)) sums.back().div_(options_.size);
       absl::StatusOr<std::shared_ptr<Running>> begun = BeginSum(sums.back(), what);
       status.Update(begun.status());
       if (!begun.ok()) break;
@@ -291,7 +293,7 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
     for (const auto& each : running) status.Update(Wait(*each));
     DG_RETURN_IF_ERROR(status);
     for (size_t i = 0; i < buckets.size(); ++i) {
-      sums[i].div_(options_.size);
+      if (!DividesFirst(buckets[i].dtype)) sums[i].div_(options_.size);
       if (buckets[i].flat) Unpack(buckets[i], sums[i], tensors);
     }
     return absl::OkStatus();

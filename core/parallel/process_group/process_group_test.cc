@@ -60,6 +60,17 @@ TEST(ProcessGroupTest, Averages) {
   });
 }
 
+TEST(ProcessGroupTest, AveragesOfFloat16AreOnesWhoseSumIsTooLarge) {
+  RunRanks(8, [](std::shared_ptr<ProcessGroup> group) {
+    const std::vector<Tensor> tensors = {at::full({3}, 32768, at::kHalf),
+                                         at::full({2, 2}, -57344, at::kHalf)};
+    const absl::Status status = group->Average(tensors);
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(tensors[0].equal(at::full({3}, 32768, at::kHalf))) << tensors[0];
+    EXPECT_TRUE(tensors[1].equal(at::full({2, 2}, -57344, at::kHalf))) << tensors[1];
+  });
+}
+
 TEST(ProcessGroupTest, WhatHasNoAveragesIsRefusedBeforeAnythingBegins) {
   const auto group = ProcessGroup::Create(Alone());
   ASSERT_TRUE(group.ok()) << group.status();
