@@ -16,28 +16,6 @@
 namespace distgrad {
 namespace {
 
-ncclDataType_t DataType(c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return ncclFloat32;
-    case c10::ScalarType::Double:
-      return ncclFloat64;
-    case c10::ScalarType::Half:
-      return ncclFloat16;
-    case c10::ScalarType::BFloat16:
-      return ncclBfloat16;
-    case c10::ScalarType::Byte:
-      return ncclUint8;
-    case c10::ScalarType::Char:
-      return ncclInt8;
-    case c10::ScalarType::Int:
-      return ncclInt32;
-    default:
-      DG_CHECK(dtype == c10::ScalarType::Long) << "see NcclAdds";
-      return ncclInt64;
-  }
-}
-
 class RealNcclGroup final : public NcclGroup {
  public:
   RealNcclGroup(std::vector<c10::Device> devices, const NcclFunctions& functions)
@@ -79,7 +57,7 @@ class RealNcclGroup final : public NcclGroup {
     return Grouped("ncclReduce", [&](size_t i) {
       const at::Tensor& send = parts[i].send;
       return nccl_.reduce(send.const_data_ptr(), Memory(parts[i].receive), count,
-                          DataType(send.scalar_type()), ncclSum, static_cast<int>(root),
+                          NcclDataType(send.scalar_type()), ncclSum, static_cast<int>(root),
                           communicators_[i], nccl_.stream(parts[i].stream));
     });
   }
@@ -95,8 +73,11 @@ class RealNcclGroup final : public NcclGroup {
 
   void Abort() override {
     for (ncclComm_t& communicator : communicators_) {
-      // What it answers changes nothing: the communicator is gone either way.
-      if (communicator != nullptr) nccl_.abort(std::exchange(communicator, nullptr));
+      if (communicator == nullptr) continue;
+      // What it answers changes nothing: the communicator is gone either way. Set to null after it:
+      // a thread of NCCL's that sets it up may write it until then.
+      nccl_.abort(communicator);
+      communicator = nullptr;
     }
   }
 
@@ -137,6 +118,28 @@ class RealNcclGroup final : public NcclGroup {
 };
 
 }  // namespace
+
+ncclDataType_t NcclDataType(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return ncclFloat32;
+    case c10::ScalarType::Double:
+      return ncclFloat64;
+    case c10::ScalarType::Half:
+      return ncclFloat16;
+    case c10::ScalarType::BFloat16:
+      return ncclBfloat16;
+    case c10::ScalarType::Byte:
+      return ncclUint8;
+    case c10::ScalarType::Char:
+      return ncclInt8;
+    case c10::ScalarType::Int:
+      return ncclInt32;
+    default:
+      DG_CHECK(dtype == c10::ScalarType::Long) << "see NcclAdds";
+      return ncclInt64;
+  }
+}
 
 NcclFunctions NcclFunctions::Real() {
   NcclFunctions functions;

@@ -31,6 +31,9 @@ struct NcclFunctions {
   static NcclFunctions Real();
 };
 
+// NCCL's name of a type that NcclAdds().
+ncclDataType_t NcclDataType(c10::ScalarType dtype);
+
 // Communicators that do not block, one for each of `devices`, which are distinct CUDA devices.
 // kFailedPrecondition if one of them is not there, kInternal with NCCL's words if it fails.
 absl::StatusOr<std::unique_ptr<NcclGroup>> StartNcclGroup(

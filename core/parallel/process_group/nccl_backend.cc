@@ -1,26 +1,322 @@
-// Makes c10d's backend for NCCL, and picks its GPU; for builds with CUDA.
+// The backend over NCCL itself, with one GPU for each rank; for builds with CUDA. c10d's own does
+// not serve: to begin a collective it polls a communicator that another thread may have aborted,
+// for half an hour, and its communicators are left to the end of the process.
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
 
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
+#include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "core/parallel/process_group/c10d_store.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "core/base/blocking.h"
+#include "core/base/deadline.h"
+#include "core/base/log.h"
+#include "core/parallel/nccl/real_nccl_group.h"
 #include "core/parallel/process_group/new_backend.h"
+#include "core/tensor/exception.h"
+#include "nccl.h"
 
 namespace distgrad {
 namespace {
 
-class Nccl : public c10d::ProcessGroupNCCL {
+// Between two polls: neither NCCL nor CUDA has something to wait on that a deadline could end. What
+// is small takes tens of microseconds, and so the first polls follow on each other.
+constexpr int kPollsWithoutSleep = 64;
+constexpr absl::Duration kPollInterval = absl::Microseconds(50);
+// How often it is asked whether another rank has failed, which NCCL does not always notice.
+constexpr absl::Duration kOthersInterval = absl::Seconds(1);
+// For the last bytes that other ranks have not taken yet when this one leaves.
+constexpr absl::Duration kFlushTimeout = absl::Seconds(5);
+// The key under which rank 0 says how NCCL reaches it.
+constexpr char kId[] = "nccl_id";
+
+const c10::impl::DeviceGuardImplInterface& GuardOf(c10::Device device) {
+  return *c10::impl::getDeviceGuardImpl(device.type());
+}
+
+// Aborts are heard of as errors; a sum that was aborted is worth nothing. Thread-safe.
+class Communicator {
  public:
-  Nccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-       c10::intrusive_ptr<Options> options)
-      : ProcessGroupNCCL(std::move(store), rank, size, std::move(options)) {
-    // Otherwise c10d ends the process when a collective fails or is late, and wait() returns before
-    // that can be known.
-    asyncErrorHandling_ = c10d::NoHandling;
-    blockingWait_ = true;
+  Communicator(const BackendPlace& place, c10::Device device)
+      : timeout_(place.timeout),
+        failed_elsewhere_(place.failed_elsewhere),
+        device_(device),
+        platform_(RealNcclPlatform()) {}
+  ~Communicator() { Abort(); }
+
+  absl::Duration timeout() const { return timeout_; }
+  c10::Device device() const { return device_; }
+
+  // Waits until this rank and all others are connected. Throws StatusError, as all below do.
+  void Connect(const BackendPlace& place, Deadline deadline) {
+    const ncclUniqueId id = Id(place, deadline);
+    const c10::DeviceGuard on_device(device_);
+    {
+      absl::MutexLock lock(&mu_);
+      ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+      config.blocking = 0;
+      Check("ncclCommInitRankConfig",
+            ncclCommInitRankConfig(&communicator_, place.size, id, place.rank, &config));
+    }
+    Await("connecting", deadline, [&] { return IsReady(); });
   }
+
+  // Has `call` begin something, and waits until NCCL has given all of it to the stream.
+  void Begin(const char* what, Deadline deadline,
+             absl::FunctionRef<ncclResult_t(ncclComm_t communicator)> call) {
+    {
+      absl::MutexLock lock(&mu_);
+      Check("communicator", communicator_ == nullptr ? ncclInvalidUsage : ncclSuccess);
+      Check(what, call(communicator_));
+    }
+    Await(what, deadline, [&] { return IsReady(); });
+  }
+
+  // Waits for what is before `end` in its stream.
+  void AwaitEnd(const char* what, Deadline deadline, const c10::Event& end) {
+    Await(what, deadline, [&] {
+      const bool ended = platform_.query(end);
+      IsReady();  // or throws: it may have ended because it was aborted
+      return ended;
+    });
+  }
+
+  absl::Status MayBegin() const {
+    if (!platform_.is_capturing(GuardOf(device_).getStream(device_))) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat("the current stream of ", device_.str(),
+                     " is being captured into a graph, which collectives between processes cannot "
+                     "be part of; run this step outside of the capture"));
+  }
+
+  // Has the other ranks get what this one has sent: what is aborted is lost.
+  void Flush() {
+    try {
+      {
+        absl::MutexLock lock(&mu_);
+        if (communicator_ == nullptr) return;
+        Check("ncclCommFinalize", ncclCommFinalize(communicator_));
+      }
+      Await("leaving", Deadline::After(kFlushTimeout), [&] { return IsReady(); });
+    } catch (const std::exception& e) {
+      DG_LOG(WARNING) << "NCCL of " << device_.str() << ": to leave its group failed: "
+                      << StatusFromException(std::current_exception());
+    }
+  }
+
+  void Abort() {
+    absl::MutexLock lock(&mu_);
+    if (communicator_ == nullptr) return;
+    // What it answers changes nothing: the communicator is gone either way. Set to null after it: a
+    // thread of NCCL's that sets it up may write it until then.
+    ncclCommAbort(communicator_);
+    communicator_ = nullptr;
+  }
+
+ private:
+  // All ranks need that of rank 0.
+  ncclUniqueId Id(const BackendPlace& place, Deadline deadline) {
+    ncclUniqueId id;
+    if (place.rank == 0) {
+      {
+        absl::MutexLock lock(&mu_);
+        Check("ncclGetUniqueId", ncclGetUniqueId(&id));
+      }
+      ThrowIfNotOk(place.store->Set(kId, std::string(id.internal, sizeof(id.internal)), deadline));
+      return id;
+    }
+    absl::StatusOr<std::string> value;
+    do {
+      ThrowIfNotOk(failed_elsewhere_());
+      value = place.store->Get(kId, std::min(deadline, Deadline::After(kOthersInterval)));
+    } while (absl::IsNotFound(value.status()) && !deadline.Passed());
+    if (absl::IsNotFound(value.status())) {
+      throw StatusError(absl::DeadlineExceededError("NCCL: rank 0 has not begun to connect"));
+    }
+    ThrowIfNotOk(value.status());
+    TORCH_CHECK(value->size() == sizeof(id.internal), "NCCL: the store has ", value->size(),
+                " bytes as the address of rank 0, and not ", sizeof(id.internal));
+    std::memcpy(id.internal, value->data(), sizeof(id.internal));
+    return id;
+  }
+
+  bool IsReady() {
+    absl::MutexLock lock(&mu_);
+    if (communicator_ == nullptr) {
+      throw StatusError(absl::UnavailableError("NCCL: the communicator was aborted"));
+    }
+    ncclResult_t state = ncclSuccess;
+    Check("ncclCommGetAsyncError", ncclCommGetAsyncError(communicator_, &state));
+    Check("communicator", state);
+    return state == ncclSuccess;
+  }
+
+  // Polls until `done`, which throws what is wrong. Ends the communicator when it is too late, or
+  // another rank has failed: what runs in the stream would wait for it.
+  void Await(const char* what, Deadline deadline, absl::FunctionRef<bool()> done) {
+    std::optional<BlockingScope> blocking;
+    Deadline others = Deadline::After(kOthersInterval);
+    for (int polls = 0; !done(); ++polls) {
+      if (polls < kPollsWithoutSleep) {
+        std::this_thread::yield();
+        continue;
+      }
+      if (!blocking.has_value()) blocking.emplace();
+      absl::SleepFor(kPollInterval);
+      absl::Status wrong;
+      if (others.Passed()) {
+        wrong = failed_elsewhere_();
+        others = Deadline::After(kOthersInterval);
+      }
+      if (wrong.ok() && deadline.Passed()) {
+        wrong = absl::DeadlineExceededError(absl::StrCat("NCCL: ", what, " did not end in time"));
+      }
+      if (wrong.ok()) continue;
+      Abort();
+      throw StatusError(wrong);
+    }
+  }
+
+  static void ThrowIfNotOk(const absl::Status& status) {
+    if (!status.ok()) throw StatusError(status);
+  }
+
+  void Check(const char* what, ncclResult_t result) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (result == ncclSuccess || result == ncclInProgress) return;
+    const char* const details =
+        communicator_ == nullptr ? nullptr : ncclGetLastError(communicator_);
+    std::string message =
+        absl::StrCat("NCCL: ", what, " of ", device_.str(), ": ", ncclGetErrorString(result));
+    if (details != nullptr && *details != '\0') absl::StrAppend(&message, " (", details, ")");
+    throw StatusError(absl::UnavailableError(message));
+  }
+
+  // Constant after construction.
+  const absl::Duration timeout_;
+  const std::function<absl::Status()> failed_elsewhere_;
+  const c10::Device device_;
+  const NcclPlatform platform_;
+
+  absl::Mutex mu_;
+  ncclComm_t communicator_ ABSL_GUARDED_BY(mu_) = nullptr;  // null before and after
+};
+
+// A collective that NCCL has begun.
+class NcclWork final : public c10d::Work {
+ public:
+  NcclWork(std::shared_ptr<Communicator> communicator, const char* what, Deadline deadline,
+           at::Tensor tensor)
+      : communicator_(std::move(communicator)),
+        what_(what),
+        deadline_(deadline),
+        tensor_(std::move(tensor)),
+        end_(c10::kCUDA) {}
+
+  void Record(const c10::Stream& stream) { end_.record(stream); }
+
+  // Until the deadline that it has had since it began.
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    communicator_->AwaitEnd(what_, deadline_, end_);
+    return true;
+  }
+
+ private:
+  const std::shared_ptr<Communicator> communicator_;
+  const char* const what_;
+  const Deadline deadline_;
+  const at::Tensor tensor_;  // whose memory NCCL uses
+  c10::Event end_;
+};
+
+// Collectives run on a stream of the group's own, which waits for the caller's current one.
+class Nccl final : public c10d::Backend {
+ public:
+  Nccl(int rank, int size, std::shared_ptr<Communicator> communicator)
+      : Backend(rank, size),
+        communicator_(std::move(communicator)),
+        stream_(GuardOf(communicator_->device())
+                    .getStreamFromGlobalPool(communicator_->device(), /*isHighPriority=*/true)) {}
+
+  ~Nccl() override {
+    try {
+      // Those before it are in the same stream.
+      if (last_ != nullptr) last_->wait();
+    } catch (...) {  // NOLINT(bugprone-empty-catch): whoever waits for it hears of it
+    }
+    communicator_->Flush();
+    communicator_->Abort();
+  }
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "NCCL: this backend adds, and no more");
+    const at::Tensor& tensor = tensors.at(0);
+    // The parts of complex numbers are added by themselves.
+    const c10::ScalarType dtype = c10::toRealValueType(tensor.scalar_type());
+    TORCH_CHECK(NcclAdds(dtype), "NCCL: it does not add ", tensor.scalar_type());
+    return Begin("ncclAllReduce", tensor, [&](ncclComm_t communicator, void* data) {
+      const size_t count = tensor.numel() * (tensor.is_complex() ? 2 : 1);
+      return ncclAllReduce(data, data, count, NcclDataType(dtype), ncclSum, communicator,
+                           c10::cuda::CUDAStream(stream_).stream());
+    });
+  }
+
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override {
+    const at::Tensor& tensor = tensors.at(0);
+    return Begin("ncclBroadcast", tensor, [&](ncclComm_t communicator, void* data) {
+      return ncclBroadcast(data, data, tensor.numel() * tensor.itemsize(), ncclUint8,
+                           static_cast<int>(options.rootRank), communicator,
+                           c10::cuda::CUDAStream(stream_).stream());
+    });
+  }
+
+  void abort() override { communicator_->Abort(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> Begin(
+      const char* what, const at::Tensor& tensor,
+      absl::FunctionRef<ncclResult_t(ncclComm_t communicator, void* data)> call) {
+    const c10::Device device = communicator_->device();
+    TORCH_CHECK(tensor.device() == device && tensor.is_non_overlapping_and_dense(),
+                "NCCL: a tensor is on ", tensor.device(), " and of strides ", tensor.strides(),
+                ": it has to be on ", device, " and without gaps");
+    const Deadline deadline = Deadline::After(communicator_->timeout());
+    const c10::DeviceGuard on_device(device);
+    c10::Event ready(device.type());
+    ready.record(GuardOf(device).getStream(device));
+    ready.block(stream_);
+    // It may be freed before the collective has run.
+    GuardOf(device).recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+    communicator_->Begin(what, deadline, [&](ncclComm_t communicator) {
+      return call(communicator, tensor.mutable_data_ptr());
+    });
+    auto work = c10::make_intrusive<NcclWork>(communicator_, what, deadline, tensor);
+    work->Record(stream_);
+    last_ = work;
+    return work;
+  }
+
+  const std::shared_ptr<Communicator> communicator_;
+  const c10::Stream stream_;
+  c10::intrusive_ptr<c10d::Work> last_;
 };
 
 }  // namespace
@@ -33,10 +329,12 @@ absl::StatusOr<c10::Device> NcclDevice() {
 }
 
 NewBackend NewNcclBackend(const BackendPlace& place) {
-  auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = absl::ToChronoMilliseconds(place.timeout);
-  return {c10::make_intrusive<Nccl>(C10dStoreOf(place.store, place.timeout), place.rank, place.size,
-                                    std::move(options))};
+  const auto communicator =
+      std::make_shared<Communicator>(place, c10::Device(c10::kCUDA, c10::cuda::current_device()));
+  communicator->Connect(place, Deadline::After(place.connect_timeout));
+  return {.backend = c10::make_intrusive<Nccl>(place.rank, place.size, communicator),
+          .may_begin = [communicator] { return communicator->MayBegin(); },
+          .begins_may_wait = true};
 }
 
 }  // namespace distgrad

@@ -7,6 +7,7 @@
 #include <torch/types.h>
 
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -46,6 +47,27 @@ TEST(NcclBackendTest, OneRankOnOneGpu) {
   ASSERT_TRUE(averager.ok()) << averager.status();
   (w * 3).sum().backward();
   EXPECT_TRUE(w.grad().cpu().equal(at::full({2}, 3.0f)));
+}
+
+TEST(NcclBackendTest, OneRankAddsBroadcastsAbortsAndBeginsAgain) {
+  if (c10::cuda::device_count() < 1) GTEST_SKIP() << "it needs a GPU";
+  const auto store = NewInProcessStore();
+  const std::string what = "adding";
+  for (int round = 0; round < 3; ++round) {
+    const auto group = Join(store, 0, 1);
+    ASSERT_TRUE(group.ok()) << group.status();
+    const at::Tensor tensor = at::full({1000}, 2.0f, (*group)->device());
+    absl::Status status = (*group)->Average({tensor});
+    EXPECT_TRUE(status.ok()) << status;
+    status = (*group)->Broadcast({tensor});
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(tensor.cpu().equal(at::full({1000}, 2.0f)));
+    const auto running = (*group)->BeginSum(tensor, what);
+    ASSERT_TRUE(running.ok()) << running.status();
+    (*group)->Fail(absl::DataLossError("no disk"));
+    EXPECT_EQ((*group)->Wait(**running).code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ((*group)->Average({tensor}).code(), absl::StatusCode::kDataLoss);
+  }
 }
 
 TEST(NcclBackendTest, ARankForEachOfTwoGpus) {

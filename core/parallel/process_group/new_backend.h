@@ -22,10 +22,10 @@ struct BackendPlace {
   int rank = 0;
   int size = 1;
   absl::Duration timeout;          // of each collective
-  absl::Duration connect_timeout;  // of NewGlooBackend()
+  absl::Duration connect_timeout;  // to connect to all ranks
   std::string host;                // or interface, that the others can reach this rank at
   ClusterKey cluster_key = {};     // all ranks have one or none; NCCL has no use for it
-  // Not OK: another rank has failed, with its reason.
+  // Not OK: another rank has failed, with its reason. Asks the store; never null.
   std::function<absl::Status()> failed_elsewhere = nullptr;
 };
 
@@ -34,13 +34,19 @@ struct NewBackend {
   // Ends collectives that wait for a rank to which the connection has broken by now. To be called
   // from time to time while a thread waits; null where the backend notices by itself.
   std::function<void()> end_lost_waits = nullptr;
+  // Whether this thread may begin a collective now: if not, its group goes on all the same. Null:
+  // it always may.
+  std::function<absl::Status()> may_begin = nullptr;
+  // Whether to begin a collective may wait for other ranks, as NCCL does that connects to some of
+  // them late. Then nothing but collectives of this group waits for it, and abort() ends it.
+  bool begins_may_wait = false;
 };
 
-// Connects to all ranks; throws what c10d throws.
+// Each connects to all ranks within place.connect_timeout, and throws what c10d throws.
 NewBackend NewGlooBackend(const BackendPlace& place);
 
 // The GPU that NCCL would use: this thread's current one. kFailedPrecondition where the build or
-// the machine has none; NewNcclBackend() is for where it has one, and connects when it is used.
+// the machine has none; NewNcclBackend() is for where it has one, and uses that one.
 absl::StatusOr<c10::Device> NcclDevice();
 NewBackend NewNcclBackend(const BackendPlace& place);
 

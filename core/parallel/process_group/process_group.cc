@@ -35,9 +35,10 @@ constexpr auto kCheckInterval = std::chrono::milliseconds(100);
 // cluster key.
 constexpr char kFailure[] = "failure", kSecurity[] = "security";
 
-// Held while a collective is begun or a group aborted. c10d numbers those of a group as they come;
-// and in its recorder of collectives, one for all groups of the process, a map grows without a
-// lock.
+// Held while a collective of c10d's Gloo is begun, or such a group aborted. c10d numbers those of a
+// group as they come; and in its recorder of collectives, one for all groups of the process, a map
+// grows without a lock. Not for a backend that may wait for other ranks: one of them may be in this
+// process, and have this mutex still to lock.
 ABSL_CONST_INIT absl::Mutex beginning(absl::kConstInit);
 
 absl::Status Check(const ProcessGroupOptions& options) {
@@ -108,7 +109,19 @@ bool EndsWithin(std::chrono::milliseconds timeout, c10d::Work& work) {
 
 }  // namespace
 
-struct ProcessGroup::Backend : NewBackend {};
+struct ProcessGroup::Backend : NewBackend {
+  // Where to begin may wait for other ranks, only what this group begins waits for that.
+  absl::Mutex begins;
+
+  void Abort(const std::string& who) const {
+    try {
+      backend->abort();
+    } catch (...) {
+      DG_LOG(ERROR) << who << ": it has failed, and to abort it failed, too: "
+                    << StatusFromException(std::current_exception());
+    }
+  }
+};
 
 struct ProcessGroup::Running {
   c10::intrusive_ptr<c10d::Work> work;
@@ -171,8 +184,9 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
           },
   };
   try {
-    group->backend_ =
-        std::make_unique<Backend>(Backend{nccl ? NewNcclBackend(at) : NewGlooBackend(at)});
+    auto backend = std::make_unique<Backend>();
+    static_cast<NewBackend&>(*backend) = nccl ? NewNcclBackend(at) : NewGlooBackend(at);
+    group->backend_ = std::move(backend);
   } catch (...) {
     const absl::Duration taken = absl::Trunc(
         absl::FromChrono(std::chrono::steady_clock::now() - begin), absl::Milliseconds(1));
@@ -201,8 +215,14 @@ void ProcessGroup::Fail(const absl::Status& why) {
               absl::InfinitePast())
         .IgnoreError();
   }
-  absl::MutexLock lock(&beginning);
-  if (backend_ != nullptr) backend_->backend->abort();
+  if (backend_ == nullptr) return;
+  if (backend_->begins_may_wait) {
+    // Not behind a collective that begins: it may be what this ends.
+    backend_->Abort(who_);
+  } else {
+    absl::MutexLock lock(&beginning);
+    backend_->Abort(who_);
+  }
 }
 
 absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::string& what,
@@ -233,9 +253,13 @@ absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::Begin(const
                                                ": NCCL takes dense tensors of a GPU, and one is ",
                                                tensor.layout(), " on ", tensor.device()));
   }
+  if (backend_->may_begin != nullptr) {
+    const absl::Status may = backend_->may_begin();
+    if (!may.ok()) return Annotate(may, absl::StrCat(who_, ": ", what));
+  }
   std::vector<at::Tensor> tensors = {tensor};
   try {
-    absl::MutexLock lock(&beginning);
+    absl::MutexLock lock(backend_->begins_may_wait ? &backend_->begins : &beginning);
     DG_RETURN_IF_ERROR(status());
     ++collectives_;
     if (root == kNoRoot) {

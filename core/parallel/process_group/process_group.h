@@ -1,6 +1,6 @@
 // Processes that compute the same thing together: each is one rank of a group, and all call the
-// same collectives in the same order. On top of c10d's backends: Gloo, on the CPU, and in builds
-// with CUDA NCCL, on GPUs.
+// same collectives in the same order. On the CPU it is c10d's Gloo that adds, and in builds with
+// CUDA, on GPUs, NCCL.
 //
 //   absl::StatusOr<std::shared_ptr<ProcessGroup>> group =
 //       ProcessGroup::Create({.name = "replicas", .store = store, .rank = 1, .size = 2});
@@ -44,8 +44,7 @@ struct ProcessGroupOptions {
   std::string backend = "gloo";
   // The limit for each collective.
   absl::Duration timeout = absl::Minutes(10);
-  // The limit for all ranks to come, and to connect (with NCCL that is part of the first
-  // collective).
+  // For all ranks to come, and to connect.
   absl::Duration join_timeout = absl::Minutes(10);
   // An address, a name, or an interface ("eth0") of this machine, at which the others reach
   // it. "": DISTGRAD_HOST, or "127.0.0.1"; Worker::host() has what the worker beside it listens on,
@@ -97,7 +96,7 @@ class ProcessGroup {
   // Wait() has returned. `what` is for messages, and outlives that.
   absl::StatusOr<std::shared_ptr<Running>> BeginSum(const at::Tensor& tensor,
                                                     const std::string& what);
-  // Waits for a sum. On an accelerator it is this thread's current stream that waits.
+  // Waits until a sum has ended, also one of GPUs.
   absl::Status Wait(Running& running);
 
   // Fails the group, as this rank cannot go on: all later calls fail with `why`, which is not OK,

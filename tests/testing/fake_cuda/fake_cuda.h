@@ -10,6 +10,8 @@
 #define DISTGRAD_TESTS_TESTING_FAKE_CUDA_FAKE_CUDA_H_
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 
 namespace distgrad::fake_cuda {
 
@@ -32,6 +34,23 @@ class Standstill {
 // The number of bytes that were copied to and from memory of the host that is not pinned: all of a
 // tensor's that goes by way of the CPU, and none of what TensorPipe's channel carries.
 size_t PageableBytes();
+
+// While it lives, the stream, by its cudaStream_t, is said to be captured into a graph; what is
+// launched on it runs all the same.
+class Capture {
+ public:
+  explicit Capture(void* stream);
+  ~Capture();
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+};
+
+// For stand-ins of libraries that launch kernels: the stream, by its cudaStream_t, runs `step`, and
+// goes on when what `step` was given has been called, by anybody.
+void Launch(void* stream, std::function<void(std::function<void()> done)> step);
+
+// For such a step: where the bytes of a device's memory are.
+uint8_t* BytesOf(const void* data);
 
 }  // namespace distgrad::fake_cuda
 

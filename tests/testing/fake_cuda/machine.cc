@@ -98,6 +98,12 @@ void Machine::Wait(Stream* stream, std::shared_ptr<const Mark> mark) {
   Push(stream, {.after = std::move(mark)});
 }
 
+void Machine::Set(Mark* mark) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  mark->done = true;
+  changed_.notify_all();
+}
+
 bool Machine::IsDone(const Mark& mark) {
   const std::lock_guard<std::mutex> lock(mu_);
   return mark.done;
@@ -193,6 +199,19 @@ Standstill::Standstill(void* stream) : stream_(stream) {
 }
 Standstill::~Standstill() { Machine::Get().Hold(static_cast<Stream*>(stream_), -1); }
 
+Capture::Capture(void* stream) { Machine::Get().captured = stream; }
+Capture::~Capture() { Machine::Get().captured = nullptr; }
+
 size_t PageableBytes() { return Machine::Get().pageable_bytes; }
+
+void Launch(void* stream, std::function<void(std::function<void()> done)> step) {
+  Machine& machine = Machine::Get();
+  const auto mark = std::make_shared<Mark>();
+  machine.Run(static_cast<Stream*>(stream),
+              [step = std::move(step), mark] { step([mark] { Machine::Get().Set(mark.get()); }); });
+  machine.Wait(static_cast<Stream*>(stream), mark);
+}
+
+uint8_t* BytesOf(const void* data) { return Machine::Get().Bytes(data); }
 
 }  // namespace distgrad::fake_cuda

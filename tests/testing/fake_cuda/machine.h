@@ -62,6 +62,8 @@ class Machine {
   void Run(Stream* stream, std::function<void()> step);
   std::shared_ptr<Mark> MarkEndOf(Stream* stream);
   void Wait(Stream* stream, std::shared_ptr<const Mark> mark);
+  // What stands in no stream is done when this says so.
+  void Set(Mark* mark);
   bool IsDone(const Mark& mark);
   void WaitOnHost(const Mark& mark);
   void WaitOnHostForDevice(int device);
@@ -84,6 +86,7 @@ class Machine {
   void Hold(Stream* stream, int change);
 
   std::atomic<size_t> pageable_bytes{0};
+  std::atomic<void*> captured{nullptr};  // a stream
 
  private:
   Machine();

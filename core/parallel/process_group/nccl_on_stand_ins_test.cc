@@ -1,0 +1,270 @@
+// Groups over NCCL, on stand-ins for NCCL and CUDA: how ranks of one process connect, add, fail and
+// leave, and that nothing waits without a deadline for one that does not.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "core/membership/start.h"
+#include "core/membership/store.h"
+#include "core/membership/store/in_process_store.h"
+#include "core/parallel/process_group/process_group.h"
+#include "tests/testing/fake_cuda/fake_cuda.h"
+#include "tests/testing/fake_nccl/fake_nccl.h"
+
+namespace distgrad {
+namespace {
+
+at::Device Gpu(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
+
+struct Timeouts {
+  absl::Duration collective = absl::Minutes(5);
+  absl::Duration join = absl::Minutes(5);
+};
+
+absl::StatusOr<std::shared_ptr<ProcessGroup>> Join(const std::shared_ptr<Store>& store, int rank,
+                                                   int size, const std::string& name = "gpus",
+                                                   const Timeouts& timeouts = {}) {
+  const c10::DeviceGuard guard(Gpu(rank));
+  return ProcessGroup::Create({.name = name,
+                               .store = store,
+                               .rank = rank,
+                               .size = size,
+                               .backend = "nccl",
+                               .timeout = timeouts.collective,
+                               .join_timeout = timeouts.join});
+}
+
+// Each rank on a thread.
+void OnRanks(int size, const std::function<void(int rank)>& run) {
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    ranks.emplace_back([&run, rank] {
+      const c10::DeviceGuard guard(Gpu(rank));
+      run(rank);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+at::Tensor On(int rank, float value) { return at::full({1000}, value).to(Gpu(rank)); }
+
+const std::string& What() {
+  static const std::string what = "adding";
+  return what;
+}
+
+TEST(NcclOnStandInsTest, RanksOfOneProcessAdd) {
+  const auto store = NewInProcessStore();
+  OnRanks(3, [&](int rank) {
+    const auto group = Join(store, rank, 3);
+    ASSERT_TRUE(group.ok()) << group.status();
+    EXPECT_EQ((*group)->device(), Gpu(rank));
+    for (int step = 0; step < 5; ++step) {
+      const at::Tensor tensor = On(rank, static_cast<float>(rank + step));
+      const auto running = (*group)->BeginSum(tensor, What());
+      ASSERT_TRUE(running.ok()) << running.status();
+      const absl::Status status = (*group)->Wait(**running);
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_TRUE(tensor.cpu().equal(at::full({1000}, 3.0f + 3.0f * static_cast<float>(step))));
+    }
+  });
+  EXPECT_EQ(fake_nccl::Communicators(), 0) << "a group that is gone has left some";
+  EXPECT_EQ(fake_nccl::Finalized(), 3) << "what other ranks have not taken yet would be lost";
+}
+
+TEST(NcclOnStandInsTest, GroupsMayBeUsedInAnyOrder) {
+  const auto store = NewInProcessStore();
+  OnRanks(2, [&](int rank) {
+    std::vector<std::shared_ptr<ProcessGroup>> groups;
+    for (const char* const name : {"a", "b"}) {
+      auto group = Join(store, rank, 2, name);
+      ASSERT_TRUE(group.ok()) << group.status();
+      groups.push_back(*std::move(group));
+    }
+    if (rank == 1) std::swap(groups[0], groups[1]);
+    const std::vector<at::Tensor> tensors = {On(rank, 1), On(rank, 1)};
+    std::vector<std::shared_ptr<ProcessGroup::Running>> running;
+    for (int i = 0; i < 2; ++i) {
+      auto begun = groups[i]->BeginSum(tensors[i], What());
+      ASSERT_TRUE(begun.ok()) << begun.status();
+      running.push_back(*std::move(begun));
+    }
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(groups[i]->Wait(*running[i]).ok());
+      EXPECT_TRUE(tensors[i].cpu().equal(at::full({1000}, 2.0f)));
+    }
+  });
+}
+
+// It has come to the rendezvous, and dies before it connects.
+TEST(NcclOnStandInsTest, ARankThatDoesNotConnectIsAnErrorInTime) {
+  absl::Status status;
+  absl::Duration enough = absl::Milliseconds(200);
+  do {
+    enough *= 2;
+    const auto store = NewInProcessStore();
+    std::thread other([&] {
+      ListedStoreOfThisStart(std::make_shared<PrefixStore>("group/gpus/", store), 1, 2,
+                             Deadline::After(enough))
+          .status()
+          .IgnoreError();
+    });
+    status = Join(store, 0, 2, "gpus", {.join = enough}).status();
+    other.join();
+    ASSERT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  } while (!absl::StrContains(status.message(), "connecting the ranks"));
+  EXPECT_TRUE(absl::StrContains(status.message(), "some rank took longer than ")) << status;
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+}
+
+// NCCL connects to some ranks when a collective needs them.
+TEST(NcclOnStandInsTest, ACollectiveThatCannotBeginEndsInTime) {
+  const auto store = NewInProcessStore();
+  absl::Notification gone;
+  OnRanks(2, [&](int rank) {
+    auto group = Join(store, rank, 2, "gpus", {.collective = absl::Seconds(1)});
+    ASSERT_TRUE(group.ok()) << group.status();
+    if (rank == 1) {
+      group->reset();
+      gone.Notify();
+      return;
+    }
+    gone.WaitForNotification();
+    const fake_nccl::Silence silence;
+    const at::Tensor tensor = On(rank, 1);
+    const absl::Status status = (*group)->BeginSum(tensor, What()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "took longer than 1s")) << status;
+    EXPECT_EQ((*group)->BeginSum(tensor, What()).status(), status);
+  });
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+}
+
+TEST(NcclOnStandInsTest, FailEndsACollectiveThatCannotBegin) {
+  const auto group = Join(NewInProcessStore(), 0, 1);
+  ASSERT_TRUE(group.ok()) << group.status();
+  const fake_nccl::Silence silence;
+  absl::Status status;
+  std::thread begins([&] {
+    const c10::DeviceGuard guard(Gpu(0));
+    status = (*group)->BeginSum(On(0, 1), What()).status();
+  });
+  while ((*group)->collectives() == 0) std::this_thread::yield();
+  (*group)->Fail(absl::DataLossError("no disk"));
+  begins.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+}
+
+TEST(NcclOnStandInsTest, ASumThatARankDoesNotJoinEndsInTime) {
+  const auto store = NewInProcessStore();
+  absl::Notification over;
+  OnRanks(2, [&](int rank) {
+    const auto group = Join(store, rank, 2, "gpus", {.collective = absl::Seconds(1)});
+    ASSERT_TRUE(group.ok()) << group.status();
+    if (rank == 1) return over.WaitForNotification();
+    const auto running = (*group)->BeginSum(On(rank, 1), What());
+    EXPECT_TRUE(running.ok()) << running.status();
+    const absl::Status status = (*group)->Wait(**running);
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "took longer than 1s")) << status;
+    over.Notify();
+  });
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+}
+
+// NCCL does not notice it where ranks share a machine.
+TEST(NcclOnStandInsTest, ARankThatFailsEndsTheWaitsOfTheOthers) {
+  const auto store = NewInProcessStore();
+  absl::Notification waits;
+  OnRanks(2, [&](int rank) {
+    const auto group = Join(store, rank, 2);
+    ASSERT_TRUE(group.ok()) << group.status();
+    if (rank == 1) {
+      waits.WaitForNotification();
+      return (*group)->Fail(absl::DataLossError("no disk"));
+    }
+    const auto running = (*group)->BeginSum(On(rank, 1), What());
+    waits.Notify();
+    ASSERT_TRUE(running.ok()) << running.status();
+    const absl::Status status = (*group)->Wait(**running);
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "no disk")) << status;
+  });
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+}
+
+TEST(NcclOnStandInsTest, AGroupThatHasFailedIsMadeAgain) {
+  const auto store = NewInProcessStore();
+  for (int round = 0; round < 3; ++round) {
+    const auto group = Join(store, 0, 1);
+    ASSERT_TRUE(group.ok()) << group.status();
+    const at::Tensor tensor = On(0, 3);
+    const auto added = (*group)->BeginSum(tensor, What());
+    ASSERT_TRUE(added.ok()) << added.status();
+    EXPECT_TRUE((*group)->Wait(**added).ok());
+    const auto running = (*group)->BeginSum(tensor, What());
+    ASSERT_TRUE(running.ok()) << running.status();
+    (*group)->Fail(absl::DataLossError("no disk"));
+    EXPECT_EQ((*group)->Wait(**running).code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ(fake_nccl::Communicators(), 0);
+  }
+}
+
+TEST(NcclOnStandInsTest, ItIsRefusedWhileTheStreamIsCaptured) {
+  const auto group = Join(NewInProcessStore(), 0, 1);
+  ASSERT_TRUE(group.ok()) << group.status();
+  const at::Tensor tensor = On(0, 1);
+  const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, /*device=*/0);
+  {
+    const c10::StreamGuard on_stream(stream);
+    const fake_cuda::Capture capture(stream.stream());
+    const absl::Status status = (*group)->BeginSum(tensor, What()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "captured into a graph")) << status;
+  }
+  const auto running = (*group)->BeginSum(tensor, What());
+  ASSERT_TRUE(running.ok()) << "the group has failed: " << running.status();
+  EXPECT_TRUE((*group)->Wait(**running).ok());
+}
+
+// Another group of the process is in the middle of what waits for a rank.
+TEST(NcclOnStandInsTest, AGroupThatWaitsForARankHoldsUpNoOther) {
+  const auto store = NewInProcessStore();
+  absl::Notification over;
+  std::thread joins([&] {
+    // Nobody else comes to connect.
+    std::thread other([&] {
+      ListedStoreOfThisStart(std::make_shared<PrefixStore>("group/lonely/", store), 1, 2,
+                             Deadline::After(absl::Minutes(1)))
+          .status()
+          .IgnoreError();
+    });
+    EXPECT_FALSE(Join(store, 0, 2, "lonely", {.join = absl::Seconds(10)}).ok());
+    EXPECT_TRUE(over.HasBeenNotified()) << "it held up the other group";
+    other.join();
+  });
+  while (fake_nccl::Communicators() == 0) std::this_thread::yield();
+  const auto group = Join(store, 0, 1, "other");
+  ASSERT_TRUE(group.ok()) << group.status();
+  const at::Tensor tensor = On(0, 1);
+  const auto running = (*group)->BeginSum(tensor, What());
+  ASSERT_TRUE(running.ok()) << running.status();
+  EXPECT_TRUE((*group)->Wait(**running).ok());
+  over.Notify();
+  joins.join();
+}
+
+}  // namespace
+}  // namespace distgrad

@@ -1,0 +1,27 @@
+// A stand-in for NCCL over the stand-in for CUDA, for ranks that are threads of one process: depend
+// on it, and process groups add and broadcast without a GPU. It has communicators that do not
+// block, all-reduce, reduce (sums of float, int64_t and bytes) and broadcast. Other functions of
+// NCCL are the real ones, and know nothing of its communicators.
+#ifndef DISTGRAD_TESTS_TESTING_FAKE_NCCL_FAKE_NCCL_H_
+#define DISTGRAD_TESTS_TESTING_FAKE_NCCL_FAKE_NCCL_H_
+
+namespace distgrad::fake_nccl {
+
+// How many communicators were made and have not been ended.
+int Communicators();
+
+// How many were told to send what they still have before they end.
+int Finalized();
+
+// While it lives, no rank hears of another one: nothing that waits for one gets ready.
+class Silence {
+ public:
+  Silence();
+  ~Silence();
+  Silence(const Silence&) = delete;
+  Silence& operator=(const Silence&) = delete;
+};
+
+}  // namespace distgrad::fake_nccl
+
+#endif  // DISTGRAD_TESTS_TESTING_FAKE_NCCL_FAKE_NCCL_H_
