@@ -7,6 +7,11 @@
 #include <ATen/ops/rand.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "core/tensor/gpu_memory.h"
+#include "core/transport/tensorpipe/tensorpipe_transport.h"
 #include "core/worker/context.h"
 #include "core/worker/worker.h"
 #include "gtest/gtest.h"
@@ -39,6 +44,13 @@ TEST(AcceleratorsTest, TensorsGoFromGpuToGpu) {
   if (c10::impl::getDeviceGuardImpl(at::kCUDA)->deviceCount() == 0) {
     GTEST_SKIP() << "this machine has no GPU";
   }
+  // Without a channel they would arrive, too, by way of the CPU.
+  TensorPipeOptions channel;
+  channel.kind = TensorPipeOptions::Kind::kSocket;
+  channel.gpus = NewGpuMemory();
+  const auto transport = NewTensorPipeTransport(std::move(channel));
+  ASSERT_TRUE(transport.ok()) << transport.status();
+  EXPECT_TRUE(absl::EndsWith((*transport)->Name(), "+cuda_basic")) << (*transport)->Name();
   const at::Device gpu(at::kCUDA, 0);
   Cluster cluster(
       {.workers = 2, .transport = "socket", .device_maps = {{"worker1", {{gpu, gpu}}}}});

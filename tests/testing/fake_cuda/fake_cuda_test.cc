@@ -9,6 +9,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 
 #include "gtest/gtest.h"
 
@@ -82,6 +83,18 @@ TEST(FakeCudaDeathTest, NobodyElseTouchesADevicesMemory) {
 
 TEST(FakeCudaDeathTest, WhatItLacksEndsTheProcessByName) {
   EXPECT_DEATH(at::ones({10}, Gpu(0)), "fake CUDA: there is no __cuda");
+}
+
+// That of a machine with a GPU would not know these devices, and libtorch asks it for them when a
+// device has no memory left.
+TEST(FakeCudaTest, NvmlIsAFakeToo) {
+  void* const nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+  ASSERT_NE(nvml, nullptr) << dlerror();
+  auto* const handle_of = reinterpret_cast<int (*)(const char*, const void**)>(
+      dlsym(nvml, "nvmlDeviceGetHandleByPciBusId_v2"));
+  ASSERT_NE(handle_of, nullptr);
+  const void* device = nullptr;
+  EXPECT_EQ(handle_of("00000000:63:00.0", &device), 0);
 }
 
 TEST(FakeCudaTest, MemoryIsLimited) {
