@@ -78,12 +78,16 @@ class GatherBackward : public Node {
   const bool scalars_;
 };
 
-bool NonBlocking(c10::Device from, c10::Device to) { return !from.is_cpu() && !to.is_cpu(); }
+// Whether a copy may be left to streams. What comes from memory of the host that is not pinned is
+// read at once, and what goes to the host is wanted at once.
+bool NonBlocking(const at::Tensor& from, c10::Device to) {
+  return from.is_cpu() ? to.is_cuda() && from.is_pinned() : !to.is_cpu();
+}
 
 // A copy of its own on the device, made on `stream` where there is one.
 at::Tensor CopyOf(const at::Tensor& part, c10::Device device,
                   const std::optional<c10::Stream>& stream) {
-  const bool non_blocking = NonBlocking(part.device(), device);
+  const bool non_blocking = NonBlocking(part, device);
   const c10::DeviceGuard on_device(device);
   if (!stream.has_value()) {
     return part.to(part.options().device(device), non_blocking, /*copy=*/true);
@@ -141,7 +145,7 @@ std::vector<at::Tensor> Scatter(const at::Tensor& tensor, const std::vector<c10:
   const std::vector<int64_t> sizes = ChunkSizes(tensor.size(dim), devices.size(), options);
   if (sizes.size() == 1 && options.streams.empty()) {
     const c10::Device device = Canonical(devices[0]);
-    return {tensor.to(device, NonBlocking(tensor.device(), device))};
+    return {tensor.to(device, NonBlocking(tensor, device))};
   }
   std::vector<at::Tensor> parts;
   std::vector<std::vector<int64_t>> shapes;
@@ -196,7 +200,7 @@ at::Tensor Gather(const std::vector<at::Tensor>& tensors, std::optional<c10::Dev
   }
   shape[dim] = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   const c10::Device where = Canonical(destination.value_or(first.device()));
-  if (tensors.size() == 1 && !scalars) return first.to(where, NonBlocking(devices[0], where));
+  if (tensors.size() == 1 && !scalars) return first.to(where, NonBlocking(first, where));
   at::Tensor result;
   {
     const at::NoGradGuard no_grad;
@@ -206,7 +210,7 @@ at::Tensor Gather(const std::vector<at::Tensor>& tensors, std::optional<c10::Dev
     for (size_t i = 0; i < tensors.size(); ++i) {
       const at::Tensor part =
           scalars ? result.select(0, begin) : result.narrow(dim, begin, sizes[i]);
-      part.copy_(tensors[i], NonBlocking(devices[i], where));
+      part.copy_(tensors[i], NonBlocking(tensors[i], where));
       begin += sizes[i];
     }
   }

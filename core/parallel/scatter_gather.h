@@ -32,9 +32,10 @@ struct ScatterOptions {
   std::vector<std::optional<c10::Stream>> streams = {};
 };
 
-// Returns parts of `tensor` along options.dim, the i-th on devices[i], in memory of their own; but
-// where there is only one part, and on the tensor's device, it is the tensor. A tensor of no
-// dimensions cannot be split.
+// Parts of `tensor` along options.dim, the i-th on devices[i], in memory of their own; but where
+// there is only one part, and on the tensor's device, it is the tensor. A tensor of no dimensions
+// cannot be split. Copies of a pinned tensor to GPUs run at the same time, and after this returns:
+// it is not to be written to before the parts are ready.
 std::vector<at::Tensor> Scatter(const at::Tensor& tensor, const std::vector<c10::Device>& devices,
                                 const ScatterOptions& options = {});
 
