@@ -48,6 +48,7 @@ SH
   chmod +x "$scratch/unpacked/programs/core.a_test"
 }
 
+export FIGURES='{"rows": [{"name": "a copy", "seconds": 0.25}]}'
 failed=0
 # check WHAT DRIVER STATUS TEXT
 check() {
@@ -79,11 +80,21 @@ check "one GPU where two are needed" one 0 "skipped: core.a_test A.Two: it needs
 check "two GPUs of which one is not seen" two 1 "does not justify"
 program 3 ""
 check "a program that fails" two 1 "FAILED: core.a_test"
+program 0 ""
+benchmark=$scratch/unpacked/programs/benchmarks.gpu
+printf '#!/bin/sh\n[ "$1" = --help ] || echo "$FIGURES"\n' >"$benchmark"
+chmod +x "$benchmark"
+check "with the benchmark" one 0 "2 of 2 programs start"
+grep -q '"name": "a copy"' "$scratch/report.json"
+FIGURES=nothing check "the benchmark fails" one 1 "FAILED: the benchmark"
+grep -q '"outcome": "passed"' "$scratch/report.json"
+rm "$benchmark"
 printf '#!/bin/sh\nexit 127\n' >"$scratch/unpacked/programs/core.a_test"
 check "a program that does not start" nothing 1 "core.a_test does not start"
 check "a program that does not start, on a GPU" one 1 "core.a_test does not start"
 
-# With Bazel, of which there is a stub here: it knows one target, whose case says $REASON.
+# With Bazel, of which there is a stub here: it knows one target, whose case says $REASON, and a
+# benchmark, which says $FIGURES.
 mkdir -p "$scratch/tree/tools"
 cp tools/gpu_check tools/skipped.py "$scratch/tree/tools"
 cat >"$scratch/tree/tools/bazel" <<'SH'
@@ -94,6 +105,7 @@ for argument; do
 done
 case $command in
   query) echo //core:a_test ;;
+  run) echo "$FIGURES" ;;
   test)
     echo "<testsuites><testsuite><testcase classname=\"A\" name=\"One\">$REASON</testcase></testsuite></testsuites>" >"$events.xml"
     cat >"$events" <<JSON
@@ -118,6 +130,8 @@ check_bazel() {
 }
 check_bazel "all pass" 0 PASSED ""
 grep -q '"seconds": 1.5' "$scratch/report.json"
+grep -q '"name": "a copy"' "$scratch/report.json"
+FIGURES=nothing check_bazel "the benchmark fails" 1 PASSED ""
 check_bazel "a test fails" 1 FAILED ""
 check_bazel "a test does not see the GPU" 1 PASSED "this machine has no GPU"
 check_bazel "a test is for two GPUs" 0 PASSED "this machine has fewer than 2 GPUs"

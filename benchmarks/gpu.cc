@@ -1,0 +1,162 @@
+// Times what distgrad does on one GPU, each beside what torch has for it, and prints it as JSON;
+// tools/gpu_check runs it. It ends with 2 where there is no GPU.
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/rand.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/modules/linear.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/base/check.h"
+#include "core/parallel/bucket.h"
+#include "core/parallel/data_parallel.h"
+#include "core/worker/worker.h"
+#include "tests/testing/cluster.h"
+
+namespace distgrad {
+namespace {
+
+using at::Tensor;
+
+const c10::Device kGpu(c10::kCUDA, 0);
+
+// The median time of a call, in seconds, with all of what it launched.
+double Seconds(const std::function<void()>& call, int calls = 20) {
+  for (int i = 0; i < 3; ++i) call();
+  std::vector<double> times;
+  for (int i = 0; i < calls; ++i) {
+    c10::cuda::device_synchronize();
+    const absl::Time begin = absl::Now();
+    call();
+    c10::cuda::device_synchronize();
+    times.push_back(absl::ToDoubleSeconds(absl::Now() - begin));
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+// Two times of the same thing.
+struct Row {
+  std::string name;
+  double bytes = 0;  // 0 where nothing is carried
+  double ours = 0;
+  double torch = 0;
+};
+
+std::vector<Row> Copies() {
+  std::vector<Row> rows;
+  const std::vector<std::pair<int, int64_t>> cases = {{1000, 1 << 8}, {200, 1 << 16}, {4, 1 << 24}};
+  for (const auto& [count, elements] : cases) {
+    std::vector<Tensor> from, to;
+    for (int i = 0; i < count; ++i) {
+      from.push_back(at::rand({elements}, kGpu));
+      to.push_back(at::empty_like(from.back()));
+    }
+    Row row;
+    row.name = absl::StrCat("copy ", count, " tensors of ", elements * 4, " bytes");
+    row.bytes = static_cast<double>(count) * static_cast<double>(elements) * 4;
+    row.ours = Seconds([&] { CopyMany(to, from); });
+    row.torch = Seconds([&] { at::_foreach_copy_(to, from); });
+    rows.push_back(row);
+  }
+  return rows;
+}
+
+struct LayersImpl : torch::nn::Cloneable<LayersImpl> {
+  LayersImpl() { reset(); }
+  void reset() override {
+    layers.clear();
+    for (int i = 0; i < 8; ++i) {
+      layers.push_back(register_module(absl::StrCat("layer", i), torch::nn::Linear(1024, 1024)));
+    }
+  }
+  Tensor forward(Tensor x) {
+    for (torch::nn::Linear& layer : layers) x = layer(x).relu();
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+TORCH_MODULE(Layers);
+
+std::vector<Row> Steps() {
+  Layers net;
+  net->to(kGpu);
+  DataParallel<LayersImpl> parallel(net, {.devices = {kGpu, kGpu}});
+  const Tensor batch = at::rand({1024, 1024}, kGpu);
+  Row row;
+  row.name = "forward and backward of two replicas on one GPU; torch: of the plain module";
+  row.ours = Seconds([&] { parallel.Forward(batch).sum().backward(); });
+  row.torch = Seconds([&] { net->forward(batch).sum().backward(); });
+  return {row};
+}
+
+std::vector<Row> Calls() {
+  std::vector<Row> rows;
+  Cluster cluster(
+      {.workers = 2, .transport = "socket", .device_maps = {{"worker1", {{kGpu, kGpu}}}}});
+  const absl::Status registered = cluster[1].Register(
+      "take", [](Request& /*request*/) -> absl::StatusOr<Message> { return Message(); });
+  DG_CHECK(registered.ok()) << registered;
+  for (int64_t bytes = 4096; bytes <= int64_t{1} << 30; bytes *= 8) {
+    const Tensor tensor = at::rand({bytes / 4}, kGpu);
+    Row row;
+    row.name = absl::StrCat("call with a tensor of ", bytes,
+                            " bytes from GPU to GPU; torch: to the host and back");
+    row.bytes = static_cast<double>(bytes);
+    const int calls = bytes > (int64_t{64} << 20) ? 5 : 20;
+    row.ours = Seconds(
+        [&] {
+          const auto reply = cluster[0].Call("worker1", "take", {"", {tensor}});
+          DG_CHECK(reply.ok()) << reply.status();
+        },
+        calls);
+    row.torch = Seconds([&] { tensor.cpu().to(kGpu); }, calls);
+    rows.push_back(row);
+  }
+  return rows;
+}
+
+std::string Json(const std::vector<Row>& rows) {
+  std::string json = "{\"rows\": [";
+  for (const Row& row : rows) {
+    absl::StrAppendFormat(&json,
+                          "%s\n  {\"name\": \"%s\", \"bytes\": %.0f, \"seconds\": %.9f, "
+                          "\"torch_seconds\": %.9f}",
+                          &row == rows.data() ? "" : ",", row.name, row.bytes, row.ours, row.torch);
+  }
+  return json + "\n]}\n";
+}
+
+int Main(int argc, char** argv) {
+  if (argc != 2 || std::string(argv[1]) != "--json") {
+    std::fputs("usage: gpu --json: times of one GPU, in seconds, with torch's beside them\n",
+               stdout);
+    return argc == 2 && std::string(argv[1]) == "--help" ? 0 : 1;
+  }
+  if (c10::cuda::device_count() == 0) {
+    std::fputs("gpu: CUDA finds no GPU on this machine\n", stderr);
+    return 2;
+  }
+  std::vector<Row> rows = Copies();
+  for (const auto& measure : {Steps, Calls}) {
+    for (Row& row : measure()) rows.push_back(std::move(row));
+  }
+  std::fputs(Json(rows).c_str(), stdout);
+  return 0;
+}
+
+}  // namespace
+}  // namespace distgrad
+
+int main(int argc, char** argv) { return distgrad::Main(argc, argv); }
