@@ -4,12 +4,14 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
@@ -139,7 +141,30 @@ absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
   return AppendStrided(values, Head{}, /*contiguous=*/true, packet);
 }
 
-absl::Status AppendTensor(const at::Tensor& tensor, const DeviceMap& devices, Packet* packet) {
+// The small tensors of GPUs, each in its place, in memory of the host; the others are undefined
+// there. A stream is waited for once, and not for each tensor.
+std::vector<at::Tensor> SmallOnHost(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> on_host(tensors.size());
+  std::vector<c10::Stream> streams;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (!tensor.defined() || !tensor.is_cuda() || tensor.nbytes() > kInlineBytes ||
+        !IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys)) {
+      continue;
+    }
+    on_host[i] = tensor.to(at::kCPU, /*non_blocking=*/true);
+    const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(tensor.device());
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+      streams.push_back(stream);
+    }
+  }
+  for (const c10::Stream& stream : streams) stream.synchronize();
+  return on_host;
+}
+
+// `on_host`, if it is defined, has the elements of a tensor of a GPU.
+absl::Status AppendTensor(const at::Tensor& tensor, const at::Tensor& on_host,
+                          const DeviceMap& devices, Packet* packet) {
   Head head;
   if (!tensor.defined()) {
     WireWriter writer(&packet->bytes);
@@ -163,6 +188,7 @@ absl::Status AppendTensor(const at::Tensor& tensor, const DeviceMap& devices, Pa
     head.device_index = static_cast<uint8_t>(std::max<int>(device.index(), 0));
   }
   if (tensor.is_sparse()) return AppendSparse(tensor, head, packet);
+  if (on_host.defined()) return AppendStrided(on_host, head, /*contiguous=*/false, packet);
   const bool stays = devices.carries_gpus() && tensor.is_cuda() &&
                      tensor.scalar_type() != at::kBool &&
                      head.device == static_cast<uint8_t>(at::kCUDA);
@@ -189,8 +215,9 @@ absl::Status AppendMessage(const Message& message, Packet* packet, const DeviceM
   size_t index = 0;
   try {
     c10::NoGradGuard no_grad;
+    const std::vector<at::Tensor> on_host = SmallOnHost(message.tensors);
     for (; index < message.tensors.size() && status.ok(); ++index) {
-      status = AppendTensor(message.tensors[index], devices, packet);
+      status = AppendTensor(message.tensors[index], on_host[index], devices, packet);
     }
   } catch (...) {
     status = StatusFromException(std::current_exception());

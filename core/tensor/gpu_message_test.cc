@@ -123,6 +123,31 @@ TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
   }
 }
 
+// Each wait costs more than such a tensor's copy.
+TEST_F(GpuMessageTest, SmallTensorsAreWaitedForTogether) {
+  Message message;
+  std::vector<at::Tensor> sent;
+  for (int i = 0; i < 20; ++i) {
+    sent.push_back(at::rand({10 + i, 3}));
+    message.tensors.push_back(sent.back().to(Gpu(i % 2)));
+  }
+  message.tensors.push_back(at::rand({7}));
+  sent.push_back(message.tensors.back());
+  Packet packet;
+  size_t before = fake_cuda::Waits();
+  ASSERT_TRUE(AppendMessage(message, &packet, Shifted()).ok());
+  EXPECT_EQ(fake_cuda::Waits() - before, 2u) << "once for each of the two GPUs";
+  before = fake_cuda::Waits();
+  const absl::StatusOr<Message> arrived = Read(packet);
+  ASSERT_TRUE(arrived.ok()) << arrived.status();
+  EXPECT_EQ(fake_cuda::Waits() - before, 2u);
+  ASSERT_EQ(arrived->tensors.size(), sent.size());
+  for (size_t i = 0; i < sent.size(); ++i) {
+    EXPECT_EQ(arrived->tensors[i].device().type(), i < 20 ? at::kCUDA : at::kCPU);
+    EXPECT_TRUE(arrived->tensors[i].cpu().equal(sent[i])) << i;
+  }
+}
+
 TEST_F(GpuMessageTest, WithoutTheChannelAllGoByWayOfTheCpu) {
   const at::Tensor x = at::rand({5000});
   Packet packet;

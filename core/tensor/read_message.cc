@@ -2,6 +2,7 @@
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -11,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -245,8 +247,31 @@ absl::StatusOr<at::Device> FindDevice(const Head& head) {
   return at::Device(type, static_cast<at::DeviceIndex>(head.device_index));
 }
 
+// Copies from the host to GPUs that run, and what they read. Waits for them once for each GPU.
+class CopiesToGpus {
+ public:
+  at::Tensor Begin(at::Tensor from, at::Device to) {
+    at::Tensor copy = from.to(to, /*non_blocking=*/true);
+    from_.push_back(std::move(from));
+    const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(to);
+    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+      streams_.push_back(stream);
+    }
+    return copy;
+  }
+
+  // Whoever gets the message may use it on any stream.
+  void Await() {
+    for (const c10::Stream& stream : streams_) stream.synchronize();
+  }
+
+ private:
+  std::vector<at::Tensor> from_;
+  std::vector<c10::Stream> streams_;
+};
+
 absl::StatusOr<at::Tensor> ReadTensor(WireReader& reader, SegmentReader& segments,
-                                      const MessageLimits& limits) {
+                                      const MessageLimits& limits, CopiesToGpus& copies) {
   Record record;
   DG_RETURN_IF_ERROR(ReadRecord(record, reader, limits));
   if (record.head.form == kUndefined) return at::Tensor();
@@ -254,7 +279,8 @@ absl::StatusOr<at::Tensor> ReadTensor(WireReader& reader, SegmentReader& segment
   DG_ASSIGN_OR_RETURN(at::Tensor tensor, record.head.form == kStrided
                                              ? ReadElements(record, reader, segments)
                                              : ReadSparse(record, reader, segments, limits));
-  return device == tensor.device() ? tensor : tensor.to(device);
+  if (device == tensor.device()) return tensor;
+  return device.is_cuda() ? copies.Begin(std::move(tensor), device) : tensor.to(device);
 }
 
 absl::Status InTensor(size_t index, const absl::Status& status) {
@@ -289,11 +315,13 @@ absl::StatusOr<Message> ReadMessage(WireReader& reader, SegmentReader& segments,
     message.payload.resize(payload_bytes);
     reader.Raw(message.payload.data(), payload_bytes);
     message.tensors.reserve(tensors);
+    CopiesToGpus copies;
     for (; index < tensors; ++index) {
-      absl::StatusOr<at::Tensor> tensor = ReadTensor(reader, segments, limits);
+      absl::StatusOr<at::Tensor> tensor = ReadTensor(reader, segments, limits, copies);
       if (!tensor.ok()) return InTensor(index, tensor.status());
       message.tensors.push_back(*std::move(tensor));
     }
+    copies.Await();
   } catch (...) {
     return InTensor(index, StatusFromException(std::current_exception()));
   }

@@ -35,6 +35,9 @@ class Standstill {
 // tensor's that goes by way of the CPU, and none of what TensorPipe's channel carries.
 size_t PageableBytes();
 
+// How often threads have called what waits for a stream, an event or a device.
+size_t Waits();
+
 // While it lives, the stream, by its cudaStream_t, is said to be captured into a graph; what is
 // launched on it runs all the same.
 class Capture {

@@ -202,6 +202,8 @@ Standstill::~Standstill() { Machine::Get().Hold(static_cast<Stream*>(stream_), -
 Capture::Capture(void* stream) { Machine::Get().captured = stream; }
 Capture::~Capture() { Machine::Get().captured = nullptr; }
 
+size_t Waits() { return Machine::Get().waits; }
+
 size_t PageableBytes() { return Machine::Get().pageable_bytes; }
 
 void Launch(void* stream, std::function<void(std::function<void()> done)> step) {

@@ -86,6 +86,7 @@ class Machine {
   void Hold(Stream* stream, int change);
 
   std::atomic<size_t> pageable_bytes{0};
+  std::atomic<size_t> waits{0};
   std::atomic<void*> captured{nullptr};  // a stream
 
  private:

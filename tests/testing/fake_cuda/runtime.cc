@@ -95,6 +95,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() {
+  ++machine().waits;
   machine().WaitOnHostForDevice(current_device);
   return cudaSuccess;
 }
@@ -186,6 +187,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return machine().IsIdle(StreamOf(stream)) ? cudaSuccess : Fail(cudaErrorNotReady);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  ++machine().waits;
   Synchronize(StreamOf(stream));
   return cudaSuccess;
 }
@@ -233,6 +235,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return done ? cudaSuccess : Fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  ++machine().waits;
   if (EventOf(event)->mark != nullptr) machine().WaitOnHost(*EventOf(event)->mark);
   return cudaSuccess;
 }
