@@ -6,6 +6,10 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <string_view>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -58,6 +62,14 @@ TEST(Bucket, SparseAndQuantizedGoAlone) {
   EXPECT_TRUE(buckets[2].flat);
 }
 
+// The elements that were cleared on this thread.
+thread_local int64_t cleared = 0;
+
+std::unique_ptr<at::ObserverContext> CountCleared(const at::RecordFunction& op) {
+  if (std::string_view(op.name()) == "aten::zero_") cleared += op.inputs()[0].toTensor().numel();
+  return nullptr;
+}
+
 class PackTest : public testing::TestWithParam<bool> {
  protected:
   c10::Device device_ = GetParam() ? fake_device::Device(2) : c10::Device(c10::kCPU);
@@ -105,6 +117,21 @@ TEST_P(PackTest, UndefinedMembersAndGapsAreZeros) {
     if (tensor.defined()) sum += tensor.cpu().to(at::kDouble).sum().item<double>();
   }
   EXPECT_NEAR(flat.cpu().to(at::kDouble).sum().item<double>(), sum, 1e-9);
+}
+
+// Where no gap is left there is nothing to clear, and otherwise only what is behind the members.
+TEST_P(PackTest, ClearsNoMoreThanItHasTo) {
+  const auto callback =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(&CountCleared).needsInputs(true));
+  const std::vector<at::Tensor> full = {at::rand({32}, device_), at::rand({8, 16}, device_)};
+  cleared = 0;
+  Pack(AssignBuckets(full, 1 << 20)[0], full);
+  EXPECT_EQ(cleared, 0);
+  const std::vector<at::Tensor> with_end = {at::rand({32}, device_), at::rand({10}, device_)};
+  const at::Tensor flat = Pack(AssignBuckets(with_end, 1 << 20)[0], with_end);
+  at::removeCallback(callback);
+  EXPECT_LE(cleared, 6);
+  EXPECT_TRUE(flat.cpu().narrow(0, 42, 6).eq(0).all().item<bool>());
 }
 
 TEST_P(PackTest, UnpackCopiesBackIntoAnyLayout) {
