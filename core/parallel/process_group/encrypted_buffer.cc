@@ -44,7 +44,7 @@ bool EncryptedBuffer::Wait(Side EncryptedBuffer::*side, absl::string_view what, 
       }
       if (status.ok()) waits_ = &sleeper;
     }
-    if (!status.ok()) throw StatusError(context_->Abort(status));
+    if (!status.ok()) throw StatusError(context_->Fail(status));
     sleeper.Sleep(deadline);
     absl::MutexLock lock(&context_->mu_);
     waits_ = nullptr;

@@ -1,4 +1,4 @@
-// Connects the ranks, and moves messages between buffers and connections.
+// Moves messages between buffers and connections.
 #include "core/parallel/process_group/encrypted_context.h"
 
 #include <array>
@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
-#include "core/net/address.h"
 
 namespace distgrad {
 namespace {
@@ -15,31 +14,12 @@ namespace {
 using gloo::transport::UnboundBuffer;
 using Error = tensorpipe::Error;
 
-// The first frame of a connection is the rank that has opened it, and the answer to it this byte.
-constexpr size_t kRankBytes = sizeof(uint32_t);
-constexpr char kWelcome = 'w';
-// What follows begins with a frame of a kind, the slot and how many bytes the next frame has.
+// A head is a kind, the slot and how many bytes the next frame has.
 constexpr size_t kHeadBytes = 17;
-enum class Kind : uint8_t {
-  kReady = 1,  // the sender is to receive the next message of the slot; no other frame
-  kData = 2,
-  kHasAll = 3,  // the sender is connected to all ranks; no other frame
-};
-// That a rank is ready for, and that this one has not come to yet. A collective has a few.
-constexpr size_t kMaxReady = 1 << 20;
-// How often it is asked whether another rank has failed while this one waits for it.
-constexpr absl::Duration kAskInterval = absl::Milliseconds(200);
-
-std::string Head(Kind kind, uint64_t slot, uint64_t size) {
-  std::string head;
-  WireWriter writer(&head);
-  writer.U8(static_cast<uint8_t>(kind));
-  writer.U64(slot);
-  writer.U64(size);
-  return head;
-}
-
-std::string AddressKey(int rank) { return absl::StrCat("encrypted/", rank); }
+// Messages that a rank is ready for, and that this one has not come to yet. Gloo's collectives
+// begin to receive at most two beyond the one that they wait for, and c10d runs two collectives at
+// a time; who is ready for many more is no rank that runs them.
+constexpr size_t kMaxReady = 64;
 
 // What Gloo asks for a rank's connection to another one.
 class EncryptedPair final : public gloo::transport::Pair {
@@ -80,7 +60,14 @@ class EncryptedPair final : public gloo::transport::Pair {
 
 }  // namespace
 
-// Connecting
+std::string EncryptedContext::Head(Kind kind, uint64_t slot, uint64_t bytes) {
+  std::string head;
+  WireWriter writer(&head);
+  writer.U8(static_cast<uint8_t>(kind));
+  writer.U64(slot);
+  writer.U64(bytes);
+  return head;
+}
 
 EncryptedContext::EncryptedContext(const EncryptedGlooOptions& options, int rank, int size)
     : gloo::transport::Context(rank, size), options_(options), peers_(size) {
@@ -96,177 +83,6 @@ EncryptedContext::~EncryptedContext() {
   loop_->Join();
 }
 
-absl::Status EncryptedContext::Connect() {
-  const Deadline deadline = Deadline::After(options_.connect_timeout);
-  DG_ASSIGN_OR_RETURN(const std::string host, ResolveBindHost(options_.host));
-  DG_ASSIGN_OR_RETURN(loop_, Loop::Start("dg-gloo"));
-  SocketOptions socket;
-  socket.key = options_.cluster_key;
-  socket.unix_sockets = false;
-  DG_ASSIGN_OR_RETURN(listener_, SocketListener::Listen(loop_, host, socket));
-  AcceptNext();
-  DG_RETURN_IF_ERROR(options_.store->Set(AddressKey(rank), listener_->address(), deadline));
-  for (int i = 1; i < size; ++i) {
-    const int other = (rank + i) % size;  // not all begin with the same one
-    DG_ASSIGN_OR_RETURN(const std::string address, AwaitAddress(other, deadline));
-    absl::StatusOr<Endpoint> endpoint = ParseEndpoint(address);
-    if (!endpoint.ok()) return Annotate(endpoint.status(), absl::StrCat("rank ", other));
-    Open(other, *std::move(endpoint));
-  }
-  DG_RETURN_IF_ERROR(AwaitOpen(deadline));
-  listener_->Close();
-  return AwaitConnected(deadline);
-}
-
-absl::StatusOr<std::string> EncryptedContext::AwaitAddress(int other, Deadline deadline) {
-  for (;;) {
-    absl::StatusOr<std::string> address =
-        options_.store->Get(AddressKey(other), std::min(deadline, Deadline::After(kAskInterval)));
-    if (!absl::IsNotFound(address.status())) return address;
-    DG_RETURN_IF_ERROR(options_.failed_elsewhere());
-    if (deadline.Passed()) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("rank ", other, " did not say at which address it listens"));
-    }
-  }
-}
-
-void EncryptedContext::Open(int other, Endpoint endpoint) {
-  SocketOptions socket;
-  socket.key = options_.cluster_key;
-  socket.unix_sockets = false;
-  socket.handshake_timeout = options_.connect_timeout;
-  {
-    absl::MutexLock lock(&mu_);
-    peers_[other].tcp = endpoint.tcp;
-  }
-  const auto out = SocketConnection::Connect(loop_, std::move(endpoint), socket);
-  {
-    absl::MutexLock lock(&mu_);
-    peers_[other].out = out;
-  }
-  std::string hello;
-  WireWriter(&hello).U32(static_cast<uint32_t>(rank));
-  out->Write(hello, nullptr, 0, [](const Error&) {});  // the read has the same error
-  const auto answer = std::make_shared<char>();
-  out->Read(answer.get(), 1,
-            [this, other, out = out.get(), answer](const Error& error, auto, auto) {
-              if (error) return OnOutLost(other, error.what());
-              if (*answer != kWelcome)
-                return OnOutLost(other, "it answers with what is no welcome");
-              {
-                absl::MutexLock lock(&mu_);
-                peers_[other].welcome = true;
-                WakeConnecting();
-              }
-              // Nothing more comes on this connection but its end.
-              out->Read(answer.get(), 1, [this, other, answer](const Error& end, auto, auto) {
-                OnOutLost(other, end ? end.what() : "it sends on a connection that is not its own");
-              });
-            });
-}
-
-absl::Status EncryptedContext::AwaitOpen(Deadline deadline) {
-  return AwaitEach(
-      [](const Peer& peer) -> absl::StatusOr<bool> {
-        if (peer.IsOpen()) return true;
-        DG_RETURN_IF_ERROR(peer.out_lost);
-        DG_RETURN_IF_ERROR(peer.in_lost);
-        return false;
-      },
-      options_.failed_elsewhere, deadline);
-}
-
-absl::Status EncryptedContext::AwaitConnected(Deadline deadline) {
-  std::vector<std::shared_ptr<SocketConnection>> outs;
-  {
-    absl::MutexLock lock(&mu_);
-    for (const Peer& peer : peers_) {
-      if (peer.out != nullptr) outs.push_back(peer.out);
-    }
-  }
-  for (const auto& out : outs) {
-    out->Write(Head(Kind::kHasAll, 0, 0), nullptr, 0, [](const Error&) {});
-  }
-  // What one has said before it went counts, and so nobody asks whether one has failed meanwhile.
-  return AwaitEach(
-      [](const Peer& peer) -> absl::StatusOr<bool> {
-        if (peer.has_all) return true;
-        DG_RETURN_IF_ERROR(peer.in_lost);
-        return false;
-      },
-      [] { return absl::OkStatus(); }, deadline);
-}
-
-absl::Status EncryptedContext::AwaitEach(absl::FunctionRef<absl::StatusOr<bool>(const Peer&)> check,
-                                         absl::FunctionRef<absl::Status()> ask, Deadline deadline) {
-  for (;;) {
-    Sleeper sleeper;
-    int missing = -1;
-    {
-      absl::MutexLock lock(&mu_);
-      DG_RETURN_IF_ERROR(aborted_);
-      for (int other = 0; other < size; ++other) {
-        if (other == rank) continue;
-        DG_ASSIGN_OR_RETURN(const bool here, check(peers_[other]));
-        if (!here) missing = other;
-      }
-      if (missing < 0) return absl::OkStatus();
-      connecting_ = &sleeper;
-    }
-    const bool late = deadline.Passed();
-    if (!late) sleeper.Sleep(std::min(deadline, Deadline::After(kAskInterval)));
-    {
-      absl::MutexLock lock(&mu_);
-      connecting_ = nullptr;
-    }
-    DG_RETURN_IF_ERROR(ask());
-    if (late) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("rank ", missing, " and this one are not connected yet"));
-    }
-  }
-}
-
-void EncryptedContext::WakeConnecting() {
-  if (connecting_ != nullptr) connecting_->Wake();
-}
-
-void EncryptedContext::AcceptNext() {
-  listener_->Accept([this](const Error& error, std::shared_ptr<SocketConnection> connection) {
-    if (error) return;  // it has been closed: all are connected, or this is the end
-    Accept(std::move(connection));
-    AcceptNext();
-  });
-}
-
-void EncryptedContext::Accept(std::shared_ptr<SocketConnection> connection) {
-  const auto hello = std::make_shared<std::array<char, kRankBytes>>();
-  SocketConnection& from = *connection;
-  from.Read(hello->data(), hello->size(),
-            [this, connection = std::move(connection), hello](const Error& error, auto, auto) {
-              // Who goes before it has said who it is may come again.
-              if (error) return;
-              Admit(connection, WireReader({hello->data(), hello->size()}).U32());
-            });
-}
-
-void EncryptedContext::Admit(const std::shared_ptr<SocketConnection>& connection, uint32_t other) {
-  bool known = false;
-  {
-    absl::MutexLock lock(&mu_);
-    known = other < peers_.size() && other != static_cast<uint32_t>(rank) &&
-            peers_[other].in == nullptr && aborted_.ok();
-    if (known) {
-      peers_[other].in = connection;
-      WakeConnecting();
-    }
-  }
-  if (!known) return connection->Close();
-  connection->Write(absl::string_view(&kWelcome, 1), nullptr, 0, [](const Error&) {});
-  ReadHead(static_cast<int>(other), connection);
-}
-
 bool EncryptedContext::IsConnected(int other) {
   absl::MutexLock lock(&mu_);
   return peers_[other].IsConnected();
@@ -277,7 +93,7 @@ bool EncryptedContext::IsConnected(int other) {
 void EncryptedContext::ReadHead(int other, const std::shared_ptr<SocketConnection>& in) {
   const auto head = std::make_shared<std::array<char, kHeadBytes>>();
   in->Read(head->data(), head->size(), [this, other, in, head](const Error& error, auto, auto) {
-    if (error) return OnInLost(other, error.what());
+    if (error) return OnInLost(other, in, error.what());
     OnHead(other, in, {head->data(), head->size()});
   });
 }
@@ -305,7 +121,7 @@ void EncryptedContext::OnHead(int other, const std::shared_ptr<SocketConnection>
                           receipt.buffer->End(&EncryptedBuffer::receipts_, other,
                                               error ? Lost(other, error.what()) : absl::OkStatus());
                         }
-                        if (error) return OnInLost(other, error.what());
+                        if (error) return OnInLost(other, in, error.what());
                         ReadHead(other, in);
                       });
     }
@@ -316,7 +132,7 @@ void EncryptedContext::OnHead(int other, const std::shared_ptr<SocketConnection>
   } else {
     status = absl::InvalidArgumentError("it sends what is no message of a collective");
   }
-  if (!status.ok()) return OnInLost(other, status.message());
+  if (!status.ok()) return OnInLost(other, in, status.message());
   ReadHead(other, in);
 }
 
@@ -366,15 +182,15 @@ absl::StatusOr<EncryptedContext::Operation> EncryptedContext::OnData(int other, 
 
 absl::Status EncryptedContext::Lost(int other, absl::string_view why) {
   return absl::UnavailableError(absl::StrCat("the connection to rank ", other, " (",
-                                             peers_[other].tcp, ") has broken: ", why));
+                                             peers_[other].endpoint.tcp, ") has broken: ", why));
 }
 
-void EncryptedContext::OnOutLost(int other, absl::string_view why) {
-  std::shared_ptr<SocketConnection> out;
+void EncryptedContext::OnOutLost(int other, const std::shared_ptr<SocketConnection>& out,
+                                 absl::string_view why) {
   {
     absl::MutexLock lock(&mu_);
     Peer& peer = peers_[other];
-    out = peer.out;
+    if (peer.out != out) return;  // another one has taken its place
     if (peer.out_lost.ok()) peer.out_lost = Lost(other, why);
     FailSends(peer);
     WakeConnecting();
@@ -384,17 +200,25 @@ void EncryptedContext::OnOutLost(int other, absl::string_view why) {
   out->Close();
 }
 
-void EncryptedContext::OnInLost(int other, absl::string_view why) {
-  std::shared_ptr<SocketConnection> out, in;
+void EncryptedContext::OnInLost(int other, const std::shared_ptr<SocketConnection>& in,
+                                absl::string_view why) {
+  std::shared_ptr<SocketConnection> out;
   {
     absl::MutexLock lock(&mu_);
     Peer& peer = peers_[other];
-    in = peer.in;
-    out = peer.out;
-    if (peer.in_lost.ok()) peer.in_lost = Lost(other, why);
-    if (peer.out_lost.ok()) peer.out_lost = peer.in_lost;
-    FailSends(peer);
-    FailReceipts(peer);
+    if (peer.in != in) return;  // another one has taken its place
+    if (!all_open_ && aborted_.ok()) {
+      // The other rank may not have seen that it is welcome, and comes again; that it has gone
+      // shows on the connection to it.
+      peer.in = nullptr;
+      peer.last_trouble = std::string(why);
+    } else {
+      out = peer.out;
+      if (peer.in_lost.ok()) peer.in_lost = Lost(other, why);
+      if (peer.out_lost.ok()) peer.out_lost = peer.in_lost;
+      FailSends(peer);
+      FailReceipts(peer);
+    }
     WakeConnecting();
   }
   in->Close();
@@ -417,6 +241,16 @@ void EncryptedContext::FailReceipts(Peer& peer) {
     }
     of.receipts.clear();
   }
+}
+
+absl::Status EncryptedContext::Fail(const absl::Status& why) {
+  bool is_first;
+  {
+    absl::MutexLock lock(&mu_);
+    is_first = aborted_.ok();
+  }
+  if (is_first) options_.tell_failure(why);
+  return Abort(why);
 }
 
 absl::Status EncryptedContext::Abort(const absl::Status& why) {
@@ -459,7 +293,7 @@ void EncryptedContext::Send(const Operation& operation) {
       out = peer.out;
     }
   }
-  if (!status.ok()) throw StatusError(Abort(status));
+  if (!status.ok()) throw StatusError(Fail(status));
   Transmit(out, operation);
 }
 
@@ -487,7 +321,7 @@ void EncryptedContext::Receive(const Operation& operation) {
       out = peer.out;
     }
   }
-  if (!status.ok()) throw StatusError(Abort(status));
+  if (!status.ok()) throw StatusError(Fail(status));
   // If it is lost, so is the connection, and then the other rank closes its own.
   out->Write(Head(Kind::kReady, operation.slot, 0), nullptr, 0, [](const Error&) {});
 }

@@ -46,17 +46,25 @@ class EncryptedContext final : public gloo::transport::Context,
   std::unique_ptr<gloo::transport::Pair>& getPair(int other) override { return all_.at(other); }
   std::unique_ptr<gloo::transport::Pair>& createPair(int other) override { return all_.at(other); }
   void createAndConnectAllPairs(std::shared_ptr<gloo::IStore>) override {
-    if (absl::Status status = Connect(); !status.ok()) throw StatusError(Abort(status));
+    if (absl::Status status = Connect(); !status.ok()) throw StatusError(Fail(status));
   }
   std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* ptr,
                                                                       size_t size) override;
 
   bool IsConnected(int other) ABSL_LOCKS_EXCLUDED(mu_);
-  // Returns the error of all: `why`, or that of an earlier call.
+  // Closes all connections, and ends all collectives. Returns the error of all: `why`, or that of
+  // an earlier call.
   absl::Status Abort(const absl::Status& why) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   friend class EncryptedBuffer;
+
+  // What a frame on a connection between two ranks is about.
+  enum class Kind : uint8_t {
+    kReady = 1,  // the sender is to receive the next message of the slot; no other frame
+    kData = 2,
+    kHasAll = 3,  // the sender is connected to all ranks; no other frame
+  };
 
   // A message that this rank is to send or to receive.
   struct Operation {
@@ -76,20 +84,28 @@ class EncryptedContext final : public gloo::transport::Context,
   };
   struct Peer {
     std::shared_ptr<SocketConnection> out, in;  // on which this rank sends, and receives
-    bool welcome = false;                       // there
+    bool welcome = false;                       // there, as it has answered
     bool has_all = false;                       // it says that it is connected to all ranks
     absl::Status out_lost, in_lost;
     absl::flat_hash_map<uint64_t, Slot> slots;
     size_t ready = 0;  // of all slots
-    std::string tcp;   // its address, for messages
+
+    // While connecting.
+    Endpoint endpoint;         // where it listens
+    int attempts = 0;          // to connect to it
+    std::string last_trouble;  // why the last one ended; "": it has not
 
     bool IsOpen() const { return welcome && in != nullptr; }
     bool IsConnected() const { return IsOpen() && out_lost.ok() && in_lost.ok(); }
   };
 
+  static std::string Head(Kind kind, uint64_t slot, uint64_t bytes);
+
+  // encrypted_connecting.cc.
   absl::Status Connect();
-  absl::StatusOr<std::string> AwaitAddress(int other, Deadline deadline);
-  void Open(int other, Endpoint endpoint) ABSL_LOCKS_EXCLUDED(mu_);
+  // Opens a connection to each rank, as each says in the store where it listens.
+  absl::Status OpenAll(Deadline deadline);
+  void Open(int other) ABSL_LOCKS_EXCLUDED(mu_);
   // Until all ranks are connected to this one.
   absl::Status AwaitOpen(Deadline deadline) ABSL_LOCKS_EXCLUDED(mu_);
   // And until all say that of themselves: after that one may go at once, and the others still join.
@@ -98,21 +114,40 @@ class EncryptedContext final : public gloo::transport::Context,
   absl::Status AwaitEach(absl::FunctionRef<absl::StatusOr<bool>(const Peer&)> check,
                          absl::FunctionRef<absl::Status()> ask, Deadline deadline)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // An error if another rank has gone, or has been taken for another.
+  absl::Status FirstLoss() ABSL_LOCKS_EXCLUDED(mu_);
+  // What `from` says of itself to `to`, in the first frame of a connection and in the answer.
+  std::string Hello(int from, int to) const;
+  // Of the first frame of a connection that another rank has opened: its rank, or what is wrong.
+  absl::StatusOr<int> RankOfHello(absl::string_view hello) const;
+  // Says which rank has sent it, for messages.
+  std::string Describe(absl::string_view hello) const;
 
   // These run on the loop's thread.
   void AcceptNext();
   void Accept(std::shared_ptr<SocketConnection> connection);
-  void Admit(const std::shared_ptr<SocketConnection>& connection, uint32_t other)
+  // Returns whether it is let in.
+  bool Admit(const std::shared_ptr<SocketConnection>& connection, int other)
       ABSL_LOCKS_EXCLUDED(mu_);
+  void OnAnswer(int other, const std::shared_ptr<SocketConnection>& out, absl::string_view answer)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // The connection to another rank is over: another one is opened, unless all were open or that is
+  // of no use.
+  void OnOutEnded(int other, const std::shared_ptr<SocketConnection>& out,
+                  const tensorpipe::Error& error) ABSL_LOCKS_EXCLUDED(mu_);
   void ReadHead(int other, const std::shared_ptr<SocketConnection>& in);
   void OnHead(int other, const std::shared_ptr<SocketConnection>& in, absl::string_view head);
   absl::Status OnReady(int other, uint64_t slot) ABSL_LOCKS_EXCLUDED(mu_);
   // Which receipt it is for.
   absl::StatusOr<Operation> OnData(int other, uint64_t slot, uint64_t size)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // The connection to another rank, or from it, is over.
-  void OnOutLost(int other, absl::string_view why) ABSL_LOCKS_EXCLUDED(mu_);
-  void OnInLost(int other, absl::string_view why) ABSL_LOCKS_EXCLUDED(mu_);
+  // The connection to another rank, or from it, is over for good.
+  void OnOutLost(int other, const std::shared_ptr<SocketConnection>& out, absl::string_view why)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void OnInLost(int other, const std::shared_ptr<SocketConnection>& in, absl::string_view why)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Tells the others why, if it is the first failure, and aborts.
+  absl::Status Fail(const absl::Status& why) ABSL_LOCKS_EXCLUDED(mu_);
 
   absl::Status Lost(int other, absl::string_view why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FailSends(Peer& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -133,6 +168,7 @@ class EncryptedContext final : public gloo::transport::Context,
 
   absl::Mutex mu_;
   std::vector<Peer> peers_ ABSL_GUARDED_BY(mu_);
+  bool all_open_ ABSL_GUARDED_BY(mu_) = false;  // nobody may come any more
   absl::Status aborted_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_set<EncryptedBuffer*> buffers_ ABSL_GUARDED_BY(mu_);
   Sleeper* connecting_ ABSL_GUARDED_BY(mu_) = nullptr;

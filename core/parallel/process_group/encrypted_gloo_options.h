@@ -15,6 +15,8 @@ namespace distgrad {
 
 struct EncryptedGlooOptions {
   ClusterKey cluster_key;  // not empty
+  // What the ranks of this start of this group have in common, and those of no other.
+  Digest group_id = {};
   // The address, name or interface at which the others can reach this rank.
   std::string host;
   // The store in which the ranks tell each other their addresses; of this start of this group
@@ -24,6 +26,9 @@ struct EncryptedGlooOptions {
   // Returns the reason of another rank that has failed, or OK. Asked while this rank waits to be
   // connected.
   std::function<absl::Status()> failed_elsewhere;
+  // Tells the others why this rank gives up. Called before it closes its connections, so that who
+  // finds them closed finds the reason, too.
+  std::function<void(const absl::Status&)> tell_failure;
 };
 
 }  // namespace distgrad

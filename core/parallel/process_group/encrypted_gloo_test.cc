@@ -1,5 +1,7 @@
 // Process groups with a cluster key: what somebody on the network sees of them, can change, and can
 // do to their ports.
+#include "core/parallel/process_group/encrypted_gloo.h"
+
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
@@ -8,9 +10,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -20,6 +25,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
@@ -29,6 +35,7 @@
 #include "core/net/handshake.h"
 #include "core/net/socket.h"
 #include "core/parallel/process_group/process_group.h"
+#include "core/tensor/exception.h"
 #include "tests/testing/forwarding_store.h"
 #include "tests/testing/tcp_proxy.h"
 
@@ -60,6 +67,10 @@ class EndpointStore final : public ForwardingStore {
     return ForwardingStore::Set(key, FormatEndpoint(endpoint), deadline);
   }
 
+  bool has_endpoints() {
+    absl::MutexLock lock(&mu_);
+    return !endpoints_.empty();
+  }
   // The first that comes.
   Endpoint Await() {
     absl::MutexLock lock(&mu_);
@@ -87,6 +98,30 @@ ProcessGroupOptions Options(std::shared_ptr<Store> store, int rank, int size,
           .timeout = absl::Minutes(2),
           .join_timeout = absl::Minutes(2),
           .cluster_key = key};
+}
+
+// For one test.
+class Variable {
+ public:
+  Variable(const char* name, const std::string& value) : name_(name) {
+    setenv(name, value.c_str(), 1);
+  }
+  ~Variable() { unsetenv(name_); }
+
+ private:
+  const char* const name_;
+};
+
+// What each rank says to joining a group, each by the options that `options` gives it.
+std::vector<absl::Status> Join(int size, const std::function<ProcessGroupOptions(int)>& options) {
+  std::vector<absl::Status> results(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back(
+        [&, rank] { results[rank] = ProcessGroup::Create(options(rank)).status(); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return results;
 }
 
 // What each of two ranks says to joining, and then to averaging `tensors`, one each.
@@ -150,22 +185,25 @@ TEST(EncryptedGlooTest, WhoListensSeesNoTensor) {
   for (const std::string& secret : secrets) EXPECT_FALSE(absl::StrContains(seen, secret));
 }
 
-// In one connection, of one way, the byte at `at`; or all before it, if the connection is shorter.
-TEST(EncryptedGlooTest, AnyChangedByteIsAnErrorAndNoWrongResult) {
+// Of what passes one rank's proxy in one way, the byte at `at`. A connection that ends before its
+// rank is welcome is opened again; else it is an error.
+TEST(EncryptedGlooTest, AnyChangedByteEndsTheConnectionAndIsNoWrongResult) {
   std::vector<size_t> places = {0, 47, 79, 80, 85, 200, 300, 400, 500};
   for (size_t at = 1'000; at < 300'000; at += 49'999) places.push_back(at);
   for (const Way way : {Way::kToServer, Way::kToClient}) {
     for (const size_t at : places) {
-      if (way == Way::kToClient && at > 200) continue;  // nothing but handshakes and the welcome
+      if (way == Way::kToClient && at > 500) continue;  // nothing but handshakes and the welcome
       SCOPED_TRACE(absl::StrCat(at, way == Way::kToServer ? " to the server" : " to the client"));
       size_t passed = 0;  // on the one proxy's thread that counts
       std::atomic<std::thread::id> counts{};
       bool changed = false;
+      std::atomic<int> connections{0};
       Proxies proxies([&](Way this_way, std::string bytes) {
-        if (this_way != way) return bytes;
         std::thread::id none{};
         counts.compare_exchange_strong(none, std::this_thread::get_id());
         if (counts.load() != std::this_thread::get_id()) return bytes;
+        if (this_way == Way::kToServer && absl::StartsWith(bytes, "distgrad")) ++connections;
+        if (this_way != way) return bytes;
         if (!changed && at < passed + bytes.size()) {
           bytes[at - passed] ^= 4;
           changed = true;
@@ -175,10 +213,13 @@ TEST(EncryptedGlooTest, AnyChangedByteIsAnErrorAndNoWrongResult) {
       });
       const std::vector<Tensor> tensors = {at::full({100'000}, 1.0f), at::full({100'000}, 2.0f)};
       const std::vector<absl::Status> results = RunTwo(proxies.store, {kKey, kKey}, tensors);
-      EXPECT_FALSE(results[0].ok() && results[1].ok());
+      if (results[0].ok() && results[1].ok()) {
+        EXPECT_TRUE(connections > 1 || !changed);
+      }
       for (const int rank : {0, 1}) {
         const absl::Status& status = results[rank];
-        // A rank whose last message is changed on its way has all that it needs itself.
+        // As well if the other rank has not: one whose last message is changed on its way has all
+        // that it needs itself.
         if (status.ok()) {
           EXPECT_TRUE(tensors[rank].equal(at::full({100'000}, 1.5f)));
           continue;
@@ -194,31 +235,55 @@ TEST(EncryptedGlooTest, AnotherKeyIsRefused) {
   const auto store = std::make_shared<EndpointStore>();
   const std::vector<Tensor> tensors = {at::ones({3}), at::ones({3})};
   for (const absl::Status& status : RunTwo(store, {kKey, kOtherKey}, tensors)) {
-    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
-    EXPECT_TRUE(absl::StrContains(status.message(), "the same cluster key?")) << status;
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "rank 1 has another cluster key than rank 0"))
+        << status;
     EXPECT_FALSE(absl::StrContains(status.message(), kKey)) << status;
+  }
+}
+
+TEST(EncryptedGlooTest, WithoutTheOptionTheKeyIsThatOfTheEnvironment) {
+  const Variable key("DISTGRAD_KEY", kKey);
+  const auto store = std::make_shared<EndpointStore>();
+  for (const absl::Status& status : Join(2, [&](int rank) {
+         ProcessGroupOptions options = Options(store, rank, 2);
+         options.cluster_key = std::nullopt;
+         return options;
+       })) {
+    EXPECT_TRUE(status.ok()) << status;
+  }
+  EXPECT_TRUE(store->has_endpoints()) << "it is not encrypted";
+  const Variable too_short("DISTGRAD_KEY", "short");
+  ProcessGroupOptions options = Options(store, 0, 1);
+  options.cluster_key = std::nullopt;
+  const absl::Status status = ProcessGroup::Create(options).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+}
+
+// It sends plain text.
+TEST(EncryptedGlooTest, GloosOwnTlsIsRefused) {
+  const Variable transport("GLOO_DEVICE_TRANSPORT", "TCP_TLS");
+  const auto store = std::make_shared<EndpointStore>();
+  const absl::Status status = ProcessGroup::Create(Options(store, 0, 1, ClusterKey())).status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "DISTGRAD_KEY_FILE")) << status;
+  // Ours does not ask for it.
+  for (const absl::Status& each : Join(2, [&](int rank) { return Options(store, rank, 2); })) {
+    EXPECT_TRUE(each.ok()) << each;
   }
 }
 
 TEST(EncryptedGlooTest, OneWithoutAKeyIsAnErrorAndNotPlainText) {
   for (const bool first_has_key : {true, false}) {
     const auto store = std::make_shared<EndpointStore>();
-    absl::Status results[2];
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < 2; ++rank) {
-      threads.emplace_back([&, rank] {
-        ProcessGroupOptions options =
-            Options(store, rank, 2, (rank == 0) == first_has_key ? kKey : std::string());
-        // Gloo's own, without a key, does not ask meanwhile whether another rank has failed.
-        if (options.cluster_key.empty()) options.join_timeout = absl::Seconds(5);
-        results[rank] = ProcessGroup::Create(options).status();
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    EXPECT_TRUE(absl::IsFailedPrecondition(results[1])) << results[1];
-    for (const absl::Status& status : results) {
-      EXPECT_TRUE(absl::StrContains(status.message(), "cluster key")) << status;
-      EXPECT_FALSE(status.ok());
+    // Long before join_timeout.
+    for (const absl::Status& status : Join(2, [&](int rank) {
+           return Options(store, rank, 2,
+                          (rank == 0) == first_has_key ? ClusterKey(kKey) : ClusterKey());
+         })) {
+      EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "has a cluster key and rank")) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "DISTGRAD_KEY_FILE")) << status;
     }
   }
 }
@@ -258,6 +323,20 @@ std::string ShakeHands(Socket& socket, const std::string& key, const Token& toke
   return "welcome";
 }
 
+// Lets no rank say where it listens before it may.
+class HeldStore final : public ForwardingStore {
+ public:
+  HeldStore(std::shared_ptr<Store> store, absl::Notification* go)
+      : ForwardingStore(std::move(store)), go_(go) {}
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (absl::StrContains(key, "/encrypted/")) go_->WaitForNotification();
+    return ForwardingStore::Set(key, value, deadline);
+  }
+
+ private:
+  absl::Notification* const go_;
+};
+
 // While the first rank waits for the second one.
 TEST(EncryptedGlooTest, StrangersNeitherGetInNorDisturb) {
   const auto store = std::make_shared<EndpointStore>();
@@ -270,21 +349,9 @@ TEST(EncryptedGlooTest, StrangersNeitherGetInNorDisturb) {
   std::thread first([&] { run(0); });
   // The second rank has come, or the first would not listen yet; it connects when it is let.
   absl::Notification connects;
-  class Held final : public ForwardingStore {
-   public:
-    Held(std::shared_ptr<Store> store, absl::Notification* go)
-        : ForwardingStore(std::move(store)), go_(go) {}
-    absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
-      if (absl::StrContains(key, "/encrypted/")) go_->WaitForNotification();
-      return ForwardingStore::Set(key, value, deadline);
-    }
-
-   private:
-    absl::Notification* const go_;
-  };
   std::thread second([&] {
     const auto group =
-        ProcessGroup::Create(Options(std::make_shared<Held>(store, &connects), 1, 2));
+        ProcessGroup::Create(Options(std::make_shared<HeldStore>(store, &connects), 1, 2));
     results[1] = group.ok() ? (*group)->Average({tensors[1]}) : group.status();
   });
 
@@ -326,6 +393,200 @@ TEST(EncryptedGlooTest, StrangersNeitherGetInNorDisturb) {
   second.join();
   for (const absl::Status& status : results) EXPECT_TRUE(status.ok()) << status;
   for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.equal(at::full({1000}, 2.0f)));
+}
+
+// A listener that holds too many strangers closes the connections of ranks, too.
+TEST(EncryptedGlooTest, AConnectionThatIsClosedBeforeItIsWelcomeIsOpenedAgain) {
+  std::atomic<int> closed{0};
+  Proxies proxies([&](Way way, std::string bytes) {
+    if (way == Way::kToServer && absl::StartsWith(bytes, "distgrad") && closed < 5) {
+      ++closed;
+      bytes[0] = 'x';
+    }
+    return bytes;
+  });
+  const std::vector<Tensor> tensors = {at::full({10}, 1.0f), at::full({10}, 3.0f)};
+  for (const absl::Status& status : RunTwo(proxies.store, {kKey, kKey}, tensors)) {
+    EXPECT_TRUE(status.ok()) << status;
+  }
+  for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.equal(at::full({10}, 2.0f)));
+  EXPECT_EQ(closed, 5);
+}
+
+// Exchanges the entries of two ranks, as who can write to a store that is not signed may.
+class ExchangingStore final : public ForwardingStore {
+ public:
+  ExchangingStore(std::shared_ptr<Store> store, std::string one, std::string other)
+      : ForwardingStore(std::move(store)), one_(std::move(one)), other_(std::move(other)) {}
+
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    std::string where = key;
+    if (absl::StrContains(key, one_)) {
+      where = absl::StrReplaceAll(key, {{one_, other_}});
+    } else if (absl::StrContains(key, other_)) {
+      where = absl::StrReplaceAll(key, {{other_, one_}});
+    }
+    return ForwardingStore::Set(where, value, deadline);
+  }
+
+ private:
+  const std::string one_, other_;
+};
+
+TEST(EncryptedGlooTest, ARankThatIsNotTheOneLookedForIsNotTakenForIt) {
+  const auto store =
+      std::make_shared<ExchangingStore>(NewInProcessStore(), "/encrypted/1", "/encrypted/2");
+  bool said = false;
+  for (const absl::Status& status : Join(3, [&](int rank) { return Options(store, rank, 3); })) {
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    said = said || absl::StrContains(status.message(), "there is rank");
+  }
+  EXPECT_TRUE(said);
+}
+
+TEST(EncryptedGlooTest, ARankOfAnotherGroupIsNotTakenForOneOfThis) {
+  const auto store = std::make_shared<ExchangingStore>(
+      NewInProcessStore(), "group/one/1/encrypted/1", "group/two/1/encrypted/1");
+  bool said = false;
+  for (const absl::Status& status : Join(4, [&](int i) {
+         ProcessGroupOptions options = Options(store, i % 2, 2);
+         options.name = i < 2 ? "one" : "two";
+         return options;
+       })) {
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    said = said || absl::StrContains(status.message(), "of another group");
+  }
+  EXPECT_TRUE(said);
+}
+
+// As of a process that is killed: it says nothing.
+class MuteStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (absl::EndsWith(key, "/failure")) return absl::OkStatus();
+    return ForwardingStore::Set(key, value, deadline);
+  }
+};
+
+TEST(EncryptedGlooTest, ARankThatDiesWhileOthersAreStillToComeIsNoticedAtOnce) {
+  const std::shared_ptr<Store> store = NewInProcessStore();
+  absl::Notification may_come;
+  absl::Status results[3];
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      ProcessGroupOptions options = Options(store, rank, 3);
+      if (rank == 1) {
+        options.store = std::make_shared<MuteStore>(store);
+        options.join_timeout = absl::Seconds(2);
+      }
+      if (rank == 2) options.store = std::make_shared<HeldStore>(store, &may_come);
+      results[rank] = ProcessGroup::Create(options).status();
+      if (rank == 0) may_come.Notify();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(results[1])) << results[1];
+  EXPECT_TRUE(absl::IsUnavailable(results[0])) << results[0];
+  EXPECT_TRUE(absl::StrContains(results[0].message(), "rank 1")) << results[0];
+}
+
+// Who finds the connections of a rank closed shall find its reason.
+TEST(EncryptedGlooTest, ARankThatGivesUpSaysWhyBeforeItCloses) {
+  class Watch final : public ForwardingStore {
+   public:
+    using ForwardingStore::ForwardingStore;
+    absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+      if (absl::EndsWith(key, "/encrypted/0")) port_ = PortOf(ParseEndpoint(value).value());
+      if (absl::EndsWith(key, "/encrypted/1")) {
+        return ForwardingStore::Set(key, "nowhere", deadline);
+      }
+      if (absl::EndsWith(key, "/failure") && absl::StartsWith(value, "rank 0")) {
+        const auto socket = Socket::Connect("127.0.0.1", port_, Deadline::After(absl::Minutes(1)));
+        listened = socket.ok();
+      }
+      return ForwardingStore::Set(key, value, deadline);
+    }
+    std::atomic<bool> listened{false};
+
+   private:
+    std::atomic<uint16_t> port_{0};
+  };
+  const auto store = std::make_shared<Watch>(NewInProcessStore());
+  const auto others = std::make_shared<MuteStore>(store);
+  const std::vector<absl::Status> results = Join(2, [&](int rank) {
+    return Options(rank == 0 ? std::shared_ptr<Store>(store) : others, rank, 2);
+  });
+  EXPECT_TRUE(absl::IsInvalidArgument(results[0])) << results[0];
+  EXPECT_TRUE(store->listened);
+}
+
+// However many ranks wait for one: what they ask the store grows with time, not with each that
+// comes.
+TEST(EncryptedGlooTest, RanksThatWaitDoNotAskTheStoreForEachThatComes) {
+  class Count final : public ForwardingStore {
+   public:
+    using ForwardingStore::ForwardingStore;
+    absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+      if (absl::EndsWith(keys[0], "/failure")) ++asked;
+      return ForwardingStore::GetEach(keys, deadline);
+    }
+    std::atomic<int> asked{0};
+  };
+  constexpr int kRanks = 12;
+  const auto store = std::make_shared<Count>(NewInProcessStore());
+  const absl::Time begin = absl::Now();
+  for (const absl::Status& status :
+       Join(kRanks, [&](int rank) { return Options(store, rank, kRanks); })) {
+    EXPECT_TRUE(status.ok()) << status;
+  }
+  const double seconds = absl::ToDoubleSeconds(absl::Now() - begin);
+  EXPECT_LE(store->asked, kRanks * (5 * seconds + 1));
+}
+
+// A rank that has the key and lies about what it is ready for costs no more memory than that.
+TEST(EncryptedGlooTest, ARankIsNotReadyForMoreThanCollectivesReceive) {
+  const std::shared_ptr<Store> store = NewInProcessStore();
+  const auto make = [&](int rank) {
+    return std::make_shared<EncryptedGloo>(EncryptedGlooOptions{
+        .cluster_key = kKey,
+        .host = "127.0.0.1",
+        .store = store,
+        .connect_timeout = absl::Minutes(2),
+        .failed_elsewhere = [] { return absl::OkStatus(); },
+        .tell_failure = [](const absl::Status&) {},
+    });
+  };
+  absl::Notification over;
+  std::thread liar([&] {
+    const auto device = make(1);
+    const auto context = device->createContext(1, 2);
+    context->createAndConnectAllPairs(nullptr);
+    char byte;
+    const auto buffer = context->createUnboundBuffer(&byte, 1);
+    try {
+      for (uint64_t slot = 0; slot < 1000; ++slot) buffer->recv(0, slot, 0, 1);
+    } catch (const StatusError&) {  // the other one has had enough before
+    }
+    over.WaitForNotification();
+    device->Abort();
+  });
+  const auto device = make(0);
+  const auto context = device->createContext(0, 2);
+  context->createAndConnectAllPairs(nullptr);
+  char byte;
+  const auto buffer = context->createUnboundBuffer(&byte, 1);
+  absl::Status status;
+  try {
+    buffer->recv(1, 1, 0, 1);
+    buffer->waitRecv(nullptr, std::chrono::minutes(2));
+  } catch (const StatusError& error) {
+    status = error.status();
+  }
+  over.Notify();
+  liar.join();
+  EXPECT_TRUE(absl::StrContains(status.message(), "more messages than collectives have")) << status;
 }
 
 // Once all are connected nobody can try any more.

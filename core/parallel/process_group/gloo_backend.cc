@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
+#include "core/base/log.h"
+#include "core/net/address.h"
 #include "core/parallel/process_group/c10d_store.h"
 #include "core/parallel/process_group/encrypted_gloo.h"
 #include "core/parallel/process_group/gloo_device.h"
@@ -70,12 +72,20 @@ NewBackend NewGlooBackend(const BackendPlace& place) {
   if (!place.cluster_key.empty()) {
     const auto device = std::make_shared<EncryptedGloo>(EncryptedGlooOptions{
         .cluster_key = place.cluster_key,
+        .group_id = place.group_id,
         .host = place.host,
         .store = place.store,
         .connect_timeout = place.connect_timeout,
         .failed_elsewhere = place.failed_elsewhere,
+        .tell_failure = place.tell_failure,
     });
     return {NewGloo(place, device, [device] { device->Abort(); })};
+  }
+  // Of a host that there is not Gloo itself says so.
+  const absl::StatusOr<std::string> listens_on = ResolveBindHost(place.host);
+  if (place.size > 1 && listens_on.ok() && !IsLoopback(*listens_on)) {
+    DG_LOG(WARNING) << "Gloo listens on " << *listens_on
+                    << " without a cluster key; see docs/security.md";
   }
   const SigpipeBlocked sigpipe_blocked;
   const auto device =

@@ -20,6 +20,7 @@
 #include "core/membership/start.h"
 #include "core/parallel/bucket.h"
 #include "core/parallel/process_group/divides_first.h"
+#include "core/parallel/process_group/group_security.h"
 #include "core/parallel/process_group/new_backend.h"
 #include "core/tensor/exception.h"
 
@@ -31,9 +32,6 @@ constexpr size_t kBucketBytes = size_t{25} << 20;
 constexpr int kNoRoot = -1;
 // How often a collective that somebody waits for is looked at.
 constexpr auto kCheckInterval = std::chrono::milliseconds(100);
-// The key under which a rank that fails says so, and that under which rank 0 says whether it has a
-// cluster key.
-constexpr char kFailure[] = "failure", kSecurity[] = "security";
 
 // Held while a collective of c10d's Gloo is begun, or such a group aborted. c10d numbers those of a
 // group as they come; and in its recorder of collectives, one for all groups of the process, a map
@@ -60,7 +58,7 @@ absl::Status Check(const ProcessGroupOptions& options) {
     return absl::InvalidArgumentError(
         absl::StrCat(who, "a timeout is ", absl::FormatDuration(timeout), ", not 1ms to a year"));
   }
-  DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(options.cluster_key), who));
+  DG_RETURN_IF_ERROR(Annotate(CheckClusterKey(options.cluster_key.value_or(ClusterKey())), who));
   if (options.name.empty() || absl::StrContains(options.name, '/')) {
     return absl::InvalidArgumentError(
         absl::StrCat(who, "a name is not empty and has no '/' in it"));
@@ -68,18 +66,28 @@ absl::Status Check(const ProcessGroupOptions& options) {
   return absl::OkStatus();
 }
 
-// With a key Gloo has other connections than without, and ranks that differ would wait for each
-// other until the end of their time.
-absl::Status AgreeOnKey(Store& store, const ProcessGroupOptions& options, Deadline deadline) {
-  const bool has_key = !options.cluster_key.empty();
-  const std::string own = has_key ? "encrypted" : "open";
-  if (options.rank == 0) return store.Set(kSecurity, own, deadline);
-  DG_ASSIGN_OR_RETURN(const std::string of_first, store.Get(kSecurity, deadline));
-  if (of_first == own) return absl::OkStatus();
+// Gloo's own TLS is compiled into the pinned libtorch, takes its certificates, and sends plain text
+// all the same: who asks for it must not get that.
+absl::Status CheckGlooDevice(const ProcessGroupOptions& options) {
+  if (options.backend != "gloo" || !options.cluster_key->empty() ||
+      ProcessEnvironment("GLOO_DEVICE_TRANSPORT").value_or("") != "TCP_TLS") {
+    return absl::OkStatus();
+  }
   return absl::FailedPreconditionError(
-      absl::StrCat(has_key ? "this rank has a cluster key and rank 0 has none"
-                           : "this rank has no cluster key and rank 0 has one",
-                   ": give all ranks the same (DISTGRAD_KEY_FILE, or the option cluster_key)"));
+      "GLOO_DEVICE_TRANSPORT asks for Gloo's own TLS, which encrypts nothing in this libtorch: "
+      "unset it, and give all ranks a cluster key (DISTGRAD_KEY_FILE, or "
+      "ProcessGroupOptions::cluster_key), with which groups are encrypted");
+}
+
+std::string FailureOf(int rank, absl::string_view why) {
+  return absl::StrCat("rank ", rank, " failed: ", why);
+}
+
+// Tells the others why this rank fails. Another rank's reason is why this one does, so it stays.
+void TellFailure(Store& store, int rank, const absl::Status& why) {
+  if (!absl::IsNotFound(store.Get(kFailureKey, absl::InfinitePast()).status())) return;
+  // The store is given its some seconds; a rank that fails does not wait longer.
+  store.Set(kFailureKey, FailureOf(rank, why.message()), absl::InfinitePast()).IgnoreError();
 }
 
 // Others cannot be divided, or not be sent; and whoever finds that out behind a collective leaves
@@ -141,6 +149,11 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
   const BlockingScope blocking;
   const auto begin = std::chrono::steady_clock::now();
   const Deadline deadline = Deadline::After(options.join_timeout);
+  if (!options.cluster_key.has_value()) {
+    DG_ASSIGN_OR_RETURN(options.cluster_key, LoadClusterKey(""));
+  }
+  DG_RETURN_IF_ERROR(
+      Annotate(CheckGlooDevice(options), absl::StrCat("process group '", options.name, "'")));
   if (options.host.empty()) {
     options.host = ProcessEnvironment("DISTGRAD_HOST").value_or("127.0.0.1");
   }
@@ -158,16 +171,23 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
       ListedStoreOfThisStart(std::move(store), place.rank, place.size, deadline);
   if (!of_start.ok()) return Annotate(of_start.status(), group->who_);
   group->store_ = *std::move(of_start);
-  if (nccl && !place.cluster_key.empty()) {
+  if (nccl && !place.cluster_key->empty()) {
     DG_LOG(WARNING) << group->who_
                     << ": NCCL encrypts nothing, with a cluster key or without: docs/security.md";
   }
+  Digest group_id = {};
   if (!nccl && place.size > 1) {
-    const absl::Status agreed = AgreeOnKey(*group->store_, place, deadline);
+    const absl::StatusOr<Digest> agreed = AgreeOnSecurity(*group->store_,
+                                                          {.group = place.name,
+                                                           .rank = place.rank,
+                                                           .size = place.size,
+                                                           .cluster_key = *place.cluster_key},
+                                                          deadline);
     if (!agreed.ok()) {
-      group->Fail(agreed);
+      group->Fail(agreed.status());
       return group->status();
     }
+    group_id = *agreed;
   }
   const BackendPlace at = {
       .store = group->store_,
@@ -176,12 +196,15 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
       .timeout = place.timeout,
       .connect_timeout = std::max(deadline.Left(), absl::Milliseconds(1)),
       .host = place.host,
-      .cluster_key = place.cluster_key,
+      .cluster_key = *place.cluster_key,
+      .group_id = group_id,
       .failed_elsewhere =
           [store = group->store_] {
-            const auto failure = store->Get(kFailure, absl::InfinitePast());
+            const auto failure = store->Get(kFailureKey, absl::InfinitePast());
             return failure.ok() ? absl::UnavailableError(*failure) : absl::OkStatus();
           },
+      .tell_failure = [store = group->store_, rank = place.rank](
+                          const absl::Status& why) { TellFailure(*store, rank, why); },
   };
   try {
     auto backend = std::make_unique<Backend>();
@@ -207,14 +230,7 @@ void ProcessGroup::Fail(const absl::Status& why) {
     if (!status_.ok()) return;
     status_ = Annotate(why, who_);
   }
-  // Before the others notice anything. Another rank's reason is why this one fails, so it stays.
-  if (absl::IsNotFound(store_->Get(kFailure, absl::InfinitePast()).status())) {
-    // The store is given its some seconds; a rank that fails does not wait longer.
-    store_
-        ->Set(kFailure, absl::StrCat("rank ", rank(), " failed: ", why.message()),
-              absl::InfinitePast())
-        .IgnoreError();
-  }
+  TellFailure(*store_, rank(), why);  // before the others notice anything
   if (backend_ == nullptr) return;
   if (backend_->begins_may_wait) {
     // Not behind a collective that begins: it may be what this ends.
@@ -238,7 +254,8 @@ absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::strin
   } else if (in_words) {
     status = absl::UnavailableError(status.message());
   }
-  if (const auto failure = store_->Get(kFailure, absl::InfinitePast()); failure.ok()) {
+  const auto failure = store_->Get(kFailureKey, absl::InfinitePast());
+  if (failure.ok() && !absl::StartsWith(*failure, FailureOf(rank(), ""))) {
     status = absl::UnavailableError(absl::StrCat(*failure, " (here: ", status.message(), ")"));
   }
   Fail(Annotate(status, what));

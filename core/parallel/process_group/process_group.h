@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -51,10 +52,12 @@ struct ProcessGroupOptions {
   // and JoinProcessGroup() finds the address by which this machine reaches the store.
   std::string host = {};
   // The key of the job. With one, which all ranks have, "gloo" lets no other process in and
-  // encrypts every byte between the ranks; Worker::cluster_key() has that of the worker beside it,
-  // and JoinProcessGroup() gives it itself. Empty: any peer that reaches Gloo there can read and
-  // disturb the group. "nccl" cannot encrypt, with a key or without.
-  ClusterKey cluster_key = {};
+  // encrypts every byte between the ranks. Unset: that of this process's environment
+  // (LoadClusterKey()), or none; Worker::cluster_key() has that of the worker beside it, and
+  // JoinProcessGroup() gives it itself. An empty key: none, whatever the environment has; then any
+  // peer that reaches Gloo there can read and disturb the group. "nccl" cannot encrypt, with a key
+  // or without.
+  std::optional<ClusterKey> cluster_key = std::nullopt;
 };
 
 // Thread-safe; but it is for the callers to see to the same order on all ranks.
@@ -64,7 +67,9 @@ class ProcessGroup {
   struct Running;
 
   // Waits until all ranks have called it. kDeadlineExceeded names those that have not;
-  // kFailedPrecondition: some ranks have a cluster key, and others none.
+  // kFailedPrecondition: some ranks have a cluster key, and others another one or none, or
+  // GLOO_DEVICE_TRANSPORT asks for Gloo's own TLS, which encrypts nothing (docs/security.md). What
+  // reading the key says, if the options have none.
   static absl::StatusOr<std::shared_ptr<ProcessGroup>> Create(ProcessGroupOptions options);
 
   // Waits for the collectives in flight, each until its time-out.

@@ -18,6 +18,7 @@ class TextError final : public tensorpipe::BaseError {
     kOther,
     kExhausted,   // this process lacks the means for it: file descriptors, or memory
     kNotTakenIn,  // a process is there, and the handshake was not finished
+    kNobodyListens,
   };
 
   TextError(std::string what, Cause cause) : what_(std::move(what)), cause_(cause) {}

@@ -14,7 +14,6 @@
 #include "core/base/descriptors.h"
 #include "core/base/exception.h"
 #include "core/net/address.h"
-#include "core/transport/tensorpipe/socket/error.h"
 #include "core/transport/tensorpipe/socket/peer_process.h"
 
 namespace distgrad {
@@ -44,6 +43,12 @@ constexpr uint8_t kEndMark[64] = {
     0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90,
     0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90,
     0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90};
+
+// For want of file descriptors or memory of this process, or another one.
+TextError::Cause CauseOf(const absl::Status& status) {
+  return absl::IsResourceExhausted(status) ? TextError::Cause::kExhausted
+                                           : TextError::Cause::kOther;
+}
 
 std::string Head(uint64_t size) {
   return std::string(reinterpret_cast<const char*>(&size), sizeof(size));
@@ -106,7 +111,7 @@ std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop
     }
     auto fd = NewSocketFor(self->endpoint_, self->is_unix_);
     if (!fd.ok()) {
-      return self->Fail(fd.status().message(), absl::IsResourceExhausted(fd.status()));
+      return self->Fail(fd.status().message(), CauseOf(fd.status()));
     }
     self->fd_ = *std::move(fd);
     self->id_ = self->loop_->Add(self);
@@ -644,16 +649,16 @@ bool SocketConnection::Encrypt() {
 
 void SocketConnection::FailErrno(absl::string_view what, int error) {
   const absl::Status status = ErrnoStatus(error, what);
-  Fail(status.message(), absl::IsResourceExhausted(status));
+  Fail(status.message(),
+       error == ECONNREFUSED ? TextError::Cause::kNobodyListens : CauseOf(status));
 }
 
-void SocketConnection::Fail(absl::string_view why, bool is_exhausted) {
+void SocketConnection::Fail(absl::string_view why, TextError::Cause cause) {
   if (state_ == State::kClosed) return;
-  TextError::Cause cause = TextError::Cause::kOther;
-  if (state_ == State::kShakingHands || state_ == State::kEstablishingTls) {
+  if (cause == TextError::Cause::kOther &&
+      (state_ == State::kShakingHands || state_ == State::kEstablishingTls)) {
     cause = TextError::Cause::kNotTakenIn;
   }
-  if (is_exhausted) cause = TextError::Cause::kExhausted;
   state_ = State::kClosed;
   error_ = MakeError(why, cause);
   if (deadline_ != 0) loop_->Cancel(deadline_);

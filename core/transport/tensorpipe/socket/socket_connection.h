@@ -35,6 +35,7 @@
 #include "core/net/handshake.h"
 #include "core/net/loop.h"
 #include "core/net/tls.h"
+#include "core/transport/tensorpipe/socket/error.h"
 #include "core/transport/tensorpipe/socket/socket_options.h"
 #include "tensorpipe/common/error.h"
 #include "tensorpipe/common/nop.h"
@@ -138,8 +139,7 @@ class SocketConnection final : public Loop::Handler,
   // What waits, in as many parts as there is place for; how many, and their bytes.
   size_t Gather(absl::Span<iovec> parts, size_t* total) const;
   bool HasOutput() const;
-  // `is_exhausted`: for want of file descriptors or memory of this process.
-  void Fail(absl::string_view why, bool is_exhausted = false);
+  void Fail(absl::string_view why, TextError::Cause cause = TextError::Cause::kOther);
   void FailErrno(absl::string_view what, int error);
 
   // Constant after construction; synchronizes itself.
