@@ -141,7 +141,7 @@ absl::StatusOr<std::string> Difference(const std::vector<std::string>& all, cons
   return std::string();
 }
 
-absl::StatusOr<std::string> VerdictOf(Store& store, const GroupMember& member, std::string own,
+absl::StatusOr<std::string> VerdictOf(Store& store, const RankOfGroup& member, std::string own,
                                       Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const std::vector<std::string> all,
                       Collect(store, member.size, std::move(own), deadline));
@@ -153,7 +153,7 @@ absl::StatusOr<std::string> VerdictOf(Store& store, const GroupMember& member, s
   return verdict;
 }
 
-absl::StatusOr<std::string> AwaitVerdict(Store& store, const GroupMember& member,
+absl::StatusOr<std::string> AwaitVerdict(Store& store, const RankOfGroup& member,
                                          const std::string& own, Deadline deadline) {
   DG_RETURN_IF_ERROR(store.Set(OfRank(member.rank), own, deadline));
   DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> next,
@@ -165,7 +165,7 @@ absl::StatusOr<std::string> AwaitVerdict(Store& store, const GroupMember& member
 
 }  // namespace
 
-absl::StatusOr<Digest> AgreeOnSecurity(Store& store, const GroupMember& member, Deadline deadline) {
+absl::StatusOr<Digest> AgreeOnSecurity(Store& store, const RankOfGroup& member, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(std::string own, WhatIsHere(member.cluster_key));
   DG_ASSIGN_OR_RETURN(const std::string verdict,
                       member.rank == 0 ? VerdictOf(store, member, std::move(own), deadline)

@@ -19,7 +19,7 @@ namespace distgrad {
 // The key of the group's store under which a rank that fails writes why.
 inline constexpr char kFailureKey[] = "failure";
 
-struct GroupMember {
+struct RankOfGroup {
   std::string group;  // its name
   int rank = 0;
   int size = 1;
@@ -32,7 +32,7 @@ struct GroupMember {
 // kFailedPrecondition, on all ranks and with the numbers of two that differ, unless all have a key
 // of which each other rank knows the one that it uses, or all have none. kDeadlineExceeded names a
 // rank that did not say what it has; kUnavailable if another rank fails meanwhile, with its reason.
-absl::StatusOr<Digest> AgreeOnSecurity(Store& store, const GroupMember& member, Deadline deadline);
+absl::StatusOr<Digest> AgreeOnSecurity(Store& store, const RankOfGroup& member, Deadline deadline);
 
 }  // namespace distgrad
 

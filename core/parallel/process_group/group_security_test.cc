@@ -82,7 +82,7 @@ TEST(GroupSecurityTest, WhileAKeyIsExchangedEachHasToKnowThoseThatAreUsed) {
 
 TEST(GroupSecurityTest, ARankThatSaysNothingIsNamedAndOneThatFailsGivesItsReason) {
   const std::shared_ptr<Store> store = NewInProcessStore();
-  const GroupMember first = {.group = "group", .rank = 0, .size = 2, .cluster_key = kOne};
+  const RankOfGroup first = {.group = "group", .rank = 0, .size = 2, .cluster_key = kOne};
   absl::Status status = AgreeOnSecurity(*store, first, absl::InfinitePast()).status();
   EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
   EXPECT_TRUE(absl::StrContains(status.message(), "rank 1")) << status;
@@ -98,10 +98,10 @@ TEST(GroupSecurityTest, WhatIsMalformedInTheStoreIsAnError) {
                                    std::string("open "), std::string(1000, 'x')}) {
     const std::shared_ptr<Store> store = NewInProcessStore();
     ASSERT_TRUE(store->Set("security/1", words, Soon()).ok());
-    const GroupMember first = {.group = "group", .rank = 0, .size = 2, .cluster_key = kOne};
+    const RankOfGroup first = {.group = "group", .rank = 0, .size = 2, .cluster_key = kOne};
     EXPECT_TRUE(absl::IsInvalidArgument(AgreeOnSecurity(*store, first, Soon()).status())) << words;
     ASSERT_TRUE(store->Set("security", words, Soon()).ok());
-    const GroupMember second = {.group = "group", .rank = 1, .size = 2, .cluster_key = kOne};
+    const RankOfGroup second = {.group = "group", .rank = 1, .size = 2, .cluster_key = kOne};
     EXPECT_TRUE(absl::IsInvalidArgument(AgreeOnSecurity(*store, second, Soon()).status())) << words;
   }
 }
