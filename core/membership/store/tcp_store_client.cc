@@ -33,6 +33,7 @@ static_assert(kMaxAwaitKeys * (kMaxStoreKey + 16) < kMaxAwaitBytes);
 // That nobody listens, or somebody else, counts when it was so for this long: a firewall or a
 // service's proxy may say it for a moment.
 constexpr absl::Duration kRefusals = absl::Seconds(2);
+constexpr int kMinRefusals = 3;
 
 void AppendString(absl::string_view text, WireWriter& writer) {
   writer.U64(text.size());
@@ -67,7 +68,14 @@ absl::Status ShakeHands(Socket& socket, const ClusterKey& cluster_key, Deadline 
     DG_RETURN_IF_ERROR(socket.Send(handshake.TakeOutput(), deadline));
     bytes.resize(handshake.wanted());
     const absl::Status received = socket.Receive(bytes.data(), bytes.size(), deadline);
-    DG_RETURN_IF_ERROR(Annotate(received, "the handshake (another cluster key?)"));
+    // A server closes the connection on a proof that it does not like, and says no more.
+    if (absl::IsUnavailable(received) && handshake.has_hello() && !cluster_key.empty()) {
+      return absl::PermissionDeniedError(
+          absl::StrCat("it refuses this process's cluster key, as it seems (", received.message(),
+                       "): is it the one that the store's server has (DISTGRAD_KEY_FILE, "
+                       "DISTGRAD_KEY or the option key_file)? The log there says more"));
+    }
+    DG_RETURN_IF_ERROR(Annotate(received, "the handshake"));
     DG_RETURN_IF_ERROR(handshake.Receive(bytes));
   }
   if (cluster_key.empty()) return absl::OkStatus();
@@ -93,6 +101,8 @@ absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
   // One address or server that is silent does not use up all of the time; a busy one gets more of
   // it in each attempt.
   absl::Duration patience = client->options_.answer_timeout;
+  Deadline refused_until = Deadline::Never();  // from the first refusal on
+  int refusals = 0;                            // one after the other
   do {
     auto socket = client->ConnectOnce(std::min(deadline, Deadline::After(patience)));
     patience *= 2;
@@ -102,6 +112,13 @@ absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
     }
     if (absl::IsUnauthenticated(socket.status())) {
       return Annotate(socket.status(), absl::StrCat("the store at ", client->where_));
+    }
+    // A server that is crowded, or something on the way, looks like it for a moment.
+    refusals = absl::IsPermissionDenied(socket.status()) ? refusals + 1 : 0;
+    if (refusals == 1) refused_until = Deadline::After(kRefusals);
+    if (refusals >= kMinRefusals && refused_until.Passed()) {
+      return absl::UnauthenticatedError(
+          absl::StrCat("the store at ", client->where_, ": ", socket.status().message()));
     }
     // That the time was over in the midst of an attempt tells less than how one before it ended.
     if (last.ok() || !absl::IsDeadlineExceeded(socket.status())) last = socket.status();
