@@ -14,7 +14,7 @@ namespace {
 
 constexpr absl::string_view kMagic = "distgrad";
 constexpr uint16_t kVersion = 2;
-constexpr uint16_t kHasKey = 1;  // a flag
+constexpr uint16_t kHasKey = 1, kHasCertificates = 2, kEncryptsUnix = 4;  // flags
 constexpr size_t kNonceBytes = 32;
 
 constexpr absl::string_view kNotOurs =
@@ -22,12 +22,15 @@ constexpr absl::string_view kNotOurs =
 
 }  // namespace
 
-absl::StatusOr<Handshake> Handshake::Create(Role role, const ClusterKey& key, const Token& token) {
+absl::StatusOr<Handshake> Handshake::Create(Role role, const ClusterKey& key, const Token& token,
+                                            bool certificates, bool encrypts_unix) {
   Handshake handshake(role, key, token);
   handshake.own_hello_ = std::string(kMagic);
   WireWriter writer(&handshake.own_hello_);
   writer.U16(kVersion);
-  writer.U16(key.empty() ? 0 : kHasKey);
+  writer.U16(static_cast<uint16_t>((key.empty() ? 0 : kHasKey) |
+                                   (certificates ? kHasCertificates : 0) |
+                                   (encrypts_unix ? kEncryptsUnix : 0)));
   writer.U32(0);
   std::array<uint8_t, kNonceBytes> nonce;
   DG_RETURN_IF_ERROR(FillRandom(nonce.data(), nonce.size()));
@@ -86,7 +89,22 @@ absl::Status Handshake::CheckHello() const {
     return absl::UnauthenticatedError(has_key ? "the other end has a cluster key, this one has none"
                                               : "the other end has no cluster key, this one has");
   }
+  const bool certificates = (flags & kHasCertificates) != 0;
+  if (certificates != ((FlagsOf(own_hello_) & kHasCertificates) != 0)) {
+    return absl::UnauthenticatedError(
+        certificates ? "the other end uses certificates, this one has none (DISTGRAD_TLS_CERT)"
+                     : "the other end has no certificates (DISTGRAD_TLS_CERT), this one has");
+  }
   return absl::OkStatus();
+}
+
+uint16_t Handshake::FlagsOf(absl::string_view hello) const {
+  WireReader reader(hello.substr(kMagic.size() + sizeof(kVersion)));
+  return reader.U16();
+}
+
+bool Handshake::encrypts_unix() const {
+  return ((FlagsOf(own_hello_) | FlagsOf(other_hello_)) & kEncryptsUnix) != 0;
 }
 
 absl::Status Handshake::TakeProof() {

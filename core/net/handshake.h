@@ -1,12 +1,14 @@
 // Lets the two ends of a new connection prove to each other that they belong together, before
 // anything else is read from it.
 //
-//   client -> server   hello: magic, version, whether it has a cluster key, 32 random bytes
+//   client -> server   hello: magic, version, whether it has a cluster key and certificates, 32
+//                      random bytes
 //   server -> client   hello: the same of its own
 //   client -> server   proof: HMAC-SHA256 over "client", both hellos and the listener's token
 //   server -> client   proof: the same with "server"
 //
-// With a cluster key, TLS follows (tls.h) on every connection that leaves the machine or could.
+// With a cluster key or certificates, TLS follows (tls.h) on every connection that leaves the
+// machine or could. With certificates alone it is TLS that proves who the ends are.
 //
 // The HMAC's key is the cluster key; without one it is the token, 16 random bytes that stand in the
 // listener's address. So where there is a cluster key no client without it gets past here, and
@@ -40,15 +42,22 @@ class Handshake {
 
   // `key` is the cluster key, or empty. Of two a client proves itself by the first, and a server
   // takes either, and answers with the client's. kInternal without random numbers.
-  static absl::StatusOr<Handshake> Create(Role role, const ClusterKey& key, const Token& token);
+  // `certificates`: whether this end wants certificates in TLS. `encrypts_unix`: whether it wants
+  // TLS on Unix-domain sockets, too.
+  static absl::StatusOr<Handshake> Create(Role role, const ClusterKey& key, const Token& token,
+                                          bool certificates = false, bool encrypts_unix = false);
 
   // Returns what to send now; empty if nothing. Each byte is given out once.
   std::string TakeOutput();
 
   // Returns OK while nothing that the other end has said so far shows that it has another version
-  // or, where this end has a cluster key, none, or the other way round. Meant for the log of a
+  // or, where this end has a cluster key, none, or the other way round; likewise of certificates.
+  // Meant for the log of a
   // server, which lets the client find that out first.
   absl::Status CheckHello() const;
+  Role role() const { return role_; }
+  // Returns, once done, whether one of the ends wants TLS on Unix-domain sockets.
+  bool encrypts_unix() const;
   // Returns whether the other end speaks this protocol at all.
   bool has_hello() const { return !other_hello_.empty(); }
 
@@ -71,6 +80,7 @@ class Handshake {
   Handshake(Role role, const ClusterKey& key, const Token& token)
       : role_(role), other_key_(key.accepted()), token_(token), key_(key.used()) {}
 
+  uint16_t FlagsOf(absl::string_view hello) const;
   absl::Status CheckMagic() const;
   absl::Status TakeHello();
   absl::Status TakeProof();

@@ -170,11 +170,16 @@ absl::Status Socket::Await(short events, Deadline deadline) {
   }
 }
 
-absl::Status Socket::StartTls(Handshake::Role role, const Digest& secret, Deadline deadline) {
-  DG_ASSIGN_OR_RETURN(tls_, TlsSession::Create(role, secret));
+absl::Status Socket::StartTls(const Handshake& handshake,
+                              const std::shared_ptr<Certificates>& certificates,
+                              Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(tls_, TlsSession::Create(handshake, certificates));
   for (;;) {
-    DG_RETURN_IF_ERROR(tls_->Establish());
-    DG_RETURN_IF_ERROR(SendTlsOutput(deadline));
+    const absl::Status established = tls_->Establish();
+    // The other end is told why.
+    const absl::Status sent = SendTlsOutput(deadline);
+    DG_RETURN_IF_ERROR(established);
+    DG_RETURN_IF_ERROR(sent);
     if (tls_->established()) return absl::OkStatus();
     DG_RETURN_IF_ERROR(ReceiveTlsInput(deadline));
   }

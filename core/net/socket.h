@@ -17,7 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "core/base/deadline.h"
-#include "core/net/cluster_key.h"
+#include "core/net/certificates.h"
 #include "core/net/handshake.h"
 #include "core/net/tls.h"
 
@@ -61,8 +61,9 @@ class Socket {
   // change; kInvalidArgument if the host is not of this machine.
   static absl::StatusOr<Socket> Listen(const std::string& host, uint16_t port);
 
-  // Encrypts all that follows, once the other end does so too. `secret`: Handshake::Secret().
-  absl::Status StartTls(Handshake::Role role, const Digest& secret, Deadline deadline);
+  // Encrypts all that follows, once the other end does so too. The handshake is done.
+  absl::Status StartTls(const Handshake& handshake,
+                        const std::shared_ptr<Certificates>& certificates, Deadline deadline);
 
   // All of the bytes. kDeadlineExceeded, or kUnavailable if the other end is gone.
   absl::Status Send(absl::string_view bytes, Deadline deadline);

@@ -10,6 +10,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/status.h"
+#include "core/net/certificate_version.h"
+#include "core/net/openssl_objects.h"
 
 namespace distgrad {
 namespace {
@@ -18,30 +21,17 @@ namespace {
 constexpr size_t kFirstInputBytes = 17 << 10, kMostInputBytes = 256 << 10;
 // Reading makes output too: an answer to each request for new keys, which no other end needs often.
 constexpr size_t kMaxUnsent = 1 << 20;
-// The one cipher suite: what processors compute fastest, and whose hash is that of the secret.
-constexpr char kCipherSuites[] = "TLS_AES_128_GCM_SHA256";
+// The one cipher suite, whose hash is that of the secret.
 constexpr unsigned char kCipherId[] = {0x13, 0x01};
 constexpr absl::string_view kIdentity = "distgrad";  // both ends know which secret it is
 // SSL_write_ex() takes and SSL_read_ex() gives no more than fits into an int in some places.
 constexpr size_t kMaxCall = 1 << 30;
 
 absl::Status LibraryError(absl::string_view what) {
-  const unsigned long error = ERR_get_error();
-  ERR_clear_error();
-  const char* reason = ERR_reason_error_string(error);
-  return absl::InternalError(absl::StrCat(
-      "TLS: ", what, ": ", reason != nullptr ? reason : "the library gives no reason"));
+  return absl::InternalError(absl::StrCat("TLS: ", what, ": ", TakeOpensslError()));
 }
 
-template <auto kFree>
-struct Free {
-  template <typename T>
-  void operator()(T* object) const {
-    kFree(object);
-  }
-};
-
-using Session = std::unique_ptr<SSL_SESSION, Free<SSL_SESSION_free>>;
+using Session = std::unique_ptr<SSL_SESSION, OpensslFree<SSL_SESSION_free>>;
 
 // The secret in the shape in which OpenSSL takes a pre-shared key.
 Session NewSession(SSL* ssl, const Digest& secret) {
@@ -59,7 +49,7 @@ Session NewSession(SSL* ssl, const Digest& secret) {
 }  // namespace
 
 struct TlsSession::Library {
-  std::unique_ptr<SSL, Free<SSL_free>> ssl;
+  std::unique_ptr<SSL, OpensslFree<SSL_free>> ssl;
 
   static TlsSession& Of(const SSL* ssl) { return *static_cast<TlsSession*>(SSL_get_app_data(ssl)); }
   static TlsSession& Of(BIO* bio) { return *static_cast<TlsSession*>(BIO_get_data(bio)); }
@@ -78,6 +68,24 @@ struct TlsSession::Library {
     if (absl::string_view(reinterpret_cast<const char*>(identity), size) != kIdentity) return 1;
     *session = NewSession(ssl, Of(ssl).secret_).release();
     return *session != nullptr ? 1 : 0;
+  }
+
+  // Called for each certificate of the other end's chain, the end's own last.
+  static int VerifyPeer(int is_valid, X509_STORE_CTX* check) {
+    const auto* const ssl = static_cast<const SSL*>(
+        X509_STORE_CTX_get_ex_data(check, SSL_get_ex_data_X509_STORE_CTX_idx()));
+    TlsSession& session = Of(ssl);
+    if (is_valid != 1) {
+      session.refused_ = absl::UnauthenticatedError(absl::StrCat(
+          X509_verify_cert_error_string(X509_STORE_CTX_get_error(check)),
+          " (is it of an authority in the file that DISTGRAD_TLS_CA names, and valid now?)"));
+    } else if (X509_STORE_CTX_get_error_depth(check) == 0) {
+      session.refused_ = session.certificates_->CheckName(X509_STORE_CTX_get_current_cert(check));
+      if (!session.refused_.ok()) {
+        X509_STORE_CTX_set_error(check, X509_V_ERR_APPLICATION_VERIFICATION);
+      }
+    }
+    return session.refused_.ok() ? 1 : 0;
   }
 
   static int ReadInput(BIO* bio, char* data, size_t size, size_t* read) {
@@ -118,17 +126,11 @@ class TlsSession::Settings {
  private:
   static absl::StatusOr<Settings> Make() {
     Settings settings;
-    ERR_clear_error();
-    settings.context_.reset(SSL_CTX_new(TLS_method()));
+    settings.context_ = NewTls13Context();
     SSL_CTX* context = settings.context();
-    if (context == nullptr || SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) != 1 ||
-        SSL_CTX_set_max_proto_version(context, TLS1_3_VERSION) != 1 ||
-        SSL_CTX_set_ciphersuites(context, kCipherSuites) != 1 ||
-        SSL_CTX_set_num_tickets(context, 0) != 1) {
+    if (context == nullptr) {
       return LibraryError("this machine's OpenSSL cannot do what distgrad needs");
     }
-    SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
-    SSL_CTX_set_mode(context, SSL_MODE_RELEASE_BUFFERS);
     SSL_CTX_set_psk_use_session_callback(context, &Library::UseSecret);
     SSL_CTX_set_psk_find_session_callback(context, &Library::FindSecret);
 
@@ -142,8 +144,8 @@ class TlsSession::Settings {
     return settings;
   }
 
-  std::unique_ptr<SSL_CTX, Free<SSL_CTX_free>> context_;
-  std::unique_ptr<BIO_METHOD, Free<BIO_meth_free>> method_;
+  SslContext context_;
+  std::unique_ptr<BIO_METHOD, OpensslFree<BIO_meth_free>> method_;
 };
 
 TlsSession::TlsSession() : library_(std::make_unique<Library>()) {}
@@ -155,26 +157,52 @@ absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(Handshake::Role r
   std::unique_ptr<TlsSession> session(new TlsSession());
   session->secret_ = secret;
   session->key_bytes_ = key_bytes;
-  Library& library = *session->library_;
+  const absl::StatusOr<Settings>& settings = Settings::OfProcess();
+  if (!settings.ok()) return settings.status();
+  DG_RETURN_IF_ERROR(session->Init(role, settings->context()));
+  // No server can show a certificate in the secret's place: this client knows no authority.
+  if (role == Handshake::Role::kClient) {
+    SSL_set_verify(session->library_->ssl.get(), SSL_VERIFY_PEER, nullptr);
+  }
+  return session;
+}
+
+absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(Handshake::Role role,
+                                                               Certificates& certificates) {
+  std::unique_ptr<TlsSession> session(new TlsSession());
+  session->certificates_ = certificates.Current();
+  SSL_CTX* const context = session->certificates_->context();
+  DG_RETURN_IF_ERROR(session->Init(role, context));
+  SSL_set_verify(session->library_->ssl.get(), SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT,
+                 &Library::VerifyPeer);
+  return session;
+}
+
+absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(
+    const Handshake& handshake, const std::shared_ptr<Certificates>& certificates) {
+  if (certificates != nullptr) return Create(handshake.role(), *certificates);
+  DG_ASSIGN_OR_RETURN(const Digest secret, handshake.Secret());
+  return Create(handshake.role(), secret);
+}
+
+absl::Status TlsSession::Init(Handshake::Role role, SSL_CTX* context) {
   const absl::StatusOr<Settings>& settings = Settings::OfProcess();
   if (!settings.ok()) return settings.status();
   ERR_clear_error();
-  library.ssl.reset(SSL_new(settings->context()));
-  BIO* bio = library.ssl != nullptr ? BIO_new(settings->method()) : nullptr;
+  library_->ssl.reset(SSL_new(context));
+  BIO* bio = library_->ssl != nullptr ? BIO_new(settings->method()) : nullptr;
   if (bio == nullptr) return LibraryError("no memory for a session");
-  BIO_set_data(bio, session.get());
+  BIO_set_data(bio, this);
   BIO_set_init(bio, 1);
-  SSL* ssl = library.ssl.get();
+  SSL* ssl = library_->ssl.get();
   SSL_set_bio(ssl, bio, bio);
-  SSL_set_app_data(ssl, session.get());
+  SSL_set_app_data(ssl, this);
   if (role == Handshake::Role::kClient) {
-    // No server can show a certificate in the secret's place: this client knows no authority.
-    SSL_set_verify(ssl, SSL_VERIFY_PEER, nullptr);
     SSL_set_connect_state(ssl);
   } else {
     SSL_set_accept_state(ssl);
   }
-  return session;
+  return absl::OkStatus();
 }
 
 absl::Status TlsSession::Error(int result) {
@@ -183,11 +211,20 @@ absl::Status TlsSession::Error(int result) {
   if (error == SSL_ERROR_ZERO_RETURN) {
     return absl::UnavailableError("the other end has closed the connection");
   }
-  const char* reason = ERR_reason_error_string(ERR_get_error());
-  ERR_clear_error();
-  return absl::UnavailableError(
-      absl::StrCat("what arrives is not what the other end has sent, or from another sender (TLS: ",
-                   reason != nullptr ? reason : "no reason given", ")"));
+  const bool is_alert = ERR_GET_REASON(ERR_peek_error()) > SSL_AD_REASON_OFFSET;
+  const std::string reason = TakeOpensslError();
+  if (!refused_.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat("the other end's certificate is refused: ", refused_.message()));
+  }
+  if (certificates_ != nullptr && is_alert) {
+    return absl::UnavailableError(
+        absl::StrCat("the other end refuses this process's certificate (TLS: ", reason,
+                     "): its log says why; DISTGRAD_TLS_CERT names the file here"));
+  }
+  return absl::UnavailableError(absl::StrCat(
+      "what arrives is not what the other end has sent, or from another sender (TLS: ", reason,
+      ")"));
 }
 
 absl::Status TlsSession::Establish() {
@@ -197,7 +234,7 @@ absl::Status TlsSession::Establish() {
   const int result = SSL_do_handshake(ssl);
   if (result != 1) return Error(result);
   // A session that is not resumed knows nothing of the secret.
-  if (SSL_session_reused(ssl) != 1) {
+  if (certificates_ == nullptr && SSL_session_reused(ssl) != 1) {
     return absl::UnavailableError("TLS: the other end does not use what both know");
   }
   established_ = true;

@@ -2,9 +2,10 @@
 //
 // The handshake (handshake.h) comes first, in the clear: so a client without the cluster key costs
 // no more than that. What both ends have in common afterwards, Handshake::Secret(), is the
-// pre-shared key of TLS; there are no certificates. An ephemeral Diffie-Hellman exchange goes into
-// the keys too, so an attacker who learns the cluster key later cannot read what was recorded
-// before.
+// pre-shared key of TLS. Where the ends have certificates (certificates.h) both show theirs
+// instead, and each checks the other's. An ephemeral Diffie-Hellman exchange goes into the keys
+// too, so an attacker who learns the cluster key or a private key later cannot read what was
+// recorded before.
 //
 // What is changed, left out, repeated or moved on its way is an error of Read(), and nothing of it
 // is given out; nor is what comes behind it. That the stream ends is for the caller to notice: it
@@ -21,8 +22,11 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 #include "core/net/handshake.h"
+
+using SSL_CTX = struct ssl_ctx_st;  // OpenSSL's
 
 namespace distgrad {
 
@@ -37,6 +41,14 @@ class TlsSession {
   static absl::StatusOr<std::unique_ptr<TlsSession>> Create(Handshake::Role role,
                                                             const Digest& secret,
                                                             uint64_t key_bytes = kKeyBytes);
+  // By certificates. The other end's is one of an authority that is accepted here, is valid now,
+  // and has the name that it has to have; or else Establish() fails there, and says why, and at the
+  // other end Establish() or Read().
+  static absl::StatusOr<std::unique_ptr<TlsSession>> Create(Handshake::Role role,
+                                                            Certificates& certificates);
+  // By certificates where there are some, and else by the secret of the handshake, which is done.
+  static absl::StatusOr<std::unique_ptr<TlsSession>> Create(
+      const Handshake& handshake, const std::shared_ptr<Certificates>& certificates);
   ~TlsSession();
   TlsSession(const TlsSession&) = delete;
   TlsSession& operator=(const TlsSession&) = delete;
@@ -71,12 +83,15 @@ class TlsSession {
 
   TlsSession();
 
+  absl::Status Init(Handshake::Role role, SSL_CTX* context);
   absl::Status Error(int result);
 
   // Constant after Create().
   Digest secret_ = {};
+  std::shared_ptr<const Certificates::Version> certificates_;  // null: by the secret
   uint64_t key_bytes_ = kKeyBytes;
 
+  absl::Status refused_;  // why the other end's certificate is
   bool established_ = false;
   uint64_t written_ = 0;  // bytes, under this key
   std::unique_ptr<char[]> input_;

@@ -16,11 +16,19 @@
 namespace distgrad {
 namespace {
 
+// Whether the user wants sockets within a machine encrypted, as those between machines are.
+absl::StatusOr<bool> EncryptsUnix() {
+  constexpr char kVariable[] = "DISTGRAD_ENCRYPT_LOCAL";
+  const std::string value = ProcessEnvironment(kVariable).value_or("0");
+  if (value == "0" || value == "1") return value == "1";
+  return absl::InvalidArgumentError(absl::StrCat(kVariable, " is '", value, "', not 0 or 1"));
+}
+
 absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& options,
                                                          const std::string& kind,
                                                          const std::string& host,
                                                          const std::string& name,
-                                                         const ClusterKey& cluster_key) {
+                                                         const Rendezvous& rendezvous) {
   if (kind == "inproc") {
     if (options.network == nullptr) {
       return absl::InvalidArgumentError(
@@ -31,7 +39,9 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
   TensorPipeOptions tensorpipe;
   tensorpipe.host = host;
   tensorpipe.name = name;
-  tensorpipe.cluster_key = cluster_key;
+  tensorpipe.cluster_key = rendezvous.cluster_key;
+  tensorpipe.certificates = rendezvous.certificates;
+  DG_ASSIGN_OR_RETURN(tensorpipe.encrypts_unix, EncryptsUnix());
   tensorpipe.handshake_timeout = options.limits.handshake_timeout;
   tensorpipe.max_unauthenticated = options.limits.unauthenticated;
   tensorpipe.max_packet_bytes = options.limits.message_bytes;
@@ -97,7 +107,7 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(
       job.transport,
       MakeTransport(options, transport, host, job.name.empty() ? "a worker that joins" : job.name,
-                    rendezvous.cluster_key));
+                    rendezvous));
   job.cluster_key = std::move(rendezvous.cluster_key);
   return job;
 }

@@ -14,13 +14,14 @@
 #include "core/membership/store/signed_store.h"
 #include "core/membership/store/tcp_store.h"
 #include "core/net/address.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 
 namespace distgrad {
 namespace {
 
-absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const ClusterKey& cluster_key,
-                                                 Deadline deadline) {
+absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Rendezvous& rendezvous, Deadline deadline) {
+  const Place& place = rendezvous.place;
   const RendezvousUrl& url = place.rendezvous;
   switch (url.kind) {
     case RendezvousUrl::Kind::kEnvironment:
@@ -30,7 +31,8 @@ absl::StatusOr<std::shared_ptr<Store>> MakeStore(const Place& place, const Clust
     case RendezvousUrl::Kind::kTcp:
       return NewTcpStore({.host = url.host,
                           .port = url.port,
-                          .cluster_key = cluster_key,
+                          .cluster_key = rendezvous.cluster_key,
+                          .certificates = rendezvous.certificates,
                           .of_launcher = place.launcher_serves,
                           .is_server = place.serves_store,
                           .bind_host = url.bind,
@@ -85,6 +87,7 @@ absl::StatusOr<std::string> DefaultHost(const Place& place) {
 absl::StatusOr<Rendezvous> JoinRendezvous(const RendezvousOptions& options, Deadline deadline) {
   Rendezvous rendezvous;
   DG_ASSIGN_OR_RETURN(rendezvous.cluster_key, LoadClusterKey(options.key_file));
+  DG_ASSIGN_OR_RETURN(rendezvous.certificates, LoadCertificates());
   DG_ASSIGN_OR_RETURN(rendezvous.place, FindPlace({.rank = options.rank,
                                                    .world_size = options.world_size,
                                                    .rendezvous = options.rendezvous,
@@ -95,7 +98,7 @@ absl::StatusOr<Rendezvous> JoinRendezvous(const RendezvousOptions& options, Dead
   DG_RETURN_IF_ERROR(ReserveForStore(place));
   rendezvous.store = options.store;
   if (rendezvous.store == nullptr) {
-    DG_ASSIGN_OR_RETURN(rendezvous.store, MakeStore(place, rendezvous.cluster_key, deadline));
+    DG_ASSIGN_OR_RETURN(rendezvous.store, MakeStore(rendezvous, deadline));
     rendezvous.worker0_serves_store =
         place.rendezvous.kind == RendezvousUrl::Kind::kTcp && !place.launcher_serves;
     rendezvous.serves_store = rendezvous.worker0_serves_store && place.serves_store;

@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "core/membership/environment.h"
 #include "core/membership/store.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 
 namespace distgrad {
@@ -28,6 +29,7 @@ struct RendezvousOptions {
 struct Rendezvous {
   Place place = {};
   ClusterKey cluster_key = {};
+  std::shared_ptr<Certificates> certificates = nullptr;  // null: the environment names none
   // The store of this start of this job alone; signed, where there is a cluster key.
   std::shared_ptr<Store> store = nullptr;
   bool serves_store = false;          // to the others

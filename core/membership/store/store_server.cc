@@ -149,7 +149,8 @@ void StoreServer::Accept() {
     socket.SetNoDelay();
     // A client waits for as long as it likes; one whose machine is gone does not say so.
     socket.SetKeepAlive();
-    auto handshake = Handshake::Create(Handshake::Role::kServer, options_.cluster_key, kStoreToken);
+    auto handshake = Handshake::Create(Handshake::Role::kServer, options_.cluster_key, kStoreToken,
+                                       options_.certificates != nullptr);
     if (!handshake.ok()) continue;  // no random numbers
     peers_.push_back({std::move(socket), *std::move(handshake), Deadline::After(options_.grace),
                       Deadline::After(options_.handshake_timeout)});
@@ -211,11 +212,9 @@ bool StoreServer::Greet(Peer& peer) {
 
 bool StoreServer::EstablishTls(Peer& peer) {
   if (!peer.handshake.done() || peer.ours) return true;
-  if (!options_.cluster_key.empty()) {
+  if (!options_.cluster_key.empty() || options_.certificates != nullptr) {
     if (peer.tls == nullptr) {
-      const absl::StatusOr<Digest> secret = peer.handshake.Secret();
-      if (!secret.ok()) return false;
-      auto tls = TlsSession::Create(Handshake::Role::kServer, *secret);
+      auto tls = TlsSession::Create(peer.handshake, options_.certificates);
       if (!tls.ok()) return false;
       peer.tls = *std::move(tls);
       // What came with the end of the handshake.
@@ -223,11 +222,14 @@ bool StoreServer::EstablishTls(Peer& peer) {
       peer.tls->AddInput(peer.in.copy(space.data(), space.size()));
       peer.in.clear();
     }
-    if (absl::Status status = peer.tls->Establish(); !status.ok()) {
-      refusals_.Add(peer.socket.fd(), peer.handshake, status);
+    const absl::Status status = peer.tls->Establish();
+    TakeTlsOutput(peer);
+    if (!status.ok()) {
+      refusals_.Add(peer.socket.fd(), peer.handshake, absl::UnauthenticatedError(status.message()));
+      // The client is told why, if there is room for it.
+      Write(peer);
       return false;
     }
-    TakeTlsOutput(peer);
     if (!peer.tls->established()) return true;
   }
   peer.ours = true;

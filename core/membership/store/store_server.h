@@ -21,6 +21,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "core/base/wire.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 #include "core/net/handshake.h"
 #include "core/net/refusal_log.h"
@@ -35,6 +36,7 @@ inline constexpr Token kStoreToken = {'d', 'i', 's', 't', 'g', 'r', 'a', 'd', ' 
 
 struct StoreServerOptions {
   ClusterKey cluster_key = {};
+  std::shared_ptr<Certificates> certificates = nullptr;
   // Connections that have not shown that they are ours. For one more the oldest is closed if it is
   // older than `grace`; otherwise the one more waits in the listener's queue. 0: half of the
   // descriptors that this process may have.

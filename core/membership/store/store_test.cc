@@ -42,9 +42,11 @@
 #include "core/membership/store/store_server.h"
 #include "core/membership/store/tcp_store.h"
 #include "core/membership/store/tcp_store_protocol.h"
+#include "core/net/certificates.h"
 #include "core/net/handshake.h"
 #include "core/net/socket.h"
 #include "gtest/gtest.h"
+#include "tests/testing/certificates.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/no_descriptors.h"
 #include "tests/testing/tcp_proxy.h"
@@ -930,6 +932,42 @@ TEST(TcpStoreTest, ClusterKey) {
   EXPECT_TRUE(absl::StrContains(other.message(), "DISTGRAD_KEY_FILE")) << other;
   EXPECT_FALSE(absl::StrContains(other.message(), "secret of")) << other;
   EXPECT_EQ((*server)->Get("key", Later()).value(), "x");
+}
+
+TEST(TcpStoreTest, Certificates) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority authority(folder + "/ours"), strange(folder + "/theirs");
+  const auto load = [](const CertificateFiles& files) { return Certificates::Load(files).value(); };
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.certificates = load(authority.Issue("server", {.names = "DNS:job"}));
+  options.deadline = Later();
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.is_server = false;
+  std::atomic<bool> seen{false};
+  const TcpProxy proxy((*server)->port(), [&](TcpProxy::Way, std::string bytes) {
+    if (absl::StrContains(bytes, "a secret") || absl::StrContains(bytes, "its name")) seen = true;
+    return bytes;
+  });
+  options.port = proxy.port();
+  options.certificates = load(authority.Issue("client", {.names = "DNS:job"}));
+  {
+    const auto client = NewTcpStore(options);
+    ASSERT_TRUE(client.ok()) << client.status();
+    ASSERT_TRUE((*client)->Set("its name", "a secret", Later()).ok());
+    EXPECT_EQ((*server)->Get("its name", Later()).value(), "a secret");
+  }
+  EXPECT_FALSE(seen);
+  options.certificates = load(strange.Issue("client", {.names = "DNS:job"}));
+  const absl::Status other = NewTcpStore(options).status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kUnauthenticated) << other;
+  EXPECT_TRUE(absl::StrContains(other.message(), "DISTGRAD_TLS_CA")) << other;
+  options.certificates = nullptr;
+  const absl::Status none = NewTcpStore(options).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kUnauthenticated) << none;
+  EXPECT_TRUE(absl::StrContains(none.message(), "uses certificates")) << none;
+  EXPECT_EQ((*server)->Get("its name", Later()).value(), "a secret");
 }
 
 // A dead address (of a machine that has two, say) costs a moment, not all of the time.

@@ -69,7 +69,8 @@ absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& opt
     DG_ASSIGN_OR_RETURN(Socket listener, Listen(host, options));
     DG_ASSIGN_OR_RETURN(port, listener.LocalPort());
     DG_ASSIGN_OR_RETURN(
-        server, StoreServer::Start(std::move(listener), {.cluster_key = options.cluster_key}));
+        server, StoreServer::Start(std::move(listener), {.cluster_key = options.cluster_key,
+                                                         .certificates = options.certificates}));
   } else if (port == 0) {
     return absl::InvalidArgumentError(absl::StrCat("the port of the store at ", host, " is 0"));
   }
@@ -79,6 +80,7 @@ absl::StatusOr<std::unique_ptr<TcpStore>> NewTcpStore(const TcpStoreOptions& opt
                       TcpStoreClient::Connect({.host = host,
                                                .port = port,
                                                .cluster_key = cluster_key,
+                                               .certificates = options.certificates,
                                                .resolver = options.resolver,
                                                .answer_timeout = options.answer_timeout},
                                               options.deadline));

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "core/membership/store.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 #include "core/net/socket.h"
 
@@ -22,9 +23,10 @@ struct TcpStoreOptions {
   std::string host = "127.0.0.1";  // a name or a number; where clients find the server
   uint16_t port = 0;               // 0: any free one (for the server only)
 
-  // The secret that both ends prove to each other before anything else is said; "": none. The
-  // store of a launcher knows nothing of it.
+  // The secret that both ends prove to each other before anything else is said; "": none. And what
+  // they show each other in TLS; null: none. The store of a launcher knows nothing of either.
   ClusterKey cluster_key = {};
+  std::shared_ptr<Certificates> certificates = nullptr;
   bool of_launcher = false;
 
   // Serve the store as well, on `bind_host` (default: `host`); "0.0.0.0" or "::" is every

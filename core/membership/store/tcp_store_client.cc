@@ -60,9 +60,10 @@ absl::Status AwaitDone(Socket& socket, Deadline deadline) {
   return socket.Receive(&done, sizeof(done), deadline);
 }
 
-absl::Status ShakeHands(Socket& socket, const ClusterKey& cluster_key, Deadline deadline) {
-  DG_ASSIGN_OR_RETURN(Handshake handshake,
-                      Handshake::Create(Handshake::Role::kClient, cluster_key, kStoreToken));
+absl::Status ShakeHands(Socket& socket, const ClusterKey& cluster_key,
+                        const std::shared_ptr<Certificates>& certificates, Deadline deadline) {
+  DG_ASSIGN_OR_RETURN(Handshake handshake, Handshake::Create(Handshake::Role::kClient, cluster_key,
+                                                             kStoreToken, certificates != nullptr));
   std::string bytes;
   while (!handshake.done()) {
     DG_RETURN_IF_ERROR(socket.Send(handshake.TakeOutput(), deadline));
@@ -78,9 +79,12 @@ absl::Status ShakeHands(Socket& socket, const ClusterKey& cluster_key, Deadline 
     DG_RETURN_IF_ERROR(Annotate(received, "the handshake"));
     DG_RETURN_IF_ERROR(handshake.Receive(bytes));
   }
-  if (cluster_key.empty()) return absl::OkStatus();
-  DG_ASSIGN_OR_RETURN(const Digest secret, handshake.Secret());
-  return Annotate(socket.StartTls(Handshake::Role::kClient, secret, deadline), "encrypting");
+  if (cluster_key.empty() && certificates == nullptr) return absl::OkStatus();
+  const absl::Status started = socket.StartTls(handshake, certificates, deadline);
+  if (absl::IsUnavailable(started) && certificates != nullptr) {
+    return absl::PermissionDeniedError(started.message());
+  }
+  return Annotate(started, "encrypting");
 }
 
 }  // namespace
@@ -131,7 +135,7 @@ absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const std::string known, options_.resolver(options_.host));
   DG_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(known, options_.port, deadline));
   if (is_ours()) {
-    DG_RETURN_IF_ERROR(ShakeHands(socket, *options_.cluster_key, deadline));
+    DG_RETURN_IF_ERROR(ShakeHands(socket, *options_.cluster_key, options_.certificates, deadline));
   }
   std::string hello;
   WireWriter writer(&hello);

@@ -18,6 +18,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/membership/store.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 #include "core/net/socket.h"
 
@@ -29,6 +30,7 @@ struct TcpStoreClientOptions {
   // The cluster key; it may be empty. Without one (nullopt) the server is c10d's, and there is no
   // handshake.
   std::optional<ClusterKey> cluster_key;
+  std::shared_ptr<Certificates> certificates = nullptr;  // of no use to c10d's
   Resolver resolver;
   // The time that the server may take for one answer before the client tries another connection.
   absl::Duration answer_timeout;

@@ -1,5 +1,6 @@
 // What an attacker between two workers sees, and what happens when it changes that.
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
@@ -10,10 +11,15 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/deadline.h"
+#include "core/net/certificates.h"
 #include "core/net/endpoint.h"
+#include "core/net/handshake.h"
+#include "core/net/socket.h"
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
 #include "core/transport/transport_testing.h"
 #include "gtest/gtest.h"
+#include "tests/testing/certificates.h"
 #include "tests/testing/tcp_proxy.h"
 
 namespace distgrad {
@@ -34,12 +40,13 @@ constexpr int kPackets = 3;
 // echoes.
 class Pair {
  public:
-  Pair(const std::string& key, TcpProxy::Edit edit) {
-    TensorPipeOptions options;
-    options.cluster_key = key;
-    options.unix_sockets = false;
-    server_ = NewTensorPipeTransport(options).value();
-    client_ = NewTensorPipeTransport(options).value();
+  Pair(const std::string& key, TcpProxy::Edit edit)
+      : Pair(WithKey(key), WithKey(key), std::move(edit)) {}
+
+  Pair(TensorPipeOptions server, TensorPipeOptions client, TcpProxy::Edit edit) {
+    server.unix_sockets = client.unix_sockets = false;
+    server_ = NewTensorPipeTransport(std::move(server)).value();
+    client_ = NewTensorPipeTransport(std::move(client)).value();
     const std::string address = server_
                                     ->Listen([this](std::shared_ptr<Connection> connection) {
                                       auto echo =
@@ -75,8 +82,15 @@ class Pair {
     }
   }
   RecordingReceiver& at_client() { return *at_client_; }
+  RecordingReceiver& at_server() { return *at_server_; }
 
  private:
+  static TensorPipeOptions WithKey(const std::string& key) {
+    TensorPipeOptions options;
+    options.cluster_key = key;
+    return options;
+  }
+
   class Echo final : public Receiver {
    public:
     Echo(std::shared_ptr<Connection> connection, std::shared_ptr<RecordingReceiver> log)
@@ -122,27 +136,139 @@ class Recorder {
 };
 
 // What all three packets bring through a proxy that only looks.
-std::string Watch(const std::string& key) {
+std::string Watch(const TensorPipeOptions& server, const TensorPipeOptions& client) {
   Recorder recorder;
-  Pair pair(key, recorder.Edit());
+  Pair pair(server, client, recorder.Edit());
   pair.SendAll();
   pair.at_client().AwaitPackets(kPackets);
   pair.ExpectPrefix();
   return recorder.seen();
 }
 
-TEST(TamperingTest, NothingCanBeReadThatHasAKey) {
+std::string Watch(const std::string& key) {
+  TensorPipeOptions options;
+  options.cluster_key = key;
+  return Watch(options, options);
+}
+
+// Parts of what is sent.
+std::vector<std::string> Secrets() {
   std::vector<std::string> secrets = {kBytes.substr(0, 30)};
   for (const size_t size : kSegments) {
     const Segment segment = PatternSegment(0, size);
     const auto* data = reinterpret_cast<const char*>(segment.data);
     for (size_t at = 0; at + 16 <= size; at += 999) secrets.emplace_back(data + at, 16);
   }
+  return secrets;
+}
+
+TEST(TamperingTest, NothingCanBeReadThatHasAKey) {
   const std::string open = Watch(""), encrypted = Watch(kKey);
-  for (const std::string& secret : secrets) {
+  for (const std::string& secret : Secrets()) {
     EXPECT_TRUE(absl::StrContains(open, secret));
     EXPECT_FALSE(absl::StrContains(encrypted, secret));
   }
+}
+
+TensorPipeOptions WithCertificates(CertificateFiles files, const std::string& key = "") {
+  TensorPipeOptions options;
+  options.cluster_key = key;
+  options.certificates = Certificates::Load(std::move(files)).value();
+  return options;
+}
+
+std::string Folder(const std::string& name) {
+  return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
+}
+
+TEST(TamperingTest, NothingCanBeReadOfThoseThatHaveCertificates) {
+  TestAuthority authority(Folder("agree"));
+  for (const std::string& key : {std::string(), kKey}) {  // without a key, and beside one
+    const std::string seen =
+        Watch(WithCertificates(authority.Issue("one", {.names = "DNS:job"}), key),
+              WithCertificates(authority.Issue("two", {.names = "DNS:job"}), key));
+    EXPECT_GT(seen.size(), 2 * kPackets * kBytes.size()) << "it has not all passed here";
+    for (const std::string& secret : Secrets()) EXPECT_FALSE(absl::StrContains(seen, secret));
+  }
+}
+
+TEST(TamperingTest, WhoHasAnotherCertificateOrNoneIsRefused) {
+  TestAuthority authority(Folder("ours")), other(Folder("theirs"));
+  const TensorPipeOptions honest = WithCertificates(authority.Issue("one", {.names = "DNS:job"}));
+  CertificateFiles strange = other.Issue("two", {.names = "DNS:job"});
+  strange.ca = authority.Issue("any", {.names = "DNS:job"}).ca;  // it takes ours
+  const auto expect_refused = [](const TensorPipeOptions& server, const TensorPipeOptions& client,
+                                 const std::string& words) {
+    Pair pair(server, client, [](Way, std::string bytes) { return bytes; });
+    pair.SendAll();
+    const absl::Status why = pair.at_client().AwaitClosed();
+    EXPECT_TRUE(absl::IsUnavailable(why) || absl::IsAborted(why)) << why;
+    EXPECT_TRUE(absl::StrContains(why.message(), words)) << why;
+    EXPECT_EQ(pair.at_server().count(), 0);
+    EXPECT_EQ(pair.at_client().count(), 0);
+  };
+  expect_refused(honest, WithCertificates(strange), "refuses this process's certificate");
+  expect_refused(WithCertificates(strange), honest, "DISTGRAD_TLS_CA");
+  expect_refused(honest, WithCertificates(authority.Issue("old", {.names = "DNS:job", .days = -1})),
+                 "refuses this process's certificate");
+  expect_refused(honest, TensorPipeOptions(), "uses certificates");
+  expect_refused(TensorPipeOptions(), honest, "has no certificates");
+}
+
+// What a client gets that has shaken hands as one that has the key, and wants TLS or not: whether
+// the other end goes on with TLS.
+bool EndsSpeakTls(bool server_asks, bool client_asks) {
+  TensorPipeOptions options;
+  options.cluster_key = kKey;
+  options.encrypts_unix = server_asks;
+  const auto server = NewTensorPipeTransport(options).value();
+  const auto nobody = std::make_shared<RecordingReceiver>();
+  const std::string address =
+      server->Listen([&](std::shared_ptr<Connection>) { return nobody; }).value();
+  const Endpoint endpoint = ParseEndpoint(address.substr(kScheme.size())).value();
+  Fd fd = NewSocketFor(endpoint, true).value();
+  EXPECT_EQ(StartConnecting(fd, endpoint, true), 0);
+  Socket socket(fd.Release());
+  const Deadline deadline = Deadline::After(absl::Minutes(1));
+  Handshake handshake =
+      Handshake::Create(Handshake::Role::kClient, kKey, endpoint.token, false, client_asks).value();
+  while (!handshake.done()) {
+    std::string bytes;
+    EXPECT_TRUE(socket.Send(handshake.TakeOutput(), deadline).ok());
+    bytes.resize(handshake.wanted());
+    EXPECT_TRUE(socket.Receive(bytes.data(), bytes.size(), deadline).ok());
+    EXPECT_TRUE(handshake.Receive(bytes).ok());
+  }
+  EXPECT_EQ(handshake.encrypts_unix(), server_asks || client_asks);
+  // One that speaks no TLS takes the first words of it for a frame that is too long.
+  return socket.StartTls(handshake, nullptr, deadline).ok();
+}
+
+TEST(TamperingTest, UnixSocketsAreEncryptedIfOneEndAsks) {
+  if (ThisPlace().empty()) GTEST_SKIP() << "this machine has no place for Unix-domain sockets";
+  EXPECT_FALSE(EndsSpeakTls(false, false));
+  EXPECT_TRUE(EndsSpeakTls(true, false));
+  EXPECT_TRUE(EndsSpeakTls(false, true));
+  EXPECT_TRUE(EndsSpeakTls(true, true));
+}
+
+// Two transports of which one asks; a segment large enough for any channel.
+TEST(TamperingTest, WhatIsEncryptedOnUnixSocketsArrives) {
+  TensorPipeOptions options;
+  options.cluster_key = kKey;
+  const auto client = NewTensorPipeTransport(options).value();
+  options.encrypts_unix = true;
+  const auto server = NewTensorPipeTransport(options).value();
+  const auto at_server = std::make_shared<RecordingReceiver>();
+  const auto at_client = std::make_shared<RecordingReceiver>();
+  const std::string address =
+      server->Listen([&](std::shared_ptr<Connection>) { return at_server; }).value();
+  const auto connection = client->Connect(address, at_client).value();
+  const std::vector<size_t> segments = {100, 1 << 20};
+  connection->Send(PatternPacket(0, kBytes, segments), nullptr);
+  at_server->AwaitPackets(1);
+  ExpectPattern(at_server->packet(0), 0, kBytes, segments);
+  connection->Close();
 }
 
 // Lets `edit` change the stream of one direction where it has come to `at` bytes, once. Then

@@ -473,7 +473,7 @@ class TensorPipeTransport final : public Transport {
     std::string url = scheme_ + "://";
     if (options_.kind != Kind::kShm) {
       DG_ASSIGN_OR_RETURN(const std::string host, ResolveBindHost(options_.host));
-      if (options_.cluster_key.empty() && !IsLoopback(host)) {
+      if (options_.cluster_key.empty() && options_.certificates == nullptr && !IsLoopback(host)) {
         DG_LOG(WARNING) << Name() << " listens on " << host
                         << " without a cluster key; see docs/security.md";
       }
@@ -564,15 +564,18 @@ absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
   if (options.kind == Kind::kSocket) {
     SocketOptions socket;
     socket.key = options.cluster_key;
+    socket.certificates = options.certificates;
+    socket.encrypts_unix = options.encrypts_unix;
     socket.handshake_timeout = options.handshake_timeout;
     socket.max_unauthenticated = options.max_unauthenticated;
     socket.unix_sockets = options.unix_sockets;
     DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-sockets"));
     return NewSocketTransport(*loop, std::move(socket));
   }
-  if (!options.cluster_key.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "TensorPipe's own transport ", Scheme(options.kind), " cannot use a cluster key"));
+  if (!options.cluster_key.empty() || options.certificates != nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("TensorPipe's own transport ",
+                                                   Scheme(options.kind),
+                                                   " cannot use a cluster key or certificates"));
   }
   // It runs only what a thread of TensorPipe's could not deliver itself.
   DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-deliver"));

@@ -19,6 +19,7 @@
 
 #include "absl/status/statusor.h"
 #include "core/base/clock.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 #include "core/transport/device_memory.h"
 #include "core/transport/transport.h"
@@ -47,6 +48,10 @@ struct TensorPipeOptions {
   // it, and TCP is encrypted; see core/transport/tensorpipe/socket and docs/security.md. Only
   // kSocket can.
   ClusterKey cluster_key;
+  // What each end shows the other in TLS; null: none. For the kind kSocket alone, as the key is.
+  std::shared_ptr<Certificates> certificates = nullptr;
+  // Whether Unix-domain sockets are encrypted, too, where there is one of these.
+  bool encrypts_unix = false;
 
   // Whether processes of one user on one machine use Unix-domain sockets (kSocket only).
   bool unix_sockets = true;

@@ -62,18 +62,13 @@ SocketConnection::SocketConnection(std::shared_ptr<Loop> loop)
       }) {}
 
 std::shared_ptr<SocketConnection> SocketConnection::Adopt(std::shared_ptr<Loop> loop, Fd fd,
-                                                          const std::optional<Digest>& secret,
-                                                          const SocketOptions& options) {
+                                                          std::unique_ptr<TlsSession> tls) {
   auto connection = std::make_shared<SocketConnection>(std::move(loop));
   connection->strand_.Run(
-      [self = connection.get(), fd = std::move(fd), &secret, &options]() mutable {
+      [self = connection.get(), fd = std::move(fd), tls = std::move(tls)]() mutable {
         self->fd_ = std::move(fd);
-        if (secret.has_value()) {
-          self->AwaitOpen(options.handshake_timeout);
-          self->StartTls(Handshake::Role::kServer, *secret);
-        } else {
-          self->Open();
-        }
+        self->tls_ = std::move(tls);
+        self->Open();
         if (self->state_ != State::kClosed) self->AddToLoop(kReadEvents);
       });
   return connection;
@@ -97,10 +92,11 @@ std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop
   auto connection = std::make_shared<SocketConnection>(std::move(loop));
   connection->strand_.Run([self = connection, &endpoint, &options] {
     self->endpoint_ = std::move(endpoint);
-    self->key_ = options.key;
+    self->options_ = options;
     self->is_unix_ =
         options.unix_sockets && !ThisPlace().empty() && self->endpoint_.place == ThisPlace();
-    auto handshake = Handshake::Create(Handshake::Role::kClient, self->key_, self->endpoint_.token);
+    auto handshake = Handshake::Create(Handshake::Role::kClient, options.key, self->endpoint_.token,
+                                       options.certificates != nullptr, options.encrypts_unix);
     if (!handshake.ok()) return self->Fail(handshake.status().message());
     self->handshake_ = *std::move(handshake);
     if (!self->is_unix_ && IsLoopback(self->endpoint_.tcp) &&
@@ -266,10 +262,8 @@ void SocketConnection::ShakeHands() {
       return FailErrno("handshake", errno);
     }
     if (handshake_->done()) {
-      if (key_.empty() || is_unix_) return Open();
-      const absl::StatusOr<Digest> secret = handshake_->Secret();
-      if (!secret.ok()) return Fail(secret.status().message());
-      StartTls(Handshake::Role::kClient, *secret);
+      if (!options_.Encrypts(*handshake_, is_unix_)) return Open();
+      StartTls();
       return EstablishTls();
     }
     if (!readable_) return;
@@ -292,8 +286,9 @@ void SocketConnection::ShakeHands() {
   }
 }
 
-void SocketConnection::StartTls(Handshake::Role role, const Digest& secret) {
-  absl::StatusOr<std::unique_ptr<TlsSession>> tls = TlsSession::Create(role, secret);
+void SocketConnection::StartTls() {
+  absl::StatusOr<std::unique_ptr<TlsSession>> tls =
+      TlsSession::Create(*handshake_, options_.certificates);
   if (!tls.ok()) return Fail(tls.status().message());
   tls_ = *std::move(tls);
   state_ = State::kEstablishingTls;
@@ -301,13 +296,14 @@ void SocketConnection::StartTls(Handshake::Role role, const Digest& secret) {
 
 void SocketConnection::EstablishTls() {
   while (state_ == State::kEstablishingTls) {
-    if (absl::Status status = tls_->Establish(); !status.ok()) return Fail(status.message());
-    // It always fits into a new socket, as the handshake did.
+    const absl::Status status = tls_->Establish();
+    // It always fits into a new socket, as the handshake did. The other end is also told why it is
+    // refused.
     const absl::string_view output = tls_->output();
-    if (!output.empty() && send(fd_.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
-                               static_cast<ssize_t>(output.size())) {
-      return FailErrno("handshake", errno);
-    }
+    const bool sent = output.empty() || send(fd_.get(), output.data(), output.size(),
+                                             MSG_NOSIGNAL) == static_cast<ssize_t>(output.size());
+    if (!status.ok()) return Fail(status.message());
+    if (!sent) return FailErrno("handshake", errno);
     tls_->DropOutput(output.size());
     if (tls_->established()) return Open();
     if (!ReceiveTlsInput()) return;

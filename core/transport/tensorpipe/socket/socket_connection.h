@@ -9,8 +9,9 @@
 // thread reads. A read fetches whatever has arrived, up to a buffer's size, in one system call; a
 // large frame goes straight to where its reader wants it.
 //
-// With a cluster key all of that is inside of TLS (core/net/tls.h), but on Unix-domain sockets,
-// which do not leave the machine and whose both ends are processes of one user.
+// With a cluster key or certificates all of that is inside of TLS (core/net/tls.h), but on
+// Unix-domain sockets unless that is asked for: they do not leave the machine, and both ends are
+// processes of one user.
 #ifndef DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_CONNECTION_H_
 #define DISTGRAD_CORE_TRANSPORT_TENSORPIPE_SOCKET_SOCKET_CONNECTION_H_
 
@@ -51,11 +52,10 @@ class SocketConnection final : public Loop::Handler,
   using ReadDone = std::function<void(const Error&, const void*, size_t)>;
   using WriteDone = std::function<void(const Error&)>;
 
-  // Takes over a socket that has passed its handshake as a server, by which the ends have this
-  // secret if what follows is to be encrypted.
+  // Takes over a socket that has passed its handshake as a server, and if what follows is encrypted
+  // the handshake of TLS, too; else `tls` is null.
   static std::shared_ptr<SocketConnection> Adopt(std::shared_ptr<Loop> loop, Fd fd,
-                                                 const std::optional<Digest>& secret,
-                                                 const SocketOptions& options);
+                                                 std::unique_ptr<TlsSession> tls);
   // Starts to connect and to prove that this process belongs there. Reads and writes may be asked
   // for at once.
   static std::shared_ptr<SocketConnection> Connect(std::shared_ptr<Loop> loop, Endpoint endpoint,
@@ -110,7 +110,7 @@ class SocketConnection final : public Loop::Handler,
   void StartConnecting();
   void FinishConnecting();
   void ShakeHands();
-  void StartTls(Handshake::Role role, const Digest& secret);
+  void StartTls();
   void EstablishTls();
   void Open();
   void AwaitOpen(absl::Duration timeout);
@@ -158,12 +158,12 @@ class SocketConnection final : public Loop::Handler,
 
   // While connecting.
   Endpoint endpoint_;
-  ClusterKey key_;
+  SocketOptions options_;
   bool is_unix_ = false;
   std::optional<Handshake> handshake_;
   Loop::TimerId deadline_ = 0, retry_ = 0;
 
-  // Set with a cluster key, but for Unix-domain sockets.
+  // Set where it is encrypted.
   std::unique_ptr<TlsSession> tls_;
   size_t encrypted_ = 0;  // bytes of writes_ that are in its output
 

@@ -194,13 +194,15 @@ void SocketListener::AddClient(Fd fd, bool is_unix) {
   } else {
     SetNoDelay(fd);
   }
-  auto handshake = Handshake::Create(Handshake::Role::kServer, options_.key, token_);
+  auto handshake = Handshake::Create(Handshake::Role::kServer, options_.key, token_,
+                                     options_.certificates != nullptr, options_.encrypts_unix);
   if (!handshake.ok()) {
     DG_LOG(ERROR) << "cannot take a connection: " << handshake.status();
     return;
   }
   const auto client = clients_.insert(
-      clients_.end(), Client{std::move(fd), 0, is_unix, *std::move(handshake), Loop::Now()});
+      clients_.end(),
+      Client{std::move(fd), 0, is_unix, *std::move(handshake), nullptr, Loop::Now()});
   // While the client is in the list the loop knows its id; both go together, on our strand.
   client->id = loop_->Add(
       std::make_shared<Events>(weak_from_this(), [id = &client->id](SocketListener& self) {
@@ -247,16 +249,42 @@ void SocketListener::ShakeHands(Clients::iterator client) {
       return Dismiss(client, absl::UnavailableError("it does not read what we answer"));
     }
   }
-  std::optional<Digest> secret;
-  if (!options_.key.empty() && !client->is_unix) {
-    absl::StatusOr<Digest> derived = handshake.Secret();
-    if (!derived.ok()) return Dismiss(client, derived.status());
-    secret = *derived;
+  if (!options_.Encrypts(handshake, client->is_unix)) return Adopt(client);
+  if (client->tls == nullptr) {
+    auto tls = TlsSession::Create(handshake, options_.certificates);
+    if (!tls.ok()) return Dismiss(client, tls.status());
+    client->tls = *std::move(tls);
   }
+  EstablishTls(client);
+}
+
+void SocketListener::EstablishTls(Clients::iterator client) {
+  TlsSession& tls = *client->tls;
+  for (;;) {
+    const absl::Status status = tls.Establish();
+    // It always fits into a new socket. The other end is also told why it is refused.
+    const absl::string_view output = tls.output();
+    const bool sent = output.empty() || send(client->fd.get(), output.data(), output.size(),
+                                             MSG_NOSIGNAL) == static_cast<ssize_t>(output.size());
+    if (!status.ok()) return Dismiss(client, absl::UnauthenticatedError(status.message()));
+    if (!sent) return Dismiss(client, absl::UnavailableError("it does not read what we answer"));
+    tls.DropOutput(output.size());
+    if (tls.established()) return Adopt(client);
+    const absl::Span<char> space = tls.InputSpace();
+    const ssize_t n = recv(client->fd.get(), space.data(), space.size(), 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return;
+    if (n <= 0) return Dismiss(client, absl::UnavailableError("it went away"));
+    tls.AddInput(static_cast<size_t>(n));
+  }
+}
+
+void SocketListener::Adopt(Clients::iterator client) {
   loop_->Unwatch(client->fd.get());
   Fd fd = std::move(client->fd);
+  std::unique_ptr<TlsSession> tls = std::move(client->tls);
   Forget(client);
-  ready_.push_back(SocketConnection::Adopt(loop_, std::move(fd), secret, options_));
+  ready_.push_back(SocketConnection::Adopt(loop_, std::move(fd), std::move(tls)));
   HandOver();
 }
 

@@ -59,6 +59,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
     uint64_t id = 0;
     bool is_unix = false;
     Handshake handshake;
+    std::unique_ptr<TlsSession> tls;  // where it follows the handshake
     absl::Time since;
     Loop::TimerId deadline = 0;
   };
@@ -73,6 +74,9 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   void Resume();
   void AddClient(Fd fd, bool is_unix);
   void ShakeHands(Clients::iterator client);
+  // Goes on with the handshake of TLS.
+  void EstablishTls(Clients::iterator client);
+  void Adopt(Clients::iterator client);
   void Dismiss(Clients::iterator client, const absl::Status& why);
   void Forget(Clients::iterator client);
   void HandOver();

@@ -1,0 +1,69 @@
+// The certificate by which this process shows the other processes of its job who it is, and by what
+// it knows theirs. For jobs whose platform issues certificates (SPIFFE, cert-manager), in the place
+// of a cluster key or beside one.
+//
+// The files may be replaced while the job runs: each new connection looks whether they have
+// changed, and reads them anew if so. Connections that stand go on as they are.
+#ifndef DISTGRAD_CORE_NET_CERTIFICATES_H_
+#define DISTGRAD_CORE_NET_CERTIFICATES_H_
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+
+namespace distgrad {
+
+struct CertificateFiles {
+  std::string cert;  // PEM: this process's certificate, and then those between it and the authority
+  std::string key;   // PEM: its private key
+  std::string ca;    // PEM: the authorities whose certificates are accepted
+  // The name that a certificate of the others has to have: a DNS name, an IP address, or a URI
+  // ("spiffe://cluster/ns/train/sa/trainer"), among its subjectAltNames. "": one of those that this
+  // process's own certificate has.
+  std::string name = {};
+};
+
+// Thread-safe.
+class Certificates {
+ public:
+  // What OpenSSL keeps of one version of the files. Immutable.
+  class Version;
+
+  // kInvalidArgument, with the file and the variable to set, if one is not given or cannot be used;
+  // for instance a key that is not the certificate's, or a certificate without a name.
+  static absl::StatusOr<std::shared_ptr<Certificates>> Load(CertificateFiles files);
+  ~Certificates();
+  Certificates(const Certificates&) = delete;
+  Certificates& operator=(const Certificates&) = delete;
+
+  // Returns what a new connection uses: that of the files as they are now, or, with a warning in
+  // the log, the former one if they cannot be used.
+  std::shared_ptr<const Version> Current() ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  explicit Certificates(CertificateFiles files) : files_(std::move(files)) {}
+
+  const CertificateFiles files_;
+  absl::Mutex mu_;
+  std::shared_ptr<const Version> version_ ABSL_GUARDED_BY(mu_);
+  std::string stamp_ ABSL_GUARDED_BY(mu_);  // of the files when they were looked at last
+};
+
+// The certificates of this process, from the files that DISTGRAD_TLS_CERT, DISTGRAD_TLS_KEY and
+// DISTGRAD_TLS_CA name, and the name that DISTGRAD_TLS_NAME says; nullptr where none is set.
+// kInvalidArgument if some are set and others are not; else what Load() says.
+absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates(
+    const std::function<std::optional<std::string>(const std::string&)>& getenv);
+
+// The same with this process's environment.
+absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates();
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_NET_CERTIFICATES_H_

@@ -1,0 +1,227 @@
+// Two ends with certificates: of one authority and of two, with names that fit and others, expired,
+// rotated, and missing.
+#include "core/net/certificates.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "core/base/log.h"
+#include "core/net/handshake.h"
+#include "core/net/tls.h"
+#include "tests/testing/certificates.h"
+
+namespace distgrad {
+namespace {
+
+using Role = Handshake::Role;
+
+std::string Folder(const std::string& name) {
+  return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
+}
+
+std::shared_ptr<Certificates> Load(CertificateFiles files, const std::string& name = "") {
+  files.name = name;
+  auto certificates = Certificates::Load(std::move(files));
+  EXPECT_TRUE(certificates.ok()) << certificates.status();
+  return *certificates;
+}
+
+void Pass(TlsSession& from, TlsSession& to) {
+  absl::string_view output = from.output();
+  while (!output.empty()) {
+    const absl::Span<char> space = to.InputSpace();
+    const size_t size = output.copy(space.data(), space.size());
+    to.AddInput(size);
+    from.DropOutput(size);
+    output = from.output();
+  }
+}
+
+// What each end says when they have talked: the client's and the server's.
+std::pair<absl::Status, absl::Status> Talk(Certificates& client_has, Certificates& server_has) {
+  const auto client = TlsSession::Create(Role::kClient, client_has).value();
+  const auto server = TlsSession::Create(Role::kServer, server_has).value();
+  std::pair<absl::Status, absl::Status> said;
+  char word[5] = {};
+  for (int i = 0; i < 4; ++i) {
+    if (said.first.ok()) said.first = client->Establish();
+    Pass(*client, *server);
+    if (said.second.ok()) said.second = server->Establish();
+    Pass(*server, *client);
+  }
+  // A client hears of what the server thinks of its certificate when it reads.
+  if (said.second.ok() && server->established()) said.second = server->Write("hello");
+  Pass(*server, *client);
+  if (said.first.ok()) {
+    const absl::StatusOr<size_t> n = client->Read(word, sizeof(word));
+    said.first = n.status();
+    if (n.ok()) {
+      EXPECT_EQ(std::string(word, *n), "hello");
+    }
+  }
+  return said;
+}
+
+void ExpectAgreed(Certificates& one, Certificates& other) {
+  for (const auto& [client, server] : {std::pair(&one, &other), std::pair(&other, &one)}) {
+    const auto [by_client, by_server] = Talk(*client, *server);
+    EXPECT_TRUE(by_client.ok()) << by_client;
+    EXPECT_TRUE(by_server.ok()) << by_server;
+  }
+}
+
+// `refuses`: what the end that refuses says. The other one learns that it is refused. `both`: each
+// would refuse the other, and a server then hears of that before it looks itself.
+void ExpectRefused(Certificates& honest, Certificates& other, const std::string& refuses,
+                   bool both = false) {
+  const auto as_server = Talk(other, honest), as_client = Talk(honest, other);
+  for (const absl::Status& status : {both ? as_server.first : as_server.second, as_client.first}) {
+    EXPECT_TRUE(absl::StrContains(status.message(), "the other end's certificate is refused"))
+        << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), refuses)) << status;
+  }
+  for (const absl::Status& status : {both ? as_server.second : as_server.first, as_client.second}) {
+    EXPECT_TRUE(absl::StrContains(status.message(), "refuses this process's certificate"))
+        << status;
+  }
+}
+
+TEST(CertificatesTest, OfOneAuthorityWithANameInCommonTheyAgree) {
+  TestAuthority authority(Folder("agree"));
+  const auto one = Load(authority.Issue("one", {.names = "DNS:one.example,URI:spiffe://c/sa/t"}));
+  const auto two = Load(authority.Issue("two", {.names = "DNS:two.example,URI:spiffe://c/sa/t"}));
+  ExpectAgreed(*one, *two);
+}
+
+TEST(CertificatesTest, WithoutANameInCommonTheyDoNotUnlessItIsSaidWhichTheOthersHave) {
+  TestAuthority authority(Folder("names"));
+  const CertificateFiles one = authority.Issue("one", {.names = "DNS:one.example"});
+  const CertificateFiles two = authority.Issue(
+      "two", {.names = "DNS:Two.example,DNS:*.pods.example,IP:10.0.0.7,URI:spiffe://c/sa/two"});
+  ExpectRefused(*Load(one), *Load(two), "DISTGRAD_TLS_NAME", true);
+  const auto server = Load(two, "one.example");
+  for (const std::string& name :
+       {std::string("two.example"), std::string("TWO.example"), std::string("a.pods.example"),
+        std::string("10.0.0.7"), std::string("spiffe://c/sa/two")}) {
+    SCOPED_TRACE(name);
+    ExpectAgreed(*Load(one, name), *server);
+  }
+  for (const std::string& name :
+       {std::string("wo.example"), std::string("example"), std::string("a.b.pods.example"),
+        std::string("10.0.0.70"), std::string("spiffe://c/sa/two/x"), std::string("spiffe://c/sa"),
+        std::string("two"), std::string("10.0.0")}) {
+    SCOPED_TRACE(name);
+    ExpectRefused(*Load(one, name), *server, "it is for ");
+  }
+}
+
+TEST(CertificatesTest, OfAnotherAuthorityOrExpiredTheyAreRefused) {
+  TestAuthority authority(Folder("good")), other(Folder("bad"));
+  const auto honest = Load(authority.Issue("one", {.names = "DNS:job"}));
+  ExpectRefused(*honest, *Load(other.Issue("two", {.names = "DNS:job"})), "DISTGRAD_TLS_CA", true);
+  ExpectRefused(*honest, *Load(authority.Issue("old", {.names = "DNS:job", .days = -1})),
+                "certificate has expired");
+}
+
+// An agent of the platform replaces the files before they expire.
+TEST(CertificatesTest, FilesThatAreReplacedAreReadAnew) {
+  TestAuthority authority(Folder("rotated"));
+  const auto other = Load(authority.Issue("two", {.names = "DNS:job"}));
+  const auto certificates = Load(authority.Issue("one", {.names = "DNS:job", .days = -1}));
+  const auto former = certificates->Current();
+  EXPECT_EQ(certificates->Current(), former);
+  ExpectRefused(*other, *certificates, "certificate has expired");
+  const CertificateFiles files = authority.Issue("one", {.names = "DNS:job"});
+  EXPECT_NE(certificates->Current(), former);
+  ExpectAgreed(*other, *certificates);
+
+  // Until they are whole again the ones before are used.
+  int warnings = 0;
+  SetLogSink([&](LogSeverity, absl::string_view text) {
+    if (absl::StrContains(text, "DISTGRAD_TLS_CERT")) ++warnings;
+  });
+  std::ofstream(files.cert) << "half of a";
+  ExpectAgreed(*other, *certificates);
+  SetLogSink(nullptr);
+  EXPECT_EQ(warnings, 1) << "one for each time that they change";
+  authority.Issue("one", {.names = "DNS:another"});
+  ExpectRefused(*other, *certificates, "DNS:", true);
+}
+
+TEST(CertificatesTest, FilesThatCannotBeUsedAreNamed) {
+  TestAuthority authority(Folder("unusable"));
+  const CertificateFiles good = authority.Issue("one", {.names = "DNS:job"});
+  const auto refused = [](const CertificateFiles& files, const std::string& words) {
+    const absl::Status status = Certificates::Load(files).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), words)) << status;
+  };
+  CertificateFiles files = good;
+  files.key = authority.Issue("two", {.names = "DNS:job"}).key;
+  refused(files, "DISTGRAD_TLS_KEY");
+  files = good;
+  files.cert = "/no/such/file";
+  refused(files, "DISTGRAD_TLS_CERT");
+  files = good;
+  files.ca = good.key;
+  refused(files, "DISTGRAD_TLS_CA");
+  files = good;
+  files.ca.clear();
+  refused(files, "DISTGRAD_TLS_CA");
+  refused(authority.Issue("nobody", {.names = ""}), "DISTGRAD_TLS_NAME");
+}
+
+TEST(CertificatesTest, OfTheEnvironmentAllOrNone) {
+  TestAuthority authority(Folder("environment"));
+  const CertificateFiles files = authority.Issue("one", {.names = "DNS:job"});
+  std::map<std::string, std::string> variables;
+  const auto load = [&] {
+    return LoadCertificates([&](const std::string& name) -> std::optional<std::string> {
+      const auto found = variables.find(name);
+      if (found == variables.end()) return std::nullopt;
+      return found->second;
+    });
+  };
+  ASSERT_TRUE(load().ok());
+  EXPECT_EQ(*load(), nullptr);
+  variables["DISTGRAD_TLS_CERT"] = files.cert;
+  EXPECT_TRUE(absl::StrContains(load().status().message(), "DISTGRAD_TLS_KEY"));
+  variables["DISTGRAD_TLS_KEY"] = files.key;
+  variables["DISTGRAD_TLS_CA"] = files.ca;
+  ASSERT_TRUE(load().ok()) << load().status();
+  EXPECT_NE(*load(), nullptr);
+  variables["DISTGRAD_TLS_NAME"] = "";
+  EXPECT_TRUE(absl::IsInvalidArgument(load().status()));
+}
+
+// An end that has a cluster key's secret and no certificate.
+TEST(CertificatesTest, NoSecretPassesForACertificate) {
+  TestAuthority authority(Folder("secret"));
+  const auto certificates = Load(authority.Issue("one", {.names = "DNS:job"}));
+  for (const Role role : {Role::kClient, Role::kServer}) {
+    const auto one = TlsSession::Create(role, *certificates).value();
+    const auto other =
+        TlsSession::Create(role == Role::kClient ? Role::kServer : Role::kClient, Digest{1, 2, 3})
+            .value();
+    absl::Status by_one, by_other;
+    for (int i = 0; i < 4; ++i) {
+      if (by_one.ok()) by_one = one->Establish();
+      Pass(*one, *other);
+      if (by_other.ok()) by_other = other->Establish();
+      Pass(*other, *one);
+    }
+    EXPECT_FALSE(one->established());
+    EXPECT_FALSE(other->established());
+  }
+}
+
+}  // namespace
+}  // namespace distgrad
