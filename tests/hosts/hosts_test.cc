@@ -7,7 +7,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +19,8 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "gtest/gtest.h"
+#include "tests/hosts/tap_switch.h"
+#include "tests/testing/certificates.h"
 
 namespace distgrad {
 namespace {
@@ -141,6 +145,65 @@ TEST_F(HostsTest, TrainOverTheNetwork) {
   EXPECT_GE(hosts_->ReceivedBytes(1) - before, 2 * kBytes);
   ExpectDone(*members_[1], "train 2 4096");
   LeaveAll();
+}
+
+// Of these words, those that somebody sees who records all frames between two hosts while workers
+// call each other there and train.
+std::set<std::string> SeenOnTheCable(const std::set<std::string>& words,
+                                     const std::function<void(Hosts&)>& job) {
+  auto hosts = Hosts::Create({.taps = true});
+  EXPECT_TRUE(hosts.ok()) << hosts.status();
+  std::set<std::string> seen;
+  int64_t bytes = 0;
+  {
+    TapSwitch taps({(*hosts)->Tap(0), (*hosts)->Tap(1)}, /*seed=*/1, [&](const std::string& frame) {
+      bytes += static_cast<int64_t>(frame.size());
+      for (const std::string& word : words) {
+        if (absl::StrContains(frame, word)) seen.insert(word);
+      }
+    });
+    job(**hosts);
+  }
+  std::printf("  %lld bytes of frames, %zu of %zu words seen\n", static_cast<long long>(bytes),
+              seen.size(), words.size());
+  EXPECT_GT(bytes, 2 << 20) << "the job's tensors did not pass here";
+  return seen;
+}
+
+TEST_F(HostsTest, WhoRecordsAllFramesSeesNoTensorAndNoName) {
+  // Without a place for cables that end here, this machine cannot record them.
+  if (const auto hosts = Hosts::Create({.taps = true}); !hosts.ok()) {
+    GTEST_SKIP() << hosts.status().message();
+  }
+  // What "call" sends (0.5, again and again), names of functions and of an operator's kind of
+  // object, a worker's name, and keys of the store.
+  std::string tensor;
+  for (int i = 0; i < 16; ++i) tensor += std::string("\0\0\0\x3f", 4);
+  const std::set<std::string> words = {tensor, "forward", "weight", "worker1", "incarnations"};
+  const auto run = [&](const Variables& security) {
+    return SeenOnTheCable(words, [&](Hosts& hosts) {
+      members_.clear();
+      for (int rank : {0, 1}) {
+        Variables variables = Place(rank);
+        variables.erase("DISTGRAD_KEY");
+        variables.insert(security.begin(), security.end());
+        members_.push_back(hosts.Start(rank, {kMember}, variables));
+      }
+      for (const auto& member : members_) ExpectJoined(*member);
+      ExpectDone(*members_[0], absl::StrCat("call worker1 ", 1 << 20));
+      ExpectDone(*members_[0], absl::StrCat("train 2 ", 1 << 18));
+      LeaveAll();
+      members_.clear();
+    });
+  };
+  EXPECT_EQ(run({}), words) << "this test does not see what is there";
+  EXPECT_EQ(run({{"DISTGRAD_KEY", kKey}}), std::set<std::string>());
+  TestAuthority authority(testing::TempDir() + "/certificates");
+  const CertificateFiles files = authority.Issue("worker", {.names = "URI:spiffe://job/worker"});
+  EXPECT_EQ(run({{"DISTGRAD_TLS_CERT", files.cert},
+                 {"DISTGRAD_TLS_KEY", files.key},
+                 {"DISTGRAD_TLS_CA", files.ca}}),
+            std::set<std::string>());
 }
 
 TEST_F(HostsTest, TrainOverASlowLink) {

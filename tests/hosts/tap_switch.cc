@@ -50,8 +50,12 @@ bool SwapWords(std::string& frame, uint64_t random) {
   return false;
 }
 
-TapSwitch::TapSwitch(std::vector<int> taps, uint64_t seed)
-    : taps_(std::move(taps)), cables_(taps_.size()), addresses_(taps_.size()), random_(seed) {
+TapSwitch::TapSwitch(std::vector<int> taps, uint64_t seed, Watch watch)
+    : taps_(std::move(taps)),
+      watch_(std::move(watch)),
+      cables_(taps_.size()),
+      addresses_(taps_.size()),
+      random_(seed) {
   for (std::vector<Cable>& row : cables_) row.resize(taps_.size());
   DG_CHECK(pipe2(wake_, O_CLOEXEC) == 0) << std::strerror(errno);
   thread_ = std::thread([this] { Run(); });
@@ -102,6 +106,7 @@ void TapSwitch::Receive(size_t from) {
     if (n < static_cast<ssize_t>(kEthernetHeader)) return;
     const Time now = std::chrono::steady_clock::now();
     const std::string frame(bytes, static_cast<size_t>(n));
+    if (watch_ != nullptr) watch_(frame);
     const std::lock_guard<std::mutex> lock(mu_);
     addresses_[from] = frame.substr(kAddress, kAddress);
     const auto known = std::find(addresses_.begin(), addresses_.end(), frame.substr(0, kAddress));

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <random>
 #include <string>
@@ -31,8 +32,11 @@ struct CableSettings {
 // Thread-safe.
 class TapSwitch {
  public:
+  // Sees each frame that a host sends, on the switch's thread.
+  using Watch = std::function<void(const std::string& frame)>;
+
   // The descriptors have to last as long as this object; they do not block.
-  TapSwitch(std::vector<int> taps, uint64_t seed);
+  TapSwitch(std::vector<int> taps, uint64_t seed, Watch watch = nullptr);
   ~TapSwitch();
   TapSwitch(const TapSwitch&) = delete;
   TapSwitch& operator=(const TapSwitch&) = delete;
@@ -62,6 +66,7 @@ class TapSwitch {
   Time SendDue(Time now);
 
   const std::vector<int> taps_;
+  const Watch watch_;
   int wake_[2];  // a pipe: its end tells the thread to end
 
   mutable std::mutex mu_;
