@@ -20,6 +20,7 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(
   }
   options.store = std::move(rendezvous.store);
   options.cluster_key = std::move(rendezvous.cluster_key);
+  options.certificates = std::move(rendezvous.certificates);
   options.rank = rendezvous.place.rank;
   options.size = rendezvous.place.world_size;
   return ProcessGroup::Create(std::move(options));

@@ -28,6 +28,8 @@ constexpr char kHasAll = 'a';
 // How often it is asked whether another rank has failed while this one waits for it: at first, and
 // at most. All ranks ask, and who has gone is noticed without.
 constexpr absl::Duration kFirstAsk = absl::Milliseconds(200), kLastAsk = absl::Seconds(2);
+// Attempts where the ranks have certificates, which take some seconds with what is below.
+constexpr int kMaxAttempts = 8;
 // The time until another attempt to connect: at first, and at most.
 constexpr absl::Duration kFirstRetry = absl::Milliseconds(10), kLastRetry = absl::Seconds(1);
 
@@ -70,6 +72,7 @@ absl::Status EncryptedContext::Connect() {
   DG_ASSIGN_OR_RETURN(loop_, Loop::Start("dg-gloo"));
   SocketOptions socket;
   socket.key = options_.cluster_key;
+  socket.certificates = options_.certificates;
   socket.unix_sockets = false;
   // The ranks alone, however many there are, never close each other's connections.
   socket.max_unauthenticated += static_cast<size_t>(size);
@@ -126,6 +129,7 @@ absl::Status EncryptedContext::OpenAll(Deadline deadline) {
 void EncryptedContext::Open(int other) {
   SocketOptions socket;
   socket.key = options_.cluster_key;
+  socket.certificates = options_.certificates;
   socket.unix_sockets = false;
   socket.handshake_timeout = options_.connect_timeout;
   Endpoint endpoint;
@@ -197,7 +201,9 @@ void EncryptedContext::OnOutEnded(int other, const std::shared_ptr<SocketConnect
     absl::MutexLock lock(&mu_);
     Peer& peer = peers_[other];
     if (peer.out != out) return;
-    is_over = all_open_ || !aborted_.ok();
+    // The keys have been compared before; a certificate that is not accepted shows here alone.
+    is_over = all_open_ || !aborted_.ok() ||
+              (options_.certificates != nullptr && peer.attempts >= kMaxAttempts);
     if (!is_over) {
       // It was closed for the sake of others, perhaps, or something on its way has changed a byte.
       peer.out = nullptr;

@@ -9,12 +9,15 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "core/membership/store.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 
 namespace distgrad {
 
 struct EncryptedGlooOptions {
-  ClusterKey cluster_key;  // not empty
+  // At least one of the two.
+  ClusterKey cluster_key;
+  std::shared_ptr<Certificates> certificates = nullptr;
   // What the ranks of this start of this group have in common, and those of no other.
   Digest group_id = {};
   // The address, name or interface at which the others can reach this rank.

@@ -31,11 +31,13 @@
 #include "absl/time/clock.h"
 #include "core/membership/store.h"
 #include "core/membership/store/in_process_store.h"
+#include "core/net/certificates.h"
 #include "core/net/endpoint.h"
 #include "core/net/handshake.h"
 #include "core/net/socket.h"
 #include "core/parallel/process_group/process_group.h"
 #include "core/tensor/exception.h"
+#include "tests/testing/certificates.h"
 #include "tests/testing/forwarding_store.h"
 #include "tests/testing/tcp_proxy.h"
 
@@ -183,6 +185,54 @@ TEST(EncryptedGlooTest, WhoListensSeesNoTensor) {
   for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.equal(average));
   EXPECT_GT(seen.size(), 2 * average.nbytes()) << "it has not all passed here";
   for (const std::string& secret : secrets) EXPECT_FALSE(absl::StrContains(seen, secret));
+}
+
+TEST(EncryptedGlooTest, WithCertificatesAloneWhoListensSeesNoTensor) {
+  TestAuthority authority(std::string(std::getenv("TEST_TMPDIR")) + "/group");
+  absl::Mutex mu;
+  std::string seen;
+  const std::vector<Tensor> tensors = {at::rand({10'000}), at::rand({10'000})};
+  const Tensor average = tensors[0].add(tensors[1]).div(2);
+  const std::string secret = BytesOf(tensors[0]).substr(5'000, 16);
+  Proxies proxies([&](Way, std::string bytes) {
+    absl::MutexLock lock(&mu);
+    seen += bytes;
+    return bytes;
+  });
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    ProcessGroupOptions options = Options(proxies.store, rank, 2, ClusterKey());
+    options.certificates =
+        Certificates::Load(authority.Issue(absl::StrCat(rank), {.names = "URI:spiffe://job/rank"}))
+            .value();
+    threads.emplace_back([&, rank, options] {
+      const auto group = ProcessGroup::Create(options);
+      ASSERT_TRUE(group.ok()) << group.status();
+      const absl::Status status = (*group)->Average({tensors[rank]});
+      EXPECT_TRUE(status.ok()) << status;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.equal(average));
+  absl::MutexLock lock(&mu);
+  EXPECT_GT(seen.size(), average.nbytes()) << "it has not all passed here";
+  EXPECT_FALSE(absl::StrContains(seen, secret));
+}
+
+TEST(EncryptedGlooTest, ACertificateOfAnotherAuthorityIsRefused) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority ours(folder + "/ours"), theirs(folder + "/theirs");
+  const auto store = std::make_shared<EndpointStore>();
+  std::vector<CertificateFiles> files = {ours.Issue("rank", {.names = "DNS:job"}),
+                                         theirs.Issue("rank", {.names = "DNS:job"})};
+  for (const absl::Status& status : Join(2, [&](int rank) {
+         ProcessGroupOptions options = Options(store, rank, 2, ClusterKey());
+         options.certificates = Certificates::Load(files[rank]).value();
+         return options;
+       })) {
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "certificate")) << status;
+  }
 }
 
 // Of what passes one rank's proxy in one way, the byte at `at`. A connection that ends before its

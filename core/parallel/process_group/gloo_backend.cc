@@ -69,9 +69,10 @@ c10::intrusive_ptr<Gloo> NewGloo(const BackendPlace& place,
 
 NewBackend NewGlooBackend(const BackendPlace& place) {
   using c10d::ProcessGroupGloo;
-  if (!place.cluster_key.empty()) {
+  if (!place.cluster_key.empty() || place.certificates != nullptr) {
     const auto device = std::make_shared<EncryptedGloo>(EncryptedGlooOptions{
         .cluster_key = place.cluster_key,
+        .certificates = place.certificates,
         .group_id = place.group_id,
         .host = place.host,
         .store = place.store,

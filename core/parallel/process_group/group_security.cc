@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
@@ -18,12 +19,13 @@
 namespace distgrad {
 namespace {
 
-// What a rank has, "open" or "key <salt> <HMAC of the key that it uses> <HMAC of the other one>";
-// and what rank 0 says of that, "agreed <number>" or "differ <why>".
+// What a rank has, "open" or "key <salt> <HMAC of the key that it uses> <HMAC of the other one>",
+// with "certificates " before it or not; and what rank 0 says of that, "agreed <number>" or "differ
+// <why>".
 std::string OfRank(int rank) { return absl::StrCat("security/", rank); }
 constexpr char kVerdict[] = "security";
 constexpr absl::string_view kOpen = "open", kKeyed = "key", kAgreed = "agreed ",
-                            kDiffer = "differ ";
+                            kDiffer = "differ ", kCertificates = "certificates ";
 
 absl::StatusOr<std::string> RandomHex() {
   std::array<uint8_t, 16> bytes;
@@ -89,6 +91,7 @@ absl::StatusOr<std::vector<std::string>> Collect(Store& store, int size, std::st
 
 // Which of two keys, that a rank uses and that it accepts, are which of rank 0's.
 struct KeysOfRank {
+  bool has_certificates = false;
   bool has_key = false;
   int used = -1;                   // 0 or 1, of rank 0's; -1: neither
   std::array<bool, 2> knows = {};  // rank 0's
@@ -96,6 +99,7 @@ struct KeysOfRank {
 
 absl::StatusOr<KeysOfRank> Parse(int rank, absl::string_view said, const ClusterKey& key) {
   KeysOfRank keys;
+  keys.has_certificates = absl::ConsumePrefix(&said, kCertificates);
   if (said == kOpen) return keys;
   const std::vector<absl::string_view> words = absl::StrSplit(said, ' ');
   if (words.size() != 4 || words[0] != kKeyed) {
@@ -118,10 +122,16 @@ absl::StatusOr<KeysOfRank> Parse(int rank, absl::string_view said, const Cluster
 absl::StatusOr<std::string> Difference(const std::vector<std::string>& all, const ClusterKey& key) {
   constexpr char kAdvice[] =
       ": give all ranks the same (DISTGRAD_KEY_FILE, DISTGRAD_KEY or the option)";
+  const bool certificates = absl::StartsWith(all[0], kCertificates);
   std::vector<KeysOfRank> ranks;
   std::array<std::optional<int>, 2> user;  // of each of rank 0's keys: a rank that uses it
   for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
     DG_ASSIGN_OR_RETURN(const KeysOfRank keys, Parse(rank, all[rank], key));
+    if (keys.has_certificates != certificates) {
+      return absl::StrCat("rank ", certificates ? 0 : rank, " has certificates and rank ",
+                          certificates ? rank : 0,
+                          " has none: give them to all ranks (DISTGRAD_TLS_CERT)");
+    }
     if (keys.has_key == key.empty()) {
       return absl::StrCat("rank ", key.empty() ? rank : 0, " has a cluster key and rank ",
                           key.empty() ? 0 : rank, " has none", kAdvice);
@@ -167,6 +177,7 @@ absl::StatusOr<std::string> AwaitVerdict(Store& store, const RankOfGroup& member
 
 absl::StatusOr<Digest> AgreeOnSecurity(Store& store, const RankOfGroup& member, Deadline deadline) {
   DG_ASSIGN_OR_RETURN(std::string own, WhatIsHere(member.cluster_key));
+  if (member.has_certificates) own = absl::StrCat(kCertificates, own);
   DG_ASSIGN_OR_RETURN(const std::string verdict,
                       member.rank == 0 ? VerdictOf(store, member, std::move(own), deadline)
                                        : AwaitVerdict(store, member, own, deadline));

@@ -24,13 +24,16 @@ struct RankOfGroup {
   int rank = 0;
   int size = 1;
   ClusterKey cluster_key = {};
+  bool has_certificates = false;
 };
 
 // Returns what no other group has, nor an earlier start of this one: a digest of the name and of a
 // number of rank 0's. `store` is of this start of this group alone. Waits for all ranks.
 //
 // kFailedPrecondition, on all ranks and with the numbers of two that differ, unless all have a key
-// of which each other rank knows the one that it uses, or all have none. kDeadlineExceeded names a
+// of which each other rank knows the one that it uses, or all have none; and likewise all have
+// certificates or none has. Whether they accept each other's shows when they connect.
+// kDeadlineExceeded names a
 // rank that did not say what it has; kUnavailable if another rank fails meanwhile, with its reason.
 absl::StatusOr<Digest> AgreeOnSecurity(Store& store, const RankOfGroup& member, Deadline deadline);
 

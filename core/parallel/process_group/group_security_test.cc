@@ -92,6 +92,33 @@ TEST(GroupSecurityTest, ARankThatSaysNothingIsNamedAndOneThatFailsGivesItsReason
   EXPECT_TRUE(absl::StrContains(status.message(), "no disk")) << status;
 }
 
+TEST(GroupSecurityTest, CertificatesAreOfAllOrOfNone) {
+  for (const bool first : {true, false}) {
+    const std::shared_ptr<Store> store = NewInProcessStore();
+    absl::Status results[2];
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        results[rank] = AgreeOnSecurity(*store,
+                                        {.group = "group",
+                                         .rank = rank,
+                                         .size = 2,
+                                         .cluster_key = kOne,
+                                         .has_certificates = (rank == 0) == first},
+                                        Soon())
+                            .status();
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const absl::Status& status : results) {
+      EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), first ? "rank 0 has certificates and rank 1"
+                                                            : "rank 1 has certificates and rank 0"))
+          << status;
+    }
+  }
+}
+
 // The store may be open to others.
 TEST(GroupSecurityTest, WhatIsMalformedInTheStoreIsAnError) {
   for (const std::string& words : {std::string(), std::string("key"), std::string("key a b"),

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "core/membership/store.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 
 namespace distgrad {
@@ -25,7 +26,8 @@ struct BackendPlace {
   absl::Duration connect_timeout;  // to connect to all ranks
   std::string host;                // or interface, that the others can reach this rank at
   ClusterKey cluster_key = {};     // all ranks have one or none; NCCL has no use for it
-  Digest group_id = {};            // of AgreeOnSecurity(); NCCL has no use for it, either
+  std::shared_ptr<Certificates> certificates = nullptr;  // likewise
+  Digest group_id = {};  // of AgreeOnSecurity(); NCCL has no use for it, either
   // Not OK: another rank has failed, with its reason. Asks the store; never null.
   std::function<absl::Status()> failed_elsewhere = nullptr;
   // Tells the others why this rank fails, unless another one has said so of itself before.

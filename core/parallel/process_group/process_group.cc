@@ -70,6 +70,7 @@ absl::Status Check(const ProcessGroupOptions& options) {
 // all the same: who asks for it must not get that.
 absl::Status CheckGlooDevice(const ProcessGroupOptions& options) {
   if (options.backend != "gloo" || !options.cluster_key->empty() ||
+      options.certificates != nullptr ||
       ProcessEnvironment("GLOO_DEVICE_TRANSPORT").value_or("") != "TCP_TLS") {
     return absl::OkStatus();
   }
@@ -152,6 +153,9 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
   if (!options.cluster_key.has_value()) {
     DG_ASSIGN_OR_RETURN(options.cluster_key, LoadClusterKey(""));
   }
+  if (options.certificates == nullptr) {
+    DG_ASSIGN_OR_RETURN(options.certificates, LoadCertificates());
+  }
   DG_RETURN_IF_ERROR(
       Annotate(CheckGlooDevice(options), absl::StrCat("process group '", options.name, "'")));
   if (options.host.empty()) {
@@ -171,18 +175,20 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
       ListedStoreOfThisStart(std::move(store), place.rank, place.size, deadline);
   if (!of_start.ok()) return Annotate(of_start.status(), group->who_);
   group->store_ = *std::move(of_start);
-  if (nccl && !place.cluster_key->empty()) {
+  if (nccl && (!place.cluster_key->empty() || place.certificates != nullptr)) {
     DG_LOG(WARNING) << group->who_
                     << ": NCCL encrypts nothing, with a cluster key or without: docs/security.md";
   }
   Digest group_id = {};
   if (!nccl && place.size > 1) {
-    const absl::StatusOr<Digest> agreed = AgreeOnSecurity(*group->store_,
-                                                          {.group = place.name,
-                                                           .rank = place.rank,
-                                                           .size = place.size,
-                                                           .cluster_key = *place.cluster_key},
-                                                          deadline);
+    const absl::StatusOr<Digest> agreed =
+        AgreeOnSecurity(*group->store_,
+                        {.group = place.name,
+                         .rank = place.rank,
+                         .size = place.size,
+                         .cluster_key = *place.cluster_key,
+                         .has_certificates = place.certificates != nullptr},
+                        deadline);
     if (!agreed.ok()) {
       group->Fail(agreed.status());
       return group->status();
@@ -197,6 +203,7 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
       .connect_timeout = std::max(deadline.Left(), absl::Milliseconds(1)),
       .host = place.host,
       .cluster_key = *place.cluster_key,
+      .certificates = place.certificates,
       .group_id = group_id,
       .failed_elsewhere =
           [store = group->store_] {

@@ -30,6 +30,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/membership/store.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 
 namespace distgrad {
@@ -58,6 +59,9 @@ struct ProcessGroupOptions {
   // peer that reaches Gloo there can read and disturb the group. "nccl" cannot encrypt, with a key
   // or without.
   std::optional<ClusterKey> cluster_key = std::nullopt;
+  // The certificates of this process, which do the same, in the place of a key or beside one. Null:
+  // those of its environment (LoadCertificates()), or none.
+  std::shared_ptr<Certificates> certificates = nullptr;
 };
 
 // Thread-safe; but it is for the callers to see to the same order on all ranks.
