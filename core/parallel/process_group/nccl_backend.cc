@@ -115,7 +115,7 @@ class Communicator {
         Check("ncclCommFinalize", ncclCommFinalize(communicator_));
       }
       Await("leaving", Deadline::After(kFlushTimeout), [&] { return IsReady(); });
-    } catch (const std::exception& e) {
+    } catch (...) {
       DG_LOG(WARNING) << "NCCL of " << device_.str() << ": to leave its group failed: "
                       << StatusFromException(std::current_exception());
     }
