@@ -11,15 +11,16 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/net/certificates.h"
+#include "core/net/certificate_files.h"
 #include "core/net/openssl_objects.h"
 
 namespace distgrad {
 
 // Immutable.
-class Certificates::Version {
+class CertificateVersion {
  public:
-  static absl::StatusOr<std::shared_ptr<const Version>> Read(const CertificateFiles& files);
+  static absl::StatusOr<std::shared_ptr<const CertificateVersion>> Read(
+      const CertificateFiles& files);
 
   // For connections of which both ends show a certificate of an accepted authority. OpenSSL's
   // checks of the chain are complete before CheckName() is asked.
@@ -29,7 +30,7 @@ class Certificates::Version {
   absl::Status CheckName(const X509* certificate) const;
 
  private:
-  Version() = default;
+  CertificateVersion() = default;
 
   SslContext context_;
   std::set<std::string> names_;  // any of them will do; as NamesOf() writes them

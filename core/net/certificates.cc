@@ -1,33 +1,18 @@
-// Reads certificates, and checks the names of others'.
+// Keeps certificates as their files are, and reads which files these are from the environment.
 #include "core/net/certificates.h"
 
-#include <arpa/inet.h>
-#include <openssl/pem.h>
-#include <openssl/x509v3.h>
 #include <sys/stat.h>
 
-#include <algorithm>
 #include <cstdlib>
-#include <set>
 #include <utility>
 
-#include "absl/strings/ascii.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/net/certificate_version.h"
-#include "core/net/openssl_objects.h"
 
 namespace distgrad {
 namespace {
-
-constexpr char kCertVariable[] = "DISTGRAD_TLS_CERT", kKeyVariable[] = "DISTGRAD_TLS_KEY",
-               kCaVariable[] = "DISTGRAD_TLS_CA", kNameVariable[] = "DISTGRAD_TLS_NAME";
-
-// What a certificate and those behind it may have: both ends of a handshake send it in one go.
-constexpr size_t kMaxChainBytes = 12 << 10;
 
 // Changes when one of the files is replaced or written.
 std::string StampOf(const CertificateFiles& files) {
@@ -41,119 +26,7 @@ std::string StampOf(const CertificateFiles& files) {
   return stamp;
 }
 
-absl::Status Unusable(absl::string_view what, const std::string& path, const char* variable) {
-  return absl::InvalidArgumentError(absl::StrCat("cannot use the ", what, " in ", path, " (",
-                                                 variable, "): ", TakeOpensslError()));
-}
-
-std::string AddressText(const unsigned char* bytes, int size) {
-  char text[INET6_ADDRSTRLEN] = {};
-  const int family = size == 4 ? AF_INET : size == 16 ? AF_INET6 : AF_UNSPEC;
-  if (family == AF_UNSPEC || inet_ntop(family, bytes, text, sizeof(text)) == nullptr) return "";
-  return text;
-}
-
-// As NamesOf() writes it.
-std::string NameOf(const std::string& text) {
-  if (absl::StrContains(text, "://")) return absl::StrCat("URI:", text);
-  unsigned char bytes[16];
-  for (const auto& [family, size] : {std::pair(AF_INET, 4), std::pair(AF_INET6, 16)}) {
-    if (inet_pton(family, text.c_str(), bytes) == 1) {
-      return absl::StrCat("IP:", AddressText(bytes, size));
-    }
-  }
-  return absl::StrCat("DNS:", absl::AsciiStrToLower(text));
-}
-
 }  // namespace
-
-std::set<std::string> NamesOf(const X509* certificate) {
-  std::set<std::string> names;
-  const std::unique_ptr<GENERAL_NAMES, OpensslFree<GENERAL_NAMES_free>> all(
-      static_cast<GENERAL_NAMES*>(
-          X509_get_ext_d2i(certificate, NID_subject_alt_name, nullptr, nullptr)));
-  for (int i = 0; all != nullptr && i < sk_GENERAL_NAME_num(all.get()); ++i) {
-    int type = 0;
-    const auto* const value = static_cast<const ASN1_STRING*>(
-        GENERAL_NAME_get0_value(sk_GENERAL_NAME_value(all.get(), i), &type));
-    if (type != GEN_DNS && type != GEN_URI && type != GEN_IPADD) continue;
-    const unsigned char* const bytes = ASN1_STRING_get0_data(value);
-    const int size = ASN1_STRING_length(value);
-    const std::string text(reinterpret_cast<const char*>(bytes), static_cast<size_t>(size));
-    // One with a zero in it would be read as a shorter one elsewhere.
-    if (type != GEN_IPADD && absl::StrContains(text, '\0')) continue;
-    if (type == GEN_DNS) names.insert(absl::StrCat("DNS:", absl::AsciiStrToLower(text)));
-    if (type == GEN_URI) names.insert(absl::StrCat("URI:", text));
-    if (type == GEN_IPADD && !AddressText(bytes, size).empty()) {
-      names.insert(absl::StrCat("IP:", AddressText(bytes, size)));
-    }
-  }
-  ERR_clear_error();
-  return names;
-}
-
-absl::StatusOr<std::shared_ptr<const Certificates::Version>> Certificates::Version::Read(
-    const CertificateFiles& files) {
-  std::shared_ptr<Version> version(new Version());
-  version->context_ = NewTls13Context();
-  SSL_CTX* const context = version->context();
-  if (context == nullptr) {
-    return absl::InternalError(
-        absl::StrCat("this machine's OpenSSL cannot do what distgrad needs: ", TakeOpensslError()));
-  }
-  if (SSL_CTX_use_certificate_chain_file(context, files.cert.c_str()) != 1) {
-    return Unusable("certificate", files.cert, kCertVariable);
-  }
-  // A key with a passphrase would ask for it on the terminal.
-  SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void*) { return 0; });
-  if (SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), SSL_FILETYPE_PEM) != 1 ||
-      SSL_CTX_check_private_key(context) != 1) {
-    return Unusable("private key", files.key, kKeyVariable);
-  }
-  if (SSL_CTX_load_verify_file(context, files.ca.c_str()) != 1) {
-    return Unusable("authorities", files.ca, kCaVariable);
-  }
-  const X509* const own = SSL_CTX_get0_certificate(context);
-  STACK_OF(X509)* chain = nullptr;
-  SSL_CTX_get0_chain_certs(context, &chain);
-  size_t bytes = static_cast<size_t>(std::max(i2d_X509(own, nullptr), 0));
-  for (int i = 0; i < sk_X509_num(chain); ++i) {
-    bytes += static_cast<size_t>(std::max(i2d_X509(sk_X509_value(chain, i), nullptr), 0));
-  }
-  if (bytes > kMaxChainBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("the certificates in ", files.cert, " (",
-                                                   kCertVariable, ") have ", bytes,
-                                                   " bytes; there may be ", kMaxChainBytes));
-  }
-  version->wanted_ = files.name;
-  version->names_ = files.name.empty() ? NamesOf(own) : std::set{NameOf(files.name)};
-  if (version->names_.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the certificate in ", files.cert, " (", kCertVariable,
-        ") has no subjectAltName by which others could know it (a DNS name, an IP address or a "
-        "URI), and ",
-        kNameVariable, " is not set"));
-  }
-  return std::shared_ptr<const Version>(std::move(version));
-}
-
-absl::Status Certificates::Version::CheckName(const X509* certificate) const {
-  const std::set<std::string> has = NamesOf(certificate);
-  for (const std::string& name : has) {
-    if (names_.count(name) > 0) return absl::OkStatus();
-  }
-  // A certificate may be for all names below one.
-  if (!wanted_.empty() && names_.begin()->rfind("DNS:", 0) == 0 &&
-      X509_check_host(const_cast<X509*>(certificate), wanted_.data(), wanted_.size(),
-                      X509_CHECK_FLAG_NEVER_CHECK_SUBJECT | X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS,
-                      nullptr) == 1) {
-    return absl::OkStatus();
-  }
-  return absl::UnauthenticatedError(absl::StrCat(
-      "it is for ", has.empty() ? "no name" : absl::StrJoin(has, ", "), ", and not for ",
-      absl::StrJoin(names_, " or "), ": if the others of this job have other names, set ",
-      kNameVariable, " to the one that all have"));
-}
 
 Certificates::~Certificates() = default;
 
@@ -168,17 +41,17 @@ absl::StatusOr<std::shared_ptr<Certificates>> Certificates::Load(CertificateFile
   std::shared_ptr<Certificates> certificates(new Certificates(std::move(files)));
   absl::MutexLock lock(&certificates->mu_);
   certificates->stamp_ = StampOf(certificates->files_);
-  DG_ASSIGN_OR_RETURN(certificates->version_, Version::Read(certificates->files_));
+  DG_ASSIGN_OR_RETURN(certificates->version_, CertificateVersion::Read(certificates->files_));
   return certificates;
 }
 
-std::shared_ptr<const Certificates::Version> Certificates::Current() {
+std::shared_ptr<const CertificateVersion> Certificates::Current() {
   const std::string stamp = StampOf(files_);
   {
     absl::MutexLock lock(&mu_);
     if (stamp == stamp_) return version_;
   }
-  absl::StatusOr<std::shared_ptr<const Version>> read = Version::Read(files_);
+  absl::StatusOr<std::shared_ptr<const CertificateVersion>> read = CertificateVersion::Read(files_);
   absl::MutexLock lock(&mu_);
   stamp_ = stamp;
   if (read.ok()) {

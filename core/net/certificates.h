@@ -11,30 +11,21 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "core/net/certificate_files.h"
 
 namespace distgrad {
 
-struct CertificateFiles {
-  std::string cert;  // PEM: this process's certificate, and then those between it and the authority
-  std::string key;   // PEM: its private key
-  std::string ca;    // PEM: the authorities whose certificates are accepted
-  // The name that a certificate of the others has to have: a DNS name, an IP address, or a URI
-  // ("spiffe://cluster/ns/train/sa/trainer"), among its subjectAltNames. "": one of those that this
-  // process's own certificate has.
-  std::string name = {};
-};
+class CertificateVersion;  // certificate_version.h
 
 // Thread-safe.
 class Certificates {
  public:
-  // What OpenSSL keeps of one version of the files. Immutable.
-  class Version;
-
   // kInvalidArgument, with the file and the variable to set, if one is not given or cannot be used;
   // for instance a key that is not the certificate's, or a certificate without a name.
   static absl::StatusOr<std::shared_ptr<Certificates>> Load(CertificateFiles files);
@@ -44,14 +35,14 @@ class Certificates {
 
   // Returns what a new connection uses: that of the files as they are now, or, with a warning in
   // the log, the former one if they cannot be used.
-  std::shared_ptr<const Version> Current() ABSL_LOCKS_EXCLUDED(mu_);
+  std::shared_ptr<const CertificateVersion> Current() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   explicit Certificates(CertificateFiles files) : files_(std::move(files)) {}
 
   const CertificateFiles files_;
   absl::Mutex mu_;
-  std::shared_ptr<const Version> version_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<const CertificateVersion> version_ ABSL_GUARDED_BY(mu_);
   std::string stamp_ ABSL_GUARDED_BY(mu_);  // of the files when they were looked at last
 };
 

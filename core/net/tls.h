@@ -88,7 +88,7 @@ class TlsSession {
 
   // Constant after Create().
   Digest secret_ = {};
-  std::shared_ptr<const Certificates::Version> certificates_;  // null: by the secret
+  std::shared_ptr<const CertificateVersion> certificates_;  // null: by the secret
   uint64_t key_bytes_ = kKeyBytes;
 
   absl::Status refused_;  // why the other end's certificate is

@@ -18,6 +18,7 @@
 #include "core/base/status.h"
 #include "core/membership/environment.h"
 #include "core/membership/start.h"
+#include "core/net/certificates.h"
 #include "core/parallel/bucket.h"
 #include "core/parallel/process_group/divides_first.h"
 #include "core/parallel/process_group/group_security.h"

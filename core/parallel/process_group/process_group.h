@@ -30,10 +30,11 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/membership/store.h"
-#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 
 namespace distgrad {
+
+class Certificates;  // core/net/certificates.h
 
 struct ProcessGroupOptions {
   // The group's name, for messages; no two groups at a time have the same one in a store.

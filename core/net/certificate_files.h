@@ -1,0 +1,24 @@
+// The files of a process's certificate, and the variables that name them.
+#ifndef DISTGRAD_CORE_NET_CERTIFICATE_FILES_H_
+#define DISTGRAD_CORE_NET_CERTIFICATE_FILES_H_
+
+#include <string>
+
+namespace distgrad {
+
+inline constexpr char kCertVariable[] = "DISTGRAD_TLS_CERT", kKeyVariable[] = "DISTGRAD_TLS_KEY",
+                      kCaVariable[] = "DISTGRAD_TLS_CA", kNameVariable[] = "DISTGRAD_TLS_NAME";
+
+struct CertificateFiles {
+  std::string cert;  // PEM: this process's certificate, and then those between it and the authority
+  std::string key;   // PEM: its private key
+  std::string ca;    // PEM: the authorities whose certificates are accepted
+  // The name that a certificate of the others has to have: a DNS name, an IP address, or a URI
+  // ("spiffe://cluster/ns/train/sa/trainer"), among its subjectAltNames. "": one of those that this
+  // process's own certificate has.
+  std::string name = {};
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CORE_NET_CERTIFICATE_FILES_H_
