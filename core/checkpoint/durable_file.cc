@@ -4,7 +4,6 @@
 #include "core/checkpoint/durable_file.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -62,7 +61,7 @@ absl::Status DurableFile::Open() {
   }
   DG_RETURN_IF_ERROR(LockTemporary());
   // What a crash has left.
-  if (ftruncate(file_, 0) != 0) {
+  if (ftruncate(file_.fd(), 0) != 0) {
     const absl::Status failed = Failed(absl::StrCat("emptying ", temporary_));
     RemoveTemporary();
     return failed;
@@ -72,52 +71,44 @@ absl::Status DurableFile::Open() {
 
 absl::Status DurableFile::LockTemporary() {
   while (true) {
-    const int fd = openat(folder_, temporary_.c_str(),
-                          O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
-    if (fd < 0) return Failed(absl::StrCat("opening ", temporary_, " beside it"));
+    errno = file_.Open(folder_, temporary_.c_str(), O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK);
+    if (errno != 0) return Failed(absl::StrCat("opening ", temporary_, " beside it"));
     struct stat locked = {}, named = {};
     absl::Status failed;
-    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-      if (errno == EINTR) {
-        close(fd);
-        continue;
-      }
+    if (errno = file_.Lock(); errno != 0) {
       failed = errno == EWOULDBLOCK
                    ? absl::AbortedError(absl::StrCat(
                          "cannot write ", path_,
                          ": another writer is at it (do two jobs save into one folder?)"))
                    : Failed(absl::StrCat("locking ", temporary_, " beside it"));
-    } else if (fstat(fd, &locked) != 0) {
+    } else if (fstat(file_.fd(), &locked) != 0) {
       failed = Failed(temporary_);
     } else if (!S_ISREG(locked.st_mode)) {
       failed = absl::FailedPreconditionError(
           absl::StrCat("cannot write ", path_, ": ", temporary_, " beside it is no file"));
     }
     if (!failed.ok()) {
-      close(fd);
+      file_.Close();
       return failed;
     }
     // Since it was opened, another writer may have given it its final name, or removed it.
     if (fstatat(folder_, temporary_.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0 &&
         named.st_dev == locked.st_dev && named.st_ino == locked.st_ino) {
-      file_ = fd;
       return absl::OkStatus();
     }
-    close(fd);
   }
 }
 
 void DurableFile::RemoveTemporary() {
-  if (file_ < 0) return;
+  if (file_.fd() < 0) return;
   // Before the lock goes: what has this name afterwards is another writer's.
   unlinkat(folder_, temporary_.c_str(), 0);
-  close(file_);
-  file_ = -1;
+  file_.Close();
 }
 
 absl::Status DurableFile::Write(absl::string_view bytes) {
   while (status_.ok() && !bytes.empty()) {
-    const ssize_t written = calls_->Write(file_, bytes.data(), bytes.size());
+    const ssize_t written = calls_->Write(file_.fd(), bytes.data(), bytes.size());
     if (written >= 0) {
       bytes.remove_prefix(written);
     } else if (errno != EINTR) {
@@ -128,7 +119,7 @@ absl::Status DurableFile::Write(absl::string_view bytes) {
 }
 
 absl::Status DurableFile::Commit() {
-  if (status_.ok() && calls_->Fsync(file_) != 0) status_ = Failed("fsync");
+  if (status_.ok() && calls_->Fsync(file_.fd()) != 0) status_ = Failed("fsync");
   if (status_.ok() && calls_->Renameat(folder_, temporary_.c_str(), name_.c_str()) != 0) {
     status_ = Failed(absl::StrCat("rename of ", temporary_));
   }
@@ -136,8 +127,7 @@ absl::Status DurableFile::Commit() {
     RemoveTemporary();
     return status_;
   }
-  close(file_);  // it has no temporary name any more
-  file_ = -1;
+  file_.Close();  // it has no temporary name any more
   if (calls_->Fsync(folder_) != 0 && errno != EINVAL) {
     status_ = ErrnoStatus(
         errno, absl::StrCat(path_,

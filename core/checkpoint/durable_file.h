@@ -4,9 +4,9 @@
 //   DG_RETURN_IF_ERROR(file->Write(some));  // as often as you like
 //   DG_RETURN_IF_ERROR(file->Commit());
 //
-// Until Commit() the bytes go to ".NAME.tmp" in the same folder, which stays locked (flock) while
-// it is written. What a crash leaves of it readers never see, and the next writer of NAME takes it
-// over; so there is at most one per name.
+// Until Commit() the bytes go to ".NAME.tmp" in the same folder, which stays locked (file_lock.h)
+// while it is written. What a crash leaves of it readers never see, and the next writer of NAME
+// takes it over; so there is at most one per name.
 #ifndef DISTGRAD_CORE_CHECKPOINT_DURABLE_FILE_H_
 #define DISTGRAD_CORE_CHECKPOINT_DURABLE_FILE_H_
 
@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/checkpoint/file_lock.h"
 
 namespace distgrad {
 
@@ -32,7 +33,7 @@ class FileCalls {
   virtual int Renameat(int folder, const char* from, const char* to);
 };
 
-// A file while it is written. For one thread.
+// A file while it is written. For one thread, and not for a forked child, which cannot write to it.
 class DurableFile {
  public:
   // Opens the file. kAborted if another DurableFile is writing under that name, in any process;
@@ -71,7 +72,7 @@ class DurableFile {
   FileCalls own_calls_;
   FileCalls* const calls_;
   int folder_ = -1;
-  int file_ = -1;  // the temporary file, and the lock
+  FileLock file_;  // the temporary file
   absl::Status status_;
 };
 

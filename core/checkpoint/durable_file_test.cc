@@ -213,6 +213,57 @@ TEST_F(DurableFileTest, TwoWritersOfOneNameDoNotMix) {
   EXPECT_TRUE(Save("second").ok());
 }
 
+// What a program forks while it writes may live longer than the program.
+TEST_F(DurableFileTest, AForkedChildKeepsNoLock) {
+  int ready[2], over[2];
+  ASSERT_EQ(pipe(ready), 0);
+  ASSERT_EQ(pipe(over), 0);
+  const pid_t writer = fork();
+  ASSERT_GE(writer, 0);
+  if (writer == 0) {
+    close(over[1]);
+    const auto file = DurableFile::Create(path_);
+    const pid_t child = fork();
+    const char said = file.ok() && child >= 0 ? 'y' : 'n';
+    if (write(ready[1], &said, 1) != 1) _exit(1);
+    char none = 0;
+    if (child == 0) _exit(read(over[0], &none, 1) == 0 ? 0 : 1);
+    while (true) pause();
+  }
+  for (int i = 0; i < 2; ++i) {
+    char said = 0;
+    ASSERT_EQ(read(ready[0], &said, 1), 1);
+    EXPECT_EQ(said, 'y');
+  }
+  EXPECT_EQ(Save(new_).code(), absl::StatusCode::kAborted);
+  kill(writer, SIGKILL);
+  int status = 0;
+  ASSERT_EQ(waitpid(writer, &status, 0), writer);
+  const absl::Status saved = Save(new_);
+  EXPECT_TRUE(saved.ok()) << saved;
+  for (const int fd : {ready[0], ready[1], over[0], over[1]}) close(fd);
+}
+
+// Nor does its copy remove what its parent writes.
+TEST_F(DurableFileTest, AForkedChildsCopyIsOfNoEffect) {
+  absl::StatusOr<std::unique_ptr<DurableFile>> file = DurableFile::Create(path_);
+  ASSERT_TRUE(file.ok()) << file.status();
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const bool may_write = (*file)->Write("child").ok();
+    *file = nullptr;
+    _exit(may_write ? 1 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0) << "the child may write";
+  EXPECT_EQ(Save(new_).code(), absl::StatusCode::kAborted);
+  EXPECT_TRUE((*file)->Write("parent").ok());
+  EXPECT_TRUE((*file)->Commit().ok());
+  EXPECT_EQ(Read(path_), "parent");
+}
+
 TEST_F(DurableFileTest, TheKernelsOwnRefusalIsSaid) {
   ASSERT_TRUE(Save(old_).ok());
   const auto handler = std::signal(SIGXFSZ, SIG_IGN);

@@ -4,7 +4,6 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -150,10 +149,6 @@ absl::StatusOr<std::unique_ptr<StepFolders>> StepFolders::Lock(const std::string
   return folders;
 }
 
-StepFolders::~StepFolders() {
-  if (lock_ >= 0) close(lock_);
-}
-
 absl::Status StepFolders::Open() {
   std::error_code error;
   // Those that get a new name in them, and those above.
@@ -170,13 +165,12 @@ absl::Status StepFolders::Open() {
   // A run before may have ended between making one and this. Not all need be readable.
   for (const fs::path& each : above) Sync(each.string()).IgnoreError();
   const std::string path = absl::StrCat(folder_, "/.lock");
-  lock_ = open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
-  if (lock_ < 0) return ErrnoStatus(errno, absl::StrCat("opening ", path));
-  while (flock(lock_, LOCK_EX | LOCK_NB) != 0) {
-    if (errno == EINTR) continue;
-    if (errno != EWOULDBLOCK) return ErrnoStatus(errno, absl::StrCat("locking ", path));
+  const int opened = lock_.Open(AT_FDCWD, path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK);
+  if (opened != 0) return ErrnoStatus(opened, absl::StrCat("opening ", path));
+  if (const int locked = lock_.Lock(); locked != 0) {
+    if (locked != EWOULDBLOCK) return ErrnoStatus(locked, absl::StrCat("locking ", path));
     char who[400] = {};
-    if (pread(lock_, who, sizeof(who) - 1, 0) < 0) who[0] = '\0';
+    if (pread(lock_.fd(), who, sizeof(who) - 1, 0) < 0) who[0] = '\0';
     const absl::string_view line =
         absl::string_view(who).substr(0, absl::string_view(who).find('\n'));
     return absl::AbortedError(absl::StrCat(
@@ -185,7 +179,7 @@ absl::Status StepFolders::Open() {
   }
   // For the error above alone, so it need not be durable, nor succeed.
   const std::string who = absl::StrCat(ThisProcess(), "\n");
-  if (ftruncate(lock_, 0) != 0 || pwrite(lock_, who.data(), who.size(), 0) < 0) errno = 0;
+  if (ftruncate(lock_.fd(), 0) != 0 || pwrite(lock_.fd(), who.data(), who.size(), 0) < 0) errno = 0;
   return absl::OkStatus();
 }
 
@@ -228,7 +222,12 @@ absl::StatusOr<std::string> StepFolders::Begin(int64_t step) {
   if (std::exchange(is_committed_, false)) listed_.reset();  // it is of the save before
   const std::string lock = absl::StrCat(folder_, "/.lock");
   struct stat mine = {}, there = {};
-  if (fstat(lock_, &mine) != 0 || stat(lock.c_str(), &there) != 0) {
+  if (lock_.fd() < 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the lock of ", folder_,
+                     " is that of the process which has forked this one, and its alone"));
+  }
+  if (fstat(lock_.fd(), &mine) != 0 || stat(lock.c_str(), &there) != 0) {
     return ErrnoStatus(errno, absl::StrCat("reading ", lock));
   }
   if (mine.st_ino != there.st_ino || mine.st_dev != there.st_dev) {

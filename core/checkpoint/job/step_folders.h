@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/checkpoint/durable_file.h"
+#include "core/checkpoint/file_lock.h"
 #include "core/checkpoint/job/manifest.h"
 
 namespace distgrad {
@@ -34,17 +35,17 @@ struct StepFolder {
 // that was saved first, then the others. kNotFound if there is no such folder.
 absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder);
 
-// A folder that this object alone writes to. For one thread.
+// A folder that this object alone writes to. For one thread, and not for a forked child, which has
+// no lock and begins nothing.
 class StepFolders {
  public:
-  // Makes the folder, if need be, and locks it (flock), until the object ends. Finishes or removes
-  // what a crash has left. kAborted if another has the lock, with its host and process. `calls` is
-  // as of DurableFile.
+  // Makes the folder, if need be, and locks it (file_lock.h), until the object ends. Finishes or
+  // removes what a crash has left. kAborted if another has the lock, with its host and process.
+  // `calls` is as of DurableFile.
   static absl::StatusOr<std::unique_ptr<StepFolders>> Lock(const std::string& folder,
                                                            FileCalls* calls = nullptr);
   StepFolders(const StepFolders&) = delete;
   StepFolders& operator=(const StepFolders&) = delete;
-  ~StepFolders();
 
   const std::string& path() const { return folder_; }
 
@@ -78,7 +79,7 @@ class StepFolders {
   const std::string folder_;
   FileCalls own_calls_;
   FileCalls* const calls_;
-  int lock_ = -1;
+  FileLock lock_;
   // As of List(), and then with what was committed.
   std::optional<std::vector<StepFolder>> listed_;
   bool is_committed_ = false;  // since then

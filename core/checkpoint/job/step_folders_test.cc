@@ -226,6 +226,73 @@ TEST_F(StepFoldersTest, AKilledProcessHasNoLock) {
   EXPECT_TRUE(StepFolders::Lock(folder_).ok());
 }
 
+// What a program forks, to load its data, say, may live longer than the program.
+TEST_F(StepFoldersTest, AForkedChildKeepsNoLock) {
+  int ready[2], over[2];
+  ASSERT_EQ(pipe(ready), 0);
+  ASSERT_EQ(pipe(over), 0);
+  const auto say = [&](bool all_is_well) {
+    const char said = all_is_well ? 'y' : 'n';
+    if (write(ready[1], &said, 1) != 1) _exit(1);
+  };
+  const auto heard = [&] {
+    char said = 0;
+    EXPECT_EQ(read(ready[0], &said, 1), 1);
+    return said;
+  };
+  const auto live_until_the_test_is_over = [&] {
+    close(over[1]);
+    say(true);
+    char none = 0;
+    _exit(read(over[0], &none, 1) == 0 ? 0 : 1);
+  };
+  const pid_t owner = fork();
+  ASSERT_GE(owner, 0);
+  if (owner == 0) {
+    close(over[1]);
+    const auto folders = StepFolders::Lock(folder_);
+    const pid_t child = fork();
+    if (child == 0) live_until_the_test_is_over();
+    say(folders.ok() && child > 0);
+    while (true) pause();
+  }
+  EXPECT_EQ(heard(), 'y');
+  EXPECT_EQ(heard(), 'y');
+  EXPECT_EQ(StepFolders::Lock(folder_).status().code(), absl::StatusCode::kAborted);
+  kill(owner, SIGKILL);
+  int status = 0;
+  ASSERT_EQ(waitpid(owner, &status, 0), owner);
+  auto folders = Lock();
+  ASSERT_NE(folders, nullptr);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) live_until_the_test_is_over();
+  EXPECT_EQ(heard(), 'y');
+  folders = nullptr;
+  EXPECT_TRUE(StepFolders::Lock(folder_).ok());
+  close(over[1]);
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  for (const int fd : {ready[0], ready[1], over[0]}) close(fd);
+}
+
+// Nor does it take the lock from its parent, or write what its parent may write.
+TEST_F(StepFoldersTest, AForkedChildsCopyIsOfNoEffect) {
+  auto folders = Lock();
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const bool may_write = folders->Begin(1).ok();
+    folders = nullptr;
+    _exit(may_write ? 1 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0) << "the child may write";
+  EXPECT_EQ(StepFolders::Lock(folder_).status().code(), absl::StatusCode::kAborted);
+  Save(*folders, 1);
+}
+
 TEST_F(StepFoldersTest, ErrorsNameTheFolder) {
   EXPECT_EQ(ListSteps(folder_).status().code(), absl::StatusCode::kNotFound);
   std::ofstream(folder_ + ".file") << "x";

@@ -1,0 +1,104 @@
+// Keeps a list of the open locks of the process, which a forked child closes.
+#include "core/checkpoint/file_lock.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <mutex>
+#include <set>
+
+namespace distgrad {
+
+// The locks whose descriptors this process has open. Thread-safe. It is never destroyed, since a
+// program may fork while it ends.
+class OpenLocks {
+ public:
+  static OpenLocks& Get() {
+    static OpenLocks& all = *new OpenLocks;
+    return all;
+  }
+
+  // Returns 0, or errno. No call of a file system is made under the mutex, for which forks wait.
+  int Open(FileLock& lock, int folder, const char* path, int flags) {
+    if (atfork_ != 0) return atfork_;
+    while (true) {
+      const uint64_t forks = Forks();
+      const int fd = openat(folder, path, flags | O_CLOEXEC, 0666);
+      if (fd < 0) return errno;
+      if (Add(lock, fd, forks)) return 0;
+      close(fd);
+    }
+  }
+  void Close(FileLock& lock) {
+    int fd = -1;
+    {
+      const std::lock_guard<std::mutex> guard(mu_);
+      open_.erase(&lock);
+      fd = lock.fd_;
+      lock.fd_ = -1;
+    }
+    if (fd < 0) return;
+    // For a copy of the descriptor, if there is one after all.
+    flock(fd, LOCK_UN);
+    close(fd);
+  }
+
+ private:
+  OpenLocks()
+      : atfork_(pthread_atfork([] { Get().mu_.lock(); },
+                               [] {
+                                 ++Get().forks_;
+                                 Get().mu_.unlock();
+                               },
+                               [] { Get().CloseInChild(); })) {}
+
+  uint64_t Forks() {
+    const std::lock_guard<std::mutex> guard(mu_);
+    return forks_;
+  }
+  // False if the process has forked since then: the child has a descriptor that it does not know.
+  bool Add(FileLock& lock, int fd, uint64_t forks) {
+    const std::lock_guard<std::mutex> guard(mu_);
+    if (forks != forks_) return false;
+    open_.insert(&lock);
+    lock.fd_ = fd;
+    return true;
+  }
+  // On the only thread of the child, which has the mutex from before the fork. The lock itself
+  // stays: it is the parent's.
+  void CloseInChild() {
+    for (FileLock* const lock : open_) {
+      close(lock->fd_);
+      lock->fd_ = -1;
+    }
+    open_.clear();
+    mu_.unlock();
+  }
+
+  std::mutex mu_;
+  std::set<FileLock*> open_;  // guarded by mu_, as are the descriptors' changes
+  uint64_t forks_ = 0;        // guarded by mu_
+  const int atfork_;          // the error of pthread_atfork()
+};
+
+int FileLock::Open(int folder, const char* path, int flags) {
+  Close();
+  return OpenLocks::Get().Open(*this, folder, path, flags);
+}
+
+int FileLock::Lock() {
+  while (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
+void FileLock::Close() {
+  if (fd_ >= 0) OpenLocks::Get().Close(*this);
+}
+
+}  // namespace distgrad
