@@ -64,8 +64,17 @@ class SummingWriter {
   uint32_t sum_ = 0;
 };
 
-absl::StatusOr<SafetensorsHeader> HeaderOf(const TensorMap& tensors) {
+// The beginning of a file, and the names of its tensors in the order of the file, which are those
+// of the map.
+struct LaidOut {
+  std::string header;
+  std::vector<const std::string*> order;
+};
+
+absl::StatusOr<LaidOut> LayOut(const TensorMap& tensors,
+                               const std::map<std::string, std::string>& metadata) {
   SafetensorsHeader header;
+  header.metadata = metadata;
   for (const auto& [name, tensor] : tensors) {
     const auto refuse = [name = &name](absl::string_view what) {
       return absl::InvalidArgumentError(absl::StrCat(QuoteName(*name), " ", what));
@@ -75,7 +84,12 @@ absl::StatusOr<SafetensorsHeader> HeaderOf(const TensorMap& tensors) {
     if (tensor.is_meta()) return refuse("is on the device \"meta\" and has no elements");
     header.tensors[name] = {tensor.scalar_type(), tensor.sizes().vec()};
   }
-  return header;
+  DG_ASSIGN_OR_RETURN(SafetensorsLayout layout, LayOutSafetensors(&header));
+  LaidOut laid_out{std::move(layout.header), {}};
+  for (const std::string* name : layout.order) {
+    laid_out.order.push_back(&tensors.find(*name)->first);
+  }
+  return laid_out;
 }
 
 std::string TypeText(at::ScalarType dtype, at::IntArrayRef shape) {
@@ -100,10 +114,7 @@ std::string MismatchOf(const SafetensorsInfo& info, const at::Tensor& tensor) {
 absl::Status Save(const TensorMap& tensors, const std::string& path,
                   const std::map<std::string, std::string>& metadata,
                   const SafetensorsSaveOptions& options) {
-  absl::StatusOr<SafetensorsHeader> header = HeaderOf(tensors);
-  if (!header.ok()) return Annotate(header.status(), absl::StrCat("saving ", path));
-  header->metadata = metadata;
-  const absl::StatusOr<SafetensorsLayout> layout = LayOutSafetensors(&*header);
+  const absl::StatusOr<LaidOut> layout = LayOut(tensors, metadata);
   if (!layout.ok()) return Annotate(layout.status(), absl::StrCat("saving ", path));
   DG_ASSIGN_OR_RETURN(const std::unique_ptr<DurableFile> file,
                       DurableFile::Create(path, options.calls));
@@ -132,6 +143,15 @@ absl::Status SaveSafetensors(const TensorMap& tensors, const std::string& path,
     return Save(tensors, path, metadata, options);
   } catch (...) {
     return Annotate(StatusFromException(std::current_exception()), absl::StrCat("saving ", path));
+  }
+}
+
+absl::Status CheckSafetensors(const TensorMap& tensors,
+                              const std::map<std::string, std::string>& metadata) {
+  try {
+    return LayOut(tensors, metadata).status();
+  } catch (...) {
+    return StatusFromException(std::current_exception());
   }
 }
 

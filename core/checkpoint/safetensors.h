@@ -54,6 +54,11 @@ absl::Status SaveSafetensors(const TensorMap& tensors, const std::string& path,
                              const std::map<std::string, std::string>& metadata = {},
                              const SafetensorsSaveOptions& options = {});
 
+// Returns the error that SaveSafetensors() has for these before it touches any file: of a name or
+// metadata that are not UTF-8, say.
+absl::Status CheckSafetensors(const TensorMap& tensors,
+                              const std::map<std::string, std::string>& metadata = {});
+
 // A file that is open, as Python's safe_open: its header is in memory, and each tensor is read when
 // it is asked for. It stays the same file if another one takes its name. Thread-safe, but for
 // moves.

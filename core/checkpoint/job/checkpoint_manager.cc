@@ -3,7 +3,7 @@
 #include "core/checkpoint/job/checkpoint_manager.h"
 
 #include <algorithm>
-#include <atomic>
+#include <exception>
 #include <filesystem>
 #include <map>
 #include <set>
@@ -12,12 +12,15 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/blocking.h"
 #include "core/base/complaints.h"
 #include "core/base/crc32c.h"
 #include "core/base/log.h"
+#include "core/base/origin.h"
 #include "core/base/random.h"
 #include "core/base/sleepers.h"
 #include "core/base/status.h"
@@ -29,10 +32,37 @@
 #include "core/checkpoint/job/step_folders.h"
 #include "core/checkpoint/safetensors_header.h"
 #include "core/checkpoint/state_name.h"
+#include "core/tensor/exception.h"
 #include "nlohmann/json.hpp"
 
 namespace distgrad {
 namespace {
+
+// The same error, with its origin, under another code and with another text.
+absl::Status Rephrased(const absl::Status& status, absl::StatusCode code, absl::string_view text) {
+  absl::Status rephrased(code, text);
+  status.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
+    rephrased.SetPayload(url, payload);
+  });
+  return rephrased;
+}
+
+// The error of what the manager does itself, with its worker: who reads it on another machine has
+// to know whose disk or limit it is.
+absl::Status OfLeader(const Worker& worker, const absl::Status& status) {
+  return Annotate(WithOrigin(status, {worker.rank(), ErrorOrigin::By::kDistgrad}),
+                  absl::StrCat("worker '", worker.name(), "'"));
+}
+
+// What `f` returns, or the exception that it throws as a Status.
+template <typename F>
+auto Caught(const F& f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
+}
 
 // The parts of a checkpoint on these workers. Thread-safe.
 class Parts {
@@ -55,43 +85,56 @@ class Parts {
   const std::vector<std::string>& workers() const { return workers_; }
 
   // Calls a function of all, each with its payload or all with one, and waits for all: whoever is
-  // still at it when the next function is called would mix up the two. The first error, with the
-  // name of the worker, has the others stop.
+  // still at it when the next function is called would mix up the two. The error, with the name of
+  // the worker, is that of the call that failed first: with a token, that has the others stop.
   absl::StatusOr<std::vector<std::string>> CallAll(absl::string_view function,
                                                    const std::vector<std::string>& payloads,
                                                    uint64_t token, Deadline deadline) const {
-    std::vector<Future<Message>> calls;
-    // The call that failed first, which then fails the others: they are not the cause.
-    const auto first = std::make_shared<std::atomic<int>>(-1);
+    // A call counts as ended when it has said which was first, which its own thread does after it
+    // has woken who waits for the call.
+    struct Calls {
+      absl::Mutex mu;
+      size_t left ABSL_GUARDED_BY(mu);
+      std::optional<size_t> first_failed ABSL_GUARDED_BY(mu);
+    };
+    const auto calls = std::make_shared<Calls>();
+    {
+      const absl::MutexLock lock(&calls->mu);
+      calls->left = workers_.size();
+    }
+    std::vector<Future<Message>> replies;
     for (size_t i = 0; i < workers_.size(); ++i) {
-      calls.push_back(worker_->CallAsync(workers_[i], absl::StrCat(function, name_),
-                                         {payloads[payloads.size() == 1 ? 0 : i], {}},
-                                         {.deadline = deadline}));
-      // It may run later than the wait below ends.
-      if (token == 0) continue;
-      calls.back().Then([parts = *this, token, first, i](const absl::StatusOr<Message>& reply) {
-        int none = -1;
-        if (!reply.ok() && first->compare_exchange_strong(none, static_cast<int>(i))) {
-          parts.Drop(token);
+      replies.push_back(worker_->CallAsync(workers_[i], absl::StrCat(function, name_),
+                                           {payloads[payloads.size() == 1 ? 0 : i], {}},
+                                           {.deadline = deadline}));
+      replies.back().Then([parts = *this, token, calls, i](const absl::StatusOr<Message>& reply) {
+        bool is_first = false;
+        {
+          const absl::MutexLock lock(&calls->mu);
+          is_first = !reply.ok() && !calls->first_failed.has_value();
+          if (is_first) calls->first_failed = i;
+          --calls->left;
         }
+        if (is_first && token != 0) parts.Drop(token);
       });
     }
-    std::vector<std::string> replies;
-    absl::Status failed;
-    for (size_t i = 0; i < calls.size(); ++i) {
-      const absl::StatusOr<Message>& reply = calls[i].Wait();
-      if (reply.ok()) {
-        replies.push_back(reply->payload);
-      } else if (failed.ok() || absl::IsCancelled(failed)) {  // who was stopped is not the cause
-        failed = Annotate(reply.status(), absl::StrCat("worker '", workers_[i], "'"));
-      }
+    for (const Future<Message>& reply : replies) reply.Wait();
+    std::optional<size_t> first_failed;
+    {
+      const BlockingScope blocking;
+      const absl::MutexLock lock(&calls->mu);
+      const auto all_ended = [&]()
+                                 ABSL_SHARED_LOCKS_REQUIRED(calls->mu) { return calls->left == 0; };
+      calls->mu.Await(absl::Condition(&all_ended));
+      first_failed = calls->first_failed;
     }
-    if (const int cause = *first; cause >= 0) {
-      failed =
-          Annotate(calls[cause].Wait().status(), absl::StrCat("worker '", workers_[cause], "'"));
+    if (first_failed.has_value()) {
+      return Annotate(replies[*first_failed].Wait().status(),
+                      absl::StrCat("worker '", workers_[*first_failed], "'"));
     }
-    DG_RETURN_IF_ERROR(failed);
-    return replies;
+    std::vector<std::string> texts;
+    for (const Future<Message>& reply : replies) texts.push_back(reply.Wait()->payload);
+    return texts;
   }
 
   absl::StatusOr<std::vector<PartPlan>> Plans(Deadline deadline) const {
@@ -99,8 +142,9 @@ class Parts {
         CallAll(kCheckpointPlan, {"{}"}, /*token=*/0, deadline);
     // kNotFound is for a checkpoint that is not there: whoever gets it may begin at step 0.
     if (absl::IsNotFound(replies.status())) {
-      return absl::FailedPreconditionError(absl::StrCat("a worker has no part of checkpoint '",
-                                                        name_, "': ", replies.status().message()));
+      return Rephrased(replies.status(), absl::StatusCode::kFailedPrecondition,
+                       absl::StrCat("a worker has no part of checkpoint '", name_,
+                                    "': ", replies.status().message()));
     }
     DG_RETURN_IF_ERROR(replies.status());
     std::vector<PartPlan> plans;
@@ -201,11 +245,13 @@ absl::Status CheckReplicas(const std::vector<std::string>& workers,
       "; give those that are not replicas names of their own, or save when replicas are equal"));
 }
 
-// Whether the manager sees what a worker says that it has written.
-absl::Status CheckWritten(const std::string& folder, const ManifestWorker& worker) {
+// Whether the manager, which is on `leader`, sees what a worker says that it has written.
+absl::Status CheckWritten(const Worker& leader, const std::string& folder,
+                          const ManifestWorker& worker) {
   for (const ManifestFile& file : worker.files) {
     const absl::StatusOr<SafetensorsFile> seen = OpenShard(folder, file);
     if (seen.ok()) continue;
+    if (!IsDamage(seen.status())) return OfLeader(leader, seen.status());
     return absl::FailedPreconditionError(
         absl::StrCat("worker '", worker.name, "' has written ", folder, "/", file.name,
                      ", and the manager does not see it there as it is (", seen.status().message(),
@@ -279,26 +325,39 @@ std::vector<std::string> Unexpected(const Manifest& manifest, const std::vector<
   return unexpected;
 }
 
+// What one worker has found, of files that all of them see.
+absl::Status DamageSeenBy(const Worker& leader, const std::string& worker,
+                          const std::string& what) {
+  const absl::Status status = absl::DataLossError(absl::StrCat("worker '", worker, "': ", what));
+  for (const Member& member : leader.members()) {
+    if (member.name == worker) {
+      return WithOrigin(status, {member.rank, ErrorOrigin::By::kDistgrad});
+    }
+  }
+  return status;
+}
+
 // Whether the job that writes it has removed or renamed it, or saved another one in its place.
 bool IsGone(const StepFolder& folder, const std::string& text) {
   const absl::StatusOr<std::string> now = ReadManifestText(folder.path);
   return now.ok() ? *now != text : absl::IsNotFound(now.status());
 }
 
-// How far a load came.
-enum class Reached { kNothing, kGone, kSomeIsLoaded };
+// How far a load came: kGone and kDamaged are ends without anything loaded.
+enum class Reached { kNothing, kGone, kDamaged, kSomeIsLoaded };
 
-absl::StatusOr<LoadedCheckpoint> LoadOne(const Parts& parts, const StepFolder& from,
-                                         const LoadOptions& options, Reached* reached) {
+absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& parts,
+                                         const StepFolder& from, const LoadOptions& options,
+                                         Reached* reached) {
   *reached = Reached::kNothing;
   const absl::StatusOr<std::string> read = ReadManifestText(from.path);
   const auto gone = [&](const absl::Status& why) {
     *reached = Reached::kGone;
-    return absl::AbortedError(
-        absl::StrCat("it has been removed or replaced meanwhile: ", why.message()));
+    return Rephrased(why, absl::StatusCode::kAborted,
+                     absl::StrCat("it has been removed or replaced meanwhile: ", why.message()));
   };
   if (absl::IsNotFound(read.status())) return gone(read.status());
-  DG_RETURN_IF_ERROR(read.status());
+  if (!read.ok()) return OfLeader(leader, read.status());
   const std::string& text = *read;
   DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, parts.Plans(options.deadline));
   LoadedCheckpoint loaded{from.manifest->step, from.path, {}, {}, {}};
@@ -310,11 +369,17 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Parts& parts, const StepFolder& f
                                                                    .strict = options.strict}));
   const auto checked = parts.CallAll(kCheckpointCheck, {check}, token, options.deadline);
   absl::Status status = checked.status();
+  bool is_damaged = false;
   if (checked.ok()) {
-    for (const std::string& text_of_reply : *checked) {
-      const absl::StatusOr<CheckReply> reply = DecodeCheckReply(text_of_reply);
+    for (size_t i = 0; i < checked->size(); ++i) {
+      const absl::StatusOr<CheckReply> reply = DecodeCheckReply((*checked)[i]);
       if (!reply.ok()) {
         status = reply.status();
+        break;
+      }
+      if (!reply->damage.empty()) {
+        status = DamageSeenBy(leader, parts.workers()[i], reply->damage);
+        is_damaged = true;
         break;
       }
       loaded.missing.insert(loaded.missing.end(), reply->missing.begin(), reply->missing.end());
@@ -332,7 +397,9 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Parts& parts, const StepFolder& f
   }
   if (!status.ok()) {
     parts.Drop(token);
-    return IsGone(from, text) ? gone(status) : status;
+    if (IsGone(from, text)) return gone(status);
+    if (is_damaged) *reached = Reached::kDamaged;
+    return status;
   }
   *reached = Reached::kSomeIsLoaded;
   DG_RETURN_IF_ERROR(Annotate(
@@ -343,17 +410,27 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Parts& parts, const StepFolder& f
 
 // kNotFound is for a checkpoint that is not there: whoever gets it may begin at step 0.
 absl::Status NotNotFound(const absl::Status& status) {
-  return absl::IsNotFound(status) ? absl::FailedPreconditionError(status.message()) : status;
+  if (!absl::IsNotFound(status)) return status;
+  return Rephrased(status, absl::StatusCode::kFailedPrecondition, status.message());
 }
 
-absl::StatusOr<LoadedCheckpoint> LoadFrom(const Parts& parts, const std::string& folder,
-                                          const LoadOptions& options, Reached* reached) {
+absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& parts,
+                                          const std::string& folder, const LoadOptions& options,
+                                          Reached* reached) {
   *reached = Reached::kNothing;
-  DG_ASSIGN_OR_RETURN(const std::vector<StepFolder> steps, ListSteps(folder));
-  std::vector<const StepFolder*> good, damaged;
-  for (const StepFolder& each : steps) (each.manifest.ok() ? good : damaged).push_back(&each);
-  if (steps.empty()) {
+  const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder);
+  if (absl::IsNotFound(steps.status())) return steps.status();
+  if (!steps.ok()) return OfLeader(leader, steps.status());
+  if (steps->empty()) {
     return absl::NotFoundError(absl::StrCat("there is no checkpoint in ", folder));
+  }
+  std::vector<const StepFolder*> good, bad;
+  // Of one whose manifest cannot be read, though it may be good, and the newest.
+  absl::Status unreadable;
+  for (const StepFolder& each : *steps) {
+    (each.manifest.ok() ? good : bad).push_back(&each);
+    const absl::Status& read = each.manifest.status();
+    if (!read.ok() && !IsDamage(read)) unreadable.Update(OfLeader(leader, read));
   }
   // The one to begin with, and those before it.
   std::vector<const StepFolder*> candidates;
@@ -362,8 +439,8 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Parts& parts, const std::string&
     auto found = std::find_if(good.begin(), good.end(), is_it);
     candidates.assign(found, good.end());
     if (found == good.end()) {
-      const auto bad = std::find_if(damaged.begin(), damaged.end(), is_it);
-      if (bad != damaged.end()) return (*bad)->manifest.status();
+      const auto wrong = std::find_if(bad.begin(), bad.end(), is_it);
+      if (wrong != bad.end()) return OfLeader(leader, (*wrong)->manifest.status());
       std::vector<int64_t> there;
       for (const StepFolder* each : good) there.push_back(each->step);
       return absl::NotFoundError(absl::StrCat("there is no checkpoint of step ", *options.step,
@@ -371,32 +448,38 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Parts& parts, const std::string&
     }
   } else {
     candidates = good;
-    // A damaged manifest does not say when it was saved.
-    if (!damaged.empty() && (good.empty() || !options.fall_back)) {
-      const absl::Status why = damaged[0]->manifest.status();
-      return absl::Status(
-          why.code(),
+    // A manifest that is not read does not say when it was saved. One that is damaged may be passed
+    // over.
+    absl::Status why = unreadable;
+    if (!bad.empty() && (good.empty() || !options.fall_back)) {
+      why.Update(OfLeader(leader, bad[0]->manifest.status()));
+    }
+    if (!why.ok()) {
+      return Rephrased(
+          why, why.code(),
           absl::StrCat(why.message(), good.empty()
                                           ? "; there is no other checkpoint"
                                           : absl::StrCat("; the checkpoint of step ", good[0]->step,
                                                          " can be asked for")));
     }
   }
-  absl::StatusOr<LoadedCheckpoint> loaded = absl::UnknownError("");
-  for (size_t i = 0; i < candidates.size(); ++i) {
-    loaded = LoadOne(parts, *candidates[i], options, reached);
+  for (size_t i = 0;; ++i) {
+    const absl::StatusOr<LoadedCheckpoint> loaded =
+        LoadOne(leader, parts, *candidates[i], options, reached);
     if (loaded.ok()) return loaded;
-    const bool is_damaged = absl::IsDataLoss(loaded.status()) && *reached != Reached::kSomeIsLoaded;
-    if (is_damaged && options.fall_back && i + 1 < candidates.size()) continue;
-    std::string text(
-        Annotate(loaded.status(), absl::StrCat("loading ", candidates[i]->path)).message());
-    if (is_damaged && i + 1 < candidates.size()) {
-      absl::StrAppend(&text, "; the checkpoint of step ", candidates[i + 1]->step,
-                      ", which was saved before it, can be asked for");
+    const bool has_older = *reached == Reached::kDamaged && i + 1 < candidates.size();
+    if (has_older && options.fall_back) {
+      DG_RETURN_IF_ERROR(unreadable);
+      continue;
     }
-    return NotNotFound(absl::Status(loaded.status().code(), text));
+    const absl::Status failed =
+        Annotate(loaded.status(), absl::StrCat("loading ", candidates[i]->path));
+    if (!has_older) return NotNotFound(failed);
+    return Rephrased(
+        failed, failed.code(),
+        absl::StrCat(failed.message(), "; the checkpoint of step ", candidates[i + 1]->step,
+                     ", which was saved before it, can be asked for"));
   }
-  return loaded;
 }
 
 }  // namespace
@@ -412,7 +495,7 @@ absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::strin
   constexpr int kTries = 10;
   for (int i = 1;; ++i) {
     Reached reached = Reached::kNothing;
-    absl::StatusOr<LoadedCheckpoint> loaded = LoadFrom(*parts, path, options, &reached);
+    absl::StatusOr<LoadedCheckpoint> loaded = LoadFrom(*worker, *parts, path, options, &reached);
     if (reached != Reached::kGone || loaded.ok() || i == kTries) return loaded;
   }
 }
@@ -444,31 +527,34 @@ class CheckpointManager::Impl {
 
   absl::Status Save(int64_t step, Deadline deadline) {
     DG_RETURN_IF_ERROR(Annotated(TakeTurn(deadline), step));
-    const absl::StatusOr<Saving> saving = Hold(step, deadline, /*copy=*/false);
-    const absl::Status saved = saving.ok() ? Write(*saving) : saving.status();
+    const absl::Status saved = Caught([&]() -> absl::Status {
+      DG_ASSIGN_OR_RETURN(const Saving saving, Hold(step, deadline, /*copy=*/false));
+      return Write(saving);
+    });
     EndTurn();
     return Annotated(saved, step);
   }
 
   absl::StatusOr<Future<Unit>> SaveAsync(int64_t step, Deadline deadline) {
     DG_RETURN_IF_ERROR(Annotated(TakeTurn(deadline), step));
-    const absl::StatusOr<Saving> saving = Hold(step, deadline, /*copy=*/true);
-    absl::Status begun = saving.status();
-    Promise<Unit> promise;
-    const Future<Unit> future = promise.future();
-    if (begun.ok()) {
-      begun = StartWriting(*saving, std::move(promise));
-      if (begun.ok()) return future;
-      saving->parts.Drop(saving->token);
-    }
+    absl::StatusOr<Future<Unit>> begun = Caught([&]() -> absl::StatusOr<Future<Unit>> {
+      DG_ASSIGN_OR_RETURN(const Saving saving, Hold(step, deadline, /*copy=*/true));
+      Promise<Unit> promise;
+      const Future<Unit> future = promise.future();
+      const absl::Status started = StartWriting(saving, std::move(promise));
+      if (started.ok()) return future;
+      saving.parts.Drop(saving.token);
+      return OfLeader(*worker_, started);
+    });
+    if (begun.ok()) return begun;
     EndTurn();
-    return Annotated(begun, step);
+    return Annotated(begun.status(), step);
   }
 
   absl::StatusOr<LoadedCheckpoint> Load(const LoadOptions& options) {
     DG_RETURN_IF_ERROR(TakeTurn(options.deadline));
     absl::StatusOr<LoadedCheckpoint> loaded =
-        LoadCheckpoint(worker_, folders_->path(), options, options_);
+        Caught([&] { return LoadCheckpoint(worker_, folders_->path(), options, options_); });
     EndTurn();
     return loaded;
   }
@@ -504,7 +590,7 @@ class CheckpointManager::Impl {
     const auto before = std::make_shared<std::thread>(std::move(thread_));
     absl::StatusOr<std::thread> thread = StartThread(
         "dg-checkpoint", [this, before, saving, promise = std::move(promise)]() mutable {
-          const absl::Status saved = Annotated(Write(saving), saving.step);
+          const absl::Status saved = Annotated(Caught([&] { return Write(saving); }), saving.step);
           // Whoever has the future may have dropped it.
           if (!saved.ok()) DG_LOG(WARNING) << saved.message();
           written_on_this_thread = this;
@@ -551,7 +637,9 @@ class CheckpointManager::Impl {
 
   // The older checkpoints, which have it, will be removed.
   absl::Status CheckNothingIsDropped(const std::vector<PartPlan>& plans) {
-    DG_ASSIGN_OR_RETURN(const std::vector<StepFolder>* const steps, folders_->List());
+    const absl::StatusOr<const std::vector<StepFolder>*> listed = folders_->List();
+    if (!listed.ok()) return OfLeader(*worker_, listed.status());
+    const std::vector<StepFolder>* const steps = *listed;
     if (steps->empty() || !steps->front().manifest.ok()) return absl::OkStatus();
     const std::vector<std::string> lacking = Unexpected(*steps->front().manifest, plans);
     if (lacking.empty()) return absl::OkStatus();
@@ -561,19 +649,23 @@ class CheckpointManager::Impl {
   }
 
   absl::Status Write(const Saving& saving) {
-    const absl::StatusOr<std::string> attempt = folders_->Begin(saving.step);
+    const absl::StatusOr<std::string> attempt =
+        Caught([&] { return folders_->Begin(saving.step); });
     if (!attempt.ok()) {
       saving.parts.Drop(saving.token);
-      return attempt.status();
+      return OfLeader(*worker_, attempt.status());
     }
-    absl::StatusOr<Manifest> manifest = WriteShards(saving, *attempt);
+    absl::StatusOr<Manifest> manifest = Caught([&] { return WriteShards(saving, *attempt); });
     if (!manifest.ok()) {
       folders_->Abandon(*attempt);
       return manifest.status();
     }
-    DG_RETURN_IF_ERROR(folders_->Commit(*attempt, *std::move(manifest)));
-    return Annotate(folders_->Prune(options_.keep),
-                    "it is saved, but an older checkpoint could not be removed");
+    const absl::Status committed =
+        Caught([&] { return folders_->Commit(*attempt, *std::move(manifest)); });
+    if (!committed.ok()) return OfLeader(*worker_, committed);
+    return OfLeader(*worker_,
+                    Annotate(folders_->Prune(options_.keep),
+                             "it is saved, but an older checkpoint could not be removed"));
   }
 
   absl::StatusOr<Manifest> WriteShards(const Saving& saving, const std::string& attempt) {
@@ -594,7 +686,7 @@ class CheckpointManager::Impl {
       DG_ASSIGN_OR_RETURN(const nlohmann::json json, ParseJson(replies[i]));
       DG_ASSIGN_OR_RETURN(ManifestWorker wrote, WorkerFromJson(json));
       wrote.name = workers[i];
-      DG_RETURN_IF_ERROR(CheckWritten(attempt, wrote));
+      DG_RETURN_IF_ERROR(CheckWritten(*worker_, attempt, wrote));
       manifest.workers.push_back(std::move(wrote));
     }
     return manifest;

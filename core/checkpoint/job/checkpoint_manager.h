@@ -44,8 +44,10 @@ struct LoadOptions {
   // Whether it is an error, and nothing is loaded, if something is missing, unexpected, or of
   // another dtype or shape. Else that stays as it is, and is listed.
   bool strict = true;
-  // Whether a damaged checkpoint is passed over for the one before it. Else it is an error, as is
-  // any damaged manifest unless a step is asked for: it does not say when it was saved.
+  // Whether a damaged checkpoint, or one of which a file is not there, is passed over for the one
+  // before it. Else it is an error, as is any damaged manifest unless a step is asked for: it does
+  // not say when it was saved. What cannot be read, by what the operating system says, is not
+  // damaged, and always an error.
   bool fall_back = false;
   Deadline deadline = Deadline::Never();
 };
@@ -68,7 +70,9 @@ struct LoadedCheckpoint {
 // kNotFound only if there is no checkpoint, or none of that step; kFailedPrecondition if a worker
 // has no part, or another thing is not found; kDataLoss if it is damaged, with the file, the
 // tensor, and which step could be loaded instead; kInvalidArgument with a list of what does not
-// fit. It needs no lock: a job may load what another one saves.
+// fit; the error of a load_values, whose origin (core/base/origin.h) is a handler; what the
+// operating system says of a file that cannot be read. All of them name the worker. It needs no
+// lock: a job may load what another one saves.
 absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::string& folder,
                                                 const LoadOptions& options = {},
                                                 const CheckpointManagerOptions& of = {});
@@ -89,13 +93,15 @@ class CheckpointManager {
   // Saves what all parts have, and waits until it is durable. Nobody may write to the tensors
   // meanwhile, so this is for between two steps. After an error, which names the worker, the
   // checkpoints that were there are still there. kFailedPrecondition, with a list, if it would lack
-  // what the newest one has (CheckpointManagerOptions::allow_dropping).
+  // what the newest one has (CheckpointManagerOptions::allow_dropping). The error of a save_values
+  // has a handler as its origin.
   absl::Status Save(int64_t step, Deadline deadline = Deadline::Never());
 
   // Waits until all parts have copied theirs to the memory of the CPU, which is when training may
   // go on; it is then written in the background, and the future done when it is durable. So each
   // worker needs memory for what it saves once more. If the one before is not written yet, waits
-  // for that first. That a save in the background has failed is logged, too.
+  // for that first. The deadline is for all of it, until it is durable. That a save in the
+  // background has failed is logged, too.
   absl::StatusOr<Future<Unit>> SaveAsync(int64_t step, Deadline deadline = Deadline::Never());
 
   // LoadCheckpoint() from this folder.

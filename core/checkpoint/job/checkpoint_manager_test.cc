@@ -7,6 +7,7 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <sys/resource.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
@@ -20,6 +21,7 @@
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -30,13 +32,16 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "core/base/crc32c.h"
+#include "core/base/origin.h"
 #include "core/checkpoint/durable_file.h"
 #include "core/checkpoint/job/messages.h"
 #include "core/checkpoint/safetensors.h"
+#include "core/checkpoint/safetensors_header.h"
 #include "core/optim/local_optimizer.h"
 #include "core/worker/optimizer.h"
 #include "gtest/gtest.h"
 #include "tests/testing/cluster.h"
+#include "tests/testing/no_descriptors.h"
 
 namespace distgrad {
 namespace {
@@ -359,6 +364,189 @@ TEST_F(CheckpointManagerTest, ADamagedByteIsFoundAndNothingIsLoaded) {
   fs::remove(folder_ + "/step-000020/model-00001-of-00002.safetensors");
   EXPECT_EQ(manager->Load().status().code(), Code::kDataLoss);
   EXPECT_EQ(manager->Load({.step = 30}).status().code(), Code::kNotFound);
+}
+
+// Only what is damaged, or not there, is passed over: another one may be read an hour later.
+TEST_F(CheckpointManagerTest, AFileThatCannotBeReadIsNotDamaged) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  b.Step(1);
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto part_b =
+      Part(cluster[1], {.tensors = b.Tensors("b"), .optimizers = {{"adam", b.adam.get()}}});
+  const auto manager = Manager(cluster[0]);
+  for (const int64_t step : {10, 20}) ASSERT_TRUE(manager->Save(step).ok());
+  const LoadOptions falls_back = {.fall_back = true};
+  const auto check = [&](const LoadOptions& options, const std::string& names, const char* says) {
+    const absl::Status loaded = manager->Load(options).status();
+    EXPECT_FALSE(loaded.ok() || absl::IsDataLoss(loaded) || absl::IsNotFound(loaded)) << loaded;
+    EXPECT_TRUE(absl::StrContains(loaded.message(), names)) << names << ": " << loaded;
+    EXPECT_TRUE(absl::StrContains(loaded.message(), says)) << loaded;
+    EXPECT_FALSE(absl::StrContains(loaded.message(), "damaged")) << loaded;
+  };
+  for (const char* file : {"manifest.json", "model-00002-of-00002.safetensors",
+                           "optimizer.adam-00002-of-00002.safetensors"}) {
+    const std::string path = absl::StrCat(folder_, "/step-000020/", file);
+    fs::rename(path, path + ".away");
+    fs::create_symlink(file, path);
+    check(falls_back, path, "Too many levels of symbolic links");
+    check({.step = 20, .fall_back = true}, path, "Too many levels of symbolic links");
+    EXPECT_TRUE(manager->Load({.step = 10}).ok());
+    fs::remove(path);
+    fs::rename(path + ".away", path);
+    EXPECT_EQ(manager->Load(falls_back)->step, 20);
+  }
+  // Both have their first file open, and no descriptor is left for another one.
+  {
+    const int next = dup(0);
+    ASSERT_EQ(close(next), 0);
+    rlimit before = {};
+    ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    const rlimit few = {static_cast<rlim_t>(next) + 1, before.rlim_max};
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+    check(falls_back, "worker 'worker", "Too many open files");
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  }
+  fs::remove(folder_ + "/step-000020/model-00002-of-00002.safetensors");
+  EXPECT_EQ(manager->Load(falls_back)->step, 10);
+}
+
+// Which need not have a part, so it would not be named by that.
+TEST_F(CheckpointManagerTest, ErrorsOfTheLeaderNameIt) {
+  Cluster cluster({.workers = 2});
+  Layer a(1);
+  const auto part = Part(cluster[1], {.tensors = a.Tensors("a")});
+  const auto manager = Manager(cluster[0], {.workers = {WorkerName(1)}});
+  ASSERT_TRUE(manager->Save(1).ok());
+  absl::Status statuses[3];
+  {
+    const NoDescriptors none;
+    statuses[0] = manager->Save(2);
+    const absl::StatusOr<Future<Unit>> saved = manager->SaveAsync(2);
+    statuses[1] = saved.ok() ? saved->Wait().status() : saved.status();
+    statuses[2] = manager->Load().status();
+  }
+  for (const absl::Status& status : statuses) {
+    EXPECT_EQ(status.code(), Code::kResourceExhausted) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "worker 'worker0'")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "Too many open files")) << status;
+    const std::optional<ErrorOrigin> origin = OriginOf(status);
+    EXPECT_TRUE(origin == (ErrorOrigin{0, ErrorOrigin::By::kDistgrad})) << status;
+  }
+}
+
+// Memory may run out anywhere; here it is a function that throws.
+TEST_F(CheckpointManagerTest, AnExceptionEndsTheTurn) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  FaultyCalls calls;
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto manager = Manager(cluster[0], {.file_calls = &calls});
+  calls.on_write = [] { throw std::runtime_error("no such disk"); };
+  const absl::Status saved = manager->Save(1);
+  EXPECT_TRUE(absl::StrContains(saved.message(), "no such disk")) << saved;
+  const absl::StatusOr<Future<Unit>> async = manager->SaveAsync(1);
+  ASSERT_TRUE(async.ok()) << async.status();
+  EXPECT_TRUE(absl::StrContains(async->Wait().status().message(), "no such disk"));
+  calls.on_write = nullptr;
+  const absl::Status next = manager->Save(1, Deadline::After(absl::Minutes(1)));
+  EXPECT_TRUE(next.ok()) << next;
+  EXPECT_EQ(Names(), Strings{"step-000001"});
+}
+
+TEST_F(CheckpointManagerTest, NamesThatNoFileCanHaveAreRefusedAtOnce) {
+  Cluster cluster({.workers = 1});
+  const at::Tensor one = at::ones({1});
+  for (const std::string& name : {std::string("__metadata__"), std::string("caf\xe9"),
+                                  std::string(kMaxSafetensorsHeaderBytes, 'x')}) {
+    const absl::Status refused =
+        CheckpointPart::Create(&cluster[0], {.tensors = {{"good", one}, {name, one}}}).status();
+    EXPECT_EQ(refused.code(), Code::kInvalidArgument) << refused;
+    EXPECT_LT(refused.message().size(), 1000u);
+  }
+  const absl::Status says =
+      CheckpointPart::Create(&cluster[0], {.tensors = {{"caf\xe9", one}}}).status();
+  EXPECT_TRUE(absl::StrContains(says.message(), "caf\\xe9")) << says;
+  EXPECT_TRUE(absl::StrContains(says.message(), "UTF-8")) << says;
+  // What gives the values is asked at each save, and before anything is written.
+  const auto part = Part(cluster[0], {.tensors = {{"good", one}}, .save_values = [] {
+                                        return CheckpointValues{{"caf\xe9", "1"}};
+                                      }});
+  const auto manager = Manager(cluster[0]);
+  const absl::Status saved = manager->SaveAsync(1).status();
+  EXPECT_EQ(saved.code(), Code::kInvalidArgument) << saved;
+  EXPECT_TRUE(absl::StrContains(saved.message(), "caf\\xe9")) << saved;
+  EXPECT_TRUE(absl::StrContains(saved.message(), "worker 'worker0'")) << saved;
+}
+
+TEST_F(CheckpointManagerTest, ARemovedOptimizerIsNoMissingPart) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  const std::unique_ptr<Optimizer> adam = *Optimizer::Create(&cluster[1], std::move(b.adam));
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  const auto part_b =
+      Part(cluster[1], {.tensors = b.Tensors("b"), .optimizers = {{"adam", adam.get()}}});
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  adam->Remove();
+  for (const absl::Status& status :
+       {manager->Save(2), manager->Load().status(),
+        CheckpointPart::Create(
+            &cluster[1], {.tensors = b.Tensors("b"), .optimizers = {{"adam", adam.get()}}}, "other")
+            .status()}) {
+    EXPECT_EQ(status.code(), Code::kFailedPrecondition) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "worker1")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "optimizer 'adam'")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "removed")) << status;
+    EXPECT_FALSE(absl::StrContains(status.message(), "has no part")) << status;
+  }
+}
+
+// A program tells what its own functions say from what distgrad says.
+TEST_F(CheckpointManagerTest, ErrorsSayWhereTheyAreFrom) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  absl::Status answer;
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  auto part_b = Part(cluster[1], {.tensors = b.Tensors("b"),
+                                  .save_values = [&]() -> absl::StatusOr<CheckpointValues> {
+                                    if (absl::IsDataLoss(answer)) throw std::runtime_error("lost");
+                                    if (!answer.ok()) return answer;
+                                    return CheckpointValues();
+                                  },
+                                  .load_values =
+                                      [&](const LoadedValues&) {
+                                        if (absl::IsDataLoss(answer)) {
+                                          throw std::runtime_error("lost");
+                                        }
+                                        return answer;
+                                      }});
+  const auto manager = Manager(cluster[0]);
+  const auto check = [](const absl::Status& status, const char* says, ErrorOrigin::By by) {
+    EXPECT_TRUE(absl::StrContains(status.message(), "worker 'worker1'")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), says)) << status;
+    const std::optional<ErrorOrigin> origin = OriginOf(status);
+    EXPECT_TRUE(origin == (ErrorOrigin{1, by})) << status;
+  };
+  for (const int64_t step : {1, 2}) ASSERT_TRUE(manager->Save(step).ok());
+  for (const absl::Status& each :
+       {absl::NotFoundError("mine"), absl::DataLossError("thrown instead")}) {
+    answer = each;
+    const char* const says = absl::IsNotFound(each) ? "_values: mine" : "_values: lost";
+    check(manager->Save(3), says, ErrorOrigin::By::kHandler);
+    check(manager->SaveAsync(3).status(), says, ErrorOrigin::By::kHandler);
+    check(manager->Load().status(), says, ErrorOrigin::By::kHandler);
+    check(manager->Load({.fall_back = true}).status(), says, ErrorOrigin::By::kHandler);
+  }
+  answer = absl::OkStatus();
+  const std::string file = folder_ + "/step-000002/model-00002-of-00002.safetensors";
+  std::string bytes = Read(file);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  Write(file, bytes);
+  check(manager->Load().status(), "another tensor", ErrorOrigin::By::kDistgrad);
+  part_b = nullptr;
+  check(manager->Load().status(), "has no part", ErrorOrigin::By::kDistgrad);
+  check(manager->Save(3), "has no part", ErrorOrigin::By::kDistgrad);
 }
 
 TEST_F(CheckpointManagerTest, AFullDiskIsSaidByTheWorkerAndTheOlderStays) {

@@ -15,6 +15,15 @@ constexpr int kMaxDepth = 8;
 
 }  // namespace
 
+bool IsUtf8(const std::string& text) {
+  try {
+    Json(text).dump();
+    return true;
+  } catch (const Json::exception&) {
+    return false;
+  }
+}
+
 absl::StatusOr<Json> ParseJson(absl::string_view text) {
   bool too_deep = false;
   Json json = Json::parse(

@@ -12,6 +12,9 @@
 
 namespace distgrad {
 
+// Whether it can be a string of JSON.
+bool IsUtf8(const std::string& text);
+
 // kInvalidArgument if it is no JSON, or nested more than a few levels deep.
 absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text);
 // kInvalidArgument for a string that is not UTF-8.

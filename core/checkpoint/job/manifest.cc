@@ -49,14 +49,6 @@ uint32_t Sum(const Json& json) {
   return sum;
 }
 
-bool IsUtf8(const std::string& text) {
-  try {
-    Json(text).dump();
-    return true;
-  } catch (const Json::exception&) {
-    return false;
-  }
-}
 Json ValueToJson(const std::string& value) {
   if (IsUtf8(value)) return value;
   return {{"base64", absl::Base64Escape(value)}};
@@ -243,6 +235,10 @@ absl::StatusOr<std::string> ReadManifestText(const std::string& folder) {
   close(fd);
   if (!status.ok()) return Annotate(status, absl::StrCat("reading ", path));
   return text;
+}
+
+bool IsDamage(const absl::Status& status) {
+  return absl::IsDataLoss(status) || absl::IsInvalidArgument(status);
 }
 
 absl::StatusOr<Manifest> ReadManifest(const std::string& folder) {

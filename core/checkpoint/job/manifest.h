@@ -55,6 +55,10 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text);
 absl::StatusOr<std::string> ReadManifestText(const std::string& folder);
 absl::StatusOr<Manifest> ReadManifest(const std::string& folder);
 
+// Whether an error of reading a file of a checkpoint says that its bytes are wrong. Else they have
+// not been seen, by what the operating system says, or are of a later version: they may be good.
+bool IsDamage(const absl::Status& status);
+
 // For the messages of a save and a load, which are JSON too:
 
 nlohmann::json ToJson(const ManifestWorker& worker);

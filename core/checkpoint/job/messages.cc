@@ -106,13 +106,15 @@ absl::StatusOr<CheckRequest> DecodeCheck(absl::string_view text) {
 }
 
 absl::StatusOr<std::string> Encode(const CheckReply& reply) {
-  return JsonText({{"missing", reply.missing}, {"mismatched", reply.mismatched}});
+  return JsonText(
+      {{"missing", reply.missing}, {"mismatched", reply.mismatched}, {"damage", reply.damage}});
 }
 absl::StatusOr<CheckReply> DecodeCheckReply(absl::string_view text) {
   return Decode(text, [](const Json& json) {
     CheckReply reply;
     json.at("missing").get_to(reply.missing);
     json.at("mismatched").get_to(reply.mismatched);
+    json.at("damage").get_to(reply.damage);
     return reply;
   });
 }

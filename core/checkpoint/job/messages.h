@@ -72,6 +72,9 @@ struct CheckRequest {
 struct CheckReply {
   std::vector<std::string> missing;
   std::vector<std::string> mismatched;
+  // Which file is damaged, or not there, and how; empty if none is. No error code says that: any
+  // other thing that fails on the way may have the same.
+  std::string damage = {};
 };
 
 absl::StatusOr<std::string> Encode(const PartPlan& plan);

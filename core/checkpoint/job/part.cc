@@ -14,6 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -22,6 +23,7 @@
 #include "core/base/blocking.h"
 #include "core/base/cancellation.h"
 #include "core/base/crc32c.h"
+#include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/checkpoint/job/json_text.h"
 #include "core/checkpoint/job/manifest.h"
@@ -43,6 +45,12 @@ bool IsOptimizerName(const std::string& name) {
   return name.size() <= 64 && std::all_of(name.begin(), name.end(), [](char c) {
            return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-';
          });
+}
+
+// Of the files of parameters and buffers; Hugging Face's tools look for it.
+const std::map<std::string, std::string>& ModelMetadata() {
+  static const auto& metadata = *new std::map<std::string, std::string>{{"format", "pt"}};
+  return metadata;
 }
 
 // Of which there is a copy that nobody else has.
@@ -118,6 +126,12 @@ class Shards {
 
 }  // namespace
 
+absl::Status CheckValueName(const std::string& name) {
+  if (IsUtf8(name)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "the name of a value, '", absl::CHexEscape(name.substr(0, 100)), "', is not UTF-8"));
+}
+
 CheckpointOptimizer::CheckpointOptimizer(torch::optim::Optimizer* optimizer)
     : use_([optimizer](Use use) { return use(*optimizer); }) {}
 CheckpointOptimizer::CheckpointOptimizer(LocalOptimizer* optimizer)
@@ -138,15 +152,13 @@ class CheckpointPart::Impl {
   const std::string& name() const { return name_; }
 
   absl::Status CheckContents() {
+    // The name of this worker is in the manifest.
+    if (!IsUtf8(worker_->name())) {
+      return absl::InvalidArgumentError("the name of its worker is not UTF-8");
+    }
+    DG_RETURN_IF_ERROR(
+        Annotate(CheckSafetensors(contents_.tensors, ModelMetadata()), "it cannot be saved"));
     for (const auto& [name, tensor] : contents_.tensors) {
-      if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() ||
-          SafetensorsDtype(tensor.scalar_type()).empty()) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("the tensor ", QuoteName(name), " cannot be saved: ",
-                         !tensor.defined()  ? "it is none"
-                         : tensor.is_meta() ? "it is on the 'meta' device, and has no elements"
-                                            : "it is not dense, or of a dtype that files lack"));
-      }
       if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
         return absl::InvalidArgumentError(absl::StrCat(
             "the tensor ", QuoteName(name), " cannot be loaded: it has elements that are one in ",
@@ -160,25 +172,25 @@ class CheckpointPart::Impl {
       }
       // As a save does, so that what cannot be saved is an error before anything is trained.
       const absl::StatusOr<std::vector<std::string>> parameters = PlanOptimizer(name, use);
-      absl::Status can = parameters.status();
-      if (can.ok()) {
-        can = use([&](torch::optim::Optimizer& optimizer) {
-          size_t number = 0;
-          for (const auto& group : optimizer.param_groups()) {
-            if (!group.params().empty()) {
-              ++number;
-              continue;
+      DG_RETURN_IF_ERROR(parameters.status());
+      DG_RETURN_IF_ERROR(
+          UseOptimizer(name, use, [&](torch::optim::Optimizer& optimizer) -> absl::Status {
+            size_t number = 0;
+            for (const auto& group : optimizer.param_groups()) {
+              if (!group.params().empty()) {
+                ++number;
+                continue;
+              }
+              // A file has options by parameters, so a load would not find those of this group.
+              return absl::InvalidArgumentError(
+                  absl::StrCat("its group ", number, " has no parameters; leave it out"));
             }
-            // A file has options by parameters, so a load would not find those of this group.
-            return absl::InvalidArgumentError(
-                absl::StrCat("its group ", number, " has no parameters; leave it out"));
-          }
-          return ViewOptimizer(optimizer, contents_.tensors,
-                               std::set<std::string>(parameters->begin(), parameters->end()))
-              .status();
-        });
-      }
-      DG_RETURN_IF_ERROR(Annotate(can, absl::StrCat("optimizer '", name, "'")));
+            DG_ASSIGN_OR_RETURN(
+                const OptimizerSnapshot view,
+                ViewOptimizer(optimizer, contents_.tensors,
+                              std::set<std::string>(parameters->begin(), parameters->end())));
+            return CheckSafetensors(view.tensors, view.metadata);
+          }));
     }
     return absl::OkStatus();
   }
@@ -226,9 +238,9 @@ class CheckpointPart::Impl {
         if (found == contents_.optimizers.end()) {
           return absl::InvalidArgumentError(absl::StrCat("it has no optimizer ", QuoteName(name)));
         }
-        DG_RETURN_IF_ERROR(Annotate(
-            found->second([&, &name = name,
-                           only = &only](torch::optim::Optimizer& optimizer) -> absl::Status {
+        DG_RETURN_IF_ERROR(UseOptimizer(
+            name, found->second,
+            [&, &name = name, only = &only](torch::optim::Optimizer& optimizer) -> absl::Status {
               DG_ASSIGN_OR_RETURN(OptimizerSnapshot view,
                                   ViewOptimizer(optimizer, contents_.tensors, *only));
               if (hold.copy) {
@@ -236,15 +248,18 @@ class CheckpointPart::Impl {
               }
               held.optimizers.emplace(name, std::move(view));
               return absl::OkStatus();
-            }),
-            absl::StrCat("optimizer '", name, "'")));
+            }));
       }
       if (contents_.save_values != nullptr) {
-        absl::StatusOr<CheckpointValues> values = contents_.save_values();
-        DG_RETURN_IF_ERROR(Annotate(values.status(), "save_values"));
-        held.values = *std::move(values);
+        DG_RETURN_IF_ERROR(CallProgram("save_values", [&]() -> absl::Status {
+          DG_ASSIGN_OR_RETURN(held.values, contents_.save_values());
+          return absl::OkStatus();
+        }));
         size_t size = 0;
-        for (const auto& [name, value] : held.values) size += name.size() + value.size();
+        for (const auto& [name, value] : held.values) {
+          DG_RETURN_IF_ERROR(CheckValueName(name));
+          size += name.size() + value.size();
+        }
         if (size > kMaxCheckpointValues) {
           return absl::InvalidArgumentError(
               absl::StrCat("its values have ", size, " bytes, and may have ", kMaxCheckpointValues,
@@ -288,7 +303,7 @@ class CheckpointPart::Impl {
       };
       if (!held.tensors.empty()) {
         DG_RETURN_IF_ERROR(
-            save(absl::StrCat("model", which), std::nullopt, held.tensors, {{"format", "pt"}}));
+            save(absl::StrCat("model", which), std::nullopt, held.tensors, ModelMetadata()));
       }
       for (const auto& [name, snapshot] : held.optimizers) {
         DG_RETURN_IF_ERROR(
@@ -305,6 +320,7 @@ class CheckpointPart::Impl {
       staged_.reset();
       DG_RETURN_IF_ERROR(CheckGoesOn(request, check.token));
       const absl::StatusOr<std::string> text = ReadManifestText(check.folder);
+      if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
       if (!text.ok() || Crc32c(*text) != check.manifest) {
         return absl::FailedPreconditionError(
             absl::StrCat("it does not see the manifest in ", check.folder, " that the manager sees",
@@ -314,37 +330,15 @@ class CheckpointPart::Impl {
       DG_ASSIGN_OR_RETURN(Manifest manifest, ParseManifest(*text));
       Staged staged{
           check.token, std::make_unique<Shards>(check.folder, std::move(manifest)), {}, {}};
-      Shards& shards = *staged.shards;
       CheckReply reply;
-      for (const auto& [name, tensor] : contents_.tensors) {
-        const ManifestFile* const file = shards.FileOf(name);
-        if (file == nullptr) {
-          reply.missing.push_back(
-              absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "'"));
-          continue;
-        }
-        DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open, shards.Open(*file));
-        if (const std::string mismatch = open->Mismatch(name, tensor); !mismatch.empty()) {
-          reply.mismatched.push_back(
-              absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "' ", mismatch));
-          continue;
-        }
-        staged.tensors.emplace_back(name, file);
+      const absl::Status fits = Stage(request, check, &staged, &reply);
+      // What else is read here are these files.
+      if (absl::IsDataLoss(fits)) return Encode(CheckReply{.damage = std::string(fits.message())});
+      DG_RETURN_IF_ERROR(fits);
+      // What does not fit is not loaded.
+      if (!check.strict || (reply.missing.empty() && reply.mismatched.empty())) {
+        staged_ = std::move(staged);
       }
-      for (const auto& [name, use] : contents_.optimizers) {
-        DG_RETURN_IF_ERROR(StageOptimizer(request, name, use, &staged, &reply));
-      }
-      // What does not fit is not read for nothing.
-      if (check.strict && (!reply.missing.empty() || !reply.mismatched.empty()))
-        return Encode(reply);
-      for (const auto& [name, file] : staged.tensors) {
-        DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open, shards.Open(*file));
-        const absl::StatusOr<uint32_t> sum =
-            open->Checksum(name, [&] { return CheckGoesOn(request, check.token); });
-        DG_RETURN_IF_ERROR(sum.status());
-        if (*sum != file->checksums.tensors.at(name)) return shards.DamagedTensor(*file, name);
-      }
-      staged_ = std::move(staged);
       return Encode(reply);
     });
   }
@@ -365,10 +359,10 @@ class CheckpointPart::Impl {
         }
       }
       for (const auto& [name, parts] : staged.optimizers) {
-        DG_RETURN_IF_ERROR(
-            contents_.optimizers.at(name)([parts = &parts](torch::optim::Optimizer& optimizer) {
-              return LoadState(parts->state, &optimizer, parts->form);
-            }));
+        DG_RETURN_IF_ERROR(UseOptimizer(name, contents_.optimizers.at(name),
+                                        [parts = &parts](torch::optim::Optimizer& optimizer) {
+                                          return LoadState(parts->state, &optimizer, parts->form);
+                                        }));
       }
       if (contents_.load_values == nullptr) return std::string();
       const Manifest& manifest = staged.shards->manifest();
@@ -377,7 +371,7 @@ class CheckpointPart::Impl {
         loaded.workers[worker.name] = worker.values;
         if (worker.name == worker_->name()) loaded.values = worker.values;
       }
-      DG_RETURN_IF_ERROR(Annotate(contents_.load_values(loaded), "load_values"));
+      DG_RETURN_IF_ERROR(CallProgram("load_values", [&] { return contents_.load_values(loaded); }));
       return std::string();
     });
   }
@@ -469,14 +463,77 @@ class CheckpointPart::Impl {
         "has been replaced");
   }
 
+  // Calls a function of the program's, whose errors are its own.
+  absl::Status CallProgram(absl::string_view name, absl::FunctionRef<absl::Status()> call) const {
+    absl::Status status;
+    try {
+      status = call();
+    } catch (...) {
+      status = StatusFromException(std::current_exception());
+    }
+    return Annotate(WithOrigin(std::move(status), {worker_->rank(), ErrorOrigin::By::kHandler}),
+                    name);
+  }
+
+  // Errors name the optimizer. One that was removed is no part that is not there, nor a checkpoint.
+  static absl::Status UseOptimizer(const std::string& name, const CheckpointOptimizer& optimizer,
+                                   CheckpointOptimizer::Use use) {
+    bool is_there = false;
+    absl::Status used = optimizer([&](torch::optim::Optimizer& of_torch) {
+      is_there = true;
+      return use(of_torch);
+    });
+    if (!is_there && absl::IsNotFound(used)) {
+      used = absl::FailedPreconditionError(
+          "it was removed, and the part of the checkpoint that has it was not: remove that first");
+    }
+    return Annotate(used, absl::StrCat("optimizer '", name, "'"));
+  }
+
   absl::StatusOr<std::vector<std::string>> PlanOptimizer(const std::string& name,
                                                          const CheckpointOptimizer& use) const {
     absl::StatusOr<std::vector<std::string>> names = absl::UnknownError("");
-    DG_RETURN_IF_ERROR(use([&](torch::optim::Optimizer& optimizer) {
+    DG_RETURN_IF_ERROR(UseOptimizer(name, use, [&](torch::optim::Optimizer& optimizer) {
       names = OptimizerParameters(optimizer, contents_.tensors);
       return names.status();
     }));
     return names;
+  }
+
+  // Finds what is wanted in the files, and verifies its checksums. kDataLoss if one of them is
+  // damaged.
+  absl::Status Stage(const Request& request, const CheckRequest& check, Staged* staged,
+                     CheckReply* reply) {
+    Shards& shards = *staged->shards;
+    for (const auto& [name, tensor] : contents_.tensors) {
+      const ManifestFile* const file = shards.FileOf(name);
+      if (file == nullptr) {
+        reply->missing.push_back(
+            absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "'"));
+        continue;
+      }
+      DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open, shards.Open(*file));
+      if (const std::string mismatch = open->Mismatch(name, tensor); !mismatch.empty()) {
+        reply->mismatched.push_back(
+            absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "' ", mismatch));
+        continue;
+      }
+      staged->tensors.emplace_back(name, file);
+    }
+    for (const auto& [name, use] : contents_.optimizers) {
+      DG_RETURN_IF_ERROR(StageOptimizer(request, name, use, staged, reply));
+    }
+    // What does not fit is not read for nothing.
+    if (check.strict && (!reply->missing.empty() || !reply->mismatched.empty())) {
+      return absl::OkStatus();
+    }
+    for (const auto& [name, file] : staged->tensors) {
+      DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open, shards.Open(*file));
+      DG_ASSIGN_OR_RETURN(const uint32_t sum,
+                          open->Checksum(name, [&] { return CheckGoesOn(request, check.token); }));
+      if (sum != file->checksums.tensors.at(name)) return shards.DamagedTensor(*file, name);
+    }
+    return absl::OkStatus();
   }
 
   absl::Status StageOptimizer(const Request& request, const std::string& name,
@@ -497,7 +554,7 @@ class CheckpointPart::Impl {
       }
       return is;
     };
-    return use([&](torch::optim::Optimizer& optimizer) -> absl::Status {
+    return UseOptimizer(name, use, [&](torch::optim::Optimizer& optimizer) -> absl::Status {
       absl::StatusOr<OptimizerParts> parts =
           CollectOptimizer(open, contents_.tensors, optimizer, read);
       if (absl::IsInvalidArgument(parts.status())) {

@@ -68,7 +68,9 @@ struct CheckpointContents {
   // AdamW.
   std::map<std::string, CheckpointOptimizer> optimizers = {};
   // Called on a thread of the worker's pool: for each save, and when this worker's tensors and
-  // optimizers are loaded. They may throw. At most 1 MiB of values.
+  // optimizers are loaded. They may throw. At most 1 MiB of values, whose names are UTF-8. With
+  // their error the save or load fails: its origin (core/base/origin.h) is a handler of this
+  // worker.
   std::function<absl::StatusOr<CheckpointValues>()> save_values = nullptr;
   std::function<absl::Status(const LoadedValues&)> load_values = nullptr;
   // For tests.
@@ -77,13 +79,18 @@ struct CheckpointContents {
 
 constexpr size_t kMaxCheckpointValues = 1 << 20;
 
+// kInvalidArgument for the name of a value that no manifest can have: it is not UTF-8.
+absl::Status CheckValueName(const std::string& name);
+
 // Thread-safe.
 class CheckpointPart {
  public:
   // Lets the managers of that name, of whichever worker of the job, save and load this. The worker
   // has to outlive the result. kAlreadyExists if it has a part of that name; kInvalidArgument for a
-  // name of more than 900 bytes or with a "::" in it, and for tensors that no file can have;
-  // kUnimplemented for an optimizer of another kind.
+  // name of more than 900 bytes or with a "::" in it, and for tensors that no file can have, by
+  // their dtype, say, or their name (which is UTF-8, and not "__metadata__"); kUnimplemented for an
+  // optimizer of another kind; kFailedPrecondition for one that was removed. Saves and loads fail
+  // with that, too, once an optimizer is removed before its part is.
   static absl::StatusOr<std::unique_ptr<CheckpointPart>> Create(Worker* worker,
                                                                 CheckpointContents contents,
                                                                 absl::string_view name = "");

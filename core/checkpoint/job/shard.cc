@@ -12,6 +12,7 @@ absl::StatusOr<SafetensorsFile> OpenShard(const std::string& folder, const Manif
   absl::StatusOr<SafetensorsFile> opened =
       SafetensorsFile::Open(absl::StrCat(folder, "/", file.name));
   if (!opened.ok()) {
+    if (!IsDamage(opened.status()) && !absl::IsNotFound(opened.status())) return opened.status();
     return absl::DataLossError(absl::StrCat("it is damaged: ", opened.status().message()));
   }
   const SafetensorsChecksums& saved = file.checksums;

@@ -11,8 +11,9 @@
 
 namespace distgrad {
 
-// Opens a file of the checkpoint in that folder. kDataLoss unless its size, its header, and so the
-// names of its tensors, are what the manifest says; the tensors' bytes are not read.
+// Opens a file of the checkpoint in that folder. kDataLoss unless it is there, and its size, its
+// header, and so the names of its tensors, are what the manifest says; the tensors' bytes are not
+// read. What the operating system says of a file that cannot be read is another error.
 absl::StatusOr<SafetensorsFile> OpenShard(const std::string& folder, const ManifestFile& file);
 
 // That a file is damaged, and how: "has ...".

@@ -212,7 +212,12 @@ absl::Status StepFolders::Sync(const std::string& folder) {
 }
 
 absl::StatusOr<const std::vector<StepFolder>*> StepFolders::List() {
-  DG_ASSIGN_OR_RETURN(listed_, ListSteps(folder_));
+  DG_ASSIGN_OR_RETURN(std::vector<StepFolder> steps, ListSteps(folder_));
+  for (const StepFolder& each : steps) {
+    const absl::Status& read = each.manifest.status();
+    if (!read.ok() && !IsDamage(read)) return read;
+  }
+  listed_ = std::move(steps);
   is_committed_ = false;
   return &*listed_;
 }
@@ -246,7 +251,14 @@ absl::StatusOr<std::string> StepFolders::Begin(int64_t step) {
 }
 
 absl::Status StepFolders::Commit(const std::string& attempt, Manifest manifest) {
-  if (absl::Status written = WriteManifest(attempt, manifest); !written.ok()) {
+  absl::Status written;
+  try {
+    written = WriteManifest(attempt, manifest);
+  } catch (...) {
+    Abandon(attempt);  // no memory for its text, say
+    throw;
+  }
+  if (!written.ok()) {
     Abandon(attempt);
     return written;
   }
@@ -285,10 +297,12 @@ absl::Status StepFolders::WriteManifest(const std::string& attempt, Manifest& ma
 
 absl::Status StepFolders::GiveName(const std::string& attempt, int64_t step, uint64_t sequence) {
   const std::string path = absl::StrCat(folder_, "/", StepName(step));
+  DG_RETURN_IF_ERROR(CheckIsOurs(path));
   // A save of this step may have failed to name its folder, and a later one not.
   const absl::StatusOr<Manifest> named = ReadManifest(path);
   if (named.ok() && named->sequence > sequence) return Remove(attempt);
-  DG_RETURN_IF_ERROR(CheckIsOurs(path));
+  const absl::Status& read = named.status();
+  if (!read.ok() && !absl::IsNotFound(read) && !IsDamage(read)) return read;
   DG_RETURN_IF_ERROR(Remove(path));
   if (rename(attempt.c_str(), path.c_str()) != 0) {
     return ErrnoStatus(errno, absl::StrCat("renaming ", attempt, " to ", path));

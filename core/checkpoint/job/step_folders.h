@@ -27,8 +27,9 @@ namespace distgrad {
 
 struct StepFolder {
   std::string path;
-  int64_t step = 0;                                            // as its name says
-  absl::StatusOr<Manifest> manifest = absl::UnknownError("");  // an error: it is damaged
+  int64_t step = 0;  // as its name says
+  // An error: it is damaged, or, unless IsDamage(), it cannot be read.
+  absl::StatusOr<Manifest> manifest = absl::UnknownError("");
 };
 
 // The checkpoints of a folder that have a manifest: first those whose manifest is good, the last
@@ -50,7 +51,8 @@ class StepFolders {
   const std::string& path() const { return folder_; }
 
   // Lists the checkpoints as they are now. The next Commit() and Prune() go by that, so that the
-  // manifests are read once for a save. It lives until then.
+  // manifests are read once for a save. It lives until then. An error, as of these two, if there is
+  // a manifest that cannot be read, and is not damaged: it may be the newest.
   absl::StatusOr<const std::vector<StepFolder>*> List();
   // Makes a folder for a checkpoint; its path. kAlreadyExists if somebody else's folder has the
   // name of that step; kAborted if the lock's file was removed, so that another may have made a new

@@ -159,6 +159,36 @@ TEST_F(StepFoldersTest, AManifestThatCannotBeReadMayBeThere) {
   EXPECT_TRUE(fs::exists(fs::symlink_status(attempt + "/manifest.json")));
 }
 
+// It may be the newest, so none can be newer for certain; and nothing takes its place.
+TEST_F(StepFoldersTest, NothingIsWrittenBesideAManifestThatCannotBeRead) {
+  auto folders = Lock();
+  Save(*folders, 100);
+  Save(*folders, 200);
+  const std::string manifest = folder_ + "/step-000200/manifest.json";
+  fs::rename(manifest, manifest + ".away");
+  fs::create_symlink("manifest.json", manifest);
+  const auto says_so = [&](const absl::Status& status) {
+    EXPECT_TRUE(absl::StrContains(status.message(), manifest)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "Too many levels of symbolic links")) << status;
+  };
+  const absl::StatusOr<std::string> attempt = folders->Begin(300);
+  ASSERT_TRUE(attempt.ok()) << attempt.status();
+  says_so(folders->Commit(*attempt, {300, 0, "", {}}));
+  EXPECT_EQ(Names(), (Strings{"step-000100", "step-000200"}));
+  // A crash before it had its name.
+  folders = nullptr;
+  const std::string unnamed = folder_ + "/.step-000200.0123456789abcdef";
+  fs::create_directory(unnamed);
+  std::ofstream(unnamed + "/manifest.json") << *EncodeManifest({200, 1, "", {}});
+  says_so(StepFolders::Lock(folder_).status());
+  EXPECT_TRUE(fs::exists(unnamed + "/manifest.json"));
+  EXPECT_TRUE(fs::exists(manifest + ".away"));
+  fs::rename(manifest + ".away", manifest);
+  folders = Lock();
+  EXPECT_EQ(Steps(), (std::vector<int64_t>{200, 100}));
+  EXPECT_EQ((*ListSteps(folder_))[0].manifest->sequence, 2u);
+}
+
 // A save failed when its folder was to get its name, and that of the same step succeeded later.
 TEST_F(StepFoldersTest, AnOlderAttemptDoesNotTakeTheNameOfANewerOne) {
   for (const bool is_older : {true, false}) {
