@@ -73,8 +73,7 @@ absl::Status CheckMayLead() {
   if (running_part == nullptr) return absl::OkStatus();
   return absl::FailedPreconditionError(
       "save_values and load_values of a dg_checkpoint_part cannot save or load: that would wait "
-      "for "
-      "itself");
+      "for itself");
 }
 
 absl::StatusOr<CheckpointValues> SaveValues(const PartFunctions& functions) {
@@ -282,6 +281,7 @@ dg_error* dg_checkpoint_values_set(dg_checkpoint_values* values, dg_str name,
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointValuesObject> pinned,
                         Pin<CheckpointValuesObject>(values));
     DG_ASSIGN_OR_RETURN(std::string text, FromStr(name, "name"));
+    DG_RETURN_IF_ERROR(CheckValueName(text));
     DG_ASSIGN_OR_RETURN(std::string bytes, FromStr(value, "value"));
     absl::MutexLock lock(&pinned->mu);
     pinned->values.insert_or_assign(std::move(text), std::move(bytes));

@@ -203,6 +203,7 @@ static dg_error* save_values(void* user_data, dg_checkpoint_values* values) {
   }
   FAILS(DG_INVALID_ARGUMENT,
         dg_checkpoint_values_set((dg_checkpoint_values*)workers[0], DG_STR("a"), DG_STR("")));
+  SAYS(DG_INVALID_ARGUMENT, "UTF-8", dg_checkpoint_values_set(values, DG_STR("\xe9"), DG_STR("")));
   return NULL;
 }
 
@@ -279,6 +280,13 @@ static dg_checkpoint_manager_options manager_options(void) {
   return options;
 }
 
+/* An error that a function of the program gave, on the worker of that rank. */
+static void is_of_handler(uint32_t rank, dg_error* error) {
+  uint32_t on = 7;
+  CHECK(error != NULL && dg_error_origin(error, &on) == DG_ORIGIN_HANDLER && on == rank);
+  dg_error_destroy(error);
+}
+
 /* ------------------------------------------------------------------------------------- Managers */
 
 static void save_and_resume(void) {
@@ -336,14 +344,17 @@ static void save_and_resume(void) {
   save_fails = DG_OUT_OF_RANGE;
   SAYS(DG_OUT_OF_RANGE, "no values", dg_checkpoint_manager_save(manager, 6, DG_FOREVER));
   SAYS(DG_OUT_OF_RANGE, "back", dg_checkpoint_manager_save_async(manager, 6, DG_FOREVER, &written));
+  is_of_handler(1, dg_checkpoint_manager_save(manager, 6, DG_FOREVER));
   save_fails = DG_OK;
   load_fails = DG_ABORTED;
   SAYS(DG_ABORTED, "back", dg_checkpoint_manager_load(manager, NULL, &loaded));
+  is_of_handler(1, dg_checkpoint_manager_load(manager, NULL, &loaded));
   load_fails = DG_OK;
 
   /* Mistakes. */
   FAILS(DG_INVALID_ARGUMENT, dg_checkpoint_manager_save(manager, -1, DG_FOREVER));
   FAILS(DG_DEADLINE_EXCEEDED, dg_checkpoint_manager_save(manager, 7, 0));
+  FAILS(DG_DEADLINE_EXCEEDED, dg_checkpoint_manager_save_async(manager, 7, 0, &written));
   FAILS(DG_INVALID_ARGUMENT, dg_checkpoint_manager_save_async(manager, 7, DG_FOREVER, NULL));
   FAILS(DG_INVALID_ARGUMENT, dg_checkpoint_manager_load(manager, NULL, NULL));
   load.flags = 4;
@@ -439,6 +450,15 @@ static void what_does_not_fit(void) {
 
   FAILS(DG_INVALID_ARGUMENT,
         dg_checkpoint_part_create(workers[0], DG_STR("a::b"), NULL, NULL, part_ended, &other));
+  {
+    const dg_str no_name = DG_STR("__metadata__");
+    dg_checkpoint_contents contents = DG_CHECKPOINT_CONTENTS_INIT;
+    contents.tensor_names = &no_name;
+    contents.tensors = tensors;
+    contents.tensor_count = 1;
+    SAYS(DG_INVALID_ARGUMENT, "metadata",
+         dg_checkpoint_part_create(workers[0], DG_STR("a"), &contents, NULL, NULL, &other));
+  }
   FAILS(DG_INVALID_ARGUMENT,
         dg_checkpoint_part_create(NULL, DG_STR("a"), NULL, NULL, part_ended, &other));
   CHECK(parts_ended == 6);
@@ -517,7 +537,10 @@ static void lifetimes(void) {
   dg_optimizer_destroy(optimizers[1]);
   OK(dg_checkpoint_manager_save(manager, 2, DG_FOREVER));
   OK(dg_optimizer_remove(optimizers[0]));
-  SAYS(DG_FAILED_PRECONDITION, "removed", dg_checkpoint_manager_save(manager, 3, DG_FOREVER));
+  SAYS(DG_FAILED_PRECONDITION, "optimizer 'adam': it was removed",
+       dg_checkpoint_manager_save(manager, 3, DG_FOREVER));
+  SAYS(DG_NOT_FOUND, "the optimizer '' of worker 'front' was removed",
+       dg_optimizer_save(optimizers[0], NULL, NULL, 0, in_folder("removed")));
   CHECK(parts_ended == 6);
 
   /* The end of a worker while a save is written: it is written, or fails, and then all ends. */

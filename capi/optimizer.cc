@@ -65,6 +65,21 @@ Options ToAdam(const dg_adam_options& read) {
       .amsgrad((read.flags & DG_ADAM_AMSGRAD) != 0);
 }
 
+// Calls `use` with an optimizer, its parameters by name, and the path of a file.
+template <typename F>
+dg_error* WithFile(dg_optimizer* optimizer, const dg_str* names, const dg_tensor* const* parameters,
+                   size_t count, dg_str path, F&& use) {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, parameters, count));
+    DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use in_use, pinned->worker->Begin());
+    const BlockingScope blocking;
+    return use(*pinned->optimizer, named, text);
+  });
+}
+
 }  // namespace
 }  // namespace distgrad
 
@@ -203,29 +218,19 @@ dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
 dg_error* dg_optimizer_save(dg_optimizer* optimizer, const dg_str* names,
                             const dg_tensor* const* parameters, size_t count,
                             dg_str path) noexcept {
-  return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, parameters, count));
-    DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
-    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
-    const BlockingScope blocking;
-    return pinned->optimizer->Save(named, text);
-  });
+  return WithFile(optimizer, names, parameters, count, path,
+                  [](Optimizer& part, const TensorMap& named, const std::string& file) {
+                    return part.Save(named, file);
+                  });
 }
 
 dg_error* dg_optimizer_load(dg_optimizer* optimizer, const dg_str* names,
                             const dg_tensor* const* parameters, size_t count,
                             dg_str path) noexcept {
-  return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, parameters, count));
-    DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
-    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
-    const BlockingScope blocking;
-    return pinned->optimizer->Load(text, named);
-  });
+  return WithFile(optimizer, names, parameters, count, path,
+                  [](Optimizer& part, const TensorMap& named, const std::string& file) {
+                    return part.Load(file, named);
+                  });
 }
 
 dg_error* dg_optimizer_remove(dg_optimizer* optimizer) noexcept {

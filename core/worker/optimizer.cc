@@ -91,10 +91,7 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
                                                         const Context* context) {
   DG_RETURN_IF_ERROR(CheckMayAwaitStep());
   // There may be another one of that name by now.
-  if (local_->removed()) {
-    return absl::NotFoundError(
-        absl::StrCat("the optimizer '", name_, "' of worker '", worker_->name(), "' was removed"));
-  }
+  DG_RETURN_IF_ERROR(CheckIsThere());
   std::vector<Future<Message>> calls;
   for (const std::string& worker : worker_->names()) {
     calls.push_back(worker_->CallAsync(worker, function, message, {.context = context}));
@@ -110,15 +107,25 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
   return replies;
 }
 
-absl::StatusOr<std::vector<StateTensor>> Optimizer::State() const { return local_->State(); }
+absl::Status Optimizer::CheckIsThere() const {
+  if (!local_->removed()) return absl::OkStatus();
+  return absl::NotFoundError(
+      absl::StrCat("the optimizer '", name_, "' of worker '", worker_->name(), "' was removed"));
+}
+
+absl::StatusOr<std::vector<StateTensor>> Optimizer::State() const {
+  DG_RETURN_IF_ERROR(CheckIsThere());
+  return local_->State();
+}
 
 absl::Status Optimizer::LoadState(const std::vector<StateTensor>& state) {
+  DG_RETURN_IF_ERROR(CheckIsThere());
   return local_->LoadState(state);
 }
 
 absl::Status Optimizer::Save(const TensorMap& parameters, const std::string& path) const {
   absl::StatusOr<OptimizerSnapshot> snapshot = absl::UnknownError("no snapshot");
-  DG_RETURN_IF_ERROR(local_->Use([&](torch::optim::Optimizer& optimizer) {
+  DG_RETURN_IF_ERROR(Use([&](torch::optim::Optimizer& optimizer) {
     snapshot = SnapshotOptimizer(optimizer, parameters);
     return Annotate(snapshot.status(), absl::StrCat("saving an optimizer to ", path));
   }));
@@ -126,12 +133,13 @@ absl::Status Optimizer::Save(const TensorMap& parameters, const std::string& pat
 }
 
 absl::Status Optimizer::Load(const std::string& path, const TensorMap& parameters) {
-  return local_->Use([&](torch::optim::Optimizer& optimizer) {
+  return Use([&](torch::optim::Optimizer& optimizer) {
     return LoadOptimizer(path, parameters, &optimizer);
   });
 }
 
 absl::Status Optimizer::Use(absl::FunctionRef<absl::Status(torch::optim::Optimizer&)> use) const {
+  DG_RETURN_IF_ERROR(CheckIsThere());
   return local_->Use(use);
 }
 

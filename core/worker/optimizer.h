@@ -65,7 +65,8 @@ class Optimizer {
   // Saves this worker's part to a file, by the names of its parameters, and loads it from one:
   // SaveOptimizer() and LoadOptimizer() of core/checkpoint/optimizer_checkpoint.h say what has to
   // fit, and with what error it does not. A step waits for copies in memory while it is saved, and
-  // for all of it while it is loaded. kNotFound once the part is removed.
+  // for all of it while it is loaded. kNotFound once the part is removed, and for a file that is
+  // not there.
   absl::Status Save(const TensorMap& parameters, const std::string& path) const;
   absl::Status Load(const std::string& path, const TensorMap& parameters);
 
@@ -81,6 +82,8 @@ class Optimizer {
  private:
   Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<LocalOptimizer> local);
 
+  // kNotFound, with its name, once it is removed.
+  absl::Status CheckIsThere() const;
   // Calls a function of all parts, and returns their replies by worker. The context may be null.
   absl::StatusOr<std::vector<Message>> CallAll(const std::string& function, const Message& message,
                                                const Context* context);

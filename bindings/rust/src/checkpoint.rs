@@ -107,14 +107,16 @@ impl<'a> CheckpointContents<'a> {
     }
 
     /// Adds an optimizer, by a name of letters, digits, `_` and `-`. Its parameters are among the
-    /// tensors. One that is removed before the part makes saves and loads fail.
+    /// tensors. One that is removed before the part makes saves and loads fail with
+    /// `Code::FailedPrecondition`.
     pub fn optimizer(mut self, name: impl Into<String>, optimizer: &'a Optimizer<'a>) -> Self {
         self.optimizers.push((name.into(), optimizer));
         self
     }
 
     /// Sets what is called for each save: on a thread of the worker, where it may wait and make
-    /// calls. With its error, or panic, the save fails.
+    /// calls. With its error, or panic, the save fails; the [origin](crate::Error::origin) of that
+    /// is a handler of this worker.
     pub fn save_values<F>(mut self, save_values: F) -> Self
     where
         F: Fn() -> std::result::Result<CheckpointValues, BoxedError> + Send + Sync + 'static,
@@ -124,7 +126,7 @@ impl<'a> CheckpointContents<'a> {
     }
 
     /// Sets what is called when this worker's tensors and optimizers are loaded, on a thread of the
-    /// worker. With its error, or panic, the load fails.
+    /// worker. With its error, or panic, the load fails, as of `save_values`.
     pub fn load_values<F>(mut self, load_values: F) -> Self
     where
         F: Fn(&LoadedValues) -> std::result::Result<(), BoxedError> + Send + Sync + 'static,
@@ -138,8 +140,10 @@ impl<'a> CheckpointContents<'a> {
     ///
     /// `Code::AlreadyExists` if the worker has a part of that name (the empty name counts);
     /// `Code::InvalidArgument` for a name of more than 900 bytes or with a `::` in it, for tensors
-    /// that no file can have, for names that are there twice, and for a parameter of an optimizer
-    /// that is not among the tensors. Waits for steps of the optimizers.
+    /// that no file can have, by their dtype, say, or the name `__metadata__`, for names that are
+    /// there twice, and for a parameter of an optimizer that is not among the tensors;
+    /// `Code::FailedPrecondition` for an optimizer that was removed. Waits for steps of the
+    /// optimizers.
     #[doc(alias = "dg_checkpoint_part_create")]
     pub fn create<'w>(self, worker: &'w Worker, name: &str) -> Result<CheckpointPart<'w>> {
         let names: Vec<&str> = self.tensors.iter().map(|(name, _)| name.as_str()).collect();
@@ -182,7 +186,8 @@ impl CheckpointPart<'_> {
     /// functions, and the worker may create another one of that name. A save or load that runs
     /// fails. Idempotent. Waits for what runs.
     ///
-    /// `Code::FailedPrecondition` in `save_values` and `load_values` of the part.
+    /// `Code::FailedPrecondition` in `save_values` and `load_values` of the part, and once
+    /// [`Worker::close`] has begun: that ends the part.
     #[doc(alias = "dg_checkpoint_part_remove")]
     pub fn remove(&self) -> Result<()> {
         Ok(ffi::checkpoint_part_remove(self.handle.get())?)
@@ -288,8 +293,9 @@ impl LoadOptions {
         self.not_strict = !strict;
         self
     }
-    /// Sets whether a damaged checkpoint is passed over for the one before it. Else it is an error.
-    /// Default: false.
+    /// Sets whether a damaged checkpoint, or one of which a file is not there, is passed over for
+    /// the one before it. Else it is an error, as is, in any case, a file that cannot be read: it
+    /// may be good. Default: false.
     #[doc(alias = "DG_LOAD_FALL_BACK")]
     pub fn fall_back(mut self, fall_back: bool) -> Self {
         self.fall_back = fall_back;
@@ -382,8 +388,9 @@ impl CheckpointManager<'_> {
 
     /// Waits only until all parts have copied theirs to memory on the CPU, when training may go on.
     /// It is then written in the background, and the future is done when it is durable. If a save
-    /// before it is not written yet, waits for that first. Cancelling the future has no effect. The
-    /// end of the worker makes what is being written fail, and waits for that.
+    /// before it is not written yet, waits for that first. The timeout is for all of this, until it
+    /// is durable. Cancelling the future has no effect. The end of the worker makes what is being
+    /// written fail, and waits for that.
     #[doc(alias = "dg_checkpoint_manager_save_async")]
     pub fn save_async(
         &self,
@@ -402,7 +409,8 @@ impl CheckpointManager<'_> {
     /// `Code::NotFound` only if there is no checkpoint, or none of that step: one may begin at step
     /// 0. `Code::FailedPrecondition` if a worker has no part; `Code::DataLoss` if it is damaged,
     /// with the file, the tensor, and which step could be loaded instead; `Code::InvalidArgument`
-    /// with a list of what does not fit.
+    /// with a list of what does not fit; the error of a `load_values`; what the operating system
+    /// says of a file that cannot be read.
     #[doc(alias = "dg_checkpoint_manager_load")]
     pub fn load(&self, options: &LoadOptions) -> Result<LoadedCheckpoint> {
         Ok(ffi::checkpoint_manager_load(self.handle.get(), options.raw()?)?.into())

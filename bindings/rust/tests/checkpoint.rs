@@ -4,8 +4,8 @@ use common::{alone, floats, pair, weight, Folder, LONG};
 use distgrad::{
     load_checkpoint, load_safetensors, load_safetensors_into, save_safetensors, Adam,
     CheckpointContents, CheckpointManager, CheckpointManagerOptions, CheckpointPart,
-    CheckpointValues, Code, Dtype, Error, LoadOptions, Message, Optimizer, SafetensorsFile, Sgd,
-    Tensor, Worker,
+    CheckpointValues, Code, Dtype, Error, LoadOptions, Message, Optimizer, OriginKind,
+    SafetensorsFile, Sgd, Tensor, Worker,
 };
 use std::{
     fs,
@@ -203,6 +203,8 @@ fn a_job_goes_on_where_it_was() {
             let error = checkpoints.load(&newest).unwrap_err();
             assert_eq!(error.code(), Code::OutOfRange);
             assert!(error.message().contains("back") && error.message().contains("not today"));
+            let origin = error.origin().unwrap();
+            assert_eq!((origin.rank, origin.kind), (1, OriginKind::Handler));
             fails.store(false, Ordering::SeqCst);
 
             // A damaged byte is found, and an older checkpoint can be had.

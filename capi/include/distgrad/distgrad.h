@@ -19,8 +19,9 @@
  *              otherwise. Some functions write to the caller's tensors, which no other thread may
  *              use meanwhile: dg_op_call with an operator that writes to its arguments,
  *              dg_tensor_require_grad, a step of an optimizer (its parameters), an average and a
- *              broadcast of a process group, an averager (parameters and buffers), and a forward
- *              of data parallel (buffers).
+ *              broadcast of a process group, an averager (parameters and buffers), a forward of
+ *              data parallel (buffers), dg_safetensors_load_into, dg_safetensors_file_read_into,
+ *              and dg_checkpoint_manager_load and dg_load_checkpoint (the tensors of all parts).
  *   Forks      A forked child has none of its parent's handles: functions return
  *              DG_INVALID_ARGUMENT for them, dg_T_destroy does nothing, and nothing waits. What
  *              the child creates itself works as far as libtorch does there.
@@ -31,7 +32,8 @@
  *              given with it (NULL: none), after the last call, on any thread.
  *   Options    begin with `struct_size`: start from the DG_..._INIT macro. NULL means all default.
  *              Fields are only ever added at the end.
- *   Times      are in milliseconds from now. DG_FOREVER: no limit.
+ *   Times      are in milliseconds from now. DG_FOREVER: no limit. 0 as an argument is no time at
+ *              all; in options, the default.
  */
 #ifndef DISTGRAD_DISTGRAD_H_
 #define DISTGRAD_DISTGRAD_H_
@@ -1157,8 +1159,9 @@ DG_API void dg_safetensors_file_destroy(dg_safetensors_file* file) DG_NOEXCEPT;
  * the optimizer has. A step waits for copies in memory while it is saved, and for all of it while
  * it is loaded. DG_INVALID_ARGUMENT also if a parameter of the optimizer has no name here, and,
  * with nothing changed, for what is missing in the file, unexpected in it, or of another shape or
- * dtype; DG_NOT_FOUND once the part is removed. docs/checkpoints.md, "Optimizers", has the names in
- * the file, and how Python reads and writes it. Waits. */
+ * dtype; DG_NOT_FOUND once the part is removed, and for a file that is not there.
+ * docs/checkpoints.md, "Optimizers", has the names in the file, and how Python reads and writes it.
+ * Waits. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_save(dg_optimizer* optimizer, const dg_str* names,
                                                const dg_tensor* const* parameters, size_t count,
                                                dg_str path) DG_NOEXCEPT;
@@ -1174,7 +1177,8 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_load(dg_optimizer* optimizer, const dg
 
 /* What save_values gives. Borrowed for its call. */
 typedef struct dg_checkpoint_values dg_checkpoint_values;
-/* Adds a copy of a value, which may be any bytes, or replaces the one of that name (UTF-8). */
+/* Adds a copy of a value, which may be any bytes, or replaces the one of that name.
+ * DG_INVALID_ARGUMENT for a name that is not UTF-8. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_values_set(dg_checkpoint_values* values, dg_str name,
                                                       dg_str value) DG_NOEXCEPT;
 
@@ -1223,16 +1227,19 @@ typedef struct dg_checkpoint_part dg_checkpoint_part;
 
 /* Creates the part of this worker; every worker does so before the first save or load. It keeps
  * tensors and optimizers, and lasts until dg_checkpoint_part_remove, or as long as the worker, also
- * when its handle is destroyed. An optimizer that is removed before it makes saves and loads fail.
+ * when its handle is destroyed. An optimizer that is removed before it makes saves and loads fail
+ * with DG_FAILED_PRECONDITION.
  *
  * save_values and load_values return NULL, or an error, which the library takes, and with which the
- * save or load fails. They run on threads of the worker, one at a time, as handlers do: they may
- * wait and make calls, but not save or load. Takes `user_data`.
+ * save or load fails: its dg_error_origin is DG_ORIGIN_HANDLER on this worker. They run on threads
+ * of the worker, one at a time, as handlers do: they may wait and make calls, but not save or load.
+ * Takes `user_data`.
  *
  * DG_ALREADY_EXISTS if the worker has a part of that name (the empty name counts);
  * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, for tensors that no
- * file can have, and for a parameter of an optimizer that is not among the tensors. Waits for
- * steps of the optimizers. */
+ * file can have, by their dtype, say, or their name (which is UTF-8, and not "__metadata__"), and
+ * for a parameter of an optimizer that is not among the tensors; DG_FAILED_PRECONDITION for an
+ * optimizer that was removed. Waits for steps of the optimizers. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_part_create(dg_worker* worker, dg_str name,
                                                        const dg_checkpoint_contents* contents,
                                                        void* user_data,
@@ -1241,7 +1248,8 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_part_create(dg_worker* worker, dg_str
 /* Removes the part: when this has returned, no save or load touches its tensors or calls its
  * functions, and the worker may create another one of that name. A save or load that runs fails.
  * Idempotent; the handle is still to be destroyed. Waits for what runs. DG_FAILED_PRECONDITION in
- * save_values and load_values of the part. */
+ * save_values and load_values of the part, and once dg_worker_close has begun: that ends the part,
+ * so wait for it instead. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_part_remove(dg_checkpoint_part* part) DG_NOEXCEPT;
 /* Destroys the handle alone: the part goes on. */
 DG_API void dg_checkpoint_part_destroy(dg_checkpoint_part* part) DG_NOEXCEPT;
@@ -1271,9 +1279,9 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_create(
     dg_worker* worker, dg_str folder, const dg_checkpoint_manager_options* options,
     dg_checkpoint_manager** out) DG_NOEXCEPT;
 
-/* Saves what all parts have at `step`, which is not negative. Waits until it is durable; nobody may
- * write to the tensors meanwhile, so this is for between two steps. After an error, which names the
- * worker, the checkpoints that were there are still there.
+/* Saves what all parts have at `step`, which is not negative. Waits until it is durable, at most
+ * timeout_ms; nobody may write to the tensors meanwhile, so this is for between two steps. After an
+ * error, which names the worker, the checkpoints that were there are still there.
  *
  * DG_FAILED_PRECONDITION, with a list, if it would lack what the newest checkpoint has, if replicas
  * differ, and if a worker has no part; DG_ALREADY_EXISTS if somebody else's folder has the name of
@@ -1284,7 +1292,9 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_save(dg_checkpoint_manager* m
 /* Waits only until all parts have copied theirs to memory on the CPU, when training may go on. It
  * is then written in the background, and the future, which has no reply, is done when it is
  * durable; cancelling that has no effect. If a save before it is not written yet, waits for that
- * first. The end of the worker makes what is being written fail, and waits for that. */
+ * first. timeout_ms is for all of this, until it is durable: what is not written by then fails, and
+ * the future with it. The end of the worker makes what is being written fail, and waits for that.
+ * Errors as of dg_checkpoint_manager_save, here or as the future's. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_save_async(dg_checkpoint_manager* manager,
                                                               int64_t step, int64_t timeout_ms,
                                                               dg_future** out) DG_NOEXCEPT;
@@ -1301,7 +1311,9 @@ typedef struct dg_load_options {
 /* What is missing in the checkpoint, unexpected in it, or of another dtype or shape stays as it is,
  * and is listed. Without this flag it is an error, and nothing is loaded. */
 #define DG_LOAD_NOT_STRICT UINT64_C(1)
-/* A damaged checkpoint is passed over for the one before it. Without this flag it is an error. */
+/* A damaged checkpoint, or one of which a file is not there, is passed over for the one before it.
+ * Without this flag it is an error, as is, in any case, a file that cannot be read: it may be good.
+ */
 #define DG_LOAD_FALL_BACK UINT64_C(2)
 
 /* What was loaded. Immutable. */
@@ -1315,7 +1327,7 @@ typedef struct dg_loaded_checkpoint dg_loaded_checkpoint;
  * DG_NOT_FOUND only if there is no checkpoint, or none of that step: one may begin at step 0.
  * DG_FAILED_PRECONDITION if a worker has no part; DG_DATA_LOSS if it is damaged, with the file, the
  * tensor, and which step could be loaded instead; DG_INVALID_ARGUMENT with a list of what does not
- * fit. */
+ * fit; the error of a load_values; what the operating system says of a file that cannot be read. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_load(dg_checkpoint_manager* manager,
                                                         const dg_load_options* options,
                                                         dg_loaded_checkpoint** out) DG_NOEXCEPT;
