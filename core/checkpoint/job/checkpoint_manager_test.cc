@@ -13,7 +13,6 @@
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <filesystem>
@@ -34,6 +33,7 @@
 #include "core/base/crc32c.h"
 #include "core/base/origin.h"
 #include "core/checkpoint/durable_file.h"
+#include "core/checkpoint/job/checkpoint_folder.h"
 #include "core/checkpoint/job/messages.h"
 #include "core/checkpoint/safetensors.h"
 #include "core/checkpoint/safetensors_header.h"
@@ -99,15 +99,8 @@ class FaultyCalls final : public FileCalls {
   std::function<void()> on_write;
 };
 
-class CheckpointManagerTest : public testing::Test {
+class CheckpointManagerTest : public CheckpointFolderTest {
  protected:
-  CheckpointManagerTest() {
-    folder_ = absl::StrCat(testing::TempDir(), "/checkpoints.",
-                           testing::UnitTest::GetInstance()->current_test_info()->name());
-    folder_ = fs::path(folder_).lexically_normal().string();
-    fs::remove_all(folder_);
-  }
-
   std::unique_ptr<CheckpointPart> Part(Worker& worker, CheckpointContents contents) {
     absl::StatusOr<std::unique_ptr<CheckpointPart>> part =
         CheckpointPart::Create(&worker, std::move(contents));
@@ -121,16 +114,6 @@ class CheckpointManagerTest : public testing::Test {
     EXPECT_TRUE(manager.ok()) << manager.status();
     return *std::move(manager);
   }
-  Strings Names() const {
-    Strings names;
-    for (const auto& entry : fs::directory_iterator(folder_)) {
-      if (entry.path().filename() != ".lock") names.push_back(entry.path().filename());
-    }
-    std::sort(names.begin(), names.end());
-    return names;
-  }
-
-  std::string folder_;
 };
 
 TEST_F(CheckpointManagerTest, AJobGoesOnWhereItWas) {

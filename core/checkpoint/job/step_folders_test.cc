@@ -1,10 +1,12 @@
 // Which checkpoints are there after saves, crashes, removals, and what others put beside them.
 #include "core/checkpoint/job/step_folders.h"
 
+#include <linux/capability.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -13,6 +15,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/checkpoint/job/checkpoint_folder.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -21,15 +24,8 @@ namespace {
 namespace fs = std::filesystem;
 using Strings = std::vector<std::string>;
 
-class StepFoldersTest : public testing::Test {
+class StepFoldersTest : public CheckpointFolderTest {
  protected:
-  StepFoldersTest() {
-    folder_ = absl::StrCat(testing::TempDir(), "/steps.",
-                           testing::UnitTest::GetInstance()->current_test_info()->name());
-    folder_ = fs::path(folder_).lexically_normal().string();
-    fs::remove_all(folder_);
-  }
-
   std::unique_ptr<StepFolders> Lock() {
     absl::StatusOr<std::unique_ptr<StepFolders>> folders = StepFolders::Lock(folder_);
     EXPECT_TRUE(folders.ok()) << folders.status();
@@ -42,15 +38,6 @@ class StepFoldersTest : public testing::Test {
     const absl::Status committed = folders.Commit(*attempt, {step, 0, "", {}});
     ASSERT_TRUE(committed.ok()) << committed;
   }
-  // In the folder, but for the lock.
-  Strings Names() const {
-    Strings names;
-    for (const auto& entry : fs::directory_iterator(folder_)) {
-      if (entry.path().filename() != ".lock") names.push_back(entry.path().filename());
-    }
-    std::sort(names.begin(), names.end());
-    return names;
-  }
   // The steps that can be loaded, the newest first.
   std::vector<int64_t> Steps() const {
     std::vector<int64_t> steps;
@@ -60,8 +47,6 @@ class StepFoldersTest : public testing::Test {
     }
     return steps;
   }
-
-  std::string folder_;
 };
 
 TEST_F(StepFoldersTest, ACheckpointIsThereOnceItIsCommitted) {
@@ -187,6 +172,34 @@ TEST_F(StepFoldersTest, NothingIsWrittenBesideAManifestThatCannotBeRead) {
   folders = Lock();
   EXPECT_EQ(Steps(), (std::vector<int64_t>{200, 100}));
   EXPECT_EQ((*ListSteps(folder_))[0].manifest->sequence, 2u);
+}
+
+TEST_F(StepFoldersTest, WithoutPermissionNothingIsSavedAndNothingIsDamaged) {
+  Save(*Lock(), 100);
+  const std::string manifest = folder_ + "/step-000100/manifest.json";
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    // Also for root, who may write anywhere but for this.
+    __user_cap_header_struct version = {_LINUX_CAPABILITY_VERSION_3, 0};
+    const __user_cap_data_struct none[_LINUX_CAPABILITY_U32S_3] = {};
+    if (syscall(SYS_capset, &version, none) != 0) _exit(2);
+    const auto folders = StepFolders::Lock(folder_);
+    if (!folders.ok() || chmod(folder_.c_str(), 0500) != 0) _exit(3);
+    const absl::Status begun = (*folders)->Begin(200).status();
+    if (!absl::IsPermissionDenied(begun) || !absl::StrContains(begun.message(), folder_)) _exit(4);
+    if (chmod(folder_.c_str(), 0700) != 0 || chmod(manifest.c_str(), 0) != 0) _exit(5);
+    const auto listed = ListSteps(folder_);
+    if (!listed.ok() || listed->size() != 1) _exit(6);
+    const absl::Status read = (*listed)[0].manifest.status();
+    if (!absl::IsPermissionDenied(read) || IsDamage(read)) _exit(7);
+    _exit((*folders)->List().status() == read ? 0 : 8);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  ASSERT_EQ(chmod(manifest.c_str(), 0600), 0);
+  EXPECT_EQ(Steps(), std::vector<int64_t>{100});
 }
 
 // A save failed when its folder was to get its name, and that of the same step succeeded later.
