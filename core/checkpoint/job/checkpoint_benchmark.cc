@@ -14,6 +14,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -39,24 +40,37 @@ void Shell(const std::string& command) {
   if (std::system(command.c_str()) != 0) std::exit(1);
 }
 
-// Prints the best of a few rounds, as a rate, and by how much the process has grown. What `prepare`
-// does is not measured.
-template <typename F>
-void Measure(
-    const char* what, double megabytes, F f, const std::function<void()>& prepare = [] {}) {
+// Something that is measured, and how it went.
+struct Measured {
+  const char* what;
+  std::function<void()> run;
+  std::function<void()> prepare = [] {};  // is not measured
+  double best = 1e9;                      // seconds
+  int64_t grown = 0;                      // KiB
+};
+
+// Runs each of them in turn, for a few rounds, so that what else the machine does slows down all of
+// them alike. Prints the best round of each, as a rate, and by how much the process has grown.
+void Measure(double megabytes, std::vector<Measured*> all) {
   using Clock = std::chrono::steady_clock;
-  rusage before = {}, after = {};
-  getrusage(RUSAGE_SELF, &before);
-  double best = 1e9;
-  for (int round = 0; round < 3; ++round) {
-    prepare();
-    const Clock::time_point start = Clock::now();
-    f();
-    best = std::min(best, std::chrono::duration<double>(Clock::now() - start).count());
+  for (int round = 0; round < 5; ++round) {
+    for (Measured* const each : all) {
+      each->prepare();
+      rusage before = {}, after = {};
+      getrusage(RUSAGE_SELF, &before);
+      const Clock::time_point start = Clock::now();
+      each->run();
+      each->best =
+          std::min(each->best, std::chrono::duration<double>(Clock::now() - start).count());
+      getrusage(RUSAGE_SELF, &after);
+      each->grown = std::max<int64_t>(each->grown, after.ru_maxrss - before.ru_maxrss);
+    }
   }
-  getrusage(RUSAGE_SELF, &after);
-  std::printf("%-36s %8.0f MB/s %8.0f ms   %6ld MB more memory at most\n", what, megabytes / best,
-              best * 1000, (after.ru_maxrss - before.ru_maxrss) / 1024);
+  for (const Measured* const each : all) {
+    std::printf("%-36s %8.0f MB/s %8.0f ms   %6lld MB more memory at most\n", each->what,
+                megabytes / each->best, each->best * 1000,
+                static_cast<long long>(each->grown / 1024));
+  }
 }
 
 void Run(const std::string& folder, int64_t megabytes) {
@@ -72,20 +86,27 @@ void Run(const std::string& folder, int64_t megabytes) {
     const std::unique_ptr<CheckpointManager> checkpoints =
         Check(CheckpointManager::Create(worker.get(), saved, {.keep = 1}));
     int64_t step = 0;
-    Measure("Save", megabytes, [&] { Check(checkpoints->Save(++step)); });
-    const std::string file =
-        absl::StrFormat("%s/step-%06d/model-00001-of-00001.safetensors", saved, step);
-    Measure("cp, and sync of the copy", megabytes,
-            [&] { Shell(absl::StrCat("cp ", file, " ", copy, " && sync ", copy)); });
-    Measure("cp", megabytes, [&] { Shell(absl::StrCat("cp ", file, " ", copy)); });
-    Measure("Load", megabytes, [&] { Check(checkpoints->Load().status()); });
+    // Each takes the place of what it made before, whose pages have to be given back.
+    const auto file = [&] {
+      return absl::StrFormat("%s/step-%06d/model-00001-of-00001.safetensors", saved, step);
+    };
+    Check(checkpoints->Save(++step));
+    Shell(absl::StrCat("cp ", file(), " ", copy));
+    Measured save{"Save", [&] { Check(checkpoints->Save(++step)); }};
+    Measured sync{"cp, and sync of the copy",
+                  [&] { Shell(absl::StrCat("cp ", file(), " ", copy, " && sync ", copy)); }};
+    Measured load{"Load", [&] { Check(checkpoints->Load().status()); }};
+    Measured cp{"cp", [&] { Shell(absl::StrCat("cp ", file(), " ", copy)); }};
+    Measure(megabytes, {&save, &sync, &load, &cp});
+    std::printf("Save has %.2f of the rate of cp and sync, Load %.2f of that of cp\n",
+                sync.best / save.best, cp.best / load.best);
     Future<Unit> written;
-    Measure(
-        "SaveAsync, until training goes on", megabytes,
-        [&] { written = Check(checkpoints->SaveAsync(++step)); },
-        [&] {
-          if (written.valid()) Check(written.Wait().status());
-        });
+    Measured async{"SaveAsync, until training goes on",
+                   [&] { written = Check(checkpoints->SaveAsync(++step)); },
+                   [&] {
+                     if (written.valid()) Check(written.Wait().status());
+                   }};
+    Measure(megabytes, {&async});
     Check(written.Wait().status());
   }
   Shell(absl::StrCat("rm -r ", saved, " ", copy));
