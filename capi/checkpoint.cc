@@ -373,8 +373,7 @@ dg_error* dg_checkpoint_manager_save(dg_checkpoint_manager* manager, int64_t ste
                         Pin<CheckpointManagerObject>(manager));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     const BlockingScope blocking;
-    return pinned->manager->Save(step,
-                                 Deadline::After(ToTimeout(timeout_ms, absl::ZeroDuration())));
+    return pinned->manager->Save(step, ToDeadline(timeout_ms, absl::InfinitePast()));
   });
 }
 
@@ -387,9 +386,9 @@ dg_error* dg_checkpoint_manager_save_async(dg_checkpoint_manager* manager, int64
                         Pin<CheckpointManagerObject>(manager));
     DG_ASSIGN_OR_RETURN(SharedWorker::Use use, pinned->worker->BeginInBackground());
     const BlockingScope blocking;
-    DG_ASSIGN_OR_RETURN(const Future<Unit> future,
-                        pinned->manager->SaveAsync(
-                            step, Deadline::After(ToTimeout(timeout_ms, absl::ZeroDuration()))));
+    DG_ASSIGN_OR_RETURN(
+        const Future<Unit> future,
+        pinned->manager->SaveAsync(step, ToDeadline(timeout_ms, absl::InfinitePast())));
     // What writes uses the worker until then.
     future.Then([kept = std::optional<SharedWorker::Use>(std::move(use))](
                     const absl::StatusOr<Unit>&) mutable { kept.reset(); });

@@ -90,6 +90,11 @@ class Parts {
   absl::StatusOr<std::vector<std::string>> CallAll(absl::string_view function,
                                                    const std::vector<std::string>& payloads,
                                                    uint64_t token, Deadline deadline) const {
+    // For a call, a deadline of the infinite past is that of its worker's options.
+    if (deadline.Passed()) {
+      if (token != 0) Drop(token);
+      return absl::DeadlineExceededError("the time for it is over");
+    }
     // A call counts as ended when it has said which was first, which its own thread does after it
     // has woken who waits for the call.
     struct Calls {

@@ -795,6 +795,15 @@ TEST_F(CheckpointManagerTest, ASaveWaitsForItsTurnUntilItsDeadline) {
   EXPECT_EQ(manager->Load({.deadline = passed}).status().code(), Code::kDeadlineExceeded);
   go_on.Notify();
   EXPECT_TRUE(first->Wait().ok()) << first->Wait().status();
+  // Nor does it begin after that.
+  for (const Deadline& over : {passed, Deadline::After(absl::ZeroDuration())}) {
+    EXPECT_EQ(manager->Save(2, over).code(), Code::kDeadlineExceeded);
+    EXPECT_EQ(manager->SaveAsync(2, over).status().code(), Code::kDeadlineExceeded);
+    EXPECT_EQ(manager->Load({.deadline = over}).status().code(), Code::kDeadlineExceeded);
+    EXPECT_EQ(LoadCheckpoint(&cluster[0], folder_, {.deadline = over}).status().code(),
+              Code::kDeadlineExceeded);
+  }
+  EXPECT_EQ(Names(), Strings{"step-000001"});
   EXPECT_TRUE(manager->Save(2).ok());
 }
 
