@@ -336,6 +336,60 @@ TEST_F(AgentMembersTest, APeerHearsOfTheEndOfAConnectionThatItNeverHad) {
   EXPECT_EQ(*b().Call(0, "echo", "y").Wait(), "y");
 }
 
+// A large packet waits for a connection of its own, which nobody opens if the one on which it is
+// asked for is dead. That is found all the same, though the peer is heard on another.
+TEST_F(AgentMembersTest, ADeadConnectionIsFoundThoughALargePacketWaits) {
+  struct Counter : Receiver {
+    absl::Mutex mu;
+    int packets ABSL_GUARDED_BY(mu) = 0;
+    void OnPacket(Packet) override {
+      absl::MutexLock lock(&mu);
+      ++packets;
+    }
+    void OnClosed(absl::Status) override {}
+    void Await(int n) {
+      absl::MutexLock lock(&mu);
+      const auto there = [&] {
+        mu.AssertReaderHeld();
+        return packets >= n;
+      };
+      mu.Await(absl::Condition(&there));
+    }
+  };
+  FakeDirectory directory;
+  TestAgent x(&clock_, network_, 0, 1, Options(&directory));
+  // The peer answers on a connection of its own alone.
+  const std::unique_ptr<Transport> peer = NewInprocTransport(network_);
+  const absl::StatusOr<std::string> address =
+      peer->Listen([](std::shared_ptr<Connection>) { return std::make_shared<Counter>(); });
+  ASSERT_TRUE(address.ok()) << address.status();
+  const WorkerInfo y = {.rank = 1, .name = "y", .address = *address, .incarnation = 7};
+  for (const WorkerInfo& info : {x.info, y}) directory.Set(info);
+  ASSERT_TRUE(x.agent->Start(x.info, {x.info, y}).ok());
+  const auto large = x.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
+  const auto heard = std::make_shared<Counter>();
+  const auto connection = peer->Connect(x.info.address, heard);
+  ASSERT_TRUE(connection.ok()) << connection.status();
+  Packet hello, ping;
+  AppendHello(
+      {.from = 1, .from_incarnation = y.incarnation, .to = 0, .to_incarnation = x.info.incarnation},
+      &hello.bytes);
+  (*connection)->Send(std::move(hello), nullptr);
+  AppendFrame({.kind = FrameKind::kPing}, &ping.bytes);
+  for (int i = 1; i <= 5; ++i) {
+    (*connection)->Send(CopyPacket(ping), nullptr);
+    heard->Await(i);
+    Beat();
+  }
+  (*connection)->Send(CopyPacket(ping), nullptr);
+  heard->Await(6);
+  EXPECT_FALSE(large.Done());
+  Beat();
+  const absl::Status status = large.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "though it lives")) << status;
+}
+
 // Signs of life do not wait behind what is large.
 TEST_F(AgentMembersTest, WhoTakesLongForALargePacketIsKept) {
   const std::string large(Link::kBulkBytes, 'x');

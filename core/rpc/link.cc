@@ -54,10 +54,15 @@ void Link::Withdraw(uint64_t call) {
     unwanted.withdrawn = true;
     unwanted.packet = Packet();
     unwanted.credit.Release();
-    for (std::deque<Waiting>* queue : {&waiting_, &large_waiting_}) {
-      while (!queue->empty() && queue->front().withdrawn) queue->pop_front();
-    }
+    while (!waiting_.empty() && waiting_.front().withdrawn) PopWaiting();
+    while (!large_waiting_.empty() && large_waiting_.front().withdrawn) large_waiting_.pop_front();
   });
+}
+
+// One that does not leave.
+void Link::PopWaiting() {
+  waiting_.pop_front();
+  unsent_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 bool Link::MayLeave(Waiting& waiting) {
@@ -69,6 +74,7 @@ bool Link::MayLeave(Waiting& waiting) {
 void Link::Queue(Waiting waiting, bool is_large) {
   out_.Run([this, self = shared_from_this(), waiting = std::move(waiting), is_large]() mutable {
     if (open_ != nullptr) std::exchange(open_, nullptr)();
+    if (!is_large) unsent_.fetch_add(1, std::memory_order_relaxed);
     std::deque<Waiting>& queue = is_large ? large_waiting_ : waiting_;
     queue.push_back(std::move(waiting));
     if (queue.back().call != 0) withdrawable_[queue.back().call] = &queue.back();
@@ -100,15 +106,20 @@ void Link::FlushOnStrand() {
       withdrawable_.clear();
     }
   }
-  for (; connection != nullptr && !waiting_.empty(); waiting_.pop_front()) {
+  while (connection != nullptr && !waiting_.empty()) {
     Waiting& next = waiting_.front();
-    if (!MayLeave(next)) continue;
+    if (!MayLeave(next)) {
+      PopWaiting();
+      continue;
+    }
     connection->Send(std::move(next.packet),
                      [self = shared_from_this(),
                       credit = std::move(next.credit)](const absl::Status& sent) mutable {
                        credit.Release();
+                       self->unsent_.fetch_sub(1, std::memory_order_relaxed);
                        self->OnSent(sent);
                      });
+    waiting_.pop_front();
   }
   for (; bulk != nullptr && !large_waiting_.empty(); large_waiting_.pop_front()) {
     Waiting& next = large_waiting_.front();

@@ -104,6 +104,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   // Returns whether a packet of `bytes` that is sent now need not wait for a connection.
   bool ready(uint64_t bytes) const;
+  // Returns whether a small packet that is sent now goes with none before it. Large ones are not:
+  // they may wait for a bulk link that never comes, as this link is dead.
+  bool idle() const { return unsent_.load(std::memory_order_relaxed) == 0; }
 
   // Sends a packet; an error closes the connection, and is reported there. `credit` is released
   // when the packet has left; one that has none goes all the same. The owner is asked before a
@@ -164,6 +167,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   bool MayLeave(Waiting& waiting);
   void FlushOnStrand();
   void OnSent(const absl::Status& sent);
+  void PopWaiting();
 
   // Constant after construction.
   const std::shared_ptr<Owner> owner_;
@@ -176,6 +180,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   ServedCalls served_;
   Strand out_;
   std::atomic<uint64_t> heard_{0};
+  std::atomic<size_t> unsent_{0};  // small packets that have not left, nor were given up
 
   // Used on out_ only, once others know the link.
   absl::AnyInvocable<void()> open_;

@@ -476,7 +476,7 @@ void LinkTable::Beat() {
       readings.push_back({.link = number,
                           .peer = link.peer(),
                           .heard = link.heard(),
-                          .answers = !link.is_bulk() && link.window()->acquired() == 0});
+                          .answers = !link.is_bulk() && link.idle()});
       links.push_back(entry.link);
     }
     beats_ = !links.empty();
