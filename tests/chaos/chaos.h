@@ -24,6 +24,8 @@ struct ChaosOptions {
   int faults = 1'000'000;
   absl::Duration duration = absl::InfiniteDuration();
   uint64_t seed = 1;
+  // The kinds of faults, by the names of FaultPlan::Names(); empty: all.
+  std::vector<std::string> only = {};
   absl::Duration heartbeat_limit = absl::Seconds(3);
 };
 

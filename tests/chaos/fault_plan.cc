@@ -1,6 +1,7 @@
 // Draws kinds, places and times.
 #include "tests/chaos/fault_plan.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "tests/chaos/cable_faults.h"
@@ -9,16 +10,37 @@
 
 namespace distgrad {
 
-FaultPlan::FaultPlan(ChaosJob* job, uint64_t seed)
-    : job_(job),
-      random_(seed),
-      kinds_({&FaultPlan::Kill, &FaultPlan::KillStore, &FaultPlan::Stop, &FaultPlan::StopLong,
-              &FaultPlan::Descriptors, &FaultPlan::Memory}) {
-  if (job->hosts() == 1) return;
-  for (const Make make :
-       {&FaultPlan::Cut, &FaultPlan::CutLong, &FaultPlan::CutHalf, &FaultPlan::CutHalfLong,
-        &FaultPlan::Slow, &FaultPlan::Corrupt, &FaultPlan::Disk}) {
-    kinds_.push_back(make);
+const std::vector<FaultPlan::Kind>& FaultPlan::Kinds() {
+  static const auto* const kinds =
+      new std::vector<Kind>({{"kill", false, &FaultPlan::Kill},
+                             {"kill-store", false, &FaultPlan::KillStore},
+                             {"stop", false, &FaultPlan::Stop},
+                             {"stop-long", false, &FaultPlan::StopLong},
+                             {"descriptors", false, &FaultPlan::Descriptors},
+                             {"memory", false, &FaultPlan::Memory},
+                             {"cut", true, &FaultPlan::Cut},
+                             {"cut-long", true, &FaultPlan::CutLong},
+                             {"one-way", true, &FaultPlan::CutHalf},
+                             {"one-way-long", true, &FaultPlan::CutHalfLong},
+                             {"slow", true, &FaultPlan::Slow},
+                             {"corrupt", true, &FaultPlan::Corrupt},
+                             {"disk", true, &FaultPlan::Disk}});
+  return *kinds;
+}
+
+std::vector<std::string> FaultPlan::Names() {
+  std::vector<std::string> names;
+  for (const Kind& kind : Kinds()) names.emplace_back(kind.name);
+  return names;
+}
+
+FaultPlan::FaultPlan(ChaosJob* job, uint64_t seed, const std::vector<std::string>& only)
+    : job_(job), random_(seed) {
+  for (const Kind& kind : Kinds()) {
+    if (kind.needs_hosts && job->hosts() == 1) continue;
+    const bool is_wanted =
+        only.empty() || std::find(only.begin(), only.end(), kind.name) != only.end();
+    if (is_wanted) kinds_.push_back(kind.make);
   }
 }
 

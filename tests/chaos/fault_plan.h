@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "absl/time/time.h"
@@ -15,8 +16,12 @@ namespace distgrad {
 // For one thread.
 class FaultPlan {
  public:
-  // The job outlives it.
-  FaultPlan(ChaosJob* job, uint64_t seed);
+  // The job outlives it. `only`: no other kinds than these, by their names in fault_plan.cc; empty:
+  // all that the job's hosts can have.
+  FaultPlan(ChaosJob* job, uint64_t seed, const std::vector<std::string>& only = {});
+
+  // The names of all kinds.
+  static std::vector<std::string> Names();
 
   // How many there are in a row in which each has come once.
   size_t cycle() const { return kinds_.size(); }
@@ -27,6 +32,12 @@ class FaultPlan {
 
  private:
   using Make = Fault (FaultPlan::*)();
+  struct Kind {
+    const char* name;
+    bool needs_hosts;  // more than one
+    Make make;
+  };
+  static const std::vector<Kind>& Kinds();
 
   uint64_t Below(uint64_t bound) { return random_() % bound; }
   absl::Duration Between(absl::Duration least, absl::Duration most);

@@ -10,6 +10,7 @@
 
 #include "absl/time/time.h"
 #include "tests/chaos/chaos.h"
+#include "tests/chaos/fault_plan.h"
 #include "tests/chaos/worker.h"
 #include "tests/hosts/hosts.h"
 
@@ -29,6 +30,9 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(2, 8));
   app.add_option("--hosts", options.hosts, "By default 2 to 4, by the seed")
       ->check(CLI::Range(1, 4));
+  app.add_option("--only", options.only, "Only these kinds of faults, separated by commas")
+      ->delimiter(',')
+      ->check(CLI::IsMember(distgrad::FaultPlan::Names()));
   CLI11_PARSE(app, argc, argv);
   if (minutes > 0) options.duration = absl::Minutes(minutes);
   if (minutes == 0 && app.count("--faults") == 0) options.duration = absl::Minutes(1);
