@@ -97,13 +97,14 @@ std::vector<dg_entry> ToEntries(const CheckpointValues& values) {
 absl::Status LoadValues(const PartFunctions& functions, const LoadedValues& loaded) {
   const std::vector<dg_entry> own = ToEntries(loaded.values);
   std::map<std::string, std::vector<dg_entry>> entries;
-  std::vector<dg_worker_values> workers;
+  std::vector<dg_checkpoint_worker_values> workers;
   for (const auto& [name, values] : loaded.workers) {
     const std::vector<dg_entry>& those = entries[name] = ToEntries(values);
-    workers.push_back({sizeof(dg_worker_values), ToStr(name), those.data(), those.size()});
+    workers.push_back(
+        {sizeof(dg_checkpoint_worker_values), ToStr(name), those.data(), those.size()});
   }
-  std::vector<const dg_worker_values*> pointers;
-  for (const dg_worker_values& worker : workers) pointers.push_back(&worker);
+  std::vector<const dg_checkpoint_worker_values*> pointers;
+  for (const dg_checkpoint_worker_values& worker : workers) pointers.push_back(&worker);
   const dg_loaded_values given = {.struct_size = sizeof(dg_loaded_values),
                                   .step = loaded.step,
                                   .values = own.data(),
@@ -255,15 +256,17 @@ absl::StatusOr<CheckpointManagerOptions> ToOptions(const dg_checkpoint_manager_o
   return options;
 }
 
-absl::StatusOr<LoadOptions> ToOptions(const dg_load_options* given) {
-  DG_ASSIGN_OR_RETURN(const dg_load_options read,
-                      ReadOptions<dg_load_options>(given, DG_LOAD_OPTIONS_INIT, "dg_load_options"));
-  DG_RETURN_IF_ERROR(
-      CheckFlags(read.flags, DG_LOAD_NOT_STRICT | DG_LOAD_FALL_BACK, "dg_load_options"));
+absl::StatusOr<LoadOptions> ToOptions(const dg_checkpoint_load_options* given) {
+  DG_ASSIGN_OR_RETURN(const dg_checkpoint_load_options read,
+                      ReadOptions<dg_checkpoint_load_options>(
+                          given, DG_CHECKPOINT_LOAD_OPTIONS_INIT, "dg_checkpoint_load_options"));
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags,
+                                DG_CHECKPOINT_LOAD_NOT_STRICT | DG_CHECKPOINT_LOAD_FALL_BACK,
+                                "dg_checkpoint_load_options"));
   LoadOptions options;
   if (read.step >= 0) options.step = read.step;
-  options.strict = (read.flags & DG_LOAD_NOT_STRICT) == 0;
-  options.fall_back = (read.flags & DG_LOAD_FALL_BACK) != 0;
+  options.strict = (read.flags & DG_CHECKPOINT_LOAD_NOT_STRICT) == 0;
+  options.fall_back = (read.flags & DG_CHECKPOINT_LOAD_FALL_BACK) != 0;
   options.deadline = ToDeadline(read.timeout_ms, Deadline::Never());
   return options;
 }
@@ -397,7 +400,8 @@ dg_error* dg_checkpoint_manager_save_async(dg_checkpoint_manager* manager, int64
   });
 }
 
-dg_error* dg_checkpoint_manager_load(dg_checkpoint_manager* manager, const dg_load_options* options,
+dg_error* dg_checkpoint_manager_load(dg_checkpoint_manager* manager,
+                                     const dg_checkpoint_load_options* options,
                                      dg_loaded_checkpoint** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
@@ -417,7 +421,8 @@ void dg_checkpoint_manager_destroy(dg_checkpoint_manager* manager) noexcept {
   DestroyHandle<CheckpointManagerObject>(manager);
 }
 
-dg_error* dg_load_checkpoint(dg_worker* worker, dg_str folder, const dg_load_options* options,
+dg_error* dg_checkpoint_load(dg_worker* worker, dg_str folder,
+                             const dg_checkpoint_load_options* options,
                              const dg_checkpoint_manager_options* of,
                              dg_loaded_checkpoint** out) noexcept {
   return Guard([&]() -> absl::Status {

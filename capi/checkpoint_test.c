@@ -193,7 +193,7 @@ static dg_error* save_values(void* user_data, dg_checkpoint_values* values) {
   { /* It would wait for itself. */
     dg_loaded_checkpoint* loaded = NULL;
     FAILS(DG_FAILED_PRECONDITION,
-          dg_load_checkpoint(workers[rank], DG_STR("folder"), NULL, NULL, &loaded));
+          dg_checkpoint_load(workers[rank], DG_STR("folder"), NULL, NULL, &loaded));
   }
   {
     dg_str bytes;
@@ -293,7 +293,7 @@ static void save_and_resume(void) {
   dg_checkpoint_manager_options options = manager_options();
   dg_checkpoint_manager *manager = NULL, *other = NULL;
   dg_loaded_checkpoint* loaded = NULL;
-  dg_load_options load = DG_LOAD_OPTIONS_INIT;
+  dg_checkpoint_load_options load = DG_CHECKPOINT_LOAD_OPTIONS_INIT;
   const dg_str path = in_folder("job");
   dg_future* written = NULL;
   dg_message* reply = (dg_message*)workers[0]; /* until it is stored to */
@@ -331,14 +331,14 @@ static void save_and_resume(void) {
   CHECK(same(now(), at_five));
 
   load.step = 2;
-  OK(dg_load_checkpoint(workers[1], path, &load, &options, &loaded));
+  OK(dg_checkpoint_load(workers[1], path, &load, &options, &loaded));
   CHECK(dg_loaded_checkpoint_step(loaded) == 2 && same(now(), at_two));
   dg_loaded_checkpoint_destroy(loaded);
   load.step = 4;
   FAILS(DG_NOT_FOUND, dg_checkpoint_manager_load(manager, &load, &loaded));
   FAILS(DG_NOT_FOUND,
-        dg_load_checkpoint(workers[0], in_folder("nothing"), NULL, &options, &loaded));
-  FAILS(DG_FAILED_PRECONDITION, dg_load_checkpoint(workers[0], path, NULL, NULL, &loaded));
+        dg_checkpoint_load(workers[0], in_folder("nothing"), NULL, &options, &loaded));
+  FAILS(DG_FAILED_PRECONDITION, dg_checkpoint_load(workers[0], path, NULL, NULL, &loaded));
 
   /* The errors of a program's functions. */
   save_fails = DG_OUT_OF_RANGE;
@@ -390,7 +390,7 @@ static void what_does_not_fit(void) {
   const dg_str names[2] = {DG_STR("front.weight"), DG_STR("more")};
   dg_checkpoint_manager_options options = manager_options();
   dg_checkpoint_manager* manager = NULL;
-  dg_load_options load = DG_LOAD_OPTIONS_INIT;
+  dg_checkpoint_load_options load = DG_CHECKPOINT_LOAD_OPTIONS_INIT;
   dg_loaded_checkpoint* loaded = NULL;
   dg_checkpoint_part* other = NULL;
   dg_tensor* small = floats(data, 1, 2);
@@ -416,7 +416,7 @@ static void what_does_not_fit(void) {
   before = now();
   SAYS(DG_INVALID_ARGUMENT, "more", dg_checkpoint_manager_load(manager, NULL, &loaded));
   CHECK(same(now(), before) && data_of(small)[1] == 2);
-  load.flags = DG_LOAD_NOT_STRICT;
+  load.flags = DG_CHECKPOINT_LOAD_NOT_STRICT;
   OK(dg_checkpoint_manager_load(manager, &load, &loaded));
   CHECK(dg_loaded_checkpoint_count(loaded, DG_LOADED_MISSING) == 1);
   CHECK(dg_loaded_checkpoint_item(loaded, DG_LOADED_MISSING, 0).size > strlen("more"));
@@ -441,7 +441,7 @@ static void what_does_not_fit(void) {
   }
   load.flags = 0;
   SAYS(DG_DATA_LOSS, "step 1", dg_checkpoint_manager_load(manager, &load, &loaded));
-  load.flags = DG_LOAD_FALL_BACK;
+  load.flags = DG_CHECKPOINT_LOAD_FALL_BACK;
   OK(dg_checkpoint_manager_load(manager, &load, &loaded));
   CHECK(dg_loaded_checkpoint_step(loaded) == 1);
   dg_loaded_checkpoint_destroy(loaded);

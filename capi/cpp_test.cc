@@ -461,9 +461,9 @@ TEST(CppTest, FilesAndCheckpoints) {
   part.Remove();
   EXPECT_EQ(CodeOf([&] { checkpoints.Save(3); }), DG_FAILED_PRECONDITION);
   const dg::CheckpointPart less(worker, {{{"weight", weight}, {"more", buffer}}}, "cpp");
-  dg_load_options load = DG_LOAD_OPTIONS_INIT;
+  dg_checkpoint_load_options load = DG_CHECKPOINT_LOAD_OPTIONS_INIT;
   load.step = 1;
-  load.flags = DG_LOAD_NOT_STRICT;
+  load.flags = DG_CHECKPOINT_LOAD_NOT_STRICT;
   const dg::LoadedCheckpoint some = dg::LoadCheckpoint(worker, folder, load, options);
   EXPECT_EQ(some.step, 1);
   EXPECT_EQ(some.missing.size(), 1u);

@@ -1033,7 +1033,7 @@ static void call(state* s) {
       char room[512];
       const dg_str path = pick_path(s, room, sizeof(room), "job");
       dg_checkpoint_manager_options manager = DG_CHECKPOINT_MANAGER_OPTIONS_INIT;
-      dg_load_options load = DG_LOAD_OPTIONS_INIT;
+      dg_checkpoint_load_options load = DG_CHECKPOINT_LOAD_OPTIONS_INIT;
       if (next(s) % 2) break; /* a save waits for the disk many times */
       manager.flags = next(s) % 3;
       manager.keep = 1 + next(s) % 2;
@@ -1046,7 +1046,7 @@ static void call(state* s) {
       MAKE(FUTURE, dg_future,
            dg_checkpoint_manager_save_async(MANAGER_, (int64_t)(next(s) % 4), 20000, &out));
       MAKE(LOADED, dg_loaded_checkpoint, dg_checkpoint_manager_load(MANAGER_, &load, &out));
-      MAKE(LOADED, dg_loaded_checkpoint, dg_load_checkpoint(W, path, &load, &manager, &out));
+      MAKE(LOADED, dg_loaded_checkpoint, dg_checkpoint_load(W, path, &load, &manager, &out));
       (void)dg_loaded_checkpoint_step(LOADED_);
       (void)dg_loaded_checkpoint_folder(LOADED_);
       (void)dg_loaded_checkpoint_count(LOADED_, next(s) % 5);

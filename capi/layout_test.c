@@ -89,11 +89,11 @@ FIELD(dg_safetensors_info, shape, 32);
 FIELD(dg_safetensors_info, dim_count, 40);
 FIELD(dg_safetensors_info, bytes, 48);
 
-GROWS_FROM(dg_worker_values, 40);
-FIELD(dg_worker_values, struct_size, 0);
-FIELD(dg_worker_values, worker, 8);
-FIELD(dg_worker_values, values, 24);
-FIELD(dg_worker_values, value_count, 32);
+GROWS_FROM(dg_checkpoint_worker_values, 40);
+FIELD(dg_checkpoint_worker_values, struct_size, 0);
+FIELD(dg_checkpoint_worker_values, worker, 8);
+FIELD(dg_checkpoint_worker_values, values, 24);
+FIELD(dg_checkpoint_worker_values, value_count, 32);
 
 GROWS_FROM(dg_loaded_values, 48);
 FIELD(dg_loaded_values, struct_size, 0);
@@ -122,11 +122,11 @@ FIELD(dg_checkpoint_manager_options, worker_count, 32);
 FIELD(dg_checkpoint_manager_options, keep, 40);
 FIELD(dg_checkpoint_manager_options, flags, 48);
 
-GROWS_FROM(dg_load_options, 32);
-FIELD(dg_load_options, struct_size, 0);
-FIELD(dg_load_options, step, 8);
-FIELD(dg_load_options, timeout_ms, 16);
-FIELD(dg_load_options, flags, 24);
+GROWS_FROM(dg_checkpoint_load_options, 32);
+FIELD(dg_checkpoint_load_options, struct_size, 0);
+FIELD(dg_checkpoint_load_options, step, 8);
+FIELD(dg_checkpoint_load_options, timeout_ms, 16);
+FIELD(dg_checkpoint_load_options, flags, 24);
 
 GROWS_FROM(dg_pass_state, 64);
 FIELD(dg_pass_state, struct_size, 0);
@@ -354,8 +354,8 @@ NUMBER(DG_REDUCTION_SUM, 1);
 NUMBER(DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE, 1);
 NUMBER(DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS, 1);
 NUMBER(DG_CHECKPOINT_ALLOW_DROPPING, 1);
-NUMBER(DG_LOAD_NOT_STRICT, 1);
-NUMBER(DG_LOAD_FALL_BACK, 2);
+NUMBER(DG_CHECKPOINT_LOAD_NOT_STRICT, 1);
+NUMBER(DG_CHECKPOINT_LOAD_FALL_BACK, 2);
 NUMBER(DG_LOADED_MISSING, 1);
 NUMBER(DG_LOADED_UNEXPECTED, 2);
 NUMBER(DG_LOADED_MISMATCHED, 3);

@@ -26,7 +26,7 @@ pub type CheckpointValues = BTreeMap<String, Vec<u8>>;
 
 /// What [`load_values`](CheckpointContents::load_values) gets.
 #[doc(alias = "dg_loaded_values")]
-#[doc(alias = "dg_worker_values")]
+#[doc(alias = "dg_checkpoint_worker_values")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadedValues {
@@ -266,7 +266,7 @@ impl CheckpointManagerOptions {
 }
 
 /// Which checkpoint is loaded, and how; each with a default.
-#[doc(alias = "dg_load_options")]
+#[doc(alias = "dg_checkpoint_load_options")]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LoadOptions {
     step: Option<i64>,
@@ -288,7 +288,7 @@ impl LoadOptions {
     /// Sets whether it is an error, and nothing is loaded, if something is missing in the
     /// checkpoint, unexpected in it, or of another dtype or shape. Else that stays as it is, and is
     /// listed. Default: true.
-    #[doc(alias = "DG_LOAD_NOT_STRICT")]
+    #[doc(alias = "DG_CHECKPOINT_LOAD_NOT_STRICT")]
     pub fn strict(mut self, strict: bool) -> Self {
         self.not_strict = !strict;
         self
@@ -296,7 +296,7 @@ impl LoadOptions {
     /// Sets whether a damaged checkpoint, or one of which a file is not there, is passed over for
     /// the one before it. Else it is an error, as is, in any case, a file that cannot be read: it
     /// may be good. Default: false.
-    #[doc(alias = "DG_LOAD_FALL_BACK")]
+    #[doc(alias = "DG_CHECKPOINT_LOAD_FALL_BACK")]
     pub fn fall_back(mut self, fall_back: bool) -> Self {
         self.fall_back = fall_back;
         self
@@ -425,7 +425,7 @@ impl fmt::Debug for CheckpointManager<'_> {
 
 /// The same as [`CheckpointManager::load`], without a manager and its lock: for a job that loads what
 /// another one saves. Of the second options the name and the workers count.
-#[doc(alias = "dg_load_checkpoint")]
+#[doc(alias = "dg_checkpoint_load")]
 pub fn load_checkpoint(
     worker: &Worker,
     folder: impl AsRef<Path>,

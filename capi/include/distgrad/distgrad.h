@@ -10,6 +10,9 @@
  *              addresses: never dereference one. A function that stores a handle in a `T **out`
  *              parameter makes the caller its owner, who destroys it with one dg_T_destroy; that
  *              accepts NULL and cannot fail.
+ *              That ends what the handle stands for, but for the parts that other workers use by
+ *              name and that hold nothing but tensors (dg_optimizer, dg_checkpoint_part): these
+ *              last until their _remove, or as long as the worker.
  *   Arguments  are borrowed until the function returns, unless its comment says "takes": then the
  *              library owns them from that moment on, also when the function fails.
  *   Errors     are returned. NULL means success; otherwise the caller owns the error, and every
@@ -21,7 +24,7 @@
  *              dg_tensor_require_grad, a step of an optimizer (its parameters), an average and a
  *              broadcast of a process group, an averager (parameters and buffers), a forward of
  *              data parallel (buffers), dg_safetensors_load_into, dg_safetensors_file_read_into,
- *              and dg_checkpoint_manager_load and dg_load_checkpoint (the tensors of all parts).
+ *              and dg_checkpoint_manager_load and dg_checkpoint_load (the tensors of all parts).
  *   Forks      A forked child has none of its parent's handles: functions return
  *              DG_INVALID_ARGUMENT for them, dg_T_destroy does nothing, and nothing waits. What
  *              the child creates itself works as far as libtorch does there.
@@ -1183,12 +1186,12 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_values_set(dg_checkpoint_values* valu
                                                       dg_str value) DG_NOEXCEPT;
 
 /* The values of one worker. Borrowed for the call; fields are only ever added. */
-typedef struct dg_worker_values {
+typedef struct dg_checkpoint_worker_values {
   size_t struct_size; /* as the library knows it */
   dg_str worker;
   const dg_entry* values; /* by name */
   size_t value_count;
-} dg_worker_values;
+} dg_checkpoint_worker_values;
 
 /* What load_values gets. Borrowed for the call; fields are only ever added. */
 typedef struct dg_loaded_values {
@@ -1196,7 +1199,7 @@ typedef struct dg_loaded_values {
   int64_t step;
   const dg_entry* values; /* what the worker of this name saved, by name; else none */
   size_t value_count;
-  const dg_worker_values* const* workers; /* all that saved, by name */
+  const dg_checkpoint_worker_values* const* workers; /* all that saved, by name */
   size_t worker_count;
 } dg_loaded_values;
 
@@ -1300,21 +1303,21 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_save_async(dg_checkpoint_mana
                                                               dg_future** out) DG_NOEXCEPT;
 
 /* Unlike elsewhere, 0 is not the default of `step`: start from the INIT macro. */
-typedef struct dg_load_options {
+typedef struct dg_checkpoint_load_options {
   size_t struct_size;
   int64_t step;       /* which checkpoint; negative: the one that was saved last */
   int64_t timeout_ms; /* 0: no limit */
-  uint64_t flags;     /* DG_LOAD_... */
-} dg_load_options;
-#define DG_LOAD_OPTIONS_INIT \
-  { sizeof(dg_load_options), -1, 0, 0 }
+  uint64_t flags;     /* DG_CHECKPOINT_LOAD_... */
+} dg_checkpoint_load_options;
+#define DG_CHECKPOINT_LOAD_OPTIONS_INIT \
+  { sizeof(dg_checkpoint_load_options), -1, 0, 0 }
 /* What is missing in the checkpoint, unexpected in it, or of another dtype or shape stays as it is,
  * and is listed. Without this flag it is an error, and nothing is loaded. */
-#define DG_LOAD_NOT_STRICT UINT64_C(1)
+#define DG_CHECKPOINT_LOAD_NOT_STRICT UINT64_C(1)
 /* A damaged checkpoint, or one of which a file is not there, is passed over for the one before it.
  * Without this flag it is an error, as is, in any case, a file that cannot be read: it may be good.
  */
-#define DG_LOAD_FALL_BACK UINT64_C(2)
+#define DG_CHECKPOINT_LOAD_FALL_BACK UINT64_C(2)
 
 /* What was loaded. Immutable. */
 typedef struct dg_loaded_checkpoint dg_loaded_checkpoint;
@@ -1329,7 +1332,7 @@ typedef struct dg_loaded_checkpoint dg_loaded_checkpoint;
  * tensor, and which step could be loaded instead; DG_INVALID_ARGUMENT with a list of what does not
  * fit; the error of a load_values; what the operating system says of a file that cannot be read. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_load(dg_checkpoint_manager* manager,
-                                                        const dg_load_options* options,
+                                                        const dg_checkpoint_load_options* options,
                                                         dg_loaded_checkpoint** out) DG_NOEXCEPT;
 /* Destroys the manager, and unlocks the folder. Waits for what dg_checkpoint_manager_save_async
  * writes; in the callback of a future or a cancellation and in destructors of user data a thread of
@@ -1338,8 +1341,8 @@ DG_API void dg_checkpoint_manager_destroy(dg_checkpoint_manager* manager) DG_NOE
 
 /* The same as dg_checkpoint_manager_load, without a manager and its lock: for a job that loads what
  * another one saves. Of the second options `name` and `workers` count; NULL: all default. */
-DG_API DG_MUST_USE dg_error* dg_load_checkpoint(dg_worker* worker, dg_str folder,
-                                                const dg_load_options* options,
+DG_API DG_MUST_USE dg_error* dg_checkpoint_load(dg_worker* worker, dg_str folder,
+                                                const dg_checkpoint_load_options* options,
                                                 const dg_checkpoint_manager_options* of,
                                                 dg_loaded_checkpoint** out) DG_NOEXCEPT;
 
@@ -1349,7 +1352,7 @@ DG_API int64_t dg_loaded_checkpoint_step(const dg_loaded_checkpoint* loaded) DG_
 DG_API dg_str dg_loaded_checkpoint_folder(const dg_loaded_checkpoint* loaded) DG_NOEXCEPT;
 /* Return how many texts one of the lists (DG_LOADED_...) has, and one of them: for people, with the
  * name of the tensor or optimizer. It lives as long as `loaded`; empty beyond the last. All lists
- * are empty without DG_LOAD_NOT_STRICT. */
+ * are empty without DG_CHECKPOINT_LOAD_NOT_STRICT. */
 DG_API size_t dg_loaded_checkpoint_count(const dg_loaded_checkpoint* loaded,
                                          uint64_t list) DG_NOEXCEPT;
 DG_API dg_str dg_loaded_checkpoint_item(const dg_loaded_checkpoint* loaded, uint64_t list,

@@ -1220,7 +1220,7 @@ class CheckpointPart {
     return Catch([&] {
       LoadedValues given{loaded->step, ToValues(loaded->values, loaded->value_count), {}};
       for (size_t i = 0; i < loaded->worker_count; ++i) {
-        const dg_worker_values& worker = *loaded->workers[i];
+        const dg_checkpoint_worker_values& worker = *loaded->workers[i];
         given.workers.emplace(View(worker.worker), ToValues(worker.values, worker.value_count));
       }
       static_cast<Functions*>(data)->load_values(given);
@@ -1242,7 +1242,7 @@ struct LoadedCheckpoint {
 
   int64_t step;
   std::string folder;
-  // For people. All are empty without DG_LOAD_NOT_STRICT.
+  // For people. All are empty without DG_CHECKPOINT_LOAD_NOT_STRICT.
   std::vector<std::string> missing;
   std::vector<std::string> unexpected;
   std::vector<std::string> mismatched;
@@ -1276,7 +1276,8 @@ class CheckpointManager {
     return Future(out);
   }
   // DG_NOT_FOUND: there is none, so begin at step 0.
-  LoadedCheckpoint Load(const dg_load_options& options = DG_LOAD_OPTIONS_INIT) {
+  LoadedCheckpoint Load(
+      const dg_checkpoint_load_options& options = DG_CHECKPOINT_LOAD_OPTIONS_INIT) {
     dg_loaded_checkpoint* out = nullptr;
     Check(dg_checkpoint_manager_load(get(), &options, &out));
     return LoadedCheckpoint(out);
@@ -1289,10 +1290,11 @@ class CheckpointManager {
 
 // Loads without a manager and its lock.
 inline LoadedCheckpoint LoadCheckpoint(
-    Worker& worker, std::string_view folder, const dg_load_options& options = DG_LOAD_OPTIONS_INIT,
+    Worker& worker, std::string_view folder,
+    const dg_checkpoint_load_options& options = DG_CHECKPOINT_LOAD_OPTIONS_INIT,
     const dg_checkpoint_manager_options& of = DG_CHECKPOINT_MANAGER_OPTIONS_INIT) {
   dg_loaded_checkpoint* out = nullptr;
-  Check(dg_load_checkpoint(worker.get(), Str(folder), &options, &of, &out));
+  Check(dg_checkpoint_load(worker.get(), Str(folder), &options, &of, &out));
   return LoadedCheckpoint(out);
 }
 

@@ -122,7 +122,7 @@ pub(crate) mod raw {
         bytes: u64,
     }
 
-    /// `dg_worker_values`.
+    /// `dg_checkpoint_worker_values`.
     struct RawWorkerValues {
         worker: String,
         values: Vec<RawEntry>,
@@ -153,7 +153,7 @@ pub(crate) mod raw {
         allow_dropping: bool,
     }
 
-    /// `dg_load_options`, but for its size.
+    /// `dg_checkpoint_load_options`, but for its size.
     #[derive(Clone, Copy, Debug)]
     struct RawLoadOptions {
         step: i64,

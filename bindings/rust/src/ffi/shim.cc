@@ -133,7 +133,7 @@ dg_error* SaveValues(void* user_data, dg_checkpoint_values* values) noexcept {
 dg_error* LoadValues(void* user_data, const dg_loaded_values* loaded) noexcept {
   RawLoadedValues raw{loaded->step, ToEntries(loaded->values, loaded->value_count), {}};
   for (size_t i = 0; i < loaded->worker_count; ++i) {
-    const dg_worker_values& worker = *loaded->workers[i];
+    const dg_checkpoint_worker_values& worker = *loaded->workers[i];
     raw.workers.push_back({ToString(worker.worker), ToEntries(worker.values, worker.value_count)});
   }
   return static_cast<const PartFunctions*>(user_data)->load(std::move(raw));
@@ -152,12 +152,12 @@ struct ManagerOptions {
   dg_checkpoint_manager_options options = DG_CHECKPOINT_MANAGER_OPTIONS_INIT;
 };
 
-dg_load_options ToOptions(const RawLoadOptions& from) {
-  dg_load_options options = DG_LOAD_OPTIONS_INIT;
+dg_checkpoint_load_options ToOptions(const RawLoadOptions& from) {
+  dg_checkpoint_load_options options = DG_CHECKPOINT_LOAD_OPTIONS_INIT;
   options.step = from.step;
   options.timeout_ms = from.timeout_ms;
-  options.flags =
-      (from.not_strict ? DG_LOAD_NOT_STRICT : 0) | (from.fall_back ? DG_LOAD_FALL_BACK : 0);
+  options.flags = (from.not_strict ? DG_CHECKPOINT_LOAD_NOT_STRICT : 0) |
+                  (from.fall_back ? DG_CHECKPOINT_LOAD_FALL_BACK : 0);
   return options;
 }
 
@@ -447,15 +447,15 @@ CheckpointManagerHandle checkpoint_manager_create(WorkerHandle worker, rust::Str
 }
 
 RawLoadedCheckpoint checkpoint_manager_load(CheckpointManagerHandle manager, RawLoadOptions from) {
-  const dg_load_options options = ToOptions(from);
+  const dg_checkpoint_load_options options = ToOptions(from);
   return ToLoaded(Out<dg_loaded_checkpoint*>(dg_checkpoint_manager_load, manager, &options));
 }
 
 RawLoadedCheckpoint load_checkpoint(WorkerHandle worker, rust::Str folder, RawLoadOptions from,
                                     const RawCheckpointManagerOptions& of) {
-  const dg_load_options options = ToOptions(from);
+  const dg_checkpoint_load_options options = ToOptions(from);
   const ManagerOptions manager(of);
-  return ToLoaded(Out<dg_loaded_checkpoint*>(dg_load_checkpoint, worker, ToStr(folder), &options,
+  return ToLoaded(Out<dg_loaded_checkpoint*>(dg_checkpoint_load, worker, ToStr(folder), &options,
                                              &manager.options));
 }
 
