@@ -180,6 +180,12 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
     DG_LOG(WARNING) << group->who_
                     << ": NCCL encrypts nothing, with a cluster key or without: docs/security.md";
   }
+  const auto taken = [begin, &place] {
+    return std::min(absl::Trunc(absl::FromChrono(std::chrono::steady_clock::now() - begin),
+                                absl::Milliseconds(1)),
+                    place.join_timeout);
+  };
+  constexpr char kConnecting[] = "connecting the ranks";
   Digest group_id = {};
   if (!nccl && place.size > 1) {
     const absl::StatusOr<Digest> agreed =
@@ -190,6 +196,10 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
                          .cluster_key = *place.cluster_key,
                          .has_certificates = place.certificates != nullptr},
                         deadline);
+    if (absl::IsDeadlineExceeded(agreed.status())) {
+      return group->Failed(std::make_exception_ptr(StatusError(agreed.status())), kConnecting,
+                           taken());
+    }
     if (!agreed.ok()) {
       group->Fail(agreed.status());
       return group->status();
@@ -219,10 +229,7 @@ absl::StatusOr<std::shared_ptr<ProcessGroup>> ProcessGroup::Create(ProcessGroupO
     static_cast<NewBackend&>(*backend) = nccl ? NewNcclBackend(at) : NewGlooBackend(at);
     group->backend_ = std::move(backend);
   } catch (...) {
-    const absl::Duration taken = absl::Trunc(
-        absl::FromChrono(std::chrono::steady_clock::now() - begin), absl::Milliseconds(1));
-    return group->Failed(std::current_exception(), "connecting the ranks",
-                         std::min(taken, place.join_timeout));
+    return group->Failed(std::current_exception(), kConnecting, taken());
   }
   return group;
 }
