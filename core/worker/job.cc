@@ -17,9 +17,15 @@ namespace distgrad {
 namespace {
 
 // Whether the user wants sockets within a machine encrypted, as those between machines are.
-absl::StatusOr<bool> EncryptsUnix() {
+absl::StatusOr<bool> EncryptsUnix(const Rendezvous& rendezvous) {
   constexpr char kVariable[] = "DISTGRAD_ENCRYPT_LOCAL";
   const std::string value = ProcessEnvironment(kVariable).value_or("0");
+  if (value == "1" && rendezvous.cluster_key.empty() && rendezvous.certificates == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(kVariable,
+                     " is set, and there is neither a cluster key (DISTGRAD_KEY_FILE) nor "
+                     "certificates (DISTGRAD_TLS_CERT) to encrypt with"));
+  }
   if (value == "0" || value == "1") return value == "1";
   return absl::InvalidArgumentError(absl::StrCat(kVariable, " is '", value, "', not 0 or 1"));
 }
@@ -41,7 +47,7 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
   tensorpipe.name = name;
   tensorpipe.cluster_key = rendezvous.cluster_key;
   tensorpipe.certificates = rendezvous.certificates;
-  DG_ASSIGN_OR_RETURN(tensorpipe.encrypts_unix, EncryptsUnix());
+  DG_ASSIGN_OR_RETURN(tensorpipe.encrypts_unix, EncryptsUnix(rendezvous));
   tensorpipe.handshake_timeout = options.limits.handshake_timeout;
   tensorpipe.max_unauthenticated = options.limits.unauthenticated;
   tensorpipe.max_packet_bytes = options.limits.message_bytes;

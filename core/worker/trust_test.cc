@@ -18,8 +18,10 @@
 #include "absl/time/time.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/membership/worker_info.h"
+#include "core/net/certificates.h"
 #include "core/worker/worker.h"
 #include "gtest/gtest.h"
+#include "tests/testing/certificates.h"
 
 namespace distgrad {
 namespace {
@@ -91,6 +93,31 @@ TEST_F(TrustTest, TheKeyMayComeFromTheEnvironment) {
   const auto statuses = Start({"", KeyFile("a secret in the environment")});
   unsetenv("DISTGRAD_KEY");
   for (const absl::Status& status : statuses) EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST_F(TrustTest, CertificatesOfTheEnvironmentDoAsWell) {
+  TestAuthority authority(absl::StrCat(testing::TempDir(), "/trust_test_certificates"));
+  const CertificateFiles files = authority.Issue("worker", {.names = "URI:spiffe://job/worker"});
+  setenv("DISTGRAD_TLS_CERT", files.cert.c_str(), 1);
+  setenv("DISTGRAD_TLS_KEY", files.key.c_str(), 1);
+  const absl::Status half = Start({""})[0];
+  EXPECT_TRUE(absl::IsInvalidArgument(half)) << half;
+  EXPECT_TRUE(absl::StrContains(half.message(), "DISTGRAD_TLS_CA")) << half;
+  setenv("DISTGRAD_TLS_CA", files.ca.c_str(), 1);
+  setenv("DISTGRAD_ENCRYPT_LOCAL", "1", 1);  // these two share a machine
+  const auto statuses = Start({"", ""});
+  for (const char* name : {"DISTGRAD_TLS_CERT", "DISTGRAD_TLS_KEY", "DISTGRAD_TLS_CA"}) {
+    unsetenv(name);
+  }
+  for (const absl::Status& status : statuses) ASSERT_TRUE(status.ok()) << status;
+  ASSERT_TRUE(RegisterEcho().ok());
+  const auto reply = workers_[0]->Call("worker1", "echo", Message{"hello", {}});
+  EXPECT_TRUE(reply.ok()) << reply.status();
+  // With neither of the two there is nothing to encrypt with.
+  const absl::Status open = Start({""})[0];
+  unsetenv("DISTGRAD_ENCRYPT_LOCAL");
+  EXPECT_TRUE(absl::IsFailedPrecondition(open)) << open;
+  EXPECT_TRUE(absl::StrContains(open.message(), "DISTGRAD_ENCRYPT_LOCAL")) << open;
 }
 
 TEST_F(TrustTest, AKeyThatCannotBeUsedIsAnError) {
