@@ -1,8 +1,11 @@
 // Calls, passes over random paths, and the programs of property_test.
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <random>
 #include <stdexcept>
 #include <utility>
@@ -15,6 +18,12 @@
 #include "tests/testing/cluster.h"
 
 namespace distgrad::simulation {
+namespace {
+
+// A bit of the bytes of a path: the worker before makes a call that it does not wait for.
+constexpr uint8_t kCallsAside = 0x80;
+
+}  // namespace
 
 void Job::RegisterCalls(Worker* worker, int i) {
   const auto add = [&](const char* name, Worker::Handler handler) {
@@ -50,7 +59,15 @@ void Job::RegisterCalls(Worker* worker, int i) {
   add("chain", [this, worker, i](Request& r) -> absl::StatusOr<Message> {
     const at::Tensor y = Forward(r.message.tensors.at(0), parameters_[i][0]);
     if (r.message.payload.empty()) return Message{"", {y}};
-    return worker->Call(NameOf(r.message.payload[0]), "chain", {r.message.payload.substr(1), {y}},
+    const auto next = static_cast<uint8_t>(r.message.payload[0]);
+    if ((next & kCallsAside) != 0) {
+      // Nobody waits for it, and no root depends on it: the pass may begin before it has arrived.
+      const int other = (i + 1 + next % std::max(1, plan_.workers - 1)) % plan_.workers;
+      Spawn([aside = worker->CallAsync(NameOf(other), "slow", {"", {y}}, r.Nested())] {
+        aside.Wait().status().IgnoreError();  // of a pass that is over it says that
+      });
+    }
+    return worker->Call(NameOf(next & ~kCallsAside), "chain", {r.message.payload.substr(1), {y}},
                         r.Nested());
   });
   add("gradient", [this, i](Request& r) -> absl::StatusOr<Message> {
@@ -103,7 +120,14 @@ void Job::RunPass(const Action& action, Worker* worker) {
   if (visits) {
     path[random() % path.size()] = static_cast<char>(plan_.workers + random() % plan_.guests);
   }
-  const at::Tensor x = Constant(0.5).set_requires_grad(true);
+  const bool is_large = (action.c & Action::kLarge) != 0 && action.a % 4 == 0;
+  const int64_t rows = is_large ? 1 + static_cast<int64_t>(kLargePacket / (2 * sizeof(double))) : 2;
+  const at::Tensor x = at::full({rows, 2}, 0.5, at::kDouble).set_requires_grad(true);
+  // What the workers are told of the path behind the first.
+  std::string rest = path.substr(1);
+  if (is_large && (action.c & Action::kAside) != 0 && !rest.empty()) {
+    rest[0] = static_cast<char>(static_cast<uint8_t>(rest[0]) | kCallsAside);
+  }
   const Deadline forward_deadline = Deadline::After(kTimeout);
   Context context = worker->NewContext();
   const CallOptions options{.context = &context, .deadline = forward_deadline};
@@ -113,9 +137,9 @@ void Job::RunPass(const Action& action, Worker* worker) {
     beside.push_back(worker->CallAsync(NameOf(path[0]), "slow", {"", {x}}, options));
   }
   const at::Tensor sent = at::mul(x, 1.0);
-  Future<Message> forward =
-      worker->CallAsync(NameOf(path[0]), "chain", {path.substr(1), {sent}}, options);
-  if ((action.c & Action::kWrite) != 0) sent.mul_(3.0);  // after the call, however late that leaves
+  Future<Message> forward = worker->CallAsync(NameOf(path[0]), "chain", {rest, {sent}}, options);
+  // After the call, however late that leaves; large tensors are sent from where they are.
+  if ((action.c & Action::kWrite) != 0 && !is_large) sent.mul_(3.0);
   const absl::StatusOr<Message> reply = forward.Take();
   CheckEnd(what + ", its call", reply.status(), forward_deadline, Terms{Action::kByItself, visits});
   const bool gives_up = (action.c & Action::kCancelSide) != 0;
@@ -184,6 +208,18 @@ void Job::RunPass(const Action& action, Worker* worker) {
     const bool is_alone = action.b == Action::kByItself && !gives_up;
     CheckEnd(what + ", the call beside", future.Wait().status(), forward_deadline,
              Terms{is_alone ? action.b : int{Action::kByRelease}, visits});
+  }
+}
+
+// Deadlines that pass when a call has hardly begun, and while its timer is being set.
+void Job::RunBurst(const Action& action, Worker* worker) {
+  for (int i = 0; i < action.c; ++i) {
+    const Deadline deadline =
+        Deadline::After(absl::Microseconds(Draw() % 2 == 0 ? Draw() % 100 : Draw() % 3000));
+    const absl::StatusOr<Message> reply =
+        worker->Call(NameOf(action.a), "until", {}, {.deadline = deadline});
+    CheckEnd(absl::StrCat(Text(action), ", call ", i), reply.status(), deadline,
+             Action::kByDeadline);
   }
 }
 

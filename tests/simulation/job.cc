@@ -15,6 +15,8 @@
 #include "absl/base/internal/sysinfo.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "core/autograd/state.h"
 #include "core/base/check.h"
@@ -34,7 +36,10 @@ constexpr absl::Duration kLongestHold = absl::Seconds(8);
 
 NetworkOptions NetworkOf(const Plan& plan) {
   NetworkOptions options;
-  if ((plan.faults & kSlowPackets) != 0) options.slow_one_in = 8;
+  if ((plan.faults & kSlowPackets) != 0) {
+    options.slow_one_in = 8;
+    options.large_per_ms = 1000;
+  }
   return options;
 }
 
@@ -282,6 +287,8 @@ void Job::Act(const Action& action) {
       return RunCall(action, worker);
     case Action::kPass:
       return RunPass(action, worker);
+    case Action::kBurst:
+      return RunBurst(action, worker);
     case Action::kTrain:
       return RunTrain(action, process.get());
     case Action::kPipeline:
@@ -402,6 +409,33 @@ void Job::CheckAllIsWell() {
   }
 }
 
+// Which keys the store has at the end follows from which workers and groups there were, and not
+// from how often they did something: a barrier's keys go with the next one, say.
+void Job::CheckStore() {
+  constexpr size_t kOfJob = 24, kOfWorker = 12, kOfGroup = 24, kOfRank = 8;
+  std::set<std::string> names, groups;
+  size_t of_groups = 0, of_job = 0;
+  absl::MutexLock lock(&weather_->mu);
+  for (const std::string& key : weather_->keys) {
+    const std::vector<std::string> parts = absl::StrSplit(key, '/');
+    if (parts[0] == "group") {
+      groups.insert(parts.at(1));
+      ++of_groups;
+    } else {
+      if (parts[0] == "name") names.insert(key);
+      ++of_job;
+    }
+  }
+  const size_t workers = std::max<size_t>(names.size(), plan_.workers);
+  if (of_job <= kOfJob + kOfWorker * workers &&
+      of_groups <= groups.size() * (kOfGroup + kOfRank * plan_.workers)) {
+    return;
+  }
+  Wrong(absl::StrCat("the store has ", of_job, " keys of a job of ", workers, " workers, and ",
+                     of_groups, " of ", groups.size(),
+                     " groups: ", absl::StrJoin(weather_->keys, ", ")));
+}
+
 std::string Job::Run() {
   for (int i = 0; i < plan_.workers; ++i) {
     Spawn([this, i] {
@@ -456,6 +490,7 @@ std::string Job::Run() {
     });
   }
   JoinSpawned();
+  CheckStore();
   if (network_->ends() != 0) Wrong(absl::StrCat(network_->ends(), " ends of connections are left"));
   return wrong();
 }

@@ -100,6 +100,7 @@ class Job {
   void RunProgram(const Action& action, Worker* worker);
   void RunCall(const Action& action, Worker* worker);
   void RunPass(const Action& action, Worker* worker);
+  void RunBurst(const Action& action, Worker* worker);
 
   // training.cc
   void RegisterTraining(Process* process);
@@ -127,6 +128,7 @@ class Job {
     CheckEnd(what, status, deadline, Terms{ending});
   }
   void CheckNothingIsLeft();
+  void CheckStore();
   // Checks that live workers reach each other again.
   void CheckAllIsWell();
 

@@ -50,7 +50,7 @@ class SimulatedEnd final : public Connection, public std::enable_shared_from_thi
   // On the node's thread only.
   void SetReceiver(std::shared_ptr<Receiver> receiver) { receiver_ = std::move(receiver); }
   // When the next thing that is sent from here arrives: behind what was sent before.
-  Clock::time_point NextArrival();
+  Clock::time_point NextArrival(uint64_t bytes = 0);
 
   SimulatedNode& node() { return *node_; }
   const std::string& peer_address() const { return peer_address_; }
@@ -131,8 +131,9 @@ class SimulatedNode final : public std::enable_shared_from_this<SimulatedNode> {
 
 // SimulatedEnd
 
-Clock::time_point SimulatedEnd::NextArrival() {
-  const Clock::time_point arrival = node_->network().Arrival(node_->address(), peer_address_);
+Clock::time_point SimulatedEnd::NextArrival(uint64_t bytes) {
+  const Clock::time_point arrival =
+      node_->network().Arrival(node_->address(), peer_address_, bytes);
   absl::MutexLock lock(&mu_);
   return last_ = std::max(last_, arrival);
 }
@@ -141,7 +142,7 @@ void SimulatedEnd::Send(Packet packet, SendDone done) {
   Packet copy = CopyPacket(packet);
   packet = Packet();
   const bool done_at_once = node_->network().Draw() % 2 == 0;
-  const Clock::time_point when = NextArrival();
+  const Clock::time_point when = NextArrival(copy.size());
   absl::Status closed;
   std::shared_ptr<SimulatedEnd> peer;
   {
@@ -429,13 +430,17 @@ uint64_t SimulatedNetwork::Draw() {
 }
 
 SimulatedNetwork::Clock::time_point SimulatedNetwork::Arrival(const std::string& from,
-                                                              const std::string& to) {
+                                                              const std::string& to,
+                                                              uint64_t bytes) {
   absl::MutexLock lock(&mu_);
   if (silent_.count(to) > 0) return Clock::time_point::max();
   const bool slow = options_.slow_one_in != 0 && random_() % options_.slow_one_in == 0;
   const auto longest = slow ? options_.slowest : options_.usual;
-  const std::chrono::nanoseconds delay(options_.fastest.count() +
-                                       random_() % (longest - options_.fastest).count());
+  std::chrono::nanoseconds delay(options_.fastest.count() +
+                                 random_() % (longest - options_.fastest).count());
+  if (options_.large_per_ms != 0 && bytes > kLargePacket) {
+    delay += std::chrono::milliseconds(bytes / options_.large_per_ms);
+  }
   const Clock::time_point when = Clock::now() + delay;
   const auto held = held_.find({from, to});
   return held == held_.end() ? when : std::max(when, held->second + delay);

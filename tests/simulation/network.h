@@ -31,10 +31,14 @@ namespace internal {
 class SimulatedNode;
 }
 
+inline constexpr uint64_t kLargePacket = 64 << 10;
+
 struct NetworkOptions {
   // How long a packet takes; one in `slow_one_in` takes up to `slowest`. 0: none does.
   std::chrono::nanoseconds fastest{20000}, usual{200000}, slowest{50000000};
   uint32_t slow_one_in = 0;
+  // A packet of more than kLargePacket takes a millisecond longer for each so many bytes. 0: no.
+  uint32_t large_per_ms = 0;
 };
 
 // Thread-safe.
@@ -63,7 +67,7 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   // The functions for the transports.
   uint64_t Draw();
   // Returns when what is sent now arrives.
-  Clock::time_point Arrival(const std::string& from, const std::string& to);
+  Clock::time_point Arrival(const std::string& from, const std::string& to, uint64_t bytes = 0);
   std::shared_ptr<internal::SimulatedNode> Find(const std::string& address) const;
   void Remove(const std::string& address);
 

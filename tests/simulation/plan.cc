@@ -56,6 +56,12 @@ class Generator {
     if ((plan_.faults & ~(kSlowPackets | kStalls | kPreemption)) != 0) {
       for (int i = 1 + Below(4); i > 0; --i) Disturb();
     }
+    if (one_in(6)) {
+      // Not to itself: docs/testing.md, "Not covered".
+      const int caller = AnyWorker(), next = (caller + 1) % plan_.workers;
+      Add({Action::kBurst, caller, next, 0, 20 + Below(40)});
+    }
+    if (one_in(8)) Overtake();
   }
 
  private:
@@ -112,6 +118,19 @@ class Generator {
     }
   }
 
+  // A pass whose notices overtake a call, and perhaps the end of whoever made it: at the start, so
+  // that the one meets the other.
+  void Overtake() {
+    std::vector<Action> first = {{Action::kPass, plan_.workers - 1, 4 * Below(250000),
+                                  Action::kByItself, Action::kLarge | Action::kAside}};
+    if ((plan_.faults & kKills) != 0) {
+      first.push_back({Action::kPause, Action::kFate, Below(150)});
+      const int back = Below(3) == 0 ? -1 : Below(10000);
+      first.push_back({Action::kKill, Action::kFate, AnyWorker(), Below(2), back});
+    }
+    plan_.actions.insert(plan_.actions.begin(), first.begin(), first.end());
+  }
+
   void Add(Action action) { plan_.actions.push_back(action); }
 
   Plan& plan_;
@@ -157,8 +176,9 @@ Plan PlanOf(absl::string_view order) {
 
 std::string Text(const Action& action) {
   static const char* const kNames[] = {
-      "program", "call",  "pass", "update", "train", "pipeline", "averages", "barrier",
-      "guest",   "pause", "cut",  "hold",   "kill",  "outage",   "clock",    "refuse threads"};
+      "program",  "call",    "pass",  "update",         "train", "pipeline",
+      "averages", "barrier", "guest", "pause",          "cut",   "hold",
+      "kill",     "outage",  "clock", "refuse threads", "burst"};
   const std::string actor = action.actor == Action::kFate  ? "fate"
                             : action.actor == Action::kAll ? "all"
                                                            : absl::StrCat("worker", action.actor);

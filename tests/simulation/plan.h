@@ -47,6 +47,7 @@ struct Action {
     kOutage,    // of the store; c: milliseconds
     kClock,     // a: milliseconds that the wall clock jumps
     kRefuse,    // threads; c: milliseconds
+    kBurst,     // a: a worker; c: so many calls, one after the other, that end by their deadlines
   } kind;
   // The functions; kUntil runs until no caller waits for it any more.
   enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kUntil, kFunctions };
@@ -56,9 +57,11 @@ struct Action {
     kAsync = 2,
     kSideCall = 4,
     kCancelSide = 8,
-    kVisit = 16,  // its path goes by a guest
-    kWrite = 32,  // what was sent is written to at once
-    kPassFlags = 64
+    kVisit = 16,   // its path goes by a guest
+    kWrite = 32,   // what was sent is written to at once, if it is small
+    kLarge = 64,   // of one seed in four: what is sent goes over connections for large packets
+    kAside = 128,  // and one on its way makes a call that it does not wait for
+    kPassFlags = 256
   };
   enum TrainFlags { kTwoPasses = 1, kClips = 2, kTrainFlags = 4 };
   enum PipelineFlags { kEvaluates = 1, kFails = 2, kPipelineFlags = 4 };

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,6 +30,7 @@ struct StoreWeather {
   absl::Mutex mu;
   std::mt19937_64 random ABSL_GUARDED_BY(mu);
   std::chrono::steady_clock::time_point silent_until ABSL_GUARDED_BY(mu);
+  std::set<std::string> keys ABSL_GUARDED_BY(mu);  // that the store has
 };
 
 // Thread-safe.
@@ -41,14 +43,17 @@ class SimulatedStore final : public ForwardingStore {
 
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     DG_RETURN_IF_ERROR(Reach(deadline));
+    Keep(key, /*is_there=*/true);
     return ForwardingStore::Set(key, value, deadline);
   }
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
     DG_RETURN_IF_ERROR(Reach(deadline));
+    Keep(key, /*is_there=*/true);
     return ForwardingStore::Add(key, amount, deadline);
   }
   absl::Status Delete(const std::string& key, Deadline deadline) override {
     DG_RETURN_IF_ERROR(Reach(deadline));
+    Keep(key, /*is_there=*/false);
     return ForwardingStore::Delete(key, deadline);
   }
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
@@ -57,6 +62,14 @@ class SimulatedStore final : public ForwardingStore {
   }
 
  private:
+  void Keep(const std::string& key, bool is_there) {
+    absl::MutexLock lock(&weather_->mu);
+    if (is_there) {
+      weather_->keys.insert(key);
+    } else {
+      weather_->keys.erase(key);
+    }
+  }
   absl::Status Reach(Deadline deadline) {
     // The patience of the stores' clients: some seconds, also past the deadline.
     const auto patience = std::max(deadline, Deadline::After(absl::Seconds(5)));
