@@ -142,8 +142,9 @@ absl::StatusOr<std::vector<at::Tensor>> Flatten(const std::vector<c10::IValue>& 
         tensors.push_back(element.toTensor());
       }
     } else {
-      return absl::InvalidArgumentError(
-          absl::StrCat("result ", i, " is not a tensor: use dg_op_call"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "result ", i,
+          " is not a tensor: dg_op_call gives results of all kinds (in Rust ops, in C++ Ops)"));
     }
   }
   return tensors;
