@@ -561,7 +561,7 @@ static void make_stages(state* s) {
     made[i].flags = next(s) % 4 == 0;
     list[i] = next(s) % 16 ? &made[i] : NULL;
   }
-  options.threads = next(s) % 3;
+  options.num_threads = next(s) % 3;
   MAKE(STAGES, dg_pipeline_stages,
        dg_pipeline_stages_create(W, next(s) % 8 ? DG_STR("p") : DG_STR("::"), list, next(s) % 3,
                                  next(s) % 2 ? &options : NULL, &out));

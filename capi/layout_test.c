@@ -229,7 +229,7 @@ FIELD(dg_pipeline_stage, flags, 72);
 
 GROWS_FROM(dg_pipeline_stages_options, 16);
 FIELD(dg_pipeline_stages_options, struct_size, 0);
-FIELD(dg_pipeline_stages_options, threads, 8);
+FIELD(dg_pipeline_stages_options, num_threads, 8);
 
 GROWS_FROM(dg_pipeline_options, 16);
 FIELD(dg_pipeline_options, struct_size, 0);

@@ -536,7 +536,7 @@ dg_error* dg_pipeline_stages_create(dg_worker* worker, dg_str name,
         ReadOptions<dg_pipeline_stages_options>(options, DG_PIPELINE_STAGES_OPTIONS_INIT,
                                                 "dg_pipeline_stages_options"));
     PipelineStagesOptions core_options;
-    DG_ASSIGN_OR_RETURN(core_options.threads, ToInt(read.threads, "threads"));
+    DG_ASSIGN_OR_RETURN(core_options.num_threads, ToInt(read.num_threads, "num_threads"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     DG_ASSIGN_OR_RETURN(std::string text, FromStr(name, "name"));
     DG_ASSIGN_OR_RETURN(

@@ -181,7 +181,7 @@ static dg_pipeline_stages* make_stages(int rank, int stage_count, uint64_t flags
     list[count] = &made[count];
     ++count;
   }
-  options.threads = 1;
+  options.num_threads = 1;
   OK(dg_pipeline_stages_create(workers[rank], DG_STR("model"), list, count, &options, &stages));
   return stages;
 }
@@ -869,8 +869,8 @@ static void test_wrong_arguments(void) {
           dg_pipeline_stages_create(workers[0], model, list, 1, NULL, NULL));
   REFUSED(DG_INVALID_ARGUMENT, "'::'",
           dg_pipeline_stages_create(workers[0], DG_STR("a::b"), list, 1, NULL, &stages));
-  options.threads = UINT64_MAX;
-  REFUSED(DG_INVALID_ARGUMENT, "threads",
+  options.num_threads = UINT64_MAX;
+  REFUSED(DG_INVALID_ARGUMENT, "num_threads",
           dg_pipeline_stages_create(workers[0], model, list, 1, &options, &stages));
   options.struct_size = 1;
   REFUSED(DG_INVALID_ARGUMENT, "dg_pipeline_stages_options",

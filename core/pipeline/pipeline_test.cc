@@ -1068,7 +1068,7 @@ TEST_P(PipelineTest, AStageUsesAsManyThreadsAsItMay) {
   const Layers layers(1);
   const int before = at::get_num_threads();
   std::atomic<int> threads{0};
-  EXPECT_EQ(PipelineStages::Create(&cluster[0], "model", {}, {.threads = -1}).status().code(),
+  EXPECT_EQ(PipelineStages::Create(&cluster[0], "model", {}, {.num_threads = -1}).status().code(),
             absl::StatusCode::kInvalidArgument);
   for (const int wanted : {3, 1}) {
     const auto stages = PipelineStages::Create(&cluster[0], "model",
@@ -1078,7 +1078,7 @@ TEST_P(PipelineTest, AStageUsesAsManyThreadsAsItMay) {
                                                         threads = at::get_num_threads();
                                                         return layers.Forward(0, in);
                                                       }}}},
-                                               {.threads = wanted});
+                                               {.num_threads = wanted});
     ASSERT_TRUE(stages.ok()) << stages.status();
     const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
     EXPECT_EQ(pipeline->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());

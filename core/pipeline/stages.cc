@@ -232,7 +232,7 @@ class PipelineStages::Impl {
 
   // 0: as many as are set.
   int ThreadsOf(const StepPlan& plan) const {
-    if (options_.threads > 0 || worker_->local_world_size() == 0) return options_.threads;
+    if (options_.num_threads > 0 || worker_->local_world_size() == 0) return options_.num_threads;
     const auto own = std::count(plan.workers.begin(), plan.workers.end(), worker_->name());
     const int ranks = worker_->local_world_size() * std::max(static_cast<int>(own), 1);
     return std::max(1, std::min(at::get_num_threads(), UsableProcessors() / ranks));
@@ -282,9 +282,10 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
     return absl::InvalidArgumentError(absl::StrCat("stage ", number, " of pipeline '", name,
                                                    "' has a number below 0 or no forward"));
   }
-  if (options.threads < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("the stages of pipeline '", name,
-                                                   "' cannot use ", options.threads, " threads"));
+  if (options.num_threads < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the stages of pipeline '", name, "' cannot use ", options.num_threads,
+                     " threads (PipelineStagesOptions::num_threads)"));
   }
   const auto impl = std::make_shared<Impl>(worker, name, std::move(stages), options);
   // Who comes first here has the name.

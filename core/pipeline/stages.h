@@ -30,7 +30,7 @@ struct PipelineStagesOptions {
   // The number of threads that an operator of a stage may use, beside others that do at the same
   // time. 0: as many as at::get_num_threads() says; but where the launcher says how many workers
   // the machine has, no more than the processors give to each rank of each of them.
-  int threads = 0;
+  int num_threads = 0;
   // Is told of each action of a rank here, after it, on the thread of the rank: ranks of one worker
   // may call it at the same time. If it throws, the step fails with that.
   std::function<void(const StageSpan& span)> on_action = nullptr;

@@ -393,7 +393,7 @@ impl fmt::Debug for PipelineStage {
 #[doc(alias = "dg_pipeline_stages_options")]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PipelineStagesOptions {
-    threads: u64,
+    num_threads: u64,
 }
 
 impl PipelineStagesOptions {
@@ -404,8 +404,8 @@ impl PipelineStagesOptions {
     /// Sets how many threads an operator of a stage may use. Default, and for 0: as many as
     /// [`num_threads`](crate::num_threads) says, but where the launcher says how many workers the
     /// machine has, no more than the processors give to each rank of each of them.
-    pub fn threads(mut self, threads: u64) -> Self {
-        self.threads = threads;
+    pub fn num_threads(mut self, count: u64) -> Self {
+        self.num_threads = count;
         self
     }
 
@@ -435,7 +435,8 @@ impl PipelineStagesOptions {
             })
             .unzip();
         let table = StageTable::new(closures);
-        let handle = raw::pipeline_stages_create(worker.handle(), name, &raw, table, self.threads)?;
+        let count = self.num_threads;
+        let handle = raw::pipeline_stages_create(worker.handle(), name, &raw, table, count)?;
         Ok(PipelineStages { _handle: Owned::new(handle), lifetime: PhantomData })
     }
 }

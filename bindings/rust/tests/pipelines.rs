@@ -91,7 +91,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 fn stages_of<'w>(worker: &'w Worker, rank: usize, layers: &[Layer]) -> PipelineStages<'w> {
     let own = layers.iter().enumerate().skip(rank).step_by(2);
     let stages = own.map(|(s, layer)| layer.stage(s as u64));
-    PipelineStagesOptions::new().threads(1).create(worker, "model", stages).unwrap()
+    PipelineStagesOptions::new().num_threads(1).create(worker, "model", stages).unwrap()
 }
 
 fn sgd<'w>(worker: &'w Worker, name: &str, parameters: Vec<&Tensor>) -> Optimizer<'w> {

@@ -1516,9 +1516,9 @@ typedef struct dg_pipeline_stages dg_pipeline_stages;
 
 typedef struct dg_pipeline_stages_options {
   size_t struct_size;
-  uint64_t threads; /* how many an operator of a stage may use; 0: as many as dg_num_threads() says,
-                     * but where the launcher says how many workers the machine has, no more than
-                     * the processors give to each rank of each of them */
+  uint64_t num_threads; /* how many an operator of a stage may use; 0: as many as dg_num_threads()
+                         * says, but where the launcher says how many workers the machine has, no
+                         * more than the processors give to each rank of each of them */
 } dg_pipeline_stages_options;
 #define DG_PIPELINE_STAGES_OPTIONS_INIT \
   { sizeof(dg_pipeline_stages_options), 0 }

@@ -130,7 +130,7 @@ pub(crate) mod raw {
             name: &str,
             stages: &[RawStage],
             table: Box<StageTable>,
-            threads: u64,
+            num_threads: u64,
         ) -> Result<PipelineStagesHandle>;
         fn pipeline_stages_destroy(stages: PipelineStagesHandle);
 
