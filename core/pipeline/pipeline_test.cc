@@ -478,6 +478,66 @@ TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
               HasSubstr("stage 1 on worker 'nobody'"));
 }
 
+// Its gradients would be those of a context that the other worker knows nothing of, and nobody
+// would release them.
+TEST_P(PipelineTest, AContextOfAnotherWorkerIsRefused) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto stages =
+      MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  const auto optimizer =
+      Optimizer::Create(&cluster[0], std::make_unique<torch::optim::SGD>(layers.Of(0), /*lr=*/0.1));
+  ASSERT_TRUE(optimizer.ok()) << optimizer.status();
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 2));
+  const Context foreign = cluster[1].NewContext();
+  const absl::Status trained =
+      pipeline->Train(foreign, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  for (const absl::Status& status :
+       {trained, (*optimizer)->Step(foreign), (*optimizer)->ClipGradients(foreign, 1).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr(absl::StrCat("context ", foreign.id())),
+                      HasSubstr("of another worker than worker 'worker0'")));
+  }
+  EXPECT_TRUE(foreign.Gradients()->empty());
+}
+
+// A first stage without any parameter that is trained, whole and in halves, and kept or recomputed:
+// nothing of it goes backward.
+TEST_P(PipelineTest, AFirstStageMayBeFrozen) {
+  for (const Schedule& schedule : {*OneForwardOneBackward(2, 3), *ZeroBubbleH1(2, 3)}) {
+    for (const bool recompute : {false, true}) {
+      Cluster cluster(Workers(2));
+      Layers layers(2);
+      for (at::Tensor frozen : layers.Of(0)) frozen.requires_grad_(false);
+      const Layers alone = layers.Copy();
+      std::vector<std::unique_ptr<PipelineStages>> stages;
+      for (int s = 0; s < 2; ++s) {
+        stages.push_back(*PipelineStages::Create(
+            &cluster[s], "model",
+            {{s,
+              {.forward = [&, s](Tensors in) { return layers.Forward(s, in); },
+               .loss = Loss,
+               .recompute = recompute}}}));
+      }
+      const auto pipeline = MakePipeline(cluster, schedule);
+      const at::Tensor x = at::randn({6, 16}), y = at::randn({6, 16});
+      // The last stage's worker leads, for its gradients are those that there are.
+      const auto own = Pipeline::Create(
+          &cluster[1], {.name = "model", .workers = Names(2), .schedule = schedule});
+      ASSERT_TRUE(own.ok()) << own.status();
+      const Context context = cluster[1].NewContext();
+      ASSERT_EQ((*own)->Train(context, {x}, {y}).status(), absl::OkStatus());
+      StepAlone(alone, 2, 3, true, x, y);
+      EXPECT_TRUE(at::equal(*context.Gradient(layers.weights[1]), alone.weights[1].grad()));
+      EXPECT_TRUE(at::equal(*context.Gradient(layers.biases[1]), alone.biases[1].grad()));
+      const Context of_first = cluster[0].NewContext();
+      ASSERT_EQ(pipeline->Train(of_first, {x}, {y}).status(), absl::OkStatus());
+      EXPECT_TRUE(of_first.Gradients()->empty());
+    }
+  }
+}
+
 TEST_P(PipelineTest, ADeadlineEndsAStepEverywhere) {
   Cluster cluster(Workers(2));
   const Layers layers(2);
@@ -586,61 +646,65 @@ TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
   }
 }
 
-TEST_P(PipelineTest, OneStepRunsAtATime) {
-  Cluster cluster(Workers(2));
-  const Layers layers(2);
-  absl::Notification begun, end;
-  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
-    if (stage == 1 && !begun.HasBeenNotified()) {
-      begun.Notify();
-      end.WaitForNotification();
-    }
-    return layers.Forward(stage, in);
-  });
-  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
-  const auto of_other = Pipeline::Create(
-      &cluster[1], {.name = "model", .workers = Names(2), .schedule = *GPipe(2, 1)});
-  ASSERT_TRUE(of_other.ok());
-  const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
-  std::thread first([&] {
-    const Context context = cluster[0].NewContext();
-    EXPECT_EQ(pipeline->Train(context, x, y).status(), absl::OkStatus());
-  });
-  begun.WaitForNotification();
-  EXPECT_EQ(pipeline->Evaluate(x).status().code(), absl::StatusCode::kFailedPrecondition);
-  const absl::Status status = (*of_other)->Evaluate(x).status();
+// Has a step that stands in the forward of stage 1 until LetGo().
+class StandingStepTest : public PipelineTest {
+ protected:
+  void SetUp() override {
+    stages_ = MakeStages(cluster_, {0, 1}, [this](int stage, Tensors in) {
+      if (stage == 1 && !begun_.HasBeenNotified()) {
+        begun_.Notify();
+        go_.WaitForNotification();
+      }
+      return layers_.Forward(stage, in);
+    });
+    pipeline_ = MakePipeline(cluster_, *GPipe(2, 1));
+    step_ = std::thread([this] {
+      const Context context = cluster_[0].NewContext();
+      EXPECT_EQ(pipeline_->Train(context, x_, y_).status(), absl::OkStatus());
+    });
+    begun_.WaitForNotification();
+  }
+  void LetGo() {
+    go_.Notify();
+    step_.join();
+  }
+  // Meanwhile another one is refused; afterwards it is not.
+  void ExpectRefusedUntilItIsOver(Pipeline& other) {
+    const absl::Status status = other.Evaluate(x_).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
+    LetGo();
+    EXPECT_EQ(other.Evaluate(x_).status(), absl::OkStatus());
+  }
+
+  Cluster cluster_{Workers(2)};
+  const Layers layers_{2};
+  const Tensors x_{at::randn({4, 16})}, y_{at::randn({4, 16})};
+  absl::Notification begun_, go_;
+  std::vector<std::unique_ptr<PipelineStages>> stages_;
+  std::unique_ptr<Pipeline> pipeline_;
+  std::thread step_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Transports, StandingStepTest, testing::Values("inproc", "socket"));
+
+TEST_P(StandingStepTest, OneStepOfAPipelineRunsAtATime) {
+  const absl::Status status = pipeline_->Evaluate(x_).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
-  end.Notify();
-  first.join();
-  EXPECT_EQ((*of_other)->Evaluate(x).status(), absl::OkStatus());
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a step of pipeline 'model' runs already"));
+  LetGo();
+  EXPECT_EQ(pipeline_->Evaluate(x_).status(), absl::OkStatus());
 }
 
-TEST_P(PipelineTest, OneStepRunsAtATimeAlsoOfAnotherPipelineOfTheSameWorker) {
-  Cluster cluster(Workers(2));
-  const Layers layers(2);
-  absl::Notification begun, end;
-  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
-    if (stage == 1 && !begun.HasBeenNotified()) {
-      begun.Notify();
-      end.WaitForNotification();
-    }
-    return layers.Forward(stage, in);
-  });
-  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
-  const auto other = MakePipeline(cluster, *GPipe(2, 1));
-  const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
-  std::thread first([&] {
-    const Context context = cluster[0].NewContext();
-    EXPECT_EQ(pipeline->Train(context, x, y).status(), absl::OkStatus());
-  });
-  begun.WaitForNotification();
-  const absl::Status status = other->Evaluate(x).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
-  end.Notify();
-  first.join();
-  EXPECT_EQ(other->Evaluate(x).status(), absl::OkStatus());
+TEST_P(StandingStepTest, APipelineOfAnotherWorkerIsRefused) {
+  const auto other = Pipeline::Create(
+      &cluster_[1], {.name = "model", .workers = Names(2), .schedule = *GPipe(2, 1)});
+  ASSERT_TRUE(other.ok()) << other.status();
+  ExpectRefusedUntilItIsOver(**other);
+}
+
+TEST_P(StandingStepTest, AnotherPipelineOfTheSameWorkerIsRefused) {
+  ExpectRefusedUntilItIsOver(*MakePipeline(cluster_, *GPipe(2, 1)));
 }
 
 // Takes the way away by which a rank's last parcel goes, so that it fails when the rank has nothing

@@ -88,6 +88,14 @@ absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerRank to, absl::string_vie
   if (options.context != nullptr && !options.context->valid()) {
     return absl::FailedPreconditionError("the context of the call is not valid");
   }
+  // Gradients would come to this worker, and be waited for at the other; and nobody would release
+  // the context of the handler.
+  if (options.context != nullptr && !options.context->IsOf(parts_.owner)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "context ", options.context->id(), " is of another worker than worker '", parts_.self.name,
+        "', which makes the call; use the worker that made the context, or Request::context in a "
+        "handler"));
+  }
   Outgoing call;
   if (options.context != nullptr) call.context = options.context->record();
   if (options.deadline == absl::InfinitePast()) {
@@ -105,14 +113,6 @@ absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerRank to, absl::string_vie
     call.header.modes = CallModes::Current();
     DG_ASSIGN_OR_RETURN(call.body, parts_.messages.Encode(call.header, call.context, to, message,
                                                           &call.request.packet));
-    // Their gradients would come to this worker, and be waited for at the other.
-    if (!call.header.recorded.empty() && !options.context->IsOf(parts_.owner)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "the message has tensors that require grad, and context ", options.context->id(),
-          " is of another worker than worker '", parts_.self.name,
-          "', which makes the call; use the worker that made the context, or in a handler the "
-          "context of its request"));
-    }
     call.send = CallMessages::MakeSend(call.header, message);
   } catch (...) {
     return StatusFromException(std::current_exception());

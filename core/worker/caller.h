@@ -40,7 +40,7 @@ class Caller {
   // The parts that it works with, which outlive it.
   struct Parts {
     const WorkerInfo& self;
-    const Context::Owner& owner;  // of the contexts in which this worker may send what is recorded
+    const Context::Owner& owner;  // of the contexts in which this worker may call
     absl::Duration timeout;       // of a call without a deadline
     Clock& clock;
     ThreadPool& pool;

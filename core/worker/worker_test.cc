@@ -280,6 +280,9 @@ TEST_P(WorkerTest, AContextOfAnotherWorkerIsRefused) {
   expect_refused(worker(1).Call("unknown", "pass on", message, options).status(), context.id());
   const absl::Status own = worker(0).Call(2, "pass on", message, options).status();
   EXPECT_TRUE(own.ok()) << own;
+  // Also where nothing of the message is recorded: the handler would have a context that nobody
+  // releases on its worker.
+  expect_refused(worker(1).Call(2, "pass on", {}, options).status(), context.id());
 }
 
 TEST_P(WorkerTest, OperatorsBySchemaName) {
