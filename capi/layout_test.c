@@ -227,9 +227,10 @@ FIELD(dg_pipeline_stage, inputs, 56);
 FIELD(dg_pipeline_stage, targets, 64);
 FIELD(dg_pipeline_stage, flags, 72);
 
-GROWS_FROM(dg_pipeline_stages_options, 16);
+GROWS_FROM(dg_pipeline_stages_options, 24);
 FIELD(dg_pipeline_stages_options, struct_size, 0);
 FIELD(dg_pipeline_stages_options, num_threads, 8);
+FIELD(dg_pipeline_stages_options, averager, 16);
 
 GROWS_FROM(dg_pipeline_options, 16);
 FIELD(dg_pipeline_options, struct_size, 0);

@@ -17,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "capi/averager_object.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "capi/worker_object.h"
@@ -537,6 +538,10 @@ dg_error* dg_pipeline_stages_create(dg_worker* worker, dg_str name,
                                                 "dg_pipeline_stages_options"));
     PipelineStagesOptions core_options;
     DG_ASSIGN_OR_RETURN(core_options.num_threads, ToInt(read.num_threads, "num_threads"));
+    if (read.averager != nullptr) {
+      DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(read.averager));
+      core_options.averager = pinned->averager;
+    }
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     DG_ASSIGN_OR_RETURN(std::string text, FromStr(name, "name"));
     DG_ASSIGN_OR_RETURN(

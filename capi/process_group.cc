@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "capi/averager_object.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "capi/worker_object.h"
@@ -27,16 +28,6 @@ struct ProcessGroupObject : HandleObject {
 
   explicit ProcessGroupObject(std::shared_ptr<ProcessGroup> group) : group(std::move(group)) {}
   const std::shared_ptr<ProcessGroup> group;
-};
-
-struct AveragerObject : HandleObject {
-  using Handle = dg_gradient_averager;
-  static constexpr HandleKind kKind = HandleKind::kAverager;
-  static constexpr char kName[] = "dg_gradient_averager";
-
-  explicit AveragerObject(std::unique_ptr<GradientAverager> averager)
-      : averager(std::move(averager)) {}
-  const std::unique_ptr<GradientAverager> averager;
 };
 
 absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero) {

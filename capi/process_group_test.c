@@ -147,6 +147,71 @@ static void averages(int rank) {
   dg_tensor_destroy(w);
 }
 
+/* ----------------------------------------------------------------------- Replicas of pipelines */
+
+/* x * w of one number each; the user data is w. */
+static dg_error* multiply(void* user_data, const dg_micro_batch* batch, dg_message** outputs) {
+  dg_tensor* y = op2("aten::mul.Tensor", batch->inputs[0], (const dg_tensor*)user_data);
+  const dg_tensor* output = y;
+  OK(dg_message_create(NULL, 0, &output, 1, outputs));
+  dg_tensor_destroy(y);
+  return NULL;
+}
+
+static dg_error* sum(void* user_data, const dg_micro_batch* batch, dg_tensor** loss) {
+  dg_value of;
+  (void)user_data;
+  of = dg_value_tensor(batch->outputs[0]);
+  *loss = op("aten::sum", &of, 1);
+  return NULL;
+}
+
+/* Each rank has a pipeline of one stage, which averages by itself over those of both. */
+static void replicas_of_pipeline(int rank) {
+  const float start_value = 5 + (float)rank, of_batch[2] = {1 + (float)rank, 2};
+  const dg_str name = DG_STR("replica"), self = dg_worker_name(workers[rank], (uint32_t)rank);
+  dg_tensor *w = floats(&start_value, 1, 1), *x = floats(of_batch, 2, 1), *gradient = NULL;
+  const dg_tensor *parameter = w, *input = x;
+  dg_gradient_averager* averager = NULL;
+  dg_pipeline_stages_options options = DG_PIPELINE_STAGES_OPTIONS_INIT;
+  dg_pipeline_options of_pipeline = DG_PIPELINE_OPTIONS_INIT;
+  dg_pipeline_stage stage = DG_PIPELINE_STAGE_INIT;
+  const dg_pipeline_stage* list = &stage;
+  dg_pipeline_stages* stages = NULL;
+  dg_schedule* schedule = NULL;
+  dg_pipeline* pipeline = NULL;
+  dg_pipeline_result* result = NULL;
+  dg_context* context = NULL;
+  OK(dg_tensor_require_grad(w));
+  OK(dg_gradient_averager_create(groups[rank], &parameter, 1, NULL, &averager));
+  CHECK(data_of(w)[0] == 5); /* rank 0's */
+  stage.forward = multiply;
+  stage.loss = sum;
+  stage.targets = 0;
+  stage.user_data = w;
+  options.averager = (dg_gradient_averager*)(void*)w;
+  FAILS(DG_INVALID_ARGUMENT,
+        dg_pipeline_stages_create(workers[rank], name, &list, 1, &options, &stages));
+  options.averager = averager;
+  OK(dg_pipeline_stages_create(workers[rank], name, &list, 1, &options, &stages));
+  dg_gradient_averager_destroy(averager); /* the stages keep it */
+  OK(dg_schedule_create_gpipe(1, 2, &schedule));
+  of_pipeline.reduction = DG_REDUCTION_SUM;
+  OK(dg_pipeline_create(workers[rank], name, schedule, &self, 1, &of_pipeline, &pipeline));
+  OK(dg_context_create(workers[rank], &context));
+  OK(dg_pipeline_train(pipeline, context, &input, 1, NULL, 0, NULL, &result));
+  OK(dg_context_gradient(context, w, &gradient));
+  CHECK(data_of(gradient)[0] == 3.5f); /* of 1 + 2, and of 2 + 2 */
+  dg_tensor_destroy(gradient);
+  dg_pipeline_result_destroy(result);
+  dg_context_destroy(context);
+  dg_pipeline_destroy(pipeline);
+  dg_schedule_destroy(schedule);
+  dg_pipeline_stages_destroy(stages);
+  dg_tensor_destroy(x);
+  dg_tensor_destroy(w);
+}
+
 /* One of them gives up, and the other hears why. */
 static void fail(int rank) {
   const float one = 1;
@@ -324,6 +389,7 @@ int main(void) {
   on_all(make_group);
   on_all(collectives);
   on_all(averages);
+  on_all(replicas_of_pipeline);
   on_all(differ);
   on_all(fail);
   test_misuse();

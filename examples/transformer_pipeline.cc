@@ -9,6 +9,7 @@
 #include "ATen/ops/stack.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
+#include "core/parallel/process_group/gradient_averager.h"
 #include "examples/interrupt.h"
 #include "torch/optim/adamw.h"
 
@@ -46,6 +47,7 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
   std::unique_ptr<TextStageServer> server(new TextStageServer(std::move(parts)));
   TextStageServer* const self = server.get();
 
+  std::shared_ptr<GradientAverager> averager;
   if (options.replicas > 1) {
     DG_ASSIGN_OR_RETURN(server->replicas_,
                         ProcessGroup::Create({.name = absl::StrCat("replicas of rank ", rank),
@@ -58,9 +60,8 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
                                               .cluster_key = worker->cluster_key()}));
     std::vector<NamedTensor> parameters;
     for (const auto& [name, tensor] : server->parameters_) parameters.push_back({name, tensor});
-    DG_ASSIGN_OR_RETURN(server->averager_,
-                        GradientAverager::Create(server->replicas_, std::move(parameters), {},
-                                                 {.in_backward = false}));
+    DG_ASSIGN_OR_RETURN(averager, GradientAverager::Create(server->replicas_, std::move(parameters),
+                                                           {}, {.in_backward = false}));
   }
 
   std::map<int, PipelineStage> stages;
@@ -71,8 +72,9 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
         .loss = [](Tensors out, Tensors targets) { return TextLoss(out[0], targets[0]); }};
   }
   DG_ASSIGN_OR_RETURN(server->stages_,
-                      PipelineStages::Create(worker, kPipeline, std::move(stages),
-                                             {.on_action = trace.StageRecorder()}));
+                      PipelineStages::Create(
+                          worker, kPipeline, std::move(stages),
+                          {.averager = std::move(averager), .on_action = trace.StageRecorder()}));
   DG_RETURN_IF_ERROR(worker->Register("step", [self](Request& r) { return self->Step(r); }));
   return server;
 }
@@ -90,9 +92,8 @@ absl::StatusOr<Message> TextStageServer::Step(Request& request) {
   if (request.message.tensors.size() != 1 || !request.context.valid()) {
     return absl::InvalidArgumentError("step takes the learning rate, within a context");
   }
-  ContextRecord& gradients = *request.context.record();
-  if (averager_ != nullptr) DG_RETURN_IF_ERROR(averager_->Average(gradients));
-  DG_RETURN_IF_ERROR(optimizer_->Step(gradients, request.message.tensors[0].item<double>()));
+  DG_RETURN_IF_ERROR(
+      optimizer_->Step(*request.context.record(), request.message.tensors[0].item<double>()));
   return Message{};
 }
 

@@ -10,7 +10,7 @@
 #include "absl/status/statusor.h"
 #include "core/checkpoint/job/part.h"
 #include "core/optim/local_optimizer.h"
-#include "core/parallel/process_group/gradient_averager.h"
+#include "core/parallel/process_group/process_group.h"
 #include "core/pipeline/pipeline.h"
 #include "core/pipeline/stages.h"
 #include "core/worker/worker.h"
@@ -22,8 +22,8 @@ namespace distgrad {
 
 // A worker's stages, and a function that the others may call:
 //
-//   "step"  {learning rate}: averages the gradients of the context over the replicas, if there are
-//           several, and steps this worker's optimizer with them.
+//   "step"  {learning rate}: steps this worker's optimizer with the gradients of the context. They
+//           are averages over the replicas, if there are several.
 //
 // Worker r * stages + s has rank s of replica r. Thread-safe.
 class TextStageServer {
@@ -50,7 +50,6 @@ class TextStageServer {
   const std::map<std::string, at::Tensor> parameters_;  // of all parts
   const std::unique_ptr<LocalOptimizer> optimizer_;
   std::shared_ptr<ProcessGroup> replicas_;
-  std::unique_ptr<GradientAverager> averager_;
   std::unique_ptr<PipelineStages> stages_;
 };
 

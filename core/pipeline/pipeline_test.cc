@@ -23,6 +23,7 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <map>
@@ -38,6 +39,8 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "core/parallel/process_group/gradient_averager.h"
+#include "core/parallel/process_group/process_group.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
 #include "core/pipeline/step_plan.h"
@@ -644,6 +647,223 @@ TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
   for (int s = 0; s < 2; ++s) {
     EXPECT_TRUE(at::equal(layers.weights[s], alone.weights[s] - alone.weights[s].grad()));
   }
+}
+
+// ------------------------------------------------------------------------------------ Replicas
+
+// Those of a pipeline: replica r has its ranks on the workers from r * ranks on.
+class PipelineReplicasTest : public PipelineTest {
+ protected:
+  static constexpr int kReplicas = 2;
+
+  // For each worker an averager of its layers over those that have the same rank.
+  static std::vector<std::shared_ptr<GradientAverager>> MakeAveragers(
+      Cluster& cluster, const Schedule& schedule, const std::vector<Layers>& of_replica) {
+    std::vector<std::shared_ptr<GradientAverager>> made(cluster.size());
+    std::vector<std::thread> threads;
+    for (int i = 0; i < cluster.size(); ++i) {
+      threads.emplace_back([&, i] {
+        const int rank = i % schedule.ranks(), replica = i / schedule.ranks();
+        std::vector<NamedTensor> parameters;
+        for (int s = 0; s < schedule.stages(); ++s) {
+          if (schedule.rank_of_stage[s] != rank) continue;
+          for (const at::Tensor& parameter : of_replica[replica].Of(s)) {
+            parameters.push_back({absl::StrCat(parameters.size()), parameter});
+          }
+        }
+        const auto group = ProcessGroup::Create({.name = absl::StrCat("rank", rank),
+                                                 .store = cluster[i].store(),
+                                                 .rank = replica,
+                                                 .size = cluster.size() / schedule.ranks(),
+                                                 .timeout = absl::Seconds(60),
+                                                 .join_timeout = absl::Seconds(60)});
+        EXPECT_TRUE(group.ok()) << group.status();
+        if (!group.ok()) return;
+        auto averager =
+            GradientAverager::Create(*group, std::move(parameters), {}, {.in_backward = false});
+        EXPECT_TRUE(averager.ok()) << averager.status();
+        if (averager.ok()) made[i] = *std::move(averager);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return made;
+  }
+
+  // Takes a step of each replica, of their own batches, at the same time.
+  static void Step(Cluster& cluster, const Schedule& schedule, const Tensors& xs,
+                   const Tensors& ys) {
+    std::vector<std::thread> threads;
+    for (int r = 0; r < kReplicas; ++r) {
+      threads.emplace_back([&, r] {
+        const int first = r * schedule.ranks();
+        std::vector<std::string> workers;
+        for (int i = 0; i < schedule.ranks(); ++i) workers.push_back(WorkerName(first + i));
+        const auto pipeline = Pipeline::Create(
+            &cluster[first], {.name = "model", .workers = workers, .schedule = schedule});
+        ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+        const Context context = cluster[first].NewContext();
+        EXPECT_EQ((*pipeline)->Train(context, {xs[r]}, {ys[r]}).status(), absl::OkStatus());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  // The optimizer of these tests: takes the gradients off the parameters.
+  static absl::Status Descend(const Tensors& parameters, const Context& context) {
+    const at::AutoGradMode grad_mode(false);
+    for (at::Tensor parameter : parameters) {
+      const auto gradient = context.Gradient(parameter);
+      if (!gradient.ok()) return gradient.status();
+      parameter.sub_(*gradient);
+    }
+    return absl::OkStatus();
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Transports, PipelineReplicasTest, testing::Values("inproc", "socket"));
+
+TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
+  for (const Case& one : Cases()) {
+    SCOPED_TRACE(one.name);
+    Schedule schedule = one.schedule;
+    const int stages = schedule.stages(), count = schedule.micro_batches;
+    for (int s = 0; s < stages; ++s) {
+      schedule.lists[schedule.rank_of_stage[s]].push_back({Action::Kind::kStep, s});
+    }
+    Cluster cluster(Workers(kReplicas * schedule.ranks()));
+    const Layers alone(stages);
+    // Those of the first replica are given to all.
+    const std::vector<Layers> of_replica = {alone.Copy(), Layers(stages)};
+    const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+    std::vector<std::unique_ptr<PipelineStages>> made;
+    for (int i = 0; i < cluster.size(); ++i) {
+      const Layers& layers = of_replica[i / schedule.ranks()];
+      std::map<int, PipelineStage> own;
+      for (int s = 0; s < stages; ++s) {
+        if (schedule.rank_of_stage[s] != i % schedule.ranks()) continue;
+        own[s] = {.forward = [&layers, s](Tensors in) { return layers.Forward(s, in); },
+                  .loss = Loss,
+                  .step = [&layers,
+                           s](const Context& context) { return Descend(layers.Of(s), context); }};
+      }
+      auto stages_of_one =
+          PipelineStages::Create(&cluster[i], "model", own, {.averager = averagers[i]});
+      ASSERT_TRUE(stages_of_one.ok()) << stages_of_one.status();
+      made.push_back(*std::move(stages_of_one));
+    }
+    for (int step = 0; step < 3; ++step) {
+      Tensors xs, ys;
+      for (int r = 0; r < kReplicas; ++r) {
+        xs.push_back(at::randn({count + 1, 16}));
+        ys.push_back(at::randn({count + 1, 16}));
+        StepAlone(alone, stages, count, true, xs[r], ys[r]);
+      }
+      Step(cluster, schedule, xs, ys);
+      const at::AutoGradMode grad_mode(false);
+      for (const Tensors& all : {alone.weights, alone.biases}) {
+        for (at::Tensor parameter : all) {
+          parameter.sub_(parameter.grad() / kReplicas);
+          parameter.mutable_grad().reset();
+        }
+      }
+    }
+    for (int s = 0; s < stages; ++s) {
+      // The sums are in another order.
+      EXPECT_TRUE(of_replica[0].weights[s].allclose(alone.weights[s], 1e-4, 1e-5)) << "stage " << s;
+      EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
+      EXPECT_TRUE(at::equal(of_replica[0].biases[s], of_replica[1].biases[s])) << "stage " << s;
+    }
+  }
+}
+
+// The last rank averages, and steps, before the first one goes backward.
+TEST_P(PipelineReplicasTest, ARankDoesNotWaitForTheBackwardOfThoseBefore) {
+  static std::array<absl::Notification, kReplicas>* stepped = nullptr;
+  static std::atomic<int> waited_in_vain{0};
+  struct AwaitsStep : torch::autograd::Function<AwaitsStep> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list gradients) {
+      for (absl::Notification& each : *stepped) {
+        if (!each.WaitForNotificationWithTimeout(absl::Seconds(30))) ++waited_in_vain;
+      }
+      return gradients;
+    }
+  };
+  for (Schedule schedule : {*OneForwardOneBackward(2, 2), *ZeroBubbleH1(2, 2)}) {
+    std::array<absl::Notification, kReplicas> notifications;
+    stepped = &notifications;
+    waited_in_vain = 0;
+    schedule.lists[0].push_back({Action::Kind::kStep, 0});
+    schedule.lists[1].push_back({Action::Kind::kStep, 1});
+    Cluster cluster(Workers(kReplicas * 2));
+    const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+    const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+    std::vector<std::unique_ptr<PipelineStages>> made;
+    for (int i = 0; i < cluster.size(); ++i) {
+      const int s = i % 2, replica = i / 2;
+      const Layers& layers = of_replica[replica];
+      made.push_back(*PipelineStages::Create(
+          &cluster[i], "model",
+          {{s,
+            {.forward =
+                 [&layers, s](Tensors in) {
+                   Tensors out = layers.Forward(s, in);
+                   if (s == 0) out[0] = AwaitsStep::apply(out[0]);
+                   return out;
+                 },
+             .loss = Loss,
+             .step =
+                 [&layers, &notifications, s, replica](const Context& context) {
+                   if (s == 1) notifications[replica].Notify();
+                   return Descend(layers.Of(s), context);
+                 }}}},
+          {.averager = averagers[i]}));
+    }
+    Step(cluster, schedule, {at::randn({4, 16}), at::randn({4, 16})},
+         {at::randn({4, 16}), at::randn({4, 16})});
+    EXPECT_EQ(waited_in_vain, 0);
+    EXPECT_TRUE(at::equal(of_replica[0].weights[1], of_replica[1].weights[1]));
+  }
+}
+
+TEST_P(PipelineReplicasTest, WhatCannotBeAveragedIsNamed) {
+  Cluster cluster(Workers(1));
+  const std::vector<Layers> layers = {Layers(2)};
+  const Schedule one_rank{.micro_batches = 1,
+                          .rank_of_stage = {0, 0},
+                          .lists = {{{Action::Kind::kForward, 0, 0},
+                                     {Action::Kind::kForward, 1, 0},
+                                     {Action::Kind::kBackward, 1, 0},
+                                     {Action::Kind::kStep, 1, 0},
+                                     {Action::Kind::kBackward, 0, 0},
+                                     {Action::Kind::kStep, 0, 0}}}};
+  const auto averagers = MakeAveragers(cluster, one_rank, layers);
+  std::map<int, PipelineStage> own;
+  for (int s = 0; s < 2; ++s) {
+    own[s] = {.forward = [&, s](Tensors in) { return layers[0].Forward(s, in); }, .loss = Loss};
+  }
+  const auto stages = PipelineStages::Create(&cluster[0], "model", own, {.averager = averagers[0]});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  const auto train = [&](const Schedule& schedule, std::vector<std::string> workers) {
+    const auto pipeline =
+        Pipeline::Create(&cluster[0], {.name = "model", .workers = workers, .schedule = schedule});
+    EXPECT_TRUE(pipeline.ok()) << pipeline.status();
+    const Context context = cluster[0].NewContext();
+    return (*pipeline)->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  };
+  absl::Status status = train(*GPipe(2, 2), {"worker0", "worker0"});
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("worker 'worker0' has 2 ranks of the schedule"),
+                    HasSubstr("PipelineStagesOptions::averager")));
+  status = train(one_rank, {"worker0"});
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("has the step of stage 1 before the backward of stage 0"));
+  EXPECT_EQ(train(*InterleavedOneForwardOneBackward(1, 2, 2), {"worker0"}), absl::OkStatus());
 }
 
 // Has a step that stands in the forward of stage 1 until LetGo().

@@ -13,6 +13,7 @@
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
+#include "core/parallel/process_group/gradient_averager.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -52,6 +53,24 @@ absl::Status CheckGiven(const std::pair<WriteCheck, WriteCheck>& given) {
   return given.second.Check("it must not write to what it is given, and target");
 }
 
+bool IsBackward(const Action& action) {
+  return action.kind == Kind::kBackward || action.kind == Kind::kBackwardInput ||
+         action.kind == Kind::kBackwardWeight;
+}
+
+// The place of the last backward in a list; its size if there is none.
+size_t LastBackward(const std::vector<Action>& list) {
+  const auto last = std::find_if(list.rbegin(), list.rend(), IsBackward);
+  return last == list.rend() ? list.size() : static_cast<size_t>(list.rend() - last) - 1;
+}
+
+// The place of the first step in a list; its size if there is none.
+size_t FirstStep(const std::vector<Action>& list) {
+  const auto first = std::find_if(list.begin(), list.end(),
+                                  [](const Action& action) { return action.kind == Kind::kStep; });
+  return static_cast<size_t>(first - list.begin());
+}
+
 // Takes an entry out of a map.
 template <typename Map>
 absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key_type& key) {
@@ -66,26 +85,43 @@ absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key
 
 }  // namespace
 
-RankStep::RankStep(Worker* worker, std::string pipeline, const std::map<int, PipelineStage>* stages,
-                   const OnAction* on_action, StepPlan plan, WorkerRank driver, Context context)
-    : worker_(worker),
-      pipeline_(std::move(pipeline)),
-      stages_(*stages),
-      on_action_(*on_action),
+RankStep::RankStep(Common common, StepPlan plan, WorkerRank driver, Context context)
+    : worker_(common.worker),
+      pipeline_(std::move(common.pipeline)),
+      stages_(*common.stages),
+      on_action_(*common.on_action),
+      averager_(common.averager),
       plan_(std::move(plan)),
       driver_(driver),
       context_(std::move(context)) {}
 
-std::shared_ptr<RankStep> RankStep::Create(Worker* worker, std::string pipeline,
-                                           const std::map<int, PipelineStage>* stages,
-                                           const OnAction* on_action, StepPlan plan,
-                                           WorkerRank driver, Context context) {
-  auto step = std::make_shared<RankStep>(worker, std::move(pipeline), stages, on_action,
-                                         std::move(plan), driver, std::move(context));
+std::shared_ptr<RankStep> RankStep::Create(Common common, StepPlan plan, WorkerRank driver,
+                                           Context context) {
+  auto step =
+      std::make_shared<RankStep>(std::move(common), std::move(plan), driver, std::move(context));
   step->cancellation_->OnCancel([weak = std::weak_ptr<RankStep>(step)] {
     if (const auto alive = weak.lock()) alive->OnStop();
   });
   return step;
+}
+
+absl::Status RankStep::CheckAverages(const StepPlan& plan) {
+  const std::string& worker = plan.workers[plan.rank];
+  const auto ranks = std::count(plan.workers.begin(), plan.workers.end(), worker);
+  if (ranks > 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("worker '", worker, "' has ", ranks,
+                     " ranks of the schedule, and averages over replicas "
+                     "(PipelineStagesOptions::averager), which one alone can have"));
+  }
+  const auto steps = plan.list.begin() + static_cast<std::ptrdiff_t>(FirstStep(plan.list));
+  const auto late = std::find_if(steps, plan.list.end(), IsBackward);
+  if (late == plan.list.end()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the list of worker '", worker, "' has the ", ToString(*steps), " before the ",
+                   ToString(*late),
+                   ", and averages over replicas come between all backwards and "
+                   "the first step"));
 }
 
 bool RankStep::Advance(Event event) {
@@ -124,6 +160,7 @@ std::string RankStep::Describe() const {
   absl::MutexLock lock(&mu_);
   if (state_ == State::kBegun) return "has not begun";
   if (!ran_) return "waits for a function of the step before";
+  if (averages_) return "is in the average of its gradients over the replicas";
   if (action_ == nullptr) return "is at the end of its list";
   return absl::StrCat(waits_ ? "waits for others in the " : "is in the ", ToString(*action_));
 }
@@ -427,27 +464,63 @@ absl::Status RankStep::Do(const Action& action) {
   return absl::InternalError("an action of an unknown kind");
 }
 
-absl::StatusOr<Message> RankStep::FollowList() {
-  for (const Action& action : plan_.list) {
-    {
-      absl::MutexLock lock(&mu_);
-      // One that was stopped goes on no further.
-      if (over()) return cancellation_->why();
-      action_ = &action;
-    }
-    absl::Status status;
-    try {
-      const absl::Time begin = on_action_ == nullptr ? absl::Time() : absl::Now();
-      status = Do(action);
-      if (on_action_ != nullptr) {
-        on_action_({plan_.rank, plan_.step, action, begin, absl::Now()});
-      }
-    } catch (...) {
-      status = StatusFromException(std::current_exception());
-    }
-    DG_RETURN_IF_ERROR(
-        Annotate(status, absl::StrCat(ToString(action), " on worker '", worker_->name(), "'")));
+absl::Status RankStep::BeginAverage() {
+  return Annotate(
+      averager_->AverageInBackward(*context_.record()),
+      absl::StrCat("beginning the average over the replicas of worker '", worker_->name(), "'"));
+}
+
+absl::Status RankStep::Average() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (over()) return cancellation_->why();
+    averages_ = true;
   }
+  DG_RETURN_IF_ERROR(
+      Annotate(averager_->Average(*context_.record()),
+               absl::StrCat("the average over the replicas of worker '", worker_->name(), "'")));
+  absl::MutexLock lock(&mu_);
+  if (over()) return cancellation_->why();
+  averages_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status RankStep::Follow(const Action& action) {
+  {
+    absl::MutexLock lock(&mu_);
+    // One that was stopped goes on no further.
+    if (over()) return cancellation_->why();
+    action_ = &action;
+  }
+  absl::Status status;
+  try {
+    const absl::Time begin = on_action_ == nullptr ? absl::Time() : absl::Now();
+    status = Do(action);
+    if (on_action_ != nullptr) {
+      on_action_({plan_.rank, plan_.step, action, begin, absl::Now()});
+    }
+  } catch (...) {
+    status = StatusFromException(std::current_exception());
+  }
+  return Annotate(status, absl::StrCat(ToString(action), " on worker '", worker_->name(), "'"));
+}
+
+absl::StatusOr<Message> RankStep::FollowList() {
+  const std::vector<Action>& list = plan_.list;
+  const bool averages = plan_.backward && averager_ != nullptr;
+  const size_t last_backward = LastBackward(list);
+  // Not right behind it, but after the sends that follow: another rank waits for them. All
+  // backwards come before the first step (CheckAverages).
+  const size_t average_at = FirstStep(list);
+  // Of several stages each has a last backward of its own, and the average is in one.
+  const bool has_one_stage =
+      std::count(plan_.rank_of_stage.begin(), plan_.rank_of_stage.end(), plan_.rank) == 1;
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (averages && i == last_backward && has_one_stage) DG_RETURN_IF_ERROR(BeginAverage());
+    if (averages && i == average_at) DG_RETURN_IF_ERROR(Average());
+    DG_RETURN_IF_ERROR(Follow(list[i]));
+  }
+  if (averages && average_at == list.size()) DG_RETURN_IF_ERROR(Average());
   {
     absl::MutexLock lock(&mu_);
     if (!over()) action_ = nullptr;

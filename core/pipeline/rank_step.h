@@ -34,19 +34,28 @@
 
 namespace distgrad {
 
+class GradientAverager;  // core/parallel/process_group/gradient_averager.h
+
 // Thread-safe, but for Run(), which one thread calls, once.
 class RankStep : public std::enable_shared_from_this<RankStep> {
  public:
-  using OnAction = std::function<void(const StageSpan& span)>;
+  // What all steps of a worker's stages have in common. All of it outlives them.
+  struct Common {
+    Worker* worker = nullptr;
+    std::string pipeline = {};
+    const std::map<int, PipelineStage>* stages = nullptr;
+    const std::function<void(const StageSpan& span)>* on_action = nullptr;  // may be empty
+    GradientAverager* averager = nullptr;  // null: there are no replicas
+  };
 
-  // What it is given pointers to outlives it; `driver` has begun it.
-  static std::shared_ptr<RankStep> Create(Worker* worker, std::string pipeline,
-                                          const std::map<int, PipelineStage>* stages,
-                                          const OnAction* on_action, StepPlan plan,
-                                          WorkerRank driver, Context context);
+  // `driver` has begun it.
+  static std::shared_ptr<RankStep> Create(Common common, StepPlan plan, WorkerRank driver,
+                                          Context context);
   // Use Create().
-  RankStep(Worker* worker, std::string pipeline, const std::map<int, PipelineStage>* stages,
-           const OnAction* on_action, StepPlan plan, WorkerRank driver, Context context);
+  RankStep(Common common, StepPlan plan, WorkerRank driver, Context context);
+
+  // kInvalidArgument for a plan that cannot be averaged over replicas.
+  static absl::Status CheckAverages(const StepPlan& plan);
 
   const StepPlan& plan() const { return plan_; }
   WorkerRank driver() const { return driver_; }
@@ -94,6 +103,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   void OnStop();
 
   absl::StatusOr<Message> FollowList();
+  absl::Status Follow(const Action& action);
   CallModes modes() const {
     absl::MutexLock lock(&mu_);
     return modes_;
@@ -103,6 +113,10 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   absl::Status Backward(Action::Kind kind, Cell cell);
   void Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what);
   absl::Status Recompute(Cell cell);
+  // Average the gradients over the replicas: what comes from now on, which is from the last
+  // backward; and what is left of it.
+  absl::Status BeginAverage();
+  absl::Status Average();
   absl::Status CheckRead(const WriteCheck& read, absl::string_view what, Cell cell) const;
   // Waits for a parcel.
   absl::StatusOr<Delivered> Await(Parcel::Kind kind, Cell cell);
@@ -121,7 +135,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   Worker* const worker_;
   const std::string pipeline_;
   const std::map<int, PipelineStage>& stages_;
-  const OnAction& on_action_;  // may be empty
+  const std::function<void(const StageSpan& span)>& on_action_;  // may be empty
+  GradientAverager* const averager_;
   const StepPlan plan_;
   const WorkerRank driver_;
 
@@ -149,6 +164,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   CallModes modes_ ABSL_GUARDED_BY(mu_);                 // of the thread that runs the step
   const Action* action_ ABSL_GUARDED_BY(mu_) = nullptr;  // that it does, or did when it failed
   bool waits_ ABSL_GUARDED_BY(mu_) = false;              // for what others send
+  bool averages_ ABSL_GUARDED_BY(mu_) = false;           // or did so when it failed
   bool ran_ ABSL_GUARDED_BY(mu_) = false;                // had its thread before its end
   absl::Status error_ ABSL_GUARDED_BY(mu_);              // that has ended its list
 };

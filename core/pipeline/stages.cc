@@ -111,8 +111,15 @@ class PipelineStages::Impl {
     if (plan.backward && !request.context.valid()) {
       return absl::InvalidArgumentError("a step with a backward is one of a context");
     }
+    if (plan.backward && options_.averager != nullptr) {
+      DG_RETURN_IF_ERROR(RankStep::CheckAverages(plan));
+    }
     const int rank = plan.rank;
-    const auto step = RankStep::Create(worker_, name_, &stages_, &options_.on_action,
+    const auto step = RankStep::Create({.worker = worker_,
+                                        .pipeline = name_,
+                                        .stages = &stages_,
+                                        .on_action = &options_.on_action,
+                                        .averager = options_.averager.get()},
                                        std::move(plan), request.from, std::move(request.context));
     std::shared_ptr<RankStep> before;
     {

@@ -26,11 +26,21 @@
 
 namespace distgrad {
 
+class GradientAverager;  // core/parallel/process_group/gradient_averager.h
+
 struct PipelineStagesOptions {
   // The number of threads that an operator of a stage may use, beside others that do at the same
   // time. 0: as many as at::get_num_threads() says; but where the launcher says how many workers
   // the machine has, no more than the processors give to each rank of each of them.
   int num_threads = 0;
+  // Averages the gradients of the stages here over the replicas of the pipeline, in each Train():
+  // that of the worker that has these stages in each replica, over all parameters that they train,
+  // with GradientAveragerOptions::in_backward = false. A rank averages when its own backwards are
+  // done, while the ranks before it still have some; with one stage it begins in its last backward.
+  // All replicas take the same steps: for one whose step has failed the others wait, until it takes
+  // it again, or ProcessGroup::Fail() or the group's timeout ends that. The worker has one rank of
+  // a schedule then. Null: no replicas.
+  std::shared_ptr<GradientAverager> averager = nullptr;
   // Is told of each action of a rank here, after it, on the thread of the rank: ranks of one worker
   // may call it at the same time. If it throws, the step fails with that.
   std::function<void(const StageSpan& span)> on_action = nullptr;

@@ -198,6 +198,10 @@ impl GradientAveragerOptions {
 pub struct GradientAverager(Owned<AveragerHandle>);
 
 impl GradientAverager {
+    pub(crate) fn handle(&self) -> AveragerHandle {
+        self.0.get()
+    }
+
     /// Averages the gradients that a context has for the parameters, between its backward and the
     /// step of an optimizer; each rank has a context of its own. A parameter for which no rank has
     /// a gradient is left out. Waits for all ranks.

@@ -2,12 +2,12 @@
 use crate::{
     error::BoxedError,
     ffi::{
-        raw_pipeline as raw, Owned, PipelineHandle, PipelineResultHandle, PipelineStagesHandle,
-        ScheduleHandle, StageClosures, StageTable, TensorHandle, Timer,
+        raw_pipeline as raw, AveragerHandle, Handle, Owned, PipelineHandle, PipelineResultHandle,
+        PipelineStagesHandle, ScheduleHandle, StageClosures, StageTable, TensorHandle, Timer,
     },
     future::milliseconds_or_default,
     message::handles_of,
-    Code, Context, Error, Message, Result, Tensor, Worker,
+    Code, Context, Error, GradientAverager, Message, Result, Tensor, Worker,
 };
 use std::{fmt, marker::PhantomData, time::Duration};
 
@@ -392,11 +392,12 @@ impl fmt::Debug for PipelineStage {
 /// The options of [`PipelineStages`], each with a default.
 #[doc(alias = "dg_pipeline_stages_options")]
 #[derive(Clone, Copy, Debug, Default)]
-pub struct PipelineStagesOptions {
+pub struct PipelineStagesOptions<'a> {
     num_threads: u64,
+    averager: Option<&'a GradientAverager>,
 }
 
-impl PipelineStagesOptions {
+impl<'a> PipelineStagesOptions<'a> {
     /// All default.
     pub fn new() -> Self {
         Self::default()
@@ -406,6 +407,18 @@ impl PipelineStagesOptions {
     /// machine has, no more than the processors give to each rank of each of them.
     pub fn num_threads(mut self, count: u64) -> Self {
         self.num_threads = count;
+        self
+    }
+    /// Averages the gradients of these stages over the replicas of the pipeline, in each
+    /// [`train`](Pipeline::train): an averager of the parameters that they train, over the workers
+    /// that have these stages in each replica; the stages keep what it stands for. A rank averages
+    /// when its own backwards are done, while the ranks before it still have some; with one stage it
+    /// begins in its last backward. All replicas take the same steps: for one whose step has failed
+    /// the others wait, until it takes it again, or [`ProcessGroup::fail`](crate::ProcessGroup::fail)
+    /// or the group's timeout ends that. The worker has one rank of a schedule then. Default: no
+    /// replicas.
+    pub fn averager(mut self, averager: &'a GradientAverager) -> Self {
+        self.averager = Some(averager);
         self
     }
 
@@ -435,8 +448,9 @@ impl PipelineStagesOptions {
             })
             .unzip();
         let table = StageTable::new(closures);
-        let count = self.num_threads;
-        let handle = raw::pipeline_stages_create(worker.handle(), name, &raw, table, count)?;
+        let (worker, count) = (worker.handle(), self.num_threads);
+        let averager = self.averager.map_or(AveragerHandle::NULL, GradientAverager::handle);
+        let handle = raw::pipeline_stages_create(worker, name, &raw, table, count, averager)?;
         Ok(PipelineStages { _handle: Owned::new(handle), lifetime: PhantomData })
     }
 }

@@ -2,8 +2,8 @@
 mod common;
 use common::{floats, weight, Folder, LONG};
 use distgrad::{
-    BackwardOptions, Code, Context, Error, GradientAveragerOptions, ProcessGroup,
-    ProcessGroupOptions, Tensor, Worker,
+    BackwardOptions, Code, Context, Error, GradientAveragerOptions, PipelineOptions, PipelineStage,
+    PipelineStagesOptions, ProcessGroup, ProcessGroupOptions, Reduction, Schedule, Tensor, Worker,
 };
 use std::{thread, time::Duration};
 
@@ -108,6 +108,36 @@ fn averages_begin_while_the_backward_runs() {
         context.backward_with([&loss], &BackwardOptions::new().retain_graph(true)).unwrap();
         averager.average(&context).unwrap();
         assert_eq!(numbers(&context.gradient(&parameter).unwrap()), [3.0]);
+    });
+}
+
+/// Each of the two has a pipeline of one stage, which averages by itself over both.
+#[test]
+fn replicas_of_a_pipeline_average_in_its_steps() {
+    on_both(|worker, group| {
+        let mine = worker.rank() as f32;
+        let weight = weight(&[1.0 + mine]);
+        let averager = GradientAveragerOptions::new().create(group, [&weight]).unwrap();
+        assert_eq!(numbers(&weight), [1.0]); // rank 0's
+        let own = weight.clone();
+        let stage = PipelineStage::new(0, move |batch| Ok([batch.input(0)?.mul(&own)?]))
+            .loss(|batch| Ok(batch.output(0)?.sum()?))
+            .targets(Some(0));
+        let options = PipelineStagesOptions::new().num_threads(1).averager(&averager);
+        let stages = options.create(worker, "replica", [stage]).unwrap();
+        drop(averager); // the stages keep what it stands for
+        let schedule = Schedule::gpipe(1, 2).unwrap();
+        let name = worker.name(worker.rank()).unwrap();
+        let pipeline = PipelineOptions::new()
+            .reduction(Reduction::Sum)
+            .create(worker, "replica", &schedule, &[&name])
+            .unwrap();
+        let x = Tensor::from_slice(&[1.0 + mine, 2.0], &[2, 1]).unwrap();
+        let context = worker.context().unwrap();
+        pipeline.train(&context, &[&x], &[]).unwrap();
+        // Of 1 + 2, and of 2 + 2.
+        assert_eq!(numbers(&context.gradient(&weight).unwrap()), [3.5]);
+        drop((context, pipeline, stages));
     });
 }
 

@@ -1519,9 +1519,17 @@ typedef struct dg_pipeline_stages_options {
   uint64_t num_threads; /* how many an operator of a stage may use; 0: as many as dg_num_threads()
                          * says, but where the launcher says how many workers the machine has, no
                          * more than the processors give to each rank of each of them */
+  /* Averages the gradients of these stages over the replicas of the pipeline, in each
+   * dg_pipeline_train: a dg_gradient_averager of the parameters that they train, over the workers
+   * that have these stages in each replica; the stages keep it alive. A rank averages when its own
+   * backwards are done, while the ranks before it still have some; with one stage it begins in its
+   * last backward. All replicas take the same steps: for one whose step has failed the others wait,
+   * until it takes it again, or dg_process_group_fail or the group's timeout ends that. The worker
+   * has one rank of a schedule then. NULL: no replicas. */
+  struct dg_gradient_averager* averager;
 } dg_pipeline_stages_options;
 #define DG_PIPELINE_STAGES_OPTIONS_INIT \
-  { sizeof(dg_pipeline_stages_options), 0 }
+  { sizeof(dg_pipeline_stages_options), 0, 0 }
 
 /* Lets the pipelines of that name, of whichever worker of the job, use these stages. Takes the
  * user_data of each stage. The stages last until dg_pipeline_stages_destroy, or as long as the

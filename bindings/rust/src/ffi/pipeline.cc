@@ -137,7 +137,8 @@ RawTimeline schedule_simulate(ScheduleHandle schedule, Timer& timer) {
 
 PipelineStagesHandle pipeline_stages_create(WorkerHandle worker, rust::Str name,
                                             rust::Slice<const RawStage> from,
-                                            rust::Box<StageTable> table, uint64_t num_threads) {
+                                            rust::Box<StageTable> table, uint64_t num_threads,
+                                            AveragerHandle averager) {
   const auto shared = std::make_shared<const Stages>(Stages{worker, std::move(table)});
   std::vector<dg_pipeline_stage> stages;
   for (size_t i = 0; i < from.size(); ++i) {
@@ -159,6 +160,7 @@ PipelineStagesHandle pipeline_stages_create(WorkerHandle worker, rust::Str name,
   }
   dg_pipeline_stages_options options = DG_PIPELINE_STAGES_OPTIONS_INIT;
   options.num_threads = num_threads;
+  options.averager = averager;
   return Out<PipelineStagesHandle>(dg_pipeline_stages_create, worker, ToStr(name), pointers.data(),
                                    pointers.size(), &options);
 }

@@ -40,7 +40,8 @@ inline void schedule_destroy(ScheduleHandle schedule) { dg_schedule_destroy(sche
 
 PipelineStagesHandle pipeline_stages_create(WorkerHandle worker, rust::Str name,
                                             rust::Slice<const RawStage> stages,
-                                            rust::Box<StageTable> table, uint64_t num_threads);
+                                            rust::Box<StageTable> table, uint64_t num_threads,
+                                            AveragerHandle averager);
 inline void pipeline_stages_destroy(PipelineStagesHandle stages) {
   dg_pipeline_stages_destroy(stages);
 }

@@ -97,6 +97,7 @@ pub(crate) mod raw {
         type MessageHandle = super::MessageHandle;
         type WorkerHandle = super::WorkerHandle;
         type ContextHandle = super::ContextHandle;
+        type AveragerHandle = super::AveragerHandle;
         type ScheduleHandle = super::ScheduleHandle;
         type PipelineStagesHandle = super::PipelineStagesHandle;
         type PipelineHandle = super::PipelineHandle;
@@ -131,6 +132,7 @@ pub(crate) mod raw {
             stages: &[RawStage],
             table: Box<StageTable>,
             num_threads: u64,
+            averager: AveragerHandle,
         ) -> Result<PipelineStagesHandle>;
         fn pipeline_stages_destroy(stages: PipelineStagesHandle);
 

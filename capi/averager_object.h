@@ -1,0 +1,28 @@
+// What the handle of an averager stands for.
+#ifndef DISTGRAD_CAPI_AVERAGER_OBJECT_H_
+#define DISTGRAD_CAPI_AVERAGER_OBJECT_H_
+
+#include <memory>
+#include <utility>
+
+#include "capi/handles.h"
+#include "capi/include/distgrad/distgrad.h"
+#include "core/parallel/process_group/gradient_averager.h"
+
+namespace distgrad {
+
+// Immutable after construction.
+struct AveragerObject : HandleObject {
+  using Handle = dg_gradient_averager;
+  static constexpr HandleKind kKind = HandleKind::kAverager;
+  static constexpr char kName[] = "dg_gradient_averager";
+
+  explicit AveragerObject(std::shared_ptr<GradientAverager> averager)
+      : averager(std::move(averager)) {}
+  // Stages of pipelines have it, too.
+  const std::shared_ptr<GradientAverager> averager;
+};
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_CAPI_AVERAGER_OBJECT_H_
