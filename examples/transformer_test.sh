@@ -104,6 +104,25 @@ cmp <(losses whole) <(losses stopped) || fail "the table differs"
   --checkpoint=stopped.saved --resume >stdout
 grep "after 60 steps" stdout
 
+echo "== a stage's worker is killed in a step: all hear of it, by its name, and the job goes on"
+coproc { exec "$program" "${long[@]}" --batch=8 --micro-batches=4 --stages=3 --output=lost \
+  --checkpoint=lost.saved 2>&1; }
+pid=$COPROC_PID
+until [[ ${line:-} == "step 24/60: loss"* ]]; do read -r line <&"${COPROC[0]}" || fail "it ended"; done
+for child in $(<"/proc/$pid/task/$pid/children"); do
+  if grep -qzx "RANK=1" "/proc/$child/environ"; then victim=$child; fi
+done
+kill -KILL "$victim"
+said=$(cat <&"${COPROC[0]}")
+status=0; wait "$pid" || status=$?
+((status == 137)) || fail "status $status: $said"
+# Who leads the step says which stage is lost, and on which worker.
+grep -q "stage 1 on worker 'worker1'" <<<"$said" || fail "the lost worker is not named: $said"
+train --stages=3 --output=lost --checkpoint=lost.saved --resume >stdout
+grep -q "after 60 steps" stdout || fail "said: $(cat stdout)"
+"$checkpoint" diff whole.saved lost.saved || fail "the resumed run has learnt something else"
+cmp <(losses whole) <(losses lost) || fail "the table differs"
+
 echo "== Ctrl-C ends two replicas after the same step, and saves"
 coproc { exec "$program" --data=text.txt --steps=100000 --every=1000000 --batch=8 --width=16 \
   --context=16 --micro-batches=2 --replicas=2 --stages=1 --output=interrupted \

@@ -598,6 +598,12 @@ TEST_P(PipelineTest, AWorkerThatIsLostInAStepIsNamedAndAnotherTakesItsPlace) {
     EXPECT_FALSE(status.ok());
     EXPECT_THAT(std::string(status.message()), HasSubstr("worker1")) << status;
   }
+  // So do those hear who only serve.
+  for (const int i : {0, 2}) {
+    const absl::Status heard = cluster[i].Barrier(Deadline::After(absl::Seconds(60)));
+    EXPECT_EQ(heard.code(), absl::StatusCode::kUnavailable) << heard;
+    EXPECT_THAT(std::string(heard.message()), HasSubstr("worker1"));
+  }
   stages[1].reset();
   cluster.Kill(1);
   const auto joined = cluster.Join("worker1");
