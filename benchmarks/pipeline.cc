@@ -1,6 +1,7 @@
 // Measures how long the ranks of a pipeline are idle, with stages that wait for a fixed time
 // instead of computing, so that processors do not matter, and compares it with the schedule's
-// theory; and compares a model split over processes with one process of as many threads.
+// theory; and compares a model split over processes with one process of as many threads, and with
+// PyTorch's own RPC and distributed autograd.
 //
 //   tools/bazel run //benchmarks:pipeline -- [--unit-ms 10] [--rounds 5] [--no-split]
 //                                            [--no-waiting] [--traces DIR]
@@ -11,16 +12,9 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/layer_norm.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/mse_loss.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
 #include <sys/wait.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <unistd.h>
@@ -41,12 +35,15 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "benchmarks/pytorch_side.h"
+#include "benchmarks/split_model.h"
 #include "benchmarks/work.h"
 #include "core/base/chrome_trace.h"
 #include "core/base/status.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stage_trace.h"
 #include "core/pipeline/stages.h"
+#include "core/tensor/exception.h"
 #include "core/worker/worker.h"
 #include "tests/testing/free_port.h"
 
@@ -246,124 +243,41 @@ void ReportWaiting() {
 
 // ----------------------------------------------------------------------------------- Computing
 
-// What is split: layers that are all the same.
-struct Job {
-  std::string name;
-  bool transformer = false;
-  int layers = 0, width = 0, batch = 0, sequence = 1, micro_batches = 8;
-  int steps = 10;  // of a round
-
-  std::vector<int64_t> BatchSizes() const {
-    if (transformer) return {batch, sequence, width};
-    return {batch, width};
-  }
-};
-
-constexpr int kHeads = 4;
-
-at::Tensor Parameter(at::IntArrayRef sizes) {
-  return (at::randn(sizes) * 0.05).requires_grad_(true);
-}
-
-struct Part {
-  Part(const Job& job, int layers) : transformer(job.transformer), width(job.width) {
-    for (int i = 0; i < layers; ++i) {
-      if (!transformer) {
-        weights.push_back({Parameter({width, width})});
-        continue;
-      }
-      weights.push_back({Parameter({3 * width, width}), Parameter({width, width}),
-                         Parameter({4 * width, width}), Parameter({width, 4 * width})});
-    }
-  }
-  Tensors Forward(Tensors in) const {
-    at::Tensor x = std::move(in[0]);
-    for (const Tensors& layer : weights) x = transformer ? Block(x, layer) : Linear(x, layer);
-    return {x};
-  }
-  static at::Tensor Linear(const at::Tensor& x, const Tensors& layer) {
-    return at::relu(at::linear(x, layer[0]));
-  }
-  at::Tensor Block(const at::Tensor& x, const Tensors& layer) const {
-    const int64_t n = x.size(0), t = x.size(1);
-    const at::Tensor qkv = at::linear(at::layer_norm(x, {width}), layer[0])
-                               .view({n, t, 3, kHeads, width / kHeads})
-                               .permute({2, 0, 3, 1, 4});
-    const at::Tensor attention =
-        at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], {}, 0.0, /*is_causal=*/true)
-            .transpose(1, 2)
-            .reshape({n, t, width});
-    const at::Tensor y = x + at::linear(attention, layer[1]);
-    const at::Tensor hidden = at::gelu(at::linear(at::layer_norm(y, {width}), layer[2]));
-    return y + at::linear(hidden, layer[3]);
-  }
-  Tensors Parameters() const {
-    Tensors all;
-    for (const Tensors& layer : weights) all.insert(all.end(), layer.begin(), layer.end());
-    return all;
-  }
-
-  const bool transformer;
-  const int width;
-  std::vector<Tensors> weights;  // by layer
-};
-
-at::Tensor Loss(Tensors outputs, Tensors targets) { return at::mse_loss(outputs[0], targets[0]); }
-
-// Calls a step many times a round, and says how many of its batches are computed in a second.
-absl::Status Measure(const Job& job, std::vector<double>* said,
-                     const std::function<absl::Status()>& step) {
-  for (int round = -1; round < rounds; ++round) {
-    const absl::Time begin = absl::Now();
-    for (int i = 0; i < job.steps; ++i) DG_RETURN_IF_ERROR(step());
-    if (round < 0) continue;
-    const double samples = job.batch * job.sequence * job.steps;
-    said->push_back(samples / absl::ToDoubleSeconds(absl::Now() - begin));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status RunAlone(const Job& job, int layers, int threads, int micro_batches,
+absl::Status RunAlone(const SplitJob& job, int layers, int threads, int micro_batches,
                       std::vector<double>* said) {
   at::set_num_threads(threads);
-  const Part all(job, layers);
+  const SplitPart all(job, layers);
   const Tensors xs = at::randn(job.BatchSizes()).tensor_split(micro_batches);
   const Tensors ys = at::randn(job.BatchSizes()).tensor_split(micro_batches);
-  return Measure(job, said, [&]() -> absl::Status {
+  return MeasureSplit(job, rounds, said, [&]() -> absl::Status {
     for (int m = 0; m < micro_batches; ++m) {
-      const at::Tensor loss = Loss(all.Forward({xs[m]}), {ys[m]});
+      const at::Tensor loss = SplitLoss(all.Forward({xs[m]}), {ys[m]});
       loss.backward(at::full_like(loss, 1.0 / micro_batches));
     }
-    const at::AutoGradMode grad_mode(false);
-    for (at::Tensor weight : all.Parameters()) {
-      weight.sub_(weight.grad(), 0.01);
-      weight.mutable_grad().reset();
-    }
+    all.Descend([](const at::Tensor& parameter) { return parameter.grad(); });
+    for (at::Tensor parameter : all.Parameters()) parameter.mutable_grad().reset();
     return absl::OkStatus();
   });
 }
 
-absl::Status RunSplit(Worker& worker, const Job& job, const Schedule& schedule,
+absl::Status RunSplit(Worker& worker, const SplitJob& job, const Schedule& schedule,
                       std::vector<double>* said) {
   at::set_num_threads(1);
   const int rank = worker.rank();
-  const auto part = std::make_shared<Part>(job, job.layers / schedule.ranks());
+  const auto part = std::make_shared<SplitPart>(job, job.layers / schedule.ranks());
   const auto step = [part](const Context& context) -> absl::Status {
-    const at::AutoGradMode grad_mode(false);
-    for (at::Tensor weight : part->Parameters()) {
-      DG_ASSIGN_OR_RETURN(const at::Tensor gradient, context.Gradient(weight));
-      weight.sub_(gradient, 0.01);
-    }
+    part->Descend(
+        [&](const at::Tensor& parameter) { return ValueOrThrow(context.Gradient(parameter)); });
     return absl::OkStatus();
   };
   return Drive(worker, "computing",
                {{rank,
                  {.forward = [part](Tensors in) { return part->Forward(std::move(in)); },
-                  .loss = Loss,
+                  .loss = SplitLoss,
                   .step = step}}},
                schedule, [&](Pipeline& pipeline) {
                  const at::Tensor x = at::randn(job.BatchSizes()), y = at::randn(job.BatchSizes());
-                 return Measure(job, said, [&] {
+                 return MeasureSplit(job, rounds, said, [&] {
                    const Context context = worker.NewContext();
                    return pipeline.Train(context, {x}, {y}).status();
                  });
@@ -387,7 +301,7 @@ double Efficiency(const Schedule& schedule) {
   return timeline->busy[0] / timeline->end;
 }
 
-void ReportSplit(const Job& job) {
+void ReportSplit(const SplitJob& job) {
   std::printf("%s, batches of %d in %d micro-batches; %s per second\n", job.name.c_str(), job.batch,
               job.micro_batches, job.transformer ? "tokens" : "samples");
   const auto alone = [&](int threads, int micro_batches) {
@@ -405,6 +319,19 @@ void ReportSplit(const Job& job) {
   std::printf("%-42s %8.0f\n", "one process, 1 thread", alone(1, 1));
   std::printf("%-42s %8.0f\n", "the same in micro-batches", alone(1, job.micro_batches));
   std::printf("%-42s %8.0f\n", "2 processes that do not wait, 1 thread each", apart);
+  // PyTorch has no pipeline without Python: a batch goes through both processes at once, or in
+  // parts that all are on their way together, and one backward goes back.
+  for (const int parts : {1, job.micro_batches}) {
+    const int port = FreePort();
+    const double pytorch = Median(InProcesses(2, [&](int rank, std::vector<double>* said) {
+      const SideOptions place{.config = "uv", .rank = rank, .world = 2, .port = port};
+      return TrainWithPytorch(job, parts, place, rounds, said);
+    }));
+    std::printf("%-42s %8.0f, %.2f of one process\n",
+                absl::StrCat("2 processes, PyTorch's own, ", parts, parts == 1 ? " part" : " parts")
+                    .c_str(),
+                pytorch, pytorch / two);
+  }
   std::fflush(stdout);
   std::vector<std::pair<std::string, Schedule>> schedules = {
       {"GPipe", *GPipe(2, job.micro_batches)},

@@ -5,6 +5,7 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/randn.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
@@ -19,6 +20,7 @@
 #include <torch/csrc/jit/frontend/script_type_parser.h>
 #include <torch/csrc/jit/runtime/operator.h>
 
+#include <chrono>
 #include <cmath>
 #include <string>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -38,6 +40,9 @@ using Answer = c10::intrusive_ptr<rpc::JitFuture>;
 constexpr double kFactor = 1.01;
 constexpr char kChain[] = "benchmark.chain";
 constexpr char kScale[] = "benchmark.scale";
+constexpr char kLoss[] = "benchmark.loss";
+constexpr char kDescend[] = "benchmark.descend";
+constexpr char kEnd[] = "benchmark.end";  // a key of the store
 
 at::IValue ValueOf(rpc::JitFuture& answer) {
   auto message = answer.constValue().toCustomClass<rpc::Message>();
@@ -61,7 +66,8 @@ class Callback : public rpc::RequestCallbackNoPython {
 
 class PytorchSide : public BenchmarkSide {
  public:
-  explicit PytorchSide(const SideOptions& place) : place_(place) {
+  explicit PytorchSide(const SideOptions& place, const SplitPart* half = nullptr)
+      : place_(place), half_(half) {
     at::set_num_threads(1);
     std::optional<std::vector<std::string>> transports, channels;
     if (place.config == "uv") {
@@ -76,7 +82,7 @@ class PytorchSide : public BenchmarkSide {
                                                    channels, rpc::kDefaultRpcTimeoutSeconds, "");
     dist::DistAutogradContainer::init(static_cast<int64_t>(place.rank));
     agent_ = std::make_shared<rpc::TensorPipeAgent>(
-        c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store), NameOf(place.rank),
+        store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store), NameOf(place.rank),
         static_cast<rpc::worker_id_t>(place.rank), place.world, options,
         std::unordered_map<std::string, rpc::DeviceMap>{}, std::vector<c10::Device>{},
         std::make_unique<Callback>());
@@ -169,6 +175,44 @@ class PytorchSide : public BenchmarkSide {
     return results;
   }
 
+  // A step with a half of a model here, and the other half on worker 1.
+  void Step(const std::vector<at::Tensor>& xs, const std::vector<at::Tensor>& ys) {
+    auto& container = dist::DistAutogradContainer::getInstance();
+    const int64_t id = container.newContext()->contextId();
+    {
+      std::vector<Answer> answers;
+      for (size_t m = 0; m < xs.size(); ++m) {
+        answers.push_back(Send(
+            1, rpc::ScriptCall(c10::QualifiedName(kLoss), {half_->Forward({xs[m]})[0], ys[m]})));
+      }
+      std::vector<at::Tensor> losses;
+      for (const Answer& answer : answers) losses.push_back(Await(answer));
+      const at::Tensor loss = at::div(at::sum(at::stack(losses)), double(losses.size()));
+      dist::DistEngine::getInstance().execute(id, {loss}, /*retainGraph=*/false);
+    }
+    const Answer there = Send(1, rpc::ScriptCall(c10::QualifiedName(kDescend), {id}));
+    Descend(id);
+    Await(there);
+    container.releaseContext(id);
+  }
+  at::Tensor ServeLoss(const std::vector<at::IValue>& arguments) const {
+    return SplitLoss(half_->Forward({arguments[0].toTensor()}), {arguments[1].toTensor()});
+  }
+  void Descend(int64_t id) const {
+    const auto gradients =
+        dist::DistAutogradContainer::getInstance().retrieveContext(id)->getGradients();
+    half_->Descend([&](const at::Tensor& parameter) { return gradients.at(parameter); });
+  }
+  // Rank 0 serves the store: it has ended as well if that is gone.
+  void AwaitEnd() {
+    try {
+      store_->wait({kEnd}, std::chrono::minutes(10));
+    } catch (const std::exception&) {
+      return;
+    }
+  }
+  void End() { store_->set(kEnd, std::vector<uint8_t>{1}); }
+
   // x * kFactor, here or, after as many hops, on each worker on the way.
   Answer ServeChain(const std::vector<at::IValue>& arguments) {
     const at::Tensor y = at::mul(arguments[0].toTensor(), kFactor);
@@ -246,6 +290,8 @@ class PytorchSide : public BenchmarkSide {
   }
 
   const SideOptions place_;
+  const SplitPart* const half_;  // null but in TrainWithPytorch()
+  c10::intrusive_ptr<c10d::TCPStore> store_;
   const std::shared_ptr<torch::jit::Operator> add_ = Find("aten::add");
   const std::shared_ptr<torch::jit::Operator> mul_ = Find("aten::mul");
   const std::shared_ptr<torch::jit::Operator> select_ = Find("aten::select", "int");
@@ -260,6 +306,13 @@ Answer Callback::processScriptCall(rpc::RpcCommandBase& command,
   if (call.qualifiedName().qualifiedName() == kScale) {
     answer = c10::make_intrusive<rpc::JitFuture>(c10::ListType::ofTensors());
     answer->markCompleted(PytorchSide::ServeScale(call.stackRef()));
+  } else if (call.qualifiedName().qualifiedName() == kLoss) {
+    answer = c10::make_intrusive<rpc::JitFuture>(c10::AnyType::get());
+    answer->markCompleted(at::IValue(the_side->ServeLoss(call.stackRef())));
+  } else if (call.qualifiedName().qualifiedName() == kDescend) {
+    the_side->Descend(call.stackRef()[0].toInt());
+    answer = c10::make_intrusive<rpc::JitFuture>(c10::AnyType::get());
+    answer->markCompleted(at::IValue(at::ones({1})));
   } else {
     TORCH_CHECK(call.qualifiedName().qualifiedName() == kChain);
     answer = the_side->ServeChain(call.stackRef());
@@ -276,6 +329,29 @@ Answer Callback::processScriptCall(rpc::RpcCommandBase& command,
 absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartPytorch(const SideOptions& place) {
   try {
     return std::make_unique<PytorchSide>(place);
+  } catch (const std::exception& e) {
+    return absl::InternalError(e.what());
+  }
+}
+
+absl::Status TrainWithPytorch(const SplitJob& job, int parts, const SideOptions& place, int rounds,
+                              std::vector<double>* said) {
+  try {
+    const auto* const half = new SplitPart(job, job.layers / 2);
+    // They end with the process: the agent's threads may use them until then.
+    auto* const side = new PytorchSide(place, half);
+    if (place.rank != 0) {
+      side->AwaitEnd();
+      return absl::OkStatus();
+    }
+    const std::vector<at::Tensor> xs = at::randn(job.BatchSizes()).tensor_split(parts);
+    const std::vector<at::Tensor> ys = at::randn(job.BatchSizes()).tensor_split(parts);
+    const absl::Status measured = MeasureSplit(job, rounds, said, [&] {
+      side->Step(xs, ys);
+      return absl::OkStatus();
+    });
+    side->End();
+    return measured;
   } catch (const std::exception& e) {
     return absl::InternalError(e.what());
   }
