@@ -226,6 +226,9 @@ FIELD(dg_pipeline_stage, destroy, 48);
 FIELD(dg_pipeline_stage, inputs, 56);
 FIELD(dg_pipeline_stage, targets, 64);
 FIELD(dg_pipeline_stage, flags, 72);
+FIELD(dg_pipeline_stage, tied_names, 80);
+FIELD(dg_pipeline_stage, tied, 88);
+FIELD(dg_pipeline_stage, tied_count, 96);
 
 GROWS_FROM(dg_pipeline_stages_options, 24);
 FIELD(dg_pipeline_stages_options, struct_size, 0);

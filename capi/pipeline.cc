@@ -250,6 +250,16 @@ class StagesPart : public SharedWorker::Part {
     DG_ASSIGN_OR_RETURN(made.inputs, ToCount(stage.inputs, "inputs"));
     DG_ASSIGN_OR_RETURN(made.targets, ToCount(stage.targets, "targets"));
     made.recompute = (stage.flags & DG_PIPELINE_STAGE_RECOMPUTE) != 0;
+    DG_RETURN_IF_ERROR(CheckArray(stage.tied_names, stage.tied_count, "tied_names"));
+    DG_RETURN_IF_ERROR(CheckArray(stage.tied, stage.tied_count, "tied"));
+    for (size_t i = 0; i < stage.tied_count; ++i) {
+      DG_ASSIGN_OR_RETURN(const std::string name,
+                          FromStr(stage.tied_names[i], "a name of tied_names"));
+      DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(stage.tied[i]));
+      if (!made.tied.emplace(name, pinned->tensor).second) {
+        return absl::InvalidArgumentError(absl::StrCat("tied_names has '", name, "' twice"));
+      }
+    }
     const std::weak_ptr<const StageFunctions> weak = functions;
     if (stage.forward != nullptr) {
       made.forward = [this, weak](Tensors inputs) {

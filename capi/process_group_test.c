@@ -212,6 +212,65 @@ static void replicas_of_pipeline(int rank) {
   dg_tensor_destroy(w);
 }
 
+/* Two stages of one worker, each with a copy of the same parameter: x * w * w. */
+static void test_tied(void) {
+  const float start_value = 2, of_batch[2] = {1, 2};
+  const dg_str name = DG_STR("tied"), self = dg_worker_name(workers[0], 0);
+  const dg_str both[2] = {self, self}, names[2] = {DG_STR("w"), DG_STR("w")};
+  dg_tensor *w[2], *x = floats(of_batch, 2, 1), *gradient = NULL;
+  const dg_tensor *input = x, *twice[2];
+  dg_pipeline_stage made[2] = {DG_PIPELINE_STAGE_INIT, DG_PIPELINE_STAGE_INIT};
+  const dg_pipeline_stage* list[2] = {&made[0], &made[1]};
+  dg_pipeline_options options = DG_PIPELINE_OPTIONS_INIT;
+  dg_pipeline_stages* stages = NULL;
+  dg_schedule* schedule = NULL;
+  dg_pipeline* pipeline = NULL;
+  dg_pipeline_result* result = NULL;
+  dg_context* context = NULL;
+  for (int i = 0; i < 2; ++i) {
+    w[i] = floats(&start_value, 1, 1);
+    OK(dg_tensor_require_grad(w[i]));
+    made[i].number = (uint64_t)i;
+    made[i].forward = multiply;
+    made[i].loss = sum;
+    made[i].targets = 0;
+    made[i].user_data = w[i];
+    made[i].tied_names = names;
+    made[i].tied = (const dg_tensor* const*)&w[i];
+    made[i].tied_count = 1;
+  }
+  twice[0] = twice[1] = w[0];
+  made[0].tied = twice;
+  made[0].tied_count = 2;
+  SAYS(DG_INVALID_ARGUMENT, "tied_names has 'w' twice",
+       dg_pipeline_stages_create(workers[0], name, list, 2, NULL, &stages));
+  made[0].tied_count = 1;
+  made[0].tied = &input;
+  SAYS(DG_INVALID_ARGUMENT, "requires grad",
+       dg_pipeline_stages_create(workers[0], name, list, 2, NULL, &stages));
+  made[0].tied = NULL;
+  FAILS(DG_INVALID_ARGUMENT, dg_pipeline_stages_create(workers[0], name, list, 2, NULL, &stages));
+  made[0].tied = (const dg_tensor* const*)&w[0];
+  OK(dg_pipeline_stages_create(workers[0], name, list, 2, NULL, &stages));
+  OK(dg_schedule_create_gpipe(2, 2, &schedule));
+  options.reduction = DG_REDUCTION_SUM;
+  OK(dg_pipeline_create(workers[0], name, schedule, both, 2, &options, &pipeline));
+  OK(dg_context_create(workers[0], &context));
+  OK(dg_pipeline_train(pipeline, context, &input, 1, NULL, 0, NULL, &result));
+  for (int i = 0; i < 2; ++i) {
+    OK(dg_context_gradient(context, w[i], &gradient));
+    CHECK(data_of(gradient)[0] == 12); /* of either stage (1 + 2) * 2 */
+    dg_tensor_destroy(gradient);
+  }
+  dg_pipeline_result_destroy(result);
+  dg_context_destroy(context);
+  dg_pipeline_destroy(pipeline);
+  dg_schedule_destroy(schedule);
+  dg_pipeline_stages_destroy(stages);
+  dg_tensor_destroy(x);
+  for (int i = 0; i < 2; ++i) dg_tensor_destroy(w[i]);
+}
+
 /* One of them gives up, and the other hears why. */
 static void fail(int rank) {
   const float one = 1;
@@ -390,6 +449,7 @@ int main(void) {
   on_all(collectives);
   on_all(averages);
   on_all(replicas_of_pipeline);
+  test_tied();
   on_all(differ);
   on_all(fail);
   test_misuse();

@@ -5,6 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor_split.h>
 
+#include <iterator>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -69,6 +71,20 @@ absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, 
   DG_RETURN_IF_ERROR(add(targets, "target", cut.targets));
   for (int m = 0; m < count; ++m) cut.sizes.push_back(cut.inputs[m][0].size(0));
   return cut;
+}
+
+// The ranks that have a tied parameter, by its name, where several have it.
+absl::StatusOr<std::map<std::string, std::vector<int>>> RanksOfTied(
+    const Schedule& schedule, const std::vector<Future<Message>>& begun) {
+  std::map<std::string, std::vector<int>> all;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    DG_ASSIGN_OR_RETURN(const TieNames names, DecodeTieNames(begun[rank].Wait()->payload));
+    for (const std::string& name : names) all[name].push_back(rank);
+  }
+  for (auto each = all.begin(); each != all.end();) {
+    each = each->second.size() > 1 ? std::next(each) : all.erase(each);
+  }
+  return all;
 }
 
 }  // namespace
@@ -148,16 +164,26 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
 
     const auto cancellation = std::make_shared<Cancellation>();
     StepCalls calls(worker_, options_.name, deadline, cancellation);
+    std::vector<Future<Message>> begun;
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       plan.rank = rank;
       plan.list = schedule.lists[rank];
       const std::string& worker = options_.workers[rank];
-      calls.Make(
+      begun.push_back(calls.Make(
           worker, kBeginStep, {EncodePlan(plan), {}},
           absl::StrCat("beginning a step of ", who, ", ", DescribeRank(schedule, rank, worker)),
-          context);
+          context));
     }
     // All of them know of the step before anything of it is sent.
+    DG_RETURN_IF_ERROR(calls.Wait());
+    DG_ASSIGN_OR_RETURN(const auto tied, RanksOfTied(schedule, begun));
+    for (int rank = 0; rank < schedule.ranks() && !tied.empty(); ++rank) {
+      const std::string& worker = options_.workers[rank];
+      const Ties ties{{plan.step, FirstStage(schedule.rank_of_stage, rank)}, tied};
+      calls.Make(worker, kTieStep, {EncodeTies(ties), {}},
+                 absl::StrCat("naming the tied parameters of ", who, " to ",
+                              DescribeRank(schedule, rank, worker)));
+    }
     DG_RETURN_IF_ERROR(calls.Wait());
 
     std::vector<Future<Message>> runs;

@@ -655,6 +655,124 @@ TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
   }
 }
 
+// --------------------------------------------------------------------------------------- Tied
+
+// The first stage multiplies by a parameter that the last one multiplies by, too: each has its copy
+// where they are on different workers.
+TEST_P(PipelineTest, TiedParametersHaveTheSumOfTheGradientsOfAllStages) {
+  enum Copies { kOnEachWorker, kOfEachStage };
+  struct TiedCase {
+    Schedule schedule;
+    std::vector<std::string> workers;  // by rank
+    Copies copies = kOnEachWorker;
+  };
+  const std::vector<TiedCase> cases = {
+      {*GPipe(3, 4), Names(3)},
+      {*ZeroBubbleH1(3, 4), Names(3)},
+      {*InterleavedOneForwardOneBackward(2, 2, 4), Names(2)},
+      // Both ranks of one worker add to one gradient.
+      {*OneForwardOneBackward(2, 2), {"worker0", "worker0"}},
+      {*OneForwardOneBackward(2, 2), {"worker0", "worker0"}, kOfEachStage},
+      {*InterleavedOneForwardOneBackward(1, 3, 2), {"worker0"}, kOfEachStage}};
+  for (size_t number = 0; number < cases.size(); ++number) {
+    SCOPED_TRACE(number);
+    Schedule schedule = cases[number].schedule;
+    const int stages = schedule.stages(), count = schedule.micro_batches;
+    for (int s = 0; s < stages; ++s) {
+      schedule.lists[schedule.rank_of_stage[s]].push_back({Action::Kind::kStep, s});
+    }
+    const auto worker_of = [&](int stage) {
+      return cases[number].workers[schedule.rank_of_stage[stage]] == "worker0"
+                 ? 0
+                 : schedule.rank_of_stage[stage];
+    };
+    Cluster cluster(Workers(static_cast<int>(cases[number].workers.size())));
+    const Layers layers(stages);
+    const Layers alone = layers.Copy();
+    const at::Tensor tied = (at::randn({16, 16}) * 0.3).requires_grad_(true);
+    std::map<int, at::Tensor> copies;  // by worker, or by stage
+    Tensors own(stages), seen(stages);
+    std::vector<std::map<int, PipelineStage>> of_worker(cluster.size());
+    for (int s = 0; s < stages; ++s) {
+      const int copy = cases[number].copies == kOfEachStage ? s : worker_of(s);
+      if (!copies[copy].defined()) copies[copy] = tied.detach().clone().requires_grad_(true);
+      own[s] = copies[copy];
+      PipelineStage stage = {.forward = [&, s](Tensors in) -> Tensors {
+                               if (s == 0) in[0] = in[0].mm(own[s]);
+                               Tensors out = layers.Forward(s, in);
+                               if (s == stages - 1) out[0] = out[0].mm(own[s].t());
+                               return out;
+                             },
+                             .loss = Loss,
+                             .step = [&, s](const Context& context) -> absl::Status {
+                               const auto gradient = context.Gradient(own[s]);
+                               if (!gradient.ok()) return gradient.status();
+                               seen[s] = gradient->clone();
+                               return absl::OkStatus();
+                             }};
+      // A stage between them that uses it not has a copy, too.
+      stage.tied = {{"embedding", own[s]}};
+      of_worker[worker_of(s)][s] = std::move(stage);
+    }
+    std::vector<std::unique_ptr<PipelineStages>> made;
+    for (int i = 0; i < cluster.size(); ++i) {
+      auto one = PipelineStages::Create(&cluster[i], "model", std::move(of_worker[i]));
+      ASSERT_TRUE(one.ok()) << one.status();
+      made.push_back(*std::move(one));
+    }
+    const auto pipeline = Pipeline::Create(
+        &cluster[0], {.name = "model", .workers = cases[number].workers, .schedule = schedule});
+    ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+    const Context context = cluster[0].NewContext();
+    for (int batch = 0; batch < 2; ++batch) {  // which add up
+      const at::Tensor x = at::randn({count + 1, 16}), y = at::randn({count + 1, 16});
+      ASSERT_EQ((*pipeline)->Train(context, {x}, {y}).status(), absl::OkStatus());
+      for (int m = 0; m < count; ++m) {
+        Tensors at{x.tensor_split(count)[m].mm(tied)};
+        for (int s = 0; s < stages; ++s) at = alone.Forward(s, at);
+        const at::Tensor loss = Loss({at[0].mm(tied.t())}, {y.tensor_split(count)[m]});
+        const double rows = static_cast<double>(x.tensor_split(count)[m].size(0));
+        loss.backward(at::full_like(loss, rows / (count + 1)));
+      }
+      for (int s = 0; s < stages; ++s) {
+        // The sums are in another order than those of one process, but the same on all workers.
+        ASSERT_TRUE(seen[s].allclose(tied.grad(), 1e-4, 1e-5)) << "stage " << s;
+        EXPECT_TRUE(at::equal(seen[s], seen[0])) << "stage " << s;
+      }
+    }
+    EXPECT_TRUE(at::equal(*context.Gradient(layers.weights[0]), alone.weights[0].grad()));
+  }
+}
+
+TEST_P(PipelineTest, TiedParametersThatDoNotFitAreNamed) {
+  Cluster cluster(Workers(2));
+  const auto stages_of = [&](int worker, const at::Tensor& tied) {
+    PipelineStage stage = {
+        .forward = [tied](Tensors in) -> Tensors { return {in[0] * tied.sum()}; }, .loss = Loss};
+    stage.tied = {{"embedding", tied}};
+    return PipelineStages::Create(&cluster[worker], "model", {{worker, stage}});
+  };
+  const auto none = stages_of(0, at::randn({4})).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kInvalidArgument) << none;
+  EXPECT_THAT(std::string(none.message()), HasSubstr("tied parameter 'embedding' of stage 0"));
+  const at::Tensor twice = at::randn({4}).requires_grad_(true);
+  PipelineStage two_names = {.forward = [](Tensors in) { return in; }};
+  two_names.tied = {{"embedding", twice}, {"scores", twice}};
+  EXPECT_THAT(
+      std::string(
+          PipelineStages::Create(&cluster[0], "model", {{0, two_names}}).status().message()),
+      HasSubstr("has another name, too"));
+  const auto front = stages_of(0, at::randn({4}).requires_grad_(true));
+  const auto back = stages_of(1, at::randn({5}).requires_grad_(true));
+  ASSERT_TRUE(front.ok() && back.ok());
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 2));
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(std::string(status.message()), ContainsRegex("tied parameter 'embedding' is Float"));
+}
+
 // ------------------------------------------------------------------------------------ Replicas
 
 // Those of a pipeline: replica r has its ranks on the workers from r * ranks on.

@@ -6,6 +6,7 @@
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
+#include <cstddef>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -36,6 +37,8 @@ const char* NameOf(Parcel::Kind kind) {
       return "the gradients";
     case Parcel::Kind::kTarget:
       return "the targets";
+    case Parcel::Kind::kTied:
+      return "the gradients of tied parameters";
   }
   return "parcels of an unknown kind";
 }
@@ -105,23 +108,73 @@ std::shared_ptr<RankStep> RankStep::Create(Common common, StepPlan plan, WorkerR
   return step;
 }
 
-absl::Status RankStep::CheckAverages(const StepPlan& plan) {
-  const std::string& worker = plan.workers[plan.rank];
-  const auto ranks = std::count(plan.workers.begin(), plan.workers.end(), worker);
-  if (ranks > 1) {
+Tensors RankStep::TiedOf(const std::string& name) const {
+  Tensors tied;
+  for (const auto& [number, stage] : stages_) {
+    const auto found = stage.tied.find(name);
+    if (!HasStage(number) || found == stage.tied.end()) continue;
+    const bool is_new = std::none_of(tied.begin(), tied.end(), [&](const at::Tensor& other) {
+      return other.is_same(found->second);
+    });
+    if (is_new) tied.push_back(found->second);
+  }
+  return tied;
+}
+
+TieNames RankStep::tie_names() const {
+  std::set<std::string> names;
+  for (const auto& [number, stage] : stages_) {
+    if (!HasStage(number) || !plan_.backward) continue;
+    for (const auto& [name, parameter] : stage.tied) names.insert(name);
+  }
+  return {names.begin(), names.end()};
+}
+
+std::set<int> RankStep::RanksWithTied(const std::string& name, const at::Tensor& parameter) const {
+  std::set<int> ranks;
+  for (const auto& [number, stage] : stages_) {
+    const auto found = stage.tied.find(name);
+    if (number >= plan_.stages() || found == stage.tied.end()) continue;
+    const int rank = plan_.rank_of_stage[number];
+    // The worker may have stages that this pipeline has elsewhere.
+    if (plan_.workers[rank] == plan_.workers[plan_.rank] && found->second.is_same(parameter)) {
+      ranks.insert(rank);
+    }
+  }
+  return ranks;
+}
+
+absl::Status RankStep::CheckShares() const {
+  const std::string& worker = plan_.workers[plan_.rank];
+  const bool averages = averager_ != nullptr;
+  if (!plan_.backward || (!averages && tie_names().empty())) return absl::OkStatus();
+  const auto ranks = std::count(plan_.workers.begin(), plan_.workers.end(), worker);
+  if (averages && ranks > 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("worker '", worker, "' has ", ranks,
                      " ranks of the schedule, and averages over replicas "
                      "(PipelineStagesOptions::averager), which one alone can have"));
   }
-  const auto steps = plan.list.begin() + static_cast<std::ptrdiff_t>(FirstStep(plan.list));
-  const auto late = std::find_if(steps, plan.list.end(), IsBackward);
-  if (late == plan.list.end()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("the list of worker '", worker, "' has the ", ToString(*steps), " before the ",
-                   ToString(*late),
-                   ", and averages over replicas come between all backwards and "
-                   "the first step"));
+  const auto steps = plan_.list.begin() + static_cast<std::ptrdiff_t>(FirstStep(plan_.list));
+  const auto late = std::find_if(steps, plan_.list.end(), IsBackward);
+  if (late == plan_.list.end()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "the list of worker '", worker, "' has the ", ToString(*steps), " before the ",
+      ToString(*late), ", and ",
+      averages ? "averages over replicas come" : "the gradients of tied parameters are added up",
+      " between all backwards and the first step"));
+}
+
+absl::Status RankStep::Tie(Ties ties) {
+  for (const auto& [name, ranks] : ties.ranks) {
+    if (!ranks.empty() && ranks.back() >= static_cast<int>(plan_.workers.size())) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rank ", ranks.back(), " has '", name, "', and there is no such rank"));
+    }
+  }
+  absl::MutexLock lock(&mu_);
+  ties_ = std::move(ties);
+  return absl::OkStatus();
 }
 
 bool RankStep::Advance(Event event) {
@@ -160,7 +213,7 @@ std::string RankStep::Describe() const {
   absl::MutexLock lock(&mu_);
   if (state_ == State::kBegun) return "has not begun";
   if (!ran_) return "waits for a function of the step before";
-  if (averages_) return "is in the average of its gradients over the replicas";
+  if (phase_ != nullptr) return phase_;
   if (action_ == nullptr) return "is at the end of its list";
   return absl::StrCat(waits_ ? "waits for others in the " : "is in the ", ToString(*action_));
 }
@@ -201,7 +254,10 @@ void RankStep::OnStop() {
 }
 
 absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
-  const bool fits = HasStage(parcel.stage) && parcel.micro_batch < plan_.micro_batches &&
+  // Of tied parameters each rank sends gradients, and, behind those of all, that it has added them.
+  const int count = parcel.kind == Parcel::Kind::kTied ? 2 * static_cast<int>(plan_.workers.size())
+                                                       : plan_.micro_batches;
+  const bool fits = HasStage(parcel.stage) && parcel.micro_batch < count &&
                     (parcel.wanted.empty() || parcel.wanted.size() == tensors.size());
   if (!fits) {
     return absl::InvalidArgumentError(absl::StrCat("stage ", parcel.stage, ", micro-batch ",
@@ -352,7 +408,7 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
   const int s = cell.first, m = cell.second;
   if (kind == Kind::kBackwardWeight) {
     DG_ASSIGN_OR_RETURN(StageRun run, Take(runs_, cell));
-    return run.BackwardWeight(*context_.record());
+    return run.BackwardWeight(*context_.record(), &tied_);
   }
   // What this stage was given by another one of this rank, and what it has given itself: before
   // autograd finds, and names, a variable that was modified.
@@ -383,7 +439,7 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
     back = found->second.BackwardInput(std::move(gradients));
   } else {
     DG_ASSIGN_OR_RETURN(StageRun run, Take(runs_, cell));
-    back = run.Backward(std::move(gradients), *context_.record());
+    back = run.Backward(std::move(gradients), *context_.record(), &tied_);
   }
   DG_RETURN_IF_ERROR(back.status());
   if (s == 0) return absl::OkStatus();
@@ -470,19 +526,98 @@ absl::Status RankStep::BeginAverage() {
       absl::StrCat("beginning the average over the replicas of worker '", worker_->name(), "'"));
 }
 
+absl::Status RankStep::SetPhase(const char* phase) {
+  absl::MutexLock lock(&mu_);
+  // One that was stopped goes on no further.
+  if (over()) return cancellation_->why();
+  phase_ = phase;
+  return absl::OkStatus();
+}
+
 absl::Status RankStep::Average() {
-  {
-    absl::MutexLock lock(&mu_);
-    if (over()) return cancellation_->why();
-    averages_ = true;
-  }
+  DG_RETURN_IF_ERROR(SetPhase("is in the average of its gradients over the replicas"));
   DG_RETURN_IF_ERROR(
       Annotate(averager_->Average(*context_.record()),
                absl::StrCat("the average over the replicas of worker '", worker_->name(), "'")));
-  absl::MutexLock lock(&mu_);
-  if (over()) return cancellation_->why();
-  averages_ = false;
-  return absl::OkStatus();
+  return SetPhase(nullptr);
+}
+
+absl::Status RankStep::AddTied() {
+  const TieNames names = tie_names();
+  if (names.empty()) return absl::OkStatus();
+  DG_RETURN_IF_ERROR(SetPhase("waits for the gradients of its tied parameters"));
+  Ties ties;
+  {
+    absl::MutexLock lock(&mu_);
+    ties = ties_;
+  }
+  // By name: what this rank has, and then that of all ranks.
+  std::map<std::string, std::map<int, at::Tensor>> parts;
+  std::map<int, Tensors> to;  // by rank; in the order of the names
+  for (const std::string& name : names) {
+    at::Tensor own;
+    for (const at::Tensor& parameter : TiedOf(name)) {
+      const at::Tensor sum = tied_.Of(parameter);
+      if (sum.defined()) own = own.defined() ? own + sum : sum;
+    }
+    parts[name][plan_.rank] = own;
+    for (const int rank : ties.ranks[name]) {
+      if (rank != plan_.rank) to[rank].push_back(own);
+    }
+  }
+  for (auto& [rank, tensors] : to) {
+    Send(Parcel::Kind::kTied, FirstStage(plan_.rank_of_stage, rank), plan_.rank, {tensors, {}});
+  }
+  const int first_stage = FirstStage(plan_.rank_of_stage, plan_.rank);
+  for (const auto& [rank, tensors] : to) {
+    DG_ASSIGN_OR_RETURN(Delivered from, Await(Parcel::Kind::kTied, {first_stage, rank}));
+    size_t next = 0;
+    for (const std::string& name : names) {
+      const std::vector<int>& ranks = ties.ranks[name];
+      if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
+      const at::Tensor part = next < from.tensors.size() ? from.tensors[next] : at::Tensor();
+      ++next;
+      const at::Tensor parameter = TiedOf(name)[0];
+      if (part.defined() &&
+          (part.sizes() != parameter.sizes() || part.scalar_type() != parameter.scalar_type())) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("tied parameter '", name, "' is ",
+                         c10::str(parameter.scalar_type(), " ", parameter.sizes()), " on worker '",
+                         worker_->name(), "', and its gradient on worker '", plan_.workers[rank],
+                         "' ", c10::str(part.scalar_type(), " ", part.sizes())));
+      }
+      parts[name][rank] = part;
+    }
+  }
+  // Where several ranks of a worker have one tensor the first of them adds to its gradient, and the
+  // others wait for that.
+  std::set<int> added_by, added_for;
+  for (const std::string& name : names) {
+    at::Tensor total;
+    // In the same order everywhere.
+    for (const auto& [rank, part] : parts[name]) {
+      if (part.defined()) total = total.defined() ? total + part : part;
+    }
+    for (const at::Tensor& parameter : TiedOf(name)) {
+      const std::set<int> ranks = RanksWithTied(name, parameter);
+      if (*ranks.begin() != plan_.rank) {
+        added_by.insert(*ranks.begin());
+        continue;
+      }
+      added_for.insert(ranks.begin(), ranks.end());
+      // The context adds to it in place, and others have it, too.
+      if (total.defined()) context_.record()->AddToGradient(parameter, total.clone());
+    }
+  }
+  const int workers = static_cast<int>(plan_.workers.size());
+  for (const int rank : added_for) {
+    if (rank == plan_.rank) continue;
+    Send(Parcel::Kind::kTied, FirstStage(plan_.rank_of_stage, rank), workers + plan_.rank, {});
+  }
+  for (const int rank : added_by) {
+    DG_RETURN_IF_ERROR(Await(Parcel::Kind::kTied, {first_stage, workers + rank}).status());
+  }
+  return SetPhase(nullptr);
 }
 
 absl::Status RankStep::Follow(const Action& action) {
@@ -510,17 +645,26 @@ absl::StatusOr<Message> RankStep::FollowList() {
   const bool averages = plan_.backward && averager_ != nullptr;
   const size_t last_backward = LastBackward(list);
   // Not right behind it, but after the sends that follow: another rank waits for them. All
-  // backwards come before the first step (CheckAverages).
-  const size_t average_at = FirstStep(list);
+  // backwards come before the first step (CheckShares).
+  const size_t share_at = FirstStep(list);
+  for (const std::string& name : tie_names()) {
+    for (const at::Tensor& parameter : TiedOf(name)) tied_.Watch(parameter);
+  }
   // Of several stages each has a last backward of its own, and the average is in one.
   const bool has_one_stage =
       std::count(plan_.rank_of_stage.begin(), plan_.rank_of_stage.end(), plan_.rank) == 1;
   for (size_t i = 0; i < list.size(); ++i) {
     if (averages && i == last_backward && has_one_stage) DG_RETURN_IF_ERROR(BeginAverage());
-    if (averages && i == average_at) DG_RETURN_IF_ERROR(Average());
+    if (i == share_at) {
+      DG_RETURN_IF_ERROR(AddTied());
+      if (averages) DG_RETURN_IF_ERROR(Average());
+    }
     DG_RETURN_IF_ERROR(Follow(list[i]));
   }
-  if (averages && average_at == list.size()) DG_RETURN_IF_ERROR(Average());
+  if (share_at == list.size()) {
+    DG_RETURN_IF_ERROR(AddTied());
+    if (averages) DG_RETURN_IF_ERROR(Average());
+  }
   {
     absl::MutexLock lock(&mu_);
     if (!over()) action_ = nullptr;
@@ -578,6 +722,7 @@ void RankStep::Run() {
   given_.clear();
   losses_.clear();
   outputs_.clear();
+  tied_ = TiedGradients();
   context_ = Context();
   std::optional<Promise<Message>> promise;
   DeliveredParcels delivered;  // ends outside the lock

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -28,6 +29,7 @@
 #include "core/pipeline/stage_span.h"
 #include "core/pipeline/step_calls.h"
 #include "core/pipeline/step_plan.h"
+#include "core/pipeline/tied_gradients.h"
 #include "core/pipeline/write_check.h"
 #include "core/worker/call_modes.h"
 #include "core/worker/worker.h"
@@ -54,8 +56,11 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Use Create().
   RankStep(Common common, StepPlan plan, WorkerRank driver, Context context);
 
-  // kInvalidArgument for a plan that cannot be averaged over replicas.
-  static absl::Status CheckAverages(const StepPlan& plan);
+  // The names of this rank's tied parameters, each once.
+  TieNames tie_names() const;
+  // kInvalidArgument unless the gradients of the rank can be added to those of tied parameters, and
+  // averaged over replicas, if they are: between all backwards and the first step.
+  absl::Status CheckShares() const;
 
   const StepPlan& plan() const { return plan_; }
   WorkerRank driver() const { return driver_; }
@@ -71,6 +76,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
 
   // Takes in what the step is to run with; the first call. The future is done when it has ended.
   absl::StatusOr<Future<Message>> Start(const Request& request);
+  // Takes in which ranks have its tied parameters, before Start().
+  absl::Status Tie(Ties ties);
   // Follows the list, on a thread that may wait.
   void Run();
   // Ends the step with an error, unless it has ended. Does not wait for a function that runs.
@@ -117,6 +124,14 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // backward; and what is left of it.
   absl::Status BeginAverage();
   absl::Status Average();
+  // Adds the gradients of tied parameters of all ranks to the context.
+  absl::Status AddTied();
+  // The tied parameters of that name of this rank, each once.
+  Tensors TiedOf(const std::string& name) const;
+  // The ranks of this worker that have that very tensor under the name.
+  std::set<int> RanksWithTied(const std::string& name, const at::Tensor& parameter) const;
+  // What it does beyond its list; null: nothing.
+  absl::Status SetPhase(const char* phase);
   absl::Status CheckRead(const WriteCheck& read, absl::string_view what, Cell cell) const;
   // Waits for a parcel.
   absl::StatusOr<Delivered> Await(Parcel::Kind kind, Cell cell);
@@ -155,6 +170,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   std::map<Cell, std::pair<WriteCheck, WriteCheck>> given_;  // inputs and targets; to recompute
   std::map<int, at::Tensor> losses_;                         // by micro-batch
   std::map<int, Tensors> outputs_;  // of the last stage, where there is no backward
+  TiedGradients tied_;
 
   mutable absl::Mutex mu_;
   State state_ ABSL_GUARDED_BY(mu_) = State::kBegun;
@@ -164,9 +180,10 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   CallModes modes_ ABSL_GUARDED_BY(mu_);                 // of the thread that runs the step
   const Action* action_ ABSL_GUARDED_BY(mu_) = nullptr;  // that it does, or did when it failed
   bool waits_ ABSL_GUARDED_BY(mu_) = false;              // for what others send
-  bool averages_ ABSL_GUARDED_BY(mu_) = false;           // or did so when it failed
-  bool ran_ ABSL_GUARDED_BY(mu_) = false;                // had its thread before its end
-  absl::Status error_ ABSL_GUARDED_BY(mu_);              // that has ended its list
+  const char* phase_ ABSL_GUARDED_BY(mu_) = nullptr;     // beyond its list; also when it failed
+  Ties ties_ ABSL_GUARDED_BY(mu_);
+  bool ran_ ABSL_GUARDED_BY(mu_) = false;    // had its thread before its end
+  absl::Status error_ ABSL_GUARDED_BY(mu_);  // that has ended its list
 };
 
 }  // namespace distgrad

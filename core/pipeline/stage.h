@@ -5,7 +5,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <map>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -34,6 +36,13 @@ struct PipelineStage {
   // random numbers of the first from the default generators of the CPU and of the inputs' devices;
   // the step fails if another thread of the process has drawn from these meanwhile.
   bool recompute = false;
+  // Parameters that other stages have as well, each under the same name there: the embedding of
+  // the first stage and the scores of the last, for instance. They are leaves that require grad;
+  // those of one name have the same sizes, dtype and device, and, to stay the same, the same first
+  // values and the same optimizer. When a rank's backwards are done it waits for those of the other
+  // ranks that have one of its names, and each of them has the sum of all their gradients then, to
+  // the last bit the same. Post-accumulate hooks are not called for them.
+  std::map<std::string, at::Tensor> tied = {};
   // What Action::Kind::kStep does, where a schedule has it: with the context of the step, which has
   // this stage's gradients.
   std::function<absl::Status(const Context& context)> step = nullptr;

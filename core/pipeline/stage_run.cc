@@ -174,13 +174,14 @@ struct StageRun::Split {
 
 class StageRun::Sink final : public GradientSink {
  public:
-  Sink(const std::vector<std::shared_ptr<InputNode>>& inputs, ContextRecord* context,
+  Sink(const std::vector<std::shared_ptr<InputNode>>& inputs, Leaves leaves,
        std::vector<Entry>* entries)
-      : inputs_(inputs), context_(context), entries_(entries), gradients_(inputs.size()) {}
+      : inputs_(inputs), leaves_(leaves), entries_(entries), gradients_(inputs.size()) {}
 
   void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override {
-    TORCH_CHECK(context_ != nullptr, "the backward of inputs has come to a leaf");
-    context_->Accumulate(leaf, std::move(gradient));
+    TORCH_CHECK(leaves_.context != nullptr, "the backward of inputs has come to a leaf");
+    if (leaves_.tied != nullptr && leaves_.tied->Add(leaf.variable, gradient)) return;
+    leaves_.context->Accumulate(leaf, std::move(gradient));
   }
   void OnStop(Node& stop, variable_list gradients, bool reached) override {
     if (!reached || !gradients[0].defined()) return;
@@ -204,7 +205,7 @@ class StageRun::Sink final : public GradientSink {
 
  private:
   const std::vector<std::shared_ptr<InputNode>>& inputs_;
-  ContextRecord* const context_;
+  const Leaves leaves_;
   std::vector<Entry>* const entries_;
   Tensors gradients_;
 };
@@ -289,8 +290,7 @@ absl::Status StageRun::CheckGradients(const Tensors& gradients) const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Tensors> StageRun::Run(Tensors gradients, ContextRecord* context,
-                                      bool retain_graph) {
+absl::StatusOr<Tensors> StageRun::Run(Tensors gradients, Leaves leaves, bool retain_graph) {
   bool any = false;
   for (size_t i = 0; i < gradients.size(); ++i) {
     // What has no history has no use for a gradient.
@@ -298,15 +298,15 @@ absl::StatusOr<Tensors> StageRun::Run(Tensors gradients, ContextRecord* context,
     any = any || gradients[i].defined();
   }
   if (!any) return Tensors(inputs_.size());
-  return Execute(source_, std::move(gradients), context, retain_graph);
+  return Execute(source_, std::move(gradients), leaves, retain_graph);
 }
 
 absl::StatusOr<Tensors> StageRun::Execute(std::shared_ptr<Node> root, Tensors gradients,
-                                          ContextRecord* context, bool retain_graph) {
+                                          Leaves leaves, bool retain_graph) {
   const size_t count = gradients.size();
   const std::unique_ptr<bool[]> reached(new bool[count]);
   for (size_t i = 0; i < count; ++i) reached[i] = gradients[i].defined();
-  Sink sink(inputs_, context, &entries_);
+  Sink sink(inputs_, leaves, &entries_);
   Execution execution(std::make_shared<const Graph>(absl::MakeConstSpan(&root, 1), Sink::IsStop),
                       {.retain_graph = retain_graph}, &sink);
   execution.Feed(0, std::move(gradients), absl::MakeConstSpan(reached.get(), count));
@@ -314,10 +314,12 @@ absl::StatusOr<Tensors> StageRun::Execute(std::shared_ptr<Node> root, Tensors gr
   return sink.TakeGradients();
 }
 
-absl::StatusOr<Tensors> StageRun::Backward(Tensors gradients, ContextRecord& context) {
+absl::StatusOr<Tensors> StageRun::Backward(Tensors gradients, ContextRecord& context,
+                                           TiedGradients* tied) {
   DG_RETURN_IF_ERROR(CheckGradients(gradients));
   try {
-    absl::StatusOr<Tensors> back = Run(std::move(gradients), &context, /*retain_graph=*/false);
+    absl::StatusOr<Tensors> back =
+        Run(std::move(gradients), {&context, tied}, /*retain_graph=*/false);
     source_ = nullptr;
     return back;
   } catch (...) {
@@ -375,7 +377,7 @@ absl::StatusOr<Tensors> StageRun::BackwardInput(Tensors gradients) {
     for (const Split& split : splits) {
       split.node->add_pre_hook(std::make_unique<CaptureHook>(split.node, &entries_));
     }
-    absl::StatusOr<Tensors> back = Run(std::move(gradients), nullptr, /*retain_graph=*/true);
+    absl::StatusOr<Tensors> back = Run(std::move(gradients), {}, /*retain_graph=*/true);
     for (Split& split : splits) {
       split.node->pre_hooks().clear();
       for (Edge& edge : split.node->next_edges()) edge = Edge();
@@ -391,7 +393,7 @@ absl::StatusOr<Tensors> StageRun::BackwardInput(Tensors gradients) {
   }
 }
 
-absl::Status StageRun::BackwardWeight(ContextRecord& context) {
+absl::Status StageRun::BackwardWeight(ContextRecord& context, TiedGradients* tied) {
   std::vector<Entry> entries = std::exchange(entries_, {});
   if (entries.empty()) return absl::OkStatus();
   try {
@@ -404,7 +406,7 @@ absl::Status StageRun::BackwardWeight(ContextRecord& context) {
     // The first half may have returned some of them as gradients of inputs, which others read. With
     // a second reference none becomes the gradient of a leaf, to which the next micro-batch adds.
     const Tensors held = gradients;
-    return Execute(root, std::move(gradients), &context, /*retain_graph=*/false).status();
+    return Execute(root, std::move(gradients), {&context, tied}, /*retain_graph=*/false).status();
   } catch (...) {
     return StatusFromException(std::current_exception());
   }

@@ -24,6 +24,7 @@
 #include "absl/status/statusor.h"
 #include "core/autograd/context_record.h"
 #include "core/autograd/executor/source_node.h"
+#include "core/pipeline/tied_gradients.h"
 
 namespace distgrad {
 
@@ -53,13 +54,14 @@ class StageRun {
   absl::StatusOr<Tensors> Recompute();
 
   // Returns the gradients of the inputs, from those of the outputs, one for each; undefined where
-  // there is none. Those of leaves go to the context.
-  absl::StatusOr<Tensors> Backward(Tensors gradients, ContextRecord& context);
+  // there is none. Those of leaves go to the context, but for those that `tied` watches.
+  absl::StatusOr<Tensors> Backward(Tensors gradients, ContextRecord& context,
+                                   TiedGradients* tied = nullptr);
 
   // Do what Backward() does, in two halves. The second needs none of what the first alone has used,
   // which is freed.
   absl::StatusOr<Tensors> BackwardInput(Tensors gradients);
-  absl::Status BackwardWeight(ContextRecord& context);
+  absl::Status BackwardWeight(ContextRecord& context, TiedGradients* tied = nullptr);
 
  private:
   using Node = torch::autograd::Node;
@@ -78,9 +80,14 @@ class StageRun {
   struct Again;
 
   absl::Status CheckGradients(const Tensors& gradients) const;
-  absl::StatusOr<Tensors> Run(Tensors gradients, ContextRecord* context, bool retain_graph);
-  absl::StatusOr<Tensors> Execute(std::shared_ptr<Node> root, Tensors gradients,
-                                  ContextRecord* context, bool retain_graph);
+  // Where the gradients of leaves go. Null where none may come.
+  struct Leaves {
+    ContextRecord* context = nullptr;
+    TiedGradients* tied = nullptr;
+  };
+  absl::StatusOr<Tensors> Run(Tensors gradients, Leaves leaves, bool retain_graph);
+  absl::StatusOr<Tensors> Execute(std::shared_ptr<Node> root, Tensors gradients, Leaves leaves,
+                                  bool retain_graph);
   std::vector<Split> SplitGraph();
 
   std::shared_ptr<SourceNode> source_;              // of the outputs

@@ -111,9 +111,6 @@ class PipelineStages::Impl {
     if (plan.backward && !request.context.valid()) {
       return absl::InvalidArgumentError("a step with a backward is one of a context");
     }
-    if (plan.backward && options_.averager != nullptr) {
-      DG_RETURN_IF_ERROR(RankStep::CheckAverages(plan));
-    }
     const int rank = plan.rank;
     const auto step = RankStep::Create({.worker = worker_,
                                         .pipeline = name_,
@@ -121,6 +118,7 @@ class PipelineStages::Impl {
                                         .on_action = &options_.on_action,
                                         .averager = options_.averager.get()},
                                        std::move(plan), request.from, std::move(request.context));
+    DG_RETURN_IF_ERROR(step->CheckShares());
     std::shared_ptr<RankStep> before;
     {
       absl::MutexLock lock(&mu_);
@@ -138,6 +136,17 @@ class PipelineStages::Impl {
       before = std::exchange(own.step, step);
     }
     if (before != nullptr) before->Stop(absl::AbortedError("the next step has begun"));
+    return Message{EncodeTieNames(step->tie_names()), {}};
+  }
+
+  absl::StatusOr<Message> Tie(Request& request) {
+    DG_ASSIGN_OR_RETURN(Ties ties, DecodeTies(request.message.payload));
+    std::shared_ptr<RankStep> step;
+    {
+      absl::MutexLock lock(&mu_);
+      DG_ASSIGN_OR_RETURN(step, Find(ties.to));
+    }
+    DG_RETURN_IF_ERROR(step->Tie(std::move(ties)));
     return Message{};
   }
 
@@ -206,7 +215,8 @@ class PipelineStages::Impl {
     // may be gone when one Close() has returned true, so that another one waits here.
     absl::MutexLock lock(&unregister_mu_);
     if (!std::exchange(unregistered_, true)) {
-      for (const absl::string_view function : {kDeliver, kRunStep, kDescribe, kBeginStep}) {
+      for (const absl::string_view function :
+           {kDeliver, kRunStep, kTieStep, kDescribe, kBeginStep}) {
         worker_->UnregisterOwn(absl::StrCat(function, name_));
       }
     }
@@ -289,6 +299,20 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
     return absl::InvalidArgumentError(absl::StrCat("stage ", number, " of pipeline '", name,
                                                    "' has a number below 0 or no forward"));
   }
+  std::map<const c10::TensorImpl*, std::string> names;  // of tied parameters
+  for (const auto& [number, stage] : stages) {
+    for (const auto& [tied, parameter] : stage.tied) {
+      const bool is_good =
+          tied.size() <= kMaxPipelineName && parameter.defined() && parameter.is_leaf() &&
+          parameter.requires_grad() &&
+          names.emplace(parameter.unsafeGetTensorImpl(), tied).first->second == tied;
+      if (is_good) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the tied parameter '", tied.substr(0, kMaxPipelineName), "' of stage ", number,
+          " of pipeline '", name, "' is not a leaf that requires grad, has another name, too, or ",
+          "one of more than ", kMaxPipelineName, " bytes (PipelineStage::tied)"));
+    }
+  }
   if (options.num_threads < 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("the stages of pipeline '", name, "' cannot use ", options.num_threads,
@@ -307,6 +331,8 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
   std::unique_ptr<PipelineStages> made(new PipelineStages(impl));
   DG_RETURN_IF_ERROR(worker->RegisterOwn(
       absl::StrCat(kDeliver, name), [impl](Request& request) { return impl->Deliver(request); }));
+  DG_RETURN_IF_ERROR(worker->RegisterOwn(absl::StrCat(kTieStep, name),
+                                         [impl](Request& request) { return impl->Tie(request); }));
   DG_RETURN_IF_ERROR(worker->RegisterOwn(
       absl::StrCat(kDescribe, name), [impl](Request& request) { return impl->Describe(request); }));
   DG_RETURN_IF_ERROR(worker->RegisterOwnAsync(

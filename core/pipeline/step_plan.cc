@@ -139,6 +139,60 @@ absl::StatusOr<StepRef> DecodeStepRef(absl::string_view bytes) {
   return ref;
 }
 
+std::string EncodeTieNames(const TieNames& names) {
+  std::string bytes;
+  if (names.empty()) return bytes;  // most have none
+  WireWriter writer(&bytes);
+  writer.U32(static_cast<uint32_t>(names.size()));
+  for (const std::string& name : names) writer.Str16(name);
+  return bytes;
+}
+
+absl::StatusOr<TieNames> DecodeTieNames(absl::string_view bytes) {
+  TieNames names;
+  if (bytes.empty()) return names;
+  WireReader reader(bytes);
+  names.resize(ReadCount(reader, 2));
+  for (std::string& name : names) name = std::string(reader.Str16());
+  DG_RETURN_IF_ERROR(Complete(reader, "the names of a rank's tied parameters"));
+  return names;
+}
+
+std::string EncodeTies(const Ties& ties) {
+  std::string bytes;
+  WireWriter writer(&bytes);
+  Append(ties.to, writer);
+  writer.U32(static_cast<uint32_t>(ties.ranks.size()));
+  for (const auto& [name, ranks] : ties.ranks) {
+    writer.Str16(name);
+    writer.U32(static_cast<uint32_t>(ranks.size()));
+    for (const int rank : ranks) writer.U32(static_cast<uint32_t>(rank));
+  }
+  return bytes;
+}
+
+absl::StatusOr<Ties> DecodeTies(absl::string_view bytes) {
+  constexpr absl::string_view kWhat = "the tied parameters of a pipeline's step";
+  WireReader reader(bytes);
+  Ties ties{.to = ReadRef(reader)};
+  const uint32_t count = ReadCount(reader, 6);
+  bool good = true;
+  for (uint32_t i = 0; i < count; ++i) {
+    std::vector<int>& ranks = ties.ranks[std::string(reader.Str16())];
+    ranks.resize(ReadCount(reader, 4));
+    int last = -1;
+    for (int& rank : ranks) {
+      rank = ReadNumber(reader);
+      good = good && rank > last;
+      last = rank;
+    }
+  }
+  DG_RETURN_IF_ERROR(Complete(reader, kWhat));
+  if (good && ties.ranks.size() == count) return ties;
+  return absl::InvalidArgumentError(
+      absl::StrCat(kWhat, " have names twice, or ranks that do not rise"));
+}
+
 std::string EncodeParcel(const Parcel& parcel) {
   std::string bytes;
   WireWriter writer(&bytes);
@@ -162,7 +216,7 @@ absl::StatusOr<Parcel> DecodeParcel(absl::string_view bytes) {
   parcel.wanted.resize(ReadCount(reader, 1));
   for (size_t i = 0; i < parcel.wanted.size(); ++i) parcel.wanted[i] = reader.U8() != 0;
   DG_RETURN_IF_ERROR(Complete(reader, kWhat));
-  if (kind > static_cast<uint8_t>(Parcel::Kind::kTarget) || parcel.stage < 0 ||
+  if (kind > static_cast<uint8_t>(Parcel::Kind::kTied) || parcel.stage < 0 ||
       parcel.micro_batch < 0) {
     return absl::InvalidArgumentError(absl::StrCat(kWhat, " says that it is for stage ",
                                                    parcel.stage, ", micro-batch ",

@@ -4,6 +4,7 @@
 #define DISTGRAD_CORE_PIPELINE_STEP_PLAN_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,8 @@
 namespace distgrad {
 
 // Functions of distgrad's own, each followed by the pipeline's name.
-inline constexpr absl::string_view kBeginStep = "distgrad.pipeline.begin/";    // a plan
+inline constexpr absl::string_view kBeginStep = "distgrad.pipeline.begin/";    // a plan; TieNames
+inline constexpr absl::string_view kTieStep = "distgrad.pipeline.tie/";        // Ties
 inline constexpr absl::string_view kRunStep = "distgrad.pipeline.run/";        // a StepRef
 inline constexpr absl::string_view kDeliver = "distgrad.pipeline.deliver/";    // a Parcel
 inline constexpr absl::string_view kDescribe = "distgrad.pipeline.describe/";  // a StepRef
@@ -53,12 +55,28 @@ struct StepRef {
 std::string EncodeStepRef(const StepRef& ref);
 absl::StatusOr<StepRef> DecodeStepRef(absl::string_view bytes);
 
+// The names of the tied parameters that a rank has, which it answers to a plan.
+using TieNames = std::vector<std::string>;
+std::string EncodeTieNames(const TieNames& names);
+absl::StatusOr<TieNames> DecodeTieNames(absl::string_view bytes);
+
+// Which ranks have a tied parameter, of each that several have.
+struct Ties {
+  StepRef to = {};
+  std::map<std::string, std::vector<int>> ranks = {};  // by name; rising
+};
+std::string EncodeTies(const Ties& ties);
+absl::StatusOr<Ties> DecodeTies(absl::string_view bytes);
+
 // Tensors for a stage and a micro-batch.
 struct Parcel {
   enum class Kind : uint8_t {
     kActivation = 0,  // what the stage before has given; the first stage gets its part of the batch
     kGradient = 1,    // of what the stage has given
     kTarget = 2,      // for the loss
+    // Of tied parameters: for the first stage of a rank, from the rank that stands for the
+    // micro-batch; and without tensors, plus the number of ranks, that it has added them up.
+    kTied = 3,
   };
 
   StepRef to = {};

@@ -93,8 +93,8 @@ absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerRank to, absl::string_vie
   if (options.context != nullptr && !options.context->IsOf(parts_.owner)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "context ", options.context->id(), " is of another worker than worker '", parts_.self.name,
-        "', which makes the call; use the worker that made the context, or Request::context in a "
-        "handler"));
+        "', which makes the call; use the worker that made the context, or in a handler the "
+        "context of its request"));
   }
   Outgoing call;
   if (options.context != nullptr) call.context = options.context->record();

@@ -320,6 +320,7 @@ pub struct PipelineStage {
     inputs: Option<usize>,
     targets: Option<usize>,
     recompute: bool,
+    tied: Vec<(String, Tensor)>,
 }
 
 impl PipelineStage {
@@ -339,6 +340,7 @@ impl PipelineStage {
             inputs: Some(1),
             targets: Some(1),
             recompute: false,
+            tied: Vec::new(),
         }
     }
 
@@ -379,6 +381,15 @@ impl PipelineStage {
     #[doc(alias = "DG_PIPELINE_STAGE_RECOMPUTE")]
     pub fn recompute(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
+        self
+    }
+    /// Names a parameter that other stages have as well, on whichever worker, under the same name
+    /// there: the embedding of the first stage and the scores of the last, for instance. When a
+    /// rank's backwards are done it waits for those of the other ranks that have one of its names,
+    /// and each of them has the sum of all their gradients then. Those of one name have the same
+    /// shape, dtype and device, and, to stay the same, the same first values and the same optimizer.
+    pub fn tied(mut self, name: impl Into<String>, parameter: &Tensor) -> Self {
+        self.tied.push((name.into(), parameter.clone()));
         self
     }
 }
@@ -433,20 +444,28 @@ impl<'a> PipelineStagesOptions<'a> {
         name: &str,
         stages: impl IntoIterator<Item = PipelineStage>,
     ) -> Result<PipelineStages<'w>> {
-        let (raw, closures): (Vec<_>, Vec<_>) = stages
-            .into_iter()
-            .map(|stage| {
-                let raw = raw::RawStage {
-                    number: stage.number,
-                    has_loss: stage.closures.loss.is_some(),
-                    has_step: stage.closures.step.is_some(),
-                    inputs: count_of(stage.inputs),
-                    targets: count_of(stage.targets),
-                    flags: stage.recompute.into(),
-                };
-                (raw, stage.closures)
+        let stages: Vec<PipelineStage> = stages.into_iter().collect();
+        let tied: Vec<Vec<TensorHandle>> = stages
+            .iter()
+            .map(|stage| stage.tied.iter().map(|(_, parameter)| parameter.handle()).collect())
+            .collect();
+        let raw: Vec<_> = stages
+            .iter()
+            .zip(&tied)
+            .map(|(stage, tied)| raw::RawStage {
+                number: stage.number,
+                has_loss: stage.closures.loss.is_some(),
+                has_step: stage.closures.step.is_some(),
+                inputs: count_of(stage.inputs),
+                targets: count_of(stage.targets),
+                flags: stage.recompute.into(),
+                tied_names: stage.tied.iter().map(|(name, _)| name.clone()).collect(),
+                tied,
             })
-            .unzip();
+            .collect();
+        // The parameters live until the library has them.
+        let (closures, _tied): (Vec<_>, Vec<_>) =
+            stages.into_iter().map(|stage| (stage.closures, stage.tied)).unzip();
         let table = StageTable::new(closures);
         let (worker, count) = (worker.handle(), self.num_threads);
         let averager = self.averager.map_or(AveragerHandle::NULL, GradientAverager::handle);

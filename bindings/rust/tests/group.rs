@@ -3,7 +3,8 @@ mod common;
 use common::{floats, weight, Folder, LONG};
 use distgrad::{
     BackwardOptions, Code, Context, Error, GradientAveragerOptions, PipelineOptions, PipelineStage,
-    PipelineStagesOptions, ProcessGroup, ProcessGroupOptions, Reduction, Schedule, Tensor, Worker,
+    PipelineStages, PipelineStagesOptions, ProcessGroup, ProcessGroupOptions, Reduction, Schedule,
+    Tensor, Worker,
 };
 use std::{thread, time::Duration};
 
@@ -139,6 +140,39 @@ fn replicas_of_a_pipeline_average_in_its_steps() {
         assert_eq!(numbers(&context.gradient(&weight).unwrap()), [3.5]);
         drop((context, pipeline, stages));
     });
+}
+
+/// Two stages of one worker, each with a copy of the same parameter: x * w * w.
+#[test]
+fn tied_parameters_have_the_sum_of_their_gradients() {
+    let folder = Folder::new();
+    let worker = folder.options().rank(0, 1).create().unwrap();
+    let weights = [weight(&[2.0]), weight(&[2.0])];
+    let stages = weights.iter().zip(0..).map(|(weight, number)| {
+        let own = weight.clone();
+        PipelineStage::new(number, move |batch| Ok([batch.input(0)?.mul(&own)?]))
+            .loss(|batch| Ok(batch.output(0)?.sum()?))
+            .targets(Some(0))
+            .tied("w", weight)
+    });
+    let stages = PipelineStages::new(&worker, "tied", stages).unwrap();
+    let name = worker.name(0).unwrap();
+    let pipeline = PipelineOptions::new()
+        .reduction(Reduction::Sum)
+        .create(&worker, "tied", &Schedule::gpipe(2, 2).unwrap(), &[&name, &name])
+        .unwrap();
+    let x = Tensor::from_slice(&[1.0f32, 2.0], &[2, 1]).unwrap();
+    let context = worker.context().unwrap();
+    pipeline.train(&context, &[&x], &[]).unwrap();
+    for weight in &weights {
+        // Of either stage (1 + 2) * 2.
+        assert_eq!(numbers(&context.gradient(weight).unwrap()), [12.0]);
+    }
+    let frozen = floats(&[2.0]);
+    let stage = PipelineStage::new(0, |batch| Ok([batch.input(0)?.clone()])).tied("w", &frozen);
+    let error = PipelineStages::new(&worker, "frozen", [stage]).unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+    drop((context, pipeline, stages));
 }
 
 #[test]

@@ -1501,10 +1501,18 @@ typedef struct dg_pipeline_stage {
   int64_t inputs;
   int64_t targets;
   uint64_t flags; /* DG_PIPELINE_STAGE_... */
+  /* Parameters that other stages have as well, on whichever worker, each under the same name there:
+   * leaves that require grad, by their names. When a rank's backwards are done it waits for those
+   * of the other ranks that have one of its names, and each of them has the sum of all their
+   * gradients then. Those of one name have the same sizes, dtype and device, and, to stay the same,
+   * the same first values and the same optimizer. */
+  const dg_str* tied_names;
+  const dg_tensor* const* tied;
+  size_t tied_count;
 } dg_pipeline_stage;
 #define DG_ANY_COUNT INT64_C(-1)
 #define DG_PIPELINE_STAGE_INIT \
-  { sizeof(dg_pipeline_stage), 0, 0, 0, 0, 0, 0, 1, 1, 0 }
+  { sizeof(dg_pipeline_stage), 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0 }
 /* Forward and loss run a second time, in the backward (activation checkpointing): until then a
  * micro-batch keeps what the stage was given, and no activations. The second run draws the random
  * numbers of the first from torch's default generators; the step fails if another thread of the

@@ -141,8 +141,15 @@ PipelineStagesHandle pipeline_stages_create(WorkerHandle worker, rust::Str name,
                                             AveragerHandle averager) {
   const auto shared = std::make_shared<const Stages>(Stages{worker, std::move(table)});
   std::vector<dg_pipeline_stage> stages;
+  std::vector<std::vector<dg_str>> tied_names(from.size());
   for (size_t i = 0; i < from.size(); ++i) {
     dg_pipeline_stage stage = DG_PIPELINE_STAGE_INIT;
+    for (const rust::String& name : from[i].tied_names) {
+      tied_names[i].push_back({name.data(), name.size()});
+    }
+    stage.tied_names = tied_names[i].data();
+    stage.tied = from[i].tied.data();
+    stage.tied_count = from[i].tied.size();
     stage.number = from[i].number;
     stage.forward = RunForward;
     if (from[i].has_loss) stage.loss = RunLoss;

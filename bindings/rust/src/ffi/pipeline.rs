@@ -56,13 +56,15 @@ pub(crate) mod raw {
     }
 
     /// `dg_pipeline_stage`, but for its size and its functions.
-    struct RawStage {
+    struct RawStage<'a> {
         number: u64,
         has_loss: bool,
         has_step: bool,
         inputs: i64,
         targets: i64,
         flags: u64,
+        tied_names: Vec<String>,
+        tied: &'a [TensorHandle],
     }
 
     extern "Rust" {
