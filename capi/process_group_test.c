@@ -363,7 +363,7 @@ static void test_misuse(void) {
   dg_process_group* group = NULL;
   dg_gradient_averager* averager = NULL;
   dg_context* context = NULL;
-  uint32_t others = 0;
+  bool others = false;
   dg_tensor* w = floats(&one, 1, 1);
   const dg_tensor* parameter = w;
   FAILS(DG_INVALID_ARGUMENT, dg_process_group_create(NULL, &options, &group));

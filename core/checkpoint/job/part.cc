@@ -333,7 +333,10 @@ class CheckpointPart::Impl {
       CheckReply reply;
       const absl::Status fits = Stage(request, check, &staged, &reply);
       // What else is read here are these files.
-      if (absl::IsDataLoss(fits)) return Encode(CheckReply{.damage = std::string(fits.message())});
+      if (absl::IsDataLoss(fits)) {
+        return Encode(
+            CheckReply{.missing = {}, .mismatched = {}, .damage = std::string(fits.message())});
+      }
       DG_RETURN_IF_ERROR(fits);
       // What does not fit is not loaded.
       if (!check.strict || (reply.missing.empty() && reply.mismatched.empty())) {
