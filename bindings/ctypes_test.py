@@ -32,7 +32,7 @@ class As(c.Union):
 
 
 class Value(c.Structure):
-    _fields_ = [("kind", c.c_uint32), ("value", As)]
+    _fields_ = [("kind", c.c_uint64), ("value", As)]
 
 
 class WorkerOptions(c.Structure):

@@ -134,11 +134,9 @@ void Pipelines(dg::Worker& worker) {
     if (fails) throw dg::Error(DG_DATA_LOSS, "the dog ate it");
     return {dg::Op("aten::mul.Tensor", {in[0], w})};
   };
-  stages[0].step = [&](const dg_context* context) {
-    dg_tensor* gradient = nullptr;
-    dg::Check(dg_context_gradient(context, w.get(), &gradient));
+  stages[0].step = [&](dg::ContextRef context) {
     const dg::NoGrad no_grad;
-    dg::Op("aten::sub_.Tensor", {w, dg::Tensor(gradient)});
+    dg::Op("aten::sub_.Tensor", {w, context.Gradient(w)});
   };
   stages[1].forward = [](const std::vector<dg::Tensor>& in) -> std::vector<dg::Tensor> {
     return {dg::Op("aten::mul.Tensor", {in[0], 2})};
@@ -146,7 +144,7 @@ void Pipelines(dg::Worker& worker) {
   stages[1].loss = [](const std::vector<dg::Tensor>& out, const std::vector<dg::Tensor>& targets) {
     return dg::Op("aten::mse_loss", {out[0], targets[0]});
   };
-  stages[1].step = [](const dg_context*) {};
+  stages[1].step = [](dg::ContextRef) {};
   stages[1].recompute = true;
   const dg::PipelineStages made(worker, "model", stages);
   EXPECT_EQ(CodeOf([&] { dg::PipelineStages(worker, "model", stages); }), DG_ALREADY_EXISTS);

@@ -20,7 +20,7 @@ absl::Status SharedWorker::OnMember(std::shared_ptr<const MemberHandler> handler
   use->OnMember([this, handler = std::move(handler)](const MemberEvent& event) {
     dg_member_event borrowed = {};
     borrowed.struct_size = sizeof(borrowed);
-    borrowed.kind = static_cast<uint32_t>(event.kind);
+    borrowed.kind = static_cast<uint64_t>(event.kind);
     borrowed.name = ToStr(event.name);
     borrowed.rank = event.rank;
     borrowed.incarnation = event.incarnation;

@@ -134,7 +134,7 @@ dg_error* dg_safetensors_file_tensors(const dg_safetensors_file* file,
     for (const auto& [name, info] : pinned->file.header().tensors) {
       const dg_safetensors_info seen = {.struct_size = sizeof(dg_safetensors_info),
                                         .name = ToStr(name),
-                                        .dtype = static_cast<dg_dtype>(info.dtype),
+                                        .dtype = static_cast<int64_t>(info.dtype),
                                         .shape = info.shape.data(),
                                         .dim_count = info.shape.size(),
                                         .bytes = info.end - info.begin};

@@ -155,7 +155,7 @@ impl Error {
         self.origin
     }
 
-    pub(crate) fn unknown_kind(kind: u32) -> Self {
+    pub(crate) fn unknown_kind(kind: u64) -> Self {
         Self::new(
             Code::Unimplemented,
             format!("a value of a kind ({kind}) that is newer than this crate"),

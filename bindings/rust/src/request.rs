@@ -34,7 +34,7 @@ impl<'a> Request<'a> {
             worker: raw.worker,
             // It is the name that it was registered under.
             function: std::str::from_utf8(raw.function).unwrap_or(""),
-            from: raw.from,
+            from: raw.from as u32,
             message: raw.message,
             context: ManuallyDrop::new(Context::own(raw.worker, raw.context)),
             cancellation: ManuallyDrop::new(Cancellation::own(raw.cancellation)),

@@ -84,7 +84,7 @@ pub struct SafetensorsInfo {
 
 impl From<RawSafetensorsInfo> for SafetensorsInfo {
     fn from(raw: RawSafetensorsInfo) -> Self {
-        Self { dtype: Dtype::from_code(raw.dtype), shape: raw.shape, bytes: raw.bytes }
+        Self { dtype: Dtype::from_code(raw.dtype as i32), shape: raw.shape, bytes: raw.bytes }
     }
 }
 

@@ -70,7 +70,7 @@ impl From<RawMemberEvent> for MemberEvent {
             3 => MemberEventKind::Lost,
             _ => MemberEventKind::Other,
         };
-        let member = Member { name: raw.name, rank: raw.rank, incarnation: raw.incarnation };
+        let member = Member { name: raw.name, rank: raw.rank as u32, incarnation: raw.incarnation };
         Self { member, kind, reason: raw.reason }
     }
 }
@@ -113,7 +113,7 @@ pub struct PassState {
 
 impl From<RawMember> for Member {
     fn from(raw: RawMember) -> Self {
-        Self { name: raw.name, rank: raw.rank, incarnation: raw.incarnation }
+        Self { name: raw.name, rank: raw.rank as u32, incarnation: raw.incarnation }
     }
 }
 

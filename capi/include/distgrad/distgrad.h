@@ -35,8 +35,10 @@
  *              given with it (NULL: none), after the last call, on any thread.
  *   Options    begin with `struct_size`: start from the DG_..._INIT macro. NULL means all default.
  *              Fields are only ever added at the end.
- *   Times      are in milliseconds from now. DG_FOREVER: no limit. 0 as an argument is no time at
- *              all; in options, the default.
+ *   Structs    have no padding, so that all their bytes are what a program or the library has set:
+ * a number that stands alone has 64 bits there also if it needs fewer (a rank, a kind). Times are
+ * in milliseconds from now. DG_FOREVER: no limit. 0 as an argument is no time at all; in options,
+ * the default.
  */
 #ifndef DISTGRAD_DISTGRAD_H_
 #define DISTGRAD_DISTGRAD_H_
@@ -290,7 +292,7 @@ DG_API uint32_t dg_num_threads(void) DG_NOEXCEPT;
 /* An argument or a result of an operator; `kind` says which member of `as` is set. A dtype, layout
  * or memory format is an integer, a device a string. */
 typedef struct dg_value {
-  uint32_t kind;
+  uint64_t kind;
   union {
     int64_t integer;
     double real;
@@ -715,7 +717,7 @@ DG_API dg_str dg_worker_name(const dg_worker* worker, uint32_t rank) DG_NOEXCEPT
 typedef struct dg_member {
   size_t struct_size; /* as the library knows it */
   dg_str name;
-  uint32_t rank;
+  uint64_t rank;
   uint64_t incarnation; /* greater for each later start of a worker of that name */
 } dg_member;
 /* Calls `visit` within this call for each member that the worker knows of, by rank. */
@@ -727,9 +729,9 @@ DG_API DG_MUST_USE dg_error* dg_worker_members(const dg_worker* worker,
 /* What happened to a member. Borrowed for the call; fields are only ever added. */
 typedef struct dg_member_event {
   size_t struct_size; /* as the library knows it */
-  uint32_t kind;
+  uint64_t kind;
   dg_str name;
-  uint32_t rank;
+  uint64_t rank;
   uint64_t incarnation;
   dg_str reason; /* why it counts as lost */
 } dg_member_event;
@@ -816,7 +818,7 @@ DG_API DG_MUST_USE dg_error* dg_worker_contexts(const dg_worker* worker,
 typedef struct dg_request {
   size_t struct_size; /* as the library knows it */
   dg_str function;
-  uint32_t from; /* the caller's rank */
+  uint64_t from; /* the caller's rank */
   const dg_message* message;
   const dg_context* context;           /* the caller's; NULL: none */
   int64_t timeout_ms;                  /* how long the caller still waits, as the handler begins;
@@ -1128,7 +1130,7 @@ typedef struct dg_safetensors_file dg_safetensors_file;
 typedef struct dg_safetensors_info {
   size_t struct_size; /* as the library knows it */
   dg_str name;
-  dg_dtype dtype;
+  int64_t dtype; /* a dg_dtype */
   const int64_t* shape;
   size_t dim_count;
   uint64_t bytes; /* that it has in the file */

@@ -557,7 +557,7 @@ class Request {
   explicit Request(const dg_request* request) noexcept
       : request_(request), begin_(std::chrono::steady_clock::now()) {}
   std::string_view function() const noexcept { return View(request_->function); }
-  uint32_t from() const noexcept { return request_->from; }
+  uint32_t from() const noexcept { return static_cast<uint32_t>(request_->from); }
   std::string_view payload() const noexcept { return View(dg_message_payload(request_->message)); }
   size_t tensor_count() const noexcept { return dg_message_tensor_count(request_->message); }
   Tensor tensor(size_t index) const {
@@ -622,7 +622,7 @@ struct Member {
 };
 
 struct MemberEvent {
-  uint32_t kind;  // DG_MEMBER_...
+  uint64_t kind;  // DG_MEMBER_...
   std::string name;
   uint32_t rank;
   uint64_t incarnation;
@@ -656,8 +656,9 @@ class Worker {
     Check(dg_worker_on_member(
         get(),
         [](void* data, const dg_member_event* event) {
-          (*static_cast<Callback*>(data))({event->kind, std::string(View(event->name)), event->rank,
-                                           event->incarnation, std::string(View(event->reason))});
+          (*static_cast<Callback*>(data))({event->kind, std::string(View(event->name)),
+                                           static_cast<uint32_t>(event->rank), event->incarnation,
+                                           std::string(View(event->reason))});
         },
         new Callback(std::move(callback)),
         [](void* data) { delete static_cast<Callback*>(data); }));
@@ -669,8 +670,9 @@ class Worker {
     Check(dg_worker_members(
         get(),
         [](void* data, const dg_member* member) {
-          static_cast<std::vector<Member>*>(data)->push_back(
-              {std::string(View(member->name)), member->rank, member->incarnation});
+          static_cast<std::vector<Member>*>(data)->push_back({std::string(View(member->name)),
+                                                              static_cast<uint32_t>(member->rank),
+                                                              member->incarnation});
         },
         &members));
     return members;

@@ -13,15 +13,15 @@ pub(crate) mod raw {
     /// `dg_member`.
     struct RawMember {
         name: String,
-        rank: u32,
+        rank: u64,
         incarnation: u64,
     }
 
     /// `dg_member_event`.
     struct RawMemberEvent {
-        kind: u32,
+        kind: u64,
         name: String,
-        rank: u32,
+        rank: u64,
         incarnation: u64,
         reason: String,
     }
@@ -49,7 +49,7 @@ pub(crate) mod raw {
     struct RawRequest<'a> {
         worker: WorkerHandle,
         function: &'a [u8],
-        from: u32,
+        from: u64,
         message: MessageHandle,
         context: ContextHandle,
         timeout_ms: i64,
@@ -117,7 +117,7 @@ pub(crate) mod raw {
     /// `dg_safetensors_info`.
     struct RawSafetensorsInfo {
         name: String,
-        dtype: i32,
+        dtype: i64,
         shape: Vec<i64>,
         bytes: u64,
     }

@@ -11,7 +11,7 @@ use std::{borrow::Cow, ffi::c_void, slice};
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct RawValue {
-    kind: u32,
+    kind: u64,
     data: Data,
 }
 
@@ -38,19 +38,19 @@ unsafe impl ExternType for RawValue {
     type Kind = Trivial;
 }
 
-const NONE: u32 = 0;
-const INTEGER: u32 = 1;
-const REAL: u32 = 2;
-const BOOL: u32 = 3;
-const COMPLEX: u32 = 4;
-const STRING: u32 = 5;
-const TENSOR: u32 = 6;
-const INTEGERS: u32 = 7;
-const REALS: u32 = 8;
-const BOOLS: u32 = 9;
-const TENSORS: u32 = 10;
+const NONE: u64 = 0;
+const INTEGER: u64 = 1;
+const REAL: u64 = 2;
+const BOOL: u64 = 3;
+const COMPLEX: u64 = 4;
+const STRING: u64 = 5;
+const TENSOR: u64 = 6;
+const INTEGERS: u64 = 7;
+const REALS: u64 = 8;
+const BOOLS: u64 = 9;
+const TENSORS: u64 = 10;
 
-fn list<T>(kind: u32, data: &[T]) -> RawValue {
+fn list<T>(kind: u64, data: &[T]) -> RawValue {
     RawValue { kind, data: Data { list: List { data: data.as_ptr().cast(), size: data.len() } } }
 }
 
