@@ -68,7 +68,7 @@ TEST_P(TraceTest, AStepThroughThreeWorkers) {
   const absl::Time after = absl::Now();
 
   const std::string id = std::to_string(context.id());
-  const auto made = OfCategory(events, "made"), served = OfCategory(events, "served");
+  const auto made = OfCategory(events, "client"), served = OfCategory(events, "server");
   ASSERT_EQ(made.size(), 2u);
   ASSERT_EQ(served.size(), 2u);
   for (const TraceSlice* call : made) {
@@ -140,7 +140,7 @@ TEST_P(TraceTest, ErrorsStandWhereTheyWere) {
     if (slice.args.count("error") == 0) continue;
     ++failed;
     const std::string& error = slice.args.at("error");
-    EXPECT_TRUE(error.find(slice.category == "made" || slice.category == "served"
+    EXPECT_TRUE(error.find(slice.category == "client" || slice.category == "server"
                                ? "no such luck"
                                : "the hook fails") != std::string::npos)
         << slice.category << ": " << error;
@@ -159,7 +159,7 @@ TEST_P(TraceTest, OffAgainAndAgain) {
   Start();
   EXPECT_EQ(team_[0].StartTrace().code(), absl::StatusCode::kFailedPrecondition);
   run();
-  EXPECT_EQ(OfCategory(Stop(), "made").size(), 1u);
+  EXPECT_EQ(OfCategory(Stop(), "client").size(), 1u);
   run();
   // Too small for anything: what is missing is said.
   Start({.max_bytes = 1});
