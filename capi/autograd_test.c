@@ -191,11 +191,15 @@ static void test_state(dg_optimizer* optimizer, const dg_context* context) {
 static void test_remove(dg_optimizer* front, dg_optimizer* back, const dg_context* context) {
   state_of state = {0};
   dg_optimizer* again = NULL;
+  dg_context* of_back = NULL;
   OK(dg_optimizer_remove(front));
   OK(dg_optimizer_remove(front));
   FAILS(DG_INVALID_ARGUMENT, dg_optimizer_remove(NULL));
   FAILS(DG_NOT_FOUND, dg_optimizer_step(front, context));
-  FAILS(DG_NOT_FOUND, dg_optimizer_step(back, context));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_step(back, context)); /* which is of the other worker */
+  OK(dg_context_create(workers[1], &of_back));
+  FAILS(DG_NOT_FOUND, dg_optimizer_step(back, of_back));
+  dg_context_destroy(of_back);
   FAILS(DG_NOT_FOUND, dg_optimizer_state(front, visit_state, &state));
   OK(dg_optimizer_create_sgd(workers[0], DG_STR("s"), NULL, 0, NULL, &again));
   OK(dg_optimizer_step(again, context));

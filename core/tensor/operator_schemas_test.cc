@@ -638,12 +638,6 @@ TEST(OperatorSchemas, KindsOfArguments) {
   EXPECT_TRUE(Call("aten::_foreach_mul.ScalarList", {std::vector<at::Tensor>{a, a}, numbers})[0]
                   .toTensorVector()[1]
                   .equal(at::mul(a, 0.5)));
-  // Names of dimensions travel as strings, alone and in lists.
-  const at::Tensor named =
-      Call("aten::refine_names",
-           {a, std::vector<std::string>{"dimname::rows", "dimname::columns"}})[0]
-          .toTensor();
-  EXPECT_TRUE(named.has_names());
   EXPECT_TRUE(Call("aten::randn.generator", {std::vector<int64_t>{2}, c10::IValue()})[0]
                   .toTensor()
                   .defined());

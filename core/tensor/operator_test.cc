@@ -185,7 +185,7 @@ TEST(CallOperator, WhatTheOperatorThrows) {
             absl::StatusCode::kInvalidArgument);
   const absl::Status singular = CallError("aten::linalg_inv", {at::zeros({2, 2})});
   EXPECT_EQ(singular.code(), absl::StatusCode::kInvalidArgument) << singular;
-  const absl::Status missing = CallError("aten::sum", {at::zeros({2}).to_sparse().to_sparse_csr()});
+  const absl::Status missing = CallError("aten::sum", {at::zeros({2, 2}).to_sparse_csr()});
   EXPECT_NE(missing.code(), absl::StatusCode::kInternal) << missing;
 }
 

@@ -447,10 +447,9 @@ TEST(EncryptedGlooTest, StrangersNeitherGetInNorDisturb) {
 
 // A listener that holds too many strangers closes the connections of ranks, too.
 TEST(EncryptedGlooTest, AConnectionThatIsClosedBeforeItIsWelcomeIsOpenedAgain) {
-  std::atomic<int> closed{0};
+  std::atomic<int> begun{0};
   Proxies proxies([&](Way way, std::string bytes) {
-    if (way == Way::kToServer && absl::StartsWith(bytes, "distgrad") && closed < 5) {
-      ++closed;
+    if (way == Way::kToServer && absl::StartsWith(bytes, "distgrad") && begun++ < 5) {
       bytes[0] = 'x';
     }
     return bytes;
@@ -460,7 +459,7 @@ TEST(EncryptedGlooTest, AConnectionThatIsClosedBeforeItIsWelcomeIsOpenedAgain) {
     EXPECT_TRUE(status.ok()) << status;
   }
   for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.equal(at::full({10}, 2.0f)));
-  EXPECT_EQ(closed, 5);
+  EXPECT_GT(begun, 5);
 }
 
 // Exchanges the entries of two ranks, as who can write to a store that is not signed may.
