@@ -1449,8 +1449,8 @@ class PipelineStages {
       made.destroy = [](void* data) { delete static_cast<PipelineStage*>(data); };
       owners.push_back(std::make_unique<PipelineStage>(std::move(stage)));
       std::vector<dg_str>& of_stage = names[list.size() - 1];
-      for (const auto& [name, parameter] : owners.back()->tied) {
-        of_stage.push_back(Str(name));
+      for (const auto& [tied_name, parameter] : owners.back()->tied) {
+        of_stage.push_back(Str(tied_name));
         tied[list.size() - 1].push_back(parameter.get());
       }
       made.tied_names = of_stage.data();
