@@ -47,7 +47,8 @@ expect_error 2 "--trace" --single --trace=trace.json
 "$program" --workers=2 --data=data --epochs=1 --batch=25 --output=traced --trace=trace.json
 "$check" trace.0.json trace.1.json | tee stdout
 # Four steps: worker 0 steps itself and worker 1, and each takes part in the backward.
-for line in "worker0 client step 8" "worker1 server step 4" "worker0 pass backward 4" \
+for line in "worker0 client distgrad.optimizer.step/ 8" \
+  "worker1 server distgrad.optimizer.step/ 4" "worker0 pass backward 4" \
   "worker1 pass backward 4"; do
   grep -qx "$line" stdout || fail "the traces lack: $line"
 done

@@ -245,12 +245,13 @@ TEST(OptimizerStepTest, StepsAtOnce) {
   EXPECT_TRUE(w.equal(at::full({64, 64}, -300.0)));
 }
 
-// Two optimizers of one worker, and one of another, share a parameter.
+// Two optimizers of each worker share a parameter.
 TEST(OptimizerStepTest, StepsOfOptimizersThatShareAParameter) {
   Team team(2);
   const at::Tensor w = at::zeros({64, 64}).set_requires_grad(true);
   const auto make = [&](int worker, const char* name) { return NewSgd(team[worker], {w}, name); };
-  const auto a0 = make(0, "a"), a1 = make(1, "a"), b0 = make(0, "b"), b1 = make(1, "b");
+  const std::unique_ptr<Optimizer> optimizers[] = {make(0, "a"), make(1, "a"), make(0, "b"),
+                                                   make(1, "b")};
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
@@ -262,7 +263,7 @@ TEST(OptimizerStepTest, StepsOfOptimizersThatShareAParameter) {
                      [&](Tensors, Request&) { return Tensors{(w * 2).sum()}; }, {})[0];
         const absl::Status done = context.Backward({y + w.sum()});
         EXPECT_TRUE(done.ok()) << done;
-        const absl::Status stepped = (t < 2 ? a0 : b1)->Step(context);
+        const absl::Status stepped = optimizers[t]->Step(context);
         EXPECT_TRUE(stepped.ok()) << stepped;
       }
     });
