@@ -346,7 +346,8 @@ TEST(OptimizerStepTest, Errors) {
   // No gradients: nothing to do, and nothing to clip.
   const at::Tensor before = w.detach().clone();
   EXPECT_TRUE(here->Step(context).ok());
-  EXPECT_EQ(*there->ClipGradients(context, 1), 0.0);
+  EXPECT_EQ(*here->ClipGradients(context, 1), 0.0);
+  EXPECT_EQ(there->Step(context).code(), absl::StatusCode::kInvalidArgument) << "of worker 0";
   EXPECT_TRUE(w.equal(before));
   for (const double rate : {-0.1, std::numeric_limits<double>::infinity(), std::nan("")})
     EXPECT_EQ(here->SetLearningRate(rate).code(), absl::StatusCode::kInvalidArgument) << rate;
