@@ -84,17 +84,18 @@ TEST_P(OptimizerTest, FiftyStepsEqualThoseOfOneProcess) {
 
   for (int step = 0; step < 50; ++step) {
     SCOPED_TRACE(step);
+    const int leader = step % kWorkers;
     if (step % 7 == 6) {
       // Of all parts, by whichever worker.
       const double rate = 0.1 / (step + 1);
-      const absl::Status set = optimizers[step % kWorkers]->SetLearningRate(rate);
+      const absl::Status set = optimizers[leader]->SetLearningRate(rate);
       ASSERT_TRUE(set.ok()) << set;
       single->param_groups()[0].options().set_lr(rate);
     }
-    Context context = team[0].NewContext();
+    Context context = team[leader].NewContext();
     at::Tensor x = Input(step), y = Input(step);
     for (int w = 0; w < kWorkers; ++w) {
-      x = team.Run(0, w, context,
+      x = team.Run(leader, w, context,
                    [&, w](Tensors in, Request&) { return Tensors{Layer(mine[w], in[0], step, w)}; },
                    {x})[0];
       y = Layer(reference[w], y, step, w);
@@ -105,12 +106,12 @@ TEST_P(OptimizerTest, FiftyStepsEqualThoseOfOneProcess) {
     y.square().mean().backward();
     if (GetParam().max_norm > 0) {
       const absl::StatusOr<double> norm =
-          optimizers[step % kWorkers]->ClipGradients(context, GetParam().max_norm);
+          optimizers[leader]->ClipGradients(context, GetParam().max_norm);
       ASSERT_TRUE(norm.ok()) << norm.status();
       EXPECT_EQ(*norm, torch::nn::utils::clip_grad_norm_(all, GetParam().max_norm));
     }
-    // From any of them, and of a context that may be another's.
-    const absl::Status stepped = optimizers[step % kWorkers]->Step(context);
+    // From any of them that leads the step.
+    const absl::Status stepped = optimizers[leader]->Step(context);
     ASSERT_TRUE(stepped.ok()) << stepped;
     single->step();
   }
@@ -160,14 +161,14 @@ TEST_P(OptimizerTest, GoesOnFromFiles) {
   const auto path = [](int w) {
     return testing::TempDir() + "/" + GetParam().name + std::to_string(w) + ".safetensors";
   };
-  const auto train = [](Team& team, const std::vector<Tensors>& mine, Optimizer& optimizer,
-                        int begin, int end) {
+  const auto train = [](Team& team, const std::vector<Tensors>& mine, int leader,
+                        Optimizer& optimizer, int begin, int end) {
     for (int step = begin; step < end; ++step) {
-      Context context = team[0].NewContext();
+      Context context = team[leader].NewContext();
       at::Tensor x = Input(step);
       for (int w = 0; w < kWorkers; ++w) {
         x = team.Run(
-            0, w, context,
+            leader, w, context,
             [&, w](Tensors in, Request&) { return Tensors{Layer(mine[w], in[0], step, w)}; },
             {x})[0];
       }
@@ -184,7 +185,7 @@ TEST_P(OptimizerTest, GoesOnFromFiles) {
     std::vector<std::unique_ptr<Optimizer>> optimizers;
     for (int w = 0; w < kWorkers; ++w)
       optimizers.push_back(NewOptimizer(team[w], GetParam().make(mine[w])));
-    train(team, mine, *optimizers[0], 0, 4);
+    train(team, mine, 0, *optimizers[0], 0, 4);
     for (int w = 0; w < kWorkers; ++w) {
       const absl::Status saved = optimizers[w]->Save(names(mine[w]), path(w));
       ASSERT_TRUE(saved.ok()) << saved;
@@ -192,7 +193,7 @@ TEST_P(OptimizerTest, GoesOnFromFiles) {
       for (const at::Tensor& p : mine[w])
         copies[w].push_back(p.detach().clone().set_requires_grad(true));
     }
-    train(team, mine, *optimizers[1], 4, 8);
+    train(team, mine, 1, *optimizers[1], 4, 8);
     optimizers[2]->Remove();
     EXPECT_EQ(optimizers[2]->Save(names(mine[2]), path(2)).code(), absl::StatusCode::kNotFound);
     EXPECT_EQ(optimizers[2]->Load(path(2), names(mine[2])).code(), absl::StatusCode::kNotFound);
@@ -207,7 +208,7 @@ TEST_P(OptimizerTest, GoesOnFromFiles) {
     const absl::Status loaded = optimizers[w]->Load(path(w), names(p));
     ASSERT_TRUE(loaded.ok()) << loaded;
   }
-  train(team, copies, *optimizers[2], 4, 8);
+  train(team, copies, 2, *optimizers[2], 4, 8);
   for (int w = 0; w < kWorkers; ++w) {
     for (size_t i = 0; i < mine[w].size(); ++i) {
       EXPECT_TRUE(copies[w][i].equal(mine[w][i])) << "worker " << w << ", parameter " << i;

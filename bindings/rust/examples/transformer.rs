@@ -89,9 +89,9 @@ impl Options {
             *number = value.parse().ok().filter(|n| *n > 0).ok_or(format!("{argument}?"))?;
         }
         let fits = !options.file.is_empty()
-            && options.batch % options.replicas == 0
+            && options.batch.is_multiple_of(options.replicas)
             && options.batch / options.replicas >= options.micro_batches
-            && options.width % 4 == 0;
+            && options.width.is_multiple_of(4);
         if !fits {
             const USAGE: &str =
                 "transformer FILE [--OPTION=VALUE...]: --width is a multiple of 4, \
