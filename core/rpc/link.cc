@@ -153,8 +153,9 @@ void Link::SetBulk(std::shared_ptr<Link> bulk) {
     absl::MutexLock lock(&mu_);
     if (state_ != State::kClosed && bulk_ == nullptr) bulk_ = std::exchange(bulk, nullptr);
   }
-  if (bulk != nullptr)
+  if (bulk != nullptr) {
     return bulk->Close(absl::CancelledError("the connection that it would serve is closed"));
+  }
   out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
 }
 

@@ -4,7 +4,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/gpu_streams.h"
 #include "core/tensor/message_codec.h"
 #include "core/tensor/message_format.h"
 
@@ -141,24 +141,23 @@ absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
   return AppendStrided(values, Head{}, /*contiguous=*/true, packet);
 }
 
+bool IsSmallOnGpu(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_cuda() && tensor.nbytes() <= kInlineBytes &&
+         IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
+}
+
 // The small tensors of GPUs, each in its place, in memory of the host; the others are undefined
-// there. A stream is waited for once, and not for each tensor.
+// there. Empty if there is no such tensor.
 std::vector<at::Tensor> SmallOnHost(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> on_host(tensors.size());
-  std::vector<c10::Stream> streams;
+  std::vector<at::Tensor> on_host;
+  GpuStreams streams;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensors[i];
-    if (!tensor.defined() || !tensor.is_cuda() || tensor.nbytes() > kInlineBytes ||
-        !IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys)) {
-      continue;
-    }
-    on_host[i] = tensor.to(at::kCPU, /*non_blocking=*/true);
-    const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(tensor.device());
-    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
-      streams.push_back(stream);
-    }
+    if (!IsSmallOnGpu(tensors[i])) continue;
+    on_host.resize(tensors.size());
+    on_host[i] = tensors[i].to(at::kCPU, /*non_blocking=*/true);
+    streams.Add(tensors[i].device());
   }
-  for (const c10::Stream& stream : streams) stream.synchronize();
+  streams.Await();
   return on_host;
 }
 
@@ -217,7 +216,8 @@ absl::Status AppendMessage(const Message& message, Packet* packet, const DeviceM
     c10::NoGradGuard no_grad;
     const std::vector<at::Tensor> on_host = SmallOnHost(message.tensors);
     for (; index < message.tensors.size() && status.ok(); ++index) {
-      status = AppendTensor(message.tensors[index], on_host[index], devices, packet);
+      status = AppendTensor(message.tensors[index], on_host.empty() ? at::Tensor() : on_host[index],
+                            devices, packet);
     }
   } catch (...) {
     status = StatusFromException(std::current_exception());

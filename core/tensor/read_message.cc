@@ -2,7 +2,6 @@
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -18,6 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/gpu_streams.h"
 #include "core/tensor/keep_memory.h"
 #include "core/tensor/message_codec.h"
 #include "core/tensor/message_format.h"
@@ -253,21 +253,16 @@ class CopiesToGpus {
   at::Tensor Begin(at::Tensor from, at::Device to) {
     at::Tensor copy = from.to(to, /*non_blocking=*/true);
     from_.push_back(std::move(from));
-    const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(to);
-    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
-      streams_.push_back(stream);
-    }
+    streams_.Add(to);
     return copy;
   }
 
   // Whoever gets the message may use it on any stream.
-  void Await() {
-    for (const c10::Stream& stream : streams_) stream.synchronize();
-  }
+  void Await() const { streams_.Await(); }
 
  private:
   std::vector<at::Tensor> from_;
-  std::vector<c10::Stream> streams_;
+  GpuStreams streams_;
 };
 
 absl::StatusOr<at::Tensor> ReadTensor(WireReader& reader, SegmentReader& segments,

@@ -1423,7 +1423,7 @@ struct PipelineStage {
   int64_t inputs = 1;  // DG_ANY_COUNT: any number
   int64_t targets = 1;
   bool recompute = false;
-  std::map<std::string, Tensor> tied = {};  // see dg_pipeline_stage
+  TensorMap tied = {};  // see dg_pipeline_stage
 };
 
 // The stages of a pipeline that a worker has, by their number, until its end or that of the worker.
@@ -1434,8 +1434,8 @@ class PipelineStages {
     std::vector<dg_pipeline_stage> list;
     std::vector<const dg_pipeline_stage*> pointers;
     std::vector<std::unique_ptr<PipelineStage>> owners;
-    std::vector<std::vector<dg_str>> names(stages.size());
-    std::vector<std::vector<const dg_tensor*>> tied(stages.size());
+    std::vector<internal::NamedHandles> tied;
+    tied.reserve(stages.size());
     list.reserve(stages.size());
     for (auto& [number, stage] : stages) {
       dg_pipeline_stage& made = list.emplace_back(dg_pipeline_stage DG_PIPELINE_STAGE_INIT);
@@ -1448,14 +1448,10 @@ class PipelineStages {
       made.flags = stage.recompute ? DG_PIPELINE_STAGE_RECOMPUTE : 0;
       made.destroy = [](void* data) { delete static_cast<PipelineStage*>(data); };
       owners.push_back(std::make_unique<PipelineStage>(std::move(stage)));
-      std::vector<dg_str>& of_stage = names[list.size() - 1];
-      for (const auto& [tied_name, parameter] : owners.back()->tied) {
-        of_stage.push_back(Str(tied_name));
-        tied[list.size() - 1].push_back(parameter.get());
-      }
-      made.tied_names = of_stage.data();
-      made.tied = tied[list.size() - 1].data();
-      made.tied_count = of_stage.size();
+      const internal::NamedHandles& named = tied.emplace_back(owners.back()->tied);
+      made.tied_names = named.names.data();
+      made.tied = named.tensors.data();
+      made.tied_count = named.names.size();
       pointers.push_back(&made);
     }
     for (size_t i = 0; i < list.size(); ++i) list[i].user_data = owners[i].release();
