@@ -1,25 +1,42 @@
-// Runs a batch through the stages of the workers, backward too, and steps the optimizer of all.
+// Runs batches through the stages of the workers, and steps the optimizer of all.
 #include "examples/distributed.h"
 
+#include <algorithm>
 #include <utility>
 
-#include "c10/core/GradMode.h"
+#include "ATen/ops/cat.h"
 #include "core/base/status.h"
+#include "core/pipeline/schedule.h"
 #include "torch/optim/sgd.h"
 
 namespace distgrad {
+namespace {
 
-absl::StatusOr<std::unique_ptr<StageServer>> StageServer::Create(Worker* worker, uint64_t seed) {
-  DG_ASSIGN_OR_RETURN(Stage stage, Stage::Create(worker->rank(), worker->world_size(), seed));
+constexpr char kPipeline[] = "fashion_mnist";
+
+using Tensors = std::vector<at::Tensor>;
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StageServer>> StageServer::Create(
+    Worker* worker, uint64_t seed, std::function<void(const StageSpan&)> on_action) {
+  const int number = worker->rank();
+  DG_ASSIGN_OR_RETURN(Stage stage, Stage::Create(number, worker->world_size(), seed));
   DG_ASSIGN_OR_RETURN(
       std::unique_ptr<Optimizer> optimizer,
       Optimizer::Create(
           worker, std::make_unique<torch::optim::SGD>(
                       stage.parameters(), torch::optim::SGDOptions(/*lr=*/0).momentum(kMomentum))));
-  std::unique_ptr<StageServer> server(
-      new StageServer(worker, std::move(stage), std::move(optimizer)));
-  StageServer* const self = server.get();
-  DG_RETURN_IF_ERROR(worker->Register("forward", [self](Request& r) { return self->Forward(r); }));
+  std::unique_ptr<StageServer> server(new StageServer(std::move(stage), std::move(optimizer)));
+  const Stage& layers = server->stage_;
+  DG_ASSIGN_OR_RETURN(
+      server->stages_,
+      PipelineStages::Create(
+          worker, kPipeline,
+          {{number,
+            {.forward = [&layers](Tensors in) { return Tensors{layers.Forward(in[0])}; },
+             .loss = [](Tensors out, Tensors labels) { return Loss(out[0], labels[0]); }}}},
+          {.on_action = std::move(on_action)}));
   return server;
 }
 
@@ -27,38 +44,40 @@ CheckpointContents StageServer::Contents() const {
   return {.tensors = stage_.named_parameters(), .optimizers = {{"sgd", optimizer_.get()}}};
 }
 
-absl::StatusOr<Message> StageServer::Forward(Request& request) {
-  std::vector<at::Tensor>& tensors = request.message.tensors;
-  if (tensors.empty() || tensors.size() > 2) {
-    return absl::InvalidArgumentError("forward takes a batch, and its labels for the loss");
+absl::StatusOr<Pipeline*> DistributedLearner::PipelineFor(int64_t images) {
+  const int micro_batches = static_cast<int>(std::min<int64_t>(micro_batches_, images));
+  std::unique_ptr<Pipeline>& pipeline = pipelines_[micro_batches];
+  if (pipeline == nullptr) {
+    DG_ASSIGN_OR_RETURN(Schedule schedule, ZeroBubbleH1(worker_->world_size(), micro_batches));
+    DG_ASSIGN_OR_RETURN(pipeline, Pipeline::Create(worker_, {.name = kPipeline,
+                                                             .workers = worker_->names(),
+                                                             .schedule = std::move(schedule)}));
   }
-  tensors[0] = stage_.Forward(tensors[0]);
-  const int next = worker_->rank() + 1;
-  if (next < worker_->world_size()) {
-    return worker_->Call(worker_->names()[next], "forward", std::move(request.message),
-                         request.Nested());
-  }
-  if (tensors.size() == 1) return std::move(request.message);
-  return Message{"", {Loss(tensors[0], tensors[1])}};
+  return pipeline.get();
+}
+
+absl::StatusOr<at::Tensor> DistributedLearner::Gradients(const Context& context,
+                                                         const Batch& batch) {
+  DG_ASSIGN_OR_RETURN(Pipeline* const pipeline, PipelineFor(batch.size()));
+  DG_ASSIGN_OR_RETURN(PipelineResult result,
+                      pipeline->Train(context, {batch.images}, {batch.labels}));
+  return std::move(result.loss);
 }
 
 absl::StatusOr<double> DistributedLearner::Step(const Batch& batch, double learning_rate) {
   const Context context = worker_->NewContext();
-  DG_ASSIGN_OR_RETURN(const Message reply,
-                      worker_->Call(worker_->name(), "forward", {"", {batch.images, batch.labels}},
-                                    {.context = &context}));
-  const at::Tensor& loss = reply.tensors.at(0);
-  DG_RETURN_IF_ERROR(context.Backward({loss}));
+  DG_ASSIGN_OR_RETURN(const at::Tensor loss, Gradients(context, batch));
   DG_RETURN_IF_ERROR(optimizer_->SetLearningRate(learning_rate));
   DG_RETURN_IF_ERROR(optimizer_->Step(context));
   return loss.item<double>();
 }
 
 absl::StatusOr<at::Tensor> DistributedLearner::Predict(const at::Tensor& images) {
-  const c10::NoGradGuard no_grad;
-  DG_ASSIGN_OR_RETURN(const Message reply,
-                      worker_->Call(worker_->name(), "forward", {"", {images}}));
-  return reply.tensors.at(0);
+  DG_ASSIGN_OR_RETURN(Pipeline* const pipeline, PipelineFor(images.size(0)));
+  DG_ASSIGN_OR_RETURN(const PipelineResult result, pipeline->Evaluate({images}));
+  Tensors scores;
+  for (const Tensors& outputs : result.outputs) scores.push_back(outputs.at(0));
+  return at::cat(scores);
 }
 
 }  // namespace distgrad

@@ -1,7 +1,11 @@
-// Training over workers: each holds a stage of the network, worker 0 has the data and leads.
+// Training over workers, as a pipeline: each holds a stage of the network, worker 0 has the data
+// and leads.
 #ifndef DISTGRAD_EXAMPLES_DISTRIBUTED_H_
 #define DISTGRAD_EXAMPLES_DISTRIBUTED_H_
 
+#include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -9,6 +13,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/checkpoint/job/part.h"
+#include "core/pipeline/pipeline.h"
+#include "core/pipeline/stages.h"
 #include "core/worker/optimizer.h"
 #include "core/worker/worker.h"
 #include "examples/model.h"
@@ -16,16 +22,12 @@
 
 namespace distgrad {
 
-// A worker's stage, with its part of the optimizer, and what the others may call of it:
-//
-//   "forward"  {images or activations}: the scores; {the same, labels}: the mean loss of the
-//              batch. Runs this stage and calls the next one, nested.
-//
-// Thread-safe.
+// A worker's stage of the pipeline, and its part of the optimizer. Thread-safe.
 class StageServer {
  public:
-  // Registers that. The worker must outlive it.
-  static absl::StatusOr<std::unique_ptr<StageServer>> Create(Worker* worker, uint64_t seed);
+  // The worker must outlive it. `on_action` is as in PipelineStagesOptions.
+  static absl::StatusOr<std::unique_ptr<StageServer>> Create(
+      Worker* worker, uint64_t seed, std::function<void(const StageSpan&)> on_action = nullptr);
 
   const std::vector<at::Tensor>& parameters() const { return stage_.parameters(); }
   // Steps the parts of all workers.
@@ -35,30 +37,37 @@ class StageServer {
   CheckpointContents Contents() const;
 
  private:
-  StageServer(Worker* worker, Stage stage, std::unique_ptr<Optimizer> optimizer)
-      : worker_(worker), stage_(std::move(stage)), optimizer_(std::move(optimizer)) {}
+  StageServer(Stage stage, std::unique_ptr<Optimizer> optimizer)
+      : stage_(std::move(stage)), optimizer_(std::move(optimizer)) {}
 
-  absl::StatusOr<Message> Forward(Request& request);
-
-  // Constant after construction.
-  Worker* const worker_;
+  // Constant after Create().
   const Stage stage_;
   const std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<PipelineStages> stages_;
 };
 
 // Leads the training, on worker 0. For one thread.
 class DistributedLearner : public Learner {
  public:
-  // Both must outlive it.
-  DistributedLearner(Worker* worker, Optimizer* optimizer)
-      : worker_(worker), optimizer_(optimizer) {}
+  // Cuts each batch into as many micro-batches, or into single images where it has fewer. Worker
+  // and optimizer must outlive it.
+  DistributedLearner(Worker* worker, Optimizer* optimizer, int micro_batches)
+      : worker_(worker), optimizer_(optimizer), micro_batches_(micro_batches) {}
 
   absl::StatusOr<double> Step(const Batch& batch, double learning_rate) override;
   absl::StatusOr<at::Tensor> Predict(const at::Tensor& images) override;
 
+  // Leaves the gradients of the batch's mean loss, which it returns, in the context.
+  absl::StatusOr<at::Tensor> Gradients(const Context& context, const Batch& batch);
+
  private:
+  // Returns the pipeline for a batch of so many images.
+  absl::StatusOr<Pipeline*> PipelineFor(int64_t images);
+
   Worker* const worker_;
   Optimizer* const optimizer_;
+  const int micro_batches_;
+  std::map<int, std::unique_ptr<Pipeline>> pipelines_;  // by their number of micro-batches
 };
 
 }  // namespace distgrad

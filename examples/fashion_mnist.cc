@@ -4,6 +4,9 @@
 //   tools/bazel run //examples:fashion_mnist -- --help
 #include <memory>
 
+#include "CLI/App.hpp"
+#include "CLI/Config.hpp"
+#include "CLI/Formatter.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
@@ -26,11 +29,13 @@ namespace distgrad {
 namespace {
 
 // A stage; and with worker 0's, which run it is of.
-CheckpointContents Contents(const StageServer& stage, const Options& options, int rank) {
+CheckpointContents Contents(const StageServer& stage, const Options& options, int micro_batches,
+                            int rank) {
   CheckpointContents contents = stage.Contents();
   // The learning rate goes down to 0 in the last epoch.
   const CheckpointValues values = {{"seed", absl::StrCat(options.seed)},
                                    {"batch", absl::StrCat(options.batch)},
+                                   {"micro-batches", absl::StrCat(micro_batches)},
                                    {"epochs", absl::StrCat(options.epochs)},
                                    {"lr", absl::StrCat(options.learning_rate)}};
   if (rank == 0) SaveRunOptions(values, contents);
@@ -38,7 +43,7 @@ CheckpointContents Contents(const StageServer& stage, const Options& options, in
 }
 
 // Runs one worker of the job. Worker 0 leads; the others serve until the job ends.
-absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
+absl::Status TrainDistributed(const Options& options, int micro_batches, const JobPlace& place) {
   DG_ASSIGN_OR_RETURN(TraceFile trace, TraceFile::Open(options.trace, place.rank));
   std::unique_ptr<Training> training;
   // After Ctrl-C, which comes to all of them, the others are still needed for a last checkpoint.
@@ -52,17 +57,18 @@ absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
                                       .timeout = options.timeout,
                                       .join_timeout = options.timeout}));
   DG_ASSIGN_OR_RETURN(const std::unique_ptr<StageServer> stage,
-                      StageServer::Create(worker.get(), options.seed));
+                      StageServer::Create(worker.get(), options.seed, trace.StageRecorder()));
   std::unique_ptr<CheckpointPart> part;
   if (!options.checkpoint.empty()) {
     DG_ASSIGN_OR_RETURN(
-        part, CheckpointPart::Create(worker.get(), Contents(*stage, options, place.rank)));
+        part,
+        CheckpointPart::Create(worker.get(), Contents(*stage, options, micro_batches, place.rank)));
   }
   // Before the others may call, so that each call is in the traces of both.
   DG_RETURN_IF_ERROR(trace.Start(*worker));
   DG_RETURN_IF_ERROR(worker->Barrier(absl::Now() + options.timeout));
   if (training != nullptr) {
-    DistributedLearner learner(worker.get(), &stage->optimizer());
+    DistributedLearner learner(worker.get(), &stage->optimizer(), micro_batches);
     DG_RETURN_IF_ERROR(TrainFromCheckpoints(
         worker.get(), options, [&](int64_t steps) { return training->Resume(steps); },
         [&](const Training::Save& save) { return training->Run(learner, save); }));
@@ -76,7 +82,8 @@ absl::Status TrainDistributed(const Options& options, const JobPlace& place) {
 }  // namespace distgrad
 
 int main(int argc, char** argv) {
-  const distgrad::CommandLine line = {
+  int micro_batches = 4;
+  distgrad::CommandLine line = {
       .name = "fashion_mnist",
       .description =
           "Trains a small convolutional network on Fashion-MNIST, its layers split over worker\n"
@@ -86,6 +93,17 @@ int main(int argc, char** argv) {
       .processes_description = "Worker processes, each with some of the layers",
       .most_processes = distgrad::kLayers,
       .has_worker_options = true};
+  line.add = [&](CLI::App& app) {
+    app.add_option("--micro-batches", micro_batches,
+                   "Parts of each batch, which go through the layers one behind the other")
+        ->type_name("N")
+        ->capture_default_str()
+        ->check(CLI::Range(1, 1024))
+        ->excludes(app.get_option("--single"));
+  };
   return distgrad::RunProgram(argc, argv, line,
-                              {distgrad::TrainSingle, distgrad::TrainDistributed});
+                              {distgrad::TrainSingle, [&](const distgrad::Options& options,
+                                                          const distgrad::JobPlace& place) {
+                                 return distgrad::TrainDistributed(options, micro_batches, place);
+                               }});
 }

@@ -20,6 +20,7 @@ expect_error() {
 echo "== errors: one line each"
 expect_error 2 "--wrokers" --wrokers=2
 expect_error 2 "--workers" --workers=99
+expect_error 2 "--micro-batches" --micro-batches=0
 expect_error 1 "nowhere/train-images-idx3-ubyte.gz" --single --data=/nowhere
 touch in_the_way
 expect_error 1 "in_the_way" --single --output=in_the_way
@@ -44,12 +45,14 @@ grep "picture: left out, gnuplot is not installed" stdout
 
 echo "== traces of two workers"
 expect_error 2 "--trace" --single --trace=trace.json
-"$program" --workers=2 --data=data --epochs=1 --batch=25 --output=traced --trace=trace.json
+"$program" --workers=2 --data=data --epochs=1 --batch=25 --micro-batches=5 --output=traced \
+  --trace=trace.json
 "$check" trace.0.json trace.1.json | tee stdout
-# Four steps: worker 0 steps itself and worker 1, and each takes part in the backward.
+# Four steps, and a pass over the test images: worker 0 steps itself and worker 1, and each has all
+# micro-batches.
 for line in "worker0 client distgrad.optimizer.step/ 8" \
-  "worker1 server distgrad.optimizer.step/ 4" "worker0 pass backward 4" \
-  "worker1 pass backward 4"; do
+  "worker1 server distgrad.optimizer.step/ 4" "worker0 pipeline forward 0 5" \
+  "worker1 pipeline send gradients 4 4"; do
   grep -qx "$line" stdout || fail "the traces lack: $line"
 done
 if grep "did not fit" stdout; then fail "the trace is not whole"; fi
@@ -81,6 +84,8 @@ cat <&"${COPROC[0]}" >/dev/null # until the workers have ended, too
 wait "$pid" || true
 ls -d stopped.saved/step-*
 expect_error 2 "--batch=10" --workers=1 --data=noise --batch=20 --checkpoint=stopped.saved --resume
+expect_error 2 "--micro-batches=4" "${run[@]}" --workers=1 --micro-batches=2 \
+  --checkpoint=stopped.saved --resume
 train --workers=3 --output=stopped --checkpoint=stopped.saved --resume >stdout
 grep -q "test accuracy" stdout
 "$checkpoint" diff whole.saved stopped.saved || fail "the resumed run has learnt something else"

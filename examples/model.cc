@@ -37,18 +37,15 @@ constexpr std::array<Layer, kLayers> kNetwork = {{
     {64L * 4 * 4, 128, 0, 0},
     {128, 10, 0, 0},
 }};
-constexpr int kConvolutions = 3;
-
-// Returns the first layer of stage `index` of `count`: the convolutions are spread over all stages
-// but the last, as long as there are enough of them.
+// Returns the first layer of stage `index` of `count`. The cuts balance the time that the stages
+// take: the second convolution alone takes as long as the layers behind it.
 int FirstLayer(int index, int count) {
-  if (count > kConvolutions + 1) {
-    // The last stages get one layer each.
-    return std::max(index, kLayers - (count - index));
-  }
-  if (index == count) return kLayers;
-  if (count == 1) return 0;
-  return kConvolutions * index / (count - 1);
+  constexpr int kFirstLayers[kLayers][kLayers + 1] = {{0, kLayers},
+                                                      {0, 2, kLayers},
+                                                      {0, 1, 2, kLayers},
+                                                      {0, 1, 2, 3, kLayers},
+                                                      {0, 1, 2, 3, 4, kLayers}};
+  return kFirstLayers[count - 1][index];
 }
 
 }  // namespace

@@ -20,9 +20,9 @@ inline constexpr int kLayers = 5;
 // the parameters meanwhile.
 class Stage {
  public:
-  // Creates stage `index` of `count`. The convolutions come first and the classifier last, in a
-  // stage of its own as soon as there are two. The same seed gives the same parameters however the
-  // network is cut. kInvalidArgument if it cannot be cut like that.
+  // Creates stage `index` of `count`, which take about the same time as far as the layers allow
+  // that. The same seed gives the same parameters however the network is cut. kInvalidArgument if
+  // it cannot be cut into so many.
   static absl::StatusOr<Stage> Create(int index, int count, uint64_t seed);
 
   // The first stage takes float [n, 1, 28, 28]; the last one returns float [n, 10], the

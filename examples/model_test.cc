@@ -54,11 +54,12 @@ TEST(ModelTest, HasTheSizeItsCommentStates) {
   EXPECT_EQ(size, 188746);
 }
 
-TEST(ModelTest, IsCutBeforeTheClassifier) {
+TEST(ModelTest, IsCutWhereTheStagesTakeTheSameTime) {
   const std::vector<Stage> two = Cut(2, 0);
-  EXPECT_EQ(two[0].Describe(), "conv 5x5 1->32, conv 3x3 32->64, conv 3x3 64->64");
-  EXPECT_EQ(two[1].Describe(), "linear 1024->128, linear 128->10");
-  EXPECT_EQ(Cut(4, 0)[3].Describe(), two[1].Describe());
+  EXPECT_EQ(two[0].Describe(), "conv 5x5 1->32, conv 3x3 32->64");
+  EXPECT_EQ(two[1].Describe(), "conv 3x3 64->64, linear 1024->128, linear 128->10");
+  EXPECT_EQ(Cut(3, 0)[2].Describe(), two[1].Describe());
+  EXPECT_EQ(Cut(4, 0)[3].Describe(), "linear 1024->128, linear 128->10");
   EXPECT_EQ(Cut(5, 0)[3].Describe(), "linear 1024->128");
 }
 

@@ -52,7 +52,7 @@ std::vector<Batch> Batches() {
 
 // Trains over the workers, worker 0 being `leader`, and in this process; compares each step.
 void TrainBothWays(Worker& leader, const StageServer& stage) {
-  DistributedLearner distributed(&leader, &stage.optimizer());
+  DistributedLearner distributed(&leader, &stage.optimizer(), /*micro_batches=*/1);
   SingleLearner single(kSeed);
   const Stage model = *Stage::Create(0, 1, kSeed);  // for the gradients of the first step
   bool first = true;
@@ -60,11 +60,8 @@ void TrainBothWays(Worker& leader, const StageServer& stage) {
     if (std::exchange(first, false)) {
       const Context context = leader.NewContext();
       const CallOptions in_context{.context = &context};
-      auto reply =
-          leader.Call(leader.name(), "forward", {"", {batch.images, batch.labels}}, in_context);
-      ASSERT_TRUE(reply.ok()) << reply.status();
-      const absl::Status done = context.Backward({reply->tensors[0]});
-      ASSERT_TRUE(done.ok()) << done;
+      const absl::StatusOr<at::Tensor> loss = distributed.Gradients(context, batch);
+      ASSERT_TRUE(loss.ok()) << loss.status();
       Loss(model.Forward(batch.images), batch.labels).backward();
       size_t parameter = 0;
       for (const std::string& worker : leader.names()) {
