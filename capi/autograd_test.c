@@ -210,6 +210,66 @@ static void test_remove(dg_optimizer* front, dg_optimizer* back, const dg_contex
   CHECK(state.count == 0);
 }
 
+/* Accumulation over contexts, against three backwards of one process. */
+static void test_sums(void) {
+  const float one = 1;
+  const dg_tensor* parameters[1];
+  dg_tensor* mine = floats(&one, 1, 1);
+  dg_optimizer *front = NULL, *back = NULL;
+  dg_context* contexts[3] = {NULL, NULL, NULL};
+  dg_tensor* gradient = NULL;
+  dg_sgd_options sgd = DG_SGD_OPTIONS_INIT;
+  float sum = 0, sum_there = 0, before_there;
+  sgd.learning_rate = 0.25;
+  OK(dg_tensor_require_grad(mine));
+  parameters[0] = mine;
+  OK(dg_optimizer_create_sgd(workers[0], DG_STR("sum"), parameters, 1, &sgd, &front));
+  parameters[0] = parameter;
+  OK(dg_optimizer_create_sgd(workers[1], DG_STR("sum"), parameters, 1, &sgd, &back));
+  before_there = data_of(parameter)[0];
+  for (int i = 0; i < 3; ++i) {
+    dg_tensor* y;
+    const dg_tensor* root;
+    data_of(mine)[0] = 1.1f + (float)i; /* the gradient over there */
+    OK(dg_context_create(workers[0], &contexts[i]));
+    root = y = remote(contexts[i], mine, DG_STR("multiply"));
+    OK(dg_context_backward(contexts[i], &root, 1, NULL));
+    dg_tensor_destroy(y);
+    sum += before_there;
+    sum_there += 1.1f + (float)i;
+  }
+  data_of(mine)[0] = 1;
+  OK(dg_worker_sum_gradients(workers[0], (const dg_context* const*)contexts, 3));
+  OK(dg_context_gradient(contexts[0], mine, &gradient));
+  CHECK(data_of(gradient)[0] == sum);
+  dg_tensor_destroy(gradient);
+  FAILS(DG_NOT_FOUND, dg_context_gradient(contexts[1], mine, &gradient));
+  OK(dg_optimizer_step(front, contexts[0]));
+  CHECK(data_of(mine)[0] == 1 - 0.25f * sum);
+  CHECK(data_of(parameter)[0] == before_there - 0.25f * sum_there);
+  data_of(parameter)[0] = before_there;
+
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_sum_gradients(workers[0], NULL, 0));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_sum_gradients(workers[0], NULL, 2));
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_sum_gradients(NULL, (const dg_context* const*)contexts, 3));
+  OK(dg_context_release(contexts[2]));
+  FAILS(DG_FAILED_PRECONDITION,
+        dg_worker_sum_gradients(workers[0], (const dg_context* const*)contexts, 3));
+  dg_context_destroy(contexts[2]);
+  SAYS(DG_INVALID_ARGUMENT, "contexts[2]",
+       dg_worker_sum_gradients(workers[0], (const dg_context* const*)contexts, 3));
+  contexts[2] = contexts[0];
+  SAYS(DG_INVALID_ARGUMENT, "twice",
+       dg_worker_sum_gradients(workers[0], (const dg_context* const*)contexts, 3));
+  OK(dg_optimizer_remove(front));
+  OK(dg_optimizer_remove(back));
+  dg_optimizer_destroy(front);
+  dg_optimizer_destroy(back);
+  dg_context_destroy(contexts[0]);
+  dg_context_destroy(contexts[1]);
+  dg_tensor_destroy(mine);
+}
+
 static void test_optimizers(void) {
   const float one = 1;
   const dg_tensor* parameters[1];
@@ -377,6 +437,7 @@ int main(void) {
   test_destroy_under_a_call();
   on_both(shut_down);
   test_optimizers();
+  test_sums();
   test_what_outlives_its_worker();
   clean_up();
   return 0;

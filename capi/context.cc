@@ -5,6 +5,7 @@
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "capi/worker_object.h"
+#include "core/worker/sum_gradients.h"
 
 namespace distgrad {
 namespace {
@@ -133,6 +134,24 @@ dg_error* dg_context_gradients(const dg_context* context,
       visit(user_data, leaf_handle.get(), gradient_handle.get());
     }
     return absl::OkStatus();
+  });
+}
+
+dg_error* dg_worker_sum_gradients(dg_worker* worker, const dg_context* const* contexts,
+                                  size_t count) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_RETURN_IF_ERROR(CheckArray(contexts, count, "contexts"));
+    std::vector<Pinned<ContextObject>> pinned;
+    std::vector<const Context*> summed;
+    for (size_t i = 0; i < count; ++i) {
+      absl::StatusOr<Pinned<ContextObject>> each = Pin<ContextObject>(contexts[i]);
+      if (!each.ok()) return Annotate(each.status(), absl::StrCat("contexts[", i, "]"));
+      summed.push_back(&(*each)->context);
+      pinned.push_back(*std::move(each));
+    }
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    return SumGradients(*use.get(), summed);
   });
 }
 

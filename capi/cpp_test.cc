@@ -363,6 +363,12 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   context.Backward({dg::Op("aten::sum", {x})});
   optimizer.Step(context);
   EXPECT_EQ(x.data<float>()[0], 0.5f);
+  const dg::Context second(worker);
+  second.Backward({dg::Op("aten::sum", {x})});
+  dg::SumGradients(worker, {context, second});
+  EXPECT_EQ(context.Gradient(x).data<float>()[0], 2.0f);
+  EXPECT_TRUE(second.Gradients().empty());
+  EXPECT_EQ(CodeOf([&] { dg::SumGradients(worker, {context, context}); }), DG_INVALID_ARGUMENT);
   EXPECT_EQ(CodeOf([&] { optimizer.SetLearningRate(-1); }), DG_INVALID_ARGUMENT);
   std::vector<std::pair<std::string, dg::Tensor>> state = optimizer.State();
   ASSERT_EQ(state.size(), 5u);  // without momentum there is nothing but options

@@ -842,6 +842,12 @@ static void call(state* s) {
       MAKE(TENSOR, dg_tensor, dg_context_gradient(C, T, &out));
       ran(s, dg_context_set_gradient(C, two[0], two[1]));
       ran(s, dg_context_gradients(C, visit, NULL));
+      {
+        const dg_context* contexts[2];
+        contexts[0] = C;
+        contexts[1] = C;
+        ran(s, dg_worker_sum_gradients(W, contexts, next(s) % 3));
+      }
       break;
     case 53: {
       dg_optimizer* optimizer = NULL;

@@ -1,10 +1,12 @@
 // Adds edges, peers and gradients to a context, and ends it on this worker.
 #include "core/autograd/context_record.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "core/autograd/executor/cheap_graph.h"
@@ -145,6 +147,12 @@ at::Tensor ContextRecord::LeafGradient::Get() const {
   return gradient_;
 }
 
+at::Tensor ContextRecord::LeafGradient::Take() {
+  absl::MutexLock lock(&mu_);
+  ready_.Await(gradient_);
+  return std::exchange(gradient_, at::Tensor());
+}
+
 void ContextRecord::LeafGradient::Set(at::Tensor gradient) {
   absl::MutexLock lock(&mu_);
   std::swap(gradient_, gradient);
@@ -174,6 +182,33 @@ void ContextRecord::AddToGradient(const at::Tensor& leaf, at::Tensor gradient) {
     sum = GradientToAddTo(leaf);
   }
   if (sum != nullptr) sum->Add(std::move(gradient));
+}
+
+absl::Status ContextRecord::TakeGradientsOf(ContextRecord& other) {
+  {
+    absl::MutexLock lock(&gradients_mu_);
+    if (gradients_dropped_) return ReleasedError();
+  }
+  LeafGradients taken;
+  {
+    absl::MutexLock lock(&other.gradients_mu_);
+    if (other.gradients_dropped_) return other.ReleasedError();
+    taken.swap(other.gradients_);
+  }
+  try {
+    const at::NoGradGuard no_grad;
+    for (const auto& [impl, slot] : taken) {
+      // A hook may have dropped it.
+      if (at::Tensor gradient = slot->Take(); gradient.defined()) {
+        AddToGradient(slot->leaf(), std::move(gradient));
+      }
+    }
+  } catch (...) {  // there was no memory, or an error of a device
+    return StatusFromException(std::current_exception());
+  }
+  // A release may have come meanwhile, and nothing was added since.
+  absl::MutexLock lock(&gradients_mu_);
+  return gradients_dropped_ ? ReleasedError() : absl::OkStatus();
 }
 
 void ContextRecord::Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) {

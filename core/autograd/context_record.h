@@ -109,6 +109,10 @@ class ContextRecord {
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
   // Adds a gradient that no backward has computed: calls neither the hook nor the leaf observer.
   void AddToGradient(const at::Tensor& leaf, at::Tensor gradient);
+  // Adds the gradients of another context, as passes that gave them here would have, but calls
+  // neither hooks nor the leaf observer. The other one has none any more. kFailedPrecondition, and
+  // nothing has changed, if one of the two is released; any other error leaves part of it done.
+  absl::Status TakeGradientsOf(ContextRecord& other);
   // The gradient of a leaf; kNotFound if no pass gave it one, kFailedPrecondition once released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
   // The gradients of several leaves; undefined for one that has none.
@@ -149,6 +153,8 @@ class ContextRecord {
     bool defined() const;
     // Returns the gradient; undefined if there is none.
     at::Tensor Get() const;
+    // Returns the gradient, which is gone then; undefined if there was none.
+    at::Tensor Take();
     void Set(at::Tensor gradient);
     // Sets the gradient if there is one. Returns whether there was.
     bool Replace(at::Tensor gradient);

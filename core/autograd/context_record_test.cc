@@ -49,6 +49,37 @@ TEST(ContextRecordTest, GradientsAddUp) {
   EXPECT_EQ(record.Gradient(leaf.tensor).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
+TEST(ContextRecordTest, TheGradientsOfAnotherContextAreMoved) {
+  ContextRecord record(1), other(2);
+  const Leaf both, here, there;
+  both.Add(record, 2);
+  here.Add(record, 3);
+  both.Add(other, 4);
+  there.Add(other, 5);
+  const void* const memory = other.Gradient(there.tensor)->data_ptr();
+  ASSERT_TRUE(record.TakeGradientsOf(other).ok());
+  EXPECT_TRUE(record.Gradient(both.tensor)->equal(at::full({2}, 6.0)));
+  EXPECT_TRUE(record.Gradient(here.tensor)->equal(at::full({2}, 3.0)));
+  EXPECT_TRUE(record.Gradient(there.tensor)->equal(at::full({2}, 5.0)));
+  EXPECT_EQ(record.Gradient(there.tensor)->data_ptr(), memory) << "it was copied";
+  EXPECT_TRUE(other.Gradients()->empty());
+  both.Add(other, 1);
+  EXPECT_TRUE(other.Gradient(both.tensor)->equal(at::full({2}, 1.0)));
+  EXPECT_TRUE(record.Gradient(both.tensor)->equal(at::full({2}, 6.0)));
+}
+
+TEST(ContextRecordTest, TheGradientsOfAReleasedContextAreAnErrorAndNothingIsMoved) {
+  ContextRecord record(1), other(2), released(3);
+  const Leaf leaf;
+  leaf.Add(record, 2);
+  leaf.Add(other, 3);
+  released.Release();
+  EXPECT_EQ(record.TakeGradientsOf(released).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(released.TakeGradientsOf(other).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(record.Gradient(leaf.tensor)->equal(at::full({2}, 2.0)));
+  EXPECT_TRUE(other.Gradient(leaf.tensor)->equal(at::full({2}, 3.0)));
+}
+
 TEST(ContextRecordTest, WhyATensorHasNoGradientIsSaid) {
   ContextRecord record(1);
   const Leaf leaf;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/status.h"
 
 namespace distgrad {
 
@@ -18,15 +19,7 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
                                                                           EdgeId edge) {
   absl::MutexLock lock(&mu_);
   if (auto it = contexts_.find(id); it != contexts_.end()) return it->second;
-  const auto gone = gone_.find(id);
-  if (gone != gone_.end() && gone->second == Gone::kRefused) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "context ", id, " was refused when it came; limit contexts_per_peer is ", most_));
-  }
-  // Of our own contexts we know all.
-  if (gone != gone_.end() || MakerOf(id) == self_) {
-    return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
-  }
+  DG_RETURN_IF_ERROR(WhyGone(id));
   size_t& count = of_origin_[MakerOf(id)];
   if (count >= most_) {
     if (edge != 0) Remember(id, Gone::kRefused);
@@ -36,6 +29,26 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
   }
   ++count;
   return contexts_.emplace(id, std::make_shared<ContextRecord>(id)).first->second;
+}
+
+absl::Status ContextRegistry::WhyGone(ContextId id) const {
+  const auto gone = gone_.find(id);
+  if (gone != gone_.end() && gone->second == Gone::kRefused) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "context ", id, " was refused when it came; limit contexts_per_peer is ", most_));
+  }
+  // Of our own contexts we know all.
+  if (gone != gone_.end() || MakerOf(id) == self_) {
+    return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindUnlessGone(ContextId id) const {
+  absl::MutexLock lock(&mu_);
+  if (auto it = contexts_.find(id); it != contexts_.end()) return it->second;
+  DG_RETURN_IF_ERROR(WhyGone(id));
+  return nullptr;
 }
 
 std::shared_ptr<ContextRecord> ContextRegistry::Find(ContextId id) const {

@@ -10,6 +10,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/context_record.h"
@@ -39,6 +40,9 @@ class ContextRegistry {
 
   // Returns null if this worker does not know it.
   std::shared_ptr<ContextRecord> Find(ContextId id) const;
+  // Returns null if this worker has never known it. kFailedPrecondition if it was released lately,
+  // kResourceExhausted if it was refused.
+  absl::StatusOr<std::shared_ptr<ContextRecord>> FindUnlessGone(ContextId id) const;
   std::vector<std::shared_ptr<ContextRecord>> All() const;
   size_t size() const;
 
@@ -48,6 +52,8 @@ class ContextRegistry {
  private:
   enum class Gone : uint8_t { kReleased, kRefused };
   void Remember(ContextId id, Gone how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Why it is known no more, of one that is not known.
+  absl::Status WhyGone(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const WorkerRank self_;
   const size_t most_;

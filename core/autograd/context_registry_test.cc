@@ -24,6 +24,26 @@ TEST(ContextRegistryTest, NoMessageBringsBackOneThatIsGone) {
   EXPECT_EQ(contexts.size(), 0u);
 }
 
+TEST(ContextRegistryTest, OneThatWasNeverKnownIsNotAddedByAskingForIt) {
+  ContextRegistry contexts(kSelf, /*incarnation=*/1, /*most=*/1);
+  const ContextId id = MakeId(kOther, 1);
+  const auto unknown = contexts.FindUnlessGone(id);
+  ASSERT_TRUE(unknown.ok()) << unknown.status();
+  EXPECT_EQ(*unknown, nullptr);
+  EXPECT_EQ(contexts.size(), 0u);
+  const auto added = contexts.FindOrAdd(id, /*edge=*/0);
+  ASSERT_TRUE(added.ok()) << added.status();
+  EXPECT_EQ(*contexts.FindUnlessGone(id), *added);
+  EXPECT_FALSE(contexts.FindOrAdd(MakeId(kOther, 2), /*edge=*/7).ok()) << "there are too many";
+  EXPECT_EQ(contexts.FindUnlessGone(MakeId(kOther, 2)).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  contexts.Remove(id);
+  EXPECT_EQ(contexts.FindUnlessGone(id).status().code(), absl::StatusCode::kFailedPrecondition);
+  // Of our own all are known.
+  EXPECT_EQ(contexts.FindUnlessGone(MakeId(kSelf, 9)).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
 // A job may last for months: what is remembered has a bound.
 TEST(ContextRegistryTest, TheLongestGoneIsForgotten) {
   ContextRegistry contexts(kSelf, /*incarnation=*/1);

@@ -13,6 +13,7 @@
 #include "core/base/status.h"
 #include "core/worker/callers_loop.h"
 #include "core/worker/rendezvous.h"
+#include "core/worker/serve_sum_gradients.h"
 
 namespace distgrad {
 namespace {
@@ -103,6 +104,11 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
   std::shared_ptr<WorkerImpl> impl(new WorkerImpl(
       std::move(options), std::move(job), std::move(self), std::move(clock), std::move(members)));
   impl->server_.SetOwner(impl);
+  DG_RETURN_IF_ERROR(impl->server_.Register(
+      std::string(kSumGradients),
+      {.handler = [contexts = &impl->contexts_](
+                      Request& request) { return ServeSumGradients(*contexts, request); },
+       .is_own = true}));
   DG_RETURN_IF_ERROR(impl->pool_.Start());
   DG_ASSIGN_OR_RETURN(impl->self_.devices, DeviceMaps::Encode(impl->options_.device_maps));
   DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_->Listen());

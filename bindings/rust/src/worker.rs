@@ -272,6 +272,33 @@ impl Worker {
         Ok(Context::own(self.handle(), ffi::context_create(self.handle())?))
     }
 
+    /// Moves the gradients of all contexts into the first of them, on every worker of the job, for
+    /// gradient accumulation. Each leaf then has there what the first context had for it, to which
+    /// those of the others were added in their order, as several backwards of one process add up, to
+    /// the last bit; the others have no gradients any more. A step, clipping and an average take the
+    /// sums from the first context. Call it when the backwards are over. Waits for all workers.
+    ///
+    /// `Code::InvalidArgument`, and nothing has changed, without a context, or with one that is there
+    /// twice; `Code::FailedPrecondition` for one that is released. After an error of a worker the
+    /// contexts are good for [`release`](Context::release) only.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker, optimizer: &distgrad::Optimizer) -> distgrad::Result<()> {
+    /// let contexts = [worker.context()?, worker.context()?];
+    /// // ... a backward in each ...
+    /// worker.sum_gradients(&contexts)?;
+    /// optimizer.step(&contexts[0])
+    /// # }
+    /// ```
+    #[doc(alias = "dg_worker_sum_gradients")]
+    pub fn sum_gradients<'c>(
+        &self,
+        contexts: impl IntoIterator<Item = &'c Context<'c>>,
+    ) -> Result<()> {
+        let handles: Vec<_> = contexts.into_iter().map(Context::handle).collect();
+        Ok(ffi::worker_sum_gradients(self.handle(), &handles)?)
+    }
+
     /// Creates a context that keeps the worker, and so can stand in a struct beside it, or go to
     /// another thread or task. The worker ends with the last of them, which must not be in one of
     /// its own handlers: a handler is kept by its worker, and both would be there for ever.

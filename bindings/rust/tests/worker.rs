@@ -333,6 +333,38 @@ fn gradients_are_clipped_over_all_workers() {
 }
 
 #[test]
+fn gradients_of_several_contexts_are_one_step() {
+    let [ours, theirs] = [weight(&[3.0]), weight(&[4.0])];
+    let (served, after) = (theirs.clone(), theirs.clone());
+    pair(
+        move |back| {
+            back.register("square", move |_| Ok(Message::new("", [served.square()?.sum()?])?))
+                .unwrap();
+            // The part lasts as long as the worker.
+            drop(Sgd::new(0.25).create(back, "", [&theirs]).unwrap());
+        },
+        |front| {
+            let sgd = Sgd::new(0.25).create(front, "", [&ours]).unwrap();
+            let contexts = [(); 3].map(|()| front.context().unwrap());
+            for context in &contexts {
+                let there = context.call("back", "square", &empty()).unwrap().tensor(0).unwrap();
+                context.backward([there.add(&ours.sum().unwrap()).unwrap()]).unwrap();
+            }
+            front.sum_gradients(&contexts).unwrap();
+            assert_eq!(contexts[0].gradient(&ours).unwrap().item::<f32>().unwrap(), 3.0);
+            assert_eq!(contexts[1].gradient(&ours).unwrap_err().code(), Code::NotFound);
+            sgd.step(&contexts[0]).unwrap();
+            assert_eq!(ours.to_vec::<f32>().unwrap(), [3.0 - 0.25 * 3.0]);
+            assert_eq!(after.to_vec::<f32>().unwrap(), [4.0 - 0.25 * 24.0]);
+
+            let twice = front.sum_gradients([&contexts[0], &contexts[0]]).unwrap_err();
+            assert_eq!(twice.code(), Code::InvalidArgument);
+            assert_eq!(front.sum_gradients([]).unwrap_err().code(), Code::InvalidArgument);
+        },
+    );
+}
+
+#[test]
 fn whatever_is_dropped_first() {
     let x = weight(&[1.0]);
     let mut handles: Vec<Box<dyn std::any::Any>> = Vec::new();

@@ -1058,6 +1058,14 @@ class SafetensorsFile {
   Handle<dg_safetensors_file, dg_safetensors_file_destroy> handle_;
 };
 
+// Moves the gradients of all contexts into the first of them, on every worker: for accumulation.
+inline void SumGradients(Worker& worker, const std::vector<ContextRef>& contexts) {
+  std::vector<const dg_context*> handles;
+  handles.reserve(contexts.size());
+  for (const ContextRef& context : contexts) handles.push_back(context.get());
+  Check(dg_worker_sum_gradients(worker.get(), handles.data(), handles.size()));
+}
+
 // --------------------------------------------------------------------------------- Optimizers
 
 class Optimizer {

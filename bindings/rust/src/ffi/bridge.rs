@@ -394,6 +394,7 @@ pub(crate) mod raw {
         ) -> Result<()>;
         /// Leaf, gradient, leaf, gradient...
         fn context_gradients(context: ContextHandle) -> Result<Vec<TensorHandle>>;
+        fn worker_sum_gradients(worker: WorkerHandle, contexts: &[ContextHandle]) -> Result<()>;
 
         fn optimizer_create_sgd(
             worker: WorkerHandle,

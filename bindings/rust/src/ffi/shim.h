@@ -324,6 +324,9 @@ inline void context_set_gradient(ContextHandle context, TensorHandle leaf, Tenso
   dg::Check(dg_context_set_gradient(context, leaf, gradient));
 }
 rust::Vec<TensorHandle> context_gradients(ContextHandle context);
+inline void worker_sum_gradients(WorkerHandle worker, rust::Slice<const ContextHandle> contexts) {
+  dg::Check(dg_worker_sum_gradients(worker, contexts.data(), contexts.size()));
+}
 
 // `numbers`: learning rate, momentum, dampening, weight decay.
 OptimizerHandle optimizer_create_sgd(WorkerHandle worker, rust::Str name, Tensors parameters,

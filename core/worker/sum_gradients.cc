@@ -1,0 +1,52 @@
+// Has every worker add up the gradients that it has, and waits for all.
+#include "core/worker/sum_gradients.h"
+
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "core/autograd/context_record.h"
+#include "core/base/future.h"
+#include "core/base/ids.h"
+#include "core/tensor/message.h"
+#include "core/worker/serve_sum_gradients.h"
+
+namespace distgrad {
+
+absl::Status SumGradients(Worker& worker, absl::Span<const Context* const> contexts) {
+  if (contexts.empty()) {
+    return absl::InvalidArgumentError("there are no contexts whose gradients could be summed");
+  }
+  absl::flat_hash_set<ContextId> seen;
+  std::vector<ContextId> others;
+  for (size_t i = 0; i < contexts.size(); ++i) {
+    if (contexts[i] == nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat("context ", i, " of a sum is null"));
+    }
+    if (!contexts[i]->valid()) {
+      return absl::FailedPreconditionError(absl::StrCat("context ", i, " of a sum is not valid"));
+    }
+    const ContextId id = contexts[i]->id();
+    if (!seen.insert(id).second) {
+      return absl::InvalidArgumentError(absl::StrCat("context ", id, " is there twice in a sum"));
+    }
+    // Before a worker changes anything.
+    if (contexts[i]->record()->released()) {
+      return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
+    }
+    if (i > 0) others.push_back(id);
+  }
+  if (others.empty()) return absl::OkStatus();
+  const Message message = EncodeSumGradients(others);
+  std::vector<Future<Message>> calls;
+  for (const std::string& name : worker.names()) {
+    calls.push_back(
+        worker.CallAsync(name, std::string(kSumGradients), message, {.context = contexts[0]}));
+  }
+  absl::Status status;
+  for (Future<Message>& call : calls) status.Update(call.Take().status());
+  return status;
+}
+
+}  // namespace distgrad
