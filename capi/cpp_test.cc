@@ -161,6 +161,22 @@ void Pipelines(dg::Worker& worker) {
     EXPECT_TRUE(result.outputs.empty());
     EXPECT_EQ(w.data<float>()[0], 1 - (8 + 32) / 2);
   }
+  std::map<uint64_t, dg::PipelineStage> skipping;
+  skipping[0].forward = [&](const std::vector<dg::Tensor>& in) -> std::vector<dg::Tensor> {
+    return {in[0], in[0]};
+  };
+  skipping[0].skips = {2};
+  skipping[1].forward = stages[1].forward;
+  skipping[2].forward = [](const std::vector<dg::Tensor>& in) -> std::vector<dg::Tensor> {
+    return {dg::Op("aten::add.Tensor", {in[0], in[1]})};
+  };
+  skipping[2].inputs = 2;
+  const dg::PipelineStages of_skips(worker, "skips", skipping);
+  const dg::PipelineResult sums =
+      dg::Pipeline(worker, "skips", dg::Schedule::GPipe(3, 1), {"worker0", "worker0", "worker0"})
+          .Evaluate({x});
+  ASSERT_EQ(sums.outputs.size(), 1u);
+  EXPECT_EQ(sums.outputs[0][0].data<float>()[1], 2 * 2 + 2);
   const dg::PipelineResult result = pipeline.Evaluate({x});
   ASSERT_EQ(result.outputs.size(), 2u);
   EXPECT_EQ(result.outputs[1][0].data<float>()[0], 2 * 2 * -19);

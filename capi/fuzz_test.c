@@ -550,6 +550,7 @@ static void make_stages(state* s) {
   dg_pipeline_stage made[2] = {DG_PIPELINE_STAGE_INIT, DG_PIPELINE_STAGE_INIT};
   const dg_pipeline_stage* list[2];
   dg_pipeline_stages_options options = DG_PIPELINE_STAGES_OPTIONS_INIT;
+  const uint64_t skip = next(s) % 4 ? next(s) % 4 : next(s);
   for (int i = 0; i < 2; ++i) {
     made[i].number = next(s) % 8 ? (uint64_t)i : next(s);
     made[i].forward = next(s) % 8 ? run_stage : NULL;
@@ -559,6 +560,8 @@ static void make_stages(state* s) {
     made[i].inputs = next(s) % 8 ? 1 : (int64_t)(next(s) % 4) - 2;
     made[i].targets = next(s) % 8 ? DG_ANY_COUNT : (int64_t)(next(s) % 4);
     made[i].flags = next(s) % 4 == 0;
+    made[i].skips = next(s) % 2 ? &skip : NULL;
+    made[i].skip_count = next(s) % 8 == 0;
     list[i] = next(s) % 16 ? &made[i] : NULL;
   }
   options.num_threads = next(s) % 3;

@@ -229,6 +229,8 @@ FIELD(dg_pipeline_stage, flags, 72);
 FIELD(dg_pipeline_stage, tied_names, 80);
 FIELD(dg_pipeline_stage, tied, 88);
 FIELD(dg_pipeline_stage, tied_count, 96);
+FIELD(dg_pipeline_stage, skips, 104);
+FIELD(dg_pipeline_stage, skip_count, 112);
 
 GROWS_FROM(dg_pipeline_stages_options, 24);
 FIELD(dg_pipeline_stages_options, struct_size, 0);

@@ -260,6 +260,11 @@ class StagesPart : public SharedWorker::Part {
         return absl::InvalidArgumentError(absl::StrCat("tied_names has '", name, "' twice"));
       }
     }
+    DG_RETURN_IF_ERROR(CheckArray(stage.skips, stage.skip_count, "skips"));
+    for (size_t i = 0; i < stage.skip_count; ++i) {
+      DG_ASSIGN_OR_RETURN(const int to, ToInt(stage.skips[i], "a stage of skips"));
+      made.skips.push_back(to);
+    }
     const std::weak_ptr<const StageFunctions> weak = functions;
     if (stage.forward != nullptr) {
       made.forward = [this, weak](Tensors inputs) {

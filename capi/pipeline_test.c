@@ -846,6 +846,7 @@ static void test_wrong_arguments(void) {
   dg_schedule* schedule = NULL;
   const dg_str of_ranks[2] = {DG_STR("front"), DG_STR("back")};
   const dg_str model = DG_STR("model");
+  const uint64_t too_far = UINT64_MAX;
   int expected = 0;
   begin_job();
   make_layers(layers, 2);
@@ -891,6 +892,13 @@ static void test_wrong_arguments(void) {
   bad = good;
   bad.targets = INT64_MAX;
   REFUSED(DG_INVALID_ARGUMENT, "targets",
+          dg_pipeline_stages_create(workers[0], model, list, 1, NULL, &stages));
+  bad = good;
+  bad.skip_count = 1;
+  REFUSED(DG_INVALID_ARGUMENT, "skips",
+          dg_pipeline_stages_create(workers[0], model, list, 1, NULL, &stages));
+  bad.skips = &too_far;
+  REFUSED(DG_INVALID_ARGUMENT, "a stage of skips",
           dg_pipeline_stages_create(workers[0], model, list, 1, NULL, &stages));
   bad = good;
   bad.number = UINT64_MAX;
@@ -943,6 +951,86 @@ static void test_wrong_arguments(void) {
   end_layers(layers, 2);
 }
 
+/* Of three stages: x w, which skips to the last one as well; twice that; and their sum. */
+static dg_error* forward_skipping(void* user_data, const dg_micro_batch* batch,
+                                  dg_message** outputs) {
+  const dg_tensor* given[2];
+  dg_tensor* y;
+  CHECK(batch->input_count == (batch->stage == 2 ? 2 : 1));
+  if (batch->stage == 0) {
+    y = op2("aten::mul.Tensor", batch->inputs[0], (const dg_tensor*)user_data);
+  } else {
+    y = op2("aten::add.Tensor", batch->inputs[0], batch->inputs[batch->input_count - 1]);
+  }
+  given[0] = given[1] = y;
+  OK(dg_message_create(NULL, 0, given, batch->stage == 0 ? 2 : 1, outputs));
+  dg_tensor_destroy(y);
+  return NULL;
+}
+static dg_error* sum_of_outputs(void* user_data, const dg_micro_batch* batch, dg_tensor** out) {
+  (void)user_data;
+  *out = op1("aten::sum", batch->outputs[0]);
+  return NULL;
+}
+
+static void test_skips(void) {
+  const dg_str of_ranks[3] = {DG_STR("front"), DG_STR("back"), DG_STR("front")};
+  const float start_value = 2, of_batch[2] = {1, 2};
+  const uint64_t last = 2, next = 1;
+  dg_pipeline_stage made[3] = {DG_PIPELINE_STAGE_INIT, DG_PIPELINE_STAGE_INIT,
+                               DG_PIPELINE_STAGE_INIT};
+  const dg_pipeline_stage* of_front[2] = {&made[0], &made[2]};
+  const dg_pipeline_stage* of_back[1] = {&made[1]};
+  dg_pipeline_options options = DG_PIPELINE_OPTIONS_INIT;
+  dg_pipeline_stages *front = NULL, *back = NULL;
+  dg_schedule* schedule = NULL;
+  dg_pipeline* pipeline = NULL;
+  dg_pipeline_result* result = NULL;
+  dg_context* context = NULL;
+  dg_tensor *w, *x, *gradient = NULL;
+  const dg_tensor* input;
+  begin_job();
+  w = floats(&start_value, 1, 1);
+  input = x = floats(of_batch, 2, 1);
+  OK(dg_tensor_require_grad(w));
+  for (int i = 0; i < 3; ++i) {
+    made[i].number = (uint64_t)i;
+    made[i].forward = forward_skipping;
+    made[i].loss = sum_of_outputs;
+    made[i].inputs = i == 2 ? 2 : 1;
+    made[i].targets = 0;
+    made[i].user_data = w;
+  }
+  made[0].skips = &last;
+  made[0].skip_count = 1;
+  OK(dg_pipeline_stages_create(workers[0], DG_STR("skips"), of_front, 2, NULL, &front));
+  OK(dg_pipeline_stages_create(workers[1], DG_STR("skips"), of_back, 1, NULL, &back));
+  OK(dg_schedule_create_gpipe(3, 2, &schedule));
+  options.reduction = DG_REDUCTION_SUM;
+  OK(dg_pipeline_create(workers[0], DG_STR("skips"), schedule, of_ranks, 3, &options, &pipeline));
+  OK(dg_context_create(workers[0], &context));
+  OK(dg_pipeline_train(pipeline, context, &input, 1, NULL, 0, NULL, &result));
+  OK(dg_context_gradient(context, w, &gradient));
+  CHECK(data_of(gradient)[0] == 9); /* 2 x + x, of 1 and 2 */
+  dg_tensor_destroy(gradient);
+  dg_pipeline_result_destroy(result);
+  dg_context_destroy(context);
+  dg_pipeline_stages_destroy(front);
+  made[0].skips = &next;
+  OK(dg_pipeline_stages_create(workers[0], DG_STR("skips"), of_front, 2, NULL, &front));
+  OK(dg_context_create(workers[0], &context));
+  SAYS(DG_INVALID_ARGUMENT, "stage 0 on worker 'front' skips to stage 1",
+       dg_pipeline_train(pipeline, context, &input, 1, NULL, 0, NULL, &result));
+  dg_context_destroy(context);
+  dg_pipeline_destroy(pipeline);
+  dg_schedule_destroy(schedule);
+  dg_pipeline_stages_destroy(front);
+  dg_pipeline_stages_destroy(back);
+  end_job();
+  dg_tensor_destroy(w);
+  dg_tensor_destroy(x);
+}
+
 int main(void) {
   test_schedules();
   test_steps();
@@ -953,5 +1041,6 @@ int main(void) {
   test_lost_worker();
   test_ends_of_stages();
   test_wrong_arguments();
+  test_skips();
   return 0;
 }

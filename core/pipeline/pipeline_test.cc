@@ -44,6 +44,7 @@
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
 #include "core/pipeline/step_plan.h"
+#include "core/worker/metrics.h"
 #include "core/worker/optimizer.h"
 #include "tests/testing/cluster.h"
 
@@ -317,6 +318,197 @@ TEST_P(PipelineTest, StagesMayHaveAnyTensorsAndParameters) {
     // within each micro-batch first. So not to the last bit.
     EXPECT_TRUE(part_of(0, tied).allclose(tied.grad(), 1e-4, 1e-5));
   }
+}
+
+// Four stages, of which two have something for others than the next one: see SkipsOf().
+Tensors ForwardWithSkips(const Layers& layers, int stage, const Tensors& in) {
+  switch (stage) {
+    case 0: {
+      const at::Tensor h = layers.Forward(0, in)[0];
+      return {h, h, at::tanh(h), in[0]};
+    }
+    case 1:
+      return {layers.Forward(1, in)[0], in[0] > 0};
+    case 2:  // behind the output of stage 1: the second output of stage 0
+      return {layers.Forward(2, {in[0]})[0] * in[1]};
+    default:  // the third and the fourth output of stage 0, and the second one of stage 1
+      return layers.Forward(3, {(in[0] + in[1]) * in[2] * in[3].to(at::kFloat)});
+  }
+}
+std::vector<int> SkipsOf(int stage) {
+  if (stage == 0) return {2, 3, 3};
+  return stage == 1 ? std::vector{3} : std::vector<int>{};
+}
+
+// What a stage has given, with what has skipped to the next one behind it.
+Tensors RunWithSkips(const Layers& layers, const at::Tensor& x) {
+  const Tensors first = ForwardWithSkips(layers, 0, {x});
+  const Tensors second = ForwardWithSkips(layers, 1, {first[0]});
+  const Tensors third = ForwardWithSkips(layers, 2, {second[0], first[1]});
+  return ForwardWithSkips(layers, 3, {third[0], first[2], first[3], second[1]});
+}
+
+std::vector<std::unique_ptr<PipelineStages>> MakeStagesWithSkips(Cluster& cluster,
+                                                                 const Schedule& schedule,
+                                                                 const Layers& layers,
+                                                                 bool recompute) {
+  std::vector<std::map<int, PipelineStage>> stages(cluster.size());
+  for (int s = 0; s < 4; ++s) {
+    stages[schedule.rank_of_stage[s]][s] = {
+        .forward = [&layers, s](Tensors in) { return ForwardWithSkips(layers, s, in); },
+        .loss = Loss,
+        .inputs = std::array{1, 1, 2, 4}[s],
+        .skips = SkipsOf(s),
+        .recompute = recompute};
+  }
+  std::vector<std::unique_ptr<PipelineStages>> made;
+  for (int i = 0; i < cluster.size(); ++i) {
+    auto one = PipelineStages::Create(&cluster[i], "model", std::move(stages[i]));
+    EXPECT_TRUE(one.ok()) << one.status();
+    made.push_back(*std::move(one));
+  }
+  return made;
+}
+
+struct SkipCase {
+  std::string name;
+  Schedule schedule;
+  bool recompute = false;
+};
+
+TEST_P(PipelineTest, SkipConnectionsHaveTheGradientsOfOneProcessToTheLastBit) {
+  for (const SkipCase& one :
+       {SkipCase{"GPipe", *GPipe(4, 4)}, SkipCase{"1F1B", *OneForwardOneBackward(4, 4)},
+        SkipCase{"recomputed", *OneForwardOneBackward(4, 3), true},
+        // Stages 0 and 2 are on one rank, and 1 and 3.
+        SkipCase{"interleaved", *InterleavedOneForwardOneBackward(2, 2, 4)},
+        SkipCase{"one rank", *InterleavedOneForwardOneBackward(1, 4, 2)},
+        SkipCase{"ZB-H1", *ZeroBubbleH1(4, 4)}}) {
+    SCOPED_TRACE(one.name);
+    const int count = one.schedule.micro_batches;
+    Cluster cluster(Workers(one.schedule.ranks()));
+    const Layers layers(4);
+    const Layers alone = layers.Copy();
+    const auto stages = MakeStagesWithSkips(cluster, one.schedule, layers, one.recompute);
+    const auto pipeline = MakePipeline(cluster, one.schedule);
+    std::vector<std::unique_ptr<Optimizer>> optimizers;
+    Tensors all;
+    for (int rank = 0; rank < one.schedule.ranks(); ++rank) {
+      Tensors own;
+      for (int s = 0; s < 4; ++s) {
+        if (one.schedule.rank_of_stage[s] != rank) continue;
+        for (const at::Tensor& parameter : layers.Of(s)) own.push_back(parameter);
+      }
+      optimizers.push_back(
+          *Optimizer::Create(&cluster[rank], std::make_unique<torch::optim::Adam>(own, 0.01)));
+    }
+    for (int s = 0; s < 4; ++s) {
+      for (const at::Tensor& parameter : alone.Of(s)) all.push_back(parameter);
+    }
+    torch::optim::Adam optimizer_alone(all, 0.01);
+    for (int step = 0; step < 10; ++step) {
+      SCOPED_TRACE(absl::StrCat("step ", step));
+      const at::Tensor x = at::randn({10, 16}), y = at::rand({10, 16});
+      const Context context = cluster[0].NewContext();
+      const absl::StatusOr<PipelineResult> result = pipeline->Train(context, {x}, {y});
+      ASSERT_TRUE(result.ok()) << result.status();
+      optimizer_alone.zero_grad();
+      const Tensors xs = x.tensor_split(count), ys = y.tensor_split(count);
+      for (int m = 0; m < count; ++m) {
+        const at::Tensor loss = Loss(RunWithSkips(alone, xs[m]), {ys[m]});
+        loss.backward(at::full_like(loss, static_cast<double>(xs[m].size(0)) / 10.0));
+        ASSERT_TRUE(at::equal(result->losses[m], loss)) << "micro-batch " << m;
+      }
+      ASSERT_TRUE(optimizers[0]->Step(context).ok());
+      optimizer_alone.step();
+    }
+    for (int s = 0; s < 4; ++s) {
+      EXPECT_TRUE(at::equal(layers.weights[s], alone.weights[s])) << "stage " << s;
+      EXPECT_TRUE(at::equal(layers.biases[s], alone.biases[s])) << "stage " << s;
+    }
+    // An evaluation takes the same ways.
+    const at::Tensor x = at::randn({10, 16});
+    const absl::StatusOr<PipelineResult> result = pipeline->Evaluate({x});
+    ASSERT_TRUE(result.ok()) << result.status();
+    const Tensors xs = x.tensor_split(count);
+    for (int m = 0; m < count; ++m) {
+      ASSERT_EQ(result->outputs[m].size(), 1u);
+      EXPECT_TRUE(at::equal(result->outputs[m][0], RunWithSkips(alone, xs[m])[0]));
+    }
+  }
+}
+
+TEST_P(PipelineTest, WhatSkipsAStageDoesNotPassItsWorker) {
+  Cluster cluster(Workers(3));
+  constexpr int64_t kWide = 1 << 16;
+  const at::Tensor w = at::ones({1}).requires_grad_(true);
+  const auto first =
+      PipelineStages::Create(&cluster[0], "model",
+                             {{0,
+                               {.forward =
+                                    [&](Tensors in) {
+                                      return Tensors{in[0] * w, in[0].expand({-1, kWide}) * w};
+                                    },
+                                .skips = {2}}}});
+  const auto second = PipelineStages::Create(
+      &cluster[1], "model", {{1, {.forward = [](Tensors in) { return Tensors{in[0] * 2}; }}}});
+  const auto third = PipelineStages::Create(
+      &cluster[2], "model",
+      {{2,
+        {.forward = [](Tensors in) { return Tensors{in[0] * (in[1] * in[1]).sum()}; },
+         .loss = [](Tensors out, Tensors) { return out[0].sum(); },
+         .inputs = 2}}});
+  const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(3, 1));
+  const Context context = cluster[0].NewContext();
+  const absl::StatusOr<PipelineResult> result =
+      pipeline->Train(context, {at::ones({1, 1})}, {at::ones({1})});
+  ASSERT_TRUE(result.ok()) << result.status();
+  // The loss is 2 w kWide w^2.
+  EXPECT_EQ(context.Gradient(w)->item<float>(), 6.0f * kWide);
+  const auto received = [&](int worker) {
+    uint64_t bytes = 0;
+    for (const CallStats& stats : cluster[worker].Metrics().calls) {
+      if (stats.served) bytes += stats.bytes_received;
+    }
+    return bytes;
+  };
+  EXPECT_LT(received(1), uint64_t{kWide});
+  EXPECT_GT(received(2), uint64_t{kWide} * sizeof(float));
+  EXPECT_GT(received(0), uint64_t{kWide} * sizeof(float)) << "its gradient comes back";
+}
+
+TEST_P(PipelineTest, SkipsThatCannotBeAreErrors) {
+  const auto train = [&](std::vector<int> skips, int outputs) {
+    Cluster cluster(Workers(3));
+    const Layers layers(3);
+    std::vector<std::unique_ptr<PipelineStages>> stages;
+    for (int s = 0; s < 3; ++s) {
+      PipelineStage stage{.forward =
+                              [&layers, s, outputs](Tensors in) {
+                                const at::Tensor out = layers.Forward(s, {in[0]})[0];
+                                return Tensors(s == 0 ? outputs : 1, out);
+                              },
+                          .loss = Loss,
+                          .inputs = std::nullopt};
+      if (s == 0) stage.skips = skips;
+      stages.push_back(*PipelineStages::Create(&cluster[s], "model", {{s, std::move(stage)}}));
+    }
+    const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(3, 2));
+    const Context context = cluster[0].NewContext();
+    return pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  };
+  EXPECT_EQ(train({2}, 2), absl::OkStatus());
+  for (const int to : {-1, 0, 1, 3}) {
+    const absl::Status status = train({to}, 2);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat("stage 0 on worker 'worker0' skips to stage ", to)));
+  }
+  const absl::Status status = train({2, 2}, 1);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("forward of stage 0, micro-batch 0 on worker 'worker0'"),
+                    HasSubstr("gives 1 tensors, and the last 2 are to skip")));
 }
 
 TEST_P(PipelineTest, AnEvaluationGivesOutputsAndLosses) {

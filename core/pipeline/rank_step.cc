@@ -39,6 +39,10 @@ const char* NameOf(Parcel::Kind kind) {
       return "the targets";
     case Parcel::Kind::kTied:
       return "the gradients of tied parameters";
+    case Parcel::Kind::kSkip:
+      return "the activations that skip stages";
+    case Parcel::Kind::kSkipGradient:
+      return "the gradients of what has skipped stages";
   }
   return "parcels of an unknown kind";
 }
@@ -165,6 +169,19 @@ absl::Status RankStep::CheckShares() const {
       " between all backwards and the first step"));
 }
 
+absl::Status RankStep::CheckSkips() const {
+  for (const auto& [number, stage] : stages_) {
+    if (!HasStage(number)) continue;
+    for (const int to : stage.skips) {
+      if (to > number + 1 && to < plan_.stages()) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "stage ", number, " on worker '", worker_->name(), "' skips to stage ", to, " of ",
+          plan_.stages(), ", and can skip to those behind the next one (PipelineStage::skips)"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status RankStep::Tie(Ties ties) {
   for (const auto& [name, ranks] : ties.ranks) {
     if (!ranks.empty() && ranks.back() >= static_cast<int>(plan_.workers.size())) {
@@ -258,6 +275,7 @@ absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
   const int count = parcel.kind == Parcel::Kind::kTied ? 2 * static_cast<int>(plan_.workers.size())
                                                        : plan_.micro_batches;
   const bool fits = HasStage(parcel.stage) && parcel.micro_batch < count &&
+                    parcel.other < plan_.stages() &&
                     (parcel.wanted.empty() || parcel.wanted.size() == tensors.size());
   if (!fits) {
     return absl::InvalidArgumentError(absl::StrCat("stage ", parcel.stage, ", micro-batch ",
@@ -269,18 +287,19 @@ absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
   DG_RETURN_IF_ERROR(cancellation_->why());
   DG_RETURN_IF_ERROR(error_);
   if (over()) return absl::FailedPreconditionError("the step is over");
-  const bool is_new = delivered_
-                          .try_emplace({parcel.kind, parcel.stage, parcel.micro_batch},
-                                       Delivered{std::move(tensors), parcel.wanted})
-                          .second;
+  const bool is_new =
+      delivered_
+          .try_emplace({parcel.kind, parcel.stage, parcel.micro_batch, parcel.other},
+                       Delivered{std::move(tensors), parcel.wanted, parcel.skips})
+          .second;
   if (is_new) return absl::OkStatus();
   return absl::AlreadyExistsError(absl::StrCat(NameOf(parcel.kind), " for stage ", parcel.stage,
                                                ", micro-batch ", parcel.micro_batch,
                                                " were there already"));
 }
 
-absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell) {
-  const ParcelKey key{kind, cell.first, cell.second};
+absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell, int other) {
+  const ParcelKey key{kind, cell.first, cell.second, other};
   absl::MutexLock lock(&mu_);
   const auto there = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return over() || delivered_.count(key) > 0;
@@ -297,7 +316,7 @@ absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell
   return taken;
 }
 
-void RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what) {
+void RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what, int other) {
   const int rank = plan_.rank_of_stage[to_stage];
   const std::string& worker = plan_.workers[rank];
   calls_->Deliver(
@@ -306,10 +325,116 @@ void RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered 
        .kind = kind,
        .stage = to_stage,
        .micro_batch = micro_batch,
-       .wanted = std::move(what.wanted)},
+       .wanted = std::move(what.wanted),
+       .other = other,
+       .skips = std::move(what.skips)},
       std::move(what.tensors),
       absl::StrCat("worker '", worker_->name(), "' cannot send ", NameOf(kind), " of micro-batch ",
                    micro_batch, " to stage ", to_stage, " on worker '", worker, "'"));
+}
+
+absl::Status RankStep::ReceiveSkips(Cell cell, Delivered& in) {
+  const auto [s, m] = cell;
+  std::vector<StageSkip> ends_here;
+  for (const StageSkip& skip : std::exchange(in.skips, {})) {
+    (skip.to == s ? ends_here : in.skips).push_back(skip);
+  }
+  std::sort(ends_here.begin(), ends_here.end(),
+            [](const StageSkip& a, const StageSkip& b) { return a.from < b.from; });
+  for (const StageSkip& skip : ends_here) {
+    Delivered skipped;
+    if (IsElsewhere(skip.from)) {
+      DG_ASSIGN_OR_RETURN(skipped, Await(Parcel::Kind::kSkip, cell, skip.from));
+    } else {
+      DG_ASSIGN_OR_RETURN(skipped, Take(skipped_, {cell, skip.from}));
+    }
+    const size_t count = skipped.tensors.size();
+    if (plan_.backward) skip_inputs_[cell].emplace_back(skip.from, count);
+    in.wanted.resize(in.tensors.size());
+    for (at::Tensor& tensor : skipped.tensors) in.tensors.push_back(std::move(tensor));
+    in.wanted.insert(in.wanted.end(), skipped.wanted.begin(), skipped.wanted.end());
+    in.wanted.resize(in.tensors.size());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RankStep::CutSkips(Cell cell, Delivered& out) {
+  const auto [s, m] = cell;
+  const std::vector<int>& to = stages_.at(s).skips;
+  if (to.empty()) return absl::OkStatus();
+  if (out.tensors.size() < to.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("the stage gives ", out.tensors.size(),
+                                                   " tensors, and the last ", to.size(),
+                                                   " are to skip (PipelineStage::skips)"));
+  }
+  const size_t first = out.tensors.size() - to.size();
+  Skipping skipping;
+  for (size_t i = 0; i < to.size(); ++i) {
+    skipping[to[i]].tensors.push_back(std::move(out.tensors[first + i]));
+    skipping[to[i]].wanted.push_back(out.wanted[first + i]);
+  }
+  out.tensors.resize(first);
+  out.wanted.resize(first);
+  for (auto& [stage, what] : skipping) {
+    out.skips.push_back({s, stage});
+    if (IsElsewhere(stage)) {
+      skips_[cell][stage] = std::move(what);
+    } else {
+      skipped_[{{stage, m}, s}] = std::move(what);
+    }
+  }
+  return absl::OkStatus();
+}
+
+void RankStep::SendSkips(Parcel::Kind kind, Cell cell, std::map<Cell, Skipping>& what) {
+  const auto found = what.find(cell);
+  if (found == what.end()) return;
+  for (auto& [stage, skipping] : found->second) {
+    Send(kind, stage, cell.second, std::move(skipping), cell.first);
+  }
+  what.erase(found);
+}
+
+absl::Status RankStep::ReceiveSkipGradients(Cell cell, Tensors& gradients) {
+  const std::vector<int>& to = stages_.at(cell.first).skips;
+  std::map<int, Tensors> from;  // by stage, the last one first
+  for (const int stage : to) {
+    if (from.count(stage) > 0) continue;
+    Delivered delivered;
+    if (IsElsewhere(stage)) {
+      DG_ASSIGN_OR_RETURN(delivered, Await(Parcel::Kind::kSkipGradient, cell, stage));
+    } else {
+      DG_ASSIGN_OR_RETURN(delivered, Take(skipped_gradients_, {cell, stage}));
+    }
+    if (delivered.tensors.size() != static_cast<size_t>(std::count(to.begin(), to.end(), stage))) {
+      return absl::InvalidArgumentError(absl::StrCat("stage ", stage, " has sent ",
+                                                     delivered.tensors.size(),
+                                                     " gradients of what skips to it"));
+    }
+    std::reverse(delivered.tensors.begin(), delivered.tensors.end());
+    from[stage] = std::move(delivered.tensors);
+  }
+  for (const int stage : to) {
+    gradients.push_back(std::move(from[stage].back()));
+    from[stage].pop_back();
+  }
+  return absl::OkStatus();
+}
+
+void RankStep::CutSkipGradients(Cell cell, Tensors& gradients) {
+  const auto found = skip_inputs_.find(cell);
+  if (found == skip_inputs_.end()) return;
+  for (auto each = found->second.rbegin(); each != found->second.rend(); ++each) {
+    const auto& [stage, count] = *each;
+    const auto begin = gradients.end() - static_cast<std::ptrdiff_t>(count);
+    Delivered part{{begin, gradients.end()}, {}, {}};
+    gradients.erase(begin, gradients.end());
+    if (IsElsewhere(stage)) {
+      skip_gradients_[cell][stage] = std::move(part);
+    } else {
+      skipped_gradients_[{{stage, cell.second}, cell.first}] = std::move(part);
+    }
+  }
 }
 
 absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
@@ -321,6 +446,7 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
   } else {
     DG_ASSIGN_OR_RETURN(in, Take(inputs_, cell));
   }
+  DG_RETURN_IF_ERROR(ReceiveSkips(cell, in));
   for (size_t i = 0; i < in.wanted.size(); ++i) {
     if (in.wanted[i] && in.tensors[i].defined() &&
         !at::isFloatingType(in.tensors[i].scalar_type()) &&
@@ -400,7 +526,14 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
   Delivered out;
   out.wanted = std::move(has_history);
   out.tensors = Detached(std::move(outputs));
-  (IsElsewhere(s + 1) ? to_next_[cell] : inputs_[{s + 1, m}]) = std::move(out);
+  out.skips = std::move(in.skips);
+  DG_RETURN_IF_ERROR(CutSkips(cell, out));
+  if (IsElsewhere(s + 1)) {
+    to_next_[cell] = std::move(out);
+    return absl::OkStatus();
+  }
+  inputs_[{s + 1, m}] = std::move(out);
+  SendSkips(Parcel::Kind::kSkip, cell, skips_);
   return absl::OkStatus();
 }
 
@@ -410,27 +543,37 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
     DG_ASSIGN_OR_RETURN(StageRun run, Take(runs_, cell));
     return run.BackwardWeight(*context_.record(), &tied_);
   }
-  // What this stage was given by another one of this rank, and what it has given itself: before
-  // autograd finds, and names, a variable that was modified.
-  for (const Cell& of : {Cell{s - 1, m}, cell}) {
+  // What this stage was given by others of this rank, and what it has given itself: before autograd
+  // finds, and names, a variable that was modified.
+  std::vector<Cell> given{{s - 1, m}, cell};
+  const auto skip_inputs = skip_inputs_.find(cell);
+  if (skip_inputs != skip_inputs_.end()) {
+    for (const auto& [from, count] : skip_inputs->second) given.emplace_back(from, m);
+  }
+  for (const Cell& of : given) {
     const auto read = outputs_read_.find(of);
     if (read != outputs_read_.end()) DG_RETURN_IF_ERROR(CheckRead(read->second, "output", of));
   }
   outputs_read_.erase(cell);
-  // What this stage is given back by the next one of this rank, and has not read before.
-  const Cell next{s + 1, m};
-  const auto read = gradients_read_.find(next);
-  if (read != gradients_read_.end()) {
-    DG_RETURN_IF_ERROR(CheckRead(read->second, "the gradient of input", next));
-    gradients_read_.erase(read);
-  }
+  // What this stage is given back by others of this rank, and has not read before.
   const PipelineStage& stage = stages_.at(s);
+  std::vector<int> later = stage.skips;
+  later.push_back(s + 1);
+  for (const int by : later) {
+    const Cell of{by, m};
+    const auto read = gradients_read_.find(of);
+    if (read == gradients_read_.end()) continue;
+    DG_RETURN_IF_ERROR(CheckRead(read->second, "the gradient of input", of));
+    // Those of others have skipped stages, and are read once more.
+    if (by == s + 1 && skip_inputs_.count(of) == 0) gradients_read_.erase(read);
+  }
   if (stage.recompute) DG_RETURN_IF_ERROR(Recompute(cell));
   Tensors gradients;
   if (IsLast(s)) {
     gradients = {at::full_like(losses_[m], plan_.weights[m])};
   } else {
     DG_ASSIGN_OR_RETURN(gradients, Take(gradients_, cell));
+    DG_RETURN_IF_ERROR(ReceiveSkipGradients(cell, gradients));
   }
   absl::StatusOr<Tensors> back;
   if (kind == Kind::kBackwardInput) {
@@ -444,11 +587,13 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
   DG_RETURN_IF_ERROR(back.status());
   if (s == 0) return absl::OkStatus();
   gradients_read_.emplace(cell, *back);
+  CutSkipGradients(cell, *back);
   if (IsElsewhere(s - 1)) {
-    to_previous_[cell] = {*std::move(back), {}};
-  } else {
-    gradients_[{s - 1, m}] = *std::move(back);
+    to_previous_[cell] = {*std::move(back), {}, {}};
+    return absl::OkStatus();
   }
+  gradients_[{s - 1, m}] = *std::move(back);
+  SendSkips(Parcel::Kind::kSkipGradient, cell, skip_gradients_);
   return absl::OkStatus();
 }
 
@@ -492,6 +637,7 @@ absl::Status RankStep::Do(const Action& action) {
     case Kind::kSendActivation: {
       DG_ASSIGN_OR_RETURN(Delivered what, Take(to_next_, cell));
       Send(Parcel::Kind::kActivation, action.stage + 1, action.micro_batch, std::move(what));
+      SendSkips(Parcel::Kind::kSkip, cell, skips_);
       return absl::OkStatus();
     }
     case Kind::kReceiveActivation: {
@@ -502,6 +648,7 @@ absl::Status RankStep::Do(const Action& action) {
     case Kind::kSendGradient: {
       DG_ASSIGN_OR_RETURN(Delivered what, Take(to_previous_, cell));
       Send(Parcel::Kind::kGradient, action.stage - 1, action.micro_batch, std::move(what));
+      SendSkips(Parcel::Kind::kSkipGradient, cell, skip_gradients_);
       return absl::OkStatus();
     }
     case Kind::kReceiveGradient: {
@@ -566,7 +713,7 @@ absl::Status RankStep::AddTied() {
     }
   }
   for (auto& [rank, tensors] : to) {
-    Send(Parcel::Kind::kTied, FirstStage(plan_.rank_of_stage, rank), plan_.rank, {tensors, {}});
+    Send(Parcel::Kind::kTied, FirstStage(plan_.rank_of_stage, rank), plan_.rank, {tensors, {}, {}});
   }
   const int first_stage = FirstStage(plan_.rank_of_stage, plan_.rank);
   for (const auto& [rank, tensors] : to) {
@@ -717,6 +864,11 @@ void RankStep::Run() {
   gradients_.clear();
   to_next_.clear();
   to_previous_.clear();
+  skips_.clear();
+  skip_gradients_.clear();
+  skipped_.clear();
+  skipped_gradients_.clear();
+  skip_inputs_.clear();
   outputs_read_.clear();
   gradients_read_.clear();
   given_.clear();

@@ -61,6 +61,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // kInvalidArgument unless the gradients of the rank can be added to those of tied parameters, and
   // averaged over replicas, if they are: between all backwards and the first step.
   absl::Status CheckShares() const;
+  // kInvalidArgument for a skip of a stage of this rank that does not lead past the next stage.
+  absl::Status CheckSkips() const;
 
   const StepPlan& plan() const { return plan_; }
   WorkerRank driver() const { return driver_; }
@@ -89,9 +91,12 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   using Cell = std::pair<int, int>;  // stage and micro-batch
   struct Delivered {
     Tensors tensors;
-    std::vector<bool> wanted;  // by tensor
+    std::vector<bool> wanted;      // by tensor
+    std::vector<StageSkip> skips;  // of activations: those that end there, or later
   };
-  using ParcelKey = std::tuple<Parcel::Kind, int, int>;
+  // What goes past the stages between, by the stage at the other end.
+  using Skipping = std::map<int, Delivered>;
+  using ParcelKey = std::tuple<Parcel::Kind, int, int, int>;  // stage, micro-batch, other stage
   using DeliveredParcels = std::map<ParcelKey, std::optional<Delivered>>;  // none: was taken
 
   enum class State : uint8_t {
@@ -118,7 +123,19 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   absl::Status Do(const Action& action);
   absl::Status Forward(const PipelineStage& stage, Cell cell);
   absl::Status Backward(Action::Kind kind, Cell cell);
-  void Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what);
+  void Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what, int other = 0);
+  // Takes what skips to a stage of this rank, and puts it behind its inputs.
+  absl::Status ReceiveSkips(Cell cell, Delivered& in);
+  // Takes what is to skip out of what a stage has given, and hands it over or keeps it for
+  // SendSkips().
+  absl::Status CutSkips(Cell cell, Delivered& out);
+  // Sends what the stage has for others than its neighbours. Comes behind what the neighbour waits
+  // for.
+  void SendSkips(Parcel::Kind kind, Cell cell, std::map<Cell, Skipping>& what);
+  // Put the gradients of what has skipped behind those that the next stage gives, and take them out
+  // of those of the inputs.
+  absl::Status ReceiveSkipGradients(Cell cell, Tensors& gradients);
+  void CutSkipGradients(Cell cell, Tensors& gradients);
   absl::Status Recompute(Cell cell);
   // Average the gradients over the replicas: what comes from now on, which is from the last
   // backward; and what is left of it.
@@ -134,7 +151,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   absl::Status SetPhase(const char* phase);
   absl::Status CheckRead(const WriteCheck& read, absl::string_view what, Cell cell) const;
   // Waits for a parcel.
-  absl::StatusOr<Delivered> Await(Parcel::Kind kind, Cell cell);
+  absl::StatusOr<Delivered> Await(Parcel::Kind kind, Cell cell, int other = 0);
   Message Result();
 
   bool HasStage(int stage) const {
@@ -165,8 +182,14 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   std::map<Cell, Delivered> inputs_;                 // of forwards that are next
   std::map<Cell, Tensors> gradients_;                // of outputs, for backwards that are next
   std::map<Cell, Delivered> to_next_, to_previous_;  // what is to be sent; by its maker
-  std::map<Cell, WriteCheck> outputs_read_;          // what stages gave, until it is read no more
-  std::map<Cell, WriteCheck> gradients_read_;        // what was given back; as outputs_read_
+  // The same, of what goes past the stages between.
+  std::map<Cell, Skipping> skips_, skip_gradients_;
+  // What has come to the one stage from the other, of this rank.
+  std::map<std::pair<Cell, int>, Delivered> skipped_, skipped_gradients_;
+  // How many of a stage's last inputs have skipped to it from where, in their order.
+  std::map<Cell, std::vector<std::pair<int, size_t>>> skip_inputs_;
+  std::map<Cell, WriteCheck> outputs_read_;    // what stages gave, until it is read no more
+  std::map<Cell, WriteCheck> gradients_read_;  // what was given back; as outputs_read_
   std::map<Cell, std::pair<WriteCheck, WriteCheck>> given_;  // inputs and targets; to recompute
   std::map<int, at::Tensor> losses_;                         // by micro-batch
   std::map<int, Tensors> outputs_;  // of the last stage, where there is no backward

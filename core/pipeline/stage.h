@@ -31,6 +31,12 @@ struct PipelineStage {
   // they are not called. std::nullopt: they take any.
   std::optional<int> inputs = 1;
   std::optional<int> targets = 1;
+  // The stages to which the last outputs of forward skip, one for each: with {3, 2} the last but
+  // one goes straight to stage 3, and the last to stage 2, and the next stage gets those before.
+  // Each is later than the next stage; it gets the tensors that skip to it behind those of the
+  // stage before it, by the number of the stage that they come from. Their gradients come back as
+  // straight.
+  std::vector<int> skips = {};
   // Whether forward and loss run a second time, in the backward (activation checkpointing): until
   // then a micro-batch keeps what the stage was given, and no activations. The second run draws the
   // random numbers of the first from the default generators of the CPU and of the inputs' devices;

@@ -119,6 +119,7 @@ class PipelineStages::Impl {
                                         .averager = options_.averager.get()},
                                        std::move(plan), request.from, std::move(request.context));
     DG_RETURN_IF_ERROR(step->CheckShares());
+    DG_RETURN_IF_ERROR(step->CheckSkips());
     std::shared_ptr<RankStep> before;
     {
       absl::MutexLock lock(&mu_);

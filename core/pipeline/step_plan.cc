@@ -202,6 +202,12 @@ std::string EncodeParcel(const Parcel& parcel) {
   writer.U32(static_cast<uint32_t>(parcel.micro_batch));
   writer.U32(static_cast<uint32_t>(parcel.wanted.size()));
   for (const bool wanted : parcel.wanted) writer.U8(wanted ? 1 : 0);
+  writer.U32(static_cast<uint32_t>(parcel.other));
+  writer.U32(static_cast<uint32_t>(parcel.skips.size()));
+  for (const StageSkip& skip : parcel.skips) {
+    writer.U32(static_cast<uint32_t>(skip.from));
+    writer.U32(static_cast<uint32_t>(skip.to));
+  }
   return bytes;
 }
 
@@ -215,9 +221,21 @@ absl::StatusOr<Parcel> DecodeParcel(absl::string_view bytes) {
   parcel.micro_batch = ReadNumber(reader);
   parcel.wanted.resize(ReadCount(reader, 1));
   for (size_t i = 0; i < parcel.wanted.size(); ++i) parcel.wanted[i] = reader.U8() != 0;
+  parcel.other = ReadNumber(reader);
+  parcel.skips.resize(ReadCount(reader, 8));
+  bool skips_on = true;
+  for (StageSkip& skip : parcel.skips) {
+    skip.from = ReadNumber(reader);
+    skip.to = ReadNumber(reader);
+    skips_on = skips_on && skip.from >= 0 && skip.to >= parcel.stage && skip.to > skip.from + 1;
+  }
   DG_RETURN_IF_ERROR(Complete(reader, kWhat));
-  if (kind > static_cast<uint8_t>(Parcel::Kind::kTied) || parcel.stage < 0 ||
-      parcel.micro_batch < 0) {
+  if (!skips_on) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        kWhat, ", for stage ", parcel.stage, ", has a skip that does not lead on from there"));
+  }
+  if (kind > static_cast<uint8_t>(Parcel::Kind::kSkipGradient) || parcel.stage < 0 ||
+      parcel.micro_batch < 0 || parcel.other < 0) {
     return absl::InvalidArgumentError(absl::StrCat(kWhat, " says that it is for stage ",
                                                    parcel.stage, ", micro-batch ",
                                                    parcel.micro_batch, ", of kind ", int{kind}));

@@ -68,6 +68,12 @@ struct Ties {
 std::string EncodeTies(const Ties& ties);
 absl::StatusOr<Ties> DecodeTies(absl::string_view bytes);
 
+// That a stage has something for one behind the next, which goes there straight.
+struct StageSkip {
+  int from = 0;  // stages
+  int to = 0;
+};
+
 // Tensors for a stage and a micro-batch.
 struct Parcel {
   enum class Kind : uint8_t {
@@ -77,6 +83,8 @@ struct Parcel {
     // Of tied parameters: for the first stage of a rank, from the rank that stands for the
     // micro-batch; and without tensors, plus the number of ranks, that it has added them up.
     kTied = 3,
+    kSkip = 4,          // what the stage gets from one before the stage before
+    kSkipGradient = 5,  // of what the stage has given to one behind the next
   };
 
   StepRef to = {};
@@ -84,6 +92,9 @@ struct Parcel {
   int stage = 0;
   int micro_batch = 0;
   std::vector<bool> wanted = {};  // by tensor: whether its gradient is
+  int other = 0;                  // of a skip, or its gradient: the stage at its other end
+  // Of activations: those of the micro-batch that end at this stage or a later one.
+  std::vector<StageSkip> skips = {};
 };
 
 std::string EncodeParcel(const Parcel& parcel);

@@ -81,6 +81,36 @@ TEST(StepPlanTest, TiesAreReadAsTheyWereWritten) {
   }
 }
 
+TEST(StepPlanTest, SkipsAreReadAsTheyWereWrittenAndLeadOn) {
+  const Parcel parcel{.kind = Parcel::Kind::kSkipGradient,
+                      .stage = 2,
+                      .micro_batch = 3,
+                      .wanted = {true, false},
+                      .other = 5,
+                      .skips = {{0, 2}, {1, 7}}};
+  const absl::StatusOr<Parcel> read = DecodeParcel(EncodeParcel(parcel));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->kind, parcel.kind);
+  EXPECT_EQ(read->wanted, parcel.wanted);
+  EXPECT_EQ(read->other, 5);
+  ASSERT_EQ(read->skips.size(), 2u);
+  EXPECT_EQ(read->skips[0].to, 2);
+  EXPECT_EQ(read->skips[1].from, 1);
+  EXPECT_EQ(read->skips[1].to, 7);
+  const auto refused = [](auto change) {
+    Parcel changed{.stage = 2, .skips = {{0, 2}}};
+    change(changed);
+    return DecodeParcel(EncodeParcel(changed)).status().code() ==
+           absl::StatusCode::kInvalidArgument;
+  };
+  EXPECT_FALSE(refused([](Parcel&) {}));
+  EXPECT_TRUE(refused([](Parcel& parcel) { parcel.other = -1; }));
+  EXPECT_TRUE(refused([](Parcel& parcel) { parcel.skips[0].from = -1; }));
+  EXPECT_TRUE(refused([](Parcel& parcel) { parcel.skips[0].from = 1; })) << "to the next";
+  EXPECT_TRUE(refused([](Parcel& parcel) { parcel.stage = 3; })) << "it is past its end";
+  EXPECT_TRUE(refused([](Parcel& parcel) { parcel.kind = static_cast<Parcel::Kind>(6); }));
+}
+
 TEST(StepPlanTest, WhatDoesNotFitTogetherIsRefused) {
   const auto refused = [](auto change) {
     StepPlan plan = SomePlan();
@@ -108,7 +138,7 @@ TEST(StepPlanTest, ShortenedAndChangedBytesAreRefusedOrMakeSense) {
   for (size_t size = 0; size < plan.size(); ++size) {
     EXPECT_FALSE(DecodePlan(plan.substr(0, size)).ok()) << size;
   }
-  const std::string parcel = EncodeParcel({.wanted = {true}});
+  const std::string parcel = EncodeParcel({.wanted = {true}, .skips = {{0, 2}}});
   for (size_t size = 0; size < parcel.size(); ++size) {
     EXPECT_FALSE(DecodeParcel(parcel.substr(0, size)).ok()) << size;
   }

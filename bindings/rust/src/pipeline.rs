@@ -321,6 +321,7 @@ pub struct PipelineStage {
     targets: Option<usize>,
     recompute: bool,
     tied: Vec<(String, Tensor)>,
+    skips: Vec<u64>,
 }
 
 impl PipelineStage {
@@ -341,6 +342,7 @@ impl PipelineStage {
             targets: Some(1),
             recompute: false,
             tied: Vec::new(),
+            skips: Vec::new(),
         }
     }
 
@@ -390,6 +392,15 @@ impl PipelineStage {
     /// shape, dtype and device, and, to stay the same, the same first values and the same optimizer.
     pub fn tied(mut self, name: impl Into<String>, parameter: &Tensor) -> Self {
         self.tied.push((name.into(), parameter.clone()));
+        self
+    }
+    /// Sets the stages to which the last outputs of forward skip, one for each: with `[3, 2]` the
+    /// last but one goes straight to stage 3, and the last to stage 2, and the next stage gets those
+    /// before. Each is later than the next stage; it gets the tensors that skip to it behind those
+    /// of the stage before it, by the number of the stage that they come from, and they count among
+    /// its [`inputs`](PipelineStage::inputs). Their gradients come back as straight. Default: none.
+    pub fn skips(mut self, to: impl Into<Vec<u64>>) -> Self {
+        self.skips = to.into();
         self
     }
 }
@@ -461,6 +472,7 @@ impl<'a> PipelineStagesOptions<'a> {
                 flags: stage.recompute.into(),
                 tied_names: stage.tied.iter().map(|(name, _)| name.clone()).collect(),
                 tied,
+                skips: &stage.skips,
             })
             .collect();
         // The parameters live until the library has them.

@@ -176,6 +176,48 @@ fn tied_parameters_have_the_sum_of_their_gradients() {
 }
 
 #[test]
+fn an_output_skips_to_a_later_stage() {
+    let folder = Folder::new();
+    let worker = folder.options().rank(0, 1).create().unwrap();
+    let w = weight(&[2.0]);
+    let own = w.clone();
+    let make = move |to: u64| {
+        let own = own.clone();
+        let first = PipelineStage::new(0, move |batch| {
+            let y = batch.input(0)?.mul(&own)?;
+            Ok([y.clone(), y])
+        });
+        let second = PipelineStage::new(1, |batch| Ok([batch.input(0)?.mul_scalar(2.0)?]));
+        let third = PipelineStage::new(2, |batch| Ok([batch.input(0)?.add(batch.input(1)?)?]))
+            .inputs(Some(2))
+            .loss(|batch| Ok(batch.output(0)?.sum()?))
+            .targets(Some(0));
+        [first.skips([to]), second, third]
+    };
+    let name = worker.name(0).unwrap();
+    let x = Tensor::from_slice(&[1.0f32, 2.0], &[2, 1]).unwrap();
+    for (to, pipeline) in [(2, "skips"), (1, "does not skip")] {
+        let stages = PipelineStages::new(&worker, pipeline, make(to)).unwrap();
+        let pipeline = PipelineOptions::new()
+            .reduction(Reduction::Sum)
+            .create(&worker, pipeline, &Schedule::gpipe(3, 2).unwrap(), &[&name, &name, &name])
+            .unwrap();
+        let context = worker.context().unwrap();
+        let trained = pipeline.train(&context, &[&x], &[]);
+        if to == 2 {
+            trained.unwrap();
+            // 2 x + x, of 1 and 2.
+            assert_eq!(numbers(&context.gradient(&w).unwrap()), [9.0]);
+        } else {
+            let error = trained.unwrap_err();
+            assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+            assert!(error.message().contains("skips to stage 1"), "{error}");
+        }
+        drop((context, pipeline, stages));
+    }
+}
+
+#[test]
 fn a_rank_that_cannot_go_on_takes_the_others_with_it() {
     on_both(|worker, group| {
         worker.barrier(LONG).unwrap(); // both have it

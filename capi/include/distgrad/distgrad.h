@@ -1523,10 +1523,17 @@ typedef struct dg_pipeline_stage {
   const dg_str* tied_names;
   const dg_tensor* const* tied;
   size_t tied_count;
+  /* The numbers of the stages to which the last outputs of forward skip, one for each: with {3, 2}
+   * the last but one goes straight to stage 3, and the last to stage 2, and the next stage gets
+   * those before. Each is later than the next stage; it gets the tensors that skip to it behind
+   * those of the stage before it, by the number of the stage that they come from, and they count
+   * among its inputs. Their gradients come back as straight. */
+  const uint64_t* skips;
+  size_t skip_count;
 } dg_pipeline_stage;
 #define DG_ANY_COUNT INT64_C(-1)
 #define DG_PIPELINE_STAGE_INIT \
-  { sizeof(dg_pipeline_stage), 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0 }
+  { sizeof(dg_pipeline_stage), 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0 }
 /* Forward and loss run a second time, in the backward (activation checkpointing): until then a
  * micro-batch keeps what the stage was given, and no activations. The second run draws the random
  * numbers of the first from torch's default generators; the step fails if another thread of the

@@ -1432,6 +1432,7 @@ struct PipelineStage {
   int64_t targets = 1;
   bool recompute = false;
   TensorMap tied = {};  // see dg_pipeline_stage
+  std::vector<uint64_t> skips = {};         // see there, too
 };
 
 // The stages of a pipeline that a worker has, by their number, until its end or that of the worker.
@@ -1460,6 +1461,8 @@ class PipelineStages {
       made.tied_names = named.names.data();
       made.tied = named.tensors.data();
       made.tied_count = named.names.size();
+      made.skips = owners.back()->skips.data();
+      made.skip_count = owners.back()->skips.size();
       pointers.push_back(&made);
     }
     for (size_t i = 0; i < list.size(); ++i) list[i].user_data = owners[i].release();

@@ -150,6 +150,8 @@ PipelineStagesHandle pipeline_stages_create(WorkerHandle worker, rust::Str name,
     stage.tied_names = tied_names[i].data();
     stage.tied = from[i].tied.data();
     stage.tied_count = from[i].tied.size();
+    stage.skips = from[i].skips.data();
+    stage.skip_count = from[i].skips.size();
     stage.number = from[i].number;
     stage.forward = RunForward;
     if (from[i].has_loss) stage.loss = RunLoss;
