@@ -67,6 +67,12 @@ CASES = {
     "adam": adam(torch.optim.Adam, weight_decay=0.02),
     "amsgrad": adam(torch.optim.Adam, amsgrad=True),
     "adamw": adam(torch.optim.AdamW),
+    "adagrad": lambda p, lr: torch.optim.Adagrad(
+        p.values(), lr=lr, lr_decay=0.01, weight_decay=0.02, initial_accumulator_value=0.5,
+        eps=1e-6),
+    "rmsprop": lambda p, lr: torch.optim.RMSprop(
+        p.values(), lr=lr, alpha=0.8, eps=1e-6, weight_decay=0.02, momentum=0.5),
+    "rmsprop_centered": lambda p, lr: torch.optim.RMSprop(p.values(), lr=lr, centered=True),
 }
 
 

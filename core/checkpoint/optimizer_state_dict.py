@@ -17,7 +17,10 @@ def _groups_of_names(optimizer, named_parameters):
 
 
 def save_optimizer(optimizer, named_parameters, path):
-  """Saves an SGD, Adam or AdamW; named_parameters as of Module.named_parameters()."""
+  """Saves an SGD, Adam, AdamW, Adagrad or RMSprop.
+
+  named_parameters is as of Module.named_parameters().
+  """
   saved = optimizer.state_dict()
   name_of = {}
   groups = []

@@ -5,9 +5,11 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include <cmath>
@@ -55,6 +57,30 @@ std::vector<Slot> OptionsOfAdam(AdamOptions& options) {
           {"weight_decay", &options.weight_decay()},
           {"amsgrad", &options.amsgrad()}};
 }
+std::vector<Slot> SlotsOf(torch::optim::AdagradOptions& options) {
+  return {{"lr", &options.lr()},
+          {"lr_decay", &options.lr_decay()},
+          {"weight_decay", &options.weight_decay()},
+          {"initial_accumulator_value", &options.initial_accumulator_value()},
+          {"eps", &options.eps()}};
+}
+std::vector<Slot> SlotsOf(torch::optim::RMSpropOptions& options) {
+  return {{"lr", &options.lr()},
+          {"alpha", &options.alpha()},
+          {"eps", &options.eps()},
+          {"weight_decay", &options.weight_decay()},
+          {"momentum", &options.momentum()},
+          {"centered", &options.centered()}};
+}
+std::vector<Slot> SlotsOf(torch::optim::AdagradParamState& state) {
+  return {{"step", &state.step()}, {"sum", &state.sum()}};
+}
+std::vector<Slot> SlotsOf(torch::optim::RMSpropParamState& state) {
+  return {{"step", &state.step()},
+          {"square_avg", &state.square_avg()},
+          {kMomentum, &state.momentum_buffer()},
+          {"grad_avg", &state.grad_avg()}};
+}
 std::vector<Slot> SlotsOf(torch::optim::SGDParamState& state) {
   return {{kMomentum, &state.momentum_buffer()}};
 }
@@ -74,6 +100,8 @@ struct Kind {
   std::unique_ptr<OptimizerParamState> (*new_state)();
   // Whether what the options say needs that part of the state.
   bool (*needs)(const OptimizerOptions& options, absl::string_view slot);
+  // Whether each parameter has a state, also before it has taken a step.
+  bool from_the_start = false;
 };
 
 constexpr Kind kSgd = {"SGD",
@@ -98,6 +126,36 @@ constexpr Kind kAdam = {
       return slot != "max_exp_avg_sq" || static_cast<const Options&>(options).amsgrad();
     }};
 
+constexpr Kind kAdagrad = {"Adagrad",
+                           [](OptimizerOptions& options) {
+                             return SlotsOf(static_cast<torch::optim::AdagradOptions&>(options));
+                           },
+                           [](OptimizerParamState& state) {
+                             return SlotsOf(static_cast<torch::optim::AdagradParamState&>(state));
+                           },
+                           []() -> std::unique_ptr<OptimizerParamState> {
+                             return std::make_unique<torch::optim::AdagradParamState>();
+                           },
+                           [](const OptimizerOptions&, absl::string_view) { return true; },
+                           /*from_the_start=*/true};
+
+constexpr Kind kRmsprop = {"RMSprop",
+                           [](OptimizerOptions& options) {
+                             return SlotsOf(static_cast<torch::optim::RMSpropOptions&>(options));
+                           },
+                           [](OptimizerParamState& state) {
+                             return SlotsOf(static_cast<torch::optim::RMSpropParamState&>(state));
+                           },
+                           []() -> std::unique_ptr<OptimizerParamState> {
+                             return std::make_unique<torch::optim::RMSpropParamState>();
+                           },
+                           [](const OptimizerOptions& options, absl::string_view slot) {
+                             const auto& rmsprop =
+                                 static_cast<const torch::optim::RMSpropOptions&>(options);
+                             if (slot == kMomentum) return rmsprop.momentum() > 0;
+                             return slot != "grad_avg" || rmsprop.centered();
+                           }};
+
 absl::StatusOr<const Kind*> KindOf(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   if (dynamic_cast<const SGD*>(&optimizer) != nullptr) return &kSgd;
@@ -106,9 +164,11 @@ absl::StatusOr<const Kind*> KindOf(const torch::optim::Optimizer& optimizer) {
   if (dynamic_cast<const AdamW*>(&optimizer) != nullptr) {
     return &kAdam<AdamWOptions, AdamWParamState, true>;
   }
+  if (dynamic_cast<const Adagrad*>(&optimizer) != nullptr) return &kAdagrad;
+  if (dynamic_cast<const RMSprop*>(&optimizer) != nullptr) return &kRmsprop;
   return absl::UnimplementedError(
-      "the state of SGD, Adam and AdamW can be read and loaded, not "
-      "that of other optimizers");
+      "the state of SGD, Adam, AdamW, Adagrad and RMSprop can be read and loaded, not that of "
+      "other optimizers");
 }
 
 std::string GroupPrefix(size_t group) { return absl::StrCat("param_groups.", group, "."); }
@@ -151,8 +211,14 @@ std::string ShapeOf(const at::Tensor& tensor) {
 // Gives a slot the value of a tensor; what is wrong with it, or "".
 class Decoder {
  public:
-  Decoder(absl::string_view name, const at::Tensor& tensor, const at::Tensor& parameter, bool copy)
-      : name_(name), tensor_(tensor), parameter_(parameter), copy_(copy) {}
+  struct Slots {
+    bool
+        may_be_sparse;  // as SGD's momentum, which is as sparse as the gradients that it is made of
+    bool copy;
+  };
+  Decoder(absl::string_view name, const at::Tensor& tensor, const at::Tensor& parameter,
+          const Slots& slots)
+      : name_(name), tensor_(tensor), parameter_(parameter), slots_(slots) {}
 
   std::string operator()(double* value) const {
     std::vector<double> numbers;
@@ -196,11 +262,10 @@ class Decoder {
       return absl::StrCat("has dtype ", c10::toString(tensor_.scalar_type()), ", not ",
                           c10::toString(parameter_.scalar_type()));
     }
-    // SGD's is as sparse as the gradients that it is made of.
-    const bool may_be_sparse = name_ == kMomentum && tensor_.layout() == at::kSparse;
-    if (tensor_.layout() != at::kStrided && !may_be_sparse) return "is not a dense tensor";
+    const bool may_be = slots_.may_be_sparse && tensor_.layout() == at::kSparse;
+    if (tensor_.layout() != at::kStrided && !may_be) return "is not a dense tensor";
     *value = tensor_.detach().to(parameter_.device(), parameter_.scalar_type(),
-                                 /*non_blocking=*/false, copy_);
+                                 /*non_blocking=*/false, slots_.copy);
     return "";
   }
 
@@ -223,13 +288,13 @@ class Decoder {
   const absl::string_view name_;
   const at::Tensor& tensor_;
   const at::Tensor& parameter_;
-  const bool copy_;
+  const Slots slots_;
 };
 
 // The tensors of a state by their names, and what is wrong with them.
 class Given {
  public:
-  Given(const std::vector<StateTensor>& state, bool copy) : copy_(copy) {
+  Given(const std::vector<StateTensor>& state, const Decoder::Slots& slots) : slots_(slots) {
     for (const StateTensor& each : state) {
       if (!each.tensor.defined()) {
         complaints_.Add(absl::StrCat("'", each.name, "' is no tensor"));
@@ -247,7 +312,7 @@ class Given {
     const auto found = left_.find(name);
     if (found == left_.end()) return complaints_.Add(absl::StrCat("'", name, "' is missing"));
     const std::string wrong =
-        std::visit(Decoder(slot.name, *found->second, parameter, copy_), slot.value);
+        std::visit(Decoder(slot.name, *found->second, parameter, slots_), slot.value);
     if (!wrong.empty()) complaints_.Add(absl::StrCat("'", name, "' ", wrong));
     left_.erase(found);
   }
@@ -262,7 +327,7 @@ class Given {
   }
 
  private:
-  const bool copy_;
+  const Decoder::Slots slots_;
   std::map<std::string, const at::Tensor*> left_;
   Complaints complaints_;
 };
@@ -271,7 +336,7 @@ absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer
                   const StateForm& form) {
   DG_ASSIGN_OR_RETURN(const Kind* const kind, KindOf(*optimizer));
   DG_RETURN_IF_ERROR(CheckNames(form, *optimizer));
-  Given given(state, form.copy);
+  Given given(state, {.may_be_sparse = kind == &kSgd, .copy = form.copy});
   std::vector<std::unique_ptr<OptimizerOptions>> options;
   std::vector<std::pair<void*, std::unique_ptr<OptimizerParamState>>> states;
   size_t parameter = 0;
@@ -286,7 +351,7 @@ absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer
       const std::vector<Slot> slots = kind->state(*made);
       bool any = false;
       for (const Slot& slot : slots) any |= given.has(absl::StrCat(prefix, slot.name));
-      if (!any) continue;
+      if (!any && !kind->from_the_start) continue;
       for (const Slot& slot : slots) {
         if (kind->needs(*options[i], slot.name) || given.has(absl::StrCat(prefix, slot.name))) {
           given.Fill(prefix, slot, tensor);

@@ -10,7 +10,8 @@
 //   state.2.momentum_buffer                 the same; sparse where the gradients were
 //
 // where parameters count from 0 through all groups, in the order in which the optimizer got them. A
-// parameter that has not taken a step has no state. SGD, Adam and AdamW are known.
+// parameter that has not taken a step has no state, but for Adagrad's. SGD, Adam, AdamW, Adagrad
+// and RMSprop are known; LBFGS is not, whose state is of all parameters at once.
 #ifndef DISTGRAD_CORE_OPTIM_OPTIMIZER_STATE_H_
 #define DISTGRAD_CORE_OPTIM_OPTIMIZER_STATE_H_
 
@@ -55,7 +56,7 @@ absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& opti
 absl::Status LoadState(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer,
                        const StateForm& form = {});
 
-// What PyTorch calls the optimizer: "SGD", "Adam" or "AdamW". kUnimplemented as of ReadState().
+// What PyTorch calls the optimizer: "SGD", say, or "RMSprop". kUnimplemented as of ReadState().
 absl::StatusOr<std::string> OptimizerName(const torch::optim::Optimizer& optimizer);
 
 }  // namespace distgrad

@@ -6,8 +6,11 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <cstddef>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -25,6 +28,7 @@ struct Case {
   std::function<Made(std::vector<at::Tensor>)> make;  // as it was trained
   std::function<Made(std::vector<at::Tensor>)> make_other;
   std::vector<std::string> options, state;
+  bool from_the_start = false;  // whether parameters that have taken no step have a state
 };
 
 Case Sgd() {
@@ -59,6 +63,44 @@ Case AnyAdam(std::string name, bool amsgrad) {
           std::move(state)};
 }
 
+Case Adagrad() {
+  return {"Adagrad",
+          [](std::vector<at::Tensor> parameters) {
+            return std::make_unique<torch::optim::Adagrad>(std::move(parameters),
+                                                           torch::optim::AdagradOptions(0.1)
+                                                               .lr_decay(0.01)
+                                                               .weight_decay(0.02)
+                                                               .initial_accumulator_value(0.5)
+                                                               .eps(1e-6));
+          },
+          [](std::vector<at::Tensor> parameters) {
+            return std::make_unique<torch::optim::Adagrad>(std::move(parameters), 7.0);
+          },
+          {"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"},
+          {"step", "sum"},
+          /*from_the_start=*/true};
+}
+Case Rmsprop(std::string name, double momentum, bool centered) {
+  std::vector<std::string> state = {"step", "square_avg"};
+  if (momentum > 0) state.push_back("momentum_buffer");
+  if (centered) state.push_back("grad_avg");
+  return {std::move(name),
+          [=](std::vector<at::Tensor> parameters) {
+            return std::make_unique<torch::optim::RMSprop>(std::move(parameters),
+                                                           torch::optim::RMSpropOptions(0.1)
+                                                               .alpha(0.8)
+                                                               .eps(1e-6)
+                                                               .weight_decay(0.02)
+                                                               .momentum(momentum)
+                                                               .centered(centered));
+          },
+          [](std::vector<at::Tensor> parameters) {
+            return std::make_unique<torch::optim::RMSprop>(std::move(parameters), 7.0);
+          },
+          {"lr", "alpha", "eps", "weight_decay", "momentum", "centered"},
+          std::move(state)};
+}
+
 class OptimizerStateTest : public testing::TestWithParam<Case> {
  protected:
   // The third is never used.
@@ -84,12 +126,17 @@ class OptimizerStateTest : public testing::TestWithParam<Case> {
     for (int i = 0; i < 3; ++i) Step(*optimizer_, parameters_, i);
     state_ = StateOf(*optimizer_);
   }
-  at::Tensor* Find(const std::string& name) {
-    for (StateTensor& each : state_) {
+  at::Tensor* Find(const std::string& name) { return FindIn(state_, name); }
+  static at::Tensor* FindIn(std::vector<StateTensor>& state, const std::string& name) {
+    for (StateTensor& each : state) {
       if (each.name == name) return &each.tensor;
     }
     ADD_FAILURE() << name;
     return nullptr;
+  }
+  static at::Tensor Of(torch::optim::Optimizer& optimizer, const std::string& name) {
+    std::vector<StateTensor> state = StateOf(optimizer);
+    return *FindIn(state, name);
   }
   void ExpectRefused(const std::string& part) {
     const std::vector<StateTensor> before = StateOf(*optimizer_);
@@ -111,7 +158,8 @@ class OptimizerStateTest : public testing::TestWithParam<Case> {
 TEST_P(OptimizerStateTest, HasTheNamesOfPyTorch) {
   std::vector<std::string> want, got;
   for (const std::string& name : GetParam().options) want.push_back("param_groups.0." + name);
-  for (const char* parameter : {"0.", "1."}) {
+  for (const char* parameter : {"0.", "1.", "2."}) {
+    if (parameter[0] == '2' && !GetParam().from_the_start) continue;
     for (const std::string& name : GetParam().state) {
       want.push_back("state." + (parameter + name));
     }
@@ -164,6 +212,7 @@ TEST_P(OptimizerStateTest, NumbersMayBeOfOtherTypes) {
 
 TEST_P(OptimizerStateTest, AParameterThatHasTakenNoStepHasNone) {
   state_.resize(GetParam().options.size());
+  if (GetParam().from_the_start) return ExpectRefused("'state.2.step' is missing");
   ASSERT_TRUE(LoadState(state_, optimizer_.get()).ok());
   EXPECT_TRUE(optimizer_->state().empty());
 }
@@ -175,12 +224,16 @@ TEST_P(OptimizerStateTest, WhatIsMissingUnexpectedOrOfAnotherShapeIsSaid) {
   ExpectRefused("'param_groups.0.lr' is missing");
   state_ = whole;
   if (GetParam().state.size() > 1) {
-    state_.pop_back();
+    const size_t at = GetParam().options.size() + 2 * GetParam().state.size() - 1;
+    ASSERT_EQ(state_[at].name, last);
+    state_.erase(state_.begin() + static_cast<std::ptrdiff_t>(at));
     ExpectRefused("'" + last + "' is missing");
     state_ = whole;
     *Find("state.0.step") = at::scalar_tensor(1.5);
     ExpectRefused("'state.0.step' is 1.5");
     state_ = whole;
+  }
+  if (GetParam().options[1] == "betas") {
     *Find("param_groups.0.betas") = at::tensor({0.5, 1.0});
     ExpectRefused("'param_groups.0.betas' has 1");
     state_ = whole;
@@ -221,7 +274,7 @@ TEST_P(OptimizerStateTest, ParametersMayHaveNames) {
   ASSERT_TRUE(named.ok()) << named.status();
   ASSERT_EQ(named->size(), state_.size());
   const std::string slot = GetParam().state.back();
-  EXPECT_EQ(named->back().name, "state.fc.bias." + slot);
+  const std::string last = "state.fc.bias." + slot;
   EXPECT_EQ((*named)[0].name, "param_groups.0.lr");
   for (size_t i = 0; i < state_.size(); ++i) {
     EXPECT_TRUE((*named)[i].tensor.equal(state_[i].tensor)) << state_[i].name;
@@ -230,13 +283,13 @@ TEST_P(OptimizerStateTest, ParametersMayHaveNames) {
   std::vector<at::Tensor> parameters = NewParameters();
   const Made other = GetParam().make_other(parameters);
   ASSERT_TRUE(LoadState(*named, other.get(), form).ok());
-  const at::Tensor shared = named->back().tensor, before = shared.clone();
-  EXPECT_TRUE(StateOf(*other).back().tensor.equal(before));
+  const at::Tensor shared = *FindIn(*named, last), before = shared.clone();
+  EXPECT_TRUE(Of(*other, "state.1." + slot).equal(before));
   Step(*other, parameters, 5);
   EXPECT_FALSE(shared.equal(before));
-  EXPECT_TRUE(StateOf(*optimizer_).back().tensor.equal(shared));
+  EXPECT_TRUE(Of(*optimizer_, "state.1." + slot).equal(shared));
 
-  named->back().tensor = at::ones({5}, at::kDouble);
+  *FindIn(*named, last) = at::ones({5}, at::kDouble);
   const absl::Status refused = LoadState(*named, other.get(), form);
   EXPECT_NE(refused.message().find("'state.fc.bias." + slot + "' has shape [5]"), std::string::npos)
       << refused;
@@ -248,14 +301,18 @@ TEST_P(OptimizerStateTest, ParametersMayHaveNames) {
   const std::string name = GetParam().name;
   EXPECT_EQ(OptimizerName(*optimizer_).value(), name == "Sgd"       ? "SGD"
                                                 : name == "Amsgrad" ? "Adam"
-                                                                    : name);
+                                                : name.find("Rmsprop") != std::string::npos
+                                                    ? "RMSprop"
+                                                    : name);
 }
 
 INSTANTIATE_TEST_SUITE_P(
     All, OptimizerStateTest,
     testing::Values(Sgd(), AnyAdam<torch::optim::Adam, torch::optim::AdamOptions>("Adam", false),
                     AnyAdam<torch::optim::Adam, torch::optim::AdamOptions>("Amsgrad", true),
-                    AnyAdam<torch::optim::AdamW, torch::optim::AdamWOptions>("AdamW", false)),
+                    AnyAdam<torch::optim::AdamW, torch::optim::AdamWOptions>("AdamW", false),
+                    Adagrad(), Rmsprop("Rmsprop", 0, false), Rmsprop("MomentumRmsprop", 0.9, false),
+                    Rmsprop("CenteredRmsprop", 0, true)),
     [](const auto& info) { return info.param.name; });
 
 TEST(OptimizersStateTest, ParametersCountThroughAllGroups) {
@@ -308,10 +365,10 @@ TEST(OptimizersStateTest, MomentumMayBeSparse) {
 }
 
 TEST(OptimizersStateTest, OthersAreNotKnown) {
-  torch::optim::Adagrad adagrad(std::vector<at::Tensor>{at::ones({1}).requires_grad_()});
-  EXPECT_EQ(ReadState(adagrad).status().code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(LoadState({}, &adagrad).code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(OptimizerName(adagrad).status().code(), absl::StatusCode::kUnimplemented);
+  torch::optim::LBFGS lbfgs(std::vector<at::Tensor>{at::ones({1}).requires_grad_()});
+  EXPECT_EQ(ReadState(lbfgs).status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(LoadState({}, &lbfgs).code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(OptimizerName(lbfgs).status().code(), absl::StatusCode::kUnimplemented);
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ class Optimizer {
   // (core/optim/optimizer_state.h); and load it from such, in place of all that the part had. Each
   // worker's part is its own: where all are read or loaded between the same two steps, they fit
   // together. kInvalidArgument, with nothing changed, says what is missing, unexpected, or of
-  // another shape or dtype; kUnimplemented for other optimizers than SGD, Adam and AdamW.
+  // another shape or dtype; kUnimplemented for optimizers that are not known there.
   absl::StatusOr<std::vector<StateTensor>> State() const;
   absl::Status LoadState(const std::vector<StateTensor>& state);
 

@@ -9,7 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <sys/resource.h>
 #include <torch/optim/adam.h>
-#include <torch/optim/rmsprop.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
@@ -904,10 +904,10 @@ TEST_F(CheckpointManagerTest, MistakesAreErrors) {
   const absl::Status no_names =
       CheckpointPart::Create(&cluster[1], {.optimizers = {{"", a.adam.get()}}}).status();
   EXPECT_EQ(no_names.code(), Code::kInvalidArgument) << no_names;
-  torch::optim::RMSprop rmsprop({a.bias}, 0.1);
+  torch::optim::LBFGS lbfgs({a.bias}, 0.1);
   const absl::Status other_kind =
       CheckpointPart::Create(&cluster[1],
-                             {.tensors = {{"bias", a.bias}}, .optimizers = {{"rms", &rmsprop}}})
+                             {.tensors = {{"bias", a.bias}}, .optimizers = {{"lbfgs", &lbfgs}}})
           .status();
   EXPECT_EQ(other_kind.code(), Code::kUnimplemented) << other_kind;
   const absl::Status no_elements =

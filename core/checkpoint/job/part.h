@@ -64,8 +64,8 @@ struct CheckpointContents {
   // Parameters and buffers, by names that are theirs in the whole job. What several workers have
   // under one name is the same tensor (replicas), and one of them saves it.
   TensorMap tensors = {};
-  // By names of letters, digits, '_' and '-'. Their parameters are among `tensors`. SGD, Adam and
-  // AdamW.
+  // By names of letters, digits, '_' and '-'. Their parameters are among `tensors`. SGD, Adam,
+  // AdamW, Adagrad and RMSprop.
   std::map<std::string, CheckpointOptimizer> optimizers = {};
   // Called on a thread of the worker's pool: for each save, and when this worker's tensors and
   // optimizers are loaded. They may throw. At most 1 MiB of values, whose names are UTF-8. With
