@@ -304,28 +304,37 @@ absl::Status AppendOptions(const Json& options, size_t number, const std::string
   return absl::OkStatus();
 }
 
-// The groups of a file, which has to be of the optimizer `name`.
-absl::StatusOr<std::vector<FileGroup>> GroupsOf(const SafetensorsFile& file, const Names& names,
-                                                const std::string& name) {
+// What a file has: the name of the optimizer's class, and its groups.
+struct FileGroups {
+  std::string kind;
+  std::vector<FileGroup> groups;
+};
+
+absl::StatusOr<FileGroups> GroupsOf(const SafetensorsFile& file, const Names& names) {
   const auto& metadata = file.header().metadata;
   const auto kind = metadata.find(kOptimizer), groups = metadata.find(kParamGroups);
   if (kind == metadata.end() || groups == metadata.end()) {
     return absl::InvalidArgumentError(
         "it is not the state of an optimizer: its metadata lack \"optimizer\" or \"param_groups\"");
   }
-  if (kind->second != name) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("it is of the optimizer ", QuoteName(kind->second), ", and this is ", name));
-  }
-  return ParseGroups(groups->second, names);
+  DG_ASSIGN_OR_RETURN(std::vector<FileGroup> parsed, ParseGroups(groups->second, names));
+  return FileGroups{kind->second, std::move(parsed)};
+}
+
+absl::Status CheckKind(const FileGroups& groups, const std::string& name) {
+  if (groups.kind == name) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("it is of the optimizer ", QuoteName(groups.kind), ", and this is ", name));
 }
 
 absl::Status Load(const SafetensorsFile& file, const TensorMap& parameters, Optimizer* optimizer) {
   DG_ASSIGN_OR_RETURN(const std::string name, OptimizerName(*optimizer));
   const Names names(parameters);
   DG_ASSIGN_OR_RETURN(const std::vector<Strings> ours, names.Of(*optimizer));
-  DG_ASSIGN_OR_RETURN(const std::vector<FileGroup> theirs, GroupsOf(file, names, name));
-  DG_ASSIGN_OR_RETURN(const std::vector<const FileGroup*> matched, MatchGroups(theirs, ours));
+  DG_ASSIGN_OR_RETURN(const FileGroups theirs, GroupsOf(file, names));
+  DG_RETURN_IF_ERROR(CheckKind(theirs, name));
+  DG_ASSIGN_OR_RETURN(const std::vector<const FileGroup*> matched,
+                      MatchGroups(theirs.groups, ours));
   std::vector<StateTensor> state;
   for (size_t i = 0; i < matched.size(); ++i) {
     DG_RETURN_IF_ERROR(AppendOptions(matched[i]->options, i, name, &state));
@@ -354,21 +363,27 @@ absl::StatusOr<OptimizerParts> Collect(const std::vector<const SafetensorsFile*>
   const Names names(parameters);
   DG_ASSIGN_OR_RETURN(const std::vector<Strings> ours, names.Of(optimizer));
   // Where each parameter is.
-  std::vector<std::vector<FileGroup>> groups;
+  std::vector<FileGroups> groups;
   std::map<std::string, std::pair<size_t, const FileGroup*>> found;
   for (const SafetensorsFile* file : files) {
-    DG_ASSIGN_OR_RETURN(std::vector<FileGroup> theirs, GroupsOf(*file, names, name));
+    DG_ASSIGN_OR_RETURN(FileGroups theirs, GroupsOf(*file, names));
     groups.push_back(std::move(theirs));
   }
   for (size_t i = 0; i < files.size(); ++i) {
-    for (FileGroup& group : groups[i]) {
+    for (FileGroup& group : groups[i].groups) {
       group.options.erase("params");  // numbers within that file
       for (const std::string& each : group.names) found.emplace(each, std::pair(i, &group));
     }
   }
   OptimizerParts parts{{}, {}, FormOf(ours, /*copy=*/false)};
   for (const std::string& each : parts.form.names) {
-    if (found.count(each) == 0) parts.missing.push_back(each);
+    const auto from = found.find(each);
+    if (from == found.end()) {
+      parts.missing.push_back(each);
+      continue;
+    }
+    // Other workers' parts of the optimizer, which have none of these, may be of another class.
+    DG_RETURN_IF_ERROR(Annotate(CheckKind(groups[from->second.first], name), QuoteName(each)));
   }
   if (!parts.missing.empty()) return parts;
   for (size_t i = 0; i < ours.size(); ++i) {

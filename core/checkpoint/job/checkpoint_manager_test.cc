@@ -229,6 +229,41 @@ TEST_F(CheckpointManagerTest, AnotherSplitTakesTheStateByItsNames) {
   EXPECT_EQ(step_of(now[1].bias), 1);
 }
 
+// Each worker's part of an optimizer may be of another class.
+TEST_F(CheckpointManagerTest, OneOptimizerMayBeOfSeveralClasses) {
+  Cluster cluster({.workers = 2});
+  Layer a(1);
+  const at::Tensor b = at::ones({4}).requires_grad_();
+  torch::optim::SGD sgd({b}, torch::optim::SGDOptions(0.1).momentum(0.9));
+  const auto step = [&] {
+    a.Step(1);
+    b.mutable_grad() = at::full_like(b, 0.5);
+    sgd.step();
+  };
+  step();
+  const auto part_a =
+      Part(cluster[0], {.tensors = a.Tensors("a"), .optimizers = {{"both", a.adam.get()}}});
+  auto part_b = Part(cluster[1], {.tensors = {{"b", b}}, .optimizers = {{"both", &sgd}}});
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  step();
+  const at::Tensor weight = a.weight.detach().clone(), b_later = b.detach().clone();
+  const absl::StatusOr<LoadedCheckpoint> loaded = manager->Load();
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  step();
+  EXPECT_TRUE(at::equal(a.weight, weight));
+  EXPECT_TRUE(at::equal(b, b_later));
+  // But a parameter's state is that of the class that made it.
+  part_b = nullptr;
+  torch::optim::Adam adam({b}, 0.1);
+  part_b = Part(cluster[1], {.tensors = {{"b", b}}, .optimizers = {{"both", &adam}}});
+  const absl::Status other = manager->Load().status();
+  EXPECT_EQ(other.code(), Code::kInvalidArgument) << other;
+  EXPECT_TRUE(absl::StrContains(
+      other.message(), "worker 'worker1': 'b': it is of the optimizer 'SGD', and this is Adam"))
+      << other;
+}
+
 TEST_F(CheckpointManagerTest, ReplicasSaveEachTensorOnce) {
   Cluster cluster({.workers = 2});
   std::vector<Layer> replicas;
