@@ -290,6 +290,16 @@ std::string Absolute(const std::string& folder) {
   return text;
 }
 
+// The folder of one checkpoint is not the folder of a job's: a load would find none there, and what
+// is saved there would go when that checkpoint is removed. kInvalidArgument says which to give.
+absl::Status CheckIsNoCheckpoint(const std::string& path) {
+  const absl::StatusOr<Manifest> itself = ReadManifest(path);
+  if (!itself.ok()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      path, " is one checkpoint, of step ", itself->step, ": give the folder that it is in, ",
+      std::filesystem::path(path).parent_path().string(), ", and that step"));
+}
+
 std::string Listed(const char* what, const std::vector<std::string>& items) {
   return items.empty() ? "" : absl::StrCat(" ", what, ": ", FirstOf(items), ".");
 }
@@ -496,6 +506,7 @@ absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::strin
   const absl::StatusOr<Parts> parts = Parts::Of(worker, of);
   if (!parts.ok()) return NotNotFound(parts.status());
   const std::string path = Absolute(folder);
+  DG_RETURN_IF_ERROR(OfLeader(*worker, CheckIsNoCheckpoint(path)));
   // Another job may remove or rename checkpoints meanwhile.
   constexpr int kTries = 10;
   for (int i = 1;; ++i) {
@@ -719,8 +730,10 @@ absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Create(
         absl::StrCat(options.keep, " checkpoints are to be kept, and at least one is"));
   }
   DG_RETURN_IF_ERROR(CheckFolder(folder));
+  const std::string path = Absolute(folder);
+  DG_RETURN_IF_ERROR(CheckIsNoCheckpoint(path));
   DG_ASSIGN_OR_RETURN(std::unique_ptr<StepFolders> folders,
-                      StepFolders::Lock(Absolute(folder), options.file_calls));
+                      StepFolders::Lock(path, options.file_calls));
   return std::unique_ptr<CheckpointManager>(new CheckpointManager(
       std::make_unique<Impl>(worker, std::move(options), std::move(folders))));
 }

@@ -3,10 +3,11 @@
 //
 //   absl::StatusOr<std::unique_ptr<CheckpointManager>> checkpoints =
 //       CheckpointManager::Create(worker.get(), "folder", {.keep = 3});      // on one worker
-//   absl::StatusOr<LoadedCheckpoint> loaded = (*checkpoints)->Load();  // kNotFound: begin at step
-//   0 for (int64_t step = loaded.ok() ? loaded->step : 0; ...; ++step) {
+//   absl::StatusOr<LoadedCheckpoint> loaded = (*checkpoints)->Load();
+//   int64_t step = loaded.ok() ? loaded->step : 0;                           // if kNotFound
+//   while (...) {
 //     ...
-//     absl::Status saved = (*checkpoints)->Save(step + 1);               // between two steps
+//     absl::Status saved = (*checkpoints)->Save(++step);                     // between two steps
 //   }
 #ifndef DISTGRAD_CORE_CHECKPOINT_JOB_CHECKPOINT_MANAGER_H_
 #define DISTGRAD_CORE_CHECKPOINT_JOB_CHECKPOINT_MANAGER_H_
@@ -70,9 +71,9 @@ struct LoadedCheckpoint {
 // kNotFound only if there is no checkpoint, or none of that step; kFailedPrecondition if a worker
 // has no part, or another thing is not found; kDataLoss if it is damaged, with the file, the
 // tensor, and which step could be loaded instead; kInvalidArgument with a list of what does not
-// fit; the error of a load_values, whose origin (core/base/origin.h) is a handler; what the
-// operating system says of a file that cannot be read. All of them name the worker. It needs no
-// lock: a job may load what another one saves.
+// fit, and if the folder is that of one checkpoint; the error of a load_values, whose origin
+// (core/base/origin.h) is a handler; what the operating system says of a file that cannot be read.
+// All of them name the worker. It needs no lock: a job may load what another one saves.
 absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::string& folder,
                                                 const LoadOptions& options = {},
                                                 const CheckpointManagerOptions& of = {});
@@ -81,8 +82,9 @@ absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::strin
 class CheckpointManager {
  public:
   // Makes the folder, if need be; all workers have to see it under this path. It is locked until
-  // the manager ends: kAborted, with host and process, if another manager has it. The worker, which
-  // need not have a part, has to outlive the result.
+  // the manager ends: kAborted, with host and process, if another manager has it. kInvalidArgument
+  // if it is the folder of one checkpoint. The worker, which need not have a part, has to outlive
+  // the result.
   static absl::StatusOr<std::unique_ptr<CheckpointManager>> Create(
       Worker* worker, const std::string& folder, CheckpointManagerOptions options = {});
   // Waits for what SaveAsync() writes.

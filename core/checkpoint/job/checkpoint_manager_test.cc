@@ -229,6 +229,26 @@ TEST_F(CheckpointManagerTest, AnotherSplitTakesTheStateByItsNames) {
   EXPECT_EQ(step_of(now[1].bias), 1);
 }
 
+// `tools:checkpoint` takes both, so both are given here.
+TEST_F(CheckpointManagerTest, TheFolderOfOneCheckpointIsNotThatOfAJob) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  const auto part = Part(cluster[0], {.tensors = a.Tensors("a")});
+  ASSERT_TRUE(Manager(cluster[0])->Save(7).ok());
+  const std::string one = folder_ + "/step-000007";
+  // Not kNotFound, at which a program begins at step 0.
+  for (const absl::Status& status :
+       {LoadCheckpoint(&cluster[0], one).status(), LoadCheckpoint(&cluster[0], one + "/").status(),
+        CheckpointManager::Create(&cluster[0], one).status()}) {
+    EXPECT_EQ(status.code(), Code::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(
+        status.message(), absl::StrCat("step 7: give the folder that it is in, ", folder_, ",")))
+        << status;
+  }
+  EXPECT_FALSE(fs::exists(one + "/.lock"));
+  EXPECT_TRUE(LoadCheckpoint(&cluster[0], folder_, {.step = 7}).ok());
+}
+
 // Each worker's part of an optimizer may be of another class.
 TEST_F(CheckpointManagerTest, OneOptimizerMayBeOfSeveralClasses) {
   Cluster cluster({.workers = 2});
