@@ -2,10 +2,12 @@
 #include "core/checkpoint/job/checkpoint_manager.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <sys/resource.h>
 #include <torch/optim/adam.h>
@@ -247,6 +249,51 @@ TEST_F(CheckpointManagerTest, TheFolderOfOneCheckpointIsNotThatOfAJob) {
   }
   EXPECT_FALSE(fs::exists(one + "/.lock"));
   EXPECT_TRUE(LoadCheckpoint(&cluster[0], folder_, {.step = 7}).ok());
+}
+
+// Whatever can be saved where it lies can be copied before.
+TEST_F(CheckpointManagerTest, ASnapshotHasAnyTensor) {
+  Cluster cluster({.workers = 1});
+  const at::Tensor bytes = at::arange(8, at::kByte);
+  const TensorMap tensors = {{"bool", at::ones({3}, at::kBool)},
+                             {"byte", bytes},
+                             {"complex", at::full({3}, 2.5, at::kComplexFloat).conj()},
+                             {"double", at::full({1}, 2.5, at::kDouble)},
+                             {"empty", at::ones({0, 3})},
+                             {"f4", bytes.view(at::kFloat4_e2m1fn_x2)},
+                             {"f8", bytes.view(at::kFloat8_e8m0fnu)},
+                             {"scalar", at::full({}, 3.5)},
+                             {"slice", at::arange(10).slice(0, 1, 10, 4)},
+                             {"transposed", at::arange(12, at::kFloat).view({3, 4}).t()},
+                             {"u16", bytes.view(at::kUInt16)},
+                             {"zz", at::full({700'000}, 0.5)}};
+  const auto part = Part(cluster[0], {.tensors = tensors});
+  const auto manager = Manager(cluster[0]);
+  const absl::StatusOr<Future<Unit>> saved = manager->SaveAsync(1);
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  ASSERT_TRUE(saved->Wait().ok()) << saved->Wait().status();
+  ASSERT_TRUE(manager->Save(2).ok());
+  const auto file = [&](const char* step) {
+    return Read(absl::StrCat(folder_, "/step-00000", step, "/model-00001-of-00001.safetensors"));
+  };
+  EXPECT_TRUE(file("1") == file("2"));
+  EXPECT_GT(file("1").size(), 2'800'000u);
+  // No file has it, so no copy is made.
+  const at::Tensor table = at::ones({4, 3}).requires_grad_();
+  torch::optim::SGD sgd({table}, torch::optim::SGDOptions(0.1).momentum(0.9));
+  const auto other = CheckpointPart::Create(
+      &cluster[0], {.tensors = {{"table", table}}, .optimizers = {{"sgd", &sgd}}}, "other");
+  ASSERT_TRUE(other.ok()) << other.status();
+  table.mutable_grad() =
+      at::sparse_coo_tensor(at::ones({1, 1}, at::kLong), at::ones({1, 3}), {4, 3});
+  sgd.step();
+  const absl::StatusOr<std::unique_ptr<CheckpointManager>> of_other =
+      CheckpointManager::Create(&cluster[0], folder_ + "/other", {.name = "other"});
+  ASSERT_TRUE(of_other.ok()) << of_other.status();
+  const absl::Status sparse = (*of_other)->SaveAsync(1).status();
+  EXPECT_EQ(sparse.code(), Code::kInvalidArgument) << sparse;
+  EXPECT_TRUE(absl::StrContains(sparse.message(), "'state.table.momentum_buffer' is not dense"))
+      << sparse;
 }
 
 // Each worker's part of an optimizer may be of another class.

@@ -3,10 +3,13 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <sys/mman.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <set>
@@ -53,11 +56,41 @@ const std::map<std::string, std::string>& ModelMetadata() {
   return metadata;
 }
 
-// Of which there is a copy that nobody else has.
-at::Tensor Copy(const at::Tensor& tensor) {
-  return tensor.detach().resolve_conj().resolve_neg().to(at::TensorOptions(at::kCPU),
-                                                         /*non_blocking=*/false, /*copy=*/true,
-                                                         at::MemoryFormat::Contiguous);
+// The kernel gives fresh memory page by page, when it is first written to: with the small pages
+// that takes longer than the copy does. Where there are no large ones, it stays as it is.
+void AskForLargePages(const at::Tensor& memory) {
+  constexpr size_t kLargePage = 2 << 20;
+  char* const begin = static_cast<char*>(memory.mutable_data_ptr());
+  const size_t before = (kLargePage - reinterpret_cast<uintptr_t>(begin) % kLargePage) % kLargePage;
+  if (memory.nbytes() < before + kLargePage) return;
+  madvise(begin + before, (memory.nbytes() - before) / kLargePage * kLargePage, MADV_HUGEPAGE);
+}
+
+// Puts copies on the CPU, which nobody else has, in the place of tensors. They are all in one piece
+// of memory. `check` is asked before each.
+absl::Status Copy(absl::FunctionRef<absl::Status()> check, TensorMap* tensors) {
+  constexpr size_t kAlignment = 64;
+  const auto padded = [](const at::Tensor& tensor) {
+    return static_cast<int64_t>((tensor.nbytes() + kAlignment - 1) / kAlignment * kAlignment);
+  };
+  // So that each of them has its elements in memory.
+  DG_RETURN_IF_ERROR(CheckSafetensors(*tensors));
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : *tensors) bytes += padded(tensor);
+  const at::Tensor memory = at::empty({bytes}, at::kByte);
+  AskForLargePages(memory);
+  int64_t begin = 0;
+  for (auto& [name, tensor] : *tensors) {
+    DG_RETURN_IF_ERROR(check());
+    const at::Tensor from = AsBits(tensor.detach());
+    const at::Tensor to = memory.narrow(0, begin, static_cast<int64_t>(from.nbytes()))
+                              .view(from.scalar_type())
+                              .view(from.sizes());
+    to.copy_(from);
+    begin += padded(tensor);
+    tensor = to.view(tensor.scalar_type());
+  }
+  return absl::OkStatus();
 }
 
 // The files of a checkpoint, each opened when something of it is asked for. For one thread.
@@ -230,9 +263,10 @@ class CheckpointPart::Impl {
         if (found == contents_.tensors.end()) {
           return absl::InvalidArgumentError(absl::StrCat("it has no tensor ", QuoteName(name)));
         }
-        DG_RETURN_IF_ERROR(CheckGoesOn(request, hold.token));
-        held.tensors[name] = hold.copy ? Copy(found->second) : found->second;
+        held.tensors[name] = found->second;
       }
+      const auto goes_on = [&] { return CheckGoesOn(request, hold.token); };
+      if (hold.copy) DG_RETURN_IF_ERROR(Copy(goes_on, &held.tensors));
       for (const auto& [name, only] : hold.optimizers) {
         const auto found = contents_.optimizers.find(name);
         if (found == contents_.optimizers.end()) {
@@ -243,9 +277,7 @@ class CheckpointPart::Impl {
             [&, &name = name, only = &only](torch::optim::Optimizer& optimizer) -> absl::Status {
               DG_ASSIGN_OR_RETURN(OptimizerSnapshot view,
                                   ViewOptimizer(optimizer, contents_.tensors, *only));
-              if (hold.copy) {
-                for (auto& [tensor_name, tensor] : view.tensors) tensor = Copy(tensor);
-              }
+              if (hold.copy) DG_RETURN_IF_ERROR(Copy(goes_on, &view.tensors));
               held.optimizers.emplace(name, std::move(view));
               return absl::OkStatus();
             }));
