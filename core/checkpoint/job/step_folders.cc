@@ -35,6 +35,8 @@ namespace fs = std::filesystem;
 
 constexpr absl::string_view kStep = "step-";
 
+std::string StepName(int64_t step) { return absl::StrFormat("%s%06d", kStep, step); }
+
 struct Name {
   int64_t step;
   bool is_attempt;
@@ -43,14 +45,12 @@ struct Name {
 // What a folder's name says, if it is one of ours.
 std::optional<Name> ParseName(absl::string_view name) {
   const bool is_attempt = absl::ConsumePrefix(&name, ".");
-  if (!absl::ConsumePrefix(&name, kStep)) return std::nullopt;
   const std::vector<absl::string_view> parts = absl::StrSplit(name, '.');
+  absl::string_view digits = parts[0];
   int64_t step = -1;
-  const bool digits =
-      !parts[0].empty() && std::all_of(parts[0].begin(), parts[0].end(), [](char c) {
-        return absl::ascii_isdigit(static_cast<unsigned char>(c));
-      });
-  if (!digits || !absl::SimpleAtoi(parts[0], &step)) return std::nullopt;
+  if (!absl::ConsumePrefix(&digits, kStep) || !absl::SimpleAtoi(digits, &step)) return std::nullopt;
+  // "step-7", which may be somebody's copy of "step-000007", is not.
+  if (step < 0 || parts[0] != StepName(step)) return std::nullopt;
   if (parts.size() != (is_attempt ? 2u : 1u)) return std::nullopt;
   if (is_attempt &&
       (parts[1].size() != 16 || !std::all_of(parts[1].begin(), parts[1].end(), [](char c) {
@@ -60,8 +60,6 @@ std::optional<Name> ParseName(absl::string_view name) {
   }
   return Name{step, is_attempt};
 }
-
-std::string StepName(int64_t step) { return absl::StrFormat("%s%06d", kStep, step); }
 
 // False only where that is certain: after another error it may be there.
 bool MayHaveManifest(const std::string& folder) {
@@ -174,8 +172,9 @@ absl::Status StepFolders::Open() {
     const absl::string_view line =
         absl::string_view(who).substr(0, absl::string_view(who).find('\n'));
     return absl::AbortedError(absl::StrCat(
-        "another job writes its checkpoints to ", folder_, ": ", line.empty() ? "?" : line,
-        " has the lock; end it, or give this job a folder of its own"));
+        "another manager writes its checkpoints to ", folder_, ": ", line.empty() ? "?" : line,
+        " has the lock. If that is another job, end it, or give this one a folder of its own; if "
+        "it is this job, let one of its workers alone have a manager, which saves for all"));
   }
   // For the error above alone, so it need not be durable, nor succeed.
   const std::string who = absl::StrCat(ThisProcess(), "\n");
@@ -320,6 +319,8 @@ absl::Status StepFolders::Remove(const std::string& path) {
       return errno == ENOENT ? absl::OkStatus()
                              : ErrnoStatus(errno, absl::StrCat("renaming ", path));
     }
+    // Before it loses its manifest: without one, and with its name, it would be somebody else's.
+    DG_RETURN_IF_ERROR(Sync(folder_));
   }
   // First what makes it whole.
   const std::string manifest = absl::StrCat(hidden, "/", kManifestName);

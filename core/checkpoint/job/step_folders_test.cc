@@ -101,6 +101,10 @@ TEST_F(StepFoldersTest, WhatIsNotOursStays) {
   fs::create_directories(folder_ + "/elsewhere");
   std::ofstream(folder_ + "/elsewhere/kept") << "x";
   fs::create_directory_symlink(folder_ + "/elsewhere", folder_ + "/step-000007");
+  // Somebody's copy: a job calls it step-000007.
+  fs::create_directories(folder_ + "/step-7");
+  std::ofstream(folder_ + "/step-7/manifest.json") << *EncodeManifest({7, 1, "", {}});
+  EXPECT_TRUE(Steps().empty());
   const Strings before = Names();
   auto folders = Lock();
   EXPECT_EQ(Names(), before);
@@ -215,6 +219,39 @@ TEST_F(StepFoldersTest, AnOlderAttemptDoesNotTakeTheNameOfANewerOne) {
     EXPECT_EQ(Names(), Strings{"step-000200"});
     EXPECT_EQ((*ListSteps(folder_))[0].manifest->sequence, is_older ? 7u : 8u);
   }
+}
+
+// A power failure may keep what came later alone, but for what fsync has put in order: without a
+// manifest, and with the name of a whole one, it would be somebody else's.
+TEST_F(StepFoldersTest, AFolderLosesItsNameBeforeItsManifest) {
+  class Looks final : public FileCalls {
+   public:
+    explicit Looks(const std::string& folder) : folder_(folder) {}
+    int Fsync(int fd) override {
+      struct stat is = {}, folder = {};
+      EXPECT_EQ(fstat(fd, &is), 0);
+      EXPECT_EQ(stat(folder_.c_str(), &folder), 0);
+      for (const auto& entry : fs::directory_iterator(folder_)) {
+        has_lost_name |= is.st_ino == folder.st_ino &&
+                         absl::StartsWith(entry.path().filename().string(), ".step-000001.") &&
+                         fs::exists(entry.path() / "manifest.json");
+      }
+      return FileCalls::Fsync(fd);
+    }
+    bool has_lost_name = false;
+
+   private:
+    const std::string folder_;
+  };
+  Save(*Lock(), 1);
+  Looks looks(folder_);
+  auto folders = StepFolders::Lock(folder_, &looks);
+  ASSERT_TRUE(folders.ok()) << folders.status();
+  Save(**folders, 2);
+  EXPECT_FALSE(looks.has_lost_name);
+  ASSERT_TRUE((*folders)->Prune(1).ok());
+  EXPECT_TRUE(looks.has_lost_name) << "its new name was not durable when its manifest went";
+  EXPECT_EQ(Names(), Strings{"step-000002"});
 }
 
 // All of the folders' names have to be there after a power failure, also those of a run that ended
