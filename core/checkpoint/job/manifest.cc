@@ -93,7 +93,12 @@ ManifestFile FileFromJson(const Json& json) {
   for (const auto& [name, sum] : json.at("tensors").get_ref<const Json::object_t&>()) {
     file.checksums.tensors[name] = Sum(sum);
   }
-  if (json.contains("optimizer")) file.optimizer = json["optimizer"].get<std::string>();
+  if (json.contains("optimizer")) {
+    file.optimizer = json["optimizer"].get<std::string>();
+    if (!IsOptimizerName(*file.optimizer)) {
+      throw std::invalid_argument("the name of an optimizer is none");
+    }
+  }
   return file;
 }
 
@@ -190,6 +195,12 @@ absl::StatusOr<std::string> EncodeManifest(const Manifest& manifest) {
                                                    " bytes, and may have ", kMaxManifestBytes));
   }
   return text;
+}
+
+bool IsOptimizerName(const std::string& name) {
+  return name.size() <= 64 && std::all_of(name.begin(), name.end(), [](char c) {
+           return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-';
+         });
 }
 
 absl::StatusOr<Manifest> ParseManifest(absl::string_view text) {

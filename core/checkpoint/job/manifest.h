@@ -46,8 +46,12 @@ constexpr uint64_t kMaxManifestBytes = 256 << 20;
 // kInvalidArgument for names that are not UTF-8. Values may be any bytes.
 absl::StatusOr<std::string> EncodeManifest(const Manifest& manifest);
 
-// What is read may come from anybody: afterwards files are names within their folder, and no two
-// have a tensor of one name, but for those of different optimizers. kDataLoss unless the checksum
+// Whether it is letters, digits, '_' and '-', and not many, as names of optimizers are.
+bool IsOptimizerName(const std::string& name);
+
+// What is read may come from anybody: afterwards files are names within their folder, optimizers
+// have names that they can have, and no two files have a tensor of one name, but for those of
+// different optimizers. kDataLoss unless the checksum
 // is right; kUnimplemented for a later version; else kInvalidArgument.
 absl::StatusOr<Manifest> ParseManifest(absl::string_view text);
 

@@ -86,6 +86,13 @@ TEST(ManifestTest, WhatSomebodyElseWroteIsChecked) {
               absl::StatusCode::kInvalidArgument)
         << step;
   }
+  for (const std::string& name :
+       {std::string("a b"), std::string("\\u001b[31m"), std::string(65, 'x')}) {
+    EXPECT_EQ(with("\"optimizer\": \"\"", absl::StrCat("\"optimizer\": \"", name, "\"")).code(),
+              absl::StatusCode::kInvalidArgument)
+        << name;
+  }
+  EXPECT_TRUE(with("\"optimizer\": \"\"", "\"optimizer\": \"adam_2-b\"").ok());
   EXPECT_EQ(with("\"size\": 1000", "\"size\": -1").code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(with("\"ffffffff\"", "\"fffffffff\"").code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(with("\"ffffffff\"", "17").code(), absl::StatusCode::kInvalidArgument);

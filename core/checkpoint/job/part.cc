@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -43,12 +42,6 @@
 
 namespace distgrad {
 namespace {
-
-bool IsOptimizerName(const std::string& name) {
-  return name.size() <= 64 && std::all_of(name.begin(), name.end(), [](char c) {
-           return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-';
-         });
-}
 
 // Of the files of parameters and buffers; Hugging Face's tools look for it.
 const std::map<std::string, std::string>& ModelMetadata() {
