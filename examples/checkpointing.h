@@ -17,6 +17,10 @@ namespace distgrad {
 // as it would have. Loading fails with the name of one that differs. On one worker of the job.
 void SaveRunOptions(CheckpointValues options, CheckpointContents& contents);
 
+// Fails if a run that is to begin, and not to go on, would save into a folder with checkpoints: it
+// would remove them one by one. For the command line, before anything is started.
+absl::Status CheckCheckpointFolder(const Options& options);
+
 // Trains from and to checkpoints if the options say so: `resume` is told after how many steps the
 // run goes on, 0 if there is no checkpoint; `run` gets what saves one, or nullptr. On the worker
 // that leads.

@@ -92,7 +92,8 @@ int main(int argc, char** argv) {
       .processes = "--workers",
       .processes_description = "Worker processes, each with some of the layers",
       .most_processes = distgrad::kLayers,
-      .has_worker_options = true};
+      .has_worker_options = true,
+      .check = [](distgrad::Options& options) { return distgrad::CheckCheckpointFolder(options); }};
   line.add = [&](CLI::App& app) {
     app.add_option("--micro-batches", micro_batches,
                    "Parts of each batch, which go through the layers one behind the other")

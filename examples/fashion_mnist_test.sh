@@ -71,7 +71,9 @@ for part in train t10k; do
 done
 run=(--data=noise --lr=0.05 --epochs=12 --batch=10 --every=20)
 train() { "$program" "${run[@]}" "$@"; }
-train --workers=2 --output=whole --checkpoint=whole.saved >stdout
+train --workers=2 --output=whole --checkpoint=whole.saved --resume >stdout
+grep -q "^there is no checkpoint in .*/whole.saved: beginning with step 1$" stdout ||
+  fail "said: $(cat stdout)"
 "$checkpoint" show whole.saved | tee stdout
 grep -q "step 108, " stdout && grep -q "all checksums are right" stdout || fail "show"
 [[ $(ls whole.saved) == $(printf 'step-000%s\n' 080 100 108) ]] || fail "kept $(ls whole.saved)"
@@ -86,8 +88,15 @@ ls -d stopped.saved/step-*
 expect_error 2 "--batch=10" --workers=1 --data=noise --batch=20 --checkpoint=stopped.saved --resume
 expect_error 2 "--micro-batches=4" "${run[@]}" --workers=1 --micro-batches=2 \
   --checkpoint=stopped.saved --resume
+# Who forgets --resume neither loses the checkpoints nor the table.
+before=$(cat stopped/training.csv)
+expect_error 2 "--resume" "${run[@]}" --workers=1 --output=stopped --checkpoint=stopped.saved
+[[ $(cat stopped/training.csv) == "$before" ]] || fail "the table is gone"
+expect_error 2 "stopped.saved, and that step" "${run[@]}" --workers=1 --resume \
+  --checkpoint="$(ls -d stopped.saved/step-* | tail -n 1)"
 train --workers=3 --output=stopped --checkpoint=stopped.saved --resume >stdout
 grep -q "test accuracy" stdout
+grep -q "^going on after step [1-9]" stdout || fail "said: $(cat stdout)"
 "$checkpoint" diff whole.saved stopped.saved || fail "the resumed run has learnt something else"
 [[ $(wc -l <stopped/training.csv) == $(wc -l <whole/training.csv) ]] || fail "the table lacks rows"
 train --workers=1 --output=stopped --checkpoint=stopped.saved --resume | grep "test accuracy"

@@ -116,6 +116,7 @@ int Main(int argc, char** argv) {
   CommandLine line = TransformerCommandLine(&own);
   line.check = [&, fits = line.check](Options& options) -> absl::Status {
     DG_RETURN_IF_ERROR(fits(options));
+    DG_RETURN_IF_ERROR(CheckCheckpointFolder(options));
     DG_ASSIGN_OR_RETURN(text, Text::Load(options.data));
     own.shape.tokens = static_cast<int64_t>(text->alphabet().size());
     return TextTraining::CheckText(own, *text);

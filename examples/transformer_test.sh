@@ -96,6 +96,7 @@ cat <&"${COPROC[0]}" >/dev/null # until the workers have ended, too
 wait "$pid" || true
 # One worker: of several, another may say on a line of its own that worker 0 has gone.
 expect_error 2 "--batch=8" "${long[@]}" --batch=16 --stages=1 --checkpoint=stopped.saved --resume
+expect_error 2 "--resume" "${long[@]}" --batch=8 --stages=1 --checkpoint=stopped.saved
 train --stages=3 --schedule=gpipe --output=stopped --checkpoint=stopped.saved --resume >stdout
 grep -q "after 60 steps" stdout || fail "said: $(cat stdout)"
 "$checkpoint" diff whole.saved stopped.saved || fail "the resumed run has learnt something else"

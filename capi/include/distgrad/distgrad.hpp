@@ -1431,8 +1431,8 @@ struct PipelineStage {
   int64_t inputs = 1;  // DG_ANY_COUNT: any number
   int64_t targets = 1;
   bool recompute = false;
-  TensorMap tied = {};  // see dg_pipeline_stage
-  std::vector<uint64_t> skips = {};         // see there, too
+  TensorMap tied = {};               // see dg_pipeline_stage
+  std::vector<uint64_t> skips = {};  // see there, too
 };
 
 // The stages of a pipeline that a worker has, by their number, until its end or that of the worker.
