@@ -115,8 +115,9 @@ def check(folder, ours):
     for source in (folder, ours):
       params = {name: run[f"start.{name}"].clone().requires_grad_() for name in SHAPES}
       optimizer = new(params, 7.0)
-      load_optimizer(os.path.join(source, f"{case}.optimizer.safetensors"), params.items(),
-                     optimizer)
+      # One parameter has another name, too, as tied weights have, and goes by that here.
+      named = [("a.tied.weight", params["fc.weight"]), *params.items()]
+      load_optimizer(os.path.join(source, f"{case}.optimizer.safetensors"), named, optimizer)
       states.append(copy.deepcopy(optimizer.state_dict()))  # the steps change its tensors
       for i in range(STEPS):
         step(optimizer, params, {name: run[f"gradient.{i}.{name}"] for name in SHAPES

@@ -10,10 +10,13 @@ from safetensors.torch import save_file
 
 
 def _groups_of_names(optimizer, named_parameters):
+  """Returns the names by groups, and for each name the one that its parameter goes by."""
   names = {}
+  goes_by = {}
   for name, parameter in named_parameters:
-    names.setdefault(id(parameter), name)
-  return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    goes_by[name] = names.setdefault(id(parameter), name)
+  groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+  return groups, goes_by
 
 
 def save_optimizer(optimizer, named_parameters, path):
@@ -24,7 +27,8 @@ def save_optimizer(optimizer, named_parameters, path):
   saved = optimizer.state_dict()
   name_of = {}
   groups = []
-  for group, names in zip(saved["param_groups"], _groups_of_names(optimizer, named_parameters)):
+  all_names, _ = _groups_of_names(optimizer, named_parameters)
+  for group, names in zip(saved["param_groups"], all_names):
     name_of.update(zip(group["params"], names))
     groups.append({**group, "param_names": names})
   tensors = {
@@ -41,21 +45,28 @@ def save_optimizer(optimizer, named_parameters, path):
 
 
 def load_optimizer(path, named_parameters, optimizer):
-  """Loads what save_optimizer() or SaveOptimizer() have saved of the same kind of optimizer."""
+  """Loads what save_optimizer() or SaveOptimizer() have saved of the same kind of optimizer.
+
+  Tied weights may have any of their names there: give those of
+  Module.named_parameters(remove_duplicate=False).
+  """
+  all_names, goes_by = _groups_of_names(optimizer, named_parameters)
   states = {}
   with safe_open(path, framework="pt") as file:
     metadata = file.metadata()
     for key in file.keys():
       name, slot = key[len("state."):].rsplit(".", 1)
-      states.setdefault(name, {})[slot] = file.get_tensor(key)
+      states.setdefault(goes_by.get(name, name), {})[slot] = file.get_tensor(key)
   if metadata["optimizer"] != type(optimizer).__name__:
     raise ValueError(f"{path} is of {metadata['optimizer']}")
-  saved = {frozenset(group["param_names"]): group
+  saved = {frozenset(goes_by.get(name, name) for name in group["param_names"]): group
            for group in json.loads(metadata["param_groups"])}
   here = optimizer.state_dict()["param_groups"]
   index_of = {}
   groups = []
-  for group, names in zip(here, _groups_of_names(optimizer, named_parameters)):
+  for group, names in zip(here, all_names):
+    if frozenset(names) not in saved:
+      raise ValueError(f"{path} has no group of the parameters {names}")
     index_of.update(zip(names, group["params"]))
     groups.append({**group, **saved.pop(frozenset(names)), "params": group["params"]})
     groups[-1].pop("param_names")

@@ -68,7 +68,8 @@ struct CheckpointContents {
   // AdamW, Adagrad and RMSprop.
   std::map<std::string, CheckpointOptimizer> optimizers = {};
   // Called on a thread of the worker's pool: for each save, and when this worker's tensors and
-  // optimizers are loaded. They may throw. At most 1 MiB of values, whose names are UTF-8. With
+  // optimizers are loaded. They may throw, and call other workers, but not save or load, nor end
+  // the part: that would wait for themselves. At most 1 MiB of values, whose names are UTF-8. With
   // their error the save or load fails: its origin (core/base/origin.h) is a handler of this
   // worker.
   std::function<absl::StatusOr<CheckpointValues>()> save_values = nullptr;
