@@ -26,7 +26,7 @@ FIELD(dg_value, as.reals.size, 16);
 FIELD(dg_value, as.bools.size, 16);
 FIELD(dg_value, as.tensors.size, 16);
 
-GROWS_FROM(dg_worker_options, 184);
+GROWS_FROM(dg_worker_options, 192);
 FIELD(dg_worker_options, struct_size, 0);
 FIELD(dg_worker_options, name, 8);
 FIELD(dg_worker_options, rank, 24);
@@ -45,6 +45,15 @@ FIELD(dg_worker_options, max_workers, 152);
 FIELD(dg_worker_options, limits, 160);
 FIELD(dg_worker_options, device_pairs, 168);
 FIELD(dg_worker_options, device_pair_count, 176);
+FIELD(dg_worker_options, tls, 184);
+
+GROWS_FROM(dg_tls_options, 80);
+FIELD(dg_tls_options, struct_size, 0);
+FIELD(dg_tls_options, cert, 8);
+FIELD(dg_tls_options, key, 24);
+FIELD(dg_tls_options, ca, 40);
+FIELD(dg_tls_options, name, 56);
+FIELD(dg_tls_options, flags, 72);
 
 GROWS_FROM(dg_limits, 72);
 FIELD(dg_limits, struct_size, 0);
@@ -340,6 +349,8 @@ NUMBER(DG_WORKER_NO_OPERATORS, 1);
 NUMBER(DG_WORKER_ALL_OPERATORS, 2);
 NUMBER(DG_WORKER_JOIN, 4);
 NUMBER(DG_WORKER_NO_GPU_CHANNEL, 8);
+NUMBER(DG_TLS_ENCRYPT_LOCAL, 1);
+NUMBER(DG_TLS_NO_ENCRYPT_LOCAL, 2);
 NUMBER(DG_BACKWARD_RETAIN_GRAPH, 1);
 NUMBER(DG_SGD_NESTEROV, 1);
 NUMBER(DG_ADAM_AMSGRAD, 1);

@@ -52,6 +52,7 @@ absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
   if (!backend.empty()) options.backend = backend;
   options.host = host.empty() ? use->host() : host;
   options.cluster_key = use->cluster_key();
+  options.certificates = use->certificates();
   if (read.size == 0 && read.rank != 0) {
     return absl::InvalidArgumentError("a rank of a process group needs its size");
   }

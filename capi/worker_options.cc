@@ -39,6 +39,26 @@ absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
   return limits;
 }
 
+absl::StatusOr<TlsOptions> ToTlsOptions(const dg_tls_options* given) {
+  DG_ASSIGN_OR_RETURN(const dg_tls_options read,
+                      ReadOptions<dg_tls_options>(given, DG_TLS_OPTIONS_INIT, "dg_tls_options"));
+  DG_RETURN_IF_ERROR(
+      CheckFlags(read.flags, DG_TLS_ENCRYPT_LOCAL | DG_TLS_NO_ENCRYPT_LOCAL, "dg_tls_options"));
+  TlsOptions options;
+  DG_ASSIGN_OR_RETURN(options.cert, FromStr(read.cert, "tls.cert"));
+  DG_ASSIGN_OR_RETURN(options.key, FromStr(read.key, "tls.key"));
+  DG_ASSIGN_OR_RETURN(options.ca, FromStr(read.ca, "tls.ca"));
+  DG_ASSIGN_OR_RETURN(options.name, FromStr(read.name, "tls.name"));
+  const bool encrypts = (read.flags & DG_TLS_ENCRYPT_LOCAL) != 0;
+  const bool does_not = (read.flags & DG_TLS_NO_ENCRYPT_LOCAL) != 0;
+  if (encrypts && does_not) {
+    return absl::InvalidArgumentError(
+        "dg_tls_options: DG_TLS_ENCRYPT_LOCAL and DG_TLS_NO_ENCRYPT_LOCAL exclude each other");
+  }
+  if (encrypts || does_not) options.encrypt_local = encrypts;
+  return options;
+}
+
 absl::StatusOr<std::map<std::string, DevicePairs>> ToDeviceMaps(const dg_device_pair* const* pairs,
                                                                 size_t count) {
   DG_RETURN_IF_ERROR(CheckArray(pairs, count, "device_pairs"));
@@ -117,6 +137,7 @@ absl::StatusOr<WorkerOptions> ToWorkerOptions(const dg_worker_options* given) {
   }
   if (read.max_workers > 0) options.max_workers = static_cast<int>(read.max_workers);
   DG_ASSIGN_OR_RETURN(options.limits, ToLimits(read.limits));
+  DG_ASSIGN_OR_RETURN(options.tls, ToTlsOptions(read.tls));
   DG_ASSIGN_OR_RETURN(options.device_maps, ToDeviceMaps(read.device_pairs, read.device_pair_count));
   return options;
 }

@@ -3,6 +3,43 @@
 #define _POSIX_C_SOURCE 200809L
 #include "capi/testing/pair.h"
 
+/* Certificates that are given by halves, or that nobody can read. worker_options_test has good
+ * ones. */
+static void test_tls_options(dg_worker_options options) {
+  struct {
+    dg_tls_options known;
+    uint64_t unknown;
+  } longer;
+  dg_tls_options tls = DG_TLS_OPTIONS_INIT;
+  dg_worker* worker = NULL;
+  options.tls = &tls;
+  tls.struct_size = 8;
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  tls.struct_size = sizeof(tls);
+  tls.flags = 4;
+  FAILS(DG_UNIMPLEMENTED, dg_worker_create(&options, &worker));
+  tls.flags = DG_TLS_ENCRYPT_LOCAL | DG_TLS_NO_ENCRYPT_LOCAL;
+  SAYS(DG_INVALID_ARGUMENT, "exclude each other", dg_worker_create(&options, &worker));
+  tls.flags = DG_TLS_ENCRYPT_LOCAL;
+  SAYS(DG_FAILED_PRECONDITION, "tls.encrypt_local", dg_worker_create(&options, &worker));
+  tls.flags = 0;
+  tls.cert.size = 3; /* of NULL */
+  FAILS(DG_INVALID_ARGUMENT, dg_worker_create(&options, &worker));
+  tls.cert = DG_STR("/no/such/cert");
+  SAYS(DG_INVALID_ARGUMENT, "tls.key is not", dg_worker_create(&options, &worker));
+  tls.key = DG_STR("/no/such/key");
+  SAYS(DG_INVALID_ARGUMENT, "DISTGRAD_TLS_CA", dg_worker_create(&options, &worker));
+  tls.ca = DG_STR("/no/such/ca");
+  SAYS(DG_INVALID_ARGUMENT, "/no/such/cert", dg_worker_create(&options, &worker));
+  SAYS(DG_INVALID_ARGUMENT, "tls.cert, or DISTGRAD_TLS_CERT", dg_worker_create(&options, &worker));
+  memset(&longer, 0, sizeof(longer));
+  longer.known.struct_size = sizeof(longer);
+  longer.unknown = 1;
+  options.tls = &longer.known;
+  FAILS(DG_UNIMPLEMENTED, dg_worker_create(&options, &worker));
+  CHECK(worker == NULL);
+}
+
 static void test_options(void) {
   struct {
     dg_worker_options known;
@@ -35,6 +72,8 @@ static void test_options(void) {
   options.transport = DG_STR("");
   options.key_file = DG_STR("/no/such/key");
   CHECK(code_of(dg_worker_create(&options, &worker)) != DG_OK);
+  options.key_file = DG_STR("");
+  test_tls_options(options);
   /* A newer program's struct is taken if it asks for nothing unknown. */
   memset(&longer, 0, sizeof(longer));
   longer.known.struct_size = sizeof(longer);

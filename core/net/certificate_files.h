@@ -1,4 +1,4 @@
-// The files of a process's certificate, and the variables that name them.
+// The files of a process's certificate, and the options and variables that name them.
 #ifndef DISTGRAD_CORE_NET_CERTIFICATE_FILES_H_
 #define DISTGRAD_CORE_NET_CERTIFICATE_FILES_H_
 
@@ -8,6 +8,11 @@ namespace distgrad {
 
 inline constexpr char kCertVariable[] = "DISTGRAD_TLS_CERT", kKeyVariable[] = "DISTGRAD_TLS_KEY",
                       kCaVariable[] = "DISTGRAD_TLS_CA", kNameVariable[] = "DISTGRAD_TLS_NAME";
+// What an error says is to be set: the option (tls_options.h) or the variable.
+inline constexpr char kCertSetting[] = "the option tls.cert, or DISTGRAD_TLS_CERT",
+                      kKeySetting[] = "the option tls.key, or DISTGRAD_TLS_KEY",
+                      kCaSetting[] = "the option tls.ca, or DISTGRAD_TLS_CA",
+                      kNameSetting[] = "the option tls.name, or DISTGRAD_TLS_NAME";
 
 struct CertificateFiles {
   std::string cert;  // PEM: this process's certificate, and then those between it and the authority

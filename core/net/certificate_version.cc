@@ -20,9 +20,11 @@ namespace {
 // What a certificate and those behind it may have: both ends of a handshake send it in one go.
 constexpr size_t kMaxChainBytes = 12 << 10;
 
-absl::Status Unusable(absl::string_view what, const std::string& path, const char* variable) {
+absl::Status Unusable(absl::string_view what, const std::string& path, const char* setting,
+                      absl::string_view wanted) {
   return absl::InvalidArgumentError(absl::StrCat("cannot use the ", what, " in ", path, " (",
-                                                 variable, "): ", TakeOpensslError()));
+                                                 TakeOpensslError(), "): set ", setting, ", to ",
+                                                 wanted, ", which this process may read"));
 }
 
 std::string AddressText(const unsigned char* bytes, int size) {
@@ -81,16 +83,17 @@ absl::StatusOr<std::shared_ptr<const CertificateVersion>> CertificateVersion::Re
         absl::StrCat("this machine's OpenSSL cannot do what distgrad needs: ", TakeOpensslError()));
   }
   if (SSL_CTX_use_certificate_chain_file(context, files.cert.c_str()) != 1) {
-    return Unusable("certificate", files.cert, kCertVariable);
+    return Unusable("certificate", files.cert, kCertSetting, "a PEM file with a certificate");
   }
   // A key with a passphrase would ask for it on the terminal.
   SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void*) { return 0; });
   if (SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), SSL_FILETYPE_PEM) != 1 ||
       SSL_CTX_check_private_key(context) != 1) {
-    return Unusable("private key", files.key, kKeyVariable);
+    return Unusable("private key", files.key, kKeySetting,
+                    "a PEM file with the certificate's key, without a passphrase");
   }
   if (SSL_CTX_load_verify_file(context, files.ca.c_str()) != 1) {
-    return Unusable("authorities", files.ca, kCaVariable);
+    return Unusable("authorities", files.ca, kCaSetting, "a PEM file with certificates of them");
   }
   const X509* const own = SSL_CTX_get0_certificate(context);
   STACK_OF(X509)* chain = nullptr;
@@ -100,18 +103,19 @@ absl::StatusOr<std::shared_ptr<const CertificateVersion>> CertificateVersion::Re
     bytes += static_cast<size_t>(std::max(i2d_X509(sk_X509_value(chain, i), nullptr), 0));
   }
   if (bytes > kMaxChainBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("the certificates in ", files.cert, " (",
-                                                   kCertVariable, ") have ", bytes,
-                                                   " bytes; there may be ", kMaxChainBytes));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the certificates in ", files.cert, " (", kCertSetting, ") have ", bytes,
+                     " bytes, and there may be ", kMaxChainBytes,
+                     ": leave out those that do not lie between this process's and the authority"));
   }
   version->wanted_ = files.name;
   version->names_ = files.name.empty() ? NamesOf(own) : std::set{NameOf(files.name)};
   if (version->names_.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "the certificate in ", files.cert, " (", kCertVariable,
+        "the certificate in ", files.cert, " (", kCertSetting,
         ") has no subjectAltName by which others could know it (a DNS name, an IP address or a "
-        "URI), and ",
-        kNameVariable, " is not set"));
+        "URI): have one issued that has, or set ",
+        kNameSetting, ", to the name that the others' have"));
   }
   return std::shared_ptr<const CertificateVersion>(std::move(version));
 }
@@ -131,7 +135,7 @@ absl::Status CertificateVersion::CheckName(const X509* certificate) const {
   return absl::UnauthenticatedError(absl::StrCat(
       "it is for ", has.empty() ? "no name" : absl::StrJoin(has, ", "), ", and not for ",
       absl::StrJoin(names_, " or "), ": if the others of this job have other names, set ",
-      kNameVariable, " to the one that all have"));
+      kNameSetting, ", to the one that all have"));
 }
 
 }  // namespace distgrad

@@ -1,9 +1,11 @@
-// Keeps certificates as their files are, and reads which files these are from the environment.
+// Keeps certificates as their files are, and finds out from options and the environment which files
+// these are.
 #include "core/net/certificates.h"
 
 #include <sys/stat.h>
 
 #include <cstdlib>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -31,12 +33,14 @@ std::string StampOf(const CertificateFiles& files) {
 Certificates::~Certificates() = default;
 
 absl::StatusOr<std::shared_ptr<Certificates>> Certificates::Load(CertificateFiles files) {
-  for (const auto& [path, variable] :
-       {std::pair(&files.cert, kCertVariable), std::pair(&files.key, kKeyVariable),
-        std::pair(&files.ca, kCaVariable)}) {
+  for (const auto& [path, setting, what] :
+       {std::tuple(&files.cert, kCertSetting, "this process's certificate"),
+        std::tuple(&files.key, kKeySetting, "the certificate's private key"),
+        std::tuple(&files.ca, kCaSetting, "the authorities that are accepted")}) {
     if (!path->empty()) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat("certificates need three files, and ", variable, " names none"));
+        absl::StrCat("certificates need three files, and the one with ", what,
+                     " is not given: set ", setting, ", to a PEM file that has it"));
   }
   std::shared_ptr<Certificates> certificates(new Certificates(std::move(files)));
   absl::MutexLock lock(&certificates->mu_);
@@ -64,12 +68,29 @@ std::shared_ptr<const CertificateVersion> Certificates::Current() {
 }
 
 absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates(
+    const TlsOptions& options,
     const std::function<std::optional<std::string>(const std::string&)>& getenv) {
+  // A variable's key would not be that of an option's certificate.
+  if (options.cert.empty() != options.key.empty()) {
+    const bool lacks_key = options.key.empty();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the option ", lacks_key ? "tls.cert" : "tls.key", " is given and ",
+        lacks_key ? "tls.key" : "tls.cert",
+        " is not: a certificate and its key are a pair. Give both, or neither and set ",
+        kCertVariable, " and ", kKeyVariable));
+  }
   CertificateFiles files;
   bool any = false;
-  for (const auto& [variable, field] :
-       {std::pair(kCertVariable, &files.cert), std::pair(kKeyVariable, &files.key),
-        std::pair(kCaVariable, &files.ca), std::pair(kNameVariable, &files.name)}) {
+  for (const auto& [option, variable, field] :
+       {std::tuple(&options.cert, kCertVariable, &files.cert),
+        std::tuple(&options.key, kKeyVariable, &files.key),
+        std::tuple(&options.ca, kCaVariable, &files.ca),
+        std::tuple(&options.name, kNameVariable, &files.name)}) {
+    if (!option->empty()) {
+      *field = *option;
+      any = true;
+      continue;
+    }
     const std::optional<std::string> value = getenv(variable);
     if (!value.has_value()) continue;
     // Whoever sets it wants certificates.
@@ -81,8 +102,8 @@ absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates(
   return Certificates::Load(std::move(files));
 }
 
-absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates() {
-  return LoadCertificates([](const std::string& name) -> std::optional<std::string> {
+absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates(const TlsOptions& options) {
+  return LoadCertificates(options, [](const std::string& name) -> std::optional<std::string> {
     const char* const value = std::getenv(name.c_str());
     if (value == nullptr) return std::nullopt;
     return value;

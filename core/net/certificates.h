@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "core/net/certificate_files.h"
+#include "core/net/tls_options.h"
 
 namespace distgrad {
 
@@ -26,8 +27,9 @@ class CertificateVersion;  // certificate_version.h
 // Thread-safe.
 class Certificates {
  public:
-  // kInvalidArgument, with the file and the variable to set, if one is not given or cannot be used;
-  // for instance a key that is not the certificate's, or a certificate without a name.
+  // kInvalidArgument, with the file and the option or variable to set, if one is not given or
+  // cannot be used; for instance a key that is not the certificate's, or a certificate without a
+  // name.
   static absl::StatusOr<std::shared_ptr<Certificates>> Load(CertificateFiles files);
   ~Certificates();
   Certificates(const Certificates&) = delete;
@@ -46,14 +48,16 @@ class Certificates {
   std::string stamp_ ABSL_GUARDED_BY(mu_);  // of the files when they were looked at last
 };
 
-// The certificates of this process, from the files that DISTGRAD_TLS_CERT, DISTGRAD_TLS_KEY and
-// DISTGRAD_TLS_CA name, and the name that DISTGRAD_TLS_NAME says; nullptr where none is set.
-// kInvalidArgument if some are set and others are not; else what Load() says.
+// The certificates of this process, from the files and with the name that `options` have, or else
+// DISTGRAD_TLS_CERT, DISTGRAD_TLS_KEY, DISTGRAD_TLS_CA and DISTGRAD_TLS_NAME; nullptr where nothing
+// is set. kInvalidArgument if some are set and others are not, or the options have a certificate
+// without a key or a key without a certificate, whatever the variables say; else what Load() says.
 absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates(
+    const TlsOptions& options,
     const std::function<std::optional<std::string>(const std::string&)>& getenv);
 
 // The same with this process's environment.
-absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates();
+absl::StatusOr<std::shared_ptr<Certificates>> LoadCertificates(const TlsOptions& options = {});
 
 }  // namespace distgrad
 

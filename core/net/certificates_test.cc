@@ -176,6 +176,7 @@ TEST(CertificatesTest, FilesThatCannotBeUsedAreNamed) {
   files = good;
   files.ca.clear();
   refused(files, "DISTGRAD_TLS_CA");
+  refused(files, "the option tls.ca");
   refused(authority.Issue("nobody", {.names = ""}), "DISTGRAD_TLS_NAME");
 }
 
@@ -184,7 +185,7 @@ TEST(CertificatesTest, OfTheEnvironmentAllOrNone) {
   const CertificateFiles files = authority.Issue("one", {.names = "DNS:job"});
   std::map<std::string, std::string> variables;
   const auto load = [&] {
-    return LoadCertificates([&](const std::string& name) -> std::optional<std::string> {
+    return LoadCertificates({}, [&](const std::string& name) -> std::optional<std::string> {
       const auto found = variables.find(name);
       if (found == variables.end()) return std::nullopt;
       return found->second;
@@ -200,6 +201,52 @@ TEST(CertificatesTest, OfTheEnvironmentAllOrNone) {
   EXPECT_NE(*load(), nullptr);
   variables["DISTGRAD_TLS_NAME"] = "";
   EXPECT_TRUE(absl::IsInvalidArgument(load().status()));
+}
+
+// Each by itself, but a certificate with its key.
+TEST(CertificatesTest, OptionsWinOverTheEnvironment) {
+  TestAuthority ours(Folder("options")), theirs(Folder("variables"));
+  const CertificateFiles mine = ours.Issue("one", {.names = "DNS:job"});
+  const CertificateFiles other = theirs.Issue("two", {.names = "DNS:job"});
+  std::map<std::string, std::string> variables;
+  const auto load = [&](const TlsOptions& options) {
+    return LoadCertificates(options, [&](const std::string& name) -> std::optional<std::string> {
+      const auto found = variables.find(name);
+      if (found == variables.end()) return std::nullopt;
+      return found->second;
+    });
+  };
+  const auto refused = [&](const TlsOptions& options, const std::string& option,
+                           const std::string& variable) {
+    const absl::Status status = load(options).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), option)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), variable)) << status;
+  };
+  const auto honest = Load(mine);
+  ExpectAgreed(*honest, *load({.cert = mine.cert, .key = mine.key, .ca = mine.ca}).value());
+  refused({.cert = mine.cert}, "tls.key is not", "DISTGRAD_TLS_KEY");
+  refused({.key = mine.key}, "tls.cert is not", "DISTGRAD_TLS_CERT");
+  refused({.cert = mine.cert, .key = mine.key}, "tls.ca", "DISTGRAD_TLS_CA");
+  refused({.cert = "/no/such/file", .key = mine.key, .ca = mine.ca}, "tls.cert",
+          "DISTGRAD_TLS_CERT");
+  refused({.cert = mine.cert, .key = "/no/such/file", .ca = mine.ca}, "tls.key",
+          "DISTGRAD_TLS_KEY");
+  refused({.cert = mine.cert, .key = mine.key, .ca = "/no/such/file"}, "tls.ca", "DISTGRAD_TLS_CA");
+  refused({.name = "job"}, "tls.cert", "DISTGRAD_TLS_CERT");
+  EXPECT_EQ(load({.encrypt_local = true}).value(), nullptr);
+
+  variables = {{"DISTGRAD_TLS_CERT", other.cert},
+               {"DISTGRAD_TLS_KEY", other.key},
+               {"DISTGRAD_TLS_CA", other.ca},
+               {"DISTGRAD_TLS_NAME", "another"}};
+  // The variable's key is not this certificate's.
+  refused({.cert = mine.cert}, "tls.key is not", "DISTGRAD_TLS_KEY");
+  ExpectAgreed(*honest,
+               *load({.cert = mine.cert, .key = mine.key, .ca = mine.ca, .name = "job"}).value());
+  // Of the four one is the variable's.
+  ExpectRefused(*load({.cert = mine.cert, .key = mine.key, .name = "job"}).value(), *honest,
+                "DISTGRAD_TLS_CA");
 }
 
 // An end that has a cluster key's secret and no certificate.

@@ -92,8 +92,11 @@ absl::Status Handshake::CheckHello() const {
   const bool certificates = (flags & kHasCertificates) != 0;
   if (certificates != ((FlagsOf(own_hello_) & kHasCertificates) != 0)) {
     return absl::UnauthenticatedError(
-        certificates ? "the other end uses certificates, this one has none (DISTGRAD_TLS_CERT)"
-                     : "the other end has no certificates (DISTGRAD_TLS_CERT), this one has");
+        certificates
+            ? "the other end uses certificates, this one has none (the option tls.cert, or "
+              "DISTGRAD_TLS_CERT)"
+            : "the other end has no certificates (the option tls.cert, or "
+              "DISTGRAD_TLS_CERT), this one has");
   }
   return absl::OkStatus();
 }

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/membership/environment.h"
+#include "core/net/certificate_files.h"
 #include "core/net/cluster_key.h"
 #include "core/tensor/gpu_memory.h"
 #include "core/transport/inproc/inproc_transport.h"
@@ -17,17 +18,24 @@ namespace distgrad {
 namespace {
 
 // Whether the user wants sockets within a machine encrypted, as those between machines are.
-absl::StatusOr<bool> EncryptsUnix(const Rendezvous& rendezvous) {
+absl::StatusOr<bool> EncryptsUnix(const TlsOptions& tls, const Rendezvous& rendezvous) {
   constexpr char kVariable[] = "DISTGRAD_ENCRYPT_LOCAL";
-  const std::string value = ProcessEnvironment(kVariable).value_or("0");
-  if (value == "1" && rendezvous.cluster_key.empty() && rendezvous.certificates == nullptr) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(kVariable,
-                     " is set, and there is neither a cluster key (DISTGRAD_KEY_FILE) nor "
-                     "certificates (DISTGRAD_TLS_CERT) to encrypt with"));
+  bool encrypts = tls.encrypt_local.value_or(false);
+  if (!tls.encrypt_local.has_value()) {
+    const std::string value = ProcessEnvironment(kVariable).value_or("0");
+    if (value != "0" && value != "1") {
+      return absl::InvalidArgumentError(absl::StrCat(kVariable, " is '", value, "', not 0 or 1"));
+    }
+    encrypts = value == "1";
   }
-  if (value == "0" || value == "1") return value == "1";
-  return absl::InvalidArgumentError(absl::StrCat(kVariable, " is '", value, "', not 0 or 1"));
+  if (encrypts && rendezvous.cluster_key.empty() && rendezvous.certificates == nullptr) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the option tls.encrypt_local, or ", kVariable,
+        ", is set, and there is nothing to encrypt with: give a cluster key (the option key_file, "
+        "or DISTGRAD_KEY_FILE) or certificates (",
+        kCertSetting, ")"));
+  }
+  return encrypts;
 }
 
 absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& options,
@@ -47,7 +55,7 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
   tensorpipe.name = name;
   tensorpipe.cluster_key = rendezvous.cluster_key;
   tensorpipe.certificates = rendezvous.certificates;
-  DG_ASSIGN_OR_RETURN(tensorpipe.encrypts_unix, EncryptsUnix(rendezvous));
+  DG_ASSIGN_OR_RETURN(tensorpipe.encrypts_unix, EncryptsUnix(options.tls, rendezvous));
   tensorpipe.handshake_timeout = options.limits.handshake_timeout;
   tensorpipe.max_unauthenticated = options.limits.unauthenticated;
   tensorpipe.max_packet_bytes = options.limits.message_bytes;
@@ -88,7 +96,8 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
                                       .job = options.job,
                                       .rank = options.join ? 1 : options.rank,
                                       .world_size = options.join ? 2 : options.world_size,
-                                      .key_file = options.key_file},
+                                      .key_file = options.key_file,
+                                      .tls = options.tls},
                                      deadline));
   const Place& place = rendezvous.place;
   Job job{.rank = place.rank,
@@ -115,6 +124,7 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
       MakeTransport(options, transport, host, job.name.empty() ? "a worker that joins" : job.name,
                     rendezvous));
   job.cluster_key = std::move(rendezvous.cluster_key);
+  job.certificates = std::move(rendezvous.certificates);
   return job;
 }
 

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "core/membership/store.h"
+#include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
 #include "core/transport/transport.h"
 
@@ -24,6 +25,7 @@ struct Job {
   std::string name = {};  // of this worker; "": "worker<rank>"
   std::string host = {};  // that it listens on; "": of a transport that has none
   ClusterKey cluster_key = {};
+  std::shared_ptr<Certificates> certificates = nullptr;
   std::shared_ptr<Store> store = nullptr;
   bool serves_store = false;          // to the others
   bool worker0_serves_store = false;  // here or elsewhere

@@ -15,8 +15,9 @@
 
 namespace distgrad {
 
-// Joins the group. `options` have no store, rank, size and cluster key of their own: they are those
-// of the rendezvous. Returns the first error of JoinRendezvous() and ProcessGroup::Create().
+// Joins the group. `options` have no store, rank, size, cluster key and certificates of their own:
+// they are those of the rendezvous. Returns the first error of JoinRendezvous() and
+// ProcessGroup::Create().
 absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(
     ProcessGroupOptions options = {}, const RendezvousOptions& rendezvous_options = {});
 

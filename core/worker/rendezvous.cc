@@ -87,7 +87,7 @@ absl::StatusOr<std::string> DefaultHost(const Place& place) {
 absl::StatusOr<Rendezvous> JoinRendezvous(const RendezvousOptions& options, Deadline deadline) {
   Rendezvous rendezvous;
   DG_ASSIGN_OR_RETURN(rendezvous.cluster_key, LoadClusterKey(options.key_file));
-  DG_ASSIGN_OR_RETURN(rendezvous.certificates, LoadCertificates());
+  DG_ASSIGN_OR_RETURN(rendezvous.certificates, LoadCertificates(options.tls));
   DG_ASSIGN_OR_RETURN(rendezvous.place, FindPlace({.rank = options.rank,
                                                    .world_size = options.world_size,
                                                    .rendezvous = options.rendezvous,

@@ -13,6 +13,7 @@
 #include "core/membership/store.h"
 #include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
+#include "core/net/tls_options.h"
 
 namespace distgrad {
 
@@ -24,12 +25,13 @@ struct RendezvousOptions {
   int rank = -1;
   int world_size = -1;
   std::string key_file = {};
+  TlsOptions tls = {};  // without `encrypt_local`, which is a worker's alone
 };
 
 struct Rendezvous {
   Place place = {};
   ClusterKey cluster_key = {};
-  std::shared_ptr<Certificates> certificates = nullptr;  // null: the environment names none
+  std::shared_ptr<Certificates> certificates = nullptr;  // null: there are none
   // The store of this start of this job alone; signed, where there is a cluster key.
   std::shared_ptr<Store> store = nullptr;
   bool serves_store = false;          // to the others

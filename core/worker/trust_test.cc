@@ -1,4 +1,4 @@
-// Workers with and without the cluster key.
+// Workers with and without the cluster key, and with certificates.
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -37,6 +37,10 @@ class TrustTest : public testing::Test {
 
   // One worker for each of the files; their statuses where that fails.
   std::vector<absl::Status> Start(const std::vector<std::string>& key_files) {
+    return Start(key_files, std::vector<TlsOptions>(key_files.size()));
+  }
+  std::vector<absl::Status> Start(const std::vector<std::string>& key_files,
+                                  const std::vector<TlsOptions>& tls) {
     store_ = NewInProcessStore();
     workers_.resize(key_files.size());
     std::vector<absl::Status> statuses(key_files.size());
@@ -47,6 +51,7 @@ class TrustTest : public testing::Test {
                                       .rank = static_cast<int>(i),
                                       .world_size = static_cast<int>(key_files.size()),
                                       .key_file = key_files[i],
+                                      .tls = tls[i],
                                       .thread_count = 1,
                                       .join_timeout = absl::Minutes(1)});
         statuses[i] = worker.status();
@@ -118,6 +123,38 @@ TEST_F(TrustTest, CertificatesOfTheEnvironmentDoAsWell) {
   unsetenv("DISTGRAD_ENCRYPT_LOCAL");
   EXPECT_TRUE(absl::IsFailedPrecondition(open)) << open;
   EXPECT_TRUE(absl::StrContains(open.message(), "DISTGRAD_ENCRYPT_LOCAL")) << open;
+}
+
+TlsOptions OptionsOf(const CertificateFiles& files) {
+  return {.cert = files.cert, .key = files.key, .ca = files.ca, .encrypt_local = true};
+}
+
+TEST_F(TrustTest, CertificatesMayBeOptionsWhateverTheEnvironmentSays) {
+  TestAuthority authority(absl::StrCat(testing::TempDir(), "/trust_test_options"));
+  const CertificateFiles files = authority.Issue("worker", {.names = "DNS:job"});
+  const std::pair<const char*, const char*> variables[] = {{"DISTGRAD_TLS_CERT", "/no/such/file"},
+                                                           {"DISTGRAD_TLS_KEY", "/no/such/file"},
+                                                           {"DISTGRAD_TLS_CA", "/no/such/file"},
+                                                           {"DISTGRAD_TLS_NAME", "another"},
+                                                           {"DISTGRAD_ENCRYPT_LOCAL", "2"}};
+  for (const auto& [name, value] : variables) setenv(name, value, 1);
+  TlsOptions options = OptionsOf(files);
+  options.name = "job";
+  const auto statuses = Start({"", ""}, {options, options});
+  for (const auto& [name, value] : variables) unsetenv(name);
+  for (const absl::Status& status : statuses) ASSERT_TRUE(status.ok()) << status;
+  ASSERT_TRUE(RegisterEcho().ok());
+  const auto reply = workers_[0]->Call("worker1", "echo", Message{"hello", {}});
+  EXPECT_TRUE(reply.ok()) << reply.status();
+  EXPECT_NE(workers_[0]->certificates(), nullptr);
+
+  options.key.clear();
+  const absl::Status half = Start({""}, {options})[0];
+  EXPECT_TRUE(absl::IsInvalidArgument(half)) << half;
+  EXPECT_TRUE(absl::StrContains(half.message(), "tls.key is not")) << half;
+  const absl::Status nothing = Start({""}, {{.encrypt_local = true}})[0];
+  EXPECT_TRUE(absl::IsFailedPrecondition(nothing)) << nothing;
+  EXPECT_TRUE(absl::StrContains(nothing.message(), "tls.encrypt_local")) << nothing;
 }
 
 TEST_F(TrustTest, AKeyThatCannotBeUsedIsAnError) {

@@ -29,6 +29,9 @@ int Worker::world_size() const { return static_cast<int>(impl_->agent().MemberCo
 const std::shared_ptr<Store>& Worker::store() const { return impl_->job().store; }
 const std::string& Worker::host() const { return impl_->job().host; }
 const ClusterKey& Worker::cluster_key() const { return impl_->job().cluster_key; }
+const std::shared_ptr<Certificates>& Worker::certificates() const {
+  return impl_->job().certificates;
+}
 int Worker::local_rank() const { return impl_->job().local_rank; }
 const Limits& Worker::limits() const { return impl_->options().limits; }
 int Worker::local_world_size() const { return impl_->job().local_world_size; }

@@ -40,6 +40,7 @@
 
 namespace distgrad {
 
+class Certificates;    // core/net/certificates.h
 class ClusterKey;      // core/net/cluster_key.h
 struct ContextState;   // core/autograd/state.h
 struct Trace;          // core/base/trace.h
@@ -102,6 +103,9 @@ class Worker {
   // Returns what the job's workers have in common; empty: nothing. For a process group beside it
   // (ProcessGroupOptions::cluster_key).
   const ClusterKey& cluster_key() const;
+  // Returns what this worker shows the others, by options or variables; null: nothing. For a
+  // process group beside it (ProcessGroupOptions::certificates).
+  const std::shared_ptr<Certificates>& certificates() const;
   // Return its number among the workers of its machine, and the number of these, as the launcher
   // says: to choose a device by. 0 and 0 where it says nothing.
   int local_rank() const;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "core/net/tls_options.h"
 #include "core/rpc/limits.h"
 #include "core/tensor/device_map.h"
 
@@ -73,6 +74,10 @@ struct WorkerOptions {
   // talks only to workers that have it, and "tcp" and "shm", which cannot tell, are refused. See
   // docs/security.md.
   std::string key_file = {};
+  // Certificates, in the place of that secret or beside it, and whether sockets within the machine
+  // are encrypted too. What is not given here is as DISTGRAD_TLS_CERT and so on say. With
+  // certificates "socket" talks only to workers that have them, and "tcp" and "shm" are refused.
+  TlsOptions tls = {};
 
   // Threads that run handlers and backward at the same time; more are started while some wait
   // for others. 0: as many as there are processors that the process may use.

@@ -108,6 +108,7 @@ mod request;
 mod safetensors;
 mod state;
 mod tensor;
+mod tls_options;
 mod value;
 mod waker_slot;
 mod worker;
@@ -157,6 +158,7 @@ pub use safetensors::{
 };
 pub use state::{ContextState, Member, MemberEvent, MemberEventKind, OnLost, PassState};
 pub use tensor::{EnableGrad, NoGrad, Tensor};
+pub use tls_options::TlsOptions;
 pub use value::Value;
 pub use worker::{HandlerResult, Worker};
 pub use worker_options::{ServeOperators, WorkerOptions};

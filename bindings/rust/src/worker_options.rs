@@ -2,7 +2,7 @@
 use crate::{
     ffi::{self, RawDevicePair, RawWorkerOptions},
     future::not_zero_milliseconds,
-    Code, Error, Limits, Result, Worker,
+    Code, Error, Limits, Result, TlsOptions, Worker,
 };
 use std::{path::Path, time::Duration};
 
@@ -63,6 +63,13 @@ impl WorkerOptions {
     /// none. With one, TCP is encrypted. docs/security.md.
     pub fn key_file(mut self, key_file: impl AsRef<Path>) -> Self {
         self.0.key_file = key_file.as_ref().to_string_lossy().into_owned();
+        self
+    }
+    /// Sets certificates, in the place of that secret or beside it, and whether sockets within the
+    /// machine are encrypted. Default: as `DISTGRAD_TLS_CERT` and so on say. A
+    /// [`ProcessGroup`](crate::ProcessGroup) takes those of its worker.
+    pub fn tls(mut self, tls: TlsOptions) -> Self {
+        self.0.tls = tls.0;
         self
     }
     /// Sets how many threads run handlers and backward at the same time. Default: one for each
@@ -148,7 +155,7 @@ impl WorkerOptions {
     /// `Code::FailedPrecondition` for an environment that lacks something, `Code::DeadlineExceeded`
     /// with the workers that did not come, `Code::AlreadyExists` if two claim one rank or name,
     /// `Code::ResourceExhausted` beyond `max_workers`, `Code::Unauthenticated` for another key than
-    /// the others', `Code::Unavailable` if the store is gone.
+    /// the others', or a certificate that they refuse, `Code::Unavailable` if the store is gone.
     #[doc(alias = "dg_worker_create")]
     pub fn create(&self) -> Result<Worker> {
         let loaded = ffi::abi_version() >> 16;

@@ -3,7 +3,8 @@
 mod common;
 use common::{alone_with, empty, pair, weight, Folder, LONG};
 use distgrad::{
-    values, Code, Limits, MemberEventKind, Message, OnLost, Tensor, Worker, WorkerOptions,
+    values, Code, Limits, MemberEventKind, Message, OnLost, Tensor, TlsOptions, Worker,
+    WorkerOptions,
 };
 use std::{sync::mpsc, thread};
 
@@ -111,6 +112,35 @@ fn limits_are_named() {
         assert!(error.message().contains(limit), "{error}");
     }
     worker.call("alone", "echo", &empty()).unwrap();
+}
+
+#[test]
+fn certificates_that_cannot_be_used_are_named() {
+    let folder = Folder::new();
+    let said = |tls: TlsOptions| {
+        let error = folder.options().rank(0, 1).tls(tls).create().unwrap_err();
+        (error.code(), error.message().to_owned())
+    };
+    let nowhere = folder.0.join("nowhere.pem");
+    for (tls, words) in [
+        (TlsOptions::new().cert(&nowhere), ["tls.key is not", "DISTGRAD_TLS_KEY"]),
+        (TlsOptions::new().key(&nowhere), ["tls.cert is not", "DISTGRAD_TLS_CERT"]),
+        (TlsOptions::new().cert(&nowhere).key(&nowhere), ["tls.ca", "DISTGRAD_TLS_CA"]),
+        (TlsOptions::new().ca(&nowhere), ["tls.cert", "DISTGRAD_TLS_CERT"]),
+        (TlsOptions::new().name("a job"), ["tls.cert", "DISTGRAD_TLS_CERT"]),
+        (
+            TlsOptions::new().cert(&nowhere).key(&nowhere).ca(&nowhere),
+            ["nowhere.pem", "tls.cert, or DISTGRAD_TLS_CERT"],
+        ),
+    ] {
+        let (code, message) = said(tls);
+        assert_eq!(code, Code::InvalidArgument, "{message}");
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    }
+    let (code, message) = said(TlsOptions::new().encrypt_local(true)); // by what?
+    assert_eq!(code, Code::FailedPrecondition, "{message}");
+    let plain = TlsOptions::new().encrypt_local(true).encrypt_local(false);
+    folder.options().rank(0, 1).tls(plain).create().unwrap();
 }
 
 #[test]

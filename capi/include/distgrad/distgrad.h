@@ -594,6 +594,26 @@ typedef struct dg_device_pair {
     sizeof(dg_device_pair), {0, 0}, {0, 0}, { 0, 0 } \
   }
 
+/* TLS by certificates, in the place of a key file or beside one, and whether sockets within the
+ * machine are encrypted too. What is empty is as the variable says that stands beside it; `cert`
+ * and `key` are given both or neither. docs/security.md, "Certificates". */
+typedef struct dg_tls_options {
+  size_t struct_size;
+  dg_str cert;    /* a PEM file: this process's certificate, and then those between it and the
+                   * authority; DISTGRAD_TLS_CERT */
+  dg_str key;     /* a PEM file: its private key, without a passphrase; DISTGRAD_TLS_KEY */
+  dg_str ca;      /* a PEM file: the authorities whose certificates are accepted; DISTGRAD_TLS_CA */
+  dg_str name;    /* that the others' certificates have to have: a DNS name, an IP address or a
+                   * URI; DISTGRAD_TLS_NAME, or one of those that this process's own has */
+  uint64_t flags; /* DG_TLS_... */
+} dg_tls_options;
+#define DG_TLS_OPTIONS_INIT \
+  { sizeof(dg_tls_options), {0, 0}, {0, 0}, {0, 0}, {0, 0}, 0 }
+/* Flags of dg_tls_options: whether Unix-domain sockets are encrypted, by certificates or the key.
+ * Without one of these two, as DISTGRAD_ENCRYPT_LOCAL says. Not both. */
+#define DG_TLS_ENCRYPT_LOCAL UINT64_C(1)
+#define DG_TLS_NO_ENCRYPT_LOCAL UINT64_C(2)
+
 typedef struct dg_worker_options {
   size_t struct_size;
   dg_str name;                /* unique in the job; empty: DISTGRAD_NAME, or "worker<rank>" */
@@ -627,11 +647,12 @@ typedef struct dg_worker_options {
                                               * the CPU and is left out. It is enough that one of
                                               * the two workers gives the map */
   size_t device_pair_count;
+  const dg_tls_options* tls; /* NULL: as the variables say */
 } dg_worker_options;
 #define DG_WORKER_OPTIONS_INIT                                                                   \
   {                                                                                              \
     sizeof(dg_worker_options), {0, 0}, 0, 0, {0, 0}, {0, 0}, {0, 0}, {0, 0}, 0, 0, 0, 0, {0, 0}, \
-        0, 0, 0, 0, 0                                                                            \
+        0, 0, 0, 0, 0, 0                                                                         \
   }
 /* Flags of dg_worker_options. Which operators the others may call here: without one of these
  * two, those of torch that only compute (docs/security.md). Not both. */
@@ -649,7 +670,8 @@ typedef struct dg_worker_options {
  * DG_INVALID_ARGUMENT for options or variables that make no sense, DG_FAILED_PRECONDITION for an
  * environment that lacks something, DG_DEADLINE_EXCEEDED with the workers that did not come,
  * DG_ALREADY_EXISTS if two claim one rank or name, DG_RESOURCE_EXHAUSTED beyond max_workers,
- * DG_UNAUTHENTICATED for another key than the others', DG_UNAVAILABLE if the store is gone. */
+ * DG_UNAUTHENTICATED for another key than the others', or a certificate that they refuse,
+ * DG_UNAVAILABLE if the store is gone. */
 DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
                                               dg_worker** out) DG_NOEXCEPT;
 
@@ -1766,8 +1788,9 @@ typedef struct dg_process_group_options {
   uint32_t size;           /* 0: the group is all workers of the job, each by its rank */
   dg_str backend;          /* "gloo", for the CPU; "nccl", in builds with CUDA; empty: "gloo" */
   dg_str host;             /* the address, name or interface for Gloo to listen on; empty: that of
-                            * the worker. With the worker's key what Gloo sends is encrypted, but
-                            * not what NCCL sends. docs/security.md */
+                            * the worker. With the worker's key or certificates, which the group
+                            * takes, what Gloo sends is encrypted, but not what NCCL sends.
+                            * docs/security.md */
   int64_t timeout_ms;      /* of each collective; 0: ten minutes */
   int64_t join_timeout_ms; /* for all ranks to join; 0: ten minutes */
 } dg_process_group_options;

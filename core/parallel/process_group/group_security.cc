@@ -130,7 +130,8 @@ absl::StatusOr<std::string> Difference(const std::vector<std::string>& all, cons
     if (keys.has_certificates != certificates) {
       return absl::StrCat("rank ", certificates ? 0 : rank, " has certificates and rank ",
                           certificates ? rank : 0,
-                          " has none: give them to all ranks (DISTGRAD_TLS_CERT)");
+                          " has none: give them to all ranks (the option tls.cert, or "
+                          "DISTGRAD_TLS_CERT)");
     }
     if (keys.has_key == key.empty()) {
       return absl::StrCat("rank ", key.empty() ? rank : 0, " has a cluster key and rank ",

@@ -60,8 +60,9 @@ struct ProcessGroupOptions {
   // peer that reaches Gloo there can read and disturb the group. "nccl" cannot encrypt, with a key
   // or without.
   std::optional<ClusterKey> cluster_key = std::nullopt;
-  // The certificates of this process, which do the same, in the place of a key or beside one. Null:
-  // those of its environment (LoadCertificates()), or none.
+  // The certificates of this process, which do the same, in the place of a key or beside one:
+  // LoadCertificates() reads them, Worker::certificates() has those of the worker beside it, and
+  // JoinProcessGroup() gives them itself. Null: those of this process's environment, or none.
   std::shared_ptr<Certificates> certificates = nullptr;
 };
 

@@ -27,4 +27,6 @@ pub(crate) use operator::op_of_table;
 pub use operator::{op, op_unchecked, ops, ops_unchecked, OPERATORS_IN_PLACE};
 pub(crate) use pipeline::{raw as raw_pipeline, StageClosures, StageTable, Timer};
 pub(crate) use value::{take_values, with_raw};
-pub(crate) use worker_options::raw::{worker_create, RawDevicePair, RawLimits, RawWorkerOptions};
+pub(crate) use worker_options::raw::{
+    worker_create, RawDevicePair, RawLimits, RawTlsOptions, RawWorkerOptions,
+};

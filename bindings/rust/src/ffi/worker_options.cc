@@ -6,9 +6,10 @@
 
 namespace distgrad_rust {
 
-// What src/worker_options.rs takes the flags to be.
+// What src/worker_options.rs and src/tls_options.rs take the flags to be.
 static_assert(DG_WORKER_NO_OPERATORS == 1 && DG_WORKER_ALL_OPERATORS == 2 && DG_WORKER_JOIN == 4 &&
               DG_WORKER_NO_GPU_CHANNEL == 8);
+static_assert(DG_TLS_ENCRYPT_LOCAL == 1 && DG_TLS_NO_ENCRYPT_LOCAL == 2);
 
 WorkerHandle worker_create(const RawWorkerOptions& from) {
   dg_worker_options options = DG_WORKER_OPTIONS_INIT;
@@ -48,6 +49,13 @@ WorkerHandle worker_create(const RawWorkerOptions& from) {
   for (const dg_device_pair& pair : pairs) pointers.push_back(&pair);
   options.device_pairs = pointers.data();
   options.device_pair_count = pointers.size();
+  dg_tls_options tls = DG_TLS_OPTIONS_INIT;
+  tls.cert = ToStr(from.tls.cert);
+  tls.key = ToStr(from.tls.key);
+  tls.ca = ToStr(from.tls.ca);
+  tls.name = ToStr(from.tls.name);
+  tls.flags = from.tls.flags;
+  options.tls = &tls;
   return Out<WorkerHandle>(dg_worker_create, &options);
 }
 

@@ -22,6 +22,17 @@ pub(crate) mod raw {
         max_workers: u64,
         limits: RawLimits,
         device_pairs: Vec<RawDevicePair>,
+        tls: RawTlsOptions,
+    }
+
+    /// `dg_tls_options`, but for its size.
+    #[derive(Clone, Debug, Default, PartialEq, Eq)]
+    struct RawTlsOptions {
+        cert: String,
+        key: String,
+        ca: String,
+        name: String,
+        flags: u64,
     }
 
     /// `dg_limits`, but for its size.
