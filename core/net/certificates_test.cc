@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "core/base/log.h"
@@ -57,7 +58,6 @@ std::pair<absl::Status, absl::Status> Talk(Certificates& client_has, Certificate
     if (said.second.ok()) said.second = server->Establish();
     Pass(*server, *client);
   }
-  // A client hears of what the server thinks of its certificate when it reads.
   if (said.second.ok() && server->established()) said.second = server->Write("hello");
   Pass(*server, *client);
   if (said.first.ok()) {
@@ -129,6 +129,76 @@ TEST(CertificatesTest, OfAnotherAuthorityOrExpiredTheyAreRefused) {
   ExpectRefused(*honest, *Load(other.Issue("two", {.names = "DNS:job"})), "DISTGRAD_TLS_CA", true);
   ExpectRefused(*honest, *Load(authority.Issue("old", {.names = "DNS:job", .days = -1})),
                 "certificate has expired");
+}
+
+// TLS 1.3 alone tells a client that when it reads for the first time, and a client that writes
+// first may never come to that.
+TEST(CertificatesTest, AClientIsNotDoneBeforeItsServerTakesItsCertificate) {
+  TestAuthority authority(Folder("ours")), other(Folder("others"));
+  const auto honest = Load(authority.Issue("one", {.names = "DNS:job"}));
+  const auto taking_ours = [&](CertificateFiles files) {
+    files.ca = authority.Issue("any", {.names = "DNS:job"}).ca;
+    return files;
+  };
+  const CertificateFiles unnamed = authority.Issue("unnamed", {.names = "DNS:another"});
+  for (const auto& [client_has, why] : std::vector<std::pair<CertificateFiles, std::string>>{
+           {taking_ours(other.Issue("two", {.names = "DNS:job"})), "it is of no authority"},
+           {authority.Issue("old", {.names = "DNS:job", .days = -1}), "it has expired"},
+           {unnamed, "it has not the name"}}) {
+    SCOPED_TRACE(why);
+    const auto certificates = Load(client_has, "job");
+    const auto client = TlsSession::Create(Role::kClient, *certificates).value();
+    const auto server = TlsSession::Create(Role::kServer, *honest).value();
+    absl::Status by_client, by_server;
+    for (int i = 0; i < 4; ++i) {
+      if (by_client.ok()) by_client = client->Establish();
+      Pass(*client, *server);
+      if (by_server.ok()) by_server = server->Establish();
+      Pass(*server, *client);
+    }
+    EXPECT_FALSE(client->established());
+    EXPECT_FALSE(server->established());
+    EXPECT_TRUE(absl::IsUnauthenticated(by_client)) << by_client;
+    EXPECT_TRUE(absl::StrContains(by_client.message(), why)) << by_client;
+    EXPECT_TRUE(absl::StrContains(by_client.message(), "DISTGRAD_TLS_CERT")) << by_client;
+  }
+}
+
+// Who is between two clients and two workers leads the one's TLS to where the other has shaken
+// hands. All have good certificates.
+TEST(CertificatesTest, WhoHasShakenHandsWithAnotherIsNotTakenForIt) {
+  TestAuthority authority(Folder("spliced"));
+  const auto certificates = Load(authority.Issue("one", {.names = "DNS:job"}));
+  const auto shake_hands = [](const Token& token) {
+    auto client = Handshake::Create(Role::kClient, "", token, true).value();
+    auto server = Handshake::Create(Role::kServer, "", token, true).value();
+    while (!client.done() || !server.done()) {
+      EXPECT_TRUE(server.Receive(client.TakeOutput()).ok());
+      EXPECT_TRUE(client.Receive(server.TakeOutput()).ok());
+    }
+    return std::pair(std::move(client), std::move(server));
+  };
+  const auto establish = [&](const Handshake& one, const Handshake& other) {
+    const auto client = TlsSession::Create(one, certificates).value();
+    const auto server = TlsSession::Create(other, certificates).value();
+    absl::Status by_client;
+    for (int i = 0; i < 4; ++i) {
+      if (by_client.ok()) by_client = client->Establish();
+      Pass(*client, *server);
+      EXPECT_TRUE(server->Establish().ok());
+      Pass(*server, *client);
+    }
+    EXPECT_EQ(client->established(), by_client.ok());
+    return by_client;
+  };
+  const auto first = shake_hands(Token{1}), second = shake_hands(Token{2});
+  const auto again = shake_hands(Token{1});
+  EXPECT_TRUE(establish(first.first, first.second).ok());
+  for (const Handshake* const server : {&second.second, &again.second}) {
+    const absl::Status status = establish(first.first, *server);
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "has shaken hands with another")) << status;
+  }
 }
 
 // An agent of the platform replaces the files before they expire.

@@ -13,7 +13,7 @@ namespace distgrad {
 namespace {
 
 constexpr absl::string_view kMagic = "distgrad";
-constexpr uint16_t kVersion = 2;
+constexpr uint16_t kVersion = 3;
 constexpr uint16_t kHasKey = 1, kHasCertificates = 2, kEncryptsUnix = 4;  // flags
 constexpr size_t kNonceBytes = 32;
 

@@ -31,6 +31,23 @@ absl::Status LibraryError(absl::string_view what) {
   return absl::InternalError(absl::StrCat("TLS: ", what, ": ", TakeOpensslError()));
 }
 
+// What is wrong with a certificate, as the alert says by which it is refused (RFC 8446,
+// section 6.2).
+absl::string_view MeaningOf(int alert) {
+  switch (alert) {
+    case SSL_AD_UNKNOWN_CA:
+      return "it is of no authority that is accepted there";
+    case SSL_AD_CERTIFICATE_EXPIRED:
+      return "it has expired";
+    case SSL_AD_HANDSHAKE_FAILURE:
+      return "it has not the name that is asked for there, as it seems";
+    case SSL_AD_UNSUPPORTED_CERTIFICATE:
+      return "it is not for this use";
+    default:
+      return "it is not valid there";
+  }
+}
+
 using Session = std::unique_ptr<SSL_SESSION, OpensslFree<SSL_SESSION_free>>;
 
 // The secret in the shape in which OpenSSL takes a pre-shared key.
@@ -78,7 +95,7 @@ struct TlsSession::Library {
     if (is_valid != 1) {
       session.refused_ = absl::UnauthenticatedError(absl::StrCat(
           X509_verify_cert_error_string(X509_STORE_CTX_get_error(check)),
-          " (is it of an authority in the file that DISTGRAD_TLS_CA names, and valid now?)"));
+          " (is it valid now, and of an authority in the file that ", kCaSetting, ", names?)"));
     } else if (X509_STORE_CTX_get_error_depth(check) == 0) {
       session.refused_ = session.certificates_->CheckName(X509_STORE_CTX_get_current_cert(check));
       if (!session.refused_.ok()) {
@@ -180,8 +197,13 @@ absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(Handshake::Role r
 
 absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(
     const Handshake& handshake, const std::shared_ptr<Certificates>& certificates) {
-  if (certificates != nullptr) return Create(handshake.role(), *certificates);
   DG_ASSIGN_OR_RETURN(const Digest secret, handshake.Secret());
+  if (certificates != nullptr) {
+    DG_ASSIGN_OR_RETURN(std::unique_ptr<TlsSession> session,
+                        Create(handshake.role(), *certificates));
+    session->secret_ = secret;
+    return session;
+  }
   return Create(handshake.role(), secret);
 }
 
@@ -211,16 +233,19 @@ absl::Status TlsSession::Error(int result) {
   if (error == SSL_ERROR_ZERO_RETURN) {
     return absl::UnavailableError("the other end has closed the connection");
   }
-  const bool is_alert = ERR_GET_REASON(ERR_peek_error()) > SSL_AD_REASON_OFFSET;
+  const int alert = ERR_GET_REASON(ERR_peek_error()) - SSL_AD_REASON_OFFSET;
   const std::string reason = TakeOpensslError();
   if (!refused_.ok()) {
     return absl::UnavailableError(
         absl::StrCat("the other end's certificate is refused: ", refused_.message()));
   }
-  if (certificates_ != nullptr && is_alert) {
-    return absl::UnavailableError(
-        absl::StrCat("the other end refuses this process's certificate (TLS: ", reason,
-                     "): its log says why; DISTGRAD_TLS_CERT names the file here"));
+  if (certificates_ != nullptr && alert > 0) {
+    // What comes behind the handshake is from who has shown its certificate, and is not a forgery.
+    return absl::Status(
+        awaits_welcome_ ? absl::StatusCode::kUnauthenticated : absl::StatusCode::kUnavailable,
+        absl::StrCat("the other end refuses this process's certificate: ", MeaningOf(alert),
+                     " (TLS: ", reason, "). Its log says more; the file here is the one that ",
+                     kCertSetting, ", names"));
   }
   return absl::UnavailableError(absl::StrCat(
       "what arrives is not what the other end has sent, or from another sender (TLS: ", reason,
@@ -233,10 +258,40 @@ absl::Status TlsSession::Establish() {
   SSL* ssl = library_->ssl.get();
   const int result = SSL_do_handshake(ssl);
   if (result != 1) return Error(result);
+  if (certificates_ != nullptr) return Welcome();
   // A session that is not resumed knows nothing of the secret.
-  if (certificates_ == nullptr && SSL_session_reused(ssl) != 1) {
+  if (SSL_session_reused(ssl) != 1) {
     return absl::UnavailableError("TLS: the other end does not use what both know");
   }
+  established_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status TlsSession::Welcome() {
+  // Of this connection alone: the handshake's secret is made of what is random in both hellos.
+  DG_ASSIGN_OR_RETURN(
+      const Digest welcome,
+      Hmac(absl::string_view(reinterpret_cast<const char*>(secret_.data()), secret_.size()),
+           "welcome"));
+  if (SSL_is_server(library_->ssl.get()) == 1) {
+    DG_RETURN_IF_ERROR(
+        Write(absl::string_view(reinterpret_cast<const char*>(welcome.data()), welcome.size())));
+    established_ = true;
+    return absl::OkStatus();
+  }
+  awaits_welcome_ = true;
+  while (welcome_size_ < welcome_.size()) {
+    DG_ASSIGN_OR_RETURN(const size_t size,
+                        Read(&welcome_[welcome_size_], welcome_.size() - welcome_size_));
+    if (size == 0) return absl::OkStatus();  // it is on its way
+    welcome_size_ += size;
+  }
+  if (!SameDigest(welcome_, welcome)) {
+    return absl::UnavailableError(
+        "TLS: the other end has shaken hands with another process: somebody on the way has "
+        "exchanged connections");
+  }
+  awaits_welcome_ = false;
   established_ = true;
   return absl::OkStatus();
 }

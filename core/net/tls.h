@@ -3,9 +3,10 @@
 // The handshake (handshake.h) comes first, in the clear: so a client without the cluster key costs
 // no more than that. What both ends have in common afterwards, Handshake::Secret(), is the
 // pre-shared key of TLS. Where the ends have certificates (certificates.h) both show theirs
-// instead, and each checks the other's. An ephemeral Diffie-Hellman exchange goes into the keys
-// too, so an attacker who learns the cluster key or a private key later cannot read what was
-// recorded before.
+// instead, and each checks the other's; and the server then says inside of TLS which handshake was
+// its, for a certificate does not tell one worker of a job from another. An ephemeral
+// Diffie-Hellman exchange goes into the keys too, so an attacker who learns the cluster key or a
+// private key later cannot read what was recorded before.
 //
 // What is changed, left out, repeated or moved on its way is an error of Read(), and nothing of it
 // is given out; nor is what comes behind it. That the stream ends is for the caller to notice: it
@@ -42,8 +43,7 @@ class TlsSession {
                                                             const Digest& secret,
                                                             uint64_t key_bytes = kKeyBytes);
   // By certificates. The other end's is one of an authority that is accepted here, is valid now,
-  // and has the name that it has to have; or else Establish() fails there, and says why, and at the
-  // other end Establish() or Read().
+  // and has the name that it has to have; or else Establish() fails at both ends, and says why.
   static absl::StatusOr<std::unique_ptr<TlsSession>> Create(Handshake::Role role,
                                                             Certificates& certificates);
   // By certificates where there are some, and else by the secret of the handshake, which is done.
@@ -53,8 +53,11 @@ class TlsSession {
   TlsSession(const TlsSession&) = delete;
   TlsSession& operator=(const TlsSession&) = delete;
 
-  // Goes on with TLS's own handshake: with what has been received, and what is to be sent. All
-  // errors are kUnavailable, and final: the connection is to be closed.
+  // Goes on with TLS's own handshake: with what has been received, and what is to be sent. By
+  // certificates a client is done when the server has said that it takes the client's: a client of
+  // TLS 1.3 has finished its part before the server has looked. Errors are final: the connection is
+  // to be closed. kUnauthenticated if a server that has shown who it is refuses this client's
+  // certificate; else kUnavailable.
   absl::Status Establish();
   bool established() const { return established_; }
 
@@ -85,13 +88,18 @@ class TlsSession {
 
   absl::Status Init(Handshake::Role role, SSL_CTX* context);
   absl::Status Error(int result);
+  // The part of Establish() behind TLS's own handshake.
+  absl::Status Welcome();
 
   // Constant after Create().
-  Digest secret_ = {};
+  Digest secret_ = {};  // of the handshake; zeros: by certificates without one
   std::shared_ptr<const CertificateVersion> certificates_;  // null: by the secret
   uint64_t key_bytes_ = kKeyBytes;
 
   absl::Status refused_;  // why the other end's certificate is
+  Digest welcome_ = {};   // of which a client has received `welcome_size_` bytes
+  size_t welcome_size_ = 0;
+  bool awaits_welcome_ = false;  // a client's; the other end has shown who it is
   bool established_ = false;
   uint64_t written_ = 0;  // bytes, under this key
   std::unique_ptr<char[]> input_;

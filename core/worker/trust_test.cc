@@ -157,6 +157,30 @@ TEST_F(TrustTest, CertificatesMayBeOptionsWhateverTheEnvironmentSays) {
   EXPECT_TRUE(absl::StrContains(nothing.message(), "tls.encrypt_local")) << nothing;
 }
 
+// Long before the call's deadline, and with the reason.
+TEST_F(TrustTest, WhoseCertificateIsRefusedLearnsOfItAtItsFirstCall) {
+  TestAuthority ours(absl::StrCat(testing::TempDir(), "/trust_test_ours")),
+      theirs(absl::StrCat(testing::TempDir(), "/trust_test_theirs"));
+  const CertificateFiles honest = ours.Issue("honest", {.names = "DNS:job"});
+  CertificateFiles strange = theirs.Issue("strange", {.names = "DNS:job"});
+  strange.ca = honest.ca;  // it takes the others'
+  // Their store is within this process, and asks nobody for a certificate.
+  for (const absl::Status& status : Start({"", ""}, {OptionsOf(strange), OptionsOf(honest)})) {
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  ASSERT_TRUE(RegisterEcho().ok());
+  const absl::Time begin = absl::Now();
+  const absl::Status told = workers_[0]
+                                ->Call("worker1", "echo", Message{"hello", {}},
+                                       {.deadline = Deadline::After(absl::Minutes(5))})
+                                .status();
+  EXPECT_TRUE(absl::IsUnavailable(told)) << told;
+  EXPECT_TRUE(absl::StrContains(told.message(), "refuses this process's certificate")) << told;
+  EXPECT_TRUE(absl::StrContains(told.message(), "it is of no authority")) << told;
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(30));
+  for (const auto& worker : workers_) worker->Abort();
+}
+
 TEST_F(TrustTest, AKeyThatCannotBeUsedIsAnError) {
   const auto create = [](std::string transport, std::string key_file) {
     return Worker::Create({.store = NewInProcessStore(),

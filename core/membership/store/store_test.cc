@@ -970,6 +970,40 @@ TEST(TcpStoreTest, Certificates) {
   EXPECT_EQ((*server)->Get("its name", Later()).value(), "a secret");
 }
 
+// It takes the server's, and so has finished its part of TLS 1.3 before the server looks at its
+// own.
+TEST(TcpStoreTest, AClientWhoseCertificateIsRefusedHearsWhyAtOnce) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority authority(folder + "/honest"), strange(folder + "/strange");
+  const auto load = [](const CertificateFiles& files) { return Certificates::Load(files).value(); };
+  TcpStoreOptions options;
+  options.is_server = true;
+  const CertificateFiles honest = authority.Issue("server", {.names = "DNS:job"});
+  options.certificates = load(honest);
+  options.deadline = Later();
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.is_server = false;
+  options.port = (*server)->port();
+  CertificateFiles of_another = strange.Issue("client", {.names = "DNS:job"});
+  of_another.ca = honest.ca;
+  CertificateFiles unnamed = authority.Issue("unnamed", {.names = "DNS:another"});
+  unnamed.name = "job";
+  for (const auto& [files, why] : std::vector<std::pair<CertificateFiles, std::string>>{
+           {of_another, "it is of no authority"},
+           {authority.Issue("old", {.names = "DNS:job", .days = -1}), "it has expired"},
+           {unnamed, "it has not the name"}}) {
+    options.certificates = load(files);
+    const absl::Status status = NewTcpStore(options).status();
+    EXPECT_TRUE(absl::IsUnauthenticated(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "refuses this process's certificate"))
+        << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), why)) << status;
+  }
+  options.certificates = load(authority.Issue("client", {.names = "DNS:job"}));
+  EXPECT_TRUE(NewTcpStore(options).ok());
+}
+
 // A dead address (of a machine that has two, say) costs a moment, not all of the time.
 TEST(StoreSocketTest, ADeadAddressBeforeALivingOne) {
   const auto address_of = [](const Socket& listener) {
