@@ -39,6 +39,10 @@ void TcpProxy::Run() {
     }
     if (poll(entries.data(), entries.size(), -1) < 0) continue;
     if ((entries[0].revents & (POLLHUP | POLLERR)) != 0) return;
+    if (exchange_.exchange(false)) {
+      std::swap(connections_.front().server, std::next(connections_.begin())->server);
+      continue;  // who has sent what is asked anew
+    }
     size_t at = 1;
     for (auto it = connections_.begin(); it != connections_.end(); at += 2) {
       const bool stays =

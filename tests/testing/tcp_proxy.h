@@ -2,6 +2,7 @@
 #ifndef DISTGRAD_TESTS_TESTING_TCP_PROXY_H_
 #define DISTGRAD_TESTS_TESTING_TCP_PROXY_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -24,6 +25,9 @@ class TcpProxy {
   TcpProxy(const TcpProxy&) = delete;
   TcpProxy& operator=(const TcpProxy&) = delete;
 
+  // Gives each of the first two connections the other's server, before it forwards anything more.
+  void ExchangeServers() { exchange_ = true; }
+
   uint16_t port() const { return listener_.LocalPort().value(); }
 
  private:
@@ -38,6 +42,7 @@ class TcpProxy {
 
   const uint16_t server_port_;
   const Edit edit_;
+  std::atomic<bool> exchange_{false};
   Socket listener_;
   std::list<Connection> connections_;  // on thread_ only
   std::thread thread_;

@@ -46,6 +46,7 @@
 #include "core/net/handshake.h"
 #include "core/net/socket.h"
 #include "gtest/gtest.h"
+#include "tests/testing/certificate_strangers.h"
 #include "tests/testing/certificates.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/no_descriptors.h"
@@ -1002,6 +1003,28 @@ TEST(TcpStoreTest, AClientWhoseCertificateIsRefusedHearsWhyAtOnce) {
   }
   options.certificates = load(authority.Issue("client", {.names = "DNS:job"}));
   EXPECT_TRUE(NewTcpStore(options).ok());
+}
+
+TEST(TcpStoreTest, StrangersToCertificatesDoNotGetIn) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority authority(folder + "/job");
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.certificates =
+      Certificates::Load(authority.Issue("server", {.names = "DNS:job"})).value();
+  options.deadline = Later();
+  const auto server = NewTcpStore(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  ASSERT_TRUE((*server)->Set("key", "value", Later()).ok());
+  options.is_server = false;
+  options.port = (*server)->port();
+  CertificateStrangers strangers(authority, folder + "/strangers");
+  for (int round = 0; round < 3; ++round) {
+    EXPECT_EQ(strangers.Visit((*server)->port(), kStoreToken), "");
+    const auto client = NewTcpStore(options);
+    ASSERT_TRUE(client.ok()) << client.status();
+    EXPECT_EQ((*client)->Get("key", Later()).value(), "value");
+  }
 }
 
 // A dead address (of a machine that has two, say) costs a moment, not all of the time.

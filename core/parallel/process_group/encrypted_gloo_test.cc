@@ -37,6 +37,7 @@
 #include "core/net/socket.h"
 #include "core/parallel/process_group/process_group.h"
 #include "core/tensor/exception.h"
+#include "tests/testing/certificate_strangers.h"
 #include "tests/testing/certificates.h"
 #include "tests/testing/forwarding_store.h"
 #include "tests/testing/tcp_proxy.h"
@@ -442,6 +443,33 @@ TEST(EncryptedGlooTest, StrangersNeitherGetInNorDisturb) {
   first.join();
   second.join();
   for (const absl::Status& status : results) EXPECT_TRUE(status.ok()) << status;
+  for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.equal(at::full({1000}, 2.0f)));
+}
+
+TEST(EncryptedGlooTest, StrangersToCertificatesNeitherGetInNorDisturb) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority authority(folder + "/job");
+  CertificateStrangers strangers(authority, folder + "/strangers");
+  const auto store = std::make_shared<EndpointStore>();
+  const Tensor tensors[] = {at::full({1000}, 1.0f), at::full({1000}, 3.0f)};
+  absl::Notification connects;  // the second rank, when the strangers have come to the first
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    ProcessGroupOptions options = Options(store, rank, 2, ClusterKey());
+    if (rank == 1) options.store = std::make_shared<HeldStore>(store, &connects);
+    options.certificates =
+        Certificates::Load(authority.Issue(absl::StrCat(rank), {.names = "DNS:job"})).value();
+    threads.emplace_back([&, rank, options] {
+      const auto group = ProcessGroup::Create(options);
+      ASSERT_TRUE(group.ok()) << group.status();
+      const absl::Status status = (*group)->Average({tensors[rank]});
+      EXPECT_TRUE(status.ok()) << status;
+    });
+  }
+  const Endpoint endpoint = store->Await();
+  EXPECT_EQ(strangers.Visit(PortOf(endpoint), endpoint.token), "");
+  connects.Notify();
+  for (std::thread& thread : threads) thread.join();
   for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.equal(at::full({1000}, 2.0f)));
 }
 

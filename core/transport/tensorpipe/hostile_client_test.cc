@@ -26,11 +26,14 @@
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/net/certificates.h"
 #include "core/net/endpoint.h"
 #include "core/net/handshake.h"
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
 #include "core/transport/transport_testing.h"
 #include "gtest/gtest.h"
+#include "tests/testing/certificate_strangers.h"
+#include "tests/testing/certificates.h"
 #include "tests/testing/no_descriptors.h"
 
 namespace distgrad {
@@ -60,6 +63,9 @@ Endpoint EndpointOf(const std::string& address) {
   EXPECT_TRUE(endpoint.ok()) << endpoint.status();
   return *std::move(endpoint);
 }
+uint16_t PortOf(const Endpoint& endpoint) {
+  return static_cast<uint16_t>(std::stoi(endpoint.tcp.substr(endpoint.tcp.rfind(':') + 1)));
+}
 std::string AddressOf(const Endpoint& endpoint) {
   return absl::StrCat(kScheme, FormatEndpoint(endpoint));
 }
@@ -80,7 +86,7 @@ class RawSocket {
       sockaddr_in in = {};
       in.sin_family = AF_INET;
       in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-      in.sin_port = htons(std::stoi(endpoint.tcp.substr(endpoint.tcp.rfind(':') + 1)));
+      in.sin_port = htons(PortOf(endpoint));
       ConnectTo(&in, sizeof(in));
     } else {
       sockaddr_un un = {};
@@ -340,6 +346,20 @@ TEST_F(HostileClientTest, WrongToken) {
     endpoint.token[3] ^= 1;
     const absl::Status why = Refusal(WithKey(key), AddressOf(endpoint));
     EXPECT_TRUE(absl::StrContains(why.message(), "refused our handshake")) << why;
+    ExpectServes();
+  }
+}
+
+TEST_F(HostileClientTest, StrangersToCertificates) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority authority(folder + "/ours");
+  TensorPipeOptions options;
+  options.certificates = Certificates::Load(authority.Issue("job", {.names = "DNS:job"})).value();
+  Start(options);
+  const Endpoint endpoint = EndpointOf(address_);
+  CertificateStrangers strangers(authority, folder + "/theirs");
+  for (int round = 0; round < 3; ++round) {
+    EXPECT_EQ(strangers.Visit(PortOf(endpoint), endpoint.token), "");
     ExpectServes();
   }
 }

@@ -271,6 +271,73 @@ TEST(TamperingTest, WhatIsEncryptedOnUnixSocketsArrives) {
   connection->Close();
 }
 
+// What comes by each connection to a server, in the order in which they were opened.
+class Arrivals {
+ public:
+  std::shared_ptr<RecordingReceiver> Add() {
+    absl::MutexLock lock(&mu_);
+    return all_.emplace_back(std::make_shared<RecordingReceiver>());
+  }
+  std::shared_ptr<RecordingReceiver> Await(size_t i) {
+    absl::MutexLock lock(&mu_);
+    const auto has_come = [&] {
+      mu_.AssertHeld();
+      return all_.size() > i;
+    };
+    mu_.Await(absl::Condition(&has_come));
+    return all_[i];
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::vector<std::shared_ptr<RecordingReceiver>> all_ ABSL_GUARDED_BY(mu_);
+};
+
+// Two clients of one server: after a packet of each, each gets the other's place on the way.
+void ExpectSplicingEndsBoth(TensorPipeOptions server_has, TensorPipeOptions client_has) {
+  server_has.unix_sockets = client_has.unix_sockets = false;
+  const auto server = NewTensorPipeTransport(server_has).value();
+  Arrivals arrivals;
+  const std::string address =
+      server->Listen([&](std::shared_ptr<Connection>) { return arrivals.Add(); }).value();
+  Endpoint endpoint = ParseEndpoint(address.substr(kScheme.size())).value();
+  const size_t colon = endpoint.tcp.rfind(':');
+  TcpProxy proxy(std::stoi(endpoint.tcp.substr(colon + 1)),
+                 [](Way, std::string bytes) { return bytes; });
+  endpoint.tcp = absl::StrCat(endpoint.tcp.substr(0, colon), ":", proxy.port());
+  const auto client = NewTensorPipeTransport(client_has).value();
+  std::vector<std::shared_ptr<RecordingReceiver>> at_client, at_server;
+  std::vector<std::shared_ptr<Connection>> connections;
+  for (size_t i = 0; i < 2; ++i) {
+    at_client.push_back(std::make_shared<RecordingReceiver>());
+    connections.push_back(
+        client->Connect(absl::StrCat(kScheme, FormatEndpoint(endpoint)), at_client[i]).value());
+    connections[i]->Send(PatternPacket(i, kBytes, kSegments), nullptr);
+    at_server.push_back(arrivals.Await(i));
+    at_server[i]->AwaitPackets(1);
+    ExpectPattern(at_server[i]->packet(0), i, kBytes, kSegments);
+  }
+  proxy.ExchangeServers();
+  for (size_t i = 0; i < 2; ++i) {
+    connections[i]->Send(PatternPacket(10 + i, kBytes, kSegments), nullptr);
+  }
+  for (const auto& receiver : {at_client[0], at_client[1], at_server[0], at_server[1]}) {
+    const absl::Status why = receiver->AwaitClosed();
+    EXPECT_TRUE(absl::IsUnavailable(why)) << why;
+  }
+  for (const auto& receiver : at_server) EXPECT_EQ(receiver->count(), 1) << "nothing more came";
+  for (const auto& receiver : at_client) EXPECT_EQ(receiver->count(), 0);
+}
+
+TEST(TamperingTest, ConnectionsThatAreSplicedEnd) {
+  TensorPipeOptions with_key;
+  with_key.cluster_key = kKey;
+  ExpectSplicingEndsBoth(with_key, with_key);
+  TestAuthority authority(Folder("spliced"));
+  ExpectSplicingEndsBoth(WithCertificates(authority.Issue("one", {.names = "DNS:job"})),
+                         WithCertificates(authority.Issue("two", {.names = "DNS:job"})));
+}
+
 // Lets `edit` change the stream of one direction where it has come to `at` bytes, once. Then
 // either no end was harmed, or the client's connection is over; and at no time has anything been
 // delivered that was not sent.
