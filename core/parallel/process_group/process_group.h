@@ -6,8 +6,10 @@
 //       ProcessGroup::Create({.name = "replicas", .store = store, .rank = 1, .size = 2});
 //   absl::Status status = (*group)->Average({loss});
 //
-// If a rank dies or fails, the others get an error at once, with its reason if it gave one. If a
-// rank is merely stopped, they get one after `timeout`. After an error no rank can tell which
+// If a rank dies or fails, the others get an error, with its reason if it gave one. Over Gloo they
+// get it at once. Over NCCL they ask the store once a second whether a rank has failed; that one
+// was killed is noticed at once where NCCL loses a connection by it, and else after `timeout`. If a
+// rank is merely stopped, they get an error after `timeout`. After an error no rank can tell which
 // collectives the others have seen: it is the result of all later calls too, and the only way on is
 // a new group, which may have the same name and store.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_PROCESS_GROUP_H_
@@ -74,8 +76,9 @@ class ProcessGroup {
 
   // Waits until all ranks have called it. kDeadlineExceeded names those that have not;
   // kFailedPrecondition: some ranks have a cluster key, and others another one or none, or
-  // GLOO_DEVICE_TRANSPORT asks for Gloo's own TLS, which encrypts nothing (docs/security.md). What
-  // reading the key says, if the options have none.
+  // GLOO_DEVICE_TRANSPORT asks for Gloo's own TLS, which encrypts nothing (docs/security.md).
+  // kUnavailable: another rank has failed meanwhile; one that has its group already may. What
+  // reading the key or the certificates says, if the options have none.
   static absl::StatusOr<std::shared_ptr<ProcessGroup>> Create(ProcessGroupOptions options);
 
   // Waits for the collectives in flight, each until its time-out.
@@ -111,8 +114,8 @@ class ProcessGroup {
   absl::Status Wait(Running& running);
 
   // Fails the group, as this rank cannot go on: all later calls fail with `why`, which is not OK,
-  // those in flight end, and so do at once those of the others, with the words of `why`. The first
-  // wins.
+  // those in flight end, and so do those of the others, with the words of `why`: over Gloo at once,
+  // over NCCL within a second or two. The first wins.
   void Fail(const absl::Status& why);
 
  private:

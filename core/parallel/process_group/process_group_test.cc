@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/synchronization/barrier.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/membership/start.h"
@@ -133,8 +134,11 @@ TEST(ProcessGroupTest, AGroupThatIsMadeAgainLeavesNothingOfTheFormerOne) {
   size_t keys = 0;
   for (int i = 0; i < 100; ++i) {
     const bool fails = i % 10 == 5;
+    // Where one rank fails before the other's Create() has returned, that returns the error, too.
+    absl::Barrier all_have_it(2);
     RunRanks(2,
-             [fails](std::shared_ptr<ProcessGroup> group) {
+             [&, fails](std::shared_ptr<ProcessGroup> group) {
+               all_have_it.Block();
                if (fails) group->Fail(absl::CancelledError("the epoch is over"));
                EXPECT_EQ(group->Average({at::ones({3})}).ok(), !fails);
              },
