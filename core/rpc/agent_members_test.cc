@@ -189,6 +189,118 @@ bool Contains(const absl::Status& status, absl::string_view text) {
   return absl::StrContains(status.message(), text);
 }
 
+// The end of a connection that a test holds itself, in a peer's place. Thread-safe.
+class TestEnd : public Receiver {
+ public:
+  void OnPacket(Packet packet) override {
+    absl::MutexLock lock(&mu_);
+    packets_.push_back(std::move(packet.bytes));
+  }
+  void OnClosed(absl::Status) override {
+    absl::MutexLock lock(&mu_);
+    closed_ = true;
+  }
+  // Waits until so many packets of a kind have come; returns the last one.
+  std::string Await(FrameKind kind, int n) {
+    std::string last;
+    const auto there = [&] {
+      mu_.AssertReaderHeld();
+      int count = 0;
+      for (const std::string& bytes : packets_) {
+        WireReader reader(bytes);
+        if (ReadFrame(reader)->kind != kind) continue;
+        ++count;
+        last = bytes;
+      }
+      return count >= n;
+    };
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&there));
+    return last;
+  }
+  Hello AwaitHello() {
+    const std::string bytes = Await(FrameKind::kHello, 1);
+    WireReader reader(bytes);
+    EXPECT_TRUE(ReadFrame(reader).ok());
+    return *ReadHello(reader);
+  }
+  void AwaitClosed() {
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&closed_));
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::vector<std::string> packets_ ABSL_GUARDED_BY(mu_);
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+// "x" is an agent, and "y" what a test plays, connection by connection.
+class PlayedPeerTest : public testing::Test {
+ protected:
+  struct Played {
+    std::shared_ptr<TestEnd> end;
+    std::shared_ptr<Connection> connection;
+
+    // Sends a ping, and waits for the `n`th pong: what was sent before has been taken in.
+    void Ping(int n) const {
+      Packet ping;
+      AppendFrame({.kind = FrameKind::kPing}, &ping.bytes);
+      connection->Send(std::move(ping), nullptr);
+      end->Await(FrameKind::kPong, n);
+    }
+  };
+
+  void SetUp() override {
+    const absl::StatusOr<std::string> address =
+        peer_->Listen([this](std::shared_ptr<Connection> connection) {
+          const Played accepted = {std::make_shared<TestEnd>(), std::move(connection)};
+          absl::MutexLock lock(&mu_);
+          accepted_.push_back(accepted);
+          return accepted.end;
+        });
+    ASSERT_TRUE(address.ok()) << address.status();
+    y_ = {.rank = 1, .name = "y", .address = *address, .incarnation = 7};
+    for (const WorkerInfo& info : {x_.info, y_}) directory_.Set(info);
+    ASSERT_TRUE(x_.agent->Start(x_.info, {x_.info, y_}).ok());
+  }
+  // The `n`th connection that "x" has opened, from 0.
+  Played AwaitAccepted(size_t n) {
+    absl::MutexLock lock(&mu_);
+    const auto there = [&] {
+      mu_.AssertReaderHeld();
+      return accepted_.size() > n;
+    };
+    mu_.Await(absl::Condition(&there));
+    return accepted_[n];
+  }
+  // Opens a connection to "x" with that hello, but for who says it to whom.
+  Played Connect(Hello hello) {
+    Played opened = {std::make_shared<TestEnd>(), nullptr};
+    absl::StatusOr<std::shared_ptr<Connection>> connection =
+        peer_->Connect(x_.info.address, opened.end);
+    EXPECT_TRUE(connection.ok()) << connection.status();
+    opened.connection = *std::move(connection);
+    hello.from = y_.rank;
+    hello.from_incarnation = y_.incarnation;
+    hello.to = x_.info.rank;
+    hello.to_incarnation = x_.info.incarnation;
+    Packet packet;
+    AppendHello(hello, &packet.bytes);
+    opened.connection->Send(std::move(packet), nullptr);
+    return opened;
+  }
+
+  FakeClock clock_;
+  FakeDirectory directory_;
+  const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>();
+  TestAgent x_{&clock_, network_, 0, 1, Options(&directory_)};
+  WorkerInfo y_;
+  absl::Mutex mu_;
+  std::vector<Played> accepted_ ABSL_GUARDED_BY(mu_);
+  const std::unique_ptr<Transport> peer_ = NewInprocTransport(network_);  // ends first
+};
+
 // ---------------------------------------------------------------------------------- Deadlines
 
 // Which of its functions others have called.
@@ -338,56 +450,87 @@ TEST_F(AgentMembersTest, APeerHearsOfTheEndOfAConnectionThatItNeverHad) {
 
 // A large packet waits for a connection of its own, which nobody opens if the one on which it is
 // asked for is dead. That is found all the same, though the peer is heard on another.
-TEST_F(AgentMembersTest, ADeadConnectionIsFoundThoughALargePacketWaits) {
-  struct Counter : Receiver {
-    absl::Mutex mu;
-    int packets ABSL_GUARDED_BY(mu) = 0;
-    void OnPacket(Packet) override {
-      absl::MutexLock lock(&mu);
-      ++packets;
-    }
-    void OnClosed(absl::Status) override {}
-    void Await(int n) {
-      absl::MutexLock lock(&mu);
-      const auto there = [&] {
-        mu.AssertReaderHeld();
-        return packets >= n;
-      };
-      mu.Await(absl::Condition(&there));
-    }
-  };
-  FakeDirectory directory;
-  TestAgent x(&clock_, network_, 0, 1, Options(&directory));
+TEST_F(PlayedPeerTest, ADeadConnectionIsFoundThoughALargePacketWaits) {
+  const auto large = x_.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
   // The peer answers on a connection of its own alone.
-  const std::unique_ptr<Transport> peer = NewInprocTransport(network_);
-  const absl::StatusOr<std::string> address =
-      peer->Listen([](std::shared_ptr<Connection>) { return std::make_shared<Counter>(); });
-  ASSERT_TRUE(address.ok()) << address.status();
-  const WorkerInfo y = {.rank = 1, .name = "y", .address = *address, .incarnation = 7};
-  for (const WorkerInfo& info : {x.info, y}) directory.Set(info);
-  ASSERT_TRUE(x.agent->Start(x.info, {x.info, y}).ok());
-  const auto large = x.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
-  const auto heard = std::make_shared<Counter>();
-  const auto connection = peer->Connect(x.info.address, heard);
-  ASSERT_TRUE(connection.ok()) << connection.status();
-  Packet hello, ping;
-  AppendHello(
-      {.from = 1, .from_incarnation = y.incarnation, .to = 0, .to_incarnation = x.info.incarnation},
-      &hello.bytes);
-  (*connection)->Send(std::move(hello), nullptr);
-  AppendFrame({.kind = FrameKind::kPing}, &ping.bytes);
+  const Played live = Connect({});
   for (int i = 1; i <= 5; ++i) {
-    (*connection)->Send(CopyPacket(ping), nullptr);
-    heard->Await(i);
-    Beat();
+    live.Ping(i);
+    clock_.Advance(kLimit / 5);
   }
-  (*connection)->Send(CopyPacket(ping), nullptr);
-  heard->Await(6);
+  live.Ping(6);
   EXPECT_FALSE(large.Done());
-  Beat();
+  clock_.Advance(kLimit / 5);
   const absl::Status status = large.Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   EXPECT_TRUE(Contains(status, "though it lives")) << status;
+}
+
+// The peer has given up its connections with us, and its next one is faster than the news of their
+// end: they end first, and it stays.
+TEST_F(PlayedPeerTest, WhatThePeerHasGivenUpEndsBeforeItsNextConnectionIsTakenIn) {
+  const Played first = Connect({.number = 1});
+  first.Ping(1);
+  const auto lost = x_.Call(1, "echo", "over the first");
+  first.end->Await(FrameKind::kRequest, 1);
+  const Played second = Connect({.number = 2, .first_own = 2});
+  second.Ping(1);
+  ASSERT_TRUE(lost.Done());
+  EXPECT_EQ(lost.Wait().status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(Contains(lost.Wait().status(), "'y' (1) has given up the connection"));
+  EXPECT_TRUE(absl::IsUnavailable(x_.service.AwaitLost(1)));
+  const auto call = x_.Call(1, "echo", "over the second");
+  second.end->Await(FrameKind::kRequest, 1);
+  // Now the first one's end comes, and a connection that was opened before the second.
+  first.connection->Close();
+  const Played late = Connect({.number = 1});
+  late.end->AwaitClosed();
+  second.Ping(2);
+  EXPECT_FALSE(call.Done());
+}
+
+// A second connection says nothing of the first: a peer opens one when it has not heard of us for
+// long.
+TEST_F(PlayedPeerTest, ASecondConnectionLeavesTheFirstAlone) {
+  const Played first = Connect({.number = 5});
+  first.Ping(1);
+  const auto call = x_.Call(1, "echo");
+  first.end->Await(FrameKind::kRequest, 1);
+  Connect({.number = 6}).Ping(1);
+  EXPECT_FALSE(call.Done());
+  EXPECT_FALSE(x_.service.HasLost(1));
+}
+
+// The same for a connection that we have opened; and we say what we have given up.
+TEST_F(PlayedPeerTest, AHelloSaysWhatItsSenderHasGivenUp) {
+  const auto lost = x_.Call(1, "echo");
+  const Hello hello = AwaitAccepted(0).end->AwaitHello();
+  EXPECT_EQ(hello.first_own, 0u);
+  EXPECT_EQ(hello.first_other, 0u);
+  const Played opened = Connect({.number = 3, .first_other = hello.number + 1});
+  opened.Ping(1);
+  ASSERT_TRUE(lost.Done());
+  const auto call = x_.Call(1, "echo");
+  opened.end->Await(FrameKind::kRequest, 1);
+  opened.connection->Close();
+  EXPECT_EQ(call.Wait().status().code(), absl::StatusCode::kUnavailable);
+  const auto next = x_.Call(1, "echo");
+  const Hello second = AwaitAccepted(1).end->AwaitHello();
+  EXPECT_GT(second.number, hello.number);
+  EXPECT_GT(second.first_own, hello.number);
+  EXPECT_LE(second.first_own, second.number);
+  EXPECT_EQ(second.first_other, 4u);
+}
+
+// A worker that comes back numbers its connections anew.
+TEST_F(PlayedPeerTest, WhatAnEarlierIncarnationHasGivenUpSaysNothingOfTheNext) {
+  Connect({.number = 9, .first_own = 9}).Ping(1);
+  y_.incarnation = Incarnation{2} << 32;
+  directory_.Set(y_);
+  const Played next = Connect({.number = 1});
+  next.Ping(1);
+  const auto call = x_.Call(1, "echo");
+  next.end->Await(FrameKind::kRequest, 1);
 }
 
 // Signs of life do not wait behind what is large.
@@ -501,11 +644,8 @@ TEST_F(AgentWatchTest, AConnectionThatBreaksAloneIsOpenedAgain) {
   a().service.AwaitLost(1).IgnoreError();
   silence_->AwaitPongs(4);
   EXPECT_FALSE(a().service.HasUnreachable(1));
-  // The peer ends all connections when it hears of the end of one, perhaps the new one too.
-  const auto call = [&] { return a().Call(1, "echo", "x").Wait(); };
-  auto reply = call();
-  while (absl::IsUnavailable(reply.status())) reply = call();
-  EXPECT_EQ(*reply, "x");
+  // Whenever the peer hears of the end of the first, the new one stays.
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
 }
 
 TEST_F(AgentWatchTest, WhoLacksTheMeansToConnectTakesNobodyForLost) {

@@ -139,6 +139,9 @@ void AppendHello(const Hello& hello, std::string* out) {
   writer.U16(hello.to);
   writer.U64(hello.to_incarnation);
   writer.U64(hello.link);
+  writer.U64(hello.number);
+  writer.U64(hello.first_own);
+  writer.U64(hello.first_other);
 }
 
 absl::StatusOr<Hello> ReadHello(WireReader& reader) {
@@ -148,6 +151,9 @@ absl::StatusOr<Hello> ReadHello(WireReader& reader) {
   hello.to = reader.U16();
   hello.to_incarnation = reader.U64();
   hello.link = reader.U64();
+  hello.number = reader.U64();
+  hello.first_own = reader.U64();
+  hello.first_other = reader.U64();
   absl::Status read = reader.status("hello");
   if (!read.ok()) return read;
   return hello;

@@ -26,7 +26,7 @@ enum class FrameKind : uint8_t {
   kBulk = 10,    // large packets want a connection of their own
 };
 
-inline constexpr uint32_t kWireMagic = 0x35474744;    // "DGG5"; changes with the wire format
+inline constexpr uint32_t kWireMagic = 0x36474744;    // "DGG6"; changes with the wire format
 inline constexpr size_t kMaxFunctionName = 1024;      // bytes
 inline constexpr size_t kMaxErrorMessage = 16 << 10;  // bytes; longer ones are cut
 
@@ -46,6 +46,11 @@ struct Hello {
   WorkerRank to = 0;
   Incarnation to_incarnation = 0;
   uint64_t link = 0;  // not 0: for the large packets of that link, by the number `to` gave it
+  // The number of this connection among those that `from` opens: a later one has a greater number.
+  uint64_t number = 0;
+  // The connections between the two that `from` has given up: of those that it has opened itself,
+  // all with smaller numbers than `first_own`; of those that `to` has opened, than `first_other`.
+  uint64_t first_own = 0, first_other = 0;
 };
 
 // Appends the header; the body follows.

@@ -100,7 +100,14 @@ TEST(FrameTest, WhatIsSaidWithoutABodyIsReadAsItWasWritten) {
 
 TEST(FrameTest, AHelloIsReadAsItWasWritten) {
   std::string bytes;
-  AppendHello({.from = 1, .from_incarnation = 11, .to = 2, .to_incarnation = 22, .link = 3},
+  AppendHello({.from = 1,
+               .from_incarnation = 11,
+               .to = 2,
+               .to_incarnation = 22,
+               .link = 3,
+               .number = 4,
+               .first_own = 5,
+               .first_other = 6},
               &bytes);
   WireReader reader(bytes);
   ASSERT_EQ(ReadFrame(reader)->kind, FrameKind::kHello);
@@ -111,6 +118,10 @@ TEST(FrameTest, AHelloIsReadAsItWasWritten) {
   EXPECT_EQ(hello->to, 2);
   EXPECT_EQ(hello->to_incarnation, 22u);
   EXPECT_EQ(hello->link, 3u);
+  EXPECT_EQ(hello->number, 4u);
+  EXPECT_EQ(hello->first_own, 5u);
+  EXPECT_EQ(hello->first_other, 6u);
+  EXPECT_EQ(reader.remaining(), 0u);
 }
 
 TEST(FrameTest, WhatIsCutShortIsRefused) {

@@ -42,6 +42,32 @@ void LinkTable::Drop(Entry& entry) {
   entry.link->Drop();
 }
 
+std::vector<std::shared_ptr<Link>> LinkTable::DropAll(WorkerRank peer, Incarnation incarnation) {
+  std::vector<std::shared_ptr<Link>> dropped;
+  for (auto& [number, entry] : links_) {
+    if (entry.link->peer() != peer) continue;
+    // One that is still being opened has no incarnation yet.
+    const Incarnation its = entry.link->incarnation();
+    if (its != incarnation && its != 0 && incarnation != 0) continue;
+    Drop(entry);
+    dropped.push_back(entry.link);
+    const auto of_peer = by_peer_.find(peer);
+    if (of_peer != by_peer_.end() && of_peer->second == entry.link) by_peer_.erase(of_peer);
+  }
+  const auto ended = ended_.find(peer);
+  if (ended != ended_.end() && (incarnation == 0 || incarnation == ended->second.incarnation)) {
+    ended->second.first_own = last_link_ + 1;
+    ended->second.first_other = ended->second.next_other;
+  }
+  return dropped;
+}
+
+LinkTable::Ended& LinkTable::EndedWith(WorkerRank peer, Incarnation incarnation) {
+  Ended& ended = ended_[peer];
+  if (ended.incarnation < incarnation) ended = {.incarnation = incarnation};
+  return ended;
+}
+
 void LinkTable::Start() {
   std::vector<std::shared_ptr<Link>> links;
   {
@@ -150,6 +176,9 @@ void LinkTable::OnFound(const std::shared_ptr<Link>& link, WorkerRank to,
 
 void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64_t bulk_of) {
   const std::optional<WorkerInfo> peer = peers_->Find(to);
+  const WorkerInfo self = peers_->self();
+  Hello hello = {
+      .from = self.rank, .from_incarnation = self.incarnation, .to = to, .link = bulk_of};
   bool is_wanted;
   {
     absl::MutexLock lock(&mu_);
@@ -157,20 +186,21 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64
     // for that of what the peer has begun since.
     const auto found = links_.find(link->number());
     is_wanted = peer && found != links_.end() && found->second.mark != Entry::Mark::kDropped;
-    if (is_wanted) link->SetPeer(to, peer->incarnation);
+    if (is_wanted) {
+      link->SetPeer(to, peer->incarnation);
+      const Ended& ended = EndedWith(to, peer->incarnation);
+      hello.to_incarnation = peer->incarnation;
+      hello.number = link->number();
+      hello.first_own = ended.first_own;
+      hello.first_other = ended.first_other;
+    }
   }
   if (!is_wanted) return link->Close(ShuttingDown());
-  const WorkerInfo self = peers_->self();
-  std::string hello;
-  AppendHello({.from = self.rank,
-               .from_incarnation = self.incarnation,
-               .to = to,
-               .to_incarnation = peer->incarnation,
-               .link = bulk_of},
-              &hello);
+  Packet packet;
+  AppendHello(hello, &packet.bytes);
   absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer->address, link);
   if (!connection.ok()) return link->Close(connection.status());
-  (*connection)->Send(Packet{std::move(hello), {}}, nullptr);
+  (*connection)->Send(std::move(packet), nullptr);
   link->SetConnection(*connection);
 }
 
@@ -305,16 +335,56 @@ void LinkTable::OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hell
   link->Release();
 }
 
+// A peer that has given up its links with us, and opens another one, may be faster than the news of
+// their end. They end before the new one is taken in: heard of later, their end would be its end,
+// too, and fail what has just begun on it. All others with that peer end with them, as they do when
+// a link breaks (OnClosed()): it hears of the end of those that it has not given up itself.
+void LinkTable::EndGivenUp(const Hello& hello) {
+  std::vector<std::shared_ptr<Link>> dropped;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [number, entry] : links_) {
+      const Link& link = *entry.link;
+      if (entry.mark == Entry::Mark::kDropped || link.is_bulk() || link.peer() != hello.from ||
+          link.incarnation() != hello.from_incarnation) {
+        continue;
+      }
+      if (link.kind() == Link::Kind::kAccepted ? entry.peers_number < hello.first_own
+                                               : number < hello.first_other) {
+        dropped = DropAll(hello.from, hello.from_incarnation);
+        break;
+      }
+    }
+  }
+  EndDropped(hello.from, dropped,
+             absl::UnavailableError(absl::StrCat("worker ", peers_->Describe(hello.from),
+                                                 " has given up the connection, and opened "
+                                                 "another one")));
+}
+
 void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
+  EndGivenUp(hello);
+  bool is_given_up;
   {
     absl::MutexLock lock(&mu_);
     const auto found = links_.find(link->number());
     // It broke while the store was asked.
     if (found == links_.end() || found->second.mark == Entry::Mark::kDropped) return;
-    link->SetPeer(hello.from, hello.from_incarnation);
-    // Two workers may open connections to each other at the same time; then both stay.
-    if (by_peer_.emplace(hello.from, link).second) calls_->Add(*link);
+    Ended& ended = EndedWith(hello.from, hello.from_incarnation);
+    // A later one was faster, and has said so; or the peer has come back meanwhile.
+    is_given_up = hello.number < ended.first_of_peer || hello.from_incarnation < ended.incarnation;
+    if (is_given_up) {
+      Drop(found->second);
+    } else {
+      ended.first_of_peer = std::max(ended.first_of_peer, hello.first_own);
+      ended.next_other = std::max(ended.next_other, hello.number + 1);
+      found->second.peers_number = hello.number;
+      link->SetPeer(hello.from, hello.from_incarnation);
+      // Two workers may open connections to each other at the same time; then both stay.
+      if (by_peer_.emplace(hello.from, link).second) calls_->Add(*link);
+    }
   }
+  if (is_given_up) return link->Close(absl::UnavailableError("its opener has given it up"));
   // It was silent for long, and speaks again.
   if (!peers_->SetAlive(hello.from, hello.from_incarnation)) return;
   if (const auto user = user_.lock()) user->OnMemberEvents();
@@ -361,16 +431,8 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
     }
     // What was sent on this link may be lost, and the peer need not hear of that: it may never have
     // had this link, or have given it up before it began what it waits for. So all links with it
-    // end. (One that is still being opened has no incarnation yet.)
-    for (auto& [number, other] : links_) {
-      if (!is_lost || other.link->peer() != peer) continue;
-      const Incarnation its = other.link->incarnation();
-      if (its != closed.incarnation && its != 0 && closed.incarnation != 0) continue;
-      Drop(other);
-      others.push_back(other.link);
-      const auto of_peer = by_peer_.find(*peer);
-      if (of_peer != by_peer_.end() && of_peer->second == other.link) by_peer_.erase(of_peer);
-    }
+    // end.
+    if (is_lost) others = DropAll(*peer, closed.incarnation);
   }
   if (is_bulk) {
     if (const auto main = link->main()) main->Close(why);
@@ -417,12 +479,17 @@ void LinkTable::DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>&
     const auto found = by_peer_.find(peer);
     if (found != by_peer_.end() && found->second != keep) by_peer_.erase(found);
   }
-  for (const auto& link : old) calls_->EndCallsOver(*link, why);
   // Where there was no connection, what went over an earlier one has been lost with that; and a
   // context may have begun since, for which this peer is the new incarnation.
-  const auto user = user_.lock();
-  if (!old.empty() && user != nullptr) user->OnPeerLost(peer, why);
-  for (const auto& link : old) link->Close(why);
+  EndDropped(peer, old, why);
+}
+
+void LinkTable::EndDropped(WorkerRank peer, const std::vector<std::shared_ptr<Link>>& links,
+                           const absl::Status& why) {
+  if (links.empty()) return;
+  for (const auto& link : links) calls_->EndCallsOver(*link, why);
+  if (const auto user = user_.lock()) user->OnPeerLost(peer, why);
+  for (const auto& link : links) link->Close(why);
 }
 
 void LinkTable::SayLeaving() {

@@ -123,11 +123,25 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     std::shared_ptr<Link> link;
     absl::Time asked_for = absl::InfinitePast();  // when we wanted it
     Mark mark = Mark::kNone;
+    uint64_t peers_number = 0;  // of one that was accepted: what its hello says
+  };
+  // What has ended of the links with a peer, by the numbers that their openers gave them.
+  struct Ended {
+    Incarnation incarnation = 0;  // of the peer, for another one numbers the links anew
+    // Those that this worker has given up, as its hellos say: Hello::first_own and first_other.
+    uint64_t first_own = 0, first_other = 0;
+    uint64_t next_other = 0;     // greater than the numbers of all that the peer has opened
+    uint64_t first_of_peer = 0;  // of those, the peer has given up the ones with smaller numbers
   };
 
   std::shared_ptr<Link> Make(Link::Kind kind, absl::Time asked_for = absl::InfinitePast())
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Drop(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Drops all links with that incarnation of a peer, and those that have none yet, and notes that
+  // they are given up. 0: whichever incarnation they are with.
+  std::vector<std::shared_ptr<Link>> DropAll(WorkerRank peer, Incarnation incarnation)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  Ended& EndedWith(WorkerRank peer, Incarnation incarnation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Opening: a link that was asked for, step by step.
   absl::StatusOr<std::shared_ptr<Link>> ToLocked(WorkerRank peer)
@@ -143,6 +157,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   std::shared_ptr<Receiver> Accept(std::shared_ptr<Connection> connection);
   void OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hello,
                    const absl::StatusOr<WorkerInfo>& found);
+  void EndGivenUp(const Hello& hello);
   void Admit(const std::shared_ptr<Link>& link, const Hello& hello);
   absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
@@ -150,6 +165,8 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   // Ending, and heartbeats.
   absl::Status Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
   void DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>& keep);
+  void EndDropped(WorkerRank peer, const std::vector<std::shared_ptr<Link>>& links,
+                  const absl::Status& why);
   void StartHeartbeat();
   void ArmHeartbeat();
   void Beat();
@@ -172,6 +189,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   // The links that have not ended, by their number; and of those the one for each peer.
   absl::btree_map<uint64_t, Entry> links_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<WorkerRank, std::shared_ptr<Link>> by_peer_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<WorkerRank, Ended> ended_ ABSL_GUARDED_BY(mu_);
   uint64_t last_link_ ABSL_GUARDED_BY(mu_) = 0;
   bool beats_ ABSL_GUARDED_BY(mu_) = false;  // as long as there are links
   std::optional<Clock::TimerId> heartbeat_timer_ ABSL_GUARDED_BY(mu_);

@@ -36,7 +36,14 @@ std::vector<std::string> GoodInputs() {
   AppendFrame({.kind = FrameKind::kReply, .call = 3}, &inputs[1]);
   AppendFrame({.kind = FrameKind::kReply, .call = 4, .status = absl::NotFoundError("none")},
               &inputs[2]);
-  AppendHello({.from = 1, .from_incarnation = 11, .to = 2, .to_incarnation = 22, .link = 3},
+  AppendHello({.from = 1,
+               .from_incarnation = 11,
+               .to = 2,
+               .to_incarnation = 22,
+               .link = 3,
+               .number = 4,
+               .first_own = 5,
+               .first_other = 6},
               &inputs[3]);
   AppendFrame({.kind = FrameKind::kBulk, .link = 5}, &inputs[4]);
   return inputs;
