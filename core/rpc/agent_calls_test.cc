@@ -231,10 +231,14 @@ TEST_F(AgentCallsTest, APacketThatIsLostEndsTheConnection) {
 
 // A clock in which anything may happen while a timer is being set: `meanwhile` runs inside At(),
 // before the timer is known to the clock or after that. So it shows each order in which other
-// threads, the clock's among them, can overtake the one that sets a timer, all on one thread.
+// threads, the clock's among them, can overtake the one that sets a timer, all on one thread. And
+// time may pass between a look at the clock and the one before it.
 class InterleavingClock final : public Clock {
  public:
-  absl::Time Now() override { return clock.Now(); }
+  absl::Time Now() override {
+    if (looks_until_late > 0 && --looks_until_late == 0) clock.Advance(absl::Seconds(3));
+    return clock.Now();
+  }
   TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) override {
     meanwhile(/*is_set=*/false);
     const TimerId timer =
@@ -249,6 +253,7 @@ class InterleavingClock final : public Clock {
 
   FakeClock clock;
   std::function<void(bool is_set)> meanwhile = [](bool) {};
+  int looks_until_late = 0;  // 0: no time passes
 
  private:
   std::shared_ptr<int> Count() { return alive_; }
@@ -285,6 +290,27 @@ TEST_F(DeadlinesTest, ATimerThatFiresWhileItIsSetDelaysNoLaterDeadline) {
   clock_.clock.Advance(absl::Seconds(1));
   ASSERT_TRUE(second.Done());
   EXPECT_EQ(second.Wait().status().code(), StatusCode::kDeadlineExceeded);
+}
+
+// A call to oneself ends by its deadline on its way to the handler, which hears of that.
+TEST_F(DeadlinesTest, AHandlerIsCancelledWhoseCallEndsOnTheWayToIt) {
+  for (const bool needs_timer : {true, false}) {
+    SCOPED_TRACE(needs_timer);
+    std::vector<IncomingCall> earlier;
+    if (!needs_timer) {
+      Call(absl::Seconds(1));  // whose timer stands before that of the next would
+      earlier.push_back(agents_[0]->service.AwaitKept());
+    }
+    // The clock is looked at for the deadline, when the call begins, when its request leaves (if it
+    // has had to set a timer), and, at last, when that has arrived.
+    clock_.looks_until_late = needs_timer ? 4 : 3;
+    const Future<std::string> late = Call(absl::Seconds(2));
+    ASSERT_TRUE(late.Done());
+    EXPECT_EQ(late.Wait().status().code(), StatusCode::kDeadlineExceeded);
+    ASSERT_EQ(agents_[0]->agent->served(), earlier.size() + 1) << "it was late before it arrived";
+    const IncomingCall kept = agents_[0]->service.AwaitKept();
+    EXPECT_TRUE(kept.cancellation()->cancelled());
+  }
 }
 
 // Calls are made, answered, cancelled and run into their deadlines, in any order, also while a

@@ -119,12 +119,16 @@ void CallTable::EndWithError(Call call, const absl::Status& why) {
   End(std::move(call), error);
 }
 
-void CallTable::SendCancel(uint64_t number, const Call& call) {
-  if (!call.has_left) return call.link->Withdraw(number);
+void CallTable::SendCancel(Link& link, uint64_t number, uint64_t bytes) {
   Packet packet;
   AppendFrame({.kind = FrameKind::kCancel, .call = number}, &packet.bytes);
   // Should it come before its call, it would find nothing.
-  call.link->SendBehind(call.bytes, std::move(packet));
+  link.SendBehind(bytes, std::move(packet));
+}
+
+void CallTable::WithdrawOrCancel(uint64_t number, const Call& call) {
+  if (!call.has_left) return call.link->Withdraw(number);
+  SendCancel(*call.link, number, call.bytes);
 }
 
 void CallTable::Cancel(uint64_t number) {
@@ -135,7 +139,7 @@ void CallTable::Cancel(uint64_t number) {
     if (found == calls_.end()) return;
     cancelled = TakeOut(found);
   }
-  SendCancel(number, *cancelled);
+  WithdrawOrCancel(number, *cancelled);
   EndWithError(*std::move(cancelled), absl::CancelledError("it was cancelled by its caller"));
 }
 
@@ -227,7 +231,7 @@ void CallTable::OnTimer(uint64_t number) {
   }
   SetTimer(next);
   for (auto& [call_number, call] : late) {
-    SendCancel(call_number, call);
+    WithdrawOrCancel(call_number, call);
     EndWithError(std::move(call), absl::DeadlineExceededError("no answer before the deadline"));
   }
 }

@@ -85,6 +85,9 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
 
   // Canceller: ends it with kCancelled, and tells the worker that serves it.
   void Cancel(uint64_t number) override;
+  // Tells the worker that serves a call of so many bytes, behind its request, that nobody waits for
+  // it any more. Does no harm where the call has ended there, or never came.
+  static void SendCancel(Link& link, uint64_t number, uint64_t bytes);
   // Ends the calls that went over a link, and those that wait for it: the contexts of both are
   // lost.
   void EndCallsOver(const Link& link, const absl::Status& why);
@@ -116,7 +119,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   absl::Status CheckLimits(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Call TakeOut(Calls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Keeps a call that has ended from leaving, or tells the worker that serves it.
-  static void SendCancel(uint64_t number, const Call& call);
+  static void WithdrawOrCancel(uint64_t number, const Call& call);
 
   Clock* const clock_;
   const Limits limits_;
