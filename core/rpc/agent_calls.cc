@@ -173,6 +173,15 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
       link->Send(std::move(pong));
       break;
     }
+    case FrameKind::kBulkPing: {
+      Packet pong;
+      AppendFrame({.kind = FrameKind::kBulkPong}, &pong.bytes);
+      link->Send(std::move(pong));
+      break;
+    }
+    case FrameKind::kBulkPong:
+      link->HearBulk();
+      break;
     case FrameKind::kLeaving:
       peers_->SetLeft(*peer);
       service_->OnMemberEvents();

@@ -102,6 +102,8 @@ class Silence : public FaultInjector {
     silent_ = address;
   }
   void HoldsLarge(bool holds) { holds_large_ = holds; }
+  // Connections for large packets carry nothing, and their ends do not know.
+  void LosesLarge(bool loses) { loses_large_ = loses; }
   void CutNext() { cut_next_ = true; }
   // Who sends there is short of memory or file descriptors.
   void RefuseAllTo(const std::string& address) {
@@ -109,11 +111,12 @@ class Silence : public FaultInjector {
     refused_ = address;
   }
   int pings() const { return pings_; }
-  void AwaitPongs(int n) {
+  int bulk_pings() const { return bulk_pings_; }
+  void AwaitPongs(int n, int bulk = 0) {
     absl::MutexLock lock(&mu_);
     const auto there = [&] {
       mu_.AssertReaderHeld();
-      return pongs_ >= n;
+      return pongs_ >= n && bulk_pongs_ >= bulk;
     };
     mu_.Await(absl::Condition(&there));
   }
@@ -123,6 +126,10 @@ class Silence : public FaultInjector {
     const FrameKind kind = ReadFrame(reader)->kind;
     if (kind == FrameKind::kPing) ++pings_;
     if (kind == FrameKind::kPong) ++pongs_;
+    if (kind == FrameKind::kBulkPing) ++bulk_pings_;
+    if (kind == FrameKind::kBulkPong) ++bulk_pongs_;
+    const bool is_on_bulk = kind == FrameKind::kBulkPing || packet.size() > Link::kBulkBytes;
+    if (loses_large_ && is_on_bulk) return Action::kDrop;
     if (from == silent_ || to == silent_) {
       return kind == FrameKind::kHello ? Action::kHold : Action::kDrop;
     }
@@ -134,9 +141,9 @@ class Silence : public FaultInjector {
  private:
   absl::Mutex mu_;
   std::string silent_ ABSL_GUARDED_BY(mu_), refused_ ABSL_GUARDED_BY(mu_);
-  std::atomic<bool> holds_large_{false}, cut_next_{false};
-  std::atomic<int> pings_{0};
-  int pongs_ ABSL_GUARDED_BY(mu_) = 0;
+  std::atomic<bool> holds_large_{false}, loses_large_{false}, cut_next_{false};
+  std::atomic<int> pings_{0}, bulk_pings_{0};
+  int pongs_ ABSL_GUARDED_BY(mu_) = 0, bulk_pongs_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 AgentOptions Options(Directory* directory) {
@@ -547,6 +554,38 @@ TEST_F(AgentMembersTest, WhoTakesLongForALargePacketIsKept) {
   silence_->HoldsLarge(false);
   network_->ReleaseHeld();
   EXPECT_EQ(*call.Wait(), large);
+  EXPECT_FALSE(a().service.HasLost(1));
+  EXPECT_FALSE(b().service.HasLost(0));
+}
+
+// A connection for large packets may be dead alone, too.
+TEST_F(AgentMembersTest, ADeadConnectionForLargePacketsIsFound) {
+  const std::string large(Link::kBulkBytes, 'x');
+  EXPECT_EQ(*a().Call(1, "echo", large).Wait(), large);
+  silence_->LosesLarge(true);
+  const auto call =
+      a().Call(1, "echo", large, {.deadline = clock_.Now() + 1.2 * kLimit + absl::Seconds(1)});
+  for (int i = 0; i < 7; ++i) {
+    Beat();
+    for (WorkerRank to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
+  }
+  const absl::Status status = call.Wait().status();
+  ASSERT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "though it lives")) << status;
+  b().service.AwaitLost(0).IgnoreError();
+  silence_->LosesLarge(false);
+  EXPECT_EQ(*a().Call(1, "echo", large).Wait(), large);
+}
+
+TEST_F(AgentMembersTest, AnIdleConnectionForLargePacketsIsKept) {
+  const std::string large(Link::kBulkBytes, 'x');
+  EXPECT_EQ(*a().Call(1, "echo", large).Wait(), large);
+  for (int i = 0; i < 20; ++i) {
+    Beat();
+    silence_->AwaitPongs(silence_->pings(), silence_->bulk_pings());
+    for (WorkerRank to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
+  }
+  EXPECT_GE(silence_->bulk_pings(), 5);
   EXPECT_FALSE(a().service.HasLost(1));
   EXPECT_FALSE(b().service.HasLost(0));
 }

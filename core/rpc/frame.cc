@@ -69,6 +69,8 @@ void AppendFrame(const Frame& frame, std::string* out) {
     case FrameKind::kNotice:
     case FrameKind::kPing:
     case FrameKind::kPong:
+    case FrameKind::kBulkPing:
+    case FrameKind::kBulkPong:
     case FrameKind::kLeaving:
       break;
   }
@@ -120,6 +122,8 @@ absl::StatusOr<Frame> ReadFrame(WireReader& reader) {
     case FrameKind::kNotice:
     case FrameKind::kPing:
     case FrameKind::kPong:
+    case FrameKind::kBulkPing:
+    case FrameKind::kBulkPong:
     case FrameKind::kLeaving:
       break;
     default:

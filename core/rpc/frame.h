@@ -14,16 +14,18 @@
 namespace distgrad {
 
 enum class FrameKind : uint8_t {
-  kHello = 1,    // the first packet of a connection: who opened it, and to whom
-  kRequest = 2,  // a call of a function
-  kReply = 3,    // its result, or the status of its failure
-  kNotice = 4,   // one way, not answered
-  kCancel = 5,   // nobody waits for the answer to a request any more
-  kPing = 6,     // a heartbeat, which asks for a pong
-  kPong = 7,     // its answer
-  kLeaving = 8,  // the sender leaves the job: it takes no new calls
-  kRefused = 9,  // why the receiver of a hello does not want the connection; the last packet
-  kBulk = 10,    // large packets want a connection of their own
+  kHello = 1,      // the first packet of a connection: who opened it, and to whom
+  kRequest = 2,    // a call of a function
+  kReply = 3,      // its result, or the status of its failure
+  kNotice = 4,     // one way, not answered
+  kCancel = 5,     // nobody waits for the answer to a request any more
+  kPing = 6,       // a heartbeat, which asks for a pong
+  kPong = 7,       // its answer
+  kLeaving = 8,    // the sender leaves the job: it takes no new calls
+  kRefused = 9,    // why the receiver of a hello does not want the connection; the last packet
+  kBulk = 10,      // large packets want a connection of their own
+  kBulkPing = 11,  // a heartbeat on that connection, which asks for a bulk pong
+  kBulkPong = 12,  // its answer, on the connection that the other one belongs to
 };
 
 inline constexpr uint32_t kWireMagic = 0x36474744;    // "DGG6"; changes with the wire format

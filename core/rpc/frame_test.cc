@@ -89,7 +89,8 @@ TEST(FrameTest, ARefusalHasAReason) {
 }
 
 TEST(FrameTest, WhatIsSaidWithoutABodyIsReadAsItWasWritten) {
-  for (FrameKind kind : {FrameKind::kPing, FrameKind::kPong, FrameKind::kLeaving}) {
+  for (FrameKind kind : {FrameKind::kPing, FrameKind::kPong, FrameKind::kLeaving,
+                         FrameKind::kBulkPing, FrameKind::kBulkPong}) {
     std::string bytes;
     AppendFrame({.kind = kind}, &bytes);
     WireReader reader(bytes);
@@ -165,7 +166,7 @@ TEST(FrameTest, RandomBytesNeverCrash) {
   std::mt19937_64 rng(1);
   for (int i = 0; i < 20000; ++i) {
     std::string bytes;
-    AppendFrame({.kind = static_cast<FrameKind>(1 + rng() % 10), .function = "f"}, &bytes);
+    AppendFrame({.kind = static_cast<FrameKind>(1 + rng() % 12), .function = "f"}, &bytes);
     for (int flips = 0; flips < 4; ++flips) bytes[rng() % bytes.size()] = static_cast<char>(rng());
     WireReader reader(bytes);
     if (ReadFrame(reader).ok()) ReadHello(reader).IgnoreError();

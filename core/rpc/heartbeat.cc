@@ -19,7 +19,7 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     // tick: that is the fifth of the limit by which a loss comes early.
     if (before != links_.end() && before->second.heard == reading.heard && !slept) {
       sign.last = before->second.last;
-      sign.pinged = before->second.pinged;
+      if (reading.answers || !reading.is_bulk) sign.pinged = before->second.pinged;
     }
     links.emplace(reading.link, sign);
     // A new link of our own is no sign of life.

@@ -31,8 +31,11 @@ class Heartbeat {
     uint64_t link = 0;                    // any number of its own
     std::optional<WorkerRank> peer = {};  // not known before its hello
     uint64_t heard = 0;
-    // Whether a ping that is sent now is answered on this link, and with nothing before it.
+    // Whether a ping that is sent now is answered, and with nothing before it.
     bool answers = false;
+    // Whether it carries large packets. One may come before a ping that was to have nothing before
+    // it: so while one is being sent, no answer is expected.
+    bool is_bulk = false;
   };
   // What is to be done; links by their place in the readings.
   struct Verdict {

@@ -92,6 +92,26 @@ TEST_F(HeartbeatTest, ALinkIsPingedBeforeItIsStale) {
   EXPECT_EQ(tick(14, true).stale, (std::vector<size_t>{0, 1}));
 }
 
+// A large packet may begin before the ping that was to go out first, and take longer than the
+// limit.
+TEST_F(HeartbeatTest, ABulkLinkHasTimeToAnswerAfterALargePacket) {
+  const auto tick = [&](uint64_t heard, bool answers) {
+    return Tick({{.link = 1, .peer = 5, .heard = heard, .answers = true},
+                 {.link = 2, .peer = 5, .heard = 3, .answers = answers, .is_bulk = true}});
+  };
+  uint64_t i = 0;
+  const auto expect_asked = [&] {
+    const auto verdict = tick(++i, true);
+    EXPECT_EQ(verdict.ask, std::vector<size_t>{1}) << i;
+    EXPECT_TRUE(verdict.stale.empty()) << i;
+  };
+  EXPECT_TRUE(tick(++i, true).ask.empty());
+  for (int k = 0; k < 2; ++k) expect_asked();
+  while (i < 10) EXPECT_TRUE(tick(++i, false).stale.empty());
+  for (int k = 0; k < 4; ++k) expect_asked();
+  EXPECT_EQ(tick(++i, true).stale, (std::vector<size_t>{0, 1}));
+}
+
 // A second link that is taken by the kernel and by nobody else.
 TEST_F(HeartbeatTest, ALinkOnWhichNothingEverCameGoesAlone) {
   const auto tick = [&](uint64_t heard) {

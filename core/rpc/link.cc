@@ -164,6 +164,11 @@ bool Link::ClaimBulk() {
   return !std::exchange(bulk_claimed_, true);
 }
 
+void Link::HearBulk() {
+  absl::MutexLock lock(&mu_);
+  if (bulk_ != nullptr) bulk_->heard_.fetch_add(1, std::memory_order_relaxed);
+}
+
 bool Link::ready(uint64_t bytes) const {
   absl::MutexLock lock(&mu_);
   return bytes > kBulkBytes && kind_ != Kind::kLoopback ? bulk_ != nullptr

@@ -130,6 +130,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void SetBulk(std::shared_ptr<Link> bulk);
   // Returns true to the first caller, which then opens the bulk link.
   bool ClaimBulk();
+  // Takes a sign of life of the bulk link that came here, as what the peer sends there may take
+  // long: it counts as heard there.
+  void HearBulk();
 
   // Closes the link, and cancels the calls that it serves. The first reason stays; it is what the
   // owner hears, at once if there is no connection yet.

@@ -539,11 +539,11 @@ void LinkTable::Beat() {
     for (const auto& [number, entry] : links_) {
       if (entry.link->kind() == Link::Kind::kLoopback || entry.link->closed()) continue;
       const Link& link = *entry.link;
-      // What is asked on a bulk link is answered on its main one.
       readings.push_back({.link = number,
                           .peer = link.peer(),
                           .heard = link.heard(),
-                          .answers = !link.is_bulk() && link.idle()});
+                          .answers = link.idle(),
+                          .is_bulk = link.is_bulk()});
       links.push_back(entry.link);
     }
     beats_ = !links.empty();
@@ -551,7 +551,9 @@ void LinkTable::Beat() {
   }
   ArmHeartbeat();
   const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
-  for (const size_t i : verdict.ask) SendFrame(*links[i], {.kind = FrameKind::kPing});
+  for (const size_t i : verdict.ask) {
+    SendFrame(*links[i], {.kind = readings[i].is_bulk ? FrameKind::kBulkPing : FrameKind::kPing});
+  }
   for (const WorkerRank peer : verdict.probe) Probe(peer);
   for (const size_t i : verdict.lost) {
     {
