@@ -16,6 +16,18 @@
 #include "core/base/status.h"
 
 namespace distgrad {
+namespace {
+
+// Has the disk begin with the pieces that the last `written` bytes have completed. Else nothing is
+// written to it before Commit() asks for all. It is a hint, and errors of the disk are Commit()'s.
+void BeginWriteback(int fd, ssize_t written) {
+  constexpr off_t kPiece = 8 << 20;
+  const off_t end = lseek(fd, 0, SEEK_CUR);
+  const off_t from = (end - written) / kPiece * kPiece, to = end / kPiece * kPiece;
+  if (end >= written && to > from) sync_file_range(fd, from, to - from, SYNC_FILE_RANGE_WRITE);
+}
+
+}  // namespace
 
 ssize_t FileCalls::Write(int fd, const void* data, size_t size) { return write(fd, data, size); }
 int FileCalls::Fsync(int fd) { return fsync(fd); }
@@ -111,6 +123,7 @@ absl::Status DurableFile::Write(absl::string_view bytes) {
     const ssize_t written = calls_->Write(file_.fd(), bytes.data(), bytes.size());
     if (written >= 0) {
       bytes.remove_prefix(written);
+      BeginWriteback(file_.fd(), written);
     } else if (errno != EINTR) {
       status_ = Failed("write");
     }
