@@ -1,4 +1,4 @@
-// What the handle of an averager stands for.
+// The object behind the handle of an averager.
 #ifndef DISTGRAD_CAPI_AVERAGER_OBJECT_H_
 #define DISTGRAD_CAPI_AVERAGER_OBJECT_H_
 

@@ -1,5 +1,5 @@
-// What each function of the C interface does at its border: no exception leaves it, what it was
-// given is checked, and callbacks run in their scope.
+// The guard at the border of each function of the C interface: no exception leaves it, its
+// arguments are checked, and callbacks run in their scope.
 #ifndef DISTGRAD_CAPI_GUARD_H_
 #define DISTGRAD_CAPI_GUARD_H_
 

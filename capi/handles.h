@@ -58,7 +58,7 @@ enum class HandleKind : uint8_t {
   kCompletions,
 };
 
-// What a handle stands for. Each kind has a subclass with
+// The object behind a handle. Each kind has a subclass with
 //   using Handle = dg_...;
 //   static constexpr HandleKind kKind;
 //   static constexpr char kName[] = "dg_...";

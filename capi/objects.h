@@ -1,4 +1,4 @@
-// What the handles of the C interface stand for.
+// The objects behind the handles of the C interface.
 #ifndef DISTGRAD_CAPI_OBJECTS_H_
 #define DISTGRAD_CAPI_OBJECTS_H_
 

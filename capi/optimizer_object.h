@@ -1,4 +1,4 @@
-// What the handle of an optimizer stands for.
+// The object behind the handle of an optimizer.
 #ifndef DISTGRAD_CAPI_OPTIMIZER_OBJECT_H_
 #define DISTGRAD_CAPI_OPTIMIZER_OBJECT_H_
 

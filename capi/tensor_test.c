@@ -351,7 +351,7 @@ static void test_hostile_sizes(void) {
   CHECK(values == NULL && message == NULL);
 }
 
-/* An operator's own complaints of what it was given. */
+/* An operator's own errors about its arguments. */
 static void test_bad_arguments(void) {
   const float data[6] = {1, 2, 3, 4, 5, 6};
   dg_tensor* a = floats(data, 2, 3);

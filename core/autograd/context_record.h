@@ -1,4 +1,4 @@
-// What one worker holds of a context: the send and recv nodes of its edges, the workers that
+// The state of a context on one worker: the send and recv nodes of its edges, the workers that
 // know of it, and the gradients that its passes gave.
 #ifndef DISTGRAD_CORE_AUTOGRAD_CONTEXT_RECORD_H_
 #define DISTGRAD_CORE_AUTOGRAD_CONTEXT_RECORD_H_

@@ -1,4 +1,4 @@
-// What the engines of two workers tell each other, and how it stands in a packet. Several
+// Notices, the messages between the engines of two workers, and their layout in a packet. Several
 // notices for one worker travel in one packet. docs/wire.md has the layout.
 #ifndef DISTGRAD_CORE_AUTOGRAD_NOTICE_H_
 #define DISTGRAD_CORE_AUTOGRAD_NOTICE_H_

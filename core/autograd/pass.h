@@ -24,7 +24,7 @@ struct EdgeEnd {
   WorkerRank peer = 0;
 };
 
-// What a worker finds when it traverses its local graph to take part in a pass.
+// The findings of a worker when it traverses its local graph to take part in a pass.
 struct PassPlan {
   // Every send node of the context: each gets exactly one message in this pass.
   std::vector<EdgeEnd> sends;

@@ -1,4 +1,4 @@
-// What the passes of a worker need of it.
+// The services that a worker gives to its passes.
 #ifndef DISTGRAD_CORE_AUTOGRAD_PASS_SERVICES_H_
 #define DISTGRAD_CORE_AUTOGRAD_PASS_SERVICES_H_
 

@@ -1,5 +1,5 @@
-// Where a tensor that came from another worker enters the local graph. In backward a gradient that
-// reaches this node is sent to the send node at the other end of its edge.
+// The node by which a tensor that came from another worker enters the local graph. In backward a
+// gradient that reaches this node is sent to the send node at the other end of its edge.
 #ifndef DISTGRAD_CORE_AUTOGRAD_RECV_NODE_H_
 #define DISTGRAD_CORE_AUTOGRAD_RECV_NODE_H_
 

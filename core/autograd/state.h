@@ -1,5 +1,5 @@
-// What a worker's part of distributed autograd holds at one moment: for tests, and to see what a
-// job waits for.
+// A snapshot of a worker's part of distributed autograd: for tests, and to see what a job waits
+// for.
 #ifndef DISTGRAD_CORE_AUTOGRAD_STATE_H_
 #define DISTGRAD_CORE_AUTOGRAD_STATE_H_
 

@@ -1,4 +1,4 @@
-// What an error says of a name that is not there: which names are near to it.
+// Suggestions for errors about a name that is not there: the names that are near to it.
 #ifndef DISTGRAD_CORE_BASE_NEAR_NAMES_H_
 #define DISTGRAD_CORE_BASE_NEAR_NAMES_H_
 

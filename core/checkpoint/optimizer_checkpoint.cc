@@ -25,7 +25,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "core/base/complaints.h"
+#include "core/base/error_list.h"
 #include "core/base/status.h"
 #include "core/checkpoint/state_name.h"
 #include "core/optim/optimizer_state.h"

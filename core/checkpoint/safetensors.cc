@@ -19,9 +19,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "core/base/complaints.h"
 #include "core/base/crc32c.h"
 #include "core/base/descriptors.h"
+#include "core/base/error_list.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
 #include "core/checkpoint/durable_file.h"
@@ -332,9 +332,9 @@ absl::StatusOr<TensorMap> LoadSafetensors(const std::string& path) {
 
 absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tensors) {
   DG_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::Open(path));
-  Complaints complaints;
+  ErrorList errors;
   const auto complain = [&](const std::string& name, absl::string_view what) {
-    complaints.Add(absl::StrCat(QuoteName(name), " ", what));
+    errors.Add(absl::StrCat(QuoteName(name), " ", what));
   };
   for (const auto& [name, tensor] : tensors) {
     const auto found = file.header().tensors.find(name);
@@ -347,8 +347,8 @@ absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tenso
   for (const auto& [name, info] : file.header().tensors) {
     if (tensors.count(name) == 0) complain(name, "is unexpected");
   }
-  if (!complaints.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(path, " does not fit: ", complaints.Text()));
+  if (!errors.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(path, " does not fit: ", errors.Text()));
   }
   for (const auto& [name, tensor] : tensors) DG_RETURN_IF_ERROR(file.ReadInto(name, tensor));
   return absl::OkStatus();

@@ -54,7 +54,7 @@ constexpr size_t kMaxSafetensorsDimensions = 64;
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
                                                          uint64_t data_bytes);
 
-// How a file begins, and what follows.
+// The beginning of a file, and what follows it.
 struct SafetensorsLayout {
   std::string header;                     // its length and itself, padded to a multiple of 8 bytes
   std::vector<const std::string*> order;  // the names of the tensors, as keys of `header->tensors`

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
-#include "core/base/complaints.h"
+#include "core/base/error_list.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
 
@@ -256,7 +256,7 @@ absl::Status Membership::Publish(Deadline deadline) {
   return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(self_), deadline);
 }
 
-absl::Status Membership::Ring(Deadline deadline) {
+absl::Status Membership::WakeBarriers(Deadline deadline) {
   return store_->Set(kChanges, absl::StrCat(RandomNumber() >> 1), deadline);
 }
 
@@ -363,7 +363,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate(Deadline deadline)
     self_.barriers = begun;
   }
   barriers_ = self_.barriers;
-  DG_RETURN_IF_ERROR(Ring(deadline));
+  DG_RETURN_IF_ERROR(WakeBarriers(deadline));
   return All(deadline);
 }
 
@@ -486,7 +486,7 @@ absl::Status Membership::Leave(Deadline deadline) {
   DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
     return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(left), until);
   }));
-  return Patiently(deadline, [&](Deadline until) { return Ring(until); });
+  return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
 }
 
 // ----------------------------------------------------------------------------- Lost members
@@ -524,7 +524,7 @@ void Membership::Announce(const LostMember& lost) {
           absl::InfinitePast());
       if (status.ok()) next = kRing;
     } else {
-      status = Ring(absl::InfinitePast());
+      status = WakeBarriers(absl::InfinitePast());
       if (status.ok()) next = kDone;
     }
     // Nobody else may know of it: so a store that is silent is asked for as long as that lasts.
@@ -538,7 +538,7 @@ absl::Status Membership::DenyLoss() {
   DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
   if (!LossOf(self_, entry).is_lost) return absl::OkStatus();
   DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
-  return Ring(kNow);
+  return WakeBarriers(kNow);
 }
 
 absl::StatusOr<int64_t> Membership::Changes() {

@@ -158,7 +158,7 @@ class Membership {
   absl::StatusOr<std::vector<WorkerInfo>> GatherEntries(Deadline deadline);
   absl::Status Publish(Deadline deadline);
   // Wakes all workers that wait in a barrier: the members are others now.
-  absl::Status Ring(Deadline deadline);
+  absl::Status WakeBarriers(Deadline deadline);
   // Returns the number of ranks that there may be.
   absl::StatusOr<int> CountRanks(Deadline deadline);
 

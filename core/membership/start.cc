@@ -13,7 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
-#include "core/base/complaints.h"
+#include "core/base/error_list.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/membership/backoff.h"

@@ -23,7 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "core/base/complaints.h"
+#include "core/base/error_list.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -297,9 +297,9 @@ class Given {
   Given(const std::vector<StateTensor>& state, const Decoder::Slots& slots) : slots_(slots) {
     for (const StateTensor& each : state) {
       if (!each.tensor.defined()) {
-        complaints_.Add(absl::StrCat("'", each.name, "' is no tensor"));
+        errors_.Add(absl::StrCat("'", each.name, "' is no tensor"));
       } else if (!left_.emplace(each.name, &each.tensor).second) {
-        complaints_.Add(absl::StrCat("'", each.name, "' is there twice"));
+        errors_.Add(absl::StrCat("'", each.name, "' is there twice"));
       }
     }
   }
@@ -310,26 +310,26 @@ class Given {
   void Fill(const std::string& prefix, const Slot& slot, const at::Tensor& parameter) {
     const std::string name = absl::StrCat(prefix, slot.name);
     const auto found = left_.find(name);
-    if (found == left_.end()) return complaints_.Add(absl::StrCat("'", name, "' is missing"));
+    if (found == left_.end()) return errors_.Add(absl::StrCat("'", name, "' is missing"));
     const std::string wrong =
         std::visit(Decoder(slot.name, *found->second, parameter, slots_), slot.value);
-    if (!wrong.empty()) complaints_.Add(absl::StrCat("'", name, "' ", wrong));
+    if (!wrong.empty()) errors_.Add(absl::StrCat("'", name, "' ", wrong));
     left_.erase(found);
   }
 
   absl::Status Finish() {
     for (const auto& [name, tensor] : left_) {
-      complaints_.Add(absl::StrCat("'", name, "' is unexpected"));
+      errors_.Add(absl::StrCat("'", name, "' is unexpected"));
     }
-    if (complaints_.empty()) return absl::OkStatus();
+    if (errors_.empty()) return absl::OkStatus();
     return absl::InvalidArgumentError(
-        absl::StrCat("the state is not this optimizer's: ", complaints_.Text()));
+        absl::StrCat("the state is not this optimizer's: ", errors_.Text()));
   }
 
  private:
   const Decoder::Slots slots_;
   std::map<std::string, const at::Tensor*> left_;
-  Complaints complaints_;
+  ErrorList errors_;
 };
 
 absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer* optimizer,

@@ -1,4 +1,4 @@
-// Where the implementation of DeviceCollectives is picked.
+// The choice of an implementation of DeviceCollectives.
 #ifndef DISTGRAD_CORE_PARALLEL_NEW_DEVICE_COLLECTIVES_H_
 #define DISTGRAD_CORE_PARALLEL_NEW_DEVICE_COLLECTIVES_H_
 

@@ -1,4 +1,4 @@
-// What nodes of the graph have in common that are made by hand.
+// The parts that hand-made nodes of the graph share.
 #ifndef DISTGRAD_CORE_PARALLEL_RECORDING_H_
 #define DISTGRAD_CORE_PARALLEL_RECORDING_H_
 

@@ -1,4 +1,4 @@
-// What one stage does for one micro-batch: the forward, of which it keeps the graph, and the
+// The work of one stage for one micro-batch: the forward, of which it keeps the graph, and the
 // backward, whole or in two halves.
 //
 //   StageRun run;

@@ -1,4 +1,5 @@
-// What a rank of a pipeline did, and when: for traces and pictures. docs/pipelines.md.
+// The record of one action of a pipeline's rank, with its times: for traces and pictures.
+// docs/pipelines.md.
 #ifndef DISTGRAD_CORE_PIPELINE_STAGE_SPAN_H_
 #define DISTGRAD_CORE_PIPELINE_STAGE_SPAN_H_
 

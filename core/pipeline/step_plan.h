@@ -1,4 +1,4 @@
-// What a pipeline's driver and its ranks say to each other: the plan of a step, and what belongs to
+// The messages between a pipeline's driver and its ranks: the plan of a step, and what belongs to
 // one micro-batch.
 #ifndef DISTGRAD_CORE_PIPELINE_STEP_PLAN_H_
 #define DISTGRAD_CORE_PIPELINE_STEP_PLAN_H_

@@ -69,7 +69,7 @@ class AgentService {
   virtual void OnMemberEvents() {}
 };
 
-// How a call is made.
+// The options of a call.
 struct CallTerms {
   // The call's deadline by the agent's clock. Waiting for credit, for a look-up or for a connection
   // counts; a request whose time is over does not leave any more.
@@ -146,7 +146,7 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   // Returns the number of Members().
   size_t MemberCount() const { return peers_->size(); }
   // Takes in what the store says of a worker.
-  absl::Status Learn(const WorkerInfo& worker) { return links_->Learn(worker); }
+  absl::Status UpdatePeer(const WorkerInfo& worker) { return links_->UpdatePeer(worker); }
   // Returns "'name' (rank)", for messages.
   std::string Describe(WorkerRank worker) const { return peers_->Describe(worker); }
   absl::Time Now() const { return clock_->Now(); }

@@ -715,7 +715,7 @@ TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
   std::vector<std::unique_ptr<TestAgent>> late;
   for (WorkerRank rank = 3; rank < 8; ++rank) {
     late.push_back(Come(rank, 1));
-    ASSERT_TRUE(a().agent->Learn(late.back()->info).ok());
+    ASSERT_TRUE(a().agent->UpdatePeer(late.back()->info).ok());
   }
   // The store says it, and its watcher has found it.
   for (const auto& node : late) {
@@ -731,7 +731,7 @@ TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
 TEST_F(AgentWatchTest, OneThatIsLostIsNotTriedAgainAndAgain) {
   const std::set<WorkerRank> with = ConnectedWith(a());
   const auto d = Come(3, 1);
-  ASSERT_TRUE(a().agent->Learn(d->info).ok());
+  ASSERT_TRUE(a().agent->UpdatePeer(d->info).ok());
   a().agent->SetLost(3, IncarnationOf(*d), "it died");
   a().agent->WatchToo(3);
   EXPECT_EQ(ConnectedWith(a()), with);
@@ -812,7 +812,7 @@ TEST_F(AgentMembersTest, AnOldEntryOfTheStoreIsRefused) {
   // Who knows better goes on; here on a new connection.
   nodes_[1]->agent->Close();
   a().service.AwaitLost(1).IgnoreError();
-  EXPECT_EQ(a().agent->Learn(old).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(a().agent->UpdatePeer(old).code(), absl::StatusCode::kFailedPrecondition);
   const absl::Status status = a().Call(1, "echo").Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
 }

@@ -1,4 +1,4 @@
-// What the tests of agents share: a worker that has nothing but an agent.
+// The fixture that the tests of agents share: a worker that has nothing but an agent.
 //
 //   FakeClock clock;
 //   auto network = std::make_shared<InprocNetwork>();

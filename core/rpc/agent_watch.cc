@@ -59,7 +59,7 @@ void Agent::Watch(bool is_first) {
   }
   if (!watch_.watches()) return;
   const std::vector<WorkerRank> wanted =
-      watch_.Tick(is_first, [this](WorkerRank peer) { return links_->IsHeard(peer); });
+      watch_.Tick(is_first, [this](WorkerRank peer) { return links_->HasHeardFrom(peer); });
   ArmWatch(std::min(watch_interval_, kLongest), /*is_first=*/false);
   for (const WorkerRank peer : wanted) links_->Ping(peer);
 }

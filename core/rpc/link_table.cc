@@ -130,7 +130,7 @@ absl::StatusOr<std::shared_ptr<Link>> LinkTable::ToLocked(WorkerRank peer) {
   return link;
 }
 
-bool LinkTable::IsHeard(WorkerRank peer) const {
+bool LinkTable::HasHeardFrom(WorkerRank peer) const {
   absl::MutexLock lock(&mu_);
   const auto found = by_peer_.find(peer);
   return found != by_peer_.end() && found->second->heard() > 0;
@@ -162,7 +162,7 @@ void LinkTable::Open(const std::shared_ptr<Link>& link, WorkerRank to) {
 
 void LinkTable::OnFound(const std::shared_ptr<Link>& link, WorkerRank to,
                         const absl::StatusOr<WorkerInfo>& found) {
-  const absl::Status learned = found.ok() ? Learn(*found, link) : found.status();
+  const absl::Status learned = found.ok() ? UpdatePeer(*found, link) : found.status();
   const std::optional<WorkerInfo> known = peers_->Find(to);
   if (!known || absl::IsCancelled(learned)) return link->Close(learned);
   // A store that is gone, or whose entry is of an incarnation that is over, does not keep us from a
@@ -326,7 +326,7 @@ void LinkTable::OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hell
                                                         found->name, "' (", hello.from,
                                                         ") that the job's store does not know"));
   }
-  if (status.ok()) status = Learn(*found, link);
+  if (status.ok()) status = UpdatePeer(*found, link);
   if (status.ok()) {
     Admit(link, hello);
   } else {
@@ -456,8 +456,8 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
   for (const auto& other : others) other->Close(why);
 }
 
-absl::Status LinkTable::Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
-  DG_ASSIGN_OR_RETURN(const bool is_new, peers_->Learn(worker));
+absl::Status LinkTable::UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
+  DG_ASSIGN_OR_RETURN(const bool is_new, peers_->UpdatePeer(worker));
   if (is_new) DropOldIncarnation(worker.rank, keep);
   if (const auto user = user_.lock()) user->OnMemberEvents();
   return absl::OkStatus();

@@ -81,7 +81,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   // after Close(), kNotFound for an unknown peer.
   absl::StatusOr<std::shared_ptr<Link>> To(WorkerRank peer);
   // Returns whether something has come on the link to a peer.
-  bool IsHeard(WorkerRank peer) const;
+  bool HasHeardFrom(WorkerRank peer) const;
   // Opens a link to a peer, if there is none; heartbeats keep it.
   void Ping(WorkerRank peer);
 
@@ -91,7 +91,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void OnBulk(const std::shared_ptr<Link>& link, WorkerRank peer, uint64_t number);
 
   // Takes in what the store says of a worker.
-  absl::Status Learn(const WorkerInfo& worker) { return Learn(worker, nullptr); }
+  absl::Status UpdatePeer(const WorkerInfo& worker) { return UpdatePeer(worker, nullptr); }
   // Tells all connected workers that this one leaves the job.
   void SayLeaving();
 
@@ -163,7 +163,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
 
   // Ending, and heartbeats.
-  absl::Status Learn(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
+  absl::Status UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
   void DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>& keep);
   void EndDropped(WorkerRank peer, const std::vector<std::shared_ptr<Link>>& links,
                   const absl::Status& why);

@@ -93,7 +93,7 @@ absl::Status Peers::Outdated(const WorkerInfo& known) const {
                    ") that is over: the worker has come back since"));
 }
 
-absl::StatusOr<bool> Peers::Learn(const WorkerInfo& worker) {
+absl::StatusOr<bool> Peers::UpdatePeer(const WorkerInfo& worker) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker.rank);
   if (it == workers_.end()) {

@@ -45,7 +45,7 @@ class Peers {
   // Takes in what the store says of a worker. Returns true if this is a new incarnation of one that
   // was known: what is left of the old one is to be ended. kFailedPrecondition for an incarnation
   // that is over; kResourceExhausted beyond max_workers.
-  absl::StatusOr<bool> Learn(const WorkerInfo& worker);
+  absl::StatusOr<bool> UpdatePeer(const WorkerInfo& worker);
 
   // Marks a worker as one that has left, as it says itself.
   void SetLeft(WorkerRank worker);

@@ -37,7 +37,7 @@ TEST(PeersTest, WhoIsThereIsFoundByNameAndCounted) {
   EXPECT_EQ(nobody.code(), absl::StatusCode::kNotFound);
   EXPECT_TRUE(absl::StrContains(nobody.message(), "there are: a, b, c")) << nobody;
 
-  ASSERT_FALSE(peers.Learn(Info(3, "d")).value());
+  ASSERT_FALSE(peers.UpdatePeer(Info(3, "d")).value());
   EXPECT_EQ(peers.size(), 4u);
   ExpectConsistent(peers);
 }
@@ -51,13 +51,13 @@ TEST(PeersTest, WhoLeavesIsCountedNoMoreAndStillFound) {
   EXPECT_EQ(peers.size(), 2u);
   ExpectConsistent(peers);
   EXPECT_EQ(peers.Find("b").value(), 1);
-  ASSERT_FALSE(peers.Learn(Info(1, "b")).value());
+  ASSERT_FALSE(peers.UpdatePeer(Info(1, "b")).value());
   EXPECT_EQ(peers.size(), 2u) << "it has said itself that it left";
-  ASSERT_FALSE(peers.Learn(Info(2, "c", 1, /*left=*/true)).value());
+  ASSERT_FALSE(peers.UpdatePeer(Info(2, "c", 1, /*left=*/true)).value());
   EXPECT_EQ(peers.size(), 1u);
-  ASSERT_TRUE(peers.Learn(Info(1, "b", 2)).value());
+  ASSERT_TRUE(peers.UpdatePeer(Info(1, "b", 2)).value());
   EXPECT_EQ(peers.size(), 2u) << "it is back";
-  EXPECT_FALSE(peers.Learn(Info(1, "b", 1)).ok());
+  EXPECT_FALSE(peers.UpdatePeer(Info(1, "b", 1)).ok());
   EXPECT_EQ(peers.size(), 2u);
   ExpectConsistent(peers);
 }
@@ -65,7 +65,7 @@ TEST(PeersTest, WhoLeavesIsCountedNoMoreAndStillFound) {
 TEST(PeersTest, ANewIncarnationMayHaveAnotherName) {
   Peers peers(/*max_workers=*/100);
   ASSERT_TRUE(peers.Start(Info(0, "a"), {Info(0, "a"), Info(1, "b")}).ok());
-  ASSERT_TRUE(peers.Learn(Info(1, "z", 2)).value());
+  ASSERT_TRUE(peers.UpdatePeer(Info(1, "z", 2)).value());
   EXPECT_EQ(peers.Find("z").value(), 1);
   EXPECT_FALSE(peers.Find("b").ok());
   ExpectConsistent(peers);
@@ -85,7 +85,7 @@ TEST(PeersTest, EachWatchesTheNextWhoIsThere) {
   peers.SetLeft(0);
   EXPECT_TRUE(peers.After(9).empty());
   EXPECT_EQ(peers.Before(), std::nullopt);
-  ASSERT_TRUE(peers.Learn(Info(5, "f", 2)).value());
+  ASSERT_TRUE(peers.UpdatePeer(Info(5, "f", 2)).value());
   EXPECT_EQ(peers.Before(), 5) << "the last is before the first";
 }
 
@@ -95,19 +95,19 @@ TEST(PeersTest, WhatHappensIsToldOnceAndInOrder) {
   peers.SetLeft(2);
   EXPECT_TRUE(peers.TakeEvents().empty()) << "nobody had asked for them";
   peers.KeepEvents(true);
-  ASSERT_TRUE(peers.Learn(Info(2, "c", 2)).ok());  // it is back
-  ASSERT_TRUE(peers.Learn(Info(2, "c", 2)).ok());
-  ASSERT_TRUE(peers.Learn(Info(3, "d", 1, /*left=*/true)).ok());  // was never seen
-  ASSERT_TRUE(peers.Learn(Info(4, "e")).ok());
+  ASSERT_TRUE(peers.UpdatePeer(Info(2, "c", 2)).ok());  // it is back
+  ASSERT_TRUE(peers.UpdatePeer(Info(2, "c", 2)).ok());
+  ASSERT_TRUE(peers.UpdatePeer(Info(3, "d", 1, /*left=*/true)).ok());  // was never seen
+  ASSERT_TRUE(peers.UpdatePeer(Info(4, "e")).ok());
   EXPECT_FALSE(peers.SetLost(1, Incarnation{7} << 32, "of another incarnation"));
   EXPECT_TRUE(peers.SetLost(1, Incarnation{1} << 32, "it is silent"));
   EXPECT_FALSE(peers.SetLost(1, Incarnation{1} << 32, "once more"));
   EXPECT_FALSE(peers.SetLost(0, Incarnation{1} << 32, "is this worker"));
   EXPECT_TRUE(peers.SetAlive(1, Incarnation{1} << 32));
   EXPECT_FALSE(peers.SetAlive(1, Incarnation{1} << 32));
-  ASSERT_TRUE(peers.Learn(Info(1, "b", 2)).ok());  // comes back before anybody has missed it
+  ASSERT_TRUE(peers.UpdatePeer(Info(1, "b", 2)).ok());  // comes back before anybody has missed it
   peers.SetLeft(4);
-  ASSERT_TRUE(peers.Learn(Info(4, "e", 1, /*left=*/true)).ok());
+  ASSERT_TRUE(peers.UpdatePeer(Info(4, "e", 1, /*left=*/true)).ok());
   EXPECT_TRUE(peers.SetLost(1, Incarnation{2} << 32, "it died"));
   peers.SetLeft(1);  // it had said so before it died
   EXPECT_FALSE(peers.SetLost(4, Incarnation{1} << 32, "has left"));
@@ -130,7 +130,7 @@ TEST(PeersTest, WhatHappensIsToldOnceAndInOrder) {
                       "lost b 2: it died",
                   }));
   EXPECT_TRUE(peers.TakeEvents().empty());
-  ASSERT_TRUE(peers.Learn(Info(5, "f")).ok());
+  ASSERT_TRUE(peers.UpdatePeer(Info(5, "f")).ok());
   peers.KeepEvents(false);
   EXPECT_TRUE(peers.TakeEvents().empty());
 }

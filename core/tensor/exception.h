@@ -1,4 +1,4 @@
-// Where libtorch throws and we answer with a Status.
+// The border between libtorch, which throws, and our code, which answers with a Status.
 #ifndef DISTGRAD_CORE_TENSOR_EXCEPTION_H_
 #define DISTGRAD_CORE_TENSOR_EXCEPTION_H_
 

@@ -34,7 +34,7 @@ class WorkerRef {
 struct CallOptions {
   // Records the call for the backward of this context. Null: of none; one that is not valid() fails
   // the call with kFailedPrecondition; one of another worker of this process fails it with
-  // kInvalidArgument if it has tensors that require grad.
+  // kInvalidArgument.
   const Context* context = nullptr;
   // The call fails with kDeadlineExceeded if it is not answered by then. Default: now plus
   // WorkerOptions::timeout.

@@ -189,7 +189,7 @@ Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOp
                wait](const absl::StatusOr<WorkerInfo>& found) mutable {
     parts_.clock.Cancel(timer);
     if (unresolved->future().Done()) return;
-    const absl::Status status = found.ok() ? parts_.agent.Learn(*found) : found.status();
+    const absl::Status status = found.ok() ? parts_.agent.UpdatePeer(*found) : found.status();
     absl::StatusOr<WorkerRank> rank =
         status.ok() ? absl::StatusOr<WorkerRank>(found->rank) : status;
     // It may have come since the store was asked; and if not, this error names those who are known.

@@ -15,10 +15,10 @@ void MemberSync::Stop() {
   }
 }
 
-absl::Status MemberSync::Learn(const std::vector<WorkerInfo>& workers) {
+absl::Status MemberSync::UpdatePeers(const std::vector<WorkerInfo>& workers) {
   for (const WorkerInfo& worker : workers) {
     // An entry of an incarnation that is over is older than what we know, and says nothing.
-    const absl::Status learned = parts_.agent.Learn(worker);
+    const absl::Status learned = parts_.agent.UpdatePeer(worker);
     if (!learned.ok() && !absl::IsFailedPrecondition(learned)) return learned;
   }
   return absl::OkStatus();
@@ -55,7 +55,7 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
         if (parts_.members.finished() && parts_.self != 0) return;
         const std::string reason(why.message());
         if (found.ok()) {
-          parts_.agent.Learn(*found).IgnoreError();  // of an incarnation that is over, say
+          parts_.agent.UpdatePeer(*found).IgnoreError();  // of an incarnation that is over, say
           if (found->left || found->incarnation != incarnation) return;
           parts_.members.MarkLost(*found, reason);
         } else if (peer == 0 && parts_.worker0_serves_store &&
@@ -132,7 +132,7 @@ void MemberSync::Read() {
   }
   if (*changes == changes_) return;
   const absl::StatusOr<std::vector<WorkerInfo>> all = parts_.members.AllEver(absl::InfinitePast());
-  if (!all.ok() || !Learn(*all).ok()) return;
+  if (!all.ok() || !UpdatePeers(*all).ok()) return;
   const absl::StatusOr<Membership::Losses> losses = parts_.members.LossesOf(*all);
   if (!losses.ok()) return;
   for (const Membership::LostMember& member : losses->lost) {

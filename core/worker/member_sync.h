@@ -47,7 +47,7 @@ class MemberSync {
   // Reads in the store what has happened to members, now and then, while a callback is set.
   void Follow();
   // Takes in what the store says of these workers.
-  absl::Status Learn(const std::vector<WorkerInfo>& workers);
+  absl::Status UpdatePeers(const std::vector<WorkerInfo>& workers);
   // Adds to an error of waiting for all which worker served the store, if the store is gone.
   absl::Status NameTheStore(const absl::Status& status);
 

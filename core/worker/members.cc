@@ -22,7 +22,7 @@ std::vector<Member> WorkerImpl::members() const {
 absl::Status WorkerImpl::UpdateMembers(Deadline deadline) {
   const BlockingScope blocking;
   DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> all, members_->AllEver(deadline));
-  return member_sync_.Learn(all);
+  return member_sync_.UpdatePeers(all);
 }
 
 absl::Status WorkerImpl::Barrier(Deadline deadline, OnLost on_lost) {

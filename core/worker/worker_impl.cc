@@ -126,7 +126,7 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
   }
   // Whoever waits for a member that it has never heard of is to watch it, too.
   impl->members_->OnRead([raw = impl.get()](const std::vector<WorkerInfo>& members) {
-    raw->member_sync_.Learn(members).IgnoreError();
+    raw->member_sync_.UpdatePeers(members).IgnoreError();
   });
   impl->agent_->WatchMembers(impl->members_->late());
   return impl;

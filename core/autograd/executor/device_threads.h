@@ -1,4 +1,4 @@
-// Where nodes run that the thread that feeds a graph cannot run itself: a thread for each
+// The threads for nodes that the thread which feeds a graph cannot run itself: one for each
 // accelerator, and a pool for nodes of the CPU that become ready on such a thread.
 //
 // Nodes of one device share a thread, as in libtorch: launching kernels from several threads

@@ -43,8 +43,8 @@ struct AccumulateGrad;
 
 namespace distgrad {
 
-// Where gradients leave the graph. Called on the threads that run nodes, several at once for
-// different nodes; exactly once for every leaf and stop node of an execution that is not
+// The place where gradients leave the graph. Called on the threads that run nodes, several at once
+// for different nodes; exactly once for every leaf and stop node of an execution that is not
 // cancelled.
 class GradientSink {
  public:

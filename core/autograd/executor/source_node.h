@@ -1,4 +1,4 @@
-// Where gradients enter a graph: a node that hands its inputs on to the gradient edges of the
+// The node by which gradients enter a graph: it hands its inputs on to the gradient edges of the
 // tensors it was made for, and to which no edge leads.
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_SOURCE_NODE_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_SOURCE_NODE_H_

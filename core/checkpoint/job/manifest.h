@@ -25,7 +25,7 @@ struct ManifestFile {
   SafetensorsChecksums checksums;
 };
 
-// What one worker has saved.
+// The entry of one worker: what it has saved.
 struct ManifestWorker {
   std::string name;
   std::map<std::string, std::string> values;

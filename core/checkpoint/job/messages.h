@@ -1,4 +1,4 @@
-// What a manager and the parts of a checkpoint tell each other, as JSON.
+// The messages between a manager and the parts of a checkpoint, as JSON.
 //
 //   plan   {}: what each part has
 //   hold   which of it to save; keeps that, as it is or as a copy

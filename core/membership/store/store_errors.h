@@ -1,4 +1,4 @@
-// What all stores check and say alike.
+// The checks and errors that all stores share.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_ERRORS_H_
 #define DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_ERRORS_H_
 

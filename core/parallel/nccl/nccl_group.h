@@ -1,5 +1,5 @@
-// What the collectives need of NCCL: a communicator for each of several devices, all in this
-// process.
+// The part of NCCL that the collectives need: a communicator for each of several devices, all in
+// this process.
 #ifndef DISTGRAD_CORE_PARALLEL_NCCL_NCCL_GROUP_H_
 #define DISTGRAD_CORE_PARALLEL_NCCL_NCCL_GROUP_H_
 

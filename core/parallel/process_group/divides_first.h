@@ -1,4 +1,4 @@
-// How averages of float16 stay below its largest number.
+// The rule by which averages of float16 stay below its largest number.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_DIVIDES_FIRST_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_DIVIDES_FIRST_H_
 

@@ -1,4 +1,4 @@
-// How the ranks of a group agree, before they connect, on what protects their connections.
+// The agreement of the ranks of a group, before they connect, on what protects their connections.
 //
 // With a key Gloo has other connections than without, and ranks that differ, or have different
 // keys, would wait for each other until the end of their time. So each rank says in the store what

@@ -1,5 +1,5 @@
-// What all ranks of a group hold alike: the parameters of a model, which they train, those that are
-// frozen, and its buffers.
+// The tensors that all ranks of a group hold alike: the parameters of a model, which they train,
+// those that are frozen, and its buffers.
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_REPLICATED_TENSORS_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_REPLICATED_TENSORS_H_
 

@@ -1,6 +1,6 @@
 // Lists in errors, of which an error says the first few things and how many more there are.
-#ifndef DISTGRAD_CORE_BASE_COMPLAINTS_H_
-#define DISTGRAD_CORE_BASE_COMPLAINTS_H_
+#ifndef DISTGRAD_CORE_BASE_ERROR_LIST_H_
+#define DISTGRAD_CORE_BASE_ERROR_LIST_H_
 
 #include <algorithm>
 #include <cstddef>
@@ -23,7 +23,7 @@ std::string FirstOf(const std::vector<Item>& items) {
 }
 
 // What is wrong with something: ten things at most.
-class Complaints {
+class ErrorList {
  public:
   void Add(std::string what) {
     constexpr size_t kMost = 10;
@@ -46,4 +46,4 @@ class Complaints {
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_BASE_COMPLAINTS_H_
+#endif  // DISTGRAD_CORE_BASE_ERROR_LIST_H_
