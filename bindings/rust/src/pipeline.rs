@@ -472,7 +472,7 @@ impl<'a> PipelineStagesOptions<'a> {
                 flags: stage.recompute.into(),
                 tied_names: stage.tied.iter().map(|(name, _)| name.clone()).collect(),
                 tied,
-                skips: &stage.skips,
+                skips: stage.skips.clone(),
             })
             .collect();
         // The parameters live until the library has them.

@@ -65,7 +65,7 @@ pub(crate) mod raw {
         flags: u64,
         tied_names: Vec<String>,
         tied: &'a [TensorHandle],
-        skips: &'a [u64],
+        skips: Vec<u64>,
     }
 
     extern "Rust" {
