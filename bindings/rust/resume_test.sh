@@ -20,6 +20,8 @@ grep -q "step 120, " shown && grep -q "all checksums are right" shown || fail "s
 
 echo "== stopped before its end"
 "$program" "$data" 5000 --checkpoint stopped --every 1000
+if "$program" "$data" 6000 --checkpoint stopped 2>said; then fail "it removes what another run saved"; fi
+grep -q -- "--resume" said || fail "said $(cat said)"
 "$program" "$data" 6000 --checkpoint stopped --every 1000 --resume | tee said
 [[ $(grep -c "^saved the checkpoint" said) == 1 ]] || fail "it has not gone on where it was"
 diff <(sums whole/step-000120) <(sums stopped/step-000120) || fail "it has learnt something else"

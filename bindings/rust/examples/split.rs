@@ -16,7 +16,7 @@ use distgrad::{
 use fashion_mnist::{accuracy, parameter, Dataset, CLASSES, FOLDER, PIXELS};
 use indicatif::{ProgressBar, ProgressStyle};
 use job::{Job, MINUTE};
-use std::{env, error::Error, process};
+use std::{env, error::Error, fs, process};
 
 const HIDDEN: usize = 64;
 const BATCH: usize = 50;
@@ -62,6 +62,18 @@ impl Options {
         }
         if options.every == 0 || (options.resume && options.checkpoint.is_none()) {
             return Err("--every is 1 at least, and --resume needs --checkpoint FOLDER".into());
+        }
+        if let (Some(folder), false) = (&options.checkpoint, options.resume) {
+            let is_step =
+                |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with("step-");
+            // The manager reports a folder that cannot be read.
+            if fs::read_dir(folder).is_ok_and(|all| all.flatten().any(is_step)) {
+                return Err(format!(
+                    "{folder} has the checkpoints of another run, which this one would remove: go \
+                     on from them with --resume, or give another folder"
+                )
+                .into());
+            }
         }
         Ok(options)
     }
