@@ -33,6 +33,8 @@ void Runner::FixAddresses(char** argv) {
   const int persona = personality(0xffffffff);
   if (persona == -1 || (persona & ADDR_NO_RANDOMIZE) != 0) return;
   if (personality(persona | ADDR_NO_RANDOMIZE) == -1) return;
+  // libgomp reads it as the program begins; threads of its own would wait where no simulator sees.
+  setenv("OMP_NUM_THREADS", "1", /*overwrite=*/1);
   execv("/proc/self/exe", argv);  // where it cannot, seeds are the same within this process alone
 }
 

@@ -29,8 +29,8 @@ class Runner {
   // Returns what is wrong, or "".
   using Function = std::string (*)(absl::string_view order, Course* course);
 
-  // Has the system put the program at the same addresses each time, if it lets us: call this first
-  // in main(), which it may begin anew.
+  // Has the system put the program at the same addresses each time, if it lets us, and OpenMP have
+  // no threads of its own: call this first in main(), which it may begin anew.
   static void FixAddresses(char** argv);
 
   // Forks off the process that later forks one for each order; so no thread must run yet. `warm_up`
