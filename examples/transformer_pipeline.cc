@@ -57,7 +57,8 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
                                               .timeout = common.timeout,
                                               .join_timeout = common.timeout,
                                               .host = worker->host(),
-                                              .cluster_key = worker->cluster_key()}));
+                                              .cluster_key = worker->cluster_key(),
+                                              .certificates = worker->certificates()}));
     std::vector<NamedTensor> parameters;
     for (const auto& [name, tensor] : server->parameters_) parameters.push_back({name, tensor});
     DG_ASSIGN_OR_RETURN(averager, GradientAverager::Create(server->replicas_, std::move(parameters),

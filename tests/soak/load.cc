@@ -500,7 +500,8 @@ absl::Status Load::Average(bool* ends) {
                                             .timeout = kHangs,
                                             .join_timeout = kHangs,
                                             .host = worker_->host(),
-                                            .cluster_key = worker_->cluster_key()}));
+                                            .cluster_key = worker_->cluster_key(),
+                                            .certificates = worker_->certificates()}));
   const at::Tensor parameter = at::full({1000}, 1.0).requires_grad_();
   DG_ASSIGN_OR_RETURN(const auto averager,
                       GradientAverager::Create(group, {{"parameter", parameter}}, {}));
