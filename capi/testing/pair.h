@@ -14,8 +14,8 @@ static dg_worker* workers[2];
 static char rendezvous[512], key_file[512];
 /* Of the handler `multiply`, on both workers. */
 static dg_tensor* parameter;
-/* Of the handler `hold`: it runs; it may end. */
-static sem_t entered, released;
+/* Of the handler `hold`: it runs; it may end; it has heard of that. */
+static sem_t entered, released, left;
 /* Of the handler `later`: it runs; it saw that nobody waits; what it has left to the test. */
 static sem_t asked, seen;
 static const dg_request* later_request;
@@ -72,6 +72,7 @@ static inline void prepare(void) {
   parameter = floats(&three, 1, 1);
   OK(dg_tensor_require_grad(parameter));
   CHECK(sem_init(&entered, 0, 0) == 0 && sem_init(&released, 0, 0) == 0);
+  CHECK(sem_init(&left, 0, 0) == 0);
   CHECK(sem_init(&asked, 0, 0) == 0 && sem_init(&seen, 0, 0) == 0);
 }
 
@@ -149,6 +150,7 @@ static inline dg_error* hold(void* user_data, const dg_request* request, dg_mess
   (void)user_data, (void)request, (void)reply;
   CHECK(sem_post(&entered) == 0);
   while (sem_wait(&released) != 0) continue;
+  CHECK(sem_post(&left) == 0);
   return NULL;
 }
 

@@ -185,14 +185,23 @@ void ContextRecord::AddToGradient(const at::Tensor& leaf, at::Tensor gradient) {
 }
 
 absl::Status ContextRecord::TakeGradientsOf(ContextRecord& other) {
+  // The averages would take the place of the sums.
+  const auto averaged = [](ContextId id) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the gradients of context ", id,
+        " are averaged in its backward: take the averages (GradientAverager::Average) before they "
+        "are summed with others, or average the sums without AverageInBackward"));
+  };
   {
     absl::MutexLock lock(&gradients_mu_);
     if (gradients_dropped_) return ReleasedError();
+    if (observer_ != nullptr) return averaged(id_);
   }
   LeafGradients taken;
   {
     absl::MutexLock lock(&other.gradients_mu_);
     if (other.gradients_dropped_) return other.ReleasedError();
+    if (other.observer_ != nullptr) return averaged(other.id_);
     taken.swap(other.gradients_);
   }
   try {

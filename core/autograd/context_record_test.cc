@@ -68,6 +68,19 @@ TEST(ContextRecordTest, TheGradientsOfAnotherContextAreMoved) {
   EXPECT_TRUE(record.Gradient(both.tensor)->equal(at::full({2}, 6.0)));
 }
 
+TEST(ContextRecordTest, TheGradientsOfAContextThatIsAveragedInItsBackwardAreNotSummed) {
+  ContextRecord record(1), averaged(2);
+  const Leaf leaf;
+  leaf.Add(record, 2);
+  leaf.Add(averaged, 3);
+  averaged.SetLeafObserver([](const at::Tensor&) {});
+  EXPECT_EQ(record.TakeGradientsOf(averaged).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(averaged.TakeGradientsOf(record).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(record.Gradient(leaf.tensor)->equal(at::full({2}, 2.0)));
+  averaged.SetLeafObserver(nullptr);
+  EXPECT_TRUE(record.TakeGradientsOf(averaged).ok());
+}
+
 TEST(ContextRecordTest, TheGradientsOfAReleasedContextAreAnErrorAndNothingIsMoved) {
   ContextRecord record(1), other(2), released(3);
   const Leaf leaf;

@@ -32,7 +32,7 @@ absl::Status LibraryError(absl::string_view what) {
 }
 
 // What is wrong with a certificate, as the alert says by which it is refused (RFC 8446,
-// section 6.2).
+// section 6.2); "" for alerts that are about something else.
 absl::string_view MeaningOf(int alert) {
   switch (alert) {
     case SSL_AD_UNKNOWN_CA:
@@ -43,8 +43,14 @@ absl::string_view MeaningOf(int alert) {
       return "it has not the name that is asked for there, as it seems";
     case SSL_AD_UNSUPPORTED_CERTIFICATE:
       return "it is not for this use";
-    default:
+    case SSL_AD_BAD_CERTIFICATE:
+    case SSL_AD_CERTIFICATE_REVOKED:
+    case SSL_AD_CERTIFICATE_UNKNOWN:
+    case SSL_AD_ACCESS_DENIED:
+    case SSL_AD_CERTIFICATE_REQUIRED:
       return "it is not valid there";
+    default:
+      return "";
   }
 }
 
@@ -239,13 +245,18 @@ absl::Status TlsSession::Error(int result) {
     return absl::UnavailableError(
         absl::StrCat("the other end's certificate is refused: ", refused_.message()));
   }
-  if (certificates_ != nullptr && alert > 0) {
+  // A client that awaits no welcome has not shown its certificate yet.
+  const bool has_shown = awaits_welcome_ || SSL_is_server(library_->ssl.get()) == 1;
+  if (certificates_ != nullptr && has_shown && !MeaningOf(alert).empty()) {
     // What comes behind the handshake is from who has shown its certificate, and is not a forgery.
     return absl::Status(
         awaits_welcome_ ? absl::StatusCode::kUnauthenticated : absl::StatusCode::kUnavailable,
         absl::StrCat("the other end refuses this process's certificate: ", MeaningOf(alert),
                      " (TLS: ", reason, "). Its log says more; the file here is the one that ",
                      kCertSetting, ", names"));
+  }
+  if (certificates_ != nullptr && alert > 0) {
+    return absl::UnavailableError(absl::StrCat("the other end has ended TLS (", reason, ")"));
   }
   return absl::UnavailableError(absl::StrCat(
       "what arrives is not what the other end has sent, or from another sender (TLS: ", reason,

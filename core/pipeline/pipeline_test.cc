@@ -438,6 +438,49 @@ TEST_P(PipelineTest, SkipConnectionsHaveTheGradientsOfOneProcessToTheLastBit) {
   }
 }
 
+// Autograd adds the gradient of relu(h) to that which has skipped back to h, in place.
+TEST_P(PipelineTest, TheGradientOfASkipWithinARankBelongsToTheStageThatGetsIt) {
+  const auto forward = [](const Layers& layers, int stage, const Tensors& in) -> Tensors {
+    const at::Tensor h = layers.Forward(stage, {in[0]})[0];
+    if (stage == 0) return {at::relu(h), h};
+    return {stage == 2 ? h + in[1] : h};
+  };
+  for (const Schedule& schedule :
+       {*InterleavedOneForwardOneBackward(2, 2, 4), *InterleavedOneForwardOneBackward(1, 4, 2)}) {
+    Cluster cluster(Workers(schedule.ranks()));
+    const Layers layers(4);
+    const Layers alone = layers.Copy();
+    std::vector<std::map<int, PipelineStage>> stages(cluster.size());
+    for (int s = 0; s < 4; ++s) {
+      stages[schedule.rank_of_stage[s]][s] = {
+          .forward = [&, s](Tensors in) { return forward(layers, s, in); },
+          .loss = Loss,
+          .inputs = s == 2 ? 2 : 1,
+          .skips = s == 0 ? std::vector{2} : std::vector<int>{}};
+    }
+    std::vector<std::unique_ptr<PipelineStages>> made;
+    for (int i = 0; i < cluster.size(); ++i) {
+      made.push_back(*PipelineStages::Create(&cluster[i], "model", std::move(stages[i])));
+    }
+    const auto pipeline = MakePipeline(cluster, schedule);
+    const at::Tensor x = at::randn({8, 16}), y = at::rand({8, 16});
+    const Context context = cluster[0].NewContext();
+    const absl::StatusOr<PipelineResult> result = pipeline->Train(context, {x}, {y});
+    ASSERT_TRUE(result.ok()) << result.status();
+    for (int m = 0; m < schedule.micro_batches; ++m) {
+      Tensors at_stage{x.tensor_split(schedule.micro_batches)[m]};
+      const Tensors first = forward(alone, 0, at_stage);
+      at_stage = forward(alone, 1, {first[0]});
+      at_stage = forward(alone, 2, {at_stage[0], first[1]});
+      at_stage = forward(alone, 3, at_stage);
+      const at::Tensor loss = Loss(at_stage, {y.tensor_split(schedule.micro_batches)[m]});
+      loss.backward(at::full_like(loss, 1.0 / schedule.micro_batches));
+      EXPECT_TRUE(at::equal(result->losses[m], loss)) << "micro-batch " << m;
+    }
+    EXPECT_TRUE(at::equal(*context.Gradient(layers.weights[0]), alone.weights[0].grad()));
+  }
+}
+
 TEST_P(PipelineTest, WhatSkipsAStageDoesNotPassItsWorker) {
   Cluster cluster(Workers(3));
   constexpr int64_t kWide = 1 << 16;

@@ -429,6 +429,7 @@ void RankStep::CutSkipGradients(Cell cell, Tensors& gradients) {
     const auto begin = gradients.end() - static_cast<std::ptrdiff_t>(count);
     Delivered part{{begin, gradients.end()}, {}, {}};
     gradients.erase(begin, gradients.end());
+    gradients_read_.emplace(std::pair(cell, stage), part.tensors);
     if (IsElsewhere(stage)) {
       skip_gradients_[cell][stage] = std::move(part);
     } else {
@@ -561,11 +562,10 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
   later.push_back(s + 1);
   for (const int by : later) {
     const Cell of{by, m};
-    const auto read = gradients_read_.find(of);
+    const auto read = gradients_read_.find({of, s});
     if (read == gradients_read_.end()) continue;
     DG_RETURN_IF_ERROR(CheckRead(read->second, "the gradient of input", of));
-    // Those of others have skipped stages, and are read once more.
-    if (by == s + 1 && skip_inputs_.count(of) == 0) gradients_read_.erase(read);
+    gradients_read_.erase(read);
   }
   if (stage.recompute) DG_RETURN_IF_ERROR(Recompute(cell));
   Tensors gradients;
@@ -586,8 +586,8 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
   }
   DG_RETURN_IF_ERROR(back.status());
   if (s == 0) return absl::OkStatus();
-  gradients_read_.emplace(cell, *back);
   CutSkipGradients(cell, *back);
+  gradients_read_.emplace(std::pair(cell, s - 1), *back);
   if (IsElsewhere(s - 1)) {
     to_previous_[cell] = {*std::move(back), {}, {}};
     return absl::OkStatus();
@@ -822,8 +822,8 @@ absl::StatusOr<Message> RankStep::FollowList() {
   for (const auto& [cell, read] : outputs_read_) {
     DG_RETURN_IF_ERROR(CheckRead(read, "output", cell));
   }
-  for (const auto& [cell, read] : gradients_read_) {
-    DG_RETURN_IF_ERROR(CheckRead(read, "the gradient of input", cell));
+  for (const auto& [by_and_for, read] : gradients_read_) {
+    DG_RETURN_IF_ERROR(CheckRead(read, "the gradient of input", by_and_for.first));
   }
   return Result();
 }

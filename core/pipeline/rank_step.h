@@ -188,8 +188,10 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   std::map<std::pair<Cell, int>, Delivered> skipped_, skipped_gradients_;
   // How many of a stage's last inputs have skipped to it from where, in their order.
   std::map<Cell, std::vector<std::pair<int, size_t>>> skip_inputs_;
-  std::map<Cell, WriteCheck> outputs_read_;    // what stages gave, until it is read no more
-  std::map<Cell, WriteCheck> gradients_read_;  // what was given back; as outputs_read_
+  std::map<Cell, WriteCheck> outputs_read_;  // what stages gave, until it is read no more
+  // What was given back, by its maker and the stage that gets it and may write to it from then on;
+  // as outputs_read_.
+  std::map<std::pair<Cell, int>, WriteCheck> gradients_read_;
   std::map<Cell, std::pair<WriteCheck, WriteCheck>> given_;  // inputs and targets; to recompute
   std::map<int, at::Tensor> losses_;                         // by micro-batch
   std::map<int, Tensors> outputs_;  // of the last stage, where there is no backward

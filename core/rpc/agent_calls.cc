@@ -77,10 +77,8 @@ uint64_t Agent::Call(WorkerRank to, Request request, const CallTerms& terms, Rep
     if (!begun.ok()) return fail(begun.status());
     (*link)->Send(std::move(request.packet), std::move(credit),
                   begun->leaves_now ? 0 : begun->number);
-    // If the deadline has ended the call before it was sent, its cancel went before it, too, and
-    // found nothing.
     if (terms.deadline != absl::InfiniteFuture() && terms.deadline <= clock_->Now()) {
-      CallTable::SendCancel(**link, begun->number, size);
+      calls_->EndLate(begun->number, **link, size);
     }
     return begun->number;
   }

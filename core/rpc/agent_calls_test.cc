@@ -236,8 +236,11 @@ TEST_F(AgentCallsTest, APacketThatIsLostEndsTheConnection) {
 class InterleavingClock final : public Clock {
  public:
   absl::Time Now() override {
-    if (looks_until_late > 0 && --looks_until_late == 0) clock.Advance(absl::Seconds(3));
-    return clock.Now();
+    if (looks_until_late > 0 && --looks_until_late == 0) {
+      if (fires) clock.Advance(absl::Seconds(3));
+      if (!fires) ahead = absl::Seconds(3);
+    }
+    return clock.Now() + ahead;
   }
   TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) override {
     meanwhile(/*is_set=*/false);
@@ -254,6 +257,8 @@ class InterleavingClock final : public Clock {
   FakeClock clock;
   std::function<void(bool is_set)> meanwhile = [](bool) {};
   int looks_until_late = 0;  // 0: no time passes
+  bool fires = true;         // when it does; else the timers come too late
+  absl::Duration ahead = absl::ZeroDuration();
 
  private:
   std::shared_ptr<int> Count() { return alive_; }
@@ -311,6 +316,16 @@ TEST_F(DeadlinesTest, AHandlerIsCancelledWhoseCallEndsOnTheWayToIt) {
     const IncomingCall kept = agents_[0]->service.AwaitKept();
     EXPECT_TRUE(kept.cancellation()->cancelled());
   }
+}
+
+// Not with what the handler makes of its being cancelled, which may be faster than the timer.
+TEST_F(DeadlinesTest, ACallEndsByItsDeadlineBeforeItsHandlerHearsOfThat) {
+  clock_.fires = false;
+  clock_.looks_until_late = 4;
+  const Future<std::string> late = Call(absl::Seconds(2));
+  ASSERT_TRUE(late.Done());
+  EXPECT_EQ(late.Wait().status().code(), StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(agents_[0]->service.AwaitKept().cancellation()->cancelled());
 }
 
 // Calls are made, answered, cancelled and run into their deadlines, in any order, also while a

@@ -11,6 +11,11 @@
 #include "core/rpc/frame.h"
 
 namespace distgrad {
+namespace {
+
+constexpr char kLate[] = "no answer before the deadline";
+
+}  // namespace
 
 std::optional<int64_t> CallTable::TimeLeft(absl::Time deadline, absl::Time now) {
   if (deadline == absl::InfiniteFuture()) return 0;
@@ -117,6 +122,21 @@ void CallTable::End(Call call, absl::StatusOr<Body> reply) {
 void CallTable::EndWithError(Call call, const absl::Status& why) {
   const absl::Status error = CallError(why, call.function, peers_->Describe(call.to));
   End(std::move(call), error);
+}
+
+void CallTable::EndLate(uint64_t number, Link& link, uint64_t bytes) {
+  std::optional<Call> late;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = calls_.find(number);
+    if (found != calls_.end()) late = TakeOut(found);
+  }
+  if (late.has_value()) {
+    WithdrawOrCancel(number, *late);
+    return EndWithError(*std::move(late), absl::DeadlineExceededError(kLate));
+  }
+  // Its own cancel went before its request, and found nothing.
+  SendCancel(link, number, bytes);
 }
 
 void CallTable::SendCancel(Link& link, uint64_t number, uint64_t bytes) {
@@ -232,7 +252,7 @@ void CallTable::OnTimer(uint64_t number) {
   SetTimer(next);
   for (auto& [call_number, call] : late) {
     WithdrawOrCancel(call_number, call);
-    EndWithError(std::move(call), absl::DeadlineExceededError("no answer before the deadline"));
+    EndWithError(std::move(call), absl::DeadlineExceededError(kLate));
   }
 }
 

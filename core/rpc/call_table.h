@@ -85,9 +85,10 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
 
   // Canceller: ends it with kCancelled, and tells the worker that serves it.
   void Cancel(uint64_t number) override;
-  // Tells the worker that serves a call of so many bytes, behind its request, that nobody waits for
-  // it any more. Does no harm where the call has ended there, or never came.
-  static void SendCancel(Link& link, uint64_t number, uint64_t bytes);
+  // Ends a call of so many bytes, whose deadline has passed by the time its request was sent over
+  // that link, as the timer does; and tells the worker that serves it, behind the request. Before
+  // that, so that the error is not what that worker makes of it.
+  void EndLate(uint64_t number, Link& link, uint64_t bytes);
   // Ends the calls that went over a link, and those that wait for it: the contexts of both are
   // lost.
   void EndCallsOver(const Link& link, const absl::Status& why);
@@ -118,6 +119,9 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
 
   absl::Status CheckLimits(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   Call TakeOut(Calls::iterator call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Tells the worker that serves a call of so many bytes, behind its request, that nobody waits for
+  // it any more. Does no harm where the call has ended there, or never came.
+  static void SendCancel(Link& link, uint64_t number, uint64_t bytes);
   // Keeps a call that has ended from leaving, or tells the worker that serves it.
   static void WithdrawOrCancel(uint64_t number, const Call& call);
 

@@ -179,9 +179,10 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64
   const WorkerInfo self = peers_->self();
   Hello hello = {
       .from = self.rank, .from_incarnation = self.incarnation, .to = to, .link = bulk_of};
-  bool is_wanted;
+  bool is_wanted, is_closed;
   {
     absl::MutexLock lock(&mu_);
+    is_closed = state_ == State::kClosed;
     // One that was given up while the store was asked carries nothing, and its end would be taken
     // for that of what the peer has begun since.
     const auto found = links_.find(link->number());
@@ -195,7 +196,10 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64
       hello.first_other = ended.first_other;
     }
   }
-  if (!is_wanted) return link->Close(ShuttingDown());
+  if (!is_wanted) {
+    return link->Close(is_closed ? ShuttingDown()
+                                 : absl::UnavailableError("it was given up while it was opened"));
+  }
   Packet packet;
   AppendHello(hello, &packet.bytes);
   absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer->address, link);
@@ -372,7 +376,9 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
     if (found == links_.end() || found->second.mark == Entry::Mark::kDropped) return;
     Ended& ended = EndedWith(hello.from, hello.from_incarnation);
     // A later one was faster, and has said so; or the peer has come back meanwhile.
-    is_given_up = hello.number < ended.first_of_peer || hello.from_incarnation < ended.incarnation;
+    // Or this worker has given it up itself, before it came.
+    is_given_up = hello.number < std::max(ended.first_of_peer, ended.first_other) ||
+                  hello.from_incarnation < ended.incarnation;
     if (is_given_up) {
       Drop(found->second);
     } else {
@@ -405,8 +411,8 @@ void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& wh
 // --------------------------------------------------------------------------------------- Ending
 
 void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) {
-  const std::optional<WorkerRank> peer = link->peer();
-  const bool is_bulk = link->is_bulk();
+  std::optional<WorkerRank> peer;
+  bool is_bulk;
   bool is_lost = false;
   MemberWatch::ClosedLink closed;
   std::vector<std::shared_ptr<Link>> others;
@@ -416,6 +422,9 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
     if (found == links_.end()) return;  // Close() has ended all
     const Entry entry = std::move(found->second);
     links_.erase(found);
+    // Another thread may have admitted it just now.
+    peer = link->peer();
+    is_bulk = link->is_bulk();
     if (peer && !is_bulk) {
       const auto of_peer = by_peer_.find(*peer);
       const bool was_used = of_peer != by_peer_.end() && of_peer->second == link;
@@ -458,26 +467,32 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
 
 absl::Status LinkTable::UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
   DG_ASSIGN_OR_RETURN(const bool is_new, peers_->UpdatePeer(worker));
-  if (is_new) DropOldIncarnation(worker.rank, keep);
+  if (is_new) DropOldIncarnation(worker.rank, worker.incarnation, keep);
   if (const auto user = user_.lock()) user->OnMemberEvents();
   return absl::OkStatus();
 }
 
 // Ends what there is with the old incarnation of a peer, here and now: whatever the new one sends
 // must find nothing of it.
-void LinkTable::DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>& keep) {
+void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
+                                   const std::shared_ptr<Link>& keep) {
   const absl::Status why = absl::UnavailableError(
       absl::StrCat("worker ", peers_->Describe(peer), " has come back as a new incarnation"));
   std::vector<std::shared_ptr<Link>> old;
   {
     absl::MutexLock lock(&mu_);
     for (auto& [number, entry] : links_) {
-      if (entry.link->peer() != peer || entry.link == keep) continue;
+      // Another thread may have taken in one of the new incarnation already.
+      if (entry.link->peer() != peer || entry.link->incarnation() == next || entry.link == keep) {
+        continue;
+      }
       Drop(entry);
       old.push_back(entry.link);
     }
     const auto found = by_peer_.find(peer);
-    if (found != by_peer_.end() && found->second != keep) by_peer_.erase(found);
+    if (found != by_peer_.end() && found->second->incarnation() != next && found->second != keep) {
+      by_peer_.erase(found);
+    }
   }
   // Where there was no connection, what went over an earlier one has been lost with that; and a
   // context may have begun since, for which this peer is the new incarnation.

@@ -164,7 +164,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
 
   // Ending, and heartbeats.
   absl::Status UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
-  void DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>& keep);
+  void DropOldIncarnation(WorkerRank peer, Incarnation next, const std::shared_ptr<Link>& keep);
   void EndDropped(WorkerRank peer, const std::vector<std::shared_ptr<Link>>& links,
                   const absl::Status& why);
   void StartHeartbeat();

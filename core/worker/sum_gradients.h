@@ -17,13 +17,15 @@ namespace distgrad {
 
 // Moves the gradients of all contexts into the first one, on every worker of the job, and waits:
 // each leaf then has there what the first context had for it, and to that those of the others were
-// added in their order, as one process adds up those of several backwards, to the last bit. The
-// other contexts have no gradients any more. So a step, clipping and an average take the sums from
-// the first context. Call it when the backwards are over.
+// added in their order: to the last bit what one process gives that adds up the backwards of each
+// context first. The other contexts have no gradients any more. So a step, clipping and an average
+// take the sums from the first context, which is the worker's; the others are of its job. Call it
+// when the backwards are over.
 //
 // kInvalidArgument, and nothing has changed, without a context, or with one that is null or there
-// twice; kFailedPrecondition for one that is not valid, or released. After an error of a worker the
-// contexts are good for Release() only.
+// twice; kFailedPrecondition for one that is not valid, released, or averaged in its backward
+// (GradientAverager::AverageInBackward) without that average having been taken. After an error of a
+// worker the contexts are good for Release() only.
 absl::Status SumGradients(Worker& worker, absl::Span<const Context* const> contexts);
 
 }  // namespace distgrad

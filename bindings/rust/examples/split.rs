@@ -64,8 +64,12 @@ impl Options {
             return Err("--every is 1 at least, and --resume needs --checkpoint FOLDER".into());
         }
         if let (Some(folder), false) = (&options.checkpoint, options.resume) {
-            let is_step =
-                |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with("step-");
+            // One whose save was killed at its very end has a point before its name yet.
+            let is_step = |entry: fs::DirEntry| {
+                let name = entry.file_name();
+                name.to_string_lossy().trim_start_matches('.').starts_with("step-")
+                    && entry.path().join("manifest.json").exists()
+            };
             // The manager reports a folder that cannot be read.
             if fs::read_dir(folder).is_ok_and(|all| all.flatten().any(is_step)) {
                 return Err(format!(

@@ -274,12 +274,13 @@ impl Worker {
 
     /// Moves the gradients of all contexts into the first of them, on every worker of the job, for
     /// gradient accumulation. Each leaf then has there what the first context had for it, to which
-    /// those of the others were added in their order, as several backwards of one process add up, to
-    /// the last bit; the others have no gradients any more. A step, clipping and an average take the
+    /// those of the others were added in their order: to the last bit what one process gives that
+    /// adds up the backwards of each context first; the others have no gradients any more. A step, clipping and an average take the
     /// sums from the first context. Call it when the backwards are over. Waits for all workers.
     ///
     /// `Code::InvalidArgument`, and nothing has changed, without a context, or with one that is there
-    /// twice; `Code::FailedPrecondition` for one that is released. After an error of a worker the
+    /// twice; `Code::FailedPrecondition` for one that is released, or
+    /// whose average in its backward was not taken. After an error of a worker the
     /// contexts are good for [`release`](Context::release) only.
     ///
     /// ```

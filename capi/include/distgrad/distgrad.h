@@ -1005,12 +1005,13 @@ DG_API DG_MUST_USE dg_error* dg_context_gradients(const dg_context* context,
 
 /* Moves the gradients of contexts[0..count) into the first of them, on every worker of the job, for
  * gradient accumulation: each leaf then has there what the first context had for it, to which
- * those of the others were added in their order, as several backwards of one process add up, to
- * the last bit; the others have no gradients any more. A step, clipping and an average take the
- * sums from the first context. Call it when the backwards are over. Waits for all workers.
- * DG_INVALID_ARGUMENT, and nothing has changed, without a context, or with one that is there twice;
- * DG_FAILED_PRECONDITION for one that is released. After an error of a worker the contexts are good
- * for dg_context_release only. */
+ * those of the others were added in their order: to the last bit what one process gives that adds
+ * up the backwards of each context first; the others have no gradients any more. A step, clipping
+ * and an average take the sums from the first context, which is the worker's; the others are of its
+ * job. Call it when the backwards are over. Waits for all workers. DG_INVALID_ARGUMENT, and nothing
+ * has changed, without a context, or with one that is there twice; DG_FAILED_PRECONDITION for one
+ * that is released, or whose average in its backward was not taken. After an error of a worker the
+ * contexts are good for dg_context_release only. */
 DG_API DG_MUST_USE dg_error* dg_worker_sum_gradients(dg_worker* worker,
                                                      const dg_context* const* contexts,
                                                      size_t count) DG_NOEXCEPT;

@@ -67,7 +67,7 @@ void Measure(double megabytes, std::vector<Measured*> all) {
     }
   }
   for (const Measured* const each : all) {
-    std::printf("%-36s %8.0f MB/s %8.0f ms   %6lld MB more memory at most\n", each->what,
+    std::printf("%-36s %8.0f MiB/s %8.0f ms   %6lld MiB more memory at most\n", each->what,
                 megabytes / each->best, each->best * 1000,
                 static_cast<long long>(each->grown / 1024));
   }

@@ -244,8 +244,10 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
       auto socket = ConnectOnce(until);
       if (!socket.ok()) {
         last = socket.status();
-        // A handshake that was changed on its way looks as if the key were another one.
-        const bool refused = absl::IsFailedPrecondition(last) || absl::IsUnauthenticated(last);
+        // A handshake that was changed on its way looks as if the key were another one; and a
+        // certificate that is refused now may be renewed, here or there, before the deadline.
+        const bool refused = absl::IsFailedPrecondition(last) ||
+                             (absl::IsUnauthenticated(last) && options_.certificates == nullptr);
         if (refused && refused_until.is_never()) refused_until = Deadline::After(kRefusals);
         if (!refused) refused_until = Deadline::Never();
         *gone = absl::IsDataLoss(last) || (refused && refused_until.Passed());
