@@ -111,7 +111,8 @@ class ContextRecord {
   void AddToGradient(const at::Tensor& leaf, at::Tensor gradient);
   // Adds the gradients of another context, as passes that gave them here would have, but calls
   // neither hooks nor the leaf observer. The other one has none any more. kFailedPrecondition, and
-  // nothing has changed, if one of the two is released; any other error leaves part of it done.
+  // nothing has changed, if one of the two is released, or has a leaf observer, as averages in the
+  // backward have; any other error leaves part of it done.
   absl::Status TakeGradientsOf(ContextRecord& other);
   // The gradient of a leaf; kNotFound if no pass gave it one, kFailedPrecondition once released.
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
+#include "core/net/certificate_files.h"
 #include "core/net/cluster_key.h"
 
 namespace distgrad {
@@ -93,10 +94,9 @@ absl::Status Handshake::CheckHello() const {
   if (certificates != ((FlagsOf(own_hello_) & kHasCertificates) != 0)) {
     return absl::UnauthenticatedError(
         certificates
-            ? "the other end uses certificates, this one has none (the option tls.cert, or "
-              "DISTGRAD_TLS_CERT)"
-            : "the other end has no certificates (the option tls.cert, or "
-              "DISTGRAD_TLS_CERT), this one has");
+            ? absl::StrCat("the other end uses certificates, this one has none (", kCertSetting,
+                           ")")
+            : absl::StrCat("the other end has no certificates (", kCertSetting, "), this one has"));
   }
   return absl::OkStatus();
 }

@@ -212,8 +212,8 @@ std::string ShapeOf(const at::Tensor& tensor) {
 class Decoder {
  public:
   struct Slots {
-    bool
-        may_be_sparse;  // as SGD's momentum, which is as sparse as the gradients that it is made of
+    // As SGD's momentum, which is as sparse as the gradients that it is made of.
+    bool may_be_sparse;
     bool copy;
   };
   Decoder(absl::string_view name, const at::Tensor& tensor, const at::Tensor& parameter,

@@ -82,6 +82,18 @@ struct Layers {
   Tensors weights, biases;
 };
 
+// The stages of all workers, by worker.
+std::vector<std::unique_ptr<PipelineStages>> CreateStages(
+    Cluster& cluster, std::vector<std::map<int, PipelineStage>> stages) {
+  std::vector<std::unique_ptr<PipelineStages>> made;
+  for (int i = 0; i < cluster.size(); ++i) {
+    auto one = PipelineStages::Create(&cluster[i], "model", std::move(stages[i]));
+    EXPECT_TRUE(one.ok()) << one.status();
+    made.push_back(*std::move(one));
+  }
+  return made;
+}
+
 // The stages of all workers, each from one function, with a loss on the last one.
 std::vector<std::unique_ptr<PipelineStages>> MakeStages(
     Cluster& cluster, const std::vector<int>& worker_of_stage,
@@ -94,13 +106,7 @@ std::vector<std::unique_ptr<PipelineStages>> MakeStages(
         .loss = loss,
         .inputs = std::nullopt};
   }
-  std::vector<std::unique_ptr<PipelineStages>> made;
-  for (int i = 0; i < cluster.size(); ++i) {
-    auto one = PipelineStages::Create(&cluster[i], "model", std::move(stages[i]));
-    EXPECT_TRUE(one.ok()) << one.status();
-    made.push_back(*std::move(one));
-  }
-  return made;
+  return CreateStages(cluster, std::move(stages));
 }
 
 std::vector<std::string> Names(int count) {
@@ -361,13 +367,7 @@ std::vector<std::unique_ptr<PipelineStages>> MakeStagesWithSkips(Cluster& cluste
         .skips = SkipsOf(s),
         .recompute = recompute};
   }
-  std::vector<std::unique_ptr<PipelineStages>> made;
-  for (int i = 0; i < cluster.size(); ++i) {
-    auto one = PipelineStages::Create(&cluster[i], "model", std::move(stages[i]));
-    EXPECT_TRUE(one.ok()) << one.status();
-    made.push_back(*std::move(one));
-  }
-  return made;
+  return CreateStages(cluster, std::move(stages));
 }
 
 struct SkipCase {
@@ -458,10 +458,7 @@ TEST_P(PipelineTest, TheGradientOfASkipWithinARankBelongsToTheStageThatGetsIt) {
           .inputs = s == 2 ? 2 : 1,
           .skips = s == 0 ? std::vector{2} : std::vector<int>{}};
     }
-    std::vector<std::unique_ptr<PipelineStages>> made;
-    for (int i = 0; i < cluster.size(); ++i) {
-      made.push_back(*PipelineStages::Create(&cluster[i], "model", std::move(stages[i])));
-    }
+    const auto made = CreateStages(cluster, std::move(stages));
     const auto pipeline = MakePipeline(cluster, schedule);
     const at::Tensor x = at::randn({8, 16}), y = at::rand({8, 16});
     const Context context = cluster[0].NewContext();

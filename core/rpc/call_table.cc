@@ -131,10 +131,8 @@ void CallTable::EndLate(uint64_t number, Link& link, uint64_t bytes) {
     const auto found = calls_.find(number);
     if (found != calls_.end()) late = TakeOut(found);
   }
-  if (late.has_value()) {
-    WithdrawOrCancel(number, *late);
-    return EndWithError(*std::move(late), absl::DeadlineExceededError(kLate));
-  }
+  if (late.has_value())
+    return EndEarly(number, *std::move(late), absl::DeadlineExceededError(kLate));
   // Its own cancel went before its request, and found nothing.
   SendCancel(link, number, bytes);
 }
@@ -146,9 +144,13 @@ void CallTable::SendCancel(Link& link, uint64_t number, uint64_t bytes) {
   link.SendBehind(bytes, std::move(packet));
 }
 
-void CallTable::WithdrawOrCancel(uint64_t number, const Call& call) {
-  if (!call.has_left) return call.link->Withdraw(number);
-  SendCancel(*call.link, number, call.bytes);
+void CallTable::EndEarly(uint64_t number, Call call, const absl::Status& why) {
+  if (call.has_left) {
+    SendCancel(*call.link, number, call.bytes);
+  } else {
+    call.link->Withdraw(number);
+  }
+  EndWithError(std::move(call), why);
 }
 
 void CallTable::Cancel(uint64_t number) {
@@ -159,8 +161,7 @@ void CallTable::Cancel(uint64_t number) {
     if (found == calls_.end()) return;
     cancelled = TakeOut(found);
   }
-  WithdrawOrCancel(number, *cancelled);
-  EndWithError(*std::move(cancelled), absl::CancelledError("it was cancelled by its caller"));
+  EndEarly(number, *std::move(cancelled), absl::CancelledError("it was cancelled by its caller"));
 }
 
 void CallTable::EndCallsOver(const Link& link, const absl::Status& why) {
@@ -251,8 +252,7 @@ void CallTable::OnTimer(uint64_t number) {
   }
   SetTimer(next);
   for (auto& [call_number, call] : late) {
-    WithdrawOrCancel(call_number, call);
-    EndWithError(std::move(call), absl::DeadlineExceededError(kLate));
+    EndEarly(call_number, std::move(call), absl::DeadlineExceededError(kLate));
   }
 }
 

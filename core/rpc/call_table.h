@@ -122,8 +122,9 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   // Tells the worker that serves a call of so many bytes, behind its request, that nobody waits for
   // it any more. Does no harm where the call has ended there, or never came.
   static void SendCancel(Link& link, uint64_t number, uint64_t bytes);
-  // Keeps a call that has ended from leaving, or tells the worker that serves it.
-  static void WithdrawOrCancel(uint64_t number, const Call& call);
+  // Ends one that was taken and has no answer: keeps its request from leaving, or tells the worker
+  // that serves it.
+  void EndEarly(uint64_t number, Call call, const absl::Status& why);
 
   Clock* const clock_;
   const Limits limits_;

@@ -375,8 +375,8 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
     // It broke while the store was asked.
     if (found == links_.end() || found->second.mark == Entry::Mark::kDropped) return;
     Ended& ended = EndedWith(hello.from, hello.from_incarnation);
-    // A later one was faster, and has said so; or the peer has come back meanwhile.
-    // Or this worker has given it up itself, before it came.
+    // A later one was faster, and has said so; or this worker has given it up itself, before it
+    // came; or the peer has come back meanwhile.
     is_given_up = hello.number < std::max(ended.first_of_peer, ended.first_other) ||
                   hello.from_incarnation < ended.incarnation;
     if (is_given_up) {

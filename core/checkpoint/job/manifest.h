@@ -51,8 +51,8 @@ bool IsOptimizerName(const std::string& name);
 
 // What is read may come from anybody: afterwards files are names within their folder, optimizers
 // have names that they can have, and no two files have a tensor of one name, but for those of
-// different optimizers. kDataLoss unless the checksum
-// is right; kUnimplemented for a later version; else kInvalidArgument.
+// different optimizers. kDataLoss unless the checksum is right; kUnimplemented for a later version;
+// else kInvalidArgument.
 absl::StatusOr<Manifest> ParseManifest(absl::string_view text);
 
 // From the file of a folder; errors name it. kNotFound if there is none.
