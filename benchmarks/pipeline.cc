@@ -4,10 +4,12 @@
 // PyTorch's own RPC and distributed autograd.
 //
 //   tools/bazel run //benchmarks:pipeline -- [--unit-ms 10] [--rounds 5] [--no-split]
-//                                            [--no-waiting] [--traces DIR]
+//                                            [--no-waiting] [--models NAME] [--only NAME]
+//                                            [--traces DIR]
 //
-// With --traces each rank's actions of the stages that wait go to DIR/SCHEDULE-M.RANK.json, of
-// which tools/pipeline_picture.py draws a picture.
+// With --traces each rank's actions go to DIR/SCHEDULE-M.RANK.json where stages wait, and to
+// DIR/SCHEDULE-MODEL-M.RANK.json where they compute; tools/pipeline_picture.py draws pictures of
+// them.
 #include "core/pipeline/pipeline.h"
 
 #include <ATen/Parallel.h>
@@ -20,6 +22,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -28,10 +31,12 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -54,10 +59,14 @@ using Tensors = std::vector<at::Tensor>;
 using Kind = Action::Kind;
 
 constexpr absl::Duration kPatience = absl::Minutes(5);
+// How often a process that computes measures before it is the next contender's turn.
+constexpr int kRoundsOfATurn = 2;
 
 absl::Duration unit = absl::Milliseconds(10);
 int rounds = 5;
 std::string traces;  // the folder; empty: none
+std::string models;  // a part of the names of the models that are computed; empty: all
+std::string only;    // the same of the ways to compute them
 
 // 0 where nothing was measured.
 double Median(std::vector<double> values) {
@@ -142,10 +151,22 @@ std::vector<std::string> Names(int ranks) {
   return names;
 }
 
-// Lets the first rank drive, while the others serve.
+// Writes what the ranks of this worker did, for tools/pipeline_picture.py.
+absl::Status WriteTrace(const Worker& worker, const std::string& name, StageTrace& trace) {
+  const std::string path = absl::StrCat(traces, "/", name, ".", worker.rank(), ".json");
+  std::ofstream file(path);
+  file << ToChromeTrace({.worker = worker.name(), .rank = static_cast<WorkerRank>(worker.rank())},
+                        trace.Take())
+       << std::flush;
+  return file ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cannot write ", path));
+}
+
+// Lets the first rank drive, while the others serve. The name is that of the traces, too.
 absl::Status Drive(Worker& worker, const std::string& name, std::map<int, PipelineStage> stages,
-                   const Schedule& schedule, const std::function<absl::Status(Pipeline&)>& drive,
-                   PipelineStagesOptions options = {}) {
+                   const Schedule& schedule, const std::function<absl::Status(Pipeline&)>& drive) {
+  StageTrace trace;
+  PipelineStagesOptions options;
+  if (!traces.empty()) options.on_action = trace.Recorder();
   DG_ASSIGN_OR_RETURN(const auto own,
                       PipelineStages::Create(&worker, name, std::move(stages), std::move(options)));
   DG_RETURN_IF_ERROR(worker.Barrier(Deadline::After(kPatience)));
@@ -156,7 +177,8 @@ absl::Status Drive(Worker& worker, const std::string& name, std::map<int, Pipeli
                          {.name = name, .workers = Names(schedule.ranks()), .schedule = schedule}));
     DG_RETURN_IF_ERROR(drive(*pipeline));
   }
-  return worker.Shutdown(Deadline::After(kPatience));
+  DG_RETURN_IF_ERROR(worker.Shutdown(Deadline::After(kPatience)));
+  return traces.empty() ? absl::OkStatus() : WriteTrace(worker, name, trace);
 }
 
 // ------------------------------------------------------------------------------------- Waiting
@@ -188,17 +210,7 @@ absl::Status RunWaiting(Worker& worker, const std::string& name, const Schedule&
     said->push_back(1e-6 * static_cast<double>(waited_ns) / static_cast<double>(waits));
     return absl::OkStatus();
   };
-  if (traces.empty()) return Drive(worker, "waiting", std::move(stages), schedule, drive);
-  StageTrace trace;
-  DG_RETURN_IF_ERROR(Drive(worker, "waiting", std::move(stages), schedule, drive,
-                           {.on_action = trace.Recorder()}));
-  const std::string path =
-      absl::StrCat(traces, "/", name, "-", schedule.micro_batches, ".", worker.rank(), ".json");
-  std::ofstream file(path);
-  file << ToChromeTrace({.worker = worker.name(), .rank = static_cast<WorkerRank>(worker.rank())},
-                        trace.Take())
-       << std::flush;
-  return file ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cannot write ", path));
+  return Drive(worker, name, std::move(stages), schedule, drive);
 }
 
 void ReportWaiting() {
@@ -213,10 +225,10 @@ void ReportWaiting() {
         {"interleaved", *InterleavedOneForwardOneBackward(4, 2, m)},
         {"ZB-H1", *ZeroBubbleH1(4, m)}};
     for (const auto& [name, schedule] : schedules) {
-      std::vector<double> times =
-          InJob(4, [&name = name, &schedule = schedule](Worker& worker, std::vector<double>* said) {
-            return RunWaiting(worker, name, schedule, said);
-          });
+      std::vector<double> times = InJob(4, [&name = name, &schedule = schedule](
+                                               Worker& worker, std::vector<double>* said) {
+        return RunWaiting(worker, absl::StrCat(name, "-", schedule.micro_batches), schedule, said);
+      });
       if (times.empty()) continue;
       const double ms = times.back();
       times.pop_back();
@@ -249,7 +261,7 @@ absl::Status RunAlone(const SplitJob& job, int layers, int threads, int micro_ba
   const SplitPart all(job, layers);
   const Tensors xs = at::randn(job.BatchSizes()).tensor_split(micro_batches);
   const Tensors ys = at::randn(job.BatchSizes()).tensor_split(micro_batches);
-  return MeasureSplit(job, rounds, said, [&]() -> absl::Status {
+  return MeasureSplit(job, kRoundsOfATurn, said, [&]() -> absl::Status {
     for (int m = 0; m < micro_batches; ++m) {
       const at::Tensor loss = SplitLoss(all.Forward({xs[m]}), {ys[m]});
       loss.backward(at::full_like(loss, 1.0 / micro_batches));
@@ -260,8 +272,8 @@ absl::Status RunAlone(const SplitJob& job, int layers, int threads, int micro_ba
   });
 }
 
-absl::Status RunSplit(Worker& worker, const SplitJob& job, const Schedule& schedule,
-                      std::vector<double>* said) {
+absl::Status RunSplit(Worker& worker, const std::string& name, const SplitJob& job,
+                      const Schedule& schedule, std::vector<double>* said) {
   at::set_num_threads(1);
   const int rank = worker.rank();
   const auto part = std::make_shared<SplitPart>(job, job.layers / schedule.ranks());
@@ -270,14 +282,14 @@ absl::Status RunSplit(Worker& worker, const SplitJob& job, const Schedule& sched
         [&](const at::Tensor& parameter) { return ValueOrThrow(context.Gradient(parameter)); });
     return absl::OkStatus();
   };
-  return Drive(worker, "computing",
+  return Drive(worker, name,
                {{rank,
                  {.forward = [part](Tensors in) { return part->Forward(std::move(in)); },
                   .loss = SplitLoss,
                   .step = step}}},
                schedule, [&](Pipeline& pipeline) {
                  const at::Tensor x = at::randn(job.BatchSizes()), y = at::randn(job.BatchSizes());
-                 return MeasureSplit(job, rounds, said, [&] {
+                 return MeasureSplit(job, kRoundsOfATurn, said, [&] {
                    const Context context = worker.NewContext();
                    return pipeline.Train(context, {x}, {y}).status();
                  });
@@ -301,54 +313,96 @@ double Efficiency(const Schedule& schedule) {
   return timeline->busy[0] / timeline->end;
 }
 
+// A way to compute a job, and what its turns have measured.
+struct Contender {
+  std::string name;
+  std::function<std::vector<double>()> run;
+  double at_most = 0;  // of the processes that do not wait; 0 where no schedule bounds it
+  std::vector<double> rates;
+
+  Contender(std::string its_name, std::function<std::vector<double>()> its_run,
+            double its_at_most = 0)
+      : name(std::move(its_name)), run(std::move(its_run)), at_most(its_at_most) {}
+};
+
+// The median of a contender's rates by those of another one in the same rounds: what slows the
+// machine down for some seconds slows both.
+double MedianRatio(const Contender& one, const Contender& other) {
+  std::vector<double> ratios;
+  for (size_t i = 0; i < std::min(one.rates.size(), other.rates.size()); ++i) {
+    if (one.rates[i] > 0 && other.rates[i] > 0) ratios.push_back(one.rates[i] / other.rates[i]);
+  }
+  return Median(std::move(ratios));
+}
+
 void ReportSplit(const SplitJob& job) {
+  if (!absl::StrContains(job.name, models)) return;
   std::printf("%s, batches of %d in %d micro-batches; %s per second\n", job.name.c_str(), job.batch,
               job.micro_batches, job.transformer ? "tokens" : "samples");
-  const auto alone = [&](int threads, int micro_batches) {
-    return Median(InProcesses(1, [&](int, std::vector<double>* said) {
-      return RunAlone(job, job.layers, threads, micro_batches, said);
-    }));
+  std::fflush(stdout);  // Before processes are forked, which would print it again.
+  const auto alone = [&job](int processes, int threads, int micro_batches) {
+    return [=, &job] {
+      return InProcesses(processes, [&](int, std::vector<double>* said) {
+        return RunAlone(job, job.layers / processes, threads, micro_batches, said);
+      });
+    };
   };
-  const double two = alone(2, 1);
-  // Half of the layers in each: what is left if nobody waits for anybody.
-  const double apart = Median(InProcesses(2, [&](int, std::vector<double>* said) {
-    return RunAlone(job, job.layers / 2, 1, job.micro_batches, said);
-  }));
-  std::printf("%-42s %8.0f\n", "one process, 2 threads", two);
-  std::printf("%-42s %8.0f\n", "the same in micro-batches", alone(2, job.micro_batches));
-  std::printf("%-42s %8.0f\n", "one process, 1 thread", alone(1, 1));
-  std::printf("%-42s %8.0f\n", "the same in micro-batches", alone(1, job.micro_batches));
-  std::printf("%-42s %8.0f\n", "2 processes that do not wait, 1 thread each", apart);
+  std::vector<Contender> all;
+  all.emplace_back("one process, 2 threads", alone(1, 2, 1));
+  // Some of the layers in each: what is left if nobody waits for anybody.
+  all.emplace_back(absl::StrCat(job.processes, " processes that do not wait, 1 thread each"),
+                   alone(job.processes, 1, job.micro_batches));
+  all.emplace_back("one process, 2 threads, in micro-batches", alone(1, 2, job.micro_batches));
+  all.emplace_back("one process, 1 thread", alone(1, 1, 1));
+  all.emplace_back("one process, 1 thread, in micro-batches", alone(1, 1, job.micro_batches));
   // PyTorch has no pipeline without Python: a batch goes through both processes at once, or in
-  // parts that all are on their way together, and one backward goes back.
+  // parts that all are on their way together, and one backward goes back. Its side knows two
+  // halves.
   for (const int parts : {1, job.micro_batches}) {
-    const int port = FreePort();
-    const double pytorch = Median(InProcesses(2, [&](int rank, std::vector<double>* said) {
-      const SideOptions place{.config = "uv", .rank = rank, .world = 2, .port = port};
-      return TrainWithPytorch(job, parts, place, rounds, said);
-    }));
-    std::printf("%-42s %8.0f, %.2f of one process\n",
-                absl::StrCat("2 processes, PyTorch's own, ", parts, parts == 1 ? " part" : " parts")
-                    .c_str(),
-                pytorch, pytorch / two);
+    if (job.processes != 2) break;
+    all.emplace_back(
+        absl::StrCat("2 processes, PyTorch's own, ", parts, parts == 1 ? " part" : " parts"),
+        [&job, parts] {
+          const int port = FreePort();
+          return InProcesses(2, [&](int rank, std::vector<double>* said) {
+            const SideOptions place{.config = "uv", .rank = rank, .world = 2, .port = port};
+            return TrainWithPytorch(job, parts, place, kRoundsOfATurn, said);
+          });
+        });
+  }
+  const int processes = job.processes;
+  // Else one that waits lets another one have its processor.
+  const bool all_at_once = processes <= static_cast<int>(std::thread::hardware_concurrency());
+  const std::vector<std::pair<std::string, Schedule>> schedules = {
+      {"GPipe", *GPipe(processes, job.micro_batches)},
+      {"1F1B", *OneForwardOneBackward(processes, job.micro_batches)},
+      {"ZB-H1", *ZeroBubbleH1(processes, job.micro_batches)}};
+  for (const auto& [name, schedule] : schedules) {
+    Schedule with_steps = schedule;
+    for (int s = 0; s < processes; ++s) with_steps.lists[s].push_back({Kind::kStep, s});
+    const std::string trace = absl::StrCat(name, "-", job.name, "-", job.micro_batches);
+    all.emplace_back(
+        absl::StrCat(processes, " processes, 1 thread each, ", name),
+        [&job, with_steps, trace] {
+          return InJob(job.processes, [&](Worker& worker, std::vector<double>* said) {
+            return RunSplit(worker, trace, job, with_steps, said);
+          });
+        },
+        all_at_once ? Efficiency(schedule) : 0);
+  }
+  for (int round = 0; round < rounds; ++round) {
+    for (Contender& one : all) {
+      if (absl::StrContains(one.name, only)) one.rates.push_back(Median(one.run()));
+    }
+  }
+  for (const Contender& one : all) {
+    if (one.rates.empty()) continue;
+    std::printf("%-44s %8.0f, %.2f of one process, %.2f of not waiting", one.name.c_str(),
+                Median(one.rates), MedianRatio(one, all[0]), MedianRatio(one, all[1]));
+    if (one.at_most > 0) std::printf(" (at most %.2f)", one.at_most);
+    std::printf("\n");
   }
   std::fflush(stdout);
-  std::vector<std::pair<std::string, Schedule>> schedules = {
-      {"GPipe", *GPipe(2, job.micro_batches)},
-      {"1F1B", *OneForwardOneBackward(2, job.micro_batches)},
-      {"ZB-H1", *ZeroBubbleH1(2, job.micro_batches)}};
-  for (auto& [name, schedule] : schedules) {
-    const double efficiency = Efficiency(schedule);
-    for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Kind::kStep, s});
-    const double split =
-        Median(InJob(2, [&job, &schedule = schedule](Worker& worker, std::vector<double>* said) {
-          return RunSplit(worker, job, schedule, said);
-        }));
-    std::printf("%-42s %8.0f, %.2f of one process, %.2f of not waiting (at most %.2f)\n",
-                absl::StrCat("2 processes, 1 thread each, ", name).c_str(), split, split / two,
-                split / apart, efficiency);
-    std::fflush(stdout);
-  }
 }
 
 int Main(int argc, char** argv) {
@@ -356,26 +410,35 @@ int Main(int argc, char** argv) {
   double unit_ms = 10;
   bool no_split = false, no_waiting = false;
   app.add_option("--unit-ms", unit_ms, "How long a stage waits in each third of its work");
-  app.add_option("--rounds", rounds, "How many steps, or rows of steps, a median is of");
+  app.add_option("--rounds", rounds, "How many steps, or turns of all contenders, a median is of");
   app.add_flag("--no-split", no_split, "Only the stages that wait");
   app.add_flag("--no-waiting", no_waiting, "Only the stages that compute");
-  app.add_option("--traces", traces, "Folder for what each rank of the stages that wait did");
+  app.add_option("--models", models, "Only the models whose names contain this");
+  app.add_option("--only", only, "Only the ways to compute whose names contain this");
+  app.add_option("--traces", traces, "Folder for what each rank did, in the last turn");
   CLI11_PARSE(app, argc, argv);
   unit = absl::Milliseconds(unit_ms);
   if (!no_waiting) ReportWaiting();
   if (no_split) return 0;
   ReportSplit({.name = "8 layers of 512", .layers = 8, .width = 512, .batch = 256});
   ReportSplit({.name = "8 layers of 1024", .layers = 8, .width = 1024, .batch = 512, .steps = 2});
-  for (const int micro_batches : {8, 16}) {
-    ReportSplit({.name = "4 transformer blocks of 256, sequences of 128",
-                 .transformer = true,
-                 .layers = 4,
-                 .width = 256,
-                 .batch = 2 * micro_batches,
-                 .sequence = 128,
-                 .micro_batches = micro_batches,
-                 .steps = 2});
-  }
+  SplitJob transformer = {.name = "4 transformer blocks of 256, sequences of 128",
+                          .transformer = true,
+                          .layers = 4,
+                          .width = 256,
+                          .batch = 16,
+                          .sequence = 128,
+                          .micro_batches = 8,
+                          .steps = 2};
+  ReportSplit(transformer);
+  transformer.batch = 32;
+  transformer.micro_batches = 16;
+  ReportSplit(transformer);
+  transformer.name = "6 transformer blocks of 256, sequences of 128";
+  transformer.layers = 6;
+  transformer.processes = 3;
+  transformer.steps = 1;
+  ReportSplit(transformer);
   return 0;
 }
 

@@ -18,7 +18,8 @@ struct SplitJob {
   std::string name;
   bool transformer = false;
   int layers = 0, width = 0, batch = 0, sequence = 1, micro_batches = 8;
-  int steps = 10;  // of a round
+  int processes = 2;  // that it is split over, if it is
+  int steps = 10;     // of a round
 
   std::vector<int64_t> BatchSizes() const;
 };
