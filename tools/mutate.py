@@ -5,15 +5,21 @@
   tools/mutate.py --list FILE_OR_FOLDER...
 
 A mutant is a source file with one change: a statement is gone, two stand in the other order, a
-condition is turned round, a comparison is off by one, a mutex is not locked. N of them (default 20)
-are drawn by the seed from all that the files allow (*.cc, tests aside). Each is built and tested in a
-work tree of its own (DIR, default "mutants" in the project's cache; kept, for the next run builds on
-it): the tests of its package first, and if they pass those of //core/worker, //capi and
-//tests/integration; where a mutex is not locked, clang's analysis by //tools:clang_tidy_test. A change that does not compile is no mutant, and another is drawn for it. What
-fails or hangs is killed; what passes survives, and wants a test or a reason.
+condition is turned round, a comparison is off by one, a mutex is not locked. N of them (default 20),
+each on lines of its own, are drawn by the seed from all that the files allow (*.cc, tests aside).
 
-Each result is printed, and appended to FILE as a line of JSON. Ends with 1 if fewer than nine in ten
-are killed.
+All are built at once, into one tree of programs (mutant schemata; R. Untch, 1993): each change stands
+beside what it replaces, and a file says, when a program starts, which one counts. A change that does
+not compile is no mutant. The tests of TESTED run once without any, which tells which of them get to
+which mutant; and then, for each mutant, those of its package that do, and if they pass the others.
+A test that takes longer than half of --timeout by itself is left out. What fails or hangs is killed;
+what passes survives, and wants a test or a reason. Where a mutex is not locked no test is run, but
+clang's analysis by //tools:clang_tidy_test.
+
+The tree (DIR, default "mutants" in the project's cache) is a work tree of its own, and kept: the next
+run builds on it. Each result is printed, and appended to FILE as a line of JSON; a run with the same
+seed, count and FILE goes on where the last one was stopped. Ends with 1 if fewer than nine in ten are
+killed.
 """
 
 import argparse
@@ -22,18 +28,21 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 
 NO_LOCK = "without the lock"
+GONE = "without the statement"
+SWAPPED = "two statements the other way round"
 CACHE = os.environ.get("DISTGRAD_CACHE") or os.path.expanduser("~/.cache/distgrad")
-TESTED_NEXT = ["//core/worker/...", "//capi/...", "//tests/integration/..."]
+TESTED = ["//core/...", "//capi/...", "//tests/integration/..."]
 
 # A statement on one line that is no declaration: what it does can be left out.
 STATEMENT = re.compile(r"^\s+(?!return\b|using\b|static\b|constexpr\b|const\b|auto\b|delete\b|goto\b|"
                        r"break\b|continue\b|DG_ASSIGN_OR_RETURN|absl::MutexLock\b|case\b|typedef\b|"
                        r"public:|private:)"
-                       r"(?:\+\+|--|\*)?[A-Za-z_][\w:.\->\[\]()]*\s*(?:\(|[-+|&^]?=[^=]|\+\+|--).*;"
+                       r"(?:\+\+|--|\*)?[A-Za-z_][\w:.\->\[\]()]*\s*(?:\(|[-+*/|&^]?=[^=]|\+\+|--).*;"
                        r"(?:\s*//.*)?$")
 LEAVES = re.compile(r"^\s+(?:break|continue|return);")
 LOCK = re.compile(r"^\s+absl::(?:Reader|Writer)?MutexLock \w+\(.*\);")
@@ -44,8 +53,54 @@ CONDITION = re.compile(r"\b(if|while) \((.*)\)( \{| return| continue| break|$)")
 COMPARISONS = [("==", "!="), ("!=", "=="), ("<=", "<"), (">=", ">"), ("<", "<="), (">", ">=")]
 
 
+# In each file: whether a mutant counts. $DISTGRAD_MUTANTS/on has its number; where that is 0, each
+# test says in $DISTGRAD_MUTANTS/seen which mutants it gets to. In one line, so that the others stay
+# where they are.
+SWITCH = re.sub(r"\n\s*", " ", """
+namespace {
+  [[maybe_unused]] bool Mutant(int number) {
+    static const char* const folder = std::getenv("DISTGRAD_MUTANTS");
+    static const int on = [] {
+      int value = -1;
+      char path[4096];
+      std::snprintf(path, sizeof(path), "%s/on", folder != nullptr ? folder : "");
+      if (FILE* file = fopen(path, "re")) {
+        if (fscanf(file, "%d", &value) != 1) value = -1;
+        fclose(file);
+      }
+      return value;
+    }();
+    static bool told[100000];
+    if (on == 0 && !__atomic_exchange_n(&told[number], true, __ATOMIC_RELAXED)) {
+      const char* test = std::getenv("TEST_TARGET");
+      char path[4096];
+      int end = std::snprintf(path, sizeof(path), "%s/seen/%d@", folder, number);
+      for (; test != nullptr && *test != 0 && end < 4000; ++test) {
+        path[end++] = *test == '/' ? '+' : *test;
+      }
+      path[end] = 0;
+      if (FILE* file = fopen(path, "we")) fclose(file);
+    }
+    return number == on;
+  }
+}""").strip()
+
+
+ADDED = 3  # lines: what it needs, and it
+
+
 def is_statement(line):
   return STATEMENT.match(line) is not None and not DECLARATION.match(line)
+
+
+def region(line):
+  """Where in a line the one expression is that can be computed in two ways; None if nowhere."""
+  for pattern, group in ((CONDITION, 2), (r"\bfor \([^;]*; ([^;]*);[^;]*\) ?\{?$", 1),
+                         (r"^\s+return (.*);$", 1), (r"^\s+[\w ]*[\w.\->\[\]]+ = (.*);$", 1)):
+    found = re.search(pattern, line)
+    if found and found[group].count("(") == found[group].count(")"):
+      return found.start(group), found.end(group)
+  return None
 
 
 def mutants_of(lines):
@@ -57,27 +112,56 @@ def mutants_of(lines):
     statement = is_statement(line)
     balanced = line.count("(") == line.count(")") and line.count("{") == line.count("}")
     if (statement and balanced) or LEAVES.match(line):
-      found.append((i, "without the statement", [re.sub(r"\S.*", ";", line)]))
+      found.append((i, GONE, [re.sub(r"\S.*", ";", line)]))
       below = lines[i + 1] if i + 1 < len(lines) else ""
       indent = len(line) - len(line.lstrip())
       if (statement and is_statement(below) and not LEFT_ALONE.match(below) and
           below.count("(") == below.count(")") and indent == len(below) - len(below.lstrip())):
-        found.append((i, "two statements the other way round", [below, line]))
+        found.append((i, SWAPPED, [below, line]))
     if LOCK.match(line):
       found.append((i, NO_LOCK, [re.sub(r"\S.*", ";", line)]))
-    condition = CONDITION.search(line)
-    if condition and condition[2].count("(") == condition[2].count(")") and " = " not in condition[2]:
-      turned = f"{condition[1]} (!({condition[2]})){condition[3]}"
-      found.append((i, "the other condition", [line[:condition.start()] + turned + line[condition.end():]]))
+    where = region(line)
+    if where is None:
+      continue
+    before, expression, after = line[:where[0]], line[where[0]:where[1]], line[where[1]:]
+    others = []
+    if CONDITION.search(line) and " = " not in expression:
+      others.append(("the other condition", f"!({expression})"))
       for operator, other in (("&&", "||"), ("||", "&&")):
-        if f" {operator} " in condition[2]:
-          found.append((i, f"{other} for {operator}", [line.replace(f" {operator} ", f" {other} ", 1)]))
+        if f" {operator} " in expression:
+          others.append((f"{other} for {operator}",
+                         expression.replace(f" {operator} ", f" {other} ", 1)))
     for operator, other in COMPARISONS:
-      at = line.find(f" {operator} ")
-      if at >= 0 and "template" not in line:
-        found.append((i, f"{other} for {operator}", [line.replace(f" {operator} ", f" {other} ", 1)]))
+      if f" {operator} " in expression:
+        others.append((f"{other} for {operator}",
+                       expression.replace(f" {operator} ", f" {other} ", 1)))
         break
+    found += [(i, what, [before + changed + after]) for what, changed in others]
   return found
+
+
+def plant(lines, drawn):
+  """The text of a file in which each of the mutants drawn, (number, line, what, new lines), stands
+  beside what it replaces. It has ADDED lines more, before that of its namespace."""
+  lines = list(lines)
+  for number, i, what, new in drawn:
+    bare = [re.sub(r"\s*//.*$", "", line).strip() for line in lines[i:i + len(new)]]
+    if what == GONE:
+      lines[i] = f"{{ if (!Mutant({number})) {bare[0]} }}"
+    elif what == SWAPPED:
+      lines[i] = (f"{{ if (!Mutant({number})) {{ {bare[0]} {bare[1]} }} "
+                  f"else {{ {bare[1]} {bare[0]} }} }}")
+      lines[i + 1] = ""
+    else:
+      begin, end = region(lines[i])
+      tail = len(lines[i]) - end
+      other = new[0][begin:len(new[0]) - tail]
+      same = lines[i][begin:end]
+      if CONDITION.search(lines[i]):
+        same = f"static_cast<bool>({same})"
+      lines[i] = f"{lines[i][:begin]}(Mutant({number}) ? ({other}) : ({same})){lines[i][end:]}"
+  at = next(i for i, line in enumerate(lines) if line.startswith("namespace "))
+  return "\n".join(lines[:at] + ["#include <cstdio>", "#include <cstdlib>", SWITCH] + lines[at:])
 
 
 def files_of(names):
@@ -120,68 +204,175 @@ def bazel(tree, *arguments):
                         capture_output=True, text=True, check=False)
 
 
-def failing(tree, targets):
-  """The tests among `targets` that fail or hang; None if all pass."""
-  ran = bazel(tree, "test", "--test_timeout=120,300,600,900", "--test_output=summary",
-              "--notest_keep_going", *targets)
-  if ran.returncode == 0 or ran.returncode == 4:  # 4: there are no tests
-    return None
-  failed = re.findall(r"^(//\S+)\s+(?:FAILED|TIMEOUT)", ran.stdout + ran.stderr, re.M)
-  return ", ".join(dict.fromkeys(failed)) or f"Bazel ended with {ran.returncode}"
+class Schemata:
+  """The tree with all mutants in it, of which one counts at a time, and the tests that reach each."""
+
+  def __init__(self, tree, timeout):
+    self.tree = tree
+    self.timeout = timeout
+    self.folder = tree + ".on"
+    self.reached = {}
+
+  def test(self, targets, *arguments):
+    return bazel(self.tree, "test", "--nocache_test_results", f"--test_timeout={self.timeout}",
+                 f"--test_env=DISTGRAD_MUTANTS={self.folder}",
+                 f"--sandbox_writable_path={self.folder}", "--test_output=summary",
+                 "--test_summary=terse", *arguments, "--", *targets)
+
+  def switch(self, number):
+    with open(os.path.join(self.folder, "on"), "w", encoding="ascii") as file:
+      file.write(str(number))
+
+  def build(self, mutants):
+    """Plants the mutants, by number, and returns the numbers of those that compile."""
+    shutil.rmtree(self.folder, ignore_errors=True)
+    os.makedirs(os.path.join(self.folder, "seen"), mode=0o777)
+    os.chmod(os.path.join(self.folder, "seen"), 0o777)
+    files = {file for file, _, _, _ in mutants.values()}
+    sources = {}
+    for file in files:
+      with open(file, encoding="utf-8") as source:
+        sources[file] = source.read().split("\n")
+    left = {n: m for n, m in mutants.items() if m[2] != NO_LOCK}
+    while True:
+      for file in files:
+        drawn = [(n, i, what, new) for n, (f, i, what, new) in left.items() if f == file]
+        text = plant(sources[file], drawn) if drawn else "\n".join(sources[file])
+        with open(os.path.join(self.tree, file), "w", encoding="utf-8") as out:
+          out.write(text)
+      built = bazel(self.tree, "build", "--keep_going", "--build_tests_only", *TESTED)
+      if built.returncode == 0:
+        return left
+      wrong = {(file, int(line) - 1 - ADDED) for file, line in
+               re.findall(r"^(\S+\.cc):(\d+):\d+: error:", built.stdout + built.stderr, re.M)}
+      bad = [n for n, (file, i, _, _) in left.items() if (file, i) in wrong or (file, i + 1) in wrong]
+      if not bad:
+        raise SystemExit(built.stdout + built.stderr)
+      print(f"{len(bad)} do not compile", flush=True)
+      for n in bad:
+        del left[n]
+
+  def learn(self):
+    """Runs all tests without a mutant: which of them get to which mutant."""
+    self.switch(0)
+    ran = self.test(TESTED, "--keep_going", "--test_summary=short")
+    said = ran.stdout + ran.stderr
+    slow = set(re.findall(r"^(//\S+)\s+TIMEOUT", said, re.M))
+    slow |= {t for t, seconds in re.findall(r"^(//\S+)\s+PASSED in ([\d.]+)s", said, re.M)
+             if float(seconds) > self.timeout / 2}
+    failed = set(re.findall(r"^(//\S+)\s+FAILED", said, re.M))
+    if failed or "PASSED" not in said:
+      raise SystemExit(f"tests fail without a mutant: {', '.join(sorted(failed)) or said}")
+    for test in sorted(slow):
+      print(f"left out, for it takes long: {test}", flush=True)
+    for name in os.listdir(os.path.join(self.folder, "seen")):
+      number, test = name.split("@", 1)
+      test = test.replace("+", "/")
+      if test and test not in slow:
+        self.reached.setdefault(int(number), set()).add(test)
+
+  def outcome(self, number, file):
+    tests = self.reached.get(number, set())
+    if not tests:
+      return "SURVIVED: no test gets there"
+    self.switch(number)
+    own = sorted(t for t in tests if t.startswith(f"//{os.path.dirname(file)}:"))
+    for some in (own, sorted(tests - set(own))):
+      if not some:
+        continue
+      ran = self.test(some, "--notest_keep_going")
+      if ran.returncode == 0:
+        continue
+      failed = re.findall(r"^(//\S+)\s+(FAILED|TIMEOUT)", ran.stdout + ran.stderr, re.M)
+      if not failed:
+        raise SystemExit(ran.stdout + ran.stderr)
+      return "killed by " + ", ".join(test + (" (it hangs)" if how == "TIMEOUT" else "")
+                                      for test, how in dict.fromkeys(failed))
+    return f"SURVIVED: {len(tests)} tests pass"
 
 
-def outcome(tree, file, line, what, new):
+def without_lock(tree, file, line, new):
+  """What clang says of a file in which a mutex is not locked."""
   path = os.path.join(tree, file)
   with open(path, encoding="utf-8") as source:
     before = source.read()
-  lines = before.split("\n")
+  with open(file, encoding="utf-8") as source:
+    lines = source.read().split("\n")
   lines[line:line + len(new)] = new
-  package = "//" + os.path.dirname(file)
   try:
     with open(path, "w", encoding="utf-8") as source:
       source.write("\n".join(lines))
-    if bazel(tree, "build", f"{package}:all").returncode != 0:
-      return None
-    first = [f"{package}:all"] + (["//tools:clang_tidy_test"] if what == NO_LOCK else [])
-    by = failing(tree, first) or failing(tree, TESTED_NEXT)
-    return f"killed by {by}" if by else "SURVIVED"
+    ran = bazel(tree, "test", "//tools:clang_tidy_test")
+    return "killed by clang" if ran.returncode != 0 else "SURVIVED: clang finds nothing"
   finally:
     with open(path, "w", encoding="utf-8") as source:
       source.write(before)
 
 
+def draw(every, seed, count):
+  """Some of the mutants, by number from 1, each on lines of its own."""
+  random.Random(seed).shuffle(every)
+  drawn, taken = {}, set()
+  for file, i, what, new in every:
+    lines = {(file, i + k) for k in range(len(new))}
+    if len(drawn) == count:
+      break
+    if not lines & taken:
+      taken |= lines
+      drawn[len(drawn) + 1] = (file, i, what, new)
+  return drawn
+
+
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
   parser.add_argument("names", nargs="+", metavar="FILE_OR_FOLDER")
   parser.add_argument("--seed", type=int, default=1)
   parser.add_argument("--count", type=int, default=20)
   parser.add_argument("--tree", default=os.path.join(CACHE, "mutants"))
+  parser.add_argument("--timeout", type=int, default=60, help="of one test, in seconds")
   parser.add_argument("--log")
   parser.add_argument("--list", action="store_true", help="print what could be drawn")
+  parser.add_argument("--plant", action="store_true", help="print one file with all that fit in")
   options = parser.parse_args()
   every = all_mutants(options.names)
   if options.list:
     for file, i, what, new in every:
       print(f"{file}:{i + 1}: {what}: {' / '.join(line.strip() for line in new)}")
     return 0
+  mutants = draw(every, options.seed, options.count)
+  if options.plant:
+    with open(options.names[0], encoding="utf-8") as source:
+      print(plant(source.read().split("\n"),
+                  [(n, i, what, new) for n, (_, i, what, new) in mutants.items()
+                   if what != NO_LOCK]), end="")
+    return 0
+  commit = git("rev-parse", "--short", "HEAD")
+  done = {}
+  if options.log and os.path.exists(options.log):
+    with open(options.log, encoding="utf-8") as log:
+      done = {said["at"] + said["change"]: said["result"] for said in map(json.loads, log)
+              if said["seed"] == options.seed and said["commit"] == commit}
   tree = os.path.abspath(options.tree)
   prepare(tree)
-  random.Random(options.seed).shuffle(every)
+  schemata = Schemata(tree, options.timeout)
+  compiled = schemata.build(mutants)
+  schemata.learn()
   killed, survived = 0, 0
-  for file, i, what, new in every:
-    if killed + survived == options.count:
-      break
-    result = outcome(tree, file, i, what, new)
-    if result is None:
+  for number, (file, i, what, new) in mutants.items():
+    at = f"{file}:{i + 1}"
+    if what != NO_LOCK and number not in compiled:
       continue
-    killed += result != "SURVIVED"
-    survived += result == "SURVIVED"
-    said = {"at": f"{file}:{i + 1}", "change": what, "lines": [line.strip() for line in new],
-            "result": result, "seed": options.seed, "commit": git("rev-parse", "--short", "HEAD")}
-    print(f"{said['at']}: {what}: {result}", flush=True)
-    if options.log:
-      with open(options.log, "a", encoding="utf-8") as log:
-        log.write(json.dumps(said) + "\n")
+    result = done.get(at + what)
+    if result is None:
+      result = (without_lock(tree, file, i, new) if what == NO_LOCK else
+                schemata.outcome(number, file))
+      if options.log:
+        with open(options.log, "a", encoding="utf-8") as log:
+          log.write(json.dumps({"at": at, "change": what, "lines": [line.strip() for line in new],
+                                "result": result, "seed": options.seed, "commit": commit}) + "\n")
+    killed += result.startswith("killed")
+    survived += result.startswith("SURVIVED")
+    print(f"{at}: {what}: {result}", flush=True)
   print(f"{killed} of {killed + survived} mutants were killed")
   return 0 if killed >= 0.9 * (killed + survived) else 1
 
