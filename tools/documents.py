@@ -4,6 +4,7 @@ documents.py [--root FOLDER] FILE...
 
 - A relative link leads to a file or folder that git has, or that is there; its #anchor is a heading
   of it.
+- The file of a `{literalinclude}` is there, and has the text at which the part begins or ends.
 - A block of code in C, C++ or Rust below a line that begins with "From [name](path)", or has ", from
   [name](path)" in it, stands in that file, line by line.
 
@@ -16,6 +17,8 @@ import sys
 LINK = re.compile(r"(?<!!)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()\s]*\))?)\)")
 SOURCE = re.compile(r"(?:^|, )[Ff]rom \[[^\]]+\]\(([^)\s]+)\)")
 CODE = {"c", "cpp", "rust"}
+INCLUDE = re.compile(r"```\{literalinclude\} +(\S+)\s*$")
+PART = re.compile(r":(start-after|start-at|end-before|end-at): +\"?(.*?)\"?$")
 
 
 def read(path):
@@ -61,15 +64,37 @@ def contains(lines, block):
     return any(stripped[i:i + size] == block for i in range(len(stripped) - size + 1))
 
 
+def check_include(target, options, path, root):
+    """Of a part of a file; yields what is wrong."""
+    file = os.path.join(root, os.path.dirname(path), target)
+    if not os.path.exists(file):
+        yield "%s is not there" % target
+        return
+    lines, begin = read(file), 0
+    for option in options:
+        part = PART.match(option)
+        if not part:
+            continue
+        found = [i for i in range(begin, len(lines)) if part.group(2) in lines[i]]
+        if not found:
+            yield "%s has no \"%s\"%s" % (target, part.group(2), " after that" if begin else "")
+            return
+        begin = found[0] + 1
+
+
 def check(path, root):
     lines = read(os.path.join(root, path))
     language, block, begin, source = None, [], 0, None
     for number, line in enumerate(lines, 1):
-        fence = re.match(r"```(\w*)\s*$", line)
+        fence = re.match(r"```(\w*|\{.*)\s*$", line)
         if fence and language is None:
             language, block, begin = fence.group(1) or "text", [], number
         elif fence:
-            if language in CODE and source:
+            included = INCLUDE.match(lines[begin - 1])
+            if included:
+                for wrong in check_include(included.group(1), block, path, root):
+                    yield begin, wrong
+            elif language in CODE and source:
                 file = os.path.join(root, os.path.dirname(path), source)
                 if not os.path.exists(file):
                     yield begin, "the code is said to be from %s, which is not there" % source

@@ -66,6 +66,36 @@ From [gone.cc](../gone.cc):
 x
 ```
 END
+check "parts of files in tabs" "" <<'END'
+`````{tab-set}
+````{tab-item} C++
+```{literalinclude} ../code.cc
+:language: cpp
+:start-at: int one
+:end-before: "int two"
+```
+````
+`````
+[a link](other.md)
+```{literalinclude} ../code.cc
+```
+END
+check "parts that are not there" "docs/page.md:1: ../gone.cc is not there
+docs/page.md:3: ../code.cc has no \"int three\" after that
+docs/page.md:7: ../code.cc has no \"int one\" after that
+docs/page.md:11: gone.md is not there" <<'END'
+```{literalinclude} ../gone.cc
+```
+```{literalinclude} ../code.cc
+:start-after: int one
+:end-before: int three
+```
+```{literalinclude} ../code.cc
+:start-at: int two
+:end-before: int one
+```
+[a dead link](gone.md)
+END
 check "half of a line, and code with a hole" "docs/page.md:2: the code is not what ../code.cc has
 docs/page.md:7: the code is not what ../code.cc has" <<'END'
 From [code.cc](../code.cc):
