@@ -18,19 +18,68 @@ static inline void must(dg_error* error) {
   exit(1);
 }
 
+/* Runs an operator whose result is one tensor. */
+static inline dg_tensor* compute_op(dg_str op, const dg_value* arguments, size_t count) {
+  dg_tensor* result = NULL;
+  must(dg_op_tensors(op, arguments, count, &result, 1));
+  return result;
+}
+
+/* Creates the worker of one of two processes, "front" (rank 0) or "back", which find each other by
+ * a file in the folder; or, without a folder, as the launcher says. If TRACE is set, a trace of all
+ * that the worker does begins. */
+static inline dg_worker* create_worker(int rank, const char* folder) {
+  char rendezvous[128];
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  options.name = rank == 0 ? DG_STR("front") : DG_STR("back");
+  if (folder != NULL) {
+    const int size = snprintf(rendezvous, sizeof(rendezvous), "file://%s/workers", folder);
+    options.rank = (uint32_t)rank;
+    options.world_size = 2;
+    options.rendezvous.data = rendezvous;
+    options.rendezvous.size = (size_t)size;
+  }
+  dg_worker* worker = NULL;
+  must(dg_worker_create(&options, &worker));
+  if (getenv("TRACE") != NULL) must(dg_worker_start_trace(worker, NULL));
+  return worker;
+}
+
+/* [doc: trace] */
+/* Ends the worker's trace, and writes it to FOLDER/trace.RANK.json. */
+static inline void write_trace(dg_worker* worker, const char* folder) {
+  char path[4096];
+  dg_message* trace = NULL;
+  must(dg_worker_stop_trace(worker, &trace));
+  const dg_str text = dg_message_payload(trace);
+  snprintf(path, sizeof(path), "%s/trace.%u.json", folder, (unsigned)dg_worker_rank(worker));
+  FILE* file = fopen(path, "w");
+  if (file == NULL || fwrite(text.data, 1, text.size, file) != text.size || fclose(file) != 0) {
+    perror(path);
+    exit(1);
+  }
+  dg_message_destroy(trace);
+}
+/* [doc: end] */
+
 /* One of the two processes of the job. */
 typedef struct job {
   int rank;        /* 0: the process that was started, 1: its child */
-  pid_t child;     /* of rank 0 */
+  pid_t child;     /* of rank 0; 0 where a launcher has started both */
   char folder[64]; /* of the rendezvous file */
   dg_worker* worker;
 } job;
 
-/* Forks the process, before any use of the library, and creates the worker of each: "front" and
- * "back". On several machines a launcher starts the processes instead, and they find each other by
- * "env://" or "tcp://host:port". */
+/* Forks the process, before any use of the library, and creates the worker of each. Where RANK is
+ * set, a launcher has started this process instead, perhaps on one of two machines. */
 static inline job start(void) {
   job self = {0};
+  const char* rank = getenv("RANK");
+  if (rank != NULL) {
+    self.rank = atoi(rank);
+    self.worker = create_worker(self.rank, NULL);
+    return self;
+  }
   strcpy(self.folder, "/tmp/distgrad.XXXXXX");
   if (mkdtemp(self.folder) == NULL) {
     perror("a temporary folder");
@@ -42,16 +91,7 @@ static inline job start(void) {
     exit(1);
   }
   self.rank = self.child == 0;
-
-  char rendezvous[128];
-  const int size = snprintf(rendezvous, sizeof(rendezvous), "file://%s/workers", self.folder);
-  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
-  options.name = self.rank == 0 ? DG_STR("front") : DG_STR("back");
-  options.rank = (uint32_t)self.rank;
-  options.world_size = 2;
-  options.rendezvous.data = rendezvous;
-  options.rendezvous.size = (size_t)size;
-  must(dg_worker_create(&options, &self.worker));
+  self.worker = create_worker(self.rank, self.folder);
   return self;
 }
 
@@ -63,8 +103,9 @@ static inline int finish(job* self) {
   } else {
     must(dg_worker_shutdown(self->worker, DG_FOREVER, 0));
   }
+  if (getenv("TRACE") != NULL) write_trace(self->worker, getenv("TRACE"));
   dg_worker_destroy(self->worker);
-  if (self->rank == 1) return 0;
+  if (self->child == 0) return 0;
   int status = 1;
   waitpid(self->child, &status, 0);
   char path[96];

@@ -9,44 +9,86 @@
 #include <cstdio>
 #include <distgrad/distgrad.hpp>
 #include <exception>
+#include <fstream>
 #include <functional>
+#include <map>
+#include <stdexcept>
 #include <string>
 
-// Runs `body` in `processes` processes, each with a worker of its own ("worker0", "worker1", ...),
-// and ends the job in good order. Returns what main() does: 0 if all of them have succeeded.
+// [doc: trace]
+// Ends the worker's trace, and writes it to FOLDER/trace.RANK.json.
+inline void WriteTrace(dg::Worker& worker, const std::string& folder) {
+  std::ofstream file(folder + "/trace." + std::to_string(worker.rank()) + ".json");
+  file << worker.StopTrace();
+  if (!file.flush()) throw std::runtime_error("cannot write to the folder " + folder);
+}
+// [doc: end]
+
+// Runs `body` with a worker, and ends the job in good order. Returns the exit status of the
+// process. If TRACE is set, it is the folder for a trace of all that the worker does.
+inline int RunWorker(const dg_worker_options& options,
+                     const std::function<void(dg::Worker&)>& body) {
+  const char* const trace = getenv("TRACE");
+  try {
+    dg::Worker worker(options);
+    if (trace != nullptr) worker.StartTrace();
+    body(worker);
+    worker.Shutdown();  // waits for the others
+    if (trace != nullptr) WriteTrace(worker, trace);
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}
+
+// Runs `body` in `processes` processes, each with a worker of its own ("worker0", "worker1", ...).
+// Of the processes that are killed, the first `restarts` are started again. Returns what main()
+// does: 0 if all of them have succeeded.
 //
-// The processes are forked, before any use of the library. On several machines a launcher starts
-// them instead, and DG_WORKER_OPTIONS_INIT alone finds the job that it has made.
-inline int RunJob(int processes, const std::function<void(dg::Worker&)>& body) {
+// The processes are forked by one that never uses the library. Where RANK is set, a launcher has
+// started this process instead, perhaps on one of several machines: it is one worker of that job.
+inline int RunJob(int processes, const std::function<void(dg::Worker&)>& body, int restarts = 0) {
+  dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  if (getenv("RANK") != nullptr) return RunWorker(options, body);
+
   std::string folder = "/tmp/distgrad.XXXXXX";
   if (mkdtemp(folder.data()) == nullptr) {
     std::perror("a temporary folder");
     return 1;
   }
-  int rank = processes - 1;  // of the last child that is to be forked
-  while (rank > 0) {
-    const pid_t child = fork();
-    if (child < 0) std::perror("fork");
-    if (child <= 0) break;
-    --rank;
-  }
+  const std::string rendezvous = "file://" + folder + "/workers";
+  options.world_size = static_cast<uint32_t>(processes);
+  options.rendezvous = dg::Str(rendezvous);
   int status = 0;
-  try {
-    const std::string rendezvous = "file://" + folder + "/workers";
-    dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+  std::map<pid_t, int> rank_of;
+  const auto start = [&](int rank) {
     options.rank = static_cast<uint32_t>(rank);
-    options.world_size = static_cast<uint32_t>(processes);
-    options.rendezvous = dg::Str(rendezvous);
-    dg::Worker worker(options);
-    body(worker);
-    worker.Shutdown();  // waits for the others
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "worker %d: %s\n", rank, error.what());
-    status = 1;
-  }
-  if (rank > 0) return status;
-  for (int child = 1, of_child = 0; child < processes && wait(&of_child) > 0; ++child) {
-    if (!WIFEXITED(of_child) || WEXITSTATUS(of_child) != 0) status = 1;
+    const pid_t child = fork();
+    if (child == 0) exit(RunWorker(options, body));
+    if (child > 0) {
+      rank_of[child] = rank;
+    } else {
+      std::perror("fork");
+      status = 1;
+    }
+  };
+  for (int rank = 0; rank < processes; ++rank) start(rank);
+  while (!rank_of.empty()) {
+    int of_child = 0;
+    const pid_t child = wait(&of_child);
+    if (child < 0) {
+      std::perror("wait");
+      return 1;
+    }
+    const int rank = rank_of[child];
+    rank_of.erase(child);
+    if (WIFSIGNALED(of_child) && restarts > 0) {
+      --restarts;
+      start(rank);
+    } else if (!WIFEXITED(of_child) || WEXITSTATUS(of_child) != 0) {
+      status = 1;
+    }
   }
   unlink((folder + "/workers").c_str());
   rmdir(folder.c_str());
