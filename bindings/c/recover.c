@@ -120,7 +120,7 @@ static void train(dg_worker* worker, const dg_tensor* slope, dg_optimizer* optim
                   int kill_at) {
   dg_checkpoint_manager* checkpoints = NULL;
   must(dg_checkpoint_manager_create(worker, folder, NULL, &checkpoints));
-  const time_t give_up = time(NULL) + 60;
+  time_t give_up = time(NULL) + 60;
   bool ready = false;
   int number = 0;
   while (number < STEPS) {
@@ -146,12 +146,13 @@ static void train(dg_worker* worker, const dg_tensor* slope, dg_optimizer* optim
     const dg_code code = dg_error_code(error);
     const dg_str message = dg_error_message(error);
     if (code != DG_UNAVAILABLE && code != DG_FAILED_PRECONDITION) must(error);
-    if (time(NULL) > give_up) must(error);
     if (ready) {
       printf("step %d has failed: %.*s\n", number, (int)message.size, message.data);
+      give_up = time(NULL) + 60;
+      ready = false;
     }
+    if (time(NULL) > give_up) must(error);
     dg_error_destroy(error);
-    ready = false;
     usleep(100000); /* before it tries again */
   }
   dg_checkpoint_manager_destroy(checkpoints);

@@ -50,7 +50,10 @@ int Resume(dg::CheckpointManager& checkpoints) {
 void Train(dg::Worker& worker, const dg::Tensor& slope, dg::Optimizer& optimizer,
            const std::string& folder, int kill_at) {
   dg::CheckpointManager checkpoints(worker, folder);
-  const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  const auto in_a_minute = [] {
+    return std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  };
+  auto give_up = in_a_minute();
   bool ready = false;
   int step = 0;
   while (step < kSteps) {
@@ -72,9 +75,12 @@ void Train(dg::Worker& worker, const dg::Tensor& slope, dg::Optimizer& optimizer
     } catch (const dg::Error& error) {
       // Worker 1 is gone, or is there and has not created its part yet.
       if (error.code() != DG_UNAVAILABLE && error.code() != DG_FAILED_PRECONDITION) throw;
+      if (ready) {
+        std::cout << "step " << step << " has failed: " << error.what() << std::endl;
+        give_up = in_a_minute();
+        ready = false;
+      }
       if (std::chrono::steady_clock::now() > give_up) throw;
-      if (ready) std::cout << "step " << step << " has failed: " << error.what() << std::endl;
-      ready = false;
       std::this_thread::sleep_for(std::chrono::milliseconds(100));  // before it tries again
     }
   }
