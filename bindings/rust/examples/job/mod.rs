@@ -1,11 +1,12 @@
 //! What the examples share: a job of several processes on this machine, which are this program again.
-//! Jobs on several machines are started by a launcher instead, and find each other by `env://`.
+//! Where RANK is set, a launcher has started this process instead, perhaps on one of several machines.
 use distgrad::{Worker, WorkerOptions};
 use std::{
+    cell::RefCell,
     env,
     error::Error,
     fs, io,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{self, Child, Command},
     time::Duration,
 };
@@ -18,13 +19,19 @@ const MEMBER: &str = "DISTGRAD_EXAMPLE_MEMBER";
 /// This process's part.
 pub struct Job {
     pub worker: Worker,
-    others: Vec<Process>, // of the first process
+    others: RefCell<Vec<Process>>, // of the first process
     folder: Option<PathBuf>,
 }
 
 impl Job {
-    /// Starts a process for each name but the first, which is this one's, and joins the job.
+    /// Starts a process for each name but the first, which is this one's, and joins the job; or joins
+    /// that of the launcher. If TRACE is set, a trace of all that the worker does begins.
     pub fn start(names: &[&str]) -> Result<Job, Box<dyn Error>> {
+        if let Ok(rank) = env::var("RANK") {
+            let name = names.get(rank.parse::<usize>()?).ok_or("the job has fewer processes")?;
+            let worker = WorkerOptions::new().name(*name).create()?;
+            return Self::joined(worker, Vec::new(), None);
+        }
         let member = env::var(MEMBER).ok();
         let (rank, folder) = match member.as_ref().and_then(|member| member.split_once(':')) {
             Some((rank, folder)) => (rank.parse()?, PathBuf::from(folder)),
@@ -34,11 +41,7 @@ impl Job {
         if member.is_none() {
             fs::create_dir(&folder)?;
             for rank in 1..names.len() {
-                let child = Command::new(env::current_exe()?)
-                    .args(env::args_os().skip(1))
-                    .env(MEMBER, format!("{rank}:{}", folder.display()))
-                    .spawn()?;
-                others.push(Process(child));
+                others.push(Process::start(rank, &folder)?);
             }
         }
         let worker = WorkerOptions::new()
@@ -46,12 +49,43 @@ impl Job {
             .rank(rank as u32, names.len() as u32)
             .rendezvous(format!("file://{}/workers", folder.display()))
             .create()?;
-        Ok(Job { worker, others, folder: member.is_none().then_some(folder) })
+        Self::joined(worker, others, member.is_none().then_some(folder))
+    }
+
+    fn joined(
+        worker: Worker,
+        others: Vec<Process>,
+        folder: Option<PathBuf>,
+    ) -> Result<Job, Box<dyn Error>> {
+        if env::var_os("TRACE").is_some() {
+            worker.start_trace(None)?;
+        }
+        Ok(Job { worker, others: RefCell::new(others), folder })
     }
 
     pub fn is_first(&self) -> bool {
         self.worker.rank() == 0
     }
+
+    /// Starts those processes again that a signal has ended, as a launcher does.
+    #[allow(dead_code)] // of most examples
+    pub fn restart_killed(&self) -> Result<(), Box<dyn Error>> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        for other in self.others.borrow_mut().iter_mut() {
+            if other.child.try_wait()?.is_some_and(|status| status.code().is_none()) {
+                *other = Process::start(other.rank, folder)?;
+            }
+        }
+        Ok(())
+    }
+
+    // [doc: trace]
+    /// Ends the worker's trace, and writes it to FOLDER/trace.RANK.json.
+    fn write_trace(&self, folder: &Path) -> Result<(), Box<dyn Error>> {
+        let path = folder.join(format!("trace.{}.json", self.worker.rank()));
+        Ok(fs::write(path, self.worker.stop_trace()?)?)
+    }
+    // [doc: end]
 
     /// Ends in good order, all together. Whoever has nothing else to do answers the others until
     /// then, for as long as that takes.
@@ -60,8 +94,11 @@ impl Job {
             true => self.worker.shutdown(None)?,
             false => self.worker.serve()?,
         }
-        for mut other in self.others {
-            let status = other.0.wait()?;
+        if let Some(folder) = env::var_os("TRACE") {
+            self.write_trace(Path::new(&folder))?;
+        }
+        for mut other in self.others.into_inner() {
+            let status = other.child.wait()?;
             if !status.success() {
                 return Err(io::Error::other(format!("a process of the job: {status}")).into());
             }
@@ -74,11 +111,24 @@ impl Job {
 }
 
 /// Ends with the first process, also when that fails.
-struct Process(Child);
+struct Process {
+    rank: usize,
+    child: Child,
+}
+
+impl Process {
+    fn start(rank: usize, folder: &Path) -> io::Result<Self> {
+        let child = Command::new(env::current_exe()?)
+            .args(env::args_os().skip(1))
+            .env(MEMBER, format!("{rank}:{}", folder.display()))
+            .spawn()?;
+        Ok(Self { rank, child })
+    }
+}
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
