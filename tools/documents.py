@@ -4,9 +4,11 @@ documents.py [--root FOLDER] FILE...
 
 - A relative link leads to a file or folder that git has, or that is there; its #anchor is a heading
   of it.
-- The file of a `{literalinclude}` is there, and has the text at which the part begins or ends.
 - A block of code in C, C++ or Rust below a line that begins with "From [name](path)", or has ", from
   [name](path)" in it, stands in that file, line by line.
+- The file of a `{literalinclude}` is there, and has the text at which the part begins or ends. In the
+  pages that teach (docs/start.md, docs/tutorial, docs/howto) all code in C, C++ and Rust comes by it,
+  out of files that the nearest BUILD file names: those of tests and samples.
 
 Prints what is wrong as FILE:LINE: and ends with 1.
 """
@@ -17,8 +19,15 @@ import sys
 LINK = re.compile(r"(?<!!)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()\s]*\))?)\)")
 SOURCE = re.compile(r"(?:^|, )[Ff]rom \[[^\]]+\]\(([^)\s]+)\)")
 CODE = {"c", "cpp", "rust"}
-INCLUDE = re.compile(r"```\{literalinclude\} +(\S+)\s*$")
+# Those with other names for these languages.
+SPELLED = {"c++": "cpp", "cc": "cpp", "cxx": "cpp", "hpp": "cpp", "h": "c", "rs": "rust"}
 PART = re.compile(r":(start-after|start-at|end-before|end-at): +\"?(.*?)\"?$")
+TEACHING = re.compile(r"docs/(start\.md|(tutorial|howto)/.*)$")
+# ``` or more, ~~~ or :::, then a language, or a directive of MyST with its argument.
+FENCE = re.compile(r"\s*(`{3,}|~{3,}|:{3,})\s*(?:\{([\w-]+)\}\s*(\S*)|([\w+-]*)).*$")
+# Directives whose content is Markdown.
+CONTAINERS = {"tab-set", "tab-item", "note", "tip", "warning", "important", "caution", "admonition", "dropdown", "grid",
+              "grid-item", "grid-item-card", "card", "seealso", "hint"}
 
 
 def read(path):
@@ -64,12 +73,34 @@ def contains(lines, block):
     return any(stripped[i:i + size] == block for i in range(len(stripped) - size + 1))
 
 
+def is_tested(source, root):
+    """Whether the nearest BUILD file above a source names it, as sources of tests are.
+
+    Of a module in Rust: whether it names one of those that have the module.
+    """
+    folder, name = os.path.split(source)
+    if name == "mod.rs":
+        module, parent = "mod %s;" % os.path.basename(folder), os.path.dirname(folder)
+        users = [os.path.join(parent, each) for each in os.listdir(os.path.join(root, parent)) if each.endswith(".rs")]
+        return any(module in read(os.path.join(root, user)) and is_tested(user, root) for user in users)
+    while folder and not os.path.exists(os.path.join(root, folder, "BUILD.bazel")):
+        folder = os.path.dirname(folder)
+    build = os.path.join(root, folder, "BUILD.bazel")
+    if not os.path.exists(build):
+        return False
+    text = "\n".join(read(build))
+    return any('"%s"' % each in text for each in (name, os.path.splitext(name)[0], os.path.relpath(source, folder)))
+
+
 def check_include(target, options, path, root):
     """Of a part of a file; yields what is wrong."""
     file = os.path.join(root, os.path.dirname(path), target)
     if not os.path.exists(file):
         yield "%s is not there" % target
         return
+    source = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    if TEACHING.match(path) and not is_tested(source, root):
+        yield "%s is of no test: the BUILD file above it does not name it" % target
     lines, begin = read(file), 0
     for option in options:
         part = PART.match(option)
@@ -82,27 +113,41 @@ def check_include(target, options, path, root):
         begin = found[0] + 1
 
 
+def check_block(path, language, source, block, root):
+    """What is wrong with code that stands in a page itself, or None."""
+    if language in CODE and TEACHING.match(path):
+        return "code of a page that teaches has to be a {literalinclude} of a file that is tested"
+    if language not in CODE or not source:
+        return None
+    file = os.path.join(root, os.path.dirname(path), source)
+    if not os.path.exists(file):
+        return "the code is said to be from %s, which is not there" % source
+    return None if contains(read(file), block) else "the code is not what %s has" % source
+
+
 def check(path, root):
-    lines = read(os.path.join(root, path))
-    language, block, begin, source = None, [], 0, None
-    for number, line in enumerate(lines, 1):
-        fence = re.match(r"```(\w*|\{.*)\s*$", line)
-        if fence and language is None:
-            language, block, begin = fence.group(1) or "text", [], number
-        elif fence:
-            included = INCLUDE.match(lines[begin - 1])
-            if included:
-                for wrong in check_include(included.group(1), block, path, root):
+    fences = []  # those that are open: marker, and whether Markdown is inside
+    language, block, begin, source, included = None, [], 0, None, None
+    for number, line in enumerate(read(os.path.join(root, path)), 1):
+        fence = FENCE.match(line)
+        if fences and re.match(r"\s*%s+\s*$" % re.escape(fences[-1][0]), line):
+            if not fences.pop()[1]:
+                found = [check_block(path, language, source, block, root)]
+                if included:
+                    found = check_include(included, block, path, root)
+                for wrong in filter(None, found):
                     yield begin, wrong
-            elif language in CODE and source:
-                file = os.path.join(root, os.path.dirname(path), source)
-                if not os.path.exists(file):
-                    yield begin, "the code is said to be from %s, which is not there" % source
-                elif not contains(read(file), block):
-                    yield begin, "the code is not what %s has" % source
-            language, source = None, None
-        elif language is not None:
+                language, source, included = None, None, None
+        elif fences and not fences[-1][1]:
             block.append(line.rstrip())
+        elif fence:
+            marker, directive, argument, language = fence.groups()
+            fences.append((marker, directive in CONTAINERS))
+            block, begin = [], number
+            included = argument if directive == "literalinclude" else None
+            if directive in ("code-block", "code", "sourcecode"):
+                language = argument
+            language = SPELLED.get(language, language)
         else:
             said = SOURCE.search(line)
             if said:

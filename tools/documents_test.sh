@@ -8,11 +8,12 @@ printf 'int one() {\n  return 1;\n}\n\nint two() { return 2; }\n' >"$root/code.c
 printf '# A heading\n\n## Its `code`, and [a link](x.md)\n\n## Twice\n\n## Twice\n\n```sh\n# no heading\n```\n' >"$root/docs/other.md"
 
 failed=0
-# check WHAT EXPECTED: of standard input as docs/page.md.
+page=docs/page.md
+# check WHAT EXPECTED: of standard input as $page.
 check() {
   local status=0 said
-  cat >"$root/docs/page.md"
-  said=$(python3 "$tool" --root "$root" docs/page.md) || status=$?
+  cat >"$root/$page"
+  said=$(python3 "$tool" --root "$root" "$page") || status=$?
   if [[ $said != "$2" || $status != $([[ -z $2 ]] && echo 0 || echo 1) ]]; then
     echo "FAILED: $1: status $status; it said '$said', not '$2'" >&2
     failed=1
@@ -114,6 +115,52 @@ From [code.cc](../code.cc), nothing.
 # Next
 ```cpp
 int three();
+```
+END
+
+# Directives of MyST.
+mkdir -p "$root/samples" "$root/docs/tutorial"
+printf 'int main() {}\n' >"$root/samples/tested.cc"
+printf 'int main() {}\n' >"$root/samples/loose.cc"
+echo 'cc_test(name = "tested", srcs = ["tested.cc"])' >"$root/samples/BUILD.bazel"
+check "links in tabs" "docs/page.md:4: nowhere.md is not there
+docs/page.md:12: nowhere.md is not there" <<'END'
+`````{tab-set}
+````{tab-item} C++
+:sync: cpp
+[one](nowhere.md) [two](other.md)
+```{literalinclude} ../samples/loose.cc
+:language: cpp
+```
+```sh
+[no link](nowhere.md)
+```
+````
+[three](nowhere.md)
+`````
+END
+page=docs/tutorial/page.md
+check "code that is taught" "docs/tutorial/page.md:4: ../../samples/loose.cc is of no test: the BUILD file above it does not name it
+docs/tutorial/page.md:6: ../../samples/gone.cc is not there
+docs/tutorial/page.md:8: code of a page that teaches has to be a {literalinclude} of a file that is tested
+docs/tutorial/page.md:12: code of a page that teaches has to be a {literalinclude} of a file that is tested" <<'END'
+```{literalinclude} ../../samples/tested.cc
+:language: cpp
+```
+```{literalinclude} ../../samples/loose.cc
+```
+```{literalinclude} ../../samples/gone.cc
+```
+```cpp
+int main();
+```
+::::{tab-set}
+```{code-block} c++
+int main();
+```
+::::
+```sh
+make
 ```
 END
 exit $failed
