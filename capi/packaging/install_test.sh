@@ -17,6 +17,13 @@ for license in abseil/LICENSE nlohmann-json/copyright tensorpipe/copyright libno
   [[ -s $prefix/share/doc/distgrad/$license ]] || { echo "FAILED: no $license" >&2; exit 1; }
 done
 compgen -G "$prefix/share/doc/distgrad/*.dist-info" >/dev/null || { echo "FAILED: no licence of libtorch" >&2; exit 1; }
+run_path=$(readelf -dW "$prefix/lib/libdistgrad.so.1" | sed -nE 's/.*\((RPATH|RUNPATH)\).*\[(.*)\]$/\2/p')
+[[ $run_path == '$ORIGIN/distgrad' ]] || { echo "FAILED: the library's run path is $run_path" >&2; exit 1; }
+libtorch=$prefix/lib/distgrad/libtorch
+for needed in include/ATen/ATen.h include/torch/csrc/api/include/torch/torch.h lib/libtorch.so lib/libc10.so; do
+  [[ -f $libtorch/$needed ]] || { echo "FAILED: no $needed for programs that use libtorch too" >&2; exit 1; }
+done
+grep -qxE '[0-9]+\.[0-9]+\.[0-9]+.*' "$libtorch/build-version"
 cp -L "$samples"/{*.c,*.h,Makefile} . && chmod u+w ./*
 mkdir cpp && cp -L "$samples"/../cpp/{*.cc,*.h,Makefile} cpp && chmod u+w cpp/*
 
