@@ -154,14 +154,17 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
 
   switch (frame.kind) {
     case FrameKind::kRequest:
+      link->SetCarried();
       return Serve(link, *peer, frame, std::move(packet), offset);
     case FrameKind::kCancel:
       link->served().Cancel(frame.call, absl::CancelledError("the caller waits no longer"));
       break;
     case FrameKind::kReply:
+      link->SetCarried();
       OnReply(*peer, frame, Body{std::move(packet), offset});
       break;
     case FrameKind::kNotice:
+      link->SetCarried();
       CountNotice(*peer, /*served=*/true)->bytes_received += packet.size();
       service_->OnNotice(*peer, Body{std::move(packet), offset});
       break;

@@ -212,18 +212,16 @@ class TestEnd : public Receiver {
     std::string last;
     const auto there = [&] {
       mu_.AssertReaderHeld();
-      int count = 0;
-      for (const std::string& bytes : packets_) {
-        WireReader reader(bytes);
-        if (ReadFrame(reader)->kind != kind) continue;
-        ++count;
-        last = bytes;
-      }
-      return count >= n;
+      return CountLocked(kind, &last) >= n;
     };
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(&there));
     return last;
+  }
+  // The packets of a kind that have come so far.
+  int Count(FrameKind kind) {
+    absl::MutexLock lock(&mu_);
+    return CountLocked(kind);
   }
   Hello AwaitHello() {
     const std::string bytes = Await(FrameKind::kHello, 1);
@@ -237,6 +235,17 @@ class TestEnd : public Receiver {
   }
 
  private:
+  int CountLocked(FrameKind kind, std::string* last = nullptr) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    int count = 0;
+    for (const std::string& bytes : packets_) {
+      WireReader reader(bytes);
+      if (ReadFrame(reader)->kind != kind) continue;
+      ++count;
+      if (last != nullptr) *last = bytes;
+    }
+    return count;
+  }
+
   absl::Mutex mu_;
   std::vector<std::string> packets_ ABSL_GUARDED_BY(mu_);
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
@@ -251,10 +260,13 @@ class PlayedPeerTest : public testing::Test {
 
     // Sends a ping, and waits for the `n`th pong: what was sent before has been taken in.
     void Ping(int n) const {
-      Packet ping;
-      AppendFrame({.kind = FrameKind::kPing}, &ping.bytes);
-      connection->Send(std::move(ping), nullptr);
+      Send(FrameKind::kPing);
       end->Await(FrameKind::kPong, n);
+    }
+    void Send(FrameKind kind) const {
+      Packet packet;
+      AppendFrame({.kind = kind}, &packet.bytes);
+      connection->Send(std::move(packet), nullptr);
     }
   };
 
@@ -506,6 +518,66 @@ TEST_F(PlayedPeerTest, ASecondConnectionLeavesTheFirstAlone) {
   Connect({.number = 6}).Ping(1);
   EXPECT_FALSE(call.Done());
   EXPECT_FALSE(x_.service.HasLost(1));
+}
+
+// Nor does the end of one on which nothing has come but signs of life: the peer was opening it when
+// it heard that we had given up the others.
+TEST_F(PlayedPeerTest, TheEndOfAConnectionThatCarriedNothingLeavesTheOthersAlone) {
+  const auto call = x_.Call(1, "echo");
+  const Played used = AwaitAccepted(0);
+  used.end->Await(FrameKind::kRequest, 1);
+  const Played second = Connect({.number = 1});
+  second.Ping(1);
+  second.connection->Close();
+  used.Ping(1);
+  EXPECT_FALSE(call.Done());
+  EXPECT_FALSE(x_.service.HasLost(1));
+  // What one has carried may have had a sequel that is lost.
+  const Played third = Connect({.number = 2});
+  third.Send(FrameKind::kNotice);
+  third.Ping(1);
+  third.connection->Close();
+  EXPECT_EQ(call.Wait().status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(absl::IsUnavailable(x_.service.AwaitLost(1)));
+}
+
+// While those that the peer has given up end, another thread learns who opened one of them.
+TEST_F(PlayedPeerTest, WhatThePeerHasGivenUpIsNotTakenInMeanwhile) {
+  y_.incarnation = Incarnation{2} << 32;
+  directory_.Set(y_);
+  directory_.Hold();
+  const Played late = Connect({.number = 2});
+  directory_.AwaitQuestion();
+  ASSERT_TRUE(x_.agent->UpdatePeer(y_).ok());
+  const Played first = Connect({.number = 1});
+  first.Ping(1);
+  x_.service.OnNextLost([this] { directory_.Answer(); });
+  const Played last = Connect({.number = 3, .first_own = 3});
+  last.Ping(1);
+  EXPECT_TRUE(x_.service.HasLost(1));
+  const auto call = x_.Call(1, "echo");
+  last.Ping(2);
+  EXPECT_EQ(last.end->Count(FrameKind::kRequest), 1) << "the call took another connection";
+  EXPECT_EQ(late.end->Count(FrameKind::kRequest), 0);
+  late.end->AwaitClosed();
+}
+
+// A connection for large packets is of the incarnation whose connection it serves.
+TEST_F(PlayedPeerTest, AnotherIncarnationTakesNoLargePackets) {
+  const Played main = Connect({.number = 1});
+  main.Ping(1);
+  const auto call = x_.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
+  const std::string asked = main.end->Await(FrameKind::kBulk, 1);
+  WireReader reader(asked);
+  const absl::StatusOr<Frame> bulk = ReadFrame(reader);
+  ASSERT_TRUE(bulk.ok());
+  const Incarnation first = std::exchange(y_.incarnation, Incarnation{2} << 32);
+  const Played other = Connect({.link = bulk->link, .number = 2});
+  other.end->AwaitClosed();
+  EXPECT_EQ(other.end->Count(FrameKind::kRefused), 1);
+  EXPECT_EQ(other.end->Count(FrameKind::kRequest), 0);
+  y_.incarnation = first;
+  Connect({.link = bulk->link, .number = 3}).end->Await(FrameKind::kRequest, 1);
 }
 
 // The same for a connection that we have opened; and we say what we have given up.

@@ -44,8 +44,18 @@ void TestService::OnLateReply(WorkerRank, Body reply) {
 }
 
 void TestService::OnPeerLost(WorkerRank peer, const absl::Status& why) {
+  absl::AnyInvocable<void()> then;
+  {
+    absl::MutexLock lock(&mu_);
+    lost_[peer] = why;
+    then = std::exchange(on_lost_, nullptr);
+  }
+  if (then != nullptr) then();
+}
+
+void TestService::OnNextLost(absl::AnyInvocable<void()> then) {
   absl::MutexLock lock(&mu_);
-  lost_[peer] = why;
+  on_lost_ = std::move(then);
 }
 
 void TestService::OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/clock.h"
@@ -46,6 +47,8 @@ class TestService : public AgentService {
   // Wait for at least `n`, each as "from:text".
   std::vector<std::string> AwaitNotices(size_t n);
   std::vector<std::string> AwaitLateReplies(size_t n);
+  // Has the next loss of a worker run `then`, on the thread that tells of it.
+  void OnNextLost(absl::AnyInvocable<void()> then);
   // Waits until a worker is lost; returns why.
   absl::Status AwaitLost(WorkerRank peer);
   bool HasLost(WorkerRank peer) const;
@@ -59,6 +62,7 @@ class TestService : public AgentService {
   std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_), late_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
+  absl::AnyInvocable<void()> on_lost_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
 };
 

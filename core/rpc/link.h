@@ -96,6 +96,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   // Returns the number of packets that have arrived.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
+  // Say, and return, whether a request, a reply or a notice has come on it.
+  void SetCarried() { carried_.store(true, std::memory_order_relaxed); }
+  bool carried() const { return carried_.load(std::memory_order_relaxed); }
 
   const Limits& limits() const { return *limits_; }
   // The window of bytes that wait to be sent; and the peer's calls that came over this link.
@@ -183,6 +186,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   ServedCalls served_;
   Strand out_;
   std::atomic<uint64_t> heard_{0};
+  std::atomic<bool> carried_{false};
   std::atomic<size_t> unsent_{0};  // small packets that have not left, nor were given up
 
   // Used on out_ only, once others know the link.

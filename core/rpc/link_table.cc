@@ -241,7 +241,7 @@ absl::Status LinkTable::AdmitBulk(const std::shared_ptr<Link>& link, const Hello
     const auto found = links_.find(hello.link);
     if (found != links_.end()) main = found->second.link;
     if (main == nullptr || main->kind() != Link::Kind::kAccepted || main->is_bulk() ||
-        main->peer() != hello.from) {
+        main->peer() != hello.from || main->incarnation() != hello.from_incarnation) {
       return absl::FailedPreconditionError("the connection that it belongs to is not there");
     }
     link->SetPeer(hello.from, hello.from_incarnation);
@@ -339,58 +339,61 @@ void LinkTable::OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hell
   link->Release();
 }
 
+bool LinkTable::HasGivenUp(const Hello& hello) const {
+  for (const auto& [number, entry] : links_) {
+    const Link& link = *entry.link;
+    if (entry.mark == Entry::Mark::kDropped || link.is_bulk() || link.peer() != hello.from ||
+        link.incarnation() != hello.from_incarnation) {
+      continue;
+    }
+    if (link.kind() == Link::Kind::kAccepted ? entry.peers_number < hello.first_own
+                                             : number < hello.first_other) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // A peer that has given up its links with us, and opens another one, may be faster than the news of
 // their end. They end before the new one is taken in: heard of later, their end would be its end,
 // too, and fail what has just begun on it. All others with that peer end with them, as they do when
-// a link breaks (OnClosed()): it hears of the end of those that it has not given up itself.
-void LinkTable::EndGivenUp(const Hello& hello) {
-  std::vector<std::shared_ptr<Link>> dropped;
-  {
-    absl::MutexLock lock(&mu_);
-    for (const auto& [number, entry] : links_) {
-      const Link& link = *entry.link;
-      if (entry.mark == Entry::Mark::kDropped || link.is_bulk() || link.peer() != hello.from ||
-          link.incarnation() != hello.from_incarnation) {
-        continue;
-      }
-      if (link.kind() == Link::Kind::kAccepted ? entry.peers_number < hello.first_own
-                                               : number < hello.first_other) {
-        dropped = DropAll(hello.from, hello.from_incarnation);
-        break;
-      }
-    }
-  }
-  EndDropped(hello.from, dropped,
-             absl::UnavailableError(absl::StrCat("worker ", peers_->Describe(hello.from),
-                                                 " has given up the connection, and opened "
-                                                 "another one")));
-}
-
+// a link breaks (OnClosed()): it hears of the end of those that it has not given up itself. While
+// they end, with no lock held, other threads take in links of that peer; so what the hello says is
+// noted under the lock under which they are dropped, and looked for once more.
 void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
-  EndGivenUp(hello);
-  bool is_given_up;
-  {
-    absl::MutexLock lock(&mu_);
-    const auto found = links_.find(link->number());
-    // It broke while the store was asked.
-    if (found == links_.end() || found->second.mark == Entry::Mark::kDropped) return;
-    Ended& ended = EndedWith(hello.from, hello.from_incarnation);
-    // A later one was faster, and has said so; or this worker has given it up itself, before it
-    // came; or the peer has come back meanwhile.
-    is_given_up = hello.number < std::max(ended.first_of_peer, ended.first_other) ||
-                  hello.from_incarnation < ended.incarnation;
-    if (is_given_up) {
-      Drop(found->second);
-    } else {
-      ended.first_of_peer = std::max(ended.first_of_peer, hello.first_own);
-      ended.next_other = std::max(ended.next_other, hello.number + 1);
-      found->second.peers_number = hello.number;
-      link->SetPeer(hello.from, hello.from_incarnation);
-      // Two workers may open connections to each other at the same time; then both stay.
-      if (by_peer_.emplace(hello.from, link).second) calls_->Add(*link);
+  for (;;) {
+    std::vector<std::shared_ptr<Link>> dropped;
+    bool is_given_up;
+    {
+      absl::MutexLock lock(&mu_);
+      const auto found = links_.find(link->number());
+      // It broke while the store was asked.
+      if (found == links_.end() || found->second.mark == Entry::Mark::kDropped) return;
+      Ended& ended = EndedWith(hello.from, hello.from_incarnation);
+      const bool is_old = hello.from_incarnation < ended.incarnation;
+      if (!is_old) ended.first_of_peer = std::max(ended.first_of_peer, hello.first_own);
+      // A later one was faster, and has said so; or this worker has given it up itself, before it
+      // came; or the peer has come back meanwhile.
+      is_given_up = is_old || hello.number < std::max(ended.first_of_peer, ended.first_other);
+      if (is_given_up) {
+        Drop(found->second);
+      } else if (HasGivenUp(hello)) {
+        dropped = DropAll(hello.from, hello.from_incarnation);
+      } else {
+        ended.next_other = std::max(ended.next_other, hello.number + 1);
+        found->second.peers_number = hello.number;
+        link->SetPeer(hello.from, hello.from_incarnation);
+        // Two workers may open connections to each other at the same time; then both stay.
+        if (by_peer_.emplace(hello.from, link).second) calls_->Add(*link);
+      }
     }
+    if (is_given_up) return link->Close(absl::UnavailableError("its opener has given it up"));
+    if (dropped.empty()) break;
+    EndDropped(hello.from, dropped,
+               absl::UnavailableError(absl::StrCat("worker ", peers_->Describe(hello.from),
+                                                   " has given up the connection, and opened "
+                                                   "another one")));
   }
-  if (is_given_up) return link->Close(absl::UnavailableError("its opener has given it up"));
   // It was silent for long, and speaks again.
   if (!peers_->SetAlive(hello.from, hello.from_incarnation)) return;
   if (const auto user = user_.lock()) user->OnMemberEvents();
@@ -413,7 +416,7 @@ void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& wh
 void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) {
   std::optional<WorkerRank> peer;
   bool is_bulk;
-  bool is_lost = false;
+  bool is_lost = false, is_news = false;
   MemberWatch::ClosedLink closed;
   std::vector<std::shared_ptr<Link>> others;
   {
@@ -429,8 +432,11 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
       const auto of_peer = by_peer_.find(*peer);
       const bool was_used = of_peer != by_peer_.end() && of_peer->second == link;
       if (was_used) by_peer_.erase(of_peer);
-      // A probe that nobody answered carried nothing that could be lost.
-      is_lost = entry.mark != Entry::Mark::kDropped && (was_used || link->heard() > 0);
+      // On one that it did not use this worker has sent only answers to what came there. If what
+      // the peer has sent there is lost, the peer finds that, and ends all others itself.
+      const bool is_wanted = entry.mark != Entry::Mark::kDropped;
+      is_lost = is_wanted && (was_used || link->carried());
+      is_news = is_wanted && (was_used || link->heard() > 0);
       closed = {.peer = *peer,
                 .incarnation = link->incarnation(),
                 .was_heard = link->heard() > 0,
@@ -457,9 +463,9 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
   calls_->EndCallsOver(*link, why);
   for (const auto& other : others) calls_->EndCallsOver(*other, why);
   const auto user = user_.lock();
-  if (is_lost && user != nullptr) {
-    user->OnPeerLost(*peer, why);
-    if (!left) user->OnLinkEnded(closed, why);
+  if (user != nullptr) {
+    if (is_lost) user->OnPeerLost(*peer, why);
+    if (is_news && !left) user->OnLinkEnded(closed, why);
   }
   // Last: whatever the peer begins when it hears of this must find nothing of what there was.
   for (const auto& other : others) other->Close(why);

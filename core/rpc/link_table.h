@@ -157,7 +157,8 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   std::shared_ptr<Receiver> Accept(std::shared_ptr<Connection> connection);
   void OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hello,
                    const absl::StatusOr<WorkerInfo>& found);
-  void EndGivenUp(const Hello& hello);
+  // Returns whether there is a link that the peer has given up, as its hello says.
+  bool HasGivenUp(const Hello& hello) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void Admit(const std::shared_ptr<Link>& link, const Hello& hello);
   absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
