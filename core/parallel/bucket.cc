@@ -4,6 +4,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
@@ -42,14 +43,24 @@ int64_t NumElements(const Bucket::Slot& slot) {
   return elements;
 }
 
-// Where the members end, if there is none between them that is undefined or leaves a gap; else 0.
-int64_t EndOfMembers(const Bucket& bucket, absl::Span<const at::Tensor> tensors) {
+// The parts of the buffer that no member is copied to: what lies between members, and the places of
+// those that are undefined. As bytes, for not all dtypes can be cleared.
+std::vector<at::Tensor> Gaps(const Bucket& bucket, absl::Span<const at::Tensor> tensors,
+                             const at::Tensor& flat) {
+  const at::Tensor bytes = flat.view(at::kByte);
+  const auto size = static_cast<int64_t>(flat.itemsize());
+  std::vector<at::Tensor> gaps;
   int64_t end = 0;
+  const auto add_gap_until = [&](int64_t begin) {
+    if (end < begin) gaps.push_back(bytes.narrow(0, end * size, (begin - end) * size));
+  };
   for (const Bucket::Slot& slot : bucket.slots) {
-    if (!tensors[slot.tensor].defined() || slot.offset != end) return 0;
-    end += NumElements(slot);
+    if (!tensors[slot.tensor].defined()) continue;
+    add_gap_until(slot.offset);
+    end = slot.offset + NumElements(slot);
   }
-  return end;
+  add_gap_until(bucket.elements);
+  return gaps;
 }
 
 // On the CPU a call of the dispatcher takes longer than the copy of a small tensor.
@@ -153,10 +164,9 @@ at::Tensor Pack(const Bucket& bucket, absl::Span<const at::Tensor> tensors, at::
   if (options.device().is_cpu()) return PackOnHost(bucket, tensors, options, std::move(spare));
   const c10::DeviceGuard guard(options.device());
   at::Tensor flat = at::empty({bucket.elements}, options);
-  // Only what is not written below: to clear all of it takes as long as half of the copies.
-  if (const int64_t end = EndOfMembers(bucket, tensors); end < bucket.elements) {
-    flat.narrow(0, end, bucket.elements - end).zero_();
-  }
+  // Not all of it: that takes as long as half of the copies.
+  const std::vector<at::Tensor> gaps = Gaps(bucket, tensors, flat);
+  if (!gaps.empty()) at::_foreach_zero_(gaps);
   std::vector<at::Tensor> to, from;
   for (const Bucket::Slot& slot : bucket.slots) {
     if (!tensors[slot.tensor].defined()) continue;

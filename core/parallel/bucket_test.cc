@@ -9,7 +9,9 @@
 #include <ATen/record_function.h>
 
 #include <memory>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -62,11 +64,11 @@ TEST(Bucket, SparseAndQuantizedGoAlone) {
   EXPECT_TRUE(buckets[2].flat);
 }
 
-// The elements that were cleared on this thread.
-thread_local int64_t cleared = 0;
+// The bytes that were cleared on this thread.
+thread_local size_t cleared = 0;
 
 std::unique_ptr<at::ObserverContext> CountCleared(const at::RecordFunction& op) {
-  if (std::string_view(op.name()) == "aten::zero_") cleared += op.inputs()[0].toTensor().numel();
+  if (std::string_view(op.name()) == "aten::zero_") cleared += op.inputs()[0].toTensor().nbytes();
   return nullptr;
 }
 
@@ -119,19 +121,65 @@ TEST_P(PackTest, UndefinedMembersAndGapsAreZeros) {
   EXPECT_NEAR(flat.cpu().to(at::kDouble).sum().item<double>(), sum, 1e-9);
 }
 
-// Where no gap is left there is nothing to clear, and otherwise only what is behind the members.
-TEST_P(PackTest, ClearsNoMoreThanItHasTo) {
-  const auto callback =
-      at::addThreadLocalCallback(at::RecordFunctionCallback(&CountCleared).needsInputs(true));
-  const std::vector<at::Tensor> full = {at::rand({32}, device_), at::rand({8, 16}, device_)};
-  cleared = 0;
-  Pack(AssignBuckets(full, 1 << 20)[0], full);
-  EXPECT_EQ(cleared, 0);
-  const std::vector<at::Tensor> with_end = {at::rand({32}, device_), at::rand({10}, device_)};
-  const at::Tensor flat = Pack(AssignBuckets(with_end, 1 << 20)[0], with_end);
-  at::removeCallback(callback);
-  EXPECT_LE(cleared, 6);
-  EXPECT_TRUE(flat.cpu().narrow(0, 42, 6).eq(0).all().item<bool>());
+// What members are copied to is written once, and what is between them is cleared, in few calls.
+TEST_P(PackTest, ClearsGapsAndNoMore) {
+  const auto on = [&](at::ScalarType dtype) { return at::TensorOptions(device_).dtype(dtype); };
+  struct Case {
+    std::string name;
+    std::vector<Tensor> tensors;
+    std::vector<size_t> undefined;
+    size_t gaps;  // in bytes
+  };
+  const std::vector<Case> cases = {
+      {"none", {at::rand({32}, device_), at::rand({8, 16}, device_)}, {}, 0},
+      {"at the end", {at::rand({32}, device_), at::rand({10}, device_)}, {}, 24},
+      // 40 bytes with 24 behind them, 128 of the missing one, 128, and 12 with 52 behind them.
+      {"between",
+       {at::rand({10}, device_), at::rand({20}, device_), at::rand({32}, device_),
+        at::rand({3}, device_)},
+       {1},
+       24 + 128 + 52},
+      {"at the begin", {at::rand({16}, device_), at::rand({16}, device_)}, {0}, 64},
+      {"float8",
+       {at::ones({3}, device_).to(at::kFloat8_e5m2), at::ones({64}, device_).to(at::kFloat8_e5m2)},
+       {},
+       61},
+      {"bool", {at::ones({3}, on(at::kBool)), at::ones({64}, on(at::kBool))}, {}, 61},
+      {"complex",
+       {at::ones({3}, on(at::kComplexFloat)), at::ones({8}, on(at::kComplexFloat))},
+       {},
+       40},
+  };
+  for (const Case& test : cases) {
+    SCOPED_TRACE(test.name);
+    const Bucket bucket = AssignBuckets(test.tensors, 1 << 20).at(0);
+    std::vector<Tensor> tensors = test.tensors;
+    for (const size_t missing : test.undefined) tensors[missing] = Tensor();
+    const auto callback =
+        at::addThreadLocalCallback(at::RecordFunctionCallback(&CountCleared).needsInputs(true));
+    cleared = 0;
+    const Tensor flat = Pack(bucket, tensors);
+    at::removeCallback(callback);
+    // On the CPU no operator is called for it.
+    EXPECT_EQ(cleared, device_.is_cpu() ? 0 : test.gaps);
+    const Tensor bytes = flat.cpu().view(at::kByte);
+    const auto size = static_cast<int64_t>(flat.itemsize());
+    int64_t end = 0;
+    int64_t gaps = 0;
+    const auto expect_zeros_until = [&](int64_t begin) {
+      EXPECT_TRUE(bytes.narrow(0, end, begin - end).eq(0).all().item<bool>()) << end;
+      gaps += begin - end;
+    };
+    for (const Bucket::Slot& slot : bucket.slots) {
+      if (!tensors[slot.tensor].defined()) continue;
+      expect_zeros_until(slot.offset * size);
+      const Tensor member = tensors[slot.tensor].cpu().flatten().view(at::kByte);
+      end = slot.offset * size + member.numel();
+      EXPECT_TRUE(bytes.narrow(0, slot.offset * size, member.numel()).equal(member)) << slot.tensor;
+    }
+    expect_zeros_until(bytes.numel());
+    EXPECT_EQ(gaps, static_cast<int64_t>(test.gaps));
+  }
 }
 
 TEST_P(PackTest, UnpackCopiesBackIntoAnyLayout) {
