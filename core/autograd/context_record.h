@@ -52,8 +52,18 @@ class ContextRecord {
     std::vector<RecvEnd> recvs;
   };
 
-  explicit ContextRecord(ContextId id) : id_(id) {}
+  // The worker that this is the record of. Numbers of contexts are those of a job: two jobs, of
+  // which one process may have workers, give the same ones, but not to workers of the same
+  // incarnation.
+  struct Holder {
+    WorkerRank rank = 0;
+    Incarnation incarnation = 0;
+  };
+
+  explicit ContextRecord(ContextId id) : ContextRecord(id, Holder()) {}
+  ContextRecord(ContextId id, Holder holder) : id_(id), holder_(holder) {}
   ContextId id() const { return id_; }
+  Holder holder() const { return holder_; }
 
   // ---- Edges. kFailedPrecondition once released; kUnavailable if the worker at the other end was
   // lost since the context began, for then an edge may have been lost with it.
@@ -182,6 +192,7 @@ class ContextRecord {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const ContextId id_;
+  const Holder holder_;
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.

@@ -10,7 +10,7 @@ namespace distgrad {
 
 std::shared_ptr<ContextRecord> ContextRegistry::New() {
   absl::MutexLock lock(&mu_);
-  auto record = std::make_shared<ContextRecord>(MakeId(self_, ++last_));
+  auto record = std::make_shared<ContextRecord>(MakeId(self_.rank, ++last_), self_);
   contexts_.emplace(record->id(), record);
   return record;
 }
@@ -28,7 +28,7 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
                                                      most_));
   }
   ++count;
-  return contexts_.emplace(id, std::make_shared<ContextRecord>(id)).first->second;
+  return contexts_.emplace(id, std::make_shared<ContextRecord>(id, self_)).first->second;
 }
 
 absl::Status ContextRegistry::WhyGone(ContextId id) const {
@@ -38,7 +38,7 @@ absl::Status ContextRegistry::WhyGone(ContextId id) const {
         "context ", id, " was refused when it came; limit contexts_per_peer is ", most_));
   }
   // Of our own contexts we know all.
-  if (gone != gone_.end() || MakerOf(id) == self_) {
+  if (gone != gone_.end() || MakerOf(id) == self_.rank) {
     return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
   }
   return absl::OkStatus();

@@ -27,7 +27,7 @@ class ContextRegistry {
 
   // `most` contexts of one other origin are known at a time.
   ContextRegistry(WorkerRank self, Incarnation incarnation, size_t most = 4096)
-      : self_(self), most_(most), last_(FirstCounter(incarnation)) {}
+      : self_{self, incarnation}, most_(most), last_(FirstCounter(incarnation)) {}
 
   // Makes a context whose origin is this worker.
   std::shared_ptr<ContextRecord> New();
@@ -55,7 +55,7 @@ class ContextRegistry {
   // Why it is known no more, of one that is not known.
   absl::Status WhyGone(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
-  const WorkerRank self_;
+  const ContextRecord::Holder self_;
   const size_t most_;
 
   mutable absl::Mutex mu_;

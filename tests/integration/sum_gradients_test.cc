@@ -172,6 +172,31 @@ TEST(SumOfContextsTest, WhatIsWrongIsSaidBeforeAnythingChanges) {
   EXPECT_TRUE(GradientOf(second, w).equal(at::ones({2})));
 }
 
+// Two jobs of one process give their contexts the same numbers.
+TEST(SumOfContextsTest, OneOfAnotherJobIsRefused) {
+  Team team(2), other(2);
+  const at::Tensor w = Leaf({2}, 1);
+  const Context first = team[0].NewContext(), second = team[0].NewContext();
+  const Context none = other[0].NewContext(), foreign = other[0].NewContext();
+  ASSERT_EQ(second.id(), foreign.id());
+  for (const Context* context : {&first, &second, &none, &foreign}) {
+    ASSERT_TRUE(context->Backward({w.sum()}).ok());
+  }
+  // The same number is not the same context, here or there.
+  for (const Context* theirs : {&none, &foreign}) {
+    const absl::Status refused = SumGradients(team[0], {&first, theirs});
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+    EXPECT_NE(refused.message().find("of another job"), std::string::npos) << refused;
+    EXPECT_NE(refused.message().find("worker 'worker0' (0)"), std::string::npos) << refused;
+  }
+  EXPECT_EQ(SumGradients(team[0], {&foreign}).code(), absl::StatusCode::kInvalidArgument);
+  for (const Context* context : {&first, &second, &none, &foreign}) {
+    EXPECT_TRUE(GradientOf(*context, w).equal(at::ones({2})));
+  }
+  EXPECT_TRUE(SumGradients(team[0], {&first, &second}).ok());
+  EXPECT_TRUE(GradientOf(first, w).equal(at::full({2}, 2.0)));
+}
+
 // What a peer sends may be anything.
 TEST(SumOfContextsTest, CallsThatMakeNoSenseAreRefused) {
   Team team(2);
