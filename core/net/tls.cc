@@ -242,7 +242,7 @@ absl::Status TlsSession::Error(int result) {
   const int alert = ERR_GET_REASON(ERR_peek_error()) - SSL_AD_REASON_OFFSET;
   const std::string reason = TakeOpensslError();
   if (!refused_.ok()) {
-    return absl::UnavailableError(
+    return absl::PermissionDeniedError(
         absl::StrCat("the other end's certificate is refused: ", refused_.message()));
   }
   // A client that awaits no welcome has not shown its certificate yet.

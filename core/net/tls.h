@@ -57,7 +57,7 @@ class TlsSession {
   // certificates a client is done when the server has said that it takes the client's: a client of
   // TLS 1.3 has finished its part before the server has looked. Errors are final: the connection is
   // to be closed. kUnauthenticated if a server that has shown who it is refuses this client's
-  // certificate; else kUnavailable.
+  // certificate, kPermissionDenied if this end refuses the other one's; else kUnavailable.
   absl::Status Establish();
   bool established() const { return established_; }
 

@@ -28,8 +28,6 @@ constexpr char kHasAll = 'a';
 // How often it is asked whether another rank has failed while this one waits for it: at first, and
 // at most. All ranks ask, and who has gone is noticed without.
 constexpr absl::Duration kFirstAsk = absl::Milliseconds(200), kLastAsk = absl::Seconds(2);
-// Attempts where the ranks have certificates, which take some seconds with what is below.
-constexpr int kMaxAttempts = 8;
 // The time until another attempt to connect: at first, and at most.
 constexpr absl::Duration kFirstRetry = absl::Milliseconds(10), kLastRetry = absl::Seconds(1);
 
@@ -195,15 +193,17 @@ void EncryptedContext::OnOutEnded(int other, const std::shared_ptr<SocketConnect
                      absl::StrCat("it does not listen any more (", error.what(),
                                   "): it has ended, or given up"));
   }
+  // The keys have been compared before; a certificate that is not accepted shows here alone.
+  if (text != nullptr && text->cause() == TextError::Cause::kRefused) {
+    return OnOutLost(other, out, error.what());
+  }
   bool is_over;
   absl::Duration pause;
   {
     absl::MutexLock lock(&mu_);
     Peer& peer = peers_[other];
     if (peer.out != out) return;
-    // The keys have been compared before; a certificate that is not accepted shows here alone.
-    is_over = all_open_ || !aborted_.ok() ||
-              (options_.certificates != nullptr && peer.attempts >= kMaxAttempts);
+    is_over = all_open_ || !aborted_.ok();
     if (!is_over) {
       // It was closed for the sake of others, perhaps, or something on its way has changed a byte.
       peer.out = nullptr;

@@ -246,6 +246,32 @@ TEST(EncryptedGlooTest, ACertificateOfAnotherAuthorityIsRefused) {
   }
 }
 
+// No other attempt ends in another way, whichever of the two refuses.
+TEST(EncryptedGlooTest, ARankWhoseCertificateIsRefusedFailsAtItsFirstAttempt) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority ours(folder + "/honest"), theirs(folder + "/strange");
+  const CertificateFiles honest = ours.Issue("honest", {.names = "DNS:job"});
+  CertificateFiles takes_ours = theirs.Issue("takes_ours", {.names = "DNS:job"});
+  takes_ours.ca = honest.ca;
+  for (const CertificateFiles& strange : {takes_ours, theirs.Issue("strange", {.names = "DNS:job"}),
+                                          ours.Issue("old", {.names = "DNS:job", .days = -1})}) {
+    std::atomic<int> attempts{0};
+    Proxies proxies([&](Way way, std::string bytes) {
+      if (way == Way::kToServer && absl::StartsWith(bytes, "distgrad")) ++attempts;
+      return bytes;
+    });
+    for (const absl::Status& status : Join(2, [&](int rank) {
+           ProcessGroupOptions options = Options(proxies.store, rank, 2, ClusterKey());
+           options.certificates = Certificates::Load(rank == 0 ? honest : strange).value();
+           return options;
+         })) {
+      EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "certificate")) << status;
+    }
+    EXPECT_LE(attempts, 2) << "one of each rank";
+  }
+}
+
 // Lets `edit` change what passes one rank's proxy in one way where it has come to `at` bytes, once.
 // A connection that ends before its rank is welcome is opened again; else it is an error.
 void Tamper(Way way, size_t at, const std::function<void(std::string*, size_t)>& edit) {

@@ -374,7 +374,10 @@ class PipeConnection final : public Connection,
     if (const auto ours = error.castToType<TextError>(); ours != nullptr) {
       if (ours->cause() == TextError::Cause::kExhausted)
         code = absl::StatusCode::kResourceExhausted;
-      if (ours->cause() == TextError::Cause::kNotTakenIn) code = absl::StatusCode::kAborted;
+      if (ours->cause() == TextError::Cause::kNotTakenIn ||
+          ours->cause() == TextError::Cause::kRefused) {
+        code = absl::StatusCode::kAborted;
+      }
     }
     return absl::Status(code, absl::StrCat("lost ", peer_, ": ", Message(error)));
   }

@@ -302,7 +302,11 @@ void SocketConnection::EstablishTls() {
     const absl::string_view output = tls_->output();
     const bool sent = output.empty() || send(fd_.get(), output.data(), output.size(),
                                              MSG_NOSIGNAL) == static_cast<ssize_t>(output.size());
-    if (!status.ok()) return Fail(status.message());
+    if (!status.ok()) {
+      const bool refused = absl::IsUnauthenticated(status) || absl::IsPermissionDenied(status);
+      return Fail(status.message(),
+                  refused ? TextError::Cause::kRefused : TextError::Cause::kOther);
+    }
     if (!sent) return FailErrno("handshake", errno);
     tls_->DropOutput(output.size());
     if (tls_->established()) return Open();
