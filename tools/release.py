@@ -341,7 +341,7 @@ def release(root, version, output, runfiles, dirty):
     for file in files:
         print("%8.1f MB  %s" % (os.path.getsize(os.path.join(output, file)) / 1e6, file))
     print("needs glibc %s, %s; Debian: %s" % (needs["glibc"], needs["libstdcxx"], needed))
-    print("made in %s" % output)
+    print("made in %s; try it: tools/bazel run //tools:release_try -- %s" % (output, output))
 
 
 def main():

@@ -79,9 +79,9 @@
 
 #[cfg(all(distgrad_missing, not(doc)))]
 compile_error!(
-    "libdistgrad was not found. Install it (tools/bazel run //capi:install -- PREFIX), and either \
-     set DISTGRAD_DIR=PREFIX or put PREFIX/lib/pkgconfig on PKG_CONFIG_PATH; then build again. \
-     The warnings of build.rs say what was tried."
+    "libdistgrad was not found. Unpack a release, or install it (tools/bazel \
+     run //capi:install -- PREFIX), and either set DISTGRAD_DIR=PREFIX or put PREFIX/lib/pkgconfig \
+     on PKG_CONFIG_PATH; then build again. The warnings of build.rs say what was tried."
 );
 
 mod call;
