@@ -33,8 +33,9 @@ struct LaunchOptions {
 };
 
 // Starts the processes with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-// MASTER_PORT set (and OMP_NUM_THREADS, each process's share of the cores, unless the user has set
-// it), and waits until all have ended. Returns the status that the caller should exit with:
+// MASTER_PORT set (and, unless the user has set them, OMP_NUM_THREADS, each process's share of the
+// cores, and GOMP_SPINCOUNT, so that waiting threads leave these to others), and waits until all
+// have ended. Returns the status that the caller should exit with:
 //
 //  - 0 if all processes ended with 0;
 //  - that of the first one that failed (128 + signal if it was killed); the others are then

@@ -79,7 +79,7 @@ TEST(LauncherTest, TellsEachItsPlace) {
   std::sort(lines.begin(), lines.end());
   ASSERT_EQ(lines.size(), 3);
   const std::vector<std::string> parts = absl::StrSplit(lines[0], ':');
-  EXPECT_THAT(parts[1], MatchesRegex("[0-9]+ threads 7"));
+  EXPECT_THAT(parts[1], MatchesRegex("[0-9]+ threads 7 spins 2000"));
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(lines[rank], absl::StrCat(rank, "/3 local ", rank, "/3 at 127.0.0.1:", parts[1]));
   }

@@ -56,9 +56,10 @@ int main(int argc, char** argv) {
   const int rank = rank_text == nullptr ? -1 : atoi(rank_text);
   if (what == "env") {
     std::FILE* file = std::fopen(argv[2], "a");
-    std::fprintf(file, "%s/%s local %s/%s at %s:%s threads %s\n", getenv("RANK"),
+    std::fprintf(file, "%s/%s local %s/%s at %s:%s threads %s spins %s\n", getenv("RANK"),
                  getenv("WORLD_SIZE"), getenv("LOCAL_RANK"), getenv("LOCAL_WORLD_SIZE"),
-                 getenv("MASTER_ADDR"), getenv("MASTER_PORT"), getenv("OMP_NUM_THREADS"));
+                 getenv("MASTER_ADDR"), getenv("MASTER_PORT"), getenv("OMP_NUM_THREADS"),
+                 getenv("GOMP_SPINCOUNT"));
     return std::fclose(file);
   }
   if (what == "exit") return atoi(argv[2 + rank]);

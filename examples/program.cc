@@ -1,14 +1,9 @@
 // Runs this process as the one that the user started, or as one of a job.
 #include "examples/program.h"
 
-#include <stdlib.h>
-#include <unistd.h>
-
 #include <cstdio>
-#include <filesystem>
 #include <optional>
 #include <string>
-#include <system_error>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -34,18 +29,6 @@ int ExitStatus(const std::string& program, const absl::Status& status, bool says
   return status.code() == absl::StatusCode::kInvalidArgument ? 2 : 1;
 }
 
-// Starts this program again with OpenMP threads that spin for some 50 us at most while they wait,
-// unless the user has chosen. By default they spin for milliseconds, which makes training ten times
-// slower as soon as other processes want the cores too; and where nobody does, threads that sleep
-// at once (OMP_WAIT_POLICY=passive) train the transformer at half the speed. libgomp reads the
-// variable when it is loaded, before main().
-void AskForShortSpins(char** argv) {
-  std::error_code error;
-  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
-  if (error || setenv("GOMP_SPINCOUNT", "2000", 1) != 0) return;
-  execv(program.c_str(), argv);  // if it fails, training is slower, no more
-}
-
 }  // namespace
 
 int RunProgram(int argc, char** argv, const CommandLine& line, const Trainers& train) {
@@ -55,19 +38,17 @@ int RunProgram(int argc, char** argv, const CommandLine& line, const Trainers& t
     std::fputs(options->help.c_str(), stdout);
     return 0;
   }
-  if (getenv("OMP_WAIT_POLICY") == nullptr && getenv("GOMP_SPINCOUNT") == nullptr) {
-    AskForShortSpins(argv);
-  }
-  if (options->single) return ExitStatus(line.name, train.single(*options));
 
   const absl::StatusOr<std::optional<JobPlace>> place = JobPlaceFromEnvironment();
   if (!place.ok()) return ExitStatus(line.name, place.status());
   if (place->has_value()) {
-    return ExitStatus(line.name, train.process(*options, **place), (*place)->rank == 0);
+    return ExitStatus(line.name,
+                      options->single ? train.single(*options) : train.process(*options, **place),
+                      (*place)->rank == 0);
   }
 
   LaunchOptions launch;
-  launch.processes = options->processes;
+  launch.processes = options->single ? 1 : options->processes;
   launch.arguments.assign(argv, argv + argc);
   // After Ctrl-C the job ends its step, and saves.
   if (!options->checkpoint.empty()) launch.grace = absl::Minutes(1);

@@ -17,8 +17,8 @@ struct Trainers {
 };
 
 // Is the body of main(). If a launcher has started this process, it trains as one process of that
-// job; else it starts the processes on this machine, each of which does the same. With --single it
-// trains alone. Returns the exit status; prints a failure as one line on stderr.
+// job, or with --single alone; else it starts the processes on this machine, each of which does the
+// same: one with --single. Returns the exit status; prints a failure as one line on stderr.
 int RunProgram(int argc, char** argv, const CommandLine& line, const Trainers& train);
 
 }  // namespace distgrad
