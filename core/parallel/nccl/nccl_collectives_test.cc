@@ -25,6 +25,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fake_device/fake_device.h"
+#include "tests/testing/no_threads.h"
 
 namespace distgrad {
 namespace {
@@ -270,6 +271,22 @@ TEST_F(NcclCollectivesTest, ManySmallTensorsAreOneCollective) {
   }
   ASSERT_TRUE(collectives.Reduce(lists, devices_[1]).ok());
   EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("to 1")));
+}
+
+// Communicators have two threads, from their begin on, for all that runs on them.
+TEST_F(NcclCollectivesTest, CollectivesBeginNoThread) {
+  auto communicators = NcclCommunicators::Create(devices_, absl::Minutes(5), Platform(),
+                                                 std::make_shared<NcclOrder>());
+  ASSERT_TRUE(communicators.ok()) << communicators.status();
+  NcclCollectives collectives(*std::move(communicators), {});
+  const std::vector<TensorVector> lists = {
+      {at::ones({4}, devices_[0])}, {at::ones({4}, devices_[1])}, {at::ones({4}, devices_[2])}};
+  ASSERT_TRUE(collectives.Reduce(lists, devices_[0]).ok());  // what libtorch begins once
+  const NoThreads no_threads;
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_TRUE(collectives.Reduce(lists, devices_[0]).ok());
+    EXPECT_TRUE(collectives.Broadcast(lists[1]).ok());
+  }
 }
 
 TEST_F(NcclCollectivesTest, WhatIsWrongIsSaidBeforeAnythingIsLaunched) {
