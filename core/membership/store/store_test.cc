@@ -887,6 +887,83 @@ TEST(TcpStoreTest, WithAKeyNobodyInBetweenReadsOrChangesIt) {
   EXPECT_FALSE(absl::StrContains(seen, "name/"));
 }
 
+// What somebody in between leaves out, sends twice or in another order, in the midst of a long
+// request or answer, ends its connection at once: nobody here waits for an answer that is late.
+TEST(TcpStoreTest, WithAKeyWhatIsLeftOutRepeatedOrReorderedIsNotTaken) {
+  using Way = TcpProxy::Way;
+  constexpr size_t kChunk = 4096;  // what the proxy takes at a time, at most
+  const std::string key = "a key of thirty-two bytes, about";
+  const std::vector<std::function<void(std::string*)>> edits = {
+      [](std::string* bytes) { bytes->erase(1000, 100); },
+      [](std::string* bytes) { bytes->insert(1000, bytes->substr(1000, 100)); },
+      [](std::string* bytes) { std::reverse(bytes->begin() + 1000, bytes->end()); }};
+  for (const Way way : {Way::kToServer, Way::kToClient}) {
+    for (size_t edit = 0; edit < edits.size(); ++edit) {
+      SCOPED_TRACE(absl::StrCat(edit, way == Way::kToServer ? " to the server" : " to the client"));
+      const auto server = Serve(key);
+      int full = 0, changed = 0;  // on the proxy's thread
+      std::atomic<bool> change{false};
+      {
+        TcpProxy proxy(server->port(), [&](Way this_way, std::string bytes) {
+          if (this_way != way) return bytes;
+          full = bytes.size() == kChunk ? full + 1 : 0;
+          // Most of the message is still to come.
+          if (full < 3 || !change.exchange(false)) return bytes;
+          edits[edit](&bytes);
+          ++changed;
+          return bytes;
+        });
+        TcpStoreOptions options;
+        options.port = proxy.port();
+        options.cluster_key = key;
+        options.deadline = Later();
+        options.answer_timeout = absl::Hours(1);
+        const auto client = NewTcpStore(options);
+        ASSERT_TRUE(client.ok()) << client.status();
+        for (int i = 0; i < 10; ++i) {
+          const std::string name = absl::StrCat("name", i);
+          const std::string value(300'000, static_cast<char>('a' + i));
+          change = true;
+          const absl::Status set = (*client)->Set(name, value, Later());
+          ASSERT_TRUE(set.ok()) << set;
+          EXPECT_TRUE(server->Get(name, Later()).value() == value);
+          const auto got = (*client)->Get(name, Later());
+          ASSERT_TRUE(got.ok()) << got.status();
+          EXPECT_TRUE(*got == value);
+        }
+      }
+      EXPECT_GT(changed, 3);
+    }
+  }
+}
+
+// Somebody in between gives each of two clients the other's connection to the server.
+TEST(TcpStoreTest, WithAKeyConnectionsThatAreSplicedEnd) {
+  const std::string key = "a key of thirty-two bytes, about";
+  const auto server = Serve(key);
+  std::atomic<int> connections{0};
+  TcpProxy proxy(server->port(), [&](TcpProxy::Way way, std::string bytes) {
+    if (way == TcpProxy::Way::kToServer && absl::StartsWith(bytes, "distgrad")) ++connections;
+    return bytes;
+  });
+  TcpStoreOptions options;
+  options.port = proxy.port();
+  options.cluster_key = key;
+  options.deadline = Later();
+  options.answer_timeout = absl::Hours(1);
+  const auto one = NewTcpStore(options), two = NewTcpStore(options);
+  ASSERT_TRUE(one.ok() && two.ok()) << one.status() << two.status();
+  ASSERT_TRUE((*one)->Set("one", "1", Later()).ok());
+  ASSERT_TRUE((*two)->Set("two", "2", Later()).ok());
+  EXPECT_EQ(connections, 2);
+  proxy.ExchangeServers();
+  EXPECT_EQ((*one)->Get("one", Later()).value(), "1");
+  EXPECT_EQ((*two)->Add("count", 1, Later()).value(), 1);
+  EXPECT_EQ((*one)->Add("count", 1, Later()).value(), 2);
+  EXPECT_EQ((*two)->Get("two", Later()).value(), "2");
+  EXPECT_EQ(connections, 4) << "both have had to connect again";
+}
+
 // What is changed of a handshake looks as if the server had another key. It is still the same one,
 // and the client has spoken to it before.
 TEST(TcpStoreTest, AHandshakeThatIsChangedOnTheWayIsTriedAgain) {
