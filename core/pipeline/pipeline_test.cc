@@ -1046,8 +1046,9 @@ class PipelineReplicasTest : public PipelineTest {
   }
 
   // Takes a step of each replica, of their own batches, at the same time.
-  static void Step(Cluster& cluster, const Schedule& schedule, const Tensors& xs,
-                   const Tensors& ys) {
+  static std::vector<absl::Status> Train(Cluster& cluster, const Schedule& schedule,
+                                         const Tensors& xs, const Tensors& ys) {
+    std::vector<absl::Status> statuses(kReplicas);
     std::vector<std::thread> threads;
     for (int r = 0; r < kReplicas; ++r) {
       threads.emplace_back([&, r] {
@@ -1058,10 +1059,17 @@ class PipelineReplicasTest : public PipelineTest {
             &cluster[first], {.name = "model", .workers = workers, .schedule = schedule});
         ASSERT_TRUE(pipeline.ok()) << pipeline.status();
         const Context context = cluster[first].NewContext();
-        EXPECT_EQ((*pipeline)->Train(context, {xs[r]}, {ys[r]}).status(), absl::OkStatus());
+        statuses[r] = (*pipeline)->Train(context, {xs[r]}, {ys[r]}).status();
       });
     }
     for (std::thread& thread : threads) thread.join();
+    return statuses;
+  }
+  static void Step(Cluster& cluster, const Schedule& schedule, const Tensors& xs,
+                   const Tensors& ys) {
+    for (const absl::Status& status : Train(cluster, schedule, xs, ys)) {
+      EXPECT_EQ(status, absl::OkStatus());
+    }
   }
 
   // The optimizer of these tests: takes the gradients off the parameters.
@@ -1129,6 +1137,52 @@ TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
       EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
       EXPECT_TRUE(at::equal(of_replica[0].biases[s], of_replica[1].biases[s])) << "stage " << s;
     }
+  }
+}
+
+// The last rank of the replica that fails has averaged already: taken again, the step would be
+// averaged with the other replica's next one there, and not on the first rank.
+TEST_P(PipelineReplicasTest, AStepThatFailsEndsTheAveragesOfAllReplicas) {
+  static std::atomic<bool> throws{false};
+  struct Throws : torch::autograd::Function<Throws> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list gradients) {
+      if (throws.exchange(false)) throw std::runtime_error("no gradient today");
+      return gradients;
+    }
+  };
+  const Schedule schedule = *OneForwardOneBackward(2, 2);
+  Cluster cluster(Workers(kReplicas * 2));
+  const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+  const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+  std::vector<std::map<int, PipelineStage>> stages(cluster.size());
+  std::vector<std::unique_ptr<PipelineStages>> made;
+  for (int i = 0; i < cluster.size(); ++i) {
+    const Layers& layers = of_replica[i / 2];
+    const int s = i % 2;
+    const auto forward = [&layers, s, i](Tensors in) -> Tensors {
+      Tensors out = layers.Forward(s, std::move(in));
+      return i == 0 ? Tensors{Throws::apply(out[0])} : out;
+    };
+    auto one =
+        PipelineStages::Create(&cluster[i], "model", {{s, {.forward = forward, .loss = Loss}}},
+                               {.averager = averagers[i]});
+    ASSERT_TRUE(one.ok()) << one.status();
+    made.push_back(*std::move(one));
+  }
+  const Tensors xs = {at::randn({4, 16}), at::randn({4, 16})};
+  const Tensors ys = {at::randn({4, 16}), at::randn({4, 16})};
+  Step(cluster, schedule, xs, ys);
+  throws = true;
+  for (const absl::Status& status : Train(cluster, schedule, xs, ys)) {
+    EXPECT_THAT(std::string(status.message()), HasSubstr("no gradient today"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr(WorkerName(0)));
+  }
+  for (const absl::Status& status : Train(cluster, schedule, xs, ys)) {
+    EXPECT_THAT(std::string(status.message()), HasSubstr("no gradient today"));
   }
 }
 

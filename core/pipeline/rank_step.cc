@@ -789,7 +789,6 @@ absl::Status RankStep::Follow(const Action& action) {
 
 absl::StatusOr<Message> RankStep::FollowList() {
   const std::vector<Action>& list = plan_.list;
-  const bool averages = plan_.backward && averager_ != nullptr;
   const size_t last_backward = LastBackward(list);
   // Not right behind it, but after the sends that follow: another rank waits for them. All
   // backwards come before the first step (CheckShares).
@@ -801,16 +800,16 @@ absl::StatusOr<Message> RankStep::FollowList() {
   const bool has_one_stage =
       std::count(plan_.rank_of_stage.begin(), plan_.rank_of_stage.end(), plan_.rank) == 1;
   for (size_t i = 0; i < list.size(); ++i) {
-    if (averages && i == last_backward && has_one_stage) DG_RETURN_IF_ERROR(BeginAverage());
+    if (averages() && i == last_backward && has_one_stage) DG_RETURN_IF_ERROR(BeginAverage());
     if (i == share_at) {
       DG_RETURN_IF_ERROR(AddTied());
-      if (averages) DG_RETURN_IF_ERROR(Average());
+      if (averages()) DG_RETURN_IF_ERROR(Average());
     }
     DG_RETURN_IF_ERROR(Follow(list[i]));
   }
   if (share_at == list.size()) {
     DG_RETURN_IF_ERROR(AddTied());
-    if (averages) DG_RETURN_IF_ERROR(Average());
+    if (averages()) DG_RETURN_IF_ERROR(Average());
   }
   {
     absl::MutexLock lock(&mu_);
@@ -846,17 +845,25 @@ Message RankStep::Result() {
 
 void RankStep::Run() {
   absl::StatusOr<Message> result = absl::InternalError("not run");
+  bool ran = false;
   try {
     Deadline deadline = Deadline::Never();
     {
       absl::MutexLock lock(&mu_);
       deadline = deadline_;
-      ran_ = !over();
+      ran = ran_ = !over();
     }
     calls_ = std::make_unique<StepCalls>(worker_, pipeline_, deadline, cancellation_);
     result = FollowList();
   } catch (...) {  // there was no memory
     result = StatusFromException(std::current_exception());
+  }
+  // Other ranks of this replica may have averaged already. If the step were taken again, they would
+  // average with the other replicas' next step, and this rank with the one that failed.
+  if (!result.ok() && ran && averages()) {
+    averager_->Fail(
+        Annotate(result.status(), absl::StrCat("a step of pipeline '", pipeline_,
+                                               "' failed on worker '", worker_->name(), "'")));
   }
   // What it held ends here, and not when the next step begins.
   runs_.clear();

@@ -115,6 +115,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   void OnStop();
 
   absl::StatusOr<Message> FollowList();
+  // Returns whether gradients are averaged over replicas in this step.
+  bool averages() const { return plan_.backward && averager_ != nullptr; }
   absl::Status Follow(const Action& action);
   CallModes modes() const {
     absl::MutexLock lock(&mu_);

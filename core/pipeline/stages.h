@@ -37,9 +37,9 @@ struct PipelineStagesOptions {
   // that of the worker that has these stages in each replica, over all parameters that they train,
   // with GradientAveragerOptions::in_backward = false. A rank averages when its own backwards are
   // done, while the ranks before it still have some; with one stage it begins in its last backward.
-  // All replicas take the same steps: for one whose step has failed the others wait, until it takes
-  // it again, or ProcessGroup::Fail() or the group's timeout ends that. The worker has one rank of
-  // a schedule then. Null: no replicas.
+  // All replicas take the same steps: a step that fails on one, once it runs, fails the group, and
+  // with it the step of the others. They go on with new groups, averagers and stages, from the last
+  // checkpoint. The worker has one rank of a schedule then. Null: no replicas.
   std::shared_ptr<GradientAverager> averager = nullptr;
   // Is told of each action of a rank here, after it, on the thread of the rank: ranks of one worker
   // may call it at the same time. If it throws, the step fails with that.

@@ -435,10 +435,10 @@ impl<'a> PipelineStagesOptions<'a> {
     /// [`train`](Pipeline::train): an averager of the parameters that they train, over the workers
     /// that have these stages in each replica; the stages keep what it stands for. A rank averages
     /// when its own backwards are done, while the ranks before it still have some; with one stage it
-    /// begins in its last backward. All replicas take the same steps: for one whose step has failed
-    /// the others wait, until it takes it again, or [`ProcessGroup::fail`](crate::ProcessGroup::fail)
-    /// or the group's timeout ends that. The worker has one rank of a schedule then. Default: no
-    /// replicas.
+    /// begins in its last backward. All replicas take the same steps: a step that fails on one, once
+    /// it runs, fails the process group, and with it the step of the others. They go on with new
+    /// groups, averagers and stages, from the last checkpoint. The worker has one rank of a schedule
+    /// then. Default: no replicas.
     pub fn averager(mut self, averager: &'a GradientAverager) -> Self {
         self.averager = Some(averager);
         self

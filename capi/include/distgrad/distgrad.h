@@ -1575,9 +1575,10 @@ typedef struct dg_pipeline_stages_options {
    * dg_pipeline_train: a dg_gradient_averager of the parameters that they train, over the workers
    * that have these stages in each replica; the stages keep it alive. A rank averages when its own
    * backwards are done, while the ranks before it still have some; with one stage it begins in its
-   * last backward. All replicas take the same steps: for one whose step has failed the others wait,
-   * until it takes it again, or dg_process_group_fail or the group's timeout ends that. The worker
-   * has one rank of a schedule then. NULL: no replicas. */
+   * last backward. All replicas take the same steps: a step that fails on one, once it runs, fails
+   * the process group, and with it the step of the others. They go on with new groups, averagers
+   * and stages, from the last checkpoint. The worker has one rank of a schedule then. NULL: no
+   * replicas. */
   struct dg_gradient_averager* averager;
 } dg_pipeline_stages_options;
 #define DG_PIPELINE_STAGES_OPTIONS_INIT \

@@ -74,5 +74,6 @@ absl::StatusOr<bool> GradientAverager::Join(JoinOptions options) {
 absl::StatusOr<bool> GradientAverager::Join(ContextRecord& context, JoinOptions options) {
   return parts_->contexts.Join(context, options.keep_gradients);
 }
+void GradientAverager::Fail(const absl::Status& why) { parts_->plan.group().Fail(why); }
 
 }  // namespace distgrad

@@ -124,6 +124,9 @@ class GradientAverager {
   // and gets the averages; with `keep_gradients` it may have those of earlier averages.
   absl::StatusOr<bool> Join(ContextRecord& context, JoinOptions options = {});
 
+  // Fails the group (ProcessGroup::Fail()), as this rank cannot take the step that the others take.
+  void Fail(const absl::Status& why);
+
  private:
   struct Parts;
 
