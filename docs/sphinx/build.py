@@ -1,4 +1,4 @@
-"""Builds the documentation site: see docs/site/site.sh, which calls this.
+"""Builds the documentation site: see docs/sphinx/site.sh, which calls this.
 
 build.py --packages STORE --tree FOLDER --output FOLDER [--rustdoc TAR] [--partial]
 

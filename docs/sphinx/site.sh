@@ -31,4 +31,4 @@ if [[ -e $rustdoc ]]; then
 else
   echo "site: without the crate's documentation, for this machine has no Rust that could make it" >&2
 fi
-exec python3 "$tree/docs/site/build.py" --packages "$packages" --tree "$tree" --output "$output" "${arguments[@]}"
+exec python3 "$tree/docs/sphinx/build.py" --packages "$packages" --tree "$tree" --output "$output" "${arguments[@]}"

@@ -6,7 +6,7 @@ set -euo pipefail
 root=$TEST_SRCDIR/$TEST_WORKSPACE
 packages=$(dirname "$(readlink -f "$TEST_SRCDIR/sphinx/site/sums.json")")
 build() { # FOLDER
-  python3 "$root/docs/site/build.py" --packages "$packages" --tree "$root" --output "$TEST_TMPDIR/$1" --partial
+  python3 "$root/docs/sphinx/build.py" --packages "$packages" --tree "$root" --output "$TEST_TMPDIR/$1" --partial
 }
 build one
 cd "$TEST_TMPDIR/one"
@@ -21,12 +21,12 @@ grep -q 'id="_CPPv4N2dg6TensorE"' docs/reference/cpp/tensors.html
 # It finds what it is there for, in a tree of three pages and the reference.
 mkdir -p "$TEST_TMPDIR/tree/docs" "$TEST_TMPDIR/tree/capi"
 cp -rL "$root/capi/include" "$TEST_TMPDIR/tree/capi/"
-cp -rL "$root/docs/site" "$TEST_TMPDIR/tree/docs/"
+cp -rL "$root/docs/sphinx" "$TEST_TMPDIR/tree/docs/"
 cd "$TEST_TMPDIR/tree"
 printf '# Home\n\n```{toctree}\nreference/c/index\nreference/cpp/index\nerrors\n```\n' >docs/index.md
 printf '# Errors\n\n[gone](gone.md), `dg_no_such_function`\n' >docs/errors.md
 printf '# Alone\n' >docs/alone.md
-if said=$(python3 docs/site/build.py --packages "$packages" --tree . --output "$TEST_TMPDIR/two" --partial 2>&1); then
+if said=$(python3 docs/sphinx/build.py --packages "$packages" --tree . --output "$TEST_TMPDIR/two" --partial 2>&1); then
   echo "FAILED: it found nothing" >&2
   exit 1
 fi
