@@ -1856,6 +1856,40 @@ TEST_P(PipelineTest, OfTwoPartitionsThatHaveBegunOneRuns) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
 }
 
+// Tied parameters would be sent to the first stage of a rank that has none.
+TEST_P(PipelineTest, APlanWithARankThatHasNoStageIsRefused) {
+  Cluster cluster(Workers(1));
+  const Layers layers(1);
+  PipelineStage stage = {.forward = [&](Tensors in) { return layers.Forward(0, in); },
+                         .loss = Loss};
+  stage.tied = {{"embedding", layers.weights[0]}};
+  const auto stages = PipelineStages::Create(&cluster[0], "model", {{0, stage}});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  const Context context = cluster[0].NewContext();
+  const auto call = [&](absl::string_view function, std::string payload) {
+    return cluster[0]
+        .Call("worker0", absl::StrCat(function, "model"), {std::move(payload), {}},
+              {.context = &context, .deadline = Deadline::After(absl::Seconds(20))})
+        .status();
+  };
+  const absl::Status status = call(kBeginStep, EncodePlan({.step = 1,
+                                                           .pipeline = 1,
+                                                           .rank = 0,
+                                                           .micro_batches = 1,
+                                                           .backward = true,
+                                                           .has_targets = false,
+                                                           .rank_of_stage = {0},
+                                                           .workers = {"worker0", "worker0"},
+                                                           .list = {{Action::Kind::kStep, 0, 0}},
+                                                           .weights = {1}}));
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("rank 1 has no stage"));
+  const StepRef ref{.step = 1, .first_stage = 0};
+  EXPECT_EQ(call(kTieStep, EncodeTies({.to = ref, .ranks = {{"embedding", {0, 1}}}})).code(),
+            absl::StatusCode::kNotFound);
+  EXPECT_EQ(call(kRunStep, EncodeStepRef(ref)).code(), absl::StatusCode::kNotFound);
+}
+
 TEST_P(PipelineTest, StagesThatAreClosedAreWaitedForUntilTheDeadline) {
   Cluster cluster(Workers(1));
   const Layers layers(1);

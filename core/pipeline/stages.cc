@@ -102,7 +102,6 @@ class PipelineStages::Impl {
   absl::StatusOr<Message> Begin(Request& request) {
     DG_ASSIGN_OR_RETURN(StepPlan plan, DecodePlan(request.message.payload));
     const int first_stage = FirstStage(plan.rank_of_stage, plan.rank);
-    if (first_stage < 0) return absl::InvalidArgumentError("the rank has no stage");
     for (int s = plan.stages() - 1; s >= first_stage; --s) {
       if (plan.rank_of_stage[s] != plan.rank || stages_.count(s) > 0) continue;
       return absl::NotFoundError(absl::StrCat("worker '", worker_->name(), "' has no stage ", s,

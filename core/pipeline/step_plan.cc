@@ -114,6 +114,14 @@ absl::StatusOr<StepPlan> DecodePlan(absl::string_view bytes) {
   if (!good) {
     return absl::InvalidArgumentError(absl::StrCat(kWhat, " has numbers that do not fit together"));
   }
+  // A rank is known by its first stage: to one that has none nothing could be sent.
+  std::vector<bool> has_stage(plan.workers.size());
+  for (const int rank : plan.rank_of_stage) has_stage[rank] = true;
+  const auto without = std::find(has_stage.begin(), has_stage.end(), false);
+  if (without != has_stage.end()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(kWhat, ": rank ", without - has_stage.begin(), " has no stage"));
+  }
   for (int m = 0; m < plan.micro_batches; ++m) {
     plan.weights.push_back(reader.F64());
     if (!std::isfinite(plan.weights.back())) {

@@ -121,6 +121,7 @@ TEST(StepPlanTest, WhatDoesNotFitTogetherIsRefused) {
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.rank = 2; }));
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.rank = -1; }));
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.rank_of_stage[0] = 2; }));
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.workers.push_back("without a stage"); }));
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.micro_batches = 0; }));
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.micro_batches = 1 << 19; }));
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.weights.pop_back(); }));
