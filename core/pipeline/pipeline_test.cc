@@ -16,6 +16,7 @@
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/tanh.h>
+#include <ATen/ops/zeros_like.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -1661,6 +1662,85 @@ TEST_P(PipelineTest, ARecomputationWithOtherRandomNumbersIsAnError) {
   EXPECT_THAT(std::string(status.message()),
               AllOf(HasSubstr("backward of stage 0, micro-batch 0 on worker 'worker0'"),
                     HasSubstr("other random numbers")));
+}
+
+// Both forwards leave the generator in the same state, and have other numbers.
+TEST_P(PipelineTest, ARecomputationWithTheNumbersOfAnotherThreadIsAnError) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  int forwards = 0;
+  const auto forward = [&](Tensors in) {
+    at::Tensor own, of_another;
+    const auto draw = [&] { own = at::rand({4, 16}); };
+    const auto draw_another = [&] { std::thread([&] { of_another = at::rand({4, 16}); }).join(); };
+    if (++forwards == 1) {
+      draw();
+      draw_another();
+    } else {
+      draw_another();
+      draw();
+    }
+    return layers.Forward(0, {in[0] * own});
+  };
+  const auto front =
+      PipelineStages::Create(&cluster[0], "model", {{0, {.forward = forward, .recompute = true}}});
+  const auto back = PipelineStages::Create(
+      &cluster[1], "model",
+      {{1, {.forward = [&](Tensors in) { return layers.Forward(1, in); }, .loss = Loss}}});
+  ASSERT_TRUE(front.ok() && back.ok());
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_EQ(forwards, 2);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("backward of stage 0, micro-batch 0 on worker 'worker0'"),
+                    HasSubstr("output 0 is not that of the first time")));
+}
+
+TEST_P(PipelineTest, ARecomputationComparesOutputsOfEachType) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  constexpr int kNone = -1;
+  int forwards = 0, other = kNone;
+  const auto forward = [&](Tensors in) -> Tensors {
+    Tensors out = layers.Forward(0, {in[0]});
+    const at::Tensor some = at::ones({3, 2});
+    // The last ones have no elements, and lie in memory with gaps, or conjugated.
+    for (const at::Tensor& more : {some.to(at::kLong), some.to(at::kBool), some.to(at::kBFloat16),
+                                   some.to(at::kComplexFloat), some.slice(0, 0, 0), some.t(),
+                                   some.to(at::kComplexDouble).conj()}) {
+      out.push_back(more);
+    }
+    ++forwards;
+    if (forwards == 2 && other != kNone) out[other] = at::zeros_like(out[other]);
+    return out;
+  };
+  const auto front =
+      PipelineStages::Create(&cluster[0], "model", {{0, {.forward = forward, .recompute = true}}});
+  const auto back =
+      PipelineStages::Create(&cluster[1], "model",
+                             {{1,
+                               {.forward = [&](Tensors in) { return layers.Forward(1, {in[0]}); },
+                                .loss = Loss,
+                                .inputs = std::nullopt}}});
+  ASSERT_TRUE(front.ok() && back.ok());
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  const auto train = [&] {
+    forwards = 0;
+    const Context context = cluster[0].NewContext();
+    return pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  };
+  EXPECT_EQ(train(), absl::OkStatus());
+  for (const int output : {1, 2, 3, 4, 6, 7}) {
+    SCOPED_TRACE(output);
+    other = output;
+    const absl::Status status = train();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat("output ", output, " is not that of the first time")));
+  }
 }
 
 TEST_P(PipelineTest, ARecomputationOfSomethingElseIsAnError) {

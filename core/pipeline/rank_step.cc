@@ -3,11 +3,15 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/view_as_real.h>
 
 #include <algorithm>
 #include <cstddef>
 
+#include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
@@ -76,6 +80,32 @@ size_t FirstStep(const std::vector<Action>& list) {
   const auto first = std::find_if(list.begin(), list.end(),
                                   [](const Action& action) { return action.kind == Kind::kStep; });
   return static_cast<size_t>(first - list.begin());
+}
+
+// A number that is another one, but for rare chance, where the values are others: on a CPU of all
+// bytes; on other devices, where it stays, the sum. Undefined for what is not dense.
+at::Tensor Fingerprint(const at::Tensor& output) {
+  if (!output.defined() || output.layout() != at::kStrided || output.is_quantized() ||
+      output._is_zerotensor() || output.is_meta()) {
+    return {};
+  }
+  const at::AutoGradMode grad_mode(false);
+  at::Tensor values = output.detach().resolve_conj().resolve_neg();
+  if (values.is_cpu()) {
+    values = values.contiguous();
+    const auto hash = static_cast<int64_t>(absl::HashOf(
+        absl::string_view(static_cast<const char*>(values.data_ptr()), values.nbytes())));
+    return at::scalar_tensor(hash, at::TensorOptions().dtype(at::kLong));
+  }
+  if (values.is_complex()) values = at::view_as_real(values);
+  if (!values.is_floating_point()) return values.sum(at::kLong);
+  return values.sum(at::kDouble).view(at::kLong);  // its bits: also where it is not a number
+}
+
+Tensors Fingerprints(const Tensors& outputs) {
+  Tensors fingerprints;
+  for (const at::Tensor& output : outputs) fingerprints.push_back(Fingerprint(output));
+  return fingerprints;
 }
 
 // Takes an entry out of a map.
@@ -520,6 +550,7 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
     return outputs_read_.at(cell).Check("the loss must not write to what it is given, and output");
   }
   outputs_read_.emplace(cell, outputs);
+  if (plan_.backward && stage.recompute) fingerprints_.emplace(cell, Fingerprints(outputs));
   if (IsLast(s)) {
     outputs_[m] = std::move(outputs);
     return absl::OkStatus();
@@ -605,7 +636,17 @@ absl::Status RankStep::Recompute(Cell cell) {
   const CallModesScope modes(this->modes());
   DG_ASSIGN_OR_RETURN(const Tensors outputs, run->second.Recompute());
   DG_RETURN_IF_ERROR(CheckGiven(given));
-  if (!IsLast(cell.first)) return absl::OkStatus();
+  if (!IsLast(cell.first)) {
+    // Two draws of two threads may have changed places: the generators know nothing of that.
+    DG_ASSIGN_OR_RETURN(const Tensors before, Take(fingerprints_, cell));
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (!before[i].defined() || at::equal(Fingerprint(outputs[i]), before[i])) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat("the forward that is recomputed is not the same twice: output ", i,
+                       " is not that of the first time"));
+    }
+    return absl::OkStatus();
+  }
   // Also where both are not a number.
   const at::Tensor& loss = losses_[cell.second];
   if (at::allclose(outputs[0].detach(), loss, /*rtol=*/0, /*atol=*/0, /*equal_nan=*/true)) {
@@ -879,6 +920,7 @@ void RankStep::Run() {
   outputs_read_.clear();
   gradients_read_.clear();
   given_.clear();
+  fingerprints_.clear();
   losses_.clear();
   outputs_.clear();
   tied_ = TiedGradients();

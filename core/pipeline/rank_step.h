@@ -195,6 +195,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // as outputs_read_.
   std::map<std::pair<Cell, int>, WriteCheck> gradients_read_;
   std::map<Cell, std::pair<WriteCheck, WriteCheck>> given_;  // inputs and targets; to recompute
+  std::map<Cell, Tensors> fingerprints_;                     // of outputs; to recompute
   std::map<int, at::Tensor> losses_;                         // by micro-batch
   std::map<int, Tensors> outputs_;  // of the last stage, where there is no backward
   TiedGradients tied_;
