@@ -1006,6 +1006,36 @@ TEST_P(PipelineTest, TiedParametersThatDoNotFitAreNamed) {
   EXPECT_THAT(std::string(status.message()), ContainsRegex("tied parameter 'embedding' is Float"));
 }
 
+// The front waits for gradients that the back would send after the front's sums have come.
+TEST_P(PipelineTest, ASendBehindAStepOfTiedParametersIsRefused) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  std::vector<std::map<int, PipelineStage>> own(2);
+  for (int s = 0; s < 2; ++s) {
+    own[s][s] = {.forward = [&, s](Tensors in) { return layers.Forward(s, in); },
+                 .loss = Loss,
+                 .step = [](const Context&) { return absl::OkStatus(); }};
+    own[s][s].tied = {{"embedding", layers.weights[s]}};
+  }
+  const auto stages = CreateStages(cluster, std::move(own));
+  Schedule schedule = *GPipe(2, 1);
+  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s, 0});
+  const auto train = [&] {
+    const Context context = cluster[0].NewContext();
+    return MakePipeline(cluster, schedule)
+        ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})},
+                Deadline::After(absl::Seconds(20)))
+        .status();
+  };
+  EXPECT_EQ(train(), absl::OkStatus());
+  std::swap(schedule.lists[1].back(), schedule.lists[1].rbegin()[1]);
+  const absl::Status status = train();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("the list of worker 'worker1' has the step of stage 1 before the send of "
+                        "gradients of stage 1, micro-batch 0"));
+}
+
 // ------------------------------------------------------------------------------------ Replicas
 
 // Those of a pipeline: replica r has its ranks on the workers from r * ranks on.

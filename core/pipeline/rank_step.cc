@@ -190,13 +190,20 @@ absl::Status RankStep::CheckShares() const {
                      "(PipelineStagesOptions::averager), which one alone can have"));
   }
   const auto steps = plan_.list.begin() + static_cast<std::ptrdiff_t>(FirstStep(plan_.list));
-  const auto late = std::find_if(steps, plan_.list.end(), IsBackward);
+  // For tied parameters a rank waits until the others have gone backward, and what it has yet to
+  // send then is what they wait for. An average waits for the same rank of other replicas alone.
+  const bool ties = !tie_names().empty();
+  const auto late = std::find_if(steps, plan_.list.end(), [ties](const Action& action) {
+    return IsBackward(action) || (ties && action.kind != Kind::kStep);
+  });
   if (late == plan_.list.end()) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       "the list of worker '", worker, "' has the ", ToString(*steps), " before the ",
       ToString(*late), ", and ",
-      averages ? "averages over replicas come" : "the gradients of tied parameters are added up",
-      " between all backwards and the first step"));
+      ties
+          ? "the gradients of tied parameters are added up between all other actions and the first "
+            "step"
+          : "averages over replicas come between all backwards and the first step"));
 }
 
 absl::Status RankStep::CheckSkips() const {
