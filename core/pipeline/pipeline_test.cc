@@ -707,6 +707,20 @@ TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
   // Both lack one, and either may be the first to say so.
   EXPECT_THAT(std::string(missing.message()),
               ContainsRegex("worker '(worker0' has no stage 2|worker1' has no stage 3) of pipe"));
+  // Half of the model would be trained, and nobody would hear of it.
+  const auto four = PipelineStages::Create(
+      &cluster[0], "four",
+      {{0, {.forward = [&](Tensors in) { return layers.Forward(0, in); }, .loss = Loss}},
+       {3, {.forward = [&](Tensors in) { return layers.Forward(1, in); }, .loss = Loss}}});
+  ASSERT_TRUE(four.ok()) << four.status();
+  const auto one_of_four = Pipeline::Create(
+      &cluster[0], {.name = "four", .workers = Names(1), .schedule = *GPipe(1, 2)});
+  ASSERT_TRUE(one_of_four.ok()) << one_of_four.status();
+  const absl::Status more = (*one_of_four)->Train(context, {at::ones({4, 16})}, {}).status();
+  EXPECT_EQ(more.code(), absl::StatusCode::kInvalidArgument) << more;
+  EXPECT_THAT(std::string(more.message()),
+              HasSubstr("worker 'worker0' has stage 3 of pipeline 'four', and the stages of the "
+                        "schedule are 1, from 0"));
   const auto lost = Pipeline::Create(
       &cluster[0], {.name = "model", .workers = {"worker0", "nobody"}, .schedule = *GPipe(2, 2)});
   ASSERT_TRUE(lost.ok());

@@ -107,6 +107,12 @@ class PipelineStages::Impl {
       return absl::NotFoundError(absl::StrCat("worker '", worker_->name(), "' has no stage ", s,
                                               " of pipeline '", name_, "'"));
     }
+    // A part of the model would not be trained, and nobody would hear of it.
+    if (const int last = stages_.rbegin()->first; last >= plan.stages()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("worker '", worker_->name(), "' has stage ", last, " of pipeline '", name_,
+                       "', and the stages of the schedule are ", plan.stages(), ", from 0"));
+    }
     if (plan.backward && !request.context.valid()) {
       return absl::InvalidArgumentError("a step with a backward is one of a context");
     }
