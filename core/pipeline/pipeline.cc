@@ -57,9 +57,10 @@ absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, 
       }
       if (batch < 0) batch = tensor.size(0);
       if (tensor.size(0) != batch || batch < count) {
-        return absl::InvalidArgumentError(absl::StrCat(what, " ", i, " has ", tensor.size(0),
-                                                       " elements for a batch of ", batch, " in ",
-                                                       count, " micro-batches"));
+        return absl::InvalidArgumentError(
+            absl::StrCat(what, " ", i, " has ", tensor.size(0), " elements for a batch of ", batch,
+                         " in ", count, " micro-batches",
+                         batch < count ? absl::StrCat(", which needs at least ", count) : ""));
       }
       const Tensors pieces = at::tensor_split(tensor.detach(), count);
       for (int m = 0; m < count; ++m) parts[m].push_back(pieces[m]);

@@ -693,8 +693,10 @@ TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
     return std::string(pipeline->Train(context, inputs, targets).status().message());
   };
   EXPECT_THAT(message({}, {}), HasSubstr("at least one input"));
-  EXPECT_THAT(message({at::ones({3, 16})}, {}),
-              HasSubstr("input 0 has 3 elements for a batch of 3"));
+  EXPECT_THAT(
+      message({at::ones({3, 16})}, {}),
+      HasSubstr("input 0 has 3 elements for a batch of 3 in 4 micro-batches, which needs at "
+                "least 4"));
   EXPECT_THAT(message({at::ones({4, 16})}, {at::ones({5, 16})}), HasSubstr("target 0 has 5"));
   EXPECT_THAT(message({at::ones({})}, {}), HasSubstr("no dimension"));
   EXPECT_EQ(pipeline->Train(Context(), {at::ones({4, 16})}, {}).status().code(),
@@ -726,6 +728,23 @@ TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
   ASSERT_TRUE(lost.ok());
   EXPECT_THAT(std::string((*lost)->Train(context, {at::ones({4, 16})}, {}).status().message()),
               HasSubstr("stage 1 on worker 'nobody'"));
+}
+
+TEST_P(PipelineTest, AWorkerThatHasNotCreatedItsStagesIsNamed) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto front = PipelineStages::Create(
+      &cluster[0], "model", {{0, {.forward = [&](Tensors in) { return layers.Forward(0, in); }}}});
+  ASSERT_TRUE(front.ok()) << front.status();
+  const absl::Status status = MakePipeline(cluster, *GPipe(2, 2))
+                                  ->Train(cluster[0].NewContext(), {at::ones({4, 16})}, {})
+                                  .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("stage 1 on worker 'worker1'"),
+                    HasSubstr("that worker has no PipelineStages of the name 'model' (yet): every "
+                              "worker of a pipeline creates its stages, and a barrier stands "
+                              "before the first step")));
 }
 
 // Its gradients would be those of a context that the other worker knows nothing of, and nobody

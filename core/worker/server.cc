@@ -29,6 +29,7 @@ namespace {
 constexpr absl::string_view kOperatorMark = "::";
 constexpr absl::string_view kOwnPrefix = "distgrad.";
 constexpr absl::string_view kOptimizerPrefix = "distgrad.optimizer.";  // those of optimizer.cc
+constexpr absl::string_view kPipelinePrefix = "distgrad.pipeline.";    // those of core/pipeline
 constexpr size_t kMaxName = 1000;                                      // bytes
 static_assert(kMaxName <= kMaxFunctionName);
 
@@ -221,6 +222,14 @@ absl::Status Server::NotRegistered(absl::string_view function) const {
                      "name '",
                      name.substr(0, kMaxNearName),
                      "': make it there before the first step, with no parameters if it has none"));
+  }
+  if (absl::ConsumePrefix(&rest, kPipelinePrefix)) {
+    const size_t slash = rest.find('/');
+    const absl::string_view name = slash == rest.npos ? "" : rest.substr(slash + 1);
+    return absl::NotFoundError(absl::StrCat(
+        "that worker has no PipelineStages of the name '", name.substr(0, kMaxNearName),
+        "' (yet): every worker of a pipeline creates its stages, and a barrier stands "
+        "before the first step"));
   }
   if (absl::StartsWith(function, kOwnPrefix)) return absl::NotFoundError(kMissing);
   std::set<std::string> all, near;
