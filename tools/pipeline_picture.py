@@ -4,12 +4,14 @@
   tools/pipeline_picture.py [--title TEXT] [--step N] [--output FILE] TRACE...
 
 The traces are those of `--trace`; the step is the N-th that they have, from 0, by default the
-last but one. Writes an SVG, and prints how long the step took and the bubble: the part of the
+last one with a backward that they have as a whole. Writes an SVG, and prints how long the step took and the bubble: the part of the
 ranks' time in which they did not compute. Prints as well by how much steps are longer, in the
 median, than if each action had taken the time that it took, in its rank's order, and handing over
 between the ranks had taken none: what the pipeline itself costs, on top of computing and bubble.
+Steps without a backward, and those of which the traces have a part, are left out of the median.
 """
 import argparse
+import collections
 import html
 import json
 import statistics
@@ -43,7 +45,10 @@ def read(paths):
 
 
 def shortest(actions):
-    """Returns how long the actions of a step need at least, each with the time that it took."""
+    """Returns how long the actions of a step need at least, each with the time that it took.
+
+    None if some of them wait for what the traces do not have.
+    """
     stages = max(int(a[3]["stage"]) for a in actions)
     waiting = {}
     for rank, first, last, args in sorted(actions, key=lambda a: (a[0], a[1])):
@@ -63,7 +68,7 @@ def shortest(actions):
         ready = [r for r in waiting if needed(waiting[r][0][0]) in done or
                  needed(waiting[r][0][0]) is None]
         if not ready:
-            raise SystemExit("the traces lack actions of a step: each worker's is needed")
+            return None
         for rank in ready:
             args, took = waiting[rank].pop(0)
             free[rank] = max(free[rank], done.get(needed(args), 0)) + took
@@ -73,6 +78,25 @@ def shortest(actions):
             if not waiting[rank]:
                 del waiting[rank]
     return max(free.values())
+
+
+def has_backward(actions):
+    return any(a[3]["action"].startswith("backward") for a in actions)
+
+
+def whole_trainings(steps):
+    """Returns the places of the steps with a backward that the traces have as a whole.
+
+    Whole is what waits for nothing that is not there, and is no part of another step: a run keeps
+    its schedule, so that a step that lacks actions is a part of those that do not.
+    """
+    def count(actions):
+        return collections.Counter((a[0], a[3]["stage"], a[3]["action"]) for a in actions)
+
+    places = [i for i, actions in enumerate(steps) if has_backward(actions)]
+    counts = {i: count(steps[i]) for i in places}
+    return [i for i in places if shortest(steps[i]) is not None and
+            not any(counts[i] < other for other in counts.values())]
 
 
 def length(actions):
@@ -127,21 +151,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--title", default="a step")
-    parser.add_argument("--step", type=int, default=-2)
+    parser.add_argument("--step", type=int)
     parser.add_argument("--output", default="pipeline.svg")
     parser.add_argument("traces", nargs="+")
     options = parser.parse_args()
     steps = read(options.traces)
     if not steps:
         return "the traces have no actions of a pipeline"
+    whole = whole_trainings(steps)
+    if options.step is None:
+        if not whole:
+            return ("the traces have no whole step with a backward: each worker's is needed; "
+                    "--step N draws another one")
+        options.step = whole[-1]
     if not -len(steps) <= options.step < len(steps):
         return f"the traces have {len(steps)} steps: there is no step {options.step}"
     picture, took, bubble = draw(steps[options.step], options.title)
     with open(options.output, "w", encoding="ascii") as file:
         file.write(picture)
     print(f"{options.title}: {took / 1000:.1f} ms, bubble {100 * bubble:.1f} %")
-    longer = statistics.median(length(step) / shortest(step) - 1 for step in steps)
-    print(f"steps are {100 * longer:.1f} % longer than their actions allow")
+    if whole:
+        longer = statistics.median(length(steps[i]) / shortest(steps[i]) - 1 for i in whole)
+        print(f"steps are {100 * longer:.1f} % longer than their actions allow")
     return None
 
 
