@@ -6,6 +6,7 @@
 #include <openssl/x509v3.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -44,6 +45,22 @@ std::string NameOf(const std::string& text) {
     }
   }
   return absl::StrCat("DNS:", absl::AsciiStrToLower(text));
+}
+
+// A name of every machine, which says nothing of whose the certificate is. As NamesOf() writes it.
+bool IsOfEveryMachine(absl::string_view name) {
+  return name == "DNS:localhost" || absl::EndsWith(name, ".localhost") ||
+         absl::StartsWith(name, "IP:127.") || absl::StartsWith(name, "IP:::ffff:127.") ||
+         name == "IP:::1";
+}
+
+// Those of an own certificate by which others are known where no name is given.
+std::set<std::string> NamesInCommon(const X509* own) {
+  std::set<std::string> names = NamesOf(own);
+  for (auto name = names.begin(); name != names.end();) {
+    name = IsOfEveryMachine(*name) ? names.erase(name) : std::next(name);
+  }
+  return names;
 }
 
 }  // namespace
@@ -109,12 +126,13 @@ absl::StatusOr<std::shared_ptr<const CertificateVersion>> CertificateVersion::Re
                      ": leave out those that do not lie between this process's and the authority"));
   }
   version->wanted_ = files.name;
-  version->names_ = files.name.empty() ? NamesOf(own) : std::set{NameOf(files.name)};
+  version->names_ = files.name.empty() ? NamesInCommon(own) : std::set{NameOf(files.name)};
   if (version->names_.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "the certificate in ", files.cert, " (", kCertSetting,
         ") has no subjectAltName by which others could know it (a DNS name, an IP address or a "
-        "URI): have one issued that has, or set ",
+        "URI; localhost and loopback addresses are names of every machine): have one issued that "
+        "has, or set ",
         kNameSetting, ", to the name that the others' have"));
   }
   return std::shared_ptr<const CertificateVersion>(std::move(version));

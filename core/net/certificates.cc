@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
@@ -41,6 +42,12 @@ absl::StatusOr<std::shared_ptr<Certificates>> Certificates::Load(CertificateFile
     return absl::InvalidArgumentError(
         absl::StrCat("certificates need three files, and the one with ", what,
                      " is not given: set ", setting, ", to a PEM file that has it"));
+  }
+  // OpenSSL takes such a name for all that end in it.
+  if (absl::StartsWith(files.name, ".")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the name '", files.name, "' begins with a dot: set ", kNameSetting,
+                     ", to a name that the certificates of all have"));
   }
   std::shared_ptr<Certificates> certificates(new Certificates(std::move(files)));
   absl::MutexLock lock(&certificates->mu_);

@@ -123,6 +123,34 @@ TEST(CertificatesTest, WithoutANameInCommonTheyDoNotUnlessItIsSaidWhichTheOthers
   }
 }
 
+TEST(CertificatesTest, ANameOfEveryMachineIsNotOneInCommon) {
+  TestAuthority authority(Folder("localhost"));
+  const std::string everybody = "DNS:LOCALHOST,DNS:a.localhost,IP:127.0.0.1,IP:127.1.2.3,IP:::1";
+  const CertificateFiles one = authority.Issue("one", {.names = everybody + ",DNS:one.example"});
+  const CertificateFiles two = authority.Issue("two", {.names = everybody + ",DNS:two.example"});
+  ExpectRefused(*Load(one), *Load(two), "and not for DNS:", true);
+  ExpectAgreed(*Load(one), *Load(authority.Issue("same", {.names = "DNS:one.example"})));
+  // Whoever wants them to count says so.
+  ExpectAgreed(*Load(one, "localhost"), *Load(two, "127.0.0.1"));
+  const CertificateFiles none = authority.Issue("none", {.names = everybody});
+  const absl::Status status = Certificates::Load(none).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "DISTGRAD_TLS_NAME")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "the option tls.name")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "localhost")) << status;
+  ExpectAgreed(*Load(none, "localhost"), *Load(two, "localhost"));
+}
+
+TEST(CertificatesTest, ANameThatBeginsWithADotIsNone) {
+  TestAuthority authority(Folder("dot"));
+  CertificateFiles files = authority.Issue("one", {.names = "DNS:a.job.example"});
+  files.name = ".job.example";
+  const absl::Status status = Certificates::Load(files).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "DISTGRAD_TLS_NAME")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "begins with a dot")) << status;
+}
+
 TEST(CertificatesTest, OfAnotherAuthorityOrExpiredTheyAreRefused) {
   TestAuthority authority(Folder("good")), other(Folder("bad"));
   const auto honest = Load(authority.Issue("one", {.names = "DNS:job"}));
