@@ -61,7 +61,6 @@ LICENCES = {
     "sphinxcontrib-serializinghtml": "BSD-2-Clause",
     "torch": "BSD-3-Clause",
     "typing-extensions": "PSF-2.0",
-    "typing_extensions": "PSF-2.0",
     "urllib3": "MIT",
     "zlib1g-dev": "Zlib",
 }
@@ -100,7 +99,11 @@ def pins(root):
     for path in glob.glob(os.path.join(glob.escape(root), "third_party/*/*requirements.txt")):
         pinned = re.findall(r"^([\w-]+)==(\S+) \\\n +--hash=sha256:(\w+)$", read(path), re.MULTILINE)
         for name, version, digest in pinned:
-            found.append({"kind": "pypi", "name": name, "version": version, "sha256": digest, "suffix": ""})
+            # One wheel may be in several lists, and its name in two spellings (PEP 503).
+            pin = {"kind": "pypi", "name": name.replace("_", "-").lower(), "version": version, "sha256": digest,
+                   "suffix": ""}
+            if pin not in found:
+                found.append(pin)
     for package in lock_of(root):
         if "checksum" in package:
             found.append({"kind": "cargo", "name": package["name"], "version": package["version"],
