@@ -1241,13 +1241,12 @@ TEST_P(PipelineReplicasTest, AStepThatFailsEndsTheAveragesOfAllReplicas) {
   const Tensors ys = {at::randn({4, 16}), at::randn({4, 16})};
   Step(cluster, schedule, xs, ys);
   throws = true;
-  for (const absl::Status& status : Train(cluster, schedule, xs, ys)) {
-    EXPECT_THAT(std::string(status.message()), HasSubstr("no gradient today"));
-    EXPECT_THAT(std::string(status.message()), HasSubstr(WorkerName(0)));
-  }
-  for (const absl::Status& status : Train(cluster, schedule, xs, ys)) {
-    EXPECT_THAT(std::string(status.message()), HasSubstr("no gradient today"));
-  }
+  const std::vector<absl::Status> failed = Train(cluster, schedule, xs, ys);
+  EXPECT_THAT(std::string(failed[0].message()),
+              AllOf(HasSubstr("no gradient today"), HasSubstr(WorkerName(0))));
+  // Which rank of the other replica hears of it first, and so the reason, is not fixed.
+  EXPECT_FALSE(failed[1].ok());
+  for (const absl::Status& status : Train(cluster, schedule, xs, ys)) EXPECT_FALSE(status.ok());
 }
 
 // The last rank averages, and steps, before the first one goes backward.

@@ -8,6 +8,7 @@
 //   barrier               waits for all workers
 //   leave                 ends the job in good order; then this program ends
 //   serve                 the same, for as long as the job lasts
+//   stay                  the same as serve, but this program takes commands afterwards
 //
 // What happens to other members it says in lines that begin with "* ": "* lost worker1".
 //
@@ -87,7 +88,7 @@ class Member {
     }
     if (what == "barrier") return worker_->Barrier(absl::Now() + absl::Minutes(10));
     if (what == "leave") return worker_->Shutdown(absl::Now() + absl::Minutes(10));
-    if (what == "serve") return worker_->Serve();
+    if (what == "serve" || what == "stay") return worker_->Serve();
     return absl::InvalidArgumentError(absl::StrCat("no command: ", line));
   }
 
