@@ -7,12 +7,14 @@ set -euo pipefail
 source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
 program=$PWD/$1 function=$2
 [[ -e $program ]] || skip "the crate is not built here; its other tests say why"
-torch=$TEST_SRCDIR/torch/lib/libtorch_cpu.so
-if [[ -e $torch ]]; then  # a program of Rust's does not know where they are
-  library=$TEST_SRCDIR/$TEST_WORKSPACE/capi/libdistgrad.so.1
-  export LD_LIBRARY_PATH=$(dirname "$(readlink -f "$library")"):$(dirname "$(readlink -f "$torch")")
-fi
-export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) TRACE=$TEST_TMPDIR
+find_libraries
+# Not one that follows from the number of this process, which in a sandbox is that of other tests.
+MASTER_PORT=$(/usr/bin/python3 -c '
+import socket
+with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))
+    print(listener.getsockname()[1])')
+export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT TRACE=$TEST_TMPDIR
 RANK=1 "$program" &
 other=$!
 RANK=0 "$program"

@@ -7,11 +7,7 @@ set -euo pipefail
 source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
 program=$PWD/$1
 [[ -e $program ]] || skip "the crate is not built here; its other tests say why"
-torch=$TEST_SRCDIR/torch/lib/libtorch_cpu.so
-if [[ -e $torch ]]; then  # a program of Rust's does not know where they are
-  library=$TEST_SRCDIR/$TEST_WORKSPACE/capi/libdistgrad.so.1
-  export LD_LIBRARY_PATH=$(dirname "$(readlink -f "$library")"):$(dirname "$(readlink -f "$torch")")
-fi
+find_libraries
 cd "$TEST_TMPDIR"
 fail() { echo "FAILED: $*" >&2; exit 1; }
 # The numbers of the steps that were saved.

@@ -21,6 +21,7 @@ import tempfile
 import tomllib
 
 import release_sbom
+from release_sbom import read
 
 PLATFORM = "linux-x86_64"
 # What libraries may need of the machine; Debian's packages of them are found when the release is made.
@@ -37,11 +38,6 @@ NO_DOCUMENTS = re.compile(r".*BUILD\.bazel")
 
 class Refusal(Exception):
     """Why there is no release, and what to do."""
-
-
-def read(path):
-    with open(path, encoding="utf-8") as file:
-        return file.read()
 
 
 def write(path, text):

@@ -7,8 +7,7 @@ set -euo pipefail
 source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
 program=$PWD/$1 tool=$PWD/$2 data=$PWD/$3
 [[ -e $program ]] || skip "the crate is not built here; its other tests say why"
-torch=$(dirname "$(readlink -f "$TEST_SRCDIR/torch/lib/libtorch_cpu.so")")
-export LD_LIBRARY_PATH=$(dirname "$(readlink -f "$TEST_SRCDIR/$TEST_WORKSPACE/capi/libdistgrad.so.1")"):$torch
+find_libraries
 cd "$TEST_TMPDIR"
 fail() { echo "FAILED: $*" >&2; exit 1; }
 sums() { (cd "$1" && sha256sum ./*.safetensors); }

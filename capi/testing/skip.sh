@@ -17,3 +17,13 @@ skip_if_sanitized() { # LIBRARY
     skip "the library is built with a sanitizer, the program that would load it is not"
   fi
 }
+
+# Lets a program of Rust's find its libraries, where they are among the test's files; those of C and
+# C++ know where theirs are.
+find_libraries() {
+  local torch=$TEST_SRCDIR/torch/lib/libtorch_cpu.so
+  local own=$TEST_SRCDIR/$TEST_WORKSPACE/capi/libdistgrad.so.1
+  [[ -e $torch ]] || return 0
+  LD_LIBRARY_PATH=$(dirname "$(readlink -f "$own")"):$(dirname "$(readlink -f "$torch")")
+  export LD_LIBRARY_PATH
+}
