@@ -11,10 +11,11 @@ each on lines of its own, are drawn by the seed from all that the files allow (*
 All are built at once, into one tree of programs (mutant schemata; R. Untch, 1993): each change stands
 beside what it replaces, and a file says, when a program starts, which one counts. A change that does
 not compile is no mutant. The tests of TESTED run once without any, which tells which of them get to
-which mutant; and then, for each mutant, those of its package that do, and if they pass the others.
-A test that takes longer than half of --timeout by itself is left out. What fails or hangs is killed;
-what passes survives, and wants a test or a reason. Where a mutex is not locked no test is run, but
-clang's analysis by //tools:clang_tidy_test.
+which mutant, and how long they take; and then, for each mutant, those of its package that do, and if
+they pass the others, quick ones first. A test that takes longer than --longest is left out. What fails
+is killed, and so is what takes four times as long as without, and --grace more; what passes survives,
+and wants a test or a reason. Where a mutex is not locked no test is run, but clang's analysis by
+//tools:clang_tidy_test.
 
 The tree (DIR, default "mutants" in the project's cache) is a work tree of its own, and kept: the next
 run builds on it. Each result is printed, and appended to FILE as a line of JSON; a run with the same
@@ -36,6 +37,7 @@ NO_LOCK = "without the lock"
 GONE = "without the statement"
 SWAPPED = "two statements the other way round"
 CACHE = os.environ.get("DISTGRAD_CACHE") or os.path.expanduser("~/.cache/distgrad")
+QUICK = 3  # seconds
 TESTED = ["//core/...", "//capi/...", "//tests/integration/..."]
 
 # A statement on one line that is no declaration: what it does can be left out.
@@ -207,14 +209,16 @@ def bazel(tree, *arguments):
 class Schemata:
   """The tree with all mutants in it, of which one counts at a time, and the tests that reach each."""
 
-  def __init__(self, tree, timeout):
+  def __init__(self, tree, longest, grace):
     self.tree = tree
-    self.timeout = timeout
+    self.longest = longest
+    self.grace = grace
     self.folder = tree + ".on"
     self.reached = {}
+    self.seconds = {}
 
-  def test(self, targets, *arguments):
-    return bazel(self.tree, "test", "--nocache_test_results", f"--test_timeout={self.timeout}",
+  def test(self, targets, timeout, *arguments):
+    return bazel(self.tree, "test", "--nocache_test_results", f"--test_timeout={timeout}",
                  f"--test_env=DISTGRAD_MUTANTS={self.folder}",
                  f"--sandbox_writable_path={self.folder}", "--test_output=summary",
                  "--test_summary=terse", *arguments, "--", *targets)
@@ -255,11 +259,13 @@ class Schemata:
   def learn(self):
     """Runs all tests without a mutant: which of them get to which mutant."""
     self.switch(0)
-    ran = self.test(TESTED, "--keep_going", "--test_summary=short")
+    ran = self.test(TESTED, 2 * self.longest, "--keep_going", "--test_summary=short",
+                    "--flaky_test_attempts=2")
     said = ran.stdout + ran.stderr
+    self.seconds = {test: float(seconds) for test, seconds in
+                    re.findall(r"^(//\S+)\s+PASSED in ([\d.]+)s", said, re.M)}
     slow = set(re.findall(r"^(//\S+)\s+TIMEOUT", said, re.M))
-    slow |= {t for t, seconds in re.findall(r"^(//\S+)\s+PASSED in ([\d.]+)s", said, re.M)
-             if float(seconds) > self.timeout / 2}
+    slow |= {test for test, seconds in self.seconds.items() if seconds > self.longest}
     failed = set(re.findall(r"^(//\S+)\s+FAILED", said, re.M))
     if failed or "PASSED" not in said:
       raise SystemExit(f"tests fail without a mutant: {', '.join(sorted(failed)) or said}")
@@ -268,7 +274,7 @@ class Schemata:
     for name in os.listdir(os.path.join(self.folder, "seen")):
       number, test = name.split("@", 1)
       test = test.replace("+", "/")
-      if test and test not in slow:
+      if test in self.seconds and test not in slow:
         self.reached.setdefault(int(number), set()).add(test)
 
   def outcome(self, number, file):
@@ -276,11 +282,11 @@ class Schemata:
     if not tests:
       return "SURVIVED: no test gets there"
     self.switch(number)
-    own = sorted(t for t in tests if t.startswith(f"//{os.path.dirname(file)}:"))
-    for some in (own, sorted(tests - set(own))):
-      if not some:
-        continue
-      ran = self.test(some, "--notest_keep_going")
+    own = {test for test in tests if test.startswith(f"//{os.path.dirname(file)}:")}
+    quick = {test for test in tests - own if self.seconds[test] < QUICK}
+    for some in filter(None, (own, quick, tests - own - quick)):
+      longest = max(self.seconds[test] for test in some)
+      ran = self.test(sorted(some), int(4 * longest + self.grace), "--notest_keep_going")
       if ran.returncode == 0:
         continue
       failed = re.findall(r"^(//\S+)\s+(FAILED|TIMEOUT)", ran.stdout + ran.stderr, re.M)
@@ -329,7 +335,8 @@ def main():
   parser.add_argument("--seed", type=int, default=1)
   parser.add_argument("--count", type=int, default=20)
   parser.add_argument("--tree", default=os.path.join(CACHE, "mutants"))
-  parser.add_argument("--timeout", type=int, default=60, help="of one test, in seconds")
+  parser.add_argument("--longest", type=int, default=30, help="seconds of a test that is run")
+  parser.add_argument("--grace", type=int, default=20, help="seconds")
   parser.add_argument("--log")
   parser.add_argument("--list", action="store_true", help="print what could be drawn")
   parser.add_argument("--plant", action="store_true", help="print one file with all that fit in")
@@ -354,7 +361,7 @@ def main():
               if said["seed"] == options.seed and said["commit"] == commit}
   tree = os.path.abspath(options.tree)
   prepare(tree)
-  schemata = Schemata(tree, options.timeout)
+  schemata = Schemata(tree, options.longest, options.grace)
   compiled = schemata.build(mutants)
   schemata.learn()
   killed, survived = 0, 0
