@@ -11,11 +11,11 @@ each on lines of its own, are drawn by the seed from all that the files allow (*
 All are built at once, into one tree of programs (mutant schemata; R. Untch, 1993): each change stands
 beside what it replaces, and a file says, when a program starts, which one counts. A change that does
 not compile is no mutant. The tests of TESTED run once without any, which tells which of them get to
-which mutant, and how long they take; and then, for each mutant, those of its package that do, and if
-they pass the others, quick ones first. A test that takes longer than --longest is left out. What fails
-is killed, and so is what takes four times as long as without, and --grace more; what passes survives,
-and wants a test or a reason. Where a mutex is not locked no test is run, but clang's analysis by
-//tools:clang_tidy_test.
+which mutant, and how long they take; and then, for each mutant, those that do, until one fails: the
+file's own test, those of its package, and the others, quick ones first. A test that takes longer than
+--longest is left out. What fails is killed, and so is what takes four times as long as without, and
+--grace more; what passes survives, and wants a test or a reason. Where a mutex is not locked no test is
+run, but clang's analysis by //tools:clang_tidy_test.
 
 The tree (DIR, default "mutants" in the project's cache) is a work tree of its own, and kept: the next
 run builds on it. Each result is printed, and appended to FILE as a line of JSON; a run with the same
@@ -37,7 +37,6 @@ NO_LOCK = "without the lock"
 GONE = "without the statement"
 SWAPPED = "two statements the other way round"
 CACHE = os.environ.get("DISTGRAD_CACHE") or os.path.expanduser("~/.cache/distgrad")
-QUICK = 3  # seconds
 TESTED = ["//core/...", "//capi/...", "//tests/integration/..."]
 
 # A statement on one line that is no declaration: what it does can be left out.
@@ -282,11 +281,17 @@ class Schemata:
     if not tests:
       return "SURVIVED: no test gets there"
     self.switch(number)
-    own = {test for test in tests if test.startswith(f"//{os.path.dirname(file)}:")}
-    quick = {test for test in tests - own if self.seconds[test] < QUICK}
-    for some in filter(None, (own, quick, tests - own - quick)):
+    package, unit = os.path.dirname(file), os.path.basename(file).removesuffix(".cc")
+    order = sorted(tests, key=lambda test: (test != f"//{package}:{unit}_test",
+                                            not test.startswith(f"//{package}:"),
+                                            self.seconds[test]))
+    # Bazel does not stop at the first that fails: so ever more at a time.
+    ran_already = 0
+    while ran_already < len(order):
+      some = order[ran_already:2 * ran_already + 1]
+      ran_already += len(some)
       longest = max(self.seconds[test] for test in some)
-      ran = self.test(sorted(some), int(4 * longest + self.grace), "--notest_keep_going")
+      ran = self.test(some, int(4 * longest + self.grace))
       if ran.returncode == 0:
         continue
       failed = re.findall(r"^(//\S+)\s+(FAILED|TIMEOUT)", ran.stdout + ran.stderr, re.M)
@@ -339,7 +344,7 @@ def main():
   parser.add_argument("--count", type=int, default=20)
   parser.add_argument("--tree", default=os.path.join(CACHE, "mutants"))
   parser.add_argument("--longest", type=int, default=30, help="seconds of a test that is run")
-  parser.add_argument("--grace", type=int, default=20, help="seconds")
+  parser.add_argument("--grace", type=int, default=15, help="seconds")
   parser.add_argument("--log")
   parser.add_argument("--list", action="store_true", help="print what could be drawn")
   parser.add_argument("--plant", action="store_true", help="print one file with all that fit in")
