@@ -2,6 +2,7 @@
 #include "core/base/log.h"
 
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -38,6 +39,31 @@ TEST(LogTest, OneLineFromTheThresholdOn) {
   EXPECT_EQ(evaluated, 0);
   EXPECT_THAT(text, testing::MatchesRegex("W [-0-9T:.]+Z [^\n]*log_test.cc:[0-9]+\\] but this 7\n"
                                           "E [-0-9T:.]+Z [^\n]*log_test.cc:[0-9]+\\] and this\n"));
+}
+
+// It is read once, so each value needs a process of its own.
+TEST(LogDeathTest, TheEnvironmentSaysFromWhichSeverityOn) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  struct {
+    const char* value;
+    const char* lines;  // their first letters
+  } const cases[] = {{"INFO", "IWE"}, {"WARNING", "WE"}, {"ERROR", "E"}, {"OFF", ""}};
+  for (const auto& [value, lines] : cases) {
+    std::string expected = "^";
+    for (const char* letter = lines; *letter != 0; ++letter) {
+      expected += std::string(1, *letter) + " [^\n]*\\] a line\n";
+    }
+    EXPECT_EXIT(
+        {
+          setenv("DISTGRAD_LOG", value, 1);
+          DG_LOG(INFO) << "a line";
+          DG_LOG(WARNING) << "a line";
+          DG_LOG(ERROR) << "a line";
+          std::exit(0);
+        },
+        testing::ExitedWithCode(0), testing::MatchesRegex(expected + "$"))
+        << value;
+  }
 }
 
 TEST(LogSinkTest, TakesTheLines) {
