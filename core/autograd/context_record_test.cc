@@ -15,10 +15,13 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "core/autograd/pass_handle.h"
+#include "core/base/ids.h"
 
 namespace distgrad {
 namespace {
@@ -105,6 +108,70 @@ TEST(ContextRecordTest, WhyATensorHasNoGradientIsSaid) {
   EXPECT_THAT(why(leaf.tensor.detach()), testing::HasSubstr("does not require grad"));
   EXPECT_THAT(why(leaf.tensor * 2), testing::HasSubstr("not a leaf"));
   EXPECT_THAT(why(at::Tensor()), testing::HasSubstr("undefined"));
+}
+
+// A pass of which only its number matters.
+class NumberedPass : public PassHandle {
+ public:
+  explicit NumberedPass(PassId id) : id_(id) {}
+  PassId id() const override { return id_; }
+  void OnNotices(WorkerRank, std::vector<Notice>, RunHere) override {}
+  void OnNewRecv(size_t, EdgeEnd) override {}
+  void OnLostSend(EdgeId) override {}
+  void OnPeerLost(WorkerRank, const absl::Status&) override {}
+  void Fail(const absl::Status&) override {}
+  bool engaged() override { return true; }
+  PassState State() override { return {}; }
+
+ private:
+  const PassId id_;
+};
+
+// A loop of passes over one context, with retain_graph, would otherwise keep all of them.
+TEST(ContextRecordTest, APassThatIsOverIsKeptUntilOneSaysThatItIsOverEverywhere) {
+  constexpr WorkerRank kSelf = 0, kOther = 1;
+  ContextRecord record(1);
+  const auto begin = [&](uint64_t counter) {
+    const PassId pass = MakeId(kSelf, counter);
+    EXPECT_TRUE(
+        record.BeginPass(kSelf, [&](PassId) { return std::make_shared<NumberedPass>(pass); }).ok());
+    return pass;
+  };
+  const auto comes = [&](uint64_t counter, PassId settled) {
+    const PassId pass = MakeId(kOther, counter);
+    const ContextRecord::Found found = record.FindOrAddPass(
+        pass, kOther, settled, [&] { return std::make_shared<NumberedPass>(pass); });
+    EXPECT_NE(found.run, nullptr) << found.over;
+    EXPECT_FALSE(found.done);
+    return pass;
+  };
+  const auto end = [&](PassId pass) { record.EndPass(pass, absl::OkStatus()); };
+  const auto is_kept = [&](PassId pass) { return record.FindPass(pass).done; };
+
+  // Those of another worker, which says in later ones which are over.
+  const PassId theirs[] = {comes(1, 0), comes(2, 0), comes(3, 0)};
+  for (const PassId pass : theirs) end(pass);
+  for (const PassId pass : theirs) EXPECT_TRUE(is_kept(pass));
+  comes(4, theirs[1]);
+  EXPECT_FALSE(is_kept(theirs[0]));
+  EXPECT_FALSE(is_kept(theirs[1]));
+  EXPECT_TRUE(is_kept(theirs[2])) << "nobody has said so of this one";
+
+  // Its own, of which it knows that itself.
+  const PassId first = begin(1);
+  end(first);
+  EXPECT_TRUE(is_kept(first)) << "none has begun since";
+  const PassId second = begin(2);
+  EXPECT_FALSE(is_kept(first));
+  const PassId third = begin(3);
+  end(third);
+  begin(4);
+  EXPECT_TRUE(is_kept(third)) << "the second is in flight, and passes are over in their order";
+  end(second);
+  begin(5);
+  EXPECT_FALSE(is_kept(second)) << "all before the fourth are over";
+  EXPECT_FALSE(is_kept(third));
+  EXPECT_TRUE(is_kept(theirs[2])) << "it is another worker's";
 }
 
 // What a thread does while torch adds, on that thread.
