@@ -1370,6 +1370,30 @@ size_t OpenFiles() {
   return std::distance(begin(open), end(open));
 }
 
+// docs/security.md says what they cost, of whom there may be thousands.
+TEST(StoreServerTest, AClientInItsHandshakeCostsLessThanAKilobyte) {
+  const std::string key = "a secret of the whole job";
+  const auto store = Serve(key);
+  constexpr size_t kClients = 200;
+  std::vector<Socket> clients;
+  clients.reserve(kClients + 1);
+  const auto begin = [&] {
+    clients.push_back(Socket::Connect("127.0.0.1", store->port(), Later()).value());
+    Handshake half = Handshake::Create(Handshake::Role::kClient, key, kStoreToken).value();
+    ASSERT_TRUE(clients.back().Send(half.TakeOutput(), Later()).ok());
+    std::string hello(half.wanted(), '\0');
+    ASSERT_TRUE(clients.back().Receive(hello.data(), hello.size(), Later()).ok());
+  };
+  begin();  // what is allocated once
+  const size_t files = OpenFiles(), before = mallinfo2().uordblks;
+  if (before == 0) GTEST_SKIP() << "this allocator does not say what is in use";
+  for (size_t i = 0; i < kClients; ++i) begin();
+  const size_t after = mallinfo2().uordblks;
+  EXPECT_LT(after, before + kClients * 1024);
+  std::printf("%.0f bytes for each client\n", (1.0 * after - before) / kClients);
+  EXPECT_EQ(OpenFiles(), files + 2 * kClients) << "one at each end";
+}
+
 // Those who try keys cost what they are, and only as long as they are there.
 TEST(StoreServerTest, WrongKeysLeaveNothing) {
   const std::string key = "a secret of the whole job";

@@ -395,6 +395,30 @@ TEST_F(HostileClientTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescripto
   EXPECT_EQ(stranger.AwaitEnd(), "");
 }
 
+// docs/security.md says what they cost, of whom there may be hundreds.
+TEST_F(HostileClientTest, AClientInItsHandshakeCostsLessThanAKilobyte) {
+  TensorPipeOptions options = WithKey(kKey);
+  options.handshake_timeout = absl::Minutes(10);
+  Start(options);
+  const Token token = EndpointOf(address_).token;
+  constexpr size_t kClients = 200;  // all of whom may stay
+  std::vector<RawSocket> clients;
+  clients.reserve(kClients + 1);
+  const auto begin = [&] {
+    clients.emplace_back(address_, Family::kTcp);
+    clients.back().Send(Handshake::Create(Handshake::Role::kClient, kKey, token)->TakeOutput());
+    ASSERT_EQ(clients.back().Receive(kHelloBytes).size(), kHelloBytes);
+  };
+  begin();  // what is allocated once
+  const size_t files = OpenFiles(), before = mallinfo2().uordblks;
+  if (before == 0) GTEST_SKIP() << "this allocator does not say what is in use";
+  for (size_t i = 0; i < kClients; ++i) begin();
+  const size_t after = mallinfo2().uordblks;
+  EXPECT_LT(after, before + kClients * 1024);
+  std::printf("%.0f bytes for each client\n", (1.0 * after - before) / kClients);
+  EXPECT_EQ(OpenFiles(), files + 2 * kClients) << "one at each end";
+}
+
 // Whatever strangers do, and however often: it is forgotten with them.
 TEST_F(HostileClientTest, MemoryDoesNotGrow) {
   Start(WithKey(kKey));
