@@ -12,6 +12,7 @@
 #include "gtest/gtest.h"
 #include "tests/launchers/launched_worker.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/free_port.h"
 
 namespace distgrad {
 namespace {
@@ -40,13 +41,14 @@ void ExpectAllCallAll(int workers, const std::function<Variables(int rank)>& of,
 
 TEST(CrowdTest, ThirtyTwoWorkers) {
   constexpr int kWorkers = 32;
-  const auto of = [](int rank) {
+  const std::string port = absl::StrCat(FreePort());
+  const auto of = [&](int rank) {
     return Variables{{"RANK", absl::StrCat(rank)},
                      {"WORLD_SIZE", absl::StrCat(kWorkers)},
                      {"LOCAL_RANK", absl::StrCat(rank)},
                      {"LOCAL_WORLD_SIZE", absl::StrCat(kWorkers)},
                      {"MASTER_ADDR", "127.0.0.1"},
-                     {"MASTER_PORT", "29500"},  // each test has a loopback of its own
+                     {"MASTER_PORT", port},
                      {"DISTGRAD_KEY", "a secret of the whole crowd"},
                      {"TORCHELASTIC_RUN_ID", "crowd"}};
   };
@@ -80,9 +82,10 @@ TEST(CrowdTest, AsMpirunStartsThem) {
 
 // TensorPipe's own transport, for ours would take a Unix-domain socket here.
 TEST(CrowdTest, OverIpv6) {
-  const auto of = [](int rank) {
+  const int port = FreePort();
+  const auto of = [&](int rank) {
     return Variables{
-        {"DISTGRAD_RENDEZVOUS", absl::StrCat("tcp://[::1]:29500?world_size=2&rank=", rank)},
+        {"DISTGRAD_RENDEZVOUS", absl::StrCat("tcp://[::1]:", port, "?world_size=2&rank=", rank)},
         {"DISTGRAD_HOST", "::1"},
         {"DISTGRAD_TRANSPORT", "tcp"}};
   };
