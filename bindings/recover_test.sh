@@ -16,6 +16,7 @@ losses() { grep "^step [0-9]*: " "$1"; }
 "$program" whole | tee whole.txt
 grep -q "^going on from step 0$" whole.txt || fail "it has not begun at step 0"
 ! grep -q "has failed" whole.txt || fail "a step has failed where nothing is killed"
+(($(losses whole.txt | wc -l) > 1)) || fail "it has said no losses"
 
 echo "== a process is killed"
 "$program" killed 50 | tee killed.txt
