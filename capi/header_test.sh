@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The headers under every language standard that they promise, all warnings being errors.
 set -euo pipefail
+source "$TEST_SRCDIR/distgrad/capi/testing/skip.sh"
 include=$TEST_SRCDIR/distgrad/capi/include
 warnings=(-Wall -Wextra -Wconversion -Wshadow -Wundef -Wpadded -pedantic-errors -Werror)
 failed=0
@@ -18,13 +19,16 @@ check() { # COMPILER LANGUAGE STANDARD HEADER WARNINGS...
 }
 for compiler in gcc clang; do
   if ! command -v $compiler >/dev/null; then
-    echo "no $compiler on this machine: left out"
+    left_out "$compiler" "no $compiler on this machine"
     continue
   fi
   for standard in c99 c11 c17; do check $compiler c $standard distgrad.h -Wstrict-prototypes -Wc++-compat; done
 done
 for compiler in g++ clang++; do
-  if ! command -v $compiler >/dev/null; then continue; fi
+  if ! command -v $compiler >/dev/null; then
+    left_out "$compiler" "no $compiler on this machine"
+    continue
+  fi
   for standard in c++11 c++14 c++17 c++20; do check $compiler c++ $standard distgrad.h -Wold-style-cast; done
   for standard in c++17 c++20; do check $compiler c++ $standard distgrad.hpp -Wold-style-cast -Wno-padded; done
 done

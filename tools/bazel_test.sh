@@ -4,6 +4,7 @@
 set -euo pipefail
 tools=$TEST_SRCDIR/$TEST_WORKSPACE/tools
 source "$tools/machine.sh"
+source "$TEST_SRCDIR/$TEST_WORKSPACE/capi/testing/skip.sh"
 cd "$(mktemp -d "$TEST_TMPDIR/bazel.XXXXXX")"
 
 failed=0
@@ -90,6 +91,6 @@ if [[ -d /usr/share/bazel/rules/java && -e /usr/include/openssl/hmac.h ]]; then
   said=$(BAZEL_REAL=$PWD/real DISTGRAD_CACHE=$PWD/cache "$tools/bazel" query //a 2>&1)
   same "a query" "query //a" "$(paste -sd' ' <<<"$said")"
 else
-  echo "Bazel's own files are not on this machine: the wrapper itself is left out"
+  left_out wrapper "Bazel's own files are not on this machine"
 fi
 exit $failed

@@ -40,7 +40,7 @@ if command -v pkg-config >/dev/null; then
   cpp/split
   cpp/replicas
 else
-  echo "no pkg-config on this machine: its part is left out"
+  left_out pkg-config "no pkg-config on this machine"
   cc -std=c99 hello.c -I"$prefix/include" -L"$prefix/lib" -Wl,-rpath,"$prefix/lib" -ldistgrad -o app
   ./app | grep "^Hello process one"
 fi
@@ -67,6 +67,19 @@ END
   cmake --build build >/dev/null
   build/hello
 else
-  echo "no cmake on this machine: its part is left out"
+  left_out cmake "no cmake on this machine"
 fi
+# Without --link-libtorch, as the README has it, libtorch is copied: nothing leads out of the folder.
+RUNFILES_DIR=$TEST_SRCDIR "$capi/install" "$PWD/copied"
+links=$(find copied -type l -lname '/*')
+[[ -z $links ]] || { echo "FAILED: these lead out of the folder: $links" >&2; exit 1; }
+for needed in libc10.so libtorch_cpu.so libtorch/include/ATen/ATen.h; do
+  [[ -s copied/lib/distgrad/$needed ]] || { echo "FAILED: no copy of $needed" >&2; exit 1; }
+done
+cc -std=c99 hello.c -Icopied/include -Lcopied/lib -Wl,-rpath,"$PWD/copied/lib" -ldistgrad -o app_copied
+./app_copied | grep "^Hello process one"
+loaded=$(ldd app_copied | sed -nE 's/^\s*libtorch_cpu\.so => (.*) \(.*/\1/p')
+[[ $(realpath "$loaded") == "$(realpath copied/lib/distgrad/libtorch_cpu.so)" ]] ||
+  { echo "FAILED: the program loads $loaded" >&2; exit 1; }
+rm -r copied
 echo "all of it runs"

@@ -144,6 +144,8 @@ cargo_test = rule(
 _OUTSIDE = """
 cd "$TEST_TMPDIR"
 files=$TEST_SRCDIR/$TEST_WORKSPACE
+source "$files/{skip}"
+command -v pkg-config >/dev/null || left_out pkg-config "no pkg-config on this machine"
 RUNFILES_DIR=$TEST_SRCDIR "$files/{install}" "$PWD/prefix" --link-libtorch
 exec python3 "$files/{outside}" '{sysroot}' '{store}' "$files/{manifest}" '{features}' "$files/{tar}" prefix
 """
@@ -152,8 +154,9 @@ def _outside_impl(ctx):
     crate = ctx.attr.crate[CrateInfo]
     if crate.skip:
         return _test(ctx, "", None)
-    files = [ctx.file._cargo, ctx.file._outside, ctx.file.manifest, crate.dependencies] + ctx.files.srcs
+    files = [ctx.file._cargo, ctx.file._outside, ctx.file._skip, ctx.file.manifest, crate.dependencies] + ctx.files.srcs
     script = _OUTSIDE.format(
+        skip = ctx.file._skip.short_path,
         install = ctx.executable.install.short_path,
         outside = ctx.file._outside.short_path,
         sysroot = RUST.sysroot,
