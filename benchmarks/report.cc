@@ -130,7 +130,8 @@ std::string TableNotes() {
          "done; a round is dropped if other processes took CPU in it. '!': they did in most of "
          "them,\n"
          "so all are kept, and each side's best round is shown instead of a median. 'others': the\n"
-         "most that other processes took, of the machine.\n";
+         "most that other processes took, of the machine. There is no p99 of fewer than a hundred\n"
+         "operations in a round.\n";
 }
 
 std::string JsonLine(const Result& result) {

@@ -42,9 +42,10 @@ double MicrosNow() {
 namespace {
 
 Sample Summary(const std::vector<double>& micros, double elapsed_us) {
-  return {.operations = static_cast<int64_t>(micros.size()),
+  const auto count = static_cast<int64_t>(micros.size());
+  return {.operations = count,
           .median_us = Quantile(micros, 0.5),
-          .p99_us = Quantile(micros, 0.99),
+          .p99_us = count < kFewestForP99 ? 0 : Quantile(micros, 0.99),
           .per_second = static_cast<double>(micros.size()) / elapsed_us * 1e6};
 }
 

@@ -50,9 +50,11 @@ absl::StatusOr<Work> WorkFromText(absl::string_view text);
 struct Sample {
   int64_t operations = 0;
   double median_us = 0;  // of one operation
-  double p99_us = 0;
+  double p99_us = 0;     // 0 of fewer than kFewestForP99, of which it would be the slowest
   double per_second = 0;
 };
+
+constexpr int64_t kFewestForP99 = 100;
 
 // Returns a quantile (0.5: the median). `values` must not be empty.
 double Quantile(std::vector<double> values, double quantile);
