@@ -82,7 +82,10 @@ absl::Status AppendStrided(const at::Tensor& tensor, const Head& origin, bool co
     } else {
       elements = *dense;
     }
-    if (!HasContiguousStrides(source->sizes(), source->strides())) head.flags |= kStrides;
+    // One that is to be contiguous is, also where a dimension of one element has another stride.
+    if (!contiguous && !HasContiguousStrides(source->sizes(), source->strides())) {
+      head.flags |= kStrides;
+    }
   }
   const size_t item_size = source->element_size();
   const size_t bytes = static_cast<size_t>(elements) * item_size;

@@ -212,6 +212,15 @@ TEST(Message, Sparse) {
                                                    {100, 3}, at::TensorOptions(), false);
   at::Tensor received = RoundTrip(views);
   EXPECT_TRUE(at::equal(views.to_dense(), received.to_dense()));
+  // One row of indices, with the stride of the longer one that it was cut from: what coalesce()
+  // makes where places are there twice.
+  at::Tensor rows = at::tensor({2, 7, 2, 2, 5}, at::kLong).unsqueeze(0);
+  at::Tensor cut = at::sparse_coo_tensor(rows, at::rand({5, 3}), {9, 3}).coalesce();
+  EXPECT_EQ(cut._indices().sizes(), at::IntArrayRef({1, 3}));
+  EXPECT_EQ(cut._indices().stride(0), 5);
+  at::Tensor arrived = RoundTrip(cut);
+  EXPECT_TRUE(at::equal(arrived.to_dense(), cut.to_dense()));
+  EXPECT_TRUE(arrived.is_coalesced());
   // No sparse dimensions at all.
   at::Tensor none = at::sparse_coo_tensor(at::empty({0, 1}, at::kLong), at::rand({1, 3}), {3});
   EXPECT_TRUE(at::equal(none.to_dense(), RoundTrip(none).to_dense()));
