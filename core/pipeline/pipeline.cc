@@ -55,6 +55,12 @@ absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, 
         return absl::InvalidArgumentError(
             absl::StrCat(what, " ", i, " has no dimension that is the batch"));
       }
+      if (tensor.layout() != at::kStrided) {
+        return absl::InvalidArgumentError(
+            c10::str(what, " ", i, " is of layout ", tensor.layout(),
+                     ", and only a dense one can be cut into micro-batches; pass its indices and "
+                     "values, or make it dense"));
+      }
       if (batch < 0) batch = tensor.size(0);
       if (tensor.size(0) != batch || batch < count) {
         return absl::InvalidArgumentError(

@@ -6,16 +6,20 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/dropout.h>
+#include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/eye.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mse_loss.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/tanh.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros_like.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -699,6 +703,9 @@ TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
                 "least 4"));
   EXPECT_THAT(message({at::ones({4, 16})}, {at::ones({5, 16})}), HasSubstr("target 0 has 5"));
   EXPECT_THAT(message({at::ones({})}, {}), HasSubstr("no dimension"));
+  EXPECT_THAT(message({at::ones({4, 16})}, {at::ones({4, 16}).to_sparse()}),
+              HasSubstr("target 0 is of layout Sparse, and only a dense one can be cut into "
+                        "micro-batches; pass its indices and values, or make it dense"));
   EXPECT_EQ(pipeline->Train(Context(), {at::ones({4, 16})}, {}).status().code(),
             absl::StatusCode::kFailedPrecondition);
   // A stage that nobody has, and a worker that nobody is.
@@ -1037,6 +1044,73 @@ TEST_P(PipelineTest, TiedParametersThatDoNotFitAreNamed) {
       pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
   EXPECT_THAT(std::string(status.message()), ContainsRegex("tied parameter 'embedding' is Float"));
+}
+
+// The gradients of an embedding are sparse where it is told so: torch adds one to a dense one, and
+// not the other way round. The first stage looks rows up, or multiplies by the whole table; and so
+// does the last one.
+TEST_P(PipelineTest, TiedParametersMayHaveSparseGradients) {
+  const auto look_up = [](const at::Tensor& table, const at::Tensor& rows) {
+    return at::embedding(table, rows, /*padding_idx=*/-1, /*scale_grad_by_freq=*/false,
+                         /*sparse=*/true);
+  };
+  for (const auto& [front_is_sparse, back_is_sparse] :
+       {std::pair(true, true), std::pair(true, false), std::pair(false, true)}) {
+    for (const bool apart : {true, false}) {  // on two workers, or with one tensor on one
+      SCOPED_TRACE(absl::StrCat(front_is_sparse, back_is_sparse, apart));
+      Cluster cluster(Workers(apart ? 2 : 1));
+      const at::Tensor table = at::randn({10, 16}).requires_grad_(true);
+      const at::Tensor back_rows = at::tensor({3, 3}, at::kLong);
+      const auto front = [&, sparse = front_is_sparse](const at::Tensor& t, const at::Tensor& in) {
+        return sparse ? look_up(t, in) : at::eye(10).index_select(0, in).mm(t);
+      };
+      const auto back = [&, sparse = back_is_sparse](const at::Tensor& t, const at::Tensor& in) {
+        return in * (sparse ? look_up(t, back_rows) : t.sum(0));
+      };
+      Tensors own(2), seen(2);
+      std::vector<std::map<int, PipelineStage>> stages(cluster.size());
+      for (int s = 0; s < 2; ++s) {
+        own[s] = s == 0 || apart ? table.detach().clone().requires_grad_(true) : own[0];
+        PipelineStage stage = {.forward = [&, s](Tensors in) -> Tensors {
+                                 return {s == 0 ? front(own[0], in[0]) : back(own[1], in[0])};
+                               },
+                               .loss = Loss,
+                               .step = [&, s](const Context& context) -> absl::Status {
+                                 const auto gradient = context.Gradient(own[s]);
+                                 if (!gradient.ok()) return gradient.status();
+                                 seen[s] = gradient->clone();
+                                 return absl::OkStatus();
+                               }};
+        stage.tied = {{"embedding", own[s]}};
+        stages[apart ? s : 0][s] = std::move(stage);
+      }
+      const auto made = CreateStages(cluster, std::move(stages));
+      Schedule schedule = *OneForwardOneBackward(2, 3);
+      for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+      const auto pipeline =
+          Pipeline::Create(&cluster[0], {.name = "model",
+                                         .workers = {"worker0", apart ? "worker1" : "worker0"},
+                                         .schedule = schedule});
+      ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+      const Context context = cluster[0].NewContext();
+      for (int batch = 0; batch < 2; ++batch) {  // which add up
+        const at::Tensor x = at::randint(10, {6}, at::kLong), y = at::randn({6, 16});
+        ASSERT_EQ((*pipeline)->Train(context, {x}, {y}).status(), absl::OkStatus());
+        for (int m = 0; m < 3; ++m) {
+          const at::Tensor out = back(table, front(table, x.tensor_split(3)[m]));
+          const at::Tensor loss = Loss({out}, {y.tensor_split(3)[m]});
+          loss.backward(at::full_like(loss, 1.0 / 3));
+        }
+        for (int s = 0; s < 2; ++s) {
+          ASSERT_TRUE(seen[s].defined()) << "stage " << s;
+          EXPECT_EQ(seen[s].is_sparse(), front_is_sparse && back_is_sparse) << "stage " << s;
+          EXPECT_TRUE(seen[s].to_dense().allclose(table.grad().to_dense(), 1e-4, 1e-5))
+              << "stage " << s;
+          EXPECT_TRUE(at::equal(seen[s].to_dense(), seen[0].to_dense())) << "stage " << s;
+        }
+      }
+    }
+  }
 }
 
 // The front waits for gradients that the back would send after the front's sums have come.

@@ -753,7 +753,7 @@ absl::Status RankStep::AddTied() {
     at::Tensor own;
     for (const at::Tensor& parameter : TiedOf(name)) {
       const at::Tensor sum = tied_.Of(parameter);
-      if (sum.defined()) own = own.defined() ? own + sum : sum;
+      if (sum.defined()) own = own.defined() ? SumOfGradients(own, sum) : sum;
     }
     parts[name][plan_.rank] = own;
     for (const int rank : ties.ranks[name]) {
@@ -774,12 +774,14 @@ absl::Status RankStep::AddTied() {
       ++next;
       const at::Tensor parameter = TiedOf(name)[0];
       if (part.defined() &&
-          (part.sizes() != parameter.sizes() || part.scalar_type() != parameter.scalar_type())) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("tied parameter '", name, "' is ",
-                         c10::str(parameter.scalar_type(), " ", parameter.sizes()), " on worker '",
-                         worker_->name(), "', and its gradient on worker '", plan_.workers[rank],
-                         "' ", c10::str(part.scalar_type(), " ", part.sizes())));
+          (part.sizes() != parameter.sizes() || part.scalar_type() != parameter.scalar_type() ||
+           part.device() != parameter.device())) {
+        const auto in_words = [](const at::Tensor& t) {
+          return c10::str(t.scalar_type(), " ", t.sizes(), " on ", t.device());
+        };
+        return absl::InvalidArgumentError(absl::StrCat(
+            "tied parameter '", name, "' is ", in_words(parameter), " on worker '", worker_->name(),
+            "', and its gradient on worker '", plan_.workers[rank], "' ", in_words(part)));
       }
       parts[name][rank] = part;
     }
@@ -791,7 +793,7 @@ absl::Status RankStep::AddTied() {
     at::Tensor total;
     // In the same order everywhere.
     for (const auto& [rank, part] : parts[name]) {
-      if (part.defined()) total = total.defined() ? total + part : part;
+      if (part.defined()) total = total.defined() ? SumOfGradients(total, part) : part;
     }
     for (const at::Tensor& parameter : TiedOf(name)) {
       const std::set<int> ranks = RanksWithTied(name, parameter);

@@ -47,7 +47,8 @@ struct PipelineStage {
   // those of one name have the same sizes, dtype and device, and, to stay the same, the same first
   // values and the same optimizer. When a rank's backwards are done it waits for those of the other
   // ranks that have one of its names, and each of them has the sum of all their gradients then, to
-  // the last bit the same. Post-accumulate hooks are not called for them.
+  // the last bit the same; it is sparse where all of them are. Post-accumulate hooks are not called
+  // for them.
   std::map<std::string, at::Tensor> tied = {};
   // What Action::Kind::kStep does, where a schedule has it: with the context of the step, which has
   // this stage's gradients.

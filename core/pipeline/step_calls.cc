@@ -10,12 +10,17 @@
 namespace distgrad {
 namespace {
 
+uint64_t SizeOf(const at::Tensor& tensor) {
+  if (!tensor.defined()) return 0;
+  // A sparse one has no size to ask for.
+  if (tensor.is_sparse()) return tensor._indices().nbytes() + tensor._values().nbytes();
+  return tensor.nbytes();
+}
+
 // About what a parcel takes on its way.
 uint64_t SizeOf(const Message& message) {
   uint64_t size = message.payload.size();
-  for (const at::Tensor& tensor : message.tensors) {
-    if (tensor.defined()) size += tensor.nbytes();
-  }
+  for (const at::Tensor& tensor : message.tensors) size += SizeOf(tensor);
   return size;
 }
 

@@ -9,6 +9,13 @@
 
 namespace distgrad {
 
+// Returns the sum of two gradients of a parameter, each of which may be sparse, in memory of its
+// own.
+inline at::Tensor SumOfGradients(const at::Tensor& a, const at::Tensor& b) {
+  // torch adds sparse to dense, not the other way round; and the sum is the same, to the last bit.
+  return a.is_sparse() && !b.is_sparse() ? b + a : a + b;
+}
+
 // Adds up the gradients of some parameters apart from the context, until those of other ranks are
 // added to them. For one thread at a time.
 class TiedGradients {
@@ -21,7 +28,7 @@ class TiedGradients {
     if (found == sums_.end()) return false;
     at::Tensor& sum = found->second;
     // Not in place: the first one may be a tensor that others have.
-    sum = sum.defined() ? sum + gradient : gradient.detach();
+    sum = sum.defined() ? SumOfGradients(sum, gradient) : gradient.detach();
     return true;
   }
 
