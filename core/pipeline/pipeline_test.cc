@@ -2072,6 +2072,74 @@ TEST_P(PipelineTest, OfTwoPartitionsThatHaveBegunOneRuns) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
 }
 
+// A step of the same partition that has begun stands before the one whose function still runs.
+TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
+  Cluster cluster(Workers(1));
+  const Layers layers(3);
+  absl::Notification runs, end;
+  std::atomic<int> inside{0}, most{0};
+  auto stages = MakeStages(cluster, {0, 0, 0}, [&](int stage, Tensors in) {
+    if (stage < 2) return layers.Forward(stage, in);
+    most = std::max<int>(most, ++inside);
+    if (!runs.HasBeenNotified()) {
+      runs.Notify();
+      end.WaitForNotification();
+    }
+    Tensors out = layers.Forward(stage, in);
+    --inside;
+    return out;
+  });
+  // The second one of two ranks, with stages 1 and 2.
+  const auto call = [&](absl::string_view function, std::string payload, Tensors tensors = {}) {
+    return cluster[0].CallAsync("worker0", absl::StrCat(function, "model"),
+                                {std::move(payload), std::move(tensors)},
+                                {.deadline = Deadline::After(absl::Seconds(30))});
+  };
+  StepPlan plan{.step = 1,
+                .pipeline = 1,
+                .rank = 1,
+                .micro_batches = 1,
+                .backward = false,
+                .has_targets = false,
+                .rank_of_stage = {0, 1, 1},
+                .workers = {"worker0", "worker0"},
+                .list = {{Action::Kind::kReceiveActivation, 1, 0},
+                         {Action::Kind::kForward, 1, 0},
+                         {Action::Kind::kForward, 2, 0}},
+                .weights = {1}};
+  ASSERT_EQ(call(kBeginStep, EncodePlan(plan)).Wait().status(), absl::OkStatus());
+  const StepRef ref{.step = 1, .first_stage = 1};
+  const Future<Message> first = call(kRunStep, EncodeStepRef(ref));
+  ASSERT_EQ(
+      call(kDeliver, EncodeParcel({.to = ref, .stage = 1, .wanted = {false}}), {at::randn({4, 16})})
+          .Wait()
+          .status(),
+      absl::OkStatus());
+  runs.WaitForNotification();
+  plan.step = 2;
+  ASSERT_EQ(call(kBeginStep, EncodePlan(plan)).Wait().status(), absl::OkStatus());
+  EXPECT_EQ(first.Wait().status().code(), absl::StatusCode::kAborted) << first.Wait().status();
+  // Another pipeline has stage 2 in a rank, and on a thread, of its own.
+  Schedule schedule{.micro_batches = 1,
+                    .rank_of_stage = {0, 0, 1},
+                    .lists = {{{Action::Kind::kForward, 0, 0},
+                               {Action::Kind::kForward, 1, 0},
+                               {Action::Kind::kBackward, 1, 0},
+                               {Action::Kind::kBackward, 0, 0}},
+                              {{Action::Kind::kForward, 2, 0}, {Action::Kind::kBackward, 2, 0}}}};
+  AddTransfers(&schedule);
+  const auto other = Pipeline::Create(
+      &cluster[0],
+      {.name = "model", .workers = {"worker0", "worker0"}, .schedule = std::move(schedule)});
+  ASSERT_TRUE(other.ok()) << other.status();
+  const absl::Status status = (*other)->Evaluate({at::randn({4, 16})}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
+  EXPECT_EQ(most, 1);
+  end.Notify();
+  stages.clear();
+}
+
 // Tied parameters would be sent to the first stage of a rank that has none.
 TEST_P(PipelineTest, APlanWithARankThatHasNoStageIsRefused) {
   Cluster cluster(Workers(1));

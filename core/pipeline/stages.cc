@@ -126,6 +126,7 @@ class PipelineStages::Impl {
     DG_RETURN_IF_ERROR(step->CheckShares());
     DG_RETURN_IF_ERROR(step->CheckSkips());
     std::shared_ptr<RankStep> before;
+    std::vector<std::shared_ptr<RankStep>> earlier;  // of which some end here, outside the lock
     {
       absl::MutexLock lock(&mu_);
       if (closed_) return Closed();
@@ -139,6 +140,11 @@ class PipelineStages::Impl {
           return started;
         }
       }
+      std::vector<std::shared_ptr<RankStep>> busy;
+      for (const std::shared_ptr<RankStep>& each : own.AllSteps()) {
+        if (each->busy()) busy.push_back(each);
+      }
+      earlier = std::exchange(own.earlier, std::move(busy));
       before = std::exchange(own.step, step);
     }
     if (before != nullptr) before->Stop(absl::AbortedError("the next step has begun"));
@@ -232,23 +238,33 @@ class PipelineStages::Impl {
  private:
   struct Rank {
     std::shared_ptr<RankStep> step;  // the last one that was begun
+    // Those before it of which a function may still run.
+    std::vector<std::shared_ptr<RankStep>> earlier;
     std::unique_ptr<RankThread> thread;
+
+    std::vector<std::shared_ptr<RankStep>> AllSteps() const {
+      std::vector<std::shared_ptr<RankStep>> all = earlier;
+      if (step != nullptr) all.push_back(step);
+      return all;
+    }
   };
 
   // A stage runs one step at a time. The next one of the same Pipeline and partition ends the one
   // before; and its functions come after those on the thread of the rank.
   absl::Status CheckMayBegin(const RankStep& next) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     for (const auto& [first_stage, rank] : ranks_) {
-      if (rank.step == nullptr || !rank.step->SharesStagesWith(next)) continue;
-      const bool has_same = rank.step->HasSameStagesAs(next);
-      const bool is_other = rank.step->driver() != next.driver() ||
-                            rank.step->plan().pipeline != next.plan().pipeline;
-      const bool conflicts = has_same ? rank.step->running() && is_other : rank.step->busy();
-      if (!conflicts) continue;
-      return absl::FailedPreconditionError(
-          absl::StrCat("a step that worker ", rank.step->driver(), " has begun",
-                       has_same ? "" : ", with stages in other ranks,", " runs on worker '",
-                       worker_->name(), "'; a stage runs one step at a time"));
+      for (const std::shared_ptr<RankStep>& step : rank.AllSteps()) {
+        if (!step->SharesStagesWith(next)) continue;
+        const bool has_same = step->HasSameStagesAs(next);
+        const bool is_other =
+            step->driver() != next.driver() || step->plan().pipeline != next.plan().pipeline;
+        const bool conflicts = has_same ? step->running() && is_other : step->busy();
+        if (!conflicts) continue;
+        return absl::FailedPreconditionError(
+            absl::StrCat("a step that worker ", step->driver(), " has begun",
+                         has_same ? "" : ", with stages in other ranks,", " runs on worker '",
+                         worker_->name(), "'; a stage runs one step at a time"));
+      }
     }
     return absl::OkStatus();
   }
