@@ -2140,6 +2140,56 @@ TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
   stages.clear();
 }
 
+// Each of them may have begun on some workers after the other one, and then neither runs.
+TEST_P(PipelineTest, OfTwoStepsThatBeginAtOnceWhoseTurnItIsNotIsTold) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto stages =
+      MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  StepPlan plan{.step = 1,
+                .pipeline = 1,
+                .rank = 0,
+                .micro_batches = 1,
+                .backward = false,
+                .has_targets = false,
+                .rank_of_stage = {0, 1},
+                .workers = Names(2),
+                .list = {{Action::Kind::kForward, 0, 0}, {Action::Kind::kSendActivation, 0, 0}},
+                .weights = {1}};
+  for (const int driver : {0, 1}) {
+    plan.step = plan.pipeline = driver + 1;
+    ASSERT_EQ(cluster[driver]
+                  .Call("worker0", absl::StrCat(kBeginStep, "model"), {EncodePlan(plan), {}})
+                  .status(),
+              absl::OkStatus());
+  }
+  const absl::Status told = cluster[0]
+                                .Call("worker0", absl::StrCat(kRunStep, "model"),
+                                      {EncodeStepRef({.step = 1, .first_stage = 0}), {}})
+                                .status();
+  EXPECT_EQ(told.code(), absl::StatusCode::kFailedPrecondition) << told;
+  EXPECT_THAT(std::string(told.message()),
+              HasSubstr("worker 1 has begun another step of pipeline 'model' on worker 'worker0' "
+                        "since: a stage runs one step at a time, and of two that begin at once "
+                        "it may be neither; take one, and then the other"));
+  // The same by way of two drivers.
+  std::vector<std::thread> drivers;
+  for (const int driver : {0, 1}) {
+    drivers.emplace_back([&, driver] {
+      const auto pipeline = Pipeline::Create(
+          &cluster[driver], {.name = "model", .workers = Names(2), .schedule = *GPipe(2, 1)});
+      ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+      for (int i = 0; i < 30; ++i) {
+        const absl::Status status = (*pipeline)->Evaluate({at::ones({4, 16})}).status();
+        if (status.ok()) continue;
+        EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+        EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
+      }
+    });
+  }
+  for (std::thread& driver : drivers) driver.join();
+}
+
 // Tied parameters would be sent to the first stage of a rank that has none.
 TEST_P(PipelineTest, APlanWithARankThatHasNoStageIsRefused) {
   Cluster cluster(Workers(1));

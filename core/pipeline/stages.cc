@@ -285,13 +285,17 @@ class PipelineStages::Impl {
       ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     if (closed_) return Closed();
     const auto found = ranks_.find(ref.first_stage);
-    if (found == ranks_.end() || found->second.step == nullptr ||
-        found->second.step->plan().step != ref.step) {
+    if (found == ranks_.end() || found->second.step == nullptr) {
       return absl::NotFoundError(absl::StrCat("worker '", worker_->name(),
                                               "' has no such step of pipeline '", name_,
-                                              "': another has begun, or the worker is a new one"));
+                                              "': the worker, or its stages, are new ones"));
     }
-    return found->second.step;
+    const std::shared_ptr<RankStep>& last = found->second.step;
+    if (last->plan().step == ref.step) return last;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "worker ", last->driver(), " has begun another step of pipeline '", name_, "' on worker '",
+        worker_->name(), "' since: a stage runs one step at a time, and of two that begin at once ",
+        "it may be neither; take one, and then the other"));
   }
 
   Worker* const worker_;
