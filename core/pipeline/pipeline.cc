@@ -5,8 +5,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor_split.h>
 
+#include <algorithm>
 #include <iterator>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -193,36 +195,44 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
     }
     DG_RETURN_IF_ERROR(calls.Wait());
 
-    std::vector<Future<Message>> runs;
-    for (int rank = 0; rank < schedule.ranks(); ++rank) {
-      const std::string& worker = options_.workers[rank];
-      runs.push_back(
-          calls.Make(worker, kRunStep,
-                     {EncodeStepRef({plan.step, FirstStage(schedule.rank_of_stage, rank)}), {}},
-                     absl::StrCat("a step of ", who, ", ", DescribeRank(schedule, rank, worker))));
-    }
     const int last = schedule.stages() - 1;
-    const auto deliver = [&](Parcel::Kind kind, int stage, int m, Tensors tensors) {
-      const int rank = schedule.rank_of_stage[stage];
-      const std::string& worker = options_.workers[rank];
-      calls.Deliver(worker,
-                    {.to = {plan.step, FirstStage(schedule.rank_of_stage, rank)},
-                     .kind = kind,
-                     .stage = stage,
-                     .micro_batch = m},
-                    std::move(tensors),
-                    absl::StrCat("sending micro-batch ", m, " of a step of ", who, " to stage ",
-                                 stage, " on worker '", worker, "'"));
+    std::vector<Future<Message>> runs;
+    const auto run = [&]() -> absl::Status {
+      for (int rank = 0; rank < schedule.ranks(); ++rank) {
+        const std::string& worker = options_.workers[rank];
+        runs.push_back(calls.Make(
+            worker, kRunStep,
+            {EncodeStepRef({plan.step, FirstStage(schedule.rank_of_stage, rank)}), {}},
+            absl::StrCat("a step of ", who, ", ", DescribeRank(schedule, rank, worker))));
+      }
+      const auto deliver = [&](Parcel::Kind kind, int stage, int m, Tensors tensors) {
+        const int rank = schedule.rank_of_stage[stage];
+        const std::string& worker = options_.workers[rank];
+        calls.Deliver(worker,
+                      {.to = {plan.step, FirstStage(schedule.rank_of_stage, rank)},
+                       .kind = kind,
+                       .stage = stage,
+                       .micro_batch = m},
+                      std::move(tensors),
+                      absl::StrCat("sending micro-batch ", m, " of a step of ", who, " to stage ",
+                                   stage, " on worker '", worker, "'"));
+      };
+      for (int m = 0; m < count && !cancellation->cancelled(); ++m) {
+        deliver(Parcel::Kind::kActivation, 0, m, std::move(cut->inputs[m]));
+        if (plan.has_targets) deliver(Parcel::Kind::kTarget, last, m, std::move(cut->targets[m]));
+      }
+      return calls.Wait();
     };
-    for (int m = 0; m < count && !cancellation->cancelled(); ++m) {
-      deliver(Parcel::Kind::kActivation, 0, m, std::move(cut->inputs[m]));
-      if (plan.has_targets) deliver(Parcel::Kind::kTarget, last, m, std::move(cut->targets[m]));
+    absl::Status ran;
+    try {
+      ran = run();
+    } catch (...) {  // there was no memory
+      ran = StatusFromException(std::current_exception());
     }
-    const absl::Status ran = calls.Wait();
-    if (absl::IsDeadlineExceeded(ran)) {
-      return Annotate(ran, absl::StrCat(who, ": ", DescribeRanks(schedule, plan.step)));
+    if (!ran.ok()) {
+      cancellation->Cancel(ran);
+      return Explain(ran, schedule, plan.step, deadline);
     }
-    DG_RETURN_IF_ERROR(ran);
 
     PipelineResult result;
     const Message reply = *runs[schedule.rank_of_stage[last]].Wait();
@@ -252,9 +262,26 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
   }
 }
 
-std::string Pipeline::DescribeRanks(const Schedule& schedule, uint64_t step) const {
+absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
+                               Deadline deadline) const {
+  const bool is_default = deadline == absl::InfinitePast();
+  Deadline until = Deadline::After(absl::Seconds(2));
+  std::vector<std::string> notes;
+  if (absl::IsDeadlineExceeded(failure)) {
+    notes = DescribeRanks(schedule, step, until);
+  } else if (is_default) {
+    until = deadline;
+  }
+  if (!is_default) until = std::max(until, deadline);
+  for (std::string& note : EndSteps(schedule, step, until)) notes.push_back(std::move(note));
+  if (notes.empty()) return failure;
+  return Annotate(failure,
+                  absl::StrCat("pipeline '", options_.name, "': ", absl::StrJoin(notes, ", ")));
+}
+
+std::vector<std::string> Pipeline::DescribeRanks(const Schedule& schedule, uint64_t step,
+                                                 Deadline deadline) const {
   // They have been told that the step is over; who has not heard it cannot answer, either.
-  const Deadline deadline = Deadline::After(absl::Seconds(2));
   std::vector<Future<Message>> answers;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const StepRef ref{step, FirstStage(schedule.rank_of_stage, rank)};
@@ -268,7 +295,51 @@ std::string Pipeline::DescribeRanks(const Schedule& schedule, uint64_t step) con
     ranks.push_back(absl::StrCat("worker '", options_.workers[rank], "' ",
                                  answer.ok() ? answer->payload : "does not answer"));
   }
-  return absl::StrJoin(ranks, ", ");
+  return ranks;
+}
+
+std::vector<std::string> Pipeline::EndSteps(const Schedule& schedule, uint64_t step,
+                                            Deadline deadline) const {
+  std::vector<std::set<int>> stages(schedule.ranks());  // that have one
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.lists[rank]) {
+      if (action.kind == Action::Kind::kStep) stages[rank].insert(action.stage);
+    }
+  }
+  const std::string function = absl::StrCat(kEndStep, options_.name);
+  const auto message = [&](int rank) {
+    return Message{EncodeStepRef({step, FirstStage(schedule.rank_of_stage, rank)}), {}};
+  };
+  std::map<int, Future<Message>> answers;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    if (stages[rank].empty()) continue;
+    answers.emplace(rank, worker_->CallAsync(options_.workers[rank], function, message(rank),
+                                             {.deadline = deadline}));
+  }
+  std::vector<std::string> notes;
+  for (const auto& [rank, future] : answers) {
+    const std::string& worker = options_.workers[rank];
+    absl::StatusOr<Message> answer = future.Wait();
+    // A call that waits for its answer waits for credit, too.
+    if (absl::IsResourceExhausted(answer.status())) {
+      answer = worker_->Call(worker, function, message(rank), {.deadline = deadline});
+    }
+    absl::StatusOr<Stepped> stepped =
+        answer.ok() ? DecodeStepped(answer->payload) : answer.status();
+    for (const int stage : stages[rank]) {
+      const std::string who = absl::StrCat("stage ", stage, " on worker '", worker, "' ");
+      if (!stepped.ok()) {
+        notes.push_back(absl::StrCat(who, "may have stepped, or be in its step (",
+                                     stepped.status().message(), ")"));
+      } else if (const auto found = stepped->find(stage); found == stepped->end()) {
+        notes.push_back(absl::StrCat(who, "has not stepped"));
+      } else {
+        notes.push_back(
+            absl::StrCat(who, found->second ? "has stepped" : "has failed in its step"));
+      }
+    }
+  }
+  return notes;
 }
 
 }  // namespace distgrad

@@ -71,7 +71,15 @@ class Pipeline {
   // The deadline is by default now plus WorkerOptions::timeout. An error names stage, micro-batch
   // and worker, that of a deadline what each rank was doing, and ends the step on all of them; what
   // has reached the context by then is there, so it is good for Release() only. kFailedPrecondition
-  // while another step runs on one of the stages, of this Pipeline or of another.
+  // while another step runs on one of the stages, of this Pipeline or of another; of two that begin
+  // at once it may be both.
+  //
+  // Where the schedule has steps of the optimizer (Action::Kind::kStep), no stage begins its own
+  // any more once this has returned an error, and one that was in it has ended; the error says
+  // which stages have stepped. It waits for that until the deadline, or, where that is the default,
+  // for another WorkerOptions::timeout; once the deadline has passed, for 2 seconds. For a worker
+  // that has not answered by then, or is lost, the error says that it does not know: a step that
+  // was in the middle there goes on.
   absl::StatusOr<PipelineResult> Train(const Context& context, std::vector<at::Tensor> inputs,
                                        std::vector<at::Tensor> targets,
                                        Deadline deadline = absl::InfinitePast());
@@ -88,8 +96,16 @@ class Pipeline {
                                      std::vector<at::Tensor> inputs,
                                      std::vector<at::Tensor> targets, Deadline deadline);
 
+  // Puts before an error what the ranks say of the step that it has ended.
+  absl::Status Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
+                       Deadline deadline) const;
   // What each rank does in that step, or did when it failed.
-  std::string DescribeRanks(const Schedule& schedule, uint64_t step) const;
+  std::vector<std::string> DescribeRanks(const Schedule& schedule, uint64_t step,
+                                         Deadline deadline) const;
+  // Waits until no stage is in its optimizer's step, and none begins it any more, where the
+  // schedule has such steps. Returns which have run.
+  std::vector<std::string> EndSteps(const Schedule& schedule, uint64_t step,
+                                    Deadline deadline) const;
 
   Worker* const worker_;
   const uint64_t id_;

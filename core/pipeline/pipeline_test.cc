@@ -928,6 +928,91 @@ TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
   }
 }
 
+// The back steps while the front still goes backward, and fails. The caller may look at the
+// parameters, or save them, once Train() has returned.
+TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
+  struct Waits : torch::autograd::Function<Waits> {
+    static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a,
+                              absl::Notification* until) {
+      context->saved_data["until"] = reinterpret_cast<int64_t>(until);
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                   torch::autograd::variable_list gradients) {
+      const int64_t until = context->saved_data["until"].toInt();
+      reinterpret_cast<absl::Notification*>(until)->WaitForNotification();
+      throw std::runtime_error("no gradient today");
+    }
+  };
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification steps, returned;
+  std::atomic<bool> ends_late{false}, front_steps{false};
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {.forward = [&](Tensors in) -> Tensors {
+                 return {Waits::apply(layers.Forward(0, std::move(in))[0], &steps)};
+               },
+               .step =
+                   [&](const Context&) {
+                     front_steps = true;
+                     return absl::OkStatus();
+                   }};
+  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+               .loss = Loss,
+               .step =
+                   [&](const Context&) {
+                     steps.Notify();
+                     // Train() would return at once if it did not wait for this function.
+                     ends_late = returned.WaitForNotificationWithTimeout(absl::Milliseconds(300));
+                     return absl::OkStatus();
+                   }};
+  auto stages = CreateStages(cluster, std::move(own));
+  Schedule schedule = *GPipe(2, 1);
+  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const auto pipeline = MakePipeline(cluster, schedule);
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  returned.Notify();
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no gradient today"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("pipeline 'model': stage 0 on worker 'worker0' has not stepped, stage 1 "
+                        "on worker 'worker1' has stepped: "));
+  stages.clear();
+  EXPECT_FALSE(ends_late);
+  EXPECT_FALSE(front_steps);
+}
+
+TEST_P(PipelineTest, AStepThatFailsOrIsLostWithItsWorkerIsSaid) {
+  for (const bool lost : {false, true}) {
+    Cluster cluster(Workers(2));
+    const Layers layers(2);
+    std::vector<std::map<int, PipelineStage>> own(2);
+    for (int s = 0; s < 2; ++s) {
+      own[s][s] = {.forward = [&, s](Tensors in) { return layers.Forward(s, std::move(in)); },
+                   .loss = Loss,
+                   .step = [&, s, lost](const Context&) -> absl::Status {
+                     if (s == 0) return absl::OkStatus();
+                     if (lost) cluster[1].Abort();
+                     return absl::DataLossError("no step today");
+                   }};
+    }
+    auto stages = CreateStages(cluster, std::move(own));
+    Schedule schedule = *GPipe(2, 1);
+    for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+    const Context context = cluster[0].NewContext();
+    const absl::Status status = MakePipeline(cluster, schedule)
+                                    ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})})
+                                    .status();
+    EXPECT_FALSE(status.ok());
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(lost ? "stage 1 on worker 'worker1' may have stepped, or be in its step ("
+                               : "stage 1 on worker 'worker1' has failed in its step"));
+    stages.clear();
+    if (lost) cluster.Kill(1);
+  }
+}
+
 // --------------------------------------------------------------------------------------- Tied
 
 // The first stage multiplies by a parameter that the last one multiplies by, too: each has its copy

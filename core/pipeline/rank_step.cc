@@ -307,6 +307,27 @@ void RankStep::OnStop() {
   if (promise.has_value()) promise->Set(cancellation_->why());
 }
 
+Future<Message> RankStep::End(const absl::Status& why) {
+  Stop(why);
+  OnStop();  // another thread may have begun to stop it, and not have come so far
+  absl::MutexLock lock(&mu_);
+  if (steps_) return ends_.emplace_back().future();
+  return Future<Message>::Of(Message{EncodeStepped(stepped_), {}});
+}
+
+void RankStep::OnStepped(int stage, const absl::Status& status) {
+  std::vector<Promise<Message>> ends;
+  Message stepped;
+  {
+    absl::MutexLock lock(&mu_);
+    steps_ = false;
+    stepped_[stage] = status.ok();
+    ends.swap(ends_);
+    if (!ends.empty()) stepped.payload = EncodeStepped(stepped_);
+  }
+  for (Promise<Message>& end : ends) end.Set(stepped);
+}
+
 absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
   // Of tied parameters each rank sends gradients, and, behind those of all, that it has added them.
   const int count = parcel.kind == Parcel::Kind::kTied ? 2 * static_cast<int>(plan_.workers.size())
@@ -823,6 +844,7 @@ absl::Status RankStep::Follow(const Action& action) {
     // One that was stopped goes on no further.
     if (over()) return cancellation_->why();
     action_ = &action;
+    steps_ = action.kind == Kind::kStep;
   }
   absl::Status status;
   try {
@@ -834,6 +856,7 @@ absl::Status RankStep::Follow(const Action& action) {
   } catch (...) {
     status = StatusFromException(std::current_exception());
   }
+  if (action.kind == Kind::kStep) OnStepped(action.stage, status);
   return Annotate(status, absl::StrCat(ToString(action), " on worker '", worker_->name(), "'"));
 }
 

@@ -85,6 +85,10 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Ends the step with an error, unless it has ended. Does not wait for a function that runs.
   void Stop(const absl::Status& why) { cancellation_->Cancel(why); }
 
+  // Stops the step, and begins none of its stages' steps from then on. The future is done when none
+  // of them runs any more, with those that have (Stepped).
+  Future<Message> End(const absl::Status& why);
+
   absl::Status Deliver(const Parcel& parcel, Tensors tensors);
 
  private:
@@ -113,6 +117,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
     return state_ == State::kStopping || state_ == State::kOver;
   }
   void OnStop();
+  // The step of a stage has run.
+  void OnStepped(int stage, const absl::Status& status);
 
   absl::StatusOr<Message> FollowList();
   // Returns whether gradients are averaged over replicas in this step.
@@ -210,8 +216,11 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   bool waits_ ABSL_GUARDED_BY(mu_) = false;              // for what others send
   const char* phase_ ABSL_GUARDED_BY(mu_) = nullptr;     // beyond its list; also when it failed
   Ties ties_ ABSL_GUARDED_BY(mu_);
-  bool ran_ ABSL_GUARDED_BY(mu_) = false;    // had its thread before its end
-  absl::Status error_ ABSL_GUARDED_BY(mu_);  // that has ended its list
+  bool steps_ ABSL_GUARDED_BY(mu_) = false;  // a stage, at this moment
+  Stepped stepped_ ABSL_GUARDED_BY(mu_);
+  std::vector<Promise<Message>> ends_ ABSL_GUARDED_BY(mu_);  // of those who wait until none does
+  bool ran_ ABSL_GUARDED_BY(mu_) = false;                    // had its thread before its end
+  absl::Status error_ ABSL_GUARDED_BY(mu_);                  // that has ended its list
 };
 
 }  // namespace distgrad

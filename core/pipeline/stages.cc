@@ -208,6 +208,23 @@ class PipelineStages::Impl {
     return Message{step->Describe(), {}};
   }
 
+  Future<Message> End(Request& request) {
+    const absl::StatusOr<StepRef> ref = DecodeStepRef(request.message.payload);
+    if (!ref.ok()) return Future<Message>::Of(ref.status());
+    std::shared_ptr<RankStep> step;
+    {
+      absl::MutexLock lock(&mu_);
+      // Its function may run after the stages were taken off, or another step has begun.
+      if (const auto found = ranks_.find(ref->first_stage); found != ranks_.end()) {
+        for (const std::shared_ptr<RankStep>& each : found->second.AllSteps()) {
+          if (each->plan().step == ref->step) step = each;
+        }
+      }
+      if (step == nullptr) return Future<Message>::Of(Find(*ref).status());
+    }
+    return step->End(absl::AbortedError("the step has failed on another rank"));
+  }
+
   bool Close(Deadline deadline) {
     std::vector<std::shared_ptr<RankStep>> steps;  // of those that are there when it is closed
     std::vector<RankThread*> threads;              // which last as long as this
@@ -228,7 +245,7 @@ class PipelineStages::Impl {
     absl::MutexLock lock(&unregister_mu_);
     if (!std::exchange(unregistered_, true)) {
       for (const absl::string_view function :
-           {kDeliver, kRunStep, kTieStep, kDescribe, kBeginStep}) {
+           {kDeliver, kRunStep, kTieStep, kDescribe, kEndStep, kBeginStep}) {
         worker_->UnregisterOwn(absl::StrCat(function, name_));
       }
     }
@@ -363,6 +380,8 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
       absl::StrCat(kDescribe, name), [impl](Request& request) { return impl->Describe(request); }));
   DG_RETURN_IF_ERROR(worker->RegisterOwnAsync(
       absl::StrCat(kRunStep, name), [impl](Request& request) { return impl->Run(request); }));
+  DG_RETURN_IF_ERROR(worker->RegisterOwnAsync(
+      absl::StrCat(kEndStep, name), [impl](Request& request) { return impl->End(request); }));
   return made;
 }
 

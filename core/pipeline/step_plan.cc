@@ -166,6 +166,29 @@ absl::StatusOr<TieNames> DecodeTieNames(absl::string_view bytes) {
   return names;
 }
 
+std::string EncodeStepped(const Stepped& stepped) {
+  std::string bytes;
+  WireWriter writer(&bytes);
+  writer.U32(static_cast<uint32_t>(stepped.size()));
+  for (const auto& [stage, well] : stepped) {
+    writer.U32(static_cast<uint32_t>(stage));
+    writer.U8(well ? 1 : 0);
+  }
+  return bytes;
+}
+
+absl::StatusOr<Stepped> DecodeStepped(absl::string_view bytes) {
+  Stepped stepped;
+  WireReader reader(bytes);
+  const uint32_t count = ReadCount(reader, 5);
+  for (uint32_t i = 0; i < count; ++i) {
+    const auto stage = static_cast<int>(reader.U32());
+    stepped[stage] = reader.U8() != 0;
+  }
+  DG_RETURN_IF_ERROR(Complete(reader, "the stages of a rank that have stepped"));
+  return stepped;
+}
+
 std::string EncodeTies(const Ties& ties) {
   std::string bytes;
   WireWriter writer(&bytes);

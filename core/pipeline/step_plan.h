@@ -20,6 +20,7 @@ inline constexpr absl::string_view kTieStep = "distgrad.pipeline.tie/";        /
 inline constexpr absl::string_view kRunStep = "distgrad.pipeline.run/";        // a StepRef
 inline constexpr absl::string_view kDeliver = "distgrad.pipeline.deliver/";    // a Parcel
 inline constexpr absl::string_view kDescribe = "distgrad.pipeline.describe/";  // a StepRef
+inline constexpr absl::string_view kEndStep = "distgrad.pipeline.end/";        // a StepRef; Stepped
 inline constexpr size_t kMaxPipelineName = 900;  // with the longest of these it is a function's
 
 // What one rank does in one step.
@@ -67,6 +68,12 @@ struct Ties {
 };
 std::string EncodeTies(const Ties& ties);
 absl::StatusOr<Ties> DecodeTies(absl::string_view bytes);
+
+// Of the stages of a rank that have begun their optimizer's steps (Action::Kind::kStep): whether
+// the function has ended well. A rank answers it when it begins no more of them.
+using Stepped = std::map<int, bool>;
+std::string EncodeStepped(const Stepped& stepped);
+absl::StatusOr<Stepped> DecodeStepped(absl::string_view bytes);
 
 // That a stage has something for one behind the next, which goes there straight.
 struct StageSkip {

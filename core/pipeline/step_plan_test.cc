@@ -81,6 +81,19 @@ TEST(StepPlanTest, TiesAreReadAsTheyWereWritten) {
   }
 }
 
+TEST(StepPlanTest, WhoHasSteppedIsReadAsItWasWritten) {
+  const Stepped stepped = {{1, true}, {4, false}};
+  const std::string bytes = EncodeStepped(stepped);
+  const absl::StatusOr<Stepped> read = DecodeStepped(bytes);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(*read, stepped);
+  EXPECT_TRUE(DecodeStepped(EncodeStepped({}))->empty());
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    EXPECT_FALSE(DecodeStepped(bytes.substr(0, size)).ok()) << size;
+  }
+  EXPECT_FALSE(DecodeStepped(bytes + "x").ok());
+}
+
 TEST(StepPlanTest, SkipsAreReadAsTheyWereWrittenAndLeadOn) {
   const Parcel parcel{.kind = Parcel::Kind::kSkipGradient,
                       .stage = 2,

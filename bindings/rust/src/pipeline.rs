@@ -637,8 +637,16 @@ impl<'w> Pipeline<'w> {
     /// deadline (`Code::DeadlineExceeded`) what each rank was doing. The first error ends the step
     /// on all ranks, and the context is good for [`release`](Context::release) only. Besides:
     /// `Code::FailedPrecondition` while another step runs on one of the stages, of this pipeline or
-    /// of another; `Code::NotFound` for a stage that its worker does not have; `Code::Unavailable`
-    /// if a worker is lost; `Code::Cancelled` by the end of stages or of this worker.
+    /// of another, and of two that begin at once it may be both; `Code::NotFound` for a stage that
+    /// its worker does not have; `Code::Unavailable` if a worker is lost; `Code::Cancelled` by the
+    /// end of stages or of this worker.
+    ///
+    /// Where the schedule has steps of the optimizer ([`ActionKind::Step`]), no stage begins its own
+    /// any more once this has returned an error, and one that was in it has ended; the error says
+    /// which stages have stepped. It waits for that until the deadline, or, where that is the
+    /// default, for another timeout of the worker's options; once the deadline has passed, for 2
+    /// seconds. For a worker that has not answered by then, or is lost, the error says that it does
+    /// not know: a step that was in the middle there goes on.
     #[doc(alias = "dg_pipeline_train")]
     pub fn train(
         &self,

@@ -1648,9 +1648,16 @@ typedef struct dg_pipeline_run_options {
  * An error of a stage keeps its code, and names stage, micro-batch and worker; that of the deadline
  * (DG_DEADLINE_EXCEEDED) what each rank was doing. The first error ends the step on all ranks, and
  * the context is good for dg_context_release only. Besides: DG_FAILED_PRECONDITION while another
- * step runs on one of the stages, of this pipeline or of another; DG_NOT_FOUND for a stage that its
- * worker does not have; DG_UNAVAILABLE if a worker is lost; DG_CANCELLED by the end of stages or of
- * this worker. */
+ * step runs on one of the stages, of this pipeline or of another, and of two that begin at once it
+ * may be both; DG_NOT_FOUND for a stage that its worker does not have; DG_UNAVAILABLE if a worker
+ * is lost; DG_CANCELLED by the end of stages or of this worker.
+ *
+ * Where the schedule has steps of the optimizer (DG_ACTION_STEP), no stage begins its own any more
+ * once this has returned an error, and one that was in it has ended; the error says which stages
+ * have stepped. It waits for that until the deadline, or, where timeout_ms is 0, for another
+ * timeout of dg_worker_options; once the deadline has passed, for 2 seconds. For a worker that has
+ * not answered by then, or is lost, the error says that it does not know: a step that was in the
+ * middle there goes on. */
 DG_API DG_MUST_USE dg_error* dg_pipeline_train(const dg_pipeline* pipeline,
                                                const dg_context* context,
                                                const dg_tensor* const* inputs, size_t input_count,
