@@ -1269,8 +1269,9 @@ class PipelineReplicasTest : public PipelineTest {
   }
 
   // Takes a step of each replica, of their own batches, at the same time.
-  static std::vector<absl::Status> Train(Cluster& cluster, const Schedule& schedule,
-                                         const Tensors& xs, const Tensors& ys) {
+  static std::vector<absl::Status> Train(
+      Cluster& cluster, const Schedule& schedule, const Tensors& xs, const Tensors& ys,
+      PipelineOptions::Reduction reduction = PipelineOptions::Reduction::kMean) {
     std::vector<absl::Status> statuses(kReplicas);
     std::vector<std::thread> threads;
     for (int r = 0; r < kReplicas; ++r) {
@@ -1279,7 +1280,8 @@ class PipelineReplicasTest : public PipelineTest {
         std::vector<std::string> workers;
         for (int i = 0; i < schedule.ranks(); ++i) workers.push_back(WorkerName(first + i));
         const auto pipeline = Pipeline::Create(
-            &cluster[first], {.name = "model", .workers = workers, .schedule = schedule});
+            &cluster[first],
+            {.name = "model", .workers = workers, .schedule = schedule, .reduction = reduction});
         ASSERT_TRUE(pipeline.ok()) << pipeline.status();
         const Context context = cluster[first].NewContext();
         statuses[r] = (*pipeline)->Train(context, {xs[r]}, {ys[r]}).status();
@@ -1359,6 +1361,59 @@ TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
       EXPECT_TRUE(of_replica[0].weights[s].allclose(alone.weights[s], 1e-4, 1e-5)) << "stage " << s;
       EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
       EXPECT_TRUE(at::equal(of_replica[0].biases[s], of_replica[1].biases[s])) << "stage " << s;
+    }
+  }
+}
+
+// Replicas count the same, as those of DistributedDataParallel do; PipelineStagesOptions::averager
+// says how each row of the batch does.
+TEST_P(PipelineReplicasTest, ReplicasWithUnequalPartsCountTheSameUnlessRowsDo) {
+  const std::vector<int> rows = {5, 2};
+  for (const bool by_rows : {false, true}) {
+    SCOPED_TRACE(by_rows);
+    Schedule schedule = *OneForwardOneBackward(1, 2);
+    schedule.lists[0].push_back({Action::Kind::kStep, 0});
+    Cluster cluster(Workers(kReplicas));
+    const Layers alone(1);
+    const std::vector<Layers> of_replica = {alone.Copy(), alone.Copy()};
+    const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+    std::vector<std::unique_ptr<PipelineStages>> made;
+    for (int r = 0; r < kReplicas; ++r) {
+      const Layers& layers = of_replica[r];
+      auto stages = PipelineStages::Create(
+          &cluster[r], "model",
+          {{0,
+            {.forward = [&layers](Tensors in) { return layers.Forward(0, in); },
+             .loss = [by_rows](Tensors out, Tensors targets) -> at::Tensor {
+               if (!by_rows) return Loss(out, targets);
+               const at::Tensor by_row = (out[0] - targets[0]).square().mean(1);
+               return by_row.sum() * (1.0 * kReplicas / (5 + 2));
+             },
+             .step =
+                 [&layers](const Context& context) { return Descend(layers.Of(0), context); }}}},
+          {.averager = averagers[r]});
+      ASSERT_TRUE(stages.ok()) << stages.status();
+      made.push_back(*std::move(stages));
+    }
+    Tensors xs, ys;
+    at::Tensor loss;
+    for (int r = 0; r < kReplicas; ++r) {
+      xs.push_back(at::randn({rows[r], 16}));
+      ys.push_back(at::randn({rows[r], 16}));
+      const double weight = by_rows ? rows[r] / 7.0 : 1.0 / kReplicas;
+      const at::Tensor part = Loss(alone.Forward(0, {xs[r]}), {ys[r]}) * weight;
+      loss = loss.defined() ? loss + part : part;
+    }
+    loss.backward();
+    const auto reduction =
+        by_rows ? PipelineOptions::Reduction::kSum : PipelineOptions::Reduction::kMean;
+    for (const absl::Status& status : Train(cluster, schedule, xs, ys, reduction)) {
+      ASSERT_EQ(status, absl::OkStatus());
+    }
+    const at::AutoGradMode grad_mode(false);
+    for (const Layers& layers : of_replica) {
+      EXPECT_TRUE(
+          layers.weights[0].allclose(alone.weights[0] - alone.weights[0].grad(), 1e-4, 1e-5));
     }
   }
 }

@@ -40,6 +40,12 @@ struct PipelineStagesOptions {
   // All replicas take the same steps: a step that fails on one, once it runs, fails the group, and
   // with it the step of the others. They go on with new groups, averagers and stages, from the last
   // checkpoint. The worker has one rank of a schedule then. Null: no replicas.
+  //
+  // Each replica counts the same, however many rows its part of the batch has, as each rank of
+  // PyTorch's DistributedDataParallel does; so with losses that are means the replicas' parts have
+  // to be of one size for the mean of the whole batch. Where they are not, let the loss be the sum
+  // over the rows times the number of replicas, divided by the rows of all of them, with
+  // PipelineOptions::Reduction::kSum.
   std::shared_ptr<GradientAverager> averager = nullptr;
   // Is told of each action of a rank here, after it, on the thread of the rank: ranks of one worker
   // may call it at the same time. If it throws, the step fails with that.

@@ -439,6 +439,11 @@ impl<'a> PipelineStagesOptions<'a> {
     /// it runs, fails the process group, and with it the step of the others. They go on with new
     /// groups, averagers and stages, from the last checkpoint. The worker has one rank of a schedule
     /// then. Default: no replicas.
+    ///
+    /// Each replica counts the same, however many rows its part of the batch has; so with losses
+    /// that are means the replicas' parts have to be of one size for the mean of the whole batch.
+    /// Where they are not, let the loss be the sum over the rows times the number of replicas,
+    /// divided by the rows of all of them, with [`Reduction::Sum`].
     pub fn averager(mut self, averager: &'a GradientAverager) -> Self {
         self.averager = Some(averager);
         self

@@ -1578,7 +1578,12 @@ typedef struct dg_pipeline_stages_options {
    * last backward. All replicas take the same steps: a step that fails on one, once it runs, fails
    * the process group, and with it the step of the others. They go on with new groups, averagers
    * and stages, from the last checkpoint. The worker has one rank of a schedule then. NULL: no
-   * replicas. */
+   * replicas.
+   *
+   * Each replica counts the same, however many rows its part of the batch has; so with losses that
+   * are means the replicas' parts have to be of one size for the mean of the whole batch. Where
+   * they are not, let the loss be the sum over the rows times the number of replicas, divided by
+   * the rows of all of them, with DG_REDUCTION_SUM. */
   struct dg_gradient_averager* averager;
 } dg_pipeline_stages_options;
 #define DG_PIPELINE_STAGES_OPTIONS_INIT \
