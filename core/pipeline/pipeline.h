@@ -52,7 +52,7 @@ struct PipelineResult {
   std::vector<std::vector<at::Tensor>> outputs;
 };
 
-// Thread-safe.
+// Thread-safe. No step of it may run when it is destroyed.
 class Pipeline {
  public:
   // The worker, which need not have a stage, must outlive the result. kInvalidArgument for a

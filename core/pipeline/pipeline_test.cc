@@ -664,6 +664,49 @@ TEST_P(PipelineTest, AnErrorNamesStageMicroBatchAndWorkerAndTheNextStepIsGood) {
   }
 }
 
+// What is odd, but may be a result, is one; what cannot travel is an error.
+TEST_P(PipelineTest, OddThingsThatStagesDoArePassedOnOrNamed) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  enum Fault { kNoException, kMeta, kMetaLoss, kNoLoss, kNan };
+  Fault fault = kNoException;
+  const auto stages = MakeStages(
+      cluster, {0, 1},
+      [&](int stage, Tensors in) {
+        Tensors out = layers.Forward(stage, in);
+        if (stage == 0 && fault == kNoException) throw 5;  // NOLINT
+        if (stage == 0 && fault == kMeta) out[0] = out[0].to(at::kMeta);
+        if (stage == 0 && fault == kNan) out[0] = out[0] * (0.0 / 0.0);
+        return out;
+      },
+      [&](Tensors outputs, Tensors targets) {
+        const at::Tensor loss = Loss(outputs, targets);
+        if (fault == kMetaLoss) return loss.to(at::kMeta);
+        return fault == kNoLoss ? at::Tensor() : loss;
+      });
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 2));
+  const auto step = [&](Fault with) {
+    fault = with;
+    const Context context = cluster[0].NewContext();
+    return pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})});
+  };
+  EXPECT_THAT(std::string(step(kNoException).status().message()),
+              HasSubstr("forward of stage 0, micro-batch 0 on worker 'worker0'"));
+  EXPECT_THAT(std::string(step(kMeta).status().message()),
+              AllOf(HasSubstr("worker 'worker0' cannot send the activations of micro-batch 0 to "
+                              "stage 1 on worker 'worker1'"),
+                    HasSubstr("a meta tensor has no elements to send")));
+  EXPECT_THAT(std::string(step(kMetaLoss).status().message()),
+              AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker 'worker1'"),
+                    HasSubstr("the loss is a meta tensor, which has no value")));
+  EXPECT_THAT(std::string(step(kNoLoss).status().message()),
+              AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker 'worker1'"),
+                    HasSubstr("the loss is not one number")));
+  const absl::StatusOr<PipelineResult> result = step(kNan);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_TRUE(result->loss.isnan().item().toBool());
+}
+
 TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
   Cluster cluster(Workers(2));
   const Layers layers(2);

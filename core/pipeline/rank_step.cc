@@ -569,6 +569,9 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
     if (!loss.defined() || loss.numel() != 1) {
       return absl::InvalidArgumentError("the loss is not one number");
     }
+    if (loss.is_meta()) {
+      return absl::InvalidArgumentError("the loss is a meta tensor, which has no value");
+    }
     if (plan_.backward && !has_history[0]) {
       return absl::FailedPreconditionError("the loss depends on nothing that requires grad");
     }

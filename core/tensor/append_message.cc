@@ -51,7 +51,6 @@ bool HasContiguousStrides(at::IntArrayRef sizes, at::IntArrayRef strides) {
 // `stays`, on the GPU that it is on.
 absl::StatusOr<at::Tensor> ToPlain(const at::Tensor& tensor, bool stays = false) {
   at::Tensor plain = tensor;
-  if (plain.is_meta()) return absl::UnimplementedError("a meta tensor has no elements to send");
   if (plain._is_zerotensor()) plain = at::zeros(plain.sizes(), plain.options());
   if (plain.is_conj()) plain = plain.resolve_conj();
   if (plain.is_neg()) plain = plain.resolve_neg();
@@ -184,6 +183,8 @@ absl::Status AppendTensor(const at::Tensor& tensor, const at::Tensor& on_host,
   if (IsPlain(*tensor.unsafeGetTensorImpl())) {
     return AppendStrided(tensor, head, /*contiguous=*/false, packet);
   }
+  // No device map would help.
+  if (tensor.is_meta()) return absl::UnimplementedError("a meta tensor has no elements to send");
   if (!tensor.is_cpu()) {
     DG_ASSIGN_OR_RETURN(const at::Device device, devices.Remote(tensor.device()));
     head.device = static_cast<uint8_t>(device.type());
