@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "core/autograd/executor/source_node.h"
 #include "core/autograd/pass_handle.h"
 #include "core/base/ids.h"
 
@@ -172,6 +173,44 @@ TEST(ContextRecordTest, APassThatIsOverIsKeptUntilOneSaysThatItIsOverEverywhere)
   EXPECT_FALSE(is_kept(second)) << "all before the fourth are over";
   EXPECT_FALSE(is_kept(third));
   EXPECT_TRUE(is_kept(theirs[2])) << "it is another worker's";
+}
+
+TEST(ContextRecordTest, NoEdgeBeginsWithALostWorkerAndNothingInAReleasedOne) {
+  ContextRecord record(1);
+  const WorkerRank lost = 2, other = 3;
+  ASSERT_TRUE(record.AddPeer(lost).ok());
+  EXPECT_TRUE(record.LosePeer(lost, absl::UnavailableError("its cable is cut")));
+  for (const absl::Status& status :
+       {record.AddSend({{5, lost}, nullptr}), record.AddRecv({{6, lost}, {}}).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_THAT(std::string(status.message()), testing::HasSubstr("its cable is cut"));
+  }
+  EXPECT_TRUE(record.AddRecv({{6, other}, {}}).ok());
+  record.Release();
+  const auto begun = record.BeginPass(0, [](PassId) {
+    ADD_FAILURE() << "no pass is made";
+    return std::make_shared<NumberedPass>(MakeId(0, 1));
+  });
+  for (const absl::Status& status :
+       {begun.status(), record.AddPeer(other), record.AddSend({{5, other}, nullptr}),
+        record.AddRecv({{6, other}, {}}).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  }
+}
+
+// The thread that received a message would serve no other one meanwhile.
+TEST(ContextRecordTest, AGraphIsCheapIfWhatIsBehindAllOfItsSendsIs) {
+  ContextRecord record(1);
+  EXPECT_TRUE(record.CheapToRunInline());
+  const auto add = [&record](EdgeId edge, const at::Tensor& sent) {
+    ASSERT_TRUE(record.AddSend({{edge, 2}, MakeSourceNode({sent})}).ok());
+  };
+  add(5, at::full({2}, 1.0).requires_grad_() * 2);
+  EXPECT_TRUE(record.CheapToRunInline());
+  add(6, at::full({100, 100}, 1.0).requires_grad_() * 2);
+  EXPECT_FALSE(record.CheapToRunInline());
+  record.RemoveSend(6);
+  EXPECT_TRUE(record.CheapToRunInline());
 }
 
 // What a thread does while torch adds, on that thread.

@@ -209,6 +209,13 @@ TEST_F(AgentCallsTest, MessagesAreBounded) {
   reply.bytes.append(1000, 'x');
   kept.Reply(std::move(reply));
   EXPECT_EQ(CodeOf(made), StatusCode::kResourceExhausted);
+  // Up to the limit they are served.
+  const Future<std::string> full = a().Call(1, "keep", "");
+  kept = b().service.AwaitKept();
+  reply = kept.NewReply();
+  reply.bytes.append(1000 - reply.size(), 'x');
+  kept.Reply(std::move(reply));
+  EXPECT_TRUE(full.Wait().ok()) << full.Wait().status();
 }
 
 // Whoever waits for what was in it must not wait for ever, at either end.

@@ -225,6 +225,26 @@ TEST_F(LinkTest, OneThatDidNotTakeUsInIsThere) {
   EXPECT_THAT(owner_->closed, ElementsAre(absl::UnavailableError("reset")));
 }
 
+// To those whom it concerns, too, it is only not to be had.
+TEST_F(LinkTest, WhatIsServedForOneThatDidNotTakeUsInIsCancelledAsForAnyOther) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  Connect(link);
+  const auto cancellation = link->served().Begin(1, 10);
+  ASSERT_TRUE(cancellation.ok()) << cancellation.status();
+  link->OnClosed(absl::AbortedError("reset"));
+  EXPECT_EQ((*cancellation)->why(), absl::UnavailableError("reset"));
+}
+
+TEST_F(LinkTest, TheLastWordsNeedAConnection) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  link->SendLast(Text("bye"), absl::CancelledError("this worker is shutting down"));
+  EXPECT_FALSE(link->closed()) << "it is its owner's to close";
+  const auto connection = Connect(link);
+  link->SendLast(Text("bye"), absl::CancelledError("this worker is shutting down"));
+  EXPECT_THAT(connection->sent, ElementsAre("bye"));
+  EXPECT_TRUE(link->closed());
+}
+
 TEST_F(LinkTest, TheLoopbackNeedsNoConnection) {
   const auto link = NewLink(Link::Kind::kLoopback);
   EXPECT_TRUE(link->ready(Link::kBulkBytes + 1));

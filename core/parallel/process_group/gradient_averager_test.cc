@@ -706,6 +706,25 @@ TEST(GradientAveragerTest, DividesByTheActiveRanksIfAsked) {
   });
 }
 
+// Which ranks are active is read from the sum: so it is waited for before all others.
+TEST(GradientAveragerTest, AFailureOfTheSumThatSaysWhoIsActiveIsOneOfTheAverage) {
+  absl::Notification begun;
+  RunRanks(2, [&](Group group) {
+    const Tensor w = Parameter({2}), input = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}}, {}, {.divide_by_active = true});
+    if (group->rank() == 1) {
+      begun.WaitForNotification();
+      group->Fail(absl::DataLossError("no disk"));
+      return;
+    }
+    // Runs after the hook of `w`, which begins the sum.
+    const Tensor behind = input * 2;
+    behind.register_hook([&](const Tensor&) { begun.Notify(); });
+    const absl::Status status = StatusOfBackward((behind * w).sum());
+    EXPECT_TRUE(absl::StrContains(status.message(), "rank 1 failed: no disk")) << status;
+  });
+}
+
 TEST(GradientAveragerTest, WhateverTheDtypeOfTheFirstBucket) {
   for (const at::ScalarType dtype :
        {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble}) {
@@ -898,6 +917,27 @@ TEST(GradientAveragerTest, NeitherAreThoseThatWereChangedSince) {
       EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
       w.mutable_grad().zero_();
       EXPECT_FALSE(averager->Join().value());
+    });
+  }
+}
+
+TEST(GradientAveragerTest, SparseGradientsAreAveraged) {
+  for (const bool divide_by_active : {false, true}) {
+    RunRanks(3, [&](Group group) {
+      const Tensor w = Parameter({4, 2});
+      const auto averager =
+          NewAverager(group, {{.name = "w", .tensor = w, .sparse_gradient = true}}, {},
+                      {.divide_by_active = divide_by_active});
+      if (group->rank() == 2) {
+        EXPECT_TRUE(averager->Join().value());
+      } else {
+        const Tensor rows = torch::tensor({int64_t{1}, int64_t{2} * group->rank()});
+        torch::embedding(w, rows, -1, false, /*sparse=*/true).sum().backward();
+      }
+      ASSERT_TRUE(w.grad().is_sparse());
+      const float part = 1.0f / (divide_by_active ? 2 : 3);
+      const Tensor want = torch::tensor({{1.f, 1.f}, {2.f, 2.f}, {1.f, 1.f}, {0.f, 0.f}}) * part;
+      EXPECT_TRUE(torch::allclose(w.grad().to_dense(), want)) << w.grad();
     });
   }
 }
