@@ -12,7 +12,9 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -199,6 +201,13 @@ int StartConnecting(const Fd& fd, const Endpoint& endpoint, bool is_unix) {
 void SetNoDelay(const Fd& fd) {
   const int on = 1;
   setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+void SetAcknowledgeTimeout(const Fd& fd, absl::Duration timeout) {
+  if (timeout == absl::InfiniteDuration()) return;
+  const auto ms = static_cast<unsigned>(
+      std::clamp<int64_t>(absl::ToInt64Milliseconds(timeout), 1, std::numeric_limits<int>::max()));
+  setsockopt(fd.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &ms, sizeof(ms));
 }
 
 pid_t PeerProcessOf(const Fd& fd) {

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "core/net/handshake.h"
 
 namespace distgrad {
@@ -66,6 +67,9 @@ int StartConnecting(const Fd& fd, const Endpoint& endpoint, bool is_unix);
 
 // Small messages leave at once.
 void SetNoDelay(const Fd& fd);
+// The other end has so long to acknowledge what was sent, and to take what waits, or the system
+// ends the connection. Of TCP alone; infinite: the system's own time, a quarter of an hour.
+void SetAcknowledgeTimeout(const Fd& fd, absl::Duration timeout);
 // The process at the other end of a Unix-domain socket, by its number here; 0 for any other socket,
 // or where there is no such number.
 pid_t PeerProcessOf(const Fd& fd);

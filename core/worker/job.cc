@@ -58,6 +58,8 @@ absl::StatusOr<std::unique_ptr<Transport>> MakeTransport(const WorkerOptions& op
   DG_ASSIGN_OR_RETURN(tensorpipe.encrypts_unix, EncryptsUnix(options.tls, rendezvous));
   tensorpipe.handshake_timeout = options.limits.handshake_timeout;
   tensorpipe.max_unauthenticated = options.limits.unauthenticated;
+  // Of what takes long to send heartbeats say nothing: here bytes count.
+  tensorpipe.acknowledge_timeout = options.heartbeat_limit;
   tensorpipe.max_packet_bytes = options.limits.message_bytes;
   // A sparse tensor has two, and a packet of the engine the gradients of several messages.
   tensorpipe.max_segments = size_t{4} * options.limits.tensors_per_message;

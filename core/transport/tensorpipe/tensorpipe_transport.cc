@@ -570,6 +570,7 @@ absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
     socket.certificates = options.certificates;
     socket.encrypts_unix = options.encrypts_unix;
     socket.handshake_timeout = options.handshake_timeout;
+    socket.acknowledge_timeout = options.acknowledge_timeout;
     socket.max_unauthenticated = options.max_unauthenticated;
     socket.unix_sockets = options.unix_sockets;
     DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-sockets"));

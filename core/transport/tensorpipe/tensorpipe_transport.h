@@ -61,6 +61,10 @@ struct TensorPipeOptions {
   absl::Duration handshake_timeout = absl::Seconds(10);
   size_t max_unauthenticated = 256;
 
+  // How long the other end of a connection may acknowledge nothing of what was sent, or take
+  // nothing of what waits (kSocket over TCP only; else as long as the system allows).
+  absl::Duration acknowledge_timeout = absl::InfiniteDuration();
+
   // The memory of GPUs here, for segments that come from a GPU and go to one; null: there are none.
   // Used only in builds with CUDA, and only to and from others that have it too.
   std::shared_ptr<DeviceMemory> gpus;

@@ -262,6 +262,7 @@ void SocketConnection::ShakeHands() {
       return FailErrno("handshake", errno);
     }
     if (handshake_->done()) {
+      if (!is_unix_) SetAcknowledgeTimeout(fd_, options_.acknowledge_timeout);
       if (!options_.Encrypts(*handshake_, is_unix_)) return Open();
       StartTls();
       return EstablishTls();

@@ -10,7 +10,9 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/base/future.h"
 #include "core/net/cluster_key.h"
@@ -18,6 +20,8 @@
 #include "core/net/handshake.h"
 #include "core/net/loop.h"
 #include "core/net/tls.h"
+#include "core/transport/tensorpipe/socket/socket_listener.h"
+#include "core/transport/tensorpipe/socket/socket_options.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -135,6 +139,33 @@ TEST(SocketConnectionTest, WhatCameBeforeTheEndIsDelivered) {
   EXPECT_EQ(second.future().Wait().value(), "error");
   loop->Close();
   loop->Join();
+}
+
+// Nobody reads at the other end, though its process lives.
+TEST(SocketConnectionTest, AnEndThatTakesNothingIsGivenUp) {
+  const std::string bytes(size_t{32} << 20, 'x');  // more than the system takes
+  SocketOptions options;
+  options.unix_sockets = false;
+  options.acknowledge_timeout = absl::Seconds(1);
+  for (const bool by_server : {false, true}) {
+    const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+    const auto listener = *SocketListener::Listen(loop, "127.0.0.1", options);
+    Promise<std::shared_ptr<SocketConnection>> accepted;
+    listener->Accept([&](const tensorpipe::Error&, std::shared_ptr<SocketConnection> connection) {
+      accepted.Set(std::move(connection));
+    });
+    const auto client =
+        SocketConnection::Connect(loop, *ParseEndpoint(listener->address()), options);
+    const auto server = accepted.future().Wait().value();
+    Promise<std::string> promise;
+    (by_server ? server : client)
+        ->Write(bytes.data(), bytes.size(),
+                [&](const tensorpipe::Error& error) { promise.Set(error ? error.what() : ""); });
+    const std::string why = promise.future().Wait().value();
+    EXPECT_TRUE(absl::StrContains(why, "timed out")) << by_server << ": " << why;
+    loop->Close();
+    loop->Join();
+  }
 }
 
 }  // namespace

@@ -281,6 +281,7 @@ void SocketListener::EstablishTls(Clients::iterator client) {
 
 void SocketListener::Adopt(Clients::iterator client) {
   loop_->Unwatch(client->fd.get());
+  if (!client->is_unix) SetAcknowledgeTimeout(client->fd, options_.acknowledge_timeout);
   Fd fd = std::move(client->fd);
   std::unique_ptr<TlsSession> tls = std::move(client->tls);
   Forget(client);

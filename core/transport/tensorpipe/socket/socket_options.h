@@ -37,6 +37,10 @@ struct SocketOptions {
   // The time to connect and to finish the handshake, at both ends.
   absl::Duration handshake_timeout = absl::Seconds(10);
 
+  // How long the other end of an open connection may take to acknowledge bytes, or leave those that
+  // wait where they are; TCP only. Infinite: as long as the system lets it.
+  absl::Duration acknowledge_timeout = absl::InfiniteDuration();
+
   // Connections of a listener that have not finished their handshake. For one more the oldest is
   // closed, after a tenth of a second: so clients that connect and say nothing keep no other out.
   size_t max_unauthenticated = 256;
