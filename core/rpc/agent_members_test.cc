@@ -485,6 +485,32 @@ TEST_F(PlayedPeerTest, ADeadConnectionIsFoundThoughALargePacketWaits) {
   EXPECT_TRUE(Contains(status, "though it lives")) << status;
 }
 
+// A call waits for a connection that is never there, though the peer is heard on another one: here
+// the store does not answer; it may as well be a handshake that does not end.
+TEST_F(PlayedPeerTest, AConnectionThatIsNeverOpenIsGivenUpThoughItsPeerLives) {
+  directory_.Hold();
+  const auto call = x_.Call(1, "echo", "x");
+  directory_.AwaitQuestion();
+  directory_.HoldNoMore();
+  const Played live = Connect({});
+  for (int i = 1; i <= 4; ++i) {
+    live.Ping(i);
+    clock_.Advance(kLimit / 5);
+  }
+  live.Ping(5);
+  EXPECT_FALSE(call.Done());
+  clock_.Advance(kLimit / 5);
+  const absl::Status status = call.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "though it lives")) << status;
+  // What waits on the other one may have been waiting for what is lost.
+  live.end->AwaitClosed();
+  directory_.Answer();  // too late
+  const auto next = x_.Call(1, "echo", "y");
+  const Hello hello = AwaitAccepted(0).end->AwaitHello();
+  EXPECT_EQ(hello.number, hello.first_own) << "no other one has been opened";
+}
+
 // The peer has given up its connections with us, and its next one is faster than the news of their
 // end: they end first, and it stays.
 TEST_F(PlayedPeerTest, WhatThePeerHasGivenUpEndsBeforeItsNextConnectionIsTakenIn) {

@@ -14,13 +14,15 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
   absl::flat_hash_map<WorkerRank, absl::Time> peers;
   for (const Reading& reading : readings) {
     const auto before = links_.find(reading.link);
-    Sign sign{reading.heard, now};
+    Sign sign{reading.heard, reading.sent, now};
     // The first tick that sees something takes it for new, though it may be as old as the last
     // tick: that is the fifth of the limit by which a loss comes early.
     if (before != links_.end() && before->second.heard == reading.heard && !slept) {
       sign.last = before->second.last;
       if (reading.answers || !reading.is_bulk) sign.pinged = before->second.pinged;
+      if (before->second.sent == reading.sent) sign.stuck = before->second.stuck;
     }
+    sign.stuck = reading.answers ? absl::InfiniteFuture() : std::min(sign.stuck, now);
     links.emplace(reading.link, sign);
     // A new link of our own is no sign of life.
     if (!reading.peer || reading.heard == 0) continue;
@@ -31,12 +33,15 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
 
   // Their messages are lost, and they may not know it.
   absl::flat_hash_set<WorkerRank> stale;
-  const auto is_unanswered = [&](const Reading& reading) {
-    return reading.answers && now - links_[reading.link].pinged >= limit_ - interval();
+  const auto is_dead = [&](const Reading& reading) {
+    const Sign& sign = links_[reading.link];
+    if (reading.answers) return now - sign.pinged >= limit_ - interval();
+    const bool may_take_long = reading.is_bulk && (reading.heard > 0 || reading.sent > 0);
+    return !may_take_long && now - sign.stuck >= limit_ - interval();
   };
   for (const Reading& reading : readings) {
     if (!reading.peer || reading.heard == 0 || !peers.contains(*reading.peer)) continue;
-    if (is_unanswered(reading)) stale.insert(*reading.peer);
+    if (is_dead(reading)) stale.insert(*reading.peer);
   }
 
   Verdict verdict;
@@ -51,7 +56,7 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
       verdict.lost.push_back(i);
       continue;
     }
-    if (reading.peer && (stale.contains(*reading.peer) || is_unanswered(reading))) {
+    if (reading.peer && (stale.contains(*reading.peer) || is_dead(reading))) {
       verdict.stale.push_back(i);
       continue;
     }

@@ -9,6 +9,10 @@
 // lost. So each is pinged by itself, when nothing waits on it before the ping. One that brings no
 // answer is stale; and so are all links of its peer, which learns only by their end that what it
 // waits for is lost. (A link on which nothing ever came has lost nothing, and goes alone.)
+//
+// Nor can a link be pinged on which something waits to leave, which may be for good: it was never
+// opened, or the other end takes nothing. So one that gets rid of no packet is stale, too. Large
+// packets may take longer than the limit; there the system has to notice it, which counts bytes.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 
@@ -26,12 +30,13 @@ namespace distgrad {
 // Used by one thread at a time.
 class Heartbeat {
  public:
-  // A link, and how many packets have come on it so far.
+  // A link, and how many packets have come, and have left, on it so far.
   struct Reading {
     uint64_t link = 0;                    // any number of its own
     std::optional<WorkerRank> peer = {};  // not known before its hello
-    uint64_t heard = 0;
-    // Whether a ping that is sent now is answered, and with nothing before it.
+    uint64_t heard = 0, sent = 0;
+    // Whether a ping that is sent now is answered, and with nothing before it. If not, something
+    // waits to leave.
     bool answers = false;
     // Whether it carries large packets. One may come before a ping that was to have nothing before
     // it: so while one is being sent, no answer is expected.
@@ -58,10 +63,12 @@ class Heartbeat {
 
  private:
   struct Sign {
-    uint64_t heard = 0;
+    uint64_t heard = 0, sent = 0;
     absl::Time last;  // when it was heard
     // When it was pinged first since then, with nothing before the ping.
     absl::Time pinged = absl::InfiniteFuture();
+    // Since when something waits to leave, and nothing leaves nor is heard.
+    absl::Time stuck = absl::InfiniteFuture();
   };
 
   const absl::Duration limit_;

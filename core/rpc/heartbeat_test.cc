@@ -48,7 +48,7 @@ TEST_F(HeartbeatTest, WhoIsSilentIsAskedThenProbedThenLost) {
 
 TEST_F(HeartbeatTest, AnyLinkOfAPeerSpeaksForAll) {
   for (uint64_t i = 0; i < 20; ++i) {
-    const auto verdict = Tick({{.link = 1, .peer = 5, .heard = 3},
+    const auto verdict = Tick({{.link = 1, .peer = 5, .heard = 3, .sent = i},
                                {.link = 2, .peer = 5, .heard = i},
                                {.link = 3, .peer = 6, .heard = i}});
     EXPECT_TRUE(verdict.ask.empty());
@@ -120,6 +120,72 @@ TEST_F(HeartbeatTest, ALinkOnWhichNothingEverCameGoesAlone) {
   };
   for (uint64_t i = 1; i < 6; ++i) EXPECT_TRUE(tick(i).stale.empty());
   EXPECT_EQ(tick(6).stale, std::vector<size_t>{1});
+}
+
+// It was asked for, and what is sent waits for it; or its far end has stopped taking anything.
+TEST_F(HeartbeatTest, ALinkThatGetsRidOfNothingIsStaleThoughItsPeerLives) {
+  for (const bool was_open : {false, true}) {
+    const uint64_t link = was_open ? 11 : 1;
+    const auto tick = [&](uint64_t heard) {
+      return Tick(
+          {{.link = link, .peer = 5, .heard = was_open ? 3u : 0u, .sent = was_open ? 9u : 0u},
+           {.link = 2, .peer = 5, .heard = heard, .answers = true}});
+    };
+    for (uint64_t i = 1; i < 5; ++i) {
+      const auto verdict = tick(link + i);
+      EXPECT_TRUE(verdict.ask.empty()) << "a ping would wait, too";
+      EXPECT_TRUE(verdict.stale.empty()) << i;
+    }
+    const auto verdict = tick(link + 5);
+    EXPECT_EQ(verdict.stale, was_open ? (std::vector<size_t>{0, 1}) : std::vector<size_t>{0});
+    EXPECT_TRUE(verdict.lost.empty());
+  }
+}
+
+// However many wait, as on a slow network.
+TEST_F(HeartbeatTest, ALinkFromWhichPacketsLeaveIsKept) {
+  for (uint64_t i = 1; i < 40; ++i) {
+    // One packet in three ticks.
+    EXPECT_TRUE(Tick({{.link = 1, .peer = 5, .heard = 3, .sent = i / 3},
+                      {.link = 2, .peer = 5, .heard = i, .answers = true}})
+                    .stale.empty())
+        << i;
+  }
+}
+
+TEST_F(HeartbeatTest, TheTimeOfALinkBeginsWhenSomethingWaits) {
+  uint64_t i = 0;
+  const auto tick = [&](bool waits) {
+    return Tick({{.link = 1, .peer = 5, .heard = 3, .sent = 9, .answers = !waits},
+                 {.link = 2, .peer = 5, .heard = ++i, .answers = true}});
+  };
+  // What waited first was withdrawn.
+  for (const bool waits : {true, true, true, false, true, true, true, true}) {
+    EXPECT_TRUE(tick(waits).stale.empty()) << i;
+  }
+  EXPECT_FALSE(tick(true).stale.empty());
+}
+
+// Bytes of a large packet may leave for longer than the limit before it has; but before there is a
+// connection none do.
+TEST_F(HeartbeatTest, ABulkLinkMayTakeLongOnceItIsOpen) {
+  const auto tick = [&](uint64_t heard, uint64_t sent) {
+    return Tick({{.link = 1, .peer = 5, .heard = heard, .answers = true},
+                 {.link = 2 + sent, .peer = 5, .sent = sent, .is_bulk = true}});
+  };
+  for (uint64_t i = 1; i < 20; ++i) EXPECT_TRUE(tick(i, 1).stale.empty()) << i;
+  for (uint64_t i = 20; i < 24; ++i) EXPECT_TRUE(tick(i, 0).stale.empty()) << i;
+  EXPECT_EQ(tick(24, 0).stale, std::vector<size_t>{1});
+}
+
+TEST_F(HeartbeatTest, WhoHasSleptGivesLinksTimeAgain) {
+  const auto tick = [&](uint64_t heard) {
+    return Tick({{.link = 1, .peer = 5}, {.link = 2, .peer = 5, .heard = heard, .answers = true}});
+  };
+  for (uint64_t i = 1; i < 5; ++i) EXPECT_TRUE(tick(i).stale.empty());
+  now_ += absl::Hours(1);
+  for (uint64_t i = 5; i < 9; ++i) EXPECT_TRUE(tick(i).stale.empty());
+  EXPECT_EQ(tick(9).stale, std::vector<size_t>{0});
 }
 
 TEST_F(HeartbeatTest, AProbeThatNobodyAnswersIsNoSignOfLife) {

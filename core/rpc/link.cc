@@ -116,7 +116,6 @@ void Link::FlushOnStrand() {
                      [self = shared_from_this(),
                       credit = std::move(next.credit)](const absl::Status& sent) mutable {
                        credit.Release();
-                       self->unsent_.fetch_sub(1, std::memory_order_relaxed);
                        self->OnSent(sent);
                      });
     waiting_.pop_front();
@@ -130,6 +129,8 @@ void Link::FlushOnStrand() {
 }
 
 void Link::OnSent(const absl::Status& sent) {
+  unsent_.fetch_sub(1, std::memory_order_relaxed);
+  sent_.fetch_add(1, std::memory_order_relaxed);
   // Where the connection is over, its receiver hears of that. Where it stands and refuses a packet,
   // whoever waits for what was in it would wait on.
   if (sent.ok() || absl::IsUnavailable(sent) || absl::IsCancelled(sent) || absl::IsAborted(sent)) {
@@ -137,6 +138,13 @@ void Link::OnSent(const absl::Status& sent) {
   }
   DG_LOG(WARNING) << "closing a connection: " << sent.message();
   Close(sent);
+}
+
+// It leaves once there is a connection. So a link of which nothing has left was never open.
+void Link::SendHello(Connection& connection, Packet hello) {
+  unsent_.fetch_add(1, std::memory_order_relaxed);
+  connection.Send(std::move(hello),
+                  [self = shared_from_this()](const absl::Status& sent) { self->OnSent(sent); });
 }
 
 void Link::SetConnection(std::shared_ptr<Connection> connection) {

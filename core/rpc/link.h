@@ -94,8 +94,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Ignores what arrives from now on. What is sent still goes.
   void Drop();
 
-  // Returns the number of packets that have arrived.
+  // Return the number of packets that have arrived, and that have left.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
+  uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
   // Say, and return, whether a request, a reply or a notice has come on it.
   void SetCarried() { carried_.store(true, std::memory_order_relaxed); }
   bool carried() const { return carried_.load(std::memory_order_relaxed); }
@@ -107,8 +108,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   // Returns whether a packet of `bytes` that is sent now need not wait for a connection.
   bool ready(uint64_t bytes) const;
-  // Returns whether a small packet that is sent now goes with none before it. Large ones are not:
-  // they may wait for a bulk link that never comes, as this link is dead.
+  // Returns whether a small packet that is sent now goes with none before it. Large ones are not
+  // counted: they may wait for a bulk link that never comes, as this link is dead.
   bool idle() const { return unsent_.load(std::memory_order_relaxed) == 0; }
 
   // Sends a packet; an error closes the connection, and is reported there. `credit` is released
@@ -126,6 +127,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Has the first Send() run `open` before it. Called once, before others know the link, and under
   // the owner's mutex: so `open`, which may fail at once, does not run here.
   void OpenLater(absl::AnyInvocable<void()> open) { open_ = std::move(open); }
+  // Sends the first packet, on the connection that SetConnection() then gets.
+  void SendHello(Connection& connection, Packet hello);
   // Sets the connection; what was sent earlier has waited for it.
   void SetConnection(std::shared_ptr<Connection> connection);
   bool connected() const { return connection() != nullptr; }
@@ -172,6 +175,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void Queue(Waiting waiting, bool is_large);
   bool MayLeave(Waiting& waiting);
   void FlushOnStrand();
+  // Hears what became of a packet that was counted in unsent_.
   void OnSent(const absl::Status& sent);
   void PopWaiting();
 
@@ -185,7 +189,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   const std::shared_ptr<SendWindow> window_;
   ServedCalls served_;
   Strand out_;
-  std::atomic<uint64_t> heard_{0};
+  std::atomic<uint64_t> heard_{0}, sent_{0};
   std::atomic<bool> carried_{false};
   std::atomic<size_t> unsent_{0};  // small packets that have not left, nor were given up
 

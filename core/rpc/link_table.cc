@@ -204,7 +204,7 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64
   AppendHello(hello, &packet.bytes);
   absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer->address, link);
   if (!connection.ok()) return link->Close(connection.status());
-  (*connection)->Send(std::move(packet), nullptr);
+  link->SendHello(**connection, std::move(packet));
   link->SetConnection(*connection);
 }
 
@@ -563,6 +563,7 @@ void LinkTable::Beat() {
       readings.push_back({.link = number,
                           .peer = link.peer(),
                           .heard = link.heard(),
+                          .sent = link.sent(),
                           .answers = link.idle(),
                           .is_bulk = link.is_bulk()});
       links.push_back(entry.link);
@@ -590,8 +591,8 @@ void LinkTable::Beat() {
   }
   for (const size_t i : verdict.stale) {
     links[i]->Close(absl::UnavailableError(
-        absl::StrCat("nothing was heard on one of the connections with it within the heartbeat "
-                     "limit of ",
+        absl::StrCat("one of the connections with it has brought or taken nothing within the "
+                     "heartbeat limit of ",
                      absl::FormatDuration(heartbeat_.limit()), ", though it lives")));
   }
 }

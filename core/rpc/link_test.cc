@@ -1,6 +1,7 @@
 // A link between its beginning and its end: what is held, what waits, and what counts no more.
 #include "core/rpc/link.h"
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -50,7 +51,15 @@ class RecordingConnection : public Connection {
   explicit RecordingConnection(std::weak_ptr<Link> receiver) : receiver_(std::move(receiver)) {}
   void Send(Packet packet, SendDone done) override {
     sent.push_back(packet.bytes.substr(0, 20));
-    if (done != nullptr) done(absl::OkStatus());
+    if (done == nullptr) return;
+    if (!holds) return done(absl::OkStatus());
+    held.push_back(std::move(done));
+  }
+  // The first packet that was held leaves.
+  void Release() {
+    SendDone done = std::move(held.front());
+    held.pop_front();
+    done(absl::OkStatus());
   }
   void Close() override {
     closed = true;
@@ -59,6 +68,8 @@ class RecordingConnection : public Connection {
 
   std::vector<std::string> sent;
   bool closed = false;
+  bool holds = false;  // nothing leaves before Release()
+  std::deque<SendDone> held;
 
  private:
   const std::weak_ptr<Link> receiver_;
@@ -173,6 +184,25 @@ TEST_F(LinkTest, WhatIsSentWaitsForAConnection) {
   owner_->leaves = false;
   link->Send(Text("c"), {}, /*call=*/3);
   EXPECT_THAT(connection->sent, ElementsAre("a", "b")) << "its owner did not let it leave";
+}
+
+TEST_F(LinkTest, WhatHasLeftIsCounted) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  EXPECT_TRUE(link->idle());
+  const auto connection = std::make_shared<RecordingConnection>(link);
+  connection->holds = true;
+  link->SendHello(*connection, Text("hello"));
+  link->SetConnection(connection);
+  EXPECT_FALSE(link->idle()) << "it is not open yet";
+  EXPECT_EQ(link->sent(), 0u);
+  link->Send(Text("a"));
+  connection->Release();
+  EXPECT_FALSE(link->idle());
+  EXPECT_EQ(link->sent(), 1u);
+  connection->Release();
+  EXPECT_TRUE(link->idle());
+  EXPECT_EQ(link->sent(), 2u);
+  EXPECT_THAT(connection->sent, ElementsAre("hello", "a"));
 }
 
 TEST_F(LinkTest, WhatIsLargeWaitsForTheBulkLink) {
