@@ -488,6 +488,7 @@ TEST_F(PlayedPeerTest, ADeadConnectionIsFoundThoughALargePacketWaits) {
 // A call waits for a connection that is never there, though the peer is heard on another one: here
 // the store does not answer; it may as well be a handshake that does not end.
 TEST_F(PlayedPeerTest, AConnectionThatIsNeverOpenIsGivenUpThoughItsPeerLives) {
+  x_.agent->WatchMembers(/*late=*/false);
   directory_.Hold();
   const auto call = x_.Call(1, "echo", "x");
   directory_.AwaitQuestion();
@@ -505,6 +506,7 @@ TEST_F(PlayedPeerTest, AConnectionThatIsNeverOpenIsGivenUpThoughItsPeerLives) {
   EXPECT_TRUE(Contains(status, "though it lives")) << status;
   // What waits on the other one may have been waiting for what is lost.
   live.end->AwaitClosed();
+  EXPECT_FALSE(x_.service.HasUnreachable(1)) << "it was heard all the while";
   directory_.Answer();  // too late
   const auto next = x_.Call(1, "echo", "y");
   const Hello hello = AwaitAccepted(0).end->AwaitHello();

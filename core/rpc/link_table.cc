@@ -439,7 +439,7 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
       is_news = is_wanted && (was_used || link->heard() > 0);
       closed = {.peer = *peer,
                 .incarnation = link->incarnation(),
-                .was_heard = link->heard() > 0,
+                .was_heard = link->heard() > 0 || entry.mark == Entry::Mark::kStale,
                 .was_silent = entry.mark == Entry::Mark::kSilent,
                 .is_there = is_there,
                 .asked_for = entry.asked_for};
@@ -577,14 +577,18 @@ void LinkTable::Beat() {
     SendFrame(*links[i], {.kind = readings[i].is_bulk ? FrameKind::kBulkPing : FrameKind::kPing});
   }
   for (const WorkerRank peer : verdict.probe) Probe(peer);
-  for (const size_t i : verdict.lost) {
-    {
-      absl::MutexLock lock(&mu_);
+  {
+    absl::MutexLock lock(&mu_);
+    const auto mark = [&](size_t i, Entry::Mark mark) {
+      mu_.AssertHeld();
       const auto found = links_.find(links[i]->number());
-      if (found != links_.end() && found->second.mark == Entry::Mark::kNone) {
-        found->second.mark = Entry::Mark::kSilent;
-      }
-    }
+      if (found == links_.end() || found->second.mark != Entry::Mark::kNone) return;
+      found->second.mark = mark;
+    };
+    for (const size_t i : verdict.lost) mark(i, Entry::Mark::kSilent);
+    for (const size_t i : verdict.stale) mark(i, Entry::Mark::kStale);
+  }
+  for (const size_t i : verdict.lost) {
     links[i]->Close(absl::UnavailableError(
         absl::StrCat("nothing was heard of it within the heartbeat limit of ",
                      absl::FormatDuration(heartbeat_.limit()))));

@@ -118,6 +118,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     enum class Mark {
       kNone,
       kSilent,   // for so long that its peer is lost
+      kStale,    // it is dead, and its peer lives
       kDropped,  // it was refused, or its peer has come back
     };
     std::shared_ptr<Link> link;

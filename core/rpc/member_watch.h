@@ -29,7 +29,7 @@ class MemberWatch {
   struct ClosedLink {
     WorkerRank peer = 0;
     Incarnation incarnation = 0;
-    bool was_heard = false;
+    bool was_heard = false;  // on this link, or on another one while this one was dead
     bool was_silent = false;
     bool is_there = false;  // somebody is, who has not taken us in
     absl::Time asked_for = {};
