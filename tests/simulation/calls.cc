@@ -61,9 +61,11 @@ void Job::RegisterCalls(Worker* worker, int i) {
     if (r.message.payload.empty()) return Message{"", {y}};
     const auto next = static_cast<uint8_t>(r.message.payload[0]);
     if ((next & kCallsAside) != 0) {
-      // Nobody waits for it, and no root depends on it: the pass may begin before it has arrived.
-      const int other = (i + 1 + next % std::max(1, plan_.workers - 1)) % plan_.workers;
-      Spawn([aside = worker->CallAsync(NameOf(other), "slow", {"", {y}}, r.Nested())] {
+      // Nobody waits for it, no root depends on it, and it takes longer than all else: the pass may
+      // begin before it has arrived.
+      const int other = AsideOf(i, next & ~kCallsAside, plan_.workers);
+      const Message message{"", {y.repeat({8, 1})}};
+      Spawn([aside = worker->CallAsync(NameOf(other), "slow", message, r.Nested())] {
         aside.Wait().status().IgnoreError();  // of a pass that is over it says that
       });
     }
@@ -112,10 +114,7 @@ void Job::RunCall(const Action& action, Worker* worker) {
 void Job::RunPass(const Action& action, Worker* worker) {
   std::mt19937_64 random(action.a);
   const std::string what = Text(action);
-  std::string path;
-  for (int i = 1 + static_cast<int>(random() % 4); i > 0; --i) {
-    path.push_back(static_cast<char>(random() % plan_.workers));
-  }
+  std::string path = DrawPath(random, plan_.workers);
   const bool visits = (action.c & Action::kVisit) != 0 && plan_.guests > 0;
   if (visits) {
     path[random() % path.size()] = static_cast<char>(plan_.workers + random() % plan_.guests);
@@ -221,6 +220,39 @@ void Job::RunBurst(const Action& action, Worker* worker) {
     CheckEnd(absl::StrCat(Text(action), ", call ", i), reply.status(), deadline,
              Action::kByDeadline);
   }
+}
+
+// What several threads send over one connection, in which each call's cancel comes behind the call.
+void Job::RunCrowd(const Action& action, Worker* worker) {
+  std::vector<std::thread> threads;
+  const MustStart must_start;
+  for (int i = 0; i < action.b; ++i) {
+    threads.emplace_back([&] {
+      std::vector<Future<Message>> calls;
+      const Deadline deadline = Deadline::After(kTimeout);
+      for (int call = 0; call < action.c; ++call) {
+        calls.push_back(worker->CallAsync(NameOf(action.a), "until", {}, {.deadline = deadline}));
+        calls.back().Cancel();
+      }
+      for (Future<Message>& call : calls) {
+        CheckEnd(Text(action), call.Take().status(), deadline, Action::kByCancel);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Waits for an answer that does not come for as long as it wants to, whatever the wall clock says.
+void Job::RunAwait(const Action& action, Worker* worker) {
+  const std::string what = Text(action);
+  Future<Message> reply =
+      worker->CallAsync(NameOf(action.a), "until", {}, {.deadline = Deadline::After(kTimeout)});
+  const Deadline deadline = Deadline::After(absl::Milliseconds(action.c));
+  const bool done = reply.WaitUntil(deadline);
+  CheckEnd(what + ", waiting", absl::OkStatus(), deadline);
+  if (!done && !deadline.Passed()) Wrong(what + ": it has given up before its deadline");
+  reply.Cancel();
+  CheckEnd(what, reply.Take().status(), Deadline::Never(), Action::kByCancel);
 }
 
 void Job::RunProgram(const Action& action, Worker* worker) {

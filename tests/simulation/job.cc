@@ -36,6 +36,7 @@ constexpr absl::Duration kLongestHold = absl::Seconds(8);
 
 NetworkOptions NetworkOf(const Plan& plan) {
   NetworkOptions options;
+  options.system_timeout = absl::ToChronoNanoseconds(kHeartbeatLimit);  // as workers set it
   if ((plan.faults & kSlowPackets) != 0) {
     options.slow_one_in = 8;
     options.large_per_ms = 1000;
@@ -289,6 +290,10 @@ void Job::Act(const Action& action) {
       return RunPass(action, worker);
     case Action::kBurst:
       return RunBurst(action, worker);
+    case Action::kCrowd:
+      return RunCrowd(action, worker);
+    case Action::kAwait:
+      return RunAwait(action, worker);
     case Action::kTrain:
       return RunTrain(action, process.get());
     case Action::kPipeline:
@@ -333,7 +338,10 @@ void Job::Disturb(const Action& action) {
       return network_->Deafen(AddressOf(action.a), AddressOf(action.b));
     case Action::kFailOpen:
       disturbed_ = true;
-      return network_->FailConnects(AddressOf(action.a), later());
+      return network_->FailConnects(AddressOf(action.a), later(), action.b != 0);
+    case Action::kChoke:
+      disturbed_ = true;
+      return network_->Choke(AddressOf(action.a), AddressOf(action.b));
     case Action::kHold:
       disturbed_ = true;
       network_->Hold(AddressOf(action.a), AddressOf(action.b), later());

@@ -101,6 +101,8 @@ class Job {
   void RunCall(const Action& action, Worker* worker);
   void RunPass(const Action& action, Worker* worker);
   void RunBurst(const Action& action, Worker* worker);
+  void RunCrowd(const Action& action, Worker* worker);
+  void RunAwait(const Action& action, Worker* worker);
 
   // training.cc
   void RegisterTraining(Process* process);

@@ -40,6 +40,8 @@ class SimulatedEnd final : public Connection, public std::enable_shared_from_thi
   void Finish(absl::Status why, Clock::time_point when, bool by_caller);
   // What it sends from now on is lost, and so is what comes.
   void BecomeDeaf();
+  // The same at both ends, and what is large does not even leave.
+  void ChokeBoth();
 
   // The other end has taken it in.
   void Establish();
@@ -63,6 +65,9 @@ class SimulatedEnd final : public Connection, public std::enable_shared_from_thi
  private:
   void Deliver(Packet packet);
   void SendsDone(Clock::time_point now);
+  void Choke();
+  // Has the system end this end, of which something does not leave.
+  void GiveUp();
 
   const std::shared_ptr<SimulatedNode> node_;
   const std::string peer_address_;
@@ -72,6 +77,8 @@ class SimulatedEnd final : public Connection, public std::enable_shared_from_thi
   absl::Status closed_ ABSL_GUARDED_BY(mu_);                 // why; OK while open
   bool closed_by_caller_ ABSL_GUARDED_BY(mu_) = false;
   bool deaf_ ABSL_GUARDED_BY(mu_) = false, established_ ABSL_GUARDED_BY(mu_) = false;
+  bool choked_ ABSL_GUARDED_BY(mu_) = false;     // what is large does not leave
+  bool full_ ABSL_GUARDED_BY(mu_) = false;       // nor what is sent now, for it is behind that
   Clock::time_point last_ ABSL_GUARDED_BY(mu_);  // when the last thing sent from here arrives
   std::deque<std::pair<Clock::time_point, SendDone>> sending_ ABSL_GUARDED_BY(mu_);
 
@@ -145,10 +152,17 @@ void SimulatedEnd::Send(Packet packet, SendDone done) {
   const Clock::time_point when = NextArrival(copy.size());
   absl::Status closed;
   std::shared_ptr<SimulatedEnd> peer;
+  bool is_first_stuck = false;
   {
     absl::MutexLock lock(&mu_);
     closed = closed_;
     peer = peer_;
+    if (closed.ok() && choked_ && !full_ && copy.size() > kLargePacket) {
+      full_ = is_first_stuck = true;
+    }
+    if (closed.ok() && done && full_) {
+      sending_.emplace_back(Clock::time_point::max(), std::exchange(done, nullptr));
+    }
     // The system takes what is sent, whether it arrives or not; but nothing before there is a
     // connection.
     if (closed.ok() && done && !(established_ && done_at_once)) {
@@ -162,6 +176,32 @@ void SimulatedEnd::Send(Packet packet, SendDone done) {
     }
   }
   if (done) done(closed);
+  if (is_first_stuck) GiveUp();
+}
+
+void SimulatedEnd::GiveUp() {
+  const std::chrono::nanoseconds timeout = node_->network().system_timeout();
+  if (timeout.count() == 0) return;
+  node_->Post(Clock::now() + timeout, [self = shared_from_this()] {
+    if (self->node_->dead()) return;
+    self->Finish(absl::UnavailableError(absl::StrCat(self->peer_address_, " acknowledges nothing")),
+                 Clock::now(), /*by_caller=*/false);
+  });
+}
+
+void SimulatedEnd::ChokeBoth() {
+  std::shared_ptr<SimulatedEnd> peer;
+  {
+    absl::MutexLock lock(&mu_);
+    peer = peer_;
+  }
+  Choke();
+  if (peer != nullptr) peer->Choke();
+}
+
+void SimulatedEnd::Choke() {
+  absl::MutexLock lock(&mu_);
+  deaf_ = choked_ = true;
 }
 
 void SimulatedEnd::Deliver(Packet packet) {
@@ -339,6 +379,7 @@ absl::StatusOr<std::shared_ptr<Connection>> SimulatedNode::Connect(
     ends_.push_back(near);
   }
   if (const auto after = network_->ConnectFails(address_)) {
+    if (*after == std::chrono::nanoseconds::max()) return near;
     near->Finish(absl::AbortedError(absl::StrCat("the handshake with ", address, " failed")),
                  Clock::now() + *after, /*by_caller=*/false);
     return near;
@@ -488,7 +529,8 @@ void SimulatedNetwork::Cut(const std::string& a, const std::string& b, bool sile
   }
 }
 
-void SimulatedNetwork::Deafen(const std::string& a, const std::string& b) {
+std::shared_ptr<internal::SimulatedEnd> SimulatedNetwork::AnyBetween(const std::string& a,
+                                                                     const std::string& b) {
   std::vector<std::shared_ptr<internal::SimulatedEnd>> between;
   for (const auto& node : Nodes()) {
     for (const auto& end : node->Ends()) {
@@ -497,20 +539,29 @@ void SimulatedNetwork::Deafen(const std::string& a, const std::string& b) {
       between.push_back(end);
     }
   }
-  if (!between.empty()) between[Draw() % between.size()]->BecomeDeaf();
+  return between.empty() ? nullptr : between[Draw() % between.size()];
 }
 
-void SimulatedNetwork::FailConnects(const std::string& from, Clock::time_point until) {
+void SimulatedNetwork::Deafen(const std::string& a, const std::string& b) {
+  if (const auto end = AnyBetween(a, b)) end->BecomeDeaf();
+}
+
+void SimulatedNetwork::Choke(const std::string& a, const std::string& b) {
+  if (const auto end = AnyBetween(a, b)) end->ChokeBoth();
+}
+
+void SimulatedNetwork::FailConnects(const std::string& from, Clock::time_point until, bool hang) {
   absl::MutexLock lock(&mu_);
-  failing_[from] = until;
+  failing_[from] = {until, hang};
 }
 
 std::optional<std::chrono::nanoseconds> SimulatedNetwork::ConnectFails(const std::string& from) {
   absl::MutexLock lock(&mu_);
   const auto found = failing_.find(from);
-  if (found == failing_.end() || Clock::now() >= found->second || random_() % 2 == 0) {
+  if (found == failing_.end() || Clock::now() >= found->second.first || random_() % 2 == 0) {
     return std::nullopt;
   }
+  if (found->second.second) return std::chrono::nanoseconds::max();
   return std::chrono::nanoseconds(random_() % 2000000000);
 }
 

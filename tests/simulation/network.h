@@ -29,8 +29,9 @@
 namespace distgrad {
 
 namespace internal {
+class SimulatedEnd;
 class SimulatedNode;
-}
+}  // namespace internal
 
 inline constexpr uint64_t kLargePacket = 64 << 10;
 
@@ -40,6 +41,9 @@ struct NetworkOptions {
   uint32_t slow_one_in = 0;
   // A packet of more than kLargePacket takes a millisecond longer for each so many bytes. 0: no.
   uint32_t large_per_ms = 0;
+  // How long the system leaves bytes where they are that a connection does not take any more. 0:
+  // for ever.
+  std::chrono::nanoseconds system_timeout{0};
 };
 
 // Thread-safe.
@@ -58,9 +62,12 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   // One of the connections between the two, as the seed draws it, carries nothing any more, either
   // way, nor does either end hear of the other's end.
   void Deafen(const std::string& a, const std::string& b);
+  // The same at both ends; and large packets, and what is sent behind one, do not leave any more:
+  // the system has no place for them. It ends that end after its time-out.
+  void Choke(const std::string& a, const std::string& b);
   // Half of the connections that this one opens until then fail: it hears so within two seconds,
-  // and the other end never has them.
-  void FailConnects(const std::string& from, Clock::time_point until);
+  // or, if they hang, never; and the other end never has them.
+  void FailConnects(const std::string& from, Clock::time_point until, bool hang);
   // What one sends to the other waits until then, and so do news of connections.
   void Hold(const std::string& from, const std::string& to, Clock::time_point until);
   // Kills the process or, silently, the machine: nothing comes from there any more, nor arrives.
@@ -77,10 +84,14 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   Clock::time_point Arrival(const std::string& from, const std::string& to, uint64_t bytes = 0);
   std::shared_ptr<internal::SimulatedNode> Find(const std::string& address) const;
   void Remove(const std::string& address);
-  // Returns how long a connection that is opened now takes to fail; nothing if it does not.
+  // Returns how long a connection that is opened now takes to fail, max() for ever; nothing if it
+  // does not.
   std::optional<std::chrono::nanoseconds> ConnectFails(const std::string& from);
+  std::chrono::nanoseconds system_timeout() const { return options_.system_timeout; }
 
  private:
+  // An end of one of the connections between the two, as the seed draws it; null if there is none.
+  std::shared_ptr<internal::SimulatedEnd> AnyBetween(const std::string& a, const std::string& b);
   std::vector<std::shared_ptr<internal::SimulatedNode>> Nodes() const;
 
   const NetworkOptions options_;
@@ -90,7 +101,8 @@ class SimulatedNetwork final : public std::enable_shared_from_this<SimulatedNetw
   uint64_t last_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, std::weak_ptr<internal::SimulatedNode>> nodes_ ABSL_GUARDED_BY(mu_);
   std::map<std::pair<std::string, std::string>, Clock::time_point> held_ ABSL_GUARDED_BY(mu_);
-  std::map<std::string, Clock::time_point> failing_ ABSL_GUARDED_BY(mu_);
+  // Until when connections of theirs fail, and whether they hang.
+  std::map<std::string, std::pair<Clock::time_point, bool>> failing_ ABSL_GUARDED_BY(mu_);
   std::set<std::string> silent_ ABSL_GUARDED_BY(mu_);  // machines that are gone
 };
 

@@ -64,8 +64,14 @@ class Generator {
     if (one_in(8)) Overtake();
     // Drawn last, so that a seed has what it had before there were these.
     const bool deafens = one_in(6), fails = one_in(6);
-    if (deafens && harmful && (allowed & kDeafOnes) != 0) Deafen();
-    if (fails && harmful && (allowed & kNoConnects) != 0) FailOpen();
+    if (deafens && harmful && (allowed & kDeafOnes) != 0) Deafen(Action::kDeafen, kDeafOnes);
+    if (fails && harmful && (allowed & kNoConnects) != 0) FailOpen(kNoConnects);
+    const bool crowds = one_in(8), awaits = one_in(8);
+    if (crowds && (allowed & kPreemption) != 0) Crowd();
+    if (awaits && (allowed & kClockJumps) != 0) Await();
+    const bool chokes = one_in(8), hangs = one_in(8);
+    if (chokes && harmful && (allowed & kChokedOnes) != 0) Deafen(Action::kChoke, kChokedOnes);
+    if (hangs && harmful && (allowed & kHangs) != 0) FailOpen(kHangs);
   }
 
  private:
@@ -123,21 +129,51 @@ class Generator {
   }
 
   // A pass whose notices overtake a call, and perhaps the end of whoever made it: at the start, so
-  // that the one meets the other.
+  // that the one meets the other. Where the end comes between the two, the worker that was called
+  // is on no path of the pass, so that nobody else tells it that the context is over.
   void Overtake() {
-    std::vector<Action> first = {{Action::kPass, plan_.workers - 1, 4 * Below(250000),
-                                  Action::kByItself, Action::kLarge | Action::kAside}};
-    if ((plan_.faults & kKills) != 0) {
-      first.push_back({Action::kPause, Action::kFate, Below(150)});
-      const int back = Below(3) == 0 ? -1 : Below(10000);
-      first.push_back({Action::kKill, Action::kFate, AnyWorker(), Below(2), back});
-    }
-    AddFirst(first);
+    const int actor = plan_.workers - 1;
+    Action pass = {Action::kPass, actor, 4 * Below(250000), Action::kByItself,
+                   Action::kLarge | Action::kAside};
+    if ((plan_.faults & kKills) == 0) return AddFirst({pass});
+    for (int i = 0; i < 200 && !CallsOutsider(pass); ++i) pass.a = 4 * Below(250000);
+    plan_.faults |= kSlowPackets;
+    std::mt19937_64 random(pass.a);
+    const int caller = DrawPath(random, plan_.workers)[0];
+    // The pass begins when its large packets have gone along the path.
+    const int pause = 100 + Below(500), back = Below(3) == 0 ? -1 : Below(10000);
+    AddFirst({pass,
+              {Action::kPause, Action::kFate, pause},
+              {Action::kKill, Action::kFate, caller, Below(2), back}});
+  }
+  bool CallsOutsider(const Action& pass) const {
+    std::mt19937_64 random(pass.a);
+    std::string path = DrawPath(random, plan_.workers);
+    if (path.size() != 2 || path[0] == pass.actor) return false;
+    const int outsider = AsideOf(path[0], path[1], plan_.workers);
+    path.push_back(static_cast<char>(pass.actor));
+    return path.find(static_cast<char>(outsider)) == std::string::npos;
   }
 
-  // Large passes between two workers, of whose connections one goes deaf meanwhile.
-  void Deafen() {
-    plan_.faults |= kDeafOnes;
+  // Many threads that send over one connection at the same time.
+  void Crowd() {
+    plan_.faults |= kPreemption;
+    const int actor = AnyWorker(), other = (actor + 1) % plan_.workers;
+    AddFirst({{Action::kCrowd, actor, other, 2 + Below(4), 2 + Below(6)}});
+  }
+
+  // Somebody sets the clock back while a thread waits with a deadline.
+  void Await() {
+    plan_.faults |= kClockJumps;
+    const int actor = AnyWorker();
+    AddFirst({{Action::kAwait, actor, AnyWorker(), 0, 500 + Below(2000)},
+              {Action::kPause, Action::kFate, Below(500)},
+              {Action::kClock, Action::kFate, -1 - Below(7200000)}});
+  }
+
+  // Large passes between two workers, of whose connections one goes deaf or is choked meanwhile.
+  void Deafen(Action::Kind kind, unsigned fault) {
+    plan_.faults |= fault;
     const int actor = AnyWorker();
     const Action pass = {Action::kPass, actor, 4 * Below(250000), Action::kByItself,
                          Action::kLarge};
@@ -145,13 +181,13 @@ class Generator {
               pass,
               pass,
               {Action::kPause, Action::kFate, Below(200)},
-              {Action::kDeafen, Action::kFate, actor, AnyWorker()}});
+              {kind, Action::kFate, actor, AnyWorker()}});
   }
 
   // At the start, when workers open connections to each other at the same time.
-  void FailOpen() {
-    plan_.faults |= kNoConnects;
-    AddFirst({{Action::kFailOpen, Action::kFate, AnyWorker(), 0, 1 + Below(100)}});
+  void FailOpen(unsigned fault) {
+    plan_.faults |= fault;
+    AddFirst({{Action::kFailOpen, Action::kFate, AnyWorker(), fault == kHangs, 1 + Below(100)}});
   }
 
   void Add(Action action) { plan_.actions.push_back(action); }
@@ -170,6 +206,18 @@ class Generator {
 std::string OrderText(uint64_t seed, unsigned faults, const std::vector<int>& without, bool trace) {
   return absl::StrCat("seed=", seed, " faults=", faults, " without=", absl::StrJoin(without, ","),
                       trace ? " trace" : "");
+}
+
+std::string DrawPath(std::mt19937_64& random, int workers) {
+  std::string path;
+  for (int i = 1 + static_cast<int>(random() % 4); i > 0; --i) {
+    path.push_back(static_cast<char>(random() % workers));
+  }
+  return path;
+}
+
+int AsideOf(int i, int next, int workers) {
+  return (i + 1 + next % std::max(1, workers - 1)) % workers;
 }
 
 Plan PlanOf(absl::string_view order) {
@@ -205,7 +253,7 @@ std::string Text(const Action& action) {
       "program",  "call",    "pass",  "update",         "train",  "pipeline",
       "averages", "barrier", "guest", "pause",          "cut",    "hold",
       "kill",     "outage",  "clock", "refuse threads", "deafen", "fail to connect",
-      "burst"};
+      "burst",    "crowd",   "choke", "await"};
   const std::string actor = action.actor == Action::kFate  ? "fate"
                             : action.actor == Action::kAll ? "all"
                                                            : absl::StrCat("worker", action.actor);

@@ -3,6 +3,7 @@
 #define DISTGRAD_TESTS_SIMULATION_PLAN_H_
 
 #include <cstdint>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -24,7 +25,9 @@ enum Faults : unsigned {
   kNoThreads = 1 << 9,    // the system starts no more threads for a while
   kDeafOnes = 1 << 10,    // one of several connections with a worker carries nothing any more
   kNoConnects = 1 << 11,  // connections that a worker opens fail for a while, at that end alone
-  kAllFaults = (1 << 12) - 1,
+  kChokedOnes = 1 << 12,  // and one takes no large packets any more
+  kHangs = 1 << 13,       // connections that a worker opens are never there, nor do they fail
+  kAllFaults = (1 << 14) - 1,
   kHarmless = kSlowPackets | kStalls | kPreemption | kClockJumps,  // nothing may fail for these
 };
 
@@ -50,8 +53,11 @@ struct Action {
     kClock,     // a: milliseconds that the wall clock jumps
     kRefuse,    // threads; c: milliseconds
     kDeafen,    // a, b: workers
-    kFailOpen,  // a: a worker, which opens connections; c: milliseconds
+    kFailOpen,  // a: a worker, which opens connections; b: these hang; c: milliseconds
     kBurst,     // a: a worker; c: so many calls, one after the other, that end by their deadlines
+    kCrowd,     // a: a worker; b: threads; c: so many calls of each at once, which are cancelled
+    kChoke,     // a, b: workers
+    kAwait,     // a: a worker; c: milliseconds that an answer is waited for which does not come
   } kind;
   // The functions; kUntil runs until no caller waits for it any more.
   enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kUntil, kFunctions };
@@ -88,6 +94,10 @@ struct Plan {
 std::string OrderText(uint64_t seed, unsigned faults, const std::vector<int>& without,
                       bool trace = false);
 Plan PlanOf(absl::string_view order);
+// The workers of a pass, one for each byte, as `random` draws them, which begins as Action::a says.
+std::string DrawPath(std::mt19937_64& random, int workers);
+// Whom worker `i` of a path calls aside, if it goes on to `next`.
+int AsideOf(int i, int next, int workers);
 std::string Text(const Action& action);
 std::string Text(const Plan& plan);
 
