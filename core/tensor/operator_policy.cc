@@ -45,6 +45,8 @@ constexpr absl::string_view kTrusting[] = {
     "gru",  // these take the number of gates from the sizes of weights
     "gru_cell",
     "linalg_ldl_solve",
+    "log_sigmoid.out",  // these write a result of another dtype as if it were the input's
+    "log_sigmoid_forward.output",
     "lstm",
     "lstm_cell",
     "lu_unpack",

@@ -515,16 +515,18 @@ TEST(OperatorSchemas, WhatTrustsItsArgumentsIsRefused) {
         "aten::reflection_pad3d", "aten::reflection_pad3d.out", "aten::slow_conv3d",
         "aten::ctc_loss.IntList", "aten::embedding_bag", "aten::max_pool2d_with_indices_backward",
         "aten::gru.input", "aten::lstm_cell", "aten::repeat_interleave.self_Tensor",
-        "aten::sparse_csr_tensor.crow_col_value_size", "aten::sparse_coo_tensor.indices_size"}) {
+        "aten::sparse_csr_tensor.crow_col_value_size", "aten::sparse_coo_tensor.indices_size",
+        "aten::log_sigmoid.out", "aten::log_sigmoid_forward.output"}) {
     const absl::Status status = CheckSafe(name);
     EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << name;
     EXPECT_TRUE(absl::StrContains(status.message(), "does not check that its arguments fit"))
         << status;
     EXPECT_EQ(CheckFunctional(name).code(), absl::StatusCode::kPermissionDenied) << name;
   }
-  for (const char* name : {"aten::rnn_tanh.input", "aten::_foreach_add.List", "aten::embedding",
-                           "aten::repeat_interleave.self_int", "aten::to_sparse",
-                           "aten::sparse_coo_tensor.indices", "aten::nll_loss"}) {
+  for (const char* name :
+       {"aten::rnn_tanh.input", "aten::_foreach_add.List", "aten::embedding",
+        "aten::repeat_interleave.self_int", "aten::to_sparse", "aten::sparse_coo_tensor.indices",
+        "aten::nll_loss", "aten::log_sigmoid", "aten::log_sigmoid_forward"}) {
     EXPECT_TRUE(CheckSafe(name).ok()) << name;
   }
 }

@@ -1,8 +1,15 @@
-// Has the operators that cut a tensor, and computes the number of pieces from arguments.
+// Knows the operators that make lists, and computes from their arguments how long these are.
 #include "core/tensor/piece_count.h"
 
-#include <optional>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/jit_type.h>
 
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 
 namespace distgrad {
@@ -14,6 +21,9 @@ enum class Cut {
   kSplit,     // of a size, or of several
   kChunk,     // so many, or fewer
   kAtPlaces,  // so many, or one more than the places to cut at
+  kAtOnce,    // so many copies of one, to make a grid of
+  kGroups,    // so many groups of channels, of which each is a convolution
+  kSteps,     // one for each step, and for each layer, of a recurrent network
 };
 
 std::optional<Cut> CutOf(absl::string_view name) {
@@ -27,6 +37,9 @@ std::optional<Cut> CutOf(absl::string_view name) {
   if (name == "tensor_split" || name == "hsplit" || name == "vsplit" || name == "dsplit") {
     return Cut::kAtPlaces;
   }
+  if (name == "combinations") return Cut::kAtOnce;
+  if (absl::StrContains(name, "conv")) return Cut::kGroups;
+  if (name == "rnn_tanh" || name == "rnn_relu") return Cut::kSteps;
   return std::nullopt;
 }
 
@@ -48,12 +61,53 @@ int64_t SizeOf(const at::Tensor& tensor, absl::Span<const c10::IValue> args, siz
 // The pieces of a size of which each has `piece`, the last one perhaps less.
 int64_t PiecesOf(int64_t size, int64_t piece) { return (size - 1) / piece + 1; }
 
+// Of an operator with its overload; nullptr if there is none of that name.
+const c10::FunctionSchema* SchemaOf(absl::string_view name) {
+  const size_t dot = name.find('.');
+  const auto found = c10::Dispatcher::singleton().findSchema(
+      {std::string(name.substr(0, dot)),
+       dot == absl::string_view::npos ? "" : std::string(name.substr(dot + 1))});
+  return found.has_value() ? &found->schema() : nullptr;
+}
+
+bool IsListOfInts(c10::TypePtr type) {
+  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  const auto list = type->cast<c10::ListType>();
+  return list != nullptr && (list->getElementType()->kind() == c10::TypeKind::IntType ||
+                             list->getElementType()->kind() == c10::TypeKind::SymIntType);
+}
+
+// 0 for a convolution that has none.
+int64_t GroupsOf(absl::string_view name, absl::Span<const c10::IValue> args) {
+  const c10::FunctionSchema* const schema = SchemaOf(name);
+  const std::optional<int> place =
+      schema == nullptr ? std::nullopt : schema->argumentIndexWithName("groups");
+  if (!place.has_value() || static_cast<size_t>(*place) >= args.size()) return 0;
+  return IntOf(args[*place]).value_or(0);
+}
+
+// Of input and state, or of data, the sizes of its batches and state.
+int64_t StepsOf(absl::string_view name, absl::Span<const c10::IValue> args) {
+  const auto size_of = [&](size_t argument, int64_t dimension) {
+    if (argument >= args.size() || !args[argument].isTensor()) return int64_t{0};
+    const at::Tensor& tensor = args[argument].toTensor();
+    return tensor.defined() && dimension < tensor.dim() ? tensor.size(dimension) : 0;
+  };
+  if (absl::StrContains(name, ".data")) return std::max(size_of(1, 0), size_of(2, 0));
+  constexpr size_t kBatchFirst = 8;
+  const bool batch_first = args.size() > kBatchFirst && IntOf(args[kBatchFirst]).value_or(0) != 0;
+  return std::max(size_of(0, batch_first ? 1 : 0), size_of(1, 0));
+}
+
 }  // namespace
 
 bool CutsIntoPieces(absl::string_view name) { return CutOf(name).has_value(); }
 
 int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) {
   const std::optional<Cut> cut = CutOf(name);
+  if (cut == Cut::kGroups) return GroupsOf(name, args);
+  if (cut == Cut::kSteps) return StepsOf(name, args);
+  if (cut == Cut::kAtOnce) return args.size() < 2 ? 0 : IntOf(args[1]).value_or(0);
   if (!cut.has_value() || args.empty() || !args[0].isTensor()) return 0;
   const at::Tensor& tensor = args[0].toTensor();
   if (!tensor.defined()) return 0;
@@ -76,6 +130,45 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) 
   // Of nothing there are as many pieces as one likes, or one.
   if (size == 0) return *cut == Cut::kChunk ? *number : 1;
   return PiecesOf(size, *cut == Cut::kChunk ? PiecesOf(size, *number) : *number);
+}
+
+int64_t CountSquareBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
+  if (!absl::ConsumePrefix(&name, "aten::")) return 0;
+  name = name.substr(0, name.find('.'));
+  int64_t count = 0;
+  if (name == "combinations") {
+    count = args.size() > 1 ? IntOf(args[1]).value_or(0) : 0;
+  } else if (name == "meshgrid" || name == "cartesian_prod" || name == "linalg_multi_dot" ||
+             name == "chain_matmul") {
+    count =
+        !args.empty() && args[0].isList() ? static_cast<int64_t>(args[0].toListRef().size()) : 0;
+  }
+  // A size and a stride; or what a product costs, and where it is best divided.
+  constexpr int64_t kBytesOfEach = 2 * sizeof(int64_t);
+  constexpr int64_t kMany = int64_t{1} << 29;
+  return count <= 0 ? 0 : std::min(count, kMany) * std::min(count, kMany) * kBytesOfEach;
+}
+
+absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IValue> args) {
+  constexpr size_t kDimensions = 64;  // of a tensor in a message, at most
+  // Of what is to be padded, both ends of each dimension.
+  constexpr size_t kMost = 2 * kDimensions;
+  if (CutsIntoPieces(name)) return absl::OkStatus();
+  const c10::FunctionSchema* schema = nullptr;
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (!args[i].isList() || args[i].toListRef().size() <= kMost) continue;
+    if (schema == nullptr) schema = SchemaOf(name);
+    if (schema == nullptr || i >= schema->arguments().size()) return absl::OkStatus();
+    const c10::Argument& argument = schema->arguments()[i];
+    if (!IsListOfInts(argument.real_type())) continue;
+    // One for each product, of as many tensors as have come.
+    if (argument.name() == "path") continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("argument '", argument.name(), "' has ", args[i].toListRef().size(),
+                     " numbers; there may be ", kMost, ", for a tensor has ", kDimensions,
+                     " dimensions at most"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace distgrad

@@ -1,4 +1,5 @@
-// How many tensors an operator makes that cuts one into pieces, before it does.
+// What an operator makes besides elements of tensors, from its arguments and before it runs: how
+// many tensors, what takes the square of their number, and lists of numbers.
 #ifndef DISTGRAD_CORE_TENSOR_PIECE_COUNT_H_
 #define DISTGRAD_CORE_TENSOR_PIECE_COUNT_H_
 
@@ -6,18 +7,33 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 namespace distgrad {
 
-// Whether operators of that name, in all their overloads, return a list of so many tensors as a
-// size of a tensor, or a number that is given, says: split, unbind and the like. The pieces take
-// memory though all their elements together take none.
+// Whether operators of that name, in all their overloads, make so many tensors as a size of a
+// tensor, or a number that is given, says: split, unbind and the like, which return them, and
+// combinations, convolutions in groups and recurrent networks, which do not. They take memory
+// though all their elements together take none.
 bool CutsIntoPieces(absl::string_view name);
 
 // How many these are. 0 for all other operators, and for arguments that it does not take.
 int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
+
+// The bytes of what grows with the square of the number n of tensors, though each has but one
+// element: the sizes and strides of the n views of n dimensions that `meshgrid` makes, and
+// `cartesian_prod` and `combinations` by it; and the costs of all products of neighbours of
+// `linalg_multi_dot` and `chain_matmul`. 0 for all other operators, and for arguments that these do
+// not take.
+int64_t CountSquareBytes(absl::string_view name, absl::Span<const c10::IValue> args);
+
+// kInvalidArgument for a list of sizes, strides, shifts, repeats or the like that is longer than
+// what any tensor with as many dimensions as may be sent could want: operators make tensors of as
+// many dimensions of it, which takes the square of its length, or call themselves for each number,
+// which ends the process when the stack does. Lists of where to cut are counted as pieces.
+absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IValue> args);
 
 }  // namespace distgrad
 

@@ -572,6 +572,100 @@ TEST_P(CallsTest, HowManyTensorsAnOperatorMakesIsBounded) {
   EXPECT_TRUE(worker(0).CallOp(1, "aten::split.Tensor", {x, 10}).ok());
 }
 
+// n views of n dimensions, or what each of n products with each other costs.
+TEST_P(CallsTest, WhatGrowsWithTheSquareOfTensorsIsBounded) {
+  Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
+  const auto expect = [&](const std::string& name, const std::vector<c10::IValue>& many,
+                          const std::vector<c10::IValue>& few) {
+    const absl::Status status = worker(0).CallOp(1, name, many).status();
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "worker1")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "1440000 bytes")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "limit message_bytes is 1048576")) << status;
+    const absl::Status good = worker(0).CallOp(1, name, few).status();
+    EXPECT_TRUE(good.ok()) << name << ": " << good;
+  };
+  const auto of = [](size_t count, const at::Tensor& tensor) {
+    return c10::IValue(std::vector<at::Tensor>(count, tensor));
+  };
+  for (const std::string name : {"aten::meshgrid", "aten::cartesian_prod"}) {
+    expect(name, {of(300, at::ones({1}))}, {of(30, at::ones({1}))});
+  }
+  for (const std::string name : {"aten::linalg_multi_dot", "aten::chain_matmul"}) {
+    expect(name, {of(300, at::ones({1, 1}))}, {of(30, at::ones({1, 1}))});
+  }
+  expect("aten::combinations", {at::ones({1}), 300}, {at::ones({4}), 3});
+}
+
+// Tensors that it makes on its way, of a number, or of tensors without elements.
+TEST_P(CallsTest, HowManyTensorsAnOperatorNeedsIsBounded) {
+  Start({.workers = 2, .limits = {.tensors_per_message = 100}});
+  const auto expect = [&](const std::string& name, const std::vector<c10::IValue>& many,
+                          const std::string& count) {
+    const absl::Status status = worker(0).CallOp(1, name, many).status();
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
+    EXPECT_TRUE(absl::StrContains(
+        status.message(), absl::StrCat(count, " tensors; limit tensors_per_message is 100")))
+        << status;
+  };
+  const at::Tensor x = at::ones({1});
+  expect("aten::combinations", {x, int64_t{1} << 40}, "1099511627776");
+  const at::Tensor weight = at::ones({101, 1, 1}, at::kDouble);
+  const at::Tensor input = at::ones({1, 101, 1}, at::kDouble);
+  const std::vector<int64_t> one = {1}, zero = {0};
+  expect("aten::conv1d", {input, weight, c10::IValue(), one, zero, one, 101}, "101");
+  EXPECT_TRUE(worker(0)
+                  .CallOp(1, "aten::conv1d",
+                          {input.slice(1, 0, 100), weight.slice(0, 0, 100), c10::IValue(), one,
+                           zero, one, 100})
+                  .ok());
+  const at::Tensor state = at::zeros({101, 0, 0}), few = at::zeros({1, 1, 1});
+  const auto params = std::vector<at::Tensor>(2, at::zeros({1, 1}));
+  const std::vector<c10::IValue> rest = {params, false, 1, 0.0, false, false};
+  for (const std::string name : {"aten::rnn_tanh.input", "aten::rnn_relu.input"}) {
+    const auto call = [&](const at::Tensor& first, const at::Tensor& hx, bool batch_first) {
+      std::vector<c10::IValue> arguments = {first, hx};
+      arguments.insert(arguments.end(), rest.begin(), rest.end());
+      arguments.push_back(batch_first);
+      return arguments;
+    };
+    expect(name, call(few, state, false), "101");
+    expect(name, call(at::zeros({101, 0, 0}), few, false), "101");
+    expect(name, call(at::zeros({0, 101, 0}), few, true), "101");
+    const absl::Status good = worker(0).CallOp(1, name, call(few, few, false)).status();
+    EXPECT_TRUE(good.ok()) << good;
+  }
+  expect("aten::rnn_tanh.data", {few, at::ones({101}, at::kLong), few}, "101");
+}
+
+// The process would end, and not the call alone: it calls itself for each shift.
+TEST_P(CallsTest, HowLongAListOfNumbersMayBeIsBounded) {
+  Start({.workers = 2});
+  const at::Tensor x = at::ones({2, 3});
+  const auto zeros = [](size_t count) { return std::vector<int64_t>(count, 0); };
+  const absl::Status deep =
+      worker(0).CallOp(1, "aten::roll", {x, zeros(200000), zeros(200000)}).status();
+  EXPECT_EQ(deep.code(), StatusCode::kInvalidArgument) << deep;
+  for (const char* part : {"aten::roll", "worker1", "'shifts' has 200000 numbers", "may be 128"}) {
+    EXPECT_TRUE(absl::StrContains(deep.message(), part)) << deep;
+  }
+  EXPECT_TRUE(worker(0).CallOp(1, "aten::roll", {x, zeros(128), zeros(128)}).ok());
+  // Of a list that may be none.
+  const absl::Status sum = worker(0).CallOp(1, "aten::sum.dim_IntList", {x, zeros(129)}).status();
+  EXPECT_TRUE(absl::StrContains(sum.message(), "'dim' has 129 numbers")) << sum;
+  // Places to cut at are counted as pieces; other numbers are one for each tensor.
+  EXPECT_TRUE(
+      worker(0).CallOp(1, "aten::tensor_split.indices", {at::ones({500}), zeros(300)}).ok());
+  c10::impl::GenericList numbers(c10::NumberType::get());
+  for (int64_t i = 0; i < 200; ++i) numbers.push_back(i);
+  EXPECT_TRUE(worker(0)
+                  .CallOp(1, "aten::_foreach_mul.ScalarList",
+                          {std::vector<at::Tensor>(200, at::ones({1})), numbers})
+                  .ok());
+}
+
 // Of a view in which one element stands for many all are made, where the view cannot be sent as it
 // is.
 TEST_P(CallsTest, WhatAResultTakesToSendIsBounded) {

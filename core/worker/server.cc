@@ -267,6 +267,14 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
                                                      " tensors; limit tensors_per_message is ",
                                                      parts_.options.limits.tensors_per_message));
   }
+  const int64_t square_bytes = CountSquareBytes(request.function, arguments);
+  if (static_cast<uint64_t>(square_bytes) > parts_.options.limits.message_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("it would make lists of ", square_bytes,
+                     " bytes for as many tensors; limit message_bytes is ",
+                     parts_.options.limits.message_bytes));
+  }
+  DG_RETURN_IF_ERROR(CheckListLengths(request.function, arguments));
   absl::StatusOr<std::vector<c10::IValue>> results;
   {
     // What is more could not be sent back.

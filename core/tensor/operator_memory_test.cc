@@ -1,0 +1,293 @@
+// Looks for operators that take memory which no limit covers: whose lists, sizes or depth of
+// recursion grow with a number, or with the size of a tensor that has no elements.
+#include <ATen/Parallel.h>
+#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/jit_type.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <malloc.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "core/tensor/allocation_limit.h"
+#include "core/tensor/operator.h"
+#include "core/tensor/operator_policy.h"
+#include "core/tensor/piece_count.h"
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define DG_SKIP_WITHOUT_LIMIT() \
+  GTEST_SKIP() << "a sanitizer's own memory stands above every limit of addresses"
+#else
+#define DG_SKIP_WITHOUT_LIMIT()
+#endif
+
+namespace distgrad {
+namespace {
+
+using Values = std::vector<c10::IValue>;
+
+// What elements may take in these tests, how many tensors there may be, and what is too much.
+constexpr uint64_t kElementBytes = 1 << 20;
+constexpr int64_t kMaxTensors = 1024;
+constexpr int64_t kTooMuch = 32 << 20;
+constexpr int64_t kLarge = 1 << 18;  // as a number, or as the size of a dimension
+
+std::string NameOf(const c10::OperatorName& op) {
+  return op.overload_name.empty() ? op.name : absl::StrCat(op.name, ".", op.overload_name);
+}
+
+// Arguments of which one or two are large, but for their elements.
+class LargeArguments {
+ public:
+  explicit LargeArguments(uint32_t seed) : random_(seed) {}
+
+  std::optional<Values> Draw(const c10::FunctionSchema& schema) {
+    tensor_ = Tensor();
+    is_long_ = Below(3) == 0;
+    Values arguments;
+    for (const c10::Argument& argument : schema.arguments()) {
+      length_ = argument.N();
+      std::optional<c10::IValue> value = Of(argument.real_type());
+      const bool usual = argument.default_value().has_value() && Below(2) == 0;
+      if (!value.has_value() || usual) value = argument.default_value();
+      if (!value.has_value()) return std::nullopt;
+      arguments.push_back(*std::move(value));
+    }
+    return arguments;
+  }
+
+ private:
+  size_t Below(size_t n) { return static_cast<size_t>(random_() % n); }
+
+  at::Tensor Tensor() {
+    switch (Below(9)) {
+      case 0:
+        return at::zeros({kLarge, 0});
+      case 1:
+        return at::zeros({kLarge, 0, 0});
+      case 2:
+        return at::zeros({0, kLarge, 0});
+      case 3:
+        return at::ones({1}).expand({kLarge});
+      case 4:
+        return at::ones({1}, at::kDouble).expand({1, kLarge, 1});
+      case 5:
+        return at::ones({1}, at::kDouble).expand({kLarge, 1, 1});
+      case 6:
+        return at::ones({1}).expand({kLarge, 2});
+      case 7:
+        return at::ones({1}, at::kLong);
+      default:
+        return at::ones({1, 2});
+    }
+  }
+
+  std::optional<c10::IValue> Of(const c10::TypePtr& type) {
+    switch (type->kind()) {
+      case c10::TypeKind::TensorType:
+        if (Below(3) == 0) tensor_ = Tensor();
+        return tensor_;
+      case c10::TypeKind::IntType:
+      case c10::TypeKind::SymIntType: {
+        constexpr int64_t kNumbers[] = {0, 1, 2, kLarge};
+        return c10::IValue(kNumbers[Below(std::size(kNumbers))]);
+      }
+      case c10::TypeKind::FloatType:
+      case c10::TypeKind::NumberType:
+        return c10::IValue(Below(3) == 0 ? static_cast<double>(kLarge) : 1.0);
+      case c10::TypeKind::BoolType:
+        return c10::IValue(Below(2) == 1);
+      case c10::TypeKind::StringType: {
+        constexpr const char* kWords[] = {"sum", "mean", "ij", "constant", "linear"};
+        return c10::IValue(kWords[Below(std::size(kWords))]);
+      }
+      case c10::TypeKind::OptionalType:
+        if (Below(2) == 0) return c10::IValue();
+        return Of(type->expectRef<c10::OptionalType>().getElementType());
+      case c10::TypeKind::ListType: {
+        const c10::TypePtr element = type->expectRef<c10::ListType>().getElementType();
+        c10::impl::GenericList list(element->kind() == c10::TypeKind::SymIntType
+                                        ? c10::TypePtr(c10::IntType::get())
+                                        : element);
+        const std::optional<c10::IValue> one = Of(element);
+        if (!one.has_value()) return std::nullopt;
+        const size_t large = one->isTensor() ? 3000 : 100000;
+        const size_t fits = static_cast<size_t>(length_.value_or(2));
+        for (size_t i = is_long_ ? large : Below(2) == 0 ? 1 : fits; i > 0; --i) {
+          list.push_back(*one);
+        }
+        return c10::IValue(std::move(list));
+      }
+      default:
+        return std::nullopt;
+    }
+  }
+
+  std::mt19937 random_;
+  at::Tensor tensor_;              // most of these arguments
+  std::optional<int32_t> length_;  // that the list which is drawn has to have
+  bool is_long_ = false;           // lists are, of these arguments
+};
+
+// The most bytes that this process has had in memory since ForgetPeak().
+int64_t PeakBytes() {
+  FILE* const file = std::fopen("/proc/self/status", "re");
+  if (file == nullptr) std::abort();
+  char line[256];
+  long long kilobytes = -1;
+  while (std::fgets(line, sizeof(line), file) != nullptr) {
+    if (std::sscanf(line, "VmHWM: %lld kB", &kilobytes) == 1) break;
+  }
+  std::fclose(file);
+  if (kilobytes < 0) std::abort();
+  return kilobytes * 1024;
+}
+void ForgetPeak() {
+  const int fd = open("/proc/self/clear_refs", O_WRONLY | O_CLOEXEC);
+  if (fd < 0 || write(fd, "5", 1) != 1) std::abort();
+  close(fd);
+}
+
+// Whether the worker that serves an operator would let it begin.
+bool Passes(const std::string& name, const Values& arguments) {
+  return CountPieces(name, arguments) <= kMaxTensors &&
+         CountSquareBytes(name, arguments) <= int64_t{kElementBytes} &&
+         CheckListLengths(name, arguments).ok();
+}
+
+struct Found {
+  int64_t most_bytes = 0;
+  int calls = 0;  // that the operator took
+};
+Found CallWithLarge(const std::string& name, const c10::FunctionSchema& schema, int tries,
+                    bool guarded) {
+  LargeArguments draws(7);
+  Found found;
+  for (int i = 0; i < tries; ++i) {
+    std::optional<Values> arguments = draws.Draw(schema);
+    if (!arguments.has_value() || (guarded && !Passes(name, *arguments))) continue;
+    malloc_trim(0);
+    ForgetPeak();
+    const int64_t before = PeakBytes();
+    {
+      const AllocationLimit limit(kElementBytes, "limit message_bytes");
+      found.calls += CallOperator(name, *std::move(arguments)).ok() ? 1 : 0;
+    }
+    found.most_bytes = std::max(found.most_bytes, PeakBytes() - before);
+    if (found.most_bytes > kTooMuch) break;
+  }
+  return found;
+}
+
+struct Operator {
+  std::string name;
+  const c10::FunctionSchema* schema;
+};
+
+struct Search {
+  std::map<std::string, std::string> flaws;  // by operator: what it took, or ended by
+  int calls = 0;
+};
+
+// In another process, which an operator may end; then another one goes on behind it.
+Search CallAllWithLarge(const std::vector<Operator>& operators, int tries, bool guarded) {
+  at::set_num_threads(1);  // a forked process has no others
+  Search search;
+  size_t done = 0;
+  while (done < operators.size()) {
+    int ends[2];
+    if (pipe(ends) != 0) std::abort();
+    const pid_t child = fork();
+    if (child < 0) std::abort();
+    if (child == 0) {
+      close(STDERR_FILENO);  // thousands of warnings
+      const rlimit room = {rlim_t{3} << 30, RLIM_INFINITY};
+      setrlimit(RLIMIT_AS, &room);
+      for (size_t i = done; i < operators.size(); ++i) {
+        rusage used = {};
+        getrusage(RUSAGE_SELF, &used);
+        const auto seconds = static_cast<rlim_t>(used.ru_utime.tv_sec + used.ru_stime.tv_sec);
+        const rlimit processor = {seconds + 30, RLIM_INFINITY};
+        setrlimit(RLIMIT_CPU, &processor);
+        const Found found = CallWithLarge(operators[i].name, *operators[i].schema, tries, guarded);
+        if (write(ends[1], &found, sizeof(found)) != sizeof(found)) _exit(1);
+      }
+      _exit(0);
+    }
+    close(ends[1]);
+    Found found;
+    while (read(ends[0], &found, sizeof(found)) == sizeof(found)) {
+      if (found.most_bytes > kTooMuch) {
+        search.flaws[operators[done].name] = absl::StrCat(found.most_bytes >> 20, " MiB");
+      }
+      search.calls += found.calls;
+      ++done;
+    }
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (done == operators.size()) break;
+    search.flaws[operators[done].name] =
+        WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "an exit";
+    ++done;
+  }
+  return search;
+}
+
+// As far as some calls show.
+TEST(OperatorMemory, WhatIsSafeTakesNoMemoryPastItsLimits) {
+  DG_SKIP_WITHOUT_LIMIT();
+  const char* const tries = std::getenv("DISTGRAD_TRIES");  // more find more
+  std::vector<Operator> operators;
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto handle = c10::Dispatcher::singleton().findSchema(op);
+    if (!handle.has_value() || !CheckSafe(NameOf(op)).ok()) continue;
+    operators.push_back({NameOf(op), &handle->schema()});
+  }
+  const Search search =
+      CallAllWithLarge(operators, tries == nullptr ? 5 : std::atoi(tries), /*guarded=*/true);
+  EXPECT_EQ(search.flaws, (std::map<std::string, std::string>()))
+      << "these need a limit in piece_count.cc, or belong to kTrusting in operator_policy.cc";
+  EXPECT_GT(search.calls, 2000);
+}
+
+// It would find those that are known, were they not bounded.
+TEST(OperatorMemory, TheSearchFindsWhatTakesMemory) {
+  DG_SKIP_WITHOUT_LIMIT();
+  std::vector<Operator> operators;
+  for (const c10::OperatorName& op : std::vector<c10::OperatorName>{{"aten::combinations", ""},
+                                                                    {"aten::rnn_tanh", "input"},
+                                                                    {"aten::roll", ""},
+                                                                    {"aten::meshgrid", ""},
+                                                                    {"aten::neg", ""}}) {
+    const auto handle = c10::Dispatcher::singleton().findSchema(op);
+    ASSERT_TRUE(handle.has_value()) << op;
+    operators.push_back({NameOf(op), &handle->schema()});
+  }
+  const Search search = CallAllWithLarge(operators, 100, /*guarded=*/false);
+  for (const Operator& each : operators) {
+    EXPECT_EQ(search.flaws.count(each.name), each.name == "aten::neg" ? 0u : 1u) << each.name;
+  }
+}
+
+}  // namespace
+}  // namespace distgrad
