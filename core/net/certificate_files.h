@@ -20,7 +20,8 @@ struct CertificateFiles {
   std::string ca;    // PEM: the authorities whose certificates are accepted
   // The name that a certificate of the others has to have: a DNS name, an IP address, or a URI
   // ("spiffe://cluster/ns/train/sa/trainer"), among its subjectAltNames. "": one of those that this
-  // process's own certificate has.
+  // process's own certificate has, but for localhost and loopback addresses, which every machine
+  // has.
   std::string name = {};
 };
 

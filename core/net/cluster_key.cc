@@ -25,7 +25,8 @@ namespace {
 constexpr size_t kMaxFile = 4096;  // bytes; whatever is longer is no key
 
 absl::StatusOr<std::string> ReadKeyFile(const std::string& path) {
-  const std::string what = absl::StrCat("cannot read the cluster key in ", path);
+  const std::string what =
+      absl::StrCat("cannot read the cluster key in ", path, " (", kClusterKeySetting, ")");
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return absl::ErrnoToStatus(errno, what);
   std::string text(kMaxFile + 1, '\0');
@@ -94,7 +95,7 @@ absl::StatusOr<ClusterKey> LoadClusterKey(
     path = *file;
   }
   DG_ASSIGN_OR_RETURN(const std::string text, ReadKeyFile(path));
-  return ParseKeys(text, path);
+  return ParseKeys(text, absl::StrCat(path, " (", kClusterKeySetting, ")"));
 }
 
 absl::StatusOr<ClusterKey> LoadClusterKey(const std::string& key_file) {

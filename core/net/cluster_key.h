@@ -21,6 +21,10 @@ namespace distgrad {
 // An attacker who sees one handshake may try keys at leisure, so a key must be too long to guess.
 inline constexpr size_t kMinKeyBytes = 16;
 
+// What an error says is to be set: the option or a variable.
+inline constexpr char kClusterKeySetting[] =
+    "the option key_file, DISTGRAD_KEY_FILE or DISTGRAD_KEY";
+
 // Immutable but for assignment.
 class ClusterKey {
  public:

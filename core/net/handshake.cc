@@ -18,8 +18,13 @@ constexpr uint16_t kVersion = 3;
 constexpr uint16_t kHasKey = 1, kHasCertificates = 2, kEncryptsUnix = 4;  // flags
 constexpr size_t kNonceBytes = 32;
 
-constexpr absl::string_view kNotOurs =
-    "the other end is no worker of this job, or has another cluster key";
+absl::Status NotOurs(absl::string_view key) {
+  return absl::UnauthenticatedError(
+      key.empty() ? "the other end is no worker of this job"
+                  : absl::StrCat("the other end is no worker of this job, or has another cluster "
+                                 "key (",
+                                 kClusterKeySetting, ")"));
+}
 
 }  // namespace
 
@@ -87,8 +92,10 @@ absl::Status Handshake::CheckHello() const {
   }
   const bool has_key = (flags & kHasKey) != 0;
   if (has_key == key_.empty()) {
-    return absl::UnauthenticatedError(has_key ? "the other end has a cluster key, this one has none"
-                                              : "the other end has no cluster key, this one has");
+    return absl::UnauthenticatedError(
+        absl::StrCat(has_key ? "the other end has a cluster key, this one has none"
+                             : "the other end has no cluster key, this one has",
+                     " (", kClusterKeySetting, ")"));
   }
   const bool certificates = (flags & kHasCertificates) != 0;
   if (certificates != ((FlagsOf(own_hello_) & kHasCertificates) != 0)) {
@@ -119,7 +126,7 @@ absl::Status Handshake::TakeProof() {
     key_ = other_key_;
     DG_ASSIGN_OR_RETURN(expected, Proof(other));
   }
-  if (!SameDigest(expected, given)) return absl::UnauthenticatedError(kNotOurs);
+  if (!SameDigest(expected, given)) return NotOurs(key_);
   step_ = Step::kDone;
   return role_ == Role::kServer ? SendProof() : absl::OkStatus();
 }

@@ -82,7 +82,12 @@ TEST(HandshakeTest, UnequalEndsDoNot) {
     const auto [at_client, at_server] = Talk(client, server);
     EXPECT_FALSE(client.done());
     EXPECT_FALSE(server.done());
-    EXPECT_TRUE(absl::IsUnauthenticated(at_client.ok() ? at_server : at_client));
+    const absl::Status& first = at_client.ok() ? at_server : at_client;
+    EXPECT_TRUE(absl::IsUnauthenticated(first)) << first;
+    // What to set, where it may be the key.
+    EXPECT_EQ(absl::StrContains(first.message(), kClusterKeySetting),
+              !left.key.empty() || !right.key.empty())
+        << first;
   }
 }
 
@@ -235,9 +240,12 @@ TEST_F(ClusterKeyTest, BadKeysAreErrorsThatDoNotTellThem) {
     const absl::Status status = Load(path).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), path)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), kClusterKeySetting)) << status;
     EXPECT_FALSE(absl::StrContains(status.message(), secret)) << status;
   }
-  EXPECT_TRUE(absl::IsNotFound(Load("/no/such/file").status()));
+  const absl::Status none = Load("/no/such/file").status();
+  EXPECT_TRUE(absl::IsNotFound(none));
+  EXPECT_TRUE(absl::StrContains(none.message(), kClusterKeySetting)) << none;
   for (const std::string& key : {secret, std::string(), std::string("\n")}) {
     environment_ = {{"DISTGRAD_KEY", key}};
     EXPECT_TRUE(absl::IsInvalidArgument(Load("").status()));

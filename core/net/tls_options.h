@@ -15,7 +15,8 @@ struct TlsOptions {
   // DISTGRAD_TLS_CERT, DISTGRAD_TLS_KEY, DISTGRAD_TLS_CA.
   std::string cert = {}, key = {}, ca = {};
   // The name that a certificate of the others has to have: a DNS name, an IP address, or a URI.
-  // DISTGRAD_TLS_NAME, or else one of those that this process's own certificate has.
+  // DISTGRAD_TLS_NAME, or else one of those that this process's own certificate has, but for
+  // localhost and loopback addresses, which every machine has.
   std::string name = {};
   // Whether a worker's Unix-domain sockets are encrypted as well, by certificates or the cluster
   // key. DISTGRAD_ENCRYPT_LOCAL, or false.

@@ -29,11 +29,10 @@ absl::StatusOr<bool> EncryptsUnix(const TlsOptions& tls, const Rendezvous& rende
     encrypts = value == "1";
   }
   if (encrypts && rendezvous.cluster_key.empty() && rendezvous.certificates == nullptr) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "the option tls.encrypt_local, or ", kVariable,
-        ", is set, and there is nothing to encrypt with: give a cluster key (the option key_file, "
-        "or DISTGRAD_KEY_FILE) or certificates (",
-        kCertSetting, ")"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("the option tls.encrypt_local, or ", kVariable,
+                     ", is set, and there is nothing to encrypt with: give a cluster key (",
+                     kClusterKeySetting, ") or certificates (", kCertSetting, ")"));
   }
   return encrypts;
 }

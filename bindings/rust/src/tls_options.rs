@@ -48,7 +48,8 @@ impl TlsOptions {
         self
     }
     /// Sets the name that the others' certificates have to have: a DNS name, an IP address or a
-    /// URI. Default: `DISTGRAD_TLS_NAME`, or one of those that this process's own has.
+    /// URI. Default: `DISTGRAD_TLS_NAME`, or one of those that this process's own has, but for
+    /// localhost and loopback addresses, which every machine has.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.0.name = name.into();
         self

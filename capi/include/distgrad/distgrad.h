@@ -604,7 +604,8 @@ typedef struct dg_tls_options {
   dg_str key;     /* a PEM file: its private key, without a passphrase; DISTGRAD_TLS_KEY */
   dg_str ca;      /* a PEM file: the authorities whose certificates are accepted; DISTGRAD_TLS_CA */
   dg_str name;    /* that the others' certificates have to have: a DNS name, an IP address or a
-                   * URI; DISTGRAD_TLS_NAME, or one of those that this process's own has */
+                   * URI; DISTGRAD_TLS_NAME, or one of those that this process's own has, but for
+                   * localhost and loopback addresses, which every machine has */
   uint64_t flags; /* DG_TLS_... */
 } dg_tls_options;
 #define DG_TLS_OPTIONS_INIT \

@@ -85,7 +85,8 @@ class SignedStore final : public Store {
       if (is_signed && SameDigest(given, expected)) return absl::OkStatus();
     }
     return absl::UnauthenticatedError(absl::StrCat(
-        "the store's entry '", key, "' was not written by a worker with our cluster key"));
+        "the store's entry '", key, "' was not written by a worker with our cluster key (",
+        kClusterKeySetting, ")"));
   }
 
   // The length of the key keeps it and the value apart.

@@ -73,8 +73,8 @@ absl::Status ShakeHands(Socket& socket, const ClusterKey& cluster_key,
     if (absl::IsUnavailable(received) && handshake.has_hello() && !cluster_key.empty()) {
       return absl::PermissionDeniedError(
           absl::StrCat("it refuses this process's cluster key, as it seems (", received.message(),
-                       "): is it the one that the store's server has (DISTGRAD_KEY_FILE, "
-                       "DISTGRAD_KEY or the option key_file)? The log there says more"));
+                       "): is it the one that the store's server has (", kClusterKeySetting,
+                       ")? The log there says more"));
     }
     DG_RETURN_IF_ERROR(Annotate(received, "the handshake"));
     DG_RETURN_IF_ERROR(handshake.Receive(bytes));

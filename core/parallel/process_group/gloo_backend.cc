@@ -9,6 +9,7 @@
 
 #include "core/base/log.h"
 #include "core/net/address.h"
+#include "core/net/cluster_key.h"
 #include "core/parallel/process_group/c10d_store.h"
 #include "core/parallel/process_group/encrypted_gloo.h"
 #include "core/parallel/process_group/gloo_device.h"
@@ -85,8 +86,8 @@ NewBackend NewGlooBackend(const BackendPlace& place) {
   // Of a host that there is not Gloo itself says so.
   const absl::StatusOr<std::string> listens_on = ResolveBindHost(place.host);
   if (place.size > 1 && listens_on.ok() && !IsLoopback(*listens_on)) {
-    DG_LOG(WARNING) << "Gloo listens on " << *listens_on
-                    << " without a cluster key; see docs/security.md";
+    DG_LOG(WARNING) << "Gloo listens on " << *listens_on << " without a cluster key ("
+                    << kClusterKeySetting << "); see docs/security.md";
   }
   const SigpipeBlocked sigpipe_blocked;
   const auto device =

@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "core/base/status.h"
+#include "core/net/certificate_files.h"
 
 namespace distgrad {
 namespace {
@@ -120,8 +121,7 @@ absl::StatusOr<KeysOfRank> Parse(int rank, absl::string_view said, const Cluster
 
 // Why the ranks cannot connect; "" if they can.
 absl::StatusOr<std::string> Difference(const std::vector<std::string>& all, const ClusterKey& key) {
-  constexpr char kAdvice[] =
-      ": give all ranks the same (DISTGRAD_KEY_FILE, DISTGRAD_KEY or the option)";
+  const std::string advice = absl::StrCat(": give all ranks the same (", kClusterKeySetting, ")");
   const bool certificates = absl::StartsWith(all[0], kCertificates);
   std::vector<KeysOfRank> ranks;
   std::array<std::optional<int>, 2> user;  // of each of rank 0's keys: a rank that uses it
@@ -129,16 +129,15 @@ absl::StatusOr<std::string> Difference(const std::vector<std::string>& all, cons
     DG_ASSIGN_OR_RETURN(const KeysOfRank keys, Parse(rank, all[rank], key));
     if (keys.has_certificates != certificates) {
       return absl::StrCat("rank ", certificates ? 0 : rank, " has certificates and rank ",
-                          certificates ? rank : 0,
-                          " has none: give them to all ranks (the option tls.cert, or "
-                          "DISTGRAD_TLS_CERT)");
+                          certificates ? rank : 0, " has none: give them to all ranks (",
+                          kCertSetting, ")");
     }
     if (keys.has_key == key.empty()) {
       return absl::StrCat("rank ", key.empty() ? rank : 0, " has a cluster key and rank ",
-                          key.empty() ? 0 : rank, " has none", kAdvice);
+                          key.empty() ? 0 : rank, " has none", advice);
     }
     if (keys.has_key && keys.used < 0) {
-      return absl::StrCat("rank ", rank, " has another cluster key than rank 0", kAdvice);
+      return absl::StrCat("rank ", rank, " has another cluster key than rank 0", advice);
     }
     if (keys.has_key && !user[keys.used].has_value()) user[keys.used] = rank;
     ranks.push_back(keys);
@@ -146,7 +145,7 @@ absl::StatusOr<std::string> Difference(const std::vector<std::string>& all, cons
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
     for (int i = 0; i < 2; ++i) {
       if (!user[i].has_value() || ranks[rank].knows[i]) continue;
-      return absl::StrCat("rank ", rank, " has another cluster key than rank ", *user[i], kAdvice);
+      return absl::StrCat("rank ", rank, " has another cluster key than rank ", *user[i], advice);
     }
   }
   return std::string();

@@ -75,10 +75,10 @@ absl::Status CheckGlooDevice(const ProcessGroupOptions& options) {
       ProcessEnvironment("GLOO_DEVICE_TRANSPORT").value_or("") != "TCP_TLS") {
     return absl::OkStatus();
   }
-  return absl::FailedPreconditionError(
+  return absl::FailedPreconditionError(absl::StrCat(
       "GLOO_DEVICE_TRANSPORT asks for Gloo's own TLS, which encrypts nothing in this libtorch: "
-      "unset it, and give all ranks a cluster key (DISTGRAD_KEY_FILE, or "
-      "ProcessGroupOptions::cluster_key), with which groups are encrypted");
+      "unset it, and give all ranks a cluster key (",
+      kClusterKeySetting, "), with which groups are encrypted"));
 }
 
 std::string FailureOf(int rank, absl::string_view why) {

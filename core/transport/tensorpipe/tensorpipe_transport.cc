@@ -477,8 +477,8 @@ class TensorPipeTransport final : public Transport {
     if (options_.kind != Kind::kShm) {
       DG_ASSIGN_OR_RETURN(const std::string host, ResolveBindHost(options_.host));
       if (options_.cluster_key.empty() && options_.certificates == nullptr && !IsLoopback(host)) {
-        DG_LOG(WARNING) << Name() << " listens on " << host
-                        << " without a cluster key; see docs/security.md";
+        DG_LOG(WARNING) << Name() << " listens on " << host << " without a cluster key ("
+                        << kClusterKeySetting << "); see docs/security.md";
       }
       url += host;
     }
@@ -577,9 +577,10 @@ absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
     return NewSocketTransport(*loop, std::move(socket));
   }
   if (!options.cluster_key.empty() || options.certificates != nullptr) {
-    return absl::InvalidArgumentError(absl::StrCat("TensorPipe's own transport ",
-                                                   Scheme(options.kind),
-                                                   " cannot use a cluster key or certificates"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("TensorPipe's own transport ", Scheme(options.kind),
+                     " cannot use a cluster key (", kClusterKeySetting, ") or certificates (",
+                     kCertSetting, "): use socket, or leave these out"));
   }
   // It runs only what a thread of TensorPipe's could not deliver itself.
   DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-deliver"));

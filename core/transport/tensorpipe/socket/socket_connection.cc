@@ -277,9 +277,9 @@ void SocketConnection::ShakeHands() {
     }
     if (n < 0) return FailErrno("handshake", errno);
     if (n == 0) {
-      return Fail(
-          "it refused our handshake: is it a worker of this job, with the same cluster key? Its "
-          "log says why");
+      return Fail(absl::StrCat(
+          "it refused our handshake: is it a worker of this job, with the same cluster key (",
+          kClusterKeySetting, ")? Its log says why"));
     }
     if (absl::Status status = handshake_->Receive({bytes, static_cast<size_t>(n)}); !status.ok()) {
       return Fail(status.message());
