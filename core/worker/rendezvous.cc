@@ -107,6 +107,15 @@ absl::StatusOr<Rendezvous> JoinRendezvous(const RendezvousOptions& options, Dead
   // another.
   if (!rendezvous.cluster_key.empty()) {
     rendezvous.store = NewSignedStore(rendezvous.cluster_key, std::move(rendezvous.store));
+  } else if (rendezvous.certificates != nullptr && options.store == nullptr &&
+             (place.launcher_serves || place.rendezvous.kind == RendezvousUrl::Kind::kFile)) {
+    DG_LOG(WARNING) << "this job has certificates and no cluster key, and its store, which "
+                    << (place.launcher_serves ? "the launcher serves" : "is a file")
+                    << ", knows no certificates: whoever can write to it can forge its entries, "
+                       "the addresses of workers and who of them is lost among them, so that the "
+                       "job does not start or loses workers. To have the entries signed, give it a "
+                       "cluster key, too ("
+                    << kClusterKeySetting << "); see docs/security.md";
   }
   if (absl::StrContains(options.job, '/')) {
     return absl::InvalidArgumentError(

@@ -11,11 +11,14 @@
 #include <thread>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/base/log.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/membership/worker_info.h"
 #include "core/net/certificates.h"
@@ -155,6 +158,40 @@ TEST_F(TrustTest, CertificatesMayBeOptionsWhateverTheEnvironmentSays) {
   const absl::Status nothing = Start({""}, {{.encrypt_local = true}})[0];
   EXPECT_TRUE(absl::IsFailedPrecondition(nothing)) << nothing;
   EXPECT_TRUE(absl::StrContains(nothing.message(), "tls.encrypt_local")) << nothing;
+}
+
+// A file knows no certificates, and entries are signed by a cluster key alone.
+TEST_F(TrustTest, CertificatesAloneWithAStoreThatIsAFileAreWarnedOf) {
+  TestAuthority authority(absl::StrCat(testing::TempDir(), "/trust_test_unsigned"));
+  const TlsOptions tls = OptionsOf(authority.Issue("worker", {.names = "DNS:job"}));
+  const auto warnings = [&](const std::string& store, const std::string& key_file) {
+    struct Log {
+      absl::Mutex mu;
+      int lines ABSL_GUARDED_BY(mu) = 0;
+    };
+    const auto log = std::make_shared<Log>();
+    SetLogSink([log](LogSeverity severity, absl::string_view text) {
+      absl::MutexLock lock(&log->mu);
+      if (severity == LogSeverity::kWARNING && absl::StrContains(text, "DISTGRAD_KEY_FILE") &&
+          absl::StrContains(text, "key_file") && absl::StrContains(text, "can forge")) {
+        ++log->lines;
+      }
+    });
+    const absl::Status status =
+        Worker::Create({.rendezvous = absl::StrCat("file://", testing::TempDir(), "/", store),
+                        .rank = 0,
+                        .world_size = 1,
+                        .key_file = key_file,
+                        .tls = tls,
+                        .thread_count = 1})
+            .status();
+    EXPECT_TRUE(status.ok()) << status;
+    SetLogSink([](LogSeverity, absl::string_view) {});
+    absl::MutexLock lock(&log->mu);
+    return log->lines;
+  };
+  EXPECT_EQ(warnings("unsigned", ""), 1);
+  EXPECT_EQ(warnings("signed", KeyFile("a secret of the whole job")), 0);
 }
 
 // Long before the call's deadline, and with the reason.
