@@ -197,13 +197,17 @@ void EncryptedContext::OnOutEnded(int other, const std::shared_ptr<SocketConnect
   if (text != nullptr && text->cause() == TextError::Cause::kRefused) {
     return OnOutLost(other, out, error.what());
   }
+  const bool refuses = text != nullptr && text->cause() == TextError::Cause::kRefuses;
   bool is_over;
   absl::Duration pause;
   {
     absl::MutexLock lock(&mu_);
     Peer& peer = peers_[other];
     if (peer.out != out) return;
-    is_over = all_open_ || !aborted_.ok();
+    // One that is refused here may be from somebody on the way, or be replaced just now: one more
+    // attempt shows whether it is the rank's own.
+    const bool again = refuses && std::exchange(peer.has_refused, true);
+    is_over = all_open_ || !aborted_.ok() || again;
     if (!is_over) {
       // It was closed for the sake of others, perhaps, or something on its way has changed a byte.
       peer.out = nullptr;

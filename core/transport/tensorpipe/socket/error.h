@@ -18,7 +18,8 @@ class TextError final : public tensorpipe::BaseError {
     kOther,
     kExhausted,   // this process lacks the means for it: file descriptors, or memory
     kNotTakenIn,  // a process is there, and the handshake was not finished
-    kRefused,  // likewise, for a certificate, of this end or the other one; no attempt changes it
+    kRefused,     // likewise: the other end has refused this one's certificate
+    kRefuses,     // likewise: this end has refused the certificate that it was shown
     kNobodyListens,
   };
 

@@ -304,9 +304,9 @@ void SocketConnection::EstablishTls() {
     const bool sent = output.empty() || send(fd_.get(), output.data(), output.size(),
                                              MSG_NOSIGNAL) == static_cast<ssize_t>(output.size());
     if (!status.ok()) {
-      const bool refused = absl::IsUnauthenticated(status) || absl::IsPermissionDenied(status);
-      return Fail(status.message(),
-                  refused ? TextError::Cause::kRefused : TextError::Cause::kOther);
+      return Fail(status.message(), absl::IsUnauthenticated(status)    ? TextError::Cause::kRefused
+                                    : absl::IsPermissionDenied(status) ? TextError::Cause::kRefuses
+                                                                       : TextError::Cause::kOther);
     }
     if (!sent) return FailErrno("handshake", errno);
     tls_->DropOutput(output.size());
