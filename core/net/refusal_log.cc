@@ -9,6 +9,10 @@
 namespace distgrad {
 namespace {
 
+// How many addresses and reasons are told apart, and how long one of them is silent at most.
+constexpr size_t kMaxKinds = 64;
+constexpr absl::Duration kSilence = absl::Minutes(10);
+
 // "10.0.0.7", or "this machine" for a Unix-domain socket.
 std::string PeerOf(int fd) {
   sockaddr_storage address = {};
@@ -33,9 +37,17 @@ void RefusalLog::Add(int fd, const Handshake& handshake, const absl::Status& why
     DG_LOG(INFO) << "refused a connection to " << to_ << ": " << reason;
     return;
   }
-  if (!IsWorthALine(++count_)) return;
-  DG_LOG(WARNING) << "refused a connection to " << to_ << " from " << PeerOf(fd) << ": " << reason
-                  << " (" << count_ << " so far)";
+  const std::pair<std::string, std::string> key(PeerOf(fd), std::string(reason));
+  const auto known = kinds_.find(key);
+  Kind& kind = known != kinds_.end()       ? known->second
+               : kinds_.size() < kMaxKinds ? kinds_[key]
+                                           : others_;
+  const absl::Time now = now_();
+  if (!IsWorthALine(++kind.count) && now - kind.last_line < kSilence) return;
+  kind.last_line = now;
+  DG_LOG(WARNING) << "refused a connection to " << to_ << " from " << key.first << ": " << reason
+                  << " (" << kind.count
+                  << (&kind == &others_ ? " so far, of various clients)" : " so far)");
 }
 
 }  // namespace distgrad
