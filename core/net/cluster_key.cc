@@ -70,10 +70,16 @@ absl::StatusOr<ClusterKey> ParseKeys(absl::string_view text, const std::string& 
 
 }  // namespace
 
+void Wipe(std::string* text) {
+  text->resize(text->capacity());
+  OPENSSL_cleanse(text->data(), text->size());
+  text->clear();
+}
+
 absl::Status CheckClusterKey(const ClusterKey& key) {
-  for (const std::string& each : {key.used(), key.accepted()}) {
-    if (each.empty() || each.size() >= kMinKeyBytes) continue;
-    return absl::InvalidArgumentError(absl::StrCat("the cluster key has ", each.size(),
+  for (const std::string* const each : {&key.used(), &key.accepted()}) {
+    if (each->empty() || each->size() >= kMinKeyBytes) continue;
+    return absl::InvalidArgumentError(absl::StrCat("the cluster key has ", each->size(),
                                                    " bytes; it needs at least ", kMinKeyBytes));
   }
   return absl::OkStatus();
@@ -84,18 +90,25 @@ absl::StatusOr<ClusterKey> LoadClusterKey(
     const std::function<std::optional<std::string>(const std::string&)>& getenv) {
   std::string path = key_file;
   if (path.empty()) {
-    const std::optional<std::string> variable = getenv("DISTGRAD_KEY");
+    std::optional<std::string> variable = getenv("DISTGRAD_KEY");
     const std::optional<std::string> file = getenv("DISTGRAD_KEY_FILE");
     if (variable.has_value() && file.has_value()) {
       return absl::InvalidArgumentError("both DISTGRAD_KEY and DISTGRAD_KEY_FILE are set");
     }
     if (!variable.has_value() && !file.has_value()) return ClusterKey();
-    if (variable.has_value()) return ParseKeys(*variable, "DISTGRAD_KEY");
+    if (variable.has_value()) {
+      absl::StatusOr<ClusterKey> keys = ParseKeys(*variable, "DISTGRAD_KEY");
+      Wipe(&*variable);
+      return keys;
+    }
     if (file->empty()) return absl::InvalidArgumentError("DISTGRAD_KEY_FILE is empty");
     path = *file;
   }
-  DG_ASSIGN_OR_RETURN(const std::string text, ReadKeyFile(path));
-  return ParseKeys(text, absl::StrCat(path, " (", kClusterKeySetting, ")"));
+  DG_ASSIGN_OR_RETURN(std::string text, ReadKeyFile(path));
+  absl::StatusOr<ClusterKey> keys =
+      ParseKeys(text, absl::StrCat(path, " (", kClusterKeySetting, ")"));
+  Wipe(&text);
+  return keys;
 }
 
 absl::StatusOr<ClusterKey> LoadClusterKey(const std::string& key_file) {

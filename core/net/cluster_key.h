@@ -25,7 +25,30 @@ inline constexpr size_t kMinKeyBytes = 16;
 inline constexpr char kClusterKeySetting[] =
     "the option key_file, DISTGRAD_KEY_FILE or DISTGRAD_KEY";
 
-// Immutable but for assignment.
+// Overwrites what the text and its spare room hold, and leaves it empty.
+void Wipe(std::string* text);
+
+// A text whose memory is overwritten before it is given back, so that it is not found there later.
+class SecretText {
+ public:
+  SecretText() = default;
+  explicit SecretText(absl::string_view text) : text_(text) {}
+  SecretText(const SecretText&) = default;
+  SecretText(SecretText&& other) noexcept { text_.swap(other.text_); }
+  SecretText& operator=(SecretText other) noexcept {
+    text_.swap(other.text_);
+    return *this;
+  }
+  ~SecretText() { Wipe(&text_); }
+
+  const std::string& text() const { return text_; }
+  bool empty() const { return text_.empty(); }
+
+ private:
+  std::string text_;
+};
+
+// Immutable but for assignment. Overwrites its memory before it gives it back.
 class ClusterKey {
  public:
   // None.
@@ -38,12 +61,12 @@ class ClusterKey {
 
   bool empty() const { return used_.empty(); }
   // What this process proves itself by to those to which it connects, and signs entries with.
-  const std::string& used() const { return used_; }
+  const std::string& used() const { return used_.text(); }
   // What the others may have in its place; "" where there is no second one.
-  const std::string& accepted() const { return accepted_; }
+  const std::string& accepted() const { return accepted_.text(); }
 
  private:
-  std::string used_, accepted_;
+  SecretText used_, accepted_;
 };
 
 // The cluster key of this process: the contents of `key_file`, or if that is empty of the file

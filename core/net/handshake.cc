@@ -126,7 +126,7 @@ absl::Status Handshake::TakeProof() {
     key_ = other_key_;
     DG_ASSIGN_OR_RETURN(expected, Proof(other));
   }
-  if (!SameDigest(expected, given)) return NotOurs(key_);
+  if (!SameDigest(expected, given)) return NotOurs(key_.text());
   step_ = Step::kDone;
   return role_ == Role::kServer ? SendProof() : absl::OkStatus();
 }
@@ -149,7 +149,7 @@ absl::StatusOr<Digest> Handshake::Derive(absl::string_view purpose) const {
   const std::string token(token_.begin(), token_.end());
   const std::string text = absl::StrCat(purpose, client ? own_hello_ : other_hello_,
                                         client ? other_hello_ : own_hello_, token);
-  return Hmac(key_.empty() ? token : key_, text);
+  return Hmac(key_.empty() ? token : key_.text(), text);
 }
 
 }  // namespace distgrad

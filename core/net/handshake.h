@@ -91,11 +91,11 @@ class Handshake {
 
   // Constant after Create().
   Role role_;
-  std::string other_key_;  // a server's second one; "": none
+  SecretText other_key_;  // a server's second one; "": none
   Token token_;
   std::string own_hello_;
 
-  std::string key_;  // "": none. A server's is the client's, once that has proved itself
+  SecretText key_;  // "": none. A server's is the client's, once that has proved itself
   Step step_ = Step::kHello;
   size_t wanted_ = kHelloBytes;  // of the message that is being received
   std::string received_;         // of it

@@ -2,6 +2,7 @@
 #include "core/net/tls.h"
 
 #include <openssl/bio.h>
+#include <openssl/crypto.h>
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 
@@ -172,7 +173,7 @@ class TlsSession::Settings {
 };
 
 TlsSession::TlsSession() : library_(std::make_unique<Library>()) {}
-TlsSession::~TlsSession() = default;
+TlsSession::~TlsSession() { OPENSSL_cleanse(secret_.data(), secret_.size()); }
 
 absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(Handshake::Role role,
                                                                const Digest& secret,

@@ -79,9 +79,9 @@ class SignedStore final : public Store {
       std::copy(value->begin() + size, value->end(), given.begin());
       value->resize(size);
     }
-    for (const std::string& cluster_key : {cluster_key_.used(), cluster_key_.accepted()}) {
-      if (cluster_key.empty()) continue;
-      DG_ASSIGN_OR_RETURN(const Digest expected, Sign(cluster_key, key, *value));
+    for (const std::string* const cluster_key : {&cluster_key_.used(), &cluster_key_.accepted()}) {
+      if (cluster_key->empty()) continue;
+      DG_ASSIGN_OR_RETURN(const Digest expected, Sign(*cluster_key, key, *value));
       if (is_signed && SameDigest(given, expected)) return absl::OkStatus();
     }
     return absl::UnauthenticatedError(absl::StrCat(
