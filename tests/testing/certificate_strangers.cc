@@ -82,25 +82,40 @@ SslContext ContextOf(const CertificateFiles& files, int most = TLS1_3_VERSION) {
   return context;
 }
 
+// Returns `who` if the server lets it in.
+std::string Try(absl::string_view who, const CertificateFiles& files, int most, uint16_t port,
+                const Token& token) {
+  Socket socket = ConnectTo(port);
+  DG_CHECK(ShakeHands(socket, token, true));
+  return SpeaksTls(socket, ContextOf(files, most).get()) ? absl::StrCat(who, "; ") : "";
+}
+
 }  // namespace
 
 CertificateStrangers::CertificateStrangers(TestAuthority& ours, const std::string& folder)
     : strange_(TestAuthority(folder).Issue("strange", {.names = "DNS:job"})),
       unnamed_(ours.Issue("unnamed", {.names = "DNS:another"})),
-      expired_(ours.Issue("expired", {.names = "DNS:job", .days = -1})) {}
+      expired_(ours.Issue("expired", {.names = "DNS:job", .days = -1})),
+      server_(ours.Issue("for_servers", {.names = "DNS:job", .use = "serverAuth"})),
+      broken_(ours.Issue("chainless", {.names = "DNS:job", .lacks_chain = true})) {}
+
+std::string CertificateStrangers::Come(int i, uint16_t port, const Token& token) {
+  const std::pair<absl::string_view, const CertificateFiles*> wrong[kWrong] = {
+      {"without a certificate", &nobody_},
+      {"of another authority", &strange_},
+      {"of another name", &unnamed_},
+      {"expired", &expired_},
+      {"for servers alone", &server_},
+      {"without what lies between it and its authority", &broken_},
+  };
+  const auto& [who, files] = wrong[i % kWrong];
+  return Try(who, *files, TLS1_3_VERSION, port, token);
+}
 
 std::string CertificateStrangers::Visit(uint16_t port, const Token& token) {
   std::string in;
-  const auto come = [&](absl::string_view who, const CertificateFiles& files, int most) {
-    Socket socket = ConnectTo(port);
-    DG_CHECK(ShakeHands(socket, token, true));
-    if (SpeaksTls(socket, ContextOf(files, most).get())) absl::StrAppend(&in, who, "; ");
-  };
-  come("without a certificate", nobody_, TLS1_3_VERSION);
-  come("of another authority", strange_, TLS1_3_VERSION);
-  come("of another name", unnamed_, TLS1_3_VERSION);
-  come("expired", expired_, TLS1_3_VERSION);
-  come("with TLS 1.2", strange_, TLS1_2_VERSION);
+  for (int i = 0; i < kWrong; ++i) in += Come(i, port, token);
+  in += Try("with TLS 1.2", strange_, TLS1_2_VERSION, port, token);
 
   Socket honest = ConnectTo(port);
   if (ShakeHands(honest, token, false)) absl::StrAppend(&in, "who says that it has none; ");

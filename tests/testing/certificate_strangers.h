@@ -23,7 +23,8 @@ class CertificateStrangers {
   // that it is TLS which they do not pass:
   //
   // - without a certificate, honestly and not; with one of another authority, of another name, one
-  //   that has expired
+  //   that has expired, one that is for servers alone, one of an authority below the accepted one
+  //   that the client does not show
   // - with TLS 1.2
   // - with plain text, at once and after the handshake
   // - who stall: before the handshake, in its midst, before TLS and in its midst
@@ -31,8 +32,15 @@ class CertificateStrangers {
   // Returns which of them have been let in; "" for none. Those who stall stay until this ends.
   std::string Visit(uint16_t port, const Token& token);
 
+  // Has the `i`-th of those come, alone, who have a certificate that is not accepted, or none; they
+  // begin anew after the last one. Returns who has been let in, or "".
+  std::string Come(int i, uint16_t port, const Token& token);
+
  private:
-  CertificateFiles nobody_, strange_, unnamed_, expired_;
+  // How many of these there are.
+  static constexpr int kWrong = 6;
+
+  CertificateFiles nobody_, strange_, unnamed_, expired_, server_, broken_;
   std::list<Socket> stalled_;
 };
 

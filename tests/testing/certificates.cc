@@ -46,7 +46,7 @@ void Extend(X509* certificate, X509* issuer, int what, const std::string& value)
 }
 
 Certificate Sign(EVP_PKEY* key, const std::string& subject, X509* issuer, EVP_PKEY* issuer_key,
-                 const TestAuthority::Request& request) {
+                 const TestAuthority::Request& request, bool is_authority = false) {
   static long serial = 0;
   Certificate certificate(X509_new());
   X509* const x = certificate.get();
@@ -58,8 +58,10 @@ Certificate Sign(EVP_PKEY* key, const std::string& subject, X509* issuer, EVP_PK
                              reinterpret_cast<const unsigned char*>(subject.c_str()), -1, -1, 0);
   X509_set_issuer_name(x, X509_get_subject_name(issuer == nullptr ? x : issuer));
   X509_set_pubkey(x, key);
-  if (issuer == nullptr) Extend(x, x, NID_basic_constraints, "critical,CA:TRUE");
+  if (is_authority)
+    Extend(x, issuer == nullptr ? x : issuer, NID_basic_constraints, "critical,CA:TRUE");
   if (!request.names.empty()) Extend(x, issuer, NID_subject_alt_name, request.names);
+  if (!request.use.empty()) Extend(x, issuer, NID_ext_key_usage, request.use);
   DG_CHECK(X509_sign(x, issuer_key, EVP_sha256()) > 0);
   return certificate;
 }
@@ -68,7 +70,7 @@ Certificate Sign(EVP_PKEY* key, const std::string& subject, X509* issuer, EVP_PK
 
 struct TestAuthority::Library {
   explicit Library(const std::string& name)
-      : certificate(Sign(key.get(), name, nullptr, key.get(), {.names = ""})) {}
+      : certificate(Sign(key.get(), name, nullptr, key.get(), {.names = ""}, true)) {}
 
   Key key{EVP_EC_gen("P-256")};
   Certificate certificate;
@@ -87,8 +89,13 @@ TestAuthority::~TestAuthority() = default;
 
 CertificateFiles TestAuthority::Issue(const std::string& file, const Request& request) {
   const Key key(EVP_EC_gen("P-256"));
+  const Key middle_key(EVP_EC_gen("P-256"));
+  const Certificate middle = Sign(middle_key.get(), "between", library_->certificate.get(),
+                                  library_->key.get(), {.names = ""}, true);
   const Certificate certificate =
-      Sign(key.get(), file, library_->certificate.get(), library_->key.get(), request);
+      request.lacks_chain
+          ? Sign(key.get(), file, middle.get(), middle_key.get(), request)
+          : Sign(key.get(), file, library_->certificate.get(), library_->key.get(), request);
   CertificateFiles files = {.cert = folder_ + "/" + file + ".pem",
                             .key = folder_ + "/" + file + ".key",
                             .ca = folder_ + "/ca.pem"};

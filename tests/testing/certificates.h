@@ -22,6 +22,10 @@ class TestAuthority {
     std::string names;
     // From a day ago until so many days from now; negative: it has expired.
     int days = 1;
+    // extendedKeyUsage as OpenSSL's configuration has it: "clientAuth"; "": none.
+    std::string use = {};
+    // There is another authority between this one and the certificate, which its file lacks.
+    bool lacks_chain = false;
   };
   // Issues a certificate with a key of its own, and writes both; over what was there under this
   // name, as an agent that rotates them does.

@@ -63,7 +63,11 @@ absl::string_view Key(WireReader& reader, bool* fits) {
 
 absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Start(Socket listener,
                                                                 StoreServerOptions options) {
-  if (options.max_unauthenticated == 0) options.max_unauthenticated = HalfOfDescriptors();
+  if (options.max_unauthenticated == 0) {
+    const bool anybody_gets_to_tls = options.cluster_key.empty() && options.certificates != nullptr;
+    options.max_unauthenticated =
+        anybody_gets_to_tls ? std::min(HalfOfDescriptors(), kMostInTls) : HalfOfDescriptors();
+  }
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) {
     return absl::ErrnoToStatus(errno, "serving a store");

@@ -22,6 +22,7 @@
 #include <functional>
 #include <iterator>
 #include <limits>
+#include <list>
 #include <memory>
 #include <optional>
 #include <random>
@@ -36,6 +37,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "core/base/descriptors.h"
 #include "core/membership/store/file_store.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/membership/store/store_errors.h"
@@ -1332,6 +1334,34 @@ TEST(StoreServerTest, UnauthenticatedClientsMakeRoom) {
   EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(800, 'x'));
 }
 
+// With certificates alone all of them get as far as TLS, which takes memory for each.
+TEST(StoreServerTest, UnauthenticatedClientsAreFewWhereEachTakesMemory) {
+  ASSERT_TRUE(ReserveDescriptors(3 * kMostInTls, "this test").ok());
+  TestAuthority authority(std::string(std::getenv("TEST_TMPDIR")) + "/few");
+  const auto certificates =
+      Certificates::Load(authority.Issue("store", {.names = "DNS:job"})).value();
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(
+      std::move(listener),
+      {.certificates = certificates, .grace = absl::Hours(1), .handshake_timeout = absl::Hours(1)});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const std::string hello =
+      Handshake::Create(Handshake::Role::kClient, "", kStoreToken, true)->TakeOutput();
+  std::list<Socket> strangers;
+  for (size_t i = 0; i <= kMostInTls; ++i) {
+    strangers.push_back(Socket::Connect("127.0.0.1", port, Later()).value());
+    ASSERT_TRUE(strangers.back().Send(hello, Later()).ok());
+  }
+  // They are taken in the order in which they have come, and answered.
+  char byte;
+  EXPECT_TRUE(std::prev(strangers.end(), 2)->Receive(&byte, 1, Later()).ok());
+  EXPECT_TRUE(absl::IsDeadlineExceeded(
+      strangers.back().Receive(&byte, 1, Deadline::After(absl::Milliseconds(300)))));
+  strangers.pop_front();
+  EXPECT_TRUE(strangers.back().Receive(&byte, 1, Later()).ok());
+}
+
 // The descriptors are used up, some of them by clients that say nothing.
 TEST(StoreServerTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescriptors) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();
@@ -1394,6 +1424,26 @@ TEST(StoreServerTest, AClientInItsHandshakeCostsLessThanAKilobyte) {
   EXPECT_EQ(OpenFiles(), files + 2 * kClients) << "one at each end";
 }
 
+// Of so many attempts of a kind, which `attempt` makes.
+void ExpectNothingLeft(const std::function<void(int)>& attempt, const char* what) {
+  attempt(50);  // what is allocated once
+  const size_t files = OpenFiles(), before = mallinfo2().uordblks;
+  const int count = WrongKeys();
+  attempt(count);
+  // Whatever their number: of TLS the library keeps some things for its next session.
+  const size_t most = before + (256 << 10);
+  // The server may not have noticed yet that the last client has gone.
+  const absl::Time deadline = Later();
+  while ((OpenFiles() > files || mallinfo2().uordblks >= most) && absl::Now() < deadline) {
+    std::this_thread::yield();
+  }
+  std::printf("%d wrong %s: %zu files before and %zu after, %zu bytes of memory and %zu\n", count,
+              what, files, OpenFiles(), before, static_cast<size_t>(mallinfo2().uordblks));
+  EXPECT_LE(OpenFiles(), files);
+  if (before == 0) GTEST_SKIP() << "this allocator does not say what is in use";
+  EXPECT_LT(mallinfo2().uordblks, most);
+}
+
 // Those who try keys cost what they are, and only as long as they are there.
 TEST(StoreServerTest, WrongKeysLeaveNothing) {
   const std::string key = "a secret of the whole job";
@@ -1414,21 +1464,25 @@ TEST(StoreServerTest, WrongKeysLeaveNothing) {
     }
     ASSERT_TRUE(Join(store->port(), key)->Set("key", "x", Later()).ok());
   };
-  attempt(50);  // what is allocated once
-  const size_t files = OpenFiles(), before = mallinfo2().uordblks;
-  const int count = WrongKeys();
-  attempt(count);
-  const size_t most = before + (64 << 10);
-  // The server may not have noticed yet that the last client has gone.
-  const absl::Time deadline = Later();
-  while ((OpenFiles() > files || mallinfo2().uordblks >= most) && absl::Now() < deadline) {
-    std::this_thread::yield();
-  }
-  std::printf("%d wrong keys: %zu files before and %zu after, %zu bytes of memory and %zu\n", count,
-              files, OpenFiles(), before, static_cast<size_t>(mallinfo2().uordblks));
-  EXPECT_LE(OpenFiles(), files);
-  if (before == 0) GTEST_SKIP() << "this allocator does not say what is in use";
-  EXPECT_LT(mallinfo2().uordblks, most);
+  ExpectNothingLeft(attempt, "keys");
+}
+
+// The same of those who have the wrong certificates.
+TEST(StoreServerTest, WrongCertificatesLeaveNothing) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority authority(folder + "/flat");
+  const auto certificates =
+      Certificates::Load(authority.Issue("store", {.names = "DNS:job"})).value();
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(std::move(listener), {.certificates = certificates});
+  ASSERT_TRUE(server.ok()) << server.status();
+  CertificateStrangers strangers(authority, folder + "/flat_strangers");
+  ExpectNothingLeft(
+      [&](int count) {
+        for (int i = 0; i < count; ++i) ASSERT_EQ(strangers.Come(i, port, kStoreToken), "");
+      },
+      "certificates");
 }
 
 // More come at a time than may be unauthenticated. None of them is closed: one without a slot waits
