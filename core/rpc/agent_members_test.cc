@@ -513,6 +513,15 @@ TEST_F(PlayedPeerTest, AConnectionThatIsNeverOpenIsGivenUpThoughItsPeerLives) {
   EXPECT_EQ(hello.number, hello.first_own) << "no other one has been opened";
 }
 
+// It has opened no connection itself.
+TEST_F(PlayedPeerTest, WhoIsOnlyConnectedToAsksItsPeerTooAndGivesItUp) {
+  const Played opened = Connect({});
+  opened.Ping(1);
+  for (int i = 0; i < 6; ++i) clock_.Advance(kLimit / 5);
+  opened.end->Await(FrameKind::kPing, 1);
+  opened.end->AwaitClosed();
+}
+
 // The peer has given up its connections with us, and its next one is faster than the news of their
 // end: they end first, and it stays.
 TEST_F(PlayedPeerTest, WhatThePeerHasGivenUpEndsBeforeItsNextConnectionIsTakenIn) {

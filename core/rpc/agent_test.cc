@@ -52,6 +52,12 @@ TEST_F(AgentTest, ACallThatIsDroppedUnansweredTellsItsCaller) {
   EXPECT_EQ(a().Call(1, "drop", "").Wait().status().code(), absl::StatusCode::kInternal);
 }
 
+TEST_F(AgentTest, OneStartsOnce) {
+  const absl::Status again = a().agent->Start(a().info, {a().info});
+  EXPECT_EQ(again.code(), absl::StatusCode::kFailedPrecondition) << again;
+  EXPECT_EQ(*a().agent->FindWorker("c"), 2) << "it knows whom it knew";
+}
+
 TEST_F(AgentTest, UnknownWorkers) {
   EXPECT_EQ(a().Call(9, "echo", "").Wait().status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(*a().agent->FindWorker("c"), 2);

@@ -76,6 +76,14 @@ TEST_F(SendWindowTest, CloseRefusesWhoWaitsAndWhoComes) {
   EXPECT_EQ(refused_, (std::vector<int>{1, 2}));
 }
 
+TEST_F(SendWindowTest, TheFirstReasonToCloseStays) {
+  window_->Close(absl::UnavailableError("gone"));
+  window_->Close(absl::InternalError("later"));
+  absl::Status why;
+  window_->AcquireAsync(1, [&](const absl::StatusOr<Credit>& credit) { why = credit.status(); });
+  EXPECT_EQ(why, absl::UnavailableError("gone"));
+}
+
 // Each waiter releases its credit within its callback.
 TEST_F(SendWindowTest, AHundredThousandWaitersDoNotDeepenTheStack) {
   std::optional<Credit> all = window_->TryAcquire(100);
