@@ -39,6 +39,7 @@ using testing::IsEmpty;
 struct Script {
   std::function<absl::StatusOr<bool>()> ready = [] { return true; };
   absl::Status launch;
+  bool launch_throws = false;
   std::function<bool(const c10::Event&)> query = [](const c10::Event& end) { return end.query(); };
   bool capturing = false;
   std::vector<std::string> calls;
@@ -78,6 +79,7 @@ class FakeNcclGroup final : public NcclGroup {
     script_->calls.push_back("broadcast " + std::to_string(count) + " from " +
                              std::to_string(root));
     if (!script_->launch.ok()) return script_->launch;
+    TORCH_CHECK(!script_->launch_throws, "CUDA error: out of memory");
     Launching();
     const Streams streams(parts, root);
     for (size_t i = 0; i < parts.size(); ++i) {
@@ -311,10 +313,54 @@ TEST_F(NcclCollectivesTest, ACollectiveThatIsRefusedAbortsAndStays) {
   EXPECT_EQ(script_.calls.size(), 2u);
 }
 
-TEST_F(NcclCollectivesTest, WhatHangsOnTheDevicesIsAbortedAtItsDeadlineThoughNobodyWaits) {
+TEST_F(NcclCollectivesTest, ACollectiveThatThrowsAbortsAndStays) {
+  NcclCollectives& collectives = Make();
+  script_.launch_throws = true;
+  const absl::Status first = collectives.Broadcast({at::ones({4}, devices_[0])}).status();
+  EXPECT_THAT(std::string(first.message()), HasSubstr("out of memory"));
+  EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("broadcast"), "abort"));
+  EXPECT_EQ(collectives.status(), first);
+}
+
+// Nobody would look at its deadline.
+TEST_F(NcclCollectivesTest, WhatRunsAndCannotBeWatchedIsAborted) {
+  bool thrown = true;
+  for (int nth = 0; thrown; ++nth) {
+    collectives_ = nullptr;
+    script_ = Script();
+    NcclCollectives& collectives = Make();
+    script_.ready = [nth] {  // it has been launched
+      fake_device::FailEvent(nth);
+      return true;
+    };
+    const absl::Status status = collectives.Broadcast({at::ones({4}, devices_[0])}).status();
+    script_.ready = [] { return true; };
+    thrown = fake_device::FailEvent(-1);
+    EXPECT_EQ(status.ok(), !thrown) << nth << ": " << status;
+    EXPECT_EQ(collectives.status(), status);
+    if (!thrown) {
+      EXPECT_GT(nth, 3) << "each device has an event";
+      continue;
+    }
+    EXPECT_THAT(std::string(status.message()), HasSubstr("an event failed"));
+    EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("broadcast"), "abort"));
+  }
+}
+
+// NCCL is not ready while it connects to a device for a later one.
+TEST_F(NcclCollectivesTest, WhatHasEndedIsNotLateWhileALaterOneBegins) {
   NcclCollectives& collectives = Make({.timeout = absl::Seconds(5)});
   ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   script_.ready = [] { return false; };
+  clock_.Advance(absl::Seconds(10));
+  EXPECT_TRUE(collectives.status().ok()) << collectives.status();
+  script_.ready = [] { return true; };
+}
+
+TEST_F(NcclCollectivesTest, WhatHangsOnTheDevicesIsAbortedAtItsDeadlineThoughNobodyWaits) {
+  NcclCollectives& collectives = Make({.timeout = absl::Seconds(5)});
+  script_.query = [](const c10::Event&) { return false; };
+  ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   clock_.Advance(absl::Seconds(4));
   EXPECT_TRUE(collectives.status().ok());
   clock_.Advance(absl::Seconds(2));
@@ -417,13 +463,12 @@ TEST_F(NcclCollectivesTest, CommunicatorsAreOfDevicesWhateverTheOptions) {
   ASSERT_TRUE(slow.Broadcast({at::ones({40}, devices_[0]), at::ones({40}, devices_[0])}).ok());
   ASSERT_TRUE(fast.Broadcast({at::ones({40}, devices_[0]), at::ones({40}, devices_[0])}).ok());
   EXPECT_EQ(script_.calls.size(), 3u) << "bucket sizes are their own";
-  script_.ready = [] { return false; };
+  script_.query = [](const c10::Event&) { return false; };
   clock_.Advance(absl::Seconds(4));
   EXPECT_TRUE(fast.status().ok());
   clock_.Advance(absl::Seconds(2));
   EXPECT_THAT(std::string(slow.status().message()), HasSubstr("did not end within 5s"))
       << "the one that has less time stands behind the other";
-  script_.ready = [] { return true; };
   EXPECT_NE(*first, pool.Get(devices_, absl::Seconds(5)).value()) << "these have failed";
   EXPECT_EQ(started_, 2);
 }

@@ -139,7 +139,13 @@ absl::Status NcclCommunicators::Launch(Collective collective, absl::Duration tim
   {
     absl::MutexLock lock(&mu_);
     DG_RETURN_IF_ERROR(status_);
-    if (absl::Status run = collective.run(*group_, parts); !run.ok()) {
+    absl::Status run;
+    try {
+      run = collective.run(*group_, parts);
+    } catch (...) {
+      run = StatusFromException(std::current_exception());
+    }
+    if (!run.ok()) {
       Fail(Annotate(run, absl::StrCat(name_, ": ", collective.what)));
       return status_;
     }
@@ -150,12 +156,19 @@ absl::Status NcclCommunicators::Launch(Collective collective, absl::Duration tim
   running->what = collective.what;
   running->timeout = timeout;
   running->deadline = clock_->Now() + timeout;
-  for (size_t i = 0; i < devices_.size(); ++i) {
-    running->ends.emplace_back(devices_[i].type());
-    running->ends[i].record(streams_[i]);
-    if (collective.waits[i] || collective.buffers[i].in_place) running->ends[i].block(current[i]);
+  absl::Status watchable;
+  try {
+    for (size_t i = 0; i < devices_.size(); ++i) {
+      running->ends.emplace_back(devices_[i].type());
+      running->ends[i].record(streams_[i]);
+      if (collective.waits[i] || collective.buffers[i].in_place) running->ends[i].block(current[i]);
+    }
+  } catch (...) {
+    watchable = StatusFromException(std::current_exception());
   }
   absl::MutexLock lock(&mu_);
+  // It runs, and nobody would look at its deadline.
+  if (!watchable.ok()) Fail(Annotate(watchable, absl::StrCat(name_, ": ", collective.what)));
   DG_RETURN_IF_ERROR(status_);  // aborted meanwhile
   running_.push_back(std::move(running));
   SetTimers();
@@ -230,18 +243,17 @@ void NcclCommunicators::Query() {
 void NcclCommunicators::QueryUntilOneRuns() {
   while (true) {
     std::shared_ptr<const Running> oldest;
-    bool ready = false;
     {
       absl::MutexLock lock(&mu_);
       if (running_.empty()) return;
       oldest = running_.front();
       const absl::StatusOr<bool> now = group_->Ready();
       if (!now.ok()) return Fail(Annotate(now.status(), name_));
-      ready = *now;
+      // Whether it is ready is nothing to this one, which has begun: a later one may be beginning.
     }
     absl::StatusOr<bool> ended = false;
     try {
-      ended = ready && std::all_of(oldest->ends.begin(), oldest->ends.end(), platform_.query);
+      ended = std::all_of(oldest->ends.begin(), oldest->ends.end(), platform_.query);
     } catch (...) {
       ended = StatusFromException(std::current_exception());
     }

@@ -43,8 +43,8 @@ class NcclOrder {
 // A communicator that fails, and a collective that does not end in time, is noticed within a tenth
 // of a second, whoever waits or does not; then all communicators are aborted, so that nothing hangs
 // on the devices, and this and all later calls fail. Deadlines are looked at on a thread that calls
-// nothing of CUDA: where the driver itself stands still, because a kernel of NCCL does, an abort is
-// what ends that.
+// nothing of CUDA but in an abort: where the driver itself stands still behind a kernel of NCCL,
+// the abort is begun a second after the deadline, and ends that if NCCL can.
 //
 // Thread-safe.
 class NcclCommunicators {

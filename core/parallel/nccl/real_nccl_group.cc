@@ -6,12 +6,16 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <cstdlib>
+#include <exception>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
 #include "core/base/status.h"
+#include "core/tensor/exception.h"
 
 namespace distgrad {
 namespace {
@@ -33,6 +37,7 @@ class RealNcclGroup final : public NcclGroup {
     }
     ncclUniqueId id;
     DG_RETURN_IF_ERROR(Check(nccl_.get_unique_id(&id), "ncclGetUniqueId", 0));
+    DG_RETURN_IF_ERROR(NcclDoesNotBlock());  // NCCL has read its file by now
     return Grouped("ncclCommInitRankConfig", [&](size_t i) {
       ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
       config.blocking = 0;
@@ -101,14 +106,36 @@ class RealNcclGroup final : public NcclGroup {
   absl::Status Grouped(const char* what, Call call) {
     DG_RETURN_IF_ERROR(Check(nccl_.group_start(), "ncclGroupStart", 0));
     absl::Status status;
-    for (size_t i = 0; i < devices_.size() && status.ok(); ++i) {
-      const int before = nccl_.exchange_device(devices_[i].index());
-      status = Check(call(i), what, i);
-      nccl_.exchange_device(before);
-    }
+    for (size_t i = 0; i < devices_.size() && status.ok(); ++i) status = OnDevice(i, what, call);
     // Also after an error: a group that stays open takes in what other code calls.
     status.Update(Check(nccl_.group_end(), "ncclGroupEnd", 0));
     return status;
+  }
+
+  // CUDA's errors are exceptions here: of a device that is full, or that another program has for
+  // itself, say.
+  template <typename Call>
+  absl::Status OnDevice(size_t i, const char* what, Call call) {
+    std::optional<int> before;
+    absl::Status status;
+    try {
+      before = nccl_.exchange_device(devices_[i].index());
+      status = Check(call(i), what, i);
+    } catch (...) {
+      status = Thrown(what, i);
+    }
+    try {
+      if (before.has_value()) nccl_.restore_device(*before);
+    } catch (...) {
+      status.Update(Thrown(what, i));
+    }
+    return status;
+  }
+
+  // Of the exception that is being handled.
+  absl::Status Thrown(const char* what, size_t i) const {
+    return Annotate(StatusFromException(std::current_exception()),
+                    absl::StrCat(what, " of ", devices_[i].str()));
   }
 
   // Constant after construction.
@@ -141,11 +168,25 @@ ncclDataType_t NcclDataType(c10::ScalarType dtype) {
   }
 }
 
+absl::Status NcclDoesNotBlock() {
+  const char* const value = std::getenv("NCCL_COMM_BLOCKING");
+  // As NCCL reads numbers.
+  if (value == nullptr || std::strtoll(value, nullptr, 0) != 1) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "NCCL: the variable NCCL_COMM_BLOCKING is '", value,
+      "', by the environment or NCCL's file of variables (nccl.conf): calls would wait "
+      "in NCCL without a deadline; remove it"));
+}
+
 NcclFunctions NcclFunctions::Real() {
   NcclFunctions functions;
   functions.device_count = [] { return static_cast<int>(c10::cuda::device_count()); };
   functions.exchange_device = [](int device) {
     return static_cast<int>(c10::cuda::ExchangeDevice(static_cast<c10::DeviceIndex>(device)));
+  };
+  // Makes no context on a device that the program has not used.
+  functions.restore_device = [](int device) {
+    c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(device));
   };
   functions.stream = [](c10::Stream stream) { return c10::cuda::CUDAStream(stream).stream(); };
   return functions;

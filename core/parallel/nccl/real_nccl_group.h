@@ -16,6 +16,7 @@ namespace distgrad {
 struct NcclFunctions {
   int (*device_count)() = nullptr;
   int (*exchange_device)(int device) = nullptr;  // returns the one that was current
+  void (*restore_device)(int device) = nullptr;  // makes that one current again
   cudaStream_t (*stream)(c10::Stream stream) = nullptr;
   decltype(&ncclGetUniqueId) get_unique_id = &ncclGetUniqueId;
   decltype(&ncclCommInitRankConfig) init_rank = &ncclCommInitRankConfig;
@@ -34,8 +35,14 @@ struct NcclFunctions {
 // NCCL's name of a type that NcclAdds().
 ncclDataType_t NcclDataType(c10::ScalarType dtype);
 
+// kFailedPrecondition where NCCL_COMM_BLOCKING is 1: NCCL has communicators block then, whatever
+// their creator asks for. NCCL's file of variables (nccl.conf) counts once ncclGetUniqueId() has
+// been called, for that puts them into the environment.
+absl::Status NcclDoesNotBlock();
+
 // Communicators that do not block, one for each of `devices`, which are distinct CUDA devices.
-// kFailedPrecondition if one of them is not there, kInternal with NCCL's words if it fails.
+// kFailedPrecondition if one of them is not there, or they would block; kInternal with NCCL's words
+// if it fails.
 absl::StatusOr<std::unique_ptr<NcclGroup>> StartNcclGroup(
     const std::vector<c10::Device>& devices,
     const NcclFunctions& functions = NcclFunctions::Real());

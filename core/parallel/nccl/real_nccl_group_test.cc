@@ -8,6 +8,7 @@
 #include <ATen/ops/ones.h>
 #include <c10/cuda/CUDAFunctions.h>
 
+#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
@@ -43,6 +44,7 @@ NcclFunctions Functions() {
   NcclFunctions functions;
   functions.device_count = [] { return 2; };
   functions.exchange_device = [](int device) { return std::exchange(fake.current, device); };
+  functions.restore_device = [](int device) { fake.current = device; };
   functions.stream = [](c10::Stream) { return cudaStream_t{}; };
   functions.get_unique_id = [](ncclUniqueId*) { return ncclSuccess; };
   functions.init_rank = [](ncclComm_t* out, int, ncclUniqueId, int rank, ncclConfig_t* config) {
@@ -100,6 +102,51 @@ TEST(NcclGroupTest, ACommunicatorThatCannotBeMadeEndsTheOthers) {
   // The group is closed all the same.
   EXPECT_THAT(fake.calls, ElementsAre("start", "init 0 on 0", "init 1 on 1", "end", "abort 0"));
   EXPECT_EQ(fake.current, 7);
+}
+
+// As where it is full, or another program has it for itself. In a group that stays open NCCL would
+// only note what this thread calls from then on.
+TEST(NcclGroupTest, AGroupIsClosedThoughADeviceCannotBeTaken) {
+  NcclFunctions functions = Functions();
+  functions.exchange_device = [](int device) {
+    TORCH_CHECK(device != 1, "CUDA error: out of memory");
+    return std::exchange(fake.current, device);
+  };
+  const absl::Status status = StartNcclGroup(kTwo, functions).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("ncclCommInitRankConfig of cuda:1"), HasSubstr("out of memory")));
+  EXPECT_THAT(fake.calls, ElementsAre("start", "init 0 on 0", "end", "abort 0"));
+  EXPECT_EQ(fake.current, 7);
+}
+
+TEST(NcclGroupTest, AGroupIsClosedThoughACallThrows) {
+  NcclFunctions functions = Functions();
+  functions.stream = [](c10::Stream) -> cudaStream_t { TORCH_CHECK(false, "no such stream"); };
+  auto group = StartNcclGroup(kTwo, functions);
+  ASSERT_TRUE(group.ok()) << group.status();
+  fake.calls.clear();
+  const c10::Stream stream(c10::Stream::UNSAFE, kTwo[0], 0);
+  const at::Tensor memory = at::ones({4});
+  const absl::Status status =
+      (*group)->Broadcast({{memory, memory, stream}, {memory, memory, stream}}, 4, 0);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no such stream"));
+  EXPECT_THAT(fake.calls, ElementsAre("start", "end"));
+  EXPECT_EQ(fake.current, 7);
+}
+
+// NCCL reads its file, and sets the variables in it, when it is used first.
+TEST(NcclGroupTest, CommunicatorsThatWouldBlockAreNotMade) {
+  NcclFunctions functions = Functions();
+  functions.get_unique_id = [](ncclUniqueId*) {
+    setenv("NCCL_COMM_BLOCKING", "1", 1);
+    return ncclSuccess;
+  };
+  const absl::Status status = StartNcclGroup(kTwo, functions).status();
+  unsetenv("NCCL_COMM_BLOCKING");
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("NCCL_COMM_BLOCKING"));
+  EXPECT_THAT(fake.calls, ElementsAre());
 }
 
 TEST(NcclGroupTest, WhatFailsLaterNamesItsDevice) {
