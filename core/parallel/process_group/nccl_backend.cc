@@ -9,7 +9,9 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -26,6 +28,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "core/base/blocking.h"
+#include "core/base/clock.h"
 #include "core/base/deadline.h"
 #include "core/base/log.h"
 #include "core/parallel/nccl/real_nccl_group.h"
@@ -42,6 +45,9 @@ constexpr int kPollsWithoutSleep = 64;
 constexpr absl::Duration kPollInterval = absl::Microseconds(50);
 // How often it is asked whether another rank has failed, which NCCL does not always notice.
 constexpr absl::Duration kOthersInterval = absl::Seconds(1);
+// How much later than its deadline a collective is aborted that nobody waits for: meanwhile the GPU
+// is asked whether it has ended.
+constexpr absl::Duration kGrace = absl::Seconds(1);
 // For the last bytes that other ranks have not taken yet when this one leaves.
 constexpr absl::Duration kFlushTimeout = absl::Seconds(5);
 // The key under which rank 0 says how NCCL reaches it.
@@ -51,6 +57,8 @@ const c10::impl::DeviceGuardImplInterface& GuardOf(c10::Device device) {
   return *c10::impl::getDeviceGuardImpl(device.type());
 }
 
+absl::Status Left() { return absl::UnavailableError("NCCL: the group was left"); }
+
 // Aborts are heard of as errors; a sum that was aborted is worth nothing. Thread-safe.
 class Communicator {
  public:
@@ -58,8 +66,10 @@ class Communicator {
       : timeout_(place.timeout),
         failed_elsewhere_(place.failed_elsewhere),
         device_(device),
-        platform_(RealNcclPlatform()) {}
-  ~Communicator() { Abort(); }
+        platform_(RealNcclPlatform()),
+        queries_(ValueOrThrow(NewSystemClock())),
+        aborts_(ValueOrThrow(NewSystemClock())) {}
+  ~Communicator() { Abort(Left()); }
 
   absl::Duration timeout() const { return timeout_; }
   c10::Device device() const { return device_; }
@@ -83,6 +93,7 @@ class Communicator {
              absl::FunctionRef<ncclResult_t(ncclComm_t communicator)> call) {
     {
       absl::MutexLock lock(&mu_);
+      ThrowIfNotOk(why_);
       Check("communicator", communicator_ == nullptr ? ncclInvalidUsage : ncclSuccess);
       Check(what, call(communicator_));
     }
@@ -96,6 +107,38 @@ class Communicator {
       IsReady();  // or throws: it may have ended because it was aborted
       return ended;
     });
+  }
+
+  // Two timers for a collective that has begun, which keep its deadline while nobody waits for it.
+  struct Watched {
+    Clock::TimerId query, abort;
+  };
+  struct Ending {
+    explicit Ending(const char* what) : what(what) {}
+    const char* const what;
+    c10::Event end{c10::kCUDA};
+    std::atomic<bool> seen{false};
+  };
+  // At the deadline one thread asks whether it has ended, which may stand still with the driver; a
+  // second later another one, which calls nothing of CUDA before that, aborts what has not.
+  Watched Watch(const std::shared_ptr<Ending>& ending, Deadline deadline) {
+    const auto query = [this, ending] {
+      try {
+        ending->seen = platform_.query(ending->end);
+      } catch (...) {
+        DG_LOG(WARNING) << "NCCL: whether " << ending->what << " of " << device_.str()
+                        << " has ended: " << StatusFromException(std::current_exception());
+      }
+    };
+    const auto abort = [this, ending] {
+      if (!ending->seen) Abort(Late(ending->what));
+    };
+    return {queries_->At(queries_->TimeOf(deadline), query),
+            aborts_->At(aborts_->TimeOf(deadline) + kGrace, abort)};
+  }
+  void Unwatch(const Watched& watched) {
+    queries_->Cancel(watched.query);
+    aborts_->Cancel(watched.abort);
   }
 
   absl::Status MayBegin() const {
@@ -121,9 +164,11 @@ class Communicator {
     }
   }
 
-  void Abort() {
+  // What waits, and comes later, fails with the first `why`.
+  void Abort(absl::Status why) {
     absl::MutexLock lock(&mu_);
     if (communicator_ == nullptr) return;
+    why_ = std::move(why);
     // What it answers changes nothing: the communicator is gone either way. Set to null after it: a
     // thread of NCCL's that sets it up may write it until then.
     ncclCommAbort(communicator_);
@@ -139,6 +184,8 @@ class Communicator {
         absl::MutexLock lock(&mu_);
         Check("ncclGetUniqueId", ncclGetUniqueId(&id));
       }
+      // NCCL has read its file by now, and no other rank has begun to connect.
+      ThrowIfNotOk(NcclDoesNotBlock());
       ThrowIfNotOk(place.store->Set(kId, std::string(id.internal, sizeof(id.internal)), deadline));
       return id;
     }
@@ -159,9 +206,7 @@ class Communicator {
 
   bool IsReady() {
     absl::MutexLock lock(&mu_);
-    if (communicator_ == nullptr) {
-      throw StatusError(absl::UnavailableError("NCCL: the communicator was aborted"));
-    }
+    ThrowIfNotOk(why_);
     ncclResult_t state = ncclSuccess;
     Check("ncclCommGetAsyncError", ncclCommGetAsyncError(communicator_, &state));
     Check("communicator", state);
@@ -186,12 +231,16 @@ class Communicator {
         others = Deadline::After(kOthersInterval);
       }
       if (wrong.ok() && deadline.Passed()) {
-        wrong = absl::DeadlineExceededError(absl::StrCat("NCCL: ", what, " did not end in time"));
+        wrong = Late(what);
       }
       if (wrong.ok()) continue;
-      Abort();
+      Abort(wrong);
       throw StatusError(wrong);
     }
+  }
+
+  static absl::Status Late(const char* what) {
+    return absl::DeadlineExceededError(absl::StrCat("NCCL: ", what, " did not end in time"));
   }
 
   static void ThrowIfNotOk(const absl::Status& status) {
@@ -216,6 +265,10 @@ class Communicator {
 
   absl::Mutex mu_;
   ncclComm_t communicator_ ABSL_GUARDED_BY(mu_) = nullptr;  // null before and after
+  absl::Status why_ ABSL_GUARDED_BY(mu_);                   // why it was aborted
+
+  // The last members: they wait for timers that are firing.
+  const std::unique_ptr<Clock> queries_, aborts_;
 };
 
 // A collective that NCCL has begun.
@@ -224,25 +277,31 @@ class NcclWork final : public c10d::Work {
   NcclWork(std::shared_ptr<Communicator> communicator, const char* what, Deadline deadline,
            at::Tensor tensor)
       : communicator_(std::move(communicator)),
-        what_(what),
         deadline_(deadline),
         tensor_(std::move(tensor)),
-        end_(c10::kCUDA) {}
+        ending_(std::make_shared<Communicator::Ending>(what)) {}
+  ~NcclWork() override {
+    if (watched_.has_value()) communicator_->Unwatch(*watched_);
+  }
 
-  void Record(const c10::Stream& stream) { end_.record(stream); }
+  // It ends where `stream` is now.
+  void Record(const c10::Stream& stream) {
+    ending_->end.record(stream);
+    watched_ = communicator_->Watch(ending_, deadline_);
+  }
 
   // Until the deadline that it has had since it began.
   bool wait(std::chrono::milliseconds /*timeout*/) override {
-    communicator_->AwaitEnd(what_, deadline_, end_);
+    communicator_->AwaitEnd(ending_->what, deadline_, ending_->end);
     return true;
   }
 
  private:
   const std::shared_ptr<Communicator> communicator_;
-  const char* const what_;
   const Deadline deadline_;
   const at::Tensor tensor_;  // whose memory NCCL uses
-  c10::Event end_;
+  const std::shared_ptr<Communicator::Ending> ending_;
+  std::optional<Communicator::Watched> watched_;
 };
 
 // Collectives run on a stream of the group's own, which waits for the caller's current one.
@@ -261,7 +320,7 @@ class Nccl final : public c10d::Backend {
     } catch (...) {  // NOLINT(bugprone-empty-catch): whoever waits for it hears of it
     }
     communicator_->Flush();
-    communicator_->Abort();
+    communicator_->Abort(Left());
   }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
@@ -288,7 +347,9 @@ class Nccl final : public c10d::Backend {
     });
   }
 
-  void abort() override { communicator_->Abort(); }
+  void abort() override {
+    communicator_->Abort(absl::UnavailableError("NCCL: the communicator was aborted"));
+  }
 
  private:
   c10::intrusive_ptr<c10d::Work> Begin(
@@ -309,7 +370,13 @@ class Nccl final : public c10d::Backend {
       return call(communicator, tensor.mutable_data_ptr());
     });
     auto work = c10::make_intrusive<NcclWork>(communicator_, what, deadline, tensor);
-    work->Record(stream_);
+    try {
+      work->Record(stream_);
+    } catch (...) {
+      // It runs, and nobody could wait for it.
+      communicator_->Abort(StatusFromException(std::current_exception()));
+      throw;
+    }
     last_ = work;
     return work;
   }
@@ -325,6 +392,8 @@ absl::StatusOr<c10::Device> NcclDevice() {
   if (c10::cuda::device_count() == 0) {
     return absl::FailedPreconditionError("NCCL: CUDA finds no GPU on this machine");
   }
+  const absl::Status does_not_block = NcclDoesNotBlock();
+  if (!does_not_block.ok()) return does_not_block;
   return c10::Device(c10::kCUDA, c10::cuda::current_device());
 }
 

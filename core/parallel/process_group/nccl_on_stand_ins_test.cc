@@ -4,9 +4,11 @@
 #include <ATen/ops/full.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
@@ -15,6 +17,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/membership/start.h"
 #include "core/membership/store.h"
@@ -184,6 +187,75 @@ TEST(NcclOnStandInsTest, ASumThatARankDoesNotJoinEndsInTime) {
     over.Notify();
   });
   EXPECT_EQ(fake_nccl::Communicators(), 0);
+}
+
+// As where a backward waits for all of its device before it gets to Wait().
+TEST(NcclOnStandInsTest, ASumThatARankDoesNotJoinLetsTheDeviceGoThoughNobodyWaitsForIt) {
+  const auto store = NewInProcessStore();
+  absl::Notification over;
+  OnRanks(2, [&](int rank) {
+    const auto group = Join(store, rank, 2, "gpus", {.collective = absl::Seconds(1)});
+    ASSERT_TRUE(group.ok()) << group.status();
+    if (rank == 1) return over.WaitForNotification();
+    const auto running = (*group)->BeginSum(On(rank, 1), What());
+    EXPECT_TRUE(running.ok()) << running.status();
+    c10::cuda::device_synchronize();
+    const absl::Status status = (*group)->Wait(**running);
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "took longer than 1s")) << status;
+    over.Notify();
+  });
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+}
+
+// Its deadline is that of the sum, and not of whoever waits for it.
+TEST(NcclOnStandInsTest, ASumThatHasEndedInTimeMayBeWaitedForLate) {
+  const auto group = Join(NewInProcessStore(), 0, 1, "gpus", {.collective = absl::Seconds(1)});
+  ASSERT_TRUE(group.ok()) << group.status();
+  const auto running = (*group)->BeginSum(On(0, 1), What());
+  ASSERT_TRUE(running.ok()) << running.status();
+  absl::SleepFor(absl::Seconds(3));  // nothing is to happen
+  const absl::Status status = (*group)->Wait(**running);
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST(NcclOnStandInsTest, WhatNcclNoticesLaterEndsAWaitAtOnce) {
+  const auto store = NewInProcessStore();
+  absl::Notification over;
+  OnRanks(2, [&](int rank) {
+    const auto group = Join(store, rank, 2);
+    ASSERT_TRUE(group.ok()) << group.status();
+    if (rank == 1) return over.WaitForNotification();
+    const auto running = (*group)->BeginSum(On(rank, 1), What());
+    EXPECT_TRUE(running.ok()) << running.status();
+    {
+      const fake_nccl::Failure failure;
+      const absl::Status status = (*group)->Wait(**running);
+      EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "remote process exited")) << status;
+      EXPECT_EQ(fake_nccl::Communicators(), 1) << "that of the other rank alone";
+    }
+    over.Notify();
+  });
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+}
+
+// What blocks in NCCL has no deadline.
+TEST(NcclOnStandInsTest, CommunicatorsThatWouldBlockAreRefused) {
+  setenv("NCCL_COMM_BLOCKING", "1", 1);
+  const absl::Status by_variable = Join(NewInProcessStore(), 0, 1).status();
+  unsetenv("NCCL_COMM_BLOCKING");
+  absl::Status by_file;
+  {
+    const fake_nccl::BlockingByFile file;
+    by_file = Join(NewInProcessStore(), 0, 1).status();
+  }
+  for (const absl::Status& status : {by_variable, by_file}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "NCCL_COMM_BLOCKING")) << status;
+  }
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+  EXPECT_TRUE(Join(NewInProcessStore(), 0, 1).ok());
 }
 
 // NCCL does not notice it where ranks share a machine.

@@ -57,6 +57,8 @@ std::map<std::string, std::shared_ptr<Clique>> cliques;
 int communicators = 0;
 int finalized = 0;
 int silent = 0;
+int failing = 0;
+bool file = false;
 uint64_t ids = 0;
 
 bool IsReady(const ncclComm& communicator) {
@@ -137,6 +139,7 @@ extern "C" {
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   const std::lock_guard<std::mutex> lock(mu);
+  if (file) setenv("NCCL_COMM_BLOCKING", "1", 0);
   std::memset(id, 0, sizeof(*id));
   std::snprintf(id->internal, sizeof(id->internal), "fake %llu",
                 static_cast<unsigned long long>(++ids));  // NOLINT: printf's type
@@ -166,7 +169,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error) {
   if (communicator == nullptr) return ncclInvalidArgument;
   const std::lock_guard<std::mutex> lock(mu);
-  *error = IsReady(*communicator) ? ncclSuccess : ncclInProgress;
+  *error = failing > 0 ? ncclRemoteError : IsReady(*communicator) ? ncclSuccess : ncclInProgress;
   return ncclSuccess;
 }
 
@@ -241,6 +244,25 @@ Silence::Silence() {
 Silence::~Silence() {
   const std::lock_guard<std::mutex> lock(mu);
   --silent;
+}
+
+Failure::Failure() {
+  const std::lock_guard<std::mutex> lock(mu);
+  ++failing;
+}
+Failure::~Failure() {
+  const std::lock_guard<std::mutex> lock(mu);
+  --failing;
+}
+
+BlockingByFile::BlockingByFile() {
+  const std::lock_guard<std::mutex> lock(mu);
+  file = true;
+}
+BlockingByFile::~BlockingByFile() {
+  const std::lock_guard<std::mutex> lock(mu);
+  file = false;
+  unsetenv("NCCL_COMM_BLOCKING");
 }
 
 }  // namespace distgrad::fake_nccl

@@ -22,6 +22,25 @@ class Silence {
   Silence& operator=(const Silence&) = delete;
 };
 
+// While it lives, every communicator says that a remote rank has gone.
+class Failure {
+ public:
+  Failure();
+  ~Failure();
+  Failure(const Failure&) = delete;
+  Failure& operator=(const Failure&) = delete;
+};
+
+// As if NCCL's file said that communicators block: from the first ncclGetUniqueId() on, until this
+// ends, the variable says so.
+class BlockingByFile {
+ public:
+  BlockingByFile();
+  ~BlockingByFile();
+  BlockingByFile(const BlockingByFile&) = delete;
+  BlockingByFile& operator=(const BlockingByFile&) = delete;
+};
+
 }  // namespace distgrad::fake_nccl
 
 #endif  // DISTGRAD_TESTS_TESTING_FAKE_NCCL_FAKE_NCCL_H_
