@@ -10,7 +10,8 @@ cp tools/gpu_check tools/skipped.py "$scratch/unpacked"
 echo '{}' >"$scratch/unpacked/about.json"
 touch "$scratch/site/torch/lib/libtorch_cuda.so"
 
-# driver NAME VERSION GPUS: a libcuda.so.1 that has these.
+# driver NAME VERSION GPUS [CAPABILITY]: a libcuda.so.1 that has these; the last is C for the value of
+# an attribute.
 driver() {
   mkdir -p "$scratch/$1"
   cc -shared -fPIC -o "$scratch/$1/libcuda.so.1" -x c - <<C
@@ -20,13 +21,14 @@ int cuDriverGetVersion(int* version) { *version = $2; return 0; }
 int cuDeviceGetCount(int* count) { *count = $3; return 0; }
 int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }
 int cuDeviceGetName(char* name, int length, int device) { strcpy(name, "a GPU"); return 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int device) { *value = attribute; return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) { *value = ${4:-attribute}; return 0; }
 C
 }
 driver none 13000 0
 driver old 12040 1
 driver one 13000 1
 driver two 13010 2
+driver volta 13000 2 'attribute == 75 ? 7 : device == 0 ? 5 : 0'
 
 # program STATUS REASON: one with two cases, the second of which is skipped if there is a reason.
 program() {
@@ -66,6 +68,7 @@ program 0 ""
 check "without a driver" nothing 2 "no libcuda.so.1"
 check "without a GPU" none 2 "cuInit() is error 100"
 check "an old driver" old 2 "CUDA 12.4, and libtorch 2.11 needs 13: install a driver from 580 on"
+check "an old GPU" volta 2 "cuda:1 (a GPU) has compute capability 7.0, and CUDA 13 needs 7.5"
 check "all pass" one 0 "1 programs passed, 0 failed, 0 skips without need"
 grep -q '"compute_capability": "75.76"' "$scratch/report.json"
 grep -q '"ok": true' "$scratch/report.json"
@@ -93,26 +96,41 @@ printf '#!/bin/sh\nexit 127\n' >"$scratch/unpacked/programs/core.a_test"
 check "a program that does not start" nothing 1 "core.a_test does not start"
 check "a program that does not start, on a GPU" one 1 "core.a_test does not start"
 
-# With Bazel, of which there is a stub here: it knows one target, whose case says $REASON, and a
-# benchmark, which says $FIGURES.
+status=0
+python=$(python3 -c 'import sys; print(sys.executable)')
+PATH=$scratch LD_LIBRARY_PATH=$scratch/one "$python" \
+  "$scratch/unpacked/gpu_check" --site "$scratch/site" --sanitizer memcheck >"$scratch/said" 2>&1 ||
+  status=$?
+if [[ $status != 1 ]] || ! grep -q "there is no compute-sanitizer" "$scratch/said"; then
+  echo "FAILED: without compute-sanitizer: status $status" >&2
+  cat "$scratch/said" >&2
+  failed=1
+fi
+
+# With Bazel, of which there is a stub here: it knows the targets $LABELS, of which one runs, whose
+# case says $REASON, and a benchmark, which says $FIGURES. Its test command ends with $ENDS.
 mkdir -p "$scratch/tree/tools"
 cp tools/gpu_check tools/skipped.py "$scratch/tree/tools"
 cat >"$scratch/tree/tools/bazel" <<'SH'
 #!/bin/sh
 command=$1
+echo "$@" >>"$ARGUMENTS"
 for argument; do
   case $argument in --build_event_json_file=*) events=${argument#*=} ;; esac
 done
 case $command in
-  query) echo //core:a_test ;;
+  query) printf '%s\n' ${LABELS:-//core:a_test} ;;
   run) echo "$FIGURES" ;;
   test)
-    echo "<testsuites><testsuite><testcase classname=\"A\" name=\"One\">$REASON</testcase></testsuite></testsuites>" >"$events.xml"
+    case="<testcase classname=\"A\" name=\"One\">$REASON</testcase>"
+    if [ "$REASON" = none ]; then case=; fi
+    echo "<testsuites><testsuite>$case</testsuite></testsuites>" >"$events.xml"
     cat >"$events" <<JSON
 {"id":{"targetConfigured":{"label":"//core:a_test"}},"configured":{"targetKind":"cc_test rule"}}
 {"id":{"testResult":{"label":"//core:a_test"}},"testResult":{"testAttemptDurationMillis":"1500","testActionOutput":[{"name":"test.xml","uri":"file://$events.xml"}]}}
 {"id":{"testSummary":{"label":"//core:a_test"}},"testSummary":{"overallStatus":"$OUTCOME"}}
 JSON
+    exit "${ENDS:-0}"
     ;;
 esac
 SH
@@ -120,7 +138,9 @@ chmod +x "$scratch/tree/tools/bazel"
 # check_bazel WHAT STATUS OUTCOME REASON
 check_bazel() {
   local status=0
-  OUTCOME=$3 REASON=${4:+"<skipped message='a.cc:7&#x0A;$4'/>"} LD_LIBRARY_PATH=$scratch/one \
+  local reason=${4:+"<skipped message='a.cc:7&#x0A;$4'/>"}
+  if [[ $4 == none ]]; then reason=none; fi
+  OUTCOME=$3 REASON=$reason LD_LIBRARY_PATH=$scratch/one ARGUMENTS=$scratch/arguments \
     python3 "$scratch/tree/tools/gpu_check" --json "$scratch/report.json" >"$scratch/said" 2>&1 || status=$?
   if [[ $status != "$2" ]]; then
     echo "FAILED: $1: status $status, not $2:" >&2
@@ -135,6 +155,22 @@ FIGURES=nothing check_bazel "the benchmark fails" 1 PASSED ""
 check_bazel "a test fails" 1 FAILED ""
 check_bazel "a test does not see the GPU" 1 PASSED "this machine has no GPU"
 check_bazel "a test is for two GPUs" 0 PASSED "this machine has fewer than 2 GPUs"
+ENDS=3 check_bazel "a test fails, as Bazel says" 1 FAILED ""
+ENDS=1 check_bazel "Bazel fails" 1 PASSED ""
+check_bazel "a test that has run nothing" 1 PASSED none
+LABELS="//core:a_test //core:b_test" check_bazel "a target that Bazel leaves out" 1 PASSED ""
+if ! grep -q "FAILED: //core:b_test" "$scratch/said"; then
+  echo "FAILED: a target that Bazel leaves out is not named" >&2
+  failed=1
+fi
+rm "$scratch/arguments"
+NCCL_DEBUG=INFO CUDA_VISIBLE_DEVICES=1 check_bazel "with variables" 0 PASSED ""
+for variable in NCCL_DEBUG CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH; do
+  if ! grep '^test ' "$scratch/arguments" | grep -q -- "--test_env=$variable "; then
+    echo "FAILED: $variable does not get to tests" >&2
+    failed=1
+  fi
+done
 
 # What the linker wrote of this machine is gone, and the program still runs.
 echo 'int main() { return 7; }' | cc -o "$scratch/linked" -Wl,-rpath,/a/place/of/here -x c -
