@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/time/time.h"
 #include "core/worker/context.h"
 #include "core/worker/worker.h"
 #include "tests/testing/cluster.h"
@@ -80,6 +82,17 @@ TEST(GpuChannelTest, CallsRepliesAndGradientsStayOnGpus) {
     ASSERT_TRUE(gradient.ok()) << gradient.status();
     EXPECT_EQ(gradient->device(), Gpu(i));
     EXPECT_TRUE(gradient->cpu().equal(at::full({40, 50}, 3.0f)));
+  }
+}
+
+// What a test on a machine with GPUs goes by.
+TEST(GpuChannelTest, AWorkersEntryInTheStoreSaysWhetherItHasTheChannel) {
+  for (const bool gpu_channel : {true, false}) {
+    Cluster cluster(Crossed(gpu_channel));
+    const auto entry = cluster[0].store()->Get("worker/0", Deadline::After(absl::Seconds(10)));
+    ASSERT_TRUE(entry.ok()) << entry.status();
+    EXPECT_EQ(absl::StrContains(*entry, "#gpus=3"), gpu_channel) << *entry;
+    EXPECT_EQ(absl::StrContains(*entry, "#gpus="), gpu_channel) << *entry;
   }
 }
 

@@ -125,6 +125,17 @@ void ExpectAlike(const Run& run, double tolerance) {
 
 TEST_F(OneGpuTwice, TrainsAsThePlainModuleDoes) { ExpectAlike({}, 1e-3); }
 
+// PyTorch's test of this name; here of as many as there are.
+TEST_F(OneGpuTwice, DataParallelUsesAllAvailableCUDADevices) {
+  struct PassImpl : nn::Cloneable<PassImpl> {
+    void reset() override {}
+    Tensor forward(Tensor x) { return x; }
+  };
+  const Tensor output = RunDataParallel(std::make_shared<PassImpl>(), torch::ones({16, 3}));
+  EXPECT_EQ(output.device(), kGpu);
+  EXPECT_TRUE(output.cpu().equal(torch::ones({16, 3})));
+}
+
 TEST_F(OneGpuTwice, TrainsInChannelsLast) {
   ExpectAlike({.format = at::MemoryFormat::ChannelsLast}, 1e-3);
 }

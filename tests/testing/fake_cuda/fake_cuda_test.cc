@@ -88,11 +88,12 @@ TEST(FakeCudaDeathTest, WhatItLacksEndsTheProcessByName) {
 // That of a machine with a GPU would not know these devices, and libtorch asks it for them when a
 // device has no memory left.
 TEST(FakeCudaTest, NvmlIsAFakeToo) {
-  void* const nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+  void* const linked = dlsym(RTLD_DEFAULT, "nvmlDeviceGetHandleByPciBusId_v2");
+  ASSERT_NE(linked, nullptr) << "this program is not linked with the fake NVML";
+  void* const nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_NOLOAD);
   ASSERT_NE(nvml, nullptr) << dlerror();
-  auto* const handle_of = reinterpret_cast<int (*)(const char*, const void**)>(
-      dlsym(nvml, "nvmlDeviceGetHandleByPciBusId_v2"));
-  ASSERT_NE(handle_of, nullptr);
+  ASSERT_EQ(dlsym(nvml, "nvmlDeviceGetHandleByPciBusId_v2"), linked);
+  auto* const handle_of = reinterpret_cast<int (*)(const char*, const void**)>(linked);
   const void* device = nullptr;
   EXPECT_EQ(handle_of("00000000:63:00.0", &device), 0);
 }
