@@ -10,7 +10,7 @@ link_only: that without its headers.
 Any cc_* target can depend on it. Without --config=cuda it is incompatible with every platform, so
 that `bazel build //...` skips it and all that needs it, and says so; nothing is downloaded.
 
-Keep libtorch's headers out of .cu files: with them one takes 89 s to compile, without 5. Take raw
+Keep libtorch's headers out of .cu files: with them one takes ten times as long to compile (docs/cuda.md). Take raw
 pointers there, and tensors in a .cc beside it.
 """
 
