@@ -1,12 +1,12 @@
 // The behaviours that PyTorch's own tests of data parallelism look for, by their names there (of
 // test/cpp/api/parallel.cpp first, then of test_data_parallel.py), each with what is expected here.
-// Where theirs needs CUDA, these run on the CPU and on simulated accelerators.
+// Where theirs needs CUDA, these run on the CPU and on simulated accelerators, which hide GPUs: so
+// DataParallelUsesAllAvailableCUDADevices is in core/parallel/cuda/one_gpu_twice_test.cc.
 #include "core/parallel/data_parallel.h"
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/autograd.h>
-#include <torch/cuda.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
 
@@ -138,12 +138,6 @@ TEST_P(DataParallelConformance, DataParallelPlacesTheOutputOnTheRequestedDevice)
   }
   EXPECT_EQ(RunDataParallel(m, input, devices_).device(), devices_[0]);
   EXPECT_EQ(RunDataParallel(m, input, {devices_[0]}, devices_[1]).device(), devices_[1]);
-}
-
-TEST_P(DataParallelConformance, DataParallelUsesAllAvailableCUDADevices) {
-  if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
-  const Tensor output = RunDataParallel(std::make_shared<PassImpl>(), torch::ones({16, 3}));
-  EXPECT_EQ(output.device(), c10::Device(c10::kCUDA, 0));
 }
 
 TEST_P(DataParallelConformance, DataParallelNumericalEquivalence) {
