@@ -10,12 +10,12 @@ each on lines of its own, are drawn by the seed from all that the files allow (*
 
 All are built at once, into one tree of programs (mutant schemata; R. Untch, 1993): each change stands
 beside what it replaces, and a file says, when a program starts, which one counts. A change that does
-not compile is no mutant. The tests of TESTED run once without any, which tells which of them get to
-which mutant, and how long they take; and then, for each mutant, those that do, until one fails: the
-file's own test, those of its package, and the others, quick ones first. A test that takes longer than
---longest is left out. What fails is killed, and so is what takes four times as long as without, and
---grace more; what passes survives, and wants a test or a reason. Where a mutex is not locked no test is
-run, but clang's analysis by //tools:clang_tidy_test.
+not compile is no mutant, nor is one of a file that no program of TESTED has. The tests of TESTED run
+once without any, which tells which of them get to which mutant, and how long they take; and then, for
+each mutant, those that do, until one fails: the file's own test, those of its package, and the others,
+quick ones first. A test that takes longer than --longest is left out. What fails is killed, and so is
+what takes four times as long as without, and --grace more; what passes survives, and wants a test or a
+reason. Where a mutex is not locked no test is run, but clang's analysis by //tools:clang_tidy_test.
 
 The tree (DIR, default "mutants" in the project's cache) is a work tree of its own, and kept: the next
 run builds on it. Each result is printed, and appended to FILE as a line of JSON; a run with the same
@@ -37,6 +37,7 @@ NO_LOCK = "without the lock"
 GONE = "without the statement"
 SWAPPED = "two statements the other way round"
 CACHE = os.environ.get("DISTGRAD_CACHE") or os.path.expanduser("~/.cache/distgrad")
+OF_TESTS = r"(_(test|testing|benchmark|conformance|cases)|/random_program)\.cc$"
 TESTED = ["//core/...", "//capi/...", "//tests/integration/..."]
 
 # A statement on one line that is no declaration: what it does can be left out.
@@ -169,7 +170,7 @@ def files_of(names):
   files = []
   for name in names:
     inside = sorted(glob.glob(name + "/**/*.cc", recursive=True)) if os.path.isdir(name) else [name]
-    files += [f for f in inside if not re.search(r"_(test|testing|benchmark|conformance|cases)\.cc$", f)]
+    files += [f for f in inside if not re.search(OF_TESTS, f)]
   return files
 
 
@@ -254,6 +255,11 @@ class Schemata:
       print(f"{len(bad)} do not compile", flush=True)
       for n in bad:
         del left[n]
+
+  def is_built(self, file):
+    """Whether a program that is tested has the file: what is for GPUs alone is in none."""
+    folder, unit = os.path.split(file.removesuffix(".cc"))
+    return bool(glob.glob(os.path.join(self.tree, "bazel-bin", folder, "_objs", "*", unit + ".*o")))
 
   def learn(self):
     """Runs all tests without a mutant: which of them get to which mutant."""
@@ -375,7 +381,7 @@ def main():
   killed, survived = 0, 0
   for number, (file, i, what, new) in mutants.items():
     at = f"{file}:{i + 1}"
-    if what != NO_LOCK and number not in compiled:
+    if not schemata.is_built(file) or (what != NO_LOCK and number not in compiled):
       continue
     result = done.get(at + what)
     if result is None:
