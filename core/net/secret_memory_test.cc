@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -93,14 +92,12 @@ TEST(SecretMemoryTest, AKeyIsNotFoundOnceItIsNotNeeded) {
               // The client has the second key alone, so the server tries both.
               Handshake client =
                   Handshake::Create(Handshake::Role::kClient, copies[1].accepted(), {}).value();
-              std::optional<Handshake> server =
-                  Handshake::Create(Handshake::Role::kServer, key, {}).value();
+              Handshake server = Handshake::Create(Handshake::Role::kServer, key, {}).value();
               for (int i = 0; i < 2; ++i) {
-                ASSERT_TRUE(server->Receive(client.TakeOutput()).ok());
-                ASSERT_TRUE(client.Receive(server->TakeOutput()).ok());
+                ASSERT_TRUE(server.Receive(client.TakeOutput()).ok());
+                ASSERT_TRUE(client.Receive(server.TakeOutput()).ok());
               }
-              EXPECT_TRUE(client.done() && server->done());
-              server.reset();
+              EXPECT_TRUE(client.done() && server.done());
             }),
             0);
   unsetenv("DISTGRAD_KEY");
