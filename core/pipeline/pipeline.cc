@@ -96,6 +96,26 @@ absl::StatusOr<std::map<std::string, std::vector<int>>> RanksOfTied(
   return all;
 }
 
+// The stages of each rank that have a step in the schedule.
+std::vector<std::set<int>> StagesThatStep(const Schedule& schedule) {
+  std::vector<std::set<int>> stages(schedule.ranks());
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.lists[rank]) {
+      if (action.kind == Action::Kind::kStep) stages[rank].insert(action.stage);
+    }
+  }
+  return stages;
+}
+
+std::string DescribeStepped(const absl::StatusOr<Stepped>& stepped, int stage) {
+  if (!stepped.ok()) {
+    return absl::StrCat("may have stepped, or be in its step (", stepped.status().message(), ")");
+  }
+  const auto found = stepped->find(stage);
+  if (found == stepped->end()) return "has not stepped";
+  return found->second ? "has stepped" : "has failed in its step";
+}
+
 }  // namespace
 
 Pipeline::Pipeline(Worker* worker, PipelineOptions options, Schedule evaluation)
@@ -266,80 +286,59 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
                                Deadline deadline) const {
   const bool is_default = deadline == absl::InfinitePast();
   Deadline until = Deadline::After(absl::Seconds(2));
-  std::vector<std::string> notes;
+  std::vector<Future<Message>> states;
   if (absl::IsDeadlineExceeded(failure)) {
-    notes = DescribeRanks(schedule, step, until);
+    // They have been told that the step is over; who has not heard it cannot answer, either.
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      states.push_back(Ask(kDescribe, schedule, step, rank, until));
+    }
   } else if (is_default) {
     until = deadline;
   }
   if (!is_default) until = std::max(until, deadline);
-  for (std::string& note : EndSteps(schedule, step, until)) notes.push_back(std::move(note));
+  // All are asked before any is waited for: one that does not answer takes no time from the others.
+  std::map<int, Future<Message>> ends;
+  const std::vector<std::set<int>> stages = StagesThatStep(schedule);
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    if (!stages[rank].empty()) ends.emplace(rank, Ask(kEndStep, schedule, step, rank, until));
+  }
+  std::vector<std::string> notes;
+  for (size_t rank = 0; rank < states.size(); ++rank) {
+    const absl::StatusOr<Message>& answer = states[rank].Wait();
+    notes.push_back(absl::StrCat("worker '", options_.workers[rank], "' ",
+                                 answer.ok() ? answer->payload : "does not answer"));
+  }
+  for (auto& [rank, end] : ends) {
+    // A call that waits for its answer waits for credit, too.
+    if (absl::IsResourceExhausted(end.Wait().status())) {
+      end = Ask(kEndStep, schedule, step, rank, std::max(until, Deadline::After(absl::Seconds(2))),
+                /*waits=*/true);
+    }
+  }
+  for (const auto& [rank, end] : ends) {
+    const absl::StatusOr<Message>& answer = end.Wait();
+    const absl::StatusOr<Stepped> stepped =
+        answer.ok() ? DecodeStepped(answer->payload) : answer.status();
+    for (const int stage : stages[rank]) {
+      notes.push_back(absl::StrCat("stage ", stage, " on worker '", options_.workers[rank], "' ",
+                                   DescribeStepped(stepped, stage)));
+    }
+  }
   if (notes.empty()) return failure;
   return Annotate(failure,
                   absl::StrCat("pipeline '", options_.name, "': ", absl::StrJoin(notes, ", ")));
 }
 
-std::vector<std::string> Pipeline::DescribeRanks(const Schedule& schedule, uint64_t step,
-                                                 Deadline deadline) const {
-  // They have been told that the step is over; who has not heard it cannot answer, either.
-  std::vector<Future<Message>> answers;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const StepRef ref{step, FirstStage(schedule.rank_of_stage, rank)};
-    answers.push_back(worker_->CallAsync(options_.workers[rank],
-                                         absl::StrCat(kDescribe, options_.name),
-                                         {EncodeStepRef(ref), {}}, {.deadline = deadline}));
+Future<Message> Pipeline::Ask(absl::string_view function, const Schedule& schedule, uint64_t step,
+                              int rank, Deadline deadline, bool waits) const {
+  const std::string name = absl::StrCat(function, options_.name);
+  Message message = {EncodeStepRef({step, FirstStage(schedule.rank_of_stage, rank)}), {}};
+  const CallOptions options = {.deadline = deadline};
+  if (!waits) {
+    return worker_->CallAsync(options_.workers[rank], name, std::move(message), options);
   }
-  std::vector<std::string> ranks;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const absl::StatusOr<Message>& answer = answers[rank].Wait();
-    ranks.push_back(absl::StrCat("worker '", options_.workers[rank], "' ",
-                                 answer.ok() ? answer->payload : "does not answer"));
-  }
-  return ranks;
-}
-
-std::vector<std::string> Pipeline::EndSteps(const Schedule& schedule, uint64_t step,
-                                            Deadline deadline) const {
-  std::vector<std::set<int>> stages(schedule.ranks());  // that have one
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    for (const Action& action : schedule.lists[rank]) {
-      if (action.kind == Action::Kind::kStep) stages[rank].insert(action.stage);
-    }
-  }
-  const std::string function = absl::StrCat(kEndStep, options_.name);
-  const auto message = [&](int rank) {
-    return Message{EncodeStepRef({step, FirstStage(schedule.rank_of_stage, rank)}), {}};
-  };
-  std::map<int, Future<Message>> answers;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    if (stages[rank].empty()) continue;
-    answers.emplace(rank, worker_->CallAsync(options_.workers[rank], function, message(rank),
-                                             {.deadline = deadline}));
-  }
-  std::vector<std::string> notes;
-  for (const auto& [rank, future] : answers) {
-    const std::string& worker = options_.workers[rank];
-    absl::StatusOr<Message> answer = future.Wait();
-    // A call that waits for its answer waits for credit, too.
-    if (absl::IsResourceExhausted(answer.status())) {
-      answer = worker_->Call(worker, function, message(rank), {.deadline = deadline});
-    }
-    absl::StatusOr<Stepped> stepped =
-        answer.ok() ? DecodeStepped(answer->payload) : answer.status();
-    for (const int stage : stages[rank]) {
-      const std::string who = absl::StrCat("stage ", stage, " on worker '", worker, "' ");
-      if (!stepped.ok()) {
-        notes.push_back(absl::StrCat(who, "may have stepped, or be in its step (",
-                                     stepped.status().message(), ")"));
-      } else if (const auto found = stepped->find(stage); found == stepped->end()) {
-        notes.push_back(absl::StrCat(who, "has not stepped"));
-      } else {
-        notes.push_back(
-            absl::StrCat(who, found->second ? "has stepped" : "has failed in its step"));
-      }
-    }
-  }
-  return notes;
+  return Future<Message>::Of(
+      worker_->Call(options_.workers[rank], name, std::move(message), options));
 }
 
 }  // namespace distgrad

@@ -96,16 +96,14 @@ class Pipeline {
                                      std::vector<at::Tensor> inputs,
                                      std::vector<at::Tensor> targets, Deadline deadline);
 
-  // Puts before an error what the ranks say of the step that it has ended.
+  // Puts before an error what the ranks say of the step that it has ended: where a deadline has
+  // ended it, what each was doing; and which stages have taken their optimizer's step. Waits until
+  // none of them is in it, and none begins it any more.
   absl::Status Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
                        Deadline deadline) const;
-  // What each rank does in that step, or did when it failed.
-  std::vector<std::string> DescribeRanks(const Schedule& schedule, uint64_t step,
-                                         Deadline deadline) const;
-  // Waits until no stage is in its optimizer's step, and none begins it any more, where the
-  // schedule has such steps. Returns which have run.
-  std::vector<std::string> EndSteps(const Schedule& schedule, uint64_t step,
-                                    Deadline deadline) const;
+  // Calls a function about that step on a rank's worker. `waits`: also for credit, here.
+  Future<Message> Ask(absl::string_view function, const Schedule& schedule, uint64_t step, int rank,
+                      Deadline deadline, bool waits = false) const;
 
   Worker* const worker_;
   const uint64_t id_;

@@ -1026,6 +1026,52 @@ TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
   EXPECT_FALSE(front_steps);
 }
 
+// One that does not answer takes no time from the others.
+TEST_P(PipelineTest, AWorkerThatDoesNotAnswerHidesNothingOfTheOthers) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification ends;
+  ASSERT_TRUE(cluster[1]
+                  .Register("wait",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              ends.WaitForNotification();
+                              return Message();
+                            })
+                  .ok());
+  std::vector<Future<Message>> waiting;
+  std::vector<std::map<int, PipelineStage>> own(2);
+  for (int s = 0; s < 2; ++s) {
+    own[s][s] = {.forward = [&, s](Tensors in) -> Tensors {
+                   if (s == 1) {
+                     // All threads that would serve a call are taken.
+                     for (size_t i = 0; i < 8; ++i) {
+                       waiting.push_back(cluster[0].CallAsync("worker1", "wait", Message()));
+                     }
+                     ends.WaitForNotification();
+                   }
+                   return layers.Forward(s, std::move(in));
+                 },
+                 .loss = Loss,
+                 .step = [](const Context&) { return absl::OkStatus(); }};
+  }
+  auto stages = CreateStages(cluster, std::move(own));
+  Schedule schedule = *GPipe(2, 1);
+  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const Context context = cluster[0].NewContext();
+  const absl::Status status = MakePipeline(cluster, schedule)
+                                  ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})},
+                                          Deadline::After(absl::Seconds(1)))
+                                  .status();
+  ends.Notify();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("worker 'worker1' does not answer"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("stage 0 on worker 'worker0' has not stepped, stage 1 on worker 'worker1' "
+                        "may have stepped"));
+  stages.clear();
+  for (const Future<Message>& call : waiting) EXPECT_TRUE(call.Wait().ok()) << call.Wait().status();
+}
+
 TEST_P(PipelineTest, AStepThatFailsOrIsLostWithItsWorkerIsSaid) {
   for (const bool lost : {false, true}) {
     Cluster cluster(Workers(2));
