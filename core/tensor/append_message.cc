@@ -144,8 +144,8 @@ absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
 }
 
 bool IsSmallOnGpu(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_cuda() && tensor.nbytes() <= kInlineBytes &&
-         IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
+  return tensor.defined() && tensor.is_cuda() && tensor.layout() == at::kStrided &&
+         tensor.nbytes() <= kInlineBytes && IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
 }
 
 // The small tensors of GPUs, each in its place, in memory of the host; the others are undefined

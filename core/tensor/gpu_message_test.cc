@@ -123,6 +123,23 @@ TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
   }
 }
 
+// They go by way of the CPU, whatever their size.
+TEST_F(GpuMessageTest, SparseTensorsOfGpusArrive) {
+  const at::Tensor indices = at::arange(3).unsqueeze(0), values = at::rand({3, 2});
+  const at::Tensor sparse = at::_sparse_coo_tensor_unsafe(
+      indices.to(Gpu(0)), values.to(Gpu(0)), {10, 2},
+      at::TensorOptions().dtype(at::kFloat).device(Gpu(0)).layout(at::kSparse));
+  Packet packet;
+  const absl::Status sent = AppendMessage({"", {sparse}}, &packet, Shifted());
+  ASSERT_TRUE(sent.ok()) << sent;
+  const absl::StatusOr<Message> arrived = Read(packet);
+  ASSERT_TRUE(arrived.ok()) << arrived.status();
+  const at::Tensor& copy = arrived->tensors[0];
+  ASSERT_TRUE(copy.is_sparse() && copy.is_cuda());
+  EXPECT_TRUE(copy._indices().cpu().equal(indices));
+  EXPECT_TRUE(copy._values().cpu().equal(values));
+}
+
 // Each wait costs more than such a tensor's copy.
 TEST_F(GpuMessageTest, SmallTensorsAreWaitedForTogether) {
   Message message;
