@@ -56,7 +56,9 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
       verdict.lost.push_back(i);
       continue;
     }
-    if (reading.peer && (stale.contains(*reading.peer) || is_dead(reading))) {
+    // A peer that has not been heard lately may be lost: nothing says that it lives.
+    if (reading.peer && silent < 2 * interval() &&
+        (stale.contains(*reading.peer) || is_dead(reading))) {
       verdict.stale.push_back(i);
       continue;
     }

@@ -142,6 +142,22 @@ TEST_F(HeartbeatTest, ALinkThatGetsRidOfNothingIsStaleThoughItsPeerLives) {
   }
 }
 
+// It died soon after it was heard last, on another one.
+TEST_F(HeartbeatTest, ADeadLinkOfADeadPeerIsLostWithIt) {
+  uint64_t i = 0;
+  const auto tick = [&](uint64_t heard) {
+    ++i;
+    return Tick({{.link = 1, .peer = 5}, {.link = 2, .peer = 5, .heard = heard}});
+  };
+  tick(1);
+  tick(2);
+  while (i < 5) {
+    const auto verdict = tick(2);
+    EXPECT_TRUE(verdict.stale.empty() && verdict.lost.empty()) << i;
+  }
+  EXPECT_EQ(tick(2).lost, (std::vector<size_t>{0, 1}));
+}
+
 // However many wait, as on a slow network.
 TEST_F(HeartbeatTest, ALinkFromWhichPacketsLeaveIsKept) {
   for (uint64_t i = 1; i < 40; ++i) {
