@@ -31,6 +31,7 @@
 #include "core/base/clock.h"
 #include "core/base/deadline.h"
 #include "core/base/log.h"
+#include "core/base/status.h"
 #include "core/parallel/nccl/real_nccl_group.h"
 #include "core/parallel/process_group/new_backend.h"
 #include "core/tensor/exception.h"
@@ -109,36 +110,46 @@ class Communicator {
     });
   }
 
-  // Two timers for a collective that has begun, which keep its deadline while nobody waits for it.
-  struct Watched {
-    Clock::TimerId query, abort;
-  };
+  // What timers know of a collective that has begun: they keep its deadline while nobody waits for
+  // it.
   struct Ending {
     explicit Ending(const char* what) : what(what) {}
     const char* const what;
     c10::Event end{c10::kCUDA};
     std::atomic<bool> seen{false};
+    absl::Mutex mu;
+    bool watched ABSL_GUARDED_BY(mu) = true;
+    std::optional<Clock::TimerId> abort ABSL_GUARDED_BY(mu);
   };
   // At the deadline one thread asks whether it has ended, which may stand still with the driver; a
-  // second later another one, which calls nothing of CUDA before that, aborts what has not.
-  Watched Watch(const std::shared_ptr<Ending>& ending, Deadline deadline) {
-    const auto query = [this, ending] {
+  // second later another one, which calls nothing of CUDA before that, aborts what has not. That
+  // second begins with the question: a process that was stopped meanwhile has both late.
+  Clock::TimerId Watch(const std::shared_ptr<Ending>& ending, Deadline deadline) {
+    return queries_->At(queries_->TimeOf(deadline), [this, ending] {
+      {
+        absl::MutexLock lock(&ending->mu);
+        if (!ending->watched) return;
+        ending->abort = aborts_->At(aborts_->Now() + kGrace, [this, ending] {
+          if (!ending->seen) Abort(Late(ending->what));
+        });
+      }
       try {
         ending->seen = platform_.query(ending->end);
       } catch (...) {
-        DG_LOG(WARNING) << "NCCL: whether " << ending->what << " of " << device_.str()
-                        << " has ended: " << StatusFromException(std::current_exception());
+        Abort(Annotate(StatusFromException(std::current_exception()),
+                       absl::StrCat("NCCL: ", ending->what)));
       }
-    };
-    const auto abort = [this, ending] {
-      if (!ending->seen) Abort(Late(ending->what));
-    };
-    return {queries_->At(queries_->TimeOf(deadline), query),
-            aborts_->At(aborts_->TimeOf(deadline) + kGrace, abort)};
+    });
   }
-  void Unwatch(const Watched& watched) {
-    queries_->Cancel(watched.query);
-    aborts_->Cancel(watched.abort);
+  void Unwatch(Clock::TimerId query, Ending& ending) {
+    queries_->Cancel(query);
+    std::optional<Clock::TimerId> abort;
+    {
+      absl::MutexLock lock(&ending.mu);
+      ending.watched = false;
+      abort = ending.abort;
+    }
+    if (abort.has_value()) aborts_->Cancel(*abort);
   }
 
   absl::Status MayBegin() const {
@@ -281,13 +292,13 @@ class NcclWork final : public c10d::Work {
         tensor_(std::move(tensor)),
         ending_(std::make_shared<Communicator::Ending>(what)) {}
   ~NcclWork() override {
-    if (watched_.has_value()) communicator_->Unwatch(*watched_);
+    if (query_.has_value()) communicator_->Unwatch(*query_, *ending_);
   }
 
   // It ends where `stream` is now.
   void Record(const c10::Stream& stream) {
     ending_->end.record(stream);
-    watched_ = communicator_->Watch(ending_, deadline_);
+    query_ = communicator_->Watch(ending_, deadline_);
   }
 
   // Until the deadline that it has had since it began.
@@ -301,7 +312,7 @@ class NcclWork final : public c10d::Work {
   const Deadline deadline_;
   const at::Tensor tensor_;  // whose memory NCCL uses
   const std::shared_ptr<Communicator::Ending> ending_;
-  std::optional<Communicator::Watched> watched_;
+  std::optional<Clock::TimerId> query_;
 };
 
 // Collectives run on a stream of the group's own, which waits for the caller's current one.
