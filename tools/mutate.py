@@ -268,7 +268,7 @@ class Schemata:
                     "--flaky_test_attempts=2")
     said = ran.stdout + ran.stderr
     self.seconds = {test: float(seconds) for test, seconds in
-                    re.findall(r"^(//\S+)\s+PASSED in ([\d.]+)s", said, re.M)}
+                    re.findall(r"^(//\S+)\s+(?:PASSED|FLAKY.*) in ([\d.]+)s", said, re.M)}
     slow = set(re.findall(r"^(//\S+)\s+TIMEOUT", said, re.M))
     slow |= {test for test, seconds in self.seconds.items() if seconds > self.longest}
     failed = set(re.findall(r"^(//\S+)\s+FAILED", said, re.M))
@@ -395,6 +395,8 @@ def main():
     survived += result.startswith("SURVIVED")
     print(f"{at}: {what}: {result}", flush=True)
   print(f"{killed} of {killed + survived} mutants were killed")
+  if killed + survived == 0:
+    raise SystemExit("there is nothing to change in what the tests run")
   return 0 if killed >= 0.9 * (killed + survived) else 1
 
 
