@@ -18,7 +18,6 @@
 #include "core/base/descriptors.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
-#include "core/membership/store/store_errors.h"
 #include "core/membership/store/tcp_store_protocol.h"
 
 namespace distgrad {
@@ -34,29 +33,6 @@ size_t HalfOfDescriptors() {
   rlimit limit = {};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return 256;
   return std::clamp<size_t>(limit.rlim_cur / 2, 64, 1 << 16);
-}
-
-// A string of the protocol; empty, and *fits false, if it is longer than any can be.
-absl::string_view String(WireReader& reader, size_t most, bool* fits) {
-  const uint64_t size = reader.U64();
-  if (!reader.ok()) return {};
-  if (size > most) {
-    *fits = false;
-    return {};
-  }
-  const absl::string_view rest = reader.Rest();
-  reader = WireReader(rest.substr(std::min<size_t>(size, rest.size())));
-  if (size <= rest.size()) return rest.substr(0, size);
-  reader.U8();  // no longer ok()
-  return {};
-}
-
-// c10d's clients put this before every key.
-absl::string_view Key(WireReader& reader, bool* fits) {
-  absl::string_view key = String(reader, kMaxStoreKey + 1, fits);
-  if (reader.ok() && *fits && key.empty()) *fits = false;
-  if (!key.empty()) key.remove_prefix(1);
-  return key;
 }
 
 }  // namespace
@@ -267,119 +243,61 @@ bool StoreServer::Understand(Peer& peer) {
 }
 
 absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
-  const absl::Status malformed = absl::InvalidArgumentError("no request of a store");
-  WireReader reader(in);
+  const absl::Status malformed = absl::InvalidArgumentError("no request of this store");
+  StoreRequest request;
+  DG_ASSIGN_OR_RETURN(const size_t size, DecodeStoreRequest(in, &request));
+  if (size == 0) return 0;  // the rest is in flight
   WireWriter writer(&peer.out);
-  bool fits = true;
-  const auto request = static_cast<StoreRequest>(reader.U8());
-  uint32_t number = 0;
-  uint64_t session = 0, change = 0;
-  int64_t amount = 0;
-  absl::string_view key, value;
-  switch (request) {
-    case StoreRequest::kValidate:
-    case StoreRequest::kPing:
-      number = reader.U32();
+  switch (request.kind) {
+    case StoreRequestKind::kValidate:
+      if (request.number != kStoreMagic) return malformed;
       break;
-    case StoreRequest::kSet:
-      key = Key(reader, &fits);
-      if (fits) value = String(reader, kMaxStoreValue, &fits);
+    case StoreRequestKind::kPing:
+      writer.U32(request.number);
       break;
-    case StoreRequest::kSession:
-      session = reader.U64();
+    case StoreRequestKind::kSet:
+      DG_RETURN_IF_ERROR(Set(request.key, request.value));
       break;
-    case StoreRequest::kAddOnce:
-      change = reader.U64();
-      key = Key(reader, &fits);
-      amount = reader.I64();
-      break;
-    case StoreRequest::kSetOnce:
-      change = reader.U64();
-      key = Key(reader, &fits);
-      if (fits) value = String(reader, kMaxStoreValue, &fits);
-      break;
-    case StoreRequest::kDeleteOnce:
-      change = reader.U64();
-      key = Key(reader, &fits);
-      break;
-    case StoreRequest::kAwait:
-      number = reader.U32();
-      fits = number <= kMaxAwaitBytes;
-      if (!reader.ok()) return 0;
-      value = reader.Rest().substr(0, number);
-      if (fits && value.size() < number) return 0;
-      reader = WireReader(in.substr(1 + sizeof(number) + value.size()));
-      break;
-    default:
-      return malformed;
-  }
-  if (!fits) return malformed;
-  if (!reader.ok()) return 0;  // the rest is in flight
-
-  switch (request) {
-    case StoreRequest::kValidate:
-      if (number != kStoreMagic) return malformed;
-      break;
-    case StoreRequest::kPing:
-      writer.U32(number);
-      break;
-    case StoreRequest::kSet:
-      DG_RETURN_IF_ERROR(Set(key, value));
-      break;
-    case StoreRequest::kSession: {
-      DG_ASSIGN_OR_RETURN(const bool known, BeginSession(peer, session));
+    case StoreRequestKind::kSession: {
+      DG_ASSIGN_OR_RETURN(const bool known, BeginSession(peer, request.session));
       writer.U8(known ? 1 : 0);
       break;
     }
-    case StoreRequest::kAddOnce:
-    case StoreRequest::kSetOnce:
-    case StoreRequest::kDeleteOnce: {
+    case StoreRequestKind::kAddOnce:
+    case StoreRequestKind::kSetOnce:
+    case StoreRequestKind::kDeleteOnce: {
       if (!peer.session.has_value()) return malformed;
       std::optional<Change>& last = sessions_[*peer.session];
-      if (!last.has_value() || last->number != change) {
-        Change done{change, std::nullopt};
-        if (request == StoreRequest::kAddOnce) {
-          DG_ASSIGN_OR_RETURN(done.sum, Add(key, amount));
-        } else if (request == StoreRequest::kSetOnce) {
-          DG_RETURN_IF_ERROR(Set(key, value));
+      if (!last.has_value() || last->number != request.change) {
+        Change done{request.change, std::nullopt};
+        if (request.kind == StoreRequestKind::kAddOnce) {
+          DG_ASSIGN_OR_RETURN(done.sum, Add(request.key, request.amount));
+        } else if (request.kind == StoreRequestKind::kSetOnce) {
+          DG_RETURN_IF_ERROR(Set(request.key, request.value));
         } else {
-          Delete(key);
+          Delete(request.key);
         }
         last = done;
       }
-      const bool adds = request == StoreRequest::kAddOnce;
+      const bool adds = request.kind == StoreRequestKind::kAddOnce;
       writer.U8(!adds || last->sum.has_value() ? 1 : 0);
       if (adds) writer.I64(last->sum.value_or(0));
       break;
     }
-    case StoreRequest::kAwait:
-      DG_RETURN_IF_ERROR(BeginWait(peer, value));
+    case StoreRequestKind::kAwait:
+      DG_RETURN_IF_ERROR(BeginWait(peer, request.await));
       break;
     default:
-      return malformed;
+      return malformed;  // c10d's own
   }
-  return in.size() - reader.remaining();
+  return size;
 }
 
 absl::Status StoreServer::BeginWait(Peer& peer, absl::string_view request) {
-  WireReader reader(request);
-  const uint32_t milliseconds = reader.U32();
-  Wait wait{{}, Deadline::After(absl::Milliseconds(milliseconds)), request.size()};
-  bool fits = true;
-  while (fits && reader.ok() && reader.remaining() > 0) {
-    std::string key(reader.Bytes());
-    const uint8_t there = reader.U8();
-    std::optional<std::string> value;
-    if (there == 1) value = std::string(reader.Bytes());
-    fits =
-        there <= 1 && CheckEntry(key, value.value_or("")).ok() && wait.seen.size() < kMaxAwaitKeys;
-    wait.seen.emplace_back(std::move(key), std::move(value));
-    wait.bytes += kWaitBytes;
-  }
-  if (!fits || !reader.ok()) {
-    return absl::InvalidArgumentError("no request of a store");
-  }
-  if (milliseconds == 0 || HasChanged(wait)) {
+  DG_ASSIGN_OR_RETURN(StoreAwait await, DecodeStoreAwait(request));
+  const size_t bytes = request.size() + await.seen.size() * kWaitBytes;
+  Wait wait{std::move(await.seen), Deadline::After(absl::Milliseconds(await.milliseconds)), bytes};
+  if (await.milliseconds == 0 || HasChanged(wait)) {
     Tell(wait, &peer.out);
   } else if (bytes_ + wait.bytes > options_.max_bytes) {
     WireWriter writer(&peer.out);
@@ -402,13 +320,11 @@ bool StoreServer::HasChanged(const Wait& wait) const {
 
 void StoreServer::Tell(const Wait& wait, std::string* out) const {
   std::string answer;
-  WireWriter writer(&answer);
   uint32_t told = 0;
   for (const auto& [key, seen] : wait.seen) {
     if (answer.size() >= kMaxAnswer) break;
     const auto found = values_.find(key);
-    writer.U8(found != values_.end() ? 1 : 0);
-    if (found != values_.end()) writer.Bytes(found->second);
+    AppendStoreValue(found != values_.end() ? &found->second : nullptr, &answer);
     ++told;
   }
   WireWriter head(out);

@@ -13,7 +13,6 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
-#include "core/base/wire.h"
 #include "core/membership/backoff.h"
 #include "core/membership/store/store_errors.h"
 #include "core/membership/store/store_server.h"
@@ -35,17 +34,9 @@ static_assert(kMaxAwaitKeys * (kMaxStoreKey + 16) < kMaxAwaitBytes);
 constexpr absl::Duration kRefusals = absl::Seconds(2);
 constexpr int kMinRefusals = 3;
 
-void AppendString(absl::string_view text, WireWriter& writer) {
-  writer.U64(text.size());
-  writer.Raw(text.data(), text.size());
-}
-
-void AppendRequest(StoreRequest request, WireWriter& writer) {
-  writer.U8(static_cast<uint8_t>(request));
-}
-
-void AppendKey(const std::string& key, WireWriter& writer) {
-  AppendString(absl::StrCat("/", key), writer);
+// What the server answers once it has done all that it was told before.
+void AppendPing(std::string* out) {
+  AppendStoreRequest({.kind = StoreRequestKind::kPing, .number = kNonce}, out);
 }
 
 absl::Status AwaitPong(Socket& socket, Deadline deadline) {
@@ -138,11 +129,8 @@ absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(Deadline deadline) {
     DG_RETURN_IF_ERROR(ShakeHands(socket, *options_.cluster_key, options_.certificates, deadline));
   }
   std::string hello;
-  WireWriter writer(&hello);
-  AppendRequest(StoreRequest::kValidate, writer);
-  writer.U32(kStoreMagic);
-  AppendRequest(StoreRequest::kPing, writer);
-  writer.U32(kNonce);
+  AppendStoreRequest({.kind = StoreRequestKind::kValidate, .number = kStoreMagic}, &hello);
+  AppendPing(&hello);
   DG_RETURN_IF_ERROR(socket.Send(hello, deadline));
   DG_RETURN_IF_ERROR(AwaitPong(socket, deadline));
   if (is_ours()) DG_RETURN_IF_ERROR(BeginSession(socket, deadline));
@@ -153,9 +141,7 @@ absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(Deadline deadline) {
 // has spoken to before.
 absl::Status TcpStoreClient::BeginSession(Socket& socket, Deadline deadline) {
   std::string request;
-  WireWriter writer(&request);
-  AppendRequest(StoreRequest::kSession, writer);
-  writer.U64(session_);
+  AppendStoreRequest({.kind = StoreRequestKind::kSession, .session = session_}, &request);
   DG_RETURN_IF_ERROR(socket.Send(request, deadline));
   uint8_t known = 0;
   DG_RETURN_IF_ERROR(socket.Receive(&known, sizeof(known), deadline));
@@ -284,20 +270,17 @@ absl::Status TcpStoreClient::Set(const std::string& key, const std::string& valu
                                  Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckEntry(key, value));
   Request request;
-  WireWriter writer(&request.bytes);
   if (is_ours()) {
-    AppendRequest(StoreRequest::kSetOnce, writer);
-    writer.U64(++changes_);
-    AppendKey(key, writer);
-    AppendString(value, writer);
+    AppendStoreRequest({.kind = StoreRequestKind::kSetOnce,
+                        .change = ++changes_,
+                        .key = key,
+                        .value = value},
+                       &request.bytes);
     return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
   }
-  AppendRequest(StoreRequest::kSet, writer);
-  AppendKey(key, writer);
-  AppendString(value, writer);
-  // The server does not answer a set; it answers this when it has done it.
-  AppendRequest(StoreRequest::kPing, writer);
-  writer.U32(kNonce);
+  // The server does not answer a set.
+  AppendStoreRequest({.kind = StoreRequestKind::kSet, .key = key, .value = value}, &request.bytes);
+  AppendPing(&request.bytes);
   return Exchange(request, AtLeastAMoment(deadline), AwaitPong);
 }
 
@@ -306,25 +289,24 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
   DG_RETURN_IF_ERROR(CheckEntry(key, ""));
   const Deadline until = AtLeastAMoment(deadline);
   Request request;
-  WireWriter writer(&request.bytes);
   int64_t sum = 0;
   if (!is_ours()) {
     // The server breaks off when told to add to what is no number.
     DG_ASSIGN_OR_RETURN(const std::vector<Value> before, AskC10d({key}, until));
     if (before[0].has_value() && !absl::SimpleAtoi(*before[0], &sum)) return NotACounter(key);
-    AppendRequest(StoreRequest::kAdd, writer);
-    AppendKey(key, writer);
-    writer.I64(amount);
+    AppendStoreRequest({.kind = StoreRequestKind::kAdd, .amount = amount, .key = key},
+                       &request.bytes);
     request.repeat = Repeat::kForbidden;
     DG_RETURN_IF_ERROR(Exchange(request, until, [&](Socket& socket, Deadline answer_by) {
       return socket.Receive(&sum, sizeof(sum), answer_by);
     }));
     return sum;
   }
-  AppendRequest(StoreRequest::kAddOnce, writer);
-  writer.U64(++changes_);
-  AppendKey(key, writer);
-  writer.I64(amount);
+  AppendStoreRequest({.kind = StoreRequestKind::kAddOnce,
+                      .change = ++changes_,
+                      .amount = amount,
+                      .key = key},
+                     &request.bytes);
   uint8_t is_counter = 0;
   DG_RETURN_IF_ERROR(Exchange(request, until, [&](Socket& socket, Deadline answer_by) {
     DG_RETURN_IF_ERROR(socket.Receive(&is_counter, 1, answer_by));
@@ -337,15 +319,12 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
 absl::Status TcpStoreClient::Delete(const std::string& key, Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckEntry(key, ""));
   Request request;
-  WireWriter writer(&request.bytes);
   if (is_ours()) {
-    AppendRequest(StoreRequest::kDeleteOnce, writer);
-    writer.U64(++changes_);
-    AppendKey(key, writer);
+    AppendStoreRequest({.kind = StoreRequestKind::kDeleteOnce, .change = ++changes_, .key = key},
+                       &request.bytes);
     return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
   }
-  AppendRequest(StoreRequest::kDeleteKey, writer);
-  AppendKey(key, writer);
+  AppendStoreRequest({.kind = StoreRequestKind::kDeleteKey, .key = key}, &request.bytes);
   return Exchange(request, AtLeastAMoment(deadline), [&](Socket& socket, Deadline answer_by) {
     int64_t deleted = 0;
     return socket.Receive(&deleted, sizeof(deleted), answer_by);
@@ -393,33 +372,27 @@ absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskOurs(Keys keys,
                                                                   absl::Duration wait,
                                                                   bool has_waited,
                                                                   Deadline deadline) {
-  std::string body;
-  WireWriter writer(&body);
-  writer.U32(static_cast<uint32_t>(absl::ToInt64Milliseconds(wait + absl::Microseconds(999))));
+  StoreAwait await;
+  await.milliseconds =
+      static_cast<uint32_t>(absl::ToInt64Milliseconds(wait + absl::Microseconds(999)));
   for (size_t i = 0; i < keys.size(); ++i) {
-    writer.Bytes(keys[i]);
-    const Value* known = i < seen.size() && seen[i].has_value() ? &seen[i] : nullptr;
-    writer.U8(known != nullptr ? 1 : 0);
-    if (known != nullptr) writer.Bytes(**known);
+    await.seen.emplace_back(keys[i], i < seen.size() ? seen[i] : std::nullopt);
   }
+  const std::string body = EncodeStoreAwait(await);
   if (body.size() > kMaxAwaitBytes) {
     return absl::InvalidArgumentError("cannot wait for values that are so long");
   }
   Request request;
   request.wait = wait;
   request.has_waited = has_waited;
-  WireWriter whole(&request.bytes);
-  AppendRequest(StoreRequest::kAwait, whole);
-  whole.Bytes(body);
+  AppendStoreRequest({.kind = StoreRequestKind::kAwait, .await = body}, &request.bytes);
   std::vector<Value> values;
   const auto read_answer = [&](Socket& socket, Deadline until) -> absl::Status {
     const bool for_others = wait > absl::ZeroDuration() && AwaitAnswerOrOthers(socket, until);
     if (for_others) {
       // The server then answers at once, if it has not done so.
       std::string ping;
-      WireWriter ping_writer(&ping);
-      AppendRequest(StoreRequest::kPing, ping_writer);
-      ping_writer.U32(kNonce);
+      AppendPing(&ping);
       DG_RETURN_IF_ERROR(socket.Send(ping, until));
     }
     uint32_t size = 0;
@@ -429,17 +402,7 @@ absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskOurs(Keys keys,
     }
     std::string answer(size, '\0');
     DG_RETURN_IF_ERROR(socket.Receive(answer.data(), size, until));
-    WireReader reader(answer);
-    const uint32_t told = reader.U32();
-    if (told == kStoreFull) return absl::ResourceExhaustedError("it is full");
-    values.clear();
-    for (uint32_t i = 0; i < told && reader.ok() && values.size() < keys.size(); ++i) {
-      const bool there = reader.U8() != 0;
-      values.push_back(there ? Value(reader.Bytes()) : Value());
-    }
-    if (!reader.ok() || reader.remaining() > 0 || told == 0 || values.size() != told) {
-      return absl::InternalError("an answer to another question");
-    }
+    DG_ASSIGN_OR_RETURN(values, DecodeStoreAwaitAnswer(answer, keys.size()));
     return for_others ? AwaitPong(socket, until) : absl::OkStatus();
   };
   DG_RETURN_IF_ERROR(Exchange(request, deadline, read_answer));
@@ -451,12 +414,12 @@ absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskOurs(Keys keys,
 // earlier question has found may be deleted since.
 absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskC10d(Keys keys, Deadline deadline) {
   Request request;
-  WireWriter writer(&request.bytes);
   for (const std::string& key : keys) {
-    AppendRequest(StoreRequest::kCompareSet, writer);
-    AppendKey(key, writer);
-    AppendString(nothing_, writer);
-    AppendString(nothing_, writer);
+    AppendStoreRequest({.kind = StoreRequestKind::kCompareSet,
+                        .key = key,
+                        .expected = nothing_,
+                        .value = nothing_},
+                       &request.bytes);
   }
   std::vector<Value> values;
   const auto read_answer = [&](Socket& socket, Deadline until) -> absl::Status {
