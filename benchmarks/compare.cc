@@ -1,4 +1,4 @@
-// Compares distgrad, PyTorch's own engine, and the floors:
+// Compares distgrad, PyTorch's own engine, and the baselines:
 //
 //   tools/bazel run //benchmarks:compare -- [--quick] [--json FILE] [--plot FILE]
 //
@@ -48,13 +48,13 @@ class Runner {
     Result result;
     result.row = row;
     result.pytorch.resize(row.pytorch.size());
-    result.floors.resize(row.floors.size());
+    result.baselines.resize(row.baselines.size());
     std::vector<std::pair<const Contender*, std::vector<Slice>*>> turns;
     if (!row.ours.side.empty()) turns.emplace_back(&row.ours, &result.ours);
     for (size_t i = 0; i < row.pytorch.size(); ++i)
       turns.emplace_back(&row.pytorch[i], &result.pytorch[i]);
-    for (size_t i = 0; i < row.floors.size(); ++i)
-      turns.emplace_back(&row.floors[i], &result.floors[i]);
+    for (size_t i = 0; i < row.baselines.size(); ++i)
+      turns.emplace_back(&row.baselines[i], &result.baselines[i]);
 
     std::vector<bool> quiet;
     // A start takes long, and counts and sizes do not change.
@@ -143,13 +143,13 @@ int Compare(Options options) {
   std::vector<Result> results;
   std::vector<std::string> fallen, doubtful;
   Runner runner(options);
-  for (Row& row : AllRows(options.transport)) {
+  for (Row& row : AllRows(options.transport, options.quick)) {
     if (!Chosen(row, options)) continue;
     if (!options.against.empty()) {
       if (row.ours.side.empty()) continue;
       row.pytorch = {row.ours};
       row.pytorch[0].program = FromCaller(options.against);
-      row.floors.clear();
+      row.baselines.clear();
       row.reach = 0;
     }
     absl::StatusOr<Result> result = runner.Run(row);
@@ -182,7 +182,7 @@ int Compare(Options options) {
 }
 
 int Main(int argc, char** argv) {
-  CLI::App app{"distgrad, PyTorch's own engine, and the floors, side by side"};
+  CLI::App app{"distgrad, PyTorch's own engine, and the baselines, side by side"};
   Options options;
   app.add_flag("--quick", options.quick,
                "under two minutes; fails if a row gets to less than half of its target");

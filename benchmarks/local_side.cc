@@ -98,8 +98,8 @@ class LocalSide : public BenchmarkSide {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartLocal(const SideOptions&) {
-  at::set_num_threads(1);
+absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartLocal(const SideOptions& place) {
+  if (place.config != "all") at::set_num_threads(1);
   return std::make_unique<LocalSide>();
 }
 

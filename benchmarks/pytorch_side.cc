@@ -20,9 +20,11 @@
 #include <torch/csrc/jit/frontend/script_type_parser.h>
 #include <torch/csrc/jit/runtime/operator.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 #include <vector>
@@ -70,16 +72,22 @@ class PytorchSide : public BenchmarkSide {
       : place_(place), half_(half) {
     at::set_num_threads(1);
     std::optional<std::vector<std::string>> transports, channels;
+    int threads = rpc::kDefaultNumWorkerThreads;
     if (place.config == "uv") {
       transports = {"uv"};
       channels = {"basic"};
+    } else if (place.config == "uv+cma") {
+      transports = {"uv"};
+      channels = {"cma", "basic"};
+    } else if (place.config == "few") {
+      threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
     }
     c10d::TCPStoreOptions store;
     store.port = static_cast<uint16_t>(place.port);
     store.isServer = place.rank == 0;
     store.numWorkers = place.world;
-    const rpc::TensorPipeRpcBackendOptions options(rpc::kDefaultNumWorkerThreads, transports,
-                                                   channels, rpc::kDefaultRpcTimeoutSeconds, "");
+    const rpc::TensorPipeRpcBackendOptions options(threads, transports, channels,
+                                                   rpc::kDefaultRpcTimeoutSeconds, "");
     dist::DistAutogradContainer::init(static_cast<int64_t>(place.rank));
     agent_ = std::make_shared<rpc::TensorPipeAgent>(
         store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", store), NameOf(place.rank),

@@ -49,8 +49,8 @@ std::string Reach(const Result& result) {
     case Row::Against::kPytorch:
       reach = absl::StrCat(">= ", Number(row.reach), "x");
       break;
-    case Row::Against::kFloor:
-      reach = absl::StrCat("<= ", Number(row.reach), "x floor");
+    case Row::Against::kBaseline:
+      reach = absl::StrCat("<= ", Number(row.reach), "x baseline");
       break;
     case Row::Against::kLimit:
       reach = absl::StrCat("< ", Number(row.reach), " ", UnitOf(row));
@@ -94,7 +94,7 @@ std::string FromCaller(const std::string& file) {
 
 std::string TableHead() {
   return absl::StrFormat("%-41s %4s %9s %9s %9s %9s %-8s %8s %7s %-18s %11s %11s %6s %6s\n", "work",
-                         "unit", "distgrad", "p99 us", "PyTorch", "p99 us", "its best", "floor",
+                         "unit", "distgrad", "p99 us", "PyTorch", "p99 us", "its best", "baseline",
                          "times", "reach", "CPU us/op", "switches/op", "rounds", "others");
 }
 
@@ -102,28 +102,28 @@ std::string TableLine(const Result& result) {
   const std::vector<Slice>& best = BestPytorch(result);
   double others = 0;
   for (const Slice& slice : result.ours) others = std::max(others, slice.others);
-  const bool floor_only = result.ours.empty();
-  const size_t kept = floor_only ? result.floors.at(0).size() : result.ours.size();
+  const bool baseline_only = result.ours.empty();
+  const size_t kept = baseline_only ? result.baselines.at(0).size() : result.ours.size();
   return absl::StrFormat(
       "%-41s %4s %9s %9s %9s %9s %-8s %8s %7s %-18s %11s %11s %6s %5.0f%%\n", result.row.title,
       UnitOf(result.row), Number(result.our_value), Number(result.our_p99),
       Number(result.pytorch_value), Number(result.pytorch_p99),
-      result.best < 0 ? "-" : result.row.pytorch[result.best].config, Number(result.floor_value),
-      result.row.against == Row::Against::kFloor ? Number(result.floor_ratio) + "f"
-                                                 : Number(result.ratio),
-      floor_only ? "" : Reach(result),
-      floor_only ? ""
-                 : absl::StrCat(Number(Median(result.ours, &Slice::cpu_us)), "/",
-                                Number(Median(best, &Slice::cpu_us))),
-      floor_only ? ""
-                 : absl::StrCat(Number(Median(result.ours, &Slice::switches)), "/",
-                                Number(Median(best, &Slice::switches))),
+      result.best < 0 ? "-" : result.row.pytorch[result.best].config, Number(result.baseline_value),
+      result.row.against == Row::Against::kBaseline ? Number(result.baseline_ratio) + "b"
+                                                    : Number(result.ratio),
+      baseline_only ? "" : Reach(result),
+      baseline_only ? ""
+                    : absl::StrCat(Number(Median(result.ours, &Slice::cpu_us)), "/",
+                                   Number(Median(best, &Slice::cpu_us))),
+      baseline_only ? ""
+                    : absl::StrCat(Number(Median(result.ours, &Slice::switches)), "/",
+                                   Number(Median(best, &Slice::switches))),
       absl::StrCat(kept, "/", result.rounds, result.noisy ? "!" : ""), 100 * others);
 }
 
 std::string TableNotes() {
   return "Medians over rounds in which all take their turns. 'times': how many times better than\n"
-         "PyTorch's best, median over rounds ('f': how many times the floor). CPU time and "
+         "PyTorch's best, median over rounds ('b': how many times the baseline). CPU time and "
          "context\n"
          "switches are of all processes of a side together, distgrad's / PyTorch's. 'rounds': kept "
          "/\n"
@@ -139,27 +139,27 @@ std::string JsonLine(const Result& result) {
   std::string config = row.ours.side.empty() ? "" : row.ours.name();
   if (result.best >= 0)
     absl::StrAppend(&config, config.empty() ? "" : "; ", row.pytorch[result.best].name());
-  if (result.best_floor >= 0) {
-    absl::StrAppend(&config, config.empty() ? "" : "; ", "floor ",
-                    row.floors[result.best_floor].name());
+  if (result.best_baseline >= 0) {
+    absl::StrAppend(&config, config.empty() ? "" : "; ", "baseline ",
+                    row.baselines[result.best_baseline].name());
   }
   const std::vector<Slice>& best = BestPytorch(result);
   return absl::StrCat(
       "{\"metric\": \"", row.metric, "\", \"config\": \"", config, "\", ",
       Json("distgrad", result.our_value), ", ", Json("pytorch", result.pytorch_value), ", ",
-      Json("floor", result.floor_value), ", \"unit\": \"", UnitOf(row), "\", ",
-      Json("ratio", result.ratio), ", ", Json("floor_ratio", result.floor_ratio), ", ",
+      Json("baseline", result.baseline_value), ", \"unit\": \"", UnitOf(row), "\", ",
+      Json("ratio", result.ratio), ", ", Json("baseline_ratio", result.baseline_ratio), ", ",
       Json("distgrad_p99_us", result.our_p99), ", ", Json("pytorch_p99_us", result.pytorch_p99),
       ", ", Json("distgrad_cpu_us", Median(result.ours, &Slice::cpu_us)), ", ",
       Json("pytorch_cpu_us", Median(best, &Slice::cpu_us)), ", ",
       Json("distgrad_switches", Median(result.ours, &Slice::switches)), ", ",
       Json("pytorch_switches", Median(best, &Slice::switches)), ", ", Json("reach", row.reach),
       ", \"against\": \"",
-      row.against == Row::Against::kPytorch ? "pytorch"
-      : row.against == Row::Against::kFloor ? "floor"
-                                            : "limit",
+      row.against == Row::Against::kPytorch    ? "pytorch"
+      : row.against == Row::Against::kBaseline ? "baseline"
+                                               : "limit",
       "\", ", Json("achieved", result.achieved),
-      ", \"rounds\": ", result.ours.empty() ? result.floors.at(0).size() : result.ours.size(),
+      ", \"rounds\": ", result.ours.empty() ? result.baselines.at(0).size() : result.ours.size(),
       ", \"noisy\": ", result.noisy ? "true" : "false", "}");
 }
 

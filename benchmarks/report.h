@@ -21,7 +21,7 @@ std::string TableLine(const Result& result);
 // Explains the columns.
 std::string TableNotes();
 
-// Writes one flat object, {"metric", "config", "distgrad", "pytorch", "floor", "unit", "ratio",
+// Writes one flat object, {"metric", "config", "distgrad", "pytorch", "baseline", "unit", "ratio",
 // ...}. Values that were not measured are null.
 std::string JsonLine(const Result& result);
 

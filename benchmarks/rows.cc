@@ -16,8 +16,13 @@ std::string Bytes(size_t bytes) {
   return absl::StrCat(bytes, " B");
 }
 
-std::vector<Contender> Pytorch(const Work& work) {
-  return {{"pytorch", "default", work}, {"pytorch", "uv", work}};
+std::vector<Contender> Pytorch(const Work& work, bool quick) {
+  std::vector<Contender> contenders = {{"pytorch", "default", work}, {"pytorch", "uv", work}};
+  if (!quick) {
+    contenders.push_back({"pytorch", "uv+cma", work});
+    contenders.push_back({"pytorch", "few", work});
+  }
+  return contenders;
 }
 std::vector<Contender> PytorchTcp(const Work& work) { return {{"pytorch", "uv", work}}; }
 
@@ -34,13 +39,13 @@ std::vector<Contender> Socket(const std::string& kind, const Work& work) {
 
 }  // namespace
 
-std::vector<Row> AllRows(const std::string& transport) {
+std::vector<Row> AllRows(const std::string& transport, bool quick) {
   std::vector<Row> rows;
   const auto add = [&](std::string metric, std::string title, const Work& work, double reach) {
     rows.push_back({.metric = std::move(metric),
                     .title = std::move(title),
                     .ours = {"distgrad", transport, work},
-                    .pytorch = Pytorch(work),
+                    .pytorch = Pytorch(work, quick),
                     .reach = reach});
     return &rows.back();
   };
@@ -59,17 +64,17 @@ std::vector<Row> AllRows(const std::string& transport) {
   for (const size_t bytes : {size_t{4}, size_t{4} << 10}) {
     const Work work = {"call", 1, bytes};
     row = add(absl::StrCat("call_", bytes), "call, " + Bytes(bytes), work, 6);
-    row->floors = Socket("unix", work);
+    row->baselines = Socket("unix", work);
     row = add(absl::StrCat("call_tcp_", bytes), "call over TCP, " + Bytes(bytes), work, 4);
     row->ours.config = "tcp";
     row->pytorch = PytorchTcp(work);
-    row->floors = Socket("tcp", work);
+    row->baselines = Socket("tcp", work);
   }
   for (const size_t bytes : {size_t{1} << 20, size_t{16} << 20}) {
     const Work work = {"call", 1, bytes};
     row = add(absl::StrCat("call_", bytes), "call, " + Bytes(bytes), work, 1.3);
-    row->floors = RawTensorPipe(transport, work);
-    row->against = Row::Against::kFloor;
+    row->baselines = RawTensorPipe(transport, work);
+    row->against = Row::Against::kBaseline;
     row->quick = bytes < (16 << 20);
   }
   row = add("call_beside", "call, 4 B, beside 64 MB", {"beside", 2, size_t{64} << 20}, 0);
@@ -107,9 +112,18 @@ std::vector<Row> AllRows(const std::string& transport) {
     row->quick = nodes < 10000;
     row->world = 1;
   }
-  // Data parallel on the CPU, as a multiple of the plain step.
+  // Data parallel on the CPU, as a multiple of the plain step, which has one thread, as each
+  // replica has; and what the plain step takes with a thread for each processor.
   for (const auto& [size, batch] : std::vector<std::pair<std::string, std::string>>{
            {"small", "small layers"}, {"large", "large layers"}, {"tall", "2,048 rows"}}) {
+    const Work step = {absl::StrCat("step_", size), 1, 4};
+    rows.push_back({.metric = absl::StrCat("step_", size, "_all"),
+                    .title = absl::StrCat("plain step, ", batch, ", all processors"),
+                    .world = 1,
+                    .ours = {"local", "all", step},
+                    .baselines = {{"local", "", step}},
+                    .against = Row::Against::kBaseline,
+                    .quick = false});
     for (const int replicas : {1, 2, 4, 8}) {
       const Work work = {absl::StrCat("parallel_", size), replicas, 4};
       rows.push_back({.metric = absl::StrCat(work.kind, "_", replicas),
@@ -117,9 +131,9 @@ std::vector<Row> AllRows(const std::string& transport) {
                                             replicas > 1 ? " replicas" : " replica"),
                       .world = 1,
                       .ours = {"local", "", work},
-                      .floors = {{"local", "", {absl::StrCat("step_", size), 1, 4}}},
+                      .baselines = {{"local", "", step}},
                       .reach = size == "small" ? 0 : 1.05,
-                      .against = Row::Against::kFloor,
+                      .against = Row::Against::kBaseline,
                       .quick = false});
     }
   }
@@ -135,15 +149,15 @@ std::vector<Row> AllRows(const std::string& transport) {
            .world = ranks,
            .ours = by("averaged"),
            .pytorch = {by("reducer"), by("views")},
-           .floors = {by("alone")},
+           .baselines = {by("alone")},
            .quick = false});
-      rows.push_back(
-          {.metric = absl::StrCat("floor_allreduce_", size, "_", ranks),
-           .title = absl::StrCat("floor: one allreduce, ", size, " layers, ", ranks, " processes"),
-           .world = ranks,
-           .ours = {},
-           .floors = {by("allreduce")},
-           .quick = false});
+      rows.push_back({.metric = absl::StrCat("baseline_allreduce_", size, "_", ranks),
+                      .title = absl::StrCat("baseline: one allreduce, ", size, " layers, ", ranks,
+                                            " processes"),
+                      .world = ranks,
+                      .ours = {},
+                      .baselines = {by("allreduce")},
+                      .quick = false});
     }
   }
   for (const int hops : {1, 2, 3}) {
@@ -158,23 +172,23 @@ std::vector<Row> AllRows(const std::string& transport) {
     row->world = 17;
     row->quick = false;
   }
-  // The floors by themselves.
-  const auto add_floor = [&](const std::string& title, const std::string& side,
-                             const std::string& config, const Work& work) {
-    rows.push_back(
-        {.metric = absl::StrCat("floor_", side, config.empty() ? "" : "_", config, "_", work.bytes),
-         .title = absl::StrCat("floor: ", title, ", ", Bytes(work.bytes)),
-         .world = side == "local" ? 1 : 2,
-         .ours = {},
-         .floors = {{side, config, work}},
-         .quick = work.bytes < (16 << 20)});
+  // The baselines by themselves.
+  const auto add_baseline = [&](const std::string& title, const std::string& side,
+                                const std::string& config, const Work& work) {
+    rows.push_back({.metric = absl::StrCat("baseline_", side, config.empty() ? "" : "_", config,
+                                           "_", work.bytes),
+                    .title = absl::StrCat("baseline: ", title, ", ", Bytes(work.bytes)),
+                    .world = side == "local" ? 1 : 2,
+                    .ours = {},
+                    .baselines = {{side, config, work}},
+                    .quick = work.bytes < (16 << 20)});
   };
   for (const size_t bytes : {size_t{4}, size_t{4} << 10, size_t{1} << 20, size_t{16} << 20}) {
-    add_floor("Unix socket", "sockets", "unix", {"call", 1, bytes});
-    add_floor("TCP socket", "sockets", "tcp", {"call", 1, bytes});
-    add_floor("TensorPipe over TCP", "tensorpipe", "uv", {"call", 1, bytes});
-    add_floor("TensorPipe, shared memory", "tensorpipe", "shm", {"call", 1, bytes});
-    add_floor("memcpy", "local", "", {"memcpy", 1, bytes});
+    add_baseline("Unix socket", "sockets", "unix", {"call", 1, bytes});
+    add_baseline("TCP socket", "sockets", "tcp", {"call", 1, bytes});
+    add_baseline("TensorPipe over TCP", "tensorpipe", "uv", {"call", 1, bytes});
+    add_baseline("TensorPipe, shared memory", "tensorpipe", "shm", {"call", 1, bytes});
+    add_baseline("memcpy", "local", "", {"memcpy", 1, bytes});
   }
   return rows;
 }
@@ -253,22 +267,23 @@ int BestOf(const Result& result, const std::vector<std::vector<Slice>>& all, dou
 void Derive(Result* result) {
   const Row& row = result->row;
   result->best = BestOf(*result, result->pytorch, &result->pytorch_value);
-  result->best_floor = BestOf(*result, result->floors, &result->floor_value);
+  result->best_baseline = BestOf(*result, result->baselines, &result->baseline_value);
   if (result->best >= 0) result->pytorch_p99 = TypicalP99(*result, result->pytorch[result->best]);
   if (result->ours.empty()) return;
   result->our_value = TypicalValue(*result, result->ours);
   result->our_p99 = TypicalP99(*result, result->ours);
   if (result->best >= 0)
     result->ratio = Ratio(*result, result->ours, result->pytorch[result->best]);
-  if (result->best_floor >= 0)
-    result->floor_ratio = 1 / Ratio(*result, result->ours, result->floors[result->best_floor]);
+  if (result->best_baseline >= 0)
+    result->baseline_ratio =
+        1 / Ratio(*result, result->ours, result->baselines[result->best_baseline]);
   if (row.reach == 0) return;
   switch (row.against) {
     case Row::Against::kPytorch:
       result->achieved = result->ratio / row.reach;
       return;
-    case Row::Against::kFloor:
-      result->achieved = row.reach / result->floor_ratio;
+    case Row::Against::kBaseline:
+      result->achieved = row.reach / result->baseline_ratio;
       return;
     case Row::Against::kLimit:
       result->achieved = row.reach / result->our_value;

@@ -271,11 +271,9 @@ absl::Status TcpStoreClient::Set(const std::string& key, const std::string& valu
   DG_RETURN_IF_ERROR(CheckEntry(key, value));
   Request request;
   if (is_ours()) {
-    AppendStoreRequest({.kind = StoreRequestKind::kSetOnce,
-                        .change = ++changes_,
-                        .key = key,
-                        .value = value},
-                       &request.bytes);
+    AppendStoreRequest(
+        {.kind = StoreRequestKind::kSetOnce, .change = ++changes_, .key = key, .value = value},
+        &request.bytes);
     return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
   }
   // The server does not answer a set.
@@ -302,11 +300,9 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
     }));
     return sum;
   }
-  AppendStoreRequest({.kind = StoreRequestKind::kAddOnce,
-                      .change = ++changes_,
-                      .amount = amount,
-                      .key = key},
-                     &request.bytes);
+  AppendStoreRequest(
+      {.kind = StoreRequestKind::kAddOnce, .change = ++changes_, .amount = amount, .key = key},
+      &request.bytes);
   uint8_t is_counter = 0;
   DG_RETURN_IF_ERROR(Exchange(request, until, [&](Socket& socket, Deadline answer_by) {
     DG_RETURN_IF_ERROR(socket.Receive(&is_counter, 1, answer_by));

@@ -47,7 +47,8 @@ enum class StoreRequestKind : uint8_t {
   // and the 64-bit sum.
   kAddOnce = 129,
   // How many bytes follow, in 32 bits, and a StoreAwait. The server answers when one of its keys
-  // holds something else, or the time is over, or when the client says anything more: how many bytes
+  // holds something else, or the time is over, or when the client says anything more: how many
+  // bytes
   // follow, in 32 bits, and a StoreAwaitAnswer.
   kAwait = 130,
   kDeleteOnce = 131,  // key; a byte, 1

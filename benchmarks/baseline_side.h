@@ -1,6 +1,6 @@
-// The floors: bytes to another process and back, with nothing around them.
-#ifndef DISTGRAD_BENCHMARKS_FLOOR_SIDE_H_
-#define DISTGRAD_BENCHMARKS_FLOOR_SIDE_H_
+// The baselines: bytes to another process and back, with nothing around them.
+#ifndef DISTGRAD_BENCHMARKS_BASELINE_SIDE_H_
+#define DISTGRAD_BENCHMARKS_BASELINE_SIDE_H_
 
 #include <memory>
 
@@ -17,4 +17,4 @@ absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartTensorPipe(const SideOptions
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_BENCHMARKS_FLOOR_SIDE_H_
+#endif  // DISTGRAD_BENCHMARKS_BASELINE_SIDE_H_

@@ -1,4 +1,4 @@
-// The TensorPipe floor: one message there and back, on its own threads.
+// The TensorPipe baseline: one message there and back, on its own threads.
 #include <tensorpipe/tensorpipe.h>
 #include <unistd.h>
 
@@ -10,7 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
-#include "benchmarks/floor_side.h"
+#include "benchmarks/baseline_side.h"
 
 namespace distgrad {
 namespace {
@@ -20,7 +20,7 @@ using tensorpipe::Error;
 // The file in which the listening process leaves its address.
 std::string AddressFile(const SideOptions& place) {
   const char* const folder = std::getenv("TMPDIR");
-  return absl::StrCat(folder ? folder : "/tmp", "/distgrad-floor-", place.port);
+  return absl::StrCat(folder ? folder : "/tmp", "/distgrad-baseline-", place.port);
 }
 
 class TensorPipeSide : public BenchmarkSide {

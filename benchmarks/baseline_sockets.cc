@@ -1,4 +1,4 @@
-// The socket floor: one blocking write and blocking reads.
+// The socket baseline: one blocking write and blocking reads.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "benchmarks/floor_side.h"
+#include "benchmarks/baseline_side.h"
 #include "core/base/status.h"
 
 namespace distgrad {
@@ -33,7 +33,7 @@ Address AddressOf(const SideOptions& place) {
   Address address;
   if (place.config == "unix") {
     auto* un = reinterpret_cast<sockaddr_un*>(&address.storage);
-    const std::string name = absl::StrCat("distgrad-floor-", place.port);
+    const std::string name = absl::StrCat("distgrad-baseline-", place.port);
     std::memcpy(un->sun_path + 1, name.data(), name.size());
     address.size = offsetof(sockaddr_un, sun_path) + 1 + name.size();
     address.family = un->sun_family = AF_UNIX;
