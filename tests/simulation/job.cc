@@ -212,7 +212,14 @@ void Job::RunGuest(const Action& action) {
   const int someone = action.b % plan_.workers;
   RunCall({Action::kCall, i, someone, Action::kEcho}, worker);
   RunPass({Action::kPass, i, action.b, Action::kByItself, 0}, worker);
-  absl::SleepFor(absl::Milliseconds(action.c));
+  // It often leaves while a pass of somebody else goes through it.
+  if (const std::shared_ptr<Process> visitor = ProcessAt(someone); visitor != nullptr) {
+    Spawn([this, someone, action, visitor] {
+      RunPass({Action::kPass, someone, action.b, Action::kByItself, Action::kVisit},
+              visitor->worker.get());
+    });
+  }
+  absl::SleepFor(action.c % 2 == 0 ? absl::Milliseconds(action.c) : absl::Microseconds(action.c));
   EndGuest(what, process->get());
 }
 
