@@ -483,6 +483,40 @@ TEST_F(BackpressureTest, RepliesGoWhenThereIsRoom) {
   for (const Future<std::string>& call : made) EXPECT_EQ(call.Wait()->size(), 6000u);
 }
 
+// Up to the limit a caller may wait to read: what it calls meanwhile is refused, and its connection
+// stays. Beyond that it does not read.
+TEST_F(AgentCallsTest, ACallIsRefusedUntilMoreThanTheLimitWaitsForItsCaller) {
+  constexpr uint64_t kLimit = 10000;
+  Start({.bytes_per_peer = kLimit});
+  const auto call = [&] {
+    // What has left may be counted a moment longer.
+    while (b().agent->Queued()[0].second > 0) std::this_thread::yield();
+    return b().Call(0, "keep", std::string(6000, 'x'));
+  };
+  const auto waits = [&] {
+    uint64_t bytes = 0;
+    for (const auto& [peer, queued] : a().agent->Queued()) bytes += queued;
+    return bytes;
+  };
+  ASSERT_TRUE(b().Call(0, "echo").Wait().ok());  // now there is a connection
+  const Future<std::string> first = call();
+  const IncomingCall kept = a().service.AwaitKept();
+  while (waits() > 0) std::this_thread::yield();
+  faults_->action = FaultInjector::Action::kHold;
+  const Future<std::string> small = a().Call(1, "keep", "x");
+  const uint64_t head = waits() - 1;
+  const Future<std::string> rest = a().Call(1, "keep", std::string(kLimit - 2 * head - 1, 'x'));
+  ASSERT_EQ(waits(), kLimit);
+  const Future<std::string> refused = call();
+  // The refusal waits behind them, unless the connection has ended.
+  while (waits() == kLimit) std::this_thread::yield();
+  ASSERT_GT(waits(), kLimit);
+  const Future<std::string> beyond = call();
+  EXPECT_EQ(CodeOf(beyond), StatusCode::kUnavailable);
+  const absl::Status why = a().service.AwaitLost(1);
+  EXPECT_TRUE(absl::StrContains(why.message(), "does not read the replies")) << why;
+}
+
 // ----------------------------------------------------------------------------------- Metrics
 
 TEST_F(AgentCallsTest, WhatIsCounted) {

@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "core/base/fake_clock.h"
 #include "core/base/future.h"
 #include "core/base/wire.h"
@@ -407,6 +408,13 @@ TEST_F(AgentMembersTest, WhereThereIsNoConnectionNothingIsSent) {
   EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
 }
 
+TEST_F(AgentMembersTest, AClosedAgentLeavesNoTimer) {
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  EXPECT_LT(clock_.NextTimer(), absl::InfiniteFuture());
+  for (auto& node : nodes_) node->agent->Close();
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
+}
+
 TEST_F(AgentMembersTest, ACallToOneWhoIsSilentFromTheStartFails) {
   silence_->Of(b().info.address);
   auto call = a().Call(1, "echo");
@@ -417,7 +425,8 @@ TEST_F(AgentMembersTest, ACallToOneWhoIsSilentFromTheStartFails) {
   EXPECT_EQ(*a().Call(1, "echo", "again").Wait(), "again");
 }
 
-// What is large keeps the link busy, and all behind it waiting.
+// What is large keeps the link busy, and all behind it waiting. Connections with others change
+// nothing about that.
 TEST_F(AgentMembersTest, WhoseLinkIsBusyIsAskedOnAnother) {
   struct Busy : FaultInjector {
     std::atomic<bool> busy{false};
@@ -425,27 +434,33 @@ TEST_F(AgentMembersTest, WhoseLinkIsBusyIsAskedOnAnother) {
     Action OnSend(const std::string&, const std::string&, Packet& packet) override {
       WireReader reader(packet.bytes);
       if (ReadFrame(reader)->kind == FrameKind::kHello) ++hellos;
-      // Only the first link is held up.
-      return busy && hellos == 1 ? Action::kHold : Action::kDeliver;
+      // Only the links that were there before are held up.
+      return busy && hellos == 0 ? Action::kHold : Action::kDeliver;
     }
   };
   const auto busy = std::make_shared<Busy>();
   const auto network = std::make_shared<InprocNetwork>(busy);
   FakeDirectory directory;
-  TestAgent x(&clock_, network, 0, 1, Options(&directory));
-  TestAgent y(&clock_, network, 1, 1, Options(&directory));
-  for (TestAgent* node : {&x, &y}) directory.Set(node->info);
-  for (TestAgent* node : {&x, &y})
-    ASSERT_TRUE(node->agent->Start(node->info, {x.info, y.info}).ok());
-  EXPECT_EQ(*x.Call(1, "echo", "x").Wait(), "x");
+  std::vector<std::unique_ptr<TestAgent>> nodes;
+  for (WorkerRank rank : {0, 1, 2}) {
+    nodes.push_back(std::make_unique<TestAgent>(&clock_, network, rank, /*incarnation=*/1,
+                                                Options(&directory)));
+    directory.Set(nodes.back()->info);
+  }
+  StartAll(nodes);
+  for (const auto& [from, to] : {std::pair(0, 1), std::pair(0, 2), std::pair(1, 2)}) {
+    EXPECT_EQ(*nodes[from]->Call(static_cast<WorkerRank>(to), "echo", "x").Wait(), "x");
+  }
+  busy->hellos = 0;
   busy->busy = true;
-  auto large = x.Call(1, "echo", "large");
+  auto large = nodes[0]->Call(1, "echo", "large");
   for (int i = 0; i < 4; ++i) Beat();
-  EXPECT_GE(busy->hellos, 2);
+  EXPECT_GE(busy->hellos, 1);
   network->ReleaseHeld();
   EXPECT_EQ(*large.Wait(), "large");
-  EXPECT_FALSE(x.service.HasLost(1));
-  EXPECT_FALSE(y.service.HasLost(0));
+  for (const auto& node : nodes) {
+    for (WorkerRank peer : {0, 1, 2}) EXPECT_FALSE(node->service.HasLost(peer));
+  }
 }
 
 // What waits for a connection that fails is lost, and its peer has never heard of that connection:
@@ -649,6 +664,27 @@ TEST_F(PlayedPeerTest, WhatAnEarlierIncarnationHasGivenUpSaysNothingOfTheNext) {
   next.end->Await(FrameKind::kRequest, 1);
 }
 
+// What begins with the new incarnation would end with what is told of the old one after that.
+TEST_F(PlayedPeerTest, TheLossOfAnOldIncarnationIsToldOnce) {
+  const Played old = Connect({.number = 1});
+  old.Send(FrameKind::kNotice);
+  old.Ping(1);
+  const auto losses = std::make_shared<std::atomic<int>>(0);  // outlives the test's body
+  x_.service.OnNextLost([this, losses] {
+    ++*losses;
+    x_.service.OnNextLost([losses] { ++*losses; });
+  });
+  y_.incarnation = Incarnation{8};
+  directory_.Set(y_);
+  ASSERT_TRUE(x_.agent->UpdatePeer(y_).ok());
+  EXPECT_EQ(*losses, 1);
+  old.end->AwaitClosed();
+  // The end of the old connection has come before what is on the new one.
+  const Played next = Connect({.number = 1});
+  next.Ping(1);
+  EXPECT_EQ(*losses, 1);
+}
+
 // Signs of life do not wait behind what is large.
 TEST_F(AgentMembersTest, WhoTakesLongForALargePacketIsKept) {
   const std::string large(Link::kBulkBytes, 'x');
@@ -817,6 +853,23 @@ std::set<WorkerRank> ConnectedWith(const TestAgent& node) {
   std::set<WorkerRank> peers;
   for (const auto& [peer, bytes] : node.agent->Queued()) peers.insert(peer);
   return peers;
+}
+
+// What begins over the next connection with a watched member would end with the word of the loss.
+TEST_F(PlayedPeerTest, ALossIsToldBeforeTheNextConnectionIsOpened) {
+  x_.agent->WatchMembers(/*late=*/false);
+  const Played live = Connect({});
+  live.Ping(1);
+  std::set<WorkerRank> with;
+  absl::Notification told;
+  x_.service.OnNextLost([&] {
+    with = ConnectedWith(x_);
+    told.Notify();
+  });
+  live.connection->Close();
+  told.WaitForNotification();
+  EXPECT_EQ(with, std::set<WorkerRank>({0})) << "itself alone";
+  AwaitAccepted(0);
 }
 
 TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
@@ -1020,6 +1073,19 @@ TEST_F(AgentMembersTest, OneWhoLeavesIsNoMemberAndItsCallsFailClearly) {
   nodes_[1] = Come(1, 2);
   EXPECT_EQ(*a().Call(1, "echo", "back").Wait(), "back");
   EXPECT_EQ(a().agent->Members().size(), 3u);
+}
+
+TEST_F(AgentMembersTest, WhoHearsOfOneThatLeavesFindsItGone) {
+  EXPECT_EQ(*a().Call(1, "echo", "x").Wait(), "x");
+  size_t members = 0;
+  absl::Notification told;
+  a().service.OnNextMemberEvents([&] {
+    members = a().agent->MemberCount();
+    told.Notify();
+  });
+  b().agent->SayLeaving();
+  told.WaitForNotification();
+  EXPECT_EQ(members, 2u);
 }
 
 }  // namespace

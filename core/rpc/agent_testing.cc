@@ -58,6 +58,20 @@ void TestService::OnNextLost(absl::AnyInvocable<void()> then) {
   on_lost_ = std::move(then);
 }
 
+void TestService::OnMemberEvents() {
+  absl::AnyInvocable<void()> then;
+  {
+    absl::MutexLock lock(&mu_);
+    then = std::exchange(on_events_, nullptr);
+  }
+  if (then != nullptr) then();
+}
+
+void TestService::OnNextMemberEvents(absl::AnyInvocable<void()> then) {
+  absl::MutexLock lock(&mu_);
+  on_events_ = std::move(then);
+}
+
 void TestService::OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
   unreachable_[peer][incarnation] = why;

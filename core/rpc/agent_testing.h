@@ -41,6 +41,7 @@ class TestService : public AgentService {
   void OnLateReply(WorkerRank from, Body reply) override;
   void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
+  void OnMemberEvents() override;
 
   // Waits for the next call that was kept, and takes it.
   IncomingCall AwaitKept();
@@ -49,6 +50,8 @@ class TestService : public AgentService {
   std::vector<std::string> AwaitLateReplies(size_t n);
   // Has the next loss of a worker run `then`, on the thread that tells of it.
   void OnNextLost(absl::AnyInvocable<void()> then);
+  // Does the same for the next word that members may have changed.
+  void OnNextMemberEvents(absl::AnyInvocable<void()> then);
   // Waits until a worker is lost; returns why.
   absl::Status AwaitLost(WorkerRank peer);
   bool HasLost(WorkerRank peer) const;
@@ -62,7 +65,7 @@ class TestService : public AgentService {
   std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_), late_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
-  absl::AnyInvocable<void()> on_lost_ ABSL_GUARDED_BY(mu_);
+  absl::AnyInvocable<void()> on_lost_ ABSL_GUARDED_BY(mu_), on_events_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
 };
 
