@@ -127,6 +127,10 @@ class SteppingClock : public Clock {
     absl::MutexLock lock(&mu_);
     return timers_.erase(timer) == 1;
   }
+  size_t timers() const {
+    absl::MutexLock lock(&mu_);
+    return timers_.size();
+  }
   // Calls what was to be called at some time, as if all those had come.
   void RunTimers() {
     std::map<TimerId, absl::AnyInvocable<void()>> timers;
@@ -140,7 +144,7 @@ class SteppingClock : public Clock {
   Trap on_now;
 
  private:
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   absl::Time now_ ABSL_GUARDED_BY(mu_) = absl::FromUnixSeconds(1'000'000'000);
   absl::Duration step_ ABSL_GUARDED_BY(mu_);
   TimerId last_timer_ ABSL_GUARDED_BY(mu_) = 0;
@@ -488,6 +492,19 @@ TEST_F(EngineTest, ARootThatNoCallGaveInAContextSaysSo) {
   EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(pass.Wait().status().message()),
               ::testing::HasSubstr("made without a context"));
+}
+
+// A release comes while the pass is being made.
+TEST_F(EngineTest, APassThatIsOverBeforeItBeginsLeavesNoTimer) {
+  const auto context = contexts_.New();
+  const at::Tensor leaf = at::ones({}).requires_grad_();
+  clock_.on_now.Set([&] { engine_.Release(context->id()); });
+  const Future<Unit> pass = engine_.Backward(
+      context, {leaf * 2}, {.deadline = absl::Now() + absl::Hours(1)}, /*run_here=*/true);
+  AwaitPool();
+  ASSERT_TRUE(pass.Done());
+  EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kCancelled) << pass.Wait().status();
+  EXPECT_EQ(clock_.timers(), 0u);
 }
 
 // ------------------------------------------------------------------------------- What is reported
