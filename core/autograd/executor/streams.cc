@@ -67,12 +67,10 @@ void ReadyMark::Await(const at::Tensor& tensor) const {
   }
 }
 
-HomeStreamGuard::HomeStreamGuard(Node& node, const variable_list& gradients) {
-  const std::optional<c10::Stream> of_node = node.stream();
-  if (!of_node.has_value()) return;
-  of_node_.reset_stream(*of_node);
+HomeStreamGuard::HomeStreamGuard(Node& node, const variable_list& gradients)
+    : of_node_(node.stream().value()) {
   // One stream can be current on each device. Inputs that live on others are ordered before it.
-  std::vector<c10::Stream> current = {*of_node};
+  std::vector<c10::Stream> current = {of_node_.current_stream()};
   for (uint32_t i = 0; i < gradients.size() && i < node.num_inputs(); ++i) {
     if (!IsOnAccelerator(gradients[i])) continue;
     const std::optional<c10::Stream> home = HomeStream(node, i, gradients[i]);

@@ -50,13 +50,14 @@ class ReadyMark {
 };
 
 // Sends what this thread launches, while the guard lives, to the home streams of the node's inputs,
-// and makes the node's device the current one. Does nothing for a node of the CPU.
+// and makes the node's device the current one. For nodes that have a stream: those of the CPU have
+// none.
 class HomeStreamGuard {
  public:
   HomeStreamGuard(torch::autograd::Node& node, const torch::autograd::variable_list& gradients);
 
  private:
-  c10::OptionalStreamGuard of_node_;
+  c10::StreamGuard of_node_;
   std::optional<c10::MultiStreamGuard> of_other_devices_;
 };
 
