@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <typeinfo>
@@ -83,8 +84,8 @@ class NestedBackwards::Engine final : public torch::autograd::Engine {
   // Once for the process; lives to its end, since libtorch may ask for it until then.
   static void Install() {
     static const bool installed = [] {
-      before_ = &torch::autograd::Engine::get_default_engine();
-      watching_ = new Engine;
+      watching_.store(new Engine(torch::autograd::Engine::get_default_engine()),
+                      std::memory_order_release);
       torch::autograd::set_default_engine_stub(Choose);
       return true;
     }();
@@ -95,7 +96,7 @@ class NestedBackwards::Engine final : public torch::autograd::Engine {
                         bool create_graph, bool accumulate_grad,
                         const edge_list& outputs) override {
     const auto run = [&] {
-      return before_->execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+      return before_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
     };
     // torch::autograd::grad() leaves every .grad alone.
     if (!accumulate_grad || current == nullptr) return run();
@@ -124,24 +125,29 @@ class NestedBackwards::Engine final : public torch::autograd::Engine {
   c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
       const std::shared_ptr<torch::autograd::GraphTask>& task, std::shared_ptr<Node> root,
       torch::autograd::InputBuffer&& inputs) override {
-    return before_->execute_with_graph_task(task, std::move(root), std::move(inputs));
+    return before_.execute_with_graph_task(task, std::move(root), std::move(inputs));
   }
   std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
-    return before_->make_anomaly_metadata();
+    return before_.make_anomaly_metadata();
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    return before_->get_default_saved_variable_hooks();
+    return before_.get_default_saved_variable_hooks();
   }
 
  private:
-  static torch::autograd::Engine& Choose() { return current == nullptr ? *before_ : *watching_; }
+  explicit Engine(torch::autograd::Engine& before) : before_(before) {}
 
-  static torch::autograd::Engine* before_;
-  static torch::autograd::Engine* watching_;
+  static torch::autograd::Engine& Choose() {
+    Engine& watching = *watching_.load(std::memory_order_acquire);
+    return current == nullptr ? watching.before_ : watching;
+  }
+
+  static std::atomic<Engine*> watching_;
+
+  torch::autograd::Engine& before_;  // libtorch's own, or what was in its place before
 };
 
-torch::autograd::Engine* NestedBackwards::Engine::before_ = nullptr;
-torch::autograd::Engine* NestedBackwards::Engine::watching_ = nullptr;
+std::atomic<NestedBackwards::Engine*> NestedBackwards::Engine::watching_ = nullptr;
 
 NestedBackwards::NestedBackwards() : outer_(current) {
   Engine::Install();
