@@ -42,6 +42,16 @@ class GlooDevice::Context final : public gloo::transport::Context,
  private:
   friend class Buffer;
 
+  // Not in the constructor and the destructor of a buffer, where clang checks no lock.
+  void Add(Buffer* buffer) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    buffers_.insert(buffer);
+  }
+  void Remove(Buffer* buffer) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    buffers_.erase(buffer);
+  }
+
   const std::shared_ptr<gloo::transport::Context> tcp_;
   absl::Mutex mu_;
   std::exception_ptr aborted_ ABSL_GUARDED_BY(mu_);
@@ -54,30 +64,21 @@ class GlooDevice::Buffer final : public UnboundBuffer {
  public:
   Buffer(std::shared_ptr<Context> context, void* ptr, size_t size)
       : UnboundBuffer(ptr, size), context_(std::move(context)) {
-    absl::MutexLock lock(&context_->mu_);
-    context_->buffers_.insert(this);
+    context_->Add(this);
   }
-  ~Buffer() override {
-    absl::MutexLock lock(&context_->mu_);
-    context_->buffers_.erase(this);
-  }
+  ~Buffer() override { context_->Remove(this); }
 
   // Under context_->mu_.
   void EndLostWaits(const std::vector<bool>& lost) {
-    context_->mu_.AssertHeld();
-    for (const Operation& each : sends_.all) {
-      if (lost[each.rank]) each.buffer->abortWaitSend();
-    }
-    for (const Operation& each : recvs_.all) {
-      if (lost[each.rank]) each.buffer->abortWaitRecv();
-    }
+    sends_.EndLostWaits(lost, &UnboundBuffer::abortWaitSend);
+    recvs_.EndLostWaits(lost, &UnboundBuffer::abortWaitRecv);
   }
 
   void send(int rank, uint64_t slot, size_t offset, size_t bytes) override {
-    Guarded([&] { Add(sends_, rank).send(rank, slot, offset, bytes); });
+    Guarded([&] { sends_.Add(rank, NewOfTcp()).send(rank, slot, offset, bytes); });
   }
   void recv(int rank, uint64_t slot, size_t offset, size_t bytes) override {
-    Guarded([&] { Add(recvs_, rank).recv(rank, slot, offset, bytes); });
+    Guarded([&] { recvs_.Add(rank, NewOfTcp()).recv(rank, slot, offset, bytes); });
   }
   void recv(std::vector<int>, uint64_t, size_t, size_t) override {
     throw std::logic_error("no collective receives from any rank");
@@ -98,11 +99,41 @@ class GlooDevice::Buffer final : public UnboundBuffer {
     int rank;
     std::unique_ptr<UnboundBuffer> buffer;
   };
-  // All stay to the end: a buffer that is done waits for Gloo's thread when it is destroyed, which
-  // may still be at it.
-  struct Operations {
-    std::deque<Operation> all;
-    size_t waited = 0;  // how many of them have been waited for
+  // The sends or the receipts. A collective has one thread; what is in here is changed under the
+  // context's mutex, for EndLostWaits().
+  class Operations {
+   public:
+    explicit Operations(absl::Mutex* mu) : mu_(mu) {}
+
+    // Before it is begun: if the connection has broken by then, Gloo refuses it, and if it breaks
+    // later, EndLostWaits() finds it here.
+    UnboundBuffer& Add(int rank, std::unique_ptr<UnboundBuffer> buffer) {
+      absl::MutexLock lock(mu_);
+      return *all_.emplace_back(Operation{rank, std::move(buffer)}).buffer;
+    }
+    // Returns the first that has not been waited for.
+    const Operation& Next() {
+      absl::MutexLock lock(mu_);
+      return all_.at(waited_);
+    }
+    void SetWaited() {
+      absl::MutexLock lock(mu_);
+      ++waited_;
+    }
+    // Under the mutex.
+    void EndLostWaits(const std::vector<bool>& lost, void (UnboundBuffer::*abort)()) {
+      mu_->AssertHeld();
+      for (const Operation& each : all_) {
+        if (lost[each.rank]) (each.buffer.get()->*abort)();
+      }
+    }
+
+   private:
+    absl::Mutex* const mu_;
+    // All stay to the end: a buffer that is done waits for Gloo's thread when it is destroyed,
+    // which may still be at it.
+    std::deque<Operation> all_ ABSL_GUARDED_BY(mu_);
+    size_t waited_ ABSL_GUARDED_BY(mu_) = 0;
   };
 
   void Guarded(absl::FunctionRef<void()> operation) {
@@ -113,41 +144,31 @@ class GlooDevice::Buffer final : public UnboundBuffer {
     }
   }
 
-  // Before it is begun: if the connection has broken by then, Gloo refuses it, and if it breaks
-  // later, EndLostWaits() finds it here.
-  UnboundBuffer& Add(Operations& operations, int rank) ABSL_LOCKS_EXCLUDED(context_->mu_) {
-    auto buffer = context_->tcp_->createUnboundBuffer(ptr, size);
-    absl::MutexLock lock(&context_->mu_);
-    return *operations.all.emplace_back(Operation{rank, std::move(buffer)}).buffer;
+  std::unique_ptr<UnboundBuffer> NewOfTcp() {
+    return context_->tcp_->createUnboundBuffer(ptr, size);
   }
 
   void Wait(Operations& operations, bool (UnboundBuffer::*wait)(int*, Timeout), int* rank,
             Timeout timeout) ABSL_LOCKS_EXCLUDED(context_->mu_) {
-    const Operation* first;
-    {
-      absl::MutexLock lock(&context_->mu_);
-      first = &operations.all.at(operations.waited);
-    }
-    if (!(first->buffer.get()->*wait)(rank, timeout)) {
+    const Operation& first = operations.Next();
+    if (!(first.buffer.get()->*wait)(rank, timeout)) {
       // It was over when the connection broke, or else is late now.
       bool over;
       try {
-        over = (first->buffer.get()->*wait)(rank, Timeout::zero());
+        over = (first.buffer.get()->*wait)(rank, Timeout::zero());
       } catch (...) {
         over = false;
       }
       if (!over) {
         throw std::runtime_error(
-            absl::StrCat("the connection to rank ", first->rank, " has broken"));
+            absl::StrCat("the connection to rank ", first.rank, " has broken"));
       }
     }
-    absl::MutexLock lock(&context_->mu_);
-    ++operations.waited;
+    operations.SetWaited();
   }
 
   const std::shared_ptr<Context> context_;
-  // A collective has one thread; what is in it is changed under the lock, for EndLostWaits().
-  Operations sends_, recvs_;
+  Operations sends_{&context_->mu_}, recvs_{&context_->mu_};
 };
 
 std::unique_ptr<UnboundBuffer> GlooDevice::Context::createUnboundBuffer(void* ptr, size_t size) {
