@@ -8,6 +8,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -19,9 +20,11 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/base/log.h"
 #include "core/membership/start.h"
 #include "core/membership/store.h"
 #include "core/membership/store/in_process_store.h"
+#include "core/net/cluster_key.h"
 #include "core/parallel/process_group/process_group.h"
 #include "tests/testing/fake_cuda/fake_cuda.h"
 #include "tests/testing/fake_nccl/fake_nccl.h"
@@ -111,6 +114,27 @@ TEST(NcclOnStandInsTest, GroupsMayBeUsedInAnyOrder) {
       EXPECT_TRUE(tensors[i].cpu().equal(at::full({1000}, 2.0f)));
     }
   });
+}
+
+// By a key as by certificates: either is said to encrypt groups.
+TEST(NcclOnStandInsTest, WhatEncryptsNothingIsWarnedOf) {
+  for (const bool has_key : {false, true}) {
+    const auto warnings = std::make_shared<std::atomic<int>>(0);
+    SetLogSink([warnings](internal::LogSeverity, absl::string_view text) {
+      if (absl::StrContains(text, "NCCL encrypts nothing")) ++*warnings;
+    });
+    const c10::DeviceGuard guard(Gpu(0));
+    const auto group = ProcessGroup::Create(
+        {.name = "alone",
+         .store = NewInProcessStore(),
+         .rank = 0,
+         .size = 1,
+         .backend = "nccl",
+         .cluster_key = has_key ? ClusterKey("a key of thirty-two bytes, about") : ClusterKey()});
+    SetLogSink(nullptr);
+    ASSERT_TRUE(group.ok()) << group.status();
+    EXPECT_EQ(*warnings, has_key ? 1 : 0);
+  }
 }
 
 // It has come to the rendezvous, and dies before it connects.

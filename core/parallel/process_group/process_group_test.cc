@@ -24,6 +24,7 @@
 #include "core/membership/store.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/parallel/process_group/c10d_store.h"
+#include "tests/testing/forwarding_store.h"
 #include "tests/testing/key_watch.h"
 #include "tests/testing/ranks.h"
 
@@ -164,6 +165,20 @@ TEST(ProcessGroupTest, OurStoreIsOneOfC10d) {
   EXPECT_THROW(store->get("missing"), c10::Error);
   EXPECT_THROW(store->wait({"a", "missing"}), c10::Error);
   EXPECT_THROW(store->getNumKeys(), c10::Error);
+}
+
+TEST(ProcessGroupTest, AKeyThatAStoreDoesNotDeleteIsAnErrorOfC10d) {
+  class Keeps final : public ForwardingStore {
+   public:
+    using ForwardingStore::ForwardingStore;
+    absl::Status Delete(const std::string&, Deadline) override {
+      return absl::UnavailableError("the store is gone");
+    }
+  };
+  const auto store =
+      C10dStoreOf(std::make_shared<Keeps>(NewInProcessStore()), absl::Milliseconds(5));
+  store->set("a", "b");
+  EXPECT_THROW(store->deleteKey("a"), c10::Error);
 }
 
 TEST(ProcessGroupTest, ARankThatDoesNotComeIsNamed) {
