@@ -30,8 +30,10 @@ driver one 13000 1
 driver two 13010 2
 driver volta 13000 2 'attribute == 75 ? 7 : device == 0 ? 5 : 0'
 
-# program STATUS REASON: one with two cases, the second of which is skipped if there is a reason.
+# program STATUS REASON [FROM]: one with two cases, the second of which is skipped if there is a reason,
+# and is not there from that repeat on.
 program() {
+  rm -f "$scratch/repeats"
   local skip=""
   if [[ -n $2 ]]; then skip="<skipped message=\"a.cc:7&#x0A;$2\"/>"; fi
   cat >"$scratch/unpacked/programs/core.a_test" <<SH
@@ -42,8 +44,11 @@ for argument; do
     --gtest_output=xml:*) xml=\${argument#--gtest_output=xml:} ;;
   esac
 done
+echo >>"$scratch/repeats"
+two='<testcase classname="A" name="Two" status="run">$skip</testcase>'
+if [ "\$(wc -l <"$scratch/repeats")" -ge "${3:-1000}" ]; then two=; fi
 cat >"\$xml" <<XML
-<testsuites><testsuite><testcase classname="A" name="One" status="run"><properties><property name="GB_s" value="900"/></properties></testcase><testcase classname="A" name="Two" status="run">$skip</testcase></testsuite></testsuites>
+<testsuites><testsuite><testcase classname="A" name="One" status="run"><properties><property name="GB_s" value="900"/></properties></testcase>\$two</testsuite></testsuites>
 XML
 exit $1
 SH
@@ -52,10 +57,10 @@ SH
 
 export FIGURES='{"rows": [{"name": "a copy", "seconds": 0.25}]}'
 failed=0
-# check WHAT DRIVER STATUS TEXT
+# check WHAT DRIVER STATUS TEXT [OPTION...]
 check() {
   local status=0
-  LD_LIBRARY_PATH=$scratch/$2 python3 "$scratch/unpacked/gpu_check" --site "$scratch/site" \
+  LD_LIBRARY_PATH=$scratch/$2 python3 "$scratch/unpacked/gpu_check" --site "$scratch/site" "${@:5}" \
     --json "$scratch/report.json" >"$scratch/said" 2>&1 || status=$?
   if [[ $status != "$3" ]] || ! grep -qF -- "$4" "$scratch/said"; then
     echo "FAILED: $1: status $status, not $3, or it does not say '$4':" >&2
@@ -81,6 +86,10 @@ grep -q '"ok": false' "$scratch/report.json"
 program 0 "it needs two GPUs"
 check "one GPU where two are needed" one 0 "skipped: core.a_test A.Two: it needs two GPUs"
 check "two GPUs of which one is not seen" two 1 "does not justify"
+program 0 "it needs two GPUs"
+check "repeats" one 0 "core.a_test: passed, 3 times 1 cases and 1 skipped" --repeat 3
+program 0 "" 2
+check "a repeat that runs less" one 1 "core.a_test: failed: repeat 2 ran 1 cases, and another one 2" --repeat 3
 program 3 ""
 check "a program that fails" two 1 "FAILED: core.a_test"
 program 0 ""
@@ -107,8 +116,9 @@ if [[ $status != 1 ]] || ! grep -q "there is no compute-sanitizer" "$scratch/sai
   failed=1
 fi
 
-# With Bazel, of which there is a stub here: it knows the targets $LABELS, of which one runs, whose
-# case says $REASON, and a benchmark, which says $FIGURES. Its test command ends with $ENDS.
+# With Bazel, of which there is a stub here: it knows the targets $LABELS, of which one runs, once for
+# each of $COUNTS, with so many cases, which say $REASON; and a benchmark, which says $FIGURES. Its test
+# command ends with $ENDS.
 mkdir -p "$scratch/tree/tools"
 cp tools/gpu_check tools/skipped.py "$scratch/tree/tools"
 cat >"$scratch/tree/tools/bazel" <<'SH'
@@ -124,24 +134,33 @@ case $command in
   test)
     case="<testcase classname=\"A\" name=\"One\">$REASON</testcase>"
     if [ "$REASON" = none ]; then case=; fi
-    echo "<testsuites><testsuite>$case</testsuite></testsuites>" >"$events.xml"
-    cat >"$events" <<JSON
-{"id":{"targetConfigured":{"label":"//core:a_test"}},"configured":{"targetKind":"cc_test rule"}}
-{"id":{"testResult":{"label":"//core:a_test"}},"testResult":{"testAttemptDurationMillis":"1500","testActionOutput":[{"name":"test.xml","uri":"file://$events.xml"}]}}
-{"id":{"testSummary":{"label":"//core:a_test"}},"testSummary":{"overallStatus":"$OUTCOME"}}
+    echo '{"id":{"targetConfigured":{"label":"//core:a_test"}},"configured":{"targetKind":"cc_test rule"}}' >"$events"
+    run=0
+    for count in ${COUNTS:-1}; do
+      run=$((run + 1))
+      cases=
+      while [ "$count" -gt 0 ]; do
+        cases=$cases$case
+        count=$((count - 1))
+      done
+      echo "<testsuites><testsuite>$cases</testsuite></testsuites>" >"$events.$run.xml"
+      cat >>"$events" <<JSON
+{"id":{"testResult":{"label":"//core:a_test","run":$run}},"testResult":{"testAttemptDurationMillis":"1500","testActionOutput":[{"name":"test.xml","uri":"file://$events.$run.xml"}]}}
 JSON
+    done
+    echo "{\"id\":{\"testSummary\":{\"label\":\"//core:a_test\"}},\"testSummary\":{\"overallStatus\":\"$OUTCOME\"}}" >>"$events"
     exit "${ENDS:-0}"
     ;;
 esac
 SH
 chmod +x "$scratch/tree/tools/bazel"
-# check_bazel WHAT STATUS OUTCOME REASON
+# check_bazel WHAT STATUS OUTCOME REASON [OPTION...]
 check_bazel() {
   local status=0
   local reason=${4:+"<skipped message='a.cc:7&#x0A;$4'/>"}
   if [[ $4 == none ]]; then reason=none; fi
   OUTCOME=$3 REASON=$reason LD_LIBRARY_PATH=$scratch/one ARGUMENTS=$scratch/arguments \
-    python3 "$scratch/tree/tools/gpu_check" --json "$scratch/report.json" >"$scratch/said" 2>&1 || status=$?
+    python3 "$scratch/tree/tools/gpu_check" "${@:5}" --json "$scratch/report.json" >"$scratch/said" 2>&1 || status=$?
   if [[ $status != "$2" ]]; then
     echo "FAILED: $1: status $status, not $2:" >&2
     cat "$scratch/said" >&2
@@ -158,6 +177,11 @@ check_bazel "a test is for two GPUs" 0 PASSED "this machine has fewer than 2 GPU
 ENDS=3 check_bazel "a test fails, as Bazel says" 1 FAILED ""
 ENDS=1 check_bazel "Bazel fails" 1 PASSED ""
 check_bazel "a test that has run nothing" 1 PASSED none
+COUNTS="2 2 2" check_bazel "repeats" 0 PASSED "" --repeat 3
+grep -qF "//core:a_test: passed, 3 times 2 cases and 0 skipped, 4.5 s" "$scratch/said"
+COUNTS="2 1 2" check_bazel "a repeat that runs less" 1 PASSED "" --repeat 3
+grep -qF "FAILED: //core:a_test: failed: repeat 2 ran 1 cases, and another one 2" "$scratch/said"
+COUNTS="2 2" check_bazel "a repeat that is not there" 1 PASSED "" --repeat 3
 LABELS="//core:a_test //core:b_test" check_bazel "a target that Bazel leaves out" 1 PASSED ""
 if ! grep -q "FAILED: //core:b_test" "$scratch/said"; then
   echo "FAILED: a target that Bazel leaves out is not named" >&2
