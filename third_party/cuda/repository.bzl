@@ -42,14 +42,14 @@ def _cuda_impl(ctx):
 
 def _nccl_impl(ctx):
     named = ctx.os.environ.get("NCCL_HOME")
+    home = named or ctx.os.environ.get("CUDA_HOME")
     found = None
-    for home in [named, ctx.os.environ.get("CUDA_HOME")]:
-        for lib in ["lib", "lib64", "lib/x86_64-linux-gnu"]:
-            folder = "%s/%s" % (home, lib)
-            if (home and not found and ctx.path(folder + "/libnccl.so.2").exists and
-                ctx.path(home + "/include/nccl.h").exists):
-                found = (home + "/include", folder)
-    if named and not (found and found[0].startswith(named)):
+    for lib in ["lib", "lib64", "lib/x86_64-linux-gnu"]:
+        folder = "%s/%s" % (home, lib)
+        if (home and not found and ctx.path(folder + "/libnccl.so.2").exists and
+            ctx.path(home + "/include/nccl.h").exists):
+            found = (home + "/include", folder)
+    if named and not found:
         fail("@%s: NCCL_HOME=%s has no include/nccl.h, or no lib/libnccl.so.2" % (ctx.name, named))
     if found:
         version = _nccl_version(ctx, found[0] + "/nccl.h")
