@@ -194,19 +194,17 @@ void EncryptedContext::OnOutEnded(int other, const std::shared_ptr<SocketConnect
                                   "): it has ended, or given up"));
   }
   // The keys have been compared before; a certificate that is not accepted shows here alone.
-  if (text != nullptr && text->cause() == TextError::Cause::kRefused) {
-    return OnOutLost(other, out, error.what());
-  }
-  const bool refuses = text != nullptr && text->cause() == TextError::Cause::kRefuses;
+  const bool is_refusal = text != nullptr && (text->cause() == TextError::Cause::kRefused ||
+                                              text->cause() == TextError::Cause::kRefuses);
   bool is_over;
   absl::Duration pause;
   {
     absl::MutexLock lock(&mu_);
     Peer& peer = peers_[other];
     if (peer.out != out) return;
-    // One that is refused here may be from somebody on the way, or be replaced just now: one more
-    // attempt shows whether it is the rank's own.
-    const bool again = refuses && std::exchange(peer.has_refused, true);
+    // One that is refused, here or there, may be from somebody on the way, or be replaced just now:
+    // one more attempt shows whether it is the rank's own.
+    const bool again = is_refusal && std::exchange(peer.was_refusal, true);
     is_over = all_open_ || !aborted_.ok() || again;
     if (!is_over) {
       // It was closed for the sake of others, perhaps, or something on its way has changed a byte.

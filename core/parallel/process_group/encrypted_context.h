@@ -94,7 +94,7 @@ class EncryptedContext final : public gloo::transport::Context,
     Endpoint endpoint;         // where it listens
     int attempts = 0;          // to connect to it
     std::string last_trouble;  // why the last one ended; "": it has not
-    bool has_refused = false;  // this rank has, one certificate that it was shown there
+    bool was_refusal = false;  // one has, as either end refused the other's certificate
 
     bool IsOpen() const { return welcome && in != nullptr; }
     bool IsConnected() const { return IsOpen() && out_lost.ok() && in_lost.ok(); }
