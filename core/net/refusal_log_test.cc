@@ -1,6 +1,8 @@
 // Which refused connections have a line in the log.
 #include "core/net/refusal_log.h"
 
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -37,8 +39,17 @@ class RefusalLogTest : public ::testing::Test {
     SetLogSink([](LogSeverity, absl::string_view) {});
   }
 
-  // A client whose socket says no address.
-  void Refuse(const std::string& why) { log_.Add(-1, server_, absl::UnauthenticatedError(why)); }
+  void Refuse(const std::string& why, const std::string& address = "10.0.0.1") {
+    log_.Add(address, server_, absl::UnauthenticatedError(why));
+  }
+  // One that speaks another version of the protocol, before it has proved anything.
+  void RefuseVersion(uint16_t version) {
+    std::string hello = Handshake::Create(Handshake::Role::kClient, key_, {})->TakeOutput();
+    std::memcpy(&hello[8], &version, sizeof(version));
+    Handshake server = Handshake::Create(Handshake::Role::kServer, key_, {}).value();
+    ASSERT_TRUE(server.Receive(hello).ok());
+    log_.Add("10.0.0.1", server, absl::UnavailableError("it went away"));
+  }
   // Since the last time.
   std::vector<std::string> Take() {
     absl::MutexLock lock(&lines_->mu);
@@ -73,17 +84,46 @@ TEST_F(RefusalLogTest, OneWhoGoesOnDoesNotHideALateMistake) {
   EXPECT_EQ(Take().size(), 0u);
 }
 
-// A reason may have the names of a stranger's certificate, any of them.
-TEST_F(RefusalLogTest, HoweverManyReasonsThereAreItsLinesAreFew) {
-  for (int i = 0; i < 10000; ++i) Refuse(absl::StrCat("it is for name", i));
-  const size_t lines = Take().size();
-  EXPECT_GE(lines, 64u);
-  EXPECT_LE(lines, 64u + 14u);
-  now_ += absl::Minutes(10);
-  Refuse("yet another");
-  const std::vector<std::string> late = Take();
+// A stranger may choose the version of its hello, and the names of its certificate.
+TEST_F(RefusalLogTest, WhatAClientWritesMakesNoOtherKindOfReason) {
+  for (uint16_t i = 0; i < 1000; ++i) {
+    RefuseVersion(1000 + i);
+    Refuse(absl::StrCat("the other end's certificate is refused: it is for DNS:",
+                        std::string(1 + i % 30, 'a'), i, ", and not for DNS:job"));
+  }
+  const std::vector<std::string> lines = Take();
+  EXPECT_EQ(lines.size(), 2 * 10u);
+  EXPECT_TRUE(absl::StrContains(lines[18], "speaks version 1511 ")) << lines[18];
+  EXPECT_TRUE(absl::StrContains(lines[19], "aa511, and not for")) << lines[19];
+  Refuse("the other end has another cluster key (DISTGRAD_KEY_FILE)");
+  Refuse("the other end's certificate is refused: certificate has expired (is it valid now?)");
+  EXPECT_EQ(Take().size(), 2u) << "of the same address, for other reasons";
+}
+
+// As the errors of OpenSSL, whom a stranger may offer all sorts of things.
+TEST_F(RefusalLogTest, OneAddressHasFewKindsOfReasons) {
+  for (int i = 0; i < 1000; ++i) Refuse(std::string(1 + i, 'x'));
+  EXPECT_LE(Take().size(), 16u + 10u);
+  Refuse("another key", "10.0.0.2");
+  EXPECT_EQ(Take().size(), 1u);
+}
+
+TEST_F(RefusalLogTest, HoweverManyAddressesThereAreItsLinesAreFewAndALateMistakeHasOne) {
+  for (int i = 0; i < 1000; ++i) Refuse("another key", absl::StrCat("10.0.0.", i));
+  EXPECT_EQ(Take().size(), 64u + 10u);
+  Refuse("no certificate", "10.1.0.1");
+  std::vector<std::string> late = Take();
   ASSERT_EQ(late.size(), 1u);
-  EXPECT_TRUE(absl::StrContains(late[0], "of various clients")) << late[0];
+  EXPECT_TRUE(absl::StrContains(late[0], "10.1.0.1: no certificate (1 so far, of various clients)"))
+      << late[0];
+  // Those that were silent meanwhile make place.
+  now_ += absl::Minutes(10);
+  Refuse("another key", "10.0.0.5");
+  Refuse("another key", "10.1.0.1");
+  late = Take();
+  ASSERT_EQ(late.size(), 2u);
+  EXPECT_TRUE(absl::StrContains(late[0], "10.0.0.5: another key (2 so far)")) << late[0];
+  EXPECT_TRUE(absl::StrContains(late[1], "10.1.0.1: another key (1 so far)")) << late[1];
 }
 
 }  // namespace
