@@ -44,8 +44,8 @@ absl::Status ReserveDescriptors(size_t more, absl::string_view what) {
                    ": raise the limit (`ulimit -n ", need, "`; docs/operating.md)"));
 }
 
-bool HasPendingConnection(int listener) {
-  pollfd entry = {listener, POLLIN, 0};
+bool IsReadable(int socket) {
+  pollfd entry = {socket, POLLIN, 0};
   return poll(&entry, 1, 0) > 0;
 }
 

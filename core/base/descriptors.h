@@ -20,9 +20,10 @@ namespace distgrad {
 // them, and what to do.
 absl::Status ReserveDescriptors(size_t more, absl::string_view what);
 
-// Returns whether a connection waits to be accepted by that socket. Where there are no descriptors
-// accept() fails before it looks for one, so its EMFILE does not say.
-bool HasPendingConnection(int listener);
+// Returns whether that socket has something to read, its end among it, or a connection to accept.
+// (Where there are no descriptors accept() fails before it looks for one, so its EMFILE does not
+// say.)
+bool IsReadable(int socket);
 
 // Returns strerror()'s text; where there are no descriptors left, with the limit and what to do.
 std::string ErrnoText(int error);

@@ -76,8 +76,9 @@ void StoreServer::Run() {
     }
     if (poll(entries.data(), entries.size(), Patience()) < 0) continue;
     if (entries[0].revents != 0) return;
-    size_t at = 2;
-    for (auto peer = peers_.begin(); peer != peers_.end(); ++at) {
+    auto next = peers_.begin();
+    for (size_t at = 2; at < entries.size(); ++at) {
+      const auto peer = next++;
       const short events = entries[at].revents;
       bool stays = !peer->superseded && (peer->ours || !peer->deadline.Passed());
       if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(*peer);
@@ -85,8 +86,13 @@ void StoreServer::Run() {
       // What it has said, and was not answered while it did not read, is answered now.
       if (stays && peer->unread() > 0) stays = Write(*peer) && Understand(*peer);
       if (!stays && !peer->ours) --unauthenticated_;
-      if (!stays) ForgetWait(*peer);
-      peer = stays ? std::next(peer) : peers_.erase(peer);
+      if (!stays) {
+        ForgetWait(*peer);
+        peers_.erase(peer);
+      } else if (std::exchange(peer->took_step, false)) {
+        peer->grace = Deadline::After(options_.grace);
+        peers_.splice(peers_.end(), peers_, peer);
+      }
     }
     if (entries[1].revents != 0) Accept();
   }
@@ -102,10 +108,13 @@ int StoreServer::Patience() const {
 }
 
 bool StoreServer::FreeSlot() {
-  const auto oldest =
-      std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.ours; });
-  if (oldest == peers_.end() || !oldest->grace.Passed()) return false;
-  peers_.erase(oldest);
+  // One that has said something may have done so long ago: where many come at once their
+  // signatures take longer than the grace.
+  const auto silent = std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) {
+    return !peer.ours && peer.grace.Passed() && !IsReadable(peer.socket.fd());
+  });
+  if (silent == peers_.end()) return false;
+  peers_.erase(silent);
   --unauthenticated_;
   return true;
 }
@@ -115,12 +124,14 @@ bool StoreServer::FreeSlot() {
 // so no client that is honest and quick is closed for others to come.
 void StoreServer::Accept() {
   for (;;) {
-    const bool has_slot = unauthenticated_ < options_.max_unauthenticated || FreeSlot();
+    const bool is_full = unauthenticated_ >= options_.max_unauthenticated;
+    if (is_full && !IsReadable(listener_.fd())) return;  // nobody waits for a slot
+    const bool has_slot = !is_full || FreeSlot();
     const int fd =
         has_slot ? accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
     if (fd < 0) {
       const bool exhausted = has_slot && (errno == EMFILE || errno == ENFILE);
-      if (exhausted && !HasPendingConnection(listener_.fd())) return;
+      if (exhausted && !IsReadable(listener_.fd())) return;
       if (exhausted) FreeSlot();
       if (exhausted || !has_slot) accept_again_ = Deadline::After(absl::Milliseconds(50));
       return;
@@ -185,7 +196,9 @@ bool StoreServer::Greet(Peer& peer) {
       return false;
     }
     peer.in.erase(0, size);
-    peer.wire += peer.handshake.TakeOutput();
+    const std::string output = peer.handshake.TakeOutput();
+    peer.took_step = peer.took_step || !output.empty();
+    peer.wire += output;
   }
   return true;
 }
@@ -203,6 +216,7 @@ bool StoreServer::EstablishTls(Peer& peer) {
       peer.in.clear();
     }
     const absl::Status status = peer.tls->Establish();
+    peer.took_step = peer.took_step || !peer.tls->output().empty();
     TakeTlsOutput(peer);
     if (!status.ok()) {
       refusals_.Add(peer.socket.fd(), peer.handshake, absl::UnauthenticatedError(status.message()));

@@ -41,9 +41,10 @@ inline constexpr size_t kMostInTls = 1024;
 struct StoreServerOptions {
   ClusterKey cluster_key = {};
   std::shared_ptr<Certificates> certificates = nullptr;
-  // Connections that have not shown that they are ours. For one more the oldest is closed if it is
-  // older than `grace`; otherwise the one more waits in the listener's queue. 0: half of the
-  // descriptors that this process may have, and with certificates alone kMostInTls at most.
+  // Connections that have not shown that they are ours. For one more that one is closed whose last
+  // step of the handshake is the oldest, if it is older than `grace`; otherwise the one more waits
+  // in the listener's queue. 0: half of the descriptors that this process may have, and with
+  // certificates alone kMostInTls at most.
   size_t max_unauthenticated = 0;
   absl::Duration grace = absl::Seconds(1);
   absl::Duration handshake_timeout = absl::Seconds(10);
@@ -73,6 +74,7 @@ class StoreServer {
     Deadline grace;     // from then on it may be evicted for another
     Deadline deadline;  // to be one of ours
     bool ours = false;
+    bool took_step = false;  // of its handshake, by which its grace begins anew
     std::optional<Wait> wait = {};
     std::optional<uint64_t> session = {};  // none: c10d's protocol alone
     bool superseded = false;               // its client has another connection now
@@ -102,7 +104,8 @@ class StoreServer {
   // Returns the milliseconds for poll().
   int Patience() const;
   void Accept();
-  // Closes the oldest unauthenticated connection, if it had time enough.
+  // Closes an unauthenticated connection that had time enough and is silent: the one whose last
+  // step is the oldest.
   bool FreeSlot();
   // Handle a connection; false: it is to be closed.
   bool Read(Peer& peer);
@@ -136,7 +139,7 @@ class StoreServer {
   const Socket stop_;  // the other end
 
   // Used on thread_ only.
-  Peers peers_;  // by age
+  Peers peers_;  // by their last steps, or since when they are there
   size_t unauthenticated_ = 0;
   std::map<std::string, std::string, std::less<>> values_;
   std::map<uint64_t, std::optional<Change>> sessions_;  // as long as the server

@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <random>
 #include <sstream>
@@ -234,6 +235,30 @@ class HostileClientTest : public testing::Test {
     return why;
   }
 
+  // Of 300 attempts to get in, or as many as DISTGRAD_WRONG_KEYS says (10,000 in the long form),
+  // nothing is left.
+  void ExpectNothingLeft(const char* what, const std::function<void(int)>& attempt) {
+    const auto attempt_all = [&](int count) {
+      for (int i = 0; i < count; ++i) attempt(i);
+      ExpectServes();
+    };
+    attempt_all(50);  // what is allocated once
+    const size_t files = OpenFiles(), before = mallinfo2().uordblks;
+    const char* const wanted = std::getenv("DISTGRAD_WRONG_KEYS");
+    const int count = wanted == nullptr ? 300 : std::atoi(wanted);
+    attempt_all(count);
+    const size_t most = before + (64 << 10);
+    // What is being closed at this moment is closed by the time some others have come and gone.
+    for (int i = 0; i < 100 && (OpenFiles() > files || mallinfo2().uordblks >= most); ++i) {
+      ExpectServes();
+    }
+    std::printf("%d wrong %s: %zu files before and %zu after, %zu bytes of memory and %zu\n", count,
+                what, files, OpenFiles(), before, static_cast<size_t>(mallinfo2().uordblks));
+    EXPECT_LE(OpenFiles(), files);
+    if (before == 0) GTEST_SKIP() << "this allocator does not say what is in use";
+    EXPECT_LT(mallinfo2().uordblks, most);
+  }
+
   SendLog sends_;
   TensorPipeOptions options_;
   std::unique_ptr<Transport> server_;
@@ -382,6 +407,31 @@ TEST_F(HostileClientTest, AThousandIdleConnections) {
   EXPECT_LE(OpenFiles(), files + idle.size() + options_.max_unauthenticated + 50);
 }
 
+// Who goes on with its handshake, however late it began with that, is not the one who makes room.
+TEST_F(HostileClientTest, WhoWasSilentForLongestMakesRoom) {
+  TensorPipeOptions options = WithKey(kKey);
+  options.max_unauthenticated = 2;
+  options.handshake_timeout = absl::Minutes(1);  // of which each has some, though others wait
+  Start(options);
+  const Token token = EndpointOf(address_).token;
+  const auto take_step = [](RawSocket& socket, Handshake& handshake) {
+    socket.Send(handshake.TakeOutput());
+    ASSERT_TRUE(handshake.Receive(socket.Receive(handshake.wanted())).ok());
+  };
+  const auto shake = [&] {
+    return Handshake::Create(Handshake::Role::kClient, kKey, token).value();
+  };
+  RawSocket slow(address_, Family::kTcp), silent(address_, Family::kTcp);
+  Handshake of_slow = shake(), of_silent = shake(), of_third = shake();
+  take_step(silent, of_silent);  // both are inside
+  take_step(slow, of_slow);
+  RawSocket third(address_, Family::kTcp);
+  take_step(third, of_third);
+  EXPECT_EQ(silent.AwaitEnd(), "");
+  take_step(slow, of_slow);
+  EXPECT_TRUE(of_slow.done());
+}
+
 // The descriptors are used up, one of them by a client that says half of what is to be said.
 TEST_F(HostileClientTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescriptors) {
   Start(WithKey(kKey));
@@ -453,42 +503,33 @@ TEST_F(HostileClientTest, MemoryDoesNotGrow) {
   EXPECT_LT(mallinfo2().uordblks, most);
 }
 
-// How many there are: DISTGRAD_WRONG_KEYS, of which the long form has 10,000.
-int WrongKeys() {
-  const char* const count = std::getenv("DISTGRAD_WRONG_KEYS");
-  return count == nullptr ? 300 : std::atoi(count);
-}
-
 // Those who try keys cost what they are, and only as long as they are there.
 TEST_F(HostileClientTest, WrongKeysLeaveNothing) {
   Start(WithKey(kKey));
   const Token token = EndpointOf(address_).token;
-  const auto attempt = [&](int count) {
-    for (int i = 0; i < count; ++i) {
-      RawSocket thief(address_, Family::kTcp);
-      Handshake wrong =
-          Handshake::Create(Handshake::Role::kClient, absl::StrCat(kOtherKey, i), token).value();
-      thief.Send(wrong.TakeOutput());
-      ASSERT_TRUE(wrong.Receive(thief.Receive(kHelloBytes)).ok());
-      thief.Send(wrong.TakeOutput());
-      ASSERT_EQ(thief.AwaitEnd(), "");
-    }
-    ExpectServes();
-  };
-  attempt(50);  // what is allocated once
-  const size_t files = OpenFiles(), before = mallinfo2().uordblks;
-  const int count = WrongKeys();
-  attempt(count);
-  const size_t most = before + (64 << 10);
-  // What is being closed at this moment is closed by the time some others have come and gone.
-  for (int i = 0; i < 100 && (OpenFiles() > files || mallinfo2().uordblks >= most); ++i) {
-    ExpectServes();
-  }
-  std::printf("%d wrong keys: %zu files before and %zu after, %zu bytes of memory and %zu\n", count,
-              files, OpenFiles(), before, static_cast<size_t>(mallinfo2().uordblks));
-  EXPECT_LE(OpenFiles(), files);
-  if (before == 0) GTEST_SKIP() << "this allocator does not say what is in use";
-  EXPECT_LT(mallinfo2().uordblks, most);
+  ExpectNothingLeft("keys", [&](int i) {
+    RawSocket thief(address_, Family::kTcp);
+    Handshake wrong =
+        Handshake::Create(Handshake::Role::kClient, absl::StrCat(kOtherKey, i), token).value();
+    thief.Send(wrong.TakeOutput());
+    ASSERT_TRUE(wrong.Receive(thief.Receive(kHelloBytes)).ok());
+    thief.Send(wrong.TakeOutput());
+    ASSERT_EQ(thief.AwaitEnd(), "");
+  });
+}
+
+// The same of those who have the wrong certificates, of whom each gets as far as TLS.
+TEST_F(HostileClientTest, WrongCertificatesLeaveNothing) {
+  const std::string folder = std::getenv("TEST_TMPDIR");
+  TestAuthority authority(folder + "/flat");
+  TensorPipeOptions options;
+  options.certificates = Certificates::Load(authority.Issue("job", {.names = "DNS:job"})).value();
+  Start(options);
+  const Endpoint endpoint = EndpointOf(address_);
+  CertificateStrangers strangers(authority, folder + "/flat_strangers");
+  ExpectNothingLeft("certificates", [&](int i) {
+    ASSERT_EQ(strangers.Come(i, PortOf(endpoint), endpoint.token), "");
+  });
 }
 
 TEST_F(HostileClientTest, Ipv6) {

@@ -27,6 +27,8 @@ constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
 // The part of its time that a client is given even when others wait: when a large job starts, all
 // of them are honest.
 constexpr int kGracePart = 100;
+// How long to wait where all that could be evicted have just said something.
+constexpr absl::Duration kUnreadDelay = absl::Milliseconds(10);
 
 }  // namespace
 
@@ -125,12 +127,20 @@ void SocketListener::Close() {
   });
 }
 
-bool SocketListener::FreeSlot() {
+bool SocketListener::FreeSlot(const Acceptor& acceptor) {
   if (clients_.size() < std::max<size_t>(options_.max_unauthenticated, 1)) return true;
-  const absl::Duration left =
-      clients_.front().since + options_.handshake_timeout / kGracePart - Loop::Now();
-  if (left <= absl::ZeroDuration()) {
-    Dismiss(clients_.begin(), absl::UnavailableError("others wait too"));
+  if (!IsReadable(acceptor.fd.get())) return false;
+  absl::Duration left = kUnreadDelay;
+  for (auto client = clients_.begin(); client != clients_.end(); ++client) {
+    const absl::Duration grace =
+        client->step + options_.handshake_timeout / kGracePart - Loop::Now();
+    if (grace > absl::ZeroDuration()) {
+      left = grace;
+      break;
+    }
+    // It may have said it long ago: where many come at once their signatures take longer than that.
+    if (IsReadable(client->fd.get())) continue;
+    Dismiss(client, absl::UnavailableError("others wait too"));
     return true;
   }
   if (std::exchange(full_, true)) return false;
@@ -149,7 +159,7 @@ void SocketListener::Resume() {
 }
 
 void SocketListener::AcceptClients(Acceptor& acceptor) {
-  while (FreeSlot()) {
+  while (FreeSlot(acceptor)) {
     Fd fd(accept4(acceptor.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd.valid()) {
       AddClient(std::move(fd), acceptor.is_unix);
@@ -158,7 +168,7 @@ void SocketListener::AcceptClients(Acceptor& acceptor) {
     const int error = errno;
     if (error == EAGAIN) return;
     if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
-      if (!HasPendingConnection(acceptor.fd.get())) return;
+      if (!IsReadable(acceptor.fd.get())) return;
       // The client that has been silent for longest is evicted; if there is none, a descriptor
       // has to become free first.
       if (IsWorthALine(++exhausted_)) {
@@ -244,10 +254,12 @@ void SocketListener::ShakeHands(Clients::iterator client) {
     }
     // It always fits into a new socket, unless the other end plays tricks.
     const std::string output = handshake.TakeOutput();
-    if (!output.empty() && send(client->fd.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
-                               static_cast<ssize_t>(output.size())) {
+    if (output.empty()) continue;
+    if (send(client->fd.get(), output.data(), output.size(), MSG_NOSIGNAL) !=
+        static_cast<ssize_t>(output.size())) {
       return Dismiss(client, absl::UnavailableError("it does not read what we answer"));
     }
+    TakeStep(client);
   }
   if (!options_.Encrypts(handshake, client->is_unix)) return Adopt(client);
   if (client->tls == nullptr) {
@@ -256,6 +268,11 @@ void SocketListener::ShakeHands(Clients::iterator client) {
     client->tls = *std::move(tls);
   }
   EstablishTls(client);
+}
+
+void SocketListener::TakeStep(Clients::iterator client) {
+  client->step = Loop::Now();
+  clients_.splice(clients_.end(), clients_, client);
 }
 
 void SocketListener::EstablishTls(Clients::iterator client) {
@@ -268,6 +285,7 @@ void SocketListener::EstablishTls(Clients::iterator client) {
                                              MSG_NOSIGNAL) == static_cast<ssize_t>(output.size());
     if (!status.ok()) return Dismiss(client, absl::UnauthenticatedError(status.message()));
     if (!sent) return Dismiss(client, absl::UnavailableError("it does not read what we answer"));
+    if (!output.empty()) TakeStep(client);
     tls.DropOutput(output.size());
     if (tls.established()) return Adopt(client);
     const absl::Span<char> space = tls.InputSpace();

@@ -60,7 +60,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
     bool is_unix = false;
     Handshake handshake;
     std::unique_ptr<TlsSession> tls;  // where it follows the handshake
-    absl::Time since;
+    absl::Time step;                  // when it took the last one of its handshake, or came
     Loop::TimerId deadline = 0;
   };
   using Clients = std::list<Client>;
@@ -68,12 +68,15 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   // What is private runs on strand_ only, but for Listen's own calls.
   absl::Status OpenAcceptor(Acceptor* acceptor, absl::StatusOr<Fd> fd, bool is_unix);
   void AcceptClients(Acceptor& acceptor);
-  // Whether there is a slot for one more client, once the oldest is evicted if that is no loss.
-  bool FreeSlot();
+  // Whether there is a slot for one more client: where one waits another is evicted for it, if that
+  // is no loss, of those who are silent the one whose last step is the oldest.
+  bool FreeSlot(const Acceptor& acceptor);
   // Takes clients again after there was no slot.
   void Resume();
   void AddClient(Fd fd, bool is_unix);
   void ShakeHands(Clients::iterator client);
+  // Notes that the client has got further in its handshake.
+  void TakeStep(Clients::iterator client);
   // Goes on with the handshake of TLS.
   void EstablishTls(Clients::iterator client);
   void Adopt(Clients::iterator client);
@@ -95,7 +98,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   uint64_t exhausted_ = 0;    // how often there was no file descriptor
   bool full_ = false;         // clients that connect wait in the kernel's queue
   Acceptor tcp_, unix_;
-  Clients clients_;  // the oldest first
+  Clients clients_;  // by their last steps
   std::deque<std::shared_ptr<SocketConnection>> ready_;
   std::deque<Accepted> waiting_;
 };
