@@ -36,8 +36,9 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
   const auto is_dead = [&](const Reading& reading) {
     const Sign& sign = links_[reading.link];
     if (reading.answers) return now - sign.pinged >= limit_ - interval();
-    const bool may_take_long = reading.is_bulk && (reading.heard > 0 || reading.sent > 0);
-    return !may_take_long && now - sign.stuck >= limit_ - interval();
+    const bool was_open = reading.heard > 0 || reading.sent > 0;
+    if (reading.is_bulk && was_open) return false;
+    return now - sign.stuck >= (reading.is_bulk ? bulk_opening_ : limit_ - interval());
   };
   for (const Reading& reading : readings) {
     if (!reading.peer || reading.heard == 0 || !peers.contains(*reading.peer)) continue;

@@ -13,9 +13,12 @@
 // Nor can a link be pinged on which something waits to leave, which may be for good: it was never
 // opened, or the other end takes nothing. So one that gets rid of no packet is stale, too. Large
 // packets may take longer than the limit; there the system has to notice it, which counts bytes.
+// And with a link for large packets the one ends that it belongs to: so until it is open it has as
+// long as transports have for that, where that is longer.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -50,8 +53,10 @@ class Heartbeat {
     std::vector<size_t> stale;  // though their peers live
   };
 
-  // A peer that is silent is lost within `limit`, and not before 3/5 of it.
-  explicit Heartbeat(absl::Duration limit) : limit_(limit) {}
+  // A peer that is silent is lost within `limit`, and not before 3/5 of it. `opening`: how long a
+  // link for large packets may take to open.
+  explicit Heartbeat(absl::Duration limit, absl::Duration opening = absl::ZeroDuration())
+      : limit_(limit), bulk_opening_(std::max(opening, limit - limit / 5)) {}
 
   // Returns how often to call Tick(); InfiniteDuration() for never.
   absl::Duration interval() const { return limit_ / 5; }
@@ -71,7 +76,7 @@ class Heartbeat {
     absl::Time stuck = absl::InfiniteFuture();
   };
 
-  const absl::Duration limit_;
+  const absl::Duration limit_, bulk_opening_;
   absl::Time ticked_ = absl::InfinitePast();
   absl::flat_hash_map<uint64_t, Sign> links_;
   absl::flat_hash_map<WorkerRank, bool> probed_;  // since they were last heard

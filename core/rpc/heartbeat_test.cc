@@ -194,6 +194,18 @@ TEST_F(HeartbeatTest, ABulkLinkMayTakeLongOnceItIsOpen) {
   EXPECT_EQ(tick(24, 0).stale, std::vector<size_t>{1});
 }
 
+// With it the one would end that it belongs to, which is well.
+TEST_F(HeartbeatTest, ABulkLinkHasAsLongToOpenAsTransportsHave) {
+  Heartbeat heartbeat(heartbeat_.limit(), /*opening=*/2 * heartbeat_.limit());
+  const auto tick = [&](uint64_t heard) {
+    now_ += heartbeat.interval();
+    return heartbeat.Tick(now_, {{.link = 1, .peer = 5, .heard = heard, .answers = true},
+                                 {.link = 2, .peer = 5, .is_bulk = true}});
+  };
+  for (uint64_t i = 1; i <= 10; ++i) EXPECT_TRUE(tick(i).stale.empty()) << i;
+  EXPECT_EQ(tick(11).stale, std::vector<size_t>{1});
+}
+
 TEST_F(HeartbeatTest, WhoHasSleptGivesLinksTimeAgain) {
   const auto tick = [&](uint64_t heard) {
     return Tick({{.link = 1, .peer = 5}, {.link = 2, .peer = 5, .heard = heard, .answers = true}});

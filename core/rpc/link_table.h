@@ -68,7 +68,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
         shared_{.clock = clock, .limits = limits},
         peers_(std::move(peers)),
         calls_(std::move(calls)),
-        heartbeat_(heartbeat_limit) {}
+        heartbeat_(heartbeat_limit, limits.handshake_timeout) {}
 
   // Listens; called once. Returns the address. `user` is told nothing once it is gone.
   absl::StatusOr<std::string> Listen(std::weak_ptr<User> user);
