@@ -8,7 +8,6 @@
 #include <optional>
 #include <string>
 
-#include "absl/algorithm/container.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -162,10 +161,8 @@ absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IVal
     if (schema == nullptr || i >= schema->arguments().size()) return absl::OkStatus();
     const c10::Argument& argument = schema->arguments()[i];
     if (!IsListOfInts(argument.real_type())) continue;
-    // One for each product, of as many tensors as have come; or for each part of a batch.
-    constexpr absl::string_view kCounts[] = {"path", "input_lengths", "target_lengths",
-                                             "batch_sizes"};
-    if (absl::c_linear_search(kCounts, argument.name())) continue;
+    // One for each product, of as many tensors as have come.
+    if (argument.name() == "path") continue;
     return absl::InvalidArgumentError(
         absl::StrCat("argument '", argument.name(), "' has ", args[i].toListRef().size(),
                      " numbers; there may be ", kMost, ", for a tensor has ", kDimensions,

@@ -666,6 +666,34 @@ TEST_P(CallsTest, HowLongAListOfNumbersMayBeIsBounded) {
                   .ok());
 }
 
+// Those whose lists have a number for each part of a batch are not safe in other ways, and so not
+// served; where all are, the limits hold for them as well.
+TEST_P(CallsTest, AWorkerThatServesAllOperatorsTakesListsOfAnyLength) {
+  constexpr int64_t kBatch = 200, kTime = 100, kTargets = 10;
+  const std::vector<int64_t> inputs(kBatch, kTime), targets(kBatch, kTargets);
+  const std::vector<c10::IValue> arguments = {at::zeros({1, 1, 1}).expand({kTime, kBatch, 5}),
+                                              at::ones({kBatch, kTargets}, at::kLong),
+                                              inputs,
+                                              targets,
+                                              0,
+                                              1,
+                                              false};
+  Start({.workers = 2});
+  const absl::Status unsafe = worker(0).CallOp(1, "aten::ctc_loss.IntList", arguments).status();
+  EXPECT_EQ(unsafe.code(), StatusCode::kPermissionDenied) << unsafe;
+  Start({.workers = 2, .serve_operators = ServeOperators::kAll});
+  const auto loss = worker(0).CallOp(1, "aten::ctc_loss.IntList", arguments);
+  ASSERT_TRUE(loss.ok()) << loss.status();
+  EXPECT_TRUE((*loss)[0].isTensor());
+  // It has sums of 1.7 MB, for each target and what is between two at each time.
+  Start({.workers = 2,
+         .limits = {.message_bytes = uint64_t{1} << 20},
+         .serve_operators = ServeOperators::kAll});
+  const absl::Status large = worker(0).CallOp(1, "aten::ctc_loss.IntList", arguments).status();
+  EXPECT_EQ(large.code(), StatusCode::kResourceExhausted) << large;
+  EXPECT_TRUE(absl::StrContains(large.message(), "limit message_bytes")) << large;
+}
+
 // Of a view in which one element stands for many all are made, where the view cannot be sent as it
 // is.
 TEST_P(CallsTest, WhatAResultTakesToSendIsBounded) {
