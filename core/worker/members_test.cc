@@ -2,6 +2,9 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -16,12 +19,14 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/membership/membership.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/membership/store/signed_store.h"
+#include "core/net/endpoint.h"
 #include "core/transport/inproc/inproc_transport.h"
 #include "core/worker/metrics.h"
 #include "core/worker/worker.h"
@@ -782,6 +787,59 @@ TEST(MembersStoreTest, WhoWaitsHearsThatTheWorkerWithTheStoreIsGone) {
   lost.WaitForNotification();
   EXPECT_EQ(name, "worker0");
   workers[1].reset();
+}
+
+// Has workers listen, as others read it, for another user of this machine: so they use TCP.
+class OtherUsersStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    std::string other = ThisPlace();
+    other.back() = other.back() == '1' ? '2' : '1';
+    return ForwardingStore::Set(key, absl::StrReplaceAll(value, {{ThisPlace(), other}}), deadline);
+  }
+};
+
+// How many TCP connections of this process end where the other end takes nothing for so long.
+int ConnectionsWithLimit(absl::Duration limit) {
+  int count = 0;
+  for (int fd = 0; fd < 1024; ++fd) {
+    unsigned timeout = 0;
+    socklen_t size = sizeof(timeout);
+    count += getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, &size) == 0 &&
+             absl::Milliseconds(timeout) == limit;
+  }
+  return count;
+}
+
+TEST(MembersStoreTest, TheSystemEndsWhatTakesNothingForTheHeartbeatLimit) {
+  if (ThisPlace().empty()) GTEST_SKIP() << "this machine has no boot id, and so no other user's";
+  constexpr absl::Duration kLimit = absl::Milliseconds(123'456);
+  const auto store = std::make_shared<OtherUsersStore>(NewInProcessStore());
+  std::unique_ptr<Worker> workers[2];
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      auto worker = Worker::Create(
+          {.store = store, .rank = rank, .world_size = 2, .heartbeat_limit = kLimit});
+      ASSERT_TRUE(worker.ok()) << worker.status();
+      workers[rank] = *std::move(worker);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  ASSERT_TRUE(workers[1]
+                  ->Register("echo",
+                             [](Request& request) -> absl::StatusOr<Message> {
+                               return std::move(request.message);
+                             })
+                  .ok());
+  const auto call = [&](size_t size) {
+    return workers[0]->Call("worker1", "echo", Message{std::string(size, 'x'), {}}).status();
+  };
+  ASSERT_TRUE(call(4).ok());
+  EXPECT_GE(ConnectionsWithLimit(kLimit), 2) << "both ends of one";
+  ASSERT_TRUE(call(1 << 20).ok());
+  EXPECT_GE(ConnectionsWithLimit(kLimit), 4) << "and of the one for large packets";
 }
 
 // Fails once to read the two entries of all members.
