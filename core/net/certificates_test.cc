@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -35,14 +36,17 @@ std::shared_ptr<Certificates> Load(CertificateFiles files, const std::string& na
   return *certificates;
 }
 
-void Pass(TlsSession& from, TlsSession& to) {
-  absl::string_view output = from.output();
+// `change`: where a byte of it is changed on its way.
+void Pass(TlsSession& from, TlsSession& to, std::optional<size_t> change = std::nullopt) {
+  std::string bytes(from.output());
+  if (change.has_value()) bytes[*change] ^= 1 << (*change % 8);
+  absl::string_view output = bytes;
   while (!output.empty()) {
     const absl::Span<char> space = to.InputSpace();
     const size_t size = output.copy(space.data(), space.size());
     to.AddInput(size);
     from.DropOutput(size);
-    output = from.output();
+    output.remove_prefix(size);
   }
 }
 
@@ -159,6 +163,24 @@ TEST(CertificatesTest, OfAnotherAuthorityOrExpiredTheyAreRefused) {
                 "certificate has expired");
 }
 
+// A process is both a client and a server.
+TEST(CertificatesTest, ForAnotherUseOrWithoutItsChainTheyAreRefused) {
+  TestAuthority authority(Folder("use"));
+  const auto honest = Load(authority.Issue("one", {.names = "DNS:job"}));
+  ExpectAgreed(*honest, *Load(authority.Issue(
+                            "both", {.names = "DNS:job", .use = "serverAuth,clientAuth"})));
+  const auto servers = Load(authority.Issue("s", {.names = "DNS:job", .use = "serverAuth"}));
+  const auto clients = Load(authority.Issue("c", {.names = "DNS:job", .use = "clientAuth"}));
+  for (const auto& [by_refused, by_honest] :
+       {Talk(*servers, *honest),
+        std::pair(Talk(*honest, *clients).second, Talk(*honest, *clients).first)}) {
+    EXPECT_TRUE(absl::StrContains(by_honest.message(), "certificate purpose")) << by_honest;
+    EXPECT_TRUE(absl::StrContains(by_refused.message(), "it is not for this use")) << by_refused;
+  }
+  ExpectRefused(*honest, *Load(authority.Issue("part", {.names = "DNS:job", .lacks_chain = true})),
+                "local issuer certificate");
+}
+
 // TLS 1.3 alone tells a client that when it reads for the first time, and a client that writes
 // first may never come to that.
 TEST(CertificatesTest, AClientIsNotDoneBeforeItsServerTakesItsCertificate) {
@@ -226,6 +248,42 @@ TEST(CertificatesTest, WhoHasShakenHandsWithAnotherIsNotTakenForIt) {
     const absl::Status status = establish(first.first, *server);
     EXPECT_TRUE(absl::IsUnavailable(status)) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "has shaken hands with another")) << status;
+  }
+}
+
+// Each changed byte of TLS's own handshake stops one of the two before anything is given out.
+TEST(CertificatesTest, EveryByteOfTheHandshakeCounts) {
+  TestAuthority authority(Folder("changed"));
+  const auto certificates = Load(authority.Issue("one", {.names = "DNS:job"}));
+  // Returns how many bytes are said if this one is changed, and whether the client goes on.
+  const auto talk = [&](size_t change) {
+    const auto client = TlsSession::Create(Role::kClient, *certificates).value();
+    const auto server = TlsSession::Create(Role::kServer, *certificates).value();
+    size_t at = 0;  // bytes said before
+    absl::Status by_client, by_server;
+    const auto pass = [&](TlsSession& from, TlsSession& to) {
+      const size_t size = from.output().size();
+      Pass(from, to, change - at < size ? std::optional(change - at) : std::nullopt);
+      at += size;
+    };
+    for (int i = 0; i < 4; ++i) {
+      if (by_client.ok()) by_client = client->Establish();
+      pass(*client, *server);
+      if (by_server.ok()) by_server = server->Establish();
+      pass(*server, *client);
+    }
+    return std::pair(at, client->established());
+  };
+  const auto client = TlsSession::Create(Role::kClient, *certificates).value();
+  ASSERT_TRUE(client->Establish().ok());
+  const size_t hello = client->output().size();
+  const auto [said, agree] = talk(SIZE_MAX);
+  EXPECT_TRUE(agree);
+  EXPECT_GT(said, 1000u);
+  for (size_t change = 0; change < said; ++change) {
+    // The end of the version in the first record of each end has no meaning.
+    if (change == 2 || change == hello + 2) continue;
+    EXPECT_FALSE(talk(change).second) << change;
   }
 }
 

@@ -40,9 +40,6 @@ constexpr int kPackets = 3;
 // echoes.
 class Pair {
  public:
-  Pair(const std::string& key, TcpProxy::Edit edit)
-      : Pair(WithKey(key), WithKey(key), std::move(edit)) {}
-
   Pair(TensorPipeOptions server, TensorPipeOptions client, TcpProxy::Edit edit) {
     server.unix_sockets = client.unix_sockets = false;
     server_ = NewTensorPipeTransport(std::move(server)).value();
@@ -85,12 +82,6 @@ class Pair {
   RecordingReceiver& at_server() { return *at_server_; }
 
  private:
-  static TensorPipeOptions WithKey(const std::string& key) {
-    TensorPipeOptions options;
-    options.cluster_key = key;
-    return options;
-  }
-
   class Echo final : public Receiver {
    public:
     Echo(std::shared_ptr<Connection> connection, std::shared_ptr<RecordingReceiver> log)
@@ -341,10 +332,13 @@ TEST(TamperingTest, ConnectionsThatAreSplicedEnd) {
 // Lets `edit` change the stream of one direction where it has come to `at` bytes, once. Then
 // either no end was harmed, or the client's connection is over; and at no time has anything been
 // delivered that was not sent.
-void Tamper(Way way, size_t at, const std::function<void(std::string*, size_t)>& edit) {
+void Tamper(const TensorPipeOptions& options, Way way, size_t at,
+            const std::function<void(std::string*, size_t)>& edit) {
+  SCOPED_TRACE(absl::StrCat(at, way == Way::kToServer ? " to the server" : " to the client",
+                            options.certificates != nullptr ? ", certificates" : ", a key"));
   size_t passed = 0;  // on the proxy's thread
   bool done = false;
-  Pair pair(kKey, [&](Way this_way, std::string bytes) {
+  Pair pair(options, options, [&](Way this_way, std::string bytes) {
     if (this_way != way || done) return bytes;
     const size_t size = bytes.size();
     if (at < passed + size) {
@@ -368,30 +362,42 @@ std::vector<size_t> Places() {
   return places;
 }
 
+// What ends may have: a key, or certificates alone.
+std::vector<TensorPipeOptions> Secured() {
+  TensorPipeOptions with_key;
+  with_key.cluster_key = kKey;
+  TestAuthority authority(Folder("secured"));
+  return {with_key, WithCertificates(authority.Issue("one", {.names = "DNS:job"}))};
+}
+
 TEST(TamperingTest, AnyChangedBitEndsTheConnection) {
-  for (const Way way : {Way::kToServer, Way::kToClient}) {
-    for (const size_t at : Places()) {
-      SCOPED_TRACE(absl::StrCat(at, way == Way::kToServer ? " to the server" : " to the client"));
-      Tamper(way, at, [at](std::string* bytes, size_t i) { (*bytes)[i] ^= 1 << (at % 8); });
+  for (const TensorPipeOptions& options : Secured()) {
+    for (const Way way : {Way::kToServer, Way::kToClient}) {
+      for (const size_t at : Places()) {
+        Tamper(options, way, at,
+               [at](std::string* bytes, size_t i) { (*bytes)[i] ^= 1 << (at % 8); });
+      }
     }
   }
 }
 
 TEST(TamperingTest, WhatIsRepeatedEndsTheConnection) {
-  for (const size_t at : Places()) {
-    SCOPED_TRACE(at);
-    Tamper(Way::kToServer, at,
-           [](std::string* bytes, size_t i) { bytes->insert(i, bytes->substr(i, 100)); });
+  for (const TensorPipeOptions& options : Secured()) {
+    for (const size_t at : Places()) {
+      Tamper(options, Way::kToServer, at,
+             [](std::string* bytes, size_t i) { bytes->insert(i, bytes->substr(i, 100)); });
+    }
   }
 }
 
 TEST(TamperingTest, WhatIsReorderedEndsTheConnection) {
-  for (const size_t at : Places()) {
-    if (at < 700) continue;  // there may be nothing behind it
-    SCOPED_TRACE(at);
-    Tamper(Way::kToServer, at, [](std::string* bytes, size_t i) {
-      std::reverse(bytes->begin() + static_cast<ptrdiff_t>(i / 2), bytes->end());
-    });
+  for (const TensorPipeOptions& options : Secured()) {
+    for (const size_t at : Places()) {
+      if (at < 700) continue;  // there may be nothing behind it
+      Tamper(options, Way::kToServer, at, [](std::string* bytes, size_t i) {
+        std::reverse(bytes->begin() + static_cast<ptrdiff_t>(i / 2), bytes->end());
+      });
+    }
   }
 }
 
