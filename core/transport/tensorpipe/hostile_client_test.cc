@@ -27,9 +27,11 @@
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/base/deadline.h"
 #include "core/net/certificates.h"
 #include "core/net/endpoint.h"
 #include "core/net/handshake.h"
+#include "core/net/socket.h"
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
 #include "core/transport/transport_testing.h"
 #include "gtest/gtest.h"
@@ -582,10 +584,9 @@ TEST_F(HostileClientTest, ServersMayNotEither) {
   EXPECT_TRUE(absl::StrContains(why.message(), "did not finish its handshake")) << why;
 }
 
-// Who has got in may still talk nonsense: it loses its own connection and nothing else.
+// Who has got in may still talk nonsense, inside of TLS and without: it loses its own connection
+// and nothing else.
 TEST_F(HostileClientTest, MalformedFrames) {
-  Start(TensorPipeOptions());
-  const Token token = EndpointOf(address_).token;
   std::mt19937 random(7);
   std::vector<std::string> frames = {
       std::string(8, '\xff'), std::string(8, '\0'), Frame(std::string(16, '\0')),
@@ -600,10 +601,28 @@ TEST_F(HostileClientTest, MalformedFrames) {
     }
     frames.push_back(Frame(object));
   }
+  Start(TensorPipeOptions());
   for (const std::string& frame : frames) {
     RawSocket socket(address_, Family::kUnix);
-    ShakeHands(socket, "", token);
+    ShakeHands(socket, "", EndpointOf(address_).token);
     socket.Send(frame);
+  }
+  ExpectServes();
+
+  Start(WithKey(kKey));
+  const Endpoint endpoint = EndpointOf(address_);
+  const Deadline deadline = Deadline::After(absl::Minutes(1));
+  for (const std::string& frame : frames) {
+    Socket socket = Socket::Connect("127.0.0.1", PortOf(endpoint), deadline).value();
+    Handshake handshake = Handshake::Create(Handshake::Role::kClient, kKey, endpoint.token).value();
+    while (!handshake.done()) {
+      ASSERT_TRUE(socket.Send(handshake.TakeOutput(), deadline).ok());
+      std::string bytes(handshake.wanted(), '\0');
+      ASSERT_TRUE(socket.Receive(bytes.data(), bytes.size(), deadline).ok());
+      ASSERT_TRUE(handshake.Receive(bytes).ok());
+    }
+    ASSERT_TRUE(socket.StartTls(handshake, nullptr, deadline).ok());
+    ASSERT_TRUE(socket.Send(frame, deadline).ok());
   }
   ExpectServes();
 }

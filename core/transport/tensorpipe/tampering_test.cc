@@ -390,6 +390,17 @@ TEST(TamperingTest, WhatIsRepeatedEndsTheConnection) {
   }
 }
 
+TEST(TamperingTest, WhatIsLeftOutEndsTheConnection) {
+  for (TensorPipeOptions options : Secured()) {
+    options.handshake_timeout = absl::Seconds(1);  // one that lacks something waits for it
+    for (const size_t at : Places()) {
+      if (at < 700) continue;  // there may be nothing behind it
+      Tamper(options, Way::kToServer, at,
+             [](std::string* bytes, size_t i) { bytes->erase(i, 100); });
+    }
+  }
+}
+
 TEST(TamperingTest, WhatIsReorderedEndsTheConnection) {
   for (const TensorPipeOptions& options : Secured()) {
     for (const size_t at : Places()) {
