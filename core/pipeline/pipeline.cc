@@ -8,14 +8,18 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
+#include <numeric>
+#include <optional>
 #include <set>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
 #include "core/base/cancellation.h"
 #include "core/base/future.h"
+#include "core/base/origin.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -28,6 +32,9 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
+// How long ranks are asked about a step that has failed, once its deadline has passed.
+constexpr absl::Duration kPatience = absl::Seconds(2);
+
 // "stages 0, 2 on worker 'front'".
 std::string DescribeRank(const Schedule& schedule, int rank, const std::string& worker) {
   std::vector<int> stages;
@@ -36,6 +43,17 @@ std::string DescribeRank(const Schedule& schedule, int rank, const std::string& 
   }
   return absl::StrCat(stages.size() == 1 ? "stage " : "stages ", absl::StrJoin(stages, ", "),
                       " on worker '", worker, "'");
+}
+
+// The ranks by the names of their workers, and on one worker by their first stages.
+std::vector<int> RanksByWorker(const Schedule& schedule, const std::vector<std::string>& workers) {
+  std::vector<int> ranks(schedule.ranks());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto place = [&](int rank) {
+    return std::pair(absl::string_view(workers[rank]), FirstStage(schedule.rank_of_stage, rank));
+  };
+  std::sort(ranks.begin(), ranks.end(), [&](int a, int b) { return place(a) < place(b); });
+  return ranks;
 }
 
 // By micro-batch, and how many elements each has.
@@ -193,18 +211,23 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
 
     const auto cancellation = std::make_shared<Cancellation>();
     StepCalls calls(worker_, options_.name, deadline, cancellation);
-    std::vector<Future<Message>> begun;
-    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    std::vector<Future<Message>> begun(schedule.ranks());
+    std::vector<int> asked;  // ranks
+    absl::Cleanup give_back = [&] { GiveBack(schedule, plan.step, asked); };
+    // All of them know of the step before anything of it is sent. They are asked one after the
+    // other, by all drivers in one order: of two that begin at one moment, the one that is first on
+    // the first worker that both need has the others, too.
+    for (const int rank : RanksByWorker(schedule, options_.workers)) {
       plan.rank = rank;
       plan.list = schedule.lists[rank];
       const std::string& worker = options_.workers[rank];
-      begun.push_back(calls.Make(
+      asked.push_back(rank);
+      begun[rank] = calls.Make(
           worker, kBeginStep, {EncodePlan(plan), {}},
           absl::StrCat("beginning a step of ", who, ", ", DescribeRank(schedule, rank, worker)),
-          context));
+          context);
+      DG_RETURN_IF_ERROR(calls.Wait());
     }
-    // All of them know of the step before anything of it is sent.
-    DG_RETURN_IF_ERROR(calls.Wait());
     DG_ASSIGN_OR_RETURN(const auto tied, RanksOfTied(schedule, begun));
     for (int rank = 0; rank < schedule.ranks() && !tied.empty(); ++rank) {
       const std::string& worker = options_.workers[rank];
@@ -214,6 +237,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
                               DescribeRank(schedule, rank, worker)));
     }
     DG_RETURN_IF_ERROR(calls.Wait());
+    std::move(give_back).Cancel();
 
     const int last = schedule.stages() - 1;
     std::vector<Future<Message>> runs;
@@ -285,22 +309,28 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
 absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
                                Deadline deadline) const {
   const bool is_default = deadline == absl::InfinitePast();
-  Deadline until = Deadline::After(absl::Seconds(2));
+  // Where it is a stage's own deadline that has passed, another worker says so, or its function.
+  const std::optional<ErrorOrigin> origin = OriginOf(failure);
+  const bool is_late =
+      absl::IsDeadlineExceeded(failure) &&
+      (!origin.has_value() || *origin == ErrorOrigin{worker_->rank(), ErrorOrigin::By::kDistgrad});
+  Deadline until = Deadline::After(kPatience);
   std::vector<Future<Message>> states;
   if (absl::IsDeadlineExceeded(failure)) {
     // They have been told that the step is over; who has not heard it cannot answer, either.
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       states.push_back(Ask(kDescribe, schedule, step, rank, until));
     }
-  } else if (is_default) {
-    until = deadline;
   }
+  if (is_default && !is_late) until = deadline;
   if (!is_default) until = std::max(until, deadline);
   // All are asked before any is waited for: one that does not answer takes no time from the others.
+  // One that has no step is told, for it may not have been started yet, and keep its stages.
   std::map<int, Future<Message>> ends;
   const std::vector<std::set<int>> stages = StagesThatStep(schedule);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    if (!stages[rank].empty()) ends.emplace(rank, Ask(kEndStep, schedule, step, rank, until));
+    Future<Message> end = Ask(kEndStep, schedule, step, rank, until);
+    if (!stages[rank].empty()) ends.emplace(rank, std::move(end));
   }
   std::vector<std::string> notes;
   for (size_t rank = 0; rank < states.size(); ++rank) {
@@ -311,7 +341,7 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   for (auto& [rank, end] : ends) {
     // A call that waits for its answer waits for credit, too.
     if (absl::IsResourceExhausted(end.Wait().status())) {
-      end = Ask(kEndStep, schedule, step, rank, std::max(until, Deadline::After(absl::Seconds(2))),
+      end = Ask(kEndStep, schedule, step, rank, std::max(until, Deadline::After(kPatience)),
                 /*waits=*/true);
     }
   }
@@ -327,6 +357,14 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   if (notes.empty()) return failure;
   return Annotate(failure,
                   absl::StrCat("pipeline '", options_.name, "': ", absl::StrJoin(notes, ", ")));
+}
+
+void Pipeline::GiveBack(const Schedule& schedule, uint64_t step,
+                        const std::vector<int>& ranks) const {
+  const Deadline until = Deadline::After(kPatience);
+  std::vector<Future<Message>> ends;
+  for (const int rank : ranks) ends.push_back(Ask(kEndStep, schedule, step, rank, until));
+  for (const Future<Message>& end : ends) end.Wait().status().IgnoreError();
 }
 
 Future<Message> Pipeline::Ask(absl::string_view function, const Schedule& schedule, uint64_t step,

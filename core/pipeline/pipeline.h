@@ -71,8 +71,8 @@ class Pipeline {
   // The deadline is by default now plus WorkerOptions::timeout. An error names stage, micro-batch
   // and worker, that of a deadline what each rank was doing, and ends the step on all of them; what
   // has reached the context by then is there, so it is good for Release() only. kFailedPrecondition
-  // while another step runs on one of the stages, of this Pipeline or of another; of two that begin
-  // at once it may be both.
+  // while another step runs on one of the stages, of this Pipeline or of another. Of two that begin
+  // at one moment one runs.
   //
   // Where the schedule has steps of the optimizer (Action::Kind::kStep), no stage begins its own
   // any more once this has returned an error, and one that was in it has ended; the error says
@@ -101,6 +101,8 @@ class Pipeline {
   // none of them is in it, and none begins it any more.
   absl::Status Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
                        Deadline deadline) const;
+  // Lets others have the stages of a step that will not be started.
+  void GiveBack(const Schedule& schedule, uint64_t step, const std::vector<int>& ranks) const;
   // Calls a function about that step on a rank's worker. `waits`: also for credit, here.
   Future<Message> Ask(absl::string_view function, const Schedule& schedule, uint64_t step, int rank,
                       Deadline deadline, bool waits = false) const;

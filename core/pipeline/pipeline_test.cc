@@ -49,6 +49,7 @@
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
 #include "core/pipeline/step_plan.h"
+#include "core/tensor/exception.h"
 #include "core/worker/metrics.h"
 #include "core/worker/optimizer.h"
 #include "tests/testing/cluster.h"
@@ -990,16 +991,12 @@ TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
   Cluster cluster(Workers(2));
   const Layers layers(2);
   absl::Notification steps, returned;
-  std::atomic<bool> ends_late{false}, front_steps{false};
+  std::atomic<bool> ends_late{false};
   std::vector<std::map<int, PipelineStage>> own(2);
   own[0][0] = {.forward = [&](Tensors in) -> Tensors {
                  return {Waits::apply(layers.Forward(0, std::move(in))[0], &steps)};
                },
-               .step =
-                   [&](const Context&) {
-                     front_steps = true;
-                     return absl::OkStatus();
-                   }};
+               .step = [](const Context&) { return absl::OkStatus(); }};
   own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
                .loss = Loss,
                .step =
@@ -1023,7 +1020,135 @@ TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
                         "on worker 'worker1' has stepped: "));
   stages.clear();
   EXPECT_FALSE(ends_late);
+}
+
+// The back fails in its step while the front still goes backward, which has its step yet to come.
+TEST_P(PipelineTest, AStageThatWouldStepAfterAStepHasFailedDoesNot) {
+  struct Waits : torch::autograd::Function<Waits> {
+    static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a,
+                              absl::Notification* begins, absl::Notification* until) {
+      context->saved_data["begins"] = reinterpret_cast<int64_t>(begins);
+      context->saved_data["until"] = reinterpret_cast<int64_t>(until);
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                   torch::autograd::variable_list gradients) {
+      const auto notification = [&](const char* name) {
+        return reinterpret_cast<absl::Notification*>(context->saved_data[name].toInt());
+      };
+      notification("begins")->Notify();
+      notification("until")->WaitForNotification();
+      return {gradients[0], at::Tensor(), at::Tensor()};
+    }
+  };
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification goes_backward, returned;
+  std::atomic<bool> front_steps{false};
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {
+      .forward = [&](Tensors in) -> Tensors {
+        return {Waits::apply(layers.Forward(0, std::move(in))[0], &goes_backward, &returned)};
+      },
+      .step =
+          [&](const Context&) {
+            front_steps = true;
+            return absl::OkStatus();
+          }};
+  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+               .loss = Loss,
+               .step =
+                   [&](const Context&) {
+                     goes_backward.WaitForNotification();
+                     return absl::DataLossError("no step today");
+                   }};
+  auto stages = CreateStages(cluster, std::move(own));
+  Schedule schedule = *GPipe(2, 1);
+  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const auto pipeline = MakePipeline(cluster, schedule);
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("pipeline 'model': stage 0 on worker 'worker0' has not stepped, stage 1 "
+                        "on worker 'worker1' has failed in its step: "));
+  returned.Notify();
+  stages.clear();  // waits until the front has come to the end of its list
   EXPECT_FALSE(front_steps);
+}
+
+// A stage's own deadline is not that of the step: there is time to wait for those that step.
+TEST_P(PipelineTest, ADeadlineOfAStagesOwnLeavesTimeForTheSteps) {
+  struct Fails : torch::autograd::Function<Fails> {
+    static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a,
+                              absl::Notification* steps) {
+      context->saved_data["steps"] = reinterpret_cast<int64_t>(steps);
+      return a.clone();
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                   torch::autograd::variable_list gradients) {
+      reinterpret_cast<absl::Notification*>(context->saved_data["steps"].toInt())
+          ->WaitForNotification();
+      throw StatusError(absl::DeadlineExceededError("the disk is slow"));
+    }
+  };
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification steps, returned;
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {.forward = [&](Tensors in) -> Tensors {
+                 return {Fails::apply(layers.Forward(0, std::move(in))[0], &steps)};
+               },
+               .step = [](const Context&) { return absl::OkStatus(); }};
+  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+               .loss = Loss,
+               .step =
+                   [&](const Context&) {
+                     steps.Notify();
+                     // Longer than what is left once the deadline of a step has passed.
+                     returned.WaitForNotificationWithTimeout(absl::Milliseconds(2500));
+                     return absl::OkStatus();
+                   }};
+  const auto stages = CreateStages(cluster, std::move(own));
+  Schedule schedule = *GPipe(2, 1);
+  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const auto pipeline = Pipeline::Create(
+      &cluster[1], {.name = "model", .workers = Names(2), .schedule = std::move(schedule)});
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  const Context context = cluster[1].NewContext();
+  const absl::Status status =
+      (*pipeline)->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  returned.Notify();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_THAT(
+      std::string(status.message()),
+      AllOf(HasSubstr("the disk is slow"), HasSubstr("stage 1 on worker 'worker1' has stepped: ")));
+}
+
+// It is the recorder that has failed.
+TEST_P(PipelineTest, AStepAfterWhichTheRecorderFailsHasStepped) {
+  Cluster cluster(Workers(1));
+  const Layers layers(1);
+  PipelineStage stage = {.forward = [&](Tensors in) { return layers.Forward(0, std::move(in)); },
+                         .loss = Loss,
+                         .step = [](const Context&) { return absl::OkStatus(); }};
+  const auto stages = PipelineStages::Create(&cluster[0], "model", {{0, stage}},
+                                             {.on_action = [](const StageSpan& span) {
+                                               if (span.action.kind == Action::Kind::kStep) {
+                                                 throw std::runtime_error("the disk is full");
+                                               }
+                                             }});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  Schedule schedule = *GPipe(1, 1);
+  schedule.lists[0].push_back({Action::Kind::kStep, 0});
+  const Context context = cluster[0].NewContext();
+  const absl::Status status = MakePipeline(cluster, schedule)
+                                  ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})})
+                                  .status();
+  EXPECT_THAT(
+      std::string(status.message()),
+      AllOf(HasSubstr("stage 0 on worker 'worker0' has stepped: "), HasSubstr("the disk is full")));
 }
 
 // One that does not answer takes no time from the others.
@@ -1218,6 +1343,35 @@ TEST_P(PipelineTest, TiedParametersThatDoNotFitAreNamed) {
       pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
   EXPECT_THAT(std::string(status.message()), ContainsRegex("tied parameter 'embedding' is Float"));
+}
+
+// It names no micro-batch: they are of all of them.
+TEST_P(PipelineTest, GradientsOfTiedParametersThatCannotBeSentAreNamed) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification received;
+  std::vector<std::unique_ptr<PipelineStages>> stages;
+  for (int s = 0; s < 2; ++s) {
+    PipelineStage stage = {.forward = [&, s](Tensors in) { return layers.Forward(s, in); },
+                           .loss = Loss};
+    stage.tied = {{"embedding", layers.weights[s]}};
+    stages.push_back(*PipelineStages::Create(
+        &cluster[s], "model", {{s, stage}}, {.on_action = [&](const StageSpan& span) {
+          if (span.action.kind == Action::Kind::kReceiveGradient) received.Notify();
+          if (span.action.kind != Action::Kind::kSendGradient) return;
+          // What follows goes to one who does not know it any more.
+          received.WaitForNotification();
+          cluster[0].UnregisterOwn("distgrad.pipeline.deliver/model");
+        }}));
+  }
+  const Context context = cluster[0].NewContext();
+  const absl::Status status = MakePipeline(cluster, *GPipe(2, 1))
+                                  ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})})
+                                  .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("worker 'worker1' cannot send the gradients of tied parameters to stage 0 "
+                        "on worker 'worker0'"));
 }
 
 // The gradients of an embedding are sparse where it is told so: torch adds one to a dense one, and
@@ -2258,47 +2412,64 @@ TEST_P(PipelineTest, OneStepRunsAtATimeAlsoOfAnotherPartition) {
   EXPECT_EQ(most, 1);
 }
 
-// Both have begun before one of them runs.
-TEST_P(PipelineTest, OfTwoPartitionsThatHaveBegunOneRuns) {
+// A step keeps its stages from its beginning on: those of another partition, too.
+TEST_P(PipelineTest, AStepThatHasBegunKeepsItsStages) {
   Cluster cluster(Workers(1));
   const Layers layers(2);
   const auto stages =
       MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
-  const auto call = [&](absl::string_view function, std::string payload) {
-    return cluster[0].Call("worker0", absl::StrCat(function, "model"), {std::move(payload), {}},
-                           {.deadline = Deadline::After(absl::Seconds(20))});
+  const Tensors x{at::randn({4, 16})};
+  const auto together = MakePipeline(cluster, *InterleavedOneForwardOneBackward(1, 2, 1));
+  const auto apart = Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {"worker0", "worker0"}, .schedule = *GPipe(2, 1)});
+  ASSERT_TRUE(apart.ok()) << apart.status();
+  const auto expect_refused = [&] {
+    for (Pipeline* const pipeline : {together.get(), apart->get()}) {
+      const absl::Status status = pipeline->Evaluate(x).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr("a step that worker 'worker0' has begun"),
+                        HasSubstr("a stage runs one step at a time")));
+    }
   };
-  StepPlan plan{.step = 1,
-                .pipeline = 1,
-                .rank = 0,
-                .micro_batches = 1,
-                .backward = false,
-                .has_targets = false,
-                .rank_of_stage = {0, 0},
-                .workers = {"worker0"},
-                .list = {{Action::Kind::kForward, 0, 0}, {Action::Kind::kForward, 1, 0}},
-                .weights = {1}};
-  ASSERT_EQ(call(kBeginStep, EncodePlan(plan)).status(), absl::OkStatus());
-  plan.step = plan.pipeline = 2;
-  plan.rank = 1;
-  plan.rank_of_stage = {0, 1};
-  plan.workers = {"worker0", "worker0"};
-  plan.list = {{Action::Kind::kReceiveActivation, 1, 0}, {Action::Kind::kForward, 1, 0}};
-  ASSERT_EQ(call(kBeginStep, EncodePlan(plan)).status(), absl::OkStatus());
-  // The first one runs, and waits for its micro-batch.
-  const Future<Message> first = cluster[0].CallAsync(
-      "worker0", absl::StrCat(kRunStep, "model"),
-      {EncodeStepRef({.step = 1, .first_stage = 0}), {}}, {.deadline = Deadline::Never()});
-  while (true) {
-    const absl::StatusOr<Message> answer =
-        call(kDescribe, EncodeStepRef({.step = 1, .first_stage = 0}));
-    ASSERT_TRUE(answer.ok()) << answer.status();
-    if (answer->payload != "has not begun") break;
-    std::this_thread::yield();
-  }
-  const absl::Status status = call(kRunStep, EncodeStepRef({.step = 2, .first_stage = 1})).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
+  const auto begin = [&](uint64_t step, Deadline deadline, const Context* context) {
+    const StepPlan plan{.step = step,
+                        .pipeline = step,
+                        .rank = 0,
+                        .micro_batches = 1,
+                        .backward = context != nullptr,
+                        .has_targets = false,
+                        .rank_of_stage = {0, 0},
+                        .workers = {"worker0"},
+                        .list = {{Action::Kind::kForward, 0, 0}, {Action::Kind::kForward, 1, 0}},
+                        .weights = {1}};
+    return cluster[0]
+        .Call("worker0", absl::StrCat(kBeginStep, "model"), {EncodePlan(plan), {}},
+              {.context = context, .deadline = deadline})
+        .status();
+  };
+  // Until its driver gives them back.
+  ASSERT_EQ(begin(1, Deadline::Never(), nullptr), absl::OkStatus());
+  expect_refused();
+  ASSERT_EQ(cluster[0]
+                .Call("worker0", absl::StrCat(kEndStep, "model"),
+                      {EncodeStepRef({.step = 1, .first_stage = 0}), {}})
+                .status(),
+            absl::OkStatus());
+  EXPECT_EQ(together->Evaluate(x).status(), absl::OkStatus());
+  // Until the driver is lost, and its context with it.
+  std::optional<Context> context = cluster[0].NewContext();
+  ASSERT_EQ(begin(2, Deadline::Never(), &*context), absl::OkStatus());
+  expect_refused();
+  context.reset();
+  EXPECT_EQ((*apart)->Evaluate(x).status(), absl::OkStatus());
+  // Until the driver waits no longer.
+  begin(3, Deadline::After(absl::Milliseconds(200)), nullptr).IgnoreError();
+  absl::Status status;
+  do {
+    status = together->Evaluate(x).status();
+  } while (absl::IsFailedPrecondition(status));
+  EXPECT_EQ(status, absl::OkStatus());
 }
 
 // A step of the same partition that has begun stands before the one whose function still runs.
@@ -2347,7 +2518,11 @@ TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
   runs.WaitForNotification();
   plan.step = 2;
   ASSERT_EQ(call(kBeginStep, EncodePlan(plan)).Wait().status(), absl::OkStatus());
-  EXPECT_EQ(first.Wait().status().code(), absl::StatusCode::kAborted) << first.Wait().status();
+  EXPECT_EQ(first.Wait().status().code(), absl::StatusCode::kFailedPrecondition)
+      << first.Wait().status();
+  // Not the one that has begun since keeps the stages, but the function.
+  ASSERT_EQ(call(kEndStep, EncodeStepRef({.step = 2, .first_stage = 1})).Wait().status(),
+            absl::OkStatus());
   // Another pipeline has stage 2 in a rank, and on a thread, of its own.
   Schedule schedule{.micro_batches = 1,
                     .rank_of_stage = {0, 0, 1},
@@ -2369,54 +2544,143 @@ TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
   stages.clear();
 }
 
-// Each of them may have begun on some workers after the other one, and then neither runs.
-TEST_P(PipelineTest, OfTwoStepsThatBeginAtOnceWhoseTurnItIsNotIsTold) {
+// A driver that is refused by one worker has nothing of the others.
+TEST_P(PipelineTest, AStepThatIsRefusedGivesBackWhatItHas) {
   Cluster cluster(Workers(2));
   const Layers layers(2);
   const auto stages =
       MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
-  StepPlan plan{.step = 1,
-                .pipeline = 1,
-                .rank = 0,
-                .micro_batches = 1,
-                .backward = false,
-                .has_targets = false,
-                .rank_of_stage = {0, 1},
-                .workers = Names(2),
-                .list = {{Action::Kind::kForward, 0, 0}, {Action::Kind::kSendActivation, 0, 0}},
-                .weights = {1}};
-  for (const int driver : {0, 1}) {
-    plan.step = plan.pipeline = driver + 1;
-    ASSERT_EQ(cluster[driver]
-                  .Call("worker0", absl::StrCat(kBeginStep, "model"), {EncodePlan(plan), {}})
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  const auto begin = [&](int rank) {
+    const StepPlan plan{.step = 1,
+                        .pipeline = 1,
+                        .rank = rank,
+                        .micro_batches = 1,
+                        .backward = false,
+                        .has_targets = false,
+                        .rank_of_stage = {0, 1},
+                        .workers = Names(2),
+                        .list = {{Action::Kind::kForward, rank, 0}},
+                        .weights = {1}};
+    return cluster[1]
+        .Call(WorkerName(rank), absl::StrCat(kBeginStep, "model"), {EncodePlan(plan), {}})
+        .status();
+  };
+  ASSERT_EQ(begin(1), absl::OkStatus());
+  Context context = cluster[0].NewContext();
+  const std::weak_ptr<ContextRecord> record = context.record();
+  const absl::Status refused =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr("beginning a step of pipeline 'model', stage 1 on worker 'worker1': "));
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr("a step that worker 'worker1' has begun runs on worker 'worker1'; a stage "
+                        "runs one step at a time"));
+  EXPECT_EQ(begin(0), absl::OkStatus());
+  context = Context();
+  EXPECT_TRUE(record.expired()) << "the step that was refused keeps its context";
+}
+
+// Each of two drivers is refused while the other one's step runs, and then alone.
+TEST_P(PipelineTest, OfTwoDriversThatBeginAtOneMomentOneRuns) {
+  constexpr int kRounds = 50;
+  Cluster cluster(Workers(3));
+  const Layers layers(3);
+  const auto stages = MakeStages(cluster, {0, 1, 2},
+                                 [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  std::array<std::unique_ptr<Pipeline>, 2> pipelines;
+  for (int driver = 0; driver < 2; ++driver) {
+    auto made = Pipeline::Create(&cluster[driver],
+                                 {.name = "model", .workers = Names(3), .schedule = *GPipe(3, 1)});
+    ASSERT_TRUE(made.ok()) << made.status();
+    pipelines[driver] = *std::move(made);
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    std::array<absl::Status, 2> ended;
+    std::atomic<int> there{0};
+    std::vector<std::thread> drivers;
+    for (int driver = 0; driver < 2; ++driver) {
+      drivers.emplace_back([&, driver] {
+        for (++there; there < 2;) std::this_thread::yield();
+        ended[driver] = pipelines[driver]->Evaluate({at::ones({4, 16})}).status();
+      });
+    }
+    for (std::thread& driver : drivers) driver.join();
+    EXPECT_TRUE(ended[0].ok() || ended[1].ok()) << ended[0] << "\n" << ended[1];
+    for (const absl::Status& status : ended) {
+      if (status.ok()) continue;
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_THAT(std::string(status.message()),
+                  ContainsRegex("a step that worker 'worker.' has begun runs on worker 'worker.'; "
+                                "a stage runs one step at a time"));
+    }
+  }
+}
+
+// Its driver may ask for that when the next step has begun.
+TEST_P(PipelineTest, WhatAStepThatWasReplacedHasSteppedIsKnown) {
+  Cluster cluster(Workers(1));
+  const Layers layers(1);
+  PipelineStage stage = {.forward = [&](Tensors in) { return layers.Forward(0, std::move(in)); },
+                         .loss = Loss,
+                         .step = [](const Context&) { return absl::OkStatus(); }};
+  const auto stages = PipelineStages::Create(&cluster[0], "model", {{0, stage}});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  const Context context = cluster[0].NewContext();
+  const auto call = [&](absl::string_view function, std::string payload, Tensors tensors = {}) {
+    return cluster[0].CallAsync("worker0", absl::StrCat(function, "model"),
+                                {std::move(payload), std::move(tensors)},
+                                {.context = function == kBeginStep ? &context : nullptr,
+                                 .deadline = Deadline::After(absl::Seconds(30))});
+  };
+  const auto begin = [&](uint64_t step) {
+    const StepPlan plan{.step = step,
+                        .pipeline = 1,
+                        .rank = 0,
+                        .micro_batches = 1,
+                        .backward = true,
+                        .has_targets = true,
+                        .rank_of_stage = {0},
+                        .workers = {"worker0"},
+                        .list = {{Action::Kind::kForward, 0, 0},
+                                 {Action::Kind::kBackward, 0, 0},
+                                 {Action::Kind::kStep, 0, 0}},
+                        .weights = {1}};
+    EXPECT_EQ(call(kBeginStep, EncodePlan(plan)).Wait().status(), absl::OkStatus());
+  };
+  const auto stepped = [&](uint64_t step) -> absl::StatusOr<Stepped> {
+    const absl::StatusOr<Message> answer =
+        call(kEndStep, EncodeStepRef({.step = step, .first_stage = 0})).Wait();
+    if (!answer.ok()) return answer.status();
+    return DecodeStepped(answer->payload);
+  };
+  begin(1);
+  const StepRef ref{.step = 1, .first_stage = 0};
+  const Future<Message> runs = call(kRunStep, EncodeStepRef(ref));
+  for (const Parcel::Kind kind : {Parcel::Kind::kActivation, Parcel::Kind::kTarget}) {
+    ASSERT_EQ(call(kDeliver, EncodeParcel({.to = ref, .kind = kind}), {at::randn({4, 16})})
+                  .Wait()
                   .status(),
               absl::OkStatus());
   }
-  const absl::Status told = cluster[0]
-                                .Call("worker0", absl::StrCat(kRunStep, "model"),
-                                      {EncodeStepRef({.step = 1, .first_stage = 0}), {}})
-                                .status();
-  EXPECT_EQ(told.code(), absl::StatusCode::kFailedPrecondition) << told;
-  EXPECT_THAT(std::string(told.message()),
-              HasSubstr("worker 1 has begun another step of pipeline 'model' on worker 'worker0' "
-                        "since: a stage runs one step at a time, and of two that begin at once "
-                        "it may be neither; take one, and then the other"));
-  // The same by way of two drivers.
-  std::vector<std::thread> drivers;
-  for (const int driver : {0, 1}) {
-    drivers.emplace_back([&, driver] {
-      const auto pipeline = Pipeline::Create(
-          &cluster[driver], {.name = "model", .workers = Names(2), .schedule = *GPipe(2, 1)});
-      ASSERT_TRUE(pipeline.ok()) << pipeline.status();
-      for (int i = 0; i < 30; ++i) {
-        const absl::Status status = (*pipeline)->Evaluate({at::ones({4, 16})}).status();
-        if (status.ok()) continue;
-        EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-        EXPECT_THAT(std::string(status.message()), HasSubstr("a stage runs one step at a time"));
-      }
-    });
-  }
-  for (std::thread& driver : drivers) driver.join();
+  ASSERT_EQ(runs.Wait().status(), absl::OkStatus());
+  begin(2);  // and never runs
+  begin(3);
+  const absl::StatusOr<Stepped> first = stepped(1), second = stepped(2);
+  ASSERT_TRUE(first.ok() && second.ok()) << first.status() << second.status();
+  EXPECT_EQ(*first, (Stepped{{0, true}}));
+  EXPECT_TRUE(second->empty());
+  // What comes for one of them says why it is too late.
+  const absl::Status late = call(kRunStep, EncodeStepRef(ref)).Wait().status();
+  EXPECT_EQ(late.code(), absl::StatusCode::kFailedPrecondition) << late;
+  EXPECT_THAT(std::string(late.message()),
+              HasSubstr("worker 'worker0' has begun another step of pipeline 'model' on worker "
+                        "'worker0' since: a stage runs one step at a time"));
+  // Those of long ago are forgotten.
+  for (uint64_t step = 4; step < 14; ++step) begin(step);
+  EXPECT_FALSE(stepped(1).ok());
+  EXPECT_TRUE(stepped(10).ok());
 }
 
 // Tied parameters would be sent to the first stage of a rank that has none.

@@ -33,6 +33,7 @@ Tensors Detached(Tensors tensors) {
   return tensors;
 }
 
+// Names the tensors of a parcel.
 const char* NameOf(Parcel::Kind kind) {
   switch (kind) {
     case Parcel::Kind::kActivation:
@@ -49,6 +50,12 @@ const char* NameOf(Parcel::Kind kind) {
       return "the gradients of what has skipped stages";
   }
   return "parcels of an unknown kind";
+}
+
+// Those of tied parameters belong to no micro-batch: the number is that of the rank that sends
+// them.
+std::string OfMicroBatch(Parcel::Kind kind, int micro_batch) {
+  return kind == Parcel::Kind::kTied ? "" : absl::StrCat(" of micro-batch ", micro_batch);
 }
 
 absl::Status CheckCount(absl::string_view function, absl::string_view what, size_t count,
@@ -122,20 +129,19 @@ absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key
 
 }  // namespace
 
-RankStep::RankStep(Common common, StepPlan plan, WorkerRank driver, Context context)
+RankStep::RankStep(Common common, StepPlan plan, Request& request)
     : worker_(common.worker),
       pipeline_(std::move(common.pipeline)),
       stages_(*common.stages),
       on_action_(*common.on_action),
       averager_(common.averager),
       plan_(std::move(plan)),
-      driver_(driver),
-      context_(std::move(context)) {}
+      driver_(request.from),
+      begin_deadline_(request.deadline),
+      context_(std::move(request.context)) {}
 
-std::shared_ptr<RankStep> RankStep::Create(Common common, StepPlan plan, WorkerRank driver,
-                                           Context context) {
-  auto step =
-      std::make_shared<RankStep>(std::move(common), std::move(plan), driver, std::move(context));
+std::shared_ptr<RankStep> RankStep::Create(Common common, StepPlan plan, Request& request) {
+  auto step = std::make_shared<RankStep>(std::move(common), std::move(plan), request);
   step->cancellation_->OnCancel([weak = std::weak_ptr<RankStep>(step)] {
     if (const auto alive = weak.lock()) alive->OnStop();
   });
@@ -253,9 +259,10 @@ bool RankStep::Advance(Event event) {
   return false;
 }
 
-bool RankStep::running() const {
+bool RankStep::HoldsStages() const {
   absl::MutexLock lock(&mu_);
-  return state_ == State::kRunning;
+  if (state_ != State::kBegun) return state_ == State::kRunning;
+  return !begin_deadline_.Passed() && !(context_.valid() && context_.record()->released());
 }
 
 bool RankStep::busy() const {
@@ -270,6 +277,11 @@ std::string RankStep::Describe() const {
   if (phase_ != nullptr) return phase_;
   if (action_ == nullptr) return "is at the end of its list";
   return absl::StrCat(waits_ ? "waits for others in the " : "is in the ", ToString(*action_));
+}
+
+Stepped RankStep::stepped() const {
+  absl::MutexLock lock(&mu_);
+  return stepped_;
 }
 
 bool RankStep::SharesStagesWith(const RankStep& other) const {
@@ -297,12 +309,15 @@ absl::StatusOr<Future<Message>> RankStep::Start(const Request& request) {
 
 void RankStep::OnStop() {
   std::optional<Promise<Message>> promise;
-  DeliveredParcels delivered;  // ends outside the lock
+  DeliveredParcels delivered;  // these end outside the lock
+  Context context;
   {
     absl::MutexLock lock(&mu_);
+    const bool never_runs = state_ == State::kBegun;
     if (!Advance(Event::kStop)) return;
     promise.swap(promise_);
     delivered.swap(delivered_);
+    if (never_runs) context = std::move(context_);
   }
   if (promise.has_value()) promise->Set(cancellation_->why());
 }
@@ -336,9 +351,9 @@ absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
                     parcel.other < plan_.stages() &&
                     (parcel.wanted.empty() || parcel.wanted.size() == tensors.size());
   if (!fits) {
-    return absl::InvalidArgumentError(absl::StrCat("stage ", parcel.stage, ", micro-batch ",
-                                                   parcel.micro_batch,
-                                                   " is not this rank's, or has other tensors"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(NameOf(parcel.kind), OfMicroBatch(parcel.kind, parcel.micro_batch),
+                     " for stage ", parcel.stage, " are not this rank's, or other tensors"));
   }
   absl::MutexLock lock(&mu_);
   // Who hears of it so should hear of the cause.
@@ -351,9 +366,9 @@ absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
                        Delivered{std::move(tensors), parcel.wanted, parcel.skips})
           .second;
   if (is_new) return absl::OkStatus();
-  return absl::AlreadyExistsError(absl::StrCat(NameOf(parcel.kind), " for stage ", parcel.stage,
-                                               ", micro-batch ", parcel.micro_batch,
-                                               " were there already"));
+  return absl::AlreadyExistsError(absl::StrCat(NameOf(parcel.kind),
+                                               OfMicroBatch(parcel.kind, parcel.micro_batch),
+                                               " for stage ", parcel.stage, " were there already"));
 }
 
 absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell, int other) {
@@ -377,18 +392,18 @@ absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell
 void RankStep::Send(Parcel::Kind kind, int to_stage, int micro_batch, Delivered what, int other) {
   const int rank = plan_.rank_of_stage[to_stage];
   const std::string& worker = plan_.workers[rank];
-  calls_->Deliver(
-      worker,
-      {.to = {plan_.step, FirstStage(plan_.rank_of_stage, rank)},
-       .kind = kind,
-       .stage = to_stage,
-       .micro_batch = micro_batch,
-       .wanted = std::move(what.wanted),
-       .other = other,
-       .skips = std::move(what.skips)},
-      std::move(what.tensors),
-      absl::StrCat("worker '", worker_->name(), "' cannot send ", NameOf(kind), " of micro-batch ",
-                   micro_batch, " to stage ", to_stage, " on worker '", worker, "'"));
+  calls_->Deliver(worker,
+                  {.to = {plan_.step, FirstStage(plan_.rank_of_stage, rank)},
+                   .kind = kind,
+                   .stage = to_stage,
+                   .micro_batch = micro_batch,
+                   .wanted = std::move(what.wanted),
+                   .other = other,
+                   .skips = std::move(what.skips)},
+                  std::move(what.tensors),
+                  absl::StrCat("worker '", worker_->name(), "' cannot send ", NameOf(kind),
+                               OfMicroBatch(kind, micro_batch), " to stage ", to_stage,
+                               " on worker '", worker, "'"));
 }
 
 absl::Status RankStep::ReceiveSkips(Cell cell, Delivered& in) {
@@ -732,8 +747,14 @@ absl::Status RankStep::Do(const Action& action) {
       const PipelineStage& stage = stages_.at(action.stage);
       if (stage.step == nullptr)
         return absl::FailedPreconditionError("it has no function for the optimizer's step");
-      const CallModesScope modes(this->modes());
-      return stage.step(context_);
+      absl::Status stepped;
+      try {
+        const CallModesScope modes(this->modes());
+        stepped = stage.step(context_);
+      } catch (...) {
+        stepped = StatusFromException(std::current_exception());
+      }
+      return WithOrigin(std::move(stepped), {worker_->rank(), ErrorOrigin::By::kHandler});
     }
   }
   return absl::InternalError("an action of an unknown kind");
@@ -849,17 +870,21 @@ absl::Status RankStep::Follow(const Action& action) {
     action_ = &action;
     steps_ = action.kind == Kind::kStep;
   }
+  const absl::Time begin = on_action_ == nullptr ? absl::Time() : absl::Now();
   absl::Status status;
   try {
-    const absl::Time begin = on_action_ == nullptr ? absl::Time() : absl::Now();
     status = Do(action);
-    if (on_action_ != nullptr) {
-      on_action_({plan_.rank, plan_.step, action, begin, absl::Now()});
-    }
   } catch (...) {
     status = StatusFromException(std::current_exception());
   }
   if (action.kind == Kind::kStep) OnStepped(action.stage, status);
+  try {
+    if (on_action_ != nullptr) {
+      on_action_({plan_.rank, plan_.step, action, begin, absl::Now()});
+    }
+  } catch (...) {
+    status.Update(StatusFromException(std::current_exception()));
+  }
   return Annotate(status, absl::StrCat(ToString(action), " on worker '", worker_->name(), "'"));
 }
 

@@ -50,11 +50,10 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
     GradientAverager* averager = nullptr;  // null: there are no replicas
   };
 
-  // `driver` has begun it.
-  static std::shared_ptr<RankStep> Create(Common common, StepPlan plan, WorkerRank driver,
-                                          Context context);
+  // Its driver is who makes the request, whose context it takes.
+  static std::shared_ptr<RankStep> Create(Common common, StepPlan plan, Request& request);
   // Use Create().
-  RankStep(Common common, StepPlan plan, WorkerRank driver, Context context);
+  RankStep(Common common, StepPlan plan, Request& request);
 
   // The names of this rank's tied parameters, each once.
   TieNames tie_names() const;
@@ -66,12 +65,15 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
 
   const StepPlan& plan() const { return plan_; }
   WorkerRank driver() const { return driver_; }
-  // Whether the step was started, and has not ended.
-  bool running() const;
+  // Whether its driver has its stages for itself: until the step has ended; or nobody will start
+  // it, for its deadline has passed, or its context was released, as with the loss of the driver.
+  bool HoldsStages() const;
   // Whether a function of its stages may still run: longer, if it was stopped.
   bool busy() const;
   // What the rank does at this moment, or did when it was stopped: "waits in the receive ...".
   std::string Describe() const;
+  // What it has stepped so far.
+  Stepped stepped() const;
   // Whether some stages of the two ranks, or all, are the same.
   bool SharesStagesWith(const RankStep& other) const;
   bool HasSameStagesAs(const RankStep& other) const;
@@ -179,11 +181,12 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   GradientAverager* const averager_;
   const StepPlan plan_;
   const WorkerRank driver_;
+  const Deadline begin_deadline_;  // nobody starts it later
 
   // Synchronizes itself. Ends the step, and all that it has asked of others; keeps why.
   const std::shared_ptr<Cancellation> cancellation_ = std::make_shared<Cancellation>();
 
-  // State of Run() alone, once it is called.
+  // State of Run() alone, once it is called. (Before Start() the context is guarded by mu_.)
   Context context_;
   std::unique_ptr<StepCalls> calls_;
   std::map<Cell, StageRun> runs_;

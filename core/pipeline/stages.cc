@@ -122,15 +122,16 @@ class PipelineStages::Impl {
                                         .stages = &stages_,
                                         .on_action = &options_.on_action,
                                         .averager = options_.averager.get()},
-                                       std::move(plan), request.from, std::move(request.context));
+                                       std::move(plan), request);
     DG_RETURN_IF_ERROR(step->CheckShares());
     DG_RETURN_IF_ERROR(step->CheckSkips());
-    std::shared_ptr<RankStep> before;
+    std::vector<std::shared_ptr<RankStep>> before;   // steps of the same stages
     std::vector<std::shared_ptr<RankStep>> earlier;  // of which some end here, outside the lock
     {
       absl::MutexLock lock(&mu_);
       if (closed_) return Closed();
-      DG_RETURN_IF_ERROR(CheckMayBegin(*step));
+      before = StepsThatShareStagesWith(*step);
+      DG_RETURN_IF_ERROR(CheckMayBegin(*step, before));
       Rank& own = ranks_[first_stage];
       if (own.thread == nullptr) {
         own.thread = std::make_unique<RankThread>();
@@ -140,14 +141,20 @@ class PipelineStages::Impl {
           return started;
         }
       }
-      std::vector<std::shared_ptr<RankStep>> busy;
-      for (const std::shared_ptr<RankStep>& each : own.AllSteps()) {
-        if (each->busy()) busy.push_back(each);
+      earlier = own.AllSteps();
+      own.earlier.clear();
+      for (const std::shared_ptr<RankStep>& each : earlier) {
+        if (each->busy()) {
+          own.earlier.push_back(each);
+          continue;
+        }
+        own.over.emplace_back(each->plan().step, each->stepped());
+        if (own.over.size() > kMostStepsKept) own.over.pop_front();
       }
-      earlier = std::exchange(own.earlier, std::move(busy));
-      before = std::exchange(own.step, step);
+      own.step = step;
     }
-    if (before != nullptr) before->Stop(absl::AbortedError("the next step has begun"));
+    // The one of the same Pipeline ends here; all others have ended, or will not be started.
+    for (const std::shared_ptr<RankStep>& each : before) each->Stop(Replaced(*step));
     return Message{EncodeTieNames(step->tie_names()), {}};
   }
 
@@ -172,9 +179,6 @@ class PipelineStages::Impl {
       const absl::StatusOr<std::shared_ptr<RankStep>> found = Find(*ref);
       if (!found.ok()) return Future<Message>::Of(found.status());
       step = *found;
-      // Another partition may have begun, and run, since this one has begun.
-      const absl::Status may_run = CheckMayBegin(*step);
-      if (!may_run.ok()) return Future<Message>::Of(may_run);
       const absl::StatusOr<Future<Message>> started = step->Start(request);
       if (!started.ok()) return Future<Message>::Of(started.status());
       future = *started;
@@ -219,6 +223,9 @@ class PipelineStages::Impl {
         for (const std::shared_ptr<RankStep>& each : found->second.AllSteps()) {
           if (each->plan().step == ref->step) step = each;
         }
+        for (const auto& [number, stepped] : found->second.over) {
+          if (number == ref->step) return Future<Message>::Of(Message{EncodeStepped(stepped), {}});
+        }
       }
       if (step == nullptr) return Future<Message>::Of(Find(*ref).status());
     }
@@ -257,6 +264,8 @@ class PipelineStages::Impl {
     std::shared_ptr<RankStep> step;  // the last one that was begun
     // Those before it of which a function may still run.
     std::vector<std::shared_ptr<RankStep>> earlier;
+    // What others before it have stepped, by the steps' numbers: their drivers may ask yet.
+    std::deque<std::pair<uint64_t, Stepped>> over;
     std::unique_ptr<RankThread> thread;
 
     std::vector<std::shared_ptr<RankStep>> AllSteps() const {
@@ -265,25 +274,51 @@ class PipelineStages::Impl {
       return all;
     }
   };
+  static constexpr size_t kMostStepsKept = 8;
 
-  // A stage runs one step at a time. The next one of the same Pipeline and partition ends the one
-  // before; and its functions come after those on the thread of the rank.
-  absl::Status CheckMayBegin(const RankStep& next) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+  std::vector<std::shared_ptr<RankStep>> StepsThatShareStagesWith(const RankStep& next) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    std::vector<std::shared_ptr<RankStep>> steps;
     for (const auto& [first_stage, rank] : ranks_) {
       for (const std::shared_ptr<RankStep>& step : rank.AllSteps()) {
-        if (!step->SharesStagesWith(next)) continue;
-        const bool has_same = step->HasSameStagesAs(next);
-        const bool is_other =
-            step->driver() != next.driver() || step->plan().pipeline != next.plan().pipeline;
-        const bool conflicts = has_same ? step->running() && is_other : step->busy();
-        if (!conflicts) continue;
-        return absl::FailedPreconditionError(
-            absl::StrCat("a step that worker ", step->driver(), " has begun",
-                         has_same ? "" : ", with stages in other ranks,", " runs on worker '",
-                         worker_->name(), "'; a stage runs one step at a time"));
+        if (step->SharesStagesWith(next)) steps.push_back(step);
       }
     }
+    return steps;
+  }
+
+  // A stage runs one step at a time, and is its driver's from the step's beginning to its end. The
+  // next step of the same Pipeline ends the one before; its functions come after those on the
+  // thread of the rank.
+  absl::Status CheckMayBegin(const RankStep& next,
+                             const std::vector<std::shared_ptr<RankStep>>& before) const {
+    for (const std::shared_ptr<RankStep>& step : before) {
+      const bool has_same = step->HasSameStagesAs(next);
+      const bool is_other =
+          step->driver() != next.driver() || step->plan().pipeline != next.plan().pipeline;
+      const bool conflicts = (is_other && step->HoldsStages()) || (!has_same && step->busy());
+      if (!conflicts) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat("a step that ", NameOf(step->driver()), " has begun",
+                       has_same ? "" : ", with stages in other ranks,", " runs on worker '",
+                       worker_->name(), "'; a stage runs one step at a time"));
+    }
     return absl::OkStatus();
+  }
+
+  // "worker 'front'".
+  std::string NameOf(WorkerRank driver) const {
+    for (const Member& member : worker_->members()) {
+      if (member.rank == driver) return absl::StrCat("worker '", member.name, "'");
+    }
+    return absl::StrCat("worker ", driver);
+  }
+
+  // The end of a step whose stages have another one.
+  absl::Status Replaced(const RankStep& by) const {
+    return absl::FailedPreconditionError(
+        absl::StrCat(NameOf(by.driver()), " has begun another step of pipeline '", name_,
+                     "' on worker '", worker_->name(), "' since: a stage runs one step at a time"));
   }
 
   // 0: as many as are set.
@@ -309,10 +344,7 @@ class PipelineStages::Impl {
     }
     const std::shared_ptr<RankStep>& last = found->second.step;
     if (last->plan().step == ref.step) return last;
-    return absl::FailedPreconditionError(absl::StrCat(
-        "worker ", last->driver(), " has begun another step of pipeline '", name_, "' on worker '",
-        worker_->name(), "' since: a stage runs one step at a time, and of two that begin at once ",
-        "it may be neither; take one, and then the other"));
+    return Replaced(*last);
   }
 
   Worker* const worker_;
