@@ -145,6 +145,13 @@ void Pipelines(dg::Worker& worker) {
     return dg::Op("aten::mse_loss", {out[0], targets[0]});
   };
   stages[1].step = [](dg::ContextRef) {};
+  std::vector<uint32_t> kinds;
+  stages[1].on_action = [&](const dg_stage_span& span) {
+    EXPECT_EQ(span.rank, 1u);
+    EXPECT_LE(span.begin_ns, span.end_ns);
+    kinds.push_back(span.action->kind);
+    if (fails) throw dg::Error(DG_DATA_LOSS, "nobody listens");
+  };
   stages[1].recompute = true;
   const dg::PipelineStages made(worker, "model", stages);
   EXPECT_EQ(CodeOf([&] { dg::PipelineStages(worker, "model", stages); }), DG_ALREADY_EXISTS);
@@ -160,6 +167,8 @@ void Pipelines(dg::Worker& worker) {
     EXPECT_EQ(result.loss.data<float>()[0], 10);
     EXPECT_TRUE(result.outputs.empty());
     EXPECT_EQ(w.data<float>()[0], 1 - (8 + 32) / 2);
+    ASSERT_EQ(kinds.size(), data.lists[1].size());
+    for (size_t i = 0; i < kinds.size(); ++i) EXPECT_EQ(kinds[i], data.lists[1][i].kind);
   }
   std::map<uint64_t, dg::PipelineStage> skipping;
   skipping[0].forward = [&](const std::vector<dg::Tensor>& in) -> std::vector<dg::Tensor> {

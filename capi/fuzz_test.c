@@ -288,6 +288,11 @@ static dg_error* run_step(void* user_data, const dg_context* context) {
   dg_tensor_destroy(gradient);
   return error;
 }
+static dg_error* on_action(void* user_data, const dg_stage_span* span) {
+  (void)user_data;
+  destroy_some(false);
+  return span->step % 8 ? NULL : dg_error_create(DG_ABORTED, DG_STR("no more"));
+}
 static double time_action(void* user_data, const dg_action* action) {
   (void)user_data;
   destroy_some(false);
@@ -562,6 +567,7 @@ static void make_stages(state* s) {
     made[i].flags = next(s) % 4 == 0;
     made[i].skips = next(s) % 2 ? &skip : NULL;
     made[i].skip_count = next(s) % 8 == 0;
+    made[i].on_action = next(s) % 4 == 0 ? on_action : NULL;
     list[i] = next(s) % 16 ? &made[i] : NULL;
   }
   options.num_threads = next(s) % 3;

@@ -240,6 +240,15 @@ FIELD(dg_pipeline_stage, tied, 88);
 FIELD(dg_pipeline_stage, tied_count, 96);
 FIELD(dg_pipeline_stage, skips, 104);
 FIELD(dg_pipeline_stage, skip_count, 112);
+FIELD(dg_pipeline_stage, on_action, 120);
+
+GROWS_FROM(dg_stage_span, 48);
+FIELD(dg_stage_span, struct_size, 0);
+FIELD(dg_stage_span, rank, 8);
+FIELD(dg_stage_span, step, 16);
+FIELD(dg_stage_span, action, 24);
+FIELD(dg_stage_span, begin_ns, 32);
+FIELD(dg_stage_span, end_ns, 40);
 
 GROWS_FROM(dg_pipeline_stages_options, 24);
 FIELD(dg_pipeline_stages_options, struct_size, 0);

@@ -24,6 +24,7 @@
 #include "core/base/blocking.h"
 #include "core/base/log.h"
 #include "core/pipeline/schedule.h"
+#include "core/pipeline/stage_span.h"
 #include "core/pipeline/stages.h"
 #include "core/tensor/exception.h"
 
@@ -221,7 +222,9 @@ class StagesPart : public SharedWorker::Part {
         return absl::InvalidArgumentError(absl::StrCat("there are two stages ", number));
       }
       DG_ASSIGN_OR_RETURN(stages[number], made->ToStage(each));
+      made->by_stage_.emplace(number, each);
     }
+    options.on_action = [part = made.get()](const StageSpan& span) { part->OnAction(span); };
     DG_ASSIGN_OR_RETURN(made->stages_, PipelineStages::Create(worker.get(), std::move(name),
                                                               std::move(stages), options));
     return made;
@@ -357,8 +360,27 @@ class StagesPart : public SharedWorker::Part {
     return status;
   }
 
+  // Of each action, after it.
+  void OnAction(const StageSpan& span) const {
+    worker_->trace().Record(span);
+    const std::shared_ptr<const StageFunctions> functions = by_stage_.at(span.action.stage).lock();
+    if (functions == nullptr || functions->stage.on_action == nullptr) return;
+    const dg_action action = ScheduleObject::FromAction(span.action);
+    dg_stage_span told = {};
+    told.struct_size = sizeof(told);
+    told.rank = static_cast<uint64_t>(span.rank);
+    told.step = span.step;
+    told.action = &action;
+    told.begin_ns = absl::ToUnixNanos(span.begin);
+    told.end_ns = absl::ToUnixNanos(span.end);
+    const absl::Status status =
+        Call([&] { return functions->stage.on_action(functions->user_data.get(), &told); });
+    if (!status.ok()) throw StatusError(status);
+  }
+
   // Constant once it is made.
-  const SharedWorker* const worker_;  // alive while a function runs
+  SharedWorker* const worker_;  // alive while a function runs
+  std::map<int, std::weak_ptr<const StageFunctions>> by_stage_;
   const std::string name_;
   std::unique_ptr<PipelineStages> stages_;
 

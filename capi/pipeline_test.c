@@ -25,6 +25,9 @@ typedef struct layer {
   enum fault fault;
   int at;
   int forwards, losses, steps, ended;
+  int actions[DG_ACTION_STEP + 1]; /* of on_action, by kind */
+  uint64_t of_step;                /* the last one */
+  int64_t until_ns;
 } layer;
 
 static layer layers[MOST_STAGES];
@@ -153,6 +156,19 @@ static dg_error* step(void* user_data, const dg_context* context) {
   }
   dg_grad_set_enabled(true);
   return NULL;
+}
+
+/* Counts, and fails behind a step if there is a fault. */
+static dg_error* on_action(void* user_data, const dg_stage_span* span) {
+  layer* self = (layer*)user_data;
+  CHECK(span->struct_size >= sizeof(dg_stage_span));
+  CHECK(&layers[span->action->stage] == self && span->rank == span->action->stage % 2);
+  CHECK(span->begin_ns >= self->until_ns && span->end_ns >= span->begin_ns);
+  self->until_ns = span->end_ns;
+  self->of_step = span->step;
+  ++self->actions[span->action->kind];
+  if (self->fault != FAIL || span->action->kind != DG_ACTION_STEP) return NULL;
+  return dg_error_create(DG_RESOURCE_EXHAUSTED, DG_STR("the disk is full"));
 }
 
 static void end_layer(void* user_data) { count_up(&((layer*)user_data)->ended); }
@@ -1031,6 +1047,91 @@ static void test_skips(void) {
   dg_tensor_destroy(x);
 }
 
+/* How often a text has another one. */
+static int count_of(const dg_message* message, const char* what) {
+  const dg_str text = dg_message_payload(message);
+  int count = 0;
+  for (size_t i = 0; i + strlen(what) <= text.size; ++i) {
+    count += memcmp(text.data + i, what, strlen(what)) == 0;
+  }
+  return count;
+}
+
+/* A step of two micro-batches: what the functions are told, and what a trace has. */
+static void test_actions(void) {
+  dg_schedule *schedule = NULL, *own = NULL;
+  dg_schedule_data data;
+  dg_action_list lists[2];
+  dg_action actions[2][LISTS];
+  dg_pipeline_stages* stages[2];
+  dg_pipeline* pipeline;
+  dg_message* trace = NULL;
+  begin_job();
+  make_layers(layers, 2);
+  for (int i = 0; i < 2; ++i) {
+    dg_pipeline_stage stage = stage_of((uint64_t)i);
+    const dg_pipeline_stage* list[1] = {&stage};
+    stage.on_action = on_action;
+    stages[i] = NULL;
+    OK(dg_pipeline_stages_create(workers[i], DG_STR("model"), list, 1, NULL, &stages[i]));
+  }
+  OK(dg_schedule_create_gpipe(2, 2, &schedule));
+  data = *dg_schedule_get(schedule);
+  for (int i = 0; i < 2; ++i) {
+    CHECK(data.lists[i].size < LISTS);
+    memcpy(actions[i], data.lists[i].data, data.lists[i].size * sizeof(dg_action));
+    actions[i][data.lists[i].size].kind = DG_ACTION_STEP;
+    actions[i][data.lists[i].size].stage = (uint32_t)i;
+    actions[i][data.lists[i].size].micro_batch = 0;
+    lists[i].data = actions[i];
+    lists[i].size = data.lists[i].size + 1;
+  }
+  data.lists = lists;
+  OK(dg_schedule_create(&data, 0, &own));
+  pipeline = make_pipeline(own, DG_REDUCTION_MEAN);
+  dg_schedule_destroy(own);
+  dg_schedule_destroy(schedule);
+
+  OK(try_step(pipeline, 0));
+  OK(dg_worker_start_trace(workers[1], NULL));
+  OK(try_step(pipeline, 0));
+  OK(dg_worker_stop_trace(workers[1], &trace));
+  CHECK(layers[0].of_step == layers[1].of_step && layers[0].of_step != 0);
+  for (int i = 0; i < 2; ++i) {
+    CHECK(layers[i].actions[DG_ACTION_FORWARD] == 4 && layers[i].actions[DG_ACTION_BACKWARD] == 4);
+    CHECK(layers[i].actions[DG_ACTION_STEP] == 2);
+  }
+  CHECK(layers[0].actions[DG_ACTION_SEND_ACTIVATION] == 4);
+  CHECK(layers[1].actions[DG_ACTION_RECEIVE_ACTIVATION] == 4);
+  /* Of the second step, and of this worker alone. */
+  CHECK(count_of(trace, "\"name\":\"forward 1\"") == 1);
+  CHECK(count_of(trace, "\"name\":\"step\"") == 1);
+  CHECK(count_of(trace, "\"pipeline, rank 1\"") > 0);
+  CHECK(count_of(trace, "\"pipeline, rank 0\"") == 0);
+  CHECK(count_of(trace, "\"dropped_spans\":0") == 1);
+  dg_message_destroy(trace);
+  {
+    dg_trace_options options = DG_TRACE_OPTIONS_INIT;
+    options.max_bytes = 1;
+    OK(dg_worker_start_trace(workers[1], &options));
+    OK(try_step(pipeline, 0));
+    OK(dg_worker_stop_trace(workers[1], &trace));
+    CHECK(count_of(trace, "\"name\":\"forward 1\"") == 0);
+    CHECK(count_of(trace, "\"dropped_spans\":0") == 0);
+    dg_message_destroy(trace);
+  }
+
+  layers[1].fault = FAIL;
+  layers[1].at = -1; /* of no other function */
+  SAYS(DG_RESOURCE_EXHAUSTED, "stage 1 on worker 'back' has stepped: ", try_step(pipeline, 0));
+  SAYS(DG_RESOURCE_EXHAUSTED, "step of stage 1 on worker 'back': the disk is full",
+       try_step(pipeline, 0));
+  dg_pipeline_destroy(pipeline);
+  for (int i = 0; i < 2; ++i) dg_pipeline_stages_destroy(stages[i]);
+  end_job();
+  end_layers(layers, 2);
+}
+
 int main(void) {
   test_schedules();
   test_steps();
@@ -1042,5 +1143,6 @@ int main(void) {
   test_ends_of_stages();
   test_wrong_arguments();
   test_skips();
+  test_actions();
   return 0;
 }

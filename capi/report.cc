@@ -1,4 +1,5 @@
 // Reports what a worker does: metrics, traces, and the passes that it waits for.
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -6,7 +7,6 @@
 #include "capi/objects.h"
 #include "capi/worker_object.h"
 #include "core/autograd/state.h"
-#include "core/base/chrome_trace.h"
 #include "core/worker/metrics.h"
 #include "core/worker/worker.h"
 
@@ -85,7 +85,7 @@ dg_error* dg_worker_start_trace(dg_worker* worker, const dg_trace_options* optio
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     TraceOptions core_options;
     if (read.max_bytes > 0) core_options.max_bytes = read.max_bytes;
-    return use->StartTrace(core_options);
+    return use.shared().trace().Start(*use.get(), core_options);
   });
 }
 
@@ -93,8 +93,8 @@ dg_error* dg_worker_stop_trace(dg_worker* worker, dg_message** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
-    DG_ASSIGN_OR_RETURN(const Trace trace, use->StopTrace());
-    *out = NewHandle<MessageObject>(Message{ToChromeTrace(trace), {}});
+    DG_ASSIGN_OR_RETURN(std::string trace, use.shared().trace().Stop(*use.get()));
+    *out = NewHandle<MessageObject>(Message{std::move(trace), {}});
     return absl::OkStatus();
   });
 }

@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "capi/guard.h"
 #include "capi/handles.h"
+#include "capi/worker_trace.h"
 #include "core/base/deadline.h"
 #include "core/base/sleepers.h"
 #include "core/worker/worker.h"
@@ -92,6 +93,8 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   uint32_t local_rank() const { return local_rank_; }
   uint32_t local_world_size() const { return local_world_size_; }
 
+  WorkerTrace& trace() { return trace_; }
+
   // Keeps a member's name for as long as this lives.
   const std::string& Keep(const std::string& name);
 
@@ -140,6 +143,9 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   const uint32_t rank_;
   const uint32_t local_rank_;
   const uint32_t local_world_size_;
+
+  // Synchronizes itself.
+  WorkerTrace trace_;
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.

@@ -59,6 +59,7 @@ struct StageTrace::Spans {
   const size_t max_spans;
   absl::Mutex mu;
   std::vector<StageSpan> spans ABSL_GUARDED_BY(mu);
+  uint64_t dropped ABSL_GUARDED_BY(mu) = 0;
 };
 
 StageTrace::StageTrace(size_t max_spans) : spans_(std::make_shared<Spans>(max_spans)) {}
@@ -66,7 +67,11 @@ StageTrace::StageTrace(size_t max_spans) : spans_(std::make_shared<Spans>(max_sp
 std::function<void(const StageSpan&)> StageTrace::Recorder() const {
   return [spans = spans_](const StageSpan& span) {
     absl::MutexLock lock(&spans->mu);
-    if (spans->spans.size() < spans->max_spans) spans->spans.push_back(span);
+    if (spans->spans.size() < spans->max_spans) {
+      spans->spans.push_back(span);
+    } else {
+      ++spans->dropped;
+    }
   };
 }
 
@@ -80,6 +85,11 @@ std::vector<RowSpan> StageTrace::Take() {
   rows.reserve(taken.size());
   for (const StageSpan& span : taken) rows.push_back(RowSpanOf(span));
   return rows;
+}
+
+uint64_t StageTrace::dropped() const {
+  absl::MutexLock lock(&spans_->mu);
+  return spans_->dropped;
 }
 
 }  // namespace distgrad

@@ -33,6 +33,8 @@ class StageTrace {
 
   // What was recorded since the last call: a row for each rank.
   std::vector<RowSpan> Take();
+  // How many actions did not fit, in all.
+  uint64_t dropped() const;
 
  private:
   struct Spans;

@@ -83,6 +83,7 @@ TEST(StageTraceTest, KeepsTheFirstSpans) {
   StageTrace trace(/*max_spans=*/2);
   const auto record = trace.Recorder();
   for (int m = 0; m < 3; ++m) record({.action = {Action::Kind::kForward, 0, m}});
+  EXPECT_EQ(trace.dropped(), 1U);
   const std::vector<RowSpan> spans = trace.Take();
   ASSERT_EQ(spans.size(), 2U);
   EXPECT_EQ(spans[1].name, "forward 1");
@@ -90,10 +91,11 @@ TEST(StageTraceTest, KeepsTheFirstSpans) {
 
 TEST(StageTraceTest, AStepFailsWithWhatTheRecorderThrows) {
   Cluster cluster({.workers = 1, .thread_count = 1});
+  const at::Tensor weight = at::ones({1}).requires_grad_(true);
   const auto stages = *PipelineStages::Create(
       &cluster[0], "model",
       {{0,
-        {.forward = [](Tensors in) -> Tensors { return in; },
+        {.forward = [&](Tensors in) -> Tensors { return {in[0] * weight}; },
          .loss = [](Tensors out, Tensors) { return out[0].sum(); },
          .targets = 0}}},
       {.on_action = [](const StageSpan&) { throw std::runtime_error("the disk is full"); }});

@@ -150,7 +150,7 @@ pub use parallel::{
 pub use pipeline::{
     Action, ActionKind, MicroBatch, Pipeline, PipelineOptions, PipelineResult, PipelineRunOptions,
     PipelineStage, PipelineStages, PipelineStagesOptions, Reduction, Schedule, ScheduleData,
-    Timeline,
+    StageSpan, Timeline,
 };
 pub use request::{Request, Responder};
 pub use safetensors::{

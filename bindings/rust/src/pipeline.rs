@@ -9,7 +9,11 @@ use crate::{
     message::handles_of,
     Code, Context, Error, GradientAverager, Message, Result, Tensor, Worker,
 };
-use std::{fmt, marker::PhantomData, time::Duration};
+use std::{
+    fmt,
+    marker::PhantomData,
+    time::{Duration, SystemTime},
+};
 
 // ----------------------------------------------------------------------------------- Schedules
 
@@ -296,6 +300,43 @@ fn at<'a>(tensors: &'a [Option<Tensor>], what: &str, index: usize) -> Result<&'a
     })
 }
 
+/// An action of a rank that is over, with its times. A receive includes the wait for what another
+/// rank sends; so does the forward of stage 0, which waits for the batch, and that of the last
+/// stage, which waits for the targets.
+#[doc(alias = "dg_stage_span")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct StageSpan {
+    /// The rank that has done it.
+    pub rank: u64,
+    /// The step of the pipeline: the same number on all ranks.
+    pub step: u64,
+    /// What it has done.
+    pub action: Action,
+    /// When it began, by the clock of this machine.
+    pub begin: SystemTime,
+    /// When it ended.
+    pub end: SystemTime,
+}
+
+impl TryFrom<raw::RawStageSpan> for StageSpan {
+    type Error = Error;
+
+    fn try_from(raw: raw::RawStageSpan) -> Result<Self> {
+        let time = |since_1970: i64| {
+            let since_1970 = Duration::from_nanos(u64::try_from(since_1970).unwrap_or(0));
+            SystemTime::UNIX_EPOCH + since_1970
+        };
+        Ok(Self {
+            rank: raw.rank,
+            step: raw.step,
+            action: raw.action.try_into()?,
+            begin: time(raw.begin_ns),
+            end: time(raw.end_ns),
+        })
+    }
+}
+
 /// `DG_ANY_COUNT`.
 const ANY_COUNT: i64 = -1;
 
@@ -337,7 +378,12 @@ impl PipelineStage {
         };
         Self {
             number,
-            closures: StageClosures { forward: Box::new(forward), loss: None, step: None },
+            closures: StageClosures {
+                forward: Box::new(forward),
+                loss: None,
+                step: None,
+                on_action: None,
+            },
             inputs: Some(1),
             targets: Some(1),
             recompute: false,
@@ -362,6 +408,15 @@ impl PipelineStage {
         F: FnMut(&Context<'_>) -> std::result::Result<(), BoxedError> + Send + 'static,
     {
         self.closures.step = Some(Box::new(step));
+        self
+    }
+    /// Sets what is told of each action of this stage, after it.
+    /// [`Worker::start_trace`] needs none.
+    pub fn on_action<F>(mut self, on_action: F) -> Self
+    where
+        F: FnMut(StageSpan) -> std::result::Result<(), BoxedError> + Send + 'static,
+    {
+        self.closures.on_action = Some(Box::new(on_action));
         self
     }
     /// Sets how many inputs forward takes; with any other number the step fails, and it is not
@@ -472,6 +527,7 @@ impl<'a> PipelineStagesOptions<'a> {
                 number: stage.number,
                 has_loss: stage.closures.loss.is_some(),
                 has_step: stage.closures.step.is_some(),
+                has_on_action: stage.closures.on_action.is_some(),
                 inputs: count_of(stage.inputs),
                 targets: count_of(stage.targets),
                 flags: stage.recompute.into(),
@@ -642,9 +698,9 @@ impl<'w> Pipeline<'w> {
     /// deadline (`Code::DeadlineExceeded`) what each rank was doing. The first error ends the step
     /// on all ranks, and the context is good for [`release`](Context::release) only. Besides:
     /// `Code::FailedPrecondition` while another step runs on one of the stages, of this pipeline or
-    /// of another, and of two that begin at once it may be both; `Code::NotFound` for a stage that
-    /// its worker does not have; `Code::Unavailable` if a worker is lost; `Code::Cancelled` by the
-    /// end of stages or of this worker.
+    /// of another (of two that begin at one moment one runs); `Code::NotFound` for a stage that its
+    /// worker does not have; `Code::Unavailable` if a worker is lost; `Code::Cancelled` by the end of
+    /// stages or of this worker.
     ///
     /// Where the schedule has steps of the optimizer ([`ActionKind::Step`]), no stage begins its own
     /// any more once this has returned an error, and one that was in it has ended; the error says

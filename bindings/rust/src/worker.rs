@@ -100,8 +100,9 @@ impl Worker {
         Ok(Message::own(ffi::worker_metrics_text(self.handle())?).text()?.to_owned())
     }
 
-    /// Starts to record when calls are made and served, and when passes run, in at most so many
-    /// bytes of memory (`None`: 64 MiB); events that do not fit are counted only.
+    /// Starts to record when calls are made and served, when passes run, and what the ranks of
+    /// pipelines do, in at most so many bytes of memory (`None`: 64 MiB), and as many again for
+    /// pipelines; events that do not fit are counted only.
     ///
     /// `Code::FailedPrecondition` while a trace runs.
     #[doc(alias = "dg_worker_start_trace")]

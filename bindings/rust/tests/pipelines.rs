@@ -493,6 +493,52 @@ fn the_step_of_the_schedule_and_recomputation() {
 }
 
 #[test]
+fn what_ranks_do_is_told_and_traced() {
+    let layers = Layer::all(2);
+    let schedule = Schedule::gpipe(2, 2).unwrap();
+    let data = schedule.data().unwrap();
+    pair(|front, back| {
+        let spans = Arc::new(Mutex::new(Vec::new()));
+        let told = Arc::clone(&spans);
+        let own = layers[0].stage(0).on_action(move |span| {
+            told.lock().unwrap().push(span);
+            Ok(())
+        });
+        let first = PipelineStages::new(front, "model", [own]).unwrap();
+        let _back = stages_of(back, 1, &layers);
+        let pipeline = Pipeline::new(front, "model", &schedule, &["front", "back"]).unwrap();
+        back.start_trace(None).unwrap();
+        try_step(front, &pipeline).unwrap();
+        let trace = back.stop_trace().unwrap();
+        assert_eq!(trace.matches("\"name\":\"backward 1\"").count(), 1, "{trace}");
+        assert!(trace.contains("pipeline, rank 1"), "{trace}");
+        let spans = std::mem::take(&mut *spans.lock().unwrap());
+        let actions: Vec<_> = spans.iter().map(|span| span.action).collect();
+        assert_eq!(actions, data.lists[0]);
+        for pair in spans.windows(2) {
+            assert!(pair[0].begin <= pair[0].end && pair[0].end <= pair[1].begin, "{spans:?}");
+            assert_eq!((pair[0].rank, pair[0].step), (0, pair[1].step));
+        }
+        // An error, and a panic, are the step's.
+        drop(first);
+        for panics in [false, true] {
+            let own = layers[0].stage(0).on_action(move |_| {
+                assert!(!panics, "nobody listens");
+                Err(Error::new(Code::DataLoss, "the disk is full").into())
+            });
+            let _front = PipelineStages::new(front, "model", [own]).unwrap();
+            let error = try_step(front, &pipeline).unwrap_err();
+            let (code, text) = match panics {
+                true => (Code::Internal, "nobody listens"),
+                false => (Code::DataLoss, "the disk is full"),
+            };
+            assert_eq!(error.code(), code, "{error}");
+            assert!(error.message().contains(text), "{error}");
+        }
+    });
+}
+
+#[test]
 fn schedules() {
     let forward = |stage| Action { kind: ActionKind::Forward, stage, micro_batch: 0 };
     let backward = |stage| Action { kind: ActionKind::Backward, stage, micro_batch: 0 };

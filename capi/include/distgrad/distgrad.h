@@ -787,13 +787,14 @@ DG_API DG_MUST_USE dg_error* dg_worker_metrics_text(const dg_worker* worker,
 
 typedef struct dg_trace_options {
   size_t struct_size;
-  uint64_t max_bytes; /* of memory; events that do not fit are counted only; 0: 64 MiB */
+  uint64_t max_bytes; /* of memory, and as much again for what pipelines do; events that do not fit
+                       * are counted only; 0: 64 MiB */
 } dg_trace_options;
 #define DG_TRACE_OPTIONS_INIT \
   { sizeof(dg_trace_options), 0 }
 
-/* Starts to record when calls are made and served, and when passes run. DG_FAILED_PRECONDITION
- * while a trace runs. */
+/* Starts to record when calls are made and served, when passes run, and what the ranks of pipelines
+ * do. DG_FAILED_PRECONDITION while a trace runs. */
 DG_API DG_MUST_USE dg_error* dg_worker_start_trace(dg_worker* worker,
                                                    const dg_trace_options* options) DG_NOEXCEPT;
 /* Ends the trace. What began and ended meanwhile becomes the payload of *out, in Chrome's trace
@@ -1511,6 +1512,18 @@ typedef struct dg_micro_batch {
   size_t target_count;
 } dg_micro_batch;
 
+/* An action of a rank that is over, with its times; borrowed for the call. A receive includes the
+ * wait for what another rank sends; so does the forward of stage 0, which waits for the batch, and
+ * that of the last stage, which waits for the targets. Fields are only ever added. */
+typedef struct dg_stage_span {
+  size_t struct_size; /* as the library knows it */
+  uint64_t rank;
+  uint64_t step; /* of the pipeline: the same number on all ranks */
+  const dg_action* action;
+  int64_t begin_ns; /* since the beginning of 1970 (UTC), by the clock of this machine */
+  int64_t end_ns;
+} dg_stage_span;
+
 /* What a stage computes. Its functions run on a thread of the library, "dg-stage-N", for each rank
  * of a schedule; of one stage one at a time. They are called with the gradient mode that the step
  * needs. They may wait and make calls, as a handler may. An error that they return, which the
@@ -1554,10 +1567,13 @@ typedef struct dg_pipeline_stage {
    * among its inputs. Their gradients come back as straight. */
   const uint64_t* skips;
   size_t skip_count;
+  /* Is told of each action of this stage, after it. NULL: nobody is. dg_worker_start_trace needs
+   * none. */
+  dg_error* (*on_action)(void* user_data, const dg_stage_span* span);
 } dg_pipeline_stage;
 #define DG_ANY_COUNT INT64_C(-1)
 #define DG_PIPELINE_STAGE_INIT \
-  { sizeof(dg_pipeline_stage), 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0 }
+  { sizeof(dg_pipeline_stage), 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0 }
 /* Forward and loss run a second time, in the backward (activation checkpointing): until then a
  * micro-batch keeps what the stage was given, and no activations. The second run draws the random
  * numbers of the first from torch's default generators; the step fails if another thread of the
@@ -1654,9 +1670,9 @@ typedef struct dg_pipeline_run_options {
  * An error of a stage keeps its code, and names stage, micro-batch and worker; that of the deadline
  * (DG_DEADLINE_EXCEEDED) what each rank was doing. The first error ends the step on all ranks, and
  * the context is good for dg_context_release only. Besides: DG_FAILED_PRECONDITION while another
- * step runs on one of the stages, of this pipeline or of another, and of two that begin at once it
- * may be both; DG_NOT_FOUND for a stage that its worker does not have; DG_UNAVAILABLE if a worker
- * is lost; DG_CANCELLED by the end of stages or of this worker.
+ * step runs on one of the stages, of this pipeline or of another (of two that begin at one moment
+ * one runs); DG_NOT_FOUND for a stage that its worker does not have; DG_UNAVAILABLE if a worker is
+ * lost; DG_CANCELLED by the end of stages or of this worker.
  *
  * Where the schedule has steps of the optimizer (DG_ACTION_STEP), no stage begins its own any more
  * once this has returned an error, and one that was in it has ended; the error says which stages

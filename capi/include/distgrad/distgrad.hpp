@@ -1433,6 +1433,7 @@ struct PipelineStage {
   bool recompute = false;
   TensorMap tied = {};               // see dg_pipeline_stage
   std::vector<uint64_t> skips = {};  // see there, too
+  std::function<void(const dg_stage_span& span)> on_action = nullptr;
 };
 
 // The stages of a pipeline that a worker has, by their number, until its end or that of the worker.
@@ -1452,6 +1453,7 @@ class PipelineStages {
       if (stage.forward) made.forward = Forward;
       if (stage.loss) made.loss = Loss;
       if (stage.step) made.step = Step;
+      if (stage.on_action) made.on_action = OnAction;
       made.inputs = stage.inputs;
       made.targets = stage.targets;
       made.flags = stage.recompute ? DG_PIPELINE_STAGE_RECOMPUTE : 0;
@@ -1496,6 +1498,9 @@ class PipelineStages {
   }
   static dg_error* Step(void* data, const dg_context* context) noexcept {
     return Catch([&] { static_cast<const PipelineStage*>(data)->step(ContextRef(context)); });
+  }
+  static dg_error* OnAction(void* data, const dg_stage_span* span) noexcept {
+    return Catch([&] { static_cast<const PipelineStage*>(data)->on_action(*span); });
   }
   Handle<dg_pipeline_stages, dg_pipeline_stages_destroy> handle_;
 };

@@ -69,6 +69,15 @@ dg_error* RunStep(void* user_data, const dg_context* context) noexcept {
                                    const_cast<dg_context*>(context));
 }
 
+dg_error* RunOnAction(void* user_data, const dg_stage_span* span) noexcept {
+  const auto* data = static_cast<const StageData*>(user_data);
+  const dg_action& action = *span->action;
+  return data->stages->table->on_action(
+      data->index,
+      RawStageSpan{span->rank, span->step, RawAction{action.kind, action.stage, action.micro_batch},
+                   span->begin_ns, span->end_ns});
+}
+
 }  // namespace
 
 ScheduleHandle schedule_create(const RawScheduleData& from, uint64_t flags) {
@@ -156,6 +165,7 @@ PipelineStagesHandle pipeline_stages_create(WorkerHandle worker, rust::Str name,
     stage.forward = RunForward;
     if (from[i].has_loss) stage.loss = RunLoss;
     if (from[i].has_step) stage.step = RunStep;
+    if (from[i].has_on_action) stage.on_action = RunOnAction;
     stage.inputs = from[i].inputs;
     stage.targets = from[i].targets;
     stage.flags = from[i].flags;

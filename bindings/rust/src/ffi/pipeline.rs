@@ -3,7 +3,9 @@ use super::{
     callback::{run, Quiet},
     handle::*,
 };
-use crate::{error::BoxedError, Action, Context, Error, Message, MicroBatch, Result, Tensor};
+use crate::{
+    error::BoxedError, Action, Context, Error, Message, MicroBatch, Result, StageSpan, Tensor,
+};
 use std::{
     any::Any,
     mem::ManuallyDrop,
@@ -55,11 +57,21 @@ pub(crate) mod raw {
         targets: &'a [TensorHandle],
     }
 
+    /// `dg_stage_span`, but for its size.
+    struct RawStageSpan {
+        rank: u64,
+        step: u64,
+        action: RawAction,
+        begin_ns: i64,
+        end_ns: i64,
+    }
+
     /// `dg_pipeline_stage`, but for its size and its functions.
     struct RawStage<'a> {
         number: u64,
         has_loss: bool,
         has_step: bool,
+        has_on_action: bool,
         inputs: i64,
         targets: i64,
         flags: u64,
@@ -88,6 +100,7 @@ pub(crate) mod raw {
             worker: WorkerHandle,
             context: ContextHandle,
         ) -> ErrorHandle;
+        fn on_action(self: &StageTable, index: usize, span: RawStageSpan) -> ErrorHandle;
         type Timer<'a>;
         fn time(self: &mut Timer<'_>, action: RawAction) -> f64;
     }
@@ -176,12 +189,14 @@ type ForwardFn =
     dyn FnMut(&MicroBatch) -> std::result::Result<Vec<Option<Tensor>>, BoxedError> + Send;
 type LossFn = dyn FnMut(&MicroBatch) -> std::result::Result<Tensor, BoxedError> + Send;
 type StepFn = dyn FnMut(&Context<'_>) -> std::result::Result<(), BoxedError> + Send;
+type ActionFn = dyn FnMut(StageSpan) -> std::result::Result<(), BoxedError> + Send;
 
 /// The closures of a stage.
 pub(crate) struct StageClosures {
     pub(crate) forward: Box<ForwardFn>,
     pub(crate) loss: Option<Box<LossFn>>,
     pub(crate) step: Option<Box<StepFn>>,
+    pub(crate) on_action: Option<Box<ActionFn>>,
 }
 
 /// Those of all stages that are created together.
@@ -248,6 +263,14 @@ impl StageTable {
             None => Err("the stage has no step".into()),
         });
         made.map_or_else(|error| error, |()| ErrorHandle::NULL)
+    }
+
+    fn on_action(&self, index: usize, span: raw::RawStageSpan) -> ErrorHandle {
+        let told = run("on_action", || match &mut self.lock(index).on_action {
+            Some(function) => function(span.try_into()?),
+            None => Err("the stage has no on_action".into()),
+        });
+        told.err().unwrap_or(ErrorHandle::NULL)
     }
 }
 
