@@ -16,6 +16,7 @@
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/gpu_streams.h"
+#include "core/tensor/graph_capture.h"
 #include "core/tensor/message_codec.h"
 #include "core/tensor/message_format.h"
 
@@ -143,6 +144,11 @@ absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
   return AppendStrided(values, Head{}, /*contiguous=*/true, packet);
 }
 
+bool AnyOnGpu(absl::Span<const at::Tensor> tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return tensor.defined() && tensor.is_cuda(); });
+}
+
 bool IsSmallOnGpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_cuda() && tensor.layout() == at::kStrided &&
          tensor.nbytes() <= kInlineBytes && IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
@@ -216,12 +222,19 @@ absl::Status AppendMessage(const Message& message, Packet* packet, const DeviceM
   writer.Raw(message.payload.data(), message.payload.size());
   absl::Status status;
   size_t index = 0;
-  try {
-    c10::NoGradGuard no_grad;
+  const auto append = [&] {
     const std::vector<at::Tensor> on_host = SmallOnHost(message.tensors);
     for (; index < message.tensors.size() && status.ok(); ++index) {
       status = AppendTensor(message.tensors[index], on_host.empty() ? at::Tensor() : on_host[index],
                             devices, packet);
+    }
+  };
+  try {
+    c10::NoGradGuard no_grad;
+    if (AnyOnGpu(message.tensors)) {
+      OutsideOfCaptures(append);
+    } else {
+      append();
     }
   } catch (...) {
     status = StatusFromException(std::current_exception());

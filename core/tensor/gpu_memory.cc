@@ -20,6 +20,7 @@
 #include "core/base/status.h"
 #include "core/base/thread_pool.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/graph_capture.h"
 
 namespace distgrad {
 namespace {
@@ -34,8 +35,11 @@ class GpuMemory final : public DeviceMemory {
     try {
       const c10::Stream stream = StreamOf(device);
       const c10::StreamGuard guard(stream);
-      const at::Tensor memory = at::empty({static_cast<int64_t>(size)},
-                                          at::TensorOptions(at::kByte).device(stream.device()));
+      at::Tensor memory;
+      OutsideOfCaptures([&] {
+        memory = at::empty({static_cast<int64_t>(size)},
+                           at::TensorOptions(at::kByte).device(stream.device()));
+      });
       Segment segment;
       segment.owner = std::make_shared<c10::Storage>(memory.storage());
       segment.data = static_cast<uint8_t*>(memory.mutable_data_ptr());
@@ -66,8 +70,10 @@ class GpuMemory final : public DeviceMemory {
     arrivals_.Schedule([events = std::move(events), done = std::move(done)]() mutable {
       absl::Status status;
       try {
-        for (const c10::Event& event : events) event.synchronize();
-        events.clear();
+        OutsideOfCaptures([&] {
+          for (const c10::Event& event : events) event.synchronize();
+          events.clear();
+        });
       } catch (...) {
         status = StatusFromException(std::current_exception());
       }

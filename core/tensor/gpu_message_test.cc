@@ -13,6 +13,7 @@
 
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -98,6 +99,7 @@ TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
   for (const Case& test : cases) {
     SCOPED_TRACE(test.name);
     Packet packet;
+    const size_t before = fake_cuda::PageableBytes();
     const absl::Status appended = AppendMessage({"x", {test.sent}}, &packet, Shifted());
     ASSERT_TRUE(appended.ok()) << appended;
     const bool stays = !packet.segments.empty() && packet.segments[0].device >= 0;
@@ -109,6 +111,8 @@ TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
     Packet carried = Carry(packet, *gpus_);
     const absl::StatusOr<Message> message = Read(carried);
     ASSERT_TRUE(message.ok()) << message.status();
+    const bool by_cpu = test.sent.is_cuda() && test.sent.numel() > 0 && !test.stays;
+    EXPECT_EQ(fake_cuda::PageableBytes() > before, by_cpu);
     const at::Tensor& arrived = message->tensors[0];
     if (test.sent.is_cpu()) {
       EXPECT_TRUE(arrived.is_cpu());
@@ -166,10 +170,12 @@ TEST_F(GpuMessageTest, SmallTensorsAreWaitedForTogether) {
 }
 
 TEST_F(GpuMessageTest, WithoutTheChannelAllGoByWayOfTheCpu) {
-  const at::Tensor x = at::rand({5000});
+  const at::Tensor x = at::rand({5000}), there = x.to(Gpu(0));
   Packet packet;
-  ASSERT_TRUE(AppendMessage({"", {x.to(Gpu(0))}}, &packet, Shifted(false)).ok());
+  const size_t before = fake_cuda::PageableBytes();
+  ASSERT_TRUE(AppendMessage({"", {there}}, &packet, Shifted(false)).ok());
   EXPECT_EQ(packet.segments.at(0).device, -1);
+  EXPECT_EQ(fake_cuda::PageableBytes() - before, x.nbytes());
   const absl::StatusOr<Message> message = Read(packet);
   ASSERT_TRUE(message.ok()) << message.status();
   EXPECT_EQ(message->tensors[0].device(), Gpu(1));
@@ -222,6 +228,73 @@ TEST_F(GpuMessageTest, AfterArrivalComesWhenTheStreamHasWritten) {
     EXPECT_FALSE(arrived.HasBeenNotified());
   }
   arrived.WaitForNotification();
+}
+
+// A thread that captures a stream as PyTorch does by default: beside it CUDA refuses every other
+// thread what is not safe, and ends the capture then.
+class CapturingThread {
+ public:
+  explicit CapturingThread(const c10::Stream& stream)
+      : thread_([this, handle = stream.native_handle()] {
+          const fake_cuda::Capture capture(handle);
+          captures_.Notify();
+          over_.WaitForNotification();
+          intact_ = capture.intact();
+        }) {
+    captures_.WaitForNotification();
+  }
+
+  // Returns whether nothing else has ended it. To be called once.
+  bool End() {
+    over_.Notify();
+    thread_.join();
+    return intact_;
+  }
+
+ private:
+  absl::Notification captures_, over_;
+  bool intact_ = false;
+  std::thread thread_;
+};
+
+TEST_F(GpuMessageTest, GraphsThatOtherThreadsCaptureAreLeftAlone) {
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(0));
+  const at::Tensor small = at::rand({10}), large = at::rand({5000}), bools = large > 0.5;
+  const Message message = {"", {small.to(Gpu(0)), large.to(Gpu(1)), bools.to(Gpu(2))}};
+  Packet packet;
+  {
+    CapturingThread captures(stream);
+    const absl::Status sent = AppendMessage(message, &packet, Shifted());
+    EXPECT_TRUE(sent.ok()) << sent;
+    EXPECT_TRUE(captures.End()) << "what is sent ends it";
+  }
+  ASSERT_EQ(packet.segments.size(), 2u);
+  {
+    CapturingThread captures(stream);
+    // More than the allocator keeps.
+    const auto allocated = gpus_->Allocate(2, size_t{100} << 20);
+    EXPECT_TRUE(allocated.ok()) << allocated.status();
+    EXPECT_TRUE(captures.End()) << "memory for what arrives ends it";
+  }
+  Packet carried = Carry(packet, *gpus_);
+  {
+    CapturingThread captures(stream);
+    absl::Notification arrived;
+    gpus_->AfterArrival(carried, [&](const absl::Status& status) {
+      EXPECT_TRUE(status.ok()) << status;
+      arrived.Notify();
+    });
+    arrived.WaitForNotification();
+    EXPECT_TRUE(captures.End()) << "the wait for what arrives ends it";
+  }
+  CapturingThread captures(stream);
+  const absl::StatusOr<Message> read = Read(carried);
+  EXPECT_TRUE(read.ok()) << read.status();
+  EXPECT_TRUE(captures.End()) << "what is read ends it";
+  ASSERT_TRUE(read.ok());
+  EXPECT_TRUE(read->tensors[0].cpu().equal(small));
+  EXPECT_TRUE(read->tensors[1].cpu().equal(large));
+  EXPECT_TRUE(read->tensors[2].cpu().equal(bools));
 }
 
 TEST_F(GpuMessageTest, NoMemory) {

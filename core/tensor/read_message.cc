@@ -18,6 +18,7 @@
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/gpu_streams.h"
+#include "core/tensor/graph_capture.h"
 #include "core/tensor/keep_memory.h"
 #include "core/tensor/message_codec.h"
 #include "core/tensor/message_format.h"
@@ -251,14 +252,17 @@ absl::StatusOr<at::Device> FindDevice(const Head& head) {
 class CopiesToGpus {
  public:
   at::Tensor Begin(at::Tensor from, at::Device to) {
-    at::Tensor copy = from.to(to, /*non_blocking=*/true);
+    at::Tensor copy;
+    OutsideOfCaptures([&] { copy = from.to(to, /*non_blocking=*/true); });
     from_.push_back(std::move(from));
     streams_.Add(to);
     return copy;
   }
 
   // Whoever gets the message may use it on any stream.
-  void Await() const { streams_.Await(); }
+  void Await() const {
+    if (!from_.empty()) OutsideOfCaptures([this] { streams_.Await(); });
+  }
 
  private:
   std::vector<at::Tensor> from_;

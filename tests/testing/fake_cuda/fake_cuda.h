@@ -38,14 +38,25 @@ size_t PageableBytes();
 // How often threads have called what waits for a stream, an event or a device.
 size_t Waits();
 
-// While it lives, the stream, by its cudaStream_t, is said to be captured into a graph; what is
-// launched on it runs all the same.
+// Of which threads a capture refuses what is not safe beside it, as cudaStreamCaptureMode says.
+enum class CaptureMode { kGlobal, kThreadLocal, kRelaxed };
+
+// While it lives, this thread captures the stream, by its cudaStream_t, into a graph; what is
+// launched on it runs all the same. As with CUDA, allocations, queries and waits of the threads
+// that the mode is for, and every query of this stream, are refused, and end the capture; a thread
+// can exempt itself by cudaThreadExchangeStreamCaptureMode().
 class Capture {
  public:
-  explicit Capture(void* stream);
+  explicit Capture(void* stream, CaptureMode mode = CaptureMode::kGlobal);
   ~Capture();
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
+
+  // False once something has ended it.
+  bool intact() const;
+
+ private:
+  const int number_;
 };
 
 // For stand-ins of libraries that launch kernels: the stream, by its cudaStream_t, runs `step`, and

@@ -9,7 +9,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <dlfcn.h>
+
+#include <thread>
 
 #include "gtest/gtest.h"
 
@@ -75,6 +78,47 @@ TEST(FakeCudaTest, AWaitThatIsMissingIsFound) {
   }
   first.synchronize();
   EXPECT_TRUE(there.cpu().equal(ones));
+}
+
+// As CUDA says of its three modes, and of cudaThreadExchangeStreamCaptureMode().
+TEST(FakeCudaTest, CapturesRefuseWhatIsNotSafeBesideThem) {
+  c10::Event event(at::kCUDA);
+  event.record(NewStream(0));
+  event.synchronize();
+  const c10::Stream stream = NewStream(1);
+  const auto refuses = [&](CaptureMode mode, bool elsewhere, cudaStreamCaptureMode of_thread) {
+    const Capture capture(stream.native_handle(), mode);
+    bool refused = false;
+    const auto query = [&] {
+      const c10::cuda::CUDAStreamCaptureModeGuard guard(of_thread);
+      try {
+        event.query();
+      } catch (const c10::Error&) {
+        refused = true;
+      }
+    };
+    if (elsewhere) {
+      std::thread(query).join();
+    } else {
+      query();
+    }
+    EXPECT_EQ(capture.intact(), !refused);
+    return refused;
+  };
+  constexpr auto kAny = cudaStreamCaptureModeGlobal;  // what threads begin with
+  constexpr auto kOwn = cudaStreamCaptureModeThreadLocal, kNone = cudaStreamCaptureModeRelaxed;
+  for (const bool elsewhere : {false, true}) {
+    EXPECT_TRUE(refuses(CaptureMode::kGlobal, elsewhere, kAny));
+    EXPECT_EQ(refuses(CaptureMode::kGlobal, elsewhere, kOwn), !elsewhere);
+    EXPECT_EQ(refuses(CaptureMode::kThreadLocal, elsewhere, kAny), !elsewhere);
+    EXPECT_EQ(refuses(CaptureMode::kThreadLocal, elsewhere, kOwn), !elsewhere);
+    EXPECT_FALSE(refuses(CaptureMode::kThreadLocal, elsewhere, kNone));
+    EXPECT_FALSE(refuses(CaptureMode::kGlobal, elsewhere, kNone));
+    EXPECT_FALSE(refuses(CaptureMode::kRelaxed, elsewhere, kAny));
+  }
+  const Capture relaxed(stream.native_handle(), CaptureMode::kRelaxed);
+  EXPECT_THROW(stream.query(), c10::Error) << "it is the one that is captured";
+  EXPECT_FALSE(relaxed.intact());
 }
 
 TEST(FakeCudaDeathTest, NobodyElseTouchesADevicesMemory) {

@@ -199,8 +199,49 @@ Standstill::Standstill(void* stream) : stream_(stream) {
 }
 Standstill::~Standstill() { Machine::Get().Hold(static_cast<Stream*>(stream_), -1); }
 
-Capture::Capture(void* stream) { Machine::Get().captured = stream; }
-Capture::~Capture() { Machine::Get().captured = nullptr; }
+int Machine::BeginCapture(const Stream* stream, CaptureMode mode) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  captures_.push_back({++captures_so_far_, stream, std::this_thread::get_id(), mode});
+  return captures_so_far_;
+}
+
+void Machine::EndCapture(int number) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  captures_.erase(std::find_if(captures_.begin(), captures_.end(),
+                               [=](const CaptureState& each) { return each.number == number; }));
+}
+
+bool Machine::IsCaptured(const Stream* stream) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  return std::any_of(captures_.begin(), captures_.end(),
+                     [=](const CaptureState& each) { return each.stream == stream; });
+}
+
+bool Machine::IsIntact(int capture) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  return std::any_of(captures_.begin(), captures_.end(), [=](const CaptureState& each) {
+    return each.number == capture && each.intact;
+  });
+}
+
+bool Machine::Refuses(CaptureMode mode, const Stream* stream) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  bool refused = false;
+  for (CaptureState& each : captures_) {
+    const bool own = each.thread == std::this_thread::get_id();
+    const bool unsafe = own ? each.mode != CaptureMode::kRelaxed && mode != CaptureMode::kRelaxed
+                            : each.mode == CaptureMode::kGlobal && mode == CaptureMode::kGlobal;
+    if (!unsafe && (stream == nullptr || each.stream != stream)) continue;
+    each.intact = false;
+    refused = true;
+  }
+  return refused;
+}
+
+Capture::Capture(void* stream, CaptureMode mode)
+    : number_(Machine::Get().BeginCapture(static_cast<Stream*>(stream), mode)) {}
+Capture::~Capture() { Machine::Get().EndCapture(number_); }
+bool Capture::intact() const { return Machine::Get().IsIntact(number_); }
 
 size_t Waits() { return Machine::Get().waits; }
 

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "tests/testing/fake_cuda/fake_cuda.h"
@@ -37,6 +38,15 @@ struct Stream {
 
 struct Event {
   std::shared_ptr<Mark> mark;  // null until it is recorded
+};
+
+// A stream that is being captured.
+struct CaptureState {
+  int number = 0;
+  const Stream* stream = nullptr;
+  std::thread::id thread;
+  CaptureMode mode = CaptureMode::kGlobal;
+  bool intact = true;
 };
 
 // A range of memory that CUDA knows of.
@@ -87,7 +97,14 @@ class Machine {
 
   std::atomic<size_t> pageable_bytes{0};
   std::atomic<size_t> waits{0};
-  std::atomic<void*> captured{nullptr};  // a stream
+
+  int BeginCapture(const Stream* stream, CaptureMode mode);
+  void EndCapture(int number);
+  bool IsCaptured(const Stream* stream);
+  bool IsIntact(int capture);
+  // Whether captures refuse this thread, which is of this mode, something that is not safe beside
+  // them: then they end. Always where it would wait for a stream that is captured, if one is given.
+  bool Refuses(CaptureMode mode, const Stream* stream);
 
  private:
   Machine();
@@ -100,6 +117,8 @@ class Machine {
   Stream default_streams_[kDevices];
   std::vector<Stream*> streams_;
   std::map<uintptr_t, Range> ranges_;  // by where they begin
+  std::vector<CaptureState> captures_;
+  int captures_so_far_ = 0;
   int held_ = 0;
   uint32_t random_ = 1;
 };

@@ -14,10 +14,22 @@ using namespace distgrad::fake_cuda;  // NOLINT: what this file is made of
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 cudaError_t Fail(cudaError_t error) { return last_error = error; }
 
 Machine& machine() { return Machine::Get(); }
+
+// Whether a capture refuses what CUDA calls potentially unsafe; `stream` is what it asks, if any.
+bool Refused(const Stream* stream = nullptr) {
+  const CaptureMode mode = capture_mode == cudaStreamCaptureModeGlobal ? CaptureMode::kGlobal
+                           : capture_mode == cudaStreamCaptureModeThreadLocal
+                               ? CaptureMode::kThreadLocal
+                               : CaptureMode::kRelaxed;
+  return machine().Refuses(mode, stream);
+}
+
+cudaError_t Refusal() { return Fail(cudaErrorStreamCaptureUnsupported); }
 
 Stream* StreamOf(cudaStream_t stream) {
   if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
@@ -95,6 +107,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() {
+  if (Refused()) return Refusal();
   ++machine().waits;
   machine().WaitOnHostForDevice(current_device);
   return cudaSuccess;
@@ -123,19 +136,24 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid device ordinal";
     case cudaErrorNotReady:
       return "device not ready";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
     default:
       return "another error of the fake CUDA";
   }
 }
 
 cudaError_t cudaMalloc(void** data, size_t size) {
+  if (Refused()) return Refusal();
   *data = machine().Allocate(current_device, size);
   return *data != nullptr ? cudaSuccess : Fail(cudaErrorMemoryAllocation);
 }
 cudaError_t cudaFree(void* data) {
+  if (Refused()) return Refusal();
   return data == nullptr || machine().Free(data) ? cudaSuccess : Fail(cudaErrorInvalidValue);
 }
 cudaError_t cudaHostAlloc(void** data, size_t size, unsigned) {
+  if (Refused()) return Refusal();
   *data = machine().AllocatePinned(size);
   return *data != nullptr ? cudaSuccess : Fail(cudaErrorMemoryAllocation);
 }
@@ -166,6 +184,7 @@ cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t siz
   return Copy(to, from, size, StreamOf(stream));
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
+  if (Refused()) return Refusal();
   Copy(to, from, size, StreamOf(nullptr));
   Synchronize(StreamOf(nullptr));
   return cudaSuccess;
@@ -184,9 +203,11 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (Refused(StreamOf(stream))) return Refusal();
   return machine().IsIdle(StreamOf(stream)) ? cudaSuccess : Fail(cudaErrorNotReady);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (Refused(StreamOf(stream))) return Refusal();
   ++machine().waits;
   Synchronize(StreamOf(stream));
   return cudaSuccess;
@@ -201,8 +222,9 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = stream != nullptr && machine().captured == stream ? cudaStreamCaptureStatusActive
-                                                              : cudaStreamCaptureStatusNone;
+  *status = stream != nullptr && machine().IsCaptured(StreamOf(stream))
+                ? cudaStreamCaptureStatusActive
+                : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
@@ -211,7 +233,10 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = reinterpret_cast<cudaEvent_t>(new Event);
@@ -230,11 +255,13 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (Refused()) return Refusal();
   const Event* const known = EventOf(event);
   const bool done = known->mark == nullptr || machine().IsDone(*known->mark);
   return done ? cudaSuccess : Fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (Refused()) return Refusal();
   ++machine().waits;
   if (EventOf(event)->mark != nullptr) machine().WaitOnHost(*EventOf(event)->mark);
   return cudaSuccess;

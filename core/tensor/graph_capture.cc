@@ -1,0 +1,8 @@
+// Has nothing to keep apart: builds without CUDA capture no graphs.
+#include "core/tensor/graph_capture.h"
+
+namespace distgrad {
+
+void OutsideOfCaptures(absl::FunctionRef<void()> run) { run(); }
+
+}  // namespace distgrad
