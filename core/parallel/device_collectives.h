@@ -28,7 +28,7 @@ struct DeviceCollectivesOptions {
   // What is packed together, at most.
   size_t bucket_bytes = size_t{25} << 20;
   // How long a call, or what it left running on the devices, may take until all fail with
-  // kDeadlineExceeded. Nothing of an implementation on one thread can wait for another.
+  // kDeadlineExceeded. A call that waits for its turn for as long fails, too, and no other.
   absl::Duration timeout = absl::Minutes(10);
 };
 

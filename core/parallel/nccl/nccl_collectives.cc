@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -49,7 +49,10 @@ absl::StatusOr<TensorVector> NcclCollectives::Reduce(absl::Span<const TensorVect
                                                      c10::Device destination) {
   DG_RETURN_IF_ERROR(CheckReduce(devices(), lists));
   DG_RETURN_IF_ERROR(communicators_->MayBegin("reduce"));
-  absl::MutexLock turn(&communicators_->order().turn());
+  NcclOrder& order = communicators_->order();
+  DG_RETURN_IF_ERROR(
+      order.TakeTurn(absl::StrCat(communicators_->name(), ": reduce"), options_.timeout));
+  const absl::Cleanup give_turn = [&order] { order.GiveTurn(); };
   try {
     const at::NoGradGuard no_grad;
     TensorVector results(lists[0].size());
@@ -135,7 +138,10 @@ absl::StatusOr<at::Tensor> NcclCollectives::ReduceBucket(const Bucket& bucket,
 absl::StatusOr<std::vector<TensorVector>> NcclCollectives::Broadcast(const TensorVector& tensors) {
   DG_RETURN_IF_ERROR(CheckBroadcast(tensors));
   DG_RETURN_IF_ERROR(communicators_->MayBegin("broadcast"));
-  absl::MutexLock turn(&communicators_->order().turn());
+  NcclOrder& order = communicators_->order();
+  DG_RETURN_IF_ERROR(
+      order.TakeTurn(absl::StrCat(communicators_->name(), ": broadcast"), options_.timeout));
+  const absl::Cleanup give_turn = [&order] { order.GiveTurn(); };
   try {
     const at::NoGradGuard no_grad;
     std::vector<TensorVector> results(devices().size(), TensorVector(tensors.size()));

@@ -15,8 +15,10 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/synchronization/notification.h"
@@ -347,6 +349,37 @@ TEST_F(NcclCollectivesTest, WhatRunsAndCannotBeWatchedIsAborted) {
   }
 }
 
+// A clock that has memory for some timers, and no more.
+class ShortClock final : public Clock {
+ public:
+  explicit ShortClock(int timers) : left_(timers) {}
+  absl::Time Now() override { return clock_.Now(); }
+  TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) override {
+    if (left_-- == 0) throw std::bad_alloc();
+    return clock_.At(when, std::move(callback));
+  }
+  bool Cancel(TimerId timer) override { return clock_.Cancel(timer); }
+
+ private:
+  int left_;
+  FakeClock clock_;
+};
+
+TEST_F(NcclCollectivesTest, WhatRunsAndHasNoTimerIsAborted) {
+  for (const int timers : {0, 1}) {  // for deadlines, and then for the devices
+    script_ = Script();
+    ShortClock clock(timers);
+    auto communicators = NcclCommunicators::Create(devices_, absl::Minutes(5), Platform(),
+                                                   std::make_shared<NcclOrder>(), &clock);
+    ASSERT_TRUE(communicators.ok()) << communicators.status();
+    NcclCollectives collectives(*std::move(communicators), {});
+    const absl::Status status = collectives.Broadcast({at::ones({4}, devices_[0])}).status();
+    EXPECT_FALSE(status.ok());
+    EXPECT_EQ(collectives.status(), status);
+    EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("broadcast"), "abort"));
+  }
+}
+
 // NCCL is not ready while it connects to a device for a later one.
 TEST_F(NcclCollectivesTest, WhatHasEndedIsNotLateWhileALaterOneBegins) {
   NcclCollectives& collectives = Make({.timeout = absl::Seconds(5)});
@@ -515,6 +548,47 @@ TEST_F(NcclCollectivesTest, ListsThatShareDevicesTakeTurns) {
   run(*first);
   other.join();
   EXPECT_EQ((*first)->order().StreamOf(devices_[1]), (*second)->order().StreamOf(devices_[1]));
+}
+
+TEST_F(NcclCollectivesTest, TheWaitForATurnHasADeadlineAndEndsNothing) {
+  NcclPool pool(Platform(), &clock_);
+  const auto first = pool.Get(devices_, absl::Minutes(5));
+  const auto second = pool.Get({devices_[2], devices_[1]}, absl::Minutes(5));
+  ASSERT_TRUE(first.ok() && second.ok());
+  absl::Notification has_turn;
+  script_.ready = [&] {
+    if (!has_turn.HasBeenNotified()) has_turn.Notify();
+    return false;
+  };
+  std::thread holder([&] {
+    const absl::Status status =
+        NcclCollectives(*first, {}).Broadcast({at::ones({4}, devices_[1])}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+  });
+  has_turn.WaitForNotification();
+
+  const absl::Duration timeout = absl::Milliseconds(20);
+  NcclCollectives waits(*second, {.timeout = timeout});
+  const std::vector<TensorVector> lists = {{at::ones({4}, devices_[2])},
+                                           {at::ones({4}, devices_[1])}};
+  for (const absl::Status& status : {
+           waits.Reduce(lists, devices_[1]).status(),
+           waits.Broadcast(lists[0]).status(),
+           pool.Get({devices_[0], devices_[2]}, timeout).status(),
+       }) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("its turn did not come within 20ms"),
+                      HasSubstr("as 'NCCL over hpu:0, hpu:1, hpu:2: broadcast' has it")));
+  }
+  EXPECT_EQ(started_, 2);
+  EXPECT_EQ(*second, pool.Get((*second)->devices(), timeout).value()) << "it needs no turn";
+
+  (*first)->Abort(absl::CancelledError("replica 1 failed"));
+  holder.join();
+  script_.ready = [] { return true; };
+  EXPECT_TRUE(waits.Reduce(lists, devices_[1]).ok());
+  EXPECT_TRUE(pool.Get({devices_[0], devices_[2]}, timeout).ok());
 }
 
 }  // namespace

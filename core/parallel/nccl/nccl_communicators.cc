@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
@@ -30,12 +31,31 @@ const c10::impl::DeviceGuardImplInterface& GuardOf(c10::Device device) {
   return *c10::impl::getDeviceGuardImpl(device.type());
 }
 
-std::string Names(const std::vector<c10::Device>& devices) {
-  return absl::StrJoin(devices, ", ",
-                       [](std::string* out, c10::Device device) { out->append(device.str()); });
+}  // namespace
+
+absl::Status NcclOrder::TakeTurn(const std::string& who, absl::Duration timeout) {
+  const Deadline deadline = Deadline::After(timeout);
+  absl::MutexLock lock(&mu_);
+  const auto own = turns_.insert(turns_.end(), who);
+  const auto is_first = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return turns_.begin() == own; };
+  absl::Cleanup leave = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    turns_.erase(own);
+    waiting_.WakeAll();
+  };
+  if (waiting_.Await(&mu_, absl::Condition(&is_first), deadline)) {
+    std::move(leave).Cancel();
+    return absl::OkStatus();
+  }
+  return absl::DeadlineExceededError(absl::StrCat(
+      who, ": its turn did not come within ", absl::FormatDuration(timeout), ", as '",
+      turns_.front(), "' has it; nothing was begun: call again, or with a longer time-out"));
 }
 
-}  // namespace
+void NcclOrder::GiveTurn() {
+  absl::MutexLock lock(&mu_);
+  turns_.pop_front();
+  waiting_.WakeAll();
+}
 
 c10::Stream NcclOrder::StreamOf(c10::Device device) {
   absl::MutexLock lock(&mu_);
@@ -60,7 +80,6 @@ absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclCommunicators::Create(
   made->query_clock_ = query_clock != nullptr ? query_clock
                        : clock != nullptr     ? clock
                                               : made->own_query_clock_.get();
-  absl::MutexLock turn(&made->order_->turn());
   try {
     DG_ASSIGN_OR_RETURN(auto group, made->platform_.start(made->devices_));
     for (const c10::Device device : made->devices_) {
@@ -80,7 +99,14 @@ NcclCommunicators::NcclCommunicators(std::vector<c10::Device> devices, NcclPlatf
     : devices_(std::move(devices)),
       platform_(std::move(platform)),
       order_(std::move(order)),
-      name_(absl::StrCat("NCCL over ", Names(devices_))) {}
+      name_(NameOf(devices_)) {}
+
+std::string NcclCommunicators::NameOf(const std::vector<c10::Device>& devices) {
+  return absl::StrCat("NCCL over ",
+                      absl::StrJoin(devices, ", ", [](std::string* out, c10::Device device) {
+                        out->append(device.str());
+                      }));
+}
 
 NcclCommunicators::~NcclCommunicators() {
   while (true) {
@@ -136,6 +162,9 @@ absl::Status NcclCommunicators::Launch(Collective collective, absl::Duration tim
     }
     parts.push_back({buffer, result, streams_[i]});
   }
+  auto running = std::make_shared<Running>();
+  running->what = collective.what;
+  running->timeout = timeout;
   {
     absl::MutexLock lock(&mu_);
     DG_RETURN_IF_ERROR(status_);
@@ -150,29 +179,27 @@ absl::Status NcclCommunicators::Launch(Collective collective, absl::Duration tim
       return status_;
     }
   }
-  DG_RETURN_IF_ERROR(AwaitReady(collective.what, timeout));
-
-  auto running = std::make_shared<Running>();
-  running->what = collective.what;
-  running->timeout = timeout;
-  running->deadline = clock_->Now() + timeout;
-  absl::Status watchable;
+  absl::Status watched;
   try {
+    DG_RETURN_IF_ERROR(AwaitReady(collective.what, timeout));
+    running->deadline = clock_->Now() + timeout;
     for (size_t i = 0; i < devices_.size(); ++i) {
       running->ends.emplace_back(devices_[i].type());
       running->ends[i].record(streams_[i]);
       if (collective.waits[i] || collective.buffers[i].in_place) running->ends[i].block(current[i]);
     }
+    absl::MutexLock lock(&mu_);
+    DG_RETURN_IF_ERROR(status_);  // aborted meanwhile
+    running_.push_back(std::move(running));
+    SetTimers();
+    return absl::OkStatus();
   } catch (...) {
-    watchable = StatusFromException(std::current_exception());
+    watched = StatusFromException(std::current_exception());
   }
-  absl::MutexLock lock(&mu_);
   // It runs, and nobody would look at its deadline.
-  if (!watchable.ok()) Fail(Annotate(watchable, absl::StrCat(name_, ": ", collective.what)));
-  DG_RETURN_IF_ERROR(status_);  // aborted meanwhile
-  running_.push_back(std::move(running));
-  SetTimers();
-  return absl::OkStatus();
+  absl::MutexLock lock(&mu_);
+  Fail(Annotate(watched, absl::StrCat(name_, ": ", collective.what)));
+  return status_;
 }
 
 void NcclCommunicators::Abort(const absl::Status& why) {
@@ -200,12 +227,12 @@ absl::Status NcclCommunicators::AwaitReady(const std::string& what, absl::Durati
 void NcclCommunicators::SetTimers() {
   if (running_.empty()) return;
   if (!watched_) {
-    watched_ = true;
     watch_ = clock_->At(clock_->Now() + kWatchInterval, [this] { Watch(); });
+    watched_ = true;  // now: to set a timer may throw
   }
   if (!queried_) {
-    queried_ = true;
     query_ = query_clock_->At(query_clock_->Now() + kWatchInterval, [this] { Query(); });
+    queried_ = true;
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include <deque>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <string>
@@ -21,22 +22,28 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "core/base/clock.h"
+#include "core/base/sleepers.h"
 #include "core/parallel/nccl/nccl_group.h"
 
 namespace distgrad {
 
 // What communicators that may be in use at the same time share, so that all devices see their
 // collectives in one order: two that wait for each other on two devices would do so for ever.
+// Thread-safe.
 class NcclOrder {
  public:
-  // Held while a collective is begun, and while communicators are set up.
-  absl::Mutex& turn() ABSL_LOCK_RETURNED(turn_) { return turn_; }
+  // Waits, in the order of the calls, until this thread has the turn: it then begins a collective,
+  // or sets communicators up. `who` is for the errors of others. kDeadlineExceeded after `timeout`
+  // says who has the turn.
+  absl::Status TakeTurn(const std::string& who, absl::Duration timeout);
+  void GiveTurn();
   // The device's one stream for collectives.
-  c10::Stream StreamOf(c10::Device device) ABSL_LOCKS_EXCLUDED(mu_);
+  c10::Stream StreamOf(c10::Device device);
 
  private:
-  absl::Mutex turn_;
   absl::Mutex mu_;
+  std::list<std::string> turns_ ABSL_GUARDED_BY(mu_);  // the first has it, the others wait
+  Sleepers waiting_ ABSL_GUARDED_BY(mu_);
   std::map<c10::DeviceIndex, c10::Stream> streams_ ABSL_GUARDED_BY(mu_);
 };
 
@@ -64,10 +71,10 @@ class NcclCommunicators {
     std::function<absl::Status(NcclGroup&, absl::Span<const NcclGroup::Part>)> run;
   };
 
-  // `devices` are at least two, distinct, of one type that `platform` knows. Waits until the
-  // communicators stand, or `timeout`. The clocks must outlive the communicators: one is for
-  // deadlines, the other one for what asks the devices, which may take any time. Without them there
-  // are two of its own.
+  // For a thread that has the turn. `devices` are at least two, distinct, of one type that
+  // `platform` knows. Waits until the communicators stand, or `timeout`. The clocks must outlive
+  // the communicators: one is for deadlines, the other one for what asks the devices, which may
+  // take any time. Without them there are two of its own.
   static absl::StatusOr<std::shared_ptr<NcclCommunicators>> Create(
       std::vector<c10::Device> devices, absl::Duration timeout, NcclPlatform platform,
       std::shared_ptr<NcclOrder> order, Clock* clock = nullptr, Clock* query_clock = nullptr);
@@ -76,8 +83,11 @@ class NcclCommunicators {
   NcclCommunicators(const NcclCommunicators&) = delete;
   NcclCommunicators& operator=(const NcclCommunicators&) = delete;
 
+  // "NCCL over cuda:0, cuda:1".
+  static std::string NameOf(const std::vector<c10::Device>& devices);
+
   const std::vector<c10::Device>& devices() const { return devices_; }
-  const std::string& name() const { return name_; }  // "NCCL over cuda:0, cuda:1"
+  const std::string& name() const { return name_; }
   NcclOrder& order() { return *order_; }
 
   // OK, or why all calls fail.

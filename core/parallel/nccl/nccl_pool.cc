@@ -5,29 +5,42 @@
 #include <iterator>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 
 namespace distgrad {
 
 absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclPool::Get(
     const std::vector<c10::Device>& devices, absl::Duration timeout) {
-  List dropped;  // ends when mu_ is free again: what runs on devices is waited for
+  List dropped;  // ends when the turn was given back: what runs on devices is waited for
+  if (auto known = Find(devices, &dropped)) return known;
+  DG_RETURN_IF_ERROR(
+      order_->TakeTurn(absl::StrCat(NcclCommunicators::NameOf(devices), ": setting up"), timeout));
+  const absl::Cleanup give_turn = [this] { order_->GiveTurn(); };
+  // Another thread may have had it before, for the same ones.
+  if (auto known = Find(devices, &dropped)) return known;
+  DG_ASSIGN_OR_RETURN(auto made,
+                      NcclCommunicators::Create(devices, timeout, platform_, order_, clock_));
+  absl::MutexLock lock(&mu_);
+  known_.push_front(made);
+  dropped.splice(dropped.end(), Superfluous());
+  return made;
+}
+
+std::shared_ptr<NcclCommunicators> NcclPool::Find(const std::vector<c10::Device>& devices,
+                                                  List* dropped) {
   absl::MutexLock lock(&mu_);
   const auto known = std::find_if(known_.begin(), known_.end(), [&](const auto& communicators) {
     return communicators->devices() == devices;
   });
-  if (known != known_.end()) {
-    if ((*known)->status().ok()) {
-      known_.splice(known_.begin(), known_, known);
-      return known_.front();
-    }
-    dropped.splice(dropped.end(), known_, known);
+  if (known == known_.end()) return nullptr;
+  if (!(*known)->status().ok()) {
+    dropped->splice(dropped->end(), known_, known);
+    return nullptr;
   }
-  DG_ASSIGN_OR_RETURN(auto made,
-                      NcclCommunicators::Create(devices, timeout, platform_, order_, clock_));
-  known_.push_front(made);
-  dropped.splice(dropped.end(), Superfluous());
-  return made;
+  known_.splice(known_.begin(), known_, known);
+  return known_.front();
 }
 
 NcclPool::List NcclPool::Superfluous() {

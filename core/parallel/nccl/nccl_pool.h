@@ -26,14 +26,16 @@ class NcclPool {
   explicit NcclPool(NcclPlatform platform, Clock* clock = nullptr)
       : platform_(std::move(platform)), clock_(clock) {}
 
-  // Those of this list of devices, or new ones if there are none or they have failed: these are
-  // waited for, `timeout` at most.
+  // Those of this list of devices, or new ones if there are none or they have failed: these wait
+  // for their turn, and then for NCCL, `timeout` at most each time.
   absl::StatusOr<std::shared_ptr<NcclCommunicators>> Get(const std::vector<c10::Device>& devices,
                                                          absl::Duration timeout);
 
  private:
   using List = std::list<std::shared_ptr<NcclCommunicators>>;
 
+  // Null if there are none; those that have failed go to `dropped`.
+  std::shared_ptr<NcclCommunicators> Find(const std::vector<c10::Device>& devices, List* dropped);
   // Takes those out that are kept for nobody and are too many.
   List Superfluous() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -41,7 +43,7 @@ class NcclPool {
   Clock* const clock_;
   const std::shared_ptr<NcclOrder> order_ = std::make_shared<NcclOrder>();
 
-  absl::Mutex mu_;  // also while some are set up: whoever wants the same ones waits for them
+  absl::Mutex mu_;
   List known_ ABSL_GUARDED_BY(mu_);  // the one used last is the first
 };
 
