@@ -10,10 +10,14 @@
 namespace distgrad {
 
 // Returns the sum of two gradients of a parameter, each of which may be sparse, in memory of its
-// own.
+// own. All ranks get the same sum of the same gradients, to the last bit.
 inline at::Tensor SumOfGradients(const at::Tensor& a, const at::Tensor& b) {
-  // torch adds sparse to dense, not the other way round; and the sum is the same, to the last bit.
-  return a.is_sparse() && !b.is_sparse() ? b + a : a + b;
+  if (a.is_sparse() == b.is_sparse()) return a + b;
+  // torch adds sparse to dense, not the other way round.
+  const at::Tensor& dense = a.is_sparse() ? b : a;
+  const at::Tensor& sparse = a.is_sparse() ? a : b;
+  // On a GPU rows that occur twice are added by atomics, in any order.
+  return dense + (sparse.is_cuda() ? sparse.coalesce() : sparse);
 }
 
 // Adds up the gradients of some parameters apart from the context, until those of other ranks are
