@@ -68,8 +68,10 @@ class Communicator {
         failed_elsewhere_(place.failed_elsewhere),
         device_(device),
         platform_(RealNcclPlatform()),
-        queries_(ValueOrThrow(NewSystemClock())),
-        aborts_(ValueOrThrow(NewSystemClock())) {}
+        own_queries_(place.clock != nullptr ? nullptr : ValueOrThrow(NewSystemClock())),
+        own_aborts_(place.clock != nullptr ? nullptr : ValueOrThrow(NewSystemClock())),
+        queries_(place.clock != nullptr ? place.clock : own_queries_.get()),
+        aborts_(place.clock != nullptr ? place.clock : own_aborts_.get()) {}
   ~Communicator() { Abort(Left()); }
 
   absl::Duration timeout() const { return timeout_; }
@@ -279,7 +281,9 @@ class Communicator {
   absl::Status why_ ABSL_GUARDED_BY(mu_);                   // why it was aborted
 
   // The last members: they wait for timers that are firing.
-  const std::unique_ptr<Clock> queries_, aborts_;
+  const std::unique_ptr<Clock> own_queries_, own_aborts_;
+  Clock* const queries_;
+  Clock* const aborts_;
 };
 
 // A collective that NCCL has begun.
@@ -377,14 +381,14 @@ class Nccl final : public c10d::Backend {
     ready.block(stream_);
     // It may be freed before the collective has run.
     GuardOf(device).recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
-    communicator_->Begin(what, deadline, [&](ncclComm_t communicator) {
-      return call(communicator, tensor.mutable_data_ptr());
-    });
     auto work = c10::make_intrusive<NcclWork>(communicator_, what, deadline, tensor);
     try {
+      communicator_->Begin(what, deadline, [&](ncclComm_t communicator) {
+        return call(communicator, tensor.mutable_data_ptr());
+      });
       work->Record(stream_);
     } catch (...) {
-      // It runs, and nobody could wait for it.
+      // It may run, and nobody could wait for it.
       communicator_->Abort(StatusFromException(std::current_exception()));
       throw;
     }

@@ -17,15 +17,18 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/base/fake_clock.h"
 #include "core/base/log.h"
 #include "core/membership/start.h"
 #include "core/membership/store.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/net/cluster_key.h"
+#include "core/parallel/process_group/new_backend.h"
 #include "core/parallel/process_group/process_group.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/fake_cuda/fake_cuda.h"
 #include "tests/testing/fake_nccl/fake_nccl.h"
 
@@ -232,15 +235,81 @@ TEST(NcclOnStandInsTest, ASumThatARankDoesNotJoinLetsTheDeviceGoThoughNobodyWait
   EXPECT_EQ(fake_nccl::Communicators(), 0);
 }
 
+// The backend of a rank that is alone.
+NewBackend Alone(Clock* clock = nullptr) {
+  return NewNcclBackend({.store = NewInProcessStore(),
+                         .timeout = absl::Minutes(5),
+                         .connect_timeout = absl::Minutes(5),
+                         .host = "",
+                         .failed_elsewhere = [] { return absl::OkStatus(); },
+                         .clock = clock});
+}
+
 // Its deadline is that of the sum, and not of whoever waits for it.
 TEST(NcclOnStandInsTest, ASumThatHasEndedInTimeMayBeWaitedForLate) {
-  const auto group = Join(NewInProcessStore(), 0, 1, "gpus", {.collective = absl::Seconds(1)});
-  ASSERT_TRUE(group.ok()) << group.status();
-  const auto running = (*group)->BeginSum(On(0, 1), What());
-  ASSERT_TRUE(running.ok()) << running.status();
-  absl::SleepFor(absl::Seconds(3));  // nothing is to happen
-  const absl::Status status = (*group)->Wait(**running);
-  EXPECT_TRUE(status.ok()) << status;
+  FakeClock clock;
+  const NewBackend alone = Alone(&clock);
+  std::vector<at::Tensor> tensors = {On(0, 1)};
+  const auto work = alone.backend->allreduce(tensors);
+  c10::cuda::device_synchronize();
+  clock.Advance(absl::Minutes(10));
+  EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture()) << "its deadline was not looked at";
+  EXPECT_TRUE(work->wait());
+  EXPECT_EQ(fake_nccl::Communicators(), 1);
+}
+
+TEST(NcclOnStandInsTest, ASumThatHasNotEndedInTimeIsAbortedASecondLater) {
+  FakeClock clock;
+  const NewBackend alone = Alone(&clock);
+  std::vector<at::Tensor> tensors = {On(0, 1)};
+  const fake_cuda::Standstill standstill;
+  const auto work = alone.backend->allreduce(tensors);
+  clock.AdvanceTo(clock.NextTimer());
+  EXPECT_EQ(fake_nccl::Communicators(), 1) << "the device is asked before";
+  clock.AdvanceTo(clock.NextTimer());
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+  EXPECT_THROW(work->wait(), std::exception);
+}
+
+// Nobody would look at its deadline, and its caller could not wait for it.
+TEST(NcclOnStandInsTest, WhatRunsWhileMemoryIsShortIsAborted) {
+  bool thrown = true;
+  int between = 0;
+  for (int nth = 0; thrown; ++nth) {
+    const NewBackend alone = Alone();
+    std::vector<at::Tensor> tensors = {On(0, 1)};
+    const int begun = fake_nccl::Begun();
+    c10::intrusive_ptr<c10d::Work> work;
+    FailAllocation(nth);
+    try {
+      work = alone.backend->allreduce(tensors);
+    } catch (const std::exception& error) {
+      SCOPED_TRACE(absl::StrCat(nth, ": ", error.what()));
+      const bool runs = fake_nccl::Begun() > begun;
+      EXPECT_EQ(fake_nccl::Communicators(), runs ? 0 : 1);
+      between += runs ? 1 : 0;
+    }
+    thrown = FailAllocation(-1);
+    EXPECT_EQ(work == nullptr, thrown);
+  }
+  EXPECT_GT(between, 0) << "its timer needs memory";
+}
+
+// A graph of PyTorch's is captured so by default: CUDA refuses other threads what is not safe
+// beside it, and ends it then.
+TEST(NcclOnStandInsTest, GraphsOfOtherThreadsAreLeftAlone) {
+  FakeClock clock;
+  const NewBackend alone = Alone(&clock);
+  std::vector<at::Tensor> tensors = {On(0, 1)};
+  const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, /*device=*/0);
+  const fake_cuda::Capture capture(stream.stream());
+  std::thread other([&] {
+    const auto work = alone.backend->allreduce(tensors);
+    clock.AdvanceTo(clock.NextTimer());  // the device is asked
+    EXPECT_TRUE(work->wait());
+  });
+  other.join();
+  EXPECT_TRUE(capture.intact());
 }
 
 TEST(NcclOnStandInsTest, WhatNcclNoticesLaterEndsAWaitAtOnce) {

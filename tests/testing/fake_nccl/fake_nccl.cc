@@ -56,6 +56,7 @@ std::mutex mu;
 std::map<std::string, std::shared_ptr<Clique>> cliques;
 int communicators = 0;
 int finalized = 0;
+int begun = 0;
 int silent = 0;
 int failing = 0;
 bool file = false;
@@ -115,6 +116,7 @@ ncclResult_t Run(ncclComm* communicator, Part part, cudaStream_t stream,
   const std::shared_ptr<Clique> clique = communicator->clique;
   const uint64_t number = communicator->collectives++;
   const int rank = communicator->rank;
+  ++begun;
   lock.unlock();
   Launch(stream, [=](std::function<void()> done) {
     const std::lock_guard<std::mutex> guard(mu);
@@ -235,6 +237,11 @@ int Communicators() {
 int Finalized() {
   const std::lock_guard<std::mutex> lock(mu);
   return finalized;
+}
+
+int Begun() {
+  const std::lock_guard<std::mutex> lock(mu);
+  return begun;
 }
 
 Silence::Silence() {

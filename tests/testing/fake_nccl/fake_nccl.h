@@ -13,6 +13,9 @@ int Communicators();
 // How many were told to send what they still have before they end.
 int Finalized();
 
+// How many parts of collectives ranks have begun.
+int Begun();
+
 // While it lives, no rank hears of another one: nothing that waits for one gets ready.
 class Silence {
  public:

@@ -1,0 +1,14 @@
+// Has an allocation fail, as where memory is short, to see what an exception between two steps
+// leaves. Depend on it, and operator new of the whole program can be made to throw.
+#ifndef DISTGRAD_TESTS_TESTING_FAIL_ALLOCATION_H_
+#define DISTGRAD_TESTS_TESTING_FAIL_ALLOCATION_H_
+
+namespace distgrad {
+
+// Has this thread's allocation number `nth` from now on throw, where 0 is the next; none if it is
+// negative. Returns whether one has since the last call.
+bool FailAllocation(int nth);
+
+}  // namespace distgrad
+
+#endif  // DISTGRAD_TESTS_TESTING_FAIL_ALLOCATION_H_
