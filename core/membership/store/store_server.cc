@@ -260,6 +260,11 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
   const absl::Status malformed = absl::InvalidArgumentError("no request of this store");
   StoreRequest request;
   DG_ASSIGN_OR_RETURN(const size_t size, DecodeStoreRequest(in, &request));
+  // Not waited for to their end: they are known to c10d's server alone.
+  if (request.kind == StoreRequestKind::kCompareSet || request.kind == StoreRequestKind::kAdd ||
+      request.kind == StoreRequestKind::kDeleteKey) {
+    return malformed;
+  }
   if (size == 0) return 0;  // the rest is in flight
   WireWriter writer(&peer.out);
   switch (request.kind) {
@@ -302,7 +307,7 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
       DG_RETURN_IF_ERROR(BeginWait(peer, request.await));
       break;
     default:
-      return malformed;  // c10d's own
+      return malformed;
   }
   return size;
 }
