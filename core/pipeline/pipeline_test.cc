@@ -132,6 +132,30 @@ std::unique_ptr<Pipeline> MakePipeline(
   return *std::move(made);
 }
 
+// The same schedule with a step of the optimizer for each stage, at the end of its rank's list.
+Schedule WithSteps(Schedule schedule) {
+  for (int s = 0; s < schedule.stages(); ++s) {
+    schedule.lists[schedule.rank_of_stage[s]].push_back({Action::Kind::kStep, s});
+  }
+  return schedule;
+}
+
+// A copy of a tensor. On the way back `call` is called, which outlives that; the backward throws
+// what it throws.
+struct CallOnTheWayBack : torch::autograd::Function<CallOnTheWayBack> {
+  using Call = std::function<void()>;
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a,
+                            const Call* call) {
+    context->saved_data["call"] = reinterpret_cast<int64_t>(call);
+    return a.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    (*reinterpret_cast<const Call*>(context->saved_data["call"].toInt()))();
+    return {gradients[0], at::Tensor()};
+  }
+};
+
 struct Case {
   std::string name;
   Schedule schedule;
@@ -960,8 +984,7 @@ TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
                                      return absl::OkStatus();
                                    }}}}));
   }
-  Schedule schedule = *ZeroBubbleH1(2, 3);
-  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const Schedule schedule = WithSteps(*ZeroBubbleH1(2, 3));
   const auto pipeline = MakePipeline(cluster, schedule);
   const at::Tensor x = at::randn({16, 16}), y = at::randn({16, 16});
   const Context context = cluster[0].NewContext();
@@ -975,26 +998,17 @@ TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
 // The back steps while the front still goes backward, and fails. The caller may look at the
 // parameters, or save them, once Train() has returned.
 TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
-  struct Waits : torch::autograd::Function<Waits> {
-    static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a,
-                              absl::Notification* until) {
-      context->saved_data["until"] = reinterpret_cast<int64_t>(until);
-      return a.clone();
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                   torch::autograd::variable_list gradients) {
-      const int64_t until = context->saved_data["until"].toInt();
-      reinterpret_cast<absl::Notification*>(until)->WaitForNotification();
-      throw std::runtime_error("no gradient today");
-    }
-  };
   Cluster cluster(Workers(2));
   const Layers layers(2);
   absl::Notification steps, returned;
+  const CallOnTheWayBack::Call fails = [&] {
+    steps.WaitForNotification();
+    throw std::runtime_error("no gradient today");
+  };
   std::atomic<bool> ends_late{false};
   std::vector<std::map<int, PipelineStage>> own(2);
   own[0][0] = {.forward = [&](Tensors in) -> Tensors {
-                 return {Waits::apply(layers.Forward(0, std::move(in))[0], &steps)};
+                 return {CallOnTheWayBack::apply(layers.Forward(0, std::move(in))[0], &fails)};
                },
                .step = [](const Context&) { return absl::OkStatus(); }};
   own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
@@ -1007,8 +1021,7 @@ TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
                      return absl::OkStatus();
                    }};
   auto stages = CreateStages(cluster, std::move(own));
-  Schedule schedule = *GPipe(2, 1);
-  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const Schedule schedule = WithSteps(*GPipe(2, 1));
   const auto pipeline = MakePipeline(cluster, schedule);
   const Context context = cluster[0].NewContext();
   const absl::Status status =
@@ -1024,37 +1037,23 @@ TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
 
 // The back fails in its step while the front still goes backward, which has its step yet to come.
 TEST_P(PipelineTest, AStageThatWouldStepAfterAStepHasFailedDoesNot) {
-  struct Waits : torch::autograd::Function<Waits> {
-    static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a,
-                              absl::Notification* begins, absl::Notification* until) {
-      context->saved_data["begins"] = reinterpret_cast<int64_t>(begins);
-      context->saved_data["until"] = reinterpret_cast<int64_t>(until);
-      return a.clone();
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                   torch::autograd::variable_list gradients) {
-      const auto notification = [&](const char* name) {
-        return reinterpret_cast<absl::Notification*>(context->saved_data[name].toInt());
-      };
-      notification("begins")->Notify();
-      notification("until")->WaitForNotification();
-      return {gradients[0], at::Tensor(), at::Tensor()};
-    }
-  };
   Cluster cluster(Workers(2));
   const Layers layers(2);
   absl::Notification goes_backward, returned;
+  const CallOnTheWayBack::Call waits = [&] {
+    goes_backward.Notify();
+    returned.WaitForNotification();
+  };
   std::atomic<bool> front_steps{false};
   std::vector<std::map<int, PipelineStage>> own(2);
-  own[0][0] = {
-      .forward = [&](Tensors in) -> Tensors {
-        return {Waits::apply(layers.Forward(0, std::move(in))[0], &goes_backward, &returned)};
-      },
-      .step =
-          [&](const Context&) {
-            front_steps = true;
-            return absl::OkStatus();
-          }};
+  own[0][0] = {.forward = [&](Tensors in) -> Tensors {
+                 return {CallOnTheWayBack::apply(layers.Forward(0, std::move(in))[0], &waits)};
+               },
+               .step =
+                   [&](const Context&) {
+                     front_steps = true;
+                     return absl::OkStatus();
+                   }};
   own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
                .loss = Loss,
                .step =
@@ -1063,8 +1062,7 @@ TEST_P(PipelineTest, AStageThatWouldStepAfterAStepHasFailedDoesNot) {
                      return absl::DataLossError("no step today");
                    }};
   auto stages = CreateStages(cluster, std::move(own));
-  Schedule schedule = *GPipe(2, 1);
-  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const Schedule schedule = WithSteps(*GPipe(2, 1));
   const auto pipeline = MakePipeline(cluster, schedule);
   const Context context = cluster[0].NewContext();
   const absl::Status status =
@@ -1080,25 +1078,16 @@ TEST_P(PipelineTest, AStageThatWouldStepAfterAStepHasFailedDoesNot) {
 
 // A stage's own deadline is not that of the step: there is time to wait for those that step.
 TEST_P(PipelineTest, ADeadlineOfAStagesOwnLeavesTimeForTheSteps) {
-  struct Fails : torch::autograd::Function<Fails> {
-    static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a,
-                              absl::Notification* steps) {
-      context->saved_data["steps"] = reinterpret_cast<int64_t>(steps);
-      return a.clone();
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                   torch::autograd::variable_list gradients) {
-      reinterpret_cast<absl::Notification*>(context->saved_data["steps"].toInt())
-          ->WaitForNotification();
-      throw StatusError(absl::DeadlineExceededError("the disk is slow"));
-    }
-  };
   Cluster cluster(Workers(2));
   const Layers layers(2);
   absl::Notification steps, returned;
+  const CallOnTheWayBack::Call fails = [&] {
+    steps.WaitForNotification();
+    throw StatusError(absl::DeadlineExceededError("the disk is slow"));
+  };
   std::vector<std::map<int, PipelineStage>> own(2);
   own[0][0] = {.forward = [&](Tensors in) -> Tensors {
-                 return {Fails::apply(layers.Forward(0, std::move(in))[0], &steps)};
+                 return {CallOnTheWayBack::apply(layers.Forward(0, std::move(in))[0], &fails)};
                },
                .step = [](const Context&) { return absl::OkStatus(); }};
   own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
@@ -1111,10 +1100,9 @@ TEST_P(PipelineTest, ADeadlineOfAStagesOwnLeavesTimeForTheSteps) {
                      return absl::OkStatus();
                    }};
   const auto stages = CreateStages(cluster, std::move(own));
-  Schedule schedule = *GPipe(2, 1);
-  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
-  const auto pipeline = Pipeline::Create(
-      &cluster[1], {.name = "model", .workers = Names(2), .schedule = std::move(schedule)});
+  const Schedule schedule = WithSteps(*GPipe(2, 1));
+  const auto pipeline =
+      Pipeline::Create(&cluster[1], {.name = "model", .workers = Names(2), .schedule = schedule});
   ASSERT_TRUE(pipeline.ok()) << pipeline.status();
   const Context context = cluster[1].NewContext();
   const absl::Status status =
@@ -1140,8 +1128,7 @@ TEST_P(PipelineTest, AStepAfterWhichTheRecorderFailsHasStepped) {
                                                }
                                              }});
   ASSERT_TRUE(stages.ok()) << stages.status();
-  Schedule schedule = *GPipe(1, 1);
-  schedule.lists[0].push_back({Action::Kind::kStep, 0});
+  const Schedule schedule = WithSteps(*GPipe(1, 1));
   const Context context = cluster[0].NewContext();
   const absl::Status status = MakePipeline(cluster, schedule)
                                   ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})})
@@ -1180,8 +1167,7 @@ TEST_P(PipelineTest, AWorkerThatDoesNotAnswerHidesNothingOfTheOthers) {
                  .step = [](const Context&) { return absl::OkStatus(); }};
   }
   auto stages = CreateStages(cluster, std::move(own));
-  Schedule schedule = *GPipe(2, 1);
-  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+  const Schedule schedule = WithSteps(*GPipe(2, 1));
   const Context context = cluster[0].NewContext();
   const absl::Status status = MakePipeline(cluster, schedule)
                                   ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})},
@@ -1212,8 +1198,7 @@ TEST_P(PipelineTest, AStepThatFailsOrIsLostWithItsWorkerIsSaid) {
                    }};
     }
     auto stages = CreateStages(cluster, std::move(own));
-    Schedule schedule = *GPipe(2, 1);
-    for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+    const Schedule schedule = WithSteps(*GPipe(2, 1));
     const Context context = cluster[0].NewContext();
     const absl::Status status = MakePipeline(cluster, schedule)
                                     ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})})
@@ -1248,11 +1233,8 @@ TEST_P(PipelineTest, TiedParametersHaveTheSumOfTheGradientsOfAllStages) {
       {*InterleavedOneForwardOneBackward(1, 3, 2), {"worker0"}, kOfEachStage}};
   for (size_t number = 0; number < cases.size(); ++number) {
     SCOPED_TRACE(number);
-    Schedule schedule = cases[number].schedule;
+    const Schedule schedule = WithSteps(cases[number].schedule);
     const int stages = schedule.stages(), count = schedule.micro_batches;
-    for (int s = 0; s < stages; ++s) {
-      schedule.lists[schedule.rank_of_stage[s]].push_back({Action::Kind::kStep, s});
-    }
     const auto worker_of = [&](int stage) {
       return cases[number].workers[schedule.rank_of_stage[stage]] == "worker0"
                  ? 0
@@ -1413,8 +1395,7 @@ TEST_P(PipelineTest, TiedParametersMayHaveSparseGradients) {
         stages[apart ? s : 0][s] = std::move(stage);
       }
       const auto made = CreateStages(cluster, std::move(stages));
-      Schedule schedule = *OneForwardOneBackward(2, 3);
-      for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s});
+      const Schedule schedule = WithSteps(*OneForwardOneBackward(2, 3));
       const auto pipeline =
           Pipeline::Create(&cluster[0], {.name = "model",
                                          .workers = {"worker0", apart ? "worker1" : "worker0"},
@@ -1453,8 +1434,7 @@ TEST_P(PipelineTest, ASendBehindAStepOfTiedParametersIsRefused) {
     own[s][s].tied = {{"embedding", layers.weights[s]}};
   }
   const auto stages = CreateStages(cluster, std::move(own));
-  Schedule schedule = *GPipe(2, 1);
-  for (int s = 0; s < 2; ++s) schedule.lists[s].push_back({Action::Kind::kStep, s, 0});
+  Schedule schedule = WithSteps(*GPipe(2, 1));
   const auto train = [&] {
     const Context context = cluster[0].NewContext();
     return MakePipeline(cluster, schedule)
@@ -1557,11 +1537,8 @@ INSTANTIATE_TEST_SUITE_P(Transports, PipelineReplicasTest, testing::Values("inpr
 TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
   for (const Case& one : Cases()) {
     SCOPED_TRACE(one.name);
-    Schedule schedule = one.schedule;
+    const Schedule schedule = WithSteps(one.schedule);
     const int stages = schedule.stages(), count = schedule.micro_batches;
-    for (int s = 0; s < stages; ++s) {
-      schedule.lists[schedule.rank_of_stage[s]].push_back({Action::Kind::kStep, s});
-    }
     Cluster cluster(Workers(kReplicas * schedule.ranks()));
     const Layers alone(stages);
     // Those of the first replica are given to all.
@@ -1614,8 +1591,7 @@ TEST_P(PipelineReplicasTest, ReplicasWithUnequalPartsCountTheSameUnlessRowsDo) {
   const std::vector<int> rows = {5, 2};
   for (const bool by_rows : {false, true}) {
     SCOPED_TRACE(by_rows);
-    Schedule schedule = *OneForwardOneBackward(1, 2);
-    schedule.lists[0].push_back({Action::Kind::kStep, 0});
+    const Schedule schedule = WithSteps(*OneForwardOneBackward(1, 2));
     Cluster cluster(Workers(kReplicas));
     const Layers alone(1);
     const std::vector<Layers> of_replica = {alone.Copy(), alone.Copy()};
@@ -1664,16 +1640,9 @@ TEST_P(PipelineReplicasTest, ReplicasWithUnequalPartsCountTheSameUnlessRowsDo) {
 // The last rank of the replica that fails has averaged already: taken again, the step would be
 // averaged with the other replica's next one there, and not on the first rank.
 TEST_P(PipelineReplicasTest, AStepThatFailsEndsTheAveragesOfAllReplicas) {
-  static std::atomic<bool> throws{false};
-  struct Throws : torch::autograd::Function<Throws> {
-    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
-      return a.clone();
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                   torch::autograd::variable_list gradients) {
-      if (throws.exchange(false)) throw std::runtime_error("no gradient today");
-      return gradients;
-    }
+  std::atomic<bool> throws{false};
+  const CallOnTheWayBack::Call throw_once = [&] {
+    if (throws.exchange(false)) throw std::runtime_error("no gradient today");
   };
   const Schedule schedule = *OneForwardOneBackward(2, 2);
   Cluster cluster(Workers(kReplicas * 2));
@@ -1684,9 +1653,9 @@ TEST_P(PipelineReplicasTest, AStepThatFailsEndsTheAveragesOfAllReplicas) {
   for (int i = 0; i < cluster.size(); ++i) {
     const Layers& layers = of_replica[i / 2];
     const int s = i % 2;
-    const auto forward = [&layers, s, i](Tensors in) -> Tensors {
+    const auto forward = [&layers, &throw_once, s, i](Tensors in) -> Tensors {
       Tensors out = layers.Forward(s, std::move(in));
-      return i == 0 ? Tensors{Throws::apply(out[0])} : out;
+      return i == 0 ? Tensors{CallOnTheWayBack::apply(out[0], &throw_once)} : out;
     };
     auto one =
         PipelineStages::Create(&cluster[i], "model", {{s, {.forward = forward, .loss = Loss}}},
@@ -1708,26 +1677,15 @@ TEST_P(PipelineReplicasTest, AStepThatFailsEndsTheAveragesOfAllReplicas) {
 
 // The last rank averages, and steps, before the first one goes backward.
 TEST_P(PipelineReplicasTest, ARankDoesNotWaitForTheBackwardOfThoseBefore) {
-  static std::array<absl::Notification, kReplicas>* stepped = nullptr;
-  static std::atomic<int> waited_in_vain{0};
-  struct AwaitsStep : torch::autograd::Function<AwaitsStep> {
-    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
-      return a.clone();
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                   torch::autograd::variable_list gradients) {
-      for (absl::Notification& each : *stepped) {
+  for (const Schedule& schedule :
+       {WithSteps(*OneForwardOneBackward(2, 2)), WithSteps(*ZeroBubbleH1(2, 2))}) {
+    std::array<absl::Notification, kReplicas> notifications;
+    std::atomic<int> waited_in_vain{0};
+    const CallOnTheWayBack::Call await_steps = [&] {
+      for (absl::Notification& each : notifications) {
         if (!each.WaitForNotificationWithTimeout(absl::Seconds(30))) ++waited_in_vain;
       }
-      return gradients;
-    }
-  };
-  for (Schedule schedule : {*OneForwardOneBackward(2, 2), *ZeroBubbleH1(2, 2)}) {
-    std::array<absl::Notification, kReplicas> notifications;
-    stepped = &notifications;
-    waited_in_vain = 0;
-    schedule.lists[0].push_back({Action::Kind::kStep, 0});
-    schedule.lists[1].push_back({Action::Kind::kStep, 1});
+    };
     Cluster cluster(Workers(kReplicas * 2));
     const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
     const auto averagers = MakeAveragers(cluster, schedule, of_replica);
@@ -1739,9 +1697,9 @@ TEST_P(PipelineReplicasTest, ARankDoesNotWaitForTheBackwardOfThoseBefore) {
           &cluster[i], "model",
           {{s,
             {.forward =
-                 [&layers, s](Tensors in) {
+                 [&layers, &await_steps, s](Tensors in) {
                    Tensors out = layers.Forward(s, in);
-                   if (s == 0) out[0] = AwaitsStep::apply(out[0]);
+                   if (s == 0) out[0] = CallOnTheWayBack::apply(out[0], &await_steps);
                    return out;
                  },
              .loss = Loss,
@@ -1862,20 +1820,11 @@ TEST_P(StandingStepTest, AnotherPipelineOfTheSameWorkerIsRefused) {
 TEST_P(PipelineTest, ALastParcelThatIsLostEndsTheStep) {
   Cluster cluster(Workers(2));
   const Layers layers(2);
-  static std::function<void()> before_last;  // Function has no members
-  struct Last : torch::autograd::Function<Last> {
-    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& a) {
-      return a.clone();
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                   torch::autograd::variable_list gradients) {
-      before_last();
-      return gradients;
-    }
+  const CallOnTheWayBack::Call before_last = [&] {
+    cluster[0].UnregisterOwn("distgrad.pipeline.deliver/model");
   };
-  before_last = [&] { cluster[0].UnregisterOwn("distgrad.pipeline.deliver/model"); };
   const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
-    if (stage == 1) in[0] = Last::apply(in[0]);
+    if (stage == 1) in[0] = CallOnTheWayBack::apply(in[0], &before_last);
     return layers.Forward(stage, in);
   });
   const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(2, 1));
@@ -1885,7 +1834,6 @@ TEST_P(PipelineTest, ALastParcelThatIsLostEndsTheStep) {
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("worker 'worker1' cannot send the gradients of micro-batch 0 to stage 0"));
-  before_last = nullptr;
 }
 
 TEST_P(PipelineTest, MemoryThatIsWrittenAgainIsAnError) {
