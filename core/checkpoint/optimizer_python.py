@@ -19,8 +19,10 @@ import sys
 import types
 import warnings
 
-# The same kernels on every machine: others may add and multiply in one step.
+# The same kernels on every machine: others may add and multiply in one step. And MKL's, whose square
+# roots otherwise differ by the processor in their last bits.
 os.environ["ATEN_CPU_CAPABILITY"] = "default"
+os.environ["MKL_CBWR"] = "COMPATIBLE"
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import safetensors
