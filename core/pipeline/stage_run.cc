@@ -7,8 +7,10 @@
 #include <ATen/ops/equal.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -184,11 +186,13 @@ class StageRun::Sink final : public GradientSink {
     leaves_.context->Accumulate(leaf, std::move(gradient));
   }
   void OnStop(Node& stop, variable_list gradients, bool reached) override {
-    if (!reached || !gradients[0].defined()) return;
+    if (!reached) return;
+    // Undefined ones, too: what lies behind may make zeros of them, and its hooks are called.
     if (auto* const capture = dynamic_cast<CaptureNode*>(&stop)) {
       entries_->push_back({capture->edge(), std::move(gradients[0])});
       return;
     }
+    if (!gradients[0].defined()) return;
     auto& input = static_cast<InputNode&>(stop);
     TORCH_CHECK(input.place() < inputs_.size() && inputs_[input.place()].get() == &input,
                 "the stage's function has used an input of another micro-batch or of another "
@@ -298,18 +302,20 @@ absl::StatusOr<Tensors> StageRun::Run(Tensors gradients, Leaves leaves, bool ret
     any = any || gradients[i].defined();
   }
   if (!any) return Tensors(inputs_.size());
-  return Execute(source_, std::move(gradients), leaves, retain_graph);
-}
-
-absl::StatusOr<Tensors> StageRun::Execute(std::shared_ptr<Node> root, Tensors gradients,
-                                          Leaves leaves, bool retain_graph) {
   const size_t count = gradients.size();
   const std::unique_ptr<bool[]> reached(new bool[count]);
   for (size_t i = 0; i < count; ++i) reached[i] = gradients[i].defined();
+  return Execute(source_, std::move(gradients), absl::MakeConstSpan(reached.get(), count), leaves,
+                 retain_graph);
+}
+
+absl::StatusOr<Tensors> StageRun::Execute(std::shared_ptr<Node> root, Tensors gradients,
+                                          absl::Span<const bool> reached, Leaves leaves,
+                                          bool retain_graph) {
   Sink sink(inputs_, leaves, &entries_);
   Execution execution(std::make_shared<const Graph>(absl::MakeConstSpan(&root, 1), Sink::IsStop),
                       {.retain_graph = retain_graph}, &sink);
-  execution.Feed(0, std::move(gradients), absl::MakeConstSpan(reached.get(), count));
+  execution.Feed(0, std::move(gradients), reached);
   DG_RETURN_IF_ERROR(execution.status());
   return sink.TakeGradients();
 }
@@ -363,6 +369,9 @@ std::vector<StageRun::Split> StageRun::SplitGraph() {
         split.weights.emplace_back(i, std::exchange(edge, Edge()));
       } else {
         edge = Edge(MakeNode<CaptureNode>(edge), 0);
+        // A write to a view wants its edges, but for the first, to be those of what it wraps.
+        auto* const write = dynamic_cast<torch::autograd::CopySlices*>(node.get());
+        if (write != nullptr && i > 0) write->fn->next_edges().at(i) = edge;
       }
     }
     if (!split.weights.empty()) splits.push_back(std::move(split));
@@ -406,7 +415,13 @@ absl::Status StageRun::BackwardWeight(ContextRecord& context, TiedGradients* tie
     // The first half may have returned some of them as gradients of inputs, which others read. With
     // a second reference none becomes the gradient of a leaf, to which the next micro-batch adds.
     const Tensors held = gradients;
-    return Execute(root, std::move(gradients), {&context, tied}, /*retain_graph=*/false).status();
+    // The first half has come to all of them.
+    const size_t count = gradients.size();
+    const std::unique_ptr<bool[]> reached(new bool[count]);
+    std::fill_n(reached.get(), count, true);
+    return Execute(root, std::move(gradients), absl::MakeConstSpan(reached.get(), count),
+                   {&context, tied}, /*retain_graph=*/false)
+        .status();
   } catch (...) {
     return StatusFromException(std::current_exception());
   }

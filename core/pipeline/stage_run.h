@@ -22,6 +22,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "core/autograd/context_record.h"
 #include "core/autograd/executor/source_node.h"
 #include "core/pipeline/tied_gradients.h"
@@ -86,8 +87,8 @@ class StageRun {
     TiedGradients* tied = nullptr;
   };
   absl::StatusOr<Tensors> Run(Tensors gradients, Leaves leaves, bool retain_graph);
-  absl::StatusOr<Tensors> Execute(std::shared_ptr<Node> root, Tensors gradients, Leaves leaves,
-                                  bool retain_graph);
+  absl::StatusOr<Tensors> Execute(std::shared_ptr<Node> root, Tensors gradients,
+                                  absl::Span<const bool> reached, Leaves leaves, bool retain_graph);
   std::vector<Split> SplitGraph();
 
   std::shared_ptr<SourceNode> source_;              // of the outputs

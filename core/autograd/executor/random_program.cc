@@ -322,7 +322,9 @@ struct PostAccumulateHook : torch::autograd::PostAccumulateGradHook {
 Program::Program(uint64_t seed, const ProgramOptions& options) {
   at::manual_seed(seed);
   Drawer draw(seed, options.dtype);
-  for (int i = 0; i < 3; ++i) draw.AddValue(draw.NewLeaf({kSize, kSize}));
+  for (size_t i = 0; i < 3; ++i) {
+    draw.AddValue(i < options.inputs.size() ? options.inputs[i] : draw.NewLeaf({kSize, kSize}));
+  }
   std::vector<std::string> names;
   for (int i = 0; i < options.operators; ++i) {
     const Operator& op = kOperators[draw.Below(std::size(kOperators))];

@@ -18,6 +18,8 @@ struct ProgramOptions {
   int roots = 2;
   bool hooks = false;
   bool post_accumulate_hooks = true;  // among the hooks
+  // Matrices of 4 x 4, three at most, with which the program begins in place of leaves.
+  std::vector<at::Tensor> inputs = {};
 };
 
 // A graph that has been recorded and not run backward. The same seed and options make the same
