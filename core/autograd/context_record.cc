@@ -167,6 +167,16 @@ bool ContextRecord::LeafGradient::Replace(at::Tensor gradient) {
   return true;
 }
 
+bool ContextRecord::LeafGradient::counts_in_norms() const {
+  absl::MutexLock lock(&mu_);
+  return counts_in_norms_;
+}
+
+void ContextRecord::LeafGradient::SetCountsInNorms(bool counts) {
+  absl::MutexLock lock(&mu_);
+  counts_in_norms_ = counts;
+}
+
 std::shared_ptr<ContextRecord::LeafGradient> ContextRecord::GradientToAddTo(
     const at::Tensor& leaf) {
   if (gradients_dropped_) return nullptr;
@@ -182,6 +192,11 @@ void ContextRecord::AddToGradient(const at::Tensor& leaf, at::Tensor gradient) {
     sum = GradientToAddTo(leaf);
   }
   if (sum != nullptr) sum->Add(std::move(gradient));
+}
+
+void ContextRecord::SetCountsInNorms(const at::Tensor& leaf, bool counts) {
+  absl::MutexLock lock(&gradients_mu_);
+  if (const auto gradient = GradientToAddTo(leaf)) gradient->SetCountsInNorms(counts);
 }
 
 absl::Status ContextRecord::TakeGradientsOf(ContextRecord& other) {
@@ -210,6 +225,7 @@ absl::Status ContextRecord::TakeGradientsOf(ContextRecord& other) {
       // A hook may have dropped it.
       if (at::Tensor gradient = slot->Take(); gradient.defined()) {
         AddToGradient(slot->leaf(), std::move(gradient));
+        SetCountsInNorms(slot->leaf(), slot->counts_in_norms());
       }
     }
   } catch (...) {  // there was no memory, or an error of a device
@@ -271,18 +287,22 @@ absl::StatusOr<at::Tensor> ContextRecord::Gradient(const at::Tensor& leaf) const
   return absl::NotFoundError(absl::StrCat(NoGradient().message(), ": ", why));
 }
 
-absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
+absl::StatusOr<std::vector<std::shared_ptr<ContextRecord::LeafGradient>>> ContextRecord::Find(
     absl::Span<const at::Tensor> leaves) const {
   std::vector<std::shared_ptr<LeafGradient>> found;
   found.reserve(leaves.size());
-  {
-    absl::MutexLock lock(&gradients_mu_);
-    if (gradients_dropped_) return ReleasedError();
-    for (const at::Tensor& leaf : leaves) {
-      const auto it = gradients_.find(leaf.unsafeGetTensorImpl());
-      found.push_back(it == gradients_.end() ? nullptr : it->second);
-    }
+  absl::MutexLock lock(&gradients_mu_);
+  if (gradients_dropped_) return ReleasedError();
+  for (const at::Tensor& leaf : leaves) {
+    const auto it = gradients_.find(leaf.unsafeGetTensorImpl());
+    found.push_back(it == gradients_.end() ? nullptr : it->second);
   }
+  return found;
+}
+
+absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
+    absl::Span<const at::Tensor> leaves) const {
+  DG_ASSIGN_OR_RETURN(const auto found, Find(leaves));
   std::vector<at::Tensor> gradients;
   gradients.reserve(leaves.size());
   try {
@@ -291,6 +311,16 @@ absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
     }
   } catch (...) {  // an error of a device
     return StatusFromException(std::current_exception());
+  }
+  return gradients;
+}
+
+absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsInNorms(
+    absl::Span<const at::Tensor> leaves) const {
+  DG_ASSIGN_OR_RETURN(const auto found, Find(leaves));
+  DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> gradients, GradientsOf(leaves));
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (found[i] != nullptr && !found[i]->counts_in_norms()) gradients[i] = at::Tensor();
   }
   return gradients;
 }

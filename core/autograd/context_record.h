@@ -119,6 +119,10 @@ class ContextRecord {
   void Accumulate(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient);
   // Adds a gradient that no backward has computed: calls neither the hook nor the leaf observer.
   void AddToGradient(const at::Tensor& leaf, at::Tensor gradient);
+  // Sets whether the gradient of a leaf counts in norms over all gradients of the context, as all
+  // do at first. Of leaves, here or on several workers, that have one gradient together, as copies
+  // of one parameter have, one counts.
+  void SetCountsInNorms(const at::Tensor& leaf, bool counts);
   // Adds the gradients of another context, as passes that gave them here would have, but calls
   // neither hooks nor the leaf observer. The other one has none any more. kFailedPrecondition, and
   // nothing has changed, if one of the two is released, or has a leaf observer, as averages in the
@@ -128,6 +132,9 @@ class ContextRecord {
   absl::StatusOr<at::Tensor> Gradient(const at::Tensor& leaf) const;
   // The gradients of several leaves; undefined for one that has none.
   absl::StatusOr<std::vector<at::Tensor>> GradientsOf(absl::Span<const at::Tensor> leaves) const;
+  // The same of those that count in norms; undefined for all others.
+  absl::StatusOr<std::vector<at::Tensor>> GradientsInNorms(
+      absl::Span<const at::Tensor> leaves) const;
   // All leaves with a gradient; kFailedPrecondition once released.
   absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> Gradients() const;
   // Replaces the gradient of a leaf that has one (clipping, averaging over replicas).
@@ -169,12 +176,15 @@ class ContextRecord {
     void Set(at::Tensor gradient);
     // Sets the gradient if there is one. Returns whether there was.
     bool Replace(at::Tensor gradient);
+    bool counts_in_norms() const;
+    void SetCountsInNorms(bool counts);
 
    private:
     const at::Tensor leaf_;
     mutable absl::Mutex mu_;
     at::Tensor gradient_ ABSL_GUARDED_BY(mu_);
     ReadyMark ready_ ABSL_GUARDED_BY(mu_);
+    bool counts_in_norms_ ABSL_GUARDED_BY(mu_) = true;
   };
   using LeafGradients = absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<LeafGradient>>;
 
@@ -182,6 +192,9 @@ class ContextRecord {
   // Returns null once released.
   std::shared_ptr<LeafGradient> GradientToAddTo(const at::Tensor& leaf)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(gradients_mu_);
+  // Of leaves, in their order; null for one that has none.
+  absl::StatusOr<std::vector<std::shared_ptr<LeafGradient>>> Find(
+      absl::Span<const at::Tensor> leaves) const;
   absl::Status NoGradient() const;
   absl::Status ReleasedError() const;
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);

@@ -72,6 +72,34 @@ TEST(ContextRecordTest, TheGradientsOfAnotherContextAreMoved) {
   EXPECT_TRUE(record.Gradient(both.tensor)->equal(at::full({2}, 6.0)));
 }
 
+// Whichever of them it is, and also in a sum of several contexts.
+TEST(ContextRecordTest, OfCopiesOfAParameterOneCountsInNorms) {
+  ContextRecord record(1), sum(2);
+  const Leaf one, copy, unused;
+  one.Add(record, 2);
+  copy.Add(record, 2);
+  record.SetCountsInNorms(one.tensor, true);
+  record.SetCountsInNorms(copy.tensor, false);
+  const auto counts = [&](const ContextRecord& of) {
+    const auto gradients = of.GradientsInNorms({one.tensor, copy.tensor, unused.tensor});
+    EXPECT_TRUE(gradients.ok()) << gradients.status();
+    std::vector<bool> there;
+    for (const at::Tensor& gradient : *gradients) there.push_back(gradient.defined());
+    return there;
+  };
+  EXPECT_THAT(counts(record), testing::ElementsAre(true, false, false));
+  EXPECT_TRUE(record.Gradient(copy.tensor)->equal(at::full({2}, 2.0)));
+  ASSERT_TRUE(sum.TakeGradientsOf(record).ok());
+  EXPECT_THAT(counts(sum), testing::ElementsAre(true, false, false));
+  sum.SetCountsInNorms(one.tensor, false);
+  sum.SetCountsInNorms(copy.tensor, true);
+  EXPECT_THAT(counts(sum), testing::ElementsAre(false, true, false));
+  sum.Release();
+  sum.SetCountsInNorms(one.tensor, true);
+  EXPECT_EQ(sum.GradientsInNorms({one.tensor}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
 TEST(ContextRecordTest, TheGradientsOfAContextThatIsAveragedInItsBackwardAreNotSummed) {
   ContextRecord record(1), averaged(2);
   const Leaf leaf;

@@ -164,7 +164,7 @@ absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
   try {
     at::NoGradGuard no_grad;
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients,
-                        context.GradientsOf(ParametersOf(*optimizer_)));
+                        context.GradientsInNorms(ParametersOf(*optimizer_)));
     for (const at::Tensor& gradient : gradients) {
       if (gradient.defined()) norms.push_back(at::norm(gradient).to(at::kCPU));
     }

@@ -30,6 +30,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <functional>
 #include <map>
 #include <memory>
@@ -1295,6 +1296,69 @@ TEST_P(PipelineTest, TiedParametersHaveTheSumOfTheGradientsOfAllStages) {
       }
     }
     EXPECT_TRUE(at::equal(*context.Gradient(layers.weights[0]), alone.weights[0].grad()));
+  }
+}
+
+// As in one process, where it is one parameter.
+TEST_P(PipelineTest, ClippingCountsATiedParameterOnce) {
+  enum Copies { kOnTwoWorkers, kOnOneWorker, kShared };
+  for (const Copies copies : {kOnTwoWorkers, kOnOneWorker, kShared}) {
+    SCOPED_TRACE(copies);
+    const bool apart = copies == kOnTwoWorkers;
+    Cluster cluster(Workers(apart ? 2 : 1));
+    const Layers layers(2);
+    const Layers alone = layers.Copy();
+    const at::Tensor tied = (at::randn({16, 16}) * 0.3).requires_grad_(true);
+    Tensors own;
+    for (int s = 0; s < 2; ++s) {
+      const bool shares = s == 1 && copies == kShared;
+      own.push_back(shares ? own[0] : tied.detach().clone().requires_grad_(true));
+    }
+    std::vector<std::map<int, PipelineStage>> stages(cluster.size());
+    std::vector<Tensors> parameters(cluster.size());
+    for (int s = 0; s < 2; ++s) {
+      PipelineStage stage = {.forward = [&, s](Tensors in) -> Tensors {
+                               if (s == 0) return layers.Forward(0, {in[0].mm(own[0])});
+                               return {layers.Forward(1, in)[0].mm(own[1].t())};
+                             },
+                             .loss = Loss};
+      stage.tied = {{"embedding", own[s]}};
+      const int worker = apart ? s : 0;
+      stages[worker][s] = std::move(stage);
+      for (const at::Tensor& parameter : layers.Of(s)) parameters[worker].push_back(parameter);
+      if (s == 0 || copies != kShared) parameters[worker].push_back(own[s]);
+    }
+    const auto made = CreateStages(cluster, std::move(stages));
+    std::vector<std::unique_ptr<Optimizer>> optimizers;
+    for (int i = 0; i < cluster.size(); ++i) {
+      optimizers.push_back(*Optimizer::Create(
+          &cluster[i], std::make_unique<torch::optim::SGD>(parameters[i], /*lr=*/0.1)));
+    }
+    const auto pipeline =
+        Pipeline::Create(&cluster[0], {.name = "model",
+                                       .workers = {"worker0", apart ? "worker1" : "worker0"},
+                                       .schedule = *OneForwardOneBackward(2, 2)});
+    ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+    const at::Tensor x = at::randn({4, 16}), y = at::randn({4, 16});
+    const Context context = cluster[0].NewContext();
+    ASSERT_EQ((*pipeline)->Train(context, {x}, {y}).status(), absl::OkStatus());
+    const at::Tensor out = alone.Forward(1, alone.Forward(0, {x.mm(tied)}))[0].mm(tied.t());
+    Loss({out}, {y}).backward();
+    double squares = 0;
+    for (const at::Tensor& parameter :
+         {alone.weights[0], alone.weights[1], alone.biases[0], alone.biases[1], tied}) {
+      squares += parameter.grad().square().sum().item<double>();
+    }
+    const absl::StatusOr<double> norm = optimizers[0]->ClipGradients(context, 0.5);
+    ASSERT_TRUE(norm.ok()) << norm.status();
+    EXPECT_NEAR(*norm, std::sqrt(squares), 1e-4 * *norm);
+    // Each copy is scaled, so that they stay the same.
+    const absl::StatusOr<at::Tensor> clipped = context.Gradient(own[0]);
+    ASSERT_TRUE(clipped.ok()) << clipped.status();
+    const double factor = std::min(1.0, 0.5 / std::sqrt(squares));
+    EXPECT_TRUE(clipped->allclose(tied.grad() * factor, 1e-3, 1e-5));
+    ASSERT_EQ(optimizers[0]->Step(context), absl::OkStatus());
+    EXPECT_TRUE(at::equal(own[0], own[1]));
   }
 }
 

@@ -840,7 +840,8 @@ absl::Status RankStep::AddTied() {
     for (const auto& [rank, part] : parts[name]) {
       if (part.defined()) total = total.defined() ? SumOfGradients(total, part) : part;
     }
-    for (const at::Tensor& parameter : TiedOf(name)) {
+    const Tensors own = TiedOf(name);
+    for (const at::Tensor& parameter : own) {
       const std::set<int> ranks = RanksWithTied(name, parameter);
       if (*ranks.begin() != plan_.rank) {
         added_by.insert(*ranks.begin());
@@ -849,6 +850,9 @@ absl::Status RankStep::AddTied() {
       added_for.insert(ranks.begin(), ranks.end());
       // The context adds to it in place, and others have it, too.
       if (total.defined()) context_.record()->AddToGradient(parameter, total.clone());
+      // One of the copies, on all ranks, stands for all of them where gradients are clipped.
+      const bool is_first = parts[name].begin()->first == plan_.rank && own[0].is_same(parameter);
+      context_.record()->SetCountsInNorms(parameter, is_first);
     }
   }
   const int workers = static_cast<int>(plan_.workers.size());

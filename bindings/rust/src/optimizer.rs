@@ -45,7 +45,8 @@ impl Optimizer<'_> {
     }
 
     /// Clips the gradients of the parts of all workers by their global norm, before a step: the
-    /// 2-norm of all of them as one vector. If it is more than `max_norm` they are scaled down to
+    /// 2-norm of all of them as one vector, in which a tied parameter of a pipeline is there once,
+    /// however many copies of it there are. If it is more than `max_norm` they are scaled down to
     /// that. Returns the norm before; 0 if there are no gradients. Waits for all.
     ///
     /// Errors as of a step; `Code::InvalidArgument` for a negative `max_norm`; `Code::OutOfRange`,

@@ -1081,7 +1081,8 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_step(dg_optimizer* optimizer,
                                                const dg_context* context) DG_NOEXCEPT;
 
 /* Clips the gradients of the parts of all workers by their global norm, before a step: the
- * 2-norm of all of them as one vector. If it is more than max_norm (not negative) they are
+ * 2-norm of all of them as one vector, in which a tied parameter of a pipeline is there once,
+ * however many copies of it there are. If it is more than max_norm (not negative) they are
  * scaled down to that. Stores the norm before; 0 if there are no gradients. Waits for all.
  * Errors as of a step, and DG_OUT_OF_RANGE, with nothing scaled, if the norm is not finite. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer,
