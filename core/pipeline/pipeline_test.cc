@@ -1522,9 +1522,11 @@ class PipelineReplicasTest : public PipelineTest {
  protected:
   static constexpr int kReplicas = 2;
 
-  // For each worker an averager of its layers over those that have the same rank.
+  // For each worker an averager of its layers over those that have the same rank; and of one more
+  // parameter, where there are some, by worker.
   static std::vector<std::shared_ptr<GradientAverager>> MakeAveragers(
-      Cluster& cluster, const Schedule& schedule, const std::vector<Layers>& of_replica) {
+      Cluster& cluster, const Schedule& schedule, const std::vector<Layers>& of_replica,
+      const Tensors& more = {}) {
     std::vector<std::shared_ptr<GradientAverager>> made(cluster.size());
     std::vector<std::thread> threads;
     for (int i = 0; i < cluster.size(); ++i) {
@@ -1537,6 +1539,7 @@ class PipelineReplicasTest : public PipelineTest {
             parameters.push_back({absl::StrCat(parameters.size()), parameter});
           }
         }
+        if (!more.empty()) parameters.push_back({"more", more[i]});
         const auto group = ProcessGroup::Create({.name = absl::StrCat("rank", rank),
                                                  .store = cluster[i].store(),
                                                  .rank = replica,
@@ -1645,6 +1648,69 @@ TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
       EXPECT_TRUE(of_replica[0].weights[s].allclose(alone.weights[s], 1e-4, 1e-5)) << "stage " << s;
       EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
       EXPECT_TRUE(at::equal(of_replica[0].biases[s], of_replica[1].biases[s])) << "stage " << s;
+    }
+  }
+}
+
+TEST_P(PipelineReplicasTest, CopiesOfATiedParameterHaveTheAverageOfTheSumsOfEachReplica) {
+  for (const Schedule& schedule :
+       {WithSteps(*OneForwardOneBackward(2, 3)), WithSteps(*ZeroBubbleH1(2, 3))}) {
+    Cluster cluster(Workers(kReplicas * 2));
+    const Layers alone(2);
+    const std::vector<Layers> of_replica = {alone.Copy(), alone.Copy()};
+    const at::Tensor tied = (at::randn({16, 16}) * 0.3).requires_grad_(true);
+    Tensors copies;  // by worker
+    for (int i = 0; i < cluster.size(); ++i) {
+      copies.push_back(tied.detach().clone().requires_grad_(true));
+    }
+    const auto averagers = MakeAveragers(cluster, schedule, of_replica, copies);
+    // The first stage multiplies by it, and the last one by what it is transposed.
+    const auto forward = [](const Layers& layers, const at::Tensor& own, int s, Tensors in) {
+      if (s == 0) return layers.Forward(0, {in[0].mm(own)});
+      return Tensors{layers.Forward(1, in)[0].mm(own.t())};
+    };
+    std::vector<std::unique_ptr<PipelineStages>> made;
+    for (int i = 0; i < cluster.size(); ++i) {
+      const Layers& layers = of_replica[i / 2];
+      const int s = i % 2;
+      PipelineStage stage = {
+          .forward = [&, s, i](Tensors in) { return forward(layers, copies[i], s, std::move(in)); },
+          .loss = Loss,
+          .step = [&, s, i](const Context& context) -> absl::Status {
+            Tensors own = layers.Of(s);
+            own.push_back(copies[i]);
+            return Descend(own, context);
+          }};
+      stage.tied = {{"embedding", copies[i]}};
+      auto one =
+          PipelineStages::Create(&cluster[i], "model", {{s, stage}}, {.averager = averagers[i]});
+      ASSERT_TRUE(one.ok()) << one.status();
+      made.push_back(*std::move(one));
+    }
+    for (int step = 0; step < 3; ++step) {
+      Tensors xs, ys;
+      for (int r = 0; r < kReplicas; ++r) {
+        xs.push_back(at::randn({6, 16}));
+        ys.push_back(at::randn({6, 16}));
+        const at::Tensor loss =
+            Loss(forward(alone, tied, 1, forward(alone, tied, 0, {xs[r]})), {ys[r]});
+        loss.backward();
+      }
+      Step(cluster, schedule, xs, ys);
+      const at::AutoGradMode grad_mode(false);
+      for (const Tensors& all : {alone.weights, alone.biases, Tensors{tied}}) {
+        for (at::Tensor parameter : all) {
+          parameter.sub_(parameter.grad() / kReplicas);
+          parameter.mutable_grad().reset();
+        }
+      }
+    }
+    for (const at::Tensor& copy : copies) {
+      EXPECT_TRUE(copy.allclose(tied, 1e-4, 1e-5));
+      EXPECT_TRUE(at::equal(copy, copies[0]));
+    }
+    for (const Layers& layers : of_replica) {
+      EXPECT_TRUE(layers.weights[0].allclose(alone.weights[0], 1e-4, 1e-5));
     }
   }
 }
