@@ -62,7 +62,8 @@ struct MicroBatches {
   std::vector<int64_t> sizes;
 };
 
-absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, int count) {
+absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, int count,
+                                 bool backward) {
   MicroBatches cut;
   cut.inputs.resize(count);
   cut.targets.resize(count);
@@ -80,6 +81,13 @@ absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, 
             c10::str(what, " ", i, " is of layout ", tensor.layout(),
                      ", and only a dense one can be cut into micro-batches; pass its indices and "
                      "values, or make it dense"));
+      }
+      // Whatever has made it would not be trained, and nobody would hear of it.
+      if (backward && tensor.requires_grad()) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            what, " ", i,
+            " requires grad, and no gradient goes back from the stages to a batch: compute it in "
+            "the first stage or in the loss, or detach it"));
       }
       if (batch < 0) batch = tensor.size(0);
       if (tensor.size(0) != batch || batch < count) {
@@ -193,7 +201,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
   try {
     const at::AutoGradMode grad_mode(false);
     const int count = schedule.micro_batches;
-    absl::StatusOr<MicroBatches> cut = Cut(inputs, targets, count);
+    absl::StatusOr<MicroBatches> cut = Cut(inputs, targets, count, schedule.backward);
     if (!cut.ok()) return Annotate(cut.status(), who);
     const bool mean = options_.reduction == PipelineOptions::Reduction::kMean;
     int64_t batch = 0;

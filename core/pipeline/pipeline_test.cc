@@ -823,6 +823,28 @@ TEST_P(PipelineTest, AWorkerThatHasNotCreatedItsStagesIsNamed) {
                               "before the first step")));
 }
 
+// What has made it would not be trained, and nobody would hear of it.
+TEST_P(PipelineTest, ABatchThatRequiresGradIsRefused) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto stages =
+      MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 2));
+  const Context context = cluster[0].NewContext();
+  const at::Tensor plain = at::randn({4, 16}), leaf = at::randn({4, 16}).requires_grad_(true);
+  const std::vector<std::pair<Tensors, std::string>> batches = {
+      {{leaf, plain}, "input 0"}, {{leaf * 2, plain}, "input 0"}, {{plain, leaf}, "target 0"}};
+  for (const auto& [batch, what] : batches) {
+    const absl::Status status = pipeline->Train(context, {batch[0]}, {batch[1]}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat(what, " requires grad, and no gradient goes back")));
+  }
+  EXPECT_EQ(pipeline->Train(context, {plain}, {plain}).status(), absl::OkStatus());
+  // Nothing goes back in an evaluation.
+  EXPECT_EQ(pipeline->Evaluate({leaf}, {leaf}).status(), absl::OkStatus());
+}
+
 // Its gradients would be those of a context that the other worker knows nothing of, and nobody
 // would release them.
 TEST_P(PipelineTest, AContextOfAnotherWorkerIsRefused) {

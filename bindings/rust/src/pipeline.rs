@@ -692,7 +692,8 @@ impl<'w> Pipeline<'w> {
     ///
     /// The first dimension of each tensor is the batch; it is cut into as many micro-batches as the
     /// schedule has, of which the first may have one element more than the others. The first stage
-    /// gets the inputs, the last one's loss the targets.
+    /// gets the inputs, the last one's loss the targets. `Code::InvalidArgument` for one that
+    /// requires grad: no gradient goes back to it.
     ///
     /// An error of a stage keeps its code, and names stage, micro-batch and worker; that of the
     /// deadline (`Code::DeadlineExceeded`) what each rank was doing. The first error ends the step

@@ -1666,7 +1666,8 @@ typedef struct dg_pipeline_run_options {
  *
  * The first dimension of each tensor is the batch; it is cut into as many micro-batches as the
  * schedule has, of which the first may have one element more than the others. The first stage gets
- * the inputs, the last one's loss the targets.
+ * the inputs, the last one's loss the targets. DG_INVALID_ARGUMENT for one that requires grad: no
+ * gradient goes back to it.
  *
  * An error of a stage keeps its code, and names stage, micro-batch and worker; that of the deadline
  * (DG_DEADLINE_EXCEEDED) what each rank was doing. The first error ends the step on all ranks, and
