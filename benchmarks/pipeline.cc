@@ -5,7 +5,7 @@
 //
 //   tools/bazel run //benchmarks:pipeline -- [--unit-ms 10] [--rounds 5] [--no-split]
 //                                            [--no-waiting] [--models NAME] [--only NAME]
-//                                            [--traces DIR]
+//                                            [--micro-batches N] [--traces DIR]
 //
 // With --traces each rank's actions go to DIR/SCHEDULE-M.RANK.json where stages wait, and to
 // DIR/SCHEDULE-MODEL-M.RANK.json where they compute; tools/pipeline_picture.py draws pictures of
@@ -63,10 +63,11 @@ constexpr int kRoundsOfATurn = 3;
 
 absl::Duration unit = absl::Milliseconds(10);
 int rounds = 5;
-std::string traces;   // the folder; empty: none
-std::string models;   // a part of the names of the models that are computed; empty: all
-std::string only;     // the same of the ways to compute them
-bool failed = false;  // something has not been measured
+std::string traces;           // the folder; empty: none
+std::string models;           // a part of the names of the models that are computed; empty: all
+std::string only;             // the same of the ways to compute them
+int given_micro_batches = 0;  // of the models that are computed; 0: each has its own
+bool failed = false;          // something has not been measured
 
 // Of an even number the mean of the two in the middle; 0 where nothing was measured.
 double Median(std::vector<double> values) {
@@ -339,8 +340,9 @@ double MedianRatio(const Contender& one, const Contender& other) {
   return Median(std::move(ratios));
 }
 
-void ReportSplit(const SplitJob& job) {
+void ReportSplit(SplitJob job) {
   if (!absl::StrContains(job.name, models)) return;
+  if (given_micro_batches > 0) job.micro_batches = given_micro_batches;
   std::printf("%s, batches of %d in %d micro-batches; %s per second\n", job.name.c_str(), job.batch,
               job.micro_batches, job.transformer ? "tokens" : "samples");
   std::fflush(stdout);  // Before processes are forked, which would print it again.
@@ -424,6 +426,8 @@ int Main(int argc, char** argv) {
   app.add_flag("--no-waiting", no_waiting, "Only the stages that compute");
   app.add_option("--models", models, "Only the models whose names contain this");
   app.add_option("--only", only, "Only the ways to compute whose names contain this");
+  app.add_option("--micro-batches", given_micro_batches, "Of each batch where stages compute")
+      ->check(CLI::Range(1, 1024));
   app.add_option("--traces", traces, "Folder for what each rank did, in the last turn");
   CLI11_PARSE(app, argc, argv);
   unit = absl::Milliseconds(unit_ms);
