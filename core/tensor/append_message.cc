@@ -154,6 +154,20 @@ bool IsSmallOnGpu(const at::Tensor& tensor) {
          tensor.nbytes() <= kInlineBytes && IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
 }
 
+// What is read in the order of a stream that is captured would be read when the graph runs. To wait
+// for it, as is done for small tensors, would end the capture.
+absl::Status CheckNotCaptured(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return absl::OkStatus();
+  const at::Device device = tensor.device();
+  if (!IsCaptured(c10::impl::VirtualGuardImpl(device.type()).getStream(device))) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(
+      absl::StrCat("the current stream of ", device.str(),
+                   " is being captured into a graph, which what is sent cannot be part of; send it "
+                   "outside of the capture"));
+}
+
 // The small tensors of GPUs, each in its place, in memory of the host; the others are undefined
 // there. Empty if there is no such tensor.
 std::vector<at::Tensor> SmallOnHost(const std::vector<at::Tensor>& tensors) {
@@ -232,7 +246,13 @@ absl::Status AppendMessage(const Message& message, Packet* packet, const DeviceM
   try {
     c10::NoGradGuard no_grad;
     if (AnyOnGpu(message.tensors)) {
-      OutsideOfCaptures(append);
+      for (; index < message.tensors.size() && status.ok(); ++index) {
+        status = CheckNotCaptured(message.tensors[index]);
+      }
+      if (status.ok()) {
+        index = 0;
+        OutsideOfCaptures(append);
+      }
     } else {
       append();
     }

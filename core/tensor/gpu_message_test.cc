@@ -297,6 +297,29 @@ TEST_F(GpuMessageTest, GraphsThatOtherThreadsCaptureAreLeftAlone) {
   EXPECT_TRUE(read->tensors[2].cpu().equal(bools));
 }
 
+// TensorPipe ends the process where a copy that it has begun cannot be waited for.
+TEST_F(GpuMessageTest, WhatIsCapturedIsNotSentAndItsGraphIsLeftAlone) {
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(0));
+  const at::Tensor on_other = at::rand({5000}).to(Gpu(1));
+  for (const int64_t size : {10, 5000}) {
+    const Message message = {"", {at::Tensor(), on_other, at::rand({size}).to(Gpu(0))}};
+    Packet packet;
+    packet.bytes = "what was there";
+    {
+      const c10::StreamGuard guard(stream);
+      const fake_cuda::Capture capture(stream.native_handle());
+      const absl::Status status = AppendMessage(message, &packet, Shifted());
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "tensor 2: the current stream of cuda:0 is"))
+          << status;
+      EXPECT_TRUE(AppendMessage({"", {on_other}}, &packet, Shifted()).ok());
+      EXPECT_TRUE(capture.intact());
+    }
+    EXPECT_EQ(packet.segments.size(), 1u);
+    EXPECT_TRUE(AppendMessage(message, &packet, Shifted()).ok());
+  }
+}
+
 TEST_F(GpuMessageTest, NoMemory) {
   const absl::Status status = gpus_->Allocate(1, fake_cuda::kDeviceBytes + 1).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;

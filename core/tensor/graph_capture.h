@@ -2,6 +2,8 @@
 #ifndef DISTGRAD_CORE_TENSOR_GRAPH_CAPTURE_H_
 #define DISTGRAD_CORE_TENSOR_GRAPH_CAPTURE_H_
 
+#include <c10/core/Stream.h>
+
 #include "absl/functional/function_ref.h"
 
 namespace distgrad {
@@ -11,6 +13,10 @@ namespace distgrad {
 // which is PyTorch's default, and end that capture too. Only for where CUDA has a GPU; in a build
 // without CUDA it just calls `run`.
 void OutsideOfCaptures(absl::FunctionRef<void()> run);
+
+// Whether what is launched on a stream of CUDA's becomes a part of a graph, and does not run. Only
+// for where CUDA has a GPU; throws what c10 throws.
+bool IsCaptured(c10::Stream stream);
 
 }  // namespace distgrad
 

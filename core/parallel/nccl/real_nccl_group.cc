@@ -1,7 +1,6 @@
 // Calls NCCL without blocking, and puts its errors into a Status.
 #include "core/parallel/nccl/real_nccl_group.h"
 
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
@@ -16,6 +15,7 @@
 #include "core/base/check.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/graph_capture.h"
 
 namespace distgrad {
 namespace {
@@ -202,18 +202,7 @@ absl::StatusOr<std::unique_ptr<NcclGroup>> StartNcclGroup(const std::vector<c10:
 NcclPlatform RealNcclPlatform() {
   NcclPlatform platform;
   platform.start = [](const std::vector<c10::Device>& devices) { return StartNcclGroup(devices); };
-  platform.is_capturing = [](c10::Stream stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t error =
-        cudaStreamIsCapturing(c10::cuda::CUDAStream(stream).stream(), &status);
-    if (error == cudaErrorStreamCaptureImplicit) {
-      // The default stream, while one that waits for it is captured.
-      cudaGetLastError();
-      return true;
-    }
-    C10_CUDA_CHECK(error);
-    return status != cudaStreamCaptureStatusNone;
-  };
+  platform.is_capturing = IsCaptured;
   platform.query = [](const c10::Event& event) {
     // Without this it would end a capture that another thread makes of everything.
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);

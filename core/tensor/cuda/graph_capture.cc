@@ -1,13 +1,28 @@
-// Takes this thread out of CUDA's captures for a while; for builds with CUDA.
+// Takes this thread out of CUDA's captures for a while, and knows which streams are captured; for
+// builds with CUDA.
 #include "core/tensor/graph_capture.h"
 
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
 
 namespace distgrad {
 
 void OutsideOfCaptures(absl::FunctionRef<void()> run) {
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   run();
+}
+
+bool IsCaptured(c10::Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(c10::cuda::CUDAStream(stream).stream(), &status);
+  if (error == cudaErrorStreamCaptureImplicit) {
+    // The default stream, while one that waits for it is captured.
+    cudaGetLastError();
+    return true;
+  }
+  C10_CUDA_CHECK(error);
+  return status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace distgrad
