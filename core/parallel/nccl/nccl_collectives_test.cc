@@ -43,7 +43,8 @@ struct Script {
   absl::Status launch;
   bool launch_throws = false;
   std::function<bool(const c10::Event&)> query = [](const c10::Event& end) { return end.query(); };
-  bool capturing = false;
+  std::function<bool()> capturing = [] { return false; };
+  std::function<void()> abort = [] {};
   std::vector<std::string> calls;
   int alive = 0;
   int launching = 0;  // collectives that have not gone to the streams
@@ -90,7 +91,10 @@ class FakeNcclGroup final : public NcclGroup {
     return absl::OkStatus();
   }
 
-  void Abort() override { script_->calls.push_back("abort"); }
+  void Abort() override {
+    script_->calls.push_back("abort");
+    script_->abort();
+  }
 
  private:
   // The parts' streams are current. As in NCCL, what a stream has been given ends when its memory
@@ -141,7 +145,7 @@ class NcclCollectivesTest : public testing::Test {
       return std::make_unique<FakeNcclGroup>(&script_);
     };
     platform.query = [this](const c10::Event& end) { return script_.query(end); };
-    platform.is_capturing = [this](c10::Stream) { return script_.capturing; };
+    platform.is_capturing = [this](c10::Stream) { return script_.capturing(); };
     return platform;
   }
 
@@ -472,7 +476,7 @@ TEST_F(NcclCollectivesTest, ADeadlineHoldsWhereTheDevicesDoNotAnswer) {
 
 TEST_F(NcclCollectivesTest, WhileAGraphIsCapturedAllIsRefusedAndNothingAborted) {
   NcclCollectives& collectives = Make();
-  script_.capturing = true;
+  script_.capturing = [] { return true; };
   const std::vector<TensorVector> lists = {
       {at::ones({4}, devices_[0])}, {at::ones({4}, devices_[1])}, {at::ones({4}, devices_[2])}};
   for (const absl::Status& status : {collectives.Reduce(lists, devices_[0]).status(),
@@ -482,8 +486,23 @@ TEST_F(NcclCollectivesTest, WhileAGraphIsCapturedAllIsRefusedAndNothingAborted) 
                 AllOf(HasSubstr("hpu:0"), HasSubstr("captured into a graph")));
   }
   EXPECT_THAT(script_.calls, IsEmpty());
-  script_.capturing = false;
+  script_.capturing = [] { return false; };
   EXPECT_TRUE(collectives.Reduce(lists, devices_[0]).ok());
+}
+
+// As behind a kernel that has read invalid memory.
+TEST_F(NcclCollectivesTest, AnErrorOfCudaIsAStatusBeforeAnythingIsLaunchedToo) {
+  NcclCollectives& collectives = Make();
+  script_.capturing = []() -> bool { TORCH_CHECK(false, "CUDA error: an illegal memory access"); };
+  const std::vector<TensorVector> lists = {
+      {at::ones({4}, devices_[0])}, {at::ones({4}, devices_[1])}, {at::ones({4}, devices_[2])}};
+  for (const absl::Status& status : {collectives.Reduce(lists, devices_[0]).status(),
+                                     collectives.Broadcast(lists[0]).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("NCCL over hpu:0"), HasSubstr("an illegal memory access")));
+  }
+  EXPECT_THAT(script_.calls, IsEmpty());
 }
 
 TEST_F(NcclCollectivesTest, CommunicatorsAreOfDevicesWhateverTheOptions) {
@@ -529,6 +548,39 @@ TEST_F(NcclCollectivesTest, NoMoreAreKeptThanAreOfUse) {
   EXPECT_TRUE(pool.Get(lists.back(), absl::Seconds(5)).ok());
   EXPECT_EQ(started_, before) << "what was used last is kept";
   EXPECT_TRUE(NcclCollectives(*mine, {}).Broadcast({at::ones({4}, devices_[0])}).ok());
+}
+
+// As where the driver stands still behind a kernel that only the abort of another list would end.
+TEST_F(NcclCollectivesTest, AnAbortThatDoesNotEndHoldsUpNoOtherList) {
+  NcclPool pool(Platform(), &clock_);
+  const auto first = pool.Get(devices_, absl::Minutes(5));
+  ASSERT_TRUE(first.ok()) << first.status();
+  absl::Notification aborts, end, asks, got;
+  script_.abort = [&] {
+    aborts.Notify();
+    end.WaitForNotification();
+  };
+  std::thread aborting([&] { (*first)->Abort(absl::CancelledError("replica 1 failed")); });
+  aborts.WaitForNotification();
+  // Whoever wants the list itself waits for its abort, and then gets another one.
+  std::thread same([&] {
+    asks.Notify();
+    const auto again = pool.Get(devices_, absl::Minutes(5));
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_NE(*again, *first);
+  });
+  asks.WaitForNotification();
+  std::thread others([&] {
+    for (int i = 0; i < 1000; ++i) {
+      EXPECT_TRUE(pool.Get({devices_[2], devices_[1]}, absl::Minutes(5)).ok());
+      std::this_thread::yield();
+    }
+    got.Notify();
+  });
+  EXPECT_TRUE(got.WaitForNotificationWithTimeout(absl::Minutes(1))) << "it waits for the abort";
+  end.Notify();
+  for (std::thread* const thread : {&aborting, &same, &others}) thread->join();
+  EXPECT_EQ(started_, 3);
 }
 
 // Two lists that share devices: where each thread began its own on one device first, each would

@@ -133,14 +133,18 @@ absl::Status NcclCommunicators::status() const {
 
 absl::Status NcclCommunicators::MayBegin(const std::string& what) const {
   DG_RETURN_IF_ERROR(status());
-  for (const c10::Device device : devices_) {
-    if (!platform_.is_capturing(GuardOf(device).getStream(device))) continue;
-    return absl::FailedPreconditionError(absl::StrCat(
-        name_, ": ", what, ": the current stream of ", device.str(),
-        " is being captured into a graph, which collectives between devices cannot be part of; "
-        "run this step outside of the capture"));
+  try {
+    for (const c10::Device device : devices_) {
+      if (!platform_.is_capturing(GuardOf(device).getStream(device))) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          name_, ": ", what, ": the current stream of ", device.str(),
+          " is being captured into a graph, which collectives between devices cannot be part of; "
+          "run this step outside of the capture"));
+    }
+    return absl::OkStatus();
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), absl::StrCat(name_, ": ", what));
   }
-  return absl::OkStatus();
 }
 
 absl::Status NcclCommunicators::Launch(Collective collective, absl::Duration timeout) {

@@ -30,17 +30,21 @@ absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclPool::Get(
 
 std::shared_ptr<NcclCommunicators> NcclPool::Find(const std::vector<c10::Device>& devices,
                                                   List* dropped) {
-  absl::MutexLock lock(&mu_);
-  const auto known = std::find_if(known_.begin(), known_.end(), [&](const auto& communicators) {
-    return communicators->devices() == devices;
-  });
-  if (known == known_.end()) return nullptr;
-  if (!(*known)->status().ok()) {
-    dropped->splice(dropped->end(), known_, known);
-    return nullptr;
+  const auto is_it = [&](const auto& communicators) { return communicators->devices() == devices; };
+  std::shared_ptr<NcclCommunicators> found;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto known = std::find_if(known_.begin(), known_.end(), is_it);
+    if (known == known_.end()) return nullptr;
+    known_.splice(known_.begin(), known_, known);
+    found = known_.front();
   }
-  known_.splice(known_.begin(), known_, known);
-  return known_.front();
+  // Not with mu_ held: it waits for an abort, in which the driver may stand still.
+  if (found->status().ok()) return found;
+  absl::MutexLock lock(&mu_);
+  known_.remove(found);
+  dropped->push_back(std::move(found));
+  return nullptr;
 }
 
 NcclPool::List NcclPool::Superfluous() {
