@@ -406,6 +406,22 @@ TEST(NcclOnStandInsTest, ItIsRefusedWhileTheStreamIsCaptured) {
   EXPECT_TRUE((*group)->Wait(**running).ok());
 }
 
+// It is not left to the others' deadline: whatever CUDA is asked for fails from then on.
+TEST(NcclOnStandInsTest, AnErrorOfCudaFailsTheGroupBeforeACollectiveBeginsToo) {
+  const auto group = Join(NewInProcessStore(), 0, 1);
+  ASSERT_TRUE(group.ok()) << group.status();
+  const at::Tensor tensor = On(0, 1);
+  absl::Status status;
+  {
+    const fake_cuda::Broken broken;
+    status = (*group)->BeginSum(tensor, What()).status();
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "an illegal memory access")) << status;
+  EXPECT_EQ((*group)->status(), status);
+  EXPECT_EQ(fake_nccl::Communicators(), 0);
+}
+
 // Another group of the process is in the middle of what waits for a rank.
 TEST(NcclOnStandInsTest, AGroupThatWaitsForARankHoldsUpNoOther) {
   const auto store = NewInProcessStore();

@@ -285,12 +285,12 @@ absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::Begin(const
                                                ": NCCL takes dense tensors of a GPU, and one is ",
                                                tensor.layout(), " on ", tensor.device()));
   }
-  if (backend_->may_begin != nullptr) {
-    const absl::Status may = backend_->may_begin();
-    if (!may.ok()) return Annotate(may, absl::StrCat(who_, ": ", what));
-  }
   std::vector<at::Tensor> tensors = {tensor};
   try {
+    if (backend_->may_begin != nullptr) {
+      const absl::Status may = backend_->may_begin();
+      if (!may.ok()) return Annotate(may, absl::StrCat(who_, ": ", what));
+    }
     absl::MutexLock lock(backend_->begins_may_wait ? &backend_->begins : &beginning);
     DG_RETURN_IF_ERROR(status());
     ++collectives_;
@@ -332,12 +332,14 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
                                                    c10::toString(tensors[i].scalar_type()),
                                                    ", which has no averages"));
   }
+  bool others_may_wait = false;  // for what this rank does not begin
   try {
     const at::NoGradGuard no_grad;
     const std::vector<Bucket> buckets = AssignBuckets(tensors, kBucketBytes);
     std::vector<at::Tensor> sums;
     std::vector<std::shared_ptr<Running>> running;
     absl::Status status;
+    others_may_wait = true;
     for (const Bucket& bucket : buckets) {
       sums.push_back(bucket.flat ? Pack(bucket, tensors) : tensors[bucket.slots[0].tensor]);
       if (DividesFirst(bucket.dtype)) sums.back().div_(options_.size);
@@ -346,6 +348,7 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
       if (!begun.ok()) break;
       running.push_back(*std::move(begun));
     }
+    others_may_wait = false;
     for (const auto& each : running) status.Update(Wait(*each));
     DG_RETURN_IF_ERROR(status);
     for (size_t i = 0; i < buckets.size(); ++i) {
@@ -354,6 +357,7 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
     }
     return absl::OkStatus();
   } catch (...) {
+    if (others_may_wait) return Failed(std::current_exception(), what, options_.timeout);
     return Annotate(StatusFromException(std::current_exception()), absl::StrCat(who_, ": ", what));
   }
 }
@@ -363,18 +367,22 @@ absl::Status ProcessGroup::Broadcast(absl::Span<const at::Tensor> tensors, int r
   if (root < 0 || root >= options_.size) {
     return absl::InvalidArgumentError(absl::StrCat(who_, ": ", what, ": there is no such rank"));
   }
+  bool others_may_wait = false;  // for what this rank does not begin
   try {
     const at::NoGradGuard no_grad;
     for (const Bucket& bucket : AssignBuckets(tensors, kBucketBytes)) {
       TORCH_CHECK_VALUE(bucket.flat, "tensor ", bucket.slots[0].tensor, " is not dense");
+      others_may_wait = true;
       const at::Tensor flat = Pack(bucket, tensors);
       // As bytes: backends do not know all dtypes.
       DG_ASSIGN_OR_RETURN(const auto running, Begin(flat.view(at::kByte), what, root));
       DG_RETURN_IF_ERROR(Wait(*running));
       if (options_.rank != root) Unpack(bucket, flat, tensors);
+      others_may_wait = false;
     }
     return absl::OkStatus();
   } catch (...) {
+    if (others_may_wait) return Failed(std::current_exception(), what, options_.timeout);
     return Annotate(StatusFromException(std::current_exception()), absl::StrCat(who_, ": ", what));
   }
 }

@@ -313,6 +313,26 @@ TEST(ProcessGroupTest, ARankThatGoesInTheMiddleOfALargeTensorIsAnErrorAtOnce) {
   }
 }
 
+// Of a GPU it may well be full. The others have begun what this rank never will.
+TEST(ProcessGroupTest, ARankThatLacksMemoryFailsTheOthersAtOnce) {
+  for (const bool sum : {true, false}) {
+    RunRanks(2,
+             [&](std::shared_ptr<ProcessGroup> group) {
+               const bool lacks = group->rank() == 0;
+               // Packed it would be larger than any address space.
+               const Tensor tensor = at::ones({1}).expand({lacks ? int64_t{1} << 46 : 1});
+               const absl::Status status =
+                   sum ? group->Average({tensor}) : group->Broadcast({tensor});
+               EXPECT_EQ(status.code(), lacks ? absl::StatusCode::kResourceExhausted
+                                              : absl::StatusCode::kUnavailable)
+                   << status;
+               EXPECT_TRUE(Contains(status, "can't allocate memory")) << status;
+               EXPECT_EQ(group->status(), status);
+             },
+             {.timeout = absl::Minutes(30)});
+  }
+}
+
 TEST(ProcessGroupTest, ARankThatIsSilentIsAnErrorInTime) {
   absl::Notification over;
   RunRanks(2,

@@ -59,6 +59,16 @@ class Capture {
   const int number_;
 };
 
+// While it lives, CUDA answers whoever asks about a stream or an event with an error, as behind a
+// kernel that has read invalid memory.
+class Broken {
+ public:
+  Broken();
+  ~Broken();
+  Broken(const Broken&) = delete;
+  Broken& operator=(const Broken&) = delete;
+};
+
 // For stand-ins of libraries that launch kernels: the stream, by its cudaStream_t, runs `step`, and
 // goes on when what `step` was given has been called, by anybody.
 void Launch(void* stream, std::function<void(std::function<void()> done)> step);

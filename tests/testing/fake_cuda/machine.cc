@@ -243,6 +243,9 @@ Capture::Capture(void* stream, CaptureMode mode)
 Capture::~Capture() { Machine::Get().EndCapture(number_); }
 bool Capture::intact() const { return Machine::Get().IsIntact(number_); }
 
+Broken::Broken() { ++Machine::Get().broken; }
+Broken::~Broken() { --Machine::Get().broken; }
+
 size_t Waits() { return Machine::Get().waits; }
 
 size_t PageableBytes() { return Machine::Get().pageable_bytes; }

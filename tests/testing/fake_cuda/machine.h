@@ -97,6 +97,7 @@ class Machine {
 
   std::atomic<size_t> pageable_bytes{0};
   std::atomic<size_t> waits{0};
+  std::atomic<int> broken{0};
 
   int BeginCapture(const Stream* stream, CaptureMode mode);
   void EndCapture(int number);

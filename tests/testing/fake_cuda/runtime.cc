@@ -29,6 +29,9 @@ bool Refused(const Stream* stream = nullptr) {
   return machine().Refuses(mode, stream);
 }
 
+bool IsBroken() { return machine().broken > 0; }
+cudaError_t Breakage() { return Fail(cudaErrorIllegalAddress); }
+
 cudaError_t Refusal() { return Fail(cudaErrorStreamCaptureUnsupported); }
 
 Stream* StreamOf(cudaStream_t stream) {
@@ -136,6 +139,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid device ordinal";
     case cudaErrorNotReady:
       return "device not ready";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     default:
@@ -203,6 +208,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (IsBroken()) return Breakage();
   if (Refused(StreamOf(stream))) return Refusal();
   return machine().IsIdle(StreamOf(stream)) ? cudaSuccess : Fail(cudaErrorNotReady);
 }
@@ -222,6 +228,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  if (IsBroken()) return Breakage();
   *status = stream != nullptr && machine().IsCaptured(StreamOf(stream))
                 ? cudaStreamCaptureStatusActive
                 : cudaStreamCaptureStatusNone;
@@ -255,6 +262,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (IsBroken()) return Breakage();
   if (Refused()) return Refusal();
   const Event* const known = EventOf(event);
   const bool done = known->mark == nullptr || machine().IsDone(*known->mark);
