@@ -20,12 +20,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "core/base/deadline.h"
 #include "core/base/fake_clock.h"
 #include "core/base/log.h"
 #include "core/membership/start.h"
 #include "core/membership/store.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/net/cluster_key.h"
+#include "core/parallel/process_group/group_security.h"
 #include "core/parallel/process_group/new_backend.h"
 #include "core/parallel/process_group/process_group.h"
 #include "tests/testing/fail_allocation.h"
@@ -429,13 +431,15 @@ TEST(NcclOnStandInsTest, AGroupThatWaitsForARankHoldsUpNoOther) {
   std::thread joins([&] {
     // Nobody else comes to connect.
     std::thread other([&] {
-      ListedStoreOfThisStart(std::make_shared<PrefixStore>("group/lonely/", store), 1, 2,
-                             Deadline::After(absl::Minutes(1)))
-          .status()
-          .IgnoreError();
+      const auto of_start =
+          ListedStoreOfThisStart(std::make_shared<PrefixStore>("group/lonely/", store), 1, 2,
+                                 Deadline::After(absl::Minutes(5)));
+      ASSERT_TRUE(of_start.ok()) << of_start.status();
+      over.WaitForNotification();
+      EXPECT_TRUE((*of_start)->Set(kFailureKey, "rank 1 failed: no disk", Deadline::Never()).ok());
     });
-    EXPECT_FALSE(Join(store, 0, 2, "lonely", {.join = absl::Seconds(10)}).ok());
-    EXPECT_TRUE(over.HasBeenNotified()) << "it held up the other group";
+    const absl::Status status = Join(store, 0, 2, "lonely").status();
+    EXPECT_TRUE(absl::StrContains(status.message(), "rank 1 failed: no disk")) << status;
     other.join();
   });
   while (fake_nccl::Communicators() == 0) std::this_thread::yield();
