@@ -206,6 +206,9 @@ import sys
 loader = importlib.machinery.SourceFileLoader("gpu_check", "tools/gpu_check")
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
 loader.exec_module(module)
+needs = module.versions_needed([sys.argv[1]])
+if list(needs) != ["GLIBC"] or not needs["GLIBC"].startswith("2."):
+    sys.exit("FAILED: a program in C needs " + str(needs))
 with open(sys.argv[1], "rb") as file:
     data = module.without_rpath(file.read())
 with open(sys.argv[1] + ".without", "wb") as file:
