@@ -1,5 +1,6 @@
 // Looks for operators that take memory which no limit covers: whose lists, sizes or depth of
-// recursion grow with a number, or with the size of a tensor that has no elements.
+// recursion grow with a number, with the size of a tensor that has no elements, or with the
+// elements that a view shows and does not have.
 #include <ATen/Parallel.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -50,6 +51,8 @@ constexpr uint64_t kElementBytes = 1 << 20;
 constexpr int64_t kMaxTensors = 1024;
 constexpr int64_t kTooMuch = 32 << 20;
 constexpr int64_t kLarge = 1 << 18;  // as a number, or as the size of a dimension
+// The elements of a view, of which each shows in a list, and few operators take long.
+constexpr int64_t kMany = 1 << 23;
 
 std::string NameOf(const c10::OperatorName& op) {
   return op.overload_name.empty() ? op.name : absl::StrCat(op.name, ".", op.overload_name);
@@ -61,7 +64,7 @@ class LargeArguments {
   explicit LargeArguments(uint32_t seed) : random_(seed) {}
 
   std::optional<Values> Draw(const c10::FunctionSchema& schema) {
-    tensor_ = Tensor();
+    shape_ = Below(kShapes);
     is_long_ = Below(3) == 0;
     Values arguments;
     for (const c10::Argument& argument : schema.arguments()) {
@@ -76,10 +79,13 @@ class LargeArguments {
   }
 
  private:
+  static constexpr size_t kShapes = 10;
+
   size_t Below(size_t n) { return static_cast<size_t>(random_() % n); }
 
-  at::Tensor Tensor() {
-    switch (Below(9)) {
+  // One of its own for each argument, as those that come with a message are.
+  static at::Tensor OfShape(size_t shape) {
+    switch (shape) {
       case 0:
         return at::zeros({kLarge, 0});
       case 1:
@@ -96,6 +102,8 @@ class LargeArguments {
         return at::ones({1}).expand({kLarge, 2});
       case 7:
         return at::ones({1}, at::kLong);
+      case 8:
+        return at::ones({1}).expand({kMany});
       default:
         return at::ones({1, 2});
     }
@@ -104,8 +112,8 @@ class LargeArguments {
   std::optional<c10::IValue> Of(const c10::TypePtr& type) {
     switch (type->kind()) {
       case c10::TypeKind::TensorType:
-        if (Below(3) == 0) tensor_ = Tensor();
-        return tensor_;
+        if (Below(3) == 0) shape_ = Below(kShapes);
+        return OfShape(shape_);
       case c10::TypeKind::IntType:
       case c10::TypeKind::SymIntType: {
         constexpr int64_t kNumbers[] = {0, 1, 2, kLarge};
@@ -143,7 +151,7 @@ class LargeArguments {
   }
 
   std::mt19937 random_;
-  at::Tensor tensor_;              // most of these arguments
+  size_t shape_ = 0;               // of most of these arguments
   std::optional<int32_t> length_;  // that the list which is drawn has to have
   bool is_long_ = false;           // lists are, of these arguments
 };
@@ -170,8 +178,8 @@ void ForgetPeak() {
 // Whether the worker that serves an operator would let it begin.
 bool Passes(const std::string& name, const Values& arguments) {
   return CountPieces(name, arguments) <= kMaxTensors &&
-         CountSquareBytes(name, arguments) <= int64_t{kElementBytes} &&
-         CheckListLengths(name, arguments).ok();
+         CountListBytes(name, arguments) <= int64_t{kElementBytes} &&
+         CheckHeads(name, arguments).ok() && CheckListLengths(name, arguments).ok();
 }
 
 struct Found {
@@ -278,6 +286,8 @@ TEST(OperatorMemory, TheSearchFindsWhatTakesMemory) {
                                                                     {"aten::rnn_tanh", "input"},
                                                                     {"aten::roll", ""},
                                                                     {"aten::meshgrid", ""},
+                                                                    {"aten::topk", ""},
+                                                                    {"aten::mode", ""},
                                                                     {"aten::neg", ""}}) {
     const auto handle = c10::Dispatcher::singleton().findSchema(op);
     ASSERT_TRUE(handle.has_value()) << op;

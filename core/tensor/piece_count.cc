@@ -1,10 +1,12 @@
 // Knows the operators that make lists, and computes from their arguments how long these are.
 #include "core/tensor/piece_count.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/jit_type.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -24,6 +26,7 @@ enum class Cut {
   kAtOnce,    // so many copies of one, to make a grid of
   kGroups,    // so many groups of channels, of which each is a convolution
   kSteps,     // one for each step, and for each layer, of a recurrent network
+  kNumbers,   // one for each number that a point has, of which there is a histogram
 };
 
 std::optional<Cut> CutOf(absl::string_view name) {
@@ -40,6 +43,7 @@ std::optional<Cut> CutOf(absl::string_view name) {
   if (name == "combinations") return Cut::kAtOnce;
   if (absl::StrContains(name, "conv")) return Cut::kGroups;
   if (name == "rnn_tanh" || name == "rnn_relu") return Cut::kSteps;
+  if (name == "histogramdd") return Cut::kNumbers;
   return std::nullopt;
 }
 
@@ -99,6 +103,24 @@ int64_t StepsOf(absl::string_view name, absl::Span<const c10::IValue> args) {
   return std::max(size_of(0, batch_first ? 1 : 0), size_of(1, 0));
 }
 
+// Of a list of the elements of a dimension, which argument `place` names, the last if there is
+// none, and of their places, on each thread that works at it.
+int64_t ElementListBytes(absl::Span<const c10::IValue> args, size_t place) {
+  if (!args[0].isTensor()) return 0;
+  const at::Tensor& tensor = args[0].toTensor();
+  if (!tensor.defined() || tensor.dim() == 0 || tensor.numel() == 0) return 0;
+  const int64_t named = place < args.size() ? IntOf(args[place]).value_or(-1) : -1;
+  const int64_t dimension = named < 0 ? named + tensor.dim() : named;
+  if (dimension < 0 || dimension >= tensor.dim()) return 0;
+  const int64_t size = tensor.size(dimension);
+  const int64_t lists = std::min<int64_t>(tensor.numel() / size, at::get_num_threads());
+  constexpr int64_t kBytesOfEach = 2 * sizeof(int64_t);
+  int64_t bytes = 0;
+  return __builtin_mul_overflow(size, lists * kBytesOfEach, &bytes)
+             ? std::numeric_limits<int64_t>::max()
+             : bytes;
+}
+
 }  // namespace
 
 bool CutsIntoPieces(absl::string_view name) { return CutOf(name).has_value(); }
@@ -112,6 +134,7 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) 
   const at::Tensor& tensor = args[0].toTensor();
   if (!tensor.defined()) return 0;
   if (*cut == Cut::kUnbind) return SizeOf(tensor, args, 1);
+  if (*cut == Cut::kNumbers) return tensor.dim() == 0 ? 0 : tensor.size(-1);
   if (args.size() < 2) return 0;
   const c10::IValue& how = args[1];
   if (how.isList()) {
@@ -132,21 +155,43 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) 
   return PiecesOf(size, *cut == Cut::kChunk ? PiecesOf(size, *number) : *number);
 }
 
-int64_t CountSquareBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
-  if (!absl::ConsumePrefix(&name, "aten::")) return 0;
+int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
+  if (!absl::ConsumePrefix(&name, "aten::") || args.empty()) return 0;
   name = name.substr(0, name.find('.'));
+  if (name == "topk") return ElementListBytes(args, 2);
+  if (name == "mode") return ElementListBytes(args, 1);
   int64_t count = 0;
   if (name == "combinations") {
     count = args.size() > 1 ? IntOf(args[1]).value_or(0) : 0;
   } else if (name == "meshgrid" || name == "cartesian_prod" || name == "linalg_multi_dot" ||
              name == "chain_matmul") {
-    count =
-        !args.empty() && args[0].isList() ? static_cast<int64_t>(args[0].toListRef().size()) : 0;
+    count = args[0].isList() ? static_cast<int64_t>(args[0].toListRef().size()) : 0;
   }
   // A size and a stride; or what a product costs, and where it is best divided.
   constexpr int64_t kBytesOfEach = 2 * sizeof(int64_t);
   constexpr int64_t kMany = int64_t{1} << 29;
   return count <= 0 ? 0 : std::min(count, kMany) * std::min(count, kMany) * kBytesOfEach;
+}
+
+uint64_t CountArgumentBytes(absl::Span<const c10::IValue> args) {
+  uint64_t all = 0;
+  const auto add = [&all](const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.layout() != at::kStrided) return;
+    uint64_t bytes = 0;
+    if (__builtin_mul_overflow(static_cast<uint64_t>(tensor.numel()), tensor.element_size(),
+                               &bytes) ||
+        __builtin_add_overflow(all, bytes, &all)) {
+      all = std::numeric_limits<uint64_t>::max();
+    }
+  };
+  for (const c10::IValue& arg : args) {
+    if (arg.isTensor()) add(arg.toTensor());
+    if (!arg.isList() || arg.isIntList() || arg.isDoubleList()) continue;
+    for (const c10::IValue& item : arg.toListRef()) {
+      if (item.isTensor()) add(item.toTensor());
+    }
+  }
+  return all;
 }
 
 absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IValue> args) {
@@ -167,6 +212,23 @@ absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IVal
         absl::StrCat("argument '", argument.name(), "' has ", args[i].toListRef().size(),
                      " numbers; there may be ", kMost, ", for a tensor has ", kDimensions,
                      " dimensions at most"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> args) {
+  constexpr size_t kKey = 1, kValue = 2, kShare = 7;
+  if (name != "aten::scaled_dot_product_attention" || args.size() <= kShare ||
+      IntOf(args[kShare]).value_or(0) == 0) {
+    return absl::OkStatus();
+  }
+  for (const size_t place : {kKey, kValue}) {
+    if (!args[place].isTensor()) continue;
+    const at::Tensor& heads = args[place].toTensor();
+    if (!heads.defined() || heads.dim() < 3 || heads.size(-3) > 0) continue;
+    return absl::InvalidArgumentError(absl::StrCat("with enable_gqa the ",
+                                                   place == kKey ? "keys" : "values",
+                                                   " need a head at least, and have none"));
   }
   return absl::OkStatus();
 }

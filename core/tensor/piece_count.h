@@ -1,5 +1,5 @@
 // What an operator makes besides elements of tensors, from its arguments and before it runs: how
-// many tensors, what takes the square of their number, and lists of numbers.
+// many tensors, lists of numbers, and what grows with the elements that its arguments show.
 #ifndef DISTGRAD_CORE_TENSOR_PIECE_COUNT_H_
 #define DISTGRAD_CORE_TENSOR_PIECE_COUNT_H_
 
@@ -15,25 +15,37 @@ namespace distgrad {
 
 // Whether operators of that name, in all their overloads, make so many tensors as a size of a
 // tensor, or a number that is given, says: split, unbind and the like, which return them, and
-// combinations, convolutions in groups and recurrent networks, which do not. They take memory
-// though all their elements together take none.
+// combinations, convolutions in groups, recurrent networks and histograms of points, which do not.
+// They take memory though all their elements together take none.
 bool CutsIntoPieces(absl::string_view name);
 
 // How many these are. 0 for all other operators, and for arguments that it does not take.
 int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
 
-// The bytes of what grows with the square of the number n of tensors, though each has but one
-// element: the sizes and strides of the n views of n dimensions that `meshgrid` makes, and
-// `cartesian_prod` and `combinations` by it; and the costs of all products of neighbours of
-// `linalg_multi_dot` and `chain_matmul`. 0 for all other operators, and for arguments that these do
-// not take.
-int64_t CountSquareBytes(absl::string_view name, absl::Span<const c10::IValue> args);
+// The bytes of the lists that an operator makes beside tensors. Some grow with the square of the
+// number n of tensors, though each has but one element: the sizes and strides of the n views of n
+// dimensions that `meshgrid` makes, and `cartesian_prod` and `combinations` by it; and the costs of
+// all products of neighbours of `linalg_multi_dot` and `chain_matmul`. `topk` and `mode` make one,
+// on each thread, of the elements of a dimension. 0 for all other operators, and for arguments that
+// these do not take.
+int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args);
+
+// The bytes of all elements of the tensors among the arguments, lists of them too: a view in which
+// one element stands for many counts as if it had them all. Operators make lists of as many, and
+// passes gradients, and no allocation of the operator shows either. Sparse tensors are not counted:
+// their sizes do not say what they hold.
+uint64_t CountArgumentBytes(absl::Span<const c10::IValue> args);
 
 // kInvalidArgument for a list of sizes, strides, shifts, repeats or the like that is longer than
 // what any tensor with as many dimensions as may be sent could want: operators make tensors of as
 // many dimensions of it, which takes the square of its length, or call themselves for each number,
 // which ends the process when the stack does. Lists of where to cut are counted as pieces.
 absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IValue> args);
+
+// kInvalidArgument for an attention in which several heads of queries share one of keys and values
+// (`enable_gqa`) and there is none of these: libtorch divides by their number, which ends the
+// process.
+absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> args);
 
 }  // namespace distgrad
 

@@ -598,6 +598,27 @@ TEST_P(CallsTest, WhatGrowsWithTheSquareOfTensorsIsBounded) {
   expect("aten::combinations", {at::ones({1}), 300}, {at::ones({4}), 3});
 }
 
+// And of the elements of a dimension, each with its place.
+TEST_P(CallsTest, WhatListsOfElementsTakeIsBounded) {
+  Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
+  const auto call = [&](const std::string& name, const at::Tensor& x) {
+    std::vector<c10::IValue> arguments = {x};
+    if (name == "aten::topk") arguments.push_back(1);
+    return worker(0).CallOp(1, name, arguments).status();
+  };
+  for (const std::string name : {"aten::topk", "aten::mode"}) {
+    const absl::Status status = call(name, at::ones({70000}));
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "it would make lists of 1120000 bytes"))
+        << status;
+    for (const at::Tensor& few : {at::ones({60000}), at::ones({20000, 1}), at::ones({})}) {
+      const absl::Status good = call(name, few);
+      EXPECT_TRUE(good.ok()) << name << ": " << good;
+    }
+  }
+}
+
 // Tensors that it makes on its way, of a number, or of tensors without elements.
 TEST_P(CallsTest, HowManyTensorsAnOperatorNeedsIsBounded) {
   Start({.workers = 2, .limits = {.tensors_per_message = 100}});
@@ -638,6 +659,29 @@ TEST_P(CallsTest, HowManyTensorsAnOperatorNeedsIsBounded) {
     EXPECT_TRUE(good.ok()) << good;
   }
   expect("aten::rnn_tanh.data", {few, at::ones({101}, at::kLong), few}, "101");
+  expect("aten::histogramdd.int_bins", {at::ones({1, 101}), 1}, "101");
+  EXPECT_TRUE(worker(0).CallOp(1, "aten::histogramdd.int_bins", {at::ones({1, 2}), 1}).ok());
+}
+
+// The process would end, and not the call alone: it divides by the number of heads.
+TEST_P(CallsTest, AnAttentionThatSharesHeadsNeedsOne) {
+  Start({.workers = 2});
+  const auto attend = [&](std::vector<int64_t> queries, std::vector<int64_t> keys,
+                          std::vector<int64_t> values) {
+    return worker(0)
+        .CallOp(1, "aten::scaled_dot_product_attention",
+                {at::ones(queries), at::ones(keys), at::ones(values), c10::IValue(), 0.0, false,
+                 c10::IValue(), true})
+        .status();
+  };
+  for (const absl::Status& status :
+       {attend({0, 4, 2}, {0, 4, 2}, {0, 4, 2}), attend({1, 2, 4, 2}, {1, 0, 4, 2}, {1, 1, 4, 2}),
+        attend({1, 2, 4, 2}, {1, 1, 4, 2}, {1, 0, 4, 2})}) {
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "need a head at least")) << status;
+  }
+  const absl::Status good = attend({1, 2, 4, 2}, {1, 1, 4, 2}, {1, 1, 4, 2});
+  EXPECT_TRUE(good.ok()) << good;
 }
 
 // The process would end, and not the call alone: it calls itself for each shift.
@@ -703,19 +747,45 @@ TEST_P(CallsTest, WhatAResultTakesToSendIsBounded) {
         1, "aten::as_strided",
         {at::ones({3}), std::vector<int64_t>{2, 2, size}, std::vector<int64_t>{1, 1, 0}});
   };
-  const auto conjugate = [&](int64_t size) {
-    return worker(0).CallOp(1, "aten::conj",
-                            {at::ones({1}, at::kComplexFloat).expand({2, 2, size})});
-  };
   for (const int64_t size : {int64_t{75000}, int64_t{1} << 40}) {
-    for (const absl::Status& status : {strided(size).status(), conjugate(size).status()}) {
-      EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
-      EXPECT_TRUE(absl::StrContains(status.message(), "allocate")) << status;
+    const absl::Status status = strided(size).status();
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "allocate")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "limit message_bytes is 1048576")) << status;
+  }
+  EXPECT_TRUE(strided(1000).ok());
+}
+
+// The gradient of such a view has all of its elements, and a pass would make them after the
+// operator.
+TEST_P(CallsTest, WhatTheArgumentsOfAnOperatorShowIsBounded) {
+  Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
+  const at::Tensor x = at::ones({1}).requires_grad_();
+  for (const int64_t size : {int64_t{300000}, int64_t{1} << 40}) {
+    const c10::IValue view(x.expand({size}));
+    const std::vector<std::pair<std::string, std::vector<c10::IValue>>> calls = {
+        {"aten::select.int", {view, 0, 0}},
+        {"aten::broadcast_tensors", {std::vector<at::Tensor>{x, x.expand({size})}}},
+        {"aten::conj", {at::ones({1}, at::kComplexFloat).expand({2, 2, size})}},
+        // Twice half of it.
+        {"aten::dot", {at::ones({1}).expand({200000}), at::ones({1}).expand({200000})}},
+    };
+    for (const auto& [name, arguments] : calls) {
+      Context context = worker(0).NewContext();
+      const absl::Status status =
+          worker(0).CallOp(1, name, arguments, {.context = &context}).status();
+      EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << name << ": " << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "its arguments have elements of")) << status;
       EXPECT_TRUE(absl::StrContains(status.message(), "limit message_bytes is 1048576")) << status;
     }
   }
-  EXPECT_TRUE(strided(1000).ok());
-  EXPECT_TRUE(conjugate(1000).ok());
+  Context context = worker(0).NewContext();
+  const auto one =
+      worker(0).CallOp(1, "aten::select.int", {x.expand({200000}), 0, 0}, {.context = &context});
+  ASSERT_TRUE(one.ok()) << one.status();
+  const absl::Status done = context.Backward({(*one)[0].toTensor()});
+  EXPECT_TRUE(done.ok()) << done;
+  EXPECT_EQ(context.Gradient(x)->item<float>(), 1);
 }
 
 // -------------------------------------------------------------------------------- Metrics

@@ -267,13 +267,20 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
                                                      " tensors; limit tensors_per_message is ",
                                                      parts_.options.limits.tensors_per_message));
   }
-  const int64_t square_bytes = CountSquareBytes(request.function, arguments);
-  if (static_cast<uint64_t>(square_bytes) > parts_.options.limits.message_bytes) {
+  const uint64_t argument_bytes = CountArgumentBytes(arguments);
+  if (argument_bytes > parts_.options.limits.message_bytes) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("it would make lists of ", square_bytes,
-                     " bytes for as many tensors; limit message_bytes is ",
+        absl::StrCat("its arguments have elements of ", argument_bytes,
+                     " bytes, all of those that a view shows counted; limit message_bytes is ",
                      parts_.options.limits.message_bytes));
   }
+  const int64_t list_bytes = CountListBytes(request.function, arguments);
+  if (static_cast<uint64_t>(list_bytes) > parts_.options.limits.message_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("it would make lists of ", list_bytes,
+                                                     " bytes; limit message_bytes is ",
+                                                     parts_.options.limits.message_bytes));
+  }
+  DG_RETURN_IF_ERROR(CheckHeads(request.function, arguments));
   if (parts_.options.serve_operators == ServeOperators::kSafe) {
     DG_RETURN_IF_ERROR(CheckListLengths(request.function, arguments));
   }
